@@ -1,0 +1,246 @@
+//! Settings of a run, one part per role. These are finished values: flags and environment are read, checked and filled in
+//! with defaults once, in `supervisor::cli`; nothing here means "decide later" except what only the model can tell.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::block::Span;
+use crate::dtype::DType;
+
+/// Everything `sepal serve` was asked to do.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ServeConfig {
+    /// Name of the instance; `None` takes the first free number.
+    pub instance: Option<String>,
+    /// Folder for instance locks and short-lived files.
+    pub runtime_dir: PathBuf,
+    /// Devices, one worker each.
+    pub devices: Vec<Device>,
+    /// Settings of netd.
+    pub netd: NetdConfig,
+    /// Settings common to all workers.
+    pub worker: WorkerConfig,
+    /// What prepare is to make ready.
+    pub prepare: PrepareConfig,
+    /// When children are restarted.
+    pub restart: RestartConfig,
+    /// How every process logs.
+    pub log: LogConfig,
+    /// How long a drain may take before children are killed.
+    pub drain_timeout: Duration,
+}
+
+/// A device that one worker owns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Device {
+    /// The processor, all cores.
+    Cpu,
+    /// The CUDA device with this ordinal.
+    Cuda(u32),
+}
+
+impl std::fmt::Display for Device {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Device::Cpu => f.write_str("cpu"),
+            Device::Cuda(n) => write!(f, "cuda:{n}"),
+        }
+    }
+}
+
+/// Which blocks to serve.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SpanChoice {
+    /// Exactly these (`--block_indices`).
+    Fixed(Span),
+    /// This many, where the swarm needs them most (`--num_blocks`), clipped to the model.
+    Count(u32),
+    /// The whole model.
+    All,
+}
+
+/// What is announced as throughput.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Throughput {
+    /// Measured by the workers at start.
+    Measure,
+    /// This number (`--throughput FLOAT`), requests per second.
+    Fixed(f64),
+}
+
+/// Settings of the network daemon. Names and defaults follow `petals.cli.run_server`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct NetdConfig {
+    /// Prefix of the module uids; `None` takes the family's default for the model.
+    pub dht_prefix: Option<String>,
+    /// Multiaddrs to listen on.
+    pub host_maddrs: Vec<String>,
+    /// Multiaddrs to announce in place of the listened ones; empty = announce what is listened on.
+    pub announce_maddrs: Vec<String>,
+    /// Peers to join through; empty = a new swarm.
+    pub initial_peers: Vec<String>,
+    /// File of the libp2p private key; `None` = a fresh identity that is kept in the runtime folder for this run, so that
+    /// a restarted netd has the same PeerID.
+    pub identity_path: Option<PathBuf>,
+    /// Which blocks to serve.
+    pub span: SpanChoice,
+    /// Throughput to announce.
+    pub throughput: Throughput,
+    /// Free text in the record.
+    pub public_name: Option<String>,
+    /// Period of announcements.
+    pub update_period: Duration,
+    /// Lifetime of an announcement.
+    pub expiration: Duration,
+    /// Largest `max_length` of a session in tokens; `None` = by the model's KV groups (8192 or 2048).
+    pub inference_max_length: Option<u32>,
+    /// KV budget per block in tokens; `None` = by the model's KV groups (16384 or 4096).
+    pub attn_cache_tokens: Option<u32>,
+    /// Largest batch × tokens of one request; `None` = by the model's KV groups (8192 or 2048).
+    pub max_batch_size: Option<u32>,
+    /// Cap of the time a session may wait for KV cache.
+    pub max_alloc_timeout: Duration,
+    /// Limit of one forward or backward request.
+    pub request_timeout: Duration,
+    /// Life of one inference session.
+    pub session_timeout: Duration,
+    /// Longest silence between two steps.
+    pub step_timeout: Duration,
+    /// Time to start listening and reach a first peer.
+    pub startup_timeout: Duration,
+    /// Bytes of the arena shared with the workers.
+    pub arena_bytes: u64,
+}
+
+/// Settings common to all workers.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct WorkerConfig {
+    /// Compute threads of a CPU worker; 0 = one per core.
+    pub threads: u32,
+    /// Fault to inject, for tests of recovery.
+    pub fault: Option<FaultPlan>,
+}
+
+/// A fault that a worker inflicts on itself at a point of a job, to test recovery. Armed in the first `times` generations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FaultPlan {
+    /// What happens.
+    pub action: FaultAction,
+    /// Where in the job.
+    pub point: FaultPoint,
+    /// At which job of the worker's life, counted from 0.
+    pub job: u64,
+    /// In how many generations of the worker.
+    pub times: u32,
+}
+
+/// What an injected fault does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FaultAction {
+    /// SIGKILL, as from outside.
+    Kill,
+    /// Abort, as from a bug of the worker.
+    Abort,
+    /// Stop making progress.
+    Hang,
+}
+
+/// Where in a job a fault strikes: between any two of its effects.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FaultPoint {
+    /// Taken from the ring, nothing done.
+    Taken,
+    /// After the page copies.
+    Copies,
+    /// After the block at this position of the job.
+    Block(u32),
+    /// After the output slot was written.
+    Output,
+    /// After the completion was posted.
+    Completion,
+}
+
+/// What prepare makes ready.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct PrepareConfig {
+    /// Folder in Hugging Face layout, or a Hub repository id.
+    pub model: String,
+    /// Type to serve in; `None` = the checkpoint's, float32 becoming bfloat16 as in Petals.
+    pub dtype: Option<DType>,
+    /// Folder for downloads and prepared blocks.
+    pub cache_dir: PathBuf,
+}
+
+/// When children are restarted, and how often is too often.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RestartConfig {
+    /// First pause after a death; the first restart of a child that had served well is immediate.
+    pub backoff_min: Duration,
+    /// Longest pause.
+    pub backoff_max: Duration,
+    /// More deaths of one child than this within `window` end the run.
+    pub max_restarts: u32,
+    /// The window of `max_restarts`.
+    pub window: Duration,
+    /// A child that makes no progress for this long although it has work is killed.
+    pub hang_timeout: Duration,
+    /// A child must have reported ready within this time after its start.
+    pub start_timeout: Duration,
+}
+
+/// How a process logs to standard error.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LogConfig {
+    /// Filter in the syntax of `tracing_subscriber::EnvFilter`, for example `info` or `info,netd=debug`.
+    pub filter: String,
+    /// Lines for people or for machines.
+    pub format: LogFormat,
+}
+
+/// Form of a log line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LogFormat {
+    /// Readable text, coloured on a terminal.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+/// Limits that depend on the model, filled in from [`NetdConfig`] once the model is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Largest `max_length` of a session in tokens.
+    pub inference_max_length: u32,
+    /// KV budget per block in tokens.
+    pub attn_cache_tokens: u32,
+    /// Largest batch × tokens of one request.
+    pub max_batch_size: u32,
+}
+
+/// Rows of a batch over all sessions for which the KV pool holds a spare page and a partly filled one each.
+pub const POOL_ROWS: u32 = 256;
+
+impl NetdConfig {
+    /// The limits for `model`: what was asked for, else the defaults of `petals.server.server.Server`, which are larger
+    /// where query heads share key/value heads.
+    pub fn limits(&self, model: &crate::model::ModelFacts) -> Limits {
+        let grouped = model.kv_groups() > 1;
+        let pick = |asked: Option<u32>, large, small| asked.unwrap_or(if grouped { large } else { small });
+        Limits {
+            inference_max_length: pick(self.inference_max_length, 8192, 2048),
+            attn_cache_tokens: pick(self.attn_cache_tokens, 16384, 4096),
+            max_batch_size: pick(self.max_batch_size, 8192, 2048),
+        }
+    }
+}
+
+impl Limits {
+    /// Pages per block in the pool of a worker: the budget, and for [`POOL_ROWS`] rows the rounding of the last page and
+    /// one spare page for copies.
+    pub fn kv_pages(&self) -> u32 {
+        let page = crate::model::PAGE_TOKENS as u32;
+        self.attn_cache_tokens.div_ceil(page).saturating_add(2 * POOL_ROWS)
+    }
+}

@@ -1,0 +1,299 @@
+//! Messages between the supervisor and its children, one pair of types per role. They travel over `ipc-channel`; the
+//! descriptors that belong to a message travel over the child's descriptor socket under the tag that the message names,
+//! and are sent before it.
+//!
+//! ```text
+//! prepare:  Init -> Inspected -> Span -> Progress* -> Prepared -> exit 0
+//! netd:     Init -> Listening -> Model -> ProposedSpan -> (WorkerUp | WorkerDown)* -> Drain -> exit 0
+//! worker:   Init -> Progress* -> Ready -> (Link -> Linked)* -> Drain -> exit 0
+//! ```
+//!
+//! `Link` and `WorkerUp` are the two ends of one pair of rings. A new netd or a new worker gets new rings; netd is told
+//! of a worker's end (`WorkerDown`) only after the worker was reaped, since only then nothing writes its pages and slots.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::block::Span;
+use crate::config::{Device, LogConfig, NetdConfig, PrepareConfig, WorkerConfig};
+use crate::exit::ExitReason;
+use crate::ids::{Generation, WorkerId};
+use crate::model::ModelFacts;
+
+/// Tag of a bundle of descriptors on the descriptor socket; counts up from 1 for each child.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FdTag(pub u64);
+
+/// Role of a child process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Role {
+    /// The network daemon.
+    Netd,
+    /// A worker that owns one device.
+    Worker,
+    /// The short-lived reader of checkpoints.
+    Prepare,
+}
+
+impl Role {
+    /// The hidden subcommand of `sepal` that runs the role, and its name in logs.
+    pub fn name(self) -> &'static str {
+        match self {
+            Role::Netd => "netd",
+            Role::Worker => "gpu-worker",
+            Role::Prepare => "prepare",
+        }
+    }
+}
+
+/// What every child is told first, as JSON in the first packet of its descriptor socket.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Birth {
+    /// Build of the parent; a child of another build refuses to run.
+    pub build: String,
+    /// Its role, which must be the one of the subcommand.
+    pub role: Role,
+    /// Name of the one-shot `ipc-channel` server that waits for the child.
+    pub server: String,
+    /// Process id of the parent, to notice that it died in between.
+    pub parent_pid: u32,
+    /// How often this child was started.
+    pub generation: Generation,
+    /// Which worker, for the log.
+    pub worker: Option<WorkerId>,
+    /// How to log.
+    pub log: LogConfig,
+}
+
+/// Where a child reports to on the board.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct BoardSeat {
+    /// Name of the board's segment.
+    pub name: String,
+    /// Index of the child's slot.
+    pub slot: u32,
+}
+
+/// Supervisor to prepare.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum ToPrepare {
+    /// Look at the model and tell its facts.
+    Init {
+        /// What to read.
+        config: PrepareConfig,
+        /// Where to report progress.
+        board: BoardSeat,
+    },
+    /// Make these blocks ready and write their manifest to `manifest`.
+    Span {
+        /// The blocks.
+        span: Span,
+        /// Path of the manifest to write.
+        manifest: PathBuf,
+    },
+    /// Stop.
+    Drain,
+}
+
+/// Prepare to supervisor.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum FromPrepare {
+    /// The model is readable; these are its facts.
+    Inspected(ModelFacts),
+    /// Blocks made ready so far.
+    Progress {
+        /// Done.
+        done: u32,
+        /// Of how many.
+        total: u32,
+    },
+    /// The manifest is written and every file it names is complete.
+    Prepared,
+    /// The process is about to exit for this reason.
+    Failed {
+        /// Why, for the restart decision.
+        reason: ExitReason,
+        /// One sentence for the operator.
+        message: String,
+    },
+}
+
+/// Supervisor to worker.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum ToWorker {
+    /// Load the span. Descriptors under `fds`: the kv segment.
+    Init(Box<WorkerInit>),
+    /// Serve jobs from these rings; whatever older rings held is dropped. Descriptors under `fds`: arena, doorbell of the
+    /// submission ring, doorbell of the completion ring.
+    Link(LinkInit),
+    /// Finish what runs and exit.
+    Drain,
+}
+
+/// First message to a worker.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct WorkerInit {
+    /// Where to report progress.
+    pub board: BoardSeat,
+    /// This worker's generation.
+    pub generation: Generation,
+    /// Which worker this is.
+    pub worker: WorkerId,
+    /// The device it owns.
+    pub device: Device,
+    /// Its blocks, for life.
+    pub span: Span,
+    /// The model.
+    pub model: ModelFacts,
+    /// The manifest that prepare wrote.
+    pub manifest: PathBuf,
+    /// Pages per block in the kv segment.
+    pub kv_pages: u32,
+    /// Settings.
+    pub config: WorkerConfig,
+    /// Whether to measure throughput before reporting ready.
+    pub measure: bool,
+    /// Tag of the descriptors.
+    pub fds: FdTag,
+}
+
+/// One end of a pair of rings.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct LinkInit {
+    /// Generation of netd at the other end.
+    pub netd_generation: Generation,
+    /// Generation of the worker at this end.
+    pub worker_generation: Generation,
+    /// Name of the rings' segment.
+    pub rings: String,
+    /// Length of the arena in bytes.
+    pub arena_bytes: u64,
+    /// Tag of the descriptors.
+    pub fds: FdTag,
+}
+
+/// Worker to supervisor.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum FromWorker {
+    /// Weights are loaded; jobs can come.
+    Ready(Capacity),
+    /// Serves the rings of this netd generation and has abandoned all older ones.
+    Linked {
+        /// The netd generation.
+        netd_generation: Generation,
+    },
+    /// The process is about to exit for this reason.
+    Failed {
+        /// Why, for the restart decision.
+        reason: ExitReason,
+        /// One sentence for the operator.
+        message: String,
+    },
+}
+
+/// What a worker can do, measured on its blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Capacity {
+    /// One-token steps of one block per second; 0 when not measured.
+    pub inference_rps: f64,
+    /// Tokens per second through one block in long batches; 0 when not measured.
+    pub forward_rps: f64,
+}
+
+/// Supervisor to netd.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum ToNetd {
+    /// Start listening. Descriptors under `fds`: the arena.
+    Init(Box<NetdInit>),
+    /// The model that is served.
+    Model(ModelFacts),
+    /// A worker is linked. Descriptors under `fds`: doorbell of the submission ring, doorbell of the completion ring.
+    WorkerUp(WorkerUp),
+    /// A worker is dead and reaped: nothing of it touches pages or slots any more.
+    WorkerDown {
+        /// Which.
+        worker: WorkerId,
+        /// The generation that died.
+        generation: Generation,
+        /// Whose fault it was.
+        cause: DeathCause,
+        /// Whether another generation will come.
+        restarting: bool,
+    },
+    /// A worker was killed and does not die: what its jobs name stays out of use for ever.
+    WorkerUnkillable {
+        /// Which.
+        worker: WorkerId,
+        /// Its generation.
+        generation: Generation,
+    },
+    /// Announce OFFLINE, finish the sessions' running steps, exit.
+    Drain,
+}
+
+/// First message to netd.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct NetdInit {
+    /// Where to report progress.
+    pub board: BoardSeat,
+    /// netd's generation.
+    pub generation: Generation,
+    /// Settings; `identity_path` is always filled in.
+    pub config: NetdConfig,
+    /// Listen addresses to take first: those of the generation before, so that the port stays.
+    pub previous_addrs: Vec<String>,
+    /// Length of the arena in bytes.
+    pub arena_bytes: u64,
+    /// Span served by an earlier generation; kept, since the weights are loaded.
+    pub served: Option<Span>,
+    /// Tag of the descriptors.
+    pub fds: FdTag,
+}
+
+/// A linked worker, as netd sees it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct WorkerUp {
+    /// Which.
+    pub worker: WorkerId,
+    /// Its blocks.
+    pub span: Span,
+    /// Pages per block in its kv segment.
+    pub kv_pages: u32,
+    /// What it measured.
+    pub capacity: Capacity,
+    /// The rings.
+    pub link: LinkInit,
+}
+
+/// Whose fault a death was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum DeathCause {
+    /// A signal from outside, the OOM killer, or the supervisor's own kill: no job is to blame.
+    Outside,
+    /// The worker crashed by itself (abort, segmentation fault, error exit): a job in flight may be to blame.
+    SelfInflicted,
+}
+
+/// Netd to supervisor.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum FromNetd {
+    /// Listens and has joined the swarm.
+    Listening {
+        /// PeerID in base58.
+        peer_id: String,
+        /// Full addresses with `/p2p/PEERID`.
+        addrs: Vec<String>,
+    },
+    /// The blocks to serve, chosen by what the swarm lacks.
+    ProposedSpan(Span),
+    /// Announced ONLINE: clients can come.
+    Online,
+    /// The process is about to exit for this reason.
+    Failed {
+        /// Why, for the restart decision.
+        reason: ExitReason,
+        /// One sentence for the operator.
+        message: String,
+    },
+}

@@ -1,0 +1,1 @@
+//! Jobs: what netd asks of a worker.

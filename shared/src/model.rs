@@ -1,0 +1,58 @@
+//! What netd and the supervisor must know of a model: sizes and types, but neither weights nor the form of its blocks.
+
+use serde::{Deserialize, Serialize};
+
+use crate::block::Span;
+use crate::dtype::DType;
+
+/// Tokens in one page of the KV cache.
+pub const PAGE_TOKENS: usize = 16;
+
+/// Facts about a model, found by `prepare` in its folder and checked there.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ModelFacts {
+    /// Folder name or Hub repository id, for people.
+    pub name: String,
+    /// `https://huggingface.co/...` when the model came from the Hub, for the swarm's model index.
+    pub repository: Option<String>,
+    /// `model_type` of config.json, for example `llama`.
+    pub model_type: String,
+    /// Prefix of the module uids when the family has a default for this model (Hub models only).
+    pub dht_prefix: Option<String>,
+    /// Number of transformer blocks of the whole model.
+    pub num_blocks: u32,
+    /// Width of the hidden states.
+    pub hidden_size: u32,
+    /// Query heads.
+    pub attention_heads: u32,
+    /// Key/value heads.
+    pub kv_heads: u32,
+    /// Width of one head.
+    pub head_dim: u32,
+    /// Type of weights, hidden states and cache as served.
+    pub dtype: DType,
+    /// Bytes of one block's weights as served.
+    pub block_bytes: u64,
+}
+
+impl ModelFacts {
+    /// Query heads per key/value head; above 1 Petals takes its larger defaults.
+    pub fn kv_groups(&self) -> u32 {
+        self.attention_heads / self.kv_heads.max(1)
+    }
+
+    /// Bytes of keys and values of one token in one block.
+    pub fn kv_token_bytes(&self) -> usize {
+        2 * self.kv_heads as usize * self.head_dim as usize * self.dtype.size_bytes()
+    }
+
+    /// Bytes of one page of one block: `[kv_heads, 2, PAGE_TOKENS, head_dim]`.
+    pub fn kv_page_bytes(&self) -> usize {
+        PAGE_TOKENS * self.kv_token_bytes()
+    }
+
+    /// Bytes of the kv segment of a worker: `[blocks of the span, pages, page]`.
+    pub fn kv_segment_bytes(&self, span: Span, pages: u32) -> usize {
+        span.block_count() * pages as usize * self.kv_page_bytes()
+    }
+}
