@@ -1,0 +1,303 @@
+//! The socket between the supervisor and one child that carries what `ipc-channel` cannot name: the child's birth, then
+//! bundles of descriptors. Each bundle is one packet: its tag (8 bytes, little endian) with the descriptors attached.
+//! Bundles arrive in the order of the messages that name them, so a wrong tag or count is an error, never skipped.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{
+    AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr,
+    recv, recvmsg, send, sendmsg, socketpair,
+};
+
+use crate::control::{Birth, FdTag};
+
+/// Most descriptors in one bundle (the largest today has three).
+pub const MAX_BUNDLE: usize = 16;
+
+/// Longest birth in bytes; it holds two names, a filter and a few numbers.
+const MAX_BIRTH_BYTES: usize = 16 * 1024;
+
+/// Why a bundle of descriptors could not be sent or taken.
+#[derive(Debug, thiserror::Error)]
+pub enum DescriptorError {
+    /// The other end is closed.
+    #[error("the other end of the descriptor socket is closed")]
+    Closed,
+    /// Nothing came in time, or the other end does not take what is sent.
+    #[error("the other end of the descriptor socket does not keep up")]
+    TimedOut,
+    /// What came is not what the message announced.
+    #[error("expected {count} descriptors under tag {tag}, got {got_count} under tag {got_tag:?}")]
+    Mismatch {
+        /// Tag asked for.
+        tag: u64,
+        /// Number asked for.
+        count: usize,
+        /// Tag that came; `None` = the packet was malformed.
+        got_tag: Option<u64>,
+        /// Number that came.
+        got_count: usize,
+    },
+    /// More than [`MAX_BUNDLE`] descriptors.
+    #[error("a bundle of {0} descriptors is larger than {MAX_BUNDLE}")]
+    TooMany(usize),
+    /// The operating system refused.
+    #[error("pass descriptors between processes")]
+    Os(#[source] io::Error),
+}
+
+/// One end of the socket that carries descriptors.
+#[derive(Debug)]
+pub struct DescriptorSocket(OwnedFd);
+
+impl From<OwnedFd> for DescriptorSocket {
+    fn from(fd: OwnedFd) -> DescriptorSocket {
+        DescriptorSocket(fd)
+    }
+}
+
+impl AsFd for DescriptorSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl DescriptorSocket {
+    /// A connected pair: the supervisor's end, and the end that a child inherits. Both are close-on-exec.
+    ///
+    /// # Errors
+    /// When the process has no descriptors left.
+    pub fn pair() -> io::Result<(DescriptorSocket, OwnedFd)> {
+        let (ours, theirs) = socketpair(
+            AddressFamily::Unix,
+            SockType::SeqPacket,
+            None,
+            SockFlag::SOCK_CLOEXEC,
+        )?;
+        Ok((DescriptorSocket(ours), theirs))
+    }
+
+    /// Writes the first packet, without waiting.
+    ///
+    /// # Errors
+    /// When the birth is too long or the socket refuses it.
+    pub fn send_birth(&self, birth: &Birth) -> io::Result<()> {
+        let bytes = serde_json::to_vec(birth)?;
+        if bytes.len() > MAX_BIRTH_BYTES {
+            return Err(io::Error::other(format!(
+                "a birth of {} bytes exceeds {MAX_BIRTH_BYTES}",
+                bytes.len()
+            )));
+        }
+        send(
+            self.0.as_raw_fd(),
+            &bytes,
+            MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL,
+        )?;
+        Ok(())
+    }
+
+    /// Reads the first packet.
+    pub(super) fn recv_birth(&self, timeout: Duration) -> io::Result<Birth> {
+        self.wait_readable(timeout).map_err(io::Error::other)?;
+        let mut bytes = vec![0; MAX_BIRTH_BYTES + 1];
+        let len = recv(self.0.as_raw_fd(), &mut bytes, MsgFlags::MSG_DONTWAIT)?;
+        if len > MAX_BIRTH_BYTES {
+            return Err(io::Error::other("the birth is too long"));
+        }
+        bytes.truncate(len);
+        Ok(serde_json::from_slice(&bytes)?)
+    }
+
+    /// Sends `fds` under `tag` without waiting; the caller keeps its own copies.
+    ///
+    /// # Errors
+    /// [`DescriptorError::TimedOut`] when the other end left so many bundles unread that the socket is full.
+    pub fn send(&self, tag: FdTag, fds: &[BorrowedFd<'_>]) -> Result<(), DescriptorError> {
+        if fds.len() > MAX_BUNDLE {
+            return Err(DescriptorError::TooMany(fds.len()));
+        }
+        let raw: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+        let rights = [ControlMessage::ScmRights(&raw)];
+        let control = if raw.is_empty() { &[][..] } else { &rights[..] };
+        let bytes = tag.0.to_le_bytes();
+        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+        sendmsg::<UnixAddr>(
+            self.0.as_raw_fd(),
+            &[IoSlice::new(&bytes)],
+            control,
+            flags,
+            None,
+        )
+        .map_err(sort_error)?;
+        Ok(())
+    }
+
+    /// Takes the next bundle, which must be the `count` descriptors sent under `tag`; they are close-on-exec.
+    ///
+    /// # Errors
+    /// [`DescriptorError::Mismatch`] when another tag or number came (what came is closed),
+    /// [`DescriptorError::TimedOut`] when nothing came within `timeout`, [`DescriptorError::Closed`] when nothing can come.
+    pub fn recv(
+        &self,
+        tag: FdTag,
+        count: usize,
+        timeout: Duration,
+    ) -> Result<Vec<OwnedFd>, DescriptorError> {
+        self.wait_readable(timeout)?;
+        let (got_tag, fds) = self.recv_bundle()?;
+        if got_tag == Some(tag.0) && fds.len() == count {
+            Ok(fds)
+        } else {
+            Err(DescriptorError::Mismatch {
+                tag: tag.0,
+                count,
+                got_tag,
+                got_count: fds.len(),
+            })
+        }
+    }
+
+    fn recv_bundle(&self) -> Result<(Option<u64>, Vec<OwnedFd>), DescriptorError> {
+        let mut bytes = [0; 8];
+        let mut iov = [IoSliceMut::new(&mut bytes)];
+        let mut space = nix::cmsg_space!([RawFd; MAX_BUNDLE]);
+        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
+        let message = recvmsg::<UnixAddr>(self.0.as_raw_fd(), &mut iov, Some(&mut space), flags)
+            .map_err(sort_error)?;
+        let (len, flags) = (message.bytes, message.flags);
+        let mut fds = Vec::new();
+        for control in message.cmsgs().map_err(sort_error)? {
+            if let ControlMessageOwned::ScmRights(raw) = control {
+                // SAFETY: the kernel has just made these descriptors for this process and nothing else knows them.
+                fds.extend(
+                    raw.into_iter()
+                        .map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }),
+                );
+            }
+        }
+        if len == 0 && fds.is_empty() {
+            return Err(DescriptorError::Closed);
+        }
+        let whole = len == 8 && !flags.intersects(MsgFlags::MSG_TRUNC | MsgFlags::MSG_CTRUNC);
+        Ok((whole.then(|| u64::from_le_bytes(bytes)), fds))
+    }
+
+    fn wait_readable(&self, timeout: Duration) -> Result<(), DescriptorError> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let millis = PollTimeout::try_from(left.as_millis().saturating_add(1))
+                .unwrap_or(PollTimeout::MAX);
+            match poll(&mut [PollFd::new(self.as_fd(), PollFlags::POLLIN)], millis) {
+                Ok(0) | Err(nix::errno::Errno::EINTR) if Instant::now() < deadline => {}
+                Ok(0) => return Err(DescriptorError::TimedOut),
+                Ok(_) => return Ok(()),
+                Err(e) => return Err(DescriptorError::Os(e.into())),
+            }
+        }
+    }
+}
+
+fn sort_error(errno: nix::errno::Errno) -> DescriptorError {
+    use nix::errno::Errno;
+    match errno {
+        Errno::EAGAIN | Errno::ETOOMANYREFS => DescriptorError::TimedOut,
+        Errno::EPIPE | Errno::ECONNRESET | Errno::ENOTCONN => DescriptorError::Closed,
+        other => DescriptorError::Os(other.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::{Read, Seek, Write};
+
+    use super::*;
+
+    const SOON: Duration = Duration::from_millis(1);
+    const LONG: Duration = Duration::from_secs(10);
+
+    fn pair() -> (DescriptorSocket, DescriptorSocket) {
+        let (ours, theirs) = DescriptorSocket::pair().unwrap();
+        (ours, theirs.into())
+    }
+
+    #[test]
+    fn a_descriptor_arrives_open_and_close_on_exec() {
+        let (ours, theirs) = pair();
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(b"kv").unwrap();
+        ours.send(FdTag(7), &[file.as_fd()]).unwrap();
+        drop(file);
+
+        let fd = theirs.recv(FdTag(7), 1, LONG).unwrap().remove(0);
+        let flags = nix::fcntl::fcntl(&fd, nix::fcntl::FcntlArg::F_GETFD).unwrap();
+        assert_eq!(flags, nix::libc::FD_CLOEXEC);
+        let (mut file, mut text) = (File::from(fd), String::new());
+        file.rewind().unwrap();
+        file.read_to_string(&mut text).unwrap();
+        assert_eq!(text, "kv");
+    }
+
+    #[test]
+    fn a_wrong_tag_or_count_is_refused_and_named() {
+        let (ours, theirs) = pair();
+        let file = tempfile::tempfile().unwrap();
+        ours.send(FdTag(1), &[file.as_fd()]).unwrap();
+        ours.send(FdTag(2), &[file.as_fd(), file.as_fd()]).unwrap();
+        let wrong_tag = theirs.recv(FdTag(9), 1, LONG).unwrap_err();
+        assert!(
+            matches!(
+                wrong_tag,
+                DescriptorError::Mismatch {
+                    got_tag: Some(1),
+                    got_count: 1,
+                    ..
+                }
+            ),
+            "{wrong_tag}"
+        );
+        let wrong_count = theirs.recv(FdTag(2), 1, LONG).unwrap_err();
+        assert!(matches!(
+            wrong_count,
+            DescriptorError::Mismatch {
+                got_tag: Some(2),
+                got_count: 2,
+                ..
+            }
+        ));
+    }
+
+    #[test]
+    fn silence_times_out_and_a_closed_end_is_told_apart() {
+        let (ours, theirs) = pair();
+        assert!(matches!(
+            theirs.recv(FdTag(1), 1, SOON),
+            Err(DescriptorError::TimedOut)
+        ));
+        drop(ours);
+        assert!(matches!(
+            theirs.recv(FdTag(1), 1, LONG),
+            Err(DescriptorError::Closed)
+        ));
+        assert!(matches!(
+            theirs.send(FdTag(1), &[]),
+            Err(DescriptorError::Closed)
+        ));
+    }
+
+    #[test]
+    fn a_sender_never_waits_for_a_reader_that_does_not_read() {
+        let (ours, _theirs) = pair();
+        let file = tempfile::tempfile().unwrap();
+        let refused = (0..100_000).find_map(|tag| ours.send(FdTag(tag), &[file.as_fd()]).err());
+        assert!(
+            matches!(refused, Some(DescriptorError::TimedOut)),
+            "{refused:?}"
+        );
+    }
+}

@@ -1,0 +1,279 @@
+//! Logging of every process of Sepal: one line an event on standard error, readable text (coloured on a terminal only) or
+//! one JSON object a line. Every line names the process, since all processes of a run share one standard error:
+//!
+//! ```text
+//! 2026-01-02T03:04:05.678901Z  INFO gpu-worker 0.0 #2 gpu_worker::executor: serving span=0:16
+//! {"time":"...","level":"INFO","role":"gpu-worker","rank":"0.0","generation":2,"pid":71,"target":"...","message":"serving","span":"0:16"}
+//! ```
+
+use std::fmt;
+use std::io::{self, IsTerminal};
+
+use serde_json::{Map, Value};
+use tracing::field::{Field, Visit};
+use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
+use tracing_subscriber::registry::LookupSpan;
+
+use crate::config::{LogConfig, LogFormat};
+use crate::ids::{Generation, WorkerId};
+
+/// Who writes the lines of this process.
+#[derive(Clone, Copy, Debug)]
+pub struct Identity {
+    /// Role of the process, for example `netd`.
+    pub role: &'static str,
+    /// Which worker.
+    pub worker: Option<WorkerId>,
+    /// How often the child was started; `None` for processes that are nobody's child.
+    pub generation: Option<Generation>,
+}
+
+/// Why logging could not start.
+#[derive(Debug, thiserror::Error)]
+pub enum LogError {
+    /// The filter does not parse.
+    #[error("cannot read {filter:?} as a log filter; give a level or a list like info,netd=debug")]
+    BadFilter {
+        /// What was given.
+        filter: String,
+        /// What the parser says.
+        #[source]
+        source: tracing_subscriber::filter::ParseError,
+    },
+}
+
+/// Starts logging to standard error. The first call of a process counts; later ones change nothing.
+///
+/// # Errors
+/// [`LogError::BadFilter`] when the filter does not parse.
+pub fn init_logging(config: &LogConfig, identity: Identity) -> Result<(), LogError> {
+    let filter = EnvFilter::try_new(&config.filter).map_err(|source| LogError::BadFilter {
+        filter: config.filter.clone(),
+        source,
+    })?;
+    let colour = config.format == LogFormat::Text && io::stderr().is_terminal();
+    let lines = Lines {
+        identity,
+        format: config.format,
+    };
+    let subscriber = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(colour)
+        .with_writer(io::stderr)
+        .event_format(lines)
+        .finish();
+    // Fails only when a subscriber is set already, which is the documented case of a second call.
+    let _ = tracing::subscriber::set_global_default(subscriber);
+    Ok(())
+}
+
+/// Logs a panic with its place and aborts: a process with a broken invariant must not go on, and its parent restarts it.
+pub(super) fn abort_on_panic() {
+    std::panic::set_hook(Box::new(|info| {
+        let thread = std::thread::current();
+        tracing::error!(thread = thread.name().unwrap_or("?"), "{info}");
+        std::process::abort();
+    }));
+}
+
+struct Lines {
+    identity: Identity,
+    format: LogFormat,
+}
+
+impl<S, N> FormatEvent<S, N> for Lines
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+{
+    fn format_event(
+        &self,
+        ctx: &FmtContext<'_, S, N>,
+        out: Writer<'_>,
+        event: &Event<'_>,
+    ) -> fmt::Result {
+        match self.format {
+            LogFormat::Text => self.text(ctx, out, event),
+            LogFormat::Json => self.json(out, event),
+        }
+    }
+}
+
+impl Lines {
+    fn text<S, N>(
+        &self,
+        ctx: &FmtContext<'_, S, N>,
+        mut out: Writer<'_>,
+        event: &Event<'_>,
+    ) -> fmt::Result
+    where
+        S: Subscriber + for<'a> LookupSpan<'a>,
+        N: for<'a> FormatFields<'a> + 'static,
+    {
+        let level = *event.metadata().level();
+        SystemTime.format_time(&mut out)?;
+        match (out.has_ansi_escapes(), colour_of(level)) {
+            (true, Some(colour)) => write!(out, " \x1b[{colour}m{level:>5}\x1b[0m ")?,
+            _ => write!(out, " {level:>5} ")?,
+        }
+        out.write_str(self.identity.role)?;
+        if let Some(worker) = self.identity.worker {
+            write!(out, " {worker}")?;
+        }
+        if let Some(generation) = self.identity.generation {
+            write!(out, " #{generation}")?;
+        }
+        write!(out, " {}: ", event.metadata().target())?;
+        ctx.field_format().format_fields(out.by_ref(), event)?;
+        writeln!(out)
+    }
+
+    fn json(&self, mut out: Writer<'_>, event: &Event<'_>) -> fmt::Result {
+        let mut line = Map::new();
+        let mut time = String::new();
+        SystemTime.format_time(&mut Writer::new(&mut time))?;
+        line.insert("time".into(), time.into());
+        line.insert("level".into(), event.metadata().level().as_str().into());
+        line.insert("role".into(), self.identity.role.into());
+        if let Some(worker) = self.identity.worker {
+            line.insert("rank".into(), worker.to_string().into());
+        }
+        if let Some(generation) = self.identity.generation {
+            line.insert("generation".into(), generation.0.into());
+        }
+        line.insert("pid".into(), std::process::id().into());
+        line.insert("target".into(), event.metadata().target().into());
+        event.record(&mut Fields(&mut line));
+        writeln!(out, "{}", Value::Object(line))
+    }
+}
+
+/// ANSI colour of a level; debug and trace stay plain.
+fn colour_of(level: Level) -> Option<u8> {
+    match level {
+        Level::ERROR => Some(31),
+        Level::WARN => Some(33),
+        Level::INFO => Some(32),
+        _ => None,
+    }
+}
+
+/// Collects the fields of an event as JSON values.
+struct Fields<'a>(&'a mut Map<String, Value>);
+
+impl Visit for Fields<'_> {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.0
+            .insert(field.name().into(), format!("{value:?}").into());
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.0.insert(field.name().into(), value.into());
+    }
+
+    fn record_bool(&mut self, field: &Field, value: bool) {
+        self.0.insert(field.name().into(), value.into());
+    }
+
+    fn record_i64(&mut self, field: &Field, value: i64) {
+        self.0.insert(field.name().into(), value.into());
+    }
+
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        self.0.insert(field.name().into(), value.into());
+    }
+
+    fn record_f64(&mut self, field: &Field, value: f64) {
+        self.0.insert(field.name().into(), value.into());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use super::*;
+    use crate::ids::GroupId;
+
+    #[derive(Clone, Default)]
+    struct Sink(Arc<Mutex<Vec<u8>>>);
+
+    impl io::Write for Sink {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn logged(format: LogFormat, log: impl FnOnce()) -> String {
+        let identity = Identity {
+            role: "gpu-worker",
+            worker: Some(WorkerId::solo(GroupId(1))),
+            generation: Some(Generation(2)),
+        };
+        let sink = Sink::default();
+        let writer = sink.clone();
+        let subscriber = tracing_subscriber::fmt()
+            .with_ansi(false)
+            .with_writer(move || writer.clone())
+            .event_format(Lines { identity, format })
+            .finish();
+        tracing::subscriber::with_default(subscriber, log);
+        let bytes = sink.0.lock().unwrap().clone();
+        String::from_utf8(bytes).unwrap()
+    }
+
+    #[test]
+    fn a_text_line_names_the_process_and_keeps_fields_readable() {
+        let line = logged(
+            LogFormat::Text,
+            || tracing::info!(span = %"0:16", jobs = 3, "serving"),
+        );
+        assert!(line.contains("INFO gpu-worker 1.0 #2 "), "{line}");
+        assert!(line.ends_with("serving span=0:16 jobs=3\n"), "{line}");
+    }
+
+    #[test]
+    fn a_json_line_is_one_object_with_typed_fields() {
+        let line = logged(LogFormat::Json, || {
+            tracing::warn!(jobs = 3, text = "a \"b\"\n", "slow")
+        });
+        let value: Value = serde_json::from_str(&line).unwrap();
+        assert_eq!(line.lines().count(), 1);
+        assert_eq!(
+            (&value["level"], &value["jobs"], &value["rank"]),
+            (&"WARN".into(), &3.into(), &"1.0".into())
+        );
+        assert_eq!(
+            (&value["message"], &value["text"]),
+            (&"slow".into(), &"a \"b\"\n".into())
+        );
+    }
+
+    #[test]
+    fn a_bad_filter_is_named() {
+        let config = LogConfig {
+            filter: "info,=,,x=loud".into(),
+            format: LogFormat::Text,
+        };
+        let identity = Identity {
+            role: "serve",
+            worker: None,
+            generation: None,
+        };
+        assert!(
+            init_logging(&config, identity)
+                .unwrap_err()
+                .to_string()
+                .contains("x=loud")
+        );
+    }
+}
