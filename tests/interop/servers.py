@@ -77,7 +77,8 @@ class Running:
     """One started server."""
 
     def __init__(self, kind, spec, log, environment):
-        self.kind, self.log, self.address, self.processes_at_start = kind, log, None, set()
+        self.kind, self.spec, self.log = kind, spec, log
+        self.address, self.processes_at_start = None, set()
         with open(log, "wb") as out:
             self.process = subprocess.Popen(kind.command(spec), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                                             start_new_session=True, env=environment)
@@ -99,13 +100,13 @@ class Running:
         return ServerFailed(f"{what}; its log {self.log} ends:\n{tail}")
 
     def wait_online(self):
-        """Until the log names the address with the PeerID and says ONLINE."""
+        """Until the log names an address with a PeerID (not that of a peer it was given) and says ONLINE."""
         deadline = time.monotonic() + self.kind.online_timeout
         while time.monotonic() < deadline:
             text = self.log_text()
-            address = ADDRESS.search(text)
-            if address and self.kind.online.search(text):
-                self.address = address.group()
+            addresses = [a for a in ADDRESS.findall(text) if a not in self.spec.peers]
+            if addresses and self.kind.online.search(text):
+                self.address = addresses[0]
                 self.processes_at_start = processes_of_session(self.pid)
                 return self
             if self.process.poll() is not None:
