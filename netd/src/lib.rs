@@ -1,0 +1,3 @@
+//! The network daemon: the one process of Sepal that speaks with the swarm.
+
+pub mod wire;

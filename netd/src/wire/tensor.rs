@@ -1,0 +1,694 @@
+//! Tensors of the wire against ours: checks of shape, element type and buffer; decoding into a slot of block dtype;
+//! building replies. Layouts follow `hivemind/compression/*.py` and Petals' 16-bit form of bfloat16.
+//!
+//! [`WireTensor::parse`] checks the header once and costs nothing but the header; [`WireTensor::write_to`] is the hot path:
+//! where wire and block dtype agree it is one pass of copy and finite check per cache-sized piece, both vectorisable.
+//!
+//! # Discrepancies
+//! Python accepts 8-bit codebooks of any length; here they have 256 entries, as every writer makes them. A tensor whose
+//! buffer does not hold exactly what its shape says is an error here; Python fails later and less clearly.
+
+use super::messages::{Compression, Tensor};
+use bytes::Bytes;
+use half::{bf16, f16};
+use shared::dtype::DType;
+use thiserror::Error;
+
+/// Element types that tensors of the wire name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum WireDtype {
+    /// `float32`.
+    F32,
+    /// `float16`.
+    F16,
+    /// `bfloat16`.
+    Bf16,
+    /// `float64`.
+    F64,
+    /// `int64`.
+    I64,
+    /// `int32`.
+    I32,
+    /// `int16`.
+    I16,
+    /// `int8`.
+    I8,
+    /// `uint8`.
+    U8,
+    /// `bool`.
+    Bool,
+}
+
+impl WireDtype {
+    const ALL: [(Self, &'static str); 10] = [
+        (Self::F32, "float32"),
+        (Self::F16, "float16"),
+        (Self::Bf16, "bfloat16"),
+        (Self::F64, "float64"),
+        (Self::I64, "int64"),
+        (Self::I32, "int32"),
+        (Self::I16, "int16"),
+        (Self::I8, "int8"),
+        (Self::U8, "uint8"),
+        (Self::Bool, "bool"),
+    ];
+
+    /// The dtype that a message calls `name`.
+    #[must_use]
+    pub fn parse(name: &str) -> Option<Self> {
+        Self::ALL
+            .iter()
+            .find(|(_, n)| *n == name)
+            .map(|(dtype, _)| *dtype)
+    }
+
+    /// Its name in messages.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        Self::ALL
+            .iter()
+            .find(|(dtype, _)| *dtype == self)
+            .map_or("", |(_, name)| name)
+    }
+
+    /// Bytes of one raw element.
+    #[must_use]
+    pub fn size_bytes(self) -> usize {
+        match self {
+            Self::F64 | Self::I64 => 8,
+            Self::F32 | Self::I32 => 4,
+            Self::F16 | Self::Bf16 | Self::I16 => 2,
+            Self::I8 | Self::U8 | Self::Bool => 1,
+        }
+    }
+
+    fn is_float(self) -> bool {
+        matches!(self, Self::F32 | Self::F16 | Self::Bf16 | Self::F64)
+    }
+}
+
+impl From<DType> for WireDtype {
+    fn from(dtype: DType) -> Self {
+        match dtype {
+            DType::F32 => Self::F32,
+            DType::Bf16 => Self::Bf16,
+            DType::F16 => Self::F16,
+        }
+    }
+}
+
+/// Bounds on a tensor's shape, given by the caller, who knows what the RPC may carry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ShapeLimits {
+    /// Dimensions.
+    pub max_rank: usize,
+    /// Elements; also the bound of every single dimension, so that an empty tensor cannot claim a batch of billions.
+    pub max_elements: usize,
+}
+
+/// Why a message is not a usable tensor.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum TensorError {
+    /// The dtype's name is unknown.
+    #[error("tensor has unknown dtype `{0}`")]
+    UnknownDtype(String),
+    /// The compression is unknown, or not defined for this dtype.
+    #[error("tensor has compression {compression}, which is not defined for {dtype}")]
+    BadCompression {
+        /// Number in the message.
+        compression: i32,
+        /// Name of the dtype.
+        dtype: &'static str,
+    },
+    /// A bound of [`ShapeLimits`] is exceeded.
+    #[error(
+        "tensor of shape {shape:?} exceeds the limits of {max_rank} dimensions and {max_elements} elements"
+    )]
+    TooLarge {
+        /// The first dimensions.
+        shape: Vec<u32>,
+        /// The bound on dimensions.
+        max_rank: usize,
+        /// The bound on elements.
+        max_elements: usize,
+    },
+    /// The buffer does not hold what shape, dtype and compression say.
+    #[error("tensor of shape {shape:?} and type {dtype} has a buffer of {actual} bytes")]
+    BadBuffer {
+        /// The shape.
+        shape: Vec<usize>,
+        /// Name of the dtype.
+        dtype: &'static str,
+        /// Bytes found.
+        actual: usize,
+    },
+    /// The tensor has another dtype than the RPC needs.
+    #[error("tensor must be {expected}, got {actual}")]
+    WrongDtype {
+        /// Needed.
+        expected: &'static str,
+        /// Found.
+        actual: &'static str,
+    },
+    /// The destination does not fit the tensor.
+    #[error("tensor needs {needed} bytes, its destination has {actual}")]
+    WrongDestination {
+        /// Bytes that the elements take there.
+        needed: usize,
+        /// Bytes that are there.
+        actual: usize,
+    },
+    /// An element is infinite or NaN, or becomes so in the block dtype.
+    #[error("element {index} of the tensor is not finite in {dtype}")]
+    NotFinite {
+        /// Row-major index of the first such element.
+        index: usize,
+        /// Name of the block dtype.
+        dtype: &'static str,
+    },
+}
+
+/// A tensor of the wire whose header and buffer length are checked; elements are not yet read.
+#[derive(Clone, Debug)]
+pub struct WireTensor {
+    shape: Vec<usize>,
+    dtype: WireDtype,
+    element_count: usize,
+    requires_grad: bool,
+    payload: Payload,
+}
+
+/// How the elements lie in memory; every variant's lengths agree with the tensor's element count.
+#[derive(Clone, Debug)]
+enum Payload {
+    /// Raw elements of the tensor's dtype.
+    Raw(Bytes),
+    /// Raw f32 elements of a bfloat16 tensor (hivemind's own form).
+    WideBf16(Bytes),
+    /// f16 elements of a float tensor.
+    Half(Bytes),
+    /// f16 elements scaled per row of `row` elements.
+    MeanStd {
+        values: Bytes,
+        means: Vec<f32>,
+        stds: Vec<f32>,
+        row: usize,
+    },
+    /// Indexes into a codebook, scaled per block of [`BLOCKWISE_ELEMENTS`] elements (one scale of 1 for the unscaled kinds).
+    Coded {
+        indexes: Bytes,
+        codebook: Box<[f32; CODEBOOK_ENTRIES]>,
+        scales: Option<Vec<f32>>,
+    },
+}
+
+/// Entries of the codebook of every 8-bit compression.
+const CODEBOOK_ENTRIES: usize = 256;
+/// Elements that share one scale in the blockwise compression (bitsandbytes' block).
+const BLOCKWISE_ELEMENTS: usize = 4096;
+/// Elements converted at once: small enough for the first-level cache, large enough to be vectorised.
+const PIECE_ELEMENTS: usize = 2048;
+
+impl WireTensor {
+    /// Checks the header of a message against `limits` and its own buffer. Shares the buffer.
+    ///
+    /// # Errors
+    /// Any [`TensorError`] but those of [`Self::write_to`].
+    pub fn parse(message: &Tensor, limits: ShapeLimits) -> Result<Self, TensorError> {
+        let dtype = WireDtype::parse(&message.dtype)
+            .ok_or_else(|| TensorError::UnknownDtype(message.dtype.chars().take(32).collect()))?;
+        let (shape, element_count) = checked_shape(&message.size, limits)?;
+        let unsupported = || TensorError::BadCompression {
+            compression: message.compression,
+            dtype: dtype.name(),
+        };
+        let compression = Compression::try_from(message.compression).map_err(|_| unsupported())?;
+        if !supports(dtype, compression) {
+            return Err(unsupported());
+        }
+        let row = shape.last().copied().unwrap_or(1);
+        let payload = split_payload(&message.buffer, dtype, compression, element_count, row)
+            .ok_or_else(|| TensorError::BadBuffer {
+                shape: shape.clone(),
+                dtype: dtype.name(),
+                actual: message.buffer.len(),
+            })?;
+        Ok(Self {
+            shape,
+            dtype,
+            element_count,
+            requires_grad: message.requires_grad,
+            payload,
+        })
+    }
+
+    /// Shape; empty for a scalar.
+    #[must_use]
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// Dtype that the message names.
+    #[must_use]
+    pub fn dtype(&self) -> WireDtype {
+        self.dtype
+    }
+
+    /// Product of the shape.
+    #[must_use]
+    pub fn element_count(&self) -> usize {
+        self.element_count
+    }
+
+    /// Whether the tensor stands for "absent": Petals' clients send tensors without elements in place of missing prompts and
+    /// hypo ids (`is_dummy` in `petals/utils/misc.py`).
+    #[must_use]
+    pub fn is_dummy(&self) -> bool {
+        self.element_count == 0
+    }
+
+    /// The flag of the message.
+    #[must_use]
+    pub fn requires_grad(&self) -> bool {
+        self.requires_grad
+    }
+
+    /// Writes all elements to `destination` in block dtype, little-endian, row-major.
+    ///
+    /// # Errors
+    /// [`TensorError::WrongDtype`] unless this is a float tensor; [`TensorError::WrongDestination`] unless `destination` has exactly
+    /// the bytes; [`TensorError::NotFinite`] at the first element that is not finite in the block dtype (`destination` then holds
+    /// garbage).
+    pub fn write_to(&self, dtype: DType, destination: &mut [u8]) -> Result<(), TensorError> {
+        if !self.dtype.is_float() {
+            return Err(TensorError::WrongDtype {
+                expected: "a float tensor",
+                actual: self.dtype.name(),
+            });
+        }
+        let needed = self.element_count * dtype.size_bytes();
+        if destination.len() != needed {
+            return Err(TensorError::WrongDestination {
+                needed,
+                actual: destination.len(),
+            });
+        }
+        match self.raw_of(dtype) {
+            Some(source) => copy_finite(source, dtype, destination),
+            None => self.convert(dtype, destination),
+        }
+        .map_err(|index| TensorError::NotFinite {
+            index,
+            dtype: dtype.name(),
+        })
+    }
+
+    /// All elements as f32, finite or not; float64 is rounded.
+    ///
+    /// # Errors
+    /// [`TensorError::WrongDtype`] unless this is a float tensor.
+    pub fn to_f32_vec(&self) -> Result<Vec<f32>, TensorError> {
+        if !self.dtype.is_float() {
+            return Err(TensorError::WrongDtype {
+                expected: "a float tensor",
+                actual: self.dtype.name(),
+            });
+        }
+        let mut values = vec![0.0; self.element_count];
+        for (piece, out) in values.chunks_mut(PIECE_ELEMENTS).enumerate() {
+            self.read_f32(piece * PIECE_ELEMENTS, out);
+        }
+        Ok(values)
+    }
+
+    /// All elements of an int64 tensor.
+    ///
+    /// # Errors
+    /// [`TensorError::WrongDtype`] unless this is an int64 tensor.
+    pub fn to_i64_vec(&self) -> Result<Vec<i64>, TensorError> {
+        match &self.payload {
+            Payload::Raw(raw) if self.dtype == WireDtype::I64 => Ok(raw
+                .as_chunks()
+                .0
+                .iter()
+                .map(|bytes| i64::from_le_bytes(*bytes))
+                .collect()),
+            _ => Err(TensorError::WrongDtype {
+                expected: "int64",
+                actual: self.dtype.name(),
+            }),
+        }
+    }
+
+    /// The raw buffer, if it already is in `dtype`.
+    fn raw_of(&self, dtype: DType) -> Option<&[u8]> {
+        match &self.payload {
+            Payload::Raw(raw) if self.dtype == dtype.into() => Some(raw),
+            Payload::Half(raw) if dtype == DType::F16 => Some(raw),
+            _ => None,
+        }
+    }
+
+    fn convert(&self, dtype: DType, destination: &mut [u8]) -> Result<(), usize> {
+        let mut piece = [0f32; PIECE_ELEMENTS];
+        let piece_bytes = PIECE_ELEMENTS * dtype.size_bytes();
+        for (number, out) in destination.chunks_mut(piece_bytes).enumerate() {
+            let start = number * PIECE_ELEMENTS;
+            let count = out.len() / dtype.size_bytes();
+            let values = &mut piece[..count];
+            self.read_f32(start, values);
+            let finite =
+                values.iter().fold(true, |ok, v| ok & v.is_finite()) & narrow(values, dtype, out);
+            if !finite {
+                return Err(start + first_not_finite(values, dtype));
+            }
+        }
+        Ok(())
+    }
+
+    /// Decodes elements `start..start + out.len()`; the caller keeps the range inside the tensor, elsewhere zeros stay.
+    fn read_f32(&self, start: usize, out: &mut [f32]) {
+        let end = start + out.len();
+        match &self.payload {
+            Payload::Raw(raw) => match self.dtype {
+                WireDtype::F32 => read(raw, start, out, f32::from_le_bytes),
+                WireDtype::F16 => read(raw, start, out, |b| f16::from_le_bytes(b).to_f32()),
+                WireDtype::Bf16 => read(raw, start, out, |b| bf16::from_le_bytes(b).to_f32()),
+                #[expect(
+                    clippy::cast_possible_truncation,
+                    reason = "rounding to f32 is the conversion"
+                )]
+                WireDtype::F64 => read(raw, start, out, |b| f64::from_le_bytes(b) as f32),
+                _ => {}
+            },
+            Payload::WideBf16(raw) => read(raw, start, out, |b| {
+                bf16::from_f32(f32::from_le_bytes(b)).to_f32()
+            }),
+            Payload::Half(raw) => read(raw, start, out, |b| {
+                self.round(f16::from_le_bytes(b).to_f32())
+            }),
+            Payload::MeanStd {
+                values,
+                means,
+                stds,
+                row,
+            } => {
+                read(values, start, out, |b| f16::from_le_bytes(b).to_f32());
+                for (value, element) in out.iter_mut().zip(start..) {
+                    let line = element / (*row).max(1);
+                    let (mean, std) = (means.get(line).copied(), stds.get(line).copied());
+                    // Python multiplies and adds in place, so float16 is rounded twice.
+                    *value =
+                        self.round(self.round(*value * std.unwrap_or(0.0)) + mean.unwrap_or(0.0));
+                }
+            }
+            Payload::Coded {
+                indexes,
+                codebook,
+                scales,
+            } => {
+                let indexes = indexes.get(start..end).unwrap_or_default();
+                for ((value, index), element) in out.iter_mut().zip(indexes).zip(start..) {
+                    let scale = scales
+                        .as_ref()
+                        .map_or(Some(1.0), |s| s.get(element / BLOCKWISE_ELEMENTS).copied());
+                    *value = self.round(codebook[usize::from(*index)] * scale.unwrap_or(0.0));
+                }
+            }
+        }
+    }
+
+    /// Python decodes compressed tensors to the dtype they had; so does this, before the value moves on to block dtype.
+    fn round(&self, value: f32) -> f32 {
+        match self.dtype {
+            WireDtype::F16 => f16::from_f32(value).to_f32(),
+            WireDtype::Bf16 => bf16::from_f32(value).to_f32(),
+            _ => value,
+        }
+    }
+}
+
+/// A reply tensor of raw elements (compression `NONE`); bfloat16 goes in its 2-byte form.
+///
+/// # Errors
+/// [`TensorError::BadBuffer`] unless `buffer` has exactly the bytes of `shape`, or a dimension exceeds `u32`.
+pub fn raw_tensor(shape: &[usize], dtype: WireDtype, buffer: Bytes) -> Result<Tensor, TensorError> {
+    let bad = || TensorError::BadBuffer {
+        shape: shape.to_vec(),
+        dtype: dtype.name(),
+        actual: buffer.len(),
+    };
+    let size = shape
+        .iter()
+        .map(|&n| u32::try_from(n))
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|_| bad())?;
+    let bytes = shape
+        .iter()
+        .try_fold(dtype.size_bytes(), |product, n| product.checked_mul(*n))
+        .ok_or_else(bad)?;
+    if bytes != buffer.len() {
+        return Err(bad());
+    }
+    Ok(Tensor {
+        buffer,
+        size,
+        dtype: dtype.name().to_owned(),
+        ..Tensor::default()
+    })
+}
+
+/// The tensor that stands for "absent": shape `[0]`.
+#[must_use]
+pub fn dummy_tensor(dtype: WireDtype) -> Tensor {
+    Tensor {
+        size: vec![0],
+        dtype: dtype.name().to_owned(),
+        ..Tensor::default()
+    }
+}
+
+fn checked_shape(size: &[u32], limits: ShapeLimits) -> Result<(Vec<usize>, usize), TensorError> {
+    let too_large = || TensorError::TooLarge {
+        shape: size.iter().copied().take(8).collect(),
+        max_rank: limits.max_rank,
+        max_elements: limits.max_elements,
+    };
+    if size.len() > limits.max_rank {
+        return Err(too_large());
+    }
+    let shape: Vec<usize> = size.iter().map(|&n| n as usize).collect();
+    if shape.iter().any(|&n| n > limits.max_elements) {
+        return Err(too_large());
+    }
+    if shape.contains(&0) {
+        return Ok((shape, 0));
+    }
+    let count = shape
+        .iter()
+        .try_fold(1usize, |product, n| product.checked_mul(*n));
+    match count {
+        Some(count) if count <= limits.max_elements => Ok((shape, count)),
+        _ => Err(too_large()),
+    }
+}
+
+/// Whether Python defines the compression for the dtype.
+fn supports(dtype: WireDtype, compression: Compression) -> bool {
+    match compression {
+        Compression::None => true,
+        Compression::Float16 | Compression::MeanStd16Bit => {
+            dtype.is_float() && dtype != WireDtype::Bf16
+        }
+        Compression::Uniform8Bit | Compression::Quantile8Bit | Compression::Blockwise8Bit => {
+            dtype.is_float()
+        }
+    }
+}
+
+/// Cuts the buffer into its parts; `None` unless it is exactly as long as they are together.
+fn split_payload(
+    buffer: &Bytes,
+    dtype: WireDtype,
+    compression: Compression,
+    count: usize,
+    row: usize,
+) -> Option<Payload> {
+    let holds = |element_bytes: usize| count.checked_mul(element_bytes) == Some(buffer.len());
+    match compression {
+        Compression::None if holds(dtype.size_bytes()) => Some(Payload::Raw(buffer.clone())),
+        Compression::None if dtype == WireDtype::Bf16 && holds(4) => {
+            Some(Payload::WideBf16(buffer.clone()))
+        }
+        Compression::None => None,
+        Compression::Float16 => holds(2).then(|| Payload::Half(buffer.clone())),
+        Compression::MeanStd16Bit => mean_std(buffer, count, row),
+        Compression::Uniform8Bit | Compression::Quantile8Bit => {
+            let mut parts = Parts(buffer.clone());
+            parts.expect_count(CODEBOOK_ENTRIES)?;
+            let codebook = parts.codebook()?;
+            let indexes = parts.exactly(count)?;
+            Some(Payload::Coded {
+                indexes,
+                codebook,
+                scales: None,
+            })
+        }
+        Compression::Blockwise8Bit => {
+            let blocks = count.div_ceil(BLOCKWISE_ELEMENTS);
+            let mut parts = Parts(buffer.clone());
+            parts.expect_count(blocks)?;
+            parts.expect_count(CODEBOOK_ENTRIES)?;
+            let scales = parts.floats(blocks)?;
+            let codebook = parts.codebook()?;
+            let indexes = parts.exactly(count)?;
+            Some(Payload::Coded {
+                indexes,
+                codebook,
+                scales: Some(scales),
+            })
+        }
+    }
+}
+
+fn mean_std(buffer: &Bytes, count: usize, row: usize) -> Option<Payload> {
+    let rows = count.checked_div(row).unwrap_or(0);
+    let mut parts = Parts(buffer.clone());
+    let values = parts.take(count.checked_mul(2)?)?;
+    let means = parts.floats(rows)?;
+    let stds = parts.floats(rows)?;
+    parts.0.is_empty().then_some(Payload::MeanStd {
+        values,
+        means,
+        stds,
+        row,
+    })
+}
+
+/// What is left of a compound buffer.
+struct Parts(Bytes);
+
+impl Parts {
+    fn take(&mut self, bytes: usize) -> Option<Bytes> {
+        (bytes <= self.0.len()).then(|| self.0.split_to(bytes))
+    }
+
+    fn exactly(self, bytes: usize) -> Option<Bytes> {
+        (bytes == self.0.len()).then_some(self.0)
+    }
+
+    fn expect_count(&mut self, expected: usize) -> Option<()> {
+        let bytes = self.take(8)?;
+        let count = u64::from_le_bytes(*bytes.first_chunk()?);
+        (usize::try_from(count) == Ok(expected)).then_some(())
+    }
+
+    fn floats(&mut self, count: usize) -> Option<Vec<f32>> {
+        let bytes = self.take(count.checked_mul(4)?)?;
+        Some(
+            bytes
+                .as_chunks()
+                .0
+                .iter()
+                .map(|b| f32::from_le_bytes(*b))
+                .collect(),
+        )
+    }
+
+    fn codebook(&mut self) -> Option<Box<[f32; CODEBOOK_ENTRIES]>> {
+        self.floats(CODEBOOK_ENTRIES)?
+            .into_boxed_slice()
+            .try_into()
+            .ok()
+    }
+}
+
+/// Decodes elements of `N` bytes from element `start` on.
+fn read<const N: usize>(
+    raw: &[u8],
+    start: usize,
+    out: &mut [f32],
+    decode: impl Fn([u8; N]) -> f32,
+) {
+    let elements = raw.as_chunks::<N>().0;
+    for (value, bytes) in out
+        .iter_mut()
+        .zip(elements.get(start..).unwrap_or_default())
+    {
+        *value = decode(*bytes);
+    }
+}
+
+/// Copies elements that are already in block dtype and checks them; the index of the first bad one on failure.
+fn copy_finite(source: &[u8], dtype: DType, destination: &mut [u8]) -> Result<(), usize> {
+    let piece_bytes = PIECE_ELEMENTS * dtype.size_bytes();
+    for (piece, (from, to)) in source
+        .chunks(piece_bytes)
+        .zip(destination.chunks_mut(piece_bytes))
+        .enumerate()
+    {
+        to.copy_from_slice(from);
+        if let Some(index) = first_bad_element(from, dtype) {
+            return Err(piece * PIECE_ELEMENTS + index);
+        }
+    }
+    Ok(())
+}
+
+/// Finds an element whose exponent is all ones. One branch-free pass decides; only a piece that fails is searched.
+fn first_bad_element(bytes: &[u8], dtype: DType) -> Option<usize> {
+    let bad32 = |b: &[u8; 4]| u32::from_le_bytes(*b) & 0x7f80_0000 == 0x7f80_0000;
+    let bad16 = |b: &[u8; 2], exponent: u16| u16::from_le_bytes(*b) & exponent == exponent;
+    let exponent16 = if dtype == DType::F16 { 0x7c00 } else { 0x7f80 };
+    if dtype == DType::F32 {
+        let elements = bytes.as_chunks().0;
+        let any = elements.iter().fold(false, |any, b| any | bad32(b));
+        any.then(|| elements.iter().position(bad32)).flatten()
+    } else {
+        let elements = bytes.as_chunks().0;
+        let any = elements
+            .iter()
+            .fold(false, |any, b| any | bad16(b, exponent16));
+        any.then(|| elements.iter().position(|b| bad16(b, exponent16)))
+            .flatten()
+    }
+}
+
+/// Writes `values` in `dtype`; false if rounding made one infinite.
+fn narrow(values: &[f32], dtype: DType, out: &mut [u8]) -> bool {
+    match dtype {
+        DType::F32 => out
+            .as_chunks_mut()
+            .0
+            .iter_mut()
+            .zip(values)
+            .for_each(|(b, v)| *b = v.to_le_bytes()),
+        DType::Bf16 => {
+            out.as_chunks_mut()
+                .0
+                .iter_mut()
+                .zip(values)
+                .for_each(|(b, v)| *b = bf16::from_f32(*v).to_le_bytes());
+        }
+        DType::F16 => {
+            out.as_chunks_mut()
+                .0
+                .iter_mut()
+                .zip(values)
+                .for_each(|(b, v)| *b = f16::from_f32(*v).to_le_bytes());
+        }
+    }
+    first_bad_element(out, dtype).is_none()
+}
+
+fn first_not_finite(values: &[f32], dtype: DType) -> usize {
+    let bad = |v: &f32| match dtype {
+        DType::F32 => !v.is_finite(),
+        DType::Bf16 => !bf16::from_f32(*v).is_finite(),
+        DType::F16 => !f16::from_f32(*v).is_finite(),
+    };
+    values.iter().position(bad).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests;
