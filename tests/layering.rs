@@ -44,7 +44,7 @@ const ONLY_IN: &[(&str, &[&str])] = &[
 ];
 
 /// Where `unsafe` may stand: shared memory, the first steps of a child, spawning, mapped files,
-/// device calls and vector instructions.
+/// device calls, vector instructions, and the pool of threads that borrow their caller's stack.
 const UNSAFE_IN: &[&str] = &[
     "shared/src/shm/",
     "shared/src/bootstrap.rs",
@@ -53,6 +53,7 @@ const UNSAFE_IN: &[&str] = &[
     "gpu-worker/src/weights/map.rs",
     "kernels/src/cuda/",
     "kernels/src/cpu/simd/",
+    "kernels/src/cpu/pool.rs",
     "kernels/src/ops/",
 ];
 

@@ -53,8 +53,9 @@ class RealPetals:
     # it computes with NaN and answers NaN
     skip = ["refuse.not_finite"]
 
-    def __init__(self, python):
-        self.python = python
+    def __init__(self, python, handlers=2):
+        """`handlers`: processes that answer requests; Petals' own default is 8."""
+        self.python, self.handlers = python, handlers
 
     def command(self, spec):
         swarm = ["--initial_peers", *spec.peers] if spec.peers else ["--new_swarm"]
@@ -62,7 +63,7 @@ class RealPetals:
         return [self.python, "-m", "petals.cli.run_server", spec.model, "--dht_prefix", spec.prefix, *swarm,
                 "--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--identity_path", spec.identity,
                 "--block_indices", f"{spec.start}:{spec.end}", "--torch_dtype", spec.dtype, "--throughput", "1",
-                "--num_handlers", "2", "--skip_reachability_check", *adapters]
+                "--num_handlers", str(self.handlers), "--skip_reachability_check", *adapters]
 
 
 class Spec:

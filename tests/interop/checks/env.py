@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import os
-import tempfile
 import threading
 import time
 
@@ -32,9 +31,10 @@ def loadable_folder(path, transformers):
     scaling = config.get("rope_scaling")
     if not scaling or scaling.get("rope_type", scaling.get("type")) != "llama3" or knows_llama3_rope(transformers):
         return path, None
-    folder = tempfile.mkdtemp(prefix="interop-model-")
+    folder = path.rstrip("/") + "-without-rope-scaling"
+    os.makedirs(folder, exist_ok=True)
     for name in os.listdir(path):
-        if name != "config.json":
+        if name != "config.json" and not os.path.lexists(os.path.join(folder, name)):
             os.symlink(os.path.join(path, name), os.path.join(folder, name))
     with open(os.path.join(folder, "config.json"), "w") as f:
         json.dump(dict(config, rope_scaling=None), f)

@@ -1,0 +1,71 @@
+"""What the programs of this folder share: running commands with a deadline, the virtual environment, the executable."""
+import contextlib
+import os
+import signal
+import subprocess
+import time
+
+from servers import ServerFailed, processes_of_session
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(HERE))
+SETUP_DEADLINE_S = 1800
+BEGAN = time.monotonic()
+
+
+def say(text):
+    print(f"# [{time.monotonic() - BEGAN:4.0f} s] {text}", flush=True)
+
+
+def run_to_end(command, log, deadline_s, environment, on_line=None):
+    """Runs a command in a session of its own, shows its lines as they come, and ends what it leaves behind.
+
+    The output goes to a file: processes that outlive the command would keep a pipe open.
+    """
+    with open(log, "wb") as out:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                                   start_new_session=True, env=environment)
+    deadline, partial = time.monotonic() + deadline_s, ""
+    try:
+        with open(log, errors="replace") as lines:
+            while True:
+                ended = process.poll() is not None or time.monotonic() > deadline
+                *whole, partial = (partial + lines.read()).split("\n")
+                for line in whole:
+                    if on_line:
+                        on_line(line)
+                if ended:
+                    return process.poll()
+                time.sleep(0.1)
+    finally:
+        for pid in processes_of_session(process.pid):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait(10)
+
+
+def environment_for(out):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "PETALS_", "TRANSFORMERS_"))}
+    environment.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
+                       HF_HOME=os.path.join(out, "hf"), PETALS_CACHE=os.path.join(out, "petals-cache"), PYTHONDONTWRITEBYTECODE="1",
+                       PYTHONUNBUFFERED="1")
+    return environment
+
+
+def set_up_venv(out):
+    """The Python of the virtual environment with the real Petals, made if it is not there."""
+    venv = os.environ.get("INTEROP_VENV") or os.path.join(out, "venv")
+    say(f"virtual environment {venv}")
+    log = os.path.join(out, "setup.log")
+    if run_to_end([os.path.join(HERE, "setup.sh"), venv], log, SETUP_DEADLINE_S, dict(os.environ), print) != 0:
+        raise ServerFailed(f"the virtual environment could not be set up, see {log}")
+    return os.path.join(venv, "bin", "python")
+
+
+def find_sepal():
+    candidates = [os.environ["SEPAL"]] if os.environ.get("SEPAL") else [
+        os.path.join(ROOT, "target", profile, "sepal") for profile in ("release", "debug")]
+    for path in candidates:
+        if os.access(path, os.X_OK):
+            return os.path.abspath(path)
+    raise ServerFailed(f"no executable at {' or '.join(candidates)}: build it, or name it in $SEPAL")
