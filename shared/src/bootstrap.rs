@@ -5,7 +5,7 @@
 //! 1. reads its [`Birth`] from the first packet of that socket and compares build and role;
 //! 2. asks to be killed with the parent (`PR_SET_PDEATHSIG`), then looks whether the parent still is the one that wrote
 //!    the birth, since it may have died in between;
-//! 3. ignores SIGINT and SIGTERM: only a `Drain` message or the closed control channel ends a child;
+//! 3. ignores SIGINT, SIGTERM and SIGHUP: only a `Drain` message or the closed control channel ends a child;
 //! 4. offers itself to the OOM killer before the supervisor, workers before netd;
 //! 5. starts logging, and makes every panic abort the process;
 //! 6. connects to the one-shot `ipc-channel` server named in the birth and hands over the far ends of two channels.
@@ -259,10 +259,10 @@ fn die_with_parent(parent_pid: u32) -> Result<(), BootstrapError> {
 }
 
 fn ignore_terminal_signals() -> Result<(), BootstrapError> {
-    for which in [Signal::SIGINT, Signal::SIGTERM] {
+    for which in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
         // SAFETY: ignoring installs no handler, so no code runs in signal context; nothing else sets dispositions.
         unsafe { signal(which, SigHandler::SigIgn) }
-            .map_err(|e| BootstrapError::Os("ignore SIGINT and SIGTERM", e.into()))?;
+            .map_err(|e| BootstrapError::Os("ignore SIGINT, SIGTERM and SIGHUP", e.into()))?;
     }
     Ok(())
 }

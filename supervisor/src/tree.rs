@@ -1,0 +1,902 @@
+//! The process tree as a pure state machine: events and the time go in, actions come out; no processes, no descriptors, no
+//! clock. [`crate::events`] is the driver.
+//!
+//! ```text
+//! start:   spawn prepare and netd at once
+//!          prepare Inspected ---------------> netd Model (once it listens) -> netd ProposedSpan
+//!          cut among the devices -----------> prepare Span -> Prepared -> spawn workers
+//!          worker Ready -> new rings -> Link -> Linked -> netd WorkerUp
+//! death of a worker:  reap -> netd WorkerDown -> pause -> next generation, new rings, the same kv segment
+//! death of netd:      reap -> pause -> next generation, new arena; every worker is linked again, and only what a worker
+//!                     acknowledged is told to the new netd
+//! end:     netd drains, then the workers; who does not in time is killed
+//! ```
+//!
+//! Invariants, held by the property test:
+//! - a child has at most one live process, and generations only grow;
+//! - netd hears of a worker's end only after the worker was reaped;
+//! - a pair of generations (worker, netd) is linked at most once, so rings are never used twice;
+//! - the tree finishes only when no process is left, but for unkillable ones.
+
+mod child;
+
+use std::time::{Duration, Instant};
+
+use shared::block::Span;
+use shared::config::{RestartConfig, SpanChoice};
+use shared::control::{Capacity, DeathCause, FromNetd, FromPrepare, FromWorker};
+use shared::exit::ExitReason;
+use shared::ids::{Generation, WorkerId};
+use shared::model::ModelFacts;
+
+use crate::plan::{self, Placement, Share};
+
+pub use child::{Beat, ChildId, End, State};
+use child::{Child, Next};
+
+/// A second request to stop counts as impatience only after this time: `timeout` and some shells signal a process and its
+/// group at once.
+const IMPATIENCE: Duration = Duration::from_millis(500);
+
+/// Time that prepare, and the workers after netd, get to end: they hold nothing that could be lost.
+const SHORT_DRAIN: Duration = Duration::from_secs(5);
+
+/// What the tree needs to know of the configuration.
+#[derive(Clone, Debug)]
+pub struct Policy {
+    /// When children are restarted.
+    pub restart: RestartConfig,
+    /// How long netd may take to end.
+    pub drain_timeout: Duration,
+    /// Devices and their shares of the span.
+    pub shares: Vec<Share>,
+    /// The blocks asked for.
+    pub span: SpanChoice,
+    /// Usual time between two readings of the board.
+    pub pace: Duration,
+}
+
+/// A message from a child.
+#[derive(Clone, Debug)]
+pub enum Up {
+    /// From prepare.
+    Prepare(FromPrepare),
+    /// From netd.
+    Netd(FromNetd),
+    /// From a worker.
+    Worker(FromWorker),
+}
+
+/// What happened. Events of a process that is not the present one of its child are stale and change nothing.
+#[derive(Clone, Debug)]
+pub enum Event {
+    /// Begin.
+    Start,
+    /// A child spoke.
+    Said(ChildId, Generation, Up),
+    /// A child's process was reaped, after everything it had said.
+    Ended(ChildId, Generation, End),
+    /// A child closed its control channel.
+    Closed(ChildId, Generation),
+    /// A child does not read, or talks without end; what it was, for the log.
+    Unruly(ChildId, Generation, &'static str),
+    /// A reading of the board.
+    Beat(ChildId, Generation, Beat),
+    /// SIGTERM or SIGINT.
+    Stop,
+    /// Time passed.
+    Tick,
+}
+
+/// What is to be told to a child; the driver adds names and descriptors.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Down {
+    /// First message, with the settings of the role.
+    Init(Init),
+    /// To prepare: make this span ready.
+    Span(Span),
+    /// To netd: the model.
+    Model(ModelFacts),
+    /// To a worker: serve the new rings shared with this netd.
+    Link {
+        /// Generation of netd.
+        netd: Generation,
+    },
+    /// To netd: a worker acknowledged its rings.
+    WorkerUp {
+        /// The worker's part of the plan.
+        placement: Placement,
+        /// Its generation.
+        generation: Generation,
+        /// What it measured.
+        capacity: Capacity,
+    },
+    /// To netd: a worker is dead and reaped.
+    WorkerDown {
+        /// Which.
+        worker: WorkerId,
+        /// The generation that died.
+        generation: Generation,
+        /// Whose fault it was.
+        cause: DeathCause,
+        /// Whether another will come.
+        restarting: bool,
+    },
+    /// To netd: a worker does not die.
+    WorkerUnkillable {
+        /// Which.
+        worker: WorkerId,
+        /// Its generation.
+        generation: Generation,
+    },
+    /// Finish.
+    Drain,
+}
+
+/// The variable part of a role's first message.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Init {
+    /// For prepare.
+    Prepare,
+    /// For netd.
+    Netd {
+        /// Where the generation before listened.
+        previous_addrs: Vec<String>,
+        /// Span of workers that are loaded or loading.
+        served: Option<Span>,
+    },
+    /// For a worker.
+    Worker {
+        /// Its part of the plan.
+        placement: Placement,
+        /// The model.
+        facts: ModelFacts,
+    },
+}
+
+/// What is to be done, in order.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Action {
+    /// Start a process. If that fails, `Ended` with [`End::NotStarted`] follows.
+    Spawn(ChildId, Generation),
+    /// Tell a child.
+    Tell(ChildId, Down),
+    /// SIGKILL.
+    Kill(ChildId, Generation),
+    /// Rings of this worker are of no more use: one of their ends is dead.
+    DropRings {
+        /// The worker.
+        worker: WorkerId,
+        /// Its generation.
+        generation: Generation,
+        /// Generation of netd.
+        netd: Generation,
+    },
+    /// A child changed its state: show and log it.
+    Show {
+        /// Which.
+        child: ChildId,
+        /// Its generation.
+        generation: Generation,
+        /// The state.
+        state: State,
+        /// Why, if there is something to say.
+        why: String,
+    },
+    /// Log what the operator must act on.
+    Complain(String),
+    /// Clients can come.
+    Online {
+        /// What is served.
+        span: Span,
+        /// netd's PeerID.
+        peer_id: String,
+        /// Its full addresses.
+        addrs: Vec<String>,
+    },
+    /// No process is left; return this.
+    Finish(ExitReason),
+}
+
+/// A worker and how far its link to netd is.
+#[derive(Debug)]
+struct Worker {
+    child: Child,
+    placement: Placement,
+    capacity: Capacity,
+    /// Generation of netd whose rings it was given.
+    linking: Option<Generation>,
+    /// Generation of netd whose rings it acknowledged.
+    linked: Option<Generation>,
+    /// Generation of netd that was told of it.
+    told: Option<Generation>,
+}
+
+/// What netd said in its present generation.
+#[derive(Debug, Default)]
+struct NetdSaid {
+    peer_id: String,
+    addrs: Vec<String>,
+    has_model: bool,
+}
+
+/// The end of the run.
+#[derive(Debug)]
+struct Ending {
+    reason: ExitReason,
+    since: Instant,
+    forced: bool,
+    workers_told: bool,
+}
+
+/// The whole tree.
+#[derive(Debug)]
+pub struct Tree {
+    policy: Policy,
+    prepare: Child,
+    netd: Child,
+    said: NetdSaid,
+    workers: Vec<Worker>,
+    facts: Option<ModelFacts>,
+    span: Option<Span>,
+    prepared: bool,
+    was_online: bool,
+    ending: Option<Ending>,
+    finished: bool,
+}
+
+impl Tree {
+    /// A tree in which nothing was started.
+    pub fn new(policy: Policy) -> Tree {
+        Tree {
+            policy,
+            prepare: Child::new(ChildId::Prepare),
+            netd: Child::new(ChildId::Netd),
+            said: NetdSaid::default(),
+            workers: Vec::new(),
+            facts: None,
+            span: None,
+            prepared: false,
+            was_online: false,
+            ending: None,
+            finished: false,
+        }
+    }
+
+    /// Takes in one event and says what to do now.
+    pub fn on(&mut self, event: Event, now: Instant) -> Vec<Action> {
+        let mut out = Vec::new();
+        if self.finished {
+            return out;
+        }
+        match event {
+            Event::Start => {
+                self.spawn(ChildId::Prepare, now, &mut out);
+                self.spawn(ChildId::Netd, now, &mut out);
+            }
+            Event::Stop => self.stop(now, &mut out),
+            Event::Tick => {}
+            Event::Said(id, generation, up) if self.is(id, generation) => {
+                self.said(id, up, now, &mut out)
+            }
+            Event::Ended(id, generation, end) if self.is(id, generation) => {
+                self.ended(id, &end, now, &mut out)
+            }
+            Event::Closed(id, generation) if self.is(id, generation) => {
+                if let Some(child) = self.child_mut(id) {
+                    child.channel_closed(now);
+                }
+            }
+            Event::Unruly(id, generation, what) if self.is(id, generation) => {
+                self.kill(id, what.to_owned(), now, &mut out);
+            }
+            Event::Beat(id, generation, beat) if self.is(id, generation) => {
+                self.beat(id, beat, now, &mut out)
+            }
+            _ => {}
+        }
+        self.check_times(now, &mut out);
+        self.check_end(now, &mut out);
+        out
+    }
+
+    /// When [`Event::Tick`] is due at the latest.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.children()
+            .filter_map(|child| child.deadline(&self.policy.restart))
+            .min()
+    }
+
+    /// Children with a live process, and its generation.
+    pub fn live(&self) -> impl Iterator<Item = (ChildId, Generation)> {
+        self.children()
+            .filter(|child| child.alive)
+            .map(|child| (child.id, child.generation))
+    }
+
+    fn children(&self) -> impl Iterator<Item = &Child> {
+        [&self.prepare, &self.netd]
+            .into_iter()
+            .chain(self.workers.iter().map(|worker| &worker.child))
+    }
+
+    fn child_mut(&mut self, id: ChildId) -> Option<&mut Child> {
+        match id {
+            ChildId::Prepare => Some(&mut self.prepare),
+            ChildId::Netd => Some(&mut self.netd),
+            ChildId::Worker(worker) => self.worker_mut(worker).map(|worker| &mut worker.child),
+        }
+    }
+
+    fn worker_mut(&mut self, id: WorkerId) -> Option<&mut Worker> {
+        self.workers
+            .iter_mut()
+            .find(|worker| worker.placement.worker == id)
+    }
+
+    fn is(&self, id: ChildId, generation: Generation) -> bool {
+        self.children()
+            .any(|child| child.id == id && child.is(generation))
+    }
+
+    fn spawn(&mut self, id: ChildId, now: Instant, out: &mut Vec<Action>) {
+        let init = match id {
+            ChildId::Prepare => Init::Prepare,
+            ChildId::Netd => {
+                let previous_addrs = std::mem::take(&mut self.said).addrs;
+                self.said.addrs.clone_from(&previous_addrs);
+                Init::Netd {
+                    previous_addrs,
+                    served: self.rest(),
+                }
+            }
+            ChildId::Worker(worker) => {
+                let Some(facts) = self.facts.clone() else {
+                    return;
+                };
+                let Some(worker) = self.worker_mut(worker) else {
+                    return;
+                };
+                Init::Worker {
+                    placement: worker.placement,
+                    facts,
+                }
+            }
+        };
+        let Some(child) = self.child_mut(id) else {
+            return;
+        };
+        let generation = child.start(now);
+        let state = child.state;
+        out.push(Action::Spawn(id, generation));
+        out.push(Action::Show {
+            child: id,
+            generation,
+            state,
+            why: String::new(),
+        });
+        out.push(Action::Tell(id, Down::Init(init)));
+        match id {
+            ChildId::Netd => self.link_all(out),
+            ChildId::Prepare => self.order_span(out),
+            ChildId::Worker(_) => {}
+        }
+    }
+
+    fn said(&mut self, id: ChildId, up: Up, now: Instant, out: &mut Vec<Action>) {
+        match (id, up) {
+            (ChildId::Prepare, Up::Prepare(message)) => self.prepare_said(message, now, out),
+            (ChildId::Netd, Up::Netd(message)) => self.netd_said(message, now, out),
+            (ChildId::Worker(worker), Up::Worker(message)) => {
+                self.worker_said(worker, message, now, out)
+            }
+            _ => {}
+        }
+    }
+
+    fn prepare_said(&mut self, message: FromPrepare, now: Instant, out: &mut Vec<Action>) {
+        match message {
+            FromPrepare::Inspected(facts) => {
+                if let Err(complaint) = check_choice(self.policy.span, &facts) {
+                    return self.end(ExitReason::BadConfig, Some(complaint), now, out);
+                }
+                self.set_ready(ChildId::Prepare, now, String::new(), out);
+                self.facts.get_or_insert(facts);
+                self.give_model(out);
+            }
+            FromPrepare::Progress { .. } => {}
+            FromPrepare::Prepared if self.span.is_some() => {
+                self.prepared = true;
+                let waiting = |worker: &&Worker| worker.child.state == State::Waiting;
+                let ids: Vec<_> = self
+                    .workers
+                    .iter()
+                    .filter(waiting)
+                    .map(|worker| worker.child.id)
+                    .collect();
+                if self.ending.is_none() {
+                    ids.into_iter().for_each(|id| self.spawn(id, now, out));
+                }
+            }
+            FromPrepare::Prepared => {}
+            FromPrepare::Failed { message, .. } => self.prepare.complaint = Some(message),
+        }
+    }
+
+    fn netd_said(&mut self, message: FromNetd, now: Instant, out: &mut Vec<Action>) {
+        match message {
+            FromNetd::Listening { peer_id, addrs } => {
+                self.set_ready(ChildId::Netd, now, format!("listening as {peer_id}"), out);
+                (self.said.peer_id, self.said.addrs) = (peer_id, addrs);
+                self.give_model(out);
+            }
+            FromNetd::ProposedSpan(span) => self.take_span(span, now, out),
+            FromNetd::Online => {
+                let Some(span) = self.rest() else { return };
+                self.was_online = true;
+                let (peer_id, addrs) = (self.said.peer_id.clone(), self.said.addrs.clone());
+                out.push(Action::Online {
+                    span,
+                    peer_id,
+                    addrs,
+                });
+            }
+            FromNetd::Failed { message, .. } => self.netd.complaint = Some(message),
+        }
+    }
+
+    fn worker_said(
+        &mut self,
+        id: WorkerId,
+        message: FromWorker,
+        now: Instant,
+        out: &mut Vec<Action>,
+    ) {
+        match message {
+            FromWorker::Ready(capacity) => {
+                let Some(worker) = self.worker_mut(id) else {
+                    return;
+                };
+                worker.capacity = capacity;
+                let span = worker.placement.span;
+                self.set_ready(ChildId::Worker(id), now, format!("blocks {span}"), out);
+                self.link_all(out);
+            }
+            FromWorker::Linked { netd_generation } => {
+                let Some(worker) = self.worker_mut(id) else {
+                    return;
+                };
+                if worker.linking == Some(netd_generation) && worker.linked != Some(netd_generation)
+                {
+                    worker.linked = Some(netd_generation);
+                    self.tell_up(id, out);
+                }
+            }
+            FromWorker::Failed { message, .. } => {
+                if let Some(worker) = self.worker_mut(id) {
+                    worker.child.complaint = Some(message);
+                }
+            }
+        }
+    }
+
+    fn set_ready(&mut self, id: ChildId, now: Instant, why: String, out: &mut Vec<Action>) {
+        let Some(child) = self.child_mut(id) else {
+            return;
+        };
+        if matches!(child.state, State::Starting { .. }) {
+            child.ready(now);
+            out.push(Action::Show {
+                child: id,
+                generation: child.generation,
+                state: child.state,
+                why,
+            });
+        }
+    }
+
+    /// Tells netd the model once both are there, and then of every worker that had been linked before.
+    fn give_model(&mut self, out: &mut Vec<Action>) {
+        let Some(facts) = &self.facts else { return };
+        if !self.netd.is_ready() || self.said.has_model {
+            return;
+        }
+        self.said.has_model = true;
+        out.push(Action::Tell(ChildId::Netd, Down::Model(facts.clone())));
+        let ids: Vec<_> = self
+            .workers
+            .iter()
+            .map(|worker| worker.placement.worker)
+            .collect();
+        ids.into_iter().for_each(|id| self.tell_up(id, out));
+    }
+
+    /// The first proposal is cut among the devices; the blocks of a worker are for life, so later ones change nothing.
+    fn take_span(&mut self, span: Span, now: Instant, out: &mut Vec<Action>) {
+        let Some(facts) = &self.facts else { return };
+        if span.end().0 > facts.num_blocks {
+            let complaint = format!(
+                "netd proposed blocks {span} of a model with {} blocks",
+                facts.num_blocks
+            );
+            return self.end(ExitReason::BadConfig, Some(complaint), now, out);
+        }
+        if self.span.is_some() || self.ending.is_some() {
+            return;
+        }
+        self.span = Some(span);
+        let new = |placement: Placement| Worker {
+            child: Child::new(ChildId::Worker(placement.worker)),
+            placement,
+            capacity: Capacity::default(),
+            linking: None,
+            linked: None,
+            told: None,
+        };
+        self.workers = plan::cut(span, &self.policy.shares)
+            .into_iter()
+            .map(new)
+            .collect();
+        if self.workers.len() < self.policy.shares.len() {
+            let (blocks, devices) = (span.block_count(), self.policy.shares.len());
+            out.push(Action::Complain(format!(
+                "{blocks} blocks are fewer than {devices} devices; the last stay unused"
+            )));
+        }
+        self.order_span(out);
+    }
+
+    fn order_span(&self, out: &mut Vec<Action>) {
+        if let (Some(span), false, true) = (self.span, self.prepared, self.prepare.is_reachable()) {
+            out.push(Action::Tell(ChildId::Prepare, Down::Span(span)));
+        }
+    }
+
+    /// Gives every ready worker rings to the present netd, unless it has them. A new netd gets new rings at its start: they
+    /// need no more of it than its generation.
+    fn link_all(&mut self, out: &mut Vec<Action>) {
+        if !self.netd.is_reachable() || self.ending.is_some() {
+            return;
+        }
+        let netd = self.netd.generation;
+        for worker in &mut self.workers {
+            if worker.child.is_ready() && worker.linking != Some(netd) {
+                worker.linking = Some(netd);
+                out.push(Action::Tell(worker.child.id, Down::Link { netd }));
+            }
+        }
+    }
+
+    fn tell_up(&mut self, id: WorkerId, out: &mut Vec<Action>) {
+        let knows_model = self.netd.is_ready() && self.said.has_model;
+        let netd = Some(self.netd.generation);
+        let Some(worker) = self.worker_mut(id) else {
+            return;
+        };
+        if knows_model && worker.linked == netd && worker.told != netd && worker.child.is_ready() {
+            worker.told = netd;
+            let (placement, generation, capacity) =
+                (worker.placement, worker.child.generation, worker.capacity);
+            out.push(Action::Tell(
+                ChildId::Netd,
+                Down::WorkerUp {
+                    placement,
+                    generation,
+                    capacity,
+                },
+            ));
+        }
+    }
+
+    fn ended(&mut self, id: ChildId, end: &End, now: Instant, out: &mut Vec<Action>) {
+        let restart = self.policy.restart;
+        let ending = self.ending.is_some();
+        let done = id == ChildId::Prepare && self.prepared && *end == End::Code(0);
+        let Some(child) = self.child_mut(id) else {
+            return;
+        };
+        let cause = child.cause(end);
+        let was_unkillable = child.state == State::Unkillable;
+        let next = child.reaped(end, now, &restart);
+        child.state = match next {
+            _ if ending || done => State::Gone,
+            _ if was_unkillable => State::Held {
+                reason: ExitReason::DeviceLost,
+            },
+            Next::Restart(until) => State::Backoff { until },
+            Next::Hold(reason) => State::Held { reason },
+        };
+        let (generation, state) = (child.generation, child.state);
+        // What a held child said is part of the complaint that follows, once.
+        let (why, complaint) = match child.complaint.clone() {
+            Some(said) if matches!(state, State::Held { .. }) => {
+                (end.to_string(), format!("{id}: {said}"))
+            }
+            Some(said) => (format!("{end}: {said}"), String::new()),
+            None => (end.to_string(), format!("{id} is not started again: {end}")),
+        };
+        out.push(Action::Show {
+            child: id,
+            generation,
+            state,
+            why,
+        });
+        match id {
+            ChildId::Prepare => {}
+            ChildId::Netd => self.unlink_all(out),
+            ChildId::Worker(worker) => self.worker_down(worker, cause, out),
+        }
+        if let State::Held { reason } = state {
+            self.held(id, reason, complaint, now, out);
+        }
+    }
+
+    /// netd was reaped: nobody uses its rings any more.
+    fn unlink_all(&mut self, out: &mut Vec<Action>) {
+        self.said.has_model = false;
+        for worker in &mut self.workers {
+            drop_rings(worker, out);
+        }
+    }
+
+    fn worker_down(&mut self, id: WorkerId, cause: DeathCause, out: &mut Vec<Action>) {
+        let tell = self.netd.alive && self.said.has_model && self.netd.killed.is_none();
+        let netd = self.netd.generation;
+        let Some(worker) = self.worker_mut(id) else {
+            return;
+        };
+        let restarting = matches!(worker.child.state, State::Backoff { .. });
+        let generation = worker.child.generation;
+        // netd must hear of the end of what it knows, and that nobody comes in place of what it may wait for.
+        let known = worker.told == Some(netd);
+        drop_rings(worker, out);
+        if tell && (known || !restarting) {
+            out.push(Action::Tell(
+                ChildId::Netd,
+                Down::WorkerDown {
+                    worker: id,
+                    generation,
+                    cause,
+                    restarting,
+                },
+            ));
+        }
+    }
+
+    /// A child will not be started again: without netd or prepare, or without any worker, nothing is served; a mistake in the
+    /// configuration that shows before the first announcement is reported by ending.
+    fn held(
+        &mut self,
+        id: ChildId,
+        reason: ExitReason,
+        complaint: String,
+        now: Instant,
+        out: &mut Vec<Action>,
+    ) {
+        let needed = !matches!(id, ChildId::Worker(_));
+        let early = !self.was_online
+            && reason != ExitReason::RestartLimit
+            && reason != ExitReason::DeviceLost;
+        if needed || early || self.rest().is_none() {
+            self.end(reason, Some(complaint), now, out);
+        } else {
+            out.push(Action::Complain(complaint));
+        }
+    }
+
+    /// The blocks that this instance can serve: the longest part of the plan without lost devices.
+    fn rest(&self) -> Option<Span> {
+        let lost = |worker: &&Worker| {
+            !matches!(worker.child.state, State::Held { .. } | State::Unkillable)
+        };
+        plan::longest_rest(
+            self.workers
+                .iter()
+                .filter(lost)
+                .map(|worker| worker.placement.span),
+        )
+    }
+
+    fn beat(&mut self, id: ChildId, beat: Beat, now: Instant, out: &mut Vec<Action>) {
+        let pace = self.policy.pace;
+        let stood = self
+            .child_mut(id)
+            .and_then(|child| child.beat(beat, now, pace));
+        if let Some(stood) = stood {
+            self.kill(
+                id,
+                format!("hangs: no progress for {} ms", stood.as_millis()),
+                now,
+                out,
+            );
+        }
+    }
+
+    fn kill(&mut self, id: ChildId, why: String, now: Instant, out: &mut Vec<Action>) {
+        let Some(child) = self.child_mut(id) else {
+            return;
+        };
+        if child.alive && child.killed.is_none() {
+            child.killed = Some(now);
+            let (generation, state) = (child.generation, child.state);
+            out.push(Action::Show {
+                child: id,
+                generation,
+                state,
+                why: format!("killed: {why}"),
+            });
+            out.push(Action::Kill(id, generation));
+        }
+    }
+
+    fn check_times(&mut self, now: Instant, out: &mut Vec<Action>) {
+        let restart = self.policy.restart;
+        let ids: Vec<_> = self.children().map(|child| child.id).collect();
+        for id in ids {
+            let Some(child) = self.child_mut(id) else {
+                continue;
+            };
+            if let Some(why) = child.overdue(now, &restart) {
+                if let (Some(ending), ChildId::Netd) = (&mut self.ending, id) {
+                    ending.forced = true;
+                }
+                self.kill(id, why, now, out);
+                continue;
+            }
+            match (child.state, child.killed) {
+                (State::Backoff { until }, _) if now >= until => self.spawn(id, now, out),
+                (State::Unkillable, _) => {}
+                (_, Some(killed)) if child.alive && now >= killed + child::KILL_PATIENCE => {
+                    self.unkillable(id, now, out);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// The process stays in the kernel, for example in a driver. What it may still write stays out of use.
+    fn unkillable(&mut self, id: ChildId, now: Instant, out: &mut Vec<Action>) {
+        let Some(child) = self.child_mut(id) else {
+            return;
+        };
+        child.state = State::Unkillable;
+        let (generation, state) = (child.generation, child.state);
+        let why = "SIGKILL had no effect";
+        out.push(Action::Show {
+            child: id,
+            generation,
+            state,
+            why: why.to_owned(),
+        });
+        if let ChildId::Worker(worker) = id
+            && self.said.has_model
+            && self.netd.is_ready()
+        {
+            out.push(Action::Tell(
+                ChildId::Netd,
+                Down::WorkerUnkillable { worker, generation },
+            ));
+        }
+        let complaint =
+            format!("{id}: {why}; its memory stays out of use and it is not started again");
+        self.held(id, ExitReason::DeviceLost, complaint, now, out);
+    }
+
+    fn stop(&mut self, now: Instant, out: &mut Vec<Action>) {
+        match &mut self.ending {
+            None => self.end(ExitReason::Clean, None, now, out),
+            Some(ending) if now >= ending.since + IMPATIENCE => {
+                ending.forced = true;
+                let ids: Vec<_> = self.live().map(|(id, _)| id).collect();
+                ids.into_iter()
+                    .for_each(|id| self.kill(id, "second request to stop".to_owned(), now, out));
+            }
+            Some(_) => {}
+        }
+    }
+
+    /// Begins the end: who waits is gone, who had not begun to serve is killed, netd drains and the workers after it.
+    fn end(
+        &mut self,
+        reason: ExitReason,
+        complaint: Option<String>,
+        now: Instant,
+        out: &mut Vec<Action>,
+    ) {
+        if self.ending.is_some() {
+            return;
+        }
+        self.ending = Some(Ending {
+            reason,
+            since: now,
+            forced: false,
+            workers_told: false,
+        });
+        out.extend(complaint.map(Action::Complain));
+        let ids: Vec<_> = self.children().map(|child| child.id).collect();
+        for id in ids {
+            let Some(child) = self.child_mut(id) else {
+                continue;
+            };
+            match child.state {
+                State::Waiting | State::Backoff { .. } => child.state = State::Gone,
+                State::Starting { .. } => self.kill(id, "not needed any more".to_owned(), now, out),
+                _ => {}
+            }
+        }
+        self.drain(
+            ChildId::Prepare,
+            now + SHORT_DRAIN.min(self.policy.drain_timeout),
+            out,
+        );
+        self.drain(ChildId::Netd, now + self.policy.drain_timeout, out);
+    }
+
+    fn drain(&mut self, id: ChildId, until: Instant, out: &mut Vec<Action>) {
+        let Some(child) = self.child_mut(id) else {
+            return;
+        };
+        if child.is_ready() {
+            child.state = State::Draining { until };
+            let (generation, state) = (child.generation, child.state);
+            out.push(Action::Show {
+                child: id,
+                generation,
+                state,
+                why: String::new(),
+            });
+            out.push(Action::Tell(id, Down::Drain));
+        }
+    }
+
+    fn check_end(&mut self, now: Instant, out: &mut Vec<Action>) {
+        let gone = |child: &Child| !child.alive || child.state == State::Unkillable;
+        let netd_gone = gone(&self.netd);
+        let all_gone = self.children().all(gone);
+        let Some(ending) = &mut self.ending else {
+            return;
+        };
+        if netd_gone && !ending.workers_told {
+            ending.workers_told = true;
+            let until = now + SHORT_DRAIN.min(self.policy.drain_timeout);
+            let ids: Vec<_> = self.workers.iter().map(|worker| worker.child.id).collect();
+            ids.into_iter().for_each(|id| self.drain(id, until, out));
+        }
+        let Some(ending) = &self.ending else { return };
+        if all_gone {
+            self.finished = true;
+            let forced = ending.forced && ending.reason == ExitReason::Clean;
+            out.push(Action::Finish(if forced {
+                ExitReason::Failed
+            } else {
+                ending.reason
+            }));
+        }
+    }
+}
+
+fn drop_rings(worker: &mut Worker, out: &mut Vec<Action>) {
+    if let Some(netd) = worker.linking.take() {
+        let (worker, generation) = (worker.placement.worker, worker.child.generation);
+        out.push(Action::DropRings {
+            worker,
+            generation,
+            netd,
+        });
+    }
+    (worker.linked, worker.told) = (None, None);
+}
+
+/// Whether the blocks asked for exist.
+fn check_choice(choice: SpanChoice, facts: &ModelFacts) -> Result<(), String> {
+    match choice {
+        SpanChoice::Fixed(span) if span.end().0 > facts.num_blocks => Err(format!(
+            "--block_indices {span} is outside the model {}, which has {} blocks; give a range within 0:{}",
+            facts.name, facts.num_blocks, facts.num_blocks
+        )),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests;

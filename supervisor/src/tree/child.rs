@@ -1,0 +1,358 @@
+//! One child as the tree sees it: its state with its times, how it ended, and whether it is started again.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use shared::config::RestartConfig;
+use shared::control::DeathCause;
+use shared::exit::{ExitReason, Verdict};
+use shared::ids::{Generation, WorkerId};
+
+/// Time after which a process that was sent SIGKILL and is still there counts as unkillable.
+pub const KILL_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Time a process may stay after it closed its control channel.
+pub const CLOSED_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Which child.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ChildId {
+    /// The reader of checkpoints.
+    Prepare,
+    /// The network daemon.
+    Netd,
+    /// A worker.
+    Worker(WorkerId),
+}
+
+impl fmt::Display for ChildId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ChildId::Prepare => f.write_str("prepare"),
+            ChildId::Netd => f.write_str("netd"),
+            ChildId::Worker(worker) => write!(f, "gpu-worker {worker}"),
+        }
+    }
+}
+
+/// Where a child is in its life.
+///
+/// ```text
+/// Waiting -> Starting -> Ready -> Draining -> Gone
+///               |  ^       |          |
+///               v  |       v          |     (reaped, wanted)
+///              Backoff <---+          |
+///               |                     |
+///               +--> Held             |     (reaped, not to be started again)
+///  Starting | Ready | Draining -> Unkillable  (SIGKILL without effect)
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// Not to be started yet.
+    Waiting,
+    /// Spawned, not ready.
+    Starting {
+        /// Since when.
+        since: Instant,
+    },
+    /// Serves.
+    Ready {
+        /// Since when.
+        since: Instant,
+    },
+    /// Was told to finish.
+    Draining {
+        /// When patience ends.
+        until: Instant,
+    },
+    /// Reaped; to be started again.
+    Backoff {
+        /// When.
+        until: Instant,
+    },
+    /// Reaped; not started again.
+    Held {
+        /// Why.
+        reason: ExitReason,
+    },
+    /// Does not die.
+    Unkillable,
+    /// Reaped, and not wanted any more.
+    Gone,
+}
+
+impl State {
+    /// One word for the log.
+    pub fn name(&self) -> &'static str {
+        match self {
+            State::Waiting => "waiting",
+            State::Starting { .. } => "starting",
+            State::Ready { .. } => "ready",
+            State::Draining { .. } => "draining",
+            State::Backoff { .. } => "backoff",
+            State::Held { .. } => "held",
+            State::Unkillable => "unkillable",
+            State::Gone => "gone",
+        }
+    }
+}
+
+/// How a process ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum End {
+    /// It exited with this code.
+    Code(i32),
+    /// A signal killed it.
+    Signal(i32),
+    /// It could not be started.
+    NotStarted {
+        /// Why, for the restart decision.
+        reason: ExitReason,
+        /// One sentence for the operator.
+        message: String,
+    },
+}
+
+impl End {
+    /// The reason that decides about a restart. Signals are never a matter of configuration.
+    pub fn reason(&self) -> ExitReason {
+        match self {
+            End::Code(code) => ExitReason::from_code(*code).unwrap_or(ExitReason::Failed),
+            End::Signal(_) => ExitReason::Failed,
+            End::NotStarted { reason, .. } => *reason,
+        }
+    }
+}
+
+impl fmt::Display for End {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            End::Code(code) => match ExitReason::from_code(*code) {
+                Some(reason) => write!(f, "exit {code} ({reason})"),
+                None => write!(f, "exit {code}"),
+            },
+            End::Signal(number) => match nix::sys::signal::Signal::try_from(*number) {
+                Ok(signal) => f.write_str(signal.as_str()),
+                Err(_) => write!(f, "signal {number}"),
+            },
+            End::NotStarted { message, .. } => write!(f, "not started: {message}"),
+        }
+    }
+}
+
+/// A reading of a child's place on the board.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Beat {
+    /// Its progress counter.
+    pub progress: u64,
+    /// How long the counter may stand still now; `None` while the child has nothing to do.
+    pub limit: Option<Duration>,
+}
+
+/// What follows a death.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Next {
+    /// Start again then.
+    Restart(Instant),
+    /// Do not start again.
+    Hold(ExitReason),
+}
+
+/// One child.
+#[derive(Debug)]
+pub struct Child {
+    /// Which.
+    pub id: ChildId,
+    /// Generation of the present or the last process; 0 before the first.
+    pub generation: Generation,
+    /// Where it is in its life.
+    pub state: State,
+    /// Whether a process exists that was not reaped.
+    pub alive: bool,
+    /// When it was sent SIGKILL.
+    pub killed: Option<Instant>,
+    /// What it said about its own failure.
+    pub complaint: Option<String>,
+    closed: Option<Instant>,
+    was_ready: bool,
+    deaths: VecDeque<Instant>,
+    still: Option<Stillness>,
+}
+
+/// A progress counter that does not move.
+#[derive(Clone, Copy, Debug)]
+struct Stillness {
+    progress: u64,
+    since: Instant,
+    seen: Instant,
+}
+
+impl Child {
+    /// A child that was never started.
+    pub fn new(id: ChildId) -> Child {
+        Child {
+            id,
+            generation: Generation(0),
+            state: State::Waiting,
+            alive: false,
+            killed: None,
+            complaint: None,
+            closed: None,
+            was_ready: false,
+            deaths: VecDeque::new(),
+            still: None,
+        }
+    }
+
+    /// A new process begins; returns its generation.
+    pub fn start(&mut self, now: Instant) -> Generation {
+        self.generation = self.generation.next();
+        self.state = State::Starting { since: now };
+        self.alive = true;
+        self.killed = None;
+        self.complaint = None;
+        self.closed = None;
+        self.was_ready = false;
+        self.still = None;
+        self.generation
+    }
+
+    /// Whether `generation` is a process that exists.
+    pub fn is(&self, generation: Generation) -> bool {
+        self.alive && self.generation == generation
+    }
+
+    /// Whether it serves and is not about to be killed.
+    pub fn is_ready(&self) -> bool {
+        self.alive && self.killed.is_none() && matches!(self.state, State::Ready { .. })
+    }
+
+    /// Whether a message to it makes sense.
+    pub fn is_reachable(&self) -> bool {
+        self.alive
+            && self.killed.is_none()
+            && matches!(self.state, State::Starting { .. } | State::Ready { .. })
+    }
+
+    /// It reported ready.
+    pub fn ready(&mut self, now: Instant) {
+        if matches!(self.state, State::Starting { .. }) {
+            self.state = State::Ready { since: now };
+            self.was_ready = true;
+        }
+    }
+
+    /// Its control channel closed.
+    pub fn channel_closed(&mut self, now: Instant) {
+        self.closed.get_or_insert(now);
+    }
+
+    /// Its process was reaped. Decides what follows, for a child that is wanted: a pause that doubles with each death within
+    /// the window, none after the first death of one that had served; no restart after too many, or when trying again
+    /// cannot help.
+    pub fn reaped(&mut self, end: &End, now: Instant, policy: &RestartConfig) -> Next {
+        self.alive = false;
+        let reason = end.reason();
+        if reason.verdict() == Verdict::Hold {
+            return Next::Hold(reason);
+        }
+        self.deaths.push_back(now);
+        while self
+            .deaths
+            .front()
+            .is_some_and(|&death| now.duration_since(death) > policy.window)
+        {
+            self.deaths.pop_front();
+        }
+        let deaths = u32::try_from(self.deaths.len()).unwrap_or(u32::MAX);
+        if deaths > policy.max_restarts {
+            return Next::Hold(ExitReason::RestartLimit);
+        }
+        if self.was_ready && deaths == 1 {
+            return Next::Restart(now);
+        }
+        let factor = 1u32
+            .checked_shl(deaths.saturating_sub(1).min(20))
+            .unwrap_or(u32::MAX);
+        Next::Restart(
+            now + policy
+                .backoff_min
+                .saturating_mul(factor)
+                .min(policy.backoff_max),
+        )
+    }
+
+    /// Whose fault the death is: nobody's, when the child was killed by us or from outside, or was told to end.
+    pub fn cause(&self, end: &End) -> DeathCause {
+        use nix::libc::{SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM};
+        let outside = match end {
+            End::Signal(signal) => [SIGKILL, SIGTERM, SIGINT, SIGHUP, SIGQUIT].contains(signal),
+            End::Code(_) => [ExitReason::Clean, ExitReason::ParentGone].contains(&end.reason()),
+            End::NotStarted { .. } => true,
+        };
+        if outside || self.killed.is_some() {
+            DeathCause::Outside
+        } else {
+            DeathCause::SelfInflicted
+        }
+    }
+
+    /// Judges a reading of the board: the time for which the child has been still, if that is too long. `pace` is the usual
+    /// time between two readings: after a longer gap the supervisor itself stood still, and the count begins anew.
+    pub fn beat(&mut self, beat: Beat, now: Instant, pace: Duration) -> Option<Duration> {
+        let moved = |still: &Stillness| {
+            still.progress != beat.progress
+                || now.duration_since(still.seen) > pace.saturating_mul(4)
+        };
+        let since = match &self.still {
+            Some(still) if beat.limit.is_some() && !moved(still) => still.since,
+            _ => now,
+        };
+        self.still = Some(Stillness {
+            progress: beat.progress,
+            since,
+            seen: now,
+        });
+        let stood = now.duration_since(since);
+        beat.limit.filter(|&limit| stood > limit).map(|_| stood)
+    }
+
+    /// When something is due if nothing happens.
+    pub fn deadline(&self, policy: &RestartConfig) -> Option<Instant> {
+        if let (true, Some(killed)) = (self.alive, self.killed) {
+            return (self.state != State::Unkillable).then_some(killed + KILL_PATIENCE);
+        }
+        let by_state = match self.state {
+            State::Starting { since } => Some(since + policy.start_timeout),
+            State::Draining { until } | State::Backoff { until } => Some(until),
+            _ => None,
+        };
+        let closed = self
+            .closed
+            .filter(|_| self.alive)
+            .map(|closed| closed + CLOSED_PATIENCE);
+        by_state.into_iter().chain(closed).min()
+    }
+
+    /// Why it should be killed now, if it should.
+    pub fn overdue(&self, now: Instant, policy: &RestartConfig) -> Option<String> {
+        if !self.alive || self.killed.is_some() {
+            return None;
+        }
+        if self
+            .closed
+            .is_some_and(|closed| now >= closed + CLOSED_PATIENCE)
+        {
+            return Some("closed its control channel and stayed".to_owned());
+        }
+        match self.state {
+            State::Starting { since } if now >= since + policy.start_timeout => Some(format!(
+                "was not ready within {:?}; see --start_timeout",
+                policy.start_timeout
+            )),
+            State::Draining { until } if now >= until => Some("did not drain in time".to_owned()),
+            _ => None,
+        }
+    }
+}
