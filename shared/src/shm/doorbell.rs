@@ -1,0 +1,207 @@
+//! The doorbell of a ring: an eventfd that both sides hold. It remembers that it was rung until it
+//! is answered. The supervisor makes it and hands a copy of the descriptor to each side; any thread
+//! may ring it (a worker's control thread rings the submission bell to get the executor's
+//! attention).
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::poll::{PollFd, PollFlags, ppoll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::time::TimeSpec;
+
+use super::layout::RingShared;
+use super::ring::{Armed, Consumer, Producer, RingCorrupt};
+
+/// Longest spin before a sleep: about twice what a wake-up by eventfd takes, so that spinning never
+/// costs more than twice what the best choice in hindsight would have.
+pub const MAX_SPIN: Duration = Duration::from_micros(50);
+
+/// Looks at the ring between two looks at the clock (which takes as long as about 30 of them).
+const SPINS_PER_CLOCK: u32 = 32;
+
+/// An eventfd, non-blocking and closed on exec.
+#[derive(Debug)]
+pub struct Doorbell {
+    fd: EventFd,
+}
+
+impl Doorbell {
+    /// A new doorbell, not rung.
+    ///
+    /// # Errors
+    /// When the process or the system is out of descriptors.
+    pub fn new() -> io::Result<Doorbell> {
+        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+        Ok(Doorbell {
+            fd: EventFd::from_flags(flags)?,
+        })
+    }
+
+    /// The doorbell behind a descriptor that came from another process.
+    ///
+    /// # Errors
+    /// When it cannot be made non-blocking, or is no eventfd.
+    pub fn from_fd(fd: OwnedFd) -> io::Result<Doorbell> {
+        let flags = OFlag::from_bits_retain(fcntl(&fd, FcntlArg::F_GETFL)?);
+        fcntl(&fd, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
+        let target = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
+        if target.as_os_str() != "anon_inode:[eventfd]" {
+            let message = format!(
+                "descriptor of a doorbell is {}, not an eventfd",
+                target.display()
+            );
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+        }
+        // SAFETY: the descriptor is owned here and was just seen to be an eventfd.
+        let fd = unsafe { EventFd::from_owned_fd(fd) };
+        Ok(Doorbell { fd })
+    }
+
+    /// Another descriptor of the same doorbell, to be sent to the other side.
+    ///
+    /// # Errors
+    /// When the process is out of descriptors.
+    pub fn try_clone(&self) -> io::Result<OwnedFd> {
+        self.fd.as_fd().try_clone_to_owned()
+    }
+
+    /// Rings. A bell that was rung and not answered stays rung.
+    ///
+    /// # Errors
+    /// Only when the descriptor is broken.
+    pub fn ring(&self) -> io::Result<()> {
+        match self.fd.write(1) {
+            // EAGAIN: the counter is at its limit, so the bell is certainly rung.
+            Ok(_) | Err(Errno::EAGAIN) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    /// Empties the bell; tells whether it had been rung.
+    ///
+    /// # Errors
+    /// Only when the descriptor is broken.
+    pub fn clear(&self) -> io::Result<bool> {
+        match self.fd.read() {
+            Ok(_) => Ok(true),
+            Err(Errno::EAGAIN | Errno::EINTR) => Ok(false),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    /// Sleeps until the bell is rung or `timeout` has passed, then empties it; tells whether it had
+    /// been rung. A signal ends the sleep early.
+    ///
+    /// # Errors
+    /// Only when the descriptor is broken.
+    pub fn wait(&self, timeout: Duration) -> io::Result<bool> {
+        let mut fds = [PollFd::new(self.fd.as_fd(), PollFlags::POLLIN)];
+        match ppoll(&mut fds, Some(TimeSpec::from_duration(timeout)), None) {
+            Ok(0) | Err(Errno::EINTR) => Ok(false),
+            Ok(_) => self.clear(),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+}
+
+impl AsFd for Doorbell {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl AsRawFd for Doorbell {
+    fn as_raw_fd(&self) -> RawFd {
+        self.fd.as_fd().as_raw_fd()
+    }
+}
+
+/// Why [`Consumer::wait`] came back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wake {
+    /// An entry waits.
+    Ready,
+    /// The bell was rung and the ring is empty: somebody else wants attention, or a late ring for
+    /// an entry already popped.
+    Rung,
+    /// The time is over.
+    TimedOut,
+}
+
+/// Why a consumer could not wait.
+#[derive(Debug, thiserror::Error)]
+pub enum WaitError {
+    /// The ring is of no more use.
+    #[error(transparent)]
+    Corrupt(#[from] RingCorrupt),
+    /// The doorbell is broken.
+    #[error("wait for a doorbell")]
+    Doorbell(#[from] io::Error),
+}
+
+impl<R: std::ops::Deref<Target = RingShared>> Consumer<R> {
+    /// Waits on a plain thread until an entry can be popped: spins for `spin` (at most
+    /// [`MAX_SPIN`]; zero where cores are scarce), then sleeps on `bell`, in all for about
+    /// `timeout`. Entries are looked for first, so that a bell rung for another reason shows as
+    /// [`Wake::Rung`] only when the ring is empty.
+    ///
+    /// # Errors
+    /// [`WaitError::Corrupt`] when the producer's index is impossible, [`WaitError::Doorbell`] when
+    /// the bell is broken.
+    pub fn wait(
+        &mut self,
+        bell: &Doorbell,
+        spin: Duration,
+        timeout: Duration,
+    ) -> Result<Wake, WaitError> {
+        let start = Instant::now();
+        if self.spin(start, spin.min(MAX_SPIN).min(timeout))? {
+            return Ok(Wake::Ready);
+        }
+        if self.arm()? == Armed::Ready {
+            return Ok(Wake::Ready);
+        }
+        let rung = bell.wait(timeout.saturating_sub(start.elapsed()))?;
+        self.disarm();
+        match (self.waiting()?, rung) {
+            (1.., _) => Ok(Wake::Ready),
+            (0, true) => Ok(Wake::Rung),
+            (0, false) => Ok(Wake::TimedOut),
+        }
+    }
+
+    fn spin(&mut self, start: Instant, limit: Duration) -> Result<bool, RingCorrupt> {
+        loop {
+            for _ in 0..SPINS_PER_CLOCK {
+                if self.waiting()? > 0 {
+                    return Ok(true);
+                }
+                if limit.is_zero() {
+                    return Ok(false);
+                }
+                std::hint::spin_loop();
+            }
+            if start.elapsed() >= limit {
+                return Ok(false);
+            }
+        }
+    }
+}
+
+impl<R: std::ops::Deref<Target = RingShared>> Producer<R> {
+    /// Rings `bell` if the consumer sleeps; called after one push or a burst of them.
+    ///
+    /// # Errors
+    /// Only when the bell is broken.
+    pub fn ring_if_sleeping(&self, bell: &Doorbell) -> io::Result<()> {
+        if self.must_wake() {
+            bell.ring()
+        } else {
+            Ok(())
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! Shared memory of one instance: what its processes read and write together without calling each
+//! other.
+//!
+//! ```text
+//!             named segments (shared_memory)                 sealed memfds, passed by descriptor
+//!   board     supervisor owns; every child writes a slot      arena   netd allocates; netd and workers copy in and out
+//!   rings     one per (worker, its generation, netd's)        kv      one per worker; that worker alone maps it
+//! ```
+//!
+//! Rules that every module here keeps:
+//! - Layouts are `repr(C)`, sized by const asserts and drawn in [`layout`]; offsets, never
+//!   pointers.
+//! - No Rust reference to payload in a segment. Indexes, flags, counters and ring entries are
+//!   atomics (a shared reference to an atomic is sound whatever the other process stores); tensors
+//!   go in and out by raw bounded copy. The exception is [`kv::KvMap`], which holds a lock so that
+//!   one mapping alone exists.
+//! - What the other side wrote is an allegation: it is bounded before it is used, and never trusted
+//!   to be consistent.
+//! - Nothing depends on `Drop` having run; a process may die between any two stores.
+//!
+//! `unsafe` is allowed in this folder and `shared::bootstrap` only; every use is behind a safe
+//! interface.
+//!
+//! Under `--cfg loom` only [`ring`] and what it needs is compiled, over loom's atomics.
+#![allow(
+    unsafe_code,
+    reason = "mapping memory that other processes write is the purpose of this module"
+)]
+
+pub mod layout;
+pub mod ring;
+mod sync;
+
+#[cfg(not(loom))]
+pub mod allocator;
+#[cfg(not(loom))]
+pub mod arena;
+#[cfg(not(loom))]
+pub mod board;
+#[cfg(not(loom))]
+pub mod doorbell;
+#[cfg(not(loom))]
+pub mod kv;
+#[cfg(not(loom))]
+pub mod pair;
+#[cfg(not(loom))]
+pub mod segment;
