@@ -1,0 +1,53 @@
+//! The seam between a block and a device: the operations that blocks use, over the device's own memory.
+
+use crate::ops::{
+    Add, Attention, KvAppend, Linear, OpError, PromptAdd, Rmsnorm, Rope, RopeTable, SiluMul,
+};
+
+/// A device that can run blocks. A method is here because a block calls it.
+///
+/// Operations are enqueued in order; [`download`](Backend::download) is where the host waits for results.
+pub trait Backend {
+    /// f32 values in device memory, borrowed (`[f32]` on the CPU).
+    type Floats: ?Sized;
+    /// f32 values in device memory, owned.
+    type Buffer: std::ops::DerefMut<Target = Self::Floats>;
+    /// A weight matrix where it lies.
+    type Matrix<'w>: Copy;
+    /// KV pages of one block.
+    type Pages<'k>;
+
+    /// A buffer of `len` elements of unspecified content.
+    fn buffer(&mut self, len: usize) -> Self::Buffer;
+    /// Makes `buffer` at least `len` elements long; never shrinks it. The content is unspecified after growth.
+    fn grow(&mut self, buffer: &mut Self::Buffer, len: usize);
+    /// Copies host values to the start of `to`.
+    fn upload(&mut self, from: &[f32], to: &mut Self::Floats) -> Result<(), OpError>;
+    /// Copies the first values of `from` to the host, after all operations before it.
+    fn download(&mut self, from: &Self::Floats, to: &mut [f32]) -> Result<(), OpError>;
+
+    /// Root-mean-square norm.
+    fn rmsnorm(&mut self, args: Rmsnorm<'_, Self::Floats>) -> Result<(), OpError>;
+    /// Matrix product.
+    fn linear(&mut self, args: Linear<'_, Self::Floats, Self::Matrix<'_>>) -> Result<(), OpError>;
+    /// Angles of one step.
+    fn rope_table(&mut self, args: RopeTable<'_, Self::Floats>) -> Result<(), OpError>;
+    /// Rotation of queries or keys.
+    fn rope(&mut self, args: Rope<'_, Self::Floats>) -> Result<(), OpError>;
+    /// New keys and values into pages.
+    fn kv_append(
+        &mut self,
+        args: KvAppend<'_, Self::Floats, Self::Pages<'_>>,
+    ) -> Result<(), OpError>;
+    /// Attention over pages.
+    fn attention(
+        &mut self,
+        args: Attention<'_, Self::Floats, Self::Pages<'_>>,
+    ) -> Result<(), OpError>;
+    /// Middle of a gated MLP.
+    fn silu_mul(&mut self, args: SiluMul<'_, Self::Floats>) -> Result<(), OpError>;
+    /// Residual.
+    fn add(&mut self, args: Add<'_, Self::Floats>) -> Result<(), OpError>;
+    /// Deep prompt.
+    fn prompt_add(&mut self, args: PromptAdd<'_, Self::Floats>) -> Result<(), OpError>;
+}

@@ -1,0 +1,127 @@
+//! The CPU as a device: dispatch to the instruction set found at start, over a pool of threads.
+
+pub mod pool;
+mod simd;
+
+use crate::backend::Backend;
+use crate::kv::KvPages;
+use crate::ops::{
+    Add, Attention, KvAppend, Linear, OpError, PromptAdd, Rmsnorm, Rope, RopeTable, SiluMul, add,
+    check_len, kv_append, rope,
+};
+use crate::tensor::WeightView;
+use pool::Pool;
+pub use simd::Isa;
+
+/// The CPU backend: threads and scratch memory. One caller at a time.
+#[derive(Debug)]
+pub struct Cpu {
+    isa: Isa,
+    pool: Pool,
+    scratch: simd::Scratch,
+}
+
+impl Cpu {
+    /// A backend on `threads` threads, the caller included (1 to 256), with the best instruction set of this machine.
+    /// Neither the number of threads nor what else runs changes any result.
+    pub fn new(threads: usize) -> Cpu {
+        Cpu::with_isa(threads, Isa::detect())
+    }
+
+    /// A backend with a chosen instruction set, if this machine has it; else the best that it has.
+    pub fn with_isa(threads: usize, isa: Isa) -> Cpu {
+        let isa = if Isa::available().contains(&isa) {
+            isa
+        } else {
+            Isa::detect()
+        };
+        Cpu {
+            isa,
+            pool: Pool::new(threads),
+            scratch: simd::Scratch::default(),
+        }
+    }
+
+    /// The instruction set in use.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// Threads that compute, the caller included.
+    pub fn threads(&self) -> usize {
+        self.pool.threads()
+    }
+}
+
+impl Backend for Cpu {
+    type Floats = [f32];
+    type Buffer = Vec<f32>;
+    type Matrix<'w> = WeightView<'w>;
+    type Pages<'k> = KvPages<'k>;
+
+    fn buffer(&mut self, len: usize) -> Vec<f32> {
+        vec![0.0; len]
+    }
+
+    fn grow(&mut self, buffer: &mut Vec<f32>, len: usize) {
+        if buffer.len() < len {
+            buffer.resize(len, 0.0);
+        }
+    }
+
+    fn upload(&mut self, from: &[f32], to: &mut [f32]) -> Result<(), OpError> {
+        check_len("upload", "to", to.len(), 1, from.len())?;
+        to[..from.len()].copy_from_slice(from);
+        Ok(())
+    }
+
+    fn download(&mut self, from: &[f32], to: &mut [f32]) -> Result<(), OpError> {
+        check_len("download", "from", from.len(), 1, to.len())?;
+        to.copy_from_slice(&from[..to.len()]);
+        Ok(())
+    }
+
+    fn rmsnorm(&mut self, args: Rmsnorm<'_, [f32]>) -> Result<(), OpError> {
+        args.check()?;
+        simd::rmsnorm(self.isa, &mut self.pool, args);
+        Ok(())
+    }
+
+    fn linear(&mut self, args: Linear<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
+        args.check()?;
+        simd::linear(self.isa, &mut self.pool, &mut self.scratch, args);
+        Ok(())
+    }
+
+    fn rope_table(&mut self, args: RopeTable<'_, [f32]>) -> Result<(), OpError> {
+        rope::reference_table(args)
+    }
+
+    fn rope(&mut self, args: Rope<'_, [f32]>) -> Result<(), OpError> {
+        rope::reference(args)
+    }
+
+    fn kv_append(&mut self, args: KvAppend<'_, [f32], KvPages<'_>>) -> Result<(), OpError> {
+        kv_append::reference(args)
+    }
+
+    fn attention(&mut self, args: Attention<'_, [f32], KvPages<'_>>) -> Result<(), OpError> {
+        args.check()?;
+        simd::attention(self.isa, &mut self.pool, &mut self.scratch, args);
+        Ok(())
+    }
+
+    fn silu_mul(&mut self, args: SiluMul<'_, [f32]>) -> Result<(), OpError> {
+        args.check()?;
+        simd::silu_mul(self.isa, &mut self.pool, args);
+        Ok(())
+    }
+
+    fn add(&mut self, args: Add<'_, [f32]>) -> Result<(), OpError> {
+        add::reference(args)
+    }
+
+    fn prompt_add(&mut self, args: PromptAdd<'_, [f32]>) -> Result<(), OpError> {
+        add::reference_prompt(args)
+    }
+}

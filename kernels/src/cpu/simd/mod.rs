@@ -1,0 +1,94 @@
+//! Fast paths of the CPU, one choice of instruction set per process.
+//!
+//! `linear` is written in intrinsics; the others are plain loops over fixed groups of lanes, compiled once per
+//! instruction set. Every function keeps one reduction order per row (see the crate's header).
+#![allow(unsafe_code)]
+
+mod attention;
+mod elementwise;
+mod lanes;
+mod linear;
+mod portable;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+pub(super) use attention::attention;
+pub(super) use elementwise::{rmsnorm, silu_mul};
+pub(super) use linear::linear;
+
+/// Instruction sets with their own paths. Results of different sets may differ in the last bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Isa {
+    /// AVX-512 with products of bfloat16 pairs.
+    Avx512Bf16,
+    /// AVX-512 F, BW, DQ, VL; bfloat16 weights are widened.
+    Avx512,
+    /// AVX2, FMA, F16C.
+    Avx2,
+    /// Nothing beyond what the target guarantees.
+    Portable,
+}
+
+impl Isa {
+    /// The best set of this machine.
+    pub fn detect() -> Isa {
+        Isa::available()[0]
+    }
+
+    /// All sets of this machine, best first.
+    pub fn available() -> &'static [Isa] {
+        #[cfg(target_arch = "x86_64")]
+        {
+            let avx2 = is_x86_feature_detected!("avx2")
+                && is_x86_feature_detected!("fma")
+                && is_x86_feature_detected!("f16c");
+            let avx512 = avx2
+                && is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl");
+            if avx512 && is_x86_feature_detected!("avx512bf16") {
+                return &[Isa::Avx512Bf16, Isa::Avx512, Isa::Avx2, Isa::Portable];
+            }
+            if avx512 {
+                return &[Isa::Avx512, Isa::Avx2, Isa::Portable];
+            }
+            if avx2 {
+                return &[Isa::Avx2, Isa::Portable];
+            }
+        }
+        &[Isa::Portable]
+    }
+}
+
+/// Memory that operations reuse from call to call.
+#[derive(Debug, Default)]
+pub(super) struct Scratch {
+    /// Inputs of a matrix product in the form its kernel reads.
+    inputs: Vec<u8>,
+    /// Pieces of an attention: (row of the batch, first token, its index in the step).
+    tiles: Vec<attention::Tile>,
+}
+
+/// Compiles `$body::<FMA>(args)` once per instruction set and calls the one for `$isa`.
+macro_rules! per_isa {
+    ($isa:expr, $body:ident($($name:ident: $type:ty),* $(,)?) $(-> $ret:ty)?) => {{
+        #[cfg(target_arch = "x86_64")]
+        {
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+            fn avx512($($name: $type),*) $(-> $ret)? { $body::<true>($($name),*) }
+            #[target_feature(enable = "avx2,fma,f16c")]
+            fn avx2($($name: $type),*) $(-> $ret)? { $body::<true>($($name),*) }
+            match $isa {
+                // SAFETY: `Isa` values come from `Isa::available`, which saw these features.
+                Isa::Avx512Bf16 | Isa::Avx512 => unsafe { avx512($($name),*) },
+                // SAFETY: as above.
+                Isa::Avx2 => unsafe { avx2($($name),*) },
+                Isa::Portable => $body::<false>($($name),*),
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        { let _ = $isa; $body::<{ cfg!(target_arch = "aarch64") }>($($name),*) }
+    }};
+}
+use per_isa;

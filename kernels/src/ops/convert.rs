@@ -1,0 +1,116 @@
+//! Conversions between f32 and stored dtypes, round to nearest even. Bytes are little-endian and need no alignment.
+
+use half::f16;
+use shared::dtype::DType;
+
+/// `bytes` of `dtype` as f32 into `out`; both must hold the same number of elements.
+///
+/// # Panics
+/// When they do not.
+pub fn to_f32(dtype: DType, bytes: &[u8], out: &mut [f32]) {
+    assert_eq!(
+        bytes.len(),
+        out.len() * dtype.size_bytes(),
+        "elements of {dtype}"
+    );
+    match dtype {
+        DType::F32 => {
+            for (o, b) in out.iter_mut().zip(bytes.chunks_exact(4)) {
+                *o = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+            }
+        }
+        DType::Bf16 => {
+            for (o, b) in out.iter_mut().zip(bytes.chunks_exact(2)) {
+                *o = f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
+            }
+        }
+        DType::F16 => {
+            for (o, b) in out.iter_mut().zip(bytes.chunks_exact(2)) {
+                *o = f16::from_le_bytes([b[0], b[1]]).to_f32();
+            }
+        }
+    }
+}
+
+/// `values` rounded to `dtype` into `bytes`; both must hold the same number of elements.
+///
+/// # Panics
+/// When they do not.
+pub fn from_f32(dtype: DType, values: &[f32], bytes: &mut [u8]) {
+    assert_eq!(
+        bytes.len(),
+        values.len() * dtype.size_bytes(),
+        "elements of {dtype}"
+    );
+    match dtype {
+        DType::F32 => {
+            for (v, b) in values.iter().zip(bytes.chunks_exact_mut(4)) {
+                b.copy_from_slice(&v.to_le_bytes());
+            }
+        }
+        DType::Bf16 => {
+            for (v, b) in values.iter().zip(bytes.chunks_exact_mut(2)) {
+                b.copy_from_slice(&bf16_bits(*v).to_le_bytes());
+            }
+        }
+        DType::F16 => {
+            for (v, b) in values.iter().zip(bytes.chunks_exact_mut(2)) {
+                b.copy_from_slice(&f16::from_f32(*v).to_le_bytes());
+            }
+        }
+    }
+}
+
+/// `values` as an owned f32 vector.
+pub fn to_vec(dtype: DType, bytes: &[u8]) -> Vec<f32> {
+    let mut out = vec![0.0; bytes.len() / dtype.size_bytes()];
+    to_f32(dtype, &bytes[..out.len() * dtype.size_bytes()], &mut out);
+    out
+}
+
+/// The value of `dtype` nearest to `value`.
+#[inline(always)]
+pub fn round(dtype: DType, value: f32) -> f32 {
+    match dtype {
+        DType::F32 => value,
+        DType::Bf16 => f32::from_bits(u32::from(bf16_bits(value)) << 16),
+        DType::F16 => f16::from_f32(value).to_f32(),
+    }
+}
+
+/// Upper half of `value`, rounded to nearest even; NaN stays NaN.
+#[inline(always)]
+pub(crate) fn bf16_bits(value: f32) -> u16 {
+    let bits = value.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+    let quiet = (bits >> 16) | 0x40;
+    (if value.is_nan() { quiet } else { rounded }) as u16
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn bfloat16_rounds_as_the_half_crate_does(bits: u32) {
+            let value = f32::from_bits(bits);
+            let wanted = bf16::from_f32(value);
+            let got = bf16::from_bits(bf16_bits(value));
+            prop_assert!(got == wanted || (got.is_nan() && wanted.is_nan()));
+        }
+
+        #[test]
+        fn what_a_dtype_can_hold_survives_a_round_trip(values in prop::collection::vec(-1e4f32..1e4, 0..70)) {
+            for dtype in [DType::F32, DType::Bf16, DType::F16] {
+                let rounded: Vec<f32> = values.iter().map(|&v| round(dtype, v)).collect();
+                let mut bytes = vec![0; values.len() * dtype.size_bytes()];
+                from_f32(dtype, &values, &mut bytes);
+                prop_assert_eq!(&to_vec(dtype, &bytes), &rounded);
+            }
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! Writes the keys (rotated) and values of the new tokens into the pages of their rows, rounded to the cache's dtype.
+
+use super::{OpError, check_len, convert};
+use crate::kv::{KvPages, StepRow, total_tokens};
+
+/// Arguments of the append; `P` is the backend's pages of one block.
+#[derive(Debug)]
+pub struct KvAppend<'a, F: ?Sized, P> {
+    /// Keys `[tokens, kv_heads, head_dim]`.
+    pub keys: &'a F,
+    /// Values `[tokens, kv_heads, head_dim]`.
+    pub values: &'a F,
+    /// The batch.
+    pub rows: &'a [StepRow<'a>],
+    /// Where they go.
+    pub pages: &'a mut P,
+}
+
+impl KvAppend<'_, [f32], KvPages<'_>> {
+    pub(crate) fn check(&self) -> Result<(), OpError> {
+        let layout = self.pages.layout();
+        let (tokens, width) = (total_tokens(self.rows), layout.kv_heads * layout.head_dim);
+        check_len("kv append", "keys", self.keys.len(), tokens, width)?;
+        check_len("kv append", "values", self.values.len(), tokens, width)?;
+        self.pages.check_rows(self.rows)
+    }
+}
+
+/// The definition, which is also the fast path: it moves bytes and little else.
+pub fn reference(args: KvAppend<'_, [f32], KvPages<'_>>) -> Result<(), OpError> {
+    args.check()?;
+    let layout = args.pages.layout();
+    let width = layout.kv_heads * layout.head_dim;
+    let positions = args
+        .rows
+        .iter()
+        .flat_map(|row| (row.prefix..row.prefix + row.tokens).map(move |p| (row, p)));
+    for (token, (row, position)) in positions.enumerate() {
+        let (page, slot) = row.locate(position);
+        for (half, source) in [args.keys, args.values].into_iter().enumerate() {
+            let vectors = source[token * width..(token + 1) * width].chunks_exact(layout.head_dim);
+            for (head, vector) in vectors.enumerate() {
+                convert::from_f32(
+                    layout.dtype,
+                    vector,
+                    args.pages.slot_mut(page, head, half, slot),
+                );
+            }
+        }
+    }
+    Ok(())
+}
