@@ -1,3 +1,4 @@
 //! The network daemon: the one process of Sepal that speaks with the swarm.
 
+pub mod p2p;
 pub mod wire;

@@ -1,0 +1,147 @@
+//! What the node speaks: transports, the standard protocols of libp2p, and the RPC streams.
+//!
+//! TCP with DNS names, Noise or TLS (Noise offered first, as by p2pd), yamux; identify with push, ping,
+//! Kademlia as peer routing only. Source of the choices: go-libp2p-daemon as hivemind starts it.
+
+use std::sync::Arc;
+
+use libp2p::{
+    PeerId, Swarm, SwarmBuilder, connection_limits, dns, identify,
+    identity::{Keypair, PublicKey},
+    kad, noise, ping,
+    swarm::{NetworkBehaviour, dial_opts::DialOpts},
+    tcp, tls, yamux,
+};
+use tokio::sync::mpsc;
+
+use super::{
+    error::P2pError,
+    limits::{
+        BOOTSTRAP_PERIOD, CONNECTION_TIMEOUT, IDLE_CONNECTION_TIMEOUT, InboundLimits,
+        LOOKUP_TIMEOUT, MAX_CONNECTIONS, MAX_CONNECTIONS_PER_PEER, MAX_INBOUND_CONNECTIONS,
+        MAX_NEGOTIATING_STREAMS, MAX_PENDING_CONNECTIONS,
+    },
+    node::P2pConfig,
+    rpc_streams,
+    serve::Inbound,
+};
+
+/// How the node introduces itself.
+const AGENT: &str = concat!("sepal/", env!("CARGO_PKG_VERSION"));
+/// p2pd leaves this empty and compares it with nothing.
+const PROTOCOL_VERSION: &str = "/sepal/1";
+
+/// Everything the swarm runs.
+#[derive(NetworkBehaviour)]
+pub(super) struct NodeBehaviour {
+    limits: connection_limits::Behaviour,
+    pub identify: identify::Behaviour,
+    ping: ping::Behaviour,
+    pub kad: kad::Behaviour<kad::store::MemoryStore>,
+    pub rpc: rpc_streams::Behaviour,
+}
+
+/// Makes the swarm; it listens nowhere yet. To be called within a tokio runtime.
+pub(super) fn swarm(
+    config: &P2pConfig,
+    inbound: mpsc::Sender<Inbound>,
+) -> Result<Swarm<NodeBehaviour>, P2pError> {
+    let make = |key: &Keypair| behaviour(config, key.public(), inbound.clone());
+    let with_tcp = || {
+        SwarmBuilder::with_existing_identity(config.keypair.clone())
+            .with_tokio()
+            .with_tcp(
+                tcp::Config::default().nodelay(true),
+                (noise::Config::new, tls::Config::new),
+                yamux::Config::default,
+            )
+            .map_err(|error| P2pError::Transport(error.to_string()))
+    };
+    let limits = |config: libp2p::swarm::Config| {
+        config
+            .with_idle_connection_timeout(IDLE_CONNECTION_TIMEOUT)
+            .with_max_negotiating_inbound_streams(MAX_NEGOTIATING_STREAMS)
+    };
+    // A machine without a resolver configuration can still serve peers with plain addresses.
+    let swarm = match with_tcp()?.with_dns() {
+        Ok(builder) => builder
+            .with_behaviour(make)
+            .map_err(|error| P2pError::Transport(error.to_string()))?
+            .with_swarm_config(limits)
+            .with_connection_timeout(CONNECTION_TIMEOUT)
+            .build(),
+        Err(error) => {
+            tracing::warn!(%error, "no resolver configuration, DNS addresses may not work");
+            with_tcp()?
+                .with_dns_config(dns::ResolverConfig::default(), dns::ResolverOpts::default())
+                .with_behaviour(make)
+                .map_err(|error| P2pError::Transport(error.to_string()))?
+                .with_swarm_config(limits)
+                .with_connection_timeout(CONNECTION_TIMEOUT)
+                .build()
+        }
+    };
+    Ok(swarm)
+}
+
+fn behaviour(config: &P2pConfig, key: PublicKey, inbound: mpsc::Sender<Inbound>) -> NodeBehaviour {
+    let peer = key.to_peer_id();
+    // Announced addresses replace the listen addresses, as in p2pd.
+    let identify = identify::Config::new(PROTOCOL_VERSION.to_owned(), key)
+        .with_agent_version(AGENT.to_owned())
+        .with_push_listen_addr_updates(true)
+        .with_hide_listen_addrs(!config.announce.is_empty());
+    let limits = InboundLimits::new(config.protocols.clone());
+    NodeBehaviour {
+        limits: connection_limits::Behaviour::new(connection_bounds()),
+        identify: identify::Behaviour::new(identify),
+        ping: ping::Behaviour::default(),
+        kad: kad(peer, config.kad_server),
+        rpc: rpc_streams::Behaviour::new(Arc::clone(&limits), inbound),
+    }
+}
+
+fn connection_bounds() -> connection_limits::ConnectionLimits {
+    connection_limits::ConnectionLimits::default()
+        .with_max_established(Some(MAX_CONNECTIONS))
+        .with_max_established_incoming(Some(MAX_INBOUND_CONNECTIONS))
+        .with_max_established_per_peer(Some(MAX_CONNECTIONS_PER_PEER))
+        .with_max_pending_incoming(Some(MAX_PENDING_CONNECTIONS))
+        .with_max_pending_outgoing(Some(MAX_PENDING_CONNECTIONS))
+}
+
+/// Kademlia for peer routing. Records of others are never stored: nothing of Petals uses them.
+fn kad(peer: PeerId, server: bool) -> kad::Behaviour<kad::store::MemoryStore> {
+    let mut config = kad::Config::new(kad::PROTOCOL_NAME);
+    config
+        .set_query_timeout(LOOKUP_TIMEOUT)
+        .set_periodic_bootstrap_interval(Some(BOOTSTRAP_PERIOD))
+        .set_record_filtering(kad::StoreInserts::FilterBoth)
+        .set_kbucket_inserts(kad::BucketInserts::Manual);
+    let mut kad = kad::Behaviour::with_config(peer, kad::store::MemoryStore::new(peer), config);
+    kad.set_mode(Some(if server {
+        kad::Mode::Server
+    } else {
+        kad::Mode::Client
+    }));
+    kad
+}
+
+/// A dial of one address, whatever else is going on with the peer it names.
+pub(super) fn dial_address(addr: &libp2p::Multiaddr) -> DialOpts {
+    match peer_of(addr) {
+        Some(peer) => DialOpts::peer_id(peer)
+            .addresses(vec![addr.clone()])
+            .condition(libp2p::swarm::dial_opts::PeerCondition::Always)
+            .build(),
+        None => DialOpts::unknown_peer_id().address(addr.clone()).build(),
+    }
+}
+
+/// The peer that an address names at its end.
+pub(super) fn peer_of(addr: &libp2p::Multiaddr) -> Option<PeerId> {
+    match addr.iter().last() {
+        Some(libp2p::multiaddr::Protocol::P2p(peer)) => Some(peer),
+        _ => None,
+    }
+}

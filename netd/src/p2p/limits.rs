@@ -1,0 +1,168 @@
+//! Every bound of the node that is not part of a [`ProtocolSpec`], and the counting of inbound RPC streams.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use libp2p::PeerId;
+
+use super::node::{ProtocolKind, ProtocolSpec};
+
+/// Connections in total. p2pd trims its own at 512.
+pub(super) const MAX_CONNECTIONS: u32 = 1024;
+/// Inbound connections; the rest is kept for ours.
+pub(super) const MAX_INBOUND_CONNECTIONS: u32 = 768;
+/// Connections with one peer: both sides may dial at once, over several addresses.
+pub(super) const MAX_CONNECTIONS_PER_PEER: u32 = 8;
+/// Connections in their handshake, each way.
+pub(super) const MAX_PENDING_CONNECTIONS: u32 = 128;
+/// Streams of one connection whose protocol is still being negotiated.
+pub(super) const MAX_NEGOTIATING_STREAMS: usize = 128;
+/// Negotiation of one stream, as in go-libp2p.
+pub(super) const NEGOTIATION_TIMEOUT: Duration = Duration::from_secs(10);
+/// TCP, security and muxer handshake of one connection.
+pub(super) const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a connection without streams is kept: DHT traffic is sporadic, re-dialling costs a lookup.
+pub(super) const IDLE_CONNECTION_TIMEOUT: Duration = Duration::from_secs(3600);
+/// Addresses kept of one identified peer.
+pub(super) const MAX_ADDRESSES_PER_PEER: usize = 16;
+/// Outbound streams of one connection that wait for their negotiation.
+pub(super) const MAX_OPENING_STREAMS: usize = 256;
+/// Calls that wait for a connection to be made.
+pub(super) const MAX_WAITING_CALLS: usize = 1024;
+/// Commands under way to the swarm's task.
+pub(super) const COMMAND_QUEUE: usize = 256;
+/// Inbound RPCs under way to their handler.
+pub(super) const INBOUND_QUEUE: usize = 256;
+/// A unary request must be complete by then: 4 MiB over a slow link.
+pub(super) const UNARY_REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
+/// A write that makes no progress for this long has failed.
+pub(super) const WRITE_STALL_TIMEOUT: Duration = Duration::from_secs(60);
+/// After the last byte was sent, how long the peer's end of stream is waited for.
+pub(super) const LINGER_TIMEOUT: Duration = Duration::from_secs(5);
+/// After an error frame, how long the caller's own end is waited for before the stream is closed.
+pub(super) const ERROR_LINGER_TIMEOUT: Duration = Duration::from_secs(1);
+/// One lookup of a peer by its id.
+pub(super) const LOOKUP_TIMEOUT: Duration = Duration::from_secs(20);
+/// How often the routing table is refreshed.
+pub(super) const BOOTSTRAP_PERIOD: Duration = Duration::from_secs(300);
+/// How often initial peers are dialled again that are not connected.
+pub(super) const REDIAL_PERIOD: Duration = Duration::from_secs(60);
+/// How long closing all connections may take.
+pub(super) const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Counts inbound RPC streams per protocol, and per protocol and peer.
+#[derive(Debug)]
+pub(super) struct InboundLimits {
+    protocols: Box<[ProtocolSpec]>,
+    counts: Mutex<Counts>,
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    total: HashMap<&'static str, usize>,
+    per_peer: HashMap<(PeerId, &'static str), usize>,
+}
+
+impl InboundLimits {
+    pub(super) fn new(protocols: Vec<ProtocolSpec>) -> Arc<Self> {
+        Arc::new(Self {
+            protocols: protocols.into(),
+            counts: Mutex::default(),
+        })
+    }
+
+    /// The names that are offered to peers.
+    pub(super) fn names(&self) -> Vec<&'static str> {
+        self.protocols.iter().map(|spec| spec.name).collect()
+    }
+
+    /// Counts one more stream of `peer`; `None` if a bound is reached or the protocol is not ours.
+    pub(super) fn admit(
+        self: &Arc<Self>,
+        peer: PeerId,
+        name: &'static str,
+    ) -> Option<(ProtocolKind, Permit)> {
+        let spec = self.protocols.iter().find(|spec| spec.name == name)?;
+        let mut counts = self.lock();
+        let total = counts.total.get(name).copied().unwrap_or(0);
+        let of_peer = counts.per_peer.get(&(peer, name)).copied().unwrap_or(0);
+        if total >= spec.max_inbound_total || of_peer >= spec.max_inbound_per_peer {
+            return None;
+        }
+        counts.total.insert(name, total + 1);
+        counts.per_peer.insert((peer, name), of_peer + 1);
+        Some((
+            spec.kind,
+            Permit {
+                limits: Arc::clone(self),
+                peer,
+                name,
+            },
+        ))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Counts> {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One admitted stream; counts until it is dropped.
+#[derive(Debug)]
+pub(super) struct Permit {
+    limits: Arc<InboundLimits>,
+    peer: PeerId,
+    name: &'static str,
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        let mut counts = self.limits.lock();
+        if let Some(total) = counts.total.get_mut(self.name) {
+            *total = total.saturating_sub(1);
+        }
+        let key = (self.peer, self.name);
+        let left = counts
+            .per_peer
+            .get(&key)
+            .copied()
+            .unwrap_or(0)
+            .saturating_sub(1);
+        if left == 0 {
+            counts.per_peer.remove(&key);
+        } else {
+            counts.per_peer.insert(key, left);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_bounds_hold_and_dropped_permits_are_free_again() {
+        let limits = InboundLimits::new(vec![ProtocolSpec {
+            name: "a",
+            kind: ProtocolKind::Unary,
+            max_inbound_per_peer: 2,
+            max_inbound_total: 3,
+        }]);
+        let (one, two) = (PeerId::random(), PeerId::random());
+        let first = limits.admit(one, "a").expect("free");
+        let _second = limits.admit(one, "a").expect("free");
+        assert!(limits.admit(one, "a").is_none(), "third of one peer");
+        let _third = limits.admit(two, "a").expect("another peer");
+        assert!(limits.admit(two, "a").is_none(), "fourth in total");
+        assert!(limits.admit(two, "b").is_none(), "unknown protocol");
+        drop(first);
+        assert!(limits.admit(two, "a").is_some());
+        assert_eq!(
+            limits.lock().per_peer.len(),
+            2,
+            "the admission of the last line is dropped"
+        );
+    }
+}

@@ -1,0 +1,273 @@
+//! The node's handle and its start.
+
+use std::{
+    collections::HashSet,
+    net::{IpAddr, SocketAddr, TcpListener},
+    time::Duration,
+};
+
+use libp2p::{
+    Multiaddr, PeerId, Swarm, core::transport::ListenerId, identity::Keypair, multiaddr::Protocol,
+};
+use tokio::{
+    sync::{mpsc, oneshot},
+    task::JoinSet,
+    time::{Instant, timeout_at},
+};
+use tracing::{info, warn};
+
+use super::{
+    behaviour::{self, NodeBehaviour, peer_of},
+    driver::{Command, Driver},
+    error::P2pError,
+    limits::{COMMAND_QUEUE, INBOUND_QUEUE},
+    serve::Inbound,
+};
+
+/// What a node is to be.
+#[derive(Clone, Debug)]
+pub struct P2pConfig {
+    /// Its identity.
+    pub keypair: Keypair,
+    /// Where it listens; empty for a node that only calls.
+    pub listen: Vec<Multiaddr>,
+    /// What it tells others instead of its listen addresses; empty to tell those.
+    pub announce: Vec<Multiaddr>,
+    /// Whom it connects to first, and again whenever the connection is gone.
+    pub initial_peers: Vec<Multiaddr>,
+    /// Whether it answers peer routing queries; a client-mode node only asks.
+    pub kad_server: bool,
+    /// The RPCs it serves.
+    pub protocols: Vec<ProtocolSpec>,
+    /// How long listening and reaching the first of `initial_peers` may take.
+    pub startup_timeout: Duration,
+}
+
+/// One RPC that a node serves.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProtocolSpec {
+    /// `Class.method`, the libp2p protocol name.
+    pub name: &'static str,
+    /// The framing.
+    pub kind: ProtocolKind,
+    /// Concurrent streams of one peer; more are reset.
+    pub max_inbound_per_peer: usize,
+    /// Concurrent streams of all peers; more are reset.
+    pub max_inbound_total: usize,
+}
+
+/// Framing of an RPC.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProtocolKind {
+    /// One request, one answer.
+    Unary,
+    /// Frames in both directions.
+    Stream,
+}
+
+/// A running node. Clones are handles of the same node, which ends when all are dropped.
+#[derive(Clone, Debug)]
+pub struct P2p {
+    peer_id: PeerId,
+    commands: mpsc::Sender<Command>,
+}
+
+impl P2p {
+    /// Starts a node: listens everywhere, connects to at least one of the initial peers, and runs the
+    /// swarm in a task of its own. RPCs of peers come out of the receiver; when it is dropped, they
+    /// are reset. To be called within a tokio runtime.
+    ///
+    /// # Errors
+    ///
+    /// [`P2pError`]; its text tells an operator what to do.
+    pub async fn start(config: P2pConfig) -> Result<(Self, mpsc::Receiver<Inbound>), P2pError> {
+        let deadline = Instant::now() + config.startup_timeout;
+        let (inbound_sender, inbound) = mpsc::channel(INBOUND_QUEUE);
+        let mut swarm = behaviour::swarm(&config, inbound_sender)?;
+        let peer_id = *swarm.local_peer_id();
+        let listeners = listen(&mut swarm, &config.listen)?;
+        for addr in &config.announce {
+            swarm.add_external_address(addr.clone());
+        }
+        let initial_peers: Vec<Multiaddr> = config
+            .initial_peers
+            .into_iter()
+            .filter(|addr| peer_of(addr) != Some(peer_id))
+            .collect();
+
+        let (commands, command_queue) = mpsc::channel(COMMAND_QUEUE);
+        let (listening, listens) = oneshot::channel();
+        let driver = Driver::new(
+            swarm,
+            command_queue,
+            initial_peers.clone(),
+            listeners,
+            listening,
+        );
+        tokio::spawn(driver.run());
+        let node = Self { peer_id, commands };
+        if timeout_at(deadline, listens).await.is_err() {
+            let addr = config
+                .listen
+                .first()
+                .cloned()
+                .unwrap_or_else(Multiaddr::empty);
+            let reason = "the system reports no address of it in time".to_owned();
+            return Err(P2pError::Listen { addr, reason });
+        }
+        node.join(initial_peers, deadline).await?;
+        info!(%peer_id, "network node runs");
+        Ok((node, inbound))
+    }
+
+    /// The identity of the node.
+    pub fn peer_id(&self) -> PeerId {
+        self.peer_id
+    }
+
+    /// Where the node listens, with actual ports, one address for each interface; without `/p2p/ID`.
+    /// Empty after the shutdown.
+    pub async fn listen_addrs(&self) -> Vec<Multiaddr> {
+        self.ask(|reply| Command::ListenAddrs { reply })
+            .await
+            .unwrap_or_default()
+    }
+
+    /// Connects to a peer at an address, which may end in `/p2p/ID`.
+    ///
+    /// # Errors
+    ///
+    /// [`P2pError::Unreachable`], or [`P2pError::Stopped`].
+    pub async fn connect(&self, addr: Multiaddr) -> Result<PeerId, P2pError> {
+        self.ask(|reply| Command::Connect { addr, reply }).await?
+    }
+
+    /// The peers with at least one connection. Empty after the shutdown.
+    pub async fn connected_peers(&self) -> Vec<PeerId> {
+        self.ask(|reply| Command::ConnectedPeers { reply })
+            .await
+            .unwrap_or_default()
+    }
+
+    /// Remembers where a peer can be dialled, until the peer itself says otherwise.
+    pub async fn add_address(&self, peer: PeerId, addr: Multiaddr) {
+        drop(self.send(Command::AddAddress { peer, addr }).await);
+    }
+
+    /// Closes all connections and ends the node. Calls fail from now on.
+    pub async fn shutdown(&self) {
+        drop(self.ask(|reply| Command::Shutdown { reply }).await);
+    }
+
+    pub(super) async fn send(&self, command: Command) -> Result<(), P2pError> {
+        self.commands
+            .send(command)
+            .await
+            .map_err(|_| P2pError::Stopped)
+    }
+
+    async fn ask<T>(
+        &self,
+        command: impl FnOnce(oneshot::Sender<T>) -> Command,
+    ) -> Result<T, P2pError> {
+        let (reply, answer) = oneshot::channel();
+        self.send(command(reply)).await?;
+        answer.await.map_err(|_| P2pError::Stopped)
+    }
+
+    /// Waits for the first of the initial peers; the others go on connecting.
+    async fn join(&self, initial_peers: Vec<Multiaddr>, deadline: Instant) -> Result<(), P2pError> {
+        if initial_peers.is_empty() {
+            return Ok(());
+        }
+        let mut unanswered: Vec<Multiaddr> = initial_peers.clone();
+        let mut failures = Vec::new();
+        let mut dials = JoinSet::new();
+        for addr in initial_peers {
+            let node = self.clone();
+            dials.spawn(async move { (node.connect(addr.clone()).await, addr) });
+        }
+        while let Ok(Some(dialled)) = timeout_at(deadline, dials.join_next()).await {
+            match dialled {
+                Ok((Ok(_), _)) => {
+                    dials.detach_all();
+                    return Ok(());
+                }
+                Ok((Err(error), addr)) => {
+                    unanswered.retain(|other| *other != addr);
+                    failures.push(error.to_string());
+                }
+                Err(_) => return Err(P2pError::Stopped),
+            }
+        }
+        failures.extend(
+            unanswered
+                .iter()
+                .map(|addr| format!("no answer in time from {addr}")),
+        );
+        Err(P2pError::InitialPeersUnreachable {
+            failures: failures.join("; "),
+        })
+    }
+}
+
+/// Listens on every address that the machine has; at least one must work. Returns the listeners whose
+/// addresses are to be waited for.
+fn listen(
+    swarm: &mut Swarm<NodeBehaviour>,
+    addrs: &[Multiaddr],
+) -> Result<HashSet<ListenerId>, P2pError> {
+    // libp2p shares ports between processes of one user (SO_REUSEPORT): ask for them alone first.
+    for addr in addrs {
+        if let Some(socket) = socket_addr(addr)
+            && let Err(error) = TcpListener::bind(socket)
+            && error.kind() == std::io::ErrorKind::AddrInUse
+        {
+            return Err(P2pError::PortInUse { addr: addr.clone() });
+        }
+    }
+    let mut listeners = Vec::new();
+    let mut failure = None;
+    for addr in addrs {
+        match swarm.listen_on(addr.clone()) {
+            Ok(listener) => listeners.push((listener, addr)),
+            Err(error) => {
+                let reason = error.to_string();
+                warn!(%addr, reason, "cannot listen");
+                failure = Some(P2pError::Listen {
+                    addr: addr.clone(),
+                    reason,
+                });
+            }
+        }
+    }
+    match failure {
+        Some(error) if listeners.is_empty() => Err(error),
+        _ => {
+            // An IPv6 wildcard has no address at all on a machine without IPv6.
+            let only = listeners.len() == 1;
+            let waited = listeners
+                .into_iter()
+                .filter(|(_, addr)| only || !is_ip6_wildcard(addr));
+            Ok(waited.map(|(listener, _)| listener).collect())
+        }
+    }
+}
+
+/// The fixed TCP port and IP address of a listen address.
+fn socket_addr(addr: &Multiaddr) -> Option<SocketAddr> {
+    let mut parts = addr.iter();
+    let ip = match parts.next()? {
+        Protocol::Ip4(ip) => IpAddr::V4(ip),
+        Protocol::Ip6(ip) => IpAddr::V6(ip),
+        _ => return None,
+    };
+    match parts.next()? {
+        Protocol::Tcp(port) if port != 0 => Some(SocketAddr::new(ip, port)),
+        _ => None,
+    }
+}
+
+fn is_ip6_wildcard(addr: &Multiaddr) -> bool {
+    matches!(addr.iter().next(), Some(Protocol::Ip6(ip)) if ip.is_unspecified())
+}
