@@ -152,6 +152,7 @@ impl Bootstrap {
         compare("build", &build_id(), &birth.build)?;
         compare("role", role.name(), birth.role.name())?;
         die_with_parent(birth.parent_pid)?;
+        show_role(role);
         ignore_terminal_signals()?;
         offer_to_oom_killer(role);
         logging::abort_on_panic();
@@ -256,6 +257,16 @@ fn die_with_parent(parent_pid: u32) -> Result<(), BootstrapError> {
     } else {
         Err(BootstrapError::ParentGone(parent_pid))
     }
+}
+
+/// The name in `top` and in core dumps, which would be `exe` after the path that was executed.
+fn show_role(role: Role) {
+    let name = match role {
+        Role::Netd => c"sepal-netd",
+        Role::Worker => c"sepal-worker",
+        Role::Prepare => c"sepal-prepare",
+    };
+    let _ = nix::sys::prctl::set_name(name);
 }
 
 fn ignore_terminal_signals() -> Result<(), BootstrapError> {

@@ -1,6 +1,73 @@
 //! The process tree of Sepal: starts netd, prepare and the workers, watches them, restarts them, ends them, and reports.
 //! Knows children, descriptors, exit codes and time; no tensors, no peers, nothing async.
+//!
+//! | module | is |
+//! | --- | --- |
+//! | [`tree`] | what to do: a pure state machine |
+//! | [`events`] | the poll loop that drives it |
+//! | [`running`], [`channel`], [`spawn`], [`segments`] | one child, its control channel, its process; shared memory |
+//! | [`instance`] | the name of a run, and what tells a live run from a dead one |
+//! | [`plan`] | which device serves which blocks |
 #![deny(unsafe_code)]
 
+pub mod channel;
+pub mod events;
+pub mod instance;
 pub mod plan;
+pub mod running;
+pub mod segments;
+pub mod spawn;
 pub mod tree;
+
+use shared::bootstrap::{Identity, init_logging};
+use shared::config::ServeConfig;
+use shared::exit::ExitReason;
+use tracing::{debug, error, info};
+
+use crate::instance::Instance;
+
+/// Runs an instance to its end: returns when every child is reaped and every segment removed. Call it on the main thread of
+/// a process that does nothing else: it blocks SIGINT, SIGTERM and SIGHUP for good, and children die with the thread.
+///
+/// What went wrong is in the log.
+pub fn serve(mut config: ServeConfig) -> ExitReason {
+    let identity = Identity {
+        role: "supervisor",
+        worker: None,
+        generation: None,
+    };
+    if let Err(error) = init_logging(&config.log, identity) {
+        eprintln!("sepal: {error}");
+        return ExitReason::BadConfig;
+    }
+    let instance = match Instance::claim(&config.runtime_dir, config.instance.as_deref()) {
+        Ok(instance) => instance,
+        Err(error) => {
+            error!("{}", events::chain(&error));
+            return error.exit_reason();
+        }
+    };
+    // Sockets of starting children go into our own folder, where a later start finds what a killed run left. Only the first
+    // server of a process can say so; for others they stay in the system's folder.
+    if tempfile::env::override_temp_dir(&instance.folder()).is_err() {
+        debug!("the temporary folder was set before");
+    }
+    config
+        .netd
+        .identity_path
+        .get_or_insert_with(|| instance.folder().join("identity"));
+    let (version, pid) = (env!("CARGO_PKG_VERSION"), std::process::id());
+    info!(
+        instance = instance.name(),
+        pid,
+        version,
+        model = config.prepare.model,
+        "serving"
+    );
+    let reason = events::run(config, &instance).unwrap_or_else(|error| {
+        error!("{}", events::chain(&error));
+        error.exit_reason()
+    });
+    info!(%reason, code = reason.code(), "ended");
+    reason
+}

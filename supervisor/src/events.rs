@@ -1,0 +1,659 @@
+//! The poll loop: turns what happens into [`Event`]s for the tree and carries out its [`Action`]s. One thread; it never
+//! waits on one child. It sleeps in `poll` on
+//!
+//! - the signalfd of SIGINT, SIGTERM and SIGHUP, which are blocked for the whole process;
+//! - an eventfd that the readers of control channels ring;
+//! - one pidfd per process, readable once the process has ended;
+//!
+//! until the tree's next deadline or the next reading of the board. The end of a process is reported to the tree after
+//! everything the process had said: it is reaped at once, and reported when its channel has run dry.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use shared::config::{LogFormat, ServeConfig, Throughput};
+use shared::control::{LinkInit, NetdInit, ToNetd, ToPrepare, ToWorker, WorkerInit, WorkerUp};
+use shared::exit::ExitReason;
+use shared::ids::{Generation, WorkerId};
+use shared::model::ModelFacts;
+use shared::shm::board::{ChildState, Phase};
+use shared::shm::pair::RingIdentity;
+use shared::shm::segment::SegmentError;
+use tracing::{error, info, warn};
+
+use crate::channel::{Heard, Message, Wake};
+use crate::instance::Instance;
+use crate::plan::{Placement, Share};
+use crate::running::{Running, slot_of};
+use crate::segments::{MakeError, Segments};
+use crate::tree::{Action, Beat, ChildId, Down, End, Event, Init, Policy, State, Tree};
+
+/// Messages of one child taken in before the others get their turn.
+const TURN: usize = 64;
+
+/// How long the channel of a reaped process may take to run dry; its reader has only to read what the kernel holds.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// Runs the tree of `config` to its end.
+///
+/// # Errors
+/// When the loop itself cannot go on: descriptors are used up or the board cannot be made. Children die with the process.
+pub fn run(config: ServeConfig, instance: &Instance) -> Result<ExitReason, LoopError> {
+    Driver::new(config, instance)?.run()
+}
+
+/// Why the poll loop could not go on.
+#[derive(Debug, thiserror::Error)]
+pub enum LoopError {
+    /// The system refused something that the loop cannot do without.
+    #[error("{0}")]
+    System(&'static str, #[source] io::Error),
+    /// The board could not be made.
+    #[error(transparent)]
+    Board(#[from] MakeError),
+}
+
+impl LoopError {
+    /// The reason with which the process should exit.
+    pub fn exit_reason(&self) -> ExitReason {
+        match self {
+            LoopError::System(..) => ExitReason::Failed,
+            LoopError::Board(_) => ExitReason::OutOfMemory,
+        }
+    }
+}
+
+struct Driver<'a> {
+    config: ServeConfig,
+    instance: &'a Instance,
+    tree: Tree,
+    pending: VecDeque<Event>,
+    running: Vec<Running>,
+    segments: Segments,
+    facts: Option<ModelFacts>,
+    wake: Wake,
+    signals: SignalFd,
+    pace: Duration,
+    next_reading: Instant,
+    finished: Option<ExitReason>,
+}
+
+/// What `poll` said.
+struct Ready {
+    signal: bool,
+    wake: bool,
+    /// Per process in `running`.
+    ended: Vec<bool>,
+}
+
+impl<'a> Driver<'a> {
+    fn new(config: ServeConfig, instance: &'a Instance) -> Result<Driver<'a>, LoopError> {
+        let pace = (config.restart.hang_timeout / 4)
+            .clamp(Duration::from_millis(50), Duration::from_secs(5));
+        let policy = Policy {
+            restart: config.restart,
+            drain_timeout: config.drain_timeout,
+            shares: config
+                .devices
+                .iter()
+                .map(|&device| Share {
+                    device,
+                    weight: 1.0,
+                })
+                .collect(),
+            span: config.netd.span,
+            pace,
+        };
+        let now = Instant::now();
+        let started = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        Ok(Driver {
+            tree: Tree::new(policy),
+            pending: VecDeque::from([Event::Start]),
+            running: Vec::new(),
+            segments: Segments::new(instance, started.map_or(0, |since| since.as_secs()))?,
+            facts: None,
+            wake: Wake::new().map_err(|e| LoopError::System("make an eventfd", e))?,
+            signals: take_signals().map_err(|e| LoopError::System("take signals", e.into()))?,
+            pace,
+            next_reading: now + pace,
+            finished: None,
+            config,
+            instance,
+        })
+    }
+
+    fn run(mut self) -> Result<ExitReason, LoopError> {
+        loop {
+            self.work_off();
+            if let Some(reason) = self.finished {
+                return Ok(reason);
+            }
+            let ready = self.sleep()?;
+            if ready.wake {
+                self.wake.clear();
+                self.hear();
+            }
+            while ready.signal && matches!(self.signals.read_signal(), Ok(Some(_))) {
+                self.pending.push_back(Event::Stop);
+            }
+            self.reap(&ready.ended)?;
+            self.report_ends();
+            self.read_board();
+            self.pending.push_back(Event::Tick);
+        }
+    }
+
+    /// Feeds the tree until it has nothing left to do.
+    fn work_off(&mut self) {
+        while let Some(event) = self.pending.pop_front() {
+            for action in self.tree.on(event, Instant::now()) {
+                self.act(action);
+            }
+        }
+    }
+
+    fn sleep(&self) -> Result<Ready, LoopError> {
+        let mut fds = vec![
+            PollFd::new(self.signals.as_fd(), PollFlags::POLLIN),
+            PollFd::new(self.wake.as_fd(), PollFlags::POLLIN),
+        ];
+        let alive = |running: &&Running| running.end.is_none();
+        fds.extend(
+            self.running
+                .iter()
+                .filter(alive)
+                .map(|running| PollFd::new(running.process.as_fd(), PollFlags::POLLIN)),
+        );
+        match poll(&mut fds, self.timeout()) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(errno) => return Err(LoopError::System("poll", errno.into())),
+        }
+        let mut ready = fds.iter().map(|fd| fd.any().unwrap_or(false));
+        let (signal, wake) = (ready.next().unwrap_or(false), ready.next().unwrap_or(false));
+        let ended = self
+            .running
+            .iter()
+            .map(|running| running.end.is_none() && ready.next().unwrap_or(false));
+        Ok(Ready {
+            signal,
+            wake,
+            ended: ended.collect(),
+        })
+    }
+
+    fn timeout(&self) -> PollTimeout {
+        let words = self
+            .running
+            .iter()
+            .filter_map(|running| Some(running.end.as_ref()?.1 + LAST_WORDS));
+        let due = self
+            .tree
+            .deadline()
+            .into_iter()
+            .chain(words)
+            .chain([self.next_reading])
+            .min();
+        let left = due
+            .unwrap_or(self.next_reading)
+            .saturating_duration_since(Instant::now());
+        // Rounded up, so that the loop does not spin through the last millisecond.
+        let millis = if left.is_zero() {
+            0
+        } else {
+            left.as_millis().saturating_add(1)
+        };
+        PollTimeout::try_from(millis).unwrap_or(PollTimeout::MAX)
+    }
+
+    /// Takes in what the children said, each in its turn; whoever has more to say rings for another round.
+    fn hear(&mut self) {
+        for running in &mut self.running {
+            for turn in 0..TURN {
+                if running.closed {
+                    break;
+                }
+                let (id, generation) = (running.id, running.generation);
+                match running.channel.next() {
+                    None => break,
+                    Some(Heard::Message(up)) => {
+                        self.pending.push_back(Event::Said(id, generation, up))
+                    }
+                    Some(Heard::Flooded) => {
+                        self.pending
+                            .push_back(Event::Unruly(id, generation, "talks without end"));
+                    }
+                    Some(Heard::Closed) => {
+                        running.closed = true;
+                        self.pending.push_back(Event::Closed(id, generation));
+                    }
+                }
+                if turn + 1 == TURN {
+                    self.wake.ring();
+                }
+            }
+        }
+    }
+
+    fn reap(&mut self, ended: &[bool]) -> Result<(), LoopError> {
+        for (running, _) in self
+            .running
+            .iter_mut()
+            .zip(ended)
+            .filter(|(_, ended)| **ended)
+        {
+            let end = running
+                .process
+                .reap()
+                .map_err(|e| LoopError::System("reap a child", e))?;
+            if let Some(end) = end {
+                running.end = Some((end, Instant::now()));
+                running.channel.abandon();
+            }
+        }
+        Ok(())
+    }
+
+    fn report_ends(&mut self) {
+        let now = Instant::now();
+        let over = |running: &mut Running| {
+            running
+                .end
+                .as_ref()
+                .is_some_and(|(_, at)| running.closed || now >= *at + LAST_WORDS)
+        };
+        for running in self.running.extract_if(.., over) {
+            if let Some((end, _)) = running.end {
+                let end = running.fault.unwrap_or(end);
+                self.pending
+                    .push_back(Event::Ended(running.id, running.generation, end));
+            }
+        }
+    }
+
+    fn read_board(&mut self) {
+        let now = Instant::now();
+        if now < self.next_reading {
+            return;
+        }
+        self.next_reading = now + self.pace;
+        let patience = self.config.restart.hang_timeout;
+        for running in self.running.iter().filter(|running| running.end.is_none()) {
+            let Some(child) = self
+                .segments
+                .board
+                .view()
+                .child_snapshot(slot_of(running.id))
+            else {
+                continue;
+            };
+            // A phase without a limit may stand still for ever; one with a limit stands for what its child knows of itself.
+            let judged = child.phase != Phase::Idle && !child.phase_limit.is_zero();
+            let limit = judged.then(|| child.phase_limit.max(patience));
+            let beat = Beat {
+                progress: child.progress,
+                limit,
+            };
+            self.pending
+                .push_back(Event::Beat(running.id, running.generation, beat));
+        }
+    }
+
+    fn act(&mut self, action: Action) {
+        match action {
+            Action::Spawn(id, generation) => self.spawn(id, generation),
+            Action::Tell(id, down) => self.tell(id, down),
+            Action::Kill(id, generation) => self.kill(id, generation),
+            Action::DropRings {
+                worker,
+                generation,
+                netd,
+            } => {
+                self.segments.drop_rings(rings_of(worker, generation, netd));
+            }
+            Action::Show {
+                child,
+                generation,
+                state,
+                why,
+            } => self.show(child, generation, state, &why),
+            Action::Complain(text) => error!("{text}"),
+            Action::Online {
+                span,
+                peer_id,
+                addrs,
+            } => self.announce(span, &peer_id, &addrs),
+            Action::Finish(reason) => self.finished = Some(reason),
+        }
+    }
+
+    fn spawn(&mut self, id: ChildId, generation: Generation) {
+        match Running::start(
+            id,
+            generation,
+            &self.config.log,
+            &self.segments.board,
+            &self.wake,
+        ) {
+            Ok(running) => self.running.push(running),
+            Err(error) => {
+                let end = End::NotStarted {
+                    reason: ExitReason::Failed,
+                    message: chain(&error),
+                };
+                self.pending.push_back(Event::Ended(id, generation, end));
+            }
+        }
+    }
+
+    fn kill(&mut self, id: ChildId, generation: Generation) {
+        let is = |running: &&Running| {
+            running.id == id && running.generation == generation && running.end.is_none()
+        };
+        if let Some(Err(error)) = self
+            .running
+            .iter()
+            .find(is)
+            .map(|running| running.process.kill())
+        {
+            error!(child = %id, %error, "cannot kill");
+        }
+    }
+
+    fn show(&self, id: ChildId, generation: Generation, state: State, why: &str) {
+        let shown = match state {
+            State::Waiting => ChildState::Unset,
+            State::Starting { .. } => ChildState::Starting,
+            State::Ready { .. } => ChildState::Ready,
+            State::Draining { .. } => ChildState::Draining,
+            State::Backoff { .. } => ChildState::Backoff,
+            State::Held { .. } | State::Unkillable => ChildState::Held,
+            State::Gone => ChildState::Gone,
+        };
+        if let Err(error) = self.segments.board.set_state(slot_of(id), shown) {
+            warn!(child = %id, %error, "cannot show a state");
+        }
+        let why = (!why.is_empty()).then_some(tracing::field::display(why));
+        if matches!(
+            state,
+            State::Backoff { .. } | State::Held { .. } | State::Unkillable
+        ) {
+            warn!(child = %id, generation = generation.0, state = %state.name(), why, "child");
+        } else {
+            let pid = self
+                .running
+                .iter()
+                .find(|running| running.id == id)
+                .map(|running| running.process.pid());
+            info!(child = %id, generation = generation.0, pid, state = %state.name(), why, "child");
+        }
+    }
+
+    fn announce(&self, span: shared::block::Span, peer_id: &str, addrs: &[String]) {
+        info!(state = %"ONLINE", %span, peer_id = %peer_id, addrs = %addrs.join(" "), "clients can come");
+        if let (Some(addr), LogFormat::Text) = (addrs.first(), self.config.log.format) {
+            let model = &self.config.prepare.model;
+            info!("try: sepal generate --initial_peers {addr} {model} --prompt 'Hello'");
+        }
+    }
+
+    /// Adds names and descriptors to what the tree wants told.
+    fn tell(&mut self, id: ChildId, down: Down) {
+        let Some(index) = self.running.iter().position(|running| running.id == id) else {
+            return;
+        };
+        match self.compose(index, down) {
+            Ok(true) => {}
+            Ok(false) => self.unruly(index, "does not read what it is told"),
+            Err(error) => {
+                let end = End::NotStarted {
+                    reason: make_reason(&error),
+                    message: chain(&error),
+                };
+                if let Some(running) = self.running.get_mut(index) {
+                    running.fault = Some(end);
+                }
+                self.unruly(index, "cannot be given its shared memory");
+            }
+        }
+    }
+
+    fn unruly(&mut self, index: usize, what: &'static str) {
+        if let Some(running) = self.running.get(index) {
+            self.pending
+                .push_back(Event::Unruly(running.id, running.generation, what));
+        }
+    }
+
+    fn compose(&mut self, index: usize, down: Down) -> Result<bool, MakeError> {
+        let Some(running) = self.running.get_mut(index) else {
+            return Ok(true);
+        };
+        Ok(match down {
+            Down::Drain => running.tell(match running.id {
+                ChildId::Prepare => Message::Prepare(ToPrepare::Drain),
+                ChildId::Netd => Message::Netd(ToNetd::Drain),
+                ChildId::Worker(_) => Message::Worker(ToWorker::Drain),
+            }),
+            Down::Span(span) => {
+                let manifest = manifest_of(self.instance);
+                running.tell(Message::Prepare(ToPrepare::Span { span, manifest }))
+            }
+            Down::Model(facts) => running.tell(Message::Netd(ToNetd::Model(facts))),
+            Down::WorkerDown {
+                worker,
+                generation,
+                cause,
+                restarting,
+            } => running.tell(Message::Netd(ToNetd::WorkerDown {
+                worker,
+                generation,
+                cause,
+                restarting,
+            })),
+            Down::WorkerUnkillable { worker, generation } => {
+                running.tell(Message::Netd(ToNetd::WorkerUnkillable {
+                    worker,
+                    generation,
+                }))
+            }
+            Down::Init(init) => return self.init(index, init),
+            Down::Link { netd } => return self.link(index, netd),
+            Down::WorkerUp {
+                placement,
+                generation,
+                capacity,
+            } => {
+                let identity = rings_of(placement.worker, generation, running.generation);
+                let Some(rings) = self.segments.rings(identity) else {
+                    return Ok(true);
+                };
+                let (arena_bytes, name) =
+                    (self.config.netd.arena_bytes, rings.pair.name().to_owned());
+                let kv_pages = self
+                    .facts
+                    .as_ref()
+                    .map_or(0, |facts| self.config.netd.limits(facts).kv_pages());
+                running.deliver(
+                    &[rings.submission.as_fd(), rings.completion.as_fd()],
+                    |fds| {
+                        let link = link_init(identity, name, arena_bytes, fds);
+                        let Placement { worker, span, .. } = placement;
+                        Message::Netd(ToNetd::WorkerUp(WorkerUp {
+                            worker,
+                            span,
+                            kv_pages,
+                            capacity,
+                            link,
+                        }))
+                    },
+                )
+            }
+        })
+    }
+
+    fn init(&mut self, index: usize, init: Init) -> Result<bool, MakeError> {
+        let Some(running) = self.running.get_mut(index) else {
+            return Ok(true);
+        };
+        let (board, generation) = (running.seat(&self.segments.board), running.generation);
+        Ok(match init {
+            Init::Prepare => running.tell(Message::Prepare(ToPrepare::Init {
+                config: self.config.prepare.clone(),
+                board,
+            })),
+            Init::Netd {
+                previous_addrs,
+                served,
+            } => {
+                let config = self.config.netd.clone();
+                let arena_bytes = config.arena_bytes;
+                let arena = self
+                    .segments
+                    .arena(self.instance, generation, arena_bytes)?;
+                running.deliver(&[arena.as_fd()], |fds| {
+                    let init = NetdInit {
+                        board,
+                        generation,
+                        config,
+                        previous_addrs,
+                        arena_bytes,
+                        served,
+                        fds,
+                    };
+                    Message::Netd(ToNetd::Init(Box::new(init)))
+                })
+            }
+            Init::Worker { placement, facts } => {
+                let Placement {
+                    worker,
+                    device,
+                    span,
+                } = placement;
+                let kv_pages = self.config.netd.limits(&facts).kv_pages();
+                let bytes = facts.kv_segment_bytes(span, kv_pages);
+                let init = |fds| WorkerInit {
+                    board,
+                    generation,
+                    worker,
+                    device,
+                    span,
+                    kv_pages,
+                    manifest: manifest_of(self.instance),
+                    model: facts.clone(),
+                    config: self.config.worker.clone(),
+                    measure: self.config.netd.throughput == Throughput::Measure,
+                    fds,
+                };
+                let kv = self.segments.kv(self.instance, worker, bytes)?;
+                let delivered = running.deliver(&[kv.as_fd()], |fds| {
+                    Message::Worker(ToWorker::Init(Box::new(init(fds))))
+                });
+                if let Err(error) = self.segments.board.set_span(slot_of(running.id), span) {
+                    warn!(%error, "cannot show a span");
+                }
+                self.facts = Some(facts);
+                delivered
+            }
+        })
+    }
+
+    fn link(&mut self, index: usize, netd: Generation) -> Result<bool, MakeError> {
+        let Some(running) = self.running.get_mut(index) else {
+            return Ok(true);
+        };
+        let ChildId::Worker(worker) = running.id else {
+            return Ok(true);
+        };
+        let identity = rings_of(worker, running.generation, netd);
+        let arena_bytes = self.config.netd.arena_bytes;
+        let arena = self
+            .segments
+            .arena(self.instance, netd, arena_bytes)?
+            .try_clone()
+            .map_err(MakeError::Doorbell)?;
+        let rings = self.segments.make_rings(self.instance, identity)?;
+        let name = rings.pair.name().to_owned();
+        let fds = [
+            arena.as_fd(),
+            rings.submission.as_fd(),
+            rings.completion.as_fd(),
+        ];
+        Ok(running.deliver(&fds, |fds| {
+            Message::Worker(ToWorker::Link(link_init(identity, name, arena_bytes, fds)))
+        }))
+    }
+}
+
+/// Blocks the signals that stop a run, for this thread and all that it will start, and takes them as a descriptor.
+fn take_signals() -> nix::Result<SignalFd> {
+    let mut mask = SigSet::empty();
+    [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]
+        .into_iter()
+        .for_each(|signal| mask.add(signal));
+    mask.thread_block()?;
+    SignalFd::with_flags(&mask, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
+}
+
+fn rings_of(
+    worker: WorkerId,
+    worker_generation: Generation,
+    netd_generation: Generation,
+) -> RingIdentity {
+    RingIdentity {
+        worker,
+        worker_generation,
+        netd_generation,
+    }
+}
+
+fn link_init(
+    identity: RingIdentity,
+    rings: String,
+    arena_bytes: u64,
+    fds: shared::control::FdTag,
+) -> LinkInit {
+    let RingIdentity {
+        worker_generation,
+        netd_generation,
+        ..
+    } = identity;
+    LinkInit {
+        netd_generation,
+        worker_generation,
+        rings,
+        arena_bytes,
+        fds,
+    }
+}
+
+/// The one manifest of an instance, which serves one span.
+fn manifest_of(instance: &Instance) -> PathBuf {
+    instance.folder().join("manifest.json")
+}
+
+fn make_reason(error: &MakeError) -> ExitReason {
+    match error {
+        MakeError::Segment(SegmentError::NoRoom { .. }) => ExitReason::OutOfMemory,
+        MakeError::NoMemory { .. } | MakeError::TooLarge(_) => ExitReason::BadConfig,
+        _ => ExitReason::Failed,
+    }
+}
+
+/// An error with its causes, in one line.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    text
+}

@@ -1,0 +1,511 @@
+//! The name of a run on this machine, and what tells a live run from a dead one.
+//!
+//! ```text
+//! RUNTIME_DIR/            mode 0700, ours alone to write
+//!   lock                  held for a moment while somebody claims, cleans or lists
+//!   NAME.lock             held (flock) by the supervisor of instance NAME for its life; its pid is inside
+//!   NAME.d/               manifests, a fresh identity, sockets of starting children; goes with the run
+//! /dev/shm/sepal-NAME-KEY.*   board and rings; KEY stands for the runtime folder, so that two folders never mix
+//! ```
+//!
+//! The kernel drops a lock with its holder, however that died: a free lock is a dead run, and whoever finds one removes
+//! what that run left.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
+use shared::exit::ExitReason;
+use shared::shm::segment::NamedSegment;
+use tracing::{info, warn};
+
+/// Longest instance name; it becomes part of file names and of the board.
+pub const MAX_NAME_BYTES: usize = 32;
+
+/// Numbers tried for an instance without a name.
+const MAX_INSTANCES: u32 = 1000;
+
+/// Longest path of an instance's folder: a socket address holds 107 bytes, and below the folder come
+/// `/.tmpXXXXXX/socket`.
+const MAX_FOLDER_BYTES: usize = 107 - "/.tmpXXXXXX/socket".len();
+
+/// How long another process may hold the folder's lock, which it takes only for a moment.
+const CLAIM_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Why an instance could not be claimed.
+#[derive(Debug, thiserror::Error)]
+pub enum InstanceError {
+    /// The name cannot be part of a file name.
+    #[error("instance name {0:?} must be 1 to {MAX_NAME_BYTES} letters, digits, '-' or '_'")]
+    BadName(String),
+    /// Another supervisor runs under this name.
+    #[error(
+        "instance {name} is running already (supervisor pid {pid}); stop it or choose another --instance"
+    )]
+    Busy {
+        /// The name.
+        name: String,
+        /// What the lock file says about its holder.
+        pid: String,
+    },
+    /// Another process claims without end.
+    #[error(
+        "another sepal holds {0} for more than {CLAIM_PATIENCE:?}; end it or choose another --runtime_dir"
+    )]
+    Stuck(PathBuf),
+    /// The folder belongs to somebody else, others can write to it, or it is no folder.
+    #[error("runtime folder {path} {fault}; choose another --runtime_dir")]
+    Unsafe {
+        /// The folder.
+        path: PathBuf,
+        /// What is wrong.
+        fault: String,
+    },
+    /// A file operation failed.
+    #[error("{action} {path}")]
+    Io {
+        /// What was attempted.
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// Why it failed.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl InstanceError {
+    /// The reason with which the process should exit.
+    pub fn exit_reason(&self) -> ExitReason {
+        match self {
+            InstanceError::Busy { .. } | InstanceError::Stuck(_) => ExitReason::Busy,
+            InstanceError::BadName(_) | InstanceError::Unsafe { .. } | InstanceError::Io { .. } => {
+                ExitReason::BadConfig
+            }
+        }
+    }
+}
+
+/// A claimed name; given back on drop, with everything that carries it.
+#[derive(Debug)]
+pub struct Instance {
+    name: String,
+    dir: PathBuf,
+    prefix: String,
+    _lock: Flock<File>,
+}
+
+/// A live instance that somebody else runs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LiveInstance {
+    /// Its name.
+    pub name: String,
+    /// Name of its board's segment.
+    pub board: String,
+}
+
+impl Instance {
+    /// Claims `name`, or the first free number, in `runtime_dir` (made if missing), and removes what dead runs left there.
+    ///
+    /// # Errors
+    /// [`InstanceError::Busy`] when a live run holds the name.
+    pub fn claim(runtime_dir: &Path, name: Option<&str>) -> Result<Instance, InstanceError> {
+        let dir = private_folder(runtime_dir)?;
+        let _claiming = lock_folder(&dir)?;
+        remove_dead(&dir)?;
+        let (name, mut lock) = match name {
+            Some(name) => (name.to_owned(), take_name(&dir, name)?),
+            None => take_number(&dir)?,
+        };
+        let folder = folder_of(&dir, &name);
+        check_folder_length(&folder)?;
+        let failed = |action| {
+            let path = folder.clone();
+            move |source| InstanceError::Io {
+                action,
+                path,
+                source,
+            }
+        };
+        let pid = std::process::id().to_string();
+        lock.set_len(0)
+            .and_then(|()| lock.write_all(pid.as_bytes()))
+            .map_err(failed("write the lock of"))?;
+        fs::DirBuilder::new()
+            .mode(0o700)
+            .create(&folder)
+            .map_err(failed("make folder"))?;
+        let prefix = segment_prefix(&dir, &name);
+        Ok(Instance {
+            name,
+            dir,
+            prefix,
+            _lock: lock,
+        })
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Folder for its short-lived files, mode 0700.
+    pub fn folder(&self) -> PathBuf {
+        folder_of(&self.dir, &self.name)
+    }
+
+    /// Name of a segment of this instance; `what` holds letters, digits, '-' and '.' alone.
+    pub fn segment(&self, what: &str) -> String {
+        format!("{}{what}", self.prefix)
+    }
+
+    /// Name of the board's segment.
+    pub fn board(&self) -> String {
+        self.segment(BOARD)
+    }
+}
+
+impl Drop for Instance {
+    /// The lock file goes first: whoever opens it later makes a new one, and whoever has it open sees that it is not the
+    /// file of that name any more.
+    fn drop(&mut self) {
+        remove_leftovers(&self.dir, &self.name, &self.prefix);
+    }
+}
+
+const BOARD: &str = "board";
+
+/// The instances in `runtime_dir` that run now; none if there is no such folder.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn live_instances(runtime_dir: &Path) -> Result<Vec<LiveInstance>, InstanceError> {
+    if !runtime_dir.exists() {
+        return Ok(Vec::new());
+    }
+    let dir = private_folder(runtime_dir)?;
+    let _listing = lock_folder(&dir)?;
+    let mut live = Vec::new();
+    for name in names(&dir)? {
+        if try_lock(&lock_of(&dir, &name))?.is_none() {
+            let board = format!("{}{BOARD}", segment_prefix(&dir, &name));
+            live.push(LiveInstance { name, board });
+        }
+    }
+    Ok(live)
+}
+
+/// Makes the folder if needed; it must be ours alone to write, since what lies in it is trusted. Others may look: what it
+/// holds is closed to them.
+fn private_folder(path: &Path) -> Result<PathBuf, InstanceError> {
+    let failed = |action| {
+        move |source| InstanceError::Io {
+            action,
+            path: path.to_owned(),
+            source,
+        }
+    };
+    if !path.exists() {
+        let made = fs::DirBuilder::new()
+            .mode(0o700)
+            .recursive(true)
+            .create(path);
+        made.map_err(failed("make runtime folder"))?;
+    }
+    let meta = fs::symlink_metadata(path).map_err(failed("look at runtime folder"))?;
+    let refuse = |fault: String| {
+        Err(InstanceError::Unsafe {
+            path: path.to_owned(),
+            fault,
+        })
+    };
+    let uid = nix::unistd::geteuid().as_raw();
+    if !meta.is_dir() {
+        refuse("is not a folder".to_owned())
+    } else if meta.uid() != uid {
+        refuse(format!("belongs to user {}, not to {uid}", meta.uid()))
+    } else if meta.permissions().mode() & 0o022 != 0 {
+        let mode = meta.permissions().mode() & 0o777;
+        refuse(format!(
+            "has mode {mode:03o}, so that others can write to it; make it 700"
+        ))
+    } else {
+        path.canonicalize()
+            .map_err(failed("resolve runtime folder"))
+    }
+}
+
+fn check_folder_length(folder: &Path) -> Result<(), InstanceError> {
+    let bytes = folder.as_os_str().len();
+    if bytes <= MAX_FOLDER_BYTES {
+        return Ok(());
+    }
+    let fault = format!("makes paths of {bytes} bytes, and sockets allow {MAX_FOLDER_BYTES}");
+    Err(InstanceError::Unsafe {
+        path: folder.parent().unwrap_or(folder).to_owned(),
+        fault,
+    })
+}
+
+fn lock_folder(dir: &Path) -> Result<Flock<File>, InstanceError> {
+    let path = dir.join("lock");
+    let deadline = Instant::now() + CLAIM_PATIENCE;
+    loop {
+        if let Some(lock) = try_lock(&path)? {
+            return Ok(lock);
+        }
+        if Instant::now() >= deadline {
+            return Err(InstanceError::Stuck(path));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn take_name(dir: &Path, name: &str) -> Result<Flock<File>, InstanceError> {
+    if !is_name(name) {
+        return Err(InstanceError::BadName(
+            name.chars().take(MAX_NAME_BYTES).collect(),
+        ));
+    }
+    let path = lock_of(dir, name);
+    match try_lock(&path)? {
+        Some(lock) => Ok(lock),
+        None => Err(InstanceError::Busy {
+            name: name.to_owned(),
+            pid: holder(&path),
+        }),
+    }
+}
+
+fn take_number(dir: &Path) -> Result<(String, Flock<File>), InstanceError> {
+    for number in 0..MAX_INSTANCES {
+        let name = number.to_string();
+        if let Some(lock) = try_lock(&lock_of(dir, &name))? {
+            return Ok((name, lock));
+        }
+    }
+    Err(InstanceError::Busy {
+        name: format!("0 to {}", MAX_INSTANCES - 1),
+        pid: "all".to_owned(),
+    })
+}
+
+fn is_name(name: &str) -> bool {
+    let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+    (1..=MAX_NAME_BYTES).contains(&name.len()) && name.chars().all(plain)
+}
+
+/// Locks the file at `path`, made if missing; `None` if somebody holds it. A file that was replaced between opening and
+/// locking is not the one others look at, so it is opened again.
+fn try_lock(path: &Path) -> Result<Option<Flock<File>>, InstanceError> {
+    let failed = |action| {
+        move |source| InstanceError::Io {
+            action,
+            path: path.to_owned(),
+            source,
+        }
+    };
+    for _ in 0..16 {
+        let open = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(path);
+        let file = open.map_err(failed("open lock file"))?;
+        let lock = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            Ok(lock) => lock,
+            Err((_, Errno::EWOULDBLOCK)) => return Ok(None),
+            Err((_, errno)) => return Err(failed("lock")(errno.into())),
+        };
+        let ours = lock.metadata().map_err(failed("look at lock file"))?;
+        if fs::metadata(path)
+            .is_ok_and(|named| (named.dev(), named.ino()) == (ours.dev(), ours.ino()))
+        {
+            return Ok(Some(lock));
+        }
+    }
+    Err(failed("lock")(io::Error::other(
+        "the file is replaced again and again",
+    )))
+}
+
+fn holder(lock: &Path) -> String {
+    let mut text = String::new();
+    let read = File::open(lock).and_then(|file| file.take(20).read_to_string(&mut text));
+    if read.is_ok_and(|len| len > 0) {
+        text
+    } else {
+        "unknown".to_owned()
+    }
+}
+
+fn remove_dead(dir: &Path) -> Result<(), InstanceError> {
+    for name in names(dir)? {
+        if let Some(_dead) = try_lock(&lock_of(dir, &name))? {
+            info!(instance = %name, "removing what a dead run left");
+            remove_leftovers(dir, &name, &segment_prefix(dir, &name));
+        }
+    }
+    Ok(())
+}
+
+/// Removes lock, folder and segments of an instance whose lock the caller holds.
+fn remove_leftovers(dir: &Path, name: &str, prefix: &str) {
+    for segment in NamedSegment::names_with_prefix(prefix).unwrap_or_default() {
+        if let Err(error) = NamedSegment::unlink(&segment) {
+            warn!(%error, segment, "cannot remove a segment");
+        }
+    }
+    let folder = folder_of(dir, name);
+    for result in [
+        remove_if_there(fs::remove_dir_all(&folder)),
+        remove_if_there(fs::remove_file(lock_of(dir, name))),
+    ] {
+        if let Err(error) = result {
+            warn!(%error, folder = %folder.display(), "cannot remove files of an instance");
+        }
+    }
+}
+
+fn remove_if_there(result: io::Result<()>) -> io::Result<()> {
+    result.or_else(|error| {
+        if error.kind() == io::ErrorKind::NotFound {
+            Ok(())
+        } else {
+            Err(error)
+        }
+    })
+}
+
+fn names(dir: &Path) -> Result<Vec<String>, InstanceError> {
+    let failed = |source| InstanceError::Io {
+        action: "list",
+        path: dir.to_owned(),
+        source,
+    };
+    let name = |entry: fs::DirEntry| {
+        let file = entry.file_name().into_string().ok()?;
+        file.strip_suffix(".lock")
+            .filter(|name| is_name(name))
+            .map(str::to_owned)
+    };
+    let mut names: Vec<String> = fs::read_dir(dir)
+        .map_err(failed)?
+        .filter_map(|entry| name(entry.ok()?))
+        .collect();
+    names.sort();
+    Ok(names)
+}
+
+fn lock_of(dir: &Path, name: &str) -> PathBuf {
+    dir.join(format!("{name}.lock"))
+}
+
+fn folder_of(dir: &Path, name: &str) -> PathBuf {
+    dir.join(format!("{name}.d"))
+}
+
+/// Common begin of the segment names of an instance. Names hold no dot, so no prefix begins another. The key is the 32-bit
+/// FNV-1a hash of the folder's path.
+fn segment_prefix(dir: &Path, name: &str) -> String {
+    let step = |hash: u32, byte: &u8| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193);
+    let key = dir.as_os_str().as_bytes().iter().fold(0x811c_9dc5, step);
+    format!("sepal-{name}-{key:08x}.")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::Permissions;
+
+    use super::*;
+
+    fn folder() -> tempfile::TempDir {
+        tempfile::tempdir().unwrap()
+    }
+
+    #[test]
+    fn the_first_free_number_is_the_name_and_is_given_back() {
+        let dir = folder();
+        let zero = Instance::claim(dir.path(), None).unwrap();
+        let one = Instance::claim(dir.path(), None).unwrap();
+        assert_eq!((zero.name(), one.name()), ("0", "1"));
+        drop(zero);
+        assert_eq!(Instance::claim(dir.path(), None).unwrap().name(), "0");
+    }
+
+    #[test]
+    fn a_second_start_of_a_live_instance_names_its_holder() {
+        let dir = folder();
+        let _first = Instance::claim(dir.path(), Some("llama")).unwrap();
+        let error = Instance::claim(dir.path(), Some("llama")).unwrap_err();
+        assert_eq!(error.exit_reason(), ExitReason::Busy);
+        assert!(
+            error.to_string().contains(&std::process::id().to_string()),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn what_a_dead_run_left_is_removed_and_what_a_live_run_has_is_not() {
+        let dir = folder();
+        let live = Instance::claim(dir.path(), Some("a-b")).unwrap();
+        let kept = NamedSegment::create(&live.board(), 4096).unwrap();
+        let path = dir.path().canonicalize().unwrap();
+        let prefix = segment_prefix(&path, "a");
+        let left = NamedSegment::create(&format!("{prefix}board"), 4096).unwrap();
+        fs::write(path.join("a.lock"), "1").unwrap();
+        fs::create_dir(path.join("a.d")).unwrap();
+
+        let next = Instance::claim(dir.path(), None).unwrap();
+        assert_eq!(next.name(), "0");
+        assert!(NamedSegment::open(left.name(), 4096).is_err());
+        assert!(NamedSegment::open(kept.name(), 4096).is_ok());
+        assert!(!path.join("a.d").exists() && !path.join("a.lock").exists());
+    }
+
+    #[test]
+    fn live_instances_are_listed_and_dead_ones_are_not() {
+        let dir = folder();
+        assert_eq!(live_instances(&dir.path().join("none")).unwrap(), []);
+        let live = Instance::claim(dir.path(), Some("x")).unwrap();
+        fs::write(dir.path().join("dead.lock"), "1").unwrap();
+        let expected = LiveInstance {
+            name: "x".into(),
+            board: live.board(),
+        };
+        assert_eq!(live_instances(dir.path()).unwrap(), [expected]);
+    }
+
+    #[test]
+    fn names_that_are_no_file_names_are_refused() {
+        let dir = folder();
+        for name in ["", "a/b", "..", "a.b", "a b", &"x".repeat(33)] {
+            let error = Instance::claim(dir.path(), Some(name)).unwrap_err();
+            assert!(matches!(error, InstanceError::BadName(_)), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_folder_that_others_can_write_is_refused_with_the_remedy() {
+        let dir = folder();
+        fs::set_permissions(dir.path(), Permissions::from_mode(0o775)).unwrap();
+        let error = Instance::claim(dir.path(), None).unwrap_err();
+        assert!(error.to_string().contains("mode 775"), "{error}");
+        assert_eq!(error.exit_reason(), ExitReason::BadConfig);
+    }
+
+    #[test]
+    fn a_folder_too_deep_for_sockets_is_refused() {
+        let dir = folder();
+        let deep = dir.path().join("x".repeat(100));
+        let error = Instance::claim(&deep, None).unwrap_err();
+        assert!(error.to_string().contains("--runtime_dir"), "{error}");
+    }
+}

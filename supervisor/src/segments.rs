@@ -1,0 +1,272 @@
+//! The shared memory of a run. The supervisor alone makes and drops segments; it maps none of them but the board.
+//!
+//! | segment | made | dropped |
+//! | --- | --- | --- |
+//! | board | at the start | at the end |
+//! | arena (memfd) | with a generation of netd | when the next one begins |
+//! | kv (memfd) | with the first generation of a worker | at the end: it outlives the worker |
+//! | rings, two doorbells | with a pair of generations (worker, netd) | when one of the two is reaped |
+
+use std::io;
+
+use shared::ids::{Generation, WorkerId};
+use shared::shm::board::{Board, BoardError};
+use shared::shm::doorbell::Doorbell;
+use shared::shm::pair::{PairError, RingIdentity, RingPair};
+use shared::shm::segment::{MemfdSegment, SegmentError};
+
+use crate::instance::Instance;
+
+/// Why a segment could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum MakeError {
+    /// A memfd.
+    #[error(transparent)]
+    Segment(#[from] SegmentError),
+    /// Rings.
+    #[error(transparent)]
+    Rings(#[from] PairError),
+    /// The board.
+    #[error(transparent)]
+    Board(#[from] BoardError),
+    /// A doorbell.
+    #[error("make a doorbell")]
+    Doorbell(#[source] io::Error),
+    /// A size is beyond what can be addressed.
+    #[error("a segment of {0} bytes is larger than this machine can address")]
+    TooLarge(u64),
+    /// The KV cache is larger than the memory of the machine.
+    #[error(
+        "the KV cache of worker {worker} needs {needed_bytes} bytes and this machine has {memory_bytes}; \
+         lower --attn_cache_tokens or serve fewer blocks"
+    )]
+    NoMemory {
+        /// Whose cache.
+        worker: WorkerId,
+        /// What it needs.
+        needed_bytes: u64,
+        /// All memory of the machine.
+        memory_bytes: u64,
+    },
+}
+
+/// One pair of rings with its doorbells.
+#[derive(Debug)]
+pub struct Rings {
+    identity: RingIdentity,
+    /// The segment; its name goes with this value.
+    pub pair: RingPair,
+    /// Rung by netd.
+    pub submission: Doorbell,
+    /// Rung by the worker.
+    pub completion: Doorbell,
+}
+
+/// All segments of a run.
+#[derive(Debug)]
+pub struct Segments {
+    /// The board.
+    pub board: Board,
+    arena: Option<(Generation, MemfdSegment)>,
+    kv: Vec<(WorkerId, MemfdSegment)>,
+    rings: Vec<Rings>,
+}
+
+impl Segments {
+    /// Makes the board.
+    ///
+    /// # Errors
+    /// [`MakeError::Board`], above all when /dev/shm has no room.
+    pub fn new(instance: &Instance, started_unix_s: u64) -> Result<Segments, MakeError> {
+        let board = Board::create(&instance.board(), instance.name(), started_unix_s)?;
+        Ok(Segments {
+            board,
+            arena: None,
+            kv: Vec::new(),
+            rings: Vec::new(),
+        })
+    }
+
+    /// The arena of a generation of netd, made if this is its first use; the one before is dropped.
+    ///
+    /// # Errors
+    /// [`MakeError::Segment`].
+    pub fn arena(
+        &mut self,
+        instance: &Instance,
+        netd: Generation,
+        bytes: u64,
+    ) -> Result<&MemfdSegment, MakeError> {
+        if self
+            .arena
+            .as_ref()
+            .is_none_or(|(generation, _)| *generation != netd)
+        {
+            let len = usize::try_from(bytes).map_err(|_| MakeError::TooLarge(bytes))?;
+            self.arena = None;
+            let name = instance.segment(&format!("arena.n{netd}"));
+            self.arena = Some((netd, MemfdSegment::create(&name, len)?));
+        }
+        match &self.arena {
+            Some((_, arena)) => Ok(arena),
+            None => Err(MakeError::TooLarge(bytes)),
+        }
+    }
+
+    /// The kv segment of a worker, made at its first use and the same for all its generations.
+    ///
+    /// # Errors
+    /// [`MakeError::NoMemory`] when it exceeds the memory of the machine.
+    pub fn kv(
+        &mut self,
+        instance: &Instance,
+        worker: WorkerId,
+        bytes: usize,
+    ) -> Result<&MemfdSegment, MakeError> {
+        let index = match self.kv.iter().position(|(of, _)| *of == worker) {
+            Some(index) => index,
+            None => {
+                check_memory(worker, bytes as u64)?;
+                let kv = MemfdSegment::create(&instance.segment(&format!("kv.{worker}")), bytes)?;
+                self.kv.push((worker, kv));
+                self.kv.len() - 1
+            }
+        };
+        self.kv
+            .get(index)
+            .map(|(_, kv)| kv)
+            .ok_or(MakeError::TooLarge(bytes as u64))
+    }
+
+    /// Makes the rings of a pair of generations.
+    ///
+    /// # Errors
+    /// [`MakeError::Rings`] when /dev/shm has no room, [`MakeError::Doorbell`] when descriptors are used up.
+    pub fn make_rings(
+        &mut self,
+        instance: &Instance,
+        identity: RingIdentity,
+    ) -> Result<&Rings, MakeError> {
+        let RingIdentity {
+            worker,
+            worker_generation,
+            netd_generation,
+        } = identity;
+        let name = instance.segment(&format!(
+            "rings.{worker}.w{worker_generation}.n{netd_generation}"
+        ));
+        let rings = Rings {
+            identity,
+            pair: RingPair::create(&name, &identity)?,
+            submission: Doorbell::new().map_err(MakeError::Doorbell)?,
+            completion: Doorbell::new().map_err(MakeError::Doorbell)?,
+        };
+        self.rings.push(rings);
+        self.rings.last().ok_or(MakeError::TooLarge(0))
+    }
+
+    /// The rings of a pair of generations, if they exist.
+    pub fn rings(&self, identity: RingIdentity) -> Option<&Rings> {
+        self.rings.iter().find(|rings| rings.identity == identity)
+    }
+
+    /// Drops the rings of a pair of generations.
+    pub fn drop_rings(&mut self, identity: RingIdentity) {
+        self.rings.retain(|rings| rings.identity != identity);
+    }
+}
+
+/// Memory of a memfd is taken page by page when touched, and its lack shows as a killed process: better to say so at once.
+fn check_memory(worker: WorkerId, needed_bytes: u64) -> Result<(), MakeError> {
+    let Some(memory_bytes) = memory_bytes() else {
+        return Ok(());
+    };
+    if needed_bytes <= memory_bytes {
+        Ok(())
+    } else {
+        Err(MakeError::NoMemory {
+            worker,
+            needed_bytes,
+            memory_bytes,
+        })
+    }
+}
+
+fn memory_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemTotal:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use shared::ids::GroupId;
+
+    use super::*;
+
+    fn identity(worker: u32, netd: u32) -> RingIdentity {
+        RingIdentity {
+            worker: WorkerId::solo(GroupId(0)),
+            worker_generation: Generation(worker),
+            netd_generation: Generation(netd),
+        }
+    }
+
+    fn segments() -> (tempfile::TempDir, Instance, Segments) {
+        let dir = tempfile::tempdir().unwrap();
+        let instance = Instance::claim(dir.path(), None).unwrap();
+        let segments = Segments::new(&instance, 0).unwrap();
+        (dir, instance, segments)
+    }
+
+    fn inode(segment: &MemfdSegment) -> u64 {
+        nix::sys::stat::fstat(segment).unwrap().st_ino
+    }
+
+    #[test]
+    fn kv_outlives_a_worker_and_the_arena_goes_with_its_netd() {
+        let (_dir, instance, mut segments) = segments();
+        let worker = WorkerId::solo(GroupId(0));
+        let kv = inode(segments.kv(&instance, worker, 4096).unwrap());
+        assert_eq!(inode(segments.kv(&instance, worker, 4096).unwrap()), kv);
+        let arena = inode(segments.arena(&instance, Generation(1), 4096).unwrap());
+        assert_eq!(
+            inode(segments.arena(&instance, Generation(1), 4096).unwrap()),
+            arena
+        );
+        assert_ne!(
+            inode(segments.arena(&instance, Generation(2), 4096).unwrap()),
+            arena
+        );
+    }
+
+    #[test]
+    fn rings_exist_until_one_end_is_dead() {
+        let (_dir, instance, mut segments) = segments();
+        let name = segments
+            .make_rings(&instance, identity(1, 1))
+            .unwrap()
+            .pair
+            .name()
+            .to_owned();
+        segments.make_rings(&instance, identity(2, 1)).unwrap();
+        assert!(RingPair::open(&name, &identity(1, 1)).is_ok());
+        segments.drop_rings(identity(1, 1));
+        assert!(RingPair::open(&name, &identity(1, 1)).is_err());
+        assert!(
+            segments.rings(identity(1, 1)).is_none() && segments.rings(identity(2, 1)).is_some()
+        );
+    }
+
+    #[test]
+    fn a_cache_larger_than_the_machine_is_refused_with_the_flag_to_lower() {
+        let (_dir, instance, mut segments) = segments();
+        let error = segments
+            .kv(&instance, WorkerId::solo(GroupId(0)), 1 << 60)
+            .unwrap_err();
+        assert!(error.to_string().contains("--attn_cache_tokens"), "{error}");
+    }
+}

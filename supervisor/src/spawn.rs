@@ -1,0 +1,104 @@
+//! Starting and ending processes: `/proc/self/exe ROLE --bootstrap FD`, a pidfd for each, signals and the reap.
+//!
+//! `/proc/self/exe` is the file that runs now, even when its path was replaced, so that builds never mix. Children must be
+//! spawned from a thread that lives as long as the supervisor: the kernel delivers PR_SET_PDEATHSIG when the *thread* that
+//! spawned them ends.
+#![allow(unsafe_code, reason = "pidfd_open has no safe wrapper")]
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::libc;
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
+use nix::unistd::Pid;
+use shared::control::Role;
+
+use crate::tree::End;
+
+/// A child process that was not reaped yet; its process id therefore names nobody else.
+#[derive(Debug)]
+pub struct Process {
+    pid: Pid,
+    pidfd: OwnedFd,
+}
+
+impl Process {
+    /// Starts this executable as `role`. `title` is what `ps` shows, `bootstrap` the descriptor that the child inherits; all
+    /// others are closed on exec. Standard input and output are /dev/null, standard error is ours.
+    ///
+    /// # Errors
+    /// When the system refuses a process or a descriptor.
+    pub fn spawn(role: Role, title: &str, bootstrap: &OwnedFd) -> io::Result<Process> {
+        fcntl(bootstrap, FcntlArg::F_SETFD(FdFlag::empty()))?;
+        let child = Command::new("/proc/self/exe")
+            .arg0(title)
+            .arg(role.name())
+            .arg("--bootstrap")
+            .arg(bootstrap.as_raw_fd().to_string())
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()?;
+        let pid = Pid::from_raw(child.id().cast_signed());
+        match pidfd_open(pid) {
+            Ok(pidfd) => Ok(Process { pid, pidfd }),
+            Err(error) => {
+                // Nothing could watch it: end it here. SIGKILL to a process that does nothing yet takes effect at once.
+                let _ = kill(pid, Signal::SIGKILL);
+                let _ = waitid(Id::Pid(pid), WaitPidFlag::WEXITED);
+                Err(error)
+            }
+        }
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.pid.as_raw().cast_unsigned()
+    }
+
+    /// Sends SIGKILL.
+    ///
+    /// # Errors
+    /// When the system refuses; a process that has ended and was not reaped is no error.
+    pub fn kill(&self) -> io::Result<()> {
+        Ok(kill(self.pid, Signal::SIGKILL)?)
+    }
+
+    /// Reaps it if it has ended. After `Some` the process does not exist any more.
+    ///
+    /// # Errors
+    /// When it cannot be waited for.
+    pub fn reap(&self) -> io::Result<Option<End>> {
+        match waitid(
+            Id::PIDFd(self.pidfd.as_fd()),
+            WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG,
+        ) {
+            Ok(WaitStatus::Exited(_, code)) => Ok(Some(End::Code(code))),
+            Ok(WaitStatus::Signaled(_, signal, _)) => Ok(Some(End::Signal(signal as i32))),
+            Ok(_) | Err(Errno::EINTR) => Ok(None),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+}
+
+impl AsFd for Process {
+    /// The pidfd: readable once the process has ended.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+}
+
+fn pidfd_open(pid: Pid) -> io::Result<OwnedFd> {
+    // SAFETY: the call takes two integers and touches no memory of this process.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid.as_raw(), 0) };
+    let fd = i32::try_from(fd).unwrap_or(-1);
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just made the descriptor, close-on-exec, and nothing else knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
