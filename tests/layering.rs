@@ -44,11 +44,13 @@ const ONLY_IN: &[(&str, &[&str])] = &[
 ];
 
 /// Where `unsafe` may stand: shared memory, the first steps of a child, spawning, mapped files,
-/// device calls, vector instructions, and the pool of threads that borrow their caller's stack.
+/// device calls, vector instructions, and the pool of threads that borrow their caller's stack; and
+/// the ring benchmark, which compares with bare futexes and eventfds and counts allocations.
 const UNSAFE_IN: &[&str] = &[
     "shared/src/shm/",
     "shared/src/bootstrap.rs",
     "shared/src/bootstrap/",
+    "shared/benches/ring/",
     "supervisor/src/spawn.rs",
     "gpu-worker/src/weights/map.rs",
     "kernels/src/cuda/",
