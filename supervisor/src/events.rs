@@ -309,7 +309,7 @@ impl<'a> Driver<'a> {
         match action {
             Action::Spawn(id, generation) => self.spawn(id, generation),
             Action::Tell(id, down) => self.tell(id, down),
-            Action::Kill(id, generation) => self.kill(id, generation),
+            Action::Kill(id, generation, why) => self.kill(id, generation, &why),
             Action::DropRings {
                 worker,
                 generation,
@@ -352,7 +352,8 @@ impl<'a> Driver<'a> {
         }
     }
 
-    fn kill(&mut self, id: ChildId, generation: Generation) {
+    fn kill(&mut self, id: ChildId, generation: Generation, why: &str) {
+        warn!(child = %id, generation = generation.0, why, "killing");
         let is = |running: &&Running| {
             running.id == id && running.generation == generation && running.end.is_none()
         };
@@ -384,14 +385,14 @@ impl<'a> Driver<'a> {
             state,
             State::Backoff { .. } | State::Held { .. } | State::Unkillable
         ) {
-            warn!(child = %id, generation = generation.0, state = %state.name(), why, "child");
+            warn!(child = %id, generation = generation.0, why, "{}", state.name());
         } else {
             let pid = self
                 .running
                 .iter()
                 .find(|running| running.id == id)
                 .map(|running| running.process.pid());
-            info!(child = %id, generation = generation.0, pid, state = %state.name(), why, "child");
+            info!(child = %id, generation = generation.0, pid, why, "{}", state.name());
         }
     }
 

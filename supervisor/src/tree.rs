@@ -161,8 +161,8 @@ pub enum Action {
     Spawn(ChildId, Generation),
     /// Tell a child.
     Tell(ChildId, Down),
-    /// SIGKILL.
-    Kill(ChildId, Generation),
+    /// SIGKILL, for this reason.
+    Kill(ChildId, Generation, String),
     /// Rings of this worker are of no more use: one of their ends is dead.
     DropRings {
         /// The worker.
@@ -607,13 +607,18 @@ impl Tree {
             Next::Hold(reason) => State::Held { reason },
         };
         let (generation, state) = (child.generation, child.state);
+        let said = child.complaint.clone().or_else(|| match end {
+            End::NotStarted { message, .. } => Some(message.clone()),
+            End::Code(_) | End::Signal(_) => None,
+        });
         // What a held child said is part of the complaint that follows, once.
-        let (why, complaint) = match child.complaint.clone() {
-            Some(said) if matches!(state, State::Held { .. }) => {
-                (end.to_string(), format!("{id}: {said}"))
-            }
-            Some(said) => (format!("{end}: {said}"), String::new()),
-            None => (end.to_string(), format!("{id} is not started again: {end}")),
+        let why = match &said {
+            Some(said) if matches!(state, State::Backoff { .. }) => format!("{end}: {said}"),
+            _ => end.to_string(),
+        };
+        let complaint = match said {
+            Some(said) => format!("{id}: {said}"),
+            None => format!("{id} is not started again: {end}"),
         };
         out.push(Action::Show {
             child: id,
@@ -718,14 +723,7 @@ impl Tree {
         };
         if child.alive && child.killed.is_none() {
             child.killed = Some(now);
-            let (generation, state) = (child.generation, child.state);
-            out.push(Action::Show {
-                child: id,
-                generation,
-                state,
-                why: format!("killed: {why}"),
-            });
-            out.push(Action::Kill(id, generation));
+            out.push(Action::Kill(id, child.generation, why));
         }
     }
 

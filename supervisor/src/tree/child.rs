@@ -136,7 +136,7 @@ impl fmt::Display for End {
                 Ok(signal) => f.write_str(signal.as_str()),
                 Err(_) => write!(f, "signal {number}"),
             },
-            End::NotStarted { message, .. } => f.write_str(message),
+            End::NotStarted { .. } => f.write_str("not started"),
         }
     }
 }

@@ -175,7 +175,7 @@ impl Rig {
 
     fn killed(&self) -> Vec<ChildId> {
         let kill = |action: &Action| match action {
-            Action::Kill(id, _) => Some(*id),
+            Action::Kill(id, ..) => Some(*id),
             _ => None,
         };
         self.last.iter().filter_map(kill).collect()
@@ -649,7 +649,7 @@ impl Witness {
                 );
                 self.live.push((*id, *generation));
             }
-            Action::Kill(id, generation) => assert!(
+            Action::Kill(id, generation, _) => assert!(
                 self.live.contains(&(*id, *generation)),
                 "kill of the reaped {id}"
             ),

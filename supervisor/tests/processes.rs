@@ -1,0 +1,379 @@
+//! The process tree with real processes and fake roles. This program plays every part: started by `cargo test` it runs the
+//! tests; each test starts it again as `serve CONFIG`, whose supervisor starts it as `netd`, `prepare` and `gpu-worker`.
+
+#[path = "processes/fake.rs"]
+mod fake;
+#[path = "processes/harness.rs"]
+mod harness;
+
+use std::process::{Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill, killpg};
+use shared::exit::ExitReason;
+use shared::shm::board::ChildState;
+use supervisor::instance::live_instances;
+
+use harness::{Server, alive, config, descriptors, wait_for};
+
+type Test = (&'static str, fn());
+
+const TESTS: &[Test] = &[
+    (
+        "a_server_comes_online_and_a_stop_leaves_nothing",
+        a_server_comes_online_and_a_stop_leaves_nothing,
+    ),
+    (
+        "a_killed_worker_comes_back_with_its_kv_segment_and_nobody_else_notices",
+        a_killed_worker_comes_back,
+    ),
+    (
+        "a_killed_netd_comes_back_at_its_address_and_workers_stay",
+        a_killed_netd_comes_back,
+    ),
+    (
+        "a_worker_without_progress_is_killed_and_restarted",
+        a_worker_without_progress_is_killed_and_restarted,
+    ),
+    (
+        "ctrl_c_to_the_whole_group_is_a_clean_stop",
+        ctrl_c_to_the_whole_group_is_a_clean_stop,
+    ),
+    (
+        "a_second_stop_kills_and_is_not_clean",
+        a_second_stop_kills_and_is_not_clean,
+    ),
+    (
+        "who_does_not_drain_in_time_is_killed",
+        who_does_not_drain_in_time_is_killed,
+    ),
+    (
+        "nothing_outlives_a_killed_supervisor_and_the_next_start_cleans_up",
+        nothing_outlives_a_killed_supervisor,
+    ),
+    (
+        "a_child_that_talks_without_end_is_replaced",
+        a_child_that_talks_without_end_is_replaced,
+    ),
+    (
+        "a_mistake_in_the_configuration_is_said_once_and_ends_the_run",
+        a_mistake_in_the_configuration_is_said_once,
+    ),
+    (
+        "a_worker_that_keeps_crashing_ends_the_run",
+        a_worker_that_keeps_crashing_ends_the_run,
+    ),
+    (
+        "a_child_that_never_connects_ends_the_run_in_time",
+        a_child_that_never_connects_ends_the_run_in_time,
+    ),
+    (
+        "a_live_instance_cannot_be_started_twice",
+        a_live_instance_cannot_be_started_twice,
+    ),
+    (
+        "restarts_leak_no_descriptor_thread_or_segment",
+        restarts_leak_nothing,
+    ),
+    (
+        "a_role_started_by_hand_refuses",
+        a_role_started_by_hand_refuses,
+    ),
+    (
+        "a_cache_larger_than_the_machine_is_refused_once",
+        a_cache_larger_than_the_machine_is_refused_once,
+    ),
+];
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    match args.first().map(String::as_str) {
+        Some("serve") => harness::serve(&args),
+        Some("netd" | "prepare" | "gpu-worker") => fake::run(&args),
+        _ => run_tests(&args),
+    }
+}
+
+/// Runs the tests whose names contain a given text, one after the other: each has several processes of its own.
+fn run_tests(args: &[String]) -> ExitCode {
+    let filters: Vec<&String> = args.iter().filter(|arg| !arg.starts_with('-')).collect();
+    let wanted = |name: &str| {
+        filters.is_empty() || filters.iter().any(|filter| name.contains(filter.as_str()))
+    };
+    let list = args.iter().any(|arg| arg == "--list");
+    for (name, test) in TESTS.iter().filter(|(name, _)| wanted(name)) {
+        if list {
+            println!("{name}: test");
+            continue;
+        }
+        let start = Instant::now();
+        test();
+        println!(
+            "test {name} ... ok ({:.1} s)",
+            start.elapsed().as_secs_f32()
+        );
+    }
+    ExitCode::SUCCESS
+}
+
+fn a_server_comes_online_and_a_stop_leaves_nothing() {
+    let mut server = Server::start(&config("plain"));
+    server.wait_online();
+    let children = server.children();
+    assert_eq!(
+        children
+            .iter()
+            .filter(|child| child.state == ChildState::Ready)
+            .count(),
+        3,
+        "netd, two workers"
+    );
+    assert!(
+        server
+            .command_line(children[1].pid)
+            .starts_with("sepal: netd gen 1 ")
+    );
+    server.signal(Signal::SIGTERM);
+    assert_eq!(server.wait(), Some(0));
+    assert!(children.iter().all(|child| !alive(child.pid)));
+    assert_eq!(server.segments(), [""; 0]);
+    assert_eq!(server.files(), ["lock"]);
+}
+
+fn a_killed_worker_comes_back() {
+    let server = Server::start(&config("plain"));
+    server.wait_online();
+    let before = server.children();
+    server.kill_child("gpu-worker 0.0");
+    let after = server.wait_generation("gpu-worker 0.0", 2);
+    server.wait_line("told up worker=0.0 generation=2");
+    server.wait_line("told down worker=0.0 generation=1 cause=Outside restarting=true");
+    server.wait_line("kv held the mark of generation 1");
+    for (before, after) in before
+        .iter()
+        .zip(&after)
+        .filter(|(before, _)| before.slot != 2)
+    {
+        assert_eq!(before.pid, after.pid, "only the killed worker is new");
+    }
+}
+
+fn a_killed_netd_comes_back() {
+    let server = Server::start(&config("plain"));
+    server.wait_online();
+    let before = server.children();
+    server.kill_child("netd");
+    server.wait_generation("netd", 2);
+    let line = server.wait_lines("state=ONLINE", 2).remove(1);
+    assert!(
+        line.contains("/ip4/127.0.0.1/tcp/4242/p2p/Fake"),
+        "the address of before: {line}"
+    );
+    let after = server.children();
+    assert_eq!(
+        (before[2].pid, before[3].pid),
+        (after[2].pid, after[3].pid),
+        "weights stay loaded"
+    );
+    server.wait_line("serves span 0:8 again");
+}
+
+fn a_worker_without_progress_is_killed_and_restarted() {
+    let mut config = config("worker-hangs");
+    config.restart.hang_timeout = Duration::from_millis(300);
+    let server = Server::start(&config);
+    server.wait_line("hangs: no progress for");
+    server.wait_generation("gpu-worker 0.0", 2);
+    server.wait_online();
+}
+
+fn ctrl_c_to_the_whole_group_is_a_clean_stop() {
+    let mut server = Server::start(&config("plain"));
+    server.wait_online();
+    killpg(server.pid(), Signal::SIGINT).unwrap();
+    assert_eq!(server.wait(), Some(0));
+}
+
+fn a_second_stop_kills_and_is_not_clean() {
+    let mut server = Server::start(&config("netd-is-deaf"));
+    server.wait_online();
+    server.signal(Signal::SIGTERM);
+    server.wait_line("draining child=netd");
+    let code = wait_for("the second stop to work", || {
+        let _ = kill(server.pid(), Signal::SIGTERM);
+        server.try_wait()
+    });
+    assert_eq!(code, Some(i32::from(ExitReason::Failed.code())));
+    assert_eq!(server.segments(), [""; 0]);
+}
+
+fn who_does_not_drain_in_time_is_killed() {
+    let mut config = config("netd-is-deaf");
+    config.drain_timeout = Duration::from_millis(300);
+    let mut server = Server::start(&config);
+    server.wait_online();
+    server.signal(Signal::SIGTERM);
+    assert_eq!(server.wait(), Some(i32::from(ExitReason::Failed.code())));
+    server.wait_line("did not drain in time");
+}
+
+fn nothing_outlives_a_killed_supervisor() {
+    let mut first = Server::start(&config("plain"));
+    first.wait_online();
+    let children = first.children();
+    first.signal(Signal::SIGKILL);
+    first.wait();
+    wait_for("every child to die with its parent", || {
+        children
+            .iter()
+            .all(|child| child.pid == 0 || !alive(child.pid))
+            .then_some(())
+    });
+    assert_eq!(live_instances(&first.runtime_dir()).unwrap(), []);
+    assert!(
+        !first.segments().is_empty(),
+        "names of a killed run stay until the next start"
+    );
+
+    let mut other = config("plain");
+    other.instance = Some("other".into());
+    let mut second = Server::start_in(first.dir.clone(), &other);
+    second.wait_online();
+    assert_eq!(first.segments(), [""; 0]);
+    second.signal(Signal::SIGTERM);
+    assert_eq!(second.wait(), Some(0));
+    assert_eq!(second.files(), ["lock"]);
+}
+
+fn a_child_that_talks_without_end_is_replaced() {
+    let mut server = Server::start(&config("netd-floods"));
+    server.wait_line("talks without end");
+    server.wait_generation("netd", 2);
+    server.wait_online();
+    server.signal(Signal::SIGTERM);
+    assert_eq!(server.wait(), Some(0));
+}
+
+fn a_mistake_in_the_configuration_is_said_once() {
+    let mut server = Server::start(&config("prepare-refuses"));
+    assert_eq!(server.wait(), Some(i32::from(ExitReason::BadConfig.code())));
+    assert_eq!(
+        server.log().matches("there is no such model").count(),
+        1,
+        "{}",
+        server.log()
+    );
+    assert!(!server.log().contains("gen 2"), "{}", server.log());
+}
+
+fn a_worker_that_keeps_crashing_ends_the_run() {
+    let mut config = config("worker-crashes");
+    config.devices.truncate(1);
+    config.restart.max_restarts = 2;
+    let mut server = Server::start(&config);
+    assert_eq!(
+        server.wait(),
+        Some(i32::from(ExitReason::RestartLimit.code()))
+    );
+    assert!(
+        server.log().contains("cause=SelfInflicted"),
+        "{}",
+        server.log()
+    );
+    assert_eq!(server.segments(), [""; 0]);
+}
+
+fn a_child_that_never_connects_ends_the_run_in_time() {
+    let mut config = config("plain");
+    config.restart.max_restarts = 1;
+    config.restart.start_timeout = Duration::from_millis(200);
+    config.log.filter = fake::SILENT_PREPARE.into();
+    let mut server = Server::start(&config);
+    assert_eq!(
+        server.wait(),
+        Some(i32::from(ExitReason::RestartLimit.code()))
+    );
+    assert!(
+        server.log().contains("see --start_timeout"),
+        "{}",
+        server.log()
+    );
+}
+
+fn a_live_instance_cannot_be_started_twice() {
+    let mut named = config("plain");
+    named.instance = Some("twin".into());
+    let first = Server::start(&named);
+    first.wait_online();
+    let mut second = Server::start_in(first.dir.clone(), &named);
+    assert_eq!(second.wait(), Some(i32::from(ExitReason::Busy.code())));
+    assert!(
+        second
+            .log()
+            .contains(&format!("supervisor pid {}", first.pid())),
+        "{}",
+        second.log()
+    );
+    assert!(
+        first
+            .children()
+            .iter()
+            .skip(1)
+            .all(|child| alive(child.pid)),
+        "the first goes on"
+    );
+}
+
+fn restarts_leak_nothing() {
+    let server = Server::start(&config("plain"));
+    server.wait_online();
+    wait_for("prepare to be reaped", || {
+        server.log().contains("gone child=prepare").then_some(())
+    });
+    let settled = || {
+        (
+            descriptors(server.pid()),
+            harness::threads(server.pid()),
+            server.segments().len(),
+        )
+    };
+    let before = wait_for("threads of prepare to end", || {
+        Some(settled()).filter(|now| now.1 == 7)
+    });
+    for generation in 2..6 {
+        server.kill_child("gpu-worker 1.0");
+        server.wait_generation("gpu-worker 1.0", generation);
+        server.wait_line(&format!("told up worker=1.0 generation={generation}"));
+    }
+    wait_for("everything as before", || {
+        (settled() == before).then_some(())
+    });
+}
+
+fn a_role_started_by_hand_refuses() {
+    let exe = std::env::current_exe().unwrap();
+    let mut by_hand = Command::new(exe);
+    let output = by_hand
+        .args(["netd", "--bootstrap", "99"])
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    assert_eq!(
+        output.status.code(),
+        Some(i32::from(ExitReason::BadConfig.code()))
+    );
+    assert!(String::from_utf8_lossy(&output.stderr).contains("sepal serve"));
+}
+
+fn a_cache_larger_than_the_machine_is_refused_once() {
+    let mut config = config("plain");
+    config.netd.attn_cache_tokens = Some(u32::MAX);
+    let mut server = Server::start(&config);
+    assert_eq!(server.wait(), Some(i32::from(ExitReason::BadConfig.code())));
+    assert_eq!(
+        server.log().matches("lower --attn_cache_tokens").count(),
+        1,
+        "{}",
+        server.log()
+    );
+}

@@ -1,0 +1,302 @@
+//! Children that keep the treaty with the supervisor and do no work. The script they follow is the name of the model.
+//! What they hand over is real: rings, doorbells, arena and kv are opened as the true roles do, and netd comes online only
+//! after an entry went to each worker and back.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use ipc_channel::ipc::IpcSender;
+use shared::block::Span;
+use shared::bootstrap::{Bootstrap, ControlEnds};
+use shared::control::{
+    Capacity, FromNetd, FromPrepare, FromWorker, LinkInit, Role, ToNetd, ToPrepare, ToWorker,
+    WorkerInit, WorkerUp,
+};
+use shared::dtype::DType;
+use shared::exit::ExitReason;
+use shared::ids::WorkerId;
+use shared::model::ModelFacts;
+use shared::shm::arena::ArenaMap;
+use shared::shm::board::{BoardWriter, Phase};
+use shared::shm::doorbell::{Doorbell, Wake};
+use shared::shm::kv::KvMap;
+use shared::shm::pair::{RingIdentity, RingPair};
+use shared::shm::segment::MemfdSegment;
+use tracing::info;
+
+/// A log filter by which prepare knows that it shall never connect: the only thing a child knows before it does.
+pub const SILENT_PREPARE: &str = "info,silent=off";
+
+const PATIENCE: Duration = Duration::from_secs(20);
+const BLOCKS: u32 = 8;
+
+/// `ROLE --bootstrap FD`.
+pub fn run(args: &[String]) -> ExitCode {
+    let role = [Role::Netd, Role::Worker, Role::Prepare]
+        .into_iter()
+        .find(|role| role.name() == args[0])
+        .unwrap();
+    let bootstrap = match Bootstrap::from_fd(args[2].parse().unwrap(), role) {
+        Ok(bootstrap) => bootstrap,
+        Err(error) => {
+            eprintln!("{error}");
+            return ExitCode::from(error.exit_reason().code());
+        }
+    };
+    let reason = match role {
+        Role::Prepare => prepare(bootstrap),
+        Role::Netd => netd(bootstrap),
+        Role::Worker => worker(bootstrap),
+    };
+    ExitCode::from(reason.code())
+}
+
+fn prepare(bootstrap: Bootstrap) -> ExitReason {
+    if bootstrap.birth().log.filter == SILENT_PREPARE {
+        loop {
+            std::thread::park();
+        }
+    }
+    let ends: ControlEnds<ToPrepare, FromPrepare> = bootstrap.connect().unwrap();
+    let say = |message| ends.sender.send(message).unwrap();
+    loop {
+        match ends.receiver.recv() {
+            Ok(ToPrepare::Init { config, .. }) if config.model == "prepare-refuses" => {
+                let reason = ExitReason::BadConfig;
+                say(FromPrepare::Failed {
+                    reason,
+                    message: "there is no such model; give another".into(),
+                });
+                return reason;
+            }
+            Ok(ToPrepare::Init { config, .. }) => say(FromPrepare::Inspected(facts(&config.model))),
+            Ok(ToPrepare::Span { manifest, .. }) => {
+                std::fs::write(manifest, "{}").unwrap();
+                say(FromPrepare::Prepared);
+                return ExitReason::Clean;
+            }
+            Ok(ToPrepare::Drain) => return ExitReason::Clean,
+            Err(_) => return ExitReason::ParentGone,
+        }
+    }
+}
+
+fn facts(name: &str) -> ModelFacts {
+    ModelFacts {
+        name: name.into(),
+        repository: None,
+        model_type: "llama".into(),
+        dht_prefix: None,
+        num_blocks: BLOCKS,
+        hidden_size: 64,
+        attention_heads: 4,
+        kv_heads: 4,
+        head_dim: 16,
+        dtype: DType::F32,
+        block_bytes: 1 << 20,
+    }
+}
+
+fn netd(bootstrap: Bootstrap) -> ExitReason {
+    let ends: ControlEnds<ToNetd, FromNetd> = bootstrap.connect().unwrap();
+    let generation = ends.birth.generation;
+    let say = |message| ends.sender.send(message).unwrap();
+    let (mut served, mut script, mut up) = (None, String::new(), Vec::<(WorkerId, Span)>::new());
+    loop {
+        match ends.receiver.recv() {
+            Ok(ToNetd::Init(init)) => {
+                let fd = ends
+                    .descriptors
+                    .recv(init.fds, 1, PATIENCE)
+                    .unwrap()
+                    .remove(0);
+                open_arena(fd, init.arena_bytes);
+                served = init.served;
+                if let Some(span) = served {
+                    info!("serves span {span} again");
+                }
+                let fresh = || vec!["/ip4/127.0.0.1/tcp/4242/p2p/Fake".to_owned()];
+                let addrs = if generation.0 == 1 {
+                    fresh()
+                } else {
+                    init.previous_addrs
+                };
+                say(FromNetd::Listening {
+                    peer_id: "Fake".into(),
+                    addrs,
+                });
+            }
+            Ok(ToNetd::Model(facts)) => {
+                script = facts.name;
+                while script == "netd-floods" && generation.0 == 1 {
+                    say(FromNetd::ProposedSpan(Span::new(0, BLOCKS).unwrap()));
+                }
+                say(FromNetd::ProposedSpan(
+                    served.unwrap_or(Span::new(0, BLOCKS).unwrap()),
+                ));
+            }
+            Ok(ToNetd::WorkerUp(worker)) => {
+                let fds = ends.descriptors.recv(worker.link.fds, 2, PATIENCE).unwrap();
+                let mut bells = fds.into_iter().map(|fd| Doorbell::from_fd(fd).unwrap());
+                assert_eq!(
+                    worker.link.netd_generation, generation,
+                    "rings of this netd"
+                );
+                round_trip(&worker, &bells.next().unwrap(), &bells.next().unwrap());
+                info!(
+                    "told up worker={} generation={}",
+                    worker.worker, worker.link.worker_generation
+                );
+                up.push((worker.worker, worker.span));
+                if up.iter().map(|(_, span)| span.block_count()).sum::<usize>() == BLOCKS as usize {
+                    say(FromNetd::Online);
+                }
+            }
+            Ok(ToNetd::WorkerDown {
+                worker,
+                generation,
+                cause,
+                restarting,
+            }) => {
+                info!(
+                    "told down worker={worker} generation={generation} cause={cause:?} restarting={restarting}"
+                );
+                up.retain(|(up, _)| *up != worker);
+            }
+            Ok(ToNetd::Drain) if script == "netd-is-deaf" => {}
+            Ok(ToNetd::Drain) => return ExitReason::Clean,
+            Ok(_) => {}
+            Err(_) => return ExitReason::ParentGone,
+        }
+    }
+}
+
+/// Sends an entry to the worker and waits for its echo.
+fn round_trip(worker: &WorkerUp, submission_bell: &Doorbell, completion_bell: &Doorbell) {
+    let pair = RingPair::open(&worker.link.rings, &identity(worker.worker, &worker.link)).unwrap();
+    let (mut submission, mut completion) = pair.netd_end();
+    submission.push([7; 8]).unwrap();
+    submission.ring_if_sleeping(submission_bell).unwrap();
+    assert_eq!(
+        completion
+            .wait(completion_bell, Duration::ZERO, PATIENCE)
+            .unwrap(),
+        Wake::Ready
+    );
+    assert_eq!(completion.pop().unwrap(), Some([7; 8]));
+}
+
+fn worker(bootstrap: Bootstrap) -> ExitReason {
+    let ends: ControlEnds<ToWorker, FromWorker> = bootstrap.connect().unwrap();
+    let mut me = None;
+    let mut echo: Option<Arc<AtomicBool>> = None;
+    loop {
+        match ends.receiver.recv() {
+            Ok(ToWorker::Init(init)) => {
+                let fd = ends
+                    .descriptors
+                    .recv(init.fds, 1, PATIENCE)
+                    .unwrap()
+                    .remove(0);
+                mark_kv(&init, fd);
+                me = Some(init.worker);
+                follow_script(&init, &ends.sender);
+            }
+            Ok(ToWorker::Link(link)) => {
+                let mut fds = ends
+                    .descriptors
+                    .recv(link.fds, 3, PATIENCE)
+                    .unwrap()
+                    .into_iter();
+                open_arena(fds.next().unwrap(), link.arena_bytes);
+                let bells = fds.map(|fd| Doorbell::from_fd(fd).unwrap()).collect();
+                if let Some(old) = echo.take() {
+                    old.store(true, Ordering::Relaxed);
+                }
+                echo = Some(start_echo(me.unwrap(), &link, bells));
+                ends.sender
+                    .send(FromWorker::Linked {
+                        netd_generation: link.netd_generation,
+                    })
+                    .unwrap();
+            }
+            Ok(ToWorker::Drain) => return ExitReason::Clean,
+            Err(_) => return ExitReason::ParentGone,
+        }
+    }
+}
+
+fn follow_script(init: &WorkerInit, supervisor: &IpcSender<FromWorker>) {
+    let board = BoardWriter::open(&init.board, init.generation).unwrap();
+    board.enter(Phase::Loading, Duration::from_secs(10));
+    supervisor
+        .send(FromWorker::Ready(Capacity::default()))
+        .unwrap();
+    match init.model.name.as_str() {
+        "worker-hangs" if init.generation.0 == 1 => {
+            board.enter(Phase::Unit, Duration::from_millis(100));
+            loop {
+                std::thread::park();
+            }
+        }
+        "worker-crashes" => {
+            // Not before netd knows of this worker.
+            board.enter(Phase::Idle, Duration::ZERO);
+            std::thread::spawn(|| {
+                std::thread::sleep(Duration::from_millis(100));
+                std::process::abort();
+            });
+        }
+        _ => board.enter(Phase::Idle, Duration::ZERO),
+    }
+}
+
+/// The first value of the cache is the generation that wrote last.
+fn mark_kv(init: &WorkerInit, fd: std::os::fd::OwnedFd) {
+    let bytes = init.model.kv_segment_bytes(init.span, init.kv_pages);
+    let mut kv = KvMap::map(&MemfdSegment::from_fd("sepal-kv", fd, bytes).unwrap()).unwrap();
+    let values = kv.values_mut::<u64>();
+    info!("kv held the mark of generation {}", values[0]);
+    values[0] = u64::from(init.generation.0);
+}
+
+fn open_arena(fd: std::os::fd::OwnedFd, bytes: u64) {
+    let segment =
+        MemfdSegment::from_fd("sepal-arena", fd, usize::try_from(bytes).unwrap()).unwrap();
+    assert_eq!(ArenaMap::map(&segment).unwrap().len(), bytes);
+}
+
+fn identity(worker: WorkerId, link: &LinkInit) -> RingIdentity {
+    let LinkInit {
+        worker_generation,
+        netd_generation,
+        ..
+    } = *link;
+    RingIdentity {
+        worker,
+        worker_generation,
+        netd_generation,
+    }
+}
+
+/// Sends back what comes through the rings, until told to stop.
+fn start_echo(worker: WorkerId, link: &LinkInit, bells: Vec<Doorbell>) -> Arc<AtomicBool> {
+    let pair = RingPair::open(&link.rings, &identity(worker, link)).unwrap();
+    let stop = Arc::new(AtomicBool::new(false));
+    let stopped = stop.clone();
+    std::thread::spawn(move || {
+        let (mut submission, mut completion) = pair.worker_end();
+        while !stopped.load(Ordering::Relaxed) {
+            submission
+                .wait(&bells[0], Duration::ZERO, Duration::from_millis(50))
+                .unwrap();
+            while let Some(entry) = submission.pop().unwrap() {
+                completion.push(entry).unwrap();
+                completion.ring_if_sleeping(&bells[1]).unwrap();
+            }
+        }
+    });
+    stop
+}

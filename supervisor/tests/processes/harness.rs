@@ -1,0 +1,314 @@
+//! Starts and watches a supervisor in a process of its own. Every wait has a deadline.
+
+use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use shared::config::{
+    Device, LogConfig, LogFormat, NetdConfig, PrepareConfig, RestartConfig, ServeConfig,
+    SpanChoice, Throughput, WorkerConfig,
+};
+use shared::shm::board::{BoardView, ChildSnapshot, ChildState};
+use shared::shm::segment::NamedSegment;
+use supervisor::instance::live_instances;
+
+/// Far beyond what a loaded machine needs.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Polls until there is a value.
+pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + DEADLINE;
+    loop {
+        if let Some(value) = ready() {
+            return value;
+        }
+        assert!(Instant::now() < end, "timed out waiting for {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Settings of a server with two workers whose fakes follow `script`; the runtime folder is filled in at the start.
+pub fn config(script: &str) -> ServeConfig {
+    let minute = Duration::from_secs(60);
+    ServeConfig {
+        instance: None,
+        runtime_dir: PathBuf::new(),
+        devices: vec![Device::Cpu, Device::Cpu],
+        netd: NetdConfig {
+            dht_prefix: None,
+            host_maddrs: vec![],
+            announce_maddrs: vec![],
+            initial_peers: vec![],
+            identity_path: None,
+            span: SpanChoice::All,
+            throughput: Throughput::Fixed(1.0),
+            public_name: None,
+            update_period: minute,
+            expiration: minute,
+            inference_max_length: None,
+            attn_cache_tokens: Some(64),
+            max_batch_size: None,
+            max_alloc_timeout: minute,
+            request_timeout: minute,
+            session_timeout: minute,
+            step_timeout: minute,
+            startup_timeout: minute,
+            arena_bytes: 1 << 20,
+        },
+        worker: WorkerConfig::default(),
+        prepare: PrepareConfig {
+            model: script.into(),
+            dtype: None,
+            cache_dir: PathBuf::new(),
+        },
+        restart: RestartConfig {
+            backoff_min: Duration::from_millis(20),
+            backoff_max: Duration::from_millis(200),
+            max_restarts: 20,
+            window: minute,
+            hang_timeout: Duration::from_secs(20),
+            start_timeout: minute,
+        },
+        log: LogConfig {
+            filter: "info".into(),
+            format: LogFormat::Text,
+        },
+        drain_timeout: Duration::from_secs(30),
+    }
+}
+
+/// The part of this program that is the supervisor: `serve CONFIG`.
+pub fn serve(args: &[String]) -> ExitCode {
+    let text = std::fs::read_to_string(&args[1]).unwrap();
+    let reason = supervisor::serve(serde_json::from_str(&text).unwrap());
+    ExitCode::from(reason.code())
+}
+
+#[derive(Default)]
+struct Log {
+    lines: Mutex<Vec<String>>,
+    grown: Condvar,
+}
+
+/// A supervisor in a process group of its own.
+pub struct Server {
+    child: Child,
+    log: Arc<Log>,
+    /// Holds the runtime folder; kept for a server that is started after this one.
+    pub dir: Arc<tempfile::TempDir>,
+    instance: String,
+}
+
+impl Server {
+    /// Starts in a fresh folder.
+    pub fn start(config: &ServeConfig) -> Server {
+        Server::start_in(Arc::new(tempfile::tempdir().unwrap()), config)
+    }
+
+    /// Starts in the folder of an earlier server.
+    pub fn start_in(dir: Arc<tempfile::TempDir>, config: &ServeConfig) -> Server {
+        use std::os::unix::process::CommandExt;
+        let config = ServeConfig {
+            runtime_dir: dir.path().join("run"),
+            ..config.clone()
+        };
+        let path = dir.path().join("config.json");
+        std::fs::write(&path, serde_json::to_vec(&config).unwrap()).unwrap();
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.arg("serve").arg(&path).process_group(0);
+        let mut child = command
+            .stdin(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let log = Arc::new(Log::default());
+        let (stderr, sink) = (child.stderr.take().unwrap(), log.clone());
+        std::thread::spawn(move || {
+            for line in BufReader::new(stderr).lines().map_while(Result::ok) {
+                sink.lines.lock().unwrap().push(line);
+                sink.grown.notify_all();
+            }
+        });
+        let instance = config.instance.unwrap_or_else(|| "0".into());
+        Server {
+            child,
+            log,
+            dir,
+            instance,
+        }
+    }
+
+    pub fn pid(&self) -> Pid {
+        Pid::from_raw(self.child.id().cast_signed())
+    }
+
+    pub fn runtime_dir(&self) -> PathBuf {
+        self.dir.path().join("run")
+    }
+
+    pub fn log(&self) -> String {
+        self.log.lines.lock().unwrap().join("\n")
+    }
+
+    /// The first `count` lines with `text`, once there are so many.
+    pub fn wait_lines(&self, text: &str, count: usize) -> Vec<String> {
+        let mut lines = self.log.lines.lock().unwrap();
+        let end = Instant::now() + DEADLINE;
+        loop {
+            let found: Vec<String> = lines
+                .iter()
+                .filter(|line| line.contains(text))
+                .take(count)
+                .cloned()
+                .collect();
+            if found.len() == count {
+                return found;
+            }
+            let left = end.saturating_duration_since(Instant::now());
+            assert!(
+                !left.is_zero(),
+                "no {count} lines with {text:?} in the log:\n{}",
+                lines.join("\n")
+            );
+            lines = self.log.grown.wait_timeout(lines, left).unwrap().0;
+        }
+    }
+
+    pub fn wait_line(&self, text: &str) {
+        self.wait_lines(text, 1);
+    }
+
+    pub fn wait_online(&self) {
+        self.wait_line("state=ONLINE");
+    }
+
+    /// The children on the board, by slot: prepare, netd, workers.
+    pub fn children(&self) -> Vec<ChildSnapshot> {
+        let live = live_instances(&self.runtime_dir()).unwrap();
+        let ours = live
+            .into_iter()
+            .find(|live| live.name == self.instance)
+            .expect("the instance lives");
+        BoardView::open(&ours.board).unwrap().snapshot().children
+    }
+
+    fn child(&self, name: &str) -> Option<ChildSnapshot> {
+        let slot = match name {
+            "netd" => 1,
+            "gpu-worker 0.0" => 2,
+            "gpu-worker 1.0" => 3,
+            other => panic!("no child {other}"),
+        };
+        self.children().into_iter().find(|child| child.slot == slot)
+    }
+
+    pub fn kill_child(&self, name: &str) {
+        let pid = self.child(name).unwrap().pid;
+        kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL).unwrap();
+    }
+
+    /// Waits until this generation of a child is ready; gives all children.
+    pub fn wait_generation(&self, name: &str, generation: u32) -> Vec<ChildSnapshot> {
+        wait_for(
+            &format!("generation {generation} of {name} in\n{}", self.log()),
+            || {
+                let child = self.child(name)?;
+                (child.generation.0 == generation && child.state == ChildState::Ready)
+                    .then(|| self.children())
+            },
+        )
+    }
+
+    pub fn command_line(&self, pid: u32) -> String {
+        let bytes = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap();
+        String::from_utf8_lossy(&bytes).replace('\0', " ")
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        kill(self.pid(), signal).unwrap();
+    }
+
+    /// The exit code, once it has ended; `Some(None)` after a signal.
+    pub fn try_wait(&mut self) -> Option<Option<i32>> {
+        self.child.try_wait().unwrap().map(|status| status.code())
+    }
+
+    pub fn wait(&mut self) -> Option<i32> {
+        wait_for("the supervisor to end", || self.try_wait())
+    }
+
+    /// Segments in /dev/shm that carry the name of this instance and folder.
+    pub fn segments(&self) -> Vec<String> {
+        let key = NamedSegment::names_with_prefix(&format!("sepal-{}-", self.instance)).unwrap();
+        let folder = self.runtime_dir().canonicalize().unwrap();
+        key.into_iter()
+            .filter(|name| name.contains(&harness_key(&folder)))
+            .collect()
+    }
+
+    /// What lies in the runtime folder.
+    pub fn files(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(self.runtime_dir()).unwrap();
+        let mut names: Vec<_> = entries
+            .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+}
+
+/// The key of a runtime folder in segment names: FNV-1a of its path.
+fn harness_key(folder: &std::path::Path) -> String {
+    let bytes = folder.to_str().unwrap().bytes();
+    let hash = bytes.fold(0x811c_9dc5u32, |hash, byte| {
+        (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)
+    });
+    format!("{hash:08x}.")
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if self.child.try_wait().is_ok_and(|status| status.is_none()) {
+            // An orderly end, so that no segment stays in /dev/shm; else the children die with their parent.
+            let _ = kill(self.pid(), Signal::SIGTERM);
+            let end = Instant::now() + Duration::from_secs(10);
+            while Instant::now() < end && matches!(self.child.try_wait(), Ok(None)) {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            eprintln!("log of the server:\n{}", self.log());
+        }
+        for segment in self.segments() {
+            let _ = NamedSegment::unlink(&segment);
+        }
+    }
+}
+
+/// Whether a process exists and is no zombie.
+pub fn alive(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit(')')
+        .next()
+        .is_some_and(|rest| !rest.trim_start().is_empty() && !rest.trim_start().starts_with('Z'))
+}
+
+/// Number of open descriptors of a process.
+pub fn descriptors(pid: Pid) -> usize {
+    std::fs::read_dir(format!("/proc/{pid}/fd"))
+        .unwrap()
+        .count()
+}
+
+/// Number of threads of a process.
+pub fn threads(pid: Pid) -> usize {
+    std::fs::read_dir(format!("/proc/{pid}/task"))
+        .unwrap()
+        .count()
+}
