@@ -47,7 +47,7 @@
 
 #![cfg_attr(loom, allow(dead_code, reason = "models use the rings alone"))]
 
-use super::sync::AtomicU64;
+use super::sync::{AtomicU64, Claim};
 
 /// Version of everything in this file.
 pub const LAYOUT_VERSION: u64 = 1;
@@ -83,6 +83,8 @@ pub struct Line {
 #[derive(Debug)]
 pub struct EntryCell {
     pub(super) words: [AtomicU64; ENTRY_WORDS],
+    /// No bytes, but in loom's models.
+    pub(super) claim: Claim,
 }
 
 /// One ring, as it lies in a segment.
@@ -104,6 +106,7 @@ impl RingShared {
         };
         let cell = |_| EntryCell {
             words: std::array::from_fn(|_| AtomicU64::new(0)),
+            claim: Claim::default(),
         };
         RingShared {
             tail: line(),

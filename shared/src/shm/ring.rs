@@ -105,6 +105,7 @@ impl<R: Deref<Target = RingShared>> Producer<R> {
             return Err(PushError::Full(entry));
         }
         let cell = &self.ring.entries[(self.tail % CAPACITY) as usize];
+        cell.claim.write();
         for (word, value) in cell.words.iter().zip(entry) {
             word.store(value, Ordering::Relaxed);
         }
@@ -179,6 +180,7 @@ impl<R: Deref<Target = RingShared>> Consumer<R> {
             return Ok(None);
         }
         let cell = &self.ring.entries[(self.head % CAPACITY) as usize];
+        cell.claim.read();
         let entry = std::array::from_fn(|word| cell.words[word].load(Ordering::Relaxed));
         self.head = self.head.wrapping_add(1);
         // SYNC POINT ring.head: the words were read before this store; pairs with the load in
@@ -209,7 +211,17 @@ impl<R: Deref<Target = RingShared>> Consumer<R> {
     }
 
     /// Asks to be rung at the next push, then looks once more. After [`Armed::Sleep`] the caller
-    /// sleeps on the doorbell; when rung it empties the bell, then pops.
+    /// sleeps on the doorbell; when rung it empties the bell, then pops. In a reactor:
+    ///
+    /// ```text
+    /// loop {
+    ///     while let Some(entry) = consumer.pop()? { ... }
+    ///     if consumer.arm()? == Armed::Ready { continue }
+    ///     let mut guard = async_fd.readable().await?;   // AsyncFd<Doorbell>, also in a select!
+    ///     guard.clear_ready();
+    ///     consumer.disarm();
+    /// }
+    /// ```
     ///
     /// # Errors
     /// [`RingCorrupt`] when the producer's index is impossible.

@@ -12,6 +12,33 @@ pub(super) use std::sync::atomic::{AtomicU64, Ordering, fence};
 #[cfg(all(test, not(loom)))]
 pub(super) use mortal::{AtomicU64, Ordering, die_at_store, fence};
 
+/// Who uses a piece of memory when. Loom checks it: of two uses that are not ordered by a SYNC
+/// POINT, both must be reads. (Entries are relaxed atomics, whose races loom would let pass.)
+/// Elsewhere it is nothing.
+#[derive(Debug, Default)]
+pub(super) struct Claim {
+    #[cfg(loom)]
+    cell: loom::cell::UnsafeCell<()>,
+}
+
+// SAFETY: the cell holds nothing; that threads use it at once is what loom is to find.
+#[cfg(loom)]
+unsafe impl Sync for Claim {}
+
+impl Claim {
+    /// The memory is being read.
+    pub(super) fn read(&self) {
+        #[cfg(loom)]
+        self.cell.with(|_| ());
+    }
+
+    /// The memory is being written.
+    pub(super) fn write(&self) {
+        #[cfg(loom)]
+        self.cell.with_mut(|_| ());
+    }
+}
+
 /// Atomics whose process can be told to die at a store.
 #[cfg(all(test, not(loom)))]
 mod mortal {

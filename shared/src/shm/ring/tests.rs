@@ -116,12 +116,6 @@ fn wait_tells_entry_from_bell_from_time() {
 }
 
 #[test]
-fn doorbell_refuses_what_is_no_eventfd() {
-    let file = tempfile::tempfile().unwrap();
-    assert!(Doorbell::from_fd(file.into()).is_err());
-}
-
-#[test]
 fn two_threads_pass_many_entries_asleep_and_awake() {
     const ENTRIES: u64 = 20_000;
     let (mut producer, mut consumer) = ends();
