@@ -1,0 +1,307 @@
+//! Admission of sessions: the async driver over [`super::queue`]. A [`Lease`] is the right to KV memory; it goes back when
+//! the last holder drops it. Holders are the session and every job in flight that names its pages, so that pages are not
+//! given to another session before the job was answered or its worker reaped. A lease of a worker that cannot be killed is
+//! never dropped (see `workers::link`).
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use shared::ids::PageId;
+use tokio::sync::oneshot;
+
+use super::pool::{Grant, KvRequest, Refusal};
+use super::queue::{Admission, Granted, Ticket, WaitQueue};
+
+/// The KV memory of this server. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct KvMemory {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    state: Mutex<State>,
+    /// Bytes of keys and values of one token in one block, for the texts that name bytes.
+    token_bytes: u64,
+}
+
+#[derive(Debug)]
+struct State {
+    queue: WaitQueue,
+    waiting: HashMap<Ticket, oneshot::Sender<Lease>>,
+}
+
+/// KV memory held by a session and its jobs.
+#[derive(Debug)]
+pub struct Lease {
+    grant: Option<Grant>,
+    memory: Arc<Inner>,
+}
+
+impl Lease {
+    /// The page ids.
+    pub fn pages(&self) -> &[PageId] {
+        self.grant.as_ref().map_or(&[], Grant::pages)
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        if let Some(grant) = self.grant.take() {
+            self.memory.clone().change(|queue| queue.give_back(grant));
+        }
+    }
+}
+
+/// Why there is no KV memory for a session. The texts are those of Petals' `memory_cache.py`.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum NoMemory {
+    /// It does not wait, and there is none now.
+    #[error("Could not allocate {bytes} bytes immediately: out of memory")]
+    Immediately {
+        /// Asked for.
+        bytes: u64,
+    },
+    /// It waited in vain.
+    #[error(
+        "Server's attention cache is full, failed to allocate {bytes} bytes in {seconds} seconds"
+    )]
+    TimedOut {
+        /// Asked for.
+        bytes: u64,
+        /// How long it waited.
+        seconds: f64,
+    },
+    /// It is more than the whole cache.
+    #[error("Could not allocate {bytes} bytes, max cache size = {most} bytes")]
+    TooLarge {
+        /// Asked for.
+        bytes: u64,
+        /// The most that a session of its shape can be given.
+        most: u64,
+    },
+    /// A block that is not here, or twice.
+    #[error("{0}")]
+    BadBlock(Refusal),
+}
+
+/// Figures for announcements and the board.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvFigures {
+    /// `cache_tokens_available` of `rpc_info`: free token-blocks.
+    pub tokens_available: u64,
+    /// `cache_tokens_left` of the DHT record.
+    pub tokens_left: u64,
+    /// Sessions that wait for memory.
+    pub waiting: usize,
+}
+
+impl KvMemory {
+    /// Memory behind `queue`; `token_bytes` is `ModelFacts::kv_token_bytes`.
+    pub fn new(queue: WaitQueue, token_bytes: u64) -> KvMemory {
+        let state = Mutex::new(State {
+            queue,
+            waiting: HashMap::new(),
+        });
+        KvMemory {
+            inner: Arc::new(Inner { state, token_bytes }),
+        }
+    }
+
+    /// Takes memory, waiting for at most `timeout`; a timeout of zero never waits. A future that is dropped leaves the queue.
+    ///
+    /// # Errors
+    /// [`NoMemory`], with the text for the client.
+    pub async fn take(&self, request: KvRequest, timeout: Duration) -> Result<Lease, NoMemory> {
+        let bytes = request
+            .token_blocks()
+            .saturating_mul(self.inner.token_bytes);
+        if timeout.is_zero() {
+            let taken = self.inner.lock().queue.take_now(&request);
+            return match taken {
+                Ok(grant) => Ok(self.lease(grant)),
+                Err(refusal) => Err(self.no_memory(bytes, refusal)),
+            };
+        }
+        let (ticket, mut receiver) = {
+            let mut state = self.inner.lock();
+            match state.queue.take_or_wait(request) {
+                Ok(Admission::Granted(grant)) => return Ok(self.lease(grant)),
+                Ok(Admission::Queued(ticket)) => {
+                    let (sender, receiver) = oneshot::channel();
+                    state.waiting.insert(ticket, sender);
+                    (ticket, receiver)
+                }
+                Err(refusal) => return Err(self.no_memory(bytes, refusal)),
+            }
+        };
+        let place = Place {
+            ticket,
+            memory: &self.inner,
+        };
+        let outcome = tokio::time::timeout(timeout, &mut receiver).await;
+        drop(place);
+        // A lease may have come between the end of the wait and leaving the queue.
+        match (outcome, receiver.try_recv()) {
+            (Ok(Ok(lease)), _) | (_, Ok(lease)) => Ok(lease),
+            _ => Err(NoMemory::TimedOut {
+                bytes,
+                seconds: timeout.as_secs_f64(),
+            }),
+        }
+    }
+
+    /// Figures now.
+    pub fn figures(&self) -> KvFigures {
+        let state = self.inner.lock();
+        KvFigures {
+            tokens_available: state.queue.pool().free(),
+            tokens_left: state.queue.pool().cache_tokens_left(),
+            waiting: state.queue.waiting(),
+        }
+    }
+
+    fn lease(&self, grant: Grant) -> Lease {
+        Lease {
+            grant: Some(grant),
+            memory: self.inner.clone(),
+        }
+    }
+
+    fn no_memory(&self, bytes: u64, refusal: Refusal) -> NoMemory {
+        match refusal {
+            Refusal::Never { most, .. } => NoMemory::TooLarge {
+                bytes,
+                most: most.saturating_mul(self.inner.token_bytes),
+            },
+            Refusal::NotNow { .. } => NoMemory::Immediately { bytes },
+            Refusal::BadBlock(_) => NoMemory::BadBlock(refusal),
+        }
+    }
+}
+
+/// A place in the queue, left on drop.
+struct Place<'a> {
+    ticket: Ticket,
+    memory: &'a Arc<Inner>,
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        self.memory.lock().waiting.remove(&self.ticket);
+        self.memory.change(|queue| queue.leave(self.ticket));
+    }
+}
+
+impl Inner {
+    /// Nothing panics while the lock is held, and the state is consistent between any two calls.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the queue and hands out what that granted. Leases that nobody takes come back here through their drop.
+    fn change(self: &Arc<Self>, change: impl FnOnce(&mut WaitQueue) -> Granted) {
+        let mut granted = Vec::new();
+        {
+            let mut state = self.lock();
+            for (ticket, grant) in change(&mut state.queue) {
+                let lease = Lease {
+                    grant: Some(grant),
+                    memory: self.clone(),
+                };
+                granted.push((state.waiting.remove(&ticket), lease));
+            }
+        }
+        for (sender, lease) in granted {
+            if let Some(sender) = sender {
+                let _ = sender.send(lease);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sessions::pool::Pool;
+    use shared::block::{BlockIndex, Span};
+
+    const DEADLINE: Duration = Duration::from_secs(30);
+
+    fn memory() -> KvMemory {
+        KvMemory::new(
+            WaitQueue::new(Pool::new(Span::new(0, 1).unwrap(), 4096, 1024)),
+            4,
+        )
+    }
+
+    fn request(tokens: u32) -> KvRequest {
+        KvRequest {
+            blocks: vec![BlockIndex(0)],
+            rows: 1,
+            max_length: tokens,
+        }
+    }
+
+    #[tokio::test]
+    async fn texts_name_bytes_as_petals_does() {
+        let memory = memory();
+        let _held = memory.take(request(1000), Duration::ZERO).await.unwrap();
+        let text = |error: NoMemory| error.to_string();
+        assert_eq!(
+            text(memory.take(request(100), Duration::ZERO).await.unwrap_err()),
+            "Could not allocate 400 bytes immediately: out of memory"
+        );
+        assert_eq!(
+            text(
+                memory
+                    .take(request(100), Duration::from_millis(5))
+                    .await
+                    .unwrap_err()
+            ),
+            "Server's attention cache is full, failed to allocate 400 bytes in 0.005 seconds"
+        );
+        assert_eq!(
+            text(memory.take(request(2000), DEADLINE).await.unwrap_err()),
+            "Could not allocate 8000 bytes, max cache size = 4096 bytes"
+        );
+        assert_eq!(memory.figures().waiting, 0);
+    }
+
+    #[tokio::test]
+    async fn a_waiter_gets_what_a_dropped_lease_held() {
+        let memory = memory();
+        let held = memory.take(request(1000), Duration::ZERO).await.unwrap();
+        let waiter = tokio::spawn({
+            let memory = memory.clone();
+            async move { memory.take(request(500), DEADLINE).await }
+        });
+        while memory.figures().waiting == 0 {
+            tokio::task::yield_now().await;
+        }
+        drop(held);
+        let lease = waiter.await.unwrap().unwrap();
+        assert_eq!(memory.figures().tokens_available, 524);
+        drop(lease);
+        assert_eq!(memory.figures().tokens_available, 1024);
+    }
+
+    #[tokio::test]
+    async fn a_cancelled_waiter_leaves_nothing_behind() {
+        let memory = memory();
+        let held = memory.take(request(1000), Duration::ZERO).await.unwrap();
+        let waiter = tokio::spawn({
+            let memory = memory.clone();
+            async move { memory.take(request(500), DEADLINE).await }
+        });
+        while memory.figures().waiting == 0 {
+            tokio::task::yield_now().await;
+        }
+        waiter.abort();
+        assert!(waiter.await.unwrap_err().is_cancelled());
+        assert_eq!(memory.figures().waiting, 0);
+        drop(held);
+        assert_eq!(memory.figures().tokens_available, 1024);
+    }
+}

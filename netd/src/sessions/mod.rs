@@ -1,0 +1,16 @@
+//! Inference sessions: the KV memory they hold, the page tables of their rows, and what is remembered between steps.
+//! Everything here but [`admission`] is pure: no clock, no socket, no task.
+//!
+//! ```text
+//!   admission   who may hold KV memory, and who waits for it      (async driver over queue)
+//!   queue       order among those that wait                       pure
+//!   pool        budget and pages of every block                   pure
+//!   table       page tables of one session, copy on write         pure
+//!   session     one session between its steps                     pure
+//! ```
+
+pub mod admission;
+pub mod pool;
+pub mod queue;
+pub mod session;
+pub mod table;

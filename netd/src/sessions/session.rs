@@ -1,0 +1,84 @@
+//! One inference session between its steps: shape, page tables, and the steps it has already seen.
+
+use std::collections::{HashSet, VecDeque};
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use shared::block::BlockIndex;
+
+use super::table::SessionTables;
+
+/// Step ids remembered per session. A duplicate comes within a step or two (once from the client and once by push), so that a
+/// bounded memory forgets nothing that matters.
+pub const STEP_IDS_KEPT: usize = 1024;
+
+/// A session that was admitted.
+#[derive(Debug)]
+pub struct Session {
+    /// Its blocks, in the order in which they run.
+    pub blocks: Vec<BlockIndex>,
+    /// Sequences; every step has as many.
+    pub batch: u32,
+    /// Its page tables.
+    pub tables: SessionTables,
+    seen: SeenSteps,
+}
+
+impl Session {
+    /// A session before its first step.
+    pub fn new(blocks: Vec<BlockIndex>, batch: u32, tables: SessionTables) -> Session {
+        Session {
+            blocks,
+            batch,
+            tables,
+            seen: SeenSteps::default(),
+        }
+    }
+
+    /// Notes a step id; false if the step came before and is to be ignored without an answer
+    /// (petals `handler.py`, `rpc_inference`).
+    pub fn is_new_step(&mut self, step_id: Option<&str>) -> bool {
+        step_id.is_none_or(|id| self.seen.insert(id))
+    }
+}
+
+/// The last [`STEP_IDS_KEPT`] step ids, as 64-bit hashes: a false match would need a client to collide with itself.
+#[derive(Debug, Default)]
+struct SeenSteps {
+    known: HashSet<u64>,
+    order: VecDeque<u64>,
+}
+
+impl SeenSteps {
+    fn insert(&mut self, id: &str) -> bool {
+        let mut hasher = DefaultHasher::new();
+        id.hash(&mut hasher);
+        let hash = hasher.finish();
+        if !self.known.insert(hash) {
+            return false;
+        }
+        self.order.push_back(hash);
+        if self.order.len() > STEP_IDS_KEPT
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.known.remove(&oldest);
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn duplicates_are_noticed_and_memory_is_bounded() {
+        let mut session = Session::new(Vec::new(), 1, SessionTables::new(1, 0, &[]));
+        assert!(session.is_new_step(None) && session.is_new_step(None));
+        for step in 0..5 * STEP_IDS_KEPT {
+            assert!(session.is_new_step(Some(&step.to_string())));
+            assert!(!session.is_new_step(Some(&step.to_string())));
+        }
+        assert_eq!(session.seen.known.len(), STEP_IDS_KEPT);
+        assert_eq!(session.seen.order.len(), STEP_IDS_KEPT);
+    }
+}
