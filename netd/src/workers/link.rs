@@ -1,0 +1,469 @@
+//! The link to one worker: its rings, the jobs in flight, and what becomes of them when the worker dies.
+//!
+//! ```text
+//!   RPC task ── run() ──> submission ring ──> worker ──> completion ring ──bell──> completions() ── reply ──> RPC task
+//!                  ^ one lock, no wait                                  reactor, no thread between
+//! ```
+//!
+//! Jobs in flight never exceed the completion ring, so that neither ring can be full: more callers wait for a permit. What
+//! a job names ([`Holds`]) stays with its record here until the job was answered or its worker reaped, also when the client
+//! that asked has gone; of a worker that cannot be killed it stays for ever.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use shared::block::Span;
+use shared::control::{DeathCause, WorkerUp};
+use shared::ids::{Generation, JobId, WorkerId};
+use shared::job::{Completion, JobDescriptor, JobError, JobKind, SlotRef};
+use shared::shm::board::monotonic_ns;
+use shared::shm::doorbell::Doorbell;
+use shared::shm::layout::RING_ENTRIES;
+use shared::shm::pair::{PairError, RingHandle, RingIdentity, RingPair};
+use shared::shm::ring::{Armed, Consumer, Producer, PushError, RingCorrupt};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::task::AbortHandle;
+use tracing::{error, info, warn};
+
+use super::arena::SlotLease;
+use super::recovery::Recovery;
+use crate::sessions::admission::Lease;
+
+/// What a job in flight names, and what therefore must not be given to anyone else.
+#[derive(Debug)]
+pub struct Holds {
+    /// Its slots.
+    pub slots: SlotLease,
+    /// Its pages, if it is a step.
+    pub pages: Option<Arc<Lease>>,
+}
+
+/// A job whose body is written.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// What it computes.
+    pub kind: JobKind,
+    /// Where its body lies.
+    pub body: SlotRef,
+    /// What it names.
+    pub holds: Arc<Holds>,
+}
+
+/// How long a job took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct JobTimes {
+    /// From submission to the start of the work, in nanoseconds.
+    pub queue_ns: u64,
+    /// From there to its end, in nanoseconds.
+    pub compute_ns: u64,
+}
+
+/// Why a job has no result. The texts go to the client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum JobFailure {
+    /// The worker refused it.
+    #[error("the worker refused the request: {0}")]
+    Refused(#[from] JobError),
+    /// It was alone in the worker at two crashes.
+    #[error("this request was computed alone and crashed the worker twice; it is not tried again")]
+    Crashes,
+    /// The worker is gone and will not be replaced.
+    #[error("the worker for these blocks is gone and will not be restarted")]
+    WorkerGone,
+}
+
+/// Link to one worker, over all its generations.
+#[derive(Debug)]
+pub struct Link {
+    worker: WorkerId,
+    span: Span,
+    /// One permit per job that is not answered.
+    room: Arc<Semaphore>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    recovery: Recovery,
+    jobs: HashMap<JobId, Record>,
+    end: Option<End>,
+    gone: bool,
+    last_job: u64,
+    stale: u64,
+}
+
+#[derive(Debug)]
+struct Record {
+    job: Job,
+    reply: oneshot::Sender<Result<JobTimes, JobFailure>>,
+    _room: OwnedSemaphorePermit,
+}
+
+/// The ends of one generation's rings.
+#[derive(Debug)]
+struct End {
+    identity: RingIdentity,
+    submissions: Producer<RingHandle>,
+    completions: Consumer<RingHandle>,
+    bell: Arc<Doorbell>,
+    task: AbortHandle,
+}
+
+/// Why a worker's rings cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum LinkError {
+    /// The segment is not what the supervisor announced.
+    #[error(transparent)]
+    Rings(#[from] PairError),
+    /// The doorbell cannot be watched.
+    #[error("watch the doorbell of worker {worker}")]
+    Bell {
+        /// The worker.
+        worker: WorkerId,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl Link {
+    /// A link to `worker`, which serves `span` and is not up yet. `index` tells links apart in job ids.
+    pub fn new(worker: WorkerId, span: Span, index: u16) -> Link {
+        Link {
+            worker,
+            span,
+            room: Arc::new(Semaphore::new(RING_ENTRIES)),
+            state: Mutex::new(State {
+                recovery: Recovery::default(),
+                jobs: HashMap::new(),
+                end: None,
+                gone: false,
+                last_job: u64::from(index) << 48,
+                stale: 0,
+            }),
+        }
+    }
+
+    /// The worker.
+    pub fn worker(&self) -> WorkerId {
+        self.worker
+    }
+
+    /// Its blocks.
+    pub fn span(&self) -> Span {
+        self.span
+    }
+
+    /// Whether a generation is up.
+    pub fn is_up(&self) -> bool {
+        self.lock().end.is_some()
+    }
+
+    /// Completions that no job in flight was waiting for.
+    pub fn stale_completions(&self) -> u64 {
+        self.lock().stale
+    }
+
+    /// Has the worker compute `job`, over its deaths if need be. Waits while 256 jobs are in flight. A future that is dropped
+    /// gives the job up if it was not submitted yet; else the worker finishes it and the answer is forgotten.
+    ///
+    /// # Errors
+    /// [`JobFailure`].
+    pub async fn run(&self, job: Job) -> Result<JobTimes, JobFailure> {
+        let Ok(room) = self.room.clone().acquire_owned().await else {
+            return Err(JobFailure::WorkerGone);
+        };
+        let (reply, answer) = oneshot::channel();
+        let (id, bell) = {
+            let mut state = self.lock();
+            if state.gone {
+                return Err(JobFailure::WorkerGone);
+            }
+            state.last_job += 1;
+            let id = JobId(state.last_job);
+            state.jobs.insert(
+                id,
+                Record {
+                    job,
+                    reply,
+                    _room: room,
+                },
+            );
+            state.recovery.add(id);
+            (id, state.submit())
+        };
+        ring(bell.as_deref());
+        let interest = Caller {
+            link: self,
+            job: id,
+        };
+        let answer = answer.await.unwrap_or(Err(JobFailure::WorkerGone));
+        std::mem::forget(interest);
+        answer
+    }
+
+    /// A generation of the worker is linked. Jobs that wait are submitted to it.
+    ///
+    /// # Errors
+    /// [`LinkError`]; the worker stays down for this netd then.
+    pub fn up(
+        self: &Arc<Self>,
+        up: &WorkerUp,
+        submission_bell: Doorbell,
+        completion_bell: Doorbell,
+    ) -> Result<(), LinkError> {
+        let identity = RingIdentity {
+            worker: up.worker,
+            worker_generation: up.link.worker_generation,
+            netd_generation: up.link.netd_generation,
+        };
+        let (submissions, completions) = RingPair::open(&up.link.rings, &identity)?.netd_end();
+        let bell = watched(completion_bell).map_err(|source| LinkError::Bell {
+            worker: self.worker,
+            source,
+        })?;
+        let bell = {
+            let mut state = self.lock();
+            // The task finds the end only after this lock is released.
+            let task = tokio::spawn(self.clone().completions(identity.worker_generation, bell));
+            let end = End {
+                identity,
+                submissions,
+                completions,
+                bell: Arc::new(submission_bell),
+                task: task.abort_handle(),
+            };
+            if let Some(old) = state.end.replace(end) {
+                old.task.abort();
+            }
+            state.recovery.up();
+            state.submit()
+        };
+        ring(bell.as_deref());
+        info!(worker = %self.worker, generation = identity.worker_generation.0, span = %self.span, "worker up");
+        Ok(())
+    }
+
+    /// Generation `generation` is dead and reaped.
+    pub fn down(&self, generation: Generation, cause: DeathCause, restarting: bool) {
+        let mut state = self.lock();
+        state.close(generation);
+        for job in state.recovery.down(cause) {
+            warn!(worker = %self.worker, %job, "job refused after two crashes");
+            state.answer(job, Err(JobFailure::Crashes));
+        }
+        if !restarting {
+            state.end_for_good();
+        }
+        info!(worker = %self.worker, generation = generation.0, ?cause, restarting, jobs = state.jobs.len(), "worker down");
+    }
+
+    /// Generation `generation` was killed and does not die: what its jobs name is never used again.
+    pub fn unkillable(&self, generation: Generation) {
+        let mut state = self.lock();
+        state.close(generation);
+        let flying = state
+            .jobs
+            .iter()
+            .filter(|(id, _)| state.recovery.flies(**id));
+        let held: Vec<_> = flying.map(|(_, record)| record.job.holds.clone()).collect();
+        error!(worker = %self.worker, generation = generation.0, jobs = held.len(), "worker cannot be killed; its memory stays out of use");
+        held.into_iter().for_each(std::mem::forget);
+        state.end_for_good();
+    }
+
+    /// Takes completions of one generation as they come.
+    async fn completions(self: Arc<Self>, generation: Generation, bell: AsyncFd<Doorbell>) {
+        loop {
+            match self.take_completions(generation) {
+                Ok(true) => {}
+                Ok(false) => return,
+                Err(corrupt) => {
+                    error!(worker = %self.worker, generation = generation.0, error = %corrupt, "ring given up");
+                    return;
+                }
+            }
+            let rung = async {
+                let mut ready = bell.readable().await?;
+                // The bell is emptied before the ring is looked at again, never between arming and sleeping.
+                bell.get_ref().clear()?;
+                ready.clear_ready();
+                io::Result::Ok(())
+            };
+            if let Err(error) = rung.await {
+                error!(worker = %self.worker, generation = generation.0, %error, "doorbell broken");
+                return;
+            }
+        }
+    }
+
+    /// Answers every completed job and arms the bell; false once the generation is over.
+    fn take_completions(&self, generation: Generation) -> Result<bool, RingCorrupt> {
+        let mut state = self.lock();
+        loop {
+            state.drain()?;
+            let bell = state.submit();
+            ring(bell.as_deref());
+            let Some(end) = state
+                .end
+                .as_mut()
+                .filter(|e| e.identity.worker_generation == generation)
+            else {
+                return Ok(false);
+            };
+            if end.completions.arm()? == Armed::Sleep {
+                return Ok(true);
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Submits what may fly now; returns the bell if it has to be rung.
+    fn submit(&mut self) -> Option<Arc<Doorbell>> {
+        self.end.as_ref()?;
+        let mut pushed = false;
+        while let Some(id) = self.recovery.next() {
+            let (Some(record), Some(end)) = (self.jobs.get(&id), &mut self.end) else {
+                continue;
+            };
+            if record.reply.is_closed() {
+                self.recovery.remove(id);
+                self.jobs.remove(&id);
+                continue;
+            }
+            let descriptor = JobDescriptor {
+                id,
+                kind: record.job.kind,
+                worker_generation: end.identity.worker_generation,
+                netd_generation: end.identity.netd_generation,
+                body: record.job.body,
+                submitted_ns: monotonic_ns(),
+            };
+            match end.submissions.push(descriptor.encode()) {
+                Ok(()) => pushed = true,
+                Err(error) => {
+                    // Permits keep jobs below the size of the ring, so that it is full only when it is corrupt.
+                    let full = matches!(error, PushError::Full(_));
+                    error!(worker = %end.identity.worker, full, "submission ring given up");
+                    self.recovery.returned(id);
+                    break;
+                }
+            }
+        }
+        let end = self.end.as_ref()?;
+        (pushed && end.submissions.must_wake()).then(|| end.bell.clone())
+    }
+
+    /// Answers what is in the completion ring.
+    fn drain(&mut self) -> Result<(), RingCorrupt> {
+        while let Some(end) = &mut self.end {
+            let Some(entry) = end.completions.pop()? else {
+                break;
+            };
+            let identity = end.identity;
+            let completion = Completion::decode(&entry).filter(|c| {
+                c.worker_generation == identity.worker_generation
+                    && c.netd_generation == identity.netd_generation
+                    && self.recovery.flies(c.id)
+            });
+            match completion {
+                None => self.stale += 1,
+                Some(Completion {
+                    id,
+                    result: Err(JobError::Draining | JobError::Stale { .. }),
+                    ..
+                }) => {
+                    self.recovery.returned(id);
+                }
+                Some(Completion {
+                    id,
+                    result,
+                    queue_ns,
+                    compute_ns,
+                    ..
+                }) => {
+                    let times = result.map(|()| JobTimes {
+                        queue_ns,
+                        compute_ns,
+                    });
+                    self.recovery.remove(id);
+                    self.answer(id, times.map_err(JobFailure::Refused));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends a generation, after what it completed before its end was answered.
+    fn close(&mut self, generation: Generation) {
+        if self
+            .end
+            .as_ref()
+            .is_none_or(|end| end.identity.worker_generation != generation)
+        {
+            return;
+        }
+        if let Err(corrupt) = self.drain() {
+            warn!(generation = generation.0, error = %corrupt, "completions of a dead worker are lost");
+        }
+        if let Some(end) = self.end.take() {
+            end.task.abort();
+        }
+    }
+
+    fn end_for_good(&mut self) {
+        self.gone = true;
+        for job in self.recovery.gone() {
+            self.answer(job, Err(JobFailure::WorkerGone));
+        }
+    }
+
+    fn answer(&mut self, job: JobId, answer: Result<JobTimes, JobFailure>) {
+        if let Some(record) = self.jobs.remove(&job) {
+            // Nobody listens when the client has gone.
+            let _ = record.reply.send(answer);
+        }
+    }
+}
+
+/// A caller that waits for a job. If it goes away before the job was submitted, so does the job.
+struct Caller<'a> {
+    link: &'a Link,
+    job: JobId,
+}
+
+impl Drop for Caller<'_> {
+    fn drop(&mut self) {
+        let record = {
+            let mut state = self.link.lock();
+            if state.recovery.flies(self.job) {
+                return;
+            }
+            state.recovery.remove(self.job);
+            state.jobs.remove(&self.job)
+        };
+        drop(record);
+    }
+}
+
+#[expect(
+    deprecated,
+    reason = "the replacement is unsafe for types that may change their descriptor; a Doorbell owns one for life"
+)]
+fn watched(bell: Doorbell) -> io::Result<AsyncFd<Doorbell>> {
+    AsyncFd::with_interest(bell, Interest::READABLE)
+}
+
+fn ring(bell: Option<&Doorbell>) {
+    if let Some(Err(error)) = bell.map(Doorbell::ring) {
+        error!(%error, "ring the doorbell of a worker");
+    }
+}
