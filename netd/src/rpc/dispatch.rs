@@ -1,0 +1,131 @@
+//! Gives each inbound RPC its handler, in a task of its own. The bounds of [`super::protocols`] bound the tasks.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use libp2p::PeerId;
+use prost::Message;
+use tokio::sync::{mpsc, watch};
+
+use super::{Failure, Service, forward, inference, info, names, push};
+use crate::p2p::{Inbound, InboundStream, ProtocolKind, ProtocolSpec, UnaryResponder};
+use crate::wire::messages::{PingRequest, PingResponse};
+
+/// Whether a peer can be reached from here (petals `server/reachability.py`).
+pub const REACHABILITY: &str = "ReachabilityProtocol.rpc_check";
+
+/// The reachability check with its bounds.
+pub fn reachability_protocol() -> ProtocolSpec {
+    ProtocolSpec {
+        name: REACHABILITY,
+        kind: ProtocolKind::Unary,
+        max_inbound_per_peer: 8,
+        max_inbound_total: 64,
+    }
+}
+
+/// What handlers need.
+#[derive(Clone, Debug)]
+pub struct Router {
+    /// This peer.
+    pub me: PeerId,
+    /// The blocks, once they are served.
+    pub service: watch::Receiver<Option<Arc<Service>>>,
+}
+
+impl Router {
+    /// Hands out RPCs until the node ends. `other` takes those that are not of this module (the DHT's).
+    pub async fn run(
+        self,
+        mut inbound: mpsc::Receiver<Inbound>,
+        other: impl Fn(PeerId, &'static str, Bytes, UnaryResponder),
+    ) {
+        while let Some(rpc) = inbound.recv().await {
+            match rpc {
+                Inbound::Unary {
+                    peer,
+                    protocol,
+                    request,
+                    responder,
+                } => {
+                    if is_ours(protocol) {
+                        tokio::spawn(self.clone().unary(peer, protocol, request, responder));
+                    } else {
+                        other(peer, protocol, request, responder);
+                    }
+                }
+                Inbound::Stream {
+                    peer,
+                    protocol,
+                    stream,
+                } => {
+                    tokio::spawn(self.clone().stream(peer, protocol, stream));
+                }
+            }
+        }
+    }
+
+    async fn unary(
+        self,
+        peer: PeerId,
+        protocol: &'static str,
+        request: Bytes,
+        responder: UnaryResponder,
+    ) {
+        let service = self.service.borrow().clone();
+        let outcome = match (protocol, service) {
+            (REACHABILITY, _) => self.check(request),
+            (names::BACKWARD, _) => Err(forward::backward_refusal()),
+            (_, None) => Err(not_yet()),
+            (names::FORWARD, Some(service)) => {
+                return forward::serve_unary(&service, peer, request, responder).await;
+            }
+            (names::INFO, Some(service)) => info::answer(&service, request),
+            (names::PUSH, Some(service)) => push::answer(&service, request),
+            _ => Err(Failure::runtime(format!("{protocol} is not served here"))),
+        };
+        // Fails only when the caller has gone.
+        let _ = responder
+            .respond(outcome.map_err(|failure| failure.unary_text()))
+            .await;
+    }
+
+    async fn stream(self, peer: PeerId, protocol: &'static str, stream: InboundStream) {
+        let service = self.service.borrow().clone();
+        match (protocol, service) {
+            (names::BACKWARD_STREAM, _) => {
+                stream
+                    .fail(&forward::backward_refusal().stream_text())
+                    .await;
+            }
+            (_, None) => stream.fail(&not_yet().stream_text()).await,
+            (names::INFERENCE, Some(service)) => inference::serve(&service, peer, stream).await,
+            (names::FORWARD_STREAM, Some(service)) => {
+                forward::serve_stream(&service, peer, stream).await;
+            }
+            _ => stream.fail("not served here").await,
+        }
+    }
+
+    /// Answers for itself only. Dialling others on request is left to peers that have a probe node.
+    fn check(&self, request: Bytes) -> Result<Bytes, Failure> {
+        let request =
+            PingRequest::decode(request).map_err(|error| Failure::bad(error.to_string()))?;
+        let asked = request.peer.map(|peer| peer.node_id).unwrap_or_default();
+        let available = asked == self.me.to_bytes();
+        Ok(PingResponse {
+            available,
+            ..PingResponse::default()
+        }
+        .encode_to_vec()
+        .into())
+    }
+}
+
+fn is_ours(protocol: &str) -> bool {
+    protocol == REACHABILITY || protocol.starts_with("TransformerConnectionHandler.")
+}
+
+fn not_yet() -> Failure {
+    Failure::runtime("this server does not serve any block yet")
+}

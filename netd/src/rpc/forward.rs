@@ -1,0 +1,160 @@
+//! `rpc_forward` and `rpc_forward_stream`: blocks over whole sequences, without a cache.
+//!
+//! # Discrepancies
+//! `output_compression` is checked like in Petals and then not used: answers are not compressed, which every client reads.
+//! `rpc_backward` is refused with a text that says so.
+
+use bytes::Bytes;
+use libp2p::PeerId;
+use prost::Message;
+use tokio::time::timeout;
+
+use super::compute::Arguments;
+use super::{Failure, Service};
+use crate::p2p::{InboundError, InboundStream, UnaryResponder};
+use crate::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
+use crate::wire::metadata::RequestMetadata;
+use crate::wire::stream_parts::{self, PART_BYTES, PartAssembler, PartLimits};
+
+const RPC: &str = "rpc_forward";
+
+/// Tensors of one request; two are used.
+const MAX_TENSORS: usize = 16;
+
+/// Bytes of a frame beside its part of a tensor: uids, metadata, headers.
+const FRAME_ROOM_BYTES: usize = 1 << 20;
+
+/// Serves one unary call.
+pub async fn serve_unary(
+    service: &Service,
+    peer: PeerId,
+    request: Bytes,
+    mut responder: UnaryResponder,
+) {
+    let work = async {
+        let _held = service.budget.hold(peer, request.len()).await;
+        let request = decode(request)?;
+        let output = forward(service, &request.uid, &request.tensors, &request.metadata).await?;
+        let response = ExpertResponse {
+            tensors: vec![output],
+            metadata: Bytes::new(),
+        };
+        Ok(Bytes::from(response.encode_to_vec()))
+    };
+    let outcome = tokio::select! {
+        outcome = timeout(service.timeouts.request, work) => outcome.unwrap_or_else(|_| Err(Failure::timeout())),
+        () = responder.cancelled() => return,
+    };
+    let _ = responder
+        .respond(outcome.map_err(|failure| failure.unary_text()))
+        .await;
+}
+
+/// Serves one stream: parts of tensors up to the caller's end of input, then parts of the answer.
+pub async fn serve_stream(service: &Service, peer: PeerId, stream: InboundStream) {
+    let (mut reader, mut writer) = stream.into_split();
+    reader.set_max_frame_bytes((PART_BYTES + FRAME_ROOM_BYTES) as u64);
+    let work = async {
+        let request = match collect(service, peer, &mut reader).await? {
+            Some(request) => request,
+            None => return Ok(None),
+        };
+        tokio::select! {
+            output = forward(service, &request.uid, &request.tensors, &request.metadata) => output.map(Some),
+            _ = reader.recv() => Ok(None),
+        }
+    };
+    let outcome = timeout(service.timeouts.request, work).await;
+    match outcome.unwrap_or_else(|_| Err(Failure::timeout())) {
+        Ok(None) => {}
+        Ok(Some(output)) => {
+            for part in stream_parts::split(output, PART_BYTES) {
+                let response = ExpertResponse {
+                    tensors: vec![part],
+                    metadata: Bytes::new(),
+                };
+                if writer.send(response.encode_to_vec().into()).await.is_err() {
+                    return;
+                }
+            }
+            writer.finish(reader).await;
+        }
+        Err(failure) => writer.fail(reader, &failure.stream_text()).await,
+    }
+}
+
+/// The whole request; `None` if the caller has gone.
+async fn collect(
+    service: &Service,
+    peer: PeerId,
+    reader: &mut crate::p2p::InboundReader,
+) -> Result<Option<ExpertRequest>, Failure> {
+    let most = usize::try_from(service.max_request_bytes()).unwrap_or(usize::MAX);
+    let limits = PartLimits {
+        max_tensors: MAX_TENSORS,
+        max_bytes: most,
+        max_parts: MAX_TENSORS + 2 * most.div_ceil(PART_BYTES),
+    };
+    let mut parts = PartAssembler::new(limits);
+    let mut first: Option<ExpertRequest> = None;
+    let mut held = Vec::new();
+    loop {
+        let frame = match reader.recv().await {
+            Ok(Some(frame)) => frame,
+            Ok(None) => break,
+            Err(InboundError::Cancelled) => return Ok(None),
+            Err(error) => return Err(Failure::bad(error.to_string())),
+        };
+        held.extend(service.budget.hold(peer, frame.len()).await);
+        let mut request = decode(frame)?;
+        for part in std::mem::take(&mut request.tensors) {
+            parts.push(part)?;
+        }
+        match &first {
+            None => first = Some(request),
+            Some(first) if first.uid != request.uid => {
+                return Err(Failure::bad(
+                    "all parts of a request must have the same uids",
+                ));
+            }
+            Some(_) => {}
+        }
+    }
+    let Some(first) = first else {
+        return Err(Failure::bad("the request is empty"));
+    };
+    Ok(Some(ExpertRequest {
+        tensors: parts.finish(),
+        ..first
+    }))
+}
+
+async fn forward(
+    service: &Service,
+    chain: &str,
+    tensors: &[Tensor],
+    metadata: &[u8],
+) -> Result<Tensor, Failure> {
+    let blocks = service.blocks(chain)?;
+    let metadata = RequestMetadata::parse(metadata, RPC)?;
+    if let Some(adapter) = &metadata.active_adapter {
+        return Err(Failure::no_adapter(adapter));
+    }
+    metadata.output_compression(1)?;
+    let arguments = Arguments::of(tensors, metadata.args_structure.as_ref(), false)?;
+    if arguments.hidden.is_dummy() {
+        return service.echo(&arguments.hidden);
+    }
+    Ok(service.compute(blocks, &arguments, None).await?.0)
+}
+
+/// The request behind a message.
+pub(super) fn decode(message: Bytes) -> Result<ExpertRequest, Failure> {
+    ExpertRequest::decode(message)
+        .map_err(|error| Failure::bad(format!("cannot read the request: {error}")))
+}
+
+/// What `rpc_backward` answers for now.
+pub fn backward_refusal() -> Failure {
+    Failure::runtime("rpc_backward is not supported yet by this server")
+}

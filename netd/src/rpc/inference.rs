@@ -1,0 +1,343 @@
+//! `rpc_inference`: one stream is one session.
+//!
+//! ```text
+//!   first message -> admission (uids, max_length, KV memory) -> steps, one answer each -> empty message -> close
+//!                                                                 any error -> error frame -> close
+//! ```
+//!
+//! A session ends with its stream: when the client closes it, when it errs, after `step_timeout` of silence, after
+//! `session_timeout` in all. Its pages go back then, or when the last job that names them was answered.
+//!
+//! # Discrepancies
+//! `start_from_position` is checked (Petals' check never fires). The end frame without an empty request is a proper end. A
+//! first message without tensors opens nothing and ends the session, as in Petals.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use libp2p::PeerId;
+use prost::Message;
+use tokio::time::{Instant, timeout, timeout_at};
+use tracing::debug;
+
+use super::compute::Arguments;
+use super::forward::decode;
+use super::registry::Registered;
+use super::{Failure, Service};
+use crate::p2p::{InboundError, InboundReader, InboundStream, InboundWriter};
+use crate::sessions::admission::Lease;
+use crate::sessions::pool::KvRequest;
+use crate::sessions::session::Session;
+use crate::sessions::table::SessionTables;
+use crate::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
+use crate::wire::metadata::{ArgsStructure, RequestMetadata};
+use crate::wire::msgpack::{Limits, Value};
+use crate::workers::link::JobTimes;
+
+const RPC: &str = "rpc_inference";
+
+/// Key of request metadata by which our own client asks for times in the answer's metadata.
+pub const TIMING_KEY: &str = "sepal_timing";
+
+/// How a session ended.
+enum End {
+    /// Properly, or by silence: the stream is closed.
+    Closed,
+    /// The caller has gone.
+    Gone,
+    /// With an error for the caller.
+    Failed(Failure),
+}
+
+impl From<Failure> for End {
+    fn from(failure: Failure) -> End {
+        End::Failed(failure)
+    }
+}
+
+/// Serves one session from its first message to its end.
+pub async fn serve(service: &Service, peer: PeerId, stream: InboundStream) {
+    let (mut reader, mut writer) = stream.into_split();
+    reader.set_max_frame_bytes(service.max_request_bytes());
+    let mut requests = Requests {
+        reader,
+        ahead: None,
+        broken: None,
+        ended: false,
+    };
+    let deadline = Instant::now() + service.timeouts.session;
+    let session = run(service, peer, &mut requests, &mut writer);
+    let end = match timeout_at(deadline, session).await {
+        Ok(Err(end)) => end,
+        Ok(Ok(())) => End::Closed,
+        Err(_) => End::Failed(Failure::timeout()),
+    };
+    match end {
+        End::Gone => debug!(%peer, "session cancelled"),
+        End::Closed => {
+            debug!(%peer, "session closed");
+            writer.finish(requests.reader).await;
+        }
+        End::Failed(failure) => {
+            debug!(%peer, %failure, "session failed");
+            writer.fail(requests.reader, &failure.stream_text()).await;
+        }
+    }
+}
+
+/// A session that was admitted, and what of its first message governs all of it.
+struct Open {
+    session: Session,
+    lease: Arc<Lease>,
+    structure: Option<ArgsStructure>,
+    registered: Registered,
+}
+
+async fn run(
+    service: &Service,
+    peer: PeerId,
+    requests: &mut Requests,
+    writer: &mut InboundWriter,
+) -> Result<(), End> {
+    let mut draining = service.draining.clone();
+    if *draining.borrow_and_update() {
+        return Err(ending().into());
+    }
+    let first = timeout(service.timeouts.step, requests.next()).await;
+    let Some(mut next) = first.unwrap_or(Ok(None))? else {
+        return Ok(());
+    };
+    let mut open: Option<Open> = None;
+    loop {
+        let held = service.budget.hold(peer, next.bytes).await;
+        if next.request.tensors.is_empty() && open.is_some() {
+            return Ok(());
+        }
+        let metadata =
+            RequestMetadata::parse(&next.request.metadata, RPC).map_err(Failure::from)?;
+        let mut current = match open.take() {
+            Some(open) => open,
+            None => {
+                requests
+                    .watch(admit(service, &next.request, &metadata))
+                    .await??
+            }
+        };
+        if next.request.tensors.is_empty() {
+            return Ok(());
+        }
+        let step = step(service, &mut current, &next.request, &metadata);
+        if let Some((output, times)) = requests.watch(step).await?? {
+            let metadata = timing(&next, times);
+            let response = ExpertResponse {
+                tensors: vec![output],
+                metadata,
+            };
+            let bytes = Bytes::from(response.encode_to_vec());
+            service.stats.record(next.arrived.elapsed());
+            writer.send(bytes).await.map_err(|_| End::Gone)?;
+        }
+        drop(held);
+        let message = tokio::select! {
+            message = timeout(service.timeouts.step, requests.next()) => message.unwrap_or(Ok(None))?,
+            pushed = current.registered.pushed() => Some(Next::pushed(pushed)),
+            _ = draining.wait_for(|draining| *draining) => return Err(ending().into()),
+        };
+        let Some(message) = message else {
+            return Ok(());
+        };
+        next = message;
+        open = Some(current);
+    }
+}
+
+fn ending() -> Failure {
+    Failure::runtime("this server is shutting down")
+}
+
+async fn admit(
+    service: &Service,
+    request: &ExpertRequest,
+    metadata: &RequestMetadata,
+) -> Result<Open, Failure> {
+    let blocks = service.blocks(&request.uid)?;
+    let asked = metadata.required_max_length()?;
+    let most = service.limits.inference_max_length;
+    let max_length = u32::try_from(asked)
+        .ok()
+        .filter(|length| *length <= most)
+        .ok_or_else(|| {
+            Failure::bad(format!(
+                "Cannot allocate KV cache for {asked} tokens, max = {most}"
+            ))
+        })?;
+    if let Some(adapter) = &metadata.active_adapter {
+        return Err(Failure::no_adapter(adapter));
+    }
+    let batch = match request.tensors.first() {
+        Some(Tensor { size, .. }) => size.first().copied().unwrap_or(1),
+        None => 1,
+    };
+    let kv = KvRequest {
+        blocks: blocks.clone(),
+        rows: batch,
+        max_length,
+    };
+    let asked = Duration::try_from_secs_f64(metadata.alloc_timeout_s).unwrap_or(Duration::MAX);
+    let lease = service
+        .kv
+        .take(kv, asked.min(service.timeouts.max_alloc))
+        .await?;
+    let tables = SessionTables::new(batch as usize, max_length, lease.pages());
+    Ok(Open {
+        session: Session::new(blocks, batch, tables),
+        lease: Arc::new(lease),
+        structure: metadata.args_structure.clone(),
+        registered: service.registry.register(metadata.session_id.as_deref()),
+    })
+}
+
+/// One step; `None` if it came before.
+async fn step(
+    service: &Service,
+    open: &mut Open,
+    request: &ExpertRequest,
+    metadata: &RequestMetadata,
+) -> Result<Option<(Tensor, JobTimes)>, Failure> {
+    let session = &mut open.session;
+    if !session.is_new_step(metadata.step_id.as_deref()) {
+        return Ok(None);
+    }
+    let start = metadata.start_from_position;
+    let arguments = Arguments::of(&request.tensors, open.structure.as_ref(), true)?;
+    if arguments.hidden.is_dummy() {
+        let position = session.tables.check(start, 0)?;
+        session.tables.roll_back(position);
+        return Ok(Some((
+            service.echo(&arguments.hidden)?,
+            JobTimes::default(),
+        )));
+    }
+    let (batch, tokens) = arguments.batch_and_tokens(service)?;
+    if batch != session.batch {
+        let text = format!(
+            "batch of {batch} sequences in a session of {}",
+            session.batch
+        );
+        return Err(Failure::bad(text));
+    }
+    let plan = session
+        .tables
+        .begin(start, tokens, arguments.hypo_ids.as_deref())?;
+    let pages = Some((plan, open.lease.clone()));
+    let computed = service
+        .compute(session.blocks.clone(), &arguments, pages)
+        .await;
+    match computed {
+        Ok(output) => {
+            session.tables.commit();
+            Ok(Some(output))
+        }
+        Err(failure) => {
+            session.tables.abort();
+            Err(failure)
+        }
+    }
+}
+
+/// Times for our own client, if it asked for them.
+fn timing(next: &Next, times: JobTimes) -> Bytes {
+    let raw = &next.request.metadata;
+    let asked = raw
+        .windows(TIMING_KEY.len())
+        .any(|window| window == TIMING_KEY.as_bytes())
+        && Value::decode(raw, Limits::SMALL)
+            .is_ok_and(|map| map.get(TIMING_KEY) == Some(&Value::Bool(true)));
+    if !asked {
+        return Bytes::new();
+    }
+    let server_ns = u64::try_from(next.arrived.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    let entry = |key: &str, value: u64| (Value::str(key), Value::uint(value));
+    let map = Value::Map(vec![
+        entry("queue_ns", times.queue_ns),
+        entry("compute_ns", times.compute_ns),
+        entry("server_ns", server_ns),
+    ]);
+    map.encode().into()
+}
+
+/// A message to a session.
+struct Next {
+    request: ExpertRequest,
+    bytes: usize,
+    /// When its last byte was read.
+    arrived: Instant,
+}
+
+impl Next {
+    fn pushed(request: ExpertRequest) -> Next {
+        let bytes = request.encoded_len();
+        Next {
+            request,
+            bytes,
+            arrived: Instant::now(),
+        }
+    }
+}
+
+/// The caller's messages. While a step is computed one more is read, so that the end of the stream is seen.
+struct Requests {
+    reader: InboundReader,
+    ahead: Option<(Bytes, Instant)>,
+    broken: Option<InboundError>,
+    ended: bool,
+}
+
+impl Requests {
+    /// The next message; `None` after the caller's end of input. May be dropped and called again without loss.
+    async fn next(&mut self) -> Result<Option<Next>, End> {
+        while self.ahead.is_none() && self.broken.is_none() && !self.ended {
+            self.read().await;
+        }
+        if let Some((message, arrived)) = self.ahead.take() {
+            let bytes = message.len();
+            return Ok(Some(Next {
+                request: decode(message)?,
+                bytes,
+                arrived,
+            }));
+        }
+        match self.broken.take() {
+            Some(InboundError::Cancelled) => Err(End::Gone),
+            Some(error) => Err(Failure::bad(error.to_string()).into()),
+            None => Ok(None),
+        }
+    }
+
+    /// Runs `work` unless the caller goes away meanwhile.
+    async fn watch<T>(&mut self, work: impl Future<Output = T>) -> Result<T, End> {
+        tokio::select! {
+            biased;
+            done = work => Ok(done),
+            () = self.cancelled() => Err(End::Gone),
+        }
+    }
+
+    async fn cancelled(&mut self) {
+        while self.ahead.is_none() && self.broken.is_none() {
+            self.read().await;
+        }
+        if self.broken != Some(InboundError::Cancelled) {
+            std::future::pending().await
+        }
+    }
+
+    async fn read(&mut self) {
+        match self.reader.recv().await {
+            Ok(Some(message)) => self.ahead = Some((message, Instant::now())),
+            Ok(None) => self.ended = true,
+            Err(error) => self.broken = Some(error),
+        }
+    }
+}

@@ -1,0 +1,216 @@
+//! The transformer RPCs of Petals: what peers ask of the blocks served here. One file per RPC; [`compute`] is what they
+//! have in common, [`dispatch`] gives each inbound stream its handler.
+//!
+//! Semantics follow `petals/server/handler.py` and `block_functions.py`. Everything that a peer sends is bounded: concurrent
+//! streams per protocol and peer by [`protocols`], frames by [`Service::max_request_bytes`], bytes held per peer by
+//! [`budget`], batch, tokens and session length by the model's limits, KV memory by admission, arena memory by its queue.
+
+pub mod budget;
+pub mod compute;
+pub mod dispatch;
+mod failure;
+mod forward;
+mod inference;
+mod info;
+mod push;
+mod registry;
+mod stats;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use shared::block::{BlockIndex, Span};
+use shared::config::{Limits, NetdConfig};
+use shared::model::ModelFacts;
+use tokio::sync::watch;
+
+use crate::p2p::{ProtocolKind, ProtocolSpec};
+use crate::sessions::admission::KvMemory;
+use crate::wire::uid;
+use crate::workers::Workers;
+use budget::PeerBudget;
+pub use failure::Failure;
+use registry::Registry;
+pub use stats::{StepFigures, StepStats};
+
+/// What we call ourselves in records and `rpc_info`: the version of Petals whose behaviour this is.
+pub const PETALS_VERSION: &str = "2.3.0.dev2";
+
+/// Names of the transformer RPCs.
+pub mod names {
+    /// Figures and schema of the server.
+    pub const INFO: &str = "TransformerConnectionHandler.rpc_info";
+    /// Blocks over whole sequences.
+    pub const FORWARD: &str = "TransformerConnectionHandler.rpc_forward";
+    /// The same for large tensors.
+    pub const FORWARD_STREAM: &str = "TransformerConnectionHandler.rpc_forward_stream";
+    /// Gradients.
+    pub const BACKWARD: &str = "TransformerConnectionHandler.rpc_backward";
+    /// The same for large tensors.
+    pub const BACKWARD_STREAM: &str = "TransformerConnectionHandler.rpc_backward_stream";
+    /// A session.
+    pub const INFERENCE: &str = "TransformerConnectionHandler.rpc_inference";
+    /// A step of a session from the server before.
+    pub const PUSH: &str = "TransformerConnectionHandler.rpc_push";
+}
+
+/// The transformer RPCs with their bounds: sessions cost a task and little memory each, forward requests hold tensors.
+pub fn protocols() -> Vec<ProtocolSpec> {
+    let spec = |name, kind, max_inbound_per_peer, max_inbound_total| ProtocolSpec {
+        name,
+        kind,
+        max_inbound_per_peer,
+        max_inbound_total,
+    };
+    vec![
+        spec(names::INFO, ProtocolKind::Unary, 32, 512),
+        spec(names::FORWARD, ProtocolKind::Unary, 128, 512),
+        spec(names::FORWARD_STREAM, ProtocolKind::Stream, 64, 256),
+        spec(names::BACKWARD, ProtocolKind::Unary, 128, 512),
+        spec(names::BACKWARD_STREAM, ProtocolKind::Stream, 64, 256),
+        spec(names::INFERENCE, ProtocolKind::Stream, 256, 1024),
+        spec(names::PUSH, ProtocolKind::Unary, 256, 512),
+    ]
+}
+
+/// How long things may take.
+#[derive(Clone, Copy, Debug)]
+pub struct Timeouts {
+    /// One forward or backward request.
+    pub request: Duration,
+    /// One inference session.
+    pub session: Duration,
+    /// Silence between two steps.
+    pub step: Duration,
+    /// Waiting for KV memory, whatever the client asks.
+    pub max_alloc: Duration,
+}
+
+impl From<&NetdConfig> for Timeouts {
+    fn from(config: &NetdConfig) -> Timeouts {
+        Timeouts {
+            request: config.request_timeout,
+            session: config.session_timeout,
+            step: config.step_timeout,
+            max_alloc: config.max_alloc_timeout,
+        }
+    }
+}
+
+/// The blocks served here, and all that it takes to serve them. One per run, shared by all handlers.
+#[derive(Debug)]
+pub struct Service {
+    /// Prefix of the module uids.
+    pub prefix: String,
+    /// The model.
+    pub facts: ModelFacts,
+    /// Bounds on requests.
+    pub limits: Limits,
+    /// The blocks.
+    pub span: Span,
+    /// Who computes them.
+    pub workers: Arc<Workers>,
+    /// KV memory.
+    pub kv: KvMemory,
+    /// How long things may take.
+    pub timeouts: Timeouts,
+    /// Time of steps inside this server.
+    pub stats: StepStats,
+    /// True once the server is ending: running steps finish, sessions end after them.
+    pub draining: watch::Receiver<bool>,
+    registry: Registry,
+    budget: PeerBudget,
+}
+
+/// What a [`Service`] is made of.
+#[derive(Debug)]
+pub struct ServiceParts {
+    /// Prefix of the module uids.
+    pub prefix: String,
+    /// The model.
+    pub facts: ModelFacts,
+    /// Bounds on requests.
+    pub limits: Limits,
+    /// The blocks.
+    pub span: Span,
+    /// Who computes them.
+    pub workers: Arc<Workers>,
+    /// KV memory.
+    pub kv: KvMemory,
+    /// How long things may take.
+    pub timeouts: Timeouts,
+    /// Turns true when the server is ending.
+    pub draining: watch::Receiver<bool>,
+}
+
+impl Service {
+    /// A service without sessions.
+    pub fn new(parts: ServiceParts) -> Service {
+        let ServiceParts {
+            prefix,
+            facts,
+            limits,
+            span,
+            workers,
+            kv,
+            timeouts,
+            draining,
+        } = parts;
+        let budget = PeerBudget::new(2 * request_bytes(&facts, &limits, span));
+        let (stats, registry) = (StepStats::default(), Registry::default());
+        Service {
+            prefix,
+            facts,
+            limits,
+            span,
+            workers,
+            kv,
+            timeouts,
+            stats,
+            draining,
+            registry,
+            budget,
+        }
+    }
+
+    /// Sessions that are open.
+    pub fn open_sessions(&self) -> usize {
+        self.registry.open()
+    }
+
+    /// The most bytes of one request: hidden states and prompts as float32, and room for headers.
+    pub fn max_request_bytes(&self) -> u64 {
+        request_bytes(&self.facts, &self.limits, self.span)
+    }
+
+    /// The blocks that a chain of uids names.
+    ///
+    /// # Errors
+    /// `Remote peer does not serve X` for the first uid that is not served (petals `handler.py`, `_check_uids`).
+    fn blocks(&self, chain: &str) -> Result<Vec<BlockIndex>, Failure> {
+        let mut blocks = Vec::new();
+        for text in chain.split(' ') {
+            let block = self.served(text).filter(|_| blocks.len() < uid::MAX_CHAIN);
+            blocks.push(block.ok_or_else(|| Failure::not_served(text))?);
+        }
+        Ok(blocks)
+    }
+
+    fn served(&self, uid: &str) -> Option<BlockIndex> {
+        let index = uid.strip_prefix(self.prefix.as_str())?.strip_prefix('.')?;
+        let digits = !index.is_empty() && index.bytes().all(|byte| byte.is_ascii_digit());
+        let block = BlockIndex(index.parse().ok().filter(|_| digits)?);
+        self.span.contains(block).then_some(block)
+    }
+}
+
+/// Hidden states of the largest batch, prompts of the same size again, both as float32, and room for headers; at least
+/// what a unary call may carry, at most 1 GiB.
+fn request_bytes(facts: &ModelFacts, limits: &Limits, span: Span) -> u64 {
+    let hidden = u64::from(limits.max_batch_size) * u64::from(facts.hidden_size) * 4;
+    let room = (1 << 20) + 64 * span.block_count() as u64;
+    (2 * hidden + room).clamp(4 << 20, 1 << 30)
+}
+
+#[cfg(test)]
+mod tests;

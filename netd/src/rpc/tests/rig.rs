@@ -1,0 +1,588 @@
+//! A whole netd but for the swarm: real libp2p over loopback, real rings and a real arena, and a worker that is a thread.
+//!
+//! The worker computes something that can be checked by hand: every element grows by the number of blocks, and element 0 of
+//! a token becomes the sum of element 0 over all tokens of its row up to it, read through the page table. Its pages outlive
+//! its generations, like a kv segment.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use bytes::Bytes;
+use libp2p::PeerId;
+use prost::Message;
+use shared::block::{BlockIndex, Span};
+use shared::config::Limits;
+use shared::control::{Capacity, DeathCause, FdTag, LinkInit, WorkerUp};
+use shared::dtype::DType;
+use shared::ids::{Generation, GroupId, PageId, WorkerId};
+use shared::job::{Completion, JobBody, JobDescriptor, JobKind, JobLimits};
+use shared::model::{ModelFacts, PAGE_TOKENS};
+use shared::shm::arena::ArenaMap;
+use shared::shm::doorbell::Doorbell;
+use shared::shm::pair::{RingIdentity, RingPair};
+use shared::shm::segment::MemfdSegment;
+use tokio::sync::watch;
+
+use crate::p2p::{CallError, Keypair, P2p, P2pConfig, RpcStream};
+use crate::rpc::dispatch::{Router, reachability_protocol};
+use crate::rpc::{Service, ServiceParts, Timeouts, names, protocols};
+use crate::sessions::admission::KvMemory;
+use crate::sessions::pool::Pool;
+use crate::sessions::queue::WaitQueue;
+use crate::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
+use crate::wire::metadata::StepMetadata;
+use crate::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
+use crate::workers::Workers;
+use crate::workers::arena::{self, ArenaMemory};
+
+pub const HIDDEN: usize = 64;
+pub const BLOCKS: u32 = 4;
+pub const PREFIX: &str = "tiny-llama-hf";
+pub const DEADLINE: Duration = Duration::from_secs(60);
+pub const KV_PAGES: u32 = 1536;
+const ARENA_BYTES: u64 = 4 << 20;
+
+/// What a fake worker does with its next jobs.
+#[derive(Debug, Default)]
+pub struct Orders {
+    /// Takes nothing from its ring.
+    pub paused: AtomicBool,
+    /// Ends without an answer when it takes a job with this many tokens; 0 never.
+    pub dies_at_tokens: AtomicU32,
+    /// Ends now.
+    pub killed: AtomicBool,
+}
+
+type Cells = HashMap<(BlockIndex, PageId), [f32; PAGE_TOKENS]>;
+
+/// What outlives a generation of the worker.
+#[derive(Debug, Default)]
+pub struct Memory {
+    pub cells: Mutex<Cells>,
+    pub jobs: Mutex<Vec<JobBody>>,
+    pub orders: Orders,
+}
+
+pub struct Worker {
+    id: WorkerId,
+    span: Span,
+    pub generation: Generation,
+    pub memory: Arc<Memory>,
+    thread: Option<JoinHandle<()>>,
+    _rings: Option<RingPair>,
+}
+
+impl Worker {
+    pub fn id(&self) -> WorkerId {
+        self.id
+    }
+
+    /// Whether its thread has ended by itself.
+    pub fn dead(&self) -> bool {
+        self.thread.as_ref().is_some_and(JoinHandle::is_finished)
+    }
+}
+
+pub struct Rig {
+    pub service: Arc<Service>,
+    pub client: P2p,
+    pub server: PeerId,
+    pub workers: Vec<Worker>,
+    pub draining: watch::Sender<bool>,
+    pub arena: MemfdSegment,
+    _node: P2p,
+}
+
+pub fn facts() -> ModelFacts {
+    ModelFacts {
+        name: "tiny".into(),
+        repository: None,
+        model_type: "llama".into(),
+        dht_prefix: None,
+        num_blocks: BLOCKS,
+        hidden_size: HIDDEN as u32,
+        attention_heads: 4,
+        kv_heads: 2,
+        head_dim: 16,
+        dtype: DType::F32,
+        block_bytes: 1,
+    }
+}
+
+pub fn limits() -> Limits {
+    Limits {
+        inference_max_length: 8192,
+        attn_cache_tokens: 16384,
+        max_batch_size: 1024,
+    }
+}
+
+fn timeouts() -> Timeouts {
+    Timeouts {
+        request: DEADLINE,
+        session: 3 * DEADLINE,
+        step: 2 * DEADLINE,
+        max_alloc: DEADLINE,
+    }
+}
+
+/// Names of ring segments: unique in this process, and among processes by its id.
+fn unique() -> String {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    format!(
+        "sepal-nettest-{}-{}",
+        std::process::id(),
+        NEXT.fetch_add(1, Ordering::Relaxed)
+    )
+}
+
+async fn node(
+    listen: bool,
+    initial_peers: Vec<libp2p::Multiaddr>,
+) -> (P2p, tokio::sync::mpsc::Receiver<crate::p2p::Inbound>) {
+    let mut all = protocols();
+    all.push(reachability_protocol());
+    let config = P2pConfig {
+        keypair: Keypair::generate_ed25519(),
+        listen: if listen {
+            vec!["/ip4/127.0.0.1/tcp/0".parse().unwrap()]
+        } else {
+            Vec::new()
+        },
+        announce: Vec::new(),
+        initial_peers,
+        kad_server: listen,
+        protocols: if listen { all } else { Vec::new() },
+        startup_timeout: DEADLINE,
+    };
+    P2p::start(config).await.unwrap()
+}
+
+/// How a rig differs from the usual one.
+pub struct Shape {
+    pub spans: Vec<Span>,
+    pub arena_bytes: u64,
+    pub timeouts: Timeouts,
+    pub limits: Limits,
+}
+
+impl Default for Shape {
+    fn default() -> Shape {
+        let spans = vec![Span::new(0, BLOCKS).unwrap()];
+        Shape {
+            spans,
+            arena_bytes: ARENA_BYTES,
+            timeouts: timeouts(),
+            limits: limits(),
+        }
+    }
+}
+
+impl Rig {
+    pub async fn new() -> Rig {
+        Rig::shaped(Shape::default()).await
+    }
+
+    pub async fn shaped(shape: Shape) -> Rig {
+        let segment =
+            MemfdSegment::create("sepal-nettest-arena", shape.arena_bytes as usize).unwrap();
+        let plan = arena::plan(shape.arena_bytes, HIDDEN as u64 * 4).unwrap();
+        let memory = ArenaMemory::new(ArenaMap::map(&segment).unwrap(), plan);
+        let span = Span::new(0, BLOCKS).unwrap();
+        let pool = Pool::new(span, KV_PAGES, shape.limits.attn_cache_tokens);
+        let (draining, drained) = watch::channel(false);
+        let service = Arc::new(Service::new(ServiceParts {
+            prefix: PREFIX.into(),
+            facts: facts(),
+            limits: shape.limits,
+            span,
+            workers: Arc::new(Workers::new(memory)),
+            kv: KvMemory::new(WaitQueue::new(pool), facts().kv_token_bytes() as u64),
+            timeouts: shape.timeouts,
+            draining: drained,
+        }));
+        let (server, inbound) = node(true, Vec::new()).await;
+        let (_, serving) = watch::channel(Some(service.clone()));
+        let router = Router {
+            me: server.peer_id(),
+            service: serving,
+        };
+        tokio::spawn(router.run(inbound, |_, protocol, _, _| {
+            panic!("{protocol} is not of this rig")
+        }));
+        let peer = server.peer_id();
+        let address = server.listen_addrs().await[0]
+            .clone()
+            .with_p2p(peer)
+            .unwrap();
+        let (client, _) = node(false, vec![address]).await;
+        let mut rig = Rig {
+            service,
+            client,
+            server: peer,
+            workers: Vec::new(),
+            draining,
+            arena: segment,
+            _node: server,
+        };
+        for (index, span) in shape.spans.into_iter().enumerate() {
+            rig.workers.push(Worker {
+                id: WorkerId::solo(GroupId(index as u16)),
+                span,
+                generation: Generation(0),
+                memory: Arc::default(),
+                thread: None,
+                _rings: None,
+            });
+            rig.start(index);
+        }
+        rig
+    }
+
+    /// Starts the next generation of a worker.
+    pub fn start(&mut self, index: usize) {
+        let worker = &mut self.workers[index];
+        worker.generation = worker.generation.next();
+        worker.memory.orders.killed.store(false, Ordering::SeqCst);
+        let identity = RingIdentity {
+            worker: worker.id,
+            worker_generation: worker.generation,
+            netd_generation: Generation(1),
+        };
+        let name = unique();
+        let rings = RingPair::create(&name, &identity).unwrap();
+        let bells: [Doorbell; 2] = std::array::from_fn(|_| Doorbell::new().unwrap());
+        let theirs = bells
+            .each_ref()
+            .map(|bell| Doorbell::from_fd(bell.try_clone().unwrap()).unwrap());
+        let end = RingPair::open(&name, &identity).unwrap();
+        let map = ArenaMap::map(&self.arena).unwrap();
+        let (memory, span) = (worker.memory.clone(), worker.span);
+        worker.thread = Some(std::thread::spawn(move || {
+            work(&memory, span, identity, end, &map, &theirs)
+        }));
+        worker._rings = Some(rings);
+        let up = WorkerUp {
+            worker: worker.id,
+            span: worker.span,
+            kv_pages: KV_PAGES,
+            capacity: Capacity::default(),
+            link: LinkInit {
+                netd_generation: Generation(1),
+                worker_generation: worker.generation,
+                rings: name,
+                arena_bytes: self.arena.len() as u64,
+                fds: FdTag(0),
+            },
+        };
+        let [submission, completion] = bells;
+        self.service
+            .workers
+            .up(&up, submission, completion)
+            .unwrap();
+    }
+
+    /// Ends a worker, as the supervisor reports it after the reap.
+    pub fn kill(&mut self, index: usize, cause: DeathCause, restarting: bool) {
+        let worker = &mut self.workers[index];
+        worker.memory.orders.killed.store(true, Ordering::SeqCst);
+        worker.thread.take().unwrap().join().unwrap();
+        self.service
+            .workers
+            .down(worker.id, worker.generation, cause, restarting);
+    }
+
+    /// Waits until the worker has ended by itself.
+    pub fn wait_for_death(&mut self, index: usize) {
+        self.workers[index].thread.take().unwrap().join().unwrap();
+    }
+
+    pub fn report_death(&mut self, index: usize, cause: DeathCause, restarting: bool) {
+        let worker = &self.workers[index];
+        self.service
+            .workers
+            .down(worker.id, worker.generation, cause, restarting);
+    }
+
+    pub fn memory(&self) -> &Memory {
+        &self.workers[0].memory
+    }
+
+    pub async fn session(&self) -> Client {
+        let stream = self
+            .client
+            .open_stream(self.server, names::INFERENCE, DEADLINE)
+            .await
+            .unwrap();
+        Client::of(stream)
+    }
+
+    pub async fn call(
+        &self,
+        protocol: &'static str,
+        request: impl Message,
+    ) -> Result<Bytes, String> {
+        let request = request.encode_to_vec().into();
+        match self
+            .client
+            .call_unary(self.server, protocol, request, DEADLINE)
+            .await
+        {
+            Ok(answer) => Ok(answer),
+            Err(CallError::Remote(text)) => Err(text),
+            Err(other) => panic!("{other}"),
+        }
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        for worker in &mut self.workers {
+            worker.memory.orders.killed.store(true, Ordering::SeqCst);
+            if let Some(thread) = worker.thread.take() {
+                let ended = thread.join();
+                assert!(
+                    ended.is_ok() || std::thread::panicking(),
+                    "the fake worker panicked"
+                );
+            }
+        }
+    }
+}
+
+fn work(
+    memory: &Memory,
+    span: Span,
+    identity: RingIdentity,
+    end: RingPair,
+    arena: &ArenaMap,
+    bells: &[Doorbell; 2],
+) {
+    let (mut jobs, mut completions) = end.worker_end();
+    let limits = JobLimits {
+        arena_bytes: arena.len(),
+        span,
+        hidden: HIDDEN as u32,
+        dtype: DType::F32,
+        kv_pages: KV_PAGES,
+        adapters: 0,
+    };
+    let orders = &memory.orders;
+    while !orders.killed.load(Ordering::SeqCst) {
+        jobs.wait(&bells[0], Duration::ZERO, Duration::from_millis(5))
+            .unwrap();
+        if orders.paused.load(Ordering::SeqCst) {
+            continue;
+        }
+        while let Some(entry) = jobs.pop().unwrap() {
+            let descriptor = JobDescriptor::decode(&entry).unwrap();
+            let mut bytes = vec![0u8; descriptor.body.len as usize];
+            arena.read(descriptor.body.offset, &mut bytes).unwrap();
+            let body = JobBody::decode(&bytes, &limits);
+            if let Ok(body) = &body {
+                memory.jobs.lock().unwrap().push(body.clone());
+                compute(memory, body, arena);
+                if body.tokens == orders.dies_at_tokens.load(Ordering::SeqCst) {
+                    return;
+                }
+            }
+            let completion = Completion {
+                id: descriptor.id,
+                worker_generation: identity.worker_generation,
+                netd_generation: identity.netd_generation,
+                result: body.map(drop),
+                queue_ns: 1,
+                compute_ns: 2,
+            };
+            completions.push(completion.encode()).unwrap();
+            completions.ring_if_sleeping(&bells[1]).unwrap();
+        }
+    }
+}
+
+fn compute(memory: &Memory, body: &JobBody, arena: &ArenaMap) {
+    let (batch, tokens) = (body.batch as usize, body.tokens as usize);
+    let mut values = vec![0f32; batch * tokens * HIDDEN];
+    arena.read(body.input.offset, &mut values).unwrap();
+    let mut cells = memory.cells.lock().unwrap();
+    for copy in &body.copies {
+        for block in &body.blocks {
+            let source = cells[&(*block, copy.source)];
+            let target = cells
+                .entry((*block, copy.destination))
+                .or_insert([f32::NAN; PAGE_TOKENS]);
+            let count = copy.tokens as usize;
+            target[..count].copy_from_slice(&source[..count]);
+        }
+    }
+    for (row, all) in values.chunks_mut(tokens * HIDDEN).enumerate() {
+        if body.kind == JobKind::Step {
+            let prefix = body.prefix_lengths[row] as usize;
+            for (token, state) in all.chunks_mut(HIDDEN).enumerate() {
+                let at = |position: usize| {
+                    (
+                        body.page_tables[row][position / PAGE_TOKENS],
+                        position % PAGE_TOKENS,
+                    )
+                };
+                for block in &body.blocks {
+                    let (page, cell) = at(prefix + token);
+                    let page = cells
+                        .entry((*block, page))
+                        .or_insert([f32::NAN; PAGE_TOKENS]);
+                    page[cell] = state[0];
+                }
+                let sum = (0..=prefix + token).map(|position| {
+                    let (page, cell) = at(position);
+                    cells[&(body.blocks[0], page)][cell]
+                });
+                state[0] = sum.sum();
+            }
+        }
+        all.iter_mut()
+            .for_each(|value| *value += body.blocks.len() as f32);
+    }
+    arena.write(body.output.offset, &values).unwrap();
+}
+
+/// Hidden states of which element 0 is given for every token, and all others are 0.
+pub fn hidden(batch: usize, firsts: &[f32]) -> Tensor {
+    let states = firsts.iter().flat_map(|first| {
+        let mut state = [0f32; HIDDEN];
+        state[0] = *first;
+        state
+    });
+    let bytes: Vec<u8> = states.flat_map(f32::to_le_bytes).collect();
+    raw_tensor(
+        &[batch, firsts.len() / batch.max(1), HIDDEN],
+        WireDtype::F32,
+        bytes.into(),
+    )
+    .unwrap()
+}
+
+/// Element 0 of every token of a float32 tensor.
+pub fn firsts(tensor: &Tensor) -> Vec<f32> {
+    let value = |bytes: &[u8]| f32::from_le_bytes(bytes[..4].try_into().unwrap());
+    tensor.buffer.chunks(4 * HIDDEN).map(value).collect()
+}
+
+pub fn uids(blocks: std::ops::Range<u32>) -> String {
+    crate::wire::uid::chain(PREFIX, blocks)
+}
+
+/// One session of a client.
+pub struct Client {
+    pub stream: RpcStream,
+    pub id: String,
+    steps: u32,
+}
+
+impl Client {
+    pub fn of(stream: RpcStream) -> Client {
+        Client {
+            stream,
+            id: uuid::Uuid::new_v4().to_string(),
+            steps: 0,
+        }
+    }
+
+    /// The message of a step as Petals' client sends it.
+    pub fn message(
+        &mut self,
+        states: Tensor,
+        open: Option<u32>,
+        start: Option<u32>,
+        hypo: Option<&[i64]>,
+    ) -> ExpertRequest {
+        self.steps += 1;
+        let step_id = format!("step-{}", self.steps);
+        let metadata = StepMetadata {
+            session_id: &self.id,
+            step_id: &step_id,
+            open: open.map(|length| (length, None)),
+            next_servers: &[],
+            start_from_position: start,
+        };
+        let hypo = hypo.map_or_else(
+            || dummy_tensor(WireDtype::I64),
+            |ids| {
+                let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+                raw_tensor(&[ids.len()], WireDtype::I64, bytes.into()).unwrap()
+            },
+        );
+        ExpertRequest {
+            uid: uids(0..BLOCKS),
+            tensors: vec![states, dummy_tensor(WireDtype::F32), hypo],
+            metadata: metadata.encode().into(),
+        }
+    }
+
+    pub async fn send(&mut self, request: &ExpertRequest) {
+        self.stream
+            .send(request.encode_to_vec().into())
+            .await
+            .unwrap();
+    }
+
+    /// The next answer: a tensor, or the text of an error.
+    pub async fn answer(&mut self) -> Result<Tensor, String> {
+        match tokio::time::timeout(DEADLINE, self.stream.recv())
+            .await
+            .expect("an answer in time")
+        {
+            Ok(Some(bytes)) => {
+                let mut response = ExpertResponse::decode(bytes).unwrap();
+                assert_eq!(response.tensors.len(), 1);
+                Ok(response.tensors.remove(0))
+            }
+            Ok(None) => Err("closed".into()),
+            Err(CallError::Remote(text)) => Err(text),
+            Err(other) => panic!("{other}"),
+        }
+    }
+
+    pub async fn ask(&mut self, request: &ExpertRequest) -> Result<Tensor, String> {
+        self.send(request).await;
+        self.answer().await
+    }
+
+    /// A first step over `states`.
+    pub async fn open(&mut self, states: Tensor, length: u32) -> Result<Tensor, String> {
+        let message = self.message(states, Some(length), Some(0), None);
+        self.ask(&message).await
+    }
+
+    pub async fn step(
+        &mut self,
+        states: Tensor,
+        start: Option<u32>,
+        hypo: Option<&[i64]>,
+    ) -> Result<Tensor, String> {
+        let message = self.message(states, None, start, hypo);
+        self.ask(&message).await
+    }
+
+    /// Ends the session as Petals' client does, and waits for the server's close.
+    pub async fn close(mut self) {
+        self.send(&ExpertRequest::default()).await;
+        let _ = self.stream.finish().await;
+        assert_eq!(self.answer().await, Err("closed".into()));
+        self.stream.close().await;
+    }
+}
+
+/// Waits until `done`; the condition must come true by itself.
+pub async fn until(done: impl Fn() -> bool) {
+    let poll = async {
+        while !done() {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    tokio::time::timeout(DEADLINE, poll)
+        .await
+        .expect("the condition comes true in time");
+}
