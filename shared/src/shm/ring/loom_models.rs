@@ -157,8 +157,8 @@ fn loom_one_ring_for_a_burst_wakes_for_all_of_it() {
 #[test]
 fn loom_completions_come_out_of_order_and_each_once() {
     let mut model = loom::model::Builder::new();
-    // The full tree of this model takes hours; within two forced switches loom finds all known lost
-    // wake-ups in seconds.
+    // The models of one ring above are complete. Of this one the full tree takes longer than CI may
+    // (more than 200 s), so that it is cut to runs with at most two forced switches.
     model.preemption_bound = Some(2);
     model.check(|| {
         let (mut submit, mut jobs) = ends();
