@@ -30,6 +30,8 @@ pub struct ServeConfig {
     pub log: LogConfig,
     /// How long a drain may take before children are killed.
     pub drain_timeout: Duration,
+    /// Open files allowed to each process (`--increase_file_limit`); 0 leaves the limit as it is.
+    pub file_limit: u64,
 }
 
 /// A device that one worker owns.

@@ -8,38 +8,43 @@
 //! | [`running`], [`channel`], [`spawn`], [`segments`] | one child, its control channel, its process; shared memory |
 //! | [`instance`] | the name of a run, and what tells a live run from a dead one |
 //! | [`plan`] | which device serves which blocks |
+//! | [`cli`] | flags and environment |
+//! | [`report`] | what `sepal status` shows |
 #![deny(unsafe_code)]
 
 pub mod channel;
+pub mod cli;
 pub mod events;
 pub mod instance;
 pub mod plan;
+pub mod report;
 pub mod running;
 pub mod segments;
 pub mod spawn;
 pub mod tree;
 
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use shared::bootstrap::{Identity, init_logging};
 use shared::config::ServeConfig;
 use shared::exit::ExitReason;
-use tracing::{debug, error, info};
+use tracing::{debug, error, info, warn};
 
 use crate::instance::Instance;
 
 /// Runs an instance to its end: returns when every child is reaped and every segment removed. Call it on the main thread of
 /// a process that does nothing else: it blocks SIGINT, SIGTERM and SIGHUP for good, and children die with the thread.
-///
-/// What went wrong is in the log.
-pub fn serve(mut config: ServeConfig) -> ExitReason {
+/// `notes` are logged first; what goes wrong is in the log.
+pub fn serve(mut config: ServeConfig, notes: &[String]) -> ExitReason {
     let identity = Identity {
         role: "supervisor",
         worker: None,
         generation: None,
     };
     if let Err(error) = init_logging(&config.log, identity) {
-        eprintln!("sepal: {error}");
+        eprintln!("sepal: {}", events::chain(&error));
         return ExitReason::BadConfig;
     }
+    notes.iter().for_each(|note| warn!("{note}"));
     let instance = match Instance::claim(&config.runtime_dir, config.instance.as_deref()) {
         Ok(instance) => instance,
         Err(error) => {
@@ -52,6 +57,7 @@ pub fn serve(mut config: ServeConfig) -> ExitReason {
     if tempfile::env::override_temp_dir(&instance.folder()).is_err() {
         debug!("the temporary folder was set before");
     }
+    set_file_limit(config.file_limit);
     config
         .netd
         .identity_path
@@ -70,4 +76,21 @@ pub fn serve(mut config: ServeConfig) -> ExitReason {
     });
     info!(%reason, code = reason.code(), "ended");
     reason
+}
+
+/// Sets the soft limit of open files to `wanted`, which children inherit (`run_server.py`, `increase_file_limit`).
+///
+/// # Discrepancies
+/// Petals sets both limits to the number, lowering them if they were higher; here a higher limit stays.
+fn set_file_limit(wanted: u64) {
+    let raised = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(soft, hard)| {
+        if soft >= wanted {
+            Ok(())
+        } else {
+            setrlimit(Resource::RLIMIT_NOFILE, wanted, hard.max(wanted))
+        }
+    });
+    if let Err(error) = raised {
+        warn!(%error, wanted, "cannot raise the limit of open files; give a lower --increase_file_limit");
+    }
 }

@@ -189,11 +189,13 @@ impl Rig {
     }
 
     fn complaints(&self) -> Vec<&str> {
-        let complaint = |action| match action {
-            &Action::Complain(ref text) => Some(text.as_str()),
-            _ => None,
-        };
-        self.last.iter().filter_map(complaint).collect()
+        let mut texts = Vec::new();
+        for action in &self.last {
+            if let Action::Complain(text) = action {
+                texts.push(text.as_str());
+            }
+        }
+        texts
     }
 }
 

@@ -130,8 +130,10 @@ fn netd(bootstrap: Bootstrap) -> ExitReason {
             }
             Ok(ToNetd::Model(facts)) => {
                 script = facts.name;
-                while script == "netd-floods" && generation.0 == 1 {
-                    say(FromNetd::ProposedSpan(Span::new(0, BLOCKS).unwrap()));
+                if script == "netd-floods" && generation.0 == 1 {
+                    loop {
+                        say(FromNetd::ProposedSpan(Span::new(0, BLOCKS).unwrap()));
+                    }
                 }
                 say(FromNetd::ProposedSpan(
                     served.unwrap_or(Span::new(0, BLOCKS).unwrap()),

@@ -78,13 +78,14 @@ pub fn config(script: &str) -> ServeConfig {
             format: LogFormat::Text,
         },
         drain_timeout: Duration::from_secs(30),
+        file_limit: 512,
     }
 }
 
 /// The part of this program that is the supervisor: `serve CONFIG`.
 pub fn serve(args: &[String]) -> ExitCode {
     let text = std::fs::read_to_string(&args[1]).unwrap();
-    let reason = supervisor::serve(serde_json::from_str(&text).unwrap());
+    let reason = supervisor::serve(serde_json::from_str(&text).unwrap(), &[]);
     ExitCode::from(reason.code())
 }
 

@@ -1,0 +1,411 @@
+//! Flags and environment of `sepal`, read here and nowhere else, and turned into finished settings. The flags of `serve`
+//! and `dht` are those of Petals' `run_server` and `run_dht`, with the same names and defaults; a dash in the name of a
+//! flag means the same as an underscore.
+
+mod serve;
+mod values;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::error::ErrorKind;
+use clap::{Args, CommandFactory, Parser, Subcommand};
+use shared::config::{LogConfig, LogFormat, ServeConfig};
+use shared::control::Role;
+use shared::exit::ExitReason;
+
+use values::{check_maddrs, model_or_last, seconds};
+
+const EXIT_CODES: &str = "\
+Exit codes:
+   0  did what was asked, or drained after SIGTERM or Ctrl-C
+   1  failed; trying again may help. Also: had to kill what did not drain, or was told to stop twice
+   2  wrong flags, model folder or settings: trying again cannot help
+  10  a device failed
+  11  not enough memory
+  12  two builds of sepal met
+  13  the supervisor went away (child processes)
+  14  the instance, the port or the identity is taken
+  15  a process kept dying
+";
+
+/// What `sepal` was asked to do.
+#[derive(Debug)]
+pub enum Command {
+    /// Serve blocks of a model.
+    Serve {
+        /// Settings.
+        config: Box<ServeConfig>,
+        /// Flags without effect, a sentence each, to be logged once logging has started.
+        notes: Vec<String>,
+    },
+    /// Run a bootstrap node.
+    Dht(DhtOptions),
+    /// Generate text through the swarm.
+    Generate(GenerateOptions),
+    /// Start a private swarm and generate text through it.
+    Demo(DemoOptions),
+    /// Show what runs.
+    Status(StatusOptions),
+    /// Be a child of a supervisor.
+    Role {
+        /// Which.
+        role: Role,
+        /// The inherited descriptor.
+        bootstrap: i32,
+    },
+}
+
+/// Settings of `sepal dht`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DhtOptions {
+    /// Peers to join through; empty = a new swarm.
+    pub initial_peers: Vec<String>,
+    /// Multiaddrs to listen on.
+    pub host_maddrs: Vec<String>,
+    /// Multiaddrs to announce in place of the listened ones.
+    pub announce_maddrs: Vec<String>,
+    /// File of the private key, made if missing; `None` = a new identity.
+    pub identity_path: Option<PathBuf>,
+    /// Period of the status lines and of the look-up that evicts dead peers.
+    pub refresh_period: Duration,
+    /// How to log.
+    pub log: LogConfig,
+}
+
+/// Settings of `sepal generate`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GenerateOptions {
+    /// Model folder.
+    pub model: PathBuf,
+    /// Prefix of the module uids; `None` = the model's own.
+    pub dht_prefix: Option<String>,
+    /// Peers of the swarm.
+    pub initial_peers: Vec<String>,
+    /// Text to continue.
+    pub prompt: String,
+    /// Most tokens to add.
+    pub max_new_tokens: u32,
+    /// Divides the logits; `None` = greedy.
+    pub temperature: Option<f32>,
+    /// Keeps the most probable tokens only.
+    pub top_k: Option<usize>,
+    /// Keeps the smallest set of tokens with this probability.
+    pub top_p: Option<f32>,
+    /// Seed of the draws; `None` = from the system.
+    pub seed: Option<u64>,
+    /// Whether to print speed and the time of a step at the end.
+    pub stats: bool,
+    /// Time to reach the swarm and to find servers for all blocks.
+    pub startup_timeout: Duration,
+    /// How to log.
+    pub log: LogConfig,
+}
+
+/// Settings of `sepal demo`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DemoOptions {
+    /// Text to continue; `None` = one that suits the model.
+    pub prompt: Option<String>,
+    /// Most tokens to add.
+    pub max_new_tokens: u32,
+    /// Whether the swarm stays until Ctrl-C.
+    pub keep: bool,
+    /// How to log.
+    pub log: LogConfig,
+}
+
+/// Settings of `sepal status`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StatusOptions {
+    /// Which instance; `None` = all.
+    pub instance: Option<String>,
+    /// Folder of the instances.
+    pub runtime_dir: PathBuf,
+    /// JSON in place of a table.
+    pub json: bool,
+}
+
+/// Flags that cannot be followed, or a request for help; prints itself.
+#[derive(Debug)]
+pub struct CliError(clap::Error);
+
+impl CliError {
+    fn new(message: String) -> CliError {
+        CliError(Sepal::command().error(ErrorKind::ValueValidation, message))
+    }
+
+    /// Prints the message (help and version to standard output, errors to standard error), and gives the exit reason.
+    pub fn report(&self) -> ExitReason {
+        // A closed standard error leaves nobody to tell.
+        let _ = self.0.print();
+        if self.0.exit_code() == 0 {
+            ExitReason::Clean
+        } else {
+            ExitReason::BadConfig
+        }
+    }
+}
+
+impl std::fmt::Display for CliError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Reads a variable of the environment.
+pub type Env<'a> = &'a dyn Fn(&str) -> Option<String>;
+
+/// Reads the command line `args`, whose first element is the name of the program, and the environment.
+///
+/// # Errors
+/// [`CliError`], to be shown with [`CliError::report`].
+pub fn parse(args: impl IntoIterator<Item = OsString>, env: Env<'_>) -> Result<Command, CliError> {
+    let sepal = Sepal::try_parse_from(args.into_iter().map(underscored)).map_err(CliError)?;
+    match sepal.command {
+        Commands::Serve(args) => {
+            let (config, notes) = serve::resolve(*args, env).map_err(CliError::new)?;
+            Ok(Command::Serve {
+                config: Box::new(config),
+                notes,
+            })
+        }
+        Commands::Dht(args) => dht(args, env).map_err(CliError::new),
+        Commands::Generate(args) => generate(args, env).map_err(CliError::new),
+        Commands::Demo(args) => Ok(Command::Demo(DemoOptions {
+            prompt: args.prompt,
+            max_new_tokens: args.max_new_tokens,
+            keep: args.keep,
+            log: args.log.resolve(env, "warn"),
+        })),
+        Commands::Status(args) => Ok(Command::Status(StatusOptions {
+            instance: args.instance,
+            runtime_dir: args.runtime_dir.unwrap_or_else(|| runtime_dir(env)),
+            json: args.json,
+        })),
+        Commands::Netd(args) => Ok(Command::Role {
+            role: Role::Netd,
+            bootstrap: args.bootstrap,
+        }),
+        Commands::GpuWorker(args) => Ok(Command::Role {
+            role: Role::Worker,
+            bootstrap: args.bootstrap,
+        }),
+        Commands::Prepare(args) => Ok(Command::Role {
+            role: Role::Prepare,
+            bootstrap: args.bootstrap,
+        }),
+    }
+}
+
+/// `--block-indices=0:4` becomes `--block_indices=0:4`; values stay as they are.
+fn underscored(arg: OsString) -> OsString {
+    match arg.to_str().and_then(|text| text.strip_prefix("--")) {
+        Some(flag) if !flag.is_empty() => {
+            let (name, value) = flag.split_at(flag.find('=').unwrap_or(flag.len()));
+            format!("--{}{value}", name.replace('-', "_")).into()
+        }
+        _ => arg,
+    }
+}
+
+fn dht(args: DhtArgs, env: Env<'_>) -> Result<Command, String> {
+    check_maddrs("--host_maddrs", &args.host_maddrs)?;
+    check_maddrs("--announce_maddrs", &args.announce_maddrs)?;
+    check_maddrs("--initial_peers", &args.initial_peers)?;
+    Ok(Command::Dht(DhtOptions {
+        initial_peers: args.initial_peers,
+        host_maddrs: args.host_maddrs,
+        announce_maddrs: args.announce_maddrs,
+        identity_path: args.identity_path,
+        refresh_period: args.refresh_period,
+        log: args.log.resolve(env, "info"),
+    }))
+}
+
+fn generate(mut args: GenerateArgs, env: Env<'_>) -> Result<Command, String> {
+    let model = model_or_last(args.model, &mut [&mut args.initial_peers])
+        .ok_or("give a model folder: sepal generate MODEL")?;
+    check_maddrs("--initial_peers", &args.initial_peers)?;
+    Ok(Command::Generate(GenerateOptions {
+        model: model.into(),
+        dht_prefix: args.dht_prefix,
+        initial_peers: args.initial_peers,
+        prompt: args.prompt,
+        max_new_tokens: args.max_new_tokens,
+        temperature: args.temperature,
+        top_k: args.top_k,
+        top_p: args.top_p,
+        seed: args.seed,
+        stats: args.stats,
+        startup_timeout: args.startup_timeout,
+        log: args.log.resolve(env, "warn"),
+    }))
+}
+
+/// `$XDG_RUNTIME_DIR/sepal`, or a folder of the user's own in /tmp.
+fn runtime_dir(env: Env<'_>) -> PathBuf {
+    match env("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()) {
+        Some(dir) => PathBuf::from(dir).join("sepal"),
+        None => PathBuf::from(format!("/tmp/sepal-{}", nix::unistd::geteuid())),
+    }
+}
+
+/// Serves blocks of large language models to the Petals swarm.
+#[derive(Debug, Parser)]
+#[command(name = "sepal", version, after_help = EXIT_CODES, max_term_width = 120)]
+struct Sepal {
+    #[command(subcommand)]
+    command: Commands,
+}
+
+#[derive(Debug, Subcommand)]
+enum Commands {
+    /// Serve blocks of a model to the swarm
+    #[command(after_help = EXIT_CODES)]
+    Serve(Box<serve::ServeArgs>),
+    /// Run a bootstrap node that other peers join through
+    Dht(DhtArgs),
+    /// Generate text through the swarm
+    Generate(GenerateArgs),
+    /// Start a private swarm with a small model and generate text through it
+    Demo(DemoArgs),
+    /// Show the processes of running instances
+    Status(StatusArgs),
+    /// Be the network daemon of a supervisor
+    #[command(hide = true)]
+    Netd(RoleArgs),
+    /// Be a worker of a supervisor
+    #[command(hide = true)]
+    GpuWorker(RoleArgs),
+    /// Be the reader of checkpoints of a supervisor
+    #[command(hide = true)]
+    Prepare(RoleArgs),
+}
+
+#[derive(Debug, Args)]
+struct RoleArgs {
+    /// Descriptor inherited from the supervisor
+    #[arg(long)]
+    bootstrap: i32,
+}
+
+/// How to log.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case", next_help_heading = "Logging")]
+struct LogArgs {
+    /// What to log: a level, or a list such as info,netd=debug [env: SEPAL_LOG]
+    #[arg(long, value_name = "FILTER")]
+    log: Option<String>,
+    /// Lines for people or for machines
+    #[arg(long, value_name = "FORMAT", default_value = "text", value_parser = values::log_format)]
+    log_format: LogFormat,
+}
+
+impl LogArgs {
+    fn resolve(self, env: Env<'_>, default: &str) -> LogConfig {
+        let filter = self
+            .log
+            .or_else(|| env("SEPAL_LOG"))
+            .unwrap_or_else(|| default.to_owned());
+        LogConfig {
+            filter,
+            format: self.log_format,
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+struct DhtArgs {
+    /// Peers to join through; without any, a new swarm begins
+    #[arg(long, num_args = 0.., value_name = "MULTIADDR")]
+    initial_peers: Vec<String>,
+    /// Where to listen
+    #[arg(long, num_args = 1.., value_name = "MULTIADDR", default_values = ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"])]
+    host_maddrs: Vec<String>,
+    /// What to announce in place of the addresses listened on
+    #[arg(long, num_args = 1.., value_name = "MULTIADDR")]
+    announce_maddrs: Vec<String>,
+    /// File of the private key, made if missing; it makes the PeerID stable
+    #[arg(long, value_name = "FILE")]
+    identity_path: Option<PathBuf>,
+    /// Seconds between two status lines
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
+    refresh_period: Duration,
+    #[command(flatten)]
+    log: LogArgs,
+}
+
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+struct GenerateArgs {
+    /// Model folder in Hugging Face layout, with tokenizer.json, embeddings and head; required
+    model: Option<String>,
+    /// Text to continue
+    #[arg(long, short)]
+    prompt: String,
+    /// Peers of the swarm
+    #[arg(long, num_args = 1.., required = true, value_name = "MULTIADDR")]
+    initial_peers: Vec<String>,
+    /// Prefix under which the servers announce the model
+    #[arg(long, value_name = "PREFIX")]
+    dht_prefix: Option<String>,
+    /// Most tokens to add
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    max_new_tokens: u32,
+    /// Draw tokens, with the logits divided by this; greedy without it
+    #[arg(long, value_name = "T")]
+    temperature: Option<f32>,
+    /// Draw from the N most probable tokens
+    #[arg(long, value_name = "N", requires = "temperature")]
+    top_k: Option<usize>,
+    /// Draw from the most probable tokens whose probabilities sum to P
+    #[arg(long, value_name = "P", requires = "temperature")]
+    top_p: Option<f32>,
+    /// Seed of the draws
+    #[arg(long, value_name = "N", requires = "temperature")]
+    seed: Option<u64>,
+    /// Print speed and the time of a step at the end
+    #[arg(long)]
+    stats: bool,
+    /// Seconds to reach the swarm and to find servers for all blocks
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
+    startup_timeout: Duration,
+    #[command(flatten)]
+    log: LogArgs,
+}
+
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+struct DemoArgs {
+    /// Text to continue
+    #[arg(long, short)]
+    prompt: Option<String>,
+    /// Most tokens to add
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    max_new_tokens: u32,
+    /// Keep the swarm until Ctrl-C
+    #[arg(long)]
+    keep: bool,
+    #[command(flatten)]
+    log: LogArgs,
+}
+
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+struct StatusArgs {
+    /// Show this instance only
+    #[arg(long, value_name = "NAME")]
+    instance: Option<String>,
+    /// Folder of the instances [default: $XDG_RUNTIME_DIR/sepal or /tmp/sepal-UID]
+    #[arg(long, value_name = "DIR")]
+    runtime_dir: Option<PathBuf>,
+    /// JSON in place of a table
+    #[arg(long)]
+    json: bool,
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,324 @@
+use shared::block::Span;
+use shared::config::{Device, FaultAction, FaultPlan, FaultPoint, SpanChoice, Throughput};
+
+use super::*;
+
+fn run(line: &str, env: &[(&str, &str)]) -> Result<Command, String> {
+    let args = std::iter::once("sepal")
+        .chain(line.split_whitespace())
+        .map(OsString::from);
+    let env = |name: &str| {
+        env.iter()
+            .find(|(key, _)| *key == name)
+            .map(|(_, value)| (*value).to_owned())
+    };
+    parse(args, &env).map_err(|error| error.to_string())
+}
+
+fn serve(line: &str) -> ServeConfig {
+    match run(&format!("serve {line}"), &[]) {
+        Ok(Command::Serve { config, .. }) => *config,
+        other => panic!("{line}: {other:?}"),
+    }
+}
+
+fn refusal(line: &str) -> String {
+    run(line, &[]).expect_err(line)
+}
+
+#[test]
+fn the_flags_are_well_formed() {
+    Sepal::command().debug_assert();
+}
+
+#[test]
+fn defaults_are_those_of_run_server() {
+    let config = serve("/models/llama");
+    let netd = &config.netd;
+    assert_eq!(config.prepare.model, "/models/llama");
+    assert_eq!(netd.initial_peers.len(), 6, "the public swarm");
+    assert_eq!(netd.host_maddrs, ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]);
+    assert_eq!(
+        (netd.span, netd.throughput),
+        (SpanChoice::All, Throughput::Measure)
+    );
+    let seconds = [
+        netd.update_period,
+        netd.expiration,
+        netd.request_timeout,
+        netd.session_timeout,
+        netd.step_timeout,
+    ];
+    assert_eq!(
+        seconds.map(|time| time.as_secs()),
+        [120, 240, 180, 1800, 300]
+    );
+    assert_eq!(
+        (
+            netd.max_alloc_timeout.as_secs(),
+            netd.startup_timeout.as_secs()
+        ),
+        (600, 60)
+    );
+    assert_eq!(
+        (config.devices.as_slice(), config.file_limit),
+        (&[Device::Cpu][..], 4096)
+    );
+    assert_eq!(config.prepare.dtype, None);
+}
+
+#[test]
+fn dashes_and_underscores_and_equals_mean_the_same() {
+    for line in [
+        "--block_indices 2:6",
+        "--block-indices 2:6",
+        "--block_indices=2:6",
+        "--block-indices=2:6",
+    ] {
+        assert_eq!(
+            serve(&format!("m {line}")).netd.span,
+            SpanChoice::Fixed(Span::new(2, 6).unwrap())
+        );
+    }
+    let peers = serve("m --initial-peers /ip4/1.2.3.4/tcp/5/p2p/a-b /ip4/1.2.3.4/tcp/6")
+        .netd
+        .initial_peers;
+    assert_eq!(peers, ["/ip4/1.2.3.4/tcp/5/p2p/a-b", "/ip4/1.2.3.4/tcp/6"]);
+}
+
+#[test]
+fn the_model_may_be_given_by_flag_but_not_twice() {
+    assert_eq!(serve("--converted_model_name_or_path m").prepare.model, "m");
+    assert!(refusal("serve m --converted_model_name_or_path m").contains("cannot be used with"));
+    assert!(refusal("serve").contains("MODEL"));
+}
+
+#[test]
+fn a_model_after_a_list_of_multiaddrs_is_the_model() {
+    let config = serve("--initial_peers /ip4/1.2.3.4/tcp/5 /models/llama --num_blocks 2");
+    assert_eq!(
+        (
+            config.prepare.model.as_str(),
+            config.netd.initial_peers.len()
+        ),
+        ("/models/llama", 1)
+    );
+    let line = "generate --initial_peers /dns4/a.b/tcp/5/p2p/Q folder --prompt Hi";
+    let Ok(Command::Generate(generate)) = run(line, &[]) else {
+        panic!()
+    };
+    assert_eq!(
+        (generate.model, generate.initial_peers.len()),
+        ("folder".into(), 1)
+    );
+    assert!(
+        refusal("generate --initial_peers /dns4/a.b/tcp/5/p2p/Q --prompt Hi").contains("MODEL")
+    );
+}
+
+#[test]
+fn port_and_public_ip_become_multiaddrs() {
+    let netd = serve("m --port 31330 --public_ip 1.2.3.4").netd;
+    assert_eq!(
+        netd.host_maddrs,
+        ["/ip4/0.0.0.0/tcp/31330", "/ip6/::/tcp/31330"]
+    );
+    assert_eq!(netd.announce_maddrs, ["/ip4/1.2.3.4/tcp/31330"]);
+    assert!(refusal("serve m --port 0 --public_ip 1.2.3.4").contains("--port"));
+    assert!(
+        refusal("serve m --port 1 --host_maddrs /ip4/127.0.0.1/tcp/0")
+            .contains("cannot be used with")
+    );
+}
+
+#[test]
+fn what_petals_does_and_this_version_does_not_is_refused_in_a_sentence() {
+    for (line, says) in [
+        ("--quant_type nf4", "give none"),
+        ("--adapters a b", "adapters"),
+        ("--tensor_parallel_devices cpu cpu", "--device"),
+        ("--compression FLOAT16", "NONE"),
+        ("--device cuda:0", "give cpu"),
+        ("--device mps", "cuda:N"),
+        ("--torch_dtype float16", "bfloat16"),
+        ("--torch_dtype int4", "int4"),
+        ("--token x", "folder"),
+        ("--revision x", "folder"),
+        ("--custom_module_path x", "Python"),
+        ("-c x", "flags"),
+        ("--throughput dry_run", "eval"),
+        ("--throughput -1", "--throughput"),
+        ("--throughput=nan", "nan"),
+        ("--dht_prefix a.b", "a.b"),
+        ("--initial_peers 1.2.3.4:5", "1.2.3.4:5"),
+        ("--block_indices 4:4", "start:end"),
+        ("--update_period 0", "seconds"),
+        ("--request_timeout 1e300", "seconds"),
+        ("--arena_size 5", "at least"),
+        (
+            "--new_swarm --initial_peers /ip4/1.2.3.4/tcp/5",
+            "cannot be used with",
+        ),
+        ("--num_blocks 2 --block_indices 0:2", "cannot be used with"),
+        ("--num_blocks 0", "0"),
+    ] {
+        let error = refusal(&format!("serve m {line}"));
+        assert!(error.contains(says), "{line}: {error}");
+    }
+    assert_eq!(
+        serve("m --quant_type none --compression NONE --adapters")
+            .devices
+            .len(),
+        1
+    );
+}
+
+#[test]
+fn flags_without_effect_are_accepted_and_noted() {
+    let line = "serve m --num_handlers 8 --prefetch-batches 1 --skip_reachability_check";
+    let Ok(Command::Serve { notes, .. }) = run(line, &[]) else {
+        panic!()
+    };
+    assert_eq!(notes.len(), 3);
+    assert!(
+        notes[0].starts_with("--num_handlers has no effect"),
+        "{notes:?}"
+    );
+}
+
+#[test]
+fn folders_and_log_come_from_the_environment_unless_given() {
+    let env = [
+        ("XDG_RUNTIME_DIR", "/run/user/7"),
+        ("PETALS_CACHE", "/c"),
+        ("SEPAL_LOG", "debug"),
+    ];
+    let Ok(Command::Serve { config, .. }) = run("serve m", &env) else {
+        panic!()
+    };
+    assert_eq!(
+        (config.runtime_dir, config.prepare.cache_dir),
+        ("/run/user/7/sepal".into(), "/c".into())
+    );
+    assert_eq!(config.log.filter, "debug");
+    let Ok(Command::Serve { config, .. }) =
+        run("serve m --runtime_dir /r --cache_dir /d --log warn", &env)
+    else {
+        panic!()
+    };
+    assert_eq!(
+        (config.runtime_dir, config.prepare.cache_dir),
+        ("/r".into(), "/d".into())
+    );
+    assert_eq!(config.log.filter, "warn");
+    assert_eq!(
+        serve("m").runtime_dir,
+        PathBuf::from(format!("/tmp/sepal-{}", nix::unistd::geteuid()))
+    );
+}
+
+#[test]
+fn several_devices_share_the_cores() {
+    let config = serve("m --device cpu,cpu");
+    assert_eq!(config.devices, [Device::Cpu, Device::Cpu]);
+    assert!(config.worker.threads >= 1);
+    assert_eq!(serve("m --threads 3").worker.threads, 3);
+    assert!(refusal(&format!("serve m --device {}", ["cpu"; 16].join(","))).contains("at most 15"));
+}
+
+#[test]
+fn faults_read_as_they_are_documented() {
+    let fault = |text: &str| serve(&format!("m --inject_fault {text}")).worker.fault;
+    let expected = FaultPlan {
+        action: FaultAction::Kill,
+        point: FaultPoint::Block(2),
+        job: 5,
+        times: 3,
+    };
+    assert_eq!(fault("kill@block:2#5x3"), Some(expected));
+    let expected = FaultPlan {
+        action: FaultAction::Hang,
+        point: FaultPoint::Taken,
+        job: 0,
+        times: 1,
+    };
+    assert_eq!(fault("hang@taken#0"), Some(expected));
+    for bad in [
+        "kill",
+        "kill@taken",
+        "melt@taken#1",
+        "kill@block:#1",
+        "kill@taken#x",
+        "kill@taken#1xx",
+    ] {
+        assert!(
+            refusal(&format!("serve m --inject_fault {bad}")).contains("ACTION@POINT#JOB"),
+            "{bad}"
+        );
+    }
+}
+
+#[test]
+fn the_other_commands_read_their_flags() {
+    let Ok(Command::Dht(dht)) = run("dht --refresh-period 2.5", &[]) else {
+        panic!()
+    };
+    assert_eq!(
+        (
+            dht.refresh_period.as_millis(),
+            dht.host_maddrs.len(),
+            dht.initial_peers.len()
+        ),
+        (2500, 2, 0)
+    );
+    let line = "generate m --initial_peers /ip4/1.2.3.4/tcp/5/p2p/Q --prompt Hi --temperature 0.7 --top_k 5 --stats";
+    let Ok(Command::Generate(generate)) = run(line, &[]) else {
+        panic!()
+    };
+    assert_eq!(
+        (
+            generate.max_new_tokens,
+            generate.temperature,
+            generate.top_k
+        ),
+        (64, Some(0.7), Some(5))
+    );
+    assert!(refusal("generate m --prompt Hi").contains("initial_peers"));
+    let Ok(Command::Demo(demo)) = run("demo --keep", &[]) else {
+        panic!()
+    };
+    assert!(demo.keep && demo.prompt.is_none());
+    let Ok(Command::Status(status)) = run("status --json", &[("XDG_RUNTIME_DIR", "/x")]) else {
+        panic!()
+    };
+    assert!(status.json && status.runtime_dir == std::path::Path::new("/x/sepal"));
+}
+
+#[test]
+fn every_role_has_its_hidden_command() {
+    for role in [Role::Netd, Role::Worker, Role::Prepare] {
+        let Ok(Command::Role {
+            role: read,
+            bootstrap: 7,
+        }) = run(&format!("{} --bootstrap 7", role.name()), &[])
+        else {
+            panic!("{}", role.name())
+        };
+        assert_eq!(read, role);
+    }
+}
+
+#[test]
+fn help_is_complete_and_names_the_exit_codes() {
+    let help = refusal("serve --help");
+    for text in [
+        "Exit codes:",
+        "--block_indices",
+        "--num_handlers",
+        "--drain_timeout",
+        "--arena_size",
+    ] {
+        assert!(help.contains(text), "{text}");
+    }
+    assert!(!help.contains("inject_fault"));
+}

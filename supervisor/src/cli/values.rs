@@ -1,0 +1,131 @@
+//! Values of flags, each read into its finished type with an error that names the value and what to give.
+
+use std::time::Duration;
+
+use shared::config::{Device, FaultAction, FaultPlan, FaultPoint, LogFormat};
+
+/// Longest duration of a flag: a year. Sums with points in time then never overflow.
+const MAX_SECONDS: f64 = 365.0 * 86400.0;
+
+/// A duration in seconds, fractions allowed, above 0.
+pub fn seconds(text: &str) -> Result<Duration, String> {
+    let number: Option<f64> = text.parse().ok();
+    number
+        .filter(|seconds| (0.001..=MAX_SECONDS).contains(seconds))
+        .map(Duration::from_secs_f64)
+        .ok_or_else(|| "give a number of seconds, at least 0.001".to_owned())
+}
+
+/// `text` or `json`.
+pub fn log_format(text: &str) -> Result<LogFormat, String> {
+    match text {
+        "text" => Ok(LogFormat::Text),
+        "json" => Ok(LogFormat::Json),
+        _ => Err("give text or json".to_owned()),
+    }
+}
+
+/// A list of devices, separated by commas.
+pub fn devices(text: &str) -> Result<Vec<Device>, String> {
+    text.split(',').map(device).collect()
+}
+
+fn device(text: &str) -> Result<Device, String> {
+    let cuda = |text: &str| match text.strip_prefix("cuda")? {
+        "" => Some(0),
+        ordinal => ordinal.strip_prefix(':')?.parse().ok(),
+    };
+    match text.trim() {
+        "cpu" => Ok(Device::Cpu),
+        other => cuda(other)
+            .map(Device::Cuda)
+            .ok_or_else(|| format!("{other:?} is no device; give cpu or cuda:N")),
+    }
+}
+
+/// A size in bytes: a number, or one with a unit such as `512MiB` or `50GB`.
+pub fn size_bytes(text: &str) -> Result<u64, String> {
+    const UNITS: [(&str, u64); 9] = [
+        ("KiB", 1 << 10),
+        ("MiB", 1 << 20),
+        ("GiB", 1 << 30),
+        ("TiB", 1 << 40),
+        ("KB", 1_000),
+        ("MB", 1_000_000),
+        ("GB", 1_000_000_000),
+        ("TB", 1_000_000_000_000),
+        ("B", 1),
+    ];
+    let text = text.trim();
+    let (number, unit) = UNITS
+        .into_iter()
+        .find_map(|(name, unit)| Some((text.strip_suffix(name)?, unit)))
+        .unwrap_or((text, 1));
+    let number: Option<u64> = number.trim().parse().ok();
+    number
+        .and_then(|number| number.checked_mul(unit))
+        .ok_or_else(|| "give a size in bytes, for example 536870912 or 512MiB".to_owned())
+}
+
+/// `ACTION@POINT#JOB[xTIMES]`, for example `kill@block:2#5x3`.
+pub fn fault(text: &str) -> Result<FaultPlan, String> {
+    let form = || {
+        "give ACTION@POINT#JOB[xTIMES] with ACTION kill, abort or hang and POINT taken, copies, block:N, output or \
+         completion, for example kill@block:2#5x3"
+            .to_owned()
+    };
+    let plan = || {
+        let (action, rest) = text.split_once('@')?;
+        let (point, rest) = rest.split_once('#')?;
+        let (job, times) = rest.split_once('x').unwrap_or((rest, "1"));
+        let action = match action {
+            "kill" => FaultAction::Kill,
+            "abort" => FaultAction::Abort,
+            "hang" => FaultAction::Hang,
+            _ => return None,
+        };
+        let point = match point {
+            "taken" => FaultPoint::Taken,
+            "copies" => FaultPoint::Copies,
+            "output" => FaultPoint::Output,
+            "completion" => FaultPoint::Completion,
+            block => FaultPoint::Block(block.strip_prefix("block:")?.parse().ok()?),
+        };
+        Some(FaultPlan {
+            action,
+            point,
+            job: job.parse().ok()?,
+            times: times.parse().ok()?,
+        })
+    };
+    plan().ok_or_else(form)
+}
+
+/// Refuses what cannot be a multiaddr at all; netd reads them for good.
+pub fn check_maddrs(flag: &str, maddrs: &[String]) -> Result<(), String> {
+    match maddrs.iter().find(|text| !is_maddr(text)) {
+        Some(bad) => Err(format!(
+            "{flag} {bad:?} is no multiaddr; give one such as /ip4/127.0.0.1/tcp/31337"
+        )),
+        None => Ok(()),
+    }
+}
+
+/// The model, which a list of multiaddrs before it swallows: `--initial_peers /ip4/... MODEL`.
+pub fn model_or_last(model: Option<String>, lists: &mut [&mut Vec<String>]) -> Option<String> {
+    model.or_else(|| {
+        let ends_so =
+            |list: &&mut &mut Vec<String>| list.last().is_some_and(|last| !is_maddr(last));
+        lists.iter_mut().find(ends_so)?.pop()
+    })
+}
+
+fn is_maddr(text: &str) -> bool {
+    const FIRST: [&str; 7] = ["ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr", "p2p"];
+    let mut parts = text.split('/');
+    parts.next() == Some("")
+        && parts
+            .next()
+            .is_some_and(|protocol| FIRST.contains(&protocol))
+        && parts.next().is_some_and(|address| !address.is_empty())
+}
