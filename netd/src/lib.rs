@@ -2,4 +2,5 @@
 
 pub mod dht;
 pub mod p2p;
+pub mod swarm;
 pub mod wire;

@@ -14,6 +14,7 @@
 //! Source: `hivemind/dht/{node,protocol,routing,storage,traverse}.py`. Times are Unix seconds as `f64`, as on the wire.
 
 mod answer;
+pub mod driver;
 pub mod id;
 pub mod lookup;
 pub mod node;

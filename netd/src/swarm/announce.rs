@@ -1,0 +1,302 @@
+//! This server's own records: [`records`] builds them, [`Announcer`] keeps them alive in the DHT.
+//! Source: `ModuleAnnouncerThread` in `petals/server/server.py` and `declare_active_modules` in `petals/utils/dht.py`.
+//!
+//! ```text
+//!   status (watch) ── state changes ──> announce at once ─┐
+//!                     period passes ──> announce again  ──┴─> store_many: every block's uid, and the index of models
+//!                     Offline ────────> announce once, end
+//! ```
+
+use crate::dht::driver::{Dht, unix_now};
+use crate::dht::id::DhtId;
+use crate::dht::storage::{Item, Timed};
+use crate::wire::msgpack::Value;
+use crate::wire::records::{MODELS_KEY, ModelInfo, ServerInfo, ServerState};
+use crate::wire::uid::module_uid;
+use std::ops::Range;
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, timeout_at};
+use tracing::{info, warn};
+
+/// Shortest life of a record.
+const MIN_EXPIRATION: Duration = Duration::from_secs(3);
+/// Time to the next attempt after one that no node accepted.
+const RETRY_PERIOD: Duration = Duration::from_secs(5);
+
+/// What stays the same while a server serves its span.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AnnounceConfig {
+    /// DHT prefix of the model; one that starts with `_` keeps the model out of the public index.
+    pub prefix: String,
+    /// Blocks served.
+    pub blocks: Range<u32>,
+    /// Our PeerID in base58.
+    pub peer_id: String,
+    /// The model's entry in the index of models.
+    pub model: ModelInfo,
+    /// The record without state, range, free cache and pings, which are filled in here.
+    pub info: ServerInfo,
+    /// Time between announcements; records live twice as long.
+    pub update_period: Duration,
+}
+
+/// What changes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ServerStatus {
+    /// State of the server.
+    pub state: ServerState,
+    /// Free KV cache, keys and values counted apart.
+    pub cache_tokens_left: Option<u64>,
+    /// Seconds to likely next servers by PeerID.
+    pub next_pings: Vec<(String, f64)>,
+}
+
+/// The items to store for a server in `status` at `now` (Unix seconds).
+#[must_use]
+pub fn records(config: &AnnounceConfig, status: &ServerStatus, now: f64) -> Vec<(DhtId, Item)> {
+    let life = (2 * config.update_period).max(MIN_EXPIRATION);
+    let item = |subkey: &str, value: Vec<u8>| {
+        let timed = Timed {
+            value: value.into(),
+            expiration: now + life.as_secs_f64(),
+        };
+        Item::Entry(Value::str(subkey).encode().into(), timed)
+    };
+    let offline = status.state == ServerState::Offline;
+    let info = ServerInfo {
+        state: status.state,
+        start_block: Some(config.blocks.start.into()),
+        end_block: Some(config.blocks.end.into()),
+        cache_tokens_left: status.cache_tokens_left,
+        next_pings: Some(if offline {
+            Vec::new()
+        } else {
+            status.next_pings.clone()
+        }),
+        ..config.info.clone()
+    };
+    let record = item(&config.peer_id, info.encode());
+    let uid = |block| {
+        (
+            DhtId::of_text(&module_uid(&config.prefix, block)),
+            record.clone(),
+        )
+    };
+    let mut items: Vec<_> = config.blocks.clone().map(uid).collect();
+    if !config.prefix.starts_with('_') {
+        items.push((
+            DhtId::of_text(MODELS_KEY),
+            item(&config.prefix, config.model.encode()),
+        ));
+    }
+    items
+}
+
+/// The task that announces a server until it is offline.
+#[derive(Debug)]
+pub struct Announcer {
+    task: JoinHandle<()>,
+    announced: watch::Receiver<Option<ServerState>>,
+}
+
+impl Announcer {
+    /// Starts announcing what `status` says. To be called within a tokio runtime. The task ends after it announced
+    /// [`ServerState::Offline`], which it also does when the sender of `status` is dropped.
+    #[must_use]
+    pub fn start(dht: Dht, config: AnnounceConfig, status: watch::Receiver<ServerStatus>) -> Self {
+        let (announced_sender, announced) = watch::channel(None);
+        let task = tokio::spawn(run(dht, config, status, announced_sender));
+        Self { task, announced }
+    }
+
+    /// The state that nodes of the DHT last accepted for every block.
+    #[must_use]
+    pub fn announced(&self) -> watch::Receiver<Option<ServerState>> {
+        self.announced.clone()
+    }
+
+    /// Waits until the task has ended, at most until `deadline`: after the status became offline, so that clients learn of it.
+    /// Whether it ended in time.
+    pub async fn finished(self, deadline: Instant) -> bool {
+        timeout_at(deadline, self.task).await.is_ok()
+    }
+}
+
+async fn run(
+    dht: Dht,
+    config: AnnounceConfig,
+    mut status: watch::Receiver<ServerStatus>,
+    announced: watch::Sender<Option<ServerState>>,
+) {
+    let mut orphaned = false;
+    loop {
+        let started = Instant::now();
+        let mut current = status.borrow_and_update().clone();
+        if orphaned {
+            current.state = ServerState::Offline;
+        }
+        let stored = announce(&dht, &config, &current).await;
+        if stored {
+            announced.send_replace(Some(current.state));
+        }
+        if current.state == ServerState::Offline {
+            return;
+        }
+        let period = if stored {
+            config.update_period
+        } else {
+            config.update_period.min(RETRY_PERIOD)
+        };
+        if started.elapsed() > period {
+            warn!(
+                took_s = started.elapsed().as_secs_f64(),
+                "announcing takes longer than the update period"
+            );
+        }
+        let changed = status.wait_for(|new| new.state != current.state);
+        // Either the period ends, or the state changes at once; a sender that is gone means the server ends.
+        orphaned = matches!(timeout_at(started + period, changed).await, Ok(Err(_)));
+    }
+}
+
+/// Stores the records; whether each was accepted somewhere.
+async fn announce(dht: &Dht, config: &AnnounceConfig, status: &ServerStatus) -> bool {
+    match dht.store_many(records(config, status, unix_now())).await {
+        Ok(accepted) => {
+            let refused = accepted.iter().filter(|count| **count == 0).count();
+            if refused > 0 {
+                warn!(
+                    refused,
+                    of = accepted.len(),
+                    "records that no node of the DHT accepted"
+                );
+            }
+            info!(state = ?status.state, blocks = ?config.blocks, "announced");
+            refused == 0
+        }
+        Err(error) => {
+            warn!(%error, "cannot announce this server");
+            false
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dht::driver::tests::{block_on, start};
+    use crate::swarm::view::read_blocks;
+
+    fn config(prefix: &str, peer_id: &str) -> AnnounceConfig {
+        AnnounceConfig {
+            prefix: prefix.into(),
+            blocks: 2..4,
+            peer_id: peer_id.into(),
+            model: ModelInfo {
+                num_blocks: 6,
+                repository: None,
+            },
+            info: ServerInfo {
+                version: Some("1".into()),
+                ..ServerInfo::new(ServerState::Offline, 7.5)
+            },
+            update_period: Duration::from_secs(120),
+        }
+    }
+
+    fn status(state: ServerState) -> ServerStatus {
+        ServerStatus {
+            state,
+            cache_tokens_left: Some(512),
+            next_pings: vec![("p".into(), 0.5)],
+        }
+    }
+
+    fn decoded(item: &Item) -> ServerInfo {
+        let Item::Entry(_, timed) = item else {
+            panic!("{item:?}")
+        };
+        assert_eq!(timed.expiration, 1240.0);
+        ServerInfo::decode(&timed.value).unwrap()
+    }
+
+    #[test]
+    fn every_block_and_the_index_get_a_record() {
+        let items = records(&config("tiny", "me"), &status(ServerState::Online), 1000.0);
+        let keys: Vec<_> = items.iter().map(|(key, _)| *key).collect();
+        assert_eq!(
+            keys,
+            ["tiny.2", "tiny.3", "_petals.models"].map(DhtId::of_text)
+        );
+        let info = decoded(&items[0].1);
+        assert_eq!(
+            (info.state, info.start_block, info.end_block),
+            (ServerState::Online, Some(2), Some(4))
+        );
+        assert_eq!((info.throughput, info.cache_tokens_left), (7.5, Some(512)));
+        assert_eq!(info.next_pings, Some(vec![("p".into(), 0.5)]));
+        assert_eq!(items[0].1, items[1].1);
+        let Item::Entry(tag, timed) = &items[2].1 else {
+            panic!()
+        };
+        assert_eq!(&tag[..], Value::str("tiny").encode());
+        assert_eq!(ModelInfo::decode(&timed.value).unwrap().num_blocks, 6);
+    }
+
+    #[test]
+    fn private_models_stay_out_of_the_index_and_offline_servers_have_no_pings() {
+        let items = records(
+            &config("_tiny", "me"),
+            &status(ServerState::Offline),
+            1000.0,
+        );
+        assert_eq!(items.len(), 2);
+        assert_eq!(decoded(&items[0].1).next_pings, Some(Vec::new()));
+    }
+
+    #[test]
+    fn short_periods_still_give_records_three_seconds() {
+        let config = AnnounceConfig {
+            update_period: Duration::from_millis(100),
+            ..config("t", "me")
+        };
+        let items = records(&config, &status(ServerState::Online), 1000.0);
+        assert!(matches!(&items[0].1, Item::Entry(_, timed) if timed.expiration == 1003.0));
+    }
+
+    #[test]
+    fn states_reach_other_nodes_in_turn() {
+        block_on(async {
+            let (first, address) = start(Vec::new(), false).await.unwrap();
+            let (second, _) = start(vec![address.clone()], false).await.unwrap();
+            let peer_id = libp2p::PeerId::random().to_base58();
+            let (sender, receiver) = watch::channel(status(ServerState::Joining));
+            let announcer = Announcer::start(first, config("tiny", &peer_id), receiver);
+            let mut announced = announcer.announced();
+            for state in [
+                ServerState::Joining,
+                ServerState::Online,
+                ServerState::Offline,
+            ] {
+                sender.send_modify(|status| status.state = state);
+                announced
+                    .wait_for(|seen| *seen == Some(state))
+                    .await
+                    .unwrap();
+                let blocks = read_blocks(&second, "tiny", 0..6).await.unwrap();
+                let served: Vec<_> = blocks
+                    .iter()
+                    .map(|servers| servers.get(&peer_id).map(|i| i.state))
+                    .collect();
+                assert_eq!(served, [None, None, Some(state), Some(state), None, None]);
+            }
+            assert!(
+                announcer
+                    .finished(Instant::now() + Duration::from_secs(30))
+                    .await
+            );
+        });
+    }
+}

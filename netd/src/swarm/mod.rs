@@ -1,0 +1,6 @@
+//! The swarm as this server sees it, and this server as the swarm sees it: who serves which blocks ([`view`]), which blocks
+//! are worth serving ([`placement`]), and our own records ([`announce`]).
+
+pub mod announce;
+pub mod placement;
+pub mod view;
