@@ -1,0 +1,452 @@
+//! What the tests of the executor and of the worker process stand on: a tiny model made ready by prepare, the segments that a
+//! supervisor would make, and netd's end of a link with sessions that keep page tables.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use kernels::ops::convert;
+use shared::block::{BlockIndex, Span};
+use shared::config::PrepareConfig;
+use shared::control::{BoardSeat, Role};
+use shared::dtype::DType;
+use shared::ids::{Generation, GroupId, JobId, PageId, WorkerId};
+use shared::job::{
+    Completion, Entry, JobBody, JobDescriptor, JobError, JobKind, JobLimits, PageCopy, SlotRef,
+};
+use shared::model::{ModelFacts, PAGE_TOKENS};
+use shared::shm::arena::ArenaMap;
+use shared::shm::board::{Board, Occupant};
+use shared::shm::doorbell::Doorbell;
+use shared::shm::kv::KvMap;
+use shared::shm::pair::{NetdEnd, RingIdentity, RingPair};
+use shared::shm::segment::MemfdSegment;
+use tempfile::TempDir;
+
+use crate::block::BlockSpec;
+use crate::fixtures::{llama_config, llama_tensors, values, write_model};
+use crate::prepare::Inspected;
+use crate::weights::manifest::Manifest;
+
+/// Longest wait of any test.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Pages per block.
+pub(crate) const KV_PAGES: u32 = 64;
+
+/// Blocks of the model.
+pub(crate) const BLOCKS: u32 = 3;
+
+const ARENA_BYTES: usize = 4 << 20;
+
+/// The bodies of jobs lie in the upper half of the arena.
+const BODIES: u64 = ARENA_BYTES as u64 / 2;
+const BODY_BYTES: u64 = 4096;
+
+/// Tensors lie in the lower half, two pieces per job.
+const SLOT_BYTES: u64 = 16384;
+
+/// A name that no other segment of this machine has.
+pub(crate) fn unique(what: &str) -> String {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    format!(
+        "sepal-test-{}-{}-{what}",
+        std::process::id(),
+        COUNT.fetch_add(1, Ordering::Relaxed)
+    )
+}
+
+/// The worker of all tests.
+pub(crate) fn worker_id() -> WorkerId {
+    WorkerId::solo(GroupId(0))
+}
+
+/// A model made ready.
+pub(crate) struct Model {
+    _dir: TempDir,
+    pub(crate) path: PathBuf,
+    pub(crate) manifest: Manifest,
+    pub(crate) spec: BlockSpec,
+}
+
+impl Model {
+    pub(crate) fn new(dtype: DType) -> Model {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("tiny");
+        write_model(
+            &folder,
+            &llama_config(BLOCKS as usize),
+            &llama_tensors(BLOCKS as usize, dtype),
+        );
+        let model = folder.to_str().unwrap().to_owned();
+        let config = PrepareConfig {
+            model,
+            dtype: Some(dtype),
+            cache_dir: dir.path().join("cache"),
+        };
+        let mut inspected = Inspected::new(&config).unwrap();
+        let manifest = inspected.make_ready(span(), |_| Ok(())).unwrap();
+        let path = dir.path().join("manifest.json");
+        manifest.write(&path).unwrap();
+        Model {
+            _dir: dir,
+            path,
+            manifest,
+            spec: inspected.spec,
+        }
+    }
+
+    pub(crate) fn facts(&self) -> &ModelFacts {
+        &self.manifest.model
+    }
+
+    pub(crate) fn limits(&self) -> JobLimits {
+        JobLimits {
+            arena_bytes: ARENA_BYTES as u64,
+            span: span(),
+            hidden: self.facts().hidden_size,
+            dtype: self.facts().dtype,
+            kv_pages: KV_PAGES,
+            adapters: 0,
+        }
+    }
+}
+
+/// All blocks.
+pub(crate) fn span() -> Span {
+    Span::new(0, BLOCKS).unwrap()
+}
+
+/// A board with one worker on it.
+pub(crate) struct Seat {
+    pub(crate) board: Board,
+    pub(crate) seat: BoardSeat,
+}
+
+impl Seat {
+    pub(crate) fn new(generation: Generation) -> Seat {
+        let name = unique("board");
+        let board = Board::create(&name, "test", 0).unwrap();
+        board
+            .assign(
+                0,
+                &Occupant {
+                    role: Role::Worker,
+                    generation,
+                    worker: Some(worker_id()),
+                },
+            )
+            .unwrap();
+        Seat {
+            board,
+            seat: BoardSeat { name, slot: 0 },
+        }
+    }
+}
+
+/// A kv segment full of NaN: a free page must never show.
+pub(crate) fn kv_segment(facts: &ModelFacts) -> MemfdSegment {
+    let segment =
+        MemfdSegment::create(&unique("kv"), facts.kv_segment_bytes(span(), KV_PAGES)).unwrap();
+    KvMap::map(&segment).unwrap().values_mut::<u8>().fill(0xff);
+    segment
+}
+
+/// What a supervisor makes for a link.
+pub(crate) struct LinkParts {
+    pub(crate) rings: String,
+    pub(crate) pair: Option<RingPair>,
+    pub(crate) identity: RingIdentity,
+    pub(crate) arena: MemfdSegment,
+    pub(crate) submission_bell: Doorbell,
+    pub(crate) completion_bell: Doorbell,
+}
+
+impl LinkParts {
+    pub(crate) fn new(worker_generation: Generation, netd_generation: Generation) -> LinkParts {
+        let identity = RingIdentity {
+            worker: worker_id(),
+            worker_generation,
+            netd_generation,
+        };
+        let rings = unique("rings");
+        LinkParts {
+            pair: Some(RingPair::create(&rings, &identity).unwrap()),
+            rings,
+            identity,
+            arena: MemfdSegment::create(&unique("arena"), ARENA_BYTES).unwrap(),
+            submission_bell: Doorbell::new().unwrap(),
+            completion_bell: Doorbell::new().unwrap(),
+        }
+    }
+
+    /// The message and the descriptors for the worker.
+    pub(crate) fn for_worker(&self) -> (shared::control::LinkInit, Vec<std::os::fd::OwnedFd>) {
+        let init = shared::control::LinkInit {
+            netd_generation: self.identity.netd_generation,
+            worker_generation: self.identity.worker_generation,
+            rings: self.rings.clone(),
+            arena_bytes: ARENA_BYTES as u64,
+            fds: shared::control::FdTag(self.identity.netd_generation.0.into()),
+        };
+        let fds = vec![
+            self.arena.try_clone().unwrap(),
+            self.submission_bell.try_clone().unwrap(),
+            self.completion_bell.try_clone().unwrap(),
+        ];
+        (init, fds)
+    }
+
+    pub(crate) fn netd(mut self) -> Netd {
+        let (jobs, answers): NetdEnd = self.pair.take().unwrap().netd_end();
+        Netd {
+            jobs,
+            answers,
+            arena: ArenaMap::map(&self.arena).unwrap(),
+            parts: self,
+            submitted: 0,
+            early: HashMap::new(),
+        }
+    }
+}
+
+/// netd's end of a link.
+pub(crate) struct Netd {
+    jobs: shared::shm::ring::Producer<shared::shm::pair::RingHandle>,
+    answers: shared::shm::ring::Consumer<shared::shm::pair::RingHandle>,
+    pub(crate) arena: ArenaMap,
+    parts: LinkParts,
+    submitted: u64,
+    early: HashMap<JobId, Completion>,
+}
+
+impl Netd {
+    /// Slots for the input and the output of the next job.
+    pub(crate) fn slots(&self, bytes: u64) -> (SlotRef, SlotRef) {
+        assert!(bytes <= SLOT_BYTES);
+        let at = self.submitted % (BODIES / (2 * SLOT_BYTES)) * 2 * SLOT_BYTES;
+        (
+            SlotRef {
+                offset: at,
+                len: bytes,
+            },
+            SlotRef {
+                offset: at + SLOT_BYTES,
+                len: bytes,
+            },
+        )
+    }
+
+    /// Submits a job and wakes the worker.
+    pub(crate) fn submit(&mut self, body: &JobBody) -> JobId {
+        let id = self.push(body.kind, &body.encode());
+        self.wake();
+        id
+    }
+
+    /// Submits a job without waking the worker.
+    pub(crate) fn push(&mut self, kind: JobKind, body: &[u8]) -> JobId {
+        let slot = SlotRef {
+            offset: BODIES + self.submitted % 256 * BODY_BYTES,
+            len: body.len() as u64,
+        };
+        assert!(slot.len <= BODY_BYTES);
+        self.arena.write(slot.offset, body).unwrap();
+        let id = JobId(self.submitted);
+        self.push_entry(self.descriptor(id, kind, slot).encode());
+        id
+    }
+
+    pub(crate) fn descriptor(&self, id: JobId, kind: JobKind, body: SlotRef) -> JobDescriptor {
+        let RingIdentity {
+            worker_generation,
+            netd_generation,
+            ..
+        } = self.parts.identity;
+        JobDescriptor {
+            id,
+            kind,
+            worker_generation,
+            netd_generation,
+            body,
+            submitted_ns: 0,
+        }
+    }
+
+    pub(crate) fn push_entry(&mut self, entry: Entry) {
+        self.submitted += 1;
+        let until = Instant::now() + DEADLINE;
+        while let Err(full) = self.jobs.push(entry) {
+            assert!(Instant::now() < until, "{full}");
+            self.wake();
+            std::thread::yield_now();
+        }
+    }
+
+    pub(crate) fn wake(&mut self) {
+        self.jobs
+            .ring_if_sleeping(&self.parts.submission_bell)
+            .unwrap();
+    }
+
+    /// Rings the bell whether the worker sleeps or not, as its control thread does.
+    pub(crate) fn wake_always(&self) {
+        self.parts.submission_bell.ring().unwrap();
+    }
+
+    /// The bell on which the worker sleeps.
+    pub(crate) fn bell(&self) -> Doorbell {
+        Doorbell::from_fd(self.parts.submission_bell.try_clone().unwrap()).unwrap()
+    }
+
+    /// Publishes an index that no honest netd can reach.
+    pub(crate) fn corrupt(&self) {
+        use std::os::unix::fs::FileExt;
+        let file = std::fs::File::options()
+            .write(true)
+            .open(format!("/dev/shm/{}", self.parts.rings))
+            .unwrap();
+        // The tail of the submission ring is its first word, after the header of 128 bytes.
+        file.write_all_at(&(u64::MAX / 2).to_ne_bytes(), 128)
+            .unwrap();
+        self.wake_always();
+    }
+
+    /// The next answer; `None` if none comes in time.
+    pub(crate) fn next(&mut self, timeout: Duration) -> Option<Completion> {
+        let until = Instant::now() + timeout;
+        loop {
+            if let Some(entry) = self.answers.pop().unwrap() {
+                return Some(Completion::decode(&entry).expect("a completion"));
+            }
+            let left = until.checked_duration_since(Instant::now())?;
+            self.answers
+                .wait(
+                    &self.parts.completion_bell,
+                    Duration::ZERO,
+                    left.min(Duration::from_millis(50)),
+                )
+                .unwrap();
+        }
+    }
+
+    /// The answer to `id`.
+    pub(crate) fn answer(&mut self, id: JobId) -> Result<(), JobError> {
+        loop {
+            if let Some(completion) = self.early.remove(&id) {
+                return completion.result;
+            }
+            let completion = self.next(DEADLINE).expect("an answer in time");
+            assert!(
+                self.early.insert(completion.id, completion).is_none(),
+                "answered twice"
+            );
+        }
+    }
+
+    pub(crate) fn write(&self, slot: SlotRef, dtype: DType, values: &[f32]) {
+        let mut bytes = vec![0u8; values.len() * dtype.size_bytes()];
+        convert::from_f32(dtype, values, &mut bytes);
+        self.arena.write(slot.offset, &bytes).unwrap();
+    }
+
+    /// The bits of an output.
+    pub(crate) fn read(&self, slot: SlotRef) -> Vec<u8> {
+        let mut bytes = vec![0; slot.len as usize];
+        self.arena.read(slot.offset, &mut bytes).unwrap();
+        bytes
+    }
+
+    /// Runs a job to its end: the bits of its output.
+    pub(crate) fn call(&mut self, body: &JobBody) -> Result<Vec<u8>, JobError> {
+        let id = self.submit(body);
+        self.answer(id).map(|()| self.read(body.output))
+    }
+
+    /// A job over all blocks on `input` `[batch, tokens, hidden]`, written to its slot.
+    pub(crate) fn job(
+        &self,
+        kind: JobKind,
+        limits: &JobLimits,
+        batch: u32,
+        input: &[f32],
+    ) -> JobBody {
+        let tokens = input.len() as u32 / limits.hidden / batch;
+        let (input_slot, output) = self.slots((input.len() * limits.dtype.size_bytes()) as u64);
+        self.write(input_slot, limits.dtype, input);
+        JobBody {
+            kind,
+            dtype: limits.dtype,
+            blocks: limits.span.blocks().collect(),
+            adapter: None,
+            batch,
+            tokens,
+            hidden: limits.hidden,
+            prefix_lengths: vec![],
+            page_tables: vec![],
+            copies: vec![],
+            input: input_slot,
+            output,
+            prompts: None,
+            output_gradient: None,
+            prompt_gradient: None,
+        }
+    }
+}
+
+/// Pages in an order that looks like that of a server which ran for a week.
+pub(crate) fn shuffled_pages() -> Vec<PageId> {
+    (0..KV_PAGES).map(|i| PageId(i * 37 % KV_PAGES)).collect()
+}
+
+/// A session of one row, as netd keeps it.
+#[derive(Clone)]
+pub(crate) struct Session {
+    pub(crate) table: Vec<PageId>,
+    pub(crate) prefix: u32,
+    pub(crate) copies: Vec<PageCopy>,
+}
+
+impl Session {
+    pub(crate) fn new() -> Session {
+        Session {
+            table: vec![],
+            prefix: 0,
+            copies: vec![],
+        }
+    }
+
+    /// The job of a step on `input`; pages are taken from `free`.
+    pub(crate) fn step(
+        &mut self,
+        netd: &Netd,
+        limits: &JobLimits,
+        free: &mut Vec<PageId>,
+        input: &[f32],
+    ) -> JobBody {
+        let mut body = netd.job(JobKind::Step, limits, 1, input);
+        while self.table.len() * PAGE_TOKENS < (self.prefix + body.tokens) as usize {
+            self.table.push(free.pop().expect("a free page"));
+        }
+        body.prefix_lengths = vec![self.prefix];
+        body.page_tables = vec![self.table.clone()];
+        body.copies = std::mem::take(&mut self.copies);
+        self.prefix += body.tokens;
+        body
+    }
+}
+
+/// Hidden states of `tokens` tokens, of unit size, exact in bfloat16.
+pub(crate) fn input(tokens: usize, seed: usize) -> Vec<f32> {
+    let exact = |v: f32| kernels::ops::convert::round(DType::Bf16, v);
+    values(&[tokens * 64], seed)
+        .into_iter()
+        .map(|v| exact((v - 1.0) * 5.0))
+        .collect()
+}
+
+/// The first block alone.
+pub(crate) fn first_block() -> Vec<BlockIndex> {
+    vec![BlockIndex(0)]
+}

@@ -1,0 +1,100 @@
+//! One end of a pair of rings, as the executor uses it: submissions, completions, the arena and the doorbells, all of one netd
+//! generation. A new netd brings a new link, and everything of the old one is dropped with it.
+
+use std::os::fd::OwnedFd;
+
+use shared::control::LinkInit;
+use shared::ids::{Generation, WorkerId};
+use shared::shm::arena::ArenaMap;
+use shared::shm::doorbell::Doorbell;
+use shared::shm::pair::{PairError, RingHandle, RingIdentity, RingPair};
+use shared::shm::ring::{Consumer, Producer};
+use shared::shm::segment::{MemfdSegment, SegmentError};
+
+/// An open link.
+#[derive(Debug)]
+pub struct Link {
+    /// Generation of netd at the other end.
+    pub netd_generation: Generation,
+    /// Generation of this worker.
+    pub worker_generation: Generation,
+    /// Jobs come from here.
+    pub submissions: Consumer<RingHandle>,
+    /// Answers go here.
+    pub completions: Producer<RingHandle>,
+    /// Rung when jobs are pushed, and by the control thread.
+    pub submission_bell: Doorbell,
+    /// Rung when answers are pushed.
+    pub completion_bell: Doorbell,
+    /// Where bodies and tensors lie.
+    pub arena: ArenaMap,
+}
+
+/// Descriptors that come with a link: arena, submission doorbell, completion doorbell.
+pub const LINK_DESCRIPTORS: usize = 3;
+
+/// Why a link could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum LinkError {
+    /// The rings are gone or not the ones that were meant.
+    #[error("open the rings")]
+    Rings(#[from] PairError),
+    /// The arena cannot be mapped.
+    #[error("map the arena")]
+    Arena(#[from] SegmentError),
+    /// A doorbell is none.
+    #[error("take a doorbell")]
+    Doorbell(#[from] std::io::Error),
+    /// The message came with another number of descriptors, or for another worker.
+    #[error("link of worker generation {got} for generation {want} with {descriptors} descriptors")]
+    Mismatch {
+        /// Generation in the message.
+        got: Generation,
+        /// Generation of this process.
+        want: Generation,
+        /// Descriptors that came.
+        descriptors: usize,
+    },
+}
+
+impl Link {
+    /// Opens what `init` and its descriptors name.
+    ///
+    /// # Errors
+    /// [`LinkError`]; nothing stays open.
+    pub fn open(
+        init: &LinkInit,
+        worker: WorkerId,
+        generation: Generation,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<Link, LinkError> {
+        let count = descriptors.len();
+        let mismatch = || LinkError::Mismatch {
+            got: init.worker_generation,
+            want: generation,
+            descriptors: count,
+        };
+        let [arena, submission, completion] =
+            <[OwnedFd; LINK_DESCRIPTORS]>::try_from(descriptors).map_err(|_| mismatch())?;
+        let arena_bytes = usize::try_from(init.arena_bytes).map_err(|_| mismatch())?;
+        if init.worker_generation != generation {
+            return Err(mismatch());
+        }
+        let identity = RingIdentity {
+            worker,
+            worker_generation: generation,
+            netd_generation: init.netd_generation,
+        };
+        let (submissions, completions) = RingPair::open(&init.rings, &identity)?.worker_end();
+        let arena = ArenaMap::map(&MemfdSegment::from_fd("sepal-arena", arena, arena_bytes)?)?;
+        Ok(Link {
+            netd_generation: init.netd_generation,
+            worker_generation: generation,
+            submissions,
+            completions,
+            submission_bell: Doorbell::from_fd(submission)?,
+            completion_bell: Doorbell::from_fd(completion)?,
+            arena,
+        })
+    }
+}

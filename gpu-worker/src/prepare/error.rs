@@ -1,0 +1,127 @@
+//! Why a model could not be made ready, by what the operator can do about it. Each text is one sentence that names the
+//! value and the way out.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use shared::block::Span;
+use shared::exit::ExitReason;
+
+/// Why a model could not be inspected or made ready.
+#[derive(Debug, thiserror::Error)]
+pub enum PrepareError {
+    /// The name is neither a folder nor a repository id.
+    #[error(
+        "there is no model folder {0:?}; give a folder in Hugging Face layout or a repository id like org/name"
+    )]
+    NoFolder(String),
+    /// The repository was never downloaded.
+    #[error(
+        "model {repo} is not in the cache ({looked:?} is missing); download it there (huggingface-cli download {repo} \
+         --cache-dir {cache:?}) or give a folder"
+    )]
+    NotDownloaded {
+        /// Repository id.
+        repo: String,
+        /// What was looked for.
+        looked: PathBuf,
+        /// The cache folder.
+        cache: PathBuf,
+    },
+    /// A file of the model cannot be read.
+    #[error("read {path:?}: {source}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A file of the model is missing, too long or not what its name says.
+    #[error("{path:?} {reason}")]
+    BadFile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong and what to do.
+        reason: String,
+    },
+    /// config.json describes a model that cannot be served.
+    #[error("{path:?}: {reason}")]
+    Unsupported {
+        /// The config file.
+        path: PathBuf,
+        /// What is wrong with the model.
+        reason: String,
+    },
+    /// A tensor is missing, of a wrong shape or type, or holds numbers that are none.
+    #[error("{path:?}: tensor {tensor} {reason}")]
+    BadTensor {
+        /// The checkpoint file.
+        path: PathBuf,
+        /// Name of the tensor.
+        tensor: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The span does not lie within the model.
+    #[error(
+        "blocks {span} are outside the model, which has blocks 0:{num_blocks}; choose a range within it"
+    )]
+    BadSpan {
+        /// What was asked for.
+        span: Span,
+        /// Blocks of the model.
+        num_blocks: u32,
+    },
+    /// A prepared file cannot be written.
+    #[error("write {path:?}: {source}; check the free space and the rights of the cache folder")]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Told to stop.
+    #[error("told to stop before the model was ready")]
+    Stopped,
+}
+
+impl PrepareError {
+    /// What the process says in its exit code: nothing but a failed read or write is worth another try.
+    pub fn exit_reason(&self) -> ExitReason {
+        match self {
+            PrepareError::Read { .. } | PrepareError::Write { .. } => ExitReason::Failed,
+            PrepareError::Stopped => ExitReason::Clean,
+            _ => ExitReason::BadConfig,
+        }
+    }
+
+    pub(super) fn bad_file(path: &Path, reason: impl Into<String>) -> PrepareError {
+        PrepareError::BadFile {
+            path: path.to_owned(),
+            reason: reason.into(),
+        }
+    }
+
+    pub(super) fn bad_tensor(path: &Path, tensor: &str, reason: impl Into<String>) -> PrepareError {
+        PrepareError::BadTensor {
+            path: path.to_owned(),
+            tensor: tensor.to_owned(),
+            reason: reason.into(),
+        }
+    }
+
+    /// A read that ran into the end of a file or was refused.
+    pub(super) fn read(path: &Path, source: io::Error) -> PrepareError {
+        PrepareError::Read {
+            path: path.to_owned(),
+            source,
+        }
+    }
+
+    pub(super) fn write(path: &Path, source: io::Error) -> PrepareError {
+        PrepareError::Write {
+            path: path.to_owned(),
+            source,
+        }
+    }
+}

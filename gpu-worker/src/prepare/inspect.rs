@@ -1,0 +1,157 @@
+//! What config.json says: the form of the blocks, the facts that other processes need, and the dtype to serve in.
+
+use std::path::PathBuf;
+
+use serde_json::Value;
+use shared::block::is_prefix;
+use shared::config::PrepareConfig;
+use shared::dtype::DType;
+use shared::model::ModelFacts;
+
+use super::checkpoint::{Checkpoint, read_bounded};
+use super::error::PrepareError;
+use super::locate::{ModelFolder, default_dht_prefix};
+use crate::block::BlockSpec;
+
+/// Longest accepted config.json; published ones have a few kilobytes.
+const MAX_CONFIG_BYTES: u64 = 4 << 20;
+
+/// A model that can be served, as far as its config tells.
+#[derive(Debug)]
+pub struct Inspected {
+    /// What netd and the supervisor are told.
+    pub facts: ModelFacts,
+    /// Form of the blocks.
+    pub spec: BlockSpec,
+    pub(super) config: Value,
+    pub(super) checkpoint: Checkpoint,
+    pub(super) cache_dir: PathBuf,
+}
+
+impl Inspected {
+    /// Reads config.json of the model that `config` names, and finds its checkpoint files.
+    ///
+    /// # Errors
+    /// [`PrepareError`] with one sentence for the operator: no such model, an unknown model type, no weights.
+    pub fn new(config: &PrepareConfig) -> Result<Inspected, PrepareError> {
+        let folder = ModelFolder::locate(&config.model, &config.cache_dir)?;
+        let path = folder.path.join("config.json");
+        let json = read_bounded(&path, MAX_CONFIG_BYTES)?;
+        let unsupported = |reason: String| PrepareError::Unsupported {
+            path: path.clone(),
+            reason,
+        };
+        let value: Value =
+            serde_json::from_slice(&json).map_err(|e| unsupported(format!("is no JSON: {e}")))?;
+        let spec = BlockSpec::from_config(&value).map_err(|e| unsupported(e.to_string()))?;
+        let dtype = match config.dtype {
+            Some(dtype) => dtype,
+            None => checkpoint_dtype(&value).map_err(unsupported)?,
+        };
+        let checkpoint = Checkpoint::find(&folder.path)?;
+        let facts = facts(&folder, &value, &spec, dtype).map_err(unsupported)?;
+        Ok(Inspected {
+            facts,
+            spec,
+            config: value,
+            checkpoint,
+            cache_dir: config.cache_dir.clone(),
+        })
+    }
+}
+
+/// The checkpoint's own type; float32 and an unnamed one become bfloat16 (petals-server.md 2.2). Newer configs say `dtype`
+/// for `torch_dtype`.
+fn checkpoint_dtype(config: &Value) -> Result<DType, String> {
+    let name = config
+        .get("torch_dtype")
+        .or_else(|| config.get("dtype"))
+        .and_then(Value::as_str);
+    match name {
+        None | Some("auto") => Ok(DType::Bf16),
+        Some(name) => match name.parse::<DType>() {
+            Ok(DType::F32) => Ok(DType::Bf16),
+            Ok(dtype) => Ok(dtype),
+            Err(error) => Err(format!(
+                "torch_dtype: {error}; or choose one with --torch_dtype"
+            )),
+        },
+    }
+}
+
+fn facts(
+    folder: &ModelFolder,
+    config: &Value,
+    spec: &BlockSpec,
+    dtype: DType,
+) -> Result<ModelFacts, String> {
+    let model_type = config
+        .get("model_type")
+        .and_then(Value::as_str)
+        .unwrap_or_default()
+        .to_owned();
+    let given = config
+        .get("dht_prefix")
+        .and_then(Value::as_str)
+        .filter(|p| is_prefix(p))
+        .map(str::to_owned);
+    let by_repo = || {
+        folder
+            .repo
+            .as_deref()
+            .and_then(|repo| default_dht_prefix(&model_type, repo))
+    };
+    let dht_prefix = given.or_else(by_repo);
+    let size =
+        |what: &str, n: usize| u32::try_from(n).map_err(|_| format!("{what} {n} is out of bounds"));
+    let weights: u64 = spec
+        .tensors(0)
+        .iter()
+        .map(|t| t.shape.iter().map(|&side| side as u64).product::<u64>())
+        .sum();
+    Ok(ModelFacts {
+        name: folder.name.clone(),
+        repository: folder.repository(),
+        model_type,
+        dht_prefix,
+        num_blocks: size("num_hidden_layers", spec.num_blocks)?,
+        hidden_size: size("hidden_size", spec.hidden)?,
+        attention_heads: size("num_attention_heads", spec.heads)?,
+        kv_heads: size("num_key_value_heads", spec.kv_heads)?,
+        head_dim: size("head_dim", spec.head_dim)?,
+        dtype,
+        block_bytes: weights * dtype.size_bytes() as u64,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn float32_and_unnamed_checkpoints_are_served_in_bfloat16() {
+        for config in [
+            json!({}),
+            json!({"torch_dtype": "float32"}),
+            json!({"torch_dtype": "auto"}),
+            json!({"torch_dtype": null}),
+        ] {
+            assert_eq!(checkpoint_dtype(&config), Ok(DType::Bf16), "{config}");
+        }
+        assert_eq!(
+            checkpoint_dtype(&json!({"torch_dtype": "float16"})),
+            Ok(DType::F16)
+        );
+        assert_eq!(
+            checkpoint_dtype(&json!({"dtype": "bfloat16"})),
+            Ok(DType::Bf16)
+        );
+        assert!(
+            checkpoint_dtype(&json!({"torch_dtype": "int3"}))
+                .unwrap_err()
+                .contains("int3")
+        );
+    }
+}

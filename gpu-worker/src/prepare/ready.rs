@@ -1,0 +1,185 @@
+//! Makes the blocks of a span ready: every tensor found, checked, and either left in the checkpoint or converted.
+
+use std::collections::BTreeMap;
+
+use shared::block::{BlockIndex, Span};
+use shared::dtype::DType;
+use tracing::warn;
+
+use super::error::PrepareError;
+use super::inspect::Inspected;
+use super::source::SourceTensor;
+use super::store::{Prepared, StorePlace};
+use crate::block::TensorSpec;
+use crate::weights::manifest::{FileEntry, MANIFEST_VERSION, Manifest, TensorEntry};
+
+/// What got done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// One tensor was checked or converted.
+    Tensor,
+    /// One block is ready.
+    Block {
+        /// Blocks ready so far.
+        done: u32,
+        /// Of how many.
+        total: u32,
+    },
+}
+
+/// The files of a manifest under construction.
+#[derive(Default)]
+struct Files(Vec<FileEntry>);
+
+impl Files {
+    fn index(&mut self, entry: &FileEntry) -> u32 {
+        let position = self.0.iter().position(|f| f == entry).unwrap_or_else(|| {
+            self.0.push(entry.clone());
+            self.0.len() - 1
+        });
+        u32::try_from(position).expect("a model has fewer files than blocks times tensors")
+    }
+}
+
+impl Inspected {
+    /// Checks all blocks of `span`, converts what needs it, and describes where everything lies. `progress` is called after each
+    /// tensor and block and can stop the work with an error.
+    ///
+    /// # Errors
+    /// [`PrepareError`], which names the file, the tensor and what is wrong with it.
+    pub fn make_ready(
+        &mut self,
+        span: Span,
+        mut progress: impl FnMut(Progress) -> Result<(), PrepareError>,
+    ) -> Result<Manifest, PrepareError> {
+        if span.end().0 > self.facts.num_blocks {
+            return Err(PrepareError::BadSpan {
+                span,
+                num_blocks: self.facts.num_blocks,
+            });
+        }
+        let total = span.end().0 - span.start().0;
+        let (mut files, mut blocks) = (Files::default(), BTreeMap::new());
+        for (done, block) in (1..).zip(span.blocks()) {
+            blocks.insert(block.0, self.block(block, &mut files, &mut progress)?);
+            progress(Progress::Block { done, total })?;
+        }
+        Ok(Manifest {
+            version: MANIFEST_VERSION,
+            model: self.facts.clone(),
+            config: self.config.clone(),
+            files: files.0,
+            blocks,
+        })
+    }
+
+    fn block(
+        &mut self,
+        block: BlockIndex,
+        files: &mut Files,
+        progress: &mut impl FnMut(Progress) -> Result<(), PrepareError>,
+    ) -> Result<BTreeMap<String, TensorEntry>, PrepareError> {
+        let wanted: Vec<Wanted> = self
+            .spec
+            .tensors(block.0 as usize)
+            .into_iter()
+            .map(Wanted::from)
+            .collect();
+        wanted
+            .iter()
+            .try_for_each(|t| self.checkpoint.open(&t.full_name))?;
+        let sources = wanted
+            .iter()
+            .map(|t| {
+                SourceTensor::new(
+                    &t.name,
+                    &t.full_name,
+                    &t.shape,
+                    self.checkpoint.tensor(&t.full_name)?,
+                )
+            })
+            .collect::<Result<Vec<_>, _>>()?;
+        let dtype = self.facts.dtype;
+        let place = StorePlace::new(&self.cache_dir, &self.facts.name, block, dtype, &sources);
+        let prepared = match place.reuse() {
+            Some(prepared) => Some(prepared),
+            None => match place.make(dtype, &sources, || progress(Progress::Tensor)) {
+                Ok(prepared) => Some(prepared),
+                // Nothing had to be converted and all was checked: only the mark of it is missing.
+                Err(PrepareError::Write { path, source })
+                    if sources.iter().all(|t| t.usable_as(dtype)) =>
+                {
+                    warn!(path = %path.display(), %source, "cannot remember that the weights were checked");
+                    None
+                }
+                Err(error) => return Err(error),
+            },
+        };
+        sources
+            .iter()
+            .map(|t| {
+                Ok((
+                    t.name.to_owned(),
+                    entry(t, dtype, prepared.as_ref(), files)?,
+                ))
+            })
+            .collect()
+    }
+}
+
+struct Wanted {
+    name: String,
+    full_name: String,
+    shape: Vec<u64>,
+}
+
+impl From<TensorSpec> for Wanted {
+    fn from(spec: TensorSpec) -> Wanted {
+        let shape = spec.shape.iter().map(|&side| side as u64).collect();
+        Wanted {
+            name: spec.name,
+            full_name: spec.full_name,
+            shape,
+        }
+    }
+}
+
+/// Where the tensor is to be mapped from.
+fn entry(
+    tensor: &SourceTensor<'_>,
+    dtype: DType,
+    prepared: Option<&Prepared>,
+    files: &mut Files,
+) -> Result<TensorEntry, PrepareError> {
+    let shape = tensor.shape.to_vec();
+    if tensor.usable_as(dtype) {
+        let file = files.index(tensor.file);
+        return Ok(TensorEntry {
+            file,
+            offset: tensor.offset,
+            len: tensor.len,
+            dtype,
+            shape,
+        });
+    }
+    let len = tensor.elements * dtype.size_bytes() as u64;
+    let found = prepared.and_then(|p| {
+        let info = p.header.tensors.get(tensor.name)?;
+        let fits = info.block_dtype() == Some(dtype) && info.shape == shape && info.bytes() == len;
+        fits.then_some((p, p.header.data_start + info.data_offsets.0))
+    });
+    let (prepared, offset) = found.ok_or_else(|| {
+        PrepareError::bad_tensor(
+            &tensor.file.path,
+            tensor.full_name,
+            "was not converted; remove the cache folder and try again",
+        )
+    })?;
+    Ok(TensorEntry {
+        file: files.index(&prepared.entry),
+        offset,
+        len,
+        dtype,
+        shape,
+    })
+}

@@ -1,0 +1,568 @@
+use std::path::Path;
+
+use safetensors::SafeTensors;
+use safetensors::tensor::Dtype;
+use serde_json::{Value, json};
+use shared::block::{BlockIndex, Span};
+use shared::dtype::DType;
+use tempfile::TempDir;
+
+use super::*;
+use crate::fixtures::*;
+use crate::weights::manifest::Manifest;
+use crate::weights::map::{MapError, MappedWeights};
+
+struct Place {
+    _root: TempDir,
+    config: PrepareConfig,
+}
+
+/// A model folder and a cache folder of their own.
+fn place(dtype: Option<DType>) -> Place {
+    let root = tempfile::tempdir().unwrap();
+    let model = root.path().join("tiny").to_str().unwrap().to_owned();
+    let config = PrepareConfig {
+        model,
+        dtype,
+        cache_dir: root.path().join("cache"),
+    };
+    Place {
+        _root: root,
+        config,
+    }
+}
+
+impl Place {
+    fn folder(&self) -> &Path {
+        Path::new(&self.config.model)
+    }
+
+    fn ready(&self, span: Span) -> Result<Manifest, PrepareError> {
+        Inspected::new(&self.config)?.make_ready(span, |_| Ok(()))
+    }
+
+    fn prepared_files(&self) -> Vec<std::fs::DirEntry> {
+        let folder = self.config.cache_dir.join("prepared/m-tiny");
+        std::fs::read_dir(folder).map_or(vec![], |files| files.map(Result::unwrap).collect())
+    }
+}
+
+fn span(start: u32, end: u32) -> Span {
+    Span::new(start, end).unwrap()
+}
+
+fn tensor<'a>(weights: &'a MappedWeights, block: u32, name: &str) -> &'a [u8] {
+    weights.tensor(BlockIndex(block), name).unwrap().bytes()
+}
+
+#[test]
+fn facts_come_from_the_config() {
+    let place = place(None);
+    write_model(
+        place.folder(),
+        &llama_config(3),
+        &llama_tensors(3, DType::F32),
+    );
+    let facts = Inspected::new(&place.config).unwrap().facts;
+    assert_eq!(
+        (facts.name.as_str(), facts.model_type.as_str()),
+        ("tiny", "llama")
+    );
+    assert_eq!(
+        (
+            facts.num_blocks,
+            facts.hidden_size,
+            facts.head_dim,
+            facts.kv_heads
+        ),
+        (3, 64, 16, 2)
+    );
+    assert_eq!(
+        facts.dtype,
+        DType::Bf16,
+        "float32 is served in bfloat16 unless asked for"
+    );
+    assert_eq!(
+        facts.block_bytes,
+        2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64 + 2 * 64)
+    );
+    assert_eq!((facts.repository, facts.dht_prefix), (None, None));
+}
+
+#[test]
+fn tensors_in_the_block_dtype_are_mapped_from_the_checkpoint() {
+    let place = place(Some(DType::F32));
+    let tensors = llama_tensors(2, DType::F32);
+    write_model(place.folder(), &llama_config(2), &tensors);
+    let manifest = place.ready(span(0, 2)).unwrap();
+    assert_eq!(manifest.files.len(), 1);
+    assert_eq!(
+        manifest.files[0].path,
+        place
+            .folder()
+            .join("model.safetensors")
+            .canonicalize()
+            .unwrap()
+    );
+    let weights = MappedWeights::map(&manifest, span(1, 2), || ()).unwrap();
+    let (_, _, data) = &tensors["model.layers.1.mlp.up_proj.weight"];
+    assert_eq!(tensor(&weights, 1, "mlp.up_proj.weight"), data);
+    assert!(
+        weights
+            .tensor(BlockIndex(0), "mlp.up_proj.weight")
+            .is_none(),
+        "block 0 is not in the span"
+    );
+}
+
+#[test]
+fn float32_is_rounded_to_the_nearest_bfloat16_with_ties_to_even() {
+    let place = place(Some(DType::Bf16));
+    let mut tensors = llama_tensors(1, DType::F32);
+    // Exactly between two neighbours: down to even, up to even; just above the middle; subnormal; largest that fits.
+    let cases = [
+        (0x3f80_8000u32, 0x3f80u16),
+        (0x3f81_8000, 0x3f82),
+        (0x3f80_8001, 0x3f81),
+        (0x0000_8001, 0x0001),
+        (0xff7f_7fff, 0xff7f),
+        (0x8000_0000, 0x8000),
+    ];
+    let norm = tensors
+        .get_mut("model.layers.0.input_layernorm.weight")
+        .unwrap();
+    for (i, (bits, _)) in cases.iter().enumerate() {
+        norm.2[4 * i..4 * i + 4].copy_from_slice(&bits.to_le_bytes());
+    }
+    write_model(place.folder(), &llama_config(1), &tensors);
+    let weights = MappedWeights::map(&place.ready(span(0, 1)).unwrap(), span(0, 1), || ()).unwrap();
+    let got = tensor(&weights, 0, "input_layernorm.weight");
+    for (i, (bits, expected)) in cases.iter().enumerate() {
+        assert_eq!(
+            u16::from_le_bytes([got[2 * i], got[2 * i + 1]]),
+            *expected,
+            "{bits:#x}"
+        );
+    }
+    let reference = &llama_tensors(1, DType::Bf16)["model.layers.0.mlp.down_proj.weight"].2;
+    assert_eq!(tensor(&weights, 0, "mlp.down_proj.weight"), reference);
+}
+
+#[test]
+fn prepared_files_are_valid_for_the_reference_crate_and_leave_no_temporary_file() {
+    let place = place(None);
+    write_model(
+        place.folder(),
+        &llama_config(2),
+        &llama_tensors(2, DType::F32),
+    );
+    place.ready(span(0, 2)).unwrap();
+    let files = place.prepared_files();
+    assert_eq!(files.len(), 2);
+    for file in files {
+        let bytes = std::fs::read(file.path()).unwrap();
+        let read = SafeTensors::deserialize(&bytes).unwrap();
+        assert_eq!(read.len(), 9);
+        assert_eq!(
+            read.tensor("self_attn.k_proj.weight").unwrap().shape(),
+            [32, 64]
+        );
+    }
+}
+
+#[test]
+fn prepared_files_are_reused_until_the_checkpoint_changes() {
+    let place = place(None);
+    write_model(
+        place.folder(),
+        &llama_config(2),
+        &llama_tensors(2, DType::F32),
+    );
+    let first = place.ready(span(0, 2)).unwrap();
+    let mut tensors = 0;
+    let again = Inspected::new(&place.config)
+        .unwrap()
+        .make_ready(span(0, 2), |p| {
+            tensors += usize::from(p == Progress::Tensor);
+            Ok(())
+        })
+        .unwrap();
+    assert_eq!((tensors, &again), (0, &first), "nothing is converted twice");
+
+    let mut changed = llama_tensors(2, DType::F32);
+    changed.remove("model.layers.1.mlp.up_proj.weight");
+    changed.insert(
+        "model.layers.1.mlp.up_proj.weight".into(),
+        (Dtype::F32, vec![96, 64], bytes(DType::F32, &[0.5; 96 * 64])),
+    );
+    write_model(place.folder(), &llama_config(2), &changed);
+    let weights = MappedWeights::map(&place.ready(span(0, 2)).unwrap(), span(0, 2), || ()).unwrap();
+    assert_eq!(
+        tensor(&weights, 1, "mlp.up_proj.weight"),
+        bytes(DType::Bf16, &[0.5; 96 * 64])
+    );
+}
+
+#[test]
+fn a_prepared_file_that_was_cut_short_is_made_again() {
+    let place = place(None);
+    write_model(
+        place.folder(),
+        &llama_config(1),
+        &llama_tensors(1, DType::F32),
+    );
+    let first = place.ready(span(0, 1)).unwrap();
+    let file = place.prepared_files().pop().unwrap().path();
+    let whole = std::fs::read(&file).unwrap();
+    for cut in [0, 7, 100, whole.len() / 2, whole.len() - 1] {
+        std::fs::write(&file, &whole[..cut]).unwrap();
+        let blocks = place.ready(span(0, 1)).unwrap().blocks;
+        assert_eq!(
+            (blocks, std::fs::read(&file).unwrap()),
+            (first.blocks.clone(), whole.clone()),
+            "cut at {cut}"
+        );
+    }
+}
+
+#[test]
+fn a_sharded_checkpoint_opens_only_the_shards_of_the_span() {
+    let place = place(Some(DType::F32));
+    let tensors = llama_tensors(3, DType::F32);
+    write_sharded(place.folder(), &llama_config(3), &tensors);
+    std::fs::remove_file(place.folder().join("model-0.safetensors")).unwrap();
+    let manifest = place.ready(span(1, 3)).unwrap();
+    assert_eq!(manifest.files.len(), 2);
+    let weights = MappedWeights::map(&manifest, span(1, 3), || ()).unwrap();
+    assert_eq!(
+        tensor(&weights, 2, "mlp.up_proj.weight"),
+        tensors["model.layers.2.mlp.up_proj.weight"].2
+    );
+    let missing = place.ready(span(0, 1)).unwrap_err().to_string();
+    assert!(
+        missing.contains("model-0.safetensors") && missing.contains("missing"),
+        "{missing}"
+    );
+}
+
+#[test]
+fn a_manifest_round_trips_and_a_changed_file_is_not_mapped() {
+    let place = place(None);
+    write_model(
+        place.folder(),
+        &llama_config(1),
+        &llama_tensors(1, DType::Bf16),
+    );
+    let manifest = place.ready(span(0, 1)).unwrap();
+    let path = place.folder().join("manifest.json");
+    manifest.write(&path).unwrap();
+    assert_eq!(Manifest::read(&path).unwrap(), manifest);
+
+    let checkpoint = place.folder().join("model.safetensors");
+    let mut bytes = std::fs::read(&checkpoint).unwrap();
+    bytes.push(0);
+    std::fs::write(&checkpoint, bytes).unwrap();
+    let changed = MappedWeights::map(&manifest, span(0, 1), || ()).unwrap_err();
+    assert!(
+        matches!(&changed, MapError::Changed(p) if p.ends_with("model.safetensors")),
+        "{changed}"
+    );
+    std::fs::remove_file(&checkpoint).unwrap();
+    assert!(
+        MappedWeights::map(&manifest, span(0, 1), || ())
+            .unwrap_err()
+            .to_string()
+            .contains("model.safetensors")
+    );
+}
+
+#[test]
+fn a_manifest_that_lies_is_refused() {
+    let place = place(Some(DType::F32));
+    write_model(
+        place.folder(),
+        &llama_config(1),
+        &llama_tensors(1, DType::F32),
+    );
+    let good = place.ready(span(0, 1)).unwrap();
+    let lies: [fn(&mut crate::weights::manifest::TensorEntry); 5] = [
+        |t| t.offset = u64::MAX - 3,
+        |t| t.len *= 2,
+        |t| t.file = 9,
+        |t| t.shape = vec![u64::MAX, 64],
+        |t| t.shape = vec![],
+    ];
+    for (i, lie) in lies.iter().enumerate() {
+        let mut manifest = good.clone();
+        lie(manifest
+            .blocks
+            .get_mut(&0)
+            .unwrap()
+            .get_mut("mlp.up_proj.weight")
+            .unwrap());
+        let error = MappedWeights::map(&manifest, span(0, 1), || ()).unwrap_err();
+        assert!(
+            matches!(error, MapError::BadTensor { .. }),
+            "lie {i}: {error}"
+        );
+    }
+    assert!(matches!(
+        MappedWeights::map(&good, span(0, 2), || ()),
+        Err(MapError::MissingBlock(BlockIndex(1)))
+    ));
+}
+
+/// What is wrong with a folder, how to make it so, and words that the sentence must hold.
+type BadFolder = (&'static str, fn(&Path), &'static [&'static str]);
+
+fn change_config(folder: &Path, key: &str, value: Value) {
+    let mut config = llama_config(2);
+    config[key] = value;
+    std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
+}
+
+fn change_tensor(folder: &Path, change: impl FnOnce(&mut Tensors)) {
+    let mut tensors = llama_tensors(2, DType::F32);
+    change(&mut tensors);
+    std::fs::write(folder.join("model.safetensors"), safetensors(&tensors)).unwrap();
+}
+
+const UP: &str = "model.layers.1.mlp.up_proj.weight";
+
+fn set_value(folder: &Path, value: f32) {
+    change_tensor(folder, |t| {
+        t.get_mut(UP).unwrap().2[400..404].copy_from_slice(&value.to_le_bytes())
+    });
+}
+
+fn replace_weights(folder: &Path, index: &str) {
+    std::fs::remove_file(folder.join("model.safetensors")).unwrap();
+    std::fs::write(folder.join("model.safetensors.index.json"), index).unwrap();
+}
+
+const BAD_FOLDERS: &[BadFolder] = &[
+    (
+        "no folder",
+        |f| std::fs::remove_dir_all(f).unwrap(),
+        &["tiny", "folder"],
+    ),
+    (
+        "no config",
+        |f| std::fs::remove_file(f.join("config.json")).unwrap(),
+        &["config.json", "missing"],
+    ),
+    (
+        "config is no JSON",
+        |f| std::fs::write(f.join("config.json"), "{").unwrap(),
+        &["config.json", "JSON"],
+    ),
+    (
+        "huge config",
+        |f| std::fs::write(f.join("config.json"), vec![b' '; 5 << 20]).unwrap(),
+        &["config.json", "longer"],
+    ),
+    (
+        "unknown model type",
+        |f| change_config(f, "model_type", json!("gpt9")),
+        &["config.json", "gpt9", "llama"],
+    ),
+    (
+        "unknown dtype",
+        |f| change_config(f, "torch_dtype", json!("int3")),
+        &["int3", "float32"],
+    ),
+    (
+        "no weights",
+        |f| std::fs::remove_file(f.join("model.safetensors")).unwrap(),
+        &["model.safetensors", "weights"],
+    ),
+    (
+        "pickled weights",
+        |f| std::fs::rename(f.join("model.safetensors"), f.join("pytorch_model.bin")).unwrap(),
+        &["pytorch_model.bin", "not supported yet", "convert"],
+    ),
+    (
+        "empty weights",
+        |f| std::fs::write(f.join("model.safetensors"), "").unwrap(),
+        &["model.safetensors", "cut short"],
+    ),
+    (
+        "huge header",
+        |f| std::fs::write(f.join("model.safetensors"), u64::MAX.to_le_bytes()).unwrap(),
+        &["model.safetensors", "header", "100000000"],
+    ),
+    (
+        "header of garbage",
+        |f| {
+            std::fs::write(
+                f.join("model.safetensors"),
+                [&4u64.to_le_bytes()[..], b"ab{}"].concat(),
+            )
+            .unwrap()
+        },
+        &["model.safetensors", "header"],
+    ),
+    (
+        "offsets in disorder",
+        |f| {
+            let json = br#"{"x":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}"#;
+            std::fs::write(
+                f.join("model.safetensors"),
+                [&(json.len() as u64).to_le_bytes()[..], json].concat(),
+            )
+            .unwrap();
+        },
+        &["model.safetensors", "tensor x", "before"],
+    ),
+    (
+        "missing tensor",
+        |f| change_tensor(f, |t| drop(t.remove(UP))),
+        &["model.safetensors", UP, "missing"],
+    ),
+    (
+        "wrong shape",
+        |f| change_tensor(f, |t| t.get_mut(UP).unwrap().1 = vec![64, 96]),
+        &["model.safetensors", UP, "[64, 96]", "[96, 64]"],
+    ),
+    (
+        "wrong type",
+        |f| change_tensor(f, |t| t.get_mut(UP).unwrap().0 = Dtype::I32),
+        &["model.safetensors", UP, "I32"],
+    ),
+    (
+        "NaN",
+        |f| set_value(f, f32::NAN),
+        &["model.safetensors", UP, "NaN"],
+    ),
+    (
+        "infinity",
+        |f| set_value(f, f32::INFINITY),
+        &["model.safetensors", UP, "infinite"],
+    ),
+    (
+        "too large for bfloat16",
+        |f| set_value(f, f32::MAX),
+        &["model.safetensors", UP, "bfloat16"],
+    ),
+    (
+        "index is no index",
+        |f| replace_weights(f, "[]"),
+        &["index.json"],
+    ),
+    (
+        "index without the tensor",
+        |f| replace_weights(f, r#"{"weight_map": {}}"#),
+        &["index.json", "model.layers.0", "not listed"],
+    ),
+    (
+        "index that points outside",
+        |f| {
+            let map: std::collections::BTreeMap<_, _> = llama_tensors(2, DType::F32)
+                .into_keys()
+                .map(|name| (name, "../other.safetensors"))
+                .collect();
+            replace_weights(f, &json!({ "weight_map": map }).to_string());
+        },
+        &[
+            "index.json",
+            "../other.safetensors",
+            "no file of this folder",
+        ],
+    ),
+];
+
+#[test]
+fn every_bad_folder_gets_a_sentence_that_names_what_is_wrong() {
+    for (what, spoil, words) in BAD_FOLDERS {
+        for dtype in [DType::Bf16, DType::F32] {
+            if dtype == DType::F32 && *what == "too large for bfloat16" {
+                continue;
+            }
+            let place = place(Some(dtype));
+            write_model(
+                place.folder(),
+                &llama_config(2),
+                &llama_tensors(2, DType::F32),
+            );
+            spoil(place.folder());
+            let config = PrepareConfig {
+                dtype: if *what == "unknown dtype" {
+                    None
+                } else {
+                    Some(dtype)
+                },
+                ..place.config.clone()
+            };
+            let result =
+                Inspected::new(&config).and_then(|mut i| i.make_ready(span(0, 2), |_| Ok(())));
+            let error = result.expect_err(what);
+            let text = error.to_string();
+            assert!(
+                words.iter().all(|w| text.contains(w)),
+                "{what} ({dtype}): {text}"
+            );
+            assert_eq!(error.exit_reason(), ExitReason::BadConfig, "{what}");
+            assert!(!text.contains('\n'), "{what}: one sentence");
+        }
+    }
+}
+
+#[test]
+fn a_span_outside_the_model_is_refused() {
+    let place = place(None);
+    write_model(
+        place.folder(),
+        &llama_config(2),
+        &llama_tensors(2, DType::Bf16),
+    );
+    let text = place.ready(span(1, 3)).unwrap_err().to_string();
+    assert!(text.contains("1:3") && text.contains("0:2"), "{text}");
+}
+
+#[test]
+fn a_checkpoint_cut_short_anywhere_is_refused() {
+    let place = place(Some(DType::F32));
+    write_model(
+        place.folder(),
+        &llama_config(1),
+        &llama_tensors(1, DType::F32),
+    );
+    let path = place.folder().join("model.safetensors");
+    let whole = std::fs::read(&path).unwrap();
+    let header = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    let lengths = (0..header)
+        .step_by(13)
+        .chain((header..whole.len()).step_by(997))
+        .chain([whole.len() - 1]);
+    for length in lengths {
+        std::fs::write(&path, &whole[..length]).unwrap();
+        let text = place.ready(span(0, 1)).unwrap_err().to_string();
+        assert!(
+            text.contains("model.safetensors") && text.contains("cut short"),
+            "{length}: {text}"
+        );
+    }
+}
+
+#[test]
+fn a_refusal_by_the_caller_stops_the_work_and_leaves_nothing_half_done() {
+    let place = place(None);
+    write_model(
+        place.folder(),
+        &llama_config(1),
+        &llama_tensors(1, DType::F32),
+    );
+    let mut left = 3;
+    let result = Inspected::new(&place.config)
+        .unwrap()
+        .make_ready(span(0, 1), |_| {
+            left -= 1;
+            if left == 0 {
+                Err(PrepareError::Stopped)
+            } else {
+                Ok(())
+            }
+        });
+    assert!(matches!(result, Err(PrepareError::Stopped)));
+    assert!(place.prepared_files().is_empty());
+}

@@ -1,0 +1,77 @@
+//! Measures what a block of this model does on this device, as Petals does it (petals-server.md 3.1): one-token steps over
+//! a growing cache, and one long sequence without cache. On private pages, never on the kv segment, and in at most about
+//! [`BUDGET`] where Petals takes as long as a hundred steps and ten long sequences need.
+
+use std::time::{Duration, Instant};
+
+use kernels::StepRow;
+use shared::control::Capacity;
+use shared::ids::PageId;
+use shared::model::PAGE_TOKENS;
+
+use crate::engine::{Engine, EngineError};
+
+/// Time for all measurements, as long as one repetition of each takes less.
+const BUDGET: Duration = Duration::from_millis(300);
+
+/// Most one-token steps, and so the longest prefix.
+const STEPS: usize = 100;
+
+/// Longest sequence.
+const TOKENS: usize = 1024;
+
+/// Measures the first block. `progress` is called after each repetition.
+///
+/// # Errors
+/// [`EngineError`] when the block refuses, which its checks exclude.
+pub fn measure(
+    engine: &mut Engine<'_>,
+    mut progress: impl FnMut(),
+) -> Result<Capacity, EngineError> {
+    let pages: Vec<PageId> = (0..TOKENS.div_ceil(PAGE_TOKENS) as u32)
+        .map(PageId)
+        .collect();
+    let mut pool = vec![0; pages.len() * engine.page_bytes()];
+    let mut pass = |prefix: usize, tokens: usize| -> Result<Duration, EngineError> {
+        let mut hidden = noise(tokens * engine.hidden_size());
+        let rows = [StepRow {
+            tokens,
+            prefix,
+            pages: &pages,
+        }];
+        let start = Instant::now();
+        engine.trial(&rows, &mut hidden, &mut pool)?;
+        let elapsed = start.elapsed();
+        progress();
+        Ok(elapsed)
+    };
+    // Reads the weights from the disk, if need be.
+    pass(0, 1)?;
+    let (mut steps, mut spent) = (0, Duration::ZERO);
+    while steps < STEPS && spent < BUDGET / 3 {
+        spent += pass(steps, 1)?;
+        steps += 1;
+    }
+    let inference_rps = steps as f64 / seconds(spent);
+    let (mut tokens, mut elapsed) = (PAGE_TOKENS, pass(0, PAGE_TOKENS)?);
+    // Doubled as long as the next one is expected to fit into the rest of the time.
+    while tokens < TOKENS && elapsed < BUDGET / 6 {
+        tokens *= 2;
+        elapsed = pass(0, tokens)?;
+    }
+    Ok(Capacity {
+        inference_rps,
+        forward_rps: tokens as f64 / seconds(elapsed),
+    })
+}
+
+fn seconds(duration: Duration) -> f64 {
+    duration.as_secs_f64().max(1e-9)
+}
+
+/// Numbers of about unit variance without a pattern that a norm would remove.
+fn noise(count: usize) -> Vec<f32> {
+    (0..count)
+        .map(|i| (i as f32 * 12.9898).sin() * 1.4)
+        .collect()
+}

@@ -1,0 +1,334 @@
+//! A job that was accepted: its checked body, how its rows are cut, and its hidden states on the way through the blocks.
+//! Everything here is private memory of the worker.
+
+use std::time::Instant;
+
+use kernels::StepRow;
+use kernels::ops::convert;
+use shared::ids::{JobId, PageId};
+use shared::job::{JobBody, JobKind};
+use shared::model::PAGE_TOKENS;
+use shared::shm::arena::ArenaMap;
+use shared::shm::segment::OutOfBounds;
+
+use crate::schedule::{Class, DECODE_TOKENS, TaskShape};
+
+/// Consecutive tokens of one row that are never cut further.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// The row.
+    pub row: usize,
+    /// First token, counted within the job.
+    pub start: usize,
+    /// Tokens.
+    pub tokens: usize,
+}
+
+/// A job between its acceptance and its answer.
+#[derive(Debug)]
+pub struct Running {
+    /// Number of the job in the life of this worker, for injected faults.
+    pub number: u64,
+    /// Its name.
+    pub id: JobId,
+    /// What it asks for; checked.
+    pub body: JobBody,
+    /// When netd submitted it, CLOCK_MONOTONIC.
+    pub submitted_ns: u64,
+    /// When work on it began; `None` before its copies are made and its input is read.
+    pub begun: Option<Begun>,
+    pieces: Vec<Piece>,
+    /// Page tables of a job without cache.
+    scratch_tables: Vec<Vec<PageId>>,
+}
+
+/// What a job needs while it runs.
+#[derive(Debug)]
+pub struct Begun {
+    /// Since when.
+    pub at: Instant,
+    /// From submission to then, in nanoseconds.
+    pub queue_ns: u64,
+    /// Hidden states `[batch, tokens, hidden]`.
+    pub hidden: Vec<f32>,
+    /// Deep prompts `[blocks, batch or 1, prompt tokens, hidden]`; empty without.
+    pub prompts: Vec<f32>,
+    /// Pages of one block for a job without cache `[rows × pages of a row]`; empty for a step.
+    pub scratch: Vec<u8>,
+}
+
+impl Running {
+    /// The job `body`, cut into pieces of at most `piece_tokens` tokens.
+    pub fn new(
+        number: u64,
+        id: JobId,
+        submitted_ns: u64,
+        body: JobBody,
+        piece_tokens: usize,
+    ) -> Running {
+        let pieces = cut(&body, piece_tokens);
+        let scratch_tables = match body.kind {
+            JobKind::Step => Vec::new(),
+            JobKind::Forward | JobKind::Backward => scratch_tables(&body),
+        };
+        Running {
+            number,
+            id,
+            body,
+            submitted_ns,
+            begun: None,
+            pieces,
+            scratch_tables,
+        }
+    }
+
+    /// What the schedule must know.
+    pub fn shape(&self) -> TaskShape {
+        let class = match self.body.kind {
+            JobKind::Step if is_decode(&self.body) => Class::Decode,
+            JobKind::Step => Class::Prefill,
+            JobKind::Forward | JobKind::Backward => Class::Forward,
+        };
+        let blocks = self.body.blocks.iter().map(|b| b.0).collect();
+        TaskShape {
+            class,
+            blocks,
+            pieces: self.pieces.iter().map(|p| p.tokens).collect(),
+        }
+    }
+
+    /// Pages that a job without cache needs for itself.
+    pub fn scratch_pages(&self) -> usize {
+        self.scratch_tables.iter().map(Vec::len).sum()
+    }
+
+    /// The rows of some pieces, for the block; consecutive pieces of one row become one.
+    pub fn rows(&self, pieces: std::ops::Range<usize>) -> Vec<StepRow<'_>> {
+        let tables = if self.body.kind == JobKind::Step {
+            &self.body.page_tables
+        } else {
+            &self.scratch_tables
+        };
+        let mut rows: Vec<StepRow<'_>> = Vec::new();
+        let mut last = None;
+        for piece in self.pieces.get(pieces).unwrap_or_default() {
+            match rows.last_mut().filter(|_| last == Some(piece.row)) {
+                Some(row) => row.tokens += piece.tokens,
+                None => rows.push(StepRow {
+                    tokens: piece.tokens,
+                    prefix: self.prefix(piece.row) + piece.start,
+                    pages: tables.get(piece.row).map_or(&[], Vec::as_slice),
+                }),
+            }
+            last = Some(piece.row);
+        }
+        rows
+    }
+
+    /// The part of the hidden states that some pieces are, as values; pieces in order lie one after the other.
+    pub fn values(&self, pieces: std::ops::Range<usize>) -> std::ops::Range<usize> {
+        let hidden = self.body.hidden as usize;
+        let tokens = |range: std::ops::Range<usize>| -> usize {
+            self.pieces
+                .get(range)
+                .unwrap_or_default()
+                .iter()
+                .map(|p| p.tokens)
+                .sum()
+        };
+        let start = tokens(0..pieces.start) * hidden;
+        start..start + tokens(pieces) * hidden
+    }
+
+    /// The deep prompts that fall on some pieces: `(values of the hidden states, values of the prompts)`, for the block at
+    /// `position` of the job.
+    pub fn prompt_parts(
+        &self,
+        position: usize,
+        pieces: std::ops::Range<usize>,
+    ) -> Vec<(std::ops::Range<usize>, std::ops::Range<usize>)> {
+        let Some(prompts) = self.body.prompts else {
+            return Vec::new();
+        };
+        let (batch, tokens) = (prompts.batch as usize, prompts.tokens as usize);
+        let (hidden, job_tokens) = (self.body.hidden as usize, self.body.tokens as usize);
+        let part = |piece: &Piece| {
+            let count = tokens
+                .min(piece.start + piece.tokens)
+                .checked_sub(piece.start)
+                .filter(|&n| n > 0)?;
+            let prompt_row = if batch == 1 { 0 } else { piece.row };
+            let to = (piece.row * job_tokens + piece.start) * hidden;
+            let from = ((position * batch + prompt_row) * tokens + piece.start) * hidden;
+            Some((to..to + count * hidden, from..from + count * hidden))
+        };
+        self.pieces
+            .get(pieces)
+            .unwrap_or_default()
+            .iter()
+            .filter_map(part)
+            .collect()
+    }
+
+    /// Reads the input and the prompts out of the arena.
+    ///
+    /// # Errors
+    /// When a slot lies outside it, which the check of the body excludes.
+    pub fn begin(
+        &mut self,
+        arena: &ArenaMap,
+        now_ns: u64,
+        page_bytes: usize,
+    ) -> Result<&mut Begun, OutOfBounds> {
+        let read = |offset, len: u64| {
+            let mut bytes = vec![0u8; usize::try_from(len).unwrap_or(usize::MAX)];
+            arena
+                .read(offset, &mut bytes)
+                .map(|()| convert::to_vec(self.body.dtype, &bytes))
+        };
+        let hidden = read(self.body.input.offset, self.body.input.len)?;
+        let prompts = match self.body.prompts {
+            Some(prompts) => read(prompts.slot.offset, prompts.slot.len)?,
+            None => Vec::new(),
+        };
+        let scratch = vec![0; self.scratch_pages() * page_bytes];
+        let queue_ns = now_ns.saturating_sub(self.submitted_ns);
+        Ok(self.begun.insert(Begun {
+            at: Instant::now(),
+            queue_ns,
+            hidden,
+            prompts,
+            scratch,
+        }))
+    }
+
+    fn prefix(&self, row: usize) -> usize {
+        self.body.prefix_lengths.get(row).map_or(0, |&n| n as usize)
+    }
+}
+
+fn is_decode(body: &JobBody) -> bool {
+    u64::from(body.batch) * u64::from(body.tokens) <= DECODE_TOKENS as u64
+}
+
+/// Cuts the rows of a job at multiples of `piece_tokens` in absolute position, so that where a row is cut depends neither on
+/// load nor on how its tokens came in steps. Decode steps are not cut.
+fn cut(body: &JobBody, piece_tokens: usize) -> Vec<Piece> {
+    let tokens = body.tokens as usize;
+    let mut pieces = Vec::new();
+    for row in 0..body.batch as usize {
+        let prefix = body.prefix_lengths.get(row).map_or(0, |&n| n as usize);
+        let mut start = 0;
+        while start < tokens {
+            let at = prefix + start;
+            let end = match body.kind {
+                JobKind::Step if is_decode(body) => tokens,
+                _ => tokens.min((at / piece_tokens + 1) * piece_tokens - prefix),
+            };
+            pieces.push(Piece {
+                row,
+                start,
+                tokens: end - start,
+            });
+            start = end;
+        }
+    }
+    pieces
+}
+
+/// Page tables of a job without cache: each row has its own pages, one after the other.
+fn scratch_tables(body: &JobBody) -> Vec<Vec<PageId>> {
+    let pages = body.tokens.div_ceil(PAGE_TOKENS as u32);
+    (0..body.batch)
+        .map(|row| (row * pages..(row + 1) * pages).map(PageId).collect())
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use shared::block::BlockIndex;
+    use shared::dtype::DType;
+    use shared::job::{Prompts, SlotRef};
+
+    use super::*;
+
+    fn body(kind: JobKind, prefixes: &[u32], tokens: u32) -> JobBody {
+        let slot = SlotRef { offset: 0, len: 0 };
+        JobBody {
+            kind,
+            dtype: DType::F32,
+            blocks: vec![BlockIndex(0), BlockIndex(1)],
+            adapter: None,
+            batch: prefixes.len() as u32,
+            tokens,
+            hidden: 4,
+            prefix_lengths: prefixes.to_vec(),
+            page_tables: prefixes.iter().map(|_| vec![PageId(7)]).collect(),
+            copies: vec![],
+            input: slot,
+            output: slot,
+            prompts: None,
+            output_gradient: None,
+            prompt_gradient: None,
+        }
+    }
+
+    fn cuts(job: &JobBody) -> Vec<(usize, usize, usize)> {
+        cut(job, 64)
+            .iter()
+            .map(|p| (p.row, p.start, p.tokens))
+            .collect()
+    }
+
+    #[test]
+    fn rows_are_cut_at_fixed_positions_whatever_their_prefix() {
+        assert_eq!(
+            cuts(&body(JobKind::Step, &[5, 64], 100)),
+            [(0, 0, 59), (0, 59, 41), (1, 0, 64), (1, 64, 36)]
+        );
+        assert_eq!(
+            cuts(&body(JobKind::Forward, &[0], 65)),
+            [(0, 0, 64), (0, 64, 1)]
+        );
+    }
+
+    #[test]
+    fn a_decode_step_is_one_piece_per_row() {
+        assert_eq!(
+            cuts(&body(JobKind::Step, &[63, 10], 2)),
+            [(0, 0, 2), (1, 0, 2)]
+        );
+    }
+
+    #[test]
+    fn pieces_of_one_row_join_and_cover_their_values() {
+        let job = Running::new(0, JobId(1), 0, body(JobKind::Step, &[5, 64], 100), 64);
+        let rows: Vec<_> = job
+            .rows(1..4)
+            .iter()
+            .map(|r| (r.prefix, r.tokens))
+            .collect();
+        assert_eq!(rows, [(64, 41), (64, 100)]);
+        assert_eq!(job.values(1..4), 59 * 4..200 * 4);
+    }
+
+    #[test]
+    fn prompts_fall_on_the_first_tokens_of_their_row() {
+        let mut body = body(JobKind::Step, &[0, 0], 100);
+        body.prompts = Some(Prompts {
+            slot: SlotRef { offset: 0, len: 0 },
+            batch: 2,
+            tokens: 70,
+        });
+        let job = Running::new(0, JobId(1), 0, body, 64);
+        let parts = job.prompt_parts(1, 0..4);
+        let at = |tokens: std::ops::Range<usize>| tokens.start * 4..tokens.end * 4;
+        let expected = [
+            (at(0..64), at(140..204)),
+            (at(64..70), at(204..210)),
+            (at(100..164), at(210..274)),
+            (at(164..170), at(274..280)),
+        ];
+        assert_eq!(parts, expected);
+    }
+}

@@ -1,0 +1,464 @@
+//! What the executor does next. A pure state machine: it knows jobs as tasks (class, blocks, pieces) and the time it is told,
+//! and neither tensors nor devices.
+//!
+//! A *unit* is one block over some rows; between two units anything may change. A task is a cut of its rows into *pieces* at
+//! positions that depend on the job alone, and walks block by block, piece by piece:
+//!
+//! ```text
+//! accept ──> at block 0, piece 0 ──next()/done()──> ... ──> block 0 done ──> block 1, piece 0 ... ──> finished
+//! ```
+//!
+//! - Decode steps go before everything else. All that are at the same block run in one unit; of several blocks the lowest
+//!   goes first, so that a step that came later catches up and shares the rest of the way. One that was overtaken too often
+//!   goes first regardless.
+//! - Then prefill, then forward; the oldest of a class first. How many pieces make a unit follows the measured speed; where
+//!   pieces begin and end does not.
+//! - Work behind a crowd of decode steps gets one unit every [`BULK_PATIENCE`], so that it is slow but never stuck.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+/// Length of a unit of prefill or forward: what a decode step may have to wait for.
+pub const UNIT_TIME: Duration = Duration::from_millis(20);
+
+/// Longest time that decode steps hold up everything else.
+pub const BULK_PATIENCE: Duration = Duration::from_millis(500);
+
+/// A step of at most this many tokens over all its rows is a decode step: it is cheaper to run than to cut.
+pub const DECODE_TOKENS: usize = 32;
+
+/// Most tokens of one decode unit; more wait for the next. Far beyond where one more row is free of cost.
+pub const BATCH_TOKENS: usize = 128;
+
+/// Units of other decode steps that one waits through before it goes first: several passes over a large model.
+const OVERTAKEN_LIMIT: u32 = 256;
+
+/// Name of a task, in order of arrival.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TaskId(u64);
+
+/// In order of precedence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Class {
+    /// A step of few tokens.
+    Decode,
+    /// A step of many tokens.
+    Prefill,
+    /// A forward without cache.
+    Forward,
+}
+
+/// What the schedule must know of a job.
+#[derive(Clone, Debug)]
+pub struct TaskShape {
+    /// Its class.
+    pub class: Class,
+    /// Its blocks in order, not empty.
+    pub blocks: Vec<u32>,
+    /// Tokens of each of its pieces, not empty.
+    pub pieces: Vec<usize>,
+}
+
+/// One block over some rows of one or, for decode steps, several tasks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unit {
+    /// The block, by index in the model.
+    pub block: u32,
+    /// Who takes part; never empty.
+    pub members: Vec<Member>,
+}
+
+/// The part of one task in a unit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Member {
+    /// The task.
+    pub task: TaskId,
+    /// Position of the block among those of the task.
+    pub position: usize,
+    /// Its pieces that take part.
+    pub pieces: Range<usize>,
+}
+
+/// What a unit meant for one of its members.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Advance {
+    /// The task.
+    pub task: TaskId,
+    /// Position of the block that the unit worked on.
+    pub position: usize,
+    /// All pieces have passed this block.
+    pub block_done: bool,
+    /// All blocks are done; the task is forgotten.
+    pub finished: bool,
+}
+
+#[derive(Debug)]
+struct Task {
+    shape: TaskShape,
+    position: usize,
+    piece: usize,
+    overtaken: u32,
+}
+
+impl Task {
+    fn block(&self) -> u32 {
+        self.shape
+            .blocks
+            .get(self.position)
+            .copied()
+            .unwrap_or(u32::MAX)
+    }
+
+    fn tokens(&self) -> usize {
+        self.shape.pieces.iter().sum()
+    }
+}
+
+/// The tasks that are accepted and not finished.
+#[derive(Debug, Default)]
+pub struct Schedule {
+    tasks: BTreeMap<TaskId, Task>,
+    arrived: u64,
+    /// Tokens per second of one block in units of prefill and forward.
+    speed: Option<f64>,
+    /// Since when work other than decode is held up.
+    held_since: Option<Instant>,
+}
+
+impl Schedule {
+    /// Takes a task on.
+    ///
+    /// # Panics
+    /// When it has no block or no piece.
+    pub fn accept(&mut self, shape: TaskShape) -> TaskId {
+        assert!(
+            !shape.blocks.is_empty() && !shape.pieces.is_empty(),
+            "a task has blocks and pieces"
+        );
+        let id = TaskId(self.arrived);
+        self.arrived += 1;
+        self.tasks.insert(
+            id,
+            Task {
+                shape,
+                position: 0,
+                piece: 0,
+                overtaken: 0,
+            },
+        );
+        id
+    }
+
+    /// Tasks that are not finished.
+    pub fn len(&self) -> usize {
+        self.tasks.len()
+    }
+
+    /// Whether nothing is to be done.
+    pub fn is_empty(&self) -> bool {
+        self.tasks.is_empty()
+    }
+
+    /// Forgets a task.
+    pub fn remove(&mut self, task: TaskId) {
+        self.tasks.remove(&task);
+    }
+
+    /// Forgets all tasks; the measured speed stays.
+    pub fn clear(&mut self) {
+        self.tasks.clear();
+        self.held_since = None;
+    }
+
+    /// The unit to run now. It is not taken off: [`done`](Self::done) or [`remove`](Self::remove) is.
+    pub fn next(&mut self, now: Instant) -> Option<Unit> {
+        let bulk = self.bulk();
+        let decode = self.decode_block();
+        match (decode, bulk) {
+            (None, None) => None,
+            (Some(block), None) => Some(self.decode_unit(block)),
+            (None, Some(task)) => self.bulk_unit(task),
+            (Some(block), Some(task)) => {
+                let since = *self.held_since.get_or_insert(now);
+                if now.saturating_duration_since(since) >= BULK_PATIENCE {
+                    self.bulk_unit(task)
+                } else {
+                    Some(self.decode_unit(block))
+                }
+            }
+        }
+    }
+
+    /// The unit ran and took `elapsed`.
+    pub fn done(&mut self, unit: &Unit, elapsed: Duration) -> Vec<Advance> {
+        self.measure(unit, elapsed);
+        unit.members
+            .iter()
+            .filter_map(|m| self.advance(m))
+            .collect()
+    }
+
+    fn advance(&mut self, member: &Member) -> Option<Advance> {
+        let task = self.tasks.get_mut(&member.task)?;
+        task.piece = member.pieces.end;
+        let block_done = task.piece >= task.shape.pieces.len();
+        if block_done {
+            task.piece = 0;
+            task.position += 1;
+        }
+        let finished = task.position >= task.shape.blocks.len();
+        if finished {
+            self.tasks.remove(&member.task);
+        }
+        Some(Advance {
+            task: member.task,
+            position: member.position,
+            block_done,
+            finished,
+        })
+    }
+
+    fn measure(&mut self, unit: &Unit, elapsed: Duration) {
+        let [member] = unit.members.as_slice() else {
+            return;
+        };
+        let Some(task) = self
+            .tasks
+            .get(&member.task)
+            .filter(|t| t.shape.class != Class::Decode)
+        else {
+            return;
+        };
+        self.held_since = None;
+        let tokens: usize = task
+            .shape
+            .pieces
+            .get(member.pieces.clone())
+            .unwrap_or_default()
+            .iter()
+            .sum();
+        let speed = tokens as f64 / elapsed.as_secs_f64().max(1e-6);
+        // Half of the old value: a unit disturbed by another process neither sets the size alone nor lasts.
+        self.speed = Some(self.speed.map_or(speed, |old| 0.5 * (old + speed)));
+    }
+
+    /// The oldest task of the first class other than decode.
+    fn bulk(&self) -> Option<TaskId> {
+        let others = self
+            .tasks
+            .iter()
+            .filter(|(_, t)| t.shape.class != Class::Decode);
+        others
+            .min_by_key(|&(&id, t)| (t.shape.class, id))
+            .map(|(&id, _)| id)
+    }
+
+    fn bulk_unit(&self, id: TaskId) -> Option<Unit> {
+        let task = self.tasks.get(&id)?;
+        let room = self.speed.map_or(0.0, |s| s * UNIT_TIME.as_secs_f64());
+        let (mut end, mut tokens) = (task.piece, 0);
+        for piece in task.shape.pieces.iter().skip(task.piece) {
+            tokens += piece;
+            if end > task.piece && tokens as f64 > room {
+                break;
+            }
+            end += 1;
+        }
+        let members = vec![Member {
+            task: id,
+            position: task.position,
+            pieces: task.piece..end,
+        }];
+        Some(Unit {
+            block: task.block(),
+            members,
+        })
+    }
+
+    fn decode(&self) -> impl Iterator<Item = (&TaskId, &Task)> {
+        self.tasks
+            .iter()
+            .filter(|(_, t)| t.shape.class == Class::Decode)
+    }
+
+    fn decode_block(&self) -> Option<u32> {
+        let patient = self.decode().find(|(_, t)| t.overtaken >= OVERTAKEN_LIMIT);
+        patient
+            .map(|(_, t)| t.block())
+            .or_else(|| self.decode().map(|(_, t)| t.block()).min())
+    }
+
+    fn decode_unit(&mut self, block: u32) -> Unit {
+        let (mut members, mut tokens) = (Vec::new(), 0);
+        for (&id, task) in self
+            .tasks
+            .iter_mut()
+            .filter(|(_, t)| t.shape.class == Class::Decode)
+        {
+            let more = tokens + task.tokens();
+            if task.block() == block && (members.is_empty() || more <= BATCH_TOKENS) {
+                tokens = more;
+                task.overtaken = 0;
+                members.push(Member {
+                    task: id,
+                    position: task.position,
+                    pieces: 0..task.shape.pieces.len(),
+                });
+            } else {
+                task.overtaken += 1;
+            }
+        }
+        Unit { block, members }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(class: Class, blocks: Range<u32>, pieces: &[usize]) -> TaskShape {
+        TaskShape {
+            class,
+            blocks: blocks.collect(),
+            pieces: pieces.to_vec(),
+        }
+    }
+
+    fn run(schedule: &mut Schedule, now: Instant) -> Option<(u32, Vec<TaskId>)> {
+        let unit = schedule.next(now)?;
+        schedule.done(&unit, Duration::from_millis(1));
+        Some((unit.block, unit.members.iter().map(|m| m.task).collect()))
+    }
+
+    #[test]
+    fn a_task_walks_all_pieces_of_a_block_before_the_next_block() {
+        let (mut schedule, now) = (Schedule::default(), Instant::now());
+        let task = schedule.accept(shape(Class::Prefill, 3..5, &[100, 100, 50]));
+        let mut seen = Vec::new();
+        while let Some(unit) = schedule.next(now) {
+            let advance = schedule.done(&unit, Duration::from_secs(1))[0];
+            assert_eq!(advance.task, task);
+            seen.push((
+                unit.block,
+                unit.members[0].pieces.clone(),
+                advance.block_done,
+                advance.finished,
+            ));
+        }
+        let expected = [
+            (3, 0..1, false, false),
+            (3, 1..2, false, false),
+            (3, 2..3, true, false),
+            (4, 0..1, false, false),
+            (4, 1..2, false, false),
+            (4, 2..3, true, true),
+        ];
+        assert_eq!(seen, expected);
+        assert!(schedule.is_empty());
+    }
+
+    #[test]
+    fn a_decode_step_goes_between_two_units_of_a_prefill() {
+        let (mut schedule, now) = (Schedule::default(), Instant::now());
+        let prefill = schedule.accept(shape(Class::Prefill, 0..2, &[100, 100]));
+        assert_eq!(run(&mut schedule, now), Some((0, vec![prefill])));
+        let decode = schedule.accept(shape(Class::Decode, 0..2, &[1]));
+        assert_eq!(run(&mut schedule, now), Some((0, vec![decode])));
+        assert_eq!(run(&mut schedule, now), Some((1, vec![decode])));
+        assert_eq!(run(&mut schedule, now), Some((0, vec![prefill])));
+    }
+
+    #[test]
+    fn classes_go_in_order_and_the_oldest_of_a_class_first() {
+        let (mut schedule, now) = (Schedule::default(), Instant::now());
+        let forward = schedule.accept(shape(Class::Forward, 0..1, &[64]));
+        let late = schedule.accept(shape(Class::Prefill, 0..1, &[64]));
+        let later = schedule.accept(shape(Class::Prefill, 0..1, &[64]));
+        let order: Vec<_> = std::iter::from_fn(|| run(&mut schedule, now))
+            .map(|(_, who)| who[0])
+            .collect();
+        assert_eq!(order, [late, later, forward]);
+    }
+
+    #[test]
+    fn a_later_decode_step_catches_up_and_shares_the_rest() {
+        let (mut schedule, now) = (Schedule::default(), Instant::now());
+        let first = schedule.accept(shape(Class::Decode, 0..4, &[1]));
+        run(&mut schedule, now);
+        run(&mut schedule, now);
+        let second = schedule.accept(shape(Class::Decode, 0..3, &[1]));
+        let units: Vec<_> = std::iter::from_fn(|| run(&mut schedule, now)).collect();
+        let expected = [
+            (0, vec![second]),
+            (1, vec![second]),
+            (2, vec![first, second]),
+            (3, vec![first]),
+        ];
+        assert_eq!(units, expected);
+    }
+
+    #[test]
+    fn a_decode_step_is_not_overtaken_for_ever() {
+        let (mut schedule, now) = (Schedule::default(), Instant::now());
+        let old = schedule.accept(shape(Class::Decode, 0..2, &[1]));
+        run(&mut schedule, now);
+        let mut units = 0;
+        loop {
+            schedule.accept(shape(Class::Decode, 0..1, &[1]));
+            units += 1;
+            if run(&mut schedule, now) == Some((1, vec![old])) {
+                break;
+            }
+            assert!(units <= OVERTAKEN_LIMIT + 1, "overtaken {units} times");
+        }
+    }
+
+    #[test]
+    fn a_full_decode_unit_leaves_the_rest_for_the_next() {
+        let (mut schedule, now) = (Schedule::default(), Instant::now());
+        let tasks: Vec<_> = (0..5)
+            .map(|_| schedule.accept(shape(Class::Decode, 0..1, &[DECODE_TOKENS])))
+            .collect();
+        assert_eq!(run(&mut schedule, now), Some((0, tasks[..4].to_vec())));
+        assert_eq!(run(&mut schedule, now), Some((0, tasks[4..].to_vec())));
+    }
+
+    #[test]
+    fn decode_steps_without_end_do_not_hold_up_a_prefill_for_ever() {
+        let (mut schedule, start) = (Schedule::default(), Instant::now());
+        let prefill = schedule.accept(shape(Class::Prefill, 0..1, &[64]));
+        let mut decode_units = 0;
+        for tick in 0..1000 {
+            schedule.accept(shape(Class::Decode, 0..1, &[1]));
+            let (_, who) = run(&mut schedule, start + Duration::from_millis(10) * tick).unwrap();
+            if who == [prefill] {
+                break;
+            }
+            decode_units += 1;
+        }
+        assert_eq!(
+            decode_units, 50,
+            "one unit after {BULK_PATIENCE:?} at 10 ms each"
+        );
+    }
+
+    #[test]
+    fn units_grow_with_the_measured_speed_but_pieces_do_not_move() {
+        let (mut schedule, now) = (Schedule::default(), Instant::now());
+        schedule.accept(shape(Class::Forward, 0..2, &[64; 8]));
+        let first = schedule.next(now).unwrap();
+        assert_eq!(
+            first.members[0].pieces,
+            0..1,
+            "one piece while the speed is not known"
+        );
+        schedule.done(&first, Duration::from_millis(5));
+        let second = schedule.next(now).unwrap();
+        assert_eq!(
+            second.members[0].pieces,
+            1..5,
+            "four pieces of 5 ms in 20 ms"
+        );
+    }
+}

@@ -1,0 +1,308 @@
+//! The role `gpu-worker`: load the span, report ready, then serve links until told to end. The main thread becomes the
+//! executor; one thread beside it reads the control channel, since a message may wait while the device computes.
+
+use std::os::fd::OwnedFd;
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::time::Duration;
+
+use ipc_channel::IpcError;
+use ipc_channel::ipc::IpcReceiver;
+use kernels::Cpu;
+use shared::bootstrap::{Bootstrap, ControlEnds, DescriptorSocket};
+use shared::config::Device;
+use shared::control::{Capacity, FromWorker, LinkInit, ToWorker, WorkerInit};
+use shared::exit::ExitReason;
+use shared::ids::{Generation, WorkerId};
+use shared::job::JobLimits;
+use shared::shm::board::{BoardWriter, Phase};
+use shared::shm::doorbell::Doorbell;
+use shared::shm::kv::KvMap;
+use shared::shm::pair::PairError;
+use shared::shm::segment::{MemfdSegment, SegmentError};
+use tracing::{error, info, warn};
+
+use crate::block::BlockSpec;
+use crate::engine::{Engine, EngineShape};
+use crate::executor::{Command, End, Executor};
+use crate::fault::Faults;
+use crate::link::{LINK_DESCRIPTORS, Link, LinkError};
+use crate::prepare::with_source;
+use crate::probe;
+use crate::weights::manifest::Manifest;
+use crate::weights::map::{MapError, MappedWeights};
+
+/// Longest time without progress while weights are mapped: one file system that does not answer.
+const LOADING_LIMIT: Duration = Duration::from_secs(60);
+
+/// Longest time for one repetition of a measurement.
+const MEASURING_LIMIT: Duration = Duration::from_secs(60);
+
+/// Descriptors are sent before the message that names them.
+const DESCRIPTOR_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Messages of the supervisor that may wait for the end of a unit; more make the control thread wait.
+const MAX_COMMANDS: usize = 16;
+
+/// Runs the role until it is drained, fails, or the parent is gone.
+pub fn run(bootstrap: Bootstrap) -> ExitReason {
+    let ends = match bootstrap.connect::<ToWorker, FromWorker>() {
+        Ok(ends) => ends,
+        Err(failure) => {
+            error!(failure = with_source(&failure), "no control channel");
+            return failure.exit_reason();
+        }
+    };
+    let sender = ends.sender.clone();
+    let End { reason, message } = serve(ends);
+    if !message.is_empty() {
+        error!(%reason, message, "failed");
+        let _ = sender.send(FromWorker::Failed { reason, message });
+    }
+    reason
+}
+
+fn serve(ends: ControlEnds<ToWorker, FromWorker>) -> End {
+    match ends.receiver.recv() {
+        Ok(ToWorker::Init(init)) => match init.device {
+            Device::Cpu => cpu(&init, ends).unwrap_or_else(|end| end),
+            Device::Cuda(_) => {
+                let message = format!(
+                    "device {} is not available: this build has no CUDA worker; use --device cpu",
+                    init.device
+                );
+                End {
+                    reason: ExitReason::BadConfig,
+                    message,
+                }
+            }
+        },
+        Ok(ToWorker::Drain) => End {
+            reason: ExitReason::Clean,
+            message: String::new(),
+        },
+        Ok(ToWorker::Link(_)) => out_of_order(),
+        Err(failure) => lost(&failure),
+    }
+}
+
+fn out_of_order() -> End {
+    End {
+        reason: ExitReason::ProtocolMismatch,
+        message: "the supervisor sent its messages out of order".to_owned(),
+    }
+}
+
+fn lost(failure: &IpcError) -> End {
+    match failure {
+        IpcError::SerializationError(_) => End {
+            reason: ExitReason::ProtocolMismatch,
+            message: format!("message of the supervisor: {failure}"),
+        },
+        _ => End {
+            reason: ExitReason::ParentGone,
+            message: String::new(),
+        },
+    }
+}
+
+/// The worker of a CPU, from loading to the end.
+fn cpu(init: &WorkerInit, ends: ControlEnds<ToWorker, FromWorker>) -> Result<End, End> {
+    let board = BoardWriter::open(&init.board, init.generation).map_err(|e| mismatch(&e))?;
+    board.enter(Phase::Loading, LOADING_LIMIT);
+    let (spec, weights) = load(init, &board)?;
+    let kv = map_kv(init, &ends.descriptors)?;
+    let threads = match init.config.threads {
+        0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
+        n => n as usize,
+    };
+    let shape = EngineShape {
+        span: init.span,
+        dtype: init.model.dtype,
+        kv_pages: init.kv_pages,
+    };
+    let backend = Cpu::new(threads);
+    info!(span = %init.span, threads, isa = ?backend.isa(), weights_bytes = weights.bytes(), kv_pages = init.kv_pages, "loaded");
+    let engine = Engine::new(backend, &spec, &weights, kv, shape).map_err(|e| bad(&e))?;
+    Ok(worker(engine, init, board, ends))
+}
+
+/// From measuring to the end.
+fn worker(
+    mut engine: Engine<'_>,
+    init: &WorkerInit,
+    board: BoardWriter,
+    ends: ControlEnds<ToWorker, FromWorker>,
+) -> End {
+    let mut capacity = Capacity::default();
+    if init.measure {
+        board.enter(Phase::Measuring, MEASURING_LIMIT);
+        capacity = match probe::measure(&mut engine, || board.progress()) {
+            Ok(capacity) => capacity,
+            Err(failure) => return bad(&failure),
+        };
+        info!(
+            inference_rps = capacity.inference_rps,
+            forward_rps = capacity.forward_rps,
+            "measured"
+        );
+    }
+    let executor = Executor::new(
+        engine,
+        limits(init),
+        Faults::new(init.config.fault, init.generation),
+        board,
+    );
+    let ControlEnds {
+        receiver,
+        sender,
+        descriptors,
+        ..
+    } = ends;
+    if sender.send(FromWorker::Ready(capacity)).is_err() {
+        return End {
+            reason: ExitReason::ParentGone,
+            message: String::new(),
+        };
+    }
+    let (commands, inbox) = sync_channel(MAX_COMMANDS);
+    let control = Control {
+        commands,
+        descriptors,
+        worker: init.worker,
+        generation: init.generation,
+        bell: None,
+    };
+    let spawned = std::thread::Builder::new()
+        .name("control".to_owned())
+        .spawn(move || control.listen(&receiver));
+    match spawned {
+        // A message that cannot be sent means that the parent is gone, which the control thread tells.
+        Ok(_) => executor.run(&inbox, |message| drop(sender.send(message))),
+        Err(failure) => End {
+            reason: ExitReason::Failed,
+            message: format!("start the control thread: {failure}"),
+        },
+    }
+}
+
+fn limits(init: &WorkerInit) -> JobLimits {
+    JobLimits {
+        arena_bytes: 0,
+        span: init.span,
+        hidden: init.model.hidden_size,
+        dtype: init.model.dtype,
+        kv_pages: init.kv_pages,
+        adapters: 0,
+    }
+}
+
+fn load(init: &WorkerInit, board: &BoardWriter) -> Result<(BlockSpec, MappedWeights), End> {
+    let manifest = Manifest::read(&init.manifest).map_err(|e| bad(&e))?;
+    if manifest.model != init.model {
+        let message = format!(
+            "manifest {:?} is of model {}, not of {}",
+            init.manifest, manifest.model.name, init.model.name
+        );
+        return Err(End {
+            reason: ExitReason::BadConfig,
+            message,
+        });
+    }
+    let spec = BlockSpec::from_config(&manifest.config).map_err(|e| bad(&e))?;
+    let weights = MappedWeights::map(&manifest, init.span, || board.progress()).map_err(|e| {
+        // What is gone or changed stays so; a disk that failed once may answer the next time.
+        let gone = !matches!(&e, MapError::File { source, .. } if source.kind() != std::io::ErrorKind::NotFound);
+        End { reason: if gone { ExitReason::BadConfig } else { ExitReason::Failed }, message: with_source(&e) }
+    })?;
+    Ok((spec, weights))
+}
+
+fn map_kv(init: &WorkerInit, descriptors: &DescriptorSocket) -> Result<KvMap, End> {
+    let mut fds = descriptors
+        .recv(init.fds, 1, DESCRIPTOR_TIMEOUT)
+        .map_err(|e| mismatch(&e))?;
+    let fd = fds.pop().ok_or_else(out_of_order)?;
+    let bytes = init.model.kv_segment_bytes(init.span, init.kv_pages);
+    let segment = MemfdSegment::from_fd("sepal-kv", fd, bytes).map_err(|e| mismatch(&e))?;
+    KvMap::map(&segment).map_err(|e| {
+        let full = matches!(&e, SegmentError::System { source, .. } if source.raw_os_error() == Some(nix::libc::ENOMEM));
+        End { reason: if full { ExitReason::OutOfMemory } else { ExitReason::Failed }, message: with_source(&e) }
+    })
+}
+
+fn mismatch(error: &dyn std::error::Error) -> End {
+    End {
+        reason: ExitReason::ProtocolMismatch,
+        message: with_source(error),
+    }
+}
+
+fn bad(error: &dyn std::error::Error) -> End {
+    End {
+        reason: ExitReason::BadConfig,
+        message: with_source(error),
+    }
+}
+
+/// The control thread: turns messages of the supervisor into commands and wakes the executor.
+struct Control {
+    commands: SyncSender<Command>,
+    descriptors: DescriptorSocket,
+    worker: WorkerId,
+    generation: Generation,
+    /// The bell on which the executor sleeps.
+    bell: Option<Doorbell>,
+}
+
+impl Control {
+    fn listen(mut self, receiver: &IpcReceiver<ToWorker>) {
+        loop {
+            let (command, next_bell) = match receiver.recv() {
+                Ok(ToWorker::Link(init)) => match self.open(&init) {
+                    Ok((link, bell)) => (Command::Link(Box::new(link)), Some(bell)),
+                    // The netd of this link is gone already, and its rings with it; the next one brings another.
+                    Err(LinkError::Rings(PairError::Segment(SegmentError::Missing(name)))) => {
+                        warn!(name, "rings are gone");
+                        continue;
+                    }
+                    Err(failure) => (
+                        Command::End(ExitReason::ProtocolMismatch, with_source(&failure)),
+                        None,
+                    ),
+                },
+                Ok(ToWorker::Drain) => (Command::Drain, None),
+                Ok(ToWorker::Init(_)) => (end(out_of_order()), None),
+                Err(failure) => (end(lost(&failure)), None),
+            };
+            let last = matches!(command, Command::End(..));
+            // The executor may sleep on the old bell until it has seen the command, and on the new one after that.
+            if self.commands.send(command).is_err() || self.ring().is_err() || last {
+                return;
+            }
+            if next_bell.is_some() {
+                self.bell = next_bell;
+            }
+        }
+    }
+
+    fn open(&self, init: &LinkInit) -> Result<(Link, Doorbell), LinkError> {
+        let fds: Vec<OwnedFd> = self
+            .descriptors
+            .recv(init.fds, LINK_DESCRIPTORS, DESCRIPTOR_TIMEOUT)
+            .map_err(|e| LinkError::Doorbell(std::io::Error::other(e)))?;
+        let link = Link::open(init, self.worker, self.generation, fds)?;
+        let bell = Doorbell::from_fd(link.submission_bell.try_clone()?)?;
+        Ok((link, bell))
+    }
+
+    fn ring(&self) -> std::io::Result<()> {
+        self.bell.as_ref().map_or(Ok(()), Doorbell::ring)
+    }
+}
+
+fn end(end: End) -> Command {
+    Command::End(end.reason, end.message)
+}
+
+#[cfg(test)]
+mod tests;
