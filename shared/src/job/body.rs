@@ -244,7 +244,7 @@ fn check_slots(job: &JobBody, limits: &JobLimits) -> Result<(), JobError> {
     job.output.check(limits.arena_bytes, hidden_bytes)?;
     let row_bytes = u64::from(job.hidden) * job.dtype.size_bytes() as u64;
     let prompt_bytes = |batch: u32, tokens: u32| {
-        (job.blocks.len() as u64 * u64::from(batch)).checked_mul(u64::from(tokens) * row_bytes).unwrap_or(u64::MAX)
+        (job.blocks.len() as u64 * u64::from(batch)).saturating_mul(u64::from(tokens) * row_bytes)
     };
     if let Some(p) = job.prompts {
         bounded(u64::from(p.tokens), 1, u64::from(job.tokens))?;
