@@ -3,6 +3,7 @@
 use crate::ops::{
     Add, Attention, KvAppend, Linear, OpError, PromptAdd, Rmsnorm, Rope, RopeTable, SiluMul,
 };
+use crate::tensor::WeightView;
 
 /// A device that can run blocks. A method is here because a block calls it.
 ///
@@ -12,11 +13,13 @@ pub trait Backend {
     type Floats: ?Sized;
     /// f32 values in device memory, owned.
     type Buffer: std::ops::DerefMut<Target = Self::Floats>;
-    /// A weight matrix where it lies.
-    type Matrix<'w>: Copy;
+    /// A weight matrix where the device reads it; a handle, cheap to clone.
+    type Matrix<'w>: Clone;
     /// KV pages of one block.
     type Pages<'k>;
 
+    /// The matrix where the device reads it. On the CPU that is where it lies.
+    fn matrix<'w>(&mut self, weight: WeightView<'w>) -> Result<Self::Matrix<'w>, OpError>;
     /// A buffer of `len` elements of unspecified content.
     fn buffer(&mut self, len: usize) -> Self::Buffer;
     /// Makes `buffer` at least `len` elements long; never shrinks it. The content is unspecified after growth.

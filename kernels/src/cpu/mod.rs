@@ -59,6 +59,10 @@ impl Backend for Cpu {
     type Matrix<'w> = WeightView<'w>;
     type Pages<'k> = KvPages<'k>;
 
+    fn matrix<'w>(&mut self, weight: WeightView<'w>) -> Result<WeightView<'w>, OpError> {
+        Ok(weight)
+    }
+
     fn buffer(&mut self, len: usize) -> Vec<f32> {
         vec![0.0; len]
     }

@@ -2,9 +2,10 @@
 
 use shared::dtype::DType;
 
-use super::{OpError, check_len, convert};
+use super::convert::with_rounding;
+use super::{OpError, check_len};
 
-/// Arguments of `x = round(x + y)`.
+/// Arguments of `x = round(x + round(y))`; the inner rounding is that of the operation that made `y` in transformers.
 #[derive(Debug)]
 pub struct Add<'a, F: ?Sized> {
     /// First summand, and the sum `[len]`.
@@ -17,7 +18,7 @@ pub struct Add<'a, F: ?Sized> {
     pub round: DType,
 }
 
-/// Arguments of `x[offset..] = round(x[offset..] + prompt)`.
+/// Arguments of `x[offset..] = round(x[offset..] + round(prompt))`.
 #[derive(Debug)]
 pub struct PromptAdd<'a, F: ?Sized> {
     /// Hidden states `[tokens, hidden]`.
@@ -40,7 +41,7 @@ impl Add<'_, [f32]> {
 /// The definition of [`Add`], also its fast path.
 pub fn reference(args: Add<'_, [f32]>) -> Result<(), OpError> {
     args.check()?;
-    sum(args.round, &mut args.x[..args.len], args.y);
+    with_rounding!(args.round, round => sum(round, &mut args.x[..args.len], args.y));
     Ok(())
 }
 
@@ -54,14 +55,14 @@ pub fn reference_prompt(args: PromptAdd<'_, [f32]>) -> Result<(), OpError> {
         has,
         needs,
     })?;
-    sum(args.round, x, args.prompt);
+    with_rounding!(args.round, round => sum(round, x, args.prompt));
     Ok(())
 }
 
 #[inline(always)]
-fn sum(round: DType, x: &mut [f32], y: &[f32]) {
+fn sum(round: impl Fn(f32) -> f32, x: &mut [f32], y: &[f32]) {
     for (x, y) in x.iter_mut().zip(y) {
-        *x = convert::round(round, *x + y);
+        *x = round(*x + round(*y));
     }
 }
 

@@ -1,5 +1,6 @@
 //! Causal attention of new tokens over the pages of their row; query head `h` reads kv head `h / group`.
-//! `out = softmax(q K^T * scale) V` over the positions `0..=own position`, everything in f32.
+//! `out = round(softmax(round(round(q K^T) / divisor))) V` over the positions `0..=own position`; sums and the softmax are f32, the
+//! roundings to the cache's dtype are those of transformers (`eager_attention_forward`).
 
 use super::{OpError, check_len, convert};
 use crate::kv::{KvPages, StepRow, total_tokens};
@@ -15,8 +16,8 @@ pub struct Attention<'a, F: ?Sized, P> {
     pub rows: &'a [StepRow<'a>],
     /// Query heads per kv head.
     pub group: usize,
-    /// Multiplies the scores: `head_dim^-1/2`.
-    pub scale: f32,
+    /// Divides the scores: `head_dim^1/2`.
+    pub divisor: f32,
     /// Output, shaped as `q`.
     pub out: &'a mut F,
 }
@@ -58,9 +59,11 @@ pub fn reference(args: Attention<'_, [f32], KvPages<'_>>) -> Result<(), OpError>
                 )
             };
             let q = &args.q[range.clone()];
-            let scores: Vec<f32> = (0..=position)
-                .map(|p| q.iter().zip(vector(0, p)).map(|(q, k)| q * k).sum::<f32>() * args.scale)
-                .collect();
+            let round = |v| convert::round(layout.dtype, v);
+            let score = |key: Vec<f32>| {
+                round(round(q.iter().zip(key).map(|(q, k)| q * k).sum()) / args.divisor)
+            };
+            let scores: Vec<f32> = (0..=position).map(|p| score(vector(0, p))).collect();
             let top = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             let weights: Vec<f32> = scores.iter().map(|s| (s - top).exp()).collect();
             let total: f32 = weights.iter().sum();
@@ -68,7 +71,7 @@ pub fn reference(args: Attention<'_, [f32], KvPages<'_>>) -> Result<(), OpError>
             out.fill(0.0);
             for (p, weight) in weights.iter().enumerate() {
                 for (out, v) in out.iter_mut().zip(vector(1, p)) {
-                    *out += weight / total * v;
+                    *out += round(weight / total) * v;
                 }
             }
         }

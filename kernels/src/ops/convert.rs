@@ -78,6 +78,28 @@ pub fn round(dtype: DType, value: f32) -> f32 {
     }
 }
 
+/// Calls `$body` with `$round` bound to the rounding of one dtype: the choice is made once, outside of loops, which then
+/// become vector code.
+macro_rules! with_rounding {
+    ($dtype:expr, $round:ident => $body:expr) => {
+        match $dtype {
+            shared::dtype::DType::F32 => {
+                let $round = |v: f32| v;
+                $body
+            }
+            shared::dtype::DType::Bf16 => {
+                let $round = |v: f32| $crate::ops::convert::round(shared::dtype::DType::Bf16, v);
+                $body
+            }
+            shared::dtype::DType::F16 => {
+                let $round = |v: f32| $crate::ops::convert::round(shared::dtype::DType::F16, v);
+                $body
+            }
+        }
+    };
+}
+pub(crate) use with_rounding;
+
 /// Upper half of `value`, rounded to nearest even; NaN stays NaN.
 #[inline(always)]
 pub(crate) fn bf16_bits(value: f32) -> u16 {

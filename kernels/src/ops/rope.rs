@@ -1,6 +1,10 @@
 //! Rotary position encoding in the half-split form: with `c`, `s` = cos, sin of `position * inverse_frequency[i]`,
 //! `(x[i], x[i + d/2]) -> (x[i] c - x[i + d/2] s, x[i + d/2] c + x[i] s)` (transformers `apply_rotary_pos_emb`).
+//! Inputs, cos, sin, products and sums are rounded to the block dtype, as there.
 
+use shared::dtype::DType;
+
+use super::convert::with_rounding;
 use super::{OpError, check_len};
 use crate::kv::{StepRow, total_tokens};
 
@@ -13,6 +17,8 @@ pub struct RopeTable<'a, F: ?Sized> {
     pub inverse_frequencies: &'a [f32],
     /// Output `[tokens, 2, head_dim / 2]`: cos, then sin.
     pub out: &'a mut F,
+    /// Dtype to which they are rounded: the block dtype.
+    pub round: DType,
 }
 
 /// Arguments of the rotation.
@@ -28,6 +34,8 @@ pub struct Rope<'a, F: ?Sized> {
     pub heads: usize,
     /// Elements of a head, even.
     pub head_dim: usize,
+    /// Dtype to which inputs, products and sums are rounded: the block dtype.
+    pub round: DType,
 }
 
 impl RopeTable<'_, [f32]> {
@@ -81,13 +89,14 @@ pub fn reference_table(args: RopeTable<'_, [f32]>) -> Result<(), OpError> {
             (*sin, *cos) = (position as f32 * frequency).sin_cos();
         }
     }
+    with_rounding!(args.round, round => args.out.iter_mut().for_each(|v| *v = round(*v)));
     Ok(())
 }
 
 /// The definition of the rotation.
 pub fn reference(args: Rope<'_, [f32]>) -> Result<(), OpError> {
     args.check()?;
-    let (half, width) = (args.head_dim / 2, args.heads * args.head_dim);
+    let width = args.heads * args.head_dim;
     let tables = args.table.chunks_exact(args.head_dim);
     for (token, table) in args
         .x
@@ -95,15 +104,22 @@ pub fn reference(args: Rope<'_, [f32]>) -> Result<(), OpError> {
         .zip(tables)
         .take(args.tokens)
     {
-        let (cos, sin) = table.split_at(half);
         for head in token.chunks_exact_mut(args.head_dim) {
-            let (first, second) = head.split_at_mut(half);
-            for (((a, b), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
-                (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
-            }
+            with_rounding!(args.round, round => rotate(head, table, round));
         }
     }
     Ok(())
+}
+
+#[inline(always)]
+fn rotate(head: &mut [f32], table: &[f32], round: impl Fn(f32) -> f32) {
+    let (first, second) = head.split_at_mut(table.len() / 2);
+    let (cos, sin) = table.split_at(table.len() / 2);
+    for (((a, b), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
+        let (x, y) = (round(*a), round(*b));
+        *a = round(round(x * cos) - round(y * sin));
+        *b = round(round(y * cos) + round(x * sin));
+    }
 }
 
 #[cfg(test)]
@@ -124,6 +140,7 @@ mod tests {
                 rows: &rows,
                 inverse_frequencies: &frequencies,
                 out: &mut table[..],
+                round: DType::F32,
             })
             .unwrap();
             reference(Rope {
@@ -132,6 +149,7 @@ mod tests {
                 tokens: 1,
                 heads: 2,
                 head_dim: 4,
+                round: DType::F32,
             })
             .unwrap();
         };

@@ -1,6 +1,9 @@
-//! `gate = gate / (1 + exp(-gate)) * up`, the middle of a gated MLP.
+//! `gate = round(silu(round(gate))) * round(up)` with `silu(x) = x / (1 + exp(-x))`, the middle of a gated MLP. The roundings are
+//! those of transformers, where each operation returns the block dtype; the product is rounded by the matrix that takes it.
 
-use super::{OpError, check_len};
+use shared::dtype::DType;
+
+use super::{OpError, check_len, convert};
 
 /// Arguments of the gate.
 #[derive(Debug)]
@@ -11,6 +14,8 @@ pub struct SiluMul<'a, F: ?Sized> {
     pub up: &'a F,
     /// Elements.
     pub len: usize,
+    /// Dtype to which gate, its activation and `up` are rounded: the block dtype.
+    pub round: DType,
 }
 
 impl SiluMul<'_, [f32]> {
@@ -24,7 +29,9 @@ impl SiluMul<'_, [f32]> {
 pub fn reference(args: SiluMul<'_, [f32]>) -> Result<(), OpError> {
     args.check()?;
     for (gate, up) in args.gate.iter_mut().zip(args.up).take(args.len) {
-        *gate = *gate / (1.0 + (-*gate).exp()) * up;
+        let x = convert::round(args.round, *gate);
+        let activated = convert::round(args.round, x / (1.0 + (-x).exp()));
+        *gate = activated * convert::round(args.round, *up);
     }
     Ok(())
 }

@@ -1,15 +1,17 @@
-//! Attention with a running softmax over pages, in the order of positions.
+//! Attention over pages in the order of positions, in two passes: all scores of a query, then all values.
 //!
 //! A piece is a tile of query tokens of one batch row and one kv head: each page is widened to f32 once and used by all
-//! query heads of all tokens of the tile. What one query computes depends on its own position alone: per page, scores
-//! of the visible slots, new maximum, rescaled sums, then values slot by slot. Slots above the position are not touched.
+//! query heads of all tokens of the tile. What one query computes depends on its own position alone. Slots above the
+//! position are not touched. Two passes read keys and values once each, as a running softmax would, and give the weights
+//! that transformers rounds to the block dtype; a thread keeps the weights of one tile.
 
 use std::cell::RefCell;
 
-use super::lanes::{LANES, dot, exp, mul_add};
+use super::lanes::{LANES, dot, exp, mul_add, tree_sum};
 use super::{Isa, Scratch, per_isa};
 use crate::cpu::pool::{Disjoint, Pool};
 use crate::kv::{KvPages, PAGE_TOKENS, StepRow};
+use crate::ops::convert::with_rounding;
 use crate::ops::{Attention, convert};
 use crate::tuning;
 
@@ -22,12 +24,11 @@ pub(super) struct Tile {
     index: usize,
 }
 
-/// Per thread: widened keys and values of a page, and (maximum, sum) of every query of a tile.
+/// Per thread: one page widened, and the scores, then weights, of every query of a tile.
 #[derive(Default)]
 struct Local {
-    keys: Vec<f32>,
-    values: Vec<f32>,
-    softmax: Vec<(f32, f32)>,
+    page: Vec<f32>,
+    weights: Vec<f32>,
 }
 
 thread_local! {
@@ -40,7 +41,7 @@ struct Task<'a> {
     pages: &'a KvPages<'a>,
     rows: &'a [StepRow<'a>],
     group: usize,
-    scale: f32,
+    divisor: f32,
 }
 
 pub(in crate::cpu) fn attention(
@@ -58,7 +59,7 @@ pub(in crate::cpu) fn attention(
         pages: args.pages,
         rows: args.rows,
         group: args.group,
-        scale: args.scale,
+        divisor: args.divisor,
     };
     let out = Disjoint::new(args.out);
     let piece = |index: usize| {
@@ -109,132 +110,128 @@ fn attend<const FMA: bool>(
     let heads = layout.kv_heads * group;
     let row = &task.rows[tile.row];
     let first = row.prefix + tile.first;
-    local.keys.resize(PAGE_TOKENS * dim, 0.0);
-    local.values.resize(PAGE_TOKENS * dim, 0.0);
-    local.softmax.clear();
-    local
-        .softmax
-        .resize(tile.tokens * group, (f32::NEG_INFINITY, 0.0));
+    let pages = (first + tile.tokens).div_ceil(PAGE_TOKENS);
+    let Local { page, weights } = local;
+    page.resize(PAGE_TOKENS * dim, 0.0);
+    // [tokens, group, positions]; what lies above a query's position is never read.
+    let stride = pages * PAGE_TOKENS;
+    weights.resize(weights.len().max(tile.tokens * group * stride), 0.0);
     // Queries of one token and kv head are neighbours: `group` vectors of `dim`.
     let queries = |token: usize| ((tile.index + token) * heads + head * group) * dim;
-    for token in 0..tile.tokens {
-        // SAFETY: pieces differ in token or kv head, so their outputs do not overlap; the borrow ends here.
-        unsafe { out.range(queries(token), group * dim) }.fill(0.0);
-    }
-    for (number, &page) in row
-        .pages
-        .iter()
-        .enumerate()
-        .take((first + tile.tokens).div_ceil(PAGE_TOKENS))
-    {
-        let start = number * PAGE_TOKENS;
-        let used = PAGE_TOKENS.min(first + tile.tokens - start);
-        let bytes = used * layout.vector_bytes();
-        let (keys, values) = (
-            &mut local.keys[..used * dim],
-            &mut local.values[..used * dim],
-        );
+    // (start, slots that exist, id) of each page; slots of it that a token sees.
+    let spans = || {
+        row.pages
+            .iter()
+            .take(pages)
+            .enumerate()
+            .map(|(number, id)| {
+                let start = number * PAGE_TOKENS;
+                (
+                    start,
+                    PAGE_TOKENS.min(first + tile.tokens - start),
+                    id.0 as usize,
+                )
+            })
+    };
+    let visible =
+        |token: usize, start: usize| (first + token + 1).saturating_sub(start).min(PAGE_TOKENS);
+
+    for (start, used, id) in spans() {
+        let keys = &mut page[..used * dim];
         convert::to_f32(
             layout.dtype,
-            &task.pages.keys(page.0 as usize, head)[..bytes],
+            &task.pages.keys(id, head)[..used * layout.vector_bytes()],
             keys,
         );
-        convert::to_f32(
-            layout.dtype,
-            &task.pages.values(page.0 as usize, head)[..bytes],
-            values,
-        );
         for token in 0..tile.tokens {
-            let visible = (first + token + 1).saturating_sub(start).min(PAGE_TOKENS);
-            if visible == 0 {
-                continue;
-            }
-            let at = queries(token);
-            // SAFETY: as above.
-            let out = unsafe { out.range(at, group * dim) };
-            let softmax = &mut local.softmax[token * group..(token + 1) * group];
-            let heads = task.q[at..at + group * dim]
-                .chunks_exact(dim)
-                .zip(out.chunks_exact_mut(dim))
-                .zip(softmax);
-            for ((q, out), state) in heads {
-                page_step::<FMA>(
-                    q,
-                    task.scale,
-                    &keys[..visible * dim],
-                    &values[..visible * dim],
-                    state,
-                    out,
-                );
+            let keys = &keys[..visible(token, start) * dim];
+            let q = &task.q[queries(token)..queries(token) + group * dim];
+            for (h, q) in q.chunks_exact(dim).enumerate() {
+                let scores = &mut weights[(token * group + h) * stride + start..][..PAGE_TOKENS];
+                with_rounding!(layout.dtype, round => for (score, key) in scores.iter_mut().zip(keys.chunks_exact(dim)) {
+                    *score = round(round(dot::<FMA>(q, key)) / task.divisor);
+                });
             }
         }
     }
     for token in 0..tile.tokens {
-        // SAFETY: as above.
-        let out = unsafe { out.range(queries(token), group * dim) };
-        for (out, (_, sum)) in out
-            .chunks_exact_mut(dim)
-            .zip(&local.softmax[token * group..])
-        {
-            let inverse = 1.0 / sum;
-            out.iter_mut().for_each(|v| *v *= inverse);
+        for h in 0..group {
+            let scores = &mut weights[(token * group + h) * stride..][..first + token + 1];
+            with_rounding!(layout.dtype, round => softmax::<FMA>(scores, round));
+        }
+        // SAFETY: pieces differ in token or kv head, so their outputs do not overlap; the borrow ends here.
+        unsafe { out.range(queries(token), group * dim) }.fill(0.0);
+    }
+    for (start, used, id) in spans() {
+        let values = &mut page[..used * dim];
+        convert::to_f32(
+            layout.dtype,
+            &task.pages.values(id, head)[..used * layout.vector_bytes()],
+            values,
+        );
+        for token in 0..tile.tokens {
+            let visible = visible(token, start);
+            // SAFETY: as above.
+            let out = unsafe { out.range(queries(token), group * dim) };
+            for (h, out) in out.chunks_exact_mut(dim).enumerate() {
+                let weights = &weights[(token * group + h) * stride + start..][..visible];
+                weigh::<FMA>(weights, values, out);
+            }
         }
     }
 }
 
-/// One query over the visible slots of one page.
+/// Scores to weights that sum to 1, each rounded.
 #[inline(always)]
-fn page_step<const FMA: bool>(
-    q: &[f32],
-    scale: f32,
-    keys: &[f32],
-    values: &[f32],
-    state: &mut (f32, f32),
-    out: &mut [f32],
-) {
-    let dim = q.len();
-    let mut weights = [f32::NEG_INFINITY; PAGE_TOKENS];
-    for (weight, key) in weights.iter_mut().zip(keys.chunks_exact(dim)) {
-        *weight = dot::<FMA>(q, key) * scale;
+fn softmax<const FMA: bool>(scores: &mut [f32], round: impl Fn(f32) -> f32) {
+    let mut tops = [f32::NEG_INFINITY; LANES];
+    for group in scores.chunks(LANES) {
+        for (top, score) in tops.iter_mut().zip(group) {
+            *top = if *score > *top { *score } else { *top };
+        }
     }
-    let top = weights.iter().copied().fold(state.0, f32::max);
-    let rescale = exp::<FMA>(state.0 - top);
-    let mut sum = state.1 * rescale;
-    for weight in &mut weights {
-        *weight = exp::<FMA>(*weight - top);
-        sum += *weight;
+    let top = tops.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    let mut sums = [0.0; LANES];
+    for group in scores.chunks_mut(LANES) {
+        for (sum, score) in sums.iter_mut().zip(group) {
+            *score = exp::<FMA>(*score - top);
+            *sum += *score;
+        }
     }
-    *state = (top, sum);
-    // Whole groups of lanes stay in registers over all slots.
+    let total = tree_sum(sums);
+    for weight in scores {
+        *weight = round(*weight / total);
+    }
+}
+
+/// Adds the weighted values of some slots to `out`. Whole groups of lanes stay in registers over all slots.
+#[inline(always)]
+fn weigh<const FMA: bool>(weights: &[f32], values: &[f32], out: &mut [f32]) {
+    let dim = out.len();
     let mut start = 0;
     while start + LANES <= dim {
-        accumulate::<FMA, LANES>(&weights, values, dim, start, rescale, out);
+        accumulate::<FMA, LANES>(weights, values, dim, start, out);
         start += LANES;
     }
     while start < dim {
-        accumulate::<FMA, 1>(&weights, values, dim, start, rescale, out);
+        accumulate::<FMA, 1>(weights, values, dim, start, out);
         start += 1;
     }
 }
 
-/// `out = out * rescale + sum of weight * value` for `WIDTH` elements from `start`.
 #[inline(always)]
 fn accumulate<const FMA: bool, const WIDTH: usize>(
-    weights: &[f32; PAGE_TOKENS],
+    weights: &[f32],
     values: &[f32],
     dim: usize,
     start: usize,
-    rescale: f32,
     out: &mut [f32],
 ) {
     let out = &mut out[start..start + WIDTH];
     let mut sums = [0.0; WIDTH];
-    for (sum, out) in sums.iter_mut().zip(out.iter()) {
-        *sum = out * rescale;
-    }
+    sums.copy_from_slice(out);
     for (value, weight) in values.chunks_exact(dim).zip(weights) {
-        let value = &value[start..start + WIDTH];
-        for (sum, value) in sums.iter_mut().zip(value) {
+        for (sum, value) in sums.iter_mut().zip(&value[start..start + WIDTH]) {
             *sum = mul_add::<FMA>(*weight, *value, *sum);
         }
     }

@@ -3,7 +3,8 @@
 use super::lanes::{LANES, dot, exp};
 use super::{Isa, per_isa};
 use crate::cpu::pool::Pool;
-use crate::ops::{Rmsnorm, SiluMul, convert};
+use crate::ops::convert::with_rounding;
+use crate::ops::{Rmsnorm, SiluMul};
 use crate::tuning;
 use shared::dtype::DType;
 
@@ -29,11 +30,7 @@ fn norm_rows<const FMA: bool>(x: &[f32], weight: &[f32], eps: f32, round: DType,
         .zip(out.chunks_exact_mut(weight.len()))
     {
         let scale = 1.0 / (dot::<FMA>(x, x) / weight.len() as f32 + eps).sqrt();
-        match round {
-            DType::F32 => scale_row(x, weight, out, |v| v * scale),
-            DType::Bf16 => scale_row(x, weight, out, |v| convert::round(DType::Bf16, v * scale)),
-            DType::F16 => scale_row(x, weight, out, |v| convert::round(DType::F16, v * scale)),
-        }
+        with_rounding!(round, round => scale_row(x, weight, out, |v| round(v * scale)));
     }
 }
 
@@ -47,16 +44,17 @@ fn scale_row(x: &[f32], weight: &[f32], out: &mut [f32], normalise: impl Fn(f32)
 /// Elements in pieces.
 pub(in crate::cpu) fn silu_mul(isa: Isa, pool: &mut Pool, args: SiluMul<'_, [f32]>) {
     let piece = tuning::elementwise_piece(args.len, pool.threads()).next_multiple_of(LANES);
-    let up = &args.up[..args.len];
+    let (up, round) = (&args.up[..args.len], args.round);
     pool.chunks(&mut args.gate[..args.len], piece, |index, gate| {
         let up = &up[index * piece..index * piece + gate.len()];
-        per_isa!(isa, gate_mul(gate: &mut [f32], up: &[f32]))
+        per_isa!(isa, gate_mul(gate: &mut [f32], up: &[f32], round: DType))
     });
 }
 
 #[inline(always)]
-fn gate_mul<const FMA: bool>(gate: &mut [f32], up: &[f32]) {
-    for (gate, up) in gate.iter_mut().zip(up) {
-        *gate = *gate / (1.0 + exp::<FMA>(-*gate)) * up;
-    }
+fn gate_mul<const FMA: bool>(gate: &mut [f32], up: &[f32], round: DType) {
+    with_rounding!(round, round => for (gate, up) in gate.iter_mut().zip(up) {
+        let x = round(*gate);
+        *gate = round(x / (1.0 + exp::<FMA>(-x))) * round(*up);
+    });
 }

@@ -1,0 +1,15 @@
+//! One transformer block over any spec and any backend. A family is data ([`BlockSpec`], filled in by a file of
+//! `family/`); the forward pass is written once and knows neither families nor devices.
+
+mod family;
+mod forward;
+mod rope;
+mod spec;
+mod weights;
+
+pub use forward::{BlockInput, PromptPart, Workspace, forward};
+pub use rope::RopeScaling;
+pub use spec::{
+    BlockSpec, GatedMlp, LinearSpec, Mlp, Norm, Position, Residual, SpecError, TensorSpec,
+};
+pub use weights::{BlockWeights, WeightsError};

@@ -1,0 +1,136 @@
+//! The block against numbers computed elsewhere: transformers (golden data of `tests/golden`, made by its `generate.py`) and
+//! Petals' own block classes (formulas).
+
+mod golden;
+mod petals;
+
+use std::collections::HashMap;
+
+use gpu_worker::block::{BlockInput, BlockSpec, BlockWeights, PromptPart, Workspace, forward};
+use gpu_worker::kv::{KvPool, KvShape};
+use kernels::ops::convert;
+use kernels::{Cpu, DType, KvPages, StepRow, WeightView};
+use shared::ids::PageId;
+
+/// A tensor in memory, a vector as a matrix of one row.
+struct Stored {
+    dtype: DType,
+    outputs: usize,
+    inputs: usize,
+    bytes: Vec<u8>,
+}
+
+impl Stored {
+    fn view(&self) -> WeightView<'_> {
+        WeightView::new(self.dtype, self.outputs, self.inputs, &self.bytes).unwrap()
+    }
+}
+
+/// Several blocks over one pool of pages that starts as NaN everywhere.
+struct Chain<'w> {
+    cpu: Cpu,
+    spec: BlockSpec,
+    dtype: DType,
+    blocks: Vec<BlockWeights<'w, Cpu>>,
+    work: Workspace<Cpu>,
+    pool: Vec<u8>,
+    shape: KvShape,
+}
+
+impl<'w> Chain<'w> {
+    fn new(
+        spec: &BlockSpec,
+        dtype: DType,
+        tensors: &'w HashMap<String, Stored>,
+        threads: usize,
+        pages: usize,
+    ) -> Chain<'w> {
+        let mut cpu = Cpu::new(threads);
+        let blocks = (0..spec.num_blocks)
+            .map(|index| {
+                let find = |name: &str| {
+                    let full = spec
+                        .tensors(index)
+                        .into_iter()
+                        .find(|t| t.name == name)?
+                        .full_name;
+                    tensors.get(&full).map(Stored::view)
+                };
+                BlockWeights::new(&mut cpu, spec, dtype, find).unwrap()
+            })
+            .collect();
+        let shape = KvShape {
+            layout: spec.page_layout(dtype),
+            blocks: spec.num_blocks,
+            pages,
+        };
+        let work = Workspace::new(&mut cpu);
+        Chain {
+            cpu,
+            spec: spec.clone(),
+            dtype,
+            blocks,
+            work,
+            pool: vec![0xff; shape.segment_bytes()],
+            shape,
+        }
+    }
+
+    /// Runs block `index` over `hidden`.
+    fn block(
+        &mut self,
+        index: usize,
+        rows: &[StepRow<'_>],
+        prompts: &[PromptPart<'_>],
+        hidden: &mut [f32],
+    ) {
+        let mut pool = KvPool::new(self.shape, &mut self.pool).unwrap();
+        let mut pages: KvPages<'_> = pool.block(index).unwrap();
+        let (input, weights) = (BlockInput { rows, prompts }, &self.blocks[index]);
+        forward(
+            &mut self.cpu,
+            &self.spec,
+            weights,
+            &mut self.work,
+            input,
+            hidden,
+            &mut pages,
+        )
+        .unwrap();
+        assert!(
+            hidden
+                .iter()
+                .all(|&v| v == convert::round(self.dtype, v) && v.is_finite())
+        );
+    }
+
+    /// Runs all blocks; the output of each.
+    fn run(&mut self, rows: &[StepRow<'_>], hidden: &mut [f32]) -> Vec<Vec<f32>> {
+        (0..self.blocks.len())
+            .map(|index| {
+                self.block(index, rows, &[], hidden);
+                hidden.to_vec()
+            })
+            .collect()
+    }
+}
+
+/// Page tables of `rows` rows of `tokens` positions over shuffled, interleaved pages; page 0 stays unused.
+fn shuffled_tables(rows: usize, tokens: usize) -> (Vec<Vec<PageId>>, usize) {
+    let per_row = tokens.div_ceil(kernels::PAGE_TOKENS);
+    let count = rows * per_row;
+    let step = (2..).find(|step| gcd(*step, count) == 1).unwrap();
+    let page = |row, n| PageId((1 + (row * per_row + n) * step % count) as u32);
+    let tables = (0..rows)
+        .map(|row| (0..per_row).map(|n| page(row, n)).collect())
+        .collect();
+    (tables, 1 + count)
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|v| v.to_bits()).collect()
+}
