@@ -19,7 +19,7 @@ use super::{
     limits::{
         BOOTSTRAP_PERIOD, CONNECTION_TIMEOUT, IDLE_CONNECTION_TIMEOUT, InboundLimits,
         LOOKUP_TIMEOUT, MAX_CONNECTIONS, MAX_CONNECTIONS_PER_PEER, MAX_INBOUND_CONNECTIONS,
-        MAX_NEGOTIATING_STREAMS, MAX_PENDING_CONNECTIONS,
+        MAX_NEGOTIATING_STREAMS, MAX_PENDING_CONNECTIONS, PING_PERIOD,
     },
     node::P2pConfig,
     rpc_streams,
@@ -36,7 +36,7 @@ const PROTOCOL_VERSION: &str = "/sepal/1";
 pub(super) struct NodeBehaviour {
     limits: connection_limits::Behaviour,
     pub identify: identify::Behaviour,
-    ping: ping::Behaviour,
+    pub ping: ping::Behaviour,
     pub kad: kad::Behaviour<kad::store::MemoryStore>,
     pub rpc: rpc_streams::Behaviour,
 }
@@ -95,7 +95,11 @@ fn behaviour(config: &P2pConfig, key: PublicKey, inbound: mpsc::Sender<Inbound>)
     NodeBehaviour {
         limits: connection_limits::Behaviour::new(connection_bounds()),
         identify: identify::Behaviour::new(identify),
-        ping: ping::Behaviour::default(),
+        ping: ping::Behaviour::new(
+            ping::Config::new()
+                .with_interval(PING_PERIOD)
+                .with_timeout(PING_PERIOD),
+        ),
         kad: kad(peer, config.kad_server),
         rpc: rpc_streams::Behaviour::new(Arc::clone(&limits), inbound),
     }

@@ -13,7 +13,7 @@ use super::{
     driver::Command,
     error::CallError,
     frame::{self, Frame, FrameError, FrameReader},
-    limits::LINGER_TIMEOUT,
+    limits::{CallGuard, LINGER_TIMEOUT},
     node::P2p,
     rpc_streams::OpenStream,
     serve, unary,
@@ -36,6 +36,7 @@ impl P2p {
         let call_id = uuid::Uuid::new_v4().into_bytes();
         let request = unary::encode_request(call_id, peer, protocol, data)?;
         let deadline = Instant::now() + timeout;
+        let _guard = self.calls.begin(peer);
         let call = async {
             let mut stream = self.open(peer, protocol).await?;
             frame::write_all(&mut stream, &request).await?;
@@ -62,10 +63,12 @@ impl P2p {
         timeout: Duration,
     ) -> Result<RpcStream, CallError> {
         let deadline = Instant::now() + timeout;
+        let guard = self.calls.begin(peer);
         let opened = timeout_at(deadline, self.open(peer, protocol)).await;
         let stream = opened.map_err(|_| CallError::Timeout(timeout))??;
         Ok(RpcStream {
             frames: FrameReader::new(stream),
+            _guard: guard,
         })
     }
 
@@ -99,6 +102,7 @@ impl P2p {
 #[derive(Debug)]
 pub struct RpcStream {
     frames: FrameReader<Stream>,
+    _guard: CallGuard,
 }
 
 impl RpcStream {

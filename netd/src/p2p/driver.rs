@@ -1,13 +1,15 @@
 //! The task that owns the swarm: commands in, events out. It never waits on one peer or on one caller.
 
-use std::collections::{HashMap, HashSet};
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+};
 
 use futures::StreamExt;
 use libp2p::{
     Multiaddr, PeerId, Swarm,
-    core::{ConnectedPoint, transport::ListenerId},
-    identify, kad,
-    multiaddr::Protocol,
+    core::transport::ListenerId,
+    identify, kad, ping,
     swarm::{ConnectionId, DialError, SwarmEvent},
 };
 use tokio::{
@@ -18,8 +20,9 @@ use tracing::{debug, info, warn};
 
 use super::{
     behaviour::{NodeBehaviour, NodeBehaviourEvent, dial_address, peer_of},
+    connections::{Connections, without_peer},
     error::P2pError,
-    limits::{MAX_ADDRESSES_PER_PEER, REDIAL_PERIOD, SHUTDOWN_TIMEOUT},
+    limits::{Calls, REDIAL_PERIOD, SHUTDOWN_TIMEOUT},
     reach::Reach,
     rpc_streams::OpenStream,
 };
@@ -36,6 +39,10 @@ pub(super) enum Command {
         peer: PeerId,
         addr: Multiaddr,
     },
+    KnownAddresses {
+        peer: PeerId,
+        reply: oneshot::Sender<Vec<Multiaddr>>,
+    },
     ListenAddrs {
         reply: oneshot::Sender<Vec<Multiaddr>>,
     },
@@ -51,15 +58,22 @@ pub(super) enum Command {
 pub(super) struct Driver {
     swarm: Swarm<NodeBehaviour>,
     commands: mpsc::Receiver<Command>,
-    initial_peers: Vec<Multiaddr>,
+    initial_peers: Vec<InitialPeer>,
     /// Listeners whose first address is outstanding, and who waits for them.
     listeners: HashSet<ListenerId>,
     listening: Option<oneshot::Sender<()>>,
     /// Dials of single addresses and who waits for them.
     dials: HashMap<ConnectionId, (Multiaddr, oneshot::Sender<Result<PeerId, P2pError>>)>,
-    /// Connections over the loopback interface.
-    local: HashSet<ConnectionId>,
+    connections: Connections,
+    calls: Arc<Calls>,
     reach: Reach,
+}
+
+/// One of the peers to stay connected to.
+struct InitialPeer {
+    addr: Multiaddr,
+    /// Who is there, as the address says or as it turned out.
+    peer: Option<PeerId>,
 }
 
 impl Driver {
@@ -67,9 +81,16 @@ impl Driver {
         swarm: Swarm<NodeBehaviour>,
         commands: mpsc::Receiver<Command>,
         initial_peers: Vec<Multiaddr>,
-        listeners: HashSet<ListenerId>,
-        listening: oneshot::Sender<()>,
+        (listeners, listening): (HashSet<ListenerId>, oneshot::Sender<()>),
+        calls: Arc<Calls>,
     ) -> Self {
+        let initial_peers = initial_peers
+            .into_iter()
+            .map(|addr| InitialPeer {
+                peer: peer_of(&addr),
+                addr,
+            })
+            .collect();
         let mut driver = Self {
             swarm,
             commands,
@@ -77,7 +98,8 @@ impl Driver {
             listeners,
             listening: Some(listening),
             dials: HashMap::new(),
-            local: HashSet::new(),
+            connections: Connections::default(),
+            calls,
             reach: Reach::default(),
         };
         driver.tell_listening();
@@ -115,6 +137,9 @@ impl Driver {
                     .kad
                     .add_address(&peer, without_peer(addr));
             }
+            Command::KnownAddresses { peer, reply } => {
+                drop(reply.send(self.known_addresses(peer)));
+            }
             Command::ListenAddrs { reply } => {
                 drop(reply.send(self.swarm.listeners().cloned().collect()));
             }
@@ -143,8 +168,8 @@ impl Driver {
     }
 
     fn redial_initial_peers(&mut self) {
-        for addr in &self.initial_peers {
-            if peer_of(addr).is_some_and(|peer| !self.swarm.is_connected(&peer)) {
+        for InitialPeer { addr, peer } in &self.initial_peers {
+            if !peer.is_some_and(|peer| self.swarm.is_connected(&peer)) {
                 debug!(%addr, "dial initial peer again");
                 drop(self.swarm.dial(dial_address(addr)));
             }
@@ -161,13 +186,18 @@ impl Driver {
                 ..
             } => {
                 debug!(peer = %peer_id, ?endpoint, "connected");
-                if is_loopback(remote_address(&endpoint)) {
-                    self.local.insert(connection_id);
+                self.connections
+                    .established(connection_id, peer_id, &endpoint, Instant::now());
+                for initial in &mut self.initial_peers {
+                    if endpoint.is_dialer() && *endpoint.get_remote_address() == initial.addr {
+                        initial.peer = Some(peer_id);
+                    }
                 }
                 if let Some((_, reply)) = self.dials.remove(&connection_id) {
                     drop(reply.send(Ok(peer_id)));
                 }
                 self.reach.connected(&mut self.swarm, peer_id);
+                self.trim();
             }
             SwarmEvent::ConnectionClosed {
                 peer_id,
@@ -176,7 +206,7 @@ impl Driver {
                 ..
             } => {
                 debug!(peer = %peer_id, ?cause, "disconnected");
-                self.local.remove(&connection_id);
+                self.connections.closed(connection_id);
             }
             SwarmEvent::OutgoingConnectionError {
                 connection_id,
@@ -219,6 +249,15 @@ impl Driver {
                 connection_id,
                 info,
             }) => self.on_identified(peer_id, connection_id, info),
+            // The first failure in a row is not even told.
+            NodeBehaviourEvent::Ping(ping::Event {
+                peer,
+                connection,
+                result: Err(failure),
+            }) if !matches!(failure, ping::Failure::Unsupported) => {
+                debug!(%peer, %failure, "connection is dead");
+                self.swarm.close_connection(connection);
+            }
             NodeBehaviourEvent::Kad(kad::Event::OutboundQueryProgressed {
                 id,
                 result: kad::QueryResult::GetClosestPeers(result),
@@ -237,16 +276,44 @@ impl Driver {
     /// Puts every identified peer into the routing table, even one that does not route itself: only so
     /// can others find peers in client mode through this node.
     fn on_identified(&mut self, peer: PeerId, connection: ConnectionId, info: identify::Info) {
-        let local = self.local.contains(&connection);
+        let addrs = self.connections.addresses(connection, info.listen_addrs);
+        if addrs.is_empty() {
+            return;
+        }
         let kad = &mut self.swarm.behaviour_mut().kad;
         // What the peer says now replaces what it said before, so its addresses cannot pile up.
         kad.remove_peer(&peer);
-        let usable = info
-            .listen_addrs
-            .into_iter()
-            .filter(|addr| is_dialable(addr, local));
-        for addr in usable.take(MAX_ADDRESSES_PER_PEER) {
-            kad.add_address(&peer, without_peer(addr));
+        for addr in addrs {
+            kad.add_address(&peer, addr);
+        }
+    }
+
+    fn known_addresses(&mut self, peer: PeerId) -> Vec<Multiaddr> {
+        let kad = &mut self.swarm.behaviour_mut().kad;
+        let Some(bucket) = kad.kbucket(peer) else {
+            return Vec::new();
+        };
+        let entry = bucket
+            .iter()
+            .find(|entry| *entry.node.key.preimage() == peer);
+        let addrs = entry.iter().flat_map(|entry| entry.node.value.iter());
+        addrs.cloned().map(without_peer).collect()
+    }
+
+    /// Closes idle connections if there are too many.
+    fn trim(&mut self) {
+        let swarm = &self.swarm;
+        let surplus = self.connections.surplus(Instant::now(), |peer| {
+            swarm.behaviour().rpc.serves(peer)
+                || self.calls.under_way(peer)
+                || self
+                    .initial_peers
+                    .iter()
+                    .any(|initial| initial.peer == Some(*peer))
+        });
+        for id in surplus {
+            debug!(?id, "too many connections, an idle one is closed");
+            self.swarm.close_connection(id);
         }
     }
 
@@ -271,37 +338,6 @@ impl Driver {
         };
         drop(timeout(SHUTDOWN_TIMEOUT, closed).await);
     }
-}
-
-/// Whether others could dial this address of a peer. A loopback address of another machine is ours.
-fn is_dialable(addr: &Multiaddr, local: bool) -> bool {
-    let unusable = addr.iter().any(|part| match part {
-        Protocol::Ip4(ip) => ip.is_unspecified(),
-        Protocol::Ip6(ip) => ip.is_unspecified(),
-        Protocol::Tcp(port) | Protocol::Udp(port) => port == 0,
-        _ => false,
-    });
-    !unusable && (local || !is_loopback(addr))
-}
-
-fn is_loopback(addr: &Multiaddr) -> bool {
-    match addr.iter().next() {
-        Some(Protocol::Ip4(ip)) => ip.is_loopback(),
-        Some(Protocol::Ip6(ip)) => ip.is_loopback(),
-        _ => false,
-    }
-}
-
-fn remote_address(endpoint: &ConnectedPoint) -> &Multiaddr {
-    endpoint.get_remote_address()
-}
-
-/// The address alone; routing tables keep the peer beside it.
-fn without_peer(mut addr: Multiaddr) -> Multiaddr {
-    if peer_of(&addr).is_some() {
-        addr.pop();
-    }
-    addr
 }
 
 /// One line of what a dial failed with.

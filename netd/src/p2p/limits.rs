@@ -16,6 +16,13 @@ pub(super) const MAX_CONNECTIONS: u32 = 1024;
 pub(super) const MAX_INBOUND_CONNECTIONS: u32 = 768;
 /// Connections with one peer: both sides may dial at once, over several addresses.
 pub(super) const MAX_CONNECTIONS_PER_PEER: u32 = 8;
+/// With more connections than this, idle ones are closed. The same number as in p2pd.
+pub(super) const TRIM_ABOVE_CONNECTIONS: usize = 512;
+/// A younger connection is not closed: its peer may be about to use it. As in p2pd.
+pub(super) const TRIM_GRACE: Duration = Duration::from_secs(120);
+/// How often a connection is probed, and how long an answer may take: a dead machine says nothing, and a
+/// slow link may have megabytes queued before the probe.
+pub(super) const PING_PERIOD: Duration = Duration::from_secs(30);
 /// Connections in their handshake, each way.
 pub(super) const MAX_PENDING_CONNECTIONS: u32 = 128;
 /// Streams of one connection whose protocol is still being negotiated.
@@ -104,6 +111,14 @@ impl InboundLimits {
         ))
     }
 
+    /// Whether any stream of this peer is being served.
+    pub(super) fn serves(&self, peer: &PeerId) -> bool {
+        self.lock()
+            .per_peer
+            .keys()
+            .any(|(served, _)| served == peer)
+    }
+
     fn lock(&self) -> MutexGuard<'_, Counts> {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -138,6 +153,55 @@ impl Drop for Permit {
     }
 }
 
+/// Counts our own calls and RPC streams per peer, so that their connections are not closed as idle.
+#[derive(Debug, Default)]
+pub(super) struct Calls {
+    per_peer: Mutex<HashMap<PeerId, usize>>,
+}
+
+impl Calls {
+    /// Counts one more, until the result is dropped.
+    pub(super) fn begin(self: &Arc<Self>, peer: PeerId) -> CallGuard {
+        *self.lock().entry(peer).or_default() += 1;
+        CallGuard {
+            calls: Arc::clone(self),
+            peer,
+        }
+    }
+
+    /// Whether any call to this peer is under way.
+    pub(super) fn under_way(&self, peer: &PeerId) -> bool {
+        self.lock().contains_key(peer)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<PeerId, usize>> {
+        self.per_peer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One call under way.
+#[derive(Debug)]
+pub(super) struct CallGuard {
+    calls: Arc<Calls>,
+    peer: PeerId,
+}
+
+impl Drop for CallGuard {
+    fn drop(&mut self) {
+        let mut per_peer = self.calls.lock();
+        let left = per_peer
+            .get(&self.peer)
+            .copied()
+            .unwrap_or(0)
+            .saturating_sub(1);
+        if left == 0 {
+            per_peer.remove(&self.peer);
+        } else {
+            per_peer.insert(self.peer, left);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -151,7 +215,9 @@ mod tests {
             max_inbound_total: 3,
         }]);
         let (one, two) = (PeerId::random(), PeerId::random());
+        assert!(!limits.serves(&one));
         let first = limits.admit(one, "a").expect("free");
+        assert!(limits.serves(&one));
         let _second = limits.admit(one, "a").expect("free");
         assert!(limits.admit(one, "a").is_none(), "third of one peer");
         let _third = limits.admit(two, "a").expect("another peer");
@@ -164,5 +230,16 @@ mod tests {
             2,
             "the admission of the last line is dropped"
         );
+    }
+
+    #[test]
+    fn calls_are_under_way_until_the_last_one_ends() {
+        let (calls, peer) = (Arc::<Calls>::default(), PeerId::random());
+        let first = calls.begin(peer);
+        let second = calls.begin(peer);
+        drop(first);
+        assert!(calls.under_way(&peer));
+        drop(second);
+        assert!(!calls.under_way(&peer));
     }
 }

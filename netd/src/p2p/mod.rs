@@ -22,6 +22,7 @@
 
 mod behaviour;
 mod call;
+mod connections;
 mod driver;
 mod error;
 mod frame;

@@ -3,6 +3,7 @@
 use std::{
     collections::HashSet,
     net::{IpAddr, SocketAddr, TcpListener},
+    sync::Arc,
     time::Duration,
 };
 
@@ -20,7 +21,7 @@ use super::{
     behaviour::{self, NodeBehaviour, peer_of},
     driver::{Command, Driver},
     error::P2pError,
-    limits::{COMMAND_QUEUE, INBOUND_QUEUE},
+    limits::{COMMAND_QUEUE, Calls, INBOUND_QUEUE},
     serve::Inbound,
 };
 
@@ -70,6 +71,7 @@ pub enum ProtocolKind {
 pub struct P2p {
     peer_id: PeerId,
     commands: mpsc::Sender<Command>,
+    pub(super) calls: Arc<Calls>,
 }
 
 impl P2p {
@@ -97,15 +99,20 @@ impl P2p {
 
         let (commands, command_queue) = mpsc::channel(COMMAND_QUEUE);
         let (listening, listens) = oneshot::channel();
+        let calls = Arc::<Calls>::default();
         let driver = Driver::new(
             swarm,
             command_queue,
             initial_peers.clone(),
-            listeners,
-            listening,
+            (listeners, listening),
+            Arc::clone(&calls),
         );
         tokio::spawn(driver.run());
-        let node = Self { peer_id, commands };
+        let node = Self {
+            peer_id,
+            commands,
+            calls,
+        };
         if timeout_at(deadline, listens).await.is_err() {
             let addr = config
                 .listen
@@ -145,6 +152,14 @@ impl P2p {
     /// The peers with at least one connection. Empty after the shutdown.
     pub async fn connected_peers(&self) -> Vec<PeerId> {
         self.ask(|reply| Command::ConnectedPeers { reply })
+            .await
+            .unwrap_or_default()
+    }
+
+    /// Where a peer would be dialled: what it said of itself, what was added or found. Not all peers that a
+    /// lookup can find are known. Without `/p2p/ID`.
+    pub async fn known_addresses(&self, peer: PeerId) -> Vec<Multiaddr> {
+        self.ask(|reply| Command::KnownAddresses { peer, reply })
             .await
             .unwrap_or_default()
     }

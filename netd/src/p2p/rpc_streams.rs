@@ -76,6 +76,11 @@ impl Behaviour {
         self.requests.push_back(request);
     }
 
+    /// Whether any inbound stream of this peer is being served.
+    pub(super) fn serves(&self, peer: &PeerId) -> bool {
+        self.limits.serves(peer)
+    }
+
     fn handler(&self, peer: PeerId) -> Handler {
         Handler {
             peer,

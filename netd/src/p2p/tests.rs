@@ -399,6 +399,39 @@ fn a_peer_is_found_by_its_id_through_a_third_node() {
 }
 
 #[test]
+fn announced_addresses_replace_the_listen_addresses() {
+    block_on(async {
+        let (router, _router_inbound) = start(Vec::new()).await;
+        let announced: Multiaddr = "/dns4/sepal.example/tcp/31337".parse().expect("address");
+        let mut hidden = config(vec![full_address(&router).await]);
+        hidden.announce = vec![announced.clone()];
+        let (hidden, _inbound) = P2p::start(hidden).await.expect("start");
+        until(|| async { router.known_addresses(hidden.peer_id()).await == [announced.clone()] })
+            .await;
+
+        let (open, _inbound) = start(vec![full_address(&router).await]).await;
+        let listens = open.listen_addrs().await;
+        until(|| async { router.known_addresses(open.peer_id()).await == listens }).await;
+    });
+}
+
+#[test]
+fn a_peer_is_called_at_an_address_that_was_added() {
+    block_on(async {
+        let (caller, _inbound) = start(Vec::new()).await;
+        let (callee, inbound) = start(Vec::new()).await;
+        echo(inbound);
+        caller
+            .add_address(callee.peer_id(), full_address(&callee).await)
+            .await;
+        let answer = caller
+            .call_unary(callee.peer_id(), UNARY, Bytes::new(), CALL)
+            .await;
+        assert_eq!(answer, Ok(Bytes::new()));
+    });
+}
+
+#[test]
 fn a_peer_that_restarted_is_called_again() {
     block_on(async {
         let (caller, _inbound) = start(Vec::new()).await;
@@ -409,6 +442,7 @@ fn a_peer_that_restarted_is_called_again() {
         let peer = first.peer_id();
         let call = || caller.call_unary(peer, UNARY, Bytes::new(), CALL);
         call().await.expect("first life");
+        until(|| async { caller.known_addresses(peer).await == same.listen }).await;
         first.shutdown().await;
         until(|| async { caller.connected_peers().await.is_empty() }).await;
 
