@@ -70,6 +70,8 @@ pub struct DhtOptions {
     pub identity_path: Option<PathBuf>,
     /// Period of the status lines and of the look-up that evicts dead peers.
     pub refresh_period: Duration,
+    /// Time to listen and to reach a first peer.
+    pub startup_timeout: Duration,
     /// How to log.
     pub log: LogConfig,
 }
@@ -220,6 +222,7 @@ fn dht(args: DhtArgs, env: Env<'_>) -> Result<Command, String> {
         announce_maddrs: args.announce_maddrs,
         identity_path: args.identity_path,
         refresh_period: args.refresh_period,
+        startup_timeout: args.startup_timeout,
         log: args.log.resolve(env, "info"),
     }))
 }
@@ -334,6 +337,9 @@ struct DhtArgs {
     /// Seconds between two status lines
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
     refresh_period: Duration,
+    /// Seconds to start listening and to reach a first peer
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
+    startup_timeout: Duration,
     #[command(flatten)]
     log: LogArgs,
 }

@@ -9,6 +9,7 @@
 //! death of a worker:  reap -> netd WorkerDown -> pause -> next generation, new rings, the same kv segment
 //! death of netd:      reap -> pause -> next generation, new arena; every worker is linked again, and only what a worker
 //!                     acknowledged is told to the new netd
+//! a device is lost for good:  netd drains, and the next generation serves the longest rest of the span
 //! end:     netd drains, then the workers; who does not in time is killed
 //! ```
 //!
@@ -241,6 +242,10 @@ pub struct Tree {
     span: Option<Span>,
     prepared: bool,
     was_online: bool,
+    /// The span that the present netd serves or was told to.
+    netd_span: Option<Span>,
+    /// Whether the present netd is told to make way for one with another span.
+    renewing: bool,
     ending: Option<Ending>,
     finished: bool,
 }
@@ -258,6 +263,8 @@ impl Tree {
             span: None,
             prepared: false,
             was_online: false,
+            netd_span: None,
+            renewing: false,
             ending: None,
             finished: false,
         }
@@ -345,9 +352,10 @@ impl Tree {
             ChildId::Netd => {
                 let previous_addrs = std::mem::take(&mut self.said).addrs;
                 self.said.addrs.clone_from(&previous_addrs);
+                self.netd_span = self.rest();
                 Init::Netd {
                     previous_addrs,
-                    served: self.rest(),
+                    served: self.netd_span,
                 }
             }
             ChildId::Worker(worker) => {
@@ -524,7 +532,7 @@ impl Tree {
         if self.span.is_some() || self.ending.is_some() {
             return;
         }
-        self.span = Some(span);
+        (self.span, self.netd_span) = (Some(span), Some(span));
         let new = |placement: Placement| Worker {
             child: Child::new(ChildId::Worker(placement.worker)),
             placement,
@@ -591,15 +599,20 @@ impl Tree {
     fn ended(&mut self, id: ChildId, end: &End, now: Instant, out: &mut Vec<Action>) {
         let restart = self.policy.restart;
         let ending = self.ending.is_some();
-        let done = id == ChildId::Prepare && self.prepared && *end == End::Code(0);
+        let done = id == ChildId::Prepare && self.prepared;
+        let renewed = id == ChildId::Netd && std::mem::take(&mut self.renewing);
         let Some(child) = self.child_mut(id) else {
             return;
         };
         let cause = child.cause(end);
         let was_unkillable = child.state == State::Unkillable;
         let next = child.reaped(end, now, &restart);
+        if renewed {
+            child.forget_death();
+        }
         child.state = match next {
             _ if ending || done => State::Gone,
+            _ if renewed => State::Backoff { until: now },
             _ if was_unkillable => State::Held {
                 reason: ExitReason::DeviceLost,
             },
@@ -686,6 +699,23 @@ impl Tree {
             self.end(reason, Some(complaint), now, out);
         } else {
             out.push(Action::Complain(complaint));
+            self.renew_netd(now, out);
+        }
+    }
+
+    /// A netd generation announces one span. When the span shrinks, the present one drains and the next one serves the rest;
+    /// the workers that are left keep their weights.
+    fn renew_netd(&mut self, now: Instant, out: &mut Vec<Action>) {
+        if self.rest() == self.netd_span {
+            return;
+        }
+        self.renewing = self.netd.alive;
+        match self.netd.state {
+            State::Ready { .. } => self.drain(ChildId::Netd, now + self.policy.drain_timeout, out),
+            State::Starting { .. } => {
+                self.kill(ChildId::Netd, "its span has shrunk".to_owned(), now, out)
+            }
+            _ => {}
         }
     }
 

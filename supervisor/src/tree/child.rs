@@ -175,8 +175,10 @@ pub struct Child {
     /// What it said about its own failure.
     pub complaint: Option<String>,
     closed: Option<Instant>,
-    was_ready: bool,
+    ready_since: Option<Instant>,
     deaths: VecDeque<Instant>,
+    /// Deaths in a row that were its own fault.
+    failures: u32,
     still: Option<Stillness>,
 }
 
@@ -199,8 +201,9 @@ impl Child {
             killed: None,
             complaint: None,
             closed: None,
-            was_ready: false,
+            ready_since: None,
             deaths: VecDeque::new(),
+            failures: 0,
             still: None,
         }
     }
@@ -213,7 +216,7 @@ impl Child {
         self.killed = None;
         self.complaint = None;
         self.closed = None;
-        self.was_ready = false;
+        self.ready_since = None;
         self.still = None;
         self.generation
     }
@@ -239,7 +242,7 @@ impl Child {
     pub fn ready(&mut self, now: Instant) {
         if matches!(self.state, State::Starting { .. }) {
             self.state = State::Ready { since: now };
-            self.was_ready = true;
+            self.ready_since = Some(now);
         }
     }
 
@@ -248,9 +251,11 @@ impl Child {
         self.closed.get_or_insert(now);
     }
 
-    /// Its process was reaped. Decides what follows, for a child that is wanted: a pause that doubles with each death within
-    /// the window, none after the first death of one that had served; no restart after too many, or when trying again
-    /// cannot help.
+    /// Its process was reaped. Decides what follows, for a child that is wanted:
+    /// - no restart when trying again cannot help, or after too many deaths within the window;
+    /// - a restart at once after a kill from outside, and after the first failure of one that had served: nothing speaks
+    ///   against the next try;
+    /// - else one after a pause that doubles with each failure in a row; a life longer than the window ends the row.
     pub fn reaped(&mut self, end: &End, now: Instant, policy: &RestartConfig) -> Next {
         self.alive = false;
         let reason = end.reason();
@@ -265,22 +270,32 @@ impl Child {
         {
             self.deaths.pop_front();
         }
-        let deaths = u32::try_from(self.deaths.len()).unwrap_or(u32::MAX);
-        if deaths > policy.max_restarts {
+        if self.deaths.len() > usize::try_from(policy.max_restarts).unwrap_or(usize::MAX) {
             return Next::Hold(ExitReason::RestartLimit);
         }
-        if self.was_ready && deaths == 1 {
-            return Next::Restart(now);
-        }
-        let factor = 1u32
-            .checked_shl(deaths.saturating_sub(1).min(20))
-            .unwrap_or(u32::MAX);
+        let served = self.ready_since.map(|since| now.duration_since(since));
+        self.failures = match served {
+            Some(_) if self.cause(end) == DeathCause::Outside => 0,
+            Some(served) if served > policy.window => 1,
+            _ => self.failures.saturating_add(1),
+        };
+        let doublings = match self.failures {
+            0 => return Next::Restart(now),
+            1 if served.is_some() => return Next::Restart(now),
+            failures => (failures - 1).min(20),
+        };
         Next::Restart(
             now + policy
                 .backoff_min
-                .saturating_mul(factor)
+                .saturating_mul(1 << doublings)
                 .min(policy.backoff_max),
         )
+    }
+
+    /// The last death was asked for and counts for nothing.
+    pub fn forget_death(&mut self) {
+        self.deaths.pop_back();
+        self.failures = 0;
     }
 
     /// Whose fault the death is: nobody's, when the child was killed by us or from outside, or was told to end.

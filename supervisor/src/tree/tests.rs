@@ -319,10 +319,13 @@ fn pauses_double_and_too_many_deaths_hold_the_worker() {
     );
     assert!(matches!(
         rig.told(NETD)[..],
-        [Down::WorkerDown {
-            restarting: false,
-            ..
-        }]
+        [
+            Down::WorkerDown {
+                restarting: false,
+                ..
+            },
+            Down::Drain
+        ]
     ));
     assert_eq!(rig.finished(), None, "the other worker goes on");
 }
@@ -442,7 +445,7 @@ fn a_block_range_outside_the_model_is_refused_with_both_numbers() {
 }
 
 #[test]
-fn a_worker_held_by_its_configuration_while_others_serve_is_reported_and_left() {
+fn a_worker_lost_for_good_shrinks_the_span_and_the_next_netd_serves_the_rest() {
     let mut rig = Rig::online(2);
     rig.die(
         worker(1),
@@ -454,12 +457,47 @@ fn a_worker_held_by_its_configuration_while_others_serve_is_reported_and_left() 
             reason: ExitReason::BadConfig
         }
     );
-    assert!(rig.wait(100 * SEC).spawned().is_empty());
-    rig.die(NETD, SIGKILL);
+    assert!(matches!(
+        rig.told(NETD)[..],
+        [
+            Down::WorkerDown {
+                restarting: false,
+                ..
+            },
+            Down::Drain
+        ]
+    ));
+    rig.die(NETD, End::Code(0));
     let [Down::Init(Init::Netd { served, .. })] = rig.told(NETD)[..] else {
         panic!("{:?}", rig.last)
     };
     assert_eq!(*served, Some(span(0, 4)), "only the rest is served");
+    assert_eq!(
+        rig.told(worker(0)),
+        [&Down::Link {
+            netd: rig.generation(NETD)
+        }]
+    );
+    assert!(
+        rig.wait(100 * SEC).spawned().is_empty(),
+        "the lost worker stays away"
+    );
+}
+
+#[test]
+fn kills_from_outside_are_followed_by_a_restart_at_once_up_to_the_limit() {
+    let mut rig = Rig::online(1);
+    for _ in 0..3 {
+        assert_eq!(rig.die(worker(0), SIGKILL).spawned().len(), 1);
+        rig.worker_ready(0);
+    }
+    rig.die(worker(0), SIGKILL);
+    assert_eq!(
+        rig.state(worker(0)),
+        State::Held {
+            reason: ExitReason::RestartLimit
+        }
+    );
 }
 
 #[test]
@@ -537,8 +575,9 @@ fn what_survives_sigkill_is_quarantined_and_never_restarted() {
     assert_eq!(rig.state(worker(0)), State::Unkillable);
     assert!(matches!(
         rig.told(NETD)[..],
-        [Down::WorkerUnkillable { .. }]
+        [Down::WorkerUnkillable { .. }, Down::Drain]
     ));
+    rig.die(NETD, End::Code(0)).netd_listens();
     assert_eq!(rig.tree.deadline(), None);
     assert!(rig.wait(1000 * SEC).spawned().is_empty());
     rig.die(worker(0), SIGKILL);
