@@ -20,8 +20,8 @@ pub(super) struct Connections {
 struct Connection {
     peer: PeerId,
     since: Instant,
-    /// The peer is on this machine.
-    loopback: bool,
+    /// How far away the peer is, if its address tells.
+    scope: Option<Scope>,
     /// The address that we reached the peer at; `None` if it reached us.
     dialed: Option<Multiaddr>,
 }
@@ -38,7 +38,7 @@ impl Connections {
         let connection = Connection {
             peer,
             since: now,
-            loopback: is_loopback(remote),
+            scope: scope(remote),
             dialed: endpoint.is_dialer().then(|| without_peer(remote.clone())),
         };
         self.open.insert(id, connection);
@@ -59,7 +59,7 @@ impl Connections {
         let mut addrs: Vec<Multiaddr> = dialed.filter_map(|other| other.dialed.clone()).collect();
         let usable = announced
             .into_iter()
-            .filter(|addr| is_dialable(addr, connection.loopback));
+            .filter(|addr| is_dialable(addr, connection.scope));
         for addr in usable.map(without_peer) {
             if !addrs.contains(&addr) {
                 addrs.push(addr);
@@ -100,23 +100,48 @@ pub(super) fn without_peer(mut addr: Multiaddr) -> Multiaddr {
     addr
 }
 
-/// Whether an announced address could be dialled. A loopback address of another machine would be ours.
-fn is_dialable(addr: &Multiaddr, on_this_machine: bool) -> bool {
+/// Where an IP address means the same machine, from the nearest to the farthest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Scope {
+    Machine,
+    Site,
+    World,
+}
+
+/// Whether an announced address could be dialled. An address of a narrower scope than the one that the
+/// peer is seen at would be somebody else: our own loopback, or a machine of our own site. As in p2pd.
+fn is_dialable(addr: &Multiaddr, seen_at: Option<Scope>) -> bool {
     let unusable = addr.iter().any(|part| match part {
         Protocol::Ip4(ip) => ip.is_unspecified(),
         Protocol::Ip6(ip) => ip.is_unspecified(),
         Protocol::Tcp(port) | Protocol::Udp(port) => port == 0,
         _ => false,
     });
-    !unusable && !addr.is_empty() && (on_this_machine || !is_loopback(addr))
+    let too_near = matches!((scope(addr), seen_at), (Some(own), Some(seen)) if own < seen);
+    !unusable && !too_near && !addr.is_empty()
 }
 
-fn is_loopback(addr: &Multiaddr) -> bool {
-    match addr.iter().next() {
-        Some(Protocol::Ip4(ip)) => ip.is_loopback(),
-        Some(Protocol::Ip6(ip)) => ip.is_loopback(),
-        _ => false,
-    }
+/// The scope of an address that starts with an IP address; names have none.
+fn scope(addr: &Multiaddr) -> Option<Scope> {
+    let (loopback, private) = match addr.iter().next()? {
+        Protocol::Ip4(ip) => {
+            let carrier_nat = ip.octets()[0] == 100 && ip.octets()[1] & 0xc0 == 64;
+            (
+                ip.is_loopback(),
+                ip.is_private() || ip.is_link_local() || carrier_nat,
+            )
+        }
+        Protocol::Ip6(ip) => (
+            ip.is_loopback(),
+            ip.is_unique_local() || ip.is_unicast_link_local(),
+        ),
+        _ => return None,
+    };
+    Some(match (loopback, private) {
+        (true, _) => Scope::Machine,
+        (false, true) => Scope::Site,
+        (false, false) => Scope::World,
+    })
 }
 
 #[cfg(test)]
@@ -178,6 +203,18 @@ mod tests {
             connections
                 .addresses(local, announced)
                 .contains(&addr("/ip4/127.0.0.1/tcp/9"))
+        );
+        let far = ConnectionId::new_unchecked(4);
+        connections.established(far, PeerId::random(), &listened("/ip4/5.6.7.8/tcp/5"), now);
+        let mixed = [
+            "/ip4/192.168.0.7/tcp/9",
+            "/ip6/fe80::1/tcp/9",
+            "/ip4/9.9.9.9/tcp/9",
+        ]
+        .map(addr);
+        assert_eq!(
+            connections.addresses(far, mixed.to_vec()),
+            [addr("/ip4/9.9.9.9/tcp/9")]
         );
         let many = (1..100)
             .map(|port| addr(&format!("/ip4/1.2.3.4/tcp/{port}")))
