@@ -1,12 +1,14 @@
 //! What the executor drives: the blocks of the span over the CPU, and the KV pages. Knows jobs only as rows and pages.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
 use kernels::ops::{OpError, convert};
 use kernels::{Cpu, KvPages, PageLayout, StepRow};
 use shared::block::{BlockIndex, Span};
 use shared::dtype::DType;
 use shared::job::JobBody;
+use shared::model::PAGE_TOKENS;
 use shared::shm::arena::ArenaMap;
 use shared::shm::kv::KvMap;
 use shared::shm::segment::OutOfBounds;
@@ -16,11 +18,14 @@ use crate::block::{
 };
 use crate::kv::{KvPool, KvShape, WrongSegment};
 use crate::running::Running;
-use crate::schedule::{TaskId, Unit};
+use crate::schedule::{BATCH_TOKENS, TaskId, Unit};
 use crate::weights::map::MappedWeights;
 
 /// Multiplications and additions of a unit that a small machine does in [`UNIT_TIME`](crate::schedule::UNIT_TIME).
 const PIECE_FLOPS: u64 = 2_000_000_000;
+
+/// A machine that does less in a second does not serve.
+const SLOWEST_FLOPS: u64 = 5_000_000_000;
 
 /// Why a unit could not be computed. For a job that was checked each of these is a bug.
 #[derive(Debug, thiserror::Error)]
@@ -117,6 +122,21 @@ impl<'w> Engine<'w> {
     /// Tokens at whose multiples rows are cut: a power of two that depends on the size of a block alone, so that the same
     /// job is cut in the same places by every worker.
     pub fn piece_tokens(&self) -> usize {
+        let tokens = PIECE_FLOPS / self.token_flops();
+        let tokens = usize::try_from(tokens)
+            .unwrap_or(usize::MAX)
+            .clamp(PAGE_TOKENS, 256);
+        1 << tokens.ilog2()
+    }
+
+    /// A unit that takes longer hangs: it would be computed at less than [`SLOWEST_FLOPS`].
+    pub fn unit_limit(&self) -> Duration {
+        let tokens = self.piece_tokens().max(BATCH_TOKENS) as u64;
+        Duration::from_secs(1 + self.token_flops().saturating_mul(tokens) / SLOWEST_FLOPS)
+    }
+
+    /// Multiplications and additions of one token in one block, attention left out.
+    fn token_flops(&self) -> u64 {
         let elements = |shape: &[usize]| shape.iter().map(|&side| side as u64).product::<u64>();
         let weights: u64 = self
             .spec
@@ -124,10 +144,7 @@ impl<'w> Engine<'w> {
             .iter()
             .map(|t| elements(&t.shape))
             .sum();
-        let tokens = usize::try_from(PIECE_FLOPS / (2 * weights.max(1)))
-            .unwrap_or(usize::MAX)
-            .clamp(16, 256);
-        1 << tokens.ilog2()
+        2 * weights.max(1)
     }
 
     /// Bytes of one page of one block.

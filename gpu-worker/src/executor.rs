@@ -33,9 +33,6 @@ use crate::link::Link;
 use crate::running::Running;
 use crate::schedule::{Advance, Schedule, TaskId, Unit};
 
-/// A unit that takes longer than this hangs; units are meant to take [`UNIT_TIME`](crate::schedule::UNIT_TIME).
-const UNIT_LIMIT: Duration = Duration::from_secs(10);
-
 /// Longest sleep; nothing depends on it.
 const SLEEP: Duration = Duration::from_secs(60);
 
@@ -420,8 +417,14 @@ impl<'w> Executor<'w> {
     fn enter(&mut self, phase: Phase) {
         let busy = phase == Phase::Unit;
         if busy != self.busy {
-            self.board
-                .enter(phase, if busy { UNIT_LIMIT } else { Duration::ZERO });
+            self.board.enter(
+                phase,
+                if busy {
+                    self.engine.unit_limit()
+                } else {
+                    Duration::ZERO
+                },
+            );
             self.busy = busy;
         }
     }

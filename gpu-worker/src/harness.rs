@@ -2,15 +2,24 @@
 //! supervisor would make, and netd's end of a link with sessions that keep page tables.
 
 use std::collections::HashMap;
+use std::os::fd::AsRawFd;
 use std::path::PathBuf;
+use std::process::{Child, Command as Process, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::sync_channel;
 use std::time::{Duration, Instant};
 
+use ipc_channel::ipc::{IpcOneShotServer, IpcReceiver, IpcSender};
 use kernels::ops::convert;
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use shared::block::{BlockIndex, Span};
-use shared::config::PrepareConfig;
-use shared::control::{BoardSeat, Role};
+use shared::bootstrap::{Bootstrap, DescriptorSocket, Exchange, build_id};
+use shared::config::{LogConfig, LogFormat, PrepareConfig};
+use shared::control::{Birth, BoardSeat, Role};
 use shared::dtype::DType;
+use shared::exit::ExitReason;
 use shared::ids::{Generation, GroupId, JobId, PageId, WorkerId};
 use shared::job::{
     Completion, Entry, JobBody, JobDescriptor, JobError, JobKind, JobLimits, PageCopy, SlotRef,
@@ -126,15 +135,20 @@ pub(crate) struct Seat {
 
 impl Seat {
     pub(crate) fn new(generation: Generation) -> Seat {
+        Seat::of(Role::Worker, generation)
+    }
+
+    pub(crate) fn of(role: Role, generation: Generation) -> Seat {
         let name = unique("board");
         let board = Board::create(&name, "test", 0).unwrap();
+        let worker = (role == Role::Worker).then(worker_id);
         board
             .assign(
                 0,
                 &Occupant {
-                    role: Role::Worker,
+                    role,
                     generation,
-                    worker: Some(worker_id()),
+                    worker,
                 },
             )
             .unwrap();
@@ -449,4 +463,94 @@ pub(crate) fn input(tokens: usize, seed: usize) -> Vec<f32> {
 /// The first block alone.
 pub(crate) fn first_block() -> Vec<BlockIndex> {
     vec![BlockIndex(0)]
+}
+
+const FD_VARIABLE: &str = "SEPAL_TEST_BOOTSTRAP";
+
+/// A role as a process of its own, and the supervisor's ends of its channels.
+pub(crate) struct Spawned<Down, Up> {
+    pub(crate) process: Child,
+    pub(crate) down: IpcSender<Down>,
+    pub(crate) up: IpcReceiver<Up>,
+    pub(crate) descriptors: DescriptorSocket,
+}
+
+/// Starts the ignored test `child` of this test executable as `role`, the way the supervisor starts it.
+pub(crate) fn spawn<Down, Up>(role: Role, generation: Generation, child: &str) -> Spawned<Down, Up>
+where
+    Down: Serialize + DeserializeOwned + Send + 'static,
+    Up: Serialize + DeserializeOwned + Send + 'static,
+{
+    let (server, name) = IpcOneShotServer::<Exchange<Down, Up>>::new().unwrap();
+    let (descriptors, theirs) = DescriptorSocket::pair().unwrap();
+    let birth = Birth {
+        build: build_id(),
+        role,
+        server: name,
+        parent_pid: std::process::id(),
+        generation,
+        worker: (role == Role::Worker).then(worker_id),
+        log: LogConfig {
+            filter: "off".into(),
+            format: LogFormat::Text,
+        },
+    };
+    descriptors.send_birth(&birth).unwrap();
+    fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
+    let process = Process::new("/proc/self/exe")
+        .args([
+            "--ignored",
+            "--exact",
+            child,
+            "--test-threads=1",
+            "--nocapture",
+        ])
+        .env(FD_VARIABLE, theirs.as_raw_fd().to_string())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    drop(theirs);
+    let (accepted, accept) = sync_channel(1);
+    std::thread::spawn(move || accepted.send(server.accept().map(|(_, ends)| ends)));
+    let Exchange { down, up } = accept
+        .recv_timeout(DEADLINE)
+        .expect("the child connects")
+        .unwrap();
+    Spawned {
+        process,
+        down,
+        up,
+        descriptors,
+    }
+}
+
+/// The body of the ignored test: this process is the child.
+pub(crate) fn as_child(role: Role, run: fn(Bootstrap) -> ExitReason) {
+    let fd = std::env::var(FD_VARIABLE)
+        .expect("started by another test")
+        .parse()
+        .unwrap();
+    let reason = run(Bootstrap::from_fd(fd, role).unwrap());
+    // The test harness knows only success and failure.
+    #[allow(
+        clippy::disallowed_methods,
+        reason = "the exit code is what the tests look at"
+    )]
+    std::process::exit(reason.code().into());
+}
+
+/// Waits until a process has ended.
+pub(crate) fn wait(process: &mut Child) -> ExitStatus {
+    let until = Instant::now() + DEADLINE;
+    loop {
+        if let Some(status) = process.try_wait().unwrap() {
+            return status;
+        }
+        if Instant::now() >= until {
+            process.kill().unwrap();
+            panic!("the process does not end");
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }

@@ -32,6 +32,8 @@ pub struct Checkpoint {
 pub struct CheckpointFile {
     /// The file.
     pub file: File,
+    /// Its name in the model folder, for messages; the Hub's cache has links there.
+    pub shown: PathBuf,
     /// Its real path and state.
     pub entry: FileEntry,
     /// Its header.
@@ -92,7 +94,7 @@ impl Checkpoint {
             .header
             .tensors
             .get(tensor)
-            .ok_or_else(|| missing(&file.entry.path))?;
+            .ok_or_else(|| missing(&file.shown))?;
         Ok((file, info))
     }
 
@@ -133,9 +135,10 @@ fn open(path: &Path) -> Result<CheckpointFile, PrepareError> {
     let real = path.canonicalize().map_err(missing)?;
     let file = File::open(&real).map_err(|e| PrepareError::read(path, e))?;
     let entry = FileEntry::of(&real, &file).map_err(|e| PrepareError::read(path, e))?;
-    let header = Header::read(&file, &real, entry.len)?;
+    let header = Header::read(&file, path, entry.len)?;
     Ok(CheckpointFile {
         file,
+        shown: path.to_owned(),
         entry,
         header,
     })

@@ -170,7 +170,7 @@ fn entry(
     });
     let (prepared, offset) = found.ok_or_else(|| {
         PrepareError::bad_tensor(
-            &tensor.file.path,
+            tensor.shown,
             tensor.full_name,
             "was not converted; remove the cache folder and try again",
         )

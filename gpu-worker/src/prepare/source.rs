@@ -1,6 +1,7 @@
 //! The tensors of one block as they lie in the checkpoint, checked against what the block needs.
 
 use std::fs::File;
+use std::path::Path;
 
 use shared::dtype::DType;
 
@@ -18,7 +19,9 @@ pub struct SourceTensor<'a> {
     pub full_name: &'a str,
     /// The file.
     pub source: &'a File,
-    /// Its path and state.
+    /// Its name in the model folder, for messages.
+    pub shown: &'a Path,
+    /// Its real path and state.
     pub file: &'a FileEntry,
     /// First byte in the file.
     pub offset: u64,
@@ -43,7 +46,7 @@ impl<'a> SourceTensor<'a> {
         shape: &[u64],
         (file, info): (&'a CheckpointFile, &'a TensorInfo),
     ) -> Result<SourceTensor<'a>, PrepareError> {
-        let bad = |reason: String| PrepareError::bad_tensor(&file.entry.path, full_name, reason);
+        let bad = |reason: String| PrepareError::bad_tensor(&file.shown, full_name, reason);
         let dtype = info.block_dtype().ok_or_else(|| {
             let shown: String = info.dtype.chars().take(20).collect();
             bad(format!(
@@ -71,6 +74,7 @@ impl<'a> SourceTensor<'a> {
             name,
             full_name,
             source: &file.file,
+            shown: &file.shown,
             file: &file.entry,
             offset: file.header.data_start + info.data_offsets.0,
             len: info.bytes(),

@@ -166,7 +166,7 @@ fn convert_into(
                 "holds numbers that do not fit {dtype}; serve it in another type (--torch_dtype)"
             );
             return Err(PrepareError::bad_tensor(
-                &tensor.file.path,
+                tensor.shown,
                 tensor.full_name,
                 reason,
             ));
@@ -182,7 +182,7 @@ fn read_pieces(
     mut each: impl FnMut(&[u8]) -> Result<(), PrepareError>,
 ) -> Result<(), PrepareError> {
     use std::os::unix::fs::FileExt;
-    let path = &tensor.file.path;
+    let path = tensor.shown;
     let mut piece = vec![0; PIECE_BYTES.min(usize::try_from(tensor.len).unwrap_or(PIECE_BYTES))];
     let mut at = 0;
     while at < tensor.len {

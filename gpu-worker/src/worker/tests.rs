@@ -1,16 +1,13 @@
 //! The worker as a process of its own, started from this test executable the way the supervisor starts it.
 
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, Command as Process, ExitStatus, Stdio};
-use std::sync::mpsc::sync_channel;
+use std::process::{Child, ExitStatus};
 use std::time::Instant;
 
-use ipc_channel::ipc::{IpcOneShotServer, IpcReceiver, IpcSender};
-use nix::fcntl::{FcntlArg, FdFlag, fcntl};
-use shared::bootstrap::{Exchange, build_id};
-use shared::config::{FaultAction, FaultPlan, FaultPoint, LogConfig, LogFormat, WorkerConfig};
-use shared::control::{Birth, FdTag, Role};
+use ipc_channel::ipc::{IpcReceiver, IpcSender};
+use shared::config::{FaultAction, FaultPlan, FaultPoint, WorkerConfig};
+use shared::control::{FdTag, Role};
 use shared::dtype::DType;
 use shared::ids::PageId;
 use shared::job::PageCopy;
@@ -19,22 +16,10 @@ use shared::shm::board::ChildSnapshot;
 use super::*;
 use crate::harness::*;
 
-const FD_VARIABLE: &str = "SEPAL_TEST_BOOTSTRAP";
-
 #[test]
 #[ignore = "the worker process that the other tests start"]
 fn child() {
-    let fd = std::env::var(FD_VARIABLE)
-        .expect("started by another test")
-        .parse()
-        .unwrap();
-    let reason = run(Bootstrap::from_fd(fd, Role::Worker).unwrap());
-    // The test harness knows only success and failure.
-    #[allow(
-        clippy::disallowed_methods,
-        reason = "the exit code is what the tests look at"
-    )]
-    std::process::exit(reason.code().into());
+    as_child(Role::Worker, run);
 }
 
 /// A worker process and the supervisor's ends of its channels.
@@ -73,42 +58,12 @@ impl<'a> Start<'a> {
     fn spawn(self) -> Worker {
         let generation = Generation(self.generation);
         let seat = Seat::new(generation);
-        let (server, name) = IpcOneShotServer::<Exchange<ToWorker, FromWorker>>::new().unwrap();
-        let (descriptors, theirs) = DescriptorSocket::pair().unwrap();
-        let birth = Birth {
-            build: build_id(),
-            role: Role::Worker,
-            server: name,
-            parent_pid: std::process::id(),
-            generation,
-            worker: Some(worker_id()),
-            log: LogConfig {
-                filter: "off".into(),
-                format: LogFormat::Text,
-            },
-        };
-        descriptors.send_birth(&birth).unwrap();
-        fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
-        let process = Process::new("/proc/self/exe")
-            .args([
-                "--ignored",
-                "--exact",
-                "worker::tests::child",
-                "--test-threads=1",
-                "--nocapture",
-            ])
-            .env(FD_VARIABLE, theirs.as_raw_fd().to_string())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        drop(theirs);
-        let (accepted, accept) = sync_channel(1);
-        std::thread::spawn(move || accepted.send(server.accept().map(|(_, ends)| ends)));
-        let Exchange { down, up } = accept
-            .recv_timeout(DEADLINE)
-            .expect("the child connects")
-            .unwrap();
+        let Spawned {
+            process,
+            down,
+            up,
+            descriptors,
+        } = spawn(Role::Worker, generation, "worker::tests::child");
         let mut worker = Worker {
             process,
             down,
@@ -193,14 +148,7 @@ impl Worker {
 
     /// Waits until the process has ended.
     fn end(mut self) -> ExitStatus {
-        let until = Instant::now() + DEADLINE;
-        loop {
-            if let Some(status) = self.process.try_wait().unwrap() {
-                return status;
-            }
-            assert!(Instant::now() < until, "the worker does not end");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        wait(&mut self.process)
     }
 
     /// Kills it as the supervisor does, and reaps it.
@@ -412,7 +360,7 @@ fn a_worker_killed_at_random_times_costs_no_bit() {
 }
 
 #[test]
-fn a_second_netd_is_linked_and_the_jobs_of_the_first_are_stale() {
+fn a_second_netd_is_linked_after_the_first() {
     let model = Model::new(DType::F32);
     let kv = kv_segment(model.facts());
     let (mut worker, _) = Start::new(&model, &kv, 3).ready();
