@@ -9,7 +9,7 @@
 //! everything the process had said: it is reaped at once, and reported when its channel has run dry.
 
 use std::collections::VecDeque;
-use std::io;
+use std::io::{self, IsTerminal};
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -398,9 +398,21 @@ impl<'a> Driver<'a> {
 
     fn announce(&self, span: shared::block::Span, peer_id: &str, addrs: &[String]) {
         info!(state = %"ONLINE", %span, peer_id = %peer_id, addrs = %addrs.join(" "), "clients can come");
-        if let (Some(addr), LogFormat::Text) = (addrs.first(), self.config.log.format) {
+        let for_people = self.config.log.format == LogFormat::Text && io::stderr().is_terminal();
+        if let (Some(addr), true) = (addrs.first(), for_people) {
             let model = &self.config.prepare.model;
-            info!("try: sepal generate --initial_peers {addr} {model} --prompt 'Hello'");
+            let prefix = self.config.netd.dht_prefix.as_deref();
+            let flag = prefix
+                .map(|prefix| format!("--dht_prefix {prefix} "))
+                .unwrap_or_default();
+            let argument = prefix
+                .map(|prefix| format!(", dht_prefix={prefix:?}"))
+                .unwrap_or_default();
+            info!("try: sepal generate {model} {flag}--initial_peers {addr} --prompt 'Hello'");
+            info!(
+                "or with Petals: AutoDistributedModelForCausalLM.from_pretrained({model:?}, \
+                 initial_peers=[{addr:?}]{argument})"
+            );
         }
     }
 
