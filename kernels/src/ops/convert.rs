@@ -8,6 +8,12 @@ use shared::dtype::DType;
 /// # Panics
 /// When they do not.
 pub fn to_f32(dtype: DType, bytes: &[u8], out: &mut [f32]) {
+    widen(dtype, bytes, out);
+}
+
+/// [`to_f32`], compiled for the instruction set of the function that calls it.
+#[inline(always)]
+pub(crate) fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
     assert_eq!(
         bytes.len(),
         out.len() * dtype.size_bytes(),

@@ -138,7 +138,7 @@ fn attend<const FMA: bool>(
 
     for (start, used, id) in spans() {
         let keys = &mut page[..used * dim];
-        convert::to_f32(
+        convert::widen(
             layout.dtype,
             &task.pages.keys(id, head)[..used * layout.vector_bytes()],
             keys,
@@ -164,7 +164,7 @@ fn attend<const FMA: bool>(
     }
     for (start, used, id) in spans() {
         let values = &mut page[..used * dim];
-        convert::to_f32(
+        convert::widen(
             layout.dtype,
             &task.pages.values(id, head)[..used * layout.vector_bytes()],
             values,

@@ -57,10 +57,15 @@ macro_rules! kernel {
                     let whole = inputs / $step * $step;
                     let mut at = 0;
                     while at < whole {
-                        let xs: [_; R] = std::array::from_fn(|r| {
-                            // SAFETY: `at + step <= inputs`, inside row r of the R rows of `x`.
-                            unsafe { $load_input(x.as_ptr().wrapping_add((r * inputs + at) * X)) }
-                        });
+                        // Not through closures: they would not be inlined into functions without the instruction set.
+                        // SAFETY: `at + step <= inputs`, inside the first of the R rows of `x`.
+                        let mut xs = [unsafe { $load_input(x.as_ptr().wrapping_add(at * X)) }; R];
+                        for r in 1..R {
+                            // SAFETY: as above, inside row r.
+                            xs[r] = unsafe {
+                                $load_input(x.as_ptr().wrapping_add((r * inputs + at) * X))
+                            };
+                        }
                         for o in 0..O {
                             let p = weight.as_ptr().wrapping_add((o * inputs + at) * W);
                             if R == 1 {
@@ -76,11 +81,14 @@ macro_rules! kernel {
                     }
                     if at < inputs {
                         let left = inputs - at;
-                        let xs: [_; R] = std::array::from_fn(|r| {
+                        let padded = pad(&x[at * X..][..left * X]);
+                        // SAFETY: one step is at most LINE bytes.
+                        let mut xs = [unsafe { $load_input(padded.as_ptr()) }; R];
+                        for r in 1..R {
                             let padded = pad(&x[(r * inputs + at) * X..][..left * X]);
-                            // SAFETY: one step is at most LINE bytes.
-                            unsafe { $load_input(padded.as_ptr()) }
-                        });
+                            // SAFETY: as above.
+                            xs[r] = unsafe { $load_input(padded.as_ptr()) };
+                        }
                         for o in 0..O {
                             let padded = pad(&weight[(o * inputs + at) * W..][..left * W]);
                             // SAFETY: as above.
