@@ -73,6 +73,7 @@ impl Router {
         responder: UnaryResponder,
     ) {
         let service = self.service.borrow().clone();
+        let _active = service.as_ref().map(|service| service.registry.enter());
         let outcome = match (protocol, service) {
             (REACHABILITY, _) => self.check(request),
             (names::BACKWARD, _) => Err(forward::backward_refusal()),
@@ -92,6 +93,7 @@ impl Router {
 
     async fn stream(self, peer: PeerId, protocol: &'static str, stream: InboundStream) {
         let service = self.service.borrow().clone();
+        let _active = service.as_ref().map(|service| service.registry.enter());
         match (protocol, service) {
             (names::BACKWARD_STREAM, _) => {
                 stream

@@ -18,6 +18,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use libp2p::PeerId;
 use prost::Message;
+use shared::job::MAX_ROWS;
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::debug;
 
@@ -101,10 +102,11 @@ async fn run(
     writer: &mut InboundWriter,
 ) -> Result<(), End> {
     let mut draining = service.draining.clone();
-    if *draining.borrow_and_update() {
-        return Err(ending().into());
-    }
-    let first = timeout(service.timeouts.step, requests.next()).await;
+    let first = tokio::select! {
+        biased;
+        _ = draining.wait_for(|draining| *draining) => return Err(ending().into()),
+        first = timeout(service.timeouts.step, requests.next()) => first,
+    };
     let Some(mut next) = first.unwrap_or(Ok(None))? else {
         return Ok(());
     };
@@ -179,6 +181,10 @@ async fn admit(
         Some(Tensor { size, .. }) => size.first().copied().unwrap_or(1),
         None => 1,
     };
+    if batch > MAX_ROWS {
+        let text = format!("batch of {batch} sequences is over the limit of {MAX_ROWS}");
+        return Err(Failure::bad(text));
+    }
     let kv = KvRequest {
         blocks: blocks.clone(),
         rows: batch,

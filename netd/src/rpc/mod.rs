@@ -178,6 +178,11 @@ impl Service {
         self.registry.open()
     }
 
+    /// RPCs that are being served, sessions included. A drain waits for them.
+    pub fn active(&self) -> usize {
+        self.registry.active()
+    }
+
     /// The most bytes of one request: hidden states and prompts as float32, and room for headers.
     pub fn max_request_bytes(&self) -> u64 {
         request_bytes(&self.facts, &self.limits, self.span)
@@ -213,4 +218,4 @@ fn request_bytes(facts: &ModelFacts, limits: &Limits, span: Span) -> u64 {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -19,6 +19,7 @@ pub struct Registry {
 #[derive(Debug, Default)]
 struct State {
     open: usize,
+    active: usize,
     by_id: HashMap<String, mpsc::Sender<ExpertRequest>>,
 }
 
@@ -58,6 +59,17 @@ impl Registry {
         }
     }
 
+    /// An RPC is being served; it ends with the value.
+    pub fn enter(&self) -> Active {
+        self.lock().active += 1;
+        Active(self.clone())
+    }
+
+    /// RPCs that are being served.
+    pub fn active(&self) -> usize {
+        self.lock().active
+    }
+
     /// Sessions that are open.
     pub fn open(&self) -> usize {
         self.lock().open
@@ -65,6 +77,16 @@ impl Registry {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One RPC that is being served.
+#[derive(Debug)]
+pub struct Active(Registry);
+
+impl Drop for Active {
+    fn drop(&mut self) {
+        self.0.lock().active -= 1;
     }
 }
 

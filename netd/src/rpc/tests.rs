@@ -2,5 +2,5 @@
 
 mod errors;
 mod recovery;
-mod rig;
+pub(crate) mod rig;
 mod steps;

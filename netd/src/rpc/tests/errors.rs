@@ -83,6 +83,16 @@ async fn every_bad_step_has_its_text_and_disturbs_nobody() {
         text,
         "Maximum length exceeded: prefix 0 + current 2 exceeds pre-allocated maximum 1"
     );
+    let text = refused(&rig, |mut m| {
+        m.tensors[0].size = vec![4_000_000_000, 0, 64];
+        m.tensors[0].buffer.clear();
+        with_key(m, "max_length", Some(Value::Int(0)))
+    })
+    .await;
+    assert_eq!(
+        text,
+        "batch of 4000000000 sequences is over the limit of 4096"
+    );
     let text = refused(&rig, |m| with_key(m, "points", Some(Value::str("many")))).await;
     assert_eq!(
         text,

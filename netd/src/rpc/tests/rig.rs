@@ -129,8 +129,8 @@ fn timeouts() -> Timeouts {
     }
 }
 
-/// Names of ring segments: unique in this process, and among processes by its id.
-fn unique() -> String {
+/// Names of segments: unique in this process, and among processes by its id.
+pub fn unique() -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     format!(
         "sepal-nettest-{}-{}",
@@ -252,36 +252,13 @@ impl Rig {
             worker_generation: worker.generation,
             netd_generation: Generation(1),
         };
-        let name = unique();
-        let rings = RingPair::create(&name, &identity).unwrap();
-        let bells: [Doorbell; 2] = std::array::from_fn(|_| Doorbell::new().unwrap());
-        let theirs = bells
-            .each_ref()
-            .map(|bell| Doorbell::from_fd(bell.try_clone().unwrap()).unwrap());
-        let end = RingPair::open(&name, &identity).unwrap();
-        let map = ArenaMap::map(&self.arena).unwrap();
-        let (memory, span) = (worker.memory.clone(), worker.span);
-        worker.thread = Some(std::thread::spawn(move || {
-            work(&memory, span, identity, end, &map, &theirs)
-        }));
-        worker._rings = Some(rings);
-        let up = WorkerUp {
-            worker: worker.id,
-            span: worker.span,
-            kv_pages: KV_PAGES,
-            capacity: Capacity::default(),
-            link: LinkInit {
-                netd_generation: Generation(1),
-                worker_generation: worker.generation,
-                rings: name,
-                arena_bytes: self.arena.len() as u64,
-                fds: FdTag(0),
-            },
-        };
-        let [submission, completion] = bells;
+        let linked = link_worker(identity, worker.span, worker.memory.clone(), &self.arena);
+        worker.thread = Some(linked.thread);
+        worker._rings = Some(linked.rings);
+        let [submission, completion] = linked.bells;
         self.service
             .workers
-            .up(&up, submission, completion)
+            .up(&linked.up, submission, completion)
             .unwrap();
     }
 
@@ -350,6 +327,56 @@ impl Drop for Rig {
                 );
             }
         }
+    }
+}
+
+/// A worker thread behind fresh rings, and what netd is told of it.
+pub struct Linked {
+    pub thread: JoinHandle<()>,
+    pub rings: RingPair,
+    pub up: WorkerUp,
+    pub bells: [Doorbell; 2],
+}
+
+/// What the supervisor and a worker do to link it.
+pub fn link_worker(
+    identity: RingIdentity,
+    span: Span,
+    memory: Arc<Memory>,
+    arena: &MemfdSegment,
+) -> Linked {
+    let name = unique();
+    let rings = RingPair::create(&name, &identity).unwrap();
+    let bells: [Doorbell; 2] = std::array::from_fn(|_| Doorbell::new().unwrap());
+    let theirs = bells
+        .each_ref()
+        .map(|bell| Doorbell::from_fd(bell.try_clone().unwrap()).unwrap());
+    let end = RingPair::open(&name, &identity).unwrap();
+    let map = ArenaMap::map(arena).unwrap();
+    let link = LinkInit {
+        netd_generation: identity.netd_generation,
+        worker_generation: identity.worker_generation,
+        rings: name,
+        arena_bytes: arena.len() as u64,
+        fds: FdTag(0),
+    };
+    let capacity = Capacity {
+        inference_rps: 50.0,
+        forward_rps: 100.0,
+    };
+    let up = WorkerUp {
+        worker: identity.worker,
+        span,
+        kv_pages: KV_PAGES,
+        capacity,
+        link,
+    };
+    let thread = std::thread::spawn(move || work(&memory, span, identity, end, &map, &theirs));
+    Linked {
+        thread,
+        rings,
+        up,
+        bells,
     }
 }
 

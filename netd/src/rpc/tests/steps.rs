@@ -451,3 +451,21 @@ async fn an_unknown_protocol_is_not_served() {
         .await;
     assert!(matches!(call, Err(CallError::NotSupported(_))), "{call:?}");
 }
+
+/// Prints what a step costs inside the server, for `--nocapture`; nothing is asserted about time.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn time_of_a_step_in_this_server_is_recorded() {
+    let rig = Rig::new().await;
+    let mut session = rig.session().await;
+    session.open(hidden(1, &[1.0]), 2000).await.unwrap();
+    for step in 1..1000 {
+        session
+            .step(hidden(1, &[1.0]), Some(step), None)
+            .await
+            .unwrap();
+    }
+    let figures = rig.service.stats.figures();
+    assert_eq!(figures.count, 1000);
+    println!("step in the server: {figures:?}");
+    session.close().await;
+}

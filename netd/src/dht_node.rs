@@ -1,0 +1,180 @@
+//! `sepal dht`: a node that others join through. It serves the DHT and nothing else, and runs without a supervisor.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use shared::exit::ExitReason;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+use tracing::{error, info, warn};
+
+use crate::join::{self, Joined, NodeSettings, addresses, with_cause};
+use crate::p2p::{Keypair, P2pError, identity};
+use crate::rpc::dispatch::reachability_protocol;
+use crate::run::{Fatal, reactor};
+
+/// Settings of a bootstrap node (flags of `petals.cli.run_dht`).
+#[derive(Clone, Debug)]
+pub struct DhtNodeConfig {
+    /// Multiaddrs to listen on.
+    pub host_maddrs: Vec<String>,
+    /// Multiaddrs to announce in place of those; empty = announce what is listened on.
+    pub announce_maddrs: Vec<String>,
+    /// Peers to join through; empty = a new swarm.
+    pub initial_peers: Vec<String>,
+    /// File of the libp2p private key, made if it is not there; `None` = a fresh identity.
+    pub identity_path: Option<PathBuf>,
+    /// Time between two looks at the swarm.
+    pub refresh_period: Duration,
+    /// Time to listen and to reach a first peer.
+    pub startup_timeout: Duration,
+}
+
+/// Runs until Ctrl-C or SIGTERM. `ready` is given the full addresses that newcomers pass as `--initial_peers`, once the
+/// node is part of the swarm; it is the caller who prints.
+pub fn run(config: DhtNodeConfig, ready: impl FnOnce(&[String])) -> ExitReason {
+    let runtime = match reactor() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            error!(%error, "cannot start the reactor");
+            return ExitReason::Failed;
+        }
+    };
+    let outcome = runtime.block_on(serve(&config, ready));
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    match outcome {
+        Ok(()) => ExitReason::Clean,
+        Err(Fatal { reason, message }) => {
+            error!(%reason, "{message}");
+            reason
+        }
+    }
+}
+
+async fn serve(config: &DhtNodeConfig, ready: impl FnOnce(&[String])) -> Result<(), Fatal> {
+    let listen_for = |kind, name: &str| {
+        signal(kind).map_err(|error| Fatal::failed(format!("listen for {name}: {error}")))
+    };
+    let mut interrupt = listen_for(SignalKind::interrupt(), "SIGINT")?;
+    let mut terminate = listen_for(SignalKind::terminate(), "SIGTERM")?;
+    let ended = async {
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+        }
+    };
+    let node = async {
+        let joined = start(config).await?;
+        ready(&joined.addrs);
+        heartbeat(&joined, config.refresh_period).await
+    };
+    tokio::select! {
+        outcome = node => outcome,
+        () = ended => {
+            info!("ended by a signal");
+            Ok(())
+        }
+    }
+}
+
+/// Starts the node and joins.
+///
+/// # Errors
+/// [`Fatal`] with a sentence for the operator.
+pub async fn start(config: &DhtNodeConfig) -> Result<Joined, Fatal> {
+    let keypair = match &config.identity_path {
+        Some(path) => {
+            identity::load_or_create(path).map_err(|error| Fatal::bad_config(with_cause(&error)))?
+        }
+        None => Keypair::generate_ed25519(),
+    };
+    let settings = NodeSettings {
+        keypair,
+        listen: addresses("host_maddrs", &config.host_maddrs)?,
+        announce: addresses("announce_maddrs", &config.announce_maddrs)?,
+        initial_peers: addresses("initial_peers", &config.initial_peers)?,
+        startup_timeout: config.startup_timeout,
+    };
+    let started = join::start(&settings, vec![reachability_protocol()]).await;
+    let (p2p, inbound) = started.map_err(|error| {
+        let reason = match error {
+            P2pError::PortInUse { .. } => ExitReason::Busy,
+            P2pError::Stopped | P2pError::Transport(_) => ExitReason::Failed,
+            _ => ExitReason::BadConfig,
+        };
+        Fatal {
+            reason,
+            message: error.to_string(),
+        }
+    })?;
+    let (_, nothing_served) = watch::channel(None);
+    let joined = join::enter(p2p, inbound, &settings, nothing_served).await;
+    joined.map_err(|error| Fatal::bad_config(error.to_string()))
+}
+
+/// Looks at the swarm again and again, which keeps the routing table fresh.
+async fn heartbeat(joined: &Joined, period: Duration) -> Result<(), Fatal> {
+    let mut beat = tokio::time::interval(period.max(Duration::from_millis(100)));
+    loop {
+        beat.tick().await;
+        match joined.dht.random_lookup().await {
+            Ok(known) => info!(known, "swarm"),
+            Err(error) => warn!(%error, "lookup failed"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(initial_peers: Vec<String>) -> DhtNodeConfig {
+        DhtNodeConfig {
+            host_maddrs: vec!["/ip4/127.0.0.1/tcp/0".into()],
+            announce_maddrs: Vec::new(),
+            initial_peers,
+            identity_path: None,
+            refresh_period: Duration::from_secs(30),
+            startup_timeout: Duration::from_secs(20),
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_second_node_joins_through_the_addresses_of_the_first() {
+        let first = start(&config(Vec::new())).await.unwrap();
+        assert!(
+            first.addrs[0].contains("/p2p/") && first.port() > 0,
+            "{:?}",
+            first.addrs
+        );
+        let second = start(&config(first.addrs.clone())).await.unwrap();
+        assert_eq!(second.dht.random_lookup().await.unwrap(), 1);
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_port_in_use_and_unreachable_peers_are_named() {
+        let first = start(&config(Vec::new())).await.unwrap();
+        let port = first.port();
+        let taken = DhtNodeConfig {
+            host_maddrs: vec![format!("/ip4/127.0.0.1/tcp/{port}")],
+            ..config(Vec::new())
+        };
+        let fatal = start(&taken).await.unwrap_err();
+        assert_eq!(fatal.reason, ExitReason::Busy);
+        assert!(
+            fatal.message.contains(&port.to_string()),
+            "{}",
+            fatal.message
+        );
+
+        let nobody =
+            "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp";
+        let fatal = start(&config(vec![nobody.into()])).await.unwrap_err();
+        assert_eq!(fatal.reason, ExitReason::BadConfig);
+        assert!(
+            fatal.message.contains("127.0.0.1/tcp/9"),
+            "{}",
+            fatal.message
+        );
+    }
+}

@@ -1,0 +1,293 @@
+//! Entering the swarm: identity, libp2p node, DHT node, and the handlers of inbound RPCs.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use libp2p::multiaddr::Protocol;
+use shared::control::NetdInit;
+use shared::exit::ExitReason;
+use shared::ids::Generation;
+use tokio::sync::{mpsc, watch};
+use tracing::warn;
+
+use crate::dht::driver::{self, Dht, DhtConfig, DhtError};
+use crate::dht::storage::StorageLimits;
+use crate::p2p::identity;
+use crate::p2p::{Inbound, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, UnaryResponder};
+use crate::rpc::dispatch::{Router, reachability_protocol};
+use crate::rpc::{self, Service};
+use crate::run::Fatal;
+
+/// Calls under way per lookup until the model is known; Petals' servers use as many as the model has blocks.
+const LOOKUP_WORKERS: usize = 32;
+
+/// A node that listens and has joined.
+#[derive(Debug)]
+pub struct Joined {
+    /// The libp2p node.
+    pub p2p: P2p,
+    /// The DHT node.
+    pub dht: Dht,
+    /// PeerID in base58.
+    pub peer_id: String,
+    /// Full addresses with `/p2p/PEERID`: those announced if any are configured, else those listened on.
+    pub addrs: Vec<String>,
+}
+
+impl Joined {
+    /// The first TCP port of the addresses; 0 if there is none.
+    pub fn port(&self) -> u16 {
+        let addrs = self.addrs.iter().filter_map(|addr| addr.parse().ok());
+        addrs
+            .filter_map(|addr: Multiaddr| tcp_port(&addr))
+            .next()
+            .unwrap_or(0)
+    }
+}
+
+/// Settings common to netd and a bare DHT node.
+#[derive(Clone, Debug)]
+pub struct NodeSettings {
+    /// Its key.
+    pub keypair: Keypair,
+    /// Where it listens.
+    pub listen: Vec<Multiaddr>,
+    /// What it announces instead.
+    pub announce: Vec<Multiaddr>,
+    /// Through whom it enters.
+    pub initial_peers: Vec<Multiaddr>,
+    /// Time to listen and to reach a first peer.
+    pub startup_timeout: std::time::Duration,
+}
+
+/// Joins as `init` says. RPCs on blocks are refused until `service` has one.
+///
+/// # Errors
+/// [`Fatal`] with a sentence for the operator.
+pub async fn join(
+    init: &NetdInit,
+    service: watch::Receiver<Option<Arc<Service>>>,
+) -> Result<Joined, Fatal> {
+    let config = &init.config;
+    let path = config.identity_path.as_deref();
+    let path = path.ok_or_else(|| Fatal::bad_config("the supervisor gave no identity file"))?;
+    let keypair =
+        identity::load_or_create(path).map_err(|error| Fatal::bad_config(with_cause(&error)))?;
+    let settings = NodeSettings {
+        keypair,
+        listen: addresses("host_maddrs", &config.host_maddrs)?,
+        announce: addresses("announce_maddrs", &config.announce_maddrs)?,
+        initial_peers: addresses("initial_peers", &config.initial_peers)?,
+        startup_timeout: config.startup_timeout,
+    };
+    let mut protocols = rpc::protocols();
+    protocols.push(reachability_protocol());
+    let (p2p, inbound) = match kept_port(&settings.listen, &init.previous_addrs) {
+        None => start(&settings, protocols).await,
+        Some(listen) => {
+            let kept = NodeSettings { listen, ..settings.clone() };
+            match start(&kept, protocols.clone()).await {
+                Err(P2pError::PortInUse { addr }) => {
+                    warn!(%addr, "the port of the generation before is taken, listening on another");
+                    start(&settings, protocols).await
+                }
+                started => started,
+            }
+        }
+    }
+    .map_err(|error| fatal(&error, init.generation))?;
+    enter(p2p, inbound, &settings, service)
+        .await
+        .map_err(|error| {
+            let reason = first_time_config(init.generation);
+            Fatal {
+                reason,
+                message: error.to_string(),
+            }
+        })
+}
+
+/// Starts the libp2p node, with the DHT's RPCs beside `protocols`.
+///
+/// # Errors
+/// [`P2pError`]; its text is for the operator.
+pub async fn start(
+    settings: &NodeSettings,
+    mut protocols: Vec<crate::p2p::ProtocolSpec>,
+) -> Result<(P2p, mpsc::Receiver<Inbound>), P2pError> {
+    protocols.extend(driver::protocols());
+    P2p::start(P2pConfig {
+        keypair: settings.keypair.clone(),
+        listen: settings.listen.clone(),
+        announce: settings.announce.clone(),
+        initial_peers: settings.initial_peers.clone(),
+        kad_server: true,
+        protocols,
+        startup_timeout: settings.startup_timeout,
+    })
+    .await
+}
+
+/// Starts the DHT node and the handlers, and joins.
+///
+/// # Errors
+/// [`DhtError`]; its text is for the operator.
+pub async fn enter(
+    p2p: P2p,
+    inbound: mpsc::Receiver<Inbound>,
+    settings: &NodeSettings,
+    service: watch::Receiver<Option<Arc<Service>>>,
+) -> Result<Joined, DhtError> {
+    let dht = Dht::start(
+        p2p.clone(),
+        DhtConfig {
+            client_mode: false,
+            initial_peers: settings.initial_peers.clone(),
+            num_workers: LOOKUP_WORKERS,
+            strict: false,
+            limits: StorageLimits::default(),
+        },
+    );
+    let handler = dht.clone();
+    let other =
+        move |peer: PeerId, protocol: &'static str, request: Bytes, responder: UnaryResponder| {
+            let dht = handler.clone();
+            tokio::spawn(async move {
+                let outcome = dht.handle_inbound(protocol, peer, request).await;
+                // Fails only when the caller has gone.
+                let _ = responder.respond(outcome).await;
+            });
+        };
+    tokio::spawn(
+        Router {
+            me: p2p.peer_id(),
+            service,
+        }
+        .run(inbound, other),
+    );
+    dht.join().await?;
+    let id = p2p.peer_id();
+    let bare = match settings.announce.is_empty() {
+        true => p2p.listen_addrs().await,
+        false => settings.announce.clone(),
+    };
+    let full = |addr: Multiaddr| addr.clone().with_p2p(id).unwrap_or(addr).to_string();
+    let addrs = bare.into_iter().map(full).collect();
+    Ok(Joined {
+        peer_id: id.to_base58(),
+        addrs,
+        p2p,
+        dht,
+    })
+}
+
+/// Reads multiaddrs from settings.
+///
+/// # Errors
+/// Names the one that cannot be read and the form that is expected.
+pub fn addresses(setting: &str, texts: &[String]) -> Result<Vec<Multiaddr>, Fatal> {
+    let parse = |text: &String| {
+        text.parse::<Multiaddr>().map_err(|error| {
+            Fatal::bad_config(format!(
+                "{setting} has {text:?}, which is no multiaddr ({error}); \
+                 give it like /ip4/127.0.0.1/tcp/31337 or /dns/example.org/tcp/31337/p2p/PEERID"
+            ))
+        })
+    };
+    texts.iter().map(parse).collect()
+}
+
+/// The listen addresses with the port that the generation before had, where the settings leave it open.
+fn kept_port(listen: &[Multiaddr], previous: &[String]) -> Option<Vec<Multiaddr>> {
+    let mut previous = previous
+        .iter()
+        .filter_map(|addr| addr.parse::<Multiaddr>().ok());
+    let port = previous
+        .find_map(|addr| tcp_port(&addr))
+        .filter(|port| *port != 0)?;
+    if !listen.iter().any(|addr| tcp_port(addr) == Some(0)) {
+        return None;
+    }
+    let keep = |part: Protocol<'static>| match part {
+        Protocol::Tcp(0) => Protocol::Tcp(port),
+        other => other,
+    };
+    let fill = |addr: &Multiaddr| addr.iter().map(|part| keep(part.acquire())).collect();
+    Some(listen.iter().map(fill).collect())
+}
+
+fn tcp_port(addr: &Multiaddr) -> Option<u16> {
+    addr.iter().find_map(|part| match part {
+        Protocol::Tcp(port) => Some(port),
+        _ => None,
+    })
+}
+
+fn fatal(error: &P2pError, generation: Generation) -> Fatal {
+    let reason = match error {
+        P2pError::PortInUse { .. } => ExitReason::Busy,
+        P2pError::Listen { .. } => ExitReason::BadConfig,
+        P2pError::InitialPeersUnreachable { .. } => first_time_config(generation),
+        _ => ExitReason::Failed,
+    };
+    Fatal {
+        reason,
+        message: error.to_string(),
+    }
+}
+
+/// Peers that cannot be reached at the very first start are taken for a mistake; later the network may come back.
+fn first_time_config(generation: Generation) -> ExitReason {
+    if generation.0 <= 1 {
+        ExitReason::BadConfig
+    } else {
+        ExitReason::Failed
+    }
+}
+
+/// An error and its cause in one line.
+pub fn with_cause(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(cause) => format!("{error}: {cause}"),
+        None => error.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn addrs(texts: &[&str]) -> Vec<Multiaddr> {
+        texts.iter().map(|text| text.parse().unwrap()).collect()
+    }
+
+    #[test]
+    fn the_port_of_the_generation_before_is_kept_where_it_is_left_open() {
+        let previous = vec![
+            "/ip4/192.0.2.1/tcp/4321/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
+                .into(),
+        ];
+        let kept = kept_port(&addrs(&["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]), &previous);
+        assert_eq!(
+            kept,
+            Some(addrs(&["/ip4/0.0.0.0/tcp/4321", "/ip6/::/tcp/4321"]))
+        );
+        assert_eq!(
+            kept_port(&addrs(&["/ip4/0.0.0.0/tcp/31337"]), &previous),
+            None
+        );
+        assert_eq!(kept_port(&addrs(&["/ip4/0.0.0.0/tcp/0"]), &[]), None);
+    }
+
+    #[test]
+    fn a_bad_address_is_named_with_the_form_expected() {
+        let fatal = addresses("initial_peers", &["127.0.0.1:31337".into()]).unwrap_err();
+        assert_eq!(fatal.reason, ExitReason::BadConfig);
+        assert!(
+            fatal
+                .message
+                .contains("initial_peers has \"127.0.0.1:31337\"")
+                && fatal.message.contains("/ip4/")
+        );
+    }
+}

@@ -1,0 +1,332 @@
+//! What this server offers to the swarm: which blocks under which names, and the records that say so.
+
+use std::time::Duration;
+
+use shared::block::{BlockIndex, Span, is_prefix};
+use shared::config::{Limits, SpanChoice, Throughput};
+use shared::control::{NetdInit, WorkerUp};
+use shared::model::ModelFacts;
+use tokio::sync::watch;
+use tokio::task::{AbortHandle, JoinHandle};
+use tokio::time::Instant;
+use tracing::{info, warn};
+
+use crate::dht::driver::unix_now;
+use crate::join::Joined;
+use crate::pings::{self, Neighbourhood};
+use crate::rpc::PETALS_VERSION;
+use crate::run::Fatal;
+use crate::swarm::announce::{self, AnnounceConfig, Announcer, ServerStatus};
+use crate::swarm::{placement, view};
+use crate::wire::records::{ModelInfo, ServerInfo, ServerState};
+
+/// Bytes per token and hidden value on the link, as Petals counts (`throughput.py`: 16 bits each way).
+const BITS_PER_VALUE: f64 = 16.0;
+/// Link speed that Petals assumes when it cannot measure.
+const DEFAULT_LINK_BITS_PER_S: f64 = 100e6;
+
+/// What is offered.
+#[derive(Clone, Debug)]
+pub struct Offer {
+    /// The blocks.
+    pub span: Span,
+    /// Prefix of their uids.
+    pub prefix: String,
+    /// Bounds on requests.
+    pub limits: Limits,
+    config: AnnounceConfig,
+    throughput: Throughput,
+    hidden_size: u32,
+}
+
+/// Chooses span and names.
+///
+/// # Errors
+/// [`Fatal`] when there is no prefix, or the blocks asked for are not in the model.
+pub async fn choose(init: &NetdInit, facts: &ModelFacts, joined: &Joined) -> Result<Offer, Fatal> {
+    let prefix = prefix(init, facts)?;
+    let span = match init.served {
+        Some(span) => within(span, facts)?,
+        None => match init.config.span {
+            SpanChoice::Fixed(span) => within(span, facts)?,
+            SpanChoice::All => within(whole(facts)?, facts)?,
+            SpanChoice::Count(count) => weakest(count, facts, joined, &prefix).await?,
+        },
+    };
+    let record = ServerInfo {
+        public_name: init.config.public_name.clone(),
+        version: Some(PETALS_VERSION.to_owned()),
+        torch_dtype: Some(facts.dtype.name().to_owned()),
+        quant_type: Some("none".to_owned()),
+        using_relay: Some(false),
+        ..ServerInfo::new(ServerState::Joining, 0.0)
+    };
+    let config = AnnounceConfig {
+        prefix: prefix.clone(),
+        blocks: span.start().0..span.end().0,
+        peer_id: joined.peer_id.clone(),
+        model: ModelInfo {
+            num_blocks: facts.num_blocks.into(),
+            repository: facts.repository.clone(),
+        },
+        info: record,
+        update_period: init.config.update_period,
+    };
+    Ok(Offer {
+        span,
+        prefix,
+        limits: init.config.limits(facts),
+        config,
+        throughput: init.config.throughput,
+        hidden_size: facts.hidden_size,
+    })
+}
+
+fn prefix(init: &NetdInit, facts: &ModelFacts) -> Result<String, Fatal> {
+    let prefix = init
+        .config
+        .dht_prefix
+        .as_ref()
+        .or(facts.dht_prefix.as_ref());
+    let prefix = prefix.ok_or_else(|| {
+        Fatal::bad_config(format!(
+            "model {} comes from a local folder and has no name in the swarm; \
+             give one with --dht_prefix NAME, the same on every server and client",
+            facts.name
+        ))
+    })?;
+    if !is_prefix(prefix) {
+        return Err(Fatal::bad_config(format!(
+            "DHT prefix {prefix:?} must not be empty or hold dots or white space; give another with --dht_prefix NAME"
+        )));
+    }
+    Ok(prefix.clone())
+}
+
+fn whole(facts: &ModelFacts) -> Result<Span, Fatal> {
+    Span::new(0, facts.num_blocks).map_err(|error| Fatal::bad_config(error.to_string()))
+}
+
+fn within(span: Span, facts: &ModelFacts) -> Result<Span, Fatal> {
+    if span.end() <= BlockIndex(facts.num_blocks) {
+        return Ok(span);
+    }
+    Err(Fatal::bad_config(format!(
+        "blocks {span} are not in model {}, which has blocks 0:{}; give a range inside it with --block_indices START:END",
+        facts.name, facts.num_blocks
+    )))
+}
+
+/// The `count` blocks that the swarm serves worst. A swarm that cannot be read counts as empty.
+async fn weakest(
+    count: u32,
+    facts: &ModelFacts,
+    joined: &Joined,
+    prefix: &str,
+) -> Result<Span, Fatal> {
+    let total = facts.num_blocks;
+    let count = count.clamp(1, total.max(1));
+    let read = view::read_blocks(&joined.dht, prefix, 0..total).await;
+    let blocks = read.unwrap_or_else(|error| {
+        warn!(%error, "cannot read who serves this model, taking its first blocks");
+        Vec::new()
+    });
+    let spans: Vec<_> = view::spans(&blocks, 0, ServerState::Joining)
+        .into_iter()
+        .filter(|span| span.peer_id != joined.peer_id)
+        .collect();
+    let throughput = placement::block_throughput(&spans, total as usize);
+    let start = placement::best_start(&throughput, count as usize).unwrap_or(0);
+    let start = u32::try_from(start).unwrap_or(0);
+    info!(start, count, servers = spans.len(), "chose blocks");
+    Span::new(start, start + count).map_err(|error| Fatal::bad_config(error.to_string()))
+}
+
+impl Offer {
+    /// Keeps JOINING records alive until the server goes online or ends.
+    pub fn announce_joining(&self, joined: &Joined) -> Announced {
+        let (dht, mut config) = (joined.dht.clone(), self.config.clone());
+        if let Throughput::Fixed(throughput) = self.throughput {
+            config.info.throughput = throughput;
+        }
+        let (offline, dht_again) = (config.clone(), dht.clone());
+        let joining = tokio::spawn(async move {
+            let status = status(ServerState::Joining, None);
+            loop {
+                let items = announce::records(&config, &status, unix_now());
+                match dht.store_many(items).await {
+                    Ok(_) => info!(blocks = ?config.blocks, "announced JOINING"),
+                    Err(error) => warn!(%error, "cannot announce this server"),
+                }
+                tokio::time::sleep(config.update_period).await;
+            }
+        });
+        Announced {
+            state: State::Joining {
+                task: joining,
+                config: Box::new(offline),
+                dht: dht_again,
+            },
+        }
+    }
+
+    fn neighbourhood(&self) -> Neighbourhood {
+        let (start, end) = (self.span.start().0, self.span.end().0);
+        let total = u32::try_from(self.config.model.num_blocks).unwrap_or(u32::MAX);
+        Neighbourhood {
+            prefix: self.prefix.clone(),
+            blocks: start + 1..(end + 1).min(total).max(start + 1),
+            own: self.config.peer_id.clone(),
+            period: self.config.update_period,
+        }
+    }
+
+    /// The record of a server whose workers are up.
+    fn record(&self, ups: &[WorkerUp]) -> ServerInfo {
+        let link = DEFAULT_LINK_BITS_PER_S / (f64::from(self.hidden_size) * BITS_PER_VALUE);
+        // A chain of workers is as fast as its slowest; 0 means not measured.
+        let slowest = |of: fn(&WorkerUp) -> f64| {
+            let least = ups.iter().map(of).fold(f64::INFINITY, f64::min);
+            Some(least).filter(|rps| rps.is_finite() && *rps > 0.0)
+        };
+        let forward_rps = slowest(|up| up.capacity.forward_rps);
+        let inference_rps = slowest(|up| up.capacity.inference_rps);
+        let throughput = match self.throughput {
+            Throughput::Fixed(throughput) => throughput,
+            Throughput::Measure => throughput(forward_rps.unwrap_or(0.0), link, self.span),
+        };
+        ServerInfo {
+            throughput,
+            forward_rps,
+            inference_rps,
+            network_rps: Some(link),
+            ..self.config.info.clone()
+        }
+    }
+}
+
+/// The ranking value of petals-wire 4.1 (petals `throughput.py`, `get_server_throughput`).
+fn throughput(forward_rps: f64, network_rps: f64, span: Span) -> f64 {
+    let average_blocks_used = (span.block_count() as f64 + 1.0) / 2.0;
+    (forward_rps / average_blocks_used).min(network_rps)
+}
+
+fn status(state: ServerState, cache_tokens_left: Option<u64>) -> ServerStatus {
+    ServerStatus {
+        state,
+        cache_tokens_left,
+        next_pings: Vec::new(),
+    }
+}
+
+/// This server's records, as long as they are kept alive.
+#[derive(Debug)]
+pub struct Announced {
+    state: State,
+}
+
+#[derive(Debug)]
+enum State {
+    Joining {
+        task: JoinHandle<()>,
+        config: Box<AnnounceConfig>,
+        dht: crate::dht::driver::Dht,
+    },
+    Announcing {
+        status: watch::Sender<ServerStatus>,
+        announcer: Announcer,
+        pings: Option<AbortHandle>,
+    },
+    Ended,
+}
+
+impl Announced {
+    /// From JOINING to ONLINE.
+    pub fn online(
+        &mut self,
+        offer: &Offer,
+        joined: &Joined,
+        ups: &[WorkerUp],
+        cache_tokens_left: u64,
+    ) {
+        if let State::Joining { task, .. } = &self.state {
+            task.abort();
+        }
+        let config = AnnounceConfig {
+            info: offer.record(ups),
+            ..offer.config.clone()
+        };
+        let first = status(ServerState::Online, Some(cache_tokens_left));
+        let (status, receiver) = watch::channel(first);
+        let announcer = Announcer::start(joined.dht.clone(), config, receiver);
+        let pings = pings::keep(joined.dht.clone(), offer.neighbourhood(), status.clone());
+        let pings = Some(tokio::spawn(pings).abort_handle());
+        self.state = State::Announcing {
+            status,
+            announcer,
+            pings,
+        };
+    }
+
+    /// The free cache of the next announcement.
+    pub fn cache_tokens_left(&self, tokens: u64) {
+        if let State::Announcing { status, .. } = &self.state {
+            status.send_if_modified(|status| {
+                let changed = status.cache_tokens_left != Some(tokens);
+                status.cache_tokens_left = Some(tokens);
+                changed
+            });
+        }
+    }
+
+    /// Announces OFFLINE, in the background.
+    pub fn offline(&mut self) {
+        match &self.state {
+            State::Announcing { status, pings, .. } => {
+                // The announcer ends with the last sender of its status.
+                pings.iter().for_each(AbortHandle::abort);
+                status.send_modify(|status| status.state = ServerState::Offline);
+            }
+            State::Joining { .. } => {
+                if let State::Joining { task, config, dht } =
+                    std::mem::replace(&mut self.state, State::Ended)
+                {
+                    task.abort();
+                    let (sender, receiver) = watch::channel(status(ServerState::Offline, None));
+                    let announcer = Announcer::start(dht, *config, receiver);
+                    self.state = State::Announcing {
+                        status: sender,
+                        announcer,
+                        pings: None,
+                    };
+                }
+            }
+            State::Ended => {}
+        }
+    }
+
+    /// Announces OFFLINE and waits until that is done, at most until `deadline`.
+    pub async fn end(&mut self, deadline: Instant) {
+        self.offline();
+        let ended = match std::mem::replace(&mut self.state, State::Ended) {
+            State::Announcing { announcer, .. } => announcer.finished(deadline).await,
+            _ => true,
+        };
+        if !ended {
+            let late = Duration::as_secs_f64(&deadline.elapsed());
+            warn!(late, "clients were not told in time that this server ends");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn throughput_is_bounded_by_the_link() {
+        let span = Span::new(0, 7).unwrap();
+        assert_eq!(throughput(100.0, 1000.0, span), 25.0);
+        assert_eq!(throughput(1e6, 1000.0, span), 1000.0);
+    }
+}

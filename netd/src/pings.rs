@@ -1,0 +1,162 @@
+//! Times to likely next servers, published so that clients can choose the chain that is fastest between its servers. Source:
+//! `ModuleAnnouncerThread` and `PingAggregator` in Petals (`server/server.py`, `utils/ping.py`).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use libp2p::PeerId;
+use rand::seq::IteratorRandom;
+use tokio::sync::watch;
+use tracing::debug;
+
+use crate::dht::driver::Dht;
+use crate::p2p::CallError;
+use crate::swarm::announce::ServerStatus;
+use crate::swarm::view::{self, BlockServers};
+
+/// Servers pinged among those of the middle blocks, and among those of the block after ours.
+const SAMPLE: usize = 5;
+/// Weight of a new time.
+const ALPHA: f64 = 0.2;
+/// Life of an entry.
+const LIFE: Duration = Duration::from_secs(300);
+
+/// Whom to ping.
+#[derive(Clone, Debug)]
+pub struct Neighbourhood {
+    /// Prefix of the model.
+    pub prefix: String,
+    /// The blocks after our first one, up to the first after our last one.
+    pub blocks: std::ops::Range<u32>,
+    /// This peer.
+    pub own: String,
+    /// Time between two rounds.
+    pub period: Duration,
+}
+
+/// Pings for ever and shows the times in `status`; they go out with the next announcement.
+pub async fn keep(dht: Dht, neighbourhood: Neighbourhood, status: watch::Sender<ServerStatus>) {
+    let mut times = Times::default();
+    loop {
+        let Neighbourhood {
+            prefix,
+            blocks,
+            own,
+            period,
+        } = &neighbourhood;
+        match view::read_blocks(&dht, prefix, blocks.clone()).await {
+            Ok(servers) => {
+                let rounds = candidates(&servers, own)
+                    .into_iter()
+                    .map(|peer| ping(&dht, peer));
+                for (peer, seconds) in futures::future::join_all(rounds).await {
+                    times.record(peer, seconds, Instant::now());
+                }
+                let now = times.now(Instant::now());
+                status.send_if_modified(|status| {
+                    let changed = status.next_pings != now;
+                    status.next_pings = now;
+                    changed
+                });
+            }
+            Err(error) => debug!(%error, "cannot read who serves the next blocks"),
+        }
+        tokio::time::sleep(*period).await;
+    }
+}
+
+/// Seconds to `peer`; infinite if it does not answer. Relayed servers do not serve the DHT, and saying so is an answer.
+async fn ping(dht: &Dht, peer: String) -> (String, f64) {
+    let started = Instant::now();
+    let seconds = match peer.parse::<PeerId>() {
+        Ok(id) => match dht.ping(id).await {
+            Ok(time) => time.as_secs_f64(),
+            Err(CallError::NotSupported(_)) => started.elapsed().as_secs_f64(),
+            Err(_) => f64::INFINITY,
+        },
+        Err(_) => f64::INFINITY,
+    };
+    (peer, seconds)
+}
+
+/// Some servers of all blocks but the last, and some of the last.
+fn candidates(blocks: &[BlockServers], own: &str) -> BTreeSet<String> {
+    let Some((last, middle)) = blocks.split_last() else {
+        return BTreeSet::new();
+    };
+    let middle: BTreeSet<&String> = middle.iter().flat_map(BTreeMap::keys).collect();
+    let mut random = rand::rng();
+    let mut chosen = middle.into_iter().choose_multiple(&mut random, SAMPLE);
+    chosen.extend(last.keys().choose_multiple(&mut random, SAMPLE));
+    chosen
+        .into_iter()
+        .filter(|peer| *peer != own)
+        .cloned()
+        .collect()
+}
+
+/// Smoothed times by PeerID.
+#[derive(Debug, Default)]
+struct Times {
+    entries: BTreeMap<String, (f64, Instant)>,
+}
+
+impl Times {
+    fn record(&mut self, peer: String, seconds: f64, at: Instant) {
+        let old = self
+            .entries
+            .get(&peer)
+            .map(|(old, _)| *old)
+            .filter(|old| old.is_finite());
+        let smooth = old.map_or(seconds, |old| ALPHA * seconds + (1.0 - ALPHA) * old);
+        self.entries.insert(peer, (smooth, at));
+    }
+
+    fn now(&mut self, now: Instant) -> Vec<(String, f64)> {
+        self.entries
+            .retain(|_, (_, at)| now.duration_since(*at) < LIFE);
+        self.entries
+            .iter()
+            .map(|(peer, (seconds, _))| (peer.clone(), *seconds))
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::records::{ServerInfo, ServerState};
+
+    fn servers(range: std::ops::Range<u32>) -> BlockServers {
+        range
+            .map(|peer| (peer.to_string(), ServerInfo::new(ServerState::Online, 1.0)))
+            .collect()
+    }
+
+    #[test]
+    fn times_are_smoothed_and_forgotten() {
+        let start = Instant::now();
+        let mut times = Times::default();
+        times.record("a".into(), 1.0, start);
+        times.record("a".into(), 2.0, start);
+        times.record("b".into(), f64::INFINITY, start);
+        times.record("b".into(), 3.0, start + LIFE / 2);
+        let near = |times: Vec<(String, f64)>| {
+            times
+                .into_iter()
+                .map(|(p, s)| format!("{p} {s:.1}"))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(near(times.now(start + LIFE / 2)), ["a 1.2", "b 3.0"]);
+        assert_eq!(near(times.now(start + LIFE)), ["b 3.0"]);
+    }
+
+    #[test]
+    fn few_servers_are_pinged_and_never_ourselves() {
+        assert!(candidates(&[], "me").is_empty());
+        assert_eq!(candidates(&[servers(0..3), servers(3..4)], "1").len(), 3);
+        let many = candidates(&[servers(0..50), servers(50..90), servers(100..150)], "me");
+        let last = many.iter().filter(|peer| peer.len() == 3).count();
+        assert_eq!((many.len(), last), (2 * SAMPLE, SAMPLE));
+    }
+}

@@ -1,0 +1,484 @@
+//! The daemon's life, from the supervisor's first message to its end.
+//!
+//! ```text
+//!   Init ─> arena, identity, libp2p, DHT ─> Listening      nothing is served yet: RPCs are refused with a text
+//!   Model ─> limits, span ─> ProposedSpan                   announced JOINING
+//!   WorkerUp* until the span is covered ─> Online           announced ONLINE, sessions are admitted
+//!   WorkerDown{restarting} ─> jobs wait, clients see a pause
+//!   WorkerDown{!restarting}, Unkillable ─> announced OFFLINE, sessions on it fail
+//!   Drain ─> announced OFFLINE, running steps finish ─> exit 0
+//!   control channel closed ─> exit "parent gone"
+//! ```
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use shared::bootstrap::Bootstrap;
+use shared::control::{FromNetd, NetdInit, ToNetd, WorkerUp};
+use shared::exit::ExitReason;
+use shared::model::ModelFacts;
+use shared::shm::arena::ArenaMap;
+use shared::shm::board::{BoardWriter, Phase};
+use shared::shm::doorbell::Doorbell;
+use shared::shm::segment::MemfdSegment;
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tracing::{debug, error, info, warn};
+
+use crate::control::{self, FromSupervisor, Inbox, Outbox};
+use crate::join::{self, Joined};
+use crate::offer::{self, Offer};
+use crate::rpc::{Service, ServiceParts, Timeouts};
+use crate::sessions::admission::KvMemory;
+use crate::sessions::pool::Pool;
+use crate::sessions::queue::WaitQueue;
+use crate::workers::Workers;
+use crate::workers::arena::{self, ArenaMemory};
+
+/// Threads of the reactor: RPCs of many peers on large machines, and never more than the workers can spare.
+const REACTOR_THREADS: std::ops::RangeInclusive<usize> = 2..=4;
+/// Conversions of large tensors at once.
+const BLOCKING_THREADS: usize = 8;
+/// Time between two signs of life on the board.
+const HEARTBEAT: Duration = Duration::from_secs(1);
+/// A reactor without a sign of life for this long hangs.
+const REACTOR_LIMIT: Duration = Duration::from_secs(30);
+/// How long an end may take for the last announcement.
+const FAREWELL: Duration = Duration::from_secs(5);
+/// How long the last answers may take on their way.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+/// How long running steps may take to finish in a drain. The supervisor has a limit of its own.
+const DRAIN_LIMIT: Duration = Duration::from_secs(60);
+
+/// An end that the operator has to hear of.
+#[derive(Debug)]
+pub struct Fatal {
+    /// What the supervisor is to do about it.
+    pub reason: ExitReason,
+    /// One sentence that names the values and what to do.
+    pub message: String,
+}
+
+impl Fatal {
+    /// Settings that cannot work.
+    pub fn bad_config(message: impl Into<String>) -> Fatal {
+        Fatal {
+            reason: ExitReason::BadConfig,
+            message: message.into(),
+        }
+    }
+
+    /// Something that may work the next time.
+    pub fn failed(message: impl Into<String>) -> Fatal {
+        Fatal {
+            reason: ExitReason::Failed,
+            message: message.into(),
+        }
+    }
+}
+
+/// Why the daemon stops.
+#[derive(Debug)]
+enum Stop {
+    Drained,
+    ParentGone,
+    Fatal(Fatal),
+}
+
+impl From<Fatal> for Stop {
+    fn from(fatal: Fatal) -> Stop {
+        Stop::Fatal(fatal)
+    }
+}
+
+/// Runs the network daemon until it is drained, its parent is gone, or it cannot go on.
+pub fn run(bootstrap: Bootstrap) -> ExitReason {
+    let ends = match bootstrap.connect::<ToNetd, FromNetd>() {
+        Ok(ends) => ends,
+        Err(error) => {
+            error!(%error, "cannot reach the supervisor");
+            return error.exit_reason();
+        }
+    };
+    let (inbox, outbox, writer) = match control::start(ends) {
+        Ok(started) => started,
+        Err(error) => {
+            error!(%error, "cannot start the control threads");
+            return ExitReason::Failed;
+        }
+    };
+    let runtime = match reactor() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            error!(%error, "cannot start the reactor");
+            return ExitReason::Failed;
+        }
+    };
+    let reason = runtime.block_on(async {
+        match daemon(inbox, &outbox).await {
+            Stop::Drained => ExitReason::Clean,
+            Stop::ParentGone => ExitReason::ParentGone,
+            Stop::Fatal(Fatal { reason, message }) => {
+                error!(%reason, "{message}");
+                outbox.send(FromNetd::Failed { reason, message }).await;
+                reason
+            }
+        }
+    });
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    drop(outbox);
+    if reason != ExitReason::ParentGone {
+        writer.finish();
+    }
+    info!(%reason, "ended");
+    reason
+}
+
+/// A reactor for netd or a DHT node.
+///
+/// # Errors
+/// When the system has no threads or descriptors left.
+pub fn reactor() -> std::io::Result<tokio::runtime::Runtime> {
+    let cores = std::thread::available_parallelism().map_or(2, usize::from);
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(cores.clamp(*REACTOR_THREADS.start(), *REACTOR_THREADS.end()))
+        .max_blocking_threads(BLOCKING_THREADS)
+        .enable_all()
+        .build()
+}
+
+async fn daemon(inbox: Inbox, outbox: &Outbox) -> Stop {
+    match serve(inbox, outbox).await {
+        Ok(never) => match never {},
+        Err(stop) => stop,
+    }
+}
+
+async fn serve(inbox: Inbox, outbox: &Outbox) -> Result<std::convert::Infallible, Stop> {
+    let mut messages = Messages {
+        inbox,
+        early: VecDeque::new(),
+    };
+    let FromSupervisor { message, fds } = messages.next().await.ok_or(Stop::ParentGone)?;
+    let (ToNetd::Init(init), Ok([arena])) = (message, <[_; control::INIT_FDS]>::try_from(fds))
+    else {
+        let message = "the supervisor's first message is not Init with one arena".to_owned();
+        return Err(Fatal {
+            reason: ExitReason::ProtocolMismatch,
+            message,
+        }
+        .into());
+    };
+    let board = Arc::new(open_board(&init)?);
+    let (online, service) = watch::channel(None);
+    // Spawned before the swarm is joined: the supervisor watches from the beginning.
+    tokio::spawn(heartbeat(board.clone(), service.clone()));
+    let map = map_arena(&init, arena)?;
+    let joined = messages.meanwhile(join::join(&init, service)).await??;
+    board.set_net_port(joined.port());
+    if let Err(error) = board.set_peer_id(&joined.peer_id) {
+        warn!(%error, "the board does not show the PeerID");
+    }
+    let p2p = joined.p2p.clone();
+    let stop = offer_blocks(&mut messages, outbox, *init, joined, map, online).await;
+    p2p.shutdown().await;
+    Err(stop)
+}
+
+/// From Listening to the end.
+async fn offer_blocks(
+    messages: &mut Messages,
+    outbox: &Outbox,
+    init: NetdInit,
+    joined: Joined,
+    map: ArenaMap,
+    online: watch::Sender<Option<Arc<Service>>>,
+) -> Stop {
+    let (peer_id, addrs) = (joined.peer_id.clone(), joined.addrs.clone());
+    outbox.send(FromNetd::Listening { peer_id, addrs }).await;
+    let facts = match messages.next().await.map(|from| from.message) {
+        Some(ToNetd::Model(facts)) => facts,
+        Some(ToNetd::Drain) => return Stop::Drained,
+        Some(other) => return unexpected(&other, "Model").into(),
+        None => return Stop::ParentGone,
+    };
+    let choice = messages
+        .meanwhile(offer::choose(&init, &facts, &joined))
+        .await;
+    let offer = match choice {
+        Ok(Ok(offer)) => offer,
+        Ok(Err(fatal)) => return fatal.into(),
+        Err(stop) => return stop,
+    };
+    outbox.send(FromNetd::ProposedSpan(offer.span)).await;
+    match Daemon::new(init, facts, offer, joined, map, online) {
+        Ok(daemon) => daemon.run(messages, outbox).await,
+        Err(fatal) => fatal.into(),
+    }
+}
+
+/// The supervisor's messages, in order.
+struct Messages {
+    inbox: Inbox,
+    /// Came while something else was done that no message but an end interrupts.
+    early: VecDeque<FromSupervisor>,
+}
+
+/// Messages that may come early; more are a supervisor that went mad.
+const MAX_EARLY: usize = 256;
+
+impl Messages {
+    /// The next message; `None` if the supervisor is gone. May be dropped and called again without loss.
+    async fn next(&mut self) -> Option<FromSupervisor> {
+        match self.early.pop_front() {
+            Some(message) => Some(message),
+            None => self.inbox.recv().await,
+        }
+    }
+
+    /// Does `work` unless the supervisor ends the daemon or is gone. Other messages wait.
+    async fn meanwhile<T>(&mut self, work: impl Future<Output = T>) -> Result<T, Stop> {
+        let mut work = std::pin::pin!(work);
+        loop {
+            let message = tokio::select! {
+                done = &mut work => return Ok(done),
+                message = self.inbox.recv() => message.ok_or(Stop::ParentGone)?,
+            };
+            match message {
+                FromSupervisor {
+                    message: ToNetd::Drain,
+                    ..
+                } => return Err(Stop::Drained),
+                FromSupervisor { message, .. } if self.early.len() == MAX_EARLY => {
+                    return Err(unexpected(&message, "fewer messages").into());
+                }
+                message => self.early.push_back(message),
+            }
+        }
+    }
+}
+
+fn unexpected(message: &ToNetd, expected: &str) -> Fatal {
+    let got = format!("{message:?}");
+    let name = got.split([' ', '(', '{']).next().unwrap_or_default();
+    let message =
+        format!("message {name} of the supervisor came out of order, expected {expected}");
+    Fatal {
+        reason: ExitReason::ProtocolMismatch,
+        message,
+    }
+}
+
+fn open_board(init: &NetdInit) -> Result<BoardWriter, Fatal> {
+    let board = BoardWriter::open(&init.board, init.generation).map_err(|error| Fatal {
+        reason: ExitReason::ProtocolMismatch,
+        message: error.to_string(),
+    })?;
+    board.enter(Phase::Reactor, REACTOR_LIMIT);
+    Ok(board)
+}
+
+fn map_arena(init: &NetdInit, fd: std::os::fd::OwnedFd) -> Result<ArenaMap, Fatal> {
+    let bytes = usize::try_from(init.arena_bytes).unwrap_or(usize::MAX);
+    let segment = MemfdSegment::from_fd("sepal-arena", fd, bytes);
+    let map = segment.and_then(|segment| ArenaMap::map(&segment));
+    map.map_err(|error| Fatal {
+        reason: ExitReason::OutOfMemory,
+        message: error.to_string(),
+    })
+}
+
+/// Shows on the board that the reactor turns, and what it does.
+async fn heartbeat(board: Arc<BoardWriter>, service: watch::Receiver<Option<Arc<Service>>>) {
+    let mut beat = tokio::time::interval(HEARTBEAT);
+    let mut steps = 0;
+    loop {
+        beat.tick().await;
+        board.progress();
+        let Some(service) = service.borrow().clone() else {
+            continue;
+        };
+        board.set_sessions_open(service.open_sessions() as u64);
+        board.set_kv_tokens_free(service.kv.figures().tokens_available);
+        let figures = service.stats.figures();
+        if figures.count != steps {
+            steps = figures.count;
+            debug!(steps, p50 = ?figures.p50, p99 = ?figures.p99, "time of steps in this server");
+        }
+    }
+}
+
+/// A daemon that knows its model and its span.
+struct Daemon {
+    init: NetdInit,
+    facts: ModelFacts,
+    offer: Offer,
+    joined: Joined,
+    workers: Arc<Workers>,
+    online: watch::Sender<Option<Arc<Service>>>,
+    draining: watch::Sender<bool>,
+    announced: offer::Announced,
+    /// The workers' pages and what they measured, as they came up.
+    ups: Vec<WorkerUp>,
+}
+
+impl Daemon {
+    fn new(
+        init: NetdInit,
+        facts: ModelFacts,
+        offer: Offer,
+        joined: Joined,
+        map: ArenaMap,
+        online: watch::Sender<Option<Arc<Service>>>,
+    ) -> Result<Daemon, Fatal> {
+        let row_bytes = u64::from(facts.hidden_size) * facts.dtype.size_bytes() as u64;
+        let plan = arena::plan(init.arena_bytes, row_bytes)
+            .map_err(|error| Fatal::bad_config(error.to_string()))?;
+        let workers = Arc::new(Workers::new(ArenaMemory::new(map, plan)));
+        let announced = offer.announce_joining(&joined);
+        let draining = watch::Sender::new(false);
+        let ups = Vec::new();
+        Ok(Daemon {
+            init,
+            facts,
+            offer,
+            joined,
+            workers,
+            online,
+            draining,
+            announced,
+            ups,
+        })
+    }
+
+    async fn run(mut self, messages: &mut Messages, outbox: &Outbox) -> Stop {
+        let mut figures = tokio::time::interval(HEARTBEAT);
+        let stop = loop {
+            let message = tokio::select! {
+                message = messages.next() => message,
+                _ = figures.tick() => {
+                    self.update_figures();
+                    continue;
+                }
+            };
+            let Some(FromSupervisor { message, fds }) = message else {
+                break Stop::ParentGone;
+            };
+            match message {
+                ToNetd::WorkerUp(up) => match self.worker_up(up, fds) {
+                    Ok(true) => outbox.send(FromNetd::Online).await,
+                    Ok(false) => {}
+                    Err(fatal) => break fatal.into(),
+                },
+                ToNetd::WorkerDown {
+                    worker,
+                    generation,
+                    cause,
+                    restarting,
+                } => {
+                    self.workers.down(worker, generation, cause, restarting);
+                    if !restarting {
+                        self.announced.offline();
+                    }
+                }
+                ToNetd::WorkerUnkillable { worker, generation } => {
+                    self.workers.unkillable(worker, generation);
+                    self.announced.offline();
+                }
+                ToNetd::Drain => {
+                    self.drain().await;
+                    break Stop::Drained;
+                }
+                other @ (ToNetd::Init(_) | ToNetd::Model(_)) => {
+                    break unexpected(&other, "WorkerUp, WorkerDown or Drain").into();
+                }
+            }
+        };
+        if !matches!(stop, Stop::Drained) {
+            self.announced.end(Instant::now() + FAREWELL).await;
+        }
+        stop
+    }
+
+    /// Links a worker; true if that made the server ready for clients.
+    fn worker_up(&mut self, up: WorkerUp, fds: Vec<std::os::fd::OwnedFd>) -> Result<bool, Fatal> {
+        let mismatch = |what: String| Fatal {
+            reason: ExitReason::ProtocolMismatch,
+            message: what,
+        };
+        let Ok([submission, completion]) = <[_; control::WORKER_FDS]>::try_from(fds) else {
+            return Err(mismatch(format!(
+                "worker {} came without its doorbells",
+                up.worker
+            )));
+        };
+        let bell = |fd| Doorbell::from_fd(fd).map_err(|error| mismatch(error.to_string()));
+        if let Err(error) = self.workers.up(&up, bell(submission)?, bell(completion)?) {
+            // The supervisor made these rings a moment ago; if they are gone the worker died already and its end is on its way.
+            warn!(worker = %up.worker, %error, "worker not linked");
+            return Ok(false);
+        }
+        self.ups.retain(|other| other.worker != up.worker);
+        self.ups.push(up);
+        if self.online.borrow().is_some() || !self.workers.cover(self.offer.span) {
+            return Ok(false);
+        }
+        self.go_online();
+        Ok(true)
+    }
+
+    fn go_online(&mut self) {
+        let pages = self.ups.iter().map(|up| up.kv_pages).min().unwrap_or(0);
+        let limits = self.offer.limits;
+        let pool = Pool::new(self.offer.span, pages, limits.attn_cache_tokens);
+        let kv = KvMemory::new(WaitQueue::new(pool), self.facts.kv_token_bytes() as u64);
+        let left = kv.figures().tokens_left;
+        let service = Service::new(ServiceParts {
+            prefix: self.offer.prefix.clone(),
+            facts: self.facts.clone(),
+            limits,
+            span: self.offer.span,
+            workers: self.workers.clone(),
+            kv,
+            timeouts: Timeouts::from(&self.init.config),
+            draining: self.draining.subscribe(),
+        });
+        self.online.send_replace(Some(Arc::new(service)));
+        self.announced
+            .online(&self.offer, &self.joined, &self.ups, left);
+        info!(span = %self.offer.span, prefix = self.offer.prefix, "serving");
+    }
+
+    fn update_figures(&self) {
+        if let Some(service) = self.online.borrow().as_ref() {
+            self.announced
+                .cache_tokens_left(service.kv.figures().tokens_left);
+        }
+    }
+
+    /// Announces OFFLINE and lets running steps finish, both at once.
+    async fn drain(&mut self) {
+        info!("draining");
+        self.announced.offline();
+        self.draining.send_replace(true);
+        let service = self.online.borrow().clone();
+        let deadline = Instant::now() + DRAIN_LIMIT;
+        let sessions = async {
+            let Some(service) = service else { return };
+            let mut look = tokio::time::interval(Duration::from_millis(10));
+            if service.active() == 0 {
+                return;
+            }
+            while service.active() > 0 && Instant::now() < deadline {
+                look.tick().await;
+            }
+            // Sessions were ended with a text: their callers have a second to read it.
+            tokio::time::sleep(LAST_WORDS).await;
+        };
+        tokio::join!(sessions, self.announced.end(Instant::now() + FAREWELL));
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,417 @@
+//! The daemon's life against a supervisor in the same process, with real segments, sockets and DHT nodes.
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::atomic::Ordering::SeqCst;
+
+use prost::Message;
+use shared::block::Span;
+use shared::config::{NetdConfig, SpanChoice, Throughput};
+use shared::control::{BoardSeat, DeathCause, FdTag, Role};
+use shared::ids::{Generation, GroupId, WorkerId};
+use shared::shm::board::{Board, Occupant};
+use shared::shm::pair::RingIdentity;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+
+use super::*;
+use crate::dht_node::{self, DhtNodeConfig};
+use crate::rpc::names;
+use crate::rpc::tests::rig::{self, BLOCKS, DEADLINE, Linked, Memory, facts, hidden, until};
+use crate::swarm::view;
+use crate::wire::messages::ExpertUid;
+use crate::wire::records::{ServerInfo, ServerState};
+
+/// A supervisor around one netd.
+struct Supervisor {
+    board: Board,
+    arena: MemfdSegment,
+    memory: Arc<Memory>,
+    folder: tempfile::TempDir,
+    to: mpsc::Sender<FromSupervisor>,
+    from: mpsc::Receiver<FromNetd>,
+    netd: JoinHandle<Stop>,
+    worker: Option<Linked>,
+}
+
+const ARENA_BYTES: u64 = 4 << 20;
+
+fn config(folder: &Path, initial_peers: Vec<String>) -> NetdConfig {
+    NetdConfig {
+        dht_prefix: Some(rig::PREFIX.into()),
+        host_maddrs: vec!["/ip4/127.0.0.1/tcp/0".into()],
+        announce_maddrs: Vec::new(),
+        initial_peers,
+        identity_path: Some(folder.join("identity")),
+        span: SpanChoice::All,
+        throughput: Throughput::Measure,
+        public_name: Some("tests".into()),
+        update_period: Duration::from_secs(120),
+        expiration: Duration::from_secs(240),
+        inference_max_length: None,
+        attn_cache_tokens: None,
+        max_batch_size: None,
+        max_alloc_timeout: DEADLINE,
+        request_timeout: DEADLINE,
+        session_timeout: 3 * DEADLINE,
+        step_timeout: 2 * DEADLINE,
+        startup_timeout: DEADLINE,
+        arena_bytes: ARENA_BYTES,
+    }
+}
+
+impl Supervisor {
+    fn new(initial_peers: Vec<String>, change: impl FnOnce(&mut NetdInit)) -> Supervisor {
+        let folder = tempfile::tempdir().unwrap();
+        let config = config(folder.path(), initial_peers);
+        Supervisor::start(folder, config, change)
+    }
+
+    fn start(
+        folder: tempfile::TempDir,
+        config: NetdConfig,
+        change: impl FnOnce(&mut NetdInit),
+    ) -> Supervisor {
+        let name = rig::unique();
+        let board = Board::create(&name, "test", 0).unwrap();
+        let mut init = NetdInit {
+            board: BoardSeat { name, slot: 0 },
+            generation: Generation(1),
+            config,
+            previous_addrs: Vec::new(),
+            arena_bytes: ARENA_BYTES,
+            served: None,
+            fds: FdTag(1),
+        };
+        change(&mut init);
+        let occupant = Occupant {
+            role: Role::Netd,
+            generation: init.generation,
+            worker: None,
+        };
+        board.assign(0, &occupant).unwrap();
+        let arena = MemfdSegment::create("sepal-nettest-arena", ARENA_BYTES as usize).unwrap();
+        let (to, inbox) = mpsc::channel(8);
+        let (outbox, from) = mpsc::channel(8);
+        let fds = vec![arena.try_clone().unwrap()];
+        to.try_send(FromSupervisor {
+            message: ToNetd::Init(Box::new(init)),
+            fds,
+        })
+        .unwrap();
+        let netd = tokio::spawn(async move { daemon(inbox, &Outbox::of(outbox)).await });
+        let memory = Arc::default();
+        Supervisor {
+            board,
+            arena,
+            memory,
+            folder,
+            to,
+            from,
+            netd,
+            worker: None,
+        }
+    }
+
+    async fn tell(&self, message: ToNetd, fds: Vec<OwnedFd>) {
+        self.to.send(FromSupervisor { message, fds }).await.unwrap();
+    }
+
+    async fn hear(&mut self) -> FromNetd {
+        tokio::time::timeout(DEADLINE, self.from.recv())
+            .await
+            .unwrap()
+            .unwrap()
+    }
+
+    async fn listening(&mut self) -> (String, Vec<String>) {
+        match self.hear().await {
+            FromNetd::Listening { peer_id, addrs } => (peer_id, addrs),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    async fn start_worker(&mut self, generation: u32, netd_generation: u32, span: Span) {
+        let identity = RingIdentity {
+            worker: WorkerId::solo(GroupId(0)),
+            worker_generation: Generation(generation),
+            netd_generation: Generation(netd_generation),
+        };
+        self.memory.orders.killed.store(false, SeqCst);
+        let linked = rig::link_worker(identity, span, self.memory.clone(), &self.arena);
+        let fds = linked
+            .bells
+            .each_ref()
+            .map(|bell| bell.try_clone().unwrap())
+            .into();
+        self.tell(ToNetd::WorkerUp(linked.up.clone()), fds).await;
+        self.worker = Some(linked);
+    }
+
+    fn end_worker(&mut self) {
+        self.memory.orders.killed.store(true, SeqCst);
+        if let Some(linked) = self.worker.take() {
+            linked.thread.join().unwrap();
+        }
+    }
+
+    async fn ended(&mut self) -> Stop {
+        tokio::time::timeout(DEADLINE, &mut self.netd)
+            .await
+            .unwrap()
+            .unwrap()
+    }
+
+    async fn fatal(&mut self) -> Fatal {
+        match self.ended().await {
+            Stop::Fatal(fatal) => fatal,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+impl Drop for Supervisor {
+    fn drop(&mut self) {
+        self.end_worker();
+    }
+}
+
+async fn bootstrap_node() -> Joined {
+    let config = DhtNodeConfig {
+        host_maddrs: vec!["/ip4/127.0.0.1/tcp/0".into()],
+        announce_maddrs: Vec::new(),
+        initial_peers: Vec::new(),
+        identity_path: None,
+        refresh_period: DEADLINE,
+        startup_timeout: DEADLINE,
+    };
+    dht_node::start(&config).await.unwrap()
+}
+
+async fn record(node: &Joined, peer_id: &str, block: usize) -> Option<ServerInfo> {
+    let blocks = view::read_blocks(&node.dht, rig::PREFIX, 0..BLOCKS)
+        .await
+        .unwrap();
+    blocks[block].get(peer_id).cloned()
+}
+
+async fn until_state(node: &Joined, peer_id: &str, state: ServerState) -> ServerInfo {
+    let look = async {
+        loop {
+            match record(node, peer_id, 1).await {
+                Some(info) if info.state == state => return info,
+                _ => tokio::time::sleep(Duration::from_millis(20)).await,
+            }
+        }
+    };
+    tokio::time::timeout(DEADLINE, look)
+        .await
+        .expect("the record appears in time")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_goes_from_joining_to_online_to_offline() {
+    let node = bootstrap_node().await;
+    let mut supervisor = Supervisor::new(node.addrs.clone(), |_| {});
+    let (peer_id, addrs) = supervisor.listening().await;
+    assert!(addrs[0].ends_with(&format!("/p2p/{peer_id}")), "{addrs:?}");
+    let peer = peer_id.parse().unwrap();
+    let early = ExpertUid::default().encode_to_vec();
+    let early = node
+        .p2p
+        .call_unary(peer, names::INFO, early.into(), DEADLINE)
+        .await;
+    assert!(
+        early
+            .unwrap_err()
+            .to_string()
+            .contains("does not serve any block yet")
+    );
+
+    supervisor.tell(ToNetd::Model(facts()), Vec::new()).await;
+    let span = Span::new(0, BLOCKS).unwrap();
+    assert!(
+        matches!(supervisor.hear().await, FromNetd::ProposedSpan(proposed) if proposed == span)
+    );
+    let joining = until_state(&node, &peer_id, ServerState::Joining).await;
+    assert_eq!((joining.start_block, joining.end_block), (Some(0), Some(4)));
+
+    supervisor.start_worker(1, 1, span).await;
+    assert!(matches!(supervisor.hear().await, FromNetd::Online));
+    let online = until_state(&node, &peer_id, ServerState::Online).await;
+    assert_eq!(online.cache_tokens_left, Some(2 * 16384 * 4));
+    assert_eq!(
+        (online.inference_rps, online.forward_rps),
+        (Some(50.0), Some(100.0))
+    );
+    assert_eq!(online.throughput, 100.0 / 2.5);
+    assert_eq!(online.torch_dtype.as_deref(), Some("float32"));
+    assert_eq!(
+        (online.quant_type.as_deref(), online.public_name.as_deref()),
+        (Some("none"), Some("tests"))
+    );
+
+    let stream = node
+        .p2p
+        .open_stream(peer, names::INFERENCE, DEADLINE)
+        .await
+        .unwrap();
+    let mut session = rig::Client::of(stream);
+    assert!(session.open(hidden(1, &[1.0]), 30).await.is_ok());
+    until(|| {
+        let seat = supervisor.board.view().child_snapshot(0).unwrap();
+        seat.sessions_open == 1 && seat.kv_tokens_free == 65536 - 120
+    })
+    .await;
+    let seat = supervisor.board.view().child_snapshot(0).unwrap();
+    assert_eq!(seat.peer_id.as_ref(), Some(&peer_id));
+    assert!(
+        addrs[0].contains(&format!("/tcp/{}/", seat.net_port.unwrap())),
+        "{addrs:?}"
+    );
+
+    supervisor.tell(ToNetd::Drain, Vec::new()).await;
+    assert!(matches!(supervisor.ended().await, Stop::Drained));
+    assert_eq!(
+        session.answer().await,
+        Err("this server is shutting down".into())
+    );
+    assert_eq!(
+        record(&node, &peer_id, 3).await.unwrap().state,
+        ServerState::Offline
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_comes_back_goes_unnoticed_and_one_that_does_not_is_announced() {
+    let node = bootstrap_node().await;
+    let mut supervisor = Supervisor::new(node.addrs.clone(), |_| {});
+    let (peer_id, _) = supervisor.listening().await;
+    supervisor.tell(ToNetd::Model(facts()), Vec::new()).await;
+    let FromNetd::ProposedSpan(span) = supervisor.hear().await else {
+        panic!("no span")
+    };
+    supervisor.start_worker(1, 1, span).await;
+    assert!(matches!(supervisor.hear().await, FromNetd::Online));
+    let stream = node
+        .p2p
+        .open_stream(peer_id.parse().unwrap(), names::INFERENCE, DEADLINE)
+        .await
+        .unwrap();
+    let mut session = rig::Client::of(stream);
+    session.open(hidden(1, &[1.0]), 30).await.unwrap();
+    let down = |generation, restarting| ToNetd::WorkerDown {
+        worker: WorkerId::solo(GroupId(0)),
+        generation: Generation(generation),
+        cause: DeathCause::Outside,
+        restarting,
+    };
+    supervisor.end_worker();
+    supervisor.tell(down(1, true), Vec::new()).await;
+    let message = session.message(hidden(1, &[2.0]), None, None, None);
+    session.send(&message).await;
+    supervisor.start_worker(2, 1, span).await;
+    assert_eq!(rig::firsts(&session.answer().await.unwrap()), [7.0]);
+    until_state(&node, &peer_id, ServerState::Online).await;
+    supervisor.end_worker();
+    supervisor.tell(down(2, false), Vec::new()).await;
+    until_state(&node, &peer_id, ServerState::Offline).await;
+    drop(std::mem::replace(&mut supervisor.to, mpsc::channel(1).0));
+    assert!(matches!(supervisor.ended().await, Stop::ParentGone));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_next_generation_keeps_peer_id_port_and_span() {
+    let mut first = Supervisor::new(Vec::new(), |_| {});
+    let (peer_id, addrs) = first.listening().await;
+    first.tell(ToNetd::Drain, Vec::new()).await;
+    assert!(matches!(first.ended().await, Stop::Drained));
+    let folder = std::mem::replace(&mut first.folder, tempfile::tempdir().unwrap());
+    let config = config(folder.path(), Vec::new());
+    let served = Span::new(1, 3).unwrap();
+    let mut second = Supervisor::start(folder, config, |init| {
+        init.generation = Generation(2);
+        init.previous_addrs = addrs.clone();
+        init.served = Some(served);
+    });
+    assert_eq!(second.listening().await, (peer_id, addrs));
+    second.tell(ToNetd::Model(facts()), Vec::new()).await;
+    assert!(matches!(second.hear().await, FromNetd::ProposedSpan(span) if span == served));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_second_server_takes_the_blocks_that_nobody_serves() {
+    let node = bootstrap_node().await;
+    let mut first = Supervisor::new(node.addrs.clone(), |init| {
+        init.config.span = SpanChoice::Fixed(Span::new(0, 2).unwrap());
+        init.config.throughput = Throughput::Fixed(10.0);
+    });
+    let (peer_id, _) = first.listening().await;
+    first.tell(ToNetd::Model(facts()), Vec::new()).await;
+    until_state(&node, &peer_id, ServerState::Joining).await;
+    let mut second = Supervisor::new(node.addrs.clone(), |init| {
+        init.config.span = SpanChoice::Count(2)
+    });
+    second.listening().await;
+    second.tell(ToNetd::Model(facts()), Vec::new()).await;
+    let expected = Span::new(2, 4).unwrap();
+    assert!(matches!(second.hear().await, FromNetd::ProposedSpan(span) if span == expected));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bad_settings_end_with_one_sentence_that_names_the_value() {
+    let mut supervisor = Supervisor::new(Vec::new(), |init| {
+        init.config.span = SpanChoice::Fixed(Span::new(2, 9).unwrap());
+    });
+    supervisor.listening().await;
+    supervisor.tell(ToNetd::Model(facts()), Vec::new()).await;
+    let fatal = supervisor.fatal().await;
+    assert_eq!(fatal.reason, ExitReason::BadConfig);
+    assert!(
+        fatal.message.contains("2:9") && fatal.message.contains("0:4"),
+        "{}",
+        fatal.message
+    );
+
+    let mut supervisor = Supervisor::new(Vec::new(), |init| init.config.dht_prefix = None);
+    supervisor.listening().await;
+    supervisor.tell(ToNetd::Model(facts()), Vec::new()).await;
+    let fatal = supervisor.fatal().await;
+    assert!(
+        fatal.message.contains("--dht_prefix NAME") && fatal.message.contains("tiny"),
+        "{}",
+        fatal.message
+    );
+
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let mut supervisor = Supervisor::new(Vec::new(), |init| {
+        init.config.host_maddrs = vec![format!("/ip4/127.0.0.1/tcp/{port}")];
+    });
+    let fatal = supervisor.fatal().await;
+    assert_eq!(fatal.reason, ExitReason::Busy);
+    assert!(
+        fatal.message.contains(&port.to_string()),
+        "{}",
+        fatal.message
+    );
+
+    let nobody = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp";
+    let mut supervisor = Supervisor::new(vec![nobody.into()], |_| {});
+    let fatal = supervisor.fatal().await;
+    assert_eq!(fatal.reason, ExitReason::BadConfig);
+    assert!(
+        fatal.message.contains("127.0.0.1/tcp/9"),
+        "{}",
+        fatal.message
+    );
+
+    let mut supervisor = Supervisor::new(Vec::new(), |init| init.arena_bytes += 4096);
+    assert!(
+        supervisor
+            .fatal()
+            .await
+            .message
+            .contains("instead of 4198400")
+    );
+}
