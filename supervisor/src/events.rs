@@ -8,32 +8,31 @@
 //! until the tree's next deadline or the next reading of the board. The end of a process is reported to the tree after
 //! everything the process had said: it is reaped at once, and reported when its channel has run dry.
 
+mod compose;
+
 use std::collections::VecDeque;
 use std::io::{self, IsTerminal};
 use std::os::fd::AsFd;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
-use shared::config::{LogFormat, ServeConfig, Throughput};
-use shared::control::{LinkInit, NetdInit, ToNetd, ToPrepare, ToWorker, WorkerInit, WorkerUp};
+use shared::config::{LogFormat, ServeConfig};
 use shared::exit::ExitReason;
 use shared::ids::{Generation, WorkerId};
 use shared::model::ModelFacts;
 use shared::shm::board::{ChildState, Phase};
 use shared::shm::pair::RingIdentity;
-use shared::shm::segment::SegmentError;
 use tracing::{error, info, warn};
 
-use crate::channel::{Heard, Message, Wake};
+use crate::channel::{Heard, Wake};
 use crate::instance::Instance;
-use crate::plan::{Placement, Share};
+use crate::plan::Share;
 use crate::running::{Running, slot_of};
 use crate::segments::{MakeError, Segments};
-use crate::tree::{Action, Beat, ChildId, Down, End, Event, Init, Policy, State, Tree};
+use crate::tree::{Action, Beat, ChildId, End, Event, Policy, State, Tree};
 
 /// Messages of one child taken in before the others get their turn.
 const TURN: usize = 64;
@@ -415,193 +414,6 @@ impl<'a> Driver<'a> {
             );
         }
     }
-
-    /// Adds names and descriptors to what the tree wants told.
-    fn tell(&mut self, id: ChildId, down: Down) {
-        let Some(index) = self.running.iter().position(|running| running.id == id) else {
-            return;
-        };
-        match self.compose(index, down) {
-            Ok(true) => {}
-            Ok(false) => self.unruly(index, "does not read what it is told"),
-            Err(error) => {
-                let end = End::NotStarted {
-                    reason: make_reason(&error),
-                    message: chain(&error),
-                };
-                if let Some(running) = self.running.get_mut(index) {
-                    running.fault = Some(end);
-                }
-                self.unruly(index, "cannot be given its shared memory");
-            }
-        }
-    }
-
-    fn unruly(&mut self, index: usize, what: &'static str) {
-        if let Some(running) = self.running.get(index) {
-            self.pending
-                .push_back(Event::Unruly(running.id, running.generation, what));
-        }
-    }
-
-    fn compose(&mut self, index: usize, down: Down) -> Result<bool, MakeError> {
-        let Some(running) = self.running.get_mut(index) else {
-            return Ok(true);
-        };
-        Ok(match down {
-            Down::Drain => running.tell(match running.id {
-                ChildId::Prepare => Message::Prepare(ToPrepare::Drain),
-                ChildId::Netd => Message::Netd(ToNetd::Drain),
-                ChildId::Worker(_) => Message::Worker(ToWorker::Drain),
-            }),
-            Down::Span(span) => {
-                let manifest = manifest_of(self.instance);
-                running.tell(Message::Prepare(ToPrepare::Span { span, manifest }))
-            }
-            Down::Model(facts) => running.tell(Message::Netd(ToNetd::Model(facts))),
-            Down::WorkerDown {
-                worker,
-                generation,
-                cause,
-                restarting,
-            } => running.tell(Message::Netd(ToNetd::WorkerDown {
-                worker,
-                generation,
-                cause,
-                restarting,
-            })),
-            Down::WorkerUnkillable { worker, generation } => {
-                running.tell(Message::Netd(ToNetd::WorkerUnkillable {
-                    worker,
-                    generation,
-                }))
-            }
-            Down::Init(init) => return self.init(index, init),
-            Down::Link { netd } => return self.link(index, netd),
-            Down::WorkerUp {
-                placement,
-                generation,
-                capacity,
-            } => {
-                let identity = rings_of(placement.worker, generation, running.generation);
-                let Some(rings) = self.segments.rings(identity) else {
-                    return Ok(true);
-                };
-                let (arena_bytes, name) =
-                    (self.config.netd.arena_bytes, rings.pair.name().to_owned());
-                let kv_pages = self
-                    .facts
-                    .as_ref()
-                    .map_or(0, |facts| self.config.netd.limits(facts).kv_pages());
-                running.deliver(
-                    &[rings.submission.as_fd(), rings.completion.as_fd()],
-                    |fds| {
-                        let link = link_init(identity, name, arena_bytes, fds);
-                        let Placement { worker, span, .. } = placement;
-                        Message::Netd(ToNetd::WorkerUp(WorkerUp {
-                            worker,
-                            span,
-                            kv_pages,
-                            capacity,
-                            link,
-                        }))
-                    },
-                )
-            }
-        })
-    }
-
-    fn init(&mut self, index: usize, init: Init) -> Result<bool, MakeError> {
-        let Some(running) = self.running.get_mut(index) else {
-            return Ok(true);
-        };
-        let (board, generation) = (running.seat(&self.segments.board), running.generation);
-        Ok(match init {
-            Init::Prepare => running.tell(Message::Prepare(ToPrepare::Init {
-                config: self.config.prepare.clone(),
-                board,
-            })),
-            Init::Netd {
-                previous_addrs,
-                served,
-            } => {
-                let config = self.config.netd.clone();
-                let arena_bytes = config.arena_bytes;
-                let arena = self
-                    .segments
-                    .arena(self.instance, generation, arena_bytes)?;
-                running.deliver(&[arena.as_fd()], |fds| {
-                    let init = NetdInit {
-                        board,
-                        generation,
-                        config,
-                        previous_addrs,
-                        arena_bytes,
-                        served,
-                        fds,
-                    };
-                    Message::Netd(ToNetd::Init(Box::new(init)))
-                })
-            }
-            Init::Worker { placement, facts } => {
-                let Placement {
-                    worker,
-                    device,
-                    span,
-                } = placement;
-                let kv_pages = self.config.netd.limits(&facts).kv_pages();
-                let bytes = facts.kv_segment_bytes(span, kv_pages);
-                let init = |fds| WorkerInit {
-                    board,
-                    generation,
-                    worker,
-                    device,
-                    span,
-                    kv_pages,
-                    manifest: manifest_of(self.instance),
-                    model: facts.clone(),
-                    config: self.config.worker.clone(),
-                    measure: self.config.netd.throughput == Throughput::Measure,
-                    fds,
-                };
-                let kv = self.segments.kv(self.instance, worker, bytes)?;
-                let delivered = running.deliver(&[kv.as_fd()], |fds| {
-                    Message::Worker(ToWorker::Init(Box::new(init(fds))))
-                });
-                if let Err(error) = self.segments.board.set_span(slot_of(running.id), span) {
-                    warn!(%error, "cannot show a span");
-                }
-                self.facts = Some(facts);
-                delivered
-            }
-        })
-    }
-
-    fn link(&mut self, index: usize, netd: Generation) -> Result<bool, MakeError> {
-        let Some(running) = self.running.get_mut(index) else {
-            return Ok(true);
-        };
-        let ChildId::Worker(worker) = running.id else {
-            return Ok(true);
-        };
-        let identity = rings_of(worker, running.generation, netd);
-        let arena_bytes = self.config.netd.arena_bytes;
-        let arena = self
-            .segments
-            .arena(self.instance, netd, arena_bytes)?
-            .try_clone()
-            .map_err(MakeError::Doorbell)?;
-        let rings = self.segments.make_rings(self.instance, identity)?;
-        let name = rings.pair.name().to_owned();
-        let fds = [
-            arena.as_fd(),
-            rings.submission.as_fd(),
-            rings.completion.as_fd(),
-        ];
-        Ok(running.deliver(&fds, |fds| {
-            Message::Worker(ToWorker::Link(link_init(identity, name, arena_bytes, fds)))
-        }))
-    }
 }
 
 /// Blocks the signals that stop a run, for this thread and all that it will start, and takes them as a descriptor.
@@ -623,39 +435,6 @@ fn rings_of(
         worker,
         worker_generation,
         netd_generation,
-    }
-}
-
-fn link_init(
-    identity: RingIdentity,
-    rings: String,
-    arena_bytes: u64,
-    fds: shared::control::FdTag,
-) -> LinkInit {
-    let RingIdentity {
-        worker_generation,
-        netd_generation,
-        ..
-    } = identity;
-    LinkInit {
-        netd_generation,
-        worker_generation,
-        rings,
-        arena_bytes,
-        fds,
-    }
-}
-
-/// The one manifest of an instance, which serves one span.
-fn manifest_of(instance: &Instance) -> PathBuf {
-    instance.folder().join("manifest.json")
-}
-
-fn make_reason(error: &MakeError) -> ExitReason {
-    match error {
-        MakeError::Segment(SegmentError::NoRoom { .. }) => ExitReason::OutOfMemory,
-        MakeError::NoMemory { .. } | MakeError::TooLarge(_) => ExitReason::BadConfig,
-        _ => ExitReason::Failed,
     }
 }
 

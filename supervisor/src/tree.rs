@@ -19,19 +19,21 @@
 //! - a pair of generations (worker, netd) is linked at most once, so rings are never used twice;
 //! - the tree finishes only when no process is left, but for unkillable ones.
 
+mod action;
 mod child;
 
 use std::time::{Duration, Instant};
 
 use shared::block::Span;
-use shared::config::{RestartConfig, SpanChoice};
+use shared::config::SpanChoice;
 use shared::control::{Capacity, DeathCause, FromNetd, FromPrepare, FromWorker};
 use shared::exit::ExitReason;
 use shared::ids::{Generation, WorkerId};
 use shared::model::ModelFacts;
 
-use crate::plan::{self, Placement, Share};
+use crate::plan::{self, Placement};
 
+pub use action::{Action, Down, Event, Init, Policy, Up};
 pub use child::{Beat, ChildId, End, State};
 use child::{Child, Next};
 
@@ -41,163 +43,6 @@ const IMPATIENCE: Duration = Duration::from_millis(500);
 
 /// Time that prepare, and the workers after netd, get to end: they hold nothing that could be lost.
 const SHORT_DRAIN: Duration = Duration::from_secs(5);
-
-/// What the tree needs to know of the configuration.
-#[derive(Clone, Debug)]
-pub struct Policy {
-    /// When children are restarted.
-    pub restart: RestartConfig,
-    /// How long netd may take to end.
-    pub drain_timeout: Duration,
-    /// Devices and their shares of the span.
-    pub shares: Vec<Share>,
-    /// The blocks asked for.
-    pub span: SpanChoice,
-    /// Usual time between two readings of the board.
-    pub pace: Duration,
-}
-
-/// A message from a child.
-#[derive(Clone, Debug)]
-pub enum Up {
-    /// From prepare.
-    Prepare(FromPrepare),
-    /// From netd.
-    Netd(FromNetd),
-    /// From a worker.
-    Worker(FromWorker),
-}
-
-/// What happened. Events of a process that is not the present one of its child are stale and change nothing.
-#[derive(Clone, Debug)]
-pub enum Event {
-    /// Begin.
-    Start,
-    /// A child spoke.
-    Said(ChildId, Generation, Up),
-    /// A child's process was reaped, after everything it had said.
-    Ended(ChildId, Generation, End),
-    /// A child closed its control channel.
-    Closed(ChildId, Generation),
-    /// A child does not read, or talks without end; what it was, for the log.
-    Unruly(ChildId, Generation, &'static str),
-    /// A reading of the board.
-    Beat(ChildId, Generation, Beat),
-    /// SIGTERM or SIGINT.
-    Stop,
-    /// Time passed.
-    Tick,
-}
-
-/// What is to be told to a child; the driver adds names and descriptors.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Down {
-    /// First message, with the settings of the role.
-    Init(Init),
-    /// To prepare: make this span ready.
-    Span(Span),
-    /// To netd: the model.
-    Model(ModelFacts),
-    /// To a worker: serve the new rings shared with this netd.
-    Link {
-        /// Generation of netd.
-        netd: Generation,
-    },
-    /// To netd: a worker acknowledged its rings.
-    WorkerUp {
-        /// The worker's part of the plan.
-        placement: Placement,
-        /// Its generation.
-        generation: Generation,
-        /// What it measured.
-        capacity: Capacity,
-    },
-    /// To netd: a worker is dead and reaped.
-    WorkerDown {
-        /// Which.
-        worker: WorkerId,
-        /// The generation that died.
-        generation: Generation,
-        /// Whose fault it was.
-        cause: DeathCause,
-        /// Whether another will come.
-        restarting: bool,
-    },
-    /// To netd: a worker does not die.
-    WorkerUnkillable {
-        /// Which.
-        worker: WorkerId,
-        /// Its generation.
-        generation: Generation,
-    },
-    /// Finish.
-    Drain,
-}
-
-/// The variable part of a role's first message.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Init {
-    /// For prepare.
-    Prepare,
-    /// For netd.
-    Netd {
-        /// Where the generation before listened.
-        previous_addrs: Vec<String>,
-        /// Span of workers that are loaded or loading.
-        served: Option<Span>,
-    },
-    /// For a worker.
-    Worker {
-        /// Its part of the plan.
-        placement: Placement,
-        /// The model.
-        facts: ModelFacts,
-    },
-}
-
-/// What is to be done, in order.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Action {
-    /// Start a process. If that fails, `Ended` with [`End::NotStarted`] follows.
-    Spawn(ChildId, Generation),
-    /// Tell a child.
-    Tell(ChildId, Down),
-    /// SIGKILL, for this reason.
-    Kill(ChildId, Generation, String),
-    /// Rings of this worker are of no more use: one of their ends is dead.
-    DropRings {
-        /// The worker.
-        worker: WorkerId,
-        /// Its generation.
-        generation: Generation,
-        /// Generation of netd.
-        netd: Generation,
-    },
-    /// A child changed its state: show and log it.
-    Show {
-        /// Which.
-        child: ChildId,
-        /// Its generation.
-        generation: Generation,
-        /// The state.
-        state: State,
-        /// Why, if there is something to say.
-        why: String,
-    },
-    /// Log what the operator must act on.
-    Complain(String),
-    /// Clients can come.
-    Online {
-        /// What is served.
-        span: Span,
-        /// netd's PeerID.
-        peer_id: String,
-        /// Its full addresses.
-        addrs: Vec<String>,
-    },
-    /// No process is left; return this.
-    Finish(ExitReason),
-}
 
 /// A worker and how far its link to netd is.
 #[derive(Debug)]

@@ -1,9 +1,10 @@
 use proptest::prelude::*;
-use shared::config::Device;
+use shared::config::{Device, RestartConfig};
 use shared::dtype::DType;
 use shared::ids::GroupId;
 
 use super::*;
+use crate::plan::Share;
 
 const MS: Duration = Duration::from_millis(1);
 const SEC: Duration = Duration::from_secs(1);
