@@ -5,11 +5,14 @@
 //! ```text
 //! prepare:  Init -> Inspected -> Span -> Progress* -> Prepared -> exit 0
 //! netd:     Init -> Listening -> Model -> ProposedSpan -> (WorkerUp | WorkerDown)* -> Drain -> exit 0
-//! worker:   Init -> Progress* -> Ready -> (Link -> Linked)* -> Drain -> exit 0
+//! worker:   Init -> Ready -> (Link -> Linked)* -> Drain -> exit 0
 //! ```
 //!
 //! `Link` and `WorkerUp` are the two ends of one pair of rings. A new netd or a new worker gets new rings; netd is told
 //! of a worker's end (`WorkerDown`) only after the worker was reaped, since only then nothing writes its pages and slots.
+//! `WorkerDown` without a restart may name a worker, or a generation, that netd was never told was up: it is not coming.
+//! When the span shrinks for good, netd gets `Drain` after it and the next generation serves the rest (`NetdInit::served`).
+//! netd gets nothing between `Init` and its `Listening`, and nothing about workers before `Model`.
 
 use std::path::PathBuf;
 
