@@ -316,6 +316,13 @@ impl<'w> Engine<'w> {
         )?)
     }
 
+    /// Gives back memory that only large units need.
+    pub fn trim(&mut self) {
+        self.work = Workspace::new(&mut self.backend);
+        self.hidden = Vec::new();
+        self.bytes = Vec::new();
+    }
+
     fn layout(&self) -> PageLayout {
         self.kv_shape.layout
     }

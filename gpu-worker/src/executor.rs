@@ -115,6 +115,7 @@ pub struct Executor<'w> {
     taken: u64,
     busy: bool,
     drain: Option<Instant>,
+    drain_time: Duration,
 }
 
 impl<'w> Executor<'w> {
@@ -134,6 +135,7 @@ impl<'w> Executor<'w> {
             taken: 0,
             busy: true,
             drain: None,
+            drain_time: DRAIN_TIME,
         }
     }
 
@@ -202,7 +204,7 @@ impl<'w> Executor<'w> {
                 }
                 Ok(Command::Drain) => {
                     info!(jobs = self.running.len(), "draining");
-                    self.drain.get_or_insert(Instant::now() + DRAIN_TIME);
+                    self.drain.get_or_insert(Instant::now() + self.drain_time);
                 }
                 Ok(Command::End(reason, message)) => return Err(End { reason, message }),
                 Err(TryRecvError::Empty) => return Ok(()),

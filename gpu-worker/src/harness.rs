@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::process::{Child, Command as Process, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -30,7 +31,7 @@ use shared::shm::board::{Board, Occupant};
 use shared::shm::doorbell::Doorbell;
 use shared::shm::kv::KvMap;
 use shared::shm::pair::{NetdEnd, RingIdentity, RingPair};
-use shared::shm::segment::MemfdSegment;
+use shared::shm::segment::{MemfdSegment, SegmentError};
 use tempfile::TempDir;
 
 use crate::block::BlockSpec;
@@ -163,8 +164,23 @@ impl Seat {
 pub(crate) fn kv_segment(facts: &ModelFacts) -> MemfdSegment {
     let segment =
         MemfdSegment::create(&unique("kv"), facts.kv_segment_bytes(span(), KV_PAGES)).unwrap();
-    KvMap::map(&segment).unwrap().values_mut::<u8>().fill(0xff);
+    // Not through a mapping: its lock could still be there when the worker maps the segment.
+    let file = std::fs::File::from(segment.try_clone().unwrap());
+    file.write_all_at(&vec![0xff; segment.len()], 0).unwrap();
     segment
+}
+
+/// Maps a kv segment in this process. Its lock can outlive an earlier mapping for a moment: a process that another test is
+/// starting has a copy of every descriptor until it runs its own program.
+pub(crate) fn alone(segment: &MemfdSegment) -> KvMap {
+    let until = Instant::now() + DEADLINE;
+    loop {
+        match KvMap::map(segment) {
+            Ok(map) => return map,
+            Err(SegmentError::Busy(_)) if Instant::now() < until => std::thread::yield_now(),
+            Err(error) => panic!("{error}"),
+        }
+    }
 }
 
 /// What a supervisor makes for a link.
@@ -316,7 +332,6 @@ impl Netd {
 
     /// Publishes an index that no honest netd can reach.
     pub(crate) fn corrupt(&self) {
-        use std::os::unix::fs::FileExt;
         let file = std::fs::File::options()
             .write(true)
             .open(format!("/dev/shm/{}", self.parts.rings))

@@ -1,4 +1,4 @@
-//! Measures what a block of this model does on this device, as Petals does it (petals-server.md 3.1): one-token steps over
+//! Measures what a block of this model does on this device, as Petals does it (petals `server/throughput.py`): one-token steps over
 //! a growing cache, and one long sequence without cache. On private pages, never on the kv segment, and in at most about
 //! [`BUDGET`] where Petals takes as long as a hundred steps and ten long sequences need.
 
@@ -32,6 +32,7 @@ pub fn measure(
         .map(PageId)
         .collect();
     let mut pool = vec![0; pages.len() * engine.page_bytes()];
+    let piece = engine.piece_tokens();
     let mut pass = |prefix: usize, tokens: usize| -> Result<Duration, EngineError> {
         let mut hidden = noise(tokens * engine.hidden_size());
         let rows = [StepRow {
@@ -53,15 +54,16 @@ pub fn measure(
         steps += 1;
     }
     let inference_rps = steps as f64 / seconds(spent);
-    let (mut tokens, mut elapsed) = (PAGE_TOKENS, pass(0, PAGE_TOKENS)?);
-    // Doubled as long as the next one is expected to fit into the rest of the time.
-    while tokens < TOKENS && elapsed < BUDGET / 6 {
-        tokens *= 2;
-        elapsed = pass(0, tokens)?;
+    // In the pieces in which real sequences are computed.
+    let (mut tokens, mut spent) = (0, Duration::ZERO);
+    while tokens < TOKENS && spent < BUDGET / 2 {
+        spent += pass(tokens, piece)?;
+        tokens += piece;
     }
+    engine.trim();
     Ok(Capacity {
         inference_rps,
-        forward_rps: tokens as f64 / seconds(elapsed),
+        forward_rps: tokens as f64 / seconds(spent),
     })
 }
 

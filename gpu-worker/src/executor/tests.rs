@@ -7,7 +7,6 @@ use shared::dtype::DType;
 use shared::ids::{Generation, PageId};
 use shared::job::{PageCopy, Prompts, SlotRef};
 use shared::shm::doorbell::Doorbell;
-use shared::shm::kv::KvMap;
 use shared::shm::segment::MemfdSegment;
 
 use super::*;
@@ -23,6 +22,17 @@ fn with_executor(
     kv: &MemfdSegment,
     client: impl FnOnce(&mut Netd, &SyncSender<Command>),
 ) -> End {
+    let (end, ()) = with_drain_time(model, kv, DRAIN_TIME, client);
+    end
+}
+
+/// As [`with_executor`], with another time for a drain, and what the client returns.
+fn with_drain_time<Out>(
+    model: &Model,
+    kv: &MemfdSegment,
+    drain_time: Duration,
+    client: impl FnOnce(&mut Netd, &SyncSender<Command>) -> Out,
+) -> (End, Out) {
     let seat = Seat::new(FIRST);
     let (commands, inbox) = sync_channel(8);
     let parts = LinkParts::new(FIRST, FIRST);
@@ -34,7 +44,7 @@ fn with_executor(
         let seat = &seat.seat;
         let executor = scope.spawn(move || {
             let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
-            let kv = KvMap::map(kv).unwrap();
+            let kv = alone(kv);
             let shape = EngineShape {
                 span: span(),
                 dtype: model.facts().dtype,
@@ -42,13 +52,15 @@ fn with_executor(
             };
             let engine = Engine::new(Cpu::new(2), &model.spec, &weights, kv, shape).unwrap();
             let board = BoardWriter::open(seat, FIRST).unwrap();
-            Executor::new(engine, model.limits(), Faults::new(None, FIRST), board)
-                .run(&inbox, |_| ())
+            let faults = Faults::new(None, FIRST);
+            let mut executor = Executor::new(engine, model.limits(), faults, board);
+            executor.drain_time = drain_time;
+            executor.run(&inbox, |_| ())
         });
         let ending = Ending(&commands, netd.bell());
-        client(&mut netd, &commands);
+        let out = client(&mut netd, &commands);
         drop(ending);
-        executor.join().unwrap()
+        (executor.join().unwrap(), out)
     })
 }
 
@@ -561,4 +573,25 @@ fn the_end_of_the_control_thread_ends_the_executor() {
         netd.wake_always();
     });
     assert_eq!(end.reason, ExitReason::ParentGone);
+}
+
+#[test]
+fn a_drain_without_time_refuses_what_is_left_and_answers_it() {
+    let model = Model::new(DType::F32);
+    let limits = model.limits();
+    let kv = kv_segment(model.facts());
+    let (end, refused) = with_drain_time(&model, &kv, Duration::ZERO, |netd, commands| {
+        let body = netd.job(JobKind::Forward, &limits, 1, &input(60, 1));
+        netd.call(&body).unwrap();
+        let body = body.encode();
+        let jobs: Vec<_> = (0..200)
+            .map(|_| netd.push(JobKind::Forward, &body))
+            .collect();
+        commands.send(Command::Drain).unwrap();
+        netd.wake_always();
+        let answers = jobs.iter().map(|&job| netd.answer(job));
+        answers.filter(|a| *a == Err(JobError::Draining)).count()
+    });
+    assert_eq!(end, End::clean());
+    assert!(refused > 0, "all jobs were computed");
 }

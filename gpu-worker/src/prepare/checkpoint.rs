@@ -46,7 +46,7 @@ struct Index {
 }
 
 impl Checkpoint {
-    /// Looks for checkpoint files in `folder`, in the order of Petals (petals-server.md 6.1), index first.
+    /// Looks for checkpoint files in `folder`, in the order of Petals (petals `server/from_pretrained.py`), index first.
     ///
     /// # Errors
     /// [`PrepareError::BadFile`] when there is none, when only pickled files are there, or when the index is malformed.

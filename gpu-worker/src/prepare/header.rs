@@ -172,3 +172,60 @@ pub fn dtype_word(dtype: DType) -> &'static str {
         DType::F16 => "F16",
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const GOOD: &[u8] =
+        br#"{"a":{"dtype":"BF16","shape":[2,2],"data_offsets":[0,8]},"__metadata__":{"k":"v"}}"#;
+
+    fn read(bytes: &[u8]) -> Result<Header, PrepareError> {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(bytes).unwrap();
+        Header::read(&file, Path::new("x.safetensors"), bytes.len() as u64)
+    }
+
+    fn file(json: &[u8], data: usize) -> Vec<u8> {
+        [&(json.len() as u64).to_le_bytes()[..], json, &vec![0; data]].concat()
+    }
+
+    #[test]
+    fn a_header_tells_tensors_metadata_and_where_the_data_begins() {
+        let header = read(&file(GOOD, 8)).unwrap();
+        assert_eq!(header.data_start, 8 + GOOD.len() as u64);
+        assert_eq!(header.metadata["k"], "v");
+        let tensor = &header.tensors["a"];
+        assert_eq!(
+            (tensor.block_dtype(), tensor.elements(), tensor.bytes()),
+            (Some(DType::Bf16), Some(4), 8)
+        );
+    }
+
+    #[test]
+    fn data_that_no_tensor_claims_is_refused() {
+        let error = read(&file(GOOD, 9)).unwrap_err().to_string();
+        assert!(error.contains("no tensor claims"), "{error}");
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = read(&bytes);
+        }
+
+        #[test]
+        fn no_changed_byte_panics(at in 0usize..100, byte in any::<u8>(), data in 0usize..20) {
+            let mut bytes = file(GOOD, data);
+            let at = at % bytes.len();
+            bytes[at] = byte;
+            if let Ok(header) = read(&bytes) {
+                prop_assert!(header.tensors.values().all(|t| t.bytes() <= data as u64));
+            }
+        }
+    }
+}

@@ -60,7 +60,7 @@ impl Inspected {
     }
 }
 
-/// The checkpoint's own type; float32 and an unnamed one become bfloat16 (petals-server.md 2.2). Newer configs say `dtype`
+/// The checkpoint's own type; float32 and an unnamed one become bfloat16 (petals `server/block_utils.py`, `resolve_block_dtype`). Newer configs say `dtype`
 /// for `torch_dtype`.
 fn checkpoint_dtype(config: &Value) -> Result<DType, String> {
     let name = config

@@ -1,5 +1,5 @@
 //! From what the operator typed to a folder: a folder in Hugging Face layout, or a repository id that is looked up in the
-//! local hub cache (petals-server.md 6.4: `models--ORG--NAME/{refs,snapshots}`). Nothing is downloaded here.
+//! local hub cache (`models--ORG--NAME/{refs,snapshots}`, as huggingface_hub keeps it). Nothing is downloaded here.
 
 use std::path::{Path, PathBuf};
 
@@ -80,7 +80,7 @@ fn is_repo_id(text: &str) -> bool {
         && !text.contains("..")
 }
 
-/// `bigscience/<name>-petals` stands for `bigscience/<name>` (petals-server.md 5.7).
+/// `bigscience/<name>-petals` stands for `bigscience/<name>` (petals `utils/auto_config.py`, `get_compatible_model_repo`).
 fn map_repo(repo: &str) -> String {
     match repo
         .strip_prefix("bigscience/")
@@ -119,7 +119,7 @@ fn snapshot(repo: &str, cache_dir: &Path) -> Result<PathBuf, PrepareError> {
 }
 
 /// The prefix of the module uids that Petals takes for a repository by default, if its family has a rule
-/// (petals-server.md 5.7). A dot becomes a dash.
+/// (petals `models/FAMILY/config.py`, `from_pretrained`). A dot becomes a dash.
 pub fn default_dht_prefix(model_type: &str, repo: &str) -> Option<String> {
     let last = repo.rsplit('/').next().unwrap_or(repo);
     let prefix = match model_type {

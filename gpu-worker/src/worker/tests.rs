@@ -407,11 +407,7 @@ fn capacity_is_measured_on_private_pages() {
     );
     assert_eq!(worker.drain().code(), Some(0));
     assert!(
-        KvMap::map(&kv)
-            .unwrap()
-            .values::<u8>()
-            .iter()
-            .all(|&b| b == 0xff),
+        alone(&kv).values::<u8>().iter().all(|&b| b == 0xff),
         "the kv segment was written"
     );
 }
@@ -447,7 +443,7 @@ fn a_worker_that_cannot_serve_says_why_in_one_sentence() {
     assert_eq!(reason, ExitReason::ProtocolMismatch);
     assert!(message.contains("4096"), "{message}");
 
-    let alive = KvMap::map(&kv).unwrap();
+    let alive = alone(&kv);
     let (reason, _) = failure(Start::new(&model, &kv, 1));
     assert_eq!(
         reason,
