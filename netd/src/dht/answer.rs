@@ -7,8 +7,10 @@ use super::storage::{Item, Storage, Stored};
 use crate::wire::messages::{FindRequest, FindResult, ResultType, StoreRequest};
 use bytes::Bytes;
 
-/// Keys of one request; Petals' own nodes ask for a few hundred at most.
+/// Items of one store; Petals' own nodes send all that a newcomer should keep at once.
 pub(super) const MAX_ITEMS: usize = 1024;
+/// Keys of one find; Petals' own nodes ask for 16 at most.
+const MAX_FOUND_KEYS: usize = 256;
 /// Bytes of values in one response: the message must stay under 4 MiB, neighbours included.
 const MAX_FOUND_BYTES: usize = 2 << 20;
 
@@ -48,15 +50,10 @@ pub(super) fn store(
         let malformed = || "ValueError('malformed item')".to_owned();
         let key = DhtId::from_wire(key).ok_or_else(malformed)?;
         let item = Item::from_wire(tag, value, *expiration).ok_or_else(malformed)?;
-        let store = if *in_cache {
-            &mut *cache
-        } else {
-            &mut *storage
-        };
-        while *in_cache && !store.is_empty() && store.is_full(value.len() + tag.len()) {
-            store.evict_one();
-        }
-        store_ok.push(store.store(key, item, now));
+        store_ok.push(match in_cache {
+            true => cache.store_evicting(key, item, now),
+            false => storage.store(key, item, now),
+        });
     }
     Ok(store_ok)
 }
@@ -72,9 +69,9 @@ pub(super) fn find(
     stores: [&Storage; 2],
     now: f64,
 ) -> Result<Vec<FindResult>, String> {
-    if request.keys.len() > MAX_ITEMS {
+    if request.keys.len() > MAX_FOUND_KEYS {
         return Err(format!(
-            "ValueError('cannot find more than {MAX_ITEMS} keys at once')"
+            "ValueError('cannot find more than {MAX_FOUND_KEYS} keys at once')"
         ));
     }
     let mut bytes_left = MAX_FOUND_BYTES;

@@ -103,6 +103,10 @@ pub struct Dht {
 }
 
 #[derive(Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "moved once, into the bounded queue"
+)]
 enum Command {
     Inbound {
         peer: PeerId,

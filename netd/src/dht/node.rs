@@ -707,9 +707,7 @@ impl Node {
                 );
             }
         }
-        if !self.config.client_mode {
-            self.cache.store(result.key, item, now);
-        }
+        self.cache.store_evicting(result.key, item, now);
     }
 }
 

@@ -343,8 +343,23 @@ impl Storage {
         }
     }
 
-    /// Drops the key that ends soonest; how a cache makes room.
-    pub fn evict_one(&mut self) {
+    /// Stores an item as [`Self::store`] does, but makes room by dropping what ends soonest: how a cache stores.
+    pub fn store_evicting(&mut self, key: DhtId, item: Item, now: f64) -> bool {
+        let bytes = match &item {
+            Item::Regular(timed) => timed.value.len(),
+            Item::Entry(tag, timed) => tag.len() + timed.value.len(),
+            Item::Dictionary(dictionary) => dictionary
+                .iter()
+                .map(|(tag, timed)| ENTRY_OVERHEAD + tag.len() + timed.value.len())
+                .sum(),
+        };
+        while !self.is_empty() && self.is_full(&key, bytes + 2 * ENTRY_OVERHEAD) {
+            self.evict_one();
+        }
+        self.store(key, item, now)
+    }
+
+    fn evict_one(&mut self) {
         let soonest = self
             .items
             .iter()
@@ -354,10 +369,11 @@ impl Storage {
         }
     }
 
-    /// Whether another key or `bytes` more would exceed the limits.
-    #[must_use]
-    pub fn is_full(&self, bytes: usize) -> bool {
-        self.items.len() >= self.limits.max_keys || self.bytes + bytes > self.limits.max_total_bytes
+    /// Whether `bytes` more under `key` would exceed the limits.
+    fn is_full(&self, key: &DhtId, bytes: usize) -> bool {
+        let is_new = !self.items.contains_key(key);
+        (is_new && self.items.len() >= self.limits.max_keys)
+            || self.bytes + bytes > self.limits.max_total_bytes
     }
 
     fn store_regular(&mut self, key: DhtId, timed: Timed, now: f64) -> bool {

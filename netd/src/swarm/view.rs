@@ -192,7 +192,11 @@ mod tests {
 
     #[test]
     fn reversed_claim_covers_nothing() {
-        let one = [("a", info(ONLINE, Some(2..1)))];
+        let claim = ServerInfo {
+            end_block: Some(1),
+            ..info(ONLINE, Some(2..3))
+        };
+        let one = [("a", claim)];
         assert_eq!(
             ranges(&spans(&blocks(&[&one, &[], &[]]), 0, JOINING)),
             [("a", 2, 1)]

@@ -95,10 +95,14 @@ fn values(stored: &Option<Stored>) -> Vec<Value> {
 #[test]
 fn records_travel_between_real_nodes() {
     block_on(async {
+        // Each joins through all earlier ones: this is about records, not about finding addresses.
         let (first, address) = start(Vec::new(), false).await.unwrap();
-        let (second, _) = start(vec![address.clone()], false).await.unwrap();
-        let (third, _) = start(vec![address.clone()], false).await.unwrap();
-        let (client, _) = start(vec![address], true).await.unwrap();
+        let mut addresses = vec![address];
+        let (second, address) = start(addresses.clone(), false).await.unwrap();
+        addresses.push(address);
+        let (third, address) = start(addresses.clone(), false).await.unwrap();
+        addresses.push(address);
+        let (client, _) = start(addresses, true).await.unwrap();
         assert_eq!(
             second
                 .store_many(vec![entry("model.0", "b", "from second")])

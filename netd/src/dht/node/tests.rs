@@ -255,7 +255,7 @@ fn misaligned_and_malformed_requests_are_refused() {
         ..FindRequest::default()
     })));
     assert!(refused(Request::Find(FindRequest {
-        keys: vec![key; 1025],
+        keys: vec![key; 257],
         ..FindRequest::default()
     })));
 }
