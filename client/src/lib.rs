@@ -2,6 +2,12 @@
 //! text. Used by `sepal generate`, by the demo and by the tests.
 #![forbid(unsafe_code)]
 
+pub mod chain;
+pub mod demo;
+pub mod generate;
+pub mod local;
 pub mod routing;
 pub mod sampling;
+pub mod session;
+pub mod swarm;
 pub mod text;

@@ -1,0 +1,238 @@
+//! `sepal demo`: a private swarm of two servers on this machine, each with half of a small model that the executable carries,
+//! and text generated through the whole path.
+//!
+//! The servers are real `sepal serve` processes with their own supervisors; what ran is read back from their boards and
+//! from the swarm.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, ChildStderr, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde::Deserialize;
+use shared::exit::ExitReason;
+
+use crate::generate::{GenerateConfig, GenerateError, Report, generate};
+use crate::sampling::SamplingConfig;
+
+/// The model: config.json, tokenizer.json and weights, carried in the executable.
+const MODEL: [(&str, &[u8]); 3] = [
+    ("config.json", include_bytes!("../model/config.json")),
+    ("tokenizer.json", include_bytes!("../model/tokenizer.json")),
+    ("model.safetensors", include_bytes!("../model/model.safetensors")),
+];
+/// The prefix starts with an underscore, which keeps the model out of model indexes.
+const PREFIX: &str = "_sepal-demo";
+/// The halves of the model.
+const SPANS: [&str; 2] = ["0:4", "4:8"];
+const PROMPT: &str = "Once upon a time";
+/// Time for a server to start; two seconds are usual in debug builds.
+const START_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time for a server to drain before it is killed.
+const STOP_TIMEOUT: Duration = Duration::from_secs(20);
+/// Lines of a server's log that wait to be read.
+const LOG_QUEUE: usize = 256;
+
+/// What the demo does.
+#[derive(Clone, Debug)]
+pub struct DemoConfig {
+    /// Text to continue; `None` = one that suits the model.
+    pub prompt: Option<String>,
+    /// Most tokens to add.
+    pub max_new_tokens: u32,
+    /// Whether the swarm stays until Ctrl-C.
+    pub keep: bool,
+}
+
+/// Why the demo did not work.
+#[derive(Debug, thiserror::Error)]
+enum DemoError {
+    #[error("prepare the demo in a temporary folder")]
+    Io(#[from] std::io::Error),
+    #[error("a server of the demo ended before it was ready:\n{0}")]
+    Ended(String),
+    #[error("a server of the demo was not ready within {START_TIMEOUT:?}:\n{0}")]
+    Slow(String),
+    #[error(transparent)]
+    Generate(#[from] GenerateError),
+    #[error("read the state of a server: {0}")]
+    Status(String),
+}
+
+/// A `sepal serve` process, ended when dropped.
+struct Server {
+    child: Child,
+    addr: String,
+    runtime_dir: std::path::PathBuf,
+    /// The log's reader; ends with the process.
+    _log: Receiver<String>,
+}
+
+/// Line of the log that tells that clients can come.
+#[derive(Deserialize)]
+struct Online {
+    state: String,
+    addrs: String,
+}
+
+impl Server {
+    fn start(folder: &Path, number: usize, span: &str, first: Option<&Server>) -> Result<Server, DemoError> {
+        let runtime_dir = folder.join(format!("run{number}"));
+        let mut command = Command::new("/proc/self/exe");
+        command
+            .arg("serve")
+            .arg(folder.join("model"))
+            .args(["--dht_prefix", PREFIX, "--block_indices", span, "--host_maddrs", "/ip4/127.0.0.1/tcp/0"])
+            .args(["--throughput", "1", "--log_format", "json", "--log", "info"])
+            .arg("--runtime_dir")
+            .arg(&runtime_dir)
+            .arg("--cache_dir")
+            .arg(folder.join("cache"));
+        match first {
+            Some(first) => command.args(["--initial_peers", &first.addr]),
+            None => command.arg("--new_swarm"),
+        };
+        let mut child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
+        let (lines, log) = sync_channel(LOG_QUEUE);
+        if let Some(stderr) = child.stderr.take() {
+            std::thread::spawn(move || read_log(stderr, &lines));
+        }
+        let mut server = Server { child, addr: String::new(), runtime_dir, _log: log };
+        server.addr = server.wait_online()?;
+        Ok(server)
+    }
+
+    /// The server's address, once it tells that clients can come.
+    fn wait_online(&self) -> Result<String, DemoError> {
+        let end = Instant::now() + START_TIMEOUT;
+        let mut seen = Vec::new();
+        loop {
+            match self._log.recv_timeout(end.saturating_duration_since(Instant::now())) {
+                Ok(line) => {
+                    if let Some(addr) = online_addr(&line) {
+                        return Ok(addr);
+                    }
+                    seen.push(line);
+                }
+                Err(RecvTimeoutError::Timeout) => return Err(DemoError::Slow(seen.join("\n"))),
+                Err(RecvTimeoutError::Disconnected) => return Err(DemoError::Ended(seen.join("\n"))),
+            }
+        }
+    }
+
+    /// What the server's board says, as `sepal status` shows it.
+    fn status(&self) -> Result<String, DemoError> {
+        let out = Command::new("/proc/self/exe").arg("status").arg("--runtime_dir").arg(&self.runtime_dir).output()?;
+        match out.status.success() {
+            true => Ok(String::from_utf8_lossy(&out.stdout).into_owned()),
+            false => Err(DemoError::Status(String::from_utf8_lossy(&out.stderr).into_owned())),
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if let Ok(pid) = i32::try_from(self.child.id()) {
+            // The process may have ended already; it is ours until it is waited for.
+            let _ = kill(Pid::from_raw(pid), Signal::SIGTERM);
+        }
+        let end = Instant::now() + STOP_TIMEOUT;
+        while Instant::now() < end {
+            match self.child.try_wait() {
+                Ok(None) => std::thread::sleep(Duration::from_millis(5)),
+                _ => return,
+            }
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Keeps the pipe of a server's log empty; lines are dropped once nobody waits for them.
+fn read_log(stderr: ChildStderr, lines: &std::sync::mpsc::SyncSender<String>) {
+    for line in BufReader::new(stderr).lines().map_while(Result::ok) {
+        let _ = lines.try_send(line);
+    }
+}
+
+fn online_addr(line: &str) -> Option<String> {
+    let online: Online = serde_json::from_str(line).ok()?;
+    let addr = online.addrs.split_whitespace().find(|a| a.contains("/p2p/"))?;
+    (online.state == "ONLINE").then(|| addr.to_owned())
+}
+
+/// Runs the demo and prints to standard output.
+pub fn run_command(config: &DemoConfig) -> ExitReason {
+    match run(config, &mut std::io::stdout()) {
+        Ok(()) => ExitReason::Clean,
+        Err(error) => {
+            let causes = std::iter::successors(std::error::Error::source(&error), |e| e.source());
+            eprintln!("sepal: {}", causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}")));
+            ExitReason::Failed
+        }
+    }
+}
+
+fn run(config: &DemoConfig, out: &mut impl Write) -> Result<(), DemoError> {
+    let folder = tempfile::tempdir()?;
+    let model = folder.path().join("model");
+    std::fs::create_dir(&model)?;
+    for (name, bytes) in MODEL {
+        std::fs::write(model.join(name), bytes)?;
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let began = Instant::now();
+    writeln!(out, "starting two servers, each with half of a small Llama ...")?;
+    let first = Server::start(folder.path(), 1, SPANS[0], None)?;
+    let second = Server::start(folder.path(), 2, SPANS[1], Some(&first))?;
+    writeln!(out, "both are ONLINE after {:.1} s\n", began.elapsed().as_secs_f64())?;
+    let prompt = config.prompt.as_deref().unwrap_or(PROMPT);
+    write!(out, "{prompt}")?;
+    out.flush()?;
+    let generation = GenerateConfig {
+        model,
+        dht_prefix: Some(PREFIX.to_owned()),
+        initial_peers: first.addr.parse().into_iter().collect(),
+        prompt: prompt.to_owned(),
+        max_new_tokens: config.max_new_tokens,
+        sampling: SamplingConfig::default(),
+        startup_timeout: START_TIMEOUT,
+    };
+    let report = runtime.block_on(generate(&generation, |text| {
+        write!(out, "{text}")?;
+        out.flush()
+    }))?;
+    print_report(out, &report, &[&first, &second])?;
+    if config.keep {
+        writeln!(out, "\nThe swarm stays until Ctrl-C. Another shell can use it:")?;
+        writeln!(out, "  sepal generate --initial_peers {} --dht_prefix {PREFIX} --prompt \"There was once a fox\" {}",
+            first.addr, generation.model.display())?;
+        runtime.block_on(interrupted())?;
+    }
+    Ok(())
+}
+
+fn print_report(out: &mut impl Write, report: &Report, servers: &[&Server]) -> Result<(), DemoError> {
+    writeln!(out, "\n\nwhat ran (from the boards of the servers):")?;
+    for server in servers {
+        write!(out, "{}", server.status()?)?;
+    }
+    writeln!(out, "\nthe route (from the records in the DHT), and where the time went:")?;
+    for line in report.lines() {
+        writeln!(out, "{line}")?;
+    }
+    Ok(())
+}
+
+/// Waits for Ctrl-C or SIGTERM.
+async fn interrupted() -> std::io::Result<()> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let mut terminate = signal(SignalKind::terminate())?;
+    tokio::select! {
+        result = tokio::signal::ctrl_c() => result,
+        _ = terminate.recv() => Ok(()),
+    }
+}

@@ -1,0 +1,231 @@
+//! `sepal generate`: text from a prompt, computed by the swarm. Embeddings, head and sampling are local.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use netd::p2p::{Multiaddr, PeerId};
+use shared::exit::ExitReason;
+
+use crate::chain::{Chain, ChainError};
+use crate::local::{LocalModel, LocalModelError};
+use crate::sampling::{Sampler, SamplingConfig, SamplingError};
+use crate::session::{Hidden, StepTiming};
+use crate::swarm::{Swarm, SwarmConfig, SwarmError};
+use crate::text::{TextCodec, TextError, TextStream};
+
+/// What to generate, and where.
+#[derive(Clone, Debug)]
+pub struct GenerateConfig {
+    /// Model folder: config.json, tokenizer.json, and the safetensors files that hold embeddings, norm and head.
+    pub model: PathBuf,
+    /// Prefix of the module uids; `None` takes `dht_prefix` of config.json.
+    pub dht_prefix: Option<String>,
+    /// Peers of the swarm.
+    pub initial_peers: Vec<Multiaddr>,
+    /// Text to continue.
+    pub prompt: String,
+    /// Most tokens to add.
+    pub max_new_tokens: u32,
+    /// How tokens are chosen.
+    pub sampling: SamplingConfig,
+    /// Time to reach the swarm and to find servers for all blocks.
+    pub startup_timeout: Duration,
+}
+
+/// Why there is no text.
+#[derive(Debug, thiserror::Error)]
+pub enum GenerateError {
+    /// The model folder.
+    #[error(transparent)]
+    Model(#[from] LocalModelError),
+    /// The tokenizer.
+    #[error(transparent)]
+    Text(#[from] TextError),
+    /// The sampling settings.
+    #[error(transparent)]
+    Sampling(#[from] SamplingError),
+    /// The swarm.
+    #[error(transparent)]
+    Swarm(#[from] SwarmError),
+    /// The servers.
+    #[error(transparent)]
+    Chain(#[from] ChainError),
+    /// Nothing to continue.
+    #[error("the prompt is empty; give a text to continue with --prompt")]
+    EmptyPrompt,
+    /// No prefix is known.
+    #[error("the model folder names no dht_prefix; give the one that the servers use with --dht_prefix")]
+    NoPrefix,
+    /// The head made nothing that could be sampled.
+    #[error("the logits after {0} tokens are not numbers; a server of the chain computes wrongly")]
+    NoToken(usize),
+    /// The output cannot be written.
+    #[error("write the text")]
+    Output(#[from] std::io::Error),
+}
+
+impl GenerateError {
+    fn exit_reason(&self) -> ExitReason {
+        match self {
+            GenerateError::Swarm(_) | GenerateError::Chain(_) | GenerateError::Output(_) | GenerateError::NoToken(_) => {
+                ExitReason::Failed
+            }
+            _ => ExitReason::BadConfig,
+        }
+    }
+}
+
+/// What a generation did.
+#[derive(Clone, Debug)]
+pub struct Report {
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Tokens generated, the one that ends the text included.
+    pub tokens: Vec<u32>,
+    /// The servers in order, with their blocks.
+    pub legs: Vec<(PeerId, std::ops::Range<u32>)>,
+    /// Times of the first step, which runs the whole prompt.
+    pub prefill: StepTiming,
+    /// Times of all later steps, summed.
+    pub decode: StepTiming,
+    /// Wall time from the first step to the last token.
+    pub elapsed: Duration,
+}
+
+impl Report {
+    /// Steps after the first.
+    pub fn decode_steps(&self) -> u32 {
+        u32::try_from(self.tokens.len().saturating_sub(1)).unwrap_or(u32::MAX)
+    }
+
+    /// Lines for people: route, speed, and where the time of a step went.
+    pub fn lines(&self) -> Vec<String> {
+        let steps = self.decode_steps().max(1);
+        let per_step = |d: Duration| d.as_secs_f64() * 1e3 / f64::from(steps);
+        let network = self.decode.total.saturating_sub(self.decode.queue + self.decode.compute);
+        let speed = self.tokens.len() as f64 / self.elapsed.as_secs_f64().max(1e-9);
+        let mut lines: Vec<String> =
+            self.legs.iter().map(|(peer, b)| format!("server {peer}  blocks {}:{}", b.start, b.end)).collect();
+        lines.push(format!(
+            "{} prompt tokens, {} new tokens, {speed:.1} tokens/s",
+            self.prompt_tokens,
+            self.tokens.len()
+        ));
+        lines.push(format!(
+            "one step {:.2} ms over {} servers: network {:.2} ms, queue {:.2} ms, compute {:.2} ms",
+            per_step(self.decode.total),
+            self.legs.len(),
+            per_step(network),
+            per_step(self.decode.queue),
+            per_step(self.decode.compute)
+        ));
+        lines
+    }
+}
+
+/// Generates text and hands each piece to `on_text` as it comes.
+///
+/// # Errors
+/// [`GenerateError`]: one sentence that names what is wrong and what to do.
+pub async fn generate(
+    config: &GenerateConfig,
+    mut on_text: impl FnMut(&str) -> std::io::Result<()>,
+) -> Result<Report, GenerateError> {
+    let mut model = LocalModel::load(&config.model, 0)?;
+    let codec = TextCodec::load(&config.model, model.bos())?;
+    let mut sampler = Sampler::new(config.sampling)?;
+    let prompt = codec.encode(&config.prompt)?;
+    if config.prompt.is_empty() || prompt.is_empty() {
+        return Err(GenerateError::EmptyPrompt);
+    }
+    let prefix = config.dht_prefix.clone().or_else(|| model.dht_prefix().map(str::to_owned));
+    let mut swarm = Swarm::join(SwarmConfig {
+        initial_peers: config.initial_peers.clone(),
+        prefix: prefix.ok_or(GenerateError::NoPrefix)?,
+        num_blocks: model.num_blocks(),
+        startup_timeout: config.startup_timeout,
+    })
+    .await?;
+    let mut stream = TextStream::new(&codec, &prompt);
+    let report = run(&mut swarm, &mut model, &mut sampler, &prompt, config.max_new_tokens, |token| {
+        on_text(&stream.push(token)?)?;
+        Ok(())
+    })
+    .await;
+    swarm.leave().await;
+    report
+}
+
+/// The loop of tokens over an open chain.
+async fn run(
+    swarm: &mut Swarm,
+    model: &mut LocalModel,
+    sampler: &mut Sampler,
+    prompt: &[u32],
+    max_new_tokens: u32,
+    mut on_token: impl FnMut(u32) -> Result<(), GenerateError>,
+) -> Result<Report, GenerateError> {
+    let max_length = u32::try_from(prompt.len()).unwrap_or(u32::MAX).saturating_add(max_new_tokens);
+    let mut chain = Chain::open(swarm, max_length).await?;
+    let mut report = Report {
+        prompt_tokens: prompt.len(),
+        tokens: Vec::new(),
+        legs: Vec::new(),
+        prefill: StepTiming::default(),
+        decode: StepTiming::default(),
+        elapsed: Duration::ZERO,
+    };
+    let began = Instant::now();
+    let mut input = prompt.to_vec();
+    while report.tokens.len() < max_new_tokens as usize {
+        let hidden = Hidden { dtype: model.dtype(), tokens: input.len(), bytes: model.embed(&input)?.into() };
+        let (output, spent) = chain.step(hidden).await?;
+        match report.tokens.is_empty() {
+            true => report.prefill = spent,
+            false => report.decode += spent,
+        }
+        let logits = model.logits(&output.last_f32())?;
+        let token = sampler.choose(logits).ok_or(GenerateError::NoToken(report.tokens.len()))?;
+        report.tokens.push(token);
+        if model.is_eos(token) {
+            break;
+        }
+        on_token(token)?;
+        input = vec![token];
+    }
+    report.elapsed = began.elapsed();
+    report.legs = chain.legs().collect();
+    chain.close().await;
+    Ok(report)
+}
+
+/// The command: prints the prompt and the text as it comes; with `stats` also the route and the times.
+pub fn run_command(config: &GenerateConfig, stats: bool) -> ExitReason {
+    let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(&GenerateError::Output(error)),
+    };
+    let mut out = std::io::stdout();
+    let mut print = |text: &str| out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    let started = print(&config.prompt).map_err(GenerateError::from);
+    let result = started.and_then(|()| runtime.block_on(generate(config, &mut print)));
+    let ended = print("\n").map_err(GenerateError::from);
+    match result.and_then(|report| ended.map(|()| report)) {
+        Ok(report) => {
+            if stats {
+                report.lines().iter().for_each(|line| eprintln!("{line}"));
+            }
+            ExitReason::Clean
+        }
+        Err(error) => fail(&error),
+    }
+}
+
+/// Prints the error with its causes and maps it to an exit code.
+fn fail(error: &GenerateError) -> ExitReason {
+    let causes = std::iter::successors(std::error::Error::source(error), |e| e.source());
+    let text = causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"));
+    eprintln!("sepal: {text}");
+    error.exit_reason()
+}

@@ -1,0 +1,212 @@
+//! The swarm as a client sees it: who serves what, how far away they are, who is banned for now.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use netd::dht::driver::{Dht, DhtConfig, DhtError};
+use netd::dht::storage::StorageLimits;
+use netd::p2p::{Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId};
+use netd::swarm::view::{self, ServerSpan};
+use netd::wire::records::ServerState;
+
+use crate::routing::{Candidate, Leg, MissingBlock, min_latency};
+
+/// Parallel calls of one lookup, as in Petals' client.
+const LOOKUP_WORKERS: usize = 32;
+/// Age at which the view is read anew, as in Petals' client.
+const REFRESH_PERIOD: Duration = Duration::from_secs(60);
+/// First ban of a server that failed; doubles with each failure (petals `client/routing/sequence_manager.py`).
+const BAN: Duration = Duration::from_secs(15);
+/// Servers that are pinged when the view is read.
+const MAX_PINGED: usize = 8;
+/// Pause between two looks at the DHT while a block has no server.
+const LOOK_AGAIN: Duration = Duration::from_millis(500);
+
+/// How a client enters a swarm.
+#[derive(Clone, Debug)]
+pub struct SwarmConfig {
+    /// Peers to enter through.
+    pub initial_peers: Vec<Multiaddr>,
+    /// Prefix of the model's module uids.
+    pub prefix: String,
+    /// Blocks of the model.
+    pub num_blocks: u32,
+    /// Time to reach the first peer, and to find a server for every block.
+    pub startup_timeout: Duration,
+}
+
+/// Why the swarm cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum SwarmError {
+    /// No peers were given.
+    #[error("no peers to enter the swarm through; give the address of a server or bootstrap node with --initial_peers")]
+    NoPeers,
+    /// The network node.
+    #[error(transparent)]
+    Network(#[from] P2pError),
+    /// The DHT.
+    #[error(transparent)]
+    Dht(#[from] DhtError),
+    /// A block that nobody serves.
+    #[error("model {prefix}: {missing}")]
+    Missing {
+        /// Prefix of the model.
+        prefix: String,
+        /// The block.
+        missing: MissingBlock,
+    },
+}
+
+struct Ban {
+    until: Instant,
+    length: Duration,
+}
+
+/// A client in the swarm.
+pub struct Swarm {
+    config: SwarmConfig,
+    p2p: P2p,
+    dht: Dht,
+    servers: Vec<ServerSpan>,
+    read_at: Option<Instant>,
+    pings_s: HashMap<PeerId, f64>,
+    bans: HashMap<PeerId, Ban>,
+}
+
+impl Swarm {
+    /// Enters the swarm as a client: nothing is served, and others do not learn of this node.
+    ///
+    /// # Errors
+    /// [`SwarmError`] when no peer answers.
+    pub async fn join(config: SwarmConfig) -> Result<Swarm, SwarmError> {
+        if config.initial_peers.is_empty() {
+            return Err(SwarmError::NoPeers);
+        }
+        let (p2p, _nothing_is_served) = P2p::start(P2pConfig {
+            keypair: Keypair::generate_ed25519(),
+            listen: Vec::new(),
+            announce: Vec::new(),
+            initial_peers: config.initial_peers.clone(),
+            kad_server: false,
+            protocols: Vec::new(),
+            startup_timeout: config.startup_timeout,
+        })
+        .await?;
+        let dht = Dht::start(
+            p2p.clone(),
+            DhtConfig {
+                client_mode: true,
+                initial_peers: config.initial_peers.clone(),
+                num_workers: LOOKUP_WORKERS,
+                strict: false,
+                limits: StorageLimits::default(),
+            },
+        );
+        dht.join().await?;
+        let (pings_s, bans) = (HashMap::new(), HashMap::new());
+        Ok(Swarm { config, p2p, dht, servers: Vec::new(), read_at: None, pings_s, bans })
+    }
+
+    /// The network node.
+    pub fn p2p(&self) -> &P2p {
+        &self.p2p
+    }
+
+    /// Prefix of the model's module uids.
+    pub fn prefix(&self) -> &str {
+        &self.config.prefix
+    }
+
+    /// Blocks of the model.
+    pub fn num_blocks(&self) -> u32 {
+        self.config.num_blocks
+    }
+
+    /// Servers that are ONLINE, as last read.
+    pub fn servers(&self) -> &[ServerSpan] {
+        &self.servers
+    }
+
+    /// Reads all records of the model and measures the way to some of its servers.
+    ///
+    /// # Errors
+    /// [`SwarmError::Dht`].
+    pub async fn refresh(&mut self) -> Result<(), SwarmError> {
+        let blocks = view::read_blocks(&self.dht, &self.config.prefix, 0..self.config.num_blocks).await?;
+        self.servers = view::spans(&blocks, 0, ServerState::Online);
+        self.read_at = Some(Instant::now());
+        let unknown = self.servers.iter().filter_map(peer).filter(|p| !self.pings_s.contains_key(p));
+        let asked: Vec<PeerId> = unknown.take(MAX_PINGED).collect();
+        let pings = asked.iter().map(|peer| self.dht.ping(*peer));
+        for (peer, ping) in asked.iter().zip(futures::future::join_all(pings).await) {
+            // A relayed server answers no DHT pings; its way is taken as unknown.
+            if let Ok(ping) = ping {
+                self.pings_s.insert(*peer, ping.as_secs_f64());
+            }
+        }
+        Ok(())
+    }
+
+    /// The best route through `blocks` for a session of `max_length` tokens. Reads the records anew when they are old or
+    /// lack a block, until the start-up time is over.
+    ///
+    /// # Errors
+    /// [`SwarmError::Missing`] names the first block that nobody serves.
+    pub async fn route(&mut self, blocks: Range<u32>, max_length: u32) -> Result<Vec<Leg<PeerId>>, SwarmError> {
+        let end = Instant::now() + self.config.startup_timeout;
+        if self.read_at.is_none_or(|at| at.elapsed() > REFRESH_PERIOD) {
+            self.refresh().await?;
+        }
+        loop {
+            match min_latency(&self.candidates(), blocks.clone(), Some(u64::from(max_length))) {
+                Ok((legs, _)) => return Ok(legs),
+                Err(missing) if Instant::now() >= end => {
+                    return Err(SwarmError::Missing { prefix: self.config.prefix.clone(), missing });
+                }
+                Err(missing) => tracing::debug!(block = missing.block, "nobody serves a block, looking again"),
+            }
+            tokio::time::sleep(LOOK_AGAIN).await;
+            self.refresh().await?;
+        }
+    }
+
+    /// Routes around `peer` for a while; longer each time.
+    pub fn ban(&mut self, peer: PeerId) {
+        let length = self.bans.get(&peer).map_or(BAN, |ban| ban.length * 2);
+        self.bans.insert(peer, Ban { until: Instant::now() + length, length });
+    }
+
+    /// Closes all connections.
+    pub async fn leave(&self) {
+        self.p2p.shutdown().await;
+    }
+
+    /// Servers that are not banned, unless a block would be left without any: better a doubtful server than none.
+    fn candidates(&self) -> Vec<Candidate<PeerId>> {
+        let all: Vec<Candidate<PeerId>> = self.servers.iter().filter_map(|s| self.candidate(s)).collect();
+        let now = Instant::now();
+        let banned = |c: &Candidate<PeerId>| self.bans.get(&c.peer).is_some_and(|ban| ban.until > now);
+        let served_otherwise = |c: &Candidate<PeerId>| {
+            c.blocks.clone().all(|b| all.iter().any(|other| other.blocks.contains(&b) && !banned(other)))
+        };
+        all.iter().filter(|c| !banned(c) || !served_otherwise(c)).cloned().collect()
+    }
+
+    fn candidate(&self, server: &ServerSpan) -> Option<Candidate<PeerId>> {
+        let next = server.info.next_pings.iter().flatten();
+        let peer = peer(server)?;
+        Some(Candidate {
+            peer,
+            blocks: u32::try_from(server.start).ok()?..u32::try_from(server.end).ok()?,
+            inference_rps: server.info.inference_rps,
+            cache_tokens_left: server.info.cache_tokens_left,
+            ping_s: self.pings_s.get(&peer).copied(),
+            next_pings_s: next.filter_map(|(peer, ping)| Some((peer.parse().ok()?, *ping))).collect(),
+        })
+    }
+}
+
+fn peer(server: &ServerSpan) -> Option<PeerId> {
+    server.peer_id.parse().ok()
+}

@@ -1,0 +1,221 @@
+//! Real `sepal` processes for the tests from outside: started with their own runtime folder, watched through their log and
+//! the board, ended by their id. Every wait has a deadline.
+#![allow(dead_code, reason = "each test file uses its own part of the harness")]
+
+pub mod peer;
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+/// Longest wait for anything; far beyond what a loaded machine needs.
+pub const DEADLINE: Duration = Duration::from_secs(120);
+
+/// The executable under test.
+pub const SEPAL: &str = env!("CARGO_BIN_EXE_sepal");
+
+/// The demo model: a trained Llama of eight blocks with its tokenizer.
+pub fn demo_model() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("client/model")
+}
+
+/// Polls `ready` until it gives a value.
+///
+/// # Panics
+/// After [`DEADLINE`], naming `what`.
+pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + DEADLINE;
+    loop {
+        if let Some(value) = ready() {
+            return value;
+        }
+        assert!(Instant::now() < end, "timed out waiting for {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Lines that a process wrote so far.
+#[derive(Default)]
+struct Log {
+    lines: Mutex<Vec<String>>,
+    grown: Condvar,
+}
+
+/// A running `sepal`.
+pub struct Sepal {
+    child: Child,
+    log: Arc<Log>,
+    /// Runtime and cache folder of this process and of those started after it in its place.
+    pub dir: Arc<tempfile::TempDir>,
+}
+
+impl Sepal {
+    /// Starts `sepal ARGS...`; standard error is collected as the log, standard output with it.
+    pub fn start(args: &[&str]) -> Sepal {
+        Sepal::start_in(Arc::new(tempfile::tempdir().expect("temporary folder")), args)
+    }
+
+    /// Starts in the folder of an earlier process.
+    pub fn start_in(dir: Arc<tempfile::TempDir>, args: &[&str]) -> Sepal {
+        let mut child = Command::new(SEPAL)
+            .args(args)
+            .env("XDG_RUNTIME_DIR", dir.path())
+            .env("SEPAL_CACHE", dir.path().join("cache"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("start sepal");
+        let log = Arc::new(Log::default());
+        let stderr = child.stderr.take().expect("stderr is piped");
+        let sink = log.clone();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stderr).lines().map_while(Result::ok) {
+                sink.lines.lock().unwrap().push(line);
+                sink.grown.notify_all();
+            }
+        });
+        Sepal { child, log, dir }
+    }
+
+    /// Starts `sepal serve MODEL` as a new swarm on a free loopback port and waits until it is ONLINE.
+    pub fn serve(model: &Path, prefix: &str, more: &[&str]) -> Sepal {
+        let sepal = Sepal::start(&serve_args(model, prefix, &[&["--new_swarm"], more].concat()));
+        sepal.wait_online();
+        sepal
+    }
+
+    /// Starts another server in the swarm of `first` and waits until it is ONLINE.
+    pub fn join(first: &Sepal, model: &Path, prefix: &str, more: &[&str]) -> Sepal {
+        let peer = first.addr();
+        let sepal = Sepal::start(&serve_args(model, prefix, &[&["--initial_peers", &peer], more].concat()));
+        sepal.wait_online();
+        sepal
+    }
+
+    /// Process id of the supervisor.
+    pub fn pid(&self) -> Pid {
+        Pid::from_raw(self.child.id() as i32)
+    }
+
+    /// Everything logged so far.
+    pub fn log(&self) -> String {
+        self.log.lines.lock().unwrap().join("\n")
+    }
+
+    /// Waits for the `count`-th line that contains `text`.
+    pub fn wait_line(&self, text: &str, count: usize) -> String {
+        let mut lines = self.log.lines.lock().unwrap();
+        let end = Instant::now() + DEADLINE;
+        loop {
+            if let Some(line) = lines.iter().filter(|l| l.contains(text)).nth(count - 1) {
+                return line.clone();
+            }
+            let left = end.saturating_duration_since(Instant::now());
+            assert!(!left.is_zero(), "no line {count} with {text:?} in the log:\n{}", lines.join("\n"));
+            lines = self.log.grown.wait_timeout(lines, left).unwrap().0;
+        }
+    }
+
+    /// Waits until the server told that it is ONLINE.
+    pub fn wait_online(&self) {
+        self.wait_line("state=ONLINE", 1);
+    }
+
+    /// A full multiaddr of this server on loopback, with its PeerID.
+    pub fn addr(&self) -> String {
+        let line = self.wait_line("state=ONLINE", 1);
+        let addr = line.split(|c: char| c.is_whitespace() || "\",[]=".contains(c)).find(|w| {
+            w.starts_with("/ip4/127.0.0.1/tcp/") && w.contains("/p2p/")
+        });
+        addr.unwrap_or_else(|| panic!("no loopback address in {line:?}")).to_owned()
+    }
+
+    /// PeerID in base58.
+    pub fn peer_id(&self) -> String {
+        self.addr().rsplit('/').next().expect("an address has parts").to_owned()
+    }
+
+    /// What `sepal status --json` says of this instance.
+    pub fn status(&self) -> serde_json::Value {
+        let out = Command::new(SEPAL)
+            .args(["status", "--json"])
+            .env("XDG_RUNTIME_DIR", self.dir.path())
+            .output()
+            .expect("run sepal status");
+        assert!(out.status.success(), "sepal status: {}", String::from_utf8_lossy(&out.stderr));
+        serde_json::from_slice(&out.stdout).expect("sepal status --json prints JSON")
+    }
+
+    /// Sends a signal to the supervisor alone.
+    pub fn signal(&self, signal: Signal) {
+        kill(self.pid(), signal).expect("signal the supervisor");
+    }
+
+    /// Waits for the end.
+    pub fn wait(&mut self) -> ExitStatus {
+        wait_for("sepal to exit", || self.child.try_wait().expect("wait for sepal"))
+    }
+
+    /// SIGTERM, and the exit status.
+    pub fn terminate(mut self) -> ExitStatus {
+        self.signal(Signal::SIGTERM);
+        self.wait()
+    }
+}
+
+impl Drop for Sepal {
+    fn drop(&mut self) {
+        // The children die with their parent.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Arguments of a server on loopback that announces a fixed throughput.
+pub fn serve_args<'a>(model: &'a Path, prefix: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let mut args = vec!["serve", model.to_str().expect("UTF-8 path"), "--dht_prefix", prefix];
+    args.extend(["--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--throughput", "1", "--threads", "1"]);
+    args.extend(more);
+    args
+}
+
+/// Processes whose parent is `parent`.
+pub fn children_of(parent: Pid) -> Vec<Pid> {
+    let path = format!("/proc/{parent}/task/{parent}/children");
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    text.split_whitespace().filter_map(|p| p.parse().ok()).map(Pid::from_raw).collect()
+}
+
+/// Command line of a process as `ps` shows it.
+pub fn command_line(pid: Pid) -> String {
+    let bytes = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    String::from_utf8_lossy(&bytes).replace('\0', " ")
+}
+
+/// Whether a process exists and is no zombie.
+pub fn alive(pid: Pid) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/stat"))
+        .ok()
+        .and_then(|stat| stat.rsplit(')').next().map(|rest| !rest.trim_start().starts_with('Z')))
+        .unwrap_or(false)
+}
+
+/// Text that `sepal generate` adds to `prompt` greedily, through the swarm of `sepal`.
+pub fn generate(sepal: &Sepal, model: &Path, prefix: &str, prompt: &str, tokens: u32) -> String {
+    let out = Command::new(SEPAL)
+        .args(["generate", "--initial_peers", &sepal.addr(), "--dht_prefix", prefix])
+        .args(["--prompt", prompt, "--max_new_tokens", &tokens.to_string()])
+        .arg(model)
+        .stdin(Stdio::null())
+        .output()
+        .expect("run sepal generate");
+    assert!(out.status.success(), "sepal generate: {}", String::from_utf8_lossy(&out.stderr));
+    let text = String::from_utf8(out.stdout).expect("text is UTF-8");
+    text.trim_end_matches('\n').strip_prefix(prompt).expect("the prompt comes first").to_owned()
+}

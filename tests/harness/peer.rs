@@ -1,0 +1,142 @@
+//! A peer of the swarm that can say anything: requests made by hand over the real protocol.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use netd::p2p::{CallError, Keypair, Multiaddr, P2p, P2pConfig, PeerId, RpcStream};
+use netd::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
+use netd::wire::metadata::{StepMetadata, encode_batch_metadata};
+use netd::wire::tensor::{ShapeLimits, WireDtype, WireTensor, dummy_tensor, raw_tensor};
+use netd::wire::uid;
+use prost::Message;
+
+use super::DEADLINE;
+
+pub const INFERENCE: &str = "TransformerConnectionHandler.rpc_inference";
+pub const FORWARD: &str = "TransformerConnectionHandler.rpc_forward";
+
+/// A client-mode node that is connected to one server.
+pub struct Peer {
+    pub p2p: P2p,
+    pub server: PeerId,
+    prefix: String,
+    sessions: AtomicU64,
+}
+
+/// One `rpc_inference` stream.
+pub struct Session {
+    stream: RpcStream,
+    uids: String,
+    id: String,
+    max_length: u32,
+    step: u64,
+}
+
+impl Peer {
+    pub async fn connect(addr: &str, prefix: &str) -> Peer {
+        let addr: Multiaddr = addr.parse().expect("multiaddr");
+        let (p2p, _inbound) = P2p::start(P2pConfig {
+            keypair: Keypair::generate_ed25519(),
+            listen: vec![],
+            announce: vec![],
+            initial_peers: vec![addr.clone()],
+            kad_server: false,
+            protocols: vec![],
+            startup_timeout: DEADLINE,
+        })
+        .await
+        .expect("start a peer");
+        let server = p2p.connect(addr).await.expect("connect to the server");
+        Peer { p2p, server, prefix: prefix.to_owned(), sessions: AtomicU64::new(0) }
+    }
+
+    /// Opens a session over `blocks`.
+    pub async fn session(&self, blocks: Range<u32>, max_length: u32) -> Session {
+        let stream = self.p2p.open_stream(self.server, INFERENCE, DEADLINE).await.expect("open a session");
+        let number = self.sessions.fetch_add(1, Ordering::Relaxed);
+        let id = format!("{}-{number}", self.p2p.peer_id());
+        Session { stream, uids: uid::chain(&self.prefix, blocks), id, max_length, step: 0 }
+    }
+
+    /// A forward request over `blocks`.
+    pub async fn forward(&self, blocks: Range<u32>, hidden: Tensor) -> Result<Vec<f32>, CallError> {
+        let request = ExpertRequest {
+            uid: uid::chain(&self.prefix, blocks),
+            tensors: vec![hidden, dummy_tensor(WireDtype::F32)],
+            metadata: encode_batch_metadata(None, 2).into(),
+        };
+        let bytes = request.encode_to_vec().into();
+        let answer = self.p2p.call_unary(self.server, FORWARD, bytes, DEADLINE).await?;
+        Ok(values(&ExpertResponse::decode(answer).expect("an answer")))
+    }
+}
+
+impl Session {
+    /// One step with `hidden` `[batch, tokens, hidden]`, continuing at `position` or where the session is.
+    pub async fn step(&mut self, hidden: Tensor, position: Option<u32>) -> Result<Vec<f32>, CallError> {
+        self.step_with(hidden, position, dummy_tensor(WireDtype::F32), dummy_tensor(WireDtype::I64)).await
+    }
+
+    /// One step with prompts and hypo ids.
+    pub async fn step_with(
+        &mut self,
+        hidden: Tensor,
+        position: Option<u32>,
+        prompts: Tensor,
+        hypo_ids: Tensor,
+    ) -> Result<Vec<f32>, CallError> {
+        let step_id = format!("{}-{}", self.id, self.step);
+        let metadata = StepMetadata {
+            session_id: &self.id,
+            step_id: &step_id,
+            open: (self.step == 0).then_some((self.max_length, None)),
+            next_servers: &[],
+            start_from_position: position,
+        };
+        self.step += 1;
+        let request = ExpertRequest {
+            uid: self.uids.clone(),
+            tensors: vec![hidden, prompts, hypo_ids],
+            metadata: metadata.encode().into(),
+        };
+        self.raw(request.encode_to_vec()).await
+    }
+
+    /// Sends one frame as it is.
+    pub async fn raw(&mut self, frame: Vec<u8>) -> Result<Vec<f32>, CallError> {
+        self.stream.send(frame.into()).await?;
+        let answer = tokio::time::timeout(DEADLINE, self.stream.recv()).await.expect("an answer in time")?;
+        let answer = answer.ok_or(CallError::Closed)?;
+        Ok(values(&ExpertResponse::decode(answer).expect("an answer")))
+    }
+
+    /// Ends the session as a client does and waits until the server has closed it.
+    pub async fn close(mut self) {
+        self.stream.send(ExpertRequest::default().encode_to_vec().into()).await.expect("end the session");
+        self.stream.finish().await.expect("end the stream");
+        let end = tokio::time::timeout(Duration::from_secs(30), self.stream.recv()).await.expect("the server closes");
+        assert_eq!(end, Ok(None));
+    }
+}
+
+/// A float32 tensor of the shape, of numbers that depend on `seed`.
+pub fn noise(shape: &[usize], seed: u32) -> Tensor {
+    let count: usize = shape.iter().product();
+    let bytes: Vec<u8> = (0..count)
+        .flat_map(|i| ((i as f32 * 0.37 + seed as f32 * 1.7).sin()).to_le_bytes())
+        .collect();
+    raw_tensor(shape, WireDtype::F32, bytes.into()).expect("a tensor")
+}
+
+/// An int64 tensor of one dimension.
+pub fn ids(values: &[i64]) -> Tensor {
+    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    raw_tensor(&[values.len()], WireDtype::I64, bytes.into()).expect("a tensor")
+}
+
+fn values(response: &ExpertResponse) -> Vec<f32> {
+    let limits = ShapeLimits { max_rank: 3, max_elements: 1 << 24 };
+    let tensor = response.tensors.first().expect("one tensor");
+    WireTensor::parse(tensor, limits).expect("a tensor").to_f32_vec().expect("finite floats")
+}
