@@ -330,7 +330,7 @@ impl State {
     fn submit(&mut self) -> Option<Arc<Doorbell>> {
         self.end.as_ref()?;
         let mut pushed = false;
-        while let Some(id) = self.recovery.next() {
+        while let Some(id) = self.recovery.take() {
             let (Some(record), Some(end)) = (self.jobs.get(&id), &mut self.end) else {
                 continue;
             };

@@ -35,13 +35,13 @@ pub struct Recovery {
 }
 
 impl Recovery {
-    /// A job arrives. What [`Self::next`] returns then is to be submitted.
+    /// A job arrives. What [`Self::take`] returns then is to be submitted.
     pub fn add(&mut self, job: JobId) {
         self.waiting.push_back(job);
     }
 
     /// The next job to submit now, which flies from here on.
-    pub fn next(&mut self) -> Option<JobId> {
+    pub fn take(&mut self) -> Option<JobId> {
         if !self.up || self.tested.is_some() {
             return None;
         }
@@ -145,7 +145,7 @@ mod tests {
     }
 
     fn submitted(recovery: &mut Recovery) -> Vec<u64> {
-        std::iter::from_fn(|| recovery.next())
+        std::iter::from_fn(|| recovery.take())
             .map(|job| job.0)
             .collect()
     }
@@ -244,8 +244,8 @@ mod tests {
     fn a_worker_that_will_not_come_back_leaves_no_job() {
         let mut recovery = with(0..4);
         recovery.up();
-        recovery.next();
-        recovery.next();
+        recovery.take();
+        recovery.take();
         recovery.down(SelfInflicted);
         assert_eq!(ids(recovery.gone()), [0, 1, 2, 3]);
         recovery.up();
