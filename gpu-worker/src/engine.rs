@@ -129,7 +129,7 @@ impl<'w> Engine<'w> {
         1 << tokens.ilog2()
     }
 
-    /// A unit that takes longer hangs: it would be computed at less than [`SLOWEST_FLOPS`].
+    /// A unit that takes longer hangs: it would be computed at less than `SLOWEST_FLOPS`.
     pub fn unit_limit(&self) -> Duration {
         let tokens = self.piece_tokens().max(BATCH_TOKENS) as u64;
         Duration::from_secs(1 + self.token_flops().saturating_mul(tokens) / SLOWEST_FLOPS)

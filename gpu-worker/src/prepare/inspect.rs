@@ -49,13 +49,15 @@ impl Inspected {
             None => checkpoint_dtype(&value).map_err(unsupported)?,
         };
         let checkpoint = Checkpoint::find(&folder.path)?;
+        let cache_dir = std::path::absolute(&config.cache_dir)
+            .map_err(|e| PrepareError::read(&config.cache_dir, e))?;
         let facts = facts(&folder, &value, &spec, dtype).map_err(unsupported)?;
         Ok(Inspected {
             facts,
             spec,
             config: value,
             checkpoint,
-            cache_dir: config.cache_dir.clone(),
+            cache_dir,
         })
     }
 }

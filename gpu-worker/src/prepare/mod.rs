@@ -1,5 +1,5 @@
 //! The short-lived role `prepare`: reads a model folder, checks it, converts what is not in the block dtype, and leaves a
-//! [`Manifest`] that workers map. One thread. It alone reads checkpoints, so that a malformed one ends a process that nobody
+//! [`Manifest`](crate::weights::manifest::Manifest) that workers map. One thread. It alone reads checkpoints, so that a malformed one ends a process that nobody
 //! depends on. It never writes into the model folder.
 //!
 //! ```text

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use kernels::ops::convert;
 use serde::Serialize;
@@ -26,6 +27,9 @@ const IDENTITY: &str = "sepal.identity";
 
 /// Bytes of a source read at a time; a multiple of every element size.
 const PIECE_BYTES: usize = 1 << 20;
+
+/// Age of a temporary file that nobody writes any more; one block is written in minutes at most.
+const ABANDONED: Duration = Duration::from_secs(24 * 3600);
 
 /// Data starts at a multiple of this in the file: a cache line, which is also what vector loads like.
 const ALIGNMENT: usize = 64;
@@ -123,6 +127,7 @@ impl StorePlace {
         let mut failure = None;
         let head = head(&self.identity, dtype, &converted);
         let folder = self.path.parent().unwrap_or(Path::new("."));
+        remove_abandoned(folder);
         let written = std::fs::create_dir_all(folder).and_then(|()| {
             write_atomically(&self.path, |file| {
                 file.write_all(&head)?;
@@ -216,6 +221,21 @@ fn all_finite(dtype: DType, bytes: &[u8]) -> bool {
             .all(|b| u16::from_le_bytes([b[2], b[3]]) & 0x7f80 != 0x7f80),
         DType::Bf16 => half(0x7f80),
         DType::F16 => half(0x7c00),
+    }
+}
+
+/// Removes temporary files that killed processes left: those that nobody has written to for [`ABANDONED`]. Nothing depends on
+/// its success.
+fn remove_abandoned(folder: &Path) {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    for entry in entries.filter(|e| e.file_name().to_string_lossy().ends_with(".tmp")) {
+        let age = entry
+            .metadata()
+            .and_then(|m| m.modified())
+            .map(|at| at.elapsed());
+        if age.is_ok_and(|age| age.is_ok_and(|age| age > ABANDONED)) {
+            let _ = std::fs::remove_file(entry.path());
+        }
     }
 }
 

@@ -511,6 +511,35 @@ fn every_bad_folder_gets_a_sentence_that_names_what_is_wrong() {
 }
 
 #[test]
+fn temporary_files_of_killed_processes_are_removed_when_they_are_old() {
+    let place = place(None);
+    write_model(
+        place.folder(),
+        &llama_config(1),
+        &llama_tensors(1, DType::F32),
+    );
+    let folder = place.config.cache_dir.join("prepared/m-tiny");
+    std::fs::create_dir_all(&folder).unwrap();
+    let days = |n: u64| std::time::SystemTime::now() - Duration::from_secs(n * 24 * 3600);
+    for (name, written) in [
+        ("old.tmp", days(2)),
+        ("new.tmp", days(0)),
+        ("old.safetensors", days(2)),
+    ] {
+        let file = std::fs::File::create(folder.join(name)).unwrap();
+        file.set_modified(written).unwrap();
+    }
+    place.ready(span(0, 1)).unwrap();
+    let left: Vec<_> = place
+        .prepared_files()
+        .into_iter()
+        .map(|f| f.file_name())
+        .collect();
+    assert_eq!(left.len(), 3, "{left:?}");
+    assert!(!left.contains(&"old.tmp".into()), "{left:?}");
+}
+
+#[test]
 fn a_span_outside_the_model_is_refused() {
     let place = place(None);
     write_model(
