@@ -336,13 +336,13 @@ fn a_worker_killed_at_random_times_costs_no_bit() {
     let (mut generation, mut hits) = (1, 0);
     for (step, expected) in expected.iter().enumerate() {
         let (session_before, free_before) = (session.clone(), free.clone());
-        for delay in [0, 150, 400] {
+        for delay in [0, 30, 90] {
             (session, free) = (session_before.clone(), free_before.clone());
             let (mut worker, _) = Start::new(&model, &kv, generation).ready();
             let mut netd = worker.link(1);
             let body = step_job(&netd, &model, &mut session, &mut free, step);
             netd.submit(&body);
-            std::thread::sleep(Duration::from_micros(delay * (1 + step as u64)));
+            std::thread::sleep(Duration::from_micros(delay));
             worker.kill();
             hits += usize::from(netd.next(Duration::ZERO).is_none());
             generation += 1;
