@@ -170,6 +170,14 @@ impl Offer {
         }
     }
 
+    /// The same for fewer blocks.
+    pub fn narrowed(&self, span: Span) -> Offer {
+        let mut narrowed = self.clone();
+        narrowed.span = span;
+        narrowed.config.blocks = span.start().0..span.end().0;
+        narrowed
+    }
+
     fn neighbourhood(&self) -> Neighbourhood {
         let (start, end) = (self.span.start().0, self.span.end().0);
         let total = u32::try_from(self.config.model.num_blocks).unwrap_or(u32::MAX);

@@ -378,13 +378,15 @@ impl Daemon {
                     restarting,
                 } => {
                     self.workers.down(worker, generation, cause, restarting);
-                    if !restarting {
-                        self.announced.offline();
+                    if !restarting && self.shrink().await {
+                        outbox.send(FromNetd::Online).await;
                     }
                 }
                 ToNetd::WorkerUnkillable { worker, generation } => {
                     self.workers.unkillable(worker, generation);
-                    self.announced.offline();
+                    if self.shrink().await {
+                        outbox.send(FromNetd::Online).await;
+                    }
                 }
                 ToNetd::Drain => {
                     self.drain().await;
@@ -448,6 +450,44 @@ impl Daemon {
         self.announced
             .online(&self.offer, &self.joined, &self.ups, left);
         info!(span = %self.offer.span, prefix = self.offer.prefix, "serving");
+    }
+
+    /// A worker is gone for good: what is left of the span is announced, if anything is. True if that made the server ready
+    /// for clients.
+    async fn shrink(&mut self) -> bool {
+        let rest = self.workers.rest(self.offer.span);
+        let service = self.online.borrow().clone();
+        if let Some(service) = &service {
+            service.shrink(rest);
+        }
+        let Some(rest) = rest else {
+            warn!(span = %self.offer.span, "all workers are gone");
+            self.announced.offline();
+            return false;
+        };
+        warn!(span = %self.offer.span, %rest, "workers are gone, serving the rest");
+        let narrowed = self.offer.narrowed(rest);
+        self.offer = narrowed;
+        // The blocks that are lost are taken back before the rest is announced again.
+        self.announced.end(Instant::now() + FAREWELL).await;
+        self.ups
+            .retain(|up| up.span.blocks().any(|block| rest.contains(block)));
+        match service {
+            Some(service) => {
+                let left = service.kv.figures().tokens_left;
+                self.announced
+                    .online(&self.offer, &self.joined, &self.ups, left);
+                false
+            }
+            None if self.workers.cover(rest) => {
+                self.go_online();
+                true
+            }
+            None => {
+                self.announced = self.offer.announce_joining(&self.joined);
+                false
+            }
+        }
     }
 
     fn update_figures(&self) {

@@ -16,7 +16,7 @@ mod push;
 mod registry;
 mod stats;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use shared::block::{BlockIndex, Span};
@@ -106,9 +106,7 @@ pub struct Service {
     pub facts: ModelFacts,
     /// Bounds on requests.
     pub limits: Limits,
-    /// The blocks.
-    pub span: Span,
-    /// Who computes them.
+    /// Who computes the blocks.
     pub workers: Arc<Workers>,
     /// KV memory.
     pub kv: KvMemory,
@@ -118,6 +116,9 @@ pub struct Service {
     pub stats: StepStats,
     /// True once the server is ending: running steps finish, sessions end after them.
     pub draining: watch::Receiver<bool>,
+    /// The blocks; `None` once all are lost.
+    span: Mutex<Option<Span>>,
+    max_request_bytes: u64,
     registry: Registry,
     budget: PeerBudget,
 }
@@ -156,21 +157,26 @@ impl Service {
             timeouts,
             draining,
         } = parts;
-        let budget = PeerBudget::new(2 * request_bytes(&facts, &limits, span));
-        let (stats, registry) = (StepStats::default(), Registry::default());
+        let max_request_bytes = request_bytes(&facts, &limits, span);
         Service {
             prefix,
             facts,
             limits,
-            span,
             workers,
             kv,
             timeouts,
-            stats,
+            stats: StepStats::default(),
             draining,
-            registry,
-            budget,
+            span: Mutex::new(Some(span)),
+            max_request_bytes,
+            registry: Registry::default(),
+            budget: PeerBudget::new(2 * max_request_bytes),
         }
+    }
+
+    /// Serves only `rest` from now on: the workers of the other blocks are gone. Sessions on those fail with their next step.
+    pub fn shrink(&self, rest: Option<Span>) {
+        *self.span.lock().unwrap_or_else(PoisonError::into_inner) = rest;
     }
 
     /// Sessions that are open.
@@ -185,7 +191,7 @@ impl Service {
 
     /// The most bytes of one request: hidden states and prompts as float32, and room for headers.
     pub fn max_request_bytes(&self) -> u64 {
-        request_bytes(&self.facts, &self.limits, self.span)
+        self.max_request_bytes
     }
 
     /// The blocks that a chain of uids names.
@@ -205,7 +211,9 @@ impl Service {
         let index = uid.strip_prefix(self.prefix.as_str())?.strip_prefix('.')?;
         let digits = !index.is_empty() && index.bytes().all(|byte| byte.is_ascii_digit());
         let block = BlockIndex(index.parse().ok().filter(|_| digits)?);
-        self.span.contains(block).then_some(block)
+        let span = *self.span.lock().unwrap_or_else(PoisonError::into_inner);
+        span.is_some_and(|span| span.contains(block))
+            .then_some(block)
     }
 }
 

@@ -32,6 +32,8 @@ struct Supervisor {
     from: mpsc::Receiver<FromNetd>,
     netd: JoinHandle<Stop>,
     worker: Option<Linked>,
+    /// A second worker.
+    other: Option<Linked>,
 }
 
 const ARENA_BYTES: u64 = 4 << 20;
@@ -102,6 +104,7 @@ impl Supervisor {
         let netd = tokio::spawn(async move { daemon(inbox, &Outbox::of(outbox)).await });
         let memory = Arc::default();
         Supervisor {
+            other: None,
             board,
             arena,
             memory,
@@ -150,7 +153,10 @@ impl Supervisor {
 
     fn end_worker(&mut self) {
         self.memory.orders.killed.store(true, SeqCst);
-        if let Some(linked) = self.worker.take() {
+        for linked in [self.worker.take(), self.other.take()]
+            .into_iter()
+            .flatten()
+        {
             linked.thread.join().unwrap();
         }
     }
@@ -318,6 +324,61 @@ async fn a_worker_that_comes_back_goes_unnoticed_and_one_that_does_not_is_announ
     until_state(&node, &peer_id, ServerState::Offline).await;
     drop(std::mem::replace(&mut supervisor.to, mpsc::channel(1).0));
     assert!(matches!(supervisor.ended().await, Stop::ParentGone));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_left_after_a_loss_is_announced_and_served() {
+    let node = bootstrap_node().await;
+    let mut supervisor = Supervisor::new(node.addrs.clone(), |_| {});
+    let (peer_id, _) = supervisor.listening().await;
+    supervisor.tell(ToNetd::Model(facts()), Vec::new()).await;
+    supervisor.hear().await;
+    supervisor
+        .start_worker(1, 1, Span::new(0, 1).unwrap())
+        .await;
+    let identity = RingIdentity {
+        worker: WorkerId::solo(GroupId(1)),
+        worker_generation: Generation(1),
+        netd_generation: Generation(1),
+    };
+    let rest = Span::new(1, 4).unwrap();
+    let linked = rig::link_worker(identity, rest, supervisor.memory.clone(), &supervisor.arena);
+    let fds = linked
+        .bells
+        .each_ref()
+        .map(|bell| bell.try_clone().unwrap())
+        .into();
+    supervisor
+        .tell(ToNetd::WorkerUp(linked.up.clone()), fds)
+        .await;
+    supervisor.other = Some(linked);
+    assert!(matches!(supervisor.hear().await, FromNetd::Online));
+    until_state(&node, &peer_id, ServerState::Online).await;
+    let down = ToNetd::WorkerDown {
+        worker: WorkerId::solo(GroupId(0)),
+        generation: Generation(1),
+        cause: DeathCause::Outside,
+        restarting: false,
+    };
+    supervisor.tell(down, Vec::new()).await;
+    let look = async {
+        while record(&node, &peer_id, 0).await.unwrap().state != ServerState::Offline {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(DEADLINE, look).await.unwrap();
+    let online = until_state(&node, &peer_id, ServerState::Online).await;
+    assert_eq!((online.start_block, online.end_block), (Some(1), Some(4)));
+    let peer = peer_id.parse().unwrap();
+    for (block, served) in [(0, false), (1, true)] {
+        let uid = format!("{}.{block}", rig::PREFIX);
+        let request = ExpertUid { uid }.encode_to_vec().into();
+        let answer = node
+            .p2p
+            .call_unary(peer, names::INFO, request, DEADLINE)
+            .await;
+        assert_eq!(answer.is_ok(), served, "block {block}: {answer:?}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

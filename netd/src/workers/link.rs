@@ -162,6 +162,11 @@ impl Link {
         self.lock().end.is_some()
     }
 
+    /// Whether no generation will come any more.
+    pub fn is_gone(&self) -> bool {
+        self.lock().gone
+    }
+
     /// Completions that no job in flight was waiting for.
     pub fn stale_completions(&self) -> u64 {
         self.lock().stale

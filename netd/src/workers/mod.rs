@@ -148,6 +148,29 @@ impl Workers {
         })
     }
 
+    /// The longest run of blocks of `span` of which no worker is gone for good.
+    pub fn rest(&self, span: Span) -> Option<Span> {
+        let links = self.links();
+        let lost = |block| {
+            links
+                .iter()
+                .any(|l| l.span().contains(block) && l.is_gone())
+        };
+        let mut longest: Option<Span> = None;
+        let mut start = span.start().0;
+        for block in span.blocks() {
+            if lost(block) {
+                start = block.0 + 1;
+                continue;
+            }
+            let run = Span::new(start, block.0 + 1).ok();
+            if run.map(Span::block_count) > longest.map(Span::block_count) {
+                longest = run;
+            }
+        }
+        longest
+    }
+
     /// Completions that no job was waiting for, over all workers.
     pub fn stale_completions(&self) -> u64 {
         self.links()

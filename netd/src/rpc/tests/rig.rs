@@ -48,7 +48,7 @@ const ARENA_BYTES: u64 = 4 << 20;
 /// What a fake worker does with its next jobs.
 #[derive(Debug, Default)]
 pub struct Orders {
-    /// Takes nothing from its ring.
+    /// Computes nothing.
     pub paused: AtomicBool,
     /// Ends without an answer when it takes a job with this many tokens; 0 never.
     pub dies_at_tokens: AtomicU32,
@@ -401,10 +401,14 @@ fn work(
     while !orders.killed.load(Ordering::SeqCst) {
         jobs.wait(&bells[0], Duration::ZERO, Duration::from_millis(5))
             .unwrap();
-        if orders.paused.load(Ordering::SeqCst) {
-            continue;
-        }
         while let Some(entry) = jobs.pop().unwrap() {
+            // A job that was taken while the order came is held as well.
+            while orders.paused.load(Ordering::SeqCst) {
+                if orders.killed.load(Ordering::SeqCst) {
+                    return;
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
             let descriptor = JobDescriptor::decode(&entry).unwrap();
             let mut bytes = vec![0u8; descriptor.body.len as usize];
             arena.read(descriptor.body.offset, &mut bytes).unwrap();
