@@ -19,9 +19,11 @@ use bytes::Bytes;
 use libp2p::PeerId;
 use prost::Message;
 use shared::job::MAX_ROWS;
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::debug;
 
+use super::budget::COUNTED_BYTES;
 use super::compute::Arguments;
 use super::forward::decode;
 use super::registry::Registered;
@@ -60,15 +62,18 @@ impl From<Failure> for End {
 /// Serves one session from its first message to its end.
 pub async fn serve(service: &Service, peer: PeerId, stream: InboundStream) {
     let (mut reader, mut writer) = stream.into_split();
-    reader.set_max_frame_bytes(service.max_request_bytes());
+    reader.set_max_frame_bytes(COUNTED_BYTES as u64);
     let mut requests = Requests {
+        service,
+        peer,
+        held: None,
         reader,
         ahead: None,
         broken: None,
         ended: false,
     };
     let deadline = Instant::now() + service.timeouts.session;
-    let session = run(service, peer, &mut requests, &mut writer);
+    let session = run(service, &mut requests, &mut writer);
     let end = match timeout_at(deadline, session).await {
         Ok(Err(end)) => end,
         Ok(Ok(())) => End::Closed,
@@ -97,8 +102,7 @@ struct Open {
 
 async fn run(
     service: &Service,
-    peer: PeerId,
-    requests: &mut Requests,
+    requests: &mut Requests<'_>,
     writer: &mut InboundWriter,
 ) -> Result<(), End> {
     let mut draining = service.draining.clone();
@@ -112,7 +116,6 @@ async fn run(
     };
     let mut open: Option<Open> = None;
     loop {
-        let held = service.budget.hold(peer, next.bytes).await;
         if next.request.tensors.is_empty() && open.is_some() {
             return Ok(());
         }
@@ -140,7 +143,8 @@ async fn run(
             service.stats.record(next.arrived.elapsed());
             writer.send(bytes).await.map_err(|_| End::Gone)?;
         }
-        drop(held);
+        // The bytes of this message are not held any more while the next one is waited for.
+        drop(next);
         let message = tokio::select! {
             message = timeout(service.timeouts.step, requests.next()) => message.unwrap_or(Ok(None))?,
             pushed = current.registered.pushed() => Some(Next::pushed(pushed)),
@@ -276,42 +280,46 @@ fn timing(next: &Next, times: JobTimes) -> Bytes {
 /// A message to a session.
 struct Next {
     request: ExpertRequest,
-    bytes: usize,
     /// When its last byte was read.
     arrived: Instant,
+    /// Its part of the peer's budget, if it is large.
+    _held: Option<OwnedSemaphorePermit>,
 }
 
 impl Next {
     fn pushed(request: ExpertRequest) -> Next {
-        let bytes = request.encoded_len();
         Next {
             request,
-            bytes,
             arrived: Instant::now(),
+            _held: None,
         }
     }
 }
 
-/// The caller's messages. While a step is computed one more is read, so that the end of the stream is seen.
-struct Requests {
+/// The caller's messages. While a step is computed one more is read, so that the end of the stream is seen. A large message
+/// is counted for the peer before it is read.
+struct Requests<'a> {
+    service: &'a Service,
+    peer: PeerId,
     reader: InboundReader,
     ahead: Option<(Bytes, Instant)>,
+    held: Option<OwnedSemaphorePermit>,
     broken: Option<InboundError>,
     ended: bool,
 }
 
-impl Requests {
+impl Requests<'_> {
     /// The next message; `None` after the caller's end of input. May be dropped and called again without loss.
     async fn next(&mut self) -> Result<Option<Next>, End> {
         while self.ahead.is_none() && self.broken.is_none() && !self.ended {
             self.read().await;
         }
         if let Some((message, arrived)) = self.ahead.take() {
-            let bytes = message.len();
+            let _held = self.held.take();
             return Ok(Some(Next {
                 request: decode(message)?,
-                bytes,
                 arrived,
+                _held,
             }));
         }
         match self.broken.take() {
@@ -341,9 +349,26 @@ impl Requests {
 
     async fn read(&mut self) {
         match self.reader.recv().await {
-            Ok(Some(message)) => self.ahead = Some((message, Instant::now())),
+            Ok(Some(message)) => {
+                self.ahead = Some((message, Instant::now()));
+                self.reader.set_max_frame_bytes(COUNTED_BYTES as u64);
+            }
             Ok(None) => self.ended = true,
+            // Nothing of the frame was read yet: it is read once there is room for it.
+            Err(InboundError::TooLarge { bytes, .. }) if self.may_read(bytes) => {
+                let len = usize::try_from(bytes).unwrap_or(usize::MAX);
+                self.held = self.service.budget.hold(self.peer, len).await;
+                self.reader.set_max_frame_bytes(bytes);
+            }
+            Err(InboundError::TooLarge { bytes, .. }) => {
+                let limit = self.service.max_request_bytes();
+                self.broken = Some(InboundError::TooLarge { bytes, limit });
+            }
             Err(error) => self.broken = Some(error),
         }
+    }
+
+    fn may_read(&self, bytes: u64) -> bool {
+        self.held.is_none() && bytes <= self.service.max_request_bytes()
     }
 }

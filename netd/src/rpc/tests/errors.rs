@@ -373,3 +373,52 @@ async fn streamed_requests_with_bad_parts_get_their_text() {
         }
     }
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_message_over_the_limit_is_refused_before_it_is_read() {
+    let rig = Rig::new().await;
+    let mut session = rig.session().await;
+    let message = vec![0u8; 5 << 20];
+    // The server stops reading, so that sending may fail before the text is there.
+    let _ = session.stream.send(message.into()).await;
+    let text = session.answer().await.unwrap_err();
+    assert_eq!(
+        text,
+        "request of 5242880 bytes exceeds the limit of 4194304 bytes"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn large_steps_of_one_peer_wait_for_its_budget_and_all_are_served() {
+    let limits = shared::config::Limits {
+        max_batch_size: 4096,
+        ..limits()
+    };
+    let shape = Shape {
+        limits,
+        arena_bytes: 16 << 20,
+        ..Shape::default()
+    };
+    let rig = std::sync::Arc::new(Rig::shaped(shape).await);
+    let clients: Vec<_> = (0..16)
+        .map(|_| {
+            let rig = rig.clone();
+            tokio::spawn(async move {
+                let mut session = rig.session().await;
+                let states = vec![1.0; 1000];
+                for _ in 0..2 {
+                    let answer = if session.steps() == 0 {
+                        session.open(hidden(1, &states), 1000).await
+                    } else {
+                        session.step(hidden(1, &states), Some(0), None).await
+                    };
+                    assert_eq!(firsts(&answer.unwrap())[999], 1004.0);
+                }
+                session.close().await;
+            })
+        })
+        .collect();
+    for client in clients {
+        client.await.unwrap();
+    }
+}

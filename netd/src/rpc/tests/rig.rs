@@ -513,6 +513,10 @@ pub struct Client {
 }
 
 impl Client {
+    pub fn steps(&self) -> u32 {
+        self.steps
+    }
+
     pub fn of(stream: RpcStream) -> Client {
         Client {
             stream,
