@@ -20,7 +20,9 @@ fn refused(args: &[&str]) -> (i32, String) {
     let mut sepal = Sepal::start(args);
     let code = sepal.wait().code().expect("an exit code");
     assert_ne!(code, 0, "{}", sepal.log());
-    wait_for("the log to end", || Some(()).filter(|()| !sepal.log().is_empty()));
+    wait_for("the log to end", || {
+        Some(()).filter(|()| !sepal.log().is_empty())
+    });
     (code, sepal.log())
 }
 
@@ -34,14 +36,22 @@ fn model_copy() -> tempfile::TempDir {
 }
 
 fn serve_folder(folder: &Path, more: &[&str]) -> (i32, String) {
-    refused(&serve_args(folder, "demo", &[&["--new_swarm"], more].concat()))
+    refused(&serve_args(
+        folder,
+        "demo",
+        &[&["--new_swarm"], more].concat(),
+    ))
 }
 
 #[test]
 fn spoiled_model_folders_name_the_file_and_the_reason() {
     type Spoil = fn(&Path);
     let cases: [(&str, Spoil, &[&str]); 5] = [
-        ("no weights", |f| std::fs::remove_file(f.join("model.safetensors")).unwrap(), &["safetensors"]),
+        (
+            "no weights",
+            |f| std::fs::remove_file(f.join("model.safetensors")).unwrap(),
+            &["safetensors"],
+        ),
         (
             "truncated weights",
             |f| {
@@ -52,11 +62,25 @@ fn spoiled_model_folders_name_the_file_and_the_reason() {
         ),
         (
             "another shape",
-            |f| edit_config(f, "\"intermediate_size\": 512", "\"intermediate_size\": 640"),
+            |f| {
+                edit_config(
+                    f,
+                    "\"intermediate_size\": 512",
+                    "\"intermediate_size\": 640",
+                )
+            },
             &["mlp", "512", "640"],
         ),
-        ("unknown type", |f| edit_config(f, "\"model_type\": \"llama\"", "\"model_type\": \"gpt9\""), &["gpt9", "llama"]),
-        ("no config", |f| std::fs::remove_file(f.join("config.json")).unwrap(), &["config.json"]),
+        (
+            "unknown type",
+            |f| edit_config(f, "\"model_type\": \"llama\"", "\"model_type\": \"gpt9\""),
+            &["gpt9", "llama"],
+        ),
+        (
+            "no config",
+            |f| std::fs::remove_file(f.join("config.json")).unwrap(),
+            &["config.json"],
+        ),
     ];
     for (name, spoil, words) in cases {
         let folder = model_copy();
@@ -91,15 +115,28 @@ fn a_port_in_use_is_named() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let addr = format!("/ip4/127.0.0.1/tcp/{}", taken.local_addr().unwrap().port());
     let model = demo_model();
-    let args = ["serve", model.to_str().unwrap(), "--dht_prefix", "demo", "--new_swarm", "--throughput", "1"];
+    let args = [
+        "serve",
+        model.to_str().unwrap(),
+        "--dht_prefix",
+        "demo",
+        "--new_swarm",
+        "--throughput",
+        "1",
+    ];
     let (_, log) = refused(&[&args[..], &["--host_maddrs", &addr]].concat());
     assert!(log.contains(&addr), "{log}");
 }
 
 #[test]
 fn unreachable_peers_are_named() {
-    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let peer = format!("/ip4/127.0.0.1/tcp/{free}/p2p/QmedTaZXmULqwspJXz44SsPZyTNKxhnnFvYRajfH7MGhCY");
+    let free = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
+    let peer =
+        format!("/ip4/127.0.0.1/tcp/{free}/p2p/QmedTaZXmULqwspJXz44SsPZyTNKxhnnFvYRajfH7MGhCY");
     let model = demo_model();
     let (_, log) = refused(&serve_args(&model, "demo", &["--initial_peers", &peer]));
     assert!(log.contains(&peer), "{log}");
@@ -131,7 +168,11 @@ async fn error_of(session: &mut Session, hidden: Tensor, position: Option<u32>) 
 
 #[tokio::test(flavor = "multi_thread")]
 async fn bad_requests_are_refused_by_name_while_another_session_goes_on() {
-    let sepal = Sepal::serve(&demo_model(), "demo", &["--block_indices", "0:4", "--torch_dtype", "float32"]);
+    let sepal = Sepal::serve(
+        &demo_model(),
+        "demo",
+        &["--block_indices", "0:4", "--torch_dtype", "float32"],
+    );
     let children = children_of(sepal.pid());
     let peer = Peer::connect(&sepal.addr(), "demo").await;
     let mut calm = peer.session(0..4, 64).await;
@@ -141,14 +182,63 @@ async fn bad_requests_are_refused_by_name_while_another_session_goes_on() {
     let mut bytes = not_finite.buffer.to_vec();
     bytes[4 * HIDDEN..4 * HIDDEN + 4].copy_from_slice(&f32::NAN.to_le_bytes());
     not_finite.buffer = bytes.into();
-    let cases: [(&str, std::ops::Range<u32>, u32, Tensor, Option<u32>, &[&str]); 7] = [
-        ("block not served", 4..6, 16, noise(&[1, 1, HIDDEN], 1), None, &["demo.4", "does not serve"]),
-        ("wrong hidden size", 0..4, 16, noise(&[1, 1, 128], 1), None, &["128", "192"]),
-        ("max_length over the limit", 0..4, 1 << 20, noise(&[1, 1, HIDDEN], 1), None, &["1048576"]),
-        ("step over max_length", 0..4, 4, noise(&[1, 5, HIDDEN], 1), None, &["5", "4", "Maximum length exceeded"]),
+    let cases: [(
+        &str,
+        std::ops::Range<u32>,
+        u32,
+        Tensor,
+        Option<u32>,
+        &[&str],
+    ); 7] = [
+        (
+            "block not served",
+            4..6,
+            16,
+            noise(&[1, 1, HIDDEN], 1),
+            None,
+            &["demo.4", "does not serve"],
+        ),
+        (
+            "wrong hidden size",
+            0..4,
+            16,
+            noise(&[1, 1, 128], 1),
+            None,
+            &["128", "192"],
+        ),
+        (
+            "max_length over the limit",
+            0..4,
+            1 << 20,
+            noise(&[1, 1, HIDDEN], 1),
+            None,
+            &["1048576"],
+        ),
+        (
+            "step over max_length",
+            0..4,
+            4,
+            noise(&[1, 5, HIDDEN], 1),
+            None,
+            &["5", "4", "Maximum length exceeded"],
+        ),
         ("not finite", 0..4, 16, not_finite, None, &["finite"]),
-        ("position beyond the prefix", 0..4, 16, noise(&[1, 1, HIDDEN], 1), Some(7), &["7"]),
-        ("two dimensions", 0..4, 16, noise(&[1, HIDDEN], 1), None, &["shape"]),
+        (
+            "position beyond the prefix",
+            0..4,
+            16,
+            noise(&[1, 1, HIDDEN], 1),
+            Some(7),
+            &["7"],
+        ),
+        (
+            "two dimensions",
+            0..4,
+            16,
+            noise(&[1, HIDDEN], 1),
+            None,
+            &["shape"],
+        ),
     ];
     for (name, blocks, max_length, hidden, position, words) in cases {
         let mut session = peer.session(blocks, max_length).await;
@@ -161,7 +251,11 @@ async fn bad_requests_are_refused_by_name_while_another_session_goes_on() {
         assert!(session.raw(garbage).await.is_err());
     }
     let port: u16 = sepal.addr().split('/').nth(4).unwrap().parse().unwrap();
-    for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 4096], b"\x13/multistream/1.0.0\n\xff\xff\xff\xff"] {
+    for garbage in [
+        &b"GET / HTTP/1.1\r\n\r\n"[..],
+        &[0xff; 4096],
+        b"\x13/multistream/1.0.0\n\xff\xff\xff\xff",
+    ] {
         let mut socket = TcpStream::connect(("127.0.0.1", port)).unwrap();
         socket.set_read_timeout(Some(harness::DEADLINE)).unwrap();
         let _ = socket.write_all(garbage);
@@ -180,6 +274,10 @@ async fn bad_requests_are_refused_by_name_while_another_session_goes_on() {
     assert_eq!(expected, repeated);
     calm.close().await;
     again.close().await;
-    assert_eq!(children_of(sepal.pid()), children, "no process was replaced");
+    assert_eq!(
+        children_of(sepal.pid()),
+        children,
+        "no process was replaced"
+    );
     assert_eq!(sepal.terminate().code(), Some(0));
 }

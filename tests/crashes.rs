@@ -17,11 +17,17 @@ const BLOCKS: std::ops::Range<u32> = 0..8;
 
 fn worker_of(sepal: &Sepal) -> Pid {
     let is_worker = |p: &Pid| command_line(*p).contains("gpu-worker");
-    wait_for("a worker", || children_of(sepal.pid()).into_iter().find(is_worker))
+    wait_for("a worker", || {
+        children_of(sepal.pid()).into_iter().find(is_worker)
+    })
 }
 
 fn netd_of(sepal: &Sepal) -> Pid {
-    wait_for("netd", || children_of(sepal.pid()).into_iter().find(|p| command_line(*p).contains("netd")))
+    wait_for("netd", || {
+        children_of(sepal.pid())
+            .into_iter()
+            .find(|p| command_line(*p).contains("netd"))
+    })
 }
 
 fn tensor(shape: &[usize], values: &[f32]) -> Tensor {
@@ -33,17 +39,28 @@ fn tensor(shape: &[usize], values: &[f32]) -> Tensor {
 /// tokens, then decode steps of two rows, every third of which swaps or shares rows as beam search does.
 async fn run_session(peer: &Peer, seed: u32, steps: usize) -> Vec<Vec<f32>> {
     let mut session = peer.session(BLOCKS, 21 + steps as u32).await;
-    let mut outputs = vec![session.step(noise(&[2, 21, HIDDEN], seed), None).await.expect("prefill")];
+    let mut outputs = vec![
+        session
+            .step(noise(&[2, 21, HIDDEN], seed), None)
+            .await
+            .expect("prefill"),
+    ];
     for step in 0..steps {
         let last = outputs.last().unwrap();
-        let rows: Vec<f32> = last.chunks(last.len() / 2).flat_map(|row| &row[row.len() - HIDDEN..]).map(|v| v.sin()).collect();
+        let rows: Vec<f32> = last
+            .chunks(last.len() / 2)
+            .flat_map(|row| &row[row.len() - HIDDEN..])
+            .map(|v| v.sin())
+            .collect();
         let order = match step % 3 {
             0 => ids(&[1, 1]),
             1 => ids(&[1, 0]),
             _ => dummy_tensor(WireDtype::I64),
         };
         let hidden = tensor(&[2, 1, HIDDEN], &rows);
-        let output = session.step_with(hidden, None, dummy_tensor(WireDtype::F32), order).await;
+        let output = session
+            .step_with(hidden, None, dummy_tensor(WireDtype::F32), order)
+            .await;
         outputs.push(output.expect("a decode step"));
     }
     session.close().await;
@@ -54,7 +71,9 @@ async fn run_sessions(addr: &str, count: u32, steps: usize) -> Vec<Vec<Vec<f32>>
     let tasks: Vec<_> = (0..count)
         .map(|seed| {
             let addr = addr.to_owned();
-            tokio::spawn(async move { run_session(&Peer::connect(&addr, "demo").await, seed, steps).await })
+            tokio::spawn(async move {
+                run_session(&Peer::connect(&addr, "demo").await, seed, steps).await
+            })
         })
         .collect();
     let mut all = Vec::new();
@@ -65,7 +84,11 @@ async fn run_sessions(addr: &str, count: u32, steps: usize) -> Vec<Vec<Vec<f32>>
 }
 
 fn serve(more: &[&str]) -> Sepal {
-    Sepal::serve(&demo_model(), "demo", &[&["--torch_dtype", "float32"], more].concat())
+    Sepal::serve(
+        &demo_model(),
+        "demo",
+        &[&["--torch_dtype", "float32"], more].concat(),
+    )
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -75,13 +98,25 @@ async fn a_worker_killed_at_any_point_of_a_job_changes_nothing() {
     assert_eq!(calm.terminate().code(), Some(0));
     // Job 3 and later are decode steps of two sessions, most of them with page copies.
     for fault in [
-        "kill@taken#5", "kill@copies#5", "kill@block:0#5", "kill@block:4#6", "kill@block:7#5", "kill@output#6",
-        "kill@completion#5", "kill@copies#0", "kill@block:3#1", "abort@block:2#5", "abort@completion#4",
+        "kill@taken#5",
+        "kill@copies#5",
+        "kill@block:0#5",
+        "kill@block:4#6",
+        "kill@block:7#5",
+        "kill@output#6",
+        "kill@completion#5",
+        "kill@copies#0",
+        "kill@block:3#1",
+        "abort@block:2#5",
+        "abort@completion#4",
     ] {
         let sepal = serve(&["--inject_fault", fault]);
         let (netd, worker) = (netd_of(&sepal), worker_of(&sepal));
         let got = run_sessions(&sepal.addr(), 2, 6).await;
-        assert!(got == expected, "{fault}: results differ from an undisturbed run");
+        assert!(
+            got == expected,
+            "{fault}: results differ from an undisturbed run"
+        );
         assert_ne!(worker_of(&sepal), worker, "{fault}: the fault never struck");
         assert_eq!(netd_of(&sepal), netd, "{fault}");
         assert_eq!(sepal.terminate().code(), Some(0), "{fault}");
@@ -106,7 +141,9 @@ async fn workers_killed_at_random_times_change_nothing() {
     });
     let (mut kills, mut hits, mut seed) = (0, 0, 12345u64);
     while kills < KILLS && !running.is_finished() {
-        seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        seed = seed
+            .wrapping_mul(6364136223846793005)
+            .wrapping_add(1442695040888963407);
         tokio::time::sleep(Duration::from_millis(20 + (seed >> 33) % 120)).await;
         let worker = worker_of(&sepal);
         // A stopped worker shows on the board what it was doing.
@@ -130,7 +167,10 @@ async fn workers_killed_at_random_times_change_nothing() {
         assert!(got == expected, "results differ from an undisturbed run");
     }
     println!("{kills} kills, {hits} of them during a job");
-    assert!(kills >= KILLS / 2 && hits * 2 >= kills, "{kills} kills, only {hits} of them during a job");
+    assert!(
+        kills >= KILLS / 2 && hits * 2 >= kills,
+        "{kills} kills, only {hits} of them during a job"
+    );
     assert_eq!(netd_of(&sepal), netd);
     assert_eq!(sepal.terminate().code(), Some(0));
 }
@@ -138,7 +178,9 @@ async fn workers_killed_at_random_times_change_nothing() {
 /// What the worker was doing, if it serves.
 fn phase_of_worker(status: &serde_json::Value) -> Option<String> {
     let processes = status.pointer("/0/children")?.as_array()?;
-    let worker = processes.iter().find(|p| p["role"] == "gpu-worker" && p["state"] == "ready")?;
+    let worker = processes
+        .iter()
+        .find(|p| p["role"] == "gpu-worker" && p["state"] == "ready")?;
     worker["phase"].as_str().map(str::to_owned)
 }
 
@@ -148,7 +190,11 @@ async fn a_job_that_crashes_every_worker_is_refused_to_its_client_alone() {
     let sepal = serve(&["--inject_fault", "abort@block:1#0x3"]);
     let peer = Peer::connect(&sepal.addr(), "demo").await;
     let mut poison: Session = peer.session(BLOCKS, 8).await;
-    let error = poison.step(noise(&[1, 2, HIDDEN], 1), None).await.unwrap_err().to_string();
+    let error = poison
+        .step(noise(&[1, 2, HIDDEN], 1), None)
+        .await
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("crash"), "{error}");
     let outputs = run_session(&peer, 7, 3).await;
     assert_eq!(outputs.len(), 4);
@@ -161,9 +207,15 @@ async fn a_span_cut_among_two_workers_survives_the_death_of_either() {
     let expected = run_sessions(&calm.addr(), 2, 6).await;
     assert_eq!(calm.terminate().code(), Some(0));
     let whole = serve(&[]);
-    assert!(run_sessions(&whole.addr(), 2, 6).await == expected, "the cut changes no bit");
+    assert!(
+        run_sessions(&whole.addr(), 2, 6).await == expected,
+        "the cut changes no bit"
+    );
     assert_eq!(whole.terminate().code(), Some(0));
     let sepal = serve(&["--device", "cpu,cpu", "--inject_fault", "kill@block:1#4"]);
-    assert!(run_sessions(&sepal.addr(), 2, 6).await == expected, "a death changes no bit");
+    assert!(
+        run_sessions(&sepal.addr(), 2, 6).await == expected,
+        "a death changes no bit"
+    );
     assert_eq!(sepal.terminate().code(), Some(0));
 }

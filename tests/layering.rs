@@ -51,6 +51,7 @@ const UNSAFE_IN: &[&str] = &[
     "shared/src/bootstrap.rs",
     "shared/src/bootstrap/",
     "shared/benches/ring/",
+    "shared/tests/ring_allocations.rs",
     "supervisor/src/spawn.rs",
     "gpu-worker/src/weights/map.rs",
     "kernels/src/cuda/",
@@ -185,8 +186,9 @@ fn atomics_of_shared_memory_come_from_the_model_checked_module() {
 fn files_stay_readable() {
     for source in sources() {
         let lines = source.lines_without_tests;
+        let of_tests = source.path.ends_with("/tests.rs");
         assert!(
-            lines <= LONGEST_FILE,
+            of_tests || lines <= LONGEST_FILE,
             "{} has {lines} lines without its tests",
             source.path
         );

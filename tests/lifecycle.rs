@@ -33,24 +33,39 @@ fn segments_mapped_by(pids: &[Pid]) -> HashSet<String> {
 }
 
 fn worker_of(sepal: &Sepal) -> Pid {
-    wait_for("a worker", || children_of(sepal.pid()).into_iter().find(|p| command_line(*p).contains("gpu-worker")))
+    wait_for("a worker", || {
+        children_of(sepal.pid())
+            .into_iter()
+            .find(|p| command_line(*p).contains("gpu-worker"))
+    })
 }
 
 fn netd_of(sepal: &Sepal) -> Pid {
-    wait_for("netd", || children_of(sepal.pid()).into_iter().find(|p| command_line(*p).contains("netd")))
+    wait_for("netd", || {
+        children_of(sepal.pid())
+            .into_iter()
+            .find(|p| command_line(*p).contains("netd"))
+    })
 }
 
 #[test]
 fn sigterm_drains_and_leaves_nothing_behind() {
     let sepal = serve();
     let children = children_of(sepal.pid());
-    assert_eq!(children.len(), 2, "prepare has ended, netd and one worker remain");
+    assert_eq!(
+        children.len(),
+        2,
+        "prepare has ended, netd and one worker remain"
+    );
     let segments = segments_mapped_by(&children);
     assert!(!segments.is_empty(), "board and rings are named segments");
     let status = sepal.terminate();
     assert_eq!(status.code(), Some(0));
     assert!(children.iter().all(|p| !alive(*p)));
-    assert!(segments.iter().all(|s| !std::path::Path::new(s).exists()), "{segments:?}");
+    assert!(
+        segments.iter().all(|s| !std::path::Path::new(s).exists()),
+        "{segments:?}"
+    );
 }
 
 #[test]
@@ -69,7 +84,10 @@ fn interrupt_of_the_whole_group_drains_too() {
         .unwrap();
     let group = Pid::from_raw(child.id() as i32);
     let mut lines = std::io::BufRead::lines(std::io::BufReader::new(child.stderr.take().unwrap()));
-    assert!(lines.any(|l| l.unwrap().contains("state=ONLINE")), "the log ended before ONLINE");
+    assert!(
+        lines.any(|l| l.unwrap().contains("state=ONLINE")),
+        "the log ended before ONLINE"
+    );
     let children = children_of(group);
     killpg(group, Signal::SIGINT).unwrap();
     // Reading on keeps the log pipe from filling up.
@@ -87,14 +105,25 @@ fn children_die_with_a_killed_supervisor_and_the_next_start_cleans_up() {
     sepal.signal(Signal::SIGKILL);
     sepal.wait();
     for child in children {
-        wait_for("a child to die with its parent", || (!alive(child)).then_some(()));
+        wait_for("a child to die with its parent", || {
+            (!alive(child)).then_some(())
+        });
     }
-    assert!(segments.iter().any(|s| std::path::Path::new(s).exists()), "a killed run leaves its names");
+    assert!(
+        segments.iter().any(|s| std::path::Path::new(s).exists()),
+        "a killed run leaves its names"
+    );
     let model = demo_model();
-    let next = Sepal::start_in(sepal.dir.clone(), &serve_args(&model, "demo", &["--new_swarm"]));
+    let next = Sepal::start_in(
+        sepal.dir.clone(),
+        &serve_args(&model, "demo", &["--new_swarm"]),
+    );
     next.wait_online();
     let in_use = segments_mapped_by(&children_of(next.pid()));
-    let left: Vec<_> = segments.iter().filter(|s| std::path::Path::new(s).exists() && !in_use.contains(*s)).collect();
+    let left: Vec<_> = segments
+        .iter()
+        .filter(|s| std::path::Path::new(s).exists() && !in_use.contains(*s))
+        .collect();
     assert!(left.is_empty(), "left over: {left:?}");
     assert_eq!(next.terminate().code(), Some(0));
 }
@@ -104,7 +133,9 @@ fn a_killed_worker_is_replaced_and_netd_stays() {
     let sepal = serve();
     let (netd, worker) = (netd_of(&sepal), worker_of(&sepal));
     kill(worker, Signal::SIGKILL).unwrap();
-    let next = wait_for("a new worker", || Some(worker_of(&sepal)).filter(|p| *p != worker && alive(*p)));
+    let next = wait_for("a new worker", || {
+        Some(worker_of(&sepal)).filter(|p| *p != worker && alive(*p))
+    });
     assert_ne!(next, worker);
     assert_eq!(netd_of(&sepal), netd);
     assert_eq!(sepal.terminate().code(), Some(0));
@@ -129,10 +160,10 @@ fn a_hung_worker_is_killed_and_replaced() {
     let more = ["--inject_fault", "hang@block:0#0", "--hang_timeout", "2"];
     let sepal = Sepal::serve(&model, "demo", &more);
     let worker = worker_of(&sepal);
-    let out = harness::generate(&sepal, &model, "demo", "Once upon a time", 3);
+    let out = harness::generate(&sepal, &model, "demo", "auto", "Once upon a time", 3);
     assert!(!out.is_empty());
     assert_ne!(worker_of(&sepal), worker);
-    sepal.wait_line("hung", 1);
+    sepal.wait_line("hangs", 1);
     assert_eq!(sepal.terminate().code(), Some(0));
 }
 
@@ -150,9 +181,17 @@ fn an_instance_that_runs_is_not_started_twice() {
 #[test]
 fn a_bad_configuration_ends_the_run_once_and_is_not_retried() {
     let folder = tempfile::tempdir().unwrap();
-    std::fs::write(folder.path().join("config.json"), r#"{"model_type": "gpt9"}"#).unwrap();
+    std::fs::write(
+        folder.path().join("config.json"),
+        r#"{"model_type": "gpt9"}"#,
+    )
+    .unwrap();
     let mut sepal = Sepal::start(&serve_args(folder.path(), "demo", &["--new_swarm"]));
     assert_eq!(sepal.wait().code(), Some(BAD_CONFIG));
     let log = sepal.log();
-    assert_eq!(log.matches("gpt9").count(), 1, "one clear sentence, once:\n{log}");
+    assert_eq!(
+        log.matches("gpt9").count(),
+        1,
+        "one clear sentence, once:\n{log}"
+    );
 }

@@ -59,14 +59,21 @@ impl<'a> Chain<'a> {
     /// [`ChainError`] when a block has no server that answers.
     pub async fn open(swarm: &'a mut Swarm, max_length: u32) -> Result<Chain<'a>, ChainError> {
         let blocks = 0..swarm.num_blocks();
-        let mut chain = Chain { swarm, links: Vec::new(), max_length, position: 0 };
+        let mut chain = Chain {
+            swarm,
+            links: Vec::new(),
+            max_length,
+            position: 0,
+        };
         chain.links = chain.connect(blocks).await?;
         Ok(chain)
     }
 
     /// The servers in order, with their blocks.
     pub fn legs(&self) -> impl Iterator<Item = (PeerId, std::ops::Range<u32>)> + '_ {
-        self.links.iter().map(|link| (link.session.leg().peer, link.session.leg().blocks.clone()))
+        self.links
+            .iter()
+            .map(|link| (link.session.leg().peer, link.session.leg().blocks.clone()))
     }
 
     /// Runs `input` through all blocks and returns what comes out, with the times summed over the servers.
@@ -77,14 +84,22 @@ impl<'a> Chain<'a> {
         let tokens = input.tokens;
         let after = u64::from(self.position) + tokens as u64;
         if after > u64::from(self.max_length) {
-            return Err(ChainError::Full { position: self.position, max_length: self.max_length, tokens });
+            return Err(ChainError::Full {
+                position: self.position,
+                max_length: self.max_length,
+                tokens,
+            });
         }
         let step_id = uuid::Uuid::new_v4().to_string();
         let (mut flowing, mut timing, mut at, mut failures) = (input, StepTiming::default(), 0, 0);
         while at < self.links.len() {
             let fresh = self.links[at].session.position() == 0 && self.position > 0;
             // A fresh server behind another fresh one is handed its whole history by that one.
-            let part = if fresh { flowing.clone() } else { flowing.last(tokens) };
+            let part = if fresh {
+                flowing.clone()
+            } else {
+                flowing.last(tokens)
+            };
             let link = &mut self.links[at];
             match link.session.step(&part, &step_id).await {
                 Ok((output, spent)) => {
@@ -105,12 +120,22 @@ impl<'a> Chain<'a> {
 
     /// Puts new servers in place of the one at `at`, and returns what to send to the first of them: all inputs that the old
     /// one was ever sent, and `part`, which it did not answer.
-    async fn replace(&mut self, at: usize, part: Hidden, error: SessionError, failures: usize) -> Result<Hidden, ChainError> {
+    async fn replace(
+        &mut self,
+        at: usize,
+        part: Hidden,
+        error: SessionError,
+        failures: usize,
+    ) -> Result<Hidden, ChainError> {
         let failed = self.links.remove(at);
         let leg = failed.session.leg().clone();
         tracing::warn!(peer = %leg.peer, blocks = ?leg.blocks, %error, "server failed, looking for another");
         if failures > MAX_FAILURES_PER_STEP {
-            return Err(ChainError::TooManyFailures { failures, peer: leg.peer, source: error });
+            return Err(ChainError::TooManyFailures {
+                failures,
+                peer: leg.peer,
+                source: error,
+            });
         }
         self.swarm.ban(leg.peer);
         let links = self.connect(leg.blocks).await?;
@@ -125,8 +150,18 @@ impl<'a> Chain<'a> {
             let mut links = Vec::new();
             let mut failed = None;
             for leg in self.swarm.route(blocks.clone(), self.max_length).await? {
-                match ServerSession::open(self.swarm.p2p(), self.swarm.prefix(), leg.clone(), self.max_length).await {
-                    Ok(session) => links.push(Link { session, history: Vec::new() }),
+                match ServerSession::open(
+                    self.swarm.p2p(),
+                    self.swarm.prefix(),
+                    leg.clone(),
+                    self.max_length,
+                )
+                .await
+                {
+                    Ok(session) => links.push(Link {
+                        session,
+                        history: Vec::new(),
+                    }),
                     Err(error) => {
                         failed = Some((leg.peer, error));
                         break;
@@ -138,7 +173,11 @@ impl<'a> Chain<'a> {
             };
             failures += 1;
             if failures > MAX_FAILURES_PER_STEP {
-                return Err(ChainError::TooManyFailures { failures, peer, source });
+                return Err(ChainError::TooManyFailures {
+                    failures,
+                    peer,
+                    source,
+                });
             }
             tracing::warn!(%peer, error = %source, "server cannot be reached, looking for another");
             self.swarm.ban(peer);
@@ -161,8 +200,15 @@ fn join(parts: impl Iterator<Item = Hidden>) -> Hidden {
     let parts: Vec<Hidden> = parts.collect();
     let tokens = parts.iter().map(|p| p.tokens).sum();
     let dtype = parts.first().map_or(shared::dtype::DType::F32, |p| p.dtype);
-    let bytes = parts.iter().flat_map(|p| convert(p, dtype)).collect::<Vec<u8>>();
-    Hidden { dtype, tokens, bytes: bytes.into() }
+    let bytes = parts
+        .iter()
+        .flat_map(|p| convert(p, dtype))
+        .collect::<Vec<u8>>();
+    Hidden {
+        dtype,
+        tokens,
+        bytes: bytes.into(),
+    }
 }
 
 /// Bytes of `part` in `dtype`; another dtype comes from a replaced server before this one.
@@ -187,7 +233,11 @@ mod tests {
         let part = |values: &[f32], dtype: DType| {
             let mut bytes = vec![0; values.len() * dtype.size_bytes()];
             kernels::ops::convert::from_f32(dtype, values, &mut bytes);
-            Hidden { dtype, tokens: values.len(), bytes: bytes.into() }
+            Hidden {
+                dtype,
+                tokens: values.len(),
+                bytes: bytes.into(),
+            }
         };
         let joined = join([part(&[1.0, 2.0], DType::Bf16), part(&[3.0], DType::F32)].into_iter());
         assert_eq!(joined, part(&[1.0, 2.0, 3.0], DType::Bf16));

@@ -13,16 +13,19 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::Deserialize;
+use shared::config::{DemoConfig, GenerateConfig};
 use shared::exit::ExitReason;
 
-use crate::generate::{GenerateConfig, GenerateError, Report, generate};
-use crate::sampling::SamplingConfig;
+use crate::generate::{GenerateError, Report, generate};
 
 /// The model: config.json, tokenizer.json and weights, carried in the executable.
 const MODEL: [(&str, &[u8]); 3] = [
     ("config.json", include_bytes!("../model/config.json")),
     ("tokenizer.json", include_bytes!("../model/tokenizer.json")),
-    ("model.safetensors", include_bytes!("../model/model.safetensors")),
+    (
+        "model.safetensors",
+        include_bytes!("../model/model.safetensors"),
+    ),
 ];
 /// The prefix starts with an underscore, which keeps the model out of model indexes.
 const PREFIX: &str = "_sepal-demo";
@@ -35,17 +38,6 @@ const START_TIMEOUT: Duration = Duration::from_secs(60);
 const STOP_TIMEOUT: Duration = Duration::from_secs(20);
 /// Lines of a server's log that wait to be read.
 const LOG_QUEUE: usize = 256;
-
-/// What the demo does.
-#[derive(Clone, Debug)]
-pub struct DemoConfig {
-    /// Text to continue; `None` = one that suits the model.
-    pub prompt: Option<String>,
-    /// Most tokens to add.
-    pub max_new_tokens: u32,
-    /// Whether the swarm stays until Ctrl-C.
-    pub keep: bool,
-}
 
 /// Why the demo did not work.
 #[derive(Debug, thiserror::Error)]
@@ -79,13 +71,25 @@ struct Online {
 }
 
 impl Server {
-    fn start(folder: &Path, number: usize, span: &str, first: Option<&Server>) -> Result<Server, DemoError> {
+    fn start(
+        folder: &Path,
+        number: usize,
+        span: &str,
+        first: Option<&Server>,
+    ) -> Result<Server, DemoError> {
         let runtime_dir = folder.join(format!("run{number}"));
         let mut command = Command::new("/proc/self/exe");
         command
             .arg("serve")
             .arg(folder.join("model"))
-            .args(["--dht_prefix", PREFIX, "--block_indices", span, "--host_maddrs", "/ip4/127.0.0.1/tcp/0"])
+            .args([
+                "--dht_prefix",
+                PREFIX,
+                "--block_indices",
+                span,
+                "--host_maddrs",
+                "/ip4/127.0.0.1/tcp/0",
+            ])
             .args(["--throughput", "1", "--log_format", "json", "--log", "info"])
             .arg("--runtime_dir")
             .arg(&runtime_dir)
@@ -95,12 +99,21 @@ impl Server {
             Some(first) => command.args(["--initial_peers", &first.addr]),
             None => command.arg("--new_swarm"),
         };
-        let mut child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()?;
         let (lines, log) = sync_channel(LOG_QUEUE);
         if let Some(stderr) = child.stderr.take() {
             std::thread::spawn(move || read_log(stderr, &lines));
         }
-        let mut server = Server { child, addr: String::new(), runtime_dir, _log: log };
+        let mut server = Server {
+            child,
+            addr: String::new(),
+            runtime_dir,
+            _log: log,
+        };
         server.addr = server.wait_online()?;
         Ok(server)
     }
@@ -110,7 +123,10 @@ impl Server {
         let end = Instant::now() + START_TIMEOUT;
         let mut seen = Vec::new();
         loop {
-            match self._log.recv_timeout(end.saturating_duration_since(Instant::now())) {
+            match self
+                ._log
+                .recv_timeout(end.saturating_duration_since(Instant::now()))
+            {
                 Ok(line) => {
                     if let Some(addr) = online_addr(&line) {
                         return Ok(addr);
@@ -118,17 +134,25 @@ impl Server {
                     seen.push(line);
                 }
                 Err(RecvTimeoutError::Timeout) => return Err(DemoError::Slow(seen.join("\n"))),
-                Err(RecvTimeoutError::Disconnected) => return Err(DemoError::Ended(seen.join("\n"))),
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(DemoError::Ended(seen.join("\n")));
+                }
             }
         }
     }
 
     /// What the server's board says, as `sepal status` shows it.
     fn status(&self) -> Result<String, DemoError> {
-        let out = Command::new("/proc/self/exe").arg("status").arg("--runtime_dir").arg(&self.runtime_dir).output()?;
+        let out = Command::new("/proc/self/exe")
+            .arg("status")
+            .arg("--runtime_dir")
+            .arg(&self.runtime_dir)
+            .output()?;
         match out.status.success() {
             true => Ok(String::from_utf8_lossy(&out.stdout).into_owned()),
-            false => Err(DemoError::Status(String::from_utf8_lossy(&out.stderr).into_owned())),
+            false => Err(DemoError::Status(
+                String::from_utf8_lossy(&out.stderr).into_owned(),
+            )),
         }
     }
 }
@@ -160,7 +184,10 @@ fn read_log(stderr: ChildStderr, lines: &std::sync::mpsc::SyncSender<String>) {
 
 fn online_addr(line: &str) -> Option<String> {
     let online: Online = serde_json::from_str(line).ok()?;
-    let addr = online.addrs.split_whitespace().find(|a| a.contains("/p2p/"))?;
+    let addr = online
+        .addrs
+        .split_whitespace()
+        .find(|a| a.contains("/p2p/"))?;
     (online.state == "ONLINE").then(|| addr.to_owned())
 }
 
@@ -170,7 +197,10 @@ pub fn run_command(config: &DemoConfig) -> ExitReason {
         Ok(()) => ExitReason::Clean,
         Err(error) => {
             let causes = std::iter::successors(std::error::Error::source(&error), |e| e.source());
-            eprintln!("sepal: {}", causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}")));
+            eprintln!(
+                "sepal: {}",
+                causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
+            );
             ExitReason::Failed
         }
     }
@@ -183,22 +213,37 @@ fn run(config: &DemoConfig, out: &mut impl Write) -> Result<(), DemoError> {
     for (name, bytes) in MODEL {
         std::fs::write(model.join(name), bytes)?;
     }
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()?;
     let began = Instant::now();
-    writeln!(out, "starting two servers, each with half of a small Llama ...")?;
+    writeln!(
+        out,
+        "starting two servers, each with half of a small Llama ..."
+    )?;
     let first = Server::start(folder.path(), 1, SPANS[0], None)?;
     let second = Server::start(folder.path(), 2, SPANS[1], Some(&first))?;
-    writeln!(out, "both are ONLINE after {:.1} s\n", began.elapsed().as_secs_f64())?;
+    writeln!(
+        out,
+        "both are ONLINE after {:.1} s\n",
+        began.elapsed().as_secs_f64()
+    )?;
     let prompt = config.prompt.as_deref().unwrap_or(PROMPT);
     write!(out, "{prompt}")?;
     out.flush()?;
     let generation = GenerateConfig {
         model,
         dht_prefix: Some(PREFIX.to_owned()),
-        initial_peers: first.addr.parse().into_iter().collect(),
+        initial_peers: vec![first.addr.clone()],
         prompt: prompt.to_owned(),
+        dtype: None,
         max_new_tokens: config.max_new_tokens,
-        sampling: SamplingConfig::default(),
+        temperature: None,
+        top_k: None,
+        top_p: None,
+        seed: None,
+        stats: false,
         startup_timeout: START_TIMEOUT,
     };
     let report = runtime.block_on(generate(&generation, |text| {
@@ -207,20 +252,34 @@ fn run(config: &DemoConfig, out: &mut impl Write) -> Result<(), DemoError> {
     }))?;
     print_report(out, &report, &[&first, &second])?;
     if config.keep {
-        writeln!(out, "\nThe swarm stays until Ctrl-C. Another shell can use it:")?;
-        writeln!(out, "  sepal generate --initial_peers {} --dht_prefix {PREFIX} --prompt \"There was once a fox\" {}",
-            first.addr, generation.model.display())?;
+        writeln!(
+            out,
+            "\nThe swarm stays until Ctrl-C. Another shell can use it:"
+        )?;
+        writeln!(
+            out,
+            "  sepal generate --initial_peers {} --dht_prefix {PREFIX} --prompt \"There was once a fox\" {}",
+            first.addr,
+            generation.model.display()
+        )?;
         runtime.block_on(interrupted())?;
     }
     Ok(())
 }
 
-fn print_report(out: &mut impl Write, report: &Report, servers: &[&Server]) -> Result<(), DemoError> {
+fn print_report(
+    out: &mut impl Write,
+    report: &Report,
+    servers: &[&Server],
+) -> Result<(), DemoError> {
     writeln!(out, "\n\nwhat ran (from the boards of the servers):")?;
     for server in servers {
         write!(out, "{}", server.status()?)?;
     }
-    writeln!(out, "\nthe route (from the records in the DHT), and where the time went:")?;
+    writeln!(
+        out,
+        "\nthe route (from the records in the DHT), and where the time went:"
+    )?;
     for line in report.lines() {
         writeln!(out, "{line}")?;
     }

@@ -1,10 +1,10 @@
 //! `sepal generate`: text from a prompt, computed by the swarm. Embeddings, head and sampling are local.
 
 use std::io::Write;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use netd::p2p::{Multiaddr, PeerId};
+use shared::config::GenerateConfig;
 use shared::exit::ExitReason;
 
 use crate::chain::{Chain, ChainError};
@@ -14,24 +14,8 @@ use crate::session::{Hidden, StepTiming};
 use crate::swarm::{Swarm, SwarmConfig, SwarmError};
 use crate::text::{TextCodec, TextError, TextStream};
 
-/// What to generate, and where.
-#[derive(Clone, Debug)]
-pub struct GenerateConfig {
-    /// Model folder: config.json, tokenizer.json, and the safetensors files that hold embeddings, norm and head.
-    pub model: PathBuf,
-    /// Prefix of the module uids; `None` takes `dht_prefix` of config.json.
-    pub dht_prefix: Option<String>,
-    /// Peers of the swarm.
-    pub initial_peers: Vec<Multiaddr>,
-    /// Text to continue.
-    pub prompt: String,
-    /// Most tokens to add.
-    pub max_new_tokens: u32,
-    /// How tokens are chosen.
-    pub sampling: SamplingConfig,
-    /// Time to reach the swarm and to find servers for all blocks.
-    pub startup_timeout: Duration,
-}
+/// Threads for the head: one row times a matrix of tens to hundreds of megabytes.
+const LOCAL_THREADS: usize = 2;
 
 /// Why there is no text.
 #[derive(Debug, thiserror::Error)]
@@ -51,11 +35,16 @@ pub enum GenerateError {
     /// The servers.
     #[error(transparent)]
     Chain(#[from] ChainError),
+    /// An address that cannot be read.
+    #[error("{0:?} is no multiaddr; give one such as /ip4/127.0.0.1/tcp/31337/p2p/PEER_ID")]
+    BadAddress(String),
     /// Nothing to continue.
     #[error("the prompt is empty; give a text to continue with --prompt")]
     EmptyPrompt,
     /// No prefix is known.
-    #[error("the model folder names no dht_prefix; give the one that the servers use with --dht_prefix")]
+    #[error(
+        "the model folder names no dht_prefix; give the one that the servers use with --dht_prefix"
+    )]
     NoPrefix,
     /// The head made nothing that could be sampled.
     #[error("the logits after {0} tokens are not numbers; a server of the chain computes wrongly")]
@@ -68,9 +57,10 @@ pub enum GenerateError {
 impl GenerateError {
     fn exit_reason(&self) -> ExitReason {
         match self {
-            GenerateError::Swarm(_) | GenerateError::Chain(_) | GenerateError::Output(_) | GenerateError::NoToken(_) => {
-                ExitReason::Failed
-            }
+            GenerateError::Swarm(_)
+            | GenerateError::Chain(_)
+            | GenerateError::Output(_)
+            | GenerateError::NoToken(_) => ExitReason::Failed,
             _ => ExitReason::BadConfig,
         }
     }
@@ -103,10 +93,16 @@ impl Report {
     pub fn lines(&self) -> Vec<String> {
         let steps = self.decode_steps().max(1);
         let per_step = |d: Duration| d.as_secs_f64() * 1e3 / f64::from(steps);
-        let network = self.decode.total.saturating_sub(self.decode.queue + self.decode.compute);
+        let network = self
+            .decode
+            .total
+            .saturating_sub(self.decode.queue + self.decode.compute);
         let speed = self.tokens.len() as f64 / self.elapsed.as_secs_f64().max(1e-9);
-        let mut lines: Vec<String> =
-            self.legs.iter().map(|(peer, b)| format!("server {peer}  blocks {}:{}", b.start, b.end)).collect();
+        let mut lines: Vec<String> = self
+            .legs
+            .iter()
+            .map(|(peer, b)| format!("server {peer}  blocks {}:{}", b.start, b.end))
+            .collect();
         lines.push(format!(
             "{} prompt tokens, {} new tokens, {speed:.1} tokens/s",
             self.prompt_tokens,
@@ -132,29 +128,52 @@ pub async fn generate(
     config: &GenerateConfig,
     mut on_text: impl FnMut(&str) -> std::io::Result<()>,
 ) -> Result<Report, GenerateError> {
-    let mut model = LocalModel::load(&config.model, 0)?;
+    let mut model = LocalModel::load(&config.model, config.dtype, LOCAL_THREADS)?;
     let codec = TextCodec::load(&config.model, model.bos())?;
-    let mut sampler = Sampler::new(config.sampling)?;
+    let mut sampler = Sampler::new(SamplingConfig {
+        temperature: config.temperature,
+        top_k: config.top_k,
+        top_p: config.top_p,
+        seed: config.seed,
+    })?;
     let prompt = codec.encode(&config.prompt)?;
     if config.prompt.is_empty() || prompt.is_empty() {
         return Err(GenerateError::EmptyPrompt);
     }
-    let prefix = config.dht_prefix.clone().or_else(|| model.dht_prefix().map(str::to_owned));
+    let prefix = config
+        .dht_prefix
+        .clone()
+        .or_else(|| model.dht_prefix().map(str::to_owned));
     let mut swarm = Swarm::join(SwarmConfig {
-        initial_peers: config.initial_peers.clone(),
+        initial_peers: addresses(&config.initial_peers)?,
         prefix: prefix.ok_or(GenerateError::NoPrefix)?,
         num_blocks: model.num_blocks(),
         startup_timeout: config.startup_timeout,
     })
     .await?;
     let mut stream = TextStream::new(&codec, &prompt);
-    let report = run(&mut swarm, &mut model, &mut sampler, &prompt, config.max_new_tokens, |token| {
-        on_text(&stream.push(token)?)?;
-        Ok(())
-    })
+    let report = run(
+        &mut swarm,
+        &mut model,
+        &mut sampler,
+        &prompt,
+        config.max_new_tokens,
+        |token| {
+            on_text(&stream.push(token)?)?;
+            Ok(())
+        },
+    )
     .await;
     swarm.leave().await;
     report
+}
+
+fn addresses(texts: &[String]) -> Result<Vec<Multiaddr>, GenerateError> {
+    let parse = |text: &String| {
+        text.parse()
+            .map_err(|_| GenerateError::BadAddress(text.clone()))
+    };
+    texts.iter().map(parse).collect()
 }
 
 /// The loop of tokens over an open chain.
@@ -166,7 +185,9 @@ async fn run(
     max_new_tokens: u32,
     mut on_token: impl FnMut(u32) -> Result<(), GenerateError>,
 ) -> Result<Report, GenerateError> {
-    let max_length = u32::try_from(prompt.len()).unwrap_or(u32::MAX).saturating_add(max_new_tokens);
+    let max_length = u32::try_from(prompt.len())
+        .unwrap_or(u32::MAX)
+        .saturating_add(max_new_tokens);
     let mut chain = Chain::open(swarm, max_length).await?;
     let mut report = Report {
         prompt_tokens: prompt.len(),
@@ -179,14 +200,20 @@ async fn run(
     let began = Instant::now();
     let mut input = prompt.to_vec();
     while report.tokens.len() < max_new_tokens as usize {
-        let hidden = Hidden { dtype: model.dtype(), tokens: input.len(), bytes: model.embed(&input)?.into() };
+        let hidden = Hidden {
+            dtype: model.dtype(),
+            tokens: input.len(),
+            bytes: model.embed(&input)?.into(),
+        };
         let (output, spent) = chain.step(hidden).await?;
         match report.tokens.is_empty() {
             true => report.prefill = spent,
             false => report.decode += spent,
         }
         let logits = model.logits(&output.last_f32())?;
-        let token = sampler.choose(logits).ok_or(GenerateError::NoToken(report.tokens.len()))?;
+        let token = sampler
+            .choose(logits)
+            .ok_or(GenerateError::NoToken(report.tokens.len()))?;
         report.tokens.push(token);
         if model.is_eos(token) {
             break;
@@ -201,8 +228,12 @@ async fn run(
 }
 
 /// The command: prints the prompt and the text as it comes; with `stats` also the route and the times.
-pub fn run_command(config: &GenerateConfig, stats: bool) -> ExitReason {
-    let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
+pub fn run_command(config: &GenerateConfig) -> ExitReason {
+    let runtime = match tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+    {
         Ok(runtime) => runtime,
         Err(error) => return fail(&GenerateError::Output(error)),
     };
@@ -213,7 +244,7 @@ pub fn run_command(config: &GenerateConfig, stats: bool) -> ExitReason {
     let ended = print("\n").map_err(GenerateError::from);
     match result.and_then(|report| ended.map(|()| report)) {
         Ok(report) => {
-            if stats {
+            if config.stats {
                 report.lines().iter().for_each(|line| eprintln!("{line}"));
             }
             ExitReason::Clean

@@ -84,6 +84,27 @@ struct Matrix {
     bytes: Vec<u8>,
 }
 
+impl Matrix {
+    /// The same numbers in `dtype`, rounded to nearest even.
+    fn cast(self, dtype: Option<DType>) -> Matrix {
+        let Some(dtype) = dtype.filter(|dtype| *dtype != self.dtype) else {
+            return self;
+        };
+        let mut bytes = vec![0; self.rows * self.columns * dtype.size_bytes()];
+        let rows = self.bytes.chunks(self.columns * self.dtype.size_bytes());
+        let mut values = vec![0.0; self.columns];
+        for (row, out) in rows.zip(bytes.chunks_mut(self.columns * dtype.size_bytes())) {
+            kernels::ops::convert::to_f32(self.dtype, row, &mut values);
+            kernels::ops::convert::from_f32(dtype, &values, out);
+        }
+        Matrix {
+            dtype,
+            bytes,
+            ..self
+        }
+    }
+}
+
 /// Embeddings, final norm and head of a model, on the CPU.
 pub struct LocalModel {
     config: Config,
@@ -98,30 +119,53 @@ pub struct LocalModel {
 }
 
 impl LocalModel {
-    /// Reads the local part of the model in `folder`.
+    /// Reads the local part of the model in `folder`, to be computed in `dtype` (`None`: as stored) on `threads` threads.
     ///
     /// # Errors
     /// [`LocalModelError`] names the file and what is wrong with it.
-    pub fn load(folder: &Path, threads: usize) -> Result<LocalModel, LocalModelError> {
+    pub fn load(
+        folder: &Path,
+        dtype: Option<DType>,
+        threads: usize,
+    ) -> Result<LocalModel, LocalModelError> {
         let path = folder.join("config.json");
         let config: Config = parse(&path, &read(&path)?)?;
-        let bad = |reason: String| LocalModelError::Content { path: path.clone(), reason };
+        let bad = |reason: String| LocalModelError::Content {
+            path: path.clone(),
+            reason,
+        };
         if config.model_type != "llama" {
-            return Err(bad(format!("model type {:?} has no client yet; the client knows llama", config.model_type)));
+            return Err(bad(format!(
+                "model type {:?} has no client yet; the client knows llama",
+                config.model_type
+            )));
         }
         if config.hidden_size == 0 || config.vocab_size == 0 || config.num_hidden_layers == 0 {
-            return Err(bad("hidden_size, vocab_size and num_hidden_layers must not be 0".to_owned()));
+            return Err(bad(
+                "hidden_size, vocab_size and num_hidden_layers must not be 0".to_owned(),
+            ));
         }
         let shape = [config.vocab_size, config.hidden_size];
         let checkpoint = Checkpoint::open(folder)?;
-        let embedding = checkpoint.matrix("model.embed_tokens.weight", shape)?;
+        let embedding = checkpoint
+            .matrix("model.embed_tokens.weight", shape)?
+            .cast(dtype);
         let norm = checkpoint.vector("model.norm.weight", config.hidden_size)?;
         let head = match config.tie_word_embeddings {
             true => None,
-            false => Some(checkpoint.matrix("lm_head.weight", shape)?),
+            false => Some(checkpoint.matrix("lm_head.weight", shape)?.cast(dtype)),
         };
         let (normed, logits) = (vec![0.0; config.hidden_size], vec![0.0; config.vocab_size]);
-        Ok(LocalModel { config, path, embedding, norm, head, cpu: Cpu::new(threads), normed, logits })
+        Ok(LocalModel {
+            config,
+            path,
+            embedding,
+            norm,
+            head,
+            cpu: Cpu::new(threads),
+            normed,
+            logits,
+        })
     }
 
     /// Width of the hidden states.
@@ -166,24 +210,36 @@ impl LocalModel {
         let table = self.view(&self.embedding)?;
         let mut out = Vec::with_capacity(tokens.len() * table.row_bytes());
         for &token in tokens {
-            let row = table.row(token as usize).ok_or_else(|| LocalModelError::Content {
-                path: self.path.clone(),
-                reason: format!("token {token} is outside the vocabulary of {}", self.config.vocab_size),
-            })?;
+            let row = table
+                .row(token as usize)
+                .ok_or_else(|| LocalModelError::Content {
+                    path: self.path.clone(),
+                    reason: format!(
+                        "token {token} is outside the vocabulary of {}",
+                        self.config.vocab_size
+                    ),
+                })?;
             out.extend_from_slice(row);
         }
         Ok(out)
     }
 
-    /// Logits `[vocabulary]` for one token's hidden state `[hidden]` as the last block left it.
+    /// Logits `[vocabulary]` for one token's hidden state `[hidden]` as the last block left it, rounded to the dtype of
+    /// the head as in transformers (`LlamaForCausalLM` and Petals' `LMHead`), so that ties fall the same way.
     ///
     /// # Errors
     /// A hidden state of another width.
     pub fn logits(&mut self, hidden: &[f32]) -> Result<&[f32], LocalModelError> {
         let width = self.config.hidden_size;
-        let failed = |reason: String| LocalModelError::Content { path: self.path.clone(), reason };
+        let failed = |reason: String| LocalModelError::Content {
+            path: self.path.clone(),
+            reason,
+        };
         if hidden.len() != width {
-            return Err(failed(format!("a server sent a hidden state of {} values, not {width}", hidden.len())));
+            return Err(failed(format!(
+                "a server sent a hidden state of {} values, not {width}",
+                hidden.len()
+            )));
         }
         let matrix = self.head.as_ref().unwrap_or(&self.embedding);
         let weight = WeightView::new(matrix.dtype, matrix.rows, matrix.columns, &matrix.bytes)
@@ -198,29 +254,51 @@ impl LocalModel {
             round: matrix.dtype,
         };
         self.cpu.rmsnorm(norm).map_err(|e| failed(e.to_string()))?;
-        let head = Linear { x: &self.normed[..], weight, bias: None, out: &mut self.logits[..], rows: 1 };
+        let head = Linear {
+            x: &self.normed[..],
+            weight,
+            bias: None,
+            out: &mut self.logits[..],
+            rows: 1,
+        };
         self.cpu.linear(head).map_err(|e| failed(e.to_string()))?;
+        for logit in &mut self.logits {
+            *logit = kernels::ops::convert::round(matrix.dtype, *logit);
+        }
         Ok(&self.logits)
     }
 
     fn view<'a>(&self, matrix: &'a Matrix) -> Result<WeightView<'a>, LocalModelError> {
-        WeightView::new(matrix.dtype, matrix.rows, matrix.columns, &matrix.bytes)
-            .map_err(|e| LocalModelError::Content { path: self.path.clone(), reason: e.to_string() })
+        WeightView::new(matrix.dtype, matrix.rows, matrix.columns, &matrix.bytes).map_err(|e| {
+            LocalModelError::Content {
+                path: self.path.clone(),
+                reason: e.to_string(),
+            }
+        })
     }
 }
 
 impl std::fmt::Debug for LocalModel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("LocalModel").field("path", &self.path).field("config", &self.config).finish_non_exhaustive()
+        f.debug_struct("LocalModel")
+            .field("path", &self.path)
+            .field("config", &self.config)
+            .finish_non_exhaustive()
     }
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, LocalModelError> {
-    std::fs::read(path).map_err(|source| LocalModelError::Read { path: path.to_owned(), source })
+    std::fs::read(path).map_err(|source| LocalModelError::Read {
+        path: path.to_owned(),
+        source,
+    })
 }
 
 fn parse<'a, T: Deserialize<'a>>(path: &Path, bytes: &'a [u8]) -> Result<T, LocalModelError> {
-    serde_json::from_slice(bytes).map_err(|source| LocalModelError::Parse { path: path.to_owned(), source })
+    serde_json::from_slice(bytes).map_err(|source| LocalModelError::Parse {
+        path: path.to_owned(),
+        source,
+    })
 }
 
 /// The safetensors files of a folder: one, or those of an index.
@@ -242,7 +320,10 @@ impl Checkpoint {
             true => parse::<Index>(&path, &read(&path)?)?.weight_map,
             false => HashMap::new(),
         };
-        Ok(Checkpoint { folder: folder.to_owned(), index })
+        Ok(Checkpoint {
+            folder: folder.to_owned(),
+            index,
+        })
     }
 
     fn file_of(&self, tensor: &str) -> Result<PathBuf, LocalModelError> {
@@ -252,14 +333,25 @@ impl Checkpoint {
         let path = self.folder.join("model.safetensors.index.json");
         match self.index.get(tensor) {
             Some(name) if !name.contains('/') => Ok(self.folder.join(name)),
-            Some(name) => Err(LocalModelError::Content { path, reason: format!("names the file {name:?} outside the folder") }),
-            None => Err(LocalModelError::Content { path, reason: format!("does not name the tensor {tensor}") }),
+            Some(name) => Err(LocalModelError::Content {
+                path,
+                reason: format!("names the file {name:?} outside the folder"),
+            }),
+            None => Err(LocalModelError::Content {
+                path,
+                reason: format!("does not name the tensor {tensor}"),
+            }),
         }
     }
 
     fn matrix(&self, name: &str, [rows, columns]: [usize; 2]) -> Result<Matrix, LocalModelError> {
         let (dtype, bytes) = self.tensor(name, &[rows, columns])?;
-        Ok(Matrix { dtype, rows, columns, bytes })
+        Ok(Matrix {
+            dtype,
+            rows,
+            columns,
+            bytes,
+        })
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, LocalModelError> {
@@ -271,36 +363,62 @@ impl Checkpoint {
 
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<(DType, Vec<u8>), LocalModelError> {
         let path = self.file_of(name)?;
-        let bad = |reason: String| LocalModelError::Content { path: path.clone(), reason };
-        let io = |source| LocalModelError::Read { path: path.clone(), source };
+        let bad = |reason: String| LocalModelError::Content {
+            path: path.clone(),
+            reason,
+        };
+        let io = |source| LocalModelError::Read {
+            path: path.clone(),
+            source,
+        };
         let mut file = File::open(&path).map_err(io)?;
         let file_bytes = file.metadata().map_err(io)?.len();
         let mut length = [0; 8];
         file.read_exact(&mut length).map_err(io)?;
         let header_bytes = u64::from_le_bytes(length);
         if header_bytes > MAX_HEADER_BYTES.min(file_bytes) {
-            return Err(bad(format!("header of {header_bytes} bytes in a file of {file_bytes}")));
+            return Err(bad(format!(
+                "header of {header_bytes} bytes in a file of {file_bytes}"
+            )));
         }
         let mut header = vec![0; header_bytes as usize];
         file.read_exact(&mut header).map_err(io)?;
         let mut entries: HashMap<String, serde_json::Value> = parse(&path, &header)?;
-        let entry = entries.remove(name).ok_or_else(|| bad(format!("has no tensor {name}")))?;
-        let info: TensorInfo = serde_json::from_value(entry)
-            .map_err(|source| LocalModelError::Parse { path: path.clone(), source })?;
+        let entry = entries
+            .remove(name)
+            .ok_or_else(|| bad(format!("has no tensor {name}")))?;
+        let info: TensorInfo =
+            serde_json::from_value(entry).map_err(|source| LocalModelError::Parse {
+                path: path.clone(),
+                source,
+            })?;
         let dtype = match info.dtype {
             Dtype::F32 => DType::F32,
             Dtype::BF16 => DType::Bf16,
             Dtype::F16 => DType::F16,
-            other => return Err(bad(format!("tensor {name} is of type {other:?}; float32, bfloat16 or float16 is needed"))),
+            other => {
+                return Err(bad(format!(
+                    "tensor {name} is of type {other:?}; float32, bfloat16 or float16 is needed"
+                )));
+            }
         };
         let (start, end) = (info.data_offsets.0 as u64, info.data_offsets.1 as u64);
         let data = 8 + header_bytes;
-        let want = shape.iter().try_fold(dtype.size_bytes(), |n, d| n.checked_mul(*d)).map(|n| n as u64);
+        let want = shape
+            .iter()
+            .try_fold(dtype.size_bytes(), |n, d| n.checked_mul(*d))
+            .map(|n| n as u64);
         if info.shape != shape || end.checked_sub(start) != want {
-            return Err(bad(format!("tensor {name} has shape {:?} instead of {shape:?}", info.shape)));
+            return Err(bad(format!(
+                "tensor {name} has shape {:?} instead of {shape:?}",
+                info.shape
+            )));
         }
         if end > file_bytes - data {
-            return Err(bad(format!("is truncated: tensor {name} ends at byte {} of {file_bytes}", data + end)));
+            return Err(bad(format!(
+                "is truncated: tensor {name} ends at byte {} of {file_bytes}",
+                data + end
+            )));
         }
         let mut bytes = vec![0; (end - start) as usize];
         file.read_exact_at(&mut bytes, data + start).map_err(io)?;
@@ -318,29 +436,56 @@ mod tests {
 
     #[test]
     fn the_demo_model_embeds_and_has_logits() {
-        let mut model = LocalModel::load(&demo(), 1).unwrap();
-        assert_eq!((model.hidden_size(), model.num_blocks(), model.bos()), (192, 8, Some(0)));
+        let mut model = LocalModel::load(&demo(), None, 1).unwrap();
+        assert_eq!(
+            (model.hidden_size(), model.num_blocks(), model.bos()),
+            (192, 8, Some(0))
+        );
         assert!(model.is_eos(1) && !model.is_eos(0));
         assert_eq!(model.embed(&[0, 1023]).unwrap().len(), 2 * 192 * 2);
-        assert!(model.embed(&[1024]).unwrap_err().to_string().contains("token 1024"));
+        assert!(
+            model
+                .embed(&[1024])
+                .unwrap_err()
+                .to_string()
+                .contains("token 1024")
+        );
         assert_eq!(model.logits(&[0.5; 192]).unwrap().len(), 1024);
-        assert!(model.logits(&[0.5; 191]).unwrap_err().to_string().contains("191"));
+        assert!(
+            model
+                .logits(&[0.5; 191])
+                .unwrap_err()
+                .to_string()
+                .contains("191")
+        );
     }
 
     #[test]
     fn broken_folders_name_file_and_reason() {
         let folder = tempfile::tempdir().unwrap();
-        let error = || LocalModel::load(folder.path(), 1).unwrap_err().to_string();
+        let error = || {
+            LocalModel::load(folder.path(), None, 1)
+                .unwrap_err()
+                .to_string()
+        };
         assert!(error().contains("config.json"));
         let config = std::fs::read_to_string(demo().join("config.json")).unwrap();
-        std::fs::write(folder.path().join("config.json"), config.replace("\"llama\"", "\"gpt9\"")).unwrap();
+        std::fs::write(
+            folder.path().join("config.json"),
+            config.replace("\"llama\"", "\"gpt9\""),
+        )
+        .unwrap();
         assert!(error().contains("gpt9"), "{}", error());
         std::fs::write(folder.path().join("config.json"), config).unwrap();
         assert!(error().contains("model.safetensors"), "{}", error());
         let weights = std::fs::read(demo().join("model.safetensors")).unwrap();
         for cut in [0, 4, 9, 1000, weights.len() / 2] {
             std::fs::write(folder.path().join("model.safetensors"), &weights[..cut]).unwrap();
-            assert!(error().contains("model.safetensors"), "cut at {cut}: {}", error());
+            assert!(
+                error().contains("model.safetensors"),
+                "cut at {cut}: {}",
+                error()
+            );
         }
     }
 }

@@ -53,7 +53,9 @@ pub struct Leg<P> {
 
 /// No route covers all blocks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("no server that is ONLINE serves block {block}; start one that does, or wait until it has announced itself")]
+#[error(
+    "no server that is ONLINE serves block {block}; start one that does, or wait until it has announced itself"
+)]
 pub struct MissingBlock {
     /// The first block that nobody serves.
     pub block: u32,
@@ -69,11 +71,20 @@ pub fn min_latency<P: Clone + Eq + std::hash::Hash + Ord>(
     blocks: Range<u32>,
     cache_tokens: Option<u64>,
 ) -> Result<(Vec<Leg<P>>, f64), MissingBlock> {
-    if let Some(block) = blocks.clone().find(|b| !servers.iter().any(|s| s.blocks.contains(b))) {
+    if let Some(block) = blocks
+        .clone()
+        .find(|b| !servers.iter().any(|s| s.blocks.contains(b)))
+    {
         return Err(MissingBlock { block });
     }
-    let graph = Graph { servers, blocks: blocks.clone(), cache_tokens };
-    let (path, cost) = graph.shortest().ok_or(MissingBlock { block: blocks.start })?;
+    let graph = Graph {
+        servers,
+        blocks: blocks.clone(),
+        cache_tokens,
+    };
+    let (path, cost) = graph.shortest().ok_or(MissingBlock {
+        block: blocks.start,
+    })?;
     Ok((graph.legs(&path), cost))
 }
 
@@ -97,7 +108,9 @@ impl<P: Clone + Eq + std::hash::Hash + Ord> Graph<'_, P> {
 
     fn penalty(&self, server: usize) -> f64 {
         let candidate = &self.servers[server];
-        let need = self.cache_tokens.map(|n| n * 2 * u64::from(candidate.blocks.end - candidate.blocks.start));
+        let need = self
+            .cache_tokens
+            .map(|n| n * 2 * u64::from(candidate.blocks.end - candidate.blocks.start));
         match (need, candidate.cache_tokens_left) {
             (Some(need), Some(left)) if need > left => CACHE_PENALTY_S,
             _ => 0.0,
@@ -116,7 +129,11 @@ impl<P: Clone + Eq + std::hash::Hash + Ord> Graph<'_, P> {
     fn neighbours(&self, (server, block): Node) -> Vec<(Node, f64)> {
         let candidate = &self.servers[server];
         if block < self.end(server) {
-            let step = 1.0 / candidate.inference_rps.filter(|r| *r > 0.0).unwrap_or(DEFAULT_RPS);
+            let step = 1.0
+                / candidate
+                    .inference_rps
+                    .filter(|r| *r > 0.0)
+                    .unwrap_or(DEFAULT_RPS);
             return vec![((server, block + 1), step)];
         }
         let next = |s: &usize| *s != server && self.servers[*s].blocks.contains(&block);
@@ -124,7 +141,10 @@ impl<P: Clone + Eq + std::hash::Hash + Ord> Graph<'_, P> {
             .filter(next)
             .map(|s| {
                 let ping = candidate.next_pings_s.get(&self.servers[s].peer);
-                ((s, block), self.enter(s, ping.map(|p| p.min(MAX_PING_S) / 2.0)))
+                (
+                    (s, block),
+                    self.enter(s, ping.map(|p| p.min(MAX_PING_S) / 2.0)),
+                )
             })
             .collect()
     }
@@ -135,9 +155,18 @@ impl<P: Clone + Eq + std::hash::Hash + Ord> Graph<'_, P> {
         let mut queue = BinaryHeap::new();
         for (node, cost) in self.first_nodes() {
             best.insert(node, (cost, None));
-            queue.push(Reached { cost, node, finished: false });
+            queue.push(Reached {
+                cost,
+                node,
+                finished: false,
+            });
         }
-        while let Some(Reached { cost, node, finished }) = queue.pop() {
+        while let Some(Reached {
+            cost,
+            node,
+            finished,
+        }) = queue.pop()
+        {
             if finished {
                 return Some((self.path_to(node, &best), cost));
             }
@@ -145,15 +174,25 @@ impl<P: Clone + Eq + std::hash::Hash + Ord> Graph<'_, P> {
                 continue;
             }
             if node.1 == self.blocks.end {
-                let home = self.servers[node.0].ping_s.map_or(UNKNOWN_HALF_PING_S, |p| p.min(MAX_PING_S) / 2.0);
-                queue.push(Reached { cost: cost + home, node, finished: true });
+                let home = self.servers[node.0]
+                    .ping_s
+                    .map_or(UNKNOWN_HALF_PING_S, |p| p.min(MAX_PING_S) / 2.0);
+                queue.push(Reached {
+                    cost: cost + home,
+                    node,
+                    finished: true,
+                });
                 continue;
             }
             for (next, step) in self.neighbours(node) {
                 let total = cost + step;
                 if best.get(&next).is_none_or(|(known, _)| total < *known) {
                     best.insert(next, (total, Some(node)));
-                    queue.push(Reached { cost: total, node: next, finished: false });
+                    queue.push(Reached {
+                        cost: total,
+                        node: next,
+                        finished: false,
+                    });
                 }
             }
         }
@@ -161,8 +200,10 @@ impl<P: Clone + Eq + std::hash::Hash + Ord> Graph<'_, P> {
     }
 
     fn path_to(&self, last: Node, best: &HashMap<Node, (f64, Option<Node>)>) -> Vec<Node> {
-        let mut path: Vec<Node> =
-            std::iter::successors(Some(last), |node| best.get(node).and_then(|(_, before)| *before)).collect();
+        let mut path: Vec<Node> = std::iter::successors(Some(last), |node| {
+            best.get(node).and_then(|(_, before)| *before)
+        })
+        .collect();
         path.reverse();
         path
     }
@@ -171,7 +212,10 @@ impl<P: Clone + Eq + std::hash::Hash + Ord> Graph<'_, P> {
         path.chunk_by(|a, b| a.0 == b.0)
             .filter_map(|leg| {
                 let (&(server, start), &(_, end)) = (leg.first()?, leg.last()?);
-                Some(Leg { peer: self.servers[server].peer.clone(), blocks: start..end })
+                Some(Leg {
+                    peer: self.servers[server].peer.clone(),
+                    blocks: start..end,
+                })
             })
             .filter(|leg| !leg.blocks.is_empty())
             .collect()
@@ -189,7 +233,10 @@ impl Eq for Reached {}
 
 impl Ord for Reached {
     fn cmp(&self, other: &Reached) -> Ordering {
-        other.cost.total_cmp(&self.cost).then_with(|| other.node.cmp(&self.node))
+        other
+            .cost
+            .total_cmp(&self.cost)
+            .then_with(|| other.node.cmp(&self.node))
     }
 }
 
@@ -203,7 +250,13 @@ impl PartialOrd for Reached {
 mod tests {
     use super::*;
 
-    fn server(peer: u8, blocks: Range<u32>, rps: f64, ping_ms: f64, next: &[(u8, f64)]) -> Candidate<u8> {
+    fn server(
+        peer: u8,
+        blocks: Range<u32>,
+        rps: f64,
+        ping_ms: f64,
+        next: &[(u8, f64)],
+    ) -> Candidate<u8> {
         Candidate {
             peer,
             blocks,
@@ -241,15 +294,39 @@ mod tests {
 
     #[test]
     fn a_leg_may_start_and_end_inside_a_span() {
-        let servers = [server(1, 0..5, 100.0, 10.0, &[]), server(2, 3..9, 100.0, 10.0, &[])];
+        let servers = [
+            server(1, 0..5, 100.0, 10.0, &[]),
+            server(2, 3..9, 100.0, 10.0, &[]),
+        ];
         let (route, _) = min_latency(&servers, 1..8, None).unwrap();
-        assert_eq!(route, [Leg { peer: 1, blocks: 1..5 }, Leg { peer: 2, blocks: 5..8 }]);
+        assert_eq!(
+            route,
+            [
+                Leg {
+                    peer: 1,
+                    blocks: 1..5
+                },
+                Leg {
+                    peer: 2,
+                    blocks: 5..8
+                }
+            ]
+        );
     }
 
     #[test]
     fn the_first_block_without_a_server_is_named() {
-        let servers = [server(1, 0..3, 1.0, 1.0, &[]), server(2, 4..8, 1.0, 1.0, &[])];
-        assert_eq!(min_latency(&servers, 0..8, None), Err(MissingBlock { block: 3 }));
-        assert_eq!(min_latency::<u8>(&[], 0..8, None), Err(MissingBlock { block: 0 }));
+        let servers = [
+            server(1, 0..3, 1.0, 1.0, &[]),
+            server(2, 4..8, 1.0, 1.0, &[]),
+        ];
+        assert_eq!(
+            min_latency(&servers, 0..8, None),
+            Err(MissingBlock { block: 3 })
+        );
+        assert_eq!(
+            min_latency::<u8>(&[], 0..8, None),
+            Err(MissingBlock { block: 0 })
+        );
     }
 }

@@ -8,7 +8,9 @@ use netd::p2p::{CallError, P2p, PeerId, RpcStream};
 use netd::wire::messages::{ExpertRequest, ExpertResponse};
 use netd::wire::metadata::StepMetadata;
 use netd::wire::msgpack::{Limits, Value};
-use netd::wire::tensor::{ShapeLimits, TensorError, WireDtype, WireTensor, dummy_tensor, raw_tensor};
+use netd::wire::tensor::{
+    ShapeLimits, TensorError, WireDtype, WireTensor, dummy_tensor, raw_tensor,
+};
 use netd::wire::uid;
 use prost::Message;
 use shared::dtype::DType;
@@ -72,7 +74,11 @@ impl Hidden {
     /// The last `tokens` tokens.
     pub fn last(&self, tokens: usize) -> Hidden {
         let skip = self.tokens.saturating_sub(tokens) * self.token_bytes();
-        Hidden { dtype: self.dtype, tokens: tokens.min(self.tokens), bytes: self.bytes.slice(skip..) }
+        Hidden {
+            dtype: self.dtype,
+            tokens: tokens.min(self.tokens),
+            bytes: self.bytes.slice(skip..),
+        }
     }
 
     /// The last token as f32 `[hidden]`.
@@ -119,11 +125,26 @@ impl ServerSession {
     ///
     /// # Errors
     /// [`SessionError::Call`] when the server cannot be reached.
-    pub async fn open(p2p: &P2p, prefix: &str, leg: Leg<PeerId>, max_length: u32) -> Result<ServerSession, SessionError> {
-        let stream = p2p.open_stream(leg.peer, RPC_INFERENCE, CONNECT_TIMEOUT).await?;
+    pub async fn open(
+        p2p: &P2p,
+        prefix: &str,
+        leg: Leg<PeerId>,
+        max_length: u32,
+    ) -> Result<ServerSession, SessionError> {
+        let stream = p2p
+            .open_stream(leg.peer, RPC_INFERENCE, CONNECT_TIMEOUT)
+            .await?;
         let uids = uid::chain(prefix, leg.blocks.clone());
         let session_id = uuid::Uuid::new_v4().to_string();
-        Ok(ServerSession { leg, uids, session_id, stream, max_length, position: 0, opened: false })
+        Ok(ServerSession {
+            leg,
+            uids,
+            session_id,
+            stream,
+            max_length,
+            position: 0,
+            opened: false,
+        })
     }
 
     /// The server and the blocks it runs.
@@ -141,7 +162,11 @@ impl ServerSession {
     ///
     /// # Errors
     /// [`SessionError`]; the session is of no use afterwards.
-    pub async fn step(&mut self, input: &Hidden, step_id: &str) -> Result<(Hidden, StepTiming), SessionError> {
+    pub async fn step(
+        &mut self,
+        input: &Hidden,
+        step_id: &str,
+    ) -> Result<(Hidden, StepTiming), SessionError> {
         let request = self.request(input, step_id)?;
         let began = Instant::now();
         self.stream.send(request.encode_to_vec().into()).await?;
@@ -155,12 +180,23 @@ impl ServerSession {
         self.opened = true;
         self.position += u32::try_from(input.tokens).unwrap_or(u32::MAX);
         let (queue, compute) = timing(&response.metadata);
-        Ok((output, StepTiming { total, queue, compute }))
+        Ok((
+            output,
+            StepTiming {
+                total,
+                queue,
+                compute,
+            },
+        ))
     }
 
     fn request(&self, input: &Hidden, step_id: &str) -> Result<ExpertRequest, SessionError> {
         let width = input.bytes.len() / (input.tokens.max(1) * input.dtype.size_bytes());
-        let hidden = raw_tensor(&[1, input.tokens, width], input.dtype.into(), input.bytes.clone())?;
+        let hidden = raw_tensor(
+            &[1, input.tokens, width],
+            input.dtype.into(),
+            input.bytes.clone(),
+        )?;
         let metadata = StepMetadata {
             session_id: &self.session_id,
             step_id,
@@ -170,7 +206,11 @@ impl ServerSession {
         };
         Ok(ExpertRequest {
             uid: self.uids.clone(),
-            tensors: vec![hidden, dummy_tensor(WireDtype::F32), dummy_tensor(WireDtype::I64)],
+            tensors: vec![
+                hidden,
+                dummy_tensor(WireDtype::F32),
+                dummy_tensor(WireDtype::I64),
+            ],
             metadata: ask_timing(&metadata.encode()).into(),
         })
     }
@@ -178,13 +218,22 @@ impl ServerSession {
     fn output(&self, response: &ExpertResponse, input: &Hidden) -> Result<Hidden, SessionError> {
         let max_elements = input.bytes.len();
         let tensor = match response.tensors.first() {
-            Some(message) => WireTensor::parse(message, ShapeLimits { max_rank: 3, max_elements })?,
+            Some(message) => WireTensor::parse(
+                message,
+                ShapeLimits {
+                    max_rank: 3,
+                    max_elements,
+                },
+            )?,
             None => return Err(SessionError::Closed),
         };
         let width = input.bytes.len() / (input.tokens.max(1) * input.dtype.size_bytes());
         let want = [1, input.tokens, width];
         if tensor.shape() != want {
-            return Err(SessionError::Shape { got: tensor.shape().to_vec(), want: want.to_vec() });
+            return Err(SessionError::Shape {
+                got: tensor.shape().to_vec(),
+                want: want.to_vec(),
+            });
         }
         let dtype = match tensor.dtype() {
             WireDtype::Bf16 => DType::Bf16,
@@ -193,7 +242,11 @@ impl ServerSession {
         };
         let mut bytes = vec![0; tensor.element_count() * dtype.size_bytes()];
         tensor.write_to(dtype, &mut bytes)?;
-        Ok(Hidden { dtype, tokens: input.tokens, bytes: bytes.into() })
+        Ok(Hidden {
+            dtype,
+            tokens: input.tokens,
+            bytes: bytes.into(),
+        })
     }
 
     /// Ends the session: the server frees its cache.
@@ -201,7 +254,9 @@ impl ServerSession {
     /// # Errors
     /// [`SessionError::Call`] when the connection is gone already.
     pub async fn close(mut self) -> Result<(), SessionError> {
-        self.stream.send(ExpertRequest::default().encode_to_vec().into()).await?;
+        self.stream
+            .send(ExpertRequest::default().encode_to_vec().into())
+            .await?;
         self.stream.finish().await?;
         while self.stream.recv().await?.is_some() {}
         self.stream.close().await;
@@ -237,7 +292,11 @@ mod tests {
     #[test]
     fn last_takes_the_end_of_the_tokens() {
         let values: Vec<u8> = (0..6).flat_map(|v| (v as f32).to_le_bytes()).collect();
-        let hidden = Hidden { dtype: DType::F32, tokens: 3, bytes: values.into() };
+        let hidden = Hidden {
+            dtype: DType::F32,
+            tokens: 3,
+            bytes: values.into(),
+        };
         assert_eq!(hidden.last(2).bytes, hidden.bytes.slice(8..));
         assert_eq!(hidden.last_f32(), [4.0, 5.0]);
         assert_eq!(hidden.last(9), hidden);
@@ -245,20 +304,30 @@ mod tests {
 
     #[test]
     fn times_are_asked_for_and_read_without_trust() {
-        let asked = ask_timing(&StepMetadata {
-            session_id: "a",
-            step_id: "b",
-            open: None,
-            next_servers: &[],
-            start_from_position: Some(3),
-        }
-        .encode());
-        assert_eq!(Value::decode(&asked, Limits::SMALL).unwrap().get("sepal_timing"), Some(&Value::Bool(true)));
+        let asked = ask_timing(
+            &StepMetadata {
+                session_id: "a",
+                step_id: "b",
+                open: None,
+                next_servers: &[],
+                start_from_position: Some(3),
+            }
+            .encode(),
+        );
+        assert_eq!(
+            Value::decode(&asked, Limits::SMALL)
+                .unwrap()
+                .get("sepal_timing"),
+            Some(&Value::Bool(true))
+        );
         let told = Value::Map(vec![
             (Value::str("queue_ns"), Value::Int(-5)),
             (Value::str("compute_ns"), Value::Int(7_000)),
         ]);
-        assert_eq!(timing(&told.encode()), (Duration::ZERO, Duration::from_micros(7)));
+        assert_eq!(
+            timing(&told.encode()),
+            (Duration::ZERO, Duration::from_micros(7))
+        );
         assert_eq!(timing(b"\xc1"), (Duration::ZERO, Duration::ZERO));
     }
 }

@@ -40,7 +40,9 @@ pub struct SwarmConfig {
 #[derive(Debug, thiserror::Error)]
 pub enum SwarmError {
     /// No peers were given.
-    #[error("no peers to enter the swarm through; give the address of a server or bootstrap node with --initial_peers")]
+    #[error(
+        "no peers to enter the swarm through; give the address of a server or bootstrap node with --initial_peers"
+    )]
     NoPeers,
     /// The network node.
     #[error(transparent)]
@@ -105,7 +107,15 @@ impl Swarm {
         );
         dht.join().await?;
         let (pings_s, bans) = (HashMap::new(), HashMap::new());
-        Ok(Swarm { config, p2p, dht, servers: Vec::new(), read_at: None, pings_s, bans })
+        Ok(Swarm {
+            config,
+            p2p,
+            dht,
+            servers: Vec::new(),
+            read_at: None,
+            pings_s,
+            bans,
+        })
     }
 
     /// The network node.
@@ -133,10 +143,15 @@ impl Swarm {
     /// # Errors
     /// [`SwarmError::Dht`].
     pub async fn refresh(&mut self) -> Result<(), SwarmError> {
-        let blocks = view::read_blocks(&self.dht, &self.config.prefix, 0..self.config.num_blocks).await?;
+        let blocks =
+            view::read_blocks(&self.dht, &self.config.prefix, 0..self.config.num_blocks).await?;
         self.servers = view::spans(&blocks, 0, ServerState::Online);
         self.read_at = Some(Instant::now());
-        let unknown = self.servers.iter().filter_map(peer).filter(|p| !self.pings_s.contains_key(p));
+        let unknown = self
+            .servers
+            .iter()
+            .filter_map(peer)
+            .filter(|p| !self.pings_s.contains_key(p));
         let asked: Vec<PeerId> = unknown.take(MAX_PINGED).collect();
         let pings = asked.iter().map(|peer| self.dht.ping(*peer));
         for (peer, ping) in asked.iter().zip(futures::future::join_all(pings).await) {
@@ -153,18 +168,32 @@ impl Swarm {
     ///
     /// # Errors
     /// [`SwarmError::Missing`] names the first block that nobody serves.
-    pub async fn route(&mut self, blocks: Range<u32>, max_length: u32) -> Result<Vec<Leg<PeerId>>, SwarmError> {
+    pub async fn route(
+        &mut self,
+        blocks: Range<u32>,
+        max_length: u32,
+    ) -> Result<Vec<Leg<PeerId>>, SwarmError> {
         let end = Instant::now() + self.config.startup_timeout;
         if self.read_at.is_none_or(|at| at.elapsed() > REFRESH_PERIOD) {
             self.refresh().await?;
         }
         loop {
-            match min_latency(&self.candidates(), blocks.clone(), Some(u64::from(max_length))) {
+            match min_latency(
+                &self.candidates(),
+                blocks.clone(),
+                Some(u64::from(max_length)),
+            ) {
                 Ok((legs, _)) => return Ok(legs),
                 Err(missing) if Instant::now() >= end => {
-                    return Err(SwarmError::Missing { prefix: self.config.prefix.clone(), missing });
+                    return Err(SwarmError::Missing {
+                        prefix: self.config.prefix.clone(),
+                        missing,
+                    });
                 }
-                Err(missing) => tracing::debug!(block = missing.block, "nobody serves a block, looking again"),
+                Err(missing) => tracing::debug!(
+                    block = missing.block,
+                    "nobody serves a block, looking again"
+                ),
             }
             tokio::time::sleep(LOOK_AGAIN).await;
             self.refresh().await?;
@@ -174,7 +203,13 @@ impl Swarm {
     /// Routes around `peer` for a while; longer each time.
     pub fn ban(&mut self, peer: PeerId) {
         let length = self.bans.get(&peer).map_or(BAN, |ban| ban.length * 2);
-        self.bans.insert(peer, Ban { until: Instant::now() + length, length });
+        self.bans.insert(
+            peer,
+            Ban {
+                until: Instant::now() + length,
+                length,
+            },
+        );
     }
 
     /// Closes all connections.
@@ -184,13 +219,24 @@ impl Swarm {
 
     /// Servers that are not banned, unless a block would be left without any: better a doubtful server than none.
     fn candidates(&self) -> Vec<Candidate<PeerId>> {
-        let all: Vec<Candidate<PeerId>> = self.servers.iter().filter_map(|s| self.candidate(s)).collect();
+        let all: Vec<Candidate<PeerId>> = self
+            .servers
+            .iter()
+            .filter_map(|s| self.candidate(s))
+            .collect();
         let now = Instant::now();
-        let banned = |c: &Candidate<PeerId>| self.bans.get(&c.peer).is_some_and(|ban| ban.until > now);
+        let banned =
+            |c: &Candidate<PeerId>| self.bans.get(&c.peer).is_some_and(|ban| ban.until > now);
         let served_otherwise = |c: &Candidate<PeerId>| {
-            c.blocks.clone().all(|b| all.iter().any(|other| other.blocks.contains(&b) && !banned(other)))
+            c.blocks.clone().all(|b| {
+                all.iter()
+                    .any(|other| other.blocks.contains(&b) && !banned(other))
+            })
         };
-        all.iter().filter(|c| !banned(c) || !served_otherwise(c)).cloned().collect()
+        all.iter()
+            .filter(|c| !banned(c) || !served_otherwise(c))
+            .cloned()
+            .collect()
     }
 
     fn candidate(&self, server: &ServerSpan) -> Option<Candidate<PeerId>> {
@@ -202,7 +248,9 @@ impl Swarm {
             inference_rps: server.info.inference_rps,
             cache_tokens_left: server.info.cache_tokens_left,
             ping_s: self.pings_s.get(&peer).copied(),
-            next_pings_s: next.filter_map(|(peer, ping)| Some((peer.parse().ok()?, *ping))).collect(),
+            next_pings_s: next
+                .filter_map(|(peer, ping)| Some((peer.parse().ok()?, *ping)))
+                .collect(),
         })
     }
 }

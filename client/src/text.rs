@@ -8,7 +8,9 @@ use tokenizers::Tokenizer;
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
     /// The file is missing or not a tokenizer.
-    #[error("read the tokenizer {path}: {reason}; a model folder needs the tokenizer.json of its model")]
+    #[error(
+        "read the tokenizer {path}: {reason}; a model folder needs the tokenizer.json of its model"
+    )]
     Load {
         /// The file.
         path: String,
@@ -34,8 +36,10 @@ impl TextCodec {
     /// [`TextError::Load`] names the file.
     pub fn load(folder: &Path, bos: Option<u32>) -> Result<TextCodec, TextError> {
         let path = folder.join("tokenizer.json");
-        let tokenizer = Tokenizer::from_file(&path)
-            .map_err(|e| TextError::Load { path: path.display().to_string(), reason: e.to_string() })?;
+        let tokenizer = Tokenizer::from_file(&path).map_err(|e| TextError::Load {
+            path: path.display().to_string(),
+            reason: e.to_string(),
+        })?;
         Ok(TextCodec { tokenizer, bos })
     }
 
@@ -44,7 +48,10 @@ impl TextCodec {
     /// # Errors
     /// [`TextError::Tokenize`].
     pub fn encode(&self, prompt: &str) -> Result<Vec<u32>, TextError> {
-        let encoding = self.tokenizer.encode(prompt, true).map_err(|e| TextError::Tokenize(e.to_string()))?;
+        let encoding = self
+            .tokenizer
+            .encode(prompt, true)
+            .map_err(|e| TextError::Tokenize(e.to_string()))?;
         let ids = encoding.get_ids();
         let bos = self.bos.filter(|bos| ids.first() != Some(bos));
         Ok(bos.into_iter().chain(ids.iter().copied()).collect())
@@ -55,7 +62,9 @@ impl TextCodec {
     /// # Errors
     /// [`TextError::Tokenize`].
     pub fn decode(&self, tokens: &[u32]) -> Result<String, TextError> {
-        self.tokenizer.decode(tokens, true).map_err(|e| TextError::Tokenize(e.to_string()))
+        self.tokenizer
+            .decode(tokens, true)
+            .map_err(|e| TextError::Tokenize(e.to_string()))
     }
 }
 
@@ -74,7 +83,12 @@ pub struct TextStream<'a> {
 impl<'a> TextStream<'a> {
     /// A stream that continues after `prompt`.
     pub fn new(codec: &'a TextCodec, prompt: &[u32]) -> TextStream<'a> {
-        TextStream { codec, tokens: prompt.to_vec(), context: 0, printed: prompt.len() }
+        TextStream {
+            codec,
+            tokens: prompt.to_vec(),
+            context: 0,
+            printed: prompt.len(),
+        }
     }
 
     /// The text that `token` completes; empty while a character is incomplete.
@@ -83,7 +97,9 @@ impl<'a> TextStream<'a> {
     /// [`TextError::Tokenize`].
     pub fn push(&mut self, token: u32) -> Result<String, TextError> {
         self.tokens.push(token);
-        let before = self.codec.decode(&self.tokens[self.context..self.printed])?;
+        let before = self
+            .codec
+            .decode(&self.tokens[self.context..self.printed])?;
         let after = self.codec.decode(&self.tokens[self.context..])?;
         match after.strip_prefix(before.as_str()) {
             Some(new) if !new.ends_with('\u{fffd}') => {
@@ -101,12 +117,19 @@ mod tests {
     use super::*;
 
     fn codec() -> TextCodec {
-        TextCodec::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("model"), Some(0)).unwrap()
+        TextCodec::load(
+            &Path::new(env!("CARGO_MANIFEST_DIR")).join("model"),
+            Some(0),
+        )
+        .unwrap()
     }
 
     #[test]
     fn prompts_begin_with_the_start_token_as_in_transformers() {
-        assert_eq!(codec().encode("Once upon a time").unwrap(), [0, 484, 485, 260, 486]);
+        assert_eq!(
+            codec().encode("Once upon a time").unwrap(),
+            [0, 484, 485, 260, 486]
+        );
     }
 
     #[test]
@@ -115,13 +138,18 @@ mod tests {
         let text = "Once upon a time a fox met « café » 🦊 by the sea.";
         let tokens = codec.encode(text).unwrap();
         let mut stream = TextStream::new(&codec, &tokens[..3]);
-        let rest: String = tokens[3..].iter().map(|t| stream.push(*t).unwrap()).collect();
+        let rest: String = tokens[3..]
+            .iter()
+            .map(|t| stream.push(*t).unwrap())
+            .collect();
         assert_eq!(codec.decode(&tokens[..3]).unwrap() + &rest, text);
     }
 
     #[test]
     fn a_missing_tokenizer_names_the_file() {
-        let error = TextCodec::load(Path::new("/nonexistent"), None).unwrap_err().to_string();
+        let error = TextCodec::load(Path::new("/nonexistent"), None)
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("/nonexistent/tokenizer.json"), "{error}");
     }
 }

@@ -19,7 +19,7 @@ use shared::shm::doorbell::Doorbell;
 use shared::shm::kv::KvMap;
 use shared::shm::pair::PairError;
 use shared::shm::segment::{MemfdSegment, SegmentError};
-use tracing::{error, info, warn};
+use tracing::{debug, error, info, warn};
 
 use crate::block::BlockSpec;
 use crate::engine::{Engine, EngineShape};
@@ -55,7 +55,8 @@ pub fn run(bootstrap: Bootstrap) -> ExitReason {
     let sender = ends.sender.clone();
     let End { reason, message } = serve(ends);
     if !message.is_empty() {
-        error!(%reason, message, "failed");
+        debug!(%reason, message, "failed");
+        // The supervisor logs the sentence; without a supervisor nobody is left to read it.
         let _ = sender.send(FromWorker::Failed { reason, message });
     }
     reason

@@ -1,8 +1,8 @@
 //! `sepal dht`: a node that others join through. It serves the DHT and nothing else, and runs without a supervisor.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
+use shared::config::DhtNodeConfig;
 use shared::exit::ExitReason;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
@@ -12,23 +12,6 @@ use crate::join::{self, Joined, NodeSettings, addresses, with_cause};
 use crate::p2p::{Keypair, P2pError, identity};
 use crate::rpc::dispatch::reachability_protocol;
 use crate::run::{Fatal, reactor};
-
-/// Settings of a bootstrap node (flags of `petals.cli.run_dht`).
-#[derive(Clone, Debug)]
-pub struct DhtNodeConfig {
-    /// Multiaddrs to listen on.
-    pub host_maddrs: Vec<String>,
-    /// Multiaddrs to announce in place of those; empty = announce what is listened on.
-    pub announce_maddrs: Vec<String>,
-    /// Peers to join through; empty = a new swarm.
-    pub initial_peers: Vec<String>,
-    /// File of the libp2p private key, made if it is not there; `None` = a fresh identity.
-    pub identity_path: Option<PathBuf>,
-    /// Time between two looks at the swarm.
-    pub refresh_period: Duration,
-    /// Time to listen and to reach a first peer.
-    pub startup_timeout: Duration,
-}
 
 /// Runs until Ctrl-C or SIGTERM. `ready` is given the full addresses that newcomers pass as `--initial_peers`, once the
 /// node is part of the swarm; it is the caller who prints.

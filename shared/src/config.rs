@@ -201,6 +201,63 @@ pub struct LogConfig {
     pub format: LogFormat,
 }
 
+/// Settings of `sepal dht`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DhtNodeConfig {
+    /// Peers to join through; empty = a new swarm.
+    pub initial_peers: Vec<String>,
+    /// Multiaddrs to listen on.
+    pub host_maddrs: Vec<String>,
+    /// Multiaddrs to announce in place of the listened ones.
+    pub announce_maddrs: Vec<String>,
+    /// File of the private key, made if missing; `None` = a new identity.
+    pub identity_path: Option<PathBuf>,
+    /// Period of the status lines and of the look-up that evicts dead peers.
+    pub refresh_period: Duration,
+    /// Time to listen and to reach a first peer.
+    pub startup_timeout: Duration,
+}
+
+/// Settings of `sepal generate`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GenerateConfig {
+    /// Model folder.
+    pub model: PathBuf,
+    /// Prefix of the module uids; `None` = the model's own.
+    pub dht_prefix: Option<String>,
+    /// Peers of the swarm.
+    pub initial_peers: Vec<String>,
+    /// Text to continue.
+    pub prompt: String,
+    /// Type of embeddings and head; `None` = the checkpoint's.
+    pub dtype: Option<DType>,
+    /// Most tokens to add.
+    pub max_new_tokens: u32,
+    /// Divides the logits; `None` = greedy.
+    pub temperature: Option<f32>,
+    /// Keeps the most probable tokens only.
+    pub top_k: Option<usize>,
+    /// Keeps the smallest set of tokens with this probability.
+    pub top_p: Option<f32>,
+    /// Seed of the draws; `None` = from the system.
+    pub seed: Option<u64>,
+    /// Whether to print speed and the time of a step at the end.
+    pub stats: bool,
+    /// Time to reach the swarm and to find servers for all blocks.
+    pub startup_timeout: Duration,
+}
+
+/// Settings of `sepal demo`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DemoConfig {
+    /// Text to continue; `None` = one that suits the model.
+    pub prompt: Option<String>,
+    /// Most tokens to add.
+    pub max_new_tokens: u32,
+    /// Whether the swarm stays until Ctrl-C.
+    pub keep: bool,
+}
+
 /// Form of a log line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LogFormat {
@@ -229,7 +286,8 @@ impl NetdConfig {
     /// where query heads share key/value heads.
     pub fn limits(&self, model: &crate::model::ModelFacts) -> Limits {
         let grouped = model.kv_groups() > 1;
-        let pick = |asked: Option<u32>, large, small| asked.unwrap_or(if grouped { large } else { small });
+        let pick =
+            |asked: Option<u32>, large, small| asked.unwrap_or(if grouped { large } else { small });
         Limits {
             inference_max_length: pick(self.inference_max_length, 8192, 2048),
             attn_cache_tokens: pick(self.attn_cache_tokens, 16384, 4096),
@@ -243,6 +301,8 @@ impl Limits {
     /// one spare page for copies.
     pub fn kv_pages(&self) -> u32 {
         let page = crate::model::PAGE_TOKENS as u32;
-        self.attn_cache_tokens.div_ceil(page).saturating_add(2 * POOL_ROWS)
+        self.attn_cache_tokens
+            .div_ceil(page)
+            .saturating_add(2 * POOL_ROWS)
     }
 }

@@ -11,7 +11,9 @@ use std::time::Duration;
 
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand};
-use shared::config::{LogConfig, LogFormat, ServeConfig};
+use shared::config::{
+    DemoConfig, DhtNodeConfig, GenerateConfig, LogConfig, LogFormat, ServeConfig,
+};
 use shared::control::Role;
 use shared::exit::ExitReason;
 
@@ -41,11 +43,11 @@ pub enum Command {
         notes: Vec<String>,
     },
     /// Run a bootstrap node.
-    Dht(DhtOptions),
+    Dht(DhtNodeConfig, LogConfig),
     /// Generate text through the swarm.
-    Generate(GenerateOptions),
+    Generate(GenerateConfig, LogConfig),
     /// Start a private swarm and generate text through it.
-    Demo(DemoOptions),
+    Demo(DemoConfig, LogConfig),
     /// Show what runs.
     Status(StatusOptions),
     /// Be a child of a supervisor.
@@ -55,67 +57,6 @@ pub enum Command {
         /// The inherited descriptor.
         bootstrap: i32,
     },
-}
-
-/// Settings of `sepal dht`.
-#[derive(Clone, Debug, PartialEq)]
-pub struct DhtOptions {
-    /// Peers to join through; empty = a new swarm.
-    pub initial_peers: Vec<String>,
-    /// Multiaddrs to listen on.
-    pub host_maddrs: Vec<String>,
-    /// Multiaddrs to announce in place of the listened ones.
-    pub announce_maddrs: Vec<String>,
-    /// File of the private key, made if missing; `None` = a new identity.
-    pub identity_path: Option<PathBuf>,
-    /// Period of the status lines and of the look-up that evicts dead peers.
-    pub refresh_period: Duration,
-    /// Time to listen and to reach a first peer.
-    pub startup_timeout: Duration,
-    /// How to log.
-    pub log: LogConfig,
-}
-
-/// Settings of `sepal generate`.
-#[derive(Clone, Debug, PartialEq)]
-pub struct GenerateOptions {
-    /// Model folder.
-    pub model: PathBuf,
-    /// Prefix of the module uids; `None` = the model's own.
-    pub dht_prefix: Option<String>,
-    /// Peers of the swarm.
-    pub initial_peers: Vec<String>,
-    /// Text to continue.
-    pub prompt: String,
-    /// Most tokens to add.
-    pub max_new_tokens: u32,
-    /// Divides the logits; `None` = greedy.
-    pub temperature: Option<f32>,
-    /// Keeps the most probable tokens only.
-    pub top_k: Option<usize>,
-    /// Keeps the smallest set of tokens with this probability.
-    pub top_p: Option<f32>,
-    /// Seed of the draws; `None` = from the system.
-    pub seed: Option<u64>,
-    /// Whether to print speed and the time of a step at the end.
-    pub stats: bool,
-    /// Time to reach the swarm and to find servers for all blocks.
-    pub startup_timeout: Duration,
-    /// How to log.
-    pub log: LogConfig,
-}
-
-/// Settings of `sepal demo`.
-#[derive(Clone, Debug, PartialEq)]
-pub struct DemoOptions {
-    /// Text to continue; `None` = one that suits the model.
-    pub prompt: Option<String>,
-    /// Most tokens to add.
-    pub max_new_tokens: u32,
-    /// Whether the swarm stays until Ctrl-C.
-    pub keep: bool,
-    /// How to log.
-    pub log: LogConfig,
 }
 
 /// Settings of `sepal status`.
@@ -175,12 +116,15 @@ pub fn parse(args: impl IntoIterator<Item = OsString>, env: Env<'_>) -> Result<C
         }
         Commands::Dht(args) => dht(args, env).map_err(CliError::new),
         Commands::Generate(args) => generate(args, env).map_err(CliError::new),
-        Commands::Demo(args) => Ok(Command::Demo(DemoOptions {
-            prompt: args.prompt,
-            max_new_tokens: args.max_new_tokens,
-            keep: args.keep,
-            log: args.log.resolve(env, "warn"),
-        })),
+        Commands::Demo(args) => {
+            let (prompt, max_new_tokens, keep) = (args.prompt, args.max_new_tokens, args.keep);
+            let config = DemoConfig {
+                prompt,
+                max_new_tokens,
+                keep,
+            };
+            Ok(Command::Demo(config, args.log.resolve(env, "warn")))
+        }
         Commands::Status(args) => Ok(Command::Status(StatusOptions {
             instance: args.instance,
             runtime_dir: args.runtime_dir.unwrap_or_else(|| runtime_dir(env)),
@@ -216,26 +160,27 @@ fn dht(args: DhtArgs, env: Env<'_>) -> Result<Command, String> {
     check_maddrs("--host_maddrs", &args.host_maddrs)?;
     check_maddrs("--announce_maddrs", &args.announce_maddrs)?;
     check_maddrs("--initial_peers", &args.initial_peers)?;
-    Ok(Command::Dht(DhtOptions {
+    let config = DhtNodeConfig {
         initial_peers: args.initial_peers,
         host_maddrs: args.host_maddrs,
         announce_maddrs: args.announce_maddrs,
         identity_path: args.identity_path,
         refresh_period: args.refresh_period,
         startup_timeout: args.startup_timeout,
-        log: args.log.resolve(env, "info"),
-    }))
+    };
+    Ok(Command::Dht(config, args.log.resolve(env, "info")))
 }
 
 fn generate(mut args: GenerateArgs, env: Env<'_>) -> Result<Command, String> {
     let model = model_or_last(args.model, &mut [&mut args.initial_peers])
         .ok_or("give a model folder: sepal generate MODEL")?;
     check_maddrs("--initial_peers", &args.initial_peers)?;
-    Ok(Command::Generate(GenerateOptions {
+    let config = GenerateConfig {
         model: model.into(),
         dht_prefix: args.dht_prefix,
         initial_peers: args.initial_peers,
         prompt: args.prompt,
+        dtype: serve::dtype(&args.torch_dtype)?,
         max_new_tokens: args.max_new_tokens,
         temperature: args.temperature,
         top_k: args.top_k,
@@ -243,8 +188,8 @@ fn generate(mut args: GenerateArgs, env: Env<'_>) -> Result<Command, String> {
         seed: args.seed,
         stats: args.stats,
         startup_timeout: args.startup_timeout,
-        log: args.log.resolve(env, "warn"),
-    }))
+    };
+    Ok(Command::Generate(config, args.log.resolve(env, "warn")))
 }
 
 /// `$XDG_RUNTIME_DIR/sepal`, or a folder of the user's own in /tmp.
@@ -358,6 +303,9 @@ struct GenerateArgs {
     /// Prefix under which the servers announce the model
     #[arg(long, value_name = "PREFIX")]
     dht_prefix: Option<String>,
+    /// Type in which embeddings and head are computed: auto (as in the checkpoint), float32 or bfloat16
+    #[arg(long, value_name = "DTYPE", default_value = "auto")]
+    torch_dtype: String,
     /// Most tokens to add
     #[arg(long, value_name = "N", default_value_t = 64)]
     max_new_tokens: u32,

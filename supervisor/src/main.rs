@@ -2,20 +2,14 @@
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;
-use std::time::Duration;
 
-use client::demo::{self, DemoConfig};
-use client::generate::{self, GenerateConfig};
-use client::sampling::SamplingConfig;
-use netd::dht_node::{self, DhtNodeConfig};
+use client::{demo, generate};
+use netd::dht_node;
 use shared::bootstrap::{Bootstrap, Identity, init_logging};
 use shared::config::LogConfig;
 use shared::control::Role;
 use shared::exit::ExitReason;
-use supervisor::cli::{self, Command, DhtOptions, GenerateOptions};
-
-/// Time for a bootstrap node to listen and to reach a first peer.
-const DHT_STARTUP: Duration = Duration::from_secs(60);
+use supervisor::cli::{self, Command};
 
 fn main() -> ExitCode {
     let command = match cli::parse(std::env::args_os(), &|name| std::env::var(name).ok()) {
@@ -26,12 +20,13 @@ fn main() -> ExitCode {
         Command::Serve { config, notes } => supervisor::serve(*config, &notes),
         Command::Status(options) => supervisor::report::run(&options),
         Command::Role { role, bootstrap } => child(role, bootstrap),
-        Command::Dht(options) => with_log(&options.log.clone(), "dht", || dht(options)),
-        Command::Generate(options) => with_log(&options.log.clone(), "generate", || text(options)),
-        Command::Demo(options) => with_log(&options.log, "demo", || {
-            let (prompt, max_new_tokens, keep) = (options.prompt, options.max_new_tokens, options.keep);
-            demo::run_command(&DemoConfig { prompt, max_new_tokens, keep })
-        }),
+        Command::Dht(config, log) => {
+            with_log(&log, "dht", || dht_node::run(config, print_addresses))
+        }
+        Command::Generate(config, log) => {
+            with_log(&log, "generate", || generate::run_command(&config))
+        }
+        Command::Demo(config, log) => with_log(&log, "demo", || demo::run_command(&config)),
     })
 }
 
@@ -50,39 +45,20 @@ fn child(role: Role, bootstrap: i32) -> ExitReason {
     }
 }
 
-fn dht(options: DhtOptions) -> ExitReason {
-    let config = DhtNodeConfig {
-        host_maddrs: options.host_maddrs,
-        announce_maddrs: options.announce_maddrs,
-        initial_peers: options.initial_peers,
-        identity_path: options.identity_path,
-        refresh_period: options.refresh_period,
-        startup_timeout: DHT_STARTUP,
-    };
-    dht_node::run(config, |addrs| {
-        println!("Others join this swarm through any of these addresses:");
-        addrs.iter().for_each(|addr| println!("  --initial_peers {addr}"));
-    })
-}
-
-fn text(options: GenerateOptions) -> ExitReason {
-    let GenerateOptions { temperature, top_k, top_p, seed, .. } = options;
-    // The addresses were checked when the flags were read.
-    let initial_peers = options.initial_peers.iter().filter_map(|addr| addr.parse().ok()).collect();
-    let config = GenerateConfig {
-        model: options.model,
-        dht_prefix: options.dht_prefix,
-        initial_peers,
-        prompt: options.prompt,
-        max_new_tokens: options.max_new_tokens,
-        sampling: SamplingConfig { temperature, top_k, top_p, seed },
-        startup_timeout: options.startup_timeout,
-    };
-    generate::run_command(&config, options.stats)
+fn print_addresses(addrs: &[String]) {
+    println!("Others join this swarm through any of these addresses:");
+    addrs
+        .iter()
+        .for_each(|addr| println!("  --initial_peers {addr}"));
 }
 
 fn with_log(log: &LogConfig, role: &'static str, run: impl FnOnce() -> ExitReason) -> ExitReason {
-    match init_logging(log, Identity { role, worker: None, generation: None }) {
+    let identity = Identity {
+        role,
+        worker: None,
+        generation: None,
+    };
+    match init_logging(log, identity) {
         Ok(()) => run(),
         Err(error) => {
             eprintln!("sepal: {error}");

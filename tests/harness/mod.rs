@@ -57,7 +57,10 @@ pub struct Sepal {
 impl Sepal {
     /// Starts `sepal ARGS...`; standard error is collected as the log, standard output with it.
     pub fn start(args: &[&str]) -> Sepal {
-        Sepal::start_in(Arc::new(tempfile::tempdir().expect("temporary folder")), args)
+        Sepal::start_in(
+            Arc::new(tempfile::tempdir().expect("temporary folder")),
+            args,
+        )
     }
 
     /// Starts in the folder of an earlier process.
@@ -85,7 +88,11 @@ impl Sepal {
 
     /// Starts `sepal serve MODEL` as a new swarm on a free loopback port and waits until it is ONLINE.
     pub fn serve(model: &Path, prefix: &str, more: &[&str]) -> Sepal {
-        let sepal = Sepal::start(&serve_args(model, prefix, &[&["--new_swarm"], more].concat()));
+        let sepal = Sepal::start(&serve_args(
+            model,
+            prefix,
+            &[&["--new_swarm"], more].concat(),
+        ));
         sepal.wait_online();
         sepal
     }
@@ -93,7 +100,11 @@ impl Sepal {
     /// Starts another server in the swarm of `first` and waits until it is ONLINE.
     pub fn join(first: &Sepal, model: &Path, prefix: &str, more: &[&str]) -> Sepal {
         let peer = first.addr();
-        let sepal = Sepal::start(&serve_args(model, prefix, &[&["--initial_peers", &peer], more].concat()));
+        let sepal = Sepal::start(&serve_args(
+            model,
+            prefix,
+            &[&["--initial_peers", &peer], more].concat(),
+        ));
         sepal.wait_online();
         sepal
     }
@@ -117,7 +128,11 @@ impl Sepal {
                 return line.clone();
             }
             let left = end.saturating_duration_since(Instant::now());
-            assert!(!left.is_zero(), "no line {count} with {text:?} in the log:\n{}", lines.join("\n"));
+            assert!(
+                !left.is_zero(),
+                "no line {count} with {text:?} in the log:\n{}",
+                lines.join("\n")
+            );
             lines = self.log.grown.wait_timeout(lines, left).unwrap().0;
         }
     }
@@ -130,15 +145,20 @@ impl Sepal {
     /// A full multiaddr of this server on loopback, with its PeerID.
     pub fn addr(&self) -> String {
         let line = self.wait_line("state=ONLINE", 1);
-        let addr = line.split(|c: char| c.is_whitespace() || "\",[]=".contains(c)).find(|w| {
-            w.starts_with("/ip4/127.0.0.1/tcp/") && w.contains("/p2p/")
-        });
-        addr.unwrap_or_else(|| panic!("no loopback address in {line:?}")).to_owned()
+        let addr = line
+            .split(|c: char| c.is_whitespace() || "\",[]=".contains(c))
+            .find(|w| w.starts_with("/ip4/127.0.0.1/tcp/") && w.contains("/p2p/"));
+        addr.unwrap_or_else(|| panic!("no loopback address in {line:?}"))
+            .to_owned()
     }
 
     /// PeerID in base58.
     pub fn peer_id(&self) -> String {
-        self.addr().rsplit('/').next().expect("an address has parts").to_owned()
+        self.addr()
+            .rsplit('/')
+            .next()
+            .expect("an address has parts")
+            .to_owned()
     }
 
     /// What `sepal status --json` says of this instance.
@@ -148,7 +168,11 @@ impl Sepal {
             .env("XDG_RUNTIME_DIR", self.dir.path())
             .output()
             .expect("run sepal status");
-        assert!(out.status.success(), "sepal status: {}", String::from_utf8_lossy(&out.stderr));
+        assert!(
+            out.status.success(),
+            "sepal status: {}",
+            String::from_utf8_lossy(&out.stderr)
+        );
         serde_json::from_slice(&out.stdout).expect("sepal status --json prints JSON")
     }
 
@@ -159,7 +183,9 @@ impl Sepal {
 
     /// Waits for the end.
     pub fn wait(&mut self) -> ExitStatus {
-        wait_for("sepal to exit", || self.child.try_wait().expect("wait for sepal"))
+        wait_for("sepal to exit", || {
+            self.child.try_wait().expect("wait for sepal")
+        })
     }
 
     /// SIGTERM, and the exit status.
@@ -179,8 +205,20 @@ impl Drop for Sepal {
 
 /// Arguments of a server on loopback that announces a fixed throughput.
 pub fn serve_args<'a>(model: &'a Path, prefix: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    let mut args = vec!["serve", model.to_str().expect("UTF-8 path"), "--dht_prefix", prefix];
-    args.extend(["--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--throughput", "1", "--threads", "1"]);
+    let mut args = vec![
+        "serve",
+        model.to_str().expect("UTF-8 path"),
+        "--dht_prefix",
+        prefix,
+    ];
+    args.extend([
+        "--host_maddrs",
+        "/ip4/127.0.0.1/tcp/0",
+        "--throughput",
+        "1",
+        "--threads",
+        "1",
+    ]);
     args.extend(more);
     args
 }
@@ -189,7 +227,10 @@ pub fn serve_args<'a>(model: &'a Path, prefix: &'a str, more: &[&'a str]) -> Vec
 pub fn children_of(parent: Pid) -> Vec<Pid> {
     let path = format!("/proc/{parent}/task/{parent}/children");
     let text = std::fs::read_to_string(path).unwrap_or_default();
-    text.split_whitespace().filter_map(|p| p.parse().ok()).map(Pid::from_raw).collect()
+    text.split_whitespace()
+        .filter_map(|p| p.parse().ok())
+        .map(Pid::from_raw)
+        .collect()
 }
 
 /// Command line of a process as `ps` shows it.
@@ -202,20 +243,51 @@ pub fn command_line(pid: Pid) -> String {
 pub fn alive(pid: Pid) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat"))
         .ok()
-        .and_then(|stat| stat.rsplit(')').next().map(|rest| !rest.trim_start().starts_with('Z')))
+        .and_then(|stat| {
+            stat.rsplit(')')
+                .next()
+                .map(|rest| !rest.trim_start().starts_with('Z'))
+        })
         .unwrap_or(false)
 }
 
 /// Text that `sepal generate` adds to `prompt` greedily, through the swarm of `sepal`.
-pub fn generate(sepal: &Sepal, model: &Path, prefix: &str, prompt: &str, tokens: u32) -> String {
+pub fn generate(
+    sepal: &Sepal,
+    model: &Path,
+    prefix: &str,
+    dtype: &str,
+    prompt: &str,
+    tokens: u32,
+) -> String {
     let out = Command::new(SEPAL)
-        .args(["generate", "--initial_peers", &sepal.addr(), "--dht_prefix", prefix])
-        .args(["--prompt", prompt, "--max_new_tokens", &tokens.to_string()])
+        .args([
+            "generate",
+            "--initial_peers",
+            &sepal.addr(),
+            "--dht_prefix",
+            prefix,
+        ])
+        .args([
+            "--torch_dtype",
+            dtype,
+            "--prompt",
+            prompt,
+            "--max_new_tokens",
+            &tokens.to_string(),
+        ])
         .arg(model)
         .stdin(Stdio::null())
         .output()
         .expect("run sepal generate");
-    assert!(out.status.success(), "sepal generate: {}", String::from_utf8_lossy(&out.stderr));
+    assert!(
+        out.status.success(),
+        "sepal generate: {}",
+        String::from_utf8_lossy(&out.stderr)
+    );
     let text = String::from_utf8(out.stdout).expect("text is UTF-8");
-    text.trim_end_matches('\n').strip_prefix(prompt).expect("the prompt comes first").to_owned()
+    text.trim_end_matches('\n')
+        .strip_prefix(prompt)
+        .expect("the prompt comes first")
+        .to_owned()
 }

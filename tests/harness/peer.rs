@@ -48,15 +48,30 @@ impl Peer {
         .await
         .expect("start a peer");
         let server = p2p.connect(addr).await.expect("connect to the server");
-        Peer { p2p, server, prefix: prefix.to_owned(), sessions: AtomicU64::new(0) }
+        Peer {
+            p2p,
+            server,
+            prefix: prefix.to_owned(),
+            sessions: AtomicU64::new(0),
+        }
     }
 
     /// Opens a session over `blocks`.
     pub async fn session(&self, blocks: Range<u32>, max_length: u32) -> Session {
-        let stream = self.p2p.open_stream(self.server, INFERENCE, DEADLINE).await.expect("open a session");
+        let stream = self
+            .p2p
+            .open_stream(self.server, INFERENCE, DEADLINE)
+            .await
+            .expect("open a session");
         let number = self.sessions.fetch_add(1, Ordering::Relaxed);
         let id = format!("{}-{number}", self.p2p.peer_id());
-        Session { stream, uids: uid::chain(&self.prefix, blocks), id, max_length, step: 0 }
+        Session {
+            stream,
+            uids: uid::chain(&self.prefix, blocks),
+            id,
+            max_length,
+            step: 0,
+        }
     }
 
     /// A forward request over `blocks`.
@@ -67,15 +82,28 @@ impl Peer {
             metadata: encode_batch_metadata(None, 2).into(),
         };
         let bytes = request.encode_to_vec().into();
-        let answer = self.p2p.call_unary(self.server, FORWARD, bytes, DEADLINE).await?;
+        let answer = self
+            .p2p
+            .call_unary(self.server, FORWARD, bytes, DEADLINE)
+            .await?;
         Ok(values(&ExpertResponse::decode(answer).expect("an answer")))
     }
 }
 
 impl Session {
     /// One step with `hidden` `[batch, tokens, hidden]`, continuing at `position` or where the session is.
-    pub async fn step(&mut self, hidden: Tensor, position: Option<u32>) -> Result<Vec<f32>, CallError> {
-        self.step_with(hidden, position, dummy_tensor(WireDtype::F32), dummy_tensor(WireDtype::I64)).await
+    pub async fn step(
+        &mut self,
+        hidden: Tensor,
+        position: Option<u32>,
+    ) -> Result<Vec<f32>, CallError> {
+        self.step_with(
+            hidden,
+            position,
+            dummy_tensor(WireDtype::F32),
+            dummy_tensor(WireDtype::I64),
+        )
+        .await
     }
 
     /// One step with prompts and hypo ids.
@@ -106,16 +134,23 @@ impl Session {
     /// Sends one frame as it is.
     pub async fn raw(&mut self, frame: Vec<u8>) -> Result<Vec<f32>, CallError> {
         self.stream.send(frame.into()).await?;
-        let answer = tokio::time::timeout(DEADLINE, self.stream.recv()).await.expect("an answer in time")?;
+        let answer = tokio::time::timeout(DEADLINE, self.stream.recv())
+            .await
+            .expect("an answer in time")?;
         let answer = answer.ok_or(CallError::Closed)?;
         Ok(values(&ExpertResponse::decode(answer).expect("an answer")))
     }
 
     /// Ends the session as a client does and waits until the server has closed it.
     pub async fn close(mut self) {
-        self.stream.send(ExpertRequest::default().encode_to_vec().into()).await.expect("end the session");
+        self.stream
+            .send(ExpertRequest::default().encode_to_vec().into())
+            .await
+            .expect("end the session");
         self.stream.finish().await.expect("end the stream");
-        let end = tokio::time::timeout(Duration::from_secs(30), self.stream.recv()).await.expect("the server closes");
+        let end = tokio::time::timeout(Duration::from_secs(30), self.stream.recv())
+            .await
+            .expect("the server closes");
         assert_eq!(end, Ok(None));
     }
 }
@@ -136,7 +171,13 @@ pub fn ids(values: &[i64]) -> Tensor {
 }
 
 fn values(response: &ExpertResponse) -> Vec<f32> {
-    let limits = ShapeLimits { max_rank: 3, max_elements: 1 << 24 };
+    let limits = ShapeLimits {
+        max_rank: 3,
+        max_elements: 1 << 24,
+    };
     let tensor = response.tensors.first().expect("one tensor");
-    WireTensor::parse(tensor, limits).expect("a tensor").to_f32_vec().expect("finite floats")
+    WireTensor::parse(tensor, limits)
+        .expect("a tensor")
+        .to_f32_vec()
+        .expect("finite floats")
 }

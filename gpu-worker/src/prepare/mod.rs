@@ -24,7 +24,7 @@ use shared::config::PrepareConfig;
 use shared::control::{BoardSeat, FromPrepare, ToPrepare};
 use shared::exit::ExitReason;
 use shared::shm::board::{BoardWriter, Phase};
-use tracing::{error, info};
+use tracing::{debug, error, info};
 
 pub use error::PrepareError;
 pub use inspect::Inspected;
@@ -49,7 +49,8 @@ pub fn run(bootstrap: Bootstrap) -> ExitReason {
         Ok(()) => ExitReason::Clean,
         Err(End::Parent) => ExitReason::ParentGone,
         Err(End::Failed(reason, message)) => {
-            error!(%reason, message, "failed");
+            debug!(%reason, message, "failed");
+            // The supervisor logs the sentence; without a supervisor nobody is left to read it.
             let _ = ends.sender.send(FromPrepare::Failed { reason, message });
             reason
         }

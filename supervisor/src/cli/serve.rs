@@ -510,7 +510,7 @@ fn throughput(text: &str) -> Result<Throughput, String> {
     }
 }
 
-fn dtype(text: &str) -> Result<Option<DType>, String> {
+pub(super) fn dtype(text: &str) -> Result<Option<DType>, String> {
     match text {
         "auto" => Ok(None),
         "float16" => Err(
