@@ -32,7 +32,9 @@ pub struct Span {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum BlockError {
     /// The range is empty, reversed or beyond [`MAX_BLOCKS`].
-    #[error("block range {start}:{end} is empty or out of bounds; give start:end with start < end <= {MAX_BLOCKS}")]
+    #[error(
+        "block range {start}:{end} is empty or out of bounds; give start:end with start < end <= {MAX_BLOCKS}"
+    )]
     BadSpan {
         /// First block asked for.
         start: u32,
@@ -82,7 +84,8 @@ impl Span {
 
     /// Position of `block` within the span, counted from 0.
     pub fn local(self, block: BlockIndex) -> Option<usize> {
-        self.contains(block).then(|| (block.0 - self.start) as usize)
+        self.contains(block)
+            .then(|| (block.0 - self.start) as usize)
     }
 
     /// The blocks in order.
@@ -123,7 +126,10 @@ impl ModuleUid {
     /// [`BlockError::BadUid`] when the prefix is empty, too long, or holds a dot or white space.
     pub fn new(prefix: &str, index: BlockIndex) -> Result<ModuleUid, BlockError> {
         if is_prefix(prefix) {
-            Ok(ModuleUid { prefix: prefix.to_owned(), index })
+            Ok(ModuleUid {
+                prefix: prefix.to_owned(),
+                index,
+            })
         } else {
             Err(BlockError::BadUid(format!("{prefix}.{index}")))
         }
@@ -142,7 +148,9 @@ impl ModuleUid {
 
 /// Whether `prefix` may be a DHT prefix: not empty, no dot, no white space, at most [`MAX_UID_BYTES`] with an index.
 pub fn is_prefix(prefix: &str) -> bool {
-    !prefix.is_empty() && prefix.len() < MAX_UID_BYTES - 11 && !prefix.contains(|c: char| c == '.' || c.is_whitespace())
+    !prefix.is_empty()
+        && prefix.len() < MAX_UID_BYTES - 11
+        && !prefix.contains(|c: char| c == '.' || c.is_whitespace())
 }
 
 impl fmt::Display for ModuleUid {
@@ -172,13 +180,29 @@ mod tests {
     #[test]
     fn span_reads_start_and_end() {
         let span: Span = "2:6".parse().unwrap();
-        assert_eq!((span.block_count(), span.local(BlockIndex(5)), span.local(BlockIndex(6))), (4, Some(3), None));
+        assert_eq!(
+            (
+                span.block_count(),
+                span.local(BlockIndex(5)),
+                span.local(BlockIndex(6))
+            ),
+            (4, Some(3), None)
+        );
         assert_eq!(span.to_string(), "2:6");
     }
 
     #[test]
     fn bad_spans_name_the_value_and_the_form() {
-        for text in ["", "3", "a:b", "4:4", "5:2", "0:99999999999", "-1:3", "0:5000"] {
+        for text in [
+            "",
+            "3",
+            "a:b",
+            "4:4",
+            "5:2",
+            "0:99999999999",
+            "-1:3",
+            "0:5000",
+        ] {
             let error = text.parse::<Span>().unwrap_err().to_string();
             assert!(error.contains("start:end"), "{error}");
         }
@@ -187,8 +211,20 @@ mod tests {
     #[test]
     fn uid_splits_at_the_last_dot_and_refuses_dots_in_the_prefix() {
         let uid: ModuleUid = "tiny-llama-hf.12".parse().unwrap();
-        assert_eq!((uid.prefix(), uid.index()), ("tiny-llama-hf", BlockIndex(12)));
-        for text in ["", "x", ".1", "a.b.1", "a b.1", "a.+1", "a.", "a.99999999999"] {
+        assert_eq!(
+            (uid.prefix(), uid.index()),
+            ("tiny-llama-hf", BlockIndex(12))
+        );
+        for text in [
+            "",
+            "x",
+            ".1",
+            "a.b.1",
+            "a b.1",
+            "a.+1",
+            "a.",
+            "a.99999999999",
+        ] {
             assert!(text.parse::<ModuleUid>().is_err(), "{text:?}");
         }
     }

@@ -79,6 +79,12 @@ mod tests {
             assert_eq!(DType::from_code(dtype as u8), Some(dtype));
         }
         assert_eq!(DType::from_code(3), None);
-        assert!("float8".parse::<DType>().unwrap_err().to_string().contains("float8"));
+        assert!(
+            "float8"
+                .parse::<DType>()
+                .unwrap_err()
+                .to_string()
+                .contains("float8")
+        );
     }
 }

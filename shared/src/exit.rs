@@ -67,7 +67,9 @@ impl ExitReason {
     pub fn verdict(self) -> Verdict {
         match self {
             ExitReason::Clean => Verdict::Done,
-            ExitReason::BadConfig | ExitReason::ProtocolMismatch | ExitReason::Busy => Verdict::Hold,
+            ExitReason::BadConfig | ExitReason::ProtocolMismatch | ExitReason::Busy => {
+                Verdict::Hold
+            }
             _ => Verdict::Restart,
         }
     }
@@ -97,7 +99,10 @@ mod tests {
     fn only_clean_is_zero_and_codes_round_trip() {
         for reason in ExitReason::ALL {
             assert_eq!(reason.code() == 0, reason == ExitReason::Clean);
-            assert_eq!(ExitReason::from_code(i32::from(reason.code())), Some(reason));
+            assert_eq!(
+                ExitReason::from_code(i32::from(reason.code())),
+                Some(reason)
+            );
         }
         assert_eq!(ExitReason::from_code(101), None);
     }

@@ -70,7 +70,11 @@ pub struct WorkerId {
 impl WorkerId {
     /// The only worker of group `group`.
     pub fn solo(group: GroupId) -> WorkerId {
-        WorkerId { group, rank: Rank(0), world_size: WorldSize(1) }
+        WorkerId {
+            group,
+            rank: Rank(0),
+            world_size: WorldSize(1),
+        }
     }
 }
 

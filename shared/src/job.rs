@@ -120,7 +120,10 @@ impl JobDescriptor {
             kind,
             worker_generation,
             netd_generation,
-            body: SlotRef { offset: entry[3], len: entry[4] },
+            body: SlotRef {
+                offset: entry[3],
+                len: entry[4],
+            },
             submitted_ns: entry[5],
         })
     }
@@ -200,7 +203,10 @@ pub struct JobLimits {
 impl JobBody {
     /// Bytes of the hidden states of this job: `batch × tokens × hidden` elements.
     pub fn hidden_bytes(&self) -> u64 {
-        u64::from(self.batch) * u64::from(self.tokens) * u64::from(self.hidden) * self.dtype.size_bytes() as u64
+        u64::from(self.batch)
+            * u64::from(self.tokens)
+            * u64::from(self.hidden)
+            * self.dtype.size_bytes() as u64
     }
 
     /// The pages that a step on `row` writes, as positions in the row's table: those that hold the tokens
@@ -376,11 +382,17 @@ impl JobError {
             6 => JobError::WrongHidden { got: a, want: b },
             7 => JobError::WrongDType { got: a, want: b },
             8 => JobError::BadSlot { offset: a, len: b },
-            9 => JobError::Aliased { offset: a, other: b },
+            9 => JobError::Aliased {
+                offset: a,
+                other: b,
+            },
             10 => JobError::BadPage { page: a, pages: b },
             11 => JobError::SharedPage { page: a },
             12 => JobError::ShortTable { have: a, need: b },
-            13 => JobError::UnknownAdapter { adapter: a, loaded: b },
+            13 => JobError::UnknownAdapter {
+                adapter: a,
+                loaded: b,
+            },
             14 => JobError::Unsupported { kind: a },
             15 => JobError::Stale { got: a, want: b },
             16 => JobError::Draining,
@@ -428,7 +440,11 @@ impl Completion {
             return None;
         }
         let code = (entry[0] >> 48) as u16;
-        let result = if code == 0 { Ok(()) } else { Err(JobError::from_words(code, entry[3], entry[4])?) };
+        let result = if code == 0 {
+            Ok(())
+        } else {
+            Err(JobError::from_words(code, entry[3], entry[4])?)
+        };
         let (worker_generation, netd_generation) = split_generations(entry[2]);
         Some(Completion {
             id: JobId(entry[1]),

@@ -1,6 +1,8 @@
 //! Encoding and checking of job bodies. Words are little-endian `u32`; 64-bit numbers take two.
 
-use super::{JobBody, JobError, JobKind, JobLimits, MAX_BODY_BYTES, MAX_ROWS, MAX_TOKENS, PageCopy};
+use super::{
+    JobBody, JobError, JobKind, JobLimits, MAX_BODY_BYTES, MAX_ROWS, MAX_TOKENS, PageCopy,
+};
 use crate::block::{BlockIndex, MAX_BLOCKS};
 use crate::dtype::DType;
 use crate::ids::PageId;
@@ -26,11 +28,17 @@ impl SlotRef {
     }
 
     fn check(self, arena_bytes: u64, want: u64) -> Result<(), JobError> {
-        let inside = self.offset.checked_add(self.len).is_some_and(|end| end <= arena_bytes);
+        let inside = self
+            .offset
+            .checked_add(self.len)
+            .is_some_and(|end| end <= arena_bytes);
         if inside && self.len == want {
             Ok(())
         } else {
-            Err(JobError::BadSlot { offset: self.offset, len: self.len })
+            Err(JobError::BadSlot {
+                offset: self.offset,
+                len: self.len,
+            })
         }
     }
 }
@@ -90,7 +98,10 @@ impl Writer {
     }
 
     fn slot(&mut self, slot: Option<SlotRef>) {
-        let slot = slot.unwrap_or(SlotRef { offset: u64::MAX, len: u64::MAX });
+        let slot = slot.unwrap_or(SlotRef {
+            offset: u64::MAX,
+            len: u64::MAX,
+        });
         self.long(slot.offset);
         self.long(slot.len);
     }
@@ -105,7 +116,11 @@ impl Reader<'_> {
     fn take<const N: usize>(&mut self) -> Result<[u8; N], JobError> {
         let bad = JobError::BadBody { at: self.at as u64 };
         let end = self.at.checked_add(N).ok_or(bad)?;
-        let bytes = self.bytes.get(self.at..end).and_then(|s| s.try_into().ok()).ok_or(bad)?;
+        let bytes = self
+            .bytes
+            .get(self.at..end)
+            .and_then(|s| s.try_into().ok())
+            .ok_or(bad)?;
         self.at = end;
         Ok(bytes)
     }
@@ -119,7 +134,10 @@ impl Reader<'_> {
     }
 
     fn slot(&mut self) -> Result<Option<SlotRef>, JobError> {
-        let slot = SlotRef { offset: self.long()?, len: self.long()? };
+        let slot = SlotRef {
+            offset: self.long()?,
+            len: self.long()?,
+        };
         Ok((slot.offset != u64::MAX).then_some(slot))
     }
 
@@ -146,7 +164,9 @@ impl Reader<'_> {
 
 pub(super) fn decode(bytes: &[u8], limits: &JobLimits) -> Result<JobBody, JobError> {
     if bytes.len() > MAX_BODY_BYTES {
-        return Err(JobError::BodyTooLong { bytes: bytes.len() as u64 });
+        return Err(JobError::BodyTooLong {
+            bytes: bytes.len() as u64,
+        });
     }
     let job = parse(&mut Reader { bytes, at: 0 })?;
     check_shape(&job, limits)?;
@@ -165,14 +185,21 @@ fn parse(r: &mut Reader<'_>) -> Result<JobBody, JobError> {
     let head = r.word()?;
     let bad = JobError::BadBody { at: 0 };
     let kind = JobKind::from_code(u64::from(head & 0xff)).ok_or(bad)?;
-    let dtype = u8::try_from(head >> 8).ok().and_then(DType::from_code).ok_or(bad)?;
+    let dtype = u8::try_from(head >> 8)
+        .ok()
+        .and_then(DType::from_code)
+        .ok_or(bad)?;
     let adapter = Some(r.word()?).filter(|&a| a != NONE);
     let (batch, tokens, hidden) = (r.word()?, r.word()?, r.word()?);
     let (blocks, rows, copies) = (r.word()?, r.word()?, r.word()?);
     let (input, output) = (r.required_slot()?, r.required_slot()?);
     let prompt_slot = r.slot()?;
     let (prompt_batch, prompt_tokens) = (r.word()?, r.word()?);
-    let prompts = prompt_slot.map(|slot| Prompts { slot, batch: prompt_batch, tokens: prompt_tokens });
+    let prompts = prompt_slot.map(|slot| Prompts {
+        slot,
+        batch: prompt_batch,
+        tokens: prompt_tokens,
+    });
     let (output_gradient, prompt_gradient) = (r.slot()?, r.slot()?);
     let blocks = r.counted(blocks, 1).and_then(|n| r.words(n, BlockIndex))?;
     let rows = r.counted(rows, 2)?;
@@ -186,7 +213,11 @@ fn parse(r: &mut Reader<'_>) -> Result<JobBody, JobError> {
     let mut page_copies = Vec::with_capacity(r.counted(copies, 3)?);
     for _ in 0..copies {
         let (source, destination, tokens) = (PageId(r.word()?), PageId(r.word()?), r.word()?);
-        page_copies.push(PageCopy { source, destination, tokens });
+        page_copies.push(PageCopy {
+            source,
+            destination,
+            tokens,
+        });
     }
     if r.at != r.bytes.len() {
         return Err(JobError::BadBody { at: r.at as u64 });
@@ -211,7 +242,11 @@ fn parse(r: &mut Reader<'_>) -> Result<JobBody, JobError> {
 }
 
 fn bounded(value: u64, least: u64, limit: u64) -> Result<(), JobError> {
-    if (least..=limit).contains(&value) { Ok(()) } else { Err(JobError::OutOfBounds { value, limit }) }
+    if (least..=limit).contains(&value) {
+        Ok(())
+    } else {
+        Err(JobError::OutOfBounds { value, limit })
+    }
 }
 
 fn check_shape(job: &JobBody, limits: &JobLimits) -> Result<(), JobError> {
@@ -219,20 +254,33 @@ fn check_shape(job: &JobBody, limits: &JobLimits) -> Result<(), JobError> {
     bounded(u64::from(job.batch), 1, u64::from(MAX_ROWS))?;
     bounded(u64::from(job.tokens), 1, u64::from(MAX_TOKENS))?;
     if job.hidden != limits.hidden {
-        return Err(JobError::WrongHidden { got: u64::from(job.hidden), want: u64::from(limits.hidden) });
+        return Err(JobError::WrongHidden {
+            got: u64::from(job.hidden),
+            want: u64::from(limits.hidden),
+        });
     }
     if job.dtype != limits.dtype {
-        return Err(JobError::WrongDType { got: job.dtype as u64, want: limits.dtype as u64 });
+        return Err(JobError::WrongDType {
+            got: job.dtype as u64,
+            want: limits.dtype as u64,
+        });
     }
     if let Some(adapter) = job.adapter.filter(|&a| a >= limits.adapters) {
-        return Err(JobError::UnknownAdapter { adapter: u64::from(adapter), loaded: u64::from(limits.adapters) });
+        return Err(JobError::UnknownAdapter {
+            adapter: u64::from(adapter),
+            loaded: u64::from(limits.adapters),
+        });
     }
     let mut seen = vec![false; limits.span.block_count()];
     for block in &job.blocks {
-        let local = limits.span.local(*block).ok_or(JobError::BlockNotServed { block: u64::from(block.0) })?;
+        let local = limits.span.local(*block).ok_or(JobError::BlockNotServed {
+            block: u64::from(block.0),
+        })?;
         // A step that names a block twice would write its pages twice.
         if std::mem::replace(&mut seen[local], true) && job.kind == JobKind::Step {
-            return Err(JobError::BlockNotServed { block: u64::from(block.0) });
+            return Err(JobError::BlockNotServed {
+                block: u64::from(block.0),
+            });
         }
     }
     Ok(())
@@ -249,59 +297,99 @@ fn check_slots(job: &JobBody, limits: &JobLimits) -> Result<(), JobError> {
     if let Some(p) = job.prompts {
         bounded(u64::from(p.tokens), 1, u64::from(job.tokens))?;
         if p.batch != 1 {
-            bounded(u64::from(p.batch), u64::from(job.batch), u64::from(job.batch))?;
+            bounded(
+                u64::from(p.batch),
+                u64::from(job.batch),
+                u64::from(job.batch),
+            )?;
         }
-        p.slot.check(limits.arena_bytes, prompt_bytes(p.batch, p.tokens))?;
+        p.slot
+            .check(limits.arena_bytes, prompt_bytes(p.batch, p.tokens))?;
     }
     match (job.kind, job.output_gradient) {
         (JobKind::Backward, Some(slot)) => slot.check(limits.arena_bytes, hidden_bytes)?,
-        (JobKind::Backward, None) => return Err(JobError::BadSlot { offset: u64::MAX, len: 0 }),
-        (_, Some(slot)) => return Err(JobError::BadSlot { offset: slot.offset, len: slot.len }),
+        (JobKind::Backward, None) => {
+            return Err(JobError::BadSlot {
+                offset: u64::MAX,
+                len: 0,
+            });
+        }
+        (_, Some(slot)) => {
+            return Err(JobError::BadSlot {
+                offset: slot.offset,
+                len: slot.len,
+            });
+        }
         (_, None) => {}
     }
     match (job.kind, job.prompts, job.prompt_gradient) {
         (JobKind::Backward, Some(p), Some(slot)) => {
             slot.check(limits.arena_bytes, prompt_bytes(job.batch, p.tokens))?;
         }
-        (_, _, Some(slot)) => return Err(JobError::BadSlot { offset: slot.offset, len: slot.len }),
+        (_, _, Some(slot)) => {
+            return Err(JobError::BadSlot {
+                offset: slot.offset,
+                len: slot.len,
+            });
+        }
         (_, _, None) => {}
     }
     check_aliases(job)
 }
 
 fn check_aliases(job: &JobBody) -> Result<(), JobError> {
-    let inputs = [Some(job.input), job.prompts.map(|p| p.slot), job.output_gradient];
+    let inputs = [
+        Some(job.input),
+        job.prompts.map(|p| p.slot),
+        job.output_gradient,
+    ];
     let outputs = [Some(job.output), job.prompt_gradient];
     for output in outputs.into_iter().flatten() {
         if let Some(input) = inputs.into_iter().flatten().find(|i| i.overlaps(output)) {
-            return Err(JobError::Aliased { offset: output.offset, other: input.offset });
+            return Err(JobError::Aliased {
+                offset: output.offset,
+                other: input.offset,
+            });
         }
     }
     match job.prompt_gradient {
-        Some(slot) if slot.overlaps(job.output) => {
-            Err(JobError::Aliased { offset: slot.offset, other: job.output.offset })
-        }
+        Some(slot) if slot.overlaps(job.output) => Err(JobError::Aliased {
+            offset: slot.offset,
+            other: job.output.offset,
+        }),
         _ => Ok(()),
     }
 }
 
 fn check_pages(job: &JobBody, limits: &JobLimits) -> Result<(), JobError> {
-    bounded(job.page_tables.len() as u64, u64::from(job.batch), u64::from(job.batch))?;
+    bounded(
+        job.page_tables.len() as u64,
+        u64::from(job.batch),
+        u64::from(job.batch),
+    )?;
     let mut written = vec![false; limits.kv_pages as usize];
     let in_pool = |page: PageId| match page.0 < limits.kv_pages {
         true => Ok(page.0 as usize),
-        false => Err(JobError::BadPage { page: u64::from(page.0), pages: u64::from(limits.kv_pages) }),
+        false => Err(JobError::BadPage {
+            page: u64::from(page.0),
+            pages: u64::from(limits.kv_pages),
+        }),
     };
     for (table, &prefix) in job.page_tables.iter().zip(&job.prefix_lengths) {
         bounded(u64::from(prefix), 0, u64::from(MAX_TOKENS))?;
         let writes = JobBody::written_pages(prefix, job.tokens);
         if table.len() < writes.end {
-            return Err(JobError::ShortTable { have: table.len() as u64, need: writes.end as u64 });
+            return Err(JobError::ShortTable {
+                have: table.len() as u64,
+                need: writes.end as u64,
+            });
         }
         for (position, &page) in table.iter().enumerate() {
             let index = in_pool(page)?;
             if writes.contains(&position) && std::mem::replace(&mut written[index], true) {
-                return Err(JobError::SharedPage { page: u64::from(page.0) });
+                return Err(JobError::SharedPage {
+                    page: u64::from(page.0),
+                });
             }
         }
     }
@@ -309,7 +397,10 @@ fn check_pages(job: &JobBody, limits: &JobLimits) -> Result<(), JobError> {
 }
 
 /// A copy's destination is written once and read by no other copy.
-fn check_copies(job: &JobBody, in_pool: impl Fn(PageId) -> Result<usize, JobError>) -> Result<(), JobError> {
+fn check_copies(
+    job: &JobBody,
+    in_pool: impl Fn(PageId) -> Result<usize, JobError>,
+) -> Result<(), JobError> {
     bounded(job.copies.len() as u64, 0, u64::from(MAX_ROWS))?;
     let mut destinations = std::collections::HashSet::with_capacity(job.copies.len());
     for copy in &job.copies {
@@ -317,11 +408,15 @@ fn check_copies(job: &JobBody, in_pool: impl Fn(PageId) -> Result<usize, JobErro
         in_pool(copy.destination)?;
         bounded(u64::from(copy.tokens), 1, PAGE_TOKENS as u64)?;
         if !destinations.insert(copy.destination) {
-            return Err(JobError::SharedPage { page: u64::from(copy.destination.0) });
+            return Err(JobError::SharedPage {
+                page: u64::from(copy.destination.0),
+            });
         }
     }
     match job.copies.iter().find(|c| destinations.contains(&c.source)) {
-        Some(copy) => Err(JobError::SharedPage { page: u64::from(copy.source.0) }),
+        Some(copy) => Err(JobError::SharedPage {
+            page: u64::from(copy.source.0),
+        }),
         None => Ok(()),
     }
 }

@@ -29,7 +29,11 @@ fn step() -> JobBody {
         hidden: 8,
         prefix_lengths: vec![17, 17],
         page_tables: vec![vec![PageId(0), PageId(3)], vec![PageId(0), PageId(4)]],
-        copies: vec![PageCopy { source: PageId(3), destination: PageId(4), tokens: 1 }],
+        copies: vec![PageCopy {
+            source: PageId(3),
+            destination: PageId(4),
+            tokens: 1,
+        }],
         input: slot(0, 128),
         output: slot(128, 128),
         prompts: None,
@@ -44,7 +48,11 @@ fn backward() -> JobBody {
         prefix_lengths: vec![],
         page_tables: vec![],
         copies: vec![],
-        prompts: Some(Prompts { slot: slot(1024, 2 * 32), batch: 1, tokens: 1 }),
+        prompts: Some(Prompts {
+            slot: slot(1024, 2 * 32),
+            batch: 1,
+            tokens: 1,
+        }),
         output_gradient: Some(slot(256, 128)),
         prompt_gradient: Some(slot(2048, 2 * 2 * 32)),
         ..step()
@@ -68,7 +76,10 @@ fn bodies_round_trip() {
 fn every_truncation_and_any_extra_byte_is_refused() {
     let bytes = backward().encode();
     for cut in 0..bytes.len() {
-        assert!(JobBody::decode(&bytes[..cut], &limits()).is_err(), "cut at {cut}");
+        assert!(
+            JobBody::decode(&bytes[..cut], &limits()).is_err(),
+            "cut at {cut}"
+        );
     }
     let long = [bytes.as_slice(), &[0]].concat();
     assert!(JobBody::decode(&long, &limits()).is_err());
@@ -76,25 +87,97 @@ fn every_truncation_and_any_extra_byte_is_refused() {
 
 #[test]
 fn numbers_outside_the_limits_are_named() {
-    assert_eq!(refused(|j| j.blocks[1] = BlockIndex(6)), JobError::BlockNotServed { block: 6 });
-    assert_eq!(refused(|j| j.blocks[1] = BlockIndex(2)), JobError::BlockNotServed { block: 2 });
-    assert_eq!(refused(|j| j.hidden = 16), JobError::WrongHidden { got: 16, want: 8 });
-    assert_eq!(refused(|j| j.dtype = DType::Bf16), JobError::WrongDType { got: 1, want: 0 });
-    assert_eq!(refused(|j| j.adapter = Some(0)), JobError::UnknownAdapter { adapter: 0, loaded: 0 });
-    assert_eq!(refused(|j| j.batch = 0), JobError::OutOfBounds { value: 0, limit: u64::from(MAX_ROWS) });
-    assert_eq!(refused(|j| j.page_tables[1][1] = PageId(10)), JobError::BadPage { page: 10, pages: 10 });
-    assert_eq!(refused(|j| j.page_tables[1][1] = PageId(3)), JobError::SharedPage { page: 3 });
-    assert_eq!(refused(|j| j.prefix_lengths[0] = 31), JobError::ShortTable { have: 2, need: 3 });
-    assert_eq!(refused(|j| j.copies[0].tokens = 17), JobError::OutOfBounds { value: 17, limit: 16 });
-    assert_eq!(refused(|j| j.output = slot(64, 128)), JobError::Aliased { offset: 64, other: 0 });
-    assert_eq!(refused(|j| j.input = slot((1 << 20) - 64, 128)), JobError::BadSlot { offset: (1 << 20) - 64, len: 128 });
-    assert_eq!(refused(|j| j.input = slot(u64::MAX - 1, 128)), JobError::BadSlot { offset: u64::MAX - 1, len: 128 });
-    assert_eq!(refused(|j| j.output_gradient = Some(slot(512, 128))), JobError::BadSlot { offset: 512, len: 128 });
+    assert_eq!(
+        refused(|j| j.blocks[1] = BlockIndex(6)),
+        JobError::BlockNotServed { block: 6 }
+    );
+    assert_eq!(
+        refused(|j| j.blocks[1] = BlockIndex(2)),
+        JobError::BlockNotServed { block: 2 }
+    );
+    assert_eq!(
+        refused(|j| j.hidden = 16),
+        JobError::WrongHidden { got: 16, want: 8 }
+    );
+    assert_eq!(
+        refused(|j| j.dtype = DType::Bf16),
+        JobError::WrongDType { got: 1, want: 0 }
+    );
+    assert_eq!(
+        refused(|j| j.adapter = Some(0)),
+        JobError::UnknownAdapter {
+            adapter: 0,
+            loaded: 0
+        }
+    );
+    assert_eq!(
+        refused(|j| j.batch = 0),
+        JobError::OutOfBounds {
+            value: 0,
+            limit: u64::from(MAX_ROWS)
+        }
+    );
+    assert_eq!(
+        refused(|j| j.page_tables[1][1] = PageId(10)),
+        JobError::BadPage {
+            page: 10,
+            pages: 10
+        }
+    );
+    assert_eq!(
+        refused(|j| j.page_tables[1][1] = PageId(3)),
+        JobError::SharedPage { page: 3 }
+    );
+    assert_eq!(
+        refused(|j| j.prefix_lengths[0] = 31),
+        JobError::ShortTable { have: 2, need: 3 }
+    );
+    assert_eq!(
+        refused(|j| j.copies[0].tokens = 17),
+        JobError::OutOfBounds {
+            value: 17,
+            limit: 16
+        }
+    );
+    assert_eq!(
+        refused(|j| j.output = slot(64, 128)),
+        JobError::Aliased {
+            offset: 64,
+            other: 0
+        }
+    );
+    assert_eq!(
+        refused(|j| j.input = slot((1 << 20) - 64, 128)),
+        JobError::BadSlot {
+            offset: (1 << 20) - 64,
+            len: 128
+        }
+    );
+    assert_eq!(
+        refused(|j| j.input = slot(u64::MAX - 1, 128)),
+        JobError::BadSlot {
+            offset: u64::MAX - 1,
+            len: 128
+        }
+    );
+    assert_eq!(
+        refused(|j| j.output_gradient = Some(slot(512, 128))),
+        JobError::BadSlot {
+            offset: 512,
+            len: 128
+        }
+    );
 }
 
 #[test]
 fn a_copy_chain_is_refused() {
-    let error = refused(|j| j.copies.push(PageCopy { source: PageId(4), destination: PageId(5), tokens: 1 }));
+    let error = refused(|j| {
+        j.copies.push(PageCopy {
+            source: PageId(4),
+            destination: PageId(5),
+            tokens: 1,
+        })
+    });
     assert_eq!(error, JobError::SharedPage { page: 4 });
 }
 
