@@ -166,6 +166,16 @@ async fn error_of(session: &mut Session, hidden: Tensor, position: Option<u32>) 
     }
 }
 
+/// Name of the case, blocks, `max_length`, hidden states, position, and words of the answer.
+type BadStep = (
+    &'static str,
+    std::ops::Range<u32>,
+    u32,
+    Tensor,
+    Option<u32>,
+    &'static [&'static str],
+);
+
 #[tokio::test(flavor = "multi_thread")]
 async fn bad_requests_are_refused_by_name_while_another_session_goes_on() {
     let sepal = Sepal::serve(
@@ -182,14 +192,7 @@ async fn bad_requests_are_refused_by_name_while_another_session_goes_on() {
     let mut bytes = not_finite.buffer.to_vec();
     bytes[4 * HIDDEN..4 * HIDDEN + 4].copy_from_slice(&f32::NAN.to_le_bytes());
     not_finite.buffer = bytes.into();
-    let cases: [(
-        &str,
-        std::ops::Range<u32>,
-        u32,
-        Tensor,
-        Option<u32>,
-        &[&str],
-    ); 7] = [
+    let cases: [BadStep; 7] = [
         (
             "block not served",
             4..6,

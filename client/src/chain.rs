@@ -24,7 +24,7 @@ pub enum ChainError {
         /// The last.
         peer: PeerId,
         /// Its error.
-        source: SessionError,
+        source: Box<SessionError>,
     },
     /// The session is as long as it may be.
     #[error("the session holds {position} of {max_length} tokens and cannot take {tokens} more")]
@@ -134,7 +134,7 @@ impl<'a> Chain<'a> {
             return Err(ChainError::TooManyFailures {
                 failures,
                 peer: leg.peer,
-                source: error,
+                source: Box::new(error),
             });
         }
         self.swarm.ban(leg.peer);
@@ -173,6 +173,7 @@ impl<'a> Chain<'a> {
             };
             failures += 1;
             if failures > MAX_FAILURES_PER_STEP {
+                let source = Box::new(source);
                 return Err(ChainError::TooManyFailures {
                     failures,
                     peer,

@@ -2,9 +2,11 @@
 //! and text generated through the whole path.
 //!
 //! The servers are real `sepal serve` processes with their own supervisors; what ran is read back from their boards and
-//! from the swarm.
+//! from the swarm. They never outlive the demo: Ctrl-C and SIGTERM drain them and remove the folder, and when the demo is
+//! killed the kernel tells them (`serve --end_with`); only the folder is left then.
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, ChildStderr, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
@@ -15,6 +17,7 @@ use nix::unistd::Pid;
 use serde::Deserialize;
 use shared::config::{DemoConfig, GenerateConfig};
 use shared::exit::ExitReason;
+use tokio::sync::watch;
 
 use crate::generate::{GenerateError, Report, generate};
 
@@ -38,6 +41,8 @@ const START_TIMEOUT: Duration = Duration::from_secs(60);
 const STOP_TIMEOUT: Duration = Duration::from_secs(20);
 /// Lines of a server's log that wait to be read.
 const LOG_QUEUE: usize = 256;
+/// Time between two looks for Ctrl-C while a server starts.
+const LOOK_PERIOD: Duration = Duration::from_millis(50);
 
 /// Why the demo did not work.
 #[derive(Debug, thiserror::Error)]
@@ -52,15 +57,63 @@ enum DemoError {
     Generate(#[from] GenerateError),
     #[error("read the state of a server: {0}")]
     Status(String),
+    #[error("stopped before the text was complete")]
+    Interrupted,
 }
 
-/// A `sepal serve` process, ended when dropped.
+/// Whether Ctrl-C, SIGTERM or SIGHUP came.
+#[derive(Clone)]
+struct Interrupt(watch::Receiver<bool>);
+
+impl Interrupt {
+    /// Takes the signals from here on. To be called within a runtime.
+    fn listen() -> std::io::Result<Interrupt> {
+        use tokio::signal::unix::{SignalKind, signal};
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        let mut terminate = signal(SignalKind::terminate())?;
+        let mut hang_up = signal(SignalKind::hangup())?;
+        let (came, receiver) = watch::channel(false);
+        tokio::spawn(async move {
+            tokio::select! {
+                _ = interrupt.recv() => {}
+                _ = terminate.recv() => {}
+                _ = hang_up.recv() => {}
+            }
+            came.send_replace(true);
+        });
+        Ok(Interrupt(receiver))
+    }
+
+    fn came(&self) -> bool {
+        *self.0.borrow()
+    }
+
+    /// Waits for it.
+    async fn wait(&mut self) {
+        // The sender goes away only after it sent, or with the runtime.
+        let _ = self.0.wait_for(|came| *came).await;
+    }
+}
+
+/// The servers, told to end together when dropped.
+struct Servers(Vec<Server>);
+
+impl Drop for Servers {
+    fn drop(&mut self) {
+        self.0.iter_mut().for_each(Server::terminate);
+    }
+}
+
+/// A `sepal serve` process, ended when dropped. It is in a process group of its own: Ctrl-C reaches the demo alone, which
+/// tells it.
 struct Server {
     child: Child,
     addr: String,
     runtime_dir: std::path::PathBuf,
+    /// Whether it was asked to drain: a second request would kill.
+    told: bool,
     /// The log's reader; ends with the process.
-    _log: Receiver<String>,
+    log: Receiver<String>,
 }
 
 /// Line of the log that tells that clients can come.
@@ -76,6 +129,7 @@ impl Server {
         number: usize,
         span: &str,
         first: Option<&Server>,
+        interrupt: &Interrupt,
     ) -> Result<Server, DemoError> {
         let runtime_dir = folder.join(format!("run{number}"));
         let mut command = Command::new("/proc/self/exe");
@@ -94,7 +148,9 @@ impl Server {
             .arg("--runtime_dir")
             .arg(&runtime_dir)
             .arg("--cache_dir")
-            .arg(folder.join("cache"));
+            .arg(folder.join("cache"))
+            .args(["--end_with", &std::process::id().to_string()])
+            .process_group(0);
         match first {
             Some(first) => command.args(["--initial_peers", &first.addr]),
             None => command.arg("--new_swarm"),
@@ -112,32 +168,43 @@ impl Server {
             child,
             addr: String::new(),
             runtime_dir,
-            _log: log,
+            told: false,
+            log,
         };
-        server.addr = server.wait_online()?;
+        server.addr = server.wait_online(interrupt)?;
         Ok(server)
     }
 
     /// The server's address, once it tells that clients can come.
-    fn wait_online(&self) -> Result<String, DemoError> {
+    fn wait_online(&self, interrupt: &Interrupt) -> Result<String, DemoError> {
         let end = Instant::now() + START_TIMEOUT;
         let mut seen = Vec::new();
         loop {
-            match self
-                ._log
-                .recv_timeout(end.saturating_duration_since(Instant::now()))
-            {
+            if interrupt.came() {
+                return Err(DemoError::Interrupted);
+            }
+            match self.log.recv_timeout(LOOK_PERIOD) {
                 Ok(line) => {
                     if let Some(addr) = online_addr(&line) {
                         return Ok(addr);
                     }
                     seen.push(line);
                 }
+                Err(RecvTimeoutError::Timeout) if Instant::now() < end => {}
                 Err(RecvTimeoutError::Timeout) => return Err(DemoError::Slow(seen.join("\n"))),
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(DemoError::Ended(seen.join("\n")));
                 }
             }
+        }
+    }
+
+    /// Asks it to drain, once.
+    fn terminate(&mut self) {
+        if let (false, Ok(pid)) = (self.told, i32::try_from(self.child.id())) {
+            self.told = true;
+            // The process may have ended already; it is ours until it is waited for.
+            let _ = kill(Pid::from_raw(pid), Signal::SIGTERM);
         }
     }
 
@@ -159,10 +226,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        if let Ok(pid) = i32::try_from(self.child.id()) {
-            // The process may have ended already; it is ours until it is waited for.
-            let _ = kill(Pid::from_raw(pid), Signal::SIGTERM);
-        }
+        self.terminate();
         let end = Instant::now() + STOP_TIMEOUT;
         while Instant::now() < end {
             match self.child.try_wait() {
@@ -207,28 +271,17 @@ pub fn run_command(config: &DemoConfig) -> ExitReason {
 }
 
 fn run(config: &DemoConfig, out: &mut impl Write) -> Result<(), DemoError> {
-    let folder = tempfile::tempdir()?;
-    let model = folder.path().join("model");
-    std::fs::create_dir(&model)?;
-    for (name, bytes) in MODEL {
-        std::fs::write(model.join(name), bytes)?;
-    }
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
         .build()?;
-    let began = Instant::now();
-    writeln!(
-        out,
-        "starting two servers, each with half of a small Llama ..."
-    )?;
-    let first = Server::start(folder.path(), 1, SPANS[0], None)?;
-    let second = Server::start(folder.path(), 2, SPANS[1], Some(&first))?;
-    writeln!(
-        out,
-        "both are ONLINE after {:.1} s\n",
-        began.elapsed().as_secs_f64()
-    )?;
+    let mut interrupt = runtime.block_on(async { Interrupt::listen() })?;
+    let folder = tempfile::tempdir()?;
+    let model = write_model(folder.path())?;
+    let servers = start(folder.path(), &interrupt, out)?;
+    let Some(first) = servers.0.first() else {
+        return Ok(());
+    };
     let prompt = config.prompt.as_deref().unwrap_or(PROMPT);
     write!(out, "{prompt}")?;
     out.flush()?;
@@ -246,31 +299,78 @@ fn run(config: &DemoConfig, out: &mut impl Write) -> Result<(), DemoError> {
         stats: false,
         startup_timeout: START_TIMEOUT,
     };
-    let report = runtime.block_on(generate(&generation, |text| {
-        write!(out, "{text}")?;
-        out.flush()
-    }))?;
-    print_report(out, &report, &[&first, &second])?;
+    let report = runtime.block_on(async {
+        let text = generate(&generation, |text| {
+            write!(out, "{text}")?;
+            out.flush()
+        });
+        tokio::select! {
+            report = text => Ok(report?),
+            () = interrupt.wait() => Err(DemoError::Interrupted),
+        }
+    })?;
+    print_report(out, &report, &servers.0)?;
     if config.keep {
-        writeln!(
-            out,
-            "\nThe swarm stays until Ctrl-C. Another shell can use it:"
-        )?;
-        writeln!(
-            out,
-            "  sepal generate --initial_peers {} --dht_prefix {PREFIX} --prompt \"There was once a fox\" {}",
-            first.addr,
-            generation.model.display()
-        )?;
-        runtime.block_on(interrupted())?;
+        print_invitation(out, first, &generation.model)?;
+        runtime.block_on(interrupt.wait());
     }
     Ok(())
+}
+
+/// Writes the model's files into a folder below `folder`, which it returns.
+fn write_model(folder: &Path) -> Result<std::path::PathBuf, DemoError> {
+    let model = folder.join("model");
+    std::fs::create_dir(&model)?;
+    for (name, bytes) in MODEL {
+        std::fs::write(model.join(name), bytes)?;
+    }
+    Ok(model)
+}
+
+/// Starts all servers, each when the one before is ready.
+fn start(
+    folder: &Path,
+    interrupt: &Interrupt,
+    out: &mut impl Write,
+) -> Result<Servers, DemoError> {
+    let began = Instant::now();
+    writeln!(
+        out,
+        "starting two servers, each with half of a small Llama ..."
+    )?;
+    out.flush()?;
+    let mut servers = Servers(Vec::new());
+    for (number, span) in (1..).zip(SPANS) {
+        let server = Server::start(folder, number, span, servers.0.first(), interrupt)?;
+        servers.0.push(server);
+    }
+    writeln!(
+        out,
+        "both are ONLINE after {:.1} s\n",
+        began.elapsed().as_secs_f64()
+    )?;
+    out.flush()?;
+    Ok(servers)
+}
+
+fn print_invitation(out: &mut impl Write, first: &Server, model: &Path) -> std::io::Result<()> {
+    writeln!(
+        out,
+        "\nThe swarm stays until Ctrl-C. Another shell can use it:"
+    )?;
+    writeln!(
+        out,
+        "  sepal generate --initial_peers {} --dht_prefix {PREFIX} --prompt \"There was once a fox\" {}",
+        first.addr,
+        model.display()
+    )?;
+    out.flush()
 }
 
 fn print_report(
     out: &mut impl Write,
     report: &Report,
-    servers: &[&Server],
+    servers: &[Server],
 ) -> Result<(), DemoError> {
     writeln!(out, "\n\nwhat ran (from the boards of the servers):")?;
     for server in servers {
@@ -284,14 +384,4 @@ fn print_report(
         writeln!(out, "{line}")?;
     }
     Ok(())
-}
-
-/// Waits for Ctrl-C or SIGTERM.
-async fn interrupted() -> std::io::Result<()> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let mut terminate = signal(SignalKind::terminate())?;
-    tokio::select! {
-        result = tokio::signal::ctrl_c() => result,
-        _ = terminate.recv() => Ok(()),
-    }
 }
