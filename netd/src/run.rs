@@ -120,7 +120,8 @@ pub fn run(bootstrap: Bootstrap) -> ExitReason {
             Stop::Drained => ExitReason::Clean,
             Stop::ParentGone => ExitReason::ParentGone,
             Stop::Fatal(Fatal { reason, message }) => {
-                error!(%reason, "{message}");
+                // The supervisor logs the sentence, once.
+                debug!(%reason, "{message}");
                 outbox.send(FromNetd::Failed { reason, message }).await;
                 reason
             }
