@@ -71,6 +71,7 @@ pub async fn choose(init: &NetdInit, facts: &ModelFacts, joined: &Joined) -> Res
         },
         info: record,
         update_period: init.config.update_period,
+        expiration: init.config.expiration,
     };
     Ok(Offer {
         span,

@@ -94,7 +94,7 @@ pub struct NetdConfig {
     pub public_name: Option<String>,
     /// Period of announcements.
     pub update_period: Duration,
-    /// Lifetime of an announcement.
+    /// Lifetime of an announcement; by default twice the period, and at least 3 s.
     pub expiration: Duration,
     /// Largest `max_length` of a session in tokens; `None` = by the model's KV groups (8192 or 2048).
     pub inference_max_length: Option<u32>,

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use prost::Message;
 use shared::block::Span;
-use shared::config::{NetdConfig, SpanChoice, Throughput};
+use shared::config::{DhtNodeConfig, NetdConfig, SpanChoice, Throughput};
 use shared::control::{BoardSeat, DeathCause, FdTag, Role};
 use shared::ids::{Generation, GroupId, WorkerId};
 use shared::shm::board::{Board, Occupant};
@@ -15,7 +15,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use super::*;
-use crate::dht_node::{self, DhtNodeConfig};
+use crate::dht_node;
 use crate::rpc::names;
 use crate::rpc::tests::rig::{self, BLOCKS, DEADLINE, Linked, Memory, facts, hidden, until};
 use crate::swarm::view;

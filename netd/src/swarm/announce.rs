@@ -20,8 +20,6 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout_at};
 use tracing::{info, warn};
 
-/// Shortest life of a record.
-const MIN_EXPIRATION: Duration = Duration::from_secs(3);
 /// Time to the next attempt after one that no node accepted.
 const RETRY_PERIOD: Duration = Duration::from_secs(5);
 
@@ -38,8 +36,10 @@ pub struct AnnounceConfig {
     pub model: ModelInfo,
     /// The record without state, range, free cache and pings, which are filled in here.
     pub info: ServerInfo,
-    /// Time between announcements; records live twice as long.
+    /// Time between announcements.
     pub update_period: Duration,
+    /// Life of a record.
+    pub expiration: Duration,
 }
 
 /// What changes.
@@ -56,11 +56,10 @@ pub struct ServerStatus {
 /// The items to store for a server in `status` at `now` (Unix seconds).
 #[must_use]
 pub fn records(config: &AnnounceConfig, status: &ServerStatus, now: f64) -> Vec<(DhtId, Item)> {
-    let life = (2 * config.update_period).max(MIN_EXPIRATION);
     let item = |subkey: &str, value: Vec<u8>| {
         let timed = Timed {
             value: value.into(),
-            expiration: now + life.as_secs_f64(),
+            expiration: now + config.expiration.as_secs_f64(),
         };
         Item::Entry(Value::str(subkey).encode().into(), timed)
     };
@@ -203,6 +202,7 @@ mod tests {
                 ..ServerInfo::new(ServerState::Offline, 7.5)
             },
             update_period: Duration::from_secs(120),
+            expiration: Duration::from_secs(240),
         }
     }
 
@@ -257,13 +257,17 @@ mod tests {
     }
 
     #[test]
-    fn short_periods_still_give_records_three_seconds() {
+    fn records_live_as_long_as_asked_for() {
         let config = AnnounceConfig {
-            update_period: Duration::from_millis(100),
+            expiration: Duration::from_secs(77),
             ..config("t", "me")
         };
         let items = records(&config, &status(ServerState::Online), 1000.0);
-        assert!(matches!(&items[0].1, Item::Entry(_, timed) if timed.expiration == 1003.0));
+        assert!(
+            items
+                .iter()
+                .all(|(_, item)| matches!(item, Item::Entry(_, timed) if timed.expiration == 1077.0))
+        );
     }
 
     #[test]
