@@ -104,7 +104,7 @@ fn a_model_after_a_list_of_multiaddrs_is_the_model() {
         ("/models/llama", 1)
     );
     let line = "generate --initial_peers /dns4/a.b/tcp/5/p2p/Q folder --prompt Hi";
-    let Ok(Command::Generate(generate)) = run(line, &[]) else {
+    let Ok(Command::Generate(generate, _)) = run(line, &[]) else {
         panic!()
     };
     assert_eq!(
@@ -260,7 +260,7 @@ fn faults_read_as_they_are_documented() {
 
 #[test]
 fn the_other_commands_read_their_flags() {
-    let Ok(Command::Dht(dht)) = run("dht --refresh-period 2.5", &[]) else {
+    let Ok(Command::Dht(dht, _)) = run("dht --refresh-period 2.5", &[]) else {
         panic!()
     };
     assert_eq!(
@@ -272,7 +272,7 @@ fn the_other_commands_read_their_flags() {
         (2500, 2, 0)
     );
     let line = "generate m --initial_peers /ip4/1.2.3.4/tcp/5/p2p/Q --prompt Hi --temperature 0.7 --top_k 5 --stats";
-    let Ok(Command::Generate(generate)) = run(line, &[]) else {
+    let Ok(Command::Generate(generate, _)) = run(line, &[]) else {
         panic!()
     };
     assert_eq!(
@@ -284,7 +284,7 @@ fn the_other_commands_read_their_flags() {
         (64, Some(0.7), Some(5))
     );
     assert!(refusal("generate m --prompt Hi").contains("initial_peers"));
-    let Ok(Command::Demo(demo)) = run("demo --keep", &[]) else {
+    let Ok(Command::Demo(demo, _)) = run("demo --keep", &[]) else {
         panic!()
     };
     assert!(demo.keep && demo.prompt.is_none());
