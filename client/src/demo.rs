@@ -328,11 +328,7 @@ fn write_model(folder: &Path) -> Result<std::path::PathBuf, DemoError> {
 }
 
 /// Starts all servers, each when the one before is ready.
-fn start(
-    folder: &Path,
-    interrupt: &Interrupt,
-    out: &mut impl Write,
-) -> Result<Servers, DemoError> {
+fn start(folder: &Path, interrupt: &Interrupt, out: &mut impl Write) -> Result<Servers, DemoError> {
     let began = Instant::now();
     writeln!(
         out,

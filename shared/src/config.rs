@@ -32,6 +32,9 @@ pub struct ServeConfig {
     pub drain_timeout: Duration,
     /// Open files allowed to each process (`--increase_file_limit`); 0 leaves the limit as it is.
     pub file_limit: u64,
+    /// Process that started this run and whose end, however it comes, drains it (`--end_with`). It must have started the run
+    /// from its main thread; another parent means that it has ended already.
+    pub end_with: Option<u32>,
 }
 
 /// A device that one worker owns.

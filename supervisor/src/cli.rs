@@ -22,7 +22,8 @@ use values::{check_maddrs, model_or_last, seconds};
 const EXIT_CODES: &str = "\
 Exit codes:
    0  did what was asked, or drained after SIGTERM or Ctrl-C
-   1  failed; trying again may help. Also: had to kill what did not drain, or was told to stop twice
+   1  failed; trying again may help. Also: had to kill what did not drain, or was told to stop twice;
+      for `demo`: was stopped before its text was complete
    2  wrong flags, model folder or settings: trying again cannot help
   10  a device failed
   11  not enough memory

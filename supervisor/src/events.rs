@@ -110,16 +110,25 @@ impl<'a> Driver<'a> {
             span: config.netd.span,
             pace,
         };
+        // Before anything is made that has to be removed: from here on a signal ends the run in order.
+        let signals = take_signals().map_err(|e| LoopError::System("take signals", e.into()))?;
+        let first = match config.end_with {
+            Some(parent) if !ends_with(parent)? => {
+                warn!(parent, "the process that this run was to end with is gone");
+                Event::Stop
+            }
+            _ => Event::Start,
+        };
         let now = Instant::now();
         let started = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         Ok(Driver {
             tree: Tree::new(policy),
-            pending: VecDeque::from([Event::Start]),
+            pending: VecDeque::from([first]),
             running: Vec::new(),
             segments: Segments::new(instance, started.map_or(0, |since| since.as_secs()))?,
             facts: None,
             wake: Wake::new().map_err(|e| LoopError::System("make an eventfd", e))?,
-            signals: take_signals().map_err(|e| LoopError::System("take signals", e.into()))?,
+            signals,
             pace,
             next_reading: now + pace,
             finished: None,
@@ -424,6 +433,13 @@ fn take_signals() -> nix::Result<SignalFd> {
         .for_each(|signal| mask.add(signal));
     mask.thread_block()?;
     SignalFd::with_flags(&mask, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
+}
+
+/// Asks the kernel for SIGTERM when the thread that started this process ends. False if `parent` is not there any more.
+fn ends_with(parent: u32) -> Result<bool, LoopError> {
+    nix::sys::prctl::set_pdeathsig(Signal::SIGTERM)
+        .map_err(|e| LoopError::System("ask to end with the parent", e.into()))?;
+    Ok(u32::try_from(nix::unistd::getppid().as_raw()) == Ok(parent))
 }
 
 fn rings_of(

@@ -64,6 +64,8 @@ pub fn init_logging(config: &LogConfig, identity: Identity) -> Result<(), LogErr
         .with_env_filter(filter)
         .with_ansi(colour)
         .with_writer(io::stderr)
+        // A reader of the log that went away must not take the process with it: the complaint would go to the same place.
+        .log_internal_errors(false)
         .event_format(lines)
         .finish();
     // Fails only when a subscriber is set already, which is the documented case of a second call.

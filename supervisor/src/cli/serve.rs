@@ -160,6 +160,9 @@ pub struct ServeArgs {
     /// A fault that each worker inflicts on itself: ACTION@POINT#JOB[xTIMES]
     #[arg(long, value_name = "FAULT", hide = true, value_parser = fault)]
     inject_fault: Option<FaultPlan>,
+    /// Drain when the process that started this one, which has this id, ends
+    #[arg(long, value_name = "PID", hide = true)]
+    end_with: Option<u32>,
     #[command(flatten)]
     log: LogArgs,
 
@@ -327,6 +330,7 @@ pub fn resolve(mut args: ServeArgs, env: Env<'_>) -> Result<(ServeConfig, Vec<St
         log: args.log.resolve(env, "info"),
         drain_timeout: args.drain_timeout,
         file_limit: args.increase_file_limit,
+        end_with: args.end_with,
     };
     Ok((config, notes))
 }

@@ -79,6 +79,7 @@ pub fn config(script: &str) -> ServeConfig {
         },
         drain_timeout: Duration::from_secs(30),
         file_limit: 512,
+        end_with: None,
     }
 }
 
