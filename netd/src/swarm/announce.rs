@@ -264,9 +264,9 @@ mod tests {
         };
         let items = records(&config, &status(ServerState::Online), 1000.0);
         assert!(
-            items
-                .iter()
-                .all(|(_, item)| matches!(item, Item::Entry(_, timed) if timed.expiration == 1077.0))
+            items.iter().all(
+                |(_, item)| matches!(item, Item::Entry(_, timed) if timed.expiration == 1077.0)
+            )
         );
     }
 
