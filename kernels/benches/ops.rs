@@ -158,6 +158,8 @@ fn attention(cpu: &mut Cpu, prefix: usize, tokens: usize) {
             rows: &rows,
             group,
             divisor: 11.3,
+            alibi: None,
+            window: usize::MAX,
             out: &mut out[..],
         };
         cpu.attention(args).expect("fits");

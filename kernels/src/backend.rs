@@ -1,7 +1,8 @@
 //! The seam between a block and a device: the operations that blocks use, over the device's own memory.
 
 use crate::ops::{
-    Add, Attention, KvAppend, Linear, OpError, PromptAdd, Rmsnorm, Rope, RopeTable, SiluMul,
+    Add, Attention, Gather, Gelu, KvAppend, Layernorm, Linear, OpError, PromptAdd, Rmsnorm, Rope,
+    RopeTable, Route, ScatterAdd, SiluMul, SplitQkv,
 };
 use crate::tensor::WeightView;
 
@@ -31,8 +32,12 @@ pub trait Backend {
 
     /// Root-mean-square norm.
     fn rmsnorm(&mut self, args: Rmsnorm<'_, Self::Floats>) -> Result<(), OpError>;
+    /// Layer norm.
+    fn layernorm(&mut self, args: Layernorm<'_, Self::Floats>) -> Result<(), OpError>;
     /// Matrix product.
     fn linear(&mut self, args: Linear<'_, Self::Floats, Self::Matrix<'_>>) -> Result<(), OpError>;
+    /// Queries, keys and values out of a fused projection.
+    fn split_qkv(&mut self, args: SplitQkv<'_, Self::Floats>) -> Result<(), OpError>;
     /// Angles of one step.
     fn rope_table(&mut self, args: RopeTable<'_, Self::Floats>) -> Result<(), OpError>;
     /// Rotation of queries or keys.
@@ -49,6 +54,14 @@ pub trait Backend {
     ) -> Result<(), OpError>;
     /// Middle of a gated MLP.
     fn silu_mul(&mut self, args: SiluMul<'_, Self::Floats>) -> Result<(), OpError>;
+    /// Middle of a plain MLP.
+    fn gelu(&mut self, args: Gelu<'_, Self::Floats>) -> Result<(), OpError>;
+    /// Weights of the experts of each token.
+    fn route(&mut self, args: Route<'_, Self::Floats>) -> Result<(), OpError>;
+    /// Rows that go to an expert.
+    fn gather(&mut self, args: Gather<'_, Self::Floats>) -> Result<(), OpError>;
+    /// And come back from it.
+    fn scatter_add(&mut self, args: ScatterAdd<'_, Self::Floats>) -> Result<(), OpError>;
     /// Residual.
     fn add(&mut self, args: Add<'_, Self::Floats>) -> Result<(), OpError>;
     /// Deep prompt.

@@ -7,12 +7,13 @@
 //! A pass without a cache is a step from prefix 0 over pages of the caller's own.
 
 use kernels::ops::{
-    Add, Attention, KvAppend, OpError, PromptAdd, Rmsnorm, Rope, RopeTable, SiluMul,
+    Add, Alibi, Attention, Gather, Gelu, KvAppend, Layernorm, OpError, PromptAdd, Rmsnorm, Rope,
+    RopeTable, Route, ScatterAdd, SiluMul, SplitQkv,
 };
 use kernels::{Backend, StepRow, kv::total_tokens, ops};
 
-use super::spec::{BlockSpec, Mlp, Norm, Position, Residual};
-use super::weights::{BlockWeights, Linear};
+use super::spec::{BlockSpec, Mlp, Position, Qkv, Residual};
+use super::weights::{BlockWeights, GatedWeights, Linear, MlpWeights, NormWeights, QkvWeights};
 
 /// What goes through a block besides the hidden states.
 #[derive(Clone, Copy, Debug)]
@@ -34,48 +35,125 @@ pub struct PromptPart<'a> {
 
 /// Intermediate results, kept from step to step: a step allocates only if it is larger than all before it.
 pub struct Workspace<B: Backend> {
-    normed: B::Buffer,
-    q: B::Buffer,
-    k: B::Buffer,
-    v: B::Buffer,
-    attended: B::Buffer,
-    branch: B::Buffer,
+    pub(super) normed: B::Buffer,
+    pub(super) branch: B::Buffer,
+    aside: B::Buffer,
+    pub(super) heads: Heads<B>,
+    middle: Middle<B>,
+}
+
+/// Queries, keys and values of the new tokens, and what attention makes of them.
+pub(super) struct Heads<B: Backend> {
+    pub(super) q: B::Buffer,
+    pub(super) k: B::Buffer,
+    pub(super) v: B::Buffer,
+    pub(super) attended: B::Buffer,
+    pub(super) table: B::Buffer,
+    fused: B::Buffer,
+    normed_k: B::Buffer,
+}
+
+/// The middle of the MLP.
+struct Middle<B: Backend> {
     gate: B::Buffer,
     up: B::Buffer,
-    table: B::Buffer,
+    logits: B::Buffer,
+    taken: B::Buffer,
+    given: B::Buffer,
+    choice: Choice,
+}
+
+/// Which tokens go to which expert, in host memory.
+#[derive(Default)]
+pub(super) struct Choice {
+    /// `[tokens, experts]`, zero where a token does not go.
+    pub(super) weights: Vec<f32>,
+    /// Tokens of the expert at hand.
+    pub(super) index: Vec<u32>,
+    /// Their weights.
+    pub(super) shares: Vec<f32>,
+}
+
+impl Choice {
+    /// Sets the tokens that go to `expert` of `experts`; false when there are none.
+    pub(super) fn select(&mut self, expert: usize, experts: usize) -> bool {
+        let Choice {
+            weights,
+            index,
+            shares,
+        } = self;
+        (index.clear(), shares.clear());
+        for (token, row) in (0..).zip(weights.chunks_exact(experts)) {
+            // A weight that is no number goes on, so that the result is none either.
+            if row[expert] != 0.0 {
+                index.push(token);
+                shares.push(row[expert]);
+            }
+        }
+        !index.is_empty()
+    }
 }
 
 impl<B: Backend> Workspace<B> {
     /// An empty workspace; one serves any number of blocks and specs.
     pub fn new(backend: &mut B) -> Self {
-        let [normed, q, k, v, attended, branch, gate, up, table] =
-            [(); 9].map(|()| backend.buffer(0));
+        let mut empty = || backend.buffer(0);
         Workspace {
-            normed,
-            q,
-            k,
-            v,
-            attended,
-            branch,
-            gate,
-            up,
-            table,
+            normed: empty(),
+            branch: empty(),
+            aside: empty(),
+            heads: Heads {
+                q: empty(),
+                k: empty(),
+                v: empty(),
+                attended: empty(),
+                table: empty(),
+                fused: empty(),
+                normed_k: empty(),
+            },
+            middle: Middle {
+                gate: empty(),
+                up: empty(),
+                logits: empty(),
+                taken: empty(),
+                given: empty(),
+                choice: Choice::default(),
+            },
         }
     }
 
-    fn grow(&mut self, backend: &mut B, spec: &BlockSpec, tokens: usize) {
-        let Mlp::GatedSilu(mlp) = spec.mlp;
+    pub(super) fn grow(&mut self, backend: &mut B, spec: &BlockSpec, tokens: usize) {
         let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
+        let only = |needed: bool, width: usize| if needed { width } else { 0 };
+        let (heads, middle) = (&mut self.heads, &mut self.middle);
+        let experts = match &spec.mlp {
+            Mlp::Experts(mlp) => mlp.experts.len(),
+            Mlp::Gated(_) | Mlp::Plain(_) => 0,
+        };
+        let is_plain = matches!(spec.mlp, Mlp::Plain(_));
+        let is_rotated = matches!(spec.position, Position::Rope { .. });
         for (buffer, width) in [
             (&mut self.normed, spec.hidden),
-            (&mut self.q, q),
-            (&mut self.k, kv),
-            (&mut self.v, kv),
-            (&mut self.attended, q),
             (&mut self.branch, spec.hidden),
-            (&mut self.gate, mlp.intermediate),
-            (&mut self.up, mlp.intermediate),
-            (&mut self.table, spec.head_dim),
+            (
+                &mut self.aside,
+                only(spec.residual == Residual::Parallel, spec.hidden),
+            ),
+            (&mut heads.q, q),
+            (&mut heads.k, kv),
+            (&mut heads.v, kv),
+            (&mut heads.attended, q),
+            (&mut heads.table, only(is_rotated, spec.head_dim)),
+            (
+                &mut heads.fused,
+                only(matches!(spec.qkv, Qkv::Fused(_)), q + 2 * kv),
+            ),
+            (&mut heads.normed_k, only(spec.head_norms.is_some(), kv)),
+            (&mut middle.gate, spec.mlp.intermediate()),
+            (&mut middle.up, only(!is_plain, spec.mlp.intermediate())),
+            (&mut middle.logits, experts),
+            (&mut middle.taken, only(experts > 0, spec.hidden)),
+            (&mut middle.given, only(experts > 0, spec.hidden)),
         ] {
             backend.grow(buffer, tokens * width);
         }
@@ -98,65 +176,94 @@ pub fn forward<B: Backend>(
     pages: &mut B::Pages<'_>,
 ) -> Result<(), OpError> {
     work.grow(backend, spec, total_tokens(input.rows));
-    let mut pass = Pass {
-        backend,
-        spec,
-        weights,
-        rows: input.rows,
-        tokens: total_tokens(input.rows),
-    };
-    for part in input.prompts {
-        let prompt = PromptAdd {
-            x: &mut *hidden,
-            offset: part.offset,
-            prompt: part.values,
-            round: weights.dtype,
-        };
-        pass.backend.prompt_add(prompt)?;
-    }
+    let mut pass = Pass::new(backend, spec, weights, input.rows);
+    pass.prompts(input.prompts, hidden)?;
+    let Workspace {
+        normed,
+        branch,
+        aside,
+        heads,
+        middle,
+    } = work;
+    pass.norm(hidden, &weights.attention_norm, normed)?;
+    pass.attention(normed, heads, branch, pages)?;
     match spec.residual {
         Residual::Sequential => {
-            pass.norm(hidden, &weights.attention_norm, &mut work.normed)?;
-            pass.attention(work, pages)?;
-            pass.add(hidden, &work.branch)?;
-            pass.norm(hidden, &weights.mlp_norm, &mut work.normed)?;
-            pass.mlp(work)?;
-            pass.add(hidden, &work.branch)
+            pass.add(hidden, branch)?;
+            pass.mlp_norm(hidden, normed)?;
+            pass.mlp(normed, middle, branch)?;
+        }
+        Residual::Normed => {
+            pass.add(normed, branch)?;
+            pass.mlp_norm(normed, hidden)?;
+            pass.mlp(hidden, middle, branch)?;
+        }
+        Residual::Parallel => {
+            std::mem::swap(branch, aside);
+            pass.mlp_norm(hidden, normed)?;
+            pass.mlp(normed, middle, branch)?;
+            pass.add(branch, aside)?;
         }
     }
+    pass.add(hidden, branch)
 }
 
 /// What all parts of one pass share.
-struct Pass<'a, 'w, B: Backend> {
-    backend: &'a mut B,
-    spec: &'a BlockSpec,
-    weights: &'a BlockWeights<'w, B>,
-    rows: &'a [StepRow<'a>],
-    tokens: usize,
+pub(super) struct Pass<'a, 'w, B: Backend> {
+    pub(super) backend: &'a mut B,
+    pub(super) spec: &'a BlockSpec,
+    pub(super) weights: &'a BlockWeights<'w, B>,
+    pub(super) rows: &'a [StepRow<'a>],
+    pub(super) tokens: usize,
 }
 
-impl<B: Backend> Pass<'_, '_, B> {
-    /// `work.normed` to `work.branch`.
-    fn attention(
+impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
+    pub(super) fn new(
+        backend: &'a mut B,
+        spec: &'a BlockSpec,
+        weights: &'a BlockWeights<'w, B>,
+        rows: &'a [StepRow<'a>],
+    ) -> Self {
+        Pass {
+            backend,
+            spec,
+            weights,
+            rows,
+            tokens: total_tokens(rows),
+        }
+    }
+
+    /// Adds the deep prompts to the hidden states.
+    pub(super) fn prompts(
         &mut self,
-        work: &mut Workspace<B>,
+        prompts: &[PromptPart<'_>],
+        hidden: &mut B::Floats,
+    ) -> Result<(), OpError> {
+        let round = self.weights.dtype;
+        prompts.iter().try_for_each(|part| {
+            self.backend.prompt_add(PromptAdd {
+                x: &mut *hidden,
+                offset: part.offset,
+                prompt: part.values,
+                round,
+            })
+        })
+    }
+
+    /// Attention of `x` `[tokens, hidden]` into `out`, shaped alike.
+    pub(super) fn attention(
+        &mut self,
+        x: &B::Floats,
+        heads: &mut Heads<B>,
+        out: &mut B::Floats,
         pages: &mut B::Pages<'_>,
     ) -> Result<(), OpError> {
-        let Workspace {
-            normed,
-            q,
-            k,
-            v,
-            attended,
-            branch,
-            table,
-            ..
-        } = work;
-        let weights = self.weights;
-        self.linear(normed, &weights.q, q)?;
-        self.linear(normed, &weights.k, k)?;
-        self.linear(normed, &weights.v, v)?;
-        self.rotate(q, k, table)?;
+        self.project(x, heads)?;
+        self.norm_heads(heads)?;
+        self.rotate(heads)?;
+        let Heads {
+            q, k, v, attended, ..
+        } = heads;
         self.backend.kv_append(KvAppend {
             keys: k,
             values: v,
@@ -168,35 +275,102 @@ impl<B: Backend> Pass<'_, '_, B> {
             pages,
             rows: self.rows,
             group: self.spec.group(),
-            divisor: (self.spec.head_dim as f32).sqrt(),
+            divisor: self.divisor(),
+            alibi: self.alibi(),
+            window: self.spec.window.unwrap_or(usize::MAX),
             out: attended,
         })?;
-        self.linear(attended, &weights.o, branch)
+        self.linear(attended, &self.weights.o, self.tokens, out)
     }
 
-    fn rotate(
-        &mut self,
-        q: &mut B::Floats,
-        k: &mut B::Floats,
-        table: &mut B::Floats,
-    ) -> Result<(), OpError> {
+    /// What scores are divided by.
+    pub(super) fn divisor(&self) -> f32 {
+        (self.spec.head_dim as f32).sqrt()
+    }
+
+    /// The bias of the scores.
+    pub(super) fn alibi(&self) -> Option<Alibi<'a>> {
+        match &self.spec.position {
+            Position::Alibi { slopes, scale } => Some(Alibi {
+                slopes,
+                scale: *scale,
+            }),
+            Position::Rope { .. } => None,
+        }
+    }
+
+    fn project(&mut self, x: &B::Floats, heads: &mut Heads<B>) -> Result<(), OpError> {
+        let (weights, tokens) = (self.weights, self.tokens);
+        match &weights.qkv {
+            QkvWeights::Separate([q, k, v]) => {
+                self.linear(x, q, tokens, &mut heads.q)?;
+                self.linear(x, k, tokens, &mut heads.k)?;
+                self.linear(x, v, tokens, &mut heads.v)
+            }
+            QkvWeights::Fused(qkv) => {
+                self.linear(x, qkv, tokens, &mut heads.fused)?;
+                self.backend.split_qkv(SplitQkv {
+                    fused: &heads.fused,
+                    q: &mut heads.q,
+                    k: &mut heads.k,
+                    v: &mut heads.v,
+                    tokens,
+                    kv_heads: self.spec.kv_heads,
+                    group: self.spec.group(),
+                    head_dim: self.spec.head_dim,
+                })
+            }
+        }
+    }
+
+    /// Norms each head of queries and keys. What was normed stays: the queries in `attended`, the keys in `normed_k`.
+    fn norm_heads(&mut self, heads: &mut Heads<B>) -> Result<(), OpError> {
+        let Some([q_scale, k_scale]) = &self.weights.head_norms else {
+            return Ok(());
+        };
+        std::mem::swap(&mut heads.q, &mut heads.attended);
+        std::mem::swap(&mut heads.k, &mut heads.normed_k);
+        for (x, weight, out, count) in [
+            (&heads.attended, q_scale, &mut heads.q, self.spec.heads),
+            (&heads.normed_k, k_scale, &mut heads.k, self.spec.kv_heads),
+        ] {
+            self.backend.rmsnorm(Rmsnorm {
+                x,
+                weight,
+                out,
+                rows: self.tokens * count,
+                width: self.spec.head_dim,
+                eps: self.spec.norm.eps(),
+                round: self.weights.dtype,
+            })?;
+        }
+        Ok(())
+    }
+
+    fn rotate(&mut self, heads: &mut Heads<B>) -> Result<(), OpError> {
         let Position::Rope {
             inverse_frequencies,
             ..
-        } = &self.spec.position;
+        } = &self.spec.position
+        else {
+            return Ok(());
+        };
         let (tokens, head_dim, round) = (self.tokens, self.spec.head_dim, self.weights.dtype);
         self.backend.rope_table(RopeTable {
             rows: self.rows,
             inverse_frequencies,
-            out: &mut *table,
+            out: &mut heads.table,
             round,
         })?;
-        for (x, heads) in [(q, self.spec.heads), (k, self.spec.kv_heads)] {
+        for (x, count) in [
+            (&mut heads.q, self.spec.heads),
+            (&mut heads.k, self.spec.kv_heads),
+        ] {
             self.backend.rope(Rope {
                 x,
-                table: &*table,
+                table: &heads.table,
                 tokens,
-                heads,
+                heads: count,
                 head_dim,
                 round,
             })?;
@@ -204,51 +378,169 @@ impl<B: Backend> Pass<'_, '_, B> {
         Ok(())
     }
 
-    /// `work.normed` to `work.branch`.
-    fn mlp(&mut self, work: &mut Workspace<B>) -> Result<(), OpError> {
-        let Workspace {
-            normed,
-            branch,
-            gate,
-            up,
-            ..
-        } = work;
-        let weights = self.weights;
-        let Mlp::GatedSilu(mlp) = self.spec.mlp;
-        self.linear(normed, &weights.gate, gate)?;
-        self.linear(normed, &weights.up, up)?;
-        self.backend.silu_mul(SiluMul {
-            gate,
-            up,
-            len: self.tokens * mlp.intermediate,
-            round: weights.dtype,
-        })?;
-        self.linear(gate, &weights.down, branch)
-    }
-
-    fn norm(
+    /// The MLP of `x` `[tokens, hidden]` into `out`, shaped alike.
+    fn mlp(
         &mut self,
         x: &B::Floats,
-        weight: &B::Floats,
+        middle: &mut Middle<B>,
         out: &mut B::Floats,
     ) -> Result<(), OpError> {
-        let Norm::Rms { eps } = self.spec.norm;
-        let (rows, width, round) = (self.tokens, self.spec.hidden, self.weights.dtype);
-        self.backend.rmsnorm(Rmsnorm {
-            x,
-            weight,
-            out,
-            rows,
-            width,
-            eps,
-            round,
-        })
+        let (weights, tokens, round) = (self.weights, self.tokens, self.weights.dtype);
+        match &weights.mlp {
+            MlpWeights::Gated(mlp) => {
+                self.gated(x, mlp, tokens, &mut middle.gate, &mut middle.up, out)
+            }
+            MlpWeights::Plain {
+                activation,
+                up,
+                down,
+            } => {
+                self.linear(x, up, tokens, &mut middle.gate)?;
+                self.backend.gelu(Gelu {
+                    x: &mut middle.gate,
+                    len: tokens * self.spec.mlp.intermediate(),
+                    kind: *activation,
+                    round,
+                })?;
+                self.linear(&middle.gate, down, tokens, out)
+            }
+            MlpWeights::Experts {
+                router,
+                chosen,
+                experts,
+            } => {
+                let Middle { logits, choice, .. } = middle;
+                self.linear(x, router, tokens, logits)?;
+                self.choose(logits, *chosen, experts.len(), choice)?;
+                self.experts(x, experts, middle, out)
+            }
+        }
     }
 
-    fn linear(
+    /// Turns logits into the weights of the experts, and takes them to the host.
+    pub(super) fn choose(
+        &mut self,
+        logits: &mut B::Floats,
+        chosen: usize,
+        experts: usize,
+        choice: &mut Choice,
+    ) -> Result<(), OpError> {
+        self.backend.route(Route {
+            logits: &mut *logits,
+            tokens: self.tokens,
+            experts,
+            chosen,
+            round: self.weights.dtype,
+        })?;
+        choice.weights.resize(self.tokens * experts, 0.0);
+        self.backend.download(logits, &mut choice.weights)
+    }
+
+    /// The sum over the experts in their order, each over the tokens that go to it.
+    fn experts(
+        &mut self,
+        x: &B::Floats,
+        experts: &[GatedWeights<'_, B>],
+        middle: &mut Middle<B>,
+        out: &mut B::Floats,
+    ) -> Result<(), OpError> {
+        let Middle {
+            gate,
+            up,
+            taken,
+            given,
+            choice,
+            ..
+        } = middle;
+        let (width, round) = (self.spec.hidden, self.weights.dtype);
+        self.backend.upload(&vec![0.0; self.tokens * width], out)?;
+        for (number, expert) in experts.iter().enumerate() {
+            if !choice.select(number, experts.len()) {
+                continue;
+            }
+            self.backend.gather(Gather {
+                x,
+                index: &choice.index,
+                width,
+                out: &mut *taken,
+            })?;
+            self.gated(taken, expert, choice.index.len(), gate, up, given)?;
+            self.backend.scatter_add(ScatterAdd {
+                x: given,
+                index: &choice.index,
+                weights: &choice.shares,
+                width,
+                out: &mut *out,
+                round,
+            })?;
+        }
+        Ok(())
+    }
+
+    fn gated(
+        &mut self,
+        x: &B::Floats,
+        weights: &GatedWeights<'_, B>,
+        rows: usize,
+        gate: &mut B::Floats,
+        up: &mut B::Floats,
+        out: &mut B::Floats,
+    ) -> Result<(), OpError> {
+        self.linear(x, &weights.gate, rows, gate)?;
+        self.linear(x, &weights.up, rows, up)?;
+        self.backend.silu_mul(SiluMul {
+            gate: &mut *gate,
+            up,
+            len: rows * self.spec.mlp.intermediate(),
+            round: self.weights.dtype,
+        })?;
+        self.linear(gate, &weights.down, rows, out)
+    }
+
+    /// The norm before the MLP; without one, `out` stays what attention was fed.
+    pub(super) fn mlp_norm(&mut self, x: &B::Floats, out: &mut B::Floats) -> Result<(), OpError> {
+        match &self.weights.mlp_norm {
+            Some(weights) => self.norm(x, weights, out),
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn norm(
+        &mut self,
+        x: &B::Floats,
+        weights: &NormWeights<B>,
+        out: &mut B::Floats,
+    ) -> Result<(), OpError> {
+        let (rows, width, round) = (self.tokens, self.spec.hidden, self.weights.dtype);
+        let (eps, weight) = (self.spec.norm.eps(), &weights.scale);
+        match &weights.bias {
+            None => self.backend.rmsnorm(Rmsnorm {
+                x,
+                weight,
+                out,
+                rows,
+                width,
+                eps,
+                round,
+            }),
+            Some(bias) => self.backend.layernorm(Layernorm {
+                x,
+                weight,
+                bias,
+                out,
+                rows,
+                width,
+                eps,
+                round,
+            }),
+        }
+    }
+
+    pub(super) fn linear(
         &mut self,
         x: &B::Floats,
         linear: &Linear<'_, B>,
+        rows: usize,
         out: &mut B::Floats,
     ) -> Result<(), OpError> {
         let (weight, bias) = (linear.weight.clone(), linear.bias.as_deref());
@@ -257,7 +549,7 @@ impl<B: Backend> Pass<'_, '_, B> {
             weight,
             bias,
             out,
-            rows: self.tokens,
+            rows,
         })
     }
 

@@ -10,6 +10,7 @@ mod weights;
 pub use forward::{BlockInput, PromptPart, Workspace, forward};
 pub use rope::RopeScaling;
 pub use spec::{
-    BlockSpec, GatedMlp, LinearSpec, Mlp, Norm, Position, Residual, SpecError, TensorSpec,
+    BlockSpec, Experts, GatedMlp, LinearSpec, Mlp, Norm, PlainMlp, Position, Qkv, Residual,
+    SpecError, TensorSpec,
 };
 pub use weights::{BlockWeights, WeightsError};

@@ -1,5 +1,8 @@
 //! The form of a block as data, read from a model's config.json.
 
+use std::borrow::Cow;
+
+use kernels::ops::GeluKind;
 use kernels::{DType, PageLayout};
 use serde_json::Value;
 
@@ -17,22 +20,28 @@ pub struct BlockSpec {
     pub heads: usize,
     /// Key/value heads; divides `heads`.
     pub kv_heads: usize,
-    /// Width of one head, even.
+    /// Width of one head; even where heads are rotated.
     pub head_dim: usize,
-    /// Kind of both norms.
+    /// Kind of all norms over the hidden width.
     pub norm: Norm,
     /// How attention knows positions.
     pub position: Position,
+    /// Positions that a token sees, its own included; `None` for all before it.
+    pub window: Option<usize>,
     /// How the two halves of a block are joined.
     pub residual: Residual,
+    /// The norm before attention, by name within the block without `.weight`.
+    pub attention_norm: &'static str,
+    /// The norm before the MLP; `None` when it is fed what attention is fed.
+    pub mlp_norm: Option<&'static str>,
+    /// Queries, keys and values.
+    pub qkv: Qkv,
+    /// Norms over each head of the queries and of the keys (root mean square), before they are rotated.
+    pub head_norms: Option<[&'static str; 2]>,
+    /// The projection of what attention returns.
+    pub o: LinearSpec,
     /// The second half.
     pub mlp: Mlp,
-    /// Scale of the norm before attention, by name within the block.
-    pub attention_norm: &'static str,
-    /// Scale of the norm before the MLP.
-    pub mlp_norm: &'static str,
-    /// Queries, keys, values, and the projection of what attention returns.
-    pub qkv_o: [LinearSpec; 4],
     /// What comes before the block's index in a checkpoint, for example `model.layers`.
     pub checkpoint_prefix: &'static str,
 }
@@ -40,11 +49,25 @@ pub struct BlockSpec {
 /// A norm.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Norm {
-    /// Root mean square, with this number added to the mean square.
+    /// Root mean square, with this number added to the mean square; a scale, no bias.
     Rms {
         /// The number.
         eps: f32,
     },
+    /// Layer norm, with this number added to the variance; a scale and a bias.
+    Layer {
+        /// The number.
+        eps: f32,
+    },
+}
+
+impl Norm {
+    /// The number that keeps it from dividing by zero.
+    pub fn eps(self) -> f32 {
+        match self {
+            Norm::Rms { eps } | Norm::Layer { eps } => eps,
+        }
+    }
 }
 
 /// A position encoding.
@@ -57,6 +80,13 @@ pub enum Position {
         /// The scaling that was applied.
         scaling: RopeScaling,
     },
+    /// A bias of the scores by the position of the key.
+    Alibi {
+        /// Of each head `[heads]`.
+        slopes: Vec<f32>,
+        /// Multiplies the bias.
+        scale: f32,
+    },
 }
 
 /// How attention and MLP are added to the hidden states.
@@ -64,17 +94,34 @@ pub enum Position {
 pub enum Residual {
     /// `h = x + attention(norm(x)); y = h + mlp(norm(h))`.
     Sequential,
+    /// `a = norm(x); b = norm(a + attention(a)); y = b + mlp(b)`: what was normed is what is added.
+    Normed,
+    /// `y = x + attention(norm(x)) + mlp(norm(x))`, with one norm or two.
+    Parallel,
+}
+
+/// The projections before attention.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Qkv {
+    /// A matrix each.
+    Separate([LinearSpec; 3]),
+    /// One matrix: per key/value head the queries of its group, then its key, then its value.
+    Fused(LinearSpec),
 }
 
 /// The second half of a block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mlp {
     /// `down(silu(gate(x)) * up(x))`.
-    GatedSilu(GatedMlp),
+    Gated(GatedMlp),
+    /// `down(gelu(up(x)))`.
+    Plain(PlainMlp),
+    /// Some of many gated MLPs, weighed by a router.
+    Experts(Experts),
 }
 
 /// Matrices of a gated MLP.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GatedMlp {
     /// Width in the middle.
     pub intermediate: usize,
@@ -86,11 +133,35 @@ pub struct GatedMlp {
     pub down: LinearSpec,
 }
 
+/// Matrices of a plain MLP.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlainMlp {
+    /// Width in the middle.
+    pub intermediate: usize,
+    /// What is done there.
+    pub activation: GeluKind,
+    /// To the middle.
+    pub up: LinearSpec,
+    /// Back to the hidden width.
+    pub down: LinearSpec,
+}
+
+/// A mixture of experts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Experts {
+    /// Logits of all experts.
+    pub router: LinearSpec,
+    /// Experts of each token.
+    pub chosen: usize,
+    /// The experts, all of one width.
+    pub experts: Vec<GatedMlp>,
+}
+
 /// One matrix of a block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LinearSpec {
     /// Name within the block without `.weight` or `.bias`.
-    pub name: &'static str,
+    pub name: Cow<'static, str>,
     /// Features that come out.
     pub outputs: usize,
     /// Features that go in.
@@ -168,9 +239,19 @@ impl BlockSpec {
             name,
             shape,
         };
-        let norms = [self.attention_norm, self.mlp_norm]
-            .map(|name| tensor(name.to_owned(), vec![self.hidden]));
-        let mut tensors = Vec::from(norms);
+        let mut tensors = Vec::new();
+        for name in [Some(self.attention_norm), self.mlp_norm]
+            .into_iter()
+            .flatten()
+        {
+            tensors.push(tensor(format!("{name}.weight"), vec![self.hidden]));
+            if let Norm::Layer { .. } = self.norm {
+                tensors.push(tensor(format!("{name}.bias"), vec![self.hidden]));
+            }
+        }
+        for name in self.head_norms.into_iter().flatten() {
+            tensors.push(tensor(format!("{name}.weight"), vec![self.head_dim]));
+        }
         for linear in self.linears() {
             tensors.push(tensor(
                 linear.weight_name(),
@@ -183,13 +264,57 @@ impl BlockSpec {
         tensors
     }
 
-    fn linears(&self) -> impl Iterator<Item = LinearSpec> {
-        let Mlp::GatedSilu(mlp) = self.mlp;
-        self.qkv_o.into_iter().chain([mlp.gate, mlp.up, mlp.down])
+    fn linears(&self) -> Vec<&LinearSpec> {
+        let mut linears: Vec<&LinearSpec> = match &self.qkv {
+            Qkv::Separate(qkv) => qkv.iter().collect(),
+            Qkv::Fused(qkv) => vec![qkv],
+        };
+        linears.push(&self.o);
+        match &self.mlp {
+            Mlp::Gated(mlp) => linears.extend(mlp.linears()),
+            Mlp::Plain(mlp) => linears.extend([&mlp.up, &mlp.down]),
+            Mlp::Experts(mlp) => {
+                linears.push(&mlp.router);
+                linears.extend(mlp.experts.iter().flat_map(GatedMlp::linears));
+            }
+        }
+        linears
+    }
+}
+
+impl Mlp {
+    /// Width in the middle.
+    pub fn intermediate(&self) -> usize {
+        match self {
+            Mlp::Gated(mlp) => mlp.intermediate,
+            Mlp::Plain(mlp) => mlp.intermediate,
+            Mlp::Experts(mlp) => mlp.experts.first().map_or(0, |e| e.intermediate),
+        }
+    }
+}
+
+impl GatedMlp {
+    fn linears(&self) -> [&LinearSpec; 3] {
+        [&self.gate, &self.up, &self.down]
     }
 }
 
 impl LinearSpec {
+    /// A matrix `[outputs, inputs]`.
+    pub fn new(
+        name: impl Into<Cow<'static, str>>,
+        outputs: usize,
+        inputs: usize,
+        bias: bool,
+    ) -> LinearSpec {
+        LinearSpec {
+            name: name.into(),
+            outputs,
+            inputs,
+            bias,
+        }
+    }
+
     /// Name of the matrix within the block.
     pub fn weight_name(&self) -> String {
         format!("{}.weight", self.name)

@@ -1,9 +1,9 @@
 //! The weights of one block, checked against its spec and placed where the backend reads them.
 
-use kernels::ops::{OpError, convert};
+use kernels::ops::{GeluKind, OpError, convert};
 use kernels::{Backend, DType, WeightView};
 
-use super::spec::{BlockSpec, LinearSpec, Mlp};
+use super::spec::{BlockSpec, GatedMlp, LinearSpec, Mlp, Norm, Qkv};
 
 /// Why weights do not make a block.
 #[derive(Debug, thiserror::Error)]
@@ -42,15 +42,46 @@ pub enum WeightsError {
     },
 }
 
-/// The weights of one block.
+/// The weights of one block, in the form of its spec.
 pub struct BlockWeights<'w, B: Backend> {
     pub(super) dtype: DType,
-    pub(super) attention_norm: B::Buffer,
-    pub(super) mlp_norm: B::Buffer,
-    pub(super) q: Linear<'w, B>,
-    pub(super) k: Linear<'w, B>,
-    pub(super) v: Linear<'w, B>,
+    pub(super) attention_norm: NormWeights<B>,
+    pub(super) mlp_norm: Option<NormWeights<B>>,
+    pub(super) qkv: QkvWeights<'w, B>,
+    pub(super) head_norms: Option<[B::Buffer; 2]>,
     pub(super) o: Linear<'w, B>,
+    pub(super) mlp: MlpWeights<'w, B>,
+}
+
+/// Scale of a norm, and its bias if its kind has one.
+pub(super) struct NormWeights<B: Backend> {
+    pub(super) scale: B::Buffer,
+    pub(super) bias: Option<B::Buffer>,
+}
+
+/// The projections before attention.
+pub(super) enum QkvWeights<'w, B: Backend> {
+    Separate([Linear<'w, B>; 3]),
+    Fused(Linear<'w, B>),
+}
+
+/// The second half.
+pub(super) enum MlpWeights<'w, B: Backend> {
+    Gated(GatedWeights<'w, B>),
+    Plain {
+        activation: GeluKind,
+        up: Linear<'w, B>,
+        down: Linear<'w, B>,
+    },
+    Experts {
+        router: Linear<'w, B>,
+        chosen: usize,
+        experts: Vec<GatedWeights<'w, B>>,
+    },
+}
+
+/// Matrices of a gated MLP.
+pub(super) struct GatedWeights<'w, B: Backend> {
     pub(super) gate: Linear<'w, B>,
     pub(super) up: Linear<'w, B>,
     pub(super) down: Linear<'w, B>,
@@ -79,19 +110,21 @@ impl<'w, B: Backend> BlockWeights<'w, B> {
             dtype,
             tensor,
         };
-        let Mlp::GatedSilu(mlp) = spec.mlp;
-        let [q, k, v, o] = &spec.qkv_o;
+        let mlp_norm = spec.mlp_norm.map(|name| placing.norm(spec, name));
         Ok(BlockWeights {
             dtype,
-            attention_norm: placing.vector(spec.attention_norm.to_owned(), spec.hidden)?,
-            mlp_norm: placing.vector(spec.mlp_norm.to_owned(), spec.hidden)?,
-            q: placing.linear(q)?,
-            k: placing.linear(k)?,
-            v: placing.linear(v)?,
-            o: placing.linear(o)?,
-            gate: placing.linear(&mlp.gate)?,
-            up: placing.linear(&mlp.up)?,
-            down: placing.linear(&mlp.down)?,
+            attention_norm: placing.norm(spec, spec.attention_norm)?,
+            mlp_norm: mlp_norm.transpose()?,
+            qkv: placing.qkv(&spec.qkv)?,
+            head_norms: match spec.head_norms {
+                Some([q, k]) => Some([
+                    placing.vector(format!("{q}.weight"), spec.head_dim)?,
+                    placing.vector(format!("{k}.weight"), spec.head_dim)?,
+                ]),
+                None => None,
+            },
+            o: placing.linear(&spec.o)?,
+            mlp: placing.mlp(&spec.mlp)?,
         })
     }
 
@@ -108,6 +141,52 @@ struct Placing<'b, B, T> {
 }
 
 impl<'w, B: Backend, T: Fn(&str) -> Option<WeightView<'w>>> Placing<'_, B, T> {
+    fn norm(&mut self, spec: &BlockSpec, name: &str) -> Result<NormWeights<B>, WeightsError> {
+        let scale = self.vector(format!("{name}.weight"), spec.hidden)?;
+        let bias = match spec.norm {
+            Norm::Rms { .. } => None,
+            Norm::Layer { .. } => Some(self.vector(format!("{name}.bias"), spec.hidden)?),
+        };
+        Ok(NormWeights { scale, bias })
+    }
+
+    fn qkv(&mut self, spec: &Qkv) -> Result<QkvWeights<'w, B>, WeightsError> {
+        Ok(match spec {
+            Qkv::Separate([q, k, v]) => {
+                QkvWeights::Separate([self.linear(q)?, self.linear(k)?, self.linear(v)?])
+            }
+            Qkv::Fused(qkv) => QkvWeights::Fused(self.linear(qkv)?),
+        })
+    }
+
+    fn mlp(&mut self, spec: &Mlp) -> Result<MlpWeights<'w, B>, WeightsError> {
+        Ok(match spec {
+            Mlp::Gated(mlp) => MlpWeights::Gated(self.gated(mlp)?),
+            Mlp::Plain(mlp) => MlpWeights::Plain {
+                activation: mlp.activation,
+                up: self.linear(&mlp.up)?,
+                down: self.linear(&mlp.down)?,
+            },
+            Mlp::Experts(mlp) => MlpWeights::Experts {
+                router: self.linear(&mlp.router)?,
+                chosen: mlp.chosen,
+                experts: mlp
+                    .experts
+                    .iter()
+                    .map(|expert| self.gated(expert))
+                    .collect::<Result<_, _>>()?,
+            },
+        })
+    }
+
+    fn gated(&mut self, spec: &GatedMlp) -> Result<GatedWeights<'w, B>, WeightsError> {
+        Ok(GatedWeights {
+            gate: self.linear(&spec.gate)?,
+            up: self.linear(&spec.up)?,
+            down: self.linear(&spec.down)?,
+        })
+    }
+
     fn linear(&mut self, spec: &LinearSpec) -> Result<Linear<'w, B>, WeightsError> {
         let name = spec.weight_name();
         let view = self.find(&name, [spec.outputs, spec.inputs])?;

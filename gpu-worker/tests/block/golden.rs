@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use gpu_worker::block::{Norm, Position};
+use gpu_worker::block::Position;
 use kernels::Backend;
 use kernels::ops::{Linear, Rmsnorm};
 use safetensors::{Dtype, SafeTensors};
@@ -101,7 +101,7 @@ impl Golden {
 
     /// The most likely next token after each row of `hidden`.
     fn greedy_tokens(&self, cpu: &mut Cpu, hidden: &[f32]) -> Vec<i64> {
-        let (width, Norm::Rms { eps }) = (self.spec.hidden, self.spec.norm);
+        let (width, eps) = (self.spec.hidden, self.spec.norm.eps());
         let rows = hidden.len() / width;
         let norm = &self.tensors["model.norm.weight"];
         let weight = convert::to_vec(norm.dtype, &norm.bytes);
@@ -159,7 +159,7 @@ impl Golden {
 }
 
 /// All tensors of a checkpoint, of one file or of those that its index names.
-fn checkpoint(path: &Path) -> HashMap<String, Stored> {
+pub(crate) fn checkpoint(path: &Path) -> HashMap<String, Stored> {
     let index = path.join("model.safetensors.index.json");
     let files: Vec<String> = match fs::read(index) {
         Ok(json) => {
@@ -208,7 +208,10 @@ fn frequencies_are_those_of_transformers() {
         let Position::Rope {
             inverse_frequencies,
             ..
-        } = &golden.spec.position;
+        } = &golden.spec.position
+        else {
+            panic!("{} has no frequencies", golden.name);
+        };
         assert_eq!(inverse_frequencies.len(), golden.frequencies.len());
         for (got, wanted) in inverse_frequencies.iter().zip(&golden.frequencies) {
             assert!(

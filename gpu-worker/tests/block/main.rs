@@ -1,6 +1,7 @@
 //! The block against numbers computed elsewhere: transformers (golden data of `tests/golden`, made by its `generate.py`) and
 //! Petals' own block classes (formulas).
 
+mod families;
 mod golden;
 mod petals;
 

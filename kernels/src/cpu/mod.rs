@@ -6,8 +6,8 @@ mod simd;
 use crate::backend::Backend;
 use crate::kv::KvPages;
 use crate::ops::{
-    Add, Attention, KvAppend, Linear, OpError, PromptAdd, Rmsnorm, Rope, RopeTable, SiluMul, add,
-    check_len, kv_append, rope,
+    Add, Attention, Gather, Gelu, KvAppend, Layernorm, Linear, OpError, PromptAdd, Rmsnorm, Rope,
+    RopeTable, Route, ScatterAdd, SiluMul, SplitQkv, add, check_len, kv_append, qkv, rope, route,
 };
 use crate::tensor::WeightView;
 use pool::Pool;
@@ -91,10 +91,20 @@ impl Backend for Cpu {
         Ok(())
     }
 
+    fn layernorm(&mut self, args: Layernorm<'_, [f32]>) -> Result<(), OpError> {
+        args.check()?;
+        simd::layernorm(self.isa, &mut self.pool, args);
+        Ok(())
+    }
+
     fn linear(&mut self, args: Linear<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
         args.check()?;
         simd::linear(self.isa, &mut self.pool, &mut self.scratch, args);
         Ok(())
+    }
+
+    fn split_qkv(&mut self, args: SplitQkv<'_, [f32]>) -> Result<(), OpError> {
+        qkv::reference(args)
     }
 
     fn rope_table(&mut self, args: RopeTable<'_, [f32]>) -> Result<(), OpError> {
@@ -119,6 +129,24 @@ impl Backend for Cpu {
         args.check()?;
         simd::silu_mul(self.isa, &mut self.pool, args);
         Ok(())
+    }
+
+    fn gelu(&mut self, args: Gelu<'_, [f32]>) -> Result<(), OpError> {
+        args.check()?;
+        simd::gelu(self.isa, &mut self.pool, args);
+        Ok(())
+    }
+
+    fn route(&mut self, args: Route<'_, [f32]>) -> Result<(), OpError> {
+        route::reference(args)
+    }
+
+    fn gather(&mut self, args: Gather<'_, [f32]>) -> Result<(), OpError> {
+        route::reference_gather(args)
+    }
+
+    fn scatter_add(&mut self, args: ScatterAdd<'_, [f32]>) -> Result<(), OpError> {
+        route::reference_scatter_add(args)
     }
 
     fn add(&mut self, args: Add<'_, [f32]>) -> Result<(), OpError> {

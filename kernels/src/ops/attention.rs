@@ -1,6 +1,7 @@
 //! Causal attention of new tokens over the pages of their row; query head `h` reads kv head `h / group`.
-//! `out = round(softmax(round(round(q K^T) / divisor))) V` over the positions `0..=own position`; sums and the softmax are f32, the
-//! roundings to the cache's dtype are those of transformers (`eager_attention_forward`).
+//! `out = round(softmax(round(round(q K^T) / divisor))) V` over the positions `0..=own position`, or the last `window` of them; sums and
+//! the softmax are f32, the roundings to the cache's dtype are those of transformers (`eager_attention_forward`). With [`Alibi`] the scores
+//! are `round(q K^T / divisor + scale * round(slope * position of the key))`.
 
 use super::{OpError, check_len, convert};
 use crate::kv::{KvPages, StepRow, total_tokens};
@@ -18,8 +19,30 @@ pub struct Attention<'a, F: ?Sized, P> {
     pub group: usize,
     /// Divides the scores: `head_dim^1/2`.
     pub divisor: f32,
+    /// Bias of the scores by position.
+    pub alibi: Option<Alibi<'a>>,
+    /// Positions that a query sees, its own included; `usize::MAX` for all before it.
+    pub window: usize,
     /// Output, shaped as `q`.
     pub out: &'a mut F,
+}
+
+/// Bias of the scores that grows with the position of the key.
+#[derive(Clone, Copy, Debug)]
+pub struct Alibi<'a> {
+    /// Of each query head, in host memory.
+    pub slopes: &'a [f32],
+    /// Multiplies the rounded bias.
+    pub scale: f32,
+}
+
+impl Alibi<'_> {
+    /// Refuses another number of slopes than of heads.
+    pub(crate) fn check(this: Option<Alibi<'_>>, heads: usize) -> Result<(), OpError> {
+        this.map_or(Ok(()), |alibi| {
+            check_len("attention", "slopes", alibi.slopes.len(), 1, heads)
+        })
+    }
 }
 
 impl Attention<'_, [f32], KvPages<'_>> {
@@ -31,6 +54,13 @@ impl Attention<'_, [f32], KvPages<'_>> {
         );
         check_len("attention", "q", self.q.len(), tokens, width)?;
         check_len("attention", "out", self.out.len(), tokens, width)?;
+        Alibi::check(self.alibi, layout.kv_heads * self.group)?;
+        if self.window == 0 {
+            return Err(OpError::Shape {
+                op: "attention",
+                what: "a window of no positions",
+            });
+        }
         self.pages.check_rows(self.rows)
     }
 }
@@ -60,16 +90,24 @@ pub fn reference(args: Attention<'_, [f32], KvPages<'_>>) -> Result<(), OpError>
             };
             let q = &args.q[range.clone()];
             let round = |v| convert::round(layout.dtype, v);
-            let score = |key: Vec<f32>| {
-                round(round(q.iter().zip(key).map(|(q, k)| q * k).sum()) / args.divisor)
+            let score = |p: usize| {
+                let dot: f32 = q.iter().zip(vector(0, p)).map(|(q, k)| q * k).sum();
+                match args.alibi {
+                    None => round(round(dot) / args.divisor),
+                    Some(alibi) => {
+                        let bias = alibi.scale * round(alibi.slopes[head] * p as f32);
+                        round(dot / args.divisor + bias)
+                    }
+                }
             };
-            let scores: Vec<f32> = (0..=position).map(|p| score(vector(0, p))).collect();
+            let first = (position + 1).saturating_sub(args.window);
+            let scores: Vec<f32> = (first..=position).map(score).collect();
             let top = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             let weights: Vec<f32> = scores.iter().map(|s| (s - top).exp()).collect();
             let total: f32 = weights.iter().sum();
             let out = &mut args.out[range];
             out.fill(0.0);
-            for (p, weight) in weights.iter().enumerate() {
+            for (p, weight) in (first..).zip(&weights) {
                 for (out, v) in out.iter_mut().zip(vector(1, p)) {
                     *out += round(weight / total) * v;
                 }

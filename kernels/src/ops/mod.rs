@@ -6,20 +6,28 @@
 pub mod add;
 pub mod attention;
 pub mod convert;
+pub mod gelu;
 pub mod kv_append;
+pub mod layernorm;
 pub mod linear;
+pub mod qkv;
 pub mod rmsnorm;
 pub mod rope;
+pub mod route;
 pub mod silu_mul;
 #[cfg(test)]
 mod tests;
 
 pub use add::{Add, PromptAdd};
-pub use attention::Attention;
+pub use attention::{Alibi, Attention};
+pub use gelu::{Gelu, GeluKind};
 pub use kv_append::KvAppend;
+pub use layernorm::Layernorm;
 pub use linear::Linear;
+pub use qkv::SplitQkv;
 pub use rmsnorm::Rmsnorm;
 pub use rope::{Rope, RopeTable};
+pub use route::{Gather, Route, ScatterAdd};
 pub use silu_mul::SiluMul;
 
 use shared::ids::PageId;

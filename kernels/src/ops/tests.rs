@@ -214,10 +214,81 @@ fn rmsnorm_and_silu_equal_their_references_and_rows_do_not_matter() {
     }
 }
 
+#[test]
+fn layernorm_equals_its_reference_and_rows_do_not_matter() {
+    for (rows, width) in [(1, 1), (3, 17), (5, 64), (7, 100), (40, 4544)] {
+        let (weight, bias) = (noise(2, width), noise(3, width));
+        let x: Vec<f32> = noise(1, rows * width).iter().map(|v| 3.0 + v).collect();
+        for (round, tolerance) in DTYPES.into_iter().zip([2e-5, 8e-3, 1e-3]) {
+            let norm = |x: &[f32], run: &mut dyn FnMut(Layernorm<'_, [f32]>)| {
+                let mut out = vec![f32::NAN; x.len()];
+                run(Layernorm {
+                    x,
+                    weight: &weight,
+                    bias: &bias,
+                    out: &mut out[..],
+                    rows: x.len() / width,
+                    width,
+                    eps: 1e-5,
+                    round,
+                });
+                out
+            };
+            let wanted = norm(&x, &mut |args| layernorm::reference(args).unwrap());
+            for mut cpu in backends() {
+                let got = norm(&x, &mut |args| cpu.layernorm(args).unwrap());
+                let what = format!("layernorm {rows}x{width} {round}");
+                assert_close(&got, &wanted, tolerance, &what);
+                let alone: Vec<f32> = x
+                    .chunks(width)
+                    .flat_map(|x| norm(x, &mut |args| cpu.layernorm(args).unwrap()))
+                    .collect();
+                assert_eq!(bits(&alone), bits(&got));
+            }
+        }
+    }
+}
+
+#[test]
+fn gelu_equals_its_reference_from_tail_to_tail() {
+    let mut x: Vec<f32> = (-1500..1500).map(|i| i as f32 * 0.01).collect();
+    x.extend([1e4, -1e4, 1e-9, 0.0]);
+    for kind in [GeluKind::Tanh, GeluKind::Erf] {
+        for (round, tolerance) in DTYPES.into_iter().zip([1e-6, 1e-6, 1e-6]) {
+            let mut wanted = x.clone();
+            let gelu = |x: &mut [f32], run: &mut dyn FnMut(Gelu<'_, [f32]>)| {
+                run(Gelu {
+                    len: x.len(),
+                    x,
+                    kind,
+                    round,
+                })
+            };
+            gelu(&mut wanted, &mut |args| gelu::reference(args).unwrap());
+            for mut cpu in backends() {
+                let mut got = x.clone();
+                gelu(&mut got, &mut |args| cpu.gelu(args).unwrap());
+                for ((x, got), wanted) in x.iter().zip(&got).zip(&wanted) {
+                    let limit = tolerance * x.abs().max(1.0);
+                    assert!(
+                        (got - wanted).abs() <= limit,
+                        "{kind:?} {x}: {got} {wanted}"
+                    );
+                }
+                let mut part = x[..1001].to_vec();
+                gelu(&mut part, &mut |args| cpu.gelu(args).unwrap());
+                assert_eq!(bits(&part), bits(&got[..1001]));
+            }
+        }
+    }
+}
+
 /// A sequence of `tokens` over shuffled pages of a pool whose every byte is NaN, computed in the cuts given.
 struct Sequence {
     layout: PageLayout,
     group: usize,
+    slopes: Option<Vec<f32>>,
+    window: usize,
     pool: Vec<u8>,
     table: Vec<PageId>,
     q: Vec<f32>,
@@ -232,6 +303,8 @@ impl Sequence {
         Sequence {
             layout,
             group,
+            slopes: None,
+            window: usize::MAX,
             pool: vec![0xff; pages * layout.page_bytes()],
             table: table.iter().map(|p| PageId(*p)).collect(),
             q: noise(11, tokens * width * group),
@@ -269,6 +342,11 @@ impl Sequence {
             rows: &rows,
             group: self.group,
             divisor,
+            alibi: self
+                .slopes
+                .as_deref()
+                .map(|slopes| Alibi { slopes, scale: 0.5 }),
+            window: self.window,
             out: &mut out[..],
         });
         out
@@ -279,19 +357,39 @@ type Runner<'a> = dyn FnMut(Attention<'_, [f32], KvPages<'_>>) + 'a;
 
 #[test]
 fn attention_equals_its_reference_wherever_the_prefill_is_cut_and_never_reads_free_slots() {
-    let shapes = [(1, 1, 4), (2, 3, 20), (2, 2, 64), (1, 8, 16), (4, 1, 128)];
+    let all = usize::MAX;
+    // kv heads, group, head dimension, window, slopes
+    let shapes = [
+        (1, 1, 4, all, false),
+        (2, 3, 20, all, false),
+        (2, 2, 64, 5, false),
+        (1, 8, 16, all, true),
+        (3, 1, 12, 40, true),
+        (4, 1, 128, 16, false),
+    ];
     let table = [5, 0, 3, 7, 1];
     let tokens = 67;
-    for (kv_heads, group, head_dim) in shapes {
+    for (kv_heads, group, head_dim, window, has_slopes) in shapes {
         for dtype in DTYPES {
             let layout = PageLayout {
                 dtype,
                 kv_heads,
                 head_dim,
             };
-            let sequence = || Sequence::new(layout, group, tokens, &table);
+            let slopes = has_slopes.then(|| noise(21, kv_heads * group));
+            let sequence = || Sequence {
+                slopes: slopes.clone(),
+                window,
+                ..Sequence::new(layout, group, tokens, &table)
+            };
             // Where a rounding falls the other way, a weight moves by half a unit.
-            let tolerance = if dtype == DType::F32 { 2e-6 } else { 4e-3 };
+            let tolerance = match (dtype, has_slopes) {
+                (DType::F32, false) => 2e-6,
+                (DType::F32, true) => 1e-5,
+                (_, false) => 4e-3,
+                // Scores reach 30: half a unit of bfloat16 there is 0.06.
+                (_, true) => 6e-2,
+            };
             let wanted =
                 sequence().step(&mut |args| attention::reference(args).unwrap(), 0, tokens);
             for &isa in Isa::available() {
@@ -359,6 +457,8 @@ fn rows_of_a_batch_do_not_see_each_other() {
             rows: &rows,
             group,
             divisor: 5.0,
+            alibi: None,
+            window: usize::MAX,
             out: &mut together[..],
         })
         .unwrap();
@@ -375,6 +475,8 @@ fn rows_of_a_batch_do_not_see_each_other() {
                 rows,
                 group,
                 divisor: 5.0,
+                alibi: None,
+                window: usize::MAX,
                 out: &mut alone[..],
             })
             .unwrap();
@@ -424,6 +526,8 @@ fn short_buffers_and_unknown_pages_are_refused() {
         rows: &rows,
         group: 1,
         divisor: 1.0,
+        alibi: None,
+        window: usize::MAX,
         out: &mut out[..],
     });
     assert_eq!(

@@ -3,6 +3,7 @@
 use std::ops::RangeInclusive;
 
 use serde_json::Value;
+use shared::block::MAX_BLOCKS;
 
 use super::SpecError;
 
@@ -56,6 +57,33 @@ pub(super) fn flag(config: &Value, field: &'static str) -> Result<bool, SpecErro
             .as_bool()
             .ok_or_else(|| bad(field, value, "true or false".to_owned())),
     }
+}
+
+/// True or false; `default` when it is absent.
+pub(super) fn flag_or(
+    config: &Value,
+    field: &'static str,
+    default: bool,
+) -> Result<bool, SpecError> {
+    match present(config, field) {
+        None => Ok(default),
+        Some(_) => flag(config, field),
+    }
+}
+
+/// The first of two spellings of a field that is there; the first if none is.
+pub(super) fn first_present(config: &Value, fields: [&'static str; 2]) -> &'static str {
+    let [first, second] = fields;
+    if present(config, first).is_none() && present(config, second).is_some() {
+        second
+    } else {
+        first
+    }
+}
+
+/// Number of blocks of the model.
+pub(super) fn blocks(config: &Value, field: &'static str) -> Result<usize, SpecError> {
+    size(config, field, None, 1..=MAX_BLOCKS as usize)
 }
 
 /// The field, unless it is absent or `null`.

@@ -2,7 +2,7 @@
 //!
 //! A piece is a tile of query tokens of one batch row and one kv head: each page is widened to f32 once and used by all
 //! query heads of all tokens of the tile. What one query computes depends on its own position alone. Slots above the
-//! position are not touched. Two passes read keys and values once each, as a running softmax would, and give the weights
+//! position are not touched, nor pages before the window. Two passes read keys and values once each, as a running softmax would, and give the weights
 //! that transformers rounds to the block dtype; a thread keeps the weights of one tile.
 
 use std::cell::RefCell;
@@ -12,7 +12,7 @@ use super::{Isa, Scratch, per_isa};
 use crate::cpu::pool::{Disjoint, Pool};
 use crate::kv::{KvPages, PAGE_TOKENS, StepRow};
 use crate::ops::convert::with_rounding;
-use crate::ops::{Attention, convert};
+use crate::ops::{Alibi, Attention, convert};
 use crate::tuning;
 
 /// Query tokens `first..first + tokens` of a batch row; `index` is the first one's place among all tokens of the step.
@@ -42,6 +42,8 @@ struct Task<'a> {
     rows: &'a [StepRow<'a>],
     group: usize,
     divisor: f32,
+    alibi: Option<Alibi<'a>>,
+    window: usize,
 }
 
 pub(in crate::cpu) fn attention(
@@ -60,6 +62,8 @@ pub(in crate::cpu) fn attention(
         rows: args.rows,
         group: args.group,
         divisor: args.divisor,
+        alibi: args.alibi,
+        window: args.window,
     };
     let out = Disjoint::new(args.out);
     let piece = |index: usize| {
@@ -118,12 +122,15 @@ fn attend<const FMA: bool>(
     weights.resize(weights.len().max(tile.tokens * group * stride), 0.0);
     // Queries of one token and kv head are neighbours: `group` vectors of `dim`.
     let queries = |token: usize| ((tile.index + token) * heads + head * group) * dim;
-    // (start, slots that exist, id) of each page; slots of it that a token sees.
+    // Positions that lie before the window of a token.
+    let unseen = |token: usize| (first + token + 1).saturating_sub(task.window);
+    // (start, slots that exist, id) of each page that is seen; slots of it up to the position of a token.
     let spans = || {
         row.pages
             .iter()
             .take(pages)
             .enumerate()
+            .skip(unseen(0) / PAGE_TOKENS)
             .map(|(number, id)| {
                 let start = number * PAGE_TOKENS;
                 (
@@ -148,15 +155,27 @@ fn attend<const FMA: bool>(
             let q = &task.q[queries(token)..queries(token) + group * dim];
             for (h, q) in q.chunks_exact(dim).enumerate() {
                 let scores = &mut weights[(token * group + h) * stride + start..][..PAGE_TOKENS];
-                with_rounding!(layout.dtype, round => for (score, key) in scores.iter_mut().zip(keys.chunks_exact(dim)) {
-                    *score = round(round(dot::<FMA>(q, key)) / task.divisor);
-                });
+                let divisor = task.divisor;
+                match task.alibi {
+                    None => {
+                        with_rounding!(layout.dtype, round => for (score, key) in scores.iter_mut().zip(keys.chunks_exact(dim)) {
+                            *score = round(round(dot::<FMA>(q, key)) / divisor);
+                        })
+                    }
+                    Some(Alibi { slopes, scale }) => {
+                        let slope = slopes[head * group + h];
+                        with_rounding!(layout.dtype, round => for (p, (score, key)) in (start..).zip(scores.iter_mut().zip(keys.chunks_exact(dim))) {
+                            *score = round(dot::<FMA>(q, key) / divisor + scale * round(slope * p as f32));
+                        })
+                    }
+                }
             }
         }
     }
     for token in 0..tile.tokens {
         for h in 0..group {
-            let scores = &mut weights[(token * group + h) * stride..][..first + token + 1];
+            let scores =
+                &mut weights[(token * group + h) * stride..][unseen(token)..first + token + 1];
             with_rounding!(layout.dtype, round => softmax::<FMA>(scores, round));
         }
         // SAFETY: pieces differ in token or kv head, so their outputs do not overlap; the borrow ends here.
@@ -171,11 +190,12 @@ fn attend<const FMA: bool>(
         );
         for token in 0..tile.tokens {
             let visible = visible(token, start);
+            let before = unseen(token).saturating_sub(start).min(visible);
             // SAFETY: as above.
             let out = unsafe { out.range(queries(token), group * dim) };
             for (h, out) in out.chunks_exact_mut(dim).enumerate() {
-                let weights = &weights[(token * group + h) * stride + start..][..visible];
-                weigh::<FMA>(weights, values, out);
+                let weights = &weights[(token * group + h) * stride + start..][before..visible];
+                weigh::<FMA>(weights, &values[before * dim..], out);
             }
         }
     }

@@ -1,10 +1,10 @@
-//! Norm and gate.
+//! Norms and activations.
 
-use super::lanes::{LANES, dot, exp};
+use super::lanes::{LANES, dot, erfc, exp, mul_add, tree_sum};
 use super::{Isa, per_isa};
 use crate::cpu::pool::Pool;
 use crate::ops::convert::with_rounding;
-use crate::ops::{Rmsnorm, SiluMul};
+use crate::ops::{Gelu, GeluKind, Layernorm, Rmsnorm, SiluMul};
 use crate::tuning;
 use shared::dtype::DType;
 
@@ -39,6 +39,105 @@ fn scale_row(x: &[f32], weight: &[f32], out: &mut [f32], normalise: impl Fn(f32)
     for ((out, v), weight) in out.iter_mut().zip(x).zip(weight) {
         *out = weight * normalise(*v);
     }
+}
+
+/// Rows in pieces, each in three passes: mean, variance, result.
+pub(in crate::cpu) fn layernorm(isa: Isa, pool: &mut Pool, args: Layernorm<'_, [f32]>) {
+    let width = args.width;
+    let total = args.rows * width;
+    let rows = tuning::elementwise_piece(total, pool.threads())
+        .div_ceil(width.max(1))
+        .max(1);
+    let form = Form {
+        weight: &args.weight[..width],
+        bias: &args.bias[..width],
+        eps: args.eps,
+        round: args.round,
+    };
+    let x = args.x;
+    pool.chunks(&mut args.out[..total], rows * width, |index, out| {
+        let start = index * rows * width;
+        let (x, form) = (&x[start..start + out.len()], &form);
+        per_isa!(isa, layer_rows(x: &[f32], form: &Form<'_>, out: &mut [f32]))
+    });
+}
+
+/// What all rows of a layer norm share.
+struct Form<'a> {
+    weight: &'a [f32],
+    bias: &'a [f32],
+    eps: f32,
+    round: DType,
+}
+
+#[inline(always)]
+fn layer_rows<const FMA: bool>(x: &[f32], form: &Form<'_>, out: &mut [f32]) {
+    let width = form.weight.len();
+    for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
+        let (mean, scale) = moments::<FMA>(x, form.eps);
+        with_rounding!(form.round, round => for (((out, v), weight), bias) in out.iter_mut().zip(x).zip(form.weight).zip(form.bias) {
+            *out = round(mul_add::<FMA>(*weight, (v - mean) * scale, *bias));
+        });
+    }
+}
+
+/// Mean of a row, and the inverse of its deviation.
+#[inline(always)]
+pub(super) fn moments<const FMA: bool>(x: &[f32], eps: f32) -> (f32, f32) {
+    let width = x.len() as f32;
+    let mut sums = [0.0; LANES];
+    for group in x.chunks(LANES) {
+        for (sum, v) in sums.iter_mut().zip(group) {
+            *sum += v;
+        }
+    }
+    let mean = tree_sum(sums) / width;
+    let mut squares = [0.0; LANES];
+    for group in x.chunks(LANES) {
+        for (sum, v) in squares.iter_mut().zip(group) {
+            *sum = mul_add::<FMA>(v - mean, v - mean, *sum);
+        }
+    }
+    (mean, 1.0 / (tree_sum(squares) / width + eps).sqrt())
+}
+
+/// Elements in pieces.
+pub(in crate::cpu) fn gelu(isa: Isa, pool: &mut Pool, args: Gelu<'_, [f32]>) {
+    let piece = tuning::elementwise_piece(args.len, pool.threads()).next_multiple_of(LANES);
+    let (kind, round) = (args.kind, args.round);
+    pool.chunks(
+        &mut args.x[..args.len],
+        piece,
+        |_, x| per_isa!(isa, gelu_piece(x: &mut [f32], kind: GeluKind, round: DType)),
+    );
+}
+
+#[inline(always)]
+fn gelu_piece<const FMA: bool>(x: &mut [f32], kind: GeluKind, round: DType) {
+    match kind {
+        GeluKind::Tanh => with_rounding!(round, round => for v in x.iter_mut() {
+            let x = round(*v);
+            *v = x * tanh_weight::<FMA>(x);
+        }),
+        GeluKind::Erf => with_rounding!(round, round => for v in x.iter_mut() {
+            let x = round(*v);
+            *v = x * normal::<FMA>(x);
+        }),
+    }
+}
+
+/// `(1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))` with `u = 0.79788456 x (1 + 0.044715 x^2)`.
+#[inline(always)]
+pub(super) fn tanh_weight<const FMA: bool>(x: f32) -> f32 {
+    let u = 0.797_884_6 * x * mul_add::<FMA>(0.044_715 * x, x, 1.0);
+    1.0 / (1.0 + exp::<FMA>(-2.0 * u))
+}
+
+/// The normal distribution function, `(1 + erf(x / 2^1/2)) / 2`.
+#[inline(always)]
+pub(super) fn normal<const FMA: bool>(x: f32) -> f32 {
+    let tail = 0.5 * erfc::<FMA>(x.abs() * std::f32::consts::FRAC_1_SQRT_2);
+    if x < 0.0 { tail } else { 1.0 - tail }
 }
 
 /// Elements in pieces.

@@ -13,7 +13,7 @@ mod portable;
 mod x86;
 
 pub(super) use attention::attention;
-pub(super) use elementwise::{rmsnorm, silu_mul};
+pub(super) use elementwise::{gelu, layernorm, rmsnorm, silu_mul};
 pub(super) use linear::linear;
 
 /// Instruction sets with their own paths. Results of different sets may differ in the last bits.

@@ -1,0 +1,179 @@
+//! Blocks of every family (`tests/golden/blocks`, made by `generate_blocks.py`) against what transformers computed with them.
+
+use std::fs;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use safetensors::SafeTensors;
+use serde_json::Value;
+
+use crate::golden::checkpoint;
+use crate::*;
+
+/// Blocks with their expected results.
+struct Golden {
+    name: String,
+    spec: BlockSpec,
+    dtype: DType,
+    tensors: HashMap<String, Stored>,
+    expected: HashMap<String, Vec<f32>>,
+    batch: usize,
+    tokens: usize,
+}
+
+fn golden() -> Vec<Golden> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/blocks");
+    let mut paths: Vec<PathBuf> = fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    paths.sort();
+    assert!(paths.len() >= 14, "golden data is missing");
+    paths.iter().map(|path| Golden::read(path)).collect()
+}
+
+impl Golden {
+    fn read(path: &Path) -> Golden {
+        let config: Value =
+            serde_json::from_slice(&fs::read(path.join("config.json")).unwrap()).unwrap();
+        let bytes = fs::read(path.join("expected.safetensors")).unwrap();
+        let expected = SafeTensors::deserialize(&bytes).unwrap();
+        let shape = expected.tensor("input").unwrap().shape().to_vec();
+        Golden {
+            name: path.file_name().unwrap().to_string_lossy().into_owned(),
+            spec: BlockSpec::from_config(&config).unwrap(),
+            dtype: config["torch_dtype"].as_str().unwrap().parse().unwrap(),
+            tensors: checkpoint(path),
+            expected: expected
+                .tensors()
+                .into_iter()
+                .map(|(name, tensor)| (name, convert::to_vec(DType::F32, tensor.data())))
+                .collect(),
+            batch: shape[0],
+            tokens: shape[1],
+        }
+    }
+
+    /// What transformers in bfloat16 is itself off what it gets in float32, and more.
+    fn tolerance(&self) -> f32 {
+        if self.dtype == DType::F32 { 1e-5 } else { 2e-2 }
+    }
+
+    /// Tokens `range` of every row of `[batch, tokens, hidden]`, number `index` in the tensor `name`.
+    fn part(&self, name: &str, index: usize, range: Range<usize>) -> Vec<f32> {
+        let width = self.spec.hidden;
+        let rows = (0..self.batch).map(|row| (index * self.batch + row) * self.tokens);
+        rows.flat_map(|row| {
+            self.expected[name][(row + range.start) * width..(row + range.end) * width].to_vec()
+        })
+        .collect()
+    }
+
+    fn assert_near(&self, got: &[f32], wanted: &[f32], what: &str) {
+        assert_eq!(got.len(), wanted.len(), "{}: {what}", self.name);
+        let difference: f32 = got.iter().zip(wanted).map(|(g, w)| (g - w).powi(2)).sum();
+        let error = (difference / wanted.iter().map(|w| w.powi(2)).sum::<f32>()).sqrt();
+        println!("{}: {what}: relative error {error:.1e}", self.name);
+        assert!(
+            error <= self.tolerance(),
+            "{}: {what}: relative error {error}",
+            self.name
+        );
+    }
+
+    /// The output of every block when the tokens of each row come in steps up to `ends`, batched or row by row.
+    fn run(
+        &self,
+        threads: usize,
+        batched: bool,
+        ends: &[usize],
+    ) -> Vec<(Range<usize>, Vec<Vec<f32>>)> {
+        let (tables, pages) = shuffled_tables(self.batch, self.tokens);
+        let mut chain = Chain::new(&self.spec, self.dtype, &self.tensors, threads, pages);
+        let mut from = 0;
+        let mut steps = Vec::new();
+        for &to in ends {
+            let row = |pages| StepRow {
+                tokens: to - from,
+                prefix: from,
+                pages,
+            };
+            let rows: Vec<_> = tables.iter().map(|pages| row(pages)).collect();
+            let mut hidden = self.part("input", 0, from..to);
+            let outputs = if batched {
+                chain.run(&rows, &mut hidden)
+            } else {
+                let mut outputs = vec![Vec::new(); self.spec.num_blocks];
+                let parts = hidden.chunks_mut((to - from) * self.spec.hidden);
+                for (row, part) in rows.iter().zip(parts) {
+                    let alone = chain.run(std::slice::from_ref(row), part);
+                    outputs
+                        .iter_mut()
+                        .zip(alone)
+                        .for_each(|(all, one)| all.extend(one));
+                }
+                outputs
+            };
+            steps.push((from..to, outputs));
+            from = to;
+        }
+        steps
+    }
+}
+
+#[test]
+fn forward_of_every_family_gives_what_transformers_gives() {
+    for golden in golden() {
+        for (range, outputs) in golden.run(2, true, &[golden.tokens]) {
+            for (block, got) in outputs.iter().enumerate() {
+                let wanted = golden.part("forward", block, range.clone());
+                golden.assert_near(got, &wanted, &format!("block {block}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn cached_inference_of_every_family_gives_what_transformers_gives() {
+    for golden in golden() {
+        let ends: Vec<usize> = (16..=golden.tokens).collect();
+        for (range, outputs) in golden.run(2, true, &ends) {
+            for (block, got) in outputs.iter().enumerate() {
+                let wanted = golden.part("cached", block, range.clone());
+                golden.assert_near(got, &wanted, &format!("block {block} tokens {range:?}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn cuts_batches_and_threads_change_no_bit_of_any_family() {
+    for golden in golden() {
+        let last = |threads, batched, ends: &[usize]| {
+            let mut tokens = vec![Vec::new(); golden.batch];
+            for (range, outputs) in golden.run(threads, batched, ends) {
+                let width = range.len() * golden.spec.hidden;
+                let rows = outputs.last().unwrap().chunks(width);
+                tokens
+                    .iter_mut()
+                    .zip(rows)
+                    .for_each(|(all, part)| all.extend(bits(part)));
+            }
+            tokens
+        };
+        let whole = last(1, true, &[golden.tokens]);
+        for (threads, batched, ends) in [
+            (1, false, &[21][..]),
+            (2, true, &[4, 5, 6, 16, 17, 21]),
+            (3, false, &[1, 2, 3, 19, 20, 21]),
+            (4, true, &[20, 21]),
+        ] {
+            assert_eq!(
+                last(threads, batched, ends),
+                whole,
+                "{} {ends:?}",
+                golden.name
+            );
+        }
+    }
+}
