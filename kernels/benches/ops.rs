@@ -9,37 +9,77 @@ use std::time::{Duration, Instant};
 
 use kernels::cpu::pool::Pool;
 use kernels::ops::{Attention, KvAppend, Linear, Rmsnorm, SiluMul, convert};
-use kernels::{Backend, Cpu, DType, KvPages, PAGE_TOKENS, PageLayout, StepRow, WeightView};
+use kernels::{
+    Backend, Cpu, DType, KvPages, PAGE_TOKENS, PageLayout, QuantType, StepRow, WeightView, quant,
+};
 use shared::ids::PageId;
 
 /// Bytes of weights that are walked: above the last-level cache of common machines.
 const RING_BYTES: usize = 768 << 20;
-/// (outputs, inputs) of the largest and the smallest matrix of a Llama 2 7B block, and one of a tiny model.
-const LINEAR: [(usize, usize); 3] = [(11008, 4096), (4096, 4096), (352, 128)];
-const ROWS: [usize; 4] = [1, 4, 16, 128];
+/// (outputs, inputs) of matrices of Llama blocks of hidden size 4096 and 2048, and one of a tiny model.
+const LINEAR: [(usize, usize); 6] = [
+    (11008, 4096),
+    (4096, 11008),
+    (4096, 4096),
+    (5632, 2048),
+    (2048, 2048),
+    (352, 128),
+];
+/// How matrices are stored, and the block dtype.
+const FORMATS: [(QuantType, DType); 4] = [
+    (QuantType::None, DType::Bf16),
+    (QuantType::Int8, DType::Bf16),
+    (QuantType::Nf4, DType::Bf16),
+    (QuantType::None, DType::F32),
+];
+const ROWS: [usize; 4] = [1, 4, 16, 512];
 
 fn main() {
     let number = |text: String| text.parse::<usize>().ok();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = std::env::args().skip(1).find_map(number).unwrap_or(cores);
     let mut cpu = Cpu::new(threads);
-    println!("{:?}, {} threads", cpu.isa(), cpu.threads());
+    println!("{:?}, {} threads, {}", cpu.isa(), cpu.threads(), load());
     let ring: Vec<u8> = (0..RING_BYTES / 2)
         .flat_map(|i| ((i % 251) as u16 | 0x3c00).to_le_bytes())
         .collect();
-    println!("read bandwidth {:.1} GB/s", read_bandwidth(threads, &ring));
-    for dtype in [DType::Bf16, DType::F32] {
+    for (quant, dtype) in FORMATS {
         for (outputs, inputs) in LINEAR {
             for rows in ROWS {
-                linear(&mut cpu, dtype, outputs, inputs, rows, &ring);
+                let shape = Shape {
+                    quant,
+                    dtype,
+                    outputs,
+                    inputs,
+                    rows,
+                };
+                linear(&mut cpu, shape, &ring);
             }
         }
     }
-    println!("read bandwidth {:.1} GB/s", read_bandwidth(threads, &ring));
+    hand_over(threads);
     for (prefix, tokens) in [(127, 1), (2047, 1), (0, 128), (1920, 128)] {
         attention(&mut cpu, prefix, tokens);
     }
     elementwise(&mut cpu);
+    println!("{}", load());
+}
+
+/// Who else computes: numbers of a busy machine are worth their ratios only.
+fn load() -> String {
+    let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    format!("load {}", load.split(' ').next().unwrap_or("unknown"))
+}
+
+/// What it costs to give work to all threads and wait for them.
+fn hand_over(threads: usize) {
+    let mut pool = Pool::new(threads);
+    let time = median(|| {
+        pool.run(threads, |index| {
+            black_box(index);
+        })
+    });
+    print("pool hand-over", time, 0, 0);
 }
 
 /// Median time of `run` over at least five calls and half a second.
@@ -67,36 +107,80 @@ fn print(what: &str, time: Duration, bytes: usize, flops: usize) {
     );
 }
 
-fn read_bandwidth(threads: usize, ring: &[u8]) -> f64 {
-    let mut pool = Pool::new(threads);
-    let part = ring.len().div_ceil(threads * 16).next_multiple_of(64);
-    let time = median(|| {
-        pool.run(ring.len().div_ceil(part), |index| {
-            let mut sums = [0u64; 32];
-            for line in ring[index * part..ring.len().min((index + 1) * part)].chunks_exact(256) {
-                for (sum, word) in sums.iter_mut().zip(line.as_chunks::<8>().0) {
-                    *sum = sum.wrapping_add(u64::from_ne_bytes(*word));
-                }
+/// Bytes that one measurement of the bandwidth reads.
+const READ_BYTES: usize = 16 << 20;
+
+/// Reads `bytes` with all threads.
+fn read(pool: &mut Pool, bytes: &[u8]) {
+    let part = bytes
+        .len()
+        .div_ceil(pool.threads() * 16)
+        .next_multiple_of(256);
+    pool.run(bytes.len().div_ceil(part), |index| {
+        let mut sums = [0u64; 32];
+        for line in bytes[index * part..bytes.len().min((index + 1) * part)].chunks_exact(256) {
+            for (sum, word) in sums.iter_mut().zip(line.as_chunks::<8>().0) {
+                *sum = sum.wrapping_add(u64::from_ne_bytes(*word));
             }
-            black_box(sums);
-        });
+        }
+        black_box(sums);
     });
-    ring.len() as f64 / time.as_nanos() as f64
 }
 
-fn linear(cpu: &mut Cpu, dtype: DType, outputs: usize, inputs: usize, rows: usize, ring: &[u8]) {
-    let size = outputs * inputs * dtype.size_bytes();
+/// Time of `run` and read bandwidth in GB/s, measured by turns, so that both saw the same machine: the tenth that were
+/// disturbed least.
+fn beside_reading(threads: usize, ring: &[u8], mut run: impl FnMut()) -> (Duration, f64) {
+    let mut pool = Pool::new(threads);
+    let mut parts = ring.chunks_exact(READ_BYTES).cycle();
+    let (mut runs, mut reads) = (Vec::new(), Vec::new());
+    let began = Instant::now();
+    run();
+    while runs.len() < 5 || (began.elapsed() < Duration::from_millis(700) && runs.len() < 10_000) {
+        for _ in 0..3 {
+            let start = Instant::now();
+            run();
+            runs.push(start.elapsed());
+        }
+        let start = Instant::now();
+        read(&mut pool, parts.next().expect("the ring is larger"));
+        reads.push(start.elapsed());
+    }
+    runs.sort();
+    reads.sort();
+    let read = reads[reads.len() / 10];
+    (
+        runs[runs.len() / 10],
+        READ_BYTES as f64 / read.as_nanos() as f64,
+    )
+}
+
+/// One row of the table of matrix products.
+#[derive(Clone, Copy)]
+struct Shape {
+    quant: QuantType,
+    dtype: DType,
+    outputs: usize,
+    inputs: usize,
+    rows: usize,
+}
+
+fn linear(cpu: &mut Cpu, shape: Shape, ring: &[u8]) {
+    let Shape {
+        quant,
+        dtype,
+        outputs,
+        inputs,
+        rows,
+    } = shape;
+    let size = quant::stored_bytes(quant, dtype, outputs, inputs).expect("a size");
     let x = vec![0.5f32; rows * inputs];
     let mut out = vec![0.0f32; rows * outputs];
     let mut matrices = ring.chunks_exact(size).cycle();
-    let time = median(|| {
-        let weight = WeightView::new(
-            dtype,
-            outputs,
-            inputs,
-            matrices.next().expect("the ring is larger"),
-        )
-        .expect("fits");
+    let threads = cpu.threads();
+    let (time, bandwidth) = beside_reading(threads, ring, || {
+        let bytes = matrices.next().expect("the ring is larger");
+        let weight =
+            WeightView::quantized(quant, dtype, outputs, inputs, bytes).expect("the size fits");
         cpu.linear(Linear {
             x: &x[..],
             weight,
@@ -106,11 +190,15 @@ fn linear(cpu: &mut Cpu, dtype: DType, outputs: usize, inputs: usize, rows: usiz
         })
         .expect("shapes fit");
     });
-    print(
-        &format!("linear {dtype} {outputs}x{inputs} rows {rows}"),
-        time,
-        size,
-        2 * outputs * inputs * rows,
+    let ns = time.as_nanos() as f64;
+    let products = (outputs * inputs * rows) as f64;
+    println!(
+        "{:44} {:10.1} µs {:6.1} GB/s = {:3.0} % of reading {:7.1} GFLOP/s",
+        format!("linear {dtype} quant {quant} {outputs}x{inputs} rows {rows}"),
+        ns / 1e3,
+        size as f64 / ns,
+        100.0 * size as f64 / ns / bandwidth,
+        2.0 * products / ns,
     );
 }
 

@@ -13,6 +13,7 @@ pub mod backend;
 pub mod cpu;
 pub mod kv;
 pub mod ops;
+pub mod quant;
 pub mod tensor;
 pub mod tuning;
 
@@ -20,5 +21,6 @@ pub use backend::Backend;
 pub use cpu::{Cpu, Isa};
 pub use kv::{KvPages, PAGE_TOKENS, PageLayout, StepRow};
 pub use ops::OpError;
+pub use shared::config::QuantType;
 pub use shared::dtype::DType;
-pub use tensor::WeightView;
+pub use tensor::{Format, WeightView};

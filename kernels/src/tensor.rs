@@ -1,16 +1,31 @@
 //! Views of weights where they lie (a mapped file, any alignment), and nothing that copies them.
 
+use shared::config::QuantType;
 use shared::dtype::DType;
 
 use crate::ops::convert;
+use crate::quant::{int8, nf4};
 
-/// A matrix `[outputs, inputs]`, row-major, in its stored dtype; the bytes need no alignment.
+/// A matrix `[outputs, inputs]`, row-major, as stored: numbers of its dtype, or quantized and computed with in its dtype.
+/// The bytes need no alignment.
 #[derive(Clone, Copy, Debug)]
 pub struct WeightView<'a> {
     dtype: DType,
     outputs: usize,
     inputs: usize,
     bytes: &'a [u8],
+    format: Format<'a>,
+}
+
+/// How a matrix is stored.
+#[derive(Clone, Copy, Debug)]
+pub enum Format<'a> {
+    /// Numbers of the view's dtype.
+    Plain,
+    /// INT8 with a scale per row.
+    Int8(int8::Parts<'a>),
+    /// NF4.
+    Nf4(nf4::Parts<'a>),
 }
 
 /// The bytes of a tensor do not fit its shape.
@@ -43,6 +58,7 @@ impl<'a> WeightView<'a> {
                 outputs,
                 inputs,
                 bytes,
+                format: Format::Plain,
             })
         } else {
             Err(WrongSize {
@@ -54,7 +70,45 @@ impl<'a> WeightView<'a> {
         }
     }
 
-    /// Stored dtype.
+    /// A view of a matrix stored as `quant` says (see [`crate::quant`]), to be computed with in `dtype`.
+    ///
+    /// # Errors
+    /// When a side is zero or the number of bytes is not exactly that of the shape.
+    pub fn quantized(
+        quant: QuantType,
+        dtype: DType,
+        outputs: usize,
+        inputs: usize,
+        bytes: &'a [u8],
+    ) -> Result<Self, WrongSize> {
+        let format = match quant {
+            QuantType::None => return WeightView::new(dtype, outputs, inputs, bytes),
+            QuantType::Int8 => int8::Parts::new(outputs, inputs, bytes).map(Format::Int8),
+            QuantType::Nf4 => nf4::Parts::new(outputs, inputs, bytes).map(Format::Nf4),
+        };
+        let format = format.filter(|_| outputs > 0 && inputs > 0);
+        format
+            .map(|format| WeightView {
+                dtype,
+                outputs,
+                inputs,
+                bytes,
+                format,
+            })
+            .ok_or(WrongSize {
+                dtype,
+                outputs,
+                inputs,
+                bytes: bytes.len(),
+            })
+    }
+
+    /// How it is stored.
+    pub fn format(&self) -> Format<'a> {
+        self.format
+    }
+
+    /// Stored dtype; that of the arithmetic when the matrix is quantized.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
@@ -69,30 +123,56 @@ impl<'a> WeightView<'a> {
         self.inputs
     }
 
-    /// All bytes, row-major.
+    /// All bytes: row-major numbers, or the parts of a quantized matrix.
     pub fn bytes(&self) -> &'a [u8] {
         self.bytes
     }
 
-    /// Bytes of one row.
+    /// Bytes of one row; of its codes when the matrix is quantized.
     pub fn row_bytes(&self) -> usize {
-        self.inputs * self.dtype.size_bytes()
+        match self.format {
+            Format::Plain => self.inputs * self.dtype.size_bytes(),
+            Format::Int8(_) => self.inputs,
+            Format::Nf4(_) => self.inputs.div_ceil(2),
+        }
     }
 
-    /// Bytes of row `index`, or `None` when there is no such row (the client looks token ids up with this).
+    /// Bytes of row `index`, or `None` when there is no such row or the matrix is quantized (the client looks token ids
+    /// up with this).
     pub fn row(&self, index: usize) -> Option<&'a [u8]> {
+        if !matches!(self.format, Format::Plain) {
+            return None;
+        }
         let start = index.checked_mul(self.row_bytes())?;
         self.bytes.get(start..start.checked_add(self.row_bytes())?)
     }
 
     /// Row `index` as f32 into `out` (`[inputs]`); false when there is no such row or `out` has another length.
+    /// A quantized row is what it stands for: NF4 rounded to the dtype, as the arithmetic takes it.
     pub fn row_to_f32(&self, index: usize, out: &mut [f32]) -> bool {
-        match self.row(index) {
-            Some(row) if out.len() == self.inputs => {
-                convert::to_f32(self.dtype, row, out);
-                true
+        if index >= self.outputs || out.len() != self.inputs {
+            return false;
+        }
+        self.widen_row(index, out);
+        true
+    }
+
+    /// [`row_to_f32`](Self::row_to_f32) of a row that exists, compiled for the instruction set of the caller.
+    #[inline(always)]
+    pub(crate) fn widen_row(&self, index: usize, out: &mut [f32]) {
+        match &self.format {
+            Format::Plain => {
+                let start = index * self.row_bytes();
+                let row = &self.bytes[start..start + self.row_bytes()];
+                convert::widen(self.dtype, row, out);
             }
-            _ => false,
+            Format::Int8(parts) => int8::decode_row(parts, index, out),
+            Format::Nf4(parts) => {
+                nf4::decode(parts, index * self.inputs, out);
+                convert::with_rounding!(self.dtype, round => for out in out.iter_mut() {
+                    *out = round(*out);
+                });
+            }
         }
     }
 }

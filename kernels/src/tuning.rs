@@ -24,6 +24,26 @@ pub fn linear_rows(row_bytes: usize) -> usize {
     ((512 << 10) / row_bytes.max(1)).max(6) / 6 * 6
 }
 
+/// Inputs that tiles of a strip walk before they come back for the next ones: 4 rows of the matrix and 6 rows of inputs
+/// of this length stay in the first-level cache.
+pub const PACKED_CHUNK: usize = 1024;
+
+/// Most tiles whose sums wait for the next chunk.
+pub const PACKED_TILES: usize = 16;
+
+/// Tiles (6 rows of inputs each) that are multiplied with a strip of the matrix: their panels stay in half of the
+/// second-level cache.
+pub fn packed_tiles(inputs: usize, tiles: usize) -> usize {
+    let most = ((1 << 20) / (6 * 2 * inputs.max(1))).clamp(1, PACKED_TILES);
+    // Groups of nearly one size.
+    tiles.div_ceil(tiles.div_ceil(most).max(1)).max(1)
+}
+
+/// Whether packing so many inputs is spread over threads: about one per ns.
+pub fn packing_is_parallel(elements: usize) -> bool {
+    elements >= 2 * INLINE_NS
+}
+
 /// Elements of one piece of an element-wise operation: everything when it is little.
 pub fn elementwise_piece(elements: usize, threads: usize) -> usize {
     // About one element per ns.
@@ -54,6 +74,10 @@ mod tests {
         for (outputs, threads) in [(4096, 2), (11008, 7), (9, 4), (32000, 64)] {
             let piece = linear_piece(outputs, 8192, 16, threads);
             assert!(piece > 0 && (piece >= outputs || piece.is_multiple_of(8)));
+        }
+        for (inputs, tiles) in [(1, 1), (4096, 3), (11008, 86), (usize::MAX / 24, 5)] {
+            let group = packed_tiles(inputs, tiles);
+            assert!((1..=PACKED_TILES).contains(&group));
         }
         assert!(linear_rows(16) >= 6 && linear_rows(usize::MAX) == 6);
     }

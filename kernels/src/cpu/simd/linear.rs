@@ -10,13 +10,13 @@
 
 use shared::dtype::DType;
 
-use super::portable;
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 use super::{Isa, Scratch};
+use super::{decoded, portable};
 use crate::cpu::pool::{Disjoint, Pool};
 use crate::ops::{Linear, convert};
-use crate::tensor::WeightView;
+use crate::tensor::{Format, WeightView};
 use crate::tuning;
 
 /// A register tile for one dtype of weights and one instruction set.
@@ -53,13 +53,21 @@ pub(in crate::cpu) fn linear(
     scratch: &mut Scratch,
     args: Linear<'_, [f32], WeightView<'_>>,
 ) {
+    #[cfg(target_arch = "x86_64")]
+    let args = match pairs(isa, pool, scratch, args) {
+        Some(args) => args,
+        None => return,
+    };
+    if !matches!(args.weight.format(), Format::Plain) {
+        return decoded::linear(isa, pool, scratch, args);
+    }
     match (isa, args.weight.dtype()) {
-        #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512Bf16, DType::Bf16) => with::<x86::Avx512Pairs>(pool, scratch, args),
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512Bf16 | Isa::Avx512, DType::F32) => with::<x86::Avx512F32>(pool, scratch, args),
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512, DType::Bf16) => with::<x86::Avx512Bf16>(pool, scratch, args),
+        (Isa::Avx512Bf16 | Isa::Avx512, DType::Bf16) => {
+            with::<x86::Avx512Bf16>(pool, scratch, args)
+        }
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512Bf16 | Isa::Avx512, DType::F16) => with::<x86::Avx512F16>(pool, scratch, args),
         #[cfg(target_arch = "x86_64")]
@@ -71,6 +79,56 @@ pub(in crate::cpu) fn linear(
         (_, DType::F32) => with::<portable::F32>(pool, scratch, args),
         (_, DType::Bf16) => with::<portable::Bf16>(pool, scratch, args),
         (_, DType::F16) => with::<portable::F16>(pool, scratch, args),
+    }
+}
+
+/// Products of bfloat16 pairs where the machine has them, the dtype is bfloat16, and the format suits; else gives `args`
+/// back.
+#[cfg(target_arch = "x86_64")]
+fn pairs<'a>(
+    isa: Isa,
+    pool: &mut Pool,
+    scratch: &mut Scratch,
+    args: Linear<'a, [f32], WeightView<'a>>,
+) -> Option<Linear<'a, [f32], WeightView<'a>>> {
+    use super::packed::{Packed, multiply};
+    use super::tile512;
+    let weight = args.weight;
+    let (outputs, inputs) = (weight.outputs(), weight.inputs());
+    if isa != Isa::Avx512Bf16 || weight.dtype() != DType::Bf16 {
+        return Some(args);
+    }
+    macro_rules! multiply {
+        ($source:expr, $scale:expr) => {{
+            let packed = Packed {
+                source: $source,
+                outputs,
+                inputs,
+                row_bytes: weight.row_bytes(),
+                x: args.x,
+                rows: args.rows,
+                bias: args.bias,
+            };
+            let out = &mut args.out[..args.rows * outputs];
+            // SAFETY: `Isa` values come from `Isa::available`; a view holds all rows of its shape.
+            unsafe { multiply(pool, &mut scratch.panels, packed, $scale, out) };
+            None
+        }};
+    }
+    match weight.format() {
+        Format::Plain => {
+            let bytes = weight.bytes();
+            multiply!(tile512::Bf16 { bytes, inputs }, |_| 1.0)
+        }
+        Format::Int8(parts) => {
+            let codes = parts.codes;
+            multiply!(tile512::Int8 { codes, inputs }, |output| parts
+                .scale(output))
+        }
+        Format::Nf4(parts) if inputs.is_multiple_of(tile512::STEP) => {
+            multiply!(tile512::Nf4 { parts, inputs }, |_| 1.0)
+        }
+        Format::Nf4(_) => Some(args),
     }
 }
 

@@ -5,10 +5,15 @@
 #![allow(unsafe_code)]
 
 mod attention;
+mod decoded;
 mod elementwise;
 mod lanes;
 mod linear;
+#[cfg(target_arch = "x86_64")]
+mod packed;
 mod portable;
+#[cfg(target_arch = "x86_64")]
+mod tile512;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
@@ -66,6 +71,9 @@ impl Isa {
 pub(super) struct Scratch {
     /// Inputs of a matrix product in the form its kernel reads.
     inputs: Vec<u8>,
+    /// The same, packed for tiles of bfloat16 pairs.
+    #[cfg(target_arch = "x86_64")]
+    panels: Vec<tile512::Line>,
     /// Pieces of an attention: (row of the batch, first token, its index in the step).
     tiles: Vec<attention::Tile>,
 }

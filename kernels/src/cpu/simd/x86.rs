@@ -10,8 +10,6 @@ use shared::dtype::DType;
 
 use super::linear::Kernel;
 
-/// bfloat16 weights and inputs, products of pairs (`vdpbf16ps`).
-pub(super) struct Avx512Pairs;
 /// f32 weights.
 pub(super) struct Avx512F32;
 /// bfloat16 weights widened to f32.
@@ -113,8 +111,6 @@ macro_rules! kernel {
     };
 }
 
-kernel!(Avx512Pairs, "avx512f,avx512bw,avx512bf16", weights 2, inputs DType::Bf16, step 32,
-    _mm512_setzero_ps, load512, load512, pairs512, sum512);
 kernel!(Avx512F32, "avx512f", weights 4, inputs DType::F32, step 16,
     _mm512_setzero_ps, load512f, load512f, _mm512_fmadd_ps, sum512);
 kernel!(Avx512Bf16, "avx512f", weights 2, inputs DType::F32, step 16,
@@ -152,8 +148,6 @@ macro_rules! load {
     )*};
 }
 load! {
-    /// 64 bytes as they are.
-    load512, "avx512f", "64" -> __m512i, |p| _mm512_loadu_si512(p.cast()), std::convert::identity;
     /// 16 f32.
     load512f, "avx512f", "64" -> __m512, |p| _mm512_loadu_ps(p.cast()), std::convert::identity;
     /// 16 bfloat16 as f32.
@@ -178,16 +172,6 @@ fn widen512(v: __m256i) -> __m512 {
 #[target_feature(enable = "avx2")]
 fn widen256(v: __m128i) -> __m256 {
     _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(v)))
-}
-
-#[inline]
-#[target_feature(enable = "avx512f,avx512bf16")]
-fn pairs512(a: __m512i, b: __m512i, sum: __m512) -> __m512 {
-    // SAFETY: both are 512 bits in which every pattern is valid.
-    let a = unsafe { std::mem::transmute::<__m512i, __m512bh>(a) };
-    // SAFETY: as above.
-    let b = unsafe { std::mem::transmute::<__m512i, __m512bh>(b) };
-    _mm512_dpbf16_ps(sum, a, b)
 }
 
 /// Sum of sixteen lanes: halves, quarters, eighths, pairs.

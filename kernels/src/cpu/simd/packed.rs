@@ -1,0 +1,207 @@
+//! Matrix product over packed inputs, for tiles of [`super::tile512`].
+//!
+//! ```text
+//! piece of outputs (a thread) > group of rows that stays in the cache > strip of 4 outputs (8 for one row)
+//!     > chunk of the inputs > tile of up to 6 rows
+//! ```
+//!
+//! As everywhere, an element of the output has one accumulator vector that walks the inputs from first to last: a chunk
+//! continues from the sums of the one before. While a strip is computed, the weights of the next one are asked for, spread
+//! evenly over its steps, so that memory is read all the time and in the order in which it lies.
+
+use std::ops::Range;
+
+use super::tile512::{self, Ahead, Line, Panel, STEP, SUMS, Source, no_sums, row_lines};
+use crate::cpu::pool::{Disjoint, Pool};
+use crate::tuning;
+
+/// Most rows of a tile.
+const TILE_ROWS: usize = 6;
+
+/// A matrix product over a source.
+pub(super) struct Packed<'a, S> {
+    pub(super) source: S,
+    pub(super) outputs: usize,
+    pub(super) inputs: usize,
+    /// Bytes of a row of the matrix that a tile walks.
+    pub(super) row_bytes: usize,
+    /// `[rows, inputs]`.
+    pub(super) x: &'a [f32],
+    pub(super) rows: usize,
+    pub(super) bias: Option<&'a [f32]>,
+}
+
+/// What all pieces share.
+struct Task<'a, S, Scale> {
+    source: S,
+    inputs: usize,
+    outputs: usize,
+    row_bytes: usize,
+    panels: &'a [Line],
+    tiles: Tiles,
+    bias: Option<&'a [f32]>,
+    scale: Scale,
+    out: Disjoint<'a, f32>,
+}
+
+/// Rows in tiles of nearly one size.
+#[derive(Clone, Copy)]
+struct Tiles {
+    rows: usize,
+    count: usize,
+}
+
+impl Tiles {
+    fn new(rows: usize) -> Tiles {
+        Tiles {
+            rows,
+            count: rows.div_ceil(TILE_ROWS),
+        }
+    }
+
+    /// Rows of tile `index`.
+    fn range(self, index: usize) -> Range<usize> {
+        index * self.rows / self.count..(index + 1) * self.rows / self.count
+    }
+}
+
+/// Computes `out` `[rows, outputs]`; `scale` is what the sum of an output is multiplied with.
+///
+/// # Safety
+/// The machine has the instruction set of [`tile512::tile`]; the source has `outputs` rows of `inputs` weights.
+pub(super) unsafe fn multiply<S: Source>(
+    pool: &mut Pool,
+    panels: &mut Vec<Line>,
+    args: Packed<'_, S>,
+    scale: impl Fn(usize) -> f32 + Sync,
+    out: &mut [f32],
+) {
+    let (outputs, inputs, rows) = (args.outputs, args.inputs, args.rows);
+    if rows == 0 {
+        return;
+    }
+    let tiles = Tiles::new(rows);
+    let lines = row_lines(inputs);
+    tile512::resize(panels, rows * lines);
+    let whole = Disjoint::new(&mut panels[..]);
+    let pack = |index: usize| {
+        let tile = tiles.range(index);
+        // SAFETY: tiles have different rows.
+        let panel = unsafe { whole.range(tile.start * lines, tile.len() * lines) };
+        let x = &args.x[tile.start * inputs..tile.end * inputs];
+        // SAFETY: the caller has the instruction set.
+        unsafe { tile512::pack::<S>(x, inputs, tile.len(), panel) };
+    };
+    if tuning::packing_is_parallel(rows * inputs) {
+        pool.run(tiles.count, pack);
+    } else {
+        (0..tiles.count).for_each(pack);
+    }
+    let task = Task {
+        source: args.source,
+        inputs,
+        outputs,
+        row_bytes: args.row_bytes,
+        panels,
+        tiles,
+        bias: args.bias,
+        scale,
+        out: Disjoint::new(out),
+    };
+    let piece = tuning::linear_piece(outputs, args.row_bytes, rows, pool.threads());
+    pool.run(outputs.div_ceil(piece), |index| {
+        task.piece(index * piece..outputs.min((index + 1) * piece));
+    });
+}
+
+impl<S: Source, Scale: Fn(usize) -> f32> Task<'_, S, Scale> {
+    fn piece(&self, outputs: Range<usize>) {
+        let group = tuning::packed_tiles(self.inputs, self.tiles.count);
+        for first in (0..self.tiles.count).step_by(group) {
+            let tiles = first..self.tiles.count.min(first + group);
+            let mut output = outputs.start;
+            while output < outputs.end {
+                output += match outputs.end - output {
+                    left if left >= 8 && self.tiles.rows == 1 => {
+                        self.strip::<8>(output, tiles.clone())
+                    }
+                    left if left >= 4 => self.strip::<4>(output, tiles.clone()),
+                    _ => self.strip::<1>(output, tiles.clone()),
+                };
+            }
+        }
+    }
+
+    /// `O` outputs of the rows of `tiles`; returns `O`.
+    fn strip<const O: usize>(&self, output: usize, tiles: Range<usize>) -> usize {
+        let mut sums = [no_sums(); tuning::PACKED_TILES];
+        let sums = &mut sums[..tiles.len()];
+        let steps = self.inputs.div_ceil(STEP);
+        let chunk = if tiles.len() == 1 {
+            steps
+        } else {
+            tuning::PACKED_CHUNK / STEP
+        };
+        // The next strip begins where this one ends; each tile asks for its share.
+        let step_bytes = (O * self.row_bytes).div_ceil(steps * tiles.len());
+        for start in (0..steps).step_by(chunk) {
+            let steps_now = start..steps.min(start + chunk);
+            for (index, sums) in tiles.clone().zip(sums.iter_mut()) {
+                let share = (index - tiles.start) * steps * step_bytes;
+                let ahead = Ahead {
+                    start: self.source.row(output + O).wrapping_add(share),
+                    step_bytes,
+                };
+                let steps = steps_now.clone();
+                match self.tiles.range(index).len() {
+                    1 => self.tile::<O, 1>(output, index, steps, ahead, sums),
+                    2 => self.tile::<O, 2>(output, index, steps, ahead, sums),
+                    3 => self.tile::<O, 3>(output, index, steps, ahead, sums),
+                    4 => self.tile::<O, 4>(output, index, steps, ahead, sums),
+                    5 => self.tile::<O, 5>(output, index, steps, ahead, sums),
+                    _ => self.tile::<O, 6>(output, index, steps, ahead, sums),
+                }
+            }
+        }
+        for (index, sums) in tiles.zip(sums.iter()) {
+            self.store::<O>(output, self.tiles.range(index), sums);
+        }
+        O
+    }
+
+    #[inline(always)]
+    fn tile<const O: usize, const R: usize>(
+        &self,
+        output: usize,
+        index: usize,
+        steps: Range<usize>,
+        ahead: Ahead,
+        sums: &mut tile512::Sums,
+    ) {
+        let lines = row_lines(self.inputs);
+        let first = self.tiles.range(index).start;
+        let panel = Panel {
+            lines: &self.panels[first * lines..(first + R) * lines],
+            inputs: self.inputs,
+        };
+        if const { O * R <= SUMS } {
+            // SAFETY: the caller of `multiply` has the instruction set, and the source has these rows and steps.
+            unsafe {
+                tile512::tile::<S, O, R>(self.source, output, panel, steps, ahead, sums);
+            }
+        }
+    }
+
+    fn store<const O: usize>(&self, output: usize, rows: Range<usize>, sums: &tile512::Sums) {
+        // SAFETY: the caller of `multiply` has the instruction set.
+        let totals = unsafe { tile512::totals(sums, O * rows.len()) };
+        for (r, row) in rows.clone().enumerate() {
+            // SAFETY: pieces differ in their outputs, so these parts of a row do not overlap.
+            let out = unsafe { self.out.range(row * self.outputs + output, O) };
+            for (o, out) in out.iter_mut().enumerate() {
+                let total = totals[o * rows.len() + r] * (self.scale)(output + o);
+                *out = total + self.bias.map_or(0.0, |bias| bias[output + o]);
+            }
+        }
+    }
+}

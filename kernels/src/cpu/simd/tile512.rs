@@ -1,0 +1,399 @@
+//! Register tiles of products of bfloat16 pairs (`vdpbf16ps`): the arithmetic of [`super::packed`].
+//!
+//! A step is 64 inputs: two vectors of 32. A source gives the two vectors of one row of the matrix, decoded in registers
+//! if it is quantized; it may give the 64 elements in an order of its own, in which the inputs are then packed too.
+//!
+//! ```text
+//! panel of R input rows:   step 0: row 0 (2 vectors) ... row R-1 (2 vectors) | step 1: ...
+//! sums of a tile:          O x R vectors, each walks the steps from first to last
+//! ```
+
+use std::arch::x86_64::*;
+use std::ops::Range;
+
+use crate::ops::convert::bf16_bits;
+use crate::quant::nf4;
+
+/// Inputs of one step.
+pub(super) const STEP: usize = 64;
+/// Most sums of a tile: with a weight and an input they fit 32 registers.
+pub(super) const SUMS: usize = 24;
+/// Bytes of one row in one step of a panel.
+const STEP_BYTES: usize = 2 * LINE;
+/// Bytes of a cache line and of a vector.
+const LINE: usize = 64;
+
+/// A cache line of a panel: vector loads must not straddle two.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
+pub(super) struct Line([u8; LINE]);
+
+/// Lines of a panel that one row takes.
+pub(super) const fn row_lines(inputs: usize) -> usize {
+    2 * inputs.div_ceil(STEP)
+}
+
+/// The sums of one tile: vector `o * R + r`.
+pub(super) type Sums = [__m512; SUMS];
+
+/// No products yet.
+pub(super) fn no_sums() -> Sums {
+    // SAFETY: sixteen f32 zeros.
+    let zero = unsafe { std::mem::transmute::<[f32; 16], __m512>([0.0; 16]) };
+    [zero; SUMS]
+}
+
+/// A matrix as a tile reads it.
+pub(super) trait Source: Copy + Sync {
+    /// Element of the 64 that lies at each place of the two vectors.
+    const ORDER: [u8; STEP];
+
+    /// The two vectors of row `output` in the step `step`, which is whole.
+    ///
+    /// # Safety
+    /// The row has 64 inputs there; the machine has the instruction set of [`tile`].
+    unsafe fn load(self, output: usize, step: usize) -> [__m512i; 2];
+
+    /// The same for the last step, zeros after its `left` inputs.
+    ///
+    /// # Safety
+    /// The row has `left` inputs there, fewer than 64; the machine has the instruction set of [`tile`].
+    unsafe fn load_tail(self, output: usize, step: usize, left: usize) -> [__m512i; 2];
+
+    /// Where the weights of row `output` begin; only for prefetching.
+    fn row(self, output: usize) -> *const u8;
+}
+
+/// What to ask the memory for while a tile computes.
+#[derive(Clone, Copy)]
+pub(super) struct Ahead {
+    /// First byte of it, at the first step.
+    pub(super) start: *const u8,
+    /// Bytes for each step.
+    pub(super) step_bytes: usize,
+}
+
+/// A panel tile: `R` rows of inputs.
+#[derive(Clone, Copy)]
+pub(super) struct Panel<'a> {
+    pub(super) lines: &'a [Line],
+    pub(super) inputs: usize,
+}
+
+/// Adds the products of `O` rows of the matrix from `output` on, and the `R` rows of `panel`, over `steps`.
+///
+/// # Safety
+/// The machine has AVX-512 F, BW, DQ, VL and BF16; `source` has these rows and steps; `panel` holds `R` rows.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+pub(super) unsafe fn tile<S: Source, const O: usize, const R: usize>(
+    source: S,
+    output: usize,
+    panel: Panel<'_>,
+    steps: Range<usize>,
+    ahead: Ahead,
+    all: &mut Sums,
+) {
+    debug_assert!(panel.lines.len() == R * row_lines(panel.inputs) && O * R <= SUMS);
+    let x = panel.lines.as_ptr().cast::<u8>();
+    let whole = steps.end.min(panel.inputs / STEP);
+    let mut sums = [[all[0]; R]; O];
+    for o in 0..O {
+        for r in 0..R {
+            sums[o][r] = all[o * R + r];
+        }
+    }
+    let mut asked = ahead.start.wrapping_add(steps.start * ahead.step_bytes);
+    for step in steps.start..whole {
+        let until = asked.wrapping_add(ahead.step_bytes);
+        while asked < until {
+            _mm_prefetch::<_MM_HINT_T1>(asked.cast());
+            asked = asked.wrapping_add(LINE);
+        }
+        asked = until;
+        let x = x.wrapping_add(step * R * STEP_BYTES);
+        for o in 0..O {
+            // SAFETY: the caller gives rows and steps that exist.
+            let weights = unsafe { source.load(output + o, step) };
+            for half in 0..2 {
+                for r in 0..R {
+                    // SAFETY: row `r` of a step of the panel, whose length the caller keeps.
+                    let x = unsafe { load(x.wrapping_add(r * STEP_BYTES + half * LINE)) };
+                    sums[o][r] = pairs(weights[half], x, sums[o][r]);
+                }
+            }
+        }
+    }
+    if whole < steps.end {
+        let x = x.wrapping_add(whole * R * STEP_BYTES);
+        for o in 0..O {
+            // SAFETY: as above; `whole` is the last step, which is not whole.
+            let weights =
+                unsafe { source.load_tail(output + o, whole, panel.inputs - whole * STEP) };
+            for half in 0..2 {
+                for r in 0..R {
+                    // SAFETY: panels end with whole steps, padded with zeros.
+                    let x = unsafe { load(x.wrapping_add(r * STEP_BYTES + half * LINE)) };
+                    sums[o][r] = pairs(weights[half], x, sums[o][r]);
+                }
+            }
+        }
+    }
+    for o in 0..O {
+        for r in 0..R {
+            all[o * R + r] = sums[o][r];
+        }
+    }
+}
+
+/// The sum of the lanes of each of the first `count` vectors: halves, quarters, eighths, pairs.
+///
+/// # Safety
+/// The machine has AVX-512 F and DQ.
+#[target_feature(enable = "avx512f,avx512dq")]
+pub(super) unsafe fn totals(sums: &Sums, count: usize) -> [f32; SUMS] {
+    let mut out = [0.0; SUMS];
+    for (out, sum) in out.iter_mut().zip(sums).take(count) {
+        let eight = _mm256_add_ps(
+            _mm512_castps512_ps256(*sum),
+            _mm512_extractf32x8_ps::<1>(*sum),
+        );
+        let four = _mm_add_ps(
+            _mm256_castps256_ps128(eight),
+            _mm256_extractf128_ps::<1>(eight),
+        );
+        let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+        *out = _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)));
+    }
+    out
+}
+
+/// Rounds `rows` rows of `inputs` values each to bfloat16 and packs them as a panel in the order of the source.
+///
+/// # Safety
+/// The machine has AVX-512 F and BW.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+pub(super) unsafe fn pack<S: Source>(x: &[f32], inputs: usize, rows: usize, panel: &mut [Line]) {
+    for (step, lines) in panel.chunks_exact_mut(2 * rows).enumerate() {
+        let start = step * STEP;
+        let left = STEP.min(inputs - start);
+        for (r, lines) in lines.chunks_exact_mut(2).enumerate() {
+            let mut bits = [0u16; STEP];
+            for (bits, x) in bits.iter_mut().zip(&x[r * inputs + start..][..left]) {
+                *bits = bf16_bits(*x);
+            }
+            for (half, line) in lines.iter_mut().enumerate() {
+                let order = &S::ORDER[half * STEP / 2..(half + 1) * STEP / 2];
+                for (bytes, from) in line.0.chunks_exact_mut(2).zip(order) {
+                    bytes.copy_from_slice(&bits[*from as usize].to_le_bytes());
+                }
+            }
+        }
+    }
+}
+
+/// An empty panel of `lines` lines in reused memory.
+pub(super) fn resize(memory: &mut Vec<Line>, lines: usize) {
+    memory.resize(lines, Line([0; LINE]));
+}
+
+/// bfloat16 as stored.
+#[derive(Clone, Copy)]
+pub(super) struct Bf16<'a> {
+    /// `[outputs, inputs]`.
+    pub(super) bytes: &'a [u8],
+    pub(super) inputs: usize,
+}
+
+impl Source for Bf16<'_> {
+    const ORDER: [u8; STEP] = order(1, 1);
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn load(self, output: usize, step: usize) -> [__m512i; 2] {
+        let p = self.row(output).wrapping_add(step * STEP_BYTES);
+        // SAFETY: 128 bytes of the row, as the caller promises.
+        let first = unsafe { load(p) };
+        // SAFETY: as above.
+        [first, unsafe { load(p.wrapping_add(LINE)) }]
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn load_tail(self, output: usize, step: usize, left: usize) -> [__m512i; 2] {
+        let p = self.row(output).wrapping_add(step * STEP_BYTES);
+        let mask = (1u64 << left) - 1;
+        // SAFETY: only the lanes of the mask are read, which lie in the row.
+        let first = unsafe { _mm512_maskz_loadu_epi16(mask as u32, p.cast()) };
+        let p = p.wrapping_add(LINE);
+        // SAFETY: as above.
+        let second = unsafe { _mm512_maskz_loadu_epi16((mask >> 32) as u32, p.cast()) };
+        [first, second]
+    }
+
+    fn row(self, output: usize) -> *const u8 {
+        self.bytes.as_ptr().wrapping_add(output * self.inputs * 2)
+    }
+}
+
+/// INT8: the codes as bfloat16, which holds them exactly; the scale of a row comes after the sum.
+#[derive(Clone, Copy)]
+pub(super) struct Int8<'a> {
+    /// `[outputs, inputs]`.
+    pub(super) codes: &'a [u8],
+    pub(super) inputs: usize,
+}
+
+impl Source for Int8<'_> {
+    // Lanes of two vectors of 16 become the lower and upper halves of one of 32.
+    const ORDER: [u8; STEP] = order(16, 32);
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn load(self, output: usize, step: usize) -> [__m512i; 2] {
+        let p = self.row(output).wrapping_add(step * STEP);
+        // SAFETY: 64 bytes of the row, as the caller promises.
+        let [a, b] = unsafe { widen16(p) };
+        // SAFETY: as above.
+        let [c, d] = unsafe { widen16(p.wrapping_add(32)) };
+        [halves(a, b), halves(c, d)]
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn load_tail(self, output: usize, step: usize, left: usize) -> [__m512i; 2] {
+        let p = self.row(output).wrapping_add(step * STEP);
+        let mut padded = [0u8; STEP];
+        for (i, byte) in padded.iter_mut().enumerate().take(left) {
+            // SAFETY: one of the `left` bytes of the row.
+            *byte = unsafe { p.wrapping_add(i).read() };
+        }
+        // SAFETY: 64 bytes.
+        let [a, b] = unsafe { widen16(padded.as_ptr()) };
+        // SAFETY: as above.
+        let [c, d] = unsafe { widen16(padded.as_ptr().wrapping_add(32)) };
+        [halves(a, b), halves(c, d)]
+    }
+
+    fn row(self, output: usize) -> *const u8 {
+        self.codes.as_ptr().wrapping_add(output * self.inputs)
+    }
+}
+
+/// NF4 whose rows are whole groups of 64: the sixteen levels times the group's scale, rounded to bfloat16, are a table in
+/// a register.
+#[derive(Clone, Copy)]
+pub(super) struct Nf4<'a> {
+    pub(super) parts: nf4::Parts<'a>,
+    pub(super) inputs: usize,
+}
+
+impl Source for Nf4<'_> {
+    // The first vector is made of the upper halves of the bytes, the second of the lower ones.
+    const ORDER: [u8; STEP] = {
+        let mut order = [0; STEP];
+        let mut i = 0;
+        while i < STEP / 2 {
+            order[i] = 2 * i as u8;
+            order[STEP / 2 + i] = 2 * i as u8 + 1;
+            i += 1;
+        }
+        order
+    };
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+    unsafe fn load(self, output: usize, step: usize) -> [__m512i; 2] {
+        let p = self.row(output).wrapping_add(step * STEP / 2);
+        // SAFETY: 32 bytes of the row, as the caller promises.
+        let bytes = _mm512_cvtepu8_epi16(unsafe { _mm256_loadu_si256(p.cast()) });
+        // SAFETY: the group of 64 exists, as its weights do.
+        let scale = unsafe {
+            self.parts
+                .absmax_unchecked(output * (self.inputs / STEP) + step)
+        };
+        // SAFETY: sixteen f32.
+        let levels = unsafe { _mm512_loadu_ps(nf4::LEVELS.as_ptr()) };
+        let table = _mm512_cvtneps_pbh(_mm512_mul_ps(levels, _mm512_set1_ps(scale)));
+        // SAFETY: both are 256 bits in which every pattern is valid.
+        let table = unsafe { std::mem::transmute::<__m256bh, __m256i>(table) };
+        // Indexes are below 16: the upper half is never looked up.
+        let table = _mm512_castsi256_si512(table);
+        let high = _mm512_srli_epi16::<4>(bytes);
+        let low = _mm512_and_si512(bytes, _mm512_set1_epi16(15));
+        [
+            _mm512_permutexvar_epi16(high, table),
+            _mm512_permutexvar_epi16(low, table),
+        ]
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+    unsafe fn load_tail(self, _output: usize, _step: usize, _left: usize) -> [__m512i; 2] {
+        // Rows are whole groups: `super::packed` takes no others.
+        [_mm512_setzero_si512(); 2]
+    }
+
+    fn row(self, output: usize) -> *const u8 {
+        let start = output * self.inputs / 2;
+        self.parts.codes.as_ptr().wrapping_add(start)
+    }
+}
+
+/// In each 32 elements: place `2 i` holds element `i`, place `2 i + 1` element `i + distance`; as they are when
+/// `distance` is 1.
+const fn order(distance: usize, group: usize) -> [u8; STEP] {
+    let mut order = [0; STEP];
+    let mut i = 0;
+    while i < STEP {
+        order[i] = if distance == 1 {
+            i as u8
+        } else {
+            (i / group * group + i % group / 2 + i % 2 * distance) as u8
+        };
+        i += 1;
+    }
+    order
+}
+
+/// # Safety
+/// 64 bytes at the pointer are readable.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn load(p: *const u8) -> __m512i {
+    // SAFETY: an unaligned load of bytes that the caller says are readable.
+    unsafe { _mm512_loadu_si512(p.cast()) }
+}
+
+/// 32 signed bytes as two vectors of f32, as bits.
+///
+/// # Safety
+/// 32 bytes at the pointer are readable.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn widen16(p: *const u8) -> [__m512i; 2] {
+    // SAFETY: as the caller says.
+    let first = unsafe { _mm_loadu_si128(p.cast()) };
+    // SAFETY: as above.
+    let second = unsafe { _mm_loadu_si128(p.wrapping_add(16).cast()) };
+    [
+        _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(first))),
+        _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(second))),
+    ]
+}
+
+/// The upper halves of two vectors of f32: pairs of bfloat16.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn halves(lower: __m512i, upper: __m512i) -> __m512i {
+    _mm512_mask_blend_epi16(0xaaaa_aaaa, _mm512_srli_epi32::<16>(lower), upper)
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn pairs(a: __m512i, b: __m512i, sum: __m512) -> __m512 {
+    // SAFETY: both are 512 bits in which every pattern is valid.
+    let a = unsafe { std::mem::transmute::<__m512i, __m512bh>(a) };
+    // SAFETY: as above.
+    let b = unsafe { std::mem::transmute::<__m512i, __m512bh>(b) };
+    _mm512_dpbf16_ps(sum, a, b)
+}

@@ -1,0 +1,237 @@
+//! NF4 (QLoRA, appendix E): four bits per weight, groups of 64, scales quantized in turn.
+//!
+//! ```text
+//! n = outputs * inputs, row-major; groups run over the end of a row
+//! codes    u8  [(n + 1) / 2]       weight 2i in the upper half of byte i, weight 2i + 1 in the lower
+//! absmax   u8  [n / 64]            code of the group's largest magnitude in the dynamic map
+//! absmax2  f32 [groups / 256]      largest magnitude of 256 groups' absmax - offset
+//! offset   f32                     mean of absmax
+//! weight   = LEVELS[code] * (DYNAMIC[absmax] * absmax2 + offset), in f32, then rounded to the block dtype
+//! ```
+//!
+//! 4.127 bits per weight. Divisions above round up; the last group may be short.
+
+use super::{PART_ALIGNMENT, f32_at, pad};
+
+/// Weights of a group.
+pub const GROUP: usize = 64;
+/// Groups that share a second scale.
+pub const SUPER_GROUP: usize = 256;
+
+/// Value of each code (bitsandbytes `get_4bit_type("nf4")`).
+pub const LEVELS: [f32; 16] = [
+    -1.0,
+    -0.696_192_8,
+    -0.525_073_05,
+    -0.394_917_5,
+    -0.284_441_38,
+    -0.184_773_43,
+    -0.091_050_036,
+    0.0,
+    0.079_580_3,
+    0.160_930_2,
+    0.246_112_3,
+    0.337_915_24,
+    0.440_709_83,
+    0.562_617,
+    0.722_956_84,
+    1.0,
+];
+
+/// The signed dynamic map (bitsandbytes `create_dynamic_map()`): 256 values, sorted.
+pub static DYNAMIC: [f32; 256] = dynamic();
+
+/// Bytes of a matrix as stored; `None` when that is no size.
+pub fn stored_bytes(outputs: usize, inputs: usize) -> Option<usize> {
+    let weights = outputs.checked_mul(inputs)?;
+    let groups = weights.div_ceil(GROUP);
+    let codes = weights
+        .div_ceil(2)
+        .checked_next_multiple_of(PART_ALIGNMENT)?;
+    let absmax = groups.checked_next_multiple_of(PART_ALIGNMENT)?;
+    codes
+        .checked_add(absmax)?
+        .checked_add(4 * (groups.div_ceil(SUPER_GROUP) + 1))
+}
+
+/// The parts of a stored matrix.
+#[derive(Clone, Copy, Debug)]
+pub struct Parts<'a> {
+    /// Two weights a byte.
+    pub codes: &'a [u8],
+    /// Codes of the groups' scales.
+    pub absmax: &'a [u8],
+    /// f32, little-endian: second scales.
+    pub absmax2: &'a [u8],
+    /// Added to every scale.
+    pub offset: f32,
+}
+
+impl<'a> Parts<'a> {
+    /// The parts of `bytes`; `None` when their number is not that of the shape.
+    pub fn new(outputs: usize, inputs: usize, bytes: &'a [u8]) -> Option<Parts<'a>> {
+        if stored_bytes(outputs, inputs)? != bytes.len() {
+            return None;
+        }
+        let weights = outputs * inputs;
+        let groups = weights.div_ceil(GROUP);
+        let absmax_at = weights.div_ceil(2).next_multiple_of(PART_ALIGNMENT);
+        let absmax2_at = absmax_at + groups.next_multiple_of(PART_ALIGNMENT);
+        let (absmax2, offset) = bytes
+            .get(absmax2_at..)?
+            .split_at_checked(4 * groups.div_ceil(SUPER_GROUP))?;
+        Some(Parts {
+            codes: bytes.get(..weights.div_ceil(2))?,
+            absmax: bytes.get(absmax_at..absmax_at + groups)?,
+            absmax2,
+            offset: f32_at(offset, 0),
+        })
+    }
+
+    /// Scale of group `group`.
+    #[inline(always)]
+    pub fn absmax(&self, group: usize) -> f32 {
+        DYNAMIC[self.absmax[group] as usize] * f32_at(self.absmax2, group / SUPER_GROUP)
+            + self.offset
+    }
+
+    /// [`absmax`](Self::absmax) for a group that is known to exist.
+    ///
+    /// # Safety
+    /// The matrix has a group of that index.
+    #[allow(
+        unsafe_code,
+        reason = "the innermost loop of a matrix product asks for it"
+    )]
+    #[inline(always)]
+    pub(crate) unsafe fn absmax_unchecked(&self, group: usize) -> f32 {
+        // SAFETY: `new` cut `absmax` to the number of groups.
+        let code = unsafe { *self.absmax.get_unchecked(group) };
+        let second = self.absmax2.as_ptr().cast::<f32>();
+        let second = second.wrapping_add(group / SUPER_GROUP);
+        // SAFETY: `new` cut `absmax2` to the number of groups of groups.
+        let second = f32::from_bits(u32::from_le(unsafe { second.read_unaligned() }.to_bits()));
+        DYNAMIC[code as usize] * second + self.offset
+    }
+
+    /// Weight `index` of the matrix.
+    #[inline(always)]
+    pub fn weight(&self, index: usize) -> f32 {
+        let byte = self.codes[index / 2];
+        let code = if index.is_multiple_of(2) {
+            byte >> 4
+        } else {
+            byte & 15
+        };
+        LEVELS[code as usize] * self.absmax(index / GROUP)
+    }
+}
+
+/// Quantizes a matrix given row-major as numbers.
+///
+/// *Source*: bitsandbytes 0.41.1 `quantize_4bit(compress_statistics=True, quant_type="nf4")`.
+pub fn encode(weights: &[f32]) -> Vec<u8> {
+    let mut absmax = Vec::with_capacity(weights.len().div_ceil(GROUP));
+    let mut bytes = vec![0u8; weights.len().div_ceil(2)];
+    for (weights, bytes) in weights.chunks(GROUP).zip(bytes.chunks_mut(GROUP / 2)) {
+        let largest = weights.iter().fold(0.0f32, |m, w| m.max(w.abs()));
+        let inverse = if largest > 0.0 { 1.0 / largest } else { 0.0 };
+        absmax.push(largest);
+        for (i, w) in weights.iter().enumerate() {
+            bytes[i / 2] |= level(w * inverse) << if i.is_multiple_of(2) { 4 } else { 0 };
+        }
+    }
+    pad(&mut bytes);
+    encode_scales(&absmax, &mut bytes);
+    bytes
+}
+
+/// Scales minus their mean, in 8 bits of the dynamic map.
+fn encode_scales(absmax: &[f32], bytes: &mut Vec<u8>) {
+    // In f64, so that the order of the sum does not matter; PyTorch's f32 sum differs from it in the last bit at most.
+    let sum: f64 = absmax.iter().map(|v| f64::from(*v)).sum();
+    let offset = (sum / absmax.len().max(1) as f64) as f32;
+    let mut scales = Vec::new();
+    for group in absmax.chunks(SUPER_GROUP) {
+        let largest = group.iter().fold(0.0f32, |m, v| m.max((v - offset).abs()));
+        let inverse = if largest > 0.0 { 1.0 / largest } else { 0.0 };
+        scales.extend(largest.to_le_bytes());
+        bytes.extend(group.iter().map(|v| nearest((v - offset) * inverse)));
+    }
+    pad(bytes);
+    bytes.extend(scales);
+    bytes.extend(offset.to_le_bytes());
+}
+
+/// Code of the level nearest to `x`: the number of midpoints between levels that `x` lies above.
+fn level(x: f32) -> u8 {
+    LEVELS
+        .windows(2)
+        .take_while(|pair| f64::from(x) > (f64::from(pair[0]) + f64::from(pair[1])) / 2.0)
+        .count() as u8
+}
+
+/// Code of the nearest value of the dynamic map.
+fn nearest(x: f32) -> u8 {
+    let above = DYNAMIC.partition_point(|v| *v <= x).clamp(1, 255);
+    let (low, high) = (DYNAMIC[above - 1], DYNAMIC[above]);
+    (if x - low > high - x { above } else { above - 1 }) as u8
+}
+
+/// Rows of a matrix as numbers: `out.len()` weights from weight `start` on.
+#[inline(always)]
+pub(crate) fn decode(parts: &Parts<'_>, start: usize, out: &mut [f32]) {
+    if !start.is_multiple_of(GROUP) || !out.len().is_multiple_of(GROUP) {
+        for (i, out) in out.iter_mut().enumerate() {
+            *out = parts.weight(start + i);
+        }
+        return;
+    }
+    for (group, out) in out.chunks_exact_mut(GROUP).enumerate() {
+        let group = start / GROUP + group;
+        let scale = parts.absmax(group);
+        let mut table = LEVELS;
+        table.iter_mut().for_each(|level| *level *= scale);
+        let codes = &parts.codes[group * GROUP / 2..(group + 1) * GROUP / 2];
+        for (pair, byte) in out.chunks_exact_mut(2).zip(codes) {
+            pair[0] = table[(byte >> 4) as usize];
+            pair[1] = table[(byte & 15) as usize];
+        }
+    }
+}
+
+/// Seven decades; decade `e` has 2^e values of each sign, the midpoints of equal parts of [0.1, 1] times 10^(e-6); and
+/// zero and one.
+const fn dynamic() -> [f32; 256] {
+    let mut map = [0.0; 256];
+    let mut at = 0;
+    let scale: [f32; 7] = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0];
+    let mut decade = 0;
+    while decade < 7 {
+        let parts = 1usize << decade;
+        let mut i = 0;
+        while i < parts {
+            // As `torch.linspace(0.1, 1, parts + 1)` and the mean of neighbours in f32.
+            let low = boundary(i, parts);
+            let high = boundary(i + 1, parts);
+            let value = scale[decade] * ((low + high) / 2.0);
+            map[128 + at] = value;
+            map[126 - at] = -value;
+            at += 1;
+            i += 1;
+        }
+        decade += 1;
+    }
+    map[255] = 1.0;
+    map
+}
+
+/// Element `i` of `torch.linspace(0.1, 1, parts + 1)`, which is symmetric: the second half counts down from the end.
+const fn boundary(i: usize, parts: usize) -> f32 {
+    let step = (1.0f32 - 0.1f32) / parts as f32;
+    if i < (parts + 1) / 2 {
+        0.1f32 + step * i as f32
+    } else {
+        1.0f32 - step * (parts - i) as f32
+    }
+}
