@@ -118,6 +118,7 @@ fn bundle(message: &ToNetd) -> Option<(FdTag, usize)> {
         ToNetd::Model(_)
         | ToNetd::WorkerDown { .. }
         | ToNetd::WorkerUnkillable { .. }
+        | ToNetd::Shrink(_)
         | ToNetd::Drain => None,
     }
 }

@@ -5,7 +5,8 @@
 //!   Model ─> limits, span ─> ProposedSpan                   announced JOINING
 //!   WorkerUp* until the span is covered ─> Online           announced ONLINE, sessions are admitted
 //!   WorkerDown{restarting} ─> jobs wait, clients see a pause
-//!   WorkerDown{!restarting}, Unkillable ─> announced OFFLINE, sessions on it fail
+//!   WorkerDown{!restarting}, Unkillable ─> sessions on it fail
+//!   Shrink ─> the blocks that are lost announced OFFLINE, the rest ONLINE; sessions on the rest go on
 //!   Drain ─> announced OFFLINE, running steps finish ─> exit 0
 //!   control channel closed ─> exit "parent gone"
 //! ```
@@ -14,6 +15,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
+use shared::block::Span;
 use shared::bootstrap::Bootstrap;
 use shared::control::{FromNetd, NetdInit, ToNetd, WorkerUp};
 use shared::exit::ExitReason;
@@ -22,7 +24,7 @@ use shared::shm::arena::ArenaMap;
 use shared::shm::board::{BoardWriter, Phase};
 use shared::shm::doorbell::Doorbell;
 use shared::shm::segment::MemfdSegment;
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tracing::{debug, error, info, warn};
 
@@ -35,6 +37,7 @@ use crate::sessions::pool::Pool;
 use crate::sessions::queue::WaitQueue;
 use crate::workers::Workers;
 use crate::workers::arena::{self, ArenaMemory};
+use crate::workers::link::Broken;
 
 /// Threads of the reactor: RPCs of many peers on large machines, and never more than the workers can spare.
 const REACTOR_THREADS: std::ops::RangeInclusive<usize> = 2..=4;
@@ -317,6 +320,8 @@ struct Daemon {
     offer: Offer,
     joined: Joined,
     workers: Arc<Workers>,
+    /// Whose rings cannot be used any more.
+    broken: mpsc::Receiver<Broken>,
     online: watch::Sender<Option<Arc<Service>>>,
     draining: watch::Sender<bool>,
     announced: offer::Announced,
@@ -336,7 +341,7 @@ impl Daemon {
         let row_bytes = u64::from(facts.hidden_size) * facts.dtype.size_bytes() as u64;
         let plan = arena::plan(init.arena_bytes, row_bytes)
             .map_err(|error| Fatal::bad_config(error.to_string()))?;
-        let workers = Arc::new(Workers::new(ArenaMemory::new(map, plan)));
+        let (workers, broken) = Workers::new(ArenaMemory::new(map, plan));
         let announced = offer.announce_joining(&joined);
         let draining = watch::Sender::new(false);
         let ups = Vec::new();
@@ -345,7 +350,8 @@ impl Daemon {
             facts,
             offer,
             joined,
-            workers,
+            workers: Arc::new(workers),
+            broken,
             online,
             draining,
             announced,
@@ -360,6 +366,10 @@ impl Daemon {
                 message = messages.next() => message,
                 _ = figures.tick() => {
                     self.update_figures();
+                    continue;
+                }
+                Some(Broken { worker, generation, message }) = self.broken.recv() => {
+                    outbox.send(FromNetd::BrokenRings { worker, generation, message }).await;
                     continue;
                 }
             };
@@ -377,15 +387,12 @@ impl Daemon {
                     generation,
                     cause,
                     restarting,
-                } => {
-                    self.workers.down(worker, generation, cause, restarting);
-                    if !restarting && self.shrink().await {
-                        outbox.send(FromNetd::Online).await;
-                    }
-                }
+                } => self.workers.down(worker, generation, cause, restarting),
                 ToNetd::WorkerUnkillable { worker, generation } => {
                     self.workers.unkillable(worker, generation);
-                    if self.shrink().await {
+                }
+                ToNetd::Shrink(rest) => {
+                    if self.shrink(rest).await {
                         outbox.send(FromNetd::Online).await;
                     }
                 }
@@ -394,7 +401,7 @@ impl Daemon {
                     break Stop::Drained;
                 }
                 other @ (ToNetd::Init(_) | ToNetd::Model(_)) => {
-                    break unexpected(&other, "WorkerUp, WorkerDown or Drain").into();
+                    break unexpected(&other, "WorkerUp, WorkerDown, Shrink or Drain").into();
                 }
             }
         };
@@ -453,22 +460,14 @@ impl Daemon {
         info!(span = %self.offer.span, prefix = self.offer.prefix, "serving");
     }
 
-    /// A worker is gone for good: what is left of the span is announced, if anything is. True if that made the server ready
-    /// for clients.
-    async fn shrink(&mut self) -> bool {
-        let rest = self.workers.rest(self.offer.span);
+    /// Workers are gone for good: `rest` is announced and served from now on. True if clients can come to it.
+    async fn shrink(&mut self, rest: Span) -> bool {
+        warn!(span = %self.offer.span, %rest, "workers are gone, serving the rest");
         let service = self.online.borrow().clone();
         if let Some(service) = &service {
             service.shrink(rest);
         }
-        let Some(rest) = rest else {
-            warn!(span = %self.offer.span, "all workers are gone");
-            self.announced.offline();
-            return false;
-        };
-        warn!(span = %self.offer.span, %rest, "workers are gone, serving the rest");
-        let narrowed = self.offer.narrowed(rest);
-        self.offer = narrowed;
+        self.offer = self.offer.narrowed(rest);
         // The blocks that are lost are taken back before the rest is announced again.
         self.announced.end(Instant::now() + FAREWELL).await;
         self.ups
@@ -478,7 +477,7 @@ impl Daemon {
                 let left = service.kv.figures().tokens_left;
                 self.announced
                     .online(&self.offer, &self.joined, &self.ups, left);
-                false
+                true
             }
             None if self.workers.cover(rest) => {
                 self.go_online();

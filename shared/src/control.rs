@@ -4,14 +4,17 @@
 //!
 //! ```text
 //! prepare:  Init -> Inspected -> Span -> Progress* -> Prepared -> exit 0
-//! netd:     Init -> Listening -> Model -> ProposedSpan -> (WorkerUp | WorkerDown)* -> Drain -> exit 0
+//! netd:     Init -> Listening -> Model -> ProposedSpan -> (WorkerUp | WorkerDown | Shrink)* -> Drain -> exit 0
 //! worker:   Init -> Ready -> (Link -> Linked)* -> Drain -> exit 0
 //! ```
 //!
 //! `Link` and `WorkerUp` are the two ends of one pair of rings. A new netd or a new worker gets new rings; netd is told
 //! of a worker's end (`WorkerDown`) only after the worker was reaped, since only then nothing writes its pages and slots.
 //! `WorkerDown` without a restart may name a worker, or a generation, that netd was never told was up: it is not coming.
-//! When the span shrinks for good, netd gets `Drain` after it and the next generation serves the rest (`NetdInit::served`).
+//! The supervisor, which knows every worker and its blocks, says what is left of the span then (`Shrink`); netd keeps its
+//! process, its connections and the sessions on those blocks. A netd that starts later is told so from the beginning
+//! (`NetdInit::served`). When nothing is left it gets `Drain`.
+//! A netd that finds nonsense in a worker's rings says so (`BrokenRings`), and the supervisor kills the worker.
 //! netd gets nothing between `Init` and its `Listening`, and nothing about workers before `Model`.
 
 use std::path::PathBuf;
@@ -231,6 +234,8 @@ pub enum ToNetd {
         /// Its generation.
         generation: Generation,
     },
+    /// Workers are gone for good: serve and announce these blocks only.
+    Shrink(Span),
     /// Announce OFFLINE, finish the sessions' running steps, exit.
     Drain,
 }
@@ -290,8 +295,18 @@ pub enum FromNetd {
     },
     /// The blocks to serve, chosen by what the swarm lacks.
     ProposedSpan(Span),
-    /// Announced ONLINE: clients can come.
+    /// Announced ONLINE: clients can come. Again after every `Shrink`.
     Online,
+    /// What a worker wrote into its rings is nonsense, or they cannot be used any more: it has to be killed, so that its
+    /// jobs go to the next generation. The worker is to blame (`DeathCause::SelfInflicted`), and perhaps a job.
+    BrokenRings {
+        /// Which.
+        worker: WorkerId,
+        /// The generation whose rings they are.
+        generation: Generation,
+        /// What was found.
+        message: String,
+    },
     /// The process is about to exit for this reason.
     Failed {
         /// Why, for the restart decision.

@@ -9,7 +9,8 @@
 //! death of a worker:  reap -> netd WorkerDown -> pause -> next generation, new rings, the same kv segment
 //! death of netd:      reap -> pause -> next generation, new arena; every worker is linked again, and only what a worker
 //!                     acknowledged is told to the new netd
-//! a device is lost for good:  netd drains, and the next generation serves the longest rest of the span
+//! a device is lost for good:  netd is told the longest rest of the span (Shrink) and goes on with it; nothing is left: the end
+//! nonsense in the rings of a worker (netd BrokenRings):  it is killed, and is to blame
 //! end:     netd drains, then the workers; who does not in time is killed
 //! ```
 //!
@@ -89,8 +90,6 @@ pub struct Tree {
     was_online: bool,
     /// The span that the present netd serves or was told to.
     netd_span: Option<Span>,
-    /// Whether the present netd is told to make way for one with another span.
-    renewing: bool,
     ending: Option<Ending>,
     finished: bool,
 }
@@ -109,7 +108,6 @@ impl Tree {
             prepared: false,
             was_online: false,
             netd_span: None,
-            renewing: false,
             ending: None,
             finished: false,
         }
@@ -294,7 +292,32 @@ impl Tree {
                     addrs,
                 });
             }
+            FromNetd::BrokenRings {
+                worker,
+                generation,
+                message,
+            } => self.broken_rings(worker, generation, message, now, out),
             FromNetd::Failed { message, .. } => self.netd.complaint = Some(message),
+        }
+    }
+
+    /// Only the rings that a worker shares with the present netd say anything about it.
+    fn broken_rings(
+        &mut self,
+        id: WorkerId,
+        generation: Generation,
+        message: String,
+        now: Instant,
+        out: &mut Vec<Action>,
+    ) {
+        let netd = Some(self.netd.generation);
+        let Some(worker) = self.worker_mut(id) else {
+            return;
+        };
+        let child = &mut worker.child;
+        if worker.told == netd && child.is(generation) && child.killed.is_none() {
+            child.guilty = true;
+            self.kill(ChildId::Worker(id), message, now, out);
         }
     }
 
@@ -362,6 +385,7 @@ impl Tree {
             .map(|worker| worker.placement.worker)
             .collect();
         ids.into_iter().for_each(|id| self.tell_up(id, out));
+        self.shrink_netd(out);
     }
 
     /// The first proposal is cut among the devices; the blocks of a worker are for life, so later ones change nothing.
@@ -445,19 +469,14 @@ impl Tree {
         let restart = self.policy.restart;
         let ending = self.ending.is_some();
         let done = id == ChildId::Prepare && self.prepared;
-        let renewed = id == ChildId::Netd && std::mem::take(&mut self.renewing);
         let Some(child) = self.child_mut(id) else {
             return;
         };
         let cause = child.cause(end);
         let was_unkillable = child.state == State::Unkillable;
         let next = child.reaped(end, now, &restart);
-        if renewed {
-            child.forget_death();
-        }
         child.state = match next {
             _ if ending || done => State::Gone,
-            _ if renewed => State::Backoff { until: now },
             _ if was_unkillable => State::Held {
                 reason: ExitReason::DeviceLost,
             },
@@ -544,23 +563,16 @@ impl Tree {
             self.end(reason, Some(complaint), now, out);
         } else {
             out.push(Action::Complain(complaint));
-            self.renew_netd(now, out);
+            self.shrink_netd(out);
         }
     }
 
-    /// A netd generation announces one span. When the span shrinks, the present one drains and the next one serves the rest;
-    /// the workers that are left keep their weights.
-    fn renew_netd(&mut self, now: Instant, out: &mut Vec<Action>) {
-        if self.rest() == self.netd_span {
-            return;
-        }
-        self.renewing = self.netd.alive;
-        match self.netd.state {
-            State::Ready { .. } => self.drain(ChildId::Netd, now + self.policy.drain_timeout, out),
-            State::Starting { .. } => {
-                self.kill(ChildId::Netd, "its span has shrunk".to_owned(), now, out)
-            }
-            _ => {}
+    /// Tells netd what is left of the span, unless it knows. A netd that starts later is told at its start.
+    fn shrink_netd(&mut self, out: &mut Vec<Action>) {
+        let rest = self.rest().filter(|rest| self.netd_span != Some(*rest));
+        if let (Some(rest), true, true) = (rest, self.said.has_model, self.netd.is_ready()) {
+            self.netd_span = Some(rest);
+            out.push(Action::Tell(ChildId::Netd, Down::Shrink(rest)));
         }
     }
 

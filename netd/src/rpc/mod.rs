@@ -116,8 +116,8 @@ pub struct Service {
     pub stats: StepStats,
     /// True once the server is ending: running steps finish, sessions end after them.
     pub draining: watch::Receiver<bool>,
-    /// The blocks; `None` once all are lost.
-    span: Mutex<Option<Span>>,
+    /// The blocks.
+    span: Mutex<Span>,
     max_request_bytes: u64,
     registry: Registry,
     budget: PeerBudget,
@@ -167,7 +167,7 @@ impl Service {
             timeouts,
             stats: StepStats::default(),
             draining,
-            span: Mutex::new(Some(span)),
+            span: Mutex::new(span),
             max_request_bytes,
             registry: Registry::default(),
             budget: PeerBudget::new(2 * max_request_bytes),
@@ -175,7 +175,7 @@ impl Service {
     }
 
     /// Serves only `rest` from now on: the workers of the other blocks are gone. Sessions on those fail with their next step.
-    pub fn shrink(&self, rest: Option<Span>) {
+    pub fn shrink(&self, rest: Span) {
         *self.span.lock().unwrap_or_else(PoisonError::into_inner) = rest;
     }
 
@@ -212,8 +212,7 @@ impl Service {
         let digits = !index.is_empty() && index.bytes().all(|byte| byte.is_ascii_digit());
         let block = BlockIndex(index.parse().ok().filter(|_| digits)?);
         let span = *self.span.lock().unwrap_or_else(PoisonError::into_inner);
-        span.is_some_and(|span| span.contains(block))
-            .then_some(block)
+        span.contains(block).then_some(block)
     }
 }
 

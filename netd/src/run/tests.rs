@@ -289,7 +289,7 @@ async fn a_server_goes_from_joining_to_online_to_offline() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_that_comes_back_goes_unnoticed_and_one_that_does_not_is_announced() {
+async fn a_worker_that_comes_back_goes_unnoticed_and_one_that_does_not_fails_its_sessions() {
     let node = bootstrap_node().await;
     let mut supervisor = Supervisor::new(node.addrs.clone(), |_| {});
     let (peer_id, _) = supervisor.listening().await;
@@ -321,9 +321,13 @@ async fn a_worker_that_comes_back_goes_unnoticed_and_one_that_does_not_is_announ
     until_state(&node, &peer_id, ServerState::Online).await;
     supervisor.end_worker();
     supervisor.tell(down(2, false), Vec::new()).await;
-    until_state(&node, &peer_id, ServerState::Offline).await;
+    let message = session.message(hidden(1, &[3.0]), None, None, None);
+    session.send(&message).await;
+    let error = session.answer().await.unwrap_err();
+    assert!(error.contains("will not be restarted"), "{error}");
     drop(std::mem::replace(&mut supervisor.to, mpsc::channel(1).0));
     assert!(matches!(supervisor.ended().await, Stop::ParentGone));
+    until_state(&node, &peer_id, ServerState::Offline).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -361,6 +365,8 @@ async fn what_is_left_after_a_loss_is_announced_and_served() {
         restarting: false,
     };
     supervisor.tell(down, Vec::new()).await;
+    supervisor.tell(ToNetd::Shrink(rest), Vec::new()).await;
+    assert!(matches!(supervisor.hear().await, FromNetd::Online));
     let look = async {
         while record(&node, &peer_id, 0).await.unwrap().state != ServerState::Offline {
             tokio::time::sleep(Duration::from_millis(20)).await;

@@ -5,6 +5,7 @@
 //! decoder bounds depth, counts and sizes *before* it allocates, and no input can make it panic. The wire's "expert"
 //! names end in this module.
 
+pub mod compression;
 pub mod messages;
 pub mod metadata;
 pub mod msgpack;

@@ -120,6 +120,14 @@ pub enum TensorError {
         /// Name of the dtype.
         dtype: &'static str,
     },
+    /// The compression is not defined for this shape.
+    #[error("tensor of shape {shape:?} cannot have compression {compression}")]
+    BadShape {
+        /// The shape.
+        shape: Vec<usize>,
+        /// Number of the compression in messages.
+        compression: i32,
+    },
     /// A bound of [`ShapeLimits`] is exceeded.
     #[error(
         "tensor of shape {shape:?} exceeds the limits of {max_rank} dimensions and {max_elements} elements"
@@ -293,14 +301,43 @@ impl WireTensor {
                 actual: destination.len(),
             });
         }
-        match self.raw_of(dtype) {
-            Some(source) => copy_finite(source, dtype, destination),
-            None => self.convert(dtype, destination),
-        }
-        .map_err(|index| TensorError::NotFinite {
-            index,
-            dtype: dtype.name(),
+        self.write_pieces(dtype, |offset, piece| {
+            let target = offset..offset + piece.len();
+            match destination.get_mut(target) {
+                Some(target) => target.copy_from_slice(piece),
+                None => {
+                    return Err(TensorError::WrongDestination {
+                        needed,
+                        actual: offset,
+                    });
+                }
+            }
+            Ok(())
         })
+    }
+
+    /// Hands all elements in block dtype, little-endian, row-major, to `write` in pieces that follow each other: the offset of
+    /// the piece in bytes, and the piece. Needs no memory of the tensor's size; a piece is at most 8 KiB and is checked
+    /// before it is handed over.
+    ///
+    /// # Errors
+    /// [`TensorError::WrongDtype`] unless this is a float tensor; [`TensorError::NotFinite`] at the first element that is not
+    /// finite in the block dtype (the pieces before were written); what `write` returns.
+    pub fn write_pieces<E: From<TensorError>>(
+        &self,
+        dtype: DType,
+        write: impl FnMut(usize, &[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        if !self.dtype.is_float() {
+            return Err(E::from(TensorError::WrongDtype {
+                expected: "a float tensor",
+                actual: self.dtype.name(),
+            }));
+        }
+        match self.raw_of(dtype) {
+            Some(source) => hand_over_finite(source, dtype, write),
+            None => self.convert(dtype, write),
+        }
     }
 
     /// All elements as f32, finite or not; float64 is rounded.
@@ -349,19 +386,26 @@ impl WireTensor {
         }
     }
 
-    fn convert(&self, dtype: DType, destination: &mut [u8]) -> Result<(), usize> {
+    fn convert<E: From<TensorError>>(
+        &self,
+        dtype: DType,
+        mut write: impl FnMut(usize, &[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
         let mut piece = [0f32; PIECE_ELEMENTS];
-        let piece_bytes = PIECE_ELEMENTS * dtype.size_bytes();
-        for (number, out) in destination.chunks_mut(piece_bytes).enumerate() {
-            let start = number * PIECE_ELEMENTS;
-            let count = out.len() / dtype.size_bytes();
-            let values = &mut piece[..count];
+        let mut narrowed = [0u8; PIECE_ELEMENTS * size_of::<f32>()];
+        for start in (0..self.element_count).step_by(PIECE_ELEMENTS) {
+            let count = PIECE_ELEMENTS.min(self.element_count - start);
+            let (values, out) = (
+                &mut piece[..count],
+                &mut narrowed[..count * dtype.size_bytes()],
+            );
             self.read_f32(start, values);
             let finite =
                 values.iter().fold(true, |ok, v| ok & v.is_finite()) & narrow(values, dtype, out);
             if !finite {
-                return Err(start + first_not_finite(values, dtype));
+                return Err(not_finite(start + first_not_finite(values, dtype), dtype).into());
             }
+            write(start * dtype.size_bytes(), out)?;
         }
         Ok(())
     }
@@ -494,7 +538,7 @@ fn checked_shape(size: &[u32], limits: ShapeLimits) -> Result<(Vec<usize>, usize
 }
 
 /// Whether Python defines the compression for the dtype.
-fn supports(dtype: WireDtype, compression: Compression) -> bool {
+pub(super) fn supports(dtype: WireDtype, compression: Compression) -> bool {
     match compression {
         Compression::None => true,
         Compression::Float16 | Compression::MeanStd16Bit => {
@@ -619,20 +663,30 @@ fn read<const N: usize>(
     }
 }
 
-/// Copies elements that are already in block dtype and checks them; the index of the first bad one on failure.
-fn copy_finite(source: &[u8], dtype: DType, destination: &mut [u8]) -> Result<(), usize> {
-    let piece_bytes = PIECE_ELEMENTS * dtype.size_bytes();
-    for (piece, (from, to)) in source
-        .chunks(piece_bytes)
-        .zip(destination.chunks_mut(piece_bytes))
+/// Hands over elements that are already in block dtype, piece by piece, each after its check.
+fn hand_over_finite<E: From<TensorError>>(
+    source: &[u8],
+    dtype: DType,
+    mut write: impl FnMut(usize, &[u8]) -> Result<(), E>,
+) -> Result<(), E> {
+    for (number, piece) in source
+        .chunks(PIECE_ELEMENTS * dtype.size_bytes())
         .enumerate()
     {
-        to.copy_from_slice(from);
-        if let Some(index) = first_bad_element(from, dtype) {
-            return Err(piece * PIECE_ELEMENTS + index);
+        let start = number * PIECE_ELEMENTS;
+        if let Some(index) = first_bad_element(piece, dtype) {
+            return Err(not_finite(start + index, dtype).into());
         }
+        write(start * dtype.size_bytes(), piece)?;
     }
     Ok(())
+}
+
+fn not_finite(index: usize, dtype: DType) -> TensorError {
+    TensorError::NotFinite {
+        index,
+        dtype: dtype.name(),
+    }
 }
 
 /// Finds an element whose exponent is all ones. One branch-free pass decides; only a piece that fails is searched.

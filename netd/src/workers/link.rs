@@ -24,7 +24,7 @@ use shared::shm::pair::{PairError, RingHandle, RingIdentity, RingPair};
 use shared::shm::ring::{Armed, Consumer, Producer, PushError, RingCorrupt};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::task::AbortHandle;
 use tracing::{error, info, warn};
 
@@ -75,11 +75,24 @@ pub enum JobFailure {
     WorkerGone,
 }
 
+/// Rings that cannot be used any more. Their worker has to end before its jobs can go anywhere else: until then it may
+/// still write what they name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Broken {
+    /// Whose.
+    pub worker: WorkerId,
+    /// Of which generation.
+    pub generation: Generation,
+    /// What was found.
+    pub message: String,
+}
+
 /// Link to one worker, over all its generations.
 #[derive(Debug)]
 pub struct Link {
     worker: WorkerId,
     span: Span,
+    broken: mpsc::Sender<Broken>,
     /// One permit per job that is not answered.
     room: Arc<Semaphore>,
     state: Mutex<State>,
@@ -110,6 +123,8 @@ struct End {
     completions: Consumer<RingHandle>,
     bell: Arc<Doorbell>,
     task: AbortHandle,
+    /// Whether the rings were given up. The jobs in flight wait for the worker's end.
+    broken: bool,
 }
 
 /// Why a worker's rings cannot be used.
@@ -130,11 +145,13 @@ pub enum LinkError {
 }
 
 impl Link {
-    /// A link to `worker`, which serves `span` and is not up yet. `index` tells links apart in job ids.
-    pub fn new(worker: WorkerId, span: Span, index: u16) -> Link {
+    /// A link to `worker`, which serves `span` and is not up yet. `index` tells links apart in job ids. Rings that cannot be
+    /// used any more are reported to `broken`.
+    pub fn new(worker: WorkerId, span: Span, index: u16, broken: mpsc::Sender<Broken>) -> Link {
         Link {
             worker,
             span,
+            broken,
             room: Arc::new(Semaphore::new(RING_ENTRIES)),
             state: Mutex::new(State {
                 recovery: Recovery::default(),
@@ -160,11 +177,6 @@ impl Link {
     /// Whether a generation is up.
     pub fn is_up(&self) -> bool {
         self.lock().end.is_some()
-    }
-
-    /// Whether no generation will come any more.
-    pub fn is_gone(&self) -> bool {
-        self.lock().gone
     }
 
     /// Completions that no job in flight was waiting for.
@@ -198,7 +210,7 @@ impl Link {
                 },
             );
             state.recovery.add(id);
-            (id, state.submit())
+            (id, self.submit(&mut state))
         };
         ring(bell.as_deref());
         let interest = Caller {
@@ -240,12 +252,13 @@ impl Link {
                 completions,
                 bell: Arc::new(submission_bell),
                 task: task.abort_handle(),
+                broken: false,
             };
             if let Some(old) = state.end.replace(end) {
                 old.task.abort();
             }
             state.recovery.up();
-            state.submit()
+            self.submit(&mut state)
         };
         ring(bell.as_deref());
         info!(worker = %self.worker, generation = identity.worker_generation.0, span = %self.span, "worker up");
@@ -286,10 +299,7 @@ impl Link {
             match self.take_completions(generation) {
                 Ok(true) => {}
                 Ok(false) => return,
-                Err(corrupt) => {
-                    error!(worker = %self.worker, generation = generation.0, error = %corrupt, "ring given up");
-                    return;
-                }
+                Err(corrupt) => return self.give_up(&mut self.lock(), generation, &corrupt),
             }
             let rung = async {
                 let mut ready = bell.readable().await?;
@@ -299,8 +309,7 @@ impl Link {
                 io::Result::Ok(())
             };
             if let Err(error) = rung.await {
-                error!(worker = %self.worker, generation = generation.0, %error, "doorbell broken");
-                return;
+                return self.give_up(&mut self.lock(), generation, &error);
             }
         }
     }
@@ -310,18 +319,48 @@ impl Link {
         let mut state = self.lock();
         loop {
             state.drain()?;
-            let bell = state.submit();
+            let bell = self.submit(&mut state);
             ring(bell.as_deref());
             let Some(end) = state
                 .end
                 .as_mut()
-                .filter(|e| e.identity.worker_generation == generation)
+                .filter(|e| e.identity.worker_generation == generation && !e.broken)
             else {
                 return Ok(false);
             };
             if end.completions.arm()? == Armed::Sleep {
                 return Ok(true);
             }
+        }
+    }
+
+    /// Submits what may fly now; returns the bell if it has to be rung.
+    fn submit(&self, state: &mut State) -> Option<Arc<Doorbell>> {
+        match state.submit() {
+            Ok(bell) => bell,
+            Err((generation, full)) => {
+                self.give_up(state, generation, &full);
+                None
+            }
+        }
+    }
+
+    /// The rings of a generation cannot be used any more: nothing is submitted or answered until the worker has ended.
+    fn give_up(&self, state: &mut State, generation: Generation, why: &dyn std::fmt::Display) {
+        let present = |end: &&mut End| end.identity.worker_generation == generation && !end.broken;
+        let Some(end) = state.end.as_mut().filter(present) else {
+            return;
+        };
+        end.broken = true;
+        state.recovery.stop();
+        let broken = Broken {
+            worker: self.worker,
+            generation,
+            message: why.to_string(),
+        };
+        error!(worker = %self.worker, generation = generation.0, error = %why, "rings given up");
+        if let Err(lost) = self.broken.try_send(broken) {
+            error!(worker = %self.worker, %lost, "nobody hears of the broken rings");
         }
     }
 
@@ -332,8 +371,10 @@ impl Link {
 
 impl State {
     /// Submits what may fly now; returns the bell if it has to be rung.
-    fn submit(&mut self) -> Option<Arc<Doorbell>> {
-        self.end.as_ref()?;
+    ///
+    /// # Errors
+    /// The generation whose submission ring is corrupt, and how.
+    fn submit(&mut self) -> Result<Option<Arc<Doorbell>>, (Generation, &'static str)> {
         let mut pushed = false;
         while let Some(id) = self.recovery.take() {
             let (Some(record), Some(end)) = (self.jobs.get(&id), &mut self.end) else {
@@ -355,16 +396,20 @@ impl State {
             match end.submissions.push(descriptor.encode()) {
                 Ok(()) => pushed = true,
                 Err(error) => {
-                    // Permits keep jobs below the size of the ring, so that it is full only when it is corrupt.
-                    let full = matches!(error, PushError::Full(_));
-                    error!(worker = %end.identity.worker, full, "submission ring given up");
+                    let generation = end.identity.worker_generation;
                     self.recovery.returned(id);
-                    break;
+                    // Permits keep jobs below the size of the ring, so that it is full only when it is corrupt.
+                    return Err(match error {
+                        PushError::Full(_) => (generation, "submission ring full beyond its jobs"),
+                        _ => (generation, "submission ring corrupt"),
+                    });
                 }
             }
         }
-        let end = self.end.as_ref()?;
-        (pushed && end.submissions.must_wake()).then(|| end.bell.clone())
+        let bell = self.end.as_ref().filter(|_| pushed);
+        Ok(bell
+            .filter(|end| end.submissions.must_wake())
+            .map(|end| end.bell.clone()))
     }
 
     /// Answers what is in the completion ring.

@@ -13,10 +13,11 @@ use shared::dtype::DType;
 use shared::ids::{Generation, WorkerId};
 use shared::job::{JobBody, JobKind, PageCopy, Prompts, SlotRef};
 use shared::shm::doorbell::Doorbell;
+use tokio::sync::mpsc;
 
 use crate::sessions::table::StepPlan;
 use arena::ArenaMemory;
-use link::{Holds, Job, JobFailure, JobTimes, Link, LinkError};
+use link::{Broken, Holds, Job, JobFailure, JobTimes, Link, LinkError};
 
 /// Most workers of one instance.
 const MAX_WORKERS: usize = 64;
@@ -26,6 +27,7 @@ const MAX_WORKERS: usize = 64;
 pub struct Workers {
     links: RwLock<Vec<Arc<Link>>>,
     arena: ArenaMemory,
+    broken: mpsc::Sender<Broken>,
 }
 
 /// What a request computes. Its slots are in `holds`, in the order of [`Computation::sizes`].
@@ -89,12 +91,16 @@ impl Computation {
 }
 
 impl Workers {
-    /// No workers yet, over `arena`.
-    pub fn new(arena: ArenaMemory) -> Workers {
-        Workers {
+    /// No workers yet, over `arena`. The receiver tells whose rings cannot be used any more.
+    pub fn new(arena: ArenaMemory) -> (Workers, mpsc::Receiver<Broken>) {
+        // A generation of a worker is reported once, and the next one only comes after it was reaped.
+        let (broken, reports) = mpsc::channel(MAX_WORKERS);
+        let workers = Workers {
             links: RwLock::default(),
             arena,
-        }
+            broken,
+        };
+        (workers, reports)
     }
 
     /// The arena that all workers share.
@@ -146,29 +152,6 @@ impl Workers {
                 .iter()
                 .any(|link| link.span().contains(b) && link.is_up())
         })
-    }
-
-    /// The longest run of blocks of `span` of which no worker is gone for good.
-    pub fn rest(&self, span: Span) -> Option<Span> {
-        let links = self.links();
-        let lost = |block| {
-            links
-                .iter()
-                .any(|l| l.span().contains(block) && l.is_gone())
-        };
-        let mut longest: Option<Span> = None;
-        let mut start = span.start().0;
-        for block in span.blocks() {
-            if lost(block) {
-                start = block.0 + 1;
-                continue;
-            }
-            let run = Span::new(start, block.0 + 1).ok();
-            if run.map(Span::block_count) > longest.map(Span::block_count) {
-                longest = run;
-            }
-        }
-        longest
     }
 
     /// Completions that no job was waiting for, over all workers.
@@ -267,7 +250,12 @@ impl Workers {
     fn add(&self, worker: WorkerId, span: Span) -> Arc<Link> {
         let mut links = self.links.write().unwrap_or_else(PoisonError::into_inner);
         debug_assert!(links.len() < MAX_WORKERS, "the supervisor has fewer seats");
-        let link = Arc::new(Link::new(worker, span, links.len() as u16));
+        let link = Arc::new(Link::new(
+            worker,
+            span,
+            links.len() as u16,
+            self.broken.clone(),
+        ));
         links.push(link.clone());
         link
     }

@@ -81,6 +81,11 @@ impl Recovery {
         self.up = true;
     }
 
+    /// The generation takes no more jobs; what flies stays until its end is known.
+    pub fn stop(&mut self) {
+        self.up = false;
+    }
+
     /// The generation takes no more jobs (it drains); `job` came back undone.
     pub fn returned(&mut self, job: JobId) {
         self.up = false;

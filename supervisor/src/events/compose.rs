@@ -65,6 +65,7 @@ impl Driver<'_> {
                 let manifest = manifest_of(self.instance);
                 running.tell(Message::Prepare(ToPrepare::Span { span, manifest }))
             }
+            Down::Shrink(rest) => running.tell(Message::Netd(ToNetd::Shrink(rest))),
             Down::Model(facts) => running.tell(Message::Netd(ToNetd::Model(facts))),
             Down::WorkerDown {
                 worker,

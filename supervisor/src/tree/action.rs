@@ -100,6 +100,8 @@ pub enum Down {
         /// Its generation.
         generation: Generation,
     },
+    /// To netd: serve only these blocks from now on.
+    Shrink(Span),
     /// Finish.
     Drain,
 }

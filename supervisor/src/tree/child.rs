@@ -172,6 +172,8 @@ pub struct Child {
     pub alive: bool,
     /// When it was sent SIGKILL.
     pub killed: Option<Instant>,
+    /// Whether it was killed for what it did to others: then it, and perhaps its work, is to blame.
+    pub guilty: bool,
     /// What it said about its own failure.
     pub complaint: Option<String>,
     closed: Option<Instant>,
@@ -199,6 +201,7 @@ impl Child {
             state: State::Waiting,
             alive: false,
             killed: None,
+            guilty: false,
             complaint: None,
             closed: None,
             ready_since: None,
@@ -214,6 +217,7 @@ impl Child {
         self.state = State::Starting { since: now };
         self.alive = true;
         self.killed = None;
+        self.guilty = false;
         self.complaint = None;
         self.closed = None;
         self.ready_since = None;
@@ -292,13 +296,8 @@ impl Child {
         )
     }
 
-    /// The last death was asked for and counts for nothing.
-    pub fn forget_death(&mut self) {
-        self.deaths.pop_back();
-        self.failures = 0;
-    }
-
-    /// Whose fault the death is: nobody's, when the child was killed by us or from outside, or was told to end.
+    /// Whose fault the death is: nobody's, when the child was killed from outside or by us for taking too long, or was told
+    /// to end; its own, when it was killed for writing nonsense.
     pub fn cause(&self, end: &End) -> DeathCause {
         use nix::libc::{SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM};
         let outside = match end {
@@ -306,7 +305,9 @@ impl Child {
             End::Code(_) => [ExitReason::Clean, ExitReason::ParentGone].contains(&end.reason()),
             End::NotStarted { .. } => true,
         };
-        if outside || self.killed.is_some() {
+        if self.guilty {
+            DeathCause::SelfInflicted
+        } else if outside || self.killed.is_some() {
             DeathCause::Outside
         } else {
             DeathCause::SelfInflicted

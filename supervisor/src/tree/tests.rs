@@ -49,6 +49,7 @@ fn facts() -> ModelFacts {
         kv_heads: 2,
         head_dim: 16,
         dtype: DType::F32,
+        quant_type: shared::config::QuantType::None,
         block_bytes: 1 << 20,
     }
 }
@@ -332,7 +333,7 @@ fn pauses_double_and_too_many_deaths_hold_the_worker() {
                 restarting: false,
                 ..
             },
-            Down::Drain
+            Down::Shrink(_)
         ]
     ));
     assert_eq!(rig.finished(), None, "the other worker goes on");
@@ -453,7 +454,7 @@ fn a_block_range_outside_the_model_is_refused_with_both_numbers() {
 }
 
 #[test]
-fn a_worker_lost_for_good_shrinks_the_span_and_the_next_netd_serves_the_rest() {
+fn a_worker_lost_for_good_shrinks_the_span_of_netd_which_stays() {
     let mut rig = Rig::online(2);
     rig.die(
         worker(1),
@@ -472,10 +473,11 @@ fn a_worker_lost_for_good_shrinks_the_span_and_the_next_netd_serves_the_rest() {
                 restarting: false,
                 ..
             },
-            Down::Drain
-        ]
+            Down::Shrink(rest)
+        ] if *rest == span(0, 4)
     ));
-    rig.die(NETD, End::Code(0));
+    assert!(matches!(rig.state(NETD), State::Ready { .. }));
+    rig.die(NETD, SIGKILL);
     let [Down::Init(Init::Netd { served, .. })] = rig.told(NETD)[..] else {
         panic!("{:?}", rig.last)
     };
@@ -490,6 +492,50 @@ fn a_worker_lost_for_good_shrinks_the_span_and_the_next_netd_serves_the_rest() {
         rig.wait(100 * SEC).spawned().is_empty(),
         "the lost worker stays away"
     );
+}
+
+#[test]
+fn a_netd_that_was_not_ready_when_a_worker_was_lost_hears_it_with_the_model() {
+    let mut rig = Rig::online(2);
+    rig.die(NETD, SIGKILL);
+    rig.die(
+        worker(0),
+        End::Code(i32::from(ExitReason::BadConfig.code())),
+    );
+    assert!(rig.told(NETD).is_empty(), "it does not know the model yet");
+    rig.netd_listens();
+    let last: Vec<_> = rig.told(NETD).into_iter().cloned().collect();
+    assert!(
+        last.contains(&Down::Shrink(span(4, 8))),
+        "it was started with all blocks: {last:?}"
+    );
+}
+
+#[test]
+fn a_worker_that_wrote_nonsense_is_killed_once_and_is_to_blame() {
+    let mut rig = Rig::online(1);
+    let broken = |generation| {
+        Up::Netd(FromNetd::BrokenRings {
+            worker: WorkerId::solo(GroupId(0)),
+            generation: Generation(generation),
+            message: "ring is corrupt".into(),
+        })
+    };
+    assert!(
+        rig.say(NETD, broken(7)).killed().is_empty(),
+        "another generation"
+    );
+    assert_eq!(rig.say(NETD, broken(1)).killed(), [worker(0)]);
+    assert!(rig.say(NETD, broken(1)).killed().is_empty(), "once");
+    rig.die(worker(0), SIGKILL);
+    assert!(matches!(
+        rig.told(NETD)[..],
+        [Down::WorkerDown {
+            cause: DeathCause::SelfInflicted,
+            restarting: true,
+            ..
+        }]
+    ));
 }
 
 #[test]
@@ -583,9 +629,9 @@ fn what_survives_sigkill_is_quarantined_and_never_restarted() {
     assert_eq!(rig.state(worker(0)), State::Unkillable);
     assert!(matches!(
         rig.told(NETD)[..],
-        [Down::WorkerUnkillable { .. }, Down::Drain]
+        [Down::WorkerUnkillable { .. }, Down::Shrink(rest)] if *rest == span(4, 8)
     ));
-    rig.die(NETD, End::Code(0)).netd_listens();
+    rig.die(NETD, SIGKILL).netd_listens();
     assert_eq!(rig.tree.deadline(), None);
     assert!(rig.wait(1000 * SEC).spawned().is_empty());
     rig.die(worker(0), SIGKILL);
@@ -806,6 +852,14 @@ fn any_up() -> impl Strategy<Value = (ChildId, Up)> {
             Up::Netd(FromNetd::ProposedSpan(span(start, start + len)))
         )),
         Just((NETD, Up::Netd(FromNetd::Online))),
+        (0u16..3, 1u32..3).prop_map(|(group, generation)| (
+            NETD,
+            Up::Netd(FromNetd::BrokenRings {
+                worker: WorkerId::solo(GroupId(group)),
+                generation: Generation(generation),
+                message: "nonsense".into(),
+            })
+        )),
         Just(failed())
             .prop_map(|(reason, message)| (NETD, Up::Netd(FromNetd::Failed { reason, message }))),
         (0u16..3).prop_map(|group| (

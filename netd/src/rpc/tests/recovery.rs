@@ -68,6 +68,34 @@ async fn sessions_go_on_over_many_kills_with_the_same_results() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nonsense_in_a_ring_is_reported_once_and_its_jobs_go_to_the_next_generation() {
+    let mut rig = Rig::new().await;
+    let mut session = rig.session().await;
+    session.open(hidden(1, &[1.0]), 30).await.unwrap();
+    rig.memory().orders.paused.store(true, SeqCst);
+    let message = session.message(hidden(1, &[2.0]), None, None, None);
+    session.send(&message).await;
+    until(|| rig.service.workers.arena().slots_in_use() > 0).await;
+    rig.scribble(0);
+    let report = tokio::time::timeout(DEADLINE, rig.broken.recv()).await;
+    let broken = report.unwrap().unwrap();
+    let worker = &rig.workers[0];
+    assert_eq!(
+        (broken.worker, broken.generation),
+        (worker.id(), worker.generation)
+    );
+    assert!(broken.message.contains("1099511627776"), "{broken:?}");
+    // What a job names stays in use while the worker may write it.
+    assert!(rig.service.workers.arena().slots_in_use() > 0);
+    rig.scribble(0);
+    rig.kill(0, SelfInflicted, true);
+    rig.memory().orders.paused.store(false, SeqCst);
+    rig.start(0);
+    assert_eq!(firsts(&session.answer().await.unwrap()), [7.0]);
+    assert!(rig.broken.try_recv().is_err(), "one report");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_job_lost_after_its_effects_is_done_again_with_the_same_result() {
     let mut rig = Rig::new().await;
     let mut session = rig.session().await;

@@ -5,6 +5,7 @@
 //! its generations, like a kv segment.
 
 use std::collections::HashMap;
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -37,6 +38,7 @@ use crate::wire::metadata::StepMetadata;
 use crate::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
 use crate::workers::Workers;
 use crate::workers::arena::{self, ArenaMemory};
+use crate::workers::link::Broken;
 
 pub const HIDDEN: usize = 64;
 pub const BLOCKS: u32 = 4;
@@ -72,7 +74,8 @@ pub struct Worker {
     pub generation: Generation,
     pub memory: Arc<Memory>,
     thread: Option<JoinHandle<()>>,
-    _rings: Option<RingPair>,
+    rings: Option<RingPair>,
+    completion_bell: Option<Doorbell>,
 }
 
 impl Worker {
@@ -92,6 +95,7 @@ pub struct Rig {
     pub server: PeerId,
     pub workers: Vec<Worker>,
     pub draining: watch::Sender<bool>,
+    pub broken: tokio::sync::mpsc::Receiver<Broken>,
     pub arena: MemfdSegment,
     _node: P2p,
 }
@@ -108,6 +112,7 @@ pub fn facts() -> ModelFacts {
         kv_heads: 2,
         head_dim: 16,
         dtype: DType::F32,
+        quant_type: shared::config::QuantType::None,
         block_bytes: 1,
     }
 }
@@ -194,12 +199,13 @@ impl Rig {
         let span = Span::new(0, BLOCKS).unwrap();
         let pool = Pool::new(span, KV_PAGES, shape.limits.attn_cache_tokens);
         let (draining, drained) = watch::channel(false);
+        let (workers, broken) = Workers::new(memory);
         let service = Arc::new(Service::new(ServiceParts {
             prefix: PREFIX.into(),
             facts: facts(),
             limits: shape.limits,
             span,
-            workers: Arc::new(Workers::new(memory)),
+            workers: Arc::new(workers),
             kv: KvMemory::new(WaitQueue::new(pool), facts().kv_token_bytes() as u64),
             timeouts: shape.timeouts,
             draining: drained,
@@ -225,6 +231,7 @@ impl Rig {
             server: peer,
             workers: Vec::new(),
             draining,
+            broken,
             arena: segment,
             _node: server,
         };
@@ -235,7 +242,8 @@ impl Rig {
                 generation: Generation(0),
                 memory: Arc::default(),
                 thread: None,
-                _rings: None,
+                rings: None,
+                completion_bell: None,
             });
             rig.start(index);
         }
@@ -254,8 +262,10 @@ impl Rig {
         };
         let linked = link_worker(identity, worker.span, worker.memory.clone(), &self.arena);
         worker.thread = Some(linked.thread);
-        worker._rings = Some(linked.rings);
+        worker.rings = Some(linked.rings);
         let [submission, completion] = linked.bells;
+        let bell = completion.try_clone().unwrap();
+        worker.completion_bell = Some(Doorbell::from_fd(bell).unwrap());
         self.service
             .workers
             .up(&linked.up, submission, completion)
@@ -270,6 +280,19 @@ impl Rig {
         self.service
             .workers
             .down(worker.id, worker.generation, cause, restarting);
+    }
+
+    /// Lets the worker's completion ring claim more entries than it can hold, and rings its bell.
+    pub fn scribble(&self, index: usize) {
+        /// Where the tail of the completion ring lies (`shared::shm::layout`).
+        const COMPLETION_TAIL: u64 = 16896;
+        let worker = &self.workers[index];
+        let path = format!("/dev/shm/{}", worker.rings.as_ref().unwrap().name());
+        let segment = std::fs::OpenOptions::new().write(true).open(path).unwrap();
+        segment
+            .write_all_at(&(1u64 << 40).to_le_bytes(), COMPLETION_TAIL)
+            .unwrap();
+        worker.completion_bell.as_ref().unwrap().ring().unwrap();
     }
 
     /// Waits until the worker has ended by itself.

@@ -236,6 +236,76 @@ fn destination_and_dtype_must_fit() {
     ));
 }
 
+#[test]
+fn pieces_are_what_is_written_whole() {
+    for vector in golden::vectors(golden::TENSORS) {
+        let name = golden::text(&vector, "name");
+        let message = Tensor::decode(&golden::bytes(&vector, "tensor_hex")[..]).unwrap();
+        let tensor = parse(&message).unwrap();
+        for dtype in [DType::F32, DType::Bf16, DType::F16] {
+            let mut whole = vec![0; tensor.element_count() * dtype.size_bytes()];
+            let expected = tensor.write_to(dtype, &mut whole);
+            let mut pieces = Vec::new();
+            let written = tensor.write_pieces(dtype, |offset, piece| {
+                assert_eq!(offset, pieces.len(), "{name}");
+                assert!(piece.len() <= PIECE_ELEMENTS * 4, "{name}");
+                pieces.extend_from_slice(piece);
+                Ok::<_, TensorError>(())
+            });
+            assert_eq!(written, expected, "{name}");
+            if expected.is_ok() {
+                assert_eq!(pieces, whole, "{name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn writer_that_refuses_ends_the_writing() {
+    let tensor = parse(&raw_f32(&[5000], &[1.0; 5000])).unwrap();
+    for dtype in [DType::F32, DType::Bf16] {
+        let mut calls = 0;
+        let full = TensorError::WrongDestination {
+            needed: 1,
+            actual: 0,
+        };
+        let refused = tensor.write_pieces(dtype, |_, _| {
+            calls += 1;
+            if calls == 2 {
+                Err(full.clone())
+            } else {
+                Ok(())
+            }
+        });
+        assert_eq!((refused, calls), (Err(full), 2));
+    }
+}
+
+/// Run with `--release --ignored --nocapture` for numbers.
+#[test]
+#[ignore = "prints a measurement"]
+fn measure_writing() {
+    let count = 4 << 20;
+    let values: Vec<f32> = (0..count).map(|i| i as f32).collect();
+    let limits = ShapeLimits {
+        max_rank: 1,
+        max_elements: count,
+    };
+    let tensor = WireTensor::parse(&raw_f32(&[count], &values), limits).unwrap();
+    for dtype in [DType::F32, DType::Bf16] {
+        let mut out = vec![0; count * dtype.size_bytes()];
+        let best = (0..20)
+            .map(|_| {
+                let start = std::time::Instant::now();
+                tensor.write_to(dtype, &mut out).unwrap();
+                start.elapsed().as_secs_f64()
+            })
+            .fold(f64::INFINITY, f64::min);
+        let rate = (count * 4) as f64 / best / 1e9;
+        println!("float32 -> {dtype}: {rate:.1} GB/s of wire bytes, {count} elements");
+    }
+}
+
 proptest! {
     #[test]
     fn no_message_panics(
