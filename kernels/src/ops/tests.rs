@@ -1,6 +1,7 @@
 //! One table of cases per operation: every instruction set of this machine against the reference, and the rule of same
 //! bits (a row alone = in a batch = cut anywhere = on any number of threads).
 
+use shared::config::QuantType;
 use shared::dtype::DType;
 use shared::ids::PageId;
 
@@ -8,6 +9,7 @@ use super::*;
 use crate::backend::Backend;
 use crate::cpu::{Cpu, Isa};
 use crate::kv::{KvPages, PAGE_TOKENS, PageLayout, StepRow};
+use crate::quant::{int8, nf4};
 use crate::tensor::WeightView;
 
 const DTYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
@@ -135,6 +137,60 @@ fn a_row_of_linear_has_the_same_bits_alone_and_in_any_batch_and_unaligned() {
                     );
                 }
             }
+        }
+    }
+}
+
+/// (inputs, outputs) of quantized matrices: one, off a group, on it, several chunks, enough for several pieces.
+const QUANTIZED: [(usize, usize); 6] =
+    [(1, 1), (50, 9), (64, 13), (128, 37), (1408, 40), (2112, 70)];
+
+#[test]
+fn quantized_linear_equals_its_reference_and_its_rows_do_not_matter() {
+    for (inputs, outputs) in QUANTIZED {
+        for quant in [QuantType::None, QuantType::Int8, QuantType::Nf4] {
+            for dtype in DTYPES {
+                let values = noise(1, inputs * outputs);
+                let bytes = match quant {
+                    QuantType::None => stored(dtype, &values),
+                    QuantType::Int8 => int8::encode(&values, inputs),
+                    QuantType::Nf4 => nf4::encode(&values),
+                };
+                let weight = WeightView::quantized(quant, dtype, outputs, inputs, &bytes).unwrap();
+                let what = format!("{quant} {dtype} {inputs}->{outputs}");
+                quantized_case(weight, &what);
+            }
+        }
+    }
+}
+
+fn quantized_case(weight: WeightView<'_>, what: &str) {
+    let (inputs, outputs) = (weight.inputs(), weight.outputs());
+    let (rows, bias) = (19, noise(2, outputs));
+    let x = noise(3, rows * inputs);
+    let mut wanted = vec![f32::NAN; rows * outputs];
+    let args = Linear {
+        x: &x[..],
+        weight,
+        bias: Some(&bias[..]),
+        out: &mut wanted[..],
+        rows,
+    };
+    linear::reference(args).unwrap();
+    for &isa in Isa::available() {
+        let mut single = Cpu::with_isa(1, isa);
+        let alone: Vec<f32> = x
+            .chunks(inputs)
+            .flat_map(|row| linear_with(&mut single, row, weight, Some(&bias), 1))
+            .collect();
+        assert_close(&alone, &wanted, 1e-5, &format!("{isa:?} {what}"));
+        for (threads, batch) in [(1, 2), (2, 7), (3, 19)] {
+            let mut cpu = Cpu::with_isa(threads, isa);
+            let batched: Vec<f32> = x
+                .chunks(batch * inputs)
+                .flat_map(|x| linear_with(&mut cpu, x, weight, Some(&bias), x.len() / inputs))
+                .collect();
+            assert_eq!(bits(&alone), bits(&batched), "{isa:?} {what} by {batch}");
         }
     }
 }

@@ -17,7 +17,10 @@ pub fn stored_bytes(outputs: usize, inputs: usize) -> Option<usize> {
     let codes = outputs
         .checked_mul(inputs)?
         .checked_next_multiple_of(PART_ALIGNMENT)?;
-    codes.checked_add(outputs.checked_mul(4)?)
+    let scales = outputs
+        .checked_mul(4)?
+        .checked_next_multiple_of(PART_ALIGNMENT)?;
+    codes.checked_add(scales)
 }
 
 /// The parts of a stored matrix.
@@ -38,7 +41,9 @@ impl<'a> Parts<'a> {
         let codes = outputs * inputs;
         Some(Parts {
             codes: bytes.get(..codes)?,
-            absmax: bytes.get(codes.checked_next_multiple_of(PART_ALIGNMENT)?..)?,
+            absmax: bytes
+                .get(codes.next_multiple_of(PART_ALIGNMENT)..)?
+                .get(..4 * outputs)?,
         })
     }
 
@@ -68,6 +73,7 @@ pub fn encode(weights: &[f32], inputs: usize) -> Vec<u8> {
     }
     pad(&mut bytes);
     bytes.extend(scales);
+    pad(&mut bytes);
     bytes
 }
 

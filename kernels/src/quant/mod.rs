@@ -1,7 +1,7 @@
 //! Formats of quantized matrices: how they lie in memory, how they are made from numbers, and what they mean.
 //!
 //! A quantized matrix is one range of bytes, the same on every device: codes first, then scales, each part beginning at a
-//! multiple of [`PART_ALIGNMENT`]. The codes and scales are those of bitsandbytes (0.41.1, which Petals pins), byte for
+//! multiple of [`PART_ALIGNMENT`], to which the end is padded too. The codes and scales are those of bitsandbytes (0.41.1, which Petals pins), byte for
 //! byte; only their place side by side is ours.
 //!
 //! # Discrepancies
@@ -46,3 +46,6 @@ pub(crate) fn f32_at(bytes: &[u8], index: usize) -> f32 {
 fn pad(bytes: &mut Vec<u8>) {
     bytes.resize(bytes.len().next_multiple_of(PART_ALIGNMENT), 0);
 }
+
+#[cfg(test)]
+mod tests;

@@ -51,7 +51,7 @@ pub fn stored_bytes(outputs: usize, inputs: usize) -> Option<usize> {
     let absmax = groups.checked_next_multiple_of(PART_ALIGNMENT)?;
     codes
         .checked_add(absmax)?
-        .checked_add(4 * (groups.div_ceil(SUPER_GROUP) + 1))
+        .checked_add((4 * (groups.div_ceil(SUPER_GROUP) + 1)).next_multiple_of(PART_ALIGNMENT))
 }
 
 /// The parts of a stored matrix.
@@ -161,6 +161,7 @@ fn encode_scales(absmax: &[f32], bytes: &mut Vec<u8>) {
     pad(bytes);
     bytes.extend(scales);
     bytes.extend(offset.to_le_bytes());
+    pad(bytes);
 }
 
 /// Code of the level nearest to `x`: the number of midpoints between levels that `x` lies above.
@@ -226,12 +227,13 @@ const fn dynamic() -> [f32; 256] {
     map
 }
 
-/// Element `i` of `torch.linspace(0.1, 1, parts + 1)`, which is symmetric: the second half counts down from the end.
+/// Element `i` of `torch.linspace(0.1, 1, parts + 1)`, which is symmetric: the second half counts down from the end. Products
+/// are fused with sums, as there; in f64 both are exact enough for the one rounding.
 const fn boundary(i: usize, parts: usize) -> f32 {
-    let step = (1.0f32 - 0.1f32) / parts as f32;
+    let step = ((1.0f32 - 0.1f32) / parts as f32) as f64;
     if i < (parts + 1) / 2 {
-        0.1f32 + step * i as f32
+        (0.1f32 as f64 + step * i as f64) as f32
     } else {
-        1.0f32 - step * (parts - i) as f32
+        (1.0 - step * (parts - i) as f64) as f32
     }
 }
