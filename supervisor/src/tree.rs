@@ -22,17 +22,18 @@
 
 mod action;
 mod child;
+mod serving;
 
 use std::time::{Duration, Instant};
 
 use shared::block::Span;
 use shared::config::SpanChoice;
-use shared::control::{Capacity, DeathCause, FromNetd, FromPrepare, FromWorker};
+use shared::control::{Capacity, FromNetd, FromPrepare, FromWorker};
 use shared::exit::ExitReason;
 use shared::ids::{Generation, WorkerId};
 use shared::model::ModelFacts;
 
-use crate::plan::{self, Placement};
+use crate::plan::Placement;
 
 pub use action::{Action, Down, Event, Init, Policy, Up};
 pub use child::{Beat, ChildId, End, State};
@@ -301,26 +302,6 @@ impl Tree {
         }
     }
 
-    /// Only the rings that a worker shares with the present netd say anything about it.
-    fn broken_rings(
-        &mut self,
-        id: WorkerId,
-        generation: Generation,
-        message: String,
-        now: Instant,
-        out: &mut Vec<Action>,
-    ) {
-        let netd = Some(self.netd.generation);
-        let Some(worker) = self.worker_mut(id) else {
-            return;
-        };
-        let child = &mut worker.child;
-        if worker.told == netd && child.is(generation) && child.killed.is_none() {
-            child.guilty = true;
-            self.kill(ChildId::Worker(id), message, now, out);
-        }
-    }
-
     fn worker_said(
         &mut self,
         id: WorkerId,
@@ -368,100 +349,6 @@ impl Tree {
                 state: child.state,
                 why,
             });
-        }
-    }
-
-    /// Tells netd the model once both are there, and then of every worker that had been linked before.
-    fn give_model(&mut self, out: &mut Vec<Action>) {
-        let Some(facts) = &self.facts else { return };
-        if !self.netd.is_ready() || self.said.has_model {
-            return;
-        }
-        self.said.has_model = true;
-        out.push(Action::Tell(ChildId::Netd, Down::Model(facts.clone())));
-        let ids: Vec<_> = self
-            .workers
-            .iter()
-            .map(|worker| worker.placement.worker)
-            .collect();
-        ids.into_iter().for_each(|id| self.tell_up(id, out));
-        self.shrink_netd(out);
-    }
-
-    /// The first proposal is cut among the devices; the blocks of a worker are for life, so later ones change nothing.
-    fn take_span(&mut self, span: Span, now: Instant, out: &mut Vec<Action>) {
-        let Some(facts) = &self.facts else { return };
-        if span.end().0 > facts.num_blocks {
-            let complaint = format!(
-                "netd proposed blocks {span} of a model with {} blocks",
-                facts.num_blocks
-            );
-            return self.end(ExitReason::BadConfig, Some(complaint), now, out);
-        }
-        if self.span.is_some() || self.ending.is_some() {
-            return;
-        }
-        (self.span, self.netd_span) = (Some(span), Some(span));
-        let new = |placement: Placement| Worker {
-            child: Child::new(ChildId::Worker(placement.worker)),
-            placement,
-            capacity: Capacity::default(),
-            linking: None,
-            linked: None,
-            told: None,
-        };
-        self.workers = plan::cut(span, &self.policy.shares)
-            .into_iter()
-            .map(new)
-            .collect();
-        if self.workers.len() < self.policy.shares.len() {
-            let (blocks, devices) = (span.block_count(), self.policy.shares.len());
-            out.push(Action::Complain(format!(
-                "{blocks} blocks are fewer than {devices} devices; the last stay unused"
-            )));
-        }
-        self.order_span(out);
-    }
-
-    fn order_span(&self, out: &mut Vec<Action>) {
-        if let (Some(span), false, true) = (self.span, self.prepared, self.prepare.is_reachable()) {
-            out.push(Action::Tell(ChildId::Prepare, Down::Span(span)));
-        }
-    }
-
-    /// Gives every ready worker rings to the present netd, unless it has them. A new netd gets new rings at its start: they
-    /// need no more of it than its generation.
-    fn link_all(&mut self, out: &mut Vec<Action>) {
-        if !self.netd.is_reachable() || self.ending.is_some() {
-            return;
-        }
-        let netd = self.netd.generation;
-        for worker in &mut self.workers {
-            if worker.child.is_ready() && worker.linking != Some(netd) {
-                worker.linking = Some(netd);
-                out.push(Action::Tell(worker.child.id, Down::Link { netd }));
-            }
-        }
-    }
-
-    fn tell_up(&mut self, id: WorkerId, out: &mut Vec<Action>) {
-        let knows_model = self.netd.is_ready() && self.said.has_model;
-        let netd = Some(self.netd.generation);
-        let Some(worker) = self.worker_mut(id) else {
-            return;
-        };
-        if knows_model && worker.linked == netd && worker.told != netd && worker.child.is_ready() {
-            worker.told = netd;
-            let (placement, generation, capacity) =
-                (worker.placement, worker.child.generation, worker.capacity);
-            out.push(Action::Tell(
-                ChildId::Netd,
-                Down::WorkerUp {
-                    placement,
-                    generation,
-                    capacity,
-                },
-            ));
         }
     }
 
@@ -513,38 +400,6 @@ impl Tree {
         }
     }
 
-    /// netd was reaped: nobody uses its rings any more.
-    fn unlink_all(&mut self, out: &mut Vec<Action>) {
-        self.said.has_model = false;
-        for worker in &mut self.workers {
-            drop_rings(worker, out);
-        }
-    }
-
-    fn worker_down(&mut self, id: WorkerId, cause: DeathCause, out: &mut Vec<Action>) {
-        let tell = self.netd.alive && self.said.has_model && self.netd.killed.is_none();
-        let netd = self.netd.generation;
-        let Some(worker) = self.worker_mut(id) else {
-            return;
-        };
-        let restarting = matches!(worker.child.state, State::Backoff { .. });
-        let generation = worker.child.generation;
-        // netd must hear of the end of what it knows, and that nobody comes in place of what it may wait for.
-        let known = worker.told == Some(netd);
-        drop_rings(worker, out);
-        if tell && (known || !restarting) {
-            out.push(Action::Tell(
-                ChildId::Netd,
-                Down::WorkerDown {
-                    worker: id,
-                    generation,
-                    cause,
-                    restarting,
-                },
-            ));
-        }
-    }
-
     /// A child will not be started again: without netd or prepare, or without any worker, nothing is served; a mistake in the
     /// configuration that shows before the first announcement is reported by ending.
     fn held(
@@ -565,28 +420,6 @@ impl Tree {
             out.push(Action::Complain(complaint));
             self.shrink_netd(out);
         }
-    }
-
-    /// Tells netd what is left of the span, unless it knows. A netd that starts later is told at its start.
-    fn shrink_netd(&mut self, out: &mut Vec<Action>) {
-        let rest = self.rest().filter(|rest| self.netd_span != Some(*rest));
-        if let (Some(rest), true, true) = (rest, self.said.has_model, self.netd.is_ready()) {
-            self.netd_span = Some(rest);
-            out.push(Action::Tell(ChildId::Netd, Down::Shrink(rest)));
-        }
-    }
-
-    /// The blocks that this instance can serve: the longest part of the plan without lost devices.
-    fn rest(&self) -> Option<Span> {
-        let lost = |worker: &&Worker| {
-            !matches!(worker.child.state, State::Held { .. } | State::Unkillable)
-        };
-        plan::longest_rest(
-            self.workers
-                .iter()
-                .filter(lost)
-                .map(|worker| worker.placement.span),
-        )
     }
 
     fn beat(&mut self, id: ChildId, beat: Beat, now: Instant, out: &mut Vec<Action>) {
@@ -758,18 +591,6 @@ impl Tree {
             }));
         }
     }
-}
-
-fn drop_rings(worker: &mut Worker, out: &mut Vec<Action>) {
-    if let Some(netd) = worker.linking.take() {
-        let (worker, generation) = (worker.placement.worker, worker.child.generation);
-        out.push(Action::DropRings {
-            worker,
-            generation,
-            netd,
-        });
-    }
-    (worker.linked, worker.told) = (None, None);
 }
 
 /// Whether the blocks asked for exist.

@@ -4,12 +4,14 @@
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 
+use shared::block::Span;
 use shared::config::Throughput;
 use shared::control::{
-    FdTag, LinkInit, NetdInit, ToNetd, ToPrepare, ToWorker, WorkerInit, WorkerUp,
+    Capacity, FdTag, LinkInit, NetdInit, ToNetd, ToPrepare, ToWorker, WorkerInit, WorkerUp,
 };
 use shared::exit::ExitReason;
 use shared::ids::Generation;
+use shared::model::ModelFacts;
 use shared::shm::pair::RingIdentity;
 use shared::shm::segment::SegmentError;
 use tracing::warn;
@@ -90,99 +92,131 @@ impl Driver<'_> {
                 placement,
                 generation,
                 capacity,
-            } => {
-                let identity = rings_of(placement.worker, generation, running.generation);
-                let Some(rings) = self.segments.rings(identity) else {
-                    return Ok(true);
-                };
-                let (arena_bytes, name) =
-                    (self.config.netd.arena_bytes, rings.pair.name().to_owned());
-                let kv_pages = self
-                    .facts
-                    .as_ref()
-                    .map_or(0, |facts| self.config.netd.limits(facts).kv_pages());
-                running.deliver(
-                    &[rings.submission.as_fd(), rings.completion.as_fd()],
-                    |fds| {
-                        let link = link_init(identity, name, arena_bytes, fds);
-                        let Placement { worker, span, .. } = placement;
-                        Message::Netd(ToNetd::WorkerUp(WorkerUp {
-                            worker,
-                            span,
-                            kv_pages,
-                            capacity,
-                            link,
-                        }))
-                    },
-                )
-            }
+            } => return Ok(self.worker_up(index, placement, generation, capacity)),
+        })
+    }
+
+    /// Tells netd of a worker, unless the rings are gone by now: then so is the worker, and that is told next.
+    fn worker_up(
+        &mut self,
+        index: usize,
+        placement: Placement,
+        generation: Generation,
+        capacity: Capacity,
+    ) -> bool {
+        let Some(running) = self.running.get_mut(index) else {
+            return true;
+        };
+        let Placement { worker, span, .. } = placement;
+        let identity = rings_of(worker, generation, running.generation);
+        let Some(rings) = self.segments.rings(identity) else {
+            return true;
+        };
+        let (arena_bytes, name) = (self.config.netd.arena_bytes, rings.pair.name().to_owned());
+        let limits = self
+            .facts
+            .as_ref()
+            .map(|facts| self.config.netd.limits(facts));
+        let kv_pages = limits.map_or(0, |limits| limits.kv_pages());
+        let bells = [rings.submission.as_fd(), rings.completion.as_fd()];
+        running.deliver(&bells, |fds| {
+            Message::Netd(ToNetd::WorkerUp(WorkerUp {
+                worker,
+                span,
+                kv_pages,
+                capacity,
+                link: link_init(identity, name, arena_bytes, fds),
+            }))
         })
     }
 
     fn init(&mut self, index: usize, init: Init) -> Result<bool, MakeError> {
+        match init {
+            Init::Prepare => {
+                let Some(running) = self.running.get_mut(index) else {
+                    return Ok(true);
+                };
+                Ok(running.tell(Message::Prepare(ToPrepare::Init {
+                    config: self.config.prepare.clone(),
+                    board: running.seat(&self.segments.board),
+                })))
+            }
+            Init::Netd {
+                previous_addrs,
+                served,
+            } => self.init_netd(index, previous_addrs, served),
+            Init::Worker { placement, facts } => self.init_worker(index, placement, facts),
+        }
+    }
+
+    fn init_netd(
+        &mut self,
+        index: usize,
+        previous_addrs: Vec<String>,
+        served: Option<Span>,
+    ) -> Result<bool, MakeError> {
         let Some(running) = self.running.get_mut(index) else {
             return Ok(true);
         };
         let (board, generation) = (running.seat(&self.segments.board), running.generation);
-        Ok(match init {
-            Init::Prepare => running.tell(Message::Prepare(ToPrepare::Init {
-                config: self.config.prepare.clone(),
+        let config = self.config.netd.clone();
+        let arena_bytes = config.arena_bytes;
+        let arena = self
+            .segments
+            .arena(self.instance, generation, arena_bytes)?;
+        Ok(running.deliver(&[arena.as_fd()], |fds| {
+            let init = NetdInit {
                 board,
-            })),
-            Init::Netd {
+                generation,
+                config,
                 previous_addrs,
+                arena_bytes,
                 served,
-            } => {
-                let config = self.config.netd.clone();
-                let arena_bytes = config.arena_bytes;
-                let arena = self
-                    .segments
-                    .arena(self.instance, generation, arena_bytes)?;
-                running.deliver(&[arena.as_fd()], |fds| {
-                    let init = NetdInit {
-                        board,
-                        generation,
-                        config,
-                        previous_addrs,
-                        arena_bytes,
-                        served,
-                        fds,
-                    };
-                    Message::Netd(ToNetd::Init(Box::new(init)))
-                })
-            }
-            Init::Worker { placement, facts } => {
-                let Placement {
-                    worker,
-                    device,
-                    span,
-                } = placement;
-                let kv_pages = self.config.netd.limits(&facts).kv_pages();
-                let bytes = facts.kv_segment_bytes(span, kv_pages);
-                let init = |fds| WorkerInit {
-                    board,
-                    generation,
-                    worker,
-                    device,
-                    span,
-                    kv_pages,
-                    manifest: manifest_of(self.instance),
-                    model: facts.clone(),
-                    config: self.config.worker.clone(),
-                    measure: self.config.netd.throughput == Throughput::Measure,
-                    fds,
-                };
-                let kv = self.segments.kv(self.instance, worker, bytes)?;
-                let delivered = running.deliver(&[kv.as_fd()], |fds| {
-                    Message::Worker(ToWorker::Init(Box::new(init(fds))))
-                });
-                if let Err(error) = self.segments.board.set_span(slot_of(running.id), span) {
-                    warn!(%error, "cannot show a span");
-                }
-                self.facts = Some(facts);
-                delivered
-            }
-        })
+                fds,
+            };
+            Message::Netd(ToNetd::Init(Box::new(init)))
+        }))
+    }
+
+    fn init_worker(
+        &mut self,
+        index: usize,
+        placement: Placement,
+        facts: ModelFacts,
+    ) -> Result<bool, MakeError> {
+        let Some(running) = self.running.get_mut(index) else {
+            return Ok(true);
+        };
+        let Placement {
+            worker,
+            device,
+            span,
+        } = placement;
+        let (board, generation) = (running.seat(&self.segments.board), running.generation);
+        let kv_pages = self.config.netd.limits(&facts).kv_pages();
+        let bytes = facts.kv_segment_bytes(span, kv_pages);
+        let init = |fds| WorkerInit {
+            board,
+            generation,
+            worker,
+            device,
+            span,
+            kv_pages,
+            manifest: manifest_of(self.instance),
+            model: facts.clone(),
+            config: self.config.worker.clone(),
+            measure: self.config.netd.throughput == Throughput::Measure,
+            fds,
+        };
+        let kv = self.segments.kv(self.instance, worker, bytes)?;
+        let delivered = running.deliver(&[kv.as_fd()], |fds| {
+            Message::Worker(ToWorker::Init(Box::new(init(fds))))
+        });
+        if let Err(error) = self.segments.board.set_span(slot_of(running.id), span) {
+            warn!(%error, "cannot show a span");
+        }
+        self.facts = Some(facts);
+        Ok(delivered)
     }
 
     fn link(&mut self, index: usize, netd: Generation) -> Result<bool, MakeError> {

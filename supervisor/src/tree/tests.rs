@@ -1,5 +1,6 @@
 use proptest::prelude::*;
 use shared::config::{Device, RestartConfig};
+use shared::control::DeathCause;
 use shared::dtype::DType;
 use shared::ids::GroupId;
 
