@@ -1,8 +1,9 @@
 //! The seam between a block and a device: the operations that blocks use, over the device's own memory.
 
 use crate::ops::{
-    Add, Attention, Gather, Gelu, KvAppend, Layernorm, Linear, OpError, PromptAdd, Rmsnorm, Rope,
-    RopeTable, Route, ScatterAdd, SiluMul, SplitQkv,
+    Add, Attention, AttentionGrad, GateDot, Gather, Gelu, GeluGrad, JoinQkv, KvAppend, Layernorm,
+    Linear, LinearGrad, NormGrad, OpError, PromptAdd, Rmsnorm, Rope, RopeTable, Route, RouteGrad,
+    ScatterAdd, SiluMul, SiluMulGrad, SplitQkv,
 };
 use crate::tensor::WeightView;
 
@@ -66,4 +67,27 @@ pub trait Backend {
     fn add(&mut self, args: Add<'_, Self::Floats>) -> Result<(), OpError>;
     /// Deep prompt.
     fn prompt_add(&mut self, args: PromptAdd<'_, Self::Floats>) -> Result<(), OpError>;
+
+    /// Gradient of a matrix product.
+    fn linear_grad(
+        &mut self,
+        args: LinearGrad<'_, Self::Floats, Self::Matrix<'_>>,
+    ) -> Result<(), OpError>;
+    /// Gradient of a norm.
+    fn norm_grad(&mut self, args: NormGrad<'_, Self::Floats>) -> Result<(), OpError>;
+    /// Gradient of attention.
+    fn attention_grad(
+        &mut self,
+        args: AttentionGrad<'_, Self::Floats, Self::Pages<'_>>,
+    ) -> Result<(), OpError>;
+    /// Gradients into the layout of a fused projection.
+    fn join_qkv(&mut self, args: JoinQkv<'_, Self::Floats>) -> Result<(), OpError>;
+    /// Gradient of the middle of a gated MLP.
+    fn silu_mul_grad(&mut self, args: SiluMulGrad<'_, Self::Floats>) -> Result<(), OpError>;
+    /// Gradient of the middle of a plain MLP.
+    fn gelu_grad(&mut self, args: GeluGrad<'_, Self::Floats>) -> Result<(), OpError>;
+    /// Gradient of the weight of an expert.
+    fn gate_dot(&mut self, args: GateDot<'_, Self::Floats>) -> Result<(), OpError>;
+    /// Gradient of the router.
+    fn route_grad(&mut self, args: RouteGrad<'_, Self::Floats>) -> Result<(), OpError>;
 }

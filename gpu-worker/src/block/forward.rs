@@ -299,7 +299,8 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         }
     }
 
-    fn project(&mut self, x: &B::Floats, heads: &mut Heads<B>) -> Result<(), OpError> {
+    /// Queries, keys and values as the matrices give them.
+    pub(super) fn project(&mut self, x: &B::Floats, heads: &mut Heads<B>) -> Result<(), OpError> {
         let (weights, tokens) = (self.weights, self.tokens);
         match &weights.qkv {
             QkvWeights::Separate([q, k, v]) => {
@@ -373,6 +374,7 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
                 heads: count,
                 head_dim,
                 round,
+                inverse: false,
             })?;
         }
         Ok(())
@@ -553,7 +555,7 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         })
     }
 
-    fn add(&mut self, x: &mut B::Floats, y: &B::Floats) -> Result<(), OpError> {
+    pub(super) fn add(&mut self, x: &mut B::Floats, y: &B::Floats) -> Result<(), OpError> {
         let round = self.weights.dtype;
         self.backend.add(Add {
             x,

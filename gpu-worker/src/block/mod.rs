@@ -1,12 +1,14 @@
 //! One transformer block over any spec and any backend. A family is data ([`BlockSpec`], filled in by a file of
 //! `family/`); the forward pass is written once and knows neither families nor devices.
 
+mod backward;
 mod family;
 mod forward;
 mod rope;
 mod spec;
 mod weights;
 
+pub use backward::{GradientWork, Sums, backward};
 pub use forward::{BlockInput, PromptPart, Workspace, forward};
 pub use rope::RopeScaling;
 pub use spec::{

@@ -177,3 +177,133 @@ fn cuts_batches_and_threads_change_no_bit_of_any_family() {
         }
     }
 }
+
+/// Tokens of the deep prompts.
+const PREFIX: usize = 3;
+
+/// What backward gives.
+struct Gradients {
+    output: Vec<f32>,
+    input: Vec<f32>,
+    /// `[blocks, batch, prefix, hidden]`.
+    prompts: Vec<f32>,
+}
+
+impl Golden {
+    /// Forward and then backward through all blocks, each sequence taken back in pieces that begin at multiples of `cut`.
+    fn gradients(&self, threads: usize, cut: usize, with_prompts: bool) -> Gradients {
+        let (width, batch, tokens) = (self.spec.hidden, self.batch, self.tokens);
+        let (tables, pages) = shuffled_tables(batch, tokens);
+        let mut chain = Chain::new(&self.spec, self.dtype, &self.tensors, threads, pages);
+        let rows = |from: usize, to: usize| -> Vec<StepRow<'_>> {
+            let row = |pages| StepRow {
+                tokens: to - from,
+                prefix: from,
+                pages,
+            };
+            tables.iter().map(|pages| row(pages)).collect()
+        };
+        // Prompts of a block that fall on tokens `from..to` of every row.
+        let prompts = |block: usize, from: usize, to: usize| -> Vec<PromptPart<'_>> {
+            let rows = (0..batch).filter(|_| with_prompts && from < PREFIX);
+            let part = |row: usize| {
+                let at = (block * batch + row) * PREFIX;
+                let range = (at + from) * width..(at + PREFIX.min(to)) * width;
+                PromptPart {
+                    offset: row * (to - from) * width,
+                    values: &self.expected["prompts"][range],
+                }
+            };
+            rows.map(part).collect()
+        };
+        let mut hidden = self.expected["input"].clone();
+        let mut inputs = Vec::new();
+        for block in 0..self.spec.num_blocks {
+            inputs.push(hidden.clone());
+            chain.block(
+                block,
+                &rows(0, tokens),
+                &prompts(block, 0, tokens),
+                &mut hidden,
+            );
+        }
+        let mut gradient = self.expected["output_gradient"].clone();
+        let mut prompt_gradients = Vec::new();
+        for block in (0..self.spec.num_blocks).rev() {
+            let kv = batch * tokens * self.spec.kv_heads * self.spec.head_dim;
+            let mut taken = Taken {
+                keys: vec![0.0; kv],
+                values: vec![0.0; kv],
+                starts: (0..batch).map(|row| row * tokens).collect(),
+                gradient: Vec::new(),
+            };
+            for from in (0..tokens).step_by(cut).rev() {
+                let to = tokens.min(from + cut);
+                let part = |values: &[f32]| -> Vec<f32> {
+                    let rows = values.chunks(tokens * width);
+                    rows.flat_map(|row| row[from * width..to * width].to_vec())
+                        .collect()
+                };
+                taken.gradient = part(&gradient);
+                let (rows, prompts) = (rows(from, to), prompts(block, from, to));
+                chain.gradient(block, &rows, &prompts, &part(&inputs[block]), &mut taken);
+                for (row, values) in taken.gradient.chunks((to - from) * width).enumerate() {
+                    let at = (row * tokens + from) * width;
+                    gradient[at..at + values.len()].copy_from_slice(values);
+                }
+            }
+            let first = gradient
+                .chunks(tokens * width)
+                .flat_map(|row| row[..PREFIX * width].to_vec());
+            prompt_gradients.splice(0..0, first);
+        }
+        Gradients {
+            output: hidden,
+            input: gradient,
+            prompts: prompt_gradients,
+        }
+    }
+}
+
+#[test]
+fn gradients_of_every_family_are_those_of_autograd() {
+    for golden in golden() {
+        let plain = golden.gradients(2, golden.tokens, false);
+        golden.assert_near(&plain.input, &golden.expected["input_gradient"], "gradient");
+        let prompted = golden.gradients(2, golden.tokens, true);
+        let wanted = |name: &str| &golden.expected[name];
+        golden.assert_near(&prompted.output, wanted("prompted"), "output with prompts");
+        golden.assert_near(
+            &prompted.input,
+            wanted("prompted_input_gradient"),
+            "gradient with prompts",
+        );
+        golden.assert_near(
+            &prompted.prompts,
+            wanted("prompt_gradient"),
+            "gradient of prompts",
+        );
+    }
+}
+
+#[test]
+fn gradients_have_the_same_bits_wherever_a_sequence_is_cut() {
+    for golden in golden() {
+        let whole = golden.gradients(1, golden.tokens, true);
+        for (threads, cut) in [(2, 1), (3, 4), (1, 16), (4, 20)] {
+            let cut_up = golden.gradients(threads, cut, true);
+            assert_eq!(
+                bits(&cut_up.input),
+                bits(&whole.input),
+                "{} by {cut}",
+                golden.name
+            );
+            assert_eq!(
+                bits(&cut_up.prompts),
+                bits(&whole.prompts),
+                "{} by {cut}",
+                golden.name
+            );
+        }
+    }
+}

@@ -7,7 +7,10 @@ mod petals;
 
 use std::collections::HashMap;
 
-use gpu_worker::block::{BlockInput, BlockSpec, BlockWeights, PromptPart, Workspace, forward};
+use gpu_worker::block::{
+    BlockInput, BlockSpec, BlockWeights, GradientWork, PromptPart, Sums, Workspace, backward,
+    forward,
+};
 use gpu_worker::kv::{KvPool, KvShape};
 use kernels::ops::convert;
 use kernels::{Cpu, DType, KvPages, StepRow, WeightView};
@@ -34,6 +37,7 @@ struct Chain<'w> {
     dtype: DType,
     blocks: Vec<BlockWeights<'w, Cpu>>,
     work: Workspace<Cpu>,
+    gradients: GradientWork<Cpu>,
     pool: Vec<u8>,
     shape: KvShape,
 }
@@ -66,12 +70,14 @@ impl<'w> Chain<'w> {
             pages,
         };
         let work = Workspace::new(&mut cpu);
+        let gradients = GradientWork::new(&mut cpu);
         Chain {
             cpu,
             spec: spec.clone(),
             dtype,
             blocks,
             work,
+            gradients,
             pool: vec![0xff; shape.segment_bytes()],
             shape,
         }
@@ -105,6 +111,37 @@ impl<'w> Chain<'w> {
         );
     }
 
+    /// Gradient of the input of block `index`, for tokens whose rows end at the end of their sequences or before what was taken
+    /// already.
+    fn gradient(
+        &mut self,
+        index: usize,
+        rows: &[StepRow<'_>],
+        prompts: &[PromptPart<'_>],
+        x: &[f32],
+        taken: &mut Taken,
+    ) {
+        let mut pool = KvPool::new(self.shape, &mut self.pool).unwrap();
+        let mut pages: KvPages<'_> = pool.block(index).unwrap();
+        let sums = Sums {
+            keys: &mut taken.keys[..],
+            values: &mut taken.values[..],
+            starts: &taken.starts,
+        };
+        backward(
+            &mut self.cpu,
+            &self.spec,
+            &self.blocks[index],
+            &mut self.gradients,
+            BlockInput { rows, prompts },
+            x,
+            &mut taken.gradient,
+            sums,
+            &mut pages,
+        )
+        .unwrap();
+    }
+
     /// Runs all blocks; the output of each.
     fn run(&mut self, rows: &[StepRow<'_>], hidden: &mut [f32]) -> Vec<Vec<f32>> {
         (0..self.blocks.len())
@@ -114,6 +151,14 @@ impl<'w> Chain<'w> {
             })
             .collect()
     }
+}
+
+/// What the pieces of a sequence pass on to each other on the way back.
+struct Taken {
+    keys: Vec<f32>,
+    values: Vec<f32>,
+    starts: Vec<usize>,
+    gradient: Vec<f32>,
 }
 
 /// Page tables of `rows` rows of `tokens` positions over shuffled, interleaved pages; page 0 stays unused.

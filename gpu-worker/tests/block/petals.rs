@@ -17,6 +17,9 @@ struct Case {
     norm: f64,
     /// First, second and last element of the keys as `[batch * kv_heads, head_dim, 6]`.
     keys: [f32; 3],
+    /// First elements of the gradient of the input, and its norm.
+    gradient: [f32; 3],
+    gradient_norm: f64,
 }
 
 fn llama(rope: Value) -> Value {
@@ -60,6 +63,8 @@ fn cases() -> Vec<Case> {
             sum: 593.89694,
             norm: 81.60655,
             keys: [0.399349, -1.586827, -0.205759],
+            gradient: [2.634070, 3.142342, 2.779864],
+            gradient_norm: 52.14678,
         },
         Case {
             name: "llama 3.1",
@@ -69,6 +74,8 @@ fn cases() -> Vec<Case> {
             sum: 588.50738,
             norm: 81.21170,
             keys: [0.399349, 4.669843, -0.204479],
+            gradient: [2.613695, 3.129118, 2.799931],
+            gradient_norm: 74.26557,
         },
         Case {
             name: "bloom",
@@ -78,6 +85,8 @@ fn cases() -> Vec<Case> {
             sum: -184.18397,
             norm: 47.52797,
             keys: bloom_keys,
+            gradient: [2.581322, 0.662154, 0.146151],
+            gradient_norm: 40.85573,
         },
         Case {
             name: "bloom, residual after the norm",
@@ -87,6 +96,8 @@ fn cases() -> Vec<Case> {
             sum: -230.54273,
             norm: 47.59600,
             keys: bloom_keys,
+            gradient: [3.375717, 1.722727, 0.692011],
+            gradient_norm: 38.92250,
         },
         Case {
             name: "falcon, new architecture",
@@ -96,6 +107,8 @@ fn cases() -> Vec<Case> {
             sum: -72.44591,
             norm: 110.06881,
             keys: [0.034661, -0.438457, -0.466461],
+            gradient: [8.349613, 5.288903, 2.770264],
+            gradient_norm: 73.87166,
         },
         Case {
             name: "falcon rw",
@@ -105,6 +118,8 @@ fn cases() -> Vec<Case> {
             sum: -97.95848,
             norm: 78.04461,
             keys: [0.068516, -4.942481, -0.107908],
+            gradient: [6.329569, 7.154636, 7.698943],
+            gradient_norm: 564.29742,
         },
         Case {
             name: "mixtral",
@@ -114,6 +129,8 @@ fn cases() -> Vec<Case> {
             sum: -1176.64120,
             norm: 297.61589,
             keys: mixtral_keys,
+            gradient: [-4.312542, 3.022795, 3.760354],
+            gradient_norm: 236.57056,
         },
         Case {
             name: "mixtral, window",
@@ -123,6 +140,8 @@ fn cases() -> Vec<Case> {
             sum: -1144.74777,
             norm: 284.76406,
             keys: mixtral_keys,
+            gradient: [-4.906111, 2.429338, 3.760377],
+            gradient_norm: 218.82265,
         },
     ]
 }
@@ -238,6 +257,39 @@ fn the_block_gives_what_petals_gives() {
             "{}: sum {sum}, norm {norm}",
             case.name
         );
+    }
+}
+
+#[test]
+fn the_gradient_is_that_of_petals() {
+    for case in cases() {
+        let spec = spec(&case);
+        let tensors = weights(&spec);
+        let (_, mut chain) = run(&spec, &tensors, &[TOKENS]);
+        let (tables, _) = shuffled_tables(BATCH, TOKENS);
+        let rows: Vec<StepRow<'_>> = tables
+            .iter()
+            .map(|pages| StepRow {
+                tokens: TOKENS,
+                prefix: 0,
+                pages,
+            })
+            .collect();
+        let kv = BATCH * TOKENS * spec.kv_heads * spec.head_dim;
+        let output_gradient =
+            (0..BATCH * TOKENS * spec.hidden).map(|i| (0.11 * i as f64).cos() as f32);
+        let mut taken = Taken {
+            keys: vec![0.0; kv],
+            values: vec![0.0; kv],
+            starts: vec![0, TOKENS],
+            gradient: output_gradient.collect(),
+        };
+        chain.gradient(0, &rows, &[], &input(spec.hidden), &mut taken);
+        assert_near(&taken.gradient[..3], &case.gradient, case.name);
+        let squares = taken.gradient.iter().map(|&v| f64::from(v).powi(2));
+        let norm = squares.sum::<f64>().sqrt();
+        let error = (norm - case.gradient_norm).abs() / case.gradient_norm;
+        assert!(error < 1e-5, "{}: norm {norm}", case.name);
     }
 }
 

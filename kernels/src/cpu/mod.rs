@@ -6,8 +6,9 @@ mod simd;
 use crate::backend::Backend;
 use crate::kv::KvPages;
 use crate::ops::{
-    Add, Attention, Gather, Gelu, KvAppend, Layernorm, Linear, OpError, PromptAdd, Rmsnorm, Rope,
-    RopeTable, Route, ScatterAdd, SiluMul, SplitQkv, add, check_len, kv_append, qkv, rope, route,
+    Add, Attention, AttentionGrad, GateDot, Gather, Gelu, GeluGrad, JoinQkv, KvAppend, Layernorm,
+    Linear, LinearGrad, NormGrad, OpError, PromptAdd, Rmsnorm, Rope, RopeTable, Route, RouteGrad,
+    ScatterAdd, SiluMul, SiluMulGrad, SplitQkv, add, check_len, kv_append, qkv, rope, route,
 };
 use crate::tensor::WeightView;
 use pool::Pool;
@@ -155,5 +156,50 @@ impl Backend for Cpu {
 
     fn prompt_add(&mut self, args: PromptAdd<'_, [f32]>) -> Result<(), OpError> {
         add::reference_prompt(args)
+    }
+
+    fn linear_grad(&mut self, args: LinearGrad<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
+        args.check()?;
+        simd::linear_grad(self.isa, &mut self.pool, args);
+        Ok(())
+    }
+
+    fn norm_grad(&mut self, args: NormGrad<'_, [f32]>) -> Result<(), OpError> {
+        args.check()?;
+        simd::norm_grad(self.isa, &mut self.pool, args);
+        Ok(())
+    }
+
+    fn attention_grad(
+        &mut self,
+        args: AttentionGrad<'_, [f32], KvPages<'_>>,
+    ) -> Result<(), OpError> {
+        args.check()?;
+        simd::attention_grad(self.isa, &mut self.pool, args);
+        Ok(())
+    }
+
+    fn join_qkv(&mut self, args: JoinQkv<'_, [f32]>) -> Result<(), OpError> {
+        qkv::reference_join(args)
+    }
+
+    fn silu_mul_grad(&mut self, args: SiluMulGrad<'_, [f32]>) -> Result<(), OpError> {
+        args.check()?;
+        simd::silu_mul_grad(self.isa, args);
+        Ok(())
+    }
+
+    fn gelu_grad(&mut self, args: GeluGrad<'_, [f32]>) -> Result<(), OpError> {
+        args.check()?;
+        simd::gelu_grad(self.isa, &mut self.pool, args);
+        Ok(())
+    }
+
+    fn gate_dot(&mut self, args: GateDot<'_, [f32]>) -> Result<(), OpError> {
+        route::reference_gate_dot(args)
+    }
+
+    fn route_grad(&mut self, args: RouteGrad<'_, [f32]>) -> Result<(), OpError> {
+        route::reference_grad(args)
     }
 }

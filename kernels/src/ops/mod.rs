@@ -5,8 +5,10 @@
 
 pub mod add;
 pub mod attention;
+pub mod attention_grad;
 pub mod convert;
 pub mod gelu;
+pub mod gradient;
 pub mod kv_append;
 pub mod layernorm;
 pub mod linear;
@@ -20,14 +22,16 @@ mod tests;
 
 pub use add::{Add, PromptAdd};
 pub use attention::{Alibi, Attention};
+pub use attention_grad::AttentionGrad;
 pub use gelu::{Gelu, GeluKind};
+pub use gradient::{GeluGrad, LinearGrad, NormGrad, SiluMulGrad};
 pub use kv_append::KvAppend;
 pub use layernorm::Layernorm;
 pub use linear::Linear;
-pub use qkv::SplitQkv;
+pub use qkv::{JoinQkv, SplitQkv};
 pub use rmsnorm::Rmsnorm;
 pub use rope::{Rope, RopeTable};
-pub use route::{Gather, Route, ScatterAdd};
+pub use route::{GateDot, Gather, Route, RouteGrad, ScatterAdd};
 pub use silu_mul::SiluMul;
 
 use shared::ids::PageId;

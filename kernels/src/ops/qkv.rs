@@ -57,6 +57,44 @@ pub fn reference(args: SplitQkv<'_, [f32]>) -> Result<(), OpError> {
     Ok(())
 }
 
+/// Arguments of the inverse: queries, keys and values (or their gradients) into the fused layout.
+#[derive(Debug)]
+pub struct JoinQkv<'a, F: ?Sized> {
+    /// Output `[tokens, kv_heads, group + 2, head_dim]`.
+    pub fused: &'a mut F,
+    /// `[tokens, kv_heads, group, head_dim]`.
+    pub q: &'a F,
+    /// `[tokens, kv_heads, head_dim]`.
+    pub k: &'a F,
+    /// Shaped as `k`.
+    pub v: &'a F,
+    /// Tokens.
+    pub tokens: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Query heads per kv head.
+    pub group: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+}
+
+/// The definition of [`JoinQkv`], also the fast path.
+pub fn reference_join(args: JoinQkv<'_, [f32]>) -> Result<(), OpError> {
+    let (d, q) = (args.head_dim, args.group * args.head_dim);
+    let heads = args.tokens * args.kv_heads;
+    check_len("join qkv", "fused", args.fused.len(), heads, q + 2 * d)?;
+    check_len("join qkv", "q", args.q.len(), heads, q)?;
+    check_len("join qkv", "k", args.k.len(), heads, d)?;
+    check_len("join qkv", "v", args.v.len(), heads, d)?;
+    for head in 0..heads {
+        let fused = &mut args.fused[head * (q + 2 * d)..(head + 1) * (q + 2 * d)];
+        fused[..q].copy_from_slice(&args.q[head * q..(head + 1) * q]);
+        fused[q..q + d].copy_from_slice(&args.k[head * d..(head + 1) * d]);
+        fused[q + d..].copy_from_slice(&args.v[head * d..(head + 1) * d]);
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -78,6 +116,19 @@ mod tests {
         reference(args).unwrap();
         assert_eq!(q, [0.0, 1.0, 2.0, 3.0, 8.0, 9.0, 10.0, 11.0]);
         assert_eq!((k, v), ([4.0, 5.0, 12.0, 13.0], [6.0, 7.0, 14.0, 15.0]));
+        let mut joined = [f32::NAN; 16];
+        reference_join(JoinQkv {
+            fused: &mut joined[..],
+            q: &q,
+            k: &k,
+            v: &v,
+            tokens: 1,
+            kv_heads: 2,
+            group: 2,
+            head_dim: 2,
+        })
+        .unwrap();
+        assert_eq!(joined, fused[..]);
         let short = SplitQkv {
             fused: &fused[..15],
             q: &mut q[..],

@@ -36,6 +36,8 @@ pub struct Rope<'a, F: ?Sized> {
     pub head_dim: usize,
     /// Dtype to which inputs, products and sums are rounded: the block dtype.
     pub round: DType,
+    /// Whether to rotate back, which is the gradient of the rotation.
+    pub inverse: bool,
 }
 
 impl RopeTable<'_, [f32]> {
@@ -105,18 +107,19 @@ pub fn reference(args: Rope<'_, [f32]>) -> Result<(), OpError> {
         .take(args.tokens)
     {
         for head in token.chunks_exact_mut(args.head_dim) {
-            with_rounding!(args.round, round => rotate(head, table, round));
+            let sign = if args.inverse { -1.0 } else { 1.0 };
+            with_rounding!(args.round, round => rotate(head, table, sign, round));
         }
     }
     Ok(())
 }
 
 #[inline(always)]
-fn rotate(head: &mut [f32], table: &[f32], round: impl Fn(f32) -> f32) {
+fn rotate(head: &mut [f32], table: &[f32], sign: f32, round: impl Fn(f32) -> f32) {
     let (first, second) = head.split_at_mut(table.len() / 2);
     let (cos, sin) = table.split_at(table.len() / 2);
     for (((a, b), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
-        let (x, y) = (round(*a), round(*b));
+        let (x, y, sin) = (round(*a), round(*b), sign * sin);
         *a = round(round(x * cos) - round(y * sin));
         *b = round(round(y * cos) + round(x * sin));
     }
@@ -129,7 +132,7 @@ mod tests {
     #[test]
     fn position_zero_changes_nothing_and_angles_add_up() {
         let frequencies = [1.0, 0.1];
-        let rotate = |x: &mut Vec<f32>, prefix| {
+        let rotate = |x: &mut Vec<f32>, prefix, inverse| {
             let mut table = vec![f32::NAN; 4];
             let rows = [StepRow {
                 tokens: 1,
@@ -150,17 +153,19 @@ mod tests {
                 heads: 2,
                 head_dim: 4,
                 round: DType::F32,
+                inverse,
             })
             .unwrap();
         };
         let original: Vec<f32> = (1..9).map(|v| v as f32).collect();
         let (mut still, mut twice, mut once) =
             (original.clone(), original.clone(), original.clone());
-        rotate(&mut still, 0);
+        rotate(&mut still, 0, false);
         assert_eq!(still, original);
-        rotate(&mut twice, 3);
-        rotate(&mut twice, 4);
-        rotate(&mut once, 7);
+        rotate(&mut twice, 3, false);
+        rotate(&mut twice, 9, false);
+        rotate(&mut twice, 5, true);
+        rotate(&mut once, 7, false);
         assert!(
             once.iter().zip(&twice).all(|(a, b)| (a - b).abs() < 1e-5),
             "{once:?} {twice:?}"

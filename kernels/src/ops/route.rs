@@ -107,6 +107,116 @@ pub(crate) fn choose(row: &mut [f32], count: usize) -> Vec<usize> {
     order
 }
 
+/// Arguments of `out[index[i], expert] = sum of silu(gate[i]) up[i] grad[i]`: the gradient of the weight of one expert, where `grad` is
+/// that of the middle of its MLP when its output weighs one.
+#[derive(Debug)]
+pub struct GateDot<'a, F: ?Sized> {
+    /// Gate before its activation `[index.len(), width]`.
+    pub gate: &'a F,
+    /// Shaped as the gate.
+    pub up: &'a F,
+    /// Shaped as the gate.
+    pub grad: &'a F,
+    /// Tokens of the expert, in host memory.
+    pub index: &'a [u32],
+    /// Width of the middle.
+    pub width: usize,
+    /// The expert.
+    pub expert: usize,
+    /// Experts.
+    pub experts: usize,
+    /// `[tokens, experts]`.
+    pub out: &'a mut F,
+}
+
+/// Arguments of the gradient of [`Route`]: with `S` the sum of the probabilities of the chosen,
+/// `dp_e = (dw_e - sum dw w) / S` for them and 0 for others, `dlogits = p (dp - sum p dp)`.
+#[derive(Debug)]
+pub struct RouteGrad<'a, F: ?Sized> {
+    /// Logits, and their gradient in their place `[tokens, experts]`.
+    pub logits: &'a mut F,
+    /// Gradient of the weights, zero for experts that were not chosen `[tokens, experts]`.
+    pub grad: &'a F,
+    /// Tokens.
+    pub tokens: usize,
+    /// Experts.
+    pub experts: usize,
+    /// Experts per token.
+    pub chosen: usize,
+    /// Dtype to which the logits are rounded, as in forward.
+    pub round: DType,
+}
+
+/// The definition of [`GateDot`], also its fast path.
+pub fn reference_gate_dot(args: GateDot<'_, [f32]>) -> Result<(), OpError> {
+    let rows = args.index.len();
+    for (what, has) in [
+        ("gate", args.gate.len()),
+        ("up", args.up.len()),
+        ("grad", args.grad.len()),
+    ] {
+        check_len("gate dot", what, has, rows, args.width)?;
+    }
+    check_index("gate dot", args.index, args.out.len(), args.experts)?;
+    if args.expert >= args.experts {
+        return Err(OpError::Shape {
+            op: "gate dot",
+            what: "there is no such expert",
+        });
+    }
+    for (i, &token) in args.index.iter().enumerate() {
+        let range = i * args.width..(i + 1) * args.width;
+        let (gate, up) = (&args.gate[range.clone()], &args.up[range.clone()]);
+        let products = gate.iter().zip(up).zip(&args.grad[range]);
+        let sum: f32 = products
+            .map(|((x, up), grad)| x / (1.0 + (-x).exp()) * up * grad)
+            .sum();
+        args.out[token as usize * args.experts + args.expert] = sum;
+    }
+    Ok(())
+}
+
+/// The definition of [`RouteGrad`], also its fast path.
+pub fn reference_grad(args: RouteGrad<'_, [f32]>) -> Result<(), OpError> {
+    let forward = Route {
+        logits: &mut *args.logits,
+        tokens: args.tokens,
+        experts: args.experts,
+        chosen: args.chosen,
+        round: args.round,
+    };
+    forward.check()?;
+    check_len(
+        "route grad",
+        "grad",
+        args.grad.len(),
+        args.tokens,
+        args.experts,
+    )?;
+    let rows = args.logits.chunks_exact_mut(args.experts).take(args.tokens);
+    for (row, grad) in rows.zip(args.grad.chunks_exact(args.experts)) {
+        row.iter_mut()
+            .for_each(|v| *v = convert::round(args.round, *v));
+        let chosen = choose(row, args.chosen);
+        let sum: f32 = chosen.iter().map(|&e| row[e]).sum();
+        let mean: f32 = chosen.iter().map(|&e| grad[e] * row[e] / sum).sum();
+        let slopes: Vec<f32> = (0..args.experts)
+            .map(|e| {
+                if chosen.contains(&e) {
+                    (grad[e] - mean) / sum
+                } else {
+                    0.0
+                }
+            })
+            .collect();
+        let level: f32 = row.iter().zip(&slopes).map(|(p, s)| p * s).sum();
+        for (p, slope) in row.iter_mut().zip(&slopes) {
+            *p *= slope - level;
+        }
+    }
+    Ok(())
+}
+
 fn check_index(op: &'static str, index: &[u32], rows: usize, width: usize) -> Result<(), OpError> {
     let needs = index.iter().max().map_or(0, |&last| last as usize + 1);
     check_len(op, "rows", rows, needs, width)

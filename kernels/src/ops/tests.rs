@@ -2,6 +2,8 @@
 //! bits (a row alone = in a batch = cut anywhere = on any number of threads).
 
 use shared::config::QuantType;
+mod gradients;
+
 use shared::dtype::DType;
 use shared::ids::PageId;
 

@@ -203,7 +203,7 @@ fn attend<const FMA: bool>(
 
 /// Scores to weights that sum to 1, each rounded.
 #[inline(always)]
-fn softmax<const FMA: bool>(scores: &mut [f32], round: impl Fn(f32) -> f32) {
+pub(super) fn softmax<const FMA: bool>(scores: &mut [f32], round: impl Fn(f32) -> f32) {
     let mut tops = [f32::NEG_INFINITY; LANES];
     for group in scores.chunks(LANES) {
         for (top, score) in tops.iter_mut().zip(group) {

@@ -7,6 +7,7 @@
 mod attention;
 mod decoded;
 mod elementwise;
+mod gradient;
 mod lanes;
 mod linear;
 #[cfg(target_arch = "x86_64")]
@@ -19,6 +20,7 @@ mod x86;
 
 pub(super) use attention::attention;
 pub(super) use elementwise::{gelu, layernorm, rmsnorm, silu_mul};
+pub(super) use gradient::{attention_grad, gelu_grad, linear_grad, norm_grad, silu_mul_grad};
 pub(super) use linear::linear;
 
 /// Instruction sets with their own paths. Results of different sets may differ in the last bits.

@@ -1,0 +1,560 @@
+//! The gradient of one block with respect to its input, written once over a spec and a backend. Weights are frozen.
+//!
+//! A sequence is taken in pieces from its last to its first. Each piece is computed forward again from the block's input, over
+//! pages that hold the keys and values of the whole sequence; what a piece adds to the gradients of earlier keys and values is
+//! summed in [`Sums`], and is whole for the positions of a piece once that piece is taken. Memory is thus bounded by the
+//! piece, the sums and the pages, whatever the length. Gradients are f32 throughout.
+//!
+//! ```text
+//! Sequential  h = x + A(n(x)), y = h + M(m(h))          dh = g + m'(M'(g)),             dx = dh + n'(A'(dh))
+//! Normed      a = n(x), h = a + A(a), b = m(h), y = b + M(b)   dh = m'(g + M'(g)),      dx = n'(dh + A'(dh))
+//! Parallel    y = x + A(n(x)) + M(m(x))                 dx = g + n'(A'(g)) + m'(M'(g))
+//! ```
+
+use kernels::ops::{
+    Add, AttentionGrad, GateDot, Gather, GeluGrad, JoinQkv, LinearGrad, NormGrad, OpError, Rope,
+    RouteGrad, ScatterAdd, SiluMulGrad,
+};
+use kernels::{Backend, DType};
+
+use super::forward::{BlockInput, Choice, Heads, Pass, Workspace};
+use super::spec::{BlockSpec, Mlp, Norm, Position, Qkv, Residual};
+use super::weights::{BlockWeights, GatedWeights, Linear, MlpWeights, NormWeights, QkvWeights};
+
+/// Gradients of the keys (rotated) and values of whole sequences, `[positions, kv_heads, head_dim]` each. Zero before the last
+/// piece of a block is taken.
+pub struct Sums<'a, B: Backend> {
+    /// Of the keys.
+    pub keys: &'a mut B::Floats,
+    /// Of the values.
+    pub values: &'a mut B::Floats,
+    /// Where position 0 of each row lies.
+    pub starts: &'a [usize],
+}
+
+/// Intermediate results of backward, kept from piece to piece.
+pub struct GradientWork<B: Backend> {
+    forward: Workspace<B>,
+    x: B::Buffer,
+    h: B::Buffer,
+    fed: B::Buffer,
+    branch: B::Buffer,
+    aside: B::Buffer,
+    heads: HeadGradients<B>,
+    middle: Middle<B>,
+}
+
+struct HeadGradients<B: Backend> {
+    attended: B::Buffer,
+    q: B::Buffer,
+    k: B::Buffer,
+    v: B::Buffer,
+    fused: B::Buffer,
+    part: B::Buffer,
+}
+
+struct Middle<B: Backend> {
+    gate: B::Buffer,
+    up: B::Buffer,
+    grad: B::Buffer,
+    weights: B::Buffer,
+    logits: B::Buffer,
+    shares: B::Buffer,
+    taken: B::Buffer,
+    given: B::Buffer,
+    part: B::Buffer,
+    choice: Choice,
+}
+
+impl<B: Backend> GradientWork<B> {
+    /// An empty workspace; one serves any number of blocks and specs.
+    pub fn new(backend: &mut B) -> Self {
+        let forward = Workspace::new(backend);
+        let mut empty = || backend.buffer(0);
+        GradientWork {
+            forward,
+            x: empty(),
+            h: empty(),
+            fed: empty(),
+            branch: empty(),
+            aside: empty(),
+            heads: HeadGradients {
+                attended: empty(),
+                q: empty(),
+                k: empty(),
+                v: empty(),
+                fused: empty(),
+                part: empty(),
+            },
+            middle: Middle {
+                gate: empty(),
+                up: empty(),
+                grad: empty(),
+                weights: empty(),
+                logits: empty(),
+                shares: empty(),
+                taken: empty(),
+                given: empty(),
+                part: empty(),
+                choice: Choice::default(),
+            },
+        }
+    }
+
+    fn grow(&mut self, backend: &mut B, spec: &BlockSpec, tokens: usize) {
+        self.forward.grow(backend, spec, tokens);
+        let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
+        let only = |needed: bool, width: usize| if needed { width } else { 0 };
+        let (heads, middle, wide) = (&mut self.heads, &mut self.middle, spec.mlp.intermediate());
+        let experts = match &spec.mlp {
+            Mlp::Experts(mlp) => mlp.experts.len(),
+            Mlp::Gated(_) | Mlp::Plain(_) => 0,
+        };
+        let is_plain = matches!(spec.mlp, Mlp::Plain(_));
+        let is_fused = matches!(spec.qkv, Qkv::Fused(_));
+        for (buffer, width) in [
+            (&mut self.x, spec.hidden),
+            (&mut self.h, spec.hidden),
+            (&mut self.fed, spec.hidden),
+            (&mut self.branch, spec.hidden),
+            (&mut self.aside, spec.hidden),
+            (&mut heads.attended, q),
+            (&mut heads.q, q),
+            (&mut heads.k, kv),
+            (&mut heads.v, kv),
+            (&mut heads.fused, only(is_fused, q + 2 * kv)),
+            (&mut heads.part, only(!is_fused, spec.hidden)),
+            (&mut middle.gate, wide),
+            (&mut middle.up, only(!is_plain, wide)),
+            (&mut middle.grad, wide),
+            (&mut middle.weights, experts),
+            (&mut middle.logits, experts),
+            (&mut middle.shares, experts),
+            (&mut middle.taken, only(experts > 0, spec.hidden)),
+            (&mut middle.given, only(experts > 0, spec.hidden)),
+            (&mut middle.part, only(!is_plain, spec.hidden)),
+        ] {
+            backend.grow(buffer, tokens * width);
+        }
+    }
+}
+
+/// Replaces `gradient` `[tokens, hidden]`, that of the output of the tokens of `input.rows`, by that of their input, which is also
+/// that of the deep prompts where there are any. `x` is the input before prompts, `pages` hold keys and values of the whole rows.
+///
+/// # Errors
+/// [`OpError`] when sizes do not fit; `gradient` and `sums` are then unspecified.
+#[allow(clippy::too_many_arguments, reason = "forward's, and what is summed")]
+pub fn backward<B: Backend>(
+    backend: &mut B,
+    spec: &BlockSpec,
+    weights: &BlockWeights<'_, B>,
+    work: &mut GradientWork<B>,
+    input: BlockInput<'_>,
+    x: &[f32],
+    gradient: &mut B::Floats,
+    sums: Sums<'_, B>,
+    pages: &mut B::Pages<'_>,
+) -> Result<(), OpError> {
+    let pass = Pass::new(backend, spec, weights, input.rows);
+    work.grow(pass.backend, spec, pass.tokens);
+    let mut back = Backward { pass, sums };
+    let GradientWork {
+        forward,
+        x: before,
+        h,
+        fed,
+        branch,
+        aside,
+        heads,
+        middle,
+    } = work;
+    for copy in [&mut *before, &mut *h] {
+        back.pass.backend.upload(x, copy)?;
+        back.pass.prompts(input.prompts, copy)?;
+    }
+    let (normed, attended) = (&mut forward.normed, &mut forward.branch);
+    back.pass.norm(before, &weights.attention_norm, normed)?;
+    back.pass
+        .attention(normed, &mut forward.heads, attended, pages)?;
+    let mlp_norm = weights.mlp_norm.as_ref();
+    match spec.residual {
+        Residual::Sequential => {
+            back.pass.add(h, attended)?;
+            let norm = mlp_norm.ok_or(NO_NORM)?;
+            back.pass.norm(h, norm, fed)?;
+            back.mlp(fed, gradient, middle, branch)?;
+            back.norm(h, norm, branch)?;
+            back.add(gradient, branch)?;
+            back.attention(gradient, &mut forward.heads, normed, heads, branch, pages)?;
+            back.norm(before, &weights.attention_norm, branch)?;
+            back.add(gradient, branch)
+        }
+        Residual::Normed => {
+            let norm = mlp_norm.ok_or(NO_NORM)?;
+            // h = a + A(a): the norm once more, as the keys may have needed it unchanged.
+            back.pass.norm(before, &weights.attention_norm, h)?;
+            back.pass.add(h, attended)?;
+            back.pass.norm(h, norm, fed)?;
+            back.mlp(fed, gradient, middle, branch)?;
+            back.add(gradient, branch)?;
+            back.norm(h, norm, gradient)?;
+            back.attention(gradient, &mut forward.heads, normed, heads, branch, pages)?;
+            back.add(gradient, branch)?;
+            back.norm(before, &weights.attention_norm, gradient)
+        }
+        Residual::Parallel => {
+            let fed = match mlp_norm {
+                Some(norm) => {
+                    back.pass.norm(before, norm, fed)?;
+                    &*fed
+                }
+                None => &*normed,
+            };
+            back.mlp(fed, gradient, middle, aside)?;
+            back.attention(gradient, &mut forward.heads, normed, heads, branch, pages)?;
+            match mlp_norm {
+                Some(norm) => back.norm(before, norm, aside)?,
+                None => {
+                    back.add(branch, aside)?;
+                }
+            }
+            back.norm(before, &weights.attention_norm, branch)?;
+            back.add(gradient, branch)?;
+            match mlp_norm {
+                Some(_) => back.add(gradient, aside),
+                None => Ok(()),
+            }
+        }
+    }
+}
+
+const NO_NORM: OpError = OpError::Shape {
+    op: "backward",
+    what: "the MLP of a block that is not parallel has a norm",
+};
+
+struct Backward<'a, 'w, 's, B: Backend> {
+    pass: Pass<'a, 'w, B>,
+    sums: Sums<'s, B>,
+}
+
+impl<B: Backend> Backward<'_, '_, '_, B> {
+    /// Gradient of attention: `grad` of its output, `out` of its input `fed`. `heads` hold what forward made of this piece.
+    fn attention(
+        &mut self,
+        grad: &B::Floats,
+        heads: &mut Heads<B>,
+        fed: &B::Floats,
+        work: &mut HeadGradients<B>,
+        out: &mut B::Floats,
+        pages: &mut B::Pages<'_>,
+    ) -> Result<(), OpError> {
+        let (spec, weights, tokens) = (self.pass.spec, self.pass.weights, self.pass.tokens);
+        self.linear(grad, &weights.o, tokens, &mut work.attended)?;
+        let (divisor, alibi) = (self.pass.divisor(), self.pass.alibi());
+        self.pass.backend.attention_grad(AttentionGrad {
+            q: &heads.q,
+            grad: &work.attended,
+            pages,
+            rows: self.pass.rows,
+            starts: self.sums.starts,
+            group: spec.group(),
+            divisor,
+            alibi,
+            window: spec.window.unwrap_or(usize::MAX),
+            q_grad: &mut work.q,
+            k_grad: &mut *self.sums.keys,
+            v_grad: &mut *self.sums.values,
+        })?;
+        let positions = self.positions();
+        for (sums, part) in [
+            (&*self.sums.keys, &mut work.k),
+            (&*self.sums.values, &mut work.v),
+        ] {
+            self.pass.backend.gather(Gather {
+                x: sums,
+                index: &positions,
+                width: spec.kv_heads * spec.head_dim,
+                out: part,
+            })?;
+        }
+        self.rotate_back(heads, work)?;
+        self.norm_heads(fed, heads, work)?;
+        self.project(work, out)
+    }
+
+    /// Rows of the sums that are the tokens of this piece.
+    fn positions(&self) -> Vec<u32> {
+        let rows = self.pass.rows.iter().zip(self.sums.starts);
+        rows.flat_map(|(row, start)| {
+            let first = start + row.prefix;
+            (first..first + row.tokens).map(|p| u32::try_from(p).unwrap_or(u32::MAX))
+        })
+        .collect()
+    }
+
+    fn rotate_back(
+        &mut self,
+        heads: &Heads<B>,
+        work: &mut HeadGradients<B>,
+    ) -> Result<(), OpError> {
+        let Position::Rope { .. } = self.pass.spec.position else {
+            return Ok(());
+        };
+        for (x, count) in [
+            (&mut work.q, self.pass.spec.heads),
+            (&mut work.k, self.pass.spec.kv_heads),
+        ] {
+            self.pass.backend.rope(Rope {
+                x,
+                table: &heads.table,
+                tokens: self.pass.tokens,
+                heads: count,
+                head_dim: self.pass.spec.head_dim,
+                round: DType::F32,
+                inverse: true,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Through the norms of the heads, whose inputs are projected once more.
+    fn norm_heads(
+        &mut self,
+        fed: &B::Floats,
+        heads: &mut Heads<B>,
+        work: &mut HeadGradients<B>,
+    ) -> Result<(), OpError> {
+        let (spec, tokens) = (self.pass.spec, self.pass.tokens);
+        let Some([q_scale, k_scale]) = &self.pass.weights.head_norms else {
+            return Ok(());
+        };
+        self.pass.project(fed, heads)?;
+        for (x, weight, grad, count) in [
+            (&heads.q, q_scale, &mut work.q, spec.heads),
+            (&heads.k, k_scale, &mut work.k, spec.kv_heads),
+        ] {
+            self.pass.backend.norm_grad(NormGrad {
+                x,
+                weight,
+                grad,
+                rows: tokens * count,
+                width: spec.head_dim,
+                eps: spec.norm.eps(),
+                centered: false,
+            })?;
+        }
+        Ok(())
+    }
+
+    fn project(&mut self, work: &mut HeadGradients<B>, out: &mut B::Floats) -> Result<(), OpError> {
+        let (spec, tokens) = (self.pass.spec, self.pass.tokens);
+        match &self.pass.weights.qkv {
+            QkvWeights::Separate([q, k, v]) => {
+                self.linear(&work.q, q, tokens, out)?;
+                self.linear(&work.k, k, tokens, &mut work.part)?;
+                self.add(out, &work.part)?;
+                self.linear(&work.v, v, tokens, &mut work.part)?;
+                self.add(out, &work.part)
+            }
+            QkvWeights::Fused(qkv) => {
+                self.pass.backend.join_qkv(JoinQkv {
+                    fused: &mut work.fused,
+                    q: &work.q,
+                    k: &work.k,
+                    v: &work.v,
+                    tokens,
+                    kv_heads: spec.kv_heads,
+                    group: spec.group(),
+                    head_dim: spec.head_dim,
+                })?;
+                self.linear(&work.fused, qkv, tokens, out)
+            }
+        }
+    }
+
+    /// Gradient of the MLP: `grad` of its output, `out` of its input `fed`.
+    fn mlp(
+        &mut self,
+        fed: &B::Floats,
+        grad: &B::Floats,
+        work: &mut Middle<B>,
+        out: &mut B::Floats,
+    ) -> Result<(), OpError> {
+        let (weights, tokens) = (self.pass.weights, self.pass.tokens);
+        match &weights.mlp {
+            MlpWeights::Gated(mlp) => {
+                self.gated_middle(fed, grad, mlp, tokens, work)?;
+                self.gated_input(mlp, tokens, work)?;
+                self.linear(&work.gate, &mlp.gate, tokens, out)?;
+                self.add(out, &work.part)
+            }
+            MlpWeights::Plain {
+                activation,
+                up,
+                down,
+            } => {
+                self.pass.linear(fed, up, tokens, &mut work.gate)?;
+                self.linear(grad, down, tokens, &mut work.grad)?;
+                self.pass.backend.gelu_grad(GeluGrad {
+                    x: &work.gate,
+                    grad: &mut work.grad,
+                    len: tokens * self.pass.spec.mlp.intermediate(),
+                    kind: *activation,
+                })?;
+                self.linear(&work.grad, up, tokens, out)
+            }
+            MlpWeights::Experts {
+                router,
+                chosen,
+                experts,
+            } => self.experts(fed, grad, (router, *chosen, experts), work, out),
+        }
+    }
+
+    /// Gate and up of `rows` rows, and the gradient of their product.
+    fn gated_middle(
+        &mut self,
+        fed: &B::Floats,
+        grad: &B::Floats,
+        mlp: &GatedWeights<'_, B>,
+        rows: usize,
+        work: &mut Middle<B>,
+    ) -> Result<(), OpError> {
+        self.pass.linear(fed, &mlp.gate, rows, &mut work.gate)?;
+        self.pass.linear(fed, &mlp.up, rows, &mut work.up)?;
+        self.linear(grad, &mlp.down, rows, &mut work.grad)
+    }
+
+    /// Turns gate and up into their gradients, and that of up into the input's part of it.
+    fn gated_input(
+        &mut self,
+        mlp: &GatedWeights<'_, B>,
+        rows: usize,
+        work: &mut Middle<B>,
+    ) -> Result<(), OpError> {
+        self.pass.backend.silu_mul_grad(SiluMulGrad {
+            gate: &mut work.gate,
+            up: &mut work.up,
+            grad: &work.grad,
+            len: rows * self.pass.spec.mlp.intermediate(),
+        })?;
+        self.linear(&work.up, &mlp.up, rows, &mut work.part)
+    }
+
+    fn experts(
+        &mut self,
+        fed: &B::Floats,
+        grad: &B::Floats,
+        (router, chosen, experts): (&Linear<'_, B>, usize, &[GatedWeights<'_, B>]),
+        work: &mut Middle<B>,
+        out: &mut B::Floats,
+    ) -> Result<(), OpError> {
+        let (spec, tokens, count) = (self.pass.spec, self.pass.tokens, experts.len());
+        let (width, wide) = (spec.hidden, spec.mlp.intermediate());
+        self.pass.linear(fed, router, tokens, &mut work.logits)?;
+        self.pass.linear(fed, router, tokens, &mut work.weights)?;
+        let mut choice = std::mem::take(&mut work.choice);
+        self.pass
+            .choose(&mut work.weights, chosen, count, &mut choice)?;
+        let backend = &mut self.pass.backend;
+        backend.upload(&vec![0.0; tokens * width], out)?;
+        backend.upload(&vec![0.0; tokens * count], &mut work.shares)?;
+        for (number, expert) in experts.iter().enumerate() {
+            if !choice.select(number, count) {
+                continue;
+            }
+            let (index, rows) = (&choice.index, choice.index.len());
+            let (mut taken, mut given) = (
+                std::mem::replace(&mut work.taken, self.pass.backend.buffer(0)),
+                std::mem::replace(&mut work.given, self.pass.backend.buffer(0)),
+            );
+            for (x, out) in [(fed, &mut taken), (grad, &mut given)] {
+                self.pass.backend.gather(Gather {
+                    x,
+                    index,
+                    width,
+                    out,
+                })?;
+            }
+            self.gated_middle(&taken, &given, expert, rows, work)?;
+            (work.taken, work.given) = (taken, given);
+            self.pass.backend.gate_dot(GateDot {
+                gate: &work.gate,
+                up: &work.up,
+                grad: &work.grad,
+                index,
+                width: wide,
+                expert: number,
+                experts: count,
+                out: &mut work.shares,
+            })?;
+            self.gated_input(expert, rows, work)?;
+            self.linear(&work.gate, &expert.gate, rows, &mut work.given)?;
+            for x in [&work.given, &work.part] {
+                self.pass.backend.scatter_add(ScatterAdd {
+                    x,
+                    index,
+                    weights: &choice.shares,
+                    width,
+                    out: &mut *out,
+                    round: DType::F32,
+                })?;
+            }
+        }
+        work.choice = choice;
+        self.pass.backend.route_grad(RouteGrad {
+            logits: &mut work.logits,
+            grad: &work.shares,
+            tokens,
+            experts: count,
+            chosen,
+            round: self.pass.weights.dtype,
+        })?;
+        self.linear(&work.logits, router, tokens, &mut work.part)?;
+        self.add(out, &work.part)
+    }
+
+    fn linear(
+        &mut self,
+        grad: &B::Floats,
+        linear: &Linear<'_, B>,
+        rows: usize,
+        out: &mut B::Floats,
+    ) -> Result<(), OpError> {
+        self.pass.backend.linear_grad(LinearGrad {
+            grad,
+            weight: linear.weight.clone(),
+            out,
+            rows,
+        })
+    }
+
+    fn norm(
+        &mut self,
+        x: &B::Floats,
+        weights: &NormWeights<B>,
+        grad: &mut B::Floats,
+    ) -> Result<(), OpError> {
+        let spec = self.pass.spec;
+        self.pass.backend.norm_grad(NormGrad {
+            x,
+            weight: &weights.scale,
+            grad,
+            rows: self.pass.tokens,
+            width: spec.hidden,
+            eps: spec.norm.eps(),
+            centered: matches!(spec.norm, Norm::Layer { .. }),
+        })
+    }
+
+    fn add(&mut self, x: &mut B::Floats, y: &B::Floats) -> Result<(), OpError> {
+        self.pass.backend.add(Add {
+            x,
+            y,
+            len: self.pass.tokens * self.pass.spec.hidden,
+            round: DType::F32,
+        })
+    }
+}
