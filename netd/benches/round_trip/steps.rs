@@ -1,0 +1,195 @@
+//! Decode steps through a whole server on loopback: libp2p, session, page tables, arena, rings and back. The worker computes
+//! nothing; the client is a process of its own, on the worker's core, which sleeps while the server works.
+
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use netd::p2p::{Keypair, P2p, P2pConfig};
+use netd::rpc::dispatch::{Router, reachability_protocol};
+use netd::rpc::{Service, ServiceParts, Timeouts, names, protocols};
+use netd::sessions::admission::KvMemory;
+use netd::sessions::pool::Pool;
+use netd::sessions::queue::WaitQueue;
+use netd::wire::messages::ExpertRequest;
+use netd::wire::metadata::StepMetadata;
+use netd::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
+use netd::wire::uid;
+use netd::workers::Workers;
+use netd::workers::arena::{self, ArenaMemory};
+use prost::Message;
+use shared::block::Span;
+use shared::config::Limits;
+use shared::dtype::DType;
+use shared::model::ModelFacts;
+use shared::shm::arena::ArenaMap;
+use shared::shm::segment::MemfdSegment;
+use tokio::sync::watch;
+
+use crate::{BLOCKS, KV_PAGES, Worker, end_with_parent, micros, percentile};
+
+const STEPS: u32 = 900;
+const HIDDEN: usize = 192;
+const PREFIX: &str = "bench";
+const ARENA_BYTES: u64 = 16 << 20;
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// Serves one client and prints what the server counted. The worker and the client run on `core`.
+pub async fn measure(core: usize) {
+    let worker = Worker::start(core, false);
+    let arena = MemfdSegment::create("sepal-bench-arena", ARENA_BYTES as usize).expect("an arena");
+    let plan = arena::plan(ARENA_BYTES, HIDDEN as u64 * 4).expect("a plan");
+    let arena = ArenaMemory::new(ArenaMap::map(&arena).expect("map"), plan);
+    let (workers, _broken) = Workers::new(arena);
+    let [submission, completion] = worker.bells();
+    workers
+        .up(&worker.up, submission, completion)
+        .expect("linked");
+    let (_draining, drained) = watch::channel(false);
+    let service = Arc::new(service(workers, drained));
+    let (server, inbound) = node(vec!["/ip4/127.0.0.1/tcp/0".into()], Vec::new()).await;
+    let (_online, serving) = watch::channel(Some(service.clone()));
+    let router = Router {
+        me: server.peer_id(),
+        service: serving,
+    };
+    tokio::spawn(router.run(inbound, |_, _, _, _| {}));
+    let addr = server.listen_addrs().await[0]
+        .clone()
+        .with_p2p(server.peer_id())
+        .expect("an address");
+    println!("\none decode step over loopback, nothing computed");
+    println!("  {:<28}{:>10}{:>10}", "", "p50 us", "p99 us");
+    let client = tokio::task::spawn_blocking(move || {
+        Command::new("/proc/self/exe")
+            .args(["client", &core.to_string(), &addr.to_string()])
+            .stdin(Stdio::null())
+            .status()
+    });
+    let status = client.await.expect("the client").expect("the client");
+    assert!(status.success(), "the client failed");
+    let figures = service.stats.figures();
+    let (p50, p99) = (micros(figures.p50), micros(figures.p99));
+    println!(
+        "  {:<28}{p50:>10.0}{p99:>10.0}   {} steps",
+        "inside the server", figures.count
+    );
+    server.shutdown().await;
+}
+
+fn service(workers: Workers, draining: watch::Receiver<bool>) -> Service {
+    let span = Span::new(0, BLOCKS).expect("a span");
+    let facts = ModelFacts {
+        name: "bench".into(),
+        repository: None,
+        model_type: "llama".into(),
+        dht_prefix: None,
+        num_blocks: BLOCKS,
+        hidden_size: HIDDEN as u32,
+        attention_heads: 4,
+        kv_heads: 2,
+        head_dim: 16,
+        dtype: DType::F32,
+        block_bytes: 1,
+    };
+    let limits = Limits {
+        inference_max_length: 1024,
+        attn_cache_tokens: 1024,
+        max_batch_size: 1024,
+    };
+    let pool = Pool::new(span, KV_PAGES, limits.attn_cache_tokens);
+    Service::new(ServiceParts {
+        prefix: PREFIX.into(),
+        kv: KvMemory::new(WaitQueue::new(pool), facts.kv_token_bytes() as u64),
+        facts,
+        limits,
+        span,
+        workers: Arc::new(workers),
+        timeouts: Timeouts {
+            request: LIMIT,
+            session: LIMIT,
+            step: LIMIT,
+            max_alloc: LIMIT,
+        },
+        draining,
+    })
+}
+
+async fn node(
+    listen: Vec<String>,
+    initial_peers: Vec<netd::p2p::Multiaddr>,
+) -> (P2p, tokio::sync::mpsc::Receiver<netd::p2p::Inbound>) {
+    let mut all = protocols();
+    all.push(reachability_protocol());
+    let serves = !listen.is_empty();
+    P2p::start(P2pConfig {
+        keypair: Keypair::generate_ed25519(),
+        listen: listen
+            .iter()
+            .map(|a| a.parse().expect("an address"))
+            .collect(),
+        announce: Vec::new(),
+        initial_peers,
+        kad_server: serves,
+        protocols: if serves { all } else { Vec::new() },
+        startup_timeout: LIMIT,
+    })
+    .await
+    .expect("a node")
+}
+
+/// The client's process: one session, [`STEPS`] tokens, each step when the one before is answered.
+pub fn client(core: &str, addr: &str) {
+    end_with_parent(core);
+    let runtime = netd::run::reactor().expect("a reactor");
+    let mut times = runtime.block_on(generate(addr));
+    times.sort_unstable();
+    let (p50, p99) = (
+        micros(percentile(&times, 50)),
+        micros(percentile(&times, 99)),
+    );
+    println!("  {:<28}{p50:>10.0}{p99:>10.0}", "as the client sees it");
+}
+
+async fn generate(addr: &str) -> Vec<Duration> {
+    let addr: netd::p2p::Multiaddr = addr.parse().expect("an address");
+    let (p2p, _inbound) = node(Vec::new(), vec![addr.clone()]).await;
+    let server = p2p.connect(addr).await.expect("connected");
+    let mut stream = p2p
+        .open_stream(server, names::INFERENCE, LIMIT)
+        .await
+        .expect("a session");
+    let hidden = raw_tensor(
+        &[1, 1, HIDDEN],
+        WireDtype::F32,
+        vec![0u8; 4 * HIDDEN].into(),
+    );
+    let hidden = hidden.expect("a tensor");
+    let mut times = Vec::new();
+    for step in 0..STEPS {
+        let step_id = step.to_string();
+        let metadata = StepMetadata {
+            session_id: "bench",
+            step_id: &step_id,
+            open: (step == 0).then_some((STEPS, None)),
+            next_servers: &[],
+            start_from_position: None,
+        };
+        let request = ExpertRequest {
+            uid: uid::chain(PREFIX, 0..BLOCKS),
+            tensors: vec![
+                hidden.clone(),
+                dummy_tensor(WireDtype::F32),
+                dummy_tensor(WireDtype::I64),
+            ],
+            metadata: metadata.encode().into(),
+        };
+        let bytes = request.encode_to_vec();
+        let start = Instant::now();
+        stream.send(bytes.into()).await.expect("sent");
+        let answer = stream.recv().await.expect("an answer");
+        assert!(answer.is_some(), "the server closed");
+        times.push(start.elapsed());
+    }
+    times
+}
