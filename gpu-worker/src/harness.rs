@@ -93,6 +93,7 @@ impl Model {
         let config = PrepareConfig {
             model,
             dtype: Some(dtype),
+            quant_type: shared::config::QuantType::None,
             cache_dir: dir.path().join("cache"),
         };
         let mut inspected = Inspected::new(&config).unwrap();

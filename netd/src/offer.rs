@@ -57,7 +57,7 @@ pub async fn choose(init: &NetdInit, facts: &ModelFacts, joined: &Joined) -> Res
         public_name: init.config.public_name.clone(),
         version: Some(PETALS_VERSION.to_owned()),
         torch_dtype: Some(facts.dtype.name().to_owned()),
-        quant_type: Some("none".to_owned()),
+        quant_type: Some(facts.quant_type.name().to_owned()),
         using_relay: Some(false),
         ..ServerInfo::new(ServerState::Joining, 0.0)
     };

@@ -215,6 +215,8 @@ pub struct PrepareConfig {
     pub model: String,
     /// Type to serve in; `None` = the checkpoint's, float32 becoming bfloat16 as in Petals.
     pub dtype: Option<DType>,
+    /// How matrices are to be stored.
+    pub quant_type: QuantType,
     /// Folder for downloads and prepared blocks.
     pub cache_dir: PathBuf,
 }

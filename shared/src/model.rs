@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::block::Span;
+use crate::config::QuantType;
 use crate::dtype::DType;
 
 /// Tokens in one page of the KV cache.
@@ -31,6 +32,8 @@ pub struct ModelFacts {
     pub head_dim: u32,
     /// Type of weights, hidden states and cache as served.
     pub dtype: DType,
+    /// How matrices are stored.
+    pub quant_type: QuantType,
     /// Bytes of one block's weights as served.
     pub block_bytes: u64,
 }

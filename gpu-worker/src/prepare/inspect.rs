@@ -2,16 +2,17 @@
 
 use std::path::PathBuf;
 
+use kernels::quant;
 use serde_json::Value;
 use shared::block::is_prefix;
-use shared::config::PrepareConfig;
+use shared::config::{PrepareConfig, QuantType};
 use shared::dtype::DType;
 use shared::model::ModelFacts;
 
 use super::checkpoint::{Checkpoint, read_bounded};
 use super::error::PrepareError;
 use super::locate::{ModelFolder, default_dht_prefix};
-use crate::block::BlockSpec;
+use crate::block::{BlockSpec, Mlp, TensorSpec};
 
 /// Longest accepted config.json; published ones have a few kilobytes.
 const MAX_CONFIG_BYTES: u64 = 4 << 20;
@@ -51,7 +52,11 @@ impl Inspected {
         let checkpoint = Checkpoint::find(&folder.path)?;
         let cache_dir = std::path::absolute(&config.cache_dir)
             .map_err(|e| PrepareError::read(&config.cache_dir, e))?;
-        let facts = facts(&folder, &value, &spec, dtype).map_err(unsupported)?;
+        let stored = Stored {
+            dtype,
+            quant: config.quant_type,
+        };
+        let facts = facts(&folder, &value, &spec, stored).map_err(unsupported)?;
         Ok(Inspected {
             facts,
             spec,
@@ -81,11 +86,46 @@ fn checkpoint_dtype(config: &Value) -> Result<DType, String> {
     }
 }
 
+/// How weights are served.
+#[derive(Clone, Copy)]
+struct Stored {
+    dtype: DType,
+    quant: QuantType,
+}
+
+/// How the tensor `name` of a block is stored when matrices are stored as `quant`: vectors stay as they are, and so does the
+/// router of a mixture of experts, which is small and whose errors choose other experts (Petals quantizes it).
+pub(super) fn quant_of(spec: &BlockSpec, name: &str, sides: usize, quant: QuantType) -> QuantType {
+    let router = match &spec.mlp {
+        Mlp::Experts(experts) => experts.router.weight_name() == name,
+        _ => false,
+    };
+    if sides == 2 && !router {
+        quant
+    } else {
+        QuantType::None
+    }
+}
+
+/// Bytes of one block; saturates.
+fn block_bytes(spec: &BlockSpec, stored: Stored) -> u64 {
+    let bytes = |tensor: TensorSpec| {
+        let quant = quant_of(spec, &tensor.name, tensor.shape.len(), stored.quant);
+        let (outputs, inputs) = match tensor.shape.as_slice() {
+            [outputs, inputs] => (*outputs, *inputs),
+            other => (1, other.iter().product()),
+        };
+        quant::stored_bytes(quant, stored.dtype, outputs, inputs).unwrap_or(usize::MAX) as u64
+    };
+    let tensors = spec.tensors(0).into_iter();
+    tensors.map(bytes).fold(0, u64::saturating_add)
+}
+
 fn facts(
     folder: &ModelFolder,
     config: &Value,
     spec: &BlockSpec,
-    dtype: DType,
+    stored: Stored,
 ) -> Result<ModelFacts, String> {
     let model_type = config
         .get("model_type")
@@ -106,11 +146,6 @@ fn facts(
     let dht_prefix = given.or_else(by_repo);
     let size =
         |what: &str, n: usize| u32::try_from(n).map_err(|_| format!("{what} {n} is out of bounds"));
-    let weights: u64 = spec
-        .tensors(0)
-        .iter()
-        .map(|t| t.shape.iter().map(|&side| side as u64).product::<u64>())
-        .sum();
     Ok(ModelFacts {
         name: folder.name.clone(),
         repository: folder.repository(),
@@ -121,8 +156,9 @@ fn facts(
         attention_heads: size("num_attention_heads", spec.heads)?,
         kv_heads: size("num_key_value_heads", spec.kv_heads)?,
         head_dim: size("head_dim", spec.head_dim)?,
-        dtype,
-        block_bytes: weights * dtype.size_bytes() as u64,
+        dtype: stored.dtype,
+        quant_type: stored.quant,
+        block_bytes: block_bytes(spec, stored),
     })
 }
 

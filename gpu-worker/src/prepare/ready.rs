@@ -7,9 +7,9 @@ use shared::dtype::DType;
 use tracing::warn;
 
 use super::error::PrepareError;
-use super::inspect::Inspected;
+use super::inspect::{Inspected, quant_of};
 use super::source::SourceTensor;
-use super::store::{Prepared, StorePlace};
+use super::store::{Prepared, StorePlace, stored_form};
 use crate::block::TensorSpec;
 use crate::weights::manifest::{FileEntry, MANIFEST_VERSION, Manifest, TensorEntry};
 
@@ -91,14 +91,12 @@ impl Inspected {
         let sources = wanted
             .iter()
             .map(|t| {
-                SourceTensor::new(
-                    &t.name,
-                    &t.full_name,
-                    &t.shape,
-                    self.checkpoint.tensor(&t.full_name)?,
-                )
+                let found = self.checkpoint.tensor(&t.full_name)?;
+                let tensor = SourceTensor::new(&t.name, &t.full_name, &t.shape, found)?;
+                let quant = self.facts.quant_type;
+                Ok(tensor.stored_as(quant_of(&self.spec, &t.name, t.shape.len(), quant)))
             })
-            .collect::<Result<Vec<_>, _>>()?;
+            .collect::<Result<Vec<_>, PrepareError>>()?;
         let dtype = self.facts.dtype;
         let place = StorePlace::new(&self.cache_dir, &self.facts.name, block, dtype, &sources);
         let prepared = match place.reuse() {
@@ -159,13 +157,15 @@ fn entry(
             offset: tensor.offset,
             len: tensor.len,
             dtype,
+            quant: tensor.quant,
             shape,
         });
     }
-    let len = tensor.elements * dtype.size_bytes() as u64;
+    let len = tensor.stored_bytes(dtype).unwrap_or(u64::MAX);
     let found = prepared.and_then(|p| {
         let info = p.header.tensors.get(tensor.name)?;
-        let fits = info.block_dtype() == Some(dtype) && info.shape == shape && info.bytes() == len;
+        let (word, stored_shape) = stored_form(tensor, dtype, len);
+        let fits = info.dtype == word && info.shape == stored_shape && info.bytes() == len;
         fits.then_some((p, p.header.data_start + info.data_offsets.0))
     });
     let (prepared, offset) = found.ok_or_else(|| {
@@ -180,6 +180,7 @@ fn entry(
         offset,
         len,
         dtype,
+        quant: tensor.quant,
         shape,
     })
 }

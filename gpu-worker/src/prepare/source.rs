@@ -3,6 +3,8 @@
 use std::fs::File;
 use std::path::Path;
 
+use kernels::quant;
+use shared::config::QuantType;
 use shared::dtype::DType;
 
 use super::checkpoint::CheckpointFile;
@@ -33,6 +35,8 @@ pub struct SourceTensor<'a> {
     pub shape: &'a [u64],
     /// Number of elements.
     pub elements: u64,
+    /// How it is to be stored.
+    pub quant: QuantType,
 }
 
 impl<'a> SourceTensor<'a> {
@@ -81,11 +85,31 @@ impl<'a> SourceTensor<'a> {
             dtype,
             shape: &info.shape,
             elements,
+            quant: QuantType::None,
         })
     }
 
-    /// Whether it can be served from where it lies: same type, aligned to its elements.
+    /// The same tensor, to be stored as `quant`.
+    pub fn stored_as(self, quant: QuantType) -> SourceTensor<'a> {
+        SourceTensor { quant, ..self }
+    }
+
+    /// Bytes as stored, in `dtype` or quantized; `None` when that is no size.
+    pub fn stored_bytes(&self, dtype: DType) -> Option<u64> {
+        let side = |side: &u64| usize::try_from(*side).ok();
+        let bytes = match self.shape {
+            [outputs, inputs] => {
+                quant::stored_bytes(self.quant, dtype, side(outputs)?, side(inputs)?)
+            }
+            _ => quant::stored_bytes(QuantType::None, dtype, 1, side(&self.elements)?),
+        };
+        u64::try_from(bytes?).ok()
+    }
+
+    /// Whether it can be served from where it lies: not to be quantized, same type, aligned to its elements.
     pub fn usable_as(&self, dtype: DType) -> bool {
-        self.dtype == dtype && self.offset.is_multiple_of(dtype.size_bytes() as u64)
+        self.quant == QuantType::None
+            && self.dtype == dtype
+            && self.offset.is_multiple_of(dtype.size_bytes() as u64)
     }
 }

@@ -1,5 +1,5 @@
-//! The prepared file of one block in the cache folder: the tensors that had to be converted to the block dtype, as a
-//! safetensors file. Its metadata names exactly what it was made from, so that it is reused as long as that is unchanged; it
+//! The prepared file of one block in the cache folder: the tensors that had to be converted to the block dtype, or quantized
+//! (bytes in the format of `kernels::quant`), as a safetensors file. Its metadata names exactly what it was made from, so that it is reused as long as that is unchanged; it
 //! exists only after *all* tensors of the block were checked. A block whose tensors are served from the checkpoint itself gets
 //! a file without tensors, the mark that they were checked.
 
@@ -10,8 +10,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use kernels::ops::convert;
+use kernels::quant::{int8, nf4};
 use serde::Serialize;
 use shared::block::BlockIndex;
+use shared::config::QuantType;
 use shared::dtype::DType;
 
 use super::error::PrepareError;
@@ -20,7 +22,7 @@ use super::source::SourceTensor;
 use crate::weights::manifest::{FileEntry, write_atomically};
 
 /// Raised when the content of prepared files changes for the same source.
-const FORMAT_VERSION: u32 = 1;
+const FORMAT_VERSION: u32 = 2;
 
 /// Key of the identity in the metadata.
 const IDENTITY: &str = "sepal.identity";
@@ -49,7 +51,7 @@ struct Identity<'a> {
     format: u32,
     block: u32,
     dtype: &'static str,
-    tensors: BTreeMap<&'a str, (&'a FileEntry, u64)>,
+    tensors: BTreeMap<&'a str, (&'a FileEntry, u64, QuantType)>,
 }
 
 /// The name and identity of the prepared file of a block.
@@ -70,7 +72,7 @@ impl StorePlace {
     ) -> StorePlace {
         let tensors = tensors
             .iter()
-            .map(|t| (t.name, (t.file, t.offset)))
+            .map(|t| (t.name, (t.file, t.offset, t.quant)))
             .collect();
         let identity = Identity {
             format: FORMAT_VERSION,
@@ -123,7 +125,9 @@ impl StorePlace {
             read_pieces(tensor, |_| Ok(()))?;
             done()?;
         }
-        let converted: Vec<_> = tensors.iter().filter(|t| !t.usable_as(dtype)).collect();
+        let mut converted: Vec<_> = tensors.iter().filter(|t| !t.usable_as(dtype)).collect();
+        // Quantized ones have whole cache lines: first, so that all of them begin with one.
+        converted.sort_by_key(|t| t.quant == QuantType::None);
         let mut failure = None;
         let head = head(&self.identity, dtype, &converted);
         let folder = self.path.parent().unwrap_or(Path::new("."));
@@ -154,10 +158,51 @@ impl StorePlace {
     }
 }
 
+/// Type and shape of a tensor in a prepared file; `len` is its length there.
+pub(super) fn stored_form(
+    tensor: &SourceTensor<'_>,
+    dtype: DType,
+    len: u64,
+) -> (&'static str, Vec<u64>) {
+    match tensor.quant {
+        QuantType::None => (dtype_word(dtype), tensor.shape.to_vec()),
+        QuantType::Int8 | QuantType::Nf4 => ("U8", vec![len]),
+    }
+}
+
 fn convert_into(
     file: &mut File,
     tensor: &SourceTensor<'_>,
     dtype: DType,
+) -> Result<(), PrepareError> {
+    let write = |file: &mut File, bytes: &[u8]| {
+        file.write_all(bytes)
+            .map_err(|e| PrepareError::write(Path::new("prepared block"), e))
+    };
+    if tensor.quant == QuantType::None {
+        return converted(tensor, dtype, |bytes| write(file, bytes));
+    }
+    // The scales of scales need the whole matrix: in memory as f32, one matrix at a time.
+    let mut weights = Vec::with_capacity(usize::try_from(tensor.elements).unwrap_or(0));
+    converted(tensor, dtype, |bytes| {
+        let start = weights.len();
+        weights.resize(start + bytes.len() / dtype.size_bytes(), 0.0);
+        convert::to_f32(dtype, bytes, &mut weights[start..]);
+        Ok(())
+    })?;
+    let inputs = tensor.shape.last().map_or(1, |&inputs| inputs as usize);
+    let bytes = match tensor.quant {
+        QuantType::Int8 => int8::encode(&weights, inputs),
+        QuantType::Nf4 | QuantType::None => nf4::encode(&weights),
+    };
+    write(file, &bytes)
+}
+
+/// Gives `each` the tensor in `dtype`, piece by piece.
+fn converted(
+    tensor: &SourceTensor<'_>,
+    dtype: DType,
+    mut each: impl FnMut(&[u8]) -> Result<(), PrepareError>,
 ) -> Result<(), PrepareError> {
     let (mut values, mut bytes) = (Vec::new(), Vec::new());
     read_pieces(tensor, |piece| {
@@ -176,8 +221,7 @@ fn convert_into(
                 reason,
             ));
         }
-        file.write_all(&bytes)
-            .map_err(|e| PrepareError::write(Path::new("prepared block"), e))
+        each(&bytes)
     })
 }
 
@@ -246,10 +290,12 @@ fn head(identity: &str, dtype: DType, tensors: &[&SourceTensor<'_>]) -> Vec<u8> 
         "__metadata__".into(),
         serde_json::json!({ IDENTITY: identity }),
     );
-    let mut at = 0;
+    let mut at = 0u64;
     for tensor in tensors {
-        let end = at + tensor.elements * dtype.size_bytes() as u64;
-        let value = serde_json::json!({ "dtype": dtype_word(dtype), "shape": tensor.shape, "data_offsets": [at, end] });
+        let len = tensor.stored_bytes(dtype).unwrap_or(u64::MAX);
+        let end = at.saturating_add(len);
+        let (word, shape) = stored_form(tensor, dtype, len);
+        let value = serde_json::json!({ "dtype": word, "shape": shape, "data_offsets": [at, end] });
         json.insert(tensor.name.to_owned(), value);
         at = end;
     }

@@ -1,15 +1,19 @@
 use std::path::Path;
 
+use kernels::ops::convert;
+use kernels::{Cpu, KvPages, StepRow};
 use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
 use shared::block::{BlockIndex, Span};
+use shared::config::QuantType;
 use shared::control::Role;
 use shared::dtype::DType;
-use shared::ids::Generation;
+use shared::ids::{Generation, PageId};
 use tempfile::TempDir;
 
 use super::*;
+use crate::block::{BlockInput, BlockWeights, Workspace, forward};
 use crate::fixtures::*;
 use crate::harness::{DEADLINE, Seat, Spawned, as_child, spawn, wait};
 use crate::weights::manifest::Manifest;
@@ -27,6 +31,7 @@ fn place(dtype: Option<DType>) -> Place {
     let config = PrepareConfig {
         model,
         dtype,
+        quant_type: QuantType::None,
         cache_dir: root.path().join("cache"),
     };
     Place {
@@ -90,6 +95,131 @@ fn facts_come_from_the_config() {
         2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64 + 2 * 64)
     );
     assert_eq!((facts.repository, facts.dht_prefix), (None, None));
+}
+
+/// Outputs of block 0 for a few tokens, served as `quant`.
+fn outputs(place: &Place, quant: QuantType) -> Vec<f32> {
+    let config = PrepareConfig {
+        quant_type: quant,
+        ..place.config.clone()
+    };
+    let mut inspected = Inspected::new(&config).unwrap();
+    assert_eq!(inspected.facts.quant_type, quant);
+    let manifest = inspected.make_ready(span(0, 1), |_| Ok(())).unwrap();
+    let weights = MappedWeights::map(&manifest, span(0, 1), || ()).unwrap();
+    // The vectors stay in the block dtype, so what is served is what was promised.
+    assert_eq!(weights.bytes(), inspected.facts.block_bytes);
+    let (spec, dtype) = (&inspected.spec, inspected.facts.dtype);
+    let mut cpu = Cpu::new(2);
+    let blocks = BlockWeights::new(&mut cpu, spec, dtype, |name| {
+        weights.tensor(BlockIndex(0), name)
+    })
+    .unwrap();
+    let mut work = Workspace::new(&mut cpu);
+    let layout = spec.page_layout(dtype);
+    let mut pool = vec![0; layout.page_bytes()];
+    let mut pages = KvPages::new(layout, &mut pool);
+    let rows = [StepRow {
+        tokens: 9,
+        prefix: 0,
+        pages: &[PageId(0)],
+    }];
+    let input = BlockInput {
+        rows: &rows,
+        prompts: &[],
+    };
+    let mut hidden: Vec<f32> = (0..9 * spec.hidden)
+        .map(|i| (0.61 * i as f32).sin())
+        .map(|v| convert::round(dtype, v))
+        .collect();
+    let before = hidden.clone();
+    forward(
+        &mut cpu,
+        spec,
+        &blocks,
+        &mut work,
+        input,
+        &mut hidden,
+        &mut pages,
+    )
+    .unwrap();
+    // What the block adds; the residual would hide errors.
+    hidden.iter().zip(&before).map(|(a, b)| a - b).collect()
+}
+
+/// Reproducible values in `-scale..scale` (xorshift).
+fn uniform(seed: u64, count: usize, scale: f32) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        ((state >> 40) as f32 / (1 << 23) as f32 - 1.0) * scale
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+#[test]
+fn quantized_blocks_are_small_and_compute_nearly_the_same() {
+    for dtype in [DType::F32, DType::Bf16] {
+        let place = place(Some(dtype));
+        let mut tensors = llama_tensors(1, DType::F32);
+        // Waves, as matrices of the fixture are, nearly cancel, which no trained matrix does.
+        for (seed, (_, shape, data)) in (1..).zip(tensors.values_mut()) {
+            if let [_, inputs] = shape.as_slice() {
+                let scale = 1.5 / (*inputs as f32).sqrt();
+                *data = bytes(DType::F32, &uniform(seed, data.len() / 4, scale));
+            }
+        }
+        write_model(place.folder(), &llama_config(1), &tensors);
+        let wanted = outputs(&place, QuantType::None);
+        let size: f32 = wanted.iter().map(|v| v * v).sum();
+        // Relative error of what one block adds, in the root mean square.
+        for (quant, bound) in [(QuantType::Int8, 0.02), (QuantType::Nf4, 0.25)] {
+            let got = outputs(&place, quant);
+            let error: f32 = got.iter().zip(&wanted).map(|(a, b)| (a - b).powi(2)).sum();
+            let error = (error / size).sqrt();
+            assert!(error < bound, "{quant} {dtype}: {error}");
+            assert!(error > 0.0, "{quant} {dtype} must not be served as it is");
+            assert_eq!(
+                got,
+                outputs(&place, quant),
+                "the prepared file is used again"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_prepared_block_of_another_format_is_not_used() {
+    let place = place(Some(DType::F32));
+    write_model(
+        place.folder(),
+        &llama_config(1),
+        &llama_tensors(1, DType::F32),
+    );
+    for quant in [QuantType::None, QuantType::Int8, QuantType::Nf4] {
+        outputs(&place, quant);
+    }
+    assert_eq!(place.prepared_files().len(), 3);
+    let first = |quant_type| {
+        let config = PrepareConfig {
+            quant_type,
+            ..place.config.clone()
+        };
+        let mut inspected = Inspected::new(&config).unwrap();
+        let manifest = inspected.make_ready(span(0, 1), |_| Ok(())).unwrap();
+        let tensors = &manifest.blocks[&0];
+        let (matrix, norm) = (
+            &tensors["mlp.up_proj.weight"],
+            &tensors["input_layernorm.weight"],
+        );
+        assert_eq!((matrix.quant, norm.quant), (quant_type, QuantType::None));
+        matrix.len
+    };
+    assert_eq!(first(QuantType::None), 4 * 96 * 64);
+    assert_eq!(first(QuantType::Int8), 96 * 64 + 384);
+    assert_eq!(first(QuantType::Nf4), 96 * 32 + 128 + 64);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The manifest: what prepare found and checked, for the workers to map. One JSON file, written under a temporary name
 //! and renamed, so that it is either whole or absent.
 //!
-//! A tensor is a range of a file, in the block dtype, row-major. The file is the checkpoint itself where that holds the
+//! A tensor is a range of a file, in the block dtype, row-major, or a quantized matrix. The file is the checkpoint itself where that holds the
 //! tensor in the block dtype already, else a prepared file in the cache folder. Each file is named with its length and time of
 //! modification: a worker maps nothing that changed since it was checked.
 
@@ -13,11 +13,12 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use shared::block::{BlockIndex, Span};
+use shared::config::QuantType;
 use shared::dtype::DType;
 use shared::model::ModelFacts;
 
 /// Raised with every change of this file's types.
-pub const MANIFEST_VERSION: u32 = 1;
+pub const MANIFEST_VERSION: u32 = 2;
 
 /// Longest accepted manifest: 4,096 blocks of some ten tensors need a quarter of it.
 const MAX_MANIFEST_BYTES: u64 = 64 << 20;
@@ -59,8 +60,10 @@ pub struct TensorEntry {
     pub offset: u64,
     /// Bytes.
     pub len: u64,
-    /// Type of the elements.
+    /// Type of the elements; of the arithmetic when they are quantized.
     pub dtype: DType,
+    /// How the elements are stored; see `kernels::quant` for the formats.
+    pub quant: QuantType,
     /// Shape, slowest dimension first.
     pub shape: Vec<u64>,
 }

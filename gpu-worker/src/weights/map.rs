@@ -129,7 +129,14 @@ fn view<'a>(file: &'a FileMap, tensor: &TensorEntry) -> Option<WeightView<'a>> {
         usize::try_from(outputs).ok()?,
         usize::try_from(inputs).ok()?,
     );
-    WeightView::new(tensor.dtype, outputs, inputs, file.bytes(tensor)?).ok()
+    WeightView::quantized(
+        tensor.quant,
+        tensor.dtype,
+        outputs,
+        inputs,
+        file.bytes(tensor)?,
+    )
+    .ok()
 }
 
 /// One file, mapped whole. Only what is used takes memory.

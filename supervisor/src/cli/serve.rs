@@ -56,6 +56,9 @@ pub struct ServeArgs {
     /// Type to serve in: auto, float32 or bfloat16; auto makes bfloat16 of a float32 checkpoint
     #[arg(long, value_name = "TYPE", default_value = "auto")]
     torch_dtype: String,
+    /// How matrices are stored: none, int8 or nf4
+    #[arg(long, value_name = "TYPE", default_value = "none")]
+    quant_type: String,
     /// Compute threads of each worker [default: the cores, divided among the workers]
     #[arg(long, value_name = "N")]
     threads: Option<u32>,
@@ -227,9 +230,6 @@ struct RefusedArgs {
     /// Revision on the Hub
     #[arg(long, value_name = "REVISION")]
     revision: Option<String>,
-    /// Quantization of the weights: none
-    #[arg(long, value_name = "TYPE")]
-    quant_type: Option<String>,
     /// Compression that the record asks for: NONE
     #[arg(long, value_name = "NAME")]
     compression: Option<String>,
@@ -317,6 +317,10 @@ pub fn resolve(mut args: ServeArgs, env: Env<'_>) -> Result<(ServeConfig, Vec<St
         prepare: PrepareConfig {
             model,
             dtype: dtype(&args.torch_dtype)?,
+            quant_type: args
+                .quant_type
+                .parse()
+                .map_err(|why| format!("--quant_type {}: {why}", args.quant_type))?,
             cache_dir: args.cache_dir.unwrap_or_else(|| cache_dir(env)),
         },
         restart: RestartConfig {
@@ -420,11 +424,6 @@ impl RefusedArgs {
             ("token", self.token.is_some(), hub),
             ("use_auth_token", self.use_auth_token, hub),
             ("revision", self.revision.is_some(), hub),
-            (
-                "quant_type",
-                other(&self.quant_type, "none"),
-                "this version serves weights as they are; give none",
-            ),
             (
                 "compression",
                 other(&self.compression, "none"),

@@ -1,5 +1,7 @@
 use shared::block::Span;
-use shared::config::{Device, FaultAction, FaultPlan, FaultPoint, SpanChoice, Throughput};
+use shared::config::{
+    Device, FaultAction, FaultPlan, FaultPoint, QuantType, SpanChoice, Throughput,
+};
 
 use super::*;
 
@@ -134,7 +136,7 @@ fn port_and_public_ip_become_multiaddrs() {
 #[test]
 fn what_petals_does_and_this_version_does_not_is_refused_in_a_sentence() {
     for (line, says) in [
-        ("--quant_type nf4", "give none"),
+        ("--quant_type fp4", "use none, int8 or nf4"),
         ("--adapters a b", "adapters"),
         ("--tensor_parallel_devices cpu cpu", "--device"),
         ("--compression FLOAT16", "NONE"),
@@ -164,6 +166,14 @@ fn what_petals_does_and_this_version_does_not_is_refused_in_a_sentence() {
     ] {
         let error = refusal(&format!("serve m {line}"));
         assert!(error.contains(says), "{line}: {error}");
+    }
+    for (name, wanted) in [
+        ("none", QuantType::None),
+        ("int8", QuantType::Int8),
+        ("NF4", QuantType::Nf4),
+    ] {
+        let config = serve(&format!("m --quant_type {name}"));
+        assert_eq!(config.prepare.quant_type, wanted);
     }
     assert_eq!(
         serve("m --quant_type none --compression NONE --adapters")

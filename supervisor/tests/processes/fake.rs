@@ -95,6 +95,7 @@ fn facts(name: &str) -> ModelFacts {
         kv_heads: 4,
         head_dim: 16,
         dtype: DType::F32,
+        quant_type: shared::config::QuantType::None,
         block_bytes: 1 << 20,
     }
 }

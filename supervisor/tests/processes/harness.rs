@@ -63,6 +63,7 @@ pub fn config(script: &str) -> ServeConfig {
         prepare: PrepareConfig {
             model: script.into(),
             dtype: None,
+            quant_type: shared::config::QuantType::None,
             cache_dir: PathBuf::new(),
         },
         restart: RestartConfig {

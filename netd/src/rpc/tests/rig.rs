@@ -112,6 +112,7 @@ pub fn facts() -> ModelFacts {
         kv_heads: 2,
         head_dim: 16,
         dtype: DType::F32,
+        quant_type: shared::config::QuantType::None,
         block_bytes: 1,
     }
 }
