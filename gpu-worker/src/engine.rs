@@ -7,22 +7,26 @@ use kernels::ops::{OpError, convert};
 use kernels::{Cpu, KvPages, PageLayout, StepRow};
 use shared::block::{BlockIndex, Span};
 use shared::dtype::DType;
-use shared::job::JobBody;
+use shared::job::{JobBody, JobKind};
 use shared::model::PAGE_TOKENS;
 use shared::shm::arena::ArenaMap;
 use shared::shm::kv::KvMap;
 use shared::shm::segment::OutOfBounds;
 
 use crate::block::{
-    BlockInput, BlockSpec, BlockWeights, PromptPart, WeightsError, Workspace, forward,
+    BlockInput, BlockSpec, BlockWeights, GradientWork, PromptPart, Sums, WeightsError, Workspace,
+    backward, forward,
 };
 use crate::kv::{KvPool, KvShape, WrongSegment};
-use crate::running::Running;
-use crate::schedule::{BATCH_TOKENS, TaskId, Unit};
+use crate::running::{Back, Begun, Running};
+use crate::schedule::{BATCH_TOKENS, Member, TaskId, Unit};
 use crate::weights::map::MappedWeights;
 
 /// Multiplications and additions of a unit that a small machine does in [`UNIT_TIME`](crate::schedule::UNIT_TIME).
 const PIECE_FLOPS: u64 = 2_000_000_000;
+
+/// Work of a unit of gradients, in units of forward of as many tokens: that again, two gradients of attention, one of each matrix.
+const BACK_COST: usize = 4;
 
 /// A machine that does less in a second does not serve.
 const SLOWEST_FLOPS: u64 = 5_000_000_000;
@@ -67,6 +71,7 @@ pub struct Engine<'w> {
     spec: &'w BlockSpec,
     blocks: Vec<BlockWeights<'w, Cpu>>,
     work: Workspace<Cpu>,
+    gradients: GradientWork<Cpu>,
     kv: KvMap,
     kv_shape: KvShape,
     shape: EngineShape,
@@ -106,11 +111,13 @@ impl<'w> Engine<'w> {
             })
             .collect::<Result<_, _>>()?;
         let work = Workspace::new(&mut backend);
+        let gradients = GradientWork::new(&mut backend);
         Ok(Engine {
             backend,
             spec,
             blocks,
             work,
+            gradients,
             kv,
             kv_shape,
             shape,
@@ -120,8 +127,15 @@ impl<'w> Engine<'w> {
     }
 
     /// Tokens at whose multiples rows are cut: a power of two that depends on the size of a block alone, so that the same
-    /// job is cut in the same places by every worker.
-    pub fn piece_tokens(&self) -> usize {
+    /// job is cut in the same places by every worker. Gradients are cut finer, as they cost more.
+    pub fn piece_tokens(&self, kind: JobKind) -> usize {
+        match kind {
+            JobKind::Step | JobKind::Forward => self.forward_tokens(),
+            JobKind::Backward => (self.forward_tokens() / BACK_COST).max(PAGE_TOKENS),
+        }
+    }
+
+    fn forward_tokens(&self) -> usize {
         let tokens = PIECE_FLOPS / self.token_flops();
         let tokens = usize::try_from(tokens)
             .unwrap_or(usize::MAX)
@@ -131,7 +145,7 @@ impl<'w> Engine<'w> {
 
     /// A unit that takes longer hangs: it would be computed at less than `SLOWEST_FLOPS`.
     pub fn unit_limit(&self) -> Duration {
-        let tokens = self.piece_tokens().max(BATCH_TOKENS) as u64;
+        let tokens = (self.forward_tokens().max(BATCH_TOKENS)).max(BACK_COST * PAGE_TOKENS) as u64;
         Duration::from_secs(1 + self.token_flops().saturating_mul(tokens) / SLOWEST_FLOPS)
     }
 
@@ -150,6 +164,11 @@ impl<'w> Engine<'w> {
     /// Bytes of one page of one block.
     pub fn page_bytes(&self) -> usize {
         self.layout().page_bytes()
+    }
+
+    /// Elements of the keys of a token in one block.
+    pub fn kv_width(&self) -> usize {
+        self.spec.kv_heads * self.spec.head_dim
     }
 
     /// Width of the hidden states.
@@ -192,6 +211,15 @@ impl<'w> Engine<'w> {
             .span
             .local(BlockIndex(unit.block))
             .ok_or_else(missing)?;
+        let mut scratch_range = 0..0;
+        if let [one] = unit.members.as_slice() {
+            let job = running.get_mut(&one.task).ok_or_else(missing)?;
+            if let Some((position, pieces)) = job.back(one.position, one.pieces.clone()) {
+                return self.back_unit(unit.block, local, position, pieces, job);
+            }
+            keep_input(job, one).ok_or_else(missing)?;
+            scratch_range = job.scratch_range(one.position, self.page_bytes());
+        }
         // A job without cache brings its pages; it is alone in its units.
         let mut scratch = match unit.members.as_slice() {
             [one] => running
@@ -237,7 +265,8 @@ impl<'w> Engine<'w> {
                 &mut pages,
             )?;
         } else {
-            let mut pages = KvPages::new(layout, &mut scratch);
+            let own = scratch.get_mut(scratch_range).ok_or_else(missing)?;
+            let mut pages = KvPages::new(layout, own);
             forward(
                 &mut self.backend,
                 self.spec,
@@ -277,19 +306,93 @@ impl<'w> Engine<'w> {
         Some(())
     }
 
-    /// Writes the result of a job into its output slot.
+    /// A unit on the way back: the gradient of some pieces through the block at `position` of the job.
+    fn back_unit(
+        &mut self,
+        block: u32,
+        local: usize,
+        position: usize,
+        pieces: std::ops::Range<usize>,
+        job: &mut Running,
+    ) -> Result<(), EngineError> {
+        let missing = || EngineError::Unit(block);
+        let (page_bytes, layout) = (self.page_bytes(), self.layout());
+        let mut begun = job.begun.take().ok_or_else(missing)?;
+        let Begun {
+            prompts: all_prompts,
+            scratch,
+            back,
+            ..
+        } = &mut begun;
+        let back = back.as_mut().ok_or_else(missing)?;
+        if pieces.end == job.piece_count() {
+            back.keys.fill(0.0);
+            back.values.fill(0.0);
+        }
+        let values = job.values(pieces.clone());
+        let size = self.shape.dtype.size_bytes();
+        let input = back.inputs.get(position).ok_or_else(missing)?;
+        let input = input
+            .get(values.start * size..values.end * size)
+            .ok_or_else(missing)?;
+        let x = convert::to_vec(self.shape.dtype, input);
+        let mut prompts = Vec::new();
+        for (to, from) in job.prompt_parts(position, pieces.clone()) {
+            prompts.push(PromptPart {
+                offset: to.start - values.start,
+                values: all_prompts.get(from).ok_or_else(missing)?,
+            });
+        }
+        let own = job.scratch_range(position, page_bytes);
+        let mut pages = KvPages::new(layout, scratch.get_mut(own).ok_or_else(missing)?);
+        backward(
+            &mut self.backend,
+            self.spec,
+            self.blocks.get(local).ok_or_else(missing)?,
+            &mut self.gradients,
+            BlockInput {
+                rows: &job.rows(pieces.clone()),
+                prompts: &prompts,
+            },
+            &x,
+            back.gradient.get_mut(values).ok_or_else(missing)?,
+            Sums {
+                keys: &mut back.keys[..],
+                values: &mut back.values[..],
+                starts: &job.row_starts(pieces.clone()),
+            },
+            &mut pages,
+        )?;
+        if pieces.start == 0 {
+            keep_prompt_gradient(&job.body, position, back).ok_or_else(missing)?;
+        }
+        job.begun = Some(begun);
+        Ok(())
+    }
+
+    /// Writes the results of a job into its output slots.
     ///
     /// # Errors
-    /// When the slot lies outside the arena, which the check of the body excludes.
+    /// When a slot lies outside the arena, which the check of the body excludes.
     pub fn output(
         &mut self,
         body: &JobBody,
-        hidden: &[f32],
+        begun: &Begun,
         arena: &ArenaMap,
     ) -> Result<(), OutOfBounds> {
-        self.bytes.resize(hidden.len() * body.dtype.size_bytes(), 0);
-        convert::from_f32(body.dtype, hidden, &mut self.bytes);
-        arena.write(body.output.offset, &self.bytes)
+        let prompts = begun.back.as_ref().map(|back| back.prompts.as_slice());
+        let results = [
+            Some((body.output, begun.result())),
+            body.prompt_gradient.zip(prompts),
+        ];
+        results
+            .into_iter()
+            .flatten()
+            .try_for_each(|(slot, values)| {
+                self.bytes.resize(values.len() * body.dtype.size_bytes(), 0);
+                convert::from_f32(body.dtype, values, &mut self.bytes);
+                arena.write(slot.offset, &self.bytes)
+            })
     }
 
     /// Sends `rows` through the first block over pages of the caller's own: for measurements.
@@ -319,6 +422,7 @@ impl<'w> Engine<'w> {
     /// Gives back memory that only large units need.
     pub fn trim(&mut self) {
         self.work = Workspace::new(&mut self.backend);
+        self.gradients = GradientWork::new(&mut self.backend);
         self.hidden = Vec::new();
         self.bytes = Vec::new();
     }
@@ -326,6 +430,36 @@ impl<'w> Engine<'w> {
     fn layout(&self) -> PageLayout {
         self.kv_shape.layout
     }
+}
+
+/// Keeps the input of a block for the way back, if there will be one.
+fn keep_input(job: &mut Running, member: &Member) -> Option<()> {
+    let (values, dtype) = (job.values(member.pieces.clone()), job.body.dtype);
+    let begun = job.begun.as_mut()?;
+    let Some(back) = &mut begun.back else {
+        return Some(());
+    };
+    let size = dtype.size_bytes();
+    let input = back.inputs.get_mut(member.position)?;
+    let bytes = input.get_mut(values.start * size..values.end * size)?;
+    convert::from_f32(dtype, begun.hidden.get(values)?, bytes);
+    Some(())
+}
+
+/// Takes the gradient of the prompts of a block: that of the hidden states they were added to.
+fn keep_prompt_gradient(body: &JobBody, position: usize, back: &mut Back) -> Option<()> {
+    let Some(prompts) = body.prompts.filter(|_| body.prompt_gradient.is_some()) else {
+        return Some(());
+    };
+    let hidden = body.hidden as usize;
+    let (batch, row) = (body.batch as usize, body.tokens as usize * hidden);
+    let part = prompts.tokens as usize * hidden;
+    for index in 0..batch {
+        let to = (position * batch + index) * part;
+        let from = back.gradient.get(index * row..index * row + part)?;
+        back.prompts.get_mut(to..to + part)?.copy_from_slice(from);
+    }
+    Some(())
 }
 
 impl std::fmt::Debug for Engine<'_> {

@@ -20,7 +20,7 @@ use shared::config::FaultPoint;
 use shared::control::FromWorker;
 use shared::exit::ExitReason;
 use shared::ids::JobId;
-use shared::job::{Completion, Entry, JobBody, JobDescriptor, JobError, JobKind, JobLimits};
+use shared::job::{Completion, Entry, JobBody, JobDescriptor, JobError, JobLimits};
 use shared::shm::board::{BoardWriter, Phase};
 use shared::shm::doorbell::{MAX_SPIN, WaitError};
 use shared::shm::layout::RING_ENTRIES;
@@ -261,11 +261,6 @@ impl<'w> Executor<'w> {
         if netd != link.netd_generation {
             return Err(stale(netd.0, link.netd_generation.0));
         }
-        if descriptor.kind == JobKind::Backward {
-            return Err(JobError::Unsupported {
-                kind: JobKind::Backward as u64,
-            });
-        }
         // Bounded by MAX_BODY_BYTES in decode().
         let mut bytes = vec![0u8; descriptor.body.len as usize];
         let bad_slot = JobError::BadSlot {
@@ -284,7 +279,7 @@ impl<'w> Executor<'w> {
             descriptor.id,
             descriptor.submitted_ns,
             body,
-            self.engine.piece_tokens(),
+            self.engine.piece_tokens(descriptor.kind),
         ))
     }
 
@@ -329,7 +324,8 @@ impl<'w> Executor<'w> {
         }
         self.engine.copy_pages(&job.body)?;
         self.faults.at(job.number, FaultPoint::Copies);
-        if let Err(outside) = job.begin(&link.arena, monotonic_ns(), self.engine.page_bytes()) {
+        let (page_bytes, kv_width) = (self.engine.page_bytes(), self.engine.kv_width());
+        if let Err(outside) = job.begin(&link.arena, monotonic_ns(), page_bytes, kv_width) {
             let error = JobError::BadSlot {
                 offset: outside.offset,
                 len: outside.len,
@@ -364,7 +360,7 @@ impl<'w> Executor<'w> {
         let Some(begun) = &job.begun else {
             return Ok(());
         };
-        let result = self.engine.output(&job.body, &begun.hidden, &link.arena);
+        let result = self.engine.output(&job.body, begun, &link.arena);
         self.faults.at(job.number, FaultPoint::Output);
         let compute_ns = u64::try_from(begun.at.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.answers.push_back(Completion {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use kernels::StepRow;
 use shared::control::Capacity;
 use shared::ids::PageId;
+use shared::job::JobKind;
 use shared::model::PAGE_TOKENS;
 
 use crate::engine::{Engine, EngineError};
@@ -32,7 +33,7 @@ pub fn measure(
         .map(PageId)
         .collect();
     let mut pool = vec![0; pages.len() * engine.page_bytes()];
-    let piece = engine.piece_tokens();
+    let piece = engine.piece_tokens(JobKind::Step);
     let mut pass = |prefix: usize, tokens: usize| -> Result<Duration, EngineError> {
         let mut hidden = noise(tokens * engine.hidden_size());
         let rows = [StepRow {

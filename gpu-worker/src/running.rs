@@ -53,8 +53,35 @@ pub struct Begun {
     pub hidden: Vec<f32>,
     /// Deep prompts `[blocks, batch or 1, prompt tokens, hidden]`; empty without.
     pub prompts: Vec<f32>,
-    /// Pages of one block for a job without cache `[rows × pages of a row]`; empty for a step.
+    /// Pages of one block for a job without cache `[rows × pages of a row]`, of each of its blocks for gradients; empty for a step.
     pub scratch: Vec<u8>,
+    /// What gradients need besides.
+    pub back: Option<Back>,
+}
+
+/// What a job for gradients keeps between its units. In bytes per token: blocks × (hidden + keys and values, with the pages) in
+/// the block dtype, and a few rows of f32.
+#[derive(Debug)]
+pub struct Back {
+    /// Input of each block, before prompts, in the block dtype.
+    pub inputs: Vec<Vec<u8>>,
+    /// Gradient of the hidden states that are at hand `[batch, tokens, hidden]`; the result in the end.
+    pub gradient: Vec<f32>,
+    /// Sums of the gradients of the keys of one block `[batch, tokens, kv_heads, head_dim]`.
+    pub keys: Vec<f32>,
+    /// The same of the values.
+    pub values: Vec<f32>,
+    /// Gradient of the prompts `[blocks, batch, prompt tokens, hidden]`; empty without.
+    pub prompts: Vec<f32>,
+}
+
+impl Begun {
+    /// What goes into the output slot.
+    pub fn result(&self) -> &[f32] {
+        self.back
+            .as_ref()
+            .map_or(&self.hidden, |back| &back.gradient)
+    }
 }
 
 impl Running {
@@ -87,9 +114,14 @@ impl Running {
         let class = match self.body.kind {
             JobKind::Step if is_decode(&self.body) => Class::Decode,
             JobKind::Step => Class::Prefill,
-            JobKind::Forward | JobKind::Backward => Class::Forward,
+            JobKind::Forward => Class::Forward,
+            JobKind::Backward => Class::Backward,
         };
-        let blocks = self.body.blocks.iter().map(|b| b.0).collect();
+        let there = self.body.blocks.iter().map(|b| b.0);
+        let blocks = match self.body.kind {
+            JobKind::Backward => there.clone().chain(there.rev()).collect(),
+            JobKind::Step | JobKind::Forward => there.collect(),
+        };
         TaskShape {
             class,
             blocks,
@@ -97,7 +129,54 @@ impl Running {
         }
     }
 
-    /// Pages that a job without cache needs for itself.
+    /// Where a job for gradients is on its way back, if it is: the place of the block in the body, and the pieces, which are taken from
+    /// the last to the first.
+    pub fn back(
+        &self,
+        position: usize,
+        pieces: std::ops::Range<usize>,
+    ) -> Option<(usize, std::ops::Range<usize>)> {
+        let blocks = self.body.blocks.len();
+        if self.body.kind != JobKind::Backward || position < blocks {
+            return None;
+        }
+        let block = (2 * blocks).checked_sub(position + 1)?;
+        let count = self.pieces.len();
+        Some((
+            block,
+            count.checked_sub(pieces.end)?..count.checked_sub(pieces.start)?,
+        ))
+    }
+
+    /// Number of pieces.
+    pub fn piece_count(&self) -> usize {
+        self.pieces.len()
+    }
+
+    /// For each of the rows that [`rows`](Self::rows) gives, its first token within the job.
+    pub fn row_starts(&self, pieces: std::ops::Range<usize>) -> Vec<usize> {
+        let mut rows: Vec<usize> = self
+            .pieces
+            .get(pieces)
+            .unwrap_or_default()
+            .iter()
+            .map(|p| p.row * self.body.tokens as usize)
+            .collect();
+        rows.dedup();
+        rows
+    }
+
+    /// Bytes of the pages of the block at `position` within those of the job.
+    pub fn scratch_range(&self, position: usize, page_bytes: usize) -> std::ops::Range<usize> {
+        let bytes = self.scratch_pages() * page_bytes;
+        let first = match self.body.kind {
+            JobKind::Backward => position * bytes,
+            JobKind::Step | JobKind::Forward => 0,
+        };
+        first..first + bytes
+    }
+
+    /// Pages of one block that a job without cache needs for itself.
     pub fn scratch_pages(&self) -> usize {
         self.scratch_tables.iter().map(Vec::len).sum()
     }
@@ -179,6 +258,7 @@ impl Running {
         arena: &ArenaMap,
         now_ns: u64,
         page_bytes: usize,
+        kv_width: usize,
     ) -> Result<&mut Begun, OutOfBounds> {
         let read = |offset, len: u64| {
             let mut bytes = vec![0u8; usize::try_from(len).unwrap_or(usize::MAX)];
@@ -191,7 +271,15 @@ impl Running {
             Some(prompts) => read(prompts.slot.offset, prompts.slot.len)?,
             None => Vec::new(),
         };
-        let scratch = vec![0; self.scratch_pages() * page_bytes];
+        let back = match self.body.output_gradient {
+            Some(slot) => Some(self.back_of(read(slot.offset, slot.len)?, hidden.len(), kv_width)),
+            None => None,
+        };
+        let last = match self.body.kind {
+            JobKind::Backward => self.body.blocks.len().saturating_sub(1),
+            JobKind::Step | JobKind::Forward => 0,
+        };
+        let scratch = vec![0; self.scratch_range(last, page_bytes).end];
         let queue_ns = now_ns.saturating_sub(self.submitted_ns);
         Ok(self.begun.insert(Begun {
             at: Instant::now(),
@@ -199,7 +287,29 @@ impl Running {
             hidden,
             prompts,
             scratch,
+            back,
         }))
+    }
+
+    fn back_of(&self, gradient: Vec<f32>, elements: usize, kv_width: usize) -> Back {
+        let kv = self.body.batch as usize * self.body.tokens as usize * kv_width;
+        let prompts = match (self.body.prompts, self.body.prompt_gradient) {
+            (Some(p), Some(_)) => {
+                self.body.blocks.len()
+                    * self.body.batch as usize
+                    * p.tokens as usize
+                    * self.body.hidden as usize
+            }
+            _ => 0,
+        };
+        let input = vec![0; elements * self.body.dtype.size_bytes()];
+        Back {
+            inputs: vec![input; self.body.blocks.len()],
+            gradient,
+            keys: vec![0.0; kv],
+            values: vec![0.0; kv],
+            prompts: vec![0.0; prompts],
+        }
     }
 
     fn prefix(&self, row: usize) -> usize {
@@ -310,6 +420,18 @@ mod tests {
             .collect();
         assert_eq!(rows, [(64, 41), (64, 100)]);
         assert_eq!(job.values(1..4), 59 * 4..200 * 4);
+    }
+
+    #[test]
+    fn gradients_go_through_the_blocks_and_pieces_there_and_back() {
+        let job = Running::new(0, JobId(1), 0, body(JobKind::Backward, &[0, 0], 100), 64);
+        assert_eq!(job.shape().blocks, [0, 1, 1, 0]);
+        assert_eq!(job.piece_count(), 4);
+        assert_eq!(job.back(1, 0..4), None);
+        assert_eq!(job.back(2, 0..1), Some((1, 3..4)));
+        assert_eq!(job.back(3, 1..4), Some((0, 0..3)));
+        assert_eq!(job.row_starts(1..4), [0, 100]);
+        assert_eq!(job.scratch_range(1, 10), 140..280);
     }
 
     #[test]

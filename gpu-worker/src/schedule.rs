@@ -11,7 +11,7 @@
 //! - Decode steps go before everything else. All that are at the same block run in one unit; of several blocks the lowest
 //!   goes first, so that a step that came later catches up and shares the rest of the way. One that was overtaken too often
 //!   goes first regardless.
-//! - Then prefill, then forward; the oldest of a class first. How many pieces make a unit follows the measured speed; where
+//! - Then prefill, then forward, then backward; the oldest of a class first. How many pieces make a unit follows the measured speed; where
 //!   pieces begin and end does not.
 //! - Work behind a crowd of decode steps gets one unit every [`BULK_PATIENCE`], so that it is slow but never stuck.
 
@@ -47,6 +47,8 @@ pub enum Class {
     Prefill,
     /// A forward without cache.
     Forward,
+    /// Gradients: a forward, and its blocks once more from the last to the first.
+    Backward,
 }
 
 /// What the schedule must know of a job.
@@ -54,7 +56,7 @@ pub enum Class {
 pub struct TaskShape {
     /// Its class.
     pub class: Class,
-    /// Its blocks in order, not empty.
+    /// Its blocks in order, not empty; for gradients, twice: there and back.
     pub blocks: Vec<u32>,
     /// Tokens of each of its pieces, not empty.
     pub pieces: Vec<usize>,
@@ -113,6 +115,11 @@ impl Task {
     fn tokens(&self) -> usize {
         self.shape.pieces.iter().sum()
     }
+
+    /// Whether the block at `position` is taken on the way back, which costs several times as much.
+    fn is_back(&self, position: usize) -> bool {
+        self.shape.class == Class::Backward && position >= self.shape.blocks.len() / 2
+    }
 }
 
 /// The tasks that are accepted and not finished.
@@ -122,6 +129,8 @@ pub struct Schedule {
     arrived: u64,
     /// Tokens per second of one block in units of prefill and forward.
     speed: Option<f64>,
+    /// The same in units of gradients.
+    back_speed: Option<f64>,
     /// Since when work other than decode is held up.
     held_since: Option<Instant>,
 }
@@ -239,8 +248,13 @@ impl Schedule {
             .iter()
             .sum();
         let speed = tokens as f64 / elapsed.as_secs_f64().max(1e-6);
+        let known = if task.is_back(member.position) {
+            &mut self.back_speed
+        } else {
+            &mut self.speed
+        };
         // Half of the old value: a unit disturbed by another process neither sets the size alone nor lasts.
-        self.speed = Some(self.speed.map_or(speed, |old| 0.5 * (old + speed)));
+        *known = Some(known.map_or(speed, |old| 0.5 * (old + speed)));
     }
 
     /// The oldest task of the first class other than decode.
@@ -256,7 +270,12 @@ impl Schedule {
 
     fn bulk_unit(&self, id: TaskId) -> Option<Unit> {
         let task = self.tasks.get(&id)?;
-        let room = self.speed.map_or(0.0, |s| s * UNIT_TIME.as_secs_f64());
+        let speed = if task.is_back(task.position) {
+            self.back_speed
+        } else {
+            self.speed
+        };
+        let room = speed.map_or(0.0, |s| s * UNIT_TIME.as_secs_f64());
         let (mut end, mut tokens) = (task.piece, 0);
         for piece in task.shape.pieces.iter().skip(task.piece) {
             tokens += piece;
@@ -372,13 +391,32 @@ mod tests {
     #[test]
     fn classes_go_in_order_and_the_oldest_of_a_class_first() {
         let (mut schedule, now) = (Schedule::default(), Instant::now());
+        let backward = schedule.accept(shape(Class::Backward, 0..2, &[64]));
         let forward = schedule.accept(shape(Class::Forward, 0..1, &[64]));
         let late = schedule.accept(shape(Class::Prefill, 0..1, &[64]));
         let later = schedule.accept(shape(Class::Prefill, 0..1, &[64]));
         let order: Vec<_> = std::iter::from_fn(|| run(&mut schedule, now))
             .map(|(_, who)| who[0])
             .collect();
-        assert_eq!(order, [late, later, forward]);
+        assert_eq!(order, [late, later, forward, backward, backward]);
+    }
+
+    #[test]
+    fn units_of_gradients_have_a_size_of_their_own() {
+        let (mut schedule, now) = (Schedule::default(), Instant::now());
+        let mut there_and_back = shape(Class::Backward, 0..2, &[10; 40]);
+        there_and_back.blocks = vec![0, 0];
+        schedule.accept(there_and_back);
+        let mut sizes = Vec::new();
+        while let Some(unit) = schedule.next(now) {
+            let pieces = unit.members[0].pieces.len();
+            sizes.push((unit.members[0].position, pieces));
+            // 10,000 tokens per second there, 2,000 back.
+            let ms = pieces as u64 * if unit.members[0].position == 0 { 1 } else { 5 };
+            schedule.done(&unit, Duration::from_millis(ms));
+        }
+        assert_eq!(sizes[..3], [(0, 1), (0, 20), (0, 19)]);
+        assert_eq!(sizes[3..6], [(1, 1), (1, 4), (1, 4)]);
     }
 
     #[test]

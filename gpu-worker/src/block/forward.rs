@@ -82,7 +82,8 @@ impl Choice {
             index,
             shares,
         } = self;
-        (index.clear(), shares.clear());
+        index.clear();
+        shares.clear();
         for (token, row) in (0..).zip(weights.chunks_exact(experts)) {
             // A weight that is no number goes on, so that the result is none either.
             if row[expert] != 0.0 {

@@ -83,19 +83,19 @@ mod tests {
         let oracle = [
             (0, 1.0),
             (1, 0.814_617_2),
-            (28, 0.003_211_446_1),
+            (28, 0.003_211_446),
             (29, 0.002_166_570_6),
             (30, 0.001_371_893_7),
             (34, 0.000_178_507_79),
             (35, 9.556_212e-5),
             (36, 7.784_655e-5),
-            (63, 3.068_925_9e-7),
+            (63, 3.068_926e-7),
         ];
         for (k, wanted) in oracle {
             assert_near(frequencies[k], wanted);
         }
         let plain = RopeScaling::None.inverse_frequencies(500_000.0, 128);
-        assert_near(plain[29], 0.002_616_099_1);
+        assert_near(plain[29], 0.002_616_099);
         assert!((35..64).all(|k| frequencies[k] == plain[k] / 8.0));
     }
 

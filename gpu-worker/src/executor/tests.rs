@@ -5,7 +5,7 @@ use kernels::Cpu;
 use shared::block::BlockIndex;
 use shared::dtype::DType;
 use shared::ids::{Generation, PageId};
-use shared::job::{PageCopy, Prompts, SlotRef};
+use shared::job::{JobKind, PageCopy, Prompts, SlotRef};
 use shared::shm::doorbell::Doorbell;
 use shared::shm::segment::MemfdSegment;
 
@@ -13,6 +13,8 @@ use super::*;
 use crate::engine::EngineShape;
 use crate::harness::*;
 use crate::weights::map::MappedWeights;
+
+mod gradients;
 
 const FIRST: Generation = Generation(1);
 
@@ -433,7 +435,7 @@ fn stale_and_unsupported_jobs_are_refused() {
         );
         assert_eq!(
             refused(72, |d| d.kind = JobKind::Backward),
-            JobError::Unsupported { kind: 3 }
+            JobError::BadBody { at: 0 }
         );
         assert_eq!(refused(73, |_| ()), JobError::BadBody { at: 0 });
         let far = |d: &mut JobDescriptor| {

@@ -14,6 +14,8 @@ pub(super) fn slopes(heads: usize) -> Vec<f32> {
 
 #[cfg(test)]
 mod tests {
+    use std::f32::consts::FRAC_1_SQRT_2;
+
     use super::*;
 
     /// Values of transformers.
@@ -28,9 +30,9 @@ mod tests {
         };
         begins(1, &[0.003_906_25]);
         begins(3, &[0.0625, 0.003_906_25, 0.25]);
-        begins(16, &[0.707_106_77, 0.5, 0.353_553_38]);
-        begins(32, &[0.840_896_43, 0.707_106_83, 0.594_603_6]);
-        begins(112, &[0.917_004_05, 0.840_896_43]);
+        begins(16, &[FRAC_1_SQRT_2, 0.5, 0.353_553_38]);
+        begins(32, &[0.840_896_4, FRAC_1_SQRT_2, 0.594_603_6]);
+        begins(112, &[0.917_004_05, 0.840_896_4]);
         let last = &slopes(112)[109..];
         let wanted = [0.019_404_02, 0.017_793_56, 0.016_316_77];
         assert!(
