@@ -68,7 +68,7 @@ pub(in crate::cpu) fn linear_grad(
 #[inline(always)]
 fn widen_rows<const FMA: bool>(weight: &WeightView<'_>, start: usize, out: &mut [f32]) {
     for (row, out) in (start..).zip(out.chunks_exact_mut(weight.inputs())) {
-        weight.row_to_f32(row, out);
+        weight.widen_row(row, out);
     }
 }
 

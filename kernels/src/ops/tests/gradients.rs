@@ -2,6 +2,8 @@
 //! the same bits for a row alone and for a sequence taken in pieces.
 
 use super::*;
+use crate::quant::{int8, nf4};
+use shared::config::QuantType;
 
 fn linear_grad_with(cpu: &mut Cpu, grad: &[f32], weight: WeightView<'_>, rows: usize) -> Vec<f32> {
     let mut out = vec![f32::NAN; rows * weight.inputs()];
@@ -39,6 +41,33 @@ fn linear_grad_equals_its_reference_and_rows_do_not_matter() {
                     .flat_map(|grad| linear_grad_with(&mut cpu, grad, weight, 1))
                     .collect();
                 assert_eq!(bits(&alone), bits(&got), "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn linear_grad_of_a_quantized_matrix_is_that_of_what_it_stands_for() {
+    for (inputs, outputs) in [(64, 16), (100, 37), (352, 128)] {
+        let values = noise(1, inputs * outputs);
+        let (rows, grad) = (5, noise(2, 5 * outputs));
+        for (quant, bytes) in [
+            (QuantType::Int8, int8::encode(&values, inputs)),
+            (QuantType::Nf4, nf4::encode(&values)),
+        ] {
+            for dtype in DTYPES {
+                let weight = WeightView::quantized(quant, dtype, outputs, inputs, &bytes).unwrap();
+                let mut plain = vec![0.0; inputs * outputs];
+                for (index, row) in plain.chunks_mut(inputs).enumerate() {
+                    assert!(weight.row_to_f32(index, row));
+                }
+                let plain = stored(DType::F32, &plain);
+                let plain = WeightView::new(DType::F32, outputs, inputs, &plain).unwrap();
+                for mut cpu in backends() {
+                    let got = linear_grad_with(&mut cpu, &grad, weight, rows);
+                    let wanted = linear_grad_with(&mut cpu, &grad, plain, rows);
+                    assert_eq!(bits(&got), bits(&wanted), "{quant:?} {dtype}");
+                }
             }
         }
     }
