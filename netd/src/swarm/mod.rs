@@ -3,4 +3,7 @@
 
 pub mod announce;
 pub mod placement;
+#[cfg(test)]
+mod simulation;
+pub mod throughput;
 pub mod view;

@@ -1,0 +1,223 @@
+//! When to move for real: upstream's rule with hysteresis and jitter, so that a hundred servers that see the same hole do not all
+//! jump into it. Pure: time is passed in.
+//!
+//! ```text
+//!   settled ── rule says move, own move helps ──> waiting (random time, longer in a large swarm)
+//!      ^                                              │ asked again when it is over, on a fresh view
+//!      ├── no longer wanted, since others moved ──────┤
+//!      └── moved (settling time doubles) <────────────┘ still wanted
+//! ```
+//!
+//! A server that moves announces its new place at once as joining, so those whose wait ends later see it and mostly stay.
+
+use super::{
+    Decision, EPSILON, MoveReason, StayReason, best_start_without, block_throughput, lexicographic,
+    should_choose_other_blocks,
+};
+use crate::swarm::view::ServerSpan;
+use rand::Rng;
+use std::time::Duration;
+
+/// Share of a wait that one server in the swarm adds: about what a neighbour needs to read the swarm and announce itself.
+const WAIT_PER_SERVER: Duration = Duration::from_secs(4);
+/// Longest wait before a move.
+const MAX_WAIT: Duration = Duration::from_secs(600);
+/// Time without a move after a move, at first.
+const MIN_SETTLING: Duration = Duration::from_secs(300);
+/// The same after many moves.
+const MAX_SETTLING: Duration = Duration::from_secs(4 * 3600);
+
+/// Decides over and over whether one server moves. Times are since any fixed moment.
+#[derive(Clone, Debug)]
+pub struct Rebalancer {
+    quality: f64,
+    settled_at: Duration,
+    settling: Duration,
+    waits_until: Option<Duration>,
+}
+
+impl Rebalancer {
+    /// For a server that begins to serve at `now` and moves when the weakest block has less than `quality` of what it could have.
+    #[must_use]
+    pub fn new(quality: f64, now: Duration) -> Self {
+        Self {
+            quality,
+            settled_at: now,
+            settling: MIN_SETTLING,
+            waits_until: None,
+        }
+    }
+
+    /// When to ask again at the latest, if the answer was [`StayReason::Waiting`].
+    #[must_use]
+    pub fn waits_until(&self) -> Option<Duration> {
+        self.waits_until
+    }
+
+    /// Whether `me` moves now; `spans` and `block_count` as for [`should_choose_other_blocks`]. After a [`Decision::Move`] the caller
+    /// moves to [`best_start_without`] and is settled from `now` on.
+    pub fn on_check(
+        &mut self,
+        now: Duration,
+        me: &str,
+        spans: &[ServerSpan],
+        block_count: usize,
+        rng: &mut impl Rng,
+    ) -> Decision {
+        let decision = should_choose_other_blocks(me, spans, block_count, self.quality, rng);
+        let Decision::Move(reason) = decision else {
+            self.waits_until = None;
+            return decision;
+        };
+        if reason == MoveReason::Forced {
+            return decision;
+        }
+        if !helps_alone(me, spans, block_count) {
+            self.waits_until = None;
+            return Decision::Stay(StayReason::NoGain);
+        }
+        // A hole is filled even by one that has just moved: no client gets through before.
+        let hole = reason == MoveReason::Quality(0.0);
+        if !hole && now.saturating_sub(self.settled_at) < self.settling {
+            return Decision::Stay(StayReason::Settling);
+        }
+        let longest =
+            WAIT_PER_SERVER.saturating_mul(u32::try_from(spans.len()).unwrap_or(u32::MAX));
+        let until = *self
+            .waits_until
+            .get_or_insert_with(|| now + longest.min(MAX_WAIT).mul_f64(rng.random_range(0.0..1.0)));
+        if now < until {
+            return Decision::Stay(StayReason::Waiting);
+        }
+        self.waits_until = None;
+        self.settled_at = now;
+        self.settling = (self.settling * 2).min(MAX_SETTLING);
+        decision
+    }
+}
+
+/// Whether the swarm is better after this one move: weakest block first, then the second weakest and so on. Upstream's rule also
+/// moves when only further moves of others would help.
+fn helps_alone(me: &str, spans: &[ServerSpan], block_count: usize) -> bool {
+    let Some(own) = spans.iter().find(|span| span.peer_id == me) else {
+        return false;
+    };
+    let length = own.end.min(block_count).saturating_sub(own.start);
+    let Some(start) = best_start_without(me, spans, block_count, length) else {
+        return false;
+    };
+    let now = block_throughput(spans, block_count);
+    let mut then = now.clone();
+    let rate = own.info.throughput;
+    then[own.start..own.start + length]
+        .iter_mut()
+        .for_each(|block| *block -= rate);
+    then[start..start + length]
+        .iter_mut()
+        .for_each(|block| *block += rate);
+    // Sorted, and without the noise of sums in another order.
+    let sorted = |mut blocks: Vec<f64>| {
+        blocks
+            .iter_mut()
+            .for_each(|block| *block = (*block / EPSILON).round());
+        blocks.sort_unstable_by(f64::total_cmp);
+        blocks
+    };
+    lexicographic(&sorted(then), &sorted(now)).is_gt()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::records::{ServerInfo, ServerState};
+    use rand::SeedableRng;
+    use rand::rngs::StdRng;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn spans(places: &[(usize, usize)]) -> Vec<ServerSpan> {
+        let span = |(peer, &(start, end)): (usize, &(usize, usize))| ServerSpan {
+            peer_id: peer.to_string(),
+            start,
+            end,
+            info: ServerInfo::new(ServerState::Online, 10.0),
+        };
+        places.iter().enumerate().map(span).collect()
+    }
+
+    /// Asks every second until it moves; the time of the move.
+    fn time_of_move(
+        rebalancer: &mut Rebalancer,
+        from: Duration,
+        spans: &[ServerSpan],
+        rng: &mut StdRng,
+    ) -> Option<Duration> {
+        (0..20_000u32).map(|s| from + SECOND * s).find(|now| {
+            matches!(
+                rebalancer.on_check(*now, "0", spans, 8, rng),
+                Decision::Move(_)
+            )
+        })
+    }
+
+    #[test]
+    fn hole_is_filled_after_a_wait_of_seconds_per_server() {
+        let hole = spans(&[(0, 4), (0, 4)]);
+        for seed in 0..50 {
+            let mut rng = StdRng::seed_from_u64(seed);
+            let mut rebalancer = Rebalancer::new(0.75, Duration::ZERO);
+            let first = rebalancer.on_check(Duration::ZERO, "0", &hole, 8, &mut rng);
+            assert_eq!(first, Decision::Stay(StayReason::Waiting));
+            let moved = time_of_move(&mut rebalancer, SECOND, &hole, &mut rng);
+            assert!(
+                moved.is_some_and(|at| at <= WAIT_PER_SERVER * 2 + SECOND),
+                "{moved:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn wish_is_forgotten_when_another_fills_the_hole() {
+        let mut rng = StdRng::seed_from_u64(1);
+        let mut rebalancer = Rebalancer::new(0.75, Duration::ZERO);
+        let hole = spans(&[(0, 4), (0, 4)]);
+        rebalancer.on_check(Duration::ZERO, "0", &hole, 8, &mut rng);
+        assert!(rebalancer.waits_until().is_some());
+        let filled = spans(&[(0, 4), (4, 8)]);
+        let decision = rebalancer.on_check(SECOND, "0", &filled, 8, &mut rng);
+        assert_eq!(decision, Decision::Stay(StayReason::SoleHolder));
+        assert_eq!(rebalancer.waits_until(), None);
+    }
+
+    #[test]
+    fn mere_imbalance_waits_for_the_settling_time_which_doubles() {
+        let uneven = spans(&[(0, 4), (0, 4), (0, 4), (4, 8)]);
+        let mut rng = StdRng::seed_from_u64(1);
+        let mut rebalancer = Rebalancer::new(0.75, Duration::ZERO);
+        let soon = rebalancer.on_check(SECOND, "0", &uneven, 8, &mut rng);
+        assert_eq!(soon, Decision::Stay(StayReason::Settling));
+        let first = time_of_move(&mut rebalancer, SECOND, &uneven, &mut rng).unwrap();
+        assert!(first >= MIN_SETTLING, "{first:?}");
+        let second = time_of_move(&mut rebalancer, first, &uneven, &mut rng).unwrap();
+        assert!(second - first >= MIN_SETTLING * 2, "{second:?}");
+    }
+
+    #[test]
+    fn move_that_helps_only_if_others_follow_is_not_made() {
+        // Two of six would have to move for the weakest block to gain; each of them gains the second weakest.
+        let follow = spans(&[(0, 3), (3, 6), (6, 8), (0, 3), (0, 3), (0, 3)]);
+        assert!(helps_alone("0", &follow, 8));
+        // Moving only mirrors the imbalance.
+        let mirror = spans(&[(0, 4), (4, 8), (0, 4)]);
+        assert!(!helps_alone("0", &mirror, 8));
+        assert!(!helps_alone("9", &mirror, 8));
+    }
+
+    #[test]
+    fn own_record_that_is_missing_changes_nothing() {
+        let mut rng = StdRng::seed_from_u64(1);
+        let mut rebalancer = Rebalancer::new(0.75, Duration::ZERO);
+        let decision = rebalancer.on_check(SECOND, "9", &spans(&[(0, 4)]), 8, &mut rng);
+        assert_eq!(decision, Decision::Stay(StayReason::RecordMissing));
+    }
+}
