@@ -11,9 +11,12 @@
 
 use std::ops::Range;
 
-use super::tile512::{self, Ahead, Line, Panel, STEP, SUMS, Source, no_sums, row_lines};
+use super::tile512::{self, Ahead, Decoded, Line, Panel, STEP, SUMS, Source, no_sums, row_lines};
 use crate::cpu::pool::{Disjoint, Pool};
 use crate::tuning;
+
+/// Lines of a decoded chunk: 4 rows, two lines for each step.
+const DECODED_LINES: usize = 4 * 2 * (tuning::PACKED_CHUNK / STEP);
 
 /// Most rows of a tile.
 const TILE_ROWS: usize = 6;
@@ -144,23 +147,37 @@ impl<S: Source, Scale: Fn(usize) -> f32> Task<'_, S, Scale> {
         };
         // The next strip begins where this one ends; each tile asks for its share.
         let step_bytes = (O * self.row_bytes).div_ceil(steps * tiles.len());
+        let ahead = |index: usize| Ahead {
+            start: self
+                .source
+                .row(output + O)
+                .wrapping_add((index - tiles.start) * steps * step_bytes),
+            step_bytes,
+        };
         for start in (0..steps).step_by(chunk) {
-            let steps_now = start..steps.min(start + chunk);
-            for (index, sums) in tiles.clone().zip(sums.iter_mut()) {
-                let share = (index - tiles.start) * steps * step_bytes;
-                let ahead = Ahead {
-                    start: self.source.row(output + O).wrapping_add(share),
-                    step_bytes,
-                };
-                let steps = steps_now.clone();
-                match self.tiles.range(index).len() {
-                    1 => self.tile::<O, 1>(output, index, steps, ahead, sums),
-                    2 => self.tile::<O, 2>(output, index, steps, ahead, sums),
-                    3 => self.tile::<O, 3>(output, index, steps, ahead, sums),
-                    4 => self.tile::<O, 4>(output, index, steps, ahead, sums),
-                    5 => self.tile::<O, 5>(output, index, steps, ahead, sums),
-                    _ => self.tile::<O, 6>(output, index, steps, ahead, sums),
+            let steps = start..steps.min(start + chunk);
+            let pairs = tiles.clone().zip(sums.iter_mut());
+            if !S::DECODES || tiles.len() == 1 {
+                for (index, sums) in pairs {
+                    let steps = steps.clone();
+                    self.tile_of::<S, O>(self.source, output, index, steps, ahead(index), sums);
                 }
+                continue;
+            }
+            let mut decoded = [tile512::ZEROS; DECODED_LINES];
+            let lines = &mut decoded[..2 * O * steps.len()];
+            let outputs = output..output + O;
+            // SAFETY: the caller of `multiply` has the instruction set, and the source has these rows and steps.
+            unsafe {
+                tile512::decode(self.source, outputs, steps.clone(), self.inputs, lines);
+            }
+            let source = Decoded {
+                lines,
+                first: start,
+                count: steps.len(),
+            };
+            for (index, sums) in pairs {
+                self.tile_of::<Decoded<'_>, O>(source, 0, index, steps.clone(), ahead(index), sums);
             }
         }
         for (index, sums) in tiles.zip(sums.iter()) {
@@ -169,26 +186,28 @@ impl<S: Source, Scale: Fn(usize) -> f32> Task<'_, S, Scale> {
         O
     }
 
-    #[inline(always)]
-    fn tile<const O: usize, const R: usize>(
+    /// Adds the products of `steps` to the sums of tile `index`; `output` is the first row of `source`.
+    fn tile_of<T: Source, const O: usize>(
         &self,
+        source: T,
         output: usize,
         index: usize,
         steps: Range<usize>,
         ahead: Ahead,
         sums: &mut tile512::Sums,
     ) {
-        let lines = row_lines(self.inputs);
-        let first = self.tiles.range(index).start;
+        let (rows, lines) = (self.tiles.range(index), row_lines(self.inputs));
         let panel = Panel {
-            lines: &self.panels[first * lines..(first + R) * lines],
+            lines: &self.panels[rows.start * lines..rows.end * lines],
             inputs: self.inputs,
         };
-        if const { O * R <= SUMS } {
-            // SAFETY: the caller of `multiply` has the instruction set, and the source has these rows and steps.
-            unsafe {
-                tile512::tile::<S, O, R>(self.source, output, panel, steps, ahead, sums);
-            }
+        match rows.len() {
+            1 => tile::<T, O, 1>(source, output, panel, steps, ahead, sums),
+            2 => tile::<T, O, 2>(source, output, panel, steps, ahead, sums),
+            3 => tile::<T, O, 3>(source, output, panel, steps, ahead, sums),
+            4 => tile::<T, O, 4>(source, output, panel, steps, ahead, sums),
+            5 => tile::<T, O, 5>(source, output, panel, steps, ahead, sums),
+            _ => tile::<T, O, 6>(source, output, panel, steps, ahead, sums),
         }
     }
 
@@ -203,5 +222,21 @@ impl<S: Source, Scale: Fn(usize) -> f32> Task<'_, S, Scale> {
                 *out = total + self.bias.map_or(0.0, |bias| bias[output + o]);
             }
         }
+    }
+}
+
+/// A tile, if its sums fit the registers: strips of 8 outputs have one row.
+#[inline(always)]
+fn tile<S: Source, const O: usize, const R: usize>(
+    source: S,
+    output: usize,
+    panel: Panel<'_>,
+    steps: Range<usize>,
+    ahead: Ahead,
+    sums: &mut tile512::Sums,
+) {
+    if const { O * R <= SUMS } {
+        // SAFETY: the caller of `multiply` has the instruction set, and the source has these rows and steps.
+        unsafe { tile512::tile::<S, O, R>(source, output, panel, steps, ahead, sums) };
     }
 }

@@ -47,6 +47,8 @@ pub(super) fn no_sums() -> Sums {
 pub(super) trait Source: Copy + Sync {
     /// Element of the 64 that lies at each place of the two vectors.
     const ORDER: [u8; STEP];
+    /// Whether loading is work: tiles that share a strip then share what was loaded.
+    const DECODES: bool;
 
     /// The two vectors of row `output` in the step `step`, which is whole.
     ///
@@ -84,6 +86,10 @@ pub(super) struct Panel<'a> {
 ///
 /// # Safety
 /// The machine has AVX-512 F, BW, DQ, VL and BF16; `source` has these rows and steps; `panel` holds `R` rows.
+#[allow(
+    clippy::needless_range_loop,
+    reason = "indexes that are constants keep the sums in registers"
+)]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 pub(super) unsafe fn tile<S: Source, const O: usize, const R: usize>(
     source: S,
@@ -193,7 +199,7 @@ pub(super) unsafe fn pack<S: Source>(x: &[f32], inputs: usize, rows: usize, pane
 
 /// An empty panel of `lines` lines in reused memory.
 pub(super) fn resize(memory: &mut Vec<Line>, lines: usize) {
-    memory.resize(lines, Line([0; LINE]));
+    memory.resize(lines, ZEROS);
 }
 
 /// bfloat16 as stored.
@@ -206,6 +212,7 @@ pub(super) struct Bf16<'a> {
 
 impl Source for Bf16<'_> {
     const ORDER: [u8; STEP] = order(1, 1);
+    const DECODES: bool = false;
 
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
@@ -246,6 +253,7 @@ pub(super) struct Int8<'a> {
 impl Source for Int8<'_> {
     // Lanes of two vectors of 16 become the lower and upper halves of one of 32.
     const ORDER: [u8; STEP] = order(16, 32);
+    const DECODES: bool = true;
 
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
@@ -299,6 +307,7 @@ impl Source for Nf4<'_> {
         }
         order
     };
+    const DECODES: bool = true;
 
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
@@ -338,6 +347,80 @@ impl Source for Nf4<'_> {
         self.parts.codes.as_ptr().wrapping_add(start)
     }
 }
+
+/// A chunk of a strip, decoded by [`decode`]; its rows are numbered from 0.
+#[derive(Clone, Copy)]
+pub(super) struct Decoded<'a> {
+    /// `[rows, steps of the chunk, 2]`.
+    pub(super) lines: &'a [Line],
+    /// The steps of the chunk.
+    pub(super) first: usize,
+    pub(super) count: usize,
+}
+
+impl Source for Decoded<'_> {
+    // The inputs are packed in the order of the source that was decoded.
+    const ORDER: [u8; STEP] = order(1, 1);
+    const DECODES: bool = false;
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn load(self, output: usize, step: usize) -> [__m512i; 2] {
+        let p = self
+            .row(output)
+            .wrapping_add((step - self.first) * STEP_BYTES);
+        // SAFETY: the lines of a step of the chunk, as the caller promises.
+        let first = unsafe { load(p) };
+        // SAFETY: as above.
+        [first, unsafe { load(p.wrapping_add(LINE)) }]
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn load_tail(self, output: usize, step: usize, _left: usize) -> [__m512i; 2] {
+        // SAFETY: decoded steps are whole, padded with zeros.
+        unsafe { self.load(output, step) }
+    }
+
+    fn row(self, output: usize) -> *const u8 {
+        let start = output * self.count * STEP_BYTES;
+        self.lines.as_ptr().cast::<u8>().wrapping_add(start)
+    }
+}
+
+/// Decodes `steps` of rows `outputs` of a matrix of `inputs` columns into `lines` `[rows, steps, 2]`.
+///
+/// # Safety
+/// The machine has the instruction set of [`tile`]; the source has these rows and steps.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+pub(super) unsafe fn decode<S: Source>(
+    source: S,
+    outputs: Range<usize>,
+    steps: Range<usize>,
+    inputs: usize,
+    lines: &mut [Line],
+) {
+    let rows = lines.chunks_exact_mut(2 * steps.len());
+    for (output, lines) in outputs.zip(rows) {
+        for (step, lines) in steps.clone().zip(lines.chunks_exact_mut(2)) {
+            let left = inputs - step * STEP;
+            let vectors = if left >= STEP {
+                // SAFETY: a whole step of a row that exists.
+                unsafe { source.load(output, step) }
+            } else {
+                // SAFETY: the last step of a row that exists.
+                unsafe { source.load_tail(output, step, left) }
+            };
+            for (line, vector) in lines.iter_mut().zip(vectors) {
+                // SAFETY: a line is 64 bytes.
+                unsafe { _mm512_storeu_si512(line.0.as_mut_ptr().cast(), vector) };
+            }
+        }
+    }
+}
+
+/// A line of zeros.
+pub(super) const ZEROS: Line = Line([0; LINE]);
 
 /// In each 32 elements: place `2 i` holds element `i`, place `2 i + 1` element `i + distance`; as they are when
 /// `distance` is 1.
