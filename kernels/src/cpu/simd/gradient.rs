@@ -1,9 +1,11 @@
 //! Gradients of matrix products, norms, activations and attention.
 //!
 //! A product with the transposed matrix is summed over its rows from first to last: a few rows are widened to f32 at a time, and
-//! every thread adds their multiples to its own columns. Quantized matrices are decoded the same way, never whole.
+//! every thread adds their multiples to its own columns. Of a plain matrix each thread widens its own columns; a few rows of a quantized
+//! one are decoded by all threads together.
 
 use std::cell::RefCell;
+use std::ops::Range;
 
 use super::elementwise::{moments, normal, tanh_weight};
 use super::lanes::{LANES, dot, exp, mul_add, tree_sum};
@@ -13,18 +15,27 @@ use crate::kv::{KvPages, StepRow};
 use crate::ops::{
     Alibi, AttentionGrad, GeluGrad, GeluKind, LinearGrad, NormGrad, SiluMulGrad, convert,
 };
-use crate::tensor::WeightView;
+use crate::tensor::{Format, WeightView};
 use crate::tuning;
 
 /// Rows of a matrix that are widened at a time.
 const STRIP: usize = 64;
-/// Columns of a piece.
+/// Columns of a tile.
 const COLUMNS: usize = 64;
+/// Columns of a piece of a plain matrix: a strip of them fits the second-level cache.
+const WIDE: usize = 256;
+
+thread_local! {
+    /// A strip of the columns of this thread.
+    static WIDENED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
 
 /// What all pieces of one strip share.
 struct Strip<'a> {
-    /// `[outputs of the strip, inputs]`.
+    /// `[outputs of the strip, stride]`, from column `first` of the matrix.
     weight: &'a [f32],
+    stride: usize,
+    first: usize,
     inputs: usize,
     /// `[rows, outputs]`, from the first output of the strip.
     grad: &'a [f32],
@@ -38,9 +49,11 @@ pub(in crate::cpu) fn linear_grad(
     args: LinearGrad<'_, [f32], WeightView<'_>>,
 ) {
     let (inputs, outputs, rows) = (args.weight.inputs(), args.weight.outputs(), args.rows);
-    let out = &mut args.out[..rows * inputs];
-    out.fill(0.0);
-    let out = Disjoint::new(out);
+    args.out[..rows * inputs].fill(0.0);
+    if let Format::Plain = args.weight.format() {
+        return plain_grad(isa, pool, args);
+    }
+    let out = Disjoint::new(&mut args.out[..rows * inputs]);
     let mut widened = vec![0.0; STRIP.min(outputs) * inputs];
     let weight = args.weight;
     for first in (0..outputs).step_by(STRIP) {
@@ -53,6 +66,8 @@ pub(in crate::cpu) fn linear_grad(
         });
         let strip = Strip {
             weight: widened,
+            stride: inputs,
+            first: 0,
             inputs,
             grad: &args.grad[first..],
             outputs,
@@ -60,8 +75,60 @@ pub(in crate::cpu) fn linear_grad(
         };
         pool.run(inputs.div_ceil(COLUMNS), |index| {
             let (strip, out) = (&strip, &out);
-            per_isa!(isa, add_strip(strip: &Strip<'_>, count: usize, index: usize, out: &Disjoint<'_, f32>))
+            let columns = index * COLUMNS..inputs.min((index + 1) * COLUMNS);
+            per_isa!(isa, add_strip(strip: &Strip<'_>, count: usize, columns: Range<usize>, out: &Disjoint<'_, f32>))
         });
+    }
+}
+
+/// A matrix of plain numbers: every piece widens the columns it needs, and no thread waits for another.
+fn plain_grad(isa: Isa, pool: &mut Pool, args: LinearGrad<'_, [f32], WeightView<'_>>) {
+    let (inputs, rows, weight) = (args.weight.inputs(), args.rows, args.weight);
+    let (grad, out) = (args.grad, Disjoint::new(&mut args.out[..rows * inputs]));
+    pool.run(inputs.div_ceil(WIDE), |index| {
+        let columns = index * WIDE..inputs.min((index + 1) * WIDE);
+        WIDENED.with_borrow_mut(|widened| {
+            let (weight, out) = (&weight, &out);
+            per_isa!(isa, add_columns(weight: &WeightView<'_>, grad: &[f32], rows: usize, columns: Range<usize>, widened: &mut Vec<f32>, out: &Disjoint<'_, f32>))
+        });
+    });
+}
+
+#[inline(always)]
+fn add_columns<const FMA: bool>(
+    weight: &WeightView<'_>,
+    grad: &[f32],
+    rows: usize,
+    columns: Range<usize>,
+    widened: &mut Vec<f32>,
+    out: &Disjoint<'_, f32>,
+) {
+    let (inputs, outputs) = (weight.inputs(), weight.outputs());
+    let size = weight.dtype().size_bytes();
+    widened.resize(STRIP * columns.len(), 0.0);
+    for first in (0..outputs).step_by(STRIP) {
+        let count = STRIP.min(outputs - first);
+        for (row, part) in (first..first + count).zip(widened.chunks_exact_mut(columns.len())) {
+            let (start, end) = (row * inputs + columns.start, row * inputs + columns.end);
+            convert::widen(
+                weight.dtype(),
+                &weight.bytes()[start * size..end * size],
+                part,
+            );
+        }
+        let strip = Strip {
+            weight: widened,
+            stride: columns.len(),
+            first: columns.start,
+            inputs,
+            grad: &grad[first..],
+            outputs,
+            rows,
+        };
+        for start in columns.clone().step_by(COLUMNS) {
+            let columns = start..columns.end.min(start + COLUMNS);
+            add_strip::<FMA>(&strip, count, columns, out);
+        }
     }
 }
 
@@ -76,10 +143,10 @@ fn widen_rows<const FMA: bool>(weight: &WeightView<'_>, start: usize, out: &mut 
 fn add_strip<const FMA: bool>(
     strip: &Strip<'_>,
     count: usize,
-    index: usize,
+    columns: Range<usize>,
     out: &Disjoint<'_, f32>,
 ) {
-    let (start, end) = (index * COLUMNS, strip.inputs.min((index + 1) * COLUMNS));
+    let (start, end) = (columns.start, columns.end);
     let mut row = 0;
     while row < strip.rows {
         let height = if strip.rows - row >= 4 { 4 } else { 1 };
@@ -113,7 +180,7 @@ fn add_tile<const FMA: bool, const R: usize, const W: usize>(
         sums.copy_from_slice(unsafe { out.range((row + r) * strip.inputs + column, W) });
     }
     for o in 0..count {
-        let weight = &strip.weight[o * strip.inputs + column..][..W];
+        let weight = &strip.weight[o * strip.stride + column - strip.first..][..W];
         for (r, sums) in sums.iter_mut().enumerate() {
             let grad = strip.grad[(row + r) * strip.outputs + o];
             for (sum, weight) in sums.iter_mut().zip(weight) {
@@ -343,13 +410,7 @@ fn attend<const FMA: bool>(task: &Task<'_>, number: usize, head: usize, local: &
 impl Local {
     /// Widens keys and values of some positions.
     #[inline(always)]
-    fn load(
-        &mut self,
-        task: &Task<'_>,
-        row: &StepRow<'_>,
-        head: usize,
-        range: std::ops::Range<usize>,
-    ) {
+    fn load(&mut self, task: &Task<'_>, row: &StepRow<'_>, head: usize, range: Range<usize>) {
         let layout = task.pages.layout();
         let (dim, bytes) = (layout.head_dim, layout.vector_bytes());
         for buffer in [
@@ -382,7 +443,7 @@ impl Local {
         q: &[f32],
         grad: &[f32],
         first: usize,
-        seen: std::ops::Range<usize>,
+        seen: Range<usize>,
         divisor: f32,
         bias: impl Fn(usize) -> f32,
         q_grad: &mut [f32],
