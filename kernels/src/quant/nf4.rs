@@ -231,7 +231,7 @@ const fn dynamic() -> [f32; 256] {
 /// are fused with sums, as there; in f64 both are exact enough for the one rounding.
 const fn boundary(i: usize, parts: usize) -> f32 {
     let step = ((1.0f32 - 0.1f32) / parts as f32) as f64;
-    if i < (parts + 1) / 2 {
+    if i < parts.div_ceil(2) {
         (0.1f32 as f64 + step * i as f64) as f32
     } else {
         (1.0 - step * (parts - i) as f64) as f32
