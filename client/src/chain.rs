@@ -2,6 +2,8 @@
 //! servers are given the whole history of its inputs as one long first step, so that the text goes on as if nothing had
 //! happened.
 
+use std::time::Duration;
+
 use netd::p2p::PeerId;
 
 use crate::session::{Hidden, ServerSession, SessionError, StepTiming};
@@ -9,6 +11,13 @@ use crate::swarm::{Swarm, SwarmError};
 
 /// Failures of servers that one step survives.
 const MAX_FAILURES_PER_STEP: usize = 8;
+
+/// Pause after the first server that could not be reached; doubles with each. A server that has just joined may not be
+/// known to the peers that tell its addresses.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+
+/// Longest of these pauses.
+const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
 /// Why a session over the chain cannot go on.
 #[derive(Debug, thiserror::Error)]
@@ -182,6 +191,7 @@ impl<'a> Chain<'a> {
             }
             tracing::warn!(%peer, error = %source, "server cannot be reached, looking for another");
             self.swarm.ban(peer);
+            tokio::time::sleep((FIRST_PAUSE * (1 << (failures - 1))).min(LONGEST_PAUSE)).await;
         }
     }
 

@@ -19,6 +19,10 @@ use shared::exit::ExitReason;
 
 use values::{check_maddrs, model_or_last, seconds};
 
+/// What is logged unless the operator says otherwise. libp2p warns of things that are no trouble here, such as a new swarm
+/// without peers.
+const DEFAULT_LOG: &str = "info,libp2p_swarm=warn,libp2p_kad=error";
+
 const EXIT_CODES: &str = "\
 Exit codes:
    0  did what was asked, or drained after SIGTERM or Ctrl-C
@@ -169,7 +173,7 @@ fn dht(args: DhtArgs, env: Env<'_>) -> Result<Command, String> {
         refresh_period: args.refresh_period,
         startup_timeout: args.startup_timeout,
     };
-    Ok(Command::Dht(config, args.log.resolve(env, "info")))
+    Ok(Command::Dht(config, args.log.resolve(env, DEFAULT_LOG)))
 }
 
 fn generate(mut args: GenerateArgs, env: Env<'_>) -> Result<Command, String> {

@@ -15,7 +15,7 @@ use shared::config::{
 use shared::dtype::DType;
 
 use super::values::{check_maddrs, devices, fault, model_or_last, seconds, size_bytes};
-use super::{Env, LogArgs, runtime_dir};
+use super::{DEFAULT_LOG, Env, LogArgs, runtime_dir};
 
 /// Bootstrap peers of the public swarm (`petals/constants.py`, `PUBLIC_INITIAL_PEERS`).
 const PUBLIC_INITIAL_PEERS: [&str; 6] = [
@@ -331,7 +331,7 @@ pub fn resolve(mut args: ServeArgs, env: Env<'_>) -> Result<(ServeConfig, Vec<St
             hang_timeout: args.hang_timeout,
             start_timeout: args.start_timeout,
         },
-        log: args.log.resolve(env, "info"),
+        log: args.log.resolve(env, DEFAULT_LOG),
         drain_timeout: args.drain_timeout,
         file_limit: args.increase_file_limit,
         end_with: args.end_with,
