@@ -90,6 +90,7 @@ fn service(workers: Workers, draining: watch::Receiver<bool>) -> Service {
         kv_heads: 2,
         head_dim: 16,
         dtype: DType::F32,
+        quant_type: shared::config::QuantType::None,
         block_bytes: 1,
     };
     let limits = Limits {
