@@ -2,7 +2,7 @@
 //! Source: `RoutingTable` and `KBucket` in `hivemind/dht/routing.py`.
 //!
 //! A bucket covers the ids that share its first `depth` bits. A full bucket splits if it holds our own id or if its depth is no
-//! multiple of [`DEPTH_MODULO`]; otherwise the newcomer waits as a replacement while the least recently seen node is pinged.
+//! multiple of `DEPTH_MODULO`; otherwise the newcomer waits as a replacement while the least recently seen node is pinged.
 //!
 //! Invariants: a node id and a PeerID appear at most once among members; our own id never does; at most
 //! [`MAX_NODES`] members (Python has no such bound).

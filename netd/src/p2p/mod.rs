@@ -12,7 +12,7 @@
 //! ```
 //!
 //! Bytes of RPCs never pass through the task of the swarm: a negotiated stream goes straight to the
-//! task that reads or writes it. Everything that a peer can make grow has a bound in [`limits`] or in
+//! task that reads or writes it. Everything that a peer can make grow has a bound in `limits` or in
 //! its [`ProtocolSpec`].
 //!
 //! # Discrepancies
