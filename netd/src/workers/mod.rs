@@ -2,9 +2,11 @@
 //! over the spans of several goes hop by hop through netd, and one worker's output slot is the next one's input slot.
 
 pub mod arena;
+pub mod gradients;
 pub mod link;
 pub mod recovery;
 
+use std::ops::Range;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use shared::block::{BlockIndex, Span};
@@ -74,6 +76,17 @@ impl Computation {
         let (batch, tokens) = self.prompts.unwrap_or_default();
         let width = u64::from(self.hidden) * self.dtype.size_bytes() as u64;
         u64::from(batch) * u64::from(tokens) * width
+    }
+
+    /// The deep prompts of the blocks at these places of the request.
+    fn prompts_of(&self, blocks: &Range<usize>, holds: &Holds) -> Option<Prompts> {
+        let (batch, tokens) = self.prompts?;
+        let slot = gradients::piece(holds.slots.slot(PROMPTS), self.block_prompt_bytes(), blocks);
+        Some(Prompts {
+            slot,
+            batch,
+            tokens,
+        })
     }
 
     /// Slots to reserve: input, output (the two change places from hop to hop), body, and deep prompts if there are any.
@@ -174,7 +187,6 @@ impl Workers {
     ) -> Result<(SlotRef, JobTimes), JobFailure> {
         let (mut input, mut output) = (holds.slots.slot(INPUT), holds.slots.slot(INPUT + 1));
         let blocks = std::mem::take(&mut work.blocks);
-        let prompt_bytes = work.block_prompt_bytes();
         let plan = std::mem::take(&mut work.plan);
         let mut body = body(work, plan, input, output);
         let mut total = JobTimes::default();
@@ -183,19 +195,7 @@ impl Workers {
             let (link, end) = self.hop(&blocks, done).ok_or(JobFailure::WorkerGone)?;
             body.blocks = blocks[done..end].to_vec();
             (body.input, body.output) = (input, output);
-            body.prompts = work.prompts.map(|(batch, tokens)| {
-                let all = holds.slots.slot(PROMPTS);
-                let offset = all.offset + prompt_bytes * done as u64;
-                let slot = SlotRef {
-                    offset,
-                    len: prompt_bytes * (end - done) as u64,
-                };
-                Prompts {
-                    slot,
-                    batch,
-                    tokens,
-                }
-            });
+            body.prompts = work.prompts_of(&(done..end), holds);
             let body = self.write_body(&body, holds.slots.slot(BODY))?;
             let times = link
                 .run(Job {
