@@ -3,6 +3,7 @@
 //!
 //! Conversions of more than [`INLINE_BYTES`] leave the reactor.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -29,7 +30,7 @@ const SHAPES: ShapeLimits = ShapeLimits {
     max_elements: 1 << 31,
 };
 
-/// The named tensors of a forward request or an inference step.
+/// The named tensors of a request or an inference step.
 #[derive(Clone, Debug)]
 pub struct Arguments {
     /// Hidden states, of any shape if there are no elements, else `[batch, tokens, hidden]`.
@@ -50,27 +51,8 @@ impl Arguments {
         structure: Option<&ArgsStructure>,
         is_step: bool,
     ) -> Result<Arguments, Failure> {
-        let arranged;
-        let tensors = match structure {
-            Some(structure) => {
-                arranged = structure.arrange(tensors)?;
-                &arranged[..]
-            }
-            None => tensors,
-        };
-        let (expected, got) = (if is_step { 3 } else { 2 }, tensors.len());
-        let missing = || {
-            let text =
-                format!("not enough values to unpack (expected at least {expected}, got {got})");
-            Failure::bad(text)
-        };
-        if got < expected {
-            return Err(missing());
-        }
-        let parse = |index: usize| {
-            let tensor = tensors.get(index).ok_or_else(missing)?;
-            WireTensor::parse(tensor, SHAPES).map_err(Failure::from)
-        };
+        let tensors = arranged(tensors, structure)?;
+        let parse = parser(&tensors, if is_step { 3 } else { 2 })?;
         let hidden = parse(0)?;
         let prompts = Some(parse(1)?).filter(|tensor| !tensor.is_dummy());
         let hypo_ids = if is_step { hypo_ids(&parse(2)?)? } else { None };
@@ -79,6 +61,24 @@ impl Arguments {
             prompts,
             hypo_ids,
         })
+    }
+
+    /// Names the tensors of a backward request: beside the arguments, the gradient of the output.
+    ///
+    /// # Errors
+    /// With the text for the client: too few tensors, one that cannot be read.
+    pub fn of_backward(
+        tensors: &[Tensor],
+        structure: Option<&ArgsStructure>,
+    ) -> Result<(Arguments, WireTensor), Failure> {
+        let tensors = arranged(tensors, structure)?;
+        let parse = parser(&tensors, 3)?;
+        let arguments = Arguments {
+            hidden: parse(0)?,
+            prompts: Some(parse(2)?).filter(|tensor| !tensor.is_dummy()),
+            hypo_ids: None,
+        };
+        Ok((arguments, parse(1)?))
     }
 
     /// Batch and tokens of hidden states that are to be computed.
@@ -117,7 +117,7 @@ impl Arguments {
     }
 
     /// Sequences and tokens of the prompts, if there are any.
-    fn prompt_shape(
+    pub(super) fn prompt_shape(
         &self,
         blocks: usize,
         batch: u32,
@@ -147,6 +147,36 @@ impl Arguments {
             ))),
         }
     }
+}
+
+/// The arguments in the order of the RPC.
+fn arranged<'a>(
+    tensors: &'a [Tensor],
+    structure: Option<&ArgsStructure>,
+) -> Result<Cow<'a, [Tensor]>, Failure> {
+    Ok(match structure {
+        Some(structure) => Cow::Owned(structure.arrange(tensors)?),
+        None => Cow::Borrowed(tensors),
+    })
+}
+
+/// Reads one of `tensors`, of which there must be `expected` or more.
+fn parser(
+    tensors: &[Tensor],
+    expected: usize,
+) -> Result<impl Fn(usize) -> Result<WireTensor, Failure>, Failure> {
+    let got = tensors.len();
+    let missing = move || {
+        let text = format!("not enough values to unpack (expected at least {expected}, got {got})");
+        Failure::bad(text)
+    };
+    if got < expected {
+        return Err(missing());
+    }
+    Ok(move |index: usize| {
+        let tensor = tensors.get(index).ok_or_else(missing)?;
+        WireTensor::parse(tensor, SHAPES).map_err(Failure::from)
+    })
 }
 
 fn hypo_ids(tensor: &WireTensor) -> Result<Option<Vec<i64>>, Failure> {
@@ -220,7 +250,7 @@ impl Service {
 }
 
 /// Writes `tensor` into slot `index` of `holds`.
-async fn write(
+pub(super) async fn write(
     arena: &ArenaMemory,
     holds: &Arc<Holds>,
     index: usize,
@@ -260,7 +290,12 @@ fn write_now(
     arena.map().write(slot.offset, &scratch).map_err(outside)
 }
 
-async fn read(arena: &ArenaMemory, holds: &Arc<Holds>, slot: SlotRef) -> Result<Bytes, Failure> {
+/// Reads slot `slot` of `holds`.
+pub(super) async fn read(
+    arena: &ArenaMemory,
+    holds: &Arc<Holds>,
+    slot: SlotRef,
+) -> Result<Bytes, Failure> {
     if slot.len <= INLINE_BYTES {
         return read_now(arena, slot);
     }
@@ -282,7 +317,7 @@ fn read_now(arena: &ArenaMemory, slot: SlotRef) -> Result<Bytes, Failure> {
 }
 
 /// Says where a value is not finite, in terms of the request.
-fn explain(what: &str, error: TensorError, tokens: usize, hidden: usize) -> Failure {
+pub(super) fn explain(what: &str, error: TensorError, tokens: usize, hidden: usize) -> Failure {
     let TensorError::NotFinite { index, dtype } = error else {
         return Failure::from(error);
     };

@@ -7,6 +7,7 @@ use libp2p::PeerId;
 use prost::Message;
 use tokio::sync::{mpsc, watch};
 
+use super::forward::Rpc;
 use super::{Failure, Service, forward, inference, info, names, push};
 use crate::p2p::{Inbound, InboundStream, ProtocolKind, ProtocolSpec, UnaryResponder};
 use crate::wire::messages::{PingRequest, PingResponse};
@@ -76,10 +77,14 @@ impl Router {
         let _active = service.as_ref().map(|service| service.registry.enter());
         let outcome = match (protocol, service) {
             (REACHABILITY, _) => self.check(request),
-            (names::BACKWARD, _) => Err(forward::backward_refusal()),
             (_, None) => Err(not_yet()),
             (names::FORWARD, Some(service)) => {
-                return forward::serve_unary(&service, peer, request, responder).await;
+                return forward::serve_unary(&service, Rpc::Forward, peer, request, responder)
+                    .await;
+            }
+            (names::BACKWARD, Some(service)) => {
+                return forward::serve_unary(&service, Rpc::Backward, peer, request, responder)
+                    .await;
             }
             (names::INFO, Some(service)) => info::answer(&service, request),
             (names::PUSH, Some(service)) => push::answer(&service, request),
@@ -95,15 +100,13 @@ impl Router {
         let service = self.service.borrow().clone();
         let _active = service.as_ref().map(|service| service.registry.enter());
         match (protocol, service) {
-            (names::BACKWARD_STREAM, _) => {
-                stream
-                    .fail(&forward::backward_refusal().stream_text())
-                    .await;
-            }
             (_, None) => stream.fail(&not_yet().stream_text()).await,
             (names::INFERENCE, Some(service)) => inference::serve(&service, peer, stream).await,
             (names::FORWARD_STREAM, Some(service)) => {
-                forward::serve_stream(&service, peer, stream).await;
+                forward::serve_stream(&service, Rpc::Forward, peer, stream).await;
+            }
+            (names::BACKWARD_STREAM, Some(service)) => {
+                forward::serve_stream(&service, Rpc::Backward, peer, stream).await;
             }
             _ => stream.fail("not served here").await,
         }

@@ -1,22 +1,41 @@
-//! `rpc_forward` and `rpc_forward_stream`: blocks over whole sequences, without a cache.
+//! `rpc_forward` and `rpc_forward_stream`: blocks over whole sequences, without a cache. [`Rpc`] tells them from those of
+//! [`super::backward`], which travel the same way.
 //!
 //! # Discrepancies
 //! `output_compression` is checked like in Petals and then not used: answers are not compressed, which every client reads.
-//! `rpc_backward` is refused with a text that says so.
 
 use bytes::Bytes;
 use libp2p::PeerId;
 use prost::Message;
+use shared::block::BlockIndex;
 use tokio::time::timeout;
 
 use super::compute::Arguments;
-use super::{Failure, Service};
+use super::{Failure, Service, backward};
 use crate::p2p::{InboundError, InboundStream, UnaryResponder};
 use crate::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
 use crate::wire::metadata::RequestMetadata;
 use crate::wire::stream_parts::{self, PART_BYTES, PartAssembler, PartLimits};
 
-const RPC: &str = "rpc_forward";
+/// What is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rpc {
+    /// Hidden states.
+    Forward,
+    /// Gradients.
+    Backward,
+}
+
+/// A request whose blocks are served and whose metadata is read.
+#[derive(Debug)]
+pub(super) struct Request<'a> {
+    /// The blocks in the order in which they run.
+    pub blocks: Vec<BlockIndex>,
+    /// Its tensors.
+    pub tensors: &'a [Tensor],
+    /// Its metadata, without an adapter.
+    pub metadata: RequestMetadata,
+}
 
 /// Tensors of one request; two are used.
 const MAX_TENSORS: usize = 16;
@@ -27,6 +46,7 @@ const FRAME_ROOM_BYTES: usize = 1 << 20;
 /// Serves one unary call.
 pub async fn serve_unary(
     service: &Service,
+    rpc: Rpc,
     peer: PeerId,
     request: Bytes,
     mut responder: UnaryResponder,
@@ -34,9 +54,8 @@ pub async fn serve_unary(
     let work = async {
         let _held = service.budget.hold(peer, request.len()).await;
         let request = decode(request)?;
-        let output = forward(service, &request.uid, &request.tensors, &request.metadata).await?;
         let response = ExpertResponse {
-            tensors: vec![output],
+            tensors: answer(service, rpc, &request).await?,
             metadata: Bytes::new(),
         };
         Ok(Bytes::from(response.encode_to_vec()))
@@ -51,7 +70,7 @@ pub async fn serve_unary(
 }
 
 /// Serves one stream: parts of tensors up to the caller's end of input, then parts of the answer.
-pub async fn serve_stream(service: &Service, peer: PeerId, stream: InboundStream) {
+pub async fn serve_stream(service: &Service, rpc: Rpc, peer: PeerId, stream: InboundStream) {
     let (mut reader, mut writer) = stream.into_split();
     reader.set_max_frame_bytes((PART_BYTES + FRAME_ROOM_BYTES) as u64);
     let work = async {
@@ -60,15 +79,18 @@ pub async fn serve_stream(service: &Service, peer: PeerId, stream: InboundStream
             None => return Ok(None),
         };
         tokio::select! {
-            output = forward(service, &request.uid, &request.tensors, &request.metadata) => output.map(Some),
+            tensors = answer(service, rpc, &request) => tensors.map(Some),
             _ = reader.recv() => Ok(None),
         }
     };
     let outcome = timeout(service.timeouts.request, work).await;
     match outcome.unwrap_or_else(|_| Err(Failure::timeout())) {
         Ok(None) => {}
-        Ok(Some(output)) => {
-            for part in stream_parts::split(output, PART_BYTES) {
+        Ok(Some(tensors)) => {
+            let parts = tensors
+                .into_iter()
+                .flat_map(|tensor| stream_parts::split(tensor, PART_BYTES));
+            for part in parts {
                 let response = ExpertResponse {
                     tensors: vec![part],
                     metadata: Bytes::new(),
@@ -129,32 +151,44 @@ async fn collect(
     }))
 }
 
-async fn forward(
+/// The tensors that answer `request`.
+async fn answer(
     service: &Service,
-    chain: &str,
-    tensors: &[Tensor],
-    metadata: &[u8],
-) -> Result<Tensor, Failure> {
-    let blocks = service.blocks(chain)?;
-    let metadata = RequestMetadata::parse(metadata, RPC)?;
+    rpc: Rpc,
+    request: &ExpertRequest,
+) -> Result<Vec<Tensor>, Failure> {
+    let blocks = service.blocks(&request.uid)?;
+    let name = match rpc {
+        Rpc::Forward => "rpc_forward",
+        Rpc::Backward => "rpc_backward",
+    };
+    let metadata = RequestMetadata::parse(&request.metadata, name)?;
     if let Some(adapter) = &metadata.active_adapter {
         return Err(Failure::no_adapter(adapter));
     }
+    let request = Request {
+        blocks,
+        tensors: &request.tensors,
+        metadata,
+    };
+    match rpc {
+        Rpc::Forward => forward(service, request).await.map(|output| vec![output]),
+        Rpc::Backward => backward::backward(service, &request).await,
+    }
+}
+
+async fn forward(service: &Service, request: Request<'_>) -> Result<Tensor, Failure> {
+    let metadata = &request.metadata;
     metadata.output_compression(1)?;
-    let arguments = Arguments::of(tensors, metadata.args_structure.as_ref(), false)?;
+    let arguments = Arguments::of(request.tensors, metadata.args_structure.as_ref(), false)?;
     if arguments.hidden.is_dummy() {
         return service.echo(&arguments.hidden);
     }
-    Ok(service.compute(blocks, &arguments, None).await?.0)
+    Ok(service.compute(request.blocks, &arguments, None).await?.0)
 }
 
 /// The request behind a message.
 pub(super) fn decode(message: Bytes) -> Result<ExpertRequest, Failure> {
     ExpertRequest::decode(message)
         .map_err(|error| Failure::bad(format!("cannot read the request: {error}")))
-}
-
-/// What `rpc_backward` answers for now.
-pub fn backward_refusal() -> Failure {
-    Failure::runtime("rpc_backward is not supported yet by this server")
 }

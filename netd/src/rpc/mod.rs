@@ -5,6 +5,7 @@
 //! streams per protocol and peer by [`protocols`], frames by [`Service::max_request_bytes`], bytes held per peer by
 //! [`budget`], batch, tokens and session length by the model's limits, KV memory by admission, arena memory by its queue.
 
+mod backward;
 pub mod budget;
 pub mod compute;
 pub mod dispatch;
@@ -189,7 +190,7 @@ impl Service {
         self.registry.active()
     }
 
-    /// The most bytes of one request: hidden states and prompts as float32, and room for headers.
+    /// The most bytes of one request: hidden states, gradients and prompts as float32, and room for headers.
     pub fn max_request_bytes(&self) -> u64 {
         self.max_request_bytes
     }
@@ -216,12 +217,12 @@ impl Service {
     }
 }
 
-/// Hidden states of the largest batch, prompts of the same size again, both as float32, and room for headers; at least
+/// Hidden states of the largest batch, gradients and prompts of the same size again, all as float32, and room for headers; at least
 /// what a unary call may carry, at most 1 GiB.
 fn request_bytes(facts: &ModelFacts, limits: &Limits, span: Span) -> u64 {
     let hidden = u64::from(limits.max_batch_size) * u64::from(facts.hidden_size) * 4;
     let room = (1 << 20) + 64 * span.block_count() as u64;
-    (2 * hidden + room).clamp(4 << 20, 1 << 30)
+    (3 * hidden + room).clamp(4 << 20, 1 << 30)
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! RPCs over loopback against a worker thread behind real rings.
 
+mod backward;
 mod errors;
 mod recovery;
 pub(crate) mod rig;

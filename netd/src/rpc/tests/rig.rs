@@ -1,8 +1,8 @@
 //! A whole netd but for the swarm: real libp2p over loopback, real rings and a real arena, and a worker that is a thread.
 //!
 //! The worker computes something that can be checked by hand: every element grows by the number of blocks, and element 0 of
-//! a token becomes the sum of element 0 over all tokens of its row up to it, read through the page table. Its pages outlive
-//! its generations, like a kv segment.
+//! a token becomes the sum of element 0 over all tokens of its row up to it, read through the page table; for gradients see
+//! [`compute_gradients`]. Its pages outlive its generations, like a kv segment.
 
 use std::collections::HashMap;
 use std::os::unix::fs::FileExt;
@@ -457,7 +457,39 @@ fn work(
     }
 }
 
+/// The gradient of the input is twice that of the output per block, plus the input itself; the gradient of a prompt is the
+/// prompt, plus 100 × its block, plus 10 × its row.
+fn compute_gradients(body: &JobBody, arena: &ArenaMap) {
+    let (batch, count) = (body.batch as usize, body.blocks.len());
+    let mut values = vec![0f32; batch * body.tokens as usize * HIDDEN];
+    let mut gradients = values.clone();
+    arena.read(body.input.offset, &mut values).unwrap();
+    let output_gradient = body.output_gradient.unwrap();
+    arena.read(output_gradient.offset, &mut gradients).unwrap();
+    for (gradient, value) in gradients.iter_mut().zip(values) {
+        *gradient = *gradient * 2f32.powi(count as i32) + value;
+    }
+    arena.write(body.output.offset, &gradients).unwrap();
+    let Some(prompts) = body.prompts else { return };
+    let row_len = prompts.tokens as usize * HIDDEN;
+    let mut given = vec![0f32; count * prompts.batch as usize * row_len];
+    arena.read(prompts.slot.offset, &mut given).unwrap();
+    let mut result = Vec::new();
+    for (block, rows) in body.blocks.iter().zip(given.chunks(given.len() / count)) {
+        for row in 0..batch {
+            let from = row % prompts.batch as usize * row_len;
+            let values = rows[from..from + row_len].iter();
+            result.extend(values.map(|value| value + (100 * block.0 as usize + 10 * row) as f32));
+        }
+    }
+    let slot = body.prompt_gradient.unwrap();
+    arena.write(slot.offset, &result).unwrap();
+}
+
 fn compute(memory: &Memory, body: &JobBody, arena: &ArenaMap) {
+    if body.kind == JobKind::Backward {
+        return compute_gradients(body, arena);
+    }
     let (batch, tokens) = (body.batch as usize, body.tokens as usize);
     let mut values = vec![0f32; batch * tokens * HIDDEN];
     arena.read(body.input.offset, &mut values).unwrap();

@@ -1,0 +1,97 @@
+//! `rpc_backward` and `rpc_backward_stream`: gradients of the inputs, and of deep prompts if there are any, without a cache.
+//! How they are asked and answered is that of [`super::forward`].
+//!
+//! Nothing is kept between a forward and a backward request: the inputs come again, and the blocks are computed again from
+//! them (petals `block_functions.py`, `run_rpc_backward`). Weights are frozen.
+//!
+//! # Discrepancies
+//! `output_compression` is checked like in Petals and then not used. Gradients that are not finite are refused.
+
+use std::sync::Arc;
+
+use shared::block::BlockIndex;
+use shared::job::JobKind;
+
+use super::compute::{Arguments, explain, read, write};
+use super::forward::Request;
+use super::{Failure, Service};
+use crate::sessions::table::StepPlan;
+use crate::wire::messages::Tensor;
+use crate::wire::tensor::{WireTensor, raw_tensor};
+use crate::workers::gradients::OUTPUT_GRADIENT;
+use crate::workers::link::Holds;
+use crate::workers::{Computation, INPUT, PROMPTS};
+
+/// Gradients of the inputs `[batch, tokens, hidden]` and of the prompts `[blocks, batch, prompt tokens, hidden]`, both in
+/// block dtype.
+pub(super) async fn backward(
+    service: &Service,
+    request: &Request<'_>,
+) -> Result<Vec<Tensor>, Failure> {
+    let structure = request.metadata.args_structure.as_ref();
+    let (arguments, gradient) = Arguments::of_backward(request.tensors, structure)?;
+    let prompts = usize::from(arguments.prompts.is_some());
+    request.metadata.output_compression(1 + prompts)?;
+    if gradient.shape() != arguments.hidden.shape() {
+        return Err(Failure::bad(format!(
+            "grad_outputs must have the shape of the inputs {:?}, got {:?}",
+            arguments.hidden.shape(),
+            gradient.shape()
+        )));
+    }
+    if arguments.hidden.is_dummy() {
+        if arguments.prompts.is_some() {
+            return Err(Failure::bad("prompts need inputs that have elements"));
+        }
+        return Ok(vec![service.echo(&arguments.hidden)?]);
+    }
+    gradients(service, request.blocks.clone(), &arguments, &gradient).await
+}
+
+async fn gradients(
+    service: &Service,
+    blocks: Vec<BlockIndex>,
+    arguments: &Arguments,
+    gradient: &WireTensor,
+) -> Result<Vec<Tensor>, Failure> {
+    let (batch, tokens) = arguments.batch_and_tokens(service)?;
+    let hidden = service.facts.hidden_size;
+    let count = blocks.len();
+    let prompts = arguments.prompt_shape(count, batch, tokens, hidden)?;
+    let dtype = service.facts.dtype;
+    let workers = &service.workers;
+    let work = workers.gradients(Computation {
+        kind: JobKind::Backward,
+        dtype,
+        blocks,
+        batch,
+        tokens,
+        hidden,
+        plan: StepPlan::default(),
+        prompts,
+    })?;
+    let arena = workers.arena();
+    let slots = arena.reserve(&work.sizes()).await?;
+    let holds = Arc::new(Holds { slots, pages: None });
+    let (tokens, hidden) = (tokens as usize, hidden as usize);
+    if let Some(prompts) = &arguments.prompts {
+        let written = write(arena, &holds, PROMPTS, prompts, dtype).await;
+        written.map_err(|error| explain("prompts", error, 0, 0))?;
+    }
+    for (index, tensor, what) in [
+        (INPUT, &arguments.hidden, "hidden states"),
+        (OUTPUT_GRADIENT, gradient, "output gradients"),
+    ] {
+        let written = write(arena, &holds, index, tensor, dtype).await;
+        written.map_err(|error| explain(what, error, tokens, hidden))?;
+    }
+    let result = work.run(workers, &holds).await?;
+    let bytes = read(arena, &holds, result.input).await?;
+    let mut tensors = vec![raw_tensor(arguments.hidden.shape(), dtype.into(), bytes)?];
+    if let (Some(slot), Some((_, length))) = (result.prompts, prompts) {
+        let bytes = read(arena, &holds, slot).await?;
+        let shape = [count, batch as usize, length as usize, hidden];
+        tensors.push(raw_tensor(&shape, dtype.into(), bytes)?);
+    }
+    Ok(tensors)
+}
