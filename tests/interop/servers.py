@@ -28,8 +28,8 @@ class Sepal:
     online_timeout = 60
     # text: `state=ONLINE`; JSON: `"state":"ONLINE"`
     online = re.compile(r'\bstate"?\s*[=:]\s*"?ONLINE\b')
-    # no rpc_backward and no adapters yet
-    skip = ["backward", "ptune", "adapter"]
+    # no adapters yet
+    skip = ["adapter"]
 
     def __init__(self, binary):
         self.binary = binary
