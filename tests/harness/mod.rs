@@ -8,6 +8,7 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
@@ -50,6 +51,7 @@ struct Log {
 pub struct Sepal {
     child: Child,
     log: Arc<Log>,
+    reader: Option<JoinHandle<()>>,
     /// Runtime and cache folder of this process and of those started after it in its place.
     pub dir: Arc<tempfile::TempDir>,
 }
@@ -77,13 +79,18 @@ impl Sepal {
         let log = Arc::new(Log::default());
         let stderr = child.stderr.take().expect("stderr is piped");
         let sink = log.clone();
-        std::thread::spawn(move || {
+        let reader = std::thread::spawn(move || {
             for line in BufReader::new(stderr).lines().map_while(Result::ok) {
                 sink.lines.lock().unwrap().push(line);
                 sink.grown.notify_all();
             }
         });
-        Sepal { child, log, dir }
+        Sepal {
+            child,
+            log,
+            reader: Some(reader),
+            dir,
+        }
     }
 
     /// Starts `sepal serve MODEL` as a new swarm on a free loopback port and waits until it is ONLINE.
@@ -181,11 +188,17 @@ impl Sepal {
         kill(self.pid(), signal).expect("signal the supervisor");
     }
 
-    /// Waits for the end.
+    /// Waits for the end, and for the last line of the log.
     pub fn wait(&mut self) -> ExitStatus {
-        wait_for("sepal to exit", || {
+        let status = wait_for("sepal to exit", || {
             self.child.try_wait().expect("wait for sepal")
-        })
+        });
+        // The children hold the log open until they are gone, which may be a moment after their parent.
+        if let Some(reader) = self.reader.take() {
+            wait_for("the log to end", || reader.is_finished().then_some(()));
+            reader.join().expect("the log is read");
+        }
+        status
     }
 
     /// SIGTERM, and the exit status.
