@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::error::ErrorKind;
-use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use shared::config::{
     DemoConfig, DhtNodeConfig, GenerateConfig, LogConfig, LogFormat, ServeConfig,
 };
@@ -110,10 +110,15 @@ pub type Env<'a> = &'a dyn Fn(&str) -> Option<String>;
 /// # Errors
 /// [`CliError`], to be shown with [`CliError::report`].
 pub fn parse(args: impl IntoIterator<Item = OsString>, env: Env<'_>) -> Result<Command, CliError> {
-    let sepal = Sepal::try_parse_from(args.into_iter().map(underscored)).map_err(CliError)?;
+    let mut cli = Sepal::command();
+    let matches = cli
+        .try_get_matches_from_mut(args.into_iter().map(underscored))
+        .map_err(CliError)?;
+    let sepal = Sepal::from_arg_matches(&matches).map_err(CliError)?;
     match sepal.command {
         Commands::Serve(args) => {
-            let (config, notes) = serve::resolve(*args, env).map_err(CliError::new)?;
+            let notes = notes(&cli, &matches);
+            let config = serve::resolve(*args, env).map_err(CliError::new)?;
             Ok(Command::Serve {
                 config: Box::new(config),
                 notes,
@@ -148,6 +153,13 @@ pub fn parse(args: impl IntoIterator<Item = OsString>, env: Env<'_>) -> Result<C
             bootstrap: args.bootstrap,
         }),
     }
+}
+
+/// A sentence for each flag without effect.
+fn notes(cli: &clap::Command, matches: &clap::ArgMatches) -> Vec<String> {
+    let given = matches.subcommand();
+    let command = given.and_then(|(name, given)| Some((cli.find_subcommand(name)?, given)));
+    command.map_or_else(Vec::new, |(command, given)| serve::notes(command, given))
 }
 
 /// `--block-indices=0:4` becomes `--block_indices=0:4`; values stay as they are.

@@ -1,0 +1,55 @@
+//! Flags of `serve` about its own processes; Petals has none of them.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use shared::config::{FaultPlan, RestartConfig};
+
+use crate::cli::values::{fault, seconds};
+
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case", next_help_heading = "Supervision")]
+pub struct SupervisionArgs {
+    /// Name of this instance [default: the first free number]
+    #[arg(long, value_name = "NAME")]
+    pub(super) instance: Option<String>,
+    /// Folder of the instances [default: $XDG_RUNTIME_DIR/sepal or /tmp/sepal-UID]
+    #[arg(long, value_name = "DIR")]
+    pub(super) runtime_dir: Option<PathBuf>,
+    /// Seconds that running steps get to end after SIGTERM or Ctrl-C
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
+    pub(super) drain_timeout: Duration,
+    /// Seconds without progress after which a busy process is killed and restarted
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
+    pub(super) hang_timeout: Duration,
+    /// Seconds that a process may take to become ready, such as a worker that loads its blocks
+    #[arg(long, value_name = "SECONDS", default_value = "1800", value_parser = seconds)]
+    pub(super) start_timeout: Duration,
+    /// More deaths of one process than this within --restart_window are too many
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    pub(super) max_restarts: u32,
+    /// See --max_restarts, in seconds
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
+    pub(super) restart_window: Duration,
+    /// A fault that each worker inflicts on itself: ACTION@POINT#JOB[xTIMES]
+    #[arg(long, value_name = "FAULT", hide = true, value_parser = fault)]
+    pub(super) inject_fault: Option<FaultPlan>,
+    /// Drain when the process that started this one, which has this id, ends
+    #[arg(long, value_name = "PID", hide = true)]
+    pub(super) end_with: Option<u32>,
+}
+
+impl SupervisionArgs {
+    /// When children are restarted.
+    pub fn restart(&self) -> RestartConfig {
+        RestartConfig {
+            backoff_min: Duration::from_millis(100),
+            backoff_max: Duration::from_secs(30),
+            max_restarts: self.max_restarts,
+            window: self.restart_window,
+            hang_timeout: self.hang_timeout,
+            start_timeout: self.start_timeout,
+        }
+    }
+}
