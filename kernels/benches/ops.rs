@@ -8,7 +8,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use kernels::cpu::pool::Pool;
-use kernels::ops::{Attention, KvAppend, Linear, Rmsnorm, SiluMul, convert};
+use kernels::ops::{Attention, KvAppend, Linear, Lora, LoraPart, Rmsnorm, SiluMul, convert};
 use kernels::{
     Backend, Cpu, DType, KvPages, PAGE_TOKENS, PageLayout, QuantType, StepRow, WeightView, quant,
 };
@@ -60,6 +60,9 @@ fn main() {
     hand_over(threads);
     for (prefix, tokens) in [(127, 1), (2047, 1), (0, 128), (1920, 128)] {
         attention(&mut cpu, prefix, tokens);
+    }
+    for (rank, rows) in [(16, 1), (16, 16), (64, 1), (64, 512)] {
+        lora(&mut cpu, rank, rows);
     }
     elementwise(&mut cpu);
     println!("{}", load());
@@ -259,6 +262,40 @@ fn attention(cpu: &mut Cpu, prefix: usize, tokens: usize) {
         time,
         bytes,
         4 * width * group * pairs,
+    );
+}
+
+/// What an adapter of a 4096x4096 matrix adds to its product.
+fn lora(cpu: &mut Cpu, rank: usize, rows: usize) {
+    let (width, dtype) = (4096, DType::Bf16);
+    let bytes = vec![0x3c; width * rank * dtype.size_bytes()];
+    let view =
+        |outputs, inputs| WeightView::new(dtype, outputs, inputs, &bytes).expect("the size fits");
+    let (x, mut out) = (vec![0.5f32; rows * width], vec![0.5f32; rows * width]);
+    let mut middle = vec![0.0f32; rows * rank];
+    let parts = [LoraPart {
+        first: 0,
+        rows,
+        a: view(rank, width),
+        b: view(width, rank),
+        scale: 0.5,
+    }];
+    let time = median(|| {
+        let args = Lora {
+            x: &x[..],
+            parts: &parts,
+            middle: &mut middle[..],
+            out: &mut out[..],
+            rows,
+            round: dtype,
+        };
+        cpu.lora(args).expect("fits");
+    });
+    print(
+        &format!("lora {dtype} 4096x4096 rank {rank} rows {rows}"),
+        time,
+        2 * bytes.len(),
+        4 * width * rank * rows,
     );
 }
 

@@ -2,8 +2,8 @@
 
 use crate::ops::{
     Add, Attention, AttentionGrad, GateDot, Gather, Gelu, GeluGrad, JoinQkv, KvAppend, Layernorm,
-    Linear, LinearGrad, NormGrad, OpError, PromptAdd, Rmsnorm, Rope, RopeTable, Route, RouteGrad,
-    ScatterAdd, SiluMul, SiluMulGrad, SplitQkv,
+    Linear, LinearGrad, Lora, LoraGrad, NormGrad, OpError, PromptAdd, Rmsnorm, Rope, RopeTable,
+    Route, RouteGrad, ScatterAdd, SiluMul, SiluMulGrad, SplitQkv,
 };
 use crate::tensor::WeightView;
 
@@ -37,6 +37,8 @@ pub trait Backend {
     fn layernorm(&mut self, args: Layernorm<'_, Self::Floats>) -> Result<(), OpError>;
     /// Matrix product.
     fn linear(&mut self, args: Linear<'_, Self::Floats, Self::Matrix<'_>>) -> Result<(), OpError>;
+    /// Adapters beside a matrix product, each over its rows.
+    fn lora(&mut self, args: Lora<'_, Self::Floats, Self::Matrix<'_>>) -> Result<(), OpError>;
     /// Queries, keys and values out of a fused projection.
     fn split_qkv(&mut self, args: SplitQkv<'_, Self::Floats>) -> Result<(), OpError>;
     /// Angles of one step.
@@ -72,6 +74,11 @@ pub trait Backend {
     fn linear_grad(
         &mut self,
         args: LinearGrad<'_, Self::Floats, Self::Matrix<'_>>,
+    ) -> Result<(), OpError>;
+    /// Gradient through adapters.
+    fn lora_grad(
+        &mut self,
+        args: LoraGrad<'_, Self::Floats, Self::Matrix<'_>>,
     ) -> Result<(), OpError>;
     /// Gradient of a norm.
     fn norm_grad(&mut self, args: NormGrad<'_, Self::Floats>) -> Result<(), OpError>;

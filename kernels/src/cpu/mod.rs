@@ -1,5 +1,6 @@
 //! The CPU as a device: dispatch to the instruction set found at start, over a pool of threads.
 
+mod lora;
 pub mod pool;
 mod simd;
 
@@ -7,8 +8,9 @@ use crate::backend::Backend;
 use crate::kv::KvPages;
 use crate::ops::{
     Add, Attention, AttentionGrad, GateDot, Gather, Gelu, GeluGrad, JoinQkv, KvAppend, Layernorm,
-    Linear, LinearGrad, NormGrad, OpError, PromptAdd, Rmsnorm, Rope, RopeTable, Route, RouteGrad,
-    ScatterAdd, SiluMul, SiluMulGrad, SplitQkv, add, check_len, kv_append, qkv, rope, route,
+    Linear, LinearGrad, Lora, LoraGrad, NormGrad, OpError, PromptAdd, Rmsnorm, Rope, RopeTable,
+    Route, RouteGrad, ScatterAdd, SiluMul, SiluMulGrad, SplitQkv, add, check_len, kv_append, qkv,
+    rope, route,
 };
 use crate::tensor::WeightView;
 use pool::Pool;
@@ -20,6 +22,8 @@ pub struct Cpu {
     isa: Isa,
     pool: Pool,
     scratch: simd::Scratch,
+    /// What adapters add to a part of the rows.
+    delta: Vec<f32>,
 }
 
 impl Cpu {
@@ -40,6 +44,7 @@ impl Cpu {
             isa,
             pool: Pool::new(threads),
             scratch: simd::Scratch::default(),
+            delta: Vec::new(),
         }
     }
 
@@ -104,6 +109,18 @@ impl Backend for Cpu {
         Ok(())
     }
 
+    fn lora(&mut self, args: Lora<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
+        args.check()?;
+        lora::lora(
+            self.isa,
+            &mut self.pool,
+            &mut self.scratch,
+            &mut self.delta,
+            args,
+        );
+        Ok(())
+    }
+
     fn split_qkv(&mut self, args: SplitQkv<'_, [f32]>) -> Result<(), OpError> {
         qkv::reference(args)
     }
@@ -161,6 +178,12 @@ impl Backend for Cpu {
     fn linear_grad(&mut self, args: LinearGrad<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
         args.check()?;
         simd::linear_grad(self.isa, &mut self.pool, args);
+        Ok(())
+    }
+
+    fn lora_grad(&mut self, args: LoraGrad<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
+        args.check()?;
+        lora::lora_grad(self.isa, &mut self.pool, &mut self.delta, args);
         Ok(())
     }
 

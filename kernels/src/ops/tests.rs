@@ -3,6 +3,7 @@
 
 use shared::config::QuantType;
 mod gradients;
+mod lora;
 
 use shared::dtype::DType;
 use shared::ids::PageId;

@@ -1,0 +1,125 @@
+//! Adapters on the fast paths of the matrix product and of its gradient: per part two thin products, and one pass that adds
+//! them to the rows. A row has the same bits in any part, as it has in any product.
+
+use super::pool::Pool;
+use super::simd::{self, Isa, Scratch};
+use crate::ops::convert::with_rounding;
+use crate::ops::{Linear, LinearGrad, Lora, LoraGrad};
+use crate::tensor::WeightView;
+use crate::tuning;
+
+pub(super) fn lora(
+    isa: Isa,
+    pool: &mut Pool,
+    scratch: &mut Scratch,
+    delta: &mut Vec<f32>,
+    args: Lora<'_, [f32], WeightView<'_>>,
+) {
+    for part in args.parts {
+        let (inputs, rank, outputs) = (part.a.inputs(), part.a.outputs(), part.b.outputs());
+        let wide = part.first * outputs..(part.first + part.rows) * outputs;
+        grow(delta, wide.len());
+        let product =
+            |pool: &mut Pool, scratch: &mut Scratch, x: &[f32], weight, out: &mut [f32]| {
+                let (bias, rows) = (None, part.rows);
+                simd::linear(
+                    isa,
+                    pool,
+                    scratch,
+                    Linear {
+                        x,
+                        weight,
+                        bias,
+                        out,
+                        rows,
+                    },
+                );
+            };
+        let x = &args.x[part.first * inputs..(part.first + part.rows) * inputs];
+        product(
+            pool,
+            scratch,
+            x,
+            part.a,
+            &mut args.middle[..part.rows * rank],
+        );
+        product(
+            pool,
+            scratch,
+            &args.middle[..part.rows * rank],
+            part.b,
+            &mut delta[..wide.len()],
+        );
+        let (base, dtype, scale) = (args.round, part.a.dtype(), part.scale);
+        let delta = &delta[..wide.len()];
+        add(pool, &mut args.out[wide], delta, |out, delta| {
+            with_rounding!(base, round => with_rounding!(dtype, round_a => {
+                for (out, d) in out.iter_mut().zip(delta) {
+                    *out = round(*out) + round_a(scale * round_a(*d));
+                }
+            }));
+        });
+    }
+}
+
+pub(super) fn lora_grad(
+    isa: Isa,
+    pool: &mut Pool,
+    delta: &mut Vec<f32>,
+    args: LoraGrad<'_, [f32], WeightView<'_>>,
+) {
+    for part in args.parts {
+        let (inputs, rank, outputs) = (part.a.inputs(), part.a.outputs(), part.b.outputs());
+        let wide = part.first * inputs..(part.first + part.rows) * inputs;
+        grow(delta, wide.len());
+        let rows = part.rows;
+        let grad = &args.grad[part.first * outputs..(part.first + rows) * outputs];
+        let out = &mut args.middle[..rows * rank];
+        simd::linear_grad(
+            isa,
+            pool,
+            LinearGrad {
+                grad,
+                weight: part.b,
+                out,
+                rows,
+            },
+        );
+        let (grad, out) = (&args.middle[..rows * rank], &mut delta[..wide.len()]);
+        simd::linear_grad(
+            isa,
+            pool,
+            LinearGrad {
+                grad,
+                weight: part.a,
+                out,
+                rows,
+            },
+        );
+        let scale = part.scale;
+        add(
+            pool,
+            &mut args.out[wide.clone()],
+            &delta[..wide.len()],
+            |out, delta| {
+                for (out, d) in out.iter_mut().zip(delta) {
+                    *out += scale * d;
+                }
+            },
+        );
+    }
+}
+
+fn grow(buffer: &mut Vec<f32>, len: usize) {
+    if buffer.len() < len {
+        buffer.resize(len, 0.0);
+    }
+}
+
+fn add(pool: &mut Pool, out: &mut [f32], delta: &[f32], sum: impl Fn(&mut [f32], &[f32]) + Sync) {
+    let piece = tuning::elementwise_piece(out.len(), pool.threads());
+    pool.chunks(out, piece, |index, out| {
+        let start = index * piece;
+        sum(out, &delta[start..start + out.len()]);
+    });
+}

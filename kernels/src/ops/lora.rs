@@ -1,0 +1,171 @@
+//! Low-rank adapters (LoRA) beside a matrix product, each over its own part of the rows.
+//!
+//! ```text
+//! for the rows of a part:  t = round_a(A round_a(x))    d = round_a(B round_a(t))
+//!                          out = round(out) + round_a(scale d)
+//! gradient:                out = out + scale A^T (B^T grad)                        f32 throughout
+//! ```
+//! `out` holds the product of the adapted matrix, bias included. `round` is that of the block dtype and `round_a` that of the
+//! adapter's matrices: what PEFT rounds in `lora.Linear.forward`. The sum itself is rounded by whoever reads it, as is that of a
+//! plain product. Rows that belong to no part keep their bits.
+
+use shared::dtype::DType;
+
+use super::{OpError, check_len, convert};
+use crate::tensor::WeightView;
+
+/// Consecutive rows and the adapter they go through; `W` is the backend's matrix.
+#[derive(Clone, Debug)]
+pub struct LoraPart<W> {
+    /// First row.
+    pub first: usize,
+    /// Rows.
+    pub rows: usize,
+    /// Into the rank, `[rank, inputs]`.
+    pub a: W,
+    /// Out of the rank, `[outputs, rank]`, of the dtype of `a`.
+    pub b: W,
+    /// Multiplies what comes out.
+    pub scale: f32,
+}
+
+/// Arguments of the product.
+#[derive(Debug)]
+pub struct Lora<'a, F: ?Sized, W> {
+    /// Input of the adapted matrix `[rows, inputs]`.
+    pub x: &'a F,
+    /// The parts, in the order of their rows, without overlap.
+    pub parts: &'a [LoraPart<W>],
+    /// Memory for `t`: `[rows, largest rank]`; its content is unspecified before and after.
+    pub middle: &'a mut F,
+    /// Product of the adapted matrix, and the sum `[rows, outputs]`.
+    pub out: &'a mut F,
+    /// Rows.
+    pub rows: usize,
+    /// Dtype to which the product of the adapted matrix is rounded: the block dtype.
+    pub round: DType,
+}
+
+/// Arguments of its gradient.
+#[derive(Debug)]
+pub struct LoraGrad<'a, F: ?Sized, W> {
+    /// Gradient of the output `[rows, outputs]`.
+    pub grad: &'a F,
+    /// The parts, in the order of their rows, without overlap.
+    pub parts: &'a [LoraPart<W>],
+    /// Memory for `B^T grad`: `[rows, largest rank]`; its content is unspecified before and after.
+    pub middle: &'a mut F,
+    /// Gradient through the adapted matrix, and the sum `[rows, inputs]`.
+    pub out: &'a mut F,
+    /// Rows.
+    pub rows: usize,
+}
+
+impl Lora<'_, [f32], WeightView<'_>> {
+    pub(crate) fn check(&self) -> Result<(), OpError> {
+        let lens = [self.x.len(), self.middle.len(), self.out.len()];
+        check("lora", self.parts, self.rows, lens)
+    }
+}
+
+impl LoraGrad<'_, [f32], WeightView<'_>> {
+    pub(crate) fn check(&self) -> Result<(), OpError> {
+        let lens = [self.out.len(), self.middle.len(), self.grad.len()];
+        check("lora grad", self.parts, self.rows, lens)
+    }
+}
+
+/// `lens`: of what has the width of the inputs, of the rank, of the outputs.
+fn check(
+    op: &'static str,
+    parts: &[LoraPart<WeightView<'_>>],
+    rows: usize,
+    lens: [usize; 3],
+) -> Result<(), OpError> {
+    let shape = |what| OpError::Shape { op, what };
+    let mut next = 0;
+    for part in parts {
+        let (a, b) = (&part.a, &part.b);
+        let fits = |first: &LoraPart<WeightView<'_>>| {
+            first.a.inputs() == a.inputs() && first.b.outputs() == b.outputs()
+        };
+        if a.outputs() != b.inputs() || !parts.first().is_some_and(fits) {
+            return Err(shape("the matrices of the adapters do not go together"));
+        }
+        if a.dtype() != b.dtype() {
+            return Err(shape("the matrices of an adapter differ in dtype"));
+        }
+        if part.first < next || part.rows > rows || part.first > rows - part.rows {
+            return Err(shape(
+                "the parts overlap, are out of order or out of the rows",
+            ));
+        }
+        next = part.first + part.rows;
+        let widths = [a.inputs(), a.outputs(), b.outputs()];
+        for ((what, width), has) in ["inputs", "middle", "outputs"]
+            .into_iter()
+            .zip(widths)
+            .zip(lens)
+        {
+            check_len(op, what, has, rows, width)?;
+        }
+    }
+    Ok(())
+}
+
+/// The definition of [`Lora`].
+pub fn reference(args: Lora<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
+    args.check()?;
+    for part in args.parts {
+        let (inputs, outputs) = (part.a.inputs(), part.b.outputs());
+        let round = |v| convert::round(part.a.dtype(), v);
+        for row in part.first..part.first + part.rows {
+            let x: Vec<f32> = args.x[row * inputs..(row + 1) * inputs]
+                .iter()
+                .map(|&v| round(v))
+                .collect();
+            let t: Vec<f32> = product(&part.a, &x).into_iter().map(round).collect();
+            let out = &mut args.out[row * outputs..(row + 1) * outputs];
+            for (out, d) in out.iter_mut().zip(product(&part.b, &t)) {
+                *out = convert::round(args.round, *out) + round(part.scale * round(d));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The definition of [`LoraGrad`].
+pub fn reference_grad(args: LoraGrad<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
+    args.check()?;
+    for part in args.parts {
+        let (inputs, outputs) = (part.a.inputs(), part.b.outputs());
+        for row in part.first..part.first + part.rows {
+            let t = transposed_product(&part.b, &args.grad[row * outputs..(row + 1) * outputs]);
+            let out = &mut args.out[row * inputs..(row + 1) * inputs];
+            for (out, d) in out.iter_mut().zip(transposed_product(&part.a, &t)) {
+                *out += part.scale * d;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn product(matrix: &WeightView<'_>, x: &[f32]) -> Vec<f32> {
+    let mut weights = vec![0.0; matrix.inputs()];
+    let mut dot = |output| {
+        matrix.row_to_f32(output, &mut weights);
+        weights.iter().zip(x).map(|(w, x)| w * x).sum()
+    };
+    (0..matrix.outputs()).map(&mut dot).collect()
+}
+
+fn transposed_product(matrix: &WeightView<'_>, grad: &[f32]) -> Vec<f32> {
+    let (mut weights, mut sums) = (vec![0.0; matrix.inputs()], vec![0.0; matrix.inputs()]);
+    for (output, grad) in grad.iter().enumerate().take(matrix.outputs()) {
+        matrix.row_to_f32(output, &mut weights);
+        sums.iter_mut()
+            .zip(&weights)
+            .for_each(|(sum, w)| *sum += grad * w);
+    }
+    sums
+}
