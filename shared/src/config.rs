@@ -140,6 +140,11 @@ pub struct NetdConfig {
     pub update_period: Duration,
     /// Lifetime of an announcement; by default twice the period, and at least 3 s.
     pub expiration: Duration,
+    /// Moves to other blocks when the weakest block of the swarm has less than this share of the throughput that it could have
+    /// (`--balance_quality`): 0 never moves, more than 1 at every check.
+    pub balance_quality: f64,
+    /// Mean time between two such checks (`--mean_balance_check_period`); each wait is up to twice as long.
+    pub mean_balance_check_period: Duration,
     /// Largest `max_length` of a session in tokens; `None` = by the model's KV groups (8192 or 2048).
     pub inference_max_length: Option<u32>,
     /// KV budget per block in tokens; `None` = by the model's KV groups (16384 or 4096).

@@ -50,6 +50,8 @@ fn config(folder: &Path, initial_peers: Vec<String>) -> NetdConfig {
         public_name: Some("tests".into()),
         update_period: Duration::from_secs(120),
         expiration: Duration::from_secs(240),
+        balance_quality: 0.0,
+        mean_balance_check_period: Duration::from_secs(60),
         inference_max_length: None,
         attn_cache_tokens: None,
         max_batch_size: None,

@@ -166,6 +166,8 @@ impl ServeArgs {
             public_name: model.public_name.take(),
             update_period: network.update_period,
             expiration: network.expiration(),
+            balance_quality: network.balance_quality,
+            mean_balance_check_period: network.mean_balance_check_period,
             inference_max_length: limits.inference_max_length,
             attn_cache_tokens: limits.attn_cache_tokens,
             max_batch_size: limits.max_batch_size,

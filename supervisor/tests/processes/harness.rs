@@ -49,6 +49,8 @@ pub fn config(script: &str) -> ServeConfig {
             public_name: None,
             update_period: minute,
             expiration: minute,
+            balance_quality: 0.0,
+            mean_balance_check_period: Duration::from_secs(60),
             inference_max_length: None,
             attn_cache_tokens: Some(64),
             max_batch_size: None,

@@ -55,6 +55,20 @@ pub struct NetworkArgs {
     /// Seconds for which an announcement holds [default: twice the period, at least 3]
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub(super) expiration: Option<Duration>,
+    /// Move to other blocks when the weakest block of the swarm has less than this share of what it could have; 0 = never
+    #[arg(long, value_name = "QUALITY", default_value = "0.75", value_parser = quality)]
+    pub(super) balance_quality: f64,
+    /// Mean seconds between two looks at the balance of the swarm
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
+    pub(super) mean_balance_check_period: Duration,
+}
+
+/// What `--balance_quality` may be.
+fn quality(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(quality) if quality.is_finite() && quality >= 0.0 => Ok(quality),
+        _ => Err("give a number of at least 0, such as 0.75".to_owned()),
+    }
 }
 
 /// Where to listen, what to announce, and whom to join; checked.

@@ -35,12 +35,6 @@ pub struct UnusedArgs {
     /// No effect: `sepal status` shows the counters
     #[arg(long, value_name = "SECONDS")]
     stats_report_interval: Option<f64>,
-    /// No effect: this version keeps the blocks it chose
-    #[arg(long, value_name = "QUALITY")]
-    balance_quality: Option<f64>,
-    /// No effect: this version keeps the blocks it chose
-    #[arg(long, value_name = "SECONDS")]
-    mean_balance_check_period: Option<f64>,
     /// No effect: this version makes no such check
     #[arg(long)]
     skip_reachability_check: bool,
