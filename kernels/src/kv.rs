@@ -153,31 +153,28 @@ impl<'a> KvPages<'a> {
     fn offset(&self, page: usize, head: usize, half: usize) -> usize {
         ((page * self.layout.kv_heads + head) * 2 + half) * PAGE_TOKENS * self.layout.vector_bytes()
     }
+}
 
-    /// Checks that every row has pages for all its positions and that every id it will use exists.
-    pub(crate) fn check_rows(&self, rows: &[StepRow<'_>]) -> Result<(), OpError> {
-        for row in rows {
-            let end = row
-                .prefix
-                .checked_add(row.tokens)
-                .ok_or(OpError::TooManyTokens {
-                    tokens: row.tokens,
-                    limit: usize::MAX - row.prefix,
-                })?;
-            let needed = end.div_ceil(PAGE_TOKENS);
-            let used = row.pages.get(..needed).ok_or(OpError::ShortPageTable {
-                tokens: end,
-                pages: row.pages.len(),
+/// Checks that every row has pages for all its positions and that every id it will use is below `pages`.
+pub(crate) fn check_rows(pages: usize, rows: &[StepRow<'_>]) -> Result<(), OpError> {
+    for row in rows {
+        let end = row
+            .prefix
+            .checked_add(row.tokens)
+            .ok_or(OpError::TooManyTokens {
+                tokens: row.tokens,
+                limit: usize::MAX - row.prefix,
             })?;
-            if let Some(&page) = used.iter().find(|&&p| p.0 as usize >= self.pages) {
-                return Err(OpError::NoSuchPage {
-                    page,
-                    pages: self.pages,
-                });
-            }
+        let needed = end.div_ceil(PAGE_TOKENS);
+        let used = row.pages.get(..needed).ok_or(OpError::ShortPageTable {
+            tokens: end,
+            pages: row.pages.len(),
+        })?;
+        if let Some(&page) = used.iter().find(|&&p| p.0 as usize >= pages) {
+            return Err(OpError::NoSuchPage { page, pages });
         }
-        Ok(())
     }
+    Ok(())
 }
 
 /// New tokens of all rows together.
@@ -236,17 +233,9 @@ mod tests {
             prefix,
             pages,
         };
-        assert!(pages.check_rows(&[row(1, 15, &[PageId(1)])]).is_ok());
-        assert!(pages.check_rows(&[row(2, 15, &[PageId(1)])]).is_err());
-        assert!(
-            pages
-                .check_rows(&[row(2, 15, &[PageId(1), PageId(2)])])
-                .is_err()
-        );
-        assert!(
-            pages
-                .check_rows(&[row(2, usize::MAX, &[PageId(1)])])
-                .is_err()
-        );
+        assert!(check_rows(2, &[row(1, 15, &[PageId(1)])]).is_ok());
+        assert!(check_rows(2, &[row(2, 15, &[PageId(1)])]).is_err());
+        assert!(check_rows(2, &[row(2, 15, &[PageId(1), PageId(2)])]).is_err());
+        assert!(check_rows(2, &[row(2, usize::MAX, &[PageId(1)])]).is_err());
     }
 }

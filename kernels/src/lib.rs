@@ -11,9 +11,11 @@
 
 pub mod backend;
 pub mod cpu;
+pub mod cuda;
 pub mod kv;
 pub mod ops;
 pub mod quant;
+pub mod selftest;
 pub mod tensor;
 pub mod tuning;
 

@@ -63,6 +63,12 @@ pub fn attention_is_parallel(multiplications: usize) -> bool {
     multiplications / 8 >= INLINE_NS
 }
 
+/// Threads of a CTA that norms a row: whole warps, about eight elements each. A function of the width alone, as sums depend on it.
+/// Not measured on a device yet.
+pub fn cuda_norm_threads(width: usize) -> u32 {
+    (width.div_ceil(8).next_multiple_of(32) as u32).clamp(32, 512)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

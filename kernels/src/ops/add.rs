@@ -3,7 +3,7 @@
 use shared::dtype::DType;
 
 use super::convert::with_rounding;
-use super::{OpError, check_len};
+use super::{Elements, OpError, check_len};
 
 /// Arguments of `x = round(x + round(y))`; the inner rounding is that of the operation that made `y` in transformers.
 #[derive(Debug)]
@@ -31,7 +31,7 @@ pub struct PromptAdd<'a, F: ?Sized> {
     pub round: DType,
 }
 
-impl Add<'_, [f32]> {
+impl<F: Elements + ?Sized> Add<'_, F> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         check_len("add", "x", self.x.len(), 1, self.len)?;
         check_len("add", "y", self.y.len(), 1, self.len)

@@ -3,7 +3,7 @@
 //! the softmax are f32, the roundings to the cache's dtype are those of transformers (`eager_attention_forward`). With [`Alibi`] the scores
 //! are `round(q K^T / divisor + scale * round(slope * position of the key))`.
 
-use super::{OpError, check_len, convert};
+use super::{Elements, OpError, PagePool, check_len, convert};
 use crate::kv::{KvPages, StepRow, total_tokens};
 
 /// Arguments of attention; `P` is the backend's pages of one block, which hold the new tokens already.
@@ -45,7 +45,7 @@ impl Alibi<'_> {
     }
 }
 
-impl Attention<'_, [f32], KvPages<'_>> {
+impl<F: Elements + ?Sized, P: PagePool> Attention<'_, F, P> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         let layout = self.pages.layout();
         let (tokens, width) = (

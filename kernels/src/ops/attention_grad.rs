@@ -8,7 +8,7 @@
 //! pieces come from the last to the first too. After that the gradients at a position are whole as soon as the query of that
 //! position was taken.
 
-use super::{Alibi, OpError, check_len, convert};
+use super::{Alibi, Elements, OpError, PagePool, check_len, convert};
 use crate::kv::{KvPages, StepRow, total_tokens};
 
 /// Arguments of the gradient; `P` is the backend's pages of one block.
@@ -40,7 +40,7 @@ pub struct AttentionGrad<'a, F: ?Sized, P> {
     pub v_grad: &'a mut F,
 }
 
-impl AttentionGrad<'_, [f32], KvPages<'_>> {
+impl<F: Elements + ?Sized, P: PagePool> AttentionGrad<'_, F, P> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         let (op, layout) = ("attention grad", self.pages.layout());
         let kv = layout.kv_heads * layout.head_dim;

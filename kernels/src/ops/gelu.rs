@@ -8,7 +8,7 @@
 
 use shared::dtype::DType;
 
-use super::{OpError, check_len, convert};
+use super::{Elements, OpError, check_len, convert};
 
 /// Form of the function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,7 +32,7 @@ pub struct Gelu<'a, F: ?Sized> {
     pub round: DType,
 }
 
-impl Gelu<'_, [f32]> {
+impl<F: Elements + ?Sized> Gelu<'_, F> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         check_len("gelu", "x", self.x.len(), 1, self.len)
     }

@@ -10,7 +10,7 @@
 //! ```
 
 use super::gelu::{GeluKind, erf};
-use super::{OpError, check_len};
+use super::{Elements, MatrixShape, OpError, check_len};
 use crate::tensor::WeightView;
 
 /// Arguments of the gradient of a matrix product; `W` is the backend's matrix.
@@ -71,7 +71,7 @@ pub struct GeluGrad<'a, F: ?Sized> {
     pub kind: GeluKind,
 }
 
-impl LinearGrad<'_, [f32], WeightView<'_>> {
+impl<F: Elements + ?Sized, W: MatrixShape> LinearGrad<'_, F, W> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         let (inputs, outputs) = (self.weight.inputs(), self.weight.outputs());
         check_len("linear grad", "grad", self.grad.len(), self.rows, outputs)?;
@@ -79,7 +79,7 @@ impl LinearGrad<'_, [f32], WeightView<'_>> {
     }
 }
 
-impl NormGrad<'_, [f32]> {
+impl<F: Elements + ?Sized> NormGrad<'_, F> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         check_len("norm grad", "x", self.x.len(), self.rows, self.width)?;
         check_len("norm grad", "weight", self.weight.len(), 1, self.width)?;
@@ -87,7 +87,7 @@ impl NormGrad<'_, [f32]> {
     }
 }
 
-impl SiluMulGrad<'_, [f32]> {
+impl<F: Elements + ?Sized> SiluMulGrad<'_, F> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         check_len("silu grad", "gate", self.gate.len(), 1, self.len)?;
         check_len("silu grad", "up", self.up.len(), 1, self.len)?;
@@ -95,7 +95,7 @@ impl SiluMulGrad<'_, [f32]> {
     }
 }
 
-impl GeluGrad<'_, [f32]> {
+impl<F: Elements + ?Sized> GeluGrad<'_, F> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         check_len("gelu grad", "x", self.x.len(), 1, self.len)?;
         check_len("gelu grad", "grad", self.grad.len(), 1, self.len)

@@ -1,6 +1,6 @@
 //! Writes the keys (rotated) and values of the new tokens into the pages of their rows, rounded to the cache's dtype.
 
-use super::{OpError, check_len, convert};
+use super::{Elements, OpError, PagePool, check_len, convert};
 use crate::kv::{KvPages, StepRow, total_tokens};
 
 /// Arguments of the append; `P` is the backend's pages of one block.
@@ -16,7 +16,7 @@ pub struct KvAppend<'a, F: ?Sized, P> {
     pub pages: &'a mut P,
 }
 
-impl KvAppend<'_, [f32], KvPages<'_>> {
+impl<F: Elements + ?Sized, P: PagePool> KvAppend<'_, F, P> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         let layout = self.pages.layout();
         let (tokens, width) = (total_tokens(self.rows), layout.kv_heads * layout.head_dim);

@@ -3,7 +3,7 @@
 
 use shared::dtype::DType;
 
-use super::{OpError, check_len, convert};
+use super::{Elements, OpError, check_len, convert};
 
 /// Arguments of the layer norm.
 #[derive(Debug)]
@@ -26,7 +26,7 @@ pub struct Layernorm<'a, F: ?Sized> {
     pub round: DType,
 }
 
-impl Layernorm<'_, [f32]> {
+impl<F: Elements + ?Sized> Layernorm<'_, F> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         check_len("layernorm", "x", self.x.len(), self.rows, self.width)?;
         check_len("layernorm", "weight", self.weight.len(), 1, self.width)?;

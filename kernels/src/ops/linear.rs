@@ -1,6 +1,6 @@
 //! `out = round(x) weight^T + bias`: the inputs are rounded to the dtype of the weight, products are summed in f32.
 
-use super::{OpError, check_len, convert};
+use super::{Elements, MatrixShape, OpError, check_len, convert};
 use crate::tensor::WeightView;
 
 /// Arguments of a matrix product; `W` is the backend's matrix.
@@ -18,7 +18,7 @@ pub struct Linear<'a, F: ?Sized, W> {
     pub rows: usize,
 }
 
-impl Linear<'_, [f32], WeightView<'_>> {
+impl<F: Elements + ?Sized, W: MatrixShape> Linear<'_, F, W> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         check_len("linear", "x", self.x.len(), self.rows, self.weight.inputs())?;
         check_len(

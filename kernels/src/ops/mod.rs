@@ -38,6 +38,73 @@ pub use silu_mul::SiluMul;
 
 use shared::ids::PageId;
 
+use crate::cuda::GpuError;
+use crate::kv::{self, KvPages, PageLayout, StepRow};
+use crate::tensor::WeightView;
+
+/// What checks must know of memory that holds elements, whatever device it belongs to.
+pub trait Elements {
+    /// Number of elements.
+    fn len(&self) -> usize;
+
+    /// Whether there are none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl Elements for [f32] {
+    fn len(&self) -> usize {
+        self.len()
+    }
+}
+
+/// What checks must know of a matrix, whatever device it belongs to.
+pub trait MatrixShape {
+    /// Features that come out.
+    fn outputs(&self) -> usize;
+
+    /// Features that go in.
+    fn inputs(&self) -> usize;
+}
+
+impl MatrixShape for WeightView<'_> {
+    fn outputs(&self) -> usize {
+        self.outputs()
+    }
+
+    fn inputs(&self) -> usize {
+        self.inputs()
+    }
+}
+
+/// What checks must know of KV pages, whatever device they belong to.
+pub trait PagePool {
+    /// Shape of a page.
+    fn layout(&self) -> PageLayout;
+
+    /// Number of pages.
+    fn pages(&self) -> usize;
+
+    /// Refuses rows that have too few pages, or name one that does not exist.
+    ///
+    /// # Errors
+    /// [`OpError`] naming the first.
+    fn check_rows(&self, rows: &[StepRow<'_>]) -> Result<(), OpError> {
+        kv::check_rows(self.pages(), rows)
+    }
+}
+
+impl PagePool for KvPages<'_> {
+    fn layout(&self) -> PageLayout {
+        self.layout()
+    }
+
+    fn pages(&self) -> usize {
+        self.pages()
+    }
+}
+
 /// Why an operation refused its arguments. Nothing was written.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OpError {
@@ -85,6 +152,9 @@ pub enum OpError {
         /// The limit.
         limit: usize,
     },
+    /// The device failed; what it holds is unspecified.
+    #[error(transparent)]
+    Device(#[from] GpuError),
 }
 
 /// Refuses a buffer of less than `rows * width` elements.

@@ -5,7 +5,7 @@
 //! fused [tokens, kv_heads, group + 2, head_dim]  ->  q [tokens, kv_heads, group, head_dim], k and v [tokens, kv_heads, head_dim]
 //! ```
 
-use super::{OpError, check_len};
+use super::{Elements, OpError, check_len};
 
 /// Arguments of the split.
 #[derive(Debug)]
@@ -28,7 +28,7 @@ pub struct SplitQkv<'a, F: ?Sized> {
     pub head_dim: usize,
 }
 
-impl SplitQkv<'_, [f32]> {
+impl<F: Elements + ?Sized> SplitQkv<'_, F> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         let kv = self.kv_heads * self.head_dim;
         let widths = [

@@ -3,7 +3,7 @@
 
 use shared::dtype::DType;
 
-use super::{OpError, check_len, convert};
+use super::{Elements, OpError, check_len, convert};
 
 /// Arguments of the root-mean-square norm.
 #[derive(Debug)]
@@ -24,7 +24,7 @@ pub struct Rmsnorm<'a, F: ?Sized> {
     pub round: DType,
 }
 
-impl Rmsnorm<'_, [f32]> {
+impl<F: Elements + ?Sized> Rmsnorm<'_, F> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         check_len("rmsnorm", "x", self.x.len(), self.rows, self.width)?;
         check_len("rmsnorm", "weight", self.weight.len(), 1, self.width)?;

@@ -5,7 +5,7 @@
 use shared::dtype::DType;
 
 use super::convert::with_rounding;
-use super::{OpError, check_len};
+use super::{Elements, OpError, check_len};
 use crate::kv::{StepRow, total_tokens};
 
 /// Arguments of the table of one step: cos and sin for every new token.
@@ -40,7 +40,7 @@ pub struct Rope<'a, F: ?Sized> {
     pub inverse: bool,
 }
 
-impl RopeTable<'_, [f32]> {
+impl<F: Elements + ?Sized> RopeTable<'_, F> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         check_len(
             "rope table",
@@ -52,7 +52,7 @@ impl RopeTable<'_, [f32]> {
     }
 }
 
-impl Rope<'_, [f32]> {
+impl<F: Elements + ?Sized> Rope<'_, F> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         if !self.head_dim.is_multiple_of(2) || self.head_dim == 0 {
             return Err(OpError::Shape {

@@ -8,7 +8,7 @@
 
 use shared::dtype::DType;
 
-use super::{OpError, check_len, convert};
+use super::{Elements, OpError, check_len, convert};
 
 /// Arguments of the router.
 #[derive(Debug)]
@@ -55,7 +55,7 @@ pub struct ScatterAdd<'a, F: ?Sized> {
     pub round: DType,
 }
 
-impl Route<'_, [f32]> {
+impl<F: Elements + ?Sized> Route<'_, F> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         if self.chosen == 0 || self.chosen > self.experts {
             return Err(OpError::Shape {

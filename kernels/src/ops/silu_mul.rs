@@ -3,7 +3,7 @@
 
 use shared::dtype::DType;
 
-use super::{OpError, check_len, convert};
+use super::{Elements, OpError, check_len, convert};
 
 /// Arguments of the gate.
 #[derive(Debug)]
@@ -18,7 +18,7 @@ pub struct SiluMul<'a, F: ?Sized> {
     pub round: DType,
 }
 
-impl SiluMul<'_, [f32]> {
+impl<F: Elements + ?Sized> SiluMul<'_, F> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         check_len("silu", "gate", self.gate.len(), 1, self.len)?;
         check_len("silu", "up", self.up.len(), 1, self.len)

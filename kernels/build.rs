@@ -1,0 +1,143 @@
+//! Builds the emulated kernels when the feature `emu` asks for them: every `cuda/*.cu` as C++, each with a table of its
+//! kernels. Without that feature nothing is compiled here: neither CUDA nor a C++ compiler is needed.
+
+fn main() {
+    println!("cargo:rerun-if-changed=cuda");
+    println!("cargo:rerun-if-changed=build.rs");
+    #[cfg(feature = "emu")]
+    emulator::build();
+}
+
+#[cfg(feature = "emu")]
+mod emulator {
+    use std::path::{Path, PathBuf};
+
+    /// `address` or `thread` instruments the kernels; the sanitizer's library must then be preloaded by whoever runs them.
+    const SANITIZE: &str = "SEPAL_EMU_SANITIZE";
+
+    pub fn build() {
+        println!("cargo:rerun-if-env-changed={SANITIZE}");
+        let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets it"));
+        let sources = sources();
+        let mut build = compiler();
+        for (name, source) in &sources {
+            let path = out.join(format!("emu_{name}.cpp"));
+            write(&path, &table_of(name, source));
+            build.file(path);
+        }
+        let tables = out.join("emu_tables.cpp");
+        write(&tables, &all_tables(&sources));
+        build.file(tables).file("cuda/emu/emulator.cpp");
+        build.compile("sepal_emu");
+    }
+
+    fn compiler() -> cc::Build {
+        let mut build = cc::Build::new();
+        build
+            .cpp(true)
+            .std("c++17")
+            .include("cuda")
+            .define("CUDA_CPU", None)
+            .flag("-fno-strict-aliasing")
+            .flag("-ffp-contract=off")
+            .flag("-Wno-unknown-pragmas")
+            .flag("-Wno-unused-function")
+            .flag("-Wno-unused-parameter")
+            .opt_level(2)
+            .flag("-g1");
+        match std::env::var(SANITIZE).as_deref() {
+            Ok("address") => {
+                build.flag("-fsanitize=address,undefined");
+                println!("cargo:rustc-link-lib=dylib=asan");
+                println!("cargo:rustc-link-lib=dylib=ubsan");
+            }
+            Ok("thread") => {
+                build.flag("-fsanitize=thread");
+                println!("cargo:rustc-link-lib=dylib=tsan");
+            }
+            _ => {}
+        }
+        build
+    }
+
+    /// Name and path of each file of kernels.
+    fn sources() -> Vec<(String, PathBuf)> {
+        let entries = std::fs::read_dir("cuda").expect("kernels/cuda is there");
+        let mut sources: Vec<(String, PathBuf)> = entries
+            .map(|entry| entry.expect("an entry of kernels/cuda").path())
+            .filter(|path| path.extension().is_some_and(|e| e == "cu"))
+            .map(|path| {
+                let name = path.file_stem().and_then(|s| s.to_str()).expect("UTF-8");
+                (
+                    name.to_owned(),
+                    path.canonicalize().expect("it was just listed"),
+                )
+            })
+            .collect();
+        sources.sort();
+        sources
+    }
+
+    /// The file, then the table of its kernels.
+    fn table_of(name: &str, source: &Path) -> String {
+        let kernels = kernels_in(&preprocessed(source));
+        assert!(!kernels.is_empty(), "{} has no kernel", source.display());
+        let entries: String = kernels
+            .iter()
+            .map(|k| format!("    EMU_KERNEL({k}),\n"))
+            .collect();
+        format!(
+            "#include \"{}\"\n#include \"emu/fiber.h\"\nstatic const emu::Kernel kernels[] = {{\n{entries}}};\n\
+             extern const emu::Table table_{name};\nconst emu::Table table_{name} = {{kernels, {}}};\n",
+            source.display(),
+            kernels.len()
+        )
+    }
+
+    fn all_tables(sources: &[(String, PathBuf)]) -> String {
+        let declared: String = sources
+            .iter()
+            .map(|(n, _)| format!("extern const emu::Table table_{n};\n"))
+            .collect();
+        let listed: String = sources
+            .iter()
+            .map(|(n, _)| format!("&table_{n}, "))
+            .collect();
+        format!(
+            "#include \"emu/fiber.h\"\n{declared}namespace emu {{\nextern const Table* const tables[];\nextern const unsigned table_count;\n\
+             const Table* const tables[] = {{{listed}}};\nconst unsigned table_count = {};\n}}\n",
+            sources.len()
+        )
+    }
+
+    fn preprocessed(source: &Path) -> String {
+        let text = compiler()
+            .define("EMU_SCAN", None)
+            .file(source)
+            .flag("-xc++")
+            .expand();
+        String::from_utf8_lossy(&text).into_owned()
+    }
+
+    /// Names in `extern "C" emu_global_mark void NAME(`.
+    fn kernels_in(text: &str) -> Vec<String> {
+        let mut names = Vec::new();
+        let parts: Vec<&str> = text.split("emu_global_mark").collect();
+        for pair in parts.windows(2) {
+            if !pair[0].trim_end().ends_with("extern \"C\"") {
+                continue;
+            }
+            let after = pair[1].trim_start().strip_prefix("void");
+            let name = after.and_then(|s| s.split('(').next()).map(str::trim);
+            names.push(
+                name.expect("a kernel is declared as: extern \"C\" __global__ void NAME(")
+                    .to_owned(),
+            );
+        }
+        names
+    }
+
+    fn write(path: &Path, text: &str) {
+        std::fs::write(path, text).expect("OUT_DIR can be written");
+    }
+}

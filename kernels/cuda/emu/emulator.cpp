@@ -1,0 +1,369 @@
+// The scheduler of fibers and the entry from Rust, which has the shape of cuLaunchKernel. See fiber.h.
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <mutex>
+#include <thread>
+
+#include "fiber.h"
+
+#ifdef EMU_TSAN
+extern "C" {
+void* __tsan_get_current_fiber(void);
+void* __tsan_create_fiber(unsigned);
+void __tsan_switch_to_fiber(void*, unsigned);
+void __tsan_acquire(void*);
+void __tsan_release(void*);
+}
+#define EMU_RELEASE(at) __tsan_release(at)
+#define EMU_ACQUIRE(at) __tsan_acquire(at)
+#else
+#define EMU_RELEASE(at) (void)0
+#define EMU_ACQUIRE(at) (void)0
+#endif
+#ifdef EMU_ASAN
+extern "C" {
+void __sanitizer_start_switch_fiber(void**, const void*, size_t);
+void __sanitizer_finish_switch_fiber(void*, const void**, size_t*);
+}
+#endif
+
+namespace emu {
+
+thread_local Fiber* current;
+
+void die(const char* why) {
+    Fiber* f = current;
+    Cta* cta = f->cta;
+    fprintf(stderr, "cuda emulator: %s\n  kernel %s, CTA %u,%u,%u, thread %u,%u,%u\n", why, cta->kernel, cta->index.x,
+            cta->index.y, cta->index.z, f->thread.x, f->thread.y, f->thread.z);
+    int shown = 0;
+    for (auto& other : cta->fibers)
+        if (!other.finished && other.counter && shown++ < 4)
+            fprintf(stderr, "  thread %u waits in %s\n", other.thread.x, other.where);
+    abort();
+}
+
+#if defined(__x86_64__)
+// Saves the registers that a callee keeps, and the stack pointer, and takes those of another fiber.
+__attribute__((naked, noinline)) static void switch_stacks(void**, void*) {
+    asm("pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15\n\t"
+        "movq %rsp, (%rdi); movq %rsi, %rsp\n\t"
+        "popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp; ret");
+}
+#else
+#error "the emulator switches stacks on x86-64 only"
+#endif
+
+static void go(Fiber* from, Fiber* to) {
+    if (from == to) return;
+    from->cta->before = from;
+    current = to;
+#ifdef EMU_TSAN
+    __tsan_switch_to_fiber(to->tsan, 1 /* no synchronisation */);
+#endif
+#ifdef EMU_ASAN
+    __sanitizer_start_switch_fiber(from->finished ? nullptr : &from->fake_stack, to->stack_bottom, to->stack_bytes);
+#endif
+    switch_stacks(&from->stack_pointer, to->stack_pointer);
+#ifdef EMU_ASAN
+    __sanitizer_finish_switch_fiber(from->fake_stack, nullptr, nullptr);
+#endif
+}
+
+EMU_NO_TSAN static bool is_ready(const Fiber& f) { return !f.finished && (!f.counter || *f.counter != f.value); }
+
+// The next fiber that may run after `from`, or null.
+EMU_NO_TSAN static Fiber* pick(Fiber* from) {
+    Cta* cta = from->cta;
+    unsigned count = (unsigned)cta->fibers.size();
+    unsigned start = from == &cta->host ? 0 : (unsigned)(from - cta->fibers.data()) + 1;
+    if (cta->order != 1) {
+        cta->order ^= cta->order << 13;
+        cta->order ^= cta->order >> 7;
+        cta->order ^= cta->order << 17;
+        start = (unsigned)(cta->order % count);
+    }
+    for (unsigned k = 0; k < count; k++) {
+        Fiber& f = cta->fibers[(start + k) % count];
+        if (is_ready(f)) return &f;
+    }
+    return nullptr;
+}
+
+EMU_NO_TSAN static void wait(const unsigned* counter, unsigned value, const char* where) {
+    Fiber* me = current;
+    me->counter = counter;
+    me->value = value;
+    me->where = where;
+    if (*counter == value) {
+        Fiber* next = pick(me);
+        if (!next) die("deadlock: a barrier in divergent code, or lanes missing from a mask");
+        go(me, next);
+    }
+    me->counter = nullptr;
+}
+
+// The meeting of exactly these lanes, a free one if they have none yet.
+EMU_NO_TSAN static Meeting* find_meeting(Warp& warp, unsigned lanes) {
+    for (auto& meeting : warp.meetings)
+        if (meeting.mask == lanes) return &meeting;
+    for (auto& meeting : warp.meetings)
+        if (!meeting.arrived) {
+            meeting.mask = lanes;
+            return &meeting;
+        }
+    die("too many masks of one warp at once");
+}
+
+EMU_NO_TSAN const Message* meet(unsigned mask, const char* what, const void* words, size_t bytes) {
+    Fiber* me = current;
+    Warp& warp = me->cta->warps[me->warp];
+    if (!(mask >> me->lane & 1)) die("a lane is not in the mask that it names");
+    if (mask & warp.exited) die("a mask names a lane that has exited");
+    unsigned lanes = mask & warp.lanes;
+    Meeting* meeting = find_meeting(warp, lanes);
+    if (meeting->arrived && strcmp(meeting->what, what)) die("lanes of one warp meet in different collectives");
+    meeting->what = what;
+    unsigned generation = meeting->generation;
+    memcpy(meeting->messages[generation & 1][me->lane].words, words, bytes);
+    EMU_RELEASE(meeting);
+    if (++meeting->arrived == (unsigned)__builtin_popcount(lanes)) {
+        meeting->arrived = 0;
+        meeting->generation = generation + 1;
+    } else {
+        wait(&meeting->generation, generation, what);
+    }
+    EMU_ACQUIRE(meeting);
+    return meeting->messages[generation & 1];
+}
+
+EMU_NO_TSAN static void pass_barrier(Cta* cta) {
+    cta->arrived = 0;
+    cta->result = cta->votes;
+    cta->votes = 0;
+    cta->generation++;
+}
+
+EMU_NO_TSAN unsigned barrier(bool vote, unsigned line) {
+    Cta* cta = current->cta;
+    if (cta->arrived && cta->line != line) die("threads of one CTA stand at barriers of different lines");
+    cta->line = line;
+    cta->votes += vote;
+    EMU_RELEASE(cta);
+    unsigned generation = cta->generation;
+    if (++cta->arrived == cta->live)
+        pass_barrier(cta);
+    else
+        wait(&cta->generation, generation, "__syncthreads");
+    EMU_ACQUIRE(cta);
+    return cta->result;
+}
+
+// What a fiber runs from its first switch on.
+EMU_NO_TSAN static void entry() {
+    Fiber* me = current;
+    Cta* cta = me->cta;
+#ifdef EMU_ASAN
+    const void* bottom;
+    size_t bytes;
+    __sanitizer_finish_switch_fiber(nullptr, &bottom, &bytes);
+    if (cta->before == &cta->host) {
+        cta->host.stack_bottom = bottom;
+        cta->host.stack_bytes = bytes;
+    }
+#endif
+    EMU_ACQUIRE(&cta->body);
+    cta->body(cta->params);
+    me->finished = true;
+    me->open.clear();
+    me->groups.clear();
+    cta->warps[me->warp].exited |= 1u << me->lane;
+    EMU_RELEASE(&cta->host);
+    if (--cta->live && cta->arrived == cta->live) pass_barrier(cta);
+    if (!cta->live) go(me, &cta->host);
+    Fiber* next = pick(me);
+    if (!next) die("deadlock: threads have exited that others wait for");
+    go(me, next);
+    __builtin_unreachable();
+}
+
+EMU_NO_TSAN static void start_fiber(Cta& cta, unsigned number) {
+    Fiber& f = cta.fibers[number];
+    f.cta = &cta;
+    f.finished = false;
+    f.counter = nullptr;
+    f.thread = {number % cta.size.x, number / cta.size.x % cta.size.y, number / cta.size.x / cta.size.y};
+    f.lane = number % 32;
+    f.warp = number / 32;
+    cta.warps[f.warp].lanes |= 1u << f.lane;
+    // What switch_stacks takes from a stack: six registers, then where to return to; and the return address of entry(), which has none.
+    void** top = reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(f.stack) + STACK_BYTES) & ~uintptr_t(15));
+    *--top = nullptr;
+    *--top = reinterpret_cast<void*>(entry);
+    for (int i = 0; i < 6; i++) *--top = nullptr;
+    f.stack_pointer = top;
+}
+
+EMU_NO_TSAN static void run_cta(Cta& cta) {
+    unsigned count = (unsigned)cta.fibers.size();
+    cta.live = count;
+    cta.arrived = 0;
+    cta.votes = 0;
+    cta.warps.assign((count + 31) / 32, Warp());
+    for (unsigned i = 0; i < count; i++) start_fiber(cta, i);
+    if (cta.shared_bytes) memset(cta.shared, 0xff, cta.shared_bytes);
+    cta.host.cta = &cta;
+    cta.host.finished = false;
+    EMU_RELEASE(&cta.body);
+#ifdef EMU_TSAN
+    cta.host.tsan = __tsan_get_current_fiber();
+#endif
+    current = &cta.host;
+    go(&cta.host, &cta.fibers[0]);
+    EMU_ACQUIRE(&cta.host);
+}
+
+// Stacks of MAX_THREADS fibers and shared memory, kept from launch to launch.
+struct Room {
+    Cta cta;
+    char* stacks;
+    unsigned char* shared;
+    std::vector<Fiber> spare;
+};
+
+static std::mutex rooms_lock;
+static std::vector<Room*> rooms;
+
+static Room* take_room() {
+    {
+        std::lock_guard<std::mutex> guard(rooms_lock);
+        if (!rooms.empty()) {
+            Room* room = rooms.back();
+            rooms.pop_back();
+            return room;
+        }
+    }
+    Room* room = new Room();
+    void* stacks = mmap(nullptr, MAX_THREADS * STACK_BYTES, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    room->shared = static_cast<unsigned char*>(aligned_alloc(1024, MAX_SHARED_BYTES));
+    if (stacks == MAP_FAILED || !room->shared) {
+        fprintf(stderr, "cuda emulator: no memory for the stacks of a CTA\n");
+        abort();
+    }
+    room->stacks = static_cast<char*>(stacks);
+    return room;
+}
+
+static void give_room(Room* room) {
+    std::lock_guard<std::mutex> guard(rooms_lock);
+    rooms.push_back(room);
+}
+
+struct Launch {
+    const Kernel* kernel;
+    dim3 grid, size;
+    size_t shared_bytes;
+    void** params;
+    uint64_t order;
+};
+
+static void seat_fibers(Room& room, size_t count) {
+    auto& fibers = room.cta.fibers;
+    while (fibers.size() > count) {
+        room.spare.push_back(std::move(fibers.back()));
+        fibers.pop_back();
+    }
+    while (fibers.size() < count) {
+        Fiber f;
+        if (room.spare.empty()) {
+#ifdef EMU_TSAN
+            f.tsan = __tsan_create_fiber(0);
+#endif
+        } else {
+            f = std::move(room.spare.back());
+            room.spare.pop_back();
+        }
+        fibers.push_back(std::move(f));
+    }
+    for (size_t i = 0; i < count; i++) {
+        fibers[i].stack = room.stacks + i * STACK_BYTES;
+#ifdef EMU_ASAN
+        fibers[i].stack_bottom = fibers[i].stack;
+        fibers[i].stack_bytes = STACK_BYTES;
+#endif
+    }
+}
+
+// Runs CTAs of the launch until `next` is past the last.
+static void work(const Launch& launch, std::atomic<size_t>& next, size_t ctas) {
+    Room* room = take_room();
+    Cta& cta = room->cta;
+    cta.grid = launch.grid;
+    cta.size = launch.size;
+    cta.kernel = launch.kernel->name;
+    cta.body = launch.kernel->call;
+    cta.params = launch.params;
+    cta.order = launch.order;
+    cta.shared = room->shared;
+    cta.shared_bytes = launch.shared_bytes;
+    seat_fibers(*room, (size_t)launch.size.x * launch.size.y * launch.size.z);
+    for (size_t i; (i = next++) < ctas;) {
+        size_t x = launch.grid.x, y = launch.grid.y;
+        cta.index = {(unsigned)(i % x), (unsigned)(i / x % y), (unsigned)(i / x / y)};
+        run_cta(cta);
+    }
+    give_room(room);
+}
+
+static void run(const Launch& launch, unsigned threads) {
+    size_t ctas = (size_t)launch.grid.x * launch.grid.y * launch.grid.z;
+    std::atomic<size_t> next{0};
+    std::vector<std::thread> others;
+    for (size_t i = 1; i < std::min<size_t>(threads, ctas); i++)
+        others.emplace_back([&] { work(launch, next, ctas); });
+    work(launch, next, ctas);
+    for (auto& thread : others) thread.join();
+}
+
+// Written by build.rs: one table per .cu file.
+extern const Table* const tables[];
+extern const unsigned table_count;
+
+static const Kernel* find(const char* name) {
+    for (unsigned t = 0; t < table_count; t++)
+        for (unsigned k = 0; k < tables[t]->count; k++)
+            if (!strcmp(tables[t]->kernels[k].name, name)) return &tables[t]->kernels[k];
+    return nullptr;
+}
+
+} // namespace emu
+
+// The name of kernel `index` of all, null past the last.
+extern "C" const char* sepal_emu_kernel(unsigned index) {
+    for (unsigned t = 0; t < emu::table_count; t++) {
+        if (index < emu::tables[t]->count) return emu::tables[t]->kernels[index].name;
+        index -= emu::tables[t]->count;
+    }
+    return nullptr;
+}
+
+// Runs a kernel to its end. `params[i]` points to parameter i, of `sizes[i]` bytes. Returns 0; 1 when there is no such kernel; 2 when
+// the parameters are not of its number and sizes; 3 when a device would refuse the grid, the CTA or the shared memory.
+extern "C" int sepal_emu_launch(const char* name, const unsigned* grid, const unsigned* cta, unsigned shared_bytes, void** params,
+                                const unsigned* sizes, unsigned count, unsigned threads, uint64_t order) {
+    const emu::Kernel* kernel = emu::find(name);
+    if (!kernel) return 1;
+    if (kernel->count != count || !std::equal(sizes, sizes + count, kernel->sizes)) return 2;
+    uint64_t in_cta = (uint64_t)cta[0] * cta[1] * cta[2];
+    bool fits = in_cta > 0 && in_cta <= emu::MAX_THREADS && cta[2] <= 64 && shared_bytes <= emu::MAX_SHARED_BYTES;
+    fits = fits && grid[0] > 0 && grid[0] < 0x80000000u && grid[1] > 0 && grid[1] < 65536 && grid[2] > 0 && grid[2] < 65536;
+    if (!fits) return 3;
+    emu::Launch launch{kernel, dim3(grid[0], grid[1], grid[2]), dim3(cta[0], cta[1], cta[2]), shared_bytes, params, order};
+    emu::run(launch, threads ? threads : 1);
+    return 0;
+}

@@ -1,0 +1,93 @@
+//! The rows of a step as kernels read them: one array of words, taken apart by `batch_of` in `common.cuh`.
+//!
+//! ```text
+//! 0 rows   1 tokens   2 at of token_row   3 of token_position   4 of row_prefix   5 of row_table   6 of pages   7 zero
+//! token_row [tokens]   token_position [tokens]   row_prefix [rows]   row_table [rows]   pages
+//! ```
+
+use crate::kv::{PAGE_TOKENS, StepRow, total_tokens};
+use crate::ops::OpError;
+
+/// Words before the arrays.
+const HEADER: usize = 8;
+
+/// Writes the words of `rows` into `words`. Only the pages that positions need are listed.
+///
+/// # Errors
+/// When a number does not fit a word; rows that name pages they do not have are the caller's to refuse.
+pub(super) fn write(rows: &[StepRow<'_>], words: &mut Vec<u32>) -> Result<(), OpError> {
+    let tokens = total_tokens(rows);
+    let arrays = [tokens, tokens, rows.len(), rows.len()];
+    words.clear();
+    words.extend([word(rows.len())?, word(tokens)?]);
+    let mut at = HEADER;
+    for len in arrays {
+        words.push(word(at)?);
+        at = at.saturating_add(len);
+    }
+    words.extend([word(at)?, 0]);
+    for (index, row) in rows.iter().enumerate() {
+        words.extend(std::iter::repeat_n(word(index)?, row.tokens));
+    }
+    for row in rows {
+        let end = word(row.prefix.saturating_add(row.tokens))?;
+        words.extend(word(row.prefix)?..end);
+    }
+    for row in rows {
+        words.push(word(row.prefix)?);
+    }
+    let mut table = 0;
+    for row in rows {
+        words.push(word(table)?);
+        table += used(row);
+    }
+    for row in rows {
+        words.extend(row.pages.iter().take(used(row)).map(|page| page.0));
+    }
+    Ok(())
+}
+
+fn used(row: &StepRow<'_>) -> usize {
+    (row.prefix + row.tokens).div_ceil(PAGE_TOKENS)
+}
+
+fn word(value: usize) -> Result<u32, OpError> {
+    u32::try_from(value).map_err(|_| OpError::TooManyTokens {
+        tokens: value,
+        limit: u32::MAX as usize,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use shared::ids::PageId;
+
+    use super::*;
+
+    #[test]
+    fn arrays_lie_where_the_header_says() {
+        let (first, second) = ([PageId(7), PageId(9)], [PageId(3), PageId(4)]);
+        let rows = [
+            StepRow {
+                tokens: 2,
+                prefix: 15,
+                pages: &first,
+            },
+            StepRow {
+                tokens: 1,
+                prefix: 0,
+                pages: &second,
+            },
+        ];
+        let mut words = vec![1];
+        write(&rows, &mut words).unwrap();
+        assert_eq!(words[..2], [2, 3]);
+        let array = |n: usize, len: usize| &words[words[2 + n] as usize..][..len];
+        assert_eq!(array(0, 3), [0, 0, 1]);
+        assert_eq!(array(1, 3), [15, 16, 0]);
+        assert_eq!(array(2, 2), [15, 0]);
+        assert_eq!(array(3, 2), [0, 2]);
+        assert_eq!(array(4, 3), [7, 9, 3]);
+        assert_eq!(words.len(), HEADER + 3 + 3 + 2 + 2 + 3);
+    }
+}

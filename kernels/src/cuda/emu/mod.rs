@@ -1,0 +1,192 @@
+//! The emulator as a device: `kernels/cuda/emu` runs the same `.cu` files on the CPU, each launch to its end before it returns. Device
+//! memory is host memory at the same address. For tests; built with the feature `emu`, which needs g++.
+
+use std::alloc::Layout;
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::time::Instant;
+
+use super::gpu::{Address, Gpu, GpuError, Launch, Properties};
+
+unsafe extern "C" {
+    fn sepal_emu_kernel(index: c_uint) -> *const c_char;
+    fn sepal_emu_launch(
+        name: *const c_char,
+        grid: *const c_uint,
+        cta: *const c_uint,
+        shared_bytes: c_uint,
+        params: *mut *mut c_void,
+        sizes: *const c_uint,
+        count: c_uint,
+        threads: c_uint,
+        order: u64,
+    ) -> c_int;
+}
+
+/// Alignment of device memory.
+const ALIGNMENT: usize = 256;
+
+/// The emulated device.
+#[derive(Debug)]
+pub struct Emu {
+    threads: u32,
+    order: u64,
+    properties: Properties,
+}
+
+impl Emu {
+    /// A device whose CTAs run on `threads` threads of the host.
+    pub fn new(threads: usize) -> Emu {
+        Emu::with_order(threads, 1)
+    }
+
+    /// The same; the threads of a CTA take turns in an order drawn from `seed` (1: one after the other).
+    pub fn with_order(threads: usize, seed: u64) -> Emu {
+        Emu {
+            threads: u32::try_from(threads).unwrap_or(1).max(1),
+            order: seed.max(1),
+            properties: Properties {
+                name: "emulator".to_owned(),
+                architecture: 80,
+                multiprocessors: 4,
+                shared_bytes: 99 * 1024,
+                image: "C++".to_owned(),
+            },
+        }
+    }
+}
+
+/// Names of all kernels that the emulator runs.
+pub fn kernels() -> Vec<String> {
+    // SAFETY: any index may be asked for; names are static.
+    let name = |index| unsafe { sepal_emu_kernel(index) };
+    (0..)
+        .map(name)
+        .take_while(|name| !name.is_null())
+        // SAFETY: not null, so a static C string.
+        .map(|name| {
+            unsafe { CStr::from_ptr(name) }
+                .to_string_lossy()
+                .into_owned()
+        })
+        .collect()
+}
+
+fn pointer(at: Address) -> *mut u8 {
+    std::ptr::with_exposed_provenance_mut(at.0 as usize)
+}
+
+impl Gpu for Emu {
+    type Event = Instant;
+
+    fn allocate(&self, bytes: usize) -> Result<Address, GpuError> {
+        let layout = Layout::from_size_align(bytes, ALIGNMENT)
+            .map_err(|_| GpuError::OutOfMemory { bytes })?;
+        // SAFETY: `bytes` is not 0, as the trait says.
+        let start = unsafe { std::alloc::alloc(layout) };
+        if start.is_null() {
+            return Err(GpuError::OutOfMemory { bytes });
+        }
+        // Freshly allocated memory reads as NaN.
+        // SAFETY: `start` begins `bytes` bytes of ours.
+        unsafe { start.write_bytes(0xff, bytes) };
+        Ok(Address(start.expose_provenance() as u64))
+    }
+
+    unsafe fn release(&self, at: Address, bytes: usize) {
+        if let Ok(layout) = Layout::from_size_align(bytes, ALIGNMENT) {
+            // SAFETY: allocated above with this layout, says the caller.
+            unsafe { std::alloc::dealloc(pointer(at), layout) };
+        }
+    }
+
+    unsafe fn write(&self, from: &[u8], to: Address) -> Result<(), GpuError> {
+        // SAFETY: the caller's; a slice of the host does not overlap device memory.
+        unsafe { pointer(to).copy_from_nonoverlapping(from.as_ptr(), from.len()) };
+        Ok(())
+    }
+
+    unsafe fn read(&self, from: Address, to: &mut [u8]) -> Result<(), GpuError> {
+        // SAFETY: the caller's; a slice of the host does not overlap device memory.
+        unsafe {
+            to.as_mut_ptr()
+                .copy_from_nonoverlapping(pointer(from), to.len())
+        };
+        Ok(())
+    }
+
+    unsafe fn copy(&self, from: Address, to: Address, bytes: usize) -> Result<(), GpuError> {
+        // SAFETY: the caller's.
+        unsafe { pointer(to).copy_from_nonoverlapping(pointer(from), bytes) };
+        Ok(())
+    }
+
+    unsafe fn fill(&self, at: Address, value: u8, bytes: usize) -> Result<(), GpuError> {
+        // SAFETY: the caller's.
+        unsafe { pointer(at).write_bytes(value, bytes) };
+        Ok(())
+    }
+
+    unsafe fn launch(&self, mut launch: Launch) -> Result<(), GpuError> {
+        let kernel = launch.kernel;
+        let bad = |what| GpuError::BadLaunch { kernel, what };
+        if launch.params.too_large() {
+            return Err(bad("a parameter does not fit"));
+        }
+        let name = CString::new(kernel).map_err(|_| GpuError::NoKernel(kernel))?;
+        let sizes = launch.params.sizes().to_vec();
+        let mut params: Vec<*mut c_void> = launch
+            .params
+            .words()
+            .iter_mut()
+            .map(|word| std::ptr::from_mut(word).cast())
+            .collect();
+        let count = c_uint::try_from(sizes.len()).unwrap_or(c_uint::MAX);
+        // SAFETY: arrays of the lengths that are named with them, which live until the call returns; what the parameters point to
+        // is the caller's.
+        let status = unsafe {
+            sepal_emu_launch(
+                name.as_ptr(),
+                launch.grid.as_ptr(),
+                launch.cta.as_ptr(),
+                launch.shared_bytes,
+                params.as_mut_ptr(),
+                sizes.as_ptr(),
+                count,
+                self.threads,
+                self.order,
+            )
+        };
+        match status {
+            0 => Ok(()),
+            1 => Err(GpuError::NoKernel(kernel)),
+            2 => Err(bad("the parameters are not those of its declaration")),
+            _ => Err(bad(
+                "a grid, a CTA or shared memory beyond what devices have",
+            )),
+        }
+    }
+
+    fn wait(&self) -> Result<(), GpuError> {
+        Ok(())
+    }
+
+    fn record(&self) -> Result<Instant, GpuError> {
+        Ok(Instant::now())
+    }
+
+    fn seconds(&self, begin: &Instant, end: &Instant) -> Result<f64, GpuError> {
+        Ok(end.saturating_duration_since(*begin).as_secs_f64())
+    }
+
+    fn memory(&self) -> Result<(usize, usize), GpuError> {
+        const BYTES: usize = 8 << 30;
+        Ok((BYTES, BYTES))
+    }
+
+    fn properties(&self) -> &Properties {
+        &self.properties
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,49 @@
+//! What the emulator refuses.
+
+use super::*;
+use crate::cuda::gpu::Params;
+
+fn launch(kernel: &'static str, cta: u32, params: Params) -> Result<(), GpuError> {
+    let launch = Launch {
+        kernel,
+        grid: [1, 1, 1],
+        cta: [cta, 1, 1],
+        shared_bytes: 128,
+        params,
+    };
+    // SAFETY: each of these is refused before a kernel runs.
+    unsafe { Emu::new(1).launch(launch) }
+}
+
+#[test]
+fn kernels_are_found_in_their_files() {
+    let names = kernels();
+    for name in ["rmsnorm_f32", "rmsnorm_bf16", "rmsnorm_f16"] {
+        assert!(names.iter().any(|n| n == name), "{name} in {names:?}");
+    }
+}
+
+#[test]
+fn launches_that_do_not_fit_the_declaration_are_refused() {
+    let none = launch("no_such_kernel", 32, Params::new());
+    assert_eq!(none, Err(GpuError::NoKernel("no_such_kernel")));
+    let pointers = Params::new()
+        .address(Address(256))
+        .address(Address(256))
+        .address(Address(256));
+    let good = pointers.count(8).float(0.0);
+    for (params, cta) in [
+        (pointers, 32),
+        (pointers.wide(8).float(0.0), 32),
+        (good.count(1), 32),
+        (pointers.count(1 << 32).float(0.0), 32),
+        (good, 2048),
+        (good, 0),
+    ] {
+        let refused = launch("rmsnorm_f32", cta, params);
+        assert!(
+            matches!(refused, Err(GpuError::BadLaunch { .. })),
+            "{refused:?}"
+        );
+    }
+}

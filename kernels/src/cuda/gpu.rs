@@ -1,0 +1,268 @@
+//! The seam between the CUDA backend and what runs its kernels: the driver ([`super::driver`]) or the emulator
+//! ([`super::emu`]). Everything is enqueued in one order; [`Gpu::read`] and [`Gpu::wait`] are where the host waits.
+
+use super::memory::Floats;
+
+/// An address in device memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Address(pub u64);
+
+impl Address {
+    /// The address `bytes` further on.
+    pub fn offset(self, bytes: usize) -> Address {
+        Address(self.0.wrapping_add(bytes as u64))
+    }
+}
+
+/// Why the device did not do what it was asked. Everything but [`OutOfMemory`](GpuError::OutOfMemory) at start is final for the process.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum GpuError {
+    /// There is not so much memory left.
+    #[error("no device memory for {bytes} bytes")]
+    OutOfMemory {
+        /// Bytes asked for.
+        bytes: usize,
+    },
+    /// A kernel that no image has.
+    #[error("there is no kernel {0}")]
+    NoKernel(&'static str),
+    /// A launch with parameters, a grid or shared memory that the kernel does not take.
+    #[error("launch {kernel}: {what}")]
+    BadLaunch {
+        /// The kernel.
+        kernel: &'static str,
+        /// What is wrong.
+        what: &'static str,
+    },
+    /// The driver reported an error.
+    #[error("{call}: {name} ({code})")]
+    Driver {
+        /// The driver's function.
+        call: &'static str,
+        /// Name of the error.
+        name: &'static str,
+        /// Its number.
+        code: u32,
+    },
+}
+
+/// One kernel launch.
+#[derive(Clone, Copy, Debug)]
+pub struct Launch {
+    /// Its `extern "C"` name.
+    pub kernel: &'static str,
+    /// CTAs.
+    pub grid: [u32; 3],
+    /// Threads of a CTA.
+    pub cta: [u32; 3],
+    /// Dynamic shared memory.
+    pub shared_bytes: u32,
+    /// What the kernel is given.
+    pub params: Params,
+}
+
+/// Most parameters of a kernel.
+pub const MAX_PARAMS: usize = 24;
+
+/// Parameters of a kernel, in the order of its declaration. Each call appends one.
+///
+/// A pointer is written down as a number: whoever launches keeps the buffers borrowed until the launch is enqueued, and the pool gives
+/// memory to nobody else before what was enqueued has run.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Params {
+    words: [u64; MAX_PARAMS],
+    bytes: [u32; MAX_PARAMS],
+    count: usize,
+    too_large: bool,
+}
+
+impl Params {
+    /// No parameters yet.
+    pub fn new() -> Params {
+        Params::default()
+    }
+
+    /// `const float*`.
+    #[must_use]
+    pub fn read(self, values: &Floats) -> Params {
+        self.address(values.address())
+    }
+
+    /// `float*`.
+    #[must_use]
+    pub fn write(self, values: &mut Floats) -> Params {
+        self.address(values.address())
+    }
+
+    /// Any pointer.
+    #[must_use]
+    pub fn address(self, at: Address) -> Params {
+        self.push(at.0, 8)
+    }
+
+    /// `const float*`, null when there is none.
+    #[must_use]
+    pub fn read_optional(self, values: Option<&Floats>) -> Params {
+        self.address(values.map_or(Address(0), Floats::address))
+    }
+
+    /// `uint32_t`; the launch is refused when it does not fit.
+    #[must_use]
+    pub fn count(mut self, value: usize) -> Params {
+        self.too_large |= u32::try_from(value).is_err();
+        self.push(value as u64 & 0xffff_ffff, 4)
+    }
+
+    /// `uint64_t`.
+    #[must_use]
+    pub fn wide(self, value: usize) -> Params {
+        self.push(value as u64, 8)
+    }
+
+    /// `float`.
+    #[must_use]
+    pub fn float(self, value: f32) -> Params {
+        self.push(u64::from(value.to_bits()), 4)
+    }
+
+    fn push(mut self, word: u64, bytes: u32) -> Params {
+        match (
+            self.words.get_mut(self.count),
+            self.bytes.get_mut(self.count),
+        ) {
+            (Some(slot), Some(size)) => (*slot, *size) = (word, bytes),
+            _ => self.too_large = true,
+        }
+        self.count = (self.count + 1).min(MAX_PARAMS);
+        self
+    }
+
+    /// The values, little-endian at the start of each word.
+    pub(super) fn words(&mut self) -> &mut [u64] {
+        &mut self.words[..self.count]
+    }
+
+    /// Their sizes.
+    #[cfg_attr(
+        not(feature = "emu"),
+        allow(dead_code, reason = "the driver does not ask")
+    )]
+    pub(super) fn sizes(&self) -> &[u32] {
+        &self.bytes[..self.count]
+    }
+
+    /// Whether some value did not fit.
+    pub(super) fn too_large(&self) -> bool {
+        self.too_large
+    }
+}
+
+/// A number of CTAs; one that is no grid becomes the largest, which the launch refuses.
+pub(super) fn ctas(count: usize) -> u32 {
+    u32::try_from(count).unwrap_or(u32::MAX)
+}
+
+/// What a device does for the backend. Calls are enqueued and done in the order of their calls.
+pub trait Gpu: Send + Sync + 'static {
+    /// A point in the order of what was enqueued.
+    type Event: Send + Sync;
+
+    /// Memory of `bytes` bytes (not 0) of unspecified content, aligned to 256.
+    ///
+    /// # Errors
+    /// [`GpuError::OutOfMemory`], or the driver's.
+    fn allocate(&self, bytes: usize) -> Result<Address, GpuError>;
+
+    /// Gives memory back.
+    ///
+    /// # Safety
+    /// `at` came from `allocate` with as many bytes, was not given back, and nothing that is still to run uses it.
+    unsafe fn release(&self, at: Address, bytes: usize);
+
+    /// Copies host bytes to the device; they may be reused at once.
+    ///
+    /// # Safety
+    /// `to` begins as many bytes of allocated memory.
+    ///
+    /// # Errors
+    /// The driver's.
+    unsafe fn write(&self, from: &[u8], to: Address) -> Result<(), GpuError>;
+
+    /// Copies device bytes to the host after all that was enqueued; returns when they are there.
+    ///
+    /// # Safety
+    /// `from` begins as many bytes of allocated memory.
+    ///
+    /// # Errors
+    /// The driver's, also those of earlier launches.
+    unsafe fn read(&self, from: Address, to: &mut [u8]) -> Result<(), GpuError>;
+
+    /// Copies within the device; the ranges do not overlap.
+    ///
+    /// # Safety
+    /// Both begin `bytes` bytes of allocated memory.
+    ///
+    /// # Errors
+    /// The driver's.
+    unsafe fn copy(&self, from: Address, to: Address, bytes: usize) -> Result<(), GpuError>;
+
+    /// Sets bytes.
+    ///
+    /// # Safety
+    /// `at` begins `bytes` bytes of allocated memory.
+    ///
+    /// # Errors
+    /// The driver's.
+    unsafe fn fill(&self, at: Address, value: u8, bytes: usize) -> Result<(), GpuError>;
+
+    /// Enqueues a kernel.
+    ///
+    /// # Safety
+    /// The parameters are those of the kernel's declaration, and its pointers name allocated memory of the sizes that it uses.
+    ///
+    /// # Errors
+    /// [`GpuError::NoKernel`], [`GpuError::BadLaunch`], or the driver's.
+    unsafe fn launch(&self, launch: Launch) -> Result<(), GpuError>;
+
+    /// Waits for all that was enqueued.
+    ///
+    /// # Errors
+    /// The driver's, also those of earlier launches.
+    fn wait(&self) -> Result<(), GpuError>;
+
+    /// Marks this point.
+    ///
+    /// # Errors
+    /// The driver's.
+    fn record(&self) -> Result<Self::Event, GpuError>;
+
+    /// Waits for a point; the time from `begin` to `end` in seconds.
+    ///
+    /// # Errors
+    /// The driver's.
+    fn seconds(&self, begin: &Self::Event, end: &Self::Event) -> Result<f64, GpuError>;
+
+    /// Free and total bytes of device memory.
+    ///
+    /// # Errors
+    /// The driver's.
+    fn memory(&self) -> Result<(usize, usize), GpuError>;
+
+    /// What is at hand.
+    fn properties(&self) -> &Properties;
+}
+
+/// What the choice of a kernel may depend on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Properties {
+    /// Name of the device.
+    pub name: String,
+    /// Compute capability times ten: 90 for 9.0.
+    pub architecture: u32,
+    /// Multiprocessors.
+    pub multiprocessors: u32,
+    /// Most dynamic shared memory of a CTA.
+    pub shared_bytes: u32,
+    /// Which image its kernels come from.
+    pub image: String,
+}

@@ -1,0 +1,221 @@
+//! Device memory owned by types. [`Pool`] keeps what was given back by size class, so that a step that is not larger than those
+//! before it asks the device for nothing.
+//!
+//! Everything on a device runs in one order, so memory that is given back while work is enqueued may be given out at once: what uses it
+//! next is enqueued after what used it before.
+
+use std::collections::HashMap;
+use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::gpu::{Address, Gpu, GpuError};
+use crate::ops::Elements;
+
+/// One f32 in device memory; on the host it has no bytes, so that no reference to it can be read or written through.
+#[derive(Debug)]
+struct OnDevice;
+
+/// f32 values in device memory, borrowed. The address of the slice is that in the device.
+#[derive(Debug)]
+#[repr(transparent)]
+pub struct Floats([OnDevice]);
+
+impl Floats {
+    /// Where they begin.
+    pub fn address(&self) -> Address {
+        Address(self.0.as_ptr().addr() as u64)
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    fn at(address: Address, len: usize) -> *mut Floats {
+        let start = std::ptr::without_provenance_mut::<OnDevice>(address.0 as usize);
+        std::ptr::slice_from_raw_parts_mut(start, len) as *mut Floats
+    }
+}
+
+impl Elements for Floats {
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+}
+
+/// Memory of a device that returns to its pool when dropped.
+pub struct Memory<G: Gpu> {
+    pool: Arc<Pool<G>>,
+    address: Address,
+    bytes: usize,
+}
+
+impl<G: Gpu> Memory<G> {
+    /// Where it begins; not 0.
+    pub fn address(&self) -> Address {
+        self.address
+    }
+
+    /// Its bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl<G: Gpu> Drop for Memory<G> {
+    fn drop(&mut self) {
+        if self.bytes > 0 {
+            self.pool.take_back(self.address, self.bytes);
+        }
+    }
+}
+
+impl<G: Gpu> std::fmt::Debug for Memory<G> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} bytes at {:#x}", self.bytes, self.address.0)
+    }
+}
+
+/// f32 values in device memory, owned.
+#[derive(Debug)]
+pub struct Buffer<G: Gpu> {
+    memory: Memory<G>,
+    len: usize,
+}
+
+impl<G: Gpu> Buffer<G> {
+    pub(super) fn new(memory: Memory<G>) -> Buffer<G> {
+        let len = memory.bytes / 4;
+        Buffer { memory, len }
+    }
+}
+
+impl<G: Gpu> Deref for Buffer<G> {
+    type Target = Floats;
+
+    fn deref(&self) -> &Floats {
+        // SAFETY: a slice of elements without bytes is valid at every address that is not 0, and `Memory` has one.
+        unsafe { &*Floats::at(self.memory.address, self.len) }
+    }
+}
+
+impl<G: Gpu> DerefMut for Buffer<G> {
+    fn deref_mut(&mut self) -> &mut Floats {
+        // SAFETY: as for `deref`.
+        unsafe { &mut *Floats::at(self.memory.address, self.len) }
+    }
+}
+
+/// Memory of a device, by size class.
+#[derive(Debug)]
+pub struct Pool<G: Gpu> {
+    gpu: Arc<G>,
+    free: Mutex<HashMap<usize, Vec<Address>>>,
+}
+
+/// Where memory of no bytes is.
+const NOWHERE: Address = Address(256);
+
+impl<G: Gpu> Pool<G> {
+    pub(super) fn new(gpu: Arc<G>) -> Arc<Pool<G>> {
+        Arc::new(Pool {
+            gpu,
+            free: Mutex::default(),
+        })
+    }
+
+    /// Memory of at least `bytes` bytes.
+    pub(super) fn take(self: &Arc<Pool<G>>, bytes: usize) -> Result<Memory<G>, GpuError> {
+        self.take_exactly(class(bytes))
+    }
+
+    /// Memory of `bytes` bytes and not more: for what stays.
+    pub(super) fn take_exactly(self: &Arc<Pool<G>>, bytes: usize) -> Result<Memory<G>, GpuError> {
+        let memory = |address| Memory {
+            pool: Arc::clone(self),
+            address,
+            bytes,
+        };
+        if bytes == 0 {
+            return Ok(memory(NOWHERE));
+        }
+        let kept = self.free().get_mut(&bytes).and_then(Vec::pop);
+        match kept {
+            Some(address) => Ok(memory(address)),
+            None => self.allocate(bytes).map(memory),
+        }
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Address, GpuError> {
+        self.gpu.allocate(bytes).or_else(|_| {
+            self.trim()?;
+            self.gpu.allocate(bytes)
+        })
+    }
+
+    fn take_back(&self, address: Address, bytes: usize) {
+        self.free().entry(bytes).or_default().push(address);
+    }
+
+    /// Gives all that is kept back to the device.
+    pub(super) fn trim(&self) -> Result<(), GpuError> {
+        self.gpu.wait()?;
+        for (bytes, addresses) in self.free().drain() {
+            for address in addresses {
+                // SAFETY: nobody owns what is in the pool, it was allocated with so many bytes, and nothing is enqueued.
+                unsafe { self.gpu.release(address, bytes) };
+            }
+        }
+        Ok(())
+    }
+
+    fn free(&self) -> MutexGuard<'_, HashMap<usize, Vec<Address>>> {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<G: Gpu> Drop for Pool<G> {
+    fn drop(&mut self) {
+        // A device that does not answer any more keeps its memory until the process ends.
+        let _ = self.trim();
+    }
+}
+
+/// The size that a request is rounded up to: quarters between powers of two, at least 256 bytes.
+fn class(bytes: usize) -> usize {
+    if bytes == 0 {
+        return 0;
+    }
+    let step = (bytes.next_power_of_two() / 8).max(256);
+    bytes.next_multiple_of(step)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn classes_waste_at_most_a_quarter_and_hold_the_request() {
+        assert_eq!(class(0), 0);
+        assert_eq!(class(1), 256);
+        for bytes in [
+            255,
+            256,
+            257,
+            1000,
+            4097,
+            1 << 20,
+            (1 << 20) + 1,
+            10_000_001,
+        ] {
+            let class = class(bytes);
+            assert!(class >= bytes && class.is_multiple_of(256));
+            assert!(bytes < 1024 || class <= bytes + bytes / 4 + 256, "{bytes}");
+        }
+    }
+}

@@ -1,0 +1,225 @@
+//! CUDA devices as a backend. The kernels are `kernels/cuda/*.cu`; `kernels/cuda/README.md` says how one is added.
+//!
+//! ```text
+//! Backend (blocks)  ->  ops/<op>.rs: checks, chooses the kernel, launches  ->  Gpu: driver | emulator
+//! ```
+//! One caller at a time. A failed allocation or launch is remembered: that operation and every later one return it, since what the device
+//! holds is then unspecified.
+#![allow(
+    unsafe_code,
+    reason = "device memory and launches; each use says why it holds"
+)]
+
+mod batch;
+#[cfg(feature = "emu")]
+pub mod emu;
+pub mod gpu;
+pub mod matrix;
+pub mod memory;
+pub(crate) mod ops;
+pub mod pages;
+
+use std::sync::Arc;
+
+pub use gpu::{Address, Gpu, GpuError, Launch, Params, Properties};
+pub use matrix::{Matrix, Parts};
+pub use memory::{Buffer, Floats, Memory};
+pub use pages::Pages;
+
+use crate::kv::StepRow;
+use crate::ops::{OpError, check_len};
+use crate::tensor::WeightView;
+use memory::Pool;
+
+/// The CUDA backend over a device.
+#[derive(Debug)]
+pub struct Cuda<G: Gpu> {
+    gpu: Arc<G>,
+    pool: Arc<Pool<G>>,
+    failure: Option<GpuError>,
+    constants: Vec<(Vec<f32>, Memory<G>)>,
+    /// The last batch, and room for the next.
+    batch: Option<(Vec<u32>, Memory<G>)>,
+    words: Vec<u32>,
+}
+
+/// Arrays of constants that are kept.
+const MAX_CONSTANTS: usize = 32;
+
+impl<G: Gpu> Cuda<G> {
+    /// A backend over `gpu`.
+    pub fn new(gpu: G) -> Cuda<G> {
+        let gpu = Arc::new(gpu);
+        Cuda {
+            pool: Pool::new(Arc::clone(&gpu)),
+            gpu,
+            failure: None,
+            constants: Vec::new(),
+            batch: None,
+            words: Vec::new(),
+        }
+    }
+
+    /// The device.
+    pub fn gpu(&self) -> &G {
+        &self.gpu
+    }
+
+    /// A buffer of `len` elements of unspecified content. A device that has no memory for it fails the next operation.
+    pub fn buffer(&mut self, len: usize) -> Buffer<G> {
+        let memory = self.pool.take(len.saturating_mul(4)).or_else(|error| {
+            self.failure.get_or_insert(error);
+            self.pool.take(0)
+        });
+        Buffer::new(memory.expect("memory of no bytes is always there"))
+    }
+
+    /// Copies host values to the start of `to`.
+    ///
+    /// # Errors
+    /// When `to` is shorter, or the device fails.
+    pub fn upload(&mut self, from: &[f32], to: &mut Floats) -> Result<(), OpError> {
+        self.health()?;
+        check_len("upload", "to", to.len(), 1, from.len())?;
+        // SAFETY: `to` is a live buffer, at least as long.
+        let done = unsafe { self.gpu.write(bytes_of(from), to.address()) };
+        self.noted(done)
+    }
+
+    /// Copies the first values of `from` to the host, after all operations before it.
+    ///
+    /// # Errors
+    /// When `from` is shorter, or the device fails or failed.
+    pub fn download(&mut self, from: &Floats, to: &mut [f32]) -> Result<(), OpError> {
+        self.health()?;
+        check_len("download", "from", from.len(), 1, to.len())?;
+        // SAFETY: `from` is a live buffer, at least as long.
+        let done = unsafe { self.gpu.read(from.address(), bytes_of_mut(to)) };
+        self.noted(done)
+    }
+
+    /// Copies a matrix to the device, as it is stored.
+    ///
+    /// # Errors
+    /// When the device has no memory for it, or fails.
+    pub fn matrix(&mut self, weight: WeightView<'_>) -> Result<Matrix<G>, OpError> {
+        self.health()?;
+        let memory = self.pool.take_exactly(weight.bytes().len())?;
+        // SAFETY: the memory is of that length.
+        let done = unsafe { self.gpu.write(weight.bytes(), memory.address()) };
+        self.noted(done)?;
+        Ok(Matrix::new(&weight, memory))
+    }
+
+    /// Memory of `bytes` bytes for one operation: workspace. It may be dropped as soon as the launches that use it are enqueued.
+    ///
+    /// # Errors
+    /// When the device has none, or failed.
+    pub fn scratch(&mut self, bytes: usize) -> Result<Memory<G>, OpError> {
+        self.health()?;
+        let taken = self.pool.take(bytes);
+        self.noted(taken)
+    }
+
+    /// Words of the host on the device, for one operation, as [`scratch`](Self::scratch).
+    ///
+    /// # Errors
+    /// When the device has no memory for them, or fails.
+    pub fn words(&mut self, words: &[u32]) -> Result<Memory<G>, OpError> {
+        let memory = self.scratch(size_of_val(words))?;
+        // SAFETY: the memory is of that length.
+        let done = unsafe { self.gpu.write(bytes_of(words), memory.address()) };
+        self.noted(done)?;
+        Ok(memory)
+    }
+
+    /// Numbers of the host on the device, for one operation, as [`scratch`](Self::scratch).
+    ///
+    /// # Errors
+    /// When the device has no memory for them, or fails.
+    pub fn floats(&mut self, values: &[f32]) -> Result<Memory<G>, OpError> {
+        let memory = self.scratch(size_of_val(values))?;
+        // SAFETY: the memory is of that length.
+        let done = unsafe { self.gpu.write(bytes_of(values), memory.address()) };
+        self.noted(done)?;
+        Ok(memory)
+    }
+
+    /// A copy of numbers that hardly ever change (frequencies, slopes, tables), kept for the next operation that names the same.
+    ///
+    /// # Errors
+    /// When the device has no memory for them, or fails.
+    pub fn constants(&mut self, values: &[f32]) -> Result<Address, OpError> {
+        self.health()?;
+        let same = |kept: &[f32]| bytes_of(kept) == bytes_of(values);
+        if let Some((_, memory)) = self.constants.iter().find(|(kept, _)| same(kept)) {
+            return Ok(memory.address());
+        }
+        let memory = self.floats(values)?;
+        let address = memory.address();
+        if self.constants.len() >= MAX_CONSTANTS {
+            self.constants.remove(0);
+        }
+        self.constants.push((values.to_vec(), memory));
+        Ok(address)
+    }
+
+    /// The rows of a step on the device, for `batch_of` in `common.cuh`. The same rows are copied once, however many operations name them.
+    ///
+    /// # Errors
+    /// When a number does not fit 32 bits, or the device fails.
+    pub fn batch(&mut self, rows: &[StepRow<'_>]) -> Result<Address, OpError> {
+        let mut words = std::mem::take(&mut self.words);
+        batch::write(rows, &mut words)?;
+        if let Some((kept, memory)) = &mut self.batch
+            && *kept == words
+        {
+            self.words = words;
+            return Ok(memory.address());
+        }
+        let memory = self.words(&words)?;
+        let address = memory.address();
+        if let Some((kept, _)) = self.batch.replace((words, memory)) {
+            self.words = kept;
+        }
+        Ok(address)
+    }
+
+    /// Enqueues a kernel.
+    ///
+    /// # Safety
+    /// That of [`Gpu::launch`].
+    unsafe fn launch(&mut self, launch: Launch) -> Result<(), OpError> {
+        self.health()?;
+        // SAFETY: the caller's.
+        let done = unsafe { self.gpu.launch(launch) };
+        self.noted(done)
+    }
+
+    fn health(&self) -> Result<(), OpError> {
+        self.failure.clone().map_or(Ok(()), |e| Err(e.into()))
+    }
+
+    fn noted<T>(&mut self, done: Result<T, GpuError>) -> Result<T, OpError> {
+        done.map_err(|error| {
+            self.failure.get_or_insert(error.clone());
+            error.into()
+        })
+    }
+}
+
+/// Types without padding of which every pattern of bits is a value.
+trait Plain: Copy {}
+impl Plain for f32 {}
+impl Plain for u32 {}
+
+/// The bytes of `values`.
+fn bytes_of<T: Plain>(values: &[T]) -> &[u8] {
+    // SAFETY: `T` has no padding, and u8 needs no alignment.
+    unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
+}
+
+fn bytes_of_mut<T: Plain>(values: &mut [T]) -> &mut [u8] {
+    // SAFETY: as above, and every pattern of bits is a `T`.
+    unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), size_of_val(values)) }
+}

@@ -1,0 +1,198 @@
+//! Every CUDA kernel against the CPU reference of its operation, over one table of cases: by tests on the emulator (feature `emu`), by
+//! tests on a device (feature `cuda`), and by `sepal selftest` on the machine of an operator.
+//!
+//! A check makes its inputs, runs the backend and the reference, and compares; outputs are filled with NaN before, and what lies beyond
+//! an output must be NaN afterwards.
+
+mod rmsnorm;
+
+use crate::cuda::{Buffer, Cuda, Floats, Gpu};
+use crate::ops::OpError;
+
+/// How large cases are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Extent {
+    /// For an instrumented emulator: the smallest that take every path.
+    Small,
+    /// For the emulator.
+    Middle,
+    /// For devices: what is served.
+    Full,
+}
+
+/// Why a check failed.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum Failure {
+    /// The operation refused or the device failed.
+    #[error("{case}")]
+    Op {
+        /// Which case.
+        case: String,
+        /// Why.
+        #[source]
+        source: OpError,
+    },
+    /// A value is not what it should be.
+    #[error("{case}: element {index} is {got}, not {wanted}")]
+    Value {
+        /// Which case.
+        case: String,
+        /// Where.
+        index: usize,
+        /// What came out.
+        got: f32,
+        /// What the reference gives.
+        wanted: f32,
+    },
+}
+
+/// Checks all cases of an operation up to an extent; their number.
+pub type Check<G> = fn(&mut Cuda<G>, Extent) -> Result<usize, Failure>;
+
+/// All operations.
+pub fn checks<G: Gpu>() -> Vec<(&'static str, Check<G>)> {
+    vec![("rmsnorm", rmsnorm::check)]
+}
+
+/// Tests of a file of checks: on the emulator and on a device.
+macro_rules! test_on_devices {
+    ($check:path) => {
+        #[cfg(all(test, feature = "emu"))]
+        mod emulated {
+            #[test]
+            fn equals_its_reference_on_the_emulator() {
+                $crate::selftest::assert_emulated($check);
+            }
+        }
+    };
+}
+use test_on_devices;
+
+/// Runs a check on the emulator: threads in order, then in a random one.
+#[cfg(all(test, feature = "emu"))]
+fn assert_emulated(check: Check<crate::cuda::emu::Emu>) {
+    use crate::cuda::emu::Emu;
+    // Set by whoever built with a sanitizer, which makes the emulator 10 to 500 times slower.
+    let extent = match option_env!("SEPAL_EMU_SANITIZE") {
+        Some(_) => Extent::Small,
+        None => Extent::Middle,
+    };
+    for (seed, extent) in [(1, extent), (7, Extent::Small)] {
+        let cases = check(&mut Cuda::new(Emu::with_order(2, seed)), extent)
+            .unwrap_or_else(|failure| panic!("order {seed}: {}", with_source(&failure)));
+        assert!(cases > 0);
+    }
+}
+
+#[cfg(all(test, feature = "emu"))]
+fn with_source(failure: &Failure) -> String {
+    let source = std::error::Error::source(failure);
+    source.map_or_else(|| failure.to_string(), |s| format!("{failure}: {s}"))
+}
+
+/// Reproducible values in -1..1.
+fn noise(seed: u64, len: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+/// A device and the case that it is at.
+struct Bench<'a, G: Gpu> {
+    cuda: &'a mut Cuda<G>,
+    case: String,
+    cases: usize,
+}
+
+/// Elements beyond an output that must stay as they were.
+const GUARD: usize = 67;
+
+impl<'a, G: Gpu> Bench<'a, G> {
+    fn new(cuda: &'a mut Cuda<G>) -> Self {
+        Bench {
+            cuda,
+            case: String::new(),
+            cases: 0,
+        }
+    }
+
+    fn begin(&mut self, case: String) {
+        self.case = case;
+        self.cases += 1;
+    }
+
+    /// Host values on the device.
+    fn input(&mut self, values: &[f32]) -> Result<Buffer<G>, Failure> {
+        let mut buffer = self.cuda.buffer(values.len());
+        let done = self.cuda.upload(values, &mut buffer);
+        self.op(done)?;
+        Ok(buffer)
+    }
+
+    /// NaN, for `len` elements and those that guard them.
+    fn output(&mut self, len: usize) -> Result<Buffer<G>, Failure> {
+        self.input(&vec![f32::NAN; len + GUARD])
+    }
+
+    /// The first `len` elements of a buffer made by [`output`](Self::output).
+    ///
+    /// # Errors
+    /// When an element behind them was written.
+    fn take(&mut self, from: &Floats, len: usize) -> Result<Vec<f32>, Failure> {
+        let mut values = vec![0.0; len + GUARD];
+        let done = self.cuda.download(from, &mut values);
+        self.op(done)?;
+        let guard = values.split_off(len);
+        match guard.iter().position(|v| !v.is_nan()) {
+            None => Ok(values),
+            Some(at) => Err(Failure::Value {
+                case: format!("{}, behind the output", self.case),
+                index: len + at,
+                got: guard[at],
+                wanted: f32::NAN,
+            }),
+        }
+    }
+
+    fn op<T>(&self, done: Result<T, OpError>) -> Result<T, Failure> {
+        done.map_err(|source| Failure::Op {
+            case: self.case.clone(),
+            source,
+        })
+    }
+
+    /// Refuses values further than `tolerance` × the largest wanted magnitude (at least 1) from the wanted ones.
+    fn close(&self, got: &[f32], wanted: &[f32], tolerance: f32) -> Result<(), Failure> {
+        let size = wanted.iter().fold(1.0f32, |m, v| m.max(v.abs()));
+        self.compare(got, wanted, |g, w| (g - w).abs() <= tolerance * size)
+    }
+
+    /// Refuses any other bits.
+    fn same(&self, got: &[f32], wanted: &[f32]) -> Result<(), Failure> {
+        self.compare(got, wanted, |g, w| g.to_bits() == w.to_bits())
+    }
+
+    fn compare(
+        &self,
+        got: &[f32],
+        wanted: &[f32],
+        is_good: impl Fn(f32, f32) -> bool,
+    ) -> Result<(), Failure> {
+        let bad = got.iter().zip(wanted).position(|(g, w)| !is_good(*g, *w));
+        let bad = bad.or((got.len() != wanted.len()).then_some(got.len().min(wanted.len())));
+        let value = |of: &[f32], at: usize| of.get(at).copied().unwrap_or(f32::NAN);
+        bad.map_or(Ok(()), |index| {
+            Err(Failure::Value {
+                case: self.case.clone(),
+                index,
+                got: value(got, index),
+                wanted: value(wanted, index),
+            })
+        })
+    }
+}
