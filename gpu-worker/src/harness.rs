@@ -95,6 +95,7 @@ impl Model {
             dtype: Some(dtype),
             quant_type: shared::config::QuantType::None,
             cache_dir: dir.path().join("cache"),
+            hub: shared::config::HubConfig::default(),
         };
         let mut inspected = Inspected::new(&config).unwrap();
         let manifest = inspected.make_ready(span(), |_| Ok(())).unwrap();

@@ -224,6 +224,45 @@ pub struct PrepareConfig {
     pub quant_type: QuantType,
     /// Folder for downloads and prepared blocks.
     pub cache_dir: PathBuf,
+    /// How the Hub is asked for what is not there.
+    pub hub: HubConfig,
+}
+
+/// How files are downloaded from the Hugging Face Hub.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HubConfig {
+    /// Address of the Hub (`HF_ENDPOINT`); `None` = the public one.
+    pub endpoint: Option<String>,
+    /// What proves that the operator may read the model.
+    pub token: Option<Secret>,
+    /// Branch, tag or commit; `None` = `main`.
+    pub revision: Option<String>,
+    /// Whether only what was downloaded earlier may be used (`HF_HUB_OFFLINE`).
+    pub offline: bool,
+    /// Most bytes that downloads and prepared blocks may take in the cache folder; `None` = what the disk has.
+    pub max_disk_bytes: Option<u64>,
+}
+
+/// A text that no log and no error shows.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Secret(String);
+
+impl Secret {
+    /// Hides `text`.
+    pub fn new(text: impl Into<String>) -> Secret {
+        Secret(text.into())
+    }
+
+    /// The text, for the one place that needs it.
+    pub fn reveal(&self) -> &str {
+        &self.0
+    }
+}
+
+impl std::fmt::Debug for Secret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Secret(..)")
+    }
 }
 
 /// When children are restarted, and how often is too often.

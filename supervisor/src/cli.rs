@@ -1,12 +1,15 @@
-//! Flags and environment of `sepal`, read here and nowhere else, and turned into finished settings. The flags of `serve`
-//! and `dht` are those of Petals' `run_server` and `run_dht`, with the same names and defaults; a dash in the name of a
-//! flag means the same as an underscore.
+//! Flags, environment and files of settings of `sepal`, read here and nowhere else, and turned into finished settings. The
+//! flags of `serve` and `dht` are those of Petals' `run_server` and `run_dht`, with the same names and defaults; a dash in the
+//! name of a flag means the same as an underscore. `FLAGS.md` beside this crate lists each with the test of its effect.
 
+mod file;
+mod layers;
 mod serve;
+mod show;
 mod values;
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::error::ErrorKind;
@@ -17,6 +20,7 @@ use shared::config::{
 use shared::control::Role;
 use shared::exit::ExitReason;
 
+use layers::{LayerError, Layered};
 use values::{check_maddrs, model_or_last, seconds};
 
 /// What is logged unless the operator says otherwise. libp2p warns of things that are no trouble here, such as a new swarm
@@ -47,8 +51,17 @@ pub enum Command {
         /// Flags without effect, a sentence each, to be logged once logging has started.
         notes: Vec<String>,
     },
+    /// Print the settings of `serve`, which are in this text.
+    ShowConfig(String),
     /// Run a bootstrap node.
-    Dht(DhtNodeConfig, LogConfig),
+    Dht {
+        /// Settings.
+        config: DhtNodeConfig,
+        /// How to log.
+        log: LogConfig,
+        /// Flags without effect, a sentence each.
+        notes: Vec<String>,
+    },
     /// Generate text through the swarm.
     Generate(GenerateConfig, LogConfig),
     /// Start a private swarm and generate text through it.
@@ -105,27 +118,67 @@ impl std::fmt::Display for CliError {
 /// Reads a variable of the environment.
 pub type Env<'a> = &'a dyn Fn(&str) -> Option<String>;
 
-/// Reads the command line `args`, whose first element is the name of the program, and the environment.
+/// Subcommands whose settings may also come from the environment and a file.
+const LAYERED: [&str; 3] = ["serve", "config", "dht"];
+
+/// Reads the command line `args`, whose first element is the name of the program, the environment, and the file of settings
+/// that they name or that lies in the working directory.
 ///
 /// # Errors
 /// [`CliError`], to be shown with [`CliError::report`].
 pub fn parse(args: impl IntoIterator<Item = OsString>, env: Env<'_>) -> Result<Command, CliError> {
+    parse_in(Path::new(""), args, env)
+}
+
+/// The same with `folder` as the working directory.
+fn parse_in(
+    folder: &Path,
+    args: impl IntoIterator<Item = OsString>,
+    env: Env<'_>,
+) -> Result<Command, CliError> {
     let mut cli = Sepal::command();
-    let matches = cli
-        .try_get_matches_from_mut(args.into_iter().map(underscored))
-        .map_err(CliError)?;
-    let sepal = Sepal::from_arg_matches(&matches).map_err(CliError)?;
+    let args = args.into_iter().map(underscored).collect();
+    let layered =
+        layers::read(&mut cli, args, &LAYERED, env, folder).map_err(|error| match error {
+            LayerError::Clap(error) => CliError(error),
+            LayerError::Other(message) => CliError::new(message),
+        })?;
+    let sepal = Sepal::from_arg_matches(&layered.matches).map_err(CliError)?;
+    let explained = |message| CliError::new(layered.explain(message));
     match sepal.command {
-        Commands::Serve(args) => {
-            let notes = notes(&cli, &matches);
-            let config = serve::resolve(*args, env).map_err(CliError::new)?;
-            Ok(Command::Serve {
-                config: Box::new(config),
-                notes,
-            })
+        Commands::Serve(args) => Ok(Command::Serve {
+            config: Box::new(serve::resolve(*args, env).map_err(explained)?),
+            notes: notes(&cli, &layered),
+        }),
+        Commands::Config(args) => {
+            let config = serve::resolve(*args, env).map_err(explained)?;
+            let text = cli
+                .find_subcommand("config")
+                .map(|command| show::text(command, &layered, &config));
+            Ok(Command::ShowConfig(text.unwrap_or_default()))
         }
-        Commands::Dht(args) => dht(args, env).map_err(CliError::new),
-        Commands::Generate(args) => generate(args, env).map_err(CliError::new),
+        Commands::Dht(args) => {
+            let (config, log) = dht(args, env).map_err(explained)?;
+            let notes = notes(&cli, &layered);
+            Ok(Command::Dht { config, log, notes })
+        }
+        other => plain(other, env).map_err(CliError::new),
+    }
+}
+
+/// Logs what [`parse`] noted.
+pub fn log_notes(notes: &[String]) {
+    notes.iter().for_each(|note| tracing::warn!("{note}"));
+}
+
+/// The subcommands that read flags alone.
+fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
+    let role = |role, args: RoleArgs| Command::Role {
+        role,
+        bootstrap: args.bootstrap,
+    };
+    Ok(match command {
+        Commands::Generate(args) => generate(args, env)?,
         Commands::Demo(args) => {
             let (prompt, max_new_tokens, keep) = (args.prompt, args.max_new_tokens, args.keep);
             let config = DemoConfig {
@@ -133,33 +186,34 @@ pub fn parse(args: impl IntoIterator<Item = OsString>, env: Env<'_>) -> Result<C
                 max_new_tokens,
                 keep,
             };
-            Ok(Command::Demo(config, args.log.resolve(env, "warn")))
+            Command::Demo(config, args.log.resolve(env, "warn"))
         }
-        Commands::Status(args) => Ok(Command::Status(StatusOptions {
+        Commands::Status(args) => Command::Status(StatusOptions {
             instance: args.instance,
             runtime_dir: args.runtime_dir.unwrap_or_else(|| runtime_dir(env)),
             json: args.json,
-        })),
-        Commands::Netd(args) => Ok(Command::Role {
-            role: Role::Netd,
-            bootstrap: args.bootstrap,
         }),
-        Commands::GpuWorker(args) => Ok(Command::Role {
-            role: Role::Worker,
-            bootstrap: args.bootstrap,
-        }),
-        Commands::Prepare(args) => Ok(Command::Role {
-            role: Role::Prepare,
-            bootstrap: args.bootstrap,
-        }),
-    }
+        Commands::Netd(args) => role(Role::Netd, args),
+        Commands::GpuWorker(args) => role(Role::Worker, args),
+        Commands::Prepare(args) => role(Role::Prepare, args),
+        Commands::Serve(_) | Commands::Config(_) | Commands::Dht(_) => {
+            return Err("this command reads settings from several places".to_owned());
+        }
+    })
 }
 
-/// A sentence for each flag without effect.
-fn notes(cli: &clap::Command, matches: &clap::ArgMatches) -> Vec<String> {
-    let given = matches.subcommand();
-    let command = given.and_then(|(name, given)| Some((cli.find_subcommand(name)?, given)));
-    command.map_or_else(Vec::new, |(command, given)| serve::notes(command, given))
+/// Sentences for flags without effect, and the file that settings were read from.
+fn notes(cli: &clap::Command, layered: &Layered) -> Vec<String> {
+    let given = layered.matches.subcommand();
+    let command = given.and_then(|(name, _)| cli.find_subcommand(name));
+    let unused = command
+        .into_iter()
+        .flat_map(|command| serve::notes(command, layered));
+    let file = layered
+        .file
+        .iter()
+        .map(|path| format!("settings are also read from {}", path.display()));
+    file.chain(unused).collect()
 }
 
 /// `--block-indices=0:4` becomes `--block_indices=0:4`; values stay as they are.
@@ -173,7 +227,7 @@ fn underscored(arg: OsString) -> OsString {
     }
 }
 
-fn dht(args: DhtArgs, env: Env<'_>) -> Result<Command, String> {
+fn dht(args: DhtArgs, env: Env<'_>) -> Result<(DhtNodeConfig, LogConfig), String> {
     check_maddrs("--host_maddrs", &args.host_maddrs)?;
     check_maddrs("--announce_maddrs", &args.announce_maddrs)?;
     check_maddrs("--initial_peers", &args.initial_peers)?;
@@ -185,7 +239,7 @@ fn dht(args: DhtArgs, env: Env<'_>) -> Result<Command, String> {
         refresh_period: args.refresh_period,
         startup_timeout: args.startup_timeout,
     };
-    Ok(Command::Dht(config, args.log.resolve(env, DEFAULT_LOG)))
+    Ok((config, args.log.resolve(env, DEFAULT_LOG)))
 }
 
 fn generate(mut args: GenerateArgs, env: Env<'_>) -> Result<Command, String> {
@@ -230,6 +284,8 @@ enum Commands {
     /// Serve blocks of a model to the swarm
     #[command(after_help = EXIT_CODES)]
     Serve(Box<serve::ServeArgs>),
+    /// Print the settings that serve would use with these flags, and where each comes from
+    Config(Box<serve::ServeArgs>),
     /// Run a bootstrap node that other peers join through
     Dht(DhtArgs),
     /// Generate text through the swarm
@@ -288,14 +344,17 @@ struct DhtArgs {
     #[arg(long, num_args = 0.., value_name = "MULTIADDR")]
     initial_peers: Vec<String>,
     /// Where to listen
-    #[arg(long, num_args = 1.., value_name = "MULTIADDR", default_values = ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"])]
+    #[arg(long, num_args = 0.., value_name = "MULTIADDR", default_values = ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"])]
     host_maddrs: Vec<String>,
     /// What to announce in place of the addresses listened on
-    #[arg(long, num_args = 1.., value_name = "MULTIADDR")]
+    #[arg(long, num_args = 0.., value_name = "MULTIADDR")]
     announce_maddrs: Vec<String>,
     /// File of the private key, made if missing; it makes the PeerID stable
     #[arg(long, value_name = "FILE")]
     identity_path: Option<PathBuf>,
+    /// File with settings: TOML, or lines name: value
+    #[arg(long, short, value_name = "FILE")]
+    config: Option<PathBuf>,
     /// Seconds between two status lines
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
     refresh_period: Duration,

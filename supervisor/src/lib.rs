@@ -44,7 +44,7 @@ pub fn serve(mut config: ServeConfig, notes: &[String]) -> ExitReason {
         eprintln!("sepal: {}", events::chain(&error));
         return ExitReason::BadConfig;
     }
-    notes.iter().for_each(|note| warn!("{note}"));
+    cli::log_notes(notes);
     let instance = match Instance::claim(&config.runtime_dir, config.instance.as_deref()) {
         Ok(instance) => instance,
         Err(error) => {

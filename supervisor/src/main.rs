@@ -20,9 +20,14 @@ fn main() -> ExitCode {
         Command::Serve { config, notes } => supervisor::serve(*config, &notes),
         Command::Status(options) => supervisor::report::run(&options),
         Command::Role { role, bootstrap } => child(role, bootstrap),
-        Command::Dht(config, log) => {
-            with_log(&log, "dht", || dht_node::run(config, print_addresses))
+        Command::ShowConfig(text) => {
+            print!("{text}");
+            ExitReason::Clean
         }
+        Command::Dht { config, log, notes } => with_log(&log, "dht", || {
+            cli::log_notes(&notes);
+            dht_node::run(config, print_addresses)
+        }),
         Command::Generate(config, log) => {
             with_log(&log, "generate", || generate::run_command(&config))
         }

@@ -33,6 +33,7 @@ fn place(dtype: Option<DType>) -> Place {
         dtype,
         quant_type: QuantType::None,
         cache_dir: root.path().join("cache"),
+        hub: shared::config::HubConfig::default(),
     };
     Place {
         _root: root,

@@ -5,11 +5,13 @@
 //! | module | flags about |
 //! | --- | --- |
 //! | this one | the model, its blocks, devices |
+//! | [`hub`] | downloads |
 //! | [`network`] | peers and announcements |
 //! | [`limits`] | what clients may take |
 //! | [`supervision`] | processes |
 //! | [`petals`] | what changes nothing here, and what is refused |
 
+mod hub;
 mod limits;
 mod network;
 mod petals;
@@ -21,13 +23,14 @@ use std::thread::available_parallelism;
 use clap::Args;
 use shared::block::{Span, is_prefix};
 use shared::config::{
-    Device, NetdConfig, PrepareConfig, ServeConfig, SpanChoice, Throughput, WorkerConfig,
+    Device, HubConfig, NetdConfig, PrepareConfig, ServeConfig, SpanChoice, Throughput, WorkerConfig,
 };
 use shared::dtype::DType;
 
 use super::values::{devices, model_or_last};
 use super::{DEFAULT_LOG, Env, LogArgs, runtime_dir};
 
+pub use petals::NO_EFFECT;
 pub use petals::notes;
 
 /// Most workers of an instance: the board has 32 seats, two of which are not for workers.
@@ -38,6 +41,8 @@ const MAX_DEVICES: usize = 15;
 pub struct ServeArgs {
     #[command(flatten)]
     model: ModelArgs,
+    #[command(flatten)]
+    hub: hub::HubArgs,
     #[command(flatten)]
     network: network::NetworkArgs,
     #[command(flatten)]
@@ -56,8 +61,11 @@ pub struct ServeArgs {
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 struct ModelArgs {
-    /// Model folder in Hugging Face layout (config.json and safetensors); required
+    /// Model folder in Hugging Face layout, or a repository of the Hub such as bigscience/bloom; required
     model: Option<String>,
+    /// File with settings: TOML, or lines name: value [default: config.yml, if there is one]
+    #[arg(long, short, value_name = "FILE")]
+    config: Option<PathBuf>,
     /// The same as MODEL
     #[arg(long, value_name = "MODEL", conflicts_with = "model")]
     converted_model_name_or_path: Option<String>,
@@ -103,14 +111,18 @@ pub fn resolve(mut args: ServeArgs, env: Env<'_>) -> Result<ServeConfig, String>
     args.refused.check()?;
     let devices = serving_devices(&args.model.device)?;
     let prepare = args.prepare(env)?;
+    let netd = args.netd()?;
     Ok(ServeConfig {
         worker: WorkerConfig {
             threads: threads(args.model.threads, devices.len()),
             fault: args.supervision.inject_fault,
         },
         devices,
-        prepare,
-        netd: args.netd()?,
+        prepare: PrepareConfig {
+            hub: args.hub.resolve(env)?,
+            ..prepare
+        },
+        netd,
         restart: args.supervision.restart(),
         drain_timeout: args.supervision.drain_timeout,
         file_limit: args.limits.increase_file_limit,
@@ -145,6 +157,7 @@ impl ServeArgs {
             quant_type: quant_type
                 .map_err(|why| format!("--quant_type {}: {why}", model.quant_type))?,
             cache_dir: model.cache_dir.take().unwrap_or_else(|| cache_dir(env)),
+            hub: HubConfig::default(),
         })
     }
 

@@ -43,28 +43,50 @@ fn device(text: &str) -> Result<Device, String> {
     }
 }
 
-/// A size in bytes: a number, or one with a unit such as `512MiB` or `50GB`.
+/// A size in bytes: a number, or one with a unit such as `512MiB` or `1.5 GB`, as `humanfriendly.parse_size` reads it: only
+/// the units with an `i` count in steps of 1024.
 pub fn size_bytes(text: &str) -> Result<u64, String> {
-    const UNITS: [(&str, u64); 9] = [
-        ("KiB", 1 << 10),
-        ("MiB", 1 << 20),
-        ("GiB", 1 << 30),
-        ("TiB", 1 << 40),
-        ("KB", 1_000),
-        ("MB", 1_000_000),
-        ("GB", 1_000_000_000),
-        ("TB", 1_000_000_000_000),
-        ("B", 1),
-    ];
     let text = text.trim();
-    let (number, unit) = UNITS
-        .into_iter()
-        .find_map(|(name, unit)| Some((text.strip_suffix(name)?, unit)))
-        .unwrap_or((text, 1));
-    let number: Option<u64> = number.trim().parse().ok();
-    number
-        .and_then(|number| number.checked_mul(unit))
-        .ok_or_else(|| "give a size in bytes, for example 536870912 or 512MiB".to_owned())
+    let end = text
+        .find(|c: char| !c.is_ascii_digit() && c != '.')
+        .unwrap_or(text.len());
+    let (number, unit) = text.split_at(end);
+    let bytes = || {
+        let unit = unit_bytes(&unit.trim().to_lowercase())?;
+        match number.parse::<u64>() {
+            Ok(whole) => whole.checked_mul(unit),
+            // Rounded down, like int() in Python; sizes of disks fit.
+            Err(_) => Some(number.parse::<f64>().ok()? * unit as f64)
+                .filter(|bytes| (0.0..9e18).contains(bytes))
+                .map(|bytes| bytes as u64),
+        }
+    };
+    bytes().ok_or_else(|| "give a size in bytes, for example 536870912, 512MiB or 1.5GB".to_owned())
+}
+
+fn unit_bytes(unit: &str) -> Option<u64> {
+    const NAMES: [(&str, &str); 6] = [
+        ("k", "kibi"),
+        ("m", "mebi"),
+        ("g", "gibi"),
+        ("t", "tebi"),
+        ("p", "pebi"),
+        ("e", "exbi"),
+    ];
+    if !unit.chars().all(|c| c.is_ascii_alphabetic()) {
+        return None;
+    }
+    if unit.is_empty() || unit.starts_with('b') {
+        return Some(1);
+    }
+    let power = NAMES
+        .iter()
+        .position(|(letter, _)| unit.starts_with(letter))?;
+    let (letter, name) = NAMES.get(power)?;
+    let binary =
+        unit == format!("{letter}ib") || unit == format!("{letter}i") || unit.starts_with(name);
+    let step: u64 = if binary { 1024 } else { 1000 };
+    step.checked_pow(u32::try_from(power).ok()? + 1)
 }
 
 /// `ACTION@POINT#JOB[xTIMES]`, for example `kill@block:2#5x3`.
@@ -120,7 +142,8 @@ pub fn model_or_last(model: Option<String>, lists: &mut [&mut Vec<String>]) -> O
     })
 }
 
-fn is_maddr(text: &str) -> bool {
+/// Whether this looks like a multiaddr.
+pub fn is_maddr(text: &str) -> bool {
     const FIRST: [&str; 7] = ["ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr", "p2p"];
     let mut parts = text.split('/');
     parts.next() == Some("")
@@ -128,4 +151,30 @@ fn is_maddr(text: &str) -> bool {
             .next()
             .is_some_and(|protocol| FIRST.contains(&protocol))
         && parts.next().is_some_and(|address| !address.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_read_as_by_humanfriendly() {
+        for (text, bytes) in [
+            ("1572864000", 1_572_864_000),
+            ("1.5GB", 1_500_000_000),
+            ("1500MB", 1_500_000_000),
+            ("50 GB", 50_000_000_000),
+            ("100GiB", 100 << 30),
+            ("512mib", 512 << 20),
+            ("5 k", 5000),
+            ("2tb", 2_000_000_000_000),
+            ("7 bytes", 7),
+            ("1 gigabyte", 1_000_000_000),
+        ] {
+            assert_eq!(size_bytes(text), Ok(bytes), "{text}");
+        }
+        for bad in ["", "GB", "-1", "1.2.3GB", "5x", "1e3", "99999999999EiB"] {
+            assert!(size_bytes(bad).unwrap_err().contains("512MiB"), "{bad}");
+        }
+    }
 }

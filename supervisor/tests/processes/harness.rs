@@ -67,6 +67,7 @@ pub fn config(script: &str) -> ServeConfig {
             dtype: None,
             quant_type: shared::config::QuantType::None,
             cache_dir: PathBuf::new(),
+            hub: shared::config::HubConfig::default(),
         },
         restart: RestartConfig {
             backoff_min: Duration::from_millis(20),

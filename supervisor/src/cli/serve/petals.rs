@@ -2,11 +2,12 @@
 
 use std::path::PathBuf;
 
-use clap::parser::ValueSource;
-use clap::{ArgMatches, Args, Command};
+use clap::{Args, Command};
+
+use crate::cli::layers::{Layered, Origin};
 
 /// Heading of the flags without effect. What is declared under it is accepted and noted, with its help as the reason.
-const NO_EFFECT: &str = "Flags of Petals without effect here";
+pub const NO_EFFECT: &str = "Flags of Petals without effect here";
 const NOT_YET: &str = "Flags of Petals that this version refuses";
 
 /// Flags that tune machinery that Sepal does not have, or does better without being told. The help of each begins with
@@ -29,15 +30,15 @@ pub struct UnusedArgs {
     /// No effect: prefill is cut at fixed positions, and its memory does not grow with the prompt
     #[arg(long, value_name = "BYTES")]
     max_chunk_size_bytes: Option<u64>,
-    /// No effect: nothing is downloaded
-    #[arg(long, value_name = "SIZE")]
-    max_disk_space: Option<String>,
     /// No effect: `sepal status` shows the counters
     #[arg(long, value_name = "SECONDS")]
     stats_report_interval: Option<f64>,
     /// No effect: this version makes no such check
     #[arg(long)]
     skip_reachability_check: bool,
+    /// No effect: sepal runs no Python, and hivemind's modules are not transformer blocks
+    #[arg(long, value_name = "FILE")]
+    custom_module_path: Option<PathBuf>,
     /// No effect: this version uses no relays
     #[arg(long)]
     no_auto_relay: bool,
@@ -47,18 +48,6 @@ pub struct UnusedArgs {
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case", next_help_heading = NOT_YET)]
 pub struct RefusedArgs {
-    /// File with flags
-    #[arg(long, short, value_name = "FILE")]
-    config: Option<PathBuf>,
-    /// Hub token
-    #[arg(long, value_name = "TOKEN")]
-    token: Option<String>,
-    /// Use the Hub token of this machine
-    #[arg(long)]
-    use_auth_token: bool,
-    /// Revision on the Hub
-    #[arg(long, value_name = "REVISION")]
-    revision: Option<String>,
     /// Compression that the record asks for: NONE
     #[arg(long, value_name = "NAME")]
     compression: Option<String>,
@@ -68,20 +57,14 @@ pub struct RefusedArgs {
     /// LoRA adapters
     #[arg(long, num_args = 0.., value_name = "ADAPTER")]
     adapters: Vec<String>,
-    /// Python code for hivemind
-    #[arg(long, value_name = "FILE")]
-    custom_module_path: Option<PathBuf>,
 }
 
 /// A sentence for each flag that was given although it changes nothing.
-pub fn notes(command: &Command, matches: &ArgMatches) -> Vec<String> {
-    let given = |id: &str| {
-        let source = matches.value_source(id);
-        source.is_some_and(|source| source != ValueSource::DefaultValue)
-    };
-    let unused = command
-        .get_arguments()
-        .filter(|arg| arg.get_help_heading() == Some(NO_EFFECT) && given(arg.get_id().as_str()));
+pub fn notes(command: &Command, layered: &Layered) -> Vec<String> {
+    let unused = command.get_arguments().filter(|arg| {
+        arg.get_help_heading() == Some(NO_EFFECT)
+            && layered.origin(arg.get_id().as_str()) != Origin::Default
+    });
     let note = |arg: &clap::Arg| {
         let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
         let why = help
@@ -99,16 +82,7 @@ impl RefusedArgs {
                 .as_ref()
                 .is_some_and(|v| !v.eq_ignore_ascii_case(only))
         };
-        let hub = "this version serves model folders and downloads nothing; download the model and give its folder";
         let given = [
-            (
-                "config",
-                self.config.is_some(),
-                "this version reads no files with flags; give the flags themselves",
-            ),
-            ("token", self.token.is_some(), hub),
-            ("use_auth_token", self.use_auth_token, hub),
-            ("revision", self.revision.is_some(), hub),
             (
                 "compression",
                 other(&self.compression, "none"),
@@ -123,11 +97,6 @@ impl RefusedArgs {
                 "adapters",
                 !self.adapters.is_empty(),
                 "this version serves no adapters; leave it out",
-            ),
-            (
-                "custom_module_path",
-                self.custom_module_path.is_some(),
-                "sepal runs no Python; leave it out",
             ),
         ];
         match given.iter().find(|(_, given, _)| *given) {

@@ -1,0 +1,129 @@
+//! `sepal config`: what is in force and where each value comes from, as a TOML file that `--config` reads.
+
+use clap::{Arg, ArgAction, Command};
+use shared::config::{ServeConfig, SpanChoice};
+
+use super::layers::{Layered, Origin};
+
+/// Settings that are never shown.
+const SECRET: [&str; 1] = ["token"];
+
+/// Column at which origins are written.
+const ORIGIN_COLUMN: usize = 48;
+
+/// All settings of `sepal serve`, grouped as in its help, one a line.
+pub fn text(command: &Command, layered: &Layered, config: &ServeConfig) -> String {
+    let mut text = String::from("# Settings of sepal serve in force, and where each comes from.\n");
+    if let Some(path) = &layered.file {
+        text.push_str(&format!("# File: {}\n", path.display()));
+    }
+    text.push_str(&line(
+        &format!("model = {}", quoted(&config.prepare.model)),
+        &model_origin(layered),
+    ));
+    let shown = |arg: &&Arg| {
+        let other =
+            ["help", "config", "converted_model_name_or_path"].contains(&arg.get_id().as_str());
+        arg.get_long().is_some() && !arg.is_hide_set() && !other
+    };
+    let mut heading = None;
+    for arg in command.get_arguments().filter(shown) {
+        if arg.get_help_heading() != heading {
+            heading = arg.get_help_heading();
+            text.push_str(&format!("\n# {}\n", heading.unwrap_or_default()));
+        }
+        text.push_str(&setting(arg, layered, config));
+    }
+    text
+}
+
+fn model_origin(layered: &Layered) -> Origin {
+    match layered.origin("converted_model_name_or_path") {
+        Origin::Default => Origin::Flag,
+        other => other,
+    }
+}
+
+fn setting(arg: &Arg, layered: &Layered, config: &ServeConfig) -> String {
+    let id = arg.get_id().as_str();
+    let origin = layered.origin(id);
+    let given = layered
+        .matches
+        .subcommand()
+        .and_then(|(_, given)| given.get_raw(id));
+    let values: Vec<String> = given
+        .into_iter()
+        .flatten()
+        .map(|value| value.to_string_lossy().into_owned())
+        .collect();
+    if SECRET.contains(&id) && origin != Origin::Default {
+        return line(&format!("# {id} is set and not shown"), &origin);
+    }
+    let many = arg
+        .get_num_args()
+        .is_some_and(|range| range.max_values() > 1);
+    let value = match values.as_slice() {
+        [] => chosen(id, config),
+        [on] if matches!(arg.get_action(), ArgAction::SetTrue) => Some(on.clone()),
+        [one] if !many => Some(number_or_text(one)),
+        several => Some(list(several)),
+    };
+    match value {
+        Some(value) => line(&format!("{id} = {value}"), &origin),
+        None => line(&format!("# {id} is not set"), &origin),
+    }
+}
+
+/// What holds where nothing was given and clap knows no default.
+fn chosen(id: &str, config: &ServeConfig) -> Option<String> {
+    let netd = &config.netd;
+    Some(match id {
+        "cache_dir" => quoted(&config.prepare.cache_dir.to_string_lossy()),
+        "runtime_dir" => quoted(&config.runtime_dir.to_string_lossy()),
+        "threads" => config.worker.threads.to_string(),
+        "initial_peers" if !netd.initial_peers.is_empty() => list(&netd.initial_peers),
+        "host_maddrs" => list(&netd.host_maddrs),
+        "announce_maddrs" if !netd.announce_maddrs.is_empty() => list(&netd.announce_maddrs),
+        "expiration" => netd.expiration.as_secs_f64().to_string(),
+        "log" => quoted(&config.log.filter),
+        "num_blocks" => match netd.span {
+            SpanChoice::Count(count) => count.to_string(),
+            _ => return None,
+        },
+        _ => return None,
+    })
+}
+
+fn line(setting: &str, origin: &Origin) -> String {
+    format!("{setting:<ORIGIN_COLUMN$} # {origin}\n")
+}
+
+fn list(values: &[String]) -> String {
+    let items: Vec<String> = values.iter().map(|value| quoted(value)).collect();
+    format!("[{}]", items.join(", "))
+}
+
+fn number_or_text(value: &str) -> String {
+    let is_number = value
+        .parse::<i64>()
+        .is_ok_and(|number| number.to_string() == value);
+    if is_number {
+        value.to_owned()
+    } else {
+        quoted(value)
+    }
+}
+
+/// A basic string of TOML.
+fn quoted(value: &str) -> String {
+    let mut text = String::from("\"");
+    for c in value.chars() {
+        match c {
+            '"' | '\\' => text.extend(['\\', c]),
+            c if c.is_control() => text.push_str(&format!("\\u{:04X}", u32::from(c))),
+            c => text.push(c),
+        }
+    }
+    text.push('"');
+    text
+}
