@@ -2,6 +2,7 @@
 """Make the golden data of tests/golden/blocks: the blocks of tiny models of every family and what transformers computes with them.
 
     python tests/golden/generate_blocks.py [NAME ...]       # rewrites tests/golden/blocks/NAME, all without names
+    BITSANDBYTES=SITE:NEW python ...                        # and NAME/quantized.safetensors (see bitsandbytes_cpu.py)
 
 Made with transformers 4.43.1 (qwen3-*: 4.51.3, which is the first of them that knows it), torch 2.0.1 (CPU) on Python 3.11; the
 versions of a run are in each expected.safetensors' metadata. Weights come from fixed seeds.
@@ -16,6 +17,8 @@ Per folder:
     input_gradient   [batch, tokens, hidden]
     prompts          [blocks, batch, PREFIX, hidden]    added to the first tokens before each block
     prompted, prompted_input_gradient, prompt_gradient  output, gradient of the input and of the prompts with them
+  quantized.safetensors: for QUANT int8 and nf4, QUANT.forward and so on as above, from the same inputs, where each matrix but the
+    router of experts holds what bitsandbytes makes of its weights
 """
 import json
 import os
@@ -55,6 +58,10 @@ CASES = {
                                        num_kv_heads=2), dict(dtype="bfloat16")),
     "mixtral": ("Mixtral", dict(LLAMA, num_local_experts=5, num_experts_per_tok=2, sliding_window=None), {}),
 }
+CASES |= {name + "-bf16": (*CASES[name][:2], dict(dtype="bfloat16"))
+          for name in ["llama", "mistral-window", "qwen2", "falcon-7b", "falcon-11b", "falcon-rw"]}
+# Rounding to bfloat16 would send a token to other experts now and then, were there any.
+CASES["mixtral-bf16"] = ("Mixtral", dict(CASES["mixtral"][1], num_local_experts=2), dict(dtype="bfloat16"))
 
 
 def randomize(layers, seed):
@@ -105,11 +112,8 @@ def gradients(model, tap, x, prompts, g):
     return outputs, x.grad.float(), None if prompts is None else tap.prompts.grad.float()
 
 
-def make(name):
+def build(name):
     family, fields, options = CASES[name]
-    path = os.path.join(HERE, name)
-    shutil.rmtree(path, ignore_errors=True)
-    os.makedirs(path)
     dtype = getattr(torch, options.get("dtype", "float32"))
     config = getattr(transformers, family + "Config")(**fields)
     config._attn_implementation = "eager"
@@ -120,36 +124,74 @@ def make(name):
     model.requires_grad_(False)
     for p in model.parameters():
         p.data = p.data.to(dtype)
-    x, g = torch.randn(2, BATCH, TOKENS, config.hidden_size).to(dtype)
-    prompts = torch.randn(len(layers), BATCH, PREFIX, config.hidden_size).to(dtype)
-    tap = Tap(layers)
-    forward, dx, _ = gradients(model, tap, x, None, g)
-    prompted, prompted_dx, dprompts = gradients(model, tap, x, prompts, g)
-    tap.prompts, parts = None, []
+    return model, layers, dtype
+
+
+def cached(model, tap, x):
+    """Outputs of the first PROMPT tokens and then of one token at a time."""
+    tap.prompts, parts, cache = None, [], None
     with torch.no_grad():
-        cache = None
         for start, end in [(0, PROMPT)] + [(t, t + 1) for t in range(PROMPT, TOKENS)]:
             tap.first = x[:, start:end]
             # Without a mask Falcon has none to add for a single token.
-            mask = dict(attention_mask=torch.ones(BATCH, end)) if family == "Falcon" else {}
+            mask = dict(attention_mask=torch.ones(BATCH, end)) if type(model).__name__ == "FalconModel" else {}
             out = model(inputs_embeds=torch.zeros_like(tap.first), past_key_values=cache, use_cache=True, **mask)
             cache = out.past_key_values
             parts.append(torch.stack([o.float() for o in tap.outputs]))
+    return torch.cat(parts, 2)
+
+
+def measure(model, tap, x, g, prompts):
+    forward, dx, _ = gradients(model, tap, x, None, g)
+    prompted, prompted_dx, dprompts = gradients(model, tap, x, prompts, g)
+    return dict(forward=forward, cached=cached(model, tap, x), input_gradient=dx, prompted=prompted[-1],
+                prompted_input_gradient=prompted_dx, prompt_gradient=dprompts)
+
+
+def quantize(layers, decode):
+    for name, p in layers.named_parameters():
+        if p.dim() == 2 and not name.endswith("block_sparse_moe.gate.weight"):
+            p.data = decode(p.data).to(p.dtype)
+
+
+def save(path, tensors):
+    save_file({k: v.float().contiguous() for k, v in tensors.items()}, path,
+              metadata=dict(transformers=transformers.__version__, torch=torch.__version__))
+
+
+def make(name):
+    path = os.path.join(HERE, name)
+    shutil.rmtree(path, ignore_errors=True)
+    os.makedirs(path)
+    model, layers, dtype = build(name)
+    x, g = torch.randn(2, BATCH, TOKENS, model.config.hidden_size).to(dtype)
+    prompts = torch.randn(len(layers), BATCH, PREFIX, model.config.hidden_size).to(dtype)
     # In the files of bigscience the blocks of BLOOM are `h.<i>`, in all others they are below the model.
-    below = {"Bloom": "h.", "Falcon": "transformer.h."}.get(family, "model.layers.")
+    below = {"Bloom": "h.", "Falcon": "transformer.h."}.get(CASES[name][0], "model.layers.")
     save_file({below + k: p.detach().contiguous() for k, p in layers.named_parameters()},
               os.path.join(path, "model.safetensors"))
-    fields = dict(fields, model_type=config.model_type, torch_dtype=str(dtype).split(".")[1])
+    fields = dict(CASES[name][1], model_type=model.config.model_type, torch_dtype=str(dtype).split(".")[1])
     with open(os.path.join(path, "config.json"), "w") as f:
         json.dump(fields, f, indent=2, sort_keys=True)
-    expected = dict(input=x, forward=forward, cached=torch.cat(parts, 2), output_gradient=g, input_gradient=dx,
-                    prompts=prompts, prompted=prompted[-1], prompted_input_gradient=prompted_dx,
-                    prompt_gradient=dprompts)
-    save_file({k: v.float().contiguous() for k, v in expected.items()}, os.path.join(path, "expected.safetensors"),
-              metadata=dict(transformers=transformers.__version__, torch=torch.__version__))
-    spread = (forward - expected["cached"]).norm() / forward.norm()
+    tap = Tap(layers)
+    expected = measure(model, tap, x, g, prompts)
+    spread = (expected["forward"] - expected["cached"]).norm() / expected["forward"].norm()
+    save(os.path.join(path, "expected.safetensors"), dict(expected, input=x, output_gradient=g, prompts=prompts))
+    if "BITSANDBYTES" in os.environ:
+        make_quantized(name, x, g, prompts)
     size = sum(os.path.getsize(os.path.join(path, f)) for f in os.listdir(path))
     print(f"{name}: cached differs by {spread:.1e}, {size / 1024:.0f} KiB")
+
+
+def make_quantized(name, x, g, prompts):
+    from bitsandbytes_cpu import DECODED
+    tensors = {}
+    for quant, decode in DECODED.items():
+        model, layers, _ = build(name)
+        quantize(layers, decode)
+        expected = measure(model, Tap(layers), x, g, prompts)
+        tensors |= {f"{quant}.{key}": value for key, value in expected.items()}
+    save(os.path.join(HERE, name, "quantized.safetensors"), tensors)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use kernels::ops::GeluKind;
-use kernels::{DType, PageLayout};
+use kernels::{DType, PageLayout, QuantType};
 use serde_json::Value;
 
 use super::family;
@@ -229,6 +229,20 @@ impl BlockSpec {
             dtype,
             kv_heads: self.kv_heads,
             head_dim: self.head_dim,
+        }
+    }
+
+    /// How the tensor `name` of a block is stored when matrices are stored as `quant`: vectors (one of `sides`) stay as they are,
+    /// and so does the router of a mixture of experts, which is small and whose errors choose other experts (Petals quantizes it).
+    pub fn quant_of(&self, name: &str, sides: usize, quant: QuantType) -> QuantType {
+        let router = match &self.mlp {
+            Mlp::Experts(experts) => experts.router.weight_name() == name,
+            _ => false,
+        };
+        if sides == 2 && !router {
+            quant
+        } else {
+            QuantType::None
         }
     }
 

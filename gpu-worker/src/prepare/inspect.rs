@@ -12,7 +12,7 @@ use shared::model::ModelFacts;
 use super::checkpoint::{Checkpoint, read_bounded};
 use super::error::PrepareError;
 use super::locate::{ModelFolder, default_dht_prefix};
-use crate::block::{BlockSpec, Mlp, TensorSpec};
+use crate::block::{BlockSpec, TensorSpec};
 
 /// Longest accepted config.json; published ones have a few kilobytes.
 const MAX_CONFIG_BYTES: u64 = 4 << 20;
@@ -93,24 +93,10 @@ struct Stored {
     quant: QuantType,
 }
 
-/// How the tensor `name` of a block is stored when matrices are stored as `quant`: vectors stay as they are, and so does the
-/// router of a mixture of experts, which is small and whose errors choose other experts (Petals quantizes it).
-pub(super) fn quant_of(spec: &BlockSpec, name: &str, sides: usize, quant: QuantType) -> QuantType {
-    let router = match &spec.mlp {
-        Mlp::Experts(experts) => experts.router.weight_name() == name,
-        _ => false,
-    };
-    if sides == 2 && !router {
-        quant
-    } else {
-        QuantType::None
-    }
-}
-
 /// Bytes of one block; saturates.
 fn block_bytes(spec: &BlockSpec, stored: Stored) -> u64 {
     let bytes = |tensor: TensorSpec| {
-        let quant = quant_of(spec, &tensor.name, tensor.shape.len(), stored.quant);
+        let quant = spec.quant_of(&tensor.name, tensor.shape.len(), stored.quant);
         let (outputs, inputs) = match tensor.shape.as_slice() {
             [outputs, inputs] => (*outputs, *inputs),
             other => (1, other.iter().product()),

@@ -7,7 +7,7 @@ use shared::dtype::DType;
 use tracing::warn;
 
 use super::error::PrepareError;
-use super::inspect::{Inspected, quant_of};
+use super::inspect::Inspected;
 use super::source::SourceTensor;
 use super::store::{Prepared, StorePlace, stored_form};
 use crate::block::TensorSpec;
@@ -94,7 +94,7 @@ impl Inspected {
                 let found = self.checkpoint.tensor(&t.full_name)?;
                 let tensor = SourceTensor::new(&t.name, &t.full_name, &t.shape, found)?;
                 let quant = self.facts.quant_type;
-                Ok(tensor.stored_as(quant_of(&self.spec, &t.name, t.shape.len(), quant)))
+                Ok(tensor.stored_as(self.spec.quant_of(&t.name, t.shape.len(), quant)))
             })
             .collect::<Result<Vec<_>, PrepareError>>()?;
         let dtype = self.facts.dtype;

@@ -192,6 +192,7 @@ pub(crate) fn checkpoint(path: &Path) -> HashMap<String, Stored> {
                 name,
                 Stored {
                     dtype,
+                    quant: QuantType::None,
                     outputs,
                     inputs,
                     bytes: tensor.data().to_vec(),

@@ -13,12 +13,15 @@ use gpu_worker::block::{
 };
 use gpu_worker::kv::{KvPool, KvShape};
 use kernels::ops::convert;
-use kernels::{Cpu, DType, KvPages, StepRow, WeightView};
+use kernels::quant::{int8, nf4};
+use kernels::{Cpu, DType, KvPages, QuantType, StepRow, WeightView};
 use shared::ids::PageId;
 
 /// A tensor in memory, a vector as a matrix of one row.
+#[derive(Clone)]
 struct Stored {
     dtype: DType,
+    quant: QuantType,
     outputs: usize,
     inputs: usize,
     bytes: Vec<u8>,
@@ -26,7 +29,29 @@ struct Stored {
 
 impl Stored {
     fn view(&self) -> WeightView<'_> {
-        WeightView::new(self.dtype, self.outputs, self.inputs, &self.bytes).unwrap()
+        WeightView::quantized(
+            self.quant,
+            self.dtype,
+            self.outputs,
+            self.inputs,
+            &self.bytes,
+        )
+        .unwrap()
+    }
+
+    /// The same matrix as prepare would store it.
+    fn stored_as(&self, quant: QuantType) -> Stored {
+        let values = convert::to_vec(self.dtype, &self.bytes);
+        let bytes = match quant {
+            QuantType::None => self.bytes.clone(),
+            QuantType::Int8 => int8::encode(&values, self.inputs),
+            QuantType::Nf4 => nf4::encode(&values),
+        };
+        Stored {
+            quant,
+            bytes,
+            ..*self
+        }
     }
 }
 

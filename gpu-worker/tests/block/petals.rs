@@ -171,6 +171,7 @@ fn weights(spec: &BlockSpec) -> HashMap<String, Stored> {
             .collect();
         Stored {
             dtype: DType::F32,
+            quant: QuantType::None,
             outputs: shape.iter().product::<usize>() / inputs,
             inputs,
             bytes,
