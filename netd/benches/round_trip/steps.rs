@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use netd::p2p::{Keypair, P2p, P2pConfig};
+use netd::p2p::{Keypair, P2p, P2pConfig, Traversal};
 use netd::rpc::dispatch::{Router, reachability_protocol};
 use netd::rpc::{Service, ServiceParts, Timeouts, names, protocols};
 use netd::sessions::admission::KvMemory;
@@ -133,6 +133,7 @@ async fn node(
         initial_peers,
         kad_server: serves,
         protocols: if serves { all } else { Vec::new() },
+        traversal: Traversal::NONE,
         startup_timeout: LIMIT,
     })
     .await

@@ -55,8 +55,34 @@ pub(super) const ERROR_LINGER_TIMEOUT: Duration = Duration::from_secs(1);
 pub(super) const LOOKUP_TIMEOUT: Duration = Duration::from_secs(20);
 /// How often the routing table is refreshed.
 pub(super) const BOOTSTRAP_PERIOD: Duration = Duration::from_secs(300);
-/// How often initial peers are dialled again that are not connected.
-pub(super) const REDIAL_PERIOD: Duration = Duration::from_secs(60);
+/// First pause before an initial peer that is not connected is dialled again; doubles.
+pub(super) const REDIAL_MIN: Duration = Duration::from_secs(1);
+/// Longest pause before an initial peer that is not connected is dialled again.
+pub(super) const REDIAL_MAX: Duration = Duration::from_secs(60);
+/// Relay service: peers that others may reach through this node. As in p2pd.
+pub(super) const MAX_RESERVATIONS: usize = 128;
+/// Relay service: reservations of one peer, over several connections.
+pub(super) const MAX_RESERVATIONS_PER_PEER: usize = 4;
+/// Relay service: circuits at once.
+pub(super) const MAX_CIRCUITS: usize = 256;
+/// Relay service: circuits at once from or to one peer. As in p2pd.
+pub(super) const MAX_CIRCUITS_PER_PEER: usize = 16;
+/// Relay service: life of a circuit. As in p2pd.
+pub(super) const MAX_CIRCUIT_DURATION: Duration = Duration::from_secs(30 * 60);
+/// Relay service: bytes of a circuit in each direction. As in p2pd.
+pub(super) const MAX_CIRCUIT_BYTES: u64 = 4 << 30;
+/// Relays that a node behind a NAT wants to be reachable through. As in go-libp2p.
+pub(super) const WANTED_RELAYS: usize = 2;
+/// Peers remembered that offer to relay.
+pub(super) const MAX_RELAY_CANDIDATES: usize = 64;
+/// First pause before a relay that failed is asked again; doubles.
+pub(super) const RELAY_BACKOFF_MIN: Duration = Duration::from_secs(5);
+/// Longest pause before a relay that failed is asked again. As in go-libp2p.
+pub(super) const RELAY_BACKOFF_MAX: Duration = Duration::from_secs(3600);
+/// How often missing relays are looked for.
+pub(super) const RELAY_PERIOD: Duration = Duration::from_secs(5);
+/// Callers that wait for a peer to introduce itself.
+pub(super) const MAX_WAITING_FOR_INTRODUCTIONS: usize = 64;
 /// How long closing all connections may take.
 pub(super) const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -70,6 +96,7 @@ pub(super) struct InboundLimits {
 #[derive(Debug, Default)]
 struct Counts {
     total: HashMap<&'static str, usize>,
+    withdrawn: Vec<&'static str>,
     per_peer: HashMap<(PeerId, &'static str), usize>,
 }
 
@@ -83,7 +110,16 @@ impl InboundLimits {
 
     /// The names that are offered to peers.
     pub(super) fn names(&self) -> Vec<&'static str> {
-        self.protocols.iter().map(|spec| spec.name).collect()
+        let counts = self.lock();
+        let names = self.protocols.iter().map(|spec| spec.name);
+        names
+            .filter(|name| !counts.withdrawn.contains(name))
+            .collect()
+    }
+
+    /// Offers these no more. Streams that were negotiated go on.
+    pub(super) fn withdraw(&self, names: &[&'static str]) {
+        self.lock().withdrawn.extend_from_slice(names);
     }
 
     /// Counts one more stream of `peer`; `None` if a bound is reached or the protocol is not ours.

@@ -69,6 +69,7 @@ fn config(initial_peers: Vec<Multiaddr>) -> P2pConfig {
             spec(UNARY, ProtocolKind::Unary),
             spec(STREAM, ProtocolKind::Stream),
         ],
+        traversal: Traversal::NONE,
         startup_timeout: CALL,
     }
 }
