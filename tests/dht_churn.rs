@@ -94,8 +94,8 @@ async fn records_outlive_the_nodes_that_keep_them() {
         let through = nodes[nodes.len() * 7919 % nodes.len()].addrs.clone();
         nodes.push(node(through).await);
     }
-    for server in 0..SERVERS {
-        announce(&nodes[server], server).await;
+    for (server, through) in nodes.iter().enumerate().take(SERVERS) {
+        announce(through, server).await;
     }
     let start = Instant::now();
     let mut churn = interval(CHURN);

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use netd::p2p::{Keypair, P2p, P2pConfig, Traversal};
-use netd::rpc::dispatch::{Router, reachability_protocol};
+use netd::rpc::dispatch::Router;
 use netd::rpc::{Service, ServiceParts, Timeouts, names, protocols};
 use netd::sessions::admission::KvMemory;
 use netd::sessions::pool::Pool;
 use netd::sessions::queue::WaitQueue;
+use netd::swarm::reachability::{self, Checker};
 use netd::wire::messages::ExpertRequest;
 use netd::wire::metadata::StepMetadata;
 use netd::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
@@ -50,7 +51,7 @@ pub async fn measure(core: usize) {
     let (server, inbound) = node(vec!["/ip4/127.0.0.1/tcp/0".into()], Vec::new()).await;
     let (_online, serving) = watch::channel(Some(service.clone()));
     let router = Router {
-        me: server.peer_id(),
+        checker: Checker::new(server.clone()),
         service: serving,
     };
     tokio::spawn(router.run(inbound, |_, _, _, _| {}));
@@ -121,7 +122,7 @@ async fn node(
     initial_peers: Vec<netd::p2p::Multiaddr>,
 ) -> (P2p, tokio::sync::mpsc::Receiver<netd::p2p::Inbound>) {
     let mut all = protocols();
-    all.push(reachability_protocol());
+    all.push(reachability::protocol());
     let serves = !listen.is_empty();
     P2p::start(P2pConfig {
         keypair: Keypair::generate_ed25519(),

@@ -50,11 +50,11 @@ pub(super) struct NodeBehaviour {
 /// Makes the swarm; it listens nowhere yet. To be called within a tokio runtime.
 pub(super) fn swarm(
     config: &P2pConfig,
+    limits: &Arc<InboundLimits>,
     inbound: mpsc::Sender<Inbound>,
 ) -> Result<Swarm<NodeBehaviour>, P2pError> {
-    let limits = InboundLimits::new(config.protocols.clone());
     let make = |key: &Keypair, relay_client: relay::client::Behaviour| {
-        let rpc = rpc_streams::Behaviour::new(Arc::clone(&limits), inbound);
+        let rpc = rpc_streams::Behaviour::new(Arc::clone(limits), inbound);
         behaviour(config, key.public(), rpc, relay_client)
     };
     let through_relays = (noise::Config::new, tls::Config::new);

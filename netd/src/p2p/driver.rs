@@ -473,6 +473,11 @@ impl Driver {
                     _ => {}
                 }
             }
+            // Who has identified this node a moment ago does not know that it relays.
+            NodeBehaviourEvent::RelayService(relay::Event::StatusChanged { status }) => {
+                info!(?status, "relay service");
+                self.push_addresses();
+            }
             NodeBehaviourEvent::HolePunching(event) => match event.result {
                 Ok(connection) => {
                     info!(peer = %event.remote_peer_id, %connection, "hole punched, relay left");

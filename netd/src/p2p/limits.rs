@@ -43,10 +43,12 @@ pub(super) const MAX_WAITING_CALLS: usize = 1024;
 pub(super) const COMMAND_QUEUE: usize = 256;
 /// Inbound RPCs under way to their handler.
 pub(super) const INBOUND_QUEUE: usize = 256;
-/// A unary request must be complete by then: 4 MiB over a slow link.
-pub(super) const UNARY_REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
-/// A write that makes no progress for this long has failed.
-pub(super) const WRITE_STALL_TIMEOUT: Duration = Duration::from_secs(60);
+/// A unary request must be complete by then: 4 MiB over a slow link. Tests wait for it.
+pub(super) const UNARY_REQUEST_TIMEOUT: Duration =
+    Duration::from_secs(if cfg!(test) { 8 } else { 60 });
+/// A write that makes no progress for this long has failed. Tests wait for it.
+pub(super) const WRITE_STALL_TIMEOUT: Duration =
+    Duration::from_secs(if cfg!(test) { 8 } else { 60 });
 /// After the last byte was sent, how long the peer's end of stream is waited for.
 pub(super) const LINGER_TIMEOUT: Duration = Duration::from_secs(5);
 /// After an error frame, how long the caller's own end is waited for before the stream is closed.
@@ -86,6 +88,21 @@ pub(super) const MAX_WAITING_FOR_INTRODUCTIONS: usize = 64;
 /// How long closing all connections may take.
 pub(super) const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// RPCs of peers that came to nothing, by what was wrong with them, since the start of the node.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct InboundFigures {
+    /// More streams at once than a peer, or all peers, may have.
+    pub too_many: u64,
+    /// A request longer than its bound.
+    pub too_large: u64,
+    /// Bytes that are not of the protocol.
+    pub malformed: u64,
+    /// A request that was not complete in time.
+    pub too_slow: u64,
+    /// A caller that took no byte of its answer for too long.
+    pub stalled: u64,
+}
+
 /// Counts inbound RPC streams per protocol, and per protocol and peer.
 #[derive(Debug)]
 pub(super) struct InboundLimits {
@@ -97,6 +114,7 @@ pub(super) struct InboundLimits {
 struct Counts {
     total: HashMap<&'static str, usize>,
     withdrawn: Vec<&'static str>,
+    figures: InboundFigures,
     per_peer: HashMap<(PeerId, &'static str), usize>,
 }
 
@@ -117,6 +135,24 @@ impl InboundLimits {
             .collect()
     }
 
+    /// What was refused so far.
+    pub(super) fn figures(&self) -> InboundFigures {
+        self.lock().figures
+    }
+
+    /// Counts one more.
+    pub(super) fn count(&self, add: impl FnOnce(&mut InboundFigures)) {
+        add(&mut self.lock().figures);
+    }
+
+    /// Counts a failed write if the peer took nothing for too long.
+    pub(super) fn written<T>(&self, outcome: std::io::Result<T>) -> std::io::Result<T> {
+        if matches!(&outcome, Err(error) if error.kind() == std::io::ErrorKind::TimedOut) {
+            self.count(|figures| figures.stalled += 1);
+        }
+        outcome
+    }
+
     /// Offers these no more. Streams that were negotiated go on.
     pub(super) fn withdraw(&self, names: &[&'static str]) {
         self.lock().withdrawn.extend_from_slice(names);
@@ -133,6 +169,7 @@ impl InboundLimits {
         let total = counts.total.get(name).copied().unwrap_or(0);
         let of_peer = counts.per_peer.get(&(peer, name)).copied().unwrap_or(0);
         if total >= spec.max_inbound_total || of_peer >= spec.max_inbound_per_peer {
+            counts.figures.too_many += 1;
             return None;
         }
         counts.total.insert(name, total + 1);
@@ -166,6 +203,13 @@ pub(super) struct Permit {
     limits: Arc<InboundLimits>,
     peer: PeerId,
     name: &'static str,
+}
+
+impl Permit {
+    /// Where it counts.
+    pub(super) fn limits(&self) -> &Arc<InboundLimits> {
+        &self.limits
+    }
 }
 
 impl Drop for Permit {

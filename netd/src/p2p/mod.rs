@@ -44,6 +44,7 @@ pub use self::{
     call::RpcStream,
     error::{CallError, InboundError, P2pError},
     frame::DEFAULT_MAX_FRAME_BYTES,
+    limits::InboundFigures,
     node::{Introduction, P2p, P2pConfig, ProtocolKind, ProtocolSpec, Traversal},
     serve::{Inbound, InboundReader, InboundStream, InboundWriter, UnaryResponder},
     unary::MAX_UNARY_BYTES,

@@ -21,7 +21,7 @@ use super::{
     behaviour::{self, NodeBehaviour, peer_of},
     driver::{Command, Driver, DriverParts},
     error::P2pError,
-    limits::{COMMAND_QUEUE, Calls, INBOUND_QUEUE},
+    limits::{COMMAND_QUEUE, Calls, INBOUND_QUEUE, InboundFigures, InboundLimits},
     serve::Inbound,
 };
 
@@ -109,6 +109,7 @@ pub struct P2p {
     peer_id: PeerId,
     commands: mpsc::Sender<Command>,
     pub(super) calls: Arc<Calls>,
+    limits: Arc<InboundLimits>,
     relayed: watch::Receiver<Vec<Multiaddr>>,
     reconnected: watch::Receiver<u64>,
 }
@@ -133,7 +134,8 @@ impl P2p {
     pub async fn start(config: P2pConfig) -> Result<(Self, mpsc::Receiver<Inbound>), P2pError> {
         let deadline = Instant::now() + config.startup_timeout;
         let (inbound_sender, inbound) = mpsc::channel(INBOUND_QUEUE);
-        let mut swarm = behaviour::swarm(&config, inbound_sender)?;
+        let limits = InboundLimits::new(config.protocols.clone());
+        let mut swarm = behaviour::swarm(&config, &limits, inbound_sender)?;
         let peer_id = *swarm.local_peer_id();
         let listeners = listen(&mut swarm, &config.listen)?;
         for addr in &config.announce {
@@ -169,6 +171,7 @@ impl P2p {
             peer_id,
             commands,
             calls,
+            limits,
             relayed,
             reconnected,
         };
@@ -226,6 +229,11 @@ impl P2p {
     /// Remembers where a peer can be dialled, until the peer itself says otherwise.
     pub async fn add_address(&self, peer: PeerId, addr: Multiaddr) {
         drop(self.send(Command::AddAddress { peer, addr }).await);
+    }
+
+    /// RPCs of peers that came to nothing, by reason.
+    pub fn inbound_figures(&self) -> InboundFigures {
+        self.limits.figures()
     }
 
     /// Addresses through relays at which the node can be dialled right now, without `/p2p/ID`. To be watched.

@@ -13,6 +13,9 @@ use tokio::{
 
 use super::*;
 
+mod hostile;
+mod relayed;
+
 /// No wait in a test is longer; nothing is asserted about it.
 const DEADLINE: Duration = Duration::from_secs(60);
 const CALL: Duration = Duration::from_secs(30);
