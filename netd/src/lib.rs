@@ -18,7 +18,7 @@
 mod control;
 pub mod dht;
 pub mod dht_node;
-pub mod join;
+mod join;
 mod offer;
 pub mod p2p;
 mod pings;

@@ -5,13 +5,12 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use netd::p2p::{Keypair, P2p, P2pConfig, Traversal};
-use netd::rpc::dispatch::Router;
+use netd::p2p::{Keypair, P2p, P2pConfig};
+use netd::rpc::dispatch::{Router, reachability_protocol};
 use netd::rpc::{Service, ServiceParts, Timeouts, names, protocols};
 use netd::sessions::admission::KvMemory;
 use netd::sessions::pool::Pool;
 use netd::sessions::queue::WaitQueue;
-use netd::swarm::reachability::{self, Checker};
 use netd::wire::messages::ExpertRequest;
 use netd::wire::metadata::StepMetadata;
 use netd::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
@@ -47,11 +46,11 @@ pub async fn measure(core: usize) {
         .up(&worker.up, submission, completion)
         .expect("linked");
     let (_draining, drained) = watch::channel(false);
-    let service = Arc::new(service(workers, drained));
     let (server, inbound) = node(vec!["/ip4/127.0.0.1/tcp/0".into()], Vec::new()).await;
+    let service = Arc::new(service(workers, server.clone(), drained));
     let (_online, serving) = watch::channel(Some(service.clone()));
     let router = Router {
-        checker: Checker::new(server.clone()),
+        me: server.peer_id(),
         service: serving,
     };
     tokio::spawn(router.run(inbound, |_, _, _, _| {}));
@@ -78,7 +77,7 @@ pub async fn measure(core: usize) {
     server.shutdown().await;
 }
 
-fn service(workers: Workers, draining: watch::Receiver<bool>) -> Service {
+fn service(workers: Workers, p2p: P2p, draining: watch::Receiver<bool>) -> Service {
     let span = Span::new(0, BLOCKS).expect("a span");
     let facts = ModelFacts {
         name: "bench".into(),
@@ -113,6 +112,8 @@ fn service(workers: Workers, draining: watch::Receiver<bool>) -> Service {
             step: LIMIT,
             max_alloc: LIMIT,
         },
+        compression: shared::config::Compression::None,
+        p2p,
         draining,
     })
 }
@@ -122,7 +123,7 @@ async fn node(
     initial_peers: Vec<netd::p2p::Multiaddr>,
 ) -> (P2p, tokio::sync::mpsc::Receiver<netd::p2p::Inbound>) {
     let mut all = protocols();
-    all.push(reachability::protocol());
+    all.push(reachability_protocol());
     let serves = !listen.is_empty();
     P2p::start(P2pConfig {
         keypair: Keypair::generate_ed25519(),
@@ -134,7 +135,6 @@ async fn node(
         initial_peers,
         kad_server: serves,
         protocols: if serves { all } else { Vec::new() },
-        traversal: Traversal::NONE,
         startup_timeout: LIMIT,
     })
     .await

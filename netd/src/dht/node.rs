@@ -358,15 +358,13 @@ impl Node {
                 _ => Ok(self.pong(false, now)),
             },
             Request::Store(request) => {
-                answer::store(from, &request, &mut self.storage, &mut self.cache, now).map(
-                    |store_ok| {
-                        Response::Store(StoreResponse {
-                            auth: None,
-                            store_ok,
-                            peer: Some(self.node_info()),
-                        })
-                    },
-                )
+                answer::store(&request, &mut self.storage, &mut self.cache, now).map(|store_ok| {
+                    Response::Store(StoreResponse {
+                        auth: None,
+                        store_ok,
+                        peer: Some(self.node_info()),
+                    })
+                })
             }
             Request::Find(request) => {
                 let stores = [&self.storage, &self.cache];
@@ -423,9 +421,6 @@ impl Node {
             None => None,
         };
         let node_id = info.and_then(|info| DhtId::from_wire(&info.node_id));
-        if matches!(response, Some(Response::Ping(_))) {
-            self.blacklist.succeeded(&peer);
-        }
         match (&response, node_id) {
             (None, _) => self.table.remove(&peer),
             (Some(_), Some(node_id)) => self.met(
@@ -712,7 +707,7 @@ impl Node {
                 );
             }
         }
-        self.cache.store_evicting(None, result.key, item, now);
+        self.cache.store_evicting(result.key, item, now);
     }
 }
 

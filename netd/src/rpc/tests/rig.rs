@@ -27,13 +27,12 @@ use shared::shm::pair::{RingIdentity, RingPair};
 use shared::shm::segment::MemfdSegment;
 use tokio::sync::watch;
 
-use crate::p2p::{CallError, Keypair, P2p, P2pConfig, RpcStream, Traversal};
-use crate::rpc::dispatch::Router;
+use crate::p2p::{CallError, Keypair, P2p, P2pConfig, RpcStream};
+use crate::rpc::dispatch::{Router, reachability_protocol};
 use crate::rpc::{Service, ServiceParts, Timeouts, names, protocols};
 use crate::sessions::admission::KvMemory;
 use crate::sessions::pool::Pool;
 use crate::sessions::queue::WaitQueue;
-use crate::swarm::reachability::{self, Checker};
 use crate::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
 use crate::wire::metadata::StepMetadata;
 use crate::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
@@ -98,7 +97,10 @@ pub struct Rig {
     pub draining: watch::Sender<bool>,
     pub broken: tokio::sync::mpsc::Receiver<Broken>,
     pub arena: MemfdSegment,
-    _node: P2p,
+    /// The server's node.
+    pub node: P2p,
+    /// Its address.
+    pub address: libp2p::Multiaddr,
 }
 
 pub fn facts() -> ModelFacts {
@@ -150,7 +152,7 @@ async fn node(
     initial_peers: Vec<libp2p::Multiaddr>,
 ) -> (P2p, tokio::sync::mpsc::Receiver<crate::p2p::Inbound>) {
     let mut all = protocols();
-    all.push(reachability::protocol());
+    all.push(reachability_protocol());
     let config = P2pConfig {
         keypair: Keypair::generate_ed25519(),
         listen: if listen {
@@ -162,7 +164,6 @@ async fn node(
         initial_peers,
         kad_server: listen,
         protocols: if listen { all } else { Vec::new() },
-        traversal: Traversal::NONE,
         startup_timeout: DEADLINE,
     };
     P2p::start(config).await.unwrap()
@@ -174,6 +175,7 @@ pub struct Shape {
     pub arena_bytes: u64,
     pub timeouts: Timeouts,
     pub limits: Limits,
+    pub compression: shared::config::Compression,
 }
 
 impl Default for Shape {
@@ -184,6 +186,7 @@ impl Default for Shape {
             arena_bytes: ARENA_BYTES,
             timeouts: timeouts(),
             limits: limits(),
+            compression: shared::config::Compression::None,
         }
     }
 }
@@ -202,6 +205,7 @@ impl Rig {
         let pool = Pool::new(span, KV_PAGES, shape.limits.attn_cache_tokens);
         let (draining, drained) = watch::channel(false);
         let (workers, broken) = Workers::new(memory);
+        let (server, inbound) = node(true, Vec::new()).await;
         let service = Arc::new(Service::new(ServiceParts {
             prefix: PREFIX.into(),
             facts: facts(),
@@ -210,12 +214,13 @@ impl Rig {
             workers: Arc::new(workers),
             kv: KvMemory::new(WaitQueue::new(pool), facts().kv_token_bytes() as u64),
             timeouts: shape.timeouts,
+            compression: shape.compression,
+            p2p: server.clone(),
             draining: drained,
         }));
-        let (server, inbound) = node(true, Vec::new()).await;
         let (_, serving) = watch::channel(Some(service.clone()));
         let router = Router {
-            checker: Checker::new(server.clone()),
+            me: server.peer_id(),
             service: serving,
         };
         tokio::spawn(router.run(inbound, |_, protocol, _, _| {
@@ -226,7 +231,7 @@ impl Rig {
             .clone()
             .with_p2p(peer)
             .unwrap();
-        let (client, _) = node(false, vec![address]).await;
+        let (client, _) = node(false, vec![address.clone()]).await;
         let mut rig = Rig {
             service,
             client,
@@ -235,7 +240,8 @@ impl Rig {
             draining,
             broken,
             arena: segment,
-            _node: server,
+            node: server,
+            address,
         };
         for (index, span) in shape.spans.into_iter().enumerate() {
             rig.workers.push(Worker {
@@ -320,6 +326,11 @@ impl Rig {
             .await
             .unwrap();
         Client::of(stream)
+    }
+
+    /// One more peer, connected to the server.
+    pub async fn peer(&self) -> P2p {
+        node(false, vec![self.address.clone()]).await.0
     }
 
     pub async fn call(
