@@ -1,10 +1,10 @@
-//! What the executor drives: the blocks of the span over the CPU, and the KV pages. Knows jobs only as rows and pages.
+//! What the executor drives: the blocks of the span over a device, and the KV pages. Knows jobs only as rows and pages.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
 use kernels::ops::{OpError, convert};
-use kernels::{Cpu, KvPages, PageLayout, StepRow};
+use kernels::{PageLayout, StepRow};
 use shared::block::{BlockIndex, Span};
 use shared::dtype::DType;
 use shared::job::{JobBody, JobKind};
@@ -17,7 +17,8 @@ use crate::block::{
     BlockInput, BlockSpec, BlockWeights, GradientWork, PromptPart, Sums, WeightsError, Workspace,
     backward, forward,
 };
-use crate::kv::{KvPool, KvShape, WrongSegment};
+use crate::device::Paged;
+use crate::kv::{KvShape, WrongSegment};
 use crate::running::{Back, Begun, Running};
 use crate::schedule::{BATCH_TOKENS, Member, TaskId, Unit};
 use crate::weights::map::MappedWeights;
@@ -66,40 +67,43 @@ pub struct EngineShape {
 }
 
 /// The blocks of a span, ready to run.
-pub struct Engine<'w> {
-    backend: Cpu,
+pub struct Engine<'w, B: Paged> {
+    backend: B,
     spec: &'w BlockSpec,
-    blocks: Vec<BlockWeights<'w, Cpu>>,
-    work: Workspace<Cpu>,
-    gradients: GradientWork<Cpu>,
-    kv: KvMap,
+    blocks: Vec<BlockWeights<'w, B>>,
+    work: Workspace<B>,
+    gradients: GradientWork<B>,
+    cache: B::Cache,
     kv_shape: KvShape,
     shape: EngineShape,
-    /// Hidden states of the rows of a unit, one after the other.
+    /// Pages that a job without cache brings along, while they are used.
+    room: B::Room,
+    /// Hidden states of the rows of a unit, one after the other: on the host, and on the device.
     hidden: Vec<f32>,
+    states: B::Buffer,
+    sums: [B::Buffer; 2],
     /// A result on its way into the arena.
     bytes: Vec<u8>,
 }
 
-impl<'w> Engine<'w> {
+impl<'w, B: Paged> Engine<'w, B> {
     /// Puts weights, pages and backend together.
     ///
     /// # Errors
     /// [`EngineError::Weights`] or [`EngineError::Segment`] when they do not fit.
     pub fn new(
-        mut backend: Cpu,
+        mut backend: B,
         spec: &'w BlockSpec,
         weights: &'w MappedWeights,
         kv: KvMap,
         shape: EngineShape,
-    ) -> Result<Engine<'w>, EngineError> {
+    ) -> Result<Engine<'w, B>, EngineError> {
         let kv_shape = KvShape {
             layout: spec.page_layout(shape.dtype),
             blocks: shape.span.block_count(),
             pages: shape.kv_pages as usize,
         };
-        let mut kv = kv;
-        KvPool::new(kv_shape, kv.values_mut())?;
+        let cache = backend.open_cache(kv_shape, kv)?;
         let blocks = shape
             .span
             .blocks()
@@ -112,16 +116,21 @@ impl<'w> Engine<'w> {
             .collect::<Result<_, _>>()?;
         let work = Workspace::new(&mut backend);
         let gradients = GradientWork::new(&mut backend);
+        let mut empty = || backend.buffer(0);
+        let (states, sums) = (empty(), [empty(), empty()]);
         Ok(Engine {
             backend,
             spec,
             blocks,
             work,
             gradients,
-            kv,
+            cache,
             kv_shape,
             shape,
+            room: B::Room::default(),
             hidden: Vec::new(),
+            states,
+            sums,
             bytes: Vec::new(),
         })
     }
@@ -184,14 +193,14 @@ impl<'w> Engine<'w> {
         if body.copies.is_empty() {
             return Ok(());
         }
-        let mut pool = KvPool::new(self.kv_shape, self.kv.values_mut())?;
         for block in &body.blocks {
             let local = self
                 .shape
                 .span
                 .local(*block)
                 .ok_or(EngineError::Unit(block.0))?;
-            pool.copy(local, &body.copies)?;
+            self.backend
+                .copy_pages(&mut self.cache, local, &body.copies)?;
         }
         Ok(())
     }
@@ -252,31 +261,35 @@ impl<'w> Engine<'w> {
             rows: &rows,
             prompts: &prompts,
         };
+        self.backend.grow(&mut self.states, self.hidden.len());
+        self.backend.upload(&self.hidden, &mut self.states)?;
         if scratch.is_empty() {
-            let mut pool = KvPool::new(self.kv_shape, self.kv.values_mut())?;
-            let mut pages = pool.block(local).ok_or_else(missing)?;
+            let mut pages = self.backend.cached(&mut self.cache, local, &rows)?;
             forward(
                 &mut self.backend,
                 self.spec,
                 weights,
                 &mut self.work,
                 input,
-                &mut self.hidden,
+                &mut self.states,
                 &mut pages,
             )?;
         } else {
             let own = scratch.get_mut(scratch_range).ok_or_else(missing)?;
-            let mut pages = KvPages::new(layout, own);
+            let mut pages = self.backend.lend(&mut self.room, layout, own)?;
             forward(
                 &mut self.backend,
                 self.spec,
                 weights,
                 &mut self.work,
                 input,
-                &mut self.hidden,
+                &mut self.states,
                 &mut pages,
             )?;
+            drop(pages);
+            self.backend.give_back(&mut self.room, own)?;
         }
+        self.backend.download(&self.states, &mut self.hidden)?;
         self.scatter(unit, running, scratch).ok_or_else(missing)
     }
 
@@ -344,7 +357,18 @@ impl<'w> Engine<'w> {
             });
         }
         let own = job.scratch_range(position, page_bytes);
-        let mut pages = KvPages::new(layout, scratch.get_mut(own).ok_or_else(missing)?);
+        let own = scratch.get_mut(own).ok_or_else(missing)?;
+        let gradient = back.gradient.get_mut(values).ok_or_else(missing)?;
+        let [keys, key_values] = &mut self.sums;
+        for (host, device) in [
+            (&*gradient, &mut self.states),
+            (&back.keys, &mut *keys),
+            (&back.values, &mut *key_values),
+        ] {
+            self.backend.grow(device, host.len());
+            self.backend.upload(host, device)?;
+        }
+        let mut pages = self.backend.lend(&mut self.room, layout, own)?;
         backward(
             &mut self.backend,
             self.spec,
@@ -355,14 +379,19 @@ impl<'w> Engine<'w> {
                 prompts: &prompts,
             },
             &x,
-            back.gradient.get_mut(values).ok_or_else(missing)?,
+            &mut self.states,
             Sums {
-                keys: &mut back.keys[..],
-                values: &mut back.values[..],
+                keys: &mut *keys,
+                values: &mut *key_values,
                 starts: &job.row_starts(pieces.clone()),
             },
             &mut pages,
         )?;
+        drop(pages);
+        self.backend.give_back(&mut self.room, own)?;
+        self.backend.download(&self.states, gradient)?;
+        self.backend.download(keys, &mut back.keys)?;
+        self.backend.download(key_values, &mut back.values)?;
         if pieces.start == 0 {
             keep_prompt_gradient(&job.body, position, back).ok_or_else(missing)?;
         }
@@ -395,7 +424,7 @@ impl<'w> Engine<'w> {
             })
     }
 
-    /// Sends `rows` through the first block over pages of the caller's own: for measurements.
+    /// Sends `rows` through the first block over `page_count` pages of its own: for measurements. Returns when the device is done.
     ///
     /// # Errors
     /// [`EngineError`] when the rows do not fit the pages.
@@ -403,20 +432,25 @@ impl<'w> Engine<'w> {
         &mut self,
         rows: &[StepRow<'_>],
         hidden: &mut [f32],
-        pages: &mut [u8],
+        page_count: usize,
     ) -> Result<(), EngineError> {
         let weights = self.blocks.first().ok_or(EngineError::Unit(0))?;
-        let mut pages = KvPages::new(self.kv_shape.layout, pages);
+        let layout = self.kv_shape.layout;
+        let bytes = page_count * layout.page_bytes();
+        self.backend.grow(&mut self.states, hidden.len());
+        self.backend.upload(hidden, &mut self.states)?;
+        let mut pages = self.backend.blank(&mut self.room, layout, bytes)?;
         let input = BlockInput { rows, prompts: &[] };
-        Ok(forward(
+        forward(
             &mut self.backend,
             self.spec,
             weights,
             &mut self.work,
             input,
-            hidden,
+            &mut self.states,
             &mut pages,
-        )?)
+        )?;
+        Ok(self.backend.download(&self.states, hidden)?)
     }
 
     /// Gives back memory that only large units need.
@@ -424,6 +458,8 @@ impl<'w> Engine<'w> {
         self.work = Workspace::new(&mut self.backend);
         self.gradients = GradientWork::new(&mut self.backend);
         self.hidden = Vec::new();
+        self.states = self.backend.buffer(0);
+        self.room = B::Room::default();
         self.bytes = Vec::new();
     }
 
@@ -462,7 +498,7 @@ fn keep_prompt_gradient(body: &JobBody, position: usize, back: &mut Back) -> Opt
     Some(())
 }
 
-impl std::fmt::Debug for Engine<'_> {
+impl<B: Paged> std::fmt::Debug for Engine<'_, B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Engine")
             .field("shape", &self.shape)

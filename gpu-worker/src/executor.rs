@@ -15,6 +15,7 @@ use std::io;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
+use kernels::ops::OpError;
 use nix::time::{ClockId, clock_gettime};
 use shared::config::FaultPoint;
 use shared::control::FromWorker;
@@ -27,6 +28,7 @@ use shared::shm::layout::RING_ENTRIES;
 use shared::shm::ring::{PushError, RingCorrupt};
 use tracing::{debug, info};
 
+use crate::device::Paged;
 use crate::engine::{Engine, EngineError};
 use crate::fault::Faults;
 use crate::link::Link;
@@ -95,16 +97,22 @@ impl From<io::Error> for End {
 
 impl From<EngineError> for End {
     fn from(error: EngineError) -> End {
-        End::failed(format!(
-            "a job that was checked cannot be computed: {error}"
-        ))
+        match error {
+            EngineError::Op(OpError::Device(failure)) => End {
+                reason: ExitReason::DeviceLost,
+                message: format!("the device failed: {failure}"),
+            },
+            other => End::failed(format!(
+                "a job that was checked cannot be computed: {other}"
+            )),
+        }
     }
 }
 
 /// The executor.
 #[derive(Debug)]
-pub struct Executor<'w> {
-    engine: Engine<'w>,
+pub struct Executor<'w, B: Paged> {
+    engine: Engine<'w, B>,
     faults: Faults,
     board: BoardWriter,
     limits: JobLimits,
@@ -118,9 +126,14 @@ pub struct Executor<'w> {
     drain_time: Duration,
 }
 
-impl<'w> Executor<'w> {
+impl<'w, B: Paged> Executor<'w, B> {
     /// An executor without a link. Jobs are checked against `limits`, whose arena is that of the link to come.
-    pub fn new(engine: Engine<'w>, limits: JobLimits, faults: Faults, board: BoardWriter) -> Self {
+    pub fn new(
+        engine: Engine<'w, B>,
+        limits: JobLimits,
+        faults: Faults,
+        board: BoardWriter,
+    ) -> Self {
         // Spinning on the only core would keep the writer from running.
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
         Executor {

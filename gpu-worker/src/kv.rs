@@ -73,6 +73,18 @@ impl<'a> KvPool<'a> {
         ))
     }
 
+    /// The same for as long as the bytes are borrowed.
+    pub fn into_block(self, index: usize) -> Option<KvPages<'a>> {
+        let size = self.shape.block_bytes();
+        let start = index
+            .checked_mul(size)
+            .filter(|_| index < self.shape.blocks)?;
+        Some(KvPages::new(
+            self.shape.layout,
+            self.bytes.get_mut(start..start + size)?,
+        ))
+    }
+
     /// Makes the copies of a job in the block at `index`, in their order. To be done in every block of the job before it
     /// writes anything.
     ///

@@ -13,6 +13,7 @@
 #![deny(unsafe_code)]
 
 pub mod block;
+pub mod device;
 pub mod engine;
 pub mod executor;
 pub mod fault;

@@ -10,6 +10,7 @@ use shared::ids::PageId;
 use shared::job::JobKind;
 use shared::model::PAGE_TOKENS;
 
+use crate::device::Paged;
 use crate::engine::{Engine, EngineError};
 
 /// Time for all measurements, as long as one repetition of each takes less.
@@ -25,14 +26,13 @@ const TOKENS: usize = 1024;
 ///
 /// # Errors
 /// [`EngineError`] when the block refuses, which its checks exclude.
-pub fn measure(
-    engine: &mut Engine<'_>,
+pub fn measure<B: Paged>(
+    engine: &mut Engine<'_, B>,
     mut progress: impl FnMut(),
 ) -> Result<Capacity, EngineError> {
     let pages: Vec<PageId> = (0..TOKENS.div_ceil(PAGE_TOKENS) as u32)
         .map(PageId)
         .collect();
-    let mut pool = vec![0; pages.len() * engine.page_bytes()];
     let piece = engine.piece_tokens(JobKind::Step);
     let mut pass = |prefix: usize, tokens: usize| -> Result<Duration, EngineError> {
         let mut hidden = noise(tokens * engine.hidden_size());
@@ -42,7 +42,7 @@ pub fn measure(
             pages: &pages,
         }];
         let start = Instant::now();
-        engine.trial(&rows, &mut hidden, &mut pool)?;
+        engine.trial(&rows, &mut hidden, pages.len())?;
         let elapsed = start.elapsed();
         progress();
         Ok(elapsed)

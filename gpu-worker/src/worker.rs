@@ -8,6 +8,8 @@ use std::time::Duration;
 use ipc_channel::IpcError;
 use ipc_channel::ipc::IpcReceiver;
 use kernels::Cpu;
+use kernels::cuda::GpuError;
+use kernels::ops::OpError;
 use shared::bootstrap::{Bootstrap, ControlEnds, DescriptorSocket};
 use shared::config::Device;
 use shared::control::{Capacity, FromWorker, LinkInit, ToWorker, WorkerInit};
@@ -21,8 +23,9 @@ use shared::shm::pair::PairError;
 use shared::shm::segment::{MemfdSegment, SegmentError};
 use tracing::{debug, error, info, warn};
 
-use crate::block::BlockSpec;
-use crate::engine::{Engine, EngineShape};
+use crate::block::{BlockSpec, WeightsError};
+use crate::device::Paged;
+use crate::engine::{Engine, EngineError, EngineShape};
 use crate::executor::{Command, End, Executor};
 use crate::fault::Faults;
 use crate::link::{LINK_DESCRIPTORS, Link, LinkError};
@@ -65,7 +68,11 @@ pub fn run(bootstrap: Bootstrap) -> ExitReason {
 fn serve(ends: ControlEnds<ToWorker, FromWorker>) -> End {
     match ends.receiver.recv() {
         Ok(ToWorker::Init(init)) => match init.device {
-            Device::Cpu => cpu(&init, ends).unwrap_or_else(|end| end),
+            Device::Cpu => run_on(&init, ends, |threads| {
+                let cpu = Cpu::new(threads);
+                info!(threads, isa = ?cpu.isa(), "processor");
+                Ok(cpu)
+            }),
             Device::Cuda(_) => {
                 let message = format!(
                     "device {} is not available: this build has no CUDA worker; use --device cpu",
@@ -106,30 +113,58 @@ fn lost(failure: &IpcError) -> End {
     }
 }
 
-/// The worker of a CPU, from loading to the end.
-fn cpu(init: &WorkerInit, ends: ControlEnds<ToWorker, FromWorker>) -> Result<End, End> {
-    let board = BoardWriter::open(&init.board, init.generation).map_err(|e| mismatch(&e))?;
-    board.enter(Phase::Loading, LOADING_LIMIT);
-    let (spec, weights) = load(init, &board)?;
-    let kv = map_kv(init, &ends.descriptors)?;
-    let threads = match init.config.threads {
-        0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
-        n => n as usize,
+/// The worker over the backend that `open` makes for a number of threads, from loading to the end.
+fn run_on<B: Paged>(
+    init: &WorkerInit,
+    ends: ControlEnds<ToWorker, FromWorker>,
+    open: impl FnOnce(usize) -> Result<B, End>,
+) -> End {
+    let run = || {
+        let board = BoardWriter::open(&init.board, init.generation).map_err(|e| mismatch(&e))?;
+        board.enter(Phase::Loading, LOADING_LIMIT);
+        let (spec, weights) = load(init, &board)?;
+        let kv = map_kv(init, &ends.descriptors)?;
+        let threads = match init.config.threads {
+            0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
+            n => n as usize,
+        };
+        let backend = open(threads)?;
+        let shape = EngineShape {
+            span: init.span,
+            dtype: init.model.dtype,
+            kv_pages: init.kv_pages,
+        };
+        let engine = Engine::new(backend, &spec, &weights, kv, shape).map_err(|e| unplaced(&e))?;
+        info!(span = %init.span, device = %init.device, weights_bytes = weights.bytes(), kv_pages = init.kv_pages, "loaded");
+        Ok(worker(engine, init, board, ends))
     };
-    let shape = EngineShape {
-        span: init.span,
-        dtype: init.model.dtype,
-        kv_pages: init.kv_pages,
+    run().unwrap_or_else(|end| end)
+}
+
+/// Why weights or pages are not where they should be.
+fn unplaced(error: &EngineError) -> End {
+    let source = match error {
+        EngineError::Op(source) => Some(source),
+        EngineError::Weights {
+            source: WeightsError::Place { source, .. },
+            ..
+        } => Some(source),
+        _ => None,
     };
-    let backend = Cpu::new(threads);
-    info!(span = %init.span, threads, isa = ?backend.isa(), weights_bytes = weights.bytes(), kv_pages = init.kv_pages, "loaded");
-    let engine = Engine::new(backend, &spec, &weights, kv, shape).map_err(|e| bad(&e))?;
-    Ok(worker(engine, init, board, ends))
+    let reason = match source {
+        Some(OpError::Device(GpuError::OutOfMemory { .. })) => ExitReason::OutOfMemory,
+        Some(OpError::Device(_)) => ExitReason::DeviceLost,
+        _ => ExitReason::BadConfig,
+    };
+    End {
+        reason,
+        message: with_source(error),
+    }
 }
 
 /// From measuring to the end.
-fn worker(
-    mut engine: Engine<'_>,
+fn worker<B: Paged>(
+    mut engine: Engine<'_, B>,
     init: &WorkerInit,
     board: BoardWriter,
     ends: ControlEnds<ToWorker, FromWorker>,
