@@ -4,6 +4,7 @@
 fn main() {
     println!("cargo:rerun-if-changed=cuda");
     println!("cargo:rerun-if-changed=build.rs");
+    images::list();
     #[cfg(feature = "emu")]
     emulator::build();
 }
@@ -139,5 +140,87 @@ mod emulator {
 
     fn write(path: &Path, text: &str) {
         std::fs::write(path, text).expect("OUT_DIR can be written");
+    }
+}
+
+/// The images of `prebuilt/`, as a table for `src/cuda/driver/images.rs`. Warns of images that are older than their sources;
+/// `.ci/run kernels` fails on them.
+mod images {
+    use std::path::{Path, PathBuf};
+
+    use serde_json::Value;
+
+    pub fn list() {
+        println!("cargo:rerun-if-changed=prebuilt");
+        let text =
+            std::fs::read_to_string("prebuilt/manifest.json").expect("the manifest is there");
+        let manifest: Value = serde_json::from_str(&text).expect("the manifest is JSON");
+        let images = manifest["images"].as_object().expect("images by name");
+        let mut table = String::from("const IMAGES: &[Image] = &[\n");
+        for (name, image) in images {
+            let kernels = image["kernels"].as_object().expect("kernels by name");
+            let names: Vec<&String> = kernels.keys().collect();
+            let pack = path(&format!("prebuilt/{name}.zst"));
+            table += &format!(
+                "Image {{ name: {name:?}, kernels: &{names:?}, pack: include_bytes!({pack:?}) }},\n"
+            );
+        }
+        table += "];\n";
+        let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets it"));
+        std::fs::write(out.join("images.rs"), table).expect("OUT_DIR can be written");
+        for source in sources() {
+            let name = source.file_stem().and_then(|s| s.to_str()).expect("UTF-8");
+            let hash = images.get(name).and_then(|image| image["source"].as_str());
+            if hash != Some(source_hash(&source).as_str()) {
+                println!(
+                    "cargo:warning=the image of {name}.cu is missing or older than its source: run kernels/prebuilt/build.py"
+                );
+            }
+        }
+    }
+
+    fn sources() -> Vec<PathBuf> {
+        let entries = std::fs::read_dir("cuda").expect("kernels/cuda is there");
+        entries
+            .map(|entry| entry.expect("an entry of kernels/cuda").path())
+            .filter(|path| path.extension().is_some_and(|e| e == "cu"))
+            .collect()
+    }
+
+    fn path(relative: &str) -> PathBuf {
+        Path::new(&std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join(relative)
+    }
+
+    /// FNV-1a of the file and all of ours that it includes, each once, in the order of inclusion; `prebuilt/build.py` computes the same.
+    fn source_hash(source: &Path) -> String {
+        let mut files = Vec::new();
+        closure(source.to_owned(), &mut files);
+        let bytes = files
+            .iter()
+            .flat_map(|file| std::fs::read(file).unwrap_or_default());
+        let hash = bytes.fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+        });
+        format!("{hash:016x}")
+    }
+
+    fn closure(file: PathBuf, seen: &mut Vec<PathBuf>) {
+        let Ok(text) = std::fs::read_to_string(&file) else {
+            return;
+        };
+        if seen.contains(&file) {
+            return;
+        }
+        let folder = file.parent().map(Path::to_owned).unwrap_or_default();
+        seen.push(file);
+        for line in text.lines() {
+            let name = line.strip_prefix("#include \"");
+            let Some(name) = name.and_then(|n| n.split('"').next()) else {
+                continue;
+            };
+            if !name.starts_with("emu/") {
+                closure(folder.join(name), seen);
+            }
+        }
     }
 }

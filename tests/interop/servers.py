@@ -38,8 +38,7 @@ class Sepal:
         swarm = ["--initial_peers", *spec.peers] if spec.peers else ["--new_swarm"]
         return [self.binary, "serve", spec.model, "--dht_prefix", spec.prefix, *swarm,
                 "--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--identity_path", spec.identity,
-                "--block_indices", f"{spec.start}:{spec.end}", "--torch_dtype", spec.dtype, "--throughput", "1",
-                *spec.flags]
+                "--block_indices", f"{spec.start}:{spec.end}", "--torch_dtype", spec.dtype, "--throughput", "1"]
 
 
 class RealPetals:
@@ -64,15 +63,15 @@ class RealPetals:
         return [self.python, "-m", "petals.cli.run_server", spec.model, "--dht_prefix", spec.prefix, *swarm,
                 "--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--identity_path", spec.identity,
                 "--block_indices", f"{spec.start}:{spec.end}", "--torch_dtype", spec.dtype, "--throughput", "1",
-                "--num_handlers", str(self.handlers), "--skip_reachability_check", *adapters, *spec.flags]
+                "--num_handlers", str(self.handlers), "--skip_reachability_check", *adapters]
 
 
 class Spec:
     """What one server shall serve: blocks start..end of a model folder."""
 
-    def __init__(self, model, prefix, start, end, dtype, identity, peers=(), adapters=(), flags=()):
+    def __init__(self, model, prefix, start, end, dtype, identity, peers=(), adapters=()):
         self.model, self.prefix, self.start, self.end, self.dtype = model, prefix, start, end, dtype
-        self.identity, self.peers, self.adapters, self.flags = identity, list(peers), list(adapters), list(flags)
+        self.identity, self.peers, self.adapters = identity, list(peers), list(adapters)
 
 
 class Running:

@@ -215,6 +215,16 @@ pub trait Gpu: Send + Sync + 'static {
     /// The driver's.
     unsafe fn fill(&self, at: Address, value: u8, bytes: usize) -> Result<(), GpuError>;
 
+    /// Makes host memory of others (the arena, the kv segment) readable and writable for the device; its address there. It stays so as long
+    /// as this device is open.
+    ///
+    /// # Safety
+    /// The bytes stay mapped until the device is closed, and nobody holds Rust references to those that the device writes.
+    ///
+    /// # Errors
+    /// The driver's, for example when pages cannot be locked.
+    unsafe fn register(&self, start: *mut u8, bytes: usize) -> Result<Address, GpuError>;
+
     /// Enqueues a kernel.
     ///
     /// # Safety

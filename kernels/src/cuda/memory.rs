@@ -36,6 +36,25 @@ impl Floats {
         self.0.is_empty()
     }
 
+    /// Some of them; `None` when they are not all there.
+    pub fn part(&self, range: std::ops::Range<usize>) -> Option<&Floats> {
+        let (address, len) = self.place(range)?;
+        // SAFETY: a slice of elements without bytes is valid at every address that is not 0.
+        Some(unsafe { &*Floats::at(address, len) })
+    }
+
+    /// The same, to be written.
+    pub fn part_mut(&mut self, range: std::ops::Range<usize>) -> Option<&mut Floats> {
+        let (address, len) = self.place(range)?;
+        // SAFETY: as in `part`.
+        Some(unsafe { &mut *Floats::at(address, len) })
+    }
+
+    fn place(&self, range: std::ops::Range<usize>) -> Option<(Address, usize)> {
+        let len = range.end.checked_sub(range.start)?;
+        (range.end <= self.len()).then(|| (self.address().offset(4 * range.start), len))
+    }
+
     fn at(address: Address, len: usize) -> *mut Floats {
         let start = std::ptr::without_provenance_mut::<OnDevice>(address.0 as usize);
         std::ptr::slice_from_raw_parts_mut(start, len) as *mut Floats

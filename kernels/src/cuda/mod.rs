@@ -11,6 +11,7 @@
 )]
 
 mod batch;
+pub mod driver;
 #[cfg(feature = "emu")]
 pub mod emu;
 pub mod gpu;
@@ -119,6 +120,66 @@ impl<G: Gpu> Cuda<G> {
         self.health()?;
         let taken = self.pool.take(bytes);
         self.noted(taken)
+    }
+
+    /// Memory of exactly `bytes` bytes, for what stays.
+    ///
+    /// # Errors
+    /// When the device has none, or failed.
+    pub fn reserve(&mut self, bytes: usize) -> Result<Memory<G>, OpError> {
+        self.health()?;
+        let taken = self.pool.take_exactly(bytes);
+        self.noted(taken)
+    }
+
+    /// Copies host bytes to byte `at` of `to`.
+    ///
+    /// # Errors
+    /// When they do not fit, or the device fails.
+    pub fn upload_bytes(
+        &mut self,
+        from: &[u8],
+        to: &mut Memory<G>,
+        at: usize,
+    ) -> Result<(), OpError> {
+        self.health()?;
+        check_len("upload", "to", to.bytes(), 1, at.saturating_add(from.len()))?;
+        // SAFETY: checked to lie within `to`.
+        let done = unsafe { self.gpu.write(from, to.address().offset(at)) };
+        self.noted(done)
+    }
+
+    /// Copies bytes from byte `at` of `from` on to the host, after all operations before it.
+    ///
+    /// # Errors
+    /// When there are not so many, or the device fails or failed.
+    pub fn download_bytes(
+        &mut self,
+        from: &Memory<G>,
+        at: usize,
+        to: &mut [u8],
+    ) -> Result<(), OpError> {
+        self.health()?;
+        check_len(
+            "download",
+            "from",
+            from.bytes(),
+            1,
+            at.saturating_add(to.len()),
+        )?;
+        // SAFETY: checked to lie within `from`.
+        let done = unsafe { self.gpu.read(from.address().offset(at), to) };
+        self.noted(done)
+    }
+
+    /// Waits for all that was enqueued.
+    ///
+    /// # Errors
+    /// When the device fails or failed.
+    pub fn wait(&mut self) -> Result<(), OpError> {
+        self.health()?;
+        let done = self.gpu.wait();
+        self.noted(done)
     }
 
     /// Words of the host on the device, for one operation, as [`scratch`](Self::scratch).

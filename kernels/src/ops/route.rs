@@ -57,7 +57,12 @@ pub struct ScatterAdd<'a, F: ?Sized> {
 
 impl<F: Elements + ?Sized> Route<'_, F> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
-        check_chosen(self.chosen, self.experts)?;
+        if self.chosen == 0 || self.chosen > self.experts {
+            return Err(OpError::Shape {
+                op: "route",
+                what: "the number of chosen experts is not from 1 to all",
+            });
+        }
         check_len(
             "route",
             "logits",
@@ -142,47 +147,23 @@ pub struct RouteGrad<'a, F: ?Sized> {
     pub round: DType,
 }
 
-impl<F: Elements + ?Sized> GateDot<'_, F> {
-    pub(crate) fn check(&self) -> Result<(), OpError> {
-        let op = "gate dot";
-        for (what, has) in [
-            ("gate", self.gate.len()),
-            ("up", self.up.len()),
-            ("grad", self.grad.len()),
-        ] {
-            check_len(op, what, has, self.index.len(), self.width)?;
-        }
-        check_index(op, self.index, self.out.len(), self.experts)?;
-        if self.expert >= self.experts {
-            let what = "there is no such expert";
-            return Err(OpError::Shape { op, what });
-        }
-        Ok(())
-    }
-}
-
-impl<F: Elements + ?Sized> RouteGrad<'_, F> {
-    pub(crate) fn check(&self) -> Result<(), OpError> {
-        check_chosen(self.chosen, self.experts)?;
-        let (tokens, experts) = (self.tokens, self.experts);
-        check_len("route grad", "logits", self.logits.len(), tokens, experts)?;
-        check_len("route grad", "grad", self.grad.len(), tokens, experts)
-    }
-}
-
-fn check_chosen(chosen: usize, experts: usize) -> Result<(), OpError> {
-    if chosen == 0 || chosen > experts {
-        return Err(OpError::Shape {
-            op: "route",
-            what: "the number of chosen experts is not from 1 to all",
-        });
-    }
-    Ok(())
-}
-
 /// The definition of [`GateDot`], also its fast path.
 pub fn reference_gate_dot(args: GateDot<'_, [f32]>) -> Result<(), OpError> {
-    args.check()?;
+    let rows = args.index.len();
+    for (what, has) in [
+        ("gate", args.gate.len()),
+        ("up", args.up.len()),
+        ("grad", args.grad.len()),
+    ] {
+        check_len("gate dot", what, has, rows, args.width)?;
+    }
+    check_index("gate dot", args.index, args.out.len(), args.experts)?;
+    if args.expert >= args.experts {
+        return Err(OpError::Shape {
+            op: "gate dot",
+            what: "there is no such expert",
+        });
+    }
     for (i, &token) in args.index.iter().enumerate() {
         let range = i * args.width..(i + 1) * args.width;
         let (gate, up) = (&args.gate[range.clone()], &args.up[range.clone()]);
@@ -197,7 +178,21 @@ pub fn reference_gate_dot(args: GateDot<'_, [f32]>) -> Result<(), OpError> {
 
 /// The definition of [`RouteGrad`], also its fast path.
 pub fn reference_grad(args: RouteGrad<'_, [f32]>) -> Result<(), OpError> {
-    args.check()?;
+    let forward = Route {
+        logits: &mut *args.logits,
+        tokens: args.tokens,
+        experts: args.experts,
+        chosen: args.chosen,
+        round: args.round,
+    };
+    forward.check()?;
+    check_len(
+        "route grad",
+        "grad",
+        args.grad.len(),
+        args.tokens,
+        args.experts,
+    )?;
     let rows = args.logits.chunks_exact_mut(args.experts).take(args.tokens);
     for (row, grad) in rows.zip(args.grad.chunks_exact(args.experts)) {
         row.iter_mut()
@@ -222,13 +217,7 @@ pub fn reference_grad(args: RouteGrad<'_, [f32]>) -> Result<(), OpError> {
     Ok(())
 }
 
-/// Refuses an index that names a row past `rows` elements.
-pub(crate) fn check_index(
-    op: &'static str,
-    index: &[u32],
-    rows: usize,
-    width: usize,
-) -> Result<(), OpError> {
+fn check_index(op: &'static str, index: &[u32], rows: usize, width: usize) -> Result<(), OpError> {
     let needs = index.iter().max().map_or(0, |&last| last as usize + 1);
     check_len(op, "rows", rows, needs, width)
 }

@@ -7,15 +7,14 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use libp2p::PeerId;
 use shared::block::BlockIndex;
 use shared::dtype::DType;
 use shared::job::{JobKind, MAX_ROWS, SlotRef};
 
-use super::{Failure, Service, reply};
+use super::{Failure, Service};
 use crate::sessions::admission::Lease;
 use crate::sessions::table::StepPlan;
-use crate::wire::messages::{Compression, Tensor};
+use crate::wire::messages::Tensor;
 use crate::wire::metadata::ArgsStructure;
 use crate::wire::tensor::{ShapeLimits, TensorError, WireDtype, WireTensor, raw_tensor};
 use crate::workers::arena::{ArenaMemory, SlotLease};
@@ -30,17 +29,6 @@ const SHAPES: ShapeLimits = ShapeLimits {
     max_rank: 4,
     max_elements: 1 << 31,
 };
-
-/// Who asks for something, how urgent it is among what the same peer asks for, and how the answer shall travel.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Asked {
-    /// The authenticated caller.
-    pub peer: PeerId,
-    /// Its points.
-    pub points: f64,
-    /// Of the output.
-    pub compression: Compression,
-}
 
 /// The named tensors of a request or an inference step.
 #[derive(Clone, Debug)]
@@ -117,12 +105,12 @@ impl Arguments {
                 if batch > MAX_ROWS {
                     let text =
                         format!("batch of {batch} sequences is over the limit of {MAX_ROWS}");
-                    return Err(Failure::too_large(text));
+                    return Err(Failure::bad(text));
                 }
                 Ok((batch, tokens))
             }
             // Text of petals `task_pool.py`.
-            _ => Err(Failure::too_large(format!(
+            _ => Err(Failure::bad(format!(
                 "Task size greater than max_batch_size ({most}), it can't be processed"
             ))),
         }
@@ -223,7 +211,6 @@ impl Service {
         blocks: Vec<BlockIndex>,
         arguments: &Arguments,
         step: Option<(StepPlan, Arc<Lease>)>,
-        asked: &Asked,
     ) -> Result<(Tensor, JobTimes), Failure> {
         let (batch, tokens) = arguments.batch_and_tokens(self)?;
         let hidden = self.facts.hidden_size;
@@ -244,7 +231,6 @@ impl Service {
             prompts,
         };
         let arena = self.workers.arena();
-        let turn = self.turns.of(&work, asked).await;
         let slots: SlotLease = arena.reserve(&work.sizes()).await?;
         let holds = Arc::new(Holds { slots, pages });
         if let Some(prompts) = &arguments.prompts {
@@ -256,10 +242,10 @@ impl Service {
             .map_err(|error| explain("hidden states", error, tokens as usize, hidden as usize))?;
         let (output, times) = self.workers.run(&mut work, &holds).await?;
         let buffer = read(arena, &holds, output).await?;
-        drop(turn);
-        let shape = arguments.hidden.shape();
-        let output = reply::encode(shape, work.dtype.into(), buffer, asked.compression).await?;
-        Ok((output, times))
+        Ok((
+            raw_tensor(arguments.hidden.shape(), work.dtype.into(), buffer)?,
+            times,
+        ))
     }
 }
 
@@ -295,17 +281,13 @@ fn write_now(
     dtype: DType,
 ) -> Result<(), TensorError> {
     let needed = tensor.element_count() * dtype.size_bytes();
-    let outside = || TensorError::WrongDestination {
+    let mut scratch = vec![0u8; needed];
+    tensor.write_to(dtype, &mut scratch)?;
+    let outside = |_| TensorError::WrongDestination {
         needed,
         actual: slot.len as usize,
     };
-    if needed as u64 != slot.len {
-        return Err(outside());
-    }
-    tensor.write_pieces(dtype, |offset, piece| {
-        let written = arena.map().write(slot.offset + offset as u64, piece);
-        written.map_err(|_| outside())
-    })
+    arena.map().write(slot.offset, &scratch).map_err(outside)
 }
 
 /// Reads slot `slot` of `holds`.

@@ -126,6 +126,10 @@ impl Gpu for Emu {
         Ok(())
     }
 
+    unsafe fn register(&self, start: *mut u8, _bytes: usize) -> Result<Address, GpuError> {
+        Ok(Address(start.expose_provenance() as u64))
+    }
+
     unsafe fn launch(&self, mut launch: Launch) -> Result<(), GpuError> {
         let kernel = launch.kernel;
         let bad = |what| GpuError::BadLaunch { kernel, what };

@@ -1,0 +1,70 @@
+//! CUDA graphs: launches that were recorded once and are enqueued again as one. What they were given is fixed: they read lengths, page
+//! tables and hidden states from buffers whose addresses do not change.
+
+use cudarc::driver::sys as cu;
+
+use super::Driver;
+use super::error::check;
+use crate::cuda::gpu::GpuError;
+
+/// A recorded sequence of launches.
+#[derive(Debug)]
+pub struct Graph(cu::CUgraphExec);
+
+// SAFETY: as for `Driver`; launched by one thread at a time.
+unsafe impl Send for Graph {}
+
+impl Driver {
+    /// Records instead of running, until [`end_recording`](Self::end_recording). Only launches and copies within the device may be
+    /// enqueued meanwhile.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn begin_recording(&self) -> Result<(), GpuError> {
+        self.bind()?;
+        let mode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream of this context.
+        let status = unsafe { cu::cuStreamBeginCapture_v2(self.stream, mode) };
+        check("cuStreamBeginCapture", status)
+    }
+
+    /// What was recorded; nothing of it has run.
+    ///
+    /// # Errors
+    /// The driver's, also for what may not be recorded.
+    pub fn end_recording(&self) -> Result<Graph, GpuError> {
+        self.bind()?;
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: the stream that records.
+        let status = unsafe { cu::cuStreamEndCapture(self.stream, &raw mut graph) };
+        check("cuStreamEndCapture", status)?;
+        let mut ready = std::ptr::null_mut();
+        // SAFETY: a graph that was just made, and a place for what is made of it.
+        let status = unsafe { cu::cuGraphInstantiateWithFlags(&raw mut ready, graph, 0) };
+        // SAFETY: what was instantiated does not need it any more.
+        let _ = unsafe { cu::cuGraphDestroy(graph) };
+        check("cuGraphInstantiate", status)?;
+        Ok(Graph(ready))
+    }
+
+    /// Enqueues what was recorded.
+    ///
+    /// # Safety
+    /// All memory that its launches name is still allocated.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub unsafe fn replay(&self, graph: &Graph) -> Result<(), GpuError> {
+        self.bind()?;
+        // SAFETY: the caller's.
+        let status = unsafe { cu::cuGraphLaunch(graph.0, self.stream) };
+        check("cuGraphLaunch", status)
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: made by `end_recording`, dropped once.
+        let _ = unsafe { cu::cuGraphExecDestroy(self.0) };
+    }
+}

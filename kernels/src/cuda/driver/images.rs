@@ -1,0 +1,176 @@
+//! The compiled kernels that the executable carries, `kernels/prebuilt/*.zst`: for each `.cu` its PTX and a cubin per architecture (see
+//! `build.py` there). A device takes the cubin made for it, else that of an earlier minor version of its architecture, else the driver
+//! compiles the PTX.
+
+use std::collections::HashMap;
+use std::io::Read;
+
+use cudarc::driver::sys as cu;
+
+use super::error::check;
+use crate::cuda::gpu::GpuError;
+
+include!(concat!(env!("OUT_DIR"), "/images.rs"));
+
+/// The images of one `.cu`.
+struct Image {
+    name: &'static str,
+    kernels: &'static [&'static str],
+    pack: &'static [u8],
+}
+
+/// Largest unpacked image: far above what any has, far below what hurts.
+const MAX_BYTES: u64 = 256 << 20;
+
+/// Every kernel, ready to be launched.
+pub(super) struct Kernels {
+    functions: HashMap<&'static str, cu::CUfunction>,
+    /// What the images are for.
+    pub(super) source: String,
+}
+
+/// Names of all kernels that the images have.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    IMAGES.iter().flat_map(|image| image.kernels).copied()
+}
+
+impl Kernels {
+    /// Loads every image for a device of `architecture` (compute capability × 10) into the current context.
+    pub(super) fn load(architecture: u32, shared_bytes: u32) -> Result<Kernels, GpuError> {
+        let mut functions = HashMap::new();
+        let mut source = String::new();
+        for image in IMAGES {
+            let parts = unpack(image.pack).ok_or(GpuError::NoKernel(image.name))?;
+            let (name, bytes) =
+                choose(&parts, architecture).ok_or(GpuError::NoKernel(image.name))?;
+            name.clone_into(&mut source);
+            let module = load(bytes)?;
+            for kernel in image.kernels {
+                functions.insert(*kernel, function(module, kernel, shared_bytes)?);
+            }
+        }
+        Ok(Kernels { functions, source })
+    }
+
+    pub(super) fn find(&self, name: &'static str) -> Result<cu::CUfunction, GpuError> {
+        let found = self.functions.get(name).copied();
+        found.ok_or(GpuError::NoKernel(name))
+    }
+}
+
+/// The name and the bytes of each part of a pack; `None` when it is not one.
+fn unpack(pack: &[u8]) -> Option<Vec<(String, Vec<u8>)>> {
+    let decoder = ruzstd::decoding::StreamingDecoder::new(pack).ok()?;
+    let mut bytes = Vec::new();
+    decoder.take(MAX_BYTES).read_to_end(&mut bytes).ok()?;
+    let mut rest = bytes.as_slice();
+    let mut take = |count: usize| {
+        let (part, others) = rest.split_at_checked(count)?;
+        rest = others;
+        Some(part)
+    };
+    let number = |bytes: &[u8]| bytes.try_into().ok().map(u32::from_le_bytes);
+    let count = number(take(4)?)?;
+    let mut parts = Vec::new();
+    for _ in 0..count {
+        let name_bytes = number(take(4)?)? as usize;
+        let data_bytes = number(take(4)?)? as usize;
+        let name = String::from_utf8(take(name_bytes)?.to_vec()).ok()?;
+        parts.push((name, take(data_bytes)?.to_vec()));
+    }
+    Some(parts)
+}
+
+/// The part for an architecture.
+fn choose(parts: &[(String, Vec<u8>)], architecture: u32) -> Option<(&str, &[u8])> {
+    let exact = [format!("sm_{architecture}"), format!("sm_{architecture}a")];
+    // A cubin runs on later minor versions of the same major one; one for "a" runs on no other.
+    let earlier = (architecture / 10 * 10..architecture)
+        .rev()
+        .map(|minor| format!("sm_{minor}"));
+    exact
+        .into_iter()
+        .chain(earlier)
+        .chain(["ptx".to_owned()])
+        .find_map(|wanted| parts.iter().find(|(name, _)| *name == wanted))
+        .map(|(name, bytes)| (name.as_str(), bytes.as_slice()))
+}
+
+fn load(bytes: &[u8]) -> Result<cu::CUmodule, GpuError> {
+    // PTX is text and ends with a zero for the driver.
+    let mut image = bytes.to_vec();
+    image.push(0);
+    let mut module = std::ptr::null_mut();
+    // SAFETY: a cubin or text that ends with zero, made by our own build; the driver copies it.
+    let status = unsafe { cu::cuModuleLoadData(&raw mut module, image.as_ptr().cast()) };
+    check("cuModuleLoadData", status)?;
+    Ok(module)
+}
+
+/// A kernel of a module, allowed as much shared memory as a CTA may have beside what it declares.
+fn function(
+    module: cu::CUmodule,
+    name: &'static str,
+    shared_bytes: u32,
+) -> Result<cu::CUfunction, GpuError> {
+    let text = std::ffi::CString::new(name).map_err(|_| GpuError::NoKernel(name))?;
+    let mut function = std::ptr::null_mut();
+    // SAFETY: a module that was loaded, and a C string.
+    let status = unsafe { cu::cuModuleGetFunction(&raw mut function, module, text.as_ptr()) };
+    check("cuModuleGetFunction", status)?;
+    let mut own: i32 = 0;
+    let attribute = cu::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+    // SAFETY: writes one int to a place for one.
+    let status = unsafe { cu::cuFuncGetAttribute(&raw mut own, attribute, function) };
+    check("cuFuncGetAttribute", status)?;
+    let dynamic = i32::try_from(shared_bytes).unwrap_or(0).saturating_sub(own);
+    let attribute = cu::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    // SAFETY: a function of a loaded module.
+    let status = unsafe { cu::cuFuncSetAttribute(function, attribute, dynamic) };
+    check("cuFuncSetAttribute", status)?;
+    Ok(function)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_image_has_a_cubin_for_each_architecture_and_its_kernels_in_the_ptx() {
+        assert!(!IMAGES.is_empty());
+        for image in IMAGES {
+            let parts = unpack(image.pack).unwrap();
+            for architecture in [80, 86, 89, 90, 100, 120] {
+                let (name, bytes) = choose(&parts, architecture).unwrap();
+                assert!(name.starts_with(&format!("sm_{architecture}")), "{name}");
+                assert!(bytes.starts_with(b"\x7fELF"), "{}: {name}", image.name);
+            }
+            let (_, ptx) = parts.iter().find(|(name, _)| name == "ptx").unwrap();
+            let ptx = String::from_utf8(ptx.clone()).unwrap();
+            for kernel in image.kernels {
+                assert!(ptx.contains(&format!(".entry {kernel}(")), "{kernel}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_nearest_image_that_runs_is_chosen() {
+        let parts: Vec<_> = ["ptx", "sm_80", "sm_86", "sm_90a", "sm_100"]
+            .map(|name| (name.to_owned(), Vec::new()))
+            .into();
+        let chosen = |architecture| choose(&parts, architecture).unwrap().0;
+        assert_eq!(chosen(80), "sm_80");
+        assert_eq!(chosen(87), "sm_86");
+        assert_eq!(chosen(89), "sm_86");
+        assert_eq!(chosen(90), "sm_90a");
+        assert_eq!(chosen(103), "sm_100");
+        assert_eq!(chosen(120), "ptx");
+    }
+
+    #[test]
+    fn a_pack_that_is_cut_short_is_none() {
+        let pack = IMAGES[0].pack;
+        assert!(unpack(&pack[..pack.len() / 2]).is_none());
+        assert!(unpack(b"nonsense").is_none());
+    }
+}

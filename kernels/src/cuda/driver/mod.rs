@@ -1,0 +1,422 @@
+//! CUDA devices through the driver. Made only after [`probe`](probe::probe) found one: from then on cudarc's raw calls are safe to
+//! name. One context (the device's primary one), one stream, calls from any thread.
+//!
+//! Host bytes on their way to the device lie in a ring of pinned memory, so that [`Gpu::write`] neither waits nor keeps the
+//! caller's bytes; what is too large for the ring is copied from where it lies, and waits.
+
+mod error;
+pub mod graph;
+pub mod host;
+pub mod images;
+pub mod probe;
+
+use std::cell::Cell;
+use std::ffi::{c_int, c_void};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use cudarc::driver::sys as cu;
+
+use super::gpu::{Address, Gpu, GpuError, Launch, Properties};
+use error::check;
+use host::{Pinned, Registered};
+use images::Kernels;
+use probe::NoCuda;
+
+/// Bytes of each half of the ring: two hundred rows of hidden states of width 8192.
+const HALF: usize = 8 << 20;
+
+/// One CUDA device.
+pub struct Driver {
+    context: cu::CUcontext,
+    stream: cu::CUstream,
+    kernels: Kernels,
+    properties: Properties,
+    ring: Mutex<Ring>,
+    registered: Mutex<Vec<Registered>>,
+}
+
+// SAFETY: handles of the driver may be used from any thread; each call makes the context current on its own.
+unsafe impl Send for Driver {}
+// SAFETY: as above; the driver locks what it must, and the ring is behind a mutex.
+unsafe impl Sync for Driver {}
+
+/// Why a device was not opened.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum OpenError {
+    /// There is none.
+    #[error(transparent)]
+    NoCuda(#[from] NoCuda),
+    /// It is older than what the kernels are made for.
+    #[error(
+        "CUDA device {ordinal}, {name}, has compute capability {major}.{minor}; at least 8.0 is needed"
+    )]
+    TooOld {
+        /// Its number.
+        ordinal: u32,
+        /// Its name.
+        name: String,
+        /// Compute capability.
+        major: u32,
+        /// And its second part.
+        minor: u32,
+    },
+    /// A call failed.
+    #[error("open CUDA device {ordinal}")]
+    Call {
+        /// Its number.
+        ordinal: u32,
+        /// What failed.
+        #[source]
+        source: GpuError,
+    },
+}
+
+impl Driver {
+    /// Opens device `ordinal` and loads all kernels.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn open(ordinal: u32) -> Result<Driver, OpenError> {
+        let found = probe::probe()?;
+        if ordinal >= found.devices {
+            let count = found.devices;
+            return Err(NoCuda::NoSuchDevice { ordinal, count }.into());
+        }
+        let failed = |source| OpenError::Call { ordinal, source };
+        let device = device(ordinal).map_err(failed)?;
+        let properties = properties(device).map_err(failed)?;
+        if properties.architecture < 80 {
+            return Err(OpenError::TooOld {
+                ordinal,
+                name: properties.name,
+                major: properties.architecture / 10,
+                minor: properties.architecture % 10,
+            });
+        }
+        Driver::start(device, properties).map_err(failed)
+    }
+
+    fn start(device: cu::CUdevice, mut properties: Properties) -> Result<Driver, GpuError> {
+        let mut context = std::ptr::null_mut();
+        // SAFETY: a device of this driver, and a place for its context.
+        let status = unsafe { cu::cuDevicePrimaryCtxRetain(&raw mut context, device) };
+        check("cuDevicePrimaryCtxRetain", status)?;
+        make_current(context)?;
+        let mut stream = std::ptr::null_mut();
+        let flags = cu::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: a context is current.
+        let status = unsafe { cu::cuStreamCreate(&raw mut stream, flags) };
+        check("cuStreamCreate", status)?;
+        let kernels = Kernels::load(properties.architecture, properties.shared_bytes)?;
+        properties.image.clone_from(&kernels.source);
+        Ok(Driver {
+            context,
+            stream,
+            kernels,
+            properties,
+            ring: Mutex::new(Ring::new()?),
+            registered: Mutex::default(),
+        })
+    }
+
+    fn bind(&self) -> Result<(), GpuError> {
+        thread_local! {
+            static CURRENT: Cell<usize> = const { Cell::new(0) };
+        }
+        let wanted = self.context.addr();
+        if CURRENT.get() != wanted {
+            make_current(self.context)?;
+            CURRENT.set(wanted);
+        }
+        Ok(())
+    }
+
+    fn ring(&self) -> MutexGuard<'_, Ring> {
+        self.ring.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl std::fmt::Debug for Driver {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Driver")
+            .field("properties", &self.properties)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Pinned memory in two halves. A half is written again when the copies out of it are done.
+struct Ring {
+    memory: Pinned,
+    used: usize,
+    half: usize,
+    done: [Option<Event>; 2],
+}
+
+impl Ring {
+    fn new() -> Result<Ring, GpuError> {
+        Ok(Ring {
+            memory: Pinned::new(2 * HALF)?,
+            used: 0,
+            half: 0,
+            done: [None, None],
+        })
+    }
+
+    /// Room for `bytes` bytes, at most [`HALF`].
+    fn room(&mut self, bytes: usize, stream: cu::CUstream) -> Result<*mut u8, GpuError> {
+        if self.used + bytes > HALF {
+            self.done[self.half] = Some(Event::record(stream)?);
+            self.half = 1 - self.half;
+            self.used = 0;
+            if let Some(event) = self.done[self.half].take() {
+                event.wait()?;
+            }
+        }
+        let at = self.half * HALF + self.used;
+        // What follows begins at a multiple of 64.
+        self.used += bytes.next_multiple_of(64);
+        Ok(self.memory.pointer().wrapping_add(at))
+    }
+}
+
+/// A point of the stream.
+#[derive(Debug)]
+pub struct Event(cu::CUevent);
+
+// SAFETY: as for `Driver`.
+unsafe impl Send for Event {}
+// SAFETY: as for `Driver`.
+unsafe impl Sync for Event {}
+
+impl Event {
+    fn record(stream: cu::CUstream) -> Result<Event, GpuError> {
+        let mut event = std::ptr::null_mut();
+        // SAFETY: a context is current; a place for an event.
+        let status = unsafe { cu::cuEventCreate(&raw mut event, 0) };
+        check("cuEventCreate", status)?;
+        let event = Event(event);
+        // SAFETY: an event and a stream of the same context.
+        let status = unsafe { cu::cuEventRecord(event.0, stream) };
+        check("cuEventRecord", status)?;
+        Ok(event)
+    }
+
+    fn wait(&self) -> Result<(), GpuError> {
+        // SAFETY: an event that was recorded.
+        let status = unsafe { cu::cuEventSynchronize(self.0) };
+        check("cuEventSynchronize", status)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: made by `record`, and dropped once. A failure leaves it to the end of the process.
+        let _ = unsafe { cu::cuEventDestroy_v2(self.0) };
+    }
+}
+
+impl Gpu for Driver {
+    type Event = Event;
+
+    fn allocate(&self, bytes: usize) -> Result<Address, GpuError> {
+        self.bind()?;
+        let mut at = 0;
+        // SAFETY: a context is current; a place for an address.
+        let status = unsafe { cu::cuMemAlloc_v2(&raw mut at, bytes) };
+        if status == cu::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+            return Err(GpuError::OutOfMemory { bytes });
+        }
+        check("cuMemAlloc", status)?;
+        Ok(Address(at))
+    }
+
+    unsafe fn release(&self, at: Address, _bytes: usize) {
+        if self.bind().is_ok() {
+            // SAFETY: the caller's. A failure leaves it to the end of the process.
+            let _ = unsafe { cu::cuMemFree_v2(at.0) };
+        }
+    }
+
+    unsafe fn write(&self, from: &[u8], to: Address) -> Result<(), GpuError> {
+        if from.is_empty() {
+            return Ok(());
+        }
+        self.bind()?;
+        if from.len() > HALF {
+            // SAFETY: the caller's for the device; the host's bytes are there until the wait below is over.
+            let status = unsafe {
+                cu::cuMemcpyHtoDAsync_v2(to.0, from.as_ptr().cast(), from.len(), self.stream)
+            };
+            check("cuMemcpyHtoDAsync", status)?;
+            return self.wait();
+        }
+        let mut ring = self.ring();
+        let room = ring.room(from.len(), self.stream)?;
+        // SAFETY: `room` begins so many bytes of the ring that no copy reads any more.
+        unsafe { room.copy_from_nonoverlapping(from.as_ptr(), from.len()) };
+        // SAFETY: the caller's for the device; the ring keeps the bytes until the copy is done.
+        let status = unsafe {
+            cu::cuMemcpyHtoDAsync_v2(to.0, room.cast::<c_void>(), from.len(), self.stream)
+        };
+        check("cuMemcpyHtoDAsync", status)
+    }
+
+    unsafe fn read(&self, from: Address, to: &mut [u8]) -> Result<(), GpuError> {
+        if to.is_empty() {
+            return self.wait();
+        }
+        self.bind()?;
+        if to.len() > HALF {
+            // SAFETY: the caller's for the device; the host's bytes are borrowed until the wait below is over.
+            let status = unsafe {
+                cu::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from.0, to.len(), self.stream)
+            };
+            check("cuMemcpyDtoHAsync", status)?;
+            return self.wait();
+        }
+        let mut ring = self.ring();
+        let room = ring.room(to.len(), self.stream)?;
+        // SAFETY: the caller's for the device; `room` begins so many bytes that nobody else uses before the wait is over.
+        let status = unsafe {
+            cu::cuMemcpyDtoHAsync_v2(room.cast::<c_void>(), from.0, to.len(), self.stream)
+        };
+        check("cuMemcpyDtoHAsync", status)?;
+        self.wait()?;
+        // SAFETY: the copy into `room` is done.
+        unsafe { to.as_mut_ptr().copy_from_nonoverlapping(room, to.len()) };
+        Ok(())
+    }
+
+    unsafe fn copy(&self, from: Address, to: Address, bytes: usize) -> Result<(), GpuError> {
+        self.bind()?;
+        // SAFETY: the caller's.
+        let status = unsafe { cu::cuMemcpyDtoDAsync_v2(to.0, from.0, bytes, self.stream) };
+        check("cuMemcpyDtoDAsync", status)
+    }
+
+    unsafe fn fill(&self, at: Address, value: u8, bytes: usize) -> Result<(), GpuError> {
+        self.bind()?;
+        // SAFETY: the caller's.
+        let status = unsafe { cu::cuMemsetD8Async(at.0, value, bytes, self.stream) };
+        check("cuMemsetD8Async", status)
+    }
+
+    unsafe fn register(&self, start: *mut u8, bytes: usize) -> Result<Address, GpuError> {
+        self.bind()?;
+        // SAFETY: the caller's.
+        let registered = unsafe { Registered::new(start, bytes) }?;
+        let device = registered.device();
+        let mut kept = self
+            .registered
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        kept.push(registered);
+        Ok(device)
+    }
+
+    unsafe fn launch(&self, mut launch: Launch) -> Result<(), GpuError> {
+        let kernel = launch.kernel;
+        if launch.params.too_large() {
+            let what = "a parameter does not fit";
+            return Err(GpuError::BadLaunch { kernel, what });
+        }
+        self.bind()?;
+        let function = self.kernels.find(kernel)?;
+        let mut pointers = [std::ptr::null_mut::<c_void>(); super::gpu::MAX_PARAMS];
+        for (pointer, word) in pointers.iter_mut().zip(launch.params.words()) {
+            *pointer = std::ptr::from_mut(word).cast();
+        }
+        let ([gx, gy, gz], [cx, cy, cz]) = (launch.grid, launch.cta);
+        // SAFETY: the caller's for what the parameters mean; the driver copies them before it returns.
+        let status = unsafe {
+            cu::cuLaunchKernel(
+                function,
+                gx,
+                gy,
+                gz,
+                cx,
+                cy,
+                cz,
+                launch.shared_bytes,
+                self.stream,
+                pointers.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        check(kernel, status)
+    }
+
+    fn wait(&self) -> Result<(), GpuError> {
+        self.bind()?;
+        // SAFETY: the stream of this context.
+        let status = unsafe { cu::cuStreamSynchronize(self.stream) };
+        check("cuStreamSynchronize", status)
+    }
+
+    fn record(&self) -> Result<Event, GpuError> {
+        self.bind()?;
+        Event::record(self.stream)
+    }
+
+    fn seconds(&self, begin: &Event, end: &Event) -> Result<f64, GpuError> {
+        self.bind()?;
+        end.wait()?;
+        let mut milliseconds = 0.0f32;
+        // SAFETY: events of this context that were recorded.
+        let status = unsafe { cu::cuEventElapsedTime(&raw mut milliseconds, begin.0, end.0) };
+        check("cuEventElapsedTime", status)?;
+        Ok(f64::from(milliseconds) / 1e3)
+    }
+
+    fn memory(&self) -> Result<(usize, usize), GpuError> {
+        self.bind()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: a context is current; places for two numbers.
+        let status = unsafe { cu::cuMemGetInfo_v2(&raw mut free, &raw mut total) };
+        check("cuMemGetInfo", status)?;
+        Ok((free, total))
+    }
+
+    fn properties(&self) -> &Properties {
+        &self.properties
+    }
+}
+
+fn make_current(context: cu::CUcontext) -> Result<(), GpuError> {
+    // SAFETY: a context that is never destroyed.
+    let status = unsafe { cu::cuCtxSetCurrent(context) };
+    check("cuCtxSetCurrent", status)
+}
+
+fn device(ordinal: u32) -> Result<cu::CUdevice, GpuError> {
+    let mut device = 0;
+    let ordinal = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
+    // SAFETY: a place for a device.
+    let status = unsafe { cu::cuDeviceGet(&raw mut device, ordinal) };
+    check("cuDeviceGet", status)?;
+    Ok(device)
+}
+
+fn properties(device: cu::CUdevice) -> Result<Properties, GpuError> {
+    use cu::CUdevice_attribute as Attribute;
+    let attribute = |which: Attribute| {
+        let mut value: c_int = 0;
+        // SAFETY: a place for an int.
+        let status = unsafe { cu::cuDeviceGetAttribute(&raw mut value, which, device) };
+        check("cuDeviceGetAttribute", status)?;
+        Ok(u32::try_from(value).unwrap_or(0))
+    };
+    let mut name = [0; 128];
+    // SAFETY: a place for that many characters.
+    let status = unsafe { cu::cuDeviceGetName(name.as_mut_ptr(), 128, device) };
+    check("cuDeviceGetName", status)?;
+    let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+    let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+    Ok(Properties {
+        name: probe::text(&name),
+        architecture: major * 10 + minor,
+        multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+        image: String::new(),
+    })
+}

@@ -1,0 +1,271 @@
+//! Whether there is a driver that can be used, found out before the first call through cudarc, which panics when the library or a
+//! function of it is missing. Everything here is done with the library at hand and numbers, and ends in an error, never in a panic.
+//! Only a gpu-worker (or `sepal selftest`) comes here: a broken driver may crash or hang, and only that process with it.
+
+use std::ffi::{c_char, c_int, c_uint};
+
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+
+use super::error;
+
+/// Names under which the driver is looked for, in the order in which cudarc does it.
+const NAMES: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
+
+/// Every function of the driver that this crate calls. All exist in CUDA 11.4 and later.
+const FUNCTIONS: [&str; 37] = [
+    "cuCtxSetCurrent",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDeviceGetCount",
+    "cuDeviceGetName",
+    "cuDevicePrimaryCtxRetain",
+    "cuDriverGetVersion",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventElapsedTime",
+    "cuEventRecord",
+    "cuEventSynchronize",
+    "cuFuncGetAttribute",
+    "cuFuncSetAttribute",
+    "cuGraphDestroy",
+    "cuGraphExecDestroy",
+    "cuGraphInstantiateWithFlags",
+    "cuGraphLaunch",
+    "cuInit",
+    "cuLaunchKernel",
+    "cuMemAlloc_v2",
+    "cuMemFreeHost",
+    "cuMemFree_v2",
+    "cuMemGetInfo_v2",
+    "cuMemHostAlloc",
+    "cuMemHostGetDevicePointer_v2",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemcpyDtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemsetD8Async",
+    "cuModuleGetFunction",
+    "cuModuleLoadData",
+    "cuStreamBeginCapture_v2",
+    "cuStreamEndCapture",
+    "cuStreamSynchronize",
+];
+
+/// Called once when the stream is made; apart, so that the list above keeps its lines.
+const CREATE_STREAM: &str = "cuStreamCreate";
+
+/// Why there is no CUDA device.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NoCuda {
+    /// There is no driver library.
+    #[error("no CUDA device: the driver library is not there ({0})")]
+    NoLibrary(String),
+    /// A library without some function.
+    #[error("no CUDA device: the driver library has no {0}; it is a stub or older than CUDA 11.4")]
+    NoFunction(&'static str),
+    /// The driver does not start.
+    #[error("no CUDA device: cuInit: {name} ({code}){hint}")]
+    NoStart {
+        /// Name of the error.
+        name: &'static str,
+        /// Its number.
+        code: u32,
+        /// What that commonly means.
+        hint: &'static str,
+    },
+    /// Another call failed.
+    #[error("no CUDA device: {call}: {name} ({code})")]
+    Call {
+        /// The function.
+        call: &'static str,
+        /// Name of the error.
+        name: &'static str,
+        /// Its number.
+        code: u32,
+    },
+    /// There are fewer devices.
+    #[error("no CUDA device {ordinal}: there are {count}")]
+    NoSuchDevice {
+        /// Asked for.
+        ordinal: u32,
+        /// Devices that there are.
+        count: u32,
+    },
+}
+
+/// A driver that starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// Version of CUDA that it supports: 1000 × major + 10 × minor.
+    pub version: u32,
+    /// Devices.
+    pub devices: u32,
+}
+
+/// Starts the driver, if there is one.
+///
+/// # Errors
+/// [`NoCuda`] says why there is none.
+pub fn probe() -> Result<Found, NoCuda> {
+    let mut reason = String::new();
+    for name in NAMES {
+        match open(name) {
+            Ok(library) => return start(library),
+            Err(why) => reason = why,
+        }
+    }
+    Err(NoCuda::NoLibrary(reason))
+}
+
+fn open(path: &str) -> Result<Library, String> {
+    // SAFETY: initialisers of a driver library run here; that is what opening it is for, and why only workers do it.
+    let opened = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) };
+    opened.map_err(|failure| failure.to_string())
+}
+
+fn start(library: Library) -> Result<Found, NoCuda> {
+    for name in FUNCTIONS.into_iter().chain([CREATE_STREAM]) {
+        // SAFETY: only the presence of the symbol matters.
+        let symbol = unsafe { library.get::<*const ()>(name.as_bytes()) };
+        if symbol.is_err() {
+            return Err(NoCuda::NoFunction(name));
+        }
+    }
+    let status = call_number(&library, "cuInit", 0)?;
+    if status != 0 {
+        return Err(NoCuda::NoStart {
+            name: error::name(status),
+            code: status,
+            hint: error::hint(status),
+        });
+    }
+    let found = Found {
+        version: ask(&library, "cuDriverGetVersion")?,
+        devices: ask(&library, "cuDeviceGetCount")?,
+    };
+    if found.devices == 0 {
+        return Err(NoCuda::NoSuchDevice {
+            ordinal: 0,
+            count: 0,
+        });
+    }
+    // Stays loaded: cudarc opens it again, and a driver is never unloaded.
+    std::mem::forget(library);
+    Ok(found)
+}
+
+/// Calls a function of one number; its status.
+fn call_number(library: &Library, name: &'static str, value: c_uint) -> Result<u32, NoCuda> {
+    // SAFETY: the driver's `CUresult cuInit(unsigned)`; a status is an int of C.
+    let function = unsafe { library.get::<unsafe extern "C" fn(c_uint) -> c_int>(name.as_bytes()) };
+    let function = function.map_err(|_| NoCuda::NoFunction(name))?;
+    // SAFETY: takes any number.
+    let status = unsafe { function(value) };
+    Ok(u32::try_from(status).unwrap_or(u32::MAX))
+}
+
+/// Calls a function that writes one number.
+fn ask(library: &Library, name: &'static str) -> Result<u32, NoCuda> {
+    type Ask = unsafe extern "C" fn(*mut c_int) -> c_int;
+    // SAFETY: the driver's `CUresult f(int*)`.
+    let function = unsafe { library.get::<Ask>(name.as_bytes()) };
+    let function = function.map_err(|_| NoCuda::NoFunction(name))?;
+    let mut value: c_int = 0;
+    // SAFETY: writes one int to a place for one.
+    let status = unsafe { function(&raw mut value) };
+    match u32::try_from(status).unwrap_or(u32::MAX) {
+        0 => Ok(u32::try_from(value).unwrap_or(0)),
+        code => Err(NoCuda::Call {
+            call: name,
+            name: error::name(code),
+            code,
+        }),
+    }
+}
+
+/// A C string of the driver, up to its end.
+pub(super) fn text(bytes: &[c_char]) -> String {
+    let bytes: Vec<u8> = bytes
+        .iter()
+        .take_while(|&&b| b != 0)
+        .map(|&b| b as u8)
+        .collect();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::process::Command;
+
+    use super::*;
+
+    /// A driver library of the given functions, each returning its number.
+    fn fake(folder: &Path, functions: &[(&str, u32)]) -> Library {
+        let source = folder.join("fake.c");
+        let body: String = functions
+            .iter()
+            .map(|(name, status)| {
+                format!(
+                    "int {name}(int* out) {{ if ((long)out > 4096) *out = 0; return {status}; }}\n"
+                )
+            })
+            .collect();
+        std::fs::write(&source, body).unwrap();
+        let library = folder.join("libcuda.so.1");
+        let compiled = Command::new("cc")
+            .args(["-shared", "-fPIC", "-o"])
+            .args([&library, &source])
+            .status();
+        assert!(compiled.unwrap().success());
+        open(library.to_str().unwrap()).unwrap()
+    }
+
+    fn all(init: u32) -> Vec<(&'static str, u32)> {
+        let names = FUNCTIONS.into_iter().chain([CREATE_STREAM]);
+        names
+            .map(|name| (name, if name == "cuInit" { init } else { 0 }))
+            .collect()
+    }
+
+    #[test]
+    fn a_stub_of_the_driver_is_told_by_what_it_lacks() {
+        let folder = tempfile::tempdir().unwrap();
+        let stub = fake(folder.path(), &[("cuInit", 100)]);
+        assert_eq!(start(stub), Err(NoCuda::NoFunction("cuCtxSetCurrent")));
+    }
+
+    #[test]
+    fn a_driver_that_does_not_start_says_why() {
+        for (code, wanted) in [
+            (100, "CUDA_ERROR_NO_DEVICE (100)"),
+            (34, "CUDA_ERROR_STUB_LIBRARY (34)"),
+            (803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)"),
+            (4242, "an error that this build does not know (4242)"),
+        ] {
+            let folder = tempfile::tempdir().unwrap();
+            let message = start(fake(folder.path(), &all(code)))
+                .unwrap_err()
+                .to_string();
+            assert!(message.starts_with("no CUDA device: cuInit: "), "{message}");
+            assert!(message.contains(wanted), "{message}");
+        }
+    }
+
+    #[test]
+    fn a_driver_without_devices_is_no_device() {
+        let folder = tempfile::tempdir().unwrap();
+        let refused = start(fake(folder.path(), &all(0)));
+        let wanted = NoCuda::NoSuchDevice {
+            ordinal: 0,
+            count: 0,
+        };
+        assert_eq!(refused, Err(wanted));
+    }
+
+    #[test]
+    fn no_library_is_an_error_and_not_a_panic() {
+        assert!(open("/nonexistent/libcuda.so.1").is_err());
+    }
+}
