@@ -1,0 +1,181 @@
+//! Time of an operation beside the read bandwidth and beside PyTorch, by turns, so that all saw the same machine.
+
+use std::hint::black_box;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use kernels::cpu::pool::Pool;
+use nix::time::{ClockId, clock_gettime};
+
+/// Bytes of weights that are walked: above the last-level cache of common machines.
+pub const RING_BYTES: usize = 384 << 20;
+/// Bytes that one measurement of the bandwidth reads.
+const READ_BYTES: usize = 16 << 20;
+/// Time for one row of the table.
+const ROW_TIME: Duration = Duration::from_millis(700);
+
+/// What was measured by turns: the least of many each.
+#[derive(Clone, Copy, Debug)]
+pub struct Times {
+    /// The operation, ns.
+    pub own: f64,
+    /// PyTorch's, ns.
+    pub torch: Option<f64>,
+    /// Read bandwidth, bytes per ns.
+    pub bandwidth: f64,
+}
+
+/// The clock, the reader and the peer of a run of the bench.
+pub struct Bench {
+    clock: ClockId,
+    reader: Pool,
+    torch: Option<Torch>,
+    ring: Vec<u8>,
+}
+
+impl Bench {
+    /// For `threads` threads; with one, times are CPU times, so that other processes cost nothing but cache.
+    pub fn new(threads: usize, python: Option<&str>) -> Bench {
+        let words = (0..RING_BYTES / 2).map(|i| ((i % 251) as u16 | 0x3c00).to_le_bytes());
+        Bench {
+            clock: if threads == 1 {
+                ClockId::CLOCK_THREAD_CPUTIME_ID
+            } else {
+                ClockId::CLOCK_MONOTONIC
+            },
+            reader: Pool::new(threads),
+            torch: python.and_then(|python| Torch::start(python, threads)),
+            ring: words.flatten().collect(),
+        }
+    }
+
+    fn now(clock: ClockId) -> Duration {
+        Duration::from(clock_gettime(clock).expect("the clock exists"))
+    }
+
+    /// Least time of `run`, of `request` in PyTorch and of reading. `run` gets the next weights of `size` bytes.
+    pub fn measure(&mut self, request: &str, size: usize, mut run: impl FnMut(&[u8])) -> Times {
+        let clock = self.clock;
+        let mut matrices = self.ring.chunks_exact(size.max(1)).cycle();
+        let mut parts = self.ring.chunks_exact(READ_BYTES).cycle();
+        let mut next = || matrices.next().expect("the ring is larger");
+        let (mut own, mut read, mut torch) = (f64::MAX, f64::MAX, None::<f64>);
+        run(next());
+        let (began, mut rounds) = (Instant::now(), 0);
+        while rounds < 3 || (began.elapsed() < ROW_TIME && rounds < 500) {
+            for _ in 0..3 {
+                let start = Bench::now(clock);
+                run(next());
+                own = own.min((Bench::now(clock) - start).as_nanos() as f64);
+            }
+            let start = Bench::now(clock);
+            Bench::read(&mut self.reader, parts.next().expect("the ring is larger"));
+            read = read.min((Bench::now(clock) - start).as_nanos() as f64);
+            if let Some(peer) = &mut self.torch
+                && !request.is_empty()
+            {
+                let time = peer.ask(request);
+                torch = Some(torch.map_or(time, |least| least.min(time)));
+            }
+            rounds += 1;
+        }
+        Times {
+            own,
+            torch,
+            bandwidth: READ_BYTES as f64 / read,
+        }
+    }
+
+    /// Reads `bytes` with all threads.
+    fn read(pool: &mut Pool, bytes: &[u8]) {
+        let part = bytes.len().div_ceil(pool.threads() * 16);
+        pool.run(bytes.len().div_ceil(part), |index| {
+            let mut sums = [0u64; 32];
+            let part = &bytes[index * part..bytes.len().min((index + 1) * part)];
+            for line in part.as_chunks::<256>().0 {
+                for (sum, word) in sums.iter_mut().zip(line.as_chunks::<8>().0) {
+                    *sum = sum.wrapping_add(u64::from_ne_bytes(*word));
+                }
+            }
+            black_box(sums);
+        });
+    }
+}
+
+impl Times {
+    /// The columns of a row; `bytes` and `flops` of the operation, 0 for a column without meaning.
+    pub fn print(self, what: &str, bytes: usize, flops: usize) {
+        let speed = bytes as f64 / self.own;
+        let share = match bytes {
+            0 => String::new(),
+            _ => format!(
+                "{speed:6.1} GB/s = {:3.0} %",
+                100.0 * speed / self.bandwidth
+            ),
+        };
+        let rate = match flops {
+            0 => String::new(),
+            _ => format!("{:7.1} GFLOP/s", flops as f64 / self.own),
+        };
+        let torch = self.torch.map_or_else(String::new, |torch| {
+            format!("{:11.1} {:5.2} x", torch / 1e3, torch / self.own)
+        });
+        println!(
+            "{what:44} {:11.1} µs {share:20} {rate:15} {torch}",
+            self.own / 1e3
+        );
+    }
+}
+
+/// The helper process.
+struct Torch {
+    child: Child,
+    requests: ChildStdin,
+    answers: BufReader<ChildStdout>,
+}
+
+impl Torch {
+    /// None, and a line that says why, when this Python has no PyTorch.
+    fn start(python: &str, threads: usize) -> Option<Torch> {
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/ops/torch_ops.py");
+        let mut child = Command::new(python)
+            .args(["-B", script, &threads.to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .inspect_err(|error| println!("no PyTorch: {python}: {error}"))
+            .ok()?;
+        let requests = child.stdin.take()?;
+        let mut answers = BufReader::new(child.stdout.take()?);
+        let mut line = String::new();
+        answers.read_line(&mut line).ok()?;
+        if line.is_empty() {
+            println!("no PyTorch: {python} did not start {script}");
+            return None;
+        }
+        println!("beside {}", line.trim());
+        Some(Torch {
+            child,
+            requests,
+            answers,
+        })
+    }
+
+    fn ask(&mut self, request: &str) -> f64 {
+        let mut line = String::new();
+        writeln!(self.requests, "{request}").expect("the helper lives");
+        self.answers.read_line(&mut line).expect("the helper lives");
+        line.trim()
+            .parse()
+            .expect("the helper answers in nanoseconds")
+    }
+}
+
+impl Drop for Torch {
+    fn drop(&mut self) {
+        // It ends when its input does; killed, it ends now.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
