@@ -26,7 +26,7 @@ pub fn linear_rows(row_bytes: usize) -> usize {
 
 /// Inputs that tiles of a strip walk before they come back for the next ones: 4 rows of the matrix and 6 rows of inputs
 /// of this length stay in the first-level cache.
-pub const PACKED_CHUNK: usize = 1024;
+pub const PACKED_CHUNK: usize = 2048;
 
 /// Most tiles whose sums wait for the next chunk.
 pub const PACKED_TILES: usize = 16;
@@ -37,6 +37,13 @@ pub fn packed_tiles(inputs: usize, tiles: usize) -> usize {
     let most = ((1 << 20) / (6 * 2 * inputs.max(1))).clamp(1, PACKED_TILES);
     // Groups of nearly one size.
     tiles.div_ceil(tiles.div_ceil(most).max(1)).max(1)
+}
+
+/// Columns of a piece of a product with a transposed matrix, a multiple of 64: wide, so that rows of the matrix are read in long
+/// parts, but several pieces per thread.
+pub fn transposed_piece(inputs: usize, threads: usize) -> usize {
+    let share = inputs.div_ceil(2 * threads).next_multiple_of(64);
+    share.min(256)
 }
 
 /// Whether packing so many inputs is spread over threads: about one per ns.

@@ -65,6 +65,7 @@ pub(super) fn lora(
 pub(super) fn lora_grad(
     isa: Isa,
     pool: &mut Pool,
+    scratch: &mut Scratch,
     delta: &mut Vec<f32>,
     args: LoraGrad<'_, [f32], WeightView<'_>>,
 ) {
@@ -78,6 +79,7 @@ pub(super) fn lora_grad(
         simd::linear_grad(
             isa,
             pool,
+            scratch,
             LinearGrad {
                 grad,
                 weight: part.b,
@@ -89,6 +91,7 @@ pub(super) fn lora_grad(
         simd::linear_grad(
             isa,
             pool,
+            scratch,
             LinearGrad {
                 grad,
                 weight: part.a,

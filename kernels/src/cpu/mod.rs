@@ -177,13 +177,19 @@ impl Backend for Cpu {
 
     fn linear_grad(&mut self, args: LinearGrad<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
         args.check()?;
-        simd::linear_grad(self.isa, &mut self.pool, args);
+        simd::linear_grad(self.isa, &mut self.pool, &mut self.scratch, args);
         Ok(())
     }
 
     fn lora_grad(&mut self, args: LoraGrad<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
         args.check()?;
-        lora::lora_grad(self.isa, &mut self.pool, &mut self.delta, args);
+        lora::lora_grad(
+            self.isa,
+            &mut self.pool,
+            &mut self.scratch,
+            &mut self.delta,
+            args,
+        );
         Ok(())
     }
 

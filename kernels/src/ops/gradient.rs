@@ -1,5 +1,5 @@
 //! Gradients of the inputs of operations; weights are frozen and have none. Everything is f32: what forward rounds, backward does
-//! not.
+//! not. One exception is left to the device: where a matrix is bfloat16, it may round what it multiplies with it, as PyTorch does.
 //!
 //! ```text
 //! linear     dx = dy W

@@ -1,15 +1,19 @@
 //! Gradients of matrix products, norms, activations and attention.
 //!
-//! A product with the transposed matrix is summed over its rows from first to last: a few rows are widened to f32 at a time, and
+//! A product with a transposed matrix of bfloat16 is in [`super::transposed`] where the machine has products of pairs. Else it is summed over its rows from first to last: a few rows are widened to f32 at a time, and
 //! every thread adds their multiples to its own columns. Of a plain matrix each thread widens its own columns; a few rows of a quantized
 //! one are decoded by all threads together.
 
 use std::cell::RefCell;
 use std::ops::Range;
 
+use shared::dtype::DType;
+
 use super::elementwise::{moments, normal, tanh_weight};
 use super::lanes::{LANES, dot, exp, mul_add, tree_sum};
-use super::{Isa, attention::softmax, per_isa};
+#[cfg(target_arch = "x86_64")]
+use super::transposed::multiply;
+use super::{Isa, Scratch, attention::softmax, per_isa};
 use crate::cpu::pool::{Disjoint, Pool};
 use crate::kv::{KvPages, StepRow};
 use crate::ops::{
@@ -46,8 +50,18 @@ struct Strip<'a> {
 pub(in crate::cpu) fn linear_grad(
     isa: Isa,
     pool: &mut Pool,
+    scratch: &mut Scratch,
     args: LinearGrad<'_, [f32], WeightView<'_>>,
 ) {
+    #[cfg(target_arch = "x86_64")]
+    let args = match (isa, args.weight.dtype()) {
+        // SAFETY: `Isa` values come from `Isa::available`, which saw these features.
+        (Isa::Avx512Bf16, DType::Bf16) => match unsafe { multiply(pool, scratch, args) } {
+            Some(args) => args,
+            None => return,
+        },
+        _ => args,
+    };
     let (inputs, outputs, rows) = (args.weight.inputs(), args.weight.outputs(), args.rows);
     args.out[..rows * inputs].fill(0.0);
     if let Format::Plain = args.weight.format() {

@@ -16,6 +16,8 @@ mod portable;
 #[cfg(target_arch = "x86_64")]
 mod tile512;
 #[cfg(target_arch = "x86_64")]
+mod transposed;
+#[cfg(target_arch = "x86_64")]
 mod x86;
 
 pub(super) use attention::attention;

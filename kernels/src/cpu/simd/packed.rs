@@ -119,26 +119,31 @@ pub(super) unsafe fn multiply<S: Source>(
 
 impl<S: Source, Scale: Fn(usize) -> f32> Task<'_, S, Scale> {
     fn piece(&self, outputs: Range<usize>) {
+        let mut sums = [no_sums(); tuning::PACKED_TILES];
         let group = tuning::packed_tiles(self.inputs, self.tiles.count);
         for first in (0..self.tiles.count).step_by(group) {
             let tiles = first..self.tiles.count.min(first + group);
+            let sums = &mut sums[..tiles.len()];
             let mut output = outputs.start;
             while output < outputs.end {
                 output += match outputs.end - output {
                     left if left >= 8 && self.tiles.rows == 1 => {
-                        self.strip::<8>(output, tiles.clone())
+                        self.strip::<8>(output, tiles.clone(), sums)
                     }
-                    left if left >= 4 => self.strip::<4>(output, tiles.clone()),
-                    _ => self.strip::<1>(output, tiles.clone()),
+                    left if left >= 4 => self.strip::<4>(output, tiles.clone(), sums),
+                    _ => self.strip::<1>(output, tiles.clone(), sums),
                 };
             }
         }
     }
 
-    /// `O` outputs of the rows of `tiles`; returns `O`.
-    fn strip<const O: usize>(&self, output: usize, tiles: Range<usize>) -> usize {
-        let mut sums = [no_sums(); tuning::PACKED_TILES];
-        let sums = &mut sums[..tiles.len()];
+    /// `O` outputs of the rows of `tiles`; returns `O`. `sums` are room for those of the tiles.
+    fn strip<const O: usize>(
+        &self,
+        output: usize,
+        tiles: Range<usize>,
+        sums: &mut [tile512::Sums],
+    ) -> usize {
         let steps = self.inputs.div_ceil(STEP);
         let chunk = if tiles.len() == 1 {
             steps
@@ -212,13 +217,14 @@ impl<S: Source, Scale: Fn(usize) -> f32> Task<'_, S, Scale> {
     }
 
     fn store<const O: usize>(&self, output: usize, rows: Range<usize>, sums: &tile512::Sums) {
-        // SAFETY: the caller of `multiply` has the instruction set.
-        let totals = unsafe { tile512::totals(sums, O * rows.len()) };
-        for (r, row) in rows.clone().enumerate() {
+        let count = rows.len();
+        for (r, row) in rows.enumerate() {
+            // SAFETY: the caller of `multiply` has the instruction set.
+            let totals = unsafe { tile512::totals::<O>(sums, r, count) };
             // SAFETY: pieces differ in their outputs, so these parts of a row do not overlap.
             let out = unsafe { self.out.range(row * self.outputs + output, O) };
             for (o, out) in out.iter_mut().enumerate() {
-                let total = totals[o * rows.len() + r] * (self.scale)(output + o);
+                let total = totals[o] * (self.scale)(output + o);
                 *out = total + self.bias.map_or(0.0, |bias| bias[output + o]);
             }
         }

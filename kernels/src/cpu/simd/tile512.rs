@@ -21,12 +21,30 @@ pub(super) const SUMS: usize = 24;
 /// Bytes of one row in one step of a panel.
 const STEP_BYTES: usize = 2 * LINE;
 /// Bytes of a cache line and of a vector.
-const LINE: usize = 64;
+pub(super) const LINE: usize = 64;
 
 /// A cache line of a panel: vector loads must not straddle two.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
 pub(super) struct Line([u8; LINE]);
+
+impl Line {
+    /// As a vector.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn get(&self) -> __m512i {
+        // SAFETY: 64 bytes on a line.
+        unsafe { _mm512_load_si512(self.0.as_ptr().cast()) }
+    }
+
+    /// Takes the bytes of a vector.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn set(&mut self, vector: __m512i) {
+        // SAFETY: 64 bytes on a line.
+        unsafe { _mm512_store_si512(self.0.as_mut_ptr().cast(), vector) };
+    }
+}
 
 /// Lines of a panel that one row takes.
 pub(super) const fn row_lines(inputs: usize) -> usize {
@@ -82,7 +100,8 @@ pub(super) struct Panel<'a> {
     pub(super) inputs: usize,
 }
 
-/// Adds the products of `O` rows of the matrix from `output` on, and the `R` rows of `panel`, over `steps`.
+/// Adds the products of `O` rows of the matrix from `output` on, and the `R` rows of `panel`, over `steps`: to nothing from step 0
+/// on, else to the sums of the steps before.
 ///
 /// # Safety
 /// The machine has AVX-512 F, BW, DQ, VL and BF16; `source` has these rows and steps; `panel` holds `R` rows.
@@ -102,10 +121,12 @@ pub(super) unsafe fn tile<S: Source, const O: usize, const R: usize>(
     debug_assert!(panel.lines.len() == R * row_lines(panel.inputs) && O * R <= SUMS);
     let x = panel.lines.as_ptr().cast::<u8>();
     let whole = steps.end.min(panel.inputs / STEP);
-    let mut sums = [[all[0]; R]; O];
-    for o in 0..O {
-        for r in 0..R {
-            sums[o][r] = all[o * R + r];
+    let mut sums = [[_mm512_setzero_ps(); R]; O];
+    if steps.start > 0 {
+        for o in 0..O {
+            for r in 0..R {
+                sums[o][r] = all[o * R + r];
+            }
         }
     }
     let mut asked = ahead.start.wrapping_add(steps.start * ahead.step_bytes);
@@ -151,26 +172,51 @@ pub(super) unsafe fn tile<S: Source, const O: usize, const R: usize>(
     }
 }
 
-/// The sum of the lanes of each of the first `count` vectors: halves, quarters, eighths, pairs.
+/// The sums of the lanes of vectors `first`, `first + stride`, ... (`O` of them): halves, quarters, eighths, pairs.
 ///
 /// # Safety
 /// The machine has AVX-512 F and DQ.
+#[inline]
 #[target_feature(enable = "avx512f,avx512dq")]
-pub(super) unsafe fn totals(sums: &Sums, count: usize) -> [f32; SUMS] {
-    let mut out = [0.0; SUMS];
-    for (out, sum) in out.iter_mut().zip(sums).take(count) {
-        let eight = _mm256_add_ps(
-            _mm512_castps512_ps256(*sum),
-            _mm512_extractf32x8_ps::<1>(*sum),
-        );
-        let four = _mm_add_ps(
-            _mm256_castps256_ps128(eight),
-            _mm256_extractf128_ps::<1>(eight),
-        );
-        let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-        *out = _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)));
+pub(super) unsafe fn totals<const O: usize>(sums: &Sums, first: usize, stride: usize) -> [f32; O] {
+    let mut out = [0.0; O];
+    let at = |o: usize| sums[first + o * stride];
+    if O % 4 == 0 {
+        for (group, out) in out.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+            let of = |i: usize| at(4 * group + i);
+            let four = totals4([of(0), of(1), of(2), of(3)]);
+            // SAFETY: four f32.
+            unsafe { _mm_storeu_ps(out.as_mut_ptr(), four) };
+        }
+    } else {
+        for (o, out) in out.iter_mut().enumerate() {
+            let none = _mm512_setzero_ps();
+            *out = _mm_cvtss_f32(totals4([at(o), none, none, none]));
+        }
     }
     out
+}
+
+/// The sums of the lanes of four vectors, each in the order of [`totals`].
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq")]
+fn totals4([a, b, c, d]: [__m512; 4]) -> __m128 {
+    let halves = |a: __m512, b: __m512| {
+        _mm512_add_ps(
+            _mm512_shuffle_f32x4::<0x44>(a, b),
+            _mm512_shuffle_f32x4::<0xee>(a, b),
+        )
+    };
+    let (ab, cd) = (halves(a, b), halves(c, d));
+    // The quarters of each vector in a 128-bit lane of its own.
+    let quarters = _mm512_add_ps(
+        _mm512_shuffle_f32x4::<0x88>(ab, cd),
+        _mm512_shuffle_f32x4::<0xdd>(ab, cd),
+    );
+    let two = _mm512_add_ps(quarters, _mm512_permute_ps::<0b01_00_11_10>(quarters));
+    let one = _mm512_add_ps(two, _mm512_permute_ps::<0b10_11_00_01>(two));
+    let firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, one))
 }
 
 /// Rounds `rows` rows of `inputs` values each to bfloat16 and packs them as a panel in the order of the source.
@@ -195,6 +241,23 @@ pub(super) unsafe fn pack<S: Source>(x: &[f32], inputs: usize, rows: usize, pane
             }
         }
     }
+}
+
+/// Rounds a row to bfloat16, each value times its scale if there are scales; zeros after it.
+///
+/// # Safety
+/// The machine has AVX-512 F, BW, VL and BF16.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub(super) unsafe fn round_row(row: &[f32], scales: Option<&[f32]>, bytes: &mut [u8]) {
+    let (own, rest) = bytes.split_at_mut(2 * row.len());
+    let places = own.as_chunks_mut::<2>().0.iter_mut().zip(row);
+    match scales {
+        None => places.for_each(|(to, x)| *to = bf16_bits(*x).to_le_bytes()),
+        Some(scales) => places
+            .zip(scales)
+            .for_each(|((to, x), scale)| *to = bf16_bits(x * scale).to_le_bytes()),
+    }
+    rest.fill(0);
 }
 
 /// An empty panel of `lines` lines in reused memory.
@@ -473,7 +536,7 @@ fn halves(lower: __m512i, upper: __m512i) -> __m512i {
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
-fn pairs(a: __m512i, b: __m512i, sum: __m512) -> __m512 {
+pub(super) fn pairs(a: __m512i, b: __m512i, sum: __m512) -> __m512 {
     // SAFETY: both are 512 bits in which every pattern is valid.
     let a = unsafe { std::mem::transmute::<__m512i, __m512bh>(a) };
     // SAFETY: as above.

@@ -126,7 +126,9 @@ fn adapters_equal_their_reference_and_rows_without_one_keep_their_bits() {
                 // Two roundings of the adapter's dtype may fall to the other side.
                 let tolerance = if dtype == DType::F32 { 1e-5 } else { 2e-2 };
                 assert_close(&got.0, &wanted.0, tolerance, &what);
-                assert_close(&got.1, &wanted.1, 1e-4, &what);
+                // Gradients may be rounded to bfloat16 before each product.
+                let tolerance = if dtype == DType::Bf16 { 1e-2 } else { 1e-4 };
+                assert_close(&got.1, &wanted.1, tolerance, &what);
                 for row in [3, 5] {
                     let (inputs, outputs) = (case.inputs, case.outputs);
                     let base = noise(2, ROWS * outputs);
