@@ -7,6 +7,10 @@
 
 use std::cell::RefCell;
 
+use shared::dtype::DType;
+
+#[cfg(target_arch = "x86_64")]
+use super::attention512;
 use super::lanes::{LANES, dot, exp, mul_add, tree_sum};
 use super::{Isa, Scratch, per_isa};
 use crate::cpu::pool::{Disjoint, Pool};
@@ -18,10 +22,10 @@ use crate::tuning;
 /// Query tokens `first..first + tokens` of a batch row; `index` is the first one's place among all tokens of the step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tile {
-    row: usize,
-    first: usize,
-    tokens: usize,
-    index: usize,
+    pub(super) row: usize,
+    pub(super) first: usize,
+    pub(super) tokens: usize,
+    pub(super) index: usize,
 }
 
 /// Per thread: one page widened, and the scores, then weights, of every query of a tile.
@@ -29,6 +33,8 @@ pub(super) struct Tile {
 struct Local {
     page: Vec<f32>,
     weights: Vec<f32>,
+    #[cfg(target_arch = "x86_64")]
+    pairs: attention512::Local,
 }
 
 thread_local! {
@@ -36,14 +42,14 @@ thread_local! {
 }
 
 /// What all pieces share.
-struct Task<'a> {
-    q: &'a [f32],
-    pages: &'a KvPages<'a>,
-    rows: &'a [StepRow<'a>],
-    group: usize,
-    divisor: f32,
-    alibi: Option<Alibi<'a>>,
-    window: usize,
+pub(super) struct Task<'a> {
+    pub(super) q: &'a [f32],
+    pub(super) pages: &'a KvPages<'a>,
+    pub(super) rows: &'a [StepRow<'a>],
+    pub(super) group: usize,
+    pub(super) divisor: f32,
+    pub(super) alibi: Option<Alibi<'a>>,
+    pub(super) window: usize,
 }
 
 pub(in crate::cpu) fn attention(
@@ -54,8 +60,8 @@ pub(in crate::cpu) fn attention(
 ) {
     let layout = args.pages.layout();
     let tiles = &mut scratch.tiles;
-    let multiplications =
-        cut(args.rows, tiles).saturating_mul(2 * layout.head_dim * layout.kv_heads * args.group);
+    let multiplications = cut(args.rows, args.group, tiles)
+        .saturating_mul(2 * layout.head_dim * layout.kv_heads * args.group);
     let task = Task {
         q: args.q,
         pages: args.pages,
@@ -66,10 +72,20 @@ pub(in crate::cpu) fn attention(
         window: args.window,
     };
     let out = Disjoint::new(args.out);
+    #[cfg(target_arch = "x86_64")]
+    let has_pairs = isa == Isa::Avx512Bf16
+        && layout.dtype == DType::Bf16
+        && attention512::takes(layout.head_dim);
     let piece = |index: usize| {
         let (tile, head) = (tiles[index / layout.kv_heads], index % layout.kv_heads);
         LOCAL.with_borrow_mut(|local| {
             let (task, out) = (&task, &out);
+            #[cfg(target_arch = "x86_64")]
+            if has_pairs {
+                // SAFETY: `Isa` values come from `Isa::available`; the pages are such that `has_pairs` is set.
+                unsafe { attention512::attend(task, tile, head, &mut local.pairs, out) };
+                return;
+            }
             per_isa!(isa, attend(task: &Task<'_>, tile: Tile, head: usize, local: &mut Local, out: &Disjoint<'_, f32>))
         });
     };
@@ -82,12 +98,13 @@ pub(in crate::cpu) fn attention(
 }
 
 /// Cuts the rows into tiles; the number of (query, key) pairs.
-fn cut(rows: &[StepRow<'_>], tiles: &mut Vec<Tile>) -> usize {
+fn cut(rows: &[StepRow<'_>], group: usize, tiles: &mut Vec<Tile>) -> usize {
     tiles.clear();
     let (mut index, mut pairs) = (0, 0usize);
+    let most = tuning::attention_tokens(group);
     for (row, step) in rows.iter().enumerate() {
-        for first in (0..step.tokens).step_by(tuning::ATTENTION_TOKENS) {
-            let tokens = tuning::ATTENTION_TOKENS.min(step.tokens - first);
+        for first in (0..step.tokens).step_by(most) {
+            let tokens = most.min(step.tokens - first);
             tiles.push(Tile {
                 row,
                 first,
@@ -115,7 +132,7 @@ fn attend<const FMA: bool>(
     let row = &task.rows[tile.row];
     let first = row.prefix + tile.first;
     let pages = (first + tile.tokens).div_ceil(PAGE_TOKENS);
-    let Local { page, weights } = local;
+    let Local { page, weights, .. } = local;
     page.resize(PAGE_TOKENS * dim, 0.0);
     // [tokens, group, positions]; what lies above a query's position is never read.
     let stride = pages * PAGE_TOKENS;

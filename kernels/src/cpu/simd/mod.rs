@@ -5,6 +5,8 @@
 #![allow(unsafe_code)]
 
 mod attention;
+#[cfg(target_arch = "x86_64")]
+mod attention512;
 mod decoded;
 mod elementwise;
 mod gradient;
