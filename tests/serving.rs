@@ -4,6 +4,7 @@ mod harness;
 
 use std::process::{Command, Stdio};
 
+use client::batch::{Batch, forward};
 use client::chain::Chain;
 use client::local::LocalModel;
 use client::session::Hidden;
@@ -129,6 +130,49 @@ fn a_chain_of_two_servers_continues_texts_as_transformers_does() {
     }
     assert_eq!(second.terminate().code(), Some(0));
     assert_eq!(first.terminate().code(), Some(0));
+}
+
+/// Batches over the streamed and the unary call, on random routes over servers that share blocks: the bits of one server.
+#[tokio::test(flavor = "multi_thread")]
+async fn batches_go_many_ways_and_survive_the_death_of_a_server() {
+    let more = |span| ["--torch_dtype", "float32", "--block_indices", span];
+    let first = Sepal::serve(&demo_model(), "demo", &more("0:8"));
+    let second = Sepal::join(&first, &demo_model(), "demo", &more("0:5"));
+    let _third = Sepal::join(&first, &demo_model(), "demo", &more("5:8"));
+    let peer = Peer::connect(&first.addr(), "demo").await;
+    let mut swarm = Swarm::join(SwarmConfig {
+        initial_peers: vec![first.addr().parse().unwrap()],
+        prefix: "demo".to_owned(),
+        num_blocks: 8,
+        startup_timeout: harness::DEADLINE,
+    })
+    .await
+    .unwrap();
+    let batch = |rows: usize, tokens: usize| Batch {
+        dtype: shared::dtype::DType::F32,
+        rows,
+        tokens,
+        bytes: noise(&[rows, tokens, HIDDEN], 5).buffer,
+    };
+    let values = |bytes: &[u8]| -> Vec<f32> {
+        let elements = bytes.as_chunks().0.iter();
+        elements.map(|b| f32::from_le_bytes(*b)).collect()
+    };
+    // Six pieces of two sequences, and one sequence that is streamed.
+    let (many, long) = (batch(12, 400), batch(1, 1500));
+    let want = peer
+        .forward(0..8, noise(&[1, 1500, HIDDEN], 5))
+        .await
+        .unwrap();
+    let got = forward(&mut swarm, 0..8, &long).await.unwrap();
+    assert!(values(&got.bytes) == want, "streamed");
+    let whole = forward(&mut swarm, 0..8, &many).await.unwrap();
+    drop(second);
+    for _ in 0..3 {
+        let again = forward(&mut swarm, 0..8, &many).await.unwrap();
+        assert!(again == whole, "after the death of a server");
+    }
+    swarm.leave().await;
 }
 
 #[test]

@@ -7,17 +7,17 @@ use std::time::Duration;
 use netd::p2p::PeerId;
 
 use crate::session::{Hidden, ServerSession, SessionError, StepTiming};
-use crate::swarm::{Swarm, SwarmError};
+use crate::swarm::{Purpose, Swarm, SwarmError};
 
 /// Failures of servers that one step survives.
-const MAX_FAILURES_PER_STEP: usize = 8;
+const MAX_FAILURES_PER_STEP: usize = 12;
 
 /// Pause after the first server that could not be reached; doubles with each. A server that has just joined may not be
 /// known to the peers that tell its addresses.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 
-/// Longest of these pauses.
-const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+/// Longest of these pauses, as in Petals' client.
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
 /// Why a session over the chain cannot go on.
 #[derive(Debug, thiserror::Error)]
@@ -114,6 +114,7 @@ impl<'a> Chain<'a> {
                 Ok((output, spent)) => {
                     timing += spent;
                     link.history.push(part);
+                    self.swarm.trust(&link.session.leg().peer);
                     flowing = output;
                     at += 1;
                 }
@@ -147,6 +148,7 @@ impl<'a> Chain<'a> {
             });
         }
         self.swarm.ban(leg.peer);
+        pause(failures - 1).await;
         let links = self.connect(leg.blocks).await?;
         self.links.splice(at..at, links);
         Ok(join(failed.history.into_iter().chain([part])))
@@ -158,7 +160,10 @@ impl<'a> Chain<'a> {
         loop {
             let mut links = Vec::new();
             let mut failed = None;
-            for leg in self.swarm.route(blocks.clone(), self.max_length).await? {
+            let purpose = Purpose::Session {
+                max_length: self.max_length,
+            };
+            for leg in self.swarm.route(blocks.clone(), purpose).await? {
                 match ServerSession::open(
                     self.swarm.p2p(),
                     self.swarm.prefix(),
@@ -191,7 +196,7 @@ impl<'a> Chain<'a> {
             }
             tracing::warn!(%peer, error = %source, "server cannot be reached, looking for another");
             self.swarm.ban(peer);
-            tokio::time::sleep((FIRST_PAUSE * (1 << (failures - 1))).min(LONGEST_PAUSE)).await;
+            pause(failures).await;
         }
     }
 
@@ -203,6 +208,14 @@ impl<'a> Chain<'a> {
                 tracing::debug!(%peer, %error, "session did not close cleanly");
             }
         }
+    }
+}
+
+/// The pause before the next try after `failures` others; none after the first server of a step.
+async fn pause(failures: usize) {
+    if failures > 0 {
+        let doublings = (failures - 1).min(MAX_FAILURES_PER_STEP) as u32;
+        tokio::time::sleep((FIRST_PAUSE * (1 << doublings)).min(LONGEST_PAUSE)).await;
     }
 }
 

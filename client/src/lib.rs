@@ -2,9 +2,12 @@
 //! text. Used by `sepal generate`, by the demo and by the tests.
 #![forbid(unsafe_code)]
 
+pub mod batch;
 pub mod chain;
 pub mod demo;
 pub mod generate;
+pub mod health;
+pub mod load;
 pub mod local;
 pub mod routing;
 pub mod sampling;

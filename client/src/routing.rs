@@ -1,5 +1,5 @@
-//! Choice of the servers that a session runs through: the path of least latency (petals `sequence_manager.py`,
-//! `_make_sequence_with_min_latency`). Pure; the view of the swarm and the measured pings are passed in.
+//! Choice of servers: for a session the path of least latency (petals `sequence_manager.py`,
+//! `_make_sequence_with_min_latency`), for batches any path, drawn so that the load is spread. Pure; the view of the swarm and the measured pings are passed in.
 //!
 //! The path goes over nodes (server, block boundary). A server is left only at the end of its span.
 //!
@@ -22,6 +22,8 @@ const UNKNOWN_HALF_PING_S: f64 = 0.15;
 const MAX_PING_S: f64 = 5.0;
 /// For a server whose cache is too small.
 const CACHE_PENALTY_S: f64 = 10.0;
+/// Weight of a server that does not answer pings, where the others have their number of blocks.
+const UNREACHABLE_WEIGHT: f64 = 1e-6;
 /// Blocks per second of a server that announces none.
 const DEFAULT_RPS: f64 = 300.0;
 
@@ -86,6 +88,47 @@ pub fn min_latency<P: Clone + Eq + std::hash::Hash + Ord>(
         block: blocks.start,
     })?;
     Ok((graph.legs(&path), cost))
+}
+
+/// A route through `blocks` for a batch: from the left, a server of the block drawn at random with the length of its span as
+/// weight, and kept to the end of its span (petals `sequence_manager.py`, `_make_sequence_with_max_throughput`). One that does
+/// not answer pings is drawn only where there is no other. `draw` decides: the same number gives the same route.
+///
+/// # Errors
+/// [`MissingBlock`] when a block has no server.
+pub fn max_throughput<P: Clone + Ord>(
+    servers: &[Candidate<P>],
+    blocks: Range<u32>,
+    draw: u64,
+) -> Result<Vec<Leg<P>>, MissingBlock> {
+    let mut rng = <rand::rngs::StdRng as rand::SeedableRng>::seed_from_u64(draw);
+    let mut legs = Vec::new();
+    let mut block = blocks.start;
+    while block < blocks.end {
+        let mut here: Vec<_> = servers
+            .iter()
+            .filter(|s| s.blocks.contains(&block))
+            .collect();
+        here.sort_by(|a, b| a.peer.cmp(&b.peer));
+        let weight = |server: &&Candidate<P>| match server.ping_s {
+            Some(ping) if ping.is_infinite() => UNREACHABLE_WEIGHT,
+            _ => f64::from(server.blocks.end - server.blocks.start),
+        };
+        let total: f64 = here.iter().map(weight).sum();
+        let mut left = rand::Rng::random::<f64>(&mut rng) * total;
+        let chosen = here.iter().find(|server| {
+            left -= weight(server);
+            left < 0.0
+        });
+        let chosen = chosen.or(here.last()).ok_or(MissingBlock { block })?;
+        let end = chosen.blocks.end.min(blocks.end);
+        legs.push(Leg {
+            peer: chosen.peer.clone(),
+            blocks: block..end,
+        });
+        block = end;
+    }
+    Ok(legs)
 }
 
 struct Graph<'a, P> {
@@ -311,6 +354,41 @@ mod tests {
                     blocks: 5..8
                 }
             ]
+        );
+    }
+
+    #[test]
+    fn batches_are_spread_by_the_length_of_spans_and_avoid_the_unreachable() {
+        let mut servers = [
+            server(1, 0..6, 1.0, 10.0, &[]),
+            server(2, 0..2, 1.0, 10.0, &[]),
+            server(3, 0..8, 1.0, 10.0, &[]),
+            server(4, 2..8, 1.0, 10.0, &[]),
+            server(5, 6..8, 1.0, 10.0, &[]),
+        ];
+        servers[2].ping_s = Some(f64::INFINITY);
+        let mut first = std::collections::HashMap::new();
+        for draw in 0..1000 {
+            let route = max_throughput(&servers, 0..8, draw).unwrap();
+            assert_eq!(route, max_throughput(&servers, 0..8, draw).unwrap());
+            assert_eq!(
+                (route[0].blocks.start, route.last().unwrap().blocks.end),
+                (0, 8)
+            );
+            let joined = route
+                .windows(2)
+                .all(|w| w[0].blocks.end == w[1].blocks.start);
+            assert!(joined, "{route:?}");
+            *first.entry(route[0].peer).or_insert(0) += 1;
+        }
+        // Six blocks against two.
+        assert!(first[&1] > 650 && first[&2] > 150, "{first:?}");
+        assert!(!first.contains_key(&3));
+        let only = [servers[2].clone()];
+        assert_eq!(max_throughput(&only, 1..3, 7).unwrap()[0].peer, 3);
+        assert_eq!(
+            max_throughput(&servers, 0..9, 7),
+            Err(MissingBlock { block: 8 })
         );
     }
 

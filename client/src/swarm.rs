@@ -1,6 +1,5 @@
 //! The swarm as a client sees it: who serves what, how far away they are, who is banned for now.
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
@@ -10,15 +9,14 @@ use netd::p2p::{Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId};
 use netd::swarm::view::{self, ServerSpan};
 use netd::wire::records::ServerState;
 
-use crate::routing::{Candidate, Leg, MissingBlock, min_latency};
+use crate::health::{Bans, Pings};
+use crate::routing::{Candidate, Leg, MissingBlock, max_throughput, min_latency};
 
 /// Parallel calls of one lookup, as in Petals' client.
 const LOOKUP_WORKERS: usize = 32;
 /// Age at which the view is read anew, as in Petals' client.
 const REFRESH_PERIOD: Duration = Duration::from_secs(60);
-/// First ban of a server that failed; doubles with each failure (petals `client/routing/sequence_manager.py`).
-const BAN: Duration = Duration::from_secs(15);
-/// Servers that are pinged when the view is read.
+/// Servers that are pinged when the view is read: those that were not measured lately first.
 const MAX_PINGED: usize = 8;
 /// Pause between two looks at the DHT while a block has no server.
 const LOOK_AGAIN: Duration = Duration::from_millis(500);
@@ -60,9 +58,19 @@ pub enum SwarmError {
     },
 }
 
-struct Ban {
-    until: Instant,
-    length: Duration,
+/// What a route is for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Purpose {
+    /// A session of so many tokens: the least time for a step.
+    Session {
+        /// Tokens.
+        max_length: u32,
+    },
+    /// A batch over whole sequences: the load is spread over all servers.
+    Batch {
+        /// A random number, which decides among them.
+        draw: u64,
+    },
 }
 
 /// A client in the swarm.
@@ -72,8 +80,8 @@ pub struct Swarm {
     dht: Dht,
     servers: Vec<ServerSpan>,
     read_at: Option<Instant>,
-    pings_s: HashMap<PeerId, f64>,
-    bans: HashMap<PeerId, Ban>,
+    pings: Pings<PeerId>,
+    bans: Bans<PeerId>,
 }
 
 impl Swarm {
@@ -106,15 +114,14 @@ impl Swarm {
             },
         );
         dht.join().await?;
-        let (pings_s, bans) = (HashMap::new(), HashMap::new());
         Ok(Swarm {
             config,
             p2p,
             dht,
             servers: Vec::new(),
             read_at: None,
-            pings_s,
-            bans,
+            pings: Pings::default(),
+            bans: Bans::default(),
         })
     }
 
@@ -147,43 +154,46 @@ impl Swarm {
             view::read_blocks(&self.dht, &self.config.prefix, 0..self.config.num_blocks).await?;
         self.servers = view::spans(&blocks, 0, ServerState::Online);
         self.read_at = Some(Instant::now());
-        let unknown = self
-            .servers
-            .iter()
-            .filter_map(peer)
-            .filter(|p| !self.pings_s.contains_key(p));
-        let asked: Vec<PeerId> = unknown.take(MAX_PINGED).collect();
+        let now = Instant::now();
+        let mut asked: Vec<PeerId> = self.servers.iter().filter_map(peer).collect();
+        asked.sort_by_key(|peer| self.pings.seconds(peer, now).is_some());
+        asked.truncate(MAX_PINGED);
         let pings = asked.iter().map(|peer| self.dht.ping(*peer));
         for (peer, ping) in asked.iter().zip(futures::future::join_all(pings).await) {
             // A relayed server answers no DHT pings; its way is taken as unknown.
             if let Ok(ping) = ping {
-                self.pings_s.insert(*peer, ping.as_secs_f64());
+                self.pings
+                    .measured(*peer, ping.as_secs_f64(), Instant::now());
             }
         }
         Ok(())
     }
 
-    /// The best route through `blocks` for a session of `max_length` tokens. Reads the records anew when they are old or
-    /// lack a block, until the start-up time is over.
+    /// The best route through `blocks` for `purpose`. Reads the records anew when they are old or lack a block, until the
+    /// start-up time is over.
     ///
     /// # Errors
     /// [`SwarmError::Missing`] names the first block that nobody serves.
     pub async fn route(
         &mut self,
         blocks: Range<u32>,
-        max_length: u32,
+        purpose: Purpose,
     ) -> Result<Vec<Leg<PeerId>>, SwarmError> {
         let end = Instant::now() + self.config.startup_timeout;
         if self.read_at.is_none_or(|at| at.elapsed() > REFRESH_PERIOD) {
             self.refresh().await?;
         }
         loop {
-            match min_latency(
-                &self.candidates(),
-                blocks.clone(),
-                Some(u64::from(max_length)),
-            ) {
-                Ok((legs, _)) => return Ok(legs),
+            let candidates = self.candidates();
+            let route = match purpose {
+                Purpose::Session { max_length } => {
+                    let tokens = Some(u64::from(max_length));
+                    min_latency(&candidates, blocks.clone(), tokens).map(|(legs, _)| legs)
+                }
+                Purpose::Batch { draw } => max_throughput(&candidates, blocks.clone(), draw),
+            };
+            match route {
+                Ok(legs) => return Ok(legs),
                 Err(missing) if Instant::now() >= end => {
                     return Err(SwarmError::Missing {
                         prefix: self.config.prefix.clone(),
@@ -202,14 +212,12 @@ impl Swarm {
 
     /// Routes around `peer` for a while; longer each time.
     pub fn ban(&mut self, peer: PeerId) {
-        let length = self.bans.get(&peer).map_or(BAN, |ban| ban.length * 2);
-        self.bans.insert(
-            peer,
-            Ban {
-                until: Instant::now() + length,
-                length,
-            },
-        );
+        self.bans.failed(peer, Instant::now());
+    }
+
+    /// Forgets the failures of `peer`: it has answered.
+    pub fn trust(&mut self, peer: &PeerId) {
+        self.bans.answered(peer);
     }
 
     /// Closes all connections.
@@ -225,8 +233,7 @@ impl Swarm {
             .filter_map(|s| self.candidate(s))
             .collect();
         let now = Instant::now();
-        let banned =
-            |c: &Candidate<PeerId>| self.bans.get(&c.peer).is_some_and(|ban| ban.until > now);
+        let banned = |c: &Candidate<PeerId>| self.bans.banned(&c.peer, now);
         let served_otherwise = |c: &Candidate<PeerId>| {
             c.blocks.clone().all(|b| {
                 all.iter()
@@ -247,7 +254,7 @@ impl Swarm {
             blocks: u32::try_from(server.start).ok()?..u32::try_from(server.end).ok()?,
             inference_rps: server.info.inference_rps,
             cache_tokens_left: server.info.cache_tokens_left,
-            ping_s: self.pings_s.get(&peer).copied(),
+            ping_s: self.pings.seconds(&peer, Instant::now()),
             next_pings_s: next
                 .filter_map(|(peer, ping)| Some((peer.parse().ok()?, *ping)))
                 .collect(),

@@ -49,16 +49,18 @@ __device__ __forceinline__ float cta_sum(float v, float* scratch) {
 #define PAGE_TOKENS 16
 
 // The rows of a step as the host lays them out in one array of words (kernels/src/cuda/batch.rs):
-//   0 rows, 1 tokens, 2..6 where the arrays below begin
+//   0 rows, 1 tokens, 2..7 where the arrays below begin
 //   token_row [tokens], token_position [tokens]       row of each new token, and its position in that row
 //   row_prefix [rows], row_table [rows]               cached positions, and where the page table of a row begins in `pages`
 //   pages                                             page ids of positions 0..16, 16..32, ... of each row
+//   row_start [rows + 1]                              first new token of each row, and the number of tokens
 struct Batch {
     const uint32_t* token_row;
     const uint32_t* token_position;
     const uint32_t* row_prefix;
     const uint32_t* row_table;
     const uint32_t* pages;
+    const uint32_t* row_start;
     uint32_t rows, tokens;
 };
 
@@ -71,6 +73,7 @@ __device__ __forceinline__ Batch batch_of(const uint32_t* words) {
     batch.row_prefix = words + words[4];
     batch.row_table = words + words[5];
     batch.pages = words + words[6];
+    batch.row_start = words + words[7];
     return batch;
 }
 

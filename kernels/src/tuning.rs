@@ -1,5 +1,7 @@
 //! Tile sizes and thresholds of the CPU paths, as pure functions. None of them changes a result.
 
+use shared::dtype::DType;
+
 /// Work below this stays on the caller: waking a parked thread costs 20 to 50 µs, handing work to a spinning one about 1 µs.
 /// Measured 2026-11 on two cores of a Sapphire Rapids server.
 const INLINE_NS: usize = 12_000;
@@ -78,6 +80,64 @@ pub fn attention_is_parallel(multiplications: usize) -> bool {
 pub fn cuda_norm_threads(width: usize) -> u32 {
     (width.div_ceil(8).next_multiple_of(32) as u32).clamp(32, 512)
 }
+
+/// Rows that `linear_few.cu` takes; more go to `linear_many.cu`, with the same bits.
+pub const CUDA_LINEAR_FEW_ROWS: usize = 32;
+
+/// Whether the tensor-core products take a matrix: 16-bit arithmetic, and rows of whole blocks of 64 inputs.
+pub fn cuda_linear_is_tiled(dtype: DType, inputs: usize) -> bool {
+    dtype != DType::F32 && inputs.is_multiple_of(64)
+}
+
+/// Sizes of a launch of `linear_few.cu`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CudaLinearFew {
+    /// Tiles of 16 outputs of a CTA: 1 or 2.
+    pub m: usize,
+    /// Tiles of 8 rows: 1, 2 or 4.
+    pub n: usize,
+    /// Copies in flight per warp: 2 to 4.
+    pub stages: usize,
+    /// Shared memory of a CTA.
+    pub shared_bytes: usize,
+}
+
+/// Sizes for `outputs` outputs in all and up to [`CUDA_LINEAR_FEW_ROWS`] rows. Two tiles of outputs halve the reads of activations, if every
+/// multiprocessor still gets a CTA. Two CTAs of up to 112 KiB fit an H200, one an RTX. None of this changes a result. Not measured on a device yet.
+pub fn cuda_linear_few(
+    outputs: usize,
+    rows: usize,
+    table_bytes: usize,
+    multiprocessors: usize,
+    shared_bytes: usize,
+) -> CudaLinearFew {
+    const STAGE: usize = 8 * 2048;
+    let m = if outputs >= 32 * multiprocessors {
+        2
+    } else {
+        1
+    };
+    let n = match rows {
+        0..=8 => 1,
+        9..=16 => 2,
+        _ => 4,
+    };
+    let room = shared_bytes.min(112 << 10).saturating_sub(table_bytes);
+    let stages = (room / (STAGE * m)).clamp(2, 4);
+    CudaLinearFew {
+        m,
+        n,
+        stages,
+        shared_bytes: table_bytes + stages * STAGE * m,
+    }
+}
+
+/// New tokens that `attention_few.cu` takes, a token at a time, so that each reads its cache by itself; more go to `attention_many.cu`, with
+/// the same bits. Not measured on a device yet.
+pub const CUDA_ATTENTION_FEW_TOKENS: usize = 32;
+
+/// Most workspace of `attention_few.cu`; steps that would need more go to `attention_many.cu`.
+pub const CUDA_ATTENTION_WORKSPACE_BYTES: usize = 512 << 20;
 
 #[cfg(test)]
 mod tests {

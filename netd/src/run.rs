@@ -31,7 +31,7 @@ use tracing::{debug, error, info, warn};
 use crate::control::{self, FromSupervisor, Inbox, Outbox};
 use crate::join::{self, Joined};
 use crate::offer::{self, Offer};
-use crate::rpc::{Service, ServiceParts, Timeouts};
+use crate::rpc::{Service, ServiceParts, Timeouts, reply};
 use crate::sessions::admission::KvMemory;
 use crate::sessions::pool::Pool;
 use crate::sessions::queue::WaitQueue;
@@ -305,6 +305,7 @@ async fn heartbeat(board: Arc<BoardWriter>, service: watch::Receiver<Option<Arc<
         };
         board.set_sessions_open(service.open_sessions() as u64);
         board.set_kv_tokens_free(service.kv.figures().tokens_available);
+        board.set_troubles(service.troubles.counts());
         let figures = service.stats.figures();
         if figures.count != steps {
             steps = figures.count;
@@ -338,6 +339,14 @@ impl Daemon {
         map: ArenaMap,
         online: watch::Sender<Option<Arc<Service>>>,
     ) -> Result<Daemon, Fatal> {
+        let compression = init.config.compression;
+        if !reply::possible(facts.dtype, compression) {
+            return Err(Fatal::bad_config(format!(
+                "compression {} is not defined for {}; give another with --compression NAME, or another --torch_dtype",
+                compression.name(),
+                facts.dtype.name()
+            )));
+        }
         let row_bytes = u64::from(facts.hidden_size) * facts.dtype.size_bytes() as u64;
         let plan = arena::plan(init.arena_bytes, row_bytes)
             .map_err(|error| Fatal::bad_config(error.to_string()))?;
@@ -452,6 +461,8 @@ impl Daemon {
             workers: self.workers.clone(),
             kv,
             timeouts: Timeouts::from(&self.init.config),
+            compression: self.init.config.compression,
+            p2p: self.joined.p2p.clone(),
             draining: self.draining.subscribe(),
         });
         self.online.send_replace(Some(Arc::new(service)));

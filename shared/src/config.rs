@@ -116,6 +116,61 @@ impl std::str::FromStr for QuantType {
     }
 }
 
+/// How answers to peers are compressed unless a request asks otherwise (`--compression`), by the names of hivemind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Compression {
+    /// Not at all.
+    #[default]
+    None,
+    /// f16 values with a mean and a deviation per row.
+    MeanStd16Bit,
+    /// f16 values.
+    Float16,
+    /// Eight bits, buckets at quantiles.
+    Quantile8Bit,
+    /// Eight bits, buckets of one width.
+    Uniform8Bit,
+    /// Eight bits, a scale per 4096 elements.
+    Blockwise8Bit,
+}
+
+impl Compression {
+    /// All of them, in the order of hivemind's enum.
+    pub const ALL: [Compression; 6] = [
+        Compression::None,
+        Compression::MeanStd16Bit,
+        Compression::Float16,
+        Compression::Quantile8Bit,
+        Compression::Uniform8Bit,
+        Compression::Blockwise8Bit,
+    ];
+
+    /// The name in hivemind and in flags.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Compression::None => "NONE",
+            Compression::MeanStd16Bit => "MEANSTD_16BIT",
+            Compression::Float16 => "FLOAT16",
+            Compression::Quantile8Bit => "QUANTILE_8BIT",
+            Compression::Uniform8Bit => "UNIFORM_8BIT",
+            Compression::Blockwise8Bit => "BLOCKWISE_8BIT",
+        }
+    }
+}
+
+impl std::str::FromStr for Compression {
+    type Err = String;
+
+    /// Upper or lower case.
+    fn from_str(name: &str) -> Result<Compression, String> {
+        let all = Compression::ALL;
+        let found = all
+            .into_iter()
+            .find(|kind| kind.name().eq_ignore_ascii_case(name));
+        found.ok_or_else(|| format!("use one of {}", all.map(Compression::name).join(", ")))
+    }
+}
+
 /// Settings of the network daemon. Names and defaults follow `petals.cli.run_server`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct NetdConfig {
@@ -136,6 +191,8 @@ pub struct NetdConfig {
     pub throughput: Throughput,
     /// Free text in the record.
     pub public_name: Option<String>,
+    /// Compression of answers.
+    pub compression: Compression,
     /// Period of announcements.
     pub update_period: Duration,
     /// Lifetime of an announcement; by default twice the period, and at least 3 s.

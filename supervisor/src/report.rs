@@ -1,12 +1,13 @@
 //! `sepal status`: what runs, read from the boards of live instances. Asks nobody anything, so that it answers while netd
 //! or the supervisor is busy or stopped.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::{self, Write};
 
 use serde::Serialize;
 use shared::exit::ExitReason;
-use shared::shm::board::{BoardError, BoardSnapshot, BoardView, ChildSnapshot};
+use shared::shm::board::{BoardError, BoardSnapshot, BoardView, ChildSnapshot, Trouble};
 
 use crate::cli::StatusOptions;
 use crate::events::chain;
@@ -59,6 +60,7 @@ struct ChildReport {
     computed_us: u128,
     sessions_open: u64,
     kv_tokens_free: u64,
+    troubles: BTreeMap<&'static str, u64>,
     port: Option<u16>,
     peer_id: Option<String>,
 }
@@ -153,6 +155,11 @@ fn child(child: ChildSnapshot) -> ChildReport {
         computed_us: child.computed.as_micros(),
         sessions_open: child.sessions_open,
         kv_tokens_free: child.kv_tokens_free,
+        troubles: Trouble::ALL
+            .into_iter()
+            .map(Trouble::name)
+            .zip(child.troubles)
+            .collect(),
         port: child.net_port,
         peer_id: child.peer_id,
     }
@@ -210,6 +217,9 @@ fn table(report: &InstanceReport) -> String {
             ", peer {peer_id}, port {port}, sessions {}",
             netd.sessions_open
         );
+        for (name, count) in netd.troubles.iter().filter(|(_, count)| **count > 0) {
+            let _ = write!(text, ", {name} {count}");
+        }
     }
     text.push('\n');
     for row in &rows {

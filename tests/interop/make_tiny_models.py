@@ -12,6 +12,8 @@ Formats on disk, on purpose not all the same:
   llama-gqa        model.safetensors
   llama31-rope     sharded safetensors + model.safetensors.index.json, Llama-3.1 rope_scaling
   llama-bf16       model.safetensors in bfloat16, tied embeddings
+  bloom            names without `transformer.` in front, as in BigScience's repositories
+  falcon-new       the new decoder architecture, grouped keys and values
   llama-gqa-lora-qv, llama-gqa-lora-all     LoRA adapters in peft layout for llama-gqa
 """
 import argparse
@@ -39,6 +41,17 @@ def model_specs():
                      rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                                        original_max_position_embeddings=256)),
         ),
+        "bloom": dict(
+            seed=105, family="bloom",
+            cfg=dict(hidden_size=128, n_layer=4, n_head=4, vocab_size=512, layer_norm_epsilon=1e-5, seq_length=4096,
+                     hidden_dropout=0.0, attention_dropout=0.0, bos_token_id=1, eos_token_id=2, pad_token_id=3),
+        ),
+        "falcon-new": dict(
+            seed=106, family="falcon",
+            cfg=dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_kv_heads=2, vocab_size=512,
+                     new_decoder_architecture=True, multi_query=True, parallel_attn=True, bias=False, alibi=False,
+                     hidden_dropout=0.0, attention_dropout=0.0, bos_token_id=1, eos_token_id=2),
+        ),
         "llama-bf16": dict(
             seed=104, dtype="bfloat16",
             cfg=dict(llama, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=4,
@@ -56,10 +69,14 @@ ADAPTERS = {
 }
 
 
-def build_config(transformers, cfg):
+CLASSES = {family: (f"{family.capitalize()}Config", f"{family.capitalize()}ForCausalLM")
+           for family in ("llama", "bloom", "falcon")}
+
+
+def build_config(transformers, cfg, family):
     cfg = dict(cfg)
     rope_scaling = cfg.pop("rope_scaling", None)
-    config = transformers.LlamaConfig(**cfg)
+    config = getattr(transformers, CLASSES[family][0])(**cfg)
     if rope_scaling is not None:
         config.rope_scaling = rope_scaling  # set late: old versions reject types that they do not know
     return config
@@ -90,21 +107,26 @@ def randomize(torch, model, seed):
 
 def write_model(torch, transformers, path, spec):
     """Writes a model folder; returns the number of parameters."""
-    config = build_config(transformers, spec["cfg"])
+    family = spec.get("family", "llama")
+    config = build_config(transformers, spec["cfg"], family)
     saved_scaling = getattr(config, "rope_scaling", None)
     if saved_scaling and not _knows_llama3(transformers):
         config.rope_scaling = None  # weights do not depend on it; written to config.json below
-    model = transformers.LlamaForCausalLM(config).float()
+    model = getattr(transformers, CLASSES[family][1])(config).float()
     randomize(torch, model, spec["seed"])
     model = model.to(getattr(torch, spec.get("dtype", "float32")))
     shards = dict(max_shard_size=spec["shard"]) if "shard" in spec else {}
+    if family == "bloom":
+        # The head is tied to the embeddings and not stored.
+        state = {name.removeprefix("transformer."): p for name, p in model.state_dict().items() if "lm_head" not in name}
+        shards["state_dict"] = state
     model.save_pretrained(path, safe_serialization=True, **shards)
     config_path = os.path.join(path, "config.json")
     written = json.load(open(config_path))
     if saved_scaling:
         written["rope_scaling"] = saved_scaling
     written.pop("_name_or_path", None)
-    written["architectures"] = ["LlamaForCausalLM"]
+    written["architectures"] = [CLASSES[family][1]]
     json.dump(written, open(config_path, "w"), indent=2, sort_keys=True)
     write_tokenizer(path)
     return sum(p.numel() for p in model.parameters())

@@ -38,7 +38,8 @@ class Sepal:
         swarm = ["--initial_peers", *spec.peers] if spec.peers else ["--new_swarm"]
         return [self.binary, "serve", spec.model, "--dht_prefix", spec.prefix, *swarm,
                 "--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--identity_path", spec.identity,
-                "--block_indices", f"{spec.start}:{spec.end}", "--torch_dtype", spec.dtype, "--throughput", "1"]
+                "--block_indices", f"{spec.start}:{spec.end}", "--torch_dtype", spec.dtype, "--throughput", "1",
+                *spec.flags]
 
 
 class RealPetals:
@@ -63,15 +64,15 @@ class RealPetals:
         return [self.python, "-m", "petals.cli.run_server", spec.model, "--dht_prefix", spec.prefix, *swarm,
                 "--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--identity_path", spec.identity,
                 "--block_indices", f"{spec.start}:{spec.end}", "--torch_dtype", spec.dtype, "--throughput", "1",
-                "--num_handlers", str(self.handlers), "--skip_reachability_check", *adapters]
+                "--num_handlers", str(self.handlers), "--skip_reachability_check", *adapters, *spec.flags]
 
 
 class Spec:
     """What one server shall serve: blocks start..end of a model folder."""
 
-    def __init__(self, model, prefix, start, end, dtype, identity, peers=(), adapters=()):
+    def __init__(self, model, prefix, start, end, dtype, identity, peers=(), adapters=(), flags=()):
         self.model, self.prefix, self.start, self.end, self.dtype = model, prefix, start, end, dtype
-        self.identity, self.peers, self.adapters = identity, list(peers), list(adapters)
+        self.identity, self.peers, self.adapters, self.flags = identity, list(peers), list(adapters), list(flags)
 
 
 class Running:

@@ -155,6 +155,10 @@ template <class T> static inline T atomicMax(T* at, T value) {
 
 template <class T> static inline T __ldg(const T* at) { return *at; }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+static inline void sincospif(float x, float* sine, float* cosine) {
+    *sine = (float)sin(3.14159265358979323846 * x);
+    *cosine = (float)cos(3.14159265358979323846 * x);
+}
 static inline float emu_expf(float x) { return expf(x); }
 #define __expf emu_expf
 static inline float __fdividef(float a, float b) { return a / b; }

@@ -1,8 +1,8 @@
 //! The rows of a step as kernels read them: one array of words, taken apart by `batch_of` in `common.cuh`.
 //!
 //! ```text
-//! 0 rows   1 tokens   2 at of token_row   3 of token_position   4 of row_prefix   5 of row_table   6 of pages   7 zero
-//! token_row [tokens]   token_position [tokens]   row_prefix [rows]   row_table [rows]   pages
+//! 0 rows   1 tokens   2 at of token_row   3 of token_position   4 of row_prefix   5 of row_table   6 of pages   7 of row_start
+//! token_row [tokens]   token_position [tokens]   row_prefix [rows]   row_table [rows]   pages   row_start [rows + 1]
 //! ```
 
 use crate::kv::{PAGE_TOKENS, StepRow, total_tokens};
@@ -25,7 +25,8 @@ pub(super) fn write(rows: &[StepRow<'_>], words: &mut Vec<u32>) -> Result<(), Op
         words.push(word(at)?);
         at = at.saturating_add(len);
     }
-    words.extend([word(at)?, 0]);
+    let pages: usize = rows.iter().map(used).sum();
+    words.extend([word(at)?, word(at.saturating_add(pages))?]);
     for (index, row) in rows.iter().enumerate() {
         words.extend(std::iter::repeat_n(word(index)?, row.tokens));
     }
@@ -44,6 +45,12 @@ pub(super) fn write(rows: &[StepRow<'_>], words: &mut Vec<u32>) -> Result<(), Op
     for row in rows {
         words.extend(row.pages.iter().take(used(row)).map(|page| page.0));
     }
+    let mut start = 0;
+    for row in rows {
+        words.push(word(start)?);
+        start += row.tokens;
+    }
+    words.push(word(start)?);
     Ok(())
 }
 
@@ -88,6 +95,7 @@ mod tests {
         assert_eq!(array(2, 2), [15, 0]);
         assert_eq!(array(3, 2), [0, 2]);
         assert_eq!(array(4, 3), [7, 9, 3]);
-        assert_eq!(words.len(), HEADER + 3 + 3 + 2 + 2 + 3);
+        assert_eq!(array(5, 3), [0, 2, 3]);
+        assert_eq!(words.len(), HEADER + 3 + 3 + 2 + 2 + 3 + 3);
     }
 }

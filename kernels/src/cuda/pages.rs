@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 
 use super::gpu::{Address, Gpu};
-use super::memory::Memory;
+use super::memory::{Floats, Memory};
 use crate::kv::PageLayout;
 use crate::ops::PagePool;
 
@@ -38,6 +38,28 @@ impl<'k> Pages<'k> {
             pages: bytes / layout.page_bytes().max(1),
             address: memory.address().offset(start),
             mirror: None,
+            lent: PhantomData,
+        }
+    }
+
+    /// Pages over the first `bytes` bytes of a buffer, mirrored in those of another.
+    ///
+    /// # Panics
+    /// When one is shorter.
+    pub(crate) fn over(
+        layout: PageLayout,
+        memory: &'k Floats,
+        mirror: Option<&'k Floats>,
+        bytes: usize,
+    ) -> Self {
+        for memory in mirror.into_iter().chain([memory]) {
+            assert!(bytes <= memory.len() * 4, "pages beyond their memory");
+        }
+        Pages {
+            layout,
+            pages: bytes / layout.page_bytes().max(1),
+            address: memory.address(),
+            mirror: mirror.map(Floats::address),
             lent: PhantomData,
         }
     }

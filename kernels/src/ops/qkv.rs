@@ -78,14 +78,22 @@ pub struct JoinQkv<'a, F: ?Sized> {
     pub head_dim: usize,
 }
 
+impl<F: Elements + ?Sized> JoinQkv<'_, F> {
+    pub(crate) fn check(&self) -> Result<(), OpError> {
+        let (d, q) = (self.head_dim, self.group * self.head_dim);
+        let heads = self.tokens * self.kv_heads;
+        check_len("join qkv", "fused", self.fused.len(), heads, q + 2 * d)?;
+        check_len("join qkv", "q", self.q.len(), heads, q)?;
+        check_len("join qkv", "k", self.k.len(), heads, d)?;
+        check_len("join qkv", "v", self.v.len(), heads, d)
+    }
+}
+
 /// The definition of [`JoinQkv`], also the fast path.
 pub fn reference_join(args: JoinQkv<'_, [f32]>) -> Result<(), OpError> {
+    args.check()?;
     let (d, q) = (args.head_dim, args.group * args.head_dim);
     let heads = args.tokens * args.kv_heads;
-    check_len("join qkv", "fused", args.fused.len(), heads, q + 2 * d)?;
-    check_len("join qkv", "q", args.q.len(), heads, q)?;
-    check_len("join qkv", "k", args.k.len(), heads, d)?;
-    check_len("join qkv", "v", args.v.len(), heads, d)?;
     for head in 0..heads {
         let fused = &mut args.fused[head * (q + 2 * d)..(head + 1) * (q + 2 * d)];
         fused[..q].copy_from_slice(&args.q[head * q..(head + 1) * q]);

@@ -57,12 +57,7 @@ pub struct ScatterAdd<'a, F: ?Sized> {
 
 impl<F: Elements + ?Sized> Route<'_, F> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
-        if self.chosen == 0 || self.chosen > self.experts {
-            return Err(OpError::Shape {
-                op: "route",
-                what: "the number of chosen experts is not from 1 to all",
-            });
-        }
+        check_chosen(self.chosen, self.experts)?;
         check_len(
             "route",
             "logits",
@@ -147,23 +142,47 @@ pub struct RouteGrad<'a, F: ?Sized> {
     pub round: DType,
 }
 
-/// The definition of [`GateDot`], also its fast path.
-pub fn reference_gate_dot(args: GateDot<'_, [f32]>) -> Result<(), OpError> {
-    let rows = args.index.len();
-    for (what, has) in [
-        ("gate", args.gate.len()),
-        ("up", args.up.len()),
-        ("grad", args.grad.len()),
-    ] {
-        check_len("gate dot", what, has, rows, args.width)?;
+impl<F: Elements + ?Sized> GateDot<'_, F> {
+    pub(crate) fn check(&self) -> Result<(), OpError> {
+        let op = "gate dot";
+        for (what, has) in [
+            ("gate", self.gate.len()),
+            ("up", self.up.len()),
+            ("grad", self.grad.len()),
+        ] {
+            check_len(op, what, has, self.index.len(), self.width)?;
+        }
+        check_index(op, self.index, self.out.len(), self.experts)?;
+        if self.expert >= self.experts {
+            let what = "there is no such expert";
+            return Err(OpError::Shape { op, what });
+        }
+        Ok(())
     }
-    check_index("gate dot", args.index, args.out.len(), args.experts)?;
-    if args.expert >= args.experts {
+}
+
+impl<F: Elements + ?Sized> RouteGrad<'_, F> {
+    pub(crate) fn check(&self) -> Result<(), OpError> {
+        check_chosen(self.chosen, self.experts)?;
+        let (tokens, experts) = (self.tokens, self.experts);
+        check_len("route grad", "logits", self.logits.len(), tokens, experts)?;
+        check_len("route grad", "grad", self.grad.len(), tokens, experts)
+    }
+}
+
+fn check_chosen(chosen: usize, experts: usize) -> Result<(), OpError> {
+    if chosen == 0 || chosen > experts {
         return Err(OpError::Shape {
-            op: "gate dot",
-            what: "there is no such expert",
+            op: "route",
+            what: "the number of chosen experts is not from 1 to all",
         });
     }
+    Ok(())
+}
+
+/// The definition of [`GateDot`], also its fast path.
+pub fn reference_gate_dot(args: GateDot<'_, [f32]>) -> Result<(), OpError> {
+    args.check()?;
     for (i, &token) in args.index.iter().enumerate() {
         let range = i * args.width..(i + 1) * args.width;
         let (gate, up) = (&args.gate[range.clone()], &args.up[range.clone()]);
@@ -178,21 +197,7 @@ pub fn reference_gate_dot(args: GateDot<'_, [f32]>) -> Result<(), OpError> {
 
 /// The definition of [`RouteGrad`], also its fast path.
 pub fn reference_grad(args: RouteGrad<'_, [f32]>) -> Result<(), OpError> {
-    let forward = Route {
-        logits: &mut *args.logits,
-        tokens: args.tokens,
-        experts: args.experts,
-        chosen: args.chosen,
-        round: args.round,
-    };
-    forward.check()?;
-    check_len(
-        "route grad",
-        "grad",
-        args.grad.len(),
-        args.tokens,
-        args.experts,
-    )?;
+    args.check()?;
     let rows = args.logits.chunks_exact_mut(args.experts).take(args.tokens);
     for (row, grad) in rows.zip(args.grad.chunks_exact(args.experts)) {
         row.iter_mut()
@@ -217,7 +222,13 @@ pub fn reference_grad(args: RouteGrad<'_, [f32]>) -> Result<(), OpError> {
     Ok(())
 }
 
-fn check_index(op: &'static str, index: &[u32], rows: usize, width: usize) -> Result<(), OpError> {
+/// Refuses an index that names a row past `rows` elements.
+pub(crate) fn check_index(
+    op: &'static str,
+    index: &[u32],
+    rows: usize,
+    width: usize,
+) -> Result<(), OpError> {
     let needs = index.iter().max().map_or(0, |&last| last as usize + 1);
     check_len(op, "rows", rows, needs, width)
 }

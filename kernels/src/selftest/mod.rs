@@ -4,7 +4,12 @@
 //! A check makes its inputs, runs the backend and the reference, and compares; outputs are filled with NaN before, and what lies beyond
 //! an output must be NaN afterwards.
 
+mod attention;
+mod elementwise;
+mod linear;
+mod norms;
 mod rmsnorm;
+mod route;
 
 use crate::cuda::{Buffer, Cuda, Floats, Gpu};
 use crate::ops::OpError;
@@ -51,7 +56,17 @@ pub type Check<G> = fn(&mut Cuda<G>, Extent) -> Result<usize, Failure>;
 
 /// All operations.
 pub fn checks<G: Gpu>() -> Vec<(&'static str, Check<G>)> {
-    vec![("rmsnorm", rmsnorm::check)]
+    vec![
+        ("rmsnorm", rmsnorm::check),
+        ("norms", norms::check),
+        ("linear", linear::check),
+        ("linear gradient", linear::check_grad),
+        ("pages", attention::check_pages),
+        ("attention", attention::check),
+        ("attention gradient", attention::check_grad),
+        ("elementwise", elementwise::check),
+        ("route", route::check),
+    ]
 }
 
 /// Tests of a file of checks: on the emulator and on a device.
@@ -137,6 +152,13 @@ impl<'a, G: Gpu> Bench<'a, G> {
     /// NaN, for `len` elements and those that guard them.
     fn output(&mut self, len: usize) -> Result<Buffer<G>, Failure> {
         self.input(&vec![f32::NAN; len + GUARD])
+    }
+
+    /// Host values on the device for an operation in place, guarded like an output.
+    fn in_place(&mut self, values: &[f32]) -> Result<Buffer<G>, Failure> {
+        let mut guarded = values.to_vec();
+        guarded.resize(values.len() + GUARD, f32::NAN);
+        self.input(&guarded)
     }
 
     /// The first `len` elements of a buffer made by [`output`](Self::output).

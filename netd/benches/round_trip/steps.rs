@@ -46,8 +46,8 @@ pub async fn measure(core: usize) {
         .up(&worker.up, submission, completion)
         .expect("linked");
     let (_draining, drained) = watch::channel(false);
-    let service = Arc::new(service(workers, drained));
     let (server, inbound) = node(vec!["/ip4/127.0.0.1/tcp/0".into()], Vec::new()).await;
+    let service = Arc::new(service(workers, server.clone(), drained));
     let (_online, serving) = watch::channel(Some(service.clone()));
     let router = Router {
         me: server.peer_id(),
@@ -77,7 +77,7 @@ pub async fn measure(core: usize) {
     server.shutdown().await;
 }
 
-fn service(workers: Workers, draining: watch::Receiver<bool>) -> Service {
+fn service(workers: Workers, p2p: P2p, draining: watch::Receiver<bool>) -> Service {
     let span = Span::new(0, BLOCKS).expect("a span");
     let facts = ModelFacts {
         name: "bench".into(),
@@ -112,6 +112,8 @@ fn service(workers: Workers, draining: watch::Receiver<bool>) -> Service {
             step: LIMIT,
             max_alloc: LIMIT,
         },
+        compression: shared::config::Compression::None,
+        p2p,
         draining,
     })
 }

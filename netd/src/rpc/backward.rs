@@ -5,19 +5,19 @@
 //! them (petals `block_functions.py`, `run_rpc_backward`). Weights are frozen.
 //!
 //! # Discrepancies
-//! `output_compression` is checked like in Petals and then not used. Gradients that are not finite are refused.
+//! Gradients that are not finite are refused.
 
 use std::sync::Arc;
 
 use shared::block::BlockIndex;
 use shared::job::JobKind;
 
-use super::compute::{Arguments, explain, read, write};
+use super::compute::{Arguments, Asked, explain, read, write};
 use super::forward::Request;
-use super::{Failure, Service};
+use super::{Failure, Service, reply};
 use crate::sessions::table::StepPlan;
-use crate::wire::messages::Tensor;
-use crate::wire::tensor::{WireTensor, raw_tensor};
+use crate::wire::messages::{Compression, Tensor};
+use crate::wire::tensor::WireTensor;
 use crate::workers::gradients::OUTPUT_GRADIENT;
 use crate::workers::link::Holds;
 use crate::workers::{Computation, INPUT, PROMPTS};
@@ -31,7 +31,9 @@ pub(super) async fn backward(
     let structure = request.metadata.args_structure.as_ref();
     let (arguments, gradient) = Arguments::of_backward(request.tensors, structure)?;
     let prompts = usize::from(arguments.prompts.is_some());
-    request.metadata.output_compression(1 + prompts)?;
+    let count = 1 + prompts;
+    let own = service.compression;
+    let kinds = reply::kinds(request.metadata.output_compression(count)?, count, own)?;
     if gradient.shape() != arguments.hidden.shape() {
         return Err(Failure::bad(format!(
             "grad_outputs must have the shape of the inputs {:?}, got {:?}",
@@ -45,7 +47,13 @@ pub(super) async fn backward(
         }
         return Ok(vec![service.echo(&arguments.hidden)?]);
     }
-    gradients(service, request.blocks.clone(), &arguments, &gradient).await
+    let asked = Asked {
+        peer: request.peer,
+        points: request.metadata.points,
+        compression: own,
+    };
+    let blocks = request.blocks.clone();
+    gradients(service, blocks, &arguments, &gradient, (&asked, &kinds)).await
 }
 
 async fn gradients(
@@ -53,14 +61,16 @@ async fn gradients(
     blocks: Vec<BlockIndex>,
     arguments: &Arguments,
     gradient: &WireTensor,
+    (asked, kinds): (&Asked, &[Compression]),
 ) -> Result<Vec<Tensor>, Failure> {
+    let kind = |index: usize| kinds.get(index).copied().unwrap_or(asked.compression);
     let (batch, tokens) = arguments.batch_and_tokens(service)?;
     let hidden = service.facts.hidden_size;
     let count = blocks.len();
     let prompts = arguments.prompt_shape(count, batch, tokens, hidden)?;
     let dtype = service.facts.dtype;
     let workers = &service.workers;
-    let work = workers.gradients(Computation {
+    let work = Computation {
         kind: JobKind::Backward,
         dtype,
         blocks,
@@ -69,7 +79,9 @@ async fn gradients(
         hidden,
         plan: StepPlan::default(),
         prompts,
-    })?;
+    };
+    let turn = service.turns.of(&work, asked).await;
+    let work = workers.gradients(work)?;
     let arena = workers.arena();
     let slots = arena.reserve(&work.sizes()).await?;
     let holds = Arc::new(Holds { slots, pages: None });
@@ -87,11 +99,13 @@ async fn gradients(
     }
     let result = work.run(workers, &holds).await?;
     let bytes = read(arena, &holds, result.input).await?;
-    let mut tensors = vec![raw_tensor(arguments.hidden.shape(), dtype.into(), bytes)?];
+    let shape = arguments.hidden.shape();
+    let mut tensors = vec![reply::encode(shape, dtype.into(), bytes, kind(0)).await?];
     if let (Some(slot), Some((_, length))) = (result.prompts, prompts) {
         let bytes = read(arena, &holds, slot).await?;
         let shape = [count, batch as usize, length as usize, hidden];
-        tensors.push(raw_tensor(&shape, dtype.into(), bytes)?);
+        tensors.push(reply::encode(&shape, dtype.into(), bytes, kind(1)).await?);
     }
+    drop(turn);
     Ok(tensors)
 }

@@ -7,14 +7,15 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use libp2p::PeerId;
 use shared::block::BlockIndex;
 use shared::dtype::DType;
 use shared::job::{JobKind, MAX_ROWS, SlotRef};
 
-use super::{Failure, Service};
+use super::{Failure, Service, reply};
 use crate::sessions::admission::Lease;
 use crate::sessions::table::StepPlan;
-use crate::wire::messages::Tensor;
+use crate::wire::messages::{Compression, Tensor};
 use crate::wire::metadata::ArgsStructure;
 use crate::wire::tensor::{ShapeLimits, TensorError, WireDtype, WireTensor, raw_tensor};
 use crate::workers::arena::{ArenaMemory, SlotLease};
@@ -29,6 +30,17 @@ const SHAPES: ShapeLimits = ShapeLimits {
     max_rank: 4,
     max_elements: 1 << 31,
 };
+
+/// Who asks for something, how urgent it is among what the same peer asks for, and how the answer shall travel.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Asked {
+    /// The authenticated caller.
+    pub peer: PeerId,
+    /// Its points.
+    pub points: f64,
+    /// Of the output.
+    pub compression: Compression,
+}
 
 /// The named tensors of a request or an inference step.
 #[derive(Clone, Debug)]
@@ -105,12 +117,12 @@ impl Arguments {
                 if batch > MAX_ROWS {
                     let text =
                         format!("batch of {batch} sequences is over the limit of {MAX_ROWS}");
-                    return Err(Failure::bad(text));
+                    return Err(Failure::too_large(text));
                 }
                 Ok((batch, tokens))
             }
             // Text of petals `task_pool.py`.
-            _ => Err(Failure::bad(format!(
+            _ => Err(Failure::too_large(format!(
                 "Task size greater than max_batch_size ({most}), it can't be processed"
             ))),
         }
@@ -211,6 +223,7 @@ impl Service {
         blocks: Vec<BlockIndex>,
         arguments: &Arguments,
         step: Option<(StepPlan, Arc<Lease>)>,
+        asked: &Asked,
     ) -> Result<(Tensor, JobTimes), Failure> {
         let (batch, tokens) = arguments.batch_and_tokens(self)?;
         let hidden = self.facts.hidden_size;
@@ -231,6 +244,7 @@ impl Service {
             prompts,
         };
         let arena = self.workers.arena();
+        let turn = self.turns.of(&work, asked).await;
         let slots: SlotLease = arena.reserve(&work.sizes()).await?;
         let holds = Arc::new(Holds { slots, pages });
         if let Some(prompts) = &arguments.prompts {
@@ -242,10 +256,10 @@ impl Service {
             .map_err(|error| explain("hidden states", error, tokens as usize, hidden as usize))?;
         let (output, times) = self.workers.run(&mut work, &holds).await?;
         let buffer = read(arena, &holds, output).await?;
-        Ok((
-            raw_tensor(arguments.hidden.shape(), work.dtype.into(), buffer)?,
-            times,
-        ))
+        drop(turn);
+        let shape = arguments.hidden.shape();
+        let output = reply::encode(shape, work.dtype.into(), buffer, asked.compression).await?;
+        Ok((output, times))
     }
 }
 
@@ -281,13 +295,17 @@ fn write_now(
     dtype: DType,
 ) -> Result<(), TensorError> {
     let needed = tensor.element_count() * dtype.size_bytes();
-    let mut scratch = vec![0u8; needed];
-    tensor.write_to(dtype, &mut scratch)?;
-    let outside = |_| TensorError::WrongDestination {
+    let outside = || TensorError::WrongDestination {
         needed,
         actual: slot.len as usize,
     };
-    arena.map().write(slot.offset, &scratch).map_err(outside)
+    if needed as u64 != slot.len {
+        return Err(outside());
+    }
+    tensor.write_pieces(dtype, |offset, piece| {
+        let written = arena.map().write(slot.offset + offset as u64, piece);
+        written.map_err(|_| outside())
+    })
 }
 
 /// Reads slot `slot` of `holds`.

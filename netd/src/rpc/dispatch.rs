@@ -75,7 +75,7 @@ impl Router {
     ) {
         let service = self.service.borrow().clone();
         let _active = service.as_ref().map(|service| service.registry.enter());
-        let outcome = match (protocol, service) {
+        let outcome = match (protocol, service.clone()) {
             (REACHABILITY, _) => self.check(request),
             (_, None) => Err(not_yet()),
             (names::FORWARD, Some(service)) => {
@@ -87,9 +87,12 @@ impl Router {
                     .await;
             }
             (names::INFO, Some(service)) => info::answer(&service, request),
-            (names::PUSH, Some(service)) => push::answer(&service, request),
+            (names::PUSH, Some(service)) => push::answer(&service, peer, request).await,
             _ => Err(Failure::runtime(format!("{protocol} is not served here"))),
         };
+        if let (Err(failure), Some(service)) = (&outcome, service) {
+            service.troubles.count(failure.trouble());
+        }
         // Fails only when the caller has gone.
         let _ = responder
             .respond(outcome.map_err(|failure| failure.unary_text()))

@@ -3,6 +3,9 @@
 
 use std::fmt;
 
+use shared::shm::board::Trouble;
+
+use crate::p2p::InboundError;
 use crate::sessions::admission::NoMemory;
 use crate::sessions::table::TableError;
 use crate::wire::metadata::MetadataError;
@@ -14,6 +17,7 @@ use crate::workers::link::JobFailure;
 /// An error for the caller of an RPC.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
+    trouble: Trouble,
     class: &'static str,
     text: String,
 }
@@ -25,14 +29,31 @@ impl Failure {
     /// A request that makes no sense here.
     pub fn bad(text: impl Into<String>) -> Failure {
         Failure {
+            trouble: Trouble::Malformed,
             class: "ValueError",
             text: text.into(),
         }
     }
 
+    /// A request that is over a limit.
+    pub fn too_large(text: impl Into<String>) -> Failure {
+        Failure::bad(text).counted(Trouble::TooLarge)
+    }
+
+    /// The same failure, counted as `trouble`.
+    fn counted(self, trouble: Trouble) -> Failure {
+        Failure { trouble, ..self }
+    }
+
+    /// What it is counted as.
+    pub fn trouble(&self) -> Trouble {
+        self.trouble
+    }
+
     /// Something that did not work out on this side.
     pub fn runtime(text: impl Into<String>) -> Failure {
         Failure {
+            trouble: Trouble::Failed,
             class: "RuntimeError",
             text: text.into(),
         }
@@ -41,6 +62,7 @@ impl Failure {
     /// A name that is not known here.
     pub fn unknown(name: impl Into<String>) -> Failure {
         Failure {
+            trouble: Trouble::NotServed,
             class: "KeyError",
             text: name.into(),
         }
@@ -49,7 +71,7 @@ impl Failure {
     /// A block that is not served here.
     pub fn not_served(uid: &str) -> Failure {
         let uid: String = uid.chars().take(MAX_QUOTED_CHARS).collect();
-        Failure::runtime(format!("Remote peer does not serve {uid}"))
+        Failure::runtime(format!("Remote peer does not serve {uid}")).counted(Trouble::NotServed)
     }
 
     /// An adapter that is not loaded.
@@ -61,6 +83,7 @@ impl Failure {
     /// A request or session took too long; Python's text for that is empty.
     pub fn timeout() -> Failure {
         Failure {
+            trouble: Trouble::TimedOut,
             class: "TimeoutError",
             text: String::new(),
         }
@@ -112,8 +135,47 @@ macro_rules! failure {
 }
 
 failure! {
-    bad: TableError, MetadataError, PartError, TensorError, TooLarge;
-    runtime: NoMemory, JobFailure;
+    bad: MetadataError, TensorError;
+    too_large: TooLarge;
+    runtime: JobFailure;
+}
+
+impl From<PartError> for Failure {
+    fn from(error: PartError) -> Failure {
+        match error {
+            PartError::TooLarge { .. } => Failure::too_large(error.to_string()),
+            PartError::NoHeader => Failure::bad(error.to_string()),
+        }
+    }
+}
+
+impl From<TableError> for Failure {
+    fn from(error: TableError) -> Failure {
+        match error {
+            TableError::TooLong { .. } => Failure::too_large(error.to_string()),
+            _ => Failure::bad(error.to_string()),
+        }
+    }
+}
+
+impl From<NoMemory> for Failure {
+    fn from(error: NoMemory) -> Failure {
+        let trouble = match error {
+            NoMemory::BadBlock(_) => Trouble::Malformed,
+            NoMemory::TooLarge { .. } => Trouble::TooLarge,
+            NoMemory::Immediately { .. } | NoMemory::TimedOut { .. } => Trouble::NoMemory,
+        };
+        Failure::runtime(error.to_string()).counted(trouble)
+    }
+}
+
+impl From<InboundError> for Failure {
+    fn from(error: InboundError) -> Failure {
+        match error {
+            InboundError::TooLarge { .. } => Failure::too_large(error.to_string()),
+            _ => Failure::bad(error.to_string()),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -142,5 +204,15 @@ mod tests {
         assert_eq!(Failure::timeout().stream_text(), "");
         assert_eq!(Failure::bad("it's").unary_text(), "ValueError(\"it's\")");
         assert_eq!(Failure::bad("'\"").unary_text(), "ValueError('\\'\"')");
+    }
+
+    #[test]
+    fn failures_are_counted_by_what_the_caller_may_do() {
+        assert_eq!(Failure::not_served("x").trouble(), Trouble::NotServed);
+        assert_eq!(Failure::no_adapter("x").trouble(), Trouble::NotServed);
+        let full = Failure::from(NoMemory::Immediately { bytes: 1 });
+        assert_eq!(full.trouble(), Trouble::NoMemory);
+        let large = Failure::from(TooLarge { bytes: 2, most: 1 });
+        assert_eq!(large.trouble(), Trouble::TooLarge);
     }
 }

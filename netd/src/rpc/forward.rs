@@ -1,17 +1,16 @@
 //! `rpc_forward` and `rpc_forward_stream`: blocks over whole sequences, without a cache. [`Rpc`] tells them from those of
 //! [`super::backward`], which travel the same way.
-//!
-//! # Discrepancies
-//! `output_compression` is checked like in Petals and then not used: answers are not compressed, which every client reads.
 
 use bytes::Bytes;
 use libp2p::PeerId;
 use prost::Message;
 use shared::block::BlockIndex;
+use shared::shm::board::Trouble;
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::timeout;
 
-use super::compute::Arguments;
-use super::{Failure, Service, backward};
+use super::compute::{Arguments, Asked};
+use super::{Failure, Service, backward, reply};
 use crate::p2p::{InboundError, InboundStream, UnaryResponder};
 use crate::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
 use crate::wire::metadata::RequestMetadata;
@@ -29,6 +28,8 @@ pub enum Rpc {
 /// A request whose blocks are served and whose metadata is read.
 #[derive(Debug)]
 pub(super) struct Request<'a> {
+    /// Who asks.
+    pub peer: PeerId,
     /// The blocks in the order in which they run.
     pub blocks: Vec<BlockIndex>,
     /// Its tensors.
@@ -55,15 +56,18 @@ pub async fn serve_unary(
         let _held = service.budget.hold(peer, request.len()).await;
         let request = decode(request)?;
         let response = ExpertResponse {
-            tensors: answer(service, rpc, &request).await?,
+            tensors: answer(service, rpc, peer, &request).await?,
             metadata: Bytes::new(),
         };
         Ok(Bytes::from(response.encode_to_vec()))
     };
     let outcome = tokio::select! {
         outcome = timeout(service.timeouts.request, work) => outcome.unwrap_or_else(|_| Err(Failure::timeout())),
-        () = responder.cancelled() => return,
+        () = responder.cancelled() => return service.troubles.count(Trouble::Abandoned),
     };
+    if let Err(failure) = &outcome {
+        service.troubles.count(failure.trouble());
+    }
     let _ = responder
         .respond(outcome.map_err(|failure| failure.unary_text()))
         .await;
@@ -74,18 +78,18 @@ pub async fn serve_stream(service: &Service, rpc: Rpc, peer: PeerId, stream: Inb
     let (mut reader, mut writer) = stream.into_split();
     reader.set_max_frame_bytes((PART_BYTES + FRAME_ROOM_BYTES) as u64);
     let work = async {
-        let request = match collect(service, peer, &mut reader).await? {
-            Some(request) => request,
+        let (request, _held) = match collect(service, rpc, peer, &mut reader).await? {
+            Some(collected) => collected,
             None => return Ok(None),
         };
         tokio::select! {
-            tensors = answer(service, rpc, &request) => tensors.map(Some),
+            tensors = answer(service, rpc, peer, &request) => tensors.map(Some),
             _ = reader.recv() => Ok(None),
         }
     };
     let outcome = timeout(service.timeouts.request, work).await;
     match outcome.unwrap_or_else(|_| Err(Failure::timeout())) {
-        Ok(None) => {}
+        Ok(None) => service.troubles.count(Trouble::Abandoned),
         Ok(Some(tensors)) => {
             let parts = tensors
                 .into_iter()
@@ -96,21 +100,26 @@ pub async fn serve_stream(service: &Service, rpc: Rpc, peer: PeerId, stream: Inb
                     metadata: Bytes::new(),
                 };
                 if writer.send(response.encode_to_vec().into()).await.is_err() {
-                    return;
+                    return service.troubles.count(Trouble::Abandoned);
                 }
             }
             writer.finish(reader).await;
         }
-        Err(failure) => writer.fail(reader, &failure.stream_text()).await,
+        Err(failure) => {
+            service.troubles.count(failure.trouble());
+            writer.fail(reader, &failure.stream_text()).await;
+        }
     }
 }
 
-/// The whole request; `None` if the caller has gone.
+/// The whole request, with its part of the peer's budget; `None` if the caller has gone. The budget is asked once, for what
+/// the first part says of its tensor, so that no two requests of a peer wait for each other's rest.
 async fn collect(
     service: &Service,
+    rpc: Rpc,
     peer: PeerId,
     reader: &mut crate::p2p::InboundReader,
-) -> Result<Option<ExpertRequest>, Failure> {
+) -> Result<Option<(ExpertRequest, Option<OwnedSemaphorePermit>)>, Failure> {
     let most = usize::try_from(service.max_request_bytes()).unwrap_or(usize::MAX);
     let limits = PartLimits {
         max_tensors: MAX_TENSORS,
@@ -119,16 +128,20 @@ async fn collect(
     };
     let mut parts = PartAssembler::new(limits);
     let mut first: Option<ExpertRequest> = None;
-    let mut held = Vec::new();
+    let mut held = None;
     loop {
         let frame = match reader.recv().await {
             Ok(Some(frame)) => frame,
             Ok(None) => break,
             Err(InboundError::Cancelled) => return Ok(None),
-            Err(error) => return Err(Failure::bad(error.to_string())),
+            Err(error) => return Err(error.into()),
         };
-        held.extend(service.budget.hold(peer, frame.len()).await);
+        let len = frame.len();
         let mut request = decode(frame)?;
+        if first.is_none() {
+            let whole = expected_bytes(rpc, &request).clamp(len, most.max(len));
+            held = service.budget.hold(peer, whole).await;
+        }
         for part in std::mem::take(&mut request.tensors) {
             parts.push(part)?;
         }
@@ -145,16 +158,31 @@ async fn collect(
     let Some(first) = first else {
         return Err(Failure::bad("the request is empty"));
     };
-    Ok(Some(ExpertRequest {
+    let request = ExpertRequest {
         tensors: parts.finish(),
         ..first
-    }))
+    };
+    Ok(Some((request, held)))
+}
+
+/// Bytes of a streamed request by its first part: tensors like the first, as float32, and as much again for prompts.
+fn expected_bytes(rpc: Rpc, first: &ExpertRequest) -> usize {
+    let elements = first.tensors.first().map_or(0, |part| {
+        let sizes = part.size.iter().map(|size| *size as usize);
+        sizes.fold(4, usize::saturating_mul)
+    });
+    let tensors = match rpc {
+        Rpc::Forward => 2,
+        Rpc::Backward => 3,
+    };
+    elements.saturating_mul(tensors)
 }
 
 /// The tensors that answer `request`.
 async fn answer(
     service: &Service,
     rpc: Rpc,
+    peer: PeerId,
     request: &ExpertRequest,
 ) -> Result<Vec<Tensor>, Failure> {
     let blocks = service.blocks(&request.uid)?;
@@ -167,6 +195,7 @@ async fn answer(
         return Err(Failure::no_adapter(adapter));
     }
     let request = Request {
+        peer,
         blocks,
         tensors: &request.tensors,
         metadata,
@@ -179,12 +208,18 @@ async fn answer(
 
 async fn forward(service: &Service, request: Request<'_>) -> Result<Tensor, Failure> {
     let metadata = &request.metadata;
-    metadata.output_compression(1)?;
+    let kinds = reply::kinds(metadata.output_compression(1)?, 1, service.compression)?;
+    let asked = Asked {
+        peer: request.peer,
+        points: metadata.points,
+        compression: kinds.first().copied().unwrap_or(service.compression),
+    };
     let arguments = Arguments::of(request.tensors, metadata.args_structure.as_ref(), false)?;
     if arguments.hidden.is_dummy() {
         return service.echo(&arguments.hidden);
     }
-    Ok(service.compute(request.blocks, &arguments, None).await?.0)
+    let computed = service.compute(request.blocks, &arguments, None, &asked);
+    Ok(computed.await?.0)
 }
 
 /// The request behind a message.

@@ -10,7 +10,9 @@
 //!
 //! # Discrepancies
 //! `start_from_position` is checked (Petals' check never fires). The end frame without an empty request is a proper end. A
-//! first message without tensors opens nothing and ends the session, as in Petals.
+//! first message without tensors opens nothing and ends the session, as in Petals. An id that another open session has is
+//! refused (in Petals the second session takes it over). A pushed step that cannot be computed is dropped and counted, and
+//! does not end the session: the client's own copy decides.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,12 +21,13 @@ use bytes::Bytes;
 use libp2p::PeerId;
 use prost::Message;
 use shared::job::MAX_ROWS;
+use shared::shm::board::Trouble;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::debug;
 
 use super::budget::COUNTED_BYTES;
-use super::compute::Arguments;
+use super::compute::{Arguments, Asked};
 use super::forward::decode;
 use super::registry::Registered;
 use super::{Failure, Service};
@@ -80,12 +83,16 @@ pub async fn serve(service: &Service, peer: PeerId, stream: InboundStream) {
         Err(_) => End::Failed(Failure::timeout()),
     };
     match end {
-        End::Gone => debug!(%peer, "session cancelled"),
+        End::Gone => {
+            service.troubles.count(Trouble::Abandoned);
+            debug!(%peer, "session cancelled");
+        }
         End::Closed => {
             debug!(%peer, "session closed");
             writer.finish(requests.reader).await;
         }
         End::Failed(failure) => {
+            service.troubles.count(failure.trouble());
             debug!(%peer, %failure, "session failed");
             writer.fail(requests.reader, &failure.stream_text()).await;
         }
@@ -97,6 +104,7 @@ struct Open {
     session: Session,
     lease: Arc<Lease>,
     structure: Option<ArgsStructure>,
+    asked: Asked,
     registered: Registered,
 }
 
@@ -111,28 +119,15 @@ async fn run(
         _ = draining.wait_for(|draining| *draining) => return Err(ending().into()),
         first = timeout(service.timeouts.step, requests.next()) => first,
     };
-    let Some(mut next) = first.unwrap_or(Ok(None))? else {
+    let Some(mut next) = silence(service, first)? else {
         return Ok(());
     };
-    let mut open: Option<Open> = None;
-    loop {
-        if next.request.tensors.is_empty() && open.is_some() {
-            return Ok(());
-        }
-        let metadata =
-            RequestMetadata::parse(&next.request.metadata, RPC).map_err(Failure::from)?;
-        let mut current = match open.take() {
-            Some(open) => open,
-            None => {
-                requests
-                    .watch(admit(service, &next.request, &metadata))
-                    .await??
-            }
-        };
-        if next.request.tensors.is_empty() {
-            return Ok(());
-        }
-        let step = step(service, &mut current, &next.request, &metadata);
+    let metadata = RequestMetadata::parse(&next.request.metadata, RPC).map_err(Failure::from)?;
+    let opening = admit(service, requests.peer, &next.request, &metadata);
+    let mut open = requests.watch(opening).await??;
+    // The end of a session, also in place of its first step. What was pushed has tensors.
+    while !next.request.tensors.is_empty() {
+        let step = step(service, &mut open, &next);
         if let Some((output, times)) = requests.watch(step).await?? {
             let metadata = timing(&next, times);
             let response = ExpertResponse {
@@ -146,16 +141,27 @@ async fn run(
         // The bytes of this message are not held any more while the next one is waited for.
         drop(next);
         let message = tokio::select! {
-            message = timeout(service.timeouts.step, requests.next()) => message.unwrap_or(Ok(None))?,
-            pushed = current.registered.pushed() => Some(Next::pushed(pushed)),
+            message = timeout(service.timeouts.step, requests.next()) => silence(service, message)?,
+            pushed = open.registered.pushed() => Some(pushed),
             _ = draining.wait_for(|draining| *draining) => return Err(ending().into()),
         };
         let Some(message) = message else {
             return Ok(());
         };
         next = message;
-        open = Some(current);
     }
+    Ok(())
+}
+
+/// The message that was waited for; `None` if the caller has ended, or said nothing for too long.
+fn silence(
+    service: &Service,
+    message: Result<Result<Option<Next>, End>, tokio::time::error::Elapsed>,
+) -> Result<Option<Next>, End> {
+    message.unwrap_or_else(|_| {
+        service.troubles.count(Trouble::TimedOut);
+        Ok(None)
+    })
 }
 
 fn ending() -> Failure {
@@ -164,6 +170,7 @@ fn ending() -> Failure {
 
 async fn admit(
     service: &Service,
+    peer: PeerId,
     request: &ExpertRequest,
     metadata: &RequestMetadata,
 ) -> Result<Open, Failure> {
@@ -174,7 +181,7 @@ async fn admit(
         .ok()
         .filter(|length| *length <= most)
         .ok_or_else(|| {
-            Failure::bad(format!(
+            Failure::too_large(format!(
                 "Cannot allocate KV cache for {asked} tokens, max = {most}"
             ))
         })?;
@@ -187,8 +194,13 @@ async fn admit(
     };
     if batch > MAX_ROWS {
         let text = format!("batch of {batch} sequences is over the limit of {MAX_ROWS}");
-        return Err(Failure::bad(text));
+        return Err(Failure::too_large(text));
     }
+    let id = metadata.session_id.as_deref();
+    let registered = service.registry.register(id, &blocks).ok_or_else(|| {
+        let id = id.unwrap_or_default();
+        Failure::bad(format!("session id {id} is in use by another open session"))
+    })?;
     let kv = KvRequest {
         blocks: blocks.clone(),
         rows: batch,
@@ -204,30 +216,52 @@ async fn admit(
         session: Session::new(blocks, batch, tables),
         lease: Arc::new(lease),
         structure: metadata.args_structure.clone(),
-        registered: service.registry.register(metadata.session_id.as_deref()),
+        asked: Asked {
+            peer,
+            points: metadata.points,
+            compression: service.compression,
+        },
+        registered,
     })
 }
 
-/// One step; `None` if it came before.
+/// One step; `None` if it came before, or was pushed here and cannot be computed. Its output is on its way to the next
+/// server, if the client named one.
 async fn step(
+    service: &Service,
+    open: &mut Open,
+    next: &Next,
+) -> Result<Option<(Tensor, JobTimes)>, Failure> {
+    let metadata = RequestMetadata::parse(&next.request.metadata, RPC)?;
+    let step_id = metadata.step_id.as_deref();
+    if !open.session.is_new_step(step_id) {
+        return Ok(None);
+    }
+    match compute(service, open, &next.request, &metadata).await {
+        Ok(done) => Ok(Some(done)),
+        Err(failure) if next.was_pushed => {
+            service.troubles.count(Trouble::Push);
+            debug!(%failure, "pushed step dropped");
+            open.session.forget_step(step_id);
+            Ok(None)
+        }
+        Err(failure) => Err(failure),
+    }
+}
+
+async fn compute(
     service: &Service,
     open: &mut Open,
     request: &ExpertRequest,
     metadata: &RequestMetadata,
-) -> Result<Option<(Tensor, JobTimes)>, Failure> {
+) -> Result<(Tensor, JobTimes), Failure> {
     let session = &mut open.session;
-    if !session.is_new_step(metadata.step_id.as_deref()) {
-        return Ok(None);
-    }
     let start = metadata.start_from_position;
     let arguments = Arguments::of(&request.tensors, open.structure.as_ref(), true)?;
     if arguments.hidden.is_dummy() {
         let position = session.tables.check(start, 0)?;
         session.tables.roll_back(position);
-        return Ok(Some((
-            service.echo(&arguments.hidden)?,
-            JobTimes::default(),
-        )));
+        return Ok((service.echo(&arguments.hidden)?, JobTimes::default()));
     }
     let (batch, tokens) = arguments.batch_and_tokens(service)?;
     if batch != session.batch {
@@ -242,12 +276,15 @@ async fn step(
         .begin(start, tokens, arguments.hypo_ids.as_deref())?;
     let pages = Some((plan, open.lease.clone()));
     let computed = service
-        .compute(session.blocks.clone(), &arguments, pages)
+        .compute(session.blocks.clone(), &arguments, pages, &open.asked)
         .await;
     match computed {
-        Ok(output) => {
+        Ok((output, times)) => {
             session.tables.commit();
-            Ok(Some(output))
+            if arguments.prompts.is_none() {
+                service.onward.push(metadata, &output, &request.tensors);
+            }
+            Ok((output, times))
         }
         Err(failure) => {
             session.tables.abort();
@@ -278,20 +315,26 @@ fn timing(next: &Next, times: JobTimes) -> Bytes {
 }
 
 /// A message to a session.
-struct Next {
-    request: ExpertRequest,
+#[derive(Debug)]
+pub(super) struct Next {
+    /// The message.
+    pub request: ExpertRequest,
     /// When its last byte was read.
     arrived: Instant,
+    /// Whether another server sent it.
+    was_pushed: bool,
     /// Its part of the peer's budget, if it is large.
     _held: Option<OwnedSemaphorePermit>,
 }
 
 impl Next {
-    fn pushed(request: ExpertRequest) -> Next {
+    /// A step that another server sent, with its part of that peer's budget.
+    pub fn pushed(request: ExpertRequest, held: Option<OwnedSemaphorePermit>) -> Next {
         Next {
             request,
             arrived: Instant::now(),
-            _held: None,
+            was_pushed: true,
+            _held: held,
         }
     }
 }
@@ -319,12 +362,13 @@ impl Requests<'_> {
             return Ok(Some(Next {
                 request: decode(message)?,
                 arrived,
+                was_pushed: false,
                 _held,
             }));
         }
         match self.broken.take() {
             Some(InboundError::Cancelled) => Err(End::Gone),
-            Some(error) => Err(Failure::bad(error.to_string()).into()),
+            Some(error) => Err(Failure::from(error).into()),
             None => Ok(None),
         }
     }

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use prost::Message;
 
 use super::{Failure, PETALS_VERSION, Service};
-use crate::wire::messages::{Compression, ExpertInfo, ExpertUid};
+use crate::wire::messages::{ExpertInfo, ExpertUid};
 use crate::wire::rpc_info::{RpcInfo, Schema};
 
 /// Answers one request.
@@ -22,7 +22,7 @@ pub fn answer(service: &Service, request: Bytes) -> Result<Bytes, Failure> {
     let schema = (!uid.is_empty()).then(|| Schema {
         hidden_size: service.facts.hidden_size,
         dtype: service.facts.dtype.into(),
-        compression: Compression::None as i32,
+        compression: service.compression as i32,
     });
     let info = RpcInfo {
         version: PETALS_VERSION.to_owned(),

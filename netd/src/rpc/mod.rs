@@ -3,7 +3,8 @@
 //!
 //! Semantics follow `petals/server/handler.py` and `block_functions.py`. Everything that a peer sends is bounded: concurrent
 //! streams per protocol and peer by [`protocols`], frames by [`Service::max_request_bytes`], bytes held per peer by
-//! [`budget`], batch, tokens and session length by the model's limits, KV memory by admission, arena memory by its queue.
+//! [`budget`], batch, tokens and session length by the model's limits, KV memory by admission, arena memory by its queue. Large
+//! requests take turns, fairly among peers ([`order`]). What is not served as asked is counted by kind ([`Troubles`]).
 
 mod backward;
 pub mod budget;
@@ -13,9 +14,13 @@ mod failure;
 mod forward;
 mod inference;
 mod info;
+mod onward;
+pub mod order;
 mod push;
 mod registry;
+pub mod reply;
 mod stats;
+mod troubles;
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -25,14 +30,18 @@ use shared::config::{Limits, NetdConfig};
 use shared::model::ModelFacts;
 use tokio::sync::watch;
 
-use crate::p2p::{ProtocolKind, ProtocolSpec};
+use crate::p2p::{P2p, ProtocolKind, ProtocolSpec};
 use crate::sessions::admission::KvMemory;
+use crate::wire::messages::Compression;
 use crate::wire::uid;
 use crate::workers::Workers;
 use budget::PeerBudget;
 pub use failure::Failure;
+use onward::Onward;
+use order::Order;
 use registry::Registry;
 pub use stats::{StepFigures, StepStats};
+pub use troubles::Troubles;
 
 /// What we call ourselves in records and `rpc_info`: the version of Petals whose behaviour this is.
 pub const PETALS_VERSION: &str = "2.3.0.dev2";
@@ -115,6 +124,13 @@ pub struct Service {
     pub timeouts: Timeouts,
     /// Time of steps inside this server.
     pub stats: StepStats,
+    /// Requests that were not served as asked.
+    pub troubles: Arc<Troubles>,
+    /// The order of large requests.
+    pub turns: Order,
+    /// Compression of answers unless a request asks for another.
+    compression: Compression,
+    onward: Onward,
     /// True once the server is ending: running steps finish, sessions end after them.
     pub draining: watch::Receiver<bool>,
     /// The blocks.
@@ -141,6 +157,10 @@ pub struct ServiceParts {
     pub kv: KvMemory,
     /// How long things may take.
     pub timeouts: Timeouts,
+    /// Compression of answers.
+    pub compression: shared::config::Compression,
+    /// The node, for pushes to other servers.
+    pub p2p: P2p,
     /// Turns true when the server is ending.
     pub draining: watch::Receiver<bool>,
 }
@@ -156,8 +176,12 @@ impl Service {
             workers,
             kv,
             timeouts,
+            compression,
+            p2p,
             draining,
         } = parts;
+        let troubles = Arc::<Troubles>::default();
+        let onward = Onward::new(p2p, &prefix, timeouts.request, troubles.clone());
         let max_request_bytes = request_bytes(&facts, &limits, span);
         Service {
             prefix,
@@ -167,6 +191,10 @@ impl Service {
             kv,
             timeouts,
             stats: StepStats::default(),
+            troubles,
+            turns: Order::default(),
+            compression: reply::wire(compression),
+            onward,
             draining,
             span: Mutex::new(span),
             max_request_bytes,

@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use shared::block::BlockIndex;
 use tokio::sync::mpsc;
 
-use crate::wire::messages::ExpertRequest;
+use super::inference::Next;
 
 /// Steps pushed to one session and not taken yet; Python servers read ahead as many.
 const PUSHED_AHEAD: usize = 5;
@@ -20,7 +21,26 @@ pub struct Registry {
 struct State {
     open: usize,
     active: usize,
-    by_id: HashMap<String, mpsc::Sender<ExpertRequest>>,
+    by_id: HashMap<String, Addressee>,
+}
+
+#[derive(Debug)]
+struct Addressee {
+    blocks: Vec<BlockIndex>,
+    steps: mpsc::Sender<Next>,
+}
+
+/// What became of a pushed step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pushed {
+    /// It is with its session.
+    Taken,
+    /// No open session has the id: it may have ended, or not have begun.
+    Unknown,
+    /// The session of that id runs other blocks.
+    OtherBlocks,
+    /// The session has enough pushed steps before it.
+    Full,
 }
 
 /// One open session; it ends with this value.
@@ -28,34 +48,43 @@ struct State {
 pub struct Registered {
     registry: Registry,
     id: Option<String>,
-    pushed: mpsc::Receiver<ExpertRequest>,
+    pushed: mpsc::Receiver<Next>,
 }
 
 impl Registry {
-    /// A session opens. Without an id, or under an id that another open session has, nothing can be pushed to it.
-    pub fn register(&self, id: Option<&str>) -> Registered {
-        let (sender, pushed) = mpsc::channel(PUSHED_AHEAD);
+    /// A session over `blocks` opens. Without an id nothing can be pushed to it. `None` if another open session has the id.
+    pub fn register(&self, id: Option<&str>, blocks: &[BlockIndex]) -> Option<Registered> {
+        let (steps, pushed) = mpsc::channel(PUSHED_AHEAD);
         let mut state = self.lock();
+        if let Some(id) = id {
+            if state.by_id.contains_key(id) {
+                return None;
+            }
+            let blocks = blocks.to_vec();
+            state
+                .by_id
+                .insert(id.to_owned(), Addressee { blocks, steps });
+        }
         state.open += 1;
-        let id = id
-            .filter(|id| !state.by_id.contains_key(*id))
-            .map(str::to_owned);
-        if let Some(id) = &id {
-            state.by_id.insert(id.clone(), sender);
-        }
-        Registered {
+        Some(Registered {
             registry: self.clone(),
-            id,
+            id: id.map(str::to_owned),
             pushed,
-        }
+        })
     }
 
-    /// Brings a pushed step to its session. Steps for unknown sessions, and those beyond what a session keeps, are dropped:
-    /// the client sends its own copy.
-    pub fn push(&self, id: &str, request: ExpertRequest) {
-        let sender = self.lock().by_id.get(id).cloned();
-        if let Some(sender) = sender {
-            let _ = sender.try_send(request);
+    /// Brings a pushed step over `blocks` to its session. One that does not arrive is dropped: the client sends its own copy.
+    pub fn push(&self, id: &str, blocks: &[BlockIndex], step: Next) -> Pushed {
+        let state = self.lock();
+        let Some(session) = state.by_id.get(id) else {
+            return Pushed::Unknown;
+        };
+        if session.blocks != blocks {
+            return Pushed::OtherBlocks;
+        }
+        match session.steps.try_send(step) {
+            Ok(()) => Pushed::Taken,
+            Err(_) => Pushed::Full,
         }
     }
 
@@ -92,9 +121,9 @@ impl Drop for Active {
 
 impl Registered {
     /// The next pushed step; waits for ever if the session cannot be pushed to.
-    pub async fn pushed(&mut self) -> ExpertRequest {
+    pub async fn pushed(&mut self) -> Next {
         match self.pushed.recv().await {
-            Some(request) => request,
+            Some(step) => step,
             None => std::future::pending().await,
         }
     }
@@ -113,27 +142,34 @@ impl Drop for Registered {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::wire::messages::ExpertRequest;
 
-    fn request(uid: &str) -> ExpertRequest {
-        ExpertRequest {
+    const BLOCKS: [BlockIndex; 2] = [BlockIndex(3), BlockIndex(4)];
+
+    fn step(uid: &str) -> Next {
+        let request = ExpertRequest {
             uid: uid.into(),
             ..ExpertRequest::default()
-        }
+        };
+        Next::pushed(request, None)
     }
 
     #[tokio::test]
-    async fn pushes_reach_the_first_session_of_their_id_only() {
+    async fn pushes_reach_the_session_of_their_id_and_blocks_only() {
         let registry = Registry::default();
-        let mut first = registry.register(Some("a"));
-        let second = registry.register(Some("a"));
-        registry.push("a", request("x"));
-        registry.push("b", request("y"));
-        assert_eq!(first.pushed().await.uid, "x");
+        let mut first = registry.register(Some("a"), &BLOCKS).unwrap();
+        assert!(registry.register(Some("a"), &BLOCKS).is_none());
+        let nameless = registry.register(None, &BLOCKS).unwrap();
+        assert_eq!(registry.push("a", &BLOCKS, step("x")), Pushed::Taken);
+        assert_eq!(registry.push("b", &BLOCKS, step("y")), Pushed::Unknown);
+        assert_eq!(
+            registry.push("a", &BLOCKS[..1], step("y")),
+            Pushed::OtherBlocks
+        );
+        assert_eq!(first.pushed().await.request.uid, "x");
         assert_eq!(registry.open(), 2);
-        drop(second);
-        registry.push("a", request("z"));
-        assert_eq!(first.pushed().await.uid, "z");
-        drop(first);
+        drop((nameless, first));
+        assert_eq!(registry.push("a", &BLOCKS, step("z")), Pushed::Unknown);
         assert_eq!(registry.open(), 0);
         assert!(registry.lock().by_id.is_empty());
     }
@@ -141,10 +177,13 @@ mod tests {
     #[tokio::test]
     async fn a_flood_of_pushes_is_bounded() {
         let registry = Registry::default();
-        let mut session = registry.register(Some("a"));
-        (0..100).for_each(|n| registry.push("a", request(&n.to_string())));
+        let mut session = registry.register(Some("a"), &BLOCKS).unwrap();
+        let results: Vec<_> = (0..100)
+            .map(|n| registry.push("a", &BLOCKS, step(&n.to_string())))
+            .collect();
+        assert!(results[PUSHED_AHEAD..].iter().all(|r| *r == Pushed::Full));
         for n in 0..PUSHED_AHEAD {
-            assert_eq!(session.pushed().await.uid, n.to_string());
+            assert_eq!(session.pushed().await.request.uid, n.to_string());
         }
         assert!(session.pushed.try_recv().is_err());
     }

@@ -1,7 +1,10 @@
 //! RPCs over loopback against a worker thread behind real rings.
 
 mod backward;
+mod chain;
+mod compression;
 mod errors;
+mod hostile;
 mod recovery;
 pub(crate) mod rig;
 mod steps;

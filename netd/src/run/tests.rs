@@ -47,6 +47,7 @@ fn config(folder: &Path, initial_peers: Vec<String>) -> NetdConfig {
         identity_path: Some(folder.join("identity")),
         span: SpanChoice::All,
         throughput: Throughput::Measure,
+        compression: shared::config::Compression::None,
         public_name: Some("tests".into()),
         update_period: Duration::from_secs(120),
         expiration: Duration::from_secs(240),

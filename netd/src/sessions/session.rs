@@ -39,6 +39,13 @@ impl Session {
     pub fn is_new_step(&mut self, step_id: Option<&str>) -> bool {
         step_id.is_none_or(|id| self.seen.insert(id))
     }
+
+    /// Forgets a step that was noted and could not be computed: another copy of it may come.
+    pub fn forget_step(&mut self, step_id: Option<&str>) {
+        if let Some(id) = step_id {
+            self.seen.remove(id);
+        }
+    }
 }
 
 /// The last [`STEP_IDS_KEPT`] step ids, as 64-bit hashes: a false match would need a client to collide with itself.
@@ -49,10 +56,15 @@ struct SeenSteps {
 }
 
 impl SeenSteps {
+    fn remove(&mut self, id: &str) {
+        let hash = hash(id);
+        if self.known.remove(&hash) {
+            self.order.retain(|known| *known != hash);
+        }
+    }
+
     fn insert(&mut self, id: &str) -> bool {
-        let mut hasher = DefaultHasher::new();
-        id.hash(&mut hasher);
-        let hash = hasher.finish();
+        let hash = hash(id);
         if !self.known.insert(hash) {
             return false;
         }
@@ -64,6 +76,12 @@ impl SeenSteps {
         }
         true
     }
+}
+
+fn hash(id: &str) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    id.hash(&mut hasher);
+    hasher.finish()
 }
 
 #[cfg(test)]
@@ -79,6 +97,9 @@ mod tests {
             assert!(!session.is_new_step(Some(&step.to_string())));
         }
         assert_eq!(session.seen.known.len(), STEP_IDS_KEPT);
+        assert_eq!(session.seen.order.len(), STEP_IDS_KEPT);
+        session.forget_step(Some("5119"));
+        assert!(session.is_new_step(Some("5119")));
         assert_eq!(session.seen.order.len(), STEP_IDS_KEPT);
     }
 }

@@ -538,7 +538,7 @@ fn checked_shape(size: &[u32], limits: ShapeLimits) -> Result<(Vec<usize>, usize
 }
 
 /// Whether Python defines the compression for the dtype.
-pub(super) fn supports(dtype: WireDtype, compression: Compression) -> bool {
+pub(crate) fn supports(dtype: WireDtype, compression: Compression) -> bool {
     match compression {
         Compression::None => true,
         Compression::Float16 | Compression::MeanStd16Bit => {

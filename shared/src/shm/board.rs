@@ -20,7 +20,8 @@ use std::time::Duration;
 use nix::time::{ClockId, clock_gettime};
 
 use super::layout::{
-    BOARD_MAGIC, BOARD_SLOTS, BoardLayout, ChildSlot, LAYOUT_VERSION, ReportPart, TEXT_BYTES, Text,
+    BOARD_MAGIC, BOARD_SLOTS, BoardLayout, ChildSlot, LAYOUT_VERSION, ReportPart, TEXT_BYTES,
+    TROUBLES, Text,
 };
 use super::segment::{NamedSegment, SegmentError};
 use super::sync::{AtomicU64, Ordering, fence};
@@ -176,6 +177,56 @@ impl Phase {
             Phase::Reactor => "reactor",
             Phase::Preparing => "preparing",
             Phase::Unknown => "unknown",
+        }
+    }
+}
+
+/// Why requests of peers were not served as asked, as netd counts it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(usize)]
+pub enum Trouble {
+    /// A block, an adapter or an RPC that is not served here.
+    NotServed = 0,
+    /// It makes no sense: bytes, metadata, shapes or values.
+    Malformed = 1,
+    /// It is over a limit: tokens, rows, length, bytes.
+    TooLarge = 2,
+    /// There is no KV cache for it.
+    NoMemory = 3,
+    /// It, or the silence between two of its messages, took too long.
+    TimedOut = 4,
+    /// Its caller went away before the answer, or took none of it.
+    Abandoned = 5,
+    /// A step pushed by another server that belongs to no session here, or cannot be its next.
+    Push = 6,
+    /// It failed on this side.
+    Failed = 7,
+}
+
+impl Trouble {
+    /// All kinds, in the order of the board.
+    pub const ALL: [Trouble; TROUBLES] = [
+        Trouble::NotServed,
+        Trouble::Malformed,
+        Trouble::TooLarge,
+        Trouble::NoMemory,
+        Trouble::TimedOut,
+        Trouble::Abandoned,
+        Trouble::Push,
+        Trouble::Failed,
+    ];
+
+    /// Its name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Trouble::NotServed => "not_served",
+            Trouble::Malformed => "malformed",
+            Trouble::TooLarge => "too_large",
+            Trouble::NoMemory => "no_memory",
+            Trouble::TimedOut => "timed_out",
+            Trouble::Abandoned => "abandoned",
+            Trouble::Push => "push",
+            Trouble::Failed => "failed",
         }
     }
 }
@@ -377,6 +428,8 @@ pub struct ChildSnapshot {
     pub sessions_open: u64,
     /// Tokens of KV cache not leased (netd).
     pub kv_tokens_free: u64,
+    /// Requests that were not served as asked, by [`Trouble`] (netd).
+    pub troubles: [u64; TROUBLES],
     /// Port of the swarm (netd).
     pub net_port: Option<u16>,
     /// PeerID in base58 (netd).
@@ -536,6 +589,13 @@ impl BoardWriter {
             .store(tokens, Ordering::Relaxed);
     }
 
+    /// Shows how many requests were not served as asked, by [`Trouble`].
+    pub fn set_troubles(&self, counts: [u64; TROUBLES]) {
+        for (word, count) in self.report().troubles.iter().zip(counts) {
+            word.store(count, Ordering::Relaxed);
+        }
+    }
+
     /// Shows the port of the swarm.
     pub fn set_net_port(&self, port: u16) {
         self.report().net_port.store(port.into(), Ordering::Relaxed);
@@ -579,7 +639,7 @@ impl ReportPart {
             &self.net_port,
             &self.peer_id.len,
         ];
-        for word in words {
+        for word in words.into_iter().chain(&self.troubles) {
             word.store(0, Ordering::Relaxed);
         }
     }
@@ -640,6 +700,7 @@ fn read_child(slot: u32, generation: u32, child: &ChildSlot) -> ChildSnapshot {
         computed: Duration::from_nanos(load(&report.compute_ns)),
         sessions_open: load(&report.sessions_open),
         kv_tokens_free: load(&report.kv_tokens_free),
+        troubles: report.troubles.each_ref().map(load),
         net_port: u16::try_from(load(&report.net_port))
             .ok()
             .filter(|&port| port > 0),

@@ -50,7 +50,7 @@
 use super::sync::{AtomicU64, Claim};
 
 /// Version of everything in this file.
-pub const LAYOUT_VERSION: u64 = 1;
+pub const LAYOUT_VERSION: u64 = 2;
 
 /// First word of a ring segment: `SEPALRNG`, big-endian.
 pub const RING_MAGIC: u64 = u64::from_be_bytes(*b"SEPALRNG");
@@ -70,6 +70,9 @@ pub const BOARD_SLOTS: usize = 32;
 
 /// Bytes of a text on the board (instance name, PeerID in base58: at most 52).
 pub const TEXT_BYTES: usize = 64;
+
+/// Kinds of trouble with requests that are counted apart ([`super::board::Trouble`]).
+pub const TROUBLES: usize = 8;
 
 /// One word alone on its cache lines.
 #[repr(C, align(128))]
@@ -191,7 +194,8 @@ pub struct ReportPart {
     pub(super) kv_tokens_free: AtomicU64,
     pub(super) net_port: AtomicU64,
     pub(super) peer_id: Text,
-    _reserved: [AtomicU64; 13],
+    pub(super) troubles: [AtomicU64; TROUBLES],
+    _reserved: [AtomicU64; 5],
 }
 
 /// One child slot.

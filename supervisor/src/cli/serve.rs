@@ -177,6 +177,7 @@ impl ServeArgs {
             span: span(model.block_indices, model.num_blocks),
             throughput: throughput(&model.throughput)?,
             public_name: model.public_name.take(),
+            compression: network.compression,
             update_period: network.update_period,
             expiration: network.expiration(),
             balance_quality: network.balance_quality,

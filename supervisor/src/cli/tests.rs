@@ -1,6 +1,6 @@
 use shared::block::Span;
 use shared::config::{
-    Device, FaultAction, FaultPlan, FaultPoint, QuantType, SpanChoice, Throughput,
+    Compression, Device, FaultAction, FaultPlan, FaultPoint, QuantType, SpanChoice, Throughput,
 };
 
 use super::*;
@@ -139,7 +139,7 @@ fn what_petals_does_and_this_version_does_not_is_refused_in_a_sentence() {
         ("--quant_type fp4", "use none, int8 or nf4"),
         ("--adapters a b", "adapters"),
         ("--tensor_parallel_devices cpu cpu", "--device"),
-        ("--compression FLOAT16", "NONE"),
+        ("--compression ZIP", "MEANSTD_16BIT"),
         ("--device cuda:0", "give cpu"),
         ("--device mps", "cuda:N"),
         ("--torch_dtype float16", "bfloat16"),
@@ -175,6 +175,14 @@ fn what_petals_does_and_this_version_does_not_is_refused_in_a_sentence() {
     ] {
         let config = serve(&format!("m --quant_type {name}"));
         assert_eq!(config.prepare.quant_type, wanted);
+    }
+    for (line, wanted) in [
+        ("m", Compression::None),
+        ("m --compression NONE", Compression::None),
+        ("m --compression float16", Compression::Float16),
+        ("m --compression BLOCKWISE_8BIT", Compression::Blockwise8Bit),
+    ] {
+        assert_eq!(serve(line).netd.compression, wanted);
     }
     assert_eq!(
         serve("m --quant_type none --compression NONE --adapters")

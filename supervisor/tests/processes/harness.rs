@@ -46,6 +46,7 @@ pub fn config(script: &str) -> ServeConfig {
             identity_path: None,
             span: SpanChoice::All,
             throughput: Throughput::Fixed(1.0),
+            compression: shared::config::Compression::None,
             public_name: None,
             update_period: minute,
             expiration: minute,

@@ -1,8 +1,26 @@
-//! One file per operation: checks its arguments, chooses the kernel and its grid, launches. None allocates or waits.
+//! One file per operation: checks its arguments, chooses the kernel and its grid, launches. None waits.
 
+pub(crate) mod add;
+pub(crate) mod attention;
+pub(crate) mod attention_grad;
+pub(super) mod convert;
+pub(crate) mod gelu;
+pub(crate) mod kv_append;
+pub(crate) mod layernorm;
+pub(crate) mod linear;
+pub(crate) mod linear_grad;
+pub(crate) mod norm_grad;
+pub(crate) mod qkv;
 pub(crate) mod rmsnorm;
+pub(crate) mod rope;
+pub(crate) mod route;
+pub(crate) mod silu_mul;
 
 use shared::dtype::DType;
+
+use super::gpu::ctas;
+use super::{Cuda, Gpu, Launch, Params};
+use crate::ops::OpError;
 
 /// The variant of a kernel for a dtype, of `[f32, bf16, f16]`.
 fn by_dtype(names: [&'static str; 3], dtype: DType) -> &'static str {
@@ -11,4 +29,28 @@ fn by_dtype(names: [&'static str; 3], dtype: DType) -> &'static str {
         DType::Bf16 => names[1],
         DType::F16 => names[2],
     }
+}
+
+/// Launches a kernel that takes 4 neighbours of `len` elements per thread.
+///
+/// # Safety
+/// That of [`Gpu::launch`].
+unsafe fn elementwise<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    kernel: &'static str,
+    len: usize,
+    params: Params,
+) -> Result<(), OpError> {
+    if len == 0 {
+        return Ok(());
+    }
+    let launch = Launch {
+        kernel,
+        grid: [ctas(len.div_ceil(1024)), 1, 1],
+        cta: [256, 1, 1],
+        shared_bytes: 0,
+        params,
+    };
+    // SAFETY: the caller's.
+    unsafe { cuda.launch(launch) }
 }

@@ -10,7 +10,7 @@ use crate::wire::msgpack::{Limits, Value};
 use crate::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
 
 /// `message` with `key` of its metadata set, or taken away.
-fn with_key(mut message: ExpertRequest, key: &str, value: Option<Value>) -> ExpertRequest {
+pub fn with_key(mut message: ExpertRequest, key: &str, value: Option<Value>) -> ExpertRequest {
     let Value::Map(mut entries) = Value::decode(&message.metadata, Limits::SMALL).unwrap() else {
         panic!("no map")
     };

@@ -228,7 +228,8 @@ async fn a_full_arena_slows_down_and_loses_nothing() {
             })
         })
         .collect();
-    until(|| rig.service.workers.arena().waiting() == 5).await;
+    let waiting = || rig.service.workers.arena().waiting() + rig.service.turns.waiting();
+    until(|| waiting() == 5).await;
     rig.memory().orders.paused.store(false, SeqCst);
     for client in clients {
         client.await.unwrap();
@@ -259,9 +260,14 @@ async fn more_jobs_than_the_ring_holds_all_get_done() {
                     None,
                     false,
                 );
+                let asked = crate::rpc::compute::Asked {
+                    peer: libp2p::PeerId::random(),
+                    points: 0.0,
+                    compression: crate::wire::messages::Compression::None,
+                };
                 let blocks = vec![shared::block::BlockIndex(0)];
                 service
-                    .compute(blocks, &request.unwrap(), None)
+                    .compute(blocks, &request.unwrap(), None, &asked)
                     .await
                     .map(|(tensor, _)| firsts(&tensor))
             })

@@ -97,7 +97,10 @@ pub struct Rig {
     pub draining: watch::Sender<bool>,
     pub broken: tokio::sync::mpsc::Receiver<Broken>,
     pub arena: MemfdSegment,
-    _node: P2p,
+    /// The server's node.
+    pub node: P2p,
+    /// Its address.
+    pub address: libp2p::Multiaddr,
 }
 
 pub fn facts() -> ModelFacts {
@@ -172,6 +175,7 @@ pub struct Shape {
     pub arena_bytes: u64,
     pub timeouts: Timeouts,
     pub limits: Limits,
+    pub compression: shared::config::Compression,
 }
 
 impl Default for Shape {
@@ -182,6 +186,7 @@ impl Default for Shape {
             arena_bytes: ARENA_BYTES,
             timeouts: timeouts(),
             limits: limits(),
+            compression: shared::config::Compression::None,
         }
     }
 }
@@ -200,6 +205,7 @@ impl Rig {
         let pool = Pool::new(span, KV_PAGES, shape.limits.attn_cache_tokens);
         let (draining, drained) = watch::channel(false);
         let (workers, broken) = Workers::new(memory);
+        let (server, inbound) = node(true, Vec::new()).await;
         let service = Arc::new(Service::new(ServiceParts {
             prefix: PREFIX.into(),
             facts: facts(),
@@ -208,9 +214,10 @@ impl Rig {
             workers: Arc::new(workers),
             kv: KvMemory::new(WaitQueue::new(pool), facts().kv_token_bytes() as u64),
             timeouts: shape.timeouts,
+            compression: shape.compression,
+            p2p: server.clone(),
             draining: drained,
         }));
-        let (server, inbound) = node(true, Vec::new()).await;
         let (_, serving) = watch::channel(Some(service.clone()));
         let router = Router {
             me: server.peer_id(),
@@ -224,7 +231,7 @@ impl Rig {
             .clone()
             .with_p2p(peer)
             .unwrap();
-        let (client, _) = node(false, vec![address]).await;
+        let (client, _) = node(false, vec![address.clone()]).await;
         let mut rig = Rig {
             service,
             client,
@@ -233,7 +240,8 @@ impl Rig {
             draining,
             broken,
             arena: segment,
-            _node: server,
+            node: server,
+            address,
         };
         for (index, span) in shape.spans.into_iter().enumerate() {
             rig.workers.push(Worker {
@@ -318,6 +326,11 @@ impl Rig {
             .await
             .unwrap();
         Client::of(stream)
+    }
+
+    /// One more peer, connected to the server.
+    pub async fn peer(&self) -> P2p {
+        node(false, vec![self.address.clone()]).await.0
     }
 
     pub async fn call(

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
+use shared::config::Compression;
 
 use crate::cli::values::{check_maddrs, seconds};
 
@@ -46,6 +47,10 @@ pub struct NetworkArgs {
     /// File of the private key, made if missing; it makes the PeerID stable
     #[arg(long, value_name = "FILE")]
     pub(super) identity_path: Option<PathBuf>,
+    /// How answers are compressed, and requests to this server: NONE, MEANSTD_16BIT, FLOAT16, QUANTILE_8BIT, UNIFORM_8BIT or
+    /// BLOCKWISE_8BIT
+    #[arg(long, value_name = "NAME", default_value = "NONE")]
+    pub(super) compression: Compression,
     /// Seconds to start listening and to reach a first peer
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     pub(super) daemon_startup_timeout: Duration,

@@ -48,9 +48,6 @@ pub struct UnusedArgs {
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case", next_help_heading = NOT_YET)]
 pub struct RefusedArgs {
-    /// Compression that the record asks for: NONE
-    #[arg(long, value_name = "NAME")]
-    compression: Option<String>,
     /// Devices that share each block
     #[arg(long, num_args = 1.., value_name = "DEVICE")]
     tensor_parallel_devices: Vec<String>,
@@ -77,17 +74,7 @@ pub fn notes(command: &Command, layered: &Layered) -> Vec<String> {
 
 impl RefusedArgs {
     pub fn check(&self) -> Result<(), String> {
-        let other = |value: &Option<String>, only: &str| {
-            value
-                .as_ref()
-                .is_some_and(|v| !v.eq_ignore_ascii_case(only))
-        };
         let given = [
-            (
-                "compression",
-                other(&self.compression, "none"),
-                "this version asks for no compression; give NONE",
-            ),
             (
                 "tensor_parallel_devices",
                 self.tensor_parallel_devices.len() > 1,

@@ -1,0 +1,30 @@
+// x = round(x + round(y)): the residual, and deep prompts (y shorter than x: the host names where in x it begins)
+//
+// f32 [len]; T is the dtype to which y and the sum are rounded. CPU reference: kernels/src/ops/add.rs.
+// Grid: 4 neighbours per thread; the fast form needs both addresses aligned to 16. Floor: 12 bytes an element.
+#include "common.cuh"
+
+template <class T> __device__ __forceinline__ void add(float* x, const float* y, uint64_t len) {
+    const uint64_t at = ((uint64_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
+    const bool aligned = ((reinterpret_cast<size_t>(x) | reinterpret_cast<size_t>(y)) & 15) == 0;
+    if (aligned && at + 4 <= len) {
+        float4 a = reinterpret_cast<const float4*>(x)[at / 4];
+        const float4 b = reinterpret_cast<const float4*>(y)[at / 4];
+        a.x = rounded<T>(a.x + rounded<T>(b.x));
+        a.y = rounded<T>(a.y + rounded<T>(b.y));
+        a.z = rounded<T>(a.z + rounded<T>(b.z));
+        a.w = rounded<T>(a.w + rounded<T>(b.w));
+        reinterpret_cast<float4*>(x)[at / 4] = a;
+    } else {
+        for (uint64_t i = at; i < len && i < at + 4; i++) x[i] = rounded<T>(x[i] + rounded<T>(y[i]));
+    }
+}
+
+#define ADD(T)                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(256)                                                                            \
+        add_##T(float* __restrict__ x /* [len] */, const float* __restrict__ y /* [len] */, uint64_t len) {                      \
+        add<T>(x, y, len);                                                                                                       \
+    }
+ADD(f32)
+ADD(bf16)
+ADD(f16)

@@ -1,0 +1,163 @@
+// What attention of few tokens (attention_few.cu) and of many (attention_many.cu) share: one warp, 16 queries, 64 keys, and the one order in
+// which keys enter a result.
+//
+// The order. Keys are taken in tiles of 64 whose positions begin at multiples of 64. A tile is computed by itself: its scores, their
+// maximum, exp(score - maximum) rounded to T, the sum of the unrounded ones, and their product with the values. Tiles then enter the result from first
+// to last by merge() below. A tile that a query does not see at all changes nothing, bit for bit. So the bits of a token's result do not depend on
+// what else is computed with it, nor on where a sequence was cut, nor on which of the two kernels took it.
+//
+// A query is a (token, head of the group) pair; those of one kv head share its keys, so 8 heads on one token fill half of the 16 rows of an mma.
+// Roundings: scores are rounded to T as the definition does; the weights are rounded before they are divided by their sum, not after.
+// Source: Dao, FlashAttention-2 (arXiv 2307.08691), with tiles that do not depend on each other.
+#pragma once
+#include "pages.cuh"
+#include "pairs.cuh"
+
+#define TILE_KEYS 64
+#define LOG2_E 1.44269504f
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+
+// Bytes of a key or value in shared memory: a piece of 16 more than its elements, so that 8 rows of an ldmatrix share no bank.
+template <int D> struct Pitch {
+    static constexpr uint32_t BYTES = D * 2 + 16;
+    static constexpr uint32_t TILE = TILE_KEYS * BYTES;
+};
+
+// Keys (half 0) or values (1) of positions first .. first + 64 of a row; zeros from `end` on, as a weight of zero must meet a number.
+template <int D, class T>
+__device__ __forceinline__ void copy_tile(unsigned char* to, const T* pages, const uint32_t* table, uint32_t kv_heads, uint32_t head, uint32_t half,
+                                          uint32_t first, uint32_t end, uint32_t thread, uint32_t threads) {
+    constexpr uint32_t PIECES = D / 8;
+    for (uint32_t i = thread; i < TILE_KEYS * PIECES; i += threads) {
+        const uint32_t key = i / PIECES, piece = i % PIECES, position = first + key;
+        const bool valid = position < end;
+        const T* from = pages;
+        if (valid) from += vector_at(table[position / PAGE_TOKENS], kv_heads, head, half, position, D) + piece * 8;
+        cp_async16(to + key * Pitch<D>::BYTES + piece * 16, from, valid);
+    }
+}
+
+// How scores become weights.
+struct Scoring {
+    float inverse_divisor;
+    float alibi_scale;   // 0: no bias
+    uint32_t window;     // positions that a query sees, its own included
+};
+
+// The 16 queries of a warp: this lane has parts of rows lane / 4 and lane / 4 + 8.
+template <int D> struct Queries {
+    uint32_t q[D / 16][4];
+    uint32_t first[2], last[2]; // positions that the two rows see; last < first: none
+    float slope[2];
+};
+
+// Loads one of the two rows. `from` is its query, or null: a row that is not there.
+template <int D, class T>
+__device__ __forceinline__ void load_query(Queries<D>& queries, int high, const float* from, uint32_t position, const Scoring& scoring, float slope) {
+    const uint32_t q = threadIdx.x % 4;
+    queries.first[high] = from ? (position + 1 > scoring.window ? position + 1 - scoring.window : 0) : 1;
+    queries.last[high] = from ? position : 0;
+    queries.slope[high] = slope;
+#pragma unroll
+    for (int i = 0; i < D / 16; i++) {
+        const float2 a = from ? *reinterpret_cast<const float2*>(from + i * 16 + q * 2) : make_float2(0.0f, 0.0f);
+        const float2 b = from ? *reinterpret_cast<const float2*>(from + i * 16 + q * 2 + 8) : make_float2(0.0f, 0.0f);
+        queries.q[i][high] = pack<T>(a.x, a.y);
+        queries.q[i][high + 2] = pack<T>(b.x, b.y);
+    }
+}
+
+// What a tile makes of the queries: weights as fragments, and maximum and sum of the two rows (the same in all lanes of a quad).
+struct Weights {
+    uint32_t p[TILE_KEYS / 16][4];
+    float top[2], sum[2];
+};
+
+
+template <int D, class T>
+__device__ __forceinline__ void weigh(Weights& weights, const Queries<D>& queries, const unsigned char* keys, uint32_t first, const Scoring& scoring) {
+    const uint32_t lane = threadIdx.x % 32;
+    float s[8][4];
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[n][i] = s[n + 1][i] = 0.0f;
+        const unsigned char* row = keys + (n * 8 + lane % 8 + lane / 16 * 8) * Pitch<D>::BYTES + lane / 8 % 2 * 16;
+#pragma unroll
+        for (int i = 0; i < D / 16; i++) {
+            uint32_t b[4];
+            ldsm4(b, row + i * 32);
+            mma<T>(s[n], queries.q[i], b[0], b[1]);
+            mma<T>(s[n + 1], queries.q[i], b[2], b[3]);
+        }
+    }
+    weights.top[0] = weights.top[1] = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint32_t position = first + n * 8 + lane % 4 * 2 + i % 2;
+            const int high = i / 2;
+            float score;
+            if (scoring.alibi_scale != 0.0f) {
+                const float bias = __fmul_rn(scoring.alibi_scale, rounded<T>(__fmul_rn(queries.slope[high], (float)position)));
+                score = rounded<T>(__fadd_rn(__fmul_rn(s[n][i], scoring.inverse_divisor), bias));
+            } else {
+                score = rounded<T>(__fmul_rn(rounded<T>(s[n][i]), scoring.inverse_divisor));
+            }
+            s[n][i] = position >= queries.first[high] && position <= queries.last[high] ? score : -INFINITY;
+            weights.top[high] = fmaxf(weights.top[high], s[n][i]);
+        }
+    float base[2];
+#pragma unroll
+    for (int high = 0; high < 2; high++) {
+        weights.top[high] = fmaxf(weights.top[high], __shfl_xor_sync(~0u, weights.top[high], 1));
+        weights.top[high] = fmaxf(weights.top[high], __shfl_xor_sync(~0u, weights.top[high], 2));
+        base[high] = weights.top[high] == -INFINITY ? 0.0f : weights.top[high];
+        weights.sum[high] = 0.0f;
+    }
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            s[n][i] = exp2f(__fmul_rn(__fsub_rn(s[n][i], base[i / 2]), LOG2_E));
+            weights.sum[i / 2] = __fadd_rn(weights.sum[i / 2], s[n][i]);
+        }
+        weights.p[n / 2][n % 2 * 2] = pack<T>(s[n][0], s[n][1]);
+        weights.p[n / 2][n % 2 * 2 + 1] = pack<T>(s[n][2], s[n][3]);
+    }
+#pragma unroll
+    for (int high = 0; high < 2; high++) {
+        weights.sum[high] = __fadd_rn(weights.sum[high], __shfl_xor_sync(~0u, weights.sum[high], 1));
+        weights.sum[high] = __fadd_rn(weights.sum[high], __shfl_xor_sync(~0u, weights.sum[high], 2));
+    }
+}
+
+// Product of the weights and 16 dimensions of the values, from dimension 16 `piece` on: `o[0]` the first 8, `o[1]` the others, as fragments.
+template <int D, class T>
+__device__ __forceinline__ void apply(float (&o)[2][4], const Weights& weights, const unsigned char* values, int piece) {
+    const uint32_t lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 4; i++) o[0][i] = o[1][i] = 0.0f;
+    const unsigned char* row = values + (lane % 8 + lane / 8 % 2 * 8) * Pitch<D>::BYTES + lane / 16 * 16 + piece * 32;
+#pragma unroll
+    for (int j = 0; j < TILE_KEYS / 16; j++) {
+        uint32_t b[4];
+        ldsm4_t(b, row + j * 16 * Pitch<D>::BYTES);
+        mma<T>(o[0], weights.p[j], b[0], b[1]);
+        mma<T>(o[1], weights.p[j], b[2], b[3]);
+    }
+}
+
+// How much of the result so far and of a new tile goes into the result; `top` becomes that of both.
+__device__ __forceinline__ void merge(float& top, float new_top, float& old_share, float& new_share) {
+    const float both = fmaxf(top, new_top), base = both == -INFINITY ? 0.0f : both;
+    old_share = exp2f(__fmul_rn(__fsub_rn(top, base), LOG2_E));
+    new_share = exp2f(__fmul_rn(__fsub_rn(new_top, base), LOG2_E));
+    top = both;
+}
+__device__ __forceinline__ float merged(float old_value, float old_share, float new_value, float new_share) {
+    return __fmaf_rn(old_value, old_share, __fmul_rn(new_value, new_share));
+}

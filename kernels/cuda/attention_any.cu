@@ -1,0 +1,89 @@
+// out = softmax(q K^T) V for every head dimension up to 256 and every dtype: f32 caches, and sizes that the tensor-core kernels do not take.
+//
+// q f32 [tokens, heads, head_dim]; pages as in pages.cuh; out f32 [tokens, heads, head_dim]. CPU reference: kernels/src/ops/attention.rs, whose
+// roundings this kernel has one by one: it goes over the keys three times, for the maximum, the sum, and the weights divided by it.
+// Grid: heads x tokens, CTA 4 warps. Warp w takes tiles of 32 keys 4 i + w, a key per lane; the sums of lanes, then of warps are added in a fixed
+// order, so the bits are a function of the token and its cache alone. q is in shared memory, and so are the results of the warps.
+// Floor: keys three times, values once. Not for hot shapes.
+#include "pages.cuh"
+
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+#define WARPS 4
+
+// Score of a key, which every pass computes anew, and always the same.
+template <class T> struct Scores {
+    const float* q; // shared memory
+    const T* pages;
+    const uint32_t* table;
+    uint32_t kv_heads, kv_head, head_dim;
+    float divisor, alibi_scale, slope;
+
+    __device__ __forceinline__ float operator()(uint32_t position) const {
+        const T* key = pages + vector_at(table[position / PAGE_TOKENS], kv_heads, kv_head, 0, position, head_dim);
+        float dot = 0.0f;
+        for (uint32_t i = 0; i < head_dim; i++) dot = __fmaf_rn(q[i], widen(key[i]), dot);
+        if (alibi_scale == 0.0f) return rounded<T>(__fdiv_rn(rounded<T>(dot), divisor));
+        const float bias = __fmul_rn(alibi_scale, rounded<T>(__fmul_rn(slope, (float)position)));
+        return rounded<T>(__fadd_rn(__fdiv_rn(dot, divisor), bias));
+    }
+};
+
+template <class T>
+__device__ __forceinline__ void attention_any(const float* q, const T* pages, const uint32_t* words, const float* slopes, float* out, uint32_t kv_heads,
+                                              uint32_t group, uint32_t head_dim, float divisor, float alibi_scale, uint32_t window) {
+    SMEM_DYN(shared); // q, then 32 + 32 floats, then a result per warp
+    float *query = reinterpret_cast<float*>(shared), *scratch = query + head_dim, *results = scratch + 64;
+    const Batch batch = batch_of(words);
+    const uint32_t head = blockIdx.x, token = blockIdx.y, heads = kv_heads * group, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const uint32_t position = batch.token_position[token], first = position + 1 > window ? position + 1 - window : 0;
+    const size_t place = ((size_t)token * heads + head) * head_dim;
+    for (uint32_t i = threadIdx.x; i < head_dim; i += blockDim.x) query[i] = q[place + i];
+    __syncthreads();
+    const Scores<T> score = {query, pages, batch.pages + batch.row_table[batch.token_row[token]], kv_heads, head / group, head_dim,
+                             divisor, alibi_scale, alibi_scale == 0.0f ? 0.0f : slopes[head]};
+    float top = -INFINITY;
+    for (uint32_t p = first + threadIdx.x; p <= position; p += blockDim.x) top = fmaxf(top, score(p));
+    top = warp_max(top);
+    if (lane == 0) scratch[warp] = top;
+    __syncthreads();
+    top = warp_max(lane < WARPS ? scratch[lane] : -INFINITY);
+    float sum = 0.0f;
+    for (uint32_t p = first + threadIdx.x; p <= position; p += blockDim.x) sum += expf(score(p) - top);
+    sum = cta_sum(sum, scratch + 32);
+
+    // Dimension lane + 32 j of this warp's share of the keys.
+    float o[8] = {};
+    for (uint32_t tile = first + warp * 32; tile <= position; tile += WARPS * 32) {
+        const float own = tile + lane <= position ? rounded<T>(__fdiv_rn(expf(score(tile + lane) - top), sum)) : 0.0f;
+        const uint32_t count = min(position + 1 - tile, 32u);
+        for (uint32_t k = 0; k < count; k++) {
+            const float weight = __shfl_sync(~0u, own, k);
+            const T* value = pages + vector_at(score.table[(tile + k) / PAGE_TOKENS], kv_heads, score.kv_head, 1, tile + k, head_dim);
+#pragma unroll
+            for (uint32_t j = 0; j < 8; j++)
+                if (lane + 32 * j < head_dim) o[j] = __fmaf_rn(weight, widen(value[lane + 32 * j]), o[j]);
+        }
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < 8; j++)
+        if (lane + 32 * j < head_dim) results[warp * head_dim + lane + 32 * j] = o[j];
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < head_dim; i += blockDim.x) {
+        float total = results[i];
+        for (uint32_t w = 1; w < WARPS; w++) total += results[w * head_dim + i];
+        out[place + i] = total;
+    }
+}
+
+#define ATTENTION_ANY(T)                                                                                                             \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_any_##T(                                                      \
+        const float* __restrict__ q /* [tokens, heads, head_dim] */, const T* __restrict__ pages, const uint32_t* __restrict__ batch, \
+        const float* __restrict__ slopes /* [heads] or null */, float* __restrict__ out /* as q */, uint32_t kv_heads, uint32_t group, \
+        uint32_t head_dim, float divisor, float alibi_scale, uint32_t window) {                                                      \
+        attention_any<T>(q, pages, batch, slopes, out, kv_heads, group, head_dim, divisor, alibi_scale, window);                     \
+    }
+ATTENTION_ANY(f32)
+ATTENTION_ANY(bf16)
+ATTENTION_ANY(f16)

@@ -1,0 +1,289 @@
+//! Launches `linear_few.cu`, `linear_many.cu` and `linear_any.cu`.
+
+use shared::config::QuantType;
+use shared::dtype::DType;
+
+use crate::cuda::gpu::ctas;
+use crate::cuda::matrix::Parts;
+use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Matrix, Params};
+use crate::ops::{Linear, MatrixShape, OpError, check_len};
+use crate::tuning;
+
+/// Matrices that one launch multiplies with the same input.
+pub(crate) const MAX_PRODUCTS: usize = 3;
+
+/// One of several products of the same input.
+#[derive(Debug)]
+pub(crate) struct Product<'a, G: Gpu> {
+    /// Matrix `[outputs, inputs]`.
+    pub weight: &'a Matrix<G>,
+    /// Added to every row, `[outputs]`.
+    pub bias: Option<&'a Floats>,
+    /// Output `[rows, outputs]`.
+    pub out: &'a mut Floats,
+}
+
+pub(crate) fn launch<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    args: Linear<'_, Floats, Matrix<G>>,
+) -> Result<(), OpError> {
+    let mut product = Product {
+        weight: &args.weight,
+        bias: args.bias,
+        out: args.out,
+    };
+    launch_products(cuda, args.x, args.rows, std::slice::from_mut(&mut product))
+}
+
+/// Up to [`MAX_PRODUCTS`] products of `x` `[rows, inputs]`, each with the bits that it has alone. Matrices of one format, dtype and number of
+/// inputs share a launch.
+pub(crate) fn launch_products<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    x: &Floats,
+    rows: usize,
+    products: &mut [Product<'_, G>],
+) -> Result<(), OpError> {
+    for product in products.iter() {
+        let (outputs, inputs) = (product.weight.outputs(), product.weight.inputs());
+        check_len("linear", "x", x.len(), rows, inputs)?;
+        check_len("linear", "out", product.out.len(), rows, outputs)?;
+        let bias = product.bias.map_or(outputs, Floats::len);
+        check_len("linear", "bias", bias, 1, outputs)?;
+    }
+    let Some(first) = products.first().map(|product| product.weight.clone()) else {
+        return Ok(());
+    };
+    if rows == 0 {
+        return Ok(());
+    }
+    let is_alike = |other: &Matrix<G>| {
+        let kind = |m: &Matrix<G>| (m.quant(), m.dtype(), m.inputs());
+        kind(other) == kind(&first)
+    };
+    let together =
+        products.len() <= MAX_PRODUCTS && products.iter().all(|product| is_alike(product.weight));
+    let is_tiled = tuning::cuda_linear_is_tiled(first.dtype(), first.inputs());
+    if !together || !is_tiled {
+        if let [product] = products {
+            return any(cuda, x, rows, product);
+        }
+        return products
+            .iter_mut()
+            .try_for_each(|product| launch_products(cuda, x, rows, std::slice::from_mut(product)));
+    }
+    if rows <= tuning::CUDA_LINEAR_FEW_ROWS {
+        few(cuda, x, rows, &first, products)
+    } else {
+        many(cuda, x, rows, &first, products)
+    }
+}
+
+/// Where the bytes of a matrix begin.
+pub(super) fn bytes_of<G: Gpu>(matrix: &Matrix<G>) -> Address {
+    match matrix.parts() {
+        Parts::Plain { values } => values,
+        Parts::Int8 { codes, .. } | Parts::Nf4 { codes, .. } => codes,
+    }
+}
+
+/// The variant of a kernel for a format and a dtype: `[plain, int8, nf4]` of `[f32, bf16, f16]`.
+pub(super) fn by_format<G: Gpu>(names: [[&'static str; 3]; 3], matrix: &Matrix<G>) -> &'static str {
+    let names = match matrix.quant() {
+        QuantType::None => names[0],
+        QuantType::Int8 => names[1],
+        QuantType::Nf4 => names[2],
+    };
+    super::by_dtype(names, matrix.dtype())
+}
+
+fn any<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    x: &Floats,
+    rows: usize,
+    product: &mut Product<'_, G>,
+) -> Result<(), OpError> {
+    let weight = product.weight;
+    let launch = Launch {
+        kernel: by_format(ANY, weight),
+        grid: [
+            ctas(weight.outputs().div_ceil(8)),
+            ctas(rows.div_ceil(8)),
+            1,
+        ],
+        cta: [256, 1, 1],
+        shared_bytes: 0,
+        params: Params::new()
+            .address(bytes_of(weight))
+            .read(x)
+            .read_optional(product.bias)
+            .write(product.out)
+            .count(weight.outputs())
+            .count(weight.inputs())
+            .count(rows),
+    };
+    // SAFETY: `launch_products` has made sure of `rows` rows of inputs and outputs, and a matrix has the bytes of its shape.
+    unsafe { cuda.launch(launch) }
+}
+
+/// The parameters of `LINEAR_PARTS` in `linear.cuh`; products that are not there have no outputs.
+fn parts<G: Gpu>(products: &mut [Product<'_, G>]) -> Params {
+    let mut params = Params::new();
+    for product in products.iter_mut() {
+        params = params
+            .address(bytes_of(product.weight))
+            .read_optional(product.bias)
+            .write(product.out)
+            .count(product.weight.outputs());
+    }
+    for _ in products.len()..MAX_PRODUCTS {
+        let nowhere = Address(0);
+        params = params
+            .address(nowhere)
+            .address(nowhere)
+            .address(nowhere)
+            .count(0);
+    }
+    params
+}
+
+fn tiles<G: Gpu>(products: &[Product<'_, G>], outputs: usize) -> usize {
+    let of = |product: &Product<'_, G>| product.weight.outputs().div_ceil(outputs);
+    products.iter().map(of).sum()
+}
+
+fn few<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    x: &Floats,
+    rows: usize,
+    like: &Matrix<G>,
+    products: &mut [Product<'_, G>],
+) -> Result<(), OpError> {
+    let device = cuda.gpu().properties();
+    let outputs = products.iter().map(|p| p.weight.outputs()).sum();
+    let table_bytes = match like.quant() {
+        QuantType::Nf4 => (32 << 10) + 1024,
+        QuantType::None | QuantType::Int8 => 0,
+    };
+    let sizes = tuning::cuda_linear_few(
+        outputs,
+        rows,
+        table_bytes,
+        device.multiprocessors as usize,
+        device.shared_bytes as usize,
+    );
+    let launch = Launch {
+        kernel: few_kernel(like, sizes),
+        grid: [ctas(tiles(products, 16 * sizes.m)), 1, 1],
+        cta: [256, 1, 1],
+        shared_bytes: ctas(sizes.shared_bytes),
+        params: parts(products)
+            .read(x)
+            .count(like.inputs())
+            .count(rows)
+            .count(sizes.stages),
+    };
+    // SAFETY: as in `any`; the matrices begin at multiples of 256 and their rows are whole blocks.
+    unsafe { cuda.launch(launch) }
+}
+
+fn few_kernel<G: Gpu>(like: &Matrix<G>, sizes: tuning::CudaLinearFew) -> &'static str {
+    let format = match like.quant() {
+        QuantType::None => 0,
+        QuantType::Int8 => 1,
+        QuantType::Nf4 => 2,
+    };
+    let dtype = if like.dtype() == DType::F16 { 1 } else { 0 };
+    let m = if sizes.m == 2 { 1 } else { 0 };
+    let n = match sizes.n {
+        1 => 0,
+        2 => 1,
+        _ => 2,
+    };
+    FEW[format][dtype][m][n]
+}
+
+fn many<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    x: &Floats,
+    rows: usize,
+    like: &Matrix<G>,
+    products: &mut [Product<'_, G>],
+) -> Result<(), OpError> {
+    let len = rows.saturating_mul(like.inputs());
+    let rounded = cuda.scratch(len.saturating_mul(2))?;
+    let (convert, is_f16) = match like.dtype() {
+        DType::F16 => ("convert_f32_f16", true),
+        DType::F32 | DType::Bf16 => ("convert_f32_bf16", false),
+    };
+    super::convert::launch(cuda, convert, x.address(), rounded.address(), len)?;
+    let (names, block_bytes, table_bytes) = match like.quant() {
+        QuantType::None => (["linear_many_plain_bf16", "linear_many_plain_f16"], 128, 0),
+        QuantType::Int8 => (["linear_many_int8_bf16", "linear_many_int8_f16"], 64, 0),
+        QuantType::Nf4 => (
+            ["linear_many_nf4_bf16", "linear_many_nf4_f16"],
+            32,
+            (32 << 10) + 2048,
+        ),
+    };
+    let launch = Launch {
+        kernel: names[usize::from(is_f16)],
+        grid: [ctas(rows.div_ceil(128)), ctas(tiles(products, 128)), 1],
+        cta: [256, 1, 1],
+        shared_bytes: table_bytes + 3 * 128 * (block_bytes + 128),
+        params: parts(products)
+            .address(rounded.address())
+            .count(like.inputs())
+            .count(rows),
+    };
+    // SAFETY: as in `few`; `rounded` holds `rows` rows of 16-bit numbers.
+    unsafe { cuda.launch(launch) }
+}
+
+const ANY: [[&str; 3]; 3] = [
+    [
+        "linear_any_plain_f32",
+        "linear_any_plain_bf16",
+        "linear_any_plain_f16",
+    ],
+    [
+        "linear_any_int8_f32",
+        "linear_any_int8_bf16",
+        "linear_any_int8_f16",
+    ],
+    [
+        "linear_any_nf4_f32",
+        "linear_any_nf4_bf16",
+        "linear_any_nf4_f16",
+    ],
+];
+
+/// By format, dtype, tiles of outputs and tiles of rows.
+const FEW: [[[[&str; 3]; 2]; 2]; 3] = {
+    macro_rules! sizes {
+        ($name:literal) => {
+            [
+                [
+                    concat!($name, "_m1n1"),
+                    concat!($name, "_m1n2"),
+                    concat!($name, "_m1n4"),
+                ],
+                [
+                    concat!($name, "_m2n1"),
+                    concat!($name, "_m2n2"),
+                    concat!($name, "_m2n4"),
+                ],
+            ]
+        };
+    }
+    [
+        [
+            sizes!("linear_few_plain_bf16"),
+            sizes!("linear_few_plain_f16"),
+        ],
+        [
+            sizes!("linear_few_int8_bf16"),
+            sizes!("linear_few_int8_f16"),
+        ],
+        [sizes!("linear_few_nf4_bf16"), sizes!("linear_few_nf4_f16")],
+    ]
+};

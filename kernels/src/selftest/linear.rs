@@ -1,0 +1,240 @@
+//! Cases of matrix products and of their gradient.
+
+use shared::config::QuantType;
+use shared::dtype::DType;
+
+use super::{Bench, Extent, Failure, noise, test_on_devices};
+use crate::cuda::ops::linear::{Product, launch, launch_products};
+use crate::cuda::ops::linear_grad;
+use crate::cuda::{Buffer, Cuda, Gpu, Matrix};
+use crate::ops::{Linear, LinearGrad, convert, gradient, linear};
+use crate::quant::{int8, nf4};
+use crate::tensor::WeightView;
+
+/// (inputs, outputs): one, odd, a block, off a tile, off a segment, and those of served models with few outputs.
+const SHAPES: [(usize, usize, Extent); 9] = [
+    (1, 1, Extent::Small),
+    (50, 9, Extent::Small),
+    (64, 16, Extent::Small),
+    (320, 37, Extent::Small),
+    (1000, 20, Extent::Middle),
+    (2112, 130, Extent::Middle),
+    (4544, 33, Extent::Middle),
+    (8192, 48, Extent::Middle),
+    (8192, 28672, Extent::Full),
+];
+const FORMATS: [(QuantType, &str); 3] = [
+    (QuantType::None, "plain"),
+    (QuantType::Int8, "int8"),
+    (QuantType::Nf4, "nf4"),
+];
+const DTYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
+
+pub(super) fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize, Failure> {
+    let mut bench = Bench::new(cuda);
+    for (inputs, outputs, _) in SHAPES.into_iter().filter(|(_, _, at)| *at <= extent) {
+        for (quant, name) in FORMATS {
+            for dtype in DTYPES {
+                bench.begin(format!("{name} {dtype} [{outputs}, {inputs}]"));
+                let bytes = stored(quant, dtype, inputs, outputs);
+                let view = view(quant, dtype, (inputs, outputs), &bytes);
+                product(&mut bench, view, rows_of(extent, inputs * outputs))?;
+            }
+        }
+    }
+    for (quant, name) in FORMATS {
+        bench.begin(format!("{name} three products of one input"));
+        together(&mut bench, quant)?;
+    }
+    Ok(bench.cases)
+}
+
+pub(super) fn check_grad<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize, Failure> {
+    let mut bench = Bench::new(cuda);
+    for (inputs, outputs, _) in SHAPES.into_iter().filter(|(_, _, at)| *at <= extent) {
+        for (quant, name) in FORMATS {
+            for dtype in DTYPES {
+                bench.begin(format!("{name} {dtype} [{outputs}, {inputs}]"));
+                let bytes = stored(quant, dtype, inputs, outputs);
+                let view = view(quant, dtype, (inputs, outputs), &bytes);
+                gradient(&mut bench, view, rows_of(extent, inputs * outputs).min(35))?;
+            }
+        }
+    }
+    Ok(bench.cases)
+}
+
+/// Rows of a case: past a tile of few rows, and past one of many where a matrix is small.
+fn rows_of(extent: Extent, weights: usize) -> usize {
+    match extent {
+        Extent::Small => 35,
+        Extent::Middle if weights > 100_000 => 35,
+        Extent::Full if weights > 10_000_000 => 35,
+        _ => 131,
+    }
+}
+
+pub(super) fn stored(quant: QuantType, dtype: DType, inputs: usize, outputs: usize) -> Vec<u8> {
+    let values = noise(1, inputs * outputs);
+    match quant {
+        QuantType::Int8 => int8::encode(&values, inputs),
+        QuantType::Nf4 => nf4::encode(&values),
+        QuantType::None => {
+            let mut bytes = vec![0; values.len() * dtype.size_bytes()];
+            convert::from_f32(dtype, &values, &mut bytes);
+            bytes
+        }
+    }
+}
+
+pub(super) fn view(
+    quant: QuantType,
+    dtype: DType,
+    (inputs, outputs): (usize, usize),
+    bytes: &[u8],
+) -> WeightView<'_> {
+    WeightView::quantized(quant, dtype, outputs, inputs, bytes).expect("made for this shape")
+}
+
+/// Few bits of the sum, and of NF4 the rounding of each weight, which goes another way on the device.
+fn tolerance(weight: &WeightView<'_>) -> f32 {
+    let is_nf4 = matches!(weight.format(), crate::tensor::Format::Nf4(_));
+    match (is_nf4, weight.dtype()) {
+        (true, DType::Bf16) => 4e-3,
+        (true, DType::F16) => 5e-4,
+        _ => 2e-5,
+    }
+}
+
+fn product<G: Gpu>(
+    bench: &mut Bench<'_, G>,
+    weight: WeightView<'_>,
+    rows: usize,
+) -> Result<(), Failure> {
+    let (inputs, outputs) = (weight.inputs(), weight.outputs());
+    let (x, bias) = (noise(3, rows * inputs), noise(2, outputs));
+    let mut wanted = vec![f32::NAN; rows * outputs];
+    let args = Linear {
+        x: &x[..],
+        weight,
+        bias: Some(&bias[..]),
+        out: &mut wanted[..],
+        rows,
+    };
+    bench.op(linear::reference(args))?;
+    let matrix = bench.cuda.matrix(weight);
+    let matrix = bench.op(matrix)?;
+    let bias = bench.input(&bias)?;
+    let all = run(bench, &matrix, &x, Some(&bias), rows)?;
+    bench.close(&all, &wanted, tolerance(&weight))?;
+    // Any other number of rows, down to one: the same bits.
+    for few in [1, 3, 8, 11, 20, 32] {
+        let x = &x[(rows - few) * inputs..];
+        let got = run(bench, &matrix, x, Some(&bias), few)?;
+        bench.same(&got, &all[(rows - few) * outputs..])?;
+    }
+    Ok(())
+}
+
+fn run<G: Gpu>(
+    bench: &mut Bench<'_, G>,
+    matrix: &Matrix<G>,
+    x: &[f32],
+    bias: Option<&Buffer<G>>,
+    rows: usize,
+) -> Result<Vec<f32>, Failure> {
+    let outputs = crate::ops::MatrixShape::outputs(matrix);
+    let x = bench.input(x)?;
+    let mut out = bench.output(rows * outputs)?;
+    let args = Linear {
+        x: &*x,
+        weight: matrix.clone(),
+        bias: bias.map(|bias| &**bias),
+        out: &mut *out,
+        rows,
+    };
+    let done = launch(bench.cuda, args);
+    bench.op(done)?;
+    bench.take(&out, rows * outputs)
+}
+
+fn together<G: Gpu>(bench: &mut Bench<'_, G>, quant: QuantType) -> Result<(), Failure> {
+    const INPUTS: usize = 320;
+    let sizes = [70, 9, 33];
+    for rows in [2, 40] {
+        let x = noise(5, rows * INPUTS);
+        let mut matrices = Vec::new();
+        let mut alone = Vec::new();
+        for outputs in sizes {
+            let bytes = stored(quant, DType::Bf16, INPUTS, outputs);
+            let matrix = bench
+                .cuda
+                .matrix(view(quant, DType::Bf16, (INPUTS, outputs), &bytes));
+            let matrix = bench.op(matrix)?;
+            alone.push(run(bench, &matrix, &x, None, rows)?);
+            matrices.push((matrix, bench.output(rows * outputs)?));
+        }
+        let x = bench.input(&x)?;
+        let mut products: Vec<_> = matrices
+            .iter_mut()
+            .map(|(weight, out)| Product {
+                weight,
+                bias: None,
+                out,
+            })
+            .collect();
+        let done = launch_products(bench.cuda, &x, rows, &mut products);
+        bench.op(done)?;
+        for ((_, out), alone) in matrices.iter().zip(&alone) {
+            let got = bench.take(out, alone.len())?;
+            bench.same(&got, alone)?;
+        }
+    }
+    Ok(())
+}
+
+fn gradient<G: Gpu>(
+    bench: &mut Bench<'_, G>,
+    weight: WeightView<'_>,
+    rows: usize,
+) -> Result<(), Failure> {
+    let (inputs, outputs) = (weight.inputs(), weight.outputs());
+    let grad = noise(4, rows * outputs);
+    let mut wanted = vec![f32::NAN; rows * inputs];
+    let args = LinearGrad {
+        grad: &grad[..],
+        weight,
+        out: &mut wanted[..],
+        rows,
+    };
+    bench.op(gradient::reference_linear(args))?;
+    let matrix = bench.cuda.matrix(weight);
+    let matrix = bench.op(matrix)?;
+    let run = |bench: &mut Bench<'_, G>, grad: &[f32], rows| {
+        let grad = bench.input(grad)?;
+        let mut out = bench.output(rows * inputs)?;
+        let args = LinearGrad {
+            grad: &*grad,
+            weight: matrix.clone(),
+            out: &mut *out,
+            rows,
+        };
+        let done = linear_grad::launch(bench.cuda, args);
+        bench.op(done)?;
+        bench.take(&out, rows * inputs)
+    };
+    let got = run(bench, &grad, rows)?;
+    bench.close(&got, &wanted, 2e-6)?;
+    let last = run(bench, &grad[(rows - 1) * outputs..], 1)?;
+    bench.same(&last, &got[(rows - 1) * inputs..])
+}
+
+test_on_devices!(super::check);
+
+#[cfg(all(test, feature = "emu"))]
+mod emulated_grad {
+    #[test]
+    fn equals_its_reference_on_the_emulator() {
+        crate::selftest::assert_emulated(super::check_grad);
+    }
+}

@@ -1,0 +1,183 @@
+//! Peers that take too much, send without end, or take nothing: each is bounded, told, and counted, and others are served.
+
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::Duration;
+
+use prost::Message;
+use shared::shm::board::Trouble;
+
+use super::rig::*;
+use crate::p2p::CallError;
+use crate::rpc::{Timeouts, names};
+use crate::wire::messages::*;
+use crate::wire::metadata::encode_batch_metadata;
+use crate::wire::msgpack::Value;
+use crate::wire::tensor::{WireDtype, dummy_tensor};
+
+fn forward(tokens: usize) -> ExpertRequest {
+    ExpertRequest {
+        uid: uids(0..BLOCKS),
+        tensors: vec![hidden(1, &vec![0.0; tokens]), dummy_tensor(WireDtype::F32)],
+        metadata: encode_batch_metadata(None, 2).into(),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_peer_with_many_large_requests_does_not_hold_up_another() {
+    const FLOOD: usize = 24;
+    let rig = Rig::new().await;
+    let quiet = rig.peer().await;
+    rig.memory().orders.paused.store(true, SeqCst);
+    let ask = |node: crate::p2p::P2p, tokens| {
+        let server = rig.server;
+        tokio::spawn(async move {
+            let bytes = forward(tokens).encode_to_vec().into();
+            node.call_unary(server, names::FORWARD, bytes, DEADLINE)
+                .await
+        })
+    };
+    let flood: Vec<_> = (0..FLOOD).map(|_| ask(rig.client.clone(), 300)).collect();
+    until(|| rig.service.turns.waiting() == FLOOD - 4).await;
+    let other = ask(quiet, 200);
+    until(|| rig.service.turns.waiting() == FLOOD - 3).await;
+    rig.memory().orders.paused.store(false, SeqCst);
+    other.await.unwrap().unwrap();
+    for request in flood {
+        request.await.unwrap().unwrap();
+    }
+    let jobs = rig.memory().jobs.lock().unwrap();
+    let place = jobs.iter().position(|job| job.tokens == 200).unwrap();
+    // The four that were with the worker, and at most one that takes the first free turn.
+    assert!(place <= 5, "served as number {place} of {}", jobs.len());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stream_of_parts_without_end_is_cut_off() {
+    let rig = Rig::new().await;
+    let open = rig
+        .client
+        .open_stream(rig.server, names::FORWARD_STREAM, DEADLINE);
+    let mut stream = open.await.unwrap();
+    let first = ExpertRequest {
+        tensors: vec![Tensor {
+            dtype: "float32".into(),
+            size: vec![1, 1, HIDDEN as u32],
+            ..Tensor::default()
+        }],
+        ..forward(1)
+    };
+    stream.send(first.encode_to_vec().into()).await.unwrap();
+    let next = ExpertRequest {
+        tensors: vec![Tensor::default()],
+        ..forward(1)
+    };
+    // The server stops reading at some point, so that not all of it can be sent.
+    for _ in 0..100 {
+        if stream.send(next.encode_to_vec().into()).await.is_err() {
+            break;
+        }
+    }
+    match stream.recv().await {
+        Err(CallError::Remote(text)) => assert!(text.contains("limit of 18 parts"), "{text}"),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(rig.service.troubles.of(Trouble::TooLarge), 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn metadata_of_wrong_depth_size_or_kind_is_refused() {
+    let rig = Rig::new().await;
+    let nested = (0..200).fold(Value::Nil, |inner, _| Value::List(vec![inner]));
+    let map = |value| Value::Map(vec![(Value::str("max_length"), value)]).encode();
+    let cases = [
+        (map(nested), "metadata"),
+        (map(Value::str("9")), "must contain int max_length, got '9'"),
+        (
+            map(Value::Float(9.0)),
+            "must contain int max_length, got 9.0",
+        ),
+        (Value::Int(7).encode(), "must be a map"),
+        (vec![0xdf, 0xff, 0xff, 0xff, 0xff], "metadata"),
+        (vec![0xc6, 0xff, 0xff, 0xff, 0xff], "metadata"),
+    ];
+    let count = cases.len() as u64;
+    for (metadata, words) in cases {
+        let mut session = rig.session().await;
+        let message = session.message(hidden(1, &[1.0]), None, None, None);
+        let message = ExpertRequest {
+            metadata: metadata.into(),
+            ..message
+        };
+        let text = session.ask(&message).await.unwrap_err();
+        assert!(text.contains(words), "{text}");
+    }
+    until(|| rig.service.open_sessions() == 0).await;
+    assert_eq!(rig.service.troubles.of(Trouble::Malformed), count);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_peer_that_stops_reading_loses_its_session_and_nobody_else() {
+    let shape = Shape {
+        timeouts: Timeouts {
+            request: DEADLINE,
+            session: Duration::from_secs(2),
+            step: DEADLINE,
+            max_alloc: DEADLINE,
+        },
+        ..Shape::default()
+    };
+    let rig = Rig::shaped(shape).await;
+    let deaf = rig.peer().await;
+    let stream = deaf.open_stream(rig.server, names::INFERENCE, DEADLINE);
+    let mut session = Client::of(stream.await.unwrap());
+    let states = || hidden(1, &[1.0; 500]);
+    let first = session.message(states(), Some(600), Some(0), None);
+    session.send(&first).await;
+    let flood = async {
+        loop {
+            let step = session.message(states(), None, Some(0), None);
+            let bytes = step.encode_to_vec().into();
+            if session.stream.send(bytes).await.is_err() {
+                return;
+            }
+        }
+    };
+    // Both directions fill up: the server cannot answer, so that it reads no more.
+    assert!(
+        tokio::time::timeout(Duration::from_secs(1), flood)
+            .await
+            .is_err(),
+        "the stream stays open while nothing is read"
+    );
+    let mut calm = rig.session().await;
+    calm.open(hidden(1, &[1.0]), 30).await.unwrap();
+    calm.close().await;
+    until(|| rig.service.open_sessions() == 0).await;
+    until(|| rig.service.kv.figures().tokens_available == 65536).await;
+    assert_eq!(rig.service.workers.arena().slots_in_use(), 0);
+    assert_eq!(rig.service.troubles.of(Trouble::TimedOut), 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn trouble_is_counted_by_kind() {
+    let rig = Rig::new().await;
+    let open = async |states: Tensor, length: u32| {
+        let mut session = rig.session().await;
+        session.open(states, length).await.map(|_| session)
+    };
+    let of = |kind| rig.service.troubles.of(kind);
+    let holder = open(hidden(2, &[1.0, 1.0]), 8000).await.ok().unwrap();
+    assert!(open(hidden(1, &[1.0]), 8000).await.is_err());
+    assert_eq!(of(Trouble::NoMemory), 1);
+    assert!(open(hidden(1, &[1.0]), 9000).await.is_err());
+    assert_eq!(of(Trouble::TooLarge), 1);
+    let strange = ExpertRequest {
+        uid: uids(0..BLOCKS + 1),
+        ..forward(1)
+    };
+    rig.call(names::FORWARD, strange).await.unwrap_err();
+    assert_eq!(of(Trouble::NotServed), 1);
+    drop(holder);
+    until(|| of(Trouble::Abandoned) == 1).await;
+    assert_eq!(rig.service.troubles.counts().iter().sum::<u64>(), 4);
+}
