@@ -185,6 +185,36 @@ fn phase_of_worker(status: &serde_json::Value) -> Option<String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_netd_killed_during_a_prefill_costs_its_connections_and_nothing_else() {
+    let sepal = serve(&["--inference_max_length", "4096"]);
+    let addr = sepal.addr();
+    let expected = run_session(&Peer::connect(&addr, "demo").await, 11, 6).await;
+    let (netd, worker) = (netd_of(&sepal), worker_of(&sepal));
+
+    let peer = Peer::connect(&addr, "demo").await;
+    let mut session = peer.session(BLOCKS, 4096).await;
+    let prefill = tokio::spawn(async move {
+        let outcome = session.step(noise(&[1, 4000, HIDDEN], 1), None).await;
+        outcome.map(|_| ())
+    });
+    wait_for("the prefill to be computed", || {
+        (phase_of_worker(&sepal.status()).as_deref() == Some("unit")).then_some(())
+    });
+    kill(netd, Signal::SIGKILL).unwrap();
+    let outcome = prefill.await.expect("the client goes on");
+    assert!(outcome.is_err(), "netd died before it could answer");
+
+    let line = sepal.wait_line("state=ONLINE", 2);
+    assert!(line.contains(&addr), "same PeerID and port {addr}: {line}");
+    assert_eq!(worker_of(&sepal), worker, "weights stay loaded");
+    assert_ne!(netd_of(&sepal), netd);
+    // The worker has dropped the job of the dead netd; what comes after has the bits of an undisturbed run.
+    let again = run_session(&Peer::connect(&addr, "demo").await, 11, 6).await;
+    assert_eq!(again, expected);
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_job_that_crashes_every_worker_is_refused_to_its_client_alone() {
     // The fault strikes the first job of the first three generations: whoever sends it first.
     let sepal = serve(&["--inject_fault", "abort@block:1#0x3"]);

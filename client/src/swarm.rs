@@ -1,11 +1,12 @@
 //! The swarm as a client sees it: who serves what, how far away they are, who is banned for now.
 
+use std::net::{Ipv4Addr, Ipv6Addr};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use netd::dht::driver::{Dht, DhtConfig, DhtError};
 use netd::dht::storage::StorageLimits;
-use netd::p2p::{Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId};
+use netd::p2p::{Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Traversal};
 use netd::swarm::view::{self, ServerSpan};
 use netd::wire::records::ServerState;
 
@@ -95,11 +96,16 @@ impl Swarm {
         }
         let (p2p, _nothing_is_served) = P2p::start(P2pConfig {
             keypair: Keypair::generate_ed25519(),
-            listen: Vec::new(),
+            // Nobody is served there: a hole can only be punched from a port that listens.
+            listen: vec![
+                Multiaddr::from(Ipv4Addr::UNSPECIFIED).with(Protocol::Tcp(0)),
+                Multiaddr::from(Ipv6Addr::UNSPECIFIED).with(Protocol::Tcp(0)),
+            ],
             announce: Vec::new(),
             initial_peers: config.initial_peers.clone(),
             kad_server: false,
             protocols: Vec::new(),
+            traversal: Traversal::CLIENT,
             startup_timeout: config.startup_timeout,
         })
         .await?;

@@ -6,7 +6,7 @@
 use netd::dht::driver::{Dht, DhtConfig, protocols, unix_now};
 use netd::dht::id::DhtId;
 use netd::dht::storage::{Item, StorageLimits, Stored, Timed};
-use netd::p2p::{Inbound, Keypair, Multiaddr, P2p, P2pConfig};
+use netd::p2p::{Inbound, Keypair, Multiaddr, P2p, P2pConfig, Traversal};
 use netd::wire::msgpack::{Limits, Value};
 use std::time::Duration;
 
@@ -66,6 +66,7 @@ async fn start(initial_peers: Vec<Multiaddr>) -> Result<Dht, Failure> {
         initial_peers: initial_peers.clone(),
         kad_server: true,
         protocols: protocols(),
+        traversal: Traversal::CLIENT,
         startup_timeout: Duration::from_secs(30),
     };
     let (p2p, mut inbound) = P2p::start(config).await?;

@@ -9,8 +9,7 @@ use tokio::sync::watch;
 use tracing::{error, info, warn};
 
 use crate::join::{self, Joined, NodeSettings, addresses, with_cause};
-use crate::p2p::{Keypair, P2pError, identity};
-use crate::rpc::dispatch::reachability_protocol;
+use crate::p2p::{Keypair, P2pError, Traversal, identity};
 use crate::run::{Fatal, reactor};
 
 /// Runs until Ctrl-C or SIGTERM. `ready` is given the full addresses that newcomers pass as `--initial_peers`, once the
@@ -76,9 +75,16 @@ pub async fn start(config: &DhtNodeConfig) -> Result<Joined, Fatal> {
         listen: addresses("host_maddrs", &config.host_maddrs)?,
         announce: addresses("announce_maddrs", &config.announce_maddrs)?,
         initial_peers: addresses("initial_peers", &config.initial_peers)?,
+        traversal: Traversal {
+            use_relay: config.use_relay,
+            relay_service: config.use_relay,
+            autonat: true,
+            auto_relay: config.use_relay && config.use_auto_relay,
+        },
+        check_reachability: false,
         startup_timeout: config.startup_timeout,
     };
-    let started = join::start(&settings, vec![reachability_protocol()]).await;
+    let started = join::start(&settings, Vec::new()).await;
     let (p2p, inbound) = started.map_err(|error| {
         let reason = match error {
             P2pError::PortInUse { .. } => ExitReason::Busy,
@@ -117,6 +123,8 @@ mod tests {
             announce_maddrs: Vec::new(),
             initial_peers,
             identity_path: None,
+            use_relay: true,
+            use_auto_relay: false,
             refresh_period: Duration::from_secs(30),
             startup_timeout: Duration::from_secs(20),
         }

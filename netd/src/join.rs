@@ -1,6 +1,7 @@
 //! Entering the swarm: identity, libp2p node, DHT node, and the handlers of inbound RPCs.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use libp2p::multiaddr::Protocol;
@@ -8,18 +9,25 @@ use shared::control::NetdInit;
 use shared::exit::ExitReason;
 use shared::ids::Generation;
 use tokio::sync::{mpsc, watch};
-use tracing::warn;
+use tokio::time::timeout;
+use tracing::{info, warn};
 
 use crate::dht::driver::{self, Dht, DhtConfig, DhtError};
 use crate::dht::storage::StorageLimits;
 use crate::p2p::identity;
-use crate::p2p::{Inbound, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, UnaryResponder};
-use crate::rpc::dispatch::{Router, reachability_protocol};
+use crate::p2p::{
+    Inbound, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Traversal, UnaryResponder,
+};
+use crate::rpc::dispatch::Router;
 use crate::rpc::{self, Service};
 use crate::run::Fatal;
+use crate::swarm::reachability::{self, Checker};
 
 /// Calls under way per lookup until the model is known; Petals' servers use as many as the model has blocks.
 const LOOKUP_WORKERS: usize = 32;
+
+/// How long a server that cannot be dialled waits for its first relay before it goes on without.
+const RELAY_WAIT: Duration = Duration::from_secs(15);
 
 /// A node that listens and has joined.
 #[derive(Debug)]
@@ -32,6 +40,8 @@ pub struct Joined {
     pub peer_id: String,
     /// Full addresses with `/p2p/PEERID`: those announced if any are configured, else those listened on.
     pub addrs: Vec<String>,
+    /// Whether others reach it through relays only.
+    pub using_relay: bool,
 }
 
 impl Joined {
@@ -56,8 +66,12 @@ pub struct NodeSettings {
     pub announce: Vec<Multiaddr>,
     /// Through whom it enters.
     pub initial_peers: Vec<Multiaddr>,
+    /// What it does about NATs.
+    pub traversal: Traversal,
+    /// Whether it asks peers if they can dial it, and becomes a client of the DHT if not.
+    pub check_reachability: bool,
     /// Time to listen and to reach a first peer.
-    pub startup_timeout: std::time::Duration,
+    pub startup_timeout: Duration,
 }
 
 /// Joins as `init` says. RPCs on blocks are refused until `service` has one.
@@ -78,10 +92,14 @@ pub async fn join(
         listen: addresses("host_maddrs", &config.host_maddrs)?,
         announce: addresses("announce_maddrs", &config.announce_maddrs)?,
         initial_peers: addresses("initial_peers", &config.initial_peers)?,
+        traversal: Traversal {
+            auto_relay: config.use_auto_relay,
+            ..Traversal::SERVER
+        },
+        check_reachability: true,
         startup_timeout: config.startup_timeout,
     };
-    let mut protocols = rpc::protocols();
-    protocols.push(reachability_protocol());
+    let protocols = rpc::protocols();
     let (p2p, inbound) = match kept_port(&settings.listen, &init.previous_addrs) {
         None => start(&settings, protocols).await,
         Some(listen) => {
@@ -107,7 +125,7 @@ pub async fn join(
         })
 }
 
-/// Starts the libp2p node, with the DHT's RPCs beside `protocols`.
+/// Starts the libp2p node, with the DHT's RPCs and the reachability check beside `protocols`.
 ///
 /// # Errors
 /// [`P2pError`]; its text is for the operator.
@@ -116,6 +134,7 @@ pub async fn start(
     mut protocols: Vec<crate::p2p::ProtocolSpec>,
 ) -> Result<(P2p, mpsc::Receiver<Inbound>), P2pError> {
     protocols.extend(driver::protocols());
+    protocols.push(reachability::protocol());
     P2p::start(P2pConfig {
         keypair: settings.keypair.clone(),
         listen: settings.listen.clone(),
@@ -123,6 +142,7 @@ pub async fn start(
         initial_peers: settings.initial_peers.clone(),
         kad_server: true,
         protocols,
+        traversal: settings.traversal,
         startup_timeout: settings.startup_timeout,
     })
     .await
@@ -138,47 +158,105 @@ pub async fn enter(
     settings: &NodeSettings,
     service: watch::Receiver<Option<Arc<Service>>>,
 ) -> Result<Joined, DhtError> {
-    let dht = Dht::start(
-        p2p.clone(),
-        DhtConfig {
-            client_mode: false,
-            initial_peers: settings.initial_peers.clone(),
-            num_workers: LOOKUP_WORKERS,
-            strict: false,
-            limits: StorageLimits::default(),
-        },
-    );
-    let handler = dht.clone();
-    let other =
-        move |peer: PeerId, protocol: &'static str, request: Bytes, responder: UnaryResponder| {
-            let dht = handler.clone();
-            tokio::spawn(async move {
-                let outcome = dht.handle_inbound(protocol, peer, request).await;
-                // Fails only when the caller has gone.
-                let _ = responder.respond(outcome).await;
-            });
-        };
-    tokio::spawn(
-        Router {
-            me: p2p.peer_id(),
-            service,
-        }
-        .run(inbound, other),
-    );
+    let (joined, dht) = watch::channel(None);
+    let router = Router {
+        checker: Checker::new(p2p.clone()),
+        service,
+    };
+    // Peers call back while this node joins.
+    tokio::spawn(router.run(inbound, serve_dht(dht)));
+    let using_relay = settings.check_reachability
+        && !settings.initial_peers.is_empty()
+        && is_unreachable(&p2p, settings).await?;
+    if using_relay {
+        await_relay(&p2p, settings.traversal).await;
+    }
+    let dht = start_dht(&p2p, settings, using_relay);
+    joined.send_replace(Some(dht.clone()));
     dht.join().await?;
     let id = p2p.peer_id();
-    let bare = match settings.announce.is_empty() {
+    let mut bare = match settings.announce.is_empty() {
         true => p2p.listen_addrs().await,
         false => settings.announce.clone(),
     };
+    bare.extend(p2p.relayed_addrs().borrow().iter().cloned());
     let full = |addr: Multiaddr| addr.clone().with_p2p(id).unwrap_or(addr).to_string();
     let addrs = bare.into_iter().map(full).collect();
     Ok(Joined {
         peer_id: id.to_base58(),
         addrs,
+        using_relay,
         p2p,
         dht,
     })
+}
+
+/// Hands requests of the DHT to its node, once there is one.
+fn serve_dht(
+    joined: watch::Receiver<Option<Dht>>,
+) -> impl Fn(PeerId, &'static str, Bytes, UnaryResponder) {
+    move |peer, protocol, request, responder| {
+        let dht = joined.borrow().clone();
+        tokio::spawn(async move {
+            let outcome = match dht {
+                Some(dht) => dht.handle_inbound(protocol, peer, request).await,
+                None => Err("RuntimeError('this node is still joining')".to_owned()),
+            };
+            // Fails only when the caller has gone.
+            let _ = responder.respond(outcome).await;
+        });
+    }
+}
+
+fn start_dht(p2p: &P2p, settings: &NodeSettings, client_mode: bool) -> Dht {
+    let config = DhtConfig {
+        client_mode,
+        initial_peers: settings.initial_peers.clone(),
+        num_workers: LOOKUP_WORKERS,
+        strict: false,
+        limits: StorageLimits::default(),
+    };
+    Dht::start(p2p.clone(), config)
+}
+
+/// Asks peers whether they can dial this node, as a client of the DHT whom nobody relies on yet. If they cannot, it
+/// stops serving what only nodes that can be dialled serve. Source: `Server.__init__` in `petals/server/server.py`.
+async fn is_unreachable(p2p: &P2p, settings: &NodeSettings) -> Result<bool, DhtError> {
+    let dht = start_dht(p2p, settings, true);
+    dht.join().await?;
+    let answer = reachability::check_direct(p2p, dht.peers().await?).await;
+    if let Some(reachable) = answer {
+        p2p.set_reachable(reachable).await;
+    }
+    let unreachable = answer == Some(false);
+    if unreachable {
+        let mut only_direct: Vec<&'static str> =
+            driver::protocols().iter().map(|spec| spec.name).collect();
+        only_direct.push(reachability::RPC_CHECK);
+        p2p.withdraw(only_direct).await;
+    }
+    let way = if unreachable {
+        "via relays"
+    } else {
+        "directly"
+    };
+    info!(way, "this server is accessible");
+    Ok(unreachable)
+}
+
+/// Waits for the first relay, so that whoever hears of this server can dial it; not for ever.
+async fn await_relay(p2p: &P2p, traversal: Traversal) {
+    let mut relayed = p2p.relayed_addrs();
+    let reserved = async { relayed.wait_for(|addrs| !addrs.is_empty()).await.is_ok() };
+    if !traversal.auto_relay {
+        warn!(
+            "peers cannot dial this server and it may not use relays (--no_auto_relay): forward its port, see --public_ip"
+        );
+    } else if !timeout(RELAY_WAIT, reserved).await.unwrap_or(false) {
+        warn!(
+            "peers cannot dial this server and none of them relays yet: forward its port (--public_ip, --port), or wait"
+        );
+    }
 }
 
 /// Reads multiaddrs from settings.

@@ -18,7 +18,7 @@
 mod control;
 pub mod dht;
 pub mod dht_node;
-mod join;
+pub mod join;
 mod offer;
 pub mod p2p;
 mod pings;

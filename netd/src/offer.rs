@@ -24,6 +24,8 @@ use crate::wire::records::{ModelInfo, ServerInfo, ServerState};
 const BITS_PER_VALUE: f64 = 16.0;
 /// Link speed that Petals assumes when it cannot measure.
 const DEFAULT_LINK_BITS_PER_S: f64 = 100e6;
+/// Part of the link that Petals counts for a server that is reached through relays (`relay_penalty`).
+const RELAY_PENALTY: f64 = 0.2;
 
 /// What is offered.
 #[derive(Clone, Debug)]
@@ -58,7 +60,7 @@ pub async fn choose(init: &NetdInit, facts: &ModelFacts, joined: &Joined) -> Res
         version: Some(PETALS_VERSION.to_owned()),
         torch_dtype: Some(facts.dtype.name().to_owned()),
         quant_type: Some(facts.quant_type.name().to_owned()),
-        using_relay: Some(false),
+        using_relay: Some(joined.using_relay),
         ..ServerInfo::new(ServerState::Joining, 0.0)
     };
     let config = AnnounceConfig {
@@ -193,6 +195,10 @@ impl Offer {
     /// The record of a server whose workers are up.
     fn record(&self, ups: &[WorkerUp]) -> ServerInfo {
         let link = DEFAULT_LINK_BITS_PER_S / (f64::from(self.hidden_size) * BITS_PER_VALUE);
+        let usable = match self.config.info.using_relay {
+            Some(true) => RELAY_PENALTY * link,
+            _ => link,
+        };
         // A chain of workers is as fast as its slowest; 0 means not measured.
         let slowest = |of: fn(&WorkerUp) -> f64| {
             let least = ups.iter().map(of).fold(f64::INFINITY, f64::min);
@@ -202,7 +208,7 @@ impl Offer {
         let inference_rps = slowest(|up| up.capacity.inference_rps);
         let throughput = match self.throughput {
             Throughput::Fixed(throughput) => throughput,
-            Throughput::Measure => throughput(forward_rps.unwrap_or(0.0), link, self.span),
+            Throughput::Measure => throughput(forward_rps.unwrap_or(0.0), usable, self.span),
         };
         ServerInfo {
             throughput,

@@ -185,6 +185,8 @@ pub struct NetdConfig {
     /// File of the libp2p private key; `None` = a fresh identity that is kept in the runtime folder for this run, so that
     /// a restarted netd has the same PeerID.
     pub identity_path: Option<PathBuf>,
+    /// Whether the server has itself reached through relays when peers cannot dial it.
+    pub use_auto_relay: bool,
     /// Which blocks to serve.
     pub span: SpanChoice,
     /// Throughput to announce.
@@ -359,6 +361,10 @@ pub struct DhtNodeConfig {
     pub announce_maddrs: Vec<String>,
     /// File of the private key, made if missing; `None` = a new identity.
     pub identity_path: Option<PathBuf>,
+    /// Whether it relays for others, as soon as it is known to be reachable, and punches holes.
+    pub use_relay: bool,
+    /// Whether it has itself reached through relays when AutoNAT says that peers cannot dial it.
+    pub use_auto_relay: bool,
     /// Period of the status lines and of the look-up that evicts dead peers.
     pub refresh_period: Duration,
     /// Time to listen and to reach a first peer.

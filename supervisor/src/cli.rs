@@ -236,6 +236,8 @@ fn dht(args: DhtArgs, env: Env<'_>) -> Result<(DhtNodeConfig, LogConfig), String
         host_maddrs: args.host_maddrs,
         announce_maddrs: args.announce_maddrs,
         identity_path: args.identity_path,
+        use_relay: !args.no_relay,
+        use_auto_relay: args.use_auto_relay,
         refresh_period: args.refresh_period,
         startup_timeout: args.startup_timeout,
     };
@@ -355,6 +357,12 @@ struct DhtArgs {
     /// File with settings: TOML, or lines name: value
     #[arg(long, short, value_name = "FILE")]
     config: Option<PathBuf>,
+    /// Neither relay for others nor punch holes
+    #[arg(long)]
+    no_relay: bool,
+    /// Have this node reached through relays when peers cannot dial it
+    #[arg(long)]
+    use_auto_relay: bool,
     /// Seconds between two status lines
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
     refresh_period: Duration,

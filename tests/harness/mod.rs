@@ -2,6 +2,7 @@
 //! the board, ended by their id. Every wait has a deadline.
 #![allow(dead_code, reason = "each test file uses its own part of the harness")]
 
+pub mod lab;
 pub mod peer;
 
 use std::io::{BufRead, BufReader};
@@ -67,7 +68,19 @@ impl Sepal {
 
     /// Starts in the folder of an earlier process.
     pub fn start_in(dir: Arc<tempfile::TempDir>, args: &[&str]) -> Sepal {
-        let mut child = Command::new(SEPAL)
+        Sepal::start_by(Command::new(SEPAL), dir, args)
+    }
+
+    /// Starts in a host of the [`lab`].
+    pub fn start_at(host: &str, dir: Arc<tempfile::TempDir>, args: &[&str]) -> Sepal {
+        let [program, rest @ ..] = lab::at(host);
+        let mut command = Command::new(program);
+        command.args(rest).arg(SEPAL);
+        Sepal::start_by(command, dir, args)
+    }
+
+    fn start_by(mut command: Command, dir: Arc<tempfile::TempDir>, args: &[&str]) -> Sepal {
+        let mut child = command
             .args(args)
             .env("XDG_RUNTIME_DIR", dir.path())
             .env("SEPAL_CACHE", dir.path().join("cache"))

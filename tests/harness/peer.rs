@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use netd::p2p::{CallError, Keypair, Multiaddr, P2p, P2pConfig, PeerId, RpcStream};
+use netd::p2p::{CallError, Keypair, Multiaddr, P2p, P2pConfig, PeerId, RpcStream, Traversal};
 use netd::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
 use netd::wire::metadata::{StepMetadata, encode_batch_metadata};
 use netd::wire::tensor::{ShapeLimits, WireDtype, WireTensor, dummy_tensor, raw_tensor};
@@ -43,6 +43,7 @@ impl Peer {
             initial_peers: vec![addr.clone()],
             kad_server: false,
             protocols: vec![],
+            traversal: Traversal::CLIENT,
             startup_timeout: DEADLINE,
         })
         .await

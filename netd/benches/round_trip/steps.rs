@@ -5,12 +5,13 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use netd::p2p::{Keypair, P2p, P2pConfig};
-use netd::rpc::dispatch::{Router, reachability_protocol};
+use netd::p2p::{Keypair, P2p, P2pConfig, Traversal};
+use netd::rpc::dispatch::Router;
 use netd::rpc::{Service, ServiceParts, Timeouts, names, protocols};
 use netd::sessions::admission::KvMemory;
 use netd::sessions::pool::Pool;
 use netd::sessions::queue::WaitQueue;
+use netd::swarm::reachability::{self, Checker};
 use netd::wire::messages::ExpertRequest;
 use netd::wire::metadata::StepMetadata;
 use netd::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
@@ -50,7 +51,7 @@ pub async fn measure(core: usize) {
     let service = Arc::new(service(workers, server.clone(), drained));
     let (_online, serving) = watch::channel(Some(service.clone()));
     let router = Router {
-        me: server.peer_id(),
+        checker: Checker::new(server.clone()),
         service: serving,
     };
     tokio::spawn(router.run(inbound, |_, _, _, _| {}));
@@ -123,7 +124,7 @@ async fn node(
     initial_peers: Vec<netd::p2p::Multiaddr>,
 ) -> (P2p, tokio::sync::mpsc::Receiver<netd::p2p::Inbound>) {
     let mut all = protocols();
-    all.push(reachability_protocol());
+    all.push(reachability::protocol());
     let serves = !listen.is_empty();
     P2p::start(P2pConfig {
         keypair: Keypair::generate_ed25519(),
@@ -135,6 +136,7 @@ async fn node(
         initial_peers,
         kad_server: serves,
         protocols: if serves { all } else { Vec::new() },
+        traversal: Traversal::NONE,
         startup_timeout: LIMIT,
     })
     .await

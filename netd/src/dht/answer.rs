@@ -6,6 +6,7 @@ use super::routing::{BUCKET_SIZE, RoutingTable};
 use super::storage::{Item, Storage, Stored};
 use crate::wire::messages::{FindRequest, FindResult, ResultType, StoreRequest};
 use bytes::Bytes;
+use libp2p::PeerId;
 
 /// Items of one store; Petals' own nodes send all that a newcomer should keep at once.
 pub(super) const MAX_ITEMS: usize = 1024;
@@ -14,11 +15,12 @@ const MAX_FOUND_KEYS: usize = 256;
 /// Bytes of values in one response: the message must stay under 4 MiB, neighbours included.
 const MAX_FOUND_BYTES: usize = 2 << 20;
 
-/// Stores what a request holds: one flag per item.
+/// Stores what a request of `from` holds: one flag per item.
 ///
 /// # Errors
 /// The text for the caller, if lists are not aligned, too long, or an item is malformed.
 pub(super) fn store(
+    from: PeerId,
     request: &StoreRequest,
     storage: &mut Storage,
     cache: &mut Storage,
@@ -51,8 +53,8 @@ pub(super) fn store(
         let key = DhtId::from_wire(key).ok_or_else(malformed)?;
         let item = Item::from_wire(tag, value, *expiration).ok_or_else(malformed)?;
         store_ok.push(match in_cache {
-            true => cache.store_evicting(key, item, now),
-            false => storage.store(key, item, now),
+            true => cache.store_evicting(Some(from), key, item, now),
+            false => storage.store_for(Some(from), key, item, now),
         });
     }
     Ok(store_ok)

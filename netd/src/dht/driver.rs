@@ -21,12 +21,12 @@ use futures::future::{BoxFuture, FutureExt, join_all};
 use futures::stream::{FuturesUnordered, StreamExt};
 use libp2p::{Multiaddr, PeerId};
 use prost::Message;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 use thiserror::Error;
-use tokio::sync::{Semaphore, mpsc, oneshot};
-use tracing::{debug, info, warn};
+use tokio::sync::{Semaphore, mpsc, oneshot, watch};
+use tracing::{debug, info};
 
 /// Protocol name of pings.
 pub const RPC_PING: &str = "DHTProtocol.rpc_ping";
@@ -47,8 +47,10 @@ const COMMAND_QUEUE: usize = 256;
 const MAX_CALLS: usize = 512;
 /// Time between ticks of the node.
 const TICK: Duration = Duration::from_secs(1);
-/// Time between attempts to join again while nobody is known.
-const REJOIN_PERIOD: Duration = Duration::from_secs(30);
+/// First pause between attempts to find initial peers again that are no longer known; doubles.
+const REJOIN_MIN: Duration = Duration::from_secs(10);
+/// Longest pause between these attempts.
+const REJOIN_MAX: Duration = Duration::from_secs(300);
 
 /// How a node takes part in the DHT.
 #[derive(Clone, Debug)]
@@ -100,6 +102,7 @@ pub struct Dht {
     p2p: P2p,
     node_info: NodeInfo,
     initial_peers: Arc<[Multiaddr]>,
+    rejoined: watch::Receiver<u64>,
 }
 
 #[derive(Debug)]
@@ -128,6 +131,9 @@ enum Command {
     },
     Stats {
         reply: oneshot::Sender<DhtStats>,
+    },
+    Peers {
+        reply: oneshot::Sender<Vec<PeerId>>,
     },
 }
 
@@ -162,6 +168,7 @@ impl Dht {
         });
         let node_info = node.node_info();
         let (commands, queue) = mpsc::channel(COMMAND_QUEUE);
+        let (rejoined_sender, rejoined) = watch::channel(0);
         let driver = Driver {
             node,
             p2p: p2p.clone(),
@@ -171,7 +178,9 @@ impl Dht {
             operations: HashMap::new(),
             next_id: 0,
             join_peers: Vec::new(),
-            joined_at: Instant::now(),
+            rejoin_at: Instant::now(),
+            rejoin_pause: REJOIN_MIN,
+            rejoined: rejoined_sender,
         };
         tokio::spawn(driver.run(queue));
         Self {
@@ -179,7 +188,15 @@ impl Dht {
             p2p,
             node_info,
             initial_peers: config.initial_peers.into(),
+            rejoined,
         }
+    }
+
+    /// How often the node has found initial peers again after they, or it, had been away: what it stored may be gone
+    /// there. To be watched.
+    #[must_use]
+    pub fn rejoined(&self) -> watch::Receiver<u64> {
+        self.rejoined.clone()
     }
 
     /// Enters the swarm through the initial peers; without any, this node is a new swarm. Requests must already be routed to
@@ -269,6 +286,14 @@ impl Dht {
         self.ask(|reply| Command::Stats { reply }).await
     }
 
+    /// The peers in the routing table.
+    ///
+    /// # Errors
+    /// [`DhtError::Timeout`] or [`DhtError::Stopped`].
+    pub async fn peers(&self) -> Result<Vec<PeerId>, DhtError> {
+        self.ask(|reply| Command::Peers { reply }).await
+    }
+
     /// Answers a request of a peer to one of [`protocols`]. May take as long as a call-back, so give each request a task.
     ///
     /// # Errors
@@ -339,13 +364,17 @@ struct Driver {
     inbound: HashMap<InboundId, oneshot::Sender<Result<Response, String>>>,
     operations: HashMap<OperationId, Waiter>,
     next_id: u64,
-    /// Initial peers by id, for joining again when everybody known is gone.
+    /// Initial peers by id, for joining again when they were away.
     join_peers: Vec<PeerId>,
-    joined_at: Instant,
+    rejoin_at: Instant,
+    rejoin_pause: Duration,
+    rejoined: watch::Sender<u64>,
 }
 
 enum Waiter {
     Join(oneshot::Sender<Result<(), JoinError>>),
+    /// Nobody: the node looks for initial peers on its own.
+    Rejoin,
     Get(oneshot::Sender<Vec<Option<Stored>>>),
     Store(oneshot::Sender<Vec<usize>>),
 }
@@ -354,6 +383,7 @@ impl Driver {
     async fn run(mut self, mut commands: mpsc::Receiver<Command>) {
         let mut tick = tokio::time::interval(TICK);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut reconnections = self.p2p.reconnections();
         loop {
             tokio::select! {
                 command = commands.recv() => match command {
@@ -363,8 +393,10 @@ impl Driver {
                 Some((call, response)) = self.calls.next() => self.feed(Event::Answered { call, response }),
                 _ = tick.tick() => {
                     self.feed(Event::Tick);
-                    self.rejoin_if_alone();
+                    self.rejoin_if_lost();
                 }
+                // An initial peer may have come back as another node, which knows nothing of this one.
+                Ok(()) = reconnections.changed() => self.rejoin(self.join_peers.clone()),
             }
         }
     }
@@ -385,7 +417,8 @@ impl Driver {
                 });
             }
             Command::Join { peers, reply } => {
-                (self.join_peers, self.joined_at) = (peers.clone(), Instant::now());
+                self.join_peers.clone_from(&peers);
+                self.rejoin_at = Instant::now() + REJOIN_MIN;
                 let id = self.operation(Waiter::Join(reply));
                 self.feed(Event::Join { id, peers });
             }
@@ -411,17 +444,37 @@ impl Driver {
                 // Nobody waits any more if the asker gave up.
                 let _ = reply.send(stats);
             }
+            Command::Peers { reply } => {
+                let contacts = self.node.table().contacts();
+                let _ = reply.send(contacts.map(|contact| contact.peer_id).collect());
+            }
         }
     }
 
-    fn rejoin_if_alone(&mut self) {
-        if self.node.table().is_empty()
-            && !self.join_peers.is_empty()
-            && self.joined_at.elapsed() >= REJOIN_PERIOD
-        {
-            self.joined_at = Instant::now();
+    /// Looks for initial peers that are not known any more, with pauses that double until they are.
+    fn rejoin_if_lost(&mut self) {
+        if self.rejoin_at.elapsed().is_zero() || self.join_peers.is_empty() {
+            return;
+        }
+        let known: HashSet<PeerId> = self.node.table().contacts().map(|c| c.peer_id).collect();
+        let peers = self.join_peers.iter().filter(|peer| !known.contains(peer));
+        let lost: Vec<PeerId> = peers.copied().collect();
+        if lost.is_empty() {
+            self.rejoin_pause = REJOIN_MIN;
+            self.rejoin_at = Instant::now() + REJOIN_MIN;
+            return;
+        }
+        if known.is_empty() {
             info!("nobody of the DHT is left in the routing table, joining again");
-            let (id, peers) = (OperationId(self.id()), self.join_peers.clone());
+        }
+        self.rejoin_at = Instant::now() + self.rejoin_pause;
+        self.rejoin_pause = (2 * self.rejoin_pause).min(REJOIN_MAX);
+        self.rejoin(lost);
+    }
+
+    fn rejoin(&mut self, peers: Vec<PeerId>) {
+        if !peers.is_empty() {
+            let id = self.operation(Waiter::Rejoin);
             self.feed(Event::Join { id, peers });
         }
     }
@@ -447,11 +500,10 @@ impl Driver {
             }
             Action::Joined { id, result } => match self.operations.remove(&id) {
                 Some(Waiter::Join(reply)) => drop(reply.send(result)),
-                _ => {
-                    if let Err(error) = result {
-                        warn!(%error, "cannot join the DHT again");
-                    }
-                }
+                _ => match result {
+                    Ok(()) => self.rejoined.send_modify(|count| *count += 1),
+                    Err(error) => debug!(%error, "cannot join the DHT again"),
+                },
             },
             Action::Found { id, found } => {
                 if let Some(Waiter::Get(reply)) = self.operations.remove(&id) {

@@ -358,13 +358,15 @@ impl Node {
                 _ => Ok(self.pong(false, now)),
             },
             Request::Store(request) => {
-                answer::store(&request, &mut self.storage, &mut self.cache, now).map(|store_ok| {
-                    Response::Store(StoreResponse {
-                        auth: None,
-                        store_ok,
-                        peer: Some(self.node_info()),
-                    })
-                })
+                answer::store(from, &request, &mut self.storage, &mut self.cache, now).map(
+                    |store_ok| {
+                        Response::Store(StoreResponse {
+                            auth: None,
+                            store_ok,
+                            peer: Some(self.node_info()),
+                        })
+                    },
+                )
             }
             Request::Find(request) => {
                 let stores = [&self.storage, &self.cache];
@@ -421,6 +423,9 @@ impl Node {
             None => None,
         };
         let node_id = info.and_then(|info| DhtId::from_wire(&info.node_id));
+        if matches!(response, Some(Response::Ping(_))) {
+            self.blacklist.succeeded(&peer);
+        }
         match (&response, node_id) {
             (None, _) => self.table.remove(&peer),
             (Some(_), Some(node_id)) => self.met(
@@ -707,7 +712,7 @@ impl Node {
                 );
             }
         }
-        self.cache.store_evicting(result.key, item, now);
+        self.cache.store_evicting(None, result.key, item, now);
     }
 }
 

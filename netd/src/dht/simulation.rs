@@ -24,6 +24,8 @@ struct Swarm {
     open: HashMap<(usize, CallId), u64>,
     serial: u64,
     now_us: u64,
+    /// Time of every message; `None`: each takes another.
+    constant_us: Option<u64>,
     calls: usize,
     finds: usize,
     results: HashMap<u64, Outcome>,
@@ -46,6 +48,7 @@ impl Swarm {
             open: HashMap::new(),
             serial: 0,
             now_us: 0,
+            constant_us: None,
             calls: 0,
             finds: 0,
             results: HashMap::new(),
@@ -73,6 +76,9 @@ impl Swarm {
 
     /// 10 to 90 ms, different for each message, the same in each run.
     fn latency_us(&mut self) -> u64 {
+        if let Some(constant) = self.constant_us {
+            return constant;
+        }
         10_000 + self.serial().wrapping_mul(0x9e37_79b9_7f4a_7c15) % 80_000
     }
 
@@ -475,4 +481,59 @@ fn joining_through_a_dead_peer_says_so() {
     swarm.nodes[1] = None;
     assert_eq!(swarm.add(false, Some(1)), Err(JoinError::NoAnswer(1)));
     assert!(swarm.calls > 0);
+}
+
+/// Rounds of calls that wait for each other: with one and the same time for every message, what a lookup takes over that
+/// of one call.
+#[test]
+fn two_hundred_nodes_find_every_record_in_no_more_hops_than_hivemind() {
+    let golden: serde_json::Value =
+        serde_json::from_str(include_str!("testdata/hops.json")).expect("json");
+    let figure = |of: &str, name: &str| golden[of][name].as_f64().expect("a number");
+    let mut swarm = Swarm::of(200);
+    let (one_way_us, expiration) = (10_000, swarm.now() + 100_000.0);
+    let names = ["a", "b", "c", "d", "e"];
+    for (number, name) in names.iter().enumerate() {
+        let items = (0..24).map(|n| entry(&block(n), name, &format!("{name}{n}"), expiration));
+        let accepted = swarm.store(number * 37 + 1, items.collect());
+        assert!(accepted.iter().all(|count| *count == 5), "{accepted:?}");
+    }
+    swarm.constant_us = Some(one_way_us);
+    let mut lookup = |reader: usize, numbers: &[usize]| {
+        let wanted: Vec<DhtId> = numbers.iter().map(|n| DhtId::of_text(&block(*n))).collect();
+        let (finds, start_us) = (swarm.finds, swarm.now_us);
+        let found = swarm.get(reader, &wanted);
+        let rounds = (swarm.now_us - start_us) as f64 / (2 * one_way_us) as f64;
+        for (n, found) in numbers.iter().zip(found) {
+            let expected = names.map(|name| (name.to_owned(), format!("{name}{n}")));
+            assert_eq!(found, expected, "block {n} read at {reader}");
+        }
+        ((swarm.finds - finds) as f64, rounds)
+    };
+    let (mut one_key, mut all_keys) = (Vec::new(), Vec::new());
+    for reader in (0..200).step_by(9) {
+        one_key.extend((0..24).map(|n| lookup(reader, &[n])));
+        all_keys.push(lookup(reader, &(0..24).collect::<Vec<_>>()));
+    }
+    let mean = |of: &[(f64, f64)]| {
+        let sum = of
+            .iter()
+            .fold((0.0, 0.0), |sum, x| (sum.0 + x.0, sum.1 + x.1));
+        (sum.0 / of.len() as f64, sum.1 / of.len() as f64)
+    };
+    for (name, results) in [("one_key", &one_key), ("all_keys", &all_keys)] {
+        let (calls, rounds) = mean(results);
+        let most = results.iter().map(|result| result.1).fold(0.0, f64::max);
+        println!(
+            "{name}: {calls:.2} calls, {rounds:.2} rounds, at most {most:.2}; hivemind: {:.2}, {:.2}, {:.2}",
+            figure(name, "mean_calls"),
+            figure(name, "mean_rounds"),
+            figure(name, "max_rounds"),
+        );
+        assert!(
+            rounds <= figure(name, "mean_rounds"),
+            "{name}: {rounds} rounds"
+        );
+        assert!(most <= figure(name, "max_rounds"), "{name}: {most} rounds");
+    }
 }

@@ -2,13 +2,18 @@
 //! Source: `hivemind/dht/storage.py` and `hivemind/utils/timed_storage.py`; acceptance rules are theirs exactly.
 //!
 //! # Discrepancies
-//! Python bounds nothing. Here [`StorageLimits`] bound keys, subkeys, bytes and how far in the future a value may expire; what
-//! exceeds them is refused as if it had come too late.
+//! Python bounds nothing. Here [`StorageLimits`] bound keys, subkeys, bytes, bytes of one peer and how far in the future a
+//! value may expire; what exceeds them is refused as if it had come too late, and counted.
 
 use super::id::DhtId;
 use crate::wire::msgpack::{EXT_DHT_DICTIONARY, Limits, Value};
 use bytes::Bytes;
+use libp2p::PeerId;
 use std::collections::{BTreeMap, HashMap};
+
+mod charges;
+
+use charges::Charges;
 
 /// Subkey tag of a regular value: msgpack's nil.
 pub const REGULAR_TAG: &[u8] = &[0xc0];
@@ -26,6 +31,9 @@ pub struct StorageLimits {
     pub max_value_bytes: usize,
     /// Bytes of all values and subkeys.
     pub max_total_bytes: usize,
+    /// Bytes of the values and subkeys that one peer has stored here. A peer also brings copies of others' records, when it
+    /// makes room for a new node.
+    pub max_peer_bytes: usize,
     /// Seconds from now to the latest expiration. Petals writes records for minutes.
     pub max_horizon_s: f64,
 }
@@ -37,6 +45,7 @@ impl Default for StorageLimits {
             max_subkeys: 4096,
             max_value_bytes: 64 << 10,
             max_total_bytes: 64 << 20,
+            max_peer_bytes: 8 << 20,
             max_horizon_s: 30.0 * 86_400.0,
         }
     }
@@ -280,6 +289,8 @@ pub struct Storage {
     limits: StorageLimits,
     items: HashMap<DhtId, Stored>,
     bytes: usize,
+    charges: Charges,
+    refused: u64,
 }
 
 impl Storage {
@@ -290,6 +301,8 @@ impl Storage {
             limits,
             items: HashMap::new(),
             bytes: 0,
+            charges: Charges::default(),
+            refused: 0,
         }
     }
 
@@ -311,6 +324,12 @@ impl Storage {
         self.bytes
     }
 
+    /// Items refused so far because a bound was reached.
+    #[must_use]
+    pub fn refused(&self) -> u64 {
+        self.refused
+    }
+
     /// The keys held.
     pub fn keys(&self) -> impl Iterator<Item = &DhtId> {
         self.items.keys()
@@ -322,16 +341,21 @@ impl Storage {
         self.items.get(key)?.clone().live(now)
     }
 
-    /// Stores an item if the rules accept it.
+    /// Stores an item of our own if the rules accept it.
     pub fn store(&mut self, key: DhtId, item: Item, now: f64) -> bool {
+        self.store_for(None, key, item, now)
+    }
+
+    /// Stores an item that a peer brings if the rules accept it and the peer has room left; `None`: our own.
+    pub fn store_for(&mut self, owner: Option<PeerId>, key: DhtId, item: Item, now: f64) -> bool {
         match item {
-            Item::Regular(timed) => self.store_regular(key, timed, now),
-            Item::Entry(tag, timed) => self.store_entry(key, tag, timed, now),
+            Item::Regular(timed) => self.store_regular(owner, key, timed, now),
+            Item::Entry(tag, timed) => self.store_entry(owner, key, tag, timed, now),
             // Python stops at the first refusal as well.
             Item::Dictionary(dictionary) => dictionary
                 .entries
                 .into_iter()
-                .all(|(tag, timed)| self.store_entry(key, tag, timed, now)),
+                .all(|(tag, timed)| self.store_entry(owner, key, tag, timed, now)),
         }
     }
 
@@ -343,8 +367,14 @@ impl Storage {
         }
     }
 
-    /// Stores an item as [`Self::store`] does, but makes room by dropping what ends soonest: how a cache stores.
-    pub fn store_evicting(&mut self, key: DhtId, item: Item, now: f64) -> bool {
+    /// Stores an item as [`Self::store_for`] does, but makes room by dropping what ends soonest: how a cache stores.
+    pub fn store_evicting(
+        &mut self,
+        owner: Option<PeerId>,
+        key: DhtId,
+        item: Item,
+        now: f64,
+    ) -> bool {
         let bytes = match &item {
             Item::Regular(timed) => timed.value.len(),
             Item::Entry(tag, timed) => tag.len() + timed.value.len(),
@@ -356,7 +386,7 @@ impl Storage {
         while !self.is_empty() && self.is_full(&key, bytes + 2 * ENTRY_OVERHEAD) {
             self.evict_one();
         }
-        self.store(key, item, now)
+        self.store_for(owner, key, item, now)
     }
 
     fn evict_one(&mut self) {
@@ -376,28 +406,48 @@ impl Storage {
             || self.bytes + bytes > self.limits.max_total_bytes
     }
 
-    fn store_regular(&mut self, key: DhtId, timed: Timed, now: f64) -> bool {
+    fn store_regular(&mut self, owner: Option<PeerId>, key: DhtId, timed: Timed, now: f64) -> bool {
         self.drop_expired_under(&key, now);
         let later = self
             .items
             .get(&key)
             .is_none_or(|old| old.expiration() < timed.expiration);
-        if !later || !self.admits(&key, &[], &timed, now) {
+        if !later || !self.admits(owner.as_ref(), &key, &[], &timed, now) {
             return false;
         }
+        let charged = ENTRY_OVERHEAD + timed.value.len();
         self.put(key, Some(Stored::Regular(timed)));
+        self.charges.charge(owner, key, Bytes::new(), charged);
         true
     }
 
-    fn store_entry(&mut self, key: DhtId, tag: Bytes, timed: Timed, now: f64) -> bool {
+    fn store_entry(
+        &mut self,
+        owner: Option<PeerId>,
+        key: DhtId,
+        tag: Bytes,
+        timed: Timed,
+        now: f64,
+    ) -> bool {
         self.drop_expired_under(&key, now);
-        if !self.admits(&key, &tag, &timed, now) {
+        if !self.admits(owner.as_ref(), &key, &tag, &timed, now) {
             return false;
         }
+        let charged = ENTRY_OVERHEAD + tag.len() + timed.value.len();
+        let charged_tag = tag.clone();
+        let accepted = self.merge_entry(key, tag, timed);
+        if accepted {
+            self.charges.charge(owner, key, charged_tag, charged);
+        }
+        accepted
+    }
+
+    fn merge_entry(&mut self, key: DhtId, tag: Bytes, timed: Timed) -> bool {
         match self.items.get_mut(&key) {
             Some(Stored::Dictionary(dictionary)) => {
                 let old = dictionary.entries.get(&tag).map(|entry| entry.value.len());
                 if old.is_none() && dictionary.entries.len() >= self.limits.max_subkeys {
+                    self.refused += 1;
                     return false;
                 }
                 let (tag_bytes, value_bytes) = (tag.len(), timed.value.len());
@@ -426,14 +476,27 @@ impl Storage {
     }
 
     /// The bounds, and the rule that nothing already ended is stored.
-    fn admits(&self, key: &DhtId, tag: &[u8], timed: &Timed, now: f64) -> bool {
+    fn admits(
+        &mut self,
+        owner: Option<&PeerId>,
+        key: &DhtId,
+        tag: &[u8],
+        timed: &Timed,
+        now: f64,
+    ) -> bool {
         let size = timed.value.len().max(tag.len());
         let new_bytes = 2 * ENTRY_OVERHEAD + timed.value.len() + tag.len();
-        timed.expiration >= now
-            && timed.expiration <= now + self.limits.max_horizon_s
+        let within = timed.expiration <= now + self.limits.max_horizon_s
             && size <= self.limits.max_value_bytes
             && self.bytes + new_bytes <= self.limits.max_total_bytes
             && (self.items.contains_key(key) || self.items.len() < self.limits.max_keys)
+            && owner.is_none_or(|owner| {
+                // What the item would replace is the peer's own only if the peer had stored that, too.
+                let replaced = self.charges.of(owner, key, tag);
+                self.charges.held_by(owner) - replaced + new_bytes <= self.limits.max_peer_bytes
+            });
+        self.refused += u64::from(!within);
+        within && timed.expiration >= now
     }
 
     fn drop_expired_under(&mut self, key: &DhtId, now: f64) {
@@ -453,6 +516,10 @@ impl Storage {
                 };
                 let freed: usize = dictionary.entries.iter().map(expired).sum();
                 if freed > 0 {
+                    let ended = |(_, timed): &(&Bytes, &Timed)| timed.expiration < now;
+                    for (tag, _) in dictionary.entries.iter().filter(ended) {
+                        self.charges.release(key, tag);
+                    }
                     dictionary.drop_expired(now);
                     self.bytes = self.bytes.saturating_sub(freed);
                 }
@@ -470,6 +537,14 @@ impl Storage {
             Some(stored) => self.items.insert(key, stored),
             None => self.items.remove(&key),
         };
+        match &old {
+            Some(Stored::Regular(_)) => self.charges.release(&key, &[]),
+            Some(Stored::Dictionary(dictionary)) => dictionary
+                .entries
+                .keys()
+                .for_each(|tag| self.charges.release(&key, tag)),
+            None => {}
+        }
         self.bytes = (self.bytes + added).saturating_sub(old.as_ref().map_or(0, Stored::bytes));
     }
 }

@@ -6,10 +6,10 @@
 use std::sync::Arc;
 
 use libp2p::{
-    PeerId, Swarm, SwarmBuilder, connection_limits, dns, identify,
+    PeerId, Swarm, SwarmBuilder, autonat, connection_limits, dcutr, dns, identify,
     identity::{Keypair, PublicKey},
-    kad, noise, ping,
-    swarm::{NetworkBehaviour, dial_opts::DialOpts},
+    kad, noise, ping, relay,
+    swarm::{NetworkBehaviour, behaviour::toggle::Toggle, dial_opts::DialOpts},
     tcp, tls, yamux,
 };
 use tokio::sync::mpsc;
@@ -18,10 +18,12 @@ use super::{
     error::P2pError,
     limits::{
         BOOTSTRAP_PERIOD, CONNECTION_TIMEOUT, IDLE_CONNECTION_TIMEOUT, InboundLimits,
-        LOOKUP_TIMEOUT, MAX_CONNECTIONS, MAX_CONNECTIONS_PER_PEER, MAX_INBOUND_CONNECTIONS,
-        MAX_NEGOTIATING_STREAMS, MAX_PENDING_CONNECTIONS, PING_PERIOD,
+        LOOKUP_TIMEOUT, MAX_CIRCUIT_BYTES, MAX_CIRCUIT_DURATION, MAX_CIRCUITS,
+        MAX_CIRCUITS_PER_PEER, MAX_CONNECTIONS, MAX_CONNECTIONS_PER_PEER, MAX_INBOUND_CONNECTIONS,
+        MAX_NEGOTIATING_STREAMS, MAX_PENDING_CONNECTIONS, MAX_RESERVATIONS,
+        MAX_RESERVATIONS_PER_PEER, PING_PERIOD,
     },
-    node::P2pConfig,
+    node::{P2pConfig, Traversal},
     rpc_streams,
     serve::Inbound,
 };
@@ -39,14 +41,23 @@ pub(super) struct NodeBehaviour {
     pub ping: ping::Behaviour,
     pub kad: kad::Behaviour<kad::store::MemoryStore>,
     pub rpc: rpc_streams::Behaviour,
+    pub relay_client: relay::client::Behaviour,
+    pub relay_service: Toggle<relay::Behaviour>,
+    pub hole_punching: Toggle<dcutr::Behaviour>,
+    pub autonat: Toggle<autonat::v1::Behaviour>,
 }
 
 /// Makes the swarm; it listens nowhere yet. To be called within a tokio runtime.
 pub(super) fn swarm(
     config: &P2pConfig,
+    limits: &Arc<InboundLimits>,
     inbound: mpsc::Sender<Inbound>,
 ) -> Result<Swarm<NodeBehaviour>, P2pError> {
-    let make = |key: &Keypair| behaviour(config, key.public(), inbound.clone());
+    let make = |key: &Keypair, relay_client: relay::client::Behaviour| {
+        let rpc = rpc_streams::Behaviour::new(Arc::clone(limits), inbound);
+        behaviour(config, key.public(), rpc, relay_client)
+    };
+    let through_relays = (noise::Config::new, tls::Config::new);
     let with_tcp = || {
         SwarmBuilder::with_existing_identity(config.keypair.clone())
             .with_tokio()
@@ -57,7 +68,7 @@ pub(super) fn swarm(
             )
             .map_err(|error| P2pError::Transport(error.to_string()))
     };
-    let limits = |config: libp2p::swarm::Config| {
+    let bounds = |config: libp2p::swarm::Config| {
         config
             .with_idle_connection_timeout(IDLE_CONNECTION_TIMEOUT)
             .with_max_negotiating_inbound_streams(MAX_NEGOTIATING_STREAMS)
@@ -65,18 +76,22 @@ pub(super) fn swarm(
     // A machine without a resolver configuration can still serve peers with plain addresses.
     let swarm = match with_tcp()?.with_dns() {
         Ok(builder) => builder
+            .with_relay_client(through_relays, yamux::Config::default)
+            .map_err(|error| P2pError::Transport(error.to_string()))?
             .with_behaviour(make)
             .map_err(|error| P2pError::Transport(error.to_string()))?
-            .with_swarm_config(limits)
+            .with_swarm_config(bounds)
             .with_connection_timeout(CONNECTION_TIMEOUT)
             .build(),
         Err(error) => {
             tracing::warn!(%error, "no resolver configuration, DNS addresses may not work");
             with_tcp()?
                 .with_dns_config(dns::ResolverConfig::default(), dns::ResolverOpts::default())
+                .with_relay_client(through_relays, yamux::Config::default)
+                .map_err(|error| P2pError::Transport(error.to_string()))?
                 .with_behaviour(make)
                 .map_err(|error| P2pError::Transport(error.to_string()))?
-                .with_swarm_config(limits)
+                .with_swarm_config(bounds)
                 .with_connection_timeout(CONNECTION_TIMEOUT)
                 .build()
         }
@@ -84,14 +99,19 @@ pub(super) fn swarm(
     Ok(swarm)
 }
 
-fn behaviour(config: &P2pConfig, key: PublicKey, inbound: mpsc::Sender<Inbound>) -> NodeBehaviour {
+fn behaviour(
+    config: &P2pConfig,
+    key: PublicKey,
+    rpc: rpc_streams::Behaviour,
+    relay_client: relay::client::Behaviour,
+) -> NodeBehaviour {
+    let traversal = config.traversal;
     let peer = key.to_peer_id();
     // Announced addresses replace the listen addresses, as in p2pd.
     let identify = identify::Config::new(PROTOCOL_VERSION.to_owned(), key)
         .with_agent_version(AGENT.to_owned())
         .with_push_listen_addr_updates(true)
         .with_hide_listen_addrs(!config.announce.is_empty());
-    let limits = InboundLimits::new(config.protocols.clone());
     NodeBehaviour {
         limits: connection_limits::Behaviour::new(connection_bounds()),
         identify: identify::Behaviour::new(identify),
@@ -101,8 +121,34 @@ fn behaviour(config: &P2pConfig, key: PublicKey, inbound: mpsc::Sender<Inbound>)
                 .with_timeout(PING_PERIOD),
         ),
         kad: kad(peer, config.kad_server),
-        rpc: rpc_streams::Behaviour::new(Arc::clone(&limits), inbound),
+        rpc,
+        relay_client,
+        relay_service: Toggle::from(traversal.relay_service.then(|| relay_service(peer))),
+        hole_punching: Toggle::from(traversal.use_relay.then(|| dcutr::Behaviour::new(peer))),
+        autonat: Toggle::from(autonat(traversal, peer)),
     }
+}
+
+/// Circuits for others, within bounds. It offers itself only while the node knows an address that others can dial.
+fn relay_service(peer: PeerId) -> relay::Behaviour {
+    let config = relay::Config {
+        max_reservations: MAX_RESERVATIONS,
+        max_reservations_per_peer: MAX_RESERVATIONS_PER_PEER,
+        max_circuits: MAX_CIRCUITS,
+        max_circuits_per_peer: MAX_CIRCUITS_PER_PEER,
+        max_circuit_duration: MAX_CIRCUIT_DURATION,
+        max_circuit_bytes: MAX_CIRCUIT_BYTES,
+        // Reservations and circuits per peer and per IP address and hour: those of libp2p.
+        ..relay::Config::default()
+    };
+    relay::Behaviour::new(peer, config)
+}
+
+/// Asks others whether this node can be dialled, and answers others; only about observed addresses.
+fn autonat(traversal: Traversal, peer: PeerId) -> Option<autonat::v1::Behaviour> {
+    traversal
+        .autonat
+        .then(|| autonat::v1::Behaviour::new(peer, autonat::v1::Config::default()))
 }
 
 fn connection_bounds() -> connection_limits::ConnectionLimits {

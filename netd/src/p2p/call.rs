@@ -72,6 +72,16 @@ impl P2p {
         })
     }
 
+    /// A stream without any framing, for callers that keep to no protocol.
+    #[cfg(test)]
+    pub(super) async fn raw_stream(
+        &self,
+        peer: PeerId,
+        protocol: &'static str,
+    ) -> Result<Stream, CallError> {
+        self.open(peer, protocol).await
+    }
+
     /// A negotiated stream. A connection that closes in the very moment is replaced once.
     async fn open(&self, peer: PeerId, protocol: &'static str) -> Result<Stream, CallError> {
         for _ in 0..2 {

@@ -1,6 +1,6 @@
 //! What is known of each open connection, and which ones to close when there are too many. Pure.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, net::IpAddr};
 
 use libp2p::{Multiaddr, PeerId, core::ConnectedPoint, multiaddr::Protocol, swarm::ConnectionId};
 use tokio::time::Instant;
@@ -8,6 +8,7 @@ use tokio::time::Instant;
 use super::{
     behaviour::peer_of,
     limits::{MAX_ADDRESSES_PER_PEER, TRIM_ABOVE_CONNECTIONS, TRIM_GRACE},
+    node::Introduction,
 };
 
 /// All open connections.
@@ -24,6 +25,12 @@ struct Connection {
     scope: Option<Scope>,
     /// The address that we reached the peer at; `None` if it reached us.
     dialed: Option<Multiaddr>,
+    /// Whether it goes through a relay.
+    relayed: bool,
+    /// Where the peer is, unless a relay is between.
+    ip: Option<IpAddr>,
+    /// What the peer said of itself; `None` until it has.
+    announced: Option<Vec<Multiaddr>>,
 }
 
 impl Connections {
@@ -40,12 +47,45 @@ impl Connections {
             since: now,
             scope: scope(remote),
             dialed: endpoint.is_dialer().then(|| without_peer(remote.clone())),
+            relayed: endpoint.is_relayed(),
+            ip: (!endpoint.is_relayed()).then(|| ip_of(remote)).flatten(),
+            announced: None,
         };
         self.open.insert(id, connection);
     }
 
     pub(super) fn closed(&mut self, id: ConnectionId) {
         self.open.remove(&id);
+    }
+
+    /// Remembers what a peer said of itself over a connection.
+    pub(super) fn introduced(&mut self, id: ConnectionId, announced: &[Multiaddr]) {
+        if let Some(connection) = self.open.get_mut(&id) {
+            let bounded = announced.iter().take(MAX_ADDRESSES_PER_PEER);
+            connection.announced = Some(bounded.cloned().map(without_peer).collect());
+        }
+    }
+
+    /// What a peer said of itself; `None` if it has not yet, or is not connected.
+    pub(super) fn introduction(&self, peer: &PeerId) -> Option<Introduction> {
+        let of_peer = || self.open.values().filter(|other| other.peer == *peer);
+        let latest = of_peer().filter(|other| other.announced.is_some());
+        let announced = latest
+            .max_by_key(|other| other.since)
+            .and_then(|other| other.announced.clone())?;
+        let mut seen_at: Vec<IpAddr> = of_peer().filter_map(|other| other.ip).collect();
+        seen_at.sort_unstable();
+        seen_at.dedup();
+        Some(Introduction { seen_at, announced })
+    }
+
+    /// The address that we reached the peer of a connection at; `None` if it reached us, or a relay is between.
+    pub(super) fn dialed_directly(&self, id: ConnectionId) -> Option<Multiaddr> {
+        let connection = self
+            .open
+            .get(&id)
+            .filter(|connection| !connection.relayed)?;
+        connection.dialed.clone()
     }
 
     /// Addresses worth keeping of a peer that announced some over a connection: first those that it was
@@ -55,7 +95,11 @@ impl Connections {
             return Vec::new();
         };
         let peer = connection.peer;
-        let dialed = self.open.values().filter(|other| other.peer == peer);
+        // A way through a relay is the peer's own to announce: it changes with the relay.
+        let dialed = self
+            .open
+            .values()
+            .filter(|other| other.peer == peer && !other.relayed);
         let mut addrs: Vec<Multiaddr> = dialed.filter_map(|other| other.dialed.clone()).collect();
         let usable = announced
             .into_iter()
@@ -98,6 +142,24 @@ pub(super) fn without_peer(mut addr: Multiaddr) -> Multiaddr {
         addr.pop();
     }
     addr
+}
+
+/// Whether an address starts with an IP address that the whole world can dial.
+pub(super) fn is_public(addr: &Multiaddr) -> bool {
+    scope(addr) == Some(Scope::World)
+}
+
+/// Whether an address leads through a relay.
+pub(super) fn is_relayed(addr: &Multiaddr) -> bool {
+    addr.iter().any(|part| part == Protocol::P2pCircuit)
+}
+
+fn ip_of(addr: &Multiaddr) -> Option<IpAddr> {
+    match addr.iter().next()? {
+        Protocol::Ip4(ip) => Some(ip.into()),
+        Protocol::Ip6(ip) => Some(ip.to_canonical()),
+        _ => None,
+    }
 }
 
 /// Where an IP address means the same machine, from the nearest to the farthest.

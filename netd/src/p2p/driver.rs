@@ -3,27 +3,35 @@
 use std::{
     collections::{HashMap, HashSet},
     sync::Arc,
+    time::Duration,
 };
 
 use futures::StreamExt;
 use libp2p::{
-    Multiaddr, PeerId, Swarm,
-    core::transport::ListenerId,
-    identify, kad, ping,
+    Multiaddr, PeerId, Swarm, autonat,
+    core::{ConnectedPoint, transport::ListenerId},
+    identify, kad,
+    multiaddr::Protocol,
+    ping, relay,
     swarm::{ConnectionId, DialError, SwarmEvent},
 };
 use tokio::{
-    sync::{mpsc, oneshot},
+    sync::{mpsc, oneshot, watch},
     time::{Instant, interval_at, timeout},
 };
 use tracing::{debug, info, warn};
 
 use super::{
     behaviour::{NodeBehaviour, NodeBehaviourEvent, dial_address, peer_of},
-    connections::{Connections, without_peer},
+    connections::{Connections, is_public, is_relayed, without_peer},
     error::P2pError,
-    limits::{Calls, REDIAL_PERIOD, SHUTDOWN_TIMEOUT},
+    limits::{
+        Calls, MAX_WAITING_FOR_INTRODUCTIONS, REDIAL_MAX, REDIAL_MIN, RELAY_PERIOD,
+        SHUTDOWN_TIMEOUT,
+    },
+    node::{Introduction, Traversal},
     reach::Reach,
+    relays::Relays,
     rpc_streams::OpenStream,
 };
 
@@ -49,9 +57,38 @@ pub(super) enum Command {
     ConnectedPeers {
         reply: oneshot::Sender<Vec<PeerId>>,
     },
+    /// Dropped if the peer is not connected.
+    Introduction {
+        peer: PeerId,
+        reply: oneshot::Sender<Introduction>,
+    },
+    SetReachable {
+        reachable: bool,
+    },
+    Withdraw {
+        protocols: Vec<&'static str>,
+    },
     Shutdown {
         reply: oneshot::Sender<()>,
     },
+}
+
+/// What the task is made with.
+pub(super) struct DriverParts {
+    pub commands: mpsc::Receiver<Command>,
+    pub initial_peers: Vec<Multiaddr>,
+    /// Listeners whose first address is outstanding.
+    pub listeners: HashSet<ListenerId>,
+    /// Told when all of them have one.
+    pub listening: oneshot::Sender<()>,
+    pub calls: Arc<Calls>,
+    pub traversal: Traversal,
+    /// Whether the addresses to announce were given.
+    pub announces: bool,
+    /// Told the addresses through relays.
+    pub relayed: watch::Sender<Vec<Multiaddr>>,
+    /// Counts initial peers that were connected again.
+    pub reconnected: watch::Sender<u64>,
 }
 
 /// State of the task.
@@ -67,6 +104,13 @@ pub(super) struct Driver {
     connections: Connections,
     calls: Arc<Calls>,
     reach: Reach,
+    traversal: Traversal,
+    announces: bool,
+    relays: Relays,
+    relayed: watch::Sender<Vec<Multiaddr>>,
+    reconnected: watch::Sender<u64>,
+    /// Who waits for a peer to say where it can be dialled.
+    introductions: Vec<(PeerId, oneshot::Sender<Introduction>)>,
 }
 
 /// One of the peers to stay connected to.
@@ -74,33 +118,44 @@ struct InitialPeer {
     addr: Multiaddr,
     /// Who is there, as the address says or as it turned out.
     peer: Option<PeerId>,
+    /// When it may be dialled again.
+    redial_at: Instant,
+    /// How long to wait after that.
+    pause: Duration,
+    /// Whether it was connected and is no longer.
+    lost: bool,
 }
 
 impl Driver {
-    pub(super) fn new(
-        swarm: Swarm<NodeBehaviour>,
-        commands: mpsc::Receiver<Command>,
-        initial_peers: Vec<Multiaddr>,
-        (listeners, listening): (HashSet<ListenerId>, oneshot::Sender<()>),
-        calls: Arc<Calls>,
-    ) -> Self {
-        let initial_peers = initial_peers
+    pub(super) fn new(swarm: Swarm<NodeBehaviour>, parts: DriverParts) -> Self {
+        let redial_at = Instant::now() + REDIAL_MIN;
+        let initial_peers = parts
+            .initial_peers
             .into_iter()
             .map(|addr| InitialPeer {
                 peer: peer_of(&addr),
                 addr,
+                redial_at,
+                pause: REDIAL_MIN,
+                lost: false,
             })
             .collect();
         let mut driver = Self {
             swarm,
-            commands,
+            commands: parts.commands,
             initial_peers,
-            listeners,
-            listening: Some(listening),
+            listeners: parts.listeners,
+            listening: Some(parts.listening),
             dials: HashMap::new(),
             connections: Connections::default(),
-            calls,
+            calls: parts.calls,
             reach: Reach::default(),
+            traversal: parts.traversal,
+            announces: parts.announces,
+            relays: Relays::default(),
+            relayed: parts.relayed,
+            reconnected: parts.reconnected,
+            introductions: Vec::new(),
         };
         driver.tell_listening();
         driver
@@ -108,7 +163,8 @@ impl Driver {
 
     /// Runs until it is told to end or all handles are gone.
     pub(super) async fn run(mut self) {
-        let mut redial = interval_at(Instant::now() + REDIAL_PERIOD, REDIAL_PERIOD);
+        let mut redial = interval_at(Instant::now() + REDIAL_MIN, REDIAL_MIN);
+        let mut relays = interval_at(Instant::now() + RELAY_PERIOD, RELAY_PERIOD);
         loop {
             tokio::select! {
                 event = self.swarm.select_next_some() => self.on_event(event),
@@ -123,6 +179,7 @@ impl Driver {
                     None => return self.shut_down().await,
                 },
                 _ = redial.tick() => self.redial_initial_peers(),
+                _ = relays.tick() => self.reserve(),
             }
         }
     }
@@ -141,11 +198,16 @@ impl Driver {
                 drop(reply.send(self.known_addresses(peer)));
             }
             Command::ListenAddrs { reply } => {
-                drop(reply.send(self.swarm.listeners().cloned().collect()));
+                let listeners = self.swarm.listeners();
+                let own = listeners.filter(|addr| !is_relayed(addr)).cloned();
+                drop(reply.send(own.collect()));
             }
             Command::ConnectedPeers { reply } => {
                 drop(reply.send(self.swarm.connected_peers().copied().collect()));
             }
+            Command::Introduction { peer, reply } => self.introduce(peer, reply),
+            Command::SetReachable { reachable } => self.set_reachable(reachable),
+            Command::Withdraw { protocols } => self.swarm.behaviour().rpc.withdraw(&protocols),
             Command::Shutdown { .. } => {}
         }
     }
@@ -167,12 +229,113 @@ impl Driver {
         }
     }
 
+    /// Dials initial peers that are not connected, each after pauses that double up to a bound.
     fn redial_initial_peers(&mut self) {
-        for InitialPeer { addr, peer } in &self.initial_peers {
-            if !peer.is_some_and(|peer| self.swarm.is_connected(&peer)) {
-                debug!(%addr, "dial initial peer again");
-                drop(self.swarm.dial(dial_address(addr)));
+        let now = Instant::now();
+        for initial in &mut self.initial_peers {
+            if initial
+                .peer
+                .is_some_and(|peer| self.swarm.is_connected(&peer))
+            {
+                initial.pause = REDIAL_MIN;
+                initial.redial_at = now;
+            } else if initial.redial_at <= now {
+                debug!(addr = %initial.addr, "dial initial peer again");
+                drop(self.swarm.dial(dial_address(&initial.addr)));
+                // Many servers that lost the same peer do not come back in the same moment.
+                initial.redial_at = now + initial.pause.mul_f64(rand::random_range(0.5..1.0));
+                initial.pause = (2 * initial.pause).min(REDIAL_MAX);
             }
+        }
+    }
+
+    /// Answers now, or when the peer has introduced itself.
+    fn introduce(&mut self, peer: PeerId, reply: oneshot::Sender<Introduction>) {
+        self.introductions.retain(|(_, reply)| !reply.is_closed());
+        if let Some(introduction) = self.connections.introduction(&peer) {
+            drop(reply.send(introduction));
+        } else if self.swarm.is_connected(&peer)
+            && self.introductions.len() < MAX_WAITING_FOR_INTRODUCTIONS
+        {
+            self.introductions.push((peer, reply));
+        }
+    }
+
+    fn set_reachable(&mut self, reachable: bool) {
+        let mode = if reachable {
+            kad::Mode::Server
+        } else {
+            kad::Mode::Client
+        };
+        self.swarm.behaviour_mut().kad.set_mode(Some(mode));
+        if reachable && !self.announces {
+            let public: Vec<Multiaddr> = self
+                .swarm
+                .listeners()
+                .filter(|addr| !is_relayed(addr) && is_public(addr))
+                .cloned()
+                .collect();
+            for addr in public {
+                self.swarm.add_external_address(addr);
+            }
+        }
+        self.want_relays(!reachable);
+    }
+
+    fn want_relays(&mut self, wanted: bool) {
+        for listener in self.relays.want(wanted && self.traversal.auto_relay) {
+            self.swarm.remove_listener(listener);
+        }
+        self.tell_relayed();
+        self.reserve();
+    }
+
+    /// Asks relays for reservations until there are enough.
+    fn reserve(&mut self) {
+        let now = Instant::now();
+        while let Some((relay, addr)) = self.relays.next(now) {
+            let circuit = addr.with(Protocol::P2p(relay)).with(Protocol::P2pCircuit);
+            match self.swarm.listen_on(circuit) {
+                Ok(listener) => {
+                    debug!(%relay, "ask for a reservation");
+                    self.relays.reserving(listener, relay);
+                }
+                Err(error) => {
+                    debug!(%relay, %error, "cannot ask for a reservation");
+                    self.relays.failed(&relay, now);
+                }
+            }
+        }
+    }
+
+    fn tell_relayed(&mut self) {
+        let addrs = self.relays.addrs();
+        self.relayed.send_if_modified(|told| {
+            let changed = *told != addrs;
+            *told = addrs;
+            changed
+        });
+    }
+
+    /// Tells every peer our addresses anew.
+    fn push_addresses(&mut self) {
+        let peers: Vec<PeerId> = self.swarm.connected_peers().copied().collect();
+        self.swarm.behaviour_mut().identify.push(peers);
+    }
+
+    /// Somebody far away has reached a public address of this machine itself: others can, too.
+    fn note_reached(&mut self, endpoint: &ConnectedPoint) {
+        if let ConnectedPoint::Listener {
+            local_addr,
+            send_back_addr,
+        } = endpoint
+            && !self.announces
+            && !endpoint.is_relayed()
+            && is_public(local_addr)
+            && is_public(send_back_addr)
+            && self.swarm.listeners().any(|addr| addr == local_addr)
+        {
+            self.swarm.add_external_address(local_addr.clone());
         }
     }
 
@@ -188,9 +351,14 @@ impl Driver {
                 debug!(peer = %peer_id, ?endpoint, "connected");
                 self.connections
                     .established(connection_id, peer_id, &endpoint, Instant::now());
+                self.note_reached(&endpoint);
                 for initial in &mut self.initial_peers {
                     if endpoint.is_dialer() && *endpoint.get_remote_address() == initial.addr {
                         initial.peer = Some(peer_id);
+                    }
+                    if initial.peer == Some(peer_id) && std::mem::take(&mut initial.lost) {
+                        info!(peer = %peer_id, "initial peer is back");
+                        self.reconnected.send_modify(|count| *count += 1);
                     }
                 }
                 if let Some((_, reply)) = self.dials.remove(&connection_id) {
@@ -207,6 +375,12 @@ impl Driver {
             } => {
                 debug!(peer = %peer_id, ?cause, "disconnected");
                 self.connections.closed(connection_id);
+                if !self.swarm.is_connected(&peer_id) {
+                    self.introductions.retain(|(peer, _)| *peer != peer_id);
+                    for initial in &mut self.initial_peers {
+                        initial.lost |= initial.peer == Some(peer_id);
+                    }
+                }
             }
             SwarmEvent::OutgoingConnectionError {
                 connection_id,
@@ -228,14 +402,35 @@ impl Driver {
                 listener_id,
                 address,
             } => {
+                if self.relays.agreed(listener_id, address.clone()) {
+                    info!(%address, "reached through a relay");
+                    return self.tell_relayed();
+                }
                 info!(%address, "listening");
                 self.listeners.remove(&listener_id);
                 self.tell_listening();
             }
             SwarmEvent::ListenerClosed {
-                addresses, reason, ..
+                listener_id,
+                addresses,
+                reason,
             } => {
-                warn!(?addresses, ?reason, "no longer listening");
+                if let Some(relay) = self.relays.closed(listener_id, Instant::now()) {
+                    info!(%relay, ?reason, "relay does not relay for this node any more");
+                    self.tell_relayed();
+                    return self.reserve();
+                }
+                if !addresses.iter().any(is_relayed) {
+                    warn!(?addresses, ?reason, "no longer listening");
+                }
+            }
+            SwarmEvent::ExternalAddrConfirmed { address } => {
+                info!(%address, "can be dialled at");
+                self.push_addresses();
+            }
+            SwarmEvent::ExternalAddrExpired { address } => {
+                debug!(%address, "can no longer be dialled at");
+                self.push_addresses();
             }
             SwarmEvent::ListenerError { error, .. } => warn!(%error, "listener"),
             _ => {}
@@ -269,6 +464,28 @@ impl Driver {
                 };
                 self.reach.looked_up(&mut self.swarm, id, peers);
             }
+            NodeBehaviourEvent::Autonat(autonat::v1::Event::StatusChanged { new, .. }) => {
+                info!(status = ?new, "AutoNAT");
+                // What the operator announces holds, whatever others can or cannot dial.
+                match new {
+                    autonat::v1::NatStatus::Public(_) => self.want_relays(false),
+                    autonat::v1::NatStatus::Private if !self.announces => self.want_relays(true),
+                    _ => {}
+                }
+            }
+            // Who has identified this node a moment ago does not know that it relays.
+            NodeBehaviourEvent::RelayService(relay::Event::StatusChanged { status }) => {
+                info!(?status, "relay service");
+                self.push_addresses();
+            }
+            NodeBehaviourEvent::HolePunching(event) => match event.result {
+                Ok(connection) => {
+                    info!(peer = %event.remote_peer_id, %connection, "hole punched, relay left");
+                }
+                Err(error) => {
+                    debug!(peer = %event.remote_peer_id, %error, "no hole punched, relay kept");
+                }
+            },
             _ => {}
         }
     }
@@ -276,6 +493,23 @@ impl Driver {
     /// Puts every identified peer into the routing table, even one that does not route itself: only so
     /// can others find peers in client mode through this node.
     fn on_identified(&mut self, peer: PeerId, connection: ConnectionId, info: identify::Info) {
+        self.connections.introduced(connection, &info.listen_addrs);
+        if let Some(introduction) = self.connections.introduction(&peer) {
+            let waiting = self
+                .introductions
+                .extract_if(.., |(other, _)| *other == peer);
+            for (_, reply) in waiting {
+                drop(reply.send(introduction.clone()));
+            }
+        }
+        if info.protocols.contains(&relay::HOP_PROTOCOL_NAME) {
+            if let Some(addr) = self.connections.dialed_directly(connection) {
+                self.relays.offer(peer, addr);
+                self.reserve();
+            }
+        } else if !self.relays.uses(&peer) {
+            self.relays.withdraw(&peer);
+        }
         let addrs = self.connections.addresses(connection, info.listen_addrs);
         if addrs.is_empty() {
             return;
@@ -305,6 +539,7 @@ impl Driver {
         let swarm = &self.swarm;
         let surplus = self.connections.surplus(Instant::now(), |peer| {
             swarm.behaviour().rpc.serves(peer)
+                || self.relays.uses(peer)
                 || self.calls.under_way(peer)
                 || self
                     .initial_peers

@@ -43,10 +43,12 @@ pub(super) const MAX_WAITING_CALLS: usize = 1024;
 pub(super) const COMMAND_QUEUE: usize = 256;
 /// Inbound RPCs under way to their handler.
 pub(super) const INBOUND_QUEUE: usize = 256;
-/// A unary request must be complete by then: 4 MiB over a slow link.
-pub(super) const UNARY_REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
-/// A write that makes no progress for this long has failed.
-pub(super) const WRITE_STALL_TIMEOUT: Duration = Duration::from_secs(60);
+/// A unary request must be complete by then: 4 MiB over a slow link. Tests wait for it.
+pub(super) const UNARY_REQUEST_TIMEOUT: Duration =
+    Duration::from_secs(if cfg!(test) { 8 } else { 60 });
+/// A write that makes no progress for this long has failed. Tests wait for it.
+pub(super) const WRITE_STALL_TIMEOUT: Duration =
+    Duration::from_secs(if cfg!(test) { 8 } else { 60 });
 /// After the last byte was sent, how long the peer's end of stream is waited for.
 pub(super) const LINGER_TIMEOUT: Duration = Duration::from_secs(5);
 /// After an error frame, how long the caller's own end is waited for before the stream is closed.
@@ -55,10 +57,51 @@ pub(super) const ERROR_LINGER_TIMEOUT: Duration = Duration::from_secs(1);
 pub(super) const LOOKUP_TIMEOUT: Duration = Duration::from_secs(20);
 /// How often the routing table is refreshed.
 pub(super) const BOOTSTRAP_PERIOD: Duration = Duration::from_secs(300);
-/// How often initial peers are dialled again that are not connected.
-pub(super) const REDIAL_PERIOD: Duration = Duration::from_secs(60);
+/// First pause before an initial peer that is not connected is dialled again; doubles.
+pub(super) const REDIAL_MIN: Duration = Duration::from_secs(1);
+/// Longest pause before an initial peer that is not connected is dialled again.
+pub(super) const REDIAL_MAX: Duration = Duration::from_secs(60);
+/// Relay service: peers that others may reach through this node. As in p2pd.
+pub(super) const MAX_RESERVATIONS: usize = 128;
+/// Relay service: reservations of one peer, over several connections.
+pub(super) const MAX_RESERVATIONS_PER_PEER: usize = 4;
+/// Relay service: circuits at once.
+pub(super) const MAX_CIRCUITS: usize = 256;
+/// Relay service: circuits at once from or to one peer. As in p2pd.
+pub(super) const MAX_CIRCUITS_PER_PEER: usize = 16;
+/// Relay service: life of a circuit. As in p2pd.
+pub(super) const MAX_CIRCUIT_DURATION: Duration = Duration::from_secs(30 * 60);
+/// Relay service: bytes of a circuit in each direction. As in p2pd.
+pub(super) const MAX_CIRCUIT_BYTES: u64 = 4 << 30;
+/// Relays that a node behind a NAT wants to be reachable through. As in go-libp2p.
+pub(super) const WANTED_RELAYS: usize = 2;
+/// Peers remembered that offer to relay.
+pub(super) const MAX_RELAY_CANDIDATES: usize = 64;
+/// First pause before a relay that failed is asked again; doubles.
+pub(super) const RELAY_BACKOFF_MIN: Duration = Duration::from_secs(5);
+/// Longest pause before a relay that failed is asked again. As in go-libp2p.
+pub(super) const RELAY_BACKOFF_MAX: Duration = Duration::from_secs(3600);
+/// How often missing relays are looked for.
+pub(super) const RELAY_PERIOD: Duration = Duration::from_secs(5);
+/// Callers that wait for a peer to introduce itself.
+pub(super) const MAX_WAITING_FOR_INTRODUCTIONS: usize = 64;
 /// How long closing all connections may take.
 pub(super) const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// RPCs of peers that came to nothing, by what was wrong with them, since the start of the node.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct InboundFigures {
+    /// More streams at once than a peer, or all peers, may have.
+    pub too_many: u64,
+    /// A request longer than its bound.
+    pub too_large: u64,
+    /// Bytes that are not of the protocol.
+    pub malformed: u64,
+    /// A request that was not complete in time.
+    pub too_slow: u64,
+    /// A caller that took no byte of its answer for too long.
+    pub stalled: u64,
+}
 
 /// Counts inbound RPC streams per protocol, and per protocol and peer.
 #[derive(Debug)]
@@ -70,6 +113,8 @@ pub(super) struct InboundLimits {
 #[derive(Debug, Default)]
 struct Counts {
     total: HashMap<&'static str, usize>,
+    withdrawn: Vec<&'static str>,
+    figures: InboundFigures,
     per_peer: HashMap<(PeerId, &'static str), usize>,
 }
 
@@ -83,7 +128,34 @@ impl InboundLimits {
 
     /// The names that are offered to peers.
     pub(super) fn names(&self) -> Vec<&'static str> {
-        self.protocols.iter().map(|spec| spec.name).collect()
+        let counts = self.lock();
+        let names = self.protocols.iter().map(|spec| spec.name);
+        names
+            .filter(|name| !counts.withdrawn.contains(name))
+            .collect()
+    }
+
+    /// What was refused so far.
+    pub(super) fn figures(&self) -> InboundFigures {
+        self.lock().figures
+    }
+
+    /// Counts one more.
+    pub(super) fn count(&self, add: impl FnOnce(&mut InboundFigures)) {
+        add(&mut self.lock().figures);
+    }
+
+    /// Counts a failed write if the peer took nothing for too long.
+    pub(super) fn written<T>(&self, outcome: std::io::Result<T>) -> std::io::Result<T> {
+        if matches!(&outcome, Err(error) if error.kind() == std::io::ErrorKind::TimedOut) {
+            self.count(|figures| figures.stalled += 1);
+        }
+        outcome
+    }
+
+    /// Offers these no more. Streams that were negotiated go on.
+    pub(super) fn withdraw(&self, names: &[&'static str]) {
+        self.lock().withdrawn.extend_from_slice(names);
     }
 
     /// Counts one more stream of `peer`; `None` if a bound is reached or the protocol is not ours.
@@ -97,6 +169,7 @@ impl InboundLimits {
         let total = counts.total.get(name).copied().unwrap_or(0);
         let of_peer = counts.per_peer.get(&(peer, name)).copied().unwrap_or(0);
         if total >= spec.max_inbound_total || of_peer >= spec.max_inbound_per_peer {
+            counts.figures.too_many += 1;
             return None;
         }
         counts.total.insert(name, total + 1);
@@ -130,6 +203,13 @@ pub(super) struct Permit {
     limits: Arc<InboundLimits>,
     peer: PeerId,
     name: &'static str,
+}
+
+impl Permit {
+    /// Where it counts.
+    pub(super) fn limits(&self) -> &Arc<InboundLimits> {
+        &self.limits
+    }
 }
 
 impl Drop for Permit {

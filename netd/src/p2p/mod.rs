@@ -31,19 +31,21 @@ mod limits;
 mod messages;
 mod node;
 mod reach;
+mod relays;
 mod rpc_streams;
 mod serve;
 #[cfg(test)]
 mod tests;
 mod unary;
 
-pub use libp2p::{Multiaddr, PeerId, identity::Keypair};
+pub use libp2p::{Multiaddr, PeerId, identity::Keypair, multiaddr::Protocol};
 
 pub use self::{
     call::RpcStream,
     error::{CallError, InboundError, P2pError},
     frame::DEFAULT_MAX_FRAME_BYTES,
-    node::{P2p, P2pConfig, ProtocolKind, ProtocolSpec},
+    limits::InboundFigures,
+    node::{Introduction, P2p, P2pConfig, ProtocolKind, ProtocolSpec, Traversal},
     serve::{Inbound, InboundReader, InboundStream, InboundWriter, UnaryResponder},
     unary::MAX_UNARY_BYTES,
 };

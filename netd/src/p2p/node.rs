@@ -11,7 +11,7 @@ use libp2p::{
     Multiaddr, PeerId, Swarm, core::transport::ListenerId, identity::Keypair, multiaddr::Protocol,
 };
 use tokio::{
-    sync::{mpsc, oneshot},
+    sync::{mpsc, oneshot, watch},
     task::JoinSet,
     time::{Instant, timeout_at},
 };
@@ -19,9 +19,9 @@ use tracing::{info, warn};
 
 use super::{
     behaviour::{self, NodeBehaviour, peer_of},
-    driver::{Command, Driver},
+    driver::{Command, Driver, DriverParts},
     error::P2pError,
-    limits::{COMMAND_QUEUE, Calls, INBOUND_QUEUE},
+    limits::{COMMAND_QUEUE, Calls, INBOUND_QUEUE, InboundFigures, InboundLimits},
     serve::Inbound,
 };
 
@@ -40,8 +40,45 @@ pub struct P2pConfig {
     pub kad_server: bool,
     /// The RPCs it serves.
     pub protocols: Vec<ProtocolSpec>,
+    /// What it does about NATs and firewalls, its own and those of others.
+    pub traversal: Traversal,
     /// How long listening and reaching the first of `initial_peers` may take.
     pub startup_timeout: Duration,
+}
+
+/// What a node does about NATs and firewalls. Dialling peers behind relays always works.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Traversal {
+    /// Whether it tries to replace a connection through a relay by a direct one (hole punching).
+    pub use_relay: bool,
+    /// Whether it relays for others, as soon as it knows that it can be dialled.
+    pub relay_service: bool,
+    /// Whether it asks peers if they can dial it, and answers theirs (AutoNAT).
+    pub autonat: bool,
+    /// Whether it has itself reached through relays while it cannot be dialled.
+    pub auto_relay: bool,
+}
+
+impl Traversal {
+    /// Nothing: a probe, or a test on one machine.
+    pub const NONE: Self = Self {
+        use_relay: false,
+        relay_service: false,
+        autonat: false,
+        auto_relay: false,
+    };
+    /// A client: it reaches servers behind NATs and lends nothing.
+    pub const CLIENT: Self = Self {
+        use_relay: true,
+        ..Self::NONE
+    };
+    /// A server or a bootstrap node.
+    pub const SERVER: Self = Self {
+        use_relay: true,
+        relay_service: true,
+        autonat: true,
+        auto_relay: true,
+    };
 }
 
 /// One RPC that a node serves.
@@ -72,6 +109,18 @@ pub struct P2p {
     peer_id: PeerId,
     commands: mpsc::Sender<Command>,
     pub(super) calls: Arc<Calls>,
+    limits: Arc<InboundLimits>,
+    relayed: watch::Receiver<Vec<Multiaddr>>,
+    reconnected: watch::Receiver<u64>,
+}
+
+/// What is known first hand of a peer that is connected.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Introduction {
+    /// IP addresses that it is connected from, relays apart.
+    pub seen_at: Vec<IpAddr>,
+    /// Addresses that it says it can be dialled at, without `/p2p/ID`; a bounded number.
+    pub announced: Vec<Multiaddr>,
 }
 
 impl P2p {
@@ -85,7 +134,8 @@ impl P2p {
     pub async fn start(config: P2pConfig) -> Result<(Self, mpsc::Receiver<Inbound>), P2pError> {
         let deadline = Instant::now() + config.startup_timeout;
         let (inbound_sender, inbound) = mpsc::channel(INBOUND_QUEUE);
-        let mut swarm = behaviour::swarm(&config, inbound_sender)?;
+        let limits = InboundLimits::new(config.protocols.clone());
+        let mut swarm = behaviour::swarm(&config, &limits, inbound_sender)?;
         let peer_id = *swarm.local_peer_id();
         let listeners = listen(&mut swarm, &config.listen)?;
         for addr in &config.announce {
@@ -100,18 +150,30 @@ impl P2p {
         let (commands, command_queue) = mpsc::channel(COMMAND_QUEUE);
         let (listening, listens) = oneshot::channel();
         let calls = Arc::<Calls>::default();
+        let (relayed_sender, relayed) = watch::channel(Vec::new());
+        let (reconnected_sender, reconnected) = watch::channel(0);
         let driver = Driver::new(
             swarm,
-            command_queue,
-            initial_peers.clone(),
-            (listeners, listening),
-            Arc::clone(&calls),
+            DriverParts {
+                commands: command_queue,
+                initial_peers: initial_peers.clone(),
+                listeners,
+                listening,
+                calls: Arc::clone(&calls),
+                traversal: config.traversal,
+                announces: !config.announce.is_empty(),
+                relayed: relayed_sender,
+                reconnected: reconnected_sender,
+            },
         );
         tokio::spawn(driver.run());
         let node = Self {
             peer_id,
             commands,
             calls,
+            limits,
+            relayed,
+            reconnected,
         };
         if timeout_at(deadline, listens).await.is_err() {
             let addr = config
@@ -132,7 +194,7 @@ impl P2p {
         self.peer_id
     }
 
-    /// Where the node listens, with actual ports, one address for each interface; without `/p2p/ID`.
+    /// Where the node listens, with actual ports, one address for each interface; without `/p2p/ID` and relays.
     /// Empty after the shutdown.
     pub async fn listen_addrs(&self) -> Vec<Multiaddr> {
         self.ask(|reply| Command::ListenAddrs { reply })
@@ -167,6 +229,42 @@ impl P2p {
     /// Remembers where a peer can be dialled, until the peer itself says otherwise.
     pub async fn add_address(&self, peer: PeerId, addr: Multiaddr) {
         drop(self.send(Command::AddAddress { peer, addr }).await);
+    }
+
+    /// RPCs of peers that came to nothing, by reason.
+    pub fn inbound_figures(&self) -> InboundFigures {
+        self.limits.figures()
+    }
+
+    /// Addresses through relays at which the node can be dialled right now, without `/p2p/ID`. To be watched.
+    pub fn relayed_addrs(&self) -> watch::Receiver<Vec<Multiaddr>> {
+        self.relayed.clone()
+    }
+
+    /// How often an initial peer was connected again after it was lost. To be watched.
+    pub fn reconnections(&self) -> watch::Receiver<u64> {
+        self.reconnected.clone()
+    }
+
+    /// What a connected peer says of itself, once it has; waits for that.
+    ///
+    /// # Errors
+    ///
+    /// [`P2pError::Stopped`], also if the peer is not or no longer connected, or too many wait.
+    pub async fn introduction(&self, peer: PeerId) -> Result<Introduction, P2pError> {
+        self.ask(|reply| Command::Introduction { peer, reply })
+            .await
+    }
+
+    /// Says whether peers can dial this node. One that they can dial answers routing queries and may relay;
+    /// one that they cannot dial only asks, and has itself relayed if it may.
+    pub async fn set_reachable(&self, reachable: bool) {
+        drop(self.send(Command::SetReachable { reachable }).await);
+    }
+
+    /// Offers these protocols no more.
+    pub async fn withdraw(&self, protocols: Vec<&'static str>) {
+        drop(self.send(Command::Withdraw { protocols }).await);
     }
 
     /// Closes all connections and ends the node. Calls fail from now on.

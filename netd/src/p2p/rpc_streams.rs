@@ -5,7 +5,7 @@
 //! stream gets a task of its own at once; neither of the two ever reads or writes a stream.
 
 use std::{
-    collections::VecDeque,
+    collections::{HashMap, HashSet, VecDeque},
     convert::Infallible,
     fmt,
     future::{Ready, ready},
@@ -59,6 +59,8 @@ pub(super) struct Behaviour {
     limits: Arc<InboundLimits>,
     inbound: mpsc::Sender<Inbound>,
     requests: VecDeque<OpenStream>,
+    /// Connections of each peer that do not go through a relay.
+    direct: HashMap<PeerId, HashSet<ConnectionId>>,
 }
 
 impl Behaviour {
@@ -67,7 +69,13 @@ impl Behaviour {
             limits,
             inbound,
             requests: VecDeque::new(),
+            direct: HashMap::new(),
         }
+    }
+
+    /// Offers these protocols no more.
+    pub(super) fn withdraw(&self, names: &[&'static str]) {
+        self.limits.withdraw(names);
     }
 
     /// Opens a stream on a connection with the peer, which must be connected. The swarm has to be polled
@@ -117,7 +125,23 @@ impl NetworkBehaviour for Behaviour {
         Ok(self.handler(peer))
     }
 
-    fn on_swarm_event(&mut self, _: FromSwarm) {}
+    fn on_swarm_event(&mut self, event: FromSwarm) {
+        match event {
+            FromSwarm::ConnectionEstablished(made) if !made.endpoint.is_relayed() => {
+                let of_peer = self.direct.entry(made.peer_id).or_default();
+                of_peer.insert(made.connection_id);
+            }
+            FromSwarm::ConnectionClosed(closed) => {
+                if let Some(of_peer) = self.direct.get_mut(&closed.peer_id) {
+                    of_peer.remove(&closed.connection_id);
+                    if of_peer.is_empty() {
+                        self.direct.remove(&closed.peer_id);
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
 
     fn on_connection_handler_event(
         &mut self,
@@ -130,14 +154,20 @@ impl NetworkBehaviour for Behaviour {
 
     fn poll(&mut self, _: &mut Context<'_>) -> Poll<ToSwarm<Self::ToSwarm, THandlerInEvent<Self>>> {
         // Requests come from the task that polls the swarm: no waker is needed.
-        match self.requests.pop_front() {
-            Some(request) => Poll::Ready(ToSwarm::NotifyHandler {
-                peer_id: request.peer,
-                handler: NotifyHandler::Any,
-                event: request,
-            }),
-            None => Poll::Pending,
-        }
+        let Some(request) = self.requests.pop_front() else {
+            return Poll::Pending;
+        };
+        // A relay is slower and has limits: only where there is no other way.
+        let direct = self.direct.get(&request.peer);
+        let handler = match direct.and_then(|of_peer| of_peer.iter().min()) {
+            Some(connection) => NotifyHandler::One(*connection),
+            None => NotifyHandler::Any,
+        };
+        Poll::Ready(ToSwarm::NotifyHandler {
+            peer_id: request.peer,
+            handler,
+            event: request,
+        })
     }
 }
 

@@ -3,7 +3,7 @@
 //! Every inbound stream has a task of its own until its request is with the handler. A stream counts
 //! against the bounds of its protocol until it has lingered out.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use futures::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadHalf, WriteHalf};
@@ -18,10 +18,11 @@ use super::{
     error::{CallError, InboundError},
     frame::{self, Frame, FrameError, FrameReader},
     limits::{
-        ERROR_LINGER_TIMEOUT, LINGER_TIMEOUT, Permit, UNARY_REQUEST_TIMEOUT, WRITE_STALL_TIMEOUT,
+        ERROR_LINGER_TIMEOUT, InboundLimits, LINGER_TIMEOUT, Permit, UNARY_REQUEST_TIMEOUT,
+        WRITE_STALL_TIMEOUT,
     },
     node::ProtocolKind,
-    unary,
+    unary::{self, UnaryError},
 };
 
 /// An RPC from a peer.
@@ -63,8 +64,18 @@ pub(super) async fn accept(
             let request = timeout(UNARY_REQUEST_TIMEOUT, unary::read_request(&mut stream));
             let request = match request.await {
                 Ok(Ok(request)) => request,
-                Ok(Err(error)) => return debug!(%peer, protocol, %error, "no request"),
-                Err(_) => return debug!(%peer, protocol, "request takes too long"),
+                Ok(Err(error)) => {
+                    permit.limits().count(|figures| match error {
+                        UnaryError::TooLarge(_) => figures.too_large += 1,
+                        UnaryError::Malformed(_) => figures.malformed += 1,
+                        UnaryError::Io(_) => {}
+                    });
+                    return debug!(%peer, protocol, %error, "no request");
+                }
+                Err(_) => {
+                    permit.limits().count(|figures| figures.too_slow += 1);
+                    return debug!(%peer, protocol, "request takes too long");
+                }
             };
             let responder = UnaryResponder {
                 stream,
@@ -113,8 +124,9 @@ impl UnaryResponder {
                 unary::encode_response(self.call_id, Err(text))?
             }
         };
-        frame::write_all(&mut self.stream, &message).await?;
-        close(&mut self.stream).await?;
+        let limits = self.permit.limits();
+        limits.written(frame::write_all(&mut self.stream, &message).await)?;
+        limits.written(close(&mut self.stream).await)?;
         linger(self.stream, self.permit);
         too_large
     }
@@ -138,6 +150,7 @@ pub struct InboundStream {
 pub struct InboundReader {
     frames: FrameReader<ReadHalf<Stream>>,
     ended: bool,
+    limits: Arc<InboundLimits>,
 }
 
 /// The answers of a stream.
@@ -154,6 +167,7 @@ impl InboundStream {
             reader: InboundReader {
                 frames: FrameReader::new(read),
                 ended: false,
+                limits: Arc::clone(permit.limits()),
             },
             writer: InboundWriter {
                 stream: write,
@@ -218,8 +232,12 @@ impl InboundReader {
                 Ok(None)
             }
             Ok(None) | Err(FrameError::Cut | FrameError::Io(_)) => Err(InboundError::Cancelled),
-            Err(FrameError::Marker(_)) => Err(InboundError::Malformed("unknown frame marker")),
+            Err(FrameError::Marker(_)) => {
+                self.limits.count(|figures| figures.malformed += 1);
+                Err(InboundError::Malformed("unknown frame marker"))
+            }
             Err(FrameError::TooLarge { bytes, limit }) => {
+                self.limits.count(|figures| figures.too_large += 1);
                 Err(InboundError::TooLarge { bytes, limit })
             }
         }
@@ -238,7 +256,8 @@ impl InboundWriter {
     ///
     /// [`CallError::Closed`] if the caller has gone or takes nothing any more.
     pub async fn send(&mut self, message: Bytes) -> Result<(), CallError> {
-        Ok(frame::write_message(&mut self.stream, &message).await?)
+        let written = frame::write_message(&mut self.stream, &message).await;
+        Ok(self.permit.limits().written(written)?)
     }
 
     /// Ends the stream properly. Returns once everything is under way; a task waits for the caller's end.

@@ -13,6 +13,9 @@ use tokio::{
 
 use super::*;
 
+mod hostile;
+mod relayed;
+
 /// No wait in a test is longer; nothing is asserted about it.
 const DEADLINE: Duration = Duration::from_secs(60);
 const CALL: Duration = Duration::from_secs(30);
@@ -69,6 +72,7 @@ fn config(initial_peers: Vec<Multiaddr>) -> P2pConfig {
             spec(UNARY, ProtocolKind::Unary),
             spec(STREAM, ProtocolKind::Stream),
         ],
+        traversal: Traversal::NONE,
         startup_timeout: CALL,
     }
 }

@@ -4,32 +4,18 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use libp2p::PeerId;
-use prost::Message;
 use tokio::sync::{mpsc, watch};
 
 use super::forward::Rpc;
 use super::{Failure, Service, forward, inference, info, names, push};
-use crate::p2p::{Inbound, InboundStream, ProtocolKind, ProtocolSpec, UnaryResponder};
-use crate::wire::messages::{PingRequest, PingResponse};
-
-/// Whether a peer can be reached from here (petals `server/reachability.py`).
-pub const REACHABILITY: &str = "ReachabilityProtocol.rpc_check";
-
-/// The reachability check with its bounds.
-pub fn reachability_protocol() -> ProtocolSpec {
-    ProtocolSpec {
-        name: REACHABILITY,
-        kind: ProtocolKind::Unary,
-        max_inbound_per_peer: 8,
-        max_inbound_total: 64,
-    }
-}
+use crate::p2p::{Inbound, InboundStream, UnaryResponder};
+use crate::swarm::reachability::{self, Checker};
 
 /// What handlers need.
 #[derive(Clone, Debug)]
 pub struct Router {
-    /// This peer.
-    pub me: PeerId,
+    /// Dials peers that ask whether they can be reached.
+    pub checker: Checker,
     /// The blocks, once they are served.
     pub service: watch::Receiver<Option<Arc<Service>>>,
 }
@@ -73,10 +59,15 @@ impl Router {
         request: Bytes,
         responder: UnaryResponder,
     ) {
+        if protocol == reachability::RPC_CHECK {
+            let outcome = self.checker.answer(peer, request).await;
+            // Fails only when the caller has gone.
+            let _ = responder.respond(outcome).await;
+            return;
+        }
         let service = self.service.borrow().clone();
         let _active = service.as_ref().map(|service| service.registry.enter());
         let outcome = match (protocol, service.clone()) {
-            (REACHABILITY, _) => self.check(request),
             (_, None) => Err(not_yet()),
             (names::FORWARD, Some(service)) => {
                 return forward::serve_unary(&service, Rpc::Forward, peer, request, responder)
@@ -114,24 +105,10 @@ impl Router {
             _ => stream.fail("not served here").await,
         }
     }
-
-    /// Answers for itself only. Dialling others on request is left to peers that have a probe node.
-    fn check(&self, request: Bytes) -> Result<Bytes, Failure> {
-        let request =
-            PingRequest::decode(request).map_err(|error| Failure::bad(error.to_string()))?;
-        let asked = request.peer.map(|peer| peer.node_id).unwrap_or_default();
-        let available = asked == self.me.to_bytes();
-        Ok(PingResponse {
-            available,
-            ..PingResponse::default()
-        }
-        .encode_to_vec()
-        .into())
-    }
 }
 
 fn is_ours(protocol: &str) -> bool {
-    protocol == REACHABILITY || protocol.starts_with("TransformerConnectionHandler.")
+    protocol == reachability::RPC_CHECK || protocol.starts_with("TransformerConnectionHandler.")
 }
 
 fn not_yet() -> Failure {

@@ -45,6 +45,7 @@ fn config(folder: &Path, initial_peers: Vec<String>) -> NetdConfig {
         announce_maddrs: Vec::new(),
         initial_peers,
         identity_path: Some(folder.join("identity")),
+        use_auto_relay: false,
         span: SpanChoice::All,
         throughput: Throughput::Measure,
         compression: shared::config::Compression::None,
@@ -191,6 +192,8 @@ async fn bootstrap_node() -> Joined {
         announce_maddrs: Vec::new(),
         initial_peers: Vec::new(),
         identity_path: None,
+        use_relay: true,
+        use_auto_relay: false,
         refresh_period: DEADLINE,
         startup_timeout: DEADLINE,
     };

@@ -130,7 +130,9 @@ async fn run(
     announced: watch::Sender<Option<ServerState>>,
 ) {
     let mut orphaned = false;
+    let mut rejoined = dht.rejoined();
     loop {
+        rejoined.mark_unchanged();
         let started = Instant::now();
         let mut current = status.borrow_and_update().clone();
         if orphaned {
@@ -155,8 +157,12 @@ async fn run(
             );
         }
         let changed = status.wait_for(|new| new.state != current.state);
-        // Either the period ends, or the state changes at once; a sender that is gone means the server ends.
-        orphaned = matches!(timeout_at(started + period, changed).await, Ok(Err(_)));
+        // The period ends, or the state changes; a sender that is gone means the server ends. Or the node was away from the
+        // swarm, whose nodes may have lost these records meanwhile.
+        orphaned = tokio::select! {
+            ended = timeout_at(started + period, changed) => matches!(ended, Ok(Err(_))),
+            Ok(()) = rejoined.changed() => false,
+        };
     }
 }
 

@@ -1,8 +1,9 @@
 //! The swarm as this server sees it, and this server as the swarm sees it: who serves which blocks ([`view`]), which blocks
-//! are worth serving ([`placement`]), and our own records ([`announce`]).
+//! are worth serving ([`placement`]), our own records ([`announce`]), and whether others can dial us ([`reachability`]).
 
 pub mod announce;
 pub mod placement;
+pub mod reachability;
 #[cfg(test)]
 mod simulation;
 pub mod throughput;

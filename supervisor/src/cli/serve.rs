@@ -174,6 +174,7 @@ impl ServeArgs {
             announce_maddrs,
             initial_peers,
             identity_path: network.identity_path.take(),
+            use_auto_relay: !network.no_auto_relay,
             span: span(model.block_indices, model.num_blocks),
             throughput: throughput(&model.throughput)?,
             public_name: model.public_name.take(),

@@ -44,6 +44,7 @@ pub fn config(script: &str) -> ServeConfig {
             announce_maddrs: vec![],
             initial_peers: vec![],
             identity_path: None,
+            use_auto_relay: false,
             span: SpanChoice::All,
             throughput: Throughput::Fixed(1.0),
             compression: shared::config::Compression::None,

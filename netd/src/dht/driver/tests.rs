@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::dht::storage::Timed;
-use crate::p2p::{Inbound, Keypair, P2pConfig};
+use crate::p2p::{Inbound, Keypair, P2pConfig, Traversal};
 use crate::wire::msgpack::Value;
 use libp2p::multiaddr::Protocol;
 use std::future::Future;
@@ -31,6 +31,7 @@ pub(crate) async fn start(
         initial_peers: initial_peers.clone(),
         kad_server: !client_mode,
         protocols: if client_mode { Vec::new() } else { protocols() },
+        traversal: Traversal::NONE,
         startup_timeout: DEADLINE,
     };
     let (p2p, mut inbound) = P2p::start(config).await.expect("p2p starts");

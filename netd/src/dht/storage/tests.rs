@@ -115,6 +115,7 @@ fn bounds_hold() {
         max_subkeys: 2,
         max_value_bytes: 10,
         max_total_bytes: 4096,
+        max_peer_bytes: 4096,
         max_horizon_s: 100.0,
     };
     let mut storage = Storage::new(limits);
@@ -193,4 +194,54 @@ proptest! {
         storage.drop_expired(now + 100.0);
         prop_assert_eq!((storage.bytes(), storage.len()), (0, 0));
     }
+}
+
+#[test]
+fn one_peer_cannot_fill_the_store_and_gets_its_room_back() {
+    let limits = StorageLimits {
+        max_peer_bytes: 4 * ENTRY_OVERHEAD,
+        ..StorageLimits::default()
+    };
+    let mut storage = Storage::new(limits);
+    let (greedy, other) = (PeerId::random(), PeerId::random());
+    let number = |n: u8| DhtId::of_bytes(&[n]);
+    let store = |storage: &mut Storage, who, n, item, now| {
+        storage.store_for(Some(who), number(n), item, now)
+    };
+    let item = |end: f64| entry("s", b"value", NOW + end);
+    assert!(store(&mut storage, greedy, 0, item(10.0), NOW));
+    assert!(store(&mut storage, greedy, 1, item(10.0), NOW));
+    assert!(
+        !store(&mut storage, greedy, 2, item(10.0), NOW),
+        "no room left"
+    );
+    assert_eq!(storage.refused(), 1);
+    // It may still renew what it has, others have room of their own, and so have we.
+    assert!(store(&mut storage, greedy, 1, item(20.0), NOW));
+    assert!(store(&mut storage, other, 2, item(10.0), NOW));
+    assert!(storage.store(number(3), item(10.0), NOW));
+    // An entry that another peer renews is charged to that one.
+    assert!(store(&mut storage, other, 0, item(20.0), NOW));
+    assert!(store(&mut storage, greedy, 4, item(20.0), NOW));
+    // When all has ended, nobody is charged.
+    storage.drop_expired(NOW + 30.0);
+    assert_eq!(
+        (storage.len(), storage.bytes(), storage.charges.peers()),
+        (0, 0, 0)
+    );
+    assert!(store(
+        &mut storage,
+        greedy,
+        0,
+        regular(b"r", NOW + 50.0),
+        NOW + 30.0
+    ));
+    assert!(store(
+        &mut storage,
+        greedy,
+        0,
+        entry("s", b"v", NOW + 51.0),
+        NOW + 30.0
+    ));
+    assert_eq!(storage.charges.held_by(&greedy), ENTRY_OVERHEAD + 3);
 }

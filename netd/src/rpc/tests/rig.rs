@@ -27,12 +27,13 @@ use shared::shm::pair::{RingIdentity, RingPair};
 use shared::shm::segment::MemfdSegment;
 use tokio::sync::watch;
 
-use crate::p2p::{CallError, Keypair, P2p, P2pConfig, RpcStream};
-use crate::rpc::dispatch::{Router, reachability_protocol};
+use crate::p2p::{CallError, Keypair, P2p, P2pConfig, RpcStream, Traversal};
+use crate::rpc::dispatch::Router;
 use crate::rpc::{Service, ServiceParts, Timeouts, names, protocols};
 use crate::sessions::admission::KvMemory;
 use crate::sessions::pool::Pool;
 use crate::sessions::queue::WaitQueue;
+use crate::swarm::reachability::{self, Checker};
 use crate::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
 use crate::wire::metadata::StepMetadata;
 use crate::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
@@ -152,7 +153,7 @@ async fn node(
     initial_peers: Vec<libp2p::Multiaddr>,
 ) -> (P2p, tokio::sync::mpsc::Receiver<crate::p2p::Inbound>) {
     let mut all = protocols();
-    all.push(reachability_protocol());
+    all.push(reachability::protocol());
     let config = P2pConfig {
         keypair: Keypair::generate_ed25519(),
         listen: if listen {
@@ -164,6 +165,7 @@ async fn node(
         initial_peers,
         kad_server: listen,
         protocols: if listen { all } else { Vec::new() },
+        traversal: Traversal::NONE,
         startup_timeout: DEADLINE,
     };
     P2p::start(config).await.unwrap()
@@ -220,7 +222,7 @@ impl Rig {
         }));
         let (_, serving) = watch::channel(Some(service.clone()));
         let router = Router {
-            me: server.peer_id(),
+            checker: Checker::new(server.clone()),
             service: serving,
         };
         tokio::spawn(router.run(inbound, |_, protocol, _, _| {

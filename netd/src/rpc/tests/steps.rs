@@ -6,8 +6,8 @@ use shared::job::JobKind;
 
 use super::rig::*;
 use crate::p2p::{CallError, PeerId};
-use crate::rpc::dispatch::REACHABILITY;
 use crate::rpc::names;
+use crate::swarm::reachability::RPC_CHECK;
 use crate::wire::golden;
 use crate::wire::messages::*;
 use crate::wire::metadata::encode_batch_metadata;
@@ -336,7 +336,7 @@ async fn info_without_uid_has_figures_only_and_reachability_answers_for_itself()
         });
         let answer = rig
             .call(
-                REACHABILITY,
+                RPC_CHECK,
                 PingRequest {
                     peer,
                     ..PingRequest::default()

@@ -44,6 +44,9 @@ pub struct NetworkArgs {
     /// What to announce in place of the addresses listened on
     #[arg(long, num_args = 1.., value_name = "MULTIADDR")]
     pub(super) announce_maddrs: Vec<String>,
+    /// Do not have this server reached through relays of the swarm when peers cannot dial it
+    #[arg(long)]
+    pub(super) no_auto_relay: bool,
     /// File of the private key, made if missing; it makes the PeerID stable
     #[arg(long, value_name = "FILE")]
     pub(super) identity_path: Option<PathBuf>,

@@ -39,9 +39,6 @@ pub struct UnusedArgs {
     /// No effect: sepal runs no Python, and hivemind's modules are not transformer blocks
     #[arg(long, value_name = "FILE")]
     custom_module_path: Option<PathBuf>,
-    /// No effect: this version uses no relays
-    #[arg(long)]
-    no_auto_relay: bool,
 }
 
 /// Flags that ask for something that this version cannot do.

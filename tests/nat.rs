@@ -1,0 +1,243 @@
+//! Servers behind NATs, in network namespaces that these tests make. They are ignored unless `tests/nat/run` runs them,
+//! which makes the namespaces first and says so where the machine does not allow that.
+
+mod harness;
+
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+
+use harness::lab::{self, Lab, Nat};
+use harness::{DEADLINE, SEPAL, Sepal, demo_model, wait_for};
+
+const RELAY_PORT: u16 = 31337;
+
+/// A text of the demo model and how it goes on, by transformers.
+fn golden() -> (String, String) {
+    let text = std::fs::read_to_string(demo_model().join("golden.json")).unwrap();
+    let golden: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let cases = golden["cases"].as_array().unwrap();
+    let case = cases.iter().find(|case| case["dtype"] == "float32");
+    let word = |name: &str| case.unwrap()[name].as_str().unwrap().to_owned();
+    let (prompt, whole) = (word("prompt"), word("text"));
+    let rest = whole.strip_prefix(&prompt).unwrap().to_owned();
+    (prompt, rest)
+}
+
+fn folder() -> Arc<tempfile::TempDir> {
+    Arc::new(tempfile::tempdir().expect("temporary folder"))
+}
+
+/// A bootstrap node on a public host that relays for others.
+fn relay(host: &str, number: u8, dir: Arc<tempfile::TempDir>, more: &[&str]) -> Sepal {
+    let listen = format!("/ip4/5.6.7.{number}/tcp/{RELAY_PORT}");
+    let identity = dir.path().join("relay.key");
+    let identity = identity.to_str().unwrap().to_owned();
+    let mut args = vec![
+        "dht",
+        "--host_maddrs",
+        &listen,
+        "--identity_path",
+        &identity,
+    ];
+    args.extend(["--refresh_period", "1", "--log", "info,netd=debug"]);
+    args.extend(more);
+    Sepal::start_at(host, dir, &args)
+}
+
+/// Its full address.
+fn address(relay: &Sepal, number: u8) -> String {
+    // "network node runs peer_id=…"
+    let line = relay.wait_line("network node runs", 1);
+    let peer = line
+        .split(|c: char| !c.is_ascii_alphanumeric())
+        .find(|word| word.starts_with("12D3") || word.starts_with("Qm"))
+        .expect("a PeerID");
+    format!("/ip4/5.6.7.{number}/tcp/{RELAY_PORT}/p2p/{peer}")
+}
+
+fn server(host: &str, peers: &[&str], more: &[&str]) -> Sepal {
+    let model = demo_model();
+    let mut args = vec!["serve", model.to_str().unwrap(), "--dht_prefix", "demo"];
+    args.extend([
+        "--throughput",
+        "1",
+        "--threads",
+        "1",
+        "--torch_dtype",
+        "float32",
+    ]);
+    args.extend(["--log", "info,netd=debug", "--initial_peers"]);
+    args.extend(peers);
+    args.extend(more);
+    Sepal::start_at(host, folder(), &args)
+}
+
+/// What a client on `host` adds to the prompt; the whole way of a user.
+fn generate(host: &str, peer: &str) -> Result<String, String> {
+    let (prompt, _) = golden();
+    let [program, rest @ ..] = lab::at(host);
+    let out = Command::new(program)
+        .args(rest)
+        .args([
+            SEPAL,
+            "generate",
+            "--initial_peers",
+            peer,
+            "--dht_prefix",
+            "demo",
+        ])
+        .args(["--torch_dtype", "float32", "--max_new_tokens"])
+        .args(["40", "--prompt", &prompt])
+        .arg(demo_model())
+        .stdin(Stdio::null())
+        .output()
+        .expect("run sepal generate");
+    if !out.status.success() {
+        return Err(String::from_utf8_lossy(&out.stderr).into_owned());
+    }
+    let text = String::from_utf8(out.stdout).expect("UTF-8");
+    let text = text.trim_end_matches('\n').strip_prefix(&prompt);
+    Ok(text.expect("the prompt comes first").to_owned())
+}
+
+fn assert_golden(host: &str, peer: &str) {
+    let (_, expected) = golden();
+    let text = generate(host, peer).unwrap_or_else(|error| panic!("{error}"));
+    assert!(
+        !text.is_empty() && (expected.starts_with(&text) || text.starts_with(&expected)),
+        "{text:?} is not the beginning of {expected:?}"
+    );
+}
+
+#[test]
+#[ignore = "needs network namespaces: tests/nat/run"]
+fn a_server_behind_a_symmetric_nat_is_reached_through_a_relay() {
+    let lab = Lab::new();
+    lab.host("relay", 10);
+    lab.natted("server", 1, Nat::Symmetric);
+    lab.natted("client", 2, Nat::Symmetric);
+    let relay = relay("relay", 10, folder(), &[]);
+    let peer = address(&relay, 10);
+    let server = server("server", &[&peer], &[]);
+    server.wait_line("via relays", 1);
+    server.wait_line("reached through a relay", 1);
+    server.wait_online();
+    assert_golden("client", &peer);
+    assert!(
+        !server.log().contains("hole punched, relay left"),
+        "symmetric"
+    );
+    real_petals_client("client", &peer);
+    assert_eq!(server.terminate().code(), Some(0));
+}
+
+#[test]
+#[ignore = "needs network namespaces: tests/nat/run"]
+fn behind_port_preserving_nats_a_hole_is_punched() {
+    let lab = Lab::new();
+    lab.host("relay", 10);
+    lab.natted("server", 1, Nat::PortPreserving);
+    lab.natted("client", 2, Nat::PortPreserving);
+    let relay = relay("relay", 10, folder(), &[]);
+    let peer = address(&relay, 10);
+    let server = server("server", &[&peer], &[]);
+    server.wait_line("reached through a relay", 1);
+    server.wait_online();
+    // The way may be left only after the first text came over the relay.
+    wait_for("a punched hole", || {
+        assert_golden("client", &peer);
+        server
+            .log()
+            .contains("hole punched, relay left")
+            .then_some(())
+    });
+}
+
+#[test]
+#[ignore = "needs network namespaces: tests/nat/run"]
+fn a_relay_that_dies_is_replaced_by_another_of_the_swarm() {
+    let lab = Lab::new();
+    lab.host("relay", 10);
+    lab.host("other", 11);
+    lab.host("third", 12);
+    lab.host("client", 20);
+    lab.natted("server", 1, Nat::Symmetric);
+    let first = relay("relay", 10, folder(), &[]);
+    let peer = address(&first, 10);
+    let second = relay("other", 11, folder(), &["--initial_peers", &peer]);
+    let other = address(&second, 11);
+    let third = relay("third", 12, folder(), &["--initial_peers", &peer]);
+    let last = address(&third, 12);
+    let server = server("server", &[&peer, &other, &last], &[]);
+    server.wait_online();
+    server.wait_line("reached through a relay", 2);
+    // Kill those it uses, one after the other: the third takes over.
+    drop(first);
+    drop(second);
+    server.wait_line("reached through a relay", 3);
+    assert_golden("client", &last);
+}
+
+#[test]
+#[ignore = "needs network namespaces: tests/nat/run"]
+fn after_an_outage_the_server_is_found_again() {
+    let lab = Lab::new();
+    lab.host("relay", 10);
+    lab.host("client", 20);
+    lab.host("server", 30);
+    let dir = folder();
+    let first = relay("relay", 10, dir.clone(), &[]);
+    let peer = address(&first, 10);
+    let server = server("server", &[&peer], &["--update_period", "20"]);
+    server.wait_online();
+    assert_golden("client", &peer);
+
+    // The only bootstrap node dies and comes back with nothing but its key.
+    drop(first);
+    let again = relay("relay", 10, dir, &[]);
+    assert_eq!(address(&again, 10), peer, "same key, same address");
+    wait_for("the server in the new bootstrap's swarm", || {
+        generate("client", &peer).ok()
+    });
+    assert_golden("client", &peer);
+
+    // The server's own cable, for longer than its records live: 40 s.
+    lab.plugged("server", false);
+    let gone = std::time::Instant::now();
+    wait_for("the records of the server to end", || {
+        (gone.elapsed() > DEADLINE / 2).then_some(())
+    });
+    lab.plugged("server", true);
+    wait_for("the server after its cable is back", || {
+        generate("client", &peer).ok()
+    });
+    assert_golden("client", &peer);
+    assert_eq!(server.terminate().code(), Some(0));
+}
+
+/// The Petals package as a client, if this machine has it: `INTEROP_VENV` as in `tests/interop`.
+fn real_petals_client(host: &str, peer: &str) {
+    let Some(venv) = std::env::var_os("INTEROP_VENV") else {
+        eprintln!("INTEROP_VENV is not set: without the real Petals client");
+        return;
+    };
+    let [program, rest @ ..] = lab::at(host);
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/interop");
+    let out = Command::new(program)
+        .args(rest)
+        .arg(PathBuf::from(venv).join("bin/python"))
+        .arg(folder.join("petals_client_check.py"))
+        .args(["--initial-peers", peer, "--dht-prefix", "demo", "--model"])
+        .arg(demo_model())
+        .args(["--only", "generate.greedy"])
+        .current_dir(folder)
+        .output()
+        .expect("run the Petals client");
+    let text = String::from_utf8_lossy(&out.stdout);
+    assert!(
+        out.status.success(),
+        "{text}\n{}",
+        String::from_utf8_lossy(&out.stderr)
+    );
+}

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Prints the path of a folder with `nft`, and its libraries beside it. Taken from the system, or unpacked from the
+# distribution's packages into the folder given, without installing anything.
+#
+#   tests/nat/setup.sh FOLDER
+set -euo pipefail
+folder=$1
+if tool=$(command -v nft); then
+    dirname "$tool"
+    exit
+fi
+if [ ! -x "$folder/root/usr/sbin/nft" ]; then
+    rm -rf "$folder"
+    mkdir -p "$folder/debs"
+    cd "$folder/debs"
+    # Quiet unless it fails: the last line of this script is its answer.
+    timeout 300 apt-get download nftables libnftables1 libnftnl11 libjansson4 libxtables12 libmnl0 libedit2 libbsd0 >log 2>&1 ||
+        { cat log >&2; exit 1; }
+    for package in ./*.deb; do dpkg -x "$package" "$folder/root"; done
+    # Called by its path it finds its libraries through this one.
+    mkdir -p "$folder/bin"
+    cat >"$folder/bin/nft" <<EOF
+#!/bin/sh
+LD_LIBRARY_PATH=$(dirname "$folder"/root/usr/lib/*/libnftables.so.1) exec "$folder/root/usr/sbin/nft" "\$@"
+EOF
+    chmod +x "$folder/bin/nft"
+fi
+echo "$folder/bin"
