@@ -3,9 +3,10 @@
 
 mod harness;
 
+use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
-use std::sync::Arc;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, mpsc};
 
 use harness::lab::{self, Lab, Nat};
 use harness::{DEADLINE, SEPAL, Sepal, demo_model, wait_for};
@@ -128,7 +129,6 @@ fn a_server_behind_a_symmetric_nat_is_reached_through_a_relay() {
         !server.log().contains("hole punched, relay left"),
         "symmetric"
     );
-    real_petals_client("client", &peer);
     assert_eq!(server.terminate().code(), Some(0));
 }
 
@@ -216,17 +216,66 @@ fn after_an_outage_the_server_is_found_again() {
     assert_eq!(server.terminate().code(), Some(0));
 }
 
-/// The Petals package as a client, if this machine has it: `INTEROP_VENV` as in `tests/interop`.
-fn real_petals_client(host: &str, peer: &str) {
-    let Some(venv) = std::env::var_os("INTEROP_VENV") else {
-        eprintln!("INTEROP_VENV is not set: without the real Petals client");
-        return;
-    };
+/// Python of the virtual environment with the real Petals: `tests/interop/setup.sh`.
+fn python() -> PathBuf {
+    let venv = std::env::var_os("INTEROP_VENV").expect("INTEROP_VENV names a folder with Petals");
+    PathBuf::from(venv).join("bin/python")
+}
+
+/// A bootstrap node of the real Petals, which relays as hivemind's daemon does.
+struct PetalsBootstrap {
+    child: Child,
+    addr: String,
+}
+
+impl PetalsBootstrap {
+    fn start(host: &str, number: u8) -> PetalsBootstrap {
+        let [program, rest @ ..] = lab::at(host);
+        let listen = format!("/ip4/5.6.7.{number}/tcp/{RELAY_PORT}");
+        let mut child = Command::new(program)
+            .args(rest)
+            .arg(python())
+            .args(["-m", "petals.cli.run_dht", "--host_maddrs", &listen])
+            .env("HIVEMIND_COLORS", "false")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("start run_dht");
+        let log = BufReader::new(child.stderr.take().expect("stderr is piped"));
+        let (sender, found) = mpsc::sync_channel(1);
+        std::thread::spawn(move || {
+            let mut addr = None;
+            for line in log.lines().map_while(Result::ok) {
+                let word = line.split_whitespace().find(|w| w.contains("/p2p/"));
+                addr = addr.or(word.map(str::to_owned));
+                // Its first report: it answers by now.
+                if line.contains("Local storage contains") && addr.is_some() {
+                    let _ = sender.try_send(addr.take());
+                }
+            }
+        });
+        let addr = found.recv_timeout(DEADLINE).expect("run_dht reports");
+        let addr = addr.expect("run_dht tells where it is");
+        PetalsBootstrap { child, addr }
+    }
+}
+
+impl Drop for PetalsBootstrap {
+    fn drop(&mut self) {
+        // Its daemon ends with it.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A text through the real Petals client; it must equal that of local transformers.
+fn petals_client(host: &str, peer: &str) {
     let [program, rest @ ..] = lab::at(host);
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/interop");
     let out = Command::new(program)
         .args(rest)
-        .arg(PathBuf::from(venv).join("bin/python"))
+        .arg(python())
         .arg(folder.join("petals_client_check.py"))
         .args(["--initial-peers", peer, "--dht-prefix", "demo", "--model"])
         .arg(demo_model())
@@ -235,9 +284,37 @@ fn real_petals_client(host: &str, peer: &str) {
         .output()
         .expect("run the Petals client");
     let text = String::from_utf8_lossy(&out.stdout);
-    assert!(
-        out.status.success(),
-        "{text}\n{}",
-        String::from_utf8_lossy(&out.stderr)
-    );
+    let errors = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success(), "{text}\n{errors}");
+}
+
+#[test]
+#[ignore = "needs network namespaces and Petals: tests/nat/run"]
+fn with_petals_its_client_reaches_a_server_behind_a_nat() {
+    let lab = Lab::new();
+    lab.host("relay", 10);
+    lab.natted("server", 1, Nat::Symmetric);
+    lab.natted("client", 2, Nat::Symmetric);
+    let relay = relay("relay", 10, folder(), &[]);
+    let peer = address(&relay, 10);
+    let server = server("server", &[&peer], &[]);
+    server.wait_line("reached through a relay", 1);
+    server.wait_online();
+    petals_client("client", &peer);
+}
+
+#[test]
+#[ignore = "needs network namespaces and Petals: tests/nat/run"]
+fn with_petals_its_bootstrap_node_relays_for_a_server_behind_a_nat() {
+    let lab = Lab::new();
+    lab.host("relay", 10);
+    lab.natted("server", 1, Nat::Symmetric);
+    lab.natted("client", 2, Nat::Symmetric);
+    let relay = PetalsBootstrap::start("relay", 10);
+    let server = server("server", &[&relay.addr], &[]);
+    server.wait_line("via relays", 1);
+    server.wait_line("reached through a relay", 1);
+    server.wait_online();
+    assert_golden("client", &relay.addr);
+    petals_client("client", &relay.addr);
 }

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use netd::p2p::{CallError, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId};
+use netd::p2p::{CallError, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Traversal};
 use netd::wire::messages::{ExpertInfo, ExpertUid};
 use netd::wire::rpc_info::{InfoError, RpcInfo};
 use netd::wire::tensor::WireDtype;
@@ -158,6 +158,7 @@ async fn node(server: &Multiaddr) -> Result<(P2p, PeerId), P2pError> {
         initial_peers: vec![server.clone()],
         kad_server: false,
         protocols: Vec::new(),
+        traversal: Traversal::CLIENT,
         startup_timeout: CALL_TIMEOUT,
     })
     .await?;

@@ -463,6 +463,7 @@ impl Daemon {
             timeouts: Timeouts::from(&self.init.config),
             compression: self.init.config.compression,
             p2p: self.joined.p2p.clone(),
+            dht_client_mode: self.joined.using_relay,
             draining: self.draining.subscribe(),
         });
         self.online.send_replace(Some(Arc::new(service)));

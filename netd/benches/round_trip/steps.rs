@@ -115,6 +115,7 @@ fn service(workers: Workers, p2p: P2p, draining: watch::Receiver<bool>) -> Servi
         },
         compression: shared::config::Compression::None,
         p2p,
+        dht_client_mode: false,
         draining,
     })
 }

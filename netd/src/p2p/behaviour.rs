@@ -129,7 +129,7 @@ fn behaviour(
     }
 }
 
-/// Circuits for others, within bounds. It offers itself only while the node knows an address that others can dial.
+/// Circuits for others, within bounds. Off until the driver knows that others can dial this node.
 fn relay_service(peer: PeerId) -> relay::Behaviour {
     let config = relay::Config {
         max_reservations: MAX_RESERVATIONS,
@@ -141,7 +141,9 @@ fn relay_service(peer: PeerId) -> relay::Behaviour {
         // Reservations and circuits per peer and per IP address and hour: those of libp2p.
         ..relay::Config::default()
     };
-    relay::Behaviour::new(peer, config)
+    let mut service = relay::Behaviour::new(peer, config);
+    service.set_status(Some(relay::Status::Disable));
+    service
 }
 
 /// Asks others whether this node can be dialled, and answers others; only about observed addresses.

@@ -106,6 +106,8 @@ pub(super) struct Driver {
     reach: Reach,
     traversal: Traversal,
     announces: bool,
+    /// Whether others may use it as a relay.
+    relaying: bool,
     relays: Relays,
     relayed: watch::Sender<Vec<Multiaddr>>,
     reconnected: watch::Sender<u64>,
@@ -152,12 +154,14 @@ impl Driver {
             reach: Reach::default(),
             traversal: parts.traversal,
             announces: parts.announces,
+            relaying: false,
             relays: Relays::default(),
             relayed: parts.relayed,
             reconnected: parts.reconnected,
             introductions: Vec::new(),
         };
         driver.tell_listening();
+        driver.offer_to_relay();
         driver
     }
 
@@ -278,15 +282,13 @@ impl Driver {
             for addr in public {
                 self.swarm.add_external_address(addr);
             }
+            self.offer_to_relay();
         }
         self.want_relays(!reachable);
     }
 
     fn want_relays(&mut self, wanted: bool) {
-        for listener in self.relays.want(wanted && self.traversal.auto_relay) {
-            self.swarm.remove_listener(listener);
-        }
-        self.tell_relayed();
+        self.relays.want(wanted && self.traversal.auto_relay);
         self.reserve();
     }
 
@@ -317,6 +319,29 @@ impl Driver {
         });
     }
 
+    /// Relays for others while they can dial this node itself. libp2p would count addresses through relays as well.
+    fn offer_to_relay(&mut self) {
+        let dialable = self
+            .swarm
+            .external_addresses()
+            .any(|addr| !is_relayed(addr));
+        if !self.traversal.relay_service || self.relaying == dialable {
+            return;
+        }
+        self.relaying = dialable;
+        info!(relaying = dialable, "relay service");
+        let status = if dialable {
+            relay::Status::Enable
+        } else {
+            relay::Status::Disable
+        };
+        if let Some(service) = self.swarm.behaviour_mut().relay_service.as_mut() {
+            service.set_status(Some(status));
+        }
+        // Who has identified this node a moment ago does not know yet.
+        self.push_addresses();
+    }
+
     /// Tells every peer our addresses anew.
     fn push_addresses(&mut self) {
         let peers: Vec<PeerId> = self.swarm.connected_peers().copied().collect();
@@ -336,6 +361,7 @@ impl Driver {
             && self.swarm.listeners().any(|addr| addr == local_addr)
         {
             self.swarm.add_external_address(local_addr.clone());
+            self.offer_to_relay();
         }
     }
 
@@ -426,10 +452,12 @@ impl Driver {
             }
             SwarmEvent::ExternalAddrConfirmed { address } => {
                 info!(%address, "can be dialled at");
+                self.offer_to_relay();
                 self.push_addresses();
             }
             SwarmEvent::ExternalAddrExpired { address } => {
                 debug!(%address, "can no longer be dialled at");
+                self.offer_to_relay();
                 self.push_addresses();
             }
             SwarmEvent::ListenerError { error, .. } => warn!(%error, "listener"),
@@ -472,11 +500,6 @@ impl Driver {
                     autonat::v1::NatStatus::Private if !self.announces => self.want_relays(true),
                     _ => {}
                 }
-            }
-            // Who has identified this node a moment ago does not know that it relays.
-            NodeBehaviourEvent::RelayService(relay::Event::StatusChanged { status }) => {
-                info!(?status, "relay service");
-                self.push_addresses();
             }
             NodeBehaviourEvent::HolePunching(event) => match event.result {
                 Ok(connection) => {

@@ -41,13 +41,10 @@ struct Reservation {
 }
 
 impl Relays {
-    /// Whether the node wants relays from now on. Returns the listeners to close if it does no longer.
-    pub(super) fn want(&mut self, wanted: bool) -> Vec<ListenerId> {
+    /// Whether the node wants relays from now on. Those in use stay until they end: giving one back while its relay
+    /// answers would race inside libp2p's client, which panics then.
+    pub(super) fn want(&mut self, wanted: bool) {
         self.wanted = wanted;
-        if wanted {
-            return Vec::new();
-        }
-        self.reservations.drain().map(|(id, _)| id).collect()
     }
 
     /// A peer that we reached at `addr` offers to relay.
@@ -156,7 +153,7 @@ mod tests {
 
     fn wanting() -> Relays {
         let mut relays = Relays::default();
-        assert!(relays.want(true).is_empty());
+        relays.want(true);
         relays
     }
 
@@ -178,7 +175,20 @@ mod tests {
             assert!(relays.uses(&relay));
         }
         assert_eq!(relays.next(now), None, "enough");
-        assert_eq!(relays.want(false).len(), WANTED_RELAYS);
+        relays.want(false);
+        let listener = *relays.reservations.keys().next().expect("one is used");
+        relays.closed(listener, now);
+        assert_eq!(relays.next(now), None, "not wanted any more");
+        assert!(
+            relays.uses(
+                &relays
+                    .reservations
+                    .values()
+                    .next()
+                    .expect("the other")
+                    .relay
+            )
+        );
     }
 
     #[test]

@@ -131,6 +131,8 @@ pub struct Service {
     /// Compression of answers unless a request asks for another.
     compression: Compression,
     onward: Onward,
+    /// Whether it is only a client of the DHT, as a server that is reached through relays.
+    pub dht_client_mode: bool,
     /// True once the server is ending: running steps finish, sessions end after them.
     pub draining: watch::Receiver<bool>,
     /// The blocks.
@@ -161,6 +163,8 @@ pub struct ServiceParts {
     pub compression: shared::config::Compression,
     /// The node, for pushes to other servers.
     pub p2p: P2p,
+    /// Whether this server is only a client of the DHT.
+    pub dht_client_mode: bool,
     /// Turns true when the server is ending.
     pub draining: watch::Receiver<bool>,
 }
@@ -178,6 +182,7 @@ impl Service {
             timeouts,
             compression,
             p2p,
+            dht_client_mode,
             draining,
         } = parts;
         let troubles = Arc::<Troubles>::default();
@@ -195,6 +200,7 @@ impl Service {
             turns: Order::default(),
             compression: reply::wire(compression),
             onward,
+            dht_client_mode,
             draining,
             span: Mutex::new(span),
             max_request_bytes,

@@ -218,6 +218,7 @@ impl Rig {
             timeouts: shape.timeouts,
             compression: shape.compression,
             p2p: server.clone(),
+            dht_client_mode: false,
             draining: drained,
         }));
         let (_, serving) = watch::channel(Some(service.clone()));
