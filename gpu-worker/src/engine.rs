@@ -108,10 +108,8 @@ impl<'w, B: Paged> Engine<'w, B> {
             .span
             .blocks()
             .map(|block| {
-                BlockWeights::new(&mut backend, spec, shape.dtype, |name| {
-                    weights.tensor(block, name)
-                })
-                .map_err(|source| EngineError::Weights { block, source })
+                block_weights(&mut backend, spec, weights, shape.dtype, block)
+                    .map_err(|source| EngineError::Weights { block, source })
             })
             .collect::<Result<_, _>>()?;
         let work = Workspace::new(&mut backend);
@@ -239,6 +237,7 @@ impl<'w, B: Paged> Engine<'w, B> {
         }
         .unwrap_or_default();
         let (mut rows, mut prompts) = (Vec::new(), Vec::new());
+        let (mut adapters, mut lengths) = (Vec::new(), Vec::new());
         self.hidden.clear();
         for member in &unit.members {
             let job = running.get(&member.task).ok_or_else(missing)?;
@@ -254,12 +253,16 @@ impl<'w, B: Paged> Engine<'w, B> {
             self.hidden
                 .extend_from_slice(begun.hidden.get(values).ok_or_else(missing)?);
             rows.extend(job.rows(member.pieces.clone()));
+            adapters.resize(rows.len(), job.body.adapter);
+            lengths.extend(job.row_lengths(member.pieces.clone()));
         }
         let layout = self.layout();
         let weights = self.blocks.get(local).ok_or_else(missing)?;
         let input = BlockInput {
             rows: &rows,
             prompts: &prompts,
+            adapters: &adapters,
+            lengths: &lengths,
         };
         self.backend.grow(&mut self.states, self.hidden.len());
         self.backend.upload(&self.hidden, &mut self.states)?;
@@ -356,6 +359,7 @@ impl<'w, B: Paged> Engine<'w, B> {
                 values: all_prompts.get(from).ok_or_else(missing)?,
             });
         }
+        let rows = job.rows(pieces.clone());
         let own = job.scratch_range(position, page_bytes);
         let own = scratch.get_mut(own).ok_or_else(missing)?;
         let gradient = back.gradient.get_mut(values).ok_or_else(missing)?;
@@ -375,8 +379,10 @@ impl<'w, B: Paged> Engine<'w, B> {
             self.blocks.get(local).ok_or_else(missing)?,
             &mut self.gradients,
             BlockInput {
-                rows: &job.rows(pieces.clone()),
+                rows: &rows,
                 prompts: &prompts,
+                adapters: &vec![job.body.adapter; rows.len()],
+                lengths: &job.row_lengths(pieces.clone()),
             },
             &x,
             &mut self.states,
@@ -440,7 +446,12 @@ impl<'w, B: Paged> Engine<'w, B> {
         self.backend.grow(&mut self.states, hidden.len());
         self.backend.upload(hidden, &mut self.states)?;
         let mut pages = self.backend.blank(&mut self.room, layout, bytes)?;
-        let input = BlockInput { rows, prompts: &[] };
+        let input = BlockInput {
+            rows,
+            prompts: &[],
+            adapters: &[],
+            lengths: &[],
+        };
         forward(
             &mut self.backend,
             self.spec,
@@ -466,6 +477,21 @@ impl<'w, B: Paged> Engine<'w, B> {
     fn layout(&self) -> PageLayout {
         self.kv_shape.layout
     }
+}
+
+/// The weights of a block, with its parts of all adapters.
+fn block_weights<'w, B: Paged>(
+    backend: &mut B,
+    spec: &BlockSpec,
+    weights: &'w MappedWeights,
+    dtype: DType,
+    block: BlockIndex,
+) -> Result<BlockWeights<'w, B>, WeightsError> {
+    let mut made = BlockWeights::new(backend, spec, dtype, |name| weights.tensor(block, name))?;
+    for adapter in 0..weights.adapter_count() {
+        made.add_adapter(backend, spec, |name| weights.adapter(adapter, block, name))?;
+    }
+    Ok(made)
 }
 
 /// Keeps the input of a block for the way back, if there will be one.

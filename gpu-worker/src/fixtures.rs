@@ -86,7 +86,7 @@ pub(crate) fn bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
     }
 }
 
-fn word(dtype: DType) -> Dtype {
+pub(crate) fn word(dtype: DType) -> Dtype {
     match dtype {
         DType::F32 => Dtype::F32,
         DType::Bf16 => Dtype::BF16,

@@ -94,6 +94,7 @@ impl Model {
             model,
             dtype: Some(dtype),
             quant_type: shared::config::QuantType::None,
+            adapters: Vec::new(),
             cache_dir: dir.path().join("cache"),
             hub: shared::config::HubConfig::default(),
         };

@@ -166,6 +166,17 @@ impl Running {
         rows
     }
 
+    /// For each of the rows that [`rows`](Self::rows) gives, its positions when the job is done.
+    pub fn row_lengths(&self, pieces: std::ops::Range<usize>) -> Vec<usize> {
+        let pieces = self.pieces.get(pieces).unwrap_or_default();
+        let mut rows: Vec<usize> = pieces.iter().map(|piece| piece.row).collect();
+        rows.dedup();
+        let tokens = self.body.tokens as usize;
+        rows.into_iter()
+            .map(|row| self.prefix(row) + tokens)
+            .collect()
+    }
+
     /// Bytes of the pages of the block at `position` within those of the job.
     pub fn scratch_range(&self, position: usize, page_bytes: usize) -> std::ops::Range<usize> {
         let bytes = self.scratch_pages() * page_bytes;
@@ -419,6 +430,7 @@ mod tests {
             .map(|r| (r.prefix, r.tokens))
             .collect();
         assert_eq!(rows, [(64, 41), (64, 100)]);
+        assert_eq!(job.row_lengths(1..4), [105, 164]);
         assert_eq!(job.values(1..4), 59 * 4..200 * 4);
     }
 

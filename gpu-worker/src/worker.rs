@@ -32,7 +32,7 @@ use crate::link::{LINK_DESCRIPTORS, Link, LinkError};
 use crate::prepare::with_source;
 use crate::probe;
 use crate::weights::manifest::Manifest;
-use crate::weights::map::{MapError, MappedWeights};
+use crate::weights::map::{MapError, MappedWeights, guard};
 
 /// Longest time without progress while weights are mapped: one file system that does not answer.
 const LOADING_LIMIT: Duration = Duration::from_secs(60);
@@ -122,6 +122,7 @@ fn run_on<B: Paged>(
     let run = || {
         let board = BoardWriter::open(&init.board, init.generation).map_err(|e| mismatch(&e))?;
         board.enter(Phase::Loading, LOADING_LIMIT);
+        watch_weights(&ends)?;
         let (spec, weights) = load(init, &board)?;
         let kv = map_kv(init, &ends.descriptors)?;
         let threads = match init.config.threads {
@@ -134,11 +135,31 @@ fn run_on<B: Paged>(
             dtype: init.model.dtype,
             kv_pages: init.kv_pages,
         };
+        let before = private_bytes();
         let engine = Engine::new(backend, &spec, &weights, kv, shape).map_err(|e| unplaced(&e))?;
+        // Weights are mapped as they are stored; what the process has of its own is what it copied out of them.
+        let private = private_bytes().saturating_sub(before);
+        let [(_, plain), (_, int8), (_, nf4)] = weights.bytes_by_format();
+        let adapters = weights.adapter_bytes();
+        info!(plain, int8, nf4, adapters, private, "bytes of weights");
         info!(span = %init.span, device = %init.device, weights_bytes = weights.bytes(), kv_pages = init.kv_pages, "loaded");
         Ok(worker(engine, init, board, ends))
     };
     run().unwrap_or_else(|end| end)
+}
+
+/// Has the supervisor told why, should a mapped file be cut short.
+fn watch_weights(ends: &ControlEnds<ToWorker, FromWorker>) -> Result<(), End> {
+    let sender = ends.sender.clone();
+    let watched = guard::install(move |message| {
+        let reason = ExitReason::WeightsChanged;
+        // The process ends either way.
+        let _ = sender.send(FromWorker::Failed { reason, message });
+    });
+    watched.map_err(|e| End {
+        reason: ExitReason::Failed,
+        message: format!("watch over the weights: {e}"),
+    })
 }
 
 /// Why weights or pages are not where they should be.
@@ -221,6 +242,16 @@ fn worker<B: Paged>(
     }
 }
 
+/// Bytes of memory that are this process's alone; 0 where the system does not tell.
+fn private_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("RssAnon:"));
+    let kilobytes = line.and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok());
+    kilobytes.unwrap_or(0) << 10
+}
+
 fn limits(init: &WorkerInit) -> JobLimits {
     JobLimits {
         arena_bytes: 0,
@@ -228,7 +259,7 @@ fn limits(init: &WorkerInit) -> JobLimits {
         hidden: init.model.hidden_size,
         dtype: init.model.dtype,
         kv_pages: init.kv_pages,
-        adapters: 0,
+        adapters: u32::try_from(init.model.adapters.len()).unwrap_or(u32::MAX),
     }
 }
 

@@ -60,6 +60,7 @@ pub async fn choose(init: &NetdInit, facts: &ModelFacts, joined: &Joined) -> Res
         version: Some(PETALS_VERSION.to_owned()),
         torch_dtype: Some(facts.dtype.name().to_owned()),
         quant_type: Some(facts.quant_type.name().to_owned()),
+        adapters: facts.adapters.clone(),
         using_relay: Some(joined.using_relay),
         ..ServerInfo::new(ServerState::Joining, 0.0)
     };

@@ -281,6 +281,8 @@ pub struct PrepareConfig {
     pub dtype: Option<DType>,
     /// How matrices are to be stored.
     pub quant_type: QuantType,
+    /// LoRA adapters: folders in PEFT layout or Hub repository ids, by the names that requests choose them with.
+    pub adapters: Vec<String>,
     /// Folder for downloads and prepared blocks.
     pub cache_dir: PathBuf,
     /// How the Hub is asked for what is not there.

@@ -27,6 +27,8 @@ pub enum ExitReason {
     Busy = 14,
     /// Children kept dying faster than the restart intensity allows.
     RestartLimit = 15,
+    /// A checkpoint file was changed or cut short while it was served.
+    WeightsChanged = 16,
 }
 
 /// What the supervisor does about a child that ended with a reason.
@@ -41,7 +43,7 @@ pub enum Verdict {
 }
 
 impl ExitReason {
-    const ALL: [ExitReason; 9] = [
+    const ALL: [ExitReason; 10] = [
         ExitReason::Clean,
         ExitReason::Failed,
         ExitReason::BadConfig,
@@ -51,6 +53,7 @@ impl ExitReason {
         ExitReason::ParentGone,
         ExitReason::Busy,
         ExitReason::RestartLimit,
+        ExitReason::WeightsChanged,
     ];
 
     /// The exit code of the process.
@@ -67,9 +70,10 @@ impl ExitReason {
     pub fn verdict(self) -> Verdict {
         match self {
             ExitReason::Clean => Verdict::Done,
-            ExitReason::BadConfig | ExitReason::ProtocolMismatch | ExitReason::Busy => {
-                Verdict::Hold
-            }
+            ExitReason::BadConfig
+            | ExitReason::ProtocolMismatch
+            | ExitReason::Busy
+            | ExitReason::WeightsChanged => Verdict::Hold,
             _ => Verdict::Restart,
         }
     }
@@ -87,6 +91,7 @@ impl fmt::Display for ExitReason {
             ExitReason::ParentGone => "parent gone",
             ExitReason::Busy => "busy",
             ExitReason::RestartLimit => "restart limit",
+            ExitReason::WeightsChanged => "weights changed",
         })
     }
 }

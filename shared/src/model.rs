@@ -36,6 +36,8 @@ pub struct ModelFacts {
     pub quant_type: QuantType,
     /// Bytes of one block's weights as served.
     pub block_bytes: u64,
+    /// Names of the adapters, as requests choose them; jobs name them by their index here.
+    pub adapters: Vec<String>,
 }
 
 impl ModelFacts {

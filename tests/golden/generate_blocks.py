@@ -4,7 +4,7 @@
     python tests/golden/generate_blocks.py [NAME ...]       # rewrites tests/golden/blocks/NAME, all without names
     BITSANDBYTES=SITE:NEW python ...                        # and NAME/quantized.safetensors (see bitsandbytes_cpu.py)
 
-Made with transformers 4.43.1 (qwen3-*: 4.51.3, which is the first of them that knows it), torch 2.0.1 (CPU) on Python 3.11; the
+Made with transformers 4.43.1 (qwen3-*, llama-longrope, qwen2-yarn: 4.51.3, the first of them that knows it), torch 2.0.1 (CPU) on Python 3.11; the
 versions of a run are in each expected.safetensors' metadata. Weights come from fixed seeds.
 
 Per folder:
@@ -57,6 +57,13 @@ CASES = {
     "falcon-40b-bf16": ("Falcon", dict(FALCON, hidden_size=64, num_attention_heads=4, new_decoder_architecture=True,
                                        num_kv_heads=2), dict(dtype="bfloat16")),
     "mixtral": ("Mixtral", dict(LLAMA, num_local_experts=5, num_experts_per_tok=2, sliding_window=None), {}),
+    # Rotations that depend on the length: the sequences pass the length of the training.
+    "llama-dynamic-rope": ("Llama", dict(LLAMA, max_position_embeddings=12,
+                                         rope_scaling=dict(rope_type="dynamic", factor=2.0)), {}),
+    "llama-longrope": ("Llama", dict(LLAMA, max_position_embeddings=48, original_max_position_embeddings=18, rope_scaling=dict(
+        rope_type="longrope", short_factor=[1.0, 1.1, 1.2, 1.4, 1.5, 1.6], long_factor=[1, 1.5, 2.5, 4.0, 5.0, 6.5])), {}),
+    "qwen2-yarn": ("Qwen2", dict(LLAMA, max_position_embeddings=32, rope_scaling=dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=8, beta_fast=4.0)), {}),
 }
 CASES |= {name + "-bf16": (*CASES[name][:2], dict(dtype="bfloat16"))
           for name in ["llama", "mistral-window", "qwen2", "falcon-7b", "falcon-11b", "falcon-rw"]}
@@ -131,6 +138,8 @@ def cached(model, tap, x):
     """Outputs of the first PROMPT tokens and then of one token at a time."""
     tap.prompts, parts, cache = None, [], None
     with torch.no_grad():
+        # A dynamic encoding remembers the longest sequence until it sees a short one.
+        run(model, tap, x[:, :4], use_cache=False)
         for start, end in [(0, PROMPT)] + [(t, t + 1) for t in range(PROMPT, TOKENS)]:
             tap.first = x[:, start:end]
             # Without a mask Falcon has none to add for a single token.

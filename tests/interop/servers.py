@@ -24,12 +24,11 @@ class Sepal:
     name = "sepal"
     stops_cleanly = True
     keeps_its_processes = True
-    adapters = False
+    adapters = True
     online_timeout = 60
     # text: `state=ONLINE`; JSON: `"state":"ONLINE"`
     online = re.compile(r'\bstate"?\s*[=:]\s*"?ONLINE\b')
-    # no adapters yet
-    skip = ["adapter"]
+    skip = []
 
     def __init__(self, binary):
         self.binary = binary
@@ -39,7 +38,7 @@ class Sepal:
         return [self.binary, "serve", spec.model, "--dht_prefix", spec.prefix, *swarm,
                 "--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--identity_path", spec.identity,
                 "--block_indices", f"{spec.start}:{spec.end}", "--torch_dtype", spec.dtype, "--throughput", "1",
-                *spec.flags]
+                *(["--adapters", *spec.adapters] if spec.adapters else []), *spec.flags]
 
 
 class RealPetals:

@@ -11,12 +11,14 @@
 //! Parallel    y = x + A(n(x)) + M(m(x))                 dx = g + n'(A'(g)) + m'(M'(g))
 //! ```
 
+use kernels::kv::total_tokens;
 use kernels::ops::{
-    Add, AttentionGrad, GateDot, Gather, GeluGrad, JoinQkv, LinearGrad, NormGrad, OpError, Rope,
-    RouteGrad, ScatterAdd, SiluMulGrad,
+    Add, AttentionGrad, GateDot, Gather, GeluGrad, JoinQkv, LinearGrad, LoraGrad, NormGrad,
+    OpError, Rope, RouteGrad, ScatterAdd, SiluMulGrad,
 };
 use kernels::{Backend, DType};
 
+use super::adapters;
 use super::forward::{BlockInput, Choice, Heads, Pass, Workspace};
 use super::spec::{BlockSpec, Mlp, Norm, Position, Qkv, Residual};
 use super::weights::{BlockWeights, GatedWeights, Linear, MlpWeights, NormWeights, QkvWeights};
@@ -101,8 +103,8 @@ impl<B: Backend> GradientWork<B> {
         }
     }
 
-    fn grow(&mut self, backend: &mut B, spec: &BlockSpec, tokens: usize) {
-        self.forward.grow(backend, spec, tokens);
+    fn grow(&mut self, backend: &mut B, spec: &BlockSpec, tokens: usize, largest_rank: usize) {
+        self.forward.grow(backend, spec, tokens, largest_rank);
         let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
         let only = |needed: bool, width: usize| if needed { width } else { 0 };
         let (heads, middle, wide) = (&mut self.heads, &mut self.middle, spec.mlp.intermediate());
@@ -156,9 +158,8 @@ pub fn backward<B: Backend>(
     sums: Sums<'_, B>,
     pages: &mut B::Pages<'_>,
 ) -> Result<(), OpError> {
-    let pass = Pass::new(backend, spec, weights, input.rows);
-    work.grow(pass.backend, spec, pass.tokens);
-    let mut back = Backward { pass, sums };
+    let tokens = total_tokens(input.rows);
+    work.grow(backend, spec, tokens, weights.largest_rank);
     let GradientWork {
         forward,
         x: before,
@@ -169,6 +170,8 @@ pub fn backward<B: Backend>(
         heads,
         middle,
     } = work;
+    let pass = Pass::new(backend, spec, weights, input, &mut forward.rank);
+    let mut back = Backward { pass, sums };
     for copy in [&mut *before, &mut *h] {
         back.pass.backend.upload(x, copy)?;
         back.pass.prompts(input.prompts, copy)?;
@@ -461,6 +464,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
         let backend = &mut self.pass.backend;
         backend.upload(&vec![0.0; tokens * width], out)?;
         backend.upload(&vec![0.0; tokens * count], &mut work.shares)?;
+        let whole = std::mem::take(&mut self.pass.adapted);
         for (number, expert) in experts.iter().enumerate() {
             if !choice.select(number, count) {
                 continue;
@@ -478,6 +482,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
                     out,
                 })?;
             }
+            self.pass.adapted = adapters::taken(&whole, index);
             self.gated_middle(&taken, &given, expert, rows, work)?;
             (work.taken, work.given) = (taken, given);
             self.pass.backend.gate_dot(GateDot {
@@ -503,6 +508,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
                 })?;
             }
         }
+        self.pass.adapted = whole;
         work.choice = choice;
         self.pass.backend.route_grad(RouteGrad {
             logits: &mut work.logits,
@@ -526,6 +532,17 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
         self.pass.backend.linear_grad(LinearGrad {
             grad,
             weight: linear.weight.clone(),
+            out: &mut *out,
+            rows,
+        })?;
+        let parts = linear.parts(&self.pass.adapted);
+        if parts.is_empty() {
+            return Ok(());
+        }
+        self.pass.backend.lora_grad(LoraGrad {
+            grad,
+            parts: &parts,
+            middle: &mut *self.pass.rank,
             out,
             rows,
         })

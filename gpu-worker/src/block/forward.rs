@@ -7,11 +7,13 @@
 //! A pass without a cache is a step from prefix 0 over pages of the caller's own.
 
 use kernels::ops::{
-    Add, Alibi, Attention, Gather, Gelu, KvAppend, Layernorm, OpError, PromptAdd, Rmsnorm, Rope,
-    RopeTable, Route, ScatterAdd, SiluMul, SplitQkv,
+    Add, Alibi, Attention, Gather, Gelu, KvAppend, Layernorm, Lora, OpError, PromptAdd, Rmsnorm,
+    Rope, RopeTable, Route, ScatterAdd, SiluMul, SplitQkv,
 };
 use kernels::{Backend, StepRow, kv::total_tokens, ops};
 
+use super::adapters::{self, AdaptedTokens, adapted};
+use super::rope;
 use super::spec::{BlockSpec, Mlp, Position, Qkv, Residual};
 use super::weights::{BlockWeights, GatedWeights, Linear, MlpWeights, NormWeights, QkvWeights};
 
@@ -22,6 +24,10 @@ pub struct BlockInput<'a> {
     pub rows: &'a [StepRow<'a>],
     /// Deep prompts of this block.
     pub prompts: &'a [PromptPart<'a>],
+    /// Adapter of each row, by its index among those of the block; empty when no row has one.
+    pub adapters: &'a [Option<u32>],
+    /// Positions of each row when its job is done, for encodings that depend on it; empty when that is with these tokens.
+    pub lengths: &'a [usize],
 }
 
 /// A piece of a deep prompt, added to the hidden states before the block.
@@ -40,6 +46,8 @@ pub struct Workspace<B: Backend> {
     aside: B::Buffer,
     pub(super) heads: Heads<B>,
     middle: Middle<B>,
+    /// Between the two matrices of an adapter.
+    pub(super) rank: B::Buffer,
 }
 
 /// Queries, keys and values of the new tokens, and what attention makes of them.
@@ -120,10 +128,17 @@ impl<B: Backend> Workspace<B> {
                 given: empty(),
                 choice: Choice::default(),
             },
+            rank: empty(),
         }
     }
 
-    pub(super) fn grow(&mut self, backend: &mut B, spec: &BlockSpec, tokens: usize) {
+    pub(super) fn grow(
+        &mut self,
+        backend: &mut B,
+        spec: &BlockSpec,
+        tokens: usize,
+        largest_rank: usize,
+    ) {
         let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
         let only = |needed: bool, width: usize| if needed { width } else { 0 };
         let (heads, middle) = (&mut self.heads, &mut self.middle);
@@ -155,6 +170,7 @@ impl<B: Backend> Workspace<B> {
             (&mut middle.logits, experts),
             (&mut middle.taken, only(experts > 0, spec.hidden)),
             (&mut middle.given, only(experts > 0, spec.hidden)),
+            (&mut self.rank, largest_rank),
         ] {
             backend.grow(buffer, tokens * width);
         }
@@ -176,16 +192,18 @@ pub fn forward<B: Backend>(
     hidden: &mut B::Floats,
     pages: &mut B::Pages<'_>,
 ) -> Result<(), OpError> {
-    work.grow(backend, spec, total_tokens(input.rows));
-    let mut pass = Pass::new(backend, spec, weights, input.rows);
-    pass.prompts(input.prompts, hidden)?;
+    let tokens = total_tokens(input.rows);
+    work.grow(backend, spec, tokens, weights.largest_rank);
     let Workspace {
         normed,
         branch,
         aside,
         heads,
         middle,
+        rank,
     } = work;
+    let mut pass = Pass::new(backend, spec, weights, input, rank);
+    pass.prompts(input.prompts, hidden)?;
     pass.norm(hidden, &weights.attention_norm, normed)?;
     pass.attention(normed, heads, branch, pages)?;
     match spec.residual {
@@ -216,6 +234,10 @@ pub(super) struct Pass<'a, 'w, B: Backend> {
     pub(super) weights: &'a BlockWeights<'w, B>,
     pub(super) rows: &'a [StepRow<'a>],
     pub(super) tokens: usize,
+    lengths: &'a [usize],
+    /// Tokens of the matrices at hand that go through adapters.
+    pub(super) adapted: Vec<AdaptedTokens>,
+    pub(super) rank: &'a mut B::Floats,
 }
 
 impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
@@ -223,14 +245,18 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         backend: &'a mut B,
         spec: &'a BlockSpec,
         weights: &'a BlockWeights<'w, B>,
-        rows: &'a [StepRow<'a>],
+        input: BlockInput<'a>,
+        rank: &'a mut B::Floats,
     ) -> Self {
         Pass {
             backend,
             spec,
             weights,
-            rows,
-            tokens: total_tokens(rows),
+            rows: input.rows,
+            tokens: total_tokens(input.rows),
+            lengths: input.lengths,
+            adapted: adapted(input.rows, input.adapters),
+            rank,
         }
     }
 
@@ -352,18 +378,23 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
     fn rotate(&mut self, heads: &mut Heads<B>) -> Result<(), OpError> {
         let Position::Rope {
             inverse_frequencies,
-            ..
+            theta,
+            scaling,
         } = &self.spec.position
         else {
             return Ok(());
         };
         let (tokens, head_dim, round) = (self.tokens, self.spec.head_dim, self.weights.dtype);
-        self.backend.rope_table(RopeTable {
-            rows: self.rows,
-            inverse_frequencies,
-            out: &mut heads.table,
-            round,
-        })?;
+        let own = rope::table(scaling, (*theta, head_dim), self.rows, self.lengths, round);
+        match own {
+            Some(table) => self.backend.upload(&table, &mut heads.table)?,
+            None => self.backend.rope_table(RopeTable {
+                rows: self.rows,
+                inverse_frequencies,
+                out: &mut heads.table,
+                round,
+            })?,
+        }
         for (x, count) in [
             (&mut heads.q, self.spec.heads),
             (&mut heads.k, self.spec.kv_heads),
@@ -457,6 +488,7 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         } = middle;
         let (width, round) = (self.spec.hidden, self.weights.dtype);
         self.backend.upload(&vec![0.0; self.tokens * width], out)?;
+        let whole = std::mem::take(&mut self.adapted);
         for (number, expert) in experts.iter().enumerate() {
             if !choice.select(number, experts.len()) {
                 continue;
@@ -467,6 +499,7 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
                 width,
                 out: &mut *taken,
             })?;
+            self.adapted = adapters::taken(&whole, &choice.index);
             self.gated(taken, expert, choice.index.len(), gate, up, given)?;
             self.backend.scatter_add(ScatterAdd {
                 x: given,
@@ -477,6 +510,7 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
                 round,
             })?;
         }
+        self.adapted = whole;
         Ok(())
     }
 
@@ -551,8 +585,20 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
             x,
             weight,
             bias,
+            out: &mut *out,
+            rows,
+        })?;
+        let parts = linear.parts(&self.adapted);
+        if parts.is_empty() {
+            return Ok(());
+        }
+        self.backend.lora(Lora {
+            x,
+            parts: &parts,
+            middle: &mut *self.rank,
             out,
             rows,
+            round: self.weights.dtype,
         })
     }
 

@@ -1,6 +1,7 @@
 //! One transformer block over any spec and any backend. A family is data ([`BlockSpec`], filled in by a file of
 //! `family/`); the forward pass is written once and knows neither families nor devices.
 
+mod adapters;
 mod backward;
 mod family;
 mod forward;
@@ -8,6 +9,7 @@ mod rope;
 mod spec;
 mod weights;
 
+pub use adapters::AdapterView;
 pub use backward::{GradientWork, Sums, backward};
 pub use forward::{BlockInput, PromptPart, Workspace, forward};
 pub use rope::RopeScaling;

@@ -77,6 +77,8 @@ pub enum Position {
     Rope {
         /// Inverse frequencies `[head_dim / 2]`, scaling applied.
         inverse_frequencies: Vec<f32>,
+        /// Base of the frequencies.
+        theta: f32,
         /// The scaling that was applied.
         scaling: RopeScaling,
     },
@@ -278,7 +280,8 @@ impl BlockSpec {
         tensors
     }
 
-    fn linears(&self) -> Vec<&LinearSpec> {
+    /// All matrices of a block.
+    pub fn linears(&self) -> Vec<&LinearSpec> {
         let mut linears: Vec<&LinearSpec> = match &self.qkv {
             Qkv::Separate(qkv) => qkv.iter().collect(),
             Qkv::Fused(qkv) => vec![qkv],

@@ -3,6 +3,7 @@
 use kernels::ops::{GeluKind, OpError, convert};
 use kernels::{Backend, DType, WeightView};
 
+use super::adapters::Adapter;
 use super::spec::{BlockSpec, GatedMlp, LinearSpec, Mlp, Norm, Qkv};
 
 /// Why weights do not make a block.
@@ -51,6 +52,8 @@ pub struct BlockWeights<'w, B: Backend> {
     pub(super) head_norms: Option<[B::Buffer; 2]>,
     pub(super) o: Linear<'w, B>,
     pub(super) mlp: MlpWeights<'w, B>,
+    /// Largest rank of the adapters; 0 without any.
+    pub(super) largest_rank: usize,
 }
 
 /// Scale of a norm, and its bias if its kind has one.
@@ -91,6 +94,8 @@ pub(super) struct GatedWeights<'w, B: Backend> {
 pub(super) struct Linear<'w, B: Backend> {
     pub(super) weight: B::Matrix<'w>,
     pub(super) bias: Option<B::Buffer>,
+    /// By index of the adapter; nothing where an adapter leaves the matrix alone.
+    pub(super) adapters: Vec<Option<Adapter<'w, B>>>,
 }
 
 impl<'w, B: Backend> BlockWeights<'w, B> {
@@ -125,12 +130,39 @@ impl<'w, B: Backend> BlockWeights<'w, B> {
             },
             o: placing.linear(&spec.o)?,
             mlp: placing.mlp(&spec.mlp)?,
+            largest_rank: 0,
         })
+    }
+
+    /// All matrices, in the order of [`BlockSpec::linears`].
+    pub(super) fn linears_mut(&mut self) -> Vec<&mut Linear<'w, B>> {
+        let mut linears: Vec<_> = match &mut self.qkv {
+            QkvWeights::Separate(qkv) => qkv.iter_mut().collect(),
+            QkvWeights::Fused(qkv) => vec![qkv],
+        };
+        linears.push(&mut self.o);
+        match &mut self.mlp {
+            MlpWeights::Gated(mlp) => linears.extend(mlp.linears_mut()),
+            MlpWeights::Plain { up, down, .. } => linears.extend([up, down]),
+            MlpWeights::Experts {
+                router, experts, ..
+            } => {
+                linears.push(router);
+                linears.extend(experts.iter_mut().flat_map(GatedWeights::linears_mut));
+            }
+        }
+        linears
     }
 
     /// The block dtype.
     pub fn dtype(&self) -> DType {
         self.dtype
+    }
+}
+
+impl<'w, B: Backend> GatedWeights<'w, B> {
+    fn linears_mut(&mut self) -> [&mut Linear<'w, B>; 3] {
+        [&mut self.gate, &mut self.up, &mut self.down]
     }
 }
 
@@ -206,7 +238,11 @@ impl<'w, B: Backend, T: Fn(&str) -> Option<WeightView<'w>>> Placing<'_, B, T> {
         } else {
             None
         };
-        Ok(Linear { weight, bias })
+        Ok(Linear {
+            weight,
+            bias,
+            adapters: Vec::new(),
+        })
     }
 
     fn vector(&mut self, name: String, len: usize) -> Result<B::Buffer, WeightsError> {

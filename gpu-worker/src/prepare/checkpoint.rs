@@ -1,4 +1,4 @@
-//! The checkpoint files of a model folder: one safetensors file or an index with several. Files are opened when a tensor in
+//! The checkpoint files of a model folder: one file, of safetensors or of PyTorch, or an index with several. Files are opened when a tensor in
 //! them is asked for, so that a server of a few blocks looks only at the shards that hold them.
 
 use std::collections::BTreeMap;
@@ -10,11 +10,14 @@ use serde::Deserialize;
 
 use super::error::PrepareError;
 use super::header::{Header, TensorInfo};
+use super::torch;
 use crate::weights::manifest::FileEntry;
 
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
-const PICKLED: [&str; 2] = ["pytorch_model.bin.index.json", "pytorch_model.bin"];
+/// An index and the single file that is there without one, in the order of preference (petals `server/from_pretrained.py`).
+const FORMATS: [(&str, &str); 2] = [
+    ("model.safetensors.index.json", "model.safetensors"),
+    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
+];
 
 /// Longest accepted index; that of a model with 126 blocks has a tenth of a megabyte.
 const MAX_INDEX_BYTES: u64 = 64 << 20;
@@ -23,8 +26,18 @@ const MAX_INDEX_BYTES: u64 = 64 << 20;
 #[derive(Debug)]
 pub struct Checkpoint {
     folder: PathBuf,
-    index: Option<BTreeMap<String, String>>,
+    files: Files,
     open: BTreeMap<String, CheckpointFile>,
+}
+
+/// Which file holds which tensor.
+#[derive(Debug)]
+enum Files {
+    Single(&'static str),
+    Index {
+        name: &'static str,
+        of_tensors: BTreeMap<String, String>,
+    },
 }
 
 /// One opened file.
@@ -46,20 +59,26 @@ struct Index {
 }
 
 impl Checkpoint {
-    /// Looks for checkpoint files in `folder`, in the order of Petals (petals `server/from_pretrained.py`), index first.
+    /// Looks for checkpoint files in `folder`, safetensors before PyTorch's, an index before a single file.
     ///
     /// # Errors
-    /// [`PrepareError::BadFile`] when there is none, when only pickled files are there, or when the index is malformed.
+    /// [`PrepareError::BadFile`] when there is none, or when the index is malformed.
     pub fn find(folder: &Path) -> Result<Checkpoint, PrepareError> {
         let here = |name: &str| folder.join(name).is_file();
-        let index = match here(INDEX) {
-            true => Some(read_index(&folder.join(INDEX))?),
-            false if here(SINGLE) => None,
-            false => return Err(no_weights(folder)),
-        };
+        let found = FORMATS
+            .iter()
+            .find_map(|&(index, single)| match here(index) {
+                true => Some(
+                    read_index(&folder.join(index)).map(|of_tensors| Files::Index {
+                        name: index,
+                        of_tensors,
+                    }),
+                ),
+                false => here(single).then_some(Ok(Files::Single(single))),
+            });
         Ok(Checkpoint {
             folder: folder.to_owned(),
-            index,
+            files: found.unwrap_or_else(|| Err(no_weights(folder)))?,
             open: BTreeMap::new(),
         })
     }
@@ -99,11 +118,12 @@ impl Checkpoint {
     }
 
     fn file_of(&self, tensor: &str) -> Result<&str, PrepareError> {
-        let Some(index) = &self.index else {
-            return Ok(SINGLE);
+        let (name, of_tensors) = match &self.files {
+            Files::Single(name) => return Ok(name),
+            Files::Index { name, of_tensors } => (name, of_tensors),
         };
-        let path = self.folder.join(INDEX);
-        let file = index.get(tensor).ok_or_else(|| {
+        let path = self.folder.join(name);
+        let file = of_tensors.get(tensor).ok_or_else(|| {
             PrepareError::bad_tensor(
                 &path,
                 tensor,
@@ -125,7 +145,8 @@ impl Checkpoint {
     }
 }
 
-fn open(path: &Path) -> Result<CheckpointFile, PrepareError> {
+/// Opens a checkpoint file; its name tells the format.
+pub(super) fn open(path: &Path) -> Result<CheckpointFile, PrepareError> {
     let missing = |e: std::io::Error| match e.kind() {
         std::io::ErrorKind::NotFound => {
             PrepareError::bad_file(path, "is missing; the checkpoint is incomplete")
@@ -135,7 +156,12 @@ fn open(path: &Path) -> Result<CheckpointFile, PrepareError> {
     let real = path.canonicalize().map_err(missing)?;
     let file = File::open(&real).map_err(|e| PrepareError::read(path, e))?;
     let entry = FileEntry::of(&real, &file).map_err(|e| PrepareError::read(path, e))?;
-    let header = Header::read(&file, path, entry.len)?;
+    let is_pickled = path.extension().is_some_and(|e| e == "bin" || e == "pt");
+    let header = if is_pickled {
+        torch::read(&file, path, entry.len)?
+    } else {
+        Header::read(&file, path, entry.len)?
+    };
     Ok(CheckpointFile {
         file,
         shown: path.to_owned(),
@@ -178,13 +204,11 @@ pub(super) fn read_bounded(path: &Path, limit: u64) -> Result<Vec<u8>, PrepareEr
 }
 
 fn no_weights(folder: &Path) -> PrepareError {
-    if let Some(name) = PICKLED.iter().find(|name| folder.join(name).is_file()) {
-        let reason =
-            "is a pickled checkpoint, which is not supported yet; convert it to safetensors";
-        return PrepareError::bad_file(&folder.join(name), reason);
-    }
+    let [(index, single), (pickled_index, pickled)] = FORMATS;
     PrepareError::bad_file(
         folder,
-        format!("holds neither {SINGLE} nor {INDEX}; give a folder with the model's weights"),
+        format!(
+            "holds neither {single}, {index}, {pickled} nor {pickled_index}; give a folder with the model's weights"
+        ),
     )
 }

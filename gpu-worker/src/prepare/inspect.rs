@@ -9,6 +9,7 @@ use shared::config::{PrepareConfig, QuantType};
 use shared::dtype::DType;
 use shared::model::ModelFacts;
 
+use super::adapter::Adapter;
 use super::checkpoint::{Checkpoint, read_bounded};
 use super::error::PrepareError;
 use super::locate::{ModelFolder, default_dht_prefix};
@@ -26,6 +27,7 @@ pub struct Inspected {
     pub spec: BlockSpec,
     pub(super) config: Value,
     pub(super) checkpoint: Checkpoint,
+    pub(super) adapters: Vec<Adapter>,
     pub(super) cache_dir: PathBuf,
 }
 
@@ -56,12 +58,19 @@ impl Inspected {
             dtype,
             quant: config.quant_type,
         };
-        let facts = facts(&folder, &value, &spec, stored).map_err(unsupported)?;
+        let mut facts = facts(&folder, &value, &spec, stored).map_err(unsupported)?;
+        let adapters = config
+            .adapters
+            .iter()
+            .map(|name| Adapter::open(name, &config.cache_dir, &spec))
+            .collect::<Result<_, _>>()?;
+        facts.adapters.clone_from(&config.adapters);
         Ok(Inspected {
             facts,
             spec,
             config: value,
             checkpoint,
+            adapters,
             cache_dir,
         })
     }
@@ -145,6 +154,7 @@ fn facts(
         dtype: stored.dtype,
         quant_type: stored.quant,
         block_bytes: block_bytes(spec, stored),
+        adapters: Vec::new(),
     })
 }
 

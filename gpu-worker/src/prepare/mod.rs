@@ -7,6 +7,7 @@
 //!            -> checkpoint files (checkpoint, header) -> tensors (source) -> prepared blocks (store) -> manifest
 //! ```
 
+mod adapter;
 mod checkpoint;
 mod error;
 mod header;
@@ -15,6 +16,7 @@ mod locate;
 mod ready;
 mod source;
 mod store;
+mod torch;
 
 use std::time::Duration;
 

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use shared::block::{BlockIndex, Span};
+use shared::config::QuantType;
 use shared::dtype::DType;
 use tracing::warn;
 
@@ -11,7 +12,9 @@ use super::inspect::Inspected;
 use super::source::SourceTensor;
 use super::store::{Prepared, StorePlace, stored_form};
 use crate::block::TensorSpec;
-use crate::weights::manifest::{FileEntry, MANIFEST_VERSION, Manifest, TensorEntry};
+use crate::weights::manifest::{
+    AdapterBlocks, AdapterEntry, FileEntry, MANIFEST_VERSION, Manifest, TensorEntry,
+};
 
 /// What got done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,8 +63,13 @@ impl Inspected {
         }
         let total = span.end().0 - span.start().0;
         let (mut files, mut blocks) = (Files::default(), BTreeMap::new());
+        let mut adapters = vec![AdapterBlocks::new(); self.adapters.len()];
         for (done, block) in (1..).zip(span.blocks()) {
             blocks.insert(block.0, self.block(block, &mut files, &mut progress)?);
+            for (index, parts) in adapters.iter_mut().enumerate() {
+                let own = self.adapter(index, block, &mut files, &mut progress)?;
+                parts.insert(block.0, own);
+            }
             progress(Progress::Block { done, total })?;
         }
         Ok(Manifest {
@@ -70,6 +78,7 @@ impl Inspected {
             config: self.config.clone(),
             files: files.0,
             blocks,
+            adapters,
         })
     }
 
@@ -99,30 +108,76 @@ impl Inspected {
             .collect::<Result<Vec<_>, PrepareError>>()?;
         let dtype = self.facts.dtype;
         let place = StorePlace::new(&self.cache_dir, &self.facts.name, block, dtype, &sources);
-        let prepared = match place.reuse() {
-            Some(prepared) => Some(prepared),
-            None => match place.make(dtype, &sources, || progress(Progress::Tensor)) {
-                Ok(prepared) => Some(prepared),
-                // Nothing had to be converted and all was checked: only the mark of it is missing.
-                Err(PrepareError::Write { path, source })
-                    if sources.iter().all(|t| t.usable_as(dtype)) =>
-                {
-                    warn!(path = %path.display(), %source, "cannot remember that the weights were checked");
-                    None
-                }
-                Err(error) => return Err(error),
-            },
-        };
-        sources
-            .iter()
-            .map(|t| {
-                Ok((
-                    t.name.to_owned(),
-                    entry(t, dtype, prepared.as_ref(), files)?,
-                ))
-            })
-            .collect()
+        stored(&place, dtype, &sources, files, progress)
     }
+
+    /// The parts of adapter `index` for a block.
+    fn adapter(
+        &self,
+        index: usize,
+        block: BlockIndex,
+        files: &mut Files,
+        progress: &mut impl FnMut(Progress) -> Result<(), PrepareError>,
+    ) -> Result<BTreeMap<String, AdapterEntry>, PrepareError> {
+        let Some(adapter) = self.adapters.get(index) else {
+            return Ok(BTreeMap::new());
+        };
+        // As Petals: an adapter of quantized matrices computes in float32 (petals `utils/peft.py`).
+        let dtype = match self.facts.quant_type {
+            QuantType::None => self.facts.dtype,
+            QuantType::Int8 | QuantType::Nf4 => DType::F32,
+        };
+        let sources = adapter.sources(block)?;
+        if sources.is_empty() {
+            return Ok(BTreeMap::new());
+        }
+        let model = format!("{}-adapter-{}", self.facts.name, adapter.short_name());
+        let place = StorePlace::new(&self.cache_dir, &model, block, dtype, &sources);
+        let mut entries = stored(&place, dtype, &sources, files, progress)?;
+        let parts = adapter.parts(block).map(|(name, part)| {
+            let entry = AdapterEntry {
+                a: entries.remove(&part.a)?,
+                b: entries.remove(&part.b)?,
+                scale: part.scale,
+            };
+            Some((name.to_owned(), entry))
+        });
+        let parts: Option<_> = parts.collect();
+        parts.ok_or_else(|| PrepareError::bad_file(&adapter.file.shown, "was not read whole"))
+    }
+}
+
+/// Checks and converts the tensors of a block, unless that is done, and tells where each lies.
+fn stored(
+    place: &StorePlace,
+    dtype: DType,
+    sources: &[SourceTensor<'_>],
+    files: &mut Files,
+    progress: &mut impl FnMut(Progress) -> Result<(), PrepareError>,
+) -> Result<BTreeMap<String, TensorEntry>, PrepareError> {
+    let prepared = match place.reuse() {
+        Some(prepared) => Some(prepared),
+        None => match place.make(dtype, sources, || progress(Progress::Tensor)) {
+            Ok(prepared) => Some(prepared),
+            // Nothing had to be converted and all was checked: only the mark of it is missing.
+            Err(PrepareError::Write { path, source })
+                if sources.iter().all(|t| t.usable_as(dtype)) =>
+            {
+                warn!(path = %path.display(), %source, "cannot remember that the weights were checked");
+                None
+            }
+            Err(error) => return Err(error),
+        },
+    };
+    sources
+        .iter()
+        .map(|t| {
+            Ok((
+                t.name.to_owned(),
+                entry(t, dtype, prepared.as_ref(), files)?,
+            ))
+        })
+        .collect()
 }
 
 struct Wanted {

@@ -32,6 +32,7 @@ fn place(dtype: Option<DType>) -> Place {
         model,
         dtype,
         quant_type: QuantType::None,
+        adapters: Vec::new(),
         cache_dir: root.path().join("cache"),
         hub: shared::config::HubConfig::default(),
     };
@@ -98,6 +99,38 @@ fn facts_come_from_the_config() {
     assert_eq!((facts.repository, facts.dht_prefix), (None, None));
 }
 
+/// The same blocks as files of torch (`tests/golden/torch/llama`, made by its `generate.py`) and as safetensors.
+#[test]
+fn checkpoints_of_torch_are_served_from_where_they_lie_and_hold_the_same_bytes() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden");
+    let read = |folder: &str, dtype: DType| {
+        let mut place = place(Some(dtype));
+        place.config.model = golden.join(folder).to_str().unwrap().to_owned();
+        let manifest = place.ready(span(0, 2)).unwrap();
+        (
+            MappedWeights::map(&manifest, span(0, 2), || ()).unwrap(),
+            manifest,
+            place,
+        )
+    };
+    for dtype in [DType::F32, DType::Bf16] {
+        let (torch, manifest, _place) = read("torch/llama", dtype);
+        let (plain, _, _other) = read("blocks/llama", dtype);
+        for (block, tensors) in &manifest.blocks {
+            for name in tensors.keys() {
+                assert_eq!(
+                    tensor(&torch, *block, name),
+                    tensor(&plain, *block, name),
+                    "{name}"
+                );
+            }
+        }
+        let in_place =
+            |f: &crate::weights::manifest::FileEntry| f.path.extension().unwrap() == "bin";
+        assert_eq!(manifest.files.iter().all(in_place), dtype == DType::F32);
+    }
+}
+
 /// Outputs of block 0 for a few tokens, served as `quant`.
 fn outputs(place: &Place, quant: QuantType) -> Vec<f32> {
     let config = PrepareConfig {
@@ -128,6 +161,8 @@ fn outputs(place: &Place, quant: QuantType) -> Vec<f32> {
     let input = BlockInput {
         rows: &rows,
         prompts: &[],
+        adapters: &[],
+        lengths: &[],
     };
     let mut hidden: Vec<f32> = (0..9 * spec.hidden)
         .map(|i| (0.61 * i as f32).sin())
@@ -511,9 +546,9 @@ const BAD_FOLDERS: &[BadFolder] = &[
         &["model.safetensors", "weights"],
     ),
     (
-        "pickled weights",
+        "weights of another format than their name says",
         |f| std::fs::rename(f.join("model.safetensors"), f.join("pytorch_model.bin")).unwrap(),
-        &["pytorch_model.bin", "not supported yet", "convert"],
+        &["pytorch_model.bin", "no zip archive of torch"],
     ),
     (
         "empty weights",

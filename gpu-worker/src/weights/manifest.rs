@@ -18,7 +18,7 @@ use shared::dtype::DType;
 use shared::model::ModelFacts;
 
 /// Raised with every change of this file's types.
-pub const MANIFEST_VERSION: u32 = 2;
+pub const MANIFEST_VERSION: u32 = 3;
 
 /// Longest accepted manifest: 4,096 blocks of some ten tensors need a quarter of it.
 const MAX_MANIFEST_BYTES: u64 = 64 << 20;
@@ -36,6 +36,22 @@ pub struct Manifest {
     pub files: Vec<FileEntry>,
     /// The blocks, by index in the model.
     pub blocks: BTreeMap<u32, BTreeMap<String, TensorEntry>>,
+    /// The adapters, in the order of [`ModelFacts::adapters`].
+    pub adapters: Vec<AdapterBlocks>,
+}
+
+/// Parts of an adapter by block, and by the name of the matrix within the block (without `.weight`).
+pub type AdapterBlocks = BTreeMap<u32, BTreeMap<String, AdapterEntry>>;
+
+/// What an adapter adds to one matrix: `scale B A`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AdapterEntry {
+    /// `[rank, inputs]`.
+    pub a: TensorEntry,
+    /// `[outputs, rank]`.
+    pub b: TensorEntry,
+    /// Multiplies what it gives.
+    pub scale: f32,
 }
 
 /// A file as it was when it was checked.

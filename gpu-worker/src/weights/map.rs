@@ -3,11 +3,13 @@
 //!
 //! A file is mapped only if it is what prepare checked (length and time of modification). It must not be changed while it is
 //! mapped: prepared files never are (they are replaced by renaming), a checkpoint is the operator's; cutting one short while it is
-//! served ends the worker with SIGBUS, and the next start finds the file changed.
+//! served ends the worker with a sentence ([`guard`]), and the next start finds the file changed.
 #![allow(
     unsafe_code,
     reason = "mapping files is the purpose of this module; every use is behind a safe interface"
 )]
+
+pub mod guard;
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -20,8 +22,10 @@ use std::ptr::NonNull;
 use kernels::WeightView;
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, munmap};
 use shared::block::{BlockIndex, Span};
+use shared::config::QuantType;
 
-use super::manifest::{FileEntry, Manifest, TensorEntry};
+use super::manifest::{AdapterBlocks, FileEntry, Manifest, TensorEntry};
+use crate::block::AdapterView;
 
 /// Why weights could not be mapped. All of them mean that prepare must run again.
 #[derive(Debug, thiserror::Error)]
@@ -58,6 +62,7 @@ pub enum MapError {
 pub struct MappedWeights {
     files: BTreeMap<u32, FileMap>,
     blocks: BTreeMap<u32, BTreeMap<String, TensorEntry>>,
+    adapters: Vec<AdapterBlocks>,
 }
 
 impl MappedWeights {
@@ -73,22 +78,28 @@ impl MappedWeights {
         let mut weights = MappedWeights {
             files: BTreeMap::new(),
             blocks: BTreeMap::new(),
+            adapters: vec![AdapterBlocks::new(); manifest.adapters.len()],
         };
         for block in span.blocks() {
             let tensors = manifest.block(block).ok_or(MapError::MissingBlock(block))?;
             for (name, tensor) in tensors {
-                let bad = || MapError::BadTensor {
-                    block: block.0,
-                    name: name.clone(),
-                };
-                weights.file(manifest, tensor.file).ok_or_else(bad)??;
-                let file = weights.files.get(&tensor.file).ok_or_else(bad)?;
-                file.bytes(tensor).ok_or_else(bad)?;
-                view(file, tensor).ok_or_else(bad)?;
-                file.read_ahead(tensor);
+                weights.add(manifest, block, name, tensor)?;
                 mapped();
             }
             weights.blocks.insert(block.0, tensors.clone());
+            for (index, adapter) in manifest.adapters.iter().enumerate() {
+                let Some(parts) = adapter.get(&block.0) else {
+                    continue;
+                };
+                for (name, part) in parts {
+                    weights.add(manifest, block, name, &part.a)?;
+                    weights.add(manifest, block, name, &part.b)?;
+                    mapped();
+                }
+                if let Some(own) = weights.adapters.get_mut(index) {
+                    own.insert(block.0, parts.clone());
+                }
+            }
         }
         Ok(weights)
     }
@@ -99,13 +110,66 @@ impl MappedWeights {
         view(self.files.get(&tensor.file)?, tensor)
     }
 
-    /// Bytes of all mapped tensors.
+    /// What adapter `index` adds to the matrix `name` of a block, if it does.
+    pub fn adapter(&self, index: usize, block: BlockIndex, name: &str) -> Option<AdapterView<'_>> {
+        let part = self.adapters.get(index)?.get(&block.0)?.get(name)?;
+        Some(AdapterView {
+            a: view(self.files.get(&part.a.file)?, &part.a)?,
+            b: view(self.files.get(&part.b.file)?, &part.b)?,
+            scale: part.scale,
+        })
+    }
+
+    /// Number of adapters.
+    pub fn adapter_count(&self) -> usize {
+        self.adapters.len()
+    }
+
+    /// Bytes of the adapters.
+    pub fn adapter_bytes(&self) -> u64 {
+        let blocks = self.adapters.iter().flat_map(BTreeMap::values);
+        blocks
+            .flat_map(BTreeMap::values)
+            .map(|part| part.a.len + part.b.len)
+            .sum()
+    }
+
+    /// Bytes of the tensors of the blocks by how they are stored: plain numbers, INT8, NF4.
+    pub fn bytes_by_format(&self) -> [(QuantType, u64); 3] {
+        let tensors = || self.blocks.values().flat_map(BTreeMap::values);
+        [QuantType::None, QuantType::Int8, QuantType::Nf4].map(|quant| {
+            let own = tensors().filter(|t| t.quant == quant).map(|t| t.len);
+            (quant, own.sum())
+        })
+    }
+
+    /// Bytes of the mapped tensors of the blocks.
     pub fn bytes(&self) -> u64 {
         self.blocks
             .values()
             .flat_map(BTreeMap::values)
             .map(|t| t.len)
             .sum()
+    }
+
+    /// Maps the file of a tensor, unless it is mapped, and checks that the tensor lies in it.
+    fn add(
+        &mut self,
+        manifest: &Manifest,
+        block: BlockIndex,
+        name: &str,
+        tensor: &TensorEntry,
+    ) -> Result<(), MapError> {
+        let bad = || MapError::BadTensor {
+            block: block.0,
+            name: name.to_owned(),
+        };
+        self.file(manifest, tensor.file).ok_or_else(bad)??;
+        let file = self.files.get(&tensor.file).ok_or_else(bad)?;
+        file.bytes(tensor).ok_or_else(bad)?;
+        view(file, tensor).ok_or_else(bad)?;
+        file.read_ahead(tensor);
+        Ok(())
     }
 
     fn file(&mut self, manifest: &Manifest, index: u32) -> Option<Result<(), MapError>> {
@@ -144,6 +208,7 @@ fn view<'a>(file: &'a FileMap, tensor: &TensorEntry) -> Option<WeightView<'a>> {
 struct FileMap {
     base: NonNull<u8>,
     len: usize,
+    _known: guard::Known,
 }
 
 // SAFETY: the mapping is read-only, stays where it is for the life of the value and belongs to no thread.
@@ -183,6 +248,7 @@ impl FileMap {
         Ok(FileMap {
             base: base.cast(),
             len: len.get(),
+            _known: guard::Known::new(base.addr().get(), len.get(), &entry.path),
         })
     }
 

@@ -465,3 +465,36 @@ fn a_worker_that_cannot_serve_says_why_in_one_sentence() {
     assert_eq!(reason, ExitReason::BadConfig);
     assert!(message.contains("manifest.json"), "{message}");
 }
+
+#[test]
+fn a_checkpoint_cut_short_while_it_is_served_ends_the_worker_with_a_sentence() {
+    let model = Model::new(DType::F32);
+    let kv = kv_segment(model.facts());
+    let (mut worker, _) = Start::new(&model, &kv, 1).ready();
+    let mut netd = worker.link(1);
+    let (mut session, mut free) = (Session::new(), shuffled_pages());
+    let body = step_job(&netd, &model, &mut session, &mut free, 0);
+    netd.call(&body).unwrap();
+
+    let path = &model.manifest.files[0].path;
+    let file = std::fs::File::options().write(true).open(path).unwrap();
+    file.set_len(0).unwrap();
+    let body = step_job(&netd, &model, &mut session, &mut free, 1);
+    netd.submit(&body);
+    match worker.next() {
+        FromWorker::Failed { reason, message } => {
+            assert_eq!(reason, ExitReason::WeightsChanged);
+            assert!(
+                message.contains("model.safetensors") && message.contains("changed while mapped"),
+                "{message}"
+            );
+        }
+        other => panic!("{other:?} instead of Failed"),
+    }
+    let code = i32::from(ExitReason::WeightsChanged.code());
+    assert_eq!(worker.end().code(), Some(code));
+    assert!(
+        netd.next(Duration::ZERO).is_none(),
+        "half a result was posted"
+    );
+}

@@ -121,15 +121,19 @@ impl Golden {
         );
     }
 
-    /// The output of every block when the tokens of each row come in steps up to `ends`, batched or row by row.
+    /// The output of every block when the tokens of each row come in steps up to `ends`, batched or row by row; the steps are
+    /// jobs, or pieces of one.
     fn run(
         &self,
         threads: usize,
-        batched: bool,
+        (batched, is_one_job): (bool, bool),
         ends: &[usize],
     ) -> Vec<(Range<usize>, Vec<Vec<f32>>)> {
         let (tables, pages) = shuffled_tables(self.batch, self.tokens);
         let mut chain = Chain::new(&self.spec, self.dtype, &self.tensors, threads, pages);
+        if is_one_job {
+            chain.lengths = vec![self.tokens; self.batch];
+        }
         let mut from = 0;
         let mut steps = Vec::new();
         for &to in ends {
@@ -164,7 +168,7 @@ impl Golden {
 #[test]
 fn forward_of_every_family_gives_what_transformers_gives() {
     for golden in golden() {
-        for (range, outputs) in golden.run(2, true, &[golden.tokens]) {
+        for (range, outputs) in golden.run(2, (true, true), &[golden.tokens]) {
             for (block, got) in outputs.iter().enumerate() {
                 let wanted = golden.part("forward", block, range.clone());
                 golden.assert_near(got, &wanted, &format!("block {block}"));
@@ -177,7 +181,7 @@ fn forward_of_every_family_gives_what_transformers_gives() {
 fn cached_inference_of_every_family_gives_what_transformers_gives() {
     for golden in golden() {
         let ends: Vec<usize> = (16..=golden.tokens).collect();
-        for (range, outputs) in golden.run(2, true, &ends) {
+        for (range, outputs) in golden.run(2, (true, false), &ends) {
             for (block, got) in outputs.iter().enumerate() {
                 let wanted = golden.part("cached", block, range.clone());
                 golden.assert_near(got, &wanted, &format!("block {block} tokens {range:?}"));
@@ -191,7 +195,7 @@ fn cuts_batches_and_threads_change_no_bit_of_any_family() {
     for golden in golden() {
         let last = |threads, batched, ends: &[usize]| {
             let mut tokens = vec![Vec::new(); golden.batch];
-            for (range, outputs) in golden.run(threads, batched, ends) {
+            for (range, outputs) in golden.run(threads, (batched, true), ends) {
                 let width = range.len() * golden.spec.hidden;
                 let rows = outputs.last().unwrap().chunks(width);
                 tokens
@@ -235,6 +239,7 @@ impl Golden {
         let (width, batch, tokens) = (self.spec.hidden, self.batch, self.tokens);
         let (tables, pages) = shuffled_tables(batch, tokens);
         let mut chain = Chain::new(&self.spec, self.dtype, &self.tensors, threads, pages);
+        chain.lengths = vec![tokens; batch];
         let rows = |from: usize, to: usize| -> Vec<StepRow<'_>> {
             let row = |pages| StepRow {
                 tokens: to - from,

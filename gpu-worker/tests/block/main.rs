@@ -1,6 +1,7 @@
 //! The block against numbers computed elsewhere: transformers (golden data of `tests/golden`, made by its `generate.py`) and
 //! Petals' own block classes (formulas).
 
+mod adapters;
 mod families;
 mod golden;
 mod petals;
@@ -65,6 +66,10 @@ struct Chain<'w> {
     gradients: GradientWork<Cpu>,
     pool: Vec<u8>,
     shape: KvShape,
+    /// Adapters of the rows; empty for none.
+    adapters: Vec<Option<u32>>,
+    /// Positions of the rows in the end; empty when each step is a job of its own.
+    lengths: Vec<usize>,
 }
 
 impl<'w> Chain<'w> {
@@ -89,6 +94,16 @@ impl<'w> Chain<'w> {
                 BlockWeights::new(&mut cpu, spec, dtype, find).unwrap()
             })
             .collect();
+        Chain::of(spec, dtype, blocks, cpu, pages)
+    }
+
+    fn of(
+        spec: &BlockSpec,
+        dtype: DType,
+        blocks: Vec<BlockWeights<'w, Cpu>>,
+        mut cpu: Cpu,
+        pages: usize,
+    ) -> Chain<'w> {
         let shape = KvShape {
             layout: spec.page_layout(dtype),
             blocks: spec.num_blocks,
@@ -105,6 +120,8 @@ impl<'w> Chain<'w> {
             gradients,
             pool: vec![0xff; shape.segment_bytes()],
             shape,
+            adapters: Vec::new(),
+            lengths: Vec::new(),
         }
     }
 
@@ -118,7 +135,13 @@ impl<'w> Chain<'w> {
     ) {
         let mut pool = KvPool::new(self.shape, &mut self.pool).unwrap();
         let mut pages: KvPages<'_> = pool.block(index).unwrap();
-        let (input, weights) = (BlockInput { rows, prompts }, &self.blocks[index]);
+        let input = BlockInput {
+            rows,
+            prompts,
+            adapters: &self.adapters,
+            lengths: &self.lengths[..self.lengths.len().min(rows.len())],
+        };
+        let weights = &self.blocks[index];
         forward(
             &mut self.cpu,
             &self.spec,
@@ -158,7 +181,12 @@ impl<'w> Chain<'w> {
             &self.spec,
             &self.blocks[index],
             &mut self.gradients,
-            BlockInput { rows, prompts },
+            BlockInput {
+                rows,
+                prompts,
+                adapters: &self.adapters,
+                lengths: &self.lengths[..self.lengths.len().min(rows.len())],
+            },
             x,
             &mut taken.gradient,
             sums,

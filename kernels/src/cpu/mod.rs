@@ -6,6 +6,7 @@ mod simd;
 
 use crate::backend::Backend;
 use crate::kv::KvPages;
+use crate::ops::lora as ops_lora;
 use crate::ops::{
     Add, Attention, AttentionGrad, GateDot, Gather, Gelu, GeluGrad, JoinQkv, KvAppend, Layernorm,
     Linear, LinearGrad, Lora, LoraGrad, NormGrad, OpError, PromptAdd, Rmsnorm, Rope, RopeTable,
@@ -111,6 +112,7 @@ impl Backend for Cpu {
 
     fn lora(&mut self, args: Lora<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
         args.check()?;
+        ops_lora::check_dtypes("lora", args.parts)?;
         lora::lora(
             self.isa,
             &mut self.pool,

@@ -11,7 +11,7 @@
 
 use shared::dtype::DType;
 
-use super::{OpError, check_len, convert};
+use super::{Elements, MatrixShape, OpError, check_len, convert};
 use crate::tensor::WeightView;
 
 /// Consecutive rows and the adapter they go through; `W` is the backend's matrix.
@@ -61,14 +61,14 @@ pub struct LoraGrad<'a, F: ?Sized, W> {
     pub rows: usize,
 }
 
-impl Lora<'_, [f32], WeightView<'_>> {
+impl<F: Elements + ?Sized, W: MatrixShape> Lora<'_, F, W> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         let lens = [self.x.len(), self.middle.len(), self.out.len()];
         check("lora", self.parts, self.rows, lens)
     }
 }
 
-impl LoraGrad<'_, [f32], WeightView<'_>> {
+impl<F: Elements + ?Sized, W: MatrixShape> LoraGrad<'_, F, W> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         let lens = [self.out.len(), self.middle.len(), self.grad.len()];
         check("lora grad", self.parts, self.rows, lens)
@@ -76,9 +76,9 @@ impl LoraGrad<'_, [f32], WeightView<'_>> {
 }
 
 /// `lens`: of what has the width of the inputs, of the rank, of the outputs.
-fn check(
+fn check<W: MatrixShape>(
     op: &'static str,
-    parts: &[LoraPart<WeightView<'_>>],
+    parts: &[LoraPart<W>],
     rows: usize,
     lens: [usize; 3],
 ) -> Result<(), OpError> {
@@ -86,14 +86,11 @@ fn check(
     let mut next = 0;
     for part in parts {
         let (a, b) = (&part.a, &part.b);
-        let fits = |first: &LoraPart<WeightView<'_>>| {
+        let fits = |first: &LoraPart<W>| {
             first.a.inputs() == a.inputs() && first.b.outputs() == b.outputs()
         };
         if a.outputs() != b.inputs() || !parts.first().is_some_and(fits) {
             return Err(shape("the matrices of the adapters do not go together"));
-        }
-        if a.dtype() != b.dtype() {
-            return Err(shape("the matrices of an adapter differ in dtype"));
         }
         if part.first < next || part.rows > rows || part.first > rows - part.rows {
             return Err(shape(
@@ -116,6 +113,7 @@ fn check(
 /// The definition of [`Lora`].
 pub fn reference(args: Lora<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
     args.check()?;
+    check_dtypes("lora", args.parts)?;
     for part in args.parts {
         let (inputs, outputs) = (part.a.inputs(), part.b.outputs());
         let round = |v| convert::round(part.a.dtype(), v);
@@ -148,6 +146,20 @@ pub fn reference_grad(args: LoraGrad<'_, [f32], WeightView<'_>>) -> Result<(), O
         }
     }
     Ok(())
+}
+
+/// Refuses adapters of two dtypes, which no definition covers.
+pub(crate) fn check_dtypes(
+    op: &'static str,
+    parts: &[LoraPart<WeightView<'_>>],
+) -> Result<(), OpError> {
+    let what = "the matrices of an adapter differ in dtype";
+    let differs = parts.iter().any(|part| part.a.dtype() != part.b.dtype());
+    if differs {
+        Err(OpError::Shape { op, what })
+    } else {
+        Ok(())
+    }
 }
 
 fn product(matrix: &WeightView<'_>, x: &[f32]) -> Vec<f32> {

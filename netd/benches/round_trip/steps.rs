@@ -93,6 +93,7 @@ fn service(workers: Workers, p2p: P2p, draining: watch::Receiver<bool>) -> Servi
         dtype: DType::F32,
         quant_type: shared::config::QuantType::None,
         block_bytes: 1,
+        adapters: Vec::new(),
     };
     let limits = Limits {
         inference_max_length: 1024,

@@ -9,7 +9,6 @@
 
 use std::sync::Arc;
 
-use shared::block::BlockIndex;
 use shared::job::JobKind;
 
 use super::compute::{Arguments, Asked, explain, read, write};
@@ -52,13 +51,12 @@ pub(super) async fn backward(
         points: request.metadata.points,
         compression: own,
     };
-    let blocks = request.blocks.clone();
-    gradients(service, blocks, &arguments, &gradient, (&asked, &kinds)).await
+    gradients(service, request, &arguments, &gradient, (&asked, &kinds)).await
 }
 
 async fn gradients(
     service: &Service,
-    blocks: Vec<BlockIndex>,
+    request: &Request<'_>,
     arguments: &Arguments,
     gradient: &WireTensor,
     (asked, kinds): (&Asked, &[Compression]),
@@ -66,6 +64,7 @@ async fn gradients(
     let kind = |index: usize| kinds.get(index).copied().unwrap_or(asked.compression);
     let (batch, tokens) = arguments.batch_and_tokens(service)?;
     let hidden = service.facts.hidden_size;
+    let (blocks, adapter) = (request.blocks.clone(), request.adapter);
     let count = blocks.len();
     let prompts = arguments.prompt_shape(count, batch, tokens, hidden)?;
     let dtype = service.facts.dtype;
@@ -79,6 +78,7 @@ async fn gradients(
         hidden,
         plan: StepPlan::default(),
         prompts,
+        adapter,
     };
     let turn = service.turns.of(&work, asked).await;
     let work = workers.gradients(work)?;

@@ -214,13 +214,13 @@ impl Service {
         )?)
     }
 
-    /// Computes `blocks` over `arguments`, which are not empty.
+    /// Computes `blocks`, with an adapter or without, over `arguments`, which are not empty.
     ///
     /// # Errors
     /// With the text for the client: shapes, non-finite values, or a failure of the worker.
     pub(super) async fn compute(
         &self,
-        blocks: Vec<BlockIndex>,
+        (blocks, adapter): (Vec<BlockIndex>, Option<u32>),
         arguments: &Arguments,
         step: Option<(StepPlan, Arc<Lease>)>,
         asked: &Asked,
@@ -242,6 +242,7 @@ impl Service {
             hidden,
             plan: plan.unwrap_or_default(),
             prompts,
+            adapter,
         };
         let arena = self.workers.arena();
         let turn = self.turns.of(&work, asked).await;

@@ -34,8 +34,10 @@ pub(super) struct Request<'a> {
     pub blocks: Vec<BlockIndex>,
     /// Its tensors.
     pub tensors: &'a [Tensor],
-    /// Its metadata, without an adapter.
+    /// Its metadata.
     pub metadata: RequestMetadata,
+    /// Its adapter, by index.
+    pub adapter: Option<u32>,
 }
 
 /// Tensors of one request; two are used.
@@ -191,14 +193,13 @@ async fn answer(
         Rpc::Backward => "rpc_backward",
     };
     let metadata = RequestMetadata::parse(&request.metadata, name)?;
-    if let Some(adapter) = &metadata.active_adapter {
-        return Err(Failure::no_adapter(adapter));
-    }
+    let adapter = service.adapter(&metadata)?;
     let request = Request {
         peer,
         blocks,
         tensors: &request.tensors,
         metadata,
+        adapter,
     };
     match rpc {
         Rpc::Forward => forward(service, request).await.map(|output| vec![output]),
@@ -218,7 +219,8 @@ async fn forward(service: &Service, request: Request<'_>) -> Result<Tensor, Fail
     if arguments.hidden.is_dummy() {
         return service.echo(&arguments.hidden);
     }
-    let computed = service.compute(request.blocks, &arguments, None, &asked);
+    let computed = (request.blocks, request.adapter);
+    let computed = service.compute(computed, &arguments, None, &asked);
     Ok(computed.await?.0)
 }
 

@@ -185,9 +185,7 @@ async fn admit(
                 "Cannot allocate KV cache for {asked} tokens, max = {most}"
             ))
         })?;
-    if let Some(adapter) = &metadata.active_adapter {
-        return Err(Failure::no_adapter(adapter));
-    }
+    let adapter = service.adapter(metadata)?;
     let batch = match request.tensors.first() {
         Some(Tensor { size, .. }) => size.first().copied().unwrap_or(1),
         None => 1,
@@ -213,7 +211,7 @@ async fn admit(
         .await?;
     let tables = SessionTables::new(batch as usize, max_length, lease.pages());
     Ok(Open {
-        session: Session::new(blocks, batch, tables),
+        session: Session::new(blocks, adapter, batch, tables),
         lease: Arc::new(lease),
         structure: metadata.args_structure.clone(),
         asked: Asked {
@@ -276,7 +274,12 @@ async fn compute(
         .begin(start, tokens, arguments.hypo_ids.as_deref())?;
     let pages = Some((plan, open.lease.clone()));
     let computed = service
-        .compute(session.blocks.clone(), &arguments, pages, &open.asked)
+        .compute(
+            (session.blocks.clone(), session.adapter),
+            &arguments,
+            pages,
+            &open.asked,
+        )
         .await;
     match computed {
         Ok((output, times)) => {

@@ -33,6 +33,7 @@ use tokio::sync::watch;
 use crate::p2p::{P2p, ProtocolKind, ProtocolSpec};
 use crate::sessions::admission::KvMemory;
 use crate::wire::messages::Compression;
+use crate::wire::metadata::RequestMetadata;
 use crate::wire::uid;
 use crate::workers::Workers;
 use budget::PeerBudget;
@@ -240,6 +241,21 @@ impl Service {
             blocks.push(block.ok_or_else(|| Failure::not_served(text))?);
         }
         Ok(blocks)
+    }
+
+    /// The adapter that a request asks for.
+    ///
+    /// # Errors
+    /// `adapter X not found` (petals `backend.py`, `AdapterContextMixin`).
+    fn adapter(&self, metadata: &RequestMetadata) -> Result<Option<u32>, Failure> {
+        let Some(wanted) = &metadata.active_adapter else {
+            return Ok(None);
+        };
+        let names = self.facts.adapters.iter();
+        let found = (0..).zip(names).find(|(_, name)| *name == wanted);
+        found
+            .map(|(index, _)| Some(index))
+            .ok_or_else(|| Failure::no_adapter(wanted))
     }
 
     fn served(&self, uid: &str) -> Option<BlockIndex> {

@@ -1,5 +1,6 @@
 //! RPCs over loopback against a worker thread behind real rings.
 
+mod adapters;
 mod backward;
 mod chain;
 mod compression;

@@ -16,6 +16,8 @@ pub const STEP_IDS_KEPT: usize = 1024;
 pub struct Session {
     /// Its blocks, in the order in which they run.
     pub blocks: Vec<BlockIndex>,
+    /// Adapter, by its index among those of the model; that of the first message (petals `handler.py`, `rpc_inference`).
+    pub adapter: Option<u32>,
     /// Sequences; every step has as many.
     pub batch: u32,
     /// Its page tables.
@@ -25,9 +27,15 @@ pub struct Session {
 
 impl Session {
     /// A session before its first step.
-    pub fn new(blocks: Vec<BlockIndex>, batch: u32, tables: SessionTables) -> Session {
+    pub fn new(
+        blocks: Vec<BlockIndex>,
+        adapter: Option<u32>,
+        batch: u32,
+        tables: SessionTables,
+    ) -> Session {
         Session {
             blocks,
+            adapter,
             batch,
             tables,
             seen: SeenSteps::default(),
@@ -90,7 +98,7 @@ mod tests {
 
     #[test]
     fn duplicates_are_noticed_and_memory_is_bounded() {
-        let mut session = Session::new(Vec::new(), 1, SessionTables::new(1, 0, &[]));
+        let mut session = Session::new(Vec::new(), None, 1, SessionTables::new(1, 0, &[]));
         assert!(session.is_new_step(None) && session.is_new_step(None));
         for step in 0..5 * STEP_IDS_KEPT {
             assert!(session.is_new_step(Some(&step.to_string())));

@@ -51,6 +51,8 @@ pub struct Computation {
     pub plan: StepPlan,
     /// Sequences and tokens of the deep prompts, if there are any.
     pub prompts: Option<(u32, u32)>,
+    /// Adapter, by its index among those of the model.
+    pub adapter: Option<u32>,
 }
 
 /// Index of the slot that holds the input.
@@ -272,7 +274,7 @@ fn body(work: &Computation, plan: StepPlan, input: SlotRef, output: SlotRef) -> 
         kind: work.kind,
         dtype: work.dtype,
         blocks: Vec::new(),
-        adapter: None,
+        adapter: work.adapter,
         batch: work.batch,
         tokens: work.tokens,
         hidden: work.hidden,

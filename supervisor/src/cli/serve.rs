@@ -78,12 +78,16 @@ struct ModelArgs {
     /// Devices, one worker each: cpu, or a list such as cpu,cpu
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     device: String,
-    /// Type to serve in: auto, float32 or bfloat16; auto makes bfloat16 of a float32 checkpoint
+    /// Type to serve in: auto, float32, bfloat16 or float16; auto makes bfloat16 of a float32 checkpoint
     #[arg(long, value_name = "TYPE", default_value = "auto")]
     torch_dtype: String,
     /// How matrices are stored: none, int8 or nf4
     #[arg(long, value_name = "TYPE", default_value = "none")]
     quant_type: String,
+    /// LoRA adapters in PEFT layout (adapter_config.json and adapter_model.safetensors), which requests choose by the
+    /// names given here
+    #[arg(long, num_args = 0.., value_name = "ADAPTER")]
+    adapters: Vec<String>,
     /// Compute threads of each worker [default: the cores, divided among the workers]
     #[arg(long, value_name = "N")]
     threads: Option<u32>,
@@ -156,6 +160,7 @@ impl ServeArgs {
             dtype: dtype(&model.torch_dtype)?,
             quant_type: quant_type
                 .map_err(|why| format!("--quant_type {}: {why}", model.quant_type))?,
+            adapters: adapters(std::mem::take(&mut model.adapters))?,
             cache_dir: model.cache_dir.take().unwrap_or_else(|| cache_dir(env)),
             hub: HubConfig::default(),
         })
@@ -251,15 +256,35 @@ fn throughput(text: &str) -> Result<Throughput, String> {
 pub(super) fn dtype(text: &str) -> Result<Option<DType>, String> {
     match text {
         "auto" => Ok(None),
-        "float16" => Err(
-            "--torch_dtype float16: this version computes in float32 or bfloat16; give one of them"
-                .into(),
-        ),
         name => name
             .parse()
             .map(Some)
             .map_err(|error| format!("--torch_dtype: {error}")),
     }
+}
+
+/// Most adapters of one instance: their names travel in every record of the swarm.
+const MAX_ADAPTERS: usize = 64;
+
+/// Longest name of an adapter: that of a path.
+const MAX_ADAPTER_BYTES: usize = 4096;
+
+fn adapters(names: Vec<String>) -> Result<Vec<String>, String> {
+    if names.len() > MAX_ADAPTERS {
+        return Err(format!(
+            "--adapters: {} adapters, at most {MAX_ADAPTERS} are served together",
+            names.len()
+        ));
+    }
+    for (index, name) in names.iter().enumerate() {
+        if name.is_empty() || name.len() > MAX_ADAPTER_BYTES {
+            return Err(format!("--adapters: {name:?} is no name of a folder"));
+        }
+        if names[..index].contains(name) {
+            return Err(format!("--adapters: {name:?} is given twice"));
+        }
+    }
+    Ok(names)
 }
 
 /// At least what two of the smallest useful requests take.

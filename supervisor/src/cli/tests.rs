@@ -137,12 +137,12 @@ fn port_and_public_ip_become_multiaddrs() {
 fn what_petals_does_and_this_version_does_not_is_refused_in_a_sentence() {
     for (line, says) in [
         ("--quant_type fp4", "use none, int8 or nf4"),
-        ("--adapters a b", "adapters"),
+        ("--adapters a b a", "twice"),
+        ("--adapters=", "no name"),
         ("--tensor_parallel_devices cpu cpu", "--device"),
         ("--compression ZIP", "MEANSTD_16BIT"),
         ("--device cuda:0", "give cpu"),
         ("--device mps", "cuda:N"),
-        ("--torch_dtype float16", "bfloat16"),
         ("--torch_dtype int4", "int4"),
         ("--token x --use_auth_token", "cannot be used with"),
         ("--use_auth_token", "huggingface-cli login"),
@@ -184,6 +184,8 @@ fn what_petals_does_and_this_version_does_not_is_refused_in_a_sentence() {
     ] {
         assert_eq!(serve(line).netd.compression, wanted);
     }
+    let adapters = serve("m --adapters a org/b").prepare.adapters;
+    assert_eq!(adapters, ["a", "org/b"]);
     assert_eq!(
         serve("m --quant_type none --compression NONE --adapters")
             .devices

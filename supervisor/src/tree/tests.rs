@@ -52,6 +52,7 @@ fn facts() -> ModelFacts {
         dtype: DType::F32,
         quant_type: shared::config::QuantType::None,
         block_bytes: 1 << 20,
+        adapters: Vec::new(),
     }
 }
 

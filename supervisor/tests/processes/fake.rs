@@ -97,6 +97,7 @@ fn facts(name: &str) -> ModelFacts {
         dtype: DType::F32,
         quant_type: shared::config::QuantType::None,
         block_bytes: 1 << 20,
+        adapters: Vec::new(),
     }
 }
 

@@ -68,6 +68,7 @@ pub fn config(script: &str) -> ServeConfig {
             model: script.into(),
             dtype: None,
             quant_type: shared::config::QuantType::None,
+            adapters: Vec::new(),
             cache_dir: PathBuf::new(),
             hub: shared::config::HubConfig::default(),
         },

@@ -58,12 +58,13 @@ mod tests {
         let Position::Rope {
             inverse_frequencies,
             scaling,
+            ..
         } = &spec.position
         else {
             panic!("{:?}", spec.position);
         };
         assert_eq!(
-            (*scaling, inverse_frequencies[4]),
+            (scaling.clone(), inverse_frequencies[4]),
             (RopeScaling::None, 0.01)
         );
         assert_eq!(spec.tensors(1).len(), 9);
@@ -129,8 +130,8 @@ mod tests {
             ("attention_bias", json!(1), "true or false"),
             (
                 "rope_scaling",
-                json!({"type": "yarn", "factor": 2.0}),
-                "default, linear or llama3",
+                json!({"type": "ntk-by-parts", "factor": 2.0}),
+                "default, linear, dynamic",
             ),
             (
                 "rope_scaling",

@@ -267,7 +267,7 @@ async fn more_jobs_than_the_ring_holds_all_get_done() {
                 };
                 let blocks = vec![shared::block::BlockIndex(0)];
                 service
-                    .compute(blocks, &request.unwrap(), None, &asked)
+                    .compute((blocks, None), &request.unwrap(), None, &asked)
                     .await
                     .map(|(tensor, _)| firsts(&tensor))
             })

@@ -118,6 +118,7 @@ pub fn facts() -> ModelFacts {
         dtype: DType::F32,
         quant_type: shared::config::QuantType::None,
         block_bytes: 1,
+        adapters: vec!["org/first".into(), "org/second".into()],
     }
 }
 
@@ -434,7 +435,7 @@ fn work(
         hidden: HIDDEN as u32,
         dtype: DType::F32,
         kv_pages: KV_PAGES,
-        adapters: 0,
+        adapters: 2,
     };
     let orders = &memory.orders;
     while !orders.killed.load(Ordering::SeqCst) {

@@ -48,9 +48,6 @@ pub struct RefusedArgs {
     /// Devices that share each block
     #[arg(long, num_args = 1.., value_name = "DEVICE")]
     tensor_parallel_devices: Vec<String>,
-    /// LoRA adapters
-    #[arg(long, num_args = 0.., value_name = "ADAPTER")]
-    adapters: Vec<String>,
 }
 
 /// A sentence for each flag that was given although it changes nothing.
@@ -71,18 +68,11 @@ pub fn notes(command: &Command, layered: &Layered) -> Vec<String> {
 
 impl RefusedArgs {
     pub fn check(&self) -> Result<(), String> {
-        let given = [
-            (
-                "tensor_parallel_devices",
-                self.tensor_parallel_devices.len() > 1,
-                "this version does not split blocks among devices; list them with --device to split the span",
-            ),
-            (
-                "adapters",
-                !self.adapters.is_empty(),
-                "this version serves no adapters; leave it out",
-            ),
-        ];
+        let given = [(
+            "tensor_parallel_devices",
+            self.tensor_parallel_devices.len() > 1,
+            "this version does not split blocks among devices; list them with --device to split the span",
+        )];
         match given.iter().find(|(_, given, _)| *given) {
             Some((flag, _, why)) => Err(format!("--{flag}: {why}")),
             None => Ok(()),
