@@ -119,6 +119,8 @@ fn bundle(message: &ToNetd) -> Option<(FdTag, usize)> {
         | ToNetd::WorkerDown { .. }
         | ToNetd::WorkerUnkillable { .. }
         | ToNetd::Shrink(_)
+        | ToNetd::MoveFailed { .. }
+        | ToNetd::MakeRoom(_)
         | ToNetd::Drain => None,
     }
 }

@@ -30,7 +30,7 @@ const LOOKUP_WORKERS: usize = 32;
 const RELAY_WAIT: Duration = Duration::from_secs(15);
 
 /// A node that listens and has joined.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Joined {
     /// The libp2p node.
     pub p2p: P2p,

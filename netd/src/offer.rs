@@ -17,6 +17,7 @@ use crate::pings::{self, Neighbourhood};
 use crate::rpc::PETALS_VERSION;
 use crate::run::Fatal;
 use crate::swarm::announce::{self, AnnounceConfig, Announcer, ServerStatus};
+use crate::swarm::rebalance::{self, common, without};
 use crate::swarm::{placement, view};
 use crate::wire::records::{ModelInfo, ServerInfo, ServerState};
 
@@ -26,6 +27,12 @@ const BITS_PER_VALUE: f64 = 16.0;
 const DEFAULT_LINK_BITS_PER_S: f64 = 100e6;
 /// Part of the link that Petals counts for a server that is reached through relays (`relay_penalty`).
 const RELAY_PENALTY: f64 = 0.2;
+
+/// How long a move waits for the announcement of the new place before it counts as done; the announcer goes on.
+const MOVE_PATIENCE: Duration = Duration::from_secs(20);
+/// Longest wait of a newcomer before it chooses blocks: twice the mean of Petals' servers, so that those who were started together
+/// see one another (`server.py`, `mean_block_selection_delay`).
+const MAX_CHOICE_DELAY: Duration = Duration::from_secs(10);
 
 /// What is offered.
 #[derive(Clone, Debug)]
@@ -52,7 +59,13 @@ pub async fn choose(init: &NetdInit, facts: &ModelFacts, joined: &Joined) -> Res
         None => match init.config.span {
             SpanChoice::Fixed(span) => within(span, facts)?,
             SpanChoice::All => within(whole(facts)?, facts)?,
-            SpanChoice::Count(count) => weakest(count, facts, joined, &prefix).await?,
+            SpanChoice::Count(count) => {
+                if !init.config.initial_peers.is_empty() && count < facts.num_blocks {
+                    let longest = MAX_CHOICE_DELAY.min(init.config.mean_balance_check_period);
+                    tokio::time::sleep(longest.mul_f64(rand::random_range(0.0..1.0))).await;
+                }
+                weakest(count, facts, joined, &prefix).await?
+            }
         },
     };
     let record = ServerInfo {
@@ -147,6 +160,53 @@ async fn weakest(
 }
 
 impl Offer {
+    /// How this server looks after better places.
+    pub fn balance(&self, init: &NetdInit) -> rebalance::Settings {
+        let fixed = matches!(init.config.span, SpanChoice::Fixed(_));
+        rebalance::Settings {
+            prefix: self.prefix.clone(),
+            own: self.config.peer_id.clone(),
+            blocks: u32::try_from(self.config.model.num_blocks).unwrap_or(u32::MAX),
+            quality: if fixed {
+                0.0
+            } else {
+                init.config.balance_quality
+            },
+            period: init.config.mean_balance_check_period,
+        }
+    }
+
+    /// Keeps JOINING records alive under the blocks that `present` does not serve, until the task is aborted. The blocks in both
+    /// stay what they are. What the workers of the present blocks measured stands for the new ones until those have come.
+    pub fn announce_coming(&self, joined: &Joined, present: Span, ups: &[WorkerUp]) -> AbortHandle {
+        let (dht, period) = (joined.dht.clone(), self.config.update_period);
+        let config = AnnounceConfig {
+            info: self.record(ups),
+            ..self.config.clone()
+        };
+        let under = without(self.span, present);
+        let joining = async move {
+            let status = status(ServerState::Joining, None);
+            loop {
+                if !announce::store_under(&dht, &config, &status, &under).await {
+                    warn!(blocks = ?config.blocks, "cannot announce where this server is about to move");
+                }
+                tokio::time::sleep(period).await;
+            }
+        };
+        tokio::spawn(joining).abort_handle()
+    }
+
+    /// Takes back the records under the blocks of this offer that `present` does not serve, in the background.
+    pub fn take_back(&self, joined: &Joined, present: Span) -> JoinHandle<()> {
+        let under = without(self.span, present);
+        tokio::spawn(announce::take_back(
+            joined.dht.clone(),
+            self.config.clone(),
+            under,
+        ))
+    }
+
     /// Keeps JOINING records alive until the server goes online or ends.
     pub fn announce_joining(&self, joined: &Joined) -> Announced {
         let (dht, mut config) = (joined.dht.clone(), self.config.clone());
@@ -174,8 +234,8 @@ impl Offer {
         }
     }
 
-    /// The same for fewer blocks.
-    pub fn narrowed(&self, span: Span) -> Offer {
+    /// The same for other blocks.
+    pub fn at(&self, span: Span) -> Offer {
         let mut narrowed = self.clone();
         narrowed.span = span;
         narrowed.config.blocks = span.start().0..span.end().0;
@@ -282,6 +342,62 @@ impl Announced {
             announcer,
             pings,
         };
+    }
+
+    /// From ONLINE at `from` to ONLINE at `to`, both of which are served now. In an order in which no reader sees blocks between the
+    /// two (readers join the records of a peer into one span): what is left goes OFFLINE first, then the blocks in both change
+    /// their record, then the new ones go ONLINE. The order is checked in [`crate::swarm::rebalance`].
+    pub async fn move_to(
+        &mut self,
+        from: &Offer,
+        to: &Offer,
+        joined: &Joined,
+        ups: &[WorkerUp],
+        cache_tokens_left: u64,
+    ) {
+        self.stop();
+        let (dht, gone) = (&joined.dht, without(from.span, to.span));
+        let offline = status(ServerState::Offline, None);
+        if !announce::store_under(dht, &from.config, &offline, &gone).await {
+            warn!(blocks = %from.span, "clients were not told in time that these blocks are left; trying again");
+            from.take_back(joined, to.span);
+        }
+        let config = AnnounceConfig {
+            info: to.record(ups),
+            ..to.config.clone()
+        };
+        let online = status(ServerState::Online, Some(cache_tokens_left));
+        let both = common(from.span, to.span);
+        announce::store_under(dht, &config, &online, &both).await;
+        self.online(to, joined, ups, cache_tokens_left);
+        if let State::Announcing { announcer, .. } = &self.state {
+            let mut announced = announcer.announced();
+            let there = announced.wait_for(|state| *state == Some(ServerState::Online));
+            if tokio::time::timeout(MOVE_PATIENCE, there).await.is_err() {
+                warn!(blocks = %to.span, "the new place is not announced yet; trying on");
+            }
+        }
+    }
+
+    /// Announces nothing more, and does not say so: what follows replaces it.
+    pub fn stop(&mut self) {
+        match std::mem::replace(&mut self.state, State::Ended) {
+            State::Announcing {
+                announcer, pings, ..
+            } => {
+                pings.iter().for_each(AbortHandle::abort);
+                announcer.stop();
+            }
+            State::Joining { task, .. } => task.abort(),
+            State::Ended => {}
+        }
+    }
+
+    /// Records that nobody keeps alive.
+    pub fn none() -> Announced {
+        Announced {
+            state: State::Ended,
+        }
     }
 
     /// The free cache of the next announcement.

@@ -6,10 +6,13 @@
 //!   WorkerUp* until the span is covered ─> Online           announced ONLINE, sessions are admitted
 //!   WorkerDown{restarting} ─> jobs wait, clients see a pause
 //!   WorkerDown{!restarting}, Unkillable ─> sessions on it fail
+//!   a move to other blocks ─> see `moving`
 //!   Shrink ─> the blocks that are lost announced OFFLINE, the rest ONLINE; sessions on the rest go on
 //!   Drain ─> announced OFFLINE, running steps finish ─> exit 0
 //!   control channel closed ─> exit "parent gone"
 //! ```
+
+mod moving;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -35,9 +38,11 @@ use crate::rpc::{Service, ServiceParts, Timeouts, reply};
 use crate::sessions::admission::KvMemory;
 use crate::sessions::pool::Pool;
 use crate::sessions::queue::WaitQueue;
+use crate::swarm::rebalance;
 use crate::workers::Workers;
 use crate::workers::arena::{self, ArenaMemory};
 use crate::workers::link::Broken;
+use moving::{Coming, HoldOff, Leaving, Progress};
 
 /// Threads of the reactor: RPCs of many peers on large machines, and never more than the workers can spare.
 const REACTOR_THREADS: std::ops::RangeInclusive<usize> = 2..=4;
@@ -328,6 +333,21 @@ struct Daemon {
     announced: offer::Announced,
     /// The workers' pages and what they measured, as they came up.
     ups: Vec<WorkerUp>,
+    /// A move that is not announced yet.
+    coming: Option<Coming>,
+    /// What was left, as long as its sessions last.
+    leaving: Option<Leaving>,
+    /// Whether the new place is being announced.
+    switching: bool,
+    hold_off: HoldOff,
+    /// The offer before this one, until this one is online; when both had no room beside each other.
+    came_from: Option<Offer>,
+    /// The span that may be left now.
+    present: watch::Sender<Option<Span>>,
+    /// Spans that would be better.
+    wishes: mpsc::Receiver<Span>,
+    progress: mpsc::Sender<Progress>,
+    progressed: mpsc::Receiver<Progress>,
 }
 
 impl Daemon {
@@ -352,9 +372,30 @@ impl Daemon {
             .map_err(|error| Fatal::bad_config(error.to_string()))?;
         let (workers, broken) = Workers::new(ArenaMemory::new(map, plan));
         let announced = offer.announce_joining(&joined);
+        for span in &init.retired {
+            // Ends by itself once the records are taken back or have expired.
+            let _ = offer.at(*span).take_back(&joined, offer.span);
+        }
         let draining = watch::Sender::new(false);
         let ups = Vec::new();
+        let present = watch::Sender::new(None);
+        let (wish, wishes) = mpsc::channel(1);
+        let (progress, progressed) = mpsc::channel(4);
+        let balance = offer.balance(&init);
+        if balance.moves(offer.span.block_count()) {
+            let shown = present.subscribe();
+            tokio::spawn(rebalance::watch(joined.dht.clone(), balance, shown, wish));
+        }
         Ok(Daemon {
+            coming: None,
+            leaving: None,
+            switching: false,
+            hold_off: HoldOff::default(),
+            came_from: None,
+            present,
+            wishes,
+            progress,
+            progressed,
             init,
             facts,
             offer,
@@ -375,6 +416,16 @@ impl Daemon {
                 message = messages.next() => message,
                 _ = figures.tick() => {
                     self.update_figures();
+                    self.look_at_leaving(outbox).await;
+                    self.show_present();
+                    continue;
+                }
+                Some(to) = self.wishes.recv() => {
+                    self.wish(to, outbox).await;
+                    continue;
+                }
+                Some(progress) = self.progressed.recv() => {
+                    self.progressed(progress, outbox).await;
                     continue;
                 }
                 Some(Broken { worker, generation, message }) = self.broken.recv() => {
@@ -396,10 +447,18 @@ impl Daemon {
                     generation,
                     cause,
                     restarting,
-                } => self.workers.down(worker, generation, cause, restarting),
-                ToNetd::WorkerUnkillable { worker, generation } => {
-                    self.workers.unkillable(worker, generation);
+                } => {
+                    let all = self.all_workers();
+                    all.for_each(|of| of.down(worker, generation, cause, restarting));
+                    self.forget_left();
                 }
+                ToNetd::WorkerUnkillable { worker, generation } => {
+                    let all = self.all_workers();
+                    all.for_each(|of| of.unkillable(worker, generation));
+                    self.forget_left();
+                }
+                ToNetd::MakeRoom(to) => self.must_make_room(to),
+                ToNetd::MoveFailed { to, why } => self.move_failed(to, &why),
                 ToNetd::Shrink(rest) => {
                     if self.shrink(rest).await {
                         outbox.send(FromNetd::Online).await;
@@ -410,11 +469,13 @@ impl Daemon {
                     break Stop::Drained;
                 }
                 other @ (ToNetd::Init(_) | ToNetd::Model(_)) => {
-                    break unexpected(&other, "WorkerUp, WorkerDown, Shrink or Drain").into();
+                    break unexpected(&other, "WorkerUp, WorkerDown, Shrink, MoveFailed or Drain")
+                        .into();
                 }
             }
         };
         if !matches!(stop, Stop::Drained) {
+            self.end_moves().await;
             self.announced.end(Instant::now() + FAREWELL).await;
         }
         stop
@@ -433,9 +494,14 @@ impl Daemon {
             )));
         };
         let bell = |fd| Doorbell::from_fd(fd).map_err(|error| mismatch(error.to_string()));
-        if let Err(error) = self.workers.up(&up, bell(submission)?, bell(completion)?) {
+        let workers = self.workers_of(&up);
+        if let Err(error) = workers.up(&up, bell(submission)?, bell(completion)?) {
             // The supervisor made these rings a moment ago; if they are gone the worker died already and its end is on its way.
             warn!(worker = %up.worker, %error, "worker not linked");
+            return Ok(false);
+        }
+        if !Arc::ptr_eq(&workers, &self.workers) {
+            self.coming_up(up);
             return Ok(false);
         }
         self.ups.retain(|other| other.worker != up.worker);
@@ -447,13 +513,12 @@ impl Daemon {
         Ok(true)
     }
 
-    fn go_online(&mut self) {
+    fn service_parts(&self) -> ServiceParts {
         let pages = self.ups.iter().map(|up| up.kv_pages).min().unwrap_or(0);
         let limits = self.offer.limits;
         let pool = Pool::new(self.offer.span, pages, limits.attn_cache_tokens);
         let kv = KvMemory::new(WaitQueue::new(pool), self.facts.kv_token_bytes() as u64);
-        let left = kv.figures().tokens_left;
-        let service = Service::new(ServiceParts {
+        ServiceParts {
             prefix: self.offer.prefix.clone(),
             facts: self.facts.clone(),
             limits,
@@ -465,8 +530,14 @@ impl Daemon {
             p2p: self.joined.p2p.clone(),
             dht_client_mode: self.joined.using_relay,
             draining: self.draining.subscribe(),
-        });
+        }
+    }
+
+    fn go_online(&mut self) {
+        let service = Service::new(self.service_parts());
+        let left = service.kv.figures().tokens_left;
         self.online.send_replace(Some(Arc::new(service)));
+        self.came_from = None;
         self.announced
             .online(&self.offer, &self.joined, &self.ups, left);
         info!(span = %self.offer.span, prefix = self.offer.prefix, "serving");
@@ -474,12 +545,17 @@ impl Daemon {
 
     /// Workers are gone for good: `rest` is announced and served from now on. True if clients can come to it.
     async fn shrink(&mut self, rest: Span) -> bool {
+        let inside = rest.blocks().all(|block| self.offer.span.contains(block));
+        if self.switching || !inside {
+            // Said of the blocks that this server has left by now.
+            return false;
+        }
         warn!(span = %self.offer.span, %rest, "workers are gone, serving the rest");
         let service = self.online.borrow().clone();
         if let Some(service) = &service {
             service.shrink(rest);
         }
-        self.offer = self.offer.narrowed(rest);
+        self.offer = self.offer.at(rest);
         // The blocks that are lost are taken back before the rest is announced again.
         self.announced.end(Instant::now() + FAREWELL).await;
         self.ups
@@ -512,8 +588,9 @@ impl Daemon {
     /// Announces OFFLINE and lets running steps finish, both at once.
     async fn drain(&mut self) {
         info!("draining");
-        self.announced.offline();
         self.draining.send_replace(true);
+        self.end_moves().await;
+        self.announced.offline();
         let service = self.online.borrow().clone();
         let deadline = Instant::now() + DRAIN_LIMIT;
         let sessions = async {

@@ -4,7 +4,9 @@
 //!
 //! ```text
 //! prepare:  Init -> Inspected -> Span -> Progress* -> Prepared -> exit 0
-//! netd:     Init -> Listening -> Model -> ProposedSpan -> (WorkerUp | WorkerDown | Shrink)* -> Drain -> exit 0
+//! netd:     Init -> Listening -> Model -> ProposedSpan -> (WorkerUp | WorkerDown | Shrink | a move)* -> Drain -> exit 0
+//! a move:   Move -> WorkerUp of the new blocks -> Moved -> Vacated; without memory for both Move -> MakeRoom -> Vacated -> WorkerUp of the
+//!           new blocks -> Online; or MoveFailed, or Stays
 //! worker:   Init -> Ready -> (Link -> Linked)* -> Drain -> exit 0
 //! ```
 //!
@@ -236,6 +238,16 @@ pub enum ToNetd {
     },
     /// Workers are gone for good: serve and announce these blocks only.
     Shrink(Span),
+    /// There is no memory for the new workers beside the present ones: announce the new place as joining, end the sessions, say
+    /// `Vacated`. The new workers are told with `WorkerUp` then.
+    MakeRoom(Span),
+    /// The move that netd asked for is off: the blocks before it are served again.
+    MoveFailed {
+        /// Where it would have gone.
+        to: Span,
+        /// Why, for the log.
+        why: String,
+    },
     /// Announce OFFLINE, finish the sessions' running steps, exit.
     Drain,
 }
@@ -255,6 +267,8 @@ pub struct NetdInit {
     pub arena_bytes: u64,
     /// Span served by an earlier generation; kept, since the weights are loaded.
     pub served: Option<Span>,
+    /// Spans that earlier generations announced and that are not served any more: their records are taken back.
+    pub retired: Vec<Span>,
     /// Tag of the descriptors.
     pub fds: FdTag,
 }
@@ -297,6 +311,15 @@ pub enum FromNetd {
     ProposedSpan(Span),
     /// Announced ONLINE: clients can come. Again after every `Shrink`.
     Online,
+    /// The swarm needs this server at other blocks: make them ready and start workers for them beside the present ones. They are
+    /// told with `WorkerUp` like all others; until `Moved` the present blocks are served.
+    Move(Span),
+    /// The new blocks are announced; the workers of the old ones are kept for their sessions.
+    Moved(Span),
+    /// The sessions of the old blocks are over: their workers can go.
+    Vacated,
+    /// The move is not wanted any more.
+    Stays,
     /// What a worker wrote into its rings is nonsense, or they cannot be used any more: it has to be killed, so that its
     /// jobs go to the next generation. The worker is to blame (`DeathCause::SelfInflicted`), and perhaps a job.
     BrokenRings {

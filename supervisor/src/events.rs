@@ -325,6 +325,12 @@ impl<'a> Driver<'a> {
             } => {
                 self.segments.drop_rings(rings_of(worker, generation, netd));
             }
+            Action::DropWorker(worker) => self.segments.drop_kv(worker),
+            Action::AskRoom(span) => {
+                let why_not = self.no_room(span);
+                self.pending.push_back(Event::Room(span, why_not));
+            }
+            Action::Note(text) => warn!("{text}"),
             Action::Show {
                 child,
                 generation,
@@ -339,6 +345,22 @@ impl<'a> Driver<'a> {
             } => self.announce(span, &peer_id, &addrs),
             Action::Finish(reason) => self.finished = Some(reason),
         }
+    }
+
+    /// Why workers of `span` do not fit beside the present ones, if they do not. Memory of devices shows only when a worker
+    /// takes it, and is then the worker's failure.
+    fn no_room(&self, span: shared::block::Span) -> Option<String> {
+        let facts = self.facts.as_ref()?;
+        let available = crate::segments::memory_bytes("MemAvailable:")?;
+        let kv_pages = self.config.netd.limits(facts).kv_pages();
+        let kv = facts.kv_segment_bytes(span, kv_pages) as u64;
+        let needed = facts
+            .block_bytes
+            .saturating_mul(span.block_count() as u64)
+            .saturating_add(kv);
+        (needed > available).then(|| {
+            format!("its workers need {needed} bytes beside the present ones and {available} are available")
+        })
     }
 
     fn spawn(&mut self, id: ChildId, generation: Generation) {

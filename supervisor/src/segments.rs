@@ -4,7 +4,7 @@
 //! | --- | --- | --- |
 //! | board | at the start | at the end |
 //! | arena (memfd) | with a generation of netd | when the next one begins |
-//! | kv (memfd) | with the first generation of a worker | at the end: it outlives the worker |
+//! | kv (memfd) | with the first generation of a worker | at the end, or when its blocks were left: it outlives the worker |
 //! | rings, two doorbells | with a pair of generations (worker, netd) | when one of the two is reaped |
 
 use std::io;
@@ -138,6 +138,11 @@ impl Segments {
             .ok_or(MakeError::TooLarge(bytes as u64))
     }
 
+    /// Drops the kv segment of a worker that has ended for good.
+    pub fn drop_kv(&mut self, worker: WorkerId) {
+        self.kv.retain(|(of, _)| *of != worker);
+    }
+
     /// Makes the rings of a pair of generations.
     ///
     /// # Errors
@@ -178,7 +183,7 @@ impl Segments {
 
 /// Memory of a memfd is taken page by page when touched, and its lack shows as a killed process: better to say so at once.
 fn check_memory(worker: WorkerId, needed_bytes: u64) -> Result<(), MakeError> {
-    let Some(memory_bytes) = memory_bytes() else {
+    let Some(memory_bytes) = memory_bytes("MemTotal:") else {
         return Ok(());
     };
     if needed_bytes <= memory_bytes {
@@ -192,11 +197,10 @@ fn check_memory(worker: WorkerId, needed_bytes: u64) -> Result<(), MakeError> {
     }
 }
 
-fn memory_bytes() -> Option<u64> {
+/// A line of /proc/meminfo.
+pub fn memory_bytes(line: &str) -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text
-        .lines()
-        .find_map(|line| line.strip_prefix("MemTotal:"))?;
+    let line = text.lines().find_map(|text| text.strip_prefix(line))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
 }

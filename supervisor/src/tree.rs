@@ -11,6 +11,7 @@
 //!                     acknowledged is told to the new netd
 //! a device is lost for good:  netd is told the longest rest of the span (Shrink) and goes on with it; nothing is left: the end
 //! nonsense in the rings of a worker (netd BrokenRings):  it is killed, and is to blame
+//! a move to other blocks:  see `moving`
 //! end:     netd drains, then the workers; who does not in time is killed
 //! ```
 //!
@@ -22,6 +23,7 @@
 
 mod action;
 mod child;
+mod moving;
 mod serving;
 
 use std::time::{Duration, Instant};
@@ -38,6 +40,7 @@ use crate::plan::Placement;
 pub use action::{Action, Down, Event, Init, Policy, Up};
 pub use child::{Beat, ChildId, End, State};
 use child::{Child, Next};
+use moving::{Move, Part};
 
 /// A second request to stop counts as impatience only after this time: `timeout` and some shells signal a process and its
 /// group at once.
@@ -51,6 +54,9 @@ const SHORT_DRAIN: Duration = Duration::from_secs(5);
 struct Worker {
     child: Child,
     placement: Placement,
+    /// The blocks of the instance that its own are a part of.
+    whole: Span,
+    part: Part,
     capacity: Capacity,
     /// Generation of netd whose rings it was given.
     linking: Option<Generation>,
@@ -91,6 +97,13 @@ pub struct Tree {
     was_online: bool,
     /// The span that the present netd serves or was told to.
     netd_span: Option<Span>,
+    moving: Option<Move>,
+    /// Where it was before the present place, until that is online; when both had no room beside each other.
+    came_from: Option<Span>,
+    /// Spans that were announced in this run and are not served any more.
+    retired: Vec<Span>,
+    /// Of workers that are not in the tree any more: names are used again, generations never.
+    last_generations: Vec<(WorkerId, Generation)>,
     ending: Option<Ending>,
     finished: bool,
 }
@@ -109,6 +122,10 @@ impl Tree {
             prepared: false,
             was_online: false,
             netd_span: None,
+            moving: None,
+            came_from: None,
+            retired: Vec::new(),
+            last_generations: Vec::new(),
             ending: None,
             finished: false,
         }
@@ -144,9 +161,11 @@ impl Tree {
             Event::Beat(id, generation, beat) if self.is(id, generation) => {
                 self.beat(id, beat, now, &mut out)
             }
+            Event::Room(span, why_not) => self.room(span, why_not, now, &mut out),
             _ => {}
         }
         self.check_times(now, &mut out);
+        self.sweep(now, &mut out);
         self.check_end(now, &mut out);
         out
     }
@@ -196,10 +215,11 @@ impl Tree {
             ChildId::Netd => {
                 let previous_addrs = std::mem::take(&mut self.said).addrs;
                 self.said.addrs.clone_from(&previous_addrs);
-                self.netd_span = self.rest();
+                self.netd_span = self.present();
                 Init::Netd {
                     previous_addrs,
                     served: self.netd_span,
+                    retired: self.retired.clone(),
                 }
             }
             ChildId::Worker(worker) => {
@@ -211,6 +231,7 @@ impl Tree {
                 };
                 Init::Worker {
                     placement: worker.placement,
+                    whole: worker.whole,
                     facts,
                 }
             }
@@ -257,6 +278,7 @@ impl Tree {
                 self.give_model(out);
             }
             FromPrepare::Progress { .. } => {}
+            FromPrepare::Prepared if self.prepares_move() => self.move_prepared(out),
             FromPrepare::Prepared if self.span.is_some() => {
                 self.prepared = true;
                 let waiting = |worker: &&Worker| worker.child.state == State::Waiting;
@@ -284,15 +306,13 @@ impl Tree {
             }
             FromNetd::ProposedSpan(span) => self.take_span(span, now, out),
             FromNetd::Online => {
-                let Some(span) = self.rest() else { return };
-                self.was_online = true;
-                let (peer_id, addrs) = (self.said.peer_id.clone(), self.said.addrs.clone());
-                out.push(Action::Online {
-                    span,
-                    peer_id,
-                    addrs,
-                });
+                self.came_from = None;
+                self.show_online(out);
             }
+            FromNetd::Move(to) => self.begin_move(to, now, out),
+            FromNetd::Moved(to) => self.moved(to, out),
+            FromNetd::Vacated => self.vacated(now, out),
+            FromNetd::Stays => self.give_up_move("netd thought better of it", false, now, out),
             FromNetd::BrokenRings {
                 worker,
                 generation,
@@ -300,6 +320,17 @@ impl Tree {
             } => self.broken_rings(worker, generation, message, now, out),
             FromNetd::Failed { message, .. } => self.netd.complaint = Some(message),
         }
+    }
+
+    fn show_online(&mut self, out: &mut Vec<Action>) {
+        let Some(span) = self.rest() else { return };
+        self.was_online = true;
+        let (peer_id, addrs) = (self.said.peer_id.clone(), self.said.addrs.clone());
+        out.push(Action::Online {
+            span,
+            peer_id,
+            addrs,
+        });
     }
 
     fn worker_said(
@@ -355,7 +386,11 @@ impl Tree {
     fn ended(&mut self, id: ChildId, end: &End, now: Instant, out: &mut Vec<Action>) {
         let restart = self.policy.restart;
         let ending = self.ending.is_some();
-        let done = id == ChildId::Prepare && self.prepared;
+        let done = match id {
+            ChildId::Prepare => self.prepared && !self.prepares_move(),
+            ChildId::Netd => false,
+            ChildId::Worker(id) => self.worker_mut(id).is_some_and(|w| w.part == Part::Dropped),
+        };
         let Some(child) = self.child_mut(id) else {
             return;
         };
@@ -392,7 +427,10 @@ impl Tree {
         });
         match id {
             ChildId::Prepare => {}
-            ChildId::Netd => self.unlink_all(out),
+            ChildId::Netd => {
+                self.netd_lost(now, out);
+                self.unlink_all(out);
+            }
             ChildId::Worker(worker) => self.worker_down(worker, cause, out),
         }
         if let State::Held { reason } = state {
@@ -410,11 +448,18 @@ impl Tree {
         now: Instant,
         out: &mut Vec<Action>,
     ) {
+        if self.fails_move(id) {
+            self.give_up_move(&complaint, true, now, out);
+            return self.check_rest(reason, now, out);
+        }
+        if matches!(id, ChildId::Worker(_)) && self.goes_back(&complaint, now, out) {
+            return;
+        }
         let needed = !matches!(id, ChildId::Worker(_));
         let early = !self.was_online
             && reason != ExitReason::RestartLimit
             && reason != ExitReason::DeviceLost;
-        if needed || early || self.rest().is_none() {
+        if needed || early || (self.rest().is_none() && self.moving.is_none()) {
             self.end(reason, Some(complaint), now, out);
         } else {
             out.push(Action::Complain(complaint));
@@ -530,6 +575,7 @@ impl Tree {
             forced: false,
             workers_told: false,
         });
+        self.moving = None;
         out.extend(complaint.map(Action::Complain));
         let ids: Vec<_> = self.children().map(|child| child.id).collect();
         for id in ids {

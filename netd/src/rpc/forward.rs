@@ -187,6 +187,8 @@ async fn answer(
     peer: PeerId,
     request: &ExpertRequest,
 ) -> Result<Vec<Tensor>, Failure> {
+    let before = service.before(&request.uid);
+    let service = before.as_deref().unwrap_or(service);
     let blocks = service.blocks(&request.uid)?;
     let name = match rpc {
         Rpc::Forward => "rpc_forward",

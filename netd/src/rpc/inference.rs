@@ -106,6 +106,8 @@ struct Open {
     structure: Option<ArgsStructure>,
     asked: Asked,
     registered: Registered,
+    /// The service of the blocks that were left, if they are its own.
+    before: Option<Arc<Service>>,
 }
 
 async fn run(
@@ -144,6 +146,7 @@ async fn run(
             message = timeout(service.timeouts.step, requests.next()) => silence(service, message)?,
             pushed = open.registered.pushed() => Some(pushed),
             _ = draining.wait_for(|draining| *draining) => return Err(ending().into()),
+            () = left(&open.before) => return Err(ending().into()),
         };
         let Some(message) = message else {
             return Ok(());
@@ -164,6 +167,17 @@ fn silence(
     })
 }
 
+/// Waits until the blocks of a session that this server had left are not served any more.
+async fn left(before: &Option<Arc<Service>>) {
+    match before {
+        None => std::future::pending().await,
+        Some(service) => {
+            let mut draining = service.draining.clone();
+            let _ = draining.wait_for(|draining| *draining).await;
+        }
+    }
+}
+
 fn ending() -> Failure {
     Failure::runtime("this server is shutting down")
 }
@@ -174,6 +188,8 @@ async fn admit(
     request: &ExpertRequest,
     metadata: &RequestMetadata,
 ) -> Result<Open, Failure> {
+    let before = service.before(&request.uid);
+    let service = before.as_deref().unwrap_or(service);
     let blocks = service.blocks(&request.uid)?;
     let asked = metadata.required_max_length()?;
     let most = service.limits.inference_max_length;
@@ -220,6 +236,7 @@ async fn admit(
             compression: service.compression,
         },
         registered,
+        before: before.clone(),
     })
 }
 
@@ -253,6 +270,8 @@ async fn compute(
     request: &ExpertRequest,
     metadata: &RequestMetadata,
 ) -> Result<(Tensor, JobTimes), Failure> {
+    let before = open.before.clone();
+    let service = before.as_deref().unwrap_or(service);
     let session = &mut open.session;
     let start = metadata.start_from_position;
     let arguments = Arguments::of(&request.tensors, open.structure.as_ref(), true)?;

@@ -15,7 +15,7 @@ pub fn answer(service: &Service, request: Bytes) -> Result<Bytes, Failure> {
     let uid = ExpertUid::decode(request)
         .map_err(|error| Failure::bad(error.to_string()))?
         .uid;
-    if !uid.is_empty() && service.served(&uid).is_none() {
+    if !uid.is_empty() && service.served(&uid).is_none() && service.before(&uid).is_none() {
         let uid: String = uid.chars().take(80).collect();
         return Err(Failure::unknown(uid));
     }

@@ -22,7 +22,7 @@ pub mod reply;
 mod stats;
 mod troubles;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use shared::block::{BlockIndex, Span};
@@ -141,6 +141,8 @@ pub struct Service {
     max_request_bytes: u64,
     registry: Registry,
     budget: PeerBudget,
+    /// The service of the blocks that this server has just left.
+    before: Mutex<Weak<Service>>,
 }
 
 /// What a [`Service`] is made of.
@@ -173,6 +175,10 @@ pub struct ServiceParts {
 impl Service {
     /// A service without sessions.
     pub fn new(parts: ServiceParts) -> Service {
+        Service::counting(parts, Arc::default())
+    }
+
+    fn counting(parts: ServiceParts, troubles: Arc<Troubles>) -> Service {
         let ServiceParts {
             prefix,
             facts,
@@ -186,7 +192,6 @@ impl Service {
             dht_client_mode,
             draining,
         } = parts;
-        let troubles = Arc::<Troubles>::default();
         let onward = Onward::new(p2p, &prefix, timeouts.request, troubles.clone());
         let max_request_bytes = request_bytes(&facts, &limits, span);
         Service {
@@ -207,7 +212,34 @@ impl Service {
             max_request_bytes,
             registry: Registry::default(),
             budget: PeerBudget::new(2 * max_request_bytes),
+            before: Mutex::default(),
         }
+    }
+
+    /// A service of other blocks in place of `before`, whose sessions go on. What `before` alone serves is still given to it, for
+    /// callers who have not heard of the move, until [`Self::forget_before`].
+    pub fn after(parts: ServiceParts, before: &Arc<Service>) -> Service {
+        Service {
+            registry: before.registry.clone(),
+            before: Mutex::new(Arc::downgrade(before)),
+            ..Service::counting(parts, before.troubles.clone())
+        }
+    }
+
+    /// Nothing more goes to the service before this one.
+    pub fn forget_before(&self) {
+        *self.lock_before() = Weak::new();
+    }
+
+    /// The service before this one, if it serves `chain` and this one does not.
+    fn before(&self, chain: &str) -> Option<Arc<Service>> {
+        let before = self.lock_before().upgrade()?;
+        let its_own = self.blocks(chain).is_err() && before.blocks(chain).is_ok();
+        its_own.then_some(before)
+    }
+
+    fn lock_before(&self) -> std::sync::MutexGuard<'_, Weak<Service>> {
+        self.before.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Serves only `rest` from now on: the workers of the other blocks are gone. Sessions on those fail with their next step.

@@ -24,7 +24,8 @@ use crate::wire::metadata::RequestMetadata;
 pub async fn answer(service: &Service, peer: PeerId, request: Bytes) -> Result<Bytes, Failure> {
     let held = service.budget.hold(peer, request.len()).await;
     let request = decode(request)?;
-    let blocks = service.blocks(&request.uid)?;
+    let before = service.before(&request.uid);
+    let blocks = before.as_deref().unwrap_or(service).blocks(&request.uid)?;
     if request.metadata.is_empty() {
         return Err(Failure::bad("Unpack failed: incomplete input"));
     }

@@ -22,6 +22,8 @@ use crate::swarm::view;
 use crate::wire::messages::ExpertUid;
 use crate::wire::records::{ServerInfo, ServerState};
 
+mod moves;
+
 /// A supervisor around one netd.
 struct Supervisor {
     board: Board,
@@ -53,7 +55,7 @@ fn config(folder: &Path, initial_peers: Vec<String>) -> NetdConfig {
         update_period: Duration::from_secs(120),
         expiration: Duration::from_secs(240),
         balance_quality: 0.0,
-        mean_balance_check_period: Duration::from_secs(60),
+        mean_balance_check_period: Duration::from_secs(1),
         inference_max_length: None,
         attn_cache_tokens: None,
         max_batch_size: None,
@@ -87,6 +89,7 @@ impl Supervisor {
             previous_addrs: Vec::new(),
             arena_bytes: ARENA_BYTES,
             served: None,
+            retired: Vec::new(),
             fds: FdTag(1),
         };
         change(&mut init);

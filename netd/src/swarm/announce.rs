@@ -23,6 +23,9 @@ use tracing::{info, warn};
 /// Time to the next attempt after one that no node accepted.
 const RETRY_PERIOD: Duration = Duration::from_secs(5);
 
+/// Longest wait for one store that something else waits for.
+const STORE_PATIENCE: Duration = Duration::from_secs(10);
+
 /// What stays the same while a server serves its span.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AnnounceConfig {
@@ -56,13 +59,33 @@ pub struct ServerStatus {
 /// The items to store for a server in `status` at `now` (Unix seconds).
 #[must_use]
 pub fn records(config: &AnnounceConfig, status: &ServerStatus, now: f64) -> Vec<(DhtId, Item)> {
-    let item = |subkey: &str, value: Vec<u8>| {
-        let timed = Timed {
-            value: value.into(),
-            expiration: now + config.expiration.as_secs_f64(),
-        };
-        Item::Entry(Value::str(subkey).encode().into(), timed)
-    };
+    let mut items = records_under(config, status, now, config.blocks.clone());
+    if !config.prefix.starts_with('_') {
+        let subkey = Value::str(&config.prefix).encode();
+        let timed = timed(config, config.model.encode(), now);
+        items.push((
+            DhtId::of_text(MODELS_KEY),
+            Item::Entry(subkey.into(), timed),
+        ));
+    }
+    items
+}
+
+fn timed(config: &AnnounceConfig, value: Vec<u8>, now: f64) -> Timed {
+    Timed {
+        value: value.into(),
+        expiration: now + config.expiration.as_secs_f64(),
+    }
+}
+
+/// The server's record under the uids of the blocks `under`, which need not be those that it claims, and not in the index.
+#[must_use]
+pub fn records_under(
+    config: &AnnounceConfig,
+    status: &ServerStatus,
+    now: f64,
+    under: impl IntoIterator<Item = u32>,
+) -> Vec<(DhtId, Item)> {
     let offline = status.state == ServerState::Offline;
     let info = ServerInfo {
         state: status.state,
@@ -76,21 +99,46 @@ pub fn records(config: &AnnounceConfig, status: &ServerStatus, now: f64) -> Vec<
         }),
         ..config.info.clone()
     };
-    let record = item(&config.peer_id, info.encode());
+    let subkey = Value::str(&config.peer_id).encode();
+    let record = Item::Entry(subkey.into(), timed(config, info.encode(), now));
     let uid = |block| {
         (
             DhtId::of_text(&module_uid(&config.prefix, block)),
             record.clone(),
         )
     };
-    let mut items: Vec<_> = config.blocks.clone().map(uid).collect();
-    if !config.prefix.starts_with('_') {
-        items.push((
-            DhtId::of_text(MODELS_KEY),
-            item(&config.prefix, config.model.encode()),
-        ));
+    under.into_iter().map(uid).collect()
+}
+
+/// Stores the record under `under` once; whether some node took each. Gives up after [`STORE_PATIENCE`].
+pub async fn store_under(
+    dht: &Dht,
+    config: &AnnounceConfig,
+    status: &ServerStatus,
+    under: &[u32],
+) -> bool {
+    let items = records_under(config, status, unix_now(), under.iter().copied());
+    if items.is_empty() {
+        return true;
     }
-    items
+    let stored = tokio::time::timeout(STORE_PATIENCE, dht.store_many(items)).await;
+    matches!(stored, Ok(Ok(accepted)) if accepted.iter().all(|count| *count > 0))
+}
+
+/// Says OFFLINE under `under`, again and again until some node took each record or the earlier ones have expired anyway.
+pub async fn take_back(dht: Dht, config: AnnounceConfig, under: Vec<u32>) {
+    let status = ServerStatus {
+        state: ServerState::Offline,
+        cache_tokens_left: None,
+        next_pings: Vec::new(),
+    };
+    let deadline = Instant::now() + config.expiration;
+    while !store_under(&dht, &config, &status, &under).await {
+        if Instant::now() >= deadline {
+            return;
+        }
+        tokio::time::sleep(RETRY_PERIOD).await;
+    }
 }
 
 /// The task that announces a server until it is offline.
@@ -114,6 +162,11 @@ impl Announcer {
     #[must_use]
     pub fn announced(&self) -> watch::Receiver<Option<ServerState>> {
         self.announced.clone()
+    }
+
+    /// Stops announcing, and says nothing about it: somebody else goes on.
+    pub fn stop(self) {
+        self.task.abort();
     }
 
     /// Waits until the task has ended, at most until `deadline`: after the status became offline, so that clients learn of it.

@@ -130,6 +130,10 @@ pub fn should_choose_other_blocks(
     if start == old_start {
         return Decision::Stay(StayReason::BestPlace);
     }
+    // However the servers were placed, the weakest block would have at most the mean: most swarms need no simulation.
+    if initial > EPSILON && initial >= (balance_quality - EPSILON) * swarm.mean() {
+        return Decision::Stay(StayReason::GoodEnough(initial / swarm.mean()));
+    }
     swarm.put_down(swarm.me, start);
     swarm.settle(rng);
     let new = swarm.weakest();
@@ -215,6 +219,16 @@ impl Swarm {
             .copied()
             .min_by(f64::total_cmp)
             .unwrap_or(0.0)
+    }
+
+    /// What every block would have if throughput could be spread evenly.
+    fn mean(&self) -> f64 {
+        let total: f64 = self
+            .places
+            .iter()
+            .map(|place| place.throughput * place.length as f64)
+            .sum();
+        total / self.throughput.len().max(1) as f64
     }
 
     fn add(&mut self, server: usize, share: f64) {

@@ -1,13 +1,12 @@
 //! A swarm of a hundred servers on one clock, under the real decisions of [`super::placement`]: upstream's rule and ours in the
 //! same swarms. Run with `--nocapture` for the table.
 //!
-//! A server asks at random times, 60 s apart on average (upstream's jitter); it sees the swarm as it was five seconds ago; one that moves is offline, chooses
-//! within ten seconds (upstream's delay), joins, and is online two minutes later.
+//! A server asks at random times, 60 s apart on average (upstream's jitter); it sees the swarm as it was five seconds ago. Upstream: one that moves
+//! is offline, chooses within ten seconds (upstream's delay), joins, and is online two minutes later. Ours: one that moves goes on serving, shows
+//! where it goes, and changes over two minutes later, unless that would leave a block without a server.
 
 use super::placement::steady::Rebalancer;
-use super::placement::{
-    Decision, best_start_without, block_throughput, should_choose_other_blocks,
-};
+use super::placement::{Decision, best_start_without, should_choose_other_blocks};
 use super::view::ServerSpan;
 use crate::wire::records::{ServerInfo, ServerState};
 use rand::rngs::StdRng;
@@ -47,7 +46,10 @@ enum Phase {
 }
 
 struct Server {
+    /// Where it is, or where it is going.
     span: ServerSpan,
+    /// First block of what it serves while it goes elsewhere.
+    serves: Option<usize>,
     length: usize,
     phase: Phase,
     rebalancer: Rebalancer,
@@ -80,6 +82,7 @@ fn simulate(rule: Rule, plan: Plan, seed: u64) -> Outcome {
                 .take(SERVERS / 3)
                 .for_each(|server| server.phase = Phase::Gone);
         }
+        change_over(&mut servers, now);
         views.push_back(seen(&servers));
         if views.len() > VIEW_AGE_SECONDS {
             views.pop_front();
@@ -90,13 +93,7 @@ fn simulate(rule: Rule, plan: Plan, seed: u64) -> Outcome {
                 last_move_s = now;
             }
         }
-        let online: Vec<ServerSpan> = seen(&servers)
-            .into_iter()
-            .filter(|s| s.info.state == ServerState::Online)
-            .collect();
-        weakest = block_throughput(&online, BLOCKS)
-            .into_iter()
-            .fold(f64::INFINITY, f64::min);
+        weakest = served(&servers).into_iter().fold(f64::INFINITY, f64::min);
         if now >= STARTED_SECONDS {
             total += weakest;
             broken_s += u64::from(weakest <= 0.0);
@@ -124,10 +121,50 @@ fn newcomer(number: usize, rng: &mut StdRng) -> Server {
             end: 0,
             info: ServerInfo::new(ServerState::Offline, rate),
         },
+        serves: None,
         length: rng.random_range(4..=24),
         phase: Phase::Choosing(started_at),
         rebalancer: Rebalancer::new(QUALITY, Duration::from_secs(started_at)),
         moves: 0,
+    }
+}
+
+/// Throughput of each block for clients.
+fn served(servers: &[Server]) -> Vec<f64> {
+    let mut throughput = vec![0.0; BLOCKS];
+    for server in servers.iter().filter(|s| s.phase != Phase::Gone) {
+        let online = server.span.info.state == ServerState::Online;
+        if let Some(start) = server.serves.or(online.then_some(server.span.start)) {
+            throughput[start..start + server.length]
+                .iter_mut()
+                .for_each(|block| *block += server.span.info.throughput);
+        }
+    }
+    throughput
+}
+
+/// Lets those who have loaded leave their old place, unless that would leave a block without a server.
+fn change_over(servers: &mut [Server], now: u64) {
+    let mut throughput = served(servers);
+    for server in servers {
+        let (Some(old), Phase::Loading(until)) = (server.serves, server.phase) else {
+            continue;
+        };
+        if until > now {
+            continue;
+        }
+        let rate = server.span.info.throughput;
+        let new = server.span.start..server.span.end;
+        let left = (old..old + server.length).filter(|block| !new.contains(block));
+        if left
+            .clone()
+            .any(|block| throughput[block] <= rate * 1.000_001)
+        {
+            (server.span.start, server.span.end) = (old, old + server.length);
+        } else {
+            left.for_each(|block| throughput[block] -= rate);
+        }
+        server.serves = None;
     }
 }
 
@@ -165,7 +202,14 @@ fn step(server: &mut Server, rule: Rule, now: u64, view: &[ServerSpan], rng: &mu
                 Rule::Steady => server.rebalancer.on_check(time, &id, view, BLOCKS, rng),
             };
             let moves = matches!(decision, Decision::Move(_));
-            if moves {
+            let target = best_start_without(&id, view, BLOCKS, server.length);
+            if let (true, Rule::Steady, Some(start)) = (moves, rule, target) {
+                server.moves += 1;
+                server.serves = Some(server.span.start);
+                (server.span.start, server.span.end) = (start, start + server.length);
+                server.span.info.state = ServerState::Joining;
+                server.phase = Phase::Loading(now + LOADING_SECONDS);
+            } else if moves {
                 server.moves += 1;
                 server.span.info.state = ServerState::Offline;
                 server.phase = Phase::Choosing(now + rng.random_range(0..=10));
@@ -223,7 +267,7 @@ fn hundred_servers_settle_without_herding() {
 }
 
 #[test]
-#[ignore = "minutes; prints the table of three hours in three swarms"]
+#[ignore = "a minute; prints the table of three hours in three swarms"]
 fn hundred_servers_for_three_hours() {
     let plan = Plan {
         loss: 3600,

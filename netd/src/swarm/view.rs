@@ -30,6 +30,18 @@ pub struct ServerSpan {
     pub info: ServerInfo,
 }
 
+/// What was read of the swarm.
+#[derive(Clone, Debug, Default)]
+pub struct View {
+    /// The servers of each block.
+    pub blocks: Vec<BlockServers>,
+    /// Records that were left out, since they hold nonsense.
+    pub dropped: usize,
+}
+
+/// The most that one server counts for in sums, in requests per second; far beyond any link.
+pub const MAX_THROUGHPUT: f64 = 1e9;
+
 /// Reads the records of the blocks `blocks` of a model: one set of servers per block.
 ///
 /// # Errors
@@ -39,23 +51,40 @@ pub async fn read_blocks(
     prefix: &str,
     blocks: Range<u32>,
 ) -> Result<Vec<BlockServers>, DhtError> {
+    Ok(read(dht, prefix, blocks).await?.blocks)
+}
+
+/// The same, with the number of records that were left out.
+///
+/// # Errors
+/// [`DhtError`] if the DHT does not answer.
+pub async fn read(dht: &Dht, prefix: &str, blocks: Range<u32>) -> Result<View, DhtError> {
     let keys = blocks
         .map(|block| DhtId::of_text(&module_uid(prefix, block)))
         .collect();
     let found = dht.get_many(keys, true).await?;
-    Ok(found
-        .iter()
-        .map(|stored| stored.as_ref().map(parse_block).unwrap_or_default())
-        .collect())
+    let mut view = View::default();
+    for stored in &found {
+        let parsed = stored.as_ref().map(parse_counting).unwrap_or_default();
+        view.blocks.push(parsed.0);
+        view.dropped += parsed.1;
+    }
+    Ok(view)
 }
 
 /// The servers of one block, without the records that readers drop.
 #[must_use]
 pub fn parse_block(stored: &Stored) -> BlockServers {
+    parse_counting(stored).0
+}
+
+/// The servers of one block, and how many records were dropped.
+fn parse_counting(stored: &Stored) -> (BlockServers, usize) {
     let Stored::Dictionary(dictionary) = stored else {
         debug!("block has a regular value instead of a dictionary, dropped");
-        return BlockServers::new();
+        return (BlockServers::new(), 1);
     };
+    let mut dropped = 0;
     let parse = |tag: &[u8], record: &[u8]| {
         let Ok(Value::Str(peer_id)) = Value::decode(tag, Limits::SMALL) else {
             return Err("subkey is no text".into());
@@ -70,10 +99,41 @@ pub fn parse_block(stored: &Stored) -> BlockServers {
     for (tag, timed) in dictionary.iter() {
         match parse(tag, &timed.value) {
             Ok((peer_id, info)) => drop(servers.insert(peer_id, info)),
-            Err(reason) => debug!(reason, "server record dropped"),
+            Err(reason) => {
+                debug!(reason, "server record dropped");
+                dropped += 1;
+            }
         }
     }
-    servers
+    (servers, dropped)
+}
+
+/// Where every server is or is about to be: the span of each that is at least joining, in PeerID order. One that is online and
+/// announces another place as joining is on its way there, and counts there alone.
+///
+/// # Discrepancies
+/// Petals' servers end one place before they announce the next, so that its `compute_spans` never sees both and takes the place
+/// that is online.
+#[must_use]
+pub fn places(blocks: &[BlockServers], first_block: u32) -> Vec<ServerSpan> {
+    let mut places = spans(blocks, first_block, ServerState::Joining);
+    for place in &mut places {
+        let moves_to = |servers: &BlockServers| {
+            let info = servers.get(&place.peer_id)?;
+            let claim = (info.start_block?, info.end_block?);
+            let elsewhere = claim != (place.info.start_block?, place.info.end_block?);
+            let moves = info.state == ServerState::Joining && elsewhere;
+            moves.then(|| info.clone())
+        };
+        if place.info.state == ServerState::Online
+            && let Some(info) = blocks.iter().find_map(moves_to)
+        {
+            let Range { start, end } = claimed_range(&info, first_block, 0, blocks.len());
+            (place.start, place.end, place.info) = (start, end, info);
+        }
+        place.info.throughput = place.info.throughput.min(MAX_THROUGHPUT);
+    }
+    places
 }
 
 /// The span of every server that is at least in `min_state`, in PeerID order. `first_block` is the index of the first block of
@@ -188,6 +248,26 @@ mod tests {
         );
         let offline = blocks(&[&[("b", info(ServerState::Offline, Some(0..1)))]]);
         assert!(spans(&offline, 0, JOINING).is_empty());
+    }
+
+    #[test]
+    fn one_that_moves_counts_where_it_goes() {
+        let (old, new) = (info(ONLINE, Some(0..2)), info(JOINING, Some(2..4)));
+        let view = blocks(&[
+            &[("a", old.clone()), ("b", old.clone())],
+            &[("a", old.clone()), ("b", old)],
+            &[("a", new.clone())],
+            &[("a", new)],
+        ]);
+        assert_eq!(ranges(&places(&view, 0)), [("a", 2, 4), ("b", 0, 2)]);
+        assert_eq!(
+            ranges(&spans(&view, 0, ONLINE)),
+            [("a", 0, 2), ("b", 0, 2)],
+            "clients go on using its present place"
+        );
+        let huge = ServerInfo::new(ONLINE, f64::MAX);
+        let place = places(&blocks(&[&[("a", huge)]]), 0).remove(0);
+        assert_eq!(place.info.throughput, MAX_THROUGHPUT);
     }
 
     #[test]

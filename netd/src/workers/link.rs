@@ -179,6 +179,11 @@ impl Link {
         self.lock().end.is_some()
     }
 
+    /// Whether no generation will come.
+    pub fn is_gone(&self) -> bool {
+        self.lock().gone
+    }
+
     /// Completions that no job in flight was waiting for.
     pub fn stale_completions(&self) -> u64 {
         self.lock().stale

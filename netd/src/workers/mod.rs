@@ -118,6 +118,25 @@ impl Workers {
         (workers, reports)
     }
 
+    /// No workers yet, over the same arena, reporting to the same receiver: for other blocks of the same model.
+    pub fn beside(&self) -> Workers {
+        Workers {
+            links: RwLock::default(),
+            arena: self.arena.clone(),
+            broken: self.broken.clone(),
+        }
+    }
+
+    /// Whether a generation of `worker` was ever linked here.
+    pub fn knows(&self, worker: WorkerId) -> bool {
+        self.link(worker).is_some()
+    }
+
+    /// Whether none of them will come again.
+    pub fn all_gone(&self) -> bool {
+        self.links().iter().all(|link| link.is_gone())
+    }
+
     /// The arena that all workers share.
     pub fn arena(&self) -> &ArenaMemory {
         &self.arena

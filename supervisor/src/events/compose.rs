@@ -64,10 +64,14 @@ impl Driver<'_> {
                 ChildId::Worker(_) => Message::Worker(ToWorker::Drain),
             }),
             Down::Span(span) => {
-                let manifest = manifest_of(self.instance);
+                let manifest = manifest_of(self.instance, span);
                 running.tell(Message::Prepare(ToPrepare::Span { span, manifest }))
             }
             Down::Shrink(rest) => running.tell(Message::Netd(ToNetd::Shrink(rest))),
+            Down::MakeRoom(to) => running.tell(Message::Netd(ToNetd::MakeRoom(to))),
+            Down::MoveFailed { to, why } => {
+                running.tell(Message::Netd(ToNetd::MoveFailed { to, why }))
+            }
             Down::Model(facts) => running.tell(Message::Netd(ToNetd::Model(facts))),
             Down::WorkerDown {
                 worker,
@@ -144,8 +148,13 @@ impl Driver<'_> {
             Init::Netd {
                 previous_addrs,
                 served,
-            } => self.init_netd(index, previous_addrs, served),
-            Init::Worker { placement, facts } => self.init_worker(index, placement, facts),
+                retired,
+            } => self.init_netd(index, previous_addrs, served, retired),
+            Init::Worker {
+                placement,
+                whole,
+                facts,
+            } => self.init_worker(index, placement, whole, facts),
         }
     }
 
@@ -154,6 +163,7 @@ impl Driver<'_> {
         index: usize,
         previous_addrs: Vec<String>,
         served: Option<Span>,
+        retired: Vec<Span>,
     ) -> Result<bool, MakeError> {
         let Some(running) = self.running.get_mut(index) else {
             return Ok(true);
@@ -172,6 +182,7 @@ impl Driver<'_> {
                 previous_addrs,
                 arena_bytes,
                 served,
+                retired,
                 fds,
             };
             Message::Netd(ToNetd::Init(Box::new(init)))
@@ -182,6 +193,7 @@ impl Driver<'_> {
         &mut self,
         index: usize,
         placement: Placement,
+        whole: Span,
         facts: ModelFacts,
     ) -> Result<bool, MakeError> {
         let Some(running) = self.running.get_mut(index) else {
@@ -202,7 +214,7 @@ impl Driver<'_> {
             device,
             span,
             kv_pages,
-            manifest: manifest_of(self.instance),
+            manifest: manifest_of(self.instance, whole),
             model: facts.clone(),
             config: self.config.worker.clone(),
             measure: self.config.netd.throughput == Throughput::Measure,
@@ -261,9 +273,12 @@ fn link_init(identity: RingIdentity, rings: String, arena_bytes: u64, fds: FdTag
     }
 }
 
-/// The one manifest of an instance, which serves one span.
-fn manifest_of(instance: &Instance) -> PathBuf {
-    instance.folder().join("manifest.json")
+/// The manifest of a span of an instance: while it moves there are two.
+fn manifest_of(instance: &Instance, span: Span) -> PathBuf {
+    let (start, end) = (span.start(), span.end());
+    instance
+        .folder()
+        .join(format!("manifest-{start}-{end}.json"))
 }
 
 fn make_reason(error: &MakeError) -> ExitReason {

@@ -53,6 +53,8 @@ pub enum Event {
     Unruly(ChildId, Generation, &'static str),
     /// A reading of the board.
     Beat(ChildId, Generation, Beat),
+    /// The answer to [`Action::AskRoom`]: why there is no room, if there is none.
+    Room(Span, Option<String>),
     /// SIGTERM or SIGINT.
     Stop,
     /// Time passed.
@@ -102,6 +104,15 @@ pub enum Down {
     },
     /// To netd: serve only these blocks from now on.
     Shrink(Span),
+    /// To netd: there is no memory for the move beside the present workers.
+    MakeRoom(Span),
+    /// To netd: the move that it asked for is off.
+    MoveFailed {
+        /// Where it would have gone.
+        to: Span,
+        /// Why.
+        why: String,
+    },
     /// Finish.
     Drain,
 }
@@ -117,11 +128,15 @@ pub enum Init {
         previous_addrs: Vec<String>,
         /// Span of workers that are loaded or loading.
         served: Option<Span>,
+        /// Spans announced earlier in this run that are not served any more.
+        retired: Vec<Span>,
     },
     /// For a worker.
     Worker {
         /// Its part of the plan.
         placement: Placement,
+        /// The blocks of the instance that its own are a part of: their manifest names its files.
+        whole: Span,
         /// The model.
         facts: ModelFacts,
     },
@@ -145,6 +160,10 @@ pub enum Action {
         /// Generation of netd.
         netd: Generation,
     },
+    /// This worker has ended for good: its kv segment is of no more use.
+    DropWorker(WorkerId),
+    /// See whether workers of these blocks fit into memory beside the present ones, and say so with [`Event::Room`].
+    AskRoom(Span),
     /// A child changed its state: show and log it.
     Show {
         /// Which.
@@ -156,6 +175,8 @@ pub enum Action {
         /// Why, if there is something to say.
         why: String,
     },
+    /// Log what keeps the server from something better; it goes on.
+    Note(String),
     /// Log what the operator must act on.
     Complain(String),
     /// Clients can come.

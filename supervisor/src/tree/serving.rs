@@ -4,12 +4,13 @@
 use std::time::Instant;
 
 use shared::block::Span;
-use shared::control::{Capacity, DeathCause};
+use shared::control::DeathCause;
 use shared::exit::ExitReason;
 use shared::ids::{Generation, WorkerId};
 
-use super::{Action, Child, ChildId, Down, State, Tree, Worker};
-use crate::plan::{self, Placement};
+use super::moving::Part;
+use super::{Action, ChildId, Down, State, Tree, Worker};
+use crate::plan;
 
 impl Tree {
     /// Tells netd the model once both are there, and then of every worker that had been linked before.
@@ -43,17 +44,9 @@ impl Tree {
             return;
         }
         (self.span, self.netd_span) = (Some(span), Some(span));
-        let new = |placement: Placement| Worker {
-            child: Child::new(ChildId::Worker(placement.worker)),
-            placement,
-            capacity: Capacity::default(),
-            linking: None,
-            linked: None,
-            told: None,
-        };
         self.workers = plan::cut(span, &self.policy.shares)
             .into_iter()
-            .map(new)
+            .map(|placement| Worker::new(placement, span, Part::Serving))
             .collect();
         if self.workers.len() < self.policy.shares.len() {
             let (blocks, devices) = (span.block_count(), self.policy.shares.len());
@@ -65,7 +58,11 @@ impl Tree {
     }
 
     pub(super) fn order_span(&self, out: &mut Vec<Action>) {
-        if let (Some(span), false, true) = (self.span, self.prepared, self.prepare.is_reachable()) {
+        let wanted = match &self.moving {
+            Some(moving) if self.prepares_move() => Some(moving.to),
+            _ => self.span.filter(|_| !self.prepared),
+        };
+        if let (Some(span), true) = (wanted, self.prepare.is_reachable()) {
             out.push(Action::Tell(ChildId::Prepare, Down::Span(span)));
         }
     }
@@ -169,13 +166,14 @@ impl Tree {
 
     /// The blocks that this instance can serve: the longest part of the plan without lost devices.
     pub(super) fn rest(&self) -> Option<Span> {
-        let lost = |worker: &&Worker| {
-            !matches!(worker.child.state, State::Held { .. } | State::Unkillable)
+        let serves = |worker: &&Worker| {
+            worker.part == Part::Serving
+                && !matches!(worker.child.state, State::Held { .. } | State::Unkillable)
         };
         plan::longest_rest(
             self.workers
                 .iter()
-                .filter(lost)
+                .filter(serves)
                 .map(|worker| worker.placement.span),
         )
     }

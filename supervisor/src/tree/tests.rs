@@ -7,6 +7,8 @@ use shared::ids::GroupId;
 use super::*;
 use crate::plan::Share;
 
+mod moves;
+
 const MS: Duration = Duration::from_millis(1);
 const SEC: Duration = Duration::from_secs(1);
 const SIGSEGV: End = End::Signal(nix::libc::SIGSEGV);
@@ -359,6 +361,7 @@ fn a_new_netd_keeps_addresses_and_span_and_gets_every_worker_again() {
         Down::Init(Init::Netd {
             previous_addrs,
             served,
+            ..
         }),
     ] = rig.told(NETD)[..]
     else {
@@ -819,7 +822,7 @@ impl Witness {
 }
 
 fn any_child() -> impl Strategy<Value = ChildId> {
-    prop_oneof![Just(PREPARE), Just(NETD), (0u16..3).prop_map(worker)]
+    prop_oneof![Just(PREPARE), Just(NETD), (0u16..6).prop_map(worker)]
 }
 
 fn any_end() -> impl Strategy<Value = End> {
@@ -854,6 +857,13 @@ fn any_up() -> impl Strategy<Value = (ChildId, Up)> {
             Up::Netd(FromNetd::ProposedSpan(span(start, start + len)))
         )),
         Just((NETD, Up::Netd(FromNetd::Online))),
+        prop_oneof![
+            (0u32..2).prop_map(|start| FromNetd::Move(span(start, start + 4))),
+            (0u32..2).prop_map(|start| FromNetd::Moved(span(start, start + 4))),
+            Just(FromNetd::Vacated),
+            Just(FromNetd::Stays),
+        ]
+        .prop_map(|message| (NETD, Up::Netd(message))),
         (0u16..3, 1u32..3).prop_map(|(group, generation)| (
             NETD,
             Up::Netd(FromNetd::BrokenRings {
@@ -864,11 +874,11 @@ fn any_up() -> impl Strategy<Value = (ChildId, Up)> {
         )),
         Just(failed())
             .prop_map(|(reason, message)| (NETD, Up::Netd(FromNetd::Failed { reason, message }))),
-        (0u16..3).prop_map(|group| (
+        (0u16..6).prop_map(|group| (
             worker(group),
             Up::Worker(FromWorker::Ready(Capacity::default()))
         )),
-        (0u16..3, 1u32..4).prop_map(|(group, netd)| {
+        (0u16..6, 1u32..4).prop_map(|(group, netd)| {
             (
                 worker(group),
                 Up::Worker(FromWorker::Linked {
@@ -891,6 +901,9 @@ fn any_event() -> impl Strategy<Value = (Event, u32)> {
             .prop_map(move |(id, progress)| Event::Beat(id, none, Beat { progress, limit: Some(2 * SEC) })),
         1 => Just(Event::Stop),
         4 => Just(Event::Tick),
+        6 => (0u32..2, prop::bool::weighted(0.8)).prop_map(|(start, fits)| {
+            Event::Room(span(start, start + 4), (!fits).then(|| "no room".to_owned()))
+        }),
     ];
     (event, prop_oneof![9 => Just(0u32), 1 => 1u32..3])
 }
@@ -921,13 +934,21 @@ proptest! {
     #[test]
     fn no_run_of_events_breaks_the_invariants(
         devices in 1usize..4,
-        begin in 0u8..3,
+        begin in 0u8..4,
         events in prop::collection::vec((any_event(), any_pause(), prop::bool::weighted(0.95)), 1..200),
     ) {
         let mut rig = match begin {
             0 => Rig::new(devices),
             1 => Rig::until_prepared(devices),
-            _ => Rig::online(devices),
+            2 => Rig::online(devices),
+            _ => {
+                let mut rig = Rig::online(devices);
+                rig.say(NETD, Up::Netd(FromNetd::Move(span(1, 5))));
+                rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
+                rig.die(PREPARE, End::Code(0));
+                rig.on(Event::Room(span(1, 5), None));
+                rig
+            }
         };
         rig.tree.policy.restart.max_restarts = 10;
         if begin == 0 {

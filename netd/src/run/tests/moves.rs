@@ -1,0 +1,229 @@
+//! Moves: what other nodes read at each step, and what becomes of sessions.
+
+use super::*;
+use crate::swarm::announce::{self, AnnounceConfig, ServerStatus};
+use crate::wire::records::ModelInfo;
+
+fn span(start: u32, end: u32) -> Span {
+    Span::new(start, end).unwrap()
+}
+
+/// Publishes a server of blocks 0:2 that does not exist.
+async fn publish_other(node: &Joined, peer_id: &str, state: ServerState) {
+    let config = AnnounceConfig {
+        prefix: rig::PREFIX.into(),
+        blocks: 0..2,
+        peer_id: peer_id.into(),
+        model: ModelInfo {
+            num_blocks: BLOCKS.into(),
+            repository: None,
+        },
+        info: ServerInfo::new(state, 10.0),
+        update_period: DEADLINE,
+        expiration: 10 * DEADLINE,
+    };
+    let status = ServerStatus {
+        state,
+        cache_tokens_left: None,
+        next_pings: Vec::new(),
+    };
+    assert!(announce::store_under(&node.dht, &config, &status, &[0, 1]).await);
+}
+
+/// A server of blocks 0:2, which another serves too, up to its wish to serve 2:4.
+async fn until_wish(node: &Joined, other: &str) -> (Supervisor, String) {
+    publish_other(node, other, ServerState::Online).await;
+    let mut supervisor = Supervisor::new(node.addrs.clone(), |init| {
+        init.config.span = SpanChoice::Count(2);
+        init.config.balance_quality = 0.75;
+        init.config.mean_balance_check_period = Duration::from_millis(200);
+        init.config.update_period = Duration::from_secs(3);
+        init.served = Some(span(0, 2));
+    });
+    let (peer_id, _) = supervisor.listening().await;
+    supervisor.tell(ToNetd::Model(facts()), Vec::new()).await;
+    assert!(matches!(supervisor.hear().await, FromNetd::ProposedSpan(s) if s == span(0, 2)));
+    supervisor.start_worker(1, 1, span(0, 2)).await;
+    assert!(matches!(supervisor.hear().await, FromNetd::Online));
+    (supervisor, peer_id)
+}
+
+async fn start_coming(supervisor: &mut Supervisor) {
+    let identity = RingIdentity {
+        worker: WorkerId::solo(GroupId(1)),
+        worker_generation: Generation(1),
+        netd_generation: Generation(1),
+    };
+    let memory = supervisor.memory.clone();
+    let linked = rig::link_worker(identity, span(2, 4), memory, &supervisor.arena);
+    let bells = linked.bells.each_ref();
+    let fds = bells.map(|bell| bell.try_clone().unwrap()).into();
+    let up = ToNetd::WorkerUp(linked.up.clone());
+    supervisor.tell(up, fds).await;
+    supervisor.other = Some(linked);
+}
+
+/// State and range of the record under each block.
+async fn until_records(node: &Joined, peer_id: &str, expected: [(ServerState, u64); 4]) {
+    let mut seen = Vec::new();
+    let look = async {
+        loop {
+            let blocks = view::read_blocks(&node.dht, rig::PREFIX, 0..BLOCKS).await;
+            let of = |servers: &view::BlockServers| {
+                let info = servers.get(peer_id)?;
+                Some((info.state, info.start_block?))
+            };
+            seen = blocks.unwrap().iter().map(of).collect();
+            if seen == expected.map(Some) {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    let ended = tokio::time::timeout(DEADLINE, look).await;
+    assert!(ended.is_ok(), "{seen:?} instead of {expected:?}");
+}
+
+async fn serves(node: &Joined, peer_id: &str, block: u32) -> bool {
+    let uid = format!("{}.{block}", rig::PREFIX);
+    let request = ExpertUid { uid }.encode_to_vec().into();
+    let peer = peer_id.parse().unwrap();
+    let answer = node
+        .p2p
+        .call_unary(peer, names::INFO, request, DEADLINE)
+        .await;
+    answer.is_ok()
+}
+
+async fn session(node: &Joined, peer_id: &str) -> rig::Client {
+    let peer = peer_id.parse().unwrap();
+    let stream = node.p2p.open_stream(peer, names::INFERENCE, DEADLINE).await;
+    rig::Client::of(stream.unwrap())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_hole_is_filled_while_sessions_on_the_old_blocks_go_on() {
+    use ServerState::{Joining, Offline, Online};
+    let node = bootstrap_node().await;
+    let other = libp2p::PeerId::random().to_base58();
+    let (mut supervisor, peer_id) = until_wish(&node, &other).await;
+    let mut old = session(&node, &peer_id).await;
+    let mut message = old.message(hidden(1, &[1.0]), Some(30), Some(0), None);
+    message.uid = rig::uids(0..2);
+    assert_eq!(rig::firsts(&old.ask(&message).await.unwrap()), [3.0]);
+
+    assert!(matches!(supervisor.hear().await, FromNetd::Move(to) if to == span(2, 4)));
+    let joining = [(Online, 0), (Online, 0), (Joining, 2), (Joining, 2)];
+    until_records(&node, &peer_id, joining).await;
+    assert!(!serves(&node, &peer_id, 2).await);
+
+    start_coming(&mut supervisor).await;
+    assert!(matches!(supervisor.hear().await, FromNetd::Moved(to) if to == span(2, 4)));
+    let moved = [(Offline, 0), (Offline, 0), (Online, 2), (Online, 2)];
+    until_records(&node, &peer_id, moved).await;
+    assert!(serves(&node, &peer_id, 2).await);
+    let mut new = session(&node, &peer_id).await;
+    let mut message = new.message(hidden(1, &[5.0]), Some(30), Some(0), None);
+    message.uid = rig::uids(2..4);
+    assert_eq!(rig::firsts(&new.ask(&message).await.unwrap()), [7.0]);
+    let mut message = old.message(hidden(1, &[2.0]), None, None, None);
+    message.uid = rig::uids(0..2);
+    assert_eq!(rig::firsts(&old.ask(&message).await.unwrap()), [5.0]);
+
+    old.close().await;
+    assert!(matches!(supervisor.hear().await, FromNetd::Vacated));
+    assert!(!serves(&node, &peer_id, 0).await);
+    let down = ToNetd::WorkerDown {
+        worker: WorkerId::solo(GroupId(0)),
+        generation: Generation(1),
+        cause: DeathCause::Outside,
+        restarting: false,
+    };
+    supervisor.tell(down, Vec::new()).await;
+    let mut message = new.message(hidden(1, &[1.0]), None, None, None);
+    message.uid = rig::uids(2..4);
+    assert_eq!(rig::firsts(&new.ask(&message).await.unwrap()), [8.0]);
+    supervisor.tell(ToNetd::Drain, Vec::new()).await;
+    assert!(matches!(supervisor.ended().await, Stop::Drained));
+    let ended = [(Offline, 0), (Offline, 0), (Offline, 2), (Offline, 2)];
+    until_records(&node, &peer_id, ended).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_move_that_fails_is_taken_back_and_nothing_else_changes() {
+    use ServerState::{Offline, Online};
+    let node = bootstrap_node().await;
+    let other = libp2p::PeerId::random().to_base58();
+    let (mut supervisor, peer_id) = until_wish(&node, &other).await;
+    assert!(matches!(supervisor.hear().await, FromNetd::Move(_)));
+    let failed = ToNetd::MoveFailed {
+        to: span(2, 4),
+        why: "no room".into(),
+    };
+    supervisor.tell(failed, Vec::new()).await;
+    let stays = [(Online, 0), (Online, 0), (Offline, 2), (Offline, 2)];
+    until_records(&node, &peer_id, stays).await;
+    assert!(serves(&node, &peer_id, 0).await);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_room_for_both_sessions_end_before_the_new_workers_come() {
+    use ServerState::{Joining, Offline, Online};
+    let node = bootstrap_node().await;
+    let other = libp2p::PeerId::random().to_base58();
+    let (mut supervisor, peer_id) = until_wish(&node, &other).await;
+    let mut old = session(&node, &peer_id).await;
+    let mut message = old.message(hidden(1, &[1.0]), Some(30), Some(0), None);
+    message.uid = rig::uids(0..2);
+    old.ask(&message).await.unwrap();
+    assert!(matches!(supervisor.hear().await, FromNetd::Move(_)));
+    supervisor
+        .tell(ToNetd::MakeRoom(span(2, 4)), Vec::new())
+        .await;
+    let leaving = [(Offline, 0), (Offline, 0), (Joining, 2), (Joining, 2)];
+    until_records(&node, &peer_id, leaving).await;
+    let mut message = old.message(hidden(1, &[2.0]), None, None, None);
+    message.uid = rig::uids(0..2);
+    assert_eq!(rig::firsts(&old.ask(&message).await.unwrap()), [5.0]);
+    old.close().await;
+    assert!(matches!(supervisor.hear().await, FromNetd::Vacated));
+    let down = ToNetd::WorkerDown {
+        worker: WorkerId::solo(GroupId(0)),
+        generation: Generation(1),
+        cause: DeathCause::Outside,
+        restarting: false,
+    };
+    supervisor.tell(down, Vec::new()).await;
+    start_coming(&mut supervisor).await;
+    assert!(matches!(supervisor.hear().await, FromNetd::Online));
+    let there = [(Offline, 0), (Offline, 0), (Online, 2), (Online, 2)];
+    until_records(&node, &peer_id, there).await;
+    assert!(serves(&node, &peer_id, 2).await && !serves(&node, &peer_id, 0).await);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_move_is_called_off_when_the_old_blocks_have_lost_their_other_server() {
+    let node = bootstrap_node().await;
+    let other = libp2p::PeerId::random().to_base58();
+    let (mut supervisor, peer_id) = until_wish(&node, &other).await;
+    assert!(matches!(supervisor.hear().await, FromNetd::Move(_)));
+    publish_other(&node, &other, ServerState::Offline).await;
+    start_coming(&mut supervisor).await;
+    assert!(matches!(supervisor.hear().await, FromNetd::Stays));
+    assert!(serves(&node, &peer_id, 0).await && !serves(&node, &peer_id, 2).await);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_earlier_generations_left_behind_is_taken_back() {
+    use ServerState::{Joining, Offline};
+    let node = bootstrap_node().await;
+    let mut supervisor = Supervisor::new(node.addrs.clone(), |init| {
+        init.generation = Generation(2);
+        init.served = Some(span(1, 3));
+        init.retired = vec![span(0, 2), span(3, 4)];
+    });
+    let (peer_id, _) = supervisor.listening().await;
+    supervisor.tell(ToNetd::Model(facts()), Vec::new()).await;
+    let records = [(Offline, 0), (Joining, 1), (Joining, 1), (Offline, 3)];
+    until_records(&node, &peer_id, records).await;
+}

@@ -1,0 +1,369 @@
+//! A move of the whole instance to other blocks, which netd asks for. The workers of the new blocks start beside the present
+//! ones; nothing that serves is touched before netd has announced the new place. Another part of [`Tree`].
+//!
+//! ```text
+//! netd Move(to) -> prepare Span(to) -> Prepared -> room for both? -> workers of `to` start (Coming), are linked, netd WorkerUp
+//!     netd Moved(to):    Coming -> Serving, Serving -> Leaving: sessions that are open go on there
+//!     netd Vacated:      Leaving -> drained, reaped, their segments dropped
+//!   no room: netd MakeRoom(to), announces and ends its sessions, Vacated -> the old workers end -> those of `to` start. If they fail
+//!            for good, those of the old blocks are started again
+//!     anything fails:    Coming -> dropped, netd MoveFailed(to); the present workers never noticed
+//! netd dies:   before Moved the move is given up; after it the connections are gone, and the old workers with them. The next
+//!              netd is told what was announced and is not served any more (`NetdInit::retired`)
+//! ```
+
+use std::time::Instant;
+
+use shared::block::Span;
+use shared::control::Capacity;
+use shared::exit::ExitReason;
+use shared::ids::{Generation, GroupId, WorkerId};
+
+use super::{Action, Child, ChildId, Down, SHORT_DRAIN, State, Tree, Worker};
+use crate::plan::{self, Placement};
+
+/// Groups of workers on the board: those that serve and their successors.
+const MAX_GROUPS: u16 = 30;
+
+/// Left spans that a new netd is told of; records of older ones have expired.
+const MAX_RETIRED: usize = 8;
+
+/// What a worker is there for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Part {
+    /// Its blocks are served.
+    Serving,
+    /// Its blocks are those of the move.
+    Coming,
+    /// Its blocks were left; sessions go on.
+    Leaving,
+    /// Not wanted any more; it goes from the tree once it is reaped.
+    Dropped,
+}
+
+/// How far a move is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// prepare makes the blocks ready.
+    Preparing,
+    /// The driver looks whether there is memory for both.
+    Asking,
+    /// Workers load.
+    Loading,
+    /// There is no memory for both: netd ends its sessions.
+    Emptying,
+    /// The workers of the blocks before end; then those of the move start, and serve as they come.
+    Ending,
+}
+
+/// A move under way.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Move {
+    pub(super) to: Span,
+    pub(super) step: Step,
+}
+
+impl Tree {
+    /// netd asks to move.
+    pub(super) fn begin_move(&mut self, to: Span, now: Instant, out: &mut Vec<Action>) {
+        let known = |facts: &shared::model::ModelFacts| to.end().0 <= facts.num_blocks;
+        let busy = self.moving.is_some()
+            || self.prepare.alive
+            || !self.prepared
+            || self.workers.iter().any(|w| w.part != Part::Serving);
+        let refused = if self.ending.is_some() || !self.was_online {
+            Some("this is no time for it")
+        } else if busy {
+            Some("another move is not finished")
+        } else if !self.facts.as_ref().is_some_and(known) {
+            Some("the model has no such blocks")
+        } else {
+            None
+        };
+        if let Some(why) = refused {
+            return self.refuse_move(to, why, out);
+        }
+        let step = Step::Preparing;
+        self.moving = Some(Move { to, step });
+        self.spawn(ChildId::Prepare, now, out);
+    }
+
+    /// Whether prepare works for a move.
+    pub(super) fn prepares_move(&self) -> bool {
+        matches!(self.moving, Some(Move { step, .. }) if step == Step::Preparing)
+    }
+
+    /// The blocks of the move are ready on disk.
+    pub(super) fn move_prepared(&mut self, out: &mut Vec<Action>) {
+        if let Some(moving) = &mut self.moving {
+            moving.step = Step::Asking;
+            out.push(Action::AskRoom(moving.to));
+        }
+    }
+
+    /// The driver's answer to [`Action::AskRoom`].
+    pub(super) fn room(
+        &mut self,
+        span: Span,
+        why_not: Option<String>,
+        now: Instant,
+        out: &mut Vec<Action>,
+    ) {
+        let asked = self
+            .moving
+            .is_some_and(|m| m.to == span && m.step == Step::Asking);
+        if !asked {
+            return;
+        }
+        if let Some(why) = why_not {
+            self.moving = Some(Move {
+                to: span,
+                step: Step::Emptying,
+            });
+            out.push(Action::Note(format!(
+                "leaves its blocks before it loads blocks {span}: {why}"
+            )));
+            if self.netd.is_ready() && self.said.has_model {
+                out.push(Action::Tell(ChildId::Netd, Down::MakeRoom(span)));
+            }
+            return;
+        }
+        if let Some(moving) = &mut self.moving {
+            moving.step = Step::Loading;
+        }
+        self.load(span, Part::Coming, now, out);
+    }
+
+    fn load(&mut self, span: Span, part: Part, now: Instant, out: &mut Vec<Action>) {
+        let new: Vec<Worker> = plan::cut(span, &self.policy.shares)
+            .into_iter()
+            .zip(self.free_groups())
+            .map(|(placement, group)| {
+                let worker = WorkerId::solo(group);
+                let mut new = Worker::new(
+                    Placement {
+                        worker,
+                        ..placement
+                    },
+                    span,
+                    part,
+                );
+                new.child.generation = self.last_generation(worker);
+                new
+            })
+            .collect();
+        let ids: Vec<_> = new.iter().map(|worker| worker.child.id).collect();
+        self.workers.extend(new);
+        ids.into_iter().for_each(|id| self.spawn(id, now, out));
+    }
+
+    /// netd has announced the new place: the workers of the old one keep their sessions.
+    pub(super) fn moved(&mut self, to: Span, out: &mut Vec<Action>) {
+        let Some(_) = self
+            .moving
+            .take_if(|m| m.to == to && m.step == Step::Loading)
+        else {
+            return;
+        };
+        for worker in &mut self.workers {
+            worker.part = match worker.part {
+                Part::Coming => Part::Serving,
+                Part::Serving => Part::Leaving,
+                other => other,
+            };
+        }
+        if let Some(from) = self.span.replace(to) {
+            self.retire(from);
+        }
+        self.netd_span = Some(to);
+        self.retired.retain(|span| *span != to);
+        self.show_online(out);
+    }
+
+    /// The sessions of the blocks that were left are over.
+    pub(super) fn vacated(&mut self, now: Instant, out: &mut Vec<Action>) {
+        match self.moving {
+            Some(Move {
+                to,
+                step: Step::Emptying,
+            }) => {
+                self.came_from = self.span;
+                self.replace_all(to, now, out);
+            }
+            _ => self.drop_part(Part::Leaving, now, out),
+        }
+    }
+
+    /// Ends all workers; those of `to` start when they are gone.
+    fn replace_all(&mut self, to: Span, now: Instant, out: &mut Vec<Action>) {
+        if let Some(from) = self.span.replace(to) {
+            self.retire(from);
+        }
+        self.retired.retain(|span| *span != to);
+        self.netd_span = Some(to);
+        self.moving = Some(Move {
+            to,
+            step: Step::Ending,
+        });
+        self.drop_part(Part::Serving, now, out);
+    }
+
+    /// Whether the last worker of a place is lost to which this instance came by leaving another, that is therefore taken again.
+    pub(super) fn goes_back(&mut self, why: &str, now: Instant, out: &mut Vec<Action>) -> bool {
+        let lost = self.rest().is_none() && self.moving.is_none() && self.ending.is_none();
+        let (Some(back), Some(to)) = (self.came_from.take_if(|_| lost), self.span) else {
+            return false;
+        };
+        out.push(Action::Note(format!("goes back to blocks {back}: {why}")));
+        self.refuse_move(to, why, out);
+        self.replace_all(back, now, out);
+        true
+    }
+
+    /// The blocks that a netd that starts now is to serve.
+    pub(super) fn present(&self) -> Option<Span> {
+        let ending = self.moving.filter(|moving| moving.step == Step::Ending);
+        self.rest().or(ending.map(|moving| moving.to))
+    }
+
+    /// The move is off; what serves goes on. netd is told unless it knows.
+    pub(super) fn give_up_move(
+        &mut self,
+        why: &str,
+        tell: bool,
+        now: Instant,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(Move { to, .. }) = self.moving.take() else {
+            return;
+        };
+        self.retire(to);
+        if tell {
+            self.refuse_move(to, why, out);
+        }
+        out.push(Action::Note(format!("does not move to blocks {to}: {why}")));
+        if self.prepare.alive {
+            self.kill(ChildId::Prepare, "not needed any more".to_owned(), now, out);
+        } else {
+            self.prepare.state = State::Gone;
+        }
+        self.drop_part(Part::Coming, now, out);
+    }
+
+    /// Whether the move cannot go on without this child.
+    pub(super) fn fails_move(&self, id: ChildId) -> bool {
+        match id {
+            ChildId::Prepare => self.prepares_move(),
+            ChildId::Netd => false,
+            ChildId::Worker(_) => self
+                .workers
+                .iter()
+                .any(|worker| worker.child.id == id && worker.part == Part::Coming),
+        }
+    }
+
+    /// Ends the run if nothing is served and nothing comes.
+    pub(super) fn check_rest(&mut self, reason: ExitReason, now: Instant, out: &mut Vec<Action>) {
+        if self.rest().is_none() && self.moving.is_none() {
+            let complaint = "the workers of all blocks are lost".to_owned();
+            self.end(reason, Some(complaint), now, out);
+        }
+    }
+
+    /// netd is dead: a move that it did not finish is off, and sessions of the old blocks are gone with their connections.
+    pub(super) fn netd_lost(&mut self, now: Instant, out: &mut Vec<Action>) {
+        if self
+            .moving
+            .is_some_and(|moving| moving.step != Step::Ending)
+        {
+            self.give_up_move("netd ended", false, now, out);
+        }
+        // The next netd is told one place, and knows no way back.
+        self.came_from = None;
+        self.drop_part(Part::Leaving, now, out);
+    }
+
+    /// Takes out of the tree who was dropped and has ended, and starts who waits for that.
+    pub(super) fn sweep(&mut self, now: Instant, out: &mut Vec<Action>) {
+        let over = |worker: &mut Worker| worker.part == Part::Dropped && !worker.child.alive;
+        for worker in self.workers.extract_if(.., over) {
+            let (id, generation) = (worker.placement.worker, worker.child.generation);
+            self.last_generations.retain(|(other, _)| *other != id);
+            self.last_generations.push((id, generation));
+            out.push(Action::DropWorker(id));
+        }
+        let over = self
+            .workers
+            .iter()
+            .all(|w| w.child.state == State::Unkillable);
+        let waiting = |moving: &mut Move| moving.step == Step::Ending && over;
+        if let Some(Move { to, .. }) = self.moving.take_if(waiting) {
+            self.load(to, Part::Serving, now, out);
+        }
+    }
+
+    fn refuse_move(&self, to: Span, why: &str, out: &mut Vec<Action>) {
+        if self.netd.is_ready() && self.said.has_model {
+            let why = why.to_owned();
+            out.push(Action::Tell(ChildId::Netd, Down::MoveFailed { to, why }));
+        }
+    }
+
+    fn drop_part(&mut self, part: Part, now: Instant, out: &mut Vec<Action>) {
+        let mut ids = Vec::new();
+        for worker in self.workers.iter_mut().filter(|w| w.part == part) {
+            worker.part = Part::Dropped;
+            ids.push(worker.child.id);
+        }
+        for id in ids {
+            let Some(child) = self.child_mut(id) else {
+                continue;
+            };
+            match child.state {
+                State::Waiting | State::Backoff { .. } => child.state = State::Gone,
+                State::Starting { .. } => self.kill(id, "not needed any more".to_owned(), now, out),
+                _ => self.drain(id, now + SHORT_DRAIN.min(self.policy.drain_timeout), out),
+            }
+        }
+    }
+
+    fn retire(&mut self, span: Span) {
+        self.retired.retain(|other| *other != span);
+        self.retired.push(span);
+        let over = self.retired.len().saturating_sub(MAX_RETIRED);
+        self.retired.drain(..over);
+    }
+
+    fn free_groups(&self) -> Vec<GroupId> {
+        let used = |group: &GroupId| {
+            self.workers
+                .iter()
+                .any(|worker| worker.placement.worker.group == *group)
+        };
+        (0..MAX_GROUPS)
+            .map(GroupId)
+            .filter(|group| !used(group))
+            .collect()
+    }
+
+    fn last_generation(&self, id: WorkerId) -> Generation {
+        let last = self.last_generations.iter().find(|(other, _)| *other == id);
+        last.map_or(Generation(0), |(_, generation)| *generation)
+    }
+}
+
+impl Worker {
+    /// A worker that was never started, of the instance's blocks `whole`.
+    pub(super) fn new(placement: Placement, whole: Span, part: Part) -> Worker {
+        Worker {
+            child: Child::new(ChildId::Worker(placement.worker)),
+            placement,
+            whole,
+            part,
+            capacity: Capacity::default(),
+            linking: None,
+            linked: None,
+            told: None,
+        }
+    }
+}
