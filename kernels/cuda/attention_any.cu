@@ -55,11 +55,12 @@ __device__ __forceinline__ void attention_any(const float* q, const T* pages, co
 
     // Dimension lane + 32 j of this warp's share of the keys.
     float o[8] = {};
-    for (uint32_t tile = first + warp * 32; tile <= position; tile += WARPS * 32) {
+    for (uint32_t base = first; base <= position; base += WARPS * 32) { // the same for all warps, so that lanes stay together
+        const uint32_t tile = base + warp * 32;
         const float own = tile + lane <= position ? rounded<T>(__fdiv_rn(expf(score(tile + lane) - top), sum)) : 0.0f;
-        const uint32_t count = min(position + 1 - tile, 32u);
-        for (uint32_t k = 0; k < count; k++) {
+        for (uint32_t k = 0; k < 32; k++) {
             const float weight = __shfl_sync(~0u, own, k);
+            if (tile + k > position) continue;
             const T* value = pages + vector_at(score.table[(tile + k) / PAGE_TOKENS], kv_heads, score.kv_head, 1, tile + k, head_dim);
 #pragma unroll
             for (uint32_t j = 0; j < 8; j++)

@@ -78,11 +78,6 @@ impl<G: Gpu> Matrix<G> {
         }))
     }
 
-    /// Stored dtype; that of the arithmetic when the matrix is quantized.
-    pub fn dtype(&self) -> DType {
-        self.0.dtype
-    }
-
     /// How it is stored.
     pub fn quant(&self) -> QuantType {
         match self.0.parts {
@@ -110,6 +105,10 @@ impl<G: Gpu> Clone for Matrix<G> {
 }
 
 impl<G: Gpu> MatrixShape for Matrix<G> {
+    fn dtype(&self) -> DType {
+        self.0.dtype
+    }
+
     fn outputs(&self) -> usize {
         self.0.outputs
     }

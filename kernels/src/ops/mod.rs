@@ -36,6 +36,7 @@ pub use rope::{Rope, RopeTable};
 pub use route::{GateDot, Gather, Route, RouteGrad, ScatterAdd};
 pub use silu_mul::SiluMul;
 
+use shared::dtype::DType;
 use shared::ids::PageId;
 
 use crate::cuda::GpuError;
@@ -61,6 +62,9 @@ impl Elements for [f32] {
 
 /// What checks must know of a matrix, whatever device it belongs to.
 pub trait MatrixShape {
+    /// Stored dtype; that of the arithmetic when the matrix is quantized.
+    fn dtype(&self) -> DType;
+
     /// Features that come out.
     fn outputs(&self) -> usize;
 
@@ -69,6 +73,10 @@ pub trait MatrixShape {
 }
 
 impl MatrixShape for WeightView<'_> {
+    fn dtype(&self) -> DType {
+        self.dtype()
+    }
+
     fn outputs(&self) -> usize {
         self.outputs()
     }

@@ -7,6 +7,7 @@
 mod attention;
 mod elementwise;
 mod linear;
+mod lora;
 mod norms;
 mod rmsnorm;
 mod route;
@@ -28,7 +29,6 @@ pub enum Extent {
 /// Why a check failed.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Failure {
-    /// The operation refused or the device failed.
     #[error("{case}")]
     Op {
         /// Which case.
@@ -61,6 +61,7 @@ pub fn checks<G: Gpu>() -> Vec<(&'static str, Check<G>)> {
         ("norms", norms::check),
         ("linear", linear::check),
         ("linear gradient", linear::check_grad),
+        ("lora", lora::check),
         ("pages", attention::check_pages),
         ("attention", attention::check),
         ("attention gradient", attention::check_grad),

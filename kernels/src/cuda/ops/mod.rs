@@ -9,6 +9,7 @@ pub(crate) mod kv_append;
 pub(crate) mod layernorm;
 pub(crate) mod linear;
 pub(crate) mod linear_grad;
+pub(crate) mod lora;
 pub(crate) mod norm_grad;
 pub(crate) mod qkv;
 pub(crate) mod rmsnorm;
