@@ -1,6 +1,5 @@
 //! Twenty real nodes of the DHT on loopback, of which one after the other leaves and is replaced, while servers keep their
-//! records alive and readers read them. Short by default; `SEPAL_SOAK_SECONDS=600 cargo test --release --test dht_churn --
-//! --nocapture` is the long form.
+//! records alive and readers read them. `tests/soak churn` runs the same for ten minutes.
 
 use std::time::{Duration, Instant};
 
