@@ -310,7 +310,7 @@ async fn heartbeat(board: Arc<BoardWriter>, service: watch::Receiver<Option<Arc<
         };
         board.set_sessions_open(service.open_sessions() as u64);
         board.set_kv_tokens_free(service.kv.figures().tokens_available);
-        board.set_troubles(service.troubles.counts());
+        board.set_troubles(service.all_troubles());
         let figures = service.stats.figures();
         if figures.count != steps {
             steps = figures.count;

@@ -93,12 +93,14 @@ pub(super) const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 pub struct InboundFigures {
     /// More streams at once than a peer, or all peers, may have.
     pub too_many: u64,
-    /// A request longer than its bound.
+    /// A unary request longer than its bound.
     pub too_large: u64,
-    /// Bytes that are not of the protocol.
+    /// A unary request whose bytes are not of the protocol.
     pub malformed: u64,
-    /// A request that was not complete in time.
+    /// A unary request that was not complete in time.
     pub too_slow: u64,
+    /// A frame of a stream beyond its bound, or of no known kind; its handler hears of it, too.
+    pub bad_frames: u64,
     /// A caller that took no byte of its answer for too long.
     pub stalled: u64,
 }

@@ -233,11 +233,11 @@ impl InboundReader {
             }
             Ok(None) | Err(FrameError::Cut | FrameError::Io(_)) => Err(InboundError::Cancelled),
             Err(FrameError::Marker(_)) => {
-                self.limits.count(|figures| figures.malformed += 1);
+                self.limits.count(|figures| figures.bad_frames += 1);
                 Err(InboundError::Malformed("unknown frame marker"))
             }
             Err(FrameError::TooLarge { bytes, limit }) => {
-                self.limits.count(|figures| figures.too_large += 1);
+                self.limits.count(|figures| figures.bad_frames += 1);
                 Err(InboundError::TooLarge { bytes, limit })
             }
         }

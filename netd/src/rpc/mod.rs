@@ -28,6 +28,8 @@ use std::time::Duration;
 use shared::block::{BlockIndex, Span};
 use shared::config::{Limits, NetdConfig};
 use shared::model::ModelFacts;
+use shared::shm::board::Trouble;
+use shared::shm::layout::TROUBLES;
 use tokio::sync::watch;
 
 use crate::p2p::{P2p, ProtocolKind, ProtocolSpec};
@@ -245,6 +247,21 @@ impl Service {
     /// Serves only `rest` from now on: the workers of the other blocks are gone. Sessions on those fail with their next step.
     pub fn shrink(&self, rest: Span) {
         *self.span.lock().unwrap_or_else(PoisonError::into_inner) = rest;
+    }
+
+    /// Requests that were not served as asked, in the order of [`Trouble::ALL`], those included that never reached a
+    /// handler.
+    pub fn all_troubles(&self) -> [u64; TROUBLES] {
+        let mut counts = self.troubles.counts();
+        let refused = self.onward.p2p().inbound_figures();
+        for (trouble, count) in [
+            (Trouble::Malformed, refused.malformed),
+            (Trouble::TooLarge, refused.too_large + refused.too_many),
+            (Trouble::TimedOut, refused.too_slow),
+        ] {
+            counts[trouble as usize] += count;
+        }
+        counts
     }
 
     /// Sessions that are open.

@@ -48,6 +48,11 @@ impl Onward {
         }
     }
 
+    /// The node that pushes.
+    pub fn p2p(&self) -> &P2p {
+        &self.p2p
+    }
+
     /// Pushes `output` to the first of the step's next servers, in the background. `step` are the tensors of the step, of
     /// which those after the hidden states go along.
     pub fn push(&self, metadata: &RequestMetadata, output: &Tensor, step: &[Tensor]) {
