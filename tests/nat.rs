@@ -10,6 +10,7 @@ use std::sync::{Arc, mpsc};
 
 use harness::lab::{self, Lab, Nat};
 use harness::{DEADLINE, SEPAL, Sepal, demo_model, wait_for};
+use nix::sys::signal::Signal;
 
 const RELAY_PORT: u16 = 31337;
 
@@ -165,18 +166,30 @@ fn a_relay_that_dies_is_replaced_by_another_of_the_swarm() {
     lab.natted("server", 1, Nat::Symmetric);
     let first = relay("relay", 10, folder(), &[]);
     let peer = address(&first, 10);
-    let second = relay("other", 11, folder(), &["--initial_peers", &peer]);
-    let other = address(&second, 11);
-    let third = relay("third", 12, folder(), &["--initial_peers", &peer]);
-    let last = address(&third, 12);
-    let server = server("server", &[&peer, &other, &last], &[]);
+    let mut relays = vec![(10, peer.clone(), first)];
+    for (host, number) in [("other", 11), ("third", 12)] {
+        let next = relay(host, number, folder(), &["--initial_peers", &peer]);
+        relays.push((number, address(&next, number), next));
+    }
+    let peers: Vec<&str> = relays.iter().map(|(_, addr, _)| addr.as_str()).collect();
+    let server = server("server", &peers, &[]);
     server.wait_online();
-    server.wait_line("reached through a relay", 2);
-    // Kill those it uses, one after the other: the third takes over.
-    drop(first);
-    drop(second);
-    server.wait_line("reached through a relay", 3);
-    assert_golden("client", &last);
+    let reserved_at = |count: usize| {
+        let line = server.wait_line("reached through a relay", count);
+        let number = |relay: &&(u8, String, Sepal)| line.contains(&format!("/5.6.7.{}/", relay.0));
+        relays.iter().find(number).expect("one of the three").0
+    };
+    let used = [reserved_at(1), reserved_at(2)];
+    assert_ne!(used[0], used[1]);
+    // One that it uses dies: the third takes over.
+    let index = relays.iter().position(|relay| relay.0 == used[0]);
+    relays[index.expect("one of the three")]
+        .2
+        .signal(Signal::SIGKILL);
+    let unused = relays.iter().find(|relay| !used.contains(&relay.0));
+    let (number, last, _) = unused.expect("two of three are used");
+    assert_eq!(reserved_at(3), *number);
+    assert_golden("client", last);
 }
 
 #[test]
