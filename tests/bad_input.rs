@@ -277,6 +277,17 @@ async fn bad_requests_are_refused_by_name_while_another_session_goes_on() {
     assert_eq!(expected, repeated);
     calm.close().await;
     again.close().await;
+    // Each refusal was counted by its kind, and `sepal status` shows the counts.
+    wait_for("the counts on the board", || {
+        let status = sepal.status();
+        let children = status[0]["children"].as_array()?;
+        let netd = children.iter().find(|child| child["role"] == "netd")?;
+        let count = |kind: &str| netd["troubles"][kind].as_u64().unwrap_or(0);
+        // Wrong size, not finite, position, two dimensions, and garbage.
+        let counted =
+            count("not_served") == 1 && count("too_large") == 2 && count("malformed") >= 5;
+        counted.then_some(())
+    });
     assert_eq!(
         children_of(sepal.pid()),
         children,
