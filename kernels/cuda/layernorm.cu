@@ -40,10 +40,10 @@ __device__ __forceinline__ void layernorm(float* x, const float* y, const float*
     for (uint32_t i = threadIdx.x; i < fours; i += blockDim.x) {
         const float4 v = reinterpret_cast<const float4*>(x)[i];
         const float a = v.x - mean, b = v.y - mean, c = v.z - mean, d = v.w - mean;
-        squares += a * a + b * b + c * c + d * d;
+        squares = __fmaf_rn(d, d, __fmaf_rn(c, c, __fmaf_rn(b, b, __fmaf_rn(a, a, squares))));
     }
     if (!fours)
-        for (uint32_t i = threadIdx.x; i < width; i += blockDim.x) squares += (x[i] - mean) * (x[i] - mean);
+        for (uint32_t i = threadIdx.x; i < width; i += blockDim.x) squares = __fmaf_rn(x[i] - mean, x[i] - mean, squares);
     const float scale = 1.0f / sqrtf(cta_sum(squares, scratch + 32) / (float)width + eps);
     for (uint32_t i = threadIdx.x; i < fours; i += blockDim.x) {
         float4 v = reinterpret_cast<const float4*>(x)[i];

@@ -4,25 +4,39 @@
 // One CTA per row. Each thread reads its elements twice (the second time from the cache) and writes them once; the row is read in pieces of
 // 16 bytes when its width allows. Sums are f32: per thread from first to last, then over lanes, then over warps, so the bits of a row are
 // a function of its values, its width and the size of the CTA, which the host derives from the width alone.
+// rmsnorm_add first adds a branch: x = round(x + round(y)), and keeps the sum; one launch less, one read less.
 // Limits: CTA of whole warps in one dimension.
 // Source: transformers LlamaRMSNorm.
 #include "common.cuh"
 
-template <class T>
-__device__ __forceinline__ void rmsnorm(const float* __restrict__ x, const float* __restrict__ weight, float* __restrict__ out,
+// ADD: first x = round(x + round(y)), as add.cu does; each thread adds the elements that it sums.
+template <class T, bool ADD>
+__device__ __forceinline__ void rmsnorm(float* x, const float* y, const float* __restrict__ weight, float* __restrict__ out,
                                         uint32_t width, float eps) {
     SMEM_DYN(shared); // 32 floats
     x += (size_t)blockIdx.x * width;
     out += (size_t)blockIdx.x * width;
+    if (ADD) y += (size_t)blockIdx.x * width;
     const bool whole = width % 4 == 0;
     float sum = 0.0f;
     if (whole) {
         for (uint32_t i = threadIdx.x; i < width / 4; i += blockDim.x) {
             float4 v = reinterpret_cast<const float4*>(x)[i];
-            sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+            if (ADD) {
+                const float4 b = reinterpret_cast<const float4*>(y)[i];
+                v.x = rounded<T>(__fadd_rn(v.x, rounded<T>(b.x)));
+                v.y = rounded<T>(v.y + rounded<T>(b.y));
+                v.z = rounded<T>(v.z + rounded<T>(b.z));
+                v.w = rounded<T>(v.w + rounded<T>(b.w));
+                reinterpret_cast<float4*>(x)[i] = v;
+            }
+            sum = __fmaf_rn(v.w, v.w, __fmaf_rn(v.z, v.z, __fmaf_rn(v.y, v.y, __fmaf_rn(v.x, v.x, sum))));
         }
     } else {
-        for (uint32_t i = threadIdx.x; i < width; i += blockDim.x) sum += x[i] * x[i];
+        for (uint32_t i = threadIdx.x; i < width; i += blockDim.x) {
+            if (ADD) x[i] = rounded<T>(x[i] + rounded<T>(y[i]));
+            sum = __fmaf_rn(x[i], x[i], sum);
+        }
     }
     const float mean = cta_sum(sum, reinterpret_cast<float*>(shared)) / (float)width;
     const float scale = 1.0f / sqrtf(mean + eps);
@@ -41,11 +55,16 @@ __device__ __forceinline__ void rmsnorm(const float* __restrict__ x, const float
 }
 
 #define RMSNORM(T)                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(512) rmsnorm_##T(const float* __restrict__ x,      /* [rows, width] */          \
-                                                                  const float* __restrict__ weight, /* [width] */                \
-                                                                  float* __restrict__ out,          /* [rows, width] */          \
-                                                                  uint32_t width, float eps) {                                   \
-        rmsnorm<T>(x, weight, out, width, eps);                                                                                  \
+    extern "C" __global__ void __launch_bounds__(512)                                                                            \
+        rmsnorm_##T(float* x /* [rows, width], read */, const float* __restrict__ weight /* [width] */,                          \
+                    float* __restrict__ out /* [rows, width] */, uint32_t width, float eps) {                                    \
+        rmsnorm<T, false>(x, nullptr, weight, out, width, eps);                                                                  \
+    }                                                                                                                            \
+    extern "C" __global__ void __launch_bounds__(512)                                                                            \
+        rmsnorm_add_##T(float* x /* [rows, width], becomes the sum */, const float* __restrict__ y /* [rows, width] */,          \
+                        const float* __restrict__ weight /* [width] */, float* __restrict__ out /* [rows, width] */,             \
+                        uint32_t width, float eps) {                                                                             \
+        rmsnorm<T, true>(x, y, weight, out, width, eps);                                                                         \
     }
 RMSNORM(f32)
 RMSNORM(bf16)

@@ -6,9 +6,11 @@
 
 mod attention;
 mod elementwise;
+mod fused;
 mod linear;
 mod lora;
 mod norms;
+mod quantize;
 mod rmsnorm;
 mod route;
 
@@ -29,6 +31,7 @@ pub enum Extent {
 /// Why a check failed.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Failure {
+    /// The operation refused or the device failed.
     #[error("{case}")]
     Op {
         /// Which case.
@@ -66,7 +69,9 @@ pub fn checks<G: Gpu>() -> Vec<(&'static str, Check<G>)> {
         ("attention", attention::check),
         ("attention gradient", attention::check_grad),
         ("elementwise", elementwise::check),
+        ("fused", fused::check),
         ("route", route::check),
+        ("quantize", quantize::check),
     ]
 }
 
