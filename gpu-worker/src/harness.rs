@@ -17,7 +17,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use shared::block::{BlockIndex, Span};
 use shared::bootstrap::{Bootstrap, DescriptorSocket, Exchange, build_id};
-use shared::config::{LogConfig, LogFormat, PrepareConfig};
+use shared::config::{LogConfig, LogFormat, PrepareConfig, QuantType};
 use shared::control::{Birth, BoardSeat, Role};
 use shared::dtype::DType;
 use shared::exit::ExitReason;
@@ -82,18 +82,20 @@ pub(crate) struct Model {
 
 impl Model {
     pub(crate) fn new(dtype: DType) -> Model {
+        Model::stored(dtype, QuantType::None, &llama_config(BLOCKS as usize))
+    }
+
+    /// A model of these tensors by another config, stored as `quant`.
+    pub(crate) fn stored(dtype: DType, quant: QuantType, config: &serde_json::Value) -> Model {
         let dir = tempfile::tempdir().unwrap();
         let folder = dir.path().join("tiny");
-        write_model(
-            &folder,
-            &llama_config(BLOCKS as usize),
-            &llama_tensors(BLOCKS as usize, dtype),
-        );
+        let tensors = llama_tensors(BLOCKS as usize, dtype);
+        write_model(&folder, config, &tensors);
         let model = folder.to_str().unwrap().to_owned();
         let config = PrepareConfig {
             model,
             dtype: Some(dtype),
-            quant_type: shared::config::QuantType::None,
+            quant_type: quant,
             adapters: Vec::new(),
             cache_dir: dir.path().join("cache"),
             hub: shared::config::HubConfig::default(),
