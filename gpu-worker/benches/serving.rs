@@ -1,0 +1,368 @@
+//! What sessions see of the schedule: sizes of the batches, steps per second, and the time of a step with and without a prefill and a
+//! backward in the background. Beside it, what a block costs by the number of rows.
+//!
+//!     cargo bench -p gpu-worker --bench serving -- [SECONDS] [--sessions N] [--think MILLISECONDS]
+//!
+//! Four Llama blocks of hidden size 2048 (184 M parameters) behind the worker's own schedule, in one thread as in the executor; rings
+//! and network are left out. A session sends its next step some time after the answer: what a client and a network take.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use gpu_worker::block::{
+    BlockInput, BlockSpec, BlockWeights, GradientWork, Sums, Workspace, backward, forward,
+};
+use gpu_worker::schedule::{Class, Schedule, TaskId, TaskShape, Unit};
+use kernels::{Cpu, DType, KvPages, QuantType, StepRow, WeightView, quant};
+use serde_json::json;
+use shared::ids::PageId;
+use shared::model::PAGE_TOKENS;
+
+const BLOCKS: usize = 4;
+/// Position of every decode step.
+const PREFIX: usize = 128;
+/// Tokens of a prefill or backward in the background.
+const TOKENS: usize = 512;
+/// Where the engine cuts sequences of this model.
+const PIECE: usize = 16;
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let after = |flag: &str| {
+        let place = arguments.iter().position(|a| a == flag)?;
+        arguments.get(place + 1)?.parse::<u64>().ok()
+    };
+    let seconds = arguments.first().and_then(|a| a.parse().ok()).unwrap_or(5);
+    let sessions = after("--sessions").unwrap_or(16);
+    let think = Duration::from_millis(after("--think").unwrap_or(3));
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    println!("{threads} threads, load {}", load.trim());
+    for quant in [QuantType::None, QuantType::Int8, QuantType::Nf4] {
+        let bytes = Bytes::new(quant);
+        let mut worker = Worker::new(&bytes, threads);
+        worker.rows(quant);
+        if quant == QuantType::None {
+            for background in [None, Some(Class::Prefill), Some(Class::Backward)] {
+                worker.serve(background, sessions, think, Duration::from_secs(seconds));
+            }
+        }
+    }
+}
+
+fn spec() -> BlockSpec {
+    let config = json!({
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": BLOCKS,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    });
+    BlockSpec::from_config(&config).expect("a Llama")
+}
+
+/// Stored tensors of each block, by name.
+struct Bytes {
+    spec: BlockSpec,
+    quant: QuantType,
+    tensors: Vec<BTreeMap<String, (Vec<usize>, Vec<u8>)>>,
+}
+
+impl Bytes {
+    fn new(quant: QuantType) -> Bytes {
+        let spec = spec();
+        let tensors = (0..BLOCKS).map(|block| {
+            let tensors = spec.tensors(block).into_iter().map(|tensor| {
+                let (outputs, inputs) = sides(&tensor.shape);
+                let quant = kept(quant, inputs);
+                let size = quant::stored_bytes(quant, DType::Bf16, outputs, inputs);
+                // Small numbers of both signs; the scales of quantized matrices among them.
+                let words = (0..size.expect("a size") / 2).map(|i| 0x3a00 | (i % 251) as u16);
+                let bytes = words.flat_map(u16::to_le_bytes).collect();
+                (tensor.name, (tensor.shape, bytes))
+            });
+            tensors.collect()
+        });
+        let tensors = tensors.collect();
+        Bytes {
+            spec,
+            quant,
+            tensors,
+        }
+    }
+
+    fn view(&self, block: usize, name: &str) -> Option<WeightView<'_>> {
+        let (shape, bytes) = self.tensors[block].get(name)?;
+        let (outputs, inputs) = sides(shape);
+        let quant = kept(self.quant, inputs);
+        WeightView::quantized(quant, DType::Bf16, outputs, inputs, bytes).ok()
+    }
+}
+
+/// Vectors are single columns and stay as they are.
+fn sides(shape: &[usize]) -> (usize, usize) {
+    match *shape {
+        [outputs, inputs] => (outputs, inputs),
+        _ => (shape.iter().product(), 1),
+    }
+}
+
+fn kept(quant: QuantType, inputs: usize) -> QuantType {
+    if inputs == 1 { QuantType::None } else { quant }
+}
+
+/// What an executor has, without its link.
+struct Worker<'w> {
+    spec: &'w BlockSpec,
+    cpu: Cpu,
+    blocks: Vec<BlockWeights<'w, Cpu>>,
+    work: Workspace<Cpu>,
+    gradients: GradientWork<Cpu>,
+    /// Of each block.
+    pages: Vec<Vec<u8>>,
+}
+
+/// What a task of the schedule is.
+enum Task {
+    Session(usize, Instant),
+    Background,
+}
+
+/// Pages of session `index`; the background comes after all of them.
+fn table(index: usize) -> Vec<PageId> {
+    let per_session = (PREFIX + 1).div_ceil(PAGE_TOKENS);
+    let first = index * per_session;
+    (first..first + TOKENS / PAGE_TOKENS)
+        .map(|page| PageId(u32::try_from(page).expect("few pages")))
+        .collect()
+}
+
+impl<'w> Worker<'w> {
+    fn new(bytes: &'w Bytes, threads: usize) -> Worker<'w> {
+        let mut cpu = Cpu::new(threads);
+        let blocks = (0..BLOCKS).map(|block| {
+            BlockWeights::new(&mut cpu, &bytes.spec, DType::Bf16, |name| {
+                bytes.view(block, name)
+            })
+            .expect("all tensors are there")
+        });
+        let blocks = blocks.collect();
+        let (work, gradients) = (Workspace::new(&mut cpu), GradientWork::new(&mut cpu));
+        let page_bytes = bytes.spec.page_layout(DType::Bf16).page_bytes();
+        Worker {
+            spec: &bytes.spec,
+            cpu,
+            blocks,
+            work,
+            gradients,
+            pages: vec![vec![0; 1024 * page_bytes]; BLOCKS],
+        }
+    }
+
+    fn forward(&mut self, block: usize, rows: &[StepRow<'_>], hidden: &mut [f32]) {
+        let mut pages = KvPages::new(self.spec.page_layout(DType::Bf16), &mut self.pages[block]);
+        let input = BlockInput {
+            rows,
+            prompts: &[],
+            adapters: &[],
+            lengths: &[],
+        };
+        let (cpu, weights) = (&mut self.cpu, &self.blocks[block]);
+        forward(
+            cpu,
+            self.spec,
+            weights,
+            &mut self.work,
+            input,
+            hidden,
+            &mut pages,
+        )
+        .expect("rows fit");
+    }
+
+    /// Steps of all blocks by the number of rows: the least time of many.
+    fn rows(&mut self, quant: QuantType) {
+        let mut alone = f64::MAX;
+        for count in [1, 2, 4, 8, 16, 32] {
+            let tables: Vec<_> = (0..count).map(table).collect();
+            let rows: Vec<_> = tables.iter().map(|pages| decode(pages)).collect();
+            let mut hidden = vec![0.5; count * self.spec.hidden];
+            let (mut least, began) = (f64::MAX, Instant::now());
+            while began.elapsed() < Duration::from_secs(2) {
+                let start = Instant::now();
+                for block in 0..BLOCKS {
+                    hidden.fill(0.5);
+                    self.forward(block, &rows, &mut hidden);
+                }
+                least = least.min(start.elapsed().as_secs_f64());
+            }
+            alone = if count == 1 { least } else { alone };
+            println!(
+                "{quant}: {count:2} rows {:8.2} ms {:8.1} steps/s, {:.2} x one row",
+                least * 1e3,
+                count as f64 / least,
+                count as f64 * alone / least
+            );
+        }
+    }
+
+    /// Serves sessions, and a task of `background` after the other, for some time.
+    fn serve(&mut self, background: Option<Class>, sessions: u64, think: Duration, time: Duration) {
+        let (mut schedule, mut tasks) = (Schedule::default(), BTreeMap::new());
+        let mut ready: Vec<Option<Instant>> = (0..sessions).map(|_| Some(Instant::now())).collect();
+        let (mut sizes, mut waits) = (BTreeMap::<usize, u64>::new(), Vec::new());
+        let (mut units, mut tokens, mut pending) = (Vec::new(), 0, false);
+        let mut noise = 1u64;
+        let began = Instant::now();
+        while began.elapsed() < time {
+            for (session, ready) in ready.iter_mut().enumerate() {
+                if let Some(at) = ready.take_if(|at| *at <= Instant::now()) {
+                    let task = schedule.accept(shape(Class::Decode));
+                    tasks.insert(task, Task::Session(session, at));
+                }
+            }
+            if let (Some(class), false) = (background, pending) {
+                tasks.insert(schedule.accept(shape(class)), Task::Background);
+                pending = true;
+            }
+            let Some(unit) = schedule.next(Instant::now()) else {
+                std::hint::spin_loop();
+                continue;
+            };
+            let start = Instant::now();
+            let is_decode = self.unit(&unit, &tasks, background);
+            let elapsed = start.elapsed();
+            if is_decode {
+                *sizes.entry(unit.members.len()).or_default() += 1;
+            } else {
+                units.push(elapsed);
+            }
+            for advance in schedule.done(&unit, elapsed).iter().filter(|a| a.finished) {
+                match tasks.remove(&advance.task) {
+                    Some(Task::Session(session, since)) => {
+                        waits.push(since.elapsed());
+                        // Half to one and a half of the time, so that sessions do not march in step.
+                        noise = noise
+                            .wrapping_mul(6_364_136_223_846_793_005)
+                            .wrapping_add(1);
+                        let part = 0.5 + (noise >> 40) as f64 / (1u64 << 24) as f64;
+                        ready[session] = Some(Instant::now() + think.mul_f64(part));
+                    }
+                    _ => {
+                        pending = false;
+                        tokens += TOKENS;
+                    }
+                }
+            }
+        }
+        let what = background.map_or("alone".to_owned(), |class| format!("beside {class:?}"));
+        let rows: u64 = sizes.iter().map(|(size, count)| *size as u64 * count).sum();
+        let batches: u64 = sizes.values().sum();
+        println!(
+            "{sessions} sessions {what}: {:.1} steps/s, p50 {:.1} ms, p99 {:.1} ms; rows of a batch: mean {:.1}",
+            waits.len() as f64 / time.as_secs_f64(),
+            quantile(&mut waits, 0.5),
+            quantile(&mut waits, 0.99),
+            rows as f64 / batches.max(1) as f64,
+        );
+        println!("    batches by rows: {sizes:?}");
+        if background.is_some() {
+            println!(
+                "    background: {:.1} tokens/s finished; units p50 {:.1} ms, p99 {:.1} ms",
+                tokens as f64 / time.as_secs_f64(),
+                quantile(&mut units, 0.5),
+                quantile(&mut units, 0.99),
+            );
+        }
+    }
+
+    /// Runs a unit; whether it was one of decode steps.
+    fn unit(
+        &mut self,
+        unit: &Unit,
+        tasks: &BTreeMap<TaskId, Task>,
+        background: Option<Class>,
+    ) -> bool {
+        let block = unit.block as usize;
+        let sessions: Vec<_> = unit
+            .members
+            .iter()
+            .filter_map(|member| match tasks.get(&member.task) {
+                Some(Task::Session(session, _)) => Some(table(*session)),
+                _ => None,
+            })
+            .collect();
+        if !sessions.is_empty() {
+            let rows: Vec<_> = sessions.iter().map(|pages| decode(pages)).collect();
+            let mut hidden = vec![0.5; rows.len() * self.spec.hidden];
+            self.forward(block, &rows, &mut hidden);
+            return true;
+        }
+        let member = &unit.members[0];
+        let own = table(64);
+        let rows = [StepRow {
+            tokens: member.pieces.len() * PIECE,
+            prefix: member.pieces.start * PIECE,
+            pages: &own,
+        }];
+        let mut hidden = vec![0.5; rows[0].tokens * self.spec.hidden];
+        if background == Some(Class::Backward) && member.position >= BLOCKS {
+            self.back(block, &rows, &mut hidden);
+        } else {
+            self.forward(block, &rows, &mut hidden);
+        }
+        false
+    }
+
+    fn back(&mut self, block: usize, rows: &[StepRow<'_>], gradient: &mut [f32]) {
+        let width = self.spec.kv_heads * self.spec.head_dim;
+        let (x, mut keys) = (gradient.to_vec(), vec![0.0; TOKENS * width]);
+        let mut values = keys.clone();
+        let mut pages = KvPages::new(self.spec.page_layout(DType::Bf16), &mut self.pages[block]);
+        let sums = Sums {
+            keys: &mut keys[..],
+            values: &mut values[..],
+            starts: &[0],
+        };
+        let input = BlockInput {
+            rows,
+            prompts: &[],
+            adapters: &[],
+            lengths: &[],
+        };
+        let (cpu, weights, work) = (&mut self.cpu, &self.blocks[block], &mut self.gradients);
+        backward(
+            cpu, self.spec, weights, work, input, &x, gradient, sums, &mut pages,
+        )
+        .expect("rows fit");
+    }
+}
+
+fn decode(pages: &[PageId]) -> StepRow<'_> {
+    StepRow {
+        tokens: 1,
+        prefix: PREFIX,
+        pages,
+    }
+}
+
+fn shape(class: Class) -> TaskShape {
+    let blocks = 0..BLOCKS as u32;
+    TaskShape {
+        class,
+        blocks: match class {
+            Class::Backward => blocks.clone().chain(blocks.rev()).collect(),
+            _ => blocks.collect(),
+        },
+        pieces: match class {
+            Class::Decode => vec![1],
+            _ => vec![PIECE; TOKENS / PIECE],
+        },
+    }
+}
+
+/// In milliseconds.
+fn quantile(times: &mut [Duration], share: f64) -> f64 {
+    times.sort();
+    let place = (times.len() as f64 * share) as usize;
+    times
+        .get(place)
+        .map_or(0.0, |time| time.as_secs_f64() * 1e3)
+}
