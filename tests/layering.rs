@@ -38,7 +38,8 @@ const EDGES: &[(&str, &[&str])] = &[
 
 /// Families of packages (by prefix) that only these crates may name.
 const ONLY_IN: &[(&str, &[&str])] = &[
-    ("tokio", &["netd", "client"]),
+    // In gpu-worker only under `prepare/hub`, whose library needs a reactor.
+    ("tokio", &["netd", "client", "gpu-worker"]),
     ("libp2p", &["netd", "client"]),
     ("cudarc", &["kernels"]),
 ];

@@ -10,7 +10,7 @@ use ipc_channel::ipc::IpcReceiver;
 use kernels::Cpu;
 use kernels::cuda::GpuError;
 use kernels::ops::OpError;
-use shared::bootstrap::{Bootstrap, ControlEnds, DescriptorSocket};
+use shared::bootstrap::{Bootstrap, ControlEnds, DescriptorSocket, build_id};
 use shared::config::Device;
 use shared::control::{Capacity, FromWorker, LinkInit, ToWorker, WorkerInit};
 use shared::exit::ExitReason;
@@ -31,6 +31,7 @@ use crate::fault::Faults;
 use crate::link::{LINK_DESCRIPTORS, Link, LinkError};
 use crate::prepare::with_source;
 use crate::probe;
+use crate::throughput::{self, Freshness, Key, RateCache, ThroughputError};
 use crate::weights::manifest::Manifest;
 use crate::weights::map::{MapError, MappedWeights, guard};
 
@@ -39,6 +40,9 @@ const LOADING_LIMIT: Duration = Duration::from_secs(60);
 
 /// Longest time for one repetition of a measurement.
 const MEASURING_LIMIT: Duration = Duration::from_secs(60);
+
+/// Longest wait for another server of this machine that measures; after that both measure at once.
+const RATES_PATIENCE: Duration = Duration::from_secs(20);
 
 /// Descriptors are sent before the message that names them.
 const DESCRIPTOR_TIMEOUT: Duration = Duration::from_secs(10);
@@ -143,7 +147,7 @@ fn run_on<B: Paged>(
         let adapters = weights.adapter_bytes();
         info!(plain, int8, nf4, adapters, private, "bytes of weights");
         info!(span = %init.span, device = %init.device, weights_bytes = weights.bytes(), kv_pages = init.kv_pages, "loaded");
-        Ok(worker(engine, init, board, ends))
+        Ok(worker(engine, init, board, threads, ends))
     };
     run().unwrap_or_else(|end| end)
 }
@@ -188,12 +192,13 @@ fn worker<B: Paged>(
     mut engine: Engine<'_, B>,
     init: &WorkerInit,
     board: BoardWriter,
+    threads: usize,
     ends: ControlEnds<ToWorker, FromWorker>,
 ) -> End {
     let mut capacity = Capacity::default();
     if init.measure {
         board.enter(Phase::Measuring, MEASURING_LIMIT);
-        capacity = match probe::measure(&mut engine, || board.progress()) {
+        capacity = match measured(&mut engine, init, &board, threads) {
             Ok(capacity) => capacity,
             Err(failure) => return bad(&failure),
         };
@@ -250,6 +255,40 @@ fn private_bytes() -> u64 {
         .find_map(|line| line.strip_prefix("RssAnon:"));
     let kilobytes = line.and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok());
     kilobytes.unwrap_or(0) << 10
+}
+
+/// What a block does on this device: kept from an earlier start, unless there is none or the operator wants it measured.
+fn measured<B: Paged>(
+    engine: &mut Engine<'_, B>,
+    init: &WorkerInit,
+    board: &BoardWriter,
+    threads: usize,
+) -> Result<Capacity, EngineError> {
+    let Some(folder) = &init.config.rates_dir else {
+        return probe::measure(engine, || board.progress());
+    };
+    let key = Key {
+        model: init.model.name.clone(),
+        devices: vec![throughput::device_name(init.device, threads)],
+        dtype: init.model.dtype.name().to_owned(),
+        quant: init.model.quant_type.name().to_owned(),
+        build: build_id(),
+    };
+    let freshness = match init.config.measure_anew {
+        true => Freshness::Measured,
+        false => Freshness::Kept,
+    };
+    let cache = RateCache::new(folder, RATES_PATIENCE);
+    match cache.rates(&key, freshness, || {
+        probe::measure(engine, || board.progress())
+    }) {
+        Ok(capacity) => Ok(capacity),
+        Err(ThroughputError::Measurement(failure)) => Err(failure),
+        Err(failure) => {
+            warn!(failure = with_source(&failure), "rates are not kept");
+            probe::measure(engine, || board.progress())
+        }
+    }
 }
 
 fn limits(init: &WorkerInit) -> JobLimits {

@@ -115,7 +115,8 @@ fn bundle(message: &ToNetd) -> Option<(FdTag, usize)> {
     match message {
         ToNetd::Init(init) => Some((init.fds, INIT_FDS)),
         ToNetd::WorkerUp(up) => Some((up.link.fds, WORKER_FDS)),
-        ToNetd::Model(_)
+        ToNetd::Fits(_)
+        | ToNetd::Model(_)
         | ToNetd::WorkerDown { .. }
         | ToNetd::WorkerUnkillable { .. }
         | ToNetd::Shrink(_)

@@ -18,15 +18,9 @@ use crate::rpc::PETALS_VERSION;
 use crate::run::Fatal;
 use crate::swarm::announce::{self, AnnounceConfig, Announcer, ServerStatus};
 use crate::swarm::rebalance::{self, common, without};
+use crate::swarm::throughput::{Rates, Reach, combine, network_rps};
 use crate::swarm::{placement, view};
 use crate::wire::records::{ModelInfo, ServerInfo, ServerState};
-
-/// Bytes per token and hidden value on the link, as Petals counts (`throughput.py`: 16 bits each way).
-const BITS_PER_VALUE: f64 = 16.0;
-/// Link speed that Petals assumes when it cannot measure.
-const DEFAULT_LINK_BITS_PER_S: f64 = 100e6;
-/// Part of the link that Petals counts for a server that is reached through relays (`relay_penalty`).
-const RELAY_PENALTY: f64 = 0.2;
 
 /// How long a move waits for the announcement of the new place before it counts as done; the announcer goes on.
 const MOVE_PATIENCE: Duration = Duration::from_secs(20);
@@ -45,7 +39,7 @@ pub struct Offer {
     pub limits: Limits,
     config: AnnounceConfig,
     throughput: Throughput,
-    hidden_size: u32,
+    network_rps: f64,
 }
 
 /// Chooses span and names.
@@ -95,7 +89,11 @@ pub async fn choose(init: &NetdInit, facts: &ModelFacts, joined: &Joined) -> Res
         limits: init.config.limits(facts),
         config,
         throughput: init.config.throughput,
-        hidden_size: facts.hidden_size,
+        network_rps: network_rps(
+            init.config.link_bits_per_s,
+            init.config.link_bits_per_s,
+            facts.hidden_size,
+        ),
     })
 }
 
@@ -255,11 +253,6 @@ impl Offer {
 
     /// The record of a server whose workers are up.
     fn record(&self, ups: &[WorkerUp]) -> ServerInfo {
-        let link = DEFAULT_LINK_BITS_PER_S / (f64::from(self.hidden_size) * BITS_PER_VALUE);
-        let usable = match self.config.info.using_relay {
-            Some(true) => RELAY_PENALTY * link,
-            _ => link,
-        };
         // A chain of workers is as fast as its slowest; 0 means not measured.
         let slowest = |of: fn(&WorkerUp) -> f64| {
             let least = ups.iter().map(of).fold(f64::INFINITY, f64::min);
@@ -267,24 +260,30 @@ impl Offer {
         };
         let forward_rps = slowest(|up| up.capacity.forward_rps);
         let inference_rps = slowest(|up| up.capacity.inference_rps);
+        let rates = Rates {
+            inference_rps: inference_rps.unwrap_or(0.0),
+            forward_rps: forward_rps.unwrap_or(0.0),
+            network_rps: self.network_rps,
+        };
+        let reach = match self.config.info.using_relay {
+            Some(true) => Reach::Relayed,
+            _ => Reach::Direct,
+        };
+        let blocks = self.span.end().0 - self.span.start().0;
         let throughput = match self.throughput {
             Throughput::Fixed(throughput) => throughput,
-            Throughput::Measure => throughput(forward_rps.unwrap_or(0.0), usable, self.span),
+            Throughput::Measure | Throughput::Anew | Throughput::DryRun => {
+                combine(&rates, blocks, reach)
+            }
         };
         ServerInfo {
             throughput,
             forward_rps,
             inference_rps,
-            network_rps: Some(link),
+            network_rps: Some(self.network_rps),
             ..self.config.info.clone()
         }
     }
-}
-
-/// The ranking value of petals-wire 4.1 (petals `throughput.py`, `get_server_throughput`).
-fn throughput(forward_rps: f64, network_rps: f64, span: Span) -> f64 {
-    let average_blocks_used = (span.block_count() as f64 + 1.0) / 2.0;
-    (forward_rps / average_blocks_used).min(network_rps)
 }
 
 fn status(state: ServerState, cache_tokens_left: Option<u64>) -> ServerStatus {
@@ -448,17 +447,5 @@ impl Announced {
             let late = Duration::as_secs_f64(&deadline.elapsed());
             warn!(late, "clients were not told in time that this server ends");
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn throughput_is_bounded_by_the_link() {
-        let span = Span::new(0, 7).unwrap();
-        assert_eq!(throughput(100.0, 1000.0, span), 25.0);
-        assert_eq!(throughput(1e6, 1000.0, span), 1000.0);
     }
 }

@@ -20,6 +20,7 @@ use std::time::Duration;
 
 use shared::block::Span;
 use shared::bootstrap::Bootstrap;
+use shared::config::SpanChoice;
 use shared::control::{FromNetd, NetdInit, ToNetd, WorkerUp};
 use shared::exit::ExitReason;
 use shared::model::ModelFacts;
@@ -199,14 +200,19 @@ async fn serve(inbox: Inbox, outbox: &Outbox) -> Result<std::convert::Infallible
 async fn offer_blocks(
     messages: &mut Messages,
     outbox: &Outbox,
-    init: NetdInit,
+    mut init: NetdInit,
     joined: Joined,
     map: ArenaMap,
     online: watch::Sender<Option<Arc<Service>>>,
 ) -> Stop {
     let (peer_id, addrs) = (joined.peer_id.clone(), joined.addrs.clone());
     outbox.send(FromNetd::Listening { peer_id, addrs }).await;
-    let facts = match messages.next().await.map(|from| from.message) {
+    let mut message = messages.next().await.map(|from| from.message);
+    if let Some(ToNetd::Fits(blocks)) = message {
+        init.config.span = SpanChoice::Count(blocks);
+        message = messages.next().await.map(|from| from.message);
+    }
+    let facts = match message {
         Some(ToNetd::Model(facts)) => facts,
         Some(ToNetd::Drain) => return Stop::Drained,
         Some(other) => return unexpected(&other, "Model").into(),
@@ -468,7 +474,7 @@ impl Daemon {
                     self.drain().await;
                     break Stop::Drained;
                 }
-                other @ (ToNetd::Init(_) | ToNetd::Model(_)) => {
+                other @ (ToNetd::Init(_) | ToNetd::Fits(_) | ToNetd::Model(_)) => {
                     break unexpected(&other, "WorkerUp, WorkerDown, Shrink, MoveFailed or Drain")
                         .into();
                 }

@@ -69,8 +69,12 @@ pub enum SpanChoice {
 /// What is announced as throughput.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Throughput {
-    /// Measured by the workers at start.
+    /// Measured by the workers, or kept from an earlier start with the same device, model and build (`auto`).
     Measure,
+    /// Measured by the workers whatever is kept (`eval`).
+    Anew,
+    /// Measured anew, printed, and then the run ends (`dry_run`).
+    DryRun,
     /// This number (`--throughput FLOAT`), requests per second.
     Fixed(f64),
 }
@@ -191,6 +195,8 @@ pub struct NetdConfig {
     pub span: SpanChoice,
     /// Throughput to announce.
     pub throughput: Throughput,
+    /// What the network carries each way, in bits per second.
+    pub link_bits_per_s: f64,
     /// Free text in the record.
     pub public_name: Option<String>,
     /// Compression of answers.
@@ -231,6 +237,10 @@ pub struct WorkerConfig {
     pub threads: u32,
     /// Fault to inject, for tests of recovery.
     pub fault: Option<FaultPlan>,
+    /// Folder in which measured rates are kept; `None` keeps none.
+    pub rates_dir: Option<PathBuf>,
+    /// Whether to measure although rates are kept.
+    pub measure_anew: bool,
 }
 
 /// A fault that a worker inflicts on itself at a point of a job, to test recovery. Armed in the first `times` generations.

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! prepare:  Init -> Inspected -> Span -> Progress* -> Prepared -> exit 0
-//! netd:     Init -> Listening -> Model -> ProposedSpan -> (WorkerUp | WorkerDown | Shrink | a move)* -> Drain -> exit 0
+//! netd:     Init -> Listening -> Fits? -> Model -> ProposedSpan -> (WorkerUp | WorkerDown | Shrink | a move)* -> Drain -> exit 0
 //! a move:   Move -> WorkerUp of the new blocks -> Moved -> Vacated; without memory for both Move -> MakeRoom -> Vacated -> WorkerUp of the
 //!           new blocks -> Online; or MoveFailed, or Stays
 //! worker:   Init -> Ready -> (Link -> Linked)* -> Drain -> exit 0
@@ -214,6 +214,8 @@ pub struct Capacity {
 pub enum ToNetd {
     /// Start listening. Descriptors under `fds`: the arena.
     Init(Box<NetdInit>),
+    /// No more than so many blocks fit into memory. Comes before `Model`, and only if the whole model was asked for.
+    Fits(u32),
     /// The model that is served.
     Model(ModelFacts),
     /// A worker is linked. Descriptors under `fds`: doorbell of the submission ring, doorbell of the completion ring.

@@ -363,6 +363,9 @@ struct DhtArgs {
     /// Have this node reached through relays when peers cannot dial it
     #[arg(long)]
     use_auto_relay: bool,
+    /// No effect: peers are found through hivemind's DHT, not through IPFS
+    #[arg(long, help_heading = serve::NO_EFFECT)]
+    use_ipfs: bool,
     /// Seconds between two status lines
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
     refresh_period: Duration,

@@ -19,7 +19,8 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
-use shared::config::{LogFormat, ServeConfig};
+use shared::config::{LogFormat, ServeConfig, Throughput};
+use shared::control::{Capacity, FromWorker};
 use shared::exit::ExitReason;
 use shared::ids::{Generation, WorkerId};
 use shared::model::ModelFacts;
@@ -32,7 +33,8 @@ use crate::instance::Instance;
 use crate::plan::Share;
 use crate::running::{Running, slot_of};
 use crate::segments::{MakeError, Segments};
-use crate::tree::{Action, Beat, ChildId, End, Event, Policy, State, Tree};
+use crate::sizing::{self, Memory};
+use crate::tree::{Action, Beat, ChildId, End, Event, Policy, State, Tree, Up};
 
 /// Messages of one child taken in before the others get their turn.
 const TURN: usize = 64;
@@ -77,6 +79,8 @@ struct Driver<'a> {
     running: Vec<Running>,
     segments: Segments,
     facts: Option<ModelFacts>,
+    /// What workers measured, as they said it.
+    measured: Vec<Capacity>,
     wake: Wake,
     signals: SignalFd,
     pace: Duration,
@@ -108,6 +112,11 @@ impl<'a> Driver<'a> {
                 })
                 .collect(),
             span: config.netd.span,
+            memory: Memory {
+                available_bytes: sizing::available_bytes(),
+                workers: config.devices.len() as u64,
+                netd: config.netd.clone(),
+            },
             pace,
         };
         // Before anything is made that has to be removed: from here on a signal ends the run in order.
@@ -127,6 +136,7 @@ impl<'a> Driver<'a> {
             running: Vec::new(),
             segments: Segments::new(instance, started.map_or(0, |since| since.as_secs()))?,
             facts: None,
+            measured: Vec::new(),
             wake: Wake::new().map_err(|e| LoopError::System("make an eventfd", e))?,
             signals,
             pace,
@@ -147,6 +157,7 @@ impl<'a> Driver<'a> {
             if ready.wake {
                 self.wake.clear();
                 self.hear();
+                self.end_dry_run();
             }
             while ready.signal && matches!(self.signals.read_signal(), Ok(Some(_))) {
                 self.pending.push_back(Event::Stop);
@@ -231,6 +242,9 @@ impl<'a> Driver<'a> {
                 match running.channel.next() {
                     None => break,
                     Some(Heard::Message(up)) => {
+                        if let Up::Worker(FromWorker::Ready(capacity)) = &up {
+                            self.measured.push(*capacity);
+                        }
                         self.pending.push_back(Event::Said(id, generation, up))
                     }
                     Some(Heard::Flooded) => {
@@ -247,6 +261,29 @@ impl<'a> Driver<'a> {
                 }
             }
         }
+    }
+
+    /// Ends a run that was only to measure, once all workers have.
+    fn end_dry_run(&mut self) {
+        let workers = self.tree.worker_count();
+        if self.config.netd.throughput != Throughput::DryRun
+            || workers == 0
+            || self.measured.len() < workers
+        {
+            return;
+        }
+        let least =
+            |of: fn(&Capacity) -> f64| self.measured.iter().map(of).fold(f64::INFINITY, f64::min);
+        let (inference_rps, forward_rps) =
+            (least(|one| one.inference_rps), least(|one| one.forward_rps));
+        info!(
+            inference_rps,
+            forward_rps,
+            link_bits_per_s = self.config.netd.link_bits_per_s,
+            "measured; ending the dry run"
+        );
+        self.measured.clear();
+        self.pending.push_back(Event::Stop);
     }
 
     fn reap(&mut self, ended: &[bool]) -> Result<(), LoopError> {
@@ -351,7 +388,7 @@ impl<'a> Driver<'a> {
     /// takes it, and is then the worker's failure.
     fn no_room(&self, span: shared::block::Span) -> Option<String> {
         let facts = self.facts.as_ref()?;
-        let available = crate::segments::memory_bytes("MemAvailable:")?;
+        let available = sizing::available_bytes()?;
         let kv_pages = self.config.netd.limits(facts).kv_pages();
         let kv = facts.kv_segment_bytes(span, kv_pages) as u64;
         let needed = facts

@@ -7,7 +7,7 @@
 //! | [`events`] | the poll loop that drives it |
 //! | [`running`], [`channel`], [`spawn`], [`segments`] | one child, its control channel, its process; shared memory |
 //! | [`instance`] | the name of a run, and what tells a live run from a dead one |
-//! | [`plan`] | which device serves which blocks |
+//! | [`plan`], [`sizing`] | which device serves which blocks, and how many fit |
 //! | [`cli`] | flags and environment |
 //! | [`report`] | what `sepal status` shows |
 #![deny(unsafe_code)]
@@ -20,6 +20,7 @@ pub mod plan;
 pub mod report;
 pub mod running;
 pub mod segments;
+pub mod sizing;
 pub mod spawn;
 pub mod tree;
 

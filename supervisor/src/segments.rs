@@ -16,6 +16,7 @@ use shared::shm::pair::{PairError, RingIdentity, RingPair};
 use shared::shm::segment::{MemfdSegment, SegmentError};
 
 use crate::instance::Instance;
+use crate::sizing::available_bytes;
 
 /// Why a segment could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -35,9 +36,9 @@ pub enum MakeError {
     /// A size is beyond what can be addressed.
     #[error("a segment of {0} bytes is larger than this machine can address")]
     TooLarge(u64),
-    /// The KV cache is larger than the memory of the machine.
+    /// The KV cache is larger than the memory that is left.
     #[error(
-        "the KV cache of worker {worker} needs {needed_bytes} bytes and this machine has {memory_bytes}; \
+        "the KV cache of worker {worker} needs {needed_bytes} bytes and {available_bytes} are available; \
          lower --attn_cache_tokens or serve fewer blocks"
     )]
     NoMemory {
@@ -45,8 +46,8 @@ pub enum MakeError {
         worker: WorkerId,
         /// What it needs.
         needed_bytes: u64,
-        /// All memory of the machine.
-        memory_bytes: u64,
+        /// What is left.
+        available_bytes: u64,
     },
 }
 
@@ -183,26 +184,14 @@ impl Segments {
 
 /// Memory of a memfd is taken page by page when touched, and its lack shows as a killed process: better to say so at once.
 fn check_memory(worker: WorkerId, needed_bytes: u64) -> Result<(), MakeError> {
-    let Some(memory_bytes) = memory_bytes("MemTotal:") else {
-        return Ok(());
-    };
-    if needed_bytes <= memory_bytes {
-        Ok(())
-    } else {
-        Err(MakeError::NoMemory {
+    match available_bytes() {
+        Some(available_bytes) if needed_bytes > available_bytes => Err(MakeError::NoMemory {
             worker,
             needed_bytes,
-            memory_bytes,
-        })
+            available_bytes,
+        }),
+        _ => Ok(()),
     }
-}
-
-/// A line of /proc/meminfo.
-pub fn memory_bytes(line: &str) -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|text| text.strip_prefix(line))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kib.checked_mul(1024)
 }
 
 #[cfg(test)]

@@ -92,6 +92,8 @@ pub struct Tree {
     said: NetdSaid,
     workers: Vec<Worker>,
     facts: Option<ModelFacts>,
+    /// Most blocks that memory holds.
+    fits: u32,
     span: Option<Span>,
     prepared: bool,
     was_online: bool,
@@ -118,6 +120,7 @@ impl Tree {
             said: NetdSaid::default(),
             workers: Vec::new(),
             facts: None,
+            fits: 0,
             span: None,
             prepared: false,
             was_online: false,
@@ -129,6 +132,11 @@ impl Tree {
             ending: None,
             finished: false,
         }
+    }
+
+    /// Workers that there are or will be; 0 before the span is known.
+    pub fn worker_count(&self) -> usize {
+        self.workers.len()
     }
 
     /// Takes in one event and says what to do now.
@@ -270,8 +278,13 @@ impl Tree {
     fn prepare_said(&mut self, message: FromPrepare, now: Instant, out: &mut Vec<Action>) {
         match message {
             FromPrepare::Inspected(facts) => {
-                if let Err(complaint) = check_choice(self.policy.span, &facts) {
-                    return self.end(ExitReason::BadConfig, Some(complaint), now, out);
+                let fits = check_choice(self.policy.span, &facts)
+                    .and_then(|()| self.policy.memory.fit(self.policy.span, &facts));
+                match fits {
+                    Ok(blocks) => self.fits = blocks,
+                    Err(complaint) => {
+                        return self.end(ExitReason::BadConfig, Some(complaint), now, out);
+                    }
                 }
                 self.set_ready(ChildId::Prepare, now, String::new(), out);
                 self.facts.get_or_insert(facts);

@@ -15,11 +15,13 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use shared::block::BlockIndex;
+use shared::config::PrepareConfig;
 use tracing::{info, warn};
 
 use super::checkpoint::{CheckpointFile, open, read_bounded};
 use super::error::PrepareError;
-use super::locate::ModelFolder;
+use super::hub::Hub;
+use super::locate::is_repo_id;
 use super::source::SourceTensor;
 use crate::block::{BlockSpec, LinearSpec};
 use config::AdapterConfig;
@@ -57,8 +59,12 @@ impl Adapter {
     ///
     /// # Errors
     /// [`PrepareError`], which names the file, the tensor and what is wrong with it.
-    pub fn open(name: &str, cache_dir: &Path, spec: &BlockSpec) -> Result<Adapter, PrepareError> {
-        let folder = folder(name, cache_dir)?;
+    pub fn open(
+        name: &str,
+        config: &PrepareConfig,
+        spec: &BlockSpec,
+    ) -> Result<Adapter, PrepareError> {
+        let folder = folder(name, config)?;
         let path = folder.join(CONFIG);
         let json = read_bounded(&path, MAX_CONFIG_BYTES)?;
         let config = AdapterConfig::parse(&json)
@@ -118,18 +124,19 @@ impl Adapter {
     }
 }
 
-fn folder(name: &str, cache_dir: &Path) -> Result<PathBuf, PrepareError> {
-    match ModelFolder::locate(name, cache_dir) {
-        Ok(folder) => Ok(folder.path),
-        Err(PrepareError::NoFolder(name)) => Err(PrepareError::bad_file(
-            Path::new(&name),
-            format!(
-                "is no folder; --adapters takes folders with {CONFIG} and {}",
-                WEIGHTS[0]
-            ),
-        )),
-        Err(error) => Err(error),
+fn folder(name: &str, config: &PrepareConfig) -> Result<PathBuf, PrepareError> {
+    let path = Path::new(name);
+    if path.is_dir() {
+        return path.canonicalize().map_err(|e| PrepareError::read(path, e));
     }
+    if is_repo_id(name) {
+        return Hub::adapter(config, name, CONFIG, &WEIGHTS);
+    }
+    let reason = format!(
+        "is no folder; --adapters takes repositories of the Hub and folders with {CONFIG} and {}",
+        WEIGHTS[0]
+    );
+    Err(PrepareError::bad_file(path, reason))
 }
 
 /// The two matrices.

@@ -28,6 +28,8 @@ pub struct Checkpoint {
     folder: PathBuf,
     files: Files,
     open: BTreeMap<String, CheckpointFile>,
+    /// Tensors that lie in another file than the index says, under the name by which that file is open.
+    adopted: BTreeMap<String, String>,
 }
 
 /// Which file holds which tensor.
@@ -80,7 +82,39 @@ impl Checkpoint {
             folder: folder.to_owned(),
             files: found.unwrap_or_else(|| Err(no_weights(folder)))?,
             open: BTreeMap::new(),
+            adopted: BTreeMap::new(),
         })
+    }
+
+    /// A checkpoint of one safetensors file, which need not be there.
+    pub(super) fn single(folder: &Path) -> Checkpoint {
+        Checkpoint {
+            folder: folder.to_owned(),
+            files: Files::Single(FORMATS[0].1),
+            open: BTreeMap::new(),
+            adopted: BTreeMap::new(),
+        }
+    }
+
+    /// Takes `tensors` from the file at `path` from now on.
+    ///
+    /// # Errors
+    /// As [`Header::read`].
+    pub(super) fn adopt(&mut self, path: &Path, tensors: &[String]) -> Result<(), PrepareError> {
+        let name = path.to_string_lossy().into_owned();
+        if !self.open.contains_key(&name) {
+            self.open.insert(name.clone(), open(path)?);
+        }
+        let adopted = tensors.iter().map(|tensor| (tensor.clone(), name.clone()));
+        self.adopted.extend(adopted);
+        Ok(())
+    }
+
+    fn place_of(&self, tensor: &str) -> Result<&str, PrepareError> {
+        match self.adopted.get(tensor) {
+            Some(name) => Ok(name),
+            None => self.file_of(tensor),
+        }
     }
 
     /// Opens the file that holds `tensor`, unless it is open.
@@ -88,7 +122,7 @@ impl Checkpoint {
     /// # Errors
     /// [`PrepareError::BadTensor`] when no file holds it, else as [`Header::read`].
     pub fn open(&mut self, tensor: &str) -> Result<(), PrepareError> {
-        let name = self.file_of(tensor)?.to_owned();
+        let name = self.place_of(tensor)?.to_owned();
         if !self.open.contains_key(&name) {
             let file = open(&self.folder.join(&name))?;
             self.open.insert(name, file);
@@ -101,7 +135,7 @@ impl Checkpoint {
     /// # Errors
     /// [`PrepareError::BadTensor`] when it is not there.
     pub fn tensor(&self, tensor: &str) -> Result<(&CheckpointFile, &TensorInfo), PrepareError> {
-        let name = self.file_of(tensor)?;
+        let name = self.place_of(tensor)?;
         let missing = |path: &Path| {
             PrepareError::bad_tensor(path, tensor, "is missing; the checkpoint is incomplete")
         };
@@ -117,7 +151,8 @@ impl Checkpoint {
         Ok((file, info))
     }
 
-    fn file_of(&self, tensor: &str) -> Result<&str, PrepareError> {
+    /// Name of the file that holds `tensor` by the index.
+    pub(super) fn file_of(&self, tensor: &str) -> Result<&str, PrepareError> {
         let (name, of_tensors) = match &self.files {
             Files::Single(name) => return Ok(name),
             Files::Index { name, of_tensors } => (name, of_tensors),
@@ -155,6 +190,8 @@ pub(super) fn open(path: &Path) -> Result<CheckpointFile, PrepareError> {
     };
     let real = path.canonicalize().map_err(missing)?;
     let file = File::open(&real).map_err(|e| PrepareError::read(path, e))?;
+    // Keeps the file from being deleted for room; without the lock it may go, and is downloaded again.
+    let _ = file.try_lock_shared();
     let entry = FileEntry::of(&real, &file).map_err(|e| PrepareError::read(path, e))?;
     let is_pickled = path.extension().is_some_and(|e| e == "bin" || e == "pt");
     let header = if is_pickled {

@@ -17,8 +17,8 @@ pub enum PrepareError {
     NoFolder(String),
     /// The repository was never downloaded.
     #[error(
-        "model {repo} is not in the cache ({looked:?} is missing); download it there (huggingface-cli download {repo} \
-         --cache-dir {cache:?}) or give a folder"
+        "model {repo} is not in the cache ({looked:?} is missing) and may not be downloaded (--offline, HF_HUB_OFFLINE); \
+         allow that, download it there (huggingface-cli download {repo} --cache-dir {cache:?}), or give a folder"
     )]
     NotDownloaded {
         /// Repository id.
@@ -27,6 +27,42 @@ pub enum PrepareError {
         looked: PathBuf,
         /// The cache folder.
         cache: PathBuf,
+    },
+    /// The Hub has no such model, revision or file.
+    #[error(
+        "the Hub has no file {file} of model {repo} at revision {revision} (404); check the name and --revision, or give a folder"
+    )]
+    NotOnHub {
+        /// Repository id.
+        repo: String,
+        /// The file asked for.
+        file: String,
+        /// The revision.
+        revision: String,
+    },
+    /// The Hub or the way to it failed.
+    #[error("{reason}")]
+    Hub {
+        /// What happened and what to do.
+        reason: String,
+        /// Whether trying again cannot change it.
+        lasting: bool,
+    },
+    /// A download does not fit on the disk.
+    #[error(
+        "{needed_bytes} bytes have to be downloaded and {available_bytes} are available in {folder:?} after deleting all that \
+         is not in use{}; serve fewer blocks or allow more",
+        limit(*max_bytes)
+    )]
+    NoRoom {
+        /// What is missing.
+        needed_bytes: u64,
+        /// What there is.
+        available_bytes: u64,
+        /// The limit given.
+        max_bytes: Option<u64>,
+        /// The cache folder.
+        folder: PathBuf,
     },
     /// A file of the model cannot be read.
     #[error("read {path:?}: {source}")]
@@ -85,11 +121,16 @@ pub enum PrepareError {
     Stopped,
 }
 
+fn limit(max_bytes: Option<u64>) -> String {
+    max_bytes.map_or_else(String::new, |max| format!(" (--max_disk_space {max})"))
+}
+
 impl PrepareError {
     /// What the process says in its exit code: nothing but a failed read or write is worth another try.
     pub fn exit_reason(&self) -> ExitReason {
         match self {
             PrepareError::Read { .. } | PrepareError::Write { .. } => ExitReason::Failed,
+            PrepareError::Hub { lasting: false, .. } => ExitReason::Failed,
             PrepareError::Stopped => ExitReason::Clean,
             _ => ExitReason::BadConfig,
         }

@@ -65,8 +65,21 @@ impl Header {
         let mut json = vec![0; (data_start - 8) as usize];
         file.read_exact_at(&mut json, 8)
             .map_err(|e| PrepareError::read(path, e))?;
+        let header = Header {
+            data_start,
+            ..Header::parse(&json, path)?
+        };
+        header.check_ranges(path, file_len)?;
+        Ok(header)
+    }
+
+    /// Reads the JSON of a header. What the ranges say of the length of the file is not checked.
+    ///
+    /// # Errors
+    /// [`PrepareError::BadFile`], and [`PrepareError::BadTensor`] for a range that ends before it begins.
+    pub fn parse(json: &[u8], path: &Path) -> Result<Header, PrepareError> {
         let bad = |reason: String| PrepareError::bad_file(path, reason);
-        let raw: RawHeader = serde_json::from_slice(&json).map_err(|e| {
+        let raw: RawHeader = serde_json::from_slice(json).map_err(|e| {
             bad(format!(
                 "has a header that cannot be read ({e}); download the file again"
             ))
@@ -80,26 +93,29 @@ impl Header {
         let header = Header {
             tensors: raw.tensors,
             metadata: raw.metadata.unwrap_or_default(),
-            data_start,
+            data_start: 8 + json.len() as u64,
         };
-        header.check_ranges(path, file_len)?;
+        header.last_byte(path)?;
         Ok(header)
     }
 
-    fn check_ranges(&self, path: &Path, file_len: u64) -> Result<(), PrepareError> {
-        let data_len = file_len - self.data_start;
+    /// One past the last byte that a tensor has, counted from the start of the data.
+    fn last_byte(&self, path: &Path) -> Result<u64, PrepareError> {
         let mut last = 0;
         for (name, tensor) in &self.tensors {
             let (begin, end) = tensor.data_offsets;
             if begin > end {
-                return Err(PrepareError::bad_tensor(
-                    path,
-                    name,
-                    format!("ends at {end} before it begins at {begin}"),
-                ));
+                let reason = format!("ends at {end} before it begins at {begin}");
+                return Err(PrepareError::bad_tensor(path, name, reason));
             }
             last = last.max(end);
         }
+        Ok(last)
+    }
+
+    fn check_ranges(&self, path: &Path, file_len: u64) -> Result<(), PrepareError> {
+        let data_len = file_len - self.data_start;
+        let last = self.last_byte(path)?;
         if last == data_len {
             return Ok(());
         }

@@ -12,6 +12,7 @@ use shared::model::ModelFacts;
 use super::adapter::Adapter;
 use super::checkpoint::{Checkpoint, read_bounded};
 use super::error::PrepareError;
+use super::hub::Hub;
 use super::locate::{ModelFolder, default_dht_prefix};
 use crate::block::{BlockSpec, TensorSpec};
 
@@ -28,6 +29,8 @@ pub struct Inspected {
     pub(super) config: Value,
     pub(super) checkpoint: Checkpoint,
     pub(super) adapters: Vec<Adapter>,
+    /// Where the checkpoint comes from, unless from a folder.
+    pub(super) hub: Option<Hub>,
     pub(super) cache_dir: PathBuf,
 }
 
@@ -37,7 +40,7 @@ impl Inspected {
     /// # Errors
     /// [`PrepareError`] with one sentence for the operator: no such model, an unknown model type, no weights.
     pub fn new(config: &PrepareConfig) -> Result<Inspected, PrepareError> {
-        let folder = ModelFolder::locate(&config.model, &config.cache_dir)?;
+        let (folder, mut hub) = ModelFolder::locate(config)?;
         let path = folder.path.join("config.json");
         let json = read_bounded(&path, MAX_CONFIG_BYTES)?;
         let unsupported = |reason: String| PrepareError::Unsupported {
@@ -51,7 +54,10 @@ impl Inspected {
             Some(dtype) => dtype,
             None => checkpoint_dtype(&value).map_err(unsupported)?,
         };
-        let checkpoint = Checkpoint::find(&folder.path)?;
+        let checkpoint = match &mut hub {
+            Some(hub) => hub.checkpoint()?,
+            None => Checkpoint::find(&folder.path)?,
+        };
         let cache_dir = std::path::absolute(&config.cache_dir)
             .map_err(|e| PrepareError::read(&config.cache_dir, e))?;
         let stored = Stored {
@@ -62,7 +68,7 @@ impl Inspected {
         let adapters = config
             .adapters
             .iter()
-            .map(|name| Adapter::open(name, &config.cache_dir, &spec))
+            .map(|name| Adapter::open(name, config, &spec))
             .collect::<Result<_, _>>()?;
         facts.adapters.clone_from(&config.adapters);
         Ok(Inspected {
@@ -71,6 +77,7 @@ impl Inspected {
             config: value,
             checkpoint,
             adapters,
+            hub,
             cache_dir,
         })
     }

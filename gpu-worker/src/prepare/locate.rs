@@ -1,17 +1,16 @@
-//! From what the operator typed to a folder: a folder in Hugging Face layout, or a repository id that is looked up in the
-//! local hub cache (`models--ORG--NAME/{refs,snapshots}`, as huggingface_hub keeps it). Nothing is downloaded here.
+//! From what the operator typed to a folder: a folder in Hugging Face layout, or a repository id, whose folder is in the cache
+//! (`models--ORG--NAME/{refs,snapshots}`, as huggingface_hub keeps it). What is not there is downloaded by [`super::hub`].
 
 use std::path::{Path, PathBuf};
 
 use shared::block::is_prefix;
+use shared::config::PrepareConfig;
 
 use super::error::PrepareError;
+use super::hub::Hub;
 
 /// Longest repository id of the Hub.
 const MAX_REPO_BYTES: usize = 96;
-
-/// A commit hash has 40 digits; a refs file holds nothing else.
-const MAX_REF_BYTES: u64 = 256;
 
 /// Where a model lies and what it is called.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,11 +24,12 @@ pub struct ModelFolder {
 }
 
 impl ModelFolder {
-    /// Finds `model`.
+    /// Finds the model of `config`; the second value is the way to the Hub, if it is one of its models.
     ///
     /// # Errors
-    /// [`PrepareError::NoFolder`] or [`PrepareError::NotDownloaded`].
-    pub fn locate(model: &str, cache_dir: &Path) -> Result<ModelFolder, PrepareError> {
+    /// [`PrepareError::NoFolder`], and what [`Hub::open`] says.
+    pub fn locate(config: &PrepareConfig) -> Result<(ModelFolder, Option<Hub>), PrepareError> {
+        let model = config.model.as_str();
         let path = Path::new(model);
         if path.is_dir() {
             let whole = path
@@ -38,22 +38,23 @@ impl ModelFolder {
             let name = whole
                 .file_name()
                 .map_or_else(|| model.to_owned(), |n| n.to_string_lossy().into_owned());
-            return Ok(ModelFolder {
+            let folder = ModelFolder {
                 path: whole,
                 name,
                 repo: None,
-            });
+            };
+            return Ok((folder, None));
         }
         if !is_repo_id(model) {
             return Err(PrepareError::NoFolder(model.chars().take(200).collect()));
         }
-        let repo = map_repo(model);
-        let path = snapshot(&repo, cache_dir)?;
-        Ok(ModelFolder {
-            path,
-            name: repo.clone(),
-            repo: Some(repo),
-        })
+        let hub = Hub::open(config)?;
+        let folder = ModelFolder {
+            path: hub.snapshot(),
+            name: hub.name().to_owned(),
+            repo: Some(hub.name().to_owned()),
+        };
+        Ok((folder, Some(hub)))
     }
 
     /// Page of the model, for the swarm's index.
@@ -65,7 +66,7 @@ impl ModelFolder {
 }
 
 /// `org/name` or `name`, of letters, digits, `-`, `_` and `.` (huggingface_hub `validate_repo_id`).
-fn is_repo_id(text: &str) -> bool {
+pub(super) fn is_repo_id(text: &str) -> bool {
     let part = |p: &str| {
         let edges = !p.starts_with(['-', '.']) && !p.ends_with(['-', '.']);
         !p.is_empty()
@@ -81,7 +82,7 @@ fn is_repo_id(text: &str) -> bool {
 }
 
 /// `bigscience/<name>-petals` stands for `bigscience/<name>` (petals `utils/auto_config.py`, `get_compatible_model_repo`).
-fn map_repo(repo: &str) -> String {
+pub(super) fn map_repo(repo: &str) -> String {
     match repo
         .strip_prefix("bigscience/")
         .and_then(|name| name.strip_suffix("-petals"))
@@ -91,31 +92,9 @@ fn map_repo(repo: &str) -> String {
     }
 }
 
-fn snapshot(repo: &str, cache_dir: &Path) -> Result<PathBuf, PrepareError> {
-    let root = cache_dir.join(format!("models--{}", repo.replace('/', "--")));
-    let missing = |looked: PathBuf| PrepareError::NotDownloaded {
-        repo: repo.to_owned(),
-        looked,
-        cache: cache_dir.to_owned(),
-    };
-    let reference = root.join("refs/main");
-    let known =
-        std::fs::metadata(&reference).is_ok_and(|m| m.is_file() && m.len() <= MAX_REF_BYTES);
-    let commit = if known {
-        std::fs::read_to_string(&reference).unwrap_or_default()
-    } else {
-        String::new()
-    };
-    let commit = commit.trim();
-    if commit.is_empty() || !commit.chars().all(|c| c.is_ascii_alphanumeric()) {
-        return Err(missing(reference));
-    }
-    let folder = root.join("snapshots").join(commit);
-    if folder.is_dir() {
-        Ok(folder)
-    } else {
-        Err(missing(folder))
-    }
+/// Folder of a repository in the cache.
+pub(super) fn repo_folder(repo: &str) -> String {
+    format!("models--{}", repo.replace('/', "--"))
 }
 
 /// The prefix of the module uids that Petals takes for a repository by default, if its family has a rule
@@ -181,34 +160,5 @@ mod tests {
         }
         assert_eq!(map_repo("bigscience/bloom-petals"), "bigscience/bloom");
         assert_eq!(map_repo("bigscience/bloom"), "bigscience/bloom");
-    }
-
-    #[test]
-    fn a_snapshot_is_found_through_its_reference() {
-        let cache = tempfile::tempdir().unwrap();
-        let missing = ModelFolder::locate("org/name", cache.path())
-            .unwrap_err()
-            .to_string();
-        assert!(
-            missing.contains("org/name") && missing.contains("download"),
-            "{missing}"
-        );
-
-        let root = cache.path().join("models--org--name");
-        std::fs::create_dir_all(root.join("snapshots/abc123")).unwrap();
-        std::fs::create_dir_all(root.join("refs")).unwrap();
-        std::fs::write(root.join("refs/main"), "abc123\n").unwrap();
-        let folder = ModelFolder::locate("org/name", cache.path()).unwrap();
-        assert_eq!(folder.path, root.join("snapshots/abc123"));
-        assert_eq!(
-            folder.repository().as_deref(),
-            Some("https://huggingface.co/org/name")
-        );
-
-        std::fs::write(root.join("refs/main"), "../../outside").unwrap();
-        assert!(matches!(
-            ModelFolder::locate("org/name", cache.path()),
-            Err(PrepareError::NotDownloaded { .. })
-        ));
     }
 }

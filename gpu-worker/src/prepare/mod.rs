@@ -3,14 +3,16 @@
 //! depends on. It never writes into the model folder.
 //!
 //! ```text
-//! model name -> folder (locate) -> config.json -> BlockSpec, ModelFacts
+//! model name -> folder (locate), or the Hub (hub, disk_cache) -> config.json -> BlockSpec, ModelFacts
 //!            -> checkpoint files (checkpoint, header) -> tensors (source) -> prepared blocks (store) -> manifest
 //! ```
 
 mod adapter;
 mod checkpoint;
+mod disk_cache;
 mod error;
 mod header;
+mod hub;
 mod inspect;
 mod locate;
 mod ready;

@@ -94,6 +94,11 @@ impl Inspected {
             .into_iter()
             .map(Wanted::from)
             .collect();
+        if let Some(hub) = &mut self.hub {
+            let names: Vec<String> = wanted.iter().map(|t| t.full_name.clone()).collect();
+            let alive = &mut || progress(Progress::Tensor);
+            hub.fetch(&mut self.checkpoint, block.0, &names, alive)?;
+        }
         wanted
             .iter()
             .try_for_each(|t| self.checkpoint.open(&t.full_name))?;

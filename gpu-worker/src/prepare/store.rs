@@ -16,6 +16,7 @@ use shared::block::BlockIndex;
 use shared::config::QuantType;
 use shared::dtype::DType;
 
+use super::disk_cache::touch;
 use super::error::PrepareError;
 use super::header::{Header, dtype_word};
 use super::source::SourceTensor;
@@ -104,6 +105,7 @@ impl StorePlace {
     /// The finished file, if it is there, whole, and made from the same source.
     pub fn reuse(&self) -> Option<Prepared> {
         let file = File::open(&self.path).ok()?;
+        touch(&self.path);
         let entry = FileEntry::of(&self.path, &file).ok()?;
         let header = Header::read(&file, &self.path, entry.len).ok()?;
         (header.metadata.get(IDENTITY) == Some(&self.identity))

@@ -103,6 +103,7 @@ impl Worker {
             config: WorkerConfig {
                 threads: 1,
                 fault: start.fault,
+                ..WorkerConfig::default()
             },
             measure: start.measure,
             fds,

@@ -51,6 +51,7 @@ fn config(folder: &Path, initial_peers: Vec<String>) -> NetdConfig {
         span: SpanChoice::All,
         throughput: Throughput::Measure,
         compression: shared::config::Compression::None,
+        link_bits_per_s: 100e6,
         public_name: Some("tests".into()),
         update_period: Duration::from_secs(120),
         expiration: Duration::from_secs(240),

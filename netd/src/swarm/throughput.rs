@@ -1,18 +1,6 @@
-//! What a server announces as its throughput: [`combine`] of measured rates, and a file that keeps them between starts.
-//! Sources: `petals/server/throughput.py` (formula, time of the lock, "unreadable is empty").
-//!
-//! # Discrepancies
-//! Upstream's key knows neither software nor clock; [`Key`] names the build. Upstream's `eval` throws other models' entries away;
-//! here they stay. The file is our own (`sepal_throughput_v1.json`): numbers of Petals do not hold for Sepal.
-
-use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{self, Read, Write};
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
-use thiserror::Error;
-use tracing::warn;
+//! What a server announces as its throughput, from measured rates. The workers measure and keep what a block does on their device
+//! (`gpu-worker/src/throughput.rs`); the network's rate comes from what the operator says it carries. Source:
+//! `petals/server/throughput.py`.
 
 /// Share of the network's rate that is left behind a relay.
 const RELAY_SHARE: f64 = 0.2;
@@ -20,13 +8,9 @@ const RELAY_SHARE: f64 = 0.2;
 const WIRE_BITS: f64 = 16.0;
 /// Rate of a network that could not be measured.
 pub const ASSUMED_BITS_PER_S: f64 = 1e8;
-/// A larger file is not ours.
-const MAX_FILE_BYTES: u64 = 1 << 20;
-/// Time between two looks at a lock that another server holds.
-const LOCK_PERIOD: Duration = Duration::from_millis(50);
 
 /// Rates of one block on one device, in requests (tokens through one block) per second; the network's in tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rates {
     /// One token at a time, with KV cache.
     pub inference_rps: f64,
@@ -34,14 +18,6 @@ pub struct Rates {
     pub forward_rps: f64,
     /// Hidden states through the network, without the loss behind a relay.
     pub network_rps: f64,
-}
-
-impl Rates {
-    fn usable(&self) -> bool {
-        [self.inference_rps, self.forward_rps, self.network_rps]
-            .iter()
-            .all(|rate| rate.is_finite() && *rate > 0.0)
-    }
 }
 
 /// How peers reach this server.
@@ -75,192 +51,15 @@ pub fn combine(rates: &Rates, block_count: u32, reach: Reach) -> f64 {
     (rates.forward_rps / average_blocks).min(network)
 }
 
-/// What measured rates hold for; anything that differs asks for a new measurement.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Key {
-    /// Repository of the model.
-    pub model: String,
-    /// Devices of the tensor-parallel group, by name, with what else changes their speed (cores, memory, driver).
-    pub devices: Vec<String>,
-    /// Block dtype.
-    pub dtype: String,
-    /// Quant type.
-    pub quant: String,
-    /// Version of the executable, or a hash of it.
-    pub build: String,
-}
-
-impl Key {
-    /// As in the file. Parts are written with their quotes, so that no two keys read the same.
-    fn text(&self) -> String {
-        format!(
-            "model={:?} devices={:?} dtype={:?} quant={:?} build={:?}",
-            self.model, self.devices, self.dtype, self.quant, self.build
-        )
-    }
-}
-
-/// Whether kept rates are good enough.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Freshness {
-    /// Kept rates are taken (`auto`).
-    Kept,
-    /// Rates are measured and kept (`eval`, `dry_run`).
-    Measured,
-}
-
-/// Why there are no rates.
-#[derive(Debug, Error)]
-pub enum ThroughputError<E> {
-    /// The lock file cannot be opened or locked.
-    #[error("lock {path} for the measurement of throughput")]
-    Lock {
-        /// The lock file.
-        path: PathBuf,
-        /// What the system said.
-        #[source]
-        source: io::Error,
-    },
-    /// Another server has been measuring for too long.
-    #[error("wait {waited:?} for another server to measure its throughput")]
-    Busy {
-        /// The wait.
-        waited: Duration,
-    },
-    /// The measurement failed.
-    #[error(transparent)]
-    Measurement(E),
-}
-
-/// The file of rates in a cache directory. Blocks; belongs outside the reactor.
-#[derive(Clone, Debug)]
-pub struct RateCache {
-    file: PathBuf,
-    lock: PathBuf,
-    longest_wait: Duration,
-}
-
-impl RateCache {
-    /// The cache in `directory`; a caller waits at most `longest_wait` for other servers that measure.
-    #[must_use]
-    pub fn new(directory: &Path, longest_wait: Duration) -> Self {
-        Self {
-            file: directory.join("sepal_throughput_v1.json"),
-            lock: directory.join("sepal_throughput.lock"),
-            longest_wait,
-        }
-    }
-
-    /// The rates for `key`, kept or from `measure`. Servers that start together measure one after the other. A file that
-    /// cannot be written is logged and costs the next start a measurement.
-    ///
-    /// # Errors
-    /// [`ThroughputError`].
-    pub fn rates<E>(
-        &self,
-        key: &Key,
-        freshness: Freshness,
-        measure: impl FnOnce() -> Result<Rates, E>,
-    ) -> Result<Rates, ThroughputError<E>> {
-        let _lock = self.lock()?;
-        let mut entries = self.read();
-        let kept = entries.get(&key.text()).copied().filter(Rates::usable);
-        if let (Some(rates), Freshness::Kept) = (kept, freshness) {
-            return Ok(rates);
-        }
-        let rates = measure().map_err(ThroughputError::Measurement)?;
-        entries.insert(key.text(), rates);
-        if let Err(error) = self.write(&entries) {
-            warn!(%error, file = %self.file.display(), "throughput not kept");
-        }
-        Ok(rates)
-    }
-
-    /// Locks until the file is dropped.
-    fn lock<E>(&self) -> Result<File, ThroughputError<E>> {
-        let failed = |source| ThroughputError::Lock {
-            path: self.lock.clone(),
-            source,
-        };
-        let options = OpenOptions::new()
-            .create(true)
-            .append(true)
-            .open(&self.lock);
-        let file = options.map_err(failed)?;
-        let deadline = Instant::now() + self.longest_wait;
-        loop {
-            match file.try_lock() {
-                Ok(()) => return Ok(file),
-                Err(TryLockError::Error(source)) => return Err(failed(source)),
-                Err(TryLockError::WouldBlock) if Instant::now() >= deadline => {
-                    return Err(ThroughputError::Busy {
-                        waited: self.longest_wait,
-                    });
-                }
-                Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_PERIOD),
-            }
-        }
-    }
-
-    /// All entries; none if the file is missing or makes no sense.
-    fn read(&self) -> BTreeMap<String, Rates> {
-        let read = || -> io::Result<_> {
-            let mut text = Vec::new();
-            File::open(&self.file)?
-                .take(MAX_FILE_BYTES)
-                .read_to_end(&mut text)?;
-            Ok(serde_json::from_slice(&text)?)
-        };
-        read().unwrap_or_else(|error| {
-            if error.kind() != io::ErrorKind::NotFound {
-                warn!(%error, file = %self.file.display(), "kept throughput is unreadable, starting anew");
-            }
-            BTreeMap::new()
-        })
-    }
-
-    /// Replaces the file as a whole.
-    fn write(&self, entries: &BTreeMap<String, Rates>) -> io::Result<()> {
-        let new = self.file.with_extension("new");
-        let mut file = File::create(&new)?;
-        file.write_all(&serde_json::to_vec_pretty(entries)?)?;
-        file.sync_all()?;
-        std::fs::rename(&new, &self.file)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::cell::Cell;
 
     const RATES: Rates = Rates {
         inference_rps: 500.0,
         forward_rps: 48_000.0,
         network_rps: 7629.39453125,
     };
-
-    fn key() -> Key {
-        Key {
-            model: "owner/model".into(),
-            devices: vec!["NVIDIA H200".into()],
-            dtype: "bfloat16".into(),
-            quant: "nf4".into(),
-            build: "0.1.0".into(),
-        }
-    }
-
-    fn cache(directory: &Path) -> RateCache {
-        RateCache::new(directory, Duration::from_millis(20))
-    }
-
-    fn measured(rates: Rates) -> Result<Rates, String> {
-        Ok(rates)
-    }
-
-    fn must_not_measure() -> Result<Rates, String> {
-        Err("measured".into())
-    }
 
     #[test]
     fn worked_examples_come_out() {
@@ -285,147 +84,5 @@ mod tests {
         ] {
             assert_eq!(network_rps(down, up, 4096), assumed, "{down} {up}");
         }
-    }
-
-    #[test]
-    fn kept_rates_spare_a_measurement_until_asked_for_one() {
-        let directory = tempfile::tempdir().unwrap();
-        let cache = cache(directory.path());
-        assert_eq!(
-            cache
-                .rates(&key(), Freshness::Kept, || measured(RATES))
-                .unwrap(),
-            RATES
-        );
-        assert_eq!(
-            cache
-                .rates(&key(), Freshness::Kept, must_not_measure)
-                .unwrap(),
-            RATES
-        );
-        let faster = Rates {
-            forward_rps: 50_000.0,
-            ..RATES
-        };
-        assert_eq!(
-            cache
-                .rates(&key(), Freshness::Measured, || measured(faster))
-                .unwrap(),
-            faster
-        );
-        assert_eq!(
-            cache
-                .rates(&key(), Freshness::Kept, must_not_measure)
-                .unwrap(),
-            faster
-        );
-    }
-
-    #[test]
-    fn any_change_of_the_key_asks_for_a_measurement_and_keeps_the_others() {
-        let directory = tempfile::tempdir().unwrap();
-        let cache = cache(directory.path());
-        cache
-            .rates(&key(), Freshness::Kept, || measured(RATES))
-            .unwrap();
-        let others = [
-            Key {
-                model: "owner/other".into(),
-                ..key()
-            },
-            Key {
-                devices: vec!["CPU".into()],
-                ..key()
-            },
-            Key {
-                devices: vec!["NVIDIA H200".into(), "NVIDIA H200".into()],
-                ..key()
-            },
-            Key {
-                dtype: "float32".into(),
-                ..key()
-            },
-            Key {
-                quant: "none".into(),
-                ..key()
-            },
-            Key {
-                build: "0.2.0".into(),
-                ..key()
-            },
-        ];
-        for other in &others {
-            let calls = Cell::new(0);
-            let count = || {
-                calls.set(calls.get() + 1);
-                measured(RATES)
-            };
-            cache.rates(other, Freshness::Measured, count).unwrap();
-            assert_eq!(calls.get(), 1, "{other:?}");
-        }
-        for kept in others.iter().chain([&key()]) {
-            assert!(
-                cache.rates(kept, Freshness::Kept, must_not_measure).is_ok(),
-                "{kept:?}"
-            );
-        }
-    }
-
-    #[test]
-    fn file_that_makes_no_sense_is_empty() {
-        let directory = tempfile::tempdir().unwrap();
-        let cache = cache(directory.path());
-        let zero = format!(
-            "{{{:?}: {{\"inference_rps\": 0, \"forward_rps\": 1, \"network_rps\": 1}}}}",
-            key().text()
-        );
-        for nonsense in ["", "{", "[1]", "{\"a\": 1}", "\u{0}", zero.as_str()] {
-            std::fs::write(directory.path().join("sepal_throughput_v1.json"), nonsense).unwrap();
-            let rates = cache.rates(&key(), Freshness::Kept, || measured(RATES));
-            assert_eq!(rates.unwrap(), RATES, "{nonsense:?}");
-            assert!(
-                cache
-                    .rates(&key(), Freshness::Kept, must_not_measure)
-                    .is_ok()
-            );
-        }
-    }
-
-    #[test]
-    fn failure_to_measure_keeps_nothing() {
-        let directory = tempfile::tempdir().unwrap();
-        let cache = cache(directory.path());
-        let failed = cache.rates(&key(), Freshness::Kept, must_not_measure);
-        assert!(matches!(failed, Err(ThroughputError::Measurement(text)) if text == "measured"));
-        assert!(!directory.path().join("sepal_throughput_v1.json").exists());
-    }
-
-    #[test]
-    fn file_that_cannot_be_written_costs_only_the_memory_of_it() {
-        let directory = tempfile::tempdir().unwrap();
-        std::fs::create_dir(directory.path().join("sepal_throughput_v1.json")).unwrap();
-        let rates = cache(directory.path()).rates(&key(), Freshness::Kept, || measured(RATES));
-        assert_eq!(rates.unwrap(), RATES);
-    }
-
-    #[test]
-    fn server_that_measures_keeps_others_waiting_until_their_deadline() {
-        let directory = tempfile::tempdir().unwrap();
-        let first = cache(directory.path());
-        let second = cache(directory.path());
-        let within = || {
-            let refused = second.rates(&key(), Freshness::Kept, must_not_measure);
-            assert!(
-                matches!(refused, Err(ThroughputError::Busy { .. })),
-                "{refused:?}"
-            );
-            measured(RATES)
-        };
-        first.rates(&key(), Freshness::Kept, within).unwrap();
-        assert!(
-            second
-                .rates(&key(), Freshness::Kept, must_not_measure)
-                .is_ok()
-        );
     }
 }

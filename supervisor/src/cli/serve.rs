@@ -1,6 +1,5 @@
-//! `sepal serve`: the flags of Petals' `run_server` (`petals/cli/run_server.py`) and our own. A flag of `run_server` that
-//! asks for what this version does not do is refused with a sentence; one that only tunes machinery that we do not have is
-//! accepted and noted.
+//! `sepal serve`: the flags of Petals' `run_server` (`petals/cli/run_server.py`) and our own. A flag of `run_server` that tunes
+//! machinery that we do not have is accepted and noted.
 //!
 //! | module | flags about |
 //! | --- | --- |
@@ -9,7 +8,7 @@
 //! | [`network`] | peers and announcements |
 //! | [`limits`] | what clients may take |
 //! | [`supervision`] | processes |
-//! | [`petals`] | what changes nothing here, and what is refused |
+//! | [`petals`] | what changes nothing here |
 
 mod hub;
 mod limits;
@@ -30,8 +29,7 @@ use shared::dtype::DType;
 use super::values::{devices, model_or_last};
 use super::{DEFAULT_LOG, Env, LogArgs, runtime_dir};
 
-pub use petals::NO_EFFECT;
-pub use petals::notes;
+pub use petals::{NO_EFFECT, notes};
 
 /// Most workers of an instance: the board has 32 seats, two of which are not for workers.
 const MAX_DEVICES: usize = 15;
@@ -52,9 +50,7 @@ pub struct ServeArgs {
     #[command(flatten)]
     log: LogArgs,
     #[command(flatten)]
-    _unused: petals::UnusedArgs,
-    #[command(flatten)]
-    refused: petals::RefusedArgs,
+    unused: petals::UnusedArgs,
 }
 
 /// What to serve, on what.
@@ -69,7 +65,7 @@ struct ModelArgs {
     /// The same as MODEL
     #[arg(long, value_name = "MODEL", conflicts_with = "model")]
     converted_model_name_or_path: Option<String>,
-    /// Number of blocks to serve, where the swarm needs them most [default: all]
+    /// Number of blocks to serve, where the swarm needs them most [default: as many as fit into memory]
     #[arg(long, value_name = "N", conflicts_with = "block_indices", value_parser = clap::value_parser!(u32).range(1..))]
     num_blocks: Option<u32>,
     /// Serve exactly these blocks, and never others
@@ -91,7 +87,8 @@ struct ModelArgs {
     /// Compute threads of each worker [default: the cores, divided among the workers]
     #[arg(long, value_name = "N")]
     threads: Option<u32>,
-    /// Requests per second to announce: a number, or auto or eval to measure
+    /// Requests per second to announce: a number, auto to measure once for this machine, model and build, eval to measure
+    /// again, or dry_run to measure again, print and end
     #[arg(
         long,
         value_name = "RPS",
@@ -112,14 +109,23 @@ struct ModelArgs {
 
 /// Turns flags and environment into settings.
 pub fn resolve(mut args: ServeArgs, env: Env<'_>) -> Result<ServeConfig, String> {
-    args.refused.check()?;
-    let devices = serving_devices(&args.model.device)?;
+    let devices = match args.unused.tensor_parallel_devices.join(",") {
+        none if none.is_empty() => serving_devices(&args.model.device)?,
+        several => serving_devices(&several)?,
+    };
     let prepare = args.prepare(env)?;
-    let netd = args.netd()?;
+    let mut netd = args.netd()?;
+    if netd.throughput == Throughput::DryRun {
+        // Nobody is to see a server that ends in a moment.
+        (netd.initial_peers, netd.host_maddrs) =
+            (Vec::new(), vec!["/ip4/127.0.0.1/tcp/0".to_owned()]);
+    }
     Ok(ServeConfig {
         worker: WorkerConfig {
             threads: threads(args.model.threads, devices.len()),
             fault: args.supervision.inject_fault,
+            rates_dir: Some(prepare.cache_dir.clone()),
+            measure_anew: matches!(netd.throughput, Throughput::Anew | Throughput::DryRun),
         },
         devices,
         prepare: PrepareConfig {
@@ -182,6 +188,7 @@ impl ServeArgs {
             use_auto_relay: !network.no_auto_relay,
             span: span(model.block_indices, model.num_blocks),
             throughput: throughput(&model.throughput)?,
+            link_bits_per_s: link_bits_per_s(network.network_mbps)?,
             public_name: model.public_name.take(),
             compression: network.compression,
             update_period: network.update_period,
@@ -239,17 +246,25 @@ fn serving_devices(text: &str) -> Result<Vec<Device>, String> {
 
 fn throughput(text: &str) -> Result<Throughput, String> {
     match text {
-        "auto" | "eval" => Ok(Throughput::Measure),
-        "dry_run" => Err(
-            "--throughput dry_run: this version measures while it serves; give eval or a number"
-                .into(),
-        ),
+        "auto" => Ok(Throughput::Measure),
+        "eval" => Ok(Throughput::Anew),
+        "dry_run" => Ok(Throughput::DryRun),
         number => match number.parse::<f64>() {
             Ok(rps) if rps.is_finite() && rps > 0.0 => Ok(Throughput::Fixed(rps)),
             _ => Err(format!(
-                "--throughput {number:?} is neither auto, eval nor a number above 0"
+                "--throughput {number:?} is neither auto, eval, dry_run nor a number above 0"
             )),
         },
+    }
+}
+
+/// Bits per second of a network that carries so many megabits.
+fn link_bits_per_s(mbps: f64) -> Result<f64, String> {
+    match mbps.is_finite() && mbps > 0.0 && mbps < 1e9 {
+        true => Ok(mbps * 1e6),
+        false => Err(format!(
+            "--network_mbps {mbps} is no speed of a network; give megabits per second, such as 1000"
+        )),
     }
 }
 

@@ -139,7 +139,6 @@ fn what_petals_does_and_this_version_does_not_is_refused_in_a_sentence() {
         ("--quant_type fp4", "use none, int8 or nf4"),
         ("--adapters a b a", "twice"),
         ("--adapters=", "no name"),
-        ("--tensor_parallel_devices cpu cpu", "--device"),
         ("--compression ZIP", "MEANSTD_16BIT"),
         ("--device cuda:0", "give cpu"),
         ("--device mps", "cuda:N"),
@@ -149,7 +148,8 @@ fn what_petals_does_and_this_version_does_not_is_refused_in_a_sentence() {
         ("--revision ../x", "--revision"),
         ("--max_disk_space much", "512MiB"),
         ("-c /no/such/file", "/no/such/file"),
-        ("--throughput dry_run", "eval"),
+        ("--network_mbps 0", "--network_mbps"),
+        ("--network_mbps=nan", "--network_mbps"),
         ("--throughput -1", "--throughput"),
         ("--throughput=nan", "nan"),
         ("--dht_prefix a.b", "a.b"),
@@ -568,4 +568,103 @@ fn the_hub_is_asked_as_the_flags_and_its_own_variables_say() {
     ];
     assert_eq!(token(&hub("--use_auth_token", &home)), Some("saved".into()));
     assert_eq!(token(&hub("", &home[..1])), Some("saved".into()));
+}
+
+#[test]
+fn throughput_is_kept_measured_again_or_only_measured() {
+    let config = serve("m --new_swarm --cache_dir /c --network_mbps 1000");
+    assert_eq!(
+        (config.netd.throughput, config.worker.measure_anew),
+        (Throughput::Measure, false)
+    );
+    assert_eq!(
+        (config.netd.link_bits_per_s, config.worker.rates_dir),
+        (1e9, Some("/c".into()))
+    );
+    let config = serve("m --throughput eval");
+    assert_eq!(
+        (config.netd.throughput, config.worker.measure_anew),
+        (Throughput::Anew, true)
+    );
+    assert_eq!(config.netd.initial_peers.len(), 6);
+    let config = serve("m --throughput dry_run");
+    assert_eq!(
+        (config.netd.throughput, config.worker.measure_anew),
+        (Throughput::DryRun, true)
+    );
+    assert!(
+        config.netd.initial_peers.is_empty(),
+        "nobody sees a dry run"
+    );
+    assert_eq!(
+        serve("m --throughput 2.5").netd.throughput,
+        Throughput::Fixed(2.5)
+    );
+}
+
+#[test]
+fn devices_for_tensor_parallelism_share_the_span() {
+    let Ok(Command::Serve { config, notes }) =
+        run("serve m --tensor_parallel_devices cpu cpu", &[])
+    else {
+        panic!()
+    };
+    assert_eq!(config.devices, [Device::Cpu, Device::Cpu]);
+    assert!(
+        notes
+            .iter()
+            .any(|note| note.contains("blocks are not split")),
+        "{notes:?}"
+    );
+}
+
+#[test]
+fn flags_of_dht_without_effect_are_noted() {
+    let Ok(Command::Dht { notes, .. }) = run("dht --use_ipfs", &[]) else {
+        panic!()
+    };
+    assert!(
+        notes[0].starts_with("--use_ipfs has no effect"),
+        "{notes:?}"
+    );
+}
+
+#[test]
+fn every_flag_of_petals_is_in_the_table_with_a_test_that_exists() {
+    const RUN_SERVER: &str = "converted_model_name_or_path config public_name token use_auth_token num_blocks block_indices \
+         dht_prefix port public_ip no_auto_relay host_maddrs announce_maddrs daemon_startup_timeout compression num_handlers \
+         prefetch_batches sender_threads inference_max_length min_batch_size max_batch_size max_chunk_size_bytes \
+         attn_cache_tokens cache_dir max_disk_space device torch_dtype max_alloc_timeout revision throughput update_period \
+         expiration request_timeout session_timeout step_timeout initial_peers new_swarm increase_file_limit \
+         stats_report_interval custom_module_path identity_path balance_quality mean_balance_check_period quant_type \
+         tensor_parallel_devices skip_reachability_check adapters";
+    const RUN_DHT: &str = "initial_peers host_maddrs announce_maddrs use_ipfs identity_path no_relay use_auto_relay refresh_period";
+    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..");
+    let table = std::fs::read_to_string(root.join("supervisor/FLAGS.md")).unwrap();
+    let (server, dht) = table.split_once("## run_dht").unwrap();
+    for (name, flags, rows) in [("serve", RUN_SERVER, server), ("dht", RUN_DHT, dht)] {
+        let command = Sepal::command();
+        let command = command.find_subcommand(name).unwrap();
+        for flag in flags.split_whitespace() {
+            let known = command
+                .get_arguments()
+                .any(|arg| arg.get_long() == Some(flag));
+            assert!(known, "sepal {name} does not know --{flag}");
+            let named = |row: &&str| {
+                row.split(['`', ' ', ','])
+                    .any(|word| word == format!("--{flag}"))
+            };
+            let row = rows
+                .lines()
+                .find(|row| row.starts_with("| `") && named(row));
+            let row = row.unwrap_or_else(|| panic!("FLAGS.md has no row for --{flag} of {name}"));
+            let test: Vec<&str> = row.rsplit('|').nth(1).unwrap().split('`').collect();
+            let [_, file, _, function, _] = test[..] else {
+                panic!("{row}")
+            };
+            let text = std::fs::read_to_string(root.join(file))
+                .unwrap_or_else(|error| panic!("{file}: {error}"));
+            assert!(text.contains(&format!("fn {function}(")), "{row}");
+        }
+    }
 }

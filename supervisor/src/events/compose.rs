@@ -72,6 +72,13 @@ impl Driver<'_> {
             Down::MoveFailed { to, why } => {
                 running.tell(Message::Netd(ToNetd::MoveFailed { to, why }))
             }
+            Down::Fits(blocks) => {
+                warn!(
+                    blocks,
+                    "the memory of this machine does not hold the whole model"
+                );
+                running.tell(Message::Netd(ToNetd::Fits(blocks)))
+            }
             Down::Model(facts) => running.tell(Message::Netd(ToNetd::Model(facts))),
             Down::WorkerDown {
                 worker,
@@ -217,7 +224,7 @@ impl Driver<'_> {
             manifest: manifest_of(self.instance, whole),
             model: facts.clone(),
             config: self.config.worker.clone(),
-            measure: self.config.netd.throughput == Throughput::Measure,
+            measure: !matches!(self.config.netd.throughput, Throughput::Fixed(_)),
             fds,
         };
         let kv = self.segments.kv(self.instance, worker, bytes)?;

@@ -11,6 +11,7 @@ use shared::model::ModelFacts;
 
 use super::child::{Beat, ChildId, End, State};
 use crate::plan::{Placement, Share};
+use crate::sizing::Memory;
 
 /// What the tree needs to know of the configuration.
 #[derive(Clone, Debug)]
@@ -23,6 +24,8 @@ pub struct Policy {
     pub shares: Vec<Share>,
     /// The blocks asked for.
     pub span: SpanChoice,
+    /// What they may take.
+    pub memory: Memory,
     /// Usual time between two readings of the board.
     pub pace: Duration,
 }
@@ -68,6 +71,8 @@ pub enum Down {
     Init(Init),
     /// To prepare: make this span ready.
     Span(Span),
+    /// To netd: not more blocks than these.
+    Fits(u32),
     /// To netd: the model.
     Model(ModelFacts),
     /// To a worker: serve the new rings shared with this netd.

@@ -4,6 +4,7 @@
 use std::time::Instant;
 
 use shared::block::Span;
+use shared::config::SpanChoice;
 use shared::control::DeathCause;
 use shared::exit::ExitReason;
 use shared::ids::{Generation, WorkerId};
@@ -20,6 +21,9 @@ impl Tree {
             return;
         }
         self.said.has_model = true;
+        if self.policy.span == SpanChoice::All && self.fits < facts.num_blocks {
+            out.push(Action::Tell(ChildId::Netd, Down::Fits(self.fits)));
+        }
         out.push(Action::Tell(ChildId::Netd, Down::Model(facts.clone())));
         let ids: Vec<_> = self
             .workers

@@ -6,6 +6,7 @@ use shared::ids::GroupId;
 
 use super::*;
 use crate::plan::Share;
+use crate::sizing::Memory;
 
 mod moves;
 
@@ -36,7 +37,18 @@ fn policy(devices: usize) -> Policy {
             devices
         ],
         span: SpanChoice::All,
+        memory: memory(None),
         pace: SEC,
+    }
+}
+
+/// Memory with so many bytes available.
+fn memory(available_bytes: Option<u64>) -> Memory {
+    let netd = crate::sizing::tests::netd_config();
+    Memory {
+        available_bytes,
+        workers: 2,
+        netd,
     }
 }
 
@@ -982,4 +994,27 @@ proptest! {
         }
         prop_assert!(rig.witness.finished);
     }
+}
+
+#[test]
+fn a_model_that_does_not_fit_is_served_in_part() {
+    let mut rig = Rig::new(1);
+    let need = memory(None).need(&facts());
+    rig.tree.policy.memory = memory(Some(need.fixed + 5 * (need.weights + need.kv)));
+    rig.on(Event::Start);
+    rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+    rig.netd_listens();
+    assert_eq!(rig.told(NETD), [&Down::Fits(5), &Down::Model(facts())]);
+}
+
+#[test]
+fn blocks_that_do_not_fit_end_the_run_with_the_arithmetic() {
+    let mut rig = Rig::new(1);
+    rig.tree.policy.span = SpanChoice::Count(8);
+    let need = memory(None).need(&facts());
+    rig.tree.policy.memory = memory(Some(need.fixed + 5 * (need.weights + need.kv)));
+    rig.on(Event::Start);
+    rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+    let complaint = rig.complaints().join("");
+    assert!(complaint.contains("5 would fit"), "{complaint}");
 }

@@ -48,6 +48,7 @@ pub fn config(script: &str) -> ServeConfig {
             span: SpanChoice::All,
             throughput: Throughput::Fixed(1.0),
             compression: shared::config::Compression::None,
+            link_bits_per_s: 100e6,
             public_name: None,
             update_period: minute,
             expiration: minute,

@@ -54,6 +54,9 @@ pub struct NetworkArgs {
     /// BLOCKWISE_8BIT
     #[arg(long, value_name = "NAME", default_value = "NONE")]
     pub(super) compression: Compression,
+    /// Megabits per second that the network carries each way; Petals assumes 100 where it cannot measure
+    #[arg(long, value_name = "MBPS", default_value = "100")]
+    pub(super) network_mbps: f64,
     /// Seconds to start listening and to reach a first peer
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     pub(super) daemon_startup_timeout: Duration,

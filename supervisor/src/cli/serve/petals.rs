@@ -1,4 +1,4 @@
-//! Flags of `run_server` that change nothing here, or that ask for what this version does not do.
+//! Flags of `run_server` that change nothing here.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,6 @@ use crate::cli::layers::{Layered, Origin};
 
 /// Heading of the flags without effect. What is declared under it is accepted and noted, with its help as the reason.
 pub const NO_EFFECT: &str = "Flags of Petals without effect here";
-const NOT_YET: &str = "Flags of Petals that this version refuses";
 
 /// Flags that tune machinery that Sepal does not have, or does better without being told. The help of each begins with
 /// "No effect" and says why: it is also the note that whoever gives the flag finds in the log.
@@ -36,18 +35,12 @@ pub struct UnusedArgs {
     /// No effect: this version makes no such check
     #[arg(long)]
     skip_reachability_check: bool,
+    /// No effect: blocks are not split; the devices serve a part of the span each, as with --device
+    #[arg(long, num_args = 1.., value_name = "DEVICE", conflicts_with = "device")]
+    pub(super) tensor_parallel_devices: Vec<String>,
     /// No effect: sepal runs no Python, and hivemind's modules are not transformer blocks
     #[arg(long, value_name = "FILE")]
     custom_module_path: Option<PathBuf>,
-}
-
-/// Flags that ask for something that this version cannot do.
-#[derive(Debug, Args)]
-#[command(rename_all = "snake_case", next_help_heading = NOT_YET)]
-pub struct RefusedArgs {
-    /// Devices that share each block
-    #[arg(long, num_args = 1.., value_name = "DEVICE")]
-    tensor_parallel_devices: Vec<String>,
 }
 
 /// A sentence for each flag that was given although it changes nothing.
@@ -64,18 +57,4 @@ pub fn notes(command: &Command, layered: &Layered) -> Vec<String> {
         format!("--{} has no effect: {why}", arg.get_id())
     };
     unused.map(note).collect()
-}
-
-impl RefusedArgs {
-    pub fn check(&self) -> Result<(), String> {
-        let given = [(
-            "tensor_parallel_devices",
-            self.tensor_parallel_devices.len() > 1,
-            "this version does not split blocks among devices; list them with --device to split the span",
-        )];
-        match given.iter().find(|(_, given, _)| *given) {
-            Some((flag, _, why)) => Err(format!("--{flag}: {why}")),
-            None => Ok(()),
-        }
-    }
 }

@@ -1,0 +1,397 @@
+//! A file that keeps what [`crate::probe`] measured between starts. Source: `petals/server/throughput.py` (time of the lock,
+//! "unreadable is empty").
+//!
+//! # Discrepancies
+//! Upstream's key knows neither software nor the number of cores; [`Key`] names both. Upstream's `eval` throws other models'
+//! entries away; here they stay. The file is our own (`sepal_throughput_v1.json`): numbers of Petals do not hold for Sepal. It
+//! does not hold the network's rate, which changes with the place of a machine and not with its devices.
+
+use shared::config::Device;
+use shared::control::Capacity;
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use thiserror::Error;
+use tracing::warn;
+
+/// A larger file is not ours.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+/// Time between two looks at a lock that another server holds.
+const LOCK_PERIOD: Duration = Duration::from_millis(50);
+
+/// What measured rates hold for; anything that differs asks for a new measurement.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Key {
+    /// Repository of the model.
+    pub model: String,
+    /// Devices of the tensor-parallel group, by name, with what else changes their speed (cores, memory, driver).
+    pub devices: Vec<String>,
+    /// Block dtype.
+    pub dtype: String,
+    /// Quant type.
+    pub quant: String,
+    /// Version of the executable, or a hash of it.
+    pub build: String,
+}
+
+impl Key {
+    /// As in the file. Parts are written with their quotes, so that no two keys read the same.
+    fn text(&self) -> String {
+        format!(
+            "model={:?} devices={:?} dtype={:?} quant={:?} build={:?}",
+            self.model, self.devices, self.dtype, self.quant, self.build
+        )
+    }
+}
+
+/// Whether kept rates are good enough.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Freshness {
+    /// Kept rates are taken (`auto`).
+    Kept,
+    /// Capacity are measured and kept (`eval`, `dry_run`).
+    Measured,
+}
+
+/// Why there are no rates.
+#[derive(Debug, Error)]
+pub enum ThroughputError<E> {
+    /// The lock file cannot be opened or locked.
+    #[error("lock {path} for the measurement of throughput")]
+    Lock {
+        /// The lock file.
+        path: PathBuf,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// Another server has been measuring for too long.
+    #[error("wait {waited:?} for another server to measure its throughput")]
+    Busy {
+        /// The wait.
+        waited: Duration,
+    },
+    /// The measurement failed.
+    #[error(transparent)]
+    Measurement(E),
+}
+
+fn is_usable(rates: &Capacity) -> bool {
+    [rates.inference_rps, rates.forward_rps]
+        .iter()
+        .all(|rate| rate.is_finite() && *rate > 0.0)
+}
+
+/// The file of rates in a cache directory. Blocks; belongs outside the reactor.
+#[derive(Clone, Debug)]
+pub struct RateCache {
+    file: PathBuf,
+    lock: PathBuf,
+    longest_wait: Duration,
+}
+
+impl RateCache {
+    /// The cache in `directory`; a caller waits at most `longest_wait` for other servers that measure.
+    #[must_use]
+    pub fn new(directory: &Path, longest_wait: Duration) -> Self {
+        Self {
+            file: directory.join("sepal_throughput_v1.json"),
+            lock: directory.join("sepal_throughput.lock"),
+            longest_wait,
+        }
+    }
+
+    /// The rates for `key`, kept or from `measure`. Servers that start together measure one after the other. A file that
+    /// cannot be written is logged and costs the next start a measurement.
+    ///
+    /// # Errors
+    /// [`ThroughputError`].
+    pub fn rates<E>(
+        &self,
+        key: &Key,
+        freshness: Freshness,
+        measure: impl FnOnce() -> Result<Capacity, E>,
+    ) -> Result<Capacity, ThroughputError<E>> {
+        let _lock = self.lock()?;
+        let mut entries = self.read();
+        let kept = entries.get(&key.text()).copied().filter(is_usable);
+        if let (Some(rates), Freshness::Kept) = (kept, freshness) {
+            return Ok(rates);
+        }
+        let rates = measure().map_err(ThroughputError::Measurement)?;
+        entries.insert(key.text(), rates);
+        if let Err(error) = self.write(&entries) {
+            warn!(%error, file = %self.file.display(), "throughput not kept");
+        }
+        Ok(rates)
+    }
+
+    /// Locks until the file is dropped.
+    fn lock<E>(&self) -> Result<File, ThroughputError<E>> {
+        let failed = |source| ThroughputError::Lock {
+            path: self.lock.clone(),
+            source,
+        };
+        let folder = self.lock.parent().unwrap_or(Path::new("."));
+        let open = || {
+            OpenOptions::new()
+                .create(true)
+                .append(true)
+                .open(&self.lock)
+        };
+        let file = std::fs::create_dir_all(folder)
+            .and_then(|()| open())
+            .map_err(failed)?;
+        let deadline = Instant::now() + self.longest_wait;
+        loop {
+            match file.try_lock() {
+                Ok(()) => return Ok(file),
+                Err(TryLockError::Error(source)) => return Err(failed(source)),
+                Err(TryLockError::WouldBlock) if Instant::now() >= deadline => {
+                    return Err(ThroughputError::Busy {
+                        waited: self.longest_wait,
+                    });
+                }
+                Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_PERIOD),
+            }
+        }
+    }
+
+    /// All entries; none if the file is missing or makes no sense.
+    fn read(&self) -> BTreeMap<String, Capacity> {
+        let read = || -> io::Result<_> {
+            let mut text = Vec::new();
+            File::open(&self.file)?
+                .take(MAX_FILE_BYTES)
+                .read_to_end(&mut text)?;
+            Ok(serde_json::from_slice(&text)?)
+        };
+        read().unwrap_or_else(|error| {
+            if error.kind() != io::ErrorKind::NotFound {
+                warn!(%error, file = %self.file.display(), "kept throughput is unreadable, starting anew");
+            }
+            BTreeMap::new()
+        })
+    }
+
+    /// Replaces the file as a whole.
+    fn write(&self, entries: &BTreeMap<String, Capacity>) -> io::Result<()> {
+        let new = self.file.with_extension("new");
+        let mut file = File::create(&new)?;
+        file.write_all(&serde_json::to_vec_pretty(entries)?)?;
+        file.sync_all()?;
+        std::fs::rename(&new, &self.file)
+    }
+}
+
+/// The name of the hardware behind `device`, with what else changes its speed.
+pub fn device_name(device: Device, threads: usize) -> String {
+    match device {
+        Device::Cpu => {
+            let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+            let model = field(&text, "model name").or_else(|| field(&text, "CPU part"));
+            let model = model.unwrap_or_else(|| std::env::consts::ARCH.to_owned());
+            format!("{model}, {threads} threads")
+        }
+        Device::Cuda(_) => {
+            let gpus = std::fs::read_dir("/proc/driver/nvidia/gpus")
+                .into_iter()
+                .flatten()
+                .flatten();
+            let mut models: Vec<String> = gpus
+                .filter_map(|gpu| {
+                    field(
+                        &std::fs::read_to_string(gpu.path().join("information")).ok()?,
+                        "Model",
+                    )
+                })
+                .collect();
+            models.sort();
+            format!("{device} of {}", models.join(", "))
+        }
+    }
+}
+
+/// The value in a line `name : value`.
+fn field(text: &str, name: &str) -> Option<String> {
+    let line = text.lines().find(|line| line.starts_with(name))?;
+    line.split_once(':')
+        .map(|(_, value)| value.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    const RATES: Capacity = Capacity {
+        inference_rps: 500.0,
+        forward_rps: 48_000.0,
+    };
+
+    fn key() -> Key {
+        Key {
+            model: "owner/model".into(),
+            devices: vec!["NVIDIA H200".into()],
+            dtype: "bfloat16".into(),
+            quant: "nf4".into(),
+            build: "0.1.0".into(),
+        }
+    }
+
+    fn cache(directory: &Path) -> RateCache {
+        RateCache::new(directory, Duration::from_millis(20))
+    }
+
+    fn measured(rates: Capacity) -> Result<Capacity, String> {
+        Ok(rates)
+    }
+
+    fn must_not_measure() -> Result<Capacity, String> {
+        Err("measured".into())
+    }
+
+    #[test]
+    fn kept_rates_spare_a_measurement_until_asked_for_one() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = cache(directory.path());
+        assert_eq!(
+            cache
+                .rates(&key(), Freshness::Kept, || measured(RATES))
+                .unwrap(),
+            RATES
+        );
+        assert_eq!(
+            cache
+                .rates(&key(), Freshness::Kept, must_not_measure)
+                .unwrap(),
+            RATES
+        );
+        let faster = Capacity {
+            forward_rps: 50_000.0,
+            ..RATES
+        };
+        assert_eq!(
+            cache
+                .rates(&key(), Freshness::Measured, || measured(faster))
+                .unwrap(),
+            faster
+        );
+        assert_eq!(
+            cache
+                .rates(&key(), Freshness::Kept, must_not_measure)
+                .unwrap(),
+            faster
+        );
+    }
+
+    #[test]
+    fn any_change_of_the_key_asks_for_a_measurement_and_keeps_the_others() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = cache(directory.path());
+        cache
+            .rates(&key(), Freshness::Kept, || measured(RATES))
+            .unwrap();
+        let others = [
+            Key {
+                model: "owner/other".into(),
+                ..key()
+            },
+            Key {
+                devices: vec!["CPU".into()],
+                ..key()
+            },
+            Key {
+                devices: vec!["NVIDIA H200".into(), "NVIDIA H200".into()],
+                ..key()
+            },
+            Key {
+                dtype: "float32".into(),
+                ..key()
+            },
+            Key {
+                quant: "none".into(),
+                ..key()
+            },
+            Key {
+                build: "0.2.0".into(),
+                ..key()
+            },
+        ];
+        for other in &others {
+            let calls = Cell::new(0);
+            let count = || {
+                calls.set(calls.get() + 1);
+                measured(RATES)
+            };
+            cache.rates(other, Freshness::Measured, count).unwrap();
+            assert_eq!(calls.get(), 1, "{other:?}");
+        }
+        for kept in others.iter().chain([&key()]) {
+            assert!(
+                cache.rates(kept, Freshness::Kept, must_not_measure).is_ok(),
+                "{kept:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn file_that_makes_no_sense_is_empty() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = cache(directory.path());
+        let zero = format!(
+            "{{{:?}: {{\"inference_rps\": 0, \"forward_rps\": 1}}}}",
+            key().text()
+        );
+        for nonsense in ["", "{", "[1]", "{\"a\": 1}", "\u{0}", zero.as_str()] {
+            std::fs::write(directory.path().join("sepal_throughput_v1.json"), nonsense).unwrap();
+            let rates = cache.rates(&key(), Freshness::Kept, || measured(RATES));
+            assert_eq!(rates.unwrap(), RATES, "{nonsense:?}");
+            assert!(
+                cache
+                    .rates(&key(), Freshness::Kept, must_not_measure)
+                    .is_ok()
+            );
+        }
+    }
+
+    #[test]
+    fn failure_to_measure_keeps_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = cache(directory.path());
+        let failed = cache.rates(&key(), Freshness::Kept, must_not_measure);
+        assert!(matches!(failed, Err(ThroughputError::Measurement(text)) if text == "measured"));
+        assert!(!directory.path().join("sepal_throughput_v1.json").exists());
+    }
+
+    #[test]
+    fn file_that_cannot_be_written_costs_only_the_memory_of_it() {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::create_dir(directory.path().join("sepal_throughput_v1.json")).unwrap();
+        let rates = cache(directory.path()).rates(&key(), Freshness::Kept, || measured(RATES));
+        assert_eq!(rates.unwrap(), RATES);
+    }
+
+    #[test]
+    fn server_that_measures_keeps_others_waiting_until_their_deadline() {
+        let directory = tempfile::tempdir().unwrap();
+        let first = cache(directory.path());
+        let second = cache(directory.path());
+        let within = || {
+            let refused = second.rates(&key(), Freshness::Kept, must_not_measure);
+            assert!(
+                matches!(refused, Err(ThroughputError::Busy { .. })),
+                "{refused:?}"
+            );
+            measured(RATES)
+        };
+        first.rates(&key(), Freshness::Kept, within).unwrap();
+        assert!(
+            second
+                .rates(&key(), Freshness::Kept, must_not_measure)
+                .is_ok()
+        );
+    }
+}

@@ -1,0 +1,281 @@
+//! How many blocks fit into the memory of this machine: weights as they are served, KV cache with the pages that rounding and
+//! copies take, the arena, and what the processes themselves need. Pure arithmetic but for [`available_bytes`].
+//!
+//! # Discrepancies
+//! Petals counts on all the memory of a device, whoever else uses it, wants `--num_blocks` on a CPU, and checks nothing that the
+//! operator asked for.
+
+use shared::config::{NetdConfig, SpanChoice};
+use shared::model::ModelFacts;
+
+/// What supervisor, netd and prepare need beside the arena (measured: 60 MB together).
+const PROCESSES_BYTES: u64 = 96 << 20;
+/// What a worker needs beside weights and KV cache: hidden states of the largest pieces, scores, code.
+const WORKER_BYTES: u64 = 96 << 20;
+
+/// The memory that an instance may use.
+#[derive(Clone, Debug)]
+pub struct Memory {
+    /// Bytes that are free or can be freed; `None` when the system does not tell.
+    pub available_bytes: Option<u64>,
+    /// Workers of the instance.
+    pub workers: u64,
+    /// Settings that decide over the size of KV cache and arena.
+    pub netd: NetdConfig,
+}
+
+/// What is needed, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Need {
+    /// Weights of one block.
+    pub weights: u64,
+    /// KV cache of one block.
+    pub kv: u64,
+    /// Whatever the number of blocks is.
+    pub fixed: u64,
+}
+
+impl Memory {
+    /// What blocks of this model need.
+    pub fn need(&self, facts: &ModelFacts) -> Need {
+        let pages = u64::from(self.netd.limits(facts).kv_pages());
+        Need {
+            weights: facts.block_bytes,
+            kv: pages.saturating_mul(facts.kv_page_bytes() as u64),
+            fixed: self
+                .netd
+                .arena_bytes
+                .saturating_add(PROCESSES_BYTES)
+                .saturating_add(self.workers.saturating_mul(WORKER_BYTES)),
+        }
+    }
+
+    /// Most blocks that can be served, at most all of the model.
+    ///
+    /// # Errors
+    /// A sentence with the arithmetic, when the blocks asked for do not fit, or not even one does.
+    pub fn fit(&self, choice: SpanChoice, facts: &ModelFacts) -> Result<u32, String> {
+        let Some(available) = self.available_bytes else {
+            return Ok(facts.num_blocks);
+        };
+        let need = self.need(facts);
+        let per_block = need.weights.saturating_add(need.kv).max(1);
+        let blocks = available.saturating_sub(need.fixed) / per_block;
+        let most = u32::try_from(blocks)
+            .unwrap_or(u32::MAX)
+            .min(facts.num_blocks);
+        let wanted = match choice {
+            SpanChoice::Fixed(span) => span.end().0 - span.start().0,
+            SpanChoice::Count(count) => count.min(facts.num_blocks),
+            SpanChoice::All => 1.min(facts.num_blocks),
+        };
+        if wanted <= most {
+            return Ok(most);
+        }
+        let arithmetic = need.arithmetic(wanted);
+        Err(format!(
+            "{wanted} {} of {} need {arithmetic}, and {} are available: {most} would fit; \
+             serve fewer blocks (--num_blocks), lower --attn_cache_tokens or --arena_size, or give --quant_type nf4",
+            if wanted == 1 { "block" } else { "blocks" },
+            facts.name,
+            mib(available)
+        ))
+    }
+}
+
+impl Need {
+    /// The sum for so many blocks, as a person would write it.
+    pub fn arithmetic(&self, blocks: u32) -> String {
+        let per_block = self.weights.saturating_add(self.kv);
+        let total = per_block
+            .saturating_mul(blocks.into())
+            .saturating_add(self.fixed);
+        format!(
+            "{blocks} x ({} of weights + {} of KV cache) + {} for arena and processes = {}",
+            mib(self.weights),
+            mib(self.kv),
+            mib(self.fixed),
+            mib(total)
+        )
+    }
+}
+
+fn mib(bytes: u64) -> String {
+    format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
+}
+
+/// Memory that this process and its children may still take: `MemAvailable`, which counts the page cache as free, and what is
+/// left of the limit of each control group around us.
+pub fn available_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let free = meminfo(&text)?;
+    let group = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let path = group
+        .lines()
+        .find_map(|line| line.strip_prefix("0::"))
+        .unwrap_or("/")
+        .to_owned();
+    let mut folder = std::path::PathBuf::from(format!("/sys/fs/cgroup{path}"));
+    let mut least = free;
+    while folder.starts_with("/sys/fs/cgroup") {
+        let read = |name: &str| std::fs::read_to_string(folder.join(name)).ok();
+        if let Some(left) = group_left(
+            read("memory.max"),
+            read("memory.current"),
+            read("memory.stat"),
+        ) {
+            least = least.min(left);
+        }
+        if !folder.pop() {
+            break;
+        }
+    }
+    Some(least)
+}
+
+fn meminfo(text: &str) -> Option<u64> {
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+/// What a group's limit leaves; its page cache can be freed.
+fn group_left(max: Option<String>, current: Option<String>, stat: Option<String>) -> Option<u64> {
+    let max: u64 = max?.trim().parse().ok()?;
+    let current: u64 = current?.trim().parse().ok()?;
+    let stat = stat.unwrap_or_default();
+    let of = |name: &str| {
+        stat.lines()
+            .find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok())
+            .unwrap_or(0)
+    };
+    // Pages of shared memory count as files but cannot be freed.
+    let cache = of("file ").saturating_sub(of("shmem "));
+    Some(max.saturating_sub(current.saturating_sub(cache)))
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use shared::block::Span;
+    use shared::config::QuantType;
+    use shared::dtype::DType;
+
+    use super::*;
+
+    /// Settings as a server with 16384 tokens of cache has them.
+    pub(crate) fn netd_config() -> NetdConfig {
+        let args = ["sepal", "serve", "m", "--attn_cache_tokens", "16384"];
+        match crate::cli::parse(args.map(Into::into), &|_| None) {
+            Ok(crate::cli::Command::Serve { config, .. }) => config.netd,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn memory(available_bytes: u64) -> Memory {
+        Memory {
+            available_bytes: Some(available_bytes),
+            workers: 1,
+            netd: netd_config(),
+        }
+    }
+
+    /// Llama-2-70B in NF4, as stored.
+    fn llama_70b() -> ModelFacts {
+        ModelFacts {
+            name: "llama-70b".into(),
+            repository: None,
+            model_type: "llama".into(),
+            dht_prefix: None,
+            num_blocks: 80,
+            hidden_size: 8192,
+            attention_heads: 64,
+            kv_heads: 8,
+            head_dim: 128,
+            dtype: DType::Bf16,
+            quant_type: QuantType::Nf4,
+            block_bytes: 440 << 20,
+            adapters: vec![],
+        }
+    }
+
+    #[test]
+    fn the_sum_counts_everything_that_is_made() {
+        let need = memory(0).need(&llama_70b());
+        // 16384 tokens are 1024 pages, and 512 more are for rounding and copies; a page of 16 tokens has 64 KiB.
+        assert_eq!(
+            need,
+            Need {
+                weights: 440 << 20,
+                kv: 1536 * 65536,
+                fixed: (512 + 96 + 96) << 20
+            }
+        );
+        assert_eq!(
+            need.arithmetic(2),
+            "2 x (440.0 MiB of weights + 96.0 MiB of KV cache) + 704.0 MiB for arena and processes = 1776.0 MiB"
+        );
+    }
+
+    #[test]
+    fn as_many_blocks_as_fit_and_not_one_more() {
+        let facts = llama_70b();
+        let exactly = |blocks: u64| memory((704 + blocks * 536) << 20);
+        assert_eq!(exactly(7).fit(SpanChoice::All, &facts), Ok(7));
+        let one_byte_less = Memory {
+            available_bytes: Some(((704 + 7 * 536) << 20) - 1),
+            ..exactly(7)
+        };
+        assert_eq!(one_byte_less.fit(SpanChoice::All, &facts), Ok(6));
+        assert_eq!(exactly(500).fit(SpanChoice::All, &facts), Ok(80));
+        let unknown = Memory {
+            available_bytes: None,
+            ..exactly(1)
+        };
+        assert_eq!(unknown.fit(SpanChoice::Count(80), &facts), Ok(80));
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_with_the_arithmetic() {
+        let facts = llama_70b();
+        let four = memory((704 + 4 * 536) << 20);
+        for choice in [
+            SpanChoice::Count(5),
+            SpanChoice::Fixed(Span::new(10, 15).unwrap()),
+        ] {
+            let refusal = four.fit(choice, &facts).unwrap_err();
+            for part in [
+                "5 x (440.0 MiB",
+                "= 3384.0 MiB",
+                "2848.0 MiB are available",
+                "4 would fit",
+                "--num_blocks",
+            ] {
+                assert!(refusal.contains(part), "{refusal}");
+            }
+        }
+        assert_eq!(four.fit(SpanChoice::Count(4), &facts), Ok(4));
+        let none = memory(1 << 20).fit(SpanChoice::All, &facts).unwrap_err();
+        assert!(none.starts_with("1 block of llama-70b need 1 x"), "{none}");
+    }
+
+    #[test]
+    fn available_memory_is_what_the_machine_and_the_groups_leave() {
+        let text = "MemTotal: 100 kB\nMemFree: 1 kB\nMemAvailable:    42 kB\n";
+        assert_eq!(meminfo(text), Some(42 * 1024));
+        assert_eq!(meminfo("MemFree: 1 kB"), None);
+        let text = |text: &str| Some(text.to_owned());
+        assert_eq!(
+            group_left(
+                text("1000\n"),
+                text("700\n"),
+                text("anon 300\nfile 400\nshmem 100\n")
+            ),
+            Some(600)
+        );
+        assert_eq!(group_left(text("max\n"), text("700\n"), None), None);
+        assert_eq!(group_left(text("1000\n"), text("1700\n"), None), Some(0));
+        assert!(available_bytes().is_some_and(|bytes| bytes > 0));
+    }
+}
