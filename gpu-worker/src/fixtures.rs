@@ -137,3 +137,35 @@ pub(crate) fn write_sharded(folder: &Path, config: &Value, tensors: &Tensors) {
         std::fs::write(folder.join(file), safetensors(tensors)).expect("weights");
     }
 }
+
+/// Writes a LoRA adapter of rank 4 for the queries and the MLP of that model; another `seed` makes another adapter.
+pub(crate) fn write_adapter(folder: &Path, blocks: usize, seed: usize) {
+    let mut tensors = Tensors::new();
+    for block in 0..blocks {
+        for (k, (module, outputs, inputs)) in [
+            ("self_attn.q_proj", 64, 64),
+            ("mlp.up_proj", 96, 64),
+            ("mlp.down_proj", 64, 96),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            for (side, shape) in [("A", [4, inputs]), ("B", [outputs, 4])] {
+                let name =
+                    format!("base_model.model.model.layers.{block}.{module}.lora_{side}.weight");
+                let data = bytes(
+                    DType::F32,
+                    &values(&shape, 100 + k + 7 * block + 1000 * seed),
+                );
+                tensors.insert(name, (Dtype::F32, shape.to_vec(), data));
+            }
+        }
+    }
+    let config = json!({
+        "peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "up_proj", "down_proj"],
+    });
+    std::fs::create_dir_all(folder).expect("a folder");
+    std::fs::write(folder.join("adapter_config.json"), config.to_string()).expect("config");
+    let file = safetensors(&tensors);
+    std::fs::write(folder.join("adapter_model.safetensors"), file).expect("weights");
+}

@@ -35,7 +35,7 @@ use shared::shm::segment::{MemfdSegment, SegmentError};
 use tempfile::TempDir;
 
 use crate::block::BlockSpec;
-use crate::fixtures::{llama_config, llama_tensors, values, write_model};
+use crate::fixtures::{llama_config, llama_tensors, values, write_adapter, write_model};
 use crate::prepare::Inspected;
 use crate::weights::manifest::Manifest;
 
@@ -85,8 +85,18 @@ impl Model {
         Model::stored(dtype, QuantType::None, &llama_config(BLOCKS as usize))
     }
 
+    /// With so many adapters.
+    pub(crate) fn with_adapters(dtype: DType, adapters: usize) -> Model {
+        let config = llama_config(BLOCKS as usize);
+        Model::made(dtype, QuantType::None, &config, adapters)
+    }
+
     /// A model of these tensors by another config, stored as `quant`.
     pub(crate) fn stored(dtype: DType, quant: QuantType, config: &serde_json::Value) -> Model {
+        Model::made(dtype, quant, config, 0)
+    }
+
+    fn made(dtype: DType, quant: QuantType, config: &serde_json::Value, adapters: usize) -> Model {
         let dir = tempfile::tempdir().unwrap();
         let folder = dir.path().join("tiny");
         let tensors = llama_tensors(BLOCKS as usize, dtype);
@@ -96,7 +106,13 @@ impl Model {
             model,
             dtype: Some(dtype),
             quant_type: quant,
-            adapters: Vec::new(),
+            adapters: (0..adapters)
+                .map(|seed| {
+                    let folder = dir.path().join(format!("adapter-{seed}"));
+                    write_adapter(&folder, BLOCKS as usize, seed);
+                    folder.to_str().unwrap().to_owned()
+                })
+                .collect(),
             cache_dir: dir.path().join("cache"),
             hub: shared::config::HubConfig::default(),
         };
@@ -123,7 +139,7 @@ impl Model {
             hidden: self.facts().hidden_size,
             dtype: self.facts().dtype,
             kv_pages: KV_PAGES,
-            adapters: 0,
+            adapters: self.facts().adapters.len() as u32,
         }
     }
 }

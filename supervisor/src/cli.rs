@@ -39,6 +39,7 @@ Exit codes:
   13  the supervisor went away (child processes)
   14  the instance, the port or the identity is taken
   15  a process kept dying
+  16  a checkpoint file was cut short while it was served
 ";
 
 /// What `sepal` was asked to do.

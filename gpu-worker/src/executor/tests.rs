@@ -14,6 +14,7 @@ use crate::engine::EngineShape;
 use crate::harness::*;
 use crate::weights::map::MappedWeights;
 
+mod adapters;
 mod bits;
 mod gradients;
 

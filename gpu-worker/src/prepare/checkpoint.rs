@@ -117,17 +117,58 @@ impl Checkpoint {
         }
     }
 
+    /// The name under which `tensor` is here: that, or with another word or none before it. Files of a model with its head name the
+    /// part of the model (`transformer.h.0`, `model.layers.0`), those of the part alone do not (`h.0`, as published for BLOOM).
+    ///
+    /// # Errors
+    /// When the only file cannot be opened.
+    pub fn name_of(&mut self, tensor: &str) -> Result<String, PrepareError> {
+        const PARTS: [&str; 2] = ["transformer.", "model."];
+        let bare = PARTS.iter().find_map(|part| tensor.strip_prefix(part));
+        let bare = bare.unwrap_or(tensor);
+        let with = |part: &str| format!("{part}{bare}");
+        let names = [
+            tensor.to_owned(),
+            bare.to_owned(),
+            with(PARTS[0]),
+            with(PARTS[1]),
+        ];
+        // From the Hub comes a file for each block instead.
+        if let Files::Single(name) = self.files
+            && self.folder.join(name).is_file()
+        {
+            self.open_file(name)?;
+        }
+        let has = |name: &String| match &self.files {
+            Files::Single(file) => {
+                let file = self.open.get(*file);
+                file.is_some_and(|file| file.header.tensors.contains_key(name))
+            }
+            Files::Index { of_tensors, .. } => of_tensors.contains_key(name),
+        };
+        // What is under no name is missing under the first.
+        Ok(names
+            .into_iter()
+            .find(has)
+            .unwrap_or_else(|| tensor.to_owned()))
+    }
+
     /// Opens the file that holds `tensor`, unless it is open.
     ///
     /// # Errors
     /// [`PrepareError::BadTensor`] when no file holds it, else as [`Header::read`].
     pub fn open(&mut self, tensor: &str) -> Result<(), PrepareError> {
         let name = self.place_of(tensor)?.to_owned();
-        if !self.open.contains_key(&name) {
-            let file = open(&self.folder.join(&name))?;
-            self.open.insert(name, file);
-        }
+        self.open_file(&name)?;
         self.tensor(tensor).map(|_| ())
+    }
+
+    fn open_file(&mut self, name: &str) -> Result<(), PrepareError> {
+        if !self.open.contains_key(name) {
+            let file = open(&self.folder.join(name))?;
+            self.open.insert(name.to_owned(), file);
+        }
+        Ok(())
     }
 
     /// The opened file that holds `tensor`, and what its header says of it.

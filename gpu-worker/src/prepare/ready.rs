@@ -88,12 +88,15 @@ impl Inspected {
         files: &mut Files,
         progress: &mut impl FnMut(Progress) -> Result<(), PrepareError>,
     ) -> Result<BTreeMap<String, TensorEntry>, PrepareError> {
-        let wanted: Vec<Wanted> = self
+        let mut wanted: Vec<Wanted> = self
             .spec
             .tensors(block.0 as usize)
             .into_iter()
             .map(Wanted::from)
             .collect();
+        for tensor in &mut wanted {
+            tensor.full_name = self.checkpoint.name_of(&tensor.full_name)?;
+        }
         if let Some(hub) = &mut self.hub {
             let names: Vec<String> = wanted.iter().map(|t| t.full_name.clone()).collect();
             let alive = &mut || progress(Progress::Tensor);

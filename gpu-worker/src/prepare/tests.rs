@@ -99,6 +99,35 @@ fn facts_come_from_the_config() {
     assert_eq!((facts.repository, facts.dht_prefix), (None, None));
 }
 
+/// As BLOOM is published (`h.0`) and as others save it (`transformer.h.0`), and the like of Llama.
+#[test]
+fn blocks_are_found_with_and_without_the_word_for_the_rest_of_the_model() {
+    for (from, to) in [
+        ("model.layers.", "layers."),
+        ("model.layers.", "transformer.layers."),
+    ] {
+        for is_sharded in [false, true] {
+            let place = place(Some(DType::F32));
+            let tensors: Tensors = llama_tensors(2, DType::F32)
+                .into_iter()
+                .map(|(name, tensor)| (name.replace(from, to), tensor))
+                .collect();
+            if is_sharded && to.contains("transformer") {
+                write_sharded(place.folder(), &llama_config(2), &tensors);
+            } else {
+                write_model(place.folder(), &llama_config(2), &tensors);
+            }
+            let manifest = place.ready(span(0, 2)).unwrap();
+            assert!(
+                manifest
+                    .block(BlockIndex(1))
+                    .unwrap()
+                    .contains_key("mlp.up_proj.weight")
+            );
+        }
+    }
+}
+
 /// The same blocks as files of torch (`tests/golden/torch/llama`, made by its `generate.py`) and as safetensors.
 #[test]
 fn checkpoints_of_torch_are_served_from_where_they_lie_and_hold_the_same_bytes() {

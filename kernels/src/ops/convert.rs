@@ -1,6 +1,5 @@
 //! Conversions between f32 and stored dtypes, round to nearest even. Bytes are little-endian and need no alignment.
 
-use half::f16;
 use shared::dtype::DType;
 
 /// `bytes` of `dtype` as f32 into `out`; both must hold the same number of elements.
@@ -32,7 +31,7 @@ pub(crate) fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
         }
         DType::F16 => {
             for (o, b) in out.iter_mut().zip(bytes.chunks_exact(2)) {
-                *o = f16::from_le_bytes([b[0], b[1]]).to_f32();
+                *o = f16_value(u16::from_le_bytes([b[0], b[1]]));
             }
         }
     }
@@ -61,7 +60,7 @@ pub fn from_f32(dtype: DType, values: &[f32], bytes: &mut [u8]) {
         }
         DType::F16 => {
             for (v, b) in values.iter().zip(bytes.chunks_exact_mut(2)) {
-                b.copy_from_slice(&f16::from_f32(*v).to_le_bytes());
+                b.copy_from_slice(&f16_bits(*v).to_le_bytes());
             }
         }
     }
@@ -80,7 +79,7 @@ pub fn round(dtype: DType, value: f32) -> f32 {
     match dtype {
         DType::F32 => value,
         DType::Bf16 => f32::from_bits(u32::from(bf16_bits(value)) << 16),
-        DType::F16 => f16::from_f32(value).to_f32(),
+        DType::F16 => f16_value(f16_bits(value)),
     }
 }
 
@@ -115,12 +114,77 @@ pub(crate) fn bf16_bits(value: f32) -> u16 {
     (if value.is_nan() { quiet } else { rounded }) as u16
 }
 
+/// A float16 number, without branches, so that loops over it become vector code.
+#[inline(always)]
+pub(crate) fn f16_value(bits: u16) -> f32 {
+    let bits = u32::from(bits);
+    // The exponent is 112 too small, and a power of two changes nothing else; numbers below 2^-14 are made normal by it.
+    let value = f32::from_bits((bits & 0x7fff) << 13) * f32::from_bits((127 + 112) << 23);
+    let endless = if bits & 0x7c00 == 0x7c00 {
+        0x7f80_0000
+    } else {
+        0
+    };
+    f32::from_bits(value.to_bits() | endless | (bits & 0x8000) << 16)
+}
+
+/// The float16 number nearest to `value`, to even between two; without branches.
+#[inline(always)]
+pub(crate) fn f16_bits(value: f32) -> u16 {
+    let bits = value.to_bits();
+    let (sign, size) = (bits >> 16 & 0x8000, bits & 0x7fff_ffff);
+    let normal = (size.wrapping_add(0xfff + (size >> 13 & 1)) >> 13).wrapping_sub(112 << 10);
+    // Below 2^-14 the last bit is worth 2^-24, as it is for numbers from 0.5 on: adding that rounds.
+    let small = (f32::from_bits(size) + 0.5)
+        .to_bits()
+        .wrapping_sub(0.5f32.to_bits());
+    let finite = if size < 113 << 23 {
+        small
+    } else {
+        normal.min(0x7c00)
+    };
+    let rounded = if size > 0x7f80_0000 { 0x7e00 } else { finite };
+    (sign | rounded) as u16
+}
+
 #[cfg(test)]
 mod tests {
-    use half::bf16;
+    use half::{bf16, f16};
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn every_float16_number_is_read_and_written_as_it_is() {
+        for bits in 0..=u16::MAX {
+            let (wanted, got) = (f16::from_bits(bits).to_f32(), f16_value(bits));
+            assert!(
+                got.to_bits() == wanted.to_bits() || (got.is_nan() && wanted.is_nan()),
+                "{bits:#x}"
+            );
+            assert!(f16_bits(got) == bits || got.is_nan(), "{bits:#x}");
+            // The middle between it and the next goes to the even one, what is beside it to the nearer.
+            let next = f16::from_bits(bits.wrapping_add(1)).to_f32();
+            let middle = 0.5 * (got + next);
+            if middle.is_finite() {
+                for value in [middle, middle.next_up(), middle.next_down()] {
+                    assert_eq!(f16_bits(value), f16::from_f32(value).to_bits(), "{value:e}");
+                }
+            }
+        }
+        for value in [
+            65519.99,
+            65520.0,
+            1e30,
+            f32::INFINITY,
+            2.9e-8,
+            2.98e-8,
+            1e-40,
+            -0.0,
+        ] {
+            assert_eq!(f16_bits(value), f16::from_f32(value).to_bits(), "{value:e}");
+        }
+    }
 
     proptest! {
         #[test]
@@ -129,6 +193,14 @@ mod tests {
             let wanted = bf16::from_f32(value);
             let got = bf16::from_bits(bf16_bits(value));
             prop_assert!(got == wanted || (got.is_nan() && wanted.is_nan()));
+        }
+
+        #[test]
+        fn float16_rounds_as_the_half_crate_does(bits: u32) {
+            for value in [f32::from_bits(bits), f32::from_bits(0x3300_0000 + bits % 0x1500_0000)] {
+                let (wanted, got) = (f16::from_f32(value), f16::from_bits(f16_bits(value)));
+                prop_assert!(got == wanted || (got.is_nan() && wanted.is_nan()), "{value:e}: {got}, not {wanted}");
+            }
         }
 
         #[test]
