@@ -58,7 +58,7 @@ __attribute__((naked, noinline)) static void switch_stacks(void**, void*) {
 #error "the emulator switches stacks on x86-64 only"
 #endif
 
-static void go(Fiber* from, Fiber* to) {
+EMU_NO_TSAN static void go(Fiber* from, Fiber* to) {
     if (from == to) return;
     from->cta->before = from;
     current = to;
