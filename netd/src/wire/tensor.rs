@@ -214,6 +214,9 @@ enum Payload {
 const CODEBOOK_ENTRIES: usize = 256;
 /// Elements that share one scale in the blockwise compression (bitsandbytes' block).
 const BLOCKWISE_ELEMENTS: usize = 4096;
+/// Bytes that a compression may make of no elements: Python's clients compress dummies as well, and `MEANSTD_16BIT` writes one
+/// mean and one deviation for them, an 8-bit compression its codebook.
+const MAX_EMPTY_BYTES: usize = 2048;
 /// Elements converted at once: small enough for the first-level cache, large enough to be vectorised.
 const PIECE_ELEMENTS: usize = 2048;
 
@@ -559,6 +562,9 @@ fn split_payload(
     row: usize,
 ) -> Option<Payload> {
     let holds = |element_bytes: usize| count.checked_mul(element_bytes) == Some(buffer.len());
+    if count == 0 && compression != Compression::None {
+        return (buffer.len() <= MAX_EMPTY_BYTES).then(|| Payload::Raw(Bytes::new()));
+    }
     match compression {
         Compression::None if holds(dtype.size_bytes()) => Some(Payload::Raw(buffer.clone())),
         Compression::None if dtype == WireDtype::Bf16 && holds(4) => {

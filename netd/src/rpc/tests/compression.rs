@@ -155,3 +155,25 @@ async fn inputs_of_every_compression_are_read() {
         session.close().await;
     }
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dummies_that_python_compressed_are_dummies() {
+    let rig = Rig::new().await;
+    // What hivemind makes of `torch.empty(0)` in MEANSTD_16BIT: no values, a mean, and a deviation.
+    let dummy = Tensor {
+        compression: Compression::MeanStd16Bit as i32,
+        buffer: [f32::NAN, f32::EPSILON]
+            .into_iter()
+            .flat_map(f32::to_le_bytes)
+            .collect(),
+        ..dummy_tensor(WireDtype::F32)
+    };
+    let mut session = rig.session().await;
+    let mut message = session.message(hidden(1, &[1.0]), Some(30), Some(0), None);
+    message.tensors[1] = dummy.clone();
+    assert_eq!(firsts(&session.ask(&message).await.unwrap()), [5.0]);
+    session.close().await;
+    let forward = request(vec![hidden(1, &[1.0]), dummy]);
+    let answer = answers(&rig, names::FORWARD, forward).await;
+    assert_eq!(firsts(&answer[0]), [3.0]);
+}
