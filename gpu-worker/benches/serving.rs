@@ -71,7 +71,7 @@ impl Bytes {
         let tensors = (0..BLOCKS).map(|block| {
             let tensors = spec.tensors(block).into_iter().map(|tensor| {
                 let (outputs, inputs) = sides(&tensor.shape);
-                let quant = kept(quant, inputs);
+                let quant = kept(quant, outputs);
                 let size = quant::stored_bytes(quant, DType::Bf16, outputs, inputs);
                 // Small numbers of both signs; the scales of quantized matrices among them.
                 let words = (0..size.expect("a size") / 2).map(|i| 0x3a00 | (i % 251) as u16);
@@ -91,21 +91,21 @@ impl Bytes {
     fn view(&self, block: usize, name: &str) -> Option<WeightView<'_>> {
         let (shape, bytes) = self.tensors[block].get(name)?;
         let (outputs, inputs) = sides(shape);
-        let quant = kept(self.quant, inputs);
+        let quant = kept(self.quant, outputs);
         WeightView::quantized(quant, DType::Bf16, outputs, inputs, bytes).ok()
     }
 }
 
-/// Vectors are single columns and stay as they are.
+/// Vectors are single rows, and are never quantized.
 fn sides(shape: &[usize]) -> (usize, usize) {
     match *shape {
         [outputs, inputs] => (outputs, inputs),
-        _ => (shape.iter().product(), 1),
+        _ => (1, shape.iter().product()),
     }
 }
 
-fn kept(quant: QuantType, inputs: usize) -> QuantType {
-    if inputs == 1 { QuantType::None } else { quant }
+fn kept(quant: QuantType, outputs: usize) -> QuantType {
+    if outputs == 1 { QuantType::None } else { quant }
 }
 
 /// What an executor has, without its link.
