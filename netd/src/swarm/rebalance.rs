@@ -22,6 +22,11 @@ use super::view::{self, BlockServers, ServerSpan};
 use crate::dht::driver::Dht;
 use crate::wire::records::ServerState;
 
+/// Servers that are looked at; more are a flood of records.
+const MAX_SERVERS: usize = 4096;
+/// Shortest pause between two looks.
+const MIN_PAUSE: Duration = Duration::from_secs(1);
+
 /// What to look at, and how often.
 #[derive(Clone, Debug)]
 pub struct Settings {
@@ -62,7 +67,7 @@ pub async fn watch(
         let pause = match rebalancer.waits_until() {
             Some(until) => until
                 .saturating_sub(began.elapsed())
-                .min(2 * settings.period),
+                .clamp(MIN_PAUSE, MIN_PAUSE.max(2 * settings.period)),
             None => usual,
         };
         tokio::time::sleep(pause).await;
@@ -85,15 +90,30 @@ pub async fn watch(
             );
             dropped_before = view.dropped;
         }
-        let places = view::places(&view.blocks, 0);
         let own = &settings.own;
-        let decision = rebalancer.on_check(
-            began.elapsed(),
-            own,
-            &places,
-            view.blocks.len(),
-            &mut random,
-        );
+        let mut places = view::places(&view.blocks, 0);
+        // Anybody can write under our name: where this server is, it knows itself.
+        for place in places.iter_mut().filter(|place| place.peer_id == *own) {
+            let within = |block: u32| (block as usize).min(view.blocks.len());
+            (place.start, place.end) = (within(span.start().0), within(span.end().0));
+        }
+        if places.len() > MAX_SERVERS {
+            let mut room = MAX_SERVERS;
+            places.retain(|place| {
+                room = room.saturating_sub(1);
+                room > 0 || place.peer_id == *own
+            });
+        }
+        // The simulation of a large swarm takes too long for the reactor.
+        let (me, now, blocks) = (own.clone(), began.elapsed(), view.blocks.len());
+        let look = tokio::task::spawn_blocking(move || {
+            let decision = rebalancer.on_check(now, &me, &places, blocks, &mut random);
+            (rebalancer, random, places, decision)
+        });
+        let Ok((looked, used, places, decision)) = look.await else {
+            return;
+        };
+        (rebalancer, random) = (looked, used);
         if !matches!(decision, Decision::Stay(StayReason::Waiting)) {
             debug!(
                 ?decision,

@@ -64,22 +64,28 @@ impl Rebalancer {
         block_count: usize,
         rng: &mut impl Rng,
     ) -> Decision {
+        // What is cheap comes first: the rule itself simulates the whole swarm, and most checks end before it.
+        if self.quality <= 1.0 {
+            if !spans.iter().any(|span| span.peer_id == me) {
+                return self.stay(StayReason::RecordMissing);
+            }
+            // A hole is filled even by one that has just moved: no client gets through before.
+            let weakest = block_throughput(spans, block_count)
+                .into_iter()
+                .fold(f64::INFINITY, f64::min);
+            let settles = now.saturating_sub(self.settled_at) < self.settling;
+            if weakest > EPSILON && settles {
+                return self.stay(StayReason::Settling);
+            }
+            if !helps_alone(me, spans, block_count) {
+                return self.stay(StayReason::NoGain);
+            }
+        }
         let decision = should_choose_other_blocks(me, spans, block_count, self.quality, rng);
-        let Decision::Move(reason) = decision else {
-            self.waits_until = None;
-            return decision;
-        };
-        if reason == MoveReason::Forced {
-            return decision;
-        }
-        if !helps_alone(me, spans, block_count) {
-            self.waits_until = None;
-            return Decision::Stay(StayReason::NoGain);
-        }
-        // A hole is filled even by one that has just moved: no client gets through before.
-        let hole = reason == MoveReason::Quality(0.0);
-        if !hole && now.saturating_sub(self.settled_at) < self.settling {
-            return Decision::Stay(StayReason::Settling);
+        match decision {
+            Decision::Stay(reason) => return self.stay(reason),
+            Decision::Move(MoveReason::Forced) => return decision,
+            Decision::Move(MoveReason::Quality(_)) => {}
         }
         let longest =
             WAIT_PER_SERVER.saturating_mul(u32::try_from(spans.len()).unwrap_or(u32::MAX));
@@ -93,6 +99,11 @@ impl Rebalancer {
         self.settled_at = now;
         self.settling = (self.settling * 2).min(MAX_SETTLING);
         decision
+    }
+
+    fn stay(&mut self, reason: StayReason) -> Decision {
+        self.waits_until = None;
+        Decision::Stay(reason)
     }
 }
 
@@ -185,7 +196,7 @@ mod tests {
         assert!(rebalancer.waits_until().is_some());
         let filled = spans(&[(0, 4), (4, 8)]);
         let decision = rebalancer.on_check(SECOND, "0", &filled, 8, &mut rng);
-        assert_eq!(decision, Decision::Stay(StayReason::SoleHolder));
+        assert_eq!(decision, Decision::Stay(StayReason::Settling));
         assert_eq!(rebalancer.waits_until(), None);
     }
 
