@@ -4,13 +4,15 @@
 mod harness;
 
 use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, mpsc};
 
 use harness::lab::{self, Lab, Nat};
 use harness::{DEADLINE, SEPAL, Sepal, demo_model, wait_for};
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
 
 const RELAY_PORT: u16 = 31337;
 
@@ -250,6 +252,7 @@ impl PetalsBootstrap {
             .arg(python())
             .args(["-m", "petals.cli.run_dht", "--host_maddrs", &listen])
             .env("HIVEMIND_COLORS", "false")
+            .process_group(0)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
@@ -276,8 +279,8 @@ impl PetalsBootstrap {
 
 impl Drop for PetalsBootstrap {
     fn drop(&mut self) {
-        // Its daemon ends with it.
-        let _ = self.child.kill();
+        // It has children, which outlive it.
+        let _ = killpg(Pid::from_raw(self.child.id() as i32), Signal::SIGKILL);
         let _ = self.child.wait();
     }
 }
