@@ -380,7 +380,7 @@ impl Daemon {
         let announced = offer.announce_joining(&joined);
         for span in &init.retired {
             // Ends by itself once the records are taken back or have expired.
-            let _ = offer.at(*span).take_back(&joined, offer.span);
+            drop(offer.at(*span).take_back(&joined, offer.span));
         }
         let draining = watch::Sender::new(false);
         let ups = Vec::new();

@@ -144,7 +144,7 @@ impl Daemon {
         warn!(%to, why, "stays at blocks {}", self.offer.span);
         coming.joining.abort();
         // Ends by itself once the records are taken back or have expired.
-        let _ = coming.offer.take_back(&self.joined, self.offer.span);
+        drop(coming.offer.take_back(&self.joined, self.offer.span));
         self.hold_off.failed();
         self.show_present();
     }
@@ -264,7 +264,7 @@ impl Daemon {
     fn start_anew(&mut self, from: &Offer) {
         self.announced.stop();
         // Ends by itself once the records are taken back or have expired.
-        let _ = from.take_back(&self.joined, self.offer.span);
+        drop(from.take_back(&self.joined, self.offer.span));
         self.announced = self.offer.announce_joining(&self.joined);
     }
 
