@@ -168,14 +168,16 @@ mod images {
         table += "];\n";
         let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets it"));
         std::fs::write(out.join("images.rs"), table).expect("OUT_DIR can be written");
-        for source in sources() {
-            let name = source.file_stem().and_then(|s| s.to_str()).expect("UTF-8");
-            let hash = images.get(name).and_then(|image| image["source"].as_str());
-            if hash != Some(source_hash(&source).as_str()) {
-                println!(
-                    "cargo:warning=the image of {name}.cu is missing or older than its source: run kernels/prebuilt/build.py"
-                );
-            }
+        let is_stale = |source: &PathBuf| {
+            let name = source.file_stem().and_then(|s| s.to_str());
+            let hash = name.and_then(|name| images.get(name)?["source"].as_str());
+            hash != Some(source_hash(source).as_str())
+        };
+        let stale = sources().iter().filter(|source| is_stale(source)).count();
+        if stale > 0 {
+            println!(
+                "cargo:warning={stale} images of kernels are missing or older than their sources: run kernels/prebuilt/build.py"
+            );
         }
     }
 

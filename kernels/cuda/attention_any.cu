@@ -20,7 +20,8 @@ template <class T> struct Scores {
     uint32_t kv_heads, kv_head, head_dim;
     float divisor, alibi_scale, slope;
 
-    __device__ __forceinline__ float operator()(uint32_t position) const {
+    // Not inlined: around the division's slow path, which is a call, the whole kernel would spill registers on some architectures.
+    __device__ __noinline__ float operator()(uint32_t position) const {
         const T* key = pages + vector_at(table[position / PAGE_TOKENS], kv_heads, kv_head, 0, position, head_dim);
         float dot = 0.0f;
         for (uint32_t i = 0; i < head_dim; i++) dot = __fmaf_rn(q[i], widen(key[i]), dot);

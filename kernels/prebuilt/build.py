@@ -75,9 +75,13 @@ def build(options, tools):
     manifest_path = HERE / "manifest.json"
     kept = json.loads(manifest_path.read_text())["images"] if manifest_path.exists() else {}
     images = {op: image for op, image in kept.items() if op in every and op not in ops}
-    wrong = []
+    wrong, failed = [], []
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        for op, (image, pack) in zip(ops, pool.map(lambda op: run_worker(tools, op), ops)):
+        for op, built in zip(ops, pool.map(lambda op: run_worker(tools, op), ops)):
+            if built is None:
+                failed.append(op)
+                continue
+            image, pack = built
             images[op] = image
             path = HERE / f"{op}.zst"
             if not options.check:
@@ -85,6 +89,9 @@ def build(options, tools):
             elif not path.exists() or path.read_bytes() != pack:
                 wrong.append(path.name)
             print(f"{op}: {len(image['kernels'])} kernels, {len(pack)} bytes", flush=True)
+    if failed:
+        print("failed: " + " ".join(failed), file=sys.stderr)
+        return 1
     text = manifest_text(images)
     if options.check:
         if manifest_path.read_text() != text:
@@ -117,7 +124,7 @@ def run_worker(tools, op):
     # A process of its own with the interpreter of the tools: NVRTC keeps memory, and zstandard is installed there.
     done = subprocess.run([tools / "bin/python", __file__, "--tools", tools, "--worker", op], stdout=subprocess.PIPE)
     if done.returncode != 0:
-        sys.exit(f"{op}.cu failed")
+        return None
     head, pack = done.stdout.split(b"\n", 1)
     return json.loads(head), pack
 

@@ -10,7 +10,9 @@
     reason = "device memory and launches; each use says why it holds"
 )]
 
+mod backend;
 mod batch;
+pub mod cache;
 pub mod driver;
 #[cfg(feature = "emu")]
 pub mod emu;
@@ -19,9 +21,11 @@ pub mod matrix;
 pub mod memory;
 pub(crate) mod ops;
 pub mod pages;
+mod peaks;
 
 use std::sync::Arc;
 
+pub use cache::Cache;
 pub use gpu::{Address, Gpu, GpuError, Launch, Params, Properties};
 pub use matrix::{Matrix, Parts};
 pub use memory::{Buffer, Floats, Memory};
@@ -179,6 +183,17 @@ impl<G: Gpu> Cuda<G> {
     pub fn wait(&mut self) -> Result<(), OpError> {
         self.health()?;
         let done = self.gpu.wait();
+        self.noted(done)
+    }
+
+    /// [`Gpu::register`].
+    ///
+    /// # Safety
+    /// That of [`Gpu::register`].
+    unsafe fn register(&mut self, start: *mut u8, bytes: usize) -> Result<Address, OpError> {
+        self.health()?;
+        // SAFETY: the caller's.
+        let done = unsafe { self.gpu.register(start, bytes) };
         self.noted(done)
     }
 

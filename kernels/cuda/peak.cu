@@ -1,0 +1,20 @@
+// What the tensor cores give when nothing waits for memory: the yardstick of `sepal selftest`.
+//
+// Each warp multiplies the same fragments `iterations` times into 8 independent accumulators, m16n8k16 of bf16 each (4,096 multiplications and
+// additions, counted apart). Registers only; the sums are written at the end so that nothing is left out.
+#include "common.cuh"
+
+#define CHAINS 8
+
+extern "C" __global__ void __launch_bounds__(256) peak_mma_bf16(float* __restrict__ out /* [CTAs, threads] */, uint32_t iterations) {
+    const uint32_t ones = 0x3f803f80u, a[4] = {ones, ones, ones, ones};
+    float sums[CHAINS][4] = {};
+    for (uint32_t i = 0; i < iterations; i++) {
+#pragma unroll
+        for (int c = 0; c < CHAINS; c++) mma_bf16(sums[c], a, ones, ones);
+    }
+    float total = 0.0f;
+#pragma unroll
+    for (int c = 0; c < CHAINS; c++) total += sums[c][0] + sums[c][1] + sums[c][2] + sums[c][3];
+    out[(size_t)blockIdx.x * blockDim.x + threadIdx.x] = total;
+}

@@ -1,0 +1,146 @@
+//! [`Backend`] over a CUDA device: each operation is launched by its file in `ops/`.
+
+use super::gpu::Gpu;
+use super::memory::{Buffer, Floats};
+use super::{Cuda, Matrix, Pages, ops};
+use crate::backend::Backend;
+use crate::ops::{
+    Add, Attention, AttentionGrad, GateDot, Gather, Gelu, GeluGrad, JoinQkv, KvAppend, Layernorm,
+    Linear, LinearGrad, Lora, LoraGrad, NormGrad, OpError, PromptAdd, Rmsnorm, Rope, RopeTable,
+    Route, RouteGrad, ScatterAdd, SiluMul, SiluMulGrad, SplitQkv,
+};
+use crate::tensor::WeightView;
+
+impl<G: Gpu> Backend for Cuda<G> {
+    type Floats = Floats;
+    type Buffer = Buffer<G>;
+    type Matrix<'w> = Matrix<G>;
+    type Pages<'k> = Pages<'k>;
+
+    fn matrix<'w>(&mut self, weight: WeightView<'w>) -> Result<Matrix<G>, OpError> {
+        Cuda::matrix(self, weight)
+    }
+
+    fn buffer(&mut self, len: usize) -> Buffer<G> {
+        Cuda::buffer(self, len)
+    }
+
+    fn grow(&mut self, buffer: &mut Buffer<G>, len: usize) {
+        if buffer.len() < len {
+            // The old one goes back to the pool first: growth must not need both.
+            *buffer = Cuda::buffer(self, 0);
+            *buffer = Cuda::buffer(self, len);
+        }
+    }
+
+    fn upload(&mut self, from: &[f32], to: &mut Floats) -> Result<(), OpError> {
+        Cuda::upload(self, from, to)
+    }
+
+    fn download(&mut self, from: &Floats, to: &mut [f32]) -> Result<(), OpError> {
+        Cuda::download(self, from, to)
+    }
+
+    fn rmsnorm(&mut self, args: Rmsnorm<'_, Floats>) -> Result<(), OpError> {
+        ops::rmsnorm::launch(self, args)
+    }
+
+    fn layernorm(&mut self, args: Layernorm<'_, Floats>) -> Result<(), OpError> {
+        ops::layernorm::launch(self, args)
+    }
+
+    fn linear(&mut self, args: Linear<'_, Floats, Matrix<G>>) -> Result<(), OpError> {
+        ops::linear::launch(self, args)
+    }
+
+    fn lora(&mut self, args: Lora<'_, Floats, Matrix<G>>) -> Result<(), OpError> {
+        ops::lora::launch(self, args)
+    }
+
+    fn split_qkv(&mut self, args: SplitQkv<'_, Floats>) -> Result<(), OpError> {
+        ops::qkv::launch_split(self, args)
+    }
+
+    fn rope_table(&mut self, args: RopeTable<'_, Floats>) -> Result<(), OpError> {
+        ops::rope::launch_table(self, args)
+    }
+
+    fn rope(&mut self, args: Rope<'_, Floats>) -> Result<(), OpError> {
+        ops::rope::launch(self, args)
+    }
+
+    fn kv_append(&mut self, args: KvAppend<'_, Floats, Pages<'_>>) -> Result<(), OpError> {
+        ops::kv_append::launch(self, args)
+    }
+
+    fn attention(&mut self, args: Attention<'_, Floats, Pages<'_>>) -> Result<(), OpError> {
+        ops::attention::launch(self, args)
+    }
+
+    fn silu_mul(&mut self, args: SiluMul<'_, Floats>) -> Result<(), OpError> {
+        ops::silu_mul::launch(self, args)
+    }
+
+    fn gelu(&mut self, args: Gelu<'_, Floats>) -> Result<(), OpError> {
+        ops::gelu::launch(self, args)
+    }
+
+    fn route(&mut self, args: Route<'_, Floats>) -> Result<(), OpError> {
+        ops::route::launch(self, args)
+    }
+
+    fn gather(&mut self, args: Gather<'_, Floats>) -> Result<(), OpError> {
+        ops::route::launch_gather(self, args)
+    }
+
+    fn scatter_add(&mut self, args: ScatterAdd<'_, Floats>) -> Result<(), OpError> {
+        ops::route::launch_scatter_add(self, args)
+    }
+
+    fn add(&mut self, args: Add<'_, Floats>) -> Result<(), OpError> {
+        ops::add::launch(self, args)
+    }
+
+    fn prompt_add(&mut self, args: PromptAdd<'_, Floats>) -> Result<(), OpError> {
+        ops::add::launch_prompt(self, args)
+    }
+
+    fn linear_grad(&mut self, args: LinearGrad<'_, Floats, Matrix<G>>) -> Result<(), OpError> {
+        ops::linear_grad::launch(self, args)
+    }
+
+    fn lora_grad(&mut self, args: LoraGrad<'_, Floats, Matrix<G>>) -> Result<(), OpError> {
+        ops::lora::launch_grad(self, args)
+    }
+
+    fn norm_grad(&mut self, args: NormGrad<'_, Floats>) -> Result<(), OpError> {
+        ops::norm_grad::launch(self, args)
+    }
+
+    fn attention_grad(
+        &mut self,
+        args: AttentionGrad<'_, Floats, Pages<'_>>,
+    ) -> Result<(), OpError> {
+        ops::attention_grad::launch(self, args)
+    }
+
+    fn join_qkv(&mut self, args: JoinQkv<'_, Floats>) -> Result<(), OpError> {
+        ops::qkv::launch_join(self, args)
+    }
+
+    fn silu_mul_grad(&mut self, args: SiluMulGrad<'_, Floats>) -> Result<(), OpError> {
+        ops::silu_mul::launch_grad(self, args)
+    }
+
+    fn gelu_grad(&mut self, args: GeluGrad<'_, Floats>) -> Result<(), OpError> {
+        ops::gelu::launch_grad(self, args)
+    }
+
+    fn gate_dot(&mut self, args: GateDot<'_, Floats>) -> Result<(), OpError> {
+        ops::route::launch_gate_dot(self, args)
+    }
+
+    fn route_grad(&mut self, args: RouteGrad<'_, Floats>) -> Result<(), OpError> {
+        ops::route::launch_grad(self, args)
+    }
+}

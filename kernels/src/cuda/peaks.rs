@@ -1,0 +1,79 @@
+//! What a device gives at best, measured now: the yardsticks of `sepal selftest`.
+
+use super::gpu::{Gpu, ctas};
+use super::{Cuda, GpuError, Launch, Params};
+use crate::ops::OpError;
+
+/// Repetitions, of which the best counts.
+const TRIES: usize = 5;
+/// Products of one warp in one iteration of `peak.cu`, and multiplications and additions of one of them.
+const CHAINS: f64 = 8.0;
+const PRODUCT_FLOPS: f64 = 2.0 * 16.0 * 8.0 * 16.0;
+
+impl<G: Gpu> Cuda<G> {
+    /// Bytes per second, read and written together, of copies of `bytes` bytes within the device.
+    ///
+    /// # Errors
+    /// When the device has no memory for two such pieces, or fails.
+    pub fn copy_rate(&mut self, bytes: usize) -> Result<f64, OpError> {
+        let (from, to) = (self.scratch(bytes)?, self.scratch(bytes)?);
+        let seconds = self.best_of(|gpu| {
+            // SAFETY: two pieces of that size.
+            unsafe { gpu.copy(from.address(), to.address(), bytes) }
+        })?;
+        Ok(2.0 * bytes as f64 / seconds)
+    }
+
+    /// Multiplications and additions per second of the tensor cores on bfloat16, by `mma.sync`.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn matrix_rate(&mut self, iterations: usize) -> Result<f64, OpError> {
+        const WARPS: usize = 8;
+        let count = self.gpu.properties().multiprocessors as usize * 4;
+        let out = self.scratch(count * WARPS * 32 * 4)?;
+        let launch = Launch {
+            kernel: "peak_mma_bf16",
+            grid: [ctas(count), 1, 1],
+            cta: [WARPS as u32 * 32, 1, 1],
+            shared_bytes: 0,
+            params: Params::new().address(out.address()).count(iterations),
+        };
+        let seconds = self.best_of(|gpu| {
+            // SAFETY: `out` has a number for each thread.
+            unsafe { gpu.launch(launch) }
+        })?;
+        Ok((count * WARPS * iterations) as f64 * CHAINS * PRODUCT_FLOPS / seconds)
+    }
+
+    /// Seconds of the fastest run.
+    fn best_of(&mut self, run: impl Fn(&G) -> Result<(), GpuError>) -> Result<f64, OpError> {
+        self.health()?;
+        let mut best = f64::INFINITY;
+        for _ in 0..TRIES {
+            let timed = self.timed(&run);
+            best = best.min(self.noted(timed)?);
+        }
+        Ok(best.max(1e-9))
+    }
+
+    fn timed(&self, run: impl Fn(&G) -> Result<(), GpuError>) -> Result<f64, GpuError> {
+        let begin = self.gpu.record()?;
+        run(&self.gpu)?;
+        let end = self.gpu.record()?;
+        self.gpu.seconds(&begin, &end)
+    }
+}
+
+#[cfg(all(test, feature = "emu"))]
+mod tests {
+    use super::*;
+    use crate::cuda::emu::Emu;
+
+    #[test]
+    fn yardsticks_are_measured() {
+        let mut cuda = Cuda::new(Emu::new(1));
+        assert!(cuda.copy_rate(1 << 16).unwrap() > 0.0);
+        assert!(cuda.matrix_rate(1).unwrap() > 0.0);
+    }
+}
