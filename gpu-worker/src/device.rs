@@ -1,6 +1,7 @@
 //! What an engine needs of a device besides the operations of blocks: where KV pages live. On the CPU they are the kv segment; a CUDA
 //! device has its own and keeps the segment as their mirror, from which the next worker takes them.
 
+use kernels::cuda::{self, Cuda, Gpu};
 use kernels::{Backend, Cpu, KvPages, PageLayout, StepRow};
 use shared::job::PageCopy;
 use shared::shm::kv::KvMap;
@@ -136,5 +137,81 @@ impl Paged for Cpu {
     ) -> Result<KvPages<'p>, EngineError> {
         room.resize(bytes, 0);
         Ok(KvPages::new(layout, room))
+    }
+}
+
+impl<G: Gpu> Paged for Cuda<G> {
+    type Cache = cuda::Cache<G>;
+    type Room = Option<cuda::Memory<G>>;
+
+    fn open_cache(
+        &mut self,
+        shape: KvShape,
+        segment: KvMap,
+    ) -> Result<cuda::Cache<G>, EngineError> {
+        let KvShape {
+            layout,
+            blocks,
+            pages,
+        } = shape;
+        Ok(cuda::Cache::open(self, layout, blocks, pages, segment)?)
+    }
+
+    fn cached<'c>(
+        &mut self,
+        cache: &'c mut cuda::Cache<G>,
+        index: usize,
+        rows: &[StepRow<'_>],
+    ) -> Result<cuda::Pages<'c>, EngineError> {
+        Ok(cache.block(self, index, rows)?)
+    }
+
+    fn copy_pages(
+        &mut self,
+        cache: &mut cuda::Cache<G>,
+        index: usize,
+        copies: &[PageCopy],
+    ) -> Result<(), EngineError> {
+        let copies: Vec<_> = copies
+            .iter()
+            .map(|copy| (copy.source, copy.destination, copy.tokens as usize))
+            .collect();
+        Ok(cache.copy(self, index, &copies)?)
+    }
+
+    fn lend<'p>(
+        &mut self,
+        room: &'p mut Option<cuda::Memory<G>>,
+        layout: PageLayout,
+        bytes: &'p mut [u8],
+    ) -> Result<cuda::Pages<'p>, EngineError> {
+        let memory = self.scratch(bytes.len())?;
+        let memory = room.insert(memory);
+        self.upload_bytes(bytes, memory, 0)?;
+        Ok(cuda::Pages::new(layout, memory, 0, bytes.len()))
+    }
+
+    fn give_back(
+        &mut self,
+        room: &mut Option<cuda::Memory<G>>,
+        bytes: &mut [u8],
+    ) -> Result<(), EngineError> {
+        match room.take() {
+            Some(memory) => Ok(self.download_bytes(&memory, 0, bytes)?),
+            None => Ok(()),
+        }
+    }
+
+    fn blank<'p>(
+        &mut self,
+        room: &'p mut Option<cuda::Memory<G>>,
+        layout: PageLayout,
+        bytes: usize,
+    ) -> Result<cuda::Pages<'p>, EngineError> {
+        let memory = match room.take() {
+            Some(memory) if memory.bytes() >= bytes => memory,
+            _ => self.scratch(bytes)?,
+        };
+        Ok(cuda::Pages::new(layout, room.insert(memory), 0, bytes))
     }
 }

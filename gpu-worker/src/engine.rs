@@ -7,6 +7,7 @@ use kernels::ops::{OpError, convert};
 use kernels::{PageLayout, StepRow};
 use shared::block::{BlockIndex, Span};
 use shared::dtype::DType;
+use shared::ids::PageId;
 use shared::job::{JobBody, JobKind};
 use shared::model::PAGE_TOKENS;
 use shared::shm::arena::ArenaMap;
@@ -462,6 +463,26 @@ impl<'w, B: Paged> Engine<'w, B> {
             &mut pages,
         )?;
         Ok(self.backend.download(&self.states, hidden)?)
+    }
+
+    /// Runs the largest unit of a forward pass once, so that the device has what it needs for any smaller one: memory that is not there is
+    /// missed here, not in a client's step.
+    ///
+    /// # Errors
+    /// [`EngineError`] when the device has no memory, or fails.
+    pub fn rehearse(&mut self) -> Result<(), EngineError> {
+        let tokens = self.forward_tokens().max(BATCH_TOKENS);
+        let count = tokens.div_ceil(PAGE_TOKENS);
+        let pages: Vec<PageId> = (0..count)
+            .map(|page| PageId(u32::try_from(page).unwrap_or(u32::MAX)))
+            .collect();
+        let rows = [StepRow {
+            tokens,
+            prefix: 0,
+            pages: &pages,
+        }];
+        let mut hidden = vec![0.0; tokens * self.spec.hidden];
+        self.trial(&rows, &mut hidden, count)
     }
 
     /// Gives back memory that only large units need.

@@ -27,6 +27,7 @@ pub mod prepare;
 mod probe;
 pub mod running;
 pub mod schedule;
+pub mod selftest;
 mod throughput;
 pub mod weights;
 mod worker;

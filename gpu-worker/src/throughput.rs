@@ -211,6 +211,7 @@ pub fn device_name(device: Device, threads: usize) -> String {
             models.sort();
             format!("{device} of {}", models.join(", "))
         }
+        Device::Emulator => format!("emulator, {threads} threads"),
     }
 }
 

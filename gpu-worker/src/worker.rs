@@ -8,7 +8,10 @@ use std::time::Duration;
 use ipc_channel::IpcError;
 use ipc_channel::ipc::IpcReceiver;
 use kernels::Cpu;
-use kernels::cuda::GpuError;
+use kernels::cuda::driver::{Driver, OpenError};
+#[cfg(feature = "emu")]
+use kernels::cuda::emu::Emu;
+use kernels::cuda::{Cuda, Gpu, GpuError};
 use kernels::ops::OpError;
 use shared::bootstrap::{Bootstrap, ControlEnds, DescriptorSocket, build_id};
 use shared::config::Device;
@@ -77,16 +80,14 @@ fn serve(ends: ControlEnds<ToWorker, FromWorker>) -> End {
                 info!(threads, isa = ?cpu.isa(), "processor");
                 Ok(cpu)
             }),
-            Device::Cuda(_) => {
-                let message = format!(
-                    "device {} is not available: this build has no CUDA worker; use --device cpu",
-                    init.device
-                );
-                End {
-                    reason: ExitReason::BadConfig,
-                    message,
-                }
-            }
+            Device::Cuda(ordinal) => run_on(&init, ends, |_| open_cuda(ordinal)),
+            #[cfg(feature = "emu")]
+            Device::Emulator => run_on(&init, ends, |threads| Ok(Cuda::new(Emu::new(threads)))),
+            #[cfg(not(feature = "emu"))]
+            Device::Emulator => End {
+                reason: ExitReason::BadConfig,
+                message: "device emu is not available: this build has no emulator".to_owned(),
+            },
         },
         Ok(ToWorker::Drain) => End {
             reason: ExitReason::Clean,
@@ -140,7 +141,11 @@ fn run_on<B: Paged>(
             kv_pages: init.kv_pages,
         };
         let before = private_bytes();
-        let engine = Engine::new(backend, &spec, &weights, kv, shape).map_err(|e| unplaced(&e))?;
+        let mut engine =
+            Engine::new(backend, &spec, &weights, kv, shape).map_err(|e| unplaced(&e))?;
+        if let Device::Cuda(_) = init.device {
+            engine.rehearse().map_err(|e| unplaced(&e))?;
+        }
         // Weights are mapped as they are stored; what the process has of its own is what it copied out of them.
         let private = private_bytes().saturating_sub(before);
         let [(_, plain), (_, int8), (_, nf4)] = weights.bytes_by_format();
@@ -164,6 +169,28 @@ fn watch_weights(ends: &ControlEnds<ToWorker, FromWorker>) -> Result<(), End> {
         reason: ExitReason::Failed,
         message: format!("watch over the weights: {e}"),
     })
+}
+
+fn open_cuda(ordinal: u32) -> Result<Cuda<Driver>, End> {
+    let driver = Driver::open(ordinal).map_err(|failure| {
+        let reason = match &failure {
+            OpenError::NoCuda(_) | OpenError::TooOld { .. } => ExitReason::BadConfig,
+            OpenError::Call { .. } => ExitReason::DeviceLost,
+        };
+        End {
+            reason,
+            message: with_source(&failure),
+        }
+    })?;
+    let found = driver.properties();
+    info!(
+        name = found.name,
+        architecture = found.architecture,
+        multiprocessors = found.multiprocessors,
+        image = found.image,
+        "CUDA device"
+    );
+    Ok(Cuda::new(driver))
 }
 
 /// Why weights or pages are not where they should be.

@@ -44,6 +44,8 @@ pub enum Device {
     Cpu,
     /// The CUDA device with this ordinal.
     Cuda(u32),
+    /// The emulator of a CUDA device on the processor, in builds that have it: for tests.
+    Emulator,
 }
 
 impl std::fmt::Display for Device {
@@ -51,6 +53,7 @@ impl std::fmt::Display for Device {
         match self {
             Device::Cpu => f.write_str("cpu"),
             Device::Cuda(n) => write!(f, "cuda:{n}"),
+            Device::Emulator => f.write_str("emu"),
         }
     }
 }

@@ -15,7 +15,7 @@ use std::time::Duration;
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use shared::config::{
-    DemoConfig, DhtNodeConfig, GenerateConfig, LogConfig, LogFormat, ServeConfig,
+    DemoConfig, Device, DhtNodeConfig, GenerateConfig, LogConfig, LogFormat, ServeConfig,
 };
 use shared::control::Role;
 use shared::exit::ExitReason;
@@ -69,6 +69,8 @@ pub enum Command {
     Demo(DemoConfig, LogConfig),
     /// Show what runs.
     Status(StatusOptions),
+    /// Check and measure a device.
+    SelfTest(Device),
     /// Be a child of a supervisor.
     Role {
         /// Which.
@@ -194,6 +196,7 @@ fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
             runtime_dir: args.runtime_dir.unwrap_or_else(|| runtime_dir(env)),
             json: args.json,
         }),
+        Commands::Selftest(args) => Command::SelfTest(args.device),
         Commands::Netd(args) => role(Role::Netd, args),
         Commands::GpuWorker(args) => role(Role::Worker, args),
         Commands::Prepare(args) => role(Role::Prepare, args),
@@ -297,6 +300,8 @@ enum Commands {
     Demo(DemoArgs),
     /// Show the processes of running instances
     Status(StatusArgs),
+    /// Check every kernel on a device against the reference, then measure each beside what the device gives at best
+    Selftest(SelftestArgs),
     /// Be the network daemon of a supervisor
     #[command(hide = true)]
     Netd(RoleArgs),
@@ -306,6 +311,13 @@ enum Commands {
     /// Be the reader of checkpoints of a supervisor
     #[command(hide = true)]
     Prepare(RoleArgs),
+}
+
+#[derive(Debug, Args)]
+struct SelftestArgs {
+    /// Which: cuda:N, cpu, or emu in builds that have the emulator
+    #[arg(long, default_value = "cuda:0", value_parser = values::device)]
+    device: Device,
 }
 
 #[derive(Debug, Args)]

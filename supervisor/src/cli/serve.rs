@@ -227,14 +227,6 @@ fn span(block_indices: Option<Span>, num_blocks: Option<u32>) -> SpanChoice {
 
 fn serving_devices(text: &str) -> Result<Vec<Device>, String> {
     let devices = devices(text).map_err(|why| format!("--device {text}: {why}"))?;
-    if let Some(cuda) = devices
-        .iter()
-        .find(|device| matches!(device, Device::Cuda(_)))
-    {
-        return Err(format!(
-            "--device {cuda}: this version serves on the processor only; give cpu"
-        ));
-    }
     if devices.len() > MAX_DEVICES {
         return Err(format!(
             "--device lists {} devices; give at most {MAX_DEVICES}",

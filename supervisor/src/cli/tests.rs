@@ -140,7 +140,7 @@ fn what_petals_does_and_this_version_does_not_is_refused_in_a_sentence() {
         ("--adapters a b a", "twice"),
         ("--adapters=", "no name"),
         ("--compression ZIP", "MEANSTD_16BIT"),
-        ("--device cuda:0", "give cpu"),
+        ("--device cuda:x", "cuda:N"),
         ("--device mps", "cuda:N"),
         ("--torch_dtype int4", "int4"),
         ("--token x --use_auth_token", "cannot be used with"),

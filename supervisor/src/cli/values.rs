@@ -30,13 +30,15 @@ pub fn devices(text: &str) -> Result<Vec<Device>, String> {
     text.split(',').map(device).collect()
 }
 
-fn device(text: &str) -> Result<Device, String> {
+/// One device.
+pub fn device(text: &str) -> Result<Device, String> {
     let cuda = |text: &str| match text.strip_prefix("cuda")? {
         "" => Some(0),
         ordinal => ordinal.strip_prefix(':')?.parse().ok(),
     };
     match text.trim() {
         "cpu" => Ok(Device::Cpu),
+        "emu" => Ok(Device::Emulator),
         other => cuda(other)
             .map(Device::Cuda)
             .ok_or_else(|| format!("{other:?} is no device; give cpu or cuda:N")),

@@ -1,0 +1,103 @@
+//! The whole server on the CUDA backend, its kernels run by the emulator: what clients get is what the processor gives, and a worker
+//! that is killed takes nothing with it, though its pages were in the memory of its device.
+//!
+//!     cargo test --features emu --test emulated
+#![cfg(feature = "emu")]
+
+mod harness;
+
+use harness::peer::{Peer, ids, noise};
+use harness::{Sepal, children_of, command_line, demo_model, wait_for};
+use netd::wire::messages::Tensor;
+use netd::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+const HIDDEN: usize = 192;
+const BLOCKS: std::ops::Range<u32> = 0..8;
+const PROMPT: usize = 19;
+
+fn serve(device: &str) -> Sepal {
+    let flags = [
+        "--device",
+        device,
+        "--torch_dtype",
+        "float32",
+        "--throughput",
+        "1",
+    ];
+    Sepal::serve(&demo_model(), "demo", &flags)
+}
+
+fn worker_of(sepal: &Sepal) -> Pid {
+    let is_worker = |p: &Pid| command_line(*p).contains("gpu-worker");
+    wait_for("a worker", || {
+        children_of(sepal.pid()).into_iter().find(is_worker)
+    })
+}
+
+fn tensor(values: &[f32]) -> Tensor {
+    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    raw_tensor(&[2, 1, HIDDEN], WireDtype::F32, bytes.into()).unwrap()
+}
+
+/// A prompt of two rows, then steps that feed the outputs back and swap or share rows now and then, so that one wrong bit changes
+/// everything after it. Before each step, `between` may do harm.
+async fn run_session(addr: &str, steps: usize, mut between: impl FnMut(usize)) -> Vec<Vec<f32>> {
+    let peer = Peer::connect(addr, "demo").await;
+    let mut session = peer.session(BLOCKS, (PROMPT + steps) as u32).await;
+    let prompt = noise(&[2, PROMPT, HIDDEN], 5);
+    let mut outputs = vec![session.step(prompt, None).await.expect("prefill")];
+    for step in 0..steps {
+        between(step);
+        let last = outputs.last().unwrap();
+        let rows: Vec<f32> = last
+            .chunks(last.len() / 2)
+            .flat_map(|row| &row[row.len() - HIDDEN..])
+            .map(|v| v.sin())
+            .collect();
+        let order = match step % 3 {
+            0 => ids(&[1, 1]),
+            1 => ids(&[1, 0]),
+            _ => dummy_tensor(WireDtype::I64),
+        };
+        let none = dummy_tensor(WireDtype::F32);
+        let output = session.step_with(tensor(&rows), None, none, order).await;
+        outputs.push(output.expect("a decode step"));
+    }
+    session.close().await;
+    outputs
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_on_a_device_is_killed_and_nothing_changes() {
+    let sepal = serve("emu");
+    let first = worker_of(&sepal);
+    let expected = run_session(&sepal.addr(), 6, |_| ()).await;
+    assert_eq!(worker_of(&sepal), first, "an undisturbed run");
+    let got = run_session(&sepal.addr(), 6, |step| {
+        if step % 2 == 1 {
+            kill(worker_of(&sepal), Signal::SIGKILL).expect("the worker is there");
+        }
+    })
+    .await;
+    assert_ne!(worker_of(&sepal), first, "the worker was replaced");
+    assert!(got == expected, "results differ after a kill");
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_device_gives_what_the_processor_gives() {
+    let (device, processor) = (serve("emu"), serve("cpu"));
+    let got = run_session(&device.addr(), 4, |_| ()).await;
+    let expected = run_session(&processor.addr(), 4, |_| ()).await;
+    for (step, (got, expected)) in got.iter().zip(&expected).enumerate() {
+        let size = expected.iter().fold(1.0f32, |m, v| m.max(v.abs()));
+        let far = got
+            .iter()
+            .zip(expected)
+            .find(|(g, e)| (*g - *e).abs() > 1e-3 * size);
+        assert!(far.is_none(), "step {step}: {far:?} of {size}");
+        assert_eq!(got.len(), expected.len());
+    }
+}
