@@ -61,7 +61,7 @@ pub enum BatchError {
         /// The last server.
         peer: PeerId,
         /// Its error.
-        source: PassError,
+        source: Box<PassError>,
     },
     /// No sequences, no tokens, or bytes that do not divide.
     #[error("a batch of {rows} sequences of {tokens} tokens cannot have {bytes} bytes")]
@@ -145,7 +145,7 @@ pub async fn forward(
             return Err(BatchError::Failed {
                 rounds: MAX_ROUNDS,
                 peer,
-                source,
+                source: Box::new(source),
             });
         }
         left = failed.into_iter().map(|(at, ..)| at).collect();

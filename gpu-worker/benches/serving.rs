@@ -58,11 +58,14 @@ fn spec() -> BlockSpec {
     BlockSpec::from_config(&config).expect("a Llama")
 }
 
+/// Shape and bytes of a tensor.
+type Stored = (Vec<usize>, Vec<u8>);
+
 /// Stored tensors of each block, by name.
 struct Bytes {
     spec: BlockSpec,
     quant: QuantType,
-    tensors: Vec<BTreeMap<String, (Vec<usize>, Vec<u8>)>>,
+    tensors: Vec<BTreeMap<String, Stored>>,
 }
 
 impl Bytes {

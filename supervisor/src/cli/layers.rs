@@ -330,7 +330,7 @@ fn swallowed_model(matches: &ArgMatches, id: &str) -> bool {
             .try_get_many::<String>(id)
             .ok()
             .flatten()
-            .and_then(|values| values.last())
+            .and_then(|mut values| values.next_back())
             .is_some_and(|last| !is_maddr(last))
 }
 

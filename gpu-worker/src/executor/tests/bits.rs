@@ -59,7 +59,7 @@ fn a_row_has_the_same_bits_alone_in_any_batch_and_after_a_restart() {
                     let body = session.step(netd, &limits, &mut free, &prefill);
                     netd.call(&body).unwrap();
                     // The step to come may begin a page; the poisoned rest of it must not show.
-                    if session.prefix as usize % PAGE_TOKENS == 0 {
+                    if (session.prefix as usize).is_multiple_of(PAGE_TOKENS) {
                         session.table.push(free.pop().unwrap());
                     }
                 }

@@ -122,8 +122,10 @@ fn watch(reader: &mut PipeReader, tell: impl Fn(String)) {
 }
 
 extern "C" fn on_bus_error(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
-    // SAFETY: the kernel passes a filled siginfo to a handler with SA_SIGINFO, and SIGBUS has an address.
-    let address = unsafe { (*info).si_addr() }.addr();
+    // SAFETY: the kernel passes a filled siginfo to a handler with SA_SIGINFO.
+    let info = unsafe { &*info };
+    // SAFETY: SIGBUS has an address.
+    let address = unsafe { info.si_addr() }.addr();
     let inside = |place: &Place| {
         // SYNC POINT guard.place: pairs with the store in Known::new.
         let end = place.end.load(Ordering::Acquire);

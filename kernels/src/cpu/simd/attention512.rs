@@ -216,8 +216,9 @@ fn dots<const R: usize>(page: &[Line], queries: &[u16]) -> [[f32; PAGE_TOKENS]; 
     }
     let mut out = [[0.0; PAGE_TOKENS]; SCORED];
     for (out, [even, odd]) in out.iter_mut().zip(sums) {
+        let sum = _mm512_add_ps(even, odd);
         // SAFETY: sixteen f32.
-        unsafe { _mm512_storeu_ps(out.as_mut_ptr(), _mm512_add_ps(even, odd)) };
+        unsafe { _mm512_storeu_ps(out.as_mut_ptr(), sum) };
     }
     out
 }

@@ -181,7 +181,7 @@ pub(super) unsafe fn tile<S: Source, const O: usize, const R: usize>(
 pub(super) unsafe fn totals<const O: usize>(sums: &Sums, first: usize, stride: usize) -> [f32; O] {
     let mut out = [0.0; O];
     let at = |o: usize| sums[first + o * stride];
-    if O % 4 == 0 {
+    if O.is_multiple_of(4) {
         for (group, out) in out.as_chunks_mut::<4>().0.iter_mut().enumerate() {
             let of = |i: usize| at(4 * group + i);
             let four = totals4([of(0), of(1), of(2), of(3)]);

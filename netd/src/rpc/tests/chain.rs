@@ -31,7 +31,7 @@ fn step(
 
 fn server(rig: &Rig, session: &Client, start: u32, end: u32) -> Value {
     Value::Tuple(vec![
-        Value::str(&rig.server.to_string()),
+        Value::str(rig.server.to_string()),
         Value::str(&session.id),
         Value::uint(start),
         Value::uint(end),
