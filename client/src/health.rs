@@ -132,8 +132,8 @@ mod tests {
         pings.measured('a', f64::INFINITY, start);
         assert_eq!(pings.seconds(&'a', start), Some(f64::INFINITY));
         pings.measured('a', 1.0, start + S);
-        pings.measured('a', 2.0, start + 2 * S);
-        assert_eq!(pings.seconds(&'a', start + 2 * S), Some(1.2));
+        pings.measured('a', 2.25, start + 2 * S);
+        assert_eq!(pings.seconds(&'a', start + 2 * S), Some(1.25));
         assert_eq!(pings.seconds(&'a', start + 302 * S), None);
         pings.measured('a', 3.0, start + 400 * S);
         assert_eq!(pings.seconds(&'a', start + 400 * S), Some(3.0));

@@ -179,7 +179,10 @@ fn open_cuda(ordinal: u32) -> Result<Cuda<Driver>, End> {
         };
         End {
             reason,
-            message: with_source(&failure),
+            message: format!(
+                "cuda:{ordinal} cannot be used ({}); `--device cpu` serves without a GPU",
+                with_source(&failure)
+            ),
         }
     })?;
     let found = driver.properties();
