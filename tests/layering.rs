@@ -55,6 +55,7 @@ const UNSAFE_IN: &[&str] = &[
     "shared/tests/ring_allocations.rs",
     "supervisor/src/spawn.rs",
     "gpu-worker/src/weights/map.rs",
+    "gpu-worker/src/weights/map/guard.rs",
     "kernels/src/cuda/",
     "kernels/src/cpu/simd/",
     "kernels/src/cpu/pool.rs",
