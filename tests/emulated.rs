@@ -18,14 +18,7 @@ const BLOCKS: std::ops::Range<u32> = 0..8;
 const PROMPT: usize = 19;
 
 fn serve(device: &str) -> Sepal {
-    let flags = [
-        "--device",
-        device,
-        "--torch_dtype",
-        "float32",
-        "--throughput",
-        "1",
-    ];
+    let flags = ["--device", device, "--torch_dtype", "float32"];
     Sepal::serve(&demo_model(), "demo", &flags)
 }
 
