@@ -300,7 +300,7 @@ enum Commands {
     Demo(DemoArgs),
     /// Show the processes of running instances
     Status(StatusArgs),
-    /// Check every kernel on a device against the reference, then measure each beside what the device gives at best
+    /// Check every kernel on a device against the reference, then measure products, attention and norms beside what it gives at best
     Selftest(SelftestArgs),
     /// Be the network daemon of a supervisor
     #[command(hide = true)]
@@ -315,7 +315,7 @@ enum Commands {
 
 #[derive(Debug, Args)]
 struct SelftestArgs {
-    /// Which: cuda:N, cpu, or emu in builds that have the emulator
+    /// Which: cuda:N, cpu (measured, not checked), or emu in builds that have the emulator
     #[arg(long, default_value = "cuda:0", value_parser = values::device)]
     device: Device,
 }
