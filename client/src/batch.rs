@@ -1,5 +1,5 @@
 //! Forward passes over whole sequences, without a session (petals `client/sequential_autograd.py`): the batch is cut into
-//! pieces of about [`PIECE_TOKENS`] tokens, each piece goes its own random way through the swarm, all at once, and a piece whose
+//! pieces of about `PIECE_TOKENS` tokens, each piece goes its own random way through the swarm, all at once, and a piece whose
 //! server fails goes another way.
 
 use std::ops::Range;

@@ -27,7 +27,7 @@ impl ModelFolder {
     /// Finds the model of `config`; the second value is the way to the Hub, if it is one of its models.
     ///
     /// # Errors
-    /// [`PrepareError::NoFolder`], and what [`Hub::open`] says.
+    /// [`PrepareError::NoFolder`], and what `Hub::open` says.
     pub fn locate(config: &PrepareConfig) -> Result<(ModelFolder, Option<Hub>), PrepareError> {
         let model = config.model.as_str();
         let path = Path::new(model);

@@ -1,5 +1,5 @@
 //! The seam between the CUDA backend and what runs its kernels: the driver ([`super::driver`]) or the emulator
-//! ([`super::emu`]). Everything is enqueued in one order; [`Gpu::read`] and [`Gpu::wait`] are where the host waits.
+//! (`emu`). Everything is enqueued in one order; [`Gpu::read`] and [`Gpu::wait`] are where the host waits.
 
 use super::memory::Floats;
 

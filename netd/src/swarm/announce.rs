@@ -110,7 +110,7 @@ pub fn records_under(
     under.into_iter().map(uid).collect()
 }
 
-/// Stores the record under `under` once; whether some node took each. Gives up after [`STORE_PATIENCE`].
+/// Stores the record under `under` once; whether some node took each. Gives up after `STORE_PATIENCE`.
 pub async fn store_under(
     dht: &Dht,
     config: &AnnounceConfig,
