@@ -62,11 +62,10 @@ pub fn kernels() -> Vec<String> {
     (0..)
         .map(name)
         .take_while(|name| !name.is_null())
-        // SAFETY: not null, so a static C string.
         .map(|name| {
-            unsafe { CStr::from_ptr(name) }
-                .to_string_lossy()
-                .into_owned()
+            // SAFETY: not null, so a static C string.
+            let name = unsafe { CStr::from_ptr(name) };
+            name.to_string_lossy().into_owned()
         })
         .collect()
 }
