@@ -261,13 +261,7 @@ async fn call(
             want: shape.to_vec(),
         });
     }
-    let dtype = match tensor.dtype() {
-        WireDtype::Bf16 => DType::Bf16,
-        WireDtype::F16 => DType::F16,
-        _ => DType::F32,
-    };
-    let mut bytes = vec![0; tensor.element_count() * dtype.size_bytes()];
-    tensor.write_to(dtype, &mut bytes)?;
+    let (dtype, bytes) = tensor.to_block()?;
     Ok(Batch {
         dtype,
         rows: states.rows,

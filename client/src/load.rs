@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 use netd::p2p::{CallError, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Traversal};
 use netd::wire::messages::{ExpertInfo, ExpertUid};
 use netd::wire::rpc_info::{InfoError, RpcInfo};
-use netd::wire::tensor::WireDtype;
 use netd::wire::uid;
 use prost::Message;
 use shared::dtype::DType;
@@ -189,11 +188,7 @@ impl Script {
         let schema = RpcInfo::decode(&info.serialized_info)?
             .schema
             .ok_or(InfoError::Key("schema"))?;
-        let dtype = match schema.dtype {
-            WireDtype::Bf16 => DType::Bf16,
-            WireDtype::F16 => DType::F16,
-            _ => DType::F32,
-        };
+        let dtype = schema.dtype.block_dtype();
         let width = schema.hidden_size as usize;
         let lengths = std::iter::once(config.prompt_tokens).chain(vec![1; config.steps]);
         let inputs = lengths

@@ -53,6 +53,16 @@ impl WireDtype {
         (Self::Bool, "bool"),
     ];
 
+    /// Itself if blocks compute in it, else float32.
+    #[must_use]
+    pub const fn block_dtype(self) -> DType {
+        match self {
+            Self::Bf16 => DType::Bf16,
+            Self::F16 => DType::F16,
+            _ => DType::F32,
+        }
+    }
+
     /// The dtype that a message calls `name`.
     #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
@@ -282,6 +292,17 @@ impl WireTensor {
     #[must_use]
     pub fn requires_grad(&self) -> bool {
         self.requires_grad
+    }
+
+    /// The elements in the block dtype nearest to their own ([`WireDtype::block_dtype`]), little-endian, row-major.
+    ///
+    /// # Errors
+    /// As [`WireTensor::write_to`].
+    pub fn to_block(&self) -> Result<(DType, Vec<u8>), TensorError> {
+        let dtype = self.dtype.block_dtype();
+        let mut bytes = vec![0; self.element_count() * dtype.size_bytes()];
+        self.write_to(dtype, &mut bytes)?;
+        Ok((dtype, bytes))
     }
 
     /// Writes all elements to `destination` in block dtype, little-endian, row-major.
