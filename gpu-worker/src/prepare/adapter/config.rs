@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use regex::Regex;
+use regex::{Regex, RegexBuilder};
 use serde_json::Value;
 
 /// Largest accepted rank; common ones are 4 to 256.
@@ -10,6 +10,12 @@ const MAX_RANK: u64 = 4096;
 
 /// Longest accepted pattern.
 const MAX_PATTERN_BYTES: usize = 16 << 10;
+
+/// Most patterns of a field: some for each matrix of the largest models.
+const MAX_PATTERNS: usize = 4096;
+
+/// Memory that a compiled pattern may take.
+const MAX_COMPILED_BYTES: usize = 256 << 10;
 
 /// Values of `init_lora_weights` that change the base model, so that the adapter does not belong to the published one.
 const CHANGES_BASE: [&str; 3] = ["pissa", "olora", "corda"];
@@ -228,6 +234,12 @@ impl<'a> Fields<'a> {
         let map = value
             .as_object()
             .ok_or_else(|| format!("{field} is {}, but must be an object", shown(value)))?;
+        if map.len() > MAX_PATTERNS {
+            let count = map.len();
+            return Err(format!(
+                "{field} has {count} patterns, the limit is {MAX_PATTERNS}"
+            ));
+        }
         map.iter()
             .map(|(key, value)| {
                 let pattern = regex(&format!(r"^(?:.*\.)?(?:{key})$"));
@@ -242,7 +254,12 @@ impl<'a> Fields<'a> {
 
 fn regex(pattern: &str) -> Option<Regex> {
     (pattern.len() <= MAX_PATTERN_BYTES)
-        .then(|| Regex::new(pattern).ok())
+        .then(|| {
+            RegexBuilder::new(pattern)
+                .size_limit(MAX_COMPILED_BYTES)
+                .build()
+                .ok()
+        })
         .flatten()
 }
 
@@ -346,6 +363,18 @@ mod tests {
         assert_eq!(config.rank("l.3.xup"), 8);
         let stabilized = parse(json!({"r": 16, "use_rslora": true})).unwrap();
         assert_eq!(stabilized.scale("l.3.q"), 4.0);
+    }
+
+    #[test]
+    fn patterns_are_bounded_in_number_and_size() {
+        let many: serde_json::Map<_, _> = (0..=MAX_PATTERNS)
+            .map(|n| (n.to_string(), json!(4)))
+            .collect();
+        let error = parse(json!({"rank_pattern": many})).unwrap_err();
+        assert!(error.contains("4097 patterns"), "{error}");
+        let large = json!({"rank_pattern": {r"(\w{200}){200}": 4}});
+        let error = parse(large).unwrap_err();
+        assert!(error.contains("cannot be read"), "{error}");
     }
 
     #[test]
