@@ -21,9 +21,12 @@ use std::collections::BTreeMap;
 use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use futures::StreamExt;
+use hf_hub::progress::{DownloadEvent, ProgressEvent, ProgressHandler};
 use hf_hub::repository::{HFRepository, RepoTypeModel};
 use hf_hub::{HFClient, HFError};
 use sha2::{Digest, Sha256};
@@ -50,6 +53,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 const MAX_FAILURES: u32 = 8;
 /// A connection that brings nothing for this long is dropped.
 const STALL: Duration = Duration::from_secs(30);
+/// Time between two looks at the progress of a whole file.
+const LOOK_PERIOD: Duration = Duration::from_millis(200);
 
 /// Called while something is downloaded; can stop it with an error.
 pub type Alive<'a> = dyn FnMut() -> Result<(), PrepareError> + 'a;
@@ -256,30 +261,49 @@ impl Hub {
 
     /// A file of the Hub's cache layout that has a few kilobytes: config, index.
     fn small_file(&self, file: &str) -> Result<PathBuf, PrepareError> {
+        self.cached_file(file, &mut || Ok(()))
+    }
+
+    /// A file of the Hub's cache layout, of any size, downloaded if need be. What is interrupted begins again.
+    fn cached_file(&self, file: &str, alive: &mut Alive<'_>) -> Result<PathBuf, PrepareError> {
+        let mut failures = 0;
+        loop {
+            match self.runtime.block_on(self.into_cache(file, alive)) {
+                Ok(path) => return Ok(path),
+                Err(Trouble::Ours(error)) => return Err(error),
+                Err(trouble) => self.pause(&mut failures, file, trouble, alive)?,
+            }
+        }
+    }
+
+    /// One try to get a whole file, given up when no byte of it comes for too long.
+    async fn into_cache(&self, file: &str, alive: &mut Alive<'_>) -> Result<PathBuf, Trouble> {
         let revision = if self.commit.is_empty() {
             &self.revision
         } else {
             &self.commit
         };
-        let offline = self.offline;
-        let mut failures = 0;
+        let came = Arc::new(Came::default());
+        let request = self
+            .repo
+            .download_file()
+            .filename(file)
+            .revision(revision.as_str())
+            .local_files_only(self.offline)
+            .progress(came.clone())
+            .send();
+        let mut request = std::pin::pin!(request);
+        let (mut bytes, mut since) = (0, Instant::now());
         loop {
-            let request = self
-                .repo
-                .download_file()
-                .filename(file)
-                .revision(revision.as_str())
-                .local_files_only(offline)
-                .send();
-            let result = self
-                .runtime
-                .block_on(async { tokio::time::timeout(2 * self.pauses.stall, request).await });
-            match result {
-                Ok(Ok(path)) => return Ok(path),
-                Ok(Err(error)) => {
-                    self.pause(&mut failures, file, Trouble::Hub(error), &mut || Ok(()))?
-                }
-                Err(_) => self.pause(&mut failures, file, Trouble::Stalled, &mut || Ok(()))?,
+            if let Ok(result) = tokio::time::timeout(LOOK_PERIOD, &mut request).await {
+                return result.map_err(Trouble::Hub);
+            }
+            alive().map_err(Trouble::Ours)?;
+            let now = came.0.load(Ordering::Relaxed);
+            if now > bytes {
+                (bytes, since) = (now, Instant::now());
+            } else if since.elapsed() > 2 * self.pauses.stall {
+                return Err(Trouble::Stalled);
             }
         }
     }
@@ -378,8 +402,7 @@ impl Hub {
             "downloading a whole file: pickled checkpoints cannot be read in parts"
         );
         for _ in 0..2 {
-            let path = self.small_file(file)?;
-            alive()?;
+            let path = self.cached_file(file, alive)?;
             if sum_fits(&path, alive)? {
                 return Ok(());
             }
@@ -473,6 +496,25 @@ impl Hub {
             reason,
             lasting: true,
         }
+    }
+}
+
+/// Bytes of a whole file that came so far.
+#[derive(Default)]
+struct Came(AtomicU64);
+
+impl ProgressHandler for Came {
+    fn on_progress(&self, event: &ProgressEvent) {
+        let bytes = match event {
+            ProgressEvent::Download(DownloadEvent::Progress { files }) => {
+                files.iter().map(|file| file.bytes_completed).max()
+            }
+            ProgressEvent::Download(DownloadEvent::AggregateProgress {
+                bytes_completed, ..
+            }) => Some(*bytes_completed),
+            _ => None,
+        };
+        self.0.fetch_max(bytes.unwrap_or(0), Ordering::Relaxed);
     }
 }
 

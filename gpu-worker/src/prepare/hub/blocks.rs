@@ -37,7 +37,7 @@ struct Part {
 
 impl Part {
     fn len(&self) -> u64 {
-        self.info.data_offsets.1 - self.info.data_offsets.0
+        self.info.bytes()
     }
 }
 
@@ -183,7 +183,14 @@ impl Hub {
                     "is missing; the checkpoint is incomplete",
                 )
             })?;
-            let start = data_start.saturating_add(info.data_offsets.0);
+            // The size of the file is not known here, so that nothing else bounds what its header says.
+            let (begin, end) = info.data_offsets;
+            if data_start.checked_add(end).is_none() {
+                let path = self.snapshot().join(&file);
+                let reason = format!("would end at byte {end}, which no file has");
+                return Err(PrepareError::bad_tensor(&path, name, reason));
+            }
+            let start = data_start + begin;
             parts.push(Part {
                 name: name.clone(),
                 file,

@@ -7,6 +7,7 @@ use std::net::{TcpListener, TcpStream};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 
@@ -31,6 +32,8 @@ pub struct Troubles {
     pub unavailable: usize,
     /// The sums of files are those of something else.
     pub wrong_sums: bool,
+    /// Bodies come in this many pieces, with such pauses between them.
+    pub slow: Option<(usize, Duration)>,
     /// Ranges are answered with the whole file.
     pub no_ranges: bool,
 }
@@ -188,6 +191,13 @@ fn answer(mut stream: TcpStream, state: &Mutex<State>) -> Option<()> {
         state.troubles.cut_after = Some((after, times - 1));
     }
     let part = part[..length].to_vec();
+    let (pieces, pause) = state.troubles.slow.unwrap_or((1, Duration::ZERO));
     drop(state);
-    stream.write_all(&part).ok()
+    part.chunks(part.len().div_ceil(pieces).max(1))
+        .try_for_each(|piece| {
+            stream.write_all(piece)?;
+            std::thread::sleep(pause);
+            Ok::<_, std::io::Error>(())
+        })
+        .ok()
 }

@@ -347,6 +347,71 @@ fn a_file_with_another_sum_than_the_hub_gives_is_not_taken() {
 }
 
 #[test]
+fn a_header_that_names_bytes_beyond_any_file_is_refused() {
+    let site = site();
+    let path = site.model.path().join("model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    let header = Header::read(
+        &std::fs::File::open(&path).unwrap(),
+        &path,
+        bytes.len() as u64,
+    );
+    let mut entries: BTreeMap<String, serde_json::Value> = BTreeMap::new();
+    for (name, info) in &header.unwrap().tensors {
+        let far = [u64::MAX - info.bytes(), u64::MAX];
+        let entry =
+            serde_json::json!({"dtype": info.dtype, "shape": info.shape, "data_offsets": far});
+        entries.insert(name.clone(), entry);
+    }
+    let json = serde_json::to_vec(&entries).unwrap();
+    let hostile = [&(json.len() as u64).to_le_bytes()[..], &json, &bytes].concat();
+    std::fs::write(&path, hostile).unwrap();
+    let hub = StandIn::serve("org/tiny", site.model.path());
+    let mut config = site.config.clone();
+    config.hub.endpoint = Some(hub.endpoint.clone());
+    let site = Site {
+        config,
+        hub,
+        ..site
+    };
+    let error = site.fetch_with(QUICK, 0).unwrap_err();
+    assert!(error.to_string().contains("no file has"), "{error}");
+}
+
+#[test]
+fn a_whole_file_may_take_long_as_long_as_it_comes() {
+    let site = site();
+    std::fs::write(site.model.path().join("pytorch_model.bin"), [7; 9000]).unwrap();
+    let hub = StandIn::serve("org/tiny", site.model.path());
+    let mut config = site.config.clone();
+    config.hub.endpoint = Some(hub.endpoint.clone());
+    let patience = Pauses {
+        failures: 1,
+        stall: Duration::from_millis(500),
+        ..QUICK
+    };
+    let found = Hub::with_pauses(&config, patience).unwrap();
+    // Nine pieces over more than twice the time that silence is borne.
+    let pause = Duration::from_millis(300);
+    hub.trouble(|troubles| troubles.slow = Some((9, pause)));
+    let mut looks = 0;
+    let mut alive = || {
+        looks += 1;
+        Ok(())
+    };
+    found.whole_file("pytorch_model.bin", &mut alive).unwrap();
+    assert!(looks >= 5, "told to be alive {looks} times only");
+
+    std::fs::remove_file(found.snapshot().join("pytorch_model.bin")).unwrap();
+    std::fs::remove_dir_all(found.root.join("blobs")).unwrap();
+    hub.trouble(|troubles| troubles.slow = Some((2, Duration::from_secs(20))));
+    let error = found
+        .whole_file("pytorch_model.bin", &mut || Ok(()))
+        .unwrap_err();
+    assert!(error.to_string().contains("nothing came"), "{error}");
+}
+
+#[test]
 fn an_adapter_comes_whole() {
     let site = site();
     let folder = tempfile::tempdir().unwrap();
