@@ -105,6 +105,15 @@ fn generate(host: &str, peer: &str) -> Result<String, String> {
     Ok(text.expect("the prompt comes first").to_owned())
 }
 
+/// A public host for a relay, and a server and a client behind a NAT each.
+fn behind_nats(nat: Nat) -> Lab {
+    let lab = Lab::new();
+    lab.host("relay", 10);
+    lab.natted("server", 1, nat);
+    lab.natted("client", 2, nat);
+    lab
+}
+
 fn assert_golden(host: &str, peer: &str) {
     let (_, expected) = golden();
     let text = generate(host, peer).unwrap_or_else(|error| panic!("{error}"));
@@ -117,10 +126,7 @@ fn assert_golden(host: &str, peer: &str) {
 #[test]
 #[ignore = "needs network namespaces: tests/nat/run"]
 fn a_server_behind_a_symmetric_nat_is_reached_through_a_relay() {
-    let lab = Lab::new();
-    lab.host("relay", 10);
-    lab.natted("server", 1, Nat::Symmetric);
-    lab.natted("client", 2, Nat::Symmetric);
+    let _lab = behind_nats(Nat::Symmetric);
     let relay = relay("relay", 10, folder(), &[]);
     let peer = address(&relay, 10);
     let server = server("server", &[&peer], &[]);
@@ -138,10 +144,7 @@ fn a_server_behind_a_symmetric_nat_is_reached_through_a_relay() {
 #[test]
 #[ignore = "needs network namespaces: tests/nat/run"]
 fn behind_port_preserving_nats_a_hole_is_punched() {
-    let lab = Lab::new();
-    lab.host("relay", 10);
-    lab.natted("server", 1, Nat::PortPreserving);
-    lab.natted("client", 2, Nat::PortPreserving);
+    let _lab = behind_nats(Nat::PortPreserving);
     let relay = relay("relay", 10, folder(), &[]);
     let peer = address(&relay, 10);
     let server = server("server", &[&peer], &[]);
@@ -312,10 +315,7 @@ fn petals_client(host: &str, peer: &str) {
 #[test]
 #[ignore = "needs network namespaces and Petals: tests/nat/run"]
 fn with_petals_its_client_reaches_a_server_behind_a_nat() {
-    let lab = Lab::new();
-    lab.host("relay", 10);
-    lab.natted("server", 1, Nat::Symmetric);
-    lab.natted("client", 2, Nat::Symmetric);
+    let _lab = behind_nats(Nat::Symmetric);
     let relay = relay("relay", 10, folder(), &[]);
     let peer = address(&relay, 10);
     let server = server("server", &[&peer], &[]);
@@ -327,10 +327,7 @@ fn with_petals_its_client_reaches_a_server_behind_a_nat() {
 #[test]
 #[ignore = "needs network namespaces and Petals: tests/nat/run"]
 fn with_petals_its_bootstrap_node_relays_for_a_server_behind_a_nat() {
-    let lab = Lab::new();
-    lab.host("relay", 10);
-    lab.natted("server", 1, Nat::Symmetric);
-    lab.natted("client", 2, Nat::Symmetric);
+    let _lab = behind_nats(Nat::Symmetric);
     let relay = PetalsBootstrap::start("relay", 10);
     let server = server("server", &[&relay.addr], &[]);
     server.wait_line("via relays", 1);
