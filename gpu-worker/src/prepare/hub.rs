@@ -268,7 +268,7 @@ impl Hub {
     fn cached_file(&self, file: &str, alive: &mut Alive<'_>) -> Result<PathBuf, PrepareError> {
         let mut failures = 0;
         loop {
-            match self.runtime.block_on(self.into_cache(file, alive)) {
+            match self.runtime.block_on(self.try_whole(file, alive)) {
                 Ok(path) => return Ok(path),
                 Err(Trouble::Ours(error)) => return Err(error),
                 Err(trouble) => self.pause(&mut failures, file, trouble, alive)?,
@@ -277,7 +277,7 @@ impl Hub {
     }
 
     /// One try to get a whole file, given up when no byte of it comes for too long.
-    async fn into_cache(&self, file: &str, alive: &mut Alive<'_>) -> Result<PathBuf, Trouble> {
+    async fn try_whole(&self, file: &str, alive: &mut Alive<'_>) -> Result<PathBuf, Trouble> {
         let revision = if self.commit.is_empty() {
             &self.revision
         } else {
