@@ -1,12 +1,11 @@
 //! Names of the driver's errors. A table of ours, since asking the driver for them panics in cudarc when the library is a stub.
 
-use cudarc::driver::sys::CUresult;
-
+use super::calls::Status;
 use crate::cuda::gpu::GpuError;
 
 /// `Ok` for success.
-pub(super) fn check(call: &'static str, status: CUresult) -> Result<(), GpuError> {
-    match status as u32 {
+pub(super) fn check(call: &'static str, status: Status) -> Result<(), GpuError> {
+    match status {
         0 => Ok(()),
         code => Err(GpuError::Driver {
             call,
@@ -82,3 +81,21 @@ const NAMES: &[(u32, &str)] = &[
     (901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"),
     (999, "CUDA_ERROR_UNKNOWN"),
 ];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_that_no_header_of_ours_has_is_reported_as_it_is() {
+        assert_eq!(check("cuInit", 0), Ok(()));
+        for code in [2, 4242, u32::MAX] {
+            let wanted = GpuError::Driver {
+                call: "cuInit",
+                name: name(code),
+                code,
+            };
+            assert_eq!(check("cuInit", code), Err(wanted));
+        }
+    }
+}

@@ -1,7 +1,7 @@
 //! CUDA graphs: launches that were recorded once and are enqueued again as one. What they were given is fixed: they read lengths, page
 //! tables and hidden states from buffers whose addresses do not change.
 
-use cudarc::driver::sys as cu;
+use super::calls as cu;
 
 use super::Driver;
 use super::error::check;

@@ -1,7 +1,7 @@
 //! Host memory that the device reads and writes directly: pinned memory of its own, and memory of others (the arena, the kv segment)
 //! that is registered with it.
 
-use cudarc::driver::sys as cu;
+use super::calls as cu;
 
 use super::error::check;
 use crate::cuda::gpu::{Address, GpuError};

@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 use std::io::Read;
 
-use cudarc::driver::sys as cu;
+use super::calls as cu;
 
 use super::error::check;
 use crate::cuda::gpu::GpuError;

@@ -4,6 +4,7 @@
 //! Host bytes on their way to the device lie in a ring of pinned memory, so that [`Gpu::write`] neither waits nor keeps the
 //! caller's bytes; what is too large for the ring is copied from where it lies, and waits.
 
+mod calls;
 mod error;
 pub mod graph;
 pub mod host;
@@ -14,7 +15,7 @@ use std::cell::Cell;
 use std::ffi::{c_int, c_void};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use cudarc::driver::sys as cu;
+use calls as cu;
 
 use super::gpu::{Address, Gpu, GpuError, Launch, Properties};
 use error::check;
@@ -223,7 +224,7 @@ impl Gpu for Driver {
         let mut at = 0;
         // SAFETY: a context is current; a place for an address.
         let status = unsafe { cu::cuMemAlloc_v2(&raw mut at, bytes) };
-        if status == cu::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+        if status == cu::OUT_OF_MEMORY {
             return Err(GpuError::OutOfMemory { bytes });
         }
         check("cuMemAlloc", status)?;
