@@ -7,6 +7,9 @@
 //! The queries of a row are taken from the last to the first, so that the sums do not depend on where a sequence is cut when its
 //! pieces come from the last to the first too. After that the gradients at a position are whole as soon as the query of that
 //! position was taken.
+//!
+//! Over bfloat16 pages a backend may round what is multiplied to bfloat16, as PyTorch does, and sum the queries of a page
+//! by themselves: then sequences are cut at multiples of a page.
 
 use super::{Alibi, Elements, OpError, PagePool, check_len, convert};
 use crate::kv::{KvPages, StepRow, total_tokens};

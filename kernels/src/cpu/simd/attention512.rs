@@ -23,7 +23,7 @@ use shared::dtype::DType;
 /// Queries whose scores are computed side by side.
 const SCORED: usize = 4;
 /// Queries whose outputs are computed side by side, in 64 of the head's dimensions.
-const WEIGHED: usize = 6;
+pub(super) const WEIGHED: usize = 6;
 /// Pages of values that are interleaved at a time: they stay in the first-level cache.
 const PAGES: usize = 4;
 
@@ -108,9 +108,7 @@ pub(super) unsafe fn attend(
         .enumerate()
     {
         let from = &task.q[place(query)..place(query) + dim];
-        to.iter_mut()
-            .zip(from)
-            .for_each(|(to, x)| *to = bf16_bits(*x));
+        rounded(from, to);
     }
     score(task, tile, view, local);
     weigh(task, view, local);
@@ -130,10 +128,19 @@ pub(super) unsafe fn attend(
     }
 }
 
-fn grow<T: Clone + Default>(buffer: &mut Vec<T>, len: usize) {
+pub(super) fn grow<T: Clone + Default>(buffer: &mut Vec<T>, len: usize) {
     if buffer.len() < len {
         buffer.resize(len, T::default());
     }
+}
+
+/// Rounds to bfloat16.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+pub(super) fn rounded(from: &[f32], to: &mut [u16]) {
+    to.iter_mut()
+        .zip(from)
+        .for_each(|(to, x)| *to = bf16_bits(*x));
 }
 
 /// The scores of all queries and all positions of the pages, garbage where there is none.
@@ -199,7 +206,7 @@ fn finish(
 /// Products of `R` queries with the keys of 16 slots.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-fn dots<const R: usize>(page: &[Line], queries: &[u16]) -> [[f32; PAGE_TOKENS]; SCORED] {
+pub(super) fn dots<const R: usize>(page: &[Line], queries: &[u16]) -> [[f32; PAGE_TOKENS]; SCORED] {
     let dim = queries.len() / R;
     let start = queries.as_ptr();
     let mut sums = [[_mm512_setzero_ps(); 2]; R];
@@ -273,16 +280,10 @@ fn add_values(task: &Task<'_>, tile: Tile, view: View, local: &mut Local) {
                 vectors,
                 weights: &weights[query * view.stride + start..],
                 stride: view.stride,
+                pair_stride: 2,
             };
             let sums = &mut sums[query * view.dim..(query + count) * view.dim];
-            match count {
-                1 => area.add::<1>(sums),
-                2 => area.add::<2>(sums),
-                3 => area.add::<3>(sums),
-                4 => area.add::<4>(sums),
-                5 => area.add::<5>(sums),
-                _ => area.add::<6>(sums),
-            }
+            area.add_rows(count, sums);
             query += count;
         }
     }
@@ -290,16 +291,32 @@ fn add_values(task: &Task<'_>, tile: Tile, view: View, local: &mut Local) {
 
 /// Interleaved values of some slots and the weights of some queries.
 #[derive(Clone, Copy)]
-struct Area<'a> {
+pub(super) struct Area<'a> {
     /// `[pairs of slots, vectors]`.
-    page: &'a [Line],
-    vectors: usize,
-    /// `[queries, stride]`, from the first slot.
-    weights: &'a [u16],
-    stride: usize,
+    pub(super) page: &'a [Line],
+    pub(super) vectors: usize,
+    /// Two weights of a query for each pair of slots, from the first slot.
+    pub(super) weights: &'a [u16],
+    /// Elements from one query to the next.
+    pub(super) stride: usize,
+    /// Elements from one pair of slots to the next.
+    pub(super) pair_stride: usize,
 }
 
 impl Area<'_> {
+    /// Adds to the sums of `count` queries, 1 to [`WEIGHED`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+    pub(super) fn add_rows(self, count: usize, sums: &mut [f32]) {
+        match count {
+            1 => self.add::<1>(sums),
+            2 => self.add::<2>(sums),
+            3 => self.add::<3>(sums),
+            4 => self.add::<4>(sums),
+            5 => self.add::<5>(sums),
+            _ => self.add::<6>(sums),
+        }
+    }
+
     /// Adds to the sums of `R` queries.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
     fn add<const R: usize>(self, sums: &mut [f32]) {
@@ -331,11 +348,16 @@ impl Area<'_> {
             }
         }
         let count = self.page.len() / self.vectors;
-        let weights = &self.weights[..(R - 1) * self.stride + 2 * count];
+        let Some(last) = count.checked_sub(1) else {
+            return;
+        };
+        let weights = &self.weights[..(R - 1) * self.stride + last * self.pair_stride + 2];
         for pair in 0..count {
             let lines = &self.page[pair * self.vectors + first..][..V];
             for r in 0..R {
-                let p = weights.as_ptr().wrapping_add(r * self.stride + 2 * pair);
+                let p = weights
+                    .as_ptr()
+                    .wrapping_add(r * self.stride + pair * self.pair_stride);
                 // SAFETY: a pair of row `r`, inside the slice.
                 let weight = _mm512_set1_epi32(unsafe { p.cast::<i32>().read_unaligned() });
                 for v in 0..V {
@@ -356,7 +378,7 @@ impl Area<'_> {
 
 /// Keys `[16 slots, dim]` to `[dim / 2]` lines of 16 slots, two neighbours each.
 #[target_feature(enable = "avx512f,avx512bw")]
-fn transpose(keys: &[u8], dim: usize, page: &mut [Line]) {
+pub(super) fn transpose(keys: &[u8], dim: usize, page: &mut [Line]) {
     let keys = &keys[..PAGE_TOKENS * dim * 2];
     for (part, lines) in page.as_chunks_mut::<16>().0.iter_mut().enumerate() {
         let mut rows = [_mm512_setzero_si512(); 16];
@@ -402,7 +424,7 @@ fn transposed(r: [__m512i; 16]) -> [__m512i; 16] {
 
 /// Values `[slots, dim]` to `[8 pairs of slots, dim / 16]` lines; slots that are not there are zeros.
 #[target_feature(enable = "avx512f,avx512bw")]
-fn interleave(values: &[u8], dim: usize, lines: &mut [Line]) {
+pub(super) fn interleave(values: &[u8], dim: usize, lines: &mut [Line]) {
     let rows = values.chunks_exact(2 * dim);
     let slots = rows.len();
     for (pair, lines) in lines.chunks_exact_mut(dim / 16).enumerate() {
@@ -424,7 +446,7 @@ fn interleave(values: &[u8], dim: usize, lines: &mut [Line]) {
 
 /// 32 sums from the order in which unpacking left them.
 #[inline]
-fn in_order(sums: &[f32; 32], out: &mut [f32; 32]) {
+pub(super) fn in_order(sums: &[f32; 32], out: &mut [f32; 32]) {
     for (eight, out) in out.as_chunks_mut::<8>().0.iter_mut().enumerate() {
         out[..4].copy_from_slice(&sums[4 * eight..4 * eight + 4]);
         out[4..].copy_from_slice(&sums[16 + 4 * eight..16 + 4 * eight + 4]);

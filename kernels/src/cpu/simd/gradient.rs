@@ -14,6 +14,8 @@ use super::lanes::{LANES, dot, exp, mul_add, tree_sum};
 #[cfg(target_arch = "x86_64")]
 use super::transposed::multiply;
 use super::{Isa, Scratch, attention::softmax, per_isa};
+#[cfg(target_arch = "x86_64")]
+use super::{attention_grad512, attention512};
 use crate::cpu::pool::{Disjoint, Pool};
 use crate::kv::{KvPages, StepRow};
 use crate::ops::{
@@ -324,6 +326,8 @@ struct Local {
     v_grad: Vec<f32>,
     weights: Vec<f32>,
     slopes: Vec<f32>,
+    #[cfg(target_arch = "x86_64")]
+    pairs: attention_grad512::Local,
 }
 
 thread_local! {
@@ -331,19 +335,19 @@ thread_local! {
 }
 
 /// What all pieces of an attention share.
-struct Task<'a> {
-    q: &'a [f32],
-    grad: &'a [f32],
-    pages: &'a KvPages<'a>,
-    rows: &'a [StepRow<'a>],
-    starts: &'a [usize],
-    group: usize,
-    divisor: f32,
-    alibi: Option<Alibi<'a>>,
-    window: usize,
-    q_grad: Disjoint<'a, f32>,
-    k_grad: Disjoint<'a, f32>,
-    v_grad: Disjoint<'a, f32>,
+pub(super) struct Task<'a> {
+    pub(super) q: &'a [f32],
+    pub(super) grad: &'a [f32],
+    pub(super) pages: &'a KvPages<'a>,
+    pub(super) rows: &'a [StepRow<'a>],
+    pub(super) starts: &'a [usize],
+    pub(super) group: usize,
+    pub(super) divisor: f32,
+    pub(super) alibi: Option<Alibi<'a>>,
+    pub(super) window: usize,
+    pub(super) q_grad: Disjoint<'a, f32>,
+    pub(super) k_grad: Disjoint<'a, f32>,
+    pub(super) v_grad: Disjoint<'a, f32>,
 }
 
 /// A piece is one kv head of one row.
@@ -367,10 +371,23 @@ pub(in crate::cpu) fn attention_grad(
         k_grad: Disjoint::new(args.k_grad),
         v_grad: Disjoint::new(args.v_grad),
     };
+    #[cfg(target_arch = "x86_64")]
+    let has_pairs = {
+        let layout = args.pages.layout();
+        isa == Isa::Avx512Bf16
+            && layout.dtype == DType::Bf16
+            && attention512::takes(layout.head_dim)
+    };
     pool.run(args.rows.len() * kv_heads, |index| {
         let (row, head) = (index / kv_heads, index % kv_heads);
         LOCAL.with_borrow_mut(|local| {
             let task = &task;
+            #[cfg(target_arch = "x86_64")]
+            if has_pairs {
+                // SAFETY: `Isa` values come from `Isa::available`; the pages are such that `has_pairs` is set.
+                unsafe { attention_grad512::attend(task, row, head, &mut local.pairs) };
+                return;
+            }
             per_isa!(isa, attend(task: &Task<'_>, row: usize, head: usize, local: &mut Local))
         });
     });

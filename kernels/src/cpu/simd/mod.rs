@@ -7,6 +7,8 @@
 mod attention;
 #[cfg(target_arch = "x86_64")]
 mod attention512;
+#[cfg(target_arch = "x86_64")]
+mod attention_grad512;
 mod decoded;
 mod elementwise;
 mod gradient;

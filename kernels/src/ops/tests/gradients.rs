@@ -324,6 +324,8 @@ fn attention_gradients_equal_their_reference_and_do_not_depend_on_cuts() {
         (1, 1, 4, all, false),
         (2, 3, 20, all, true),
         (2, 2, 64, 5, false),
+        (1, 3, 32, all, true),
+        (2, 1, 96, 20, false),
         (3, 1, 12, 20, true),
     ] {
         for dtype in DTYPES {
@@ -343,18 +345,23 @@ fn attention_gradients_equal_their_reference_and_do_not_depend_on_cuts() {
                 &mut |args| attention_grad::reference(args).unwrap();
             let wanted = attention_gradients(&mut sequence, tokens, tokens, reference);
             for mut cpu in backends() {
+                let has_pairs = (cpu.isa(), dtype) == (Isa::Avx512Bf16, DType::Bf16)
+                    && head_dim.is_multiple_of(32);
+                let tolerance = if has_pairs { 1e-2 } else { 2e-5 };
                 let run: &mut GradRunner<'_> = &mut |args| cpu.attention_grad(args).unwrap();
                 let whole = attention_gradients(&mut sequence, tokens, tokens, run);
                 for (whole, wanted) in whole.iter().zip(&wanted) {
                     assert_close(
                         whole,
                         wanted,
-                        2e-5,
+                        tolerance,
                         &format!("{dtype} {kv_heads}x{group}x{head_dim}"),
                     );
                 }
-                for cut in [1, 16, 20] {
-                    let cut_up = attention_gradients(&mut sequence, tokens, cut, run);
+                // Products of pairs sum the queries of a page by themselves.
+                let cuts = [1, 20, PAGE_TOKENS, 2 * PAGE_TOKENS];
+                for cut in &cuts[if has_pairs { 2 } else { 0 }..] {
+                    let cut_up = attention_gradients(&mut sequence, tokens, *cut, run);
                     let same = cut_up.iter().zip(&whole).all(|(a, b)| bits(a) == bits(b));
                     assert!(same, "{dtype} cut every {cut}");
                 }
