@@ -29,6 +29,7 @@ async fn node(initial_peers: Vec<String>) -> Joined {
         identity_path: None,
         use_relay: true,
         use_auto_relay: false,
+        use_upnp: false,
         refresh_period: DEADLINE,
         startup_timeout: DEADLINE,
     };

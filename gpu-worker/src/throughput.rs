@@ -6,8 +6,10 @@
 //! entries away; here they stay. The file is our own (`sepal_throughput_v1.json`): numbers of Petals do not hold for Sepal. It
 //! does not hold the network's rate, which changes with the place of a machine and not with its devices.
 
-use shared::config::Device;
+use shared::bootstrap::build_id;
+use shared::config::{Device, WorkerConfig};
 use shared::control::Capacity;
+use shared::model::ModelFacts;
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
@@ -37,6 +39,17 @@ pub struct Key {
 }
 
 impl Key {
+    /// The key of a worker with so many threads.
+    pub fn of(model: &ModelFacts, device: Device, threads: usize) -> Key {
+        Key {
+            model: model.name.clone(),
+            devices: vec![device_name(device, threads)],
+            dtype: model.dtype.name().to_owned(),
+            quant: model.quant_type.name().to_owned(),
+            build: build_id(),
+        }
+    }
+
     /// As in the file. Parts are written with their quotes, so that no two keys read the same.
     fn text(&self) -> String {
         format!(
@@ -128,6 +141,25 @@ impl RateCache {
         Ok(rates)
     }
 
+    /// What is kept for the slowest of `devices`, each with a worker of these settings; `None` unless all have been measured.
+    pub fn kept(
+        &self,
+        model: &ModelFacts,
+        devices: &[Device],
+        worker: &WorkerConfig,
+    ) -> Option<Capacity> {
+        let (entries, threads) = (self.read(), threads(worker));
+        let of = |device: &Device| {
+            let key = Key::of(model, *device, threads).text();
+            entries.get(&key).copied().filter(is_usable)
+        };
+        let rates: Option<Vec<Capacity>> = devices.iter().map(of).collect();
+        rates?.into_iter().reduce(|one, other| Capacity {
+            inference_rps: one.inference_rps.min(other.inference_rps),
+            forward_rps: one.forward_rps.min(other.forward_rps),
+        })
+    }
+
     /// Locks until the file is dropped.
     fn lock<E>(&self) -> Result<File, ThroughputError<E>> {
         let failed = |source| ThroughputError::Lock {
@@ -183,6 +215,14 @@ impl RateCache {
         file.write_all(&serde_json::to_vec_pretty(entries)?)?;
         file.sync_all()?;
         std::fs::rename(&new, &self.file)
+    }
+}
+
+/// Compute threads of a worker on the processor.
+pub fn threads(config: &WorkerConfig) -> usize {
+    match config.threads {
+        0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
+        n => n as usize,
     }
 }
 
@@ -336,6 +376,52 @@ mod tests {
                 "{kept:?}"
             );
         }
+    }
+
+    #[test]
+    fn what_is_kept_for_all_devices_is_that_of_the_slowest() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = cache(directory.path());
+        let model = ModelFacts {
+            name: "owner/model".into(),
+            repository: None,
+            model_type: "llama".into(),
+            dht_prefix: None,
+            num_blocks: 1,
+            hidden_size: 64,
+            attention_heads: 4,
+            kv_heads: 4,
+            head_dim: 16,
+            dtype: shared::dtype::DType::F32,
+            quant_type: shared::config::QuantType::None,
+            block_bytes: 1,
+            adapters: Vec::new(),
+        };
+        let worker = WorkerConfig {
+            threads: 3,
+            ..WorkerConfig::default()
+        };
+        let devices = [Device::Cpu, Device::Emulator];
+        let kept = || cache.kept(&model, &devices, &worker);
+        assert_eq!(kept(), None);
+        let slower = Capacity {
+            forward_rps: 1.0,
+            ..RATES
+        };
+        for (device, rates) in devices.into_iter().zip([RATES, slower]) {
+            assert_eq!(kept(), None, "not all are known");
+            let key = Key::of(&model, device, 3);
+            cache
+                .rates(&key, Freshness::Kept, || measured(rates))
+                .unwrap();
+        }
+        assert_eq!(kept(), Some(slower));
+        let other = WorkerConfig::default();
+        let other = WorkerConfig {
+            threads: 5,
+            ..other
+        };
+        assert_eq!(cache.kept(&model, &devices, &other), None);
     }
 
     #[test]

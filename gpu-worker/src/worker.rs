@@ -13,7 +13,7 @@ use kernels::cuda::driver::{Driver, OpenError};
 use kernels::cuda::emu::Emu;
 use kernels::cuda::{Cuda, Gpu, GpuError};
 use kernels::ops::OpError;
-use shared::bootstrap::{Bootstrap, ControlEnds, DescriptorSocket, build_id};
+use shared::bootstrap::{Bootstrap, ControlEnds, DescriptorSocket};
 use shared::config::Device;
 use shared::control::{Capacity, FromWorker, LinkInit, ToWorker, WorkerInit};
 use shared::exit::ExitReason;
@@ -130,10 +130,7 @@ fn run_on<B: Paged>(
         watch_weights(&ends)?;
         let (spec, weights) = load(init, &board)?;
         let kv = map_kv(init, &ends.descriptors)?;
-        let threads = match init.config.threads {
-            0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
-            n => n as usize,
-        };
+        let threads = throughput::threads(&init.config);
         let backend = open(threads)?;
         let shape = EngineShape {
             span: init.span,
@@ -297,13 +294,7 @@ fn measured<B: Paged>(
     let Some(folder) = &init.config.rates_dir else {
         return probe::measure(engine, || board.progress());
     };
-    let key = Key {
-        model: init.model.name.clone(),
-        devices: vec![throughput::device_name(init.device, threads)],
-        dtype: init.model.dtype.name().to_owned(),
-        quant: init.model.quant_type.name().to_owned(),
-        build: build_id(),
-    };
+    let key = Key::of(&init.model, init.device, threads);
     let freshness = match init.config.measure_anew {
         true => Freshness::Measured,
         false => Freshness::Kept,

@@ -116,6 +116,7 @@ fn bundle(message: &ToNetd) -> Option<(FdTag, usize)> {
         ToNetd::Init(init) => Some((init.fds, INIT_FDS)),
         ToNetd::WorkerUp(up) => Some((up.link.fds, WORKER_FDS)),
         ToNetd::Fits(_)
+        | ToNetd::Kept(_)
         | ToNetd::Model(_)
         | ToNetd::WorkerDown { .. }
         | ToNetd::WorkerUnkillable { .. }

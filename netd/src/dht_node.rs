@@ -80,6 +80,7 @@ pub async fn start(config: &DhtNodeConfig) -> Result<Joined, Fatal> {
             relay_service: config.use_relay,
             autonat: true,
             auto_relay: config.use_relay && config.use_auto_relay,
+            upnp: config.use_upnp,
         },
         check_reachability: false,
         startup_timeout: config.startup_timeout,
@@ -125,6 +126,7 @@ mod tests {
             identity_path: None,
             use_relay: true,
             use_auto_relay: false,
+            use_upnp: false,
             refresh_period: Duration::from_secs(30),
             startup_timeout: Duration::from_secs(20),
         }

@@ -21,6 +21,7 @@ use crate::p2p::{
 use crate::rpc::dispatch::Router;
 use crate::rpc::{self, Service};
 use crate::run::Fatal;
+use crate::swarm::rate::{self, serve::Counterpart};
 use crate::swarm::reachability::{self, Checker};
 
 /// Calls under way per lookup until the model is known; Petals' servers use as many as the model has blocks.
@@ -28,6 +29,9 @@ const LOOKUP_WORKERS: usize = 32;
 
 /// How long a server that cannot be dialled waits for its first relay before it goes on without.
 const RELAY_WAIT: Duration = Duration::from_secs(15);
+
+/// How long a server that cannot be dialled waits for a router that may forward its port.
+const ROUTER_WAIT: Duration = Duration::from_secs(5);
 
 /// A node that listens and has joined.
 #[derive(Clone, Debug)]
@@ -40,11 +44,19 @@ pub struct Joined {
     pub peer_id: String,
     /// Full addresses with `/p2p/PEERID`: those announced if any are configured, else those listened on.
     pub addrs: Vec<String>,
-    /// Whether others reach it through relays only.
+    /// Whether others reach it through relays only, as it turned out when joining.
     pub using_relay: bool,
 }
 
 impl Joined {
+    /// Whether others reach it through relays only, by the last that is known: AutoNAT may change its mind.
+    pub fn relayed_now(&self) -> bool {
+        match *self.p2p.reachable().borrow() {
+            Some(reachable) => !reachable,
+            None => self.using_relay,
+        }
+    }
+
     /// The first TCP port of the addresses; 0 if there is none.
     pub fn port(&self) -> u16 {
         let addrs = self.addrs.iter().filter_map(|addr| addr.parse().ok());
@@ -94,6 +106,7 @@ pub async fn join(
         initial_peers: addresses("initial_peers", &config.initial_peers)?,
         traversal: Traversal {
             auto_relay: config.use_auto_relay,
+            upnp: config.use_upnp,
             ..Traversal::SERVER
         },
         check_reachability: true,
@@ -135,6 +148,7 @@ pub async fn start(
 ) -> Result<(P2p, mpsc::Receiver<Inbound>), P2pError> {
     protocols.extend(driver::protocols());
     protocols.push(reachability::protocol());
+    protocols.push(rate::protocol());
     P2p::start(P2pConfig {
         keypair: settings.keypair.clone(),
         listen: settings.listen.clone(),
@@ -161,6 +175,7 @@ pub async fn enter(
     let (joined, dht) = watch::channel(None);
     let router = Router {
         checker: Checker::new(p2p.clone()),
+        counterpart: Counterpart::new(p2p.clone()),
         service,
     };
     // Peers call back while this node joins.
@@ -224,7 +239,11 @@ fn start_dht(p2p: &P2p, settings: &NodeSettings, client_mode: bool) -> Dht {
 async fn is_unreachable(p2p: &P2p, settings: &NodeSettings) -> Result<bool, DhtError> {
     let dht = start_dht(p2p, settings, true);
     dht.join().await?;
-    let answer = reachability::check_direct(p2p, dht.peers().await?).await;
+    let mut answer = reachability::check_direct(p2p, dht.peers().await?).await;
+    if answer == Some(false) && router_forwards(p2p).await {
+        info!("asking again, now that the router forwards a port");
+        answer = reachability::check_direct(p2p, dht.peers().await?).await;
+    }
     if let Some(reachable) = answer {
         p2p.set_reachable(reachable).await;
     }
@@ -242,6 +261,23 @@ async fn is_unreachable(p2p: &P2p, settings: &NodeSettings) -> Result<bool, DhtE
     };
     info!(way, "this server is accessible");
     Ok(unreachable)
+}
+
+/// Waits for the router's answer, and until peers may be asked again.
+async fn router_forwards(p2p: &P2p) -> bool {
+    let mut forwarded = p2p.forwarded();
+    let answer = async {
+        forwarded
+            .wait_for(Option::is_some)
+            .await
+            .ok()
+            .and_then(|one| *one)
+    };
+    let forwards = timeout(ROUTER_WAIT, answer).await == Ok(Some(true));
+    if forwards {
+        tokio::time::sleep(reachability::ASK_AGAIN).await;
+    }
+    forwards
 }
 
 /// Waits for the first relay, so that whoever hears of this server can dial it; not for ever.

@@ -18,6 +18,7 @@
 mod control;
 pub mod dht;
 pub mod dht_node;
+mod http;
 pub mod join;
 mod offer;
 pub mod p2p;

@@ -3,9 +3,10 @@
 use std::time::Duration;
 
 use shared::block::{BlockIndex, Span, is_prefix};
-use shared::config::{Limits, SpanChoice, Throughput};
-use shared::control::{NetdInit, WorkerUp};
+use shared::config::{Limits, NetdConfig, SpanChoice, Throughput};
+use shared::control::{Capacity, NetdInit, Rating, WorkerUp};
 use shared::model::ModelFacts;
+use shared::network::{Link, NetworkRate, RateFile};
 use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinHandle};
 use tokio::time::Instant;
@@ -39,7 +40,19 @@ pub struct Offer {
     pub limits: Limits,
     config: AnnounceConfig,
     throughput: Throughput,
-    network_rps: f64,
+    standing: Standing,
+    /// What workers measured at an earlier start.
+    kept: Capacity,
+    hidden_size: u32,
+}
+
+/// What of a record may change while the blocks stay.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Standing {
+    /// What the network carries.
+    pub network: NetworkRate,
+    /// Whether others reach this server through relays only.
+    pub using_relay: bool,
 }
 
 /// Chooses span and names.
@@ -68,7 +81,6 @@ pub async fn choose(init: &NetdInit, facts: &ModelFacts, joined: &Joined) -> Res
         torch_dtype: Some(facts.dtype.name().to_owned()),
         quant_type: Some(facts.quant_type.name().to_owned()),
         adapters: facts.adapters.clone(),
-        using_relay: Some(joined.using_relay),
         ..ServerInfo::new(ServerState::Joining, 0.0)
     };
     let config = AnnounceConfig {
@@ -89,12 +101,24 @@ pub async fn choose(init: &NetdInit, facts: &ModelFacts, joined: &Joined) -> Res
         limits: init.config.limits(facts),
         config,
         throughput: init.config.throughput,
-        network_rps: network_rps(
-            init.config.link_bits_per_s,
-            init.config.link_bits_per_s,
-            facts.hidden_size,
-        ),
+        standing: Standing {
+            network: known_rate(&init.config),
+            using_relay: joined.relayed_now(),
+        },
+        kept: Capacity::default(),
+        hidden_size: facts.hidden_size,
     })
+}
+
+/// What is known of the network without asking anybody.
+fn known_rate(config: &NetdConfig) -> NetworkRate {
+    let link = Link::of_system();
+    let file = config.rates_dir.as_deref().map(RateFile::new);
+    let takes_kept = config.throughput == Throughput::Measure;
+    let kept = file
+        .filter(|_| takes_kept)
+        .and_then(|file| file.kept(&link));
+    NetworkRate::of(config.link_bits_per_s, kept, &link)
 }
 
 fn prefix(init: &NetdInit, facts: &ModelFacts) -> Result<String, Fatal> {
@@ -207,10 +231,11 @@ impl Offer {
 
     /// Keeps JOINING records alive until the server goes online or ends.
     pub fn announce_joining(&self, joined: &Joined) -> Announced {
-        let (dht, mut config) = (joined.dht.clone(), self.config.clone());
-        if let Throughput::Fixed(throughput) = self.throughput {
-            config.info.throughput = throughput;
-        }
+        let dht = joined.dht.clone();
+        let config = AnnounceConfig {
+            info: self.record(&[]),
+            ..self.config.clone()
+        };
         let (offline, dht_again) = (config.clone(), dht.clone());
         let joining = tokio::spawn(async move {
             let status = status(ServerState::Joining, None);
@@ -251,23 +276,69 @@ impl Offer {
         }
     }
 
-    /// The record of a server whose workers are up.
+    /// What workers measured at an earlier start stands for those that are not up yet.
+    pub fn keeping(mut self, kept: Capacity) -> Offer {
+        self.kept = kept;
+        self
+    }
+
+    /// What may change of the record.
+    pub fn standing(&self) -> Standing {
+        self.standing
+    }
+
+    /// Changes it; what is announced stays until it is announced again.
+    pub fn set_standing(&mut self, standing: Standing) {
+        self.standing = standing;
+    }
+
+    /// Whether the network's rate is part of the record: not beside a throughput that the operator gives, as in Petals.
+    pub fn tells_network(&self) -> bool {
+        !matches!(self.throughput, Throughput::Fixed(_))
+    }
+
+    /// Whether nobody is to see this server: it measures and ends.
+    pub fn is_dry_run(&self) -> bool {
+        self.throughput == Throughput::DryRun
+    }
+
+    /// The speed that a server with these workers announces.
+    pub fn rating(&self, ups: &[WorkerUp]) -> Rating {
+        let record = self.record(ups);
+        Rating {
+            capacity: Capacity {
+                inference_rps: record.inference_rps.unwrap_or(0.0),
+                forward_rps: record.forward_rps.unwrap_or(0.0),
+            },
+            network: self.standing.network,
+            network_rps: record.network_rps.unwrap_or(0.0),
+            throughput: record.throughput,
+            blocks: self.span.end().0 - self.span.start().0,
+        }
+    }
+
+    /// The record of a server with these workers. Without any it is that of one that joins: with what was measured earlier, or as
+    /// fast as its network alone, so that the others see that its blocks are taken.
     fn record(&self, ups: &[WorkerUp]) -> ServerInfo {
         // A chain of workers is as fast as its slowest; 0 means not measured.
-        let slowest = |of: fn(&WorkerUp) -> f64| {
-            let least = ups.iter().map(of).fold(f64::INFINITY, f64::min);
+        let slowest = |of: fn(&Capacity) -> f64| {
+            let measured = ups.iter().map(|up| &up.capacity);
+            let kept = ups.is_empty().then_some(&self.kept);
+            let least = measured.chain(kept).map(of).fold(f64::INFINITY, f64::min);
             Some(least).filter(|rps| rps.is_finite() && *rps > 0.0)
         };
-        let forward_rps = slowest(|up| up.capacity.forward_rps);
-        let inference_rps = slowest(|up| up.capacity.inference_rps);
+        let forward_rps = slowest(|capacity| capacity.forward_rps);
+        let inference_rps = slowest(|capacity| capacity.inference_rps);
+        let bits_per_s = self.standing.network.bits_per_s;
+        let network_rps = network_rps(bits_per_s, bits_per_s, self.hidden_size);
         let rates = Rates {
             inference_rps: inference_rps.unwrap_or(0.0),
-            forward_rps: forward_rps.unwrap_or(0.0),
-            network_rps: self.network_rps,
+            forward_rps: forward_rps.unwrap_or(f64::INFINITY),
+            network_rps,
         };
-        let reach = match self.config.info.using_relay {
-            Some(true) => Reach::Relayed,
-            _ => Reach::Direct,
+        let reach = match self.standing.using_relay {
+            true => Reach::Relayed,
+            false => Reach::Direct,
         };
         let blocks = self.span.end().0 - self.span.start().0;
         let throughput = match self.throughput {
@@ -280,7 +351,8 @@ impl Offer {
             throughput,
             forward_rps,
             inference_rps,
-            network_rps: Some(self.network_rps),
+            network_rps: self.tells_network().then_some(network_rps),
+            using_relay: Some(self.standing.using_relay),
             ..self.config.info.clone()
         }
     }
@@ -341,6 +413,34 @@ impl Announced {
             announcer,
             pings,
         };
+    }
+
+    /// Announces the same blocks in the same state with a record that has changed.
+    pub fn renew(&mut self, offer: &Offer, joined: &Joined, ups: &[WorkerUp]) {
+        match std::mem::replace(&mut self.state, State::Ended) {
+            State::Joining { task, .. } => {
+                task.abort();
+                *self = offer.announce_joining(joined);
+            }
+            State::Announcing {
+                status,
+                announcer,
+                pings,
+            } => {
+                announcer.stop();
+                let config = AnnounceConfig {
+                    info: offer.record(ups),
+                    ..offer.config.clone()
+                };
+                let announcer = Announcer::start(joined.dht.clone(), config, status.subscribe());
+                self.state = State::Announcing {
+                    status,
+                    announcer,
+                    pings,
+                };
+            }
+            State::Ended => {}
+        }
     }
 
     /// From ONLINE at `from` to ONLINE at `to`, both of which are served now. In an order in which no reader sees blocks between the

@@ -13,6 +13,7 @@
 //! ```
 
 mod moving;
+mod standing;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -21,7 +22,7 @@ use std::time::Duration;
 use shared::block::Span;
 use shared::bootstrap::Bootstrap;
 use shared::config::SpanChoice;
-use shared::control::{FromNetd, NetdInit, ToNetd, WorkerUp};
+use shared::control::{Capacity, FromNetd, NetdInit, ToNetd, WorkerUp};
 use shared::exit::ExitReason;
 use shared::model::ModelFacts;
 use shared::shm::arena::ArenaMap;
@@ -43,7 +44,9 @@ use crate::swarm::rebalance;
 use crate::workers::Workers;
 use crate::workers::arena::{self, ArenaMemory};
 use crate::workers::link::Broken;
+use crate::workers::tally::Tally;
 use moving::{Coming, HoldOff, Leaving, Progress};
+use standing::Watched;
 
 /// Threads of the reactor: RPCs of many peers on large machines, and never more than the workers can spare.
 const REACTOR_THREADS: std::ops::RangeInclusive<usize> = 2..=4;
@@ -208,8 +211,13 @@ async fn offer_blocks(
     let (peer_id, addrs) = (joined.peer_id.clone(), joined.addrs.clone());
     outbox.send(FromNetd::Listening { peer_id, addrs }).await;
     let mut message = messages.next().await.map(|from| from.message);
-    if let Some(ToNetd::Fits(blocks)) = message {
-        init.config.span = SpanChoice::Count(blocks);
+    let mut kept = Capacity::default();
+    loop {
+        match message {
+            Some(ToNetd::Fits(blocks)) => init.config.span = SpanChoice::Count(blocks),
+            Some(ToNetd::Kept(capacity)) => kept = capacity,
+            _ => break,
+        }
         message = messages.next().await.map(|from| from.message);
     }
     let facts = match message {
@@ -222,7 +230,7 @@ async fn offer_blocks(
         .meanwhile(offer::choose(&init, &facts, &joined))
         .await;
     let offer = match choice {
-        Ok(Ok(offer)) => offer,
+        Ok(Ok(offer)) => offer.keeping(kept),
         Ok(Err(fatal)) => return fatal.into(),
         Err(stop) => return stop,
     };
@@ -325,6 +333,18 @@ async fn heartbeat(board: Arc<BoardWriter>, service: watch::Receiver<Option<Arc<
     }
 }
 
+/// Logs what was computed, again and again.
+async fn report(tally: Arc<Tally>, interval: Duration) {
+    let start = Instant::now() + interval;
+    let mut beat = tokio::time::interval_at(start, interval);
+    loop {
+        beat.tick().await;
+        for line in tally.report(interval) {
+            info!("{line}");
+        }
+    }
+}
+
 /// A daemon that knows its model and its span.
 struct Daemon {
     init: NetdInit,
@@ -354,6 +374,9 @@ struct Daemon {
     wishes: mpsc::Receiver<Span>,
     progress: mpsc::Sender<Progress>,
     progressed: mpsc::Receiver<Progress>,
+    standing: Watched,
+    /// Why it cannot go on.
+    fatal: Option<Fatal>,
 }
 
 impl Daemon {
@@ -377,7 +400,14 @@ impl Daemon {
         let plan = arena::plan(init.arena_bytes, row_bytes)
             .map_err(|error| Fatal::bad_config(error.to_string()))?;
         let (workers, broken) = Workers::new(ArenaMemory::new(map, plan));
-        let announced = offer.announce_joining(&joined);
+        let announced = match offer.is_dry_run() {
+            true => offer::Announced::none(),
+            false => offer.announce_joining(&joined),
+        };
+        let standing = Watched::new(&init, &offer);
+        if let Some(interval) = init.config.stats_report_interval {
+            tokio::spawn(report(workers.tally().clone(), interval));
+        }
         for span in &init.retired {
             // Ends by itself once the records are taken back or have expired.
             drop(offer.at(*span).take_back(&joined, offer.span));
@@ -393,6 +423,8 @@ impl Daemon {
             tokio::spawn(rebalance::watch(joined.dht.clone(), balance, shown, wish));
         }
         Ok(Daemon {
+            standing,
+            fatal: None,
             coming: None,
             leaving: None,
             switching: false,
@@ -422,6 +454,7 @@ impl Daemon {
                 message = messages.next() => message,
                 _ = figures.tick() => {
                     self.update_figures();
+                    self.renew();
                     self.look_at_leaving(outbox).await;
                     self.show_present();
                     continue;
@@ -432,6 +465,9 @@ impl Daemon {
                 }
                 Some(progress) = self.progressed.recv() => {
                     self.progressed(progress, outbox).await;
+                    if let Some(fatal) = self.fatal.take() {
+                        break fatal.into();
+                    }
                     continue;
                 }
                 Some(Broken { worker, generation, message }) = self.broken.recv() => {
@@ -474,7 +510,8 @@ impl Daemon {
                     self.drain().await;
                     break Stop::Drained;
                 }
-                other @ (ToNetd::Init(_) | ToNetd::Fits(_) | ToNetd::Model(_)) => {
+                other
+                @ (ToNetd::Init(_) | ToNetd::Fits(_) | ToNetd::Kept(_) | ToNetd::Model(_)) => {
                     break unexpected(&other, "WorkerUp, WorkerDown, Shrink, MoveFailed or Drain")
                         .into();
                 }
@@ -515,8 +552,7 @@ impl Daemon {
         if self.online.borrow().is_some() || !self.workers.cover(self.offer.span) {
             return Ok(false);
         }
-        self.go_online();
-        Ok(true)
+        Ok(self.may_go_online())
     }
 
     fn service_parts(&self) -> ServiceParts {
@@ -547,6 +583,7 @@ impl Daemon {
         self.announced
             .online(&self.offer, &self.joined, &self.ups, left);
         info!(span = %self.offer.span, prefix = self.offer.prefix, "serving");
+        self.measure_network();
     }
 
     /// Workers are gone for good: `rest` is announced and served from now on. True if clients can come to it.
@@ -573,10 +610,7 @@ impl Daemon {
                     .online(&self.offer, &self.joined, &self.ups, left);
                 true
             }
-            None if self.workers.cover(rest) => {
-                self.go_online();
-                true
-            }
+            None if self.workers.cover(rest) => self.may_go_online(),
             None => {
                 self.announced = self.offer.announce_joining(&self.joined);
                 false

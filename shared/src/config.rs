@@ -198,8 +198,18 @@ pub struct NetdConfig {
     pub span: SpanChoice,
     /// Throughput to announce.
     pub throughput: Throughput,
-    /// What the network carries each way, in bits per second.
-    pub link_bits_per_s: f64,
+    /// What the network carries each way, in bits per second, if the operator says so; otherwise it is measured.
+    pub link_bits_per_s: Option<f64>,
+    /// A service to measure the network with, by download and upload address; `None` asks servers of the swarm.
+    pub network_test: Option<(String, String)>,
+    /// Folder in which the network's rate is kept; `None` keeps none.
+    pub rates_dir: Option<PathBuf>,
+    /// Address of the monitor that must be able to reach this server before it goes online; `None` asks none.
+    pub monitor: Option<String>,
+    /// Whether a router is asked to forward the port (UPnP).
+    pub use_upnp: bool,
+    /// Period of lines with what was computed since the last; `None` writes none.
+    pub stats_report_interval: Option<Duration>,
     /// Free text in the record.
     pub public_name: Option<String>,
     /// Compression of answers.
@@ -380,6 +390,8 @@ pub struct DhtNodeConfig {
     pub use_relay: bool,
     /// Whether it has itself reached through relays when AutoNAT says that peers cannot dial it.
     pub use_auto_relay: bool,
+    /// Whether a router is asked to forward the port (UPnP).
+    pub use_upnp: bool,
     /// Period of the status lines and of the look-up that evicts dead peers.
     pub refresh_period: Duration,
     /// Time to listen and to reach a first peer.

@@ -28,6 +28,7 @@ use crate::config::{Device, LogConfig, NetdConfig, PrepareConfig, WorkerConfig};
 use crate::exit::ExitReason;
 use crate::ids::{Generation, WorkerId};
 use crate::model::ModelFacts;
+use crate::network::NetworkRate;
 
 /// Tag of a bundle of descriptors on the descriptor socket; counts up from 1 for each child.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -92,6 +93,10 @@ pub enum ToPrepare {
         config: PrepareConfig,
         /// Where to report progress.
         board: BoardSeat,
+        /// The devices that will serve, for what is kept of them.
+        devices: Vec<Device>,
+        /// Settings of their workers.
+        worker: WorkerConfig,
     },
     /// Make these blocks ready and write their manifest to `manifest`.
     Span {
@@ -107,6 +112,8 @@ pub enum ToPrepare {
 /// Prepare to supervisor.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum FromPrepare {
+    /// What the workers of an earlier start measured, the slowest device. Comes before `Inspected`, if it is known.
+    Kept(Capacity),
     /// The model is readable; these are its facts.
     Inspected(ModelFacts),
     /// Blocks made ready so far.
@@ -209,6 +216,21 @@ pub struct Capacity {
     pub forward_rps: f64,
 }
 
+/// What a server announces of its speed.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Rating {
+    /// What the slowest worker measured.
+    pub capacity: Capacity,
+    /// The network each way, and how that is known.
+    pub network: NetworkRate,
+    /// Tokens per second of hidden states that it carries.
+    pub network_rps: f64,
+    /// Tokens per second through the blocks and the network.
+    pub throughput: f64,
+    /// Blocks served.
+    pub blocks: u32,
+}
+
 /// Supervisor to netd.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum ToNetd {
@@ -216,6 +238,8 @@ pub enum ToNetd {
     Init(Box<NetdInit>),
     /// No more than so many blocks fit into memory. Comes before `Model`, and only if the whole model was asked for.
     Fits(u32),
+    /// What workers measured at an earlier start: stands for what they have not measured yet. Comes before `Model`, if it is known.
+    Kept(Capacity),
     /// The model that is served.
     Model(ModelFacts),
     /// A worker is linked. Descriptors under `fds`: doorbell of the submission ring, doorbell of the completion ring.
@@ -320,6 +344,8 @@ pub enum FromNetd {
     Moved(Span),
     /// The sessions of the old blocks are over: their workers can go.
     Vacated,
+    /// What would be announced, in a dry run; instead of `Online`.
+    Rated(Rating),
     /// The move is not wanted any more.
     Stays,
     /// What a worker wrote into its rings is nonsense, or they cannot be used any more: it has to be killed, so that its

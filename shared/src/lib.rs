@@ -11,4 +11,5 @@ pub mod exit;
 pub mod ids;
 pub mod job;
 pub mod model;
+pub mod network;
 pub mod shm;

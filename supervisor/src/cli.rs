@@ -242,6 +242,7 @@ fn dht(args: DhtArgs, env: Env<'_>) -> Result<(DhtNodeConfig, LogConfig), String
         identity_path: args.identity_path,
         use_relay: !args.no_relay,
         use_auto_relay: args.use_auto_relay,
+        use_upnp: !args.no_upnp,
         refresh_period: args.refresh_period,
         startup_timeout: args.startup_timeout,
     };
@@ -376,6 +377,9 @@ struct DhtArgs {
     /// Have this node reached through relays when peers cannot dial it
     #[arg(long)]
     use_auto_relay: bool,
+    /// Do not ask the router to forward the port (UPnP)
+    #[arg(long)]
+    no_upnp: bool,
     /// No effect: peers are found through hivemind's DHT, not through IPFS
     #[arg(long, help_heading = serve::NO_EFFECT)]
     use_ipfs: bool,

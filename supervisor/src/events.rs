@@ -19,8 +19,8 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
-use shared::config::{LogFormat, ServeConfig, Throughput};
-use shared::control::{Capacity, FromWorker};
+use shared::config::{LogFormat, ServeConfig};
+use shared::control::{Capacity, FromNetd, FromPrepare, Rating};
 use shared::exit::ExitReason;
 use shared::ids::{Generation, WorkerId};
 use shared::model::ModelFacts;
@@ -79,8 +79,8 @@ struct Driver<'a> {
     running: Vec<Running>,
     segments: Segments,
     facts: Option<ModelFacts>,
-    /// What workers measured, as they said it.
-    measured: Vec<Capacity>,
+    /// What workers measured at an earlier start.
+    kept: Option<Capacity>,
     wake: Wake,
     signals: SignalFd,
     pace: Duration,
@@ -136,7 +136,7 @@ impl<'a> Driver<'a> {
             running: Vec::new(),
             segments: Segments::new(instance, started.map_or(0, |since| since.as_secs()))?,
             facts: None,
-            measured: Vec::new(),
+            kept: None,
             wake: Wake::new().map_err(|e| LoopError::System("make an eventfd", e))?,
             signals,
             pace,
@@ -157,7 +157,6 @@ impl<'a> Driver<'a> {
             if ready.wake {
                 self.wake.clear();
                 self.hear();
-                self.end_dry_run();
             }
             while ready.signal && matches!(self.signals.read_signal(), Ok(Some(_))) {
                 self.pending.push_back(Event::Stop);
@@ -242,8 +241,13 @@ impl<'a> Driver<'a> {
                 match running.channel.next() {
                     None => break,
                     Some(Heard::Message(up)) => {
-                        if let Up::Worker(FromWorker::Ready(capacity)) = &up {
-                            self.measured.push(*capacity);
+                        match &up {
+                            Up::Prepare(FromPrepare::Kept(capacity)) => self.kept = Some(*capacity),
+                            Up::Netd(FromNetd::Rated(rating)) => {
+                                tell(rating);
+                                self.pending.push_back(Event::Stop);
+                            }
+                            _ => {}
                         }
                         self.pending.push_back(Event::Said(id, generation, up))
                     }
@@ -261,29 +265,6 @@ impl<'a> Driver<'a> {
                 }
             }
         }
-    }
-
-    /// Ends a run that was only to measure, once all workers have.
-    fn end_dry_run(&mut self) {
-        let workers = self.tree.worker_count();
-        if self.config.netd.throughput != Throughput::DryRun
-            || workers == 0
-            || self.measured.len() < workers
-        {
-            return;
-        }
-        let least =
-            |of: fn(&Capacity) -> f64| self.measured.iter().map(of).fold(f64::INFINITY, f64::min);
-        let (inference_rps, forward_rps) =
-            (least(|one| one.inference_rps), least(|one| one.forward_rps));
-        info!(
-            inference_rps,
-            forward_rps,
-            link_bits_per_s = self.config.netd.link_bits_per_s,
-            "measured; ending the dry run"
-        );
-        self.measured.clear();
-        self.pending.push_back(Event::Stop);
     }
 
     fn reap(&mut self, ended: &[bool]) -> Result<(), LoopError> {
@@ -485,6 +466,27 @@ impl<'a> Driver<'a> {
 }
 
 /// Blocks the signals that stop a run, for this thread and all that it will start, and takes them as a descriptor.
+/// What a dry run was for.
+fn tell(rating: &Rating) {
+    let Rating {
+        capacity,
+        network,
+        network_rps,
+        throughput,
+        blocks,
+    } = rating;
+    info!(
+        inference_rps = capacity.inference_rps,
+        forward_rps = capacity.forward_rps,
+        network_rps,
+        network_mbps = network.mbps(),
+        network = %network.source,
+        throughput,
+        blocks,
+        "measured; ending the dry run"
+    );
+}
+
 fn take_signals() -> nix::Result<SignalFd> {
     let mut mask = SigSet::empty();
     [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]

@@ -277,6 +277,8 @@ impl Tree {
 
     fn prepare_said(&mut self, message: FromPrepare, now: Instant, out: &mut Vec<Action>) {
         match message {
+            // The driver keeps it for netd.
+            FromPrepare::Kept(_) => {}
             FromPrepare::Inspected(facts) => {
                 let fits = check_choice(self.policy.span, &facts)
                     .and_then(|()| self.policy.memory.fit(self.policy.span, &facts));
@@ -331,6 +333,8 @@ impl Tree {
                 generation,
                 message,
             } => self.broken_rings(worker, generation, message, now, out),
+            // The driver ends the run.
+            FromNetd::Rated(_) => {}
             FromNetd::Failed { message, .. } => self.netd.complaint = Some(message),
         }
     }

@@ -24,11 +24,13 @@ use std::time::Duration;
 
 use ipc_channel::TryRecvError;
 use shared::bootstrap::{Bootstrap, ControlEnds};
-use shared::config::PrepareConfig;
+use shared::config::{Device, PrepareConfig, WorkerConfig};
 use shared::control::{BoardSeat, FromPrepare, ToPrepare};
 use shared::exit::ExitReason;
 use shared::shm::board::{BoardWriter, Phase};
 use tracing::{debug, error, info};
+
+use crate::throughput::RateCache;
 
 pub use error::PrepareError;
 pub use inspect::Inspected;
@@ -74,7 +76,13 @@ impl From<PrepareError> for End {
 }
 
 fn serve(ends: &Ends) -> Result<(), End> {
-    let Some((config, seat)) = first(ends)? else {
+    let Some(First {
+        config,
+        seat,
+        devices,
+        worker,
+    }) = first(ends)?
+    else {
         return Ok(());
     };
     let board = BoardWriter::open(&seat, ends.birth.generation)
@@ -83,6 +91,12 @@ fn serve(ends: &Ends) -> Result<(), End> {
     let mut inspected = Inspected::new(&config)?;
     let facts = inspected.facts.clone();
     info!(model = facts.name, model_type = facts.model_type, dtype = %facts.dtype, blocks = facts.num_blocks, "inspected");
+    if let Some(folder) = worker.rates_dir.as_ref().filter(|_| !worker.measure_anew) {
+        let cache = RateCache::new(folder, Duration::ZERO);
+        if let Some(kept) = cache.kept(&facts, &devices, &worker) {
+            send(ends, FromPrepare::Kept(kept))?;
+        }
+    }
     send(ends, FromPrepare::Inspected(facts))?;
     board.enter(Phase::Idle, Duration::ZERO);
     let (span, path) = match ends.receiver.recv() {
@@ -114,9 +128,27 @@ fn serve(ends: &Ends) -> Result<(), End> {
     send(ends, FromPrepare::Prepared)
 }
 
-fn first(ends: &Ends) -> Result<Option<(PrepareConfig, BoardSeat)>, End> {
+/// What the supervisor says first.
+struct First {
+    config: PrepareConfig,
+    seat: BoardSeat,
+    devices: Vec<Device>,
+    worker: WorkerConfig,
+}
+
+fn first(ends: &Ends) -> Result<Option<First>, End> {
     match ends.receiver.recv() {
-        Ok(ToPrepare::Init { config, board }) => Ok(Some((config, board))),
+        Ok(ToPrepare::Init {
+            config,
+            board: seat,
+            devices,
+            worker,
+        }) => Ok(Some(First {
+            config,
+            seat,
+            devices,
+            worker,
+        })),
         Ok(ToPrepare::Drain) => Ok(None),
         Ok(ToPrepare::Span { .. }) => Err(out_of_order("Init")),
         Err(_) => Err(End::Parent),

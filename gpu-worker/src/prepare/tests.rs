@@ -806,6 +806,11 @@ fn started(config: &PrepareConfig) -> (Seat, Spawned<ToPrepare, FromPrepare>) {
     let init = ToPrepare::Init {
         config: config.clone(),
         board: seat.seat.clone(),
+        devices: vec![Device::Cpu],
+        worker: WorkerConfig {
+            rates_dir: Some(config.cache_dir.clone()),
+            ..WorkerConfig::default()
+        },
     };
     spawned.down.send(init).unwrap();
     (seat, spawned)

@@ -151,6 +151,11 @@ pub fn protocols() -> Vec<ProtocolSpec> {
 }
 
 impl Dht {
+    /// Counts records that were read and are not believed.
+    pub fn count_bad_records(&self, count: u64) {
+        self.p2p.count_bad_records(count);
+    }
+
     /// Starts a node that knows nobody. Route requests for [`protocols`] to [`Self::handle_inbound`], then [`Self::join`].
     /// To be called within a tokio runtime.
     #[must_use]
@@ -410,11 +415,14 @@ impl Driver {
             } => {
                 let id = InboundId(self.id());
                 self.inbound.insert(id, reply);
+                let refused_before = self.node.storage().refused();
                 self.feed(Event::Inbound {
                     id,
                     from: peer,
                     request,
                 });
+                let refused = self.node.storage().refused();
+                self.p2p.count_bad_records(refused - refused_before);
             }
             Command::Join { peers, reply } => {
                 self.join_peers.clone_from(&peers);

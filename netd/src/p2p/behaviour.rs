@@ -10,11 +10,12 @@ use libp2p::{
     identity::{Keypair, PublicKey},
     kad, noise, ping, relay,
     swarm::{NetworkBehaviour, behaviour::toggle::Toggle, dial_opts::DialOpts},
-    tcp, tls, yamux,
+    tcp, tls, upnp, yamux,
 };
 use tokio::sync::mpsc;
 
 use super::{
+    connections::{Scope, ip_of},
     error::P2pError,
     limits::{
         BOOTSTRAP_PERIOD, CONNECTION_TIMEOUT, IDLE_CONNECTION_TIMEOUT, InboundLimits,
@@ -45,6 +46,7 @@ pub(super) struct NodeBehaviour {
     pub relay_service: Toggle<relay::Behaviour>,
     pub hole_punching: Toggle<dcutr::Behaviour>,
     pub autonat: Toggle<autonat::v1::Behaviour>,
+    pub upnp: Toggle<upnp::tokio::Behaviour>,
 }
 
 /// Makes the swarm; it listens nowhere yet. To be called within a tokio runtime.
@@ -126,6 +128,7 @@ fn behaviour(
         relay_service: Toggle::from(traversal.relay_service.then(|| relay_service(peer))),
         hole_punching: Toggle::from(traversal.use_relay.then(|| dcutr::Behaviour::new(peer))),
         autonat: Toggle::from(autonat(traversal, peer)),
+        upnp: Toggle::from(asks_router(config).then(upnp::tokio::Behaviour::default)),
     }
 }
 
@@ -151,6 +154,14 @@ fn autonat(traversal: Traversal, peer: PeerId) -> Option<autonat::v1::Behaviour>
     traversal
         .autonat
         .then(|| autonat::v1::Behaviour::new(peer, autonat::v1::Config::default()))
+}
+
+/// Whether a router may be asked to forward ports: not when the operator says what to announce, or for a node of one machine.
+pub(super) fn asks_router(config: &P2pConfig) -> bool {
+    let leaves = |addr: &libp2p::Multiaddr| {
+        ip_of(addr).is_some_and(|ip| ip.is_ipv4() && Scope::of(ip) != Scope::Machine)
+    };
+    config.traversal.upnp && config.announce.is_empty() && config.listen.iter().any(leaves)
 }
 
 fn connection_bounds() -> connection_limits::ConnectionLimits {

@@ -154,7 +154,8 @@ pub(super) fn is_relayed(addr: &Multiaddr) -> bool {
     addr.iter().any(|part| part == Protocol::P2pCircuit)
 }
 
-fn ip_of(addr: &Multiaddr) -> Option<IpAddr> {
+/// The IP address that an address starts with.
+pub fn ip_of(addr: &Multiaddr) -> Option<IpAddr> {
     match addr.iter().next()? {
         Protocol::Ip4(ip) => Some(ip.into()),
         Protocol::Ip6(ip) => Some(ip.to_canonical()),
@@ -164,10 +165,36 @@ fn ip_of(addr: &Multiaddr) -> Option<IpAddr> {
 
 /// Where an IP address means the same machine, from the nearest to the farthest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Scope {
+pub enum Scope {
+    /// On this machine: loopback.
     Machine,
+    /// On a net of its own: private and link-local addresses, those behind a carrier's NAT.
     Site,
+    /// Everywhere.
     World,
+}
+
+impl Scope {
+    /// The scope of an IP address.
+    #[must_use]
+    pub fn of(ip: IpAddr) -> Scope {
+        let (loopback, private) = match ip {
+            IpAddr::V4(ip) => {
+                let carrier_nat = ip.octets()[0] == 100 && ip.octets()[1] & 0xc0 == 64;
+                let private = ip.is_private() || ip.is_link_local() || carrier_nat;
+                (ip.is_loopback(), private)
+            }
+            IpAddr::V6(ip) => (
+                ip.is_loopback(),
+                ip.is_unique_local() || ip.is_unicast_link_local(),
+            ),
+        };
+        match (loopback, private) {
+            (true, _) => Scope::Machine,
+            (false, true) => Scope::Site,
+            (false, false) => Scope::World,
+        }
+    }
 }
 
 /// Whether an announced address could be dialled. An address of a narrower scope than the one that the
@@ -185,25 +212,11 @@ fn is_dialable(addr: &Multiaddr, seen_at: Option<Scope>) -> bool {
 
 /// The scope of an address that starts with an IP address; names have none.
 fn scope(addr: &Multiaddr) -> Option<Scope> {
-    let (loopback, private) = match addr.iter().next()? {
-        Protocol::Ip4(ip) => {
-            let carrier_nat = ip.octets()[0] == 100 && ip.octets()[1] & 0xc0 == 64;
-            (
-                ip.is_loopback(),
-                ip.is_private() || ip.is_link_local() || carrier_nat,
-            )
-        }
-        Protocol::Ip6(ip) => (
-            ip.is_loopback(),
-            ip.is_unique_local() || ip.is_unicast_link_local(),
-        ),
-        _ => return None,
-    };
-    Some(match (loopback, private) {
-        (true, _) => Scope::Machine,
-        (false, true) => Scope::Site,
-        (false, false) => Scope::World,
-    })
+    match addr.iter().next()? {
+        Protocol::Ip4(ip) => Some(Scope::of(ip.into())),
+        Protocol::Ip6(ip) => Some(Scope::of(ip.into())),
+        _ => None,
+    }
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@ use libp2p::{
     multiaddr::Protocol,
     ping, relay,
     swarm::{ConnectionId, DialError, SwarmEvent},
+    upnp,
 };
 use tokio::{
     sync::{mpsc, oneshot, watch},
@@ -87,6 +88,10 @@ pub(super) struct DriverParts {
     pub announces: bool,
     /// Told the addresses through relays.
     pub relayed: watch::Sender<Vec<Multiaddr>>,
+    /// Told whether peers can dial this node.
+    pub reachable: watch::Sender<Option<bool>>,
+    /// Told whether the router forwards a port to this node.
+    pub forwarded: watch::Sender<Option<bool>>,
     /// Counts initial peers that were connected again.
     pub reconnected: watch::Sender<u64>,
 }
@@ -110,6 +115,8 @@ pub(super) struct Driver {
     relaying: bool,
     relays: Relays,
     relayed: watch::Sender<Vec<Multiaddr>>,
+    reachable: watch::Sender<Option<bool>>,
+    forwarded: watch::Sender<Option<bool>>,
     reconnected: watch::Sender<u64>,
     /// Who waits for a peer to say where it can be dialled.
     introductions: Vec<(PeerId, oneshot::Sender<Introduction>)>,
@@ -157,6 +164,8 @@ impl Driver {
             relaying: false,
             relays: Relays::default(),
             relayed: parts.relayed,
+            reachable: parts.reachable,
+            forwarded: parts.forwarded,
             reconnected: parts.reconnected,
             introductions: Vec::new(),
         };
@@ -284,6 +293,12 @@ impl Driver {
             }
             self.offer_to_relay();
         }
+        self.found_reachable(reachable);
+    }
+
+    /// Peers can dial this node, or they cannot: then relays are wanted.
+    fn found_reachable(&mut self, reachable: bool) {
+        self.reachable.send_replace(Some(reachable));
         self.want_relays(!reachable);
     }
 
@@ -496,11 +511,14 @@ impl Driver {
                 info!(status = ?new, "AutoNAT");
                 // What the operator announces holds, whatever others can or cannot dial.
                 match new {
-                    autonat::v1::NatStatus::Public(_) => self.want_relays(false),
-                    autonat::v1::NatStatus::Private if !self.announces => self.want_relays(true),
+                    autonat::v1::NatStatus::Public(_) => self.found_reachable(true),
+                    autonat::v1::NatStatus::Private if !self.announces => {
+                        self.found_reachable(false);
+                    }
                     _ => {}
                 }
             }
+            NodeBehaviourEvent::Upnp(event) => self.on_router(event),
             NodeBehaviourEvent::HolePunching(event) => match event.result {
                 Ok(connection) => {
                     info!(peer = %event.remote_peer_id, %connection, "hole punched, relay left");
@@ -511,6 +529,29 @@ impl Driver {
             },
             _ => {}
         }
+    }
+
+    /// The router of this net was asked to forward our port. Its addresses are told by the swarm as external ones.
+    fn on_router(&mut self, event: upnp::Event) {
+        let forwards = match event {
+            upnp::Event::NewExternalAddr { external_addr, .. } => {
+                info!(address = %external_addr, "the router forwards a port to this node");
+                true
+            }
+            upnp::Event::ExpiredExternalAddr { external_addr, .. } => {
+                warn!(address = %external_addr, "the router forwards no port to this node any more");
+                false
+            }
+            upnp::Event::GatewayNotFound => {
+                debug!("no router here forwards ports when asked (UPnP)");
+                false
+            }
+            upnp::Event::NonRoutableGateway => {
+                info!("the router forwards ports, but is behind another itself");
+                false
+            }
+        };
+        self.forwarded.send_replace(Some(forwards));
     }
 
     /// Puts every identified peer into the routing table, even one that does not route itself: only so

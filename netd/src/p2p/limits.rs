@@ -103,6 +103,8 @@ pub struct InboundFigures {
     pub bad_frames: u64,
     /// A caller that took no byte of its answer for too long.
     pub stalled: u64,
+    /// Records of the DHT that were not taken in or not believed; see [`super::P2p::count_bad_records`].
+    pub bad_records: u64,
 }
 
 /// Counts inbound RPC streams per protocol, and per protocol and peer.

@@ -42,6 +42,7 @@ pub use libp2p::{Multiaddr, PeerId, identity::Keypair, multiaddr::Protocol};
 
 pub use self::{
     call::RpcStream,
+    connections::{Scope, ip_of},
     error::{CallError, InboundError, P2pError},
     frame::DEFAULT_MAX_FRAME_BYTES,
     limits::InboundFigures,

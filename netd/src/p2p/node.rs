@@ -57,6 +57,8 @@ pub struct Traversal {
     pub autonat: bool,
     /// Whether it has itself reached through relays while it cannot be dialled.
     pub auto_relay: bool,
+    /// Whether it asks the router of its net to forward its port (UPnP).
+    pub upnp: bool,
 }
 
 impl Traversal {
@@ -66,6 +68,7 @@ impl Traversal {
         relay_service: false,
         autonat: false,
         auto_relay: false,
+        upnp: false,
     };
     /// A client: it reaches servers behind NATs and lends nothing.
     pub const CLIENT: Self = Self {
@@ -78,6 +81,7 @@ impl Traversal {
         relay_service: true,
         autonat: true,
         auto_relay: true,
+        upnp: true,
     };
 }
 
@@ -111,6 +115,8 @@ pub struct P2p {
     pub(super) calls: Arc<Calls>,
     limits: Arc<InboundLimits>,
     relayed: watch::Receiver<Vec<Multiaddr>>,
+    reachable: watch::Receiver<Option<bool>>,
+    forwarded: watch::Receiver<Option<bool>>,
     reconnected: watch::Receiver<u64>,
 }
 
@@ -135,6 +141,7 @@ impl P2p {
         let deadline = Instant::now() + config.startup_timeout;
         let (inbound_sender, inbound) = mpsc::channel(INBOUND_QUEUE);
         let limits = InboundLimits::new(config.protocols.clone());
+        let asks_router = behaviour::asks_router(&config);
         let mut swarm = behaviour::swarm(&config, &limits, inbound_sender)?;
         let peer_id = *swarm.local_peer_id();
         let listeners = listen(&mut swarm, &config.listen)?;
@@ -151,6 +158,8 @@ impl P2p {
         let (listening, listens) = oneshot::channel();
         let calls = Arc::<Calls>::default();
         let (relayed_sender, relayed) = watch::channel(Vec::new());
+        let (reachable_sender, reachable) = watch::channel(None);
+        let (forwarded_sender, forwarded) = watch::channel((!asks_router).then_some(false));
         let (reconnected_sender, reconnected) = watch::channel(0);
         let driver = Driver::new(
             swarm,
@@ -163,6 +172,8 @@ impl P2p {
                 traversal: config.traversal,
                 announces: !config.announce.is_empty(),
                 relayed: relayed_sender,
+                reachable: reachable_sender,
+                forwarded: forwarded_sender,
                 reconnected: reconnected_sender,
             },
         );
@@ -173,6 +184,8 @@ impl P2p {
             calls,
             limits,
             relayed,
+            reachable,
+            forwarded,
             reconnected,
         };
         if timeout_at(deadline, listens).await.is_err() {
@@ -236,9 +249,27 @@ impl P2p {
         self.limits.figures()
     }
 
+    /// Counts records of the DHT that peers sent or keep and that are dropped, beside the RPCs that came to nothing.
+    pub fn count_bad_records(&self, count: u64) {
+        if count > 0 {
+            self.limits.count(|figures| figures.bad_records += count);
+        }
+    }
+
     /// Addresses through relays at which the node can be dialled right now, without `/p2p/ID`. To be watched.
     pub fn relayed_addrs(&self) -> watch::Receiver<Vec<Multiaddr>> {
         self.relayed.clone()
+    }
+
+    /// Whether peers can dial the node itself, as far as is known: what [`Self::set_reachable`] said, or AutoNAT after it. To be
+    /// watched.
+    pub fn reachable(&self) -> watch::Receiver<Option<bool>> {
+        self.reachable.clone()
+    }
+
+    /// Whether the router of this net forwards a port to the node; `None` until that is known. To be watched.
+    pub fn forwarded(&self) -> watch::Receiver<Option<bool>> {
+        self.forwarded.clone()
     }
 
     /// How often an initial peer was connected again after it was lost. To be watched.

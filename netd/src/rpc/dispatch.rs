@@ -9,6 +9,7 @@ use tokio::sync::{mpsc, watch};
 use super::forward::Rpc;
 use super::{Failure, Service, forward, inference, info, names, push};
 use crate::p2p::{Inbound, InboundStream, UnaryResponder};
+use crate::swarm::rate::{self, serve::Counterpart};
 use crate::swarm::reachability::{self, Checker};
 
 /// What handlers need.
@@ -16,6 +17,8 @@ use crate::swarm::reachability::{self, Checker};
 pub struct Router {
     /// Dials peers that ask whether they can be reached.
     pub checker: Checker,
+    /// Sends to and takes from peers that measure their network.
+    pub counterpart: Counterpart,
     /// The blocks, once they are served.
     pub service: watch::Receiver<Option<Arc<Service>>>,
 }
@@ -91,6 +94,9 @@ impl Router {
     }
 
     async fn stream(self, peer: PeerId, protocol: &'static str, stream: InboundStream) {
+        if protocol == rate::PROTOCOL {
+            return self.counterpart.serve(peer, stream).await;
+        }
         let service = self.service.borrow().clone();
         let _active = service.as_ref().map(|service| service.registry.enter());
         match (protocol, service) {

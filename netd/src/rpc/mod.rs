@@ -258,6 +258,7 @@ impl Service {
             (Trouble::Malformed, refused.malformed),
             (Trouble::TooLarge, refused.too_large + refused.too_many),
             (Trouble::TimedOut, refused.too_slow),
+            (Trouble::BadRecord, refused.bad_records),
         ] {
             counts[trouble as usize] += count;
         }

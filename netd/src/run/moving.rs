@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use shared::block::Span;
 use shared::control::{FromNetd, WorkerUp};
+use shared::network::NetworkRate;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
@@ -46,6 +47,10 @@ pub(super) enum Progress {
     Looked(Span, bool),
     /// The new place is announced.
     Announced(Span, Box<Announced>),
+    /// The network's rate was measured, or cannot be in a dry run.
+    Network(Option<NetworkRate>),
+    /// The monitor of the public swarm can reach this server, or not: then with what to do about it.
+    Monitored(Result<(), String>),
 }
 
 /// A move that is not announced yet.
@@ -231,6 +236,8 @@ impl Daemon {
                 info!(span = %to, "moved");
                 outbox.send(FromNetd::Moved(to)).await;
             }
+            Progress::Network(rate) => self.network_measured(rate, outbox).await,
+            Progress::Monitored(result) => self.monitored(result, outbox).await,
         }
     }
 
@@ -356,7 +363,7 @@ impl Daemon {
                     self.announced = *announced;
                     self.switching = false;
                 }
-                Ok(Some(Progress::Looked(..))) => {}
+                Ok(Some(_)) => {}
                 Ok(None) | Err(_) => self.switching = false,
             }
         }

@@ -23,6 +23,7 @@ use crate::wire::messages::ExpertUid;
 use crate::wire::records::{ServerInfo, ServerState};
 
 mod moves;
+mod standing;
 
 /// A supervisor around one netd.
 struct Supervisor {
@@ -51,7 +52,12 @@ fn config(folder: &Path, initial_peers: Vec<String>) -> NetdConfig {
         span: SpanChoice::All,
         throughput: Throughput::Measure,
         compression: shared::config::Compression::None,
-        link_bits_per_s: 100e6,
+        link_bits_per_s: None,
+        network_test: None,
+        rates_dir: None,
+        monitor: None,
+        use_upnp: false,
+        stats_report_interval: None,
         public_name: Some("tests".into()),
         update_period: Duration::from_secs(120),
         expiration: Duration::from_secs(240),
@@ -81,6 +87,18 @@ impl Supervisor {
         config: NetdConfig,
         change: impl FnOnce(&mut NetdInit),
     ) -> Supervisor {
+        Supervisor::with(folder, config, change, |inbox, outbox| {
+            tokio::spawn(async move { daemon(inbox, &outbox).await })
+        })
+    }
+
+    /// Around what `run` makes of the two ends.
+    fn with(
+        folder: tempfile::TempDir,
+        config: NetdConfig,
+        change: impl FnOnce(&mut NetdInit),
+        run: impl FnOnce(Inbox, Outbox) -> JoinHandle<Stop>,
+    ) -> Supervisor {
         let name = rig::unique();
         let board = Board::create(&name, "test", 0).unwrap();
         let mut init = NetdInit {
@@ -109,7 +127,7 @@ impl Supervisor {
             fds,
         })
         .unwrap();
-        let netd = tokio::spawn(async move { daemon(inbox, &Outbox::of(outbox)).await });
+        let netd = run(inbox, Outbox::of(outbox));
         let memory = Arc::default();
         Supervisor {
             other: None,
@@ -198,6 +216,7 @@ async fn bootstrap_node() -> Joined {
         identity_path: None,
         use_relay: true,
         use_auto_relay: false,
+        use_upnp: false,
         refresh_period: DEADLINE,
         startup_timeout: DEADLINE,
     };

@@ -330,6 +330,31 @@ mod tests {
     }
 
     #[test]
+    fn records_are_announced_again_each_period() {
+        block_on(async {
+            let (dht, _) = start(Vec::new(), false).await.unwrap();
+            let peer_id = libp2p::PeerId::random().to_base58();
+            let config = AnnounceConfig {
+                update_period: Duration::from_millis(50),
+                expiration: Duration::from_secs(2),
+                ..config("tiny", &peer_id)
+            };
+            let expires = config.expiration;
+            let (_sender, receiver) = watch::channel(status(ServerState::Online));
+            let announcer = Announcer::start(dht.clone(), config, receiver);
+            let mut announced = announcer.announced();
+            announced.wait_for(Option::is_some).await.unwrap();
+            let first = Instant::now();
+            // Longer than any one announcement lives.
+            while first.elapsed() < 2 * expires {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+            let blocks = read_blocks(&dht, "tiny", 2..3).await.unwrap();
+            assert!(blocks[0].contains_key(&peer_id));
+        });
+    }
+
+    #[test]
     fn states_reach_other_nodes_in_turn() {
         block_on(async {
             let (first, address) = start(Vec::new(), false).await.unwrap();

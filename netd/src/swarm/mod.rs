@@ -1,9 +1,11 @@
 //! The swarm as this server sees it, and this server as the swarm sees it: who serves which blocks ([`view`]), which blocks
-//! are worth serving ([`placement`]), when to move there ([`rebalance`]), our own records ([`announce`]), and whether others can
-//! dial us ([`reachability`]).
+//! are worth serving ([`placement`]), when to move there ([`rebalance`]), our own records ([`announce`]), whether others can
+//! dial us ([`reachability`], [`monitor`]), and what our network carries ([`rate`]).
 
 pub mod announce;
+pub mod monitor;
 pub mod placement;
+pub mod rate;
 pub mod reachability;
 pub mod rebalance;
 #[cfg(test)]

@@ -48,6 +48,8 @@ const CHECK_LIMIT: Duration = Duration::from_secs(30);
 const MAX_PROBES: usize = 8;
 /// A caller is served once in this time.
 const PROBE_PERIOD: Duration = Duration::from_secs(2);
+/// After so long a peer answers the same caller again.
+pub const ASK_AGAIN: Duration = Duration::from_secs(3);
 /// Callers remembered.
 const MAX_RECENT: usize = 4096;
 /// Addresses dialled for one caller.

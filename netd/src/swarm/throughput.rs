@@ -1,13 +1,13 @@
 //! What a server announces as its throughput, from measured rates. The workers measure and keep what a block does on their device
-//! (`gpu-worker/src/throughput.rs`); the network's rate comes from what the operator says it carries. Source:
+//! (`gpu-worker/src/throughput.rs`); the network is measured by [`super::rate`]. Source:
 //! `petals/server/throughput.py`.
+
+use shared::network::ASSUMED_BITS_PER_S;
 
 /// Share of the network's rate that is left behind a relay.
 const RELAY_SHARE: f64 = 0.2;
 /// Bits of a number in the tensors between servers.
 const WIRE_BITS: f64 = 16.0;
-/// Rate of a network that could not be measured.
-pub const ASSUMED_BITS_PER_S: f64 = 1e8;
 
 /// Rates of one block on one device, in requests (tokens through one block) per second; the network's in tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]

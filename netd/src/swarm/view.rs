@@ -69,6 +69,7 @@ pub async fn read(dht: &Dht, prefix: &str, blocks: Range<u32>) -> Result<View, D
         view.blocks.push(parsed.0);
         view.dropped += parsed.1;
     }
+    dht.count_bad_records(view.dropped as u64);
     Ok(view)
 }
 

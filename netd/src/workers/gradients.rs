@@ -159,7 +159,11 @@ async fn run_one(
         body: workers.write_body(body, holds.slots.slot(BODY))?,
         holds: holds.clone(),
     };
-    hop.link.run(job).await.map(drop)
+    let times = hop.link.run(job).await?;
+    workers
+        .tally()
+        .count(body.kind, body.batch, times.compute_ns);
+    Ok(())
 }
 
 /// The part of `all` that belongs to `blocks`, of `block_bytes` each.

@@ -5,6 +5,7 @@ pub mod arena;
 pub mod gradients;
 pub mod link;
 pub mod recovery;
+pub mod tally;
 
 use std::ops::Range;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -20,6 +21,7 @@ use tokio::sync::mpsc;
 use crate::sessions::table::StepPlan;
 use arena::ArenaMemory;
 use link::{Broken, Holds, Job, JobFailure, JobTimes, Link, LinkError};
+use tally::Tally;
 
 /// Most workers of one instance.
 const MAX_WORKERS: usize = 64;
@@ -30,6 +32,8 @@ pub struct Workers {
     links: RwLock<Vec<Arc<Link>>>,
     arena: ArenaMemory,
     broken: mpsc::Sender<Broken>,
+    /// Shared by all workers of this run.
+    tally: Arc<Tally>,
 }
 
 /// What a request computes. Its slots are in `holds`, in the order of [`Computation::sizes`].
@@ -114,6 +118,7 @@ impl Workers {
             links: RwLock::default(),
             arena,
             broken,
+            tally: Arc::default(),
         };
         (workers, reports)
     }
@@ -124,7 +129,13 @@ impl Workers {
             links: RwLock::default(),
             arena: self.arena.clone(),
             broken: self.broken.clone(),
+            tally: self.tally.clone(),
         }
+    }
+
+    /// What was computed.
+    pub fn tally(&self) -> &Arc<Tally> {
+        &self.tally
     }
 
     /// Whether a generation of `worker` was ever linked here.
@@ -225,6 +236,7 @@ impl Workers {
                     holds: holds.clone(),
                 })
                 .await?;
+            self.tally.count(work.kind, work.batch, times.compute_ns);
             total.queue_ns += times.queue_ns;
             total.compute_ns += times.compute_ns;
             (input, output) = (output, input);

@@ -201,6 +201,8 @@ pub enum Trouble {
     Push = 6,
     /// It failed on this side.
     Failed = 7,
+    /// A record of the DHT that holds nonsense, or is of a clock that is far off, or is over the bounds of the store: dropped.
+    BadRecord = 8,
 }
 
 impl Trouble {
@@ -214,6 +216,7 @@ impl Trouble {
         Trouble::Abandoned,
         Trouble::Push,
         Trouble::Failed,
+        Trouble::BadRecord,
     ];
 
     /// Its name in reports.
@@ -227,6 +230,7 @@ impl Trouble {
             Trouble::Abandoned => "abandoned",
             Trouble::Push => "push",
             Trouble::Failed => "failed",
+            Trouble::BadRecord => "bad_record",
         }
     }
 }

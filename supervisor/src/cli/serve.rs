@@ -114,11 +114,15 @@ pub fn resolve(mut args: ServeArgs, env: Env<'_>) -> Result<ServeConfig, String>
         several => serving_devices(&several)?,
     };
     let prepare = args.prepare(env)?;
+    let asked_for_peers = !args.network.initial_peers.is_empty();
     let mut netd = args.netd()?;
+    netd.rates_dir = Some(prepare.cache_dir.clone());
     if netd.throughput == Throughput::DryRun {
-        // Nobody is to see a server that ends in a moment.
-        (netd.initial_peers, netd.host_maddrs) =
-            (Vec::new(), vec!["/ip4/127.0.0.1/tcp/0".to_owned()]);
+        // Nobody is to see a server that ends in a moment. Peers that were named help to measure the network.
+        netd.host_maddrs = vec!["/ip4/127.0.0.1/tcp/0".to_owned()];
+        if !asked_for_peers {
+            netd.initial_peers = Vec::new();
+        }
     }
     Ok(ServeConfig {
         worker: WorkerConfig {
@@ -179,6 +183,7 @@ impl ServeArgs {
             initial_peers,
         } = self.network.addresses()?;
         let (model, network, limits) = (&mut self.model, &mut self.network, &self.limits);
+        let monitor = network.monitor(&initial_peers);
         Ok(NetdConfig {
             dht_prefix: checked_prefix(model.dht_prefix.take())?,
             host_maddrs,
@@ -188,7 +193,12 @@ impl ServeArgs {
             use_auto_relay: !network.no_auto_relay,
             span: span(model.block_indices, model.num_blocks),
             throughput: throughput(&model.throughput)?,
-            link_bits_per_s: link_bits_per_s(network.network_mbps)?,
+            link_bits_per_s: network.network_mbps.map(link_bits_per_s).transpose()?,
+            network_test: network.network_test()?,
+            rates_dir: None,
+            monitor,
+            use_upnp: !network.no_upnp,
+            stats_report_interval: self.supervision.stats_report_interval,
             public_name: model.public_name.take(),
             compression: network.compression,
             update_period: network.update_period,

@@ -1,7 +1,8 @@
 //! `sepal config`: what is in force and where each value comes from, as a TOML file that `--config` reads.
 
 use clap::{Arg, ArgAction, Command};
-use shared::config::{ServeConfig, SpanChoice};
+use shared::config::{ServeConfig, SpanChoice, Throughput};
+use shared::network::{Link, NetworkRate, RateFile};
 
 use super::layers::{Layered, Origin};
 
@@ -70,7 +71,10 @@ fn setting(arg: &Arg, layered: &Layered, config: &ServeConfig) -> String {
     };
     match value {
         Some(value) => line(&format!("{id} = {value}"), &origin),
-        None => line(&format!("# {id} is not set"), &origin),
+        None => line(
+            &format!("# {id} is not set{}", in_force(id, config)),
+            &origin,
+        ),
     }
 }
 
@@ -84,6 +88,7 @@ fn chosen(id: &str, config: &ServeConfig) -> Option<String> {
         "initial_peers" if !netd.initial_peers.is_empty() => list(&netd.initial_peers),
         "host_maddrs" => list(&netd.host_maddrs),
         "announce_maddrs" if !netd.announce_maddrs.is_empty() => list(&netd.announce_maddrs),
+        "reachability_monitor" => quoted(netd.monitor.as_deref()?),
         "expiration" => netd.expiration.as_secs_f64().to_string(),
         "log" => quoted(&config.log.filter),
         "num_blocks" => match netd.span {
@@ -92,6 +97,25 @@ fn chosen(id: &str, config: &ServeConfig) -> Option<String> {
         },
         _ => return None,
     })
+}
+
+/// What holds although it is not set, where that is more than a value: a value that is written would be taken for the operator's.
+fn in_force(id: &str, config: &ServeConfig) -> String {
+    let netd = &config.netd;
+    if id == "network_mbps" && matches!(netd.throughput, Throughput::Fixed(_)) {
+        return "; not needed beside a given --throughput".to_owned();
+    }
+    if id != "network_mbps" {
+        return String::new();
+    }
+    let link = Link::of_system();
+    let file = netd.rates_dir.as_deref().map(RateFile::new);
+    let takes_kept = netd.throughput == Throughput::Measure;
+    let kept = file
+        .filter(|_| takes_kept)
+        .and_then(|file| file.kept(&link));
+    let rate = NetworkRate::of(None, kept, &link);
+    format!("; in force: {} ({})", rate.mbps(), rate.source)
 }
 
 fn line(setting: &str, origin: &Origin) -> String {

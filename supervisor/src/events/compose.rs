@@ -79,7 +79,11 @@ impl Driver<'_> {
                 );
                 running.tell(Message::Netd(ToNetd::Fits(blocks)))
             }
-            Down::Model(facts) => running.tell(Message::Netd(ToNetd::Model(facts))),
+            Down::Model(facts) => {
+                let kept = self.kept.map(ToNetd::Kept).into_iter();
+                let mut messages = kept.chain([ToNetd::Model(facts)]);
+                messages.all(|message| running.tell(Message::Netd(message)))
+            }
             Down::WorkerDown {
                 worker,
                 generation,
@@ -150,6 +154,8 @@ impl Driver<'_> {
                 Ok(running.tell(Message::Prepare(ToPrepare::Init {
                     config: self.config.prepare.clone(),
                     board: running.seat(&self.segments.board),
+                    devices: self.config.devices.clone(),
+                    worker: self.config.worker.clone(),
                 })))
             }
             Init::Netd {

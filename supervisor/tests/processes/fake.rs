@@ -130,7 +130,7 @@ fn netd(bootstrap: Bootstrap) -> ExitReason {
                     addrs,
                 });
             }
-            Ok(ToNetd::Fits(_)) => {}
+            Ok(ToNetd::Fits(_) | ToNetd::Kept(_)) => {}
             Ok(ToNetd::Model(facts)) => {
                 script = facts.name;
                 if script == "netd-floods" && generation.0 == 1 {

@@ -172,3 +172,42 @@ fn malformed_requests_are_refused() {
         );
     });
 }
+
+#[test]
+fn records_of_clocks_that_are_off_and_records_of_nonsense_are_dropped_and_counted() {
+    block_on(async {
+        let (first, address) = start(Vec::new(), false).await.unwrap();
+        let (second, _) = start(vec![address], false).await.unwrap();
+        let item = |subkey: &str, value: &'static [u8], expiration: f64| {
+            let value = Bytes::from_static(value);
+            let tag = Value::str(subkey).encode().into();
+            Item::Entry(tag, Timed { value, expiration })
+        };
+        let counted = |dht: &Dht| dht.p2p.inbound_figures().bad_records;
+        let key = DhtId::of_text("tiny.0");
+        // A clock that is years ahead, and one that is years behind: nothing of either is kept.
+        for expiration in [unix_now() + 1e8, unix_now() - 1e8, f64::NAN, f64::INFINITY] {
+            let stored = second.store_many(vec![(key, item("early", b"x", expiration))]);
+            // Refused, or not even sent.
+            drop(stored.await);
+            let found = first.get_many(vec![key], true).await.unwrap();
+            assert!(found[0].is_none(), "{expiration}");
+        }
+        assert!(counted(&first) >= 1, "the one that would stay for years");
+        // Kept as any other, and dropped by whoever reads it.
+        let garbage = item("no peer", b"\xff", unix_now() + 60.0);
+        let own = item(
+            &PeerId::random().to_base58(),
+            b"\x93\x02\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00\x80",
+            unix_now() + 60.0,
+        );
+        let accepted = second.store_many(vec![(key, garbage), (key, own)]).await;
+        assert_eq!(accepted.unwrap().len(), 2);
+        let before = counted(&first);
+        let view = crate::swarm::view::read(&first, "tiny", 0..1)
+            .await
+            .unwrap();
+        assert_eq!((view.blocks[0].len(), view.dropped), (0, 2));
+        assert_eq!(counted(&first), before + 2);
+    });
+}

@@ -225,6 +225,7 @@ impl Rig {
         let (_, serving) = watch::channel(Some(service.clone()));
         let router = Router {
             checker: Checker::new(server.clone()),
+            counterpart: crate::swarm::rate::serve::Counterpart::new(server.clone()),
             service: serving,
         };
         tokio::spawn(router.run(inbound, |_, protocol, _, _| {

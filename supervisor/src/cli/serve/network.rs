@@ -54,9 +54,24 @@ pub struct NetworkArgs {
     /// BLOCKWISE_8BIT
     #[arg(long, value_name = "NAME", default_value = "NONE")]
     pub(super) compression: Compression,
-    /// Megabits per second that the network carries each way; Petals assumes 100 where it cannot measure
-    #[arg(long, value_name = "MBPS", default_value = "100")]
-    pub(super) network_mbps: f64,
+    /// Megabits per second that the network carries each way [default: measured with servers of the swarm and kept for a week;
+    /// until then 100, or the speed of the link if that is less]
+    #[arg(long, value_name = "MBPS")]
+    pub(super) network_mbps: Option<f64>,
+    /// Measure the network with this service in place of servers of the swarm: an address to download from, and one to upload to
+    /// if that is another
+    #[arg(long, num_args = 1..=2, value_name = "URL", conflicts_with = "network_mbps")]
+    pub(super) network_test_url: Vec<String>,
+    /// Before going online, have this monitor check that it can reach this server, as Petals does in the public swarm [default: the
+    /// public swarm's, there; elsewhere none]
+    #[arg(long, value_name = "URL", value_parser = url)]
+    pub(super) reachability_monitor: Option<String>,
+    /// Do not ask a monitor
+    #[arg(long)]
+    pub(super) skip_reachability_check: bool,
+    /// Do not ask the router to forward the port (UPnP)
+    #[arg(long)]
+    pub(super) no_upnp: bool,
     /// Seconds to start listening and to reach a first peer
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     pub(super) daemon_startup_timeout: Duration,
@@ -72,6 +87,22 @@ pub struct NetworkArgs {
     /// Mean seconds between two looks at the balance of the swarm
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     pub(super) mean_balance_check_period: Duration,
+}
+
+/// The monitor of the public swarm (`petals/constants.py`, `REACHABILITY_API_URL`).
+const PUBLIC_MONITOR: &str = "https://health.petals.dev";
+
+/// An address of a web service.
+fn url(text: &str) -> Result<String, String> {
+    let rest = text
+        .strip_prefix("https://")
+        .or(text.strip_prefix("http://"));
+    let is_one = rest.is_some_and(|rest| !rest.is_empty() && !rest.starts_with('/'));
+    let clean = !text.contains(|c: char| c.is_whitespace() || c.is_control());
+    match is_one && clean {
+        true => Ok(text.to_owned()),
+        false => Err("give an address such as https://example.org/test".to_owned()),
+    }
 }
 
 /// What `--balance_quality` may be.
@@ -113,6 +144,33 @@ impl NetworkArgs {
             host_maddrs,
             announce_maddrs,
             initial_peers,
+        })
+    }
+
+    /// Whom to ask whether this server can be reached: the public swarm's monitor if it joins that, and then and elsewhere whom the
+    /// operator names (`server.py`, `should_validate_reachability`).
+    pub fn monitor(&self, initial_peers: &[String]) -> Option<String> {
+        let public = (initial_peers == PUBLIC_INITIAL_PEERS).then(|| PUBLIC_MONITOR.to_owned());
+        let asked = self.reachability_monitor.clone().or(public);
+        asked.filter(|_| !self.skip_reachability_check)
+    }
+
+    /// The service to measure the network with, download first.
+    ///
+    /// # Errors
+    /// For what is no address.
+    pub fn network_test(&self) -> Result<Option<(String, String)>, String> {
+        let checked =
+            |text: &String| url(text).map_err(|why| format!("--network_test_url {text:?}: {why}"));
+        let urls: Vec<String> = self
+            .network_test_url
+            .iter()
+            .map(checked)
+            .collect::<Result<_, _>>()?;
+        Ok(match &urls[..] {
+            [] => None,
+            [one] => Some((one.clone(), one.clone())),
+            [download, upload, ..] => Some((download.clone(), upload.clone())),
         })
     }
 

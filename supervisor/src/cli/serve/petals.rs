@@ -29,12 +29,6 @@ pub struct UnusedArgs {
     /// No effect: prefill is cut at fixed positions, and its memory does not grow with the prompt
     #[arg(long, value_name = "BYTES")]
     max_chunk_size_bytes: Option<u64>,
-    /// No effect: `sepal status` shows the counters
-    #[arg(long, value_name = "SECONDS")]
-    stats_report_interval: Option<f64>,
-    /// No effect: this version makes no such check
-    #[arg(long)]
-    skip_reachability_check: bool,
     /// No effect: blocks are not split; the devices serve a part of the span each, as with --device
     #[arg(long, num_args = 1.., value_name = "DEVICE", conflicts_with = "device")]
     pub(super) tensor_parallel_devices: Vec<String>,

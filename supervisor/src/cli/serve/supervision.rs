@@ -32,6 +32,9 @@ pub struct SupervisionArgs {
     /// See --max_restarts, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     pub(super) restart_window: Duration,
+    /// Log what was computed every so many seconds, in the form of hivemind; without it only `sepal status` tells
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub(super) stats_report_interval: Option<Duration>,
     /// A fault that each worker inflicts on itself: ACTION@POINT#JOB[xTIMES]
     #[arg(long, value_name = "FAULT", hide = true, value_parser = fault)]
     pub(super) inject_fault: Option<FaultPlan>,

@@ -1,0 +1,194 @@
+//! What has to be known before and after a server goes online, and may change while it serves: another part of [`Daemon`].
+//!
+//! ```text
+//!   workers cover the span ─> the monitor of the public swarm, if one is asked ─> ONLINE
+//!   ONLINE ─> the network is measured in the background ─┐
+//!   AutoNAT changes its mind ────────────────────────────┴─> announced again, not too often
+//!   dry run: workers cover the span ─> the network is measured once ─> Rated
+//! ```
+
+use std::time::Duration;
+
+use shared::control::{FromNetd, NetdInit};
+use shared::network::{Link, NetworkRate, RateFile, RateSource};
+use tokio::time::{Instant, timeout};
+use tracing::info;
+
+use super::moving::Progress;
+use super::{Daemon, Fatal};
+use crate::control::Outbox;
+use crate::offer::{Offer, Standing};
+use crate::swarm::{monitor, rate};
+
+/// Time between two announcements for the sake of what is told here. Tests wait for it.
+const RENEW_PERIOD: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
+/// How patiently the monitor is asked. Tests wait for it.
+const PATIENCE: monitor::Patience = match cfg!(test) {
+    true => monitor::Patience {
+        attempts: 2,
+        pause: Duration::from_millis(10),
+    },
+    false => monitor::Patience::PETALS,
+};
+/// How long a dry run looks for somebody to measure with, or waits for another server that measures.
+const DRY_RUN_PATIENCE: Duration = Duration::from_secs(60);
+/// Time between two such looks.
+const DRY_RUN_PAUSE: Duration = Duration::from_secs(2);
+
+/// Where the check by a monitor stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Check {
+    Needed,
+    UnderWay,
+    Done,
+}
+
+/// What is known by now, announced or not.
+#[derive(Debug)]
+pub(super) struct Watched {
+    network: NetworkRate,
+    measuring: bool,
+    check: Check,
+    renewed_at: Option<Instant>,
+}
+
+impl Watched {
+    pub(super) fn new(init: &NetdInit, offer: &Offer) -> Watched {
+        let network = offer.standing().network;
+        if offer.tells_network() {
+            info!(mbps = network.mbps(), source = %network.source, "the network's rate");
+        }
+        // A server that comes back was reached before.
+        let is_first = init.served.is_none() && !offer.is_dry_run();
+        Watched {
+            network,
+            measuring: false,
+            check: match init.config.monitor.is_some() && is_first {
+                true => Check::Needed,
+                false => Check::Done,
+            },
+            renewed_at: None,
+        }
+    }
+}
+
+impl Daemon {
+    /// The workers cover the span: goes online, unless something has to be known first. True if clients can come.
+    pub(super) fn may_go_online(&mut self) -> bool {
+        if self.offer.is_dry_run() {
+            self.measure_network();
+            return false;
+        }
+        if self.standing.check == Check::Done {
+            self.go_online();
+            return true;
+        }
+        if let (Check::Needed, Some(url)) = (self.standing.check, &self.init.config.monitor) {
+            self.standing.check = Check::UnderWay;
+            let (url, peer_id) = (url.clone(), self.joined.peer_id.clone());
+            let progress = self.progress.clone();
+            tokio::spawn(async move {
+                let result = monitor::validate(&url, &peer_id, PATIENCE).await;
+                // Nobody listens when the daemon has ended.
+                let _ = progress.send(Progress::Monitored(result)).await;
+            });
+        }
+        false
+    }
+
+    /// The monitor has spoken.
+    pub(super) async fn monitored(&mut self, result: Result<(), String>, outbox: &Outbox) {
+        self.standing.check = Check::Done;
+        if let Err(message) = result {
+            self.fatal = Some(Fatal::bad_config(message));
+        } else if self.online.borrow().is_none() && self.workers.cover(self.offer.span) {
+            self.go_online();
+            outbox.send(FromNetd::Online).await;
+        }
+    }
+
+    /// Measures the network in the background, once, unless its rate is known or nobody asks for it.
+    pub(super) fn measure_network(&mut self) {
+        let config = &self.init.config;
+        let is_dry_run = self.offer.is_dry_run();
+        let is_known = matches!(
+            self.standing.network.source,
+            RateSource::Operator | RateSource::Peers | RateSource::Url
+        );
+        if self.standing.measuring || !self.offer.tells_network() || is_known && !is_dry_run {
+            return;
+        }
+        self.standing.measuring = true;
+        let settings = rate::Settings {
+            file: config.rates_dir.as_deref().map(RateFile::new),
+            service: config.network_test.clone(),
+            take_kept: config.throughput == shared::config::Throughput::Measure,
+        };
+        let (p2p, dht) = (self.joined.p2p.clone(), self.joined.dht.clone());
+        let (progress, service) = (self.progress.clone(), self.online.subscribe());
+        tokio::spawn(async move {
+            let rate = if is_known {
+                None
+            } else if is_dry_run {
+                let attempts = async {
+                    loop {
+                        match rate::once(&settings, &p2p, &dht).await {
+                            rate::Outcome::Rate(rate) => break Some(rate),
+                            rate::Outcome::Nobody => break None,
+                            rate::Outcome::Busy => tokio::time::sleep(DRY_RUN_PAUSE).await,
+                        }
+                    }
+                };
+                timeout(DRY_RUN_PATIENCE, attempts).await.unwrap_or(None)
+            } else {
+                let is_idle = || {
+                    let service = service.borrow();
+                    service.as_ref().is_none_or(|service| service.active() == 0)
+                };
+                Some(rate::keep(settings, p2p, dht, is_idle).await)
+            };
+            // Nobody listens when the daemon has ended.
+            let _ = progress.send(Progress::Network(rate)).await;
+        });
+    }
+
+    /// The network's rate is known, or nobody can be asked.
+    pub(super) async fn network_measured(&mut self, rate: Option<NetworkRate>, outbox: &Outbox) {
+        if let Some(rate) = rate {
+            let network = NetworkRate::of(None, Some(rate), &Link::of_system());
+            info!(mbps = network.mbps(), source = %network.source, "the network's rate");
+            self.standing.network = network;
+        }
+        if self.offer.is_dry_run() {
+            self.offer.set_standing(self.standing_now());
+            let rating = self.offer.rating(&self.ups);
+            outbox.send(FromNetd::Rated(rating)).await;
+        }
+    }
+
+    fn standing_now(&self) -> Standing {
+        Standing {
+            network: self.standing.network,
+            using_relay: self.joined.relayed_now(),
+        }
+    }
+
+    /// Announces again if something has changed that the record tells.
+    pub(super) fn renew(&mut self) {
+        let (now, present) = (self.standing_now(), self.offer.standing());
+        let too_soon = |at: Instant| at.elapsed() < RENEW_PERIOD;
+        if now == present || self.switching || self.standing.renewed_at.is_some_and(too_soon) {
+            return;
+        }
+        if now.using_relay != present.using_relay {
+            let way = match now.using_relay {
+                true => "via relays",
+                false => "directly",
+            };
+            info!(way, "this server is accessible");
+        }
+        self.offer.set_standing(now);
+        self.announced.renew(&self.offer, &self.joined, &self.ups);
+        self.standing.renewed_at = Some(Instant::now());
+    }
+}
