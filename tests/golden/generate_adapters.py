@@ -3,7 +3,7 @@
 
     python tests/golden/generate_adapters.py [NAME ...]       # rewrites tests/golden/adapters/NAME, all without names
 
-Made with peft 0.12.0, transformers 4.43.1, torch 2.0.1 (CPU) on Python 3.11; the versions of a run are in each
+Made with peft 0.12.0, transformers 4.43.1 (qwen3.*: 4.51.3), torch 2.0.1 (CPU) on Python 3.11; the versions of a run are in each
 expected.safetensors' metadata. Weights come from fixed seeds.
 
 Per folder, BASE.NAME for the blocks of tests/golden/blocks/BASE:
@@ -18,11 +18,11 @@ import os
 import shutil
 import sys
 
-import peft
 import torch
-import transformers
-from generate_blocks import PROMPT, TOKENS, Tap, run
+from generate_blocks import PROMPT, TOKENS, Tap, run  # first: it lets transformers 4.51 find what torch 2.0 lacks
 from safetensors.torch import load_file, save_file
+import peft
+import transformers
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 LLAMA_REGEX = r".*\.layers\.\d+\.(self_attn\.(q|o)_proj|mlp\.(up|down)_proj)"
@@ -42,6 +42,7 @@ CASES = {
     "mixtral.all": dict(r=2, lora_alpha=3, target_modules="all-linear"),
     "mixtral.experts": dict(r=3, lora_alpha=3, target_modules=["w1", "w2", "w3"]),
     "qwen2.all": dict(r=4, lora_alpha=8, target_modules="all-linear"),
+    "qwen3.all": dict(r=4, lora_alpha=8, target_modules="all-linear"),
     "mistral-window.all": dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"]),
     "falcon-40b-bf16.all": dict(r=4, lora_alpha=2, target_modules="all-linear"),
     "bloom-bf16.all": dict(r=4, lora_alpha=2, target_modules="all-linear"),

@@ -9,7 +9,7 @@ versions of a run are in each expected.safetensors' metadata. Weights come from 
 
 Per folder:
   config.json, model.safetensors (the tensors of the blocks alone, named as in published checkpoints)
-  expected.safetensors, in float32:
+  expected.safetensors, in float32 (computed in float32, from float16 values, for *-f16):
     input            [batch, tokens, hidden]            into the first block
     forward          [blocks, batch, tokens, hidden]    out of each block, all tokens at once
     cached           the same, the first PROMPT tokens first and then token by token with the cache
@@ -67,8 +67,11 @@ CASES = {
 }
 CASES |= {name + "-bf16": (*CASES[name][:2], dict(dtype="bfloat16"))
           for name in ["llama", "mistral-window", "qwen2", "falcon-7b", "falcon-11b", "falcon-rw"]}
-# Rounding to bfloat16 would send a token to other experts now and then, were there any.
-CASES["mixtral-bf16"] = ("Mixtral", dict(CASES["mixtral"][1], num_local_experts=2), dict(dtype="bfloat16"))
+CASES |= {name + "-f16": (*CASES[name][:2], dict(dtype="float16"))
+          for name in ["llama", "mistral-window", "qwen2", "qwen3", "bloom", "falcon-7b", "falcon-40b", "falcon-11b", "falcon-rw"]}
+# Rounding would send a token to other experts now and then, were there any.
+CASES |= {"mixtral-" + short: ("Mixtral", dict(CASES["mixtral"][1], num_local_experts=2), dict(dtype=dtype))
+          for short, dtype in [("bf16", "bfloat16"), ("f16", "float16")]}
 
 
 def randomize(layers, seed):
@@ -121,7 +124,9 @@ def gradients(model, tap, x, prompts, g):
 
 def build(name):
     family, fields, options = CASES[name]
-    dtype = getattr(torch, options.get("dtype", "float32"))
+    stored = getattr(torch, options.get("dtype", "float32"))
+    # torch 2.0 has no products of float16 on the CPU: the float16 values go through float32.
+    dtype = torch.float32 if stored == torch.float16 else stored
     config = getattr(transformers, family + "Config")(**fields)
     config._attn_implementation = "eager"
     model = getattr(transformers, family + "Model")(config).float().eval()
@@ -130,8 +135,8 @@ def build(name):
     randomize(layers, len(name))
     model.requires_grad_(False)
     for p in model.parameters():
-        p.data = p.data.to(dtype)
-    return model, layers, dtype
+        p.data = p.data.to(stored).to(dtype)
+    return model, layers, stored, dtype
 
 
 def cached(model, tap, x):
@@ -157,10 +162,10 @@ def measure(model, tap, x, g, prompts):
                 prompted_input_gradient=prompted_dx, prompt_gradient=dprompts)
 
 
-def quantize(layers, decode):
+def quantize(layers, decode, stored):
     for name, p in layers.named_parameters():
         if p.dim() == 2 and not name.endswith("block_sparse_moe.gate.weight"):
-            p.data = decode(p.data).to(p.dtype)
+            p.data = decode(p.data.to(stored)).to(stored).to(p.dtype)
 
 
 def save(path, tensors):
@@ -172,14 +177,14 @@ def make(name):
     path = os.path.join(HERE, name)
     shutil.rmtree(path, ignore_errors=True)
     os.makedirs(path)
-    model, layers, dtype = build(name)
-    x, g = torch.randn(2, BATCH, TOKENS, model.config.hidden_size).to(dtype)
-    prompts = torch.randn(len(layers), BATCH, PREFIX, model.config.hidden_size).to(dtype)
+    model, layers, stored, dtype = build(name)
+    x, g = torch.randn(2, BATCH, TOKENS, model.config.hidden_size).to(stored).to(dtype)
+    prompts = torch.randn(len(layers), BATCH, PREFIX, model.config.hidden_size).to(stored).to(dtype)
     # In the files of bigscience the blocks of BLOOM are `h.<i>`, in all others they are below the model.
     below = {"Bloom": "h.", "Falcon": "transformer.h."}.get(CASES[name][0], "model.layers.")
-    save_file({below + k: p.detach().contiguous() for k, p in layers.named_parameters()},
+    save_file({below + k: p.detach().to(stored).contiguous() for k, p in layers.named_parameters()},
               os.path.join(path, "model.safetensors"))
-    fields = dict(CASES[name][1], model_type=model.config.model_type, torch_dtype=str(dtype).split(".")[1])
+    fields = dict(CASES[name][1], model_type=model.config.model_type, torch_dtype=str(stored).split(".")[1])
     with open(os.path.join(path, "config.json"), "w") as f:
         json.dump(fields, f, indent=2, sort_keys=True)
     tap = Tap(layers)
@@ -196,8 +201,8 @@ def make_quantized(name, x, g, prompts):
     from bitsandbytes_cpu import DECODED
     tensors = {}
     for quant, decode in DECODED.items():
-        model, layers, _ = build(name)
-        quantize(layers, decode)
+        model, layers, stored, _ = build(name)
+        quantize(layers, decode, stored)
         expected = measure(model, Tap(layers), x, g, prompts)
         tensors |= {f"{quant}.{key}": value for key, value in expected.items()}
     save(os.path.join(HERE, name, "quantized.safetensors"), tensors)

@@ -184,6 +184,7 @@ pub(crate) fn checkpoint(path: &Path) -> HashMap<String, Stored> {
             let dtype = match tensor.dtype() {
                 Dtype::F32 => DType::F32,
                 Dtype::BF16 => DType::Bf16,
+                Dtype::F16 => DType::F16,
                 other => panic!("{name} is {other:?}"),
             };
             let inputs = *tensor.shape().last().unwrap();
