@@ -15,7 +15,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use shared::block::BlockIndex;
-use shared::config::PrepareConfig;
+use shared::config::{PrepareConfig, QuantType};
+use shared::dtype::DType;
+use shared::model::ModelFacts;
 use tracing::{info, warn};
 
 use super::checkpoint::{CheckpointFile, open, read_bounded};
@@ -96,6 +98,27 @@ impl Adapter {
             .rsplit('/')
             .find(|part| !part.is_empty())
             .unwrap_or("adapter")
+    }
+
+    /// Type of its values as served. As Petals: one of quantized matrices computes in float32 (petals `utils/peft.py`).
+    pub fn served_dtype(facts: &ModelFacts) -> DType {
+        match facts.quant_type {
+            QuantType::None => facts.dtype,
+            QuantType::Int8 | QuantType::Nf4 => DType::F32,
+        }
+    }
+
+    /// Bytes of its parts for one block, of that which has most.
+    pub fn block_bytes(&self, dtype: DType) -> u64 {
+        let elements = |part: &Part| {
+            let [outputs, inputs] = part.shape;
+            part.rank.saturating_mul(outputs.saturating_add(inputs))
+        };
+        let blocks = self.blocks.values().map(|parts| {
+            let sum = parts.values().map(elements).fold(0, u64::saturating_add);
+            sum.saturating_mul(dtype.size_bytes() as u64)
+        });
+        blocks.max().unwrap_or(0)
     }
 
     /// Its parts for a block by the names of the matrices.

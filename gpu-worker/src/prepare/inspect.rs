@@ -65,11 +65,14 @@ impl Inspected {
             quant: config.quant_type,
         };
         let mut facts = facts(&folder, &value, &spec, stored).map_err(unsupported)?;
-        let adapters = config
+        let adapters: Vec<Adapter> = config
             .adapters
             .iter()
             .map(|name| Adapter::open(name, config, &spec))
             .collect::<Result<_, _>>()?;
+        let served = Adapter::served_dtype(&facts);
+        let added = adapters.iter().map(|adapter| adapter.block_bytes(served));
+        facts.block_bytes = added.fold(facts.block_bytes, u64::saturating_add);
         facts.adapters.clone_from(&config.adapters);
         Ok(Inspected {
             facts,

@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 
 use shared::block::{BlockIndex, Span};
-use shared::config::QuantType;
 use shared::dtype::DType;
 use tracing::warn;
 
+use super::adapter::Adapter;
 use super::error::PrepareError;
 use super::inspect::Inspected;
 use super::source::SourceTensor;
@@ -130,11 +130,7 @@ impl Inspected {
         let Some(adapter) = self.adapters.get(index) else {
             return Ok(BTreeMap::new());
         };
-        // As Petals: an adapter of quantized matrices computes in float32 (petals `utils/peft.py`).
-        let dtype = match self.facts.quant_type {
-            QuantType::None => self.facts.dtype,
-            QuantType::Int8 | QuantType::Nf4 => DType::F32,
-        };
+        let dtype = Adapter::served_dtype(&self.facts);
         let sources = adapter.sources(block)?;
         if sources.is_empty() {
             return Ok(BTreeMap::new());

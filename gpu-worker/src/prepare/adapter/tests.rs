@@ -68,19 +68,23 @@ impl Trial {
         std::fs::write(folder.join(WEIGHTS[0]), safetensors(&self.tensors)).unwrap();
     }
 
-    fn prepare(
-        &self,
-        adapters: &[&str],
-        quant_type: QuantType,
-    ) -> Result<MappedWeights, PrepareError> {
-        let config = PrepareConfig {
+    fn config(&self, adapters: &[&str], quant_type: QuantType) -> PrepareConfig {
+        PrepareConfig {
             model: self.root.path().join("tiny").to_str().unwrap().to_owned(),
             dtype: None,
             quant_type,
             adapters: adapters.iter().map(|a| (*a).to_owned()).collect(),
             hub: Default::default(),
             cache_dir: self.root.path().join("cache"),
-        };
+        }
+    }
+
+    fn prepare(
+        &self,
+        adapters: &[&str],
+        quant_type: QuantType,
+    ) -> Result<MappedWeights, PrepareError> {
+        let config = self.config(adapters, quant_type);
         let span = Span::new(0, 2).unwrap();
         let manifest = Inspected::new(&config)?.make_ready(span, |_| Ok(()))?;
         assert_eq!(manifest.model.adapters, adapters);
@@ -146,6 +150,13 @@ fn a_good_adapter_is_mapped_in_the_block_dtype_or_in_float32_beside_quantized_ma
                     .is_none()
             );
         }
+        let facts = |adapters| {
+            Inspected::new(&trial.config(adapters, quant))
+                .unwrap()
+                .facts
+        };
+        let added = facts(&[&name]).block_bytes - facts(&[]).block_bytes;
+        assert_eq!(weights.adapter_bytes(), 2 * added);
         let values = 2 * RANK * (64 + 64 + 96 + 64);
         assert_eq!(
             weights.adapter_bytes(),
