@@ -53,6 +53,19 @@ impl Rig {
             .any(|down| matches!(down, Down::MoveFailed { .. }))
     }
 
+    /// What a new netd was told to serve, and what it may still serve for callers who have not heard of a move.
+    fn places_told(&self) -> (Option<Span>, Vec<Span>) {
+        let [
+            Down::Init(Init::Netd {
+                served, retired, ..
+            }),
+        ] = self.told(NETD)[..]
+        else {
+            panic!("{:?}", self.last)
+        };
+        (*served, retired.clone())
+    }
+
     fn wanted(&self, id: ChildId) -> bool {
         self.tree.children().any(|child| child.id == id)
     }
@@ -206,18 +219,7 @@ fn netd_that_dies_while_workers_are_replaced_is_told_the_new_place() {
     rig.on(Event::Room(span(4, 8), Some("no memory".into())));
     rig.netd_says(FromNetd::Vacated);
     rig.die(NETD, SIGKILL);
-    let [
-        Down::Init(Init::Netd {
-            served, retired, ..
-        }),
-    ] = rig.told(NETD)[..]
-    else {
-        panic!("{:?}", rig.last)
-    };
-    assert_eq!(
-        (*served, &retired[..]),
-        (Some(span(4, 8)), &[span(0, 4)][..])
-    );
+    assert_eq!(rig.places_told(), (Some(span(4, 8)), vec![span(0, 4)]));
     assert_eq!(rig.die(worker(0), SIGKILL).spawned(), [(worker(0), 2)]);
 }
 
@@ -250,18 +252,7 @@ fn netd_that_dies_before_the_new_place_is_announced_serves_the_old_one() {
     let mut rig = Rig::online_at_half(1);
     rig.until_loading().worker_ready(1);
     rig.die(NETD, SIGKILL);
-    let [
-        Down::Init(Init::Netd {
-            served, retired, ..
-        }),
-    ] = rig.told(NETD)[..]
-    else {
-        panic!("{:?}", rig.last)
-    };
-    assert_eq!(
-        (*served, &retired[..]),
-        (Some(span(0, 4)), &[span(4, 8)][..])
-    );
+    assert_eq!(rig.places_told(), (Some(span(0, 4)), vec![span(4, 8)]));
     assert!(rig.told(worker(1)).contains(&&Down::Drain));
 }
 
@@ -271,18 +262,7 @@ fn netd_that_dies_after_the_new_place_is_announced_serves_the_new_one() {
     rig.until_loading().worker_ready(1);
     rig.netd_says(FromNetd::Moved(span(4, 8)));
     rig.die(NETD, SIGKILL);
-    let [
-        Down::Init(Init::Netd {
-            served, retired, ..
-        }),
-    ] = rig.told(NETD)[..]
-    else {
-        panic!("{:?}", rig.last)
-    };
-    assert_eq!(
-        (*served, &retired[..]),
-        (Some(span(4, 8)), &[span(0, 4)][..])
-    );
+    assert_eq!(rig.places_told(), (Some(span(4, 8)), vec![span(0, 4)]));
     assert!(
         rig.told(worker(0)).contains(&&Down::Drain),
         "its sessions are gone"
