@@ -11,6 +11,15 @@ async fn attacked() -> (P2p, P2p, mpsc::Receiver<Inbound>) {
     (attacker, callee, inbound)
 }
 
+/// A unary stream on which `bytes` were written.
+async fn unary_with(attacker: &P2p, callee: &P2p, bytes: &[u8]) -> impl futures::AsyncWrite {
+    let stream = attacker.raw_stream(callee.peer_id(), UNARY).await;
+    let mut stream = stream.expect("negotiated");
+    stream.write_all(bytes).await.expect("write");
+    stream.flush().await.expect("flush");
+    stream
+}
+
 /// The callee still answers somebody else.
 async fn others_are_served(callee: &P2p, mut inbound: mpsc::Receiver<Inbound>) {
     let (other, _inbound) = start(vec![full_address(callee).await]).await;
@@ -28,16 +37,8 @@ async fn others_are_served(callee: &P2p, mut inbound: mpsc::Receiver<Inbound>) {
 fn a_unary_request_beyond_the_cap_is_dropped_at_its_length_and_counted() {
     block_on(async {
         let (attacker, callee, inbound) = attacked().await;
-        let mut stream = attacker
-            .raw_stream(callee.peer_id(), UNARY)
-            .await
-            .expect("negotiated");
         // A varint of 5 MiB: not one byte of it is waited for.
-        stream
-            .write_all(&[0x80, 0x80, 0xc0, 0x02])
-            .await
-            .expect("write");
-        stream.flush().await.expect("flush");
+        let _stream = unary_with(&attacker, &callee, &[0x80, 0x80, 0xc0, 0x02]).await;
         until(|| async { callee.inbound_figures().too_large == 1 }).await;
         others_are_served(&callee, inbound).await;
     });
@@ -47,15 +48,7 @@ fn a_unary_request_beyond_the_cap_is_dropped_at_its_length_and_counted() {
 fn a_unary_request_that_is_not_one_is_dropped_and_counted() {
     block_on(async {
         let (attacker, callee, inbound) = attacked().await;
-        let mut stream = attacker
-            .raw_stream(callee.peer_id(), UNARY)
-            .await
-            .expect("negotiated");
-        stream
-            .write_all(&[3, 0xff, 0xff, 0xff])
-            .await
-            .expect("write");
-        stream.flush().await.expect("flush");
+        let _stream = unary_with(&attacker, &callee, &[3, 0xff, 0xff, 0xff]).await;
         until(|| async { callee.inbound_figures().malformed == 1 }).await;
         others_are_served(&callee, inbound).await;
     });
@@ -65,13 +58,9 @@ fn a_unary_request_that_is_not_one_is_dropped_and_counted() {
 fn a_unary_request_that_trickles_is_given_up_and_counted() {
     block_on(async {
         let (attacker, callee, inbound) = attacked().await;
-        let mut stream = attacker
-            .raw_stream(callee.peer_id(), UNARY)
-            .await
-            .expect("negotiated");
         let begin = Instant::now();
         // A megabyte is announced; a byte comes now and then, so that the connection never idles.
-        stream.write_all(&[0x80, 0x80, 0x40]).await.expect("write");
+        let mut stream = unary_with(&attacker, &callee, &[0x80, 0x80, 0x40]).await;
         while callee.inbound_figures().too_slow == 0 {
             assert!(
                 begin.elapsed() < UNARY_REQUEST_TIMEOUT * 5,
