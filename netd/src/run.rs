@@ -569,6 +569,7 @@ impl Daemon {
             kv,
             timeouts: Timeouts::from(&self.init.config),
             compression: self.init.config.compression,
+            gradient_bytes: shared::model::GRADIENT_BYTES,
             p2p: self.joined.p2p.clone(),
             dht_client_mode: self.joined.using_relay,
             draining: self.draining.subscribe(),

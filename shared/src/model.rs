@@ -9,6 +9,10 @@ use crate::dtype::DType;
 /// Tokens in one page of the KV cache.
 pub const PAGE_TOKENS: usize = 16;
 
+/// Memory of a worker for the inputs, keys and values that it keeps during one request for gradients, unless a single block needs
+/// more.
+pub const GRADIENT_BYTES: u64 = 512 << 20;
+
 /// Facts about a model, found by `prepare` in its folder and checked there.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelFacts {
@@ -34,7 +38,7 @@ pub struct ModelFacts {
     pub dtype: DType,
     /// How matrices are stored.
     pub quant_type: QuantType,
-    /// Bytes of one block's weights as served.
+    /// Bytes of one block's weights as served, with its parts of all adapters.
     pub block_bytes: u64,
     /// Names of the adapters, as requests choose them; jobs name them by their index here.
     pub adapters: Vec<String>,
@@ -54,6 +58,15 @@ impl ModelFacts {
     /// Bytes of one page of one block: `[kv_heads, 2, PAGE_TOKENS, head_dim]`.
     pub fn kv_page_bytes(&self) -> usize {
         PAGE_TOKENS * self.kv_token_bytes()
+    }
+
+    /// Bytes that a worker keeps per block for gradients over `batch` sequences of `tokens` tokens: the input of the block, and pages
+    /// with its keys and values.
+    pub fn gradient_block_bytes(&self, batch: u32, tokens: u32) -> u64 {
+        let inputs =
+            u64::from(tokens) * u64::from(self.hidden_size) * self.dtype.size_bytes() as u64;
+        let pages = u64::from(tokens.div_ceil(PAGE_TOKENS as u32)) * self.kv_page_bytes() as u64;
+        u64::from(batch).saturating_mul(inputs.saturating_add(pages))
     }
 
     /// Bytes of the kv segment of a worker: `[blocks of the span, pages, page]`.

@@ -6,11 +6,11 @@
 //! operator asked for.
 
 use shared::config::{NetdConfig, SpanChoice};
-use shared::model::ModelFacts;
+use shared::model::{GRADIENT_BYTES, ModelFacts};
 
 /// What supervisor, netd and prepare need beside the arena (measured: 60 MB together).
 const PROCESSES_BYTES: u64 = 96 << 20;
-/// What a worker needs beside weights and KV cache: hidden states of the largest pieces, scores, code.
+/// What a worker needs beside weights, KV cache and what it keeps for gradients: hidden states of the largest pieces, scores, code.
 const WORKER_BYTES: u64 = 96 << 20;
 
 /// The memory that an instance may use.
@@ -38,7 +38,12 @@ pub struct Need {
 impl Memory {
     /// What blocks of this model need.
     pub fn need(&self, facts: &ModelFacts) -> Need {
-        let pages = u64::from(self.netd.limits(facts).kv_pages());
+        let limits = self.netd.limits(facts);
+        let pages = u64::from(limits.kv_pages());
+        let block = facts.gradient_block_bytes(1, limits.max_batch_size);
+        let gradients = block
+            .saturating_mul(facts.num_blocks.into())
+            .min(GRADIENT_BYTES.max(block));
         Need {
             weights: facts.block_bytes,
             kv: pages.saturating_mul(facts.kv_page_bytes() as u64),
@@ -46,7 +51,10 @@ impl Memory {
                 .netd
                 .arena_bytes
                 .saturating_add(PROCESSES_BYTES)
-                .saturating_add(self.workers.saturating_mul(WORKER_BYTES)),
+                .saturating_add(
+                    self.workers
+                        .saturating_mul(WORKER_BYTES.saturating_add(gradients)),
+                ),
         }
     }
 
@@ -209,22 +217,22 @@ pub(crate) mod tests {
             Need {
                 weights: 440 << 20,
                 kv: 1536 * 65536,
-                fixed: (512 + 96 + 96) << 20
+                fixed: (512 + 96 + 96 + 512) << 20
             }
         );
         assert_eq!(
             need.arithmetic(2),
-            "2 x (440.0 MiB of weights + 96.0 MiB of KV cache) + 704.0 MiB for arena and processes = 1776.0 MiB"
+            "2 x (440.0 MiB of weights + 96.0 MiB of KV cache) + 1216.0 MiB for arena and processes = 2288.0 MiB"
         );
     }
 
     #[test]
     fn as_many_blocks_as_fit_and_not_one_more() {
         let facts = llama_70b();
-        let exactly = |blocks: u64| memory((704 + blocks * 536) << 20);
+        let exactly = |blocks: u64| memory((1216 + blocks * 536) << 20);
         assert_eq!(exactly(7).fit(SpanChoice::All, &facts), Ok(7));
         let one_byte_less = Memory {
-            available_bytes: Some(((704 + 7 * 536) << 20) - 1),
+            available_bytes: Some(((1216 + 7 * 536) << 20) - 1),
             ..exactly(7)
         };
         assert_eq!(one_byte_less.fit(SpanChoice::All, &facts), Ok(6));
@@ -239,7 +247,7 @@ pub(crate) mod tests {
     #[test]
     fn what_does_not_fit_is_refused_with_the_arithmetic() {
         let facts = llama_70b();
-        let four = memory((704 + 4 * 536) << 20);
+        let four = memory((1216 + 4 * 536) << 20);
         for choice in [
             SpanChoice::Count(5),
             SpanChoice::Fixed(Span::new(10, 15).unwrap()),
@@ -247,8 +255,8 @@ pub(crate) mod tests {
             let refusal = four.fit(choice, &facts).unwrap_err();
             for part in [
                 "5 x (440.0 MiB",
-                "= 3384.0 MiB",
-                "2848.0 MiB are available",
+                "= 3896.0 MiB",
+                "3360.0 MiB are available",
                 "4 would fit",
                 "--num_blocks",
             ] {

@@ -81,7 +81,9 @@ async fn gradients(
         adapter,
     };
     let turn = service.turns.of(&work, asked).await;
-    let work = workers.gradients(work)?;
+    let block_bytes = service.facts.gradient_block_bytes(batch, tokens).max(1);
+    let most_blocks = usize::try_from(service.gradient_bytes / block_bytes).unwrap_or(usize::MAX);
+    let work = workers.gradients(work, most_blocks)?;
     let arena = workers.arena();
     let slots = arena.reserve(&work.sizes()).await?;
     let holds = Arc::new(Holds { slots, pages: None });

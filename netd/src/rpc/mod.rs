@@ -134,6 +134,8 @@ pub struct Service {
     /// Compression of answers unless a request asks for another.
     compression: Compression,
     onward: Onward,
+    /// What a worker may keep during one request for gradients.
+    gradient_bytes: u64,
     /// Whether it is only a client of the DHT, as a server that is reached through relays.
     pub dht_client_mode: bool,
     /// True once the server is ending: running steps finish, sessions end after them.
@@ -166,6 +168,8 @@ pub struct ServiceParts {
     pub timeouts: Timeouts,
     /// Compression of answers.
     pub compression: shared::config::Compression,
+    /// What a worker may keep during one request for gradients, if that is more than a block needs.
+    pub gradient_bytes: u64,
     /// The node, for pushes to other servers.
     pub p2p: P2p,
     /// Whether this server is only a client of the DHT.
@@ -190,6 +194,7 @@ impl Service {
             kv,
             timeouts,
             compression,
+            gradient_bytes,
             p2p,
             dht_client_mode,
             draining,
@@ -208,6 +213,7 @@ impl Service {
             turns: Order::default(),
             compression: reply::wire(compression),
             onward,
+            gradient_bytes,
             dht_client_mode,
             draining,
             span: Mutex::new(span),

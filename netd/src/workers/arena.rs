@@ -148,6 +148,13 @@ impl ArenaMemory {
         })
     }
 
+    /// Whether slots of these sizes would fit together, were the arena empty.
+    pub fn could_hold(&self, sizes: &[u64]) -> bool {
+        let state = self.inner.lock();
+        let small = is_small(state.allocator.plan(), sizes);
+        check_size(&state.allocator, sizes, small).is_ok()
+    }
+
     /// Bytes to and from slots.
     pub fn map(&self) -> &ArenaMap {
         &self.inner.map

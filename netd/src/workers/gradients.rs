@@ -5,6 +5,10 @@
 //!   inputs ──> worker 0 ──> input 1 ──> worker 1 ──> input 2        (forward; not through the last worker)
 //!   result <── worker 0 <── gradient <── worker 1 <── gradient <── worker 2 <── output gradient
 //! ```
+//!
+//! A worker keeps the input, the keys and the values of each block of a job. Where that is more than one job may take, its blocks
+//! are several hops as well: less is kept, and all but the last hop are computed forward twice (Chen et al. 2016, Training
+//! Deep Nets with Sublinear Memory Cost).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -29,7 +33,7 @@ pub struct Gradients {
     hops: Vec<Hop>,
 }
 
-/// The blocks, by their places in the request, that one worker computes.
+/// Blocks, by their places in the request, that one worker computes in one job.
 #[derive(Debug)]
 struct Hop {
     link: Arc<Link>,
@@ -46,31 +50,59 @@ pub struct GradientSlots {
 }
 
 impl Workers {
-    /// The way of `work` through the workers. Its kind and plan do not matter.
+    /// The way of `work` through the workers, with at most `most_blocks` in a hop as long as the arena holds the inputs of so many
+    /// hops, and another such request beside it. Its kind and plan do not matter.
     ///
     /// # Errors
     /// [`JobFailure::WorkerGone`] when a block has no worker.
-    pub fn gradients(&self, work: Computation) -> Result<Gradients, JobFailure> {
-        let mut hops = Vec::new();
+    pub fn gradients(
+        &self,
+        work: Computation,
+        most_blocks: usize,
+    ) -> Result<Gradients, JobFailure> {
+        let mut spans = Vec::new();
         let mut done = 0;
         while done < work.blocks.len() {
             let (link, end) = self.hop(&work.blocks, done).ok_or(JobFailure::WorkerGone)?;
-            hops.push(Hop {
+            spans.push(Hop {
                 link,
                 blocks: done..end,
             });
             done = end;
         }
-        if hops.is_empty() {
+        if spans.is_empty() {
             return Err(JobFailure::WorkerGone);
         }
-        Ok(Gradients { work, hops })
+        let mut most = most_blocks.max(1);
+        let hops = cut(&spans, most);
+        let mut gradients = Gradients { work, hops };
+        while gradients.hops.len() > spans.len() {
+            if self.arena.could_hold(&gradients.sizes().repeat(2)) {
+                break;
+            }
+            most = most.saturating_mul(2);
+            gradients.hops = cut(&spans, most);
+        }
+        Ok(gradients)
     }
+}
+
+/// The same way in hops of at most `most` blocks, those of a worker of nearly the same length.
+fn cut(spans: &[Hop], most: usize) -> Vec<Hop> {
+    let parts = spans.iter().flat_map(|span| {
+        let (start, end, count) = (span.blocks.start, span.blocks.end, span.blocks.len());
+        let length = count.div_ceil(count.div_ceil(most)).max(1);
+        (start..end).step_by(length).map(move |from| Hop {
+            link: span.link.clone(),
+            blocks: from..end.min(from + length),
+        })
+    });
+    parts.collect()
 }
 
 impl Gradients {
     /// Slots to reserve: input, output gradient, body, deep prompts and their gradient if there are any, one more gradient,
-    /// and the input of each worker but the first.
+    /// and the input of each hop but the first.
     pub fn sizes(&self) -> Vec<u64> {
         // As for a computation, with a gradient for the output.
         let mut sizes = self.work.sizes();

@@ -133,6 +133,75 @@ async fn two_workers_go_forward_and_come_back() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_keeps_no_more_than_it_may_and_the_answer_is_the_same() {
+    // What two sequences of one token need in a block.
+    let block = facts().gradient_block_bytes(2, 1);
+    assert_eq!(block, 2 * (64 * 4 + 16 * 256));
+    let given = prompts(2, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
+    let tensors = [hidden(2, &[1.0, 2.0]), hidden(2, &[10.0, 20.0]), given];
+    let request = request(tensors, 0..4);
+    let (there, back) = (JobKind::Forward, JobKind::Backward);
+    for (blocks, expected) in [
+        (4, vec![(back, 0..4)]),
+        (3, vec![(there, 0..2), (back, 2..4), (back, 0..2)]),
+        (
+            0,
+            vec![
+                (there, 0..1),
+                (there, 1..2),
+                (there, 2..3),
+                (back, 3..4),
+                (back, 2..3),
+                (back, 1..2),
+                (back, 0..1),
+            ],
+        ),
+    ] {
+        let rig = Rig::shaped(Shape {
+            gradient_bytes: blocks * block,
+            ..Shape::default()
+        })
+        .await;
+        let answer = unary(&rig, request.clone()).await.unwrap();
+        let jobs = rig.memory().jobs.lock().unwrap();
+        let order: Vec<_> = jobs
+            .iter()
+            .map(|job| {
+                (
+                    job.kind,
+                    job.blocks[0].0..job.blocks[job.blocks.len() - 1].0 + 1,
+                )
+            })
+            .collect();
+        assert_eq!(order, expected);
+        let prompts = firsts(&answer[1]);
+        assert_eq!(
+            prompts,
+            [1.0, 12.0, 103.0, 114.0, 205.0, 216.0, 307.0, 318.0]
+        );
+        assert_eq!(rig.service.workers.arena().slots_in_use(), 0);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hops_are_no_more_than_the_arena_holds() {
+    let arena_bytes = 1 << 20;
+    let rig = Rig::shaped(Shape {
+        gradient_bytes: 0,
+        arena_bytes,
+        ..Shape::default()
+    })
+    .await;
+    // Hidden states of 160 KiB: four of them fit into the arena, so that there is no room for the inputs of more hops.
+    let states: Vec<f32> = (0..640).map(|n| n as f32).collect();
+    let tensors = [hidden(1, &states), hidden(1, &states), no_prompts()];
+    let answer = unary(&rig, request(tensors, 0..4)).await.unwrap();
+    assert_eq!(answer[0].size, [1, 640, HIDDEN as u32]);
+    let jobs = rig.memory().jobs.lock().unwrap();
+    assert_eq!(jobs.len(), 1, "{jobs:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn prompts_get_their_gradient_in_the_order_of_the_request() {
     for rig in [Rig::new().await, two_workers().await] {
         // Of each row its own prompts, and the same prompts for all rows.

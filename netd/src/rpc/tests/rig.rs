@@ -179,6 +179,7 @@ pub struct Shape {
     pub timeouts: Timeouts,
     pub limits: Limits,
     pub compression: shared::config::Compression,
+    pub gradient_bytes: u64,
 }
 
 impl Default for Shape {
@@ -190,6 +191,7 @@ impl Default for Shape {
             timeouts: timeouts(),
             limits: limits(),
             compression: shared::config::Compression::None,
+            gradient_bytes: shared::model::GRADIENT_BYTES,
         }
     }
 }
@@ -218,6 +220,7 @@ impl Rig {
             kv: KvMemory::new(WaitQueue::new(pool), facts().kv_token_bytes() as u64),
             timeouts: shape.timeouts,
             compression: shape.compression,
+            gradient_bytes: shape.gradient_bytes,
             p2p: server.clone(),
             dht_client_mode: false,
             draining: drained,
