@@ -8,8 +8,9 @@ use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::Command;
 
+use harness::demo::demo_model;
 use harness::peer::{Peer, Session, noise};
-use harness::{SEPAL, Sepal, children_of, demo_model, serve_args, wait_for};
+use harness::{SEPAL, Sepal, children_of, serve_args, wait_for};
 use netd::p2p::CallError;
 use netd::wire::messages::Tensor;
 

@@ -5,35 +5,14 @@ mod harness;
 
 use std::time::Duration;
 
-use harness::peer::{Peer, Session, ids, noise};
-use harness::{Sepal, children_of, command_line, demo_model, wait_for};
-use netd::wire::messages::Tensor;
-use netd::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
+use harness::demo::demo_model;
+use harness::peer::{Peer, Session, fed_back, noise};
+use harness::{Sepal, wait_for};
+use netd::wire::tensor::{WireDtype, dummy_tensor};
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 
 const HIDDEN: usize = 192;
 const BLOCKS: std::ops::Range<u32> = 0..8;
-
-fn worker_of(sepal: &Sepal) -> Pid {
-    let is_worker = |p: &Pid| command_line(*p).contains("gpu-worker");
-    wait_for("a worker", || {
-        children_of(sepal.pid()).into_iter().find(is_worker)
-    })
-}
-
-fn netd_of(sepal: &Sepal) -> Pid {
-    wait_for("netd", || {
-        children_of(sepal.pid())
-            .into_iter()
-            .find(|p| command_line(*p).contains("netd"))
-    })
-}
-
-fn tensor(shape: &[usize], values: &[f32]) -> Tensor {
-    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-    raw_tensor(shape, WireDtype::F32, bytes.into()).unwrap()
-}
 
 /// A session that feeds its outputs back, so that one wrong bit anywhere changes everything after it: a prompt of 21
 /// tokens, then decode steps of two rows, every third of which swaps or shares rows as beam search does.
@@ -46,18 +25,7 @@ async fn run_session(peer: &Peer, seed: u32, steps: usize) -> Vec<Vec<f32>> {
             .expect("prefill"),
     ];
     for step in 0..steps {
-        let last = outputs.last().unwrap();
-        let rows: Vec<f32> = last
-            .chunks(last.len() / 2)
-            .flat_map(|row| &row[row.len() - HIDDEN..])
-            .map(|v| v.sin())
-            .collect();
-        let order = match step % 3 {
-            0 => ids(&[1, 1]),
-            1 => ids(&[1, 0]),
-            _ => dummy_tensor(WireDtype::I64),
-        };
-        let hidden = tensor(&[2, 1, HIDDEN], &rows);
+        let (hidden, order) = fed_back(outputs.last().unwrap(), HIDDEN, step);
         let output = session
             .step_with(hidden, None, dummy_tensor(WireDtype::F32), order)
             .await;
@@ -111,14 +79,14 @@ async fn a_worker_killed_at_any_point_of_a_job_changes_nothing() {
         "abort@completion#4",
     ] {
         let sepal = serve(&["--inject_fault", fault]);
-        let (netd, worker) = (netd_of(&sepal), worker_of(&sepal));
+        let (netd, worker) = (sepal.netd(), sepal.worker());
         let got = run_sessions(&sepal.addr(), 2, 6).await;
         assert!(
             got == expected,
             "{fault}: results differ from an undisturbed run"
         );
-        assert_ne!(worker_of(&sepal), worker, "{fault}: the fault never struck");
-        assert_eq!(netd_of(&sepal), netd, "{fault}");
+        assert_ne!(sepal.worker(), worker, "{fault}: the fault never struck");
+        assert_eq!(sepal.netd(), netd, "{fault}");
         assert_eq!(sepal.terminate().code(), Some(0), "{fault}");
     }
 }
@@ -131,7 +99,7 @@ async fn workers_killed_at_random_times_change_nothing() {
     let sepal = serve(&["--max_restarts", "1000"]);
     let addr = sepal.addr();
     let expected = run_sessions(&addr, SESSIONS, STEPS).await;
-    let netd = netd_of(&sepal);
+    let netd = sepal.netd();
     let running = tokio::spawn(async move {
         let mut runs = Vec::new();
         for _ in 0..3 {
@@ -145,7 +113,7 @@ async fn workers_killed_at_random_times_change_nothing() {
             .wrapping_mul(6364136223846793005)
             .wrapping_add(1442695040888963407);
         tokio::time::sleep(Duration::from_millis(20 + (seed >> 33) % 120)).await;
-        let worker = worker_of(&sepal);
+        let worker = sepal.worker();
         // A stopped worker shows on the board what it was doing.
         if kill(worker, Signal::SIGSTOP).is_err() {
             continue;
@@ -171,7 +139,7 @@ async fn workers_killed_at_random_times_change_nothing() {
         kills >= KILLS / 2 && hits * 2 >= kills,
         "{kills} kills, only {hits} of them during a job"
     );
-    assert_eq!(netd_of(&sepal), netd);
+    assert_eq!(sepal.netd(), netd);
     assert_eq!(sepal.terminate().code(), Some(0));
 }
 
@@ -189,7 +157,7 @@ async fn a_netd_killed_during_a_prefill_costs_its_connections_and_nothing_else()
     let sepal = serve(&["--inference_max_length", "4096"]);
     let addr = sepal.addr();
     let expected = run_session(&Peer::connect(&addr, "demo").await, 11, 6).await;
-    let (netd, worker) = (netd_of(&sepal), worker_of(&sepal));
+    let (netd, worker) = (sepal.netd(), sepal.worker());
 
     let peer = Peer::connect(&addr, "demo").await;
     let mut session = peer.session(BLOCKS, 4096).await;
@@ -206,8 +174,8 @@ async fn a_netd_killed_during_a_prefill_costs_its_connections_and_nothing_else()
 
     let line = sepal.wait_line("state=ONLINE", 2);
     assert!(line.contains(&addr), "same PeerID and port {addr}: {line}");
-    assert_eq!(worker_of(&sepal), worker, "weights stay loaded");
-    assert_ne!(netd_of(&sepal), netd);
+    assert_eq!(sepal.worker(), worker, "weights stay loaded");
+    assert_ne!(sepal.netd(), netd);
     // The worker has dropped the job of the dead netd; what comes after has the bits of an undisturbed run.
     let again = run_session(&Peer::connect(&addr, "demo").await, 11, 6).await;
     assert_eq!(again, expected);

@@ -6,12 +6,11 @@
 
 mod harness;
 
-use harness::peer::{Peer, ids, noise};
-use harness::{Sepal, children_of, command_line, demo_model, wait_for};
-use netd::wire::messages::Tensor;
-use netd::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
+use harness::Sepal;
+use harness::demo::demo_model;
+use harness::peer::{Peer, fed_back, noise};
+use netd::wire::tensor::{WireDtype, dummy_tensor};
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 
 const HIDDEN: usize = 192;
 const BLOCKS: std::ops::Range<u32> = 0..8;
@@ -20,18 +19,6 @@ const PROMPT: usize = 19;
 fn serve(device: &str) -> Sepal {
     let flags = ["--device", device, "--torch_dtype", "float32"];
     Sepal::serve(&demo_model(), "demo", &flags)
-}
-
-fn worker_of(sepal: &Sepal) -> Pid {
-    let is_worker = |p: &Pid| command_line(*p).contains("gpu-worker");
-    wait_for("a worker", || {
-        children_of(sepal.pid()).into_iter().find(is_worker)
-    })
-}
-
-fn tensor(values: &[f32]) -> Tensor {
-    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-    raw_tensor(&[2, 1, HIDDEN], WireDtype::F32, bytes.into()).unwrap()
 }
 
 /// A prompt of two rows, then steps that feed the outputs back and swap or share rows now and then, so that one wrong bit changes
@@ -43,19 +30,9 @@ async fn run_session(addr: &str, steps: usize, mut between: impl FnMut(usize)) -
     let mut outputs = vec![session.step(prompt, None).await.expect("prefill")];
     for step in 0..steps {
         between(step);
-        let last = outputs.last().unwrap();
-        let rows: Vec<f32> = last
-            .chunks(last.len() / 2)
-            .flat_map(|row| &row[row.len() - HIDDEN..])
-            .map(|v| v.sin())
-            .collect();
-        let order = match step % 3 {
-            0 => ids(&[1, 1]),
-            1 => ids(&[1, 0]),
-            _ => dummy_tensor(WireDtype::I64),
-        };
+        let (hidden, order) = fed_back(outputs.last().unwrap(), HIDDEN, step);
         let none = dummy_tensor(WireDtype::F32);
-        let output = session.step_with(tensor(&rows), None, none, order).await;
+        let output = session.step_with(hidden, None, none, order).await;
         outputs.push(output.expect("a decode step"));
     }
     session.close().await;
@@ -65,16 +42,16 @@ async fn run_session(addr: &str, steps: usize, mut between: impl FnMut(usize)) -
 #[tokio::test(flavor = "multi_thread")]
 async fn a_worker_on_a_device_is_killed_and_nothing_changes() {
     let sepal = serve("emu");
-    let first = worker_of(&sepal);
+    let first = sepal.worker();
     let expected = run_session(&sepal.addr(), 6, |_| ()).await;
-    assert_eq!(worker_of(&sepal), first, "an undisturbed run");
+    assert_eq!(sepal.worker(), first, "an undisturbed run");
     let got = run_session(&sepal.addr(), 6, |step| {
         if step % 2 == 1 {
-            kill(worker_of(&sepal), Signal::SIGKILL).expect("the worker is there");
+            kill(sepal.worker(), Signal::SIGKILL).expect("the worker is there");
         }
     })
     .await;
-    assert_ne!(worker_of(&sepal), first, "the worker was replaced");
+    assert_ne!(sepal.worker(), first, "the worker was replaced");
     assert!(got == expected, "results differ after a kill");
     assert_eq!(sepal.terminate().code(), Some(0));
 }

@@ -9,7 +9,8 @@ use std::process::{Command, Stdio};
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
 
-use harness::{SEPAL, Sepal, alive, children_of, command_line, demo_model, serve_args, wait_for};
+use harness::demo::demo_model;
+use harness::{SEPAL, Sepal, alive, children_of, serve_args, wait_for};
 
 /// Exit codes that README documents.
 const BAD_CONFIG: i32 = 2;
@@ -30,22 +31,6 @@ fn segments_mapped_by(pids: &[Pid]) -> HashSet<String> {
             .collect::<Vec<_>>()
     });
     names.collect()
-}
-
-fn worker_of(sepal: &Sepal) -> Pid {
-    wait_for("a worker", || {
-        children_of(sepal.pid())
-            .into_iter()
-            .find(|p| command_line(*p).contains("gpu-worker"))
-    })
-}
-
-fn netd_of(sepal: &Sepal) -> Pid {
-    wait_for("netd", || {
-        children_of(sepal.pid())
-            .into_iter()
-            .find(|p| command_line(*p).contains("netd"))
-    })
 }
 
 #[test]
@@ -131,24 +116,24 @@ fn children_die_with_a_killed_supervisor_and_the_next_start_cleans_up() {
 #[test]
 fn a_killed_worker_is_replaced_and_netd_stays() {
     let sepal = serve();
-    let (netd, worker) = (netd_of(&sepal), worker_of(&sepal));
+    let (netd, worker) = (sepal.netd(), sepal.worker());
     kill(worker, Signal::SIGKILL).unwrap();
     let next = wait_for("a new worker", || {
-        Some(worker_of(&sepal)).filter(|p| *p != worker && alive(*p))
+        Some(sepal.worker()).filter(|p| *p != worker && alive(*p))
     });
     assert_ne!(next, worker);
-    assert_eq!(netd_of(&sepal), netd);
+    assert_eq!(sepal.netd(), netd);
     assert_eq!(sepal.terminate().code(), Some(0));
 }
 
 #[test]
 fn a_killed_netd_comes_back_with_the_same_peer_id_and_port() {
     let sepal = serve();
-    let (netd, worker, addr) = (netd_of(&sepal), worker_of(&sepal), sepal.addr());
+    let (netd, worker, addr) = (sepal.netd(), sepal.worker(), sepal.addr());
     kill(netd, Signal::SIGKILL).unwrap();
     let line = sepal.wait_line("state=ONLINE", 2);
     assert!(line.contains(&addr), "{line}");
-    assert_eq!(worker_of(&sepal), worker, "weights stay loaded");
+    assert_eq!(sepal.worker(), worker, "weights stay loaded");
     assert_eq!(sepal.terminate().code(), Some(0));
 }
 
@@ -159,10 +144,10 @@ fn a_hung_worker_is_killed_and_replaced() {
     let model = demo_model();
     let more = ["--inject_fault", "hang@block:0#0", "--hang_timeout", "2"];
     let sepal = Sepal::serve(&model, "demo", &more);
-    let worker = worker_of(&sepal);
+    let worker = sepal.worker();
     let out = harness::generate(&sepal, &model, "demo", "auto", "Once upon a time", 3);
     assert!(!out.is_empty());
-    assert_ne!(worker_of(&sepal), worker);
+    assert_ne!(sepal.worker(), worker);
     sepal.wait_line("hangs", 1);
     assert_eq!(sepal.terminate().code(), Some(0));
 }

@@ -6,7 +6,8 @@ mod harness;
 use std::time::Duration;
 
 use client::load::{LoadConfig, LoadReport, run};
-use harness::{Sepal, children_of, demo_model};
+use harness::demo::demo_model;
+use harness::{Sepal, children_of};
 
 /// Seconds of load; in CI a few.
 const SECONDS_VARIABLE: &str = "SEPAL_SOAK_SECONDS";

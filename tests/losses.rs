@@ -2,20 +2,13 @@
 
 mod harness;
 
+use harness::demo::demo_model;
 use harness::peer::{Peer, noise};
-use harness::{Sepal, children_of, command_line, demo_model, wait_for};
+use harness::{Sepal, wait_for};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 const HIDDEN: usize = 192;
-
-fn netd_of(sepal: &Sepal) -> Pid {
-    wait_for("netd", || {
-        children_of(sepal.pid())
-            .into_iter()
-            .find(|p| command_line(*p).contains("netd"))
-    })
-}
 
 /// The worker that serves `span`, once it is ready.
 fn worker_with(sepal: &Sepal, span: &str) -> Pid {
@@ -42,7 +35,7 @@ fn serve(more: &[&str]) -> Sepal {
 #[tokio::test(flavor = "multi_thread")]
 async fn when_a_worker_is_lost_for_good_the_rest_stays_served_with_its_sessions() {
     let sepal = serve(&["--device", "cpu,cpu", "--max_restarts", "0"]);
-    let (netd, lost) = (netd_of(&sepal), worker_with(&sepal, "4:8"));
+    let (netd, lost) = (sepal.netd(), worker_with(&sepal, "4:8"));
     let peer = Peer::connect(&sepal.addr(), "demo").await;
     let prompt = || noise(&[1, 5, HIDDEN], 1);
     let next = || noise(&[1, 1, HIDDEN], 2);
@@ -66,6 +59,6 @@ async fn when_a_worker_is_lost_for_good_the_rest_stays_served_with_its_sessions(
     let error = peer.forward(4..5, next()).await.unwrap_err().to_string();
     assert!(error.contains("does not serve"), "{error}");
     assert!(peer.forward(0..4, next()).await.is_ok());
-    assert_eq!(netd_of(&sepal), netd, "the same netd");
+    assert_eq!(sepal.netd(), netd, "the same netd");
     assert_eq!(sepal.terminate().code(), Some(0));
 }

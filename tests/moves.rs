@@ -5,8 +5,9 @@ mod harness;
 
 use std::ops::Range;
 
+use harness::demo::demo_model;
 use harness::peer::{Peer, Session, noise};
-use harness::{Sepal, children_of, command_line, demo_model, generate, wait_for};
+use harness::{Sepal, children_of, command_line, generate, wait_for};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 

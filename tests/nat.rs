@@ -9,23 +9,17 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, mpsc};
 
+use harness::demo::{Golden, demo_model, golden};
 use harness::lab::{self, Lab, Nat};
-use harness::{DEADLINE, SEPAL, Sepal, demo_model, wait_for};
+use harness::{DEADLINE, SEPAL, Sepal, wait_for};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 
 const RELAY_PORT: u16 = 31337;
 
 /// A text of the demo model and how it goes on, by transformers.
-fn golden() -> (String, String) {
-    let text = std::fs::read_to_string(demo_model().join("golden.json")).unwrap();
-    let golden: serde_json::Value = serde_json::from_str(&text).unwrap();
-    let cases = golden["cases"].as_array().unwrap();
-    let case = cases.iter().find(|case| case["dtype"] == "float32");
-    let word = |name: &str| case.unwrap()[name].as_str().unwrap().to_owned();
-    let (prompt, whole) = (word("prompt"), word("text"));
-    let rest = whole.strip_prefix(&prompt).unwrap().to_owned();
-    (prompt, rest)
+fn first_golden() -> Golden {
+    golden("float32").swap_remove(0)
 }
 
 fn folder() -> Arc<tempfile::TempDir> {
@@ -79,7 +73,7 @@ fn server(host: &str, peers: &[&str], more: &[&str]) -> Sepal {
 
 /// What a client on `host` adds to the prompt; the whole way of a user.
 fn generate(host: &str, peer: &str) -> Result<String, String> {
-    let (prompt, _) = golden();
+    let prompt = first_golden().prompt;
     let [program, rest @ ..] = lab::at(host);
     let out = Command::new(program)
         .args(rest)
@@ -115,7 +109,7 @@ fn behind_nats(nat: Nat) -> Lab {
 }
 
 fn assert_golden(host: &str, peer: &str) {
-    let (_, expected) = golden();
+    let expected = first_golden().text;
     let text = generate(host, peer).unwrap_or_else(|error| panic!("{error}"));
     assert!(
         !text.is_empty() && (expected.starts_with(&text) || text.starts_with(&expected)),

@@ -2,26 +2,8 @@
 
 mod harness;
 
-use client::chain::Chain;
-use client::local::LocalModel;
-use client::session::Hidden;
-use client::swarm::{Swarm, SwarmConfig};
-use harness::{Sepal, demo_model};
-
-/// What transformers chose for the prompts of the golden file in float32, as tokens: (prompt, continuation).
-fn golden() -> Vec<(Vec<u32>, Vec<u32>)> {
-    let text = std::fs::read_to_string(demo_model().join("golden.json")).unwrap();
-    let golden: serde_json::Value = serde_json::from_str(&text).unwrap();
-    let ids = |value: &serde_json::Value| serde_json::from_value(value.clone()).unwrap();
-    let cases = golden["cases"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .filter(|case| case["dtype"] == "float32");
-    cases
-        .map(|case| (ids(&case["prompt_ids"]), ids(&case["greedy_ids"])))
-        .collect()
-}
+use harness::Sepal;
+use harness::demo::{demo_model, follow, golden};
 
 /// How a server continues the golden texts.
 #[derive(Debug)]
@@ -35,38 +17,15 @@ struct Score {
 async fn score(quant: &str, dtype: &str) -> Score {
     let flags = ["--torch_dtype", dtype, "--quant_type", quant];
     let sepal = Sepal::serve(&demo_model(), "demo", &flags);
-    let mut model = LocalModel::load(&demo_model(), None, 1).unwrap();
-    let mut swarm = Swarm::join(SwarmConfig {
-        initial_peers: vec![sepal.addr().parse().unwrap()],
-        prefix: "demo".to_owned(),
-        num_blocks: model.num_blocks(),
-        startup_timeout: harness::DEADLINE,
-    })
-    .await
-    .unwrap();
     let (mut loss, mut best, mut tokens) = (0.0, 0, 0);
-    for (prompt, chosen) in golden() {
-        let all = [prompt.as_slice(), &chosen].concat();
-        let mut chain = Chain::open(&mut swarm, all.len() as u32).await.unwrap();
-        let mut fed = 0;
-        for (at, token) in chosen.iter().enumerate().take(60) {
-            let input = &all[fed..prompt.len() + at];
-            fed = prompt.len() + at;
-            let hidden = Hidden {
-                dtype: model.dtype(),
-                tokens: input.len(),
-                bytes: model.embed(input).unwrap().into(),
-            };
-            let (output, _) = chain.step(hidden).await.unwrap();
-            let logits = model.logits(&output.last_f32()).unwrap();
-            let top = logits.iter().copied().fold(f32::MIN, f32::max);
-            let sum: f64 = logits.iter().map(|l| f64::from(l - top).exp()).sum();
-            loss += sum.ln() - f64::from(logits[*token as usize] - top);
-            best += usize::from(logits[*token as usize] == top);
-            tokens += 1;
-        }
-        chain.close().await;
-    }
+    follow(&sepal, &golden("float32"), 60, |token, logits| {
+        let top = logits.iter().copied().fold(f32::MIN, f32::max);
+        let sum: f64 = logits.iter().map(|l| f64::from(l - top).exp()).sum();
+        loss += sum.ln() - f64::from(logits[token as usize] - top);
+        best += usize::from(logits[token as usize] == top);
+        tokens += 1;
+    })
+    .await;
     assert_eq!(sepal.terminate().code(), Some(0));
     Score {
         loss: loss / f64::from(tokens),

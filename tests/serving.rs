@@ -5,64 +5,22 @@ mod harness;
 use std::process::{Command, Stdio};
 
 use client::batch::{Batch, forward};
-use client::chain::Chain;
-use client::local::LocalModel;
-use client::session::Hidden;
 use client::swarm::{Swarm, SwarmConfig};
+use harness::demo::{Golden, demo_model, follow, golden};
 use harness::peer::{Peer, ids, noise};
-use harness::{
-    SEPAL, Sepal, children_of, command_line, demo_model, generate, serve_args, wait_for,
-};
+use harness::{SEPAL, Sepal, children_of, command_line, generate, serve_args, wait_for};
 use netd::wire::tensor::{WireDtype, dummy_tensor};
 use nix::sys::signal::{Signal, kill};
 
 const HIDDEN: usize = 192;
 
-/// Greedy continuations of the demo model by transformers, as (prompt, continuation).
-fn golden(dtype: &str) -> Vec<(String, String)> {
-    let text = std::fs::read_to_string(demo_model().join("golden.json")).unwrap();
-    let golden: serde_json::Value = serde_json::from_str(&text).unwrap();
-    let cases = golden["cases"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .filter(|case| case["dtype"] == dtype);
-    let pairs: Vec<_> = cases
-        .map(|case| {
-            let prompt = case["prompt"].as_str().unwrap().to_owned();
-            let whole = case["text"].as_str().unwrap();
-            (
-                prompt.clone(),
-                whole.strip_prefix(&prompt).unwrap().to_owned(),
-            )
-        })
-        .collect();
-    assert!(pairs.len() >= 3);
-    pairs
-}
-
-/// Tokens of the same: (prompt, continuation).
-fn golden_ids(dtype: &str) -> Vec<(Vec<u32>, Vec<u32>)> {
-    let text = std::fs::read_to_string(demo_model().join("golden.json")).unwrap();
-    let golden: serde_json::Value = serde_json::from_str(&text).unwrap();
-    let ids = |value: &serde_json::Value| serde_json::from_value(value.clone()).unwrap();
-    let cases = golden["cases"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .filter(|case| case["dtype"] == dtype);
-    cases
-        .map(|case| (ids(&case["prompt_ids"]), ids(&case["greedy_ids"])))
-        .collect()
-}
-
 #[test]
 fn one_server_continues_texts_as_transformers_does() {
     let sepal = Sepal::serve(&demo_model(), "demo", &["--torch_dtype", "float32"]);
-    for (prompt, expected) in golden("float32") {
+    for Golden { prompt, text, .. } in golden("float32") {
         assert_eq!(
             generate(&sepal, &demo_model(), "demo", "float32", &prompt, 200),
-            expected,
+            text,
             "{prompt}"
         );
     }
@@ -74,41 +32,18 @@ fn one_server_continues_texts_as_transformers_does() {
 #[tokio::test(flavor = "multi_thread")]
 async fn in_bfloat16_every_token_of_transformers_is_best_or_next_to_it() {
     let sepal = Sepal::serve(&demo_model(), "demo", &["--torch_dtype", "bfloat16"]);
-    let mut model = LocalModel::load(&demo_model(), None, 1).unwrap();
-    let mut swarm = Swarm::join(SwarmConfig {
-        initial_peers: vec![sepal.addr().parse().unwrap()],
-        prefix: "demo".to_owned(),
-        num_blocks: model.num_blocks(),
-        startup_timeout: harness::DEADLINE,
-    })
-    .await
-    .unwrap();
     let (mut tokens, mut equal) = (0, 0);
-    for (prompt, chosen) in golden_ids("bfloat16") {
-        let all = [prompt.as_slice(), &chosen].concat();
-        let mut chain = Chain::open(&mut swarm, all.len() as u32).await.unwrap();
-        let mut fed = 0;
-        for (at, token) in chosen.iter().enumerate() {
-            let input = &all[fed..prompt.len() + at];
-            fed = prompt.len() + at;
-            let hidden = Hidden {
-                dtype: model.dtype(),
-                tokens: input.len(),
-                bytes: model.embed(input).unwrap().into(),
-            };
-            let (output, _) = chain.step(hidden).await.unwrap();
-            let logits = model.logits(&output.last_f32()).unwrap();
-            let best = logits.iter().copied().fold(f32::MIN, f32::max);
-            let gap = best - logits[*token as usize];
-            assert!(
-                gap <= best.abs() / 64.0,
-                "token {at} of {prompt:?}: {gap} below {best}"
-            );
-            tokens += 1;
-            equal += usize::from(gap == 0.0);
-        }
-        chain.close().await;
-    }
+    follow(&sepal, &golden("bfloat16"), usize::MAX, |token, logits| {
+        let best = logits.iter().copied().fold(f32::MIN, f32::max);
+        let gap = best - logits[token as usize];
+        assert!(
+            gap <= best.abs() / 64.0,
+            "token {tokens}: {gap} below {best}"
+        );
+        tokens += 1;
+        equal += usize::from(gap == 0.0);
+    })
+    .await;
     assert!(
         equal * 100 >= tokens * 97,
         "only {equal} of {tokens} tokens are the best ones"
@@ -121,10 +56,10 @@ fn a_chain_of_two_servers_continues_texts_as_transformers_does() {
     let more = |span| ["--torch_dtype", "float32", "--block_indices", span];
     let first = Sepal::serve(&demo_model(), "demo", &more("0:3"));
     let second = Sepal::join(&first, &demo_model(), "demo", &more("3:8"));
-    for (prompt, expected) in golden("float32") {
+    for Golden { prompt, text, .. } in golden("float32") {
         assert_eq!(
             generate(&second, &demo_model(), "demo", "float32", &prompt, 200),
-            expected,
+            text,
             "{prompt}"
         );
     }
@@ -198,7 +133,9 @@ fn a_text_goes_on_when_every_server_of_the_chain_dies_in_turn() {
         sepal
     };
     let halves = ["0:4", "4:8"].map(|span| [join(span), join(span)]);
-    let (prompt, expected) = golden("float32").swap_remove(0);
+    let Golden {
+        prompt, text: rest, ..
+    } = golden("float32").swap_remove(0);
     let mut child = Command::new(SEPAL)
         .args([
             "generate",
@@ -229,7 +166,7 @@ fn a_text_goes_on_when_every_server_of_the_chain_dies_in_turn() {
     assert!(child.wait().unwrap().success());
     assert_eq!(
         String::from_utf8(text).unwrap().trim_end_matches('\n'),
-        prompt + &expected
+        prompt + &rest
     );
 }
 
@@ -357,7 +294,9 @@ async fn steps_rollback_beams_and_empty_steps_agree_with_forward() {
 
 #[test]
 fn the_demo_prints_a_story_and_what_ran_and_survives_the_death_of_a_worker() {
-    let (prompt, expected) = golden("bfloat16").swap_remove(0);
+    let Golden {
+        prompt, text: rest, ..
+    } = golden("bfloat16").swap_remove(0);
     let mut child = Command::new(SEPAL)
         .args(["demo", "--prompt", &prompt, "--max_new_tokens", "200"])
         .stdout(Stdio::piped())
@@ -381,7 +320,7 @@ fn the_demo_prints_a_story_and_what_ran_and_survives_the_death_of_a_worker() {
     std::io::Read::read_to_end(&mut out, &mut text).unwrap();
     assert!(child.wait().unwrap().success());
     let text = String::from_utf8(text).unwrap();
-    assert!(text.contains(&(prompt + &expected)), "{text}");
+    assert!(text.contains(&(prompt + &rest)), "{text}");
     for word in [
         "gpu-worker 0.0",
         "netd",

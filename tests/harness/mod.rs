@@ -2,11 +2,12 @@
 //! the board, ended by their id. Every wait has a deadline.
 #![allow(dead_code, reason = "each test file uses its own part of the harness")]
 
+pub mod demo;
 pub mod lab;
 pub mod peer;
 
 use std::io::{BufRead, BufReader};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
@@ -20,11 +21,6 @@ pub const DEADLINE: Duration = Duration::from_secs(120);
 
 /// The executable under test.
 pub const SEPAL: &str = env!("CARGO_BIN_EXE_sepal");
-
-/// The demo model: a trained Llama of eight blocks with its tokenizer.
-pub fn demo_model() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("client/model")
-}
 
 /// Polls `ready` until it gives a value.
 ///
@@ -50,7 +46,7 @@ struct Log {
 
 /// A running `sepal`.
 pub struct Sepal {
-    child: Child,
+    process: Child,
     log: Arc<Log>,
     reader: Option<JoinHandle<()>>,
     /// Runtime and cache folder of this process and of those started after it in its place.
@@ -99,7 +95,7 @@ impl Sepal {
             }
         });
         Sepal {
-            child,
+            process: child,
             log,
             reader: Some(reader),
             dir,
@@ -131,7 +127,25 @@ impl Sepal {
 
     /// Process id of the supervisor.
     pub fn pid(&self) -> Pid {
-        Pid::from_raw(self.child.id() as i32)
+        Pid::from_raw(self.process.id() as i32)
+    }
+
+    /// Process id of netd, once there is one.
+    pub fn netd(&self) -> Pid {
+        self.child("netd")
+    }
+
+    /// Process id of a worker, once there is one.
+    pub fn worker(&self) -> Pid {
+        self.child("gpu-worker")
+    }
+
+    fn child(&self, role: &str) -> Pid {
+        wait_for(role, || {
+            children_of(self.pid())
+                .into_iter()
+                .find(|p| command_line(*p).contains(role))
+        })
     }
 
     /// Everything logged so far.
@@ -204,7 +218,7 @@ impl Sepal {
     /// Waits for the end, and for the last line of the log.
     pub fn wait(&mut self) -> ExitStatus {
         let status = wait_for("sepal to exit", || {
-            self.child.try_wait().expect("wait for sepal")
+            self.process.try_wait().expect("wait for sepal")
         });
         // The children hold the log open until they are gone, which may be a moment after their parent.
         if let Some(reader) = self.reader.take() {
@@ -224,8 +238,8 @@ impl Sepal {
 impl Drop for Sepal {
     fn drop(&mut self) {
         // The children die with their parent.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        let _ = self.process.kill();
+        let _ = self.process.wait();
     }
 }
 

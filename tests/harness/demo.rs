@@ -1,0 +1,91 @@
+//! The demo model: what transformers makes of its texts (`client/model/golden.json`), and how a server goes along with it.
+
+use std::path::{Path, PathBuf};
+
+use client::chain::Chain;
+use client::local::LocalModel;
+use client::session::Hidden;
+use client::swarm::{Swarm, SwarmConfig};
+
+use super::{DEADLINE, Sepal};
+
+/// Its folder: a trained Llama of eight blocks with its tokenizer.
+pub fn demo_model() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("client/model")
+}
+
+/// A greedy continuation by transformers.
+pub struct Golden {
+    pub prompt: String,
+    pub prompt_ids: Vec<u32>,
+    /// What comes after the prompt.
+    pub text: String,
+    pub ids: Vec<u32>,
+}
+
+/// All continuations that transformers computed in `dtype`.
+pub fn golden(dtype: &str) -> Vec<Golden> {
+    let text = std::fs::read_to_string(demo_model().join("golden.json")).expect("golden.json");
+    let golden: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    let ids = |value: &serde_json::Value| serde_json::from_value(value.clone()).expect("ids");
+    let word = |value: &serde_json::Value| value.as_str().expect("a text").to_owned();
+    let cases = golden["cases"].as_array().expect("cases").iter();
+    let cases: Vec<_> = cases
+        .filter(|case| case["dtype"] == dtype)
+        .map(|case| {
+            let (prompt, whole) = (word(&case["prompt"]), word(&case["text"]));
+            Golden {
+                text: whole
+                    .strip_prefix(&prompt)
+                    .expect("the prompt first")
+                    .to_owned(),
+                prompt,
+                prompt_ids: ids(&case["prompt_ids"]),
+                ids: ids(&case["greedy_ids"]),
+            }
+        })
+        .collect();
+    assert!(cases.len() >= 3, "golden data is missing");
+    cases
+}
+
+/// Feeds the texts of transformers to a server of the demo model, at most `most` tokens of each continuation, and shows `each` of
+/// them with the logits of its place.
+pub async fn follow(
+    sepal: &Sepal,
+    golden: &[Golden],
+    most: usize,
+    mut each: impl FnMut(u32, &[f32]),
+) {
+    let mut model = LocalModel::load(&demo_model(), None, 1).expect("the demo model");
+    let mut swarm = Swarm::join(SwarmConfig {
+        initial_peers: vec![sepal.addr().parse().expect("multiaddr")],
+        prefix: "demo".to_owned(),
+        num_blocks: model.num_blocks(),
+        startup_timeout: DEADLINE,
+    })
+    .await
+    .expect("join");
+    for Golden {
+        prompt_ids, ids, ..
+    } in golden
+    {
+        let all = [prompt_ids.as_slice(), ids].concat();
+        let chain = Chain::open(&mut swarm, all.len() as u32).await;
+        let mut chain = chain.expect("a chain");
+        let mut fed = 0;
+        for (at, token) in ids.iter().enumerate().take(most) {
+            let input = &all[fed..prompt_ids.len() + at];
+            fed = prompt_ids.len() + at;
+            let hidden = Hidden {
+                dtype: model.dtype(),
+                tokens: input.len(),
+                bytes: model.embed(input).expect("known tokens").into(),
+            };
+            let (output, _) = chain.step(hidden).await.expect("a step");
+            let logits = model.logits(&output.last_f32()).expect("logits");
+            each(*token, &logits);
+        }
+        chain.close().await;
+    }
+}
