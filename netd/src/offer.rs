@@ -373,6 +373,7 @@ pub struct Announced {
 }
 
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "there is one")]
 enum State {
     Joining {
         task: JoinHandle<()>,

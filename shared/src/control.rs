@@ -86,6 +86,7 @@ pub struct BoardSeat {
 
 /// Supervisor to prepare.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[expect(clippy::large_enum_variant, reason = "one is sent in a life")]
 pub enum ToPrepare {
     /// Look at the model and tell its facts.
     Init {

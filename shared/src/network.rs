@@ -114,7 +114,7 @@ impl Link {
         let is_name = !interface.contains('/') && !interface.starts_with('.');
         let speed = root.join("sys/class/net").join(&interface).join("speed");
         // Megabits per second; -1 or an error where there is no such thing.
-        let speed = is_name.then(|| text(&speed)).unwrap_or_default();
+        let speed = if is_name { text(&speed) } else { String::new() };
         let megabits = speed.trim().parse::<u32>().ok().filter(|speed| *speed > 0);
         Link {
             place: format!("{interface} via {gateway}"),

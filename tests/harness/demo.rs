@@ -84,7 +84,7 @@ pub async fn follow(
             };
             let (output, _) = chain.step(hidden).await.expect("a step");
             let logits = model.logits(&output.last_f32()).expect("logits");
-            each(*token, &logits);
+            each(*token, logits);
         }
         chain.close().await;
     }

@@ -11,6 +11,7 @@ use netd::rpc::{Service, ServiceParts, Timeouts, names, protocols};
 use netd::sessions::admission::KvMemory;
 use netd::sessions::pool::Pool;
 use netd::sessions::queue::WaitQueue;
+use netd::swarm::rate::serve::Counterpart;
 use netd::swarm::reachability::{self, Checker};
 use netd::wire::messages::ExpertRequest;
 use netd::wire::metadata::StepMetadata;
@@ -52,6 +53,7 @@ pub async fn measure(core: usize) {
     let (_online, serving) = watch::channel(Some(service.clone()));
     let router = Router {
         checker: Checker::new(server.clone()),
+        counterpart: Counterpart::new(server.clone()),
         service: serving,
     };
     tokio::spawn(router.run(inbound, |_, _, _, _| {}));
@@ -115,6 +117,7 @@ fn service(workers: Workers, p2p: P2p, draining: watch::Receiver<bool>) -> Servi
             max_alloc: LIMIT,
         },
         compression: shared::config::Compression::None,
+        gradient_bytes: shared::model::GRADIENT_BYTES,
         p2p,
         dht_client_mode: false,
         draining,

@@ -24,6 +24,7 @@ macro_rules! functions {
         ///
         /// # Safety
         /// What its documentation asks for; the driver was found by [`probe`](super::probe).
+        #[allow(clippy::too_many_arguments, reason = "as many as the function has")]
         pub(super) unsafe fn $name($($argument: $type),*) -> Status {
             type Function = unsafe extern "C" fn($($type),*) -> Status;
             static FOUND: OnceLock<Function> = OnceLock::new();
