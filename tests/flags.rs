@@ -5,7 +5,8 @@ mod harness;
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 
-use harness::{Sepal, children_of, command_line, demo_model, wait_for};
+use harness::demo::demo_model;
+use harness::{Sepal, children_of, command_line, wait_for};
 use nix::sys::resource::{Resource, getrlimit};
 
 fn free_port() -> u16 {
