@@ -146,8 +146,8 @@ fn a_bootstrap_node_listens_joins_and_reports_as_asked_for() {
     // As many lines as would take longer than any wait if the period were the default.
     first.wait_line("known=0", 6);
     let line = first.wait_line("network node runs", 1);
-    let peer = line.split(|c: char| !c.is_ascii_alphanumeric());
-    let peer = peer.filter(|word| word.starts_with("12D3")).next_back();
+    let mut words = line.split(|c: char| !c.is_ascii_alphanumeric());
+    let peer = words.rfind(|word| word.starts_with("12D3"));
     let addr = format!("{listen}/p2p/{}", peer.expect("a PeerID"));
     let other = ["/ip4/127.0.0.1/tcp/0", "--initial_peers", &addr];
     let second = Sepal::start(&[&flags[..], &other].concat());
