@@ -19,8 +19,13 @@ mod emulator {
     pub fn build() {
         println!("cargo:rerun-if-env-changed={SANITIZE}");
         let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets it"));
-        let sources = sources();
+        let mut sources = sources();
         let mut build = compiler();
+        // Kernels that are wrong on purpose: whether a sanitizer reports anything at all.
+        if is_sanitized() {
+            let path = std::fs::canonicalize("cuda/emu/faulty.cu").expect("it is there");
+            sources.push(("faulty".to_owned(), path));
+        }
         for (name, source) in &sources {
             let path = out.join(format!("emu_{name}.cpp"));
             write(&path, &table_of(name, source));
@@ -28,24 +33,31 @@ mod emulator {
         }
         let tables = out.join("emu_tables.cpp");
         write(&tables, &all_tables(&sources));
-        build.file(tables).file("cuda/emu/emulator.cpp");
+        build.file(tables);
+        for object in scheduler().compile_intermediates() {
+            build.object(object);
+        }
         build.compile("sepal_emu");
     }
 
-    fn compiler() -> cc::Build {
-        let mut build = cc::Build::new();
+    /// The scheduler of fibers. What it does between two of them is no race of theirs, so the thread sanitizer is told of its switches and
+    /// does not look into it.
+    fn scheduler() -> cc::Build {
+        let mut build = match std::env::var(SANITIZE).as_deref() {
+            Ok("thread") => {
+                let mut build = plain();
+                build.define("EMU_TSAN", "1");
+                build
+            }
+            _ => compiler(),
+        };
+        build.file("cuda/emu/emulator.cpp");
         build
-            .cpp(true)
-            .std("c++17")
-            .include("cuda")
-            .define("CUDA_CPU", None)
-            .flag("-fno-strict-aliasing")
-            .flag("-ffp-contract=off")
-            .flag("-Wno-unknown-pragmas")
-            .flag("-Wno-unused-function")
-            .flag("-Wno-unused-parameter")
-            .opt_level(2)
-            .flag("-g1");
+    }
+
+    /// The compiler of kernels, instrumented if that is asked for.
+    fn compiler() -> cc::Build {
+        let mut build = plain();
         match std::env::var(SANITIZE).as_deref() {
             Ok("address") => {
                 build.flag("-fsanitize=address,undefined");
@@ -59,6 +71,27 @@ mod emulator {
             _ => {}
         }
         build
+    }
+
+    fn plain() -> cc::Build {
+        let mut build = cc::Build::new();
+        build
+            .cpp(true)
+            .std("c++17")
+            .include("cuda")
+            .define("CUDA_CPU", None)
+            .flag("-fno-strict-aliasing")
+            .flag("-ffp-contract=off")
+            .flag("-Wno-unknown-pragmas")
+            .flag("-Wno-unused-function")
+            .flag("-Wno-unused-parameter")
+            .opt_level(if is_sanitized() { 1 } else { 2 })
+            .flag("-g1");
+        build
+    }
+
+    fn is_sanitized() -> bool {
+        std::env::var_os(SANITIZE).is_some_and(|kind| !kind.is_empty())
     }
 
     /// Name and path of each file of kernels.

@@ -136,6 +136,18 @@ pub fn cuda_linear_few(
 /// the same bits. Not measured on a device yet.
 pub const CUDA_ATTENTION_FEW_TOKENS: usize = 32;
 
+/// Keys of a tile of `attention_few.cu`.
+pub const CUDA_ATTENTION_TILE: usize = 64;
+
+/// Bytes of the workspace of `attention_few.cu` for the largest batch that it takes, each row with `positions` positions.
+pub fn cuda_attention_workspace(heads: usize, head_dim: usize, positions: usize) -> usize {
+    let tiles = positions.div_ceil(CUDA_ATTENTION_TILE);
+    let floats = CUDA_ATTENTION_FEW_TOKENS * heads * (head_dim + 4);
+    (4 * floats)
+        .saturating_mul(tiles)
+        .min(CUDA_ATTENTION_WORKSPACE_BYTES)
+}
+
 /// Most workspace of `attention_few.cu`; steps that would need more go to `attention_many.cu`.
 pub const CUDA_ATTENTION_WORKSPACE_BYTES: usize = 512 << 20;
 

@@ -13,7 +13,8 @@
 #include <atomic>
 #include <vector>
 
-#if defined(__SANITIZE_THREAD__)
+#if defined(__SANITIZE_THREAD__) || defined(EMU_TSAN)
+#undef EMU_TSAN
 #define EMU_TSAN 1
 #define EMU_NO_TSAN __attribute__((no_sanitize("thread")))
 #else

@@ -4,7 +4,7 @@
 //! Everything on a device runs in one order, so memory that is given back while work is enqueued may be given out at once: what uses it
 //! next is enqueued after what used it before.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -134,32 +134,75 @@ impl<G: Gpu> DerefMut for Buffer<G> {
 #[derive(Debug)]
 pub struct Pool<G: Gpu> {
     gpu: Arc<G>,
-    free: Mutex<HashMap<usize, Vec<Address>>>,
+    free: Mutex<BTreeMap<usize, Vec<Address>>>,
+    taken: Mutex<Taken>,
+    /// Whether nothing is rounded up and nothing is kept: for instruments that watch the ends of memory.
+    is_exact: bool,
 }
+
+/// What a pool has asked the device for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Taken {
+    /// Pieces of memory, ever: what does not grow while steps are computed.
+    pub allocations: u64,
+    /// Bytes that it has now, in use or kept.
+    pub bytes: u64,
+}
+
+/// What asks for less than [`SMALL`] takes at most so much.
+const LARGEST_FOR_SMALL: usize = 1 << 20;
+const SMALL: usize = 256 << 10;
 
 /// Where memory of no bytes is.
 const NOWHERE: Address = Address(256);
 
 impl<G: Gpu> Pool<G> {
-    pub(super) fn new(gpu: Arc<G>) -> Arc<Pool<G>> {
+    pub(super) fn new(gpu: Arc<G>, is_exact: bool) -> Arc<Pool<G>> {
         Arc::new(Pool {
             gpu,
             free: Mutex::default(),
+            taken: Mutex::default(),
+            is_exact,
         })
     }
 
-    /// Memory of at least `bytes` bytes.
+    /// Memory of at least `bytes` bytes: of its class, or else the smallest larger piece that is kept. What asks for little takes no large
+    /// piece, which others need meanwhile.
     pub(super) fn take(self: &Arc<Pool<G>>, bytes: usize) -> Result<Memory<G>, GpuError> {
-        self.take_exactly(class(bytes))
+        if self.is_exact || bytes == 0 {
+            return self.take_exactly(bytes);
+        }
+        let class = class(bytes);
+        let most = match class {
+            0..SMALL => LARGEST_FOR_SMALL,
+            _ => usize::MAX,
+        };
+        let kept = self
+            .free()
+            .range_mut(class..=most)
+            .find_map(|(size, addresses)| Some((*size, addresses.pop()?)));
+        match kept {
+            Some((bytes, address)) => Ok(self.memory(address, bytes)),
+            None => self.take_exactly(class),
+        }
+    }
+
+    /// What the device was asked for.
+    pub(super) fn taken(&self) -> Taken {
+        *self.counts()
+    }
+
+    fn memory(self: &Arc<Pool<G>>, address: Address, bytes: usize) -> Memory<G> {
+        Memory {
+            pool: Arc::clone(self),
+            address,
+            bytes,
+        }
     }
 
     /// Memory of `bytes` bytes and not more: for what stays.
     pub(super) fn take_exactly(self: &Arc<Pool<G>>, bytes: usize) -> Result<Memory<G>, GpuError> {
-        let memory = |address| Memory {
-            pool: Arc::clone(self),
-            address,
-            bytes,
-        };
+        let memory = |address| self.memory(address, bytes);
         if bytes == 0 {
             return Ok(memory(NOWHERE));
         }
@@ -171,30 +214,45 @@ impl<G: Gpu> Pool<G> {
     }
 
     fn allocate(&self, bytes: usize) -> Result<Address, GpuError> {
-        self.gpu.allocate(bytes).or_else(|_| {
+        let address = self.gpu.allocate(bytes).or_else(|_| {
             self.trim()?;
             self.gpu.allocate(bytes)
-        })
+        })?;
+        let mut taken = self.counts();
+        taken.allocations += 1;
+        taken.bytes += bytes as u64;
+        Ok(address)
     }
 
     fn take_back(&self, address: Address, bytes: usize) {
         self.free().entry(bytes).or_default().push(address);
+        if self.is_exact {
+            // What the device does not take back now it takes with the next.
+            let _ = self.trim();
+        }
     }
 
     /// Gives all that is kept back to the device.
     pub(super) fn trim(&self) -> Result<(), GpuError> {
         self.gpu.wait()?;
-        for (bytes, addresses) in self.free().drain() {
+        let kept = std::mem::take(&mut *self.free());
+        for (bytes, addresses) in kept {
             for address in addresses {
                 // SAFETY: nobody owns what is in the pool, it was allocated with so many bytes, and nothing is enqueued.
                 unsafe { self.gpu.release(address, bytes) };
+                let mut taken = self.counts();
+                taken.bytes = taken.bytes.saturating_sub(bytes as u64);
             }
         }
         Ok(())
     }
 
-    fn free(&self) -> MutexGuard<'_, HashMap<usize, Vec<Address>>> {
+    fn free(&self) -> MutexGuard<'_, BTreeMap<usize, Vec<Address>>> {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn counts(&self) -> MutexGuard<'_, Taken> {
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -28,7 +28,7 @@ use std::sync::Arc;
 pub use cache::Cache;
 pub use gpu::{Address, Gpu, GpuError, Launch, Params, Properties};
 pub use matrix::{Matrix, Parts};
-pub use memory::{Buffer, Floats, Memory};
+pub use memory::{Buffer, Floats, Memory, Taken};
 pub use pages::Pages;
 
 use crate::kv::StepRow;
@@ -54,9 +54,19 @@ const MAX_CONSTANTS: usize = 32;
 impl<G: Gpu> Cuda<G> {
     /// A backend over `gpu`.
     pub fn new(gpu: G) -> Cuda<G> {
+        Cuda::with_pool(gpu, false)
+    }
+
+    /// The same, slower: every piece of memory is as large as asked for and goes back to the device at once, so that an instrument sees what
+    /// kernels do beyond its ends.
+    pub fn exact(gpu: G) -> Cuda<G> {
+        Cuda::with_pool(gpu, true)
+    }
+
+    fn with_pool(gpu: G, is_exact: bool) -> Cuda<G> {
         let gpu = Arc::new(gpu);
         Cuda {
-            pool: Pool::new(Arc::clone(&gpu)),
+            pool: Pool::new(Arc::clone(&gpu), is_exact),
             gpu,
             failure: None,
             constants: Vec::new(),
@@ -68,6 +78,11 @@ impl<G: Gpu> Cuda<G> {
     /// The device.
     pub fn gpu(&self) -> &G {
         &self.gpu
+    }
+
+    /// What the device was asked for so far.
+    pub fn taken(&self) -> Taken {
+        self.pool.taken()
     }
 
     /// A buffer of `len` elements of unspecified content. A device that has no memory for it fails the next operation.
@@ -173,6 +188,32 @@ impl<G: Gpu> Cuda<G> {
         )?;
         // SAFETY: checked to lie within `from`.
         let done = unsafe { self.gpu.read(from.address().offset(at), to) };
+        self.noted(done)
+    }
+
+    /// Copies `bytes` bytes within `memory`, from byte `from` to byte `to` on.
+    ///
+    /// # Errors
+    /// When they are not there or overlap, or the device fails.
+    pub fn copy_within(
+        &mut self,
+        memory: &mut Memory<G>,
+        from: usize,
+        to: usize,
+        bytes: usize,
+    ) -> Result<(), OpError> {
+        self.health()?;
+        let end = from.max(to).saturating_add(bytes);
+        check_len("copy", "memory", memory.bytes(), 1, end)?;
+        if from.abs_diff(to) < bytes {
+            return Err(OpError::Shape {
+                op: "copy",
+                what: "the ranges overlap",
+            });
+        }
+        let (from, to) = (memory.address().offset(from), memory.address().offset(to));
+        // SAFETY: both lie within `memory`, and apart.
+        let done = unsafe { self.gpu.copy(from, to, bytes) };
         self.noted(done)
     }
 

@@ -35,9 +35,18 @@ const DTYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 /// (prefix, new tokens) of the rows of a batch: alone, across pages, across tiles of 64 keys.
 fn batch_of(extent: Extent) -> &'static [(usize, usize)] {
     match extent {
+        Extent::Least => &[(0, 1), (15, 3), (20, 17)],
         Extent::Small => &[(0, 1), (15, 3), (70, 35)],
         Extent::Middle => &[(0, 1), (30, 70), (129, 3), (15, 17)],
         Extent::Full => &[(0, 1), (30, 70), (129, 3), (15, 17), (2047, 1), (1000, 333)],
+    }
+}
+
+/// Types of the pages: all, or those of the tiles and of the smallest case.
+fn dtypes_of(extent: Extent, shape: Shape) -> &'static [DType] {
+    match extent {
+        Extent::Least if shape.2 > 4 => &[DType::Bf16],
+        _ => &DTYPES,
     }
 }
 
@@ -136,8 +145,8 @@ impl Batch {
 
 pub(super) fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize, Failure> {
     let mut bench = Bench::new(cuda);
-    for (shape, _) in SHAPES.into_iter().filter(|(_, at)| *at <= extent) {
-        for dtype in DTYPES {
+    for (shape, _) in SHAPES.into_iter().filter(|(_, at)| extent.takes(*at)) {
+        for &dtype in dtypes_of(extent, shape) {
             let batch = Batch::new(dtype, shape, batch_of(extent));
             bench.begin(format!("attention {dtype} {shape:?}"));
             attend(&mut bench, &batch)?;
@@ -148,9 +157,9 @@ pub(super) fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize,
 
 pub(super) fn check_grad<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize, Failure> {
     let mut bench = Bench::new(cuda);
-    for (shape, _) in SHAPES.into_iter().filter(|(_, at)| *at <= extent) {
-        for dtype in DTYPES {
-            let batch = Batch::new(dtype, shape, batch_of(Extent::Small));
+    for (shape, _) in SHAPES.into_iter().filter(|(_, at)| extent.takes(*at)) {
+        for &dtype in dtypes_of(extent, shape) {
+            let batch = Batch::new(dtype, shape, batch_of(extent.min(Extent::Small)));
             bench.begin(format!("gradient {dtype} {shape:?}"));
             gradient(&mut bench, &batch)?;
         }
@@ -160,9 +169,9 @@ pub(super) fn check_grad<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<u
 
 pub(super) fn check_pages<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize, Failure> {
     let mut bench = Bench::new(cuda);
-    for (shape, _) in SHAPES.into_iter().filter(|(_, at)| *at <= extent) {
+    for (shape, _) in SHAPES.into_iter().filter(|(_, at)| extent.takes(*at)) {
         for dtype in DTYPES {
-            let batch = Batch::new(dtype, shape, batch_of(Extent::Small));
+            let batch = Batch::new(dtype, shape, batch_of(extent.min(Extent::Small)));
             bench.begin(format!("append {dtype} {shape:?}"));
             append(&mut bench, &batch)?;
             bench.begin(format!("rotation {dtype} {shape:?}"));

@@ -24,7 +24,7 @@ const ROUNDINGS: [(DType, f32); 3] = [(DType::F32, 2e-6), (DType::Bf16, 8e-3), (
 
 pub(super) fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize, Failure> {
     let mut bench = Bench::new(cuda);
-    for (len, _) in LENS.into_iter().filter(|(_, at)| *at <= extent) {
+    for (len, _) in LENS.into_iter().filter(|(_, at)| extent.takes(*at)) {
         for (round, tolerance) in ROUNDINGS {
             bench.begin(format!("additions {round} [{len}]"));
             additions(&mut bench, len, round)?;

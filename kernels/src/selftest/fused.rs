@@ -23,7 +23,7 @@ const DTYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 pub(super) fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize, Failure> {
     let mut bench = Bench::new(cuda);
     for dtype in DTYPES {
-        for (rows, width, _) in NORMS.into_iter().filter(|(.., at)| *at <= extent) {
+        for (rows, width, _) in NORMS.into_iter().filter(|(.., at)| extent.takes(*at)) {
             for has_bias in [false, true] {
                 bench.begin(format!("sum and norm {dtype} {has_bias} [{rows}, {width}]"));
                 norm(&mut bench, rows, width, dtype, has_bias)?;

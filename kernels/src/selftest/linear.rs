@@ -32,9 +32,9 @@ const DTYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
 pub(super) fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize, Failure> {
     let mut bench = Bench::new(cuda);
-    for (inputs, outputs, _) in SHAPES.into_iter().filter(|(_, _, at)| *at <= extent) {
+    for (inputs, outputs, _) in SHAPES.into_iter().filter(|(_, _, at)| extent.takes(*at)) {
         for (quant, name) in FORMATS {
-            for dtype in DTYPES {
+            for dtype in dtypes_of(extent, inputs) {
                 bench.begin(format!("{name} {dtype} [{outputs}, {inputs}]"));
                 let bytes = stored(quant, dtype, inputs, outputs);
                 let view = view(quant, dtype, (inputs, outputs), &bytes);
@@ -42,7 +42,12 @@ pub(super) fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize,
             }
         }
     }
-    for (quant, name) in FORMATS {
+    let formats = if extent == Extent::Least {
+        &FORMATS[2..]
+    } else {
+        &FORMATS
+    };
+    for &(quant, name) in formats {
         bench.begin(format!("{name} three products of one input"));
         together(&mut bench, quant)?;
     }
@@ -51,9 +56,9 @@ pub(super) fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize,
 
 pub(super) fn check_grad<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize, Failure> {
     let mut bench = Bench::new(cuda);
-    for (inputs, outputs, _) in SHAPES.into_iter().filter(|(_, _, at)| *at <= extent) {
+    for (inputs, outputs, _) in SHAPES.into_iter().filter(|(_, _, at)| extent.takes(*at)) {
         for (quant, name) in FORMATS {
-            for dtype in DTYPES {
+            for dtype in dtypes_of(extent, inputs) {
                 bench.begin(format!("{name} {dtype} [{outputs}, {inputs}]"));
                 let bytes = stored(quant, dtype, inputs, outputs);
                 let view = view(quant, dtype, (inputs, outputs), &bytes);
@@ -64,9 +69,19 @@ pub(super) fn check_grad<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<u
     Ok(bench.cases)
 }
 
+/// Types of a case: all, or one that tiles take and one that they do not.
+fn dtypes_of(extent: Extent, inputs: usize) -> Vec<DType> {
+    match (extent, inputs) {
+        (Extent::Least, 64 | 320) => vec![DType::Bf16],
+        (Extent::Least, _) => vec![DType::F32],
+        _ => DTYPES.to_vec(),
+    }
+}
+
 /// Rows of a case: past a tile of few rows, and past one of many where a matrix is small.
 fn rows_of(extent: Extent, weights: usize) -> usize {
     match extent {
+        Extent::Least => 33,
         Extent::Small => 35,
         Extent::Middle if weights > 100_000 => 35,
         Extent::Full if weights > 10_000_000 => 35,
@@ -129,6 +144,7 @@ fn product<G: Gpu>(
     bench.close(&all, &wanted, tolerance(&weight))?;
     // Any other number of rows, down to one: the same bits.
     let fews: &[usize] = match rows {
+        33 => &[1],
         35 => &[1, 11, 32],
         _ => &[1, 3, 8, 9, 16, 20, 32],
     };

@@ -28,8 +28,12 @@ const RANK: usize = 33;
 
 pub(super) fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize, Failure> {
     let mut bench = Bench::new(cuda);
-    for (inputs, outputs, _) in SHAPES.into_iter().filter(|(_, _, at)| *at <= extent) {
-        for round in [DType::F32, DType::Bf16, DType::F16] {
+    for (inputs, outputs, _) in SHAPES.into_iter().filter(|(_, _, at)| extent.takes(*at)) {
+        let rounds: &[DType] = match extent {
+            Extent::Least => &[DType::Bf16],
+            _ => &[DType::F32, DType::Bf16, DType::F16],
+        };
+        for &round in rounds {
             bench.begin(format!("adapters {round} {inputs} -> {outputs}"));
             case(&mut bench, inputs, outputs, round)?;
         }

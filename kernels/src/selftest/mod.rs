@@ -20,12 +20,21 @@ use crate::ops::OpError;
 /// How large cases are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Extent {
+    /// Of the slowest operations a few of the smallest, for an emulator that watches every access: each kernel, but not each of its types.
+    Least,
     /// For an instrumented emulator: the smallest that take every path.
     Small,
     /// For the emulator.
     Middle,
     /// For devices: what is served.
     Full,
+}
+
+impl Extent {
+    /// Whether cases that belong to `at` are among these.
+    fn takes(self, at: Extent) -> bool {
+        at <= self.max(Extent::Small)
+    }
 }
 
 /// Why a check failed.

@@ -19,7 +19,7 @@ const EPS: f32 = 1e-5;
 
 pub(super) fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize, Failure> {
     let mut bench = Bench::new(cuda);
-    for (rows, width, _) in SHAPES.into_iter().filter(|(_, _, at)| *at <= extent) {
+    for (rows, width, _) in SHAPES.into_iter().filter(|(_, _, at)| extent.takes(*at)) {
         for (round, tolerance) in [(DType::F32, 2e-5), (DType::Bf16, 8e-3), (DType::F16, 1e-3)] {
             bench.begin(format!("layernorm {round} [{rows}, {width}]"));
             norm(&mut bench, rows, width, round, tolerance)?;

@@ -20,7 +20,7 @@ const SHAPES: [(usize, usize, Extent); 5] = [
 
 pub(super) fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize, Failure> {
     let mut bench = Bench::new(cuda);
-    for (inputs, outputs, _) in SHAPES.into_iter().filter(|(_, _, at)| *at <= extent) {
+    for (inputs, outputs, _) in SHAPES.into_iter().filter(|(_, _, at)| extent.takes(*at)) {
         for dtype in [DType::F32, DType::Bf16, DType::F16] {
             for quant in [QuantType::Int8, QuantType::Nf4] {
                 bench.begin(format!("{quant} of {dtype} [{outputs}, {inputs}]"));

@@ -23,7 +23,7 @@ const ROWS: [usize; 2] = [1, 5];
 
 pub(super) fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize, Failure> {
     let mut bench = Bench::new(cuda);
-    for (width, _) in WIDTHS.into_iter().filter(|(_, at)| *at <= extent) {
+    for (width, _) in WIDTHS.into_iter().filter(|(_, at)| extent.takes(*at)) {
         for dtype in [DType::F32, DType::Bf16, DType::F16] {
             for rows in ROWS {
                 bench.begin(format!("{dtype} [{rows}, {width}]"));

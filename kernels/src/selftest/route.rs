@@ -26,7 +26,7 @@ pub(super) fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize,
             router(&mut bench, [tokens, experts, chosen], round, tolerance)?;
         }
     }
-    for (rows, moved, width, _) in MOVES.into_iter().filter(|(.., at)| *at <= extent) {
+    for (rows, moved, width, _) in MOVES.into_iter().filter(|(.., at)| extent.takes(*at)) {
         for (round, _) in ROUNDINGS {
             bench.begin(format!("{moved} of {rows} rows, {width} wide, {round}"));
             moves(&mut bench, [rows, moved, width], round)?;

@@ -49,6 +49,7 @@ functions! {
     cuDeviceGet(device: *mut CUdevice, ordinal: c_int);
     cuDeviceGetAttribute(value: *mut c_int, which: CUdevice_attribute, device: CUdevice);
     cuDeviceGetName(name: *mut c_char, bytes: c_int, device: CUdevice);
+    cuDevicePrimaryCtxRelease_v2(device: CUdevice);
     cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
     cuEventCreate(event: *mut CUevent, flags: c_uint);
     cuEventDestroy_v2(event: CUevent);

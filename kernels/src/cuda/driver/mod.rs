@@ -97,6 +97,29 @@ impl Driver {
         Driver::start(device, properties).map_err(failed)
     }
 
+    /// Free and total bytes of device `ordinal`, as a process finds them that has opened it: what the driver takes for a context is not free.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn memory_of(ordinal: u32) -> Result<(usize, usize), OpenError> {
+        let found = probe::probe()?;
+        if ordinal >= found.devices {
+            let count = found.devices;
+            return Err(NoCuda::NoSuchDevice { ordinal, count }.into());
+        }
+        let measured = device(ordinal).and_then(|device| {
+            let mut context = std::ptr::null_mut();
+            // SAFETY: a device of this driver, and a place for its context.
+            let status = unsafe { cu::cuDevicePrimaryCtxRetain(&raw mut context, device) };
+            check("cuDevicePrimaryCtxRetain", status)?;
+            let bytes = make_current(context).and_then(|()| free_and_total());
+            // SAFETY: retained above; nothing of this context is used any more. A failure leaves it to the end of the process.
+            let _ = unsafe { cu::cuDevicePrimaryCtxRelease_v2(device) };
+            bytes
+        });
+        measured.map_err(|source| OpenError::Call { ordinal, source })
+    }
+
     fn start(device: cu::CUdevice, mut properties: Properties) -> Result<Driver, GpuError> {
         let mut context = std::ptr::null_mut();
         // SAFETY: a device of this driver, and a place for its context.
@@ -371,16 +394,21 @@ impl Gpu for Driver {
 
     fn memory(&self) -> Result<(usize, usize), GpuError> {
         self.bind()?;
-        let (mut free, mut total) = (0, 0);
-        // SAFETY: a context is current; places for two numbers.
-        let status = unsafe { cu::cuMemGetInfo_v2(&raw mut free, &raw mut total) };
-        check("cuMemGetInfo", status)?;
-        Ok((free, total))
+        free_and_total()
     }
 
     fn properties(&self) -> &Properties {
         &self.properties
     }
+}
+
+/// Of the context that is current.
+fn free_and_total() -> Result<(usize, usize), GpuError> {
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: a context is current; places for two numbers.
+    let status = unsafe { cu::cuMemGetInfo_v2(&raw mut free, &raw mut total) };
+    check("cuMemGetInfo", status)?;
+    Ok((free, total))
 }
 
 fn make_current(context: cu::CUcontext) -> Result<(), GpuError> {

@@ -12,12 +12,13 @@ use super::error;
 const NAMES: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
 
 /// Every function of the driver that this crate calls. All exist in CUDA 11.4 and later.
-const FUNCTIONS: [&str; 37] = [
+const FUNCTIONS: [&str; 38] = [
     "cuCtxSetCurrent",
     "cuDeviceGet",
     "cuDeviceGetAttribute",
     "cuDeviceGetCount",
     "cuDeviceGetName",
+    "cuDevicePrimaryCtxRelease_v2",
     "cuDevicePrimaryCtxRetain",
     "cuDriverGetVersion",
     "cuEventCreate",
