@@ -4,11 +4,12 @@ mod harness;
 
 use std::process::{Command, Stdio};
 
-use client::batch::{Batch, forward};
+use client::batch::forward;
+use client::states::Hidden;
 use client::swarm::{Swarm, SwarmConfig};
 use harness::demo::{Golden, demo_model, follow, golden};
 use harness::peer::{Peer, ids, noise};
-use harness::{SEPAL, Sepal, children_of, command_line, generate, serve_args, wait_for};
+use harness::{Dht, SEPAL, Sepal, children_of, command_line, generate, serve_args, wait_for};
 use netd::wire::tensor::{WireDtype, dummy_tensor};
 use nix::sys::signal::{Signal, kill};
 
@@ -83,7 +84,7 @@ async fn batches_go_many_ways_and_survive_the_death_of_a_server() {
     })
     .await
     .unwrap();
-    let batch = |rows: usize, tokens: usize| Batch {
+    let batch = |rows: usize, tokens: usize| Hidden {
         dtype: shared::dtype::DType::F32,
         rows,
         tokens,
@@ -99,12 +100,12 @@ async fn batches_go_many_ways_and_survive_the_death_of_a_server() {
         .forward(0..8, noise(&[1, 1500, HIDDEN], 5))
         .await
         .unwrap();
-    let got = forward(&mut swarm, 0..8, &long).await.unwrap();
+    let got = forward(&mut swarm, 0..8, &long, None).await.unwrap();
     assert!(values(&got.bytes) == want, "streamed");
-    let whole = forward(&mut swarm, 0..8, &many).await.unwrap();
+    let whole = forward(&mut swarm, 0..8, &many, None).await.unwrap();
     drop(second);
     for _ in 0..3 {
-        let again = forward(&mut swarm, 0..8, &many).await.unwrap();
+        let again = forward(&mut swarm, 0..8, &many, None).await.unwrap();
         assert!(again == whole, "after the death of a server");
     }
     swarm.leave().await;
@@ -180,47 +181,6 @@ fn used(sepal: &Sepal) -> bool {
     children
         .iter()
         .any(|c| c["role"] == "gpu-worker" && c["jobs_done"].as_u64() > Some(0))
-}
-
-/// A bootstrap node.
-struct Dht {
-    child: std::process::Child,
-    addr: String,
-}
-
-impl Dht {
-    fn start() -> Dht {
-        let mut child = Command::new(SEPAL)
-            .args(["dht", "--host_maddrs", "/ip4/127.0.0.1/tcp/0"])
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let mut lines =
-            std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
-        let addr = lines.find_map(|line| {
-            let line = line.ok()?;
-            line.split_whitespace()
-                .find(|w| w.contains("/tcp/") && w.contains("/p2p/"))
-                .map(str::to_owned)
-        });
-        Dht {
-            child,
-            addr: addr.expect("sepal dht prints its address"),
-        }
-    }
-}
-
-impl Drop for Dht {
-    fn drop(&mut self) {
-        let pid = nix::unistd::Pid::from_raw(self.child.id() as i32);
-        kill(pid, Signal::SIGTERM).unwrap();
-        assert_eq!(
-            self.child.wait().unwrap().code(),
-            Some(0),
-            "sepal dht drains on SIGTERM"
-        );
-    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,51 +1,31 @@
-//! Forward passes over whole sequences, without a session (petals `client/sequential_autograd.py`): the batch is cut into
-//! pieces of about `PIECE_TOKENS` tokens, each piece goes its own random way through the swarm, all at once, and a piece whose
-//! server fails goes another way.
+//! Passes over whole sequences, without a session (petals `client/sequential_autograd.py`): the batch is cut into pieces of
+//! about `PIECE_TOKENS` tokens, and each piece goes its own random way through the swarm, all at once. A piece whose server
+//! fails goes on from there another way.
+//!
+//! For training the inputs of every server are kept ([`forward_kept`]), and [`backward`] asks the same servers for the
+//! gradients, last to first. When one of them fails, its blocks alone are routed anew and computed again from its inputs, which
+//! makes the inputs of the servers that take its place.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::Duration;
 
-use bytes::Bytes;
 use futures::future::join_all;
-use netd::p2p::{CallError, P2p, PeerId};
-use netd::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
-use netd::wire::metadata::encode_batch_metadata;
-use netd::wire::stream_parts::{PART_BYTES, PartAssembler, PartError, PartLimits, split};
-use netd::wire::tensor::{
-    ShapeLimits, TensorError, WireDtype, WireTensor, dummy_tensor, raw_tensor,
-};
-use netd::wire::uid;
-use prost::Message;
-use shared::dtype::DType;
+use netd::p2p::PeerId;
+use tokio::sync::Mutex;
 
+use crate::calls::Caller;
+pub use crate::calls::PassError;
 use crate::routing::Leg;
+use crate::states::{Hidden, Prompts};
 use crate::swarm::{Purpose, Swarm, SwarmError};
 
-const FORWARD: &str = "TransformerConnectionHandler.rpc_forward";
-const FORWARD_STREAM: &str = "TransformerConnectionHandler.rpc_forward_stream";
 /// Tokens of one piece, unless one sequence is longer (`MAX_TOKENS_IN_BATCH`).
 const PIECE_TOKENS: usize = 1024;
-/// Bytes of tensors above which a request is streamed (`MAX_UNARY_PAYLOAD_SIZE / 4`).
-const MAX_UNARY_TENSOR_BYTES: usize = 1 << 20;
-/// Time of one request, as in Petals' client.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(180);
-/// Rounds in which pieces that failed are tried again.
-const MAX_ROUNDS: u32 = 8;
-/// Pause before the second round; doubles with each.
+/// Servers that may fail a piece in a row, without any progress between.
+const MAX_FAILURES: u32 = 8;
+/// Pause before the second try; doubles with each.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
-
-/// Hidden states `[rows, tokens, hidden]`.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Batch {
-    /// Type of the elements.
-    pub dtype: DType,
-    /// Sequences.
-    pub rows: usize,
-    /// Tokens of each.
-    pub tokens: usize,
-    /// Elements, row-major, little-endian.
-    pub bytes: Bytes,
-}
 
 /// Why a batch could not be computed.
 #[derive(Debug, thiserror::Error)]
@@ -53,11 +33,11 @@ pub enum BatchError {
     /// The servers of a block are gone or cannot be found.
     #[error(transparent)]
     Swarm(#[from] SwarmError),
-    /// A piece failed in every round.
-    #[error("a part of the batch failed on {rounds} servers, the last was {peer}")]
+    /// A piece failed on every server.
+    #[error("a part of the batch failed on {failures} servers, the last was {peer}")]
     Failed {
         /// How often.
-        rounds: u32,
+        failures: u32,
         /// The last server.
         peer: PeerId,
         /// Its error.
@@ -73,88 +53,264 @@ pub enum BatchError {
         /// Bytes.
         bytes: usize,
     },
-}
-
-/// Why one server did not compute a piece.
-#[derive(Debug, thiserror::Error)]
-pub enum PassError {
-    /// The call.
-    #[error(transparent)]
-    Call(#[from] CallError),
-    /// The answer is no message of the protocol.
-    #[error("decode the answer of the server")]
-    Decode(#[from] prost::DecodeError),
-    /// The answer's tensor is malformed.
-    #[error("the answer of the server holds no usable tensor")]
-    Tensor(#[from] TensorError),
-    /// The answer's parts do not make a tensor.
-    #[error("the answer of the server has parts that do not fit")]
-    Parts(#[from] PartError),
-    /// It took too long.
-    #[error("no answer within {0:?}")]
-    Timeout(Duration),
-    /// The answer has no tensor, or one of another shape.
-    #[error("the server answered with shape {got:?} instead of {want:?}")]
-    Shape {
-        /// Received.
+    /// Prompts, or gradients of the outputs, for another batch.
+    #[error("{what} of shape {got:?} do not belong to a batch of shape {inputs:?}")]
+    Mismatch {
+        /// Which.
+        what: &'static str,
+        /// Their shape.
         got: Vec<usize>,
-        /// Sent.
-        want: Vec<usize>,
+        /// That of the inputs.
+        inputs: Vec<usize>,
     },
 }
 
-/// Runs `input` through `blocks`.
+/// What a backward pass needs of a forward pass.
+#[derive(Clone, Debug)]
+pub struct Kept {
+    pieces: Vec<Piece>,
+    shape: [usize; 3],
+}
+
+impl Kept {
+    /// The servers that computed each piece in order, with their blocks.
+    pub fn legs(&self) -> impl Iterator<Item = Vec<(PeerId, Range<u32>)>> + '_ {
+        let of = |done: &Done| (done.leg.peer, done.leg.blocks.clone());
+        self.pieces
+            .iter()
+            .map(move |piece| piece.done.iter().map(of).collect())
+    }
+}
+
+/// Gradients of a batch.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Gradients {
+    /// Of the inputs.
+    pub inputs: Hidden,
+    /// Of the deep prompts, if there were any.
+    pub prompts: Option<Prompts>,
+}
+
+/// Runs `input` through `blocks`; `prompts` are those of these blocks.
 ///
 /// # Errors
 /// [`BatchError`] when a block has no server, or servers keep failing.
 pub async fn forward(
     swarm: &mut Swarm,
     blocks: Range<u32>,
-    input: &Batch,
-) -> Result<Batch, BatchError> {
-    let mut pieces = cut(input)?;
-    let mut left: Vec<usize> = (0..pieces.len()).collect();
-    for round in 1..=MAX_ROUNDS {
-        let mut routes = Vec::new();
-        for _ in &left {
-            let draw = rand::random();
-            routes.push(swarm.route(blocks.clone(), Purpose::Batch { draw }).await?);
+    input: &Hidden,
+    prompts: Option<&Prompts>,
+) -> Result<Hidden, BatchError> {
+    forward_kept(swarm, blocks, input, prompts)
+        .await
+        .map(|(output, _)| output)
+}
+
+/// As [`forward`], and keeps what a [`backward`] needs.
+///
+/// # Errors
+/// As [`forward`].
+pub async fn forward_kept(
+    swarm: &mut Swarm,
+    blocks: Range<u32>,
+    input: &Hidden,
+    prompts: Option<&Prompts>,
+) -> Result<(Hidden, Kept), BatchError> {
+    let pieces = cut(&blocks, input, prompts)?;
+    let way = Way::new(swarm);
+    let passes = pieces.into_iter().map(|(input, prompts)| {
+        let (way, blocks) = (&way, blocks.clone());
+        async move {
+            let (output, done) = way
+                .forward(blocks.clone(), input, prompts.as_ref(), blocks.start)
+                .await?;
+            Ok((
+                output,
+                Piece {
+                    first: blocks.start,
+                    prompts,
+                    done,
+                },
+            ))
         }
-        let (p2p, prefix) = (swarm.p2p().clone(), swarm.prefix().to_owned());
-        let passes = left.iter().zip(&routes).map(|(&at, legs)| {
-            let piece = pieces[at].clone();
-            pass(&p2p, &prefix, legs, piece)
+    });
+    let done: Result<Vec<(Hidden, Piece)>, BatchError> =
+        join_all(passes).await.into_iter().collect();
+    let (outputs, pieces): (Vec<Hidden>, Vec<Piece>) = done?.into_iter().unzip();
+    let shape = input.shape();
+    let output = Hidden::join_rows(&outputs).ok_or_else(|| shape_error(input))?;
+    Ok((output, Kept { pieces, shape }))
+}
+
+/// Gradients of a batch from those of its outputs, along the ways that its forward pass went.
+///
+/// # Errors
+/// [`BatchError`] when a block has no server, or servers keep failing.
+pub async fn backward(
+    swarm: &mut Swarm,
+    kept: &Kept,
+    gradient: &Hidden,
+) -> Result<Gradients, BatchError> {
+    if !gradient.is_whole() || gradient.shape() != kept.shape {
+        return Err(BatchError::Mismatch {
+            what: "gradients",
+            got: gradient.shape().to_vec(),
+            inputs: kept.shape.to_vec(),
         });
-        let results = join_all(passes).await;
-        let mut failed = Vec::new();
-        for (&at, result) in left.iter().zip(results) {
-            match result {
-                Ok(output) => pieces[at] = output,
-                Err((peer, source)) => {
-                    tracing::warn!(%peer, error = %source, "server failed, looking for another");
-                    swarm.ban(peer);
-                    failed.push((at, peer, source));
+    }
+    let way = Way::new(swarm);
+    let mut row = 0;
+    let passes = kept.pieces.iter().map(|piece| {
+        let rows = piece.done.first().map_or(0, |done| done.inputs.rows);
+        let gradient = gradient.rows(row..row + rows);
+        row += rows;
+        way.backward(piece.clone(), gradient)
+    });
+    // Collected first: each closure moves `row`.
+    let passes: Vec<_> = passes.collect();
+    let done: Result<Vec<_>, BatchError> = join_all(passes).await.into_iter().collect();
+    let (inputs, prompts): (Vec<Hidden>, Vec<Option<Prompts>>) = done?.into_iter().unzip();
+    let prompts: Option<Vec<Prompts>> = prompts.into_iter().collect();
+    Ok(Gradients {
+        inputs: Hidden::join_rows(&inputs).ok_or_else(|| shape_error(gradient))?,
+        prompts: prompts.and_then(|parts| Prompts::join_rows(&parts)),
+    })
+}
+
+/// One server's part of a forward pass.
+#[derive(Clone, Debug)]
+struct Done {
+    leg: Leg<PeerId>,
+    inputs: Hidden,
+}
+
+/// Sequences that go one way.
+#[derive(Clone, Debug)]
+struct Piece {
+    /// The first block, which is that of the first prompts.
+    first: u32,
+    prompts: Option<Prompts>,
+    done: Vec<Done>,
+}
+
+/// The swarm as pieces share it: only looking for a route, and noting failures, is done one at a time.
+struct Way<'a> {
+    swarm: Mutex<&'a mut Swarm>,
+    caller: Caller,
+}
+
+impl Way<'_> {
+    fn new(swarm: &mut Swarm) -> Way<'_> {
+        let caller = Caller {
+            p2p: swarm.p2p().clone(),
+            prefix: swarm.prefix().to_owned(),
+        };
+        Way {
+            swarm: Mutex::new(swarm),
+            caller,
+        }
+    }
+
+    /// Runs `states` through `blocks`; `prompts` begin with those of block `first`.
+    async fn forward(
+        &self,
+        blocks: Range<u32>,
+        mut states: Hidden,
+        prompts: Option<&Prompts>,
+        first: u32,
+    ) -> Result<(Hidden, Vec<Done>), BatchError> {
+        let (mut done, mut route, mut failures) = (Vec::new(), VecDeque::new(), 0);
+        let mut at = blocks.start;
+        while at < blocks.end {
+            if route.is_empty() {
+                route = self.route(at..blocks.end).await?;
+            }
+            let Some(leg) = route.pop_front() else {
+                continue;
+            };
+            let own = of_leg(prompts, &leg, first);
+            match self.caller.forward(&leg, &states, own.as_ref()).await {
+                Ok(output) => {
+                    self.swarm.lock().await.trust(&leg.peer);
+                    (at, failures) = (leg.blocks.end, 0);
+                    let inputs = std::mem::replace(&mut states, output);
+                    done.push(Done { leg, inputs });
+                }
+                Err(error) => {
+                    failures += 1;
+                    route.clear();
+                    self.failed(leg.peer, error, failures).await?;
                 }
             }
         }
-        if failed.is_empty() {
-            return Ok(join(input, pieces));
+        Ok((states, done))
+    }
+
+    /// Takes the gradient of what came out of `piece` back to what went in.
+    async fn backward(
+        &self,
+        mut piece: Piece,
+        mut gradient: Hidden,
+    ) -> Result<(Hidden, Option<Prompts>), BatchError> {
+        let (prompts, first) = (piece.prompts.as_ref(), piece.first);
+        let (mut of_prompts, mut failures) = (Vec::new(), 0);
+        while let Some(Done { leg, inputs }) = piece.done.pop() {
+            let own = of_leg(prompts, &leg, first);
+            let pair = (&inputs, &gradient);
+            match self.caller.backward(&leg, pair, own.as_ref()).await {
+                Ok((of_inputs, own)) => {
+                    self.swarm.lock().await.trust(&leg.peer);
+                    failures = 0;
+                    gradient = of_inputs;
+                    of_prompts.extend(own.map(|own| (leg.blocks.start, own)));
+                }
+                Err(error) => {
+                    failures += 1;
+                    self.failed(leg.peer, error, failures).await?;
+                    // The servers that take its place may be several: the inputs of each are computed again.
+                    let again = self.forward(leg.blocks, inputs, prompts, first).await?;
+                    piece.done.extend(again.1);
+                }
+            }
         }
-        if round == MAX_ROUNDS {
-            let (_, peer, source) = failed.swap_remove(0);
+        of_prompts.sort_by_key(|(start, _)| *start);
+        let parts: Vec<Prompts> = of_prompts.into_iter().map(|(_, part)| part).collect();
+        Ok((gradient, Prompts::join_blocks(&parts)))
+    }
+
+    async fn route(&self, blocks: Range<u32>) -> Result<VecDeque<Leg<PeerId>>, BatchError> {
+        let draw = rand::random();
+        let purpose = Purpose::Batch { draw };
+        Ok(self.swarm.lock().await.route(blocks, purpose).await?.into())
+    }
+
+    /// Notes that a server failed, and waits before the next try, of which there are not endlessly many.
+    async fn failed(
+        &self,
+        peer: PeerId,
+        error: PassError,
+        failures: u32,
+    ) -> Result<(), BatchError> {
+        tracing::warn!(%peer, %error, "server failed, looking for another");
+        self.swarm.lock().await.ban(peer);
+        if failures >= MAX_FAILURES {
             return Err(BatchError::Failed {
-                rounds: MAX_ROUNDS,
+                failures,
                 peer,
-                source: Box::new(source),
+                source: Box::new(error),
             });
         }
-        left = failed.into_iter().map(|(at, ..)| at).collect();
-        tokio::time::sleep(FIRST_PAUSE * (1 << (round - 1))).await;
+        tokio::time::sleep(FIRST_PAUSE * (1 << (failures - 1))).await;
+        Ok(())
     }
-    Err(shape_error(input))
 }
 
-fn shape_error(batch: &Batch) -> BatchError {
+fn of_leg(prompts: Option<&Prompts>, leg: &Leg<PeerId>, first: u32) -> Option<Prompts> {
+    let blocks = (leg.blocks.start - first) as usize..(leg.blocks.end - first) as usize;
+    prompts.map(|all| all.of_blocks(blocks))
+}
+
+fn shape_error(batch: &Hidden) -> BatchError {
     BatchError::Shape {
         rows: batch.rows,
         tokens: batch.tokens,
@@ -162,157 +318,47 @@ fn shape_error(batch: &Batch) -> BatchError {
     }
 }
 
-/// Pieces of whole sequences.
-fn cut(batch: &Batch) -> Result<Vec<Batch>, BatchError> {
-    let (rows, tokens, len) = (batch.rows, batch.tokens, batch.bytes.len());
-    let elements = rows * tokens * batch.dtype.size_bytes();
-    if elements == 0 || len == 0 || !len.is_multiple_of(elements) {
+/// Pieces of whole sequences, with their prompts.
+fn cut(
+    blocks: &Range<u32>,
+    batch: &Hidden,
+    prompts: Option<&Prompts>,
+) -> Result<Vec<(Hidden, Option<Prompts>)>, BatchError> {
+    if !batch.is_whole() {
         return Err(shape_error(batch));
     }
-    let most = (PIECE_TOKENS / tokens).max(1);
-    let row_bytes = len / rows;
-    let piece = |from: usize| {
-        let count = most.min(rows - from);
-        Batch {
-            rows: count,
-            bytes: batch
-                .bytes
-                .slice(from * row_bytes..(from + count) * row_bytes),
-            ..batch.clone()
-        }
+    let belongs = |prompts: &&Prompts| {
+        let shape = (prompts.blocks, prompts.rows, prompts.width());
+        prompts.is_whole()
+            && shape == (blocks.len(), batch.rows, batch.width())
+            && prompts.tokens <= batch.tokens
     };
-    Ok((0..rows).step_by(most).map(piece).collect())
-}
-
-/// The pieces one after the other, in the dtype of the first.
-fn join(whole: &Batch, pieces: Vec<Batch>) -> Batch {
-    let dtype = pieces.first().map_or(whole.dtype, |piece| piece.dtype);
-    let mut bytes = Vec::new();
-    for piece in pieces {
-        if piece.dtype == dtype {
-            bytes.extend_from_slice(&piece.bytes);
-        } else {
-            let mut values = vec![0.0; piece.bytes.len() / piece.dtype.size_bytes()];
-            kernels::ops::convert::to_f32(piece.dtype, &piece.bytes, &mut values);
-            let mut converted = vec![0; values.len() * dtype.size_bytes()];
-            kernels::ops::convert::from_f32(dtype, &values, &mut converted);
-            bytes.extend(converted);
-        }
-    }
-    Batch {
-        dtype,
-        rows: whole.rows,
-        tokens: whole.tokens,
-        bytes: bytes.into(),
-    }
-}
-
-/// One piece along its route; the server that failed with its error.
-async fn pass(
-    p2p: &P2p,
-    prefix: &str,
-    legs: &[Leg<PeerId>],
-    piece: Batch,
-) -> Result<Batch, (PeerId, PassError)> {
-    let mut states = piece;
-    for leg in legs {
-        let work = call(p2p, prefix, leg, &states);
-        let done = tokio::time::timeout(REQUEST_TIMEOUT, work).await;
-        states = done
-            .unwrap_or(Err(PassError::Timeout(REQUEST_TIMEOUT)))
-            .map_err(|error| (leg.peer, error))?;
-    }
-    Ok(states)
-}
-
-async fn call(
-    p2p: &P2p,
-    prefix: &str,
-    leg: &Leg<PeerId>,
-    states: &Batch,
-) -> Result<Batch, PassError> {
-    let width = states.bytes.len() / (states.rows * states.tokens * states.dtype.size_bytes());
-    let shape = [states.rows, states.tokens, width];
-    let hidden = raw_tensor(&shape, states.dtype.into(), states.bytes.clone())?;
-    let request = ExpertRequest {
-        uid: uid::chain(prefix, leg.blocks.clone()),
-        tensors: vec![hidden, dummy_tensor(WireDtype::F32)],
-        metadata: encode_batch_metadata(None, 2).into(),
-    };
-    let answer = if states.bytes.len() <= MAX_UNARY_TENSOR_BYTES {
-        let bytes = request.encode_to_vec().into();
-        let answer = p2p.call_unary(leg.peer, FORWARD, bytes, REQUEST_TIMEOUT);
-        ExpertResponse::decode(answer.await?)?.tensors
-    } else {
-        streamed(p2p, leg.peer, request).await?
-    };
-    let Some(tensor) = answer.first() else {
-        let (got, want) = (Vec::new(), shape.to_vec());
-        return Err(PassError::Shape { got, want });
-    };
-    let limits = ShapeLimits {
-        max_rank: 3,
-        max_elements: states.bytes.len(),
-    };
-    let tensor = WireTensor::parse(tensor, limits)?;
-    if tensor.shape() != shape {
-        return Err(PassError::Shape {
-            got: tensor.shape().to_vec(),
-            want: shape.to_vec(),
+    if let Some(wrong) = prompts.filter(|prompts| !belongs(prompts)) {
+        return Err(BatchError::Mismatch {
+            what: "prompts",
+            got: vec![wrong.blocks, wrong.rows, wrong.tokens, wrong.width()],
+            inputs: batch.shape().to_vec(),
         });
     }
-    let (dtype, bytes) = tensor.to_block()?;
-    Ok(Batch {
-        dtype,
-        rows: states.rows,
-        tokens: states.tokens,
-        bytes: bytes.into(),
-    })
-}
-
-/// A request in parts, with uid and metadata in each, and the tensors of its answer.
-async fn streamed(
-    p2p: &P2p,
-    peer: PeerId,
-    request: ExpertRequest,
-) -> Result<Vec<Tensor>, PassError> {
-    let most: usize = request.tensors.iter().map(|t| 2 * t.buffer.len()).sum();
-    let mut parts = PartAssembler::new(PartLimits {
-        max_tensors: 4,
-        max_bytes: most,
-        max_parts: 16 + 2 * most.div_ceil(PART_BYTES),
-    });
-    let mut stream = p2p
-        .open_stream(peer, FORWARD_STREAM, REQUEST_TIMEOUT)
-        .await?;
-    for tensor in request.tensors.clone() {
-        for part in split(tensor, PART_BYTES) {
-            let message = ExpertRequest {
-                tensors: vec![part],
-                ..request.clone()
-            };
-            stream.send(message.encode_to_vec().into()).await?;
-        }
-    }
-    stream.finish().await?;
-    while let Some(message) = stream.recv().await? {
-        for part in ExpertResponse::decode(message)?.tensors {
-            parts.push(part)?;
-        }
-    }
-    stream.close().await;
-    Ok(parts.finish())
+    let most = (PIECE_TOKENS / batch.tokens).max(1);
+    let piece = |from: usize| {
+        let range = from..batch.rows.min(from + most);
+        let own = prompts.map(|all| all.of_rows(range.clone()));
+        (batch.rows(range), own)
+    };
+    Ok((0..batch.rows).step_by(most).map(piece).collect())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use shared::dtype::DType;
 
-    fn batch(rows: usize, tokens: usize) -> Batch {
+    fn batch(rows: usize, tokens: usize) -> Hidden {
         let bytes: Vec<u8> = (0..rows * tokens * 2)
             .flat_map(|n| (n as f32).to_le_bytes())
             .collect();
-        Batch {
+        Hidden {
             dtype: DType::F32,
             rows,
             tokens,
@@ -324,20 +370,31 @@ mod tests {
     fn batches_are_cut_into_whole_sequences_and_joined_again() {
         for (rows, tokens, pieces) in [(1, 1, 1), (5, 512, 3), (3, 1500, 3), (8, 128, 1)] {
             let whole = batch(rows, tokens);
-            let cut = cut(&whole).unwrap();
+            let prompts = Prompts {
+                dtype: DType::F32,
+                blocks: 2,
+                rows,
+                tokens: 1,
+                bytes: batch(2 * rows, 1).bytes,
+            };
+            let cut = cut(&(3..5), &whole, Some(&prompts)).unwrap();
             assert_eq!(cut.len(), pieces, "{rows} x {tokens}");
-            assert_eq!(join(&whole, cut), whole);
+            let (states, own): (Vec<_>, Vec<_>) = cut.into_iter().unzip();
+            assert_eq!(Hidden::join_rows(&states).unwrap(), whole);
+            let own: Vec<Prompts> = own.into_iter().map(Option::unwrap).collect();
+            assert_eq!(Prompts::join_rows(&own).unwrap(), prompts);
+            assert!(super::cut(&(3..6), &whole, Some(&prompts)).is_err());
         }
     }
 
     #[test]
     fn what_is_no_batch_is_refused() {
-        assert!(cut(&batch(0, 4)).is_err());
-        assert!(cut(&batch(4, 0)).is_err());
-        let odd = Batch {
+        assert!(cut(&(0..1), &batch(0, 4), None).is_err());
+        assert!(cut(&(0..1), &batch(4, 0), None).is_err());
+        let odd = Hidden {
             bytes: vec![0; 30].into(),
             ..batch(2, 2)
         };
-        assert!(cut(&odd).is_err());
+        assert!(cut(&(0..1), &odd, None).is_err());
     }
 }

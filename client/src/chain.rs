@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use netd::p2p::PeerId;
 
-use crate::session::{Hidden, ServerSession, SessionError, StepTiming};
+use crate::history::History;
+use crate::session::{ServerSession, SessionError, StepInput, StepTiming};
+use crate::states::{Hidden, Prompts};
 use crate::swarm::{Purpose, Swarm, SwarmError};
 
 /// Failures of servers that one step survives.
@@ -45,12 +47,44 @@ pub enum ChainError {
         /// Tokens of the step.
         tokens: usize,
     },
+    /// A position that the session has not reached.
+    #[error("the session holds {position} tokens and cannot go back to {asked}")]
+    NotBehind {
+        /// Tokens so far.
+        position: u32,
+        /// Where it was to go.
+        asked: u32,
+    },
+    /// What was given to a step contradicts itself or the session.
+    #[error("{0}")]
+    BadStep(&'static str),
+}
+
+/// One step of a session.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Step {
+    /// Hidden states; all steps of a session have as many rows.
+    pub hidden: Hidden,
+    /// Which row each row goes on from (beam search); `None` for the same.
+    pub hypo_ids: Option<Vec<i64>>,
+    /// Deep prompts for all blocks; only with the first tokens of a session.
+    pub prompts: Option<Prompts>,
+}
+
+impl From<Hidden> for Step {
+    fn from(hidden: Hidden) -> Step {
+        Step {
+            hidden,
+            hypo_ids: None,
+            prompts: None,
+        }
+    }
 }
 
 /// One server of the chain with all it was ever sent.
 struct Link {
     session: ServerSession,
-    history: Vec<Hidden>,
+    history: History,
 }
 
 /// A session over a chain of servers.
@@ -59,6 +93,10 @@ pub struct Chain<'a> {
     links: Vec<Link>,
     max_length: u32,
     position: u32,
+    /// Deep prompts of the first tokens, and which row of theirs each row has now.
+    prompts: Option<(Prompts, Vec<usize>)>,
+    /// Rows of all steps; zero before the first.
+    rows: usize,
 }
 
 impl<'a> Chain<'a> {
@@ -73,6 +111,8 @@ impl<'a> Chain<'a> {
             links: Vec::new(),
             max_length,
             position: 0,
+            prompts: None,
+            rows: 0,
         };
         chain.links = chain.connect(blocks).await?;
         Ok(chain)
@@ -85,42 +125,89 @@ impl<'a> Chain<'a> {
             .map(|link| (link.session.leg().peer, link.session.leg().blocks.clone()))
     }
 
-    /// Runs `input` through all blocks and returns what comes out, with the times summed over the servers.
+    /// Tokens of the session so far.
+    pub fn position(&self) -> u32 {
+        self.position
+    }
+
+    /// Forgets the tokens from `position` on; the next step goes on from there. Servers are told with that step, as by
+    /// Petals' client (`start_from_position`), and one that takes the place of another is sent what was kept.
     ///
     /// # Errors
-    /// [`ChainError`]; failures of single servers are repaired as long as others serve their blocks.
-    pub async fn step(&mut self, input: Hidden) -> Result<(Hidden, StepTiming), ChainError> {
-        let tokens = input.tokens;
-        let after = u64::from(self.position) + tokens as u64;
-        if after > u64::from(self.max_length) {
-            return Err(ChainError::Full {
+    /// [`ChainError::NotBehind`] for a position that the session has not reached.
+    pub fn roll_back(&mut self, position: u32) -> Result<(), ChainError> {
+        if position > self.position {
+            return Err(ChainError::NotBehind {
                 position: self.position,
-                max_length: self.max_length,
-                tokens,
+                asked: position,
             });
         }
+        for link in &mut self.links {
+            link.session.roll_back(position);
+            link.history.roll_back(position as usize);
+        }
+        self.position = position;
+        let kept = self.prompts.take().filter(|_| position > 0);
+        self.prompts = kept.map(|(all, order)| (all.first(position as usize), order));
+        Ok(())
+    }
+
+    /// Runs a step through all blocks and returns what comes out, with the times summed over the servers.
+    ///
+    /// # Errors
+    /// [`ChainError`]; failures of single servers are repaired as long as others serve their blocks. After an error of the
+    /// servers the session is of no use.
+    pub async fn step(
+        &mut self,
+        step: impl Into<Step>,
+    ) -> Result<(Hidden, StepTiming), ChainError> {
+        let step = step.into();
+        let order = self.check(&step)?;
+        let tokens = step.hidden.tokens;
+        let after = u64::from(self.position) + tokens as u64;
+        self.rows = step.hidden.rows;
+        if self.position == 0 {
+            self.prompts = step.prompts.map(|all| (all, (0..self.rows).collect()));
+        } else if let (Some((_, rows)), Some(order)) = (&mut self.prompts, &order) {
+            *rows = order.iter().map(|&row| rows[row]).collect();
+        }
         let step_id = uuid::Uuid::new_v4().to_string();
-        let (mut flowing, mut timing, mut at, mut failures) = (input, StepTiming::default(), 0, 0);
+        let (mut flowing, mut timing, mut at, mut failures) =
+            (step.hidden, StepTiming::default(), 0, 0);
         while at < self.links.len() {
-            let fresh = self.links[at].session.position() == 0 && self.position > 0;
-            // A fresh server behind another fresh one is handed its whole history by that one.
-            let part = if fresh {
-                flowing.clone()
-            } else {
-                flowing.last(tokens)
-            };
             let link = &mut self.links[at];
-            match link.session.step(&part, &step_id).await {
+            let blocks = link.session.leg().blocks.clone();
+            // A server behind one that was replaced may be new, too: it gets the whole history from that one's output, in
+            // the rows of now.
+            let fresh = link.session.position() == 0;
+            let prompts = self.prompts.as_ref().filter(|_| fresh);
+            let prompts = prompts.map(|(all, order)| {
+                let own = all.of_blocks(blocks.start as usize..blocks.end as usize);
+                own.in_order(order)
+            });
+            let part = match fresh {
+                true => flowing.clone(),
+                false => flowing.last(tokens),
+            };
+            let order = order.as_deref().filter(|_| !fresh);
+            let input = StepInput {
+                hidden: &part,
+                hypo_ids: step.hypo_ids.as_deref().filter(|_| !fresh),
+                prompts,
+                step_id: &step_id,
+            };
+            match link.session.step(&input).await {
                 Ok((output, spent)) => {
                     timing += spent;
-                    link.history.push(part);
+                    link.history.push(order, part);
                     self.swarm.trust(&link.session.leg().peer);
                     flowing = output;
                     at += 1;
                 }
                 Err(error) => {
                     failures += 1;
-                    flowing = self.replace(at, part, error, failures).await?;
+                    let history = self.replace(at, error, failures).await?;
+                    flowing = history.replay(order, part);
                 }
             }
         }
@@ -128,15 +215,51 @@ impl<'a> Chain<'a> {
         Ok((flowing.last(tokens), timing))
     }
 
-    /// Puts new servers in place of the one at `at`, and returns what to send to the first of them: all inputs that the old
-    /// one was ever sent, and `part`, which it did not answer.
+    /// Checks a step, and returns its order of rows.
+    fn check(&self, step: &Step) -> Result<Option<Vec<usize>>, ChainError> {
+        let hidden = &step.hidden;
+        let after = u64::from(self.position) + hidden.tokens as u64;
+        if after > u64::from(self.max_length) {
+            return Err(ChainError::Full {
+                position: self.position,
+                max_length: self.max_length,
+                tokens: hidden.tokens,
+            });
+        }
+        if !hidden.is_whole() || ![0, hidden.rows].contains(&self.rows) {
+            return Err(ChainError::BadStep(
+                "a step needs the rows of the session, tokens, and bytes that make whole elements",
+            ));
+        }
+        if let Some(prompts) = &step.prompts {
+            let fits = prompts.is_whole()
+                && (prompts.blocks, prompts.rows)
+                    == (self.swarm.num_blocks() as usize, hidden.rows)
+                && prompts.tokens <= hidden.tokens;
+            if self.position > 0 || !fits {
+                return Err(ChainError::BadStep(
+                    "deep prompts come with the first step, for all blocks and rows, and are no longer than it",
+                ));
+            }
+        }
+        let row = |id: &i64| usize::try_from(*id).ok().filter(|row| *row < hidden.rows);
+        let order = step.hypo_ids.as_ref().map(|ids| {
+            let order: Option<Vec<usize>> = ids.iter().map(row).collect();
+            order.filter(|order| order.len() == hidden.rows)
+        });
+        order.map_or(Ok(None), |order| {
+            let bad = ChainError::BadStep("hypo ids name one row of the step for each");
+            order.map(Some).ok_or(bad)
+        })
+    }
+
+    /// Puts new servers in place of the one at `at`, and returns what the old one was sent.
     async fn replace(
         &mut self,
         at: usize,
-        part: Hidden,
         error: SessionError,
         failures: usize,
-    ) -> Result<Hidden, ChainError> {
+    ) -> Result<History, ChainError> {
         let failed = self.links.remove(at);
         let leg = failed.session.leg().clone();
         tracing::warn!(peer = %leg.peer, blocks = ?leg.blocks, %error, "server failed, looking for another");
@@ -151,7 +274,7 @@ impl<'a> Chain<'a> {
         pause(failures - 1).await;
         let links = self.connect(leg.blocks).await?;
         self.links.splice(at..at, links);
-        Ok(join(failed.history.into_iter().chain([part])))
+        Ok(failed.history)
     }
 
     /// Opens sessions along the best route through `blocks`; servers that cannot be reached are banned and routed around.
@@ -174,7 +297,7 @@ impl<'a> Chain<'a> {
                 {
                     Ok(session) => links.push(Link {
                         session,
-                        history: Vec::new(),
+                        history: History::default(),
                     }),
                     Err(error) => {
                         failed = Some((leg.peer, error));
@@ -216,54 +339,5 @@ async fn pause(failures: usize) {
     if failures > 0 {
         let doublings = (failures - 1).min(MAX_FAILURES_PER_STEP) as u32;
         tokio::time::sleep((FIRST_PAUSE * (1 << doublings)).min(LONGEST_PAUSE)).await;
-    }
-}
-
-/// Hidden states one after the other. All have the dtype of the first, since one server made them all.
-fn join(parts: impl Iterator<Item = Hidden>) -> Hidden {
-    let parts: Vec<Hidden> = parts.collect();
-    let tokens = parts.iter().map(|p| p.tokens).sum();
-    let dtype = parts.first().map_or(shared::dtype::DType::F32, |p| p.dtype);
-    let bytes = parts
-        .iter()
-        .flat_map(|p| convert(p, dtype))
-        .collect::<Vec<u8>>();
-    Hidden {
-        dtype,
-        tokens,
-        bytes: bytes.into(),
-    }
-}
-
-/// Bytes of `part` in `dtype`; another dtype comes from a replaced server before this one.
-fn convert(part: &Hidden, dtype: shared::dtype::DType) -> Vec<u8> {
-    if part.dtype == dtype {
-        return part.bytes.to_vec();
-    }
-    let mut values = vec![0.0; part.bytes.len() / part.dtype.size_bytes()];
-    kernels::ops::convert::to_f32(part.dtype, &part.bytes, &mut values);
-    let mut bytes = vec![0; values.len() * dtype.size_bytes()];
-    kernels::ops::convert::from_f32(dtype, &values, &mut bytes);
-    bytes
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use shared::dtype::DType;
-
-    #[test]
-    fn histories_join_in_order_and_in_the_first_dtype() {
-        let part = |values: &[f32], dtype: DType| {
-            let mut bytes = vec![0; values.len() * dtype.size_bytes()];
-            kernels::ops::convert::from_f32(dtype, values, &mut bytes);
-            Hidden {
-                dtype,
-                tokens: values.len(),
-                bytes: bytes.into(),
-            }
-        };
-        let joined = join([part(&[1.0, 2.0], DType::Bf16), part(&[3.0], DType::F32)].into_iter());
-        assert_eq!(joined, part(&[1.0, 2.0, 3.0], DType::Bf16));
     }
 }

@@ -10,7 +10,8 @@ use shared::exit::ExitReason;
 use crate::chain::{Chain, ChainError};
 use crate::local::{LocalModel, LocalModelError};
 use crate::sampling::{Sampler, SamplingConfig, SamplingError};
-use crate::session::{Hidden, StepTiming};
+use crate::session::StepTiming;
+use crate::states::Hidden;
 use crate::swarm::{Swarm, SwarmConfig, SwarmError};
 use crate::text::{TextCodec, TextError, TextStream};
 
@@ -202,6 +203,7 @@ async fn run(
     while report.tokens.len() < max_new_tokens as usize {
         let hidden = Hidden {
             dtype: model.dtype(),
+            rows: 1,
             tokens: input.len(),
             bytes: model.embed(&input)?.into(),
         };

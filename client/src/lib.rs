@@ -3,14 +3,17 @@
 #![forbid(unsafe_code)]
 
 pub mod batch;
+mod calls;
 pub mod chain;
 pub mod demo;
 pub mod generate;
 pub mod health;
+pub mod history;
 pub mod load;
 pub mod local;
 pub mod routing;
 pub mod sampling;
 pub mod session;
+pub mod states;
 pub mod swarm;
 pub mod text;

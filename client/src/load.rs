@@ -14,7 +14,8 @@ use prost::Message;
 use shared::dtype::DType;
 
 use crate::routing::Leg;
-use crate::session::{Hidden, ServerSession, SessionError};
+use crate::session::{ServerSession, SessionError, StepInput};
+use crate::states::Hidden;
 
 const RPC_INFO: &str = "TransformerConnectionHandler.rpc_info";
 const CALL_TIMEOUT: Duration = Duration::from_secs(60);
@@ -213,7 +214,7 @@ impl Script {
         let mut session = self.open(p2p).await?;
         let mut outputs = Vec::new();
         for input in &self.inputs {
-            outputs.push(session.step(input, &step_id()).await?.0);
+            outputs.push(session.step(&StepInput::plain(input, &step_id())).await?.0);
         }
         session.close().await?;
         self.expected = outputs;
@@ -234,7 +235,7 @@ impl Script {
         let mut session = self.open(p2p).await?;
         for (at, (input, expected)) in self.inputs.iter().zip(&self.expected).enumerate() {
             let began = Instant::now();
-            let (output, _) = session.step(input, &step_id()).await?;
+            let (output, _) = session.step(&StepInput::plain(input, &step_id())).await?;
             let took = began.elapsed();
             let mut tally = lock(tally);
             tally.differing += u64::from(output != *expected);
@@ -315,6 +316,7 @@ fn states(dtype: DType, tokens: usize, width: usize, seed: usize) -> Hidden {
     kernels::ops::convert::from_f32(dtype, &values, &mut bytes);
     Hidden {
         dtype,
+        rows: 1,
         tokens,
         bytes: bytes.into(),
     }

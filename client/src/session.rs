@@ -3,19 +3,16 @@
 
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use netd::p2p::{CallError, P2p, PeerId, RpcStream};
 use netd::wire::messages::{ExpertRequest, ExpertResponse};
 use netd::wire::metadata::StepMetadata;
 use netd::wire::msgpack::{Limits, Value};
-use netd::wire::tensor::{
-    ShapeLimits, TensorError, WireDtype, WireTensor, dummy_tensor, raw_tensor,
-};
+use netd::wire::tensor::{TensorError, WireDtype, dummy_tensor, raw_tensor};
 use netd::wire::uid;
 use prost::Message;
-use shared::dtype::DType;
 
 use crate::routing::Leg;
+use crate::states::{AnswerError, Hidden, Prompts};
 
 /// Protocol of inference sessions.
 const RPC_INFERENCE: &str = "TransformerConnectionHandler.rpc_inference";
@@ -41,52 +38,36 @@ pub enum SessionError {
     /// The answer is no message of the protocol.
     #[error("decode the answer of the server")]
     Decode(#[from] prost::DecodeError),
-    /// The answer's tensor is malformed.
-    #[error("the answer of the server holds no usable tensor")]
+    /// The answer holds no states.
+    #[error(transparent)]
+    Answer(#[from] AnswerError),
+    /// The input cannot be sent.
+    #[error(transparent)]
     Tensor(#[from] TensorError),
-    /// The answer's tensor has another shape than the question's.
-    #[error("the server answered with shape {got:?} instead of {want:?}")]
-    Shape {
-        /// Received.
-        got: Vec<usize>,
-        /// Sent.
-        want: Vec<usize>,
-    },
 }
 
-/// Hidden states `[1, tokens, hidden]` of one sequence.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Hidden {
-    /// Type of the elements.
-    pub dtype: DType,
-    /// Tokens.
-    pub tokens: usize,
-    /// Elements, row-major, little-endian.
-    pub bytes: Bytes,
+/// What a step runs on one server.
+#[derive(Clone, Debug)]
+pub struct StepInput<'a> {
+    /// Hidden states.
+    pub hidden: &'a Hidden,
+    /// Which row of the cache each row goes on from; `None` for the same.
+    pub hypo_ids: Option<&'a [i64]>,
+    /// Deep prompts of the server's blocks.
+    pub prompts: Option<Prompts>,
+    /// Names the step; the same on all servers.
+    pub step_id: &'a str,
 }
 
-impl Hidden {
-    /// Bytes of one token.
-    fn token_bytes(&self) -> usize {
-        self.bytes.len() / self.tokens.max(1)
-    }
-
-    /// The last `tokens` tokens.
-    pub fn last(&self, tokens: usize) -> Hidden {
-        let skip = self.tokens.saturating_sub(tokens) * self.token_bytes();
-        Hidden {
-            dtype: self.dtype,
-            tokens: tokens.min(self.tokens),
-            bytes: self.bytes.slice(skip..),
+impl<'a> StepInput<'a> {
+    /// Hidden states and nothing else.
+    pub fn plain(hidden: &'a Hidden, step_id: &'a str) -> StepInput<'a> {
+        StepInput {
+            hidden,
+            hypo_ids: None,
+            prompts: None,
+            step_id,
         }
-    }
-
-    /// The last token as f32 `[hidden]`.
-    pub fn last_f32(&self) -> Vec<f32> {
-        let last = self.last(1);
-        let mut out = vec![0.0; last.bytes.len() / self.dtype.size_bytes()];
-        kernels::ops::convert::to_f32(self.dtype, &last.bytes, &mut out);
-        out
     }
 }
 
@@ -157,17 +138,20 @@ impl ServerSession {
         self.position
     }
 
-    /// Runs `input` through the server's blocks, starting at the session's position. `step_id` is the same on all servers
-    /// of a step.
+    /// Forgets the tokens from `position` on; the server is told with the next step.
+    pub fn roll_back(&mut self, position: u32) {
+        self.position = self.position.min(position);
+    }
+
+    /// Runs `input` through the server's blocks, starting at the session's position.
     ///
     /// # Errors
     /// [`SessionError`]; the session is of no use afterwards.
     pub async fn step(
         &mut self,
-        input: &Hidden,
-        step_id: &str,
+        input: &StepInput<'_>,
     ) -> Result<(Hidden, StepTiming), SessionError> {
-        let request = self.request(input, step_id)?;
+        let request = self.request(input)?;
         let began = Instant::now();
         self.stream.send(request.encode_to_vec().into()).await?;
         let answer = tokio::time::timeout(STEP_TIMEOUT, self.stream.recv())
@@ -176,9 +160,9 @@ impl ServerSession {
             .ok_or(SessionError::Closed)?;
         let total = began.elapsed();
         let response = ExpertResponse::decode(answer)?;
-        let output = self.output(&response, input)?;
+        let output = Hidden::read(response.tensors.first(), input.hidden)?;
         self.opened = true;
-        self.position += u32::try_from(input.tokens).unwrap_or(u32::MAX);
+        self.position += u32::try_from(input.hidden.tokens).unwrap_or(u32::MAX);
         let (queue, compute) = timing(&response.metadata);
         Ok((
             output,
@@ -190,56 +174,29 @@ impl ServerSession {
         ))
     }
 
-    fn request(&self, input: &Hidden, step_id: &str) -> Result<ExpertRequest, SessionError> {
-        let width = input.bytes.len() / (input.tokens.max(1) * input.dtype.size_bytes());
-        let hidden = raw_tensor(
-            &[1, input.tokens, width],
-            input.dtype.into(),
-            input.bytes.clone(),
-        )?;
+    fn request(&self, input: &StepInput<'_>) -> Result<ExpertRequest, SessionError> {
         let metadata = StepMetadata {
             session_id: &self.session_id,
-            step_id,
+            step_id: input.step_id,
             open: (!self.opened).then_some((self.max_length, None)),
             next_servers: &[],
             start_from_position: Some(self.position),
         };
+        let prompts = match &input.prompts {
+            Some(prompts) => prompts.message()?,
+            None => dummy_tensor(WireDtype::F32),
+        };
+        let hypo_ids = match input.hypo_ids {
+            Some(ids) => {
+                let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+                raw_tensor(&[ids.len()], WireDtype::I64, bytes.into())?
+            }
+            None => dummy_tensor(WireDtype::I64),
+        };
         Ok(ExpertRequest {
             uid: self.uids.clone(),
-            tensors: vec![
-                hidden,
-                dummy_tensor(WireDtype::F32),
-                dummy_tensor(WireDtype::I64),
-            ],
+            tensors: vec![input.hidden.message()?, prompts, hypo_ids],
             metadata: ask_timing(&metadata.encode()).into(),
-        })
-    }
-
-    fn output(&self, response: &ExpertResponse, input: &Hidden) -> Result<Hidden, SessionError> {
-        let max_elements = input.bytes.len();
-        let tensor = match response.tensors.first() {
-            Some(message) => WireTensor::parse(
-                message,
-                ShapeLimits {
-                    max_rank: 3,
-                    max_elements,
-                },
-            )?,
-            None => return Err(SessionError::Closed),
-        };
-        let width = input.bytes.len() / (input.tokens.max(1) * input.dtype.size_bytes());
-        let want = [1, input.tokens, width];
-        if tensor.shape() != want {
-            return Err(SessionError::Shape {
-                got: tensor.shape().to_vec(),
-                want: want.to_vec(),
-            });
-        }
-        let (dtype, bytes) = tensor.to_block()?;
-        Ok(Hidden {
-            dtype,
-            tokens: input.tokens,
-            bytes: bytes.into(),
         })
     }
 
@@ -282,19 +239,6 @@ fn timing(metadata: &[u8]) -> (Duration, Duration) {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn last_takes_the_end_of_the_tokens() {
-        let values: Vec<u8> = (0..6).flat_map(|v| (v as f32).to_le_bytes()).collect();
-        let hidden = Hidden {
-            dtype: DType::F32,
-            tokens: 3,
-            bytes: values.into(),
-        };
-        assert_eq!(hidden.last(2).bytes, hidden.bytes.slice(8..));
-        assert_eq!(hidden.last_f32(), [4.0, 5.0]);
-        assert_eq!(hidden.last(9), hidden);
-    }
 
     #[test]
     fn times_are_asked_for_and_read_without_trust() {

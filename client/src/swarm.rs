@@ -216,9 +216,15 @@ impl Swarm {
         }
     }
 
-    /// Routes around `peer` for a while; longer each time.
+    /// Routes around `peer` for a while; longer each time. When a block has no other server, the records are read anew before
+    /// the next route (petals `sequence_manager.py`, `on_request_failure`).
     pub fn ban(&mut self, peer: PeerId) {
-        self.bans.failed(peer, Instant::now());
+        let now = Instant::now();
+        self.bans.failed(peer, now);
+        let left = self.candidates();
+        if left.iter().any(|c| self.bans.banned(&c.peer, now)) {
+            self.read_at = None;
+        }
     }
 
     /// Forgets the failures of `peer`: it has answered.

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use client::chain::Chain;
 use client::local::LocalModel;
-use client::session::Hidden;
+use client::states::Hidden;
 use client::swarm::{Swarm, SwarmConfig};
 
 use super::{DEADLINE, Sepal};
@@ -79,6 +79,7 @@ pub async fn follow(
             fed = prompt_ids.len() + at;
             let hidden = Hidden {
                 dtype: model.dtype(),
+                rows: 1,
                 tokens: input.len(),
                 bytes: model.embed(input).expect("known tokens").into(),
             };

@@ -115,11 +115,15 @@ impl Sepal {
 
     /// Starts another server in the swarm of `first` and waits until it is ONLINE.
     pub fn join(first: &Sepal, model: &Path, prefix: &str, more: &[&str]) -> Sepal {
-        let peer = first.addr();
+        Sepal::join_at(&first.addr(), model, prefix, more)
+    }
+
+    /// Starts a server in the swarm of the peer at `addr` and waits until it is ONLINE.
+    pub fn join_at(addr: &str, model: &Path, prefix: &str, more: &[&str]) -> Sepal {
         let sepal = Sepal::start(&serve_args(
             model,
             prefix,
-            &[&["--initial_peers", &peer], more].concat(),
+            &[&["--initial_peers", addr], more].concat(),
         ));
         sepal.wait_online();
         sepal
@@ -240,6 +244,48 @@ impl Drop for Sepal {
         // The children die with their parent.
         let _ = self.process.kill();
         let _ = self.process.wait();
+    }
+}
+
+/// A bootstrap node.
+pub struct Dht {
+    child: Child,
+    /// Its multiaddr with its PeerID.
+    pub addr: String,
+}
+
+impl Dht {
+    /// Starts one on a free loopback port.
+    pub fn start() -> Dht {
+        let mut child = Command::new(SEPAL)
+            .args(["dht", "--host_maddrs", "/ip4/127.0.0.1/tcp/0"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let addr = lines.find_map(|line| {
+            let line = line.ok()?;
+            line.split_whitespace()
+                .find(|w| w.contains("/tcp/") && w.contains("/p2p/"))
+                .map(str::to_owned)
+        });
+        Dht {
+            child,
+            addr: addr.expect("sepal dht prints its address"),
+        }
+    }
+}
+
+impl Drop for Dht {
+    fn drop(&mut self) {
+        let pid = Pid::from_raw(self.child.id() as i32);
+        kill(pid, Signal::SIGTERM).unwrap();
+        assert_eq!(
+            self.child.wait().unwrap().code(),
+            Some(0),
+            "sepal dht drains on SIGTERM"
+        );
     }
 }
 

@@ -69,3 +69,13 @@ def find_sepal():
         if os.access(path, os.X_OK):
             return os.path.abspath(path)
     raise ServerFailed(f"no executable at {' or '.join(candidates)}: build it, or name it in $SEPAL")
+
+
+def find_example(name, sepal):
+    """An example of the Rust client, built beside `sepal` or with the tests."""
+    folder = os.path.dirname(sepal)
+    candidates = [os.path.join(folder, "examples", name), os.path.join(folder, "..", "debug", "examples", name)]
+    for path in candidates:
+        if os.access(path, os.X_OK):
+            return os.path.abspath(path)
+    raise ServerFailed(f"no executable at {' or '.join(candidates)}: cargo build -p client --examples")

@@ -1,0 +1,258 @@
+//! Training and rollback through chains of real servers: gradients are those of PyTorch and survive the loss of a server
+//! between the forward and the backward pass; a session that was rolled back goes on elsewhere with what it kept.
+
+mod harness;
+
+use std::path::{Path, PathBuf};
+
+use client::batch::{Gradients, backward, forward, forward_kept};
+use client::chain::{Chain, ChainError, Step};
+use client::states::{Hidden, Prompts};
+use client::swarm::{Swarm, SwarmConfig};
+use harness::demo::demo_model;
+use harness::peer::noise;
+use harness::{Dht, Sepal};
+use netd::p2p::PeerId;
+use safetensors::SafeTensors;
+use shared::dtype::DType;
+
+const F32: [&str; 2] = ["--torch_dtype", "float32"];
+
+async fn join(addr: &str, prefix: &str, num_blocks: u32) -> Swarm {
+    Swarm::join(SwarmConfig {
+        initial_peers: vec![addr.parse().unwrap()],
+        prefix: prefix.to_owned(),
+        num_blocks,
+        startup_timeout: harness::DEADLINE,
+    })
+    .await
+    .unwrap()
+}
+
+fn states(rows: usize, tokens: usize, width: usize, seed: u32) -> Hidden {
+    Hidden {
+        dtype: DType::F32,
+        rows,
+        tokens,
+        bytes: noise(&[rows, tokens, width], seed).buffer,
+    }
+}
+
+fn prompts(blocks: usize, rows: usize, tokens: usize, width: usize, seed: u32) -> Prompts {
+    Prompts {
+        dtype: DType::F32,
+        blocks,
+        rows,
+        tokens,
+        bytes: noise(&[blocks * rows, tokens, width], seed).buffer,
+    }
+}
+
+/// The golden data of two blocks, made by transformers.
+struct Golden {
+    folder: PathBuf,
+    bytes: Vec<u8>,
+}
+
+impl Golden {
+    fn llama() -> Golden {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/blocks/llama");
+        let bytes = std::fs::read(folder.join("expected.safetensors")).unwrap();
+        Golden { folder, bytes }
+    }
+
+    fn tensor(&self, name: &str) -> (Vec<usize>, Vec<u8>) {
+        let all = SafeTensors::deserialize(&self.bytes).unwrap();
+        let tensor = all.tensor(name).unwrap();
+        (tensor.shape().to_vec(), tensor.data().to_vec())
+    }
+
+    fn states(&self, name: &str) -> Hidden {
+        let (shape, bytes) = self.tensor(name);
+        let [rows, tokens, _] = shape[..] else {
+            panic!("{name} has shape {shape:?}");
+        };
+        Hidden {
+            dtype: DType::F32,
+            rows,
+            tokens,
+            bytes: bytes.into(),
+        }
+    }
+
+    fn prompts(&self, name: &str) -> Prompts {
+        let (shape, bytes) = self.tensor(name);
+        let [blocks, rows, tokens, _] = shape[..] else {
+            panic!("{name} has shape {shape:?}");
+        };
+        Prompts {
+            dtype: DType::F32,
+            blocks,
+            rows,
+            tokens,
+            bytes: bytes.into(),
+        }
+    }
+}
+
+fn close(what: &str, got: &[u8], want: &[u8]) {
+    let values = |bytes: &[u8]| -> Vec<f32> {
+        let elements = bytes.as_chunks().0.iter();
+        elements.map(|b| f32::from_le_bytes(*b)).collect()
+    };
+    let (got, want) = (values(got), values(want));
+    assert_eq!(got.len(), want.len(), "{what}");
+    let largest = want.iter().fold(0.0f32, |most, v| most.max(v.abs()));
+    for (at, (got, want)) in got.iter().zip(&want).enumerate() {
+        let error = (got - want).abs();
+        assert!(error <= 1e-4 * largest, "{what} {at}: {got} is not {want}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn gradients_through_a_chain_of_two_are_those_of_pytorch() {
+    let golden = Golden::llama();
+    let more = |span| [&F32[..], &["--block_indices", span]].concat();
+    let first = Sepal::serve(&golden.folder, "golden", &more("0:1"));
+    let _second = Sepal::join(&first, &golden.folder, "golden", &more("1:2"));
+    let mut swarm = join(&first.addr(), "golden", 2).await;
+    let (input, gradient) = (golden.states("input"), golden.states("output_gradient"));
+
+    let (output, kept) = forward_kept(&mut swarm, 0..2, &input, None).await.unwrap();
+    assert_eq!(kept.legs().map(|legs| legs.len()).collect::<Vec<_>>(), [2]);
+    let (_, all) = golden.tensor("forward");
+    close("output", &output.bytes, &all[all.len() / 2..]);
+    let got = backward(&mut swarm, &kept, &gradient).await.unwrap();
+    let want = golden.states("input_gradient");
+    close("gradient of the input", &got.inputs.bytes, &want.bytes);
+    assert_eq!(got.prompts, None);
+
+    let deep = golden.prompts("prompts");
+    let (output, kept) = forward_kept(&mut swarm, 0..2, &input, Some(&deep))
+        .await
+        .unwrap();
+    close(
+        "prompted output",
+        &output.bytes,
+        &golden.states("prompted").bytes,
+    );
+    let got = backward(&mut swarm, &kept, &gradient).await.unwrap();
+    let want = golden.states("prompted_input_gradient");
+    close("gradient of the input", &got.inputs.bytes, &want.bytes);
+    let (want, got) = (golden.prompts("prompt_gradient"), got.prompts.unwrap());
+    assert_eq!(
+        (got.blocks, got.rows, got.tokens),
+        (want.blocks, want.rows, want.tokens)
+    );
+    close("gradient of the prompts", &got.bytes, &want.bytes);
+    swarm.leave().await;
+}
+
+/// Several pieces on their own ways; the servers of the first half die after the forward pass, and a part of what they
+/// computed is made again on others that cut the blocks differently.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_dies_before_the_backward_pass_is_replaced_and_the_gradients_are_the_same() {
+    const WIDTH: usize = 192;
+    let more = |span| [&F32[..], &["--block_indices", span]].concat();
+    let whole = Sepal::serve(&demo_model(), "demo", &more("0:8"));
+    let input = states(5, 300, WIDTH, 1);
+    let gradient = states(5, 300, WIDTH, 2);
+    let deep = prompts(8, 5, 3, WIDTH, 3);
+    let mut swarm = join(&whole.addr(), "demo", 8).await;
+    let (output, kept) = forward_kept(&mut swarm, 0..8, &input, Some(&deep))
+        .await
+        .unwrap();
+    let want = backward(&mut swarm, &kept, &gradient).await.unwrap();
+    swarm.leave().await;
+    drop(whole);
+
+    let bottom = Sepal::serve(&demo_model(), "demo", &more("0:5"));
+    let top = Sepal::join(&bottom, &demo_model(), "demo", &more("5:8"));
+    let mut swarm = join(&top.addr(), "demo", 8).await;
+    let (chained, kept) = forward_kept(&mut swarm, 0..8, &input, Some(&deep))
+        .await
+        .unwrap();
+    assert!(chained == output, "a chain has the bits of one server");
+    assert_eq!(
+        kept.legs().map(|legs| legs.len()).collect::<Vec<_>>(),
+        [2, 2]
+    );
+    let got = backward(&mut swarm, &kept, &gradient).await.unwrap();
+    assert!(got == want, "so have its gradients");
+
+    let spare = Sepal::join(&top, &demo_model(), "demo", &more("0:2"));
+    let _rest = Sepal::join(&top, &demo_model(), "demo", &more("2:5"));
+    bottom.signal(nix::sys::signal::Signal::SIGKILL);
+    swarm.refresh().await.unwrap();
+    let got = backward(&mut swarm, &kept, &gradient).await.unwrap();
+    assert!(got == want, "after the loss of a server");
+    // What was kept still names the lost server; a pass forward knows it no more.
+    let again = forward(&mut swarm, 0..8, &input, Some(&deep))
+        .await
+        .unwrap();
+    assert!(again == output, "forward after the loss");
+    let lost: PeerId = bottom.peer_id().parse().unwrap();
+    let (_, kept) = forward_kept(&mut swarm, 0..8, &input, None).await.unwrap();
+    assert!(kept.legs().flatten().all(|(peer, _)| peer != lost));
+    let Gradients { inputs, .. } = backward(&mut swarm, &kept, &gradient).await.unwrap();
+    assert_eq!(inputs.shape(), input.shape());
+    swarm.leave().await;
+    drop(spare);
+}
+
+/// A beam search of three rows with deep prompts that is rolled back twice; then every server dies and is replaced. The
+/// same steps on a session that nothing happened to have the same bits.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_session_that_was_rolled_back_and_reordered_goes_on_after_a_failover() {
+    const WIDTH: usize = 192;
+    let more = |span| [&F32[..], &["--block_indices", span]].concat();
+    let dht = Dht::start();
+    let serve = |span| Sepal::join_at(&dht.addr, &demo_model(), "demo", &more(span));
+    let [first, second] = ["0:4", "4:8"].map(serve);
+    let mut swarm = join(&dht.addr, "demo", 8).await;
+    let mut undisturbed_swarm = join(&dht.addr, "demo", 8).await;
+    let mut chain = Chain::open(&mut swarm, 64).await.unwrap();
+    let used: Vec<PeerId> = chain.legs().map(|(peer, _)| peer).collect();
+    let mut undisturbed = Chain::open(&mut undisturbed_swarm, 64).await.unwrap();
+    let step = |tokens, seed, hypo_ids: Option<[i64; 3]>| Step {
+        hidden: states(3, tokens, WIDTH, seed),
+        hypo_ids: hypo_ids.map(Vec::from),
+        prompts: (seed == 0).then(|| prompts(8, 3, 4, WIDTH, 50)),
+    };
+    let script = [
+        (step(20, 0, None), None),
+        (step(1, 1, Some([2, 0, 0])), None),
+        (step(3, 2, Some([1, 1, 2])), Some(19)),
+        (step(1, 3, Some([2, 0, 1])), None),
+        (step(2, 4, None), Some(3)),
+        (step(1, 5, Some([0, 2, 0])), None),
+    ];
+    for (step, back) in &script {
+        let want = undisturbed.step(step.clone()).await.unwrap().0;
+        assert!(chain.step(step.clone()).await.unwrap().0 == want);
+        if let Some(position) = back {
+            chain.roll_back(*position).unwrap();
+            undisturbed.roll_back(*position).unwrap();
+        }
+    }
+    assert_eq!(chain.position(), 4);
+    assert!(matches!(
+        chain.roll_back(5),
+        Err(ChainError::NotBehind {
+            position: 4,
+            asked: 5
+        })
+    ));
+    let last = step(2, 6, Some([1, 0, 2]));
+    let want = undisturbed.step(last.clone()).await.unwrap().0;
+    undisturbed.close().await;
+
+    let _all = serve("0:8");
+    for sepal in [&first, &second] {
+        sepal.signal(nix::sys::signal::Signal::SIGKILL);
+    }
+    let got = chain.step(last).await.unwrap().0;
+    assert!(chain.legs().all(|(peer, _)| !used.contains(&peer)));
+    close("after the failover", &got.bytes, &want.bytes);
+    chain.close().await;
+}
