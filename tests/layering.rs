@@ -322,6 +322,29 @@ impl Package {
     }
 }
 
+#[test]
+fn every_kind_of_bad_input_names_tests_that_exist() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let text = read(&root.join("ARCHITECTURE.md"));
+    let section = text.split("## Bad input").nth(1).expect("the section");
+    let section = section.split("\n## ").next().unwrap_or_default();
+    let rows = section.lines().filter(|line| line.starts_with("| "));
+    let sources = sources();
+    let mut checked = 0;
+    for row in rows.skip(2) {
+        let cell = row.rsplit('|').nth(1).unwrap_or_default();
+        let names: Vec<&str> = cell.split('`').skip(1).step_by(2).collect();
+        assert!(!names.is_empty(), "no test: {row}");
+        for name in names {
+            let function = format!("fn {name}(");
+            let exists = sources.iter().any(|source| source.code.contains(&function));
+            assert!(exists, "no test is called {name}");
+            checked += 1;
+        }
+    }
+    assert!(checked > 10, "the table was not found");
+}
+
 struct Source {
     /// From the root of the repository, with slashes.
     path: String,

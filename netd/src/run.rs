@@ -559,7 +559,8 @@ impl Daemon {
         let pages = self.ups.iter().map(|up| up.kv_pages).min().unwrap_or(0);
         let limits = self.offer.limits;
         let pool = Pool::new(self.offer.span, pages, limits.attn_cache_tokens);
-        let kv = KvMemory::new(WaitQueue::new(pool), self.facts.kv_token_bytes() as u64);
+        let queue = WaitQueue::new(pool, self.init.config.max_kv_share);
+        let kv = KvMemory::new(queue, self.facts.kv_token_bytes() as u64);
         ServiceParts {
             prefix: self.offer.prefix.clone(),
             facts: self.facts.clone(),

@@ -30,6 +30,8 @@ pub struct ServeConfig {
     pub log: LogConfig,
     /// How long a drain may take before children are killed.
     pub drain_timeout: Duration,
+    /// Memory that blocks, KV cache and processes may take (`--max_memory`); `None` = what is free.
+    pub max_memory_bytes: Option<u64>,
     /// Open files allowed to each process (`--increase_file_limit`); 0 leaves the limit as it is.
     pub file_limit: u64,
     /// Process that started this run and whose end, however it comes, drains it (`--end_with`). It must have started the run
@@ -227,6 +229,8 @@ pub struct NetdConfig {
     pub inference_max_length: Option<u32>,
     /// KV budget per block in tokens; `None` = by the model's KV groups (16384 or 4096).
     pub attn_cache_tokens: Option<u32>,
+    /// Part of the KV budget that one peer may hold, above 0 and at most 1.
+    pub max_kv_share: f64,
     /// Largest batch × tokens of one request; `None` = by the model's KV groups (8192 or 2048).
     pub max_batch_size: Option<u32>,
     /// Cap of the time a session may wait for KV cache.

@@ -105,7 +105,7 @@ fn service(workers: Workers, p2p: P2p, draining: watch::Receiver<bool>) -> Servi
     let pool = Pool::new(span, KV_PAGES, limits.attn_cache_tokens);
     Service::new(ServiceParts {
         prefix: PREFIX.into(),
-        kv: KvMemory::new(WaitQueue::new(pool), facts.kv_token_bytes() as u64),
+        kv: KvMemory::new(WaitQueue::new(pool, 1.0), facts.kv_token_bytes() as u64),
         facts,
         limits,
         span,

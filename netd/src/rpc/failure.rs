@@ -163,6 +163,7 @@ impl From<NoMemory> for Failure {
         let trouble = match error {
             NoMemory::BadBlock(_) => Trouble::Malformed,
             NoMemory::TooLarge { .. } => Trouble::TooLarge,
+            NoMemory::OverShare { .. } => Trouble::OverShare,
             NoMemory::Immediately { .. } | NoMemory::TimedOut { .. } => Trouble::NoMemory,
         };
         Failure::runtime(error.to_string()).counted(trouble)
@@ -212,6 +213,9 @@ mod tests {
         assert_eq!(Failure::no_adapter("x").trouble(), Trouble::NotServed);
         let full = Failure::from(NoMemory::Immediately { bytes: 1 });
         assert_eq!(full.trouble(), Trouble::NoMemory);
+        let (bytes, held, most) = (1, 2, 2);
+        let over = Failure::from(NoMemory::OverShare { bytes, held, most });
+        assert_eq!(over.trouble(), Trouble::OverShare);
         let large = Failure::from(TooLarge { bytes: 2, most: 1 });
         assert_eq!(large.trouble(), Trouble::TooLarge);
     }

@@ -223,7 +223,7 @@ async fn admit(
     let asked = Duration::try_from_secs_f64(metadata.alloc_timeout_s).unwrap_or(Duration::MAX);
     let lease = service
         .kv
-        .take(kv, asked.min(service.timeouts.max_alloc))
+        .take(peer, kv, asked.min(service.timeouts.max_alloc))
         .await?;
     let tables = SessionTables::new(batch as usize, max_length, lease.pages());
     Ok(Open {

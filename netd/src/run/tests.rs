@@ -65,6 +65,7 @@ fn config(folder: &Path, initial_peers: Vec<String>) -> NetdConfig {
         mean_balance_check_period: Duration::from_secs(1),
         inference_max_length: None,
         attn_cache_tokens: None,
+        max_kv_share: 1.0,
         max_batch_size: None,
         max_alloc_timeout: DEADLINE,
         request_timeout: DEADLINE,

@@ -5,13 +5,17 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use libp2p::PeerId;
 use shared::ids::PageId;
 use tokio::sync::oneshot;
 
 use super::pool::{Grant, KvRequest, Refusal};
 use super::queue::{Admission, Granted, Ticket, WaitQueue};
+
+/// How often one that waits looks whether claims of others have run out ([`super::shares::CLAIM_LIFE`]).
+const LOOK_AGAIN: Duration = Duration::from_secs(5);
 
 /// The KV memory of this server. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -35,6 +39,7 @@ struct State {
 /// KV memory held by a session and its jobs.
 #[derive(Debug)]
 pub struct Lease {
+    peer: PeerId,
     grant: Option<Grant>,
     memory: Arc<Inner>,
 }
@@ -49,7 +54,10 @@ impl Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         if let Some(grant) = self.grant.take() {
-            self.memory.clone().change(|queue| queue.give_back(grant));
+            let (peer, now) = (self.peer, Instant::now());
+            self.memory
+                .clone()
+                .change(|queue| queue.give_back(peer, grant, now));
         }
     }
 }
@@ -81,6 +89,18 @@ pub enum NoMemory {
         /// The most that a session of its shape can be given.
         most: u64,
     },
+    /// Its peer holds as much as it may have while others want memory, or as the operator allows.
+    #[error(
+        "Could not allocate {bytes} bytes: this peer holds {held} bytes of the server's attention cache, and may hold {most} now"
+    )]
+    OverShare {
+        /// Asked for.
+        bytes: u64,
+        /// What the peer holds.
+        held: u64,
+        /// What it may hold now.
+        most: u64,
+    },
     /// A block that is not here, or twice.
     #[error("{0}")]
     BadBlock(Refusal),
@@ -109,25 +129,32 @@ impl KvMemory {
         }
     }
 
-    /// Takes memory, waiting for at most `timeout`; a timeout of zero never waits. A future that is dropped leaves the queue.
+    /// Takes memory for `peer`, waiting for at most `timeout`; a timeout of zero never waits. A future that is dropped leaves the
+    /// queue.
     ///
     /// # Errors
     /// [`NoMemory`], with the text for the client.
-    pub async fn take(&self, request: KvRequest, timeout: Duration) -> Result<Lease, NoMemory> {
+    pub async fn take(
+        &self,
+        peer: PeerId,
+        request: KvRequest,
+        timeout: Duration,
+    ) -> Result<Lease, NoMemory> {
         let bytes = request
             .token_blocks()
             .saturating_mul(self.inner.token_bytes);
+        let now = Instant::now();
         if timeout.is_zero() {
-            let taken = self.inner.lock().queue.take_now(&request);
+            let taken = self.inner.lock().queue.take_now(peer, &request, now);
             return match taken {
-                Ok(grant) => Ok(self.lease(grant)),
+                Ok(grant) => Ok(self.lease(peer, grant)),
                 Err(refusal) => Err(self.no_memory(bytes, refusal)),
             };
         }
         let (ticket, mut receiver) = {
             let mut state = self.inner.lock();
-            match state.queue.take_or_wait(request) {
-                Ok(Admission::Granted(grant)) => return Ok(self.lease(grant)),
+            match state.queue.take_or_wait(peer, request, now) {
+                Ok(Admission::Granted(grant)) => return Ok(self.lease(peer, grant)),
                 Ok(Admission::Queued(ticket)) => {
                     let (sender, receiver) = oneshot::channel();
                     state.waiting.insert(ticket, sender);
@@ -140,15 +167,25 @@ impl KvMemory {
             ticket,
             memory: &self.inner,
         };
-        let outcome = tokio::time::timeout(timeout, &mut receiver).await;
+        let outcome = tokio::time::timeout(timeout, self.wait(&mut receiver)).await;
         drop(place);
         // A lease may have come between the end of the wait and leaving the queue.
         match (outcome, receiver.try_recv()) {
-            (Ok(Ok(lease)), _) | (_, Ok(lease)) => Ok(lease),
+            (Ok(Some(lease)), _) | (_, Ok(lease)) => Ok(lease),
             _ => Err(NoMemory::TimedOut {
                 bytes,
                 seconds: timeout.as_secs_f64(),
             }),
+        }
+    }
+
+    /// Waits for a lease. Claims of others run out without an event, so that the queue is looked at now and then.
+    async fn wait(&self, receiver: &mut oneshot::Receiver<Lease>) -> Option<Lease> {
+        loop {
+            match tokio::time::timeout(LOOK_AGAIN, &mut *receiver).await {
+                Ok(lease) => return lease.ok(),
+                Err(_) => self.inner.change(|queue| queue.serve(Instant::now())),
+            }
         }
     }
 
@@ -162,8 +199,9 @@ impl KvMemory {
         }
     }
 
-    fn lease(&self, grant: Grant) -> Lease {
+    fn lease(&self, peer: PeerId, grant: Grant) -> Lease {
         Lease {
+            peer,
             grant: Some(grant),
             memory: self.inner.clone(),
         }
@@ -176,6 +214,11 @@ impl KvMemory {
                 most: most.saturating_mul(self.inner.token_bytes),
             },
             Refusal::NotNow { .. } => NoMemory::Immediately { bytes },
+            Refusal::OverShare { held, most, .. } => NoMemory::OverShare {
+                bytes,
+                held: held.saturating_mul(self.inner.token_bytes),
+                most: most.saturating_mul(self.inner.token_bytes),
+            },
             Refusal::BadBlock(_) => NoMemory::BadBlock(refusal),
         }
     }
@@ -190,7 +233,8 @@ struct Place<'a> {
 impl Drop for Place<'_> {
     fn drop(&mut self) {
         self.memory.lock().waiting.remove(&self.ticket);
-        self.memory.change(|queue| queue.leave(self.ticket));
+        let now = Instant::now();
+        self.memory.change(|queue| queue.leave(self.ticket, now));
     }
 }
 
@@ -205,8 +249,9 @@ impl Inner {
         let mut granted = Vec::new();
         {
             let mut state = self.lock();
-            for (ticket, grant) in change(&mut state.queue) {
+            for (ticket, peer, grant) in change(&mut state.queue) {
                 let lease = Lease {
+                    peer,
                     grant: Some(grant),
                     memory: self.clone(),
                 };
@@ -231,7 +276,7 @@ mod tests {
 
     fn memory() -> KvMemory {
         KvMemory::new(
-            WaitQueue::new(Pool::new(Span::new(0, 1).unwrap(), 4096, 1024)),
+            WaitQueue::new(Pool::new(Span::new(0, 1).unwrap(), 4096, 1024), 1.0),
             4,
         )
     }
@@ -247,23 +292,36 @@ mod tests {
     #[tokio::test]
     async fn texts_name_bytes_as_petals_does() {
         let memory = memory();
-        let _held = memory.take(request(1000), Duration::ZERO).await.unwrap();
+        let _held = memory
+            .take(PeerId::random(), request(1000), Duration::ZERO)
+            .await
+            .unwrap();
         let text = |error: NoMemory| error.to_string();
         assert_eq!(
-            text(memory.take(request(100), Duration::ZERO).await.unwrap_err()),
+            text(
+                memory
+                    .take(PeerId::random(), request(100), Duration::ZERO)
+                    .await
+                    .unwrap_err()
+            ),
             "Could not allocate 400 bytes immediately: out of memory"
         );
         assert_eq!(
             text(
                 memory
-                    .take(request(100), Duration::from_millis(5))
+                    .take(PeerId::random(), request(100), Duration::from_millis(5))
                     .await
                     .unwrap_err()
             ),
             "Server's attention cache is full, failed to allocate 400 bytes in 0.005 seconds"
         );
         assert_eq!(
-            text(memory.take(request(2000), DEADLINE).await.unwrap_err()),
+            text(
+                memory
+                    .take(PeerId::random(), request(2000), DEADLINE)
+                    .await
+                    .unwrap_err()
+            ),
             "Could not allocate 8000 bytes, max cache size = 4096 bytes"
         );
         assert_eq!(memory.figures().waiting, 0);
@@ -272,10 +330,13 @@ mod tests {
     #[tokio::test]
     async fn a_waiter_gets_what_a_dropped_lease_held() {
         let memory = memory();
-        let held = memory.take(request(1000), Duration::ZERO).await.unwrap();
+        let held = memory
+            .take(PeerId::random(), request(1000), Duration::ZERO)
+            .await
+            .unwrap();
         let waiter = tokio::spawn({
             let memory = memory.clone();
-            async move { memory.take(request(500), DEADLINE).await }
+            async move { memory.take(PeerId::random(), request(500), DEADLINE).await }
         });
         while memory.figures().waiting == 0 {
             tokio::task::yield_now().await;
@@ -288,12 +349,46 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_peer_over_its_share_is_told_what_it_holds_and_may_hold() {
+        let memory = memory();
+        let (greedy, modest) = (PeerId::random(), PeerId::random());
+        let held = memory
+            .take(greedy, request(600), Duration::ZERO)
+            .await
+            .unwrap();
+        let more = memory
+            .take(greedy, request(400), Duration::ZERO)
+            .await
+            .unwrap();
+        assert!(
+            memory
+                .take(modest, request(300), Duration::ZERO)
+                .await
+                .is_err()
+        );
+        drop(more);
+        let refused = memory.take(greedy, request(100), Duration::ZERO).await;
+        assert_eq!(
+            refused.unwrap_err().to_string(),
+            "Could not allocate 400 bytes: this peer holds 2400 bytes of the server's attention cache, and may hold 2048 now"
+        );
+        let _modest = memory
+            .take(modest, request(300), Duration::ZERO)
+            .await
+            .unwrap();
+        drop(held);
+    }
+
+    #[tokio::test]
     async fn a_cancelled_waiter_leaves_nothing_behind() {
         let memory = memory();
-        let held = memory.take(request(1000), Duration::ZERO).await.unwrap();
+        let held = memory
+            .take(PeerId::random(), request(1000), Duration::ZERO)
+            .await
+            .unwrap();
         let waiter = tokio::spawn({
             let memory = memory.clone();
-            async move { memory.take(request(500), DEADLINE).await }
+            async move { memory.take(PeerId::random(), request(500), DEADLINE).await }
         });
         while memory.figures().waiting == 0 {
             tokio::task::yield_now().await;

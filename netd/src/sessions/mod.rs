@@ -4,6 +4,7 @@
 //! ```text
 //!   admission   who may hold KV memory, and who waits for it      (async driver over queue)
 //!   queue       order among those that wait                       pure
+//!   shares      how much of it one peer may take                pure
 //!   pool        budget and pages of every block                   pure
 //!   table       page tables of one session, copy on write         pure
 //!   session     one session between its steps                     pure
@@ -16,5 +17,6 @@ pub mod fair;
 pub mod pool;
 pub mod queue;
 pub mod session;
+pub mod shares;
 pub mod table;
 pub mod turns;

@@ -55,6 +55,11 @@ impl Grant {
     pub fn pages(&self) -> &[PageId] {
         &self.pages
     }
+
+    /// What the budget is charged for it.
+    pub fn token_blocks(&self) -> u64 {
+        self.token_blocks
+    }
 }
 
 /// Why memory was not granted. Numbers are token-blocks.
@@ -75,6 +80,18 @@ pub enum Refusal {
         asked: u64,
         /// Free in the budget.
         free: u64,
+    },
+    /// The peer holds, or would hold, more than it may.
+    #[error(
+        "{asked} token-blocks were asked for by a peer that holds {held} and may hold {most} now"
+    )]
+    OverShare {
+        /// Asked for.
+        asked: u64,
+        /// What the peer holds.
+        held: u64,
+        /// What it may hold now.
+        most: u64,
     },
     /// A block outside the span, or named twice.
     #[error("block {0} is not served or is named twice")]

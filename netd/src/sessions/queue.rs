@@ -2,14 +2,20 @@
 //!
 //! Fairness: first come, first served, but a request that does not fit lets smaller ones behind it pass, at most
 //! [`MAX_OVERTAKEN`] times. After that nobody passes it until it was served or gave up, so that a large session cannot
-//! starve behind a stream of small ones. Requests that do not wait (`alloc_timeout` 0, what every shipped Petals client
+//! starve behind a stream of small ones. Nobody passes those who have a claim by asking for more than its fair share
+//! ([`super::shares`]); who holds memory and waits for more than its share holds up nobody. Requests that do not wait (`alloc_timeout` 0, what every shipped Petals client
 //! sends) follow the same rule: they are granted at once or refused, and being granted counts as passing those that wait.
 //!
 //! # Discrepancies
 //! In Petals one waiter at the head blocks everybody behind it, also those that would fit, and makes requests without a
 //! timeout fail although there is room.
 
+use std::time::Instant;
+
+use libp2p::PeerId;
+
 use super::pool::{Grant, KvRequest, Pool, Refusal};
+use super::shares::{Moment, Over, Shares};
 
 /// How often one waiting request may be passed.
 pub const MAX_OVERTAKEN: u32 = 16;
@@ -24,14 +30,24 @@ pub struct Ticket(u64);
 #[derive(Debug)]
 struct Waiting {
     ticket: Ticket,
+    peer: PeerId,
     request: KvRequest,
     overtaken: u32,
+}
+
+impl Waiting {
+    /// Whether nobody may pass it any more.
+    fn holds_up(&self, moment: &Moment<'_>) -> bool {
+        let asked = self.request.token_blocks();
+        self.overtaken >= MAX_OVERTAKEN && moment.may_hold_up(self.peer, asked)
+    }
 }
 
 /// A pool and those that wait for it.
 #[derive(Debug)]
 pub struct WaitQueue {
     pool: Pool,
+    shares: Shares,
     waiting: Vec<Waiting>,
     tickets: u64,
 }
@@ -46,12 +62,13 @@ pub enum Admission {
 }
 
 /// Grants to requests that waited; the caller hands each on.
-pub type Granted = Vec<(Ticket, Grant)>;
+pub type Granted = Vec<(Ticket, PeerId, Grant)>;
 
 impl WaitQueue {
-    /// A queue before `pool` in which nobody waits.
-    pub fn new(pool: Pool) -> WaitQueue {
+    /// A queue before `pool` in which nobody waits; one peer may hold the part `max_share` of it.
+    pub fn new(pool: Pool, max_share: f64) -> WaitQueue {
         WaitQueue {
+            shares: Shares::new(pool.budget(), max_share),
             pool,
             waiting: Vec::new(),
             tickets: 0,
@@ -68,77 +85,135 @@ impl WaitQueue {
         self.waiting.len()
     }
 
-    /// Grants `request` now or never.
+    /// Grants `request` of `peer` now or never.
     ///
     /// # Errors
     /// [`Refusal`], also when there is room but one that waits may not be passed any more.
-    pub fn take_now(&mut self, request: &KvRequest) -> Result<Grant, Refusal> {
-        if self.waiting.iter().any(|w| w.overtaken >= MAX_OVERTAKEN) {
-            return Err(Refusal::NotNow {
-                asked: request.token_blocks(),
-                free: self.pool.free(),
-            });
+    pub fn take_now(
+        &mut self,
+        peer: PeerId,
+        request: &KvRequest,
+        now: Instant,
+    ) -> Result<Grant, Refusal> {
+        let asked = request.token_blocks();
+        let taken = self.take(peer, request, now);
+        if let Err(Refusal::NotNow { .. } | Refusal::OverShare { .. }) = taken {
+            self.shares.refused(peer, asked, now);
         }
-        let grant = self.pool.take(request)?;
-        self.waiting.iter_mut().for_each(|w| w.overtaken += 1);
-        Ok(grant)
+        taken
     }
 
-    /// Grants `request` now or queues it.
+    /// Grants `request` of `peer` now or queues it.
     ///
     /// # Errors
-    /// [`Refusal::Never`] or [`Refusal::BadBlock`] when waiting cannot help, [`Refusal::NotNow`] when too many wait.
-    pub fn take_or_wait(&mut self, request: KvRequest) -> Result<Admission, Refusal> {
-        let refused = match self.take_now(&request) {
+    /// [`Refusal::Never`] or [`Refusal::BadBlock`] when waiting cannot help, another when too many wait.
+    pub fn take_or_wait(
+        &mut self,
+        peer: PeerId,
+        request: KvRequest,
+        now: Instant,
+    ) -> Result<Admission, Refusal> {
+        let refused = match self.take(peer, &request, now) {
             Ok(grant) => return Ok(Admission::Granted(grant)),
             Err(refused) => refused,
         };
-        if !matches!(refused, Refusal::NotNow { .. }) || self.waiting.len() >= MAX_WAITING {
+        let may_wait = matches!(refused, Refusal::NotNow { .. } | Refusal::OverShare { .. });
+        if !may_wait || self.waiting.len() >= MAX_WAITING {
             return Err(refused);
         }
         self.tickets += 1;
         let ticket = Ticket(self.tickets);
+        self.shares.waits(peer, request.token_blocks());
         self.waiting.push(Waiting {
             ticket,
+            peer,
             request,
             overtaken: 0,
         });
         Ok(Admission::Queued(ticket))
     }
 
-    /// Takes memory back and grants what fits now to those that wait.
+    /// Takes memory of `peer` back and grants what fits now to those that wait.
     #[must_use = "grants are in use until they are given back"]
-    pub fn give_back(&mut self, grant: Grant) -> Granted {
+    pub fn give_back(&mut self, peer: PeerId, grant: Grant, now: Instant) -> Granted {
+        self.shares.given_back(peer, grant.token_blocks());
         self.pool.give_back(grant);
-        self.serve()
+        self.serve(now)
     }
 
     /// One that waited gave up. Those that it held back may be served now.
     #[must_use = "grants are in use until they are given back"]
-    pub fn leave(&mut self, ticket: Ticket) -> Granted {
-        self.waiting.retain(|w| w.ticket != ticket);
-        self.serve()
+    pub fn leave(&mut self, ticket: Ticket, now: Instant) -> Granted {
+        if let Some(at) = self.waiting.iter().position(|w| w.ticket == ticket) {
+            self.forget(at);
+        }
+        self.serve(now)
     }
 
-    fn serve(&mut self) -> Granted {
+    /// Grants to those that wait what fits now: the claims that held them up may have run out.
+    #[must_use = "grants are in use until they are given back"]
+    pub fn serve(&mut self, now: Instant) -> Granted {
         let mut granted = Vec::new();
         let mut at = 0;
         while let Some(waiting) = self.waiting.get(at) {
+            let (peer, asked) = (waiting.peer, waiting.request.token_blocks());
+            let moment = self.shares.at(now, None);
+            // Whom nobody may pass any more is next, whatever its share.
+            let allowed = moment.may_take(peer, asked).is_ok() || waiting.holds_up(&moment);
             match self.pool.take(&waiting.request) {
-                Ok(grant) => {
-                    granted.push((self.waiting.remove(at).ticket, grant));
+                Ok(grant) if allowed => {
+                    granted.push((self.forget(at), peer, grant));
+                    self.shares.granted(peer, asked);
                     self.waiting[..at].iter_mut().for_each(|w| w.overtaken += 1);
+                    // Those before may take more now that one claim less stands against them.
+                    at = 0;
+                    continue;
                 }
-                Err(_) => at += 1,
+                Ok(grant) => self.pool.give_back(grant),
+                Err(_) => {}
             }
-            if self.waiting[..at]
-                .iter()
-                .any(|w| w.overtaken >= MAX_OVERTAKEN)
-            {
+            at += 1;
+            if self.held_up(at, now) {
                 break;
             }
         }
         granted
+    }
+
+    fn take(&mut self, peer: PeerId, request: &KvRequest, now: Instant) -> Result<Grant, Refusal> {
+        let asked = request.token_blocks();
+        let allowed = self.shares.at(now, Some(peer)).may_take(peer, asked);
+        match allowed {
+            Err(Over::Cap(most)) => return Err(Refusal::Never { asked, most }),
+            Err(Over::Share(held, most)) => {
+                return Err(Refusal::OverShare { asked, held, most });
+            }
+            Ok(()) => {}
+        }
+        if self.held_up(self.waiting.len(), now) {
+            return Err(Refusal::NotNow {
+                asked,
+                free: self.pool.free(),
+            });
+        }
+        let grant = self.pool.take(request)?;
+        self.shares.granted(peer, asked);
+        self.waiting.iter_mut().for_each(|w| w.overtaken += 1);
+        Ok(grant)
+    }
+
+    /// Whether one of the first `count` that wait may not be passed any more.
+    fn held_up(&mut self, count: usize, now: Instant) -> bool {
+        let moment = self.shares.at(now, None);
+        let mut first = self.waiting.iter().take(count);
+        first.any(|waiting| waiting.holds_up(&moment))
+    }
+
+    fn forget(&mut self, at: usize) -> Ticket {
+        let gone = self.waiting.remove(at);
+        self.shares
+            .waits_no_more(gone.peer, gone.request.token_blocks());
+        gone.ticket
     }
 }
 
@@ -147,9 +222,18 @@ mod tests {
     use super::*;
     use shared::block::{BlockIndex, Span};
 
-    /// 1024 token-blocks in one block, with more pages than any test needs.
-    fn queue() -> WaitQueue {
-        WaitQueue::new(Pool::new(Span::new(0, 1).unwrap(), 4096, 1024))
+    /// 1024 token-blocks in one block, with more pages than any test needs; time stands still.
+    struct Rig {
+        queue: WaitQueue,
+        now: Instant,
+    }
+
+    fn rig() -> Rig {
+        let pool = Pool::new(Span::new(0, 1).unwrap(), 4096, 1024);
+        Rig {
+            queue: WaitQueue::new(pool, 1.0),
+            now: Instant::now(),
+        }
     }
 
     fn request(tokens: u32) -> KvRequest {
@@ -160,77 +244,140 @@ mod tests {
         }
     }
 
-    fn ticket(queue: &mut WaitQueue, tokens: u32) -> Ticket {
-        match queue.take_or_wait(request(tokens)) {
-            Ok(Admission::Queued(ticket)) => ticket,
-            other => panic!("{other:?}"),
+    impl Rig {
+        fn take(&mut self, peer: PeerId, tokens: u32) -> Result<Grant, Refusal> {
+            self.queue.take_now(peer, &request(tokens), self.now)
         }
+
+        /// A peer of its own takes.
+        fn someone(&mut self, tokens: u32) -> (PeerId, Grant) {
+            let peer = PeerId::random();
+            (peer, self.take(peer, tokens).unwrap())
+        }
+
+        fn wait(&mut self, peer: PeerId, tokens: u32) -> Ticket {
+            let queued = self.queue.take_or_wait(peer, request(tokens), self.now);
+            match queued {
+                Ok(Admission::Queued(ticket)) => ticket,
+                other => panic!("{other:?}"),
+            }
+        }
+
+        fn give_back(&mut self, (peer, grant): (PeerId, Grant)) -> Vec<Ticket> {
+            tickets(self.queue.give_back(peer, grant, self.now))
+        }
+
+        fn small_ones_pass(&mut self, count: u32) {
+            for _ in 0..count {
+                let small = self.someone(1);
+                assert!(self.give_back(small).is_empty());
+            }
+        }
+    }
+
+    fn tickets(granted: Granted) -> Vec<Ticket> {
+        granted.into_iter().map(|(ticket, ..)| ticket).collect()
     }
 
     #[test]
     fn a_small_request_passes_a_large_one_that_waits() {
-        let mut queue = queue();
-        let held = queue.take_now(&request(612)).unwrap();
-        let large = ticket(&mut queue, 512);
-        let small = queue.take_now(&request(128)).unwrap();
-        assert!(queue.give_back(small).is_empty());
-        let granted = queue.give_back(held);
-        assert_eq!(granted.iter().map(|(t, _)| *t).collect::<Vec<_>>(), [large]);
+        let mut rig = rig();
+        let held = rig.someone(612);
+        let large = rig.wait(PeerId::random(), 512);
+        let small = rig.someone(128);
+        assert!(rig.give_back(small).is_empty());
+        assert_eq!(rig.give_back(held), [large]);
     }
 
     #[test]
     fn nobody_passes_for_ever() {
-        let mut queue = queue();
-        let held = queue.take_now(&request(612)).unwrap();
-        let large = ticket(&mut queue, 512);
-        for _ in 0..MAX_OVERTAKEN {
-            let small = queue.take_now(&request(1)).unwrap();
-            assert!(queue.give_back(small).is_empty());
-        }
-        assert!(matches!(
-            queue.take_now(&request(1)),
-            Err(Refusal::NotNow { .. })
-        ));
-        let behind = ticket(&mut queue, 1);
-        let granted: Vec<_> = queue.give_back(held).into_iter().map(|(t, _)| t).collect();
-        assert_eq!(granted, [large, behind]);
+        let mut rig = rig();
+        let held = rig.someone(612);
+        let large = rig.wait(PeerId::random(), 512);
+        rig.small_ones_pass(MAX_OVERTAKEN);
+        let refused = rig.take(PeerId::random(), 1);
+        assert!(matches!(refused, Err(Refusal::NotNow { .. })));
+        let behind = rig.wait(PeerId::random(), 1);
+        assert_eq!(rig.give_back(held), [large, behind]);
     }
 
     #[test]
     fn one_that_gives_up_lets_the_others_through() {
-        let mut queue = queue();
-        let held = queue.take_now(&request(900)).unwrap();
-        let large = ticket(&mut queue, 1024);
-        for _ in 0..MAX_OVERTAKEN {
-            let small = queue.take_now(&request(1)).unwrap();
-            assert!(queue.give_back(small).is_empty());
-        }
-        let behind = ticket(&mut queue, 100);
-        assert_eq!(
-            queue
-                .leave(large)
-                .into_iter()
-                .map(|(t, _)| t)
-                .collect::<Vec<_>>(),
-            [behind]
-        );
-        assert!(queue.give_back(held).is_empty());
+        let mut rig = rig();
+        let held = rig.someone(900);
+        let large = rig.wait(PeerId::random(), 1024);
+        rig.small_ones_pass(MAX_OVERTAKEN);
+        let behind = rig.wait(PeerId::random(), 100);
+        assert_eq!(tickets(rig.queue.leave(large, rig.now)), [behind]);
+        assert!(rig.give_back(held).is_empty());
     }
 
     #[test]
     fn what_never_fits_does_not_wait_and_the_queue_is_bounded() {
-        let mut queue = queue();
-        assert!(matches!(
-            queue.take_or_wait(request(1025)),
-            Err(Refusal::Never { .. })
-        ));
-        let _held = queue.take_now(&request(1024)).unwrap();
+        let mut rig = rig();
+        let one = PeerId::random();
+        let asked = rig.queue.take_or_wait(one, request(1025), rig.now);
+        assert!(matches!(asked, Err(Refusal::Never { .. })));
+        let _held = rig.take(one, 1024).unwrap();
         for _ in 0..MAX_WAITING {
-            ticket(&mut queue, 1);
+            rig.wait(PeerId::random(), 1);
         }
-        assert!(matches!(
-            queue.take_or_wait(request(1)),
-            Err(Refusal::NotNow { .. })
-        ));
+        let asked = rig.queue.take_or_wait(one, request(1), rig.now);
+        assert!(asked.is_err());
+    }
+
+    #[test]
+    fn a_peer_over_its_share_goes_behind_those_who_wait() {
+        let mut rig = rig();
+        let (greedy, modest) = (PeerId::random(), PeerId::random());
+        let mut held: Vec<_> = (0..4)
+            .map(|_| (greedy, rig.take(greedy, 256).unwrap()))
+            .collect();
+        let more = rig.wait(greedy, 256);
+        let first = rig.wait(modest, 300);
+        // What the greedy one gives back goes to the other, although its own request came before.
+        assert!(rig.give_back(held.remove(0)).is_empty());
+        let over = Refusal::OverShare {
+            asked: 10,
+            held: 768,
+            most: 512,
+        };
+        assert_eq!(rig.take(greedy, 10), Err(over));
+        assert_eq!(rig.give_back(held.remove(0)), [first]);
+        // The other has what it wants.
+        assert_eq!(rig.give_back(held.remove(0)), [more]);
+    }
+
+    /// Petals' clients do not wait: whoever was refused finds memory when it comes again.
+    #[test]
+    fn who_was_refused_goes_before_a_peer_over_its_share_for_a_while() {
+        let mut rig = rig();
+        let (greedy, modest) = (PeerId::random(), PeerId::random());
+        let held: Vec<_> = (0..4).map(|_| rig.take(greedy, 256).unwrap()).collect();
+        assert!(rig.take(modest, 200).is_err());
+        for grant in held {
+            assert!(rig.give_back((greedy, grant)).is_empty());
+            // It comes back at once each time, up to its share and no further.
+            let again = rig.take(greedy, 256);
+            assert!(
+                matches!(again, Err(Refusal::OverShare { .. })) || rig.queue.pool.free() >= 256
+            );
+        }
+        let _held = rig.take(modest, 200).unwrap();
+    }
+
+    #[test]
+    fn a_peer_that_waits_for_more_than_its_share_is_served_when_the_claims_have_run_out() {
+        let mut rig = rig();
+        let (greedy, gone) = (PeerId::random(), PeerId::random());
+        let held = rig.take(greedy, 1000).unwrap();
+        assert!(rig.take(gone, 100).is_err());
+        assert!(rig.give_back((greedy, held)).is_empty());
+        let _held = rig.take(greedy, 500).unwrap();
+        let more = rig.wait(greedy, 500);
+        rig.small_ones_pass(2 * MAX_OVERTAKEN);
+        assert!(rig.queue.serve(rig.now).is_empty());
+        let later = rig.now + crate::sessions::shares::CLAIM_LIFE;
+        assert_eq!(tickets(rig.queue.serve(later)), [more]);
     }
 }

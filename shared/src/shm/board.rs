@@ -203,6 +203,8 @@ pub enum Trouble {
     Failed = 7,
     /// A record of the DHT that holds nonsense, or is of a clock that is far off, or is over the bounds of the store: dropped.
     BadRecord = 8,
+    /// Its peer holds as much KV cache as it may while others want some.
+    OverShare = 9,
 }
 
 impl Trouble {
@@ -217,6 +219,7 @@ impl Trouble {
         Trouble::Push,
         Trouble::Failed,
         Trouble::BadRecord,
+        Trouble::OverShare,
     ];
 
     /// Its name in reports.
@@ -231,6 +234,7 @@ impl Trouble {
             Trouble::Push => "push",
             Trouble::Failed => "failed",
             Trouble::BadRecord => "bad_record",
+            Trouble::OverShare => "over_share",
         }
     }
 }

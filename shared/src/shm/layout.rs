@@ -50,7 +50,7 @@
 use super::sync::{AtomicU64, Claim};
 
 /// Version of everything in this file.
-pub const LAYOUT_VERSION: u64 = 3;
+pub const LAYOUT_VERSION: u64 = 4;
 
 /// First word of a ring segment: `SEPALRNG`, big-endian.
 pub const RING_MAGIC: u64 = u64::from_be_bytes(*b"SEPALRNG");
@@ -72,7 +72,7 @@ pub const BOARD_SLOTS: usize = 32;
 pub const TEXT_BYTES: usize = 64;
 
 /// Kinds of trouble with requests that are counted apart ([`super::board::Trouble`]).
-pub const TROUBLES: usize = 9;
+pub const TROUBLES: usize = 10;
 
 /// One word alone on its cache lines.
 #[repr(C, align(128))]
@@ -195,7 +195,7 @@ pub struct ReportPart {
     pub(super) net_port: AtomicU64,
     pub(super) peer_id: Text,
     pub(super) troubles: [AtomicU64; TROUBLES],
-    _reserved: [AtomicU64; 4],
+    _reserved: [AtomicU64; 3],
 }
 
 /// One child slot.

@@ -782,3 +782,17 @@ fn every_flag_of_petals_is_in_the_table_with_a_test_that_exists() {
         }
     }
 }
+
+#[test]
+fn memory_and_the_share_of_one_client_can_be_limited() {
+    let config = serve("m --max_kv_share 0.5 --max_memory 4GiB");
+    assert_eq!(config.netd.max_kv_share, 0.5);
+    assert_eq!(config.max_memory_bytes, Some(4 << 30));
+    let default = serve("m");
+    assert_eq!(default.netd.max_kv_share, 1.0);
+    assert_eq!(default.max_memory_bytes, None);
+    for bad in ["0", "1.5", "nan", "-1"] {
+        let args = format!("serve m --max_kv_share={bad}");
+        assert!(run(&args, &[]).is_err(), "{bad}");
+    }
+}

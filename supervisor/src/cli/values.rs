@@ -16,6 +16,14 @@ pub fn seconds(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| "give a number of seconds, at least 0.001".to_owned())
 }
 
+/// A part of a whole, above 0 and at most 1.
+pub fn share(text: &str) -> Result<f64, String> {
+    let number: Option<f64> = text.parse().ok();
+    number
+        .filter(|share| *share > 0.0 && *share <= 1.0)
+        .ok_or_else(|| "give a number above 0 and at most 1".to_owned())
+}
+
 /// `text` or `json`.
 pub fn log_format(text: &str) -> Result<LogFormat, String> {
     match text {

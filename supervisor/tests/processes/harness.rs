@@ -61,6 +61,7 @@ pub fn config(script: &str) -> ServeConfig {
             mean_balance_check_period: Duration::from_secs(60),
             inference_max_length: None,
             attn_cache_tokens: Some(64),
+            max_kv_share: 1.0,
             max_batch_size: None,
             max_alloc_timeout: minute,
             request_timeout: minute,
@@ -78,6 +79,7 @@ pub fn config(script: &str) -> ServeConfig {
             cache_dir: PathBuf::new(),
             hub: shared::config::HubConfig::default(),
         },
+        max_memory_bytes: None,
         restart: RestartConfig {
             backoff_min: Duration::from_millis(20),
             backoff_max: Duration::from_millis(200),

@@ -109,7 +109,7 @@ fn whole_dictionary_is_merged_and_stops_at_the_first_refusal() {
 }
 
 #[test]
-fn bounds_hold() {
+fn what_exceeds_a_bound_or_never_expires_is_refused_and_counted() {
     let limits = StorageLimits {
         max_keys: 2,
         max_subkeys: 2,
@@ -129,6 +129,7 @@ fn bounds_hold() {
     assert!(!storage.store(number(0), entry("c", b"x", NOW + 1.0), NOW));
     assert!(storage.store(number(1), regular(b"x", NOW + 1.0), NOW));
     assert!(!storage.store(number(2), regular(b"x", NOW + 1.0), NOW));
+    assert_eq!(storage.refused(), 6);
     storage.drop_expired(NOW + 2.0);
     assert_eq!((storage.len(), storage.bytes()), (0, 0));
 }

@@ -2,6 +2,8 @@
 
 use prost::Message;
 
+use shared::shm::board::Trouble;
+
 use super::rig::*;
 use crate::p2p::CallError;
 use crate::rpc::names;
@@ -389,6 +391,7 @@ async fn a_message_over_the_limit_is_refused_before_it_is_read() {
         text,
         "request of 5242880 bytes exceeds the limit of 4194304 bytes"
     );
+    assert_eq!(rig.service.troubles.of(Trouble::TooLarge), 1);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -85,6 +85,66 @@ async fn a_stream_of_parts_without_end_is_cut_off() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stream_that_says_less_and_less_is_given_up_when_its_time_is_over() {
+    let shape = Shape {
+        timeouts: Timeouts {
+            request: Duration::from_millis(300),
+            session: DEADLINE,
+            step: DEADLINE,
+            max_alloc: DEADLINE,
+        },
+        ..Shape::default()
+    };
+    let rig = Rig::shaped(shape).await;
+    let open = rig
+        .client
+        .open_stream(rig.server, names::FORWARD_STREAM, DEADLINE);
+    let mut stream = open.await.unwrap();
+    let mut part = forward(1);
+    part.tensors = vec![Tensor {
+        chunks: 2,
+        ..hidden(1, &[1.0])
+    }];
+    stream.send(part.encode_to_vec().into()).await.unwrap();
+    assert_eq!(stream.recv().await, Err(CallError::Remote(String::new())));
+    assert_eq!(rig.service.troubles.of(Trouble::TimedOut), 1);
+    assert_eq!(rig.service.workers.arena().slots_in_use(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_peer_with_all_the_kv_memory_gets_no_more_while_another_wants_some() {
+    let rig = Rig::new().await;
+    let mut held = Vec::new();
+    for _ in 0..2 {
+        let mut session = rig.session().await;
+        session.open(hidden(1, &[1.0]), 8000).await.unwrap();
+        held.push(session);
+    }
+    let other = rig.peer().await;
+    let ask = async || {
+        let stream = other.open_stream(rig.server, names::INFERENCE, DEADLINE);
+        let mut session = Client::of(stream.await.unwrap());
+        let answer = session.open(hidden(1, &[1.0]), 4000).await;
+        answer.map(|_| session)
+    };
+    let text = ask().await.err().unwrap();
+    assert!(text.ends_with("immediately: out of memory"), "{text}");
+    held.pop().unwrap().close().await;
+    until(|| rig.service.open_sessions() == 1).await;
+    let mut more = rig.session().await;
+    let text = more.open(hidden(1, &[1.0]), 500).await.unwrap_err();
+    assert!(text.contains("this peer holds"), "{text}");
+    assert_eq!(rig.service.troubles.of(Trouble::OverShare), 1);
+    let others = ask().await.unwrap();
+    // The other has what it wanted, so that the first may go on beyond its share.
+    let mut more = rig.session().await;
+    more.open(hidden(1, &[1.0]), 500).await.unwrap();
+    for session in [more, others] {
+        session.close().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn metadata_of_wrong_depth_size_or_kind_is_refused() {
     let rig = Rig::new().await;
     let nested = (0..200).fold(Value::Nil, |inner, _| Value::List(vec![inner]));

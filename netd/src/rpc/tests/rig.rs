@@ -217,7 +217,7 @@ impl Rig {
             limits: shape.limits,
             span,
             workers: Arc::new(workers),
-            kv: KvMemory::new(WaitQueue::new(pool), facts().kv_token_bytes() as u64),
+            kv: KvMemory::new(WaitQueue::new(pool, 1.0), facts().kv_token_bytes() as u64),
             timeouts: shape.timeouts,
             compression: shape.compression,
             gradient_bytes: shape.gradient_bytes,

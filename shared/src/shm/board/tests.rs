@@ -45,7 +45,7 @@ fn what_supervisor_and_children_write_everybody_reads() {
     netd.set_net_port(31330);
     netd.set_sessions_open(7);
     netd.set_kv_tokens_free(4096);
-    netd.set_troubles([0, 1, 2, 3, 4, 5, 6, 7, 8]);
+    netd.set_troubles([0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
     let worker = BoardWriter::open(&seat(&name, 5), Generation(3)).unwrap();
     let before = monotonic_ns();
     worker.enter(Phase::Unit, Duration::from_millis(1500));
@@ -79,8 +79,8 @@ fn what_supervisor_and_children_write_everybody_reads() {
         (netd.state, netd.phase),
         (ChildState::Starting, Phase::Reactor)
     );
-    assert_eq!(netd.troubles, [0, 1, 2, 3, 4, 5, 6, 7, 8]);
-    assert_eq!(worker.troubles, [0; 9]);
+    assert_eq!(netd.troubles, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
+    assert_eq!(worker.troubles, [0; 10]);
     assert_eq!(
         (worker.slot, worker.generation, worker.pid),
         (5, Generation(3), 4321)

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use crate::cli::values::{seconds, size_bytes};
+use crate::cli::values::{seconds, share, size_bytes};
 
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case", next_help_heading = "Limits")]
@@ -15,6 +15,10 @@ pub struct LimitArgs {
     /// KV cache per block in tokens [default: 16384 with grouped key/value heads, else 4096]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(super) attn_cache_tokens: Option<u32>,
+    /// Part of the KV cache that the sessions of one client may hold together. Below it a client may take what it likes while nobody
+    /// else wants any; while others do, one that has more than its fair share gets no more
+    #[arg(long, value_name = "PART", default_value = "1", value_parser = share)]
+    pub(super) max_kv_share: f64,
     /// Largest batch x tokens of one request [default: 8192 with grouped key/value heads, else 2048]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(super) max_batch_size: Option<u32>,
@@ -33,6 +37,10 @@ pub struct LimitArgs {
     /// Memory between the network and the workers; pages are taken when used
     #[arg(long, value_name = "SIZE", default_value = "512MiB", value_parser = size_bytes)]
     pub(super) arena_size: u64,
+    /// Memory that blocks, KV cache and processes may take together: so many blocks are served, and a move to others loads them beside
+    /// the present ones only if both fit [default: what is free]
+    #[arg(long, value_name = "SIZE", value_parser = size_bytes)]
+    pub(super) max_memory: Option<u64>,
     /// Open files allowed to each process; 0 leaves the limit as it is
     #[arg(long, value_name = "N", default_value_t = 4096)]
     pub(super) increase_file_limit: u64,
