@@ -1,7 +1,12 @@
-//! A worker that is lost for good: what is left goes on being served, by the same netd, to the sessions that are open.
+//! What may be lost: a worker for good, after which the rest goes on being served, by the same netd, to the sessions that are
+//! open; and files of the cache, but not those that a worker maps.
 
 mod harness;
 
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use gpu_worker::prepare::disk_cache::DiskCache;
 use harness::demo::demo_model;
 use harness::peer::{Peer, noise};
 use harness::{Sepal, wait_for};
@@ -61,4 +66,52 @@ async fn when_a_worker_is_lost_for_good_the_rest_stays_served_with_its_sessions(
     assert!(peer.forward(0..4, next()).await.is_ok());
     assert_eq!(sepal.netd(), netd, "the same netd");
     assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+/// Files below `folder` that `pid` maps.
+fn mapped(pid: Pid, folder: &std::path::Path) -> BTreeSet<PathBuf> {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    let paths = maps
+        .lines()
+        .filter_map(|line| line.split_whitespace().nth(5));
+    let paths = paths.map(PathBuf::from);
+    paths.filter(|path| path.starts_with(folder)).collect()
+}
+
+/// Another process makes room in the cache folder of a server, as far as it can.
+#[test]
+fn weights_that_a_worker_maps_are_not_deleted_to_make_room() {
+    let sepal = serve(&["--quant_type", "int8", "--block_indices", "0:2"]);
+    let folder = sepal.dir.path().join("cache").canonicalize().unwrap();
+    let evict = || {
+        let cache = DiskCache::new(&folder, Some(0));
+        let refused = cache.make_room(1 << 60, &mut || Ok(()));
+        assert!(
+            refused
+                .unwrap_err()
+                .to_string()
+                .contains("--max_disk_space")
+        );
+    };
+    let worker = worker_with(&sepal, "0:2");
+    let files = mapped(worker, &folder);
+    assert!(files.len() >= 2, "{files:?}");
+    let unused = folder.join("prepared/of-nobody");
+    std::fs::write(&unused, "x").unwrap();
+    evict();
+    assert!(!unused.exists(), "what nobody uses goes");
+    assert!(files.iter().all(|file| file.exists()), "{files:?}");
+
+    kill(worker, Signal::SIGKILL).unwrap();
+    let next = wait_for("the next worker", || {
+        Some(worker_with(&sepal, "0:2")).filter(|pid| *pid != worker)
+    });
+    assert_eq!(mapped(next, &folder), files);
+    evict();
+    assert!(files.iter().all(|file| file.exists()), "{files:?}");
+    let dir = sepal.dir.clone();
+    assert_eq!(sepal.terminate().code(), Some(0));
+    evict();
+    assert!(files.iter().all(|file| !file.exists()), "{files:?}");
+    drop(dir);
 }

@@ -2,7 +2,7 @@
 //! `--max_disk_space` or the disk is full. Access times are set here, since many file systems do not keep them.
 //!
 //! Processes take turns through a lock file while they count and delete; they do not hold it while they download. A file that
-//! somebody holds a shared lock on is in use and stays.
+//! somebody holds a shared lock on is in use and stays: workers hold one on each file that they map, downloads on theirs.
 //!
 //! # Discrepancies
 //! Petals locks out all servers of the host during a download, and deletes files that others serve from.
@@ -93,7 +93,10 @@ impl DiskCache {
             if available >= needed_bytes {
                 break;
             }
-            if is_evictable(file) && remove(file) {
+            // The lock is held until the file is gone: whoever maps it meanwhile sees that.
+            if let Some(_lock) = evictable(file)
+                && remove(file)
+            {
                 available = available.saturating_add(file.bytes);
                 removed += 1;
             }
@@ -154,14 +157,16 @@ fn collect(folder: &Path, depth: usize, kept: &mut Vec<Kept>) {
     }
 }
 
-/// Whether nobody holds a lock on the file. Small files of the Hub stay: without config and index nothing serves offline.
-fn is_evictable(file: &Kept) -> bool {
+/// The file with a lock of ours, unless somebody else holds one. Small files of the Hub stay: without config and index nothing
+/// serves offline.
+fn evictable(file: &Kept) -> Option<File> {
     let of_the_hub = file
         .path
         .parent()
         .is_some_and(|parent| parent.ends_with("blobs"));
     let worth_it = !of_the_hub || file.bytes >= SMALL_BYTES;
-    worth_it && File::open(&file.path).is_ok_and(|file| file.try_lock().is_ok())
+    let open = File::open(&file.path).ok().filter(|_| worth_it)?;
+    open.try_lock().ok().map(|()| open)
 }
 
 /// Deletes a file, and the links of snapshots that pointed to it.

@@ -9,7 +9,7 @@
 
 mod adapter;
 mod checkpoint;
-mod disk_cache;
+pub mod disk_cache;
 mod error;
 mod header;
 mod hub;

@@ -2,7 +2,7 @@
 //! weights belong to the page cache, so that a restarted worker finds them there, and several workers share them.
 //!
 //! A file is mapped only if it is what prepare checked (length and time of modification). It must not be changed while it is
-//! mapped: prepared files never are (they are replaced by renaming), a checkpoint is the operator's; cutting one short while it is
+//! mapped: prepared files never are (they are replaced by renaming, and stay while they are locked: [`hold`]), a checkpoint is the operator's; cutting one short while it is
 //! served ends the worker with a sentence ([`guard`]), and the next start finds the file changed.
 #![allow(
     unsafe_code,
@@ -10,6 +10,7 @@
 )]
 
 pub mod guard;
+mod hold;
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -209,6 +210,8 @@ struct FileMap {
     base: NonNull<u8>,
     len: usize,
     _known: guard::Known,
+    /// Held open for its lock ([`hold`]).
+    _file: File,
 }
 
 // SAFETY: the mapping is read-only, stays where it is for the life of the value and belongs to no thread.
@@ -229,6 +232,7 @@ impl FileMap {
         if now != *entry {
             return Err(changed());
         }
+        hold::in_use(&file, &entry.path).map_err(|e| failed("lock", e))?;
         let len = usize::try_from(entry.len)
             .ok()
             .and_then(NonZeroUsize::new)
@@ -249,6 +253,7 @@ impl FileMap {
             base: base.cast(),
             len: len.get(),
             _known: guard::Known::new(base.addr().get(), len.get(), &entry.path),
+            _file: file,
         })
     }
 
