@@ -81,6 +81,8 @@ struct Driver<'a> {
     facts: Option<ModelFacts>,
     /// What workers measured at an earlier start.
     kept: Option<Capacity>,
+    /// The blocks that clients are told of.
+    span: Option<shared::block::Span>,
     wake: Wake,
     signals: SignalFd,
     pace: Duration,
@@ -113,7 +115,7 @@ impl<'a> Driver<'a> {
                 .collect(),
             span: config.netd.span,
             memory: Memory {
-                available_bytes: sizing::available_bytes(),
+                available_bytes: sizing::within(sizing::available_bytes(), config.max_memory_bytes),
                 workers: config.devices.len() as u64,
                 netd: config.netd.clone(),
             },
@@ -137,6 +139,7 @@ impl<'a> Driver<'a> {
             segments: Segments::new(instance, started.map_or(0, |since| since.as_secs()))?,
             facts: None,
             kept: None,
+            span: None,
             wake: Wake::new().map_err(|e| LoopError::System("make an eventfd", e))?,
             signals,
             pace,
@@ -360,7 +363,10 @@ impl<'a> Driver<'a> {
                 span,
                 peer_id,
                 addrs,
-            } => self.announce(span, &peer_id, &addrs),
+            } => {
+                self.span = Some(span);
+                self.announce(span, &peer_id, &addrs);
+            }
             Action::Finish(reason) => self.finished = Some(reason),
         }
     }
@@ -369,7 +375,19 @@ impl<'a> Driver<'a> {
     /// takes it, and is then the worker's failure.
     fn no_room(&self, span: shared::block::Span) -> Option<String> {
         let facts = self.facts.as_ref()?;
-        let available = sizing::available_bytes()?;
+        let taken = self.span.map_or(0, |present| {
+            let memory = Memory {
+                available_bytes: None,
+                workers: self.config.devices.len() as u64,
+                netd: self.config.netd.clone(),
+            };
+            memory.need(facts).total(present.block_count() as u64)
+        });
+        let left = self
+            .config
+            .max_memory_bytes
+            .map(|most| most.saturating_sub(taken));
+        let available = sizing::within(sizing::available_bytes(), left)?;
         let kv_pages = self.config.netd.limits(facts).kv_pages();
         let kv = facts.kv_segment_bytes(span, kv_pages) as u64;
         let needed = facts

@@ -92,12 +92,15 @@ impl Memory {
 }
 
 impl Need {
+    /// Bytes for so many blocks.
+    pub fn total(&self, blocks: u64) -> u64 {
+        let per_block = self.weights.saturating_add(self.kv);
+        per_block.saturating_mul(blocks).saturating_add(self.fixed)
+    }
+
     /// The sum for so many blocks, as a person would write it.
     pub fn arithmetic(&self, blocks: u32) -> String {
-        let per_block = self.weights.saturating_add(self.kv);
-        let total = per_block
-            .saturating_mul(blocks.into())
-            .saturating_add(self.fixed);
+        let total = self.total(blocks.into());
         format!(
             "{blocks} x ({} of weights + {} of KV cache) + {} for arena and processes = {}",
             mib(self.weights),
@@ -106,6 +109,11 @@ impl Need {
             mib(total)
         )
     }
+}
+
+/// What is free, at most what the operator allows.
+pub fn within(free: Option<u64>, allowed: Option<u64>) -> Option<u64> {
+    free.into_iter().chain(allowed).min()
 }
 
 fn mib(bytes: u64) -> String {
@@ -264,6 +272,8 @@ pub(crate) mod tests {
             }
         }
         assert_eq!(four.fit(SpanChoice::Count(4), &facts), Ok(4));
+        assert_eq!(within(Some(3), Some(2)), Some(2));
+        assert_eq!((within(Some(3), None), within(None, None)), (Some(3), None));
         let none = memory(1 << 20).fit(SpanChoice::All, &facts).unwrap_err();
         assert!(none.starts_with("1 block of llama-70b need 1 x"), "{none}");
     }
