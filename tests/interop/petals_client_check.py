@@ -27,7 +27,7 @@ os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from checks import CHECKS, Mismatch, Skip, leave
-from checks import discovery, forward, session, generate, load, backward, refuse  # noqa: F401 (in the order they run)
+from checks import discovery, forward, session, generate, load, backward, compression, refuse  # noqa: F401 (in the order they run)
 from checks.env import Env
 
 
@@ -58,6 +58,7 @@ def parse_args():
     parser.add_argument("--adapter", action="append", default=[], metavar="DIR[=NAME]",
                         help="LoRA adapter that the servers offer; NAME is how they call it (default: DIR as given)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="what the server computes in")
+    parser.add_argument("--quant-type", choices=["int8", "nf4"], help="how the servers store the weights of the blocks")
     parser.add_argument("--tolerance", type=float, help="largest relative error allowed (gradients: ten times this)")
     parser.add_argument("--tokens", type=int, default=40, help="new tokens for greedy generation")
     parser.add_argument("--concurrency", type=int, default=8)

@@ -8,6 +8,7 @@ import threading
 import time
 
 from checks import Mismatch
+from checks.quantized import quantize
 
 
 def knows_llama3_rope(transformers):
@@ -66,7 +67,7 @@ def set_llama3_rope(torch, model, scaling):
 class Local:
     """The same weights in plain transformers, with access to the input of every block."""
 
-    def __init__(self, path, torch, transformers, dtype):
+    def __init__(self, path, torch, transformers, dtype, quant_type=None):
         self.torch = torch
         path, scaling = loadable_folder(path, transformers)
         kwargs = dict(torch_dtype=dtype)
@@ -80,6 +81,8 @@ class Local:
         body = getattr(self.model, "model", None) or self.model.transformer
         self.body = body
         self.layers = body.layers if hasattr(body, "layers") else body.h
+        if quant_type:
+            quantize(torch, self.layers, quant_type)
         self.norm = body.norm if hasattr(body, "norm") else body.ln_f
         self.head = self.model.lm_head
         self.embed = self.model.get_input_embeddings()
@@ -147,7 +150,7 @@ class Env:
         self.dtype = getattr(torch, args.dtype)
         self.tol = args.tolerance if args.tolerance is not None else {"float32": 1e-4, "bfloat16": 6e-2}[args.dtype]
         self.client_folder, _ = loadable_folder(args.model, transformers)
-        self.local = Local(args.model, torch, transformers, torch.float32)
+        self.local = Local(args.model, torch, transformers, torch.float32, getattr(args, "quant_type", None))
         self.config = self.local.model.config
         self.hidden = self.config.hidden_size
         self.n_layers = self.config.num_hidden_layers
