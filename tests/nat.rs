@@ -3,7 +3,8 @@
 
 mod harness;
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{Ipv4Addr, TcpListener, UdpSocket};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -226,6 +227,169 @@ fn after_an_outage_the_server_is_found_again() {
     });
     assert_golden("client", &peer);
     assert_eq!(server.terminate().code(), Some(0));
+}
+
+#[test]
+#[ignore = "needs network namespaces: tests/nat/run"]
+fn the_rate_of_a_slow_line_is_measured_with_a_peer() {
+    let lab = Lab::new();
+    lab.host("relay", 10);
+    lab.host("server", 30);
+    let relay = relay("relay", 10, folder(), &[]);
+    let peer = address(&relay, 10);
+    // 16 Mbit/s.
+    lab.slow("server", 2000);
+    let model = demo_model();
+    let args = ["serve", model.to_str().unwrap(), "--dht_prefix", "demo"];
+    let more = ["--threads", "1", "--initial_peers", &peer];
+    let server = Sepal::start_at("server", folder(), &[&args[..], &more].concat());
+    let line = server.wait_line("measured with servers of the swarm", 1);
+    let mbps = line.split("mbps=").nth(1);
+    let mbps = mbps.and_then(|rest| rest.split_whitespace().next()?.parse::<f64>().ok());
+    // Lossy lines carry less than they could. In the first second they carry more: what the filter saves up is a second's worth
+    // and its burst.
+    assert!(
+        mbps.is_some_and(|mbps| (0.5..36.0).contains(&mbps)),
+        "{line}"
+    );
+}
+
+/// A router that forwards ports when asked (UPnP), as far as libp2p asks: run in its namespace by the test below.
+#[test]
+#[ignore = "a program for the router of another test"]
+fn obliging_router() {
+    let (inside, outside) = ([10, 1, 0, 1], "5.6.7.1");
+    let Ok(router) = std::env::var("SEPAL_NAT_ROUTER") else {
+        return;
+    };
+    let search = UdpSocket::bind("0.0.0.0:1900").unwrap();
+    let group = Ipv4Addr::new(239, 255, 255, 250);
+    search.join_multicast_v4(&group, &inside.into()).unwrap();
+    let listener = TcpListener::bind((Ipv4Addr::from(inside), 5000)).unwrap();
+    std::thread::spawn(move || {
+        let mut question = [0; 1500];
+        while let Ok((_, asker)) = search.recv_from(&mut question) {
+            let kind = "urn:schemas-upnp-org:device:InternetGatewayDevice:1";
+            let answer = format!(
+                "HTTP/1.1 200 OK\r\nST: {kind}\r\nLOCATION: http://10.1.0.1:5000/root.xml\r\n\r\n"
+            );
+            search.send_to(answer.as_bytes(), asker).unwrap();
+        }
+    });
+    println!("obliging");
+    for mut stream in listener.incoming().map_while(Result::ok) {
+        let mut request = String::new();
+        let mut reader = BufReader::new(stream.try_clone().unwrap());
+        let mut length = 0;
+        while reader.read_line(&mut request).is_ok_and(|count| count > 2) {
+            let line = request.lines().last().unwrap_or_default().to_lowercase();
+            if let Some(value) = line.strip_prefix("content-length:") {
+                length = value.trim().parse().unwrap();
+            }
+        }
+        let mut body = vec![0; length];
+        reader.read_exact(&mut body).unwrap();
+        let body = String::from_utf8(body).unwrap();
+        let service = "urn:schemas-upnp-org:service:WANIPConnection:1";
+        let of = |tag: &str| {
+            let rest = body.split_once(&format!("<{tag}>")).unwrap().1;
+            rest.split_once('<').unwrap().0.to_owned()
+        };
+        let answer = if request.starts_with("GET /root.xml") {
+            format!(
+                "<root><device><deviceList><device><serviceList><service><serviceType>{service}</serviceType>\
+                 <controlURL>/control</controlURL><SCPDURL>/scpd.xml</SCPDURL></service></serviceList></device></deviceList></device></root>"
+            )
+        } else if request.starts_with("GET /scpd.xml") {
+            let arguments = [
+                "NewRemoteHost",
+                "NewExternalPort",
+                "NewProtocol",
+                "NewInternalPort",
+                "NewInternalClient",
+                "NewEnabled",
+                "NewPortMappingDescription",
+                "NewLeaseDuration",
+            ];
+            let arguments: String = arguments
+                .iter()
+                .map(|name| {
+                    format!("<argument><name>{name}</name><direction>in</direction></argument>")
+                })
+                .collect();
+            format!(
+                "<scpd><actionList><action><name>AddPortMapping</name><argumentList>{arguments}</argumentList></action></actionList></scpd>"
+            )
+        } else if body.contains("GetExternalIPAddress") {
+            response(
+                "GetExternalIPAddress",
+                &format!("<NewExternalIPAddress>{outside}</NewExternalIPAddress>"),
+            )
+        } else if body.contains("AddPortMapping") {
+            let port = of("NewExternalPort").parse().unwrap();
+            let to = format!("{}:{}", of("NewInternalClient"), of("NewInternalPort"));
+            Lab::forward(&router, port, &to);
+            response("AddPortMapping", "")
+        } else {
+            response("DeletePortMapping", "")
+        };
+        let length = answer.len();
+        let head =
+            format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n");
+        stream.write_all((head + &answer).as_bytes()).unwrap();
+    }
+}
+
+fn response(action: &str, inner: &str) -> String {
+    format!(
+        "<?xml version=\"1.0\"?><s:Envelope xmlns:s=\"http://schemas.xmlsoap.org/soap/envelope/\"><s:Body>\
+         <u:{action}Response xmlns:u=\"urn:schemas-upnp-org:service:WANIPConnection:1\">{inner}</u:{action}Response>\
+         </s:Body></s:Envelope>"
+    )
+}
+
+/// A process that ends with its owner.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+#[ignore = "needs network namespaces: tests/nat/run"]
+fn a_router_that_forwards_a_port_when_asked_makes_the_server_reachable() {
+    let lab = Lab::new();
+    lab.host("relay", 10);
+    lab.host("client", 20);
+    lab.natted("server", 1, Nat::Symmetric);
+    lab.answers_inside("nat1");
+    let [program, rest @ ..] = lab::at("nat1");
+    let mut router = Command::new(program)
+        .args(rest)
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", "obliging_router", "--ignored", "--nocapture"])
+        .env("SEPAL_NAT_ROUTER", "nat1")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("start the router");
+    let lines = BufReader::new(router.stdout.take().expect("stdout is piped")).lines();
+    let _router = Ended(router);
+    let mut lines = lines.map_while(Result::ok);
+    assert!(lines.any(|line| line.contains("obliging")));
+
+    let relay = relay("relay", 10, folder(), &[]);
+    let peer = address(&relay, 10);
+    let server = server("server", &[&peer], &[]);
+    server.wait_line("the router forwards a port to this node", 1);
+    let line = server.wait_line("this server is accessible", 1);
+    assert!(line.contains("directly"), "{line}");
+    server.wait_online();
+    assert_golden("client", &peer);
+    assert!(!server.log().contains("reached through a relay"));
 }
 
 /// Python of the virtual environment with the real Petals: `tests/interop/setup.sh`.

@@ -69,6 +69,35 @@ impl Lab {
         nft(&router, &ruleset(ports));
     }
 
+    /// Lets only so many kilobytes a second through to and from a host; what is more is lost. An idle line saves up a second of it.
+    pub fn slow(&self, name: &str, kilobytes_per_s: u32) {
+        let chain = |hook: &str| {
+            format!(
+                " chain {hook} {{\n type filter hook {hook} priority 0; policy accept\n \
+                 limit rate over {kilobytes_per_s} kbytes/second burst 256 kbytes drop\n }}\n"
+            )
+        };
+        let (input, output) = (chain("input"), chain("output"));
+        nft(name, &format!("table ip slow {{\n{input}{output}}}\n"));
+    }
+
+    /// Has the router in front of a natted host forward a TCP port to it.
+    pub fn forward(router: &str, port: u16, to: &str) {
+        let rules = format!(
+            "table ip nat {{\n chain pre {{\n type nat hook prerouting priority -100\n iifname \"outside\" tcp dport {port} dnat to {to}\n }}\n}}\n\
+             table ip filter {{\n chain through {{\n ct status dnat accept\n }}\n}}\n"
+        );
+        nft(router, &rules);
+    }
+
+    /// Lets the hosts behind a router talk to the router itself.
+    pub fn answers_inside(&self, router: &str) {
+        nft(
+            router,
+            "table ip filter {\n chain own {\n iifname \"inside\" accept\n }\n}\n",
+        );
+    }
+
     /// Pulls the plug of a host or router, or puts it back.
     pub fn plugged(&self, name: &str, plugged: bool) {
         let state = if plugged { "up" } else { "down" };

@@ -9,6 +9,7 @@
 
 use std::time::Duration;
 
+use shared::config::Throughput;
 use shared::control::{FromNetd, NetdInit};
 use shared::network::{Link, NetworkRate, RateFile, RateSource};
 use tokio::time::{Instant, timeout};
@@ -17,7 +18,9 @@ use tracing::info;
 use super::moving::Progress;
 use super::{Daemon, Fatal};
 use crate::control::Outbox;
+use crate::dht::driver::Dht;
 use crate::offer::{Offer, Standing};
+use crate::p2p::P2p;
 use crate::swarm::{monitor, rate};
 
 /// Time between two announcements for the sake of what is told here. Tests wait for it.
@@ -30,6 +33,8 @@ const PATIENCE: monitor::Patience = match cfg!(test) {
     },
     false => monitor::Patience::PETALS,
 };
+/// Time between two looks whether the measurement still holds.
+const LOOK_PERIOD: Duration = Duration::from_secs(86400);
 /// How long a dry run looks for somebody to measure with, or waits for another server that measures.
 const DRY_RUN_PATIENCE: Duration = Duration::from_secs(60);
 /// Time between two such looks.
@@ -72,6 +77,20 @@ impl Watched {
     }
 }
 
+/// What a dry run measures: it waits for another server that measures, and not for peers to come.
+async fn measured_at_once(settings: &rate::Settings, p2p: &P2p, dht: &Dht) -> Option<NetworkRate> {
+    let attempts = async {
+        loop {
+            match rate::once(settings, p2p, dht).await {
+                rate::Outcome::Rate(rate) => break Some(rate),
+                rate::Outcome::Nobody => break None,
+                rate::Outcome::Busy => tokio::time::sleep(DRY_RUN_PAUSE).await,
+            }
+        }
+    };
+    timeout(DRY_RUN_PATIENCE, attempts).await.unwrap_or(None)
+}
+
 impl Daemon {
     /// The workers cover the span: goes online, unless something has to be known first. True if clients can come.
     pub(super) fn may_go_online(&mut self) -> bool {
@@ -107,56 +126,56 @@ impl Daemon {
         }
     }
 
-    /// Measures the network in the background, once, unless its rate is known or nobody asks for it.
+    /// Measures the network in the background and again when the measurement has grown old, unless nobody asks for its rate.
     pub(super) fn measure_network(&mut self) {
         let config = &self.init.config;
-        let is_dry_run = self.offer.is_dry_run();
-        let is_known = matches!(
-            self.standing.network.source,
-            RateSource::Operator | RateSource::Peers | RateSource::Url
-        );
-        if self.standing.measuring || !self.offer.tells_network() || is_known && !is_dry_run {
+        let is_given = self.standing.network.source == RateSource::Operator;
+        if self.standing.measuring || !self.offer.tells_network() {
             return;
         }
         self.standing.measuring = true;
-        let settings = rate::Settings {
+        let mut settings = rate::Settings {
             file: config.rates_dir.as_deref().map(RateFile::new),
             service: config.network_test.clone(),
-            take_kept: config.throughput == shared::config::Throughput::Measure,
+            take_kept: config.throughput == Throughput::Measure,
         };
         let (p2p, dht) = (self.joined.p2p.clone(), self.joined.dht.clone());
-        let (progress, service) = (self.progress.clone(), self.online.subscribe());
-        tokio::spawn(async move {
-            let rate = if is_known {
-                None
-            } else if is_dry_run {
-                let attempts = async {
-                    loop {
-                        match rate::once(&settings, &p2p, &dht).await {
-                            rate::Outcome::Rate(rate) => break Some(rate),
-                            rate::Outcome::Nobody => break None,
-                            rate::Outcome::Busy => tokio::time::sleep(DRY_RUN_PAUSE).await,
-                        }
-                    }
+        let progress = self.progress.clone();
+        if self.offer.is_dry_run() {
+            tokio::spawn(async move {
+                let rate = match is_given {
+                    true => None,
+                    false => measured_at_once(&settings, &p2p, &dht).await,
                 };
-                timeout(DRY_RUN_PATIENCE, attempts).await.unwrap_or(None)
-            } else {
-                let is_idle = || {
+                // Nobody listens when the daemon has ended.
+                let _ = progress.send(Progress::Network(rate)).await;
+            });
+        } else if !is_given {
+            let service = self.online.subscribe();
+            tokio::spawn(async move {
+                let is_idle = move || {
                     let service = service.borrow();
                     service.as_ref().is_none_or(|service| service.active() == 0)
                 };
-                Some(rate::keep(settings, p2p, dht, is_idle).await)
-            };
-            // Nobody listens when the daemon has ended.
-            let _ = progress.send(Progress::Network(rate)).await;
-        });
+                loop {
+                    let rate = rate::keep(&settings, &p2p, &dht, &is_idle).await;
+                    if progress.send(Progress::Network(Some(rate))).await.is_err() {
+                        return;
+                    }
+                    settings.take_kept = true;
+                    tokio::time::sleep(LOOK_PERIOD).await;
+                }
+            });
+        }
     }
 
     /// The network's rate is known, or nobody can be asked.
     pub(super) async fn network_measured(&mut self, rate: Option<NetworkRate>, outbox: &Outbox) {
         if let Some(rate) = rate {
             let network = NetworkRate::of(None, Some(rate), &Link::of_system());
-            info!(mbps = network.mbps(), source = %network.source, "the network's rate");
+            if network != self.standing.network {
+                info!(mbps = network.mbps(), source = %network.source, "the network's rate");
+            }
             self.standing.network = network;
         }
         if self.offer.is_dry_run() {

@@ -3,7 +3,7 @@
 //! ```text
 //!   ONLINE and idle ── lock, kept? ──> up to 4 servers agree ──> all send at once (4 s, 32 MiB each at most)
 //!                                                           ──> then all are sent to, and say what has arrived
-//!        best second of each way, the smaller of the two ──> kept for a week, announced
+//!        best mean of each way, the smaller of the two ──> kept for a week, announced
 //! ```
 //!
 //! Several servers at once, since one may have a slower link than ours: their sum is what our link carried at least. What counts is
@@ -15,7 +15,7 @@
 //! refuses is passed over; when nobody agrees it is tried again later, and until then the rate is what `shared::network` says.
 //!
 //! # Discrepancies
-//! Petals asks speedtest.net. A service of the operator's choice can be named ([`url`]).
+//! Petals asks speedtest.net. A service of the operator's choice can be named (`url`).
 
 mod ask;
 mod keep;
@@ -32,8 +32,8 @@ pub use keep::{Outcome, Settings, keep, once};
 
 /// The protocol. Peers that are no Sepal servers do not know it.
 ///
-/// Frames of the caller: one byte, [`DOWN`] or [`UP`]; after [`AGREED`] came back, [`GO`]; then in the direction asked for, frames of at
-/// most [`CHUNK_BYTES`]. For `UP` the callee answers with the bytes that have arrived so far, 8 bytes, little endian.
+/// Frames of the caller: one byte, `DOWN` or `UP`; after `AGREED` came back, `GO`; then in the direction asked for, frames of at
+/// most `CHUNK_BYTES`. For `UP` the callee answers with the bytes that have arrived so far, 8 bytes, little endian.
 pub const PROTOCOL: &str = "/sepal/rate/1";
 
 /// The callee is to send.

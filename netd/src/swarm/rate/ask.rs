@@ -27,7 +27,7 @@ const AGREE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long looking for peers may take. Less than the patience of those who have agreed.
 const SEARCH_LIMIT: Duration = Duration::from_secs(8);
 /// How long a connected peer may take to say where it is.
-const INTRODUCTION_TIMEOUT: Duration = Duration::from_secs(1);
+const INTRODUCTION_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long the last answers may be under way.
 const LAST_ANSWERS: Duration = Duration::from_secs(1);
 
@@ -107,7 +107,7 @@ async fn one_way(p2p: &P2p, way: u8, scope: Scope, candidates: &[PeerId]) -> Opt
         }
     });
     join_all(transfers).await;
-    let rate = meter.lock().bits_per_s();
+    let rate = meter.lock().bits_per_s(meter.start.elapsed());
     debug!(way = %char::from(way), peers, ?rate, "measured one way");
     rate
 }

@@ -34,12 +34,12 @@ pub struct Settings {
     pub take_kept: bool,
 }
 
-/// Measures until there is a rate; `idle` says whether this server has nothing else to do.
+/// A kept rate, or measures until there is one; `idle` says whether this server has nothing else to do.
 pub async fn keep(
-    settings: Settings,
-    p2p: P2p,
-    dht: Dht,
-    idle: impl Fn() -> bool + Send,
+    settings: &Settings,
+    p2p: &P2p,
+    dht: &Dht,
+    idle: &(impl Fn() -> bool + Send + Sync),
 ) -> NetworkRate {
     tokio::time::sleep(JITTER.mul_f64(rand::random_range(0.0..1.0))).await;
     let mut pauses = PAUSES.iter();
@@ -48,7 +48,7 @@ pub async fn keep(
         while !idle() {
             tokio::time::sleep(BUSY_PERIOD).await;
         }
-        match once(&settings, &p2p, &dht).await {
+        match once(settings, p2p, dht).await {
             Outcome::Rate(rate) => return rate,
             Outcome::Busy => tokio::time::sleep(BUSY_PERIOD).await,
             Outcome::Nobody => {

@@ -1,11 +1,15 @@
-//! Bytes over time, and the rate of the best second. Pure: times are passed in.
+//! Bytes over time, and the rate from them. Pure: times are passed in.
+//!
+//! What has arrived by some time since the start came through the line in that time: no burst from a buffer on the way, and no packet
+//! that held up those behind it, makes the line look faster than it is. The best such time counts, since a peer that has sent all it
+//! lends leaves the line idle.
 
 use std::time::Duration;
 
 /// Width of a bucket.
 const BUCKET: Duration = Duration::from_millis(100);
-/// Buckets of the window whose rate counts: a second.
-const WINDOW: usize = 10;
+/// Buckets that a rate is taken over at least, unless the transfer is shorter: a second.
+const LEAST: usize = 10;
 /// Buckets kept: more time than any transfer has.
 const MAX_BUCKETS: usize = 100;
 /// Fewer bytes say nothing.
@@ -18,7 +22,6 @@ const MIN_TIME: Duration = Duration::from_millis(10);
 pub struct Meter {
     buckets: Vec<u64>,
     total: u64,
-    last: Duration,
 }
 
 impl Meter {
@@ -35,27 +38,28 @@ impl Meter {
             *bucket = bucket.saturating_add(bytes);
         }
         self.total = self.total.saturating_add(bytes);
-        self.last = self.last.max(at);
     }
 
-    /// Bits per second in the best second, or over the whole time if that is shorter; `None` if almost nothing has arrived.
+    /// Bits per second from the start to the best moment before the `end` of the transfer, and not before the first second is over
+    /// unless the transfer is; `None` if almost nothing has arrived.
     #[must_use]
-    pub fn bits_per_s(&self) -> Option<f64> {
+    pub fn bits_per_s(&self, end: Duration) -> Option<f64> {
         if self.total < MIN_BYTES {
             return None;
         }
-        let best = self
-            .buckets
-            .windows(WINDOW)
-            .map(|window| window.iter().sum());
-        let bytes_per_s = match best.max() {
-            Some(most) if self.last >= BUCKET * WINDOW as u32 => {
-                let most: u64 = most;
-                most as f64 / (BUCKET * WINDOW as u32).as_secs_f64()
+        let mut arrived = 0u64;
+        let mut best = self.total as f64 / end.max(MIN_TIME).as_secs_f64();
+        // Nothing arrives after the last bucket, however long the transfer goes on.
+        let buckets = self.buckets.iter().copied();
+        let buckets = buckets.chain(std::iter::repeat_n(0, LEAST));
+        for (bytes, index) in buckets.zip(1..) {
+            arrived = arrived.saturating_add(bytes);
+            let time = BUCKET * index;
+            if index >= LEAST as u32 && time <= end {
+                best = best.max(arrived as f64 / time.as_secs_f64());
             }
-            _ => self.total as f64 / self.last.max(MIN_TIME).as_secs_f64(),
-        };
-        Some(bytes_per_s * 8.0)
+        }
+        Some(best * 8.0)
     }
 }
 
@@ -67,43 +71,63 @@ mod tests {
         Duration::from_millis(ms)
     }
 
+    fn near(meter: &Meter, end: u64, expected: f64) {
+        let rate = meter.bits_per_s(ms(end)).unwrap();
+        assert!((rate / expected - 1.0).abs() < 1e-9, "{rate}");
+    }
+
     #[test]
-    fn the_best_second_counts_and_a_slow_start_does_not() {
+    fn the_best_moment_counts_and_not_the_idle_time_after_it() {
         let mut meter = Meter::default();
-        // 100 kB/s for a second, then 1 MB/s for two, then one of four peers is done.
-        for at in (0..1000).step_by(100) {
-            meter.add(ms(at), 10_000);
-        }
-        for at in (1000..3000).step_by(100) {
+        // 1 MB/s for two seconds, then all but one of the peers are done.
+        for at in (0..2000).step_by(100) {
             meter.add(ms(at), 100_000);
         }
-        for at in (3000..4000).step_by(100) {
-            meter.add(ms(at), 70_000);
+        for at in (2000..4000).step_by(100) {
+            meter.add(ms(at), 10_000);
         }
-        assert_eq!(meter.bits_per_s(), Some(8e6));
+        near(&meter, 4000, 8e6);
+    }
+
+    #[test]
+    fn a_burst_after_a_lost_packet_makes_no_line_faster() {
+        let mut meter = Meter::default();
+        for at in (0..1000).step_by(100) {
+            meter.add(ms(at), 100_000);
+        }
+        // Nothing for a second; then what was held up comes at once.
+        meter.add(ms(1950), 1_000_000);
+        near(&meter, 4000, 8e6);
+    }
+
+    #[test]
+    fn a_transfer_that_stops_is_as_slow_as_it_was_in_a_second() {
+        let mut meter = Meter::default();
+        meter.add(ms(50), 500_000);
+        near(&meter, 4000, 4e6);
     }
 
     #[test]
     fn a_short_transfer_is_measured_as_a_whole() {
         let mut meter = Meter::default();
         meter.add(ms(0), 400_000);
-        meter.add(ms(500), 600_000);
-        assert_eq!(meter.bits_per_s(), Some(16e6));
-        let mut burst = Meter::default();
-        burst.add(ms(0), 1_000_000);
-        assert_eq!(burst.bits_per_s(), Some(8e8), "not infinitely fast");
+        meter.add(ms(450), 600_000);
+        near(&meter, 500, 16e6);
+        // Not infinitely fast.
+        near(&meter, 0, 8e8);
     }
 
     #[test]
     fn next_to_nothing_and_what_comes_too_late_say_nothing() {
         let mut meter = Meter::default();
-        assert_eq!(meter.bits_per_s(), None);
+        let end = ms(4000);
+        assert_eq!(meter.bits_per_s(end), None);
         meter.add(ms(10), MIN_BYTES - 1);
-        assert_eq!(meter.bits_per_s(), None);
+        assert_eq!(meter.bits_per_s(end), None);
         meter.add(Duration::from_secs(1 << 40), u64::MAX);
-        assert_eq!(meter.bits_per_s(), None);
+        assert_eq!(meter.bits_per_s(end), None);
         assert!(meter.buckets.len() <= MAX_BUCKETS);
         meter.add(ms(20), u64::MAX);
-        assert!(meter.bits_per_s().unwrap().is_finite());
+        assert!(meter.bits_per_s(end).unwrap().is_finite());
     }
 }

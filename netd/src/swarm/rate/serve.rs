@@ -25,7 +25,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 /// How long a caller may take to say what it wants, and to start.
 const PATIENCE: Duration = Duration::from_secs(12);
 /// How long a caller may take to say where it is.
-const INTRODUCTION_TIMEOUT: Duration = Duration::from_secs(2);
+const INTRODUCTION_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// What was asked of a [`Counterpart`] so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -74,7 +74,7 @@ async fn down(url: &str) -> Result<Option<f64>, HttpError> {
     if let Ok(ended) = timeout(MAX_TIME, transfer).await {
         ended?;
     }
-    Ok(meter.bits_per_s())
+    Ok(meter.bits_per_s(start.elapsed()))
 }
 
 /// The whole time counts, with that of the connection and of the answer: when bytes have arrived is not told.
