@@ -45,7 +45,7 @@ pub fn packed_tiles(inputs: usize, tiles: usize) -> usize {
 /// parts, but several pieces per thread.
 pub fn transposed_piece(inputs: usize, threads: usize) -> usize {
     let share = inputs.div_ceil(2 * threads).next_multiple_of(64);
-    share.min(256)
+    share.min(1024)
 }
 
 /// Whether packing so many inputs is spread over threads: about one per ns.

@@ -1,13 +1,14 @@
 //! Product with a transposed matrix by products of bfloat16 pairs: the gradient of a matrix product, `out = round(grad) W`.
 //!
 //! ```text
-//! piece of columns (a thread) > chunk of the matrix's rows, interleaved by two into the cache > 64 columns
+//! piece of columns (a thread) > chunk of the matrix's rows > 64 columns, interleaved by two into the cache
 //!     > tile of up to 6 rows of gradients x 4 vectors of columns > pairs of the chunk
 //! ```
 //!
 //! Two rows of the matrix side by side are what `vdpbf16ps` multiplies with two neighbours of a gradient, so a matrix that lies
 //! row-major needs no other packing. An element of the output is the sum of its chunks from first to last, whatever the tile
-//! and the piece.
+//! and the piece. The first tile interleaves while it multiplies: the one needs other parts of the core than the other. All tiles ask
+//! for columns to come: rows lie far apart, which no hardware foresees.
 
 use std::arch::x86_64::*;
 use std::cell::RefCell;
@@ -24,11 +25,13 @@ use crate::tuning;
 const CHUNK: usize = 256;
 /// Most rows of gradients of a tile: with four vectors of columns each they fit 32 registers.
 const TILE_ROWS: usize = 6;
-/// How many rows ahead of the interleaving the matrix is asked for.
-const AHEAD: usize = 8;
+/// How many pairs of rows ahead of the interleaving the matrix is brought close.
+const AHEAD: usize = 4;
+/// How many times 64 columns ahead the matrix is asked for. Not a whole chunk: rows of a power of two share their places in the cache.
+const STEPS_AHEAD: usize = 3;
 
 thread_local! {
-    /// The interleaved chunk of this thread: `[64 columns each][pairs][4 vectors]`.
+    /// Interleaved 64 columns of a chunk: `[pairs][4 vectors]`.
     static PACKED: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -136,56 +139,127 @@ impl<S: Source> Task<'_, S> {
         let tiles = self.rows.div_ceil(TILE_ROWS);
         for first in (0..self.outputs).step_by(CHUNK) {
             let chunk = first..self.outputs.min(first + CHUNK);
-            let lines = 4 * chunk.len().div_ceil(2);
-            tile512::resize(packed, steps.len() * lines);
-            // SAFETY: the caller of `multiply` has the instruction set; rows and steps exist.
-            unsafe {
-                interleave(
-                    self.source,
-                    self.inputs,
-                    chunk.clone(),
-                    steps.clone(),
-                    packed,
-                )
+            tile512::resize(packed, 4 * chunk.len().div_ceil(2));
+            let walk = Walk {
+                next: chunk.end..self.outputs.min(chunk.end + CHUNK),
+                chunk,
+                steps: steps.clone(),
             };
-            for (step, lines) in steps.clone().zip(packed.chunks_exact(lines)) {
+            for step in steps.clone() {
                 for tile in 0..tiles {
+                    // The first is the smallest.
                     let rows = tile * self.rows / tiles..(tile + 1) * self.rows / tiles;
+                    let part = Part {
+                        chunk: walk.chunk.clone(),
+                        step,
+                        row: rows.start,
+                        is_first: tile == 0,
+                        ahead: self.ahead(&walk, step, tile, tiles),
+                    };
                     match rows.len() {
-                        1 => self.tile::<1>(lines, chunk.start, step, rows.start),
-                        2 => self.tile::<2>(lines, chunk.start, step, rows.start),
-                        3 => self.tile::<3>(lines, chunk.start, step, rows.start),
-                        4 => self.tile::<4>(lines, chunk.start, step, rows.start),
-                        5 => self.tile::<5>(lines, chunk.start, step, rows.start),
-                        _ => self.tile::<6>(lines, chunk.start, step, rows.start),
+                        1 => self.tile::<1>(part, packed),
+                        2 => self.tile::<2>(part, packed),
+                        3 => self.tile::<3>(part, packed),
+                        4 => self.tile::<4>(part, packed),
+                        5 => self.tile::<5>(part, packed),
+                        _ => self.tile::<6>(part, packed),
                     }
                 }
             }
         }
     }
 
-    /// Adds the chunk from row `first` of the matrix to `R` rows of the output from `row` on, in the 64 columns of `step`.
-    fn tile<const R: usize>(&self, lines: &[Line], first: usize, step: usize, row: usize) {
+    /// What tile `tile` of `tiles` asks for while it is at `step`: its share of the 64 columns [`STEPS_AHEAD`] steps later, in this chunk
+    /// or the next.
+    fn ahead(&self, at: &Walk, step: usize, tile: usize, tiles: usize) -> Ahead {
+        let row_bytes = self.source.row(1).addr() - self.source.row(0).addr();
+        let start = |step: usize| step * row_bytes / self.inputs.div_ceil(STEP);
+        let (rows, step) = match step + STEPS_AHEAD {
+            later if later < at.steps.end => (&at.chunk, later),
+            later => (&at.next, at.steps.start + later - at.steps.end),
+        };
+        let share = |tile: usize| rows.start + tile * rows.len() / tiles;
+        Ahead {
+            start: self.source.row(share(tile)).wrapping_add(start(step)),
+            row_bytes,
+            row_lines: (start(step + 1) - start(step)).div_ceil(LINE),
+            rows: share(tile + 1) - share(tile),
+        }
+    }
+
+    /// Adds a chunk of the matrix to `R` rows of the output, in 64 columns.
+    fn tile<const R: usize>(&self, part: Part, lines: &mut [Line]) {
         let pairs = lines.len() / 4;
-        let start = row * self.stride + 2 * first;
+        let start = part.row * self.stride + 2 * part.chunk.start;
         let last = start + (R - 1) * self.stride + 4 * pairs;
-        let grad = &self.grad[start..last];
-        // SAFETY: the caller of `multiply` has the instruction set; `grad` reaches to the last pair of the last row.
-        let sums = unsafe { tile::<S, R>(lines, grad, self.stride) };
+        let grad = Pairs {
+            bytes: &self.grad[start..last],
+            stride: self.stride,
+            count: pairs,
+        };
+        let (step, row, is_new) = (part.step, part.row, part.chunk.start == 0);
+        let sums = if part.is_first {
+            // SAFETY: the caller of `multiply` has the instruction set; rows and steps of the matrix exist, and `grad` reaches to the last
+            // pair of the last row.
+            unsafe { interleave::<S, R>(self.source, self.inputs, part, lines, grad) }
+        } else {
+            // SAFETY: as above.
+            unsafe { tile::<S, R>(lines, grad, part.ahead) }
+        };
         let columns = step * STEP..self.inputs.min((step + 1) * STEP);
         for (r, sums) in sums.iter().enumerate() {
             let start = (row + r) * self.inputs + columns.start;
             // SAFETY: pieces differ in their columns; the borrow ends here.
             let out = unsafe { self.out.range(start, columns.len()) };
-            if first == 0 {
-                out.copy_from_slice(&sums.0[..columns.len()]);
-            } else {
-                out.iter_mut()
-                    .zip(&sums.0)
-                    .for_each(|(out, sum)| *out += sum);
-            }
+            // SAFETY: the caller of `multiply` has the instruction set.
+            unsafe { sums.add_to(out, is_new) };
         }
     }
+}
+
+/// Where a piece is on its way.
+struct Walk {
+    /// Rows of the matrix, and those that come after them.
+    chunk: Range<usize>,
+    next: Range<usize>,
+    /// Columns of the piece, in parts of 64.
+    steps: Range<usize>,
+}
+
+/// What a tile works on.
+struct Part {
+    /// Rows of the matrix.
+    chunk: Range<usize>,
+    /// Which 64 of its columns.
+    step: usize,
+    /// First row of the gradients.
+    row: usize,
+    /// Whether the columns are still to be interleaved.
+    is_first: bool,
+    ahead: Ahead,
+}
+
+/// Pairs of neighbours of some rows of gradients.
+#[derive(Clone, Copy)]
+struct Pairs<'a> {
+    /// From the first pair of the first row.
+    bytes: &'a [u8],
+    /// From one row to the next.
+    stride: usize,
+    /// Pairs of a row.
+    count: usize,
+}
+
+/// Parts of some rows of the matrix, to be asked for evenly while a tile computes.
+#[derive(Clone, Copy)]
+struct Ahead {
+    /// First byte of the first row's part.
+    start: *const u8,
+    /// From one row to the next.
+    row_bytes: usize,
+    /// Cache lines of a row's part.
+    row_lines: usize,
+    rows: usize,
 }
 
 /// 64 columns in their order.
@@ -193,79 +267,121 @@ impl<S: Source> Task<'_, S> {
 #[repr(align(64))]
 struct Columns([f32; STEP]);
 
-/// Rows `chunk` of the matrix by two, of the 64 columns of each of `steps`: lower and upper halves of the two vectors of a step.
-///
-/// # Safety
-/// The machine has AVX-512 F and BW and what the source needs; the source has these rows and steps.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-unsafe fn interleave<S: Source>(
-    source: S,
-    inputs: usize,
-    chunk: Range<usize>,
-    steps: Range<usize>,
-    packed: &mut [Line],
-) {
-    let pairs = chunk.len().div_ceil(2);
-    let bytes = source.row(1).addr() - source.row(0).addr();
-    let part = |step: usize| step * bytes / inputs.div_ceil(STEP);
-    for pair in 0..pairs {
-        for row in [0, 1] {
-            let ahead = source.row(chunk.start + 2 * (pair + AHEAD) + row);
-            for at in (part(steps.start)..part(steps.end)).step_by(LINE) {
-                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(at).cast());
-            }
-        }
-        for (index, step) in steps.clone().enumerate() {
-            let left = inputs - step * STEP;
-            let mut rows = [[_mm512_setzero_si512(); 2]; 2];
-            for (i, row) in rows.iter_mut().enumerate() {
-                let output = chunk.start + 2 * pair + i;
-                if output < chunk.end {
-                    *row = if left >= STEP {
-                        // SAFETY: a whole step of a row that exists.
-                        unsafe { source.load(output, step) }
-                    } else {
-                        // SAFETY: the last step of a row that exists.
-                        unsafe { source.load_tail(output, step, left) }
-                    };
-                }
-            }
-            let [first, second] = rows;
-            let place = &mut packed[4 * (index * pairs + pair)..][..4];
-            for half in 0..2 {
-                let (a, b) = (first[half], second[half]);
-                place[2 * half].set(_mm512_unpacklo_epi16(a, b));
-                place[2 * half + 1].set(_mm512_unpackhi_epi16(a, b));
-            }
+impl Columns {
+    /// Adds them to `out`, or begins it.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    fn add_to(&self, out: &mut [f32], is_new: bool) {
+        if is_new {
+            out.copy_from_slice(&self.0[..out.len()]);
+        } else {
+            out.iter_mut()
+                .zip(&self.0)
+                .for_each(|(out, sum)| *out += sum);
         }
     }
+}
+
+/// [`tile`], whose lines it makes on the way: the rows of the chunk by two, lower and upper halves of the two vectors of the step.
+///
+/// # Safety
+/// As [`tile`]; the machine has what the source needs, and the source has the rows and the step.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+unsafe fn interleave<S: Source, const R: usize>(
+    source: S,
+    inputs: usize,
+    part: Part,
+    lines: &mut [Line],
+    grad: Pairs<'_>,
+) -> [Columns; R] {
+    let Part { chunk, step, .. } = part;
+    let left = inputs - step * STEP;
+    let row_bytes = source.row(1).addr() - source.row(0).addr();
+    let at = |step: usize| step * row_bytes / inputs.div_ceil(STEP);
+    let close = source.row(chunk.start + 2 * AHEAD).wrapping_add(at(step));
+    let weights = |pair: usize| {
+        for row in [2 * pair, 2 * pair + 1] {
+            let row = close.wrapping_add(row * row_bytes);
+            for line in (0..at(step + 1) - at(step)).step_by(LINE) {
+                _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(line).cast());
+            }
+        }
+        let mut rows = [[_mm512_setzero_si512(); 2]; 2];
+        for (i, row) in rows.iter_mut().enumerate() {
+            let output = chunk.start + 2 * pair + i;
+            if output < chunk.end {
+                *row = if left >= STEP {
+                    // SAFETY: a whole step of a row that exists.
+                    unsafe { source.load(output, step) }
+                } else {
+                    // SAFETY: the last step of a row that exists.
+                    unsafe { source.load_tail(output, step, left) }
+                };
+            }
+        }
+        let [a, b] = rows;
+        let weights = [
+            _mm512_unpacklo_epi16(a[0], b[0]),
+            _mm512_unpackhi_epi16(a[0], b[0]),
+            _mm512_unpacklo_epi16(a[1], b[1]),
+            _mm512_unpackhi_epi16(a[1], b[1]),
+        ];
+        for (line, vector) in lines[4 * pair..][..4].iter_mut().zip(weights) {
+            line.set(vector);
+        }
+        weights
+    };
+    // SAFETY: as the caller says.
+    unsafe { sums::<S, R>(weights, grad, part.ahead) }
 }
 
 /// Sums over the pairs of a chunk for `R` rows of gradients and 64 columns, which come in their order.
 ///
 /// # Safety
-/// The machine has AVX-512 F and BF16; `grad` holds the pairs of `R` rows, `stride` bytes apart.
+/// The machine has AVX-512 F, BW, DQ, VL and BF16; `grad` holds the pairs of `R` rows.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+unsafe fn tile<S: Source, const R: usize>(
+    lines: &[Line],
+    grad: Pairs<'_>,
+    ahead: Ahead,
+) -> [Columns; R] {
+    let lines = lines.as_chunks::<4>().0;
+    let weights = |pair: usize| lines[pair].each_ref().map(|line| line.get());
+    // SAFETY: as the caller says.
+    unsafe { sums::<S, R>(weights, grad, ahead) }
+}
+
+/// The sums of [`tile`]; `weights` gives the four vectors of a pair.
+///
+/// # Safety
+/// As [`tile`].
+#[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 #[allow(
     clippy::needless_range_loop,
     reason = "indexes that are constants keep the sums in registers"
 )]
-unsafe fn tile<S: Source, const R: usize>(
-    lines: &[Line],
-    grad: &[u8],
-    stride: usize,
+unsafe fn sums<S: Source, const R: usize>(
+    mut weights: impl FnMut(usize) -> [__m512i; 4],
+    grad: Pairs<'_>,
+    ahead: Ahead,
 ) -> [Columns; R] {
     let mut sums = [[_mm512_setzero_ps(); 4]; R];
-    let start = grad.as_ptr();
-    for (pair, lines) in lines.as_chunks::<4>().0.iter().enumerate() {
-        let weights = [
-            lines[0].get(),
-            lines[1].get(),
-            lines[2].get(),
-            lines[3].get(),
-        ];
+    let (start, more) = (grad.bytes.as_ptr(), ahead.rows * ahead.row_lines);
+    let (mut due, mut asked, mut line) = (0, ahead.start, 0);
+    for pair in 0..grad.count {
+        due += more;
+        while due >= grad.count {
+            due -= grad.count;
+            _mm_prefetch::<_MM_HINT_T1>(asked.wrapping_add(line * LINE).cast());
+            line += 1;
+            if line == ahead.row_lines {
+                (asked, line) = (asked.wrapping_add(ahead.row_bytes), 0);
+            }
+        }
+        let weights = weights(pair);
         for r in 0..R {
-            let p = start.wrapping_add(r * stride + 4 * pair);
+            let p = start.wrapping_add(r * grad.stride + 4 * pair);
             // SAFETY: a pair of a row, as the caller promises.
             let grad = _mm512_set1_epi32(unsafe { p.cast::<i32>().read_unaligned() });
             for i in 0..4 {
