@@ -1,6 +1,8 @@
 //! `sepal selftest`: every kernel against the reference on a device, then what each operation takes there, beside what the device gives
 //! at best. It needs the executable and a driver, nothing else.
 
+mod blocks;
+mod others;
 mod roofline;
 
 use std::io::Write;

@@ -4,12 +4,13 @@
 use std::io::Write;
 use std::time::Instant;
 
-use kernels::ops::{Attention, KvAppend, Linear, Rmsnorm, SiluMul};
-use kernels::{DType, PageLayout, QuantType, StepRow, WeightView, quant};
+use kernels::ops::{Attention, KvAppend, Linear};
+use kernels::{DType, PageLayout, QuantType, StepRow};
 use shared::ids::PageId;
 use shared::model::PAGE_TOKENS;
 
 use super::Ended;
+use super::others::{stored, view};
 use crate::device::Paged;
 
 /// What a device gives at best, as measured in this run.
@@ -25,13 +26,19 @@ pub struct Peaks {
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
     /// Width of the hidden states, of the middle of the MLP, and of keys.
-    hidden: usize,
-    middle: usize,
-    kv: usize,
+    pub(super) hidden: usize,
+    pub(super) middle: usize,
+    pub(super) kv: usize,
     /// Rows of a step, and of a prefill.
     rows: &'static [usize],
+    /// Tokens of a piece on the way back.
+    gradient_rows: usize,
+    /// Sessions of a decode step through a whole block, tokens of a prefill, and blocks of a model.
+    pub(super) sessions: &'static [usize],
+    pub(super) prefill: usize,
+    pub(super) model_blocks: usize,
     /// Cached tokens of a session.
-    context: usize,
+    pub(super) context: usize,
     /// Bytes of weights that are walked.
     ring_bytes: usize,
     /// Repetitions of a measurement.
@@ -45,6 +52,10 @@ impl Sizes {
         middle: 28672,
         kv: 1024,
         rows: &[1, 8, 32, 1024],
+        gradient_rows: 256,
+        sessions: &[1, 8, 32],
+        prefill: 1024,
+        model_blocks: 80,
         context: 2048,
         ring_bytes: 512 << 20,
         repetitions: 50,
@@ -55,6 +66,10 @@ impl Sizes {
         middle: 5632,
         kv: 256,
         rows: &[1, 8, 128],
+        gradient_rows: 64,
+        sessions: &[1, 8],
+        prefill: 128,
+        model_blocks: 22,
         context: 512,
         ring_bytes: 256 << 20,
         repetitions: 5,
@@ -65,6 +80,10 @@ impl Sizes {
         middle: 512,
         kv: 128,
         rows: &[1, 3],
+        gradient_rows: 17,
+        sessions: &[1, 3],
+        prefill: 20,
+        model_blocks: 2,
         context: 40,
         ring_bytes: 1,
         repetitions: 1,
@@ -72,9 +91,9 @@ impl Sizes {
 }
 
 /// Elements of a head.
-const HEAD_DIM: usize = 128;
+pub(super) const HEAD_DIM: usize = 128;
 
-const FORMATS: [QuantType; 3] = [QuantType::Nf4, QuantType::Int8, QuantType::None];
+pub(super) const FORMATS: [QuantType; 3] = [QuantType::Nf4, QuantType::Int8, QuantType::None];
 
 /// Measures everything and prints the table.
 pub fn table<B: Paged>(
@@ -107,15 +126,20 @@ pub fn table<B: Paged>(
     }
     for &rows in sizes.rows {
         bench.elementwise(rows)?;
+        bench.positions(rows)?;
+        bench.adapters(rows)?;
+        bench.experts(rows)?;
     }
-    Ok(())
+    bench.gradients(sizes.gradient_rows)?;
+    bench.blocks()
 }
 
-struct Bench<'a, B, W> {
-    backend: &'a mut B,
-    sizes: Sizes,
+/// A device, what is measured on it, and where the rows go.
+pub(super) struct Bench<'a, B, W> {
+    pub(super) backend: &'a mut B,
+    pub(super) sizes: Sizes,
     peaks: Peaks,
-    out: &'a mut W,
+    pub(super) out: &'a mut W,
 }
 
 impl<B: Paged, W: Write> Bench<'_, B, W> {
@@ -149,11 +173,8 @@ impl<B: Paged, W: Write> Bench<'_, B, W> {
         inputs: usize,
         rows: usize,
     ) -> Result<f64, Ended> {
-        // Every byte alike: numbers of about 0.01 in every format.
-        let bytes = quant::stored_bytes(quant, DType::Bf16, outputs, inputs).unwrap_or(0);
-        let stored = vec![0x3c; bytes];
-        let view = WeightView::quantized(quant, DType::Bf16, outputs, inputs, &stored)
-            .map_err(|failure| Ended::new(shared::exit::ExitReason::Failed, &failure))?;
+        let stored = stored(quant, outputs, inputs);
+        let (bytes, view) = (stored.len(), view(quant, outputs, inputs, &stored)?);
         let copies = (self.sizes.ring_bytes / bytes.max(1)).clamp(1, 64);
         let ring: Vec<_> = (0..copies)
             .map(|_| self.backend.matrix(view))
@@ -238,37 +259,7 @@ impl<B: Paged, W: Write> Bench<'_, B, W> {
         self.print(&name, seconds, bytes, 4 * pairs * hidden)
     }
 
-    fn elementwise(&mut self, rows: usize) -> Result<(), Ended> {
-        let Sizes { hidden, middle, .. } = self.sizes;
-        let (x, weight) = (self.filled(rows * hidden)?, self.filled(hidden)?);
-        let mut out = self.backend.buffer(rows * hidden);
-        let seconds = self.time(|backend| {
-            backend.rmsnorm(Rmsnorm {
-                x: &*x,
-                weight: &*weight,
-                out: &mut *out,
-                rows,
-                width: hidden,
-                eps: 1e-5,
-                round: DType::Bf16,
-            })
-        })?;
-        let name = format!("rmsnorm {hidden} x {rows}");
-        self.print(&name, seconds, 8 * rows * hidden, 0)?;
-        let (mut gate, up) = (self.filled(rows * middle)?, self.filled(rows * middle)?);
-        let seconds = self.time(|backend| {
-            backend.silu_mul(SiluMul {
-                gate: &mut *gate,
-                up: &*up,
-                len: rows * middle,
-                round: DType::Bf16,
-            })
-        })?;
-        let name = format!("silu_mul {middle} x {rows}");
-        self.print(&name, seconds, 12 * rows * middle, 0)
-    }
-
-    fn filled(&mut self, len: usize) -> Result<B::Buffer, Ended> {
+    pub(super) fn filled(&mut self, len: usize) -> Result<B::Buffer, Ended> {
         let values: Vec<f32> = (0..len)
             .map(|i| (i as f32 * 12.9898).sin() * 0.01)
             .collect();
@@ -278,7 +269,7 @@ impl<B: Paged, W: Write> Bench<'_, B, W> {
     }
 
     /// Seconds of one run: the best of three series, each waited for once.
-    fn time(
+    pub(super) fn time(
         &mut self,
         mut run: impl FnMut(&mut B) -> Result<(), kernels::ops::OpError>,
     ) -> Result<f64, Ended> {
@@ -298,7 +289,13 @@ impl<B: Paged, W: Write> Bench<'_, B, W> {
         Ok(best.max(1e-9))
     }
 
-    fn print(&mut self, name: &str, seconds: f64, bytes: usize, flops: usize) -> Result<(), Ended> {
+    pub(super) fn print(
+        &mut self,
+        name: &str,
+        seconds: f64,
+        bytes: usize,
+        flops: usize,
+    ) -> Result<(), Ended> {
         let (bytes, flops) = (bytes as f64 / seconds, flops as f64 / seconds);
         let share = |value: f64, peak: Option<f64>| match peak {
             Some(peak) if value > 0.0 => format!("{:4.0} %", 100.0 * value / peak),
@@ -317,7 +314,7 @@ impl<B: Paged, W: Write> Bench<'_, B, W> {
     }
 }
 
-fn steps(tables: &[Vec<PageId>], tokens: usize, prefix: usize) -> Vec<StepRow<'_>> {
+pub(super) fn steps(tables: &[Vec<PageId>], tokens: usize, prefix: usize) -> Vec<StepRow<'_>> {
     tables
         .iter()
         .map(|pages| StepRow {
@@ -328,6 +325,6 @@ fn steps(tables: &[Vec<PageId>], tokens: usize, prefix: usize) -> Vec<StepRow<'_
         .collect()
 }
 
-fn page(index: usize) -> PageId {
+pub(super) fn page(index: usize) -> PageId {
     PageId(u32::try_from(index).unwrap_or(u32::MAX))
 }
