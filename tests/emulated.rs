@@ -6,9 +6,9 @@
 
 mod harness;
 
-use harness::Sepal;
 use harness::demo::demo_model;
 use harness::peer::{Peer, fed_back, noise};
+use harness::{SEPAL, Sepal, serve_args};
 use netd::wire::tensor::{WireDtype, dummy_tensor};
 use nix::sys::signal::{Signal, kill};
 
@@ -17,8 +17,12 @@ const BLOCKS: std::ops::Range<u32> = 0..8;
 const PROMPT: usize = 19;
 
 fn serve(device: &str) -> Sepal {
+    serve_with(device, &[])
+}
+
+fn serve_with(device: &str, more: &[&str]) -> Sepal {
     let flags = ["--device", device, "--torch_dtype", "float32"];
-    Sepal::serve(&demo_model(), "demo", &flags)
+    Sepal::serve(&demo_model(), "demo", &[&flags, more].concat())
 }
 
 /// A prompt of two rows, then steps that feed the outputs back and swap or share rows now and then, so that one wrong bit changes
@@ -54,6 +58,52 @@ async fn a_worker_on_a_device_is_killed_and_nothing_changes() {
     assert_ne!(sepal.worker(), first, "the worker was replaced");
     assert!(got == expected, "results differ after a kill");
     assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_a_mirror_a_death_ends_the_sessions_and_the_same_tokens_give_the_same_again() {
+    let sepal = serve_with("emu", &["--kv_mirror", "off"]);
+    let first = sepal.worker();
+    let expected = run_session(&sepal.addr(), 3, |_| ()).await;
+    let peer = Peer::connect(&sepal.addr(), "demo").await;
+    let mut session = peer.session(BLOCKS, (PROMPT + 3) as u32).await;
+    let prompt = noise(&[2, PROMPT, HIDDEN], 5);
+    session.step(prompt, None).await.expect("prefill");
+    kill(first, Signal::SIGKILL).expect("the worker is there");
+    let next = noise(&[2, 1, HIDDEN], 6);
+    let lost = session
+        .step(next, None)
+        .await
+        .expect_err("no pages are left");
+    assert!(lost.to_string().contains("open a new session"), "{lost}");
+    // What the client does then.
+    let again = run_session(&sepal.addr(), 3, |_| ()).await;
+    assert_ne!(sepal.worker(), first, "the worker was replaced");
+    assert!(again == expected, "results differ after a replay");
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[test]
+fn blocks_are_as_many_as_the_memory_of_the_device_holds() {
+    let model = demo_model();
+    let flags = ["--new_swarm", "--device", "emu", "--torch_dtype", "float32"];
+    let with = |more: &[&str]| {
+        let args = [&flags[..], more].concat();
+        let mut sepal = Sepal::start(&serve_args(&model, "demo", &args));
+        let code = sepal.wait().code().expect("an exit code");
+        (code, sepal.log())
+    };
+    let (code, log) = with(&["--num_blocks", "8", "--device_memory", "64MiB"]);
+    assert_eq!(code, 2, "{log}");
+    for part in [
+        "8 blocks of ",
+        "of weights + ",
+        "for work memory",
+        "on emu, and 64.0 MiB of its memory are free",
+        "--num_blocks",
+    ] {
+        assert!(log.contains(part), "{part}: {log}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

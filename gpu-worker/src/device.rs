@@ -7,7 +7,7 @@ use shared::job::PageCopy;
 use shared::shm::kv::KvMap;
 
 use crate::engine::EngineError;
-use crate::kv::{KvPool, KvShape};
+use crate::kv::{KvPool, KvShape, WrongSegment};
 
 /// A backend that keeps KV pages.
 pub trait Paged: Backend + Sized {
@@ -16,11 +16,25 @@ pub trait Paged: Backend + Sized {
     /// Device memory for pages that are not of the cache.
     type Room: Default;
 
-    /// The pages of a span; what the segment holds is what earlier workers left.
+    /// Bytes of the device that are free; `None` when it has no memory of its own, or does not tell.
+    fn free_bytes(&self) -> Option<u64>;
+
+    /// Takes `bytes` bytes of the device for work, and keeps them for operations that need as much or less.
     ///
     /// # Errors
-    /// [`EngineError`] when the segment is too small or the device has no memory.
-    fn open_cache(&mut self, shape: KvShape, segment: KvMap) -> Result<Self::Cache, EngineError>;
+    /// [`EngineError`] when the device has no memory.
+    fn warm(&mut self, bytes: usize) -> Result<(), EngineError>;
+
+    /// The pages of a span; what the segment holds is what earlier workers left. Only a device that has memory of its own can do without
+    /// the segment: then its pages end with the worker.
+    ///
+    /// # Errors
+    /// [`EngineError`] when the segment is too small or not used, or the device has no memory.
+    fn open_cache(
+        &mut self,
+        shape: KvShape,
+        segment: Option<KvMap>,
+    ) -> Result<Self::Cache, EngineError>;
 
     /// The pages of the block at `index` of the span, those of the prefixes of `rows` ready to be read.
     ///
@@ -90,7 +104,20 @@ impl Paged for Cpu {
     type Cache = HostCache;
     type Room = Vec<u8>;
 
-    fn open_cache(&mut self, shape: KvShape, segment: KvMap) -> Result<HostCache, EngineError> {
+    fn free_bytes(&self) -> Option<u64> {
+        None
+    }
+
+    fn warm(&mut self, _bytes: usize) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    fn open_cache(
+        &mut self,
+        shape: KvShape,
+        segment: Option<KvMap>,
+    ) -> Result<HostCache, EngineError> {
+        let segment = segment.ok_or_else(|| WrongSegment::none(shape))?;
         let mut cache = HostCache { shape, segment };
         cache.pool()?;
         Ok(cache)
@@ -144,10 +171,20 @@ impl<G: Gpu> Paged for Cuda<G> {
     type Cache = cuda::Cache<G>;
     type Room = Option<cuda::Memory<G>>;
 
+    fn free_bytes(&self) -> Option<u64> {
+        let (free, _) = self.gpu().memory().ok()?;
+        Some(free as u64)
+    }
+
+    fn warm(&mut self, bytes: usize) -> Result<(), EngineError> {
+        self.scratch(bytes)?;
+        Ok(())
+    }
+
     fn open_cache(
         &mut self,
         shape: KvShape,
-        segment: KvMap,
+        segment: Option<KvMap>,
     ) -> Result<cuda::Cache<G>, EngineError> {
         let KvShape {
             layout,

@@ -22,13 +22,18 @@ use crate::device::Paged;
 use crate::kv::{KvShape, WrongSegment};
 use crate::running::{Back, Begun, Running};
 use crate::schedule::{BATCH_TOKENS, Member, TaskId, Unit};
+use crate::sizing::attention_bytes;
 use crate::weights::map::MappedWeights;
 
 /// Multiplications and additions of a unit that a small machine does in [`UNIT_TIME`](crate::schedule::UNIT_TIME).
 const PIECE_FLOPS: u64 = 2_000_000_000;
 
 /// Work of a unit of gradients, in units of forward of as many tokens: that again, two gradients of attention, one of each matrix.
-const BACK_COST: usize = 4;
+pub(crate) const BACK_COST: usize = 4;
+
+/// Rows of a decode step and pages of each that a rehearsal computes.
+const REHEARSED_ROWS: usize = 32;
+const REHEARSED_PAGES: usize = 4;
 
 /// A machine that does less in a second does not serve.
 const SLOWEST_FLOPS: u64 = 5_000_000_000;
@@ -65,6 +70,8 @@ pub struct EngineShape {
     pub dtype: DType,
     /// Pages per block.
     pub kv_pages: u32,
+    /// Whether the pages are in the segment too, or instead: those of the processor always are.
+    pub kv_survives: bool,
 }
 
 /// The blocks of a span, ready to run.
@@ -104,7 +111,7 @@ impl<'w, B: Paged> Engine<'w, B> {
             blocks: shape.span.block_count(),
             pages: shape.kv_pages as usize,
         };
-        let cache = backend.open_cache(kv_shape, kv)?;
+        let cache = backend.open_cache(kv_shape, shape.kv_survives.then_some(kv))?;
         let blocks = shape
             .span
             .blocks()
@@ -144,11 +151,7 @@ impl<'w, B: Paged> Engine<'w, B> {
     }
 
     fn forward_tokens(&self) -> usize {
-        let tokens = PIECE_FLOPS / self.token_flops();
-        let tokens = usize::try_from(tokens)
-            .unwrap_or(usize::MAX)
-            .clamp(PAGE_TOKENS, 256);
-        1 << tokens.ilog2()
+        forward_tokens(self.spec)
     }
 
     /// A unit that takes longer hangs: it would be computed at less than `SLOWEST_FLOPS`.
@@ -157,16 +160,8 @@ impl<'w, B: Paged> Engine<'w, B> {
         Duration::from_secs(1 + self.token_flops().saturating_mul(tokens) / SLOWEST_FLOPS)
     }
 
-    /// Multiplications and additions of one token in one block, attention left out.
     fn token_flops(&self) -> u64 {
-        let elements = |shape: &[usize]| shape.iter().map(|&side| side as u64).product::<u64>();
-        let weights: u64 = self
-            .spec
-            .tensors(0)
-            .iter()
-            .map(|t| elements(&t.shape))
-            .sum();
-        2 * weights.max(1)
+        token_flops(self.spec)
     }
 
     /// Bytes of one page of one block.
@@ -465,7 +460,7 @@ impl<'w, B: Paged> Engine<'w, B> {
         Ok(self.backend.download(&self.states, hidden)?)
     }
 
-    /// Runs the largest unit of a forward pass once, so that the device has what it needs for any smaller one: memory that is not there is
+    /// Runs the largest units of forward passes once, and takes the memory of the largest unit of a backward pass, so that the device has what it needs for any smaller one: memory that is not there is
     /// missed here, not in a client's step.
     ///
     /// # Errors
@@ -482,7 +477,31 @@ impl<'w, B: Paged> Engine<'w, B> {
             pages: &pages,
         }];
         let mut hidden = vec![0.0; tokens * self.spec.hidden];
-        self.trial(&rows, &mut hidden, count)
+        self.trial(&rows, &mut hidden, count)?;
+        let ranks = self.blocks.iter().map(BlockWeights::largest_rank);
+        let largest_rank = ranks.max().unwrap_or(0);
+        let back = self.piece_tokens(JobKind::Backward);
+        self.gradients
+            .grow(&mut self.backend, self.spec, back, largest_rank);
+        let positions = self.kv_shape.pages * PAGE_TOKENS;
+        self.backend.warm(attention_bytes(self.spec, positions))?;
+        // The largest batch of decode steps.
+        let pages: Vec<PageId> = (0..REHEARSED_ROWS * REHEARSED_PAGES)
+            .map(|page| PageId(u32::try_from(page).unwrap_or(u32::MAX)))
+            .collect();
+        let rows: Vec<StepRow<'_>> = pages
+            .chunks(REHEARSED_PAGES)
+            .map(|pages| StepRow {
+                tokens: 1,
+                prefix: REHEARSED_PAGES * PAGE_TOKENS - 1,
+                pages,
+            })
+            .collect();
+        self.trial(
+            &rows,
+            &mut hidden[..rows.len() * self.spec.hidden],
+            pages.len(),
+        )
     }
 
     /// Gives back memory that only large units need.
@@ -498,6 +517,23 @@ impl<'w, B: Paged> Engine<'w, B> {
     fn layout(&self) -> PageLayout {
         self.kv_shape.layout
     }
+}
+
+/// Tokens of the pieces of a forward pass.
+pub(crate) fn forward_tokens(spec: &BlockSpec) -> usize {
+    let tokens = PIECE_FLOPS / token_flops(spec);
+    let tokens = usize::try_from(tokens)
+        .unwrap_or(usize::MAX)
+        .clamp(PAGE_TOKENS, 256);
+    1 << tokens.ilog2()
+}
+
+/// Multiplications and additions of one token in one block, attention left out.
+fn token_flops(spec: &BlockSpec) -> u64 {
+    let elements = |shape: &[usize]| shape.iter().map(|&side| side as u64).product::<u64>();
+    let tensors = spec.tensors(0);
+    let weights: u64 = tensors.iter().map(|t| elements(&t.shape)).sum();
+    2 * weights.max(1)
 }
 
 /// The weights of a block, with its parts of all adapters.
@@ -552,3 +588,6 @@ impl<B: Paged> std::fmt::Debug for Engine<'_, B> {
             .finish_non_exhaustive()
     }
 }
+
+#[cfg(all(test, feature = "emu"))]
+mod memory_tests;

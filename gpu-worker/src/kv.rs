@@ -28,6 +28,16 @@ pub struct WrongSegment {
     needed: usize,
 }
 
+impl WrongSegment {
+    /// There is no segment at all.
+    pub(crate) fn none(shape: KvShape) -> WrongSegment {
+        WrongSegment {
+            found: 0,
+            needed: shape.segment_bytes(),
+        }
+    }
+}
+
 impl KvShape {
     /// Bytes of the pool of one block.
     pub fn block_bytes(&self) -> usize {

@@ -28,6 +28,7 @@ mod probe;
 pub mod running;
 pub mod schedule;
 pub mod selftest;
+pub(crate) mod sizing;
 mod throughput;
 pub mod weights;
 mod worker;

@@ -34,6 +34,7 @@ use crate::fault::Faults;
 use crate::link::{LINK_DESCRIPTORS, Link, LinkError};
 use crate::prepare::with_source;
 use crate::probe;
+use crate::sizing::shortage;
 use crate::throughput::{self, Freshness, Key, RateCache, ThroughputError};
 use crate::weights::manifest::Manifest;
 use crate::weights::map::{MapError, MappedWeights, guard};
@@ -132,10 +133,12 @@ fn run_on<B: Paged>(
         let kv = map_kv(init, &ends.descriptors)?;
         let threads = throughput::threads(&init.config);
         let backend = open(threads)?;
+        check_memory(&backend, init, &spec, &weights)?;
         let shape = EngineShape {
             span: init.span,
             dtype: init.model.dtype,
             kv_pages: init.kv_pages,
+            kv_survives: init.kv_survives,
         };
         let before = private_bytes();
         let mut engine =
@@ -170,17 +173,8 @@ fn watch_weights(ends: &ControlEnds<ToWorker, FromWorker>) -> Result<(), End> {
 
 fn open_cuda(ordinal: u32) -> Result<Cuda<Driver>, End> {
     let driver = Driver::open(ordinal).map_err(|failure| {
-        let reason = match &failure {
-            OpenError::NoCuda(_) | OpenError::TooOld { .. } => ExitReason::BadConfig,
-            OpenError::Call { .. } => ExitReason::DeviceLost,
-        };
-        End {
-            reason,
-            message: format!(
-                "cuda:{ordinal} cannot be used ({}); `--device cpu` serves without a GPU",
-                with_source(&failure)
-            ),
-        }
+        let (reason, message) = unusable(ordinal, &failure);
+        End { reason, message }
     })?;
     let found = driver.properties();
     info!(
@@ -191,6 +185,40 @@ fn open_cuda(ordinal: u32) -> Result<Cuda<Driver>, End> {
         "CUDA device"
     );
     Ok(Cuda::new(driver))
+}
+
+/// What to tell of a device that is not opened.
+pub(crate) fn unusable(ordinal: u32, failure: &OpenError) -> (ExitReason, String) {
+    let reason = match failure {
+        OpenError::NoCuda(_) | OpenError::TooOld { .. } => ExitReason::BadConfig,
+        OpenError::Call { .. } => ExitReason::DeviceLost,
+    };
+    let why = with_source(failure);
+    let message =
+        format!("cuda:{ordinal} cannot be used ({why}); `--device cpu` serves without a GPU");
+    (reason, message)
+}
+
+/// Refuses weights and pages that do not fit into the memory of the device, before any is taken.
+fn check_memory<B: Paged>(
+    backend: &B,
+    init: &WorkerInit,
+    spec: &BlockSpec,
+    weights: &MappedWeights,
+) -> Result<(), End> {
+    let Some(free) = backend.free_bytes() else {
+        return Ok(());
+    };
+    let free = init.config.device_bytes.map_or(free, |most| most.min(free));
+    let kv = init.model.kv_segment_bytes(init.span, init.kv_pages) as u64;
+    let stored = weights.bytes().saturating_add(weights.adapter_bytes());
+    match shortage(free, stored, kv, spec) {
+        None => Ok(()),
+        Some(why) => Err(End {
+            reason: ExitReason::OutOfMemory,
+            message: format!("blocks {} do not fit {}: {why}", init.span, init.device),
+        }),
+    }
 }
 
 /// Why weights or pages are not where they should be.
@@ -349,7 +377,9 @@ fn map_kv(init: &WorkerInit, descriptors: &DescriptorSocket) -> Result<KvMap, En
         .recv(init.fds, 1, DESCRIPTOR_TIMEOUT)
         .map_err(|e| mismatch(&e))?;
     let fd = fds.pop().ok_or_else(out_of_order)?;
-    let bytes = init.model.kv_segment_bytes(init.span, init.kv_pages);
+    let bytes = init
+        .model
+        .kv_segment_bytes_if(init.kv_survives, init.span, init.kv_pages);
     let segment = MemfdSegment::from_fd("sepal-kv", fd, bytes).map_err(|e| mismatch(&e))?;
     KvMap::map(&segment).map_err(|e| {
         let full = matches!(&e, SegmentError::System { source, .. } if source.raw_os_error() == Some(nix::libc::ENOMEM));

@@ -258,6 +258,35 @@ pub struct WorkerConfig {
     pub rates_dir: Option<PathBuf>,
     /// Whether to measure although rates are kept.
     pub measure_anew: bool,
+    /// Whether workers of devices that have memory of their own keep a copy of their KV pages in the host's.
+    pub kv_mirror: KvMirror,
+    /// Most memory of its device that a worker takes (`--device_memory`); `None` = what is free.
+    pub device_bytes: Option<u64>,
+}
+
+/// When KV pages of a device are mirrored in host memory, from where the next worker takes them (`--kv_mirror`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum KvMirror {
+    /// Always; a start without the memory for it fails.
+    On,
+    /// Never: a worker's death ends the sessions that it had.
+    Off,
+    /// When the host's memory allows.
+    #[default]
+    Auto,
+}
+
+impl std::str::FromStr for KvMirror {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<KvMirror, String> {
+        match name {
+            "on" => Ok(KvMirror::On),
+            "off" => Ok(KvMirror::Off),
+            "auto" => Ok(KvMirror::Auto),
+            _ => Err("neither on, off nor auto".to_owned()),
+        }
+    }
 }
 
 /// A fault that a worker inflicts on itself at a point of a job, to test recovery. Armed in the first `times` generations.

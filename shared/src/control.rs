@@ -94,7 +94,7 @@ pub enum ToPrepare {
         config: PrepareConfig,
         /// Where to report progress.
         board: BoardSeat,
-        /// The devices that will serve, for what is kept of them.
+        /// The devices that will serve, for what they hold and what is kept of them.
         devices: Vec<Device>,
         /// Settings of their workers.
         worker: WorkerConfig,
@@ -110,11 +110,24 @@ pub enum ToPrepare {
     Drain,
 }
 
+/// Memory of a device that a worker will own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceMemory {
+    /// Which.
+    pub device: Device,
+    /// Bytes that a worker may take.
+    pub free_bytes: u64,
+    /// Of which it needs so many to compute the largest unit of this model.
+    pub work_bytes: u64,
+}
+
 /// Prepare to supervisor.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum FromPrepare {
     /// What the workers of an earlier start measured, the slowest device. Comes before `Inspected`, if it is known.
     Kept(Capacity),
+    /// Memory of the devices that have their own; before the facts.
+    Devices(Vec<DeviceMemory>),
     /// The model is readable; these are its facts.
     Inspected(ModelFacts),
     /// Blocks made ready so far.
@@ -166,6 +179,8 @@ pub struct WorkerInit {
     pub manifest: PathBuf,
     /// Pages per block in the kv segment.
     pub kv_pages: u32,
+    /// Whether the pages are in the kv segment too, and outlive the worker. Always, where the segment is all there is.
+    pub kv_survives: bool,
     /// Settings.
     pub config: WorkerConfig,
     /// Whether to measure throughput before reporting ready.
@@ -309,6 +324,8 @@ pub struct WorkerUp {
     pub span: Span,
     /// Pages per block in its kv segment.
     pub kv_pages: u32,
+    /// Whether the next generation finds the pages of this one.
+    pub kv_survives: bool,
     /// What it measured.
     pub capacity: Capacity,
     /// The rings.

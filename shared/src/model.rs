@@ -73,4 +73,13 @@ impl ModelFacts {
     pub fn kv_segment_bytes(&self, span: Span, pages: u32) -> usize {
         span.block_count() * pages as usize * self.kv_page_bytes()
     }
+
+    /// Bytes of the kv segment of a worker whose pages are `in_segment`; of another it is one page of memory that nobody uses.
+    pub fn kv_segment_bytes_if(&self, in_segment: bool, span: Span, pages: u32) -> usize {
+        const UNUSED_BYTES: usize = 4096;
+        match in_segment {
+            true => self.kv_segment_bytes(span, pages),
+            false => UNUSED_BYTES,
+        }
+    }
 }

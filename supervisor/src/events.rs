@@ -118,6 +118,8 @@ impl<'a> Driver<'a> {
                 available_bytes: sizing::within(sizing::available_bytes(), config.max_memory_bytes),
                 workers: config.devices.len() as u64,
                 netd: config.netd.clone(),
+                kv_mirror: config.worker.kv_mirror,
+                devices: Vec::new(),
             },
             pace,
         };
@@ -380,6 +382,8 @@ impl<'a> Driver<'a> {
                 available_bytes: None,
                 workers: self.config.devices.len() as u64,
                 netd: self.config.netd.clone(),
+                kv_mirror: self.config.worker.kv_mirror,
+                devices: Vec::new(),
             };
             memory.need(facts).total(present.block_count() as u64)
         });

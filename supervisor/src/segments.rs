@@ -9,11 +9,13 @@
 
 use std::io;
 
+use shared::config::{Device, KvMirror};
 use shared::ids::{Generation, WorkerId};
 use shared::shm::board::{Board, BoardError};
 use shared::shm::doorbell::Doorbell;
 use shared::shm::pair::{PairError, RingIdentity, RingPair};
 use shared::shm::segment::{MemfdSegment, SegmentError};
+use tracing::{info, warn};
 
 use crate::instance::Instance;
 use crate::sizing::available_bytes;
@@ -51,6 +53,16 @@ pub enum MakeError {
     },
 }
 
+/// What a worker needs for its KV pages in host memory.
+#[derive(Debug)]
+pub struct Kv {
+    worker: WorkerId,
+    /// Whether the pages of a generation are there for the next; the same for all of them.
+    pub survives: bool,
+    /// The segment; of no use where the pages do not survive.
+    pub segment: MemfdSegment,
+}
+
 /// One pair of rings with its doorbells.
 #[derive(Debug)]
 pub struct Rings {
@@ -69,7 +81,7 @@ pub struct Segments {
     /// The board.
     pub board: Board,
     arena: Option<(Generation, MemfdSegment)>,
-    kv: Vec<(WorkerId, MemfdSegment)>,
+    kv: Vec<Kv>,
     rings: Vec<Rings>,
 }
 
@@ -122,26 +134,38 @@ impl Segments {
         &mut self,
         instance: &Instance,
         worker: WorkerId,
-        bytes: usize,
-    ) -> Result<&MemfdSegment, MakeError> {
-        let index = match self.kv.iter().position(|(of, _)| *of == worker) {
+        choice: KvChoice,
+        bytes: impl Fn(bool) -> usize,
+    ) -> Result<&Kv, MakeError> {
+        let index = match self.kv.iter().position(|kv| kv.worker == worker) {
             Some(index) => index,
             None => {
+                let survives = choice.survives(worker, bytes(true) as u64, available_bytes());
+                let bytes = bytes(survives);
                 check_memory(worker, bytes as u64)?;
-                let kv = MemfdSegment::create(&instance.segment(&format!("kv.{worker}")), bytes)?;
-                self.kv.push((worker, kv));
+                let name = instance.segment(&format!("kv.{worker}"));
+                self.kv.push(Kv {
+                    worker,
+                    survives,
+                    segment: MemfdSegment::create(&name, bytes)?,
+                });
                 self.kv.len() - 1
             }
         };
         self.kv
             .get(index)
-            .map(|(_, kv)| kv)
-            .ok_or(MakeError::TooLarge(bytes as u64))
+            .ok_or(MakeError::TooLarge(bytes(true) as u64))
+    }
+
+    /// Whether the KV pages of a worker survive it.
+    pub fn kv_survives(&self, worker: WorkerId) -> bool {
+        let kv = self.kv.iter().find(|kv| kv.worker == worker);
+        kv.is_none_or(|kv| kv.survives)
     }
 
     /// Drops the kv segment of a worker that has ended for good.
     pub fn drop_kv(&mut self, worker: WorkerId) {
-        self.kv.retain(|(of, _)| *of != worker);
+        self.kv.retain(|kv| kv.worker != worker);
     }
 
     /// Makes the rings of a pair of generations.
@@ -179,6 +203,48 @@ impl Segments {
     /// Drops the rings of a pair of generations.
     pub fn drop_rings(&mut self, identity: RingIdentity) {
         self.rings.retain(|rings| rings.identity != identity);
+    }
+}
+
+/// Where the KV pages of a worker are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KvChoice {
+    /// In the segment, and nowhere else: a processor's.
+    Segment,
+    /// On the device, and in the segment as asked for.
+    Mirrored(KvMirror),
+}
+
+/// Memory that a mirror chosen by `auto` leaves to the machine.
+const SPARE_BYTES: u64 = 1 << 30;
+
+impl KvChoice {
+    /// That of a device.
+    pub fn of(device: Device, asked: KvMirror) -> KvChoice {
+        match device {
+            Device::Cpu => KvChoice::Segment,
+            Device::Cuda(_) | Device::Emulator => KvChoice::Mirrored(asked),
+        }
+    }
+
+    /// Whether the segment, of `bytes` bytes then, holds the pages. Says why not, and what that means.
+    fn survives(self, worker: WorkerId, bytes: u64, available: Option<u64>) -> bool {
+        let asked = match self {
+            KvChoice::Segment => return true,
+            KvChoice::Mirrored(asked) => asked,
+        };
+        let fits = available.is_none_or(|available| bytes.saturating_add(SPARE_BYTES) <= available);
+        let survives = match asked {
+            KvMirror::On => true,
+            KvMirror::Off => false,
+            KvMirror::Auto => fits,
+        };
+        if survives {
+            info!(%worker, bytes, ?asked, "KV cache is mirrored in host memory: sessions survive the worker");
+        } else {
+            warn!(%worker, bytes, available, ?asked, "KV cache is not mirrored: sessions end with the worker");
+        }
+        survives
     }
 }
 
@@ -223,8 +289,11 @@ mod tests {
     fn kv_outlives_a_worker_and_the_arena_goes_with_its_netd() {
         let (_dir, instance, mut segments) = segments();
         let worker = WorkerId::solo(GroupId(0));
-        let kv = inode(segments.kv(&instance, worker, 4096).unwrap());
-        assert_eq!(inode(segments.kv(&instance, worker, 4096).unwrap()), kv);
+        let mut kv = || {
+            let kv = segments.kv(&instance, worker, KvChoice::Segment, |_| 4096);
+            inode(&kv.unwrap().segment)
+        };
+        assert_eq!(kv(), kv());
         let arena = inode(segments.arena(&instance, Generation(1), 4096).unwrap());
         assert_eq!(
             inode(segments.arena(&instance, Generation(1), 4096).unwrap()),
@@ -258,8 +327,43 @@ mod tests {
     fn a_cache_larger_than_the_machine_is_refused_with_the_flag_to_lower() {
         let (_dir, instance, mut segments) = segments();
         let error = segments
-            .kv(&instance, WorkerId::solo(GroupId(0)), 1 << 60)
+            .kv(
+                &instance,
+                WorkerId::solo(GroupId(0)),
+                KvChoice::Segment,
+                |_| 1 << 60,
+            )
             .unwrap_err();
         assert!(error.to_string().contains("--attn_cache_tokens"), "{error}");
+    }
+
+    #[test]
+    fn a_mirror_is_made_when_asked_for_or_when_it_fits() {
+        let worker = WorkerId::solo(GroupId(0));
+        let survives = |device, asked, available| {
+            KvChoice::of(device, asked).survives(worker, 5 << 30, available)
+        };
+        assert!(survives(Device::Cpu, KvMirror::Off, Some(0)));
+        assert!(survives(Device::Cuda(0), KvMirror::On, Some(0)));
+        assert!(!survives(Device::Emulator, KvMirror::Off, Some(u64::MAX)));
+        assert!(survives(Device::Cuda(0), KvMirror::Auto, Some(6 << 30)));
+        assert!(!survives(
+            Device::Cuda(0),
+            KvMirror::Auto,
+            Some((6 << 30) - 1)
+        ));
+    }
+
+    #[test]
+    fn a_choice_holds_for_all_generations_of_a_worker() {
+        let (_dir, instance, mut segments) = segments();
+        let worker = WorkerId::solo(GroupId(0));
+        let bytes = |survives| if survives { 1 << 20 } else { 4096 };
+        for asked in [KvMirror::Off, KvMirror::On] {
+            let choice = KvChoice::Mirrored(asked);
+            let kv = segments.kv(&instance, worker, choice, bytes).unwrap();
+            assert_eq!((kv.survives, kv.segment.len()), (false, 4096));
+        }
+        assert!(!segments.kv_survives(worker));
     }
 }

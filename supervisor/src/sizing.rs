@@ -1,17 +1,23 @@
 //! How many blocks fit into the memory of this machine: weights as they are served, KV cache with the pages that rounding and
-//! copies take, the arena, and what the processes themselves need. Pure arithmetic but for [`available_bytes`].
+//! copies take, the arena, and what the processes themselves need. Of a device that has memory of its own, weights and KV cache lie there,
+//! beside what the largest unit of work needs. Pure arithmetic but for [`available_bytes`].
 //!
 //! # Discrepancies
 //! Petals counts on all the memory of a device, whoever else uses it, wants `--num_blocks` on a CPU, and checks nothing that the
 //! operator asked for.
 
-use shared::config::{NetdConfig, SpanChoice};
-use shared::model::{GRADIENT_BYTES, ModelFacts};
+use shared::config::{KvMirror, Limits, NetdConfig, POOL_ROWS, SpanChoice};
+use shared::control::DeviceMemory;
+use shared::model::{GRADIENT_BYTES, ModelFacts, PAGE_TOKENS};
 
 /// What supervisor, netd and prepare need beside the arena (measured: 60 MB together).
 const PROCESSES_BYTES: u64 = 96 << 20;
 /// What a worker needs beside weights, KV cache and what it keeps for gradients: hidden states of the largest pieces, scores, code.
 const WORKER_BYTES: u64 = 96 << 20;
+
+/// What a worker takes of its device that is neither weights nor KV cache nor for a unit: code of kernels, graphs, rounding to pages of the
+/// driver. Not measured yet.
+const DEVICE_BYTES: u64 = 256 << 20;
 
 /// The memory that an instance may use.
 #[derive(Clone, Debug)]
@@ -22,6 +28,10 @@ pub struct Memory {
     pub workers: u64,
     /// Settings that decide over the size of KV cache and arena.
     pub netd: NetdConfig,
+    /// Whether KV caches of devices are kept here too.
+    pub kv_mirror: KvMirror,
+    /// Devices with memory of their own, once prepare has told of them.
+    pub devices: Vec<DeviceMemory>,
 }
 
 /// What is needed, in bytes.
@@ -33,20 +43,33 @@ pub struct Need {
     pub kv: u64,
     /// Whatever the number of blocks is.
     pub fixed: u64,
+    /// What that is.
+    what: &'static str,
 }
 
 impl Memory {
-    /// What blocks of this model need.
+    /// What blocks of this model need of the memory of the machine, per worker's share.
     pub fn need(&self, facts: &ModelFacts) -> Need {
         let limits = self.netd.limits(facts);
-        let pages = u64::from(limits.kv_pages());
+        let kv = u64::from(limits.kv_pages()).saturating_mul(facts.kv_page_bytes() as u64);
         let block = facts.gradient_block_bytes(1, limits.max_batch_size);
         let gradients = block
             .saturating_mul(facts.num_blocks.into())
             .min(GRADIENT_BYTES.max(block));
+        // Weights and pages of the others are on their devices; a mirror that must be is here as well.
+        let here = self.workers.saturating_sub(self.devices.len() as u64);
+        let mirrored = match self.kv_mirror {
+            KvMirror::On => self.workers,
+            KvMirror::Off | KvMirror::Auto => here,
+        };
+        let share = |bytes: u64, workers: u64| match self.devices.is_empty() {
+            true => bytes,
+            false => bytes.saturating_mul(workers).div_ceil(self.workers.max(1)),
+        };
         Need {
-            weights: facts.block_bytes,
-            kv: pages.saturating_mul(facts.kv_page_bytes() as u64),
+            weights: share(facts.block_bytes, here),
+            kv: share(kv, mirrored),
+            what: "arena and processes",
             fixed: self
                 .netd
                 .arena_bytes
@@ -67,28 +90,68 @@ impl Memory {
             return Ok(facts.num_blocks);
         };
         let need = self.need(facts);
-        let per_block = need.weights.saturating_add(need.kv).max(1);
-        let blocks = available.saturating_sub(need.fixed) / per_block;
-        let most = u32::try_from(blocks)
-            .unwrap_or(u32::MAX)
-            .min(facts.num_blocks);
+        let mut most = need.blocks(available).min(facts.num_blocks);
         let wanted = match choice {
             SpanChoice::Fixed(span) => span.end().0 - span.start().0,
             SpanChoice::Count(count) => count.min(facts.num_blocks),
             SpanChoice::All => 1.min(facts.num_blocks),
         };
-        if wanted <= most {
-            return Ok(most);
+        let mut refusal = (wanted > most).then(|| {
+            let arithmetic = need.arithmetic(wanted);
+            format!("{arithmetic}, and {} are available", mib(available))
+        });
+        for device in &self.devices {
+            let need = self.device_need(facts, device);
+            let fits = need.blocks(device.free_bytes);
+            // Blocks are shared out evenly.
+            let fits = fits
+                .saturating_mul(u32::try_from(self.workers.max(1)).unwrap_or(u32::MAX))
+                .min(facts.num_blocks);
+            if wanted > fits && fits < most {
+                let share = u64::from(wanted).div_ceil(self.workers.max(1));
+                let arithmetic = need.arithmetic(u32::try_from(share).unwrap_or(u32::MAX));
+                let (name, free) = (device.device, mib(device.free_bytes));
+                refusal = Some(format!(
+                    "{arithmetic} on {name}, and {free} of its memory are free"
+                ));
+            }
+            most = most.min(fits);
         }
-        let arithmetic = need.arithmetic(wanted);
-        Err(format!(
-            "{wanted} {} of {} need {arithmetic}, and {} are available: {most} would fit; \
-             serve fewer blocks (--num_blocks), lower --attn_cache_tokens or --arena_size, or give --quant_type nf4",
-            if wanted == 1 { "block" } else { "blocks" },
-            facts.name,
-            mib(available)
-        ))
+        match refusal {
+            None => Ok(most),
+            Some(arithmetic) => Err(format!(
+                "{wanted} {} of {} need {arithmetic}: {most} would fit; \
+                 serve fewer blocks (--num_blocks), lower --attn_cache_tokens or --arena_size, or give --quant_type nf4",
+                if wanted == 1 { "block" } else { "blocks" },
+                facts.name,
+            )),
+        }
     }
+
+    /// What blocks need of the memory of a device.
+    fn device_need(&self, facts: &ModelFacts, device: &DeviceMemory) -> Need {
+        let limits = self.netd.limits(facts);
+        let kv = u64::from(limits.kv_pages()).saturating_mul(facts.kv_page_bytes() as u64);
+        Need {
+            weights: facts.block_bytes,
+            kv,
+            fixed: DEVICE_BYTES
+                .saturating_add(device.work_bytes)
+                .saturating_add(request_bytes(&limits, facts)),
+            what: "work memory",
+        }
+    }
+}
+
+/// What the largest request takes of a device while it is computed: pages of one block, of its own, and the sums of the gradients of its
+/// keys and values.
+fn request_bytes(limits: &Limits, facts: &ModelFacts) -> u64 {
+    let tokens = u64::from(limits.max_batch_size);
+    let pages = tokens.div_ceil(PAGE_TOKENS as u64) + u64::from(POOL_ROWS);
+    let sums = tokens * u64::from(facts.kv_heads) * u64::from(facts.head_dim) * 2 * 4;
+    pages
+        .saturating_mul(facts.kv_page_bytes() as u64)
+        .saturating_add(sums)
 }
 
 impl Need {
@@ -98,14 +161,27 @@ impl Need {
         per_block.saturating_mul(blocks).saturating_add(self.fixed)
     }
 
+    /// Most blocks that find what they need in so many bytes.
+    fn blocks(&self, available: u64) -> u32 {
+        let per_block = self.weights.saturating_add(self.kv);
+        let rest = available.checked_sub(self.fixed);
+        let blocks = match (rest, per_block) {
+            (None, _) => 0,
+            (Some(_), 0) => u64::MAX,
+            (Some(rest), per_block) => rest / per_block,
+        };
+        u32::try_from(blocks).unwrap_or(u32::MAX)
+    }
+
     /// The sum for so many blocks, as a person would write it.
     pub fn arithmetic(&self, blocks: u32) -> String {
         let total = self.total(blocks.into());
         format!(
-            "{blocks} x ({} of weights + {} of KV cache) + {} for arena and processes = {}",
+            "{blocks} x ({} of weights + {} of KV cache) + {} for {} = {}",
             mib(self.weights),
             mib(self.kv),
             mib(self.fixed),
+            self.what,
             mib(total)
         )
     }
@@ -175,7 +251,7 @@ fn group_left(max: Option<String>, current: Option<String>, stat: Option<String>
 #[cfg(test)]
 pub(crate) mod tests {
     use shared::block::Span;
-    use shared::config::QuantType;
+    use shared::config::{Device, QuantType};
     use shared::dtype::DType;
 
     use super::*;
@@ -194,6 +270,8 @@ pub(crate) mod tests {
             available_bytes: Some(available_bytes),
             workers: 1,
             netd: netd_config(),
+            kv_mirror: KvMirror::Auto,
+            devices: Vec::new(),
         }
     }
 
@@ -225,7 +303,8 @@ pub(crate) mod tests {
             Need {
                 weights: 440 << 20,
                 kv: 1536 * 65536,
-                fixed: (512 + 96 + 96 + 512) << 20
+                fixed: (512 + 96 + 96 + 512) << 20,
+                what: "arena and processes",
             }
         );
         assert_eq!(
@@ -276,6 +355,46 @@ pub(crate) mod tests {
         assert_eq!((within(Some(3), None), within(None, None)), (Some(3), None));
         let none = memory(1 << 20).fit(SpanChoice::All, &facts).unwrap_err();
         assert!(none.starts_with("1 block of llama-70b need 1 x"), "{none}");
+    }
+
+    #[test]
+    fn blocks_on_a_device_are_counted_in_its_memory() {
+        let facts = llama_70b();
+        let on_device = |free_bytes: u64, count: u64| Memory {
+            workers: count,
+            devices: vec![
+                DeviceMemory {
+                    device: Device::Cuda(0),
+                    free_bytes,
+                    work_bytes: 100 << 20,
+                };
+                count as usize
+            ],
+            ..memory(2 << 30)
+        };
+        // 8192 tokens of a request take 512 + 256 pages of 64 KiB, and 64 MiB of sums.
+        let fixed = 256 + 100 + 48 + 64;
+        let exactly = |blocks: u64, count| on_device((fixed + blocks * 536) << 20, count);
+        assert_eq!(exactly(7, 1).fit(SpanChoice::All, &facts), Ok(7));
+        assert_eq!(exactly(7, 2).fit(SpanChoice::All, &facts), Ok(14));
+        assert_eq!(exactly(90, 1).fit(SpanChoice::Count(80), &facts), Ok(80));
+        let short = on_device(((fixed + 7 * 536) << 20) - 1, 1);
+        assert_eq!(short.fit(SpanChoice::All, &facts), Ok(6));
+        let refusal = short.fit(SpanChoice::Count(7), &facts).unwrap_err();
+        for part in [
+            "7 blocks of llama-70b need 7 x (440.0 MiB of weights + 96.0 MiB of KV cache) + 468.0 MiB for work memory",
+            "on cuda:0, and 4220.0 MiB of its memory are free: 6 would fit",
+        ] {
+            assert!(refusal.contains(part), "{refusal}");
+        }
+        // A mirror that must be needs memory of the machine, where 2048 MiB are.
+        let mirrored = Memory {
+            kv_mirror: KvMirror::On,
+            ..exactly(50, 1)
+        };
+        assert_eq!(mirrored.fit(SpanChoice::All, &facts), Ok(8));
+        let refusal = mirrored.fit(SpanChoice::Count(20), &facts).unwrap_err();
+        assert!(refusal.contains("8 would fit"), "{refusal}");
     }
 
     #[test]

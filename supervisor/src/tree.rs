@@ -279,6 +279,12 @@ impl Tree {
         match message {
             // The driver keeps it for netd.
             FromPrepare::Kept(_) => {}
+            // Told anew for a move, when the present workers have most of it.
+            FromPrepare::Devices(devices) => {
+                if self.policy.memory.devices.is_empty() {
+                    self.policy.memory.devices = devices;
+                }
+            }
             FromPrepare::Inspected(facts) => {
                 let fits = check_choice(self.policy.span, &facts)
                     .and_then(|()| self.policy.memory.fit(self.policy.span, &facts));

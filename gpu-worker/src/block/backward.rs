@@ -103,7 +103,14 @@ impl<B: Backend> GradientWork<B> {
         }
     }
 
-    fn grow(&mut self, backend: &mut B, spec: &BlockSpec, tokens: usize, largest_rank: usize) {
+    /// Makes all buffers large enough for so many tokens.
+    pub(crate) fn grow(
+        &mut self,
+        backend: &mut B,
+        spec: &BlockSpec,
+        tokens: usize,
+        largest_rank: usize,
+    ) {
         self.forward.grow(backend, spec, tokens, largest_rank);
         let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
         let only = |needed: bool, width: usize| if needed { width } else { 0 };

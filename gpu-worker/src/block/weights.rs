@@ -154,6 +154,11 @@ impl<'w, B: Backend> BlockWeights<'w, B> {
         linears
     }
 
+    /// Largest rank of its adapters.
+    pub fn largest_rank(&self) -> usize {
+        self.largest_rank
+    }
+
     /// The block dtype.
     pub fn dtype(&self) -> DType {
         self.dtype

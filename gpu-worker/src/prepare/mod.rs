@@ -30,6 +30,7 @@ use shared::exit::ExitReason;
 use shared::shm::board::{BoardWriter, Phase};
 use tracing::{debug, error, info};
 
+use crate::sizing::device_memory;
 use crate::throughput::RateCache;
 
 pub use error::PrepareError;
@@ -90,6 +91,18 @@ fn serve(ends: &Ends) -> Result<(), End> {
     board.enter(Phase::Preparing, TENSOR_LIMIT);
     let mut inspected = Inspected::new(&config)?;
     let facts = inspected.facts.clone();
+    let memory = device_memory(&devices, worker.device_bytes, &inspected.spec);
+    let memory = memory.map_err(|(ordinal, failure)| {
+        let (reason, message) = crate::worker::unusable(ordinal, &failure);
+        End::Failed(reason, message)
+    })?;
+    for one in &memory {
+        let (free_bytes, work_bytes) = (one.free_bytes, one.work_bytes);
+        info!(device = %one.device, free_bytes, work_bytes, "device memory");
+    }
+    if !memory.is_empty() {
+        send(ends, FromPrepare::Devices(memory))?;
+    }
     info!(model = facts.name, model_type = facts.model_type, dtype = %facts.dtype, blocks = facts.num_blocks, "inspected");
     if let Some(folder) = worker.rates_dir.as_ref().filter(|_| !worker.measure_anew) {
         let cache = RateCache::new(folder, Duration::ZERO);

@@ -100,7 +100,10 @@ impl Worker {
             model: start.model.facts().clone(),
             manifest: start.model.path.clone(),
             kv_pages: KV_PAGES,
+            kv_survives: true,
             config: WorkerConfig {
+                kv_mirror: shared::config::KvMirror::Auto,
+                device_bytes: None,
                 threads: 1,
                 fault: start.fault,
                 ..WorkerConfig::default()

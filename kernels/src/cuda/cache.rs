@@ -5,7 +5,8 @@
 //! answer    is given after a download, which waits for the kernels: what a client was told is in the mirror
 //! restart   nothing is on the device; a page is copied from the mirror when a row first reads it
 //! ```
-//! The mirror holds at any time what the pages hold, so that copying a page from it once more changes nothing.
+//! The mirror holds at any time what the pages hold, so that copying a page from it once more changes nothing. Without a mirror nothing is
+//! written to the host, and what the pages held ends with the worker: whoever submits jobs must then never name what an earlier one wrote.
 
 use shared::ids::PageId;
 use shared::shm::kv::KvMap;
@@ -24,27 +25,27 @@ pub struct Cache<G: Gpu> {
     pages: usize,
     /// `[blocks, pages]` pages.
     memory: Memory<G>,
-    /// Shaped alike. Registered with the device, which `cuda` keeps open longer than this lives.
-    segment: KvMap,
-    mirror: Address,
+    mirror: Option<Mirror>,
     /// Which pages the device holds, `[blocks, pages]`.
     ready: Vec<bool>,
 }
 
-impl<G: Gpu> Cache<G> {
-    /// Room on the device for `pages` pages in each of `blocks` blocks, mirrored into `segment`, which is as large at least.
-    ///
-    /// # Errors
-    /// When the segment is smaller, or the device has no memory or cannot reach the segment.
-    pub fn open(
+/// Pages in host memory, shaped as those on the device.
+#[derive(Debug)]
+struct Mirror {
+    /// Registered with the device, which `cuda` keeps open longer than this lives.
+    segment: KvMap,
+    /// Where the device finds it.
+    address: Address,
+}
+
+impl Mirror {
+    /// Makes `bytes` bytes of the segment writable for the device.
+    fn open<G: Gpu>(
         cuda: &mut Cuda<G>,
-        layout: PageLayout,
-        blocks: usize,
-        pages: usize,
         mut segment: KvMap,
-    ) -> Result<Cache<G>, OpError> {
-        let count = blocks.saturating_mul(pages);
-        let bytes = count.saturating_mul(layout.page_bytes());
+        bytes: usize,
+    ) -> Result<Mirror, OpError> {
         let found = segment.len_bytes();
         if found < bytes {
             return Err(OpError::Short {
@@ -54,18 +55,36 @@ impl<G: Gpu> Cache<G> {
                 needs: bytes,
             });
         }
-        let memory = cuda.reserve(bytes)?;
         let start = segment.values_mut::<u8>().as_mut_ptr();
         // SAFETY: the mapping lives in `segment`, which is dropped by the end of the process or after the device is idle (see Drop);
         // references into it are made only while nothing is enqueued.
-        let mirror = unsafe { cuda.register(start, bytes) }?;
+        let address = unsafe { cuda.register(start, bytes) }?;
+        Ok(Mirror { segment, address })
+    }
+}
+
+impl<G: Gpu> Cache<G> {
+    /// Room on the device for `pages` pages in each of `blocks` blocks, mirrored into `segment` when there is one, which is as large at least.
+    ///
+    /// # Errors
+    /// When the segment is smaller, or the device has no memory or cannot reach the segment.
+    pub fn open(
+        cuda: &mut Cuda<G>,
+        layout: PageLayout,
+        blocks: usize,
+        pages: usize,
+        segment: Option<KvMap>,
+    ) -> Result<Cache<G>, OpError> {
+        let count = blocks.saturating_mul(pages);
+        let bytes = count.saturating_mul(layout.page_bytes());
+        let memory = cuda.reserve(bytes)?;
+        let mirror = segment.map(|segment| Mirror::open(cuda, segment, bytes));
         Ok(Cache {
             layout,
             blocks,
             pages,
             memory,
-            segment,
-            mirror,
+            mirror: mirror.transpose()?,
             ready: vec![false; count],
         })
     }
@@ -95,8 +114,11 @@ impl<G: Gpu> Cache<G> {
         }
         let bytes = self.pages * self.layout.page_bytes();
         let pages = Pages::new(self.layout, &mut self.memory, index * bytes, bytes);
-        // SAFETY: the mirror is registered and shaped as the pages.
-        Ok(unsafe { pages.mirrored(self.mirror.offset(index * bytes)) })
+        Ok(match &self.mirror {
+            None => pages,
+            // SAFETY: the mirror is registered and shaped as the pages.
+            Some(mirror) => unsafe { pages.mirrored(mirror.address.offset(index * bytes)) },
+        })
     }
 
     /// Copies the first tokens of pages of the block at `index` to others: (source, destination, tokens), in their order.
@@ -110,10 +132,13 @@ impl<G: Gpu> Cache<G> {
         copies: &[(PageId, PageId, usize)],
     ) -> Result<(), OpError> {
         self.check_block(index)?;
+        let Some(mirror) = &mut self.mirror else {
+            return self.copy_on_device(cuda, index, copies);
+        };
         // The device writes the mirror too; from here on it has nothing to write.
         cuda.wait()?;
         let bytes = self.pages * self.layout.page_bytes();
-        let block = self.segment.values_mut::<u8>();
+        let block = mirror.segment.values_mut::<u8>();
         let block = block.get_mut(index * bytes..(index + 1) * bytes);
         let mut pages = KvPages::new(self.layout, block.unwrap_or_default());
         for &(source, destination, tokens) in copies {
@@ -124,10 +149,43 @@ impl<G: Gpu> Cache<G> {
         Ok(())
     }
 
-    /// Copies a page from the mirror to the device.
+    /// Copies whole pages: what a page has behind its first tokens is written before it is read.
+    fn copy_on_device(
+        &mut self,
+        cuda: &mut Cuda<G>,
+        index: usize,
+        copies: &[(PageId, PageId, usize)],
+    ) -> Result<(), OpError> {
+        let bytes = self.layout.page_bytes();
+        for &(source, destination, tokens) in copies {
+            if tokens > PAGE_TOKENS {
+                return Err(OpError::TooManyTokens {
+                    tokens,
+                    limit: PAGE_TOKENS,
+                });
+            }
+            let place = |page: PageId| match page.0 as usize {
+                number if number < self.pages => Ok((index * self.pages + number) * bytes),
+                _ => Err(OpError::NoSuchPage {
+                    page,
+                    pages: self.pages,
+                }),
+            };
+            let (from, to) = (place(source)?, place(destination)?);
+            if from != to {
+                cuda.copy_within(&mut self.memory, from, to, bytes)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies a page from the mirror to the device, if there is one.
     fn fetch(&mut self, cuda: &mut Cuda<G>, place: usize) -> Result<(), OpError> {
+        let Some(mirror) = &self.mirror else {
+            return Ok(());
+        };
         cuda.wait()?;
-        let page = self
+        let page = mirror
             .segment
             .page::<u8>(self.layout.page_bytes(), place)
             .unwrap_or_default();
@@ -181,7 +239,14 @@ mod tests {
         let mut device = vec![0; bytes];
         let at = place * bytes;
         cuda.download_bytes(&cache.memory, at, &mut device).unwrap();
-        let mirror = cache.segment.page::<u8>(bytes, place).unwrap().to_vec();
+        let mirror = cache
+            .mirror
+            .as_ref()
+            .unwrap()
+            .segment
+            .page::<u8>(bytes, place)
+            .unwrap()
+            .to_vec();
         (device, mirror)
     }
 
@@ -197,7 +262,7 @@ mod tests {
         };
         let mut cuda = Cuda::new(Emu::new(1));
         let map = || KvMap::map(&segment).unwrap();
-        let mut cache = Cache::open(&mut cuda, LAYOUT, 2, 4, map()).unwrap();
+        let mut cache = Cache::open(&mut cuda, LAYOUT, 2, 4, Some(map())).unwrap();
         append(&mut cuda, &mut cache, row(0, 17), 1.5);
         let before = page(&cache, &mut cuda, 4 + 3);
         assert_eq!(before.0, before.1);
@@ -208,7 +273,7 @@ mod tests {
         drop(cache);
         // The next worker: nothing on the device until a row reads it.
         let mut cuda = Cuda::new(Emu::new(1));
-        let mut cache = Cache::open(&mut cuda, LAYOUT, 2, 4, map()).unwrap();
+        let mut cache = Cache::open(&mut cuda, LAYOUT, 2, 4, Some(map())).unwrap();
         assert_ne!(page(&cache, &mut cuda, 4 + 3).0, before.0);
         append(&mut cuda, &mut cache, row(17, 1), 2.5);
         assert_eq!(page(&cache, &mut cuda, 4 + 3), before);
@@ -219,5 +284,34 @@ mod tests {
         let copied = page(&cache, &mut cuda, 4 + 2).1;
         assert_eq!(copied[..token], device[..token]);
         assert!(cache.block(&mut cuda, 2, &[]).is_err());
+    }
+
+    #[test]
+    fn pages_without_a_mirror_are_copied_on_the_device() {
+        let tables = [PageId(3), PageId(0)];
+        let row = StepRow {
+            tokens: 17,
+            prefix: 0,
+            pages: &tables,
+        };
+        let mut cuda = Cuda::new(Emu::new(1));
+        let mut cache = Cache::open(&mut cuda, LAYOUT, 2, 4, None).unwrap();
+        append(&mut cuda, &mut cache, row, 1.5);
+        let mut copy = |copies: &[_]| cache.copy(&mut cuda, 1, copies);
+        copy(&[(PageId(3), PageId(1), 16), (PageId(0), PageId(0), 1)]).unwrap();
+        for wrong in [(PageId(4), PageId(1), 1), (PageId(0), PageId(1), 17)] {
+            assert!(copy(&[wrong]).is_err());
+        }
+        let bytes = LAYOUT.page_bytes();
+        let mut on_device = |place: usize| {
+            let mut page = vec![0; bytes];
+            cuda.download_bytes(&cache.memory, place * bytes, &mut page)
+                .unwrap();
+            page
+        };
+        let copied = on_device(4 + 1);
+        assert_eq!(copied, on_device(4 + 3));
+        assert_eq!(copied[..4], 1.5f32.to_le_bytes());
+        assert_ne!(copied, on_device(4 + 2));
     }
 }

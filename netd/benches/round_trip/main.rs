@@ -233,6 +233,7 @@ impl Worker {
             worker: identity.worker,
             span: Span::new(0, BLOCKS).expect("a span"),
             kv_pages: KV_PAGES,
+            kv_survives: true,
             capacity: Capacity::default(),
             link: LinkInit {
                 netd_generation: identity.netd_generation,

@@ -39,7 +39,7 @@ use crate::sessions::table::SessionTables;
 use crate::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
 use crate::wire::metadata::{ArgsStructure, RequestMetadata};
 use crate::wire::msgpack::{Limits, Value};
-use crate::workers::link::JobTimes;
+use crate::workers::link::{JobFailure, JobTimes};
 
 const RPC: &str = "rpc_inference";
 
@@ -226,8 +226,9 @@ async fn admit(
         .take(peer, kv, asked.min(service.timeouts.max_alloc))
         .await?;
     let tables = SessionTables::new(batch as usize, max_length, lease.pages());
+    let kv_losses = service.workers.kv_losses(&blocks);
     Ok(Open {
-        session: Session::new(blocks, adapter, batch, tables),
+        session: Session::new(blocks, adapter, batch, tables, kv_losses),
         lease: Arc::new(lease),
         structure: metadata.args_structure.clone(),
         asked: Asked {
@@ -288,6 +289,7 @@ async fn compute(
         );
         return Err(Failure::bad(text));
     }
+    check_kv(service, session)?;
     let plan = session
         .tables
         .begin(start, tokens, arguments.hypo_ids.as_deref())?;
@@ -300,6 +302,8 @@ async fn compute(
             &open.asked,
         )
         .await;
+    // Lost before the job was submitted, the pages that it read were those of nobody.
+    let computed = computed.and_then(|done| check_kv(service, session).map(|()| done));
     match computed {
         Ok((output, times)) => {
             session.tables.commit();
@@ -312,6 +316,14 @@ async fn compute(
             session.tables.abort();
             Err(failure)
         }
+    }
+}
+
+/// Fails once a worker of the session's blocks has died and its KV pages with it.
+fn check_kv(service: &Service, session: &Session) -> Result<(), Failure> {
+    match service.workers.kv_losses(&session.blocks) == session.kv_losses {
+        true => Ok(()),
+        false => Err(JobFailure::CacheLost.into()),
     }
 }
 

@@ -22,6 +22,8 @@ pub struct Session {
     pub batch: u32,
     /// Its page tables.
     pub tables: SessionTables,
+    /// How often the workers of its blocks had lost their KV pages when it began.
+    pub kv_losses: u64,
     seen: SeenSteps,
 }
 
@@ -32,12 +34,14 @@ impl Session {
         adapter: Option<u32>,
         batch: u32,
         tables: SessionTables,
+        kv_losses: u64,
     ) -> Session {
         Session {
             blocks,
             adapter,
             batch,
             tables,
+            kv_losses,
             seen: SeenSteps::default(),
         }
     }
@@ -98,7 +102,7 @@ mod tests {
 
     #[test]
     fn duplicates_are_noticed_and_memory_is_bounded() {
-        let mut session = Session::new(Vec::new(), None, 1, SessionTables::new(1, 0, &[]));
+        let mut session = Session::new(Vec::new(), None, 1, SessionTables::new(1, 0, &[]), 0);
         assert!(session.is_new_step(None) && session.is_new_step(None));
         for step in 0..5 * STEP_IDS_KEPT {
             assert!(session.is_new_step(Some(&step.to_string())));

@@ -73,6 +73,11 @@ pub enum JobFailure {
     /// The worker is gone and will not be replaced.
     #[error("the worker for these blocks is gone and will not be restarted")]
     WorkerGone,
+    /// The worker died, and with it the KV cache that was not mirrored.
+    #[error(
+        "the KV cache of this session was lost with the worker that held it; open a new session and send its tokens again"
+    )]
+    CacheLost,
 }
 
 /// Rings that cannot be used any more. Their worker has to end before its jobs can go anywhere else: until then it may
@@ -106,6 +111,9 @@ struct State {
     gone: bool,
     last_job: u64,
     stale: u64,
+    /// Whether the next generation finds the KV pages of this one, and how often they were lost.
+    kv_survives: bool,
+    kv_losses: u64,
 }
 
 #[derive(Debug)]
@@ -160,6 +168,8 @@ impl Link {
                 gone: false,
                 last_job: u64::from(index) << 48,
                 stale: 0,
+                kv_survives: true,
+                kv_losses: 0,
             }),
         }
     }
@@ -182,6 +192,11 @@ impl Link {
     /// Whether no generation will come.
     pub fn is_gone(&self) -> bool {
         self.lock().gone
+    }
+
+    /// How often the KV pages of all sessions were lost.
+    pub fn kv_losses(&self) -> u64 {
+        self.lock().kv_losses
     }
 
     /// Completions that no job in flight was waiting for.
@@ -262,6 +277,7 @@ impl Link {
             if let Some(old) = state.end.replace(end) {
                 old.task.abort();
             }
+            state.kv_survives = up.kv_survives;
             state.recovery.up();
             self.submit(&mut state)
         };
@@ -278,6 +294,7 @@ impl Link {
             warn!(worker = %self.worker, %job, "job refused after two crashes");
             state.answer(job, Err(JobFailure::Crashes));
         }
+        state.lose_kv();
         if !restarting {
             state.end_for_good();
         }
@@ -375,6 +392,25 @@ impl Link {
 }
 
 impl State {
+    /// The pages of the last generation are gone, unless they survive it: steps that were to go on from them fail.
+    fn lose_kv(&mut self) {
+        if self.kv_survives {
+            return;
+        }
+        self.kv_losses += 1;
+        let is_step = |record: &Record| record.job.kind == JobKind::Step;
+        let steps: Vec<JobId> = self
+            .jobs
+            .iter()
+            .filter(|(_, record)| is_step(record))
+            .map(|(id, _)| *id)
+            .collect();
+        for job in steps {
+            self.recovery.remove(job);
+            self.answer(job, Err(JobFailure::CacheLost));
+        }
+    }
+
     /// Submits what may fly now; returns the bell if it has to be rung.
     ///
     /// # Errors

@@ -199,6 +199,15 @@ impl Workers {
         })
     }
 
+    /// How often workers of these blocks have lost the KV pages of all sessions. A session whose number has changed has none.
+    pub fn kv_losses(&self, blocks: &[BlockIndex]) -> u64 {
+        self.links()
+            .iter()
+            .filter(|link| blocks.iter().any(|block| link.span().contains(*block)))
+            .map(|link| link.kv_losses())
+            .sum()
+    }
+
     /// Completions that no job was waiting for, over all workers.
     pub fn stale_completions(&self) -> u64 {
         self.links()

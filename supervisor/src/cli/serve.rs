@@ -22,7 +22,8 @@ use std::thread::available_parallelism;
 use clap::Args;
 use shared::block::{Span, is_prefix};
 use shared::config::{
-    Device, HubConfig, NetdConfig, PrepareConfig, ServeConfig, SpanChoice, Throughput, WorkerConfig,
+    Device, HubConfig, KvMirror, NetdConfig, PrepareConfig, ServeConfig, SpanChoice, Throughput,
+    WorkerConfig,
 };
 use shared::dtype::DType;
 
@@ -130,6 +131,8 @@ pub fn resolve(mut args: ServeArgs, env: Env<'_>) -> Result<ServeConfig, String>
             fault: args.supervision.inject_fault,
             rates_dir: Some(prepare.cache_dir.clone()),
             measure_anew: matches!(netd.throughput, Throughput::Anew | Throughput::DryRun),
+            kv_mirror: kv_mirror(&args.limits.kv_mirror)?,
+            device_bytes: args.limits.device_memory,
         },
         devices,
         prepare: PrepareConfig {
@@ -304,6 +307,11 @@ fn adapters(names: Vec<String>) -> Result<Vec<String>, String> {
         }
     }
     Ok(names)
+}
+
+fn kv_mirror(text: &str) -> Result<KvMirror, String> {
+    let parsed = text.parse::<KvMirror>();
+    parsed.map_err(|why| format!("--kv_mirror {text:?} is {why}"))
 }
 
 /// At least what two of the smallest useful requests take.

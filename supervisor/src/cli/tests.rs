@@ -1,6 +1,7 @@
 use shared::block::Span;
 use shared::config::{
-    Compression, Device, FaultAction, FaultPlan, FaultPoint, QuantType, SpanChoice, Throughput,
+    Compression, Device, FaultAction, FaultPlan, FaultPoint, KvMirror, QuantType, SpanChoice,
+    Throughput,
 };
 
 use shared::network::{Link, NetworkRate, RateFile, RateSource};
@@ -160,6 +161,7 @@ fn what_petals_does_and_this_version_does_not_is_refused_in_a_sentence() {
         ("--update_period 0", "seconds"),
         ("--request_timeout 1e300", "seconds"),
         ("--arena_size 5", "at least"),
+        ("--kv_mirror maybe", "neither on, off nor auto"),
         (
             "--new_swarm --initial_peers /ip4/1.2.3.4/tcp/5",
             "cannot be used with",
@@ -185,6 +187,13 @@ fn what_petals_does_and_this_version_does_not_is_refused_in_a_sentence() {
         ("m --compression BLOCKWISE_8BIT", Compression::Blockwise8Bit),
     ] {
         assert_eq!(serve(line).netd.compression, wanted);
+    }
+    for (line, wanted) in [
+        ("m", KvMirror::Auto),
+        ("m --kv_mirror on", KvMirror::On),
+        ("m --kv_mirror=off", KvMirror::Off),
+    ] {
+        assert_eq!(serve(line).worker.kv_mirror, wanted);
     }
     let adapters = serve("m --adapters a org/b").prepare.adapters;
     assert_eq!(adapters, ["a", "org/b"]);

@@ -21,7 +21,7 @@ use crate::channel::Message;
 use crate::instance::Instance;
 use crate::plan::Placement;
 use crate::running::slot_of;
-use crate::segments::MakeError;
+use crate::segments::{KvChoice, MakeError};
 use crate::tree::{ChildId, Down, End, Event, Init};
 
 impl Driver<'_> {
@@ -123,6 +123,7 @@ impl Driver<'_> {
             return true;
         };
         let Placement { worker, span, .. } = placement;
+        let kv_survives = self.segments.kv_survives(worker);
         let identity = rings_of(worker, generation, running.generation);
         let Some(rings) = self.segments.rings(identity) else {
             return true;
@@ -139,6 +140,7 @@ impl Driver<'_> {
                 worker,
                 span,
                 kv_pages,
+                kv_survives,
                 capacity,
                 link: link_init(identity, name, arena_bytes, fds),
             }))
@@ -219,7 +221,10 @@ impl Driver<'_> {
         } = placement;
         let (board, generation) = (running.seat(&self.segments.board), running.generation);
         let kv_pages = self.config.netd.limits(&facts).kv_pages();
-        let bytes = facts.kv_segment_bytes(span, kv_pages);
+        let choice = KvChoice::of(device, self.config.worker.kv_mirror);
+        let bytes = |survives| facts.kv_segment_bytes_if(survives, span, kv_pages);
+        let kv = self.segments.kv(self.instance, worker, choice, bytes)?;
+        let kv_survives = kv.survives;
         let init = |fds| WorkerInit {
             board,
             generation,
@@ -227,14 +232,14 @@ impl Driver<'_> {
             device,
             span,
             kv_pages,
+            kv_survives,
             manifest: manifest_of(self.instance, whole),
             model: facts.clone(),
             config: self.config.worker.clone(),
             measure: !matches!(self.config.netd.throughput, Throughput::Fixed(_)),
             fds,
         };
-        let kv = self.segments.kv(self.instance, worker, bytes)?;
-        let delivered = running.deliver(&[kv.as_fd()], |fds| {
+        let delivered = running.deliver(&[kv.segment.as_fd()], |fds| {
             Message::Worker(ToWorker::Init(Box::new(init(fds))))
         });
         if let Err(error) = self.segments.board.set_span(slot_of(running.id), span) {

@@ -1,6 +1,6 @@
 use proptest::prelude::*;
 use shared::config::{Device, RestartConfig};
-use shared::control::DeathCause;
+use shared::control::{DeathCause, DeviceMemory};
 use shared::dtype::DType;
 use shared::ids::GroupId;
 
@@ -49,6 +49,8 @@ fn memory(available_bytes: Option<u64>) -> Memory {
         available_bytes,
         workers: 2,
         netd,
+        kv_mirror: shared::config::KvMirror::Auto,
+        devices: Vec::new(),
     }
 }
 
@@ -1005,6 +1007,26 @@ fn a_model_that_does_not_fit_is_served_in_part() {
     rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
     rig.netd_listens();
     assert_eq!(rig.told(NETD), [&Down::Fits(5), &Down::Model(facts())]);
+}
+
+#[test]
+fn what_devices_hold_counts_once_however_often_prepare_tells() {
+    let mut rig = Rig::new(1);
+    rig.tree.policy.memory = memory(Some(u64::MAX));
+    rig.tree.policy.memory.workers = 1;
+    let device = |free_bytes| {
+        Up::Prepare(FromPrepare::Devices(vec![DeviceMemory {
+            device: Device::Emulator,
+            free_bytes,
+            work_bytes: 0,
+        }]))
+    };
+    rig.on(Event::Start);
+    rig.say(PREPARE, device(1 << 50));
+    rig.say(PREPARE, device(1));
+    rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+    rig.netd_listens();
+    assert_eq!(rig.told(NETD), [&Down::Model(facts())]);
 }
 
 #[test]

@@ -68,6 +68,37 @@ async fn sessions_go_on_over_many_kills_with_the_same_results() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_without_a_mirror_takes_its_sessions_with_it_and_no_others() {
+    let mut rig = Rig::new().await;
+    rig.memory().orders.loses_kv.store(true, SeqCst);
+    rig.kill(0, Outside, true);
+    rig.start(0);
+    let (mut idle, mut busy) = (rig.session().await, rig.session().await);
+    for session in [&mut idle, &mut busy] {
+        session.open(hidden(1, &[1.0]), 30).await.unwrap();
+    }
+    rig.memory().orders.paused.store(true, SeqCst);
+    let message = busy.message(hidden(1, &[2.0]), None, None, None);
+    busy.send(&message).await;
+    until(|| rig.service.workers.arena().slots_in_use() > 0).await;
+    rig.kill(0, Outside, true);
+    rig.memory().orders.paused.store(false, SeqCst);
+    rig.start(0);
+    let jobs = rig.memory().jobs.lock().unwrap().len();
+    let lost = busy.answer().await.unwrap_err();
+    assert!(lost.contains("open a new session"), "{lost}");
+    let lost = idle.step(hidden(1, &[2.0]), None, None).await.unwrap_err();
+    assert!(lost.contains("open a new session"), "{lost}");
+    // Neither step reached the new generation.
+    assert_eq!(rig.memory().jobs.lock().unwrap().len(), jobs);
+    let mut fresh = rig.session().await;
+    let answer = fresh.open(hidden(1, &[1.0]), 30).await.unwrap();
+    assert_eq!(firsts(&answer), [5.0]);
+    let answer = fresh.step(hidden(1, &[2.0]), None, None).await.unwrap();
+    assert_eq!(firsts(&answer), [7.0]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nonsense_in_a_ring_is_reported_once_and_its_jobs_go_to_the_next_generation() {
     let mut rig = Rig::new().await;
     let mut session = rig.session().await;

@@ -57,6 +57,8 @@ pub struct Orders {
     pub dies_at_tokens: AtomicU32,
     /// Ends now.
     pub killed: AtomicBool,
+    /// Is a worker whose pages end with it, as netd is told.
+    pub loses_kv: AtomicBool,
 }
 
 type Cells = HashMap<(BlockIndex, PageId), [f32; PAGE_TOKENS]>;
@@ -412,6 +414,7 @@ pub fn link_worker(
         worker: identity.worker,
         span,
         kv_pages: KV_PAGES,
+        kv_survives: !memory.orders.loses_kv.load(Ordering::SeqCst),
         capacity,
         link,
     };

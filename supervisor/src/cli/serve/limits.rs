@@ -19,6 +19,9 @@ pub struct LimitArgs {
     /// else wants any; while others do, one that has more than its fair share gets no more
     #[arg(long, value_name = "PART", default_value = "1", value_parser = share)]
     pub(super) max_kv_share: f64,
+    /// Whether a GPU's KV cache is mirrored in host memory, so that sessions survive its worker: on, off, or auto (if it fits)
+    #[arg(long, value_name = "on|off|auto", default_value = "auto")]
+    pub(super) kv_mirror: String,
     /// Largest batch x tokens of one request [default: 8192 with grouped key/value heads, else 2048]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(super) max_batch_size: Option<u32>,
@@ -41,6 +44,9 @@ pub struct LimitArgs {
     /// the present ones only if both fit [default: what is free]
     #[arg(long, value_name = "SIZE", value_parser = size_bytes)]
     pub(super) max_memory: Option<u64>,
+    /// Most memory that each worker takes of its GPU [default: what is free]
+    #[arg(long, value_name = "SIZE", value_parser = size_bytes)]
+    pub(super) device_memory: Option<u64>,
     /// Open files allowed to each process; 0 leaves the limit as it is
     #[arg(long, value_name = "N", default_value_t = 4096)]
     pub(super) increase_file_limit: u64,

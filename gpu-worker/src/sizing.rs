@@ -1,0 +1,184 @@
+//! What the memory of a device holds, told by prepare before anything is loaded, and checked by the worker before it loads. Arithmetic and
+//! one question to the driver.
+
+use kernels::cuda::driver::{Driver, OpenError};
+use kernels::tuning;
+use shared::config::Device;
+use shared::control::DeviceMemory;
+
+use crate::block::{BlockSpec, Mlp, Qkv};
+use crate::engine::{BACK_COST, forward_tokens};
+use crate::schedule::BATCH_TOKENS;
+use shared::model::PAGE_TOKENS;
+
+/// Memory that the emulator pretends to have.
+const EMULATED_BYTES: u64 = 8 << 30;
+
+/// Buffers are rounded up to size classes, a quarter apart.
+const ROUNDING: (u64, u64) = (5, 4);
+
+/// Small arrays of a step: rows and page tables, frequencies, the pages of a rehearsal.
+const SMALL_BYTES: u64 = 16 << 20;
+
+/// Longest row whose attention is planned for. A longer one may take memory when it comes, up to the limit of `tuning`.
+const PLANNED_POSITIONS: usize = 32 << 10;
+
+/// Memory of those of `devices` that have their own, of which no worker is to take more than `most_bytes`.
+///
+/// # Errors
+/// When a device cannot be asked.
+pub fn device_memory(
+    devices: &[Device],
+    most_bytes: Option<u64>,
+    spec: &BlockSpec,
+) -> Result<Vec<DeviceMemory>, (u32, OpenError)> {
+    let mut found = Vec::new();
+    for &device in devices {
+        let free = match device {
+            Device::Cpu => continue,
+            Device::Emulator => EMULATED_BYTES,
+            Device::Cuda(ordinal) => {
+                let (free, _) = Driver::memory_of(ordinal).map_err(|e| (ordinal, e))?;
+                free as u64
+            }
+        };
+        found.push(DeviceMemory {
+            device,
+            free_bytes: most_bytes.map_or(free, |most| most.min(free)),
+            work_bytes: work_bytes(spec),
+        });
+    }
+    Ok(found)
+}
+
+/// Bytes that a worker takes of its device for its largest units, forward and backward: every buffer of both passes at once, as they are kept.
+pub fn work_bytes(spec: &BlockSpec) -> u64 {
+    let forward_rows = forward_tokens(spec).max(BATCH_TOKENS);
+    let back_rows = (forward_tokens(spec) / BACK_COST).max(PAGE_TOKENS);
+    let forward = forward_width(spec);
+    let floats = (forward + spec.hidden) * forward_rows + (forward + back_width(spec)) * back_rows;
+    let (up, down) = ROUNDING;
+    let attention = attention_bytes(spec, PLANNED_POSITIONS) as u64;
+    (4 * floats as u64 + attention).saturating_mul(up) / down + SMALL_BYTES
+}
+
+/// Bytes of partial results of attention, for the largest batch of decode steps over rows of `positions` positions.
+pub fn attention_bytes(spec: &BlockSpec, positions: usize) -> usize {
+    let positions = positions.min(PLANNED_POSITIONS);
+    tuning::cuda_attention_workspace(spec.heads, spec.head_dim, positions)
+}
+
+/// Floats of a token in the buffers of a forward pass (`Workspace`).
+fn forward_width(spec: &BlockSpec) -> usize {
+    let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
+    let experts = experts(spec);
+    let moved = if experts > 0 { 2 * spec.hidden } else { 0 };
+    3 * spec.hidden
+        + 2 * q
+        + 3 * kv
+        + spec.head_dim
+        + fused(spec)
+        + 2 * spec.mlp.intermediate()
+        + experts
+        + moved
+        + RANK
+}
+
+/// Floats of a token in the buffers of a backward pass (`GradientWork`) beside those of the forward pass in it.
+fn back_width(spec: &BlockSpec) -> usize {
+    let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
+    10 * spec.hidden
+        + 2 * q
+        + 2 * kv
+        + fused(spec)
+        + 3 * spec.mlp.intermediate()
+        + 3 * experts(spec)
+}
+
+/// Largest rank of an adapter that is counted on.
+const RANK: usize = 256;
+
+fn fused(spec: &BlockSpec) -> usize {
+    match spec.qkv {
+        Qkv::Fused(_) => (spec.heads + 2 * spec.kv_heads) * spec.head_dim,
+        Qkv::Separate(_) => 0,
+    }
+}
+
+fn experts(spec: &BlockSpec) -> usize {
+    match &spec.mlp {
+        Mlp::Experts(mlp) => mlp.experts.len(),
+        Mlp::Gated(_) | Mlp::Plain(_) => 0,
+    }
+}
+
+/// Why weights and KV pages do not fit into the memory of a device; `None` when they do.
+pub fn shortage(
+    free_bytes: u64,
+    weights_bytes: u64,
+    kv_bytes: u64,
+    spec: &BlockSpec,
+) -> Option<String> {
+    let work = work_bytes(spec);
+    let needed = weights_bytes.saturating_add(kv_bytes).saturating_add(work);
+    let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+    (needed > free_bytes).then(|| {
+        format!(
+            "{} MiB of weights + {} MiB of KV cache + {} MiB of work memory = {} MiB, and {} MiB of its memory are free; serve fewer \
+             blocks (--num_blocks), lower --attn_cache_tokens, or give --quant_type nf4",
+            mib(weights_bytes),
+            mib(kv_bytes),
+            mib(work),
+            mib(needed),
+            free_bytes >> 20
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn llama() -> BlockSpec {
+        let config = json!({
+            "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "num_hidden_layers": 80, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        });
+        BlockSpec::from_config(&config).unwrap()
+    }
+
+    #[test]
+    fn the_emulator_has_what_it_is_given_and_the_processor_is_left_out() {
+        let devices = [Device::Cpu, Device::Emulator];
+        for (most, wanted) in [
+            (None, 8 << 30),
+            (Some(1 << 30), 1 << 30),
+            (Some(1 << 40), 8 << 30),
+        ] {
+            let found = device_memory(&devices, most, &llama()).unwrap();
+            assert_eq!(found.len(), 1);
+            assert_eq!(
+                (found[0].device, found[0].free_bytes),
+                (Device::Emulator, wanted)
+            );
+        }
+        // 128 tokens forward, 16 backward, of a block of the largest Llama 2, and 512 MiB for attention.
+        let work = work_bytes(&llama());
+        assert!(work > 700 << 20 && work < 900 << 20, "{work}");
+    }
+
+    #[test]
+    fn a_shortage_names_its_numbers() {
+        let spec = llama();
+        let needed = (7 << 30) + work_bytes(&spec);
+        assert_eq!(shortage(needed, 4 << 30, 3 << 30, &spec), None);
+        let said = shortage(needed - 1, 4 << 30, 3 << 30, &spec).unwrap();
+        assert!(
+            said.contains("4096 MiB of weights + 3072 MiB of KV cache"),
+            "{said}"
+        );
+        assert!(said.contains("--num_blocks"), "{said}");
+    }
+}
