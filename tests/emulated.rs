@@ -6,6 +6,8 @@
 
 mod harness;
 
+use std::process::Command;
+
 use harness::demo::demo_model;
 use harness::peer::{Peer, fed_back, noise};
 use harness::{SEPAL, Sepal, serve_args};
@@ -103,6 +105,39 @@ fn blocks_are_as_many_as_the_memory_of_the_device_holds() {
         "--num_blocks",
     ] {
         assert!(log.contains(part), "{part}: {log}");
+    }
+}
+
+#[test]
+fn selftest_checks_every_kernel_and_measures_every_operation() {
+    let done = Command::new(SEPAL)
+        .args(["selftest", "--device", "emu"])
+        .output()
+        .expect("the executable");
+    let table = String::from_utf8_lossy(&done.stdout);
+    assert!(done.status.success(), "{table}");
+    assert!(!table.contains("WRONG"), "{table}");
+    for row in [
+        "matrix peak",
+        "products of a block nf4 x 1",
+        "attention decode 40 x 3",
+        "layernorm 256 x 3",
+        "silu_mul gradient 512 x 1",
+        "rope 2 heads x 3",
+        "append 1 heads x 1",
+        "join of fused heads x 3",
+        "adapter gradient 256 x 1",
+        "router gradient x 3",
+        "gradient of a share 512 x 1",
+        "linear gradient int8 256 <- 512 x 17",
+        "attention gradient 17",
+        "quantize nf4 512 x 256",
+        "block nf4 decode 40 x 3",
+        "block int8 prefill 20",
+        "block none decode 40 x 1",
+        "2 such blocks, one session",
+    ] {
+        assert!(table.contains(row), "{row}: {table}");
     }
 }
 

@@ -132,5 +132,6 @@ fn on_device<G: Gpu>(mut cuda: Cuda<G>, extent: Extent, out: &mut impl Write) ->
         bytes_per_s: Some(cuda.copy_rate(bytes)?),
         flops_per_s: Some(cuda.matrix_rate(iterations)?),
     };
-    table(&mut cuda, sizes, peaks, out)
+    table(&mut cuda, sizes, peaks, out)?;
+    roofline::quantize(&mut cuda, sizes, peaks, out)
 }

@@ -4,6 +4,7 @@
 use std::io::Write;
 use std::time::Instant;
 
+use kernels::cuda::{Cuda, Gpu};
 use kernels::ops::{Attention, KvAppend, Linear};
 use kernels::{DType, PageLayout, QuantType, StepRow};
 use shared::ids::PageId;
@@ -132,6 +133,32 @@ pub fn table<B: Paged>(
     }
     bench.gradients(sizes.gradient_rows)?;
     bench.blocks()
+}
+
+/// Rows of the quantization of a matrix on the device.
+pub fn quantize<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    sizes: Sizes,
+    peaks: Peaks,
+    out: &mut impl Write,
+) -> Result<(), Ended> {
+    let (outputs, inputs) = (sizes.middle, sizes.hidden);
+    let plain = stored(QuantType::None, outputs, inputs);
+    let matrix = cuda.matrix(view(QuantType::None, outputs, inputs, &plain)?)?;
+    let mut bench = Bench {
+        backend: cuda,
+        sizes,
+        peaks,
+        out,
+    };
+    for quant in [QuantType::Nf4, QuantType::Int8] {
+        let bytes = stored(quant, outputs, inputs).len();
+        let mut to = bench.backend.buffer(bytes.div_ceil(4));
+        let seconds = bench.time(|cuda| cuda.quantize(&matrix, quant, &mut to))?;
+        let name = format!("quantize {quant} {outputs} x {inputs}");
+        bench.print(&name, seconds, plain.len() + bytes, 0)?;
+    }
+    Ok(())
 }
 
 /// A device, what is measured on it, and where the rows go.

@@ -1,5 +1,7 @@
 //! [`Backend`] over a CUDA device: each operation is launched by its file in `ops/`.
 
+use shared::config::QuantType;
+
 use super::gpu::Gpu;
 use super::memory::{Buffer, Floats};
 use super::{Cuda, Matrix, Pages, ops};
@@ -10,6 +12,21 @@ use crate::ops::{
     Route, RouteGrad, ScatterAdd, SiluMul, SiluMulGrad, SplitQkv,
 };
 use crate::tensor::WeightView;
+
+impl<G: Gpu> Cuda<G> {
+    /// Makes the bytes that `quant` stores of a matrix of numbers, in `to`.
+    ///
+    /// # Errors
+    /// When the matrix is quantized already, `to` is too short, or the device fails.
+    pub fn quantize(
+        &mut self,
+        from: &Matrix<G>,
+        quant: QuantType,
+        to: &mut Floats,
+    ) -> Result<(), OpError> {
+        ops::quantize::launch(self, from, quant, to)
+    }
+}
 
 impl<G: Gpu> Backend for Cuda<G> {
     type Floats = Floats;

@@ -94,6 +94,13 @@ macro_rules! test_on_devices {
                 $crate::selftest::assert_emulated($check);
             }
         }
+        #[cfg(all(test, feature = "cuda"))]
+        mod on_a_device {
+            #[test]
+            fn equals_its_reference_on_the_device() {
+                $crate::selftest::assert_on_device($check);
+            }
+        }
     };
 }
 use test_on_devices;
@@ -114,7 +121,24 @@ fn assert_emulated(check: Check<crate::cuda::emu::Emu>) {
     }
 }
 
-#[cfg(all(test, feature = "emu"))]
+/// Runs a check on device cuda:0, in the sizes that are served. A machine without one says so; the test then tells nothing.
+#[cfg(all(test, feature = "cuda"))]
+fn assert_on_device(check: Check<crate::cuda::driver::Driver>) {
+    use crate::cuda::driver::{Driver, OpenError};
+    let driver = match Driver::open(0) {
+        Ok(driver) => driver,
+        Err(OpenError::NoCuda(why)) => {
+            eprintln!("ignored: no device ({why})");
+            return;
+        }
+        Err(failure) => panic!("{failure}"),
+    };
+    let cases = check(&mut Cuda::new(driver), Extent::Full)
+        .unwrap_or_else(|failure| panic!("{}", with_source(&failure)));
+    assert!(cases > 0);
+}
+
+#[cfg(all(test, any(feature = "emu", feature = "cuda")))]
 fn with_source(failure: &Failure) -> String {
     let source = std::error::Error::source(failure);
     source.map_or_else(|| failure.to_string(), |s| format!("{failure}: {s}"))
