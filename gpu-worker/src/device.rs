@@ -167,6 +167,10 @@ impl Paged for Cpu {
     }
 }
 
+/// Pieces for what the host tells kernels (rows, page tables, indexes), more than are alive at once, and their size: larger than any.
+const SMALL_PIECES: usize = 8;
+const SMALL_PIECE_BYTES: usize = 64 << 10;
+
 impl<G: Gpu> Paged for Cuda<G> {
     type Cache = cuda::Cache<G>;
     type Room = Option<cuda::Memory<G>>;
@@ -177,7 +181,11 @@ impl<G: Gpu> Paged for Cuda<G> {
     }
 
     fn warm(&mut self, bytes: usize) -> Result<(), EngineError> {
-        self.scratch(bytes)?;
+        // All at once, and given back when all are there.
+        let mut taken = vec![self.scratch(bytes)?];
+        for _ in 0..SMALL_PIECES {
+            taken.push(self.scratch(SMALL_PIECE_BYTES)?);
+        }
         Ok(())
     }
 
