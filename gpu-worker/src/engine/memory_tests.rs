@@ -34,8 +34,8 @@ fn steps_after_the_rehearsal_take_no_memory_and_all_of_it_was_planned() {
     for (sessions, tokens, prefix) in [
         (1, 1, 0),
         (1, 17, 3),
-        (8, 1, 40),
-        (32, 1, 100),
+        (8, 1, 100),
+        (32, 1, 40),
         (2, 30, 0),
         (1, engine.piece_tokens(JobKind::Step), 0),
         (3, 1, 1),
