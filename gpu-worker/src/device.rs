@@ -1,20 +1,164 @@
 //! What an engine needs of a device besides the operations of blocks: where KV pages live. On the CPU they are the kv segment; a CUDA
 //! device has its own and keeps the segment as their mirror, from which the next worker takes them.
 
-use kernels::cuda::{self, Cuda, Gpu};
-use kernels::{Backend, Cpu, KvPages, PageLayout, StepRow};
-use shared::job::PageCopy;
+mod cpu;
+mod cuda;
+
+use std::sync::Arc;
+
+use kernels::cuda::arena::MoveError;
+use kernels::ops::OpError;
+use kernels::{Backend, DType, PageLayout, StepRow};
+use shared::job::{PageCopy, SlotRef};
+use shared::shm::arena::ArenaMap;
 use shared::shm::kv::KvMap;
+use shared::shm::segment::OutOfBounds;
+
+pub use cpu::HostCache;
 
 use crate::engine::EngineError;
-use crate::kv::{KvPool, KvShape, WrongSegment};
+use crate::kv::KvShape;
+use crate::schedule::UnitTimes;
 
-/// A backend that keeps KV pages.
+/// Why a tensor did not get from the arena to the device or back.
+#[derive(Debug, thiserror::Error)]
+pub enum TransferError {
+    /// It is not in the arena: the job is refused.
+    #[error(transparent)]
+    Outside(#[from] OutOfBounds),
+    /// The device failed.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+}
+
+impl From<MoveError> for TransferError {
+    fn from(error: MoveError) -> TransferError {
+        match error {
+            MoveError::Outside(outside) => TransferError::Outside(outside),
+            MoveError::Op(op) => TransferError::Engine(op.into()),
+        }
+    }
+}
+
+/// Most tokens of a recorded step.
+pub const MAX_STEP_TOKENS: usize = kernels::cuda::step::MAX_STEP_TOKENS;
+
+/// A backend that keeps KV pages, and reaches an arena.
 pub trait Paged: Backend + Sized {
     /// The pages of all blocks of the span.
     type Cache;
+    /// How the device reaches the arena of a link.
+    type Reach;
     /// Device memory for pages that are not of the cache.
     type Room: Default;
+    /// Launches of a decode step through one block, recorded.
+    type Graph;
+
+    /// How long units may take.
+    fn unit_times(&self) -> UnitTimes;
+
+    /// Gets ready to record steps over a pool of so many pages per block, with so many heads. False: this device does not record.
+    ///
+    /// # Errors
+    /// [`EngineError`] when the device has no memory for it.
+    fn open_steps(
+        &mut self,
+        heads: usize,
+        head_dim: usize,
+        pages: usize,
+    ) -> Result<bool, EngineError>;
+
+    /// Writes the rows of the next step to where recordings read them. False: they do not fit.
+    ///
+    /// # Errors
+    /// [`EngineError`] when the device fails.
+    fn set_step(&mut self, rows: &[StepRow<'_>]) -> Result<bool, EngineError>;
+
+    /// Whether operations take the rows of [`set_step`](Self::set_step) for those that they are given.
+    fn use_fixed_step(&mut self, on: bool);
+
+    /// Records what `enqueue` enqueues instead of running it. `None`: not all of it can be recorded.
+    ///
+    /// # Errors
+    /// Those of `enqueue`, and the device's.
+    fn record(
+        &mut self,
+        pages: &mut Self::Pages<'_>,
+        enqueue: impl FnMut(&mut Self, &mut Self::Pages<'_>) -> Result<(), OpError>,
+    ) -> Result<Option<Self::Graph>, EngineError>;
+
+    /// Enqueues what was recorded, over the pages it was recorded for.
+    ///
+    /// # Errors
+    /// [`EngineError`] when they are others, or the device fails.
+    fn replay(
+        &mut self,
+        graph: &Self::Graph,
+        pages: &mut Self::Pages<'_>,
+    ) -> Result<(), EngineError>;
+
+    /// Kernels that one replay launches.
+    fn launches(graph: &Self::Graph) -> u64;
+
+    /// Makes an arena ready for [`load`](Self::load) and [`store`](Self::store).
+    fn reach(&mut self, arena: &Arc<ArenaMap>) -> Self::Reach;
+
+    /// Whether hidden states of so many values stay on the device between two units.
+    fn keeps(&self, values: usize) -> bool;
+
+    /// The tensor in `slot`, stored in `dtype`, to the start of `to`.
+    ///
+    /// # Errors
+    /// [`TransferError`].
+    fn load(
+        &mut self,
+        arena: &ArenaMap,
+        reach: &mut Self::Reach,
+        slot: SlotRef,
+        dtype: DType,
+        to: &mut Self::Floats,
+    ) -> Result<(), TransferError>;
+
+    /// The first values of `from` to `slot` in `dtype`, as many as it holds. They are there after the next [`settle`](Self::settle).
+    ///
+    /// # Errors
+    /// [`TransferError`].
+    fn store(
+        &mut self,
+        from: &Self::Floats,
+        dtype: DType,
+        arena: &ArenaMap,
+        reach: &mut Self::Reach,
+        slot: SlotRef,
+    ) -> Result<(), TransferError>;
+
+    /// Values of the host, stored in `dtype`, to the start of `to`.
+    ///
+    /// # Errors
+    /// [`EngineError`] when `to` is shorter, or the device fails.
+    fn widen(
+        &mut self,
+        from: &[u8],
+        dtype: DType,
+        to: &mut Self::Floats,
+    ) -> Result<(), EngineError>;
+
+    /// The first values of `from` to the host in `dtype`, as many as `to` has room for.
+    ///
+    /// # Errors
+    /// [`EngineError`] when `from` is shorter, or the device fails.
+    fn narrow(
+        &mut self,
+        from: &Self::Floats,
+        dtype: DType,
+        to: &mut [u8],
+    ) -> Result<(), EngineError>;
+
+    /// Returns when all that was enqueued is done.
+    ///
+    /// # Errors
+    /// The device's.
+    fn settle(&mut self) -> Result<(), EngineError>;
 
     /// Bytes of the device that are free; `None` when it has no memory of its own, or does not tell.
     fn free_bytes(&self) -> Option<u64>;
@@ -85,178 +229,4 @@ pub trait Paged: Backend + Sized {
         layout: PageLayout,
         bytes: usize,
     ) -> Result<Self::Pages<'p>, EngineError>;
-}
-
-/// The kv segment, where it is mapped.
-#[derive(Debug)]
-pub struct HostCache {
-    shape: KvShape,
-    segment: KvMap,
-}
-
-impl HostCache {
-    fn pool(&mut self) -> Result<KvPool<'_>, EngineError> {
-        Ok(KvPool::new(self.shape, self.segment.values_mut())?)
-    }
-}
-
-impl Paged for Cpu {
-    type Cache = HostCache;
-    type Room = Vec<u8>;
-
-    fn free_bytes(&self) -> Option<u64> {
-        None
-    }
-
-    fn warm(&mut self, _bytes: usize) -> Result<(), EngineError> {
-        Ok(())
-    }
-
-    fn open_cache(
-        &mut self,
-        shape: KvShape,
-        segment: Option<KvMap>,
-    ) -> Result<HostCache, EngineError> {
-        let segment = segment.ok_or_else(|| WrongSegment::none(shape))?;
-        let mut cache = HostCache { shape, segment };
-        cache.pool()?;
-        Ok(cache)
-    }
-
-    fn cached<'c>(
-        &mut self,
-        cache: &'c mut HostCache,
-        index: usize,
-        _rows: &[StepRow<'_>],
-    ) -> Result<KvPages<'c>, EngineError> {
-        let (shape, bytes) = (cache.shape, cache.segment.values_mut());
-        let unknown = EngineError::Unit(u32::try_from(index).unwrap_or(u32::MAX));
-        KvPool::new(shape, bytes)?.into_block(index).ok_or(unknown)
-    }
-
-    fn copy_pages(
-        &mut self,
-        cache: &mut HostCache,
-        index: usize,
-        copies: &[PageCopy],
-    ) -> Result<(), EngineError> {
-        Ok(cache.pool()?.copy(index, copies)?)
-    }
-
-    fn lend<'p>(
-        &mut self,
-        _room: &'p mut Vec<u8>,
-        layout: PageLayout,
-        bytes: &'p mut [u8],
-    ) -> Result<KvPages<'p>, EngineError> {
-        Ok(KvPages::new(layout, bytes))
-    }
-
-    fn give_back(&mut self, _room: &mut Vec<u8>, _bytes: &mut [u8]) -> Result<(), EngineError> {
-        Ok(())
-    }
-
-    fn blank<'p>(
-        &mut self,
-        room: &'p mut Vec<u8>,
-        layout: PageLayout,
-        bytes: usize,
-    ) -> Result<KvPages<'p>, EngineError> {
-        room.resize(bytes, 0);
-        Ok(KvPages::new(layout, room))
-    }
-}
-
-/// Pieces for what the host tells kernels (rows, page tables, indexes), more than are alive at once, and their size: larger than any.
-const SMALL_PIECES: usize = 8;
-const SMALL_PIECE_BYTES: usize = 64 << 10;
-
-impl<G: Gpu> Paged for Cuda<G> {
-    type Cache = cuda::Cache<G>;
-    type Room = Option<cuda::Memory<G>>;
-
-    fn free_bytes(&self) -> Option<u64> {
-        let (free, _) = self.gpu().memory().ok()?;
-        Some(free as u64)
-    }
-
-    fn warm(&mut self, bytes: usize) -> Result<(), EngineError> {
-        // All at once, and given back when all are there.
-        let mut taken = vec![self.scratch(bytes)?];
-        for _ in 0..SMALL_PIECES {
-            taken.push(self.scratch(SMALL_PIECE_BYTES)?);
-        }
-        Ok(())
-    }
-
-    fn open_cache(
-        &mut self,
-        shape: KvShape,
-        segment: Option<KvMap>,
-    ) -> Result<cuda::Cache<G>, EngineError> {
-        let KvShape {
-            layout,
-            blocks,
-            pages,
-        } = shape;
-        Ok(cuda::Cache::open(self, layout, blocks, pages, segment)?)
-    }
-
-    fn cached<'c>(
-        &mut self,
-        cache: &'c mut cuda::Cache<G>,
-        index: usize,
-        rows: &[StepRow<'_>],
-    ) -> Result<cuda::Pages<'c>, EngineError> {
-        Ok(cache.block(self, index, rows)?)
-    }
-
-    fn copy_pages(
-        &mut self,
-        cache: &mut cuda::Cache<G>,
-        index: usize,
-        copies: &[PageCopy],
-    ) -> Result<(), EngineError> {
-        let copies: Vec<_> = copies
-            .iter()
-            .map(|copy| (copy.source, copy.destination, copy.tokens as usize))
-            .collect();
-        Ok(cache.copy(self, index, &copies)?)
-    }
-
-    fn lend<'p>(
-        &mut self,
-        room: &'p mut Option<cuda::Memory<G>>,
-        layout: PageLayout,
-        bytes: &'p mut [u8],
-    ) -> Result<cuda::Pages<'p>, EngineError> {
-        let memory = self.scratch(bytes.len())?;
-        let memory = room.insert(memory);
-        self.upload_bytes(bytes, memory, 0)?;
-        Ok(cuda::Pages::new(layout, memory, 0, bytes.len()))
-    }
-
-    fn give_back(
-        &mut self,
-        room: &mut Option<cuda::Memory<G>>,
-        bytes: &mut [u8],
-    ) -> Result<(), EngineError> {
-        match room.take() {
-            Some(memory) => Ok(self.download_bytes(&memory, 0, bytes)?),
-            None => Ok(()),
-        }
-    }
-
-    fn blank<'p>(
-        &mut self,
-        room: &'p mut Option<cuda::Memory<G>>,
-        layout: PageLayout,
-        bytes: usize,
-    ) -> Result<cuda::Pages<'p>, EngineError> {
-        let memory = match room.take() {
-            Some(memory) if memory.bytes() >= bytes => memory,
-            _ => self.scratch(bytes)?,
-        };
-        Ok(cuda::Pages::new(layout, room.insert(memory), 0, bytes))
-    }
 }

@@ -1,9 +1,16 @@
 //! What the executor drives: the blocks of the span over a device, and the KV pages. Knows jobs only as rows and pages.
 
-use std::collections::HashMap;
+mod decode;
+mod gradients;
+#[cfg(all(test, feature = "emu"))]
+mod tests;
+mod transfer;
+mod units;
+
+use std::sync::Arc;
 use std::time::Duration;
 
-use kernels::ops::{OpError, convert};
+use kernels::ops::OpError;
 use kernels::{PageLayout, StepRow};
 use shared::block::{BlockIndex, Span};
 use shared::dtype::DType;
@@ -12,20 +19,17 @@ use shared::job::{JobBody, JobKind};
 use shared::model::PAGE_TOKENS;
 use shared::shm::arena::ArenaMap;
 use shared::shm::kv::KvMap;
-use shared::shm::segment::OutOfBounds;
 
 use crate::block::{
-    BlockInput, BlockSpec, BlockWeights, GradientWork, PromptPart, Sums, WeightsError, Workspace,
-    backward, forward,
+    BlockInput, BlockSpec, BlockWeights, GradientWork, WeightsError, Workspace, forward,
 };
 use crate::device::Paged;
 use crate::kv::{KvShape, WrongSegment};
-use crate::running::{Back, Begun, Running};
-use crate::schedule::{BATCH_TOKENS, Member, TaskId, Unit};
+use crate::schedule::{BATCH_TOKENS, UnitTimes};
 use crate::sizing::attention_bytes;
 use crate::weights::map::MappedWeights;
 
-/// Multiplications and additions of a unit that a small machine does in [`UNIT_TIME`](crate::schedule::UNIT_TIME).
+/// Multiplications and additions of a unit that a small machine does in the time of one ([`UnitTimes::PROCESSOR`]).
 const PIECE_FLOPS: u64 = 2_000_000_000;
 
 /// Work of a unit of gradients, in units of forward of as many tokens: that again, two gradients of attention, one of each matrix.
@@ -86,12 +90,15 @@ pub struct Engine<'w, B: Paged> {
     shape: EngineShape,
     /// Pages that a job without cache brings along, while they are used.
     room: B::Room,
-    /// Hidden states of the rows of a unit, one after the other: on the host, and on the device.
-    hidden: Vec<f32>,
+    /// Hidden states of the rows of a unit, one after the other, when they are not where their job keeps them.
     states: B::Buffer,
+    /// The input of a block on the way back, and the sums of a unit there.
+    before: B::Buffer,
     sums: [B::Buffer; 2],
-    /// A result on its way into the arena.
-    bytes: Vec<u8>,
+    /// The arena of the link that is served.
+    link: Option<(Arc<ArenaMap>, B::Reach)>,
+    /// Recorded decode steps, where the device records and [`record_steps`](Self::record_steps) was called.
+    decode: Option<decode::Decode<B>>,
 }
 
 impl<'w, B: Paged> Engine<'w, B> {
@@ -123,7 +130,7 @@ impl<'w, B: Paged> Engine<'w, B> {
         let work = Workspace::new(&mut backend);
         let gradients = GradientWork::new(&mut backend);
         let mut empty = || backend.buffer(0);
-        let (states, sums) = (empty(), [empty(), empty()]);
+        let (states, before, sums) = (empty(), empty(), [empty(), empty()]);
         Ok(Engine {
             backend,
             spec,
@@ -134,10 +141,11 @@ impl<'w, B: Paged> Engine<'w, B> {
             kv_shape,
             shape,
             room: B::Room::default(),
-            hidden: Vec::new(),
             states,
+            before,
             sums,
-            bytes: Vec::new(),
+            link: None,
+            decode: None,
         })
     }
 
@@ -154,6 +162,11 @@ impl<'w, B: Paged> Engine<'w, B> {
         forward_tokens(self.spec)
     }
 
+    /// How long units may take on this device.
+    pub fn unit_times(&self) -> UnitTimes {
+        self.backend.unit_times()
+    }
+
     /// A unit that takes longer hangs: it would be computed at less than `SLOWEST_FLOPS`.
     pub fn unit_limit(&self) -> Duration {
         let tokens = (self.forward_tokens().max(BATCH_TOKENS)).max(BACK_COST * PAGE_TOKENS) as u64;
@@ -167,11 +180,6 @@ impl<'w, B: Paged> Engine<'w, B> {
     /// Bytes of one page of one block.
     pub fn page_bytes(&self) -> usize {
         self.layout().page_bytes()
-    }
-
-    /// Elements of the keys of a token in one block.
-    pub fn kv_width(&self) -> usize {
-        self.spec.kv_heads * self.spec.head_dim
     }
 
     /// Width of the hidden states.
@@ -197,233 +205,6 @@ impl<'w, B: Paged> Engine<'w, B> {
                 .copy_pages(&mut self.cache, local, &body.copies)?;
         }
         Ok(())
-    }
-
-    /// Runs one unit: its members' rows go through the block together, each row as if alone.
-    ///
-    /// # Errors
-    /// [`EngineError`] when the unit does not fit its jobs.
-    pub fn unit(
-        &mut self,
-        unit: &Unit,
-        running: &mut HashMap<TaskId, Running>,
-    ) -> Result<(), EngineError> {
-        let missing = || EngineError::Unit(unit.block);
-        let local = self
-            .shape
-            .span
-            .local(BlockIndex(unit.block))
-            .ok_or_else(missing)?;
-        let mut scratch_range = 0..0;
-        if let [one] = unit.members.as_slice() {
-            let job = running.get_mut(&one.task).ok_or_else(missing)?;
-            if let Some((position, pieces)) = job.back(one.position, one.pieces.clone()) {
-                return self.back_unit(unit.block, local, position, pieces, job);
-            }
-            keep_input(job, one).ok_or_else(missing)?;
-            scratch_range = job.scratch_range(one.position, self.page_bytes());
-        }
-        // A job without cache brings its pages; it is alone in its units.
-        let mut scratch = match unit.members.as_slice() {
-            [one] => running
-                .get_mut(&one.task)
-                .and_then(|j| j.begun.as_mut())
-                .map(|b| std::mem::take(&mut b.scratch)),
-            _ => None,
-        }
-        .unwrap_or_default();
-        let (mut rows, mut prompts) = (Vec::new(), Vec::new());
-        let (mut adapters, mut lengths) = (Vec::new(), Vec::new());
-        self.hidden.clear();
-        for member in &unit.members {
-            let job = running.get(&member.task).ok_or_else(missing)?;
-            let begun = job.begun.as_ref().ok_or_else(missing)?;
-            let values = job.values(member.pieces.clone());
-            for (to, from) in job.prompt_parts(member.position, member.pieces.clone()) {
-                let offset = self.hidden.len() + to.start - values.start;
-                prompts.push(PromptPart {
-                    offset,
-                    values: begun.prompts.get(from).ok_or_else(missing)?,
-                });
-            }
-            self.hidden
-                .extend_from_slice(begun.hidden.get(values).ok_or_else(missing)?);
-            rows.extend(job.rows(member.pieces.clone()));
-            adapters.resize(rows.len(), job.body.adapter);
-            lengths.extend(job.row_lengths(member.pieces.clone()));
-        }
-        let layout = self.layout();
-        let weights = self.blocks.get(local).ok_or_else(missing)?;
-        let input = BlockInput {
-            rows: &rows,
-            prompts: &prompts,
-            adapters: &adapters,
-            lengths: &lengths,
-        };
-        self.backend.grow(&mut self.states, self.hidden.len());
-        self.backend.upload(&self.hidden, &mut self.states)?;
-        if scratch.is_empty() {
-            let mut pages = self.backend.cached(&mut self.cache, local, &rows)?;
-            forward(
-                &mut self.backend,
-                self.spec,
-                weights,
-                &mut self.work,
-                input,
-                &mut self.states,
-                &mut pages,
-            )?;
-        } else {
-            let own = scratch.get_mut(scratch_range).ok_or_else(missing)?;
-            let mut pages = self.backend.lend(&mut self.room, layout, own)?;
-            forward(
-                &mut self.backend,
-                self.spec,
-                weights,
-                &mut self.work,
-                input,
-                &mut self.states,
-                &mut pages,
-            )?;
-            drop(pages);
-            self.backend.give_back(&mut self.room, own)?;
-        }
-        self.backend.download(&self.states, &mut self.hidden)?;
-        self.scatter(unit, running, scratch).ok_or_else(missing)
-    }
-
-    /// Gives the members what came out of the block.
-    fn scatter(
-        &self,
-        unit: &Unit,
-        running: &mut HashMap<TaskId, Running>,
-        scratch: Vec<u8>,
-    ) -> Option<()> {
-        let mut rest = self.hidden.as_slice();
-        for member in &unit.members {
-            let job = running.get_mut(&member.task)?;
-            let values = job.values(member.pieces.clone());
-            let (own, others) = rest.split_at_checked(values.len())?;
-            job.begun
-                .as_mut()?
-                .hidden
-                .get_mut(values)?
-                .copy_from_slice(own);
-            rest = others;
-        }
-        if !scratch.is_empty() {
-            let first = unit.members.first()?;
-            running.get_mut(&first.task)?.begun.as_mut()?.scratch = scratch;
-        }
-        Some(())
-    }
-
-    /// A unit on the way back: the gradient of some pieces through the block at `position` of the job.
-    fn back_unit(
-        &mut self,
-        block: u32,
-        local: usize,
-        position: usize,
-        pieces: std::ops::Range<usize>,
-        job: &mut Running,
-    ) -> Result<(), EngineError> {
-        let missing = || EngineError::Unit(block);
-        let (page_bytes, layout) = (self.page_bytes(), self.layout());
-        let mut begun = job.begun.take().ok_or_else(missing)?;
-        let Begun {
-            prompts: all_prompts,
-            scratch,
-            back,
-            ..
-        } = &mut begun;
-        let back = back.as_mut().ok_or_else(missing)?;
-        if pieces.end == job.piece_count() {
-            back.keys.fill(0.0);
-            back.values.fill(0.0);
-        }
-        let values = job.values(pieces.clone());
-        let size = self.shape.dtype.size_bytes();
-        let input = back.inputs.get(position).ok_or_else(missing)?;
-        let input = input
-            .get(values.start * size..values.end * size)
-            .ok_or_else(missing)?;
-        let x = convert::to_vec(self.shape.dtype, input);
-        let mut prompts = Vec::new();
-        for (to, from) in job.prompt_parts(position, pieces.clone()) {
-            prompts.push(PromptPart {
-                offset: to.start - values.start,
-                values: all_prompts.get(from).ok_or_else(missing)?,
-            });
-        }
-        let rows = job.rows(pieces.clone());
-        let own = job.scratch_range(position, page_bytes);
-        let own = scratch.get_mut(own).ok_or_else(missing)?;
-        let gradient = back.gradient.get_mut(values).ok_or_else(missing)?;
-        let [keys, key_values] = &mut self.sums;
-        for (host, device) in [
-            (&*gradient, &mut self.states),
-            (&back.keys, &mut *keys),
-            (&back.values, &mut *key_values),
-        ] {
-            self.backend.grow(device, host.len());
-            self.backend.upload(host, device)?;
-        }
-        let mut pages = self.backend.lend(&mut self.room, layout, own)?;
-        backward(
-            &mut self.backend,
-            self.spec,
-            self.blocks.get(local).ok_or_else(missing)?,
-            &mut self.gradients,
-            BlockInput {
-                rows: &rows,
-                prompts: &prompts,
-                adapters: &vec![job.body.adapter; rows.len()],
-                lengths: &job.row_lengths(pieces.clone()),
-            },
-            &x,
-            &mut self.states,
-            Sums {
-                keys: &mut *keys,
-                values: &mut *key_values,
-                starts: &job.row_starts(pieces.clone()),
-            },
-            &mut pages,
-        )?;
-        drop(pages);
-        self.backend.give_back(&mut self.room, own)?;
-        self.backend.download(&self.states, gradient)?;
-        self.backend.download(keys, &mut back.keys)?;
-        self.backend.download(key_values, &mut back.values)?;
-        if pieces.start == 0 {
-            keep_prompt_gradient(&job.body, position, back).ok_or_else(missing)?;
-        }
-        job.begun = Some(begun);
-        Ok(())
-    }
-
-    /// Writes the results of a job into its output slots.
-    ///
-    /// # Errors
-    /// When a slot lies outside the arena, which the check of the body excludes.
-    pub fn output(
-        &mut self,
-        body: &JobBody,
-        begun: &Begun,
-        arena: &ArenaMap,
-    ) -> Result<(), OutOfBounds> {
-        let prompts = begun.back.as_ref().map(|back| back.prompts.as_slice());
-        let results = [
-            Some((body.output, begun.result())),
-            body.prompt_gradient.zip(prompts),
-        ];
-        results
-            .into_iter()
-            .flatten()
-            .try_for_each(|(slot, values)| {
-                self.bytes.resize(values.len() * body.dtype.size_bytes(), 0);
-                convert::from_f32(body.dtype, values, &mut self.bytes);
-                arena.write(slot.offset, &self.bytes)
-            })
     }
 
     /// Sends `rows` through the first block over `page_count` pages of its own: for measurements. Returns when the device is done.
@@ -508,10 +289,8 @@ impl<'w, B: Paged> Engine<'w, B> {
     pub fn trim(&mut self) {
         self.work = Workspace::new(&mut self.backend);
         self.gradients = GradientWork::new(&mut self.backend);
-        self.hidden = Vec::new();
         self.states = self.backend.buffer(0);
         self.room = B::Room::default();
-        self.bytes = Vec::new();
     }
 
     fn layout(&self) -> PageLayout {
@@ -549,36 +328,6 @@ fn block_weights<'w, B: Paged>(
         made.add_adapter(backend, spec, |name| weights.adapter(adapter, block, name))?;
     }
     Ok(made)
-}
-
-/// Keeps the input of a block for the way back, if there will be one.
-fn keep_input(job: &mut Running, member: &Member) -> Option<()> {
-    let (values, dtype) = (job.values(member.pieces.clone()), job.body.dtype);
-    let begun = job.begun.as_mut()?;
-    let Some(back) = &mut begun.back else {
-        return Some(());
-    };
-    let size = dtype.size_bytes();
-    let input = back.inputs.get_mut(member.position)?;
-    let bytes = input.get_mut(values.start * size..values.end * size)?;
-    convert::from_f32(dtype, begun.hidden.get(values)?, bytes);
-    Some(())
-}
-
-/// Takes the gradient of the prompts of a block: that of the hidden states they were added to.
-fn keep_prompt_gradient(body: &JobBody, position: usize, back: &mut Back) -> Option<()> {
-    let Some(prompts) = body.prompts.filter(|_| body.prompt_gradient.is_some()) else {
-        return Some(());
-    };
-    let hidden = body.hidden as usize;
-    let (batch, row) = (body.batch as usize, body.tokens as usize * hidden);
-    let part = prompts.tokens as usize * hidden;
-    for index in 0..batch {
-        let to = (position * batch + index) * part;
-        let from = back.gradient.get(index * row..index * row + part)?;
-        back.prompts.get_mut(to..to + part)?.copy_from_slice(from);
-    }
-    Some(())
 }
 
 impl<B: Paged> std::fmt::Debug for Engine<'_, B> {

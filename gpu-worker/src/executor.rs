@@ -26,9 +26,10 @@ use shared::shm::board::{BoardWriter, Phase};
 use shared::shm::doorbell::{MAX_SPIN, WaitError};
 use shared::shm::layout::RING_ENTRIES;
 use shared::shm::ring::{PushError, RingCorrupt};
+use shared::shm::segment::OutOfBounds;
 use tracing::{debug, info};
 
-use crate::device::Paged;
+use crate::device::{Paged, TransferError};
 use crate::engine::{Engine, EngineError};
 use crate::fault::Faults;
 use crate::link::Link;
@@ -118,7 +119,7 @@ pub struct Executor<'w, B: Paged> {
     limits: JobLimits,
     spin: Duration,
     schedule: Schedule,
-    running: HashMap<TaskId, Running>,
+    running: HashMap<TaskId, Running<B>>,
     answers: VecDeque<Completion>,
     taken: u64,
     busy: bool,
@@ -135,6 +136,7 @@ impl<'w, B: Paged> Executor<'w, B> {
         board: BoardWriter,
     ) -> Self {
         // Spinning on the only core would keep the writer from running.
+        let times = engine.unit_times();
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
         Executor {
             engine,
@@ -142,7 +144,7 @@ impl<'w, B: Paged> Executor<'w, B> {
             board,
             limits,
             spin: if cores > 1 { MAX_SPIN } else { Duration::ZERO },
-            schedule: Schedule::default(),
+            schedule: Schedule::new(times),
             running: HashMap::new(),
             answers: VecDeque::new(),
             taken: 0,
@@ -210,6 +212,7 @@ impl<'w, B: Paged> Executor<'w, B> {
                     info!(netd_generation = %next.netd_generation, abandoned, "linked");
                     self.drop_jobs();
                     self.limits.arena_bytes = next.arena.len();
+                    self.engine.link(&next.arena);
                     report(FromWorker::Linked {
                         netd_generation: next.netd_generation,
                     });
@@ -261,7 +264,7 @@ impl<'w, B: Paged> Executor<'w, B> {
         Ok(())
     }
 
-    fn accept(&self, link: &Link, entry: &Entry, number: u64) -> Result<Running, JobError> {
+    fn accept(&self, link: &Link, entry: &Entry, number: u64) -> Result<Running<B>, JobError> {
         let descriptor = JobDescriptor::decode(entry)?;
         let stale = |got: u32, want: u32| JobError::Stale {
             got: got.into(),
@@ -337,28 +340,27 @@ impl<'w, B: Paged> Executor<'w, B> {
         }
         self.engine.copy_pages(&job.body)?;
         self.faults.at(job.number, FaultPoint::Copies);
-        let (page_bytes, kv_width) = (self.engine.page_bytes(), self.engine.kv_width());
-        if let Err(outside) = job.begin(&link.arena, monotonic_ns(), page_bytes, kv_width) {
-            let error = JobError::BadSlot {
-                offset: outside.offset,
-                len: outside.len,
-            };
-            self.answers.push_back(refusal(link, job.id, error));
-            self.schedule.remove(task);
-            self.running.remove(&task);
-            return Ok(false);
+        match self.engine.begin(job, monotonic_ns()) {
+            Ok(()) => Ok(true),
+            Err(TransferError::Engine(failure)) => Err(failure.into()),
+            Err(TransferError::Outside(outside)) => {
+                self.answers
+                    .push_back(refusal(link, job.id, bad_slot(&outside)));
+                self.schedule.remove(task);
+                self.running.remove(&task);
+                Ok(false)
+            }
         }
-        Ok(true)
     }
 
     fn advanced(&mut self, link: &mut Link, advance: Advance) -> Result<(), End> {
         if advance.block_done
             && let Some(job) = self.running.get(&advance.task)
         {
-            self.faults.at(
-                job.number,
-                FaultPoint::Block(u32::try_from(advance.position).unwrap_or(u32::MAX)),
-            );
+            for position in advance.positions.clone() {
+                let position = u32::try_from(position).unwrap_or(u32::MAX);
+                self.faults.at(job.number, FaultPoint::Block(position));
+            }
         }
         if advance.finished
             && let Some(job) = self.running.remove(&advance.task)
@@ -369,21 +371,23 @@ impl<'w, B: Paged> Executor<'w, B> {
     }
 
     /// Writes the output slot, then posts the answer.
-    fn finish(&mut self, link: &mut Link, job: &Running) -> Result<(), End> {
+    fn finish(&mut self, link: &mut Link, job: &Running<B>) -> Result<(), End> {
         let Some(begun) = &job.begun else {
             return Ok(());
         };
-        let result = self.engine.output(&job.body, begun, &link.arena);
+        let result = match self.engine.output(&job.body, begun) {
+            Ok(()) => Ok(()),
+            Err(TransferError::Outside(outside)) => Err(bad_slot(&outside)),
+            Err(TransferError::Engine(failure)) => return Err(failure.into()),
+        };
+        self.engine.settle()?;
         self.faults.at(job.number, FaultPoint::Output);
         let compute_ns = u64::try_from(begun.at.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.answers.push_back(Completion {
             id: job.id,
             worker_generation: link.worker_generation,
             netd_generation: link.netd_generation,
-            result: result.map_err(|o| JobError::BadSlot {
-                offset: o.offset,
-                len: o.len,
-            }),
+            result,
             queue_ns: begun.queue_ns,
             compute_ns,
         });
@@ -438,6 +442,13 @@ impl<'w, B: Paged> Executor<'w, B> {
             );
             self.busy = busy;
         }
+    }
+}
+
+fn bad_slot(outside: &OutOfBounds) -> JobError {
+    JobError::BadSlot {
+        offset: outside.offset,
+        len: outside.len,
     }
 }
 

@@ -57,6 +57,43 @@ pub(crate) fn llama_tensors(blocks: usize, dtype: DType) -> Tensors {
     tensors
 }
 
+/// config.json of a Llama of width 128 whose heads have the size of real ones.
+#[cfg(feature = "emu")]
+pub(crate) fn wide_config(blocks: usize) -> Value {
+    let mut config = llama_config(blocks);
+    config["hidden_size"] = json!(128);
+    config["intermediate_size"] = json!(192);
+    config["num_attention_heads"] = json!(2);
+    config["num_key_value_heads"] = json!(1);
+    config
+}
+
+/// The tensors of that model in `dtype`.
+#[cfg(feature = "emu")]
+pub(crate) fn wide_tensors(blocks: usize, dtype: DType) -> Tensors {
+    let shapes: [(&str, &[usize]); 9] = [
+        ("self_attn.q_proj.weight", &[128, 128]),
+        ("self_attn.k_proj.weight", &[64, 128]),
+        ("self_attn.v_proj.weight", &[64, 128]),
+        ("self_attn.o_proj.weight", &[128, 128]),
+        ("mlp.gate_proj.weight", &[192, 128]),
+        ("mlp.up_proj.weight", &[192, 128]),
+        ("mlp.down_proj.weight", &[128, 192]),
+        ("input_layernorm.weight", &[128]),
+        ("post_attention_layernorm.weight", &[128]),
+    ];
+    let tensor = |block: usize, k: usize| {
+        let (name, shape) = shapes[k];
+        let data = bytes(dtype, &values(shape, k + 31 * block));
+        let name = format!("model.layers.{block}.{name}");
+        (name, (word(dtype), shape.to_vec(), data))
+    };
+    (0..blocks)
+        .flat_map(|block| (0..shapes.len()).map(move |k| (block, k)))
+        .map(|(block, k)| tensor(block, k))
+        .collect()
+}
+
 /// Weights as in no trained model, but of their size: `sin` of the index, scaled by the width.
 pub(crate) fn values(shape: &[usize], seed: usize) -> Vec<f32> {
     let count: usize = shape.iter().product();

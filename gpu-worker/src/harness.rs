@@ -35,7 +35,7 @@ use shared::shm::segment::{MemfdSegment, SegmentError};
 use tempfile::TempDir;
 
 use crate::block::BlockSpec;
-use crate::fixtures::{llama_config, llama_tensors, values, write_adapter, write_model};
+use crate::fixtures::{Tensors, llama_config, llama_tensors, values, write_adapter, write_model};
 use crate::prepare::Inspected;
 use crate::weights::manifest::Manifest;
 
@@ -97,10 +97,21 @@ impl Model {
     }
 
     fn made(dtype: DType, quant: QuantType, config: &serde_json::Value, adapters: usize) -> Model {
+        let tensors = llama_tensors(BLOCKS as usize, dtype);
+        Model::of_tensors(dtype, quant, config, &tensors, adapters)
+    }
+
+    /// A model of other tensors.
+    pub(crate) fn of_tensors(
+        dtype: DType,
+        quant: QuantType,
+        config: &serde_json::Value,
+        tensors: &Tensors,
+        adapters: usize,
+    ) -> Model {
         let dir = tempfile::tempdir().unwrap();
         let folder = dir.path().join("tiny");
-        let tensors = llama_tensors(BLOCKS as usize, dtype);
-        write_model(&folder, config, &tensors);
+        write_model(&folder, config, tensors);
         let model = folder.to_str().unwrap().to_owned();
         let config = PrepareConfig {
             model,

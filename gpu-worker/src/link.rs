@@ -2,6 +2,7 @@
 //! generation. A new netd brings a new link, and everything of the old one is dropped with it.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use shared::control::LinkInit;
 use shared::ids::{Generation, WorkerId};
@@ -27,7 +28,7 @@ pub struct Link {
     /// Rung when answers are pushed.
     pub completion_bell: Doorbell,
     /// Where bodies and tensors lie.
-    pub arena: ArenaMap,
+    pub arena: Arc<ArenaMap>,
 }
 
 /// Descriptors that come with a link: arena, submission doorbell, completion doorbell.
@@ -87,6 +88,7 @@ impl Link {
         };
         let (submissions, completions) = RingPair::open(&init.rings, &identity)?.worker_end();
         let arena = ArenaMap::map(&MemfdSegment::from_fd("sepal-arena", arena, arena_bytes)?)?;
+        let arena = Arc::new(arena);
         Ok(Link {
             netd_generation: init.netd_generation,
             worker_generation: generation,

@@ -3,13 +3,10 @@
 
 use std::time::Instant;
 
-use kernels::StepRow;
-use kernels::ops::convert;
+use kernels::{Backend, StepRow};
 use shared::ids::{JobId, PageId};
 use shared::job::{JobBody, JobKind};
 use shared::model::PAGE_TOKENS;
-use shared::shm::arena::ArenaMap;
-use shared::shm::segment::OutOfBounds;
 
 use crate::schedule::{Class, DECODE_TOKENS, TaskShape};
 
@@ -26,7 +23,7 @@ pub struct Piece {
 
 /// A job between its acceptance and its answer.
 #[derive(Debug)]
-pub struct Running {
+pub struct Running<B: Backend> {
     /// Number of the job in the life of this worker, for injected faults.
     pub number: u64,
     /// Its name.
@@ -36,27 +33,34 @@ pub struct Running {
     /// When netd submitted it, CLOCK_MONOTONIC.
     pub submitted_ns: u64,
     /// When work on it began; `None` before its copies are made and its input is read.
-    pub begun: Option<Begun>,
+    pub begun: Option<Begun<B>>,
     pieces: Vec<Piece>,
     /// Page tables of a job without cache.
     scratch_tables: Vec<Vec<PageId>>,
 }
 
 /// What a job needs while it runs.
-#[derive(Debug)]
-pub struct Begun {
+pub struct Begun<B: Backend> {
     /// Since when.
     pub at: Instant,
     /// From submission to then, in nanoseconds.
     pub queue_ns: u64,
     /// Hidden states `[batch, tokens, hidden]`.
-    pub hidden: Vec<f32>,
+    pub hidden: States<B>,
     /// Deep prompts `[blocks, batch or 1, prompt tokens, hidden]`; empty without.
     pub prompts: Vec<f32>,
     /// Pages of one block for a job without cache `[rows × pages of a row]`, of each of its blocks for gradients; empty for a step.
     pub scratch: Vec<u8>,
     /// What gradients need besides.
     pub back: Option<Back>,
+}
+
+/// Hidden states between two blocks.
+pub enum States<B: Backend> {
+    /// On the device, from the first block to the last.
+    Device(B::Buffer),
+    /// On the host: those of jobs so large that a device would have to plan for them. Each unit takes its own along.
+    Host(Vec<f32>),
 }
 
 /// What a job for gradients keeps between its units. In bytes per token: blocks × (hidden + keys and values, with the pages) in
@@ -75,16 +79,33 @@ pub struct Back {
     pub prompts: Vec<f32>,
 }
 
-impl Begun {
-    /// What goes into the output slot.
-    pub fn result(&self) -> &[f32] {
-        self.back
-            .as_ref()
-            .map_or(&self.hidden, |back| &back.gradient)
+impl<B: Backend> Begun<B> {
+    /// Some of the hidden states, if they are on the device.
+    pub fn device_part(&self, values: std::ops::Range<usize>) -> Option<&B::Floats> {
+        match &self.hidden {
+            States::Device(all) => B::part(all, values),
+            States::Host(_) => None,
+        }
+    }
+
+    /// The same, to be written.
+    pub fn device_part_mut(&mut self, values: std::ops::Range<usize>) -> Option<&mut B::Floats> {
+        match &mut self.hidden {
+            States::Device(all) => B::part_mut(all, values),
+            States::Host(_) => None,
+        }
     }
 }
 
-impl Running {
+impl<B: Backend> std::fmt::Debug for Begun<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Begun")
+            .field("at", &self.at)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<B: Backend> Running<B> {
     /// The job `body`, cut into pieces of at most `piece_tokens` tokens.
     pub fn new(
         number: u64,
@@ -92,7 +113,7 @@ impl Running {
         submitted_ns: u64,
         body: JobBody,
         piece_tokens: usize,
-    ) -> Running {
+    ) -> Running<B> {
         let pieces = cut(&body, piece_tokens);
         let scratch_tables = match body.kind {
             JobKind::Step => Vec::new(),
@@ -260,50 +281,11 @@ impl Running {
             .collect()
     }
 
-    /// Reads the input and the prompts out of the arena.
-    ///
-    /// # Errors
-    /// When a slot lies outside it, which the check of the body excludes.
-    pub fn begin(
-        &mut self,
-        arena: &ArenaMap,
-        now_ns: u64,
-        page_bytes: usize,
-        kv_width: usize,
-    ) -> Result<&mut Begun, OutOfBounds> {
-        let read = |offset, len: u64| {
-            let mut bytes = vec![0u8; usize::try_from(len).unwrap_or(usize::MAX)];
-            arena
-                .read(offset, &mut bytes)
-                .map(|()| convert::to_vec(self.body.dtype, &bytes))
-        };
-        let hidden = read(self.body.input.offset, self.body.input.len)?;
-        let prompts = match self.body.prompts {
-            Some(prompts) => read(prompts.slot.offset, prompts.slot.len)?,
-            None => Vec::new(),
-        };
-        let back = match self.body.output_gradient {
-            Some(slot) => Some(self.back_of(read(slot.offset, slot.len)?, hidden.len(), kv_width)),
-            None => None,
-        };
-        let last = match self.body.kind {
-            JobKind::Backward => self.body.blocks.len().saturating_sub(1),
-            JobKind::Step | JobKind::Forward => 0,
-        };
-        let scratch = vec![0; self.scratch_range(last, page_bytes).end];
-        let queue_ns = now_ns.saturating_sub(self.submitted_ns);
-        Ok(self.begun.insert(Begun {
-            at: Instant::now(),
-            queue_ns,
-            hidden,
-            prompts,
-            scratch,
-            back,
-        }))
-    }
-
-    fn back_of(&self, gradient: Vec<f32>, elements: usize, kv_width: usize) -> Back {
-        let kv = self.body.batch as usize * self.body.tokens as usize * kv_width;
+    /// What gradients keep, `gradient` being that of the output.
+    pub fn back_of(&self, gradient: Vec<f32>, kv_width: usize) -> Back {
+        let tokens = self.body.batch as usize * self.body.tokens as usize;
+        let elements = tokens * self.body.hidden as usize;
+        let kv = tokens * kv_width;
         let prompts = match (self.body.prompts, self.body.prompt_gradient) {
             (Some(p), Some(_)) => {
                 self.body.blocks.len()
@@ -423,7 +405,8 @@ mod tests {
 
     #[test]
     fn pieces_of_one_row_join_and_cover_their_values() {
-        let job = Running::new(0, JobId(1), 0, body(JobKind::Step, &[5, 64], 100), 64);
+        let job =
+            Running::<kernels::Cpu>::new(0, JobId(1), 0, body(JobKind::Step, &[5, 64], 100), 64);
         let rows: Vec<_> = job
             .rows(1..4)
             .iter()
@@ -436,7 +419,8 @@ mod tests {
 
     #[test]
     fn gradients_go_through_the_blocks_and_pieces_there_and_back() {
-        let job = Running::new(0, JobId(1), 0, body(JobKind::Backward, &[0, 0], 100), 64);
+        let job =
+            Running::<kernels::Cpu>::new(0, JobId(1), 0, body(JobKind::Backward, &[0, 0], 100), 64);
         assert_eq!(job.shape().blocks, [0, 1, 1, 0]);
         assert_eq!(job.piece_count(), 4);
         assert_eq!(job.back(1, 0..4), None);
@@ -454,7 +438,7 @@ mod tests {
             batch: 2,
             tokens: 70,
         });
-        let job = Running::new(0, JobId(1), 0, body, 64);
+        let job = Running::<kernels::Cpu>::new(0, JobId(1), 0, body, 64);
         let parts = job.prompt_parts(1, 0..4);
         let at = |tokens: std::ops::Range<usize>| tokens.start * 4..tokens.end * 4;
         let expected = [

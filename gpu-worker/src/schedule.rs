@@ -1,7 +1,7 @@
 //! What the executor does next. A pure state machine: it knows jobs as tasks (class, blocks, pieces) and the time it is told,
 //! and neither tensors nor devices.
 //!
-//! A *unit* is one block over some rows; between two units anything may change. A task is a cut of its rows into *pieces* at
+//! A *unit* is one block over some rows, or several blocks over decode steps that go the same way; between two units anything may change. A task is a cut of its rows into *pieces* at
 //! positions that depend on the job alone, and walks block by block, piece by piece:
 //!
 //! ```text
@@ -19,8 +19,22 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-/// Length of a unit of prefill or forward: what a decode step may have to wait for.
-pub const UNIT_TIME: Duration = Duration::from_millis(20);
+/// How long units may take by measured speed.
+#[derive(Clone, Copy, Debug)]
+pub struct UnitTimes {
+    /// Of prefill, forward and backward: what a decode step may have to wait for.
+    pub bulk: Duration,
+    /// Of decode steps through several blocks, which a step that comes later cannot join. Zero: block by block.
+    pub decode: Duration,
+}
+
+impl UnitTimes {
+    /// Of a processor, which gains nothing from going through several blocks at once.
+    pub const PROCESSOR: UnitTimes = UnitTimes {
+        bulk: Duration::from_millis(20),
+        decode: Duration::ZERO,
+    };
+}
 
 /// Longest time that decode steps hold up everything else.
 pub const BULK_PATIENCE: Duration = Duration::from_millis(500);
@@ -62,11 +76,13 @@ pub struct TaskShape {
     pub pieces: Vec<usize>,
 }
 
-/// One block over some rows of one or, for decode steps, several tasks.
+/// One block, or several, over some rows of one or, for decode steps, several tasks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unit {
-    /// The block, by index in the model.
+    /// The first block, by index in the model.
     pub block: u32,
+    /// Blocks from there on, at least one; more only for decode steps that all go through them.
+    pub count: u32,
     /// Who takes part; never empty.
     pub members: Vec<Member>,
 }
@@ -76,20 +92,20 @@ pub struct Unit {
 pub struct Member {
     /// The task.
     pub task: TaskId,
-    /// Position of the block among those of the task.
+    /// Position of the first block among those of the task.
     pub position: usize,
     /// Its pieces that take part.
     pub pieces: Range<usize>,
 }
 
 /// What a unit meant for one of its members.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Advance {
     /// The task.
     pub task: TaskId,
-    /// Position of the block that the unit worked on.
-    pub position: usize,
-    /// All pieces have passed this block.
+    /// Positions of the blocks that the unit worked on.
+    pub positions: Range<usize>,
+    /// All pieces have passed these blocks.
     pub block_done: bool,
     /// All blocks are done; the task is forgotten.
     pub finished: bool,
@@ -123,19 +139,41 @@ impl Task {
 }
 
 /// The tasks that are accepted and not finished.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Schedule {
+    times: UnitTimes,
     tasks: BTreeMap<TaskId, Task>,
     arrived: u64,
     /// Tokens per second of one block in units of prefill and forward.
     speed: Option<f64>,
     /// The same in units of gradients.
     back_speed: Option<f64>,
+    /// Seconds of a decode unit per block.
+    decode_block: Option<f64>,
     /// Since when work other than decode is held up.
     held_since: Option<Instant>,
 }
 
+impl Default for Schedule {
+    fn default() -> Schedule {
+        Schedule::new(UnitTimes::PROCESSOR)
+    }
+}
+
 impl Schedule {
+    /// A schedule without tasks.
+    pub fn new(times: UnitTimes) -> Schedule {
+        Schedule {
+            times,
+            tasks: BTreeMap::new(),
+            arrived: 0,
+            speed: None,
+            back_speed: None,
+            decode_block: None,
+            held_since: None,
+        }
+    }
+
     /// Takes a task on.
     ///
     /// # Panics
@@ -204,17 +242,17 @@ impl Schedule {
         self.measure(unit, elapsed);
         unit.members
             .iter()
-            .filter_map(|m| self.advance(m))
+            .filter_map(|m| self.advance(m, unit.count as usize))
             .collect()
     }
 
-    fn advance(&mut self, member: &Member) -> Option<Advance> {
+    fn advance(&mut self, member: &Member, blocks: usize) -> Option<Advance> {
         let task = self.tasks.get_mut(&member.task)?;
         task.piece = member.pieces.end;
         let block_done = task.piece >= task.shape.pieces.len();
         if block_done {
             task.piece = 0;
-            task.position += 1;
+            task.position += blocks;
         }
         let finished = task.position >= task.shape.blocks.len();
         if finished {
@@ -222,13 +260,23 @@ impl Schedule {
         }
         Some(Advance {
             task: member.task,
-            position: member.position,
+            positions: member.position..member.position + blocks,
             block_done,
             finished,
         })
     }
 
     fn measure(&mut self, unit: &Unit, elapsed: Duration) {
+        let is_decode = |m: &Member| {
+            let task = self.tasks.get(&m.task);
+            task.is_some_and(|t| t.shape.class == Class::Decode)
+        };
+        if unit.members.iter().all(is_decode) {
+            let seconds = elapsed.as_secs_f64() / f64::from(unit.count.max(1));
+            let known = &mut self.decode_block;
+            *known = Some(known.map_or(seconds, |old| 0.5 * (old + seconds)));
+            return;
+        }
         let [member] = unit.members.as_slice() else {
             return;
         };
@@ -275,7 +323,7 @@ impl Schedule {
         } else {
             self.speed
         };
-        let room = speed.map_or(0.0, |s| s * UNIT_TIME.as_secs_f64());
+        let room = speed.map_or(0.0, |s| s * self.times.bulk.as_secs_f64());
         let (mut end, mut tokens) = (task.piece, 0);
         for piece in task.shape.pieces.iter().skip(task.piece) {
             tokens += piece;
@@ -291,6 +339,7 @@ impl Schedule {
         }];
         Some(Unit {
             block: task.block(),
+            count: 1,
             members,
         })
     }
@@ -328,7 +377,33 @@ impl Schedule {
                 task.overtaken += 1;
             }
         }
-        Unit { block, members }
+        let count = self.shared_blocks(block, &members);
+        Unit {
+            block,
+            count,
+            members,
+        }
+    }
+
+    /// Blocks from `block` on that all members go through next, up to where somebody waits to join them, as far as the time of a unit goes.
+    fn shared_blocks(&self, block: u32, members: &[Member]) -> u32 {
+        let room = self.decode_block.map_or(0.0, |seconds| {
+            self.times.decode.as_secs_f64() / seconds.max(1e-7)
+        });
+        let goes_on = |member: &Member, count: u32| {
+            let task = self.tasks.get(&member.task);
+            let next = task.and_then(|t| t.shape.blocks.get(member.position + count as usize));
+            next == Some(&(block + count))
+        };
+        let is_awaited = |next: u32| self.decode().any(|(_, task)| task.block() == next);
+        let mut count = 1;
+        while f64::from(count) < room.floor()
+            && members.iter().all(|member| goes_on(member, count))
+            && !is_awaited(block + count)
+        {
+            count += 1;
+        }
+        count
     }
 }
 
@@ -356,7 +431,7 @@ mod tests {
         let task = schedule.accept(shape(Class::Prefill, 3..5, &[100, 100, 50]));
         let mut seen = Vec::new();
         while let Some(unit) = schedule.next(now) {
-            let advance = schedule.done(&unit, Duration::from_secs(1))[0];
+            let advance = &schedule.done(&unit, Duration::from_secs(1))[0];
             assert_eq!(advance.task, task);
             seen.push((
                 unit.block,
@@ -434,6 +509,31 @@ mod tests {
             (3, vec![first]),
         ];
         assert_eq!(units, expected);
+    }
+
+    #[test]
+    fn decode_steps_go_through_blocks_together_until_one_leaves_or_another_joins() {
+        let now = Instant::now();
+        let mut schedule = Schedule::new(UnitTimes {
+            bulk: Duration::from_millis(2),
+            decode: Duration::from_millis(4),
+        });
+        let next = |schedule: &mut Schedule| {
+            let unit = schedule.next(now)?;
+            schedule.done(&unit, Duration::from_millis(u64::from(unit.count)));
+            Some((unit.block, unit.count, unit.members.len()))
+        };
+        // Nothing is known of the speed: block by block; then as many as the time allows.
+        schedule.accept(shape(Class::Decode, 0..16, &[1]));
+        assert_eq!(next(&mut schedule), Some((0, 1, 1)));
+        assert_eq!(next(&mut schedule), Some((1, 4, 1)));
+        // One that begins later and leaves earlier, after one that waits to be joined at block 5.
+        schedule.accept(shape(Class::Decode, 3..8, &[1]));
+        assert_eq!(next(&mut schedule), Some((3, 2, 1)));
+        assert_eq!(next(&mut schedule), Some((5, 3, 2)));
+        assert_eq!(next(&mut schedule), Some((8, 4, 1)));
+        assert_eq!(next(&mut schedule), Some((12, 4, 1)));
+        assert_eq!(next(&mut schedule), None);
     }
 
     #[test]

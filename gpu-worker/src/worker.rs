@@ -146,6 +146,7 @@ fn run_on<B: Paged>(
         if let Device::Cuda(_) = init.device {
             engine.rehearse().map_err(|e| unplaced(&e))?;
         }
+        engine.record_steps().map_err(|e| unplaced(&e))?;
         // Weights are mapped as they are stored; what the process has of its own is what it copied out of them.
         let private = private_bytes().saturating_sub(before);
         let [(_, plain), (_, int8), (_, nf4)] = weights.bytes_by_format();

@@ -38,6 +38,7 @@ __device__ __forceinline__ void attention_any(const float* q, const T* pages, co
     float *query = reinterpret_cast<float*>(shared), *scratch = query + head_dim, *results = scratch + 64;
     const Batch batch = batch_of(words);
     const uint32_t head = blockIdx.x, token = blockIdx.y, heads = kv_heads * group, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (token >= batch.tokens) return; // recorded for more
     const uint32_t position = batch.token_position[token], first = position + 1 > window ? position + 1 - window : 0;
     const size_t place = ((size_t)token * heads + head) * head_dim;
     for (uint32_t i = threadIdx.x; i < head_dim; i += blockDim.x) query[i] = q[place + i];

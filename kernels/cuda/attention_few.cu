@@ -2,76 +2,86 @@
 // them put together. Reads each key and value once per token.
 //
 // q f32 [tokens, heads, D]; pages as in pages.cuh; out f32 [tokens, heads, D]. CPU reference: kernels/src/ops/attention.rs. Order: attention.cuh.
-// attention_few: grid tiles x kv heads x tokens, CTA one warp. It copies its 64 keys and values (cp.async of 16 bytes, all at once: 32 KB
-// in flight at D = 128), weighs the keys for the heads of the group, 16 at a time, and leaves their product with the values, maximum and sum in
-// the workspace. A tile past the token's position ends at once, so that a captured launch serves all lengths up to its grid.
+// attention_few: grid any x kv heads x tokens, CTA one warp, which takes every gridDim.x-th tile of its token. It copies 64 keys and values
+// (cp.async of 16 bytes, all at once: 32 KB in flight at D = 128), weighs the keys for the heads of the group, 16 at a time, and leaves their
+// product with the values, maximum and sum in the workspace. The grid changes no bits, and CTAs of tokens that are not there end at once, so
+// that a recorded launch serves all lengths and all batches of no more tokens.
 // attention_join: grid heads x tokens, CTA D / 4 threads; merges the tiles from first to last and divides.
-// workspace f32 [tokens, heads, tiles, D + 4]: product, maximum, sum.
+// workspace f32 [tiles of all tokens, heads, D + 4]: product, maximum, sum; token_tile of the batch says where those of a token begin.
 // Floor: keys and values once: 8.4 MB for 2,048 positions of a 70B block, 2 us at 4.3 TB/s; the workspace is an eighth of that, twice.
 // Variants: one per D and dtype. Limits: D 64, 80, 96, 112, 128, 256; bf16, f16. All else: attention_any.cu.
 #include "attention.cuh"
+
+// token_tile [tokens] of the batch, behind row_start.
+__device__ __forceinline__ const uint32_t* tiles_of(const Batch& batch) { return batch.row_start + batch.rows + 1; }
 
 template <int D, class T>
 __device__ __forceinline__ void attention_few(const float* q, const T* pages, const uint32_t* words, const float* slopes, float* workspace,
                                               uint32_t kv_heads, uint32_t group, const Scoring& scoring) {
     SMEM_DYN(shared); // 64 keys, 64 values
     const Batch batch = batch_of(words);
-    const uint32_t tile = blockIdx.x, kv_head = blockIdx.y, token = blockIdx.z, lane = threadIdx.x, heads = kv_heads * group;
-    const uint32_t position = batch.token_position[token], first = tile * TILE_KEYS;
+    const uint32_t kv_head = blockIdx.y, token = blockIdx.z, lane = threadIdx.x, heads = kv_heads * group;
+    if (token >= batch.tokens) return;
+    const uint32_t position = batch.token_position[token], begin = tiles_of(batch)[token];
     const uint32_t seen = position + 1 > scoring.window ? position + 1 - scoring.window : 0; // first position
-    if (first > position || first + TILE_KEYS <= seen) return;
     const uint32_t* table = batch.pages + batch.row_table[batch.token_row[token]];
     unsigned char *keys = shared, *values = shared + Pitch<D>::TILE;
-    copy_tile<D>(keys, pages, table, kv_heads, kv_head, 0, first, position + 1, lane, 32);
-    cp_commit();
-    copy_tile<D>(values, pages, table, kv_heads, kv_head, 1, first, position + 1, lane, 32);
-    cp_commit();
-    for (uint32_t done = 0; done < group; done += 16) {
-        Queries<D> queries;
-#pragma unroll
-        for (int high = 0; high < 2; high++) {
-            const uint32_t head = done + high * 8 + lane / 4;
-            const bool exists = head < group;
-            const uint32_t index = kv_head * group + (exists ? head : 0);
-            load_query<D, T>(queries, high, exists ? q + ((size_t)token * heads + index) * D : nullptr, position, scoring,
-                             scoring.alibi_scale != 0.0f ? slopes[index] : 0.0f);
-        }
-        cp_wait<1>();
+    for (uint32_t tile = seen / TILE_KEYS + blockIdx.x; tile <= position / TILE_KEYS; tile += gridDim.x) {
+        const uint32_t first = tile * TILE_KEYS;
+        // The last tile is read to its end before the next is copied over it.
         __syncwarp();
-        Weights weights;
-        weigh<D, T>(weights, queries, keys, first, scoring);
-        cp_wait<0>();
-        __syncwarp();
-#pragma unroll
-        for (int piece = 0; piece < D / 16; piece++) {
-            float o[2][4];
-            apply<D, T>(o, weights, values, piece);
+        copy_tile<D>(keys, pages, table, kv_heads, kv_head, 0, first, position + 1, lane, 32);
+        cp_commit();
+        copy_tile<D>(values, pages, table, kv_heads, kv_head, 1, first, position + 1, lane, 32);
+        cp_commit();
+        for (uint32_t done = 0; done < group; done += 16) {
+            Queries<D> queries;
 #pragma unroll
             for (int high = 0; high < 2; high++) {
                 const uint32_t head = done + high * 8 + lane / 4;
-                if (head >= group) continue;
-                float* to = workspace + (((size_t)token * heads + kv_head * group + head) * gridDim.x + tile) * (D + 4);
-                float* at = to + piece * 16 + lane % 4 * 2;
-                *reinterpret_cast<float2*>(at) = make_float2(o[0][high * 2], o[0][high * 2 + 1]);
-                *reinterpret_cast<float2*>(at + 8) = make_float2(o[1][high * 2], o[1][high * 2 + 1]);
-                if (piece == 0 && lane % 4 == 0) *reinterpret_cast<float2*>(to + D) = make_float2(weights.top[high], weights.sum[high]);
+                const bool exists = head < group;
+                const uint32_t index = kv_head * group + (exists ? head : 0);
+                load_query<D, T>(queries, high, exists ? q + ((size_t)token * heads + index) * D : nullptr, position, scoring,
+                                 scoring.alibi_scale != 0.0f ? slopes[index] : 0.0f);
+            }
+            cp_wait<1>();
+            __syncwarp();
+            Weights weights;
+            weigh<D, T>(weights, queries, keys, first, scoring);
+            cp_wait<0>();
+            __syncwarp();
+#pragma unroll
+            for (int piece = 0; piece < D / 16; piece++) {
+                float o[2][4];
+                apply<D, T>(o, weights, values, piece);
+#pragma unroll
+                for (int high = 0; high < 2; high++) {
+                    const uint32_t head = done + high * 8 + lane / 4;
+                    if (head >= group) continue;
+                    float* to = workspace + ((size_t)(begin + tile) * heads + kv_head * group + head) * (D + 4);
+                    float* at = to + piece * 16 + lane % 4 * 2;
+                    *reinterpret_cast<float2*>(at) = make_float2(o[0][high * 2], o[0][high * 2 + 1]);
+                    *reinterpret_cast<float2*>(at + 8) = make_float2(o[1][high * 2], o[1][high * 2 + 1]);
+                    if (piece == 0 && lane % 4 == 0) *reinterpret_cast<float2*>(to + D) = make_float2(weights.top[high], weights.sum[high]);
+                }
             }
         }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(64)
-    attention_join(const float* __restrict__ workspace /* [tokens, heads, tiles, head_dim + 4] */, const uint32_t* __restrict__ words /* batch */,
-                   float* __restrict__ out /* [tokens, heads, head_dim] */, uint32_t tiles, uint32_t head_dim, uint32_t window) {
+    attention_join(const float* __restrict__ workspace /* [tiles, heads, head_dim + 4] */, const uint32_t* __restrict__ words /* batch */,
+                   float* __restrict__ out /* [tokens, heads, head_dim] */, uint32_t head_dim, uint32_t window) {
     const Batch batch = batch_of(words);
-    const uint32_t head = blockIdx.x, token = blockIdx.y, at = threadIdx.x * 4, position = batch.token_position[token];
-    const size_t index = (size_t)token * gridDim.x + head;
-    const float* from = workspace + index * tiles * (head_dim + 4);
-    const uint32_t begin = position + 1 > window ? (position + 1 - window) / TILE_KEYS : 0, end = min(position / TILE_KEYS + 1, tiles);
+    const uint32_t head = blockIdx.x, token = blockIdx.y, heads = gridDim.x, at = threadIdx.x * 4;
+    if (token >= batch.tokens) return;
+    const uint32_t position = batch.token_position[token], pitch = heads * (head_dim + 4);
+    const float* from = workspace + (size_t)tiles_of(batch)[token] * pitch + head * (head_dim + 4);
+    const uint32_t begin = position + 1 > window ? (position + 1 - window) / TILE_KEYS : 0, end = position / TILE_KEYS + 1;
     float top = -INFINITY, sum = 0.0f;
     float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (uint32_t tile = begin; tile < end; tile++) {
-        const float* part = from + (size_t)tile * (head_dim + 4);
+        const float* part = from + (size_t)tile * pitch;
         const float4 p = *reinterpret_cast<const float4*>(part + at);
         const float2 ends = *reinterpret_cast<const float2*>(part + head_dim);
         float old_share, new_share;
@@ -82,12 +92,12 @@ extern "C" __global__ void __launch_bounds__(64)
         o.z = merged(o.z, old_share, p.z, new_share);
         o.w = merged(o.w, old_share, p.w, new_share);
     }
-    *reinterpret_cast<float4*>(out + index * head_dim + at) =
+    *reinterpret_cast<float4*>(out + ((size_t)token * heads + head) * head_dim + at) =
         make_float4(__fdiv_rn(o.x, sum), __fdiv_rn(o.y, sum), __fdiv_rn(o.z, sum), __fdiv_rn(o.w, sum));
 }
 
 #define ATTENTION_FEW(D, T)                                                                                                          \
-    extern "C" __global__ void __launch_bounds__(32) attention_few_##T##_d##D(                                                       \
+    extern "C" __global__ void __launch_bounds__(32, 8) attention_few_##T##_d##D(                                                       \
         const float* __restrict__ q /* [tokens, heads, D] */, const T* __restrict__ pages, const uint32_t* __restrict__ batch,       \
         const float* __restrict__ slopes /* [heads] or null */, float* __restrict__ workspace, uint32_t kv_heads, uint32_t group,    \
         float inverse_divisor, float alibi_scale, uint32_t window) {                                                                 \

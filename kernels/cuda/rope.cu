@@ -60,6 +60,7 @@ __device__ __forceinline__ void rope_append(float* q, const float* k, const floa
                                             uint32_t heads, uint32_t kv_heads, uint32_t head_dim) {
     const Batch batch = batch_of(words);
     const uint32_t token = blockIdx.x, half = head_dim / 2;
+    if (token >= batch.tokens) return; // recorded for more
     const float *cosine = table + (size_t)token * head_dim, *sine = cosine + half;
     q += (size_t)token * heads * head_dim;
     k += (size_t)token * kv_heads * head_dim;

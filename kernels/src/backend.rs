@@ -1,9 +1,11 @@
 //! The seam between a block and a device: the operations that blocks use, over the device's own memory.
 
+use std::ops::Range;
+
 use crate::ops::{
-    Add, Attention, AttentionGrad, GateDot, Gather, Gelu, GeluGrad, JoinQkv, KvAppend, Layernorm,
-    Linear, LinearGrad, Lora, LoraGrad, NormGrad, OpError, PromptAdd, Rmsnorm, Rope, RopeTable,
-    Route, RouteGrad, ScatterAdd, SiluMul, SiluMulGrad, SplitQkv,
+    Add, AddNorm, Attention, AttentionGrad, GateDot, Gather, Gelu, GeluGrad, JoinQkv, KvAppend,
+    Layernorm, Linear, LinearGrad, Lora, LoraGrad, NormGrad, OpError, Products, PromptAdd, Rmsnorm,
+    Rope, RopeAppend, RopeTable, Route, RouteGrad, ScatterAdd, SiluMul, SiluMulGrad, SplitQkv,
 };
 use crate::tensor::WeightView;
 
@@ -31,12 +33,29 @@ pub trait Backend {
     /// Copies the first values of `from` to the host, after all operations before it.
     fn download(&mut self, from: &Self::Floats, to: &mut [f32]) -> Result<(), OpError>;
 
+    /// Some of the values; `None` when they are not all there.
+    fn part(values: &Self::Floats, range: Range<usize>) -> Option<&Self::Floats>;
+    /// The same, to be written.
+    fn part_mut(values: &mut Self::Floats, range: Range<usize>) -> Option<&mut Self::Floats>;
+    /// Copies the first `len` values of `from` to the start of `to`.
+    fn copy(
+        &mut self,
+        from: &Self::Floats,
+        to: &mut Self::Floats,
+        len: usize,
+    ) -> Result<(), OpError>;
+
     /// Root-mean-square norm.
     fn rmsnorm(&mut self, args: Rmsnorm<'_, Self::Floats>) -> Result<(), OpError>;
     /// Layer norm.
     fn layernorm(&mut self, args: Layernorm<'_, Self::Floats>) -> Result<(), OpError>;
     /// Matrix product.
     fn linear(&mut self, args: Linear<'_, Self::Floats, Self::Matrix<'_>>) -> Result<(), OpError>;
+    /// Matrix products of one input.
+    fn products(
+        &mut self,
+        args: Products<'_, '_, Self::Floats, Self::Matrix<'_>>,
+    ) -> Result<(), OpError>;
     /// Adapters beside a matrix product, each over its rows.
     fn lora(&mut self, args: Lora<'_, Self::Floats, Self::Matrix<'_>>) -> Result<(), OpError>;
     /// Queries, keys and values out of a fused projection.
@@ -49,6 +68,11 @@ pub trait Backend {
     fn kv_append(
         &mut self,
         args: KvAppend<'_, Self::Floats, Self::Pages<'_>>,
+    ) -> Result<(), OpError>;
+    /// Rotation of queries and keys, and new keys and values into pages.
+    fn rope_append(
+        &mut self,
+        args: RopeAppend<'_, Self::Floats, Self::Pages<'_>>,
     ) -> Result<(), OpError>;
     /// Attention over pages.
     fn attention(
@@ -67,6 +91,8 @@ pub trait Backend {
     fn scatter_add(&mut self, args: ScatterAdd<'_, Self::Floats>) -> Result<(), OpError>;
     /// Residual.
     fn add(&mut self, args: Add<'_, Self::Floats>) -> Result<(), OpError>;
+    /// Residual and the norm behind it.
+    fn add_norm(&mut self, args: AddNorm<'_, Self::Floats>) -> Result<(), OpError>;
     /// Deep prompt.
     fn prompt_add(&mut self, args: PromptAdd<'_, Self::Floats>) -> Result<(), OpError>;
 

@@ -148,6 +148,18 @@ pub fn cuda_attention_workspace(heads: usize, head_dim: usize, positions: usize)
         .min(CUDA_ATTENTION_WORKSPACE_BYTES)
 }
 
+/// CTAs of `attention_few.cu` that share the tiles of one kv head of one token, `pairs` being the number of those: twice what the device holds
+/// at a time, so that the last wave is short. The bits do not depend on it. Not measured on a device yet.
+pub fn cuda_attention_splits(multiprocessors: usize, pairs: usize) -> usize {
+    const HELD: usize = 6;
+    (2 * HELD * multiprocessors.max(1))
+        .div_ceil(pairs.max(1))
+        .clamp(1, 1024)
+}
+
+/// Most workspace of attention in recorded decode steps: a quarter of a million positions of a 70B model.
+pub const CUDA_STEP_WORKSPACE_BYTES: usize = 128 << 20;
+
 /// Most workspace of `attention_few.cu`; steps that would need more go to `attention_many.cu`.
 pub const CUDA_ATTENTION_WORKSPACE_BYTES: usize = 512 << 20;
 

@@ -19,7 +19,7 @@ use kernels::ops::{
 use kernels::{Backend, DType};
 
 use super::adapters;
-use super::forward::{BlockInput, Choice, Heads, Pass, Workspace};
+use super::forward::{BlockInput, Choice, Heads, Pass, Workspace, prepare};
 use super::spec::{BlockSpec, Mlp, Norm, Position, Qkv, Residual};
 use super::weights::{BlockWeights, GatedWeights, Linear, MlpWeights, NormWeights, QkvWeights};
 
@@ -160,13 +160,15 @@ pub fn backward<B: Backend>(
     weights: &BlockWeights<'_, B>,
     work: &mut GradientWork<B>,
     input: BlockInput<'_>,
-    x: &[f32],
+    x: &B::Floats,
     gradient: &mut B::Floats,
     sums: Sums<'_, B>,
     pages: &mut B::Pages<'_>,
 ) -> Result<(), OpError> {
     let tokens = total_tokens(input.rows);
     work.grow(backend, spec, tokens, weights.largest_rank);
+    let (step, angles) = ((input.rows, input.lengths), &mut work.forward);
+    prepare(backend, spec, weights.dtype, angles, step, input.rows)?;
     let GradientWork {
         forward,
         x: before,
@@ -180,7 +182,7 @@ pub fn backward<B: Backend>(
     let pass = Pass::new(backend, spec, weights, input, &mut forward.rank);
     let mut back = Backward { pass, sums };
     for copy in [&mut *before, &mut *h] {
-        back.pass.backend.upload(x, copy)?;
+        back.pass.backend.copy(x, copy, tokens * spec.hidden)?;
         back.pass.prompts(input.prompts, copy)?;
     }
     let (normed, attended) = (&mut forward.normed, &mut forward.branch);
@@ -190,9 +192,8 @@ pub fn backward<B: Backend>(
     let mlp_norm = weights.mlp_norm.as_ref();
     match spec.residual {
         Residual::Sequential => {
-            back.pass.add(h, attended)?;
             let norm = mlp_norm.ok_or(NO_NORM)?;
-            back.pass.norm(h, norm, fed)?;
+            back.pass.add_mlp_norm(h, attended, fed)?;
             back.mlp(fed, gradient, middle, branch)?;
             back.norm(h, norm, branch)?;
             back.add(gradient, branch)?;
@@ -204,8 +205,7 @@ pub fn backward<B: Backend>(
             let norm = mlp_norm.ok_or(NO_NORM)?;
             // h = a + A(a): the norm once more, as the keys may have needed it unchanged.
             back.pass.norm(before, &weights.attention_norm, h)?;
-            back.pass.add(h, attended)?;
-            back.pass.norm(h, norm, fed)?;
+            back.pass.add_mlp_norm(h, attended, fed)?;
             back.mlp(fed, gradient, middle, branch)?;
             back.add(gradient, branch)?;
             back.norm(h, norm, gradient)?;
@@ -432,8 +432,8 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
         rows: usize,
         work: &mut Middle<B>,
     ) -> Result<(), OpError> {
-        self.pass.linear(fed, &mlp.gate, rows, &mut work.gate)?;
-        self.pass.linear(fed, &mlp.up, rows, &mut work.up)?;
+        let outs = [&mut *work.gate, &mut *work.up];
+        self.pass.products(fed, [&mlp.gate, &mlp.up], rows, outs)?;
         self.linear(grad, &mlp.down, rows, &mut work.grad)
     }
 

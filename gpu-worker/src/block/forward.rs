@@ -7,10 +7,10 @@
 //! A pass without a cache is a step from prefix 0 over pages of the caller's own.
 
 use kernels::ops::{
-    Add, Alibi, Attention, Gather, Gelu, KvAppend, Layernorm, Lora, OpError, PromptAdd, Rmsnorm,
-    Rope, RopeTable, Route, ScatterAdd, SiluMul, SplitQkv,
+    Add, AddNorm, Alibi, Attention, Gather, Gelu, KvAppend, Layernorm, Lora, OpError, Product,
+    Products, PromptAdd, Rmsnorm, RopeAppend, RopeTable, Route, ScatterAdd, SiluMul, SplitQkv,
 };
-use kernels::{Backend, StepRow, kv::total_tokens, ops};
+use kernels::{Backend, DType, StepRow, kv::total_tokens, ops};
 
 use super::adapters::{self, AdaptedTokens, adapted};
 use super::rope;
@@ -132,13 +132,8 @@ impl<B: Backend> Workspace<B> {
         }
     }
 
-    pub(super) fn grow(
-        &mut self,
-        backend: &mut B,
-        spec: &BlockSpec,
-        tokens: usize,
-        largest_rank: usize,
-    ) {
+    /// Makes it large enough for `tokens` tokens.
+    pub fn grow(&mut self, backend: &mut B, spec: &BlockSpec, tokens: usize, largest_rank: usize) {
         let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
         let only = |needed: bool, width: usize| if needed { width } else { 0 };
         let (heads, middle) = (&mut self.heads, &mut self.middle);
@@ -177,6 +172,40 @@ impl<B: Backend> Workspace<B> {
     }
 }
 
+/// Puts the angles of a step into `work`, for [`forward_prepared`]: they are the same for all blocks. `rows` with the lengths of their jobs
+/// (as in [`BlockInput`]) are the step; `room` is what operations are told of it, which is the same but for recorded steps.
+///
+/// # Errors
+/// [`OpError`] when the device fails.
+pub fn prepare<B: Backend>(
+    backend: &mut B,
+    spec: &BlockSpec,
+    dtype: DType,
+    work: &mut Workspace<B>,
+    (rows, lengths): (&[StepRow<'_>], &[usize]),
+    room: &[StepRow<'_>],
+) -> Result<(), OpError> {
+    let Position::Rope {
+        inverse_frequencies,
+        theta,
+        scaling,
+    } = &spec.position
+    else {
+        return Ok(());
+    };
+    let table = &mut work.heads.table;
+    backend.grow(table, total_tokens(room) * spec.head_dim);
+    match rope::table(scaling, (*theta, spec.head_dim), rows, lengths, dtype) {
+        Some(own) => backend.upload(&own, table),
+        None => backend.rope_table(RopeTable {
+            rows: room,
+            inverse_frequencies,
+            out: table,
+            round: dtype,
+        }),
+    }
+}
+
 /// Runs the new tokens of `input.rows` through a block. `hidden` `[tokens, hidden]` is replaced by the block's output; keys
 /// and values of the new tokens are written to `pages`, which hold those of the prefixes.
 ///
@@ -184,6 +213,24 @@ impl<B: Backend> Workspace<B> {
 /// [`OpError`] when hidden states, prompts or page tables are too short or a page does not exist; `hidden` and the new slots of
 /// `pages` are then unspecified.
 pub fn forward<B: Backend>(
+    backend: &mut B,
+    spec: &BlockSpec,
+    weights: &BlockWeights<'_, B>,
+    work: &mut Workspace<B>,
+    input: BlockInput<'_>,
+    hidden: &mut B::Floats,
+    pages: &mut B::Pages<'_>,
+) -> Result<(), OpError> {
+    let step = (input.rows, input.lengths);
+    prepare(backend, spec, weights.dtype, work, step, input.rows)?;
+    forward_prepared(backend, spec, weights, work, input, hidden, pages)
+}
+
+/// [`forward`] after [`prepare`] for the same rows.
+///
+/// # Errors
+/// Those of [`forward`].
+pub fn forward_prepared<B: Backend>(
     backend: &mut B,
     spec: &BlockSpec,
     weights: &BlockWeights<'_, B>,
@@ -208,13 +255,11 @@ pub fn forward<B: Backend>(
     pass.attention(normed, heads, branch, pages)?;
     match spec.residual {
         Residual::Sequential => {
-            pass.add(hidden, branch)?;
-            pass.mlp_norm(hidden, normed)?;
+            pass.add_mlp_norm(hidden, branch, normed)?;
             pass.mlp(normed, middle, branch)?;
         }
         Residual::Normed => {
-            pass.add(normed, branch)?;
-            pass.mlp_norm(normed, hidden)?;
+            pass.add_mlp_norm(normed, branch, hidden)?;
             pass.mlp(hidden, middle, branch)?;
         }
         Residual::Parallel => {
@@ -234,7 +279,6 @@ pub(super) struct Pass<'a, 'w, B: Backend> {
     pub(super) weights: &'a BlockWeights<'w, B>,
     pub(super) rows: &'a [StepRow<'a>],
     pub(super) tokens: usize,
-    lengths: &'a [usize],
     /// Tokens of the matrices at hand that go through adapters.
     pub(super) adapted: Vec<AdaptedTokens>,
     pub(super) rank: &'a mut B::Floats,
@@ -254,7 +298,6 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
             weights,
             rows: input.rows,
             tokens: total_tokens(input.rows),
-            lengths: input.lengths,
             adapted: adapted(input.rows, input.adapters),
             rank,
         }
@@ -287,16 +330,8 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
     ) -> Result<(), OpError> {
         self.project(x, heads)?;
         self.norm_heads(heads)?;
-        self.rotate(heads)?;
-        let Heads {
-            q, k, v, attended, ..
-        } = heads;
-        self.backend.kv_append(KvAppend {
-            keys: k,
-            values: v,
-            rows: self.rows,
-            pages,
-        })?;
+        self.append(heads, pages)?;
+        let Heads { q, attended, .. } = heads;
         self.backend.attention(Attention {
             q,
             pages,
@@ -331,9 +366,8 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         let (weights, tokens) = (self.weights, self.tokens);
         match &weights.qkv {
             QkvWeights::Separate([q, k, v]) => {
-                self.linear(x, q, tokens, &mut heads.q)?;
-                self.linear(x, k, tokens, &mut heads.k)?;
-                self.linear(x, v, tokens, &mut heads.v)
+                let outs = [&mut *heads.q, &mut *heads.k, &mut *heads.v];
+                self.products(x, [q, k, v], tokens, outs)
             }
             QkvWeights::Fused(qkv) => {
                 self.linear(x, qkv, tokens, &mut heads.fused)?;
@@ -375,41 +409,26 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         Ok(())
     }
 
-    fn rotate(&mut self, heads: &mut Heads<B>) -> Result<(), OpError> {
-        let Position::Rope {
-            inverse_frequencies,
-            theta,
-            scaling,
-        } = &self.spec.position
-        else {
-            return Ok(());
+    /// Rotates queries and keys, and puts keys and values into their pages.
+    fn append(&mut self, heads: &mut Heads<B>, pages: &mut B::Pages<'_>) -> Result<(), OpError> {
+        let rows = self.rows;
+        let Position::Rope { .. } = &self.spec.position else {
+            return self.backend.kv_append(KvAppend {
+                keys: &*heads.k,
+                values: &*heads.v,
+                rows,
+                pages,
+            });
         };
-        let (tokens, head_dim, round) = (self.tokens, self.spec.head_dim, self.weights.dtype);
-        let own = rope::table(scaling, (*theta, head_dim), self.rows, self.lengths, round);
-        match own {
-            Some(table) => self.backend.upload(&table, &mut heads.table)?,
-            None => self.backend.rope_table(RopeTable {
-                rows: self.rows,
-                inverse_frequencies,
-                out: &mut heads.table,
-                round,
-            })?,
-        }
-        for (x, count) in [
-            (&mut heads.q, self.spec.heads),
-            (&mut heads.k, self.spec.kv_heads),
-        ] {
-            self.backend.rope(Rope {
-                x,
-                table: &heads.table,
-                tokens,
-                heads: count,
-                head_dim,
-                round,
-                inverse: false,
-            })?;
-        }
-        Ok(())
+        self.backend.rope_append(RopeAppend {
+            q: &mut *heads.q,
+            k: &mut *heads.k,
+            v: &*heads.v,
+            table: &*heads.table,
+            rows,
+            group: self.spec.group(),
+            pages,
+        })
     }
 
     /// The MLP of `x` `[tokens, hidden]` into `out`, shaped alike.
@@ -523,8 +542,8 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         up: &mut B::Floats,
         out: &mut B::Floats,
     ) -> Result<(), OpError> {
-        self.linear(x, &weights.gate, rows, gate)?;
-        self.linear(x, &weights.up, rows, up)?;
+        let both = [&weights.gate, &weights.up];
+        self.products(x, both, rows, [&mut *gate, &mut *up])?;
         self.backend.silu_mul(SiluMul {
             gate: &mut *gate,
             up,
@@ -573,6 +592,54 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         }
     }
 
+    /// Adds `y` to `x`, and norms the sum for the MLP, if there is a norm; without one, `out` stays.
+    pub(super) fn add_mlp_norm(
+        &mut self,
+        x: &mut B::Floats,
+        y: &B::Floats,
+        out: &mut B::Floats,
+    ) -> Result<(), OpError> {
+        let Some(weights) = &self.weights.mlp_norm else {
+            return self.add(x, y);
+        };
+        self.backend.add_norm(AddNorm {
+            x,
+            y,
+            weight: &*weights.scale,
+            bias: weights.bias.as_deref(),
+            out,
+            rows: self.tokens,
+            width: self.spec.hidden,
+            eps: self.spec.norm.eps(),
+            round: self.weights.dtype,
+        })
+    }
+
+    /// Products of `x` with several matrices.
+    pub(super) fn products<const N: usize>(
+        &mut self,
+        x: &B::Floats,
+        linears: [&Linear<'_, B>; N],
+        rows: usize,
+        mut outs: [&mut B::Floats; N],
+    ) -> Result<(), OpError> {
+        let mut outs_of = outs.iter_mut();
+        let mut parts = linears.map(|linear| Product {
+            weight: linear.weight.clone(),
+            bias: linear.bias.as_deref(),
+            out: &mut **outs_of.next().expect("as many outputs as matrices"),
+        });
+        self.backend.products(Products {
+            x,
+            rows,
+            parts: &mut parts,
+        })?;
+        linears
+            .into_iter()
+            .zip(outs)
+            .try_for_each(|(linear, out)| self.adapt(x, linear, rows, out))
+    }
+
     pub(super) fn linear(
         &mut self,
         x: &B::Floats,
@@ -588,6 +655,17 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
             out: &mut *out,
             rows,
         })?;
+        self.adapt(x, linear, rows, out)
+    }
+
+    /// Adds what adapters make of `x` to the product with their matrix.
+    fn adapt(
+        &mut self,
+        x: &B::Floats,
+        linear: &Linear<'_, B>,
+        rows: usize,
+        out: &mut B::Floats,
+    ) -> Result<(), OpError> {
         let parts = linear.parts(&self.adapted);
         if parts.is_empty() {
             return Ok(());

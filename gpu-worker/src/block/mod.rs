@@ -11,7 +11,7 @@ mod weights;
 
 pub use adapters::AdapterView;
 pub use backward::{GradientWork, Sums, backward};
-pub use forward::{BlockInput, PromptPart, Workspace, forward};
+pub use forward::{BlockInput, PromptPart, Workspace, forward, forward_prepared, prepare};
 pub use rope::RopeScaling;
 pub use spec::{
     BlockSpec, Experts, GatedMlp, LinearSpec, Mlp, Norm, PlainMlp, Position, Qkv, Residual,

@@ -154,7 +154,7 @@ impl<'w, B: Backend> BlockWeights<'w, B> {
         linears
     }
 
-    /// Largest rank of its adapters.
+    /// Largest rank of its adapters; 0 without any.
     pub fn largest_rank(&self) -> usize {
         self.largest_rank
     }

@@ -4,14 +4,16 @@ mod lora;
 pub mod pool;
 mod simd;
 
+use std::ops::Range;
+
 use crate::backend::Backend;
-use crate::kv::KvPages;
+use crate::kv::{KvPages, total_tokens};
 use crate::ops::lora as ops_lora;
 use crate::ops::{
-    Add, Attention, AttentionGrad, GateDot, Gather, Gelu, GeluGrad, JoinQkv, KvAppend, Layernorm,
-    Linear, LinearGrad, Lora, LoraGrad, NormGrad, OpError, PromptAdd, Rmsnorm, Rope, RopeTable,
-    Route, RouteGrad, ScatterAdd, SiluMul, SiluMulGrad, SplitQkv, add, check_len, kv_append, qkv,
-    rope, route,
+    Add, AddNorm, Attention, AttentionGrad, GateDot, Gather, Gelu, GeluGrad, JoinQkv, KvAppend,
+    Layernorm, Linear, LinearGrad, Lora, LoraGrad, NormGrad, OpError, Products, PromptAdd, Rmsnorm,
+    Rope, RopeAppend, RopeTable, Route, RouteGrad, ScatterAdd, SiluMul, SiluMulGrad, SplitQkv, add,
+    check_len, kv_append, qkv, rope, route,
 };
 use crate::tensor::WeightView;
 use pool::Pool;
@@ -92,6 +94,21 @@ impl Backend for Cpu {
         Ok(())
     }
 
+    fn part(values: &[f32], range: Range<usize>) -> Option<&[f32]> {
+        values.get(range)
+    }
+
+    fn part_mut(values: &mut [f32], range: Range<usize>) -> Option<&mut [f32]> {
+        values.get_mut(range)
+    }
+
+    fn copy(&mut self, from: &[f32], to: &mut [f32], len: usize) -> Result<(), OpError> {
+        check_len("copy", "from", from.len(), 1, len)?;
+        check_len("copy", "to", to.len(), 1, len)?;
+        to[..len].copy_from_slice(&from[..len]);
+        Ok(())
+    }
+
     fn rmsnorm(&mut self, args: Rmsnorm<'_, [f32]>) -> Result<(), OpError> {
         args.check()?;
         simd::rmsnorm(self.isa, &mut self.pool, args);
@@ -108,6 +125,19 @@ impl Backend for Cpu {
         args.check()?;
         simd::linear(self.isa, &mut self.pool, &mut self.scratch, args);
         Ok(())
+    }
+
+    fn products(&mut self, args: Products<'_, '_, [f32], WeightView<'_>>) -> Result<(), OpError> {
+        let (x, rows) = (args.x, args.rows);
+        args.parts.iter_mut().try_for_each(|part| {
+            self.linear(Linear {
+                x,
+                weight: part.weight,
+                bias: part.bias,
+                out: &mut *part.out,
+                rows,
+            })
+        })
     }
 
     fn lora(&mut self, args: Lora<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
@@ -137,6 +167,32 @@ impl Backend for Cpu {
 
     fn kv_append(&mut self, args: KvAppend<'_, [f32], KvPages<'_>>) -> Result<(), OpError> {
         kv_append::reference(args)
+    }
+
+    fn rope_append(&mut self, mut args: RopeAppend<'_, [f32], KvPages<'_>>) -> Result<(), OpError> {
+        args.check()?;
+        let layout = args.pages.layout();
+        let tokens = total_tokens(args.rows);
+        for (x, heads) in [
+            (&mut *args.q, layout.kv_heads * args.group),
+            (&mut *args.k, layout.kv_heads),
+        ] {
+            self.rope(Rope {
+                x,
+                table: args.table,
+                tokens,
+                heads,
+                head_dim: layout.head_dim,
+                round: layout.dtype,
+                inverse: false,
+            })?;
+        }
+        self.kv_append(KvAppend {
+            keys: &*args.k,
+            values: args.v,
+            rows: args.rows,
+            pages: args.pages,
+        })
     }
 
     fn attention(&mut self, args: Attention<'_, [f32], KvPages<'_>>) -> Result<(), OpError> {
@@ -171,6 +227,39 @@ impl Backend for Cpu {
 
     fn add(&mut self, args: Add<'_, [f32]>) -> Result<(), OpError> {
         add::reference(args)
+    }
+
+    fn add_norm(&mut self, mut args: AddNorm<'_, [f32]>) -> Result<(), OpError> {
+        args.check()?;
+        let (rows, width, round) = (args.rows, args.width, args.round);
+        self.add(Add {
+            x: &mut *args.x,
+            y: args.y,
+            len: rows * width,
+            round,
+        })?;
+        let (x, weight, out, eps) = (&*args.x, args.weight, args.out, args.eps);
+        match args.bias {
+            None => self.rmsnorm(Rmsnorm {
+                x,
+                weight,
+                out,
+                rows,
+                width,
+                eps,
+                round,
+            }),
+            Some(bias) => self.layernorm(Layernorm {
+                x,
+                weight,
+                bias,
+                out,
+                rows,
+                width,
+                eps,
+                round,
+            }),
+        }
     }
 
     fn prompt_add(&mut self, args: PromptAdd<'_, [f32]>) -> Result<(), OpError> {

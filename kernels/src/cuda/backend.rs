@@ -1,5 +1,7 @@
 //! [`Backend`] over a CUDA device: each operation is launched by its file in `ops/`.
 
+use std::ops::Range;
+
 use shared::config::QuantType;
 
 use super::gpu::Gpu;
@@ -7,9 +9,9 @@ use super::memory::{Buffer, Floats};
 use super::{Cuda, Matrix, Pages, ops};
 use crate::backend::Backend;
 use crate::ops::{
-    Add, Attention, AttentionGrad, GateDot, Gather, Gelu, GeluGrad, JoinQkv, KvAppend, Layernorm,
-    Linear, LinearGrad, Lora, LoraGrad, NormGrad, OpError, PromptAdd, Rmsnorm, Rope, RopeTable,
-    Route, RouteGrad, ScatterAdd, SiluMul, SiluMulGrad, SplitQkv,
+    Add, AddNorm, Attention, AttentionGrad, GateDot, Gather, Gelu, GeluGrad, JoinQkv, KvAppend,
+    Layernorm, Linear, LinearGrad, Lora, LoraGrad, NormGrad, OpError, Products, PromptAdd, Rmsnorm,
+    Rope, RopeAppend, RopeTable, Route, RouteGrad, ScatterAdd, SiluMul, SiluMulGrad, SplitQkv,
 };
 use crate::tensor::WeightView;
 
@@ -58,6 +60,18 @@ impl<G: Gpu> Backend for Cuda<G> {
         Cuda::download(self, from, to)
     }
 
+    fn part(values: &Floats, range: Range<usize>) -> Option<&Floats> {
+        values.part(range)
+    }
+
+    fn part_mut(values: &mut Floats, range: Range<usize>) -> Option<&mut Floats> {
+        values.part_mut(range)
+    }
+
+    fn copy(&mut self, from: &Floats, to: &mut Floats, len: usize) -> Result<(), OpError> {
+        Cuda::copy(self, from, to, len)
+    }
+
     fn rmsnorm(&mut self, args: Rmsnorm<'_, Floats>) -> Result<(), OpError> {
         ops::rmsnorm::launch(self, args)
     }
@@ -68,6 +82,10 @@ impl<G: Gpu> Backend for Cuda<G> {
 
     fn linear(&mut self, args: Linear<'_, Floats, Matrix<G>>) -> Result<(), OpError> {
         ops::linear::launch(self, args)
+    }
+
+    fn products(&mut self, args: Products<'_, '_, Floats, Matrix<G>>) -> Result<(), OpError> {
+        ops::linear::launch_products(self, args)
     }
 
     fn lora(&mut self, args: Lora<'_, Floats, Matrix<G>>) -> Result<(), OpError> {
@@ -88,6 +106,10 @@ impl<G: Gpu> Backend for Cuda<G> {
 
     fn kv_append(&mut self, args: KvAppend<'_, Floats, Pages<'_>>) -> Result<(), OpError> {
         ops::kv_append::launch(self, args)
+    }
+
+    fn rope_append(&mut self, args: RopeAppend<'_, Floats, Pages<'_>>) -> Result<(), OpError> {
+        ops::fused::rope_append(self, args)
     }
 
     fn attention(&mut self, args: Attention<'_, Floats, Pages<'_>>) -> Result<(), OpError> {
@@ -116,6 +138,10 @@ impl<G: Gpu> Backend for Cuda<G> {
 
     fn add(&mut self, args: Add<'_, Floats>) -> Result<(), OpError> {
         ops::add::launch(self, args)
+    }
+
+    fn add_norm(&mut self, args: AddNorm<'_, Floats>) -> Result<(), OpError> {
+        ops::fused::add_norm(self, args)
     }
 
     fn prompt_add(&mut self, args: PromptAdd<'_, Floats>) -> Result<(), OpError> {

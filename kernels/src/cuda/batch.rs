@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! 0 rows   1 tokens   2 at of token_row   3 of token_position   4 of row_prefix   5 of row_table   6 of pages   7 of row_start
-//! token_row [tokens]   token_position [tokens]   row_prefix [rows]   row_table [rows]   pages   row_start [rows + 1]
+//! token_row [tokens]   token_position [tokens]   row_prefix [rows]   row_table [rows]   pages   row_start [rows + 1]   token_tile [tokens]
 //! ```
 
 use crate::kv::{PAGE_TOKENS, StepRow, total_tokens};
@@ -10,6 +10,23 @@ use crate::ops::OpError;
 
 /// Words before the arrays.
 const HEADER: usize = 8;
+
+/// Positions of a tile of `attention_few.cu`, in whose workspace `token_tile` counts.
+pub(super) const TILE_TOKENS: usize = 64;
+
+/// Words of `rows` rows and `tokens` tokens, pages left out.
+pub(super) fn words(rows: usize, tokens: usize) -> usize {
+    HEADER + 3 * tokens + 3 * rows + 1
+}
+
+/// Tiles of all tokens.
+pub(super) fn tiles(rows: &[StepRow<'_>]) -> usize {
+    let of = |row: &StepRow<'_>| -> usize {
+        let positions = row.prefix..row.prefix.saturating_add(row.tokens);
+        positions.map(|position| position / TILE_TOKENS + 1).sum()
+    };
+    rows.iter().map(of).sum()
+}
 
 /// Writes the words of `rows` into `words`. Only the pages that positions need are listed.
 ///
@@ -51,6 +68,13 @@ pub(super) fn write(rows: &[StepRow<'_>], words: &mut Vec<u32>) -> Result<(), Op
         start += row.tokens;
     }
     words.push(word(start)?);
+    let mut tile = 0;
+    for row in rows {
+        for position in row.prefix..row.prefix + row.tokens {
+            words.push(word(tile)?);
+            tile += position / TILE_TOKENS + 1;
+        }
+    }
     Ok(())
 }
 
@@ -96,6 +120,7 @@ mod tests {
         assert_eq!(array(3, 2), [0, 2]);
         assert_eq!(array(4, 3), [7, 9, 3]);
         assert_eq!(array(5, 3), [0, 2, 3]);
-        assert_eq!(words.len(), HEADER + 3 + 3 + 2 + 2 + 3 + 3);
+        assert_eq!(words[words.len() - 3..], [0, 1, 2]);
+        assert_eq!(words.len(), super::words(2, 3) + 3);
     }
 }

@@ -1,6 +1,8 @@
 //! The seam between the CUDA backend and what runs its kernels: the driver ([`super::driver`]) or the emulator
 //! (`emu`). Everything is enqueued in one order; [`Gpu::read`] and [`Gpu::wait`] are where the host waits.
 
+use std::time::Duration;
+
 use super::memory::Floats;
 
 /// An address in device memory.
@@ -34,6 +36,9 @@ pub enum GpuError {
         /// What is wrong.
         what: &'static str,
     },
+    /// Something that only the host can do, between launches that are recorded.
+    #[error("{0} cannot be recorded")]
+    NotRecorded(&'static str),
     /// The driver reported an error.
     #[error("{call}: {name} ({code})")]
     Driver {
@@ -166,6 +171,8 @@ pub(super) fn ctas(count: usize) -> u32 {
 pub trait Gpu: Send + Sync + 'static {
     /// A point in the order of what was enqueued.
     type Event: Send + Sync;
+    /// Launches that were recorded.
+    type Graph: Send + Sync + std::fmt::Debug;
 
     /// Memory of `bytes` bytes (not 0) of unspecified content, aligned to 256.
     ///
@@ -197,10 +204,10 @@ pub trait Gpu: Send + Sync + 'static {
     /// The driver's, also those of earlier launches.
     unsafe fn read(&self, from: Address, to: &mut [u8]) -> Result<(), GpuError>;
 
-    /// Copies within the device; the ranges do not overlap.
+    /// Copies within the device, or between it and registered memory; the ranges do not overlap.
     ///
     /// # Safety
-    /// Both begin `bytes` bytes of allocated memory.
+    /// Both begin `bytes` bytes of allocated or registered memory.
     ///
     /// # Errors
     /// The driver's.
@@ -216,7 +223,7 @@ pub trait Gpu: Send + Sync + 'static {
     unsafe fn fill(&self, at: Address, value: u8, bytes: usize) -> Result<(), GpuError>;
 
     /// Makes host memory of others (the arena, the kv segment) readable and writable for the device; its address there. It stays so as long
-    /// as this device is open.
+    /// as this device is open, or until [`unregister`](Self::unregister).
     ///
     /// # Safety
     /// The bytes stay mapped until the device is closed, and nobody holds Rust references to those that the device writes.
@@ -224,6 +231,12 @@ pub trait Gpu: Send + Sync + 'static {
     /// # Errors
     /// The driver's, for example when pages cannot be locked.
     unsafe fn register(&self, start: *mut u8, bytes: usize) -> Result<Address, GpuError>;
+
+    /// Takes back what [`register`](Self::register) did, `at` being what it returned.
+    ///
+    /// # Safety
+    /// Nothing that is still to run uses the memory.
+    unsafe fn unregister(&self, at: Address);
 
     /// Enqueues a kernel.
     ///
@@ -233,6 +246,28 @@ pub trait Gpu: Send + Sync + 'static {
     /// # Errors
     /// [`GpuError::NoKernel`], [`GpuError::BadLaunch`], or the driver's.
     unsafe fn launch(&self, launch: Launch) -> Result<(), GpuError>;
+
+    /// Records instead of running, until [`end_recording`](Self::end_recording). Only launches, fills and copies within the device may be
+    /// enqueued meanwhile, and no memory is allocated.
+    ///
+    /// # Errors
+    /// The driver's.
+    fn begin_recording(&self) -> Result<(), GpuError>;
+
+    /// What was recorded; nothing of it has run.
+    ///
+    /// # Errors
+    /// The driver's, also for what may not be recorded.
+    fn end_recording(&self) -> Result<Self::Graph, GpuError>;
+
+    /// Enqueues what was recorded.
+    ///
+    /// # Safety
+    /// All memory that its launches name is still allocated.
+    ///
+    /// # Errors
+    /// The driver's.
+    unsafe fn replay(&self, graph: &Self::Graph) -> Result<(), GpuError>;
 
     /// Waits for all that was enqueued.
     ///
@@ -257,6 +292,9 @@ pub trait Gpu: Send + Sync + 'static {
     /// # Errors
     /// The driver's.
     fn memory(&self) -> Result<(usize, usize), GpuError>;
+
+    /// How long a unit of work may hold the device up.
+    fn unit_time(&self) -> Duration;
 
     /// What is at hand.
     fn properties(&self) -> &Properties;

@@ -138,6 +138,7 @@ pub struct Pool<G: Gpu> {
     taken: Mutex<Taken>,
     /// Whether nothing is rounded up and nothing is kept: for instruments that watch the ends of memory.
     is_exact: bool,
+    keeps: Mutex<bool>,
 }
 
 /// What a pool has asked the device for.
@@ -163,6 +164,7 @@ impl<G: Gpu> Pool<G> {
             free: Mutex::default(),
             taken: Mutex::default(),
             is_exact,
+            keeps: Mutex::default(),
         })
     }
 
@@ -232,8 +234,21 @@ impl<G: Gpu> Pool<G> {
         }
     }
 
+    /// From now on nothing is given back to the device before the end: recorded launches name what was handed out.
+    pub(super) fn keep_all(&self) {
+        *self.keeps.lock().unwrap_or_else(PoisonError::into_inner) = true;
+    }
+
     /// Gives all that is kept back to the device.
     pub(super) fn trim(&self) -> Result<(), GpuError> {
+        let keeps = *self.keeps.lock().unwrap_or_else(PoisonError::into_inner);
+        if keeps {
+            return Ok(());
+        }
+        self.release()
+    }
+
+    fn release(&self) -> Result<(), GpuError> {
         self.gpu.wait()?;
         let kept = std::mem::take(&mut *self.free());
         for (bytes, addresses) in kept {
@@ -259,7 +274,7 @@ impl<G: Gpu> Pool<G> {
 impl<G: Gpu> Drop for Pool<G> {
     fn drop(&mut self) {
         // A device that does not answer any more keeps its memory until the process ends.
-        let _ = self.trim();
+        let _ = self.release();
     }
 }
 

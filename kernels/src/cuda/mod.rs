@@ -10,6 +10,7 @@
     reason = "device memory and launches; each use says why it holds"
 )]
 
+pub mod arena;
 mod backend;
 mod batch;
 pub mod cache;
@@ -22,14 +23,17 @@ pub mod memory;
 pub(crate) mod ops;
 pub mod pages;
 mod peaks;
+pub mod step;
 
 use std::sync::Arc;
 
+pub use arena::Reach;
 pub use cache::Cache;
 pub use gpu::{Address, Gpu, GpuError, Launch, Params, Properties};
 pub use matrix::{Matrix, Parts};
 pub use memory::{Buffer, Floats, Memory, Taken};
 pub use pages::Pages;
+pub use step::Recorded;
 
 use crate::kv::StepRow;
 use crate::ops::{OpError, check_len};
@@ -46,6 +50,10 @@ pub struct Cuda<G: Gpu> {
     /// The last batch, and room for the next.
     batch: Option<(Vec<u32>, Memory<G>)>,
     words: Vec<u32>,
+    /// Memory of steps that are recorded, once it is reserved.
+    fixed: Option<step::Fixed<G>>,
+    recording: bool,
+    launches: u64,
 }
 
 /// Arrays of constants that are kept.
@@ -72,6 +80,9 @@ impl<G: Gpu> Cuda<G> {
             constants: Vec::new(),
             batch: None,
             words: Vec::new(),
+            fixed: None,
+            recording: false,
+            launches: 0,
         }
     }
 
@@ -99,7 +110,7 @@ impl<G: Gpu> Cuda<G> {
     /// # Errors
     /// When `to` is shorter, or the device fails.
     pub fn upload(&mut self, from: &[f32], to: &mut Floats) -> Result<(), OpError> {
-        self.health()?;
+        self.host("an upload")?;
         check_len("upload", "to", to.len(), 1, from.len())?;
         // SAFETY: `to` is a live buffer, at least as long.
         let done = unsafe { self.gpu.write(bytes_of(from), to.address()) };
@@ -111,10 +122,26 @@ impl<G: Gpu> Cuda<G> {
     /// # Errors
     /// When `from` is shorter, or the device fails or failed.
     pub fn download(&mut self, from: &Floats, to: &mut [f32]) -> Result<(), OpError> {
-        self.health()?;
+        self.host("a download")?;
         check_len("download", "from", from.len(), 1, to.len())?;
         // SAFETY: `from` is a live buffer, at least as long.
         let done = unsafe { self.gpu.read(from.address(), bytes_of_mut(to)) };
+        self.noted(done)
+    }
+
+    /// Copies the first `len` values of `from` to the start of `to`.
+    ///
+    /// # Errors
+    /// When one of them is shorter, or the device fails.
+    pub fn copy(&mut self, from: &Floats, to: &mut Floats, len: usize) -> Result<(), OpError> {
+        self.health()?;
+        check_len("copy", "from", from.len(), 1, len)?;
+        check_len("copy", "to", to.len(), 1, len)?;
+        if len == 0 {
+            return Ok(());
+        }
+        // SAFETY: both hold `len` values; a borrow to write and one to read do not overlap.
+        let done = unsafe { self.gpu.copy(from.address(), to.address(), len * 4) };
         self.noted(done)
     }
 
@@ -123,7 +150,7 @@ impl<G: Gpu> Cuda<G> {
     /// # Errors
     /// When the device has no memory for it, or fails.
     pub fn matrix(&mut self, weight: WeightView<'_>) -> Result<Matrix<G>, OpError> {
-        self.health()?;
+        self.host("a new matrix")?;
         let memory = self.pool.take_exactly(weight.bytes().len())?;
         // SAFETY: the memory is of that length.
         let done = unsafe { self.gpu.write(weight.bytes(), memory.address()) };
@@ -136,7 +163,7 @@ impl<G: Gpu> Cuda<G> {
     /// # Errors
     /// When the device has none, or failed.
     pub fn scratch(&mut self, bytes: usize) -> Result<Memory<G>, OpError> {
-        self.health()?;
+        self.host("workspace")?;
         let taken = self.pool.take(bytes);
         self.noted(taken)
     }
@@ -146,7 +173,7 @@ impl<G: Gpu> Cuda<G> {
     /// # Errors
     /// When the device has none, or failed.
     pub fn reserve(&mut self, bytes: usize) -> Result<Memory<G>, OpError> {
-        self.health()?;
+        self.host("new memory")?;
         let taken = self.pool.take_exactly(bytes);
         self.noted(taken)
     }
@@ -161,7 +188,7 @@ impl<G: Gpu> Cuda<G> {
         to: &mut Memory<G>,
         at: usize,
     ) -> Result<(), OpError> {
-        self.health()?;
+        self.host("an upload")?;
         check_len("upload", "to", to.bytes(), 1, at.saturating_add(from.len()))?;
         // SAFETY: checked to lie within `to`.
         let done = unsafe { self.gpu.write(from, to.address().offset(at)) };
@@ -178,7 +205,7 @@ impl<G: Gpu> Cuda<G> {
         at: usize,
         to: &mut [u8],
     ) -> Result<(), OpError> {
-        self.health()?;
+        self.host("a download")?;
         check_len(
             "download",
             "from",
@@ -222,7 +249,7 @@ impl<G: Gpu> Cuda<G> {
     /// # Errors
     /// When the device fails or failed.
     pub fn wait(&mut self) -> Result<(), OpError> {
-        self.health()?;
+        self.host("a wait")?;
         let done = self.gpu.wait();
         self.noted(done)
     }
@@ -272,9 +299,11 @@ impl<G: Gpu> Cuda<G> {
         if let Some((_, memory)) = self.constants.iter().find(|(kept, _)| same(kept)) {
             return Ok(memory.address());
         }
+        self.host("a new constant")?;
         let memory = self.floats(values)?;
         let address = memory.address();
-        if self.constants.len() >= MAX_CONSTANTS {
+        // Recorded launches name constants; a model has few.
+        if self.constants.len() >= MAX_CONSTANTS && self.fixed.is_none() {
             self.constants.remove(0);
         }
         self.constants.push((values.to_vec(), memory));
@@ -286,6 +315,9 @@ impl<G: Gpu> Cuda<G> {
     /// # Errors
     /// When a number does not fit 32 bits, or the device fails.
     pub fn batch(&mut self, rows: &[StepRow<'_>]) -> Result<Address, OpError> {
+        if let Some(fixed) = self.fixed() {
+            return Ok(fixed.batch());
+        }
         let mut words = std::mem::take(&mut self.words);
         batch::write(rows, &mut words)?;
         if let Some((kept, memory)) = &mut self.batch
@@ -308,9 +340,19 @@ impl<G: Gpu> Cuda<G> {
     /// That of [`Gpu::launch`].
     unsafe fn launch(&mut self, launch: Launch) -> Result<(), OpError> {
         self.health()?;
+        self.launches += 1;
         // SAFETY: the caller's.
         let done = unsafe { self.gpu.launch(launch) };
         self.noted(done)
+    }
+
+    /// Refuses what the host does while launches are recorded.
+    fn host(&self, what: &'static str) -> Result<(), OpError> {
+        self.health()?;
+        match self.recording {
+            false => Ok(()),
+            true => Err(GpuError::NotRecorded(what).into()),
+        }
     }
 
     fn health(&self) -> Result<(), OpError> {

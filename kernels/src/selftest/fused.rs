@@ -4,11 +4,11 @@ use shared::dtype::DType;
 use shared::ids::PageId;
 
 use super::{Bench, Extent, Failure, noise, test_on_devices};
-use crate::cuda::ops::fused::{AddNorm, RopeAppend, add_norm, rope_append};
+use crate::cuda::ops::fused::{add_norm, rope_append};
 use crate::cuda::ops::{add, kv_append, layernorm, rmsnorm, rope};
 use crate::cuda::{Cuda, Gpu, Pages};
 use crate::kv::{PageLayout, StepRow};
-use crate::ops::{Add, KvAppend, Layernorm, Rmsnorm, Rope, RopeTable};
+use crate::ops::{Add, AddNorm, KvAppend, Layernorm, Rmsnorm, Rope, RopeAppend, RopeTable};
 
 const NORMS: [(usize, usize, Extent); 4] = [
     (1, 1, Extent::Small),
@@ -90,11 +90,11 @@ fn norm<G: Gpu>(
     bench.op(done)?;
     let (mut both, mut out) = (bench.in_place(&x)?, bench.output(len)?);
     let args = AddNorm {
-        x: &mut both,
-        y: &y,
-        weight: &weight,
+        x: &mut *both,
+        y: &*y,
+        weight: &*weight,
         bias: has_bias.then_some(&*bias),
-        out: &mut out,
+        out: &mut *out,
         rows,
         width,
         eps,
@@ -166,13 +166,13 @@ fn append<G: Gpu>(
     };
     let done = kv_append::launch(bench.cuda, args);
     bench.op(done)?;
-    let (mut got_q, k) = (bench.in_place(&q)?, bench.input(&k)?);
+    let (mut got_q, mut k) = (bench.in_place(&q)?, bench.input(&k)?);
     let (got_pages, got_mirror) = (bench.input(&empty)?, bench.input(&empty)?);
     let args = RopeAppend {
-        q: &mut got_q,
-        k: &k,
-        v: &v,
-        table: &table,
+        q: &mut *got_q,
+        k: &mut *k,
+        v: &*v,
+        table: &*table,
         rows: &rows,
         group,
         pages: &mut Pages::over(layout, &got_pages, Some(&got_mirror), bytes),

@@ -4,10 +4,10 @@ use shared::config::QuantType;
 use shared::dtype::DType;
 
 use super::{Bench, Extent, Failure, noise, test_on_devices};
-use crate::cuda::ops::linear::{Product, launch, launch_products};
+use crate::cuda::ops::linear::{launch, launch_products};
 use crate::cuda::ops::linear_grad;
 use crate::cuda::{Buffer, Cuda, Gpu, Matrix};
-use crate::ops::{Linear, LinearGrad, convert, gradient, linear};
+use crate::ops::{Linear, LinearGrad, Product, Products, convert, gradient, linear};
 use crate::quant::{int8, nf4};
 use crate::tensor::WeightView;
 
@@ -198,12 +198,17 @@ fn together<G: Gpu>(bench: &mut Bench<'_, G>, quant: QuantType) -> Result<(), Fa
         let mut products: Vec<_> = matrices
             .iter_mut()
             .map(|(weight, out)| Product {
-                weight,
+                weight: weight.clone(),
                 bias: None,
-                out,
+                out: &mut **out,
             })
             .collect();
-        let done = launch_products(bench.cuda, &x, rows, &mut products);
+        let args = Products {
+            x: &*x,
+            rows,
+            parts: &mut products,
+        };
+        let done = launch_products(bench.cuda, args);
         bench.op(done)?;
         for ((_, out), alone) in matrices.iter().zip(&alone) {
             let got = bench.take(out, alone.len())?;

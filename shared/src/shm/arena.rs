@@ -68,6 +68,14 @@ impl ArenaMap {
         Ok(())
     }
 
+    /// Address of the `len` bytes at `offset`, for a device that copies from and to them by itself.
+    ///
+    /// # Errors
+    /// [`OutOfBounds`] when they would leave the arena.
+    pub fn pointer(&self, offset: u64, len: usize) -> Result<*mut u8, OutOfBounds> {
+        self.mapping.at(offset, len)
+    }
+
     /// Lets `fill` write values one after the other into the `len` bytes at `offset`: conversion in
     /// place, without a buffer between. Returns what `fill` returns.
     ///

@@ -83,7 +83,7 @@ functions! {
     cuMemHostGetDevicePointer_v2(address: *mut CUdeviceptr, start: *mut c_void, flags: c_uint);
     cuMemHostRegister_v2(start: *mut c_void, bytes: usize, flags: c_uint);
     cuMemHostUnregister(start: *mut c_void);
-    cuMemcpyDtoDAsync_v2(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream);
+    cuMemcpyAsync(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream);
     cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream);
     cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);
     cuMemsetD8Async(at: CUdeviceptr, value: c_uchar, bytes: usize, stream: CUstream);

@@ -11,16 +11,14 @@ use crate::cuda::gpu::GpuError;
 #[derive(Debug)]
 pub struct Graph(cu::CUgraphExec);
 
-// SAFETY: as for `Driver`; launched by one thread at a time.
+// SAFETY: as for `Driver`.
 unsafe impl Send for Graph {}
+// SAFETY: as for `Driver`; who shares a graph launches it from one thread at a time, as there is one caller of a backend.
+unsafe impl Sync for Graph {}
 
 impl Driver {
-    /// Records instead of running, until [`end_recording`](Self::end_recording). Only launches and copies within the device may be
-    /// enqueued meanwhile.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn begin_recording(&self) -> Result<(), GpuError> {
+    /// [`Gpu::begin_recording`](crate::cuda::Gpu::begin_recording).
+    pub(super) fn begin_graph(&self) -> Result<(), GpuError> {
         self.bind()?;
         let mode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream of this context.
@@ -28,11 +26,8 @@ impl Driver {
         check("cuStreamBeginCapture", status)
     }
 
-    /// What was recorded; nothing of it has run.
-    ///
-    /// # Errors
-    /// The driver's, also for what may not be recorded.
-    pub fn end_recording(&self) -> Result<Graph, GpuError> {
+    /// [`Gpu::end_recording`](crate::cuda::Gpu::end_recording).
+    pub(super) fn end_graph(&self) -> Result<Graph, GpuError> {
         self.bind()?;
         let mut graph = std::ptr::null_mut();
         // SAFETY: the stream that records.
@@ -47,14 +42,11 @@ impl Driver {
         Ok(Graph(ready))
     }
 
-    /// Enqueues what was recorded.
+    /// [`Gpu::replay`](crate::cuda::Gpu::replay).
     ///
     /// # Safety
     /// All memory that its launches name is still allocated.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub unsafe fn replay(&self, graph: &Graph) -> Result<(), GpuError> {
+    pub(super) unsafe fn run_graph(&self, graph: &Graph) -> Result<(), GpuError> {
         self.bind()?;
         // SAFETY: the caller's.
         let status = unsafe { cu::cuGraphLaunch(graph.0, self.stream) };

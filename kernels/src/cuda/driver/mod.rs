@@ -10,21 +10,22 @@ pub mod graph;
 pub mod host;
 pub mod images;
 pub mod probe;
+mod ring;
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use calls as cu;
 
 use super::gpu::{Address, Gpu, GpuError, Launch, Properties};
 use error::check;
-use host::{Pinned, Registered};
+use host::Registered;
 use images::Kernels;
 use probe::NoCuda;
-
-/// Bytes of each half of the ring: two hundred rows of hidden states of width 8192.
-const HALF: usize = 8 << 20;
+pub use ring::Event;
+use ring::{HALF, Ring};
 
 /// One CUDA device.
 pub struct Driver {
@@ -168,79 +169,9 @@ impl std::fmt::Debug for Driver {
     }
 }
 
-/// Pinned memory in two halves. A half is written again when the copies out of it are done.
-struct Ring {
-    memory: Pinned,
-    used: usize,
-    half: usize,
-    done: [Option<Event>; 2],
-}
-
-impl Ring {
-    fn new() -> Result<Ring, GpuError> {
-        Ok(Ring {
-            memory: Pinned::new(2 * HALF)?,
-            used: 0,
-            half: 0,
-            done: [None, None],
-        })
-    }
-
-    /// Room for `bytes` bytes, at most [`HALF`].
-    fn room(&mut self, bytes: usize, stream: cu::CUstream) -> Result<*mut u8, GpuError> {
-        if self.used + bytes > HALF {
-            self.done[self.half] = Some(Event::record(stream)?);
-            self.half = 1 - self.half;
-            self.used = 0;
-            if let Some(event) = self.done[self.half].take() {
-                event.wait()?;
-            }
-        }
-        let at = self.half * HALF + self.used;
-        // What follows begins at a multiple of 64.
-        self.used += bytes.next_multiple_of(64);
-        Ok(self.memory.pointer().wrapping_add(at))
-    }
-}
-
-/// A point of the stream.
-#[derive(Debug)]
-pub struct Event(cu::CUevent);
-
-// SAFETY: as for `Driver`.
-unsafe impl Send for Event {}
-// SAFETY: as for `Driver`.
-unsafe impl Sync for Event {}
-
-impl Event {
-    fn record(stream: cu::CUstream) -> Result<Event, GpuError> {
-        let mut event = std::ptr::null_mut();
-        // SAFETY: a context is current; a place for an event.
-        let status = unsafe { cu::cuEventCreate(&raw mut event, 0) };
-        check("cuEventCreate", status)?;
-        let event = Event(event);
-        // SAFETY: an event and a stream of the same context.
-        let status = unsafe { cu::cuEventRecord(event.0, stream) };
-        check("cuEventRecord", status)?;
-        Ok(event)
-    }
-
-    fn wait(&self) -> Result<(), GpuError> {
-        // SAFETY: an event that was recorded.
-        let status = unsafe { cu::cuEventSynchronize(self.0) };
-        check("cuEventSynchronize", status)
-    }
-}
-
-impl Drop for Event {
-    fn drop(&mut self) {
-        // SAFETY: made by `record`, and dropped once. A failure leaves it to the end of the process.
-        let _ = unsafe { cu::cuEventDestroy_v2(self.0) };
-    }
-}
-
 impl Gpu for Driver {
     type Event = Event;
+    type Graph = graph::Graph;
 
     fn allocate(&self, bytes: usize) -> Result<Address, GpuError> {
         self.bind()?;
@@ -313,9 +244,10 @@ impl Gpu for Driver {
 
     unsafe fn copy(&self, from: Address, to: Address, bytes: usize) -> Result<(), GpuError> {
         self.bind()?;
+        // Not DtoD: one of them may be memory of the host.
         // SAFETY: the caller's.
-        let status = unsafe { cu::cuMemcpyDtoDAsync_v2(to.0, from.0, bytes, self.stream) };
-        check("cuMemcpyDtoDAsync", status)
+        let status = unsafe { cu::cuMemcpyAsync(to.0, from.0, bytes, self.stream) };
+        check("cuMemcpyAsync", status)
     }
 
     unsafe fn fill(&self, at: Address, value: u8, bytes: usize) -> Result<(), GpuError> {
@@ -336,6 +268,16 @@ impl Gpu for Driver {
             .unwrap_or_else(PoisonError::into_inner);
         kept.push(registered);
         Ok(device)
+    }
+
+    unsafe fn unregister(&self, at: Address) {
+        if self.bind().is_ok() {
+            let mut kept = self
+                .registered
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            kept.retain(|registered| registered.device() != at);
+        }
     }
 
     unsafe fn launch(&self, mut launch: Launch) -> Result<(), GpuError> {
@@ -370,6 +312,19 @@ impl Gpu for Driver {
         check(kernel, status)
     }
 
+    fn begin_recording(&self) -> Result<(), GpuError> {
+        self.begin_graph()
+    }
+
+    fn end_recording(&self) -> Result<graph::Graph, GpuError> {
+        self.end_graph()
+    }
+
+    unsafe fn replay(&self, graph: &graph::Graph) -> Result<(), GpuError> {
+        // SAFETY: the caller's.
+        unsafe { self.run_graph(graph) }
+    }
+
     fn wait(&self) -> Result<(), GpuError> {
         self.bind()?;
         // SAFETY: the stream of this context.
@@ -395,6 +350,10 @@ impl Gpu for Driver {
     fn memory(&self) -> Result<(usize, usize), GpuError> {
         self.bind()?;
         free_and_total()
+    }
+
+    fn unit_time(&self) -> Duration {
+        Duration::from_millis(2)
     }
 
     fn properties(&self) -> &Properties {

@@ -3,7 +3,8 @@
 
 use std::alloc::Layout;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
-use std::time::Instant;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::gpu::{Address, Gpu, GpuError, Launch, Properties};
 
@@ -31,9 +32,34 @@ pub struct Emu {
     threads: u32,
     order: u64,
     properties: Properties,
+    /// What was enqueued since the recording began, while there is one.
+    recorded: Mutex<Option<Vec<Command>>>,
 }
 
+/// What can be recorded.
+#[allow(clippy::large_enum_variant, reason = "nearly all of them are launches")]
+#[derive(Clone, Copy, Debug)]
+enum Command {
+    Launch(Launch),
+    Copy(Address, Address, usize),
+    Fill(Address, u8, usize),
+}
+
+/// Commands that were recorded; each runs as if it were enqueued.
+#[derive(Debug)]
+pub struct Graph(Vec<Command>);
+
 impl Emu {
+    fn recorded(&self) -> MutexGuard<'_, Option<Vec<Command>>> {
+        self.recorded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether `command` was recorded instead.
+    fn is_recorded(&self, command: Command) -> bool {
+        let mut recorded = self.recorded();
+        recorded.as_mut().map(|all| all.push(command)).is_some()
+    }
+
     /// A device whose CTAs run on `threads` threads of the host.
     pub fn new(threads: usize) -> Emu {
         Emu::with_order(threads, 1)
@@ -44,6 +70,7 @@ impl Emu {
         Emu {
             threads: u32::try_from(threads).unwrap_or(1).max(1),
             order: seed.max(1),
+            recorded: Mutex::default(),
             properties: Properties {
                 name: "emulator".to_owned(),
                 architecture: 80,
@@ -76,6 +103,7 @@ fn pointer(at: Address) -> *mut u8 {
 
 impl Gpu for Emu {
     type Event = Instant;
+    type Graph = Graph;
 
     fn allocate(&self, bytes: usize) -> Result<Address, GpuError> {
         let layout = Layout::from_size_align(bytes, ALIGNMENT)
@@ -114,12 +142,18 @@ impl Gpu for Emu {
     }
 
     unsafe fn copy(&self, from: Address, to: Address, bytes: usize) -> Result<(), GpuError> {
+        if self.is_recorded(Command::Copy(from, to, bytes)) {
+            return Ok(());
+        }
         // SAFETY: the caller's.
         unsafe { pointer(to).copy_from_nonoverlapping(pointer(from), bytes) };
         Ok(())
     }
 
     unsafe fn fill(&self, at: Address, value: u8, bytes: usize) -> Result<(), GpuError> {
+        if self.is_recorded(Command::Fill(at, value, bytes)) {
+            return Ok(());
+        }
         // SAFETY: the caller's.
         unsafe { pointer(at).write_bytes(value, bytes) };
         Ok(())
@@ -129,11 +163,16 @@ impl Gpu for Emu {
         Ok(Address(start.expose_provenance() as u64))
     }
 
+    unsafe fn unregister(&self, _at: Address) {}
+
     unsafe fn launch(&self, mut launch: Launch) -> Result<(), GpuError> {
         let kernel = launch.kernel;
         let bad = |what| GpuError::BadLaunch { kernel, what };
         if launch.params.too_large() {
             return Err(bad("a parameter does not fit"));
+        }
+        if self.is_recorded(Command::Launch(launch)) {
+            return Ok(());
         }
         let name = CString::new(kernel).map_err(|_| GpuError::NoKernel(kernel))?;
         let sizes = launch.params.sizes().to_vec();
@@ -169,6 +208,26 @@ impl Gpu for Emu {
         }
     }
 
+    fn begin_recording(&self) -> Result<(), GpuError> {
+        *self.recorded() = Some(Vec::new());
+        Ok(())
+    }
+
+    fn end_recording(&self) -> Result<Graph, GpuError> {
+        Ok(Graph(self.recorded().take().unwrap_or_default()))
+    }
+
+    unsafe fn replay(&self, graph: &Graph) -> Result<(), GpuError> {
+        graph.0.iter().try_for_each(|command| match *command {
+            // SAFETY: the caller's.
+            Command::Launch(launch) => unsafe { self.launch(launch) },
+            // SAFETY: the caller's.
+            Command::Copy(from, to, bytes) => unsafe { self.copy(from, to, bytes) },
+            // SAFETY: the caller's.
+            Command::Fill(at, value, bytes) => unsafe { self.fill(at, value, bytes) },
+        })
+    }
+
     fn wait(&self) -> Result<(), GpuError> {
         Ok(())
     }
@@ -184,6 +243,11 @@ impl Gpu for Emu {
     fn memory(&self) -> Result<(usize, usize), GpuError> {
         const BYTES: usize = 8 << 30;
         Ok((BYTES, BYTES))
+    }
+
+    fn unit_time(&self) -> Duration {
+        // It is slower by more than that.
+        Duration::from_millis(200)
     }
 
     fn properties(&self) -> &Properties {

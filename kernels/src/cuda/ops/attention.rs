@@ -3,14 +3,15 @@
 use shared::dtype::DType;
 
 use super::by_dtype;
+use crate::cuda::batch;
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Pages, Params};
-use crate::kv::{StepRow, total_tokens};
+use crate::kv::total_tokens;
 use crate::ops::{Alibi, Attention, OpError, PagePool};
 use crate::tuning;
 
 /// Keys of a tile.
-const TILE_KEYS: usize = 64;
+const TILE_KEYS: usize = batch::TILE_TOKENS;
 /// Head dimensions of the tensor-core kernels; the last has no kernel for many tokens.
 const HEAD_DIMS: [usize; 6] = [64, 80, 96, 112, 128, 256];
 /// Largest head dimension.
@@ -45,13 +46,16 @@ pub(crate) fn launch<G: Gpu>(
     match (dim, layout.dtype) {
         (None, _) | (_, DType::F32) => any(cuda, args, common),
         (Some(dim), _) => {
-            let tiles = longest(args.rows).div_ceil(TILE_KEYS);
-            let workspace = common.tokens * heads * tiles * (layout.head_dim + 4) * 4;
+            let tile_bytes = heads * (layout.head_dim + 4) * 4;
+            let workspace = batch::tiles(args.rows).saturating_mul(tile_bytes);
+            if cuda.fixed().is_some() {
+                return few(cuda, FEW[dim], args, common, None);
+            }
             let is_few = tokens <= tuning::CUDA_ATTENTION_FEW_TOKENS
                 && workspace <= tuning::CUDA_ATTENTION_WORKSPACE_BYTES;
             match MANY.get(dim) {
                 Some(names) if !is_few => many(cuda, names, args, common),
-                _ => few(cuda, FEW[dim], args, common, tiles),
+                _ => few(cuda, FEW[dim], args, common, Some(workspace)),
             }
         }
     }
@@ -79,12 +83,6 @@ pub(super) fn slopes<G: Gpu>(
 /// A window in a word; all that are longer than any sequence are one.
 pub(super) fn window(positions: usize) -> usize {
     positions.min(u32::MAX as usize)
-}
-
-/// Positions of the longest row.
-fn longest(rows: &[StepRow<'_>]) -> usize {
-    let ends = rows.iter().filter(|row| row.tokens > 0);
-    ends.map(|row| row.prefix + row.tokens).max().unwrap_or(0)
 }
 
 fn any<G: Gpu>(
@@ -125,14 +123,20 @@ fn few<G: Gpu>(
     names: [&'static str; 2],
     args: Attention<'_, Floats, Pages<'_>>,
     common: Common,
-    tiles: usize,
+    workspace: Option<usize>,
 ) -> Result<(), OpError> {
     let layout = args.pages.layout();
-    let workspace = common.tokens * common.heads * tiles * (layout.head_dim + 4);
-    let workspace = cuda.scratch(workspace.saturating_mul(4))?;
+    let own = workspace.map(|bytes| cuda.scratch(bytes)).transpose()?;
+    let workspace = match (&own, cuda.fixed()) {
+        (Some(own), _) => own.address(),
+        (None, Some(fixed)) => fixed.workspace.address(),
+        (None, None) => Address(0),
+    };
+    let device = cuda.gpu().properties().multiprocessors as usize;
+    let splits = tuning::cuda_attention_splits(device, layout.kv_heads * common.tokens);
     let launch = Launch {
         kernel: names[usize::from(layout.dtype == DType::F16)],
-        grid: [ctas(tiles), ctas(layout.kv_heads), ctas(common.tokens)],
+        grid: [ctas(splits), ctas(layout.kv_heads), ctas(common.tokens)],
         cta: [32, 1, 1],
         shared_bytes: ctas(2 * TILE_KEYS * (2 * layout.head_dim + 16)),
         params: Params::new()
@@ -140,14 +144,14 @@ fn few<G: Gpu>(
             .address(args.pages.address())
             .address(common.batch)
             .address(common.slopes)
-            .address(workspace.address())
+            .address(workspace)
             .count(layout.kv_heads)
             .count(args.group)
             .float(1.0 / args.divisor)
             .float(common.alibi_scale)
             .count(common.window),
     };
-    // SAFETY: as in `any`; the workspace holds every tile of every head of every token.
+    // SAFETY: as in `any`; the workspace holds every tile of every head of every token: that of a fixed step by `set_step`.
     unsafe { cuda.launch(launch)? };
     let join = Launch {
         kernel: "attention_join",
@@ -155,10 +159,9 @@ fn few<G: Gpu>(
         cta: [ctas(layout.head_dim / 4), 1, 1],
         shared_bytes: 0,
         params: Params::new()
-            .address(workspace.address())
+            .address(workspace)
             .address(common.batch)
             .write(args.out)
-            .count(tiles)
             .count(layout.head_dim)
             .count(common.window),
     };

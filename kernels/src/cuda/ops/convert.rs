@@ -5,7 +5,7 @@ use crate::cuda::{Address, Cuda, Gpu, Params};
 use crate::ops::OpError;
 
 /// Converts `len` elements from `from` to `to` with a kernel of `convert.cu`.
-pub(super) fn launch<G: Gpu>(
+pub(in crate::cuda) fn launch<G: Gpu>(
     cuda: &mut Cuda<G>,
     kernel: &'static str,
     from: Address,

@@ -6,51 +6,39 @@ use shared::dtype::DType;
 use crate::cuda::gpu::ctas;
 use crate::cuda::matrix::Parts;
 use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Matrix, Params};
-use crate::ops::{Linear, MatrixShape, OpError, check_len};
+use crate::ops::{Linear, MatrixShape, OpError, Product, Products};
 use crate::tuning;
 
 /// Matrices that one launch multiplies with the same input.
 pub(crate) const MAX_PRODUCTS: usize = 3;
-
-/// One of several products of the same input.
-#[derive(Debug)]
-pub(crate) struct Product<'a, G: Gpu> {
-    /// Matrix `[outputs, inputs]`.
-    pub weight: &'a Matrix<G>,
-    /// Added to every row, `[outputs]`.
-    pub bias: Option<&'a Floats>,
-    /// Output `[rows, outputs]`.
-    pub out: &'a mut Floats,
-}
 
 pub(crate) fn launch<G: Gpu>(
     cuda: &mut Cuda<G>,
     args: Linear<'_, Floats, Matrix<G>>,
 ) -> Result<(), OpError> {
     let mut product = Product {
-        weight: &args.weight,
+        weight: args.weight,
         bias: args.bias,
         out: args.out,
     };
-    launch_products(cuda, args.x, args.rows, std::slice::from_mut(&mut product))
+    launch_products(
+        cuda,
+        Products {
+            x: args.x,
+            rows: args.rows,
+            parts: std::slice::from_mut(&mut product),
+        },
+    )
 }
 
-/// Up to [`MAX_PRODUCTS`] products of `x` `[rows, inputs]`, each with the bits that it has alone. Matrices of one format, dtype and number of
-/// inputs share a launch.
+/// Each product has the bits that it has alone. Up to [`MAX_PRODUCTS`] matrices of one format, dtype and number of inputs share a launch.
 pub(crate) fn launch_products<G: Gpu>(
     cuda: &mut Cuda<G>,
-    x: &Floats,
-    rows: usize,
-    products: &mut [Product<'_, G>],
+    args: Products<'_, '_, Floats, Matrix<G>>,
 ) -> Result<(), OpError> {
-    for product in products.iter() {
-        let (outputs, inputs) = (product.weight.outputs(), product.weight.inputs());
-        check_len("linear", "x", x.len(), rows, inputs)?;
-        check_len("linear", "out", product.out.len(), rows, outputs)?;
-        let bias = product.bias.map_or(outputs, Floats::len);
-        check_len("linear", "bias", bias, 1, outputs)?;
-    }
-    let Some(first) = products.first().map(|product| product.weight.clone()) else {
+    args.check()?;
+    let Products { x, rows, parts } = args;
+    let Some(first) = parts.first().map(|product| product.weight.clone()) else {
         return Ok(());
     };
     if rows == 0 {
@@ -61,20 +49,21 @@ pub(crate) fn launch_products<G: Gpu>(
         kind(other) == kind(&first)
     };
     let together =
-        products.len() <= MAX_PRODUCTS && products.iter().all(|product| is_alike(product.weight));
+        parts.len() <= MAX_PRODUCTS && parts.iter().all(|product| is_alike(&product.weight));
     let is_tiled = tuning::cuda_linear_is_tiled(first.dtype(), first.inputs());
     if !together || !is_tiled {
-        if let [product] = products {
+        if let [product] = parts {
             return any(cuda, x, rows, product);
         }
-        return products
-            .iter_mut()
-            .try_for_each(|product| launch_products(cuda, x, rows, std::slice::from_mut(product)));
+        return parts.iter_mut().try_for_each(|product| {
+            let parts = std::slice::from_mut(product);
+            launch_products(cuda, Products { x, rows, parts })
+        });
     }
     if rows <= tuning::CUDA_LINEAR_FEW_ROWS {
-        few(cuda, x, rows, &first, products)
+        few(cuda, x, rows, &first, parts)
     } else {
-        many(cuda, x, rows, &first, products)
+        many(cuda, x, rows, &first, parts)
     }
 }
 
@@ -100,9 +89,9 @@ fn any<G: Gpu>(
     cuda: &mut Cuda<G>,
     x: &Floats,
     rows: usize,
-    product: &mut Product<'_, G>,
+    product: &mut Product<'_, Floats, Matrix<G>>,
 ) -> Result<(), OpError> {
-    let weight = product.weight;
+    let weight = &product.weight;
     let launch = Launch {
         kernel: by_format(ANY, weight),
         grid: [
@@ -126,11 +115,11 @@ fn any<G: Gpu>(
 }
 
 /// The parameters of `LINEAR_PARTS` in `linear.cuh`; products that are not there have no outputs.
-fn parts<G: Gpu>(products: &mut [Product<'_, G>]) -> Params {
+fn parts<G: Gpu>(products: &mut [Product<'_, Floats, Matrix<G>>]) -> Params {
     let mut params = Params::new();
     for product in products.iter_mut() {
         params = params
-            .address(bytes_of(product.weight))
+            .address(bytes_of(&product.weight))
             .read_optional(product.bias)
             .write(product.out)
             .count(product.weight.outputs());
@@ -146,8 +135,8 @@ fn parts<G: Gpu>(products: &mut [Product<'_, G>]) -> Params {
     params
 }
 
-fn tiles<G: Gpu>(products: &[Product<'_, G>], outputs: usize) -> usize {
-    let of = |product: &Product<'_, G>| product.weight.outputs().div_ceil(outputs);
+fn tiles<G: Gpu>(products: &[Product<'_, Floats, Matrix<G>>], outputs: usize) -> usize {
+    let of = |product: &Product<'_, Floats, Matrix<G>>| product.weight.outputs().div_ceil(outputs);
     products.iter().map(of).sum()
 }
 
@@ -156,7 +145,7 @@ fn few<G: Gpu>(
     x: &Floats,
     rows: usize,
     like: &Matrix<G>,
-    products: &mut [Product<'_, G>],
+    products: &mut [Product<'_, Floats, Matrix<G>>],
 ) -> Result<(), OpError> {
     let device = cuda.gpu().properties();
     let outputs = products.iter().map(|p| p.weight.outputs()).sum();
@@ -207,7 +196,7 @@ fn many<G: Gpu>(
     x: &Floats,
     rows: usize,
     like: &Matrix<G>,
-    products: &mut [Product<'_, G>],
+    products: &mut [Product<'_, Floats, Matrix<G>>],
 ) -> Result<(), OpError> {
     let len = rows.saturating_mul(like.inputs());
     let rounded = cuda.scratch(len.saturating_mul(2))?;

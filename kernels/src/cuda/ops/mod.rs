@@ -3,7 +3,7 @@
 pub(crate) mod add;
 pub(crate) mod attention;
 pub(crate) mod attention_grad;
-pub(super) mod convert;
+pub(crate) mod convert;
 pub(crate) mod fused;
 pub(crate) mod gelu;
 pub(crate) mod kv_append;

@@ -1,0 +1,187 @@
+//! Decode steps on the emulator: recorded launches against direct ones.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kernels::cuda::Cuda;
+use kernels::cuda::emu::Emu;
+use shared::block::BlockIndex;
+use shared::config::QuantType;
+use shared::dtype::DType;
+use shared::ids::{JobId, PageId};
+use shared::job::{JobBody, JobKind, SlotRef};
+use shared::shm::arena::ArenaMap;
+use shared::shm::segment::MemfdSegment;
+
+use super::{Engine, EngineShape};
+use crate::fixtures::{wide_config, wide_tensors};
+use crate::harness::{BLOCKS, KV_PAGES, Model, alone, kv_segment, span, unique};
+use crate::running::Running;
+use crate::schedule::{Schedule, UnitTimes};
+use crate::weights::map::MappedWeights;
+
+const HIDDEN: usize = 128;
+const SLOT: u64 = 1 << 16;
+
+/// An engine on the emulator, and sessions of one row each.
+struct Bench<'w> {
+    engine: Engine<'w, Cuda<Emu>>,
+    arena: Arc<ArenaMap>,
+    schedule: Schedule,
+    /// Positions of each session; its pages are its own.
+    sessions: Vec<usize>,
+    /// Most blocks of a unit so far.
+    longest: u32,
+}
+
+fn model(adapters: usize) -> Model {
+    let tensors = wide_tensors(BLOCKS as usize, DType::Bf16);
+    let config = wide_config(BLOCKS as usize);
+    Model::of_tensors(DType::Bf16, QuantType::Nf4, &config, &tensors, adapters)
+}
+
+impl<'w> Bench<'w> {
+    fn new(model: &'w Model, weights: &'w MappedWeights, sessions: usize) -> Bench<'w> {
+        let shape = EngineShape {
+            span: span(),
+            dtype: DType::Bf16,
+            kv_pages: KV_PAGES,
+            kv_survives: true,
+        };
+        let (kv, cuda) = (alone(&kv_segment(model.facts())), Cuda::new(Emu::new(2)));
+        let mut engine = Engine::new(cuda, &model.spec, weights, kv, shape).unwrap();
+        let segment = MemfdSegment::create(&unique("arena"), 4 << 20).unwrap();
+        let arena = Arc::new(ArenaMap::map(&segment).unwrap());
+        engine.link(&arena);
+        let patient = Duration::from_secs(3600);
+        Bench {
+            engine,
+            arena,
+            schedule: Schedule::new(UnitTimes {
+                bulk: Duration::ZERO,
+                decode: patient,
+            }),
+            sessions: vec![0; sessions],
+            longest: 0,
+        }
+    }
+
+    /// A step of `tokens` tokens of a session; its values depend on session and position alone.
+    fn body(&mut self, session: usize, tokens: usize, adapter: Option<u32>) -> JobBody {
+        let prefix = self.sessions[session];
+        self.sessions[session] += tokens;
+        let slot = |number: u64| SlotRef {
+            offset: number * SLOT,
+            len: (tokens * HIDDEN * 2) as u64,
+        };
+        let (input, output) = (slot(2 * session as u64), slot(2 * session as u64 + 1));
+        let value = |i: usize| ((prefix * HIDDEN + i) as f32 * 0.731 + session as f32).sin();
+        let values: Vec<u8> = (0..tokens * HIDDEN)
+            .flat_map(|i| half::bf16::from_f32(value(i)).to_le_bytes())
+            .collect();
+        self.arena.write(input.offset, &values).unwrap();
+        let first = 8 * session as u32;
+        JobBody {
+            kind: JobKind::Step,
+            dtype: DType::Bf16,
+            blocks: (0..BLOCKS).map(BlockIndex).collect(),
+            adapter,
+            batch: 1,
+            tokens: tokens as u32,
+            hidden: HIDDEN as u32,
+            prefix_lengths: vec![prefix as u32],
+            page_tables: vec![(first..first + 8).map(PageId).collect()],
+            copies: vec![],
+            input,
+            output,
+            prompts: None,
+            output_gradient: None,
+            prompt_gradient: None,
+        }
+    }
+
+    /// Runs steps of (session, tokens, adapter) together; their outputs.
+    fn steps(&mut self, steps: &[(usize, usize, Option<u32>)]) -> Vec<Vec<u8>> {
+        let mut running = HashMap::new();
+        let mut outputs = Vec::new();
+        for &(session, tokens, adapter) in steps {
+            let body = self.body(session, tokens, adapter);
+            outputs.push(body.output);
+            let mut job = Running::new(0, JobId(1), 0, body, 16);
+            self.engine.begin(&mut job, 0).unwrap();
+            running.insert(self.schedule.accept(job.shape()), job);
+        }
+        while let Some(unit) = self.schedule.next(Instant::now()) {
+            self.longest = self.longest.max(unit.count);
+            self.engine.unit(&unit, &mut running).unwrap();
+            for advance in self.schedule.done(&unit, Duration::from_millis(1)) {
+                if advance.finished {
+                    let job = running.remove(&advance.task).unwrap();
+                    self.engine
+                        .output(&job.body, job.begun.as_ref().unwrap())
+                        .unwrap();
+                }
+            }
+        }
+        self.engine.settle().unwrap();
+        outputs
+            .into_iter()
+            .map(|slot| {
+                let mut bytes = vec![0u8; slot.len as usize];
+                self.arena.read(slot.offset, &mut bytes).unwrap();
+                bytes
+            })
+            .collect()
+    }
+
+    /// Sessions of different lengths, together and alone, over the ends of pages and of tiles of attention; all outputs.
+    fn talk(&mut self, adapters: [Option<u32>; 3]) -> Vec<Vec<u8>> {
+        let [a, b, c] = adapters;
+        let mut outputs = self.steps(&[(0, 14, a), (1, 30, b), (2, 61, c)]);
+        for step in 0..5 {
+            outputs.extend(self.steps(&[(0, 1, a), (1, 1, b), (2, 1, c)]));
+            outputs.extend(self.steps(&[(step % 3, 2, adapters[step % 3])]));
+        }
+        outputs
+    }
+}
+
+#[test]
+fn recorded_steps_have_the_bits_of_direct_ones_and_are_recorded_once() {
+    let model = model(0);
+    let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
+    let mut direct = Bench::new(&model, &weights, 3);
+    let expected = direct.talk([None; 3]);
+    assert_eq!(direct.engine.recorded(), 0);
+    let mut recorded = Bench::new(&model, &weights, 3);
+    recorded.engine.record_steps().unwrap();
+    let warm = recorded.engine.recorded();
+    assert_eq!(warm, 6 * u64::from(BLOCKS), "1, 2, 4, 8, 16 and 32 tokens");
+    let got = recorded.talk([None; 3]);
+    assert!(got == expected, "recorded steps differ");
+    assert_eq!(
+        recorded.engine.recorded(),
+        warm,
+        "nothing is recorded again"
+    );
+    assert_eq!(
+        recorded.longest, BLOCKS,
+        "steps go through all blocks at once"
+    );
+    assert!(got.iter().flatten().any(|&byte| byte != 0));
+}
+
+#[test]
+fn a_recorded_block_is_a_handful_of_launches() {
+    let model = model(0);
+    let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
+    let mut bench = Bench::new(&model, &weights, 1);
+    assert_eq!(bench.engine.launches(0, 1), None);
+    bench.engine.record_steps().unwrap();
+    for tokens in [1, 8, 32] {
+        let launches = bench.engine.launches(0, tokens).expect("a recording");
+        println!("{launches} launches for {tokens} tokens through a Llama block in NF4");
+        assert!(launches <= 11, "{launches} launches");
+    }
+}

@@ -1,0 +1,182 @@
+//! Decode steps as recorded launches. What changes from step to step (rows, positions, page tables) lies in device memory at a fixed address,
+//! which is written before the launches; everything else that a launch is given stays as it is. A recording is made for a number of
+//! tokens and serves every step of no more: kernels end at once for tokens that are not there.
+//!
+//! ```text
+//! open_steps ──> set_step(rows) ──> fixed(true), operations ...              the step itself
+//!                               └─> record(operations) ──> replay, replay     the same, as one launch
+//! ```
+//! A recording cannot outlive what it names: once there is one, the pool gives nothing back to the device, and it is replayed over the
+//! pages it was made for.
+
+use std::sync::Arc;
+
+use super::gpu::{Address, Gpu, GpuError};
+use super::memory::{Memory, Pool};
+use super::{Cuda, Pages, batch, bytes_of};
+use crate::kv::{PAGE_TOKENS, StepRow, total_tokens};
+use crate::ops::OpError;
+use crate::tuning::CUDA_STEP_WORKSPACE_BYTES;
+
+/// Most tokens of a recorded step.
+pub const MAX_STEP_TOKENS: usize = 32;
+
+/// Most pages that the rows of a recorded step name: 32 rows of 128 K positions.
+const MAX_STEP_PAGES: usize = 1 << 18;
+
+/// Fixed memory of recorded steps.
+#[derive(Debug)]
+pub(super) struct Fixed<G: Gpu> {
+    words: Memory<G>,
+    /// Bytes of one tile of attention: product, maximum and sum of every head.
+    tile_bytes: usize,
+    pub(super) workspace: Memory<G>,
+    /// Whether operations read the step from here.
+    on: bool,
+}
+
+/// Launches that were recorded.
+#[derive(Debug)]
+pub struct Recorded<G: Gpu> {
+    graph: G::Graph,
+    launches: u64,
+    pages: (Address, Address),
+    pool: Arc<Pool<G>>,
+}
+
+impl<G: Gpu> Recorded<G> {
+    /// Kernels that one replay launches.
+    pub fn launches(&self) -> u64 {
+        self.launches
+    }
+}
+
+impl<G: Gpu> Cuda<G> {
+    /// Reserves the memory of recorded steps over a pool of `pages` pages for each block, of attention with `heads` heads of `head_dim`.
+    ///
+    /// # Errors
+    /// When the device has no memory for them.
+    pub fn open_steps(
+        &mut self,
+        heads: usize,
+        head_dim: usize,
+        pages: usize,
+    ) -> Result<(), OpError> {
+        let named = pages.saturating_mul(MAX_STEP_TOKENS).min(MAX_STEP_PAGES);
+        let words = self.reserve(4 * (batch::words(MAX_STEP_TOKENS, MAX_STEP_TOKENS) + named))?;
+        let tile_bytes = heads * (head_dim + 4) * 4;
+        // Every position of the pool once, and a tile that each row has begun; rows that share more take turns outside recordings.
+        let tiles = pages.div_ceil(batch::TILE_TOKENS / PAGE_TOKENS) + 2 * MAX_STEP_TOKENS;
+        let bytes = tiles.saturating_mul(tile_bytes);
+        let workspace = self.reserve(bytes.min(CUDA_STEP_WORKSPACE_BYTES))?;
+        self.fixed = Some(Fixed {
+            words,
+            tile_bytes,
+            workspace,
+            on: false,
+        });
+        Ok(())
+    }
+
+    /// Writes the rows of the next step to their fixed memory. False: they do not fit, and nothing was written.
+    ///
+    /// # Errors
+    /// When a number does not fit a word, or the device fails.
+    pub fn set_step(&mut self, rows: &[StepRow<'_>]) -> Result<bool, OpError> {
+        self.host("a step")?;
+        let Some(fixed) = &self.fixed else {
+            return Ok(false);
+        };
+        let tiles = batch::tiles(rows);
+        let fits = total_tokens(rows) <= MAX_STEP_TOKENS
+            && tiles.saturating_mul(fixed.tile_bytes) <= fixed.workspace.bytes();
+        let (at, room) = (fixed.words.address(), fixed.words.bytes());
+        let mut words = std::mem::take(&mut self.words);
+        let written = batch::write(rows, &mut words);
+        let fits = fits && 4 * words.len() <= room;
+        let done = match (&written, fits) {
+            // SAFETY: the memory is as long at least.
+            (Ok(()), true) => unsafe { self.gpu.write(bytes_of(&words), at) },
+            _ => Ok(()),
+        };
+        self.words = words;
+        written?;
+        self.noted(done)?;
+        Ok(fits)
+    }
+
+    /// From now on operations take the rows of [`set_step`](Self::set_step) for those that they are given, which only say for how many
+    /// tokens there is room; or no longer.
+    pub fn use_fixed_step(&mut self, on: bool) {
+        if let Some(fixed) = &mut self.fixed {
+            fixed.on = on;
+        }
+    }
+
+    /// The fixed memory, while operations use it.
+    pub(super) fn fixed(&self) -> Option<&Fixed<G>> {
+        self.fixed.as_ref().filter(|fixed| fixed.on)
+    }
+
+    /// Records what `enqueue` launches, instead of running it. `None`: not all of it can be recorded.
+    ///
+    /// # Errors
+    /// Those of `enqueue`, and the device's.
+    pub fn record(
+        &mut self,
+        pages: &mut Pages<'_>,
+        enqueue: impl FnOnce(&mut Cuda<G>, &mut Pages<'_>) -> Result<(), OpError>,
+    ) -> Result<Option<Recorded<G>>, OpError> {
+        self.host("a recording")?;
+        let place = (pages.address(), pages.mirror());
+        if self.gpu.begin_recording().is_err() {
+            return Ok(None);
+        }
+        self.pool.keep_all();
+        let before = self.launches;
+        self.recording = true;
+        let done = enqueue(self, pages);
+        self.recording = false;
+        let graph = self.gpu.end_recording();
+        match (done, graph) {
+            (Err(OpError::Device(GpuError::NotRecorded(_))), _) | (Ok(()), Err(_)) => Ok(None),
+            (Err(error), _) => Err(error),
+            (Ok(()), Ok(graph)) => Ok(Some(Recorded {
+                graph,
+                launches: self.launches - before,
+                pages: place,
+                pool: Arc::clone(&self.pool),
+            })),
+        }
+    }
+
+    /// Enqueues what was recorded over the same pages.
+    ///
+    /// # Errors
+    /// When the pages are others, or the device fails.
+    pub fn replay(&mut self, recorded: &Recorded<G>, pages: &mut Pages<'_>) -> Result<(), OpError> {
+        self.host("a replay")?;
+        if recorded.pages != (pages.address(), pages.mirror())
+            || !Arc::ptr_eq(&recorded.pool, &self.pool)
+        {
+            let (op, what) = ("replay", "the launches were recorded over other pages");
+            return Err(OpError::Shape { op, what });
+        }
+        self.launches += recorded.launches;
+        // SAFETY: the pool keeps all memory that launches were given since the first recording, and the pages are borrowed.
+        let done = unsafe { self.gpu.replay(&recorded.graph) };
+        self.noted(done)
+    }
+
+    /// Kernels launched so far, recorded or run.
+    pub fn launches(&self) -> u64 {
+        self.launches
+    }
+}
+
+impl<G: Gpu> Fixed<G> {
+    /// Where the rows lie.
+    pub(super) fn batch(&self) -> Address {
+        self.words.address()
+    }
+}
