@@ -1,17 +1,16 @@
-//! One row per operation, shape and dtype: microseconds, GB/s beside the read bandwidth, GFLOP/s, and PyTorch on the same cores,
+//! One row per operation, shape and dtype: microseconds, GB/s beside the read bandwidth, GFLOP/s, and its peers on the same cores,
 //! all by turns in one run.
 //!
-//!     cargo bench -p kernels --bench ops -- [THREADS] [--only WORD] [--torch PYTHON] [--llama TEST-BACKEND-OPS]
+//!     cargo bench -p kernels --bench ops -- [THREADS] [--only WORD] [--torch PYTHON] [--ggml PROGRAM]
 //!
-//! `--only` takes rows whose name contains the word. `--torch` names a Python that has PyTorch, `--llama` the `test-backend-ops` of a
-//! build of llama.cpp, whose own table of products is printed at the end. With one thread times are CPU times: what other
+//! `--only` takes rows whose name contains the word. `--torch` names a Python that has PyTorch, `--ggml` what was built of
+//! `ggml_ops.c` with llama.cpp's library: products of bfloat16, INT8 and NF4 are compared with its bf16, q8_0 and q4_0. With one thread times are CPU times: what other
 //! processes take away is not counted. Weights are walked in a ring larger than the caches, as a decode step walks the blocks of a
 //! model. Numbers are the least of many.
 
 mod timing;
 
 use std::hint::black_box;
-use std::process::Command;
 
 use kernels::cpu::pool::Pool;
 use kernels::ops::{
@@ -22,7 +21,7 @@ use kernels::{
     Backend, Cpu, DType, KvPages, PAGE_TOKENS, PageLayout, QuantType, StepRow, WeightView, quant,
 };
 use shared::ids::PageId;
-use timing::Bench;
+use timing::{Bench, Requests};
 
 /// (outputs, inputs) of matrices of Llama blocks of hidden size 4096 and 2048, and one of a tiny model.
 const LINEAR: [(usize, usize); 6] = [
@@ -41,6 +40,8 @@ const FORMATS: [(QuantType, DType); 4] = [
     (QuantType::None, DType::F32),
 ];
 const ROWS: [usize; 5] = [1, 4, 16, 32, 512];
+/// Tokens of units on the way back.
+const GRAD_ROWS: [usize; 2] = [16, 64];
 /// (prefix, tokens) of a batch row.
 const ATTENTION: [(usize, usize); 5] = [(127, 1), (2047, 1), (0, 128), (1920, 128), (496, 16)];
 
@@ -64,7 +65,7 @@ fn main() {
         .unwrap_or(cores);
     let cpu = Cpu::new(threads);
     println!("{:?}, {} threads, {}", cpu.isa(), cpu.threads(), load());
-    let bench = Bench::new(threads, after("--torch"));
+    let bench = Bench::new(threads, after("--torch"), after("--ggml"));
     let only = after("--only").unwrap_or_default().to_owned();
     let mut table = Table { cpu, bench, only };
     for (quant, dtype) in FORMATS {
@@ -78,13 +79,15 @@ fn main() {
                     rows,
                 });
             }
-            table.linear_grad(Shape {
-                quant,
-                dtype,
-                outputs,
-                inputs,
-                rows: 64,
-            });
+            for rows in GRAD_ROWS {
+                table.linear_grad(Shape {
+                    quant,
+                    dtype,
+                    outputs,
+                    inputs,
+                    rows,
+                });
+            }
         }
     }
     for (prefix, tokens) in ATTENTION {
@@ -100,9 +103,6 @@ fn main() {
         table.elementwise(rows);
     }
     table.hand_over(threads);
-    if let Some(program) = after("--llama") {
-        llama(program, threads);
-    }
     println!("{}", load());
 }
 
@@ -110,24 +110,6 @@ fn main() {
 fn load() -> String {
     let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     format!("load {}", load.split(' ').next().unwrap_or("unknown"))
-}
-
-/// llama.cpp's table of products, for its own shapes.
-fn llama(program: &str, threads: usize) {
-    for format in ["bf16", "q8_0", "q4_0", "q4_K", "iq4_nl"] {
-        let filter = format!("type_a={format},type_b=f32,m=4096,n=(1|512),k=14336.*");
-        let output = Command::new(program)
-            .env("OMP_NUM_THREADS", threads.to_string())
-            .args(["perf", "-b", "CPU", "-o", "MUL_MAT", "-p", &filter])
-            .output();
-        match output {
-            Ok(output) => String::from_utf8_lossy(&output.stdout)
-                .lines()
-                .filter(|line| line.contains("MUL_MAT("))
-                .for_each(|line| println!("llama.cpp {}", line.trim())),
-            Err(error) => return println!("no llama.cpp: {program}: {error}"),
-        }
-    }
 }
 
 /// One row of the table of matrix products.
@@ -173,6 +155,23 @@ impl Shape {
         format!("{operation} {dtype} {outputs} {inputs} {rows}")
     }
 
+    /// What ggml is asked about a product: the format of the same class.
+    fn ggml_request(self) -> String {
+        let Shape {
+            outputs,
+            inputs,
+            rows,
+            ..
+        } = self;
+        let format = match (self.quant, self.dtype) {
+            (QuantType::Int8, _) => "q8_0",
+            (QuantType::Nf4, _) => "q4_0",
+            (QuantType::None, DType::Bf16) => "bf16",
+            (QuantType::None, _) => "f32",
+        };
+        format!("{format} {outputs} {inputs} {rows}")
+    }
+
     fn flops(self) -> usize {
         2 * self.outputs * self.inputs * self.rows
     }
@@ -190,8 +189,12 @@ impl Table {
         }
         let x = vec![0.5f32; shape.rows * shape.inputs];
         let mut out = vec![0.0f32; shape.rows * shape.outputs];
-        let (cpu, request) = (&mut self.cpu, shape.request("linear"));
-        let times = self.bench.measure(&request, shape.bytes(), |bytes| {
+        let requests = Requests {
+            torch: shape.request("linear"),
+            ggml: shape.ggml_request(),
+        };
+        let cpu = &mut self.cpu;
+        let times = self.bench.measure(requests, shape.bytes(), |bytes| {
             cpu.linear(Linear {
                 x: &x[..],
                 weight: shape.view(bytes),
@@ -212,7 +215,7 @@ impl Table {
         let grad = vec![0.5f32; shape.rows * shape.outputs];
         let mut out = vec![0.0f32; shape.rows * shape.inputs];
         let (cpu, request) = (&mut self.cpu, shape.request("linear_grad"));
-        let times = self.bench.measure(&request, shape.bytes(), |bytes| {
+        let times = self.bench.measure(&request[..], shape.bytes(), |bytes| {
             cpu.linear_grad(LinearGrad {
                 grad: &grad[..],
                 weight: shape.view(bytes),
@@ -253,7 +256,7 @@ impl Table {
         });
         append.print(&format!("kv append bfloat16 8x128 tokens {tokens}"), 0, 0);
         let request = format!("attention bfloat16 8 4 128 {prefix} {tokens}");
-        let times = self.bench.measure(&request, 1, |_| {
+        let times = self.bench.measure(&request[..], 1, |_| {
             cpu.attention(Attention {
                 q: &q[..],
                 pages: &pages,
@@ -290,7 +293,7 @@ impl Table {
         let mut sums = [vec![0.0f32; tokens * width], vec![0.0f32; tokens * width]];
         let cpu = &mut self.cpu;
         let request = format!("attention_grad bfloat16 8 4 128 0 {tokens}");
-        let times = self.bench.measure(&request, 1, |_| {
+        let times = self.bench.measure(&request[..], 1, |_| {
             let [k_grad, v_grad] = &mut sums;
             cpu.attention_grad(AttentionGrad {
                 q: &q[..],

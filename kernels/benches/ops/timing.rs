@@ -1,4 +1,4 @@
-//! Time of an operation beside the read bandwidth and beside PyTorch, by turns, so that all saw the same machine.
+//! Time of an operation beside the read bandwidth and beside its peers, by turns, so that all saw the same machine.
 
 use std::hint::black_box;
 use std::io::{BufRead, BufReader, Write};
@@ -22,21 +22,44 @@ pub struct Times {
     pub own: f64,
     /// PyTorch's, ns.
     pub torch: Option<f64>,
+    /// ggml's, ns.
+    pub ggml: Option<f64>,
     /// Read bandwidth, bytes per ns.
     pub bandwidth: f64,
 }
 
-/// The clock, the reader and the peer of a run of the bench.
+/// What the peers are asked beside an operation; empty for nothing.
+#[derive(Clone, Debug, Default)]
+pub struct Requests {
+    /// See `torch_ops.py`.
+    pub torch: String,
+    /// See `ggml_ops.c`.
+    pub ggml: String,
+}
+
+impl From<&str> for Requests {
+    /// Of PyTorch alone.
+    fn from(torch: &str) -> Requests {
+        Requests {
+            torch: torch.to_owned(),
+            ggml: String::new(),
+        }
+    }
+}
+
+/// The clock, the reader and the peers of a run of the bench.
 pub struct Bench {
     clock: ClockId,
     reader: Pool,
-    torch: Option<Torch>,
+    torch: Option<Peer>,
+    ggml: Option<Peer>,
     ring: Vec<u8>,
 }
 
 impl Bench {
     /// For `threads` threads; with one, times are CPU times, so that other processes cost nothing but cache.
-    pub fn new(threads: usize, python: Option<&str>) -> Bench {
+    pub fn new(threads: usize, python: Option<&str>, ggml: Option<&str>) -> Bench {
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/ops/torch_ops.py");
         let words = (0..RING_BYTES / 2).map(|i| ((i % 251) as u16 | 0x3c00).to_le_bytes());
         Bench {
             clock: if threads == 1 {
@@ -45,7 +68,8 @@ impl Bench {
                 ClockId::CLOCK_MONOTONIC
             },
             reader: Pool::new(threads),
-            torch: python.and_then(|python| Torch::start(python, threads)),
+            torch: python.and_then(|python| Peer::start(python, &["-B", script], threads)),
+            ggml: ggml.and_then(|program| Peer::start(program, &[], threads)),
             ring: words.flatten().collect(),
         }
     }
@@ -54,13 +78,19 @@ impl Bench {
         Duration::from(clock_gettime(clock).expect("the clock exists"))
     }
 
-    /// Least time of `run`, of `request` in PyTorch and of reading. `run` gets the next weights of `size` bytes.
-    pub fn measure(&mut self, request: &str, size: usize, mut run: impl FnMut(&[u8])) -> Times {
-        let clock = self.clock;
+    /// Least time of `run`, of the requests and of reading. `run` gets the next weights of `size` bytes.
+    pub fn measure(
+        &mut self,
+        requests: impl Into<Requests>,
+        size: usize,
+        mut run: impl FnMut(&[u8]),
+    ) -> Times {
+        let (clock, requests) = (self.clock, requests.into());
         let mut matrices = self.ring.chunks_exact(size.max(1)).cycle();
         let mut parts = self.ring.chunks_exact(READ_BYTES).cycle();
         let mut next = || matrices.next().expect("the ring is larger");
-        let (mut own, mut read, mut torch) = (f64::MAX, f64::MAX, None::<f64>);
+        let (mut own, mut read) = (f64::MAX, f64::MAX);
+        let (mut torch, mut ggml) = (None, None);
         run(next());
         let (began, mut rounds) = (Instant::now(), 0);
         while rounds < 3 || (began.elapsed() < ROW_TIME && rounds < 500) {
@@ -72,17 +102,14 @@ impl Bench {
             let start = Bench::now(clock);
             Bench::read(&mut self.reader, parts.next().expect("the ring is larger"));
             read = read.min((Bench::now(clock) - start).as_nanos() as f64);
-            if let Some(peer) = &mut self.torch
-                && !request.is_empty()
-            {
-                let time = peer.ask(request);
-                torch = Some(torch.map_or(time, |least| least.min(time)));
-            }
+            Peer::least(&mut self.torch, &requests.torch, &mut torch);
+            Peer::least(&mut self.ggml, &requests.ggml, &mut ggml);
             rounds += 1;
         }
         Times {
             own,
             torch,
+            ggml,
             bandwidth: READ_BYTES as f64 / read,
         }
     }
@@ -118,48 +145,62 @@ impl Times {
             0 => String::new(),
             _ => format!("{:7.1} GFLOP/s", flops as f64 / self.own),
         };
-        let torch = self.torch.map_or_else(String::new, |torch| {
-            format!("{:11.1} {:5.2} x", torch / 1e3, torch / self.own)
-        });
+        let beside = |name: &str, time: Option<f64>| {
+            time.map_or_else(String::new, |time| {
+                format!("{name} {:9.1} {:5.2} x", time / 1e3, time / self.own)
+            })
+        };
         println!(
-            "{what:44} {:11.1} µs {share:20} {rate:15} {torch}",
-            self.own / 1e3
+            "{what:44} {:11.1} µs {share:20} {rate:15} {:26} {}",
+            self.own / 1e3,
+            beside("torch", self.torch),
+            beside("ggml", self.ggml)
         );
     }
 }
 
-/// The helper process.
-struct Torch {
+/// A process that times an operation for each line.
+struct Peer {
     child: Child,
     requests: ChildStdin,
     answers: BufReader<ChildStdout>,
 }
 
-impl Torch {
-    /// None, and a line that says why, when this Python has no PyTorch.
-    fn start(python: &str, threads: usize) -> Option<Torch> {
-        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/ops/torch_ops.py");
-        let mut child = Command::new(python)
-            .args(["-B", script, &threads.to_string()])
+impl Peer {
+    /// None, and a line that says why, when the program does not start, or has not what it needs.
+    fn start(program: &str, arguments: &[&str], threads: usize) -> Option<Peer> {
+        let mut child = Command::new(program)
+            .args(arguments)
+            .arg(threads.to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .inspect_err(|error| println!("no PyTorch: {python}: {error}"))
+            .inspect_err(|error| println!("no peer: {program}: {error}"))
             .ok()?;
         let requests = child.stdin.take()?;
         let mut answers = BufReader::new(child.stdout.take()?);
         let mut line = String::new();
         answers.read_line(&mut line).ok()?;
         if line.is_empty() {
-            println!("no PyTorch: {python} did not start {script}");
+            println!("no peer: {program} did not start {arguments:?}");
             return None;
         }
         println!("beside {}", line.trim());
-        Some(Torch {
+        Some(Peer {
             child,
             requests,
             answers,
         })
+    }
+
+    /// Asks the peer, if there is one and something to ask, and keeps the least time.
+    fn least(peer: &mut Option<Peer>, request: &str, least: &mut Option<f64>) {
+        if let Some(peer) = peer
+            && !request.is_empty()
+        {
+            let time = peer.ask(request);
+            *least = Some(least.map_or(time, |least| least.min(time)));
+        }
     }
 
     fn ask(&mut self, request: &str) -> f64 {
@@ -172,7 +213,7 @@ impl Torch {
     }
 }
 
-impl Drop for Torch {
+impl Drop for Peer {
     fn drop(&mut self) {
         // It ends when its input does; killed, it ends now.
         let _ = self.child.kill();
