@@ -13,7 +13,8 @@
 //!   goes first regardless.
 //! - Then prefill, then forward, then backward; the oldest of a class first. How many pieces make a unit follows the measured speed; where
 //!   pieces begin and end does not.
-//! - Work behind a crowd of decode steps gets one unit every [`BULK_PATIENCE`], so that it is slow but never stuck.
+//! - Work behind a crowd of decode steps gets an eighth of the time, and one unit every [`BULK_PATIENCE`] at least, so that it is slow
+//!   but comes to an end.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -38,6 +39,9 @@ impl UnitTimes {
 
 /// Longest time that decode steps hold up everything else.
 pub const BULK_PATIENCE: Duration = Duration::from_millis(500);
+
+/// How many times the length of its last unit decode steps hold up everything else, up to [`BULK_PATIENCE`]: what makes an eighth.
+const DECODE_SHARE: u32 = 7;
 
 /// A step of at most this many tokens over all its rows is a decode step: it is cheaper to run than to cut.
 pub const DECODE_TOKENS: usize = 32;
@@ -152,6 +156,8 @@ pub struct Schedule {
     decode_block: Option<f64>,
     /// Since when work other than decode is held up.
     held_since: Option<Instant>,
+    /// Length of the last unit other than decode.
+    bulk_time: Option<Duration>,
 }
 
 impl Default for Schedule {
@@ -171,6 +177,7 @@ impl Schedule {
             back_speed: None,
             decode_block: None,
             held_since: None,
+            bulk_time: None,
         }
     }
 
@@ -228,13 +235,20 @@ impl Schedule {
             (None, Some(task)) => self.bulk_unit(task),
             (Some(block), Some(task)) => {
                 let since = *self.held_since.get_or_insert(now);
-                if now.saturating_duration_since(since) >= BULK_PATIENCE {
+                if now.saturating_duration_since(since) >= self.patience() {
                     self.bulk_unit(task)
                 } else {
                     Some(self.decode_unit(block))
                 }
             }
         }
+    }
+
+    /// How long decode steps may hold up everything else.
+    fn patience(&self) -> Duration {
+        self.bulk_time.map_or(BULK_PATIENCE, |time| {
+            time.saturating_mul(DECODE_SHARE).min(BULK_PATIENCE)
+        })
     }
 
     /// The unit ran and took `elapsed`.
@@ -288,6 +302,7 @@ impl Schedule {
             return;
         };
         self.held_since = None;
+        self.bulk_time = Some(elapsed);
         let tokens: usize = task
             .shape
             .pieces
@@ -579,6 +594,24 @@ mod tests {
             decode_units, 50,
             "one unit after {BULK_PATIENCE:?} at 10 ms each"
         );
+    }
+
+    #[test]
+    fn work_behind_decode_steps_without_end_gets_an_eighth_of_the_time() {
+        let (mut schedule, mut now) = (Schedule::default(), Instant::now());
+        let backward = schedule.accept(shape(Class::Backward, 0..2, &[64; 1000]));
+        let (mut bulk, mut all) = (Duration::ZERO, Duration::ZERO);
+        for _ in 0..2000 {
+            schedule.accept(shape(Class::Decode, 0..1, &[1]));
+            let unit = schedule.next(now).unwrap();
+            let is_bulk = unit.members[0].task == backward;
+            let elapsed = Duration::from_millis(if is_bulk { 20 } else { 10 });
+            schedule.done(&unit, elapsed);
+            (now, all) = (now + elapsed, all + elapsed);
+            bulk += if is_bulk { elapsed } else { Duration::ZERO };
+        }
+        let share = bulk.as_secs_f64() / all.as_secs_f64();
+        assert!((share - 0.125).abs() < 0.01, "{share}");
     }
 
     #[test]
