@@ -169,6 +169,16 @@ impl<B: Backend> Running<B> {
         ))
     }
 
+    /// Positions of the sums of keys and values that some pieces, on the way back, touch: up to the last of theirs in each row.
+    pub fn touched(&self, pieces: std::ops::Range<usize>) -> std::ops::Range<usize> {
+        let pieces = self.pieces.get(pieces).unwrap_or_default();
+        let (Some(first), Some(last)) = (pieces.first(), pieces.last()) else {
+            return 0..0;
+        };
+        let tokens = self.body.tokens as usize;
+        first.row * tokens..last.row * tokens + last.start + last.tokens
+    }
+
     /// Number of pieces.
     pub fn piece_count(&self) -> usize {
         self.pieces.len()
@@ -427,6 +437,9 @@ mod tests {
         assert_eq!(job.back(2, 0..1), Some((1, 3..4)));
         assert_eq!(job.back(3, 1..4), Some((0, 0..3)));
         assert_eq!(job.row_starts(1..4), [0, 100]);
+        assert_eq!(job.touched(0..1), 0..64);
+        assert_eq!(job.touched(1..4), 0..200);
+        assert_eq!(job.touched(2..3), 100..164);
         assert_eq!(job.scratch_range(1, 10), 140..280);
     }
 

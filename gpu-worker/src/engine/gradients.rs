@@ -53,11 +53,18 @@ impl<B: Paged> Engine<'_, B> {
         let own = job.scratch_range(position, page_bytes);
         let own = scratch.get_mut(own).ok_or_else(missing)?;
         let gradient = back.gradient.get_mut(values).ok_or_else(missing)?;
+        let kv = self.spec.kv_heads * self.spec.head_dim;
+        let touched = job.touched(pieces.clone());
+        let part = touched.start * kv..touched.end * kv;
+        let own_keys = back.keys.get_mut(part.clone()).ok_or_else(missing)?;
+        let own_values = back.values.get_mut(part).ok_or_else(missing)?;
+        let mut starts = job.row_starts(pieces.clone());
+        starts.iter_mut().for_each(|start| *start -= touched.start);
         let [keys, key_values] = &mut self.sums;
         for (host, device) in [
             (&*gradient, &mut self.states),
-            (&back.keys, &mut *keys),
-            (&back.values, &mut *key_values),
+            (&*own_keys, &mut *keys),
+            (&*own_values, &mut *key_values),
         ] {
             self.backend.grow(device, host.len());
             self.backend.upload(host, device)?;
@@ -79,15 +86,15 @@ impl<B: Paged> Engine<'_, B> {
             Sums {
                 keys: &mut *keys,
                 values: &mut *key_values,
-                starts: &job.row_starts(pieces.clone()),
+                starts: &starts,
             },
             &mut pages,
         )?;
         drop(pages);
         self.backend.give_back(&mut self.room, own)?;
         self.backend.download(&self.states, gradient)?;
-        self.backend.download(keys, &mut back.keys)?;
-        self.backend.download(key_values, &mut back.values)?;
+        self.backend.download(keys, own_keys)?;
+        self.backend.download(key_values, own_values)?;
         if pieces.start == 0 {
             keep_prompt_gradient(&job.body, position, back).ok_or_else(missing)?;
         }
