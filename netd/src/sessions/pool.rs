@@ -144,11 +144,11 @@ impl Pool {
         2 * self.free()
     }
 
-    /// Takes what `request` asks for.
+    /// Whether `request` could be granted if nobody held anything; its blocks, counted from the first of the span.
     ///
     /// # Errors
-    /// [`Refusal`]; nothing is taken then.
-    pub fn take(&mut self, request: &KvRequest) -> Result<Grant, Refusal> {
+    /// [`Refusal::Never`] and [`Refusal::BadBlock`].
+    pub fn check(&self, request: &KvRequest) -> Result<Vec<usize>, Refusal> {
         let blocks = self.locals(&request.blocks)?;
         let (asked, pages) = (request.token_blocks(), request.pages());
         if asked > self.budget || pages > u64::from(self.pages) {
@@ -157,6 +157,16 @@ impl Pool {
                 most: self.most(request),
             });
         }
+        Ok(blocks)
+    }
+
+    /// Takes what `request` asks for.
+    ///
+    /// # Errors
+    /// [`Refusal`]; nothing is taken then.
+    pub fn take(&mut self, request: &KvRequest) -> Result<Grant, Refusal> {
+        let blocks = self.check(request)?;
+        let (asked, pages) = (request.token_blocks(), request.pages());
         let refused = Refusal::NotNow {
             asked,
             free: self.free(),

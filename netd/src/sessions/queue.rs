@@ -181,6 +181,7 @@ impl WaitQueue {
     }
 
     fn take(&mut self, peer: PeerId, request: &KvRequest, now: Instant) -> Result<Grant, Refusal> {
+        self.pool.check(request)?;
         let asked = request.token_blocks();
         let allowed = self.shares.at(now, Some(peer)).may_take(peer, asked);
         match allowed {
@@ -324,6 +325,9 @@ mod tests {
         }
         let asked = rig.queue.take_or_wait(one, request(1), rig.now);
         assert!(asked.is_err());
+        // Also beyond any share.
+        let asked = rig.queue.take_or_wait(one, request(1025), rig.now);
+        assert!(matches!(asked, Err(Refusal::Never { .. })));
     }
 
     #[test]
