@@ -98,14 +98,6 @@ fn workers_of(sepal: &Sepal) -> Vec<Pid> {
         .collect()
 }
 
-fn netd_of(sepal: &Sepal) -> Pid {
-    wait_for("netd", || {
-        children_of(sepal.pid())
-            .into_iter()
-            .find(|p| command_line(*p).contains("netd"))
-    })
-}
-
 /// The new worker of a move that is under way.
 fn coming_worker(sepal: &Sepal, before: &[Pid]) -> Pid {
     wait_for("a second worker", || {
