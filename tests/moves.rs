@@ -131,7 +131,7 @@ async fn a_spare_server_fills_a_hole_and_its_sessions_go_on() {
         number += 1;
     }
     let old = workers_of(&swarm.spare);
-    let netd = netd_of(&swarm.spare);
+    let netd = swarm.spare.netd();
     swarm.lose_second();
     while !swarm.spare.log().contains("span=4:8") {
         assert!(
@@ -155,7 +155,7 @@ async fn a_spare_server_fills_a_hole_and_its_sessions_go_on() {
         );
         number += 1;
     }
-    assert_eq!(netd_of(&swarm.spare), netd, "the same netd");
+    assert_eq!(swarm.spare.netd(), netd, "the same netd");
     assert_eq!(swarm.text(), expected_text, "the chain is whole again");
     session.close().await;
     swarm
@@ -192,7 +192,7 @@ async fn workers_killed_during_a_move_do_not_stop_it() {
 async fn netd_killed_during_a_move_comes_back_and_the_hole_is_filled() {
     let swarm = Swarm::start();
     let expected_text = swarm.text();
-    let (old, netd) = (workers_of(&swarm.spare), netd_of(&swarm.spare));
+    let (old, netd) = (workers_of(&swarm.spare), swarm.spare.netd());
     swarm.lose_second();
     coming_worker(&swarm.spare, &old);
     kill(netd, Signal::SIGKILL).unwrap();

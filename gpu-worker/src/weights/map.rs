@@ -2,8 +2,9 @@
 //! weights belong to the page cache, so that a restarted worker finds them there, and several workers share them.
 //!
 //! A file is mapped only if it is what prepare checked (length and time of modification). It must not be changed while it is
-//! mapped: prepared files never are (they are replaced by renaming, and stay while they are locked: `hold`), a checkpoint is the operator's; cutting one short while it is
-//! served ends the worker with a sentence ([`guard`]), and the next start finds the file changed.
+//! mapped: prepared files never are (they are replaced by renaming, and stay while they are locked: `hold`), a checkpoint is the
+//! operator's; cutting one short while it is served ends the worker with a sentence ([`guard`]), and the next start finds the
+//! file changed.
 #![allow(
     unsafe_code,
     reason = "mapping files is the purpose of this module; every use is behind a safe interface"
