@@ -10,7 +10,7 @@ use crate::dtype::DType;
 pub const PAGE_TOKENS: usize = 16;
 
 /// Memory of a worker for the inputs, keys and values that it keeps during one request for gradients, unless a single block needs
-/// more.
+/// more or the arena has no room for the inputs of so many jobs.
 pub const GRADIENT_BYTES: u64 = 512 << 20;
 
 /// Facts about a model, found by `prepare` in its folder and checked there.
