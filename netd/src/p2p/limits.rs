@@ -51,8 +51,8 @@ pub(super) const WRITE_STALL_TIMEOUT: Duration =
     Duration::from_secs(if cfg!(test) { 8 } else { 60 });
 /// After the last byte was sent, how long the peer's end of stream is waited for.
 pub(super) const LINGER_TIMEOUT: Duration = Duration::from_secs(5);
-/// After an error frame, how long the caller's own end is waited for before the stream is closed.
-pub(super) const ERROR_LINGER_TIMEOUT: Duration = Duration::from_secs(1);
+/// After the last answer, how long the caller's own end is waited for before the stream is closed. Tests need it longer.
+pub(super) const CALLER_END_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 8 } else { 1 });
 /// One lookup of a peer by its id.
 pub(super) const LOOKUP_TIMEOUT: Duration = Duration::from_secs(20);
 /// How often the routing table is refreshed.

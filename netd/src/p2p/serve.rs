@@ -18,7 +18,7 @@ use super::{
     error::{CallError, InboundError},
     frame::{self, Frame, FrameError, FrameReader},
     limits::{
-        ERROR_LINGER_TIMEOUT, InboundLimits, LINGER_TIMEOUT, Permit, UNARY_REQUEST_TIMEOUT,
+        CALLER_END_TIMEOUT, InboundLimits, LINGER_TIMEOUT, Permit, UNARY_REQUEST_TIMEOUT,
         WRITE_STALL_TIMEOUT,
     },
     node::ProtocolKind,
@@ -262,25 +262,37 @@ impl InboundWriter {
 
     /// Ends the stream properly. Returns once everything is under way; a task waits for the caller's end.
     pub async fn finish(mut self, reader: InboundReader) {
-        if close(&mut self.stream).await.is_ok() {
-            rejoin(self.stream, reader, self.permit);
+        if frame::flush(&mut self.stream).await.is_ok() {
+            self.end(reader).await;
         }
     }
 
     /// Ends the stream with the text of an error, for which Python callers expect `str` of an exception.
+    pub async fn fail(mut self, reader: InboundReader, text: &str) {
+        if frame::write_error(&mut self.stream, text).await.is_ok() {
+            self.end(reader).await;
+        }
+    }
+
+    /// Closes the stream when the caller has sent its own end, or after a second.
     ///
-    /// The stream is closed only when the caller has sent its own end, or after a second: an earlier
-    /// close would break a caller that is still writing, and it would never see the text.
-    pub async fn fail(mut self, mut reader: InboundReader, text: &str) {
-        if frame::write_error(&mut self.stream, text).await.is_err() {
-            return;
+    /// p2pd takes a stream apart as soon as one side has closed it. A Python caller that is still writing,
+    /// be it its end of input after the empty request that ends a session, then gets a broken pipe, and
+    /// with it loses what it had not read yet.
+    async fn end(self, mut reader: InboundReader) {
+        if reader.ended {
+            return self.close(reader).await;
         }
         tokio::spawn(async move {
-            drop(timeout(ERROR_LINGER_TIMEOUT, drain_requests(&mut reader)).await);
-            if close(&mut self.stream).await.is_ok() {
-                rejoin(self.stream, reader, self.permit);
-            }
+            drop(timeout(CALLER_END_TIMEOUT, drain_requests(&mut reader)).await);
+            self.close(reader).await;
         });
+    }
+
+    async fn close(mut self, reader: InboundReader) {
+        if close(&mut self.stream).await.is_ok() {
+            rejoin(self.stream, reader, self.permit);
+        }
     }
 }
 

@@ -310,6 +310,33 @@ fn an_error_frame_reaches_a_caller_that_is_still_writing() {
 }
 
 #[test]
+fn a_stream_is_closed_after_the_caller_has_ended_its_input() {
+    block_on(async {
+        let ((caller, _), (callee, mut inbound)) = pair().await;
+        let server = async {
+            let mut stream = next_stream(&mut inbound).await;
+            let last = stream.recv().await.expect("first").expect("message");
+            stream.send(last).await.expect("caller reads");
+            stream.finish().await;
+        };
+        let client = async {
+            let mut stream = caller
+                .open_stream(callee.peer_id(), STREAM, CALL)
+                .await
+                .expect("open");
+            let last = Bytes::from_static(b"last");
+            stream.send(last.clone()).await.expect("send");
+            assert_eq!(stream.recv().await, Ok(Some(last)));
+            let early = tokio::time::timeout(Duration::from_millis(100), stream.recv()).await;
+            assert!(early.is_err(), "closed before the caller's end: {early:?}");
+            stream.finish().await.expect("end");
+            assert_eq!(stream.recv().await, Ok(None));
+        };
+        tokio::join!(server, client);
+    });
+}
+
+#[test]
 fn a_stream_that_its_caller_leaves_is_cancelled_even_while_it_computes() {
     block_on(async {
         let ((caller, _), (callee, mut inbound)) = pair().await;
