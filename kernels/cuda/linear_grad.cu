@@ -1,88 +1,213 @@
-// out = grad weight: the gradient of the input of a product, for every format.
+// out = grad weight on the tensor cores: the gradient of the input of a product, for weights of 16 bits, INT8 and NF4.
 //
-// grad f32 [rows, outputs]; weight [outputs, inputs] as stored, T the dtype that it stands for; out f32 [rows, inputs]. All in f32, as backward rounds
-// nothing. CPU reference: kernels/src/ops/gradient.rs.
-// Grid: x inputs / 128, y rows / 32. CTA: 256 threads. Outputs are walked 16 at a time: the 16 x 128 weights become numbers in shared memory once,
-// beside 32 x 16 gradients; thread t sums 4 rows x 4 inputs (its inputs t % 32 + 32 j, its rows 4 (t / 32) + i). An element has one sum, from the first
-// output to the last, so its bits depend on nothing else.
-// Floor: 2 x rows x outputs x inputs operations of the f32 units; a 70B block and 1,024 rows: 1.75 TFLOP, 29 ms at 60 TFLOP/s. Per 16 outputs
-// a warp reads 4 x (4 + 1) words of shared memory for 16 x 4 x 4 products: the f32 units, not the memory, are the limit.
-// Limits: none.
+// grad f32 [rows, outputs]; weight [outputs, inputs] as stored; out f32 [rows, inputs]. What is multiplied is bf16, whatever the 16-bit type of the
+// weights: a gradient has the range of an f32, which f16 has not. CPU reference: kernels/src/ops/gradient.rs.
+// linear_grad_round: grad to bf16 [rows, padded], zeros from `outputs` on; times the scales of INT8 rows, so that codes are multiplied as they are.
+// A CTA makes 2048 numbers of a row.
+// linear_grad: grid x tiles of ROWS rows (128, or 32 where there are no more), y tiles of 128 inputs, so that CTAs that run together share weights.
+// CTA: 8 warps; 128 rows: 2 along the rows, 4 along the inputs, 64 x 32 sums each; 32 rows: 8 along the inputs, 32 x 16 sums each. Outputs
+// are walked 32 at a time through a ring of copies by cp.async of 16 bytes. Weights that are not bf16 become bf16 in a tile of shared memory, one step
+// ahead of the products: an NF4 byte looks up its pair of levels in a table that every bank has for itself (nf4.cuh, linear.cuh), which is then
+// scaled in f32 and rounded. Fragments come by ldmatrix, those of the weights transposed, out of rows whose pieces of 16 bytes are twisted
+// so that no two share banks.
+// An element has one sum, from the first output to the last, 16 at a time, so its bits depend on its row and the matrix alone.
+//
+// Floor: 2 x rows x outputs x inputs operations; a 70B block and 1,024 rows: 1.75 TFLOP, 2.2 ms at the 788 TFLOP/s that cuBLAS reaches on an
+// H200, of which mma.sync reaches about 0.62. Shared memory per step of 32 outputs and CTA: 256 cycles of A, 128 of B, 64 + 16 of copies, and where
+// weights are made 64 of tile, 16 of codes, 64 of look-ups: 0.38 k to 0.61 k cycles for 0.5 M products, which take 0.42 k cycles of the tensor
+// cores at that rate. Two CTAs run on a multiprocessor of an H200.
+// Limits: inputs a multiple of 64, matrices aligned to 16 bytes. All else: linear_grad_any.cu.
 #include "linear.cuh"
 
 #define TILE_INPUTS 128
-#define TILE_ROWS 32
-#define STEP 16
+#define STEP 32
+#define PIECES (TILE_INPUTS / 8)
 
-template <class F, class T> struct Decoded;
-template <class T> struct Decoded<Plain, T> {
-    const T* values;
-    __device__ __forceinline__ Decoded(const uint8_t* bytes, size_t, size_t) : values(reinterpret_cast<const T*>(bytes)) {}
-    __device__ __forceinline__ float at(size_t index, size_t) const { return widen(values[index]); }
-};
-template <class T> struct Decoded<Int8, T> {
-    const int8_t* codes;
-    const float* absmax;
-    __device__ __forceinline__ Decoded(const uint8_t* bytes, size_t outputs, size_t inputs)
-        : codes(reinterpret_cast<const int8_t*>(bytes)), absmax(reinterpret_cast<const float*>(bytes + part_end(outputs * inputs))) {}
-    __device__ __forceinline__ float at(size_t index, size_t output) const { return __fmul_rn((float)codes[index], absmax[output] * (1.0f / 127.0f)); }
-};
-template <class T> struct Decoded<Nf4, T> {
-    Nf4Parts parts;
-    __device__ __forceinline__ Decoded(const uint8_t* bytes, size_t outputs, size_t inputs) : parts(nf4_parts(bytes, outputs, inputs)) {}
-    __device__ __forceinline__ float at(size_t index, size_t) const { return rounded<T>(nf4_weight(parts, index)); }
+// Where piece `piece` (8 numbers) of output `output` lies in a tile of weights, and of row `row` in a stage of gradients.
+__device__ __forceinline__ uint32_t weight_at(uint32_t output, uint32_t piece) {
+    return output * (TILE_INPUTS * 2) + (piece ^ (output & 7) ^ (piece >> 3)) * 16;
+}
+__device__ __forceinline__ uint32_t grad_at(uint32_t row, uint32_t piece) { return row * (STEP * 2) + (piece ^ (row >> 1 & 3)) * 16; }
+
+// How weights are stored: bytes of 16 of them, and whether they must be made.
+template <class F, class T> struct Stored {
+    static constexpr uint32_t BYTES = same_type<F, Nf4>::value ? 8 : same_type<F, Int8>::value ? 16 : 32;
+    static constexpr uint32_t STAGE = STEP * TILE_INPUTS / 16 * BYTES;
+    static constexpr bool MADE = !(same_type<F, Plain>::value && same_type<T, bf16>::value);
+    static constexpr uint32_t TILES = MADE ? 2 * STEP * TILE_INPUTS * 2 : 0;
+    static constexpr uint32_t TABLE = same_type<F, Nf4>::value ? NF4_TABLE_BYTES : 0;
 };
 
+// 16 weights of this thread (output thread / 8, inputs from 16 (thread % 8) on) out of a stage into a tile.
 template <class F, class T>
-__device__ __forceinline__ void linear_grad(const uint8_t* bytes, const float* grad, float* out, uint32_t outputs, uint32_t inputs, uint32_t rows) {
-    SMEM_DYN(shared); // 16 x 128 weights, 32 x 17 gradients
-    float *w = reinterpret_cast<float*>(shared), *g = w + STEP * TILE_INPUTS;
-    const uint32_t first_input = blockIdx.x * TILE_INPUTS, first_row = blockIdx.y * TILE_ROWS, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const Decoded<F, T> weight(bytes, outputs, inputs);
-    float sum[4][4] = {};
-    for (uint32_t from = 0; from < outputs; from += STEP) {
-        __syncthreads();
+__device__ __forceinline__ void make(unsigned char* tile, const unsigned char* stage, const uint32_t* table, float scale) {
+    const uint32_t output = threadIdx.x / 8, part = threadIdx.x % 8;
+    uint32_t made[8];
+    if constexpr (same_type<F, Nf4>::value) {
+        const uint2 codes = *reinterpret_cast<const uint2*>(stage + threadIdx.x * 8);
 #pragma unroll
-        for (uint32_t i = threadIdx.x; i < STEP * TILE_INPUTS; i += 256) {
-            const uint32_t output = from + i / TILE_INPUTS, input = first_input + i % TILE_INPUTS;
-            w[i] = output < outputs && input < inputs ? weight.at((size_t)output * inputs + input, output) : 0.0f;
+        for (int i = 0; i < 8; i++) {
+            const uint32_t pair = table[((i < 4 ? codes.x : codes.y) >> (i % 4 * 8) & 255) * 32];
+            made[i] = pack<bf16>(__fmul_rn(__uint_as_float(pair << 16), scale), __fmul_rn(__uint_as_float(pair & 0xffff0000u), scale));
+        }
+    } else if constexpr (same_type<F, Int8>::value) {
+        const uint4 codes = *reinterpret_cast<const uint4*>(stage + threadIdx.x * 16);
+        widen_int8<bf16>(codes.x, made[0], made[1]);
+        widen_int8<bf16>(codes.y, made[2], made[3]);
+        widen_int8<bf16>(codes.z, made[4], made[5]);
+        widen_int8<bf16>(codes.w, made[6], made[7]);
+    } else {
+        const uint4 low = *reinterpret_cast<const uint4*>(stage + weight_at(output, part * 2));
+        const uint4 high = *reinterpret_cast<const uint4*>(stage + weight_at(output, part * 2 + 1));
+        const uint32_t halves[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            made[i] = pack<bf16>(widen(__ushort_as_half((unsigned short)halves[i])), widen(__ushort_as_half((unsigned short)(halves[i] >> 16))));
+    }
+    *reinterpret_cast<uint4*>(tile + weight_at(output, part * 2)) = make_uint4(made[0], made[1], made[2], made[3]);
+    *reinterpret_cast<uint4*>(tile + weight_at(output, part * 2 + 1)) = make_uint4(made[4], made[5], made[6], made[7]);
+}
+
+template <class F, class T, uint32_t ROWS, uint32_t STAGES>
+__device__ __forceinline__ void linear_grad(const uint8_t* bytes, const bf16* grad, float* out, uint32_t outputs, uint32_t inputs, uint32_t rows,
+                                            uint32_t padded) {
+    SMEM_DYN(shared); // NF4: table; then tiles of weights that are made; then stages of weights and of gradients
+    typedef Stored<F, T> W;
+    constexpr bool IS_NF4 = same_type<F, Nf4>::value;
+    constexpr uint32_t G_STAGE = ROWS * STEP * 2;
+    constexpr int ALONG = ROWS == 128 ? 4 : 8, M = ROWS == 128 ? 4 : 2, N = TILE_INPUTS / ALONG / 8;
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint32_t* table = reinterpret_cast<uint32_t*>(shared);
+    unsigned char *tiles = shared + W::TABLE, *w_ring = tiles + W::TILES, *g_ring = w_ring + STAGES * W::STAGE;
+    const uint32_t first_row = blockIdx.x * ROWS, first_input = blockIdx.y * TILE_INPUTS, steps = padded / STEP;
+
+    // Copies the next 32 outputs: weights as stored, and gradients. What is not there is zeros.
+    auto copy = [&](uint32_t step) {
+        unsigned char *to_w = w_ring + step % STAGES * W::STAGE, *to_g = g_ring + step % STAGES * G_STAGE;
+        constexpr uint32_t ROW = W::BYTES / 2; // pieces of 16 bytes of an output
+#pragma unroll
+        for (uint32_t i = threadIdx.x; i < STEP * ROW; i += 256) {
+            const uint32_t output = step * STEP + i / ROW, piece = i % ROW, input = first_input + piece * (256 / W::BYTES);
+            const bool valid = output < outputs && input < inputs;
+            const size_t from = ((size_t)output * inputs + input) / 16 * W::BYTES + (input % 16) * 2;
+            cp_async16(to_w + (same_type<F, Plain>::value ? weight_at(i / ROW, piece) : i * 16), valid ? bytes + from : bytes, valid);
         }
 #pragma unroll
-        for (uint32_t i = threadIdx.x; i < TILE_ROWS * STEP; i += 256) {
-            const uint32_t row = first_row + i / STEP, output = from + i % STEP;
-            g[i / STEP * (STEP + 1) + i % STEP] = row < rows && output < outputs ? grad[(size_t)row * outputs + output] : 0.0f;
+        for (uint32_t i = threadIdx.x; i < ROWS * STEP / 8; i += 256) {
+            const uint32_t row = i / (STEP / 8), piece = i % (STEP / 8);
+            const bool valid = first_row + row < rows;
+            cp_async16(to_g + grad_at(row, piece), valid ? grad + (size_t)(first_row + row) * padded + step * STEP + piece * 8 : grad, valid);
         }
+    };
+    Nf4Parts parts = {};
+    if constexpr (IS_NF4) {
+        parts = nf4_parts(bytes, outputs, inputs);
+        fill_nf4_table<bf16>(table);
+    }
+    auto scale_of = [&](uint32_t step) {
+        const uint32_t output = step * STEP + threadIdx.x / 8, input = first_input + threadIdx.x % 8 * 16;
+        if (!IS_NF4 || output >= outputs || input >= inputs) return 0.0f;
+        const size_t group = ((size_t)output * inputs + input) / NF4_GROUP;
+        return nf4_scale(NF4_DYNAMIC, parts.absmax[group], parts.absmax2[group / NF4_SUPER_GROUP], parts.offset) * (1.0f / nf4_factor<bf16>());
+    };
+
+    for (uint32_t s = 0; s < STAGES - 1; s++) {
+        if (s < steps) copy(s);
+        cp_commit();
+    }
+    float sum[M][N][4] = {}, ahead = 0.0f; // scale of the next step but one
+    if constexpr (W::MADE) {
+        const float scale = scale_of(0);
+        if (steps > 1) ahead = scale_of(1);
+        cp_wait<STAGES - 2>();
         __syncthreads();
-#pragma unroll
-        for (uint32_t k = 0; k < STEP; k++) {
-            float a[4], b[4];
-#pragma unroll
-            for (uint32_t i = 0; i < 4; i++) {
-                a[i] = g[(warp * 4 + i) * (STEP + 1) + k];
-                b[i] = w[k * TILE_INPUTS + lane + 32 * i];
+        make<F, T>(tiles, w_ring, table + lane, scale);
+    }
+    for (uint32_t step = 0; step < steps; step++) {
+        // Until this step is there, and the next where its weights are made.
+        cp_wait<W::MADE ? STAGES - 3 : STAGES - 2>();
+        __syncthreads();
+        if (step + STAGES - 1 < steps) copy(step + STAGES - 1);
+        cp_commit();
+        const unsigned char *g = g_ring + step % STAGES * G_STAGE, *w = w_ring + step % STAGES * W::STAGE;
+        if constexpr (W::MADE) {
+            constexpr uint32_t TILE = W::TILES / 2;
+            w = tiles + step % 2 * TILE;
+            if (step + 1 < steps) {
+                const float scale = ahead;
+                if (step + 2 < steps) ahead = scale_of(step + 2);
+                make<F, T>(tiles + (step + 1) % 2 * TILE, w_ring + (step + 1) % STAGES * W::STAGE, table + lane, scale);
             }
+        }
 #pragma unroll
-            for (uint32_t i = 0; i < 4; i++)
+        for (int k = 0; k < STEP / 16; k++) {
+            uint32_t a[M][4];
 #pragma unroll
-                for (uint32_t j = 0; j < 4; j++) sum[i][j] = __fmaf_rn(a[i], b[j], sum[i][j]);
+            for (int m = 0; m < M; m++) ldsm4(a[m], g + grad_at(warp / ALONG * 64 + m * 16 + lane % 16, k * 2 + lane / 16));
+#pragma unroll
+            for (int n = 0; n < N; n += 2) {
+                uint32_t b[4];
+                ldsm4_t(b, w + weight_at(k * 16 + lane % 16, warp % ALONG * N + n + lane / 16));
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    mma<bf16>(sum[m][n], a[m], b[0], b[1]);
+                    mma<bf16>(sum[m][n + 1], a[m], b[2], b[3]);
+                }
+            }
         }
     }
+    cp_wait<0>();
 #pragma unroll
-    for (uint32_t i = 0; i < 4; i++)
+    for (int m = 0; m < M; m++)
 #pragma unroll
-        for (uint32_t j = 0; j < 4; j++) {
-            const uint32_t row = first_row + warp * 4 + i, input = first_input + lane + 32 * j;
-            if (row < rows && input < inputs) out[(size_t)row * inputs + input] = sum[i][j];
+        for (int high = 0; high < 2; high++) {
+            const uint32_t row = first_row + warp / ALONG * 64 + m * 16 + high * 8 + lane / 4;
+            if (row >= rows) continue;
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                const uint32_t input = first_input + (warp % ALONG * N + n) * 8 + lane % 4 * 2;
+                if (input < inputs)
+                    *reinterpret_cast<float2*>(out + (size_t)row * inputs + input) = make_float2(sum[m][n][high * 2], sum[m][n][high * 2 + 1]);
+            }
         }
 }
 
-#define LINEAR_GRAD(F, f, T)                                                                                           \
-    extern "C" __global__ void __launch_bounds__(256) linear_grad_##f##_##T(                                           \
-        const uint8_t* __restrict__ weight, const float* __restrict__ grad /* [rows, outputs] */,                      \
-        float* __restrict__ out /* [rows, inputs] */, uint32_t outputs, uint32_t inputs, uint32_t rows) {              \
-        linear_grad<F, T>(weight, grad, out, outputs, inputs, rows);                                                   \
+// Stages of 32 rows are small: more of them, as such products wait for the weights.
+#define LINEAR_GRAD(F, f, T, FEW_STAGES)                                                                                 \
+    extern "C" __global__ void __launch_bounds__(256, 2) linear_grad_many_##f##_##T(                                     \
+        const uint8_t* __restrict__ weight, const bf16* __restrict__ grad /* [rows, padded] */,                          \
+        float* __restrict__ out /* [rows, inputs] */, uint32_t outputs, uint32_t inputs, uint32_t rows, uint32_t padded) { \
+        linear_grad<F, T, 128, 4>(weight, grad, out, outputs, inputs, rows, padded);                                     \
+    }                                                                                                                    \
+    extern "C" __global__ void __launch_bounds__(256) linear_grad_few_##f##_##T(                                         \
+        const uint8_t* __restrict__ weight, const bf16* __restrict__ grad /* [rows, padded] */,                          \
+        float* __restrict__ out /* [rows, inputs] */, uint32_t outputs, uint32_t inputs, uint32_t rows, uint32_t padded) { \
+        linear_grad<F, T, 32, FEW_STAGES>(weight, grad, out, outputs, inputs, rows, padded);                             \
     }
-#define LINEAR_GRAD_DTYPES(F, f) LINEAR_GRAD(F, f, f32) LINEAR_GRAD(F, f, bf16) LINEAR_GRAD(F, f, f16)
-LINEAR_GRAD_DTYPES(Plain, plain)
-LINEAR_GRAD_DTYPES(Int8, int8)
-LINEAR_GRAD_DTYPES(Nf4, nf4)
+LINEAR_GRAD(Plain, plain, bf16, 8)
+LINEAR_GRAD(Plain, plain, f16, 8)
+LINEAR_GRAD(Int8, int8, bf16, 10)
+LINEAR_GRAD(Nf4, nf4, bf16, 10)
+
+extern "C" __global__ void __launch_bounds__(256)
+    linear_grad_round(const float* __restrict__ grad /* [rows, outputs] */, const float* __restrict__ absmax /* [outputs] of INT8, or null */,
+                      bf16* __restrict__ out /* [rows, padded] */, uint32_t outputs, uint32_t padded, uint32_t rows) {
+    const uint32_t output = (blockIdx.y * 256 + threadIdx.x) * 8, row = blockIdx.x;
+    if (output >= padded || row >= rows) return;
+    grad += (size_t)row * outputs;
+    float v[8];
+    if (outputs % 4 == 0 && output + 8 <= outputs) {
+        const float4 a = *reinterpret_cast<const float4*>(grad + output), b = *reinterpret_cast<const float4*>(grad + output + 4);
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+    } else {
+#pragma unroll
+        for (uint32_t i = 0; i < 8; i++) v[i] = output + i < outputs ? grad[output + i] : 0.0f;
+    }
+    if (absmax) {
+#pragma unroll
+        for (uint32_t i = 0; i < 8; i++)
+            if (output + i < outputs) v[i] = __fmul_rn(v[i], absmax[output + i] * (1.0f / 127.0f));
+    }
+    const uint4 packed = make_uint4(pack<bf16>(v[0], v[1]), pack<bf16>(v[2], v[3]), pack<bf16>(v[4], v[5]), pack<bf16>(v[6], v[7]));
+    *reinterpret_cast<uint4*>(out + (size_t)row * padded + output) = packed;
+}

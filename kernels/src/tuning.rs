@@ -89,6 +89,11 @@ pub fn cuda_linear_is_tiled(dtype: DType, inputs: usize) -> bool {
     dtype != DType::F32 && inputs.is_multiple_of(64)
 }
 
+/// Bytes that `linear_grad.cu` takes for the rounded gradients of `rows` rows of `outputs` outputs.
+pub fn cuda_linear_grad_workspace(outputs: usize, rows: usize) -> usize {
+    outputs.next_multiple_of(32).saturating_mul(rows) * 2
+}
+
 /// Sizes of a launch of `linear_few.cu`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CudaLinearFew {

@@ -9,7 +9,8 @@
 //! position was taken.
 //!
 //! Over bfloat16 pages a backend may round what is multiplied to bfloat16, as PyTorch does, and sum the queries of a page
-//! by themselves: then sequences are cut at multiples of a page.
+//! by themselves: then sequences are cut at multiples of a page. Over float16 pages it may round to bfloat16 too, all but what
+//! scores are made of, since gradients have a range that float16 has not.
 
 use super::{Alibi, Elements, OpError, PagePool, check_len, convert};
 use crate::kv::{KvPages, StepRow, total_tokens};

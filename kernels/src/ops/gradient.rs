@@ -1,5 +1,6 @@
 //! Gradients of the inputs of operations; weights are frozen and have none. Everything is f32: what forward rounds, backward does
-//! not. One exception is left to the device: where a matrix is bfloat16, it may round what it multiplies with it, as PyTorch does.
+//! not. One exception is left to the device: where a matrix is bfloat16, it may round what it multiplies with it, as PyTorch does; and
+//! where it is float16 it may round both to bfloat16, which has the range of gradients.
 //!
 //! ```text
 //! linear     dx = dy W

@@ -159,7 +159,12 @@ pub(super) fn check_grad<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<u
     let mut bench = Bench::new(cuda);
     for (shape, _) in SHAPES.into_iter().filter(|(_, at)| extent.takes(*at)) {
         for &dtype in dtypes_of(extent, shape) {
-            let batch = Batch::new(dtype, shape, batch_of(extent.min(Extent::Small)));
+            // The reference takes its time.
+            let rows = match extent {
+                Extent::Full => Extent::Middle,
+                less => less.min(Extent::Small),
+            };
+            let batch = Batch::new(dtype, shape, batch_of(rows));
             bench.begin(format!("gradient {dtype} {shape:?}"));
             gradient(&mut bench, &batch)?;
         }
@@ -303,18 +308,115 @@ fn gradient<G: Gpu>(bench: &mut Bench<'_, G>, batch: &Batch) -> Result<(), Failu
     });
     bench.op(reference)?;
     let memory = upload(bench, &batch.pool)?;
+    let mut got = [vec![f32::NAN; len], sums.clone(), sums];
+    let whole = batch.rows.clone();
+    back(
+        bench,
+        batch,
+        &memory,
+        [&q, &grad],
+        &starts,
+        &whole,
+        &mut got,
+    )?;
+    // Gradients, and from tensor cores all that they multiply, are rounded to bfloat16 there.
+    let tolerance = match is_tiled(batch) {
+        true => 1e-2,
+        false => 3e-5,
+    };
+    for (got, wanted) in got.iter().zip(&wanted) {
+        bench.close(got, wanted, tolerance)?;
+    }
+    cut(bench, batch, &memory, [&q, &grad], &starts)
+}
+
+fn is_tiled(batch: &Batch) -> bool {
+    batch.layout.dtype != DType::F32 && [64, 80, 96, 112, 128].contains(&batch.layout.head_dim)
+}
+
+/// The batch in pieces, cut at multiples of a page and taken from the last to the first, has the bits of the whole.
+fn cut<G: Gpu>(
+    bench: &mut Bench<'_, G>,
+    batch: &Batch,
+    memory: &Buffer<G>,
+    inputs: [&[f32]; 2],
+    starts: &[usize],
+) -> Result<(), Failure> {
+    let (len, sums) = (inputs[0].len(), starts.last().copied().unwrap_or(0));
+    let last = batch
+        .rows
+        .last()
+        .map_or(0, |(prefix, tokens)| prefix + tokens);
+    let zeros = vec![0.0; (sums + last) * batch.width()];
+    let mut whole = [vec![0.0; len], zeros.clone(), zeros.clone()];
+    let rows = batch.rows.clone();
+    let ends = rows.iter().map(|(prefix, tokens)| prefix + tokens);
+    let longest = ends.max().unwrap_or(0);
+    back(bench, batch, memory, inputs, starts, &rows, &mut whole)?;
+    let mut pieces = [vec![0.0; len], zeros.clone(), zeros];
+    for page in (0..longest.div_ceil(16)).rev().map(|page| page * 16) {
+        let within = |&(prefix, tokens): &(usize, usize)| {
+            let from = prefix.max(page).min(prefix + tokens);
+            (from, (prefix + tokens).min(page + 16).max(from) - from)
+        };
+        let part: Vec<_> = rows.iter().map(within).collect();
+        if part.iter().any(|(_, tokens)| *tokens > 0) {
+            back(bench, batch, memory, inputs, starts, &part, &mut pieces)?;
+        }
+    }
+    for (got, wanted) in pieces.iter().zip(&whole) {
+        bench.same(got, wanted)?;
+    }
+    Ok(())
+}
+
+/// The gradients of the tokens of `part`, rows of (prefix, tokens) within those of the batch; `results` are what there is of those of
+/// queries, keys and values.
+fn back<G: Gpu>(
+    bench: &mut Bench<'_, G>,
+    batch: &Batch,
+    memory: &Buffer<G>,
+    inputs: [&[f32]; 2],
+    starts: &[usize],
+    part: &[(usize, usize)],
+    results: &mut [Vec<f32>; 3],
+) -> Result<(), Failure> {
+    let (_, group, _, window, _) = batch.shape;
+    let width = batch.width() * group;
+    // Tokens of the part within those of the batch.
+    let (mut ranges, mut start) = (Vec::new(), 0);
+    let (mut rows, mut kept) = (Vec::new(), Vec::new());
+    for (index, (&(from, tokens), &(prefix, all))) in part.iter().zip(&batch.rows).enumerate() {
+        if tokens > 0 {
+            let at = start + from - prefix;
+            ranges.push(at * width..(at + tokens) * width);
+            rows.push(StepRow {
+                tokens,
+                prefix: from,
+                pages: &batch.tables[index],
+            });
+            kept.push(starts[index]);
+        }
+        start += all;
+    }
+    let gathered = |of: &[f32]| -> Vec<f32> {
+        let parts = ranges.iter().map(|range| &of[range.clone()]);
+        parts.flatten().copied().collect()
+    };
+    let (q, grad) = (gathered(inputs[0]), gathered(inputs[1]));
+    let len = q.len();
     let (q, grad) = (bench.input(&q)?, bench.input(&grad)?);
     let (mut q_grad, mut k_grad, mut v_grad) = (
         bench.output(len)?,
-        bench.in_place(&sums)?,
-        bench.in_place(&sums)?,
+        bench.in_place(&results[1])?,
+        bench.in_place(&results[2])?,
     );
     let args = AttentionGrad {
         q: &*q,
         grad: &*grad,
-        pages: &pages(&memory, batch),
+        pages: &pages(memory, batch),
         rows: &rows,
-        starts: &starts,
+        starts: &kept,
         group,
         divisor: batch.divisor(),
         alibi: batch.alibi(),
@@ -325,9 +427,15 @@ fn gradient<G: Gpu>(bench: &mut Bench<'_, G>, batch: &Batch) -> Result<(), Failu
     };
     let done = device_grad::launch(bench.cuda, args);
     bench.op(done)?;
-    for (got, wanted) in [&q_grad, &k_grad, &v_grad].into_iter().zip(&wanted) {
-        let got = bench.take(got, wanted.len())?;
-        bench.close(&got, wanted, 3e-5)?;
+    let q_grad = bench.take(&q_grad, len)?;
+    let mut taken = 0;
+    for range in ranges {
+        let next = taken + range.len();
+        results[0][range].copy_from_slice(&q_grad[taken..next]);
+        taken = next;
+    }
+    for (result, sums) in results[1..].iter_mut().zip([&k_grad, &v_grad]) {
+        *result = bench.take(sums, result.len())?;
     }
     Ok(())
 }
