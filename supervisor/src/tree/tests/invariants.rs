@@ -1,0 +1,260 @@
+//! What holds for every run of events, whatever they are.
+
+use proptest::prelude::*;
+
+use super::*;
+
+/// What any run of events must keep, followed over all actions.
+#[derive(Default)]
+pub(super) struct Witness {
+    pub(super) live: Vec<(ChildId, Generation)>,
+    links: Vec<(ChildId, Generation, Generation)>,
+    rings: Vec<(ChildId, Generation, Generation)>,
+    finished: bool,
+}
+
+impl Witness {
+    pub(super) fn see(&mut self, action: &Action) {
+        assert!(!self.finished, "nothing follows the end: {action:?}");
+        match action {
+            Action::Spawn(id, generation) => {
+                assert!(
+                    self.live.iter().all(|(live, _)| live != id),
+                    "two live processes of {id}"
+                );
+                self.live.push((*id, *generation));
+            }
+            Action::Kill(id, generation, _) => assert!(
+                self.live.contains(&(*id, *generation)),
+                "kill of the reaped {id}"
+            ),
+            Action::Tell(id, down) => self.see_tell(*id, down),
+            Action::DropRings {
+                worker,
+                generation,
+                netd,
+            } => {
+                let rings = (ChildId::Worker(*worker), *generation, *netd);
+                let index = self
+                    .rings
+                    .iter()
+                    .position(|&made| made == rings)
+                    .expect("rings that exist");
+                self.rings.remove(index);
+            }
+            Action::Finish(_) => {
+                self.finished = true;
+                let left = |(worker, of_worker, of_netd): &(ChildId, Generation, Generation)| {
+                    self.live.contains(&(*worker, *of_worker))
+                        && self.live.contains(&(NETD, *of_netd))
+                };
+                assert!(
+                    self.rings.iter().all(left),
+                    "rings of the dead are left: {:?}",
+                    self.rings
+                );
+            }
+            _ => {}
+        }
+    }
+
+    fn see_tell(&mut self, to: ChildId, down: &Down) {
+        let generation = self
+            .live
+            .iter()
+            .find(|(id, _)| *id == to)
+            .map(|(_, generation)| *generation);
+        let generation =
+            generation.unwrap_or_else(|| panic!("{to} does not live and is told {down:?}"));
+        match down {
+            Down::Link { netd } => {
+                let link = (to, generation, *netd);
+                assert!(!self.links.contains(&link), "rings used twice: {link:?}");
+                self.links.push(link);
+                self.rings.push(link);
+            }
+            Down::WorkerUp {
+                placement,
+                generation,
+                ..
+            } => {
+                assert!(
+                    self.live
+                        .contains(&(ChildId::Worker(placement.worker), *generation))
+                );
+            }
+            Down::WorkerDown {
+                worker, generation, ..
+            } => {
+                assert!(
+                    !self.live.contains(&(ChildId::Worker(*worker), *generation)),
+                    "down before the reap"
+                );
+            }
+            _ => {}
+        }
+    }
+}
+
+fn any_child() -> impl Strategy<Value = ChildId> {
+    prop_oneof![Just(PREPARE), Just(NETD), (0u16..6).prop_map(worker)]
+}
+
+fn any_end() -> impl Strategy<Value = End> {
+    prop_oneof![
+        prop_oneof![9 => 0i32..2, 1 => 0i32..20].prop_map(End::Code),
+        (0i32..70).prop_map(End::Signal),
+        Just(End::NotStarted {
+            reason: ExitReason::Failed,
+            message: "no memory".into()
+        }),
+    ]
+}
+
+fn any_up() -> impl Strategy<Value = (ChildId, Up)> {
+    let failed = || (ExitReason::BadConfig, "bad".to_owned());
+    prop_oneof![
+        Just((PREPARE, Up::Prepare(FromPrepare::Inspected(facts())))),
+        Just((PREPARE, Up::Prepare(FromPrepare::Prepared))),
+        Just((
+            PREPARE,
+            Up::Prepare(FromPrepare::Progress { done: 1, total: 2 })
+        )),
+        Just((
+            NETD,
+            Up::Netd(FromNetd::Listening {
+                peer_id: "Qm".into(),
+                addrs: vec!["/ip4/1".into()]
+            })
+        )),
+        (0u32..4, 1u32..6).prop_map(|(start, len)| (
+            NETD,
+            Up::Netd(FromNetd::ProposedSpan(span(start, start + len)))
+        )),
+        Just((NETD, Up::Netd(FromNetd::Online))),
+        prop_oneof![
+            (0u32..2).prop_map(|start| FromNetd::Move(span(start, start + 4))),
+            (0u32..2).prop_map(|start| FromNetd::Moved(span(start, start + 4))),
+            Just(FromNetd::Vacated),
+            Just(FromNetd::Stays),
+        ]
+        .prop_map(|message| (NETD, Up::Netd(message))),
+        (0u16..3, 1u32..3).prop_map(|(group, generation)| (
+            NETD,
+            Up::Netd(FromNetd::BrokenRings {
+                worker: WorkerId::solo(GroupId(group)),
+                generation: Generation(generation),
+                message: "nonsense".into(),
+            })
+        )),
+        Just(failed())
+            .prop_map(|(reason, message)| (NETD, Up::Netd(FromNetd::Failed { reason, message }))),
+        (0u16..6).prop_map(|group| (
+            worker(group),
+            Up::Worker(FromWorker::Ready(Capacity::default()))
+        )),
+        (0u16..6, 1u32..4).prop_map(|(group, netd)| {
+            (
+                worker(group),
+                Up::Worker(FromWorker::Linked {
+                    netd_generation: Generation(netd),
+                }),
+            )
+        }),
+    ]
+}
+
+/// An event; its generation is that of the live process plus an offset, so that most events count and some are stale.
+fn any_event() -> impl Strategy<Value = (Event, u32)> {
+    let none = Generation(0);
+    let event = prop_oneof![
+        48 => any_up().prop_map(move |(id, up)| Event::Said(id, none, up)),
+        6 => (any_child(), any_end()).prop_map(move |(id, end)| Event::Ended(id, none, end)),
+        1 => any_child().prop_map(move |id| Event::Closed(id, none)),
+        1 => any_child().prop_map(move |id| Event::Unruly(id, none, "loud")),
+        3 => (any_child(), 0u64..2)
+            .prop_map(move |(id, progress)| Event::Beat(id, none, Beat { progress, limit: Some(2 * SEC) })),
+        1 => Just(Event::Stop),
+        4 => Just(Event::Tick),
+        6 => (0u32..2, prop::bool::weighted(0.8)).prop_map(|(start, fits)| {
+            Event::Room(span(start, start + 4), (!fits).then(|| "no room".to_owned()))
+        }),
+    ];
+    (event, prop_oneof![9 => Just(0u32), 1 => 1u32..3])
+}
+
+fn with_generation(event: Event, of: impl Fn(ChildId) -> Generation) -> Event {
+    match event {
+        Event::Said(id, _, up) => Event::Said(id, of(id), up),
+        Event::Ended(id, _, end) => Event::Ended(id, of(id), end),
+        Event::Closed(id, _) => Event::Closed(id, of(id)),
+        Event::Unruly(id, _, what) => Event::Unruly(id, of(id), what),
+        Event::Beat(id, _, beat) => Event::Beat(id, of(id), beat),
+        other => other,
+    }
+}
+
+/// Mostly short, at times longer than every timeout.
+fn any_pause() -> impl Strategy<Value = Duration> {
+    prop_oneof![
+        12 => (0u64..50).prop_map(Duration::from_millis),
+        3 => (50u64..2_000).prop_map(Duration::from_millis),
+        1 => (2u64..70).prop_map(Duration::from_secs),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn no_run_of_events_breaks_the_invariants(
+        devices in 1usize..4,
+        begin in 0u8..4,
+        events in prop::collection::vec((any_event(), any_pause(), prop::bool::weighted(0.95)), 1..200),
+    ) {
+        let mut rig = match begin {
+            0 => Rig::new(devices),
+            1 => Rig::until_prepared(devices),
+            2 => Rig::online(devices),
+            _ => {
+                let mut rig = Rig::online(devices);
+                rig.say(NETD, Up::Netd(FromNetd::Move(span(1, 5))));
+                rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
+                rig.die(PREPARE, End::Code(0));
+                rig.on(Event::Room(span(1, 5), None));
+                rig
+            }
+        };
+        rig.tree.policy.restart.max_restarts = 10;
+        if begin == 0 {
+            rig.on(Event::Start);
+        }
+        for ((event, stale), pause, obedient) in events {
+            rig.now += pause;
+            let live: Vec<_> = rig.tree.live().collect();
+            let generation = |id| {
+                let present = live.iter().find(|(live, _)| *live == id);
+                Generation(present.map_or(1, |(_, generation)| generation.0).saturating_sub(stale))
+            };
+            rig.on(with_generation(event, generation));
+            while let Some(Action::Kill(id, generation, _)) =
+                rig.last.iter().find(|action| obedient && matches!(action, Action::Kill(..))).cloned()
+            {
+                rig.on(Event::Ended(id, generation, SIGKILL));
+            }
+            let due = rig.tree.deadline();
+            prop_assert!(
+                rig.tree.finished || due.is_none_or(|due| due > rig.now),
+                "a deadline that has passed would spin the loop"
+            );
+        }
+        // Whatever happened, a stop with every process reaped comes to an end.
+        rig.on(Event::Stop);
+        for _ in 0..8 {
+            for (id, generation) in rig.tree.live().collect::<Vec<_>>() {
+                rig.on(Event::Ended(id, generation, SIGKILL));
+            }
+        }
+        prop_assert!(rig.witness.finished);
+    }
+}
