@@ -63,13 +63,8 @@ pub fn work_bytes(spec: &BlockSpec) -> u64 {
     let floats = (forward + spec.hidden) * forward_rows + (forward + back_width(spec)) * back_rows;
     let (up, down) = ROUNDING;
     let attention = attention_bytes(spec, PLANNED_POSITIONS) as u64;
-    let recorded = match experts(spec) {
-        0 => {
-            let floats = (forward + spec.hidden) * MAX_STEP_TOKENS;
-            4 * floats as u64 + tuning::CUDA_STEP_WORKSPACE_BYTES as u64
-        }
-        _ => 0,
-    };
+    let floats_recorded = (forward + spec.hidden) * MAX_STEP_TOKENS;
+    let recorded = 4 * floats_recorded as u64 + tuning::CUDA_STEP_WORKSPACE_BYTES as u64;
     (4 * floats as u64 + attention + recorded).saturating_mul(up) / down
         + STATES_BYTES
         + SMALL_BYTES
@@ -84,14 +79,22 @@ pub fn attention_bytes(spec: &BlockSpec, positions: usize) -> usize {
 /// Floats of a token in the buffers of a forward pass (`Workspace`).
 fn forward_width(spec: &BlockSpec) -> usize {
     let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
-    let experts = experts(spec);
-    let moved = if experts > 0 { 2 * spec.hidden } else { 0 };
+    let (experts, chosen) = experts(spec);
+    // Rows to an expert, those that all experts of a token give back, their lists, and what prefill rounds of them.
+    let moved = match experts {
+        0 => 0,
+        _ => {
+            (1 + chosen) * spec.hidden
+                + 9 * chosen
+                + chosen * (spec.hidden + spec.mlp.intermediate()) / 2
+        }
+    };
     3 * spec.hidden
         + 2 * q
         + 3 * kv
         + spec.head_dim
         + fused(spec)
-        + 2 * spec.mlp.intermediate()
+        + 2 * chosen * spec.mlp.intermediate()
         + experts
         + moved
         + RANK
@@ -105,7 +108,7 @@ fn back_width(spec: &BlockSpec) -> usize {
         + 2 * kv
         + fused(spec)
         + 3 * spec.mlp.intermediate()
-        + 3 * experts(spec)
+        + 3 * experts(spec).0
 }
 
 /// Largest rank of an adapter that is counted on.
@@ -118,10 +121,11 @@ fn fused(spec: &BlockSpec) -> usize {
     }
 }
 
-fn experts(spec: &BlockSpec) -> usize {
+/// Experts, and those of a token.
+fn experts(spec: &BlockSpec) -> (usize, usize) {
     match &spec.mlp {
-        Mlp::Experts(mlp) => mlp.experts.len(),
-        Mlp::Gated(_) | Mlp::Plain(_) => 0,
+        Mlp::Experts(mlp) => (mlp.experts.len(), mlp.chosen),
+        Mlp::Gated(_) | Mlp::Plain(_) => (0, 1),
     }
 }
 

@@ -6,78 +6,11 @@
 // gather, scatter_add: one CTA per moved row; no row is named twice, so nothing is added atomically.
 // gate_dot: one CTA per row; sums over threads, lanes, warps in a fixed order.
 // Floor: rows once in, once out. The router itself is bound by its launch.
-#include "common.cuh"
-
-#ifndef INFINITY
-#define INFINITY __int_as_float(0x7f800000)
-#endif
-#define HELD 8
-
-// Probabilities of a token's experts, and which are chosen.
-struct Choice {
-    float p[HELD];
-    bool chosen[HELD];
-    float sum; // of the probabilities of the chosen, from the most probable on
-};
-
-template <class T> __device__ __forceinline__ Choice choose(const float* logits, uint32_t experts, uint32_t count) {
-    const uint32_t lane = threadIdx.x % 32;
-    Choice choice;
-    float top = -INFINITY, total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < HELD; i++) {
-        const uint32_t expert = lane + 32 * i;
-        choice.p[i] = expert < experts ? rounded<T>(logits[expert]) : -INFINITY;
-        choice.chosen[i] = false;
-        top = fmaxf(top, choice.p[i]);
-    }
-    top = warp_max(top);
-#pragma unroll
-    for (int i = 0; i < HELD; i++) {
-        choice.p[i] = lane + 32 * i < experts ? expf(choice.p[i] - top) : 0.0f;
-        total += choice.p[i];
-    }
-    total = warp_sum(total);
-#pragma unroll
-    for (int i = 0; i < HELD; i++) choice.p[i] = choice.p[i] / total;
-    choice.sum = 0.0f;
-    for (uint32_t n = 0; n < count; n++) {
-        // The largest that is left, and of equals the first. What is no number is never larger; a token of such logits goes to the first experts.
-        float best = -1.0f;
-        uint32_t where = 0xffffffffu;
-#pragma unroll
-        for (int i = 0; i < HELD; i++) {
-            const uint32_t expert = lane + 32 * i;
-            if (expert < experts && !choice.chosen[i] && (choice.p[i] > best || where == 0xffffffffu)) {
-                best = choice.p[i];
-                where = expert;
-            }
-        }
-        for (int bits = 16; bits > 0; bits /= 2) {
-            const float other = __shfl_xor_sync(~0u, best, bits);
-            const uint32_t at = __shfl_xor_sync(~0u, where, bits);
-            const bool better = other > best || (!(best > other) && at < where);
-            if (at != 0xffffffffu && (where == 0xffffffffu || better)) {
-                best = other;
-                where = at;
-            }
-        }
-        choice.sum += best;
-#pragma unroll
-        for (int i = 0; i < HELD; i++)
-            if (lane + 32 * i == where) choice.chosen[i] = true;
-    }
-    return choice;
-}
+#include "route.cuh"
 
 template <class T> __device__ __forceinline__ void route(float* logits, uint32_t tokens, uint32_t experts, uint32_t count) {
-    const uint32_t token = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (token >= tokens) return;
-    logits += (size_t)token * experts;
-    const Choice choice = choose<T>(logits, experts, count);
-#pragma unroll
-    for (int i = 0; i < HELD; i++)
-        if (lane + 32 * i < experts) logits[lane + 32 * i] = choice.chosen[i] ? rounded<T>(choice.p[i] / choice.sum) : 0.0f;
+    const uint32_t token = blockIdx.x * 4 + threadIdx.x / 32;
+    if (token < tokens) route_token<T>(logits + (size_t)token * experts, experts, count);
 }
 
 // With S the sum of the chosen: dp_e = (dw_e - sum dw w) / S for them, else 0; dlogits = p (dp - sum p dp).
@@ -118,9 +51,6 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // out[index[i]] = round(out[index[i]] + round(weights[i] * round(x[i])))
-template <class T> __device__ __forceinline__ float shared_in(float out, float weight, float x) {
-    return rounded<T>(__fadd_rn(out, rounded<T>(__fmul_rn(weight, rounded<T>(x)))));
-}
 template <class T>
 __device__ __forceinline__ void scatter_add(const float* x, const uint32_t* index, const float* weights, float* out, uint32_t width) {
     x += (size_t)blockIdx.x * width;

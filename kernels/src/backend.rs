@@ -3,9 +3,10 @@
 use std::ops::Range;
 
 use crate::ops::{
-    Add, AddNorm, Attention, AttentionGrad, GateDot, Gather, Gelu, GeluGrad, JoinQkv, KvAppend,
-    Layernorm, Linear, LinearGrad, Lora, LoraGrad, NormGrad, OpError, Products, PromptAdd, Rmsnorm,
-    Rope, RopeAppend, RopeTable, Route, RouteGrad, ScatterAdd, SiluMul, SiluMulGrad, SplitQkv,
+    Add, AddNorm, Attention, AttentionGrad, Expert, GateDot, Gather, Gelu, GeluGrad, JoinQkv,
+    KvAppend, Layernorm, Linear, LinearGrad, Lora, LoraGrad, Mixture, NormGrad, OpError, Products,
+    PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route, RouteGrad, ScatterAdd, SiluMul,
+    SiluMulGrad, SplitQkv,
 };
 use crate::tensor::WeightView;
 
@@ -19,11 +20,18 @@ pub trait Backend {
     type Buffer: std::ops::DerefMut<Target = Self::Floats>;
     /// A weight matrix where the device reads it; a handle, cheap to clone.
     type Matrix<'w>: Clone;
+    /// The experts of one block.
+    type Experts<'w>;
     /// KV pages of one block.
     type Pages<'k>;
 
     /// The matrix where the device reads it. On the CPU that is where it lies.
     fn matrix<'w>(&mut self, weight: WeightView<'w>) -> Result<Self::Matrix<'w>, OpError>;
+    /// The experts of a block, to be computed together.
+    fn experts<'w>(
+        &mut self,
+        experts: Vec<Expert<Self::Matrix<'w>>>,
+    ) -> Result<Self::Experts<'w>, OpError>;
     /// A buffer of `len` elements of unspecified content.
     fn buffer(&mut self, len: usize) -> Self::Buffer;
     /// Makes `buffer` at least `len` elements long; never shrinks it. The content is unspecified after growth.
@@ -85,6 +93,11 @@ pub trait Backend {
     fn gelu(&mut self, args: Gelu<'_, Self::Floats>) -> Result<(), OpError>;
     /// Weights of the experts of each token.
     fn route(&mut self, args: Route<'_, Self::Floats>) -> Result<(), OpError>;
+    /// All of a mixture of experts behind the logits of its router.
+    fn mixture(
+        &mut self,
+        args: Mixture<'_, Self::Floats, Self::Experts<'_>>,
+    ) -> Result<(), OpError>;
     /// Rows that go to an expert.
     fn gather(&mut self, args: Gather<'_, Self::Floats>) -> Result<(), OpError>;
     /// And come back from it.

@@ -137,6 +137,26 @@ pub fn cuda_linear_few(
     }
 }
 
+/// Most rows of one expert in a tile of `experts_few.cu`, and in one of `experts_many.cu`.
+pub const CUDA_EXPERT_ROWS: (usize, usize) = (32, 128);
+
+/// Whether the products of experts go to `experts_few.cu`, for `pairs` of tokens and experts: as long as an expert has 32 rows on average, so
+/// that its weights are read hardly more than once. With the same bits. Not measured on a device yet.
+pub fn cuda_experts_are_few(pairs: usize, experts: usize) -> bool {
+    pairs <= CUDA_EXPERT_ROWS.0 * experts
+}
+
+/// Most tiles of `rows` rows of one expert that the pairs of `tokens` tokens with `chosen` experts each can make.
+pub fn cuda_expert_tiles(tokens: usize, chosen: usize, experts: usize, rows: usize) -> usize {
+    let pairs = tokens * chosen;
+    let taking = experts.min(pairs);
+    if tokens <= rows {
+        return taking;
+    }
+    // Full tiles, and one that is not full for each expert.
+    (pairs / rows + taking).min(pairs)
+}
+
 /// New tokens that `attention_few.cu` takes, a token at a time, so that each reads its cache by itself; more go to `attention_many.cu`, with
 /// the same bits. Not measured on a device yet.
 pub const CUDA_ATTENTION_FEW_TOKENS: usize = 32;
@@ -171,6 +191,29 @@ pub const CUDA_ATTENTION_WORKSPACE_BYTES: usize = 512 << 20;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn there_are_tiles_for_any_choice_of_experts() {
+        let tiles = |counts: &[usize], rows: usize| -> usize {
+            counts.iter().map(|count| count.div_ceil(rows)).sum()
+        };
+        for (tokens, chosen, experts, worst) in [
+            (1, 2, 8, vec![1, 1]),
+            (32, 2, 8, vec![9; 7]),
+            (33, 2, 3, vec![33, 32, 1]),
+            (97, 2, 5, vec![33, 33, 33, 33, 62]),
+            (256, 1, 4, vec![65, 65, 65, 61]),
+        ] {
+            for rows in [32, 128] {
+                let room = cuda_expert_tiles(tokens, chosen, experts, rows);
+                assert!(
+                    room >= tiles(&worst, rows),
+                    "{tokens} x {chosen} of {experts}"
+                );
+                assert!(room <= tokens * chosen && room > 0);
+            }
+        }
+    }
 
     #[test]
     fn pieces_cover_the_outputs_and_little_work_is_one_piece() {

@@ -419,6 +419,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
                 router,
                 chosen,
                 experts,
+                ..
             } => self.experts(fed, grad, (router, *chosen, experts), work, out),
         }
     }

@@ -7,8 +7,9 @@
 //! A pass without a cache is a step from prefix 0 over pages of the caller's own.
 
 use kernels::ops::{
-    Add, AddNorm, Alibi, Attention, Gather, Gelu, KvAppend, Layernorm, Lora, OpError, Product,
-    Products, PromptAdd, Rmsnorm, RopeAppend, RopeTable, Route, ScatterAdd, SiluMul, SplitQkv,
+    Add, AddNorm, Alibi, Attention, ExpertsRoom, Gather, Gelu, KvAppend, Layernorm, Lora, Mixture,
+    OpError, Product, Products, PromptAdd, Rmsnorm, RopeAppend, RopeTable, Route, ScatterAdd,
+    SiluMul, SplitQkv, experts::list_words,
 };
 use kernels::{Backend, DType, StepRow, kv::total_tokens, ops};
 
@@ -68,6 +69,8 @@ struct Middle<B: Backend> {
     logits: B::Buffer,
     taken: B::Buffer,
     given: B::Buffer,
+    /// Which token goes to which expert, on the device.
+    lists: B::Buffer,
     choice: Choice,
 }
 
@@ -126,6 +129,7 @@ impl<B: Backend> Workspace<B> {
                 logits: empty(),
                 taken: empty(),
                 given: empty(),
+                lists: empty(),
                 choice: Choice::default(),
             },
             rank: empty(),
@@ -137,9 +141,9 @@ impl<B: Backend> Workspace<B> {
         let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
         let only = |needed: bool, width: usize| if needed { width } else { 0 };
         let (heads, middle) = (&mut self.heads, &mut self.middle);
-        let experts = match &spec.mlp {
-            Mlp::Experts(mlp) => mlp.experts.len(),
-            Mlp::Gated(_) | Mlp::Plain(_) => 0,
+        let (experts, chosen) = match &spec.mlp {
+            Mlp::Experts(mlp) => (mlp.experts.len(), mlp.chosen),
+            Mlp::Gated(_) | Mlp::Plain(_) => (0, 1),
         };
         let is_plain = matches!(spec.mlp, Mlp::Plain(_));
         let is_rotated = matches!(spec.position, Position::Rope { .. });
@@ -160,14 +164,20 @@ impl<B: Backend> Workspace<B> {
                 only(matches!(spec.qkv, Qkv::Fused(_)), q + 2 * kv),
             ),
             (&mut heads.normed_k, only(spec.head_norms.is_some(), kv)),
-            (&mut middle.gate, spec.mlp.intermediate()),
-            (&mut middle.up, only(!is_plain, spec.mlp.intermediate())),
+            (&mut middle.gate, chosen * spec.mlp.intermediate()),
+            (
+                &mut middle.up,
+                only(!is_plain, chosen * spec.mlp.intermediate()),
+            ),
             (&mut middle.logits, experts),
             (&mut middle.taken, only(experts > 0, spec.hidden)),
-            (&mut middle.given, only(experts > 0, spec.hidden)),
+            (&mut middle.given, only(experts > 0, chosen * spec.hidden)),
             (&mut self.rank, largest_rank),
         ] {
             backend.grow(buffer, tokens * width);
+        }
+        if experts > 0 {
+            backend.grow(&mut middle.lists, list_words(tokens, chosen, experts));
         }
     }
 }
@@ -461,11 +471,29 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
                 router,
                 chosen,
                 experts,
+                together,
             } => {
-                let Middle { logits, choice, .. } = middle;
-                self.linear(x, router, tokens, logits)?;
-                self.choose(logits, *chosen, experts.len(), choice)?;
-                self.experts(x, experts, middle, out)
+                self.linear(x, router, tokens, &mut middle.logits)?;
+                if self.adapts(experts) {
+                    let Middle { logits, choice, .. } = middle;
+                    self.choose(logits, *chosen, experts.len(), choice)?;
+                    return self.experts(x, experts, middle, out);
+                }
+                self.backend.mixture(Mixture {
+                    x,
+                    logits: &mut middle.logits,
+                    experts: together,
+                    tokens,
+                    chosen: *chosen,
+                    room: ExpertsRoom {
+                        gate: &mut middle.gate,
+                        up: &mut middle.up,
+                        given: &mut middle.given,
+                        lists: &mut middle.lists,
+                    },
+                    out,
+                    round,
+                })
             }
         }
     }
@@ -487,6 +515,13 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         })?;
         choice.weights.resize(self.tokens * experts, 0.0);
         self.backend.download(logits, &mut choice.weights)
+    }
+
+    /// Whether an adapter of these tokens adds to a matrix of an expert.
+    fn adapts(&self, experts: &[GatedWeights<'_, B>]) -> bool {
+        let of = |linear: &Linear<'_, B>| !linear.parts(&self.adapted).is_empty();
+        let any = |e: &GatedWeights<'_, B>| [&e.gate, &e.up, &e.down].into_iter().any(of);
+        !self.adapted.is_empty() && experts.iter().any(any)
     }
 
     /// The sum over the experts in their order, each over the tokens that go to it.

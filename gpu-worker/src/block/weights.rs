@@ -1,10 +1,10 @@
 //! The weights of one block, checked against its spec and placed where the backend reads them.
 
-use kernels::ops::{GeluKind, OpError, convert};
+use kernels::ops::{Expert, GeluKind, OpError, convert};
 use kernels::{Backend, DType, WeightView};
 
 use super::adapters::Adapter;
-use super::spec::{BlockSpec, GatedMlp, LinearSpec, Mlp, Norm, Qkv};
+use super::spec::{BlockSpec, Experts, GatedMlp, LinearSpec, Mlp, Norm, Qkv};
 
 /// Why weights do not make a block.
 #[derive(Debug, thiserror::Error)]
@@ -80,6 +80,8 @@ pub(super) enum MlpWeights<'w, B: Backend> {
         router: Linear<'w, B>,
         chosen: usize,
         experts: Vec<GatedWeights<'w, B>>,
+        /// The same, to be computed together.
+        together: B::Experts<'w>,
     },
 }
 
@@ -204,15 +206,32 @@ impl<'w, B: Backend, T: Fn(&str) -> Option<WeightView<'w>>> Placing<'_, B, T> {
                 up: self.linear(&mlp.up)?,
                 down: self.linear(&mlp.down)?,
             },
-            Mlp::Experts(mlp) => MlpWeights::Experts {
-                router: self.linear(&mlp.router)?,
-                chosen: mlp.chosen,
-                experts: mlp
-                    .experts
-                    .iter()
-                    .map(|expert| self.gated(expert))
-                    .collect::<Result<_, _>>()?,
-            },
+            Mlp::Experts(mlp) => self.experts(mlp)?,
+        })
+    }
+
+    fn experts(&mut self, spec: &Experts) -> Result<MlpWeights<'w, B>, WeightsError> {
+        let router = self.linear(&spec.router)?;
+        let experts = spec
+            .experts
+            .iter()
+            .map(|expert| self.gated(expert))
+            .collect::<Result<Vec<_>, _>>()?;
+        let matrices = experts.iter().map(|expert| Expert {
+            gate: expert.gate.weight.clone(),
+            up: expert.up.weight.clone(),
+            down: expert.down.weight.clone(),
+        });
+        let name = || spec.router.name.to_string();
+        let together = self.backend.experts(matrices.collect());
+        Ok(MlpWeights::Experts {
+            router,
+            chosen: spec.chosen,
+            together: together.map_err(|source| WeightsError::Place {
+                name: name(),
+                source,
+            })?,
+            experts,
         })
     }
 

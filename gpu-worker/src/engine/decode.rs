@@ -18,7 +18,7 @@ use shared::ids::PageId;
 use tracing::{debug, info};
 
 use super::{Engine, EngineError};
-use crate::block::{BlockInput, Mlp, Workspace, forward_prepared, prepare};
+use crate::block::{BlockInput, Workspace, forward_prepared, prepare};
 use crate::device::{MAX_STEP_TOKENS, Paged};
 
 /// What recorded steps need, and the recordings.
@@ -40,8 +40,7 @@ impl<B: Paged> Engine<'_, B> {
     /// [`EngineError`] when the device has no memory, or fails.
     pub fn record_steps(&mut self) -> Result<(), EngineError> {
         let layout = self.kv_shape.layout;
-        if matches!(self.spec.mlp, Mlp::Experts(_))
-            || self.kv_shape.pages == 0
+        if self.kv_shape.pages == 0
             || !self
                 .backend
                 .open_steps(self.spec.heads, layout.head_dim, self.kv_shape.pages)?

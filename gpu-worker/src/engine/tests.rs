@@ -15,7 +15,7 @@ use shared::shm::arena::ArenaMap;
 use shared::shm::segment::MemfdSegment;
 
 use super::{Engine, EngineShape};
-use crate::fixtures::{wide_config, wide_tensors};
+use crate::fixtures::{mixture_config, mixture_tensors, wide_config, wide_tensors};
 use crate::harness::{BLOCKS, KV_PAGES, Model, alone, kv_segment, span, unique};
 use crate::running::Running;
 use crate::schedule::{Schedule, UnitTimes};
@@ -39,6 +39,13 @@ fn model(adapters: usize) -> Model {
     let tensors = wide_tensors(BLOCKS as usize, DType::Bf16);
     let config = wide_config(BLOCKS as usize);
     Model::of_tensors(DType::Bf16, QuantType::Nf4, &config, &tensors, adapters)
+}
+
+/// A model whose MLP is a mixture of experts.
+fn mixture(quant: QuantType) -> Model {
+    let tensors = mixture_tensors(BLOCKS as usize, DType::Bf16);
+    let config = mixture_config(BLOCKS as usize);
+    Model::of_tensors(DType::Bf16, quant, &config, &tensors, 0)
 }
 
 impl<'w> Bench<'w> {
@@ -170,6 +177,30 @@ fn recorded_steps_have_the_bits_of_direct_ones_and_are_recorded_once() {
         "steps go through all blocks at once"
     );
     assert!(got.iter().flatten().any(|&byte| byte != 0));
+}
+
+#[test]
+fn mixtures_of_experts_are_recorded_and_have_the_bits_of_direct_steps() {
+    for quant in [QuantType::Nf4, QuantType::None] {
+        let model = mixture(quant);
+        let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
+        let mut direct = Bench::new(&model, &weights, 3);
+        let expected = direct.talk([None; 3]);
+        let mut recorded = Bench::new(&model, &weights, 3);
+        recorded.engine.record_steps().unwrap();
+        let warm = recorded.engine.recorded();
+        assert_eq!(warm, 6 * u64::from(BLOCKS));
+        let got = recorded.talk([None; 3]);
+        assert!(got == expected, "recorded steps differ");
+        assert_eq!(recorded.engine.recorded(), warm);
+        assert_eq!(recorded.longest, BLOCKS);
+        let launches = recorded.engine.launches(0, 1).expect("a recording");
+        assert!(launches <= 14, "{launches} launches");
+        // A decode step takes nothing of the device any more.
+        let before = recorded.engine.backend.taken();
+        recorded.steps(&[(0, 1, None), (1, 1, None), (2, 1, None)]);
+        assert_eq!(recorded.engine.backend.taken(), before);
+    }
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Whole blocks, shaped as those of a Llama: what a decode step of some sessions and a prefill take from the first norm to the last sum, and
+//! Whole blocks, shaped as those of a Llama and of a Mixtral: what a decode step of some sessions and a prefill take from the first norm to the last sum, and
 //! what that makes of a whole model.
 
 use std::io::Write;
@@ -11,7 +11,7 @@ use shared::model::PAGE_TOKENS;
 
 use super::Ended;
 use super::roofline::{Bench, FORMATS, HEAD_DIM, page, steps};
-use crate::block::{BlockInput, BlockSpec, BlockWeights, TensorSpec, Workspace, forward};
+use crate::block::{BlockInput, BlockSpec, BlockWeights, Mlp, TensorSpec, Workspace, forward};
 use crate::device::Paged;
 
 /// Type in which the block computes.
@@ -20,22 +20,27 @@ const DTYPE: DType = DType::Bf16;
 impl<B: Paged, W: Write> Bench<'_, B, W> {
     /// Rows of whole blocks in every format.
     pub(super) fn blocks(&mut self) -> Result<(), Ended> {
-        let spec = llama(self.sizes.hidden, self.sizes.middle, self.sizes.kv)?;
+        let (hidden, middle, kv) = (self.sizes.hidden, self.sizes.middle, self.sizes.kv);
+        self.blocks_of("block", &llama(hidden, middle, kv)?)?;
+        self.blocks_of("mixture", &mixtral(hidden / 2, middle / 2, kv)?)
+    }
+
+    fn blocks_of(&mut self, kind: &str, spec: &BlockSpec) -> Result<(), Ended> {
         for quant in FORMATS {
-            let bytes = largest(quant, &spec);
+            let bytes = largest(quant, spec);
+            let routes = scattering(spec);
             let tensors = spec.tensors(0);
-            let weights = BlockWeights::new(self.backend, &spec, DTYPE, |name| {
+            let weights = BlockWeights::new(self.backend, spec, DTYPE, |name| {
                 let tensor = tensors.iter().find(|tensor| tensor.name == name)?;
+                if is_router(spec, tensor) {
+                    return tensor_view(QuantType::None, tensor, &routes);
+                }
                 tensor_view(quant, tensor, &bytes)
             })
             .map_err(|failure| Ended::new(ExitReason::Failed, &failure))?;
             for &sessions in self.sizes.sessions {
-                let seconds = self.block_row(
-                    &spec,
-                    &weights,
-                    quant,
-                    (sessions, 1, self.sizes.context - 1),
-                )?;
+                let step = (sessions, 1, self.sizes.context - 1);
+                let seconds = self.block_row(kind, spec, (&weights, quant), step)?;
                 if sessions == 1 {
                     let blocks = self.sizes.model_blocks;
                     let rate = 1.0 / (seconds * blocks as f64);
@@ -46,7 +51,7 @@ impl<B: Paged, W: Write> Bench<'_, B, W> {
                     )?;
                 }
             }
-            self.block_row(&spec, &weights, quant, (1, self.sizes.prefill, 0))?;
+            self.block_row(kind, spec, (&weights, quant), (1, self.sizes.prefill, 0))?;
         }
         Ok(())
     }
@@ -54,9 +59,9 @@ impl<B: Paged, W: Write> Bench<'_, B, W> {
     /// A step of `sessions` sessions with `tokens` new tokens after `prefix`.
     fn block_row(
         &mut self,
+        kind: &str,
         spec: &BlockSpec,
-        weights: &BlockWeights<'_, B>,
-        quant: QuantType,
+        (weights, quant): (&BlockWeights<'_, B>, QuantType),
         (sessions, tokens, prefix): (usize, usize, usize),
     ) -> Result<f64, Ended> {
         let layout = spec.page_layout(DTYPE);
@@ -88,27 +93,69 @@ impl<B: Paged, W: Write> Bench<'_, B, W> {
                 &mut pages,
             )
         })?;
-        let (mut stored, mut weights) = (0, 0);
-        for tensor in spec.tensors(0) {
-            let (outputs, inputs) = sides(&tensor);
-            stored += quant::stored_bytes(
-                if outputs > 1 { quant } else { QuantType::None },
-                DTYPE,
-                outputs,
-                inputs,
-            )
-            .unwrap_or(0);
-            weights += outputs * inputs;
-        }
+        let (stored, weights) = cost_of(spec, quant, count);
         let pairs: usize = (prefix + 1..=prefix + tokens).sum::<usize>() * sessions;
-        let flops = 2 * weights * count + 4 * pairs * spec.heads * HEAD_DIM;
+        let flops = 2 * weights + 4 * pairs * spec.heads * HEAD_DIM;
         let name = match prefix {
-            0 => format!("block {quant} prefill {tokens}"),
-            _ => format!("block {quant} decode {} x {sessions}", prefix + 1),
+            0 => format!("{kind} {quant} prefill {tokens}"),
+            _ => format!("{kind} {quant} decode {} x {sessions}", prefix + 1),
         };
         self.print(&name, seconds, stored + cached, flops)?;
         Ok(seconds)
     }
+}
+
+/// Bytes of the weights that `tokens` tokens read, and how many weights they are multiplied with. Of experts those that are chosen: all tokens
+/// choosing as by lot, a share of them.
+fn cost_of(spec: &BlockSpec, quant: QuantType, tokens: usize) -> (usize, usize) {
+    let (mut stored, mut weights) = (0, 0);
+    for tensor in spec.tensors(0) {
+        let (outputs, inputs) = sides(&tensor);
+        let own = if outputs > 1 { quant } else { QuantType::None };
+        let bytes = quant::stored_bytes(own, DTYPE, outputs, inputs).unwrap_or(0);
+        let (read, used) = match &spec.mlp {
+            Mlp::Experts(mlp) if tensor.name.contains(".experts.") => {
+                let share = mlp.chosen as f64 / mlp.experts.len() as f64;
+                let read = 1.0 - (1.0 - share).powi(i32::try_from(tokens).unwrap_or(i32::MAX));
+                (read, share)
+            }
+            _ => (1.0, 1.0),
+        };
+        stored += (bytes as f64 * read) as usize;
+        weights += ((outputs * inputs * tokens) as f64 * used) as usize;
+    }
+    (stored, weights)
+}
+
+fn is_router(spec: &BlockSpec, tensor: &TensorSpec) -> bool {
+    matches!(&spec.mlp, Mlp::Experts(mlp) if mlp.router.weight_name() == tensor.name)
+}
+
+/// The matrix of a router that sends tokens to all experts: numbers without a pattern, bfloat16 of 1 to 2 in size.
+fn scattering(spec: &BlockSpec) -> Vec<u8> {
+    let Mlp::Experts(mlp) = &spec.mlp else {
+        return Vec::new();
+    };
+    let mut state = 1u32;
+    (0..mlp.router.outputs * mlp.router.inputs)
+        .flat_map(|_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            [
+                (state >> 16) as u8 & 0x7f,
+                0x3f | (state >> 24) as u8 & 0x80,
+            ]
+        })
+        .collect()
+}
+
+fn mixtral(hidden: usize, middle: usize, kv: usize) -> Result<BlockSpec, Ended> {
+    let config = json!({
+        "model_type": "mixtral", "hidden_size": hidden, "intermediate_size": middle,
+        "num_attention_heads": (hidden / HEAD_DIM).max(1), "num_key_value_heads": (kv / HEAD_DIM).min((hidden / HEAD_DIM).max(1)),
+        "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 4096,
+        "num_local_experts": 8, "num_experts_per_tok": 2,
+    });
+    BlockSpec::from_config(&config).map_err(|failure| Ended::new(ExitReason::Failed, &failure))
 }
 
 fn llama(hidden: usize, middle: usize, kv: usize) -> Result<BlockSpec, Ended> {

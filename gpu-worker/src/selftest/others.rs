@@ -4,9 +4,9 @@
 use std::io::Write;
 
 use kernels::ops::{
-    Add, AttentionGrad, GateDot, Gather, Gelu, GeluGrad, GeluKind, JoinQkv, KvAppend, Layernorm,
-    LinearGrad, Lora, LoraGrad, LoraPart, NormGrad, Rmsnorm, Rope, RopeTable, Route, RouteGrad,
-    ScatterAdd, SiluMul, SiluMulGrad, SplitQkv,
+    Add, AttentionGrad, Expert, ExpertsRoom, GateDot, Gather, Gelu, GeluGrad, GeluKind, JoinQkv,
+    KvAppend, Layernorm, LinearGrad, Lora, LoraGrad, LoraPart, Mixture, NormGrad, Rmsnorm, Rope,
+    RopeTable, Route, RouteGrad, ScatterAdd, SiluMul, SiluMulGrad, SplitQkv, experts::list_words,
 };
 use kernels::{DType, PageLayout, QuantType, WeightView, quant};
 use shared::ids::PageId;
@@ -361,6 +361,60 @@ impl<B: Paged, W: Write> Bench<'_, B, W> {
                     out: &mut *logits,
                 })
             },
+        )
+    }
+
+    /// A mixture of experts behind its router, as of a Mixtral of half the widths.
+    pub(super) fn mixture(&mut self, quant: QuantType, rows: usize) -> Result<(), Ended> {
+        let (hidden, middle) = (self.sizes.hidden / 2, self.sizes.middle / 2);
+        let (wide, narrow) = (stored(quant, middle, hidden), stored(quant, hidden, middle));
+        let mut experts = Vec::new();
+        for _ in 0..EXPERTS {
+            experts.push(Expert {
+                gate: self.backend.matrix(view(quant, middle, hidden, &wide)?)?,
+                up: self.backend.matrix(view(quant, middle, hidden, &wide)?)?,
+                down: self.backend.matrix(view(quant, hidden, middle, &narrow)?)?,
+            });
+        }
+        let experts = self.backend.experts(experts)?;
+        let pairs = rows * CHOSEN;
+        let x = self.filled(rows * hidden)?;
+        let (mut logits, mut out) = (
+            self.backend.buffer(rows * EXPERTS),
+            self.filled(rows * hidden)?,
+        );
+        // Every token goes to two neighbours, every pair of neighbours as often.
+        let scattered: Vec<f32> = (0..rows * EXPERTS)
+            .map(|i| -(((i % EXPERTS + EXPERTS - i / EXPERTS * CHOSEN % EXPERTS) % EXPERTS) as f32))
+            .collect();
+        let (mut gate, mut up) = (self.filled(pairs * middle)?, self.filled(pairs * middle)?);
+        let mut given = self.filled(pairs * hidden)?;
+        let mut lists = self.backend.buffer(list_words(rows, CHOSEN, EXPERTS));
+        let seconds = self.time(|backend| {
+            // The weights of the experts took the place of the logits.
+            backend.upload(&scattered, &mut logits)?;
+            backend.mixture(Mixture {
+                x: &*x,
+                logits: &mut *logits,
+                experts: &experts,
+                tokens: rows,
+                chosen: CHOSEN,
+                room: ExpertsRoom {
+                    gate: &mut *gate,
+                    up: &mut *up,
+                    given: &mut *given,
+                    lists: &mut *lists,
+                },
+                out: &mut *out,
+                round: ROUND,
+            })
+        })?;
+        let read = EXPERTS.min(pairs) * (2 * wide.len() + narrow.len());
+        self.print(
+            &format!("{CHOSEN} of {EXPERTS} experts {quant} {hidden} x {rows}"),
+            seconds,
+            read,
+            6 * pairs * hidden * middle,
         )
     }
 

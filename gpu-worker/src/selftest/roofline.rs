@@ -130,6 +130,9 @@ pub fn table<B: Paged>(
         bench.positions(rows)?;
         bench.adapters(rows)?;
         bench.experts(rows)?;
+        for quant in FORMATS {
+            bench.mixture(quant, rows)?;
+        }
     }
     bench.gradients(sizes.gradient_rows)?;
     bench.blocks()

@@ -1,5 +1,6 @@
 //! The CPU as a device: dispatch to the instruction set found at start, over a pool of threads.
 
+mod experts;
 mod lora;
 pub mod pool;
 mod simd;
@@ -8,12 +9,13 @@ use std::ops::Range;
 
 use crate::backend::Backend;
 use crate::kv::{KvPages, total_tokens};
+use crate::ops::experts as ops_experts;
 use crate::ops::lora as ops_lora;
 use crate::ops::{
-    Add, AddNorm, Attention, AttentionGrad, GateDot, Gather, Gelu, GeluGrad, JoinQkv, KvAppend,
-    Layernorm, Linear, LinearGrad, Lora, LoraGrad, NormGrad, OpError, Products, PromptAdd, Rmsnorm,
-    Rope, RopeAppend, RopeTable, Route, RouteGrad, ScatterAdd, SiluMul, SiluMulGrad, SplitQkv, add,
-    check_len, kv_append, qkv, rope, route,
+    Add, AddNorm, Attention, AttentionGrad, Expert, GateDot, Gather, Gelu, GeluGrad, JoinQkv,
+    KvAppend, Layernorm, Linear, LinearGrad, Lora, LoraGrad, Mixture, NormGrad, OpError, Products,
+    PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route, RouteGrad, ScatterAdd, SiluMul,
+    SiluMulGrad, SplitQkv, add, check_len, kv_append, qkv, rope, route,
 };
 use crate::tensor::WeightView;
 use pool::Pool;
@@ -27,6 +29,8 @@ pub struct Cpu {
     scratch: simd::Scratch,
     /// What adapters add to a part of the rows.
     delta: Vec<f32>,
+    /// Rows of an expert.
+    moved: Vec<f32>,
 }
 
 impl Cpu {
@@ -48,6 +52,7 @@ impl Cpu {
             pool: Pool::new(threads),
             scratch: simd::Scratch::default(),
             delta: Vec::new(),
+            moved: Vec::new(),
         }
     }
 
@@ -66,10 +71,18 @@ impl Backend for Cpu {
     type Floats = [f32];
     type Buffer = Vec<f32>;
     type Matrix<'w> = WeightView<'w>;
+    type Experts<'w> = Vec<Expert<WeightView<'w>>>;
     type Pages<'k> = KvPages<'k>;
 
     fn matrix<'w>(&mut self, weight: WeightView<'w>) -> Result<WeightView<'w>, OpError> {
         Ok(weight)
+    }
+
+    fn experts<'w: 'w>(
+        &mut self,
+        experts: Vec<Expert<WeightView<'w>>>,
+    ) -> Result<Vec<Expert<WeightView<'w>>>, OpError> {
+        ops_experts::sizes_of(&experts).map(|_| experts)
     }
 
     fn buffer(&mut self, len: usize) -> Vec<f32> {
@@ -215,6 +228,13 @@ impl Backend for Cpu {
 
     fn route(&mut self, args: Route<'_, [f32]>) -> Result<(), OpError> {
         route::reference(args)
+    }
+
+    fn mixture(
+        &mut self,
+        args: Mixture<'_, [f32], Vec<Expert<WeightView<'_>>>>,
+    ) -> Result<(), OpError> {
+        experts::mixture(self, args)
     }
 
     fn gather(&mut self, args: Gather<'_, [f32]>) -> Result<(), OpError> {

@@ -6,12 +6,13 @@ use shared::config::QuantType;
 
 use super::gpu::Gpu;
 use super::memory::{Buffer, Floats};
-use super::{Cuda, Matrix, Pages, ops};
+use super::{Cuda, Experts, Matrix, Pages, ops};
 use crate::backend::Backend;
 use crate::ops::{
-    Add, AddNorm, Attention, AttentionGrad, GateDot, Gather, Gelu, GeluGrad, JoinQkv, KvAppend,
-    Layernorm, Linear, LinearGrad, Lora, LoraGrad, NormGrad, OpError, Products, PromptAdd, Rmsnorm,
-    Rope, RopeAppend, RopeTable, Route, RouteGrad, ScatterAdd, SiluMul, SiluMulGrad, SplitQkv,
+    Add, AddNorm, Attention, AttentionGrad, Expert, GateDot, Gather, Gelu, GeluGrad, JoinQkv,
+    KvAppend, Layernorm, Linear, LinearGrad, Lora, LoraGrad, Mixture, NormGrad, OpError, Products,
+    PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route, RouteGrad, ScatterAdd, SiluMul,
+    SiluMulGrad, SplitQkv,
 };
 use crate::tensor::WeightView;
 
@@ -34,10 +35,15 @@ impl<G: Gpu> Backend for Cuda<G> {
     type Floats = Floats;
     type Buffer = Buffer<G>;
     type Matrix<'w> = Matrix<G>;
+    type Experts<'w> = Experts<G>;
     type Pages<'k> = Pages<'k>;
 
     fn matrix<'w>(&mut self, weight: WeightView<'w>) -> Result<Matrix<G>, OpError> {
         Cuda::matrix(self, weight)
+    }
+
+    fn experts<'w: 'w>(&mut self, experts: Vec<Expert<Matrix<G>>>) -> Result<Experts<G>, OpError> {
+        Cuda::experts(self, experts)
     }
 
     fn buffer(&mut self, len: usize) -> Buffer<G> {
@@ -126,6 +132,10 @@ impl<G: Gpu> Backend for Cuda<G> {
 
     fn route(&mut self, args: Route<'_, Floats>) -> Result<(), OpError> {
         ops::route::launch(self, args)
+    }
+
+    fn mixture(&mut self, args: Mixture<'_, Floats, Experts<G>>) -> Result<(), OpError> {
+        ops::experts::launch(self, args)
     }
 
     fn gather(&mut self, args: Gather<'_, Floats>) -> Result<(), OpError> {

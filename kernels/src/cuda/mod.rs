@@ -17,6 +17,7 @@ pub mod cache;
 pub mod driver;
 #[cfg(feature = "emu")]
 pub mod emu;
+pub mod experts;
 pub mod gpu;
 pub mod matrix;
 pub mod memory;
@@ -29,6 +30,7 @@ use std::sync::Arc;
 
 pub use arena::Reach;
 pub use cache::Cache;
+pub use experts::Experts;
 pub use gpu::{Address, Gpu, GpuError, Launch, Params, Properties};
 pub use matrix::{Matrix, Parts};
 pub use memory::{Buffer, Floats, Memory, Taken};

@@ -170,7 +170,7 @@ impl<F: Elements + ?Sized> RouteGrad<'_, F> {
     }
 }
 
-fn check_chosen(chosen: usize, experts: usize) -> Result<(), OpError> {
+pub(crate) fn check_chosen(chosen: usize, experts: usize) -> Result<(), OpError> {
     if chosen == 0 || chosen > experts {
         return Err(OpError::Shape {
             op: "route",

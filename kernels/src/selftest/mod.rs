@@ -6,6 +6,7 @@
 
 mod attention;
 mod elementwise;
+mod experts;
 mod fused;
 mod linear;
 mod lora;
@@ -80,6 +81,7 @@ pub fn checks<G: Gpu>() -> Vec<(&'static str, Check<G>)> {
         ("elementwise", elementwise::check),
         ("fused", fused::check),
         ("route", route::check),
+        ("experts", experts::check),
         ("quantize", quantize::check),
     ]
 }

@@ -1,0 +1,40 @@
+// The products of experts with many rows each: gate and up, or down, of all experts of a prefill in one launch.
+//   out[p] = x[p] weight^T of the expert of p, for all pairs p
+//
+// x T [pairs, inputs], rounded before (experts.cu, convert.cu); matrices [outputs, inputs] (NF4, INT8, bf16, f16), all of one format; out f32
+// [pairs, outputs]. CPU reference: kernels/src/ops/experts.rs. Sums and so bits: those of linear_few.cu and linear_many.cu.
+//
+// Grid: x tiles of at most 128 rows of one expert, in the order of experts.cuh, as many as there can be (pairs / 128 + experts), y tiles of 128
+// outputs of one or two matrices. CTAs without a tile end at once; the rest as linear_many.cu.
+// Floor: 2 x pairs x inputs x outputs operations; 1,024 tokens through 2 of 8 experts of Mixtral 8x7B 0.72 TFLOP, 0.9 ms at the 788 TFLOP/s of an H200;
+// 2,048 pairs are 16 tiles and up to 8 that are not full.
+// Variants: one. Limits: as linear_many.cu.
+#include "experts.cuh"
+#include "linear_many.cuh"
+
+template <class F, class T>
+__device__ __forceinline__ void experts_many(const uint64_t* matrices, const Lists& lists, const T* x, float* out0, float* out1, uint32_t which,
+                                             uint32_t outputs, uint32_t inputs) {
+    if (blockIdx.x >= lists.count[1]) return;
+    const uint32_t expert = lists.tile_expert[blockIdx.x], first = lists.tile_first[blockIdx.x];
+    const uint32_t tiles = (outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS, second = blockIdx.y >= tiles ? 1 : 0;
+    LinearPart part;
+    part.weight = reinterpret_cast<const uint8_t*>(matrices[expert * 3 + which + second]);
+    part.bias = nullptr;
+    part.out = second ? out1 : out0;
+    part.outputs = outputs;
+    part.tile = blockIdx.y - second * tiles;
+    linear_many<F, T>(part, x, inputs, first, lists.start[expert + 1]);
+}
+
+#define EXPERTS_MANY(F, f, T)                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256, 1) experts_many_##f##_##T(                                                      \
+        EXPERTS, const T* __restrict__ x, float* out0, float* out1, uint32_t which, uint32_t outputs, uint32_t inputs) {              \
+        experts_many<F, T>(matrices, lists_of(words, tokens, chosen, experts), x, out0, out1, which, outputs, inputs);                \
+    }
+EXPERTS_MANY(Nf4, nf4, bf16)
+EXPERTS_MANY(Nf4, nf4, f16)
+EXPERTS_MANY(Int8, int8, bf16)
+EXPERTS_MANY(Int8, int8, f16)
+EXPERTS_MANY(Plain, plain, bf16)
+EXPERTS_MANY(Plain, plain, f16)

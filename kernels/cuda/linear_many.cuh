@@ -1,0 +1,168 @@
+// The product of many rows, a tile of 128 rows and 128 outputs per CTA: what linear_many.cu says of it, for whoever says where rows and
+// matrices lie (experts_many.cu too).
+#pragma once
+#include "linear.cuh"
+
+#define TILE_OUTPUTS 128
+#define TILE_ROWS 128
+#define STAGES 3
+#define X_STAGE (TILE_ROWS * 128)
+
+// Of the 8 pieces of 16 bytes of a row of 128, odd rows have neighbours swapped: lanes of two rows that read every second piece share no bank.
+__device__ __forceinline__ uint32_t twisted(uint32_t row, uint32_t piece) { return row * 128 + (piece ^ (row & 1)) * 16; }
+
+__device__ __forceinline__ void read(RowPart<Nf4>& part, const unsigned char* stage, uint32_t row, uint32_t q) {
+    part.v = *reinterpret_cast<const uint2*>(stage + row * 32 + q * 8);
+}
+__device__ __forceinline__ void read(RowPart<Int8>& part, const unsigned char* stage, uint32_t row, uint32_t q) {
+    part.v = *reinterpret_cast<const uint4*>(stage + row * 64 + q * 16);
+}
+__device__ __forceinline__ void read(RowPart<Plain>& part, const unsigned char* stage, uint32_t row, uint32_t q) {
+    part.v[0] = *reinterpret_cast<const uint4*>(stage + twisted(row, q * 2));
+    part.v[1] = *reinterpret_cast<const uint4*>(stage + twisted(row, q * 2 + 1));
+}
+
+// Where this thread's pieces of the next block come from. Its pieces lie at equal distances, so one address each is kept for weights and x.
+template <class F, class T> struct Copies {
+    static constexpr uint32_t W_STAGE = TILE_OUTPUTS * F::BLOCK_BYTES;
+    static constexpr uint32_t PIECES = F::BLOCK_BYTES / 16, W_STEP = 256 / PIECES, X_STEP = 32;
+
+    const uint8_t *w, *x;
+    uint32_t w_left, x_left; // rows of the tile that exist, from this thread's first on
+
+    __device__ __forceinline__ Copies(const LinearPart& part, const T* from, uint32_t inputs, uint32_t first, uint32_t rows) {
+        const uint32_t output = part.tile * TILE_OUTPUTS + threadIdx.x / PIECES, row = first + threadIdx.x / 8;
+        w = part.weight + output * row_bytes<F>(inputs) + threadIdx.x % PIECES * 16;
+        x = reinterpret_cast<const uint8_t*>(from + (size_t)row * inputs) + threadIdx.x % 8 * 16;
+        w_left = output < part.outputs ? part.outputs - output : 0;
+        x_left = row < rows ? rows - row : 0;
+    }
+
+    // Copies the next block to stage `stage`; outputs and rows past the end are zeros.
+    __device__ __forceinline__ void next(unsigned char* w_ring, unsigned char* x_ring, uint32_t stage, uint32_t inputs) {
+#pragma unroll
+        for (uint32_t i = 0; i < PIECES / 2; i++) {
+            const uint32_t row = threadIdx.x / PIECES + i * W_STEP, piece = threadIdx.x % PIECES;
+            const uint32_t to = same_type<F, Plain>::value ? twisted(row, piece) : row * F::BLOCK_BYTES + piece * 16;
+            cp_async16(w_ring + stage * W_STAGE + to, w + i * W_STEP * (uint32_t)row_bytes<F>(inputs), i * W_STEP < w_left);
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            const uint32_t row = threadIdx.x / 8 + i * X_STEP;
+            cp_async16(x_ring + stage * X_STAGE + twisted(row, threadIdx.x % 8), x + i * X_STEP * inputs * (uint32_t)sizeof(T), i * X_STEP < x_left);
+        }
+        w += F::BLOCK_BYTES;
+        x += BLOCK_INPUTS * sizeof(T);
+    }
+};
+
+// The tile of rows `first` to `rows`, at most TILE_ROWS of them.
+template <class F, class T>
+__device__ __forceinline__ void linear_many(const LinearPart& part, const T* x, uint32_t inputs, uint32_t first, uint32_t rows) {
+    SMEM_DYN(shared); // NF4: table, dynamic map, two times 128 scales; then 3 stages of weights and of x
+    constexpr bool IS_NF4 = same_type<F, Nf4>::value;
+    constexpr uint32_t TABLES = IS_NF4 ? NF4_TABLE_BYTES + 1024 + 1024 : 0;
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    uint32_t* table = reinterpret_cast<uint32_t*>(shared);
+    float* dynamic = reinterpret_cast<float*>(shared + NF4_TABLE_BYTES);
+    float* scales = dynamic + 256;
+    unsigned char* w_ring = shared + TABLES;
+    unsigned char* x_ring = w_ring + STAGES * Copies<F, T>::W_STAGE;
+    Copies<F, T> copies(part, x, inputs, first, rows);
+    const uint32_t blocks = inputs / BLOCK_INPUTS, segment_blocks = segment_inputs(inputs) / BLOCK_INPUTS;
+    const uint32_t w_row = warp % 4 * 32 + g, x_row = warp / 4 * 64 + g;
+
+    for (uint32_t s = 0; s < STAGES - 1; s++) {
+        if (s < blocks) copies.next(w_ring, x_ring, s, inputs);
+        cp_commit();
+    }
+    Nf4Parts parts = {};
+    uint32_t scale_row = 0;
+    if constexpr (IS_NF4) {
+        parts = nf4_parts(part.weight, part.outputs, inputs);
+        fill_nf4_table<T>(table);
+        dynamic[threadIdx.x] = NF4_DYNAMIC[threadIdx.x];
+        __syncthreads();
+        scale_row = min(part.tile * TILE_OUTPUTS + threadIdx.x % TILE_OUTPUTS, part.outputs - 1) * blocks;
+    }
+    auto scale_of = [&](uint32_t block) {
+        const uint32_t index = scale_row + block;
+        return nf4_scale(dynamic, parts.absmax[index], parts.absmax2[index / NF4_SUPER_GROUP], parts.offset) * (1.0f / nf4_factor<T>());
+    };
+    float ahead = 0.0f; // of the block after the next
+    if constexpr (IS_NF4) {
+        if (threadIdx.x < TILE_OUTPUTS) {
+            scales[threadIdx.x] = scale_of(0);
+            if (blocks > 1) ahead = scale_of(1);
+        }
+    }
+
+    float total[2][8][4], sum[2][8][4] = {};
+#pragma unroll
+    for (int i = 0; i < 64; i++) total[i / 32][i / 4 % 8][i % 4] = -0.0f; // leaves even the first sum's sign of zero alone
+    for (uint32_t block = 0; block < blocks; block++) {
+        cp_wait<STAGES - 2>();
+        __syncthreads();
+        if (block + STAGES - 1 < blocks) copies.next(w_ring, x_ring, (block + STAGES - 1) % STAGES, inputs);
+        cp_commit();
+        if constexpr (IS_NF4) {
+            if (threadIdx.x < TILE_OUTPUTS && block + 1 < blocks) {
+                scales[(block + 1) % 2 * TILE_OUTPUTS + threadIdx.x] = ahead;
+                if (block + 2 < blocks) ahead = scale_of(block + 2);
+            }
+        }
+        const unsigned char* w_stage = w_ring + block % STAGES * Copies<F, T>::W_STAGE;
+        const unsigned char* x_stage = x_ring + block % STAGES * X_STAGE;
+        uint32_t a[2][4][4];
+        float scale[2][2] = {{1.0f, 1.0f}, {1.0f, 1.0f}};
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            RowPart<F> low, high;
+            read(low, w_stage, w_row + m * 16, q);
+            read(high, w_stage, w_row + m * 16 + 8, q);
+            fragments<T>(a[m], low, high, table + lane);
+            if constexpr (IS_NF4) {
+                scale[m][0] = scales[block % 2 * TILE_OUTPUTS + w_row + m * 16];
+                scale[m][1] = scales[block % 2 * TILE_OUTPUTS + w_row + m * 16 + 8];
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+            const uint4 b0 = *reinterpret_cast<const uint4*>(x_stage + twisted(x_row + n * 8, q * 2));
+            const uint4 b1 = *reinterpret_cast<const uint4*>(x_stage + twisted(x_row + n * 8, q * 2 + 1));
+            const uint32_t b[8] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
+#pragma unroll
+            for (int m = 0; m < 2; m++) add_block<F, T>(sum[m][n], a[m], b, scale[m][0], scale[m][1]);
+        }
+        if ((block + 1) % segment_blocks == 0 || block + 1 == blocks) {
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int n = 0; n < 8; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        total[m][n][i] = __fadd_rn(total[m][n][i], sum[m][n][i]);
+                        sum[m][n][i] = 0.0f;
+                    }
+        }
+    }
+    cp_wait<0>();
+
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int high = 0; high < 2; high++) {
+            const uint32_t output = part.tile * TILE_OUTPUTS + w_row + m * 16 + high * 8;
+            if (output >= part.outputs) continue;
+            const float scale = output_scale<F>(part.weight, part.outputs, inputs, output);
+            const float bias = part.bias ? part.bias[output] : 0.0f;
+#pragma unroll
+            for (int n = 0; n < 8; n++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const uint32_t row = first + warp / 4 * 64 + n * 8 + q * 2 + i;
+                    const float value = __fmul_rn(total[m][n][high * 2 + i], scale);
+                    if (row < rows) part.out[(size_t)row * part.outputs + output] = part.bias ? __fadd_rn(value, bias) : value;
+                }
+        }
+}

@@ -1,0 +1,79 @@
+//! The experts of a block as launches read them: the addresses of all their matrices in device memory.
+
+use super::matrix::Parts;
+use super::{Cuda, Gpu, Matrix, Memory};
+use crate::ops::experts::{Expert, ExpertSizes, sizes_of};
+use crate::ops::{MatrixShape, OpError};
+
+/// Most experts of a block.
+pub(super) const MAX_EXPERTS: usize = 256;
+
+/// Experts that one launch multiplies, each with its own rows.
+#[derive(Debug)]
+pub struct Experts<G: Gpu> {
+    all: Vec<Expert<Matrix<G>>>,
+    sizes: ExpertSizes,
+    /// `uint64_t [experts, 3]`: where gate, up and down begin.
+    table: Memory<G>,
+}
+
+impl<G: Gpu> Experts<G> {
+    /// Their sizes.
+    pub fn sizes(&self) -> ExpertSizes {
+        self.sizes
+    }
+
+    /// One that all others are like.
+    pub(super) fn like(&self) -> Option<&Expert<Matrix<G>>> {
+        self.all.first()
+    }
+
+    /// The addresses.
+    pub(super) fn table(&self) -> &Memory<G> {
+        &self.table
+    }
+}
+
+impl<G: Gpu> Cuda<G> {
+    /// Puts experts together.
+    ///
+    /// # Errors
+    /// When they are not of one shape, dtype and format, are too many, or the device has no memory for their addresses.
+    pub fn experts(&mut self, all: Vec<Expert<Matrix<G>>>) -> Result<Experts<G>, OpError> {
+        let sizes = sizes_of(&all)?;
+        let wrong = |what| OpError::Shape {
+            op: "experts",
+            what,
+        };
+        if all.len() > MAX_EXPERTS {
+            return Err(wrong("more than 256 experts"));
+        }
+        let quant = all.first().map(|expert| expert.gate.quant());
+        let alike = |expert: &Expert<Matrix<G>>| {
+            let three = [&expert.gate, &expert.up, &expert.down];
+            three.iter().all(|m| Some(m.quant()) == quant)
+        };
+        if !all.iter().all(alike) {
+            return Err(wrong(
+                "the matrices of the experts are stored in different formats",
+            ));
+        }
+        let addresses: Vec<u8> = all
+            .iter()
+            .flat_map(|expert| [&expert.gate, &expert.up, &expert.down])
+            .flat_map(|matrix| start_of(matrix).to_le_bytes())
+            .collect();
+        let mut table = self.reserve(addresses.len())?;
+        self.upload_bytes(&addresses, &mut table, 0)?;
+        Ok(Experts { all, sizes, table })
+    }
+}
+
+/// Where the bytes of a matrix begin.
+fn start_of<G: Gpu>(matrix: &Matrix<G>) -> u64 {
+    debug_assert!(matrix.inputs() > 0, "a matrix has sides");
+    match matrix.parts() {
+        Parts::Plain { values } => values.0,
+        Parts::Int8 { codes, .. } | Parts::Nf4 { codes, .. } => codes.0,
+    }
+}

@@ -1,0 +1,328 @@
+//! Launches `experts.cu`, `experts_few.cu` and `experts_many.cu`: a mixture of experts without the host.
+
+use shared::config::QuantType;
+use shared::dtype::DType;
+
+use super::linear::by_format;
+use super::{by_dtype, convert, elementwise};
+use crate::cuda::gpu::ctas;
+use crate::cuda::{Address, Cuda, Experts, Floats, Gpu, Launch, Matrix, Params};
+use crate::ops::experts::ExpertSizes;
+use crate::ops::{MatrixShape, Mixture, OpError, Route};
+use crate::tuning;
+
+/// Threads of the CTA that groups pairs.
+const GROUP_THREADS: u32 = 512;
+
+/// Tokens that are routed where they are grouped; more are routed before, each by its own warp.
+const ROUTED_TOGETHER: usize = 32;
+
+pub(crate) fn launch<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    mut args: Mixture<'_, Floats, Experts<G>>,
+) -> Result<(), OpError> {
+    let sizes = args.experts.sizes();
+    args.check(sizes)?;
+    let Some(like) = args.experts.like().filter(|_| args.tokens > 0) else {
+        return Ok(());
+    };
+    let plan = Plan::new(&args, &like.gate, sizes);
+    group(cuda, &mut args, &plan)?;
+    let (x, room) = (args.x, args.room);
+    let outs = [&mut *room.gate, &mut *room.up];
+    plan.product(cuda, (x, true), outs.map(|out| out.address()), 0)?;
+    let names = ["silu_mul_f32", "silu_mul_bf16", "silu_mul_f16"];
+    let len = plan.pairs() * sizes.middle;
+    let params = Params::new().write(room.gate).read(room.up).wide(len);
+    // SAFETY: `check` has made sure that both hold the middle of all pairs.
+    unsafe { elementwise(cuda, by_dtype(names, args.round), len, params)? };
+    plan.product(cuda, (room.gate, false), [room.given.address()], 2)?;
+    let names = [
+        "experts_combine_f32",
+        "experts_combine_bf16",
+        "experts_combine_f16",
+    ];
+    let combine = Launch {
+        kernel: by_dtype(names, args.round),
+        grid: [ctas(plan.tokens), ctas(sizes.hidden.div_ceil(1024)), 1],
+        cta: [256, 1, 1],
+        shared_bytes: 0,
+        params: plan
+            .lists(Params::new())
+            .read(room.given)
+            .write(args.out)
+            .count(sizes.hidden),
+    };
+    // SAFETY: `check` has made sure of the output, and the lists name pairs that `given` holds.
+    unsafe { cuda.launch(combine) }
+}
+
+/// Weights of the experts of each token, and the lists.
+fn group<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    args: &mut Mixture<'_, Floats, Experts<G>>,
+    plan: &Plan<'_, G>,
+) -> Result<(), OpError> {
+    let is_routed = args.tokens > ROUTED_TOGETHER;
+    if is_routed {
+        let route = Route {
+            logits: &mut *args.logits,
+            tokens: args.tokens,
+            experts: plan.sizes.experts,
+            chosen: args.chosen,
+            round: args.round,
+        };
+        super::route::launch(cuda, route)?;
+    }
+    // Of a recorded step the number of tokens lies in fixed memory.
+    let batch = cuda.fixed().map_or(Address(0), |fixed| fixed.batch());
+    let names = [
+        "experts_group_f32",
+        "experts_group_bf16",
+        "experts_group_f16",
+    ];
+    let launch = Launch {
+        kernel: by_dtype(names, args.round),
+        grid: [1, 1, 1],
+        cta: [GROUP_THREADS, 1, 1],
+        shared_bytes: 2 * 4 * ctas(plan.sizes.experts + 1),
+        params: Params::new()
+            .write(args.logits)
+            .address(plan.lists)
+            .address(batch)
+            .address(Address(0))
+            .count(plan.tokens)
+            .count(plan.chosen)
+            .count(plan.sizes.experts)
+            .count(0)
+            .count(plan.tile_rows)
+            .count(usize::from(is_routed)),
+    };
+    // SAFETY: `check` has made sure of the logits, and that the lists hold all pairs.
+    unsafe { cuda.launch(launch) }
+}
+
+/// What all products of a step share.
+struct Plan<'a, G: Gpu> {
+    /// The matrix that all others are like.
+    like: &'a Matrix<G>,
+    sizes: ExpertSizes,
+    tokens: usize,
+    chosen: usize,
+    tile_rows: usize,
+    tiles: usize,
+    table: Address,
+    lists: Address,
+}
+
+impl<'a, G: Gpu> Plan<'a, G> {
+    fn new(
+        args: &Mixture<'_, Floats, Experts<G>>,
+        like: &'a Matrix<G>,
+        sizes: ExpertSizes,
+    ) -> Plan<'a, G> {
+        let (few, many) = tuning::CUDA_EXPERT_ROWS;
+        let pairs = args.tokens * args.chosen;
+        let is_few = tuning::cuda_experts_are_few(pairs, sizes.experts);
+        let tile_rows = if is_few { few } else { many };
+        let (tokens, chosen) = (args.tokens, args.chosen);
+        Plan {
+            like,
+            sizes,
+            tokens,
+            chosen,
+            tile_rows,
+            tiles: tuning::cuda_expert_tiles(tokens, chosen, sizes.experts, tile_rows),
+            table: args.experts.table().address(),
+            lists: args.room.lists.address(),
+        }
+    }
+
+    fn pairs(&self) -> usize {
+        self.tokens * self.chosen
+    }
+
+    /// The parameters that say how to read the lists.
+    fn lists(&self, params: Params) -> Params {
+        params
+            .address(self.lists)
+            .count(self.tokens)
+            .count(self.chosen)
+            .count(self.sizes.experts)
+    }
+
+    /// `x` (of tokens or of pairs) times the matrices of its experts from `which` on, one per output: 0 gate, 1 up, 2 down.
+    fn product<const N: usize>(
+        &self,
+        cuda: &mut Cuda<G>,
+        (x, by_token): (&Floats, bool),
+        outs: [Address; N],
+        which: usize,
+    ) -> Result<(), OpError> {
+        let (outputs, inputs) = match which {
+            2 => (self.sizes.hidden, self.sizes.middle),
+            _ => (self.sizes.middle, self.sizes.hidden),
+        };
+        let params = self.lists(Params::new().address(self.table));
+        if !tuning::cuda_linear_is_tiled(self.like.dtype(), inputs) {
+            return outs.into_iter().zip(which..).try_for_each(|(out, which)| {
+                let launch = Launch {
+                    kernel: by_format(ANY, self.like),
+                    grid: [ctas(self.pairs()), ctas(outputs.div_ceil(8)), 1],
+                    cta: [256, 1, 1],
+                    shared_bytes: 0,
+                    params: params
+                        .read(x)
+                        .address(out)
+                        .count(which)
+                        .count(usize::from(by_token))
+                        .count(outputs)
+                        .count(inputs),
+                };
+                // SAFETY: `check` has made sure of inputs and outputs of all pairs, and the table names the matrices of all experts.
+                unsafe { cuda.launch(launch) }
+            });
+        }
+        let [first, second] = [0, 1].map(|i| outs.get(i).copied().unwrap_or(Address(0)));
+        if self.tile_rows == tuning::CUDA_EXPERT_ROWS.1 {
+            return self.many(
+                cuda,
+                (x, by_token),
+                [first, second],
+                (N, which, outputs, inputs),
+            );
+        }
+        let device = cuda.gpu().properties();
+        let table_bytes = match self.like.quant() {
+            QuantType::Nf4 => (32 << 10) + 1024,
+            QuantType::None | QuantType::Int8 => 0,
+        };
+        // Two tiles of outputs whatever their number, for all experts together have many.
+        let sizes = tuning::cuda_linear_few(
+            usize::MAX,
+            self.tokens.min(self.tile_rows),
+            table_bytes,
+            device.multiprocessors as usize,
+            device.shared_bytes as usize,
+        );
+        let launch = Launch {
+            kernel: by_kind(FEW, self.like)[usize::from(sizes.n > 1)],
+            grid: [ctas(N * outputs.div_ceil(32)), ctas(self.tiles), 1],
+            cta: [256, 1, 1],
+            shared_bytes: ctas(sizes.shared_bytes),
+            params: params
+                .read(x)
+                .address(first)
+                .address(second)
+                .count(which)
+                .count(usize::from(by_token))
+                .count(outputs)
+                .count(inputs)
+                .count(sizes.stages),
+        };
+        // SAFETY: as above; the matrices begin at multiples of 256 and their rows are whole blocks.
+        unsafe { cuda.launch(launch) }
+    }
+
+    /// The same by `experts_many.cu`, after the rows of all pairs were rounded and put in order.
+    fn many(
+        &self,
+        cuda: &mut Cuda<G>,
+        (x, by_token): (&Floats, bool),
+        [first, second]: [Address; 2],
+        (products, which, outputs, inputs): (usize, usize, usize, usize),
+    ) -> Result<(), OpError> {
+        let is_f16 = self.like.dtype() == DType::F16;
+        let len = self.pairs().saturating_mul(inputs);
+        let rounded = cuda.scratch(len.saturating_mul(2))?;
+        if by_token {
+            let take = Launch {
+                kernel: ["experts_take_bf16", "experts_take_f16"][usize::from(is_f16)],
+                grid: [ctas(self.pairs()), 1, 1],
+                cta: [256, 1, 1],
+                shared_bytes: 0,
+                params: self
+                    .lists(Params::new())
+                    .read(x)
+                    .address(rounded.address())
+                    .count(inputs),
+            };
+            // SAFETY: `rounded` holds the inputs of all pairs, and the lists name tokens that `x` holds.
+            unsafe { cuda.launch(take)? };
+        } else {
+            let convert = ["convert_f32_bf16", "convert_f32_f16"][usize::from(is_f16)];
+            convert::launch(cuda, convert, x.address(), rounded.address(), len)?;
+        }
+        let (block_bytes, table_bytes) = match self.like.quant() {
+            QuantType::None => (128, 0),
+            QuantType::Int8 => (64, 0),
+            QuantType::Nf4 => (32, (32 << 10) + 2048),
+        };
+        let launch = Launch {
+            kernel: by_kind(MANY, self.like),
+            grid: [ctas(self.tiles), ctas(products * outputs.div_ceil(128)), 1],
+            cta: [256, 1, 1],
+            shared_bytes: table_bytes + 3 * 128 * (block_bytes + 128),
+            params: self
+                .lists(Params::new().address(self.table))
+                .address(rounded.address())
+                .address(first)
+                .address(second)
+                .count(which)
+                .count(outputs)
+                .count(inputs),
+        };
+        // SAFETY: as in `product`; `rounded` holds the inputs of all pairs as 16-bit numbers.
+        unsafe { cuda.launch(launch) }
+    }
+}
+
+/// The variant for a format and a 16-bit dtype: `[plain, int8, nf4]` of `[bf16, f16]`.
+fn by_kind<G: Gpu, T: Copy>(names: [[T; 2]; 3], matrix: &Matrix<G>) -> T {
+    let names = match matrix.quant() {
+        QuantType::None => names[0],
+        QuantType::Int8 => names[1],
+        QuantType::Nf4 => names[2],
+    };
+    names[usize::from(matrix.dtype() == DType::F16)]
+}
+
+const ANY: [[&str; 3]; 3] = [
+    [
+        "experts_any_plain_f32",
+        "experts_any_plain_bf16",
+        "experts_any_plain_f16",
+    ],
+    [
+        "experts_any_int8_f32",
+        "experts_any_int8_bf16",
+        "experts_any_int8_f16",
+    ],
+    [
+        "experts_any_nf4_f32",
+        "experts_any_nf4_bf16",
+        "experts_any_nf4_f16",
+    ],
+];
+
+/// By format, dtype, and for up to 8 or up to 32 rows.
+const FEW: [[[&str; 2]; 2]; 3] = [
+    [
+        ["experts_few_plain_bf16_n1", "experts_few_plain_bf16_n4"],
+        ["experts_few_plain_f16_n1", "experts_few_plain_f16_n4"],
+    ],
+    [
+        ["experts_few_int8_bf16_n1", "experts_few_int8_bf16_n4"],
+        ["experts_few_int8_f16_n1", "experts_few_int8_f16_n4"],
+    ],
+    [
+        ["experts_few_nf4_bf16_n1", "experts_few_nf4_bf16_n4"],
+        ["experts_few_nf4_f16_n1", "experts_few_nf4_f16_n4"],
+    ],
+];
+
+const MANY: [[&str; 2]; 3] = [
+    ["experts_many_plain_bf16", "experts_many_plain_f16"],
+    ["experts_many_int8_bf16", "experts_many_int8_f16"],
+    ["experts_many_nf4_bf16", "experts_many_nf4_f16"],
+];
