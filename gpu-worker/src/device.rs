@@ -4,6 +4,7 @@
 mod cpu;
 mod cuda;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use kernels::cuda::arena::MoveError;
@@ -15,6 +16,7 @@ use shared::shm::kv::KvMap;
 use shared::shm::segment::OutOfBounds;
 
 pub use cpu::HostCache;
+pub(crate) use cuda::KEPT_VALUES;
 
 use crate::engine::EngineError;
 use crate::kv::KvShape;
@@ -229,4 +231,56 @@ pub trait Paged: Backend + Sized {
         layout: PageLayout,
         bytes: usize,
     ) -> Result<Self::Pages<'p>, EngineError>;
+
+    /// Whether jobs keep what they have between two units in memory of the device: one that has its own.
+    fn parks(&self) -> bool;
+
+    /// A room of exactly `bytes` bytes.
+    ///
+    /// # Errors
+    /// [`EngineError`] when the device has no memory.
+    fn reserve_room(&mut self, bytes: usize) -> Result<Self::Room, EngineError>;
+
+    /// Pages over some bytes of a room; what was written to them stays.
+    ///
+    /// # Errors
+    /// [`EngineError`] when the room is smaller.
+    fn parked_pages<'p>(
+        &mut self,
+        room: &'p mut Self::Room,
+        layout: PageLayout,
+        bytes: Range<usize>,
+    ) -> Result<Self::Pages<'p>, EngineError>;
+
+    /// The first `len` values of `from` in `dtype` to byte `at` of a room.
+    ///
+    /// # Errors
+    /// [`EngineError`] when one of them is shorter, or the device fails.
+    fn park(
+        &mut self,
+        from: &Self::Floats,
+        len: usize,
+        dtype: DType,
+        room: &mut Self::Room,
+        at: usize,
+    ) -> Result<(), EngineError>;
+
+    /// `len` values, stored in `dtype` from byte `at` of a room on, to the start of `to`.
+    ///
+    /// # Errors
+    /// [`EngineError`] when one of them is shorter, or the device fails.
+    fn recall(
+        &mut self,
+        room: &Self::Room,
+        at: usize,
+        len: usize,
+        dtype: DType,
+        to: &mut Self::Floats,
+    ) -> Result<(), EngineError>;
+
+    /// Sets values to zero.
+    ///
+    /// # Errors
+    /// [`EngineError`] when the device fails.
+    fn zero(&mut self, values: &mut Self::Floats) -> Result<(), EngineError>;
 }

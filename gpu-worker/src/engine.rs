@@ -2,10 +2,15 @@
 
 mod decode;
 mod gradients;
+mod parked;
+#[cfg(all(test, feature = "emu"))]
+mod parked_tests;
 #[cfg(all(test, feature = "emu"))]
 mod tests;
 mod transfer;
 mod units;
+
+pub use parked::Parked;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -95,6 +100,8 @@ pub struct Engine<'w, B: Paged> {
     /// The input of a block on the way back, and the sums of a unit there.
     before: B::Buffer,
     sums: [B::Buffer; 2],
+    /// What jobs keep on the device: those of forward, and those for gradients.
+    regions: [parked::Region<B>; 2],
     /// The arena of the link that is served.
     link: Option<(Arc<ArenaMap>, B::Reach)>,
     /// Recorded decode steps, where the device records and [`record_steps`](Self::record_steps) was called.
@@ -129,6 +136,7 @@ impl<'w, B: Paged> Engine<'w, B> {
             .collect::<Result<_, _>>()?;
         let work = Workspace::new(&mut backend);
         let gradients = GradientWork::new(&mut backend);
+        let regions = Self::regions(&mut backend, spec);
         let mut empty = || backend.buffer(0);
         let (states, before, sums) = (empty(), empty(), [empty(), empty()]);
         Ok(Engine {
@@ -144,6 +152,7 @@ impl<'w, B: Paged> Engine<'w, B> {
             states,
             before,
             sums,
+            regions,
             link: None,
             decode: None,
         })
@@ -261,6 +270,7 @@ impl<'w, B: Paged> Engine<'w, B> {
         self.trial(&rows, &mut hidden, count)?;
         let ranks = self.blocks.iter().map(BlockWeights::largest_rank);
         let largest_rank = ranks.max().unwrap_or(0);
+        self.open_regions()?;
         let back = self.piece_tokens(JobKind::Backward);
         self.gradients
             .grow(&mut self.backend, self.spec, back, largest_rank);

@@ -8,6 +8,7 @@ use shared::ids::{JobId, PageId};
 use shared::job::{JobBody, JobKind};
 use shared::model::PAGE_TOKENS;
 
+use crate::engine::Parked;
 use crate::schedule::{Class, DECODE_TOKENS, TaskShape};
 
 /// Consecutive tokens of one row that are never cut further.
@@ -53,6 +54,8 @@ pub struct Begun<B: Backend> {
     pub scratch: Vec<u8>,
     /// What gradients need besides.
     pub back: Option<Back>,
+    /// What of it all is not here but in the job's region of the device.
+    pub parked: Option<Parked>,
 }
 
 /// Hidden states between two blocks.
@@ -291,13 +294,14 @@ impl<B: Backend> Running<B> {
             .collect()
     }
 
-    /// What gradients keep, `gradient` being that of the output.
-    pub fn back_of(&self, gradient: Vec<f32>, kv_width: usize) -> Back {
+    /// What gradients keep on the host, `gradient` being that of the output, and nothing where all gradients are parked.
+    pub fn back_of(&self, gradient: Vec<f32>, kv_width: usize, parked: Option<&Parked>) -> Back {
+        let is_here = parked.is_none();
         let tokens = self.body.batch as usize * self.body.tokens as usize;
         let elements = tokens * self.body.hidden as usize;
-        let kv = tokens * kv_width;
+        let kv = if is_here { tokens * kv_width } else { 0 };
         let prompts = match (self.body.prompts, self.body.prompt_gradient) {
-            (Some(p), Some(_)) => {
+            (Some(p), Some(_)) if is_here => {
                 self.body.blocks.len()
                     * self.body.batch as usize
                     * p.tokens as usize
@@ -305,9 +309,13 @@ impl<B: Backend> Running<B> {
             }
             _ => 0,
         };
-        let input = vec![0; elements * self.body.dtype.size_bytes()];
+        let bytes = elements * self.body.dtype.size_bytes();
+        let input = |position| match parked.and_then(|parked| parked.input(position)) {
+            Some(_) => Vec::new(),
+            None => vec![0; bytes],
+        };
         Back {
-            inputs: vec![input; self.body.blocks.len()],
+            inputs: (0..self.body.blocks.len()).map(input).collect(),
             gradient,
             keys: vec![0.0; kv],
             values: vec![0.0; kv],

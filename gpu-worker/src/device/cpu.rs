@@ -1,5 +1,6 @@
 //! The processor as a device: its memory is the host's, its pages are the kv segment, and it records nothing.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use kernels::ops::{OpError, convert};
@@ -189,4 +190,55 @@ impl Paged for Cpu {
         room.resize(bytes, 0);
         Ok(KvPages::new(layout, room))
     }
+
+    fn parks(&self) -> bool {
+        false
+    }
+
+    fn reserve_room(&mut self, bytes: usize) -> Result<Vec<u8>, EngineError> {
+        Ok(vec![0; bytes])
+    }
+
+    fn parked_pages<'p>(
+        &mut self,
+        room: &'p mut Vec<u8>,
+        layout: PageLayout,
+        bytes: Range<usize>,
+    ) -> Result<KvPages<'p>, EngineError> {
+        Ok(KvPages::new(layout, room.get_mut(bytes).ok_or(NO_ROOM)?))
+    }
+
+    fn park(
+        &mut self,
+        from: &[f32],
+        len: usize,
+        dtype: DType,
+        room: &mut Vec<u8>,
+        at: usize,
+    ) -> Result<(), EngineError> {
+        let to = room.get_mut(at..at.saturating_add(len * dtype.size_bytes()));
+        self.narrow(from, dtype, to.ok_or(NO_ROOM)?)
+    }
+
+    fn recall(
+        &mut self,
+        room: &Vec<u8>,
+        at: usize,
+        len: usize,
+        dtype: DType,
+        to: &mut [f32],
+    ) -> Result<(), EngineError> {
+        let from = room.get(at..at.saturating_add(len * dtype.size_bytes()));
+        self.widen(from.ok_or(NO_ROOM)?, dtype, to)
+    }
+
+    fn zero(&mut self, values: &mut [f32]) -> Result<(), EngineError> {
+        values.fill(0.0);
+        Ok(())
+    }
 }
+
+const NO_ROOM: EngineError = EngineError::Op(OpError::Shape {
+    op: "room",
+    what: "it does not hold so much",
+});

@@ -1,5 +1,6 @@
 //! CUDA devices, or the emulator: pages and hidden states in device memory.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use kernels::cuda::{self, Cuda, Gpu};
@@ -17,7 +18,7 @@ use crate::schedule::UnitTimes;
 
 /// Values of the hidden states of one job that a device keeps; larger jobs are on the host between their units. At most one job of each
 /// class other than decode has begun at a time, so that these are some 200 MB at most.
-const KEPT_VALUES: usize = 16 << 20;
+pub(crate) const KEPT_VALUES: usize = 16 << 20;
 
 /// Pieces for what the host tells kernels (rows, page tables, indexes), more than are alive at once, and their size: larger than any.
 const SMALL_PIECES: usize = 8;
@@ -217,4 +218,56 @@ impl<G: Gpu> Paged for Cuda<G> {
         };
         Ok(cuda::Pages::new(layout, room.insert(memory), 0, bytes))
     }
+
+    fn parks(&self) -> bool {
+        true
+    }
+
+    fn reserve_room(&mut self, bytes: usize) -> Result<Option<cuda::Memory<G>>, EngineError> {
+        Ok(Some(self.reserve(bytes)?))
+    }
+
+    fn parked_pages<'p>(
+        &mut self,
+        room: &'p mut Option<cuda::Memory<G>>,
+        layout: PageLayout,
+        bytes: Range<usize>,
+    ) -> Result<cuda::Pages<'p>, EngineError> {
+        let memory = room.as_mut().filter(|memory| bytes.end <= memory.bytes());
+        let memory = memory.ok_or(NO_ROOM)?;
+        Ok(cuda::Pages::new(layout, memory, bytes.start, bytes.len()))
+    }
+
+    fn park(
+        &mut self,
+        from: &cuda::Floats,
+        len: usize,
+        dtype: DType,
+        room: &mut Option<cuda::Memory<G>>,
+        at: usize,
+    ) -> Result<(), EngineError> {
+        let memory = room.as_mut().ok_or(NO_ROOM)?;
+        Ok(self.narrow_into(from, len, dtype, memory, at)?)
+    }
+
+    fn recall(
+        &mut self,
+        room: &Option<cuda::Memory<G>>,
+        at: usize,
+        len: usize,
+        dtype: DType,
+        to: &mut cuda::Floats,
+    ) -> Result<(), EngineError> {
+        let memory = room.as_ref().ok_or(NO_ROOM)?;
+        Ok(self.widen_out_of(memory, at, len, dtype, to)?)
+    }
+
+    fn zero(&mut self, values: &mut cuda::Floats) -> Result<(), EngineError> {
+        Ok(Cuda::zero(self, values)?)
+    }
 }
+
+const NO_ROOM: EngineError = EngineError::Op(OpError::Shape {
+    op: "room",
+    what: "it does not hold so much",
+});

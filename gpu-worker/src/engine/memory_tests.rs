@@ -8,7 +8,7 @@ use shared::shm::segment::MemfdSegment;
 use super::*;
 use crate::fixtures::llama_config;
 use crate::harness::*;
-use crate::sizing::work_bytes;
+use crate::sizing::{parked_bytes, work_bytes};
 
 #[test]
 fn steps_after_the_rehearsal_take_no_memory_and_all_of_it_was_planned() {
@@ -58,4 +58,8 @@ fn steps_after_the_rehearsal_take_no_memory_and_all_of_it_was_planned() {
     }
     let after = engine.backend.taken();
     assert_eq!(after.allocations, rehearsed.allocations, "{after:?}");
+    assert!(
+        rehearsed.bytes > parked_bytes(&model.spec, JobKind::Backward) as u64,
+        "what jobs park is taken before the first"
+    );
 }

@@ -21,13 +21,13 @@ use crate::running::Running;
 use crate::schedule::{Schedule, UnitTimes};
 use crate::weights::map::MappedWeights;
 
-const HIDDEN: usize = 128;
-const SLOT: u64 = 1 << 16;
+pub(super) const HIDDEN: usize = 128;
+pub(super) const SLOT: u64 = 1 << 16;
 
 /// An engine on the emulator, and sessions of one row each.
-struct Bench<'w> {
-    engine: Engine<'w, Cuda<Emu>>,
-    arena: Arc<ArenaMap>,
+pub(super) struct Bench<'w> {
+    pub engine: Engine<'w, Cuda<Emu>>,
+    pub arena: Arc<ArenaMap>,
     schedule: Schedule,
     /// Positions of each session; its pages are its own.
     sessions: Vec<usize>,
@@ -35,7 +35,7 @@ struct Bench<'w> {
     longest: u32,
 }
 
-fn model(adapters: usize) -> Model {
+pub(super) fn model(adapters: usize) -> Model {
     let tensors = wide_tensors(BLOCKS as usize, DType::Bf16);
     let config = wide_config(BLOCKS as usize);
     Model::of_tensors(DType::Bf16, QuantType::Nf4, &config, &tensors, adapters)
@@ -49,7 +49,7 @@ fn mixture(quant: QuantType) -> Model {
 }
 
 impl<'w> Bench<'w> {
-    fn new(model: &'w Model, weights: &'w MappedWeights, sessions: usize) -> Bench<'w> {
+    pub(super) fn new(model: &'w Model, weights: &'w MappedWeights, sessions: usize) -> Bench<'w> {
         let shape = EngineShape {
             span: span(),
             dtype: DType::Bf16,

@@ -27,10 +27,15 @@ impl<B: Paged> Engine<'_, B> {
     /// [`TransferError::Outside`] when a slot lies outside it, which the check of the body excludes, or the device's.
     pub fn begin(&mut self, job: &mut Running<B>, now_ns: u64) -> Result<(), TransferError> {
         let (dtype, input) = (job.body.dtype, job.body.input);
+        let values = usize::try_from(input.len).unwrap_or(usize::MAX) / dtype.size_bytes();
+        let is_kept = self.backend.keeps(values);
+        let parked = match is_kept {
+            true => self.park_job(job)?,
+            false => None,
+        };
         let (arena, reach) = self.link.as_mut().ok_or(EngineError::Unit(u32::MAX))?;
         let read = |slot: SlotRef| read(arena, &job.body, slot);
-        let values = usize::try_from(input.len).unwrap_or(usize::MAX) / dtype.size_bytes();
-        let hidden = match self.backend.keeps(values) {
+        let hidden = match is_kept {
             true => {
                 let mut buffer = self.backend.buffer(values);
                 self.backend.load(arena, reach, input, dtype, &mut buffer)?;
@@ -45,7 +50,16 @@ impl<B: Paged> Engine<'_, B> {
         let back = match job.body.output_gradient {
             Some(slot) => {
                 let kv_width = self.spec.kv_heads * self.spec.head_dim;
-                Some(job.back_of(read(slot)?, kv_width))
+                let gradient = match &parked {
+                    Some(_) => {
+                        let [_, region] = &mut self.regions;
+                        let to = &mut region.gradient;
+                        self.backend.load(arena, reach, slot, dtype, to)?;
+                        Vec::new()
+                    }
+                    None => read(slot)?,
+                };
+                Some(job.back_of(gradient, kv_width, parked.as_ref()))
             }
             None => None,
         };
@@ -53,7 +67,10 @@ impl<B: Paged> Engine<'_, B> {
             JobKind::Backward => job.body.blocks.len().saturating_sub(1),
             JobKind::Step | JobKind::Forward => 0,
         };
-        let scratch = vec![0; job.scratch_range(last, self.page_bytes()).end];
+        let scratch = match &parked {
+            Some(parked) if parked.has_all_pages() => Vec::new(),
+            _ => vec![0; job.scratch_range(last, self.page_bytes()).end],
+        };
         job.begun = Some(Begun {
             at: Instant::now(),
             queue_ns: now_ns.saturating_sub(job.submitted_ns),
@@ -61,6 +78,7 @@ impl<B: Paged> Engine<'_, B> {
             prompts,
             scratch,
             back,
+            parked,
         });
         Ok(())
     }
@@ -72,6 +90,12 @@ impl<B: Paged> Engine<'_, B> {
     pub fn output(&mut self, body: &JobBody, begun: &Begun<B>) -> Result<(), TransferError> {
         let (arena, reach) = self.link.as_mut().ok_or(EngineError::Unit(u32::MAX))?;
         match (&begun.back, &begun.hidden) {
+            (Some(_), _) if begun.parked.is_some() => {
+                // The gradients of prompts are there already, block by block.
+                let [_, region] = &self.regions;
+                let (values, slot) = (&region.gradient, body.output);
+                self.backend.store(values, body.dtype, arena, reach, slot)
+            }
             (Some(back), _) => {
                 write(arena, body, body.output, &back.gradient)?;
                 match body.prompt_gradient {

@@ -2,20 +2,21 @@
 //! one job works on them where they are, a unit of several gathers their rows and gives them back.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use kernels::StepRow;
 use kernels::kv::total_tokens;
 use shared::block::BlockIndex;
 use shared::job::JobKind;
 
-use super::{Engine, EngineError};
+use super::{Engine, EngineError, parked};
 use crate::block::{BlockInput, PromptPart, forward};
 use crate::device::{MAX_STEP_TOKENS, Paged};
 use crate::running::{Begun, Running, States};
 use crate::schedule::{Member, TaskId, Unit};
 
 /// Where a part of a job's hidden states may begin for kernels to work on it in place: device memory is read in pieces of so many bytes.
-const PART_BYTES: usize = 256;
+pub(super) const PART_BYTES: usize = 256;
 
 impl<B: Paged> Engine<'_, B> {
     /// Runs one unit: its members' rows go through the block together, each row as if alone. Returns when the device is done.
@@ -162,6 +163,11 @@ impl<B: Paged> Engine<'_, B> {
         self.keep_input(job, member, &mut begun)
             .ok_or_else(missing)??;
         let own = job.scratch_range(member.position, self.page_bytes());
+        let position = match job.body.kind {
+            JobKind::Backward => member.position,
+            JobKind::Step | JobKind::Forward => 0,
+        };
+        let parked = begun.parked.as_ref().and_then(|p| p.pages(position));
         let mut states = std::mem::replace(&mut self.states, self.backend.buffer(0));
         let Begun {
             hidden,
@@ -172,27 +178,28 @@ impl<B: Paged> Engine<'_, B> {
         let mut input = Input::default();
         input.push(job, prompts, member).ok_or_else(missing)?;
         // A job without cache brings its pages; it is alone in its units.
-        let scratch = match scratch.is_empty() {
-            true => None,
-            false => Some(scratch.get_mut(own).ok_or_else(missing)?),
+        let over = match (job.body.kind, parked) {
+            (JobKind::Step, _) => Over::Cache,
+            (kind, Some(pages)) => Over::Parked(kind, pages),
+            (_, None) => Over::Host(scratch.get_mut(own).ok_or_else(missing)?),
         };
         match hidden {
             States::Device(all) if (4 * values.start).is_multiple_of(PART_BYTES) => {
                 let part = B::part_mut(all, values).ok_or_else(missing)?;
-                self.run(local, &input, part, scratch)?;
+                self.run(local, &input, part, over)?;
             }
             States::Device(all) => {
                 let part = B::part_mut(all, values.clone()).ok_or_else(missing)?;
                 self.backend.grow(&mut states, values.len());
                 self.backend.copy(part, &mut states, values.len())?;
-                self.run(local, &input, &mut states, scratch)?;
+                self.run(local, &input, &mut states, over)?;
                 self.backend.copy(&states, part, values.len())?;
             }
             States::Host(all) => {
                 let part = all.get_mut(values).ok_or_else(missing)?;
                 self.backend.grow(&mut states, part.len());
                 self.backend.upload(part, &mut states)?;
-                self.run(local, &input, &mut states, scratch)?;
+                self.run(local, &input, &mut states, over)?;
                 self.backend.download(&states, part)?;
             }
         }
@@ -239,7 +246,7 @@ impl<B: Paged> Engine<'_, B> {
                 }
             }
         }
-        self.run(local, &input, &mut states, None)?;
+        self.run(local, &input, &mut states, Over::Cache)?;
         drop(input);
         let mut start = 0;
         for member in &unit.members {
@@ -264,20 +271,20 @@ impl<B: Paged> Engine<'_, B> {
         Ok(())
     }
 
-    /// Sends rows through a block, over the cache or over pages of their own.
+    /// Sends rows through a block.
     fn run(
         &mut self,
         local: usize,
         input: &Input<'_>,
         states: &mut B::Floats,
-        scratch: Option<&mut [u8]>,
+        over: Over<'_>,
     ) -> Result<(), EngineError> {
         let block = u32::try_from(local).unwrap_or(u32::MAX);
         let weights = self.blocks.get(local).ok_or(EngineError::Unit(block))?;
         let (backend, layout, block_input) =
             (&mut self.backend, self.kv_shape.layout, input.block_input());
-        match scratch {
-            None => {
+        match over {
+            Over::Cache => {
                 let mut pages = backend.cached(&mut self.cache, local, &input.rows)?;
                 forward(
                     backend,
@@ -289,7 +296,21 @@ impl<B: Paged> Engine<'_, B> {
                     &mut pages,
                 )?;
             }
-            Some(own) => {
+            Over::Parked(kind, bytes) => {
+                let region = parked::of_kind(&mut self.regions, kind);
+                let room = &mut region.ok_or(EngineError::Unit(block))?.room;
+                let mut pages = backend.parked_pages(room, layout, bytes)?;
+                forward(
+                    backend,
+                    self.spec,
+                    weights,
+                    &mut self.work,
+                    block_input,
+                    states,
+                    &mut pages,
+                )?;
+            }
+            Over::Host(own) => {
                 let mut pages = backend.lend(&mut self.room, layout, own)?;
                 forward(
                     backend,
@@ -319,6 +340,18 @@ impl<B: Paged> Engine<'_, B> {
             return Some(Ok(()));
         };
         let size = dtype.size_bytes();
+        let parked = begun.parked.as_ref();
+        if let (Some(input), States::Device(all)) =
+            (parked.and_then(|p| p.input(member.position)), &begun.hidden)
+        {
+            let (part, at) = (
+                B::part(all, values.clone())?,
+                input.start + values.start * size,
+            );
+            let [_, region] = &mut self.regions;
+            let (len, room) = (values.len(), &mut region.room);
+            return Some(self.backend.park(part, len, dtype, room, at));
+        }
         let input = back.inputs.get_mut(member.position)?;
         let bytes = input.get_mut(values.start * size..values.end * size)?;
         match &begun.hidden {
@@ -332,6 +365,16 @@ impl<B: Paged> Engine<'_, B> {
             }
         }
     }
+}
+
+/// The pages that rows go over.
+enum Over<'a> {
+    /// Those of sessions.
+    Cache,
+    /// Those of a job on the host.
+    Host(&'a mut [u8]),
+    /// Those of a job in a region of the device.
+    Parked(JobKind, Range<usize>),
 }
 
 /// What goes through a block besides the hidden states, of all members of a unit.

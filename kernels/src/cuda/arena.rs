@@ -8,7 +8,7 @@ use shared::shm::arena::ArenaMap;
 use shared::shm::segment::OutOfBounds;
 
 use super::gpu::{Address, Gpu, GpuError};
-use super::memory::Floats;
+use super::memory::{Floats, Memory};
 use super::ops::convert;
 use super::{Cuda, OpError, check_len};
 
@@ -164,6 +164,66 @@ impl<G: Gpu> Cuda<G> {
             let read = unsafe { cuda.gpu.read(at, to) };
             cuda.noted(read)
         })
+    }
+
+    /// Copies the first `len` values of `from` to byte `at` of `to`, in `dtype`.
+    ///
+    /// # Errors
+    /// When one of them is shorter, or the device fails.
+    pub fn narrow_into(
+        &mut self,
+        from: &Floats,
+        len: usize,
+        dtype: DType,
+        to: &mut Memory<G>,
+        at: usize,
+    ) -> Result<(), OpError> {
+        let bytes = len * dtype.size_bytes();
+        check_len("narrow", "from", from.len(), 1, len)?;
+        check_len("narrow", "to", to.bytes(), 1, at.saturating_add(bytes))?;
+        let to = to.address().offset(at);
+        self.narrow_to(from, len, dtype, |cuda, from| {
+            // SAFETY: both hold so many bytes, and are not the same memory.
+            let copied = unsafe { cuda.gpu.copy(from, to, bytes) };
+            cuda.noted(copied)
+        })
+    }
+
+    /// Copies `len` values, stored in `dtype` from byte `at` of `from` on, to the start of `to`.
+    ///
+    /// # Errors
+    /// When one of them is shorter, or the device fails.
+    pub fn widen_out_of(
+        &mut self,
+        from: &Memory<G>,
+        at: usize,
+        len: usize,
+        dtype: DType,
+        to: &mut Floats,
+    ) -> Result<(), OpError> {
+        let bytes = len * dtype.size_bytes();
+        check_len("widen", "from", from.bytes(), 1, at.saturating_add(bytes))?;
+        check_len("widen", "to", to.len(), 1, len)?;
+        let from = from.address().offset(at);
+        self.widen_from(dtype, len, to, |cuda, to| {
+            // SAFETY: both hold so many bytes, and are not the same memory.
+            let copied = unsafe { cuda.gpu.copy(from, to, bytes) };
+            cuda.noted(copied)
+        })
+    }
+
+    /// Sets values to zero.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn zero(&mut self, values: &mut Floats) -> Result<(), OpError> {
+        self.health()?;
+        if values.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: a live buffer of so many values, all of whose bytes are 0 at zero.
+        let done = unsafe { self.gpu.fill(values.address(), 0, 4 * values.len()) };
+        self.noted(done)
     }
 
     /// `fill` puts the stored values where it is told.

@@ -1,0 +1,151 @@
+//! Jobs without cache on the emulator: what is kept on the device, on the host or partly, and how much of a job is one unit, changes no bit.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use kernels::cuda::Cuda;
+use kernels::cuda::emu::Emu;
+use shared::block::BlockIndex;
+use shared::dtype::DType;
+use shared::ids::JobId;
+use shared::job::{JobBody, JobKind, Prompts, SlotRef};
+
+use super::Engine;
+use super::tests::{Bench, HIDDEN, SLOT, model};
+use crate::harness::{BLOCKS, span};
+use crate::running::{Begun, Running, States};
+use crate::schedule::{Schedule, UnitTimes};
+use crate::weights::map::MappedWeights;
+
+const BATCH: u32 = 2;
+/// Over several pages, not ending with one.
+const TOKENS: u32 = 53;
+const PROMPT_TOKENS: u32 = 3;
+
+fn slot(number: u64, values: u32) -> SlotRef {
+    SlotRef {
+        offset: number * SLOT,
+        len: u64::from(values) * 2,
+    }
+}
+
+/// A job with deep prompts; its values depend on nothing but their places.
+fn body(bench: &Bench<'_>, kind: JobKind) -> JobBody {
+    let states = BATCH * TOKENS * HIDDEN as u32;
+    let prompts = BLOCKS * BATCH * PROMPT_TOKENS * HIDDEN as u32;
+    let body = JobBody {
+        kind,
+        dtype: DType::Bf16,
+        blocks: (0..BLOCKS).map(BlockIndex).collect(),
+        adapter: None,
+        batch: BATCH,
+        tokens: TOKENS,
+        hidden: HIDDEN as u32,
+        prefix_lengths: vec![],
+        page_tables: vec![],
+        copies: vec![],
+        input: slot(0, states),
+        output: slot(1, states),
+        prompts: Some(Prompts {
+            slot: slot(2, prompts),
+            batch: BATCH,
+            tokens: PROMPT_TOKENS,
+        }),
+        output_gradient: (kind == JobKind::Backward).then(|| slot(3, states)),
+        prompt_gradient: (kind == JobKind::Backward).then(|| slot(4, prompts)),
+    };
+    for (number, len) in [(0, states), (2, prompts), (3, states)] {
+        let value = |i: u32| half::bf16::from_f32((i as f32 * 0.731 + number as f32).sin());
+        let bytes: Vec<u8> = (0..len).flat_map(|i| value(i).to_le_bytes()).collect();
+        bench.arena.write(slot(number, len).offset, &bytes).unwrap();
+    }
+    for number in [1, 4] {
+        let nothing = vec![0xff; SLOT as usize];
+        bench.arena.write(number * SLOT, &nothing).unwrap();
+    }
+    body
+}
+
+/// Runs a job in units of about `time`; what it wrote, and whether pages of it were on the host.
+fn run(bench: &mut Bench<'_>, kind: JobKind, time: Duration) -> (Vec<u8>, bool) {
+    let body = body(bench, kind);
+    let mut schedule = Schedule::new(UnitTimes {
+        bulk: time,
+        decode: Duration::ZERO,
+    });
+    let mut job = Running::new(0, JobId(1), 0, body.clone(), 16);
+    bench.engine.begin(&mut job, 0).unwrap();
+    let begun: &Begun<Cuda<Emu>> = job.begun.as_ref().unwrap();
+    assert!(matches!(begun.hidden, States::Device(_)));
+    let is_on_host = !begun.scratch.is_empty();
+    let mut running = HashMap::from([(schedule.accept(job.shape()), job)]);
+    while let Some(unit) = schedule.next(Instant::now()) {
+        bench.engine.unit(&unit, &mut running).unwrap();
+        for advance in schedule.done(&unit, Duration::from_millis(1)) {
+            if advance.finished {
+                let job = running.remove(&advance.task).unwrap();
+                let begun = job.begun.as_ref().unwrap();
+                bench.engine.output(&job.body, begun).unwrap();
+            }
+        }
+    }
+    bench.engine.settle().unwrap();
+    let mut written = Vec::new();
+    for slot in [Some(body.output), body.prompt_gradient]
+        .into_iter()
+        .flatten()
+    {
+        let mut bytes = vec![0u8; slot.len as usize];
+        bench.arena.read(slot.offset, &mut bytes).unwrap();
+        written.extend(bytes);
+    }
+    (written, is_on_host)
+}
+
+/// Bytes that a job for gradients parks for one block: its pages, and its input.
+fn block_bytes(engine: &Engine<'_, Cuda<Emu>>) -> usize {
+    let pages = BATCH * TOKENS.div_ceil(16);
+    let input = (BATCH * TOKENS) as usize * HIDDEN * 2;
+    pages as usize * engine.page_bytes() + input.next_multiple_of(256)
+}
+
+#[test]
+fn what_is_parked_on_the_device_changes_no_bit() {
+    let model = model(0);
+    let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
+    let (whole, pieces) = (Duration::from_secs(3600), Duration::ZERO);
+    for kind in [JobKind::Forward, JobKind::Backward] {
+        let mut bench = Bench::new(&model, &weights, 1);
+        let (parked, is_on_host) = run(&mut bench, kind, pieces);
+        assert!(!is_on_host, "all is on the device");
+        assert!(parked.iter().any(|&byte| byte != 0));
+        // Again, over what the first left behind.
+        assert!(run(&mut bench, kind, pieces).0 == parked, "{kind:?} again");
+        assert!(run(&mut bench, kind, whole).0 == parked, "{kind:?} at once");
+        let most = block_bytes(&bench.engine);
+        for bytes in [0, most + most / 2] {
+            let mut bench = Bench::new(&model, &weights, 1);
+            bench.engine.park_at_most(bytes);
+            let (got, is_on_host) = run(&mut bench, kind, pieces);
+            assert_eq!(is_on_host, bytes == 0 || kind == JobKind::Backward);
+            assert!(got == parked, "{kind:?} with {bytes} bytes on the device");
+        }
+    }
+}
+
+#[test]
+fn a_region_is_for_one_job_at_a_time() {
+    let model = model(0);
+    let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
+    let mut bench = Bench::new(&model, &weights, 1);
+    let body = body(&bench, JobKind::Backward);
+    let job = || Running::new(0, JobId(1), 0, body.clone(), 16);
+    let (mut first, mut second, mut third) = (job(), job(), job());
+    bench.engine.begin(&mut first, 0).unwrap();
+    bench.engine.begin(&mut second, 0).unwrap();
+    let is_parked = |job: &Running<Cuda<Emu>>| job.begun.as_ref().unwrap().parked.is_some();
+    assert!(is_parked(&first) && !is_parked(&second));
+    drop(first);
+    bench.engine.begin(&mut third, 0).unwrap();
+    assert!(is_parked(&third), "the region is free again");
+}
