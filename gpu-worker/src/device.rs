@@ -165,11 +165,11 @@ pub trait Paged: Backend + Sized {
     /// Bytes of the device that are free; `None` when it has no memory of its own, or does not tell.
     fn free_bytes(&self) -> Option<u64>;
 
-    /// Takes `bytes` bytes of the device for work, and keeps them for operations that need as much or less.
+    /// Takes pieces of so many bytes of the device for work, and keeps them for operations that need as much or less.
     ///
     /// # Errors
     /// [`EngineError`] when the device has no memory.
-    fn warm(&mut self, bytes: usize) -> Result<(), EngineError>;
+    fn warm(&mut self, bytes: &[usize]) -> Result<(), EngineError>;
 
     /// The pages of a span; what the segment holds is what earlier workers left. Only a device that has memory of its own can do without
     /// the segment: then its pages end with the worker.

@@ -31,7 +31,7 @@ use crate::block::{
 use crate::device::Paged;
 use crate::kv::{KvShape, WrongSegment};
 use crate::schedule::{BATCH_TOKENS, UnitTimes};
-use crate::sizing::attention_bytes;
+use crate::sizing::{scratch_bytes, unit_tokens};
 use crate::weights::map::MappedWeights;
 
 /// Multiplications and additions of a unit that a small machine does in the time of one ([`UnitTimes::PROCESSOR`]).
@@ -176,6 +176,14 @@ impl<'w, B: Paged> Engine<'w, B> {
         self.backend.unit_times()
     }
 
+    /// Most tokens of units other than decode steps, there and on the way back: as many as memory is planned for, where a device has its own.
+    pub fn unit_tokens(&self) -> [usize; 2] {
+        match self.backend.parks() {
+            true => unit_tokens(self.spec),
+            false => [usize::MAX; 2],
+        }
+    }
+
     /// A unit that takes longer hangs: it would be computed at less than `SLOWEST_FLOPS`.
     pub fn unit_limit(&self) -> Duration {
         let tokens = (self.forward_tokens().max(BATCH_TOKENS)).max(BACK_COST * PAGE_TOKENS) as u64;
@@ -271,11 +279,15 @@ impl<'w, B: Paged> Engine<'w, B> {
         let ranks = self.blocks.iter().map(BlockWeights::largest_rank);
         let largest_rank = ranks.max().unwrap_or(0);
         self.open_regions()?;
-        let back = self.piece_tokens(JobKind::Backward);
-        self.gradients
-            .grow(&mut self.backend, self.spec, back, largest_rank);
+        let [forward, back] = unit_tokens(self.spec);
+        let (backend, spec) = (&mut self.backend, self.spec);
+        self.work.grow(backend, spec, forward, largest_rank);
+        self.gradients.grow(backend, spec, back, largest_rank);
+        let hidden_width = spec.hidden;
+        backend.grow(&mut self.states, forward.max(back) * hidden_width);
+        backend.grow(&mut self.before, back * hidden_width);
         let positions = self.kv_shape.pages * PAGE_TOKENS;
-        self.backend.warm(attention_bytes(self.spec, positions))?;
+        backend.warm(&scratch_bytes(spec, positions))?;
         // The largest batch of decode steps.
         let pages: Vec<PageId> = (0..REHEARSED_ROWS * REHEARSED_PAGES)
             .map(|page| PageId(u32::try_from(page).unwrap_or(u32::MAX)))

@@ -136,7 +136,7 @@ impl<'w, B: Paged> Executor<'w, B> {
         board: BoardWriter,
     ) -> Self {
         // Spinning on the only core would keep the writer from running.
-        let times = engine.unit_times();
+        let (times, engine_tokens) = (engine.unit_times(), engine.unit_tokens());
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
         Executor {
             engine,
@@ -144,7 +144,7 @@ impl<'w, B: Paged> Executor<'w, B> {
             board,
             limits,
             spin: if cores > 1 { MAX_SPIN } else { Duration::ZERO },
-            schedule: Schedule::new(times),
+            schedule: Schedule::new(times).limited(engine_tokens),
             running: HashMap::new(),
             answers: VecDeque::new(),
             taken: 0,

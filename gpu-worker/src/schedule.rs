@@ -146,6 +146,8 @@ impl Task {
 #[derive(Debug)]
 pub struct Schedule {
     times: UnitTimes,
+    /// Most tokens of units other than decode steps, there and on the way back; a piece may have more.
+    most_tokens: [usize; 2],
     tasks: BTreeMap<TaskId, Task>,
     arrived: u64,
     /// Tokens per second of one block in units of prefill and forward.
@@ -171,6 +173,7 @@ impl Schedule {
     pub fn new(times: UnitTimes) -> Schedule {
         Schedule {
             times,
+            most_tokens: [usize::MAX; 2],
             tasks: BTreeMap::new(),
             arrived: 0,
             speed: None,
@@ -179,6 +182,13 @@ impl Schedule {
             held_since: None,
             bulk_time: None,
         }
+    }
+
+    /// The same, with a bound on the tokens of units other than decode steps, there and on the way back.
+    #[must_use]
+    pub fn limited(mut self, most_tokens: [usize; 2]) -> Schedule {
+        self.most_tokens = most_tokens;
+        self
     }
 
     /// Takes a task on.
@@ -333,16 +343,17 @@ impl Schedule {
 
     fn bulk_unit(&self, id: TaskId) -> Option<Unit> {
         let task = self.tasks.get(&id)?;
-        let speed = if task.is_back(task.position) {
-            self.back_speed
+        let [there, back] = self.most_tokens;
+        let (speed, most) = if task.is_back(task.position) {
+            (self.back_speed, back)
         } else {
-            self.speed
+            (self.speed, there)
         };
         let room = speed.map_or(0.0, |s| s * self.times.bulk.as_secs_f64());
         let (mut end, mut tokens) = (task.piece, 0);
         for piece in task.shape.pieces.iter().skip(task.piece) {
             tokens += piece;
-            if end > task.piece && tokens as f64 > room {
+            if end > task.piece && (tokens as f64 > room || tokens > most) {
                 break;
             }
             end += 1;
@@ -612,6 +623,21 @@ mod tests {
         }
         let share = bulk.as_secs_f64() / all.as_secs_f64();
         assert!((share - 0.125).abs() < 0.01, "{share}");
+    }
+
+    #[test]
+    fn units_have_no_more_tokens_than_memory_is_planned_for() {
+        let (mut schedule, now) = (Schedule::default().limited([200, 64]), Instant::now());
+        let mut there_and_back = shape(Class::Backward, 0..2, &[64; 8]);
+        there_and_back.blocks = vec![0, 0];
+        schedule.accept(there_and_back);
+        let mut sizes = Vec::new();
+        while let Some(unit) = schedule.next(now) {
+            sizes.push(unit.members[0].pieces.len());
+            schedule.done(&unit, Duration::from_micros(1));
+        }
+        assert_eq!(sizes[..4], [1, 3, 3, 1]);
+        assert_eq!(sizes[4..], [1; 8]);
     }
 
     #[test]

@@ -32,6 +32,10 @@ const PARKED_TOKENS: usize = 4096;
 const PARKED_INPUTS: (usize, usize) = (1024, 32);
 const PARKED_BYTES: usize = 256 << 20;
 
+/// Most bytes of the buffers of a unit, there and on the way back, and most tokens: as many as keep all multiprocessors busy.
+const UNIT_BYTES: [usize; 2] = [192 << 20, 384 << 20];
+const MOST_UNIT_TOKENS: usize = 1024;
+
 /// Longest row whose attention is planned for. A longer one may take memory when it comes, up to the limit of `tuning`.
 const PLANNED_POSITIONS: usize = 32 << 10;
 
@@ -65,18 +69,18 @@ pub fn device_memory(
 
 /// Bytes that a worker takes of its device for its largest units, forward and backward: every buffer of both passes at once, as they are kept.
 pub fn work_bytes(spec: &BlockSpec) -> u64 {
-    let forward_rows = forward_tokens(spec).max(BATCH_TOKENS);
-    let back_rows = (forward_tokens(spec) / BACK_COST).max(PAGE_TOKENS);
+    let [forward_rows, back_rows] = unit_tokens(spec);
     let forward = forward_width(spec);
     let kept = (spec.hidden + 2 * spec.kv_heads * spec.head_dim) * parked_tokens(spec);
     let floats =
         (forward + spec.hidden) * forward_rows + (forward + back_width(spec)) * back_rows + kept;
     let parked = [JobKind::Forward, JobKind::Backward].map(|kind| parked_bytes(spec, kind) as u64);
     let (up, down) = ROUNDING;
-    let attention = attention_bytes(spec, PLANNED_POSITIONS) as u64;
+    let scratch = scratch_bytes(spec, PLANNED_POSITIONS);
+    let scratch = scratch.iter().sum::<usize>() as u64;
     let floats_recorded = (forward + spec.hidden) * MAX_STEP_TOKENS;
     let recorded = 4 * floats_recorded as u64 + tuning::CUDA_STEP_WORKSPACE_BYTES as u64;
-    (4 * floats as u64 + attention + recorded).saturating_mul(up) / down
+    (4 * floats as u64 + scratch + recorded).saturating_mul(up) / down
         + STATES_BYTES
         + SMALL_BYTES
         + parked.iter().sum::<u64>()
@@ -99,10 +103,40 @@ pub fn parked_bytes(spec: &BlockSpec, kind: JobKind) -> usize {
     }
 }
 
-/// Bytes of partial results of attention, for the largest batch of decode steps over rows of `positions` positions.
-pub fn attention_bytes(spec: &BlockSpec, positions: usize) -> usize {
+/// Most tokens of a unit other than decode steps, on a device with memory of its own: there, and on the way back. At least a piece, and as many
+/// as the buffers of a pass have room for.
+pub fn unit_tokens(spec: &BlockSpec) -> [usize; 2] {
+    let forward = forward_width(spec) + spec.hidden;
+    let back = forward + back_width(spec);
+    let tokens = |most: usize, width: usize| {
+        let tokens = (most / (4 * width)).clamp(1, MOST_UNIT_TOKENS);
+        1 << tokens.ilog2()
+    };
+    let [forward_bytes, back_bytes] = UNIT_BYTES;
+    [
+        tokens(forward_bytes, forward).max(forward_tokens(spec).max(BATCH_TOKENS)),
+        tokens(back_bytes, back).max((forward_tokens(spec) / BACK_COST).max(PAGE_TOKENS)),
+    ]
+}
+
+/// Workspaces that operations of the largest units have at the same time, or one after the other: partial results of attention for the largest batch
+/// of decode steps over rows of `positions` positions, numbers rounded for the tensor cores, and what attention backward leaves per query.
+pub fn scratch_bytes(spec: &BlockSpec, positions: usize) -> [usize; 5] {
     let positions = positions.min(PLANNED_POSITIONS);
-    tuning::cuda_attention_workspace(spec.heads, spec.head_dim, positions)
+    let [forward, back] = unit_tokens(spec);
+    let q = spec.heads * spec.head_dim;
+    let widest = spec
+        .mlp
+        .intermediate()
+        .max(q + fused(spec))
+        .max(spec.hidden);
+    [
+        tuning::cuda_attention_workspace(spec.heads, spec.head_dim, positions),
+        2 * widest.next_multiple_of(32) * forward.max(back),
+        2 * q * back,
+        2 * q * back,
+        16 * spec.heads * back,
+    ]
 }
 
 /// Floats of a token in the buffers of a forward pass (`Workspace`).
@@ -210,11 +244,12 @@ mod tests {
                 (Device::Emulator, wanted)
             );
         }
-        // 128 tokens forward, 16 backward, of a block of the largest Llama 2, and 512 MiB for attention; 128 MiB for that
+        // 256 tokens forward and backward of a block of the largest Llama 2, and 512 MiB for attention; 128 MiB for that
         // of recorded steps, and 192 MiB of hidden states; what jobs without cache park: 80 MiB of gradients, 8 MiB of pages of forward,
         // 256 MiB of pages and inputs.
         let work = work_bytes(&llama());
-        assert!(work > 1000 << 20 && work < 1600 << 20, "{work}");
+        assert!(work > 1000 << 20 && work < 2200 << 20, "{work}");
+        assert_eq!(unit_tokens(&llama()), [256, 256]);
     }
 
     #[test]

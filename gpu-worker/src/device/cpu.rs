@@ -133,7 +133,7 @@ impl Paged for Cpu {
         None
     }
 
-    fn warm(&mut self, _bytes: usize) -> Result<(), EngineError> {
+    fn warm(&mut self, _bytes: &[usize]) -> Result<(), EngineError> {
         Ok(())
     }
 

@@ -139,9 +139,12 @@ impl<G: Gpu> Paged for Cuda<G> {
         Some(free as u64)
     }
 
-    fn warm(&mut self, bytes: usize) -> Result<(), EngineError> {
+    fn warm(&mut self, bytes: &[usize]) -> Result<(), EngineError> {
         // All at once, and given back when all are there.
-        let mut taken = vec![self.scratch(bytes)?];
+        let mut taken = Vec::new();
+        for &bytes in bytes {
+            taken.push(self.scratch(bytes)?);
+        }
         for _ in 0..SMALL_PIECES {
             taken.push(self.scratch(SMALL_PIECE_BYTES)?);
         }

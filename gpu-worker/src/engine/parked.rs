@@ -109,7 +109,7 @@ impl<B: Paged> Engine<'_, B> {
     }
 
     /// Regions with rooms of `bytes` bytes.
-    #[cfg(test)]
+    #[cfg(all(test, feature = "emu"))]
     pub(super) fn park_at_most(&mut self, bytes: usize) {
         for region in &mut self.regions {
             region.bytes = bytes;

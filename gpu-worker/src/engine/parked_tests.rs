@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use kernels::cuda::Cuda;
 use kernels::cuda::emu::Emu;
+use kernels::cuda::{Cuda, Taken};
 use shared::block::BlockIndex;
 use shared::dtype::DType;
 use shared::ids::JobId;
@@ -12,9 +12,10 @@ use shared::job::{JobBody, JobKind, Prompts, SlotRef};
 
 use super::Engine;
 use super::tests::{Bench, HIDDEN, SLOT, model};
-use crate::harness::{BLOCKS, span};
+use crate::harness::{BLOCKS, KV_PAGES, span};
 use crate::running::{Begun, Running, States};
 use crate::schedule::{Schedule, UnitTimes};
+use crate::sizing::work_bytes;
 use crate::weights::map::MappedWeights;
 
 const BATCH: u32 = 2;
@@ -102,6 +103,12 @@ fn run(bench: &mut Bench<'_>, kind: JobKind, time: Duration) -> (Vec<u8>, bool) 
     (written, is_on_host)
 }
 
+impl Engine<'_, Cuda<Emu>> {
+    fn taken(&self) -> Taken {
+        self.backend.taken()
+    }
+}
+
 /// Bytes that a job for gradients parks for one block: its pages, and its input.
 fn block_bytes(engine: &Engine<'_, Cuda<Emu>>) -> usize {
     let pages = BATCH * TOKENS.div_ceil(16);
@@ -131,6 +138,23 @@ fn what_is_parked_on_the_device_changes_no_bit() {
             assert!(got == parked, "{kind:?} with {bytes} bytes on the device");
         }
     }
+}
+
+#[test]
+fn jobs_take_no_more_memory_than_was_planned() {
+    let model = model(0);
+    let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
+    let mut bench = Bench::new(&model, &weights, 1);
+    bench.engine.rehearse().unwrap();
+    let rehearsed = bench.engine.taken();
+    let cache = model.facts().kv_segment_bytes(span(), KV_PAGES) as u64;
+    let planned = weights.bytes() + cache + work_bytes(&model.spec);
+    for kind in [JobKind::Forward, JobKind::Backward, JobKind::Forward] {
+        run(&mut bench, kind, Duration::from_secs(3600));
+    }
+    let taken = bench.engine.taken();
+    assert!(taken.bytes <= planned, "{taken:?} of {planned}");
+    assert_eq!(taken.allocations, rehearsed.allocations, "{taken:?}");
 }
 
 #[test]
