@@ -70,11 +70,16 @@ pub trait Paged: Backend + Sized {
         pages: usize,
     ) -> Result<bool, EngineError>;
 
-    /// Writes the rows of the next step to where recordings read them. False: they do not fit.
+    /// Writes the rows of the next step, and which adapter each goes through (empty: none), to where recordings read them. False: they do not
+    /// fit.
     ///
     /// # Errors
     /// [`EngineError`] when the device fails.
-    fn set_step(&mut self, rows: &[StepRow<'_>]) -> Result<bool, EngineError>;
+    fn set_step(
+        &mut self,
+        rows: &[StepRow<'_>],
+        adapters: &[Option<u32>],
+    ) -> Result<bool, EngineError>;
 
     /// Whether operations take the rows of [`set_step`](Self::set_step) for those that they are given.
     fn use_fixed_step(&mut self, on: bool);

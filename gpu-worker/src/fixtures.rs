@@ -214,14 +214,20 @@ pub(crate) fn write_sharded(folder: &Path, config: &Value, tensors: &Tensors) {
     }
 }
 
-/// Writes a LoRA adapter of rank 4 for the queries and the MLP of that model; another `seed` makes another adapter.
-pub(crate) fn write_adapter(folder: &Path, blocks: usize, seed: usize) {
+/// Writes a LoRA adapter of rank 4 for the queries and the MLP of a Llama of so many features outside and inside of its MLP; another `seed` makes
+/// another adapter.
+pub(crate) fn write_adapter(
+    folder: &Path,
+    blocks: usize,
+    seed: usize,
+    [hidden, middle]: [usize; 2],
+) {
     let mut tensors = Tensors::new();
     for block in 0..blocks {
         for (k, (module, outputs, inputs)) in [
-            ("self_attn.q_proj", 64, 64),
-            ("mlp.up_proj", 96, 64),
-            ("mlp.down_proj", 64, 96),
+            ("self_attn.q_proj", hidden, hidden),
+            ("mlp.up_proj", middle, hidden),
+            ("mlp.down_proj", hidden, middle),
         ]
         .into_iter()
         .enumerate()

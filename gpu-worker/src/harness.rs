@@ -113,6 +113,8 @@ impl Model {
         let folder = dir.path().join("tiny");
         write_model(&folder, config, tensors);
         let model = folder.to_str().unwrap().to_owned();
+        let side = |name: &str| config[name].as_u64().unwrap() as usize;
+        let sides = [side("hidden_size"), side("intermediate_size")];
         let config = PrepareConfig {
             model,
             dtype: Some(dtype),
@@ -120,7 +122,7 @@ impl Model {
             adapters: (0..adapters)
                 .map(|seed| {
                     let folder = dir.path().join(format!("adapter-{seed}"));
-                    write_adapter(&folder, BLOCKS as usize, seed);
+                    write_adapter(&folder, BLOCKS as usize, seed, sides);
                     folder.to_str().unwrap().to_owned()
                 })
                 .collect(),

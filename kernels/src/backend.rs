@@ -3,10 +3,10 @@
 use std::ops::Range;
 
 use crate::ops::{
-    Add, AddNorm, Attention, AttentionGrad, Expert, GateDot, Gather, Gelu, GeluGrad, JoinQkv,
-    KvAppend, Layernorm, Linear, LinearGrad, Lora, LoraGrad, Mixture, NormGrad, OpError, Products,
-    PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route, RouteGrad, ScatterAdd, SiluMul,
-    SiluMulGrad, SplitQkv,
+    Adapt, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, GateDot, Gather, Gelu,
+    GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, LoraGrad, Mixture, NormGrad,
+    OpError, Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route, RouteGrad,
+    ScatterAdd, SiluMul, SiluMulGrad, SplitQkv,
 };
 use crate::tensor::WeightView;
 
@@ -22,6 +22,8 @@ pub trait Backend {
     type Matrix<'w>: Clone;
     /// The experts of one block.
     type Experts<'w>;
+    /// The adapters of one matrix.
+    type Adapters<'w>;
     /// KV pages of one block.
     type Pages<'k>;
 
@@ -32,6 +34,11 @@ pub trait Backend {
         &mut self,
         experts: Vec<Expert<Self::Matrix<'w>>>,
     ) -> Result<Self::Experts<'w>, OpError>;
+    /// The adapters of a matrix by their numbers, nothing where one leaves it alone.
+    fn adapters<'w>(
+        &mut self,
+        adapters: Vec<Option<Adapter<Self::Matrix<'w>>>>,
+    ) -> Result<Self::Adapters<'w>, OpError>;
     /// A buffer of `len` elements of unspecified content.
     fn buffer(&mut self, len: usize) -> Self::Buffer;
     /// Makes `buffer` at least `len` elements long; never shrinks it. The content is unspecified after growth.
@@ -65,7 +72,7 @@ pub trait Backend {
         args: Products<'_, '_, Self::Floats, Self::Matrix<'_>>,
     ) -> Result<(), OpError>;
     /// Adapters beside a matrix product, each over its rows.
-    fn lora(&mut self, args: Lora<'_, Self::Floats, Self::Matrix<'_>>) -> Result<(), OpError>;
+    fn adapt(&mut self, args: Adapt<'_, Self::Floats, Self::Adapters<'_>>) -> Result<(), OpError>;
     /// Queries, keys and values out of a fused projection.
     fn split_qkv(&mut self, args: SplitQkv<'_, Self::Floats>) -> Result<(), OpError>;
     /// Angles of one step.

@@ -3,7 +3,8 @@
 //! Rows choose their adapters one by one: rows of different adapters and rows of none share a batch, and none changes the bits of
 //! another.
 
-use kernels::ops::LoraPart;
+use kernels::ops::lora::parts_of;
+use kernels::ops::{Adapter, LoraPart};
 use kernels::{Backend, StepRow, WeightView};
 
 use super::spec::BlockSpec;
@@ -18,21 +19,6 @@ pub struct AdapterView<'w> {
     pub b: WeightView<'w>,
     /// Multiplies what it gives.
     pub scale: f32,
-}
-
-/// The same where the backend reads it.
-pub(super) struct Adapter<'w, B: Backend> {
-    a: B::Matrix<'w>,
-    b: B::Matrix<'w>,
-    scale: f32,
-}
-
-/// Consecutive tokens of a batch that go through one adapter.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct AdaptedTokens {
-    pub(super) first: usize,
-    pub(super) tokens: usize,
-    pub(super) adapter: usize,
 }
 
 impl<'w, B: Backend> BlockWeights<'w, B> {
@@ -84,6 +70,14 @@ impl<'w, B: Backend> BlockWeights<'w, B> {
                 b: place(view.b)?,
                 scale: view.scale,
             }));
+            let all = linear.adapters.clone();
+            let together = backend
+                .adapters(all)
+                .map_err(|source| WeightsError::Place {
+                    name: format!("adapter of {}", spec.name),
+                    source,
+                })?;
+            linear.together = Some(together);
         }
         self.largest_rank = largest;
         Ok(())
@@ -91,89 +85,54 @@ impl<'w, B: Backend> BlockWeights<'w, B> {
 }
 
 impl<'w, B: Backend> Linear<'w, B> {
-    /// What the adapters of a batch add to this matrix.
-    pub(super) fn parts(&self, adapted: &[AdaptedTokens]) -> Vec<LoraPart<B::Matrix<'w>>> {
-        let part = |tokens: &AdaptedTokens| {
-            let adapter = self.adapters.get(tokens.adapter)?.as_ref()?;
-            Some(LoraPart {
-                first: tokens.first,
-                rows: tokens.tokens,
-                a: adapter.a.clone(),
-                b: adapter.b.clone(),
-                scale: adapter.scale,
-            })
-        };
-        adapted.iter().filter_map(part).collect()
+    /// What adapters add to this matrix, by the tokens that go through them.
+    pub(super) fn parts(&self, of_tokens: &[Option<u32>]) -> Vec<LoraPart<B::Matrix<'w>>> {
+        parts_of(&self.adapters, of_tokens)
+    }
+
+    /// Whether one of these tokens goes through an adapter of this matrix.
+    pub(super) fn adapts(&self, of_tokens: &[Option<u32>]) -> bool {
+        let has = |number: u32| matches!(self.adapters.get(number as usize), Some(Some(_)));
+        of_tokens.iter().flatten().any(|&number| has(number))
     }
 }
 
-/// The tokens of a batch that go through adapters, `adapters` being those of its rows (or nothing, for none).
-pub(super) fn adapted(rows: &[StepRow<'_>], adapters: &[Option<u32>]) -> Vec<AdaptedTokens> {
-    let of_tokens = rows
-        .iter()
+/// The adapter of each token of a batch, `adapters` being those of its rows (or nothing, for none); empty when no token has one.
+pub(super) fn adapted(rows: &[StepRow<'_>], adapters: &[Option<u32>]) -> Vec<Option<u32>> {
+    if adapters.iter().all(Option::is_none) {
+        return Vec::new();
+    }
+    rows.iter()
         .zip(adapters)
-        .flat_map(|(row, adapter)| std::iter::repeat_n(*adapter, row.tokens));
-    joined(of_tokens)
+        .flat_map(|(row, adapter)| std::iter::repeat_n(*adapter, row.tokens))
+        .collect()
 }
 
 /// The same for some tokens of that batch, in their order: those that go to an expert.
-pub(super) fn taken(adapted: &[AdaptedTokens], index: &[u32]) -> Vec<AdaptedTokens> {
-    let adapter_of = |token: &u32| {
-        let token = *token as usize;
-        let found = adapted
-            .iter()
-            .find(|part| (part.first..part.first + part.tokens).contains(&token))?;
-        u32::try_from(found.adapter).ok()
-    };
-    joined(index.iter().map(adapter_of))
-}
-
-fn joined(of_tokens: impl Iterator<Item = Option<u32>>) -> Vec<AdaptedTokens> {
-    let mut parts: Vec<AdaptedTokens> = Vec::new();
-    for (first, adapter) in of_tokens.enumerate() {
-        let Some(adapter) = adapter.map(|index| index as usize) else {
-            continue;
-        };
-        match parts.last_mut() {
-            Some(last) if last.adapter == adapter && last.first + last.tokens == first => {
-                last.tokens += 1;
-            }
-            _ => parts.push(AdaptedTokens {
-                first,
-                tokens: 1,
-                adapter,
-            }),
-        }
+pub(super) fn taken(adapted: &[Option<u32>], index: &[u32]) -> Vec<Option<u32>> {
+    if adapted.is_empty() {
+        return Vec::new();
     }
-    parts
+    let of = |token: &u32| adapted.get(*token as usize).copied().flatten();
+    index.iter().map(of).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn part(first: usize, tokens: usize, adapter: usize) -> AdaptedTokens {
-        AdaptedTokens {
-            first,
-            tokens,
-            adapter,
-        }
-    }
-
     #[test]
-    fn tokens_of_neighbouring_rows_with_one_adapter_join() {
+    fn tokens_have_the_adapters_of_their_rows() {
         let row = |tokens| StepRow {
             tokens,
             prefix: 7,
             pages: &[],
         };
-        let rows = [row(2), row(3), row(1), row(4), row(1)];
-        let adapters = [Some(1), Some(1), None, Some(1), Some(0)];
-        let all = adapted(&rows, &adapters);
-        assert_eq!(all, [part(0, 5, 1), part(6, 4, 1), part(10, 1, 0)]);
-        assert_eq!(adapted(&rows, &[]), []);
-        // Tokens 1, 5, 6, 9 and 10 go to an expert: the second has no adapter.
-        let some = taken(&all, &[1, 5, 6, 9, 10]);
-        assert_eq!(some, [part(0, 1, 1), part(2, 2, 1), part(4, 1, 0)]);
+        let rows = [row(2), row(1), row(3)];
+        let all = adapted(&rows, &[Some(1), None, Some(0)]);
+        assert_eq!(all, [Some(1), Some(1), None, Some(0), Some(0), Some(0)]);
+        assert_eq!(taken(&all, &[1, 2, 5]), [Some(1), None, Some(0)]);
+        assert!(adapted(&rows, &[]).is_empty());
+        assert!(adapted(&rows, &[None; 3]).is_empty() && taken(&[], &[1]).is_empty());
     }
 }

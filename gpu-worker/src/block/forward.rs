@@ -7,13 +7,13 @@
 //! A pass without a cache is a step from prefix 0 over pages of the caller's own.
 
 use kernels::ops::{
-    Add, AddNorm, Alibi, Attention, ExpertsRoom, Gather, Gelu, KvAppend, Layernorm, Lora, Mixture,
+    Adapt, Add, AddNorm, Alibi, Attention, ExpertsRoom, Gather, Gelu, KvAppend, Layernorm, Mixture,
     OpError, Product, Products, PromptAdd, Rmsnorm, RopeAppend, RopeTable, Route, ScatterAdd,
     SiluMul, SplitQkv, experts::list_words,
 };
 use kernels::{Backend, DType, StepRow, kv::total_tokens, ops};
 
-use super::adapters::{self, AdaptedTokens, adapted};
+use super::adapters::{self, adapted};
 use super::rope;
 use super::spec::{BlockSpec, Mlp, Position, Qkv, Residual};
 use super::weights::{BlockWeights, GatedWeights, Linear, MlpWeights, NormWeights, QkvWeights};
@@ -289,8 +289,8 @@ pub(super) struct Pass<'a, 'w, B: Backend> {
     pub(super) weights: &'a BlockWeights<'w, B>,
     pub(super) rows: &'a [StepRow<'a>],
     pub(super) tokens: usize,
-    /// Tokens of the matrices at hand that go through adapters.
-    pub(super) adapted: Vec<AdaptedTokens>,
+    /// The adapter of each row of the matrices at hand; empty when none has one.
+    pub(super) adapted: Vec<Option<u32>>,
     pub(super) rank: &'a mut B::Floats,
 }
 
@@ -519,7 +519,7 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
 
     /// Whether an adapter of these tokens adds to a matrix of an expert.
     fn adapts(&self, experts: &[GatedWeights<'_, B>]) -> bool {
-        let of = |linear: &Linear<'_, B>| !linear.parts(&self.adapted).is_empty();
+        let of = |linear: &Linear<'_, B>| linear.adapts(&self.adapted);
         let any = |e: &GatedWeights<'_, B>| [&e.gate, &e.up, &e.down].into_iter().any(of);
         !self.adapted.is_empty() && experts.iter().any(any)
     }
@@ -672,7 +672,7 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         linears
             .into_iter()
             .zip(outs)
-            .try_for_each(|(linear, out)| self.adapt(x, linear, rows, out))
+            .try_for_each(|(linear, out)| self.adapt(x, linear, out))
     }
 
     pub(super) fn linear(
@@ -690,7 +690,7 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
             out: &mut *out,
             rows,
         })?;
-        self.adapt(x, linear, rows, out)
+        self.adapt(x, linear, out)
     }
 
     /// Adds what adapters make of `x` to the product with their matrix.
@@ -698,19 +698,22 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         &mut self,
         x: &B::Floats,
         linear: &Linear<'_, B>,
-        rows: usize,
         out: &mut B::Floats,
     ) -> Result<(), OpError> {
-        let parts = linear.parts(&self.adapted);
-        if parts.is_empty() {
+        // A step that is recorded is recorded for any adapters: what is given here only says that it has some.
+        let Some(adapters) = linear
+            .together
+            .as_ref()
+            .filter(|_| !self.adapted.is_empty())
+        else {
             return Ok(());
-        }
-        self.backend.lora(Lora {
+        };
+        self.backend.adapt(Adapt {
             x,
-            parts: &parts,
+            adapters,
+            of_rows: &self.adapted,
             middle: &mut *self.rank,
             out,
-            rows,
             round: self.weights.dtype,
         })
     }

@@ -1,9 +1,8 @@
 //! The weights of one block, checked against its spec and placed where the backend reads them.
 
-use kernels::ops::{Expert, GeluKind, OpError, convert};
+use kernels::ops::{Adapter, Expert, GeluKind, OpError, convert};
 use kernels::{Backend, DType, WeightView};
 
-use super::adapters::Adapter;
 use super::spec::{BlockSpec, Experts, GatedMlp, LinearSpec, Mlp, Norm, Qkv};
 
 /// Why weights do not make a block.
@@ -97,7 +96,9 @@ pub(super) struct Linear<'w, B: Backend> {
     pub(super) weight: B::Matrix<'w>,
     pub(super) bias: Option<B::Buffer>,
     /// By index of the adapter; nothing where an adapter leaves the matrix alone.
-    pub(super) adapters: Vec<Option<Adapter<'w, B>>>,
+    pub(super) adapters: Vec<Option<Adapter<B::Matrix<'w>>>>,
+    /// The same, to be added together; nothing when all of them leave it alone.
+    pub(super) together: Option<B::Adapters<'w>>,
 }
 
 impl<'w, B: Backend> BlockWeights<'w, B> {
@@ -159,6 +160,18 @@ impl<'w, B: Backend> BlockWeights<'w, B> {
     /// Largest rank of its adapters; 0 without any.
     pub fn largest_rank(&self) -> usize {
         self.largest_rank
+    }
+
+    /// Whether an adapter adds to a matrix of an expert: the rows of each expert are then brought together by the host.
+    pub fn adapts_experts(&self) -> bool {
+        let has = |linear: &Linear<'w, B>| linear.together.is_some();
+        match &self.mlp {
+            MlpWeights::Experts { experts, .. } => {
+                let mut matrices = experts.iter().flat_map(|e| [&e.gate, &e.up, &e.down]);
+                matrices.any(has)
+            }
+            MlpWeights::Gated(_) | MlpWeights::Plain { .. } => false,
+        }
     }
 
     /// The block dtype.
@@ -266,6 +279,7 @@ impl<'w, B: Backend, T: Fn(&str) -> Option<WeightView<'w>>> Placing<'_, B, T> {
             weight,
             bias,
             adapters: Vec::new(),
+            together: None,
         })
     }
 

@@ -42,7 +42,11 @@ impl Paged for Cpu {
         Ok(false)
     }
 
-    fn set_step(&mut self, _rows: &[StepRow<'_>]) -> Result<bool, EngineError> {
+    fn set_step(
+        &mut self,
+        _rows: &[StepRow<'_>],
+        _adapters: &[Option<u32>],
+    ) -> Result<bool, EngineError> {
         Ok(false)
     }
 

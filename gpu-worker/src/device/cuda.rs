@@ -48,8 +48,12 @@ impl<G: Gpu> Paged for Cuda<G> {
         Ok(true)
     }
 
-    fn set_step(&mut self, rows: &[StepRow<'_>]) -> Result<bool, EngineError> {
-        Ok(Cuda::set_step(self, rows)?)
+    fn set_step(
+        &mut self,
+        rows: &[StepRow<'_>],
+        adapters: &[Option<u32>],
+    ) -> Result<bool, EngineError> {
+        Ok(Cuda::set_step(self, rows, adapters)?)
     }
 
     fn use_fixed_step(&mut self, on: bool) {

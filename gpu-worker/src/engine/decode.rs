@@ -6,19 +6,21 @@
 //! unit   rows written ─ states gathered ─ angles ─ block ─ block ─ ... ─ states given back ─ wait
 //!                                                  (one launch each, nothing of the host between)
 //! ```
-//! A step that the recordings do not cover (deep prompts, adapters, more than 32 tokens, experts chosen on the host) takes the way of all
-//! others, with the same bits.
+//! Where adapters are loaded, each block is recorded twice: steps without any pay nothing for them. Deep prompts, which come with the first step of
+//! a session, are added before the recording of their block. A step of more than 32 tokens, or with adapters of experts, takes the way of
+//! all others, with the same bits.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
 use kernels::StepRow;
 use kernels::kv::total_tokens;
+use kernels::ops::PromptAdd;
 use shared::ids::PageId;
 use tracing::{debug, info};
 
 use super::{Engine, EngineError};
-use crate::block::{BlockInput, Workspace, forward_prepared, prepare};
+use crate::block::{BlockInput, PromptPart, Workspace, forward_prepared, prepare};
 use crate::device::{MAX_STEP_TOKENS, Paged};
 
 /// What recorded steps need, and the recordings.
@@ -26,10 +28,26 @@ pub(super) struct Decode<B: Paged> {
     work: Workspace<B>,
     /// Hidden states of the step `[MAX_STEP_TOKENS, hidden]`.
     pub(super) states: B::Buffer,
-    /// By block of the span and power of two of tokens; `None`: it cannot be recorded.
-    graphs: HashMap<(usize, usize), Option<B::Graph>>,
+    /// By block of the span, power of two of tokens, and whether adapters are added; `None`: it cannot be recorded.
+    graphs: HashMap<(usize, usize, bool), Option<B::Graph>>,
+    /// Whether there are recordings with adapters.
+    pub(super) adapted: bool,
     /// Recordings made.
     recorded: u64,
+    /// Recordings enqueued.
+    replayed: u64,
+}
+
+/// What is special about a step: its rows are set before, by [`Engine::set_step`].
+#[derive(Clone, Copy, Default)]
+pub(super) struct Step<'a> {
+    pub(super) rows: &'a [StepRow<'a>],
+    /// As in [`BlockInput`].
+    pub(super) lengths: &'a [usize],
+    /// Whether some row goes through an adapter.
+    pub(super) adapted: bool,
+    /// Deep prompts of each of its blocks; none of blocks past the end.
+    pub(super) prompts: &'a [Vec<PromptPart<'a>>],
 }
 
 impl<B: Paged> Engine<'_, B> {
@@ -60,13 +78,26 @@ impl<B: Paged> Engine<'_, B> {
             work,
             states,
             graphs: HashMap::new(),
+            adapted: rank.is_some_and(|rank| rank > 0)
+                && !self.blocks.iter().any(|block| block.adapts_experts()),
             recorded: 0,
+            replayed: 0,
         });
-        let mut tokens = 1;
-        while tokens <= MAX_STEP_TOKENS {
-            // A step of no rows: kernels run through and write nothing but what the next step writes anew.
-            self.recorded_blocks(tokens, 0..self.blocks.len(), &[], &[])?;
-            tokens *= 2;
+        let kinds: &[bool] = match &self.decode {
+            Some(decode) if decode.adapted => &[false, true],
+            _ => &[false],
+        };
+        for &adapted in kinds {
+            let step = Step {
+                adapted,
+                ..Step::default()
+            };
+            let mut tokens = 1;
+            while tokens <= MAX_STEP_TOKENS {
+                // A step of no rows: kernels run through and write nothing but what the next step writes anew.
+                self.recorded_blocks(tokens, 0..self.blocks.len(), step)?;
+                tokens *= 2;
+            }
         }
         self.backend.settle()?;
         info!(recorded = self.recorded(), "decode steps are recorded");
@@ -78,36 +109,45 @@ impl<B: Paged> Engine<'_, B> {
         self.decode.as_ref().map_or(0, |decode| decode.recorded)
     }
 
-    /// Kernels that one replay of a block launches for a step of up to `tokens` tokens; `None` without a recording.
+    /// Blocks that steps went through by recordings so far.
+    pub fn replayed(&self) -> u64 {
+        self.decode.as_ref().map_or(0, |decode| decode.replayed)
+    }
+
+    /// Kernels that one replay of a block launches for a step of up to `tokens` tokens without adapters; `None` without a recording.
     pub fn launches(&self, local: usize, tokens: usize) -> Option<u64> {
         let graphs = &self.decode.as_ref()?.graphs;
-        let graph = graphs.get(&(local, tokens.next_power_of_two()))?.as_ref()?;
+        let key = (local, tokens.next_power_of_two(), false);
+        let graph = graphs.get(&key)?.as_ref()?;
         Some(B::launches(graph))
     }
 
-    /// Whether recordings can serve `rows`; if so, they are those of the next step.
-    pub(super) fn set_step(&mut self, rows: &[StepRow<'_>]) -> Result<bool, EngineError> {
+    /// Whether recordings can serve `rows` with the adapters of each; if so, they are those of the next step.
+    pub(super) fn set_step(
+        &mut self,
+        rows: &[StepRow<'_>],
+        adapters: &[Option<u32>],
+    ) -> Result<bool, EngineError> {
         if self.decode.is_none() || total_tokens(rows) == 0 {
             return Ok(false);
         }
-        self.backend.set_step(rows)
+        self.backend.set_step(rows, adapters)
     }
 
-    /// Sends the states of a step of at most `tokens` tokens, which was set, through `blocks` of the span. `lengths` as in [`BlockInput`].
+    /// Sends the states of a step of at most `tokens` tokens, which was set, through `blocks` of the span.
     pub(super) fn recorded_blocks(
         &mut self,
         tokens: usize,
         blocks: std::ops::Range<usize>,
-        rows: &[StepRow<'_>],
-        lengths: &[usize],
+        step: Step<'_>,
     ) -> Result<(), EngineError> {
         let tokens = tokens.next_power_of_two();
         let mut decode = self.decode.take().ok_or(EngineError::Unit(u32::MAX))?;
-        if rows.is_empty() {
-            self.backend.set_step(rows)?;
+        if step.rows.is_empty() {
+            self.backend.set_step(step.rows, &[])?;
         }
         self.backend.use_fixed_step(true);
-        let done = self.fixed_blocks(&mut decode, tokens, blocks, rows, lengths);
+        let done = self.fixed_blocks(&mut decode, tokens, blocks, step);
         self.backend.use_fixed_step(false);
         self.decode = Some(decode);
         done
@@ -118,8 +158,7 @@ impl<B: Paged> Engine<'_, B> {
         decode: &mut Decode<B>,
         tokens: usize,
         blocks: std::ops::Range<usize>,
-        rows: &[StepRow<'_>],
-        lengths: &[usize],
+        step: Step<'_>,
     ) -> Result<(), EngineError> {
         // Operations see so many rows of one token; what they are lies in the fixed memory.
         let page = [PageId(0)];
@@ -131,10 +170,11 @@ impl<B: Paged> Engine<'_, B> {
             };
             tokens
         ];
+        let any = vec![Some(0); if step.adapted { tokens } else { 0 }];
         let input = BlockInput {
             rows: &room,
             prompts: &[],
-            adapters: &[],
+            adapters: &any,
             lengths: &[],
         };
         let Decode {
@@ -142,6 +182,8 @@ impl<B: Paged> Engine<'_, B> {
             states,
             graphs,
             recorded,
+            replayed,
+            ..
         } = decode;
         let dtype = self.shape.dtype;
         prepare(
@@ -149,17 +191,27 @@ impl<B: Paged> Engine<'_, B> {
             self.spec,
             dtype,
             work,
-            (rows, lengths),
+            (step.rows, step.lengths),
             &room,
         )?;
         let first = blocks.start;
         for local in blocks {
             let block = u32::try_from(local).unwrap_or(u32::MAX);
             let weights = self.blocks.get(local).ok_or(EngineError::Unit(block))?;
-            let mut pages = self.backend.cached(&mut self.cache, local, rows)?;
-            let key = (local, tokens);
+            let prompts = step.prompts.get(local - first);
+            for part in prompts.into_iter().flatten() {
+                self.backend.prompt_add(PromptAdd {
+                    x: &mut *states,
+                    offset: part.offset,
+                    prompt: part.values,
+                    round: dtype,
+                })?;
+            }
+            let mut pages = self.backend.cached(&mut self.cache, local, step.rows)?;
+            let key = (local, tokens, step.adapted);
             if let Some(Some(graph)) = graphs.get(&key) {
                 self.backend.replay(graph, &mut pages)?;
+                *replayed += 1;
                 continue;
             }
             let spec = self.spec;
@@ -167,7 +219,7 @@ impl<B: Paged> Engine<'_, B> {
                 forward_prepared(backend, spec, weights, work, input, states, pages)
             };
             // A step of no rows is run once, for what operations keep from then on.
-            if !rows.is_empty() || local == first {
+            if !step.rows.is_empty() || local == first {
                 run(&mut self.backend, &mut pages)?;
             }
             if let Entry::Vacant(place) = graphs.entry(key) {

@@ -10,7 +10,7 @@ use shared::block::BlockIndex;
 use shared::config::QuantType;
 use shared::dtype::DType;
 use shared::ids::{JobId, PageId};
-use shared::job::{JobBody, JobKind, SlotRef};
+use shared::job::{JobBody, JobKind, Prompts, SlotRef};
 use shared::shm::arena::ArenaMap;
 use shared::shm::segment::MemfdSegment;
 
@@ -33,6 +33,8 @@ pub(super) struct Bench<'w> {
     sessions: Vec<usize>,
     /// Most blocks of a unit so far.
     longest: u32,
+    /// Tokens of the deep prompts of every step.
+    prompts: usize,
 }
 
 pub(super) fn model(adapters: usize) -> Model {
@@ -71,6 +73,7 @@ impl<'w> Bench<'w> {
             }),
             sessions: vec![0; sessions],
             longest: 0,
+            prompts: 0,
         }
     }
 
@@ -89,6 +92,7 @@ impl<'w> Bench<'w> {
             .collect();
         self.arena.write(input.offset, &values).unwrap();
         let first = 8 * session as u32;
+        let prompts = (self.prompts > 0).then(|| self.prompts_of(session));
         JobBody {
             kind: JobKind::Step,
             dtype: DType::Bf16,
@@ -102,9 +106,30 @@ impl<'w> Bench<'w> {
             copies: vec![],
             input,
             output,
-            prompts: None,
+            prompts,
             output_gradient: None,
             prompt_gradient: None,
+        }
+    }
+
+    /// Deep prompts of a session for all blocks, in the arena.
+    fn prompts_of(&mut self, session: usize) -> Prompts {
+        let len = BLOCKS as usize * self.prompts * HIDDEN;
+        let values: Vec<u8> = (0..len)
+            .flat_map(|i| {
+                let value = ((i + 7 * session) as f32 * 0.37).cos();
+                half::bf16::from_f32(value).to_le_bytes()
+            })
+            .collect();
+        let slot = SlotRef {
+            offset: (16 + session as u64) * SLOT,
+            len: values.len() as u64,
+        };
+        self.arena.write(slot.offset, &values).unwrap();
+        Prompts {
+            slot,
+            batch: 1,
+            tokens: self.prompts as u32,
         }
     }
 
@@ -201,6 +226,57 @@ fn mixtures_of_experts_are_recorded_and_have_the_bits_of_direct_steps() {
         recorded.steps(&[(0, 1, None), (1, 1, None), (2, 1, None)]);
         assert_eq!(recorded.engine.backend.taken(), before);
     }
+}
+
+#[test]
+fn steps_with_adapters_and_deep_prompts_are_recorded_and_have_the_bits_of_direct_ones() {
+    let model = model(2);
+    let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
+    let choices = [
+        [Some(1), None, Some(0)],
+        [Some(0), Some(0), Some(0)],
+        [None; 3],
+    ];
+    let mut recorded = Bench::new(&model, &weights, 3);
+    recorded.engine.record_steps().unwrap();
+    let warm = recorded.engine.recorded();
+    assert_eq!(warm, 12 * u64::from(BLOCKS), "with adapters and without");
+    let plain = recorded.engine.launches(0, 1).expect("a recording");
+    assert!(plain <= 11, "{plain} launches of a step without adapters");
+    let mut seen: Vec<Vec<Vec<u8>>> = Vec::new();
+    for (choice, prompts) in [
+        (choices[0], 0),
+        (choices[1], 0),
+        (choices[2], 0),
+        (choices[0], 3),
+    ] {
+        let mut direct = Bench::new(&model, &weights, 3);
+        (direct.prompts, recorded.prompts) = (prompts, prompts);
+        recorded.sessions = vec![0; 3];
+        let expected = direct.talk(choice);
+        let got = recorded.talk(choice);
+        assert!(got == expected, "recorded steps of {choice:?} differ");
+        assert!(
+            !seen.contains(&got),
+            "adapters and prompts change something"
+        );
+        seen.push(got);
+        let (taken, replayed) = (recorded.engine.backend.taken(), recorded.engine.replayed());
+        recorded.steps(&[(0, 1, choice[0]), (1, 1, choice[1]), (2, 1, choice[2])]);
+        assert_eq!(
+            recorded.engine.backend.taken(),
+            taken,
+            "a step takes memory"
+        );
+        let replayed = recorded.engine.replayed() - replayed;
+        assert_eq!(replayed, u64::from(BLOCKS), "a step is replayed");
+    }
+    assert_eq!(recorded.longest, BLOCKS, "through all blocks at once");
+    assert_eq!(
+        recorded.engine.recorded(),
+        warm,
+        "nothing is recorded again"
+    );
 }
 
 #[test]

@@ -9,6 +9,7 @@ use kernels::kv::total_tokens;
 use shared::block::BlockIndex;
 use shared::job::JobKind;
 
+use super::decode::Step;
 use super::{Engine, EngineError, parked};
 use crate::block::{BlockInput, PromptPart, forward};
 use crate::device::{MAX_STEP_TOKENS, Paged};
@@ -80,15 +81,15 @@ impl<B: Paged> Engine<'_, B> {
         let missing = || EngineError::Unit(unit.block);
         let first = self.local(unit.block)?;
         let last = self.local(unit.block + unit.count - 1)?;
+        let takes_adapters = self.decode.as_ref().is_some_and(|decode| decode.adapted);
         let mut input = Input::default();
         for member in &unit.members {
             let job = running.get(&member.task).ok_or_else(missing)?;
             let begun = job.begun.as_ref().ok_or_else(missing)?;
-            let is_plain = job.body.kind == JobKind::Step
-                && job.body.prompts.is_none()
-                && job.body.adapter.is_none()
+            let is_recorded = job.body.kind == JobKind::Step
+                && (job.body.adapter.is_none() || takes_adapters)
                 && matches!(begun.hidden, States::Device(_));
-            if !is_plain {
+            if !is_recorded {
                 return Ok(false);
             }
             input
@@ -96,13 +97,19 @@ impl<B: Paged> Engine<'_, B> {
                 .ok_or_else(missing)?;
         }
         let tokens = total_tokens(&input.rows);
-        if tokens > MAX_STEP_TOKENS || !self.set_step(&input.rows)? {
+        if tokens > MAX_STEP_TOKENS || !self.set_step(&input.rows, &input.adapters)? {
             return Ok(false);
         }
+        let prompts = prompts_of(unit, running).ok_or_else(missing)?;
         self.gather_step(unit, running)?;
-        let (rows, lengths) = (&input.rows, &input.lengths);
-        self.recorded_blocks(tokens, first..last + 1, rows, lengths)?;
-        drop(input);
+        let step = Step {
+            rows: &input.rows,
+            lengths: &input.lengths,
+            adapted: input.adapters.iter().any(Option::is_some),
+            prompts: &prompts,
+        };
+        self.recorded_blocks(tokens, first..last + 1, step)?;
+        drop((input, prompts));
         self.give_step(unit, running)?;
         Ok(true)
     }
@@ -377,6 +384,48 @@ enum Over<'a> {
     Parked(JobKind, Range<usize>),
 }
 
+/// Deep prompts of each block of a unit, empty when it has none. `None`: a job has no such prompts.
+fn prompts_of<'a, B: Paged>(
+    unit: &Unit,
+    running: &'a HashMap<TaskId, Running<B>>,
+) -> Option<Vec<Vec<PromptPart<'a>>>> {
+    let jobs = unit.members.iter().map(|member| running.get(&member.task));
+    let jobs: Vec<&Running<B>> = jobs.collect::<Option<_>>()?;
+    if jobs.iter().all(|job| job.body.prompts.is_none()) {
+        return Some(Vec::new());
+    }
+    let of_block = |offset: u32| {
+        let (mut parts, mut start) = (Vec::new(), 0);
+        for (member, job) in unit.members.iter().zip(&jobs) {
+            let prompts = &job.begun.as_ref()?.prompts;
+            let position = member.position + offset as usize;
+            parts.extend(prompts_at(job, prompts, member, (position, start))?);
+            start += job.values(member.pieces.clone()).len();
+        }
+        Some(parts)
+    };
+    (0..unit.count).map(of_block).collect()
+}
+
+/// Deep prompts of a member before its block at `position`, where its values begin at `start`.
+fn prompts_at<'a, B: Paged>(
+    job: &Running<B>,
+    prompts: &'a [f32],
+    member: &Member,
+    (position, start): (usize, usize),
+) -> Option<Vec<PromptPart<'a>>> {
+    let values = job.values(member.pieces.clone());
+    job.prompt_parts(position, member.pieces.clone())
+        .into_iter()
+        .map(|(to, from)| {
+            Some(PromptPart {
+                offset: start + to.start - values.start,
+                values: prompts.get(from)?,
+            })
+        })
+        .collect()
+}
+
 /// What goes through a block besides the hidden states, of all members of a unit.
 #[derive(Default)]
 struct Input<'a> {
@@ -397,12 +446,8 @@ impl<'a> Input<'a> {
         member: &Member,
     ) -> Option<()> {
         let values = job.values(member.pieces.clone());
-        for (to, from) in job.prompt_parts(member.position, member.pieces.clone()) {
-            self.prompts.push(PromptPart {
-                offset: self.values + to.start - values.start,
-                values: prompts.get(from)?,
-            });
-        }
+        let parts = prompts_at(job, prompts, member, (member.position, self.values));
+        self.prompts.extend(parts?);
         self.values += values.len();
         self.rows.extend(job.rows(member.pieces.clone()));
         self.adapters.resize(self.rows.len(), job.body.adapter);

@@ -4,9 +4,10 @@
 use std::io::Write;
 
 use kernels::ops::{
-    Add, AttentionGrad, Expert, ExpertsRoom, GateDot, Gather, Gelu, GeluGrad, GeluKind, JoinQkv,
-    KvAppend, Layernorm, LinearGrad, Lora, LoraGrad, LoraPart, Mixture, NormGrad, Rmsnorm, Rope,
-    RopeTable, Route, RouteGrad, ScatterAdd, SiluMul, SiluMulGrad, SplitQkv, experts::list_words,
+    Adapt, Adapter, Add, AttentionGrad, Expert, ExpertsRoom, GateDot, Gather, Gelu, GeluGrad,
+    GeluKind, JoinQkv, KvAppend, Layernorm, LinearGrad, LoraGrad, LoraPart, Mixture, NormGrad,
+    Rmsnorm, Rope, RopeTable, Route, RouteGrad, ScatterAdd, SiluMul, SiluMulGrad, SplitQkv,
+    experts::list_words,
 };
 use kernels::{DType, PageLayout, QuantType, WeightView, quant};
 use shared::ids::PageId;
@@ -253,6 +254,15 @@ impl<B: Paged, W: Write> Bench<'_, B, W> {
             first: 0,
             rows,
         }];
+        let adapters = parts.iter().map(|part| {
+            Some(Adapter {
+                a: part.a.clone(),
+                b: part.b.clone(),
+                scale: part.scale,
+            })
+        });
+        let adapters = self.backend.adapters(adapters.collect())?;
+        let of_rows = vec![Some(0); rows];
         let (x, mut middle, mut out) = (
             self.filled(rows * hidden)?,
             self.filled(rows * RANK)?,
@@ -263,12 +273,12 @@ impl<B: Paged, W: Write> Bench<'_, B, W> {
             &format!("adapter of rank {RANK}, {hidden} x {rows}"),
             bytes,
             |backend| {
-                backend.lora(Lora {
+                backend.adapt(Adapt {
                     x: &*x,
-                    parts: &parts,
+                    adapters: &adapters,
+                    of_rows: &of_rows,
                     middle: &mut *middle,
                     out: &mut *out,
-                    rows,
                     round: ROUND,
                 })
             },

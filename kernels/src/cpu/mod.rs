@@ -12,10 +12,10 @@ use crate::kv::{KvPages, total_tokens};
 use crate::ops::experts as ops_experts;
 use crate::ops::lora as ops_lora;
 use crate::ops::{
-    Add, AddNorm, Attention, AttentionGrad, Expert, GateDot, Gather, Gelu, GeluGrad, JoinQkv,
-    KvAppend, Layernorm, Linear, LinearGrad, Lora, LoraGrad, Mixture, NormGrad, OpError, Products,
-    PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route, RouteGrad, ScatterAdd, SiluMul,
-    SiluMulGrad, SplitQkv, add, check_len, kv_append, qkv, rope, route,
+    Adapt, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, GateDot, Gather, Gelu,
+    GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, Lora, LoraGrad, Mixture, NormGrad,
+    OpError, Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route, RouteGrad,
+    ScatterAdd, SiluMul, SiluMulGrad, SplitQkv, add, check_len, kv_append, qkv, rope, route,
 };
 use crate::tensor::WeightView;
 use pool::Pool;
@@ -61,6 +61,23 @@ impl Cpu {
         self.isa
     }
 
+    /// Adapters beside a matrix product, each over its part of the rows.
+    ///
+    /// # Errors
+    /// When buffers are too short for the rows, or the parts do not go together.
+    pub fn lora(&mut self, args: Lora<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
+        args.check()?;
+        ops_lora::check_dtypes("lora", args.parts)?;
+        lora::lora(
+            self.isa,
+            &mut self.pool,
+            &mut self.scratch,
+            &mut self.delta,
+            args,
+        );
+        Ok(())
+    }
+
     /// Threads that compute, the caller included.
     pub fn threads(&self) -> usize {
         self.pool.threads()
@@ -72,6 +89,7 @@ impl Backend for Cpu {
     type Buffer = Vec<f32>;
     type Matrix<'w> = WeightView<'w>;
     type Experts<'w> = Vec<Expert<WeightView<'w>>>;
+    type Adapters<'w> = Vec<Option<Adapter<WeightView<'w>>>>;
     type Pages<'k> = KvPages<'k>;
 
     fn matrix<'w>(&mut self, weight: WeightView<'w>) -> Result<WeightView<'w>, OpError> {
@@ -83,6 +101,13 @@ impl Backend for Cpu {
         experts: Vec<Expert<WeightView<'w>>>,
     ) -> Result<Vec<Expert<WeightView<'w>>>, OpError> {
         ops_experts::sizes_of(&experts).map(|_| experts)
+    }
+
+    fn adapters<'w: 'w>(
+        &mut self,
+        adapters: Vec<Option<Adapter<WeightView<'w>>>>,
+    ) -> Result<Vec<Option<Adapter<WeightView<'w>>>>, OpError> {
+        ops_lora::sizes_of(&adapters).map(|_| adapters)
     }
 
     fn buffer(&mut self, len: usize) -> Vec<f32> {
@@ -153,17 +178,19 @@ impl Backend for Cpu {
         })
     }
 
-    fn lora(&mut self, args: Lora<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
-        args.check()?;
-        ops_lora::check_dtypes("lora", args.parts)?;
-        lora::lora(
-            self.isa,
-            &mut self.pool,
-            &mut self.scratch,
-            &mut self.delta,
-            args,
-        );
-        Ok(())
+    fn adapt(
+        &mut self,
+        args: Adapt<'_, [f32], Vec<Option<Adapter<WeightView<'_>>>>>,
+    ) -> Result<(), OpError> {
+        args.check(ops_lora::sizes_of(args.adapters)?)?;
+        self.lora(Lora {
+            x: args.x,
+            parts: &ops_lora::parts_of(args.adapters, args.of_rows),
+            middle: args.middle,
+            out: args.out,
+            rows: args.of_rows.len(),
+            round: args.round,
+        })
     }
 
     fn split_qkv(&mut self, args: SplitQkv<'_, [f32]>) -> Result<(), OpError> {

@@ -6,13 +6,13 @@ use shared::config::QuantType;
 
 use super::gpu::Gpu;
 use super::memory::{Buffer, Floats};
-use super::{Cuda, Experts, Matrix, Pages, ops};
+use super::{Adapters, Cuda, Experts, Matrix, Pages, ops};
 use crate::backend::Backend;
 use crate::ops::{
-    Add, AddNorm, Attention, AttentionGrad, Expert, GateDot, Gather, Gelu, GeluGrad, JoinQkv,
-    KvAppend, Layernorm, Linear, LinearGrad, Lora, LoraGrad, Mixture, NormGrad, OpError, Products,
-    PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route, RouteGrad, ScatterAdd, SiluMul,
-    SiluMulGrad, SplitQkv,
+    Adapt, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, GateDot, Gather, Gelu,
+    GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, LoraGrad, Mixture, NormGrad,
+    OpError, Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route, RouteGrad,
+    ScatterAdd, SiluMul, SiluMulGrad, SplitQkv,
 };
 use crate::tensor::WeightView;
 
@@ -36,6 +36,7 @@ impl<G: Gpu> Backend for Cuda<G> {
     type Buffer = Buffer<G>;
     type Matrix<'w> = Matrix<G>;
     type Experts<'w> = Experts<G>;
+    type Adapters<'w> = Adapters<G>;
     type Pages<'k> = Pages<'k>;
 
     fn matrix<'w>(&mut self, weight: WeightView<'w>) -> Result<Matrix<G>, OpError> {
@@ -44,6 +45,13 @@ impl<G: Gpu> Backend for Cuda<G> {
 
     fn experts<'w: 'w>(&mut self, experts: Vec<Expert<Matrix<G>>>) -> Result<Experts<G>, OpError> {
         Cuda::experts(self, experts)
+    }
+
+    fn adapters<'w: 'w>(
+        &mut self,
+        adapters: Vec<Option<Adapter<Matrix<G>>>>,
+    ) -> Result<Adapters<G>, OpError> {
+        Cuda::adapters(self, adapters)
     }
 
     fn buffer(&mut self, len: usize) -> Buffer<G> {
@@ -94,7 +102,7 @@ impl<G: Gpu> Backend for Cuda<G> {
         ops::linear::launch_products(self, args)
     }
 
-    fn lora(&mut self, args: Lora<'_, Floats, Matrix<G>>) -> Result<(), OpError> {
+    fn adapt(&mut self, args: Adapt<'_, Floats, Adapters<G>>) -> Result<(), OpError> {
         ops::lora::launch(self, args)
     }
 

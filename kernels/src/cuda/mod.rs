@@ -10,6 +10,7 @@
     reason = "device memory and launches; each use says why it holds"
 )]
 
+pub mod adapters;
 pub mod arena;
 mod backend;
 mod batch;
@@ -28,6 +29,7 @@ pub mod step;
 
 use std::sync::Arc;
 
+pub use adapters::Adapters;
 pub use arena::Reach;
 pub use cache::Cache;
 pub use experts::Experts;

@@ -1,4 +1,4 @@
-//! Decode steps as recorded launches. What changes from step to step (rows, positions, page tables) lies in device memory at a fixed address,
+//! Decode steps as recorded launches. What changes from step to step (rows, positions, page tables, adapters) lies in device memory at a fixed address,
 //! which is written before the launches; everything else that a launch is given stays as it is. A recording is made for a number of
 //! tokens and serves every step of no more: kernels end at once for tokens that are not there.
 //!
@@ -20,6 +20,9 @@ use crate::tuning::CUDA_STEP_WORKSPACE_BYTES;
 
 /// Most tokens of a recorded step.
 pub const MAX_STEP_TOKENS: usize = 32;
+
+/// In the words of a step: a token without an adapter.
+pub(super) const NO_ADAPTER: u32 = u32::MAX;
 
 /// Most pages that the rows of a recorded step name: 32 rows of 128 K positions.
 const MAX_STEP_PAGES: usize = 1 << 18;
@@ -63,7 +66,8 @@ impl<G: Gpu> Cuda<G> {
         pages: usize,
     ) -> Result<(), OpError> {
         let named = pages.saturating_mul(MAX_STEP_TOKENS).min(MAX_STEP_PAGES);
-        let words = self.reserve(4 * (batch::words(MAX_STEP_TOKENS, MAX_STEP_TOKENS) + named))?;
+        let words = MAX_STEP_TOKENS + batch::words(MAX_STEP_TOKENS, MAX_STEP_TOKENS) + named;
+        let words = self.reserve(4 * words)?;
         let tile_bytes = heads * (head_dim + 4) * 4;
         // Every position of the pool once, and a tile that each row has begun; rows that share more take turns outside recordings.
         let tiles = pages.div_ceil(batch::TILE_TOKENS / PAGE_TOKENS) + 2 * MAX_STEP_TOKENS;
@@ -78,11 +82,16 @@ impl<G: Gpu> Cuda<G> {
         Ok(())
     }
 
-    /// Writes the rows of the next step to their fixed memory. False: they do not fit, and nothing was written.
+    /// Writes the rows of the next step, and which adapter each goes through (empty: none), to their fixed memory. False: they do not fit,
+    /// and nothing was written.
     ///
     /// # Errors
     /// When a number does not fit a word, or the device fails.
-    pub fn set_step(&mut self, rows: &[StepRow<'_>]) -> Result<bool, OpError> {
+    pub fn set_step(
+        &mut self,
+        rows: &[StepRow<'_>],
+        adapters: &[Option<u32>],
+    ) -> Result<bool, OpError> {
         self.host("a step")?;
         let Some(fixed) = &self.fixed else {
             return Ok(false);
@@ -93,6 +102,7 @@ impl<G: Gpu> Cuda<G> {
         let (at, room) = (fixed.words.address(), fixed.words.bytes());
         let mut words = std::mem::take(&mut self.words);
         let written = batch::write(rows, &mut words);
+        words.splice(0..0, adapter_words(rows, adapters));
         let fits = fits && 4 * words.len() <= room;
         let done = match (&written, fits) {
             // SAFETY: the memory is as long at least.
@@ -175,8 +185,32 @@ impl<G: Gpu> Cuda<G> {
 }
 
 impl<G: Gpu> Fixed<G> {
-    /// Where the rows lie.
+    /// Where the rows lie: behind the adapters of their tokens.
     pub(super) fn batch(&self) -> Address {
+        self.words.address().offset(4 * MAX_STEP_TOKENS)
+    }
+
+    /// Where the number of tokens lies.
+    pub(super) fn tokens(&self) -> Address {
+        self.batch().offset(4)
+    }
+
+    /// Where the adapters of the tokens lie.
+    pub(super) fn adapters(&self) -> Address {
         self.words.address()
     }
+}
+
+/// The adapter of each token of a step.
+fn adapter_words(rows: &[StepRow<'_>], adapters: &[Option<u32>]) -> [u32; MAX_STEP_TOKENS] {
+    let mut words = [NO_ADAPTER; MAX_STEP_TOKENS];
+    let of_tokens = rows
+        .iter()
+        .zip(adapters)
+        .flat_map(|(row, adapter)| std::iter::repeat_n(adapter.unwrap_or(NO_ADAPTER), row.tokens));
+    words
+        .iter_mut()
+        .zip(of_tokens)
+        .for_each(|(word, of)| *word = of);
+    words
 }

@@ -46,6 +46,96 @@ pub struct Lora<'a, F: ?Sized, W> {
     pub round: DType,
 }
 
+/// An adapter beside a matrix; `W` is the backend's matrix.
+#[derive(Clone, Debug)]
+pub struct Adapter<W> {
+    /// Into the rank, `[rank, inputs]`.
+    pub a: W,
+    /// Out of the rank, `[outputs, rank]`, of the dtype of `a`.
+    pub b: W,
+    /// Multiplies what comes out.
+    pub scale: f32,
+}
+
+/// Arguments of adapters that every row chooses for itself: [`Lora`] over the rows of each; `A` is the backend's
+/// [`Backend::Adapters`](crate::Backend::Adapters).
+#[derive(Debug)]
+pub struct Adapt<'a, F: ?Sized, A: ?Sized> {
+    /// Input of the adapted matrix `[rows, inputs]`.
+    pub x: &'a F,
+    /// The adapters of the matrix.
+    pub adapters: &'a A,
+    /// Which of them each row goes through; one that the matrix does not have changes nothing. A device whose step is recorded takes those of
+    /// the step instead.
+    pub of_rows: &'a [Option<u32>],
+    /// Memory for `t`: `[rows, largest rank]`; its content is unspecified before and after.
+    pub middle: &'a mut F,
+    /// Product of the adapted matrix, and the sum `[rows, outputs]`.
+    pub out: &'a mut F,
+    /// Dtype to which the product of the adapted matrix is rounded: the block dtype.
+    pub round: DType,
+}
+
+/// Sizes of the adapters of a matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AdapterSizes {
+    /// Features that go in.
+    pub inputs: usize,
+    /// Largest rank.
+    pub rank: usize,
+    /// Features that come out.
+    pub outputs: usize,
+}
+
+/// The sizes of adapters beside one matrix; nothing where an adapter leaves it alone.
+///
+/// # Errors
+/// When none is there, or their matrices do not go together.
+pub fn sizes_of<W: MatrixShape>(adapters: &[Option<Adapter<W>>]) -> Result<AdapterSizes, OpError> {
+    let op = "adapters";
+    let wrong = |what| OpError::Shape { op, what };
+    let mut there = adapters.iter().flatten();
+    let first = there.next().ok_or(wrong("there are none"))?;
+    let sizes = AdapterSizes {
+        inputs: first.a.inputs(),
+        rank: first.a.outputs(),
+        outputs: first.b.outputs(),
+    };
+    adapters.iter().flatten().try_fold(sizes, |sizes, adapter| {
+        let (a, b) = (&adapter.a, &adapter.b);
+        if a.dtype() != b.dtype() {
+            return Err(wrong("the matrices of an adapter differ in dtype"));
+        }
+        if a.outputs() != b.inputs() || [a.inputs(), b.outputs()] != [sizes.inputs, sizes.outputs] {
+            return Err(wrong("the matrices of the adapters do not go together"));
+        }
+        let rank = sizes.rank.max(a.outputs());
+        Ok(AdapterSizes { rank, ..sizes })
+    })
+}
+
+/// The parts of rows that go through `adapters`, neighbours with the same adapter together.
+pub fn parts_of<W: Clone>(
+    adapters: &[Option<Adapter<W>>],
+    of_rows: &[Option<u32>],
+) -> Vec<LoraPart<W>> {
+    let mut parts = Vec::new();
+    let mut first = 0;
+    for alike in of_rows.chunk_by(|a, b| a == b) {
+        let number = alike.first().copied().flatten().map(|n| n as usize);
+        let adapter = number.and_then(|number| adapters.get(number)?.as_ref());
+        parts.extend(adapter.map(|adapter| LoraPart {
+            first,
+            rows: alike.len(),
+            a: adapter.a.clone(),
+            b: adapter.b.clone(),
+            scale: adapter.scale,
+        }));
+        first += alike.len();
+    }
+    parts
+}
+
 /// Arguments of its gradient.
 #[derive(Debug)]
 pub struct LoraGrad<'a, F: ?Sized, W> {
@@ -65,6 +155,15 @@ impl<F: Elements + ?Sized, W: MatrixShape> Lora<'_, F, W> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         let lens = [self.x.len(), self.middle.len(), self.out.len()];
         check("lora", self.parts, self.rows, lens)
+    }
+}
+
+impl<F: Elements + ?Sized, A: ?Sized> Adapt<'_, F, A> {
+    pub(crate) fn check(&self, sizes: AdapterSizes) -> Result<(), OpError> {
+        let rows = self.of_rows.len();
+        check_len("adapt", "x", self.x.len(), rows, sizes.inputs)?;
+        check_len("adapt", "middle", self.middle.len(), rows, sizes.rank)?;
+        check_len("adapt", "out", self.out.len(), rows, sizes.outputs)
     }
 }
 
@@ -180,4 +279,28 @@ fn transposed_product(matrix: &WeightView<'_>, grad: &[f32]) -> Vec<f32> {
             .for_each(|(sum, w)| *sum += grad * w);
     }
     sums
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbouring_rows_with_one_adapter_are_one_part() {
+        let adapter = |number| {
+            Some(Adapter {
+                a: number,
+                b: number,
+                scale: 1.0,
+            })
+        };
+        let adapters = [adapter(0), adapter(1), None];
+        let rows = [Some(1), Some(1), None, Some(2), Some(1), Some(0), Some(7)];
+        let parts: Vec<_> = parts_of(&adapters, &rows)
+            .into_iter()
+            .map(|part| (part.first, part.rows, part.a))
+            .collect();
+        assert_eq!(parts, [(0, 2, 1), (4, 1, 1), (5, 1, 0)]);
+        assert!(parts_of(&adapters, &[]).is_empty());
+    }
 }

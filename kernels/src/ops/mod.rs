@@ -33,7 +33,7 @@ pub use gradient::{GeluGrad, LinearGrad, NormGrad, SiluMulGrad};
 pub use kv_append::KvAppend;
 pub use layernorm::Layernorm;
 pub use linear::Linear;
-pub use lora::{Lora, LoraGrad, LoraPart};
+pub use lora::{Adapt, Adapter, Lora, LoraGrad, LoraPart};
 pub use qkv::{JoinQkv, SplitQkv};
 pub use rmsnorm::Rmsnorm;
 pub use rope::{Rope, RopeTable};

@@ -6,8 +6,8 @@ use shared::dtype::DType;
 use super::linear::view;
 use super::{Bench, Extent, Failure, noise, test_on_devices};
 use crate::cuda::ops::lora as device;
-use crate::cuda::{Cuda, Gpu, Matrix};
-use crate::ops::{Lora, LoraGrad, LoraPart, convert, lora};
+use crate::cuda::{Adapters, Cuda, Gpu, Matrix};
+use crate::ops::{Adapt, Adapter, Lora, LoraGrad, LoraPart, convert, lora};
 use crate::tensor::WeightView;
 
 const SHAPES: [(usize, usize, Extent); 4] = [
@@ -82,6 +82,40 @@ fn on_device<G: Gpu>(
     Ok(moved)
 }
 
+/// The adapters of all rows: those of the parts, and for a row without one a number that no adapter has, or one that leaves the matrix alone.
+fn of_rows() -> Vec<Option<u32>> {
+    let mut of_rows = vec![None; ROWS];
+    for (number, (first, rows, ..)) in (0u32..).zip(PARTS) {
+        of_rows[first..first + rows].fill(Some(number));
+    }
+    of_rows[12] = Some(PARTS.len() as u32);
+    of_rows
+}
+
+/// What adapters make of products.
+fn adapted<G: Gpu>(
+    bench: &mut Bench<'_, G>,
+    adapters: &Adapters<G>,
+    (x, product): (&[f32], &[f32]),
+    of_rows: &[Option<u32>],
+    round: DType,
+) -> Result<Vec<f32>, Failure> {
+    let (x, mut out) = (bench.input(x)?, bench.in_place(product)?);
+    let mut middle = bench.output(of_rows.len() * RANK)?;
+    let args = Adapt {
+        x: &*x,
+        adapters,
+        of_rows,
+        middle: &mut *middle,
+        out: &mut *out,
+        round,
+    };
+    let done = device::launch(bench.cuda, args);
+    bench.op(done)?;
+    bench.take(&middle, of_rows.len() * RANK)?;
+    bench.take(&out, product.len())
+}
+
 fn case<G: Gpu>(
     bench: &mut Bench<'_, G>,
     inputs: usize,
@@ -110,22 +144,25 @@ fn case<G: Gpu>(
         round,
     });
     bench.op(reference)?;
-    let (from, mut middle, mut out) = (
-        bench.input(&x)?,
-        bench.output(ROWS * RANK)?,
-        bench.in_place(&product)?,
-    );
-    let args = Lora {
-        x: &*from,
-        parts: &moved,
-        middle: &mut *middle,
-        out: &mut *out,
-        rows: ROWS,
-        round,
-    };
-    let done = device::launch(bench.cuda, args);
-    bench.op(done)?;
-    let got = bench.take(&out, wanted.len())?;
+    let adapters = moved.iter().map(|part| {
+        Some(Adapter {
+            a: part.a.clone(),
+            b: part.b.clone(),
+            scale: part.scale,
+        })
+    });
+    let adapters = bench.cuda.adapters(adapters.chain([None]).collect());
+    let adapters = bench.op(adapters)?;
+    let got = adapted(bench, &adapters, (&x, &product), &of_rows(), round)?;
+    // Rows alone, or where an adapter is not there: the same bits.
+    for rows in [0..1, 5..14, 13..16] {
+        let inputs = (
+            &x[rows.start * inputs..rows.end * inputs],
+            &product[rows.start * outputs..rows.end * outputs],
+        );
+        let some = adapted(bench, &adapters, inputs, &of_rows()[rows.clone()], round)?;
+        bench.same(&some, &got[rows.start * outputs..rows.end * outputs])?;
+    }
     // Where a rounding falls the other way, bfloat16 moves by 2^-8 of the value, before it is scaled.
     bench.close(&got, &wanted, 8e-3)?;
     // The rows of the adapter in f32, and those without one, round nothing that could fall otherwise.
@@ -143,6 +180,7 @@ fn case<G: Gpu>(
     });
     bench.op(reference)?;
     let (grad, mut out) = (bench.input(&grad)?, bench.in_place(&x)?);
+    let mut middle = bench.output(ROWS * RANK)?;
     let args = LoraGrad {
         grad: &*grad,
         parts: &moved,

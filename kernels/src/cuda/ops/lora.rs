@@ -1,12 +1,13 @@
 //! Launches `lora.cu`.
 
 use shared::config::QuantType;
-use shared::dtype::DType;
 
 use super::linear::bytes_of;
+use crate::cuda::adapters::code;
 use crate::cuda::gpu::ctas;
-use crate::cuda::{Cuda, Floats, Gpu, Launch, Matrix, Memory, Params};
-use crate::ops::{Lora, LoraGrad, LoraPart, MatrixShape, OpError};
+use crate::cuda::step::NO_ADAPTER;
+use crate::cuda::{Adapters, Address, Cuda, Floats, Gpu, Launch, Matrix, Memory, Params};
+use crate::ops::{Adapt, LoraGrad, LoraPart, MatrixShape, OpError};
 
 /// Rows of a tile.
 const ROWS: usize = 8;
@@ -15,35 +16,66 @@ const MAX_RANK: usize = 1024;
 
 pub(crate) fn launch<G: Gpu>(
     cuda: &mut Cuda<G>,
-    args: Lora<'_, Floats, Matrix<G>>,
+    args: Adapt<'_, Floats, Adapters<G>>,
 ) -> Result<(), OpError> {
-    args.check()?;
-    let Some(plan) = Plan::new(cuda, "lora", args.parts)? else {
+    let sizes = args.adapters.sizes();
+    args.check(sizes)?;
+    let rows = args.of_rows.len();
+    if rows == 0 {
         return Ok(());
+    }
+    // Of a recorded step adapters and the number of rows lie in fixed memory.
+    let fixed = cuda.fixed().map(|fixed| (fixed.adapters(), fixed.tokens()));
+    let listed = match fixed {
+        Some(_) => None,
+        None => {
+            let number = |adapter: &Option<u32>| adapter.unwrap_or(NO_ADAPTER);
+            let words: Vec<u32> = args.of_rows.iter().map(number).collect();
+            Some(cuda.words(&words)?)
+        }
     };
-    let down = plan.launch(
-        "lora_down",
-        plan.rank.div_ceil(8),
-        0,
-        plan.tiles()
+    let (of_rows, there) = match (&listed, fixed) {
+        (Some(memory), _) => (memory.address(), Address(0)),
+        (None, Some(fixed)) => fixed,
+        (None, None) => return Ok(()),
+    };
+    let params = || {
+        Params::new()
+            .address(args.adapters.table().address())
+            .address(of_rows)
+            .address(there)
+            .count(args.adapters.count())
+            .count(rows)
+    };
+    let down = Launch {
+        kernel: "lora_down",
+        grid: [ctas(sizes.rank.div_ceil(8)), ctas(rows.div_ceil(ROWS)), 1],
+        cta: [256, 1, 1],
+        shared_bytes: 0,
+        params: params()
             .read(args.x)
             .write(args.middle)
-            .count(plan.inputs)
-            .count(plan.rank),
-    );
-    // SAFETY: `check` has made sure that input, middle and output hold all rows, and the tiles name rows of the parts alone.
+            .count(sizes.inputs)
+            .count(sizes.rank),
+    };
+    // SAFETY: `check` has made sure that input, middle and output hold all rows; the table names matrices that it keeps.
     unsafe { cuda.launch(down)? };
-    let up = plan.launch(
-        "lora_up",
-        plan.outputs.div_ceil(256),
-        ROWS * plan.rank * 4,
-        plan.tiles()
+    let up = Launch {
+        kernel: "lora_up",
+        grid: [
+            ctas(sizes.outputs.div_ceil(256)),
+            ctas(rows.div_ceil(ROWS)),
+            1,
+        ],
+        cta: [256, 1, 1],
+        shared_bytes: ctas(ROWS * sizes.rank * 4),
+        params: params()
             .read(args.middle)
             .write(args.out)
-            .count(plan.outputs)
-            .count(plan.rank)
+            .count(sizes.outputs)
+            .count(sizes.rank)
             .count(code(args.round) as usize),
-    );
+    };
     // SAFETY: as above.
     unsafe { cuda.launch(up) }
 }
@@ -157,13 +189,5 @@ fn write_tiles<G: Gpu>(part: &LoraPart<Matrix<G>>, words: &mut Vec<u32>) {
         words.extend([word(part.a.outputs()), word(part.first + from)]);
         words.extend([word(ROWS.min(part.rows - from)), code(part.a.dtype())]);
         words.extend([part.scale.to_bits(), 0]);
-    }
-}
-
-fn code(dtype: DType) -> u32 {
-    match dtype {
-        DType::F32 => 0,
-        DType::Bf16 => 1,
-        DType::F16 => 2,
     }
 }
