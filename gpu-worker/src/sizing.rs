@@ -125,11 +125,9 @@ pub fn scratch_bytes(spec: &BlockSpec, positions: usize) -> [usize; 5] {
     let positions = positions.min(PLANNED_POSITIONS);
     let [forward, back] = unit_tokens(spec);
     let q = spec.heads * spec.head_dim;
-    let widest = spec
-        .mlp
-        .intermediate()
-        .max(q + fused(spec))
-        .max(spec.hidden);
+    // A token of a mixture is rounded once for each of its experts.
+    let (_, chosen) = experts(spec);
+    let widest = (chosen * spec.mlp.intermediate().max(spec.hidden)).max(q + fused(spec));
     [
         tuning::cuda_attention_workspace(spec.heads, spec.head_dim, positions),
         2 * widest.next_multiple_of(32) * forward.max(back),
@@ -143,14 +141,10 @@ pub fn scratch_bytes(spec: &BlockSpec, positions: usize) -> [usize; 5] {
 fn forward_width(spec: &BlockSpec) -> usize {
     let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
     let (experts, chosen) = experts(spec);
-    // Rows to an expert, those that all experts of a token give back, their lists, and what prefill rounds of them.
+    // Rows to an expert, those that all experts of a token give back, and their lists.
     let moved = match experts {
         0 => 0,
-        _ => {
-            (1 + chosen) * spec.hidden
-                + 9 * chosen
-                + chosen * (spec.hidden + spec.mlp.intermediate()) / 2
-        }
+        _ => (1 + chosen) * spec.hidden + 9 * chosen,
     };
     3 * spec.hidden
         + 2 * q
@@ -192,14 +186,15 @@ fn experts(spec: &BlockSpec) -> (usize, usize) {
     }
 }
 
-/// Why weights and KV pages do not fit into the memory of a device; `None` when they do.
+/// Why weights, KV pages and recorded steps do not fit into the memory of a device; `None` when they do.
 pub fn shortage(
     free_bytes: u64,
     weights_bytes: u64,
     kv_bytes: u64,
+    graph_bytes: u64,
     spec: &BlockSpec,
 ) -> Option<String> {
-    let work = work_bytes(spec);
+    let work = work_bytes(spec).saturating_add(graph_bytes);
     let needed = weights_bytes.saturating_add(kv_bytes).saturating_add(work);
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
     (needed > free_bytes).then(|| {
@@ -255,9 +250,9 @@ mod tests {
     #[test]
     fn a_shortage_names_its_numbers() {
         let spec = llama();
-        let needed = (7 << 30) + work_bytes(&spec);
-        assert_eq!(shortage(needed, 4 << 30, 3 << 30, &spec), None);
-        let said = shortage(needed - 1, 4 << 30, 3 << 30, &spec).unwrap();
+        let needed = (7 << 30) + (5 << 20) + work_bytes(&spec);
+        assert_eq!(shortage(needed, 4 << 30, 3 << 30, 5 << 20, &spec), None);
+        let said = shortage(needed - 1, 4 << 30, 3 << 30, 5 << 20, &spec).unwrap();
         assert!(
             said.contains("4096 MiB of weights + 3072 MiB of KV cache"),
             "{said}"

@@ -213,7 +213,8 @@ fn check_memory<B: Paged>(
     let free = init.config.device_bytes.map_or(free, |most| most.min(free));
     let kv = init.model.kv_segment_bytes(init.span, init.kv_pages) as u64;
     let stored = weights.bytes().saturating_add(weights.adapter_bytes());
-    match shortage(free, stored, kv, spec) {
+    let graphs = init.model.graph_block_bytes() * init.span.block_count() as u64;
+    match shortage(free, stored, kv, graphs, spec) {
         None => Ok(()),
         Some(why) => Err(End {
             reason: ExitReason::OutOfMemory,

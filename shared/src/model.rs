@@ -44,6 +44,10 @@ pub struct ModelFacts {
     pub adapters: Vec<String>,
 }
 
+/// Device memory of one launch in a CUDA graph, as old drivers take it: 33 MB more for 500 more kernels in a row (NVIDIA developer forums, topic
+/// 244901, driver 470). Newer ones take less. Not measured here.
+pub const GRAPH_LAUNCH_BYTES: u64 = 64 << 10;
+
 impl ModelFacts {
     /// Query heads per key/value head; above 1 Petals takes its larger defaults.
     pub fn kv_groups(&self) -> u32 {
@@ -67,6 +71,17 @@ impl ModelFacts {
             u64::from(tokens) * u64::from(self.hidden_size) * self.dtype.size_bytes() as u64;
         let pages = u64::from(tokens.div_ceil(PAGE_TOKENS as u32)) * self.kv_page_bytes() as u64;
         u64::from(batch).saturating_mul(inputs.saturating_add(pages))
+    }
+
+    /// Bytes that the recorded decode steps of one block take of a CUDA device at most: recordings for 1, 2, 4 ... 32 tokens of up to 14 launches,
+    /// and where there are adapters as many again of up to 28, at [`GRAPH_LAUNCH_BYTES`] each.
+    pub fn graph_block_bytes(&self) -> u64 {
+        let launches = if self.adapters.is_empty() {
+            14
+        } else {
+            14 + 28
+        };
+        6 * launches * GRAPH_LAUNCH_BYTES
     }
 
     /// Bytes of the kv segment of a worker: `[blocks of the span, pages, page]`.

@@ -19,8 +19,8 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
-use shared::config::{LogFormat, ServeConfig};
-use shared::control::{Capacity, FromNetd, FromPrepare, Rating};
+use shared::config::{Device, LogFormat, ServeConfig};
+use shared::control::{Capacity, DeviceMemory, FromNetd, FromPrepare, Rating};
 use shared::exit::ExitReason;
 use shared::ids::{Generation, WorkerId};
 use shared::model::ModelFacts;
@@ -377,30 +377,27 @@ impl<'a> Driver<'a> {
     /// takes it, and is then the worker's failure.
     fn no_room(&self, span: shared::block::Span) -> Option<String> {
         let facts = self.facts.as_ref()?;
-        let taken = self.span.map_or(0, |present| {
-            let memory = Memory {
-                available_bytes: None,
-                workers: self.config.devices.len() as u64,
-                netd: self.config.netd.clone(),
-                kv_mirror: self.config.worker.kv_mirror,
-                devices: Vec::new(),
-            };
-            memory.need(facts).total(present.block_count() as u64)
-        });
-        let left = self
-            .config
-            .max_memory_bytes
-            .map(|most| most.saturating_sub(taken));
-        let available = sizing::within(sizing::available_bytes(), left)?;
-        let kv_pages = self.config.netd.limits(facts).kv_pages();
-        let kv = facts.kv_segment_bytes(span, kv_pages) as u64;
-        let needed = facts
-            .block_bytes
-            .saturating_mul(span.block_count() as u64)
-            .saturating_add(kv);
-        (needed > available).then(|| {
-            format!("its workers need {needed} bytes beside the present ones and {available} are available")
-        })
+        let with_memory = self.config.devices.iter().filter(|&&d| d != Device::Cpu);
+        let memory = Memory {
+            available_bytes: sizing::available_bytes(),
+            workers: self.config.devices.len() as u64,
+            netd: self.config.netd.clone(),
+            kv_mirror: self.config.worker.kv_mirror,
+            devices: with_memory
+                .map(|&device| DeviceMemory {
+                    device,
+                    free_bytes: 0,
+                    work_bytes: 0,
+                })
+                .collect(),
+        };
+        let blocks = |span: shared::block::Span| span.block_count() as u64;
+        memory.no_room_beside(
+            facts,
+            self.span.map(blocks),
+            blocks(span),
+            self.config.max_memory_bytes,
+        )
     }
 
     fn spawn(&mut self, id: ChildId, generation: Generation) {

@@ -15,7 +15,7 @@ const PROCESSES_BYTES: u64 = 96 << 20;
 /// What a worker needs beside weights, KV cache and what it keeps for gradients: hidden states of the largest pieces, scores, code.
 const WORKER_BYTES: u64 = 96 << 20;
 
-/// What a worker takes of its device that is neither weights nor KV cache nor for a unit: code of kernels, graphs, rounding to pages of the
+/// What a worker takes of its device that is neither weights, KV cache nor recordings, nor for a unit: code of kernels, rounding to pages of the
 /// driver. Not measured yet.
 const DEVICE_BYTES: u64 = 256 << 20;
 
@@ -41,6 +41,8 @@ pub struct Need {
     pub weights: u64,
     /// KV cache of one block.
     pub kv: u64,
+    /// Recorded decode steps of one block.
+    pub graphs: u64,
     /// Whatever the number of blocks is.
     pub fixed: u64,
     /// What that is.
@@ -69,6 +71,7 @@ impl Memory {
         Need {
             weights: share(facts.block_bytes, here),
             kv: share(kv, mirrored),
+            graphs: 0,
             what: "arena and processes",
             fixed: self
                 .netd
@@ -128,6 +131,25 @@ impl Memory {
         }
     }
 
+    /// Why workers of `wanted` blocks do not fit into the memory of the machine beside those of the `present` blocks (`None`: there are no workers),
+    /// if they do not. Of the memory that is free now they may take what is left of `most_bytes`.
+    pub fn no_room_beside(
+        &self,
+        facts: &ModelFacts,
+        present: Option<u64>,
+        wanted: u64,
+        most_bytes: Option<u64>,
+    ) -> Option<String> {
+        let need = self.need(facts);
+        let taken = present.map_or(0, |blocks| need.total(blocks));
+        let left = most_bytes.map(|most| most.saturating_sub(taken));
+        let available = within(self.available_bytes, left)?;
+        let needed = need.per_block().saturating_mul(wanted);
+        (needed > available).then(|| {
+            format!("its workers need {needed} bytes beside the present ones and {available} are available")
+        })
+    }
+
     /// What blocks need of the memory of a device.
     fn device_need(&self, facts: &ModelFacts, device: &DeviceMemory) -> Need {
         let limits = self.netd.limits(facts);
@@ -135,6 +157,7 @@ impl Memory {
         Need {
             weights: facts.block_bytes,
             kv,
+            graphs: facts.graph_block_bytes(),
             fixed: DEVICE_BYTES
                 .saturating_add(device.work_bytes)
                 .saturating_add(request_bytes(&limits, facts)),
@@ -157,15 +180,19 @@ fn request_bytes(limits: &Limits, facts: &ModelFacts) -> u64 {
 impl Need {
     /// Bytes for so many blocks.
     pub fn total(&self, blocks: u64) -> u64 {
-        let per_block = self.weights.saturating_add(self.kv);
-        per_block.saturating_mul(blocks).saturating_add(self.fixed)
+        let blocks = self.per_block().saturating_mul(blocks);
+        blocks.saturating_add(self.fixed)
+    }
+
+    fn per_block(&self) -> u64 {
+        let stored = self.weights.saturating_add(self.kv);
+        stored.saturating_add(self.graphs)
     }
 
     /// Most blocks that find what they need in so many bytes.
     fn blocks(&self, available: u64) -> u32 {
-        let per_block = self.weights.saturating_add(self.kv);
         let rest = available.checked_sub(self.fixed);
-        let blocks = match (rest, per_block) {
+        let blocks = match (rest, self.per_block()) {
             (None, _) => 0,
             (Some(_), 0) => u64::MAX,
             (Some(rest), per_block) => rest / per_block,
@@ -176,8 +203,12 @@ impl Need {
     /// The sum for so many blocks, as a person would write it.
     pub fn arithmetic(&self, blocks: u32) -> String {
         let total = self.total(blocks.into());
+        let graphs = match self.graphs {
+            0 => String::new(),
+            graphs => format!(" + {} of recorded steps", mib(graphs)),
+        };
         format!(
-            "{blocks} x ({} of weights + {} of KV cache) + {} for {} = {}",
+            "{blocks} x ({} of weights + {} of KV cache{graphs}) + {} for {} = {}",
             mib(self.weights),
             mib(self.kv),
             mib(self.fixed),
@@ -303,6 +334,7 @@ pub(crate) mod tests {
             Need {
                 weights: 440 << 20,
                 kv: 1536 * 65536,
+                graphs: 0,
                 fixed: (512 + 96 + 96 + 512) << 20,
                 what: "arena and processes",
             }
@@ -358,6 +390,43 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn a_move_on_devices_needs_no_memory_of_the_machine_for_weights() {
+        let facts = llama_70b();
+        let machine = memory(3 << 30);
+        // 10 blocks of 536 MiB do not fit beside others in 3 GiB, nor into what those leave of 4 GiB.
+        assert!(machine.no_room_beside(&facts, None, 10, None).is_some());
+        assert!(
+            machine
+                .no_room_beside(&facts, Some(4), 1, Some(4 << 30))
+                .is_none()
+        );
+        assert!(
+            machine
+                .no_room_beside(&facts, Some(6), 1, Some(4 << 30))
+                .is_some()
+        );
+        let on_device = Memory {
+            devices: vec![DeviceMemory {
+                device: Device::Cuda(0),
+                free_bytes: 0,
+                work_bytes: 0,
+            }],
+            ..machine.clone()
+        };
+        assert_eq!(
+            on_device.no_room_beside(&facts, Some(80), 80, Some(4 << 30)),
+            None
+        );
+        // But for a mirror of their KV cache: 80 x 96 MiB.
+        let mirrored = Memory {
+            kv_mirror: KvMirror::On,
+            ..on_device
+        };
+        assert!(mirrored.no_room_beside(&facts, None, 80, None).is_some());
+        assert_eq!(mirrored.no_room_beside(&facts, None, 30, None), None);
+    }
+
+    #[test]
     fn blocks_on_a_device_are_counted_in_its_memory() {
         let facts = llama_70b();
         let on_device = |free_bytes: u64, count: u64| Memory {
@@ -374,16 +443,19 @@ pub(crate) mod tests {
         };
         // 8192 tokens of a request take 512 + 256 pages of 64 KiB, and 64 MiB of sums.
         let fixed = 256 + 100 + 48 + 64;
-        let exactly = |blocks: u64, count| on_device((fixed + blocks * 536) << 20, count);
+        // 84 launches of recorded steps take 64 KiB each.
+        let exactly = |blocks: u64, count| {
+            on_device((fixed << 20) + blocks * ((536 << 20) + 84 * 65536), count)
+        };
         assert_eq!(exactly(7, 1).fit(SpanChoice::All, &facts), Ok(7));
         assert_eq!(exactly(7, 2).fit(SpanChoice::All, &facts), Ok(14));
         assert_eq!(exactly(90, 1).fit(SpanChoice::Count(80), &facts), Ok(80));
-        let short = on_device(((fixed + 7 * 536) << 20) - 1, 1);
+        let short = on_device((fixed << 20) + 7 * ((536 << 20) + 84 * 65536) - 1, 1);
         assert_eq!(short.fit(SpanChoice::All, &facts), Ok(6));
         let refusal = short.fit(SpanChoice::Count(7), &facts).unwrap_err();
         for part in [
-            "7 blocks of llama-70b need 7 x (440.0 MiB of weights + 96.0 MiB of KV cache) + 468.0 MiB for work memory",
-            "on cuda:0, and 4220.0 MiB of its memory are free: 6 would fit",
+            "7 blocks of llama-70b need 7 x (440.0 MiB of weights + 96.0 MiB of KV cache + 5.2 MiB of recorded steps) + 468.0 MiB for work memory",
+            "on cuda:0, and 4256.7 MiB of its memory are free: 6 would fit",
         ] {
             assert!(refusal.contains(part), "{refusal}");
         }

@@ -17,11 +17,15 @@ use kernels::StepRow;
 use kernels::kv::total_tokens;
 use kernels::ops::PromptAdd;
 use shared::ids::PageId;
-use tracing::{debug, info};
+use tracing::{debug, info, warn};
 
 use super::{Engine, EngineError};
 use crate::block::{BlockInput, PromptPart, Workspace, forward_prepared, prepare};
 use crate::device::{MAX_STEP_TOKENS, Paged};
+
+/// Memory of a device that recordings leave to others. They are planned for ([`shared::model::ModelFacts::graph_block_bytes`]), but what they take is
+/// the driver's: a block for which there is none is launched directly.
+const SPARE_BYTES: u64 = 64 << 20;
 
 /// What recorded steps need, and the recordings.
 pub(super) struct Decode<B: Paged> {
@@ -50,6 +54,14 @@ pub(super) struct Step<'a> {
     pub(super) prompts: &'a [Vec<PromptPart<'a>>],
 }
 
+#[cfg(all(test, feature = "emu"))]
+impl<B: Paged> Decode<B> {
+    /// Launches of all recordings together.
+    pub(super) fn recorded_launches(&self) -> u64 {
+        self.graphs.values().flatten().map(B::launches).sum()
+    }
+}
+
 impl<B: Paged> Engine<'_, B> {
     /// Gets ready to record decode steps, and records them for all blocks and numbers of tokens, so that none is recorded while clients
     /// wait. A device that does not record is left as it is.
@@ -65,6 +77,7 @@ impl<B: Paged> Engine<'_, B> {
         {
             return Ok(());
         }
+        let before = self.backend.free_bytes();
         let mut work = Workspace::new(&mut self.backend);
         let rank = self.blocks.iter().map(|block| block.largest_rank()).max();
         work.grow(
@@ -100,8 +113,26 @@ impl<B: Paged> Engine<'_, B> {
             }
         }
         self.backend.settle()?;
-        info!(recorded = self.recorded(), "decode steps are recorded");
+        let after = self.backend.free_bytes();
+        let bytes = before.zip(after).map(|(b, a)| b.saturating_sub(a));
+        let (recorded, direct) = self.recordings();
+        match direct {
+            0 => info!(recorded, bytes, "decode steps are recorded"),
+            _ => warn!(
+                recorded,
+                direct, bytes, after, "not all decode steps are recorded"
+            ),
+        }
         Ok(())
+    }
+
+    /// Recordings that there are, and those that are not, for whose steps a block is launched directly.
+    fn recordings(&self) -> (u64, usize) {
+        let graphs = self.decode.iter().flat_map(|decode| decode.graphs.values());
+        (
+            self.recorded(),
+            graphs.filter(|graph| graph.is_none()).count(),
+        )
     }
 
     /// Recordings made so far.
@@ -223,7 +254,11 @@ impl<B: Paged> Engine<'_, B> {
                 run(&mut self.backend, &mut pages)?;
             }
             if let Entry::Vacant(place) = graphs.entry(key) {
-                let graph = self.backend.record(&mut pages, run)?;
+                let free = self.backend.free_bytes();
+                let graph = match free.is_none_or(|free| free >= SPARE_BYTES) {
+                    true => self.backend.record(&mut pages, run)?,
+                    false => None,
+                };
                 *recorded += u64::from(graph.is_some());
                 debug!(block = local, tokens, recorded, "recorded");
                 place.insert(graph);

@@ -6,16 +6,26 @@ use kernels::cuda::emu::Emu;
 use shared::shm::segment::MemfdSegment;
 
 use super::*;
-use crate::fixtures::llama_config;
+use crate::fixtures::{llama_config, mixture_config, mixture_tensors};
 use crate::harness::*;
 use crate::sizing::{parked_bytes, work_bytes};
 
 #[test]
 fn steps_after_the_rehearsal_take_no_memory_and_all_of_it_was_planned() {
-    let model = Model::stored(DType::Bf16, QuantType::Nf4, &llama_config(BLOCKS as usize));
+    let config = mixture_config(BLOCKS as usize);
+    let tensors = mixture_tensors(BLOCKS as usize, DType::Bf16);
+    for model in [
+        Model::stored(DType::Bf16, QuantType::Nf4, &llama_config(BLOCKS as usize)),
+        Model::of_tensors(DType::Bf16, QuantType::Nf4, &config, &tensors, 0),
+    ] {
+        take_no_more_than_planned(&model);
+    }
+}
+
+fn take_no_more_than_planned(model: &Model) {
     let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
     let bytes = model.facts().kv_segment_bytes(span(), KV_PAGES);
-    let segment = MemfdSegment::create("sepal-test-planned", bytes).unwrap();
+    let segment = MemfdSegment::create(&unique("planned"), bytes).unwrap();
     let shape = EngineShape {
         span: span(),
         dtype: model.facts().dtype,

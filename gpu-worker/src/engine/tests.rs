@@ -11,6 +11,7 @@ use shared::config::QuantType;
 use shared::dtype::DType;
 use shared::ids::{JobId, PageId};
 use shared::job::{JobBody, JobKind, Prompts, SlotRef};
+use shared::model::GRAPH_LAUNCH_BYTES;
 use shared::shm::arena::ArenaMap;
 use shared::shm::segment::MemfdSegment;
 
@@ -290,5 +291,21 @@ fn a_recorded_block_is_a_handful_of_launches() {
         let launches = bench.engine.launches(0, tokens).expect("a recording");
         println!("{launches} launches for {tokens} tokens through a Llama block in NF4");
         assert!(launches <= 11, "{launches} launches");
+    }
+}
+
+#[test]
+fn memory_is_planned_for_every_recorded_launch() {
+    for model in [model(0), model(2), mixture(QuantType::Nf4)] {
+        let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
+        let mut bench = Bench::new(&model, &weights, 1);
+        bench.engine.record_steps().unwrap();
+        let decode = bench.engine.decode.as_ref().unwrap();
+        let launches: u64 = decode.recorded_launches();
+        let planned = u64::from(BLOCKS) * model.facts().graph_block_bytes();
+        assert!(
+            launches > 0 && launches * GRAPH_LAUNCH_BYTES <= planned,
+            "{launches}"
+        );
     }
 }
