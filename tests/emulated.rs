@@ -6,13 +6,18 @@
 
 mod harness;
 
+use std::ops::Range;
 use std::process::Command;
 
+use client::batch::{Gradients, backward, forward_kept};
+use client::states::{Hidden, Prompts};
+use client::swarm::{Swarm, SwarmConfig};
 use harness::demo::demo_model;
 use harness::peer::{Peer, fed_back, noise};
 use harness::{SEPAL, Sepal, serve_args};
 use netd::wire::tensor::{WireDtype, dummy_tensor};
 use nix::sys::signal::{Signal, kill};
+use shared::dtype::DType;
 
 const HIDDEN: usize = 192;
 const BLOCKS: std::ops::Range<u32> = 0..8;
@@ -85,6 +90,57 @@ async fn without_a_mirror_a_death_ends_the_sessions_and_the_same_tokens_give_the
     assert_eq!(sepal.terminate().code(), Some(0));
 }
 
+/// Gradients of inputs and prompts.
+async fn gradients(sepal: &Sepal, blocks: Range<u32>, tokens: usize) -> Gradients {
+    let mut swarm = Swarm::join(SwarmConfig {
+        initial_peers: vec![sepal.addr().parse().expect("an address")],
+        prefix: "demo".to_owned(),
+        num_blocks: BLOCKS.end,
+        startup_timeout: harness::DEADLINE,
+    })
+    .await
+    .expect("a swarm");
+    let (rows, dtype) = (2, DType::F32);
+    let states = |seed| Hidden {
+        dtype,
+        rows,
+        tokens,
+        bytes: noise(&[rows, tokens, HIDDEN], seed).buffer,
+    };
+    let deep = Prompts {
+        dtype,
+        blocks: blocks.len(),
+        rows,
+        tokens: 3,
+        bytes: noise(&[blocks.len() * rows, 3, HIDDEN], 7).buffer,
+    };
+    let (_, kept) = forward_kept(&mut swarm, blocks, &states(5), Some(&deep))
+        .await
+        .expect("forward");
+    let got = backward(&mut swarm, &kept, &states(6)).await;
+    swarm.leave().await;
+    got.expect("gradients")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_dies_on_the_way_back_changes_no_bit_of_a_gradient() {
+    let serve = |more: &[&str]| {
+        let flags = ["--device", "emu", "--torch_dtype", "bfloat16"];
+        Sepal::serve(&demo_model(), "demo", &[&flags, more].concat())
+    };
+    let calm = serve(&[]);
+    let expected = gradients(&calm, BLOCKS, PROMPT).await;
+    assert!(expected.prompts.is_some());
+    assert_eq!(calm.terminate().code(), Some(0));
+    // The second job, at its eleventh of sixteen blocks there and back.
+    let sepal = serve(&["--inject_fault", "kill@block:10#1"]);
+    let first = sepal.worker();
+    let got = gradients(&sepal, BLOCKS, PROMPT).await;
+    assert_ne!(sepal.worker(), first, "the fault never struck");
+    assert!(got == expected, "gradients differ after a death");
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
 #[test]
 fn blocks_are_as_many_as_the_memory_of_the_device_holds() {
     let model = demo_model();
@@ -106,6 +162,67 @@ fn blocks_are_as_many_as_the_memory_of_the_device_holds() {
     ] {
         assert!(log.contains(part), "{part}: {log}");
     }
+}
+
+/// Blocks of the one worker of a server.
+fn served(sepal: &Sepal) -> Range<u32> {
+    let status = sepal.status();
+    let children = status.pointer("/0/children").and_then(|c| c.as_array());
+    let worker = children
+        .into_iter()
+        .flatten()
+        .find(|child| child["role"] == "gpu-worker");
+    let span = worker.and_then(|worker| worker["span"].as_str());
+    let (start, end) = span.and_then(|s| s.split_once(':')).expect("a span");
+    let number = |text: &str| text.parse().expect("a block");
+    number(start)..number(end)
+}
+
+/// Without a number of blocks a server takes as many as fit the memory of its device, and these do: its worker rehearses its largest units and
+/// computes gradients in a device that has no more.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_blocks_that_are_chosen_fit_and_one_more_would_not() {
+    const FIT: usize = 5;
+    let model = demo_model();
+    let flags = ["--device", "emu", "--torch_dtype", "float32"];
+    // What so many blocks need, as the refusal of a device without memory says, in tenths of a MiB.
+    let needed = |blocks: usize| {
+        let count = blocks.to_string();
+        let more = ["--num_blocks", &count, "--device_memory", "1MiB"];
+        let args = [&["--new_swarm"], &flags[..], &more].concat();
+        let mut sepal = Sepal::start(&serve_args(&model, "demo", &args));
+        assert_eq!(sepal.wait().code(), Some(2));
+        let log = sepal.log();
+        let total = log.split("for work memory = ").nth(1);
+        let total = total.and_then(|rest| rest.split(" MiB").next());
+        let mib: f64 = total.and_then(|t| t.parse().ok()).expect("a sum");
+        (mib * 10.0).round() as u64
+    };
+    let (fit, more) = (needed(FIT), needed(FIT + 1));
+    assert!(more > fit + 4, "{more} and {fit} are rounded to tenths");
+    let with = |tenths: u64| (tenths * (1 << 20) / 10).to_string();
+    let (enough, little) = (with(fit + 1), with(fit - 1));
+    let serve = |memory: &str| {
+        let more = ["--device_memory", memory];
+        Sepal::serve(&model, "demo", &[&flags[..], &more].concat())
+    };
+    let sepal = serve(&little);
+    assert_eq!(served(&sepal).len(), FIT - 1, "with too little for {FIT}");
+    assert_eq!(sepal.terminate().code(), Some(0));
+    let sepal = serve(&enough);
+    let blocks = served(&sepal);
+    assert_eq!(blocks.len(), FIT);
+    let worker = sepal.worker();
+    // More than one unit.
+    gradients(&sepal, blocks, 150).await;
+    assert_eq!(sepal.worker(), worker, "no memory was missing");
+    // One more is refused.
+    let count = (FIT + 1).to_string();
+    let more = ["--num_blocks", &count, "--device_memory", &enough];
+    let args = [&["--new_swarm"], &flags[..], &more].concat();
+    let mut refused = Sepal::start(&serve_args(&model, "demo", &args));
+    assert_eq!(refused.wait().code(), Some(2));
+    assert!(refused.log().contains(&format!("{FIT} would fit")));
 }
 
 #[test]

@@ -83,7 +83,14 @@ fn serve(ends: ControlEnds<ToWorker, FromWorker>) -> End {
             }),
             Device::Cuda(ordinal) => run_on(&init, ends, |_| open_cuda(ordinal)),
             #[cfg(feature = "emu")]
-            Device::Emulator => run_on(&init, ends, |threads| Ok(Cuda::new(Emu::new(threads)))),
+            Device::Emulator => run_on(&init, ends, |threads| {
+                let (emu, most) = (Emu::new(threads), init.config.device_bytes);
+                let most = most.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
+                Ok(Cuda::new(match most {
+                    Some(bytes) => emu.with_memory(bytes),
+                    None => emu,
+                }))
+            }),
             #[cfg(not(feature = "emu"))]
             Device::Emulator => End {
                 reason: ExitReason::BadConfig,
@@ -143,7 +150,13 @@ fn run_on<B: Paged>(
         let before = private_bytes();
         let mut engine =
             Engine::new(backend, &spec, &weights, kv, shape).map_err(|e| unplaced(&e))?;
-        if let Device::Cuda(_) = init.device {
+        let has_its_memory = match init.device {
+            Device::Cpu => false,
+            Device::Cuda(_) => true,
+            // Rehearsing takes the emulator a while.
+            Device::Emulator => init.config.device_bytes.is_some(),
+        };
+        if has_its_memory {
             engine.rehearse().map_err(|e| unplaced(&e))?;
         }
         engine.record_steps().map_err(|e| unplaced(&e))?;

@@ -35,7 +35,7 @@ template <class F, class T> struct Stored {
     static constexpr uint32_t STAGE = STEP * TILE_INPUTS / 16 * BYTES;
     static constexpr bool MADE = !(same_type<F, Plain>::value && same_type<T, bf16>::value);
     static constexpr uint32_t TILES = MADE ? 2 * STEP * TILE_INPUTS * 2 : 0;
-    static constexpr uint32_t TABLE = same_type<F, Nf4>::value ? NF4_TABLE_BYTES : 0;
+    static constexpr uint32_t TABLE = same_type<F, Nf4>::value ? NF4_TABLE_BYTES + 1024 : 0;
 };
 
 // 16 weights of this thread (output thread / 8, inputs from 16 (thread % 8) on) out of a stage into a tile.
@@ -71,13 +71,14 @@ __device__ __forceinline__ void make(unsigned char* tile, const unsigned char* s
 template <class F, class T, uint32_t ROWS, uint32_t STAGES>
 __device__ __forceinline__ void linear_grad(const uint8_t* bytes, const bf16* grad, float* out, uint32_t outputs, uint32_t inputs, uint32_t rows,
                                             uint32_t padded) {
-    SMEM_DYN(shared); // NF4: table; then tiles of weights that are made; then stages of weights and of gradients
+    SMEM_DYN(shared); // NF4: table, dynamic map; then tiles of weights that are made; then stages of weights and of gradients
     typedef Stored<F, T> W;
     constexpr bool IS_NF4 = same_type<F, Nf4>::value;
     constexpr uint32_t G_STAGE = ROWS * STEP * 2;
     constexpr int ALONG = ROWS == 128 ? 4 : 8, M = ROWS == 128 ? 4 : 2, N = TILE_INPUTS / ALONG / 8;
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint32_t* table = reinterpret_cast<uint32_t*>(shared);
+    float* dynamic = reinterpret_cast<float*>(shared + NF4_TABLE_BYTES);
     unsigned char *tiles = shared + W::TABLE, *w_ring = tiles + W::TILES, *g_ring = w_ring + STAGES * W::STAGE;
     const uint32_t first_row = blockIdx.x * ROWS, first_input = blockIdx.y * TILE_INPUTS, steps = padded / STEP;
 
@@ -103,25 +104,31 @@ __device__ __forceinline__ void linear_grad(const uint8_t* bytes, const bf16* gr
     if constexpr (IS_NF4) {
         parts = nf4_parts(bytes, outputs, inputs);
         fill_nf4_table<bf16>(table);
+        dynamic[threadIdx.x] = NF4_DYNAMIC[threadIdx.x];
     }
-    auto scale_of = [&](uint32_t step) {
+    // Parts of the scale of this thread's weights of a step: read one step before they are put together, as memory takes its time.
+    uint32_t code = 0;
+    float coarse = 0.0f;
+    auto fetch = [&](uint32_t step) {
         const uint32_t output = step * STEP + threadIdx.x / 8, input = first_input + threadIdx.x % 8 * 16;
-        if (!IS_NF4 || output >= outputs || input >= inputs) return 0.0f;
+        if (!IS_NF4 || output >= outputs || input >= inputs) return;
         const size_t group = ((size_t)output * inputs + input) / NF4_GROUP;
-        return nf4_scale(NF4_DYNAMIC, parts.absmax[group], parts.absmax2[group / NF4_SUPER_GROUP], parts.offset) * (1.0f / nf4_factor<bf16>());
+        code = parts.absmax[group];
+        coarse = parts.absmax2[group / NF4_SUPER_GROUP];
     };
+    auto scale = [&]() { return IS_NF4 ? nf4_scale(dynamic, (uint8_t)code, coarse, parts.offset) * (1.0f / nf4_factor<bf16>()) : 1.0f; };
 
     for (uint32_t s = 0; s < STAGES - 1; s++) {
         if (s < steps) copy(s);
         cp_commit();
     }
-    float sum[M][N][4] = {}, ahead = 0.0f; // scale of the next step but one
+    float sum[M][N][4] = {};
     if constexpr (W::MADE) {
-        const float scale = scale_of(0);
-        if (steps > 1) ahead = scale_of(1);
+        fetch(0);
         cp_wait<STAGES - 2>();
         __syncthreads();
-        make<F, T>(tiles, w_ring, table + lane, scale);
+        make<F, T>(tiles, w_ring, table + lane, scale());
+        if (steps > 1) fetch(1);
     }
     for (uint32_t step = 0; step < steps; step++) {
         // Until this step is there, and the next where its weights are made.
@@ -134,9 +141,9 @@ __device__ __forceinline__ void linear_grad(const uint8_t* bytes, const bf16* gr
             constexpr uint32_t TILE = W::TILES / 2;
             w = tiles + step % 2 * TILE;
             if (step + 1 < steps) {
-                const float scale = ahead;
-                if (step + 2 < steps) ahead = scale_of(step + 2);
-                make<F, T>(tiles + (step + 1) % 2 * TILE, w_ring + (step + 1) % STAGES * W::STAGE, table + lane, scale);
+                const float own = scale();
+                if (step + 2 < steps) fetch(step + 2);
+                make<F, T>(tiles + (step + 1) % 2 * TILE, w_ring + (step + 1) % STAGES * W::STAGE, table + lane, own);
             }
         }
 #pragma unroll

@@ -138,6 +138,17 @@ impl Batch {
         self.rows.iter().map(|(_, tokens)| tokens).sum()
     }
 
+    /// Where the rows begin in the sums: one behind the other, with a gap before the first.
+    fn starts(&self) -> Vec<usize> {
+        let mut end = 2;
+        let start = |(prefix, tokens): &(usize, usize)| {
+            let start = end;
+            end += prefix + tokens;
+            start
+        };
+        self.rows.iter().map(start).collect()
+    }
+
     fn width(&self) -> usize {
         self.layout.kv_heads * self.layout.head_dim
     }
@@ -167,6 +178,11 @@ pub(super) fn check_grad<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<u
             let batch = Batch::new(dtype, shape, batch_of(rows));
             bench.begin(format!("gradient {dtype} {shape:?}"));
             gradient(&mut bench, &batch)?;
+            // Each piece is a launch of its own, which takes an instrumented emulator long.
+            if extent > Extent::Small {
+                bench.begin(format!("gradient in pieces {dtype} {shape:?}"));
+                cut(&mut bench, &batch)?;
+            }
         }
     }
     Ok(bench.cases)
@@ -281,13 +297,10 @@ fn gradient<G: Gpu>(bench: &mut Bench<'_, G>, batch: &Batch) -> Result<(), Failu
     let len = batch.tokens() * batch.width() * group;
     let (q, grad) = (noise(7, len), noise(8, len));
     let rows = batch.step_rows();
-    // Rows lie one behind the other in the sums, with a gap before the first.
-    let mut starts = Vec::new();
-    let mut end = 2;
-    for row in &rows {
-        starts.push(end);
-        end += row.prefix + row.tokens;
-    }
+    let starts = batch.starts();
+    let ends = starts.iter().zip(&batch.rows);
+    let ends = ends.map(|(start, (prefix, tokens))| start + prefix + tokens);
+    let end = ends.max().unwrap_or(0);
     let sums = noise(9, end * batch.width());
     let mut wanted = [vec![f32::NAN; len], sums.clone(), sums.clone()];
     let [q_grad, k_grad, v_grad] = &mut wanted;
@@ -327,7 +340,7 @@ fn gradient<G: Gpu>(bench: &mut Bench<'_, G>, batch: &Batch) -> Result<(), Failu
     for (got, wanted) in got.iter().zip(&wanted) {
         bench.close(got, wanted, tolerance)?;
     }
-    cut(bench, batch, &memory, [&q, &grad], &starts)
+    Ok(())
 }
 
 fn is_tiled(batch: &Batch) -> bool {
@@ -335,14 +348,11 @@ fn is_tiled(batch: &Batch) -> bool {
 }
 
 /// The batch in pieces, cut at multiples of a page and taken from the last to the first, has the bits of the whole.
-fn cut<G: Gpu>(
-    bench: &mut Bench<'_, G>,
-    batch: &Batch,
-    memory: &Buffer<G>,
-    inputs: [&[f32]; 2],
-    starts: &[usize],
-) -> Result<(), Failure> {
-    let (len, sums) = (inputs[0].len(), starts.last().copied().unwrap_or(0));
+fn cut<G: Gpu>(bench: &mut Bench<'_, G>, batch: &Batch) -> Result<(), Failure> {
+    let len = batch.tokens() * batch.width() * batch.shape.1;
+    let (q, grad) = (noise(7, len), noise(8, len));
+    let (memory, inputs, starts) = (upload(bench, &batch.pool)?, [&q[..], &grad], batch.starts());
+    let sums = starts.last().copied().unwrap_or(0);
     let last = batch
         .rows
         .last()
@@ -352,7 +362,7 @@ fn cut<G: Gpu>(
     let rows = batch.rows.clone();
     let ends = rows.iter().map(|(prefix, tokens)| prefix + tokens);
     let longest = ends.max().unwrap_or(0);
-    back(bench, batch, memory, inputs, starts, &rows, &mut whole)?;
+    back(bench, batch, &memory, inputs, &starts, &rows, &mut whole)?;
     let mut pieces = [vec![0.0; len], zeros.clone(), zeros];
     for page in (0..longest.div_ceil(16)).rev().map(|page| page * 16) {
         let within = |&(prefix, tokens): &(usize, usize)| {
@@ -361,7 +371,7 @@ fn cut<G: Gpu>(
         };
         let part: Vec<_> = rows.iter().map(within).collect();
         if part.iter().any(|(_, tokens)| *tokens > 0) {
-            back(bench, batch, memory, inputs, starts, &part, &mut pieces)?;
+            back(bench, batch, &memory, inputs, &starts, &part, &mut pieces)?;
         }
     }
     for (got, wanted) in pieces.iter().zip(&whole) {

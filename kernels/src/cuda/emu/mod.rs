@@ -3,6 +3,7 @@
 
 use std::alloc::Layout;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -32,6 +33,8 @@ pub struct Emu {
     threads: u32,
     order: u64,
     properties: Properties,
+    memory_bytes: usize,
+    taken_bytes: AtomicUsize,
     /// What was enqueued since the recording began, while there is one.
     recorded: Mutex<Option<Vec<Command>>>,
 }
@@ -70,6 +73,8 @@ impl Emu {
         Emu {
             threads: u32::try_from(threads).unwrap_or(1).max(1),
             order: seed.max(1),
+            memory_bytes: MEMORY_BYTES,
+            taken_bytes: AtomicUsize::new(0),
             recorded: Mutex::default(),
             properties: Properties {
                 name: "emulator".to_owned(),
@@ -81,6 +86,18 @@ impl Emu {
         }
     }
 }
+
+impl Emu {
+    /// The same with so much memory: more than that is refused.
+    #[must_use]
+    pub fn with_memory(mut self, bytes: usize) -> Emu {
+        self.memory_bytes = bytes;
+        self
+    }
+}
+
+/// Memory of a device that nobody has limited.
+const MEMORY_BYTES: usize = 8 << 30;
 
 /// Names of all kernels that the emulator runs.
 pub fn kernels() -> Vec<String> {
@@ -108,6 +125,14 @@ impl Gpu for Emu {
     fn allocate(&self, bytes: usize) -> Result<Address, GpuError> {
         let layout = Layout::from_size_align(bytes, ALIGNMENT)
             .map_err(|_| GpuError::OutOfMemory { bytes })?;
+        let refused = GpuError::OutOfMemory { bytes };
+        let more = |taken: usize| {
+            let taken = taken.checked_add(bytes)?;
+            (taken <= self.memory_bytes).then_some(taken)
+        };
+        self.taken_bytes
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, more)
+            .map_err(|_| refused)?;
         // SAFETY: `bytes` is not 0, as the trait says.
         let start = unsafe { std::alloc::alloc(layout) };
         if start.is_null() {
@@ -121,6 +146,7 @@ impl Gpu for Emu {
 
     unsafe fn release(&self, at: Address, bytes: usize) {
         if let Ok(layout) = Layout::from_size_align(bytes, ALIGNMENT) {
+            self.taken_bytes.fetch_sub(bytes, Ordering::Relaxed);
             // SAFETY: allocated above with this layout, says the caller.
             unsafe { std::alloc::dealloc(pointer(at), layout) };
         }
@@ -241,8 +267,9 @@ impl Gpu for Emu {
     }
 
     fn memory(&self) -> Result<(usize, usize), GpuError> {
-        const BYTES: usize = 8 << 30;
-        Ok((BYTES, BYTES))
+        let taken = self.taken_bytes.load(Ordering::Relaxed);
+        let free = self.memory_bytes.saturating_sub(taken);
+        Ok((free, self.memory_bytes))
     }
 
     fn unit_time(&self) -> Duration {

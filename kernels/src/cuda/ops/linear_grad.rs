@@ -74,7 +74,7 @@ fn tiled<G: Gpu>(
         (QuantType::Nf4, _) => (
             ["linear_grad_many_nf4_bf16", "linear_grad_few_nf4_bf16"],
             2 << 10,
-            (16 << 10) + (32 << 10),
+            (16 << 10) + (32 << 10) + 1024,
             10,
         ),
     };
