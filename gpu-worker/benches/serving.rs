@@ -1,7 +1,9 @@
 //! What sessions see of the schedule: sizes of the batches, steps per second, and the time of a step with and without a prefill and a
 //! backward in the background. Beside it, what a block costs by the number of rows.
 //!
-//!     cargo bench -p gpu-worker --bench serving -- [SECONDS] [--sessions N] [--think MILLISECONDS]
+//!     cargo bench -p gpu-worker --bench serving -- [SECONDS] [--sessions N] [--think MILLISECONDS] [--only tiny]
+//!
+//! `--only tiny` measures a step of a tiny model instead, with pauses as between the steps of one client.
 //!
 //! Four Llama blocks of hidden size 2048 (184 M parameters) behind the worker's own schedule, in one thread as in the executor; rings
 //! and network are left out. A session sends its next step some time after the answer: what a client and a network take.
@@ -23,8 +25,9 @@ const BLOCKS: usize = 4;
 const PREFIX: usize = 128;
 /// Tokens of a prefill or backward in the background.
 const TOKENS: usize = 512;
-/// Where the engine cuts sequences of this model.
-const PIECE: usize = 16;
+/// Where the engine cuts sequences of this model, and gradients.
+const PIECE: usize = 4;
+const BACK_PIECE: usize = 16;
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -38,8 +41,13 @@ fn main() {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     println!("{threads} threads, load {}", load.trim());
+    let tiny = Bytes::new(spec(TINY), DType::F32, QuantType::None);
+    Worker::new(&tiny, threads).alone(think);
+    if arguments.iter().any(|a| a == "tiny") {
+        return;
+    }
     for quant in [QuantType::None, QuantType::Int8, QuantType::Nf4] {
-        let bytes = Bytes::new(quant);
+        let bytes = Bytes::new(spec(LARGE), DType::Bf16, quant);
         let mut worker = Worker::new(&bytes, threads);
         worker.rows(quant);
         if quant == QuantType::None {
@@ -50,10 +58,17 @@ fn main() {
     }
 }
 
-fn spec() -> BlockSpec {
+/// Hidden size, intermediate size, blocks, heads and kv heads.
+type Sizes = [usize; 5];
+
+const LARGE: Sizes = [2048, 5632, BLOCKS, 32, 8];
+/// That of the interop tests.
+const TINY: Sizes = [128, 352, 6, 4, 2];
+
+fn spec([hidden, intermediate, blocks, heads, kv_heads]: Sizes) -> BlockSpec {
     let config = json!({
-        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": BLOCKS,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": blocks,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "rms_norm_eps": 1e-5, "hidden_act": "silu",
     });
     BlockSpec::from_config(&config).expect("a Llama")
 }
@@ -64,18 +79,18 @@ type Stored = (Vec<usize>, Vec<u8>);
 /// Stored tensors of each block, by name.
 struct Bytes {
     spec: BlockSpec,
+    dtype: DType,
     quant: QuantType,
     tensors: Vec<BTreeMap<String, Stored>>,
 }
 
 impl Bytes {
-    fn new(quant: QuantType) -> Bytes {
-        let spec = spec();
-        let tensors = (0..BLOCKS).map(|block| {
+    fn new(spec: BlockSpec, dtype: DType, quant: QuantType) -> Bytes {
+        let tensors = (0..spec.num_blocks).map(|block| {
             let tensors = spec.tensors(block).into_iter().map(|tensor| {
                 let (outputs, inputs) = sides(&tensor.shape);
                 let quant = kept(quant, outputs);
-                let size = quant::stored_bytes(quant, DType::Bf16, outputs, inputs);
+                let size = quant::stored_bytes(quant, dtype, outputs, inputs);
                 // Small numbers of both signs; the scales of quantized matrices among them.
                 let words = (0..size.expect("a size") / 2).map(|i| 0x3a00 | (i % 251) as u16);
                 let bytes = words.flat_map(u16::to_le_bytes).collect();
@@ -86,6 +101,7 @@ impl Bytes {
         let tensors = tensors.collect();
         Bytes {
             spec,
+            dtype,
             quant,
             tensors,
         }
@@ -95,7 +111,7 @@ impl Bytes {
         let (shape, bytes) = self.tensors[block].get(name)?;
         let (outputs, inputs) = sides(shape);
         let quant = kept(self.quant, outputs);
-        WeightView::quantized(quant, DType::Bf16, outputs, inputs, bytes).ok()
+        WeightView::quantized(quant, self.dtype, outputs, inputs, bytes).ok()
     }
 }
 
@@ -114,6 +130,7 @@ fn kept(quant: QuantType, outputs: usize) -> QuantType {
 /// What an executor has, without its link.
 struct Worker<'w> {
     spec: &'w BlockSpec,
+    dtype: DType,
     cpu: Cpu,
     blocks: Vec<BlockWeights<'w, Cpu>>,
     work: Workspace<Cpu>,
@@ -140,27 +157,29 @@ fn table(index: usize) -> Vec<PageId> {
 impl<'w> Worker<'w> {
     fn new(bytes: &'w Bytes, threads: usize) -> Worker<'w> {
         let mut cpu = Cpu::new(threads);
-        let blocks = (0..BLOCKS).map(|block| {
-            BlockWeights::new(&mut cpu, &bytes.spec, DType::Bf16, |name| {
+        let count = bytes.tensors.len();
+        let blocks = (0..count).map(|block| {
+            BlockWeights::new(&mut cpu, &bytes.spec, bytes.dtype, |name| {
                 bytes.view(block, name)
             })
             .expect("all tensors are there")
         });
         let blocks = blocks.collect();
         let (work, gradients) = (Workspace::new(&mut cpu), GradientWork::new(&mut cpu));
-        let page_bytes = bytes.spec.page_layout(DType::Bf16).page_bytes();
+        let page_bytes = bytes.spec.page_layout(bytes.dtype).page_bytes();
         Worker {
             spec: &bytes.spec,
+            dtype: bytes.dtype,
             cpu,
             blocks,
             work,
             gradients,
-            pages: vec![vec![0; 1024 * page_bytes]; BLOCKS],
+            pages: vec![vec![0; 1024 * page_bytes]; count],
         }
     }
 
     fn forward(&mut self, block: usize, rows: &[StepRow<'_>], hidden: &mut [f32]) {
-        let mut pages = KvPages::new(self.spec.page_layout(DType::Bf16), &mut self.pages[block]);
+        let mut pages = KvPages::new(self.spec.page_layout(self.dtype), &mut self.pages[block]);
         let input = BlockInput {
             rows,
             prompts: &[],
@@ -178,6 +197,29 @@ impl<'w> Worker<'w> {
             &mut pages,
         )
         .expect("rows fit");
+    }
+
+    /// One session's steps of all blocks, one after the other with pauses.
+    fn alone(&mut self, pause: Duration) {
+        let pages = table(0);
+        let (rows, mut times) = ([decode(&pages)], Vec::new());
+        let mut hidden = vec![0.5; self.spec.hidden];
+        for _ in 0..500 {
+            std::thread::sleep(pause);
+            let start = Instant::now();
+            for block in 0..self.blocks.len() {
+                self.forward(block, &rows, &mut hidden);
+            }
+            times.push(start.elapsed());
+        }
+        println!(
+            "{} blocks of hidden size {}, one session: a step p10 {:.3} ms, p50 {:.3} ms, p90 {:.3} ms",
+            self.blocks.len(),
+            self.spec.hidden,
+            quantile(&mut times, 0.1),
+            quantile(&mut times, 0.5),
+            quantile(&mut times, 0.9),
+        );
     }
 
     /// Steps of all blocks by the number of rows: the least time of many.
@@ -212,6 +254,7 @@ impl<'w> Worker<'w> {
         let mut ready: Vec<Option<Instant>> = (0..sessions).map(|_| Some(Instant::now())).collect();
         let (mut sizes, mut waits) = (BTreeMap::<usize, u64>::new(), Vec::new());
         let (mut units, mut tokens, mut pending) = (Vec::new(), 0, false);
+        let (mut passed, mut busy) = (0, Duration::ZERO);
         let mut noise = 1u64;
         let began = Instant::now();
         while began.elapsed() < time {
@@ -236,7 +279,14 @@ impl<'w> Worker<'w> {
                 *sizes.entry(unit.members.len()).or_default() += 1;
             } else {
                 units.push(elapsed);
+                let piece = background.map_or(1, piece_tokens);
+                passed += unit
+                    .members
+                    .iter()
+                    .map(|m| m.pieces.len() * piece)
+                    .sum::<usize>();
             }
+            busy += elapsed;
             for advance in schedule.done(&unit, elapsed).iter().filter(|a| a.finished) {
                 match tasks.remove(&advance.task) {
                     Some(Task::Session(session, since)) => {
@@ -267,11 +317,16 @@ impl<'w> Worker<'w> {
         );
         println!("    batches by rows: {sizes:?}");
         if background.is_some() {
+            let own: Duration = units.iter().sum();
             println!(
-                "    background: {:.1} tokens/s finished; units p50 {:.1} ms, p99 {:.1} ms",
+                "    background: {:.1} % of the time, {:.0} tokens/s through a block, {:.1} tokens/s finished; {} units p50 {:.1} ms, p99 {:.1} ms, most {:.1} ms",
+                100.0 * own.as_secs_f64() / busy.as_secs_f64(),
+                passed as f64 / time.as_secs_f64(),
                 tokens as f64 / time.as_secs_f64(),
+                units.len(),
                 quantile(&mut units, 0.5),
                 quantile(&mut units, 0.99),
+                quantile(&mut units, 1.0 - 1e-9),
             );
         }
     }
@@ -300,13 +355,20 @@ impl<'w> Worker<'w> {
         }
         let member = &unit.members[0];
         let own = table(64);
+        let piece = background.map_or(1, piece_tokens);
+        let is_back = background == Some(Class::Backward) && member.position >= BLOCKS;
+        // On the way back pieces are taken from the last to the first.
+        let first = match is_back {
+            true => TOKENS / piece - member.pieces.end,
+            false => member.pieces.start,
+        };
         let rows = [StepRow {
-            tokens: member.pieces.len() * PIECE,
-            prefix: member.pieces.start * PIECE,
+            tokens: member.pieces.len() * piece,
+            prefix: first * piece,
             pages: &own,
         }];
         let mut hidden = vec![0.5; rows[0].tokens * self.spec.hidden];
-        if background == Some(Class::Backward) && member.position >= BLOCKS {
+        if is_back {
             self.back(block, &rows, &mut hidden);
         } else {
             self.forward(block, &rows, &mut hidden);
@@ -318,7 +380,7 @@ impl<'w> Worker<'w> {
         let width = self.spec.kv_heads * self.spec.head_dim;
         let (x, mut keys) = (gradient.to_vec(), vec![0.0; TOKENS * width]);
         let mut values = keys.clone();
-        let mut pages = KvPages::new(self.spec.page_layout(DType::Bf16), &mut self.pages[block]);
+        let mut pages = KvPages::new(self.spec.page_layout(self.dtype), &mut self.pages[block]);
         let sums = Sums {
             keys: &mut keys[..],
             values: &mut values[..],
@@ -356,8 +418,16 @@ fn shape(class: Class) -> TaskShape {
         },
         pieces: match class {
             Class::Decode => vec![1],
-            _ => vec![PIECE; TOKENS / PIECE],
+            class => vec![piece_tokens(class); TOKENS / piece_tokens(class)],
         },
+    }
+}
+
+/// Tokens of a piece of a task in the background.
+fn piece_tokens(class: Class) -> usize {
+    match class {
+        Class::Backward => BACK_PIECE,
+        _ => PIECE,
     }
 }
 

@@ -35,7 +35,12 @@ use crate::sizing::{scratch_bytes, unit_tokens};
 use crate::weights::map::MappedWeights;
 
 /// Multiplications and additions of a unit that a small machine does in the time of one ([`UnitTimes::PROCESSOR`]).
-const PIECE_FLOPS: u64 = 2_000_000_000;
+const UNIT_FLOPS: u64 = 2_000_000_000;
+
+/// Pieces of such a unit, and the fewest tokens of one: so many that units come close to the time they may take, and no more, as a
+/// processor computes few tokens at a time for little less than many.
+const UNIT_PIECES: usize = 4;
+const PIECE_TOKENS: usize = 4;
 
 /// Work of a unit of gradients, in units of forward of as many tokens: that again, two gradients of attention, one of each matrix.
 pub(crate) const BACK_COST: usize = 4;
@@ -159,15 +164,19 @@ impl<'w, B: Paged> Engine<'w, B> {
     }
 
     /// Tokens at whose multiples rows are cut: a power of two that depends on the size of a block alone, so that the same
-    /// job is cut in the same places by every worker. Gradients are cut finer, as they cost more.
+    /// job is cut in the same places by every worker. Gradients cost more, but are cut where pages end: within one, their sums are of all
+    /// its tokens.
     pub fn piece_tokens(&self, kind: JobKind) -> usize {
         match kind {
-            JobKind::Step | JobKind::Forward => self.forward_tokens(),
+            JobKind::Step | JobKind::Forward => {
+                (self.forward_tokens() / UNIT_PIECES).max(PIECE_TOKENS)
+            }
             JobKind::Backward => (self.forward_tokens() / BACK_COST).max(PAGE_TOKENS),
         }
     }
 
-    fn forward_tokens(&self) -> usize {
+    /// Tokens of a unit of a forward pass on a small machine.
+    pub(crate) fn forward_tokens(&self) -> usize {
         forward_tokens(self.spec)
     }
 
@@ -320,9 +329,9 @@ impl<'w, B: Paged> Engine<'w, B> {
     }
 }
 
-/// Tokens of the pieces of a forward pass.
+/// Tokens of a unit of a forward pass on a small machine.
 pub(crate) fn forward_tokens(spec: &BlockSpec) -> usize {
-    let tokens = PIECE_FLOPS / token_flops(spec);
+    let tokens = UNIT_FLOPS / token_flops(spec);
     let tokens = usize::try_from(tokens)
         .unwrap_or(usize::MAX)
         .clamp(PAGE_TOKENS, 256);

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use kernels::StepRow;
 use shared::control::Capacity;
 use shared::ids::PageId;
-use shared::job::JobKind;
 use shared::model::PAGE_TOKENS;
 
 use crate::device::Paged;
@@ -33,7 +32,7 @@ pub fn measure<B: Paged>(
     let pages: Vec<PageId> = (0..TOKENS.div_ceil(PAGE_TOKENS) as u32)
         .map(PageId)
         .collect();
-    let piece = engine.piece_tokens(JobKind::Step);
+    let unit = engine.forward_tokens();
     let mut pass = |prefix: usize, tokens: usize| -> Result<Duration, EngineError> {
         let mut hidden = noise(tokens * engine.hidden_size());
         let rows = [StepRow {
@@ -55,11 +54,11 @@ pub fn measure<B: Paged>(
         steps += 1;
     }
     let inference_rps = steps as f64 / seconds(spent);
-    // In the pieces in which real sequences are computed.
+    // In units as those in which real sequences are computed.
     let (mut tokens, mut spent) = (0, Duration::ZERO);
     while tokens < TOKENS && spent < BUDGET / 2 {
-        spent += pass(tokens, piece)?;
-        tokens += piece;
+        spent += pass(tokens, unit)?;
+        tokens += unit;
     }
     engine.trim();
     Ok(Capacity {

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 /// How long units may take by measured speed.
 #[derive(Clone, Copy, Debug)]
 pub struct UnitTimes {
-    /// Of prefill, forward and backward: what a decode step may have to wait for.
+    /// Of prefill, forward and backward: what a decode step may have to wait for. Nearly all units keep it, not only half of them.
     pub bulk: Duration,
     /// Of decode steps through several blocks, which a step that comes later cannot join. Zero: block by block.
     pub decode: Duration,
@@ -142,6 +142,44 @@ impl Task {
     }
 }
 
+/// What a token costs in units of one kind, as they ran.
+#[derive(Clone, Copy, Debug, Default)]
+struct Pace {
+    /// Seconds of a token in one block, a moving mean; zero: nothing ran yet.
+    mean: f64,
+    /// How much slower units are than the mean, a moving mean too: those that are faster count as zero.
+    excess: f64,
+}
+
+impl Pace {
+    /// Excesses above the mean for which units are planned, and what they are at least, as a part of the mean: few are slower than that.
+    const MARGIN: f64 = 5.0;
+    const LEAST_EXCESS: f64 = 0.015;
+    /// Part of a new value in the means. A unit that was disturbed makes the next ones smaller at once, by its excess, and is forgotten after some.
+    const MEAN_GAIN: f64 = 0.25;
+    const EXCESS_GAIN: f64 = 0.125;
+
+    fn add(&mut self, tokens: usize, elapsed: Duration) {
+        let seconds = elapsed.as_secs_f64().max(1e-6) / tokens.max(1) as f64;
+        if self.mean == 0.0 {
+            self.mean = seconds;
+            return;
+        }
+        let off = seconds - self.mean;
+        self.mean += Self::MEAN_GAIN * off;
+        self.excess += Self::EXCESS_GAIN * (off.max(0.0) - self.excess);
+    }
+
+    /// Tokens of a unit that hardly takes longer than `time`; none while nothing ran.
+    fn tokens(&self, time: Duration) -> f64 {
+        if self.mean == 0.0 {
+            return 0.0;
+        }
+        let excess = self.excess.max(Self::LEAST_EXCESS * self.mean);
+        time.as_secs_f64() / (self.mean + Self::MARGIN * excess)
+    }
+}
+
 /// The tasks that are accepted and not finished.
 #[derive(Debug)]
 pub struct Schedule {
@@ -150,10 +188,10 @@ pub struct Schedule {
     most_tokens: [usize; 2],
     tasks: BTreeMap<TaskId, Task>,
     arrived: u64,
-    /// Tokens per second of one block in units of prefill and forward.
-    speed: Option<f64>,
-    /// The same in units of gradients.
-    back_speed: Option<f64>,
+    /// Of units of prefill and forward.
+    pace: Pace,
+    /// Of units of gradients.
+    back_pace: Pace,
     /// Seconds of a decode unit per block.
     decode_block: Option<f64>,
     /// Since when work other than decode is held up.
@@ -176,8 +214,8 @@ impl Schedule {
             most_tokens: [usize::MAX; 2],
             tasks: BTreeMap::new(),
             arrived: 0,
-            speed: None,
-            back_speed: None,
+            pace: Pace::default(),
+            back_pace: Pace::default(),
             decode_block: None,
             held_since: None,
             bulk_time: None,
@@ -320,14 +358,11 @@ impl Schedule {
             .unwrap_or_default()
             .iter()
             .sum();
-        let speed = tokens as f64 / elapsed.as_secs_f64().max(1e-6);
-        let known = if task.is_back(member.position) {
-            &mut self.back_speed
+        if task.is_back(member.position) {
+            self.back_pace.add(tokens, elapsed);
         } else {
-            &mut self.speed
-        };
-        // Half of the old value: a unit disturbed by another process neither sets the size alone nor lasts.
-        *known = Some(known.map_or(speed, |old| 0.5 * (old + speed)));
+            self.pace.add(tokens, elapsed);
+        }
     }
 
     /// The oldest task of the first class other than decode.
@@ -344,12 +379,12 @@ impl Schedule {
     fn bulk_unit(&self, id: TaskId) -> Option<Unit> {
         let task = self.tasks.get(&id)?;
         let [there, back] = self.most_tokens;
-        let (speed, most) = if task.is_back(task.position) {
-            (self.back_speed, back)
+        let (pace, most) = if task.is_back(task.position) {
+            (self.back_pace, back)
         } else {
-            (self.speed, there)
+            (self.pace, there)
         };
-        let room = speed.map_or(0.0, |s| s * self.times.bulk.as_secs_f64());
+        let room = pace.tokens(self.times.bulk);
         let (mut end, mut tokens) = (task.piece, 0);
         for piece in task.shape.pieces.iter().skip(task.piece) {
             tokens += piece;
@@ -516,8 +551,8 @@ mod tests {
             let ms = pieces as u64 * if unit.members[0].position == 0 { 1 } else { 5 };
             schedule.done(&unit, Duration::from_millis(ms));
         }
-        assert_eq!(sizes[..3], [(0, 1), (0, 20), (0, 19)]);
-        assert_eq!(sizes[3..6], [(1, 1), (1, 4), (1, 4)]);
+        assert_eq!(sizes[..4], [(0, 1), (0, 18), (0, 18), (0, 3)]);
+        assert_eq!(sizes[4..7], [(1, 1), (1, 3), (1, 3)]);
     }
 
     #[test]
@@ -654,8 +689,43 @@ mod tests {
         let second = schedule.next(now).unwrap();
         assert_eq!(
             second.members[0].pieces,
-            1..5,
-            "four pieces of 5 ms in 20 ms"
+            1..4,
+            "three pieces of 5 ms in 20 ms, and a margin"
         );
+    }
+
+    /// Tokens of units of a prefill that take `cost(number of the unit)` ms a token.
+    fn sizes(cost: impl Fn(usize) -> f64, units: usize) -> Vec<(usize, f64)> {
+        let (mut schedule, now) = (Schedule::default(), Instant::now());
+        schedule.accept(shape(Class::Prefill, 0..1, &[4; 20_000]));
+        (0..units)
+            .map(|number| {
+                let unit = schedule.next(now).unwrap();
+                let tokens = 4 * unit.members[0].pieces.len();
+                let ms = cost(number) * tokens as f64;
+                schedule.done(&unit, Duration::from_secs_f64(1e-3 * ms));
+                (tokens, ms)
+            })
+            .collect()
+    }
+
+    #[test]
+    fn units_of_uneven_cost_hardly_ever_take_longer_than_they_may() {
+        // A token takes 0.4 to 0.5 ms; an even cost of 0.45 would allow units of 44 tokens.
+        let noise = |number: usize| 0.4 + 0.1 * (number * 7919 % 101) as f64 / 100.0;
+        let units = &sizes(noise, 1020)[20..];
+        let late = units.iter().filter(|(_, ms)| *ms > 20.0).count();
+        assert!(late <= units.len() / 100, "{late} of {}", units.len());
+        let mean = units.iter().map(|(tokens, _)| *tokens).sum::<usize>() / units.len();
+        assert!(mean >= 32, "{mean} tokens");
+    }
+
+    #[test]
+    fn a_unit_that_was_disturbed_makes_the_next_smaller_at_once_and_is_forgotten() {
+        let disturbed = |number| if number == 50 { 1.0 } else { 0.5 };
+        let units = sizes(disturbed, 100);
+        assert_eq!(units[50].0, 36);
+        assert!(units[51].0 <= 24, "{}", units[51].0);
+        assert!(units[99].0 >= 32, "{}", units[99].0);
     }
 }

@@ -47,7 +47,7 @@ fn take_no_more_than_planned(model: &Model) {
         (8, 1, 100),
         (32, 1, 40),
         (2, 30, 0),
-        (1, engine.piece_tokens(JobKind::Step), 0),
+        (1, engine.forward_tokens(), 0),
         (3, 1, 1),
     ] {
         let used = (prefix + tokens).div_ceil(PAGE_TOKENS);
