@@ -6,18 +6,49 @@ use shared::dtype::DType;
 /// Measured 2026-11 on two cores of a Sapphire Rapids server.
 const INLINE_NS: usize = 12_000;
 
-/// Outputs of a matrix that one piece computes: a multiple of 8 (the largest tile), at least four pieces per thread
-/// when the matrix is large, one piece when all of it is little work.
-pub fn linear_piece(outputs: usize, row_bytes: usize, rows: usize, threads: usize) -> usize {
+/// Matrices above this wake threads that sleep; those between it and [`HAND_OVER_NS`] are shared with threads that are awake. With fewer, a step of
+/// a tiny model is sooner done than another core has come to help, and waits for it when that core is not free.
+const WAKE_NS: usize = 30_000;
+const HAND_OVER_NS: usize = 6_000;
+
+/// Time of the last pieces of a large matrix: threads that end with different ones wait for each other for half of it, and less than they look
+/// for the next job before they sleep.
+const LAST_NS: usize = 24_000;
+
+/// How the outputs of a matrix are spread over threads.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Split {
+    /// Where pieces end, in order; multiples of 8 (the largest tile) but for the last.
+    pub ends: Vec<usize>,
+    /// Whether threads that sleep are woken for it.
+    pub wakes: bool,
+}
+
+/// Pieces in rounds, each half of what is left: long ones first, in which a thread reads what it asked the memory for, and short ones at the
+/// end. One per thread when the work is only worth handing over to threads that are awake, one in all when it is less than that.
+pub fn linear_split(outputs: usize, row_bytes: usize, rows: usize, threads: usize) -> Split {
     // A thread reads about 16 bytes of weights per ns, or multiplies them with about 4 rows in that time.
     let nanoseconds = (outputs * row_bytes).saturating_mul(rows.div_ceil(4)) / 16;
-    if threads == 1 || nanoseconds < INLINE_NS {
-        return outputs;
+    let wakes = nanoseconds >= WAKE_NS;
+    let share = |part: usize| outputs.div_ceil(part).next_multiple_of(8);
+    let least = match nanoseconds {
+        _ if threads == 1 => outputs,
+        ..HAND_OVER_NS => outputs,
+        ..WAKE_NS => share(threads),
+        _ => share((nanoseconds / LAST_NS).max(2 * threads)),
+    };
+    let (mut ends, mut end) = (Vec::new(), 0);
+    while end < outputs {
+        let round = (outputs - end).div_ceil(2 * threads).next_multiple_of(8);
+        for _ in 0..threads {
+            end = outputs.min(end + round.max(least));
+            ends.push(end);
+            if end == outputs {
+                break;
+            }
+        }
     }
-    let pieces = (nanoseconds / (INLINE_NS / 4))
-        .min(threads * 8)
-        .max(threads);
-    outputs.div_ceil(pieces).next_multiple_of(8)
+    Split { ends, wakes }
 }
 
 /// Rows of inputs that are multiplied with a piece of the matrix while both stay in the second-level cache: a multiple
@@ -217,11 +248,20 @@ mod tests {
 
     #[test]
     fn pieces_cover_the_outputs_and_little_work_is_one_piece() {
-        assert_eq!(linear_piece(352, 512, 1, 2), 352);
-        assert_eq!(linear_piece(4096, 8192, 1, 1), 4096);
-        for (outputs, threads) in [(4096, 2), (11008, 7), (9, 4), (32000, 64)] {
-            let piece = linear_piece(outputs, 8192, 16, threads);
-            assert!(piece > 0 && (piece >= outputs || piece.is_multiple_of(8)));
+        let awake = |ends: &[usize]| Split {
+            ends: ends.to_vec(),
+            wakes: false,
+        };
+        assert_eq!(linear_split(64, 512, 1, 2), awake(&[64]));
+        assert_eq!(linear_split(352, 512, 1, 2), awake(&[176, 352]));
+        assert_eq!(linear_split(4096, 8192, 1, 1).ends, [4096]);
+        for (outputs, threads) in [(4096, 2), (11008, 7), (9, 4), (32000, 64), (0, 3)] {
+            let Split { ends, wakes } = linear_split(outputs, 8192, 16, threads);
+            assert_eq!(ends.last().copied().unwrap_or(0), outputs);
+            assert!(ends.is_sorted_by(|a, b| a < b) && wakes == (outputs > 9));
+            let (_, inner) = ends.split_last().unwrap_or((&0, &[]));
+            assert!(inner.iter().all(|end| end.is_multiple_of(8)));
+            assert!(outputs < 4096 || ends.len() >= 2 * threads);
         }
         for (inputs, tiles) in [(1, 1), (4096, 3), (11008, 86), (usize::MAX / 24, 5)] {
             let group = packed_tiles(inputs, tiles);

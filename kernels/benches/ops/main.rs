@@ -1,9 +1,10 @@
 //! One row per operation, shape and dtype: microseconds, GB/s beside the read bandwidth, GFLOP/s, and its peers on the same cores,
 //! all by turns in one run.
 //!
-//!     cargo bench -p kernels --bench ops -- [THREADS] [--only WORD] [--torch PYTHON] [--ggml PROGRAM]
+//!     cargo bench -p kernels --bench ops -- [THREADS] [--only WORD] [--isa NAME] [--torch PYTHON] [--ggml PROGRAM]
 //!
-//! `--only` takes rows whose name contains the word. `--torch` names a Python that has PyTorch, `--ggml` what was built of
+//! `--only` takes rows whose name contains the word. `--isa` computes with a lesser instruction set than the machine has: `avx512`, `avx2` or
+//! `portable`. `--torch` names a Python that has PyTorch, `--ggml` what was built of
 //! `ggml_ops.c` with llama.cpp's library: products of bfloat16, INT8 and NF4 are compared with its bf16, q8_0 and q4_0. With one thread times are CPU times: what other
 //! processes take away is not counted. Weights are walked in a ring larger than the caches, as a decode step walks the blocks of a
 //! model. Numbers are the least of many.
@@ -12,6 +13,7 @@ mod timing;
 
 use std::hint::black_box;
 
+use kernels::cpu::Isa;
 use kernels::cpu::pool::Pool;
 use kernels::ops::{
     Attention, AttentionGrad, KvAppend, Linear, LinearGrad, Lora, LoraPart, Rmsnorm, SiluMul,
@@ -33,10 +35,11 @@ const LINEAR: [(usize, usize); 6] = [
     (352, 128),
 ];
 /// How matrices are stored, and the block dtype.
-const FORMATS: [(QuantType, DType); 4] = [
+const FORMATS: [(QuantType, DType); 5] = [
     (QuantType::None, DType::Bf16),
     (QuantType::Int8, DType::Bf16),
     (QuantType::Nf4, DType::Bf16),
+    (QuantType::None, DType::F16),
     (QuantType::None, DType::F32),
 ];
 const ROWS: [usize; 5] = [1, 4, 16, 32, 512];
@@ -63,7 +66,12 @@ fn main() {
         .iter()
         .find_map(|a| a.parse().ok())
         .unwrap_or(cores);
-    let cpu = Cpu::new(threads);
+    let isa = after("--isa").map_or_else(Isa::detect, |name| {
+        let named = |isa: &&Isa| format!("{isa:?}").eq_ignore_ascii_case(name);
+        let found = Isa::available().iter().find(named);
+        *found.unwrap_or_else(|| panic!("--isa is one of {:?}", Isa::available()))
+    });
+    let cpu = Cpu::with_isa(threads, isa);
     println!("{:?}, {} threads, {}", cpu.isa(), cpu.threads(), load());
     let bench = Bench::new(threads, after("--torch"), after("--ggml"));
     let only = after("--only").unwrap_or_default().to_owned();
@@ -167,6 +175,7 @@ impl Shape {
             (QuantType::Int8, _) => "q8_0",
             (QuantType::Nf4, _) => "q4_0",
             (QuantType::None, DType::Bf16) => "bf16",
+            (QuantType::None, DType::F16) => return String::new(),
             (QuantType::None, _) => "f32",
         };
         format!("{format} {outputs} {inputs} {rows}")

@@ -15,7 +15,7 @@ use crate::ops::{
     Adapt, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, GateDot, Gather, Gelu,
     GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, Lora, LoraGrad, Mixture, NormGrad,
     OpError, Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route, RouteGrad,
-    ScatterAdd, SiluMul, SiluMulGrad, SplitQkv, add, check_len, kv_append, qkv, rope, route,
+    ScatterAdd, SiluMul, SiluMulGrad, SplitQkv, add, check_len, qkv, rope, route,
 };
 use crate::tensor::WeightView;
 use pool::Pool;
@@ -166,16 +166,9 @@ impl Backend for Cpu {
     }
 
     fn products(&mut self, args: Products<'_, '_, [f32], WeightView<'_>>) -> Result<(), OpError> {
-        let (x, rows) = (args.x, args.rows);
-        args.parts.iter_mut().try_for_each(|part| {
-            self.linear(Linear {
-                x,
-                weight: part.weight,
-                bias: part.bias,
-                out: &mut *part.out,
-                rows,
-            })
-        })
+        args.check()?;
+        simd::products(self.isa, &mut self.pool, &mut self.scratch, args);
+        Ok(())
     }
 
     fn adapt(
@@ -202,11 +195,15 @@ impl Backend for Cpu {
     }
 
     fn rope(&mut self, args: Rope<'_, [f32]>) -> Result<(), OpError> {
-        rope::reference(args)
+        args.check()?;
+        simd::rope(self.isa, &mut self.pool, args);
+        Ok(())
     }
 
     fn kv_append(&mut self, args: KvAppend<'_, [f32], KvPages<'_>>) -> Result<(), OpError> {
-        kv_append::reference(args)
+        args.check()?;
+        simd::kv_append(self.isa, args);
+        Ok(())
     }
 
     fn rope_append(&mut self, mut args: RopeAppend<'_, [f32], KvPages<'_>>) -> Result<(), OpError> {
@@ -273,7 +270,9 @@ impl Backend for Cpu {
     }
 
     fn add(&mut self, args: Add<'_, [f32]>) -> Result<(), OpError> {
-        add::reference(args)
+        args.check()?;
+        simd::add(self.isa, &mut self.pool, args);
+        Ok(())
     }
 
     fn add_norm(&mut self, mut args: AddNorm<'_, [f32]>) -> Result<(), OpError> {

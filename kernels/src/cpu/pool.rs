@@ -93,6 +93,11 @@ impl Pool {
     /// Calls `piece` once with each of `0..pieces`, in no particular order, and returns when all are done. One piece
     /// runs on the caller without waking anybody.
     pub fn run(&mut self, pieces: usize, piece: impl Fn(usize) + Sync) {
+        self.share(pieces, true, piece);
+    }
+
+    /// [`run`](Self::run), in which threads that sleep take part only if it `wakes` them.
+    pub fn share(&mut self, pieces: usize, wakes: bool, piece: impl Fn(usize) + Sync) {
         if pieces <= 1 || self.threads.is_empty() {
             (0..pieces).for_each(piece);
             return;
@@ -111,11 +116,11 @@ impl Pool {
             .gate
             .store(epoch.wrapping_add(EPOCH) | OPEN, Ordering::SeqCst);
         let closing = Closing(&self.shared);
-        for ((thread, _), parked) in self
-            .threads
-            .iter()
-            .zip(&self.shared.parked)
-            .take(pieces - 1)
+        for ((thread, _), parked) in
+            self.threads
+                .iter()
+                .zip(&self.shared.parked)
+                .take(if wakes { pieces - 1 } else { 0 })
         {
             if parked.load(Ordering::SeqCst) && parked.swap(false, Ordering::SeqCst) {
                 thread.unpark();
@@ -218,8 +223,10 @@ impl Shared {
                 continue;
             }
             parked.store(true, Ordering::SeqCst);
+            // Open for a job that is done but for a piece of another thread, which may have lost its core: nothing to wait for.
             let gate = self.gate.load(Ordering::SeqCst);
-            if gate & OPEN == 0 && !self.quit.load(Ordering::SeqCst) {
+            let is_new = gate & OPEN != 0 && gate >> 32 != done;
+            if !is_new && !self.quit.load(Ordering::SeqCst) {
                 thread::park();
             }
             parked.store(false, Ordering::SeqCst);
@@ -321,6 +328,21 @@ mod tests {
                     "{threads} threads, round {round}"
                 );
             }
+        }
+    }
+
+    #[test]
+    fn work_that_wakes_nobody_is_done_by_whoever_is_awake() {
+        let mut pool = Pool::new(3);
+        for round in 0..2000usize {
+            let counts: Vec<AtomicUsize> = (0..5).map(|_| AtomicUsize::new(0)).collect();
+            if round.is_multiple_of(500) {
+                thread::park_timeout(4 * SPIN);
+            }
+            pool.share(5, round.is_multiple_of(7), |i| {
+                counts[i].fetch_add(1, Ordering::Relaxed);
+            });
+            assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1));
         }
     }
 

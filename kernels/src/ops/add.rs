@@ -38,7 +38,7 @@ impl<F: Elements + ?Sized> Add<'_, F> {
     }
 }
 
-/// The definition of [`Add`], also its fast path.
+/// The definition of [`Add`].
 pub fn reference(args: Add<'_, [f32]>) -> Result<(), OpError> {
     args.check()?;
     with_rounding!(args.round, round => sum(round, &mut args.x[..args.len], args.y));
@@ -59,8 +59,9 @@ pub fn reference_prompt(args: PromptAdd<'_, [f32]>) -> Result<(), OpError> {
     Ok(())
 }
 
+/// The loop of both, compiled for the instruction set of the function that calls it.
 #[inline(always)]
-fn sum(round: impl Fn(f32) -> f32, x: &mut [f32], y: &[f32]) {
+pub(crate) fn sum(round: impl Fn(f32) -> f32, x: &mut [f32], y: &[f32]) {
     for (x, y) in x.iter_mut().zip(y) {
         *x = round(*x + round(*y));
     }

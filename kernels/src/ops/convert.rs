@@ -42,6 +42,12 @@ pub(crate) fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
 /// # Panics
 /// When they do not.
 pub fn from_f32(dtype: DType, values: &[f32], bytes: &mut [u8]) {
+    narrow(dtype, values, bytes);
+}
+
+/// [`from_f32`], compiled for the instruction set of the function that calls it.
+#[inline(always)]
+pub(crate) fn narrow(dtype: DType, values: &[f32], bytes: &mut [u8]) {
     assert_eq!(
         bytes.len(),
         values.len() * dtype.size_bytes(),

@@ -26,9 +26,16 @@ impl<F: Elements + ?Sized, P: PagePool> KvAppend<'_, F, P> {
     }
 }
 
-/// The definition, which is also the fast path: it moves bytes and little else.
+/// The definition.
 pub fn reference(args: KvAppend<'_, [f32], KvPages<'_>>) -> Result<(), OpError> {
     args.check()?;
+    write(args);
+    Ok(())
+}
+
+/// What it does with arguments that were checked, compiled for the instruction set of the function that calls it.
+#[inline(always)]
+pub(crate) fn write(args: KvAppend<'_, [f32], KvPages<'_>>) {
     let layout = args.pages.layout();
     let width = layout.kv_heads * layout.head_dim;
     let positions = args
@@ -40,7 +47,7 @@ pub fn reference(args: KvAppend<'_, [f32], KvPages<'_>>) -> Result<(), OpError> 
         for (half, source) in [args.keys, args.values].into_iter().enumerate() {
             let vectors = source[token * width..(token + 1) * width].chunks_exact(layout.head_dim);
             for (head, vector) in vectors.enumerate() {
-                convert::from_f32(
+                convert::narrow(
                     layout.dtype,
                     vector,
                     args.pages.slot_mut(page, head, half, slot),
@@ -48,5 +55,4 @@ pub fn reference(args: KvAppend<'_, [f32], KvPages<'_>>) -> Result<(), OpError> 
             }
         }
     }
-    Ok(())
 }

@@ -91,7 +91,8 @@ pub fn reference_table(args: RopeTable<'_, [f32]>) -> Result<(), OpError> {
             (*sin, *cos) = (position as f32 * frequency).sin_cos();
         }
     }
-    with_rounding!(args.round, round => args.out.iter_mut().for_each(|v| *v = round(*v)));
+    let own = &mut args.out[..total_tokens(args.rows) * 2 * half];
+    with_rounding!(args.round, round => own.iter_mut().for_each(|v| *v = round(*v)));
     Ok(())
 }
 
@@ -114,8 +115,9 @@ pub fn reference(args: Rope<'_, [f32]>) -> Result<(), OpError> {
     Ok(())
 }
 
+/// One head, compiled for the instruction set of the function that calls it.
 #[inline(always)]
-fn rotate(head: &mut [f32], table: &[f32], sign: f32, round: impl Fn(f32) -> f32) {
+pub(crate) fn rotate(head: &mut [f32], table: &[f32], sign: f32, round: impl Fn(f32) -> f32) {
     let (first, second) = head.split_at_mut(table.len() / 2);
     let (cos, sin) = table.split_at(table.len() / 2);
     for (((a, b), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {

@@ -6,12 +6,12 @@ use std::cell::RefCell;
 
 use shared::dtype::DType;
 
-use super::linear::Kernel;
+use super::linear::{Kernel, run_pieces};
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 use super::{Isa, Scratch, per_isa, portable};
 use crate::cpu::pool::{Disjoint, Pool};
-use crate::ops::{Linear, convert};
+use crate::ops::{Products, convert};
 use crate::tensor::WeightView;
 use crate::tuning;
 
@@ -27,7 +27,7 @@ pub(super) fn linear(
     isa: Isa,
     pool: &mut Pool,
     scratch: &mut Scratch,
-    args: Linear<'_, [f32], WeightView<'_>>,
+    args: Products<'_, '_, [f32], WeightView<'_>>,
 ) {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -53,30 +53,42 @@ fn with<K: Kernel>(
     isa: Isa,
     pool: &mut Pool,
     scratch: &mut Scratch,
-    args: Linear<'_, [f32], WeightView<'_>>,
+    args: Products<'_, '_, [f32], WeightView<'_>>,
 ) {
-    let (outputs, inputs, rows) = (args.weight.outputs(), args.weight.inputs(), args.rows);
+    let Some(weight) = args.parts.first().map(|part| part.weight) else {
+        return;
+    };
+    let (inputs, rows) = (weight.inputs(), args.rows);
     scratch.inputs.resize(4 * rows * inputs, 0);
     for (x, b) in args.x[..rows * inputs]
         .iter()
         .zip(scratch.inputs.chunks_exact_mut(4))
     {
-        b.copy_from_slice(&convert::round(args.weight.dtype(), *x).to_le_bytes());
+        b.copy_from_slice(&convert::round(weight.dtype(), *x).to_le_bytes());
     }
-    let task = Task {
-        isa,
-        x: &scratch.inputs,
-        weight: args.weight,
-        bias: args.bias,
-        rows,
-        out: Disjoint::new(&mut args.out[..rows * outputs]),
-    };
-    let piece = tuning::linear_piece(outputs, inputs * 4, rows, pool.threads());
-    pool.run(outputs.div_ceil(piece), |index| {
-        DECODED.with_borrow_mut(|strip| {
-            task.piece::<K>(index * piece, outputs.min((index + 1) * piece), strip);
-        });
-    });
+    let tasks: Vec<Task<'_>> = args
+        .parts
+        .iter_mut()
+        .map(|part| Task {
+            isa,
+            x: &scratch.inputs,
+            weight: part.weight,
+            bias: part.bias,
+            rows,
+            out: Disjoint::new(&mut part.out[..rows * part.weight.outputs()]),
+        })
+        .collect();
+    let outputs = tasks.iter().map(|task| task.weight.outputs()).sum();
+    let split = tuning::linear_split(outputs, inputs * 4, rows, pool.threads());
+    run_pieces(
+        pool,
+        &tasks,
+        |task| task.weight.outputs(),
+        &split,
+        |task, outputs| {
+            DECODED.with_borrow_mut(|strip| task.piece::<K>(outputs.start, outputs.end, strip));
+        },
+    );
 }
 
 impl Task<'_> {

@@ -3,10 +3,69 @@
 use super::lanes::{LANES, dot, erfc, exp, mul_add, tree_sum};
 use super::{Isa, per_isa};
 use crate::cpu::pool::Pool;
+use crate::kv::KvPages;
 use crate::ops::convert::with_rounding;
-use crate::ops::{Gelu, GeluKind, Layernorm, Rmsnorm, SiluMul};
+use crate::ops::{
+    Add, Gelu, GeluKind, KvAppend, Layernorm, Rmsnorm, Rope, SiluMul, add, kv_append, rope,
+};
 use crate::tuning;
 use shared::dtype::DType;
+
+/// Sums in pieces.
+pub(in crate::cpu) fn add(isa: Isa, pool: &mut Pool, args: Add<'_, [f32]>) {
+    let piece = tuning::elementwise_piece(args.len, pool.threads()).next_multiple_of(LANES);
+    let (y, round) = (&args.y[..args.len], args.round);
+    pool.chunks(&mut args.x[..args.len], piece, |index, x| {
+        let y = &y[index * piece..index * piece + x.len()];
+        per_isa!(isa, add_piece(x: &mut [f32], y: &[f32], round: DType))
+    });
+}
+
+#[inline(always)]
+fn add_piece<const FMA: bool>(x: &mut [f32], y: &[f32], round: DType) {
+    with_rounding!(round, round => add::sum(round, x, y));
+}
+
+/// Tokens in pieces.
+pub(in crate::cpu) fn rope(isa: Isa, pool: &mut Pool, args: Rope<'_, [f32]>) {
+    let width = args.heads * args.head_dim;
+    let total = args.tokens * width;
+    let tokens = tuning::elementwise_piece(total, pool.threads())
+        .div_ceil(width.max(1))
+        .max(1);
+    let (table, dim, round) = (args.table, args.head_dim, args.round);
+    let sign = if args.inverse { -1.0 } else { 1.0 };
+    pool.chunks(&mut args.x[..total], (tokens * width).max(1), |index, x| {
+        let table = &table[index * tokens * dim..];
+        per_isa!(isa, rope_tokens(x: &mut [f32], width: usize, table: &[f32], dim: usize, sign: f32, round: DType))
+    });
+}
+
+#[inline(always)]
+fn rope_tokens<const FMA: bool>(
+    x: &mut [f32],
+    width: usize,
+    table: &[f32],
+    dim: usize,
+    sign: f32,
+    round: DType,
+) {
+    with_rounding!(round, round => for (token, table) in x.chunks_exact_mut(width.max(1)).zip(table.chunks_exact(dim)) {
+        for head in token.chunks_exact_mut(dim) {
+            rope::rotate(head, table, sign, round);
+        }
+    });
+}
+
+/// Keys and values of the new tokens into their pages.
+pub(in crate::cpu) fn kv_append(isa: Isa, args: KvAppend<'_, [f32], KvPages<'_>>) {
+    per_isa!(isa, append(args: KvAppend<'_, [f32], KvPages<'_>>))
+}
+
+#[inline(always)]
+fn append<const FMA: bool>(args: KvAppend<'_, [f32], KvPages<'_>>) {
+    kv_append::write(args);
+}
 
 /// Rows in pieces; the mean is a [`dot`] of the row with itself.
 pub(in crate::cpu) fn rmsnorm(isa: Isa, pool: &mut Pool, args: Rmsnorm<'_, [f32]>) {

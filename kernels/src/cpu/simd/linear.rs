@@ -8,6 +8,9 @@
 //! piece of outputs (a thread) > rows that fit the cache > tile of 4 outputs > tile of 6 rows > inputs
 //! ```
 
+use std::mem::discriminant;
+use std::ops::Range;
+
 use shared::dtype::DType;
 
 #[cfg(target_arch = "x86_64")]
@@ -15,9 +18,11 @@ use super::x86;
 use super::{Isa, Scratch};
 use super::{decoded, portable};
 use crate::cpu::pool::{Disjoint, Pool};
-use crate::ops::{Linear, convert};
+use crate::ops::{Linear, Product, Products, convert};
+#[cfg(target_arch = "x86_64")]
+use crate::quant::nf4;
 use crate::tensor::{Format, WeightView};
-use crate::tuning;
+use crate::tuning::{self, Split};
 
 /// A register tile for one dtype of weights and one instruction set.
 pub(super) trait Kernel {
@@ -37,7 +42,19 @@ pub(super) trait Kernel {
     ) -> [[f32; O]; R];
 }
 
-/// What all pieces share.
+/// One of several matrix products of the same inputs.
+#[cfg(target_arch = "x86_64")]
+pub(super) struct Part<'a, S> {
+    pub(super) source: S,
+    pub(super) outputs: usize,
+    /// Bytes of a row of the matrix that a tile walks.
+    pub(super) row_bytes: usize,
+    pub(super) bias: Option<&'a [f32]>,
+    /// `[rows, outputs]`.
+    pub(super) out: Disjoint<'a, f32>,
+}
+
+/// What all pieces of a matrix share.
 struct Task<'a> {
     /// Inputs as the kernel reads them, `[rows, inputs]`.
     x: &'a [u8],
@@ -53,15 +70,60 @@ pub(in crate::cpu) fn linear(
     scratch: &mut Scratch,
     args: Linear<'_, [f32], WeightView<'_>>,
 ) {
-    #[cfg(target_arch = "x86_64")]
-    let args = match pairs(isa, pool, scratch, args) {
-        Some(args) => args,
-        None => return,
+    let mut part = [Product {
+        weight: args.weight,
+        bias: args.bias,
+        out: args.out,
+    }];
+    let (x, rows, parts) = (args.x, args.rows, &mut part);
+    products(isa, pool, scratch, Products { x, rows, parts });
+}
+
+/// Several products of the same inputs: neighbours of one kind are one heap of work, whose inputs are prepared once.
+pub(in crate::cpu) fn products(
+    isa: Isa,
+    pool: &mut Pool,
+    scratch: &mut Scratch,
+    args: Products<'_, '_, [f32], WeightView<'_>>,
+) {
+    let mut rest = args.parts;
+    while let Some(first) = rest.first().map(|part| part.weight) {
+        let is_like = |part: &&Product<'_, [f32], WeightView<'_>>| {
+            let weight = part.weight;
+            (weight.dtype(), weight.inputs()) == (first.dtype(), first.inputs())
+                && discriminant(&weight.format()) == discriminant(&first.format())
+        };
+        let count = rest.iter().take_while(is_like).count();
+        let (parts, others) = rest.split_at_mut(count);
+        rest = others;
+        let (x, rows) = (args.x, args.rows);
+        like_products(isa, pool, scratch, Products { x, rows, parts });
+    }
+}
+
+/// Products with matrices of one dtype, format and width.
+fn like_products(
+    isa: Isa,
+    pool: &mut Pool,
+    scratch: &mut Scratch,
+    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut))] mut args: Products<
+        '_,
+        '_,
+        [f32],
+        WeightView<'_>,
+    >,
+) {
+    let Some(weight) = args.parts.first().map(|part| part.weight) else {
+        return;
     };
-    if !matches!(args.weight.format(), Format::Plain) {
+    #[cfg(target_arch = "x86_64")]
+    if pairs(isa, pool, scratch, &mut args) || wide(isa, pool, scratch, &mut args) {
+        return;
+    }
+    if !matches!(weight.format(), Format::Plain) {
         return decoded::linear(isa, pool, scratch, args);
     }
-    match (isa, args.weight.dtype()) {
+    match (isa, weight.dtype()) {
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512Bf16 | Isa::Avx512, DType::F32) => with::<x86::Avx512F32>(pool, scratch, args),
         #[cfg(target_arch = "x86_64")]
@@ -70,90 +132,179 @@ pub(in crate::cpu) fn linear(
         }
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512Bf16 | Isa::Avx512, DType::F16) => with::<x86::Avx512F16>(pool, scratch, args),
-        #[cfg(target_arch = "x86_64")]
-        (Isa::Avx2, DType::F32) => with::<x86::Avx2F32>(pool, scratch, args),
-        #[cfg(target_arch = "x86_64")]
-        (Isa::Avx2, DType::Bf16) => with::<x86::Avx2Bf16>(pool, scratch, args),
-        #[cfg(target_arch = "x86_64")]
-        (Isa::Avx2, DType::F16) => with::<x86::Avx2F16>(pool, scratch, args),
         (_, DType::F32) => with::<portable::F32>(pool, scratch, args),
         (_, DType::Bf16) => with::<portable::Bf16>(pool, scratch, args),
         (_, DType::F16) => with::<portable::F16>(pool, scratch, args),
     }
 }
 
-/// Products of bfloat16 pairs where the machine has them, the dtype is bfloat16, and the format suits; else gives `args`
-/// back.
+/// Calls `work` with the outputs of all parts, which `split` has cut as if they were those of one matrix, on all threads.
+pub(super) fn run_pieces<P: Sync>(
+    pool: &mut Pool,
+    parts: &[P],
+    outputs: impl Fn(&P) -> usize + Sync,
+    split: &Split,
+    work: impl Fn(&P, Range<usize>) + Sync,
+) {
+    pool.share(split.ends.len(), split.wakes, |index| {
+        let before = index.checked_sub(1).and_then(|i| split.ends.get(i));
+        let piece = before.copied().unwrap_or(0)..split.ends[index];
+        let mut first = 0;
+        for part in parts {
+            let end = first + outputs(part);
+            let own = piece.start.max(first)..piece.end.min(end);
+            if !own.is_empty() {
+                work(part, own.start - first..own.end - first);
+            }
+            first = end;
+        }
+    });
+}
+
+/// The parts of `$args` whose format and bytes are `$format`, with `$source` made of those.
 #[cfg(target_arch = "x86_64")]
-fn pairs<'a>(
+macro_rules! parts_of {
+    ($args:expr, $format:pat => $source:expr) => {{
+        let rows = $args.rows;
+        let parts = $args.parts.iter_mut().filter_map(|part| {
+            let weight = part.weight;
+            let $format = (weight.format(), weight.bytes()) else {
+                return None;
+            };
+            let outputs = weight.outputs();
+            Some(Part {
+                source: $source,
+                outputs,
+                row_bytes: weight.row_bytes(),
+                bias: part.bias,
+                out: Disjoint::new(&mut part.out[..rows * outputs]),
+            })
+        });
+        parts.collect::<Vec<_>>()
+    }};
+}
+
+/// Products of bfloat16 pairs where the machine has them, the dtype is bfloat16, and the format suits; else does
+/// nothing and says so.
+#[cfg(target_arch = "x86_64")]
+fn pairs(
     isa: Isa,
     pool: &mut Pool,
     scratch: &mut Scratch,
-    args: Linear<'a, [f32], WeightView<'a>>,
-) -> Option<Linear<'a, [f32], WeightView<'a>>> {
-    use super::packed::{Packed, multiply};
+    args: &mut Products<'_, '_, [f32], WeightView<'_>>,
+) -> bool {
+    use super::packed::multiply;
     use super::tile512;
-    let weight = args.weight;
-    let (outputs, inputs) = (weight.outputs(), weight.inputs());
+    let Some(weight) = args.parts.first().map(|part| part.weight) else {
+        return true;
+    };
+    let inputs = weight.inputs();
     if isa != Isa::Avx512Bf16 || weight.dtype() != DType::Bf16 {
-        return Some(args);
+        return false;
     }
+    let x = (args.x, args.rows, inputs);
     macro_rules! multiply {
-        ($source:expr, $scale:expr) => {{
-            let packed = Packed {
-                source: $source,
-                outputs,
-                inputs,
-                row_bytes: weight.row_bytes(),
-                x: args.x,
-                rows: args.rows,
-                bias: args.bias,
-            };
-            let out = &mut args.out[..args.rows * outputs];
+        ($format:pat => $source:expr) => {{
+            let parts = parts_of!(args, $format => $source);
             // SAFETY: `Isa` values come from `Isa::available`; a view holds all rows of its shape.
-            unsafe { multiply(pool, &mut scratch.panels, packed, $scale, out) };
-            None
+            unsafe { multiply(pool, &mut scratch.panels, x, &parts) };
+            true
         }};
     }
     match weight.format() {
-        Format::Plain => {
-            let bytes = weight.bytes();
-            multiply!(tile512::Bf16 { bytes, inputs }, |_| 1.0)
+        Format::Plain => multiply!((Format::Plain, bytes) => tile512::Bf16 { bytes, inputs }),
+        Format::Int8(_) => multiply!((Format::Int8(parts), _) => tile512::Int8 { parts, inputs }),
+        Format::Nf4(_) if inputs.is_multiple_of(tile512::STEP) => {
+            multiply!((Format::Nf4(parts), _) => tile512::Nf4 { parts, inputs })
         }
-        Format::Int8(parts) => {
-            let codes = parts.codes;
-            multiply!(tile512::Int8 { codes, inputs }, |output| parts
-                .scale(output))
+        Format::Nf4(_) => false,
+    }
+}
+
+/// f32 products of 8 lanes: of all formats where the machine has no AVX-512, of quantized matrices where it has; else does nothing and
+/// says so.
+#[cfg(target_arch = "x86_64")]
+fn wide(
+    isa: Isa,
+    pool: &mut Pool,
+    scratch: &mut Scratch,
+    args: &mut Products<'_, '_, [f32], WeightView<'_>>,
+) -> bool {
+    use super::tile256;
+    use super::wide::multiply;
+    let Some(weight) = args.parts.first().map(|part| part.weight) else {
+        return true;
+    };
+    let (inputs, dtype) = (weight.inputs(), weight.dtype());
+    let x = (args.x, args.rows, inputs);
+    macro_rules! multiply {
+        ($format:pat => $source:expr) => {{
+            let parts = parts_of!(args, $format => $source);
+            // SAFETY: `Isa` values come from `Isa::available`; a view holds all rows of its shape.
+            unsafe { multiply(pool, &mut scratch.floats, dtype, x, &parts) };
+            true
+        }};
+    }
+    match (isa, weight.format(), dtype) {
+        (Isa::Portable, ..) => false,
+        (_, Format::Int8(_), _) => {
+            multiply!((Format::Int8(parts), _) => tile256::Int8 { parts, inputs })
         }
-        Format::Nf4(parts) if inputs.is_multiple_of(tile512::STEP) => {
-            multiply!(tile512::Nf4 { parts, inputs }, |_| 1.0)
+        (_, Format::Nf4(_), DType::Bf16) if inputs.is_multiple_of(nf4::GROUP) => {
+            multiply!((Format::Nf4(parts), _) => tile256::Nf4Bf16 { parts, inputs })
         }
-        Format::Nf4(_) => Some(args),
+        (_, Format::Nf4(_), _) if inputs.is_multiple_of(nf4::GROUP) => {
+            multiply!((Format::Nf4(parts), _) => tile256::Nf4 { parts, inputs, dtype })
+        }
+        (Isa::Avx2, Format::Plain, DType::F32) => {
+            multiply!((Format::Plain, bytes) => tile256::F32 { bytes, inputs })
+        }
+        (Isa::Avx2, Format::Plain, DType::Bf16) => {
+            multiply!((Format::Plain, bytes) => tile256::Bf16 { bytes, inputs })
+        }
+        (Isa::Avx2, Format::Plain, DType::F16) => {
+            multiply!((Format::Plain, bytes) => tile256::F16 { bytes, inputs })
+        }
+        _ => false,
     }
 }
 
 fn with<K: Kernel>(
     pool: &mut Pool,
     scratch: &mut Scratch,
-    args: Linear<'_, [f32], WeightView<'_>>,
+    args: Products<'_, '_, [f32], WeightView<'_>>,
 ) {
-    let (outputs, inputs, rows) = (args.weight.outputs(), args.weight.inputs(), args.rows);
+    let Some(weight) = args.parts.first().map(|part| part.weight) else {
+        return;
+    };
+    let (inputs, rows) = (weight.inputs(), args.rows);
     prepare_inputs::<K>(
         &args.x[..rows * inputs],
-        args.weight.dtype(),
+        weight.dtype(),
         &mut scratch.inputs,
     );
-    let task = Task {
-        x: &scratch.inputs,
-        weight: args.weight,
-        bias: args.bias,
-        rows,
-        out: Disjoint::new(&mut args.out[..rows * outputs]),
-    };
-    let piece = tuning::linear_piece(outputs, args.weight.row_bytes(), rows, pool.threads());
-    pool.run(outputs.div_ceil(piece), |index| {
-        task.piece::<K>(index * piece, outputs.min((index + 1) * piece));
-    });
+    let tasks: Vec<Task<'_>> = args
+        .parts
+        .iter_mut()
+        .map(|part| Task {
+            x: &scratch.inputs,
+            weight: part.weight,
+            bias: part.bias,
+            rows,
+            out: Disjoint::new(&mut part.out[..rows * part.weight.outputs()]),
+        })
+        .collect();
+    let outputs = tasks.iter().map(|task| task.weight.outputs()).sum();
+    let split = tuning::linear_split(outputs, weight.row_bytes(), rows, pool.threads());
+    run_pieces(
+        pool,
+        &tasks,
+        |task| task.weight.outputs(),
+        &split,
+        |task, outputs| {
+            task.piece::<K>(outputs.start, outputs.end);
+        },
+    );
 }
 
 /// The inputs, rounded to the dtype of the weight, in the form that the kernel reads.

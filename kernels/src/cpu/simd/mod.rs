@@ -18,16 +18,20 @@ mod linear;
 mod packed;
 mod portable;
 #[cfg(target_arch = "x86_64")]
+mod tile256;
+#[cfg(target_arch = "x86_64")]
 mod tile512;
 #[cfg(target_arch = "x86_64")]
 mod transposed;
 #[cfg(target_arch = "x86_64")]
+mod wide;
+#[cfg(target_arch = "x86_64")]
 mod x86;
 
 pub(super) use attention::attention;
-pub(super) use elementwise::{gelu, layernorm, rmsnorm, silu_mul};
+pub(super) use elementwise::{add, gelu, kv_append, layernorm, rmsnorm, rope, silu_mul};
 pub(super) use gradient::{attention_grad, gelu_grad, linear_grad, norm_grad, silu_mul_grad};
-pub(super) use linear::linear;
+pub(super) use linear::{linear, products};
 
 /// Instruction sets with their own paths. Results of different sets may differ in the last bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,6 +83,9 @@ impl Isa {
 pub(super) struct Scratch {
     /// Inputs of a matrix product in the form its kernel reads.
     inputs: Vec<u8>,
+    /// The same as f32, rows padded to whole vectors.
+    #[cfg(target_arch = "x86_64")]
+    floats: Vec<f32>,
     /// The same, packed for tiles of bfloat16 pairs.
     #[cfg(target_arch = "x86_64")]
     panels: Vec<tile512::Line>,

@@ -11,6 +11,7 @@
 
 use std::ops::Range;
 
+use super::linear::{Part, run_pieces};
 use super::tile512::{self, Ahead, Decoded, Line, Panel, STEP, SUMS, Source, no_sums, row_lines};
 use crate::cpu::pool::{Disjoint, Pool};
 use crate::tuning;
@@ -21,30 +22,18 @@ const DECODED_LINES: usize = 4 * 2 * (tuning::PACKED_CHUNK / STEP);
 /// Most rows of a tile.
 const TILE_ROWS: usize = 6;
 
-/// A matrix product over a source.
-pub(super) struct Packed<'a, S> {
-    pub(super) source: S,
-    pub(super) outputs: usize,
-    pub(super) inputs: usize,
-    /// Bytes of a row of the matrix that a tile walks.
-    pub(super) row_bytes: usize,
-    /// `[rows, inputs]`.
-    pub(super) x: &'a [f32],
-    pub(super) rows: usize,
-    pub(super) bias: Option<&'a [f32]>,
-}
-
 /// What all pieces share.
-struct Task<'a, S, Scale> {
-    source: S,
+#[derive(Clone, Copy)]
+struct Inputs<'a> {
     inputs: usize,
-    outputs: usize,
-    row_bytes: usize,
     panels: &'a [Line],
     tiles: Tiles,
-    bias: Option<&'a [f32]>,
-    scale: Scale,
-    out: Disjoint<'a, f32>,
+}
+
+/// A piece of one part.
+struct Task<'a, S> {
+    part: &'a Part<'a, S>,
+    shared: Inputs<'a>,
 }
 
 /// Rows in tiles of nearly one size.
@@ -68,18 +57,16 @@ impl Tiles {
     }
 }
 
-/// Computes `out` `[rows, outputs]`; `scale` is what the sum of an output is multiplied with.
+/// Computes all parts from `x` `[rows, inputs]`, which is packed once; their pieces are one heap of work.
 ///
 /// # Safety
-/// The machine has the instruction set of [`tile512::tile`]; the source has `outputs` rows of `inputs` weights.
+/// The machine has the instruction set of [`tile512::tile`]; each source has its `outputs` rows of `inputs` weights.
 pub(super) unsafe fn multiply<S: Source>(
     pool: &mut Pool,
     panels: &mut Vec<Line>,
-    args: Packed<'_, S>,
-    scale: impl Fn(usize) -> f32 + Sync,
-    out: &mut [f32],
+    (x, rows, inputs): (&[f32], usize, usize),
+    parts: &[Part<'_, S>],
 ) {
-    let (outputs, inputs, rows) = (args.outputs, args.inputs, args.rows);
     if rows == 0 {
         return;
     }
@@ -91,7 +78,7 @@ pub(super) unsafe fn multiply<S: Source>(
         let tile = tiles.range(index);
         // SAFETY: tiles have different rows.
         let panel = unsafe { whole.range(tile.start * lines, tile.len() * lines) };
-        let x = &args.x[tile.start * inputs..tile.end * inputs];
+        let x = &x[tile.start * inputs..tile.end * inputs];
         // SAFETY: the caller has the instruction set.
         unsafe { tile512::pack::<S>(x, inputs, tile.len(), panel) };
     };
@@ -100,34 +87,36 @@ pub(super) unsafe fn multiply<S: Source>(
     } else {
         (0..tiles.count).for_each(pack);
     }
-    let task = Task {
-        source: args.source,
+    let shared = Inputs {
         inputs,
-        outputs,
-        row_bytes: args.row_bytes,
         panels,
         tiles,
-        bias: args.bias,
-        scale,
-        out: Disjoint::new(out),
     };
-    let piece = tuning::linear_piece(outputs, args.row_bytes, rows, pool.threads());
-    pool.run(outputs.div_ceil(piece), |index| {
-        task.piece(index * piece..outputs.min((index + 1) * piece));
-    });
+    let outputs: usize = parts.iter().map(|part| part.outputs).sum();
+    let row_bytes = parts.iter().map(|part| part.row_bytes).max().unwrap_or(0);
+    let split = tuning::linear_split(outputs, row_bytes, rows, pool.threads());
+    run_pieces(
+        pool,
+        parts,
+        |part| part.outputs,
+        &split,
+        |part, outputs| {
+            Task { part, shared }.piece(outputs);
+        },
+    );
 }
 
-impl<S: Source, Scale: Fn(usize) -> f32> Task<'_, S, Scale> {
+impl<S: Source> Task<'_, S> {
     fn piece(&self, outputs: Range<usize>) {
         let mut sums = [no_sums(); tuning::PACKED_TILES];
-        let group = tuning::packed_tiles(self.inputs, self.tiles.count);
-        for first in (0..self.tiles.count).step_by(group) {
-            let tiles = first..self.tiles.count.min(first + group);
+        let group = tuning::packed_tiles(self.shared.inputs, self.shared.tiles.count);
+        for first in (0..self.shared.tiles.count).step_by(group) {
+            let tiles = first..self.shared.tiles.count.min(first + group);
             let sums = &mut sums[..tiles.len()];
             let mut output = outputs.start;
             while output < outputs.end {
                 output += match outputs.end - output {
-                    left if left >= 8 && self.tiles.rows == 1 => {
+                    left if left >= 8 && self.shared.tiles.rows == 1 => {
                         self.strip::<8>(output, tiles.clone(), sums)
                     }
                     left if left >= 4 => self.strip::<4>(output, tiles.clone(), sums),
@@ -144,16 +133,18 @@ impl<S: Source, Scale: Fn(usize) -> f32> Task<'_, S, Scale> {
         tiles: Range<usize>,
         sums: &mut [tile512::Sums],
     ) -> usize {
-        let steps = self.inputs.div_ceil(STEP);
+        let inputs = self.shared.inputs;
+        let steps = inputs.div_ceil(STEP);
         let chunk = if tiles.len() == 1 {
             steps
         } else {
             tuning::PACKED_CHUNK / STEP
         };
         // The next strip begins where this one ends; each tile asks for its share.
-        let step_bytes = (O * self.row_bytes).div_ceil(steps * tiles.len());
+        let step_bytes = (O * self.part.row_bytes).div_ceil(steps * tiles.len());
         let ahead = |index: usize| Ahead {
             start: self
+                .part
                 .source
                 .row(output + O)
                 .wrapping_add((index - tiles.start) * steps * step_bytes),
@@ -165,7 +156,14 @@ impl<S: Source, Scale: Fn(usize) -> f32> Task<'_, S, Scale> {
             if !S::DECODES || tiles.len() == 1 {
                 for (index, sums) in pairs {
                     let steps = steps.clone();
-                    self.tile_of::<S, O>(self.source, output, index, steps, ahead(index), sums);
+                    self.tile_of::<S, O>(
+                        self.part.source,
+                        output,
+                        index,
+                        steps,
+                        ahead(index),
+                        sums,
+                    );
                 }
                 continue;
             }
@@ -174,7 +172,7 @@ impl<S: Source, Scale: Fn(usize) -> f32> Task<'_, S, Scale> {
             let outputs = output..output + O;
             // SAFETY: the caller of `multiply` has the instruction set, and the source has these rows and steps.
             unsafe {
-                tile512::decode(self.source, outputs, steps.clone(), self.inputs, lines);
+                tile512::decode(self.part.source, outputs, steps.clone(), inputs, lines);
             }
             let source = Decoded {
                 lines,
@@ -186,7 +184,7 @@ impl<S: Source, Scale: Fn(usize) -> f32> Task<'_, S, Scale> {
             }
         }
         for (index, sums) in tiles.zip(sums.iter()) {
-            self.store::<O>(output, self.tiles.range(index), sums);
+            self.store::<O>(output, self.shared.tiles.range(index), sums);
         }
         O
     }
@@ -201,10 +199,15 @@ impl<S: Source, Scale: Fn(usize) -> f32> Task<'_, S, Scale> {
         ahead: Ahead,
         sums: &mut tile512::Sums,
     ) {
-        let (rows, lines) = (self.tiles.range(index), row_lines(self.inputs));
+        let Inputs {
+            inputs,
+            panels,
+            tiles,
+        } = self.shared;
+        let (rows, lines) = (tiles.range(index), row_lines(inputs));
         let panel = Panel {
-            lines: &self.panels[rows.start * lines..rows.end * lines],
-            inputs: self.inputs,
+            lines: &panels[rows.start * lines..rows.end * lines],
+            inputs,
         };
         match rows.len() {
             1 => tile::<T, O, 1>(source, output, panel, steps, ahead, sums),
@@ -221,11 +224,12 @@ impl<S: Source, Scale: Fn(usize) -> f32> Task<'_, S, Scale> {
         for (r, row) in rows.enumerate() {
             // SAFETY: the caller of `multiply` has the instruction set.
             let totals = unsafe { tile512::totals::<O>(sums, r, count) };
+            let part = self.part;
             // SAFETY: pieces differ in their outputs, so these parts of a row do not overlap.
-            let out = unsafe { self.out.range(row * self.outputs + output, O) };
+            let out = unsafe { part.out.range(row * part.outputs + output, O) };
             for (o, out) in out.iter_mut().enumerate() {
-                let total = totals[o] * (self.scale)(output + o);
-                *out = total + self.bias.map_or(0.0, |bias| bias[output + o]);
+                let total = totals[o] * part.source.scale(output + o);
+                *out = total + part.bias.map_or(0.0, |bias| bias[output + o]);
             }
         }
     }

@@ -12,7 +12,7 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use crate::ops::convert::bf16_bits;
-use crate::quant::nf4;
+use crate::quant::{int8, nf4};
 
 /// Inputs of one step.
 pub(super) const STEP: usize = 64;
@@ -82,6 +82,9 @@ pub(super) trait Source: Copy + Sync {
 
     /// Where the weights of row `output` begin; only for prefetching.
     fn row(self, output: usize) -> *const u8;
+
+    /// What the sum of row `output` is multiplied with.
+    fn scale(self, output: usize) -> f32;
 }
 
 /// What to ask the memory for while a tile computes.
@@ -222,25 +225,64 @@ fn totals4([a, b, c, d]: [__m512; 4]) -> __m128 {
 /// Rounds `rows` rows of `inputs` values each to bfloat16 and packs them as a panel in the order of the source.
 ///
 /// # Safety
-/// The machine has AVX-512 F and BW.
+/// The machine has AVX-512 F, BW and VL.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 pub(super) unsafe fn pack<S: Source>(x: &[f32], inputs: usize, rows: usize, panel: &mut [Line]) {
+    let places: [[u16; STEP / 2]; 2] =
+        const { [halved_order(S::ORDER, 0), halved_order(S::ORDER, STEP / 2)] };
+    // SAFETY: 64 bytes each.
+    let places = places.map(|half| unsafe { load(half.as_ptr().cast()) });
     for (step, lines) in panel.chunks_exact_mut(2 * rows).enumerate() {
         let start = step * STEP;
         let left = STEP.min(inputs - start);
         for (r, lines) in lines.chunks_exact_mut(2).enumerate() {
-            let mut bits = [0u16; STEP];
-            for (bits, x) in bits.iter_mut().zip(&x[r * inputs + start..][..left]) {
-                *bits = bf16_bits(*x);
-            }
-            for (half, line) in lines.iter_mut().enumerate() {
-                let order = &S::ORDER[half * STEP / 2..(half + 1) * STEP / 2];
-                for (bytes, from) in line.0.chunks_exact_mut(2).zip(order) {
-                    bytes.copy_from_slice(&bits[*from as usize].to_le_bytes());
-                }
+            let x = &x[r * inputs + start..][..left];
+            let (first, second) = (rounded32(x), rounded32(x.get(STEP / 2..).unwrap_or(&[])));
+            for (line, places) in lines.iter_mut().zip(places) {
+                line.set(_mm512_permutex2var_epi16(first, places, second));
             }
         }
     }
+}
+
+/// Up to 32 numbers as bfloat16, zeros after them: [`bf16_bits`] of each.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+fn rounded32(x: &[f32]) -> __m512i {
+    let lower = _mm512_cvtepi32_epi16(rounded16(x));
+    let upper = _mm512_cvtepi32_epi16(rounded16(x.get(16..).unwrap_or(&[])));
+    _mm512_inserti64x4::<1>(_mm512_castsi256_si512(lower), upper)
+}
+
+/// Up to 16 of them in the lower halves of 32 bits.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn rounded16(x: &[f32]) -> __m512i {
+    let mask = if x.len() >= 16 {
+        u16::MAX
+    } else {
+        (1 << x.len()) - 1
+    };
+    // SAFETY: only the lanes of the mask are read, which are in the slice.
+    let value = unsafe { _mm512_maskz_loadu_ps(mask, x.as_ptr()) };
+    let bits = _mm512_castps_si512(value);
+    let upper = _mm512_srli_epi32::<16>(bits);
+    let even = _mm512_and_si512(upper, _mm512_set1_epi32(1));
+    let half = _mm512_add_epi32(even, _mm512_set1_epi32(0x7fff));
+    let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, half));
+    let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(value, value);
+    _mm512_mask_or_epi32(rounded, is_nan, upper, _mm512_set1_epi32(0x40))
+}
+
+/// One half of the places of an order.
+const fn halved_order(order: [u8; STEP], start: usize) -> [u16; STEP / 2] {
+    let mut half = [0; STEP / 2];
+    let mut i = 0;
+    while i < STEP / 2 {
+        half[i] = order[start + i] as u16;
+        i += 1;
+    }
+    half
 }
 
 /// Rounds a row to bfloat16, each value times its scale if there are scales; zeros after it.
@@ -303,13 +345,16 @@ impl Source for Bf16<'_> {
     fn row(self, output: usize) -> *const u8 {
         self.bytes.as_ptr().wrapping_add(output * self.inputs * 2)
     }
+
+    fn scale(self, _output: usize) -> f32 {
+        1.0
+    }
 }
 
 /// INT8: the codes as bfloat16, which holds them exactly; the scale of a row comes after the sum.
 #[derive(Clone, Copy)]
 pub(super) struct Int8<'a> {
-    /// `[outputs, inputs]`.
-    pub(super) codes: &'a [u8],
+    pub(super) parts: int8::Parts<'a>,
     pub(super) inputs: usize,
 }
 
@@ -346,7 +391,11 @@ impl Source for Int8<'_> {
     }
 
     fn row(self, output: usize) -> *const u8 {
-        self.codes.as_ptr().wrapping_add(output * self.inputs)
+        self.parts.codes.as_ptr().wrapping_add(output * self.inputs)
+    }
+
+    fn scale(self, output: usize) -> f32 {
+        self.parts.scale(output)
     }
 }
 
@@ -409,6 +458,10 @@ impl Source for Nf4<'_> {
         let start = output * self.inputs / 2;
         self.parts.codes.as_ptr().wrapping_add(start)
     }
+
+    fn scale(self, _output: usize) -> f32 {
+        1.0
+    }
 }
 
 /// A chunk of a strip, decoded by [`decode`]; its rows are numbered from 0.
@@ -448,6 +501,10 @@ impl Source for Decoded<'_> {
     fn row(self, output: usize) -> *const u8 {
         let start = output * self.count * STEP_BYTES;
         self.lines.as_ptr().cast::<u8>().wrapping_add(start)
+    }
+
+    fn scale(self, _output: usize) -> f32 {
+        1.0
     }
 }
 

@@ -71,9 +71,8 @@ pub(super) unsafe fn multiply<'a>(
         }
         Format::Int8(parts) => {
             // The codes are exact in bfloat16; the scale of a row goes to what the row is multiplied with.
-            let codes = parts.codes;
             let scale = Some(|output| parts.scale(output));
-            run(pool, scratch, args, Int8 { codes, inputs }, scale);
+            run(pool, scratch, args, Int8 { parts, inputs }, scale);
         }
         Format::Nf4(parts) if inputs.is_multiple_of(STEP) => {
             run(

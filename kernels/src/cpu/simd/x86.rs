@@ -1,4 +1,4 @@
-//! Tiles of the matrix product in AVX-512 and AVX2.
+//! Tiles of the matrix product in AVX-512, and one in AVX2 for NF4 whose rows are no whole groups.
 //!
 //! One step of a tile loads a vector of each weight row and each input row and adds their products to `O * R`
 //! accumulators: 24 of 32 registers at 4 × 6 with AVX-512. Loads need no alignment. The last, partial step goes through
@@ -18,10 +18,6 @@ pub(super) struct Avx512Bf16;
 pub(super) struct Avx512F16;
 /// f32 weights.
 pub(super) struct Avx2F32;
-/// bfloat16 weights widened to f32.
-pub(super) struct Avx2Bf16;
-/// float16 weights widened to f32.
-pub(super) struct Avx2F16;
 
 /// Bytes of one cache line, and the most that one step loads from a row.
 const LINE: usize = 64;
@@ -119,10 +115,6 @@ kernel!(Avx512F16, "avx512f", weights 2, inputs DType::F32, step 16,
     _mm512_setzero_ps, load512_f16, load512f, _mm512_fmadd_ps, sum512);
 kernel!(Avx2F32, "avx2,fma", weights 4, inputs DType::F32, step 8,
     _mm256_setzero_ps, load256f, load256f, _mm256_fmadd_ps, sum256);
-kernel!(Avx2Bf16, "avx2,fma", weights 2, inputs DType::F32, step 8,
-    _mm256_setzero_ps, load256_bf16, load256f, _mm256_fmadd_ps, sum256);
-kernel!(Avx2F16, "avx2,fma,f16c", weights 2, inputs DType::F32, step 8,
-    _mm256_setzero_ps, load256_f16, load256f, _mm256_fmadd_ps, sum256);
 
 /// The last elements of a row, followed by zeros.
 #[inline(always)]
@@ -140,7 +132,7 @@ macro_rules! load {
         #[doc = concat!($bytes, " bytes at the pointer are readable.")]
         #[inline]
         #[target_feature(enable = $features)]
-        unsafe fn $name($p: *const u8) -> $vector {
+        pub(super) unsafe fn $name($p: *const u8) -> $vector {
             // SAFETY: an unaligned load of bytes that the caller says are readable.
             let loaded = unsafe { $load };
             $widen(loaded)
@@ -189,7 +181,7 @@ fn sum512(v: __m512) -> f32 {
 
 #[inline]
 #[target_feature(enable = "avx")]
-fn sum256(v: __m256) -> f32 {
+pub(super) fn sum256(v: __m256) -> f32 {
     let four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
     let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
