@@ -1,0 +1,196 @@
+//! What readers see of the board.
+
+use super::*;
+
+/// The board as anybody may read it.
+#[derive(Debug)]
+pub struct BoardView {
+    pub(super) segment: NamedSegment,
+}
+
+/// All of the board at about one time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BoardSnapshot {
+    /// Name of the instance.
+    pub instance: String,
+    /// Process id of the supervisor.
+    pub supervisor_pid: u32,
+    /// When the supervisor started, seconds since 1970.
+    pub started_unix_s: u64,
+    /// The seats that are taken.
+    pub children: Vec<ChildSnapshot>,
+}
+
+/// One child at about one time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ChildSnapshot {
+    /// Its slot.
+    pub slot: u32,
+    /// How often it was started.
+    pub generation: Generation,
+    /// Its role; `None` if this build does not know it.
+    pub role: Option<Role>,
+    /// Its process id; 0 before it was spawned.
+    pub pid: u32,
+    /// Its state.
+    pub state: ChildState,
+    /// Which worker, if it is one.
+    pub worker: Option<WorkerId>,
+    /// What it serves, if that is known.
+    pub span: Option<Span>,
+    /// What it is busy with.
+    pub phase: Phase,
+    /// Counts up whenever something got done.
+    pub progress: u64,
+    /// When the phase began, CLOCK_MONOTONIC.
+    pub phase_started_ns: u64,
+    /// How long the progress counter may stand still in this phase; zero = for ever.
+    pub phase_limit: Duration,
+    /// Jobs answered.
+    pub jobs_done: u64,
+    /// Time that those jobs waited in the worker, in all.
+    pub queued: Duration,
+    /// Time that those jobs were computed, in all.
+    pub computed: Duration,
+    /// Sessions open (netd).
+    pub sessions_open: u64,
+    /// Tokens of KV cache not leased (netd).
+    pub kv_tokens_free: u64,
+    /// Requests that were not served as asked, by [`Trouble`] (netd).
+    pub troubles: [u64; TROUBLES],
+    /// Port of the swarm (netd).
+    pub net_port: Option<u16>,
+    /// PeerID in base58 (netd).
+    pub peer_id: Option<String>,
+}
+
+impl BoardView {
+    /// Maps the board that the supervisor made.
+    ///
+    /// # Errors
+    /// [`BoardError::Segment`] when it is gone, [`BoardError::NoBoard`] when it is no board of this
+    /// build.
+    pub fn open(name: &str) -> Result<BoardView, BoardError> {
+        let view = BoardView {
+            segment: NamedSegment::open(name, BOARD_BYTES)?,
+        };
+        let header = &view.layout().header;
+        // SYNC POINT board.magic: after this load the header is visible; pairs with the store in
+        // Board::create().
+        let magic = header.magic.load(Ordering::Acquire);
+        let version = header.version.load(Ordering::Relaxed);
+        if (magic, version) != (BOARD_MAGIC, LAYOUT_VERSION) {
+            return Err(BoardError::NoBoard {
+                name: name.to_owned(),
+                magic,
+                version,
+            });
+        }
+        Ok(view)
+    }
+
+    /// Name of the segment.
+    pub fn name(&self) -> &str {
+        self.segment.name()
+    }
+
+    /// Everything on the board.
+    pub fn snapshot(&self) -> BoardSnapshot {
+        let header = &self.layout().header;
+        let slots = 0..u32::try_from(BOARD_SLOTS).expect("a board has few slots");
+        BoardSnapshot {
+            instance: header.instance.text().unwrap_or_default(),
+            supervisor_pid: narrow(header.supervisor_pid.load(Ordering::Relaxed)),
+            started_unix_s: header.started_unix_s.load(Ordering::Relaxed),
+            children: slots.filter_map(|slot| self.child_snapshot(slot)).collect(),
+        }
+    }
+
+    /// The child at `slot`; `None` for a vacant seat, one that is being taken right now, and a slot
+    /// that does not exist.
+    pub fn child_snapshot(&self, slot: u32) -> Option<ChildSnapshot> {
+        let child = self.child(slot).ok()?;
+        for _ in 0..SNAPSHOT_TRIES {
+            // SYNC POINT board.generation: after this load the seat of that generation is visible;
+            // pairs with assign().
+            let generation = child.seat.generation.load(Ordering::Acquire);
+            if generation == 0 {
+                return None;
+            }
+            let snapshot = read_child(slot, narrow(generation), child);
+            // SYNC POINT board.generation: had a field above come from a later assign(), the load
+            // below would see that the generation changed; pairs with the fence in assign().
+            fence(Ordering::Acquire);
+            if child.seat.generation.load(Ordering::Relaxed) == generation {
+                return Some(snapshot);
+            }
+        }
+        None
+    }
+
+    pub(super) fn child(&self, slot: u32) -> Result<&ChildSlot, BoardError> {
+        self.layout()
+            .children
+            .get(slot as usize)
+            .ok_or(BoardError::NoSlot(slot))
+    }
+
+    pub(super) fn layout(&self) -> &BoardLayout {
+        // SAFETY: the segment has BOARD_BYTES mapped, page-aligned bytes while `self` lives; the
+        // layout is made of atomics alone, for which every content is valid and stores of other
+        // processes are no data race.
+        unsafe { self.segment.base().cast::<BoardLayout>().as_ref() }
+    }
+}
+
+fn read_child(slot: u32, generation: u32, child: &ChildSlot) -> ChildSnapshot {
+    let (seat, report) = (&child.seat, &child.report);
+    let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
+    // SYNC POINT board.phase: pairs with BoardWriter::enter().
+    let phase = Phase::from_word(report.phase.load(Ordering::Acquire));
+    // SYNC POINT board.span: pairs with Board::set_span().
+    let span_end = seat.span_end.load(Ordering::Acquire);
+    ChildSnapshot {
+        slot,
+        generation: Generation(generation),
+        role: role_from_word(load(&seat.role)),
+        pid: narrow(load(&seat.pid)),
+        state: ChildState::from_word(load(&seat.state)),
+        worker: (load(&seat.world_size) > 0).then(|| WorkerId {
+            group: GroupId(narrow_u16(load(&seat.group))),
+            rank: Rank(narrow_u16(load(&seat.rank))),
+            world_size: WorldSize(narrow_u16(load(&seat.world_size))),
+        }),
+        span: Span::new(narrow(load(&seat.span_start)), narrow(span_end)).ok(),
+        phase,
+        progress: load(&report.progress),
+        phase_started_ns: load(&report.phase_started_ns),
+        phase_limit: Duration::from_millis(load(&report.phase_limit_ms)),
+        jobs_done: load(&report.jobs_done),
+        queued: Duration::from_nanos(load(&report.queue_ns)),
+        computed: Duration::from_nanos(load(&report.compute_ns)),
+        sessions_open: load(&report.sessions_open),
+        kv_tokens_free: load(&report.kv_tokens_free),
+        troubles: report.troubles.each_ref().map(load),
+        net_port: u16::try_from(load(&report.net_port))
+            .ok()
+            .filter(|&port| port > 0),
+        peer_id: report.peer_id.text(),
+    }
+}
+
+fn role_from_word(word: u64) -> Option<Role> {
+    [Role::Netd, Role::Worker, Role::Prepare]
+        .into_iter()
+        .find(|&role| role_word(role) == word)
+}
+
+/// A number from the board as what it is shown as; one that does not fit was never written by this
+/// build.
+pub(super) fn narrow(word: u64) -> u32 {
+    u32::try_from(word).unwrap_or(u32::MAX)
+}
+
+fn narrow_u16(word: u64) -> u16 {
+    u16::try_from(word).unwrap_or(u16::MAX)
+}

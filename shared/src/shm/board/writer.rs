@@ -1,0 +1,136 @@
+//! What a child writes into its own seat.
+
+use super::view::narrow;
+use super::*;
+
+/// A child's own seat. Every method is one or two stores: no lock, no system call but the clock in
+/// [`enter`](Self::enter).
+#[derive(Debug)]
+pub struct BoardWriter {
+    view: BoardView,
+    slot: u32,
+}
+
+impl BoardWriter {
+    /// Opens the seat that the supervisor gave to this process. One process opens it once.
+    ///
+    /// # Errors
+    /// [`BoardError::Stale`] when the seat belongs to another generation by now, else as
+    /// [`BoardView::open`].
+    pub fn open(seat: &BoardSeat, generation: Generation) -> Result<BoardWriter, BoardError> {
+        let view = BoardView::open(&seat.name)?;
+        let child = view.child(seat.slot)?;
+        // SYNC POINT board.generation: pairs with assign().
+        let found = Generation(narrow(child.seat.generation.load(Ordering::Acquire)));
+        if found != generation {
+            return Err(BoardError::Stale {
+                slot: seat.slot,
+                expected: generation,
+                found,
+            });
+        }
+        Ok(BoardWriter {
+            view,
+            slot: seat.slot,
+        })
+    }
+
+    /// Begins a phase in which progress is made at least every `limit` (to the millisecond; zero =
+    /// no limit).
+    pub fn enter(&self, phase: Phase, limit: Duration) {
+        let report = self.report();
+        let limit_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+        report.phase_limit_ms.store(limit_ms, Ordering::Relaxed);
+        report
+            .phase_started_ns
+            .store(monotonic_ns(), Ordering::Relaxed);
+        add(&report.progress, 1);
+        // SYNC POINT board.phase: publishes limit, start and progress to the load in read_child(),
+        // so that a new phase is never judged by the limit of the one before.
+        report.phase.store(phase as u64, Ordering::Release);
+    }
+
+    /// One unit, tensor, module or heartbeat is done.
+    pub fn progress(&self) {
+        add(&self.report().progress, 1);
+    }
+
+    /// One job was answered that had waited for `queue_ns` and was computed for `compute_ns`.
+    pub fn job_done(&self, queue_ns: u64, compute_ns: u64) {
+        let report = self.report();
+        add(&report.queue_ns, queue_ns);
+        add(&report.compute_ns, compute_ns);
+        add(&report.jobs_done, 1);
+    }
+
+    /// Shows the number of open sessions.
+    pub fn set_sessions_open(&self, sessions: u64) {
+        self.report()
+            .sessions_open
+            .store(sessions, Ordering::Relaxed);
+    }
+
+    /// Shows the tokens of KV cache that are not leased.
+    pub fn set_kv_tokens_free(&self, tokens: u64) {
+        self.report()
+            .kv_tokens_free
+            .store(tokens, Ordering::Relaxed);
+    }
+
+    /// Shows how many requests were not served as asked, by [`Trouble`].
+    pub fn set_troubles(&self, counts: [u64; TROUBLES]) {
+        for (word, count) in self.report().troubles.iter().zip(counts) {
+            word.store(count, Ordering::Relaxed);
+        }
+    }
+
+    /// Shows the port of the swarm.
+    pub fn set_net_port(&self, port: u16) {
+        self.report().net_port.store(port.into(), Ordering::Relaxed);
+    }
+
+    /// Shows the PeerID. Once in the life of a process.
+    ///
+    /// # Errors
+    /// [`BoardError::LongText`] when it has more than [`TEXT_BYTES`] bytes.
+    pub fn set_peer_id(&self, peer_id: &str) -> Result<(), BoardError> {
+        self.report().peer_id.publish(peer_id)
+    }
+
+    fn report(&self) -> &ReportPart {
+        &self
+            .view
+            .child(self.slot)
+            .expect("open() found the slot")
+            .report
+    }
+}
+
+impl ReportPart {
+    pub(super) fn reset(&self) {
+        let words = [
+            &self.phase,
+            &self.progress,
+            &self.phase_started_ns,
+            &self.phase_limit_ms,
+            &self.jobs_done,
+            &self.queue_ns,
+            &self.compute_ns,
+            &self.sessions_open,
+            &self.kv_tokens_free,
+            &self.net_port,
+            &self.peer_id.len,
+        ];
+        for word in words.into_iter().chain(&self.troubles) {
+            word.store(0, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Adds to a counter that this process alone writes.
+fn add(counter: &AtomicU64, amount: u64) {
+    counter.store(
+        counter.load(Ordering::Relaxed).wrapping_add(amount),
+        Ordering::Relaxed,
+    );
+}
