@@ -34,7 +34,7 @@ pub fn linear_split(outputs: usize, row_bytes: usize, rows: usize, threads: usiz
     let least = match nanoseconds {
         _ if threads == 1 => outputs,
         ..HAND_OVER_NS => outputs,
-        ..WAKE_NS => share(threads),
+        HAND_OVER_NS..WAKE_NS => share(threads),
         _ => share((nanoseconds / LAST_NS).max(2 * threads)),
     };
     let (mut ends, mut end) = (Vec::new(), 0);
