@@ -113,7 +113,7 @@ impl Model {
         let folder = dir.path().join("tiny");
         write_model(&folder, config, tensors);
         let model = folder.to_str().unwrap().to_owned();
-        let side = |name: &str| config[name].as_u64().unwrap() as usize;
+        let side = |name: &str| config[name].as_u64().unwrap_or(0) as usize;
         let sides = [side("hidden_size"), side("intermediate_size")];
         let config = PrepareConfig {
             model,

@@ -78,7 +78,7 @@ pub fn work_bytes(spec: &BlockSpec) -> u64 {
     let (up, down) = ROUNDING;
     let scratch = scratch_bytes(spec, PLANNED_POSITIONS);
     let scratch = scratch.iter().sum::<usize>() as u64;
-    let floats_recorded = (forward + spec.hidden) * MAX_STEP_TOKENS;
+    let floats_recorded = (forward + 2 * spec.hidden) * MAX_STEP_TOKENS;
     let recorded = 4 * floats_recorded as u64 + tuning::CUDA_STEP_WORKSPACE_BYTES as u64;
     (4 * floats as u64 + scratch + recorded).saturating_mul(up) / down
         + STATES_BYTES

@@ -182,7 +182,7 @@ impl<B: Backend> Workspace<B> {
     }
 }
 
-/// Puts the angles of a step into `work`, for [`forward_prepared`]: they are the same for all blocks. `rows` with the lengths of their jobs
+/// Puts the angles of a step into `work`, for [`forward_joined`]: they are the same for all blocks. `rows` with the lengths of their jobs
 /// (as in [`BlockInput`]) are the step; `room` is what operations are told of it, which is the same but for recorded steps.
 ///
 /// # Errors
@@ -233,14 +233,21 @@ pub fn forward<B: Backend>(
 ) -> Result<(), OpError> {
     let step = (input.rows, input.lengths);
     prepare(backend, spec, weights.dtype, work, step, input.rows)?;
-    forward_prepared(backend, spec, weights, work, input, hidden, pages)
+    let mut pass = Joined::new(backend, spec, weights, work, input);
+    pass.pass.prompts(input.prompts, hidden)?;
+    pass.pass
+        .norm(hidden, &weights.attention_norm, pass.normed)?;
+    pass.halves(hidden, pages)?;
+    pass.pass.add(hidden, pass.branch)
 }
 
-/// [`forward`] after [`prepare`] for the same rows.
+/// [`forward`] of a block in a run of blocks after [`prepare`] for the same rows, without prompts: the last sum of the block before, which left its summand in `work`, is
+/// made with the first norm of this one, and that of this one is left to the next. [`open_run`] goes before the first block, [`close_run`]
+/// after the last; the bits are those of the blocks one by one.
 ///
 /// # Errors
 /// Those of [`forward`].
-pub fn forward_prepared<B: Backend>(
+pub fn forward_joined<B: Backend>(
     backend: &mut B,
     spec: &BlockSpec,
     weights: &BlockWeights<'_, B>,
@@ -249,37 +256,111 @@ pub fn forward_prepared<B: Backend>(
     hidden: &mut B::Floats,
     pages: &mut B::Pages<'_>,
 ) -> Result<(), OpError> {
-    let tokens = total_tokens(input.rows);
-    work.grow(backend, spec, tokens, weights.largest_rank);
-    let Workspace {
-        normed,
-        branch,
-        aside,
-        heads,
-        middle,
-        rank,
-    } = work;
-    let mut pass = Pass::new(backend, spec, weights, input, rank);
-    pass.prompts(input.prompts, hidden)?;
-    pass.norm(hidden, &weights.attention_norm, normed)?;
-    pass.attention(normed, heads, branch, pages)?;
-    match spec.residual {
-        Residual::Sequential => {
-            pass.add_mlp_norm(hidden, branch, normed)?;
-            pass.mlp(normed, middle, branch)?;
-        }
-        Residual::Normed => {
-            pass.add_mlp_norm(normed, branch, hidden)?;
-            pass.mlp(hidden, middle, branch)?;
-        }
-        Residual::Parallel => {
-            std::mem::swap(branch, aside);
-            pass.mlp_norm(hidden, normed)?;
-            pass.mlp(normed, middle, branch)?;
-            pass.add(branch, aside)?;
+    let mut pass = Joined::new(backend, spec, weights, work, input);
+    pass.pass
+        .add_norm(hidden, pass.branch, &weights.attention_norm, pass.normed)?;
+    pass.halves(hidden, pages)
+}
+
+/// Makes `work` ready for the first block of a run over `len` values of hidden states: `nothing` holds as many negative zeros, which change no
+/// number that they are added to.
+///
+/// # Errors
+/// When there are not so many, or the device fails.
+pub fn open_run<B: Backend>(
+    backend: &mut B,
+    work: &mut Workspace<B>,
+    nothing: &B::Floats,
+    len: usize,
+) -> Result<(), OpError> {
+    backend.copy(nothing, &mut work.branch, len)
+}
+
+/// The last sum of a run.
+///
+/// # Errors
+/// When `hidden` is shorter than `len`, or the device fails.
+pub fn close_run<B: Backend>(
+    backend: &mut B,
+    work: &Workspace<B>,
+    hidden: &mut B::Floats,
+    (len, round): (usize, DType),
+) -> Result<(), OpError> {
+    backend.add(Add {
+        x: hidden,
+        y: &work.branch,
+        len,
+        round,
+    })
+}
+
+/// A pass and the buffers of its workspace.
+struct Joined<'a, 'w, B: Backend> {
+    pass: Pass<'a, 'w, B>,
+    normed: &'a mut B::Buffer,
+    branch: &'a mut B::Buffer,
+    aside: &'a mut B::Buffer,
+    heads: &'a mut Heads<B>,
+    middle: &'a mut Middle<B>,
+}
+
+impl<'a, 'w, B: Backend> Joined<'a, 'w, B> {
+    fn new(
+        backend: &'a mut B,
+        spec: &'a BlockSpec,
+        weights: &'a BlockWeights<'w, B>,
+        work: &'a mut Workspace<B>,
+        input: BlockInput<'a>,
+    ) -> Self {
+        let tokens = total_tokens(input.rows);
+        work.grow(backend, spec, tokens, weights.largest_rank);
+        let Workspace {
+            normed,
+            branch,
+            aside,
+            heads,
+            middle,
+            rank,
+        } = work;
+        Joined {
+            pass: Pass::new(backend, spec, weights, input, rank),
+            normed,
+            branch,
+            aside,
+            heads,
+            middle,
         }
     }
-    pass.add(hidden, branch)
+
+    /// Attention and MLP of the hidden states, whose first norm is made; what is to be added to them at last is left in `branch`.
+    fn halves(&mut self, hidden: &mut B::Floats, pages: &mut B::Pages<'_>) -> Result<(), OpError> {
+        let Joined {
+            pass,
+            normed,
+            branch,
+            aside,
+            heads,
+            middle,
+        } = self;
+        match pass.spec.residual {
+            Residual::Sequential => {
+                pass.attention(normed, heads, branch, pages)?;
+                pass.add_mlp_norm(hidden, branch, normed)?;
+                pass.mlp(normed, middle, branch)
+            }
+            Residual::Normed => {
+                pass.attention(normed, heads, branch, pages)?;
+                pass.add_mlp_norm(normed, branch, hidden)?;
+                pass.mlp(hidden, middle, branch)
+            }
+            Residual::Parallel => {
+                pass.attention(normed, heads, aside, pages)?;
+                pass.mlp_norm(hidden, normed)?;
+                pass.mlp(normed, middle, branch)?;
+                pass.add(branch, aside)
+            }
+        }
+    }
 }
 
 /// What all parts of one pass share.
@@ -634,9 +715,20 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         y: &B::Floats,
         out: &mut B::Floats,
     ) -> Result<(), OpError> {
-        let Some(weights) = &self.weights.mlp_norm else {
-            return self.add(x, y);
-        };
+        match &self.weights.mlp_norm {
+            Some(weights) => self.add_norm(x, y, weights, out),
+            None => self.add(x, y),
+        }
+    }
+
+    /// Adds `y` to `x`, and norms the sum.
+    fn add_norm(
+        &mut self,
+        x: &mut B::Floats,
+        y: &B::Floats,
+        weights: &NormWeights<B>,
+        out: &mut B::Floats,
+    ) -> Result<(), OpError> {
         self.backend.add_norm(AddNorm {
             x,
             y,

@@ -11,7 +11,9 @@ mod weights;
 
 pub use adapters::AdapterView;
 pub use backward::{GradientWork, Sums, backward};
-pub use forward::{BlockInput, PromptPart, Workspace, forward, forward_prepared, prepare};
+pub use forward::{
+    BlockInput, PromptPart, Workspace, close_run, forward, forward_joined, open_run, prepare,
+};
 pub use rope::RopeScaling;
 pub use spec::{
     BlockSpec, Experts, GatedMlp, LinearSpec, Mlp, Norm, PlainMlp, Position, Qkv, Residual,

@@ -3,9 +3,11 @@
 //! the hidden states lie at one place from the first block of a unit to its last.
 //!
 //! ```text
-//! unit   rows written ─ states gathered ─ angles ─ block ─ block ─ ... ─ states given back ─ wait
+//! unit   rows written ─ states gathered ─ angles ─ block ─ block ─ ... ─ last sum ─ states given back ─ wait
 //!                                                  (one launch each, nothing of the host between)
 //! ```
+//! The last sum of a block is made with the first norm of the next.
+//!
 //! Where adapters are loaded, each block is recorded twice: steps without any pay nothing for them. Deep prompts, which come with the first step of
 //! a session, are added before the recording of their block. A step of more than 32 tokens, or with adapters of experts, takes the way of
 //! all others, with the same bits.
@@ -20,7 +22,9 @@ use shared::ids::PageId;
 use tracing::{debug, info, warn};
 
 use super::{Engine, EngineError};
-use crate::block::{BlockInput, PromptPart, Workspace, forward_prepared, prepare};
+use crate::block::{
+    BlockInput, PromptPart, Workspace, close_run, forward_joined, open_run, prepare,
+};
 use crate::device::{MAX_STEP_TOKENS, Paged};
 
 /// Memory of a device that recordings leave to others. They are planned for ([`shared::model::ModelFacts::graph_block_bytes`]), but what they take is
@@ -32,6 +36,8 @@ pub(super) struct Decode<B: Paged> {
     work: Workspace<B>,
     /// Hidden states of the step `[MAX_STEP_TOKENS, hidden]`.
     pub(super) states: B::Buffer,
+    /// As many negative zeros, for [`open_run`].
+    nothing: B::Buffer,
     /// By block of the span, power of two of tokens, and whether adapters are added; `None`: it cannot be recorded.
     graphs: HashMap<(usize, usize, bool), Option<B::Graph>>,
     /// Whether there are recordings with adapters.
@@ -87,9 +93,13 @@ impl<B: Paged> Engine<'_, B> {
             rank.unwrap_or(0),
         );
         let states = self.backend.buffer(MAX_STEP_TOKENS * self.spec.hidden);
+        let mut nothing = self.backend.buffer(MAX_STEP_TOKENS * self.spec.hidden);
+        let zeros = vec![-0.0; MAX_STEP_TOKENS * self.spec.hidden];
+        self.backend.upload(&zeros, &mut nothing)?;
         self.decode = Some(Decode {
             work,
             states,
+            nothing,
             graphs: HashMap::new(),
             adapted: rank.is_some_and(|rank| rank > 0)
                 && !self.blocks.iter().any(|block| block.adapts_experts()),
@@ -211,6 +221,7 @@ impl<B: Paged> Engine<'_, B> {
         let Decode {
             work,
             states,
+            nothing,
             graphs,
             recorded,
             replayed,
@@ -226,11 +237,21 @@ impl<B: Paged> Engine<'_, B> {
             &room,
         )?;
         let first = blocks.start;
+        let values = tokens * self.spec.hidden;
+        open_run(&mut self.backend, work, nothing, values)?;
         for local in blocks {
             let block = u32::try_from(local).unwrap_or(u32::MAX);
             let weights = self.blocks.get(local).ok_or(EngineError::Unit(block))?;
-            let prompts = step.prompts.get(local - first);
-            for part in prompts.into_iter().flatten() {
+            let prompts = step
+                .prompts
+                .get(local - first)
+                .map_or(&[][..], Vec::as_slice);
+            if !prompts.is_empty() {
+                // The states must be whole.
+                close_run(&mut self.backend, work, states, (values, dtype))?;
+                open_run(&mut self.backend, work, nothing, values)?;
+            }
+            for part in prompts {
                 self.backend.prompt_add(PromptAdd {
                     x: &mut *states,
                     offset: part.offset,
@@ -247,7 +268,7 @@ impl<B: Paged> Engine<'_, B> {
             }
             let spec = self.spec;
             let mut run = |backend: &mut B, pages: &mut B::Pages<'_>| {
-                forward_prepared(backend, spec, weights, work, input, states, pages)
+                forward_joined(backend, spec, weights, work, input, states, pages)
             };
             // A step of no rows is run once, for what operations keep from then on.
             if !step.rows.is_empty() || local == first {
@@ -264,6 +285,6 @@ impl<B: Paged> Engine<'_, B> {
                 place.insert(graph);
             }
         }
-        Ok(())
+        Ok(close_run(&mut self.backend, work, states, (values, dtype))?)
     }
 }
