@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use gpu_worker::block::{
-    BlockInput, BlockSpec, BlockWeights, GradientWork, Sums, Workspace, backward, forward,
+    BlockInput, BlockSpec, BlockWeights, GradientWork, Kept, Sums, Workspace, backward, forward,
 };
 use gpu_worker::schedule::{Class, Schedule, TaskId, TaskShape, Unit};
 use kernels::{Cpu, DType, KvPages, QuantType, StepRow, WeightView, quant};
@@ -394,7 +394,16 @@ impl<'w> Worker<'w> {
         };
         let (cpu, weights, work) = (&mut self.cpu, &self.blocks[block], &mut self.gradients);
         backward(
-            cpu, self.spec, weights, work, input, &x, gradient, sums, &mut pages,
+            cpu,
+            self.spec,
+            weights,
+            work,
+            input,
+            &x,
+            gradient,
+            sums,
+            Kept::default(),
+            &mut pages,
         )
         .expect("rows fit");
     }

@@ -113,6 +113,10 @@ pub trait Paged: Backend + Sized {
     /// Whether hidden states of so many values stay on the device between two units.
     fn keeps(&self, values: usize) -> bool;
 
+    /// Bytes that a job for gradients may take at most when units leave more for each other than inputs, keys and values. Zero: they
+    /// leave no more, since the memory is the device's.
+    fn kept_bytes(&self) -> u64;
+
     /// The tensor in `slot`, stored in `dtype`, to the start of `to`.
     ///
     /// # Errors

@@ -107,6 +107,8 @@ pub struct Engine<'w, B: Paged> {
     sums: [B::Buffer; 2],
     /// What jobs keep on the device: those of forward, and those for gradients.
     regions: [parked::Region<B>; 2],
+    /// Most bytes of a job for gradients, if more is kept of it than its inputs, keys and values.
+    kept_bytes: u64,
     /// The arena of the link that is served.
     link: Option<(Arc<ArenaMap>, B::Reach)>,
     /// Recorded decode steps, where the device records and [`record_steps`](Self::record_steps) was called.
@@ -142,6 +144,7 @@ impl<'w, B: Paged> Engine<'w, B> {
         let work = Workspace::new(&mut backend);
         let gradients = GradientWork::new(&mut backend);
         let regions = Self::regions(&mut backend, spec);
+        let kept_bytes = backend.kept_bytes();
         let mut empty = || backend.buffer(0);
         let (states, before, sums) = (empty(), empty(), [empty(), empty()]);
         Ok(Engine {
@@ -158,6 +161,7 @@ impl<'w, B: Paged> Engine<'w, B> {
             before,
             sums,
             regions,
+            kept_bytes,
             link: None,
             decode: None,
         })

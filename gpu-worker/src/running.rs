@@ -8,6 +8,7 @@ use shared::ids::{JobId, PageId};
 use shared::job::{JobBody, JobKind};
 use shared::model::PAGE_TOKENS;
 
+use crate::block::Store;
 use crate::engine::Parked;
 use crate::schedule::{Class, DECODE_TOKENS, TaskShape};
 
@@ -56,6 +57,8 @@ pub struct Begun<B: Backend> {
     pub back: Option<Back>,
     /// What of it all is not here but in the job's region of the device.
     pub parked: Option<Parked>,
+    /// And what forward leaves for them in each block; empty without.
+    pub kept: Vec<Store<B>>,
 }
 
 /// Hidden states between two blocks.
@@ -151,6 +154,11 @@ impl<B: Backend> Running<B> {
             blocks,
             pieces: self.pieces.iter().map(|p| p.tokens).collect(),
         }
+    }
+
+    /// Whether `position` is that of the last block before the way back, which needs no more of it than its keys and values.
+    pub fn turns_at(&self, position: usize) -> bool {
+        self.body.kind == JobKind::Backward && position + 1 == self.body.blocks.len()
     }
 
     /// Where a job for gradients is on its way back, if it is: the place of the block in the body, and the pieces, which are taken from
@@ -251,7 +259,12 @@ impl<B: Backend> Running<B> {
 
     /// The part of the hidden states that some pieces are, as values; pieces in order lie one after the other.
     pub fn values(&self, pieces: std::ops::Range<usize>) -> std::ops::Range<usize> {
-        let hidden = self.body.hidden as usize;
+        let (tokens, hidden) = (self.tokens(pieces), self.body.hidden as usize);
+        tokens.start * hidden..tokens.end * hidden
+    }
+
+    /// Their tokens among those of the job.
+    pub fn tokens(&self, pieces: std::ops::Range<usize>) -> std::ops::Range<usize> {
         let tokens = |range: std::ops::Range<usize>| -> usize {
             self.pieces
                 .get(range)
@@ -260,8 +273,8 @@ impl<B: Backend> Running<B> {
                 .map(|p| p.tokens)
                 .sum()
         };
-        let start = tokens(0..pieces.start) * hidden;
-        start..start + tokens(pieces) * hidden
+        let start = tokens(0..pieces.start);
+        start..start + tokens(pieces)
     }
 
     /// The deep prompts that fall on some pieces: `(values of the hidden states, values of the prompts)`, for the block at

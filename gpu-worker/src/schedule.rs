@@ -140,6 +140,11 @@ impl Task {
     fn is_back(&self, position: usize) -> bool {
         self.shape.class == Class::Backward && position >= self.shape.blocks.len() / 2
     }
+
+    /// Whether the block at `position` is the last before the way back, of which only keys and values are computed.
+    fn is_turn(&self, position: usize) -> bool {
+        self.shape.class == Class::Backward && position + 1 == self.shape.blocks.len() / 2
+    }
 }
 
 /// What a token costs in units of one kind, as they ran.
@@ -213,6 +218,8 @@ pub struct Schedule {
     pace: Pace,
     /// Of units of gradients.
     back_pace: Pace,
+    /// Of units of the last block before the way back.
+    turn_pace: Pace,
     /// Seconds of a decode unit per block.
     decode_block: Option<f64>,
     /// Since when work other than decode is held up.
@@ -237,6 +244,7 @@ impl Schedule {
             arrived: 0,
             pace: Pace::default(),
             back_pace: Pace::default(),
+            turn_pace: Pace::default(),
             decode_block: None,
             held_since: None,
             bulk_time: None,
@@ -381,6 +389,8 @@ impl Schedule {
             .sum();
         if task.is_back(member.position) {
             self.back_pace.add(tokens, elapsed);
+        } else if task.is_turn(member.position) {
+            self.turn_pace.add(tokens, elapsed);
         } else {
             self.pace.add(tokens, elapsed);
         }
@@ -402,6 +412,8 @@ impl Schedule {
         let [there, back] = self.most_tokens;
         let (pace, most) = if task.is_back(task.position) {
             (self.back_pace, back)
+        } else if task.is_turn(task.position) {
+            (self.turn_pace, there)
         } else {
             (self.pace, there)
         };

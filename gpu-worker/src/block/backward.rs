@@ -1,8 +1,8 @@
 //! The gradient of one block with respect to its input, written once over a spec and a backend. Weights are frozen.
 //!
-//! A sequence is taken in pieces from its last to its first. Each piece is computed forward again from the block's input, over
-//! pages that hold the keys and values of the whole sequence; what a piece adds to the gradients of earlier keys and values is
-//! summed in [`Sums`], and is whole for the positions of a piece once that piece is taken. Memory is thus bounded by the
+//! A sequence is taken in pieces from its last to its first. What forward did not leave of a piece ([`Kept`]) is computed again from
+//! the block's input, over pages that hold the keys and values of the whole sequence; what a piece adds to the gradients of earlier
+//! keys and values is summed in [`Sums`], and is whole for the positions of a piece once that piece is taken. Memory is thus bounded by the
 //! piece, the sums and the pages, whatever the length. Gradients are f32 throughout.
 //!
 //! ```text
@@ -20,6 +20,7 @@ use kernels::{Backend, DType};
 
 use super::adapters;
 use super::forward::{BlockInput, Choice, Heads, Pass, Workspace, prepare};
+use super::kept::Kept;
 use super::spec::{BlockSpec, Mlp, Norm, Position, Qkv, Residual};
 use super::weights::{BlockWeights, GatedWeights, Linear, MlpWeights, NormWeights, QkvWeights};
 
@@ -149,11 +150,15 @@ impl<B: Backend> GradientWork<B> {
 }
 
 /// Replaces `gradient` `[tokens, hidden]`, that of the output of the tokens of `input.rows`, by that of their input, which is also
-/// that of the deep prompts where there are any. `x` is the input before prompts, `pages` hold keys and values of the whole rows.
+/// that of the deep prompts where there are any. `x` is the input before prompts, `pages` hold keys and values of the whole rows, as
+/// [`forward`](super::forward) or [`keys`](super::keys) put them there; what was `kept` is used up.
 ///
 /// # Errors
 /// [`OpError`] when sizes do not fit; `gradient` and `sums` are then unspecified.
-#[allow(clippy::too_many_arguments, reason = "forward's, and what is summed")]
+#[allow(
+    clippy::too_many_arguments,
+    reason = "forward's, what it left, and what is summed"
+)]
 pub fn backward<B: Backend>(
     backend: &mut B,
     spec: &BlockSpec,
@@ -163,6 +168,7 @@ pub fn backward<B: Backend>(
     x: &B::Floats,
     gradient: &mut B::Floats,
     sums: Sums<'_, B>,
+    kept: Kept<'_, B::Floats>,
     pages: &mut B::Pages<'_>,
 ) -> Result<(), OpError> {
     let tokens = total_tokens(input.rows);
@@ -181,35 +187,60 @@ pub fn backward<B: Backend>(
     } = work;
     let pass = Pass::new(backend, spec, weights, input, &mut forward.rank);
     let mut back = Backward { pass, sums };
-    for copy in [&mut *before, &mut *h] {
-        back.pass.backend.copy(x, copy, tokens * spec.hidden)?;
-        back.pass.prompts(input.prompts, copy)?;
-    }
+    back.pass.backend.copy(x, before, tokens * spec.hidden)?;
+    back.pass.prompts(input.prompts, before)?;
     let (normed, attended) = (&mut forward.normed, &mut forward.branch);
     back.pass.norm(before, &weights.attention_norm, normed)?;
-    back.pass
-        .attention(normed, &mut forward.heads, attended, pages)?;
+    let (queries, between) = (kept.queries.map(|q| &*q), kept.between);
+    if queries.is_none() {
+        back.queries(normed, &mut forward.heads)?;
+    }
+    let is_fed = kept.gate.is_none();
+    let given = [kept.gate, kept.up];
     let mlp_norm = weights.mlp_norm.as_ref();
     match spec.residual {
         Residual::Sequential => {
             let norm = mlp_norm.ok_or(NO_NORM)?;
-            back.pass.add_mlp_norm(h, attended, fed)?;
-            back.mlp(fed, gradient, middle, branch)?;
+            let h = match between {
+                Some(h) => {
+                    back.feed(is_fed, h, fed)?;
+                    h
+                }
+                None => {
+                    back.pass.backend.copy(before, h, tokens * spec.hidden)?;
+                    back.attend(queries, &mut forward.heads, attended, pages)?;
+                    back.pass.add_mlp_norm(h, attended, fed)?;
+                    &mut **h
+                }
+            };
+            back.mlp(fed, gradient, given, middle, branch)?;
             back.norm(h, norm, branch)?;
             back.add(gradient, branch)?;
-            back.attention(gradient, &mut forward.heads, normed, heads, branch, pages)?;
+            let own = &mut forward.heads;
+            back.attention(gradient, (queries, own), normed, heads, branch, pages)?;
             back.norm(before, &weights.attention_norm, branch)?;
             back.add(gradient, branch)
         }
         Residual::Normed => {
             let norm = mlp_norm.ok_or(NO_NORM)?;
-            // h = a + A(a): the norm once more, as the keys may have needed it unchanged.
-            back.pass.norm(before, &weights.attention_norm, h)?;
-            back.pass.add_mlp_norm(h, attended, fed)?;
-            back.mlp(fed, gradient, middle, branch)?;
+            let h = match between {
+                Some(h) => {
+                    back.feed(is_fed, h, fed)?;
+                    h
+                }
+                None => {
+                    // h = a + A(a), where a is the norm.
+                    back.pass.backend.copy(normed, h, tokens * spec.hidden)?;
+                    back.attend(queries, &mut forward.heads, attended, pages)?;
+                    back.pass.add_mlp_norm(h, attended, fed)?;
+                    &mut **h
+                }
+            };
+            back.mlp(fed, gradient, given, middle, branch)?;
             back.add(gradient, branch)?;
             back.norm(h, norm, gradient)?;
-            back.attention(gradient, &mut forward.heads, normed, heads, branch, pages)?;
+            let own = &mut forward.heads;
+            back.attention(gradient, (queries, own), normed, heads, branch, pages)?;
             back.add(gradient, branch)?;
             back.norm(before, &weights.attention_norm, gradient)
         }
@@ -221,8 +252,9 @@ pub fn backward<B: Backend>(
                 }
                 None => &*normed,
             };
-            back.mlp(fed, gradient, middle, aside)?;
-            back.attention(gradient, &mut forward.heads, normed, heads, branch, pages)?;
+            back.mlp(fed, gradient, given, middle, aside)?;
+            let own = &mut forward.heads;
+            back.attention(gradient, (queries, own), normed, heads, branch, pages)?;
             match mlp_norm {
                 Some(norm) => back.norm(before, norm, aside)?,
                 None => {
@@ -250,11 +282,54 @@ struct Backward<'a, 'w, 's, B: Backend> {
 }
 
 impl<B: Backend> Backward<'_, '_, '_, B> {
-    /// Gradient of attention: `grad` of its output, `out` of its input `fed`. `heads` hold what forward made of this piece.
+    /// The queries of `x`, once more. Keys and values are in their pages.
+    fn queries(&mut self, x: &B::Floats, heads: &mut Heads<B>) -> Result<(), OpError> {
+        let (spec, tokens) = (self.pass.spec, self.pass.tokens);
+        match &self.pass.weights.qkv {
+            QkvWeights::Separate([q, _, _]) => self.pass.linear(x, q, tokens, &mut heads.q)?,
+            QkvWeights::Fused(_) => self.pass.project(x, heads)?,
+        }
+        self.pass.norm_queries(heads)?;
+        let Position::Rope { .. } = spec.position else {
+            return Ok(());
+        };
+        self.pass.backend.rope(Rope {
+            x: &mut *heads.q,
+            table: &*heads.table,
+            tokens,
+            heads: spec.heads,
+            head_dim: spec.head_dim,
+            round: self.pass.weights.dtype,
+            inverse: false,
+        })
+    }
+
+    /// The output of attention, once more.
+    fn attend(
+        &mut self,
+        queries: Option<&B::Floats>,
+        heads: &mut Heads<B>,
+        out: &mut B::Floats,
+        pages: &mut B::Pages<'_>,
+    ) -> Result<(), OpError> {
+        let Heads { q, attended, .. } = heads;
+        let queries = queries.unwrap_or(&**q);
+        self.pass.attend_with(queries, attended, out, pages)
+    }
+
+    /// What the MLP is fed, if it is needed.
+    fn feed(&mut self, is_fed: bool, h: &B::Floats, fed: &mut B::Floats) -> Result<(), OpError> {
+        match is_fed {
+            true => self.pass.mlp_norm(h, fed),
+            false => Ok(()),
+        }
+    }
+
+    /// Gradient of attention: `grad` of its output, `out` of its input `fed`. Queries are where they were kept, or in `heads`.
     fn attention(
         &mut self,
         grad: &B::Floats,
-        heads: &mut Heads<B>,
+        (queries, heads): (Option<&B::Floats>, &mut Heads<B>),
         fed: &B::Floats,
         work: &mut HeadGradients<B>,
         out: &mut B::Floats,
@@ -264,7 +339,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
         self.linear(grad, &weights.o, tokens, &mut work.attended)?;
         let (divisor, alibi) = (self.pass.divisor(), self.pass.alibi());
         self.pass.backend.attention_grad(AttentionGrad {
-            q: &heads.q,
+            q: queries.unwrap_or(&*heads.q),
             grad: &work.attended,
             pages,
             rows: self.pass.rows,
@@ -329,7 +404,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
         Ok(())
     }
 
-    /// Through the norms of the heads, whose inputs are projected once more.
+    /// Through the norms of the heads, whose inputs are computed once more.
     fn norm_heads(
         &mut self,
         fed: &B::Floats,
@@ -340,7 +415,13 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
         let Some([q_scale, k_scale]) = &self.pass.weights.head_norms else {
             return Ok(());
         };
-        self.pass.project(fed, heads)?;
+        match &self.pass.weights.qkv {
+            QkvWeights::Separate([q, k, _]) => {
+                let outs = [&mut *heads.q, &mut *heads.k];
+                self.pass.products(fed, [q, k], tokens, outs)?;
+            }
+            QkvWeights::Fused(_) => self.pass.project(fed, heads)?,
+        }
         for (x, weight, grad, count) in [
             (&heads.q, q_scale, &mut work.q, spec.heads),
             (&heads.k, k_scale, &mut work.k, spec.kv_heads),
@@ -384,20 +465,30 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
         }
     }
 
-    /// Gradient of the MLP: `grad` of its output, `out` of its input `fed`.
+    /// Gradient of the MLP: `grad` of its output, `out` of its input `fed`. What its activation takes is `given`, or computed of `fed`.
     fn mlp(
         &mut self,
         fed: &B::Floats,
         grad: &B::Floats,
+        given: [Option<&mut B::Floats>; 2],
         work: &mut Middle<B>,
         out: &mut B::Floats,
     ) -> Result<(), OpError> {
         let (weights, tokens) = (self.pass.weights, self.pass.tokens);
         match &weights.mlp {
             MlpWeights::Gated(mlp) => {
-                self.gated_middle(fed, grad, mlp, tokens, work)?;
-                self.gated_input(mlp, tokens, work)?;
-                self.linear(&work.gate, &mlp.gate, tokens, out)?;
+                let [gate, up] = match given {
+                    [Some(gate), Some(up)] => [gate, up],
+                    _ => {
+                        let outs = [&mut *work.gate, &mut *work.up];
+                        self.pass
+                            .products(fed, [&mlp.gate, &mlp.up], tokens, outs)?;
+                        [&mut *work.gate, &mut *work.up]
+                    }
+                };
+                self.linear(grad, &mlp.down, tokens, &mut work.grad)?;
+                self.gated_input(mlp, tokens, [&mut *gate, up], &work.grad, &mut work.part)?;
+                self.linear(gate, &mlp.gate, tokens, out)?;
                 self.add(out, &work.part)
             }
             MlpWeights::Plain {
@@ -405,10 +496,17 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
                 up,
                 down,
             } => {
-                self.pass.linear(fed, up, tokens, &mut work.gate)?;
+                let [given, _] = given;
+                let x = match given {
+                    Some(given) => given,
+                    None => {
+                        self.pass.linear(fed, up, tokens, &mut work.gate)?;
+                        &mut *work.gate
+                    }
+                };
                 self.linear(grad, down, tokens, &mut work.grad)?;
                 self.pass.backend.gelu_grad(GeluGrad {
-                    x: &work.gate,
+                    x,
                     grad: &mut work.grad,
                     len: tokens * self.pass.spec.mlp.intermediate(),
                     kind: *activation,
@@ -424,34 +522,22 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
         }
     }
 
-    /// Gate and up of `rows` rows, and the gradient of their product.
-    fn gated_middle(
-        &mut self,
-        fed: &B::Floats,
-        grad: &B::Floats,
-        mlp: &GatedWeights<'_, B>,
-        rows: usize,
-        work: &mut Middle<B>,
-    ) -> Result<(), OpError> {
-        let outs = [&mut *work.gate, &mut *work.up];
-        self.pass.products(fed, [&mlp.gate, &mlp.up], rows, outs)?;
-        self.linear(grad, &mlp.down, rows, &mut work.grad)
-    }
-
-    /// Turns gate and up into their gradients, and that of up into the input's part of it.
+    /// Turns gate and up into their gradients, `grad` being that of their product, and that of up into the input's part of it.
     fn gated_input(
         &mut self,
         mlp: &GatedWeights<'_, B>,
         rows: usize,
-        work: &mut Middle<B>,
+        [gate, up]: [&mut B::Floats; 2],
+        grad: &B::Floats,
+        part: &mut B::Floats,
     ) -> Result<(), OpError> {
         self.pass.backend.silu_mul_grad(SiluMulGrad {
-            gate: &mut work.gate,
-            up: &mut work.up,
-            grad: &work.grad,
+            gate,
+            up: &mut *up,
+            grad,
             len: rows * self.pass.spec.mlp.intermediate(),
         })?;
-        self.linear(&work.up, &mlp.up, rows, &mut work.part)
+        self.linear(up, &mlp.up, rows, part)
     }
 
     fn experts(
@@ -491,7 +577,9 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
                 })?;
             }
             self.pass.adapted = adapters::taken(&whole, index);
-            self.gated_middle(&taken, &given, expert, rows, work)?;
+            let (both, outs) = ([&expert.gate, &expert.up], [&mut *work.gate, &mut *work.up]);
+            self.pass.products(&taken, both, rows, outs)?;
+            self.linear(&given, &expert.down, rows, &mut work.grad)?;
             (work.taken, work.given) = (taken, given);
             self.pass.backend.gate_dot(GateDot {
                 gate: &work.gate,
@@ -503,7 +591,8 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
                 experts: count,
                 out: &mut work.shares,
             })?;
-            self.gated_input(expert, rows, work)?;
+            let both = [&mut *work.gate, &mut *work.up];
+            self.gated_input(expert, rows, both, &work.grad, &mut work.part)?;
             self.linear(&work.gate, &expert.gate, rows, &mut work.given)?;
             for x in [&work.given, &work.part] {
                 self.pass.backend.scatter_add(ScatterAdd {

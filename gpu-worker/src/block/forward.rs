@@ -14,6 +14,7 @@ use kernels::ops::{
 use kernels::{Backend, DType, StepRow, kv::total_tokens, ops};
 
 use super::adapters::{self, adapted};
+use super::kept::Kept;
 use super::rope;
 use super::spec::{BlockSpec, Mlp, Position, Qkv, Residual};
 use super::weights::{BlockWeights, GatedWeights, Linear, MlpWeights, NormWeights, QkvWeights};
@@ -231,13 +232,32 @@ pub fn forward<B: Backend>(
     hidden: &mut B::Floats,
     pages: &mut B::Pages<'_>,
 ) -> Result<(), OpError> {
+    let kept = Kept::default();
+    forward_keeping(backend, spec, weights, work, input, hidden, pages, kept)
+}
+
+/// [`forward`], leaving what is to be `kept` for [`backward`](super::backward).
+///
+/// # Errors
+/// Those of [`forward`].
+#[allow(clippy::too_many_arguments, reason = "forward's, and what it leaves")]
+pub fn forward_keeping<B: Backend>(
+    backend: &mut B,
+    spec: &BlockSpec,
+    weights: &BlockWeights<'_, B>,
+    work: &mut Workspace<B>,
+    input: BlockInput<'_>,
+    hidden: &mut B::Floats,
+    pages: &mut B::Pages<'_>,
+    kept: Kept<'_, B::Floats>,
+) -> Result<(), OpError> {
     let step = (input.rows, input.lengths);
     prepare(backend, spec, weights.dtype, work, step, input.rows)?;
     let mut pass = Joined::new(backend, spec, weights, work, input);
     pass.pass.prompts(input.prompts, hidden)?;
     pass.pass
         .norm(hidden, &weights.attention_norm, pass.normed)?;
-    pass.halves(hidden, pages)?;
+    pass.halves(hidden, pages, kept)?;
     pass.pass.add(hidden, pass.branch)
 }
 
@@ -259,7 +279,7 @@ pub fn forward_joined<B: Backend>(
     let mut pass = Joined::new(backend, spec, weights, work, input);
     pass.pass
         .add_norm(hidden, pass.branch, &weights.attention_norm, pass.normed)?;
-    pass.halves(hidden, pages)
+    pass.halves(hidden, pages, Kept::default())
 }
 
 /// Makes `work` ready for the first block of a run over `len` values of hidden states: `nothing` holds as many negative zeros, which change no
@@ -333,7 +353,12 @@ impl<'a, 'w, B: Backend> Joined<'a, 'w, B> {
     }
 
     /// Attention and MLP of the hidden states, whose first norm is made; what is to be added to them at last is left in `branch`.
-    fn halves(&mut self, hidden: &mut B::Floats, pages: &mut B::Pages<'_>) -> Result<(), OpError> {
+    fn halves(
+        &mut self,
+        hidden: &mut B::Floats,
+        pages: &mut B::Pages<'_>,
+        mut kept: Kept<'_, B::Floats>,
+    ) -> Result<(), OpError> {
         let Joined {
             pass,
             normed,
@@ -342,21 +367,26 @@ impl<'a, 'w, B: Backend> Joined<'a, 'w, B> {
             heads,
             middle,
         } = self;
+        pass.heads(normed, heads, pages)?;
+        let width = pass.spec.heads * pass.spec.head_dim;
+        pass.keep(&heads.q, kept.queries.take(), width)?;
         match pass.spec.residual {
             Residual::Sequential => {
-                pass.attention(normed, heads, branch, pages)?;
+                pass.attend(heads, branch, pages)?;
                 pass.add_mlp_norm(hidden, branch, normed)?;
-                pass.mlp(normed, middle, branch)
+                pass.keep(hidden, kept.between.take(), pass.spec.hidden)?;
+                pass.mlp(normed, middle, branch, kept)
             }
             Residual::Normed => {
-                pass.attention(normed, heads, branch, pages)?;
+                pass.attend(heads, branch, pages)?;
                 pass.add_mlp_norm(normed, branch, hidden)?;
-                pass.mlp(hidden, middle, branch)
+                pass.keep(normed, kept.between.take(), pass.spec.hidden)?;
+                pass.mlp(hidden, middle, branch, kept)
             }
             Residual::Parallel => {
-                pass.attention(normed, heads, aside, pages)?;
+                pass.attend(heads, aside, pages)?;
                 pass.mlp_norm(hidden, normed)?;
-                pass.mlp(normed, middle, branch)?;
+                pass.mlp(normed, middle, branch, kept)?;
                 pass.add(branch, aside)
             }
         }
@@ -411,18 +441,38 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         })
     }
 
-    /// Attention of `x` `[tokens, hidden]` into `out`, shaped alike.
-    pub(super) fn attention(
+    /// Queries, keys and values of `x` `[tokens, hidden]`, the latter two in `pages`.
+    pub(super) fn heads(
         &mut self,
         x: &B::Floats,
+        heads: &mut Heads<B>,
+        pages: &mut B::Pages<'_>,
+    ) -> Result<(), OpError> {
+        self.project(x, heads)?;
+        self.norm_queries(heads)?;
+        self.norm_keys(heads)?;
+        self.append(heads, pages)
+    }
+
+    /// Attention of the queries of `heads`, and the matrix behind it, into `out` `[tokens, hidden]`.
+    fn attend(
+        &mut self,
         heads: &mut Heads<B>,
         out: &mut B::Floats,
         pages: &mut B::Pages<'_>,
     ) -> Result<(), OpError> {
-        self.project(x, heads)?;
-        self.norm_heads(heads)?;
-        self.append(heads, pages)?;
         let Heads { q, attended, .. } = heads;
+        self.attend_with(q, attended, out, pages)
+    }
+
+    /// The same with queries that are elsewhere; `attended` `[tokens, heads, head_dim]` is what lies between.
+    pub(super) fn attend_with(
+        &mut self,
+        q: &B::Floats,
+        attended: &mut B::Floats,
+        out: &mut B::Floats,
+        pages: &mut B::Pages<'_>,
+    ) -> Result<(), OpError> {
         self.backend.attention(Attention {
             q,
             pages,
@@ -431,9 +481,22 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
             divisor: self.divisor(),
             alibi: self.alibi(),
             window: self.spec.window.unwrap_or(usize::MAX),
-            out: attended,
+            out: &mut *attended,
         })?;
         self.linear(attended, &self.weights.o, self.tokens, out)
+    }
+
+    /// Copies values of the tokens to where they are kept, if they are to be.
+    pub(super) fn keep(
+        &mut self,
+        values: &B::Floats,
+        place: Option<&mut B::Floats>,
+        width: usize,
+    ) -> Result<(), OpError> {
+        match place {
+            Some(place) => self.backend.copy(values, place, self.tokens * width),
+            None => Ok(()),
+        }
     }
 
     /// What scores are divided by.
@@ -476,28 +539,40 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         }
     }
 
-    /// Norms each head of queries and keys. What was normed stays: the queries in `attended`, the keys in `normed_k`.
-    fn norm_heads(&mut self, heads: &mut Heads<B>) -> Result<(), OpError> {
-        let Some([q_scale, k_scale]) = &self.weights.head_norms else {
+    /// Norms each head of the queries. What was normed stays in `attended`.
+    pub(super) fn norm_queries(&mut self, heads: &mut Heads<B>) -> Result<(), OpError> {
+        let Some([scale, _]) = &self.weights.head_norms else {
             return Ok(());
         };
         std::mem::swap(&mut heads.q, &mut heads.attended);
+        self.norm_each(&heads.attended, scale, &mut heads.q, self.spec.heads)
+    }
+
+    /// Norms each head of the keys. What was normed stays in `normed_k`.
+    pub(super) fn norm_keys(&mut self, heads: &mut Heads<B>) -> Result<(), OpError> {
+        let Some([_, scale]) = &self.weights.head_norms else {
+            return Ok(());
+        };
         std::mem::swap(&mut heads.k, &mut heads.normed_k);
-        for (x, weight, out, count) in [
-            (&heads.attended, q_scale, &mut heads.q, self.spec.heads),
-            (&heads.normed_k, k_scale, &mut heads.k, self.spec.kv_heads),
-        ] {
-            self.backend.rmsnorm(Rmsnorm {
-                x,
-                weight,
-                out,
-                rows: self.tokens * count,
-                width: self.spec.head_dim,
-                eps: self.spec.norm.eps(),
-                round: self.weights.dtype,
-            })?;
-        }
-        Ok(())
+        self.norm_each(&heads.normed_k, scale, &mut heads.k, self.spec.kv_heads)
+    }
+
+    fn norm_each(
+        &mut self,
+        x: &B::Floats,
+        weight: &B::Floats,
+        out: &mut B::Floats,
+        heads: usize,
+    ) -> Result<(), OpError> {
+        self.backend.rmsnorm(Rmsnorm {
+            x,
+            weight,
+            out,
+            rows: self.tokens * heads,
+            width: self.spec.head_dim,
+            eps: self.spec.norm.eps(),
+            round: self.weights.dtype,
+        })
     }
 
     /// Rotates queries and keys, and puts keys and values into their pages.
@@ -528,11 +603,17 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         x: &B::Floats,
         middle: &mut Middle<B>,
         out: &mut B::Floats,
+        kept: Kept<'_, B::Floats>,
     ) -> Result<(), OpError> {
         let (weights, tokens, round) = (self.weights, self.tokens, self.weights.dtype);
+        let wide = self.spec.mlp.intermediate();
         match &weights.mlp {
             MlpWeights::Gated(mlp) => {
-                self.gated(x, mlp, tokens, &mut middle.gate, &mut middle.up, out)
+                let Middle { gate, up, .. } = middle;
+                self.products(x, [&mlp.gate, &mlp.up], tokens, [&mut *gate, &mut *up])?;
+                self.keep(gate, kept.gate, wide)?;
+                self.keep(up, kept.up, wide)?;
+                self.gated_output(mlp, tokens, gate, up, out)
             }
             MlpWeights::Plain {
                 activation,
@@ -540,9 +621,10 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
                 down,
             } => {
                 self.linear(x, up, tokens, &mut middle.gate)?;
+                self.keep(&middle.gate, kept.gate, wide)?;
                 self.backend.gelu(Gelu {
                     x: &mut middle.gate,
-                    len: tokens * self.spec.mlp.intermediate(),
+                    len: tokens * wide,
                     kind: *activation,
                     round,
                 })?;
@@ -635,7 +717,9 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
                 out: &mut *taken,
             })?;
             self.adapted = adapters::taken(&whole, &choice.index);
-            self.gated(taken, expert, choice.index.len(), gate, up, given)?;
+            let (rows, both) = (choice.index.len(), [&expert.gate, &expert.up]);
+            self.products(taken, both, rows, [&mut *gate, &mut *up])?;
+            self.gated_output(expert, rows, gate, up, given)?;
             self.backend.scatter_add(ScatterAdd {
                 x: given,
                 index: &choice.index,
@@ -649,17 +733,15 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         Ok(())
     }
 
-    fn gated(
+    /// Of the two products of a gated MLP, its output; `gate` is used up.
+    fn gated_output(
         &mut self,
-        x: &B::Floats,
         weights: &GatedWeights<'_, B>,
         rows: usize,
         gate: &mut B::Floats,
-        up: &mut B::Floats,
+        up: &B::Floats,
         out: &mut B::Floats,
     ) -> Result<(), OpError> {
-        let both = [&weights.gate, &weights.up];
-        self.products(x, both, rows, [&mut *gate, &mut *up])?;
         self.backend.silu_mul(SiluMul {
             gate: &mut *gate,
             up,

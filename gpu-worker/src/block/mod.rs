@@ -5,6 +5,7 @@ mod adapters;
 mod backward;
 mod family;
 mod forward;
+mod kept;
 mod rope;
 mod spec;
 mod weights;
@@ -12,8 +13,10 @@ mod weights;
 pub use adapters::AdapterView;
 pub use backward::{GradientWork, Sums, backward};
 pub use forward::{
-    BlockInput, PromptPart, Workspace, close_run, forward, forward_joined, open_run, prepare,
+    BlockInput, PromptPart, Workspace, close_run, forward, forward_joined, forward_keeping,
+    open_run, prepare,
 };
+pub use kept::{Kept, Level, Store, keys, levels, token_bytes};
 pub use rope::RopeScaling;
 pub use spec::{
     BlockSpec, Experts, GatedMlp, LinearSpec, Mlp, Norm, PlainMlp, Position, Qkv, Residual,

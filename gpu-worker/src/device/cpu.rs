@@ -6,6 +6,7 @@ use std::sync::Arc;
 use kernels::ops::{OpError, convert};
 use kernels::{Cpu, DType, KvPages, PageLayout, StepRow};
 use shared::job::{PageCopy, SlotRef};
+use shared::model::GRADIENT_BYTES;
 use shared::shm::arena::ArenaMap;
 use shared::shm::kv::KvMap;
 
@@ -74,6 +75,10 @@ impl Paged for Cpu {
 
     fn keeps(&self, _values: usize) -> bool {
         true
+    }
+
+    fn kept_bytes(&self) -> u64 {
+        GRADIENT_BYTES
     }
 
     fn load(

@@ -92,6 +92,10 @@ impl<G: Gpu> Paged for Cuda<G> {
         values <= KEPT_VALUES
     }
 
+    fn kept_bytes(&self) -> u64 {
+        0
+    }
+
     fn load(
         &mut self,
         _arena: &ArenaMap,

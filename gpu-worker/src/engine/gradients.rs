@@ -1,5 +1,5 @@
 //! Units of gradients: some pieces of a job on their way back through one block. What they sum lies in a region of the device between two
-//! units, or on the host.
+//! units, or on the host. What the way there leaves for them is kept where units find it, as far as memory goes.
 
 use std::ops::Range;
 
@@ -7,11 +7,21 @@ use shared::job::{JobBody, SlotRef};
 
 use super::units::PART_BYTES;
 use super::{Engine, EngineError};
-use crate::block::{BlockInput, PromptPart, Sums, backward};
+use crate::block::{BlockInput, PromptPart, Store, Sums, backward, levels};
 use crate::device::{Paged, TransferError};
 use crate::running::{Back, Begun, Running};
 
 impl<B: Paged> Engine<'_, B> {
+    /// Room for what forward leaves for the gradients of a job that keeps `bytes` bytes besides.
+    pub(super) fn stores(&mut self, body: &JobBody, bytes: u64) -> Vec<Store<B>> {
+        let tokens = body.batch as usize * body.tokens as usize;
+        let most = self.kept_bytes.saturating_sub(bytes);
+        let levels = levels(self.spec, body.blocks.len(), tokens, most);
+        let (backend, spec) = (&mut self.backend, self.spec);
+        let store = |level| Store::new(backend, spec, level, tokens);
+        levels.into_iter().map(store).collect()
+    }
+
     /// A unit on the way back: the gradient of some pieces through the block at `position` of the job.
     pub(super) fn back_unit(
         &mut self,
@@ -29,6 +39,7 @@ impl<B: Paged> Engine<'_, B> {
             scratch,
             back,
             parked,
+            kept,
             ..
         } = &mut begun;
         let back = back.as_mut().ok_or_else(missing)?;
@@ -90,6 +101,8 @@ impl<B: Paged> Engine<'_, B> {
             self.backend
                 .copy(gradient, &mut self.states, values.len())?;
         }
+        let kept = kept.get_mut(position);
+        let kept = kept.map(|kept| kept.part(job.tokens(pieces.clone())));
         let [keys, key_values] = match parked {
             Some(_) => &mut region.sums,
             None => &mut self.sums,
@@ -128,6 +141,7 @@ impl<B: Paged> Engine<'_, B> {
                 values: &mut *key_values,
                 starts: &starts,
             },
+            kept.unwrap_or_default(),
             &mut pages,
         )?;
         drop(pages);

@@ -71,6 +71,15 @@ impl<B: Paged> Engine<'_, B> {
             Some(parked) if parked.has_all_pages() => Vec::new(),
             _ => vec![0; job.scratch_range(last, self.page_bytes()).end],
         };
+        let kept = match &back {
+            Some(back) => {
+                let inputs: usize = back.inputs.iter().map(Vec::len).sum();
+                let floats = prompts.len() + back.prompts.len();
+                let bytes = scratch.len() + inputs + size_of::<f32>() * floats;
+                self.stores(&job.body, bytes as u64)
+            }
+            None => Vec::new(),
+        };
         job.begun = Some(Begun {
             at: Instant::now(),
             queue_ns: now_ns.saturating_sub(job.submitted_ns),
@@ -79,6 +88,7 @@ impl<B: Paged> Engine<'_, B> {
             scratch,
             back,
             parked,
+            kept,
         });
         Ok(())
     }

@@ -11,7 +11,7 @@ use shared::job::JobKind;
 
 use super::decode::Step;
 use super::{Engine, EngineError, parked};
-use crate::block::{BlockInput, PromptPart, forward};
+use crate::block::{BlockInput, Kept, PromptPart, forward, forward_keeping, keys};
 use crate::device::{MAX_STEP_TOKENS, Paged};
 use crate::running::{Begun, Running, States};
 use crate::schedule::{Member, TaskId, Unit};
@@ -180,15 +180,29 @@ impl<B: Paged> Engine<'_, B> {
             hidden,
             prompts,
             scratch,
+            kept,
             ..
         } = &mut begun;
         let mut input = Input::default();
         input.push(job, prompts, member).ok_or_else(missing)?;
         // A job without cache brings its pages; it is alone in its units.
+        let is_turn = job.turns_at(member.position);
         let over = match (job.body.kind, parked) {
             (JobKind::Step, _) => Over::Cache,
-            (kind, Some(pages)) => Over::Parked(kind, pages),
-            (_, None) => Over::Host(scratch.get_mut(own).ok_or_else(missing)?),
+            (kind, Some(pages)) => Over::Parked {
+                kind,
+                pages,
+                is_turn,
+            },
+            (_, None) => Over::Host {
+                pages: scratch.get_mut(own).ok_or_else(missing)?,
+                kept: kept
+                    .get_mut(member.position)
+                    .map_or_else(Kept::default, |kept| {
+                        kept.part(job.tokens(member.pieces.clone()))
+                    }),
+                is_turn,
+            },
         };
         match hidden {
             States::Device(all) if (4 * values.start).is_multiple_of(PART_BYTES) => {
@@ -284,50 +298,49 @@ impl<B: Paged> Engine<'_, B> {
         local: usize,
         input: &Input<'_>,
         states: &mut B::Floats,
-        over: Over<'_>,
+        over: Over<'_, B>,
     ) -> Result<(), EngineError> {
         let block = u32::try_from(local).unwrap_or(u32::MAX);
         let weights = self.blocks.get(local).ok_or(EngineError::Unit(block))?;
-        let (backend, layout, block_input) =
-            (&mut self.backend, self.kv_shape.layout, input.block_input());
+        let (backend, spec, work) = (&mut self.backend, self.spec, &mut self.work);
+        let (layout, input) = (self.kv_shape.layout, input.block_input());
         match over {
             Over::Cache => {
-                let mut pages = backend.cached(&mut self.cache, local, &input.rows)?;
-                forward(
-                    backend,
-                    self.spec,
-                    weights,
-                    &mut self.work,
-                    block_input,
-                    states,
-                    &mut pages,
-                )?;
+                let mut pages = backend.cached(&mut self.cache, local, input.rows)?;
+                forward(backend, spec, weights, work, input, states, &mut pages)?;
             }
-            Over::Parked(kind, bytes) => {
+            Over::Parked {
+                kind,
+                pages,
+                is_turn,
+            } => {
                 let region = parked::of_kind(&mut self.regions, kind);
                 let room = &mut region.ok_or(EngineError::Unit(block))?.room;
-                let mut pages = backend.parked_pages(room, layout, bytes)?;
-                forward(
-                    backend,
-                    self.spec,
-                    weights,
-                    &mut self.work,
-                    block_input,
-                    states,
-                    &mut pages,
-                )?;
+                let mut pages = backend.parked_pages(room, layout, pages)?;
+                let kept = Kept::default();
+                if is_turn {
+                    keys(
+                        backend, spec, weights, work, input, states, &mut pages, kept,
+                    )?;
+                } else {
+                    forward(backend, spec, weights, work, input, states, &mut pages)?;
+                }
             }
-            Over::Host(own) => {
+            Over::Host {
+                pages: own,
+                kept,
+                is_turn,
+            } => {
                 let mut pages = backend.lend(&mut self.room, layout, own)?;
-                forward(
-                    backend,
-                    self.spec,
-                    weights,
-                    &mut self.work,
-                    block_input,
-                    states,
-                    &mut pages,
-                )?;
+                if is_turn {
+                    keys(
+                        backend, spec, weights, work, input, states, &mut pages, kept,
+                    )?;
+                } else {
+                    forward_keeping(
+                        backend, spec, weights, work, input, states, &mut pages, kept,
+                    )?;
+                }
                 drop(pages);
                 backend.give_back(&mut self.room, own)?;
             }
@@ -375,13 +388,27 @@ impl<B: Paged> Engine<'_, B> {
 }
 
 /// The pages that rows go over.
-enum Over<'a> {
+enum Over<'a, B: Paged> {
     /// Those of sessions.
     Cache,
     /// Those of a job on the host.
-    Host(&'a mut [u8]),
+    Host {
+        /// Of one block.
+        pages: &'a mut [u8],
+        /// What is left for gradients.
+        kept: Kept<'a, B::Floats>,
+        /// Whether the block needs no more than its keys and values.
+        is_turn: bool,
+    },
     /// Those of a job in a region of the device.
-    Parked(JobKind, Range<usize>),
+    Parked {
+        /// Of the job.
+        kind: JobKind,
+        /// Their bytes in the region.
+        pages: Range<usize>,
+        /// Whether the block needs no more than its keys and values.
+        is_turn: bool,
+    },
 }
 
 /// Deep prompts of each block of a unit, empty when it has none. `None`: a job has no such prompts.

@@ -188,6 +188,7 @@ impl Loaded {
                     &[],
                     &self.part(&inputs[block], &range),
                     &mut taken,
+                    Kept::default(),
                 );
                 for (row, values) in taken.gradient.chunks(range.len() * width).enumerate() {
                     let at = (row * tokens + from) * width;

@@ -5,6 +5,7 @@ use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use gpu_worker::block::{Level, Qkv, Store};
 use safetensors::SafeTensors;
 use serde_json::Value;
 
@@ -235,8 +236,15 @@ struct Gradients {
 }
 
 impl Golden {
-    /// Forward and then backward through all blocks, each sequence taken back in pieces that begin at multiples of `cut`.
-    fn gradients(&self, threads: usize, cut: usize, with_prompts: bool) -> Gradients {
+    /// Forward and then backward through all blocks, each sequence taken back in pieces that begin at multiples of `cut`. Forward
+    /// leaves what `level` says, and in the last block is made for keys and values alone; without a level it leaves nothing.
+    fn gradients(
+        &self,
+        threads: usize,
+        cut: usize,
+        with_prompts: bool,
+        level: Option<Level>,
+    ) -> Gradients {
         let (width, batch, tokens) = (self.spec.hidden, self.batch, self.tokens);
         let (tables, pages) = shuffled_tables(batch, tokens);
         let mut chain = Chain::new(&self.spec, self.dtype, &self.tensors, threads, pages);
@@ -264,14 +272,31 @@ impl Golden {
         };
         let mut hidden = self.expected["input"].clone();
         let mut inputs = Vec::new();
-        for block in 0..self.spec.num_blocks {
+        let store = |_| {
+            Store::new(
+                &mut Cpu::new(1),
+                &self.spec,
+                level.unwrap_or_default(),
+                batch * tokens,
+            )
+        };
+        let mut stores: Vec<Store<Cpu>> = (0..self.spec.num_blocks).map(store).collect();
+        for (block, store) in stores.iter_mut().enumerate() {
             inputs.push(hidden.clone());
-            chain.block(
-                block,
-                &rows(0, tokens),
-                &prompts(block, 0, tokens),
-                &mut hidden,
-            );
+            let (rows, prompts) = (rows(0, tokens), prompts(block, 0, tokens));
+            let turns = level.is_some() && block + 1 == self.spec.num_blocks;
+            if turns {
+                // What keys() does not leave must not be taken for left.
+                let left = if matches!(self.spec.qkv, Qkv::Fused(_)) {
+                    Level::Queries
+                } else {
+                    Level::Nothing
+                };
+                let left = left.min(level.unwrap_or_default());
+                *store = Store::new(&mut chain.cpu, &self.spec, left, batch * tokens);
+            }
+            let kept = store.part(0..batch * tokens);
+            chain.send(block, &rows, &prompts, &mut hidden, kept, turns);
         }
         let mut gradient = self.expected["output_gradient"].clone();
         let mut prompt_gradients = Vec::new();
@@ -292,7 +317,26 @@ impl Golden {
                 };
                 taken.gradient = part(&gradient);
                 let (rows, prompts) = (rows(from, to), prompts(block, from, to));
-                chain.gradient(block, &rows, &prompts, &part(&inputs[block]), &mut taken);
+                let parts = (0..batch).map(|row| {
+                    let kept = stores[block].part(row * tokens + from..row * tokens + to);
+                    [kept.queries, kept.between, kept.gate, kept.up]
+                        .map(|part| part.map(|p| p.to_vec()))
+                });
+                let mut parts = parts
+                    .reduce(|all, row| {
+                        let mut row = row.into_iter();
+                        all.map(|all| Some([all?, row.next()??].concat()))
+                    })
+                    .unwrap();
+                let [queries, between, gate, up] = parts.each_mut().map(|part| part.as_deref_mut());
+                let kept = Kept {
+                    queries,
+                    between,
+                    gate,
+                    up,
+                };
+                let x = part(&inputs[block]);
+                chain.gradient(block, &rows, &prompts, &x, &mut taken, kept);
                 for (row, values) in taken.gradient.chunks((to - from) * width).enumerate() {
                     let at = (row * tokens + from) * width;
                     gradient[at..at + values.len()].copy_from_slice(values);
@@ -314,9 +358,9 @@ impl Golden {
 #[test]
 fn gradients_of_every_family_are_those_of_autograd() {
     for golden in golden() {
-        let plain = golden.gradients(2, golden.tokens, false);
+        let plain = golden.gradients(2, golden.tokens, false, None);
         golden.assert_near(&plain.input, &golden.expected["input_gradient"], "gradient");
-        let prompted = golden.gradients(2, golden.tokens, true);
+        let prompted = golden.gradients(2, golden.tokens, true, None);
         let wanted = |name: &str| &golden.expected[name];
         golden.assert_near(&prompted.output, wanted("prompted"), "output with prompts");
         golden.assert_near(
@@ -335,9 +379,9 @@ fn gradients_of_every_family_are_those_of_autograd() {
 #[test]
 fn gradients_have_the_same_bits_wherever_a_sequence_is_cut() {
     for golden in golden() {
-        let whole = golden.gradients(1, golden.tokens, true);
+        let whole = golden.gradients(1, golden.tokens, true, None);
         for (threads, cut) in [(2, 1), (3, 4), (1, 16), (4, 20)] {
-            let cut_up = golden.gradients(threads, cut, true);
+            let cut_up = golden.gradients(threads, cut, true, None);
             assert_eq!(
                 bits(&cut_up.input),
                 bits(&whole.input),
@@ -350,6 +394,25 @@ fn gradients_have_the_same_bits_wherever_a_sequence_is_cut() {
                 "{} by {cut}",
                 golden.name
             );
+        }
+    }
+}
+
+#[test]
+fn what_forward_leaves_changes_no_bit_of_a_gradient() {
+    for golden in golden() {
+        let whole = golden.gradients(1, golden.tokens, true, None);
+        for (level, cut) in [
+            (Level::Nothing, 4),
+            (Level::Queries, 16),
+            (Level::Attention, 16),
+            (Level::Middle, 20),
+            (Level::Middle, golden.tokens),
+        ] {
+            let kept = golden.gradients(2, cut, true, Some(level));
+            let what = format!("{} at {level:?}", golden.name);
+            assert_eq!(bits(&kept.input), bits(&whole.input), "{what}");
+            assert_eq!(bits(&kept.prompts), bits(&whole.prompts), "{what}");
         }
     }
 }

@@ -9,8 +9,8 @@ mod petals;
 use std::collections::HashMap;
 
 use gpu_worker::block::{
-    BlockInput, BlockSpec, BlockWeights, GradientWork, PromptPart, Sums, Workspace, backward,
-    forward,
+    BlockInput, BlockSpec, BlockWeights, GradientWork, Kept, PromptPart, Sums, Workspace, backward,
+    forward_keeping, keys,
 };
 use gpu_worker::kv::{KvPool, KvShape};
 use kernels::ops::convert;
@@ -133,6 +133,24 @@ impl<'w> Chain<'w> {
         prompts: &[PromptPart<'_>],
         hidden: &mut [f32],
     ) {
+        self.send(index, rows, prompts, hidden, Kept::default(), false);
+        assert!(
+            hidden
+                .iter()
+                .all(|&v| v == convert::round(self.dtype, v) && v.is_finite())
+        );
+    }
+
+    /// Sends `hidden` through block `index`, or as far as its keys and values, leaving what is to be `kept`.
+    fn send(
+        &mut self,
+        index: usize,
+        rows: &[StepRow<'_>],
+        prompts: &[PromptPart<'_>],
+        hidden: &mut [f32],
+        kept: Kept<'_, [f32]>,
+        keys_only: bool,
+    ) {
         let mut pool = KvPool::new(self.shape, &mut self.pool).unwrap();
         let mut pages: KvPages<'_> = pool.block(index).unwrap();
         let input = BlockInput {
@@ -141,22 +159,14 @@ impl<'w> Chain<'w> {
             adapters: &self.adapters,
             lengths: &self.lengths[..self.lengths.len().min(rows.len())],
         };
-        let weights = &self.blocks[index];
-        forward(
-            &mut self.cpu,
-            &self.spec,
-            weights,
-            &mut self.work,
-            input,
-            hidden,
-            &mut pages,
-        )
-        .unwrap();
-        assert!(
-            hidden
-                .iter()
-                .all(|&v| v == convert::round(self.dtype, v) && v.is_finite())
-        );
+        let (cpu, spec, weights) = (&mut self.cpu, &self.spec, &self.blocks[index]);
+        let work = &mut self.work;
+        let done = if keys_only {
+            keys(cpu, spec, weights, work, input, hidden, &mut pages, kept)
+        } else {
+            forward_keeping(cpu, spec, weights, work, input, hidden, &mut pages, kept)
+        };
+        done.unwrap();
     }
 
     /// Gradient of the input of block `index`, for tokens whose rows end at the end of their sequences or before what was taken
@@ -168,6 +178,7 @@ impl<'w> Chain<'w> {
         prompts: &[PromptPart<'_>],
         x: &[f32],
         taken: &mut Taken,
+        kept: Kept<'_, [f32]>,
     ) {
         let mut pool = KvPool::new(self.shape, &mut self.pool).unwrap();
         let mut pages: KvPages<'_> = pool.block(index).unwrap();
@@ -190,6 +201,7 @@ impl<'w> Chain<'w> {
             x,
             &mut taken.gradient,
             sums,
+            kept,
             &mut pages,
         )
         .unwrap();

@@ -285,7 +285,8 @@ fn the_gradient_is_that_of_petals() {
             starts: vec![0, TOKENS],
             gradient: output_gradient.collect(),
         };
-        chain.gradient(0, &rows, &[], &input(spec.hidden), &mut taken);
+        let (x, kept) = (input(spec.hidden), Kept::default());
+        chain.gradient(0, &rows, &[], &x, &mut taken, kept);
         assert_near(&taken.gradient[..3], &case.gradient, case.name);
         let squares = taken.gradient.iter().map(|&v| f64::from(v).powi(2));
         let norm = squares.sum::<f64>().sqrt();
