@@ -245,7 +245,7 @@ async fn watch(
 async fn without_memory_for_both_the_old_blocks_are_left_first_and_no_client_sees_an_error() {
     const LIMITS: [&str; 8] = [
         "--max_memory",
-        "436MiB",
+        "468MiB",
         "--arena_size",
         "64MiB",
         "--attn_cache_tokens",

@@ -113,9 +113,8 @@ pub trait Paged: Backend + Sized {
     /// Whether hidden states of so many values stay on the device between two units.
     fn keeps(&self, values: usize) -> bool;
 
-    /// Bytes that a job for gradients may take at most when units leave more for each other than inputs, keys and values. Zero: they
-    /// leave no more, since the memory is the device's.
-    fn kept_bytes(&self) -> u64;
+    /// Whether units of a job for gradients leave more for each other than inputs, keys and values, which are on the host.
+    fn keeps_results(&self) -> bool;
 
     /// The tensor in `slot`, stored in `dtype`, to the start of `to`.
     ///

@@ -86,6 +86,8 @@ pub struct EngineShape {
     pub kv_pages: u32,
     /// Whether the pages are in the segment too, or instead: those of the processor always are.
     pub kv_survives: bool,
+    /// Bytes that a job for gradients may keep of its blocks.
+    pub gradient_bytes: u64,
 }
 
 /// The blocks of a span, ready to run.
@@ -144,7 +146,10 @@ impl<'w, B: Paged> Engine<'w, B> {
         let work = Workspace::new(&mut backend);
         let gradients = GradientWork::new(&mut backend);
         let regions = Self::regions(&mut backend, spec);
-        let kept_bytes = backend.kept_bytes();
+        let kept_bytes = match backend.keeps_results() {
+            true => shape.gradient_bytes,
+            false => 0,
+        };
         let mut empty = || backend.buffer(0);
         let (states, before, sums) = (empty(), empty(), [empty(), empty()]);
         Ok(Engine {

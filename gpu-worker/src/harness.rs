@@ -78,6 +78,8 @@ pub(crate) struct Model {
     pub(crate) path: PathBuf,
     pub(crate) manifest: Manifest,
     pub(crate) spec: BlockSpec,
+    /// What its worker may keep for gradients.
+    pub(crate) gradient_bytes: u64,
 }
 
 impl Model {
@@ -134,6 +136,7 @@ impl Model {
         let path = dir.path().join("manifest.json");
         manifest.write(&path).unwrap();
         Model {
+            gradient_bytes: shared::model::GRADIENT_BYTES,
             _dir: dir,
             path,
             manifest,

@@ -145,6 +145,7 @@ fn run_on<B: Paged>(
             span: init.span,
             dtype: init.model.dtype,
             kv_pages: init.kv_pages,
+            gradient_bytes: init.gradient_bytes,
             kv_survives: init.kv_survives,
         };
         let before = private_bytes();

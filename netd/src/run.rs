@@ -570,7 +570,7 @@ impl Daemon {
             kv,
             timeouts: Timeouts::from(&self.init.config),
             compression: self.init.config.compression,
-            gradient_bytes: shared::model::GRADIENT_BYTES,
+            gradient_bytes: self.facts.gradient_bytes(limits.max_batch_size),
             p2p: self.joined.p2p.clone(),
             dht_client_mode: self.joined.using_relay,
             draining: self.draining.subscribe(),

@@ -181,6 +181,8 @@ pub struct WorkerInit {
     pub kv_pages: u32,
     /// Whether the pages are in the kv segment too, and outlive the worker. Always, where the segment is all there is.
     pub kv_survives: bool,
+    /// Bytes that a job for gradients may keep of its blocks ([`ModelFacts::gradient_bytes`]).
+    pub gradient_bytes: u64,
     /// Settings.
     pub config: WorkerConfig,
     /// Whether to measure throughput before reporting ready.

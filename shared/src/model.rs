@@ -9,8 +9,8 @@ use crate::dtype::DType;
 /// Tokens in one page of the KV cache.
 pub const PAGE_TOKENS: usize = 16;
 
-/// Memory of a worker for the inputs, keys and values that it keeps during one request for gradients, unless a single block needs
-/// more or the arena has no room for the inputs of so many jobs.
+/// Memory of a worker for what it keeps of blocks during one request for gradients, unless a single block needs more
+/// ([`ModelFacts::gradient_bytes`]).
 pub const GRADIENT_BYTES: u64 = 512 << 20;
 
 /// Facts about a model, found by `prepare` in its folder and checked there.
@@ -64,13 +64,40 @@ impl ModelFacts {
         PAGE_TOKENS * self.kv_token_bytes()
     }
 
-    /// Bytes that a worker keeps per block for gradients over `batch` sequences of `tokens` tokens: the input of the block, and pages
-    /// with its keys and values.
-    pub fn gradient_block_bytes(&self, batch: u32, tokens: u32) -> u64 {
-        let inputs =
-            u64::from(tokens) * u64::from(self.hidden_size) * self.dtype.size_bytes() as u64;
+    /// Bytes that a worker keeps per block for gradients over `batch` sequences of `tokens` tokens, the first `prompts` of them with
+    /// deep prompts: the input of the block, pages with its keys and values, the prompts and their gradient in f32.
+    pub fn gradient_block_bytes(&self, batch: u32, tokens: u32, prompts: u32) -> u64 {
+        let hidden = u64::from(self.hidden_size);
+        let inputs = u64::from(tokens) * hidden * self.dtype.size_bytes() as u64;
         let pages = u64::from(tokens.div_ceil(PAGE_TOKENS as u32)) * self.kv_page_bytes() as u64;
-        u64::from(batch).saturating_mul(inputs.saturating_add(pages))
+        let prompts = u64::from(prompts) * hidden * 2 * 4;
+        u64::from(batch).saturating_mul(inputs.saturating_add(pages).saturating_add(prompts))
+    }
+
+    /// What one block needs at most for gradients over at most `max_batch_size` tokens without prompts, of one sequence or of sequences of
+    /// one token.
+    pub fn most_gradient_block_bytes(&self, max_batch_size: u32) -> u64 {
+        let whole = self.gradient_block_bytes(1, max_batch_size, 0);
+        whole.max(self.gradient_block_bytes(max_batch_size, 1, 0))
+    }
+
+    /// Bytes that a worker keeps of all blocks at most for one request for gradients: what one sequence of `max_batch_size` tokens needs
+    /// in all blocks of the model, at most [`GRADIENT_BYTES`], and what any request needs in one block.
+    pub fn gradient_bytes(&self, max_batch_size: u32) -> u64 {
+        let whole = self.gradient_block_bytes(1, max_batch_size, 0);
+        let all = whole.saturating_mul(self.num_blocks.into());
+        all.min(GRADIENT_BYTES)
+            .max(self.most_gradient_block_bytes(max_batch_size))
+    }
+
+    /// Bytes that a worker takes for requests of `max_batch_size` tokens, however many blocks they go through, in f32: the hidden states of
+    /// the one of each kind that is begun (prefill, forward, backward), the gradient of the states, and those of keys and values; and pages
+    /// of one block.
+    pub fn states_bytes(&self, max_batch_size: u32) -> u64 {
+        let kv = u64::from(self.kv_heads) * u64::from(self.head_dim) * 2;
+        let floats = 4 * u64::from(self.hidden_size) + kv;
+        let pages = kv * self.dtype.size_bytes() as u64;
+        u64::from(max_batch_size).saturating_mul(4 * floats + pages)
     }
 
     /// Bytes that the recorded decode steps of one block take of a CUDA device at most: recordings for 1, 2, 4 ... 32 tokens of up to 14 launches,

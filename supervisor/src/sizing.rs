@@ -8,11 +8,11 @@
 
 use shared::config::{KvMirror, Limits, NetdConfig, POOL_ROWS, SpanChoice};
 use shared::control::DeviceMemory;
-use shared::model::{GRADIENT_BYTES, ModelFacts, PAGE_TOKENS};
+use shared::model::{ModelFacts, PAGE_TOKENS};
 
 /// What supervisor, netd and prepare need beside the arena (measured: 60 MB together).
 const PROCESSES_BYTES: u64 = 96 << 20;
-/// What a worker needs beside weights, KV cache and what it keeps for gradients: hidden states of the largest pieces, scores, code.
+/// What a worker needs beside weights, KV cache, states of whole requests and what it keeps for gradients: the largest pieces, scores, code.
 const WORKER_BYTES: u64 = 96 << 20;
 
 /// What a worker takes of its device that is neither weights, KV cache nor recordings, nor for a unit: code of kernels, rounding to pages of the
@@ -54,10 +54,8 @@ impl Memory {
     pub fn need(&self, facts: &ModelFacts) -> Need {
         let limits = self.netd.limits(facts);
         let kv = u64::from(limits.kv_pages()).saturating_mul(facts.kv_page_bytes() as u64);
-        let block = facts.gradient_block_bytes(1, limits.max_batch_size);
-        let gradients = block
-            .saturating_mul(facts.num_blocks.into())
-            .min(GRADIENT_BYTES.max(block));
+        let requests = facts.states_bytes(limits.max_batch_size);
+        let gradients = facts.gradient_bytes(limits.max_batch_size);
         // Weights and pages of the others are on their devices; a mirror that must be is here as well.
         let here = self.workers.saturating_sub(self.devices.len() as u64);
         let mirrored = match self.kv_mirror {
@@ -78,8 +76,11 @@ impl Memory {
                 .arena_bytes
                 .saturating_add(PROCESSES_BYTES)
                 .saturating_add(
-                    self.workers
-                        .saturating_mul(WORKER_BYTES.saturating_add(gradients)),
+                    self.workers.saturating_mul(
+                        WORKER_BYTES
+                            .saturating_add(gradients)
+                            .saturating_add(requests),
+                    ),
                 ),
         }
     }
@@ -335,23 +336,24 @@ pub(crate) mod tests {
                 weights: 440 << 20,
                 kv: 1536 * 65536,
                 graphs: 0,
-                fixed: (512 + 96 + 96 + 512) << 20,
+                // 8192 tokens: the input of a block with a page for each; states four times, sums of keys and values, pages of a block.
+                fixed: (512 + 96 + 96 + (128 + 512) + 4 * 256 + 64 + 32) << 20,
                 what: "arena and processes",
             }
         );
         assert_eq!(
             need.arithmetic(2),
-            "2 x (440.0 MiB of weights + 96.0 MiB of KV cache) + 1216.0 MiB for arena and processes = 2288.0 MiB"
+            "2 x (440.0 MiB of weights + 96.0 MiB of KV cache) + 2464.0 MiB for arena and processes = 3536.0 MiB"
         );
     }
 
     #[test]
     fn as_many_blocks_as_fit_and_not_one_more() {
         let facts = llama_70b();
-        let exactly = |blocks: u64| memory((1216 + blocks * 536) << 20);
+        let exactly = |blocks: u64| memory((2464 + blocks * 536) << 20);
         assert_eq!(exactly(7).fit(SpanChoice::All, &facts), Ok(7));
         let one_byte_less = Memory {
-            available_bytes: Some(((1216 + 7 * 536) << 20) - 1),
+            available_bytes: Some(((2464 + 7 * 536) << 20) - 1),
             ..exactly(7)
         };
         assert_eq!(one_byte_less.fit(SpanChoice::All, &facts), Ok(6));
@@ -366,7 +368,7 @@ pub(crate) mod tests {
     #[test]
     fn what_does_not_fit_is_refused_with_the_arithmetic() {
         let facts = llama_70b();
-        let four = memory((1216 + 4 * 536) << 20);
+        let four = memory((2464 + 4 * 536) << 20);
         for choice in [
             SpanChoice::Count(5),
             SpanChoice::Fixed(Span::new(10, 15).unwrap()),
@@ -374,8 +376,8 @@ pub(crate) mod tests {
             let refusal = four.fit(choice, &facts).unwrap_err();
             for part in [
                 "5 x (440.0 MiB",
-                "= 3896.0 MiB",
-                "3360.0 MiB are available",
+                "= 5144.0 MiB",
+                "4608.0 MiB are available",
                 "4 would fit",
                 "--num_blocks",
             ] {
@@ -393,16 +395,16 @@ pub(crate) mod tests {
     fn a_move_on_devices_needs_no_memory_of_the_machine_for_weights() {
         let facts = llama_70b();
         let machine = memory(3 << 30);
-        // 10 blocks of 536 MiB do not fit beside others in 3 GiB, nor into what those leave of 4 GiB.
+        // 10 blocks of 536 MiB do not fit beside others in 3 GiB, nor into what those leave of 5376 MiB.
         assert!(machine.no_room_beside(&facts, None, 10, None).is_some());
         assert!(
             machine
-                .no_room_beside(&facts, Some(4), 1, Some(4 << 30))
+                .no_room_beside(&facts, Some(4), 1, Some(5376 << 20))
                 .is_none()
         );
         assert!(
             machine
-                .no_room_beside(&facts, Some(6), 1, Some(4 << 30))
+                .no_room_beside(&facts, Some(6), 1, Some(5376 << 20))
                 .is_some()
         );
         let on_device = Memory {
@@ -439,7 +441,7 @@ pub(crate) mod tests {
                 };
                 count as usize
             ],
-            ..memory(2 << 30)
+            ..memory(4320 << 20)
         };
         // 8192 tokens of a request take 512 + 256 pages of 64 KiB, and 64 MiB of sums.
         let fixed = 256 + 100 + 48 + 64;
@@ -459,14 +461,14 @@ pub(crate) mod tests {
         ] {
             assert!(refusal.contains(part), "{refusal}");
         }
-        // A mirror that must be needs memory of the machine, where 2048 MiB are.
+        // A mirror that must be needs memory of the machine, where 4320 MiB are.
         let mirrored = Memory {
             kv_mirror: KvMirror::On,
             ..exactly(50, 1)
         };
-        assert_eq!(mirrored.fit(SpanChoice::All, &facts), Ok(8));
+        assert_eq!(mirrored.fit(SpanChoice::All, &facts), Ok(19));
         let refusal = mirrored.fit(SpanChoice::Count(20), &facts).unwrap_err();
-        assert!(refusal.contains("8 would fit"), "{refusal}");
+        assert!(refusal.contains("19 would fit"), "{refusal}");
     }
 
     #[test]

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use kernels::ops::{OpError, convert};
 use kernels::{Cpu, DType, KvPages, PageLayout, StepRow};
 use shared::job::{PageCopy, SlotRef};
-use shared::model::GRADIENT_BYTES;
 use shared::shm::arena::ArenaMap;
 use shared::shm::kv::KvMap;
 
@@ -77,8 +76,8 @@ impl Paged for Cpu {
         true
     }
 
-    fn kept_bytes(&self) -> u64 {
-        GRADIENT_BYTES
+    fn keeps_results(&self) -> bool {
+        true
     }
 
     fn load(

@@ -92,8 +92,8 @@ impl<G: Gpu> Paged for Cuda<G> {
         values <= KEPT_VALUES
     }
 
-    fn kept_bytes(&self) -> u64 {
-        0
+    fn keeps_results(&self) -> bool {
+        false
     }
 
     fn load(

@@ -30,6 +30,7 @@ fn take_no_more_than_planned(model: &Model) {
         span: span(),
         dtype: model.facts().dtype,
         kv_pages: KV_PAGES,
+        gradient_bytes: shared::model::GRADIENT_BYTES,
         kv_survives: false,
     };
     let backend = Cuda::new(Emu::new(2));

@@ -61,6 +61,7 @@ impl<'w> Bench<'w> {
             span: span(),
             dtype: DType::Bf16,
             kv_pages: KV_PAGES,
+            gradient_bytes: shared::model::GRADIENT_BYTES,
             kv_survives: true,
         };
         let (kv, cuda) = (alone(&kv_segment(model.facts())), Cuda::new(Emu::new(2)));

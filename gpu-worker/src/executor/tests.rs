@@ -53,6 +53,7 @@ fn with_drain_time<Out>(
                 span: span(),
                 dtype: model.facts().dtype,
                 kv_pages: KV_PAGES,
+                gradient_bytes: model.gradient_bytes,
                 kv_survives: true,
             };
             let engine = Engine::new(Cpu::new(2), &model.spec, &weights, kv, shape).unwrap();

@@ -100,6 +100,7 @@ impl Worker {
             model: start.model.facts().clone(),
             manifest: start.model.path.clone(),
             kv_pages: KV_PAGES,
+            gradient_bytes: shared::model::GRADIENT_BYTES,
             kv_survives: true,
             config: WorkerConfig {
                 kv_mirror: shared::config::KvMirror::Auto,

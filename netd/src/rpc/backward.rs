@@ -17,7 +17,7 @@ use super::{Failure, Service, reply};
 use crate::sessions::table::StepPlan;
 use crate::wire::messages::{Compression, Tensor};
 use crate::wire::tensor::WireTensor;
-use crate::workers::gradients::OUTPUT_GRADIENT;
+use crate::workers::gradients::{Bound, OUTPUT_GRADIENT, mib};
 use crate::workers::link::Holds;
 use crate::workers::{Computation, INPUT, PROMPTS};
 
@@ -80,10 +80,13 @@ async fn gradients(
         prompts,
         adapter,
     };
-    let turn = service.turns.of(&work, asked).await;
-    let block_bytes = service.facts.gradient_block_bytes(batch, tokens).max(1);
-    let most_blocks = usize::try_from(service.gradient_bytes / block_bytes).unwrap_or(usize::MAX);
-    let work = workers.gradients(work, most_blocks)?;
+    let bound = bound(
+        service,
+        (batch, tokens),
+        prompts.map_or(0, |(_, length)| length),
+    )?;
+    let work = workers.gradients(work, bound)?;
+    let turn = service.turns.of(work.work(), asked).await;
     let arena = workers.arena();
     let slots = arena.reserve(&work.sizes()).await?;
     let holds = Arc::new(Holds { slots, pages: None });
@@ -110,4 +113,28 @@ async fn gradients(
     }
     drop(turn);
     Ok(tensors)
+}
+
+/// What a worker may keep for gradients over `batch` sequences of `tokens` tokens.
+///
+/// # Errors
+/// [`Failure`] when it is not enough for one block.
+fn bound(service: &Service, (batch, tokens): (u32, u32), prompts: u32) -> Result<Bound, Failure> {
+    let (facts, most_bytes) = (&service.facts, service.gradient_bytes);
+    let block_bytes = facts.gradient_block_bytes(batch, tokens, prompts);
+    let planned = facts.most_gradient_block_bytes(service.limits.max_batch_size);
+    let most = most_bytes.max(planned);
+    if block_bytes > most {
+        return Err(Failure::too_large(format!(
+            "gradients of {batch} x {tokens} tokens, {prompts} of them with deep prompts, keep {} per block, and this server keeps at \
+             most {} (--max_batch_size {}); ask for fewer sequences at a time",
+            mib(block_bytes),
+            mib(most),
+            service.limits.max_batch_size
+        )));
+    }
+    Ok(Bound {
+        block_bytes,
+        most_bytes,
+    })
 }

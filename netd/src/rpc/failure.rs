@@ -12,6 +12,7 @@ use crate::wire::metadata::MetadataError;
 use crate::wire::stream_parts::PartError;
 use crate::wire::tensor::TensorError;
 use crate::workers::arena::TooLarge;
+use crate::workers::gradients::NoWay;
 use crate::workers::link::JobFailure;
 
 /// An error for the caller of an RPC.
@@ -145,6 +146,15 @@ impl From<PartError> for Failure {
         match error {
             PartError::TooLarge { .. } => Failure::too_large(error.to_string()),
             PartError::NoHeader => Failure::bad(error.to_string()),
+        }
+    }
+}
+
+impl From<NoWay> for Failure {
+    fn from(error: NoWay) -> Failure {
+        match error {
+            NoWay::Job(error) => error.into(),
+            NoWay::TooLarge { .. } => Failure::too_large(error.to_string()),
         }
     }
 }

@@ -8,7 +8,8 @@
 //!
 //! A worker keeps the input, the keys and the values of each block of a job. Where that is more than one job may take, its blocks
 //! are several hops as well: less is kept, and all but the last hop are computed forward twice (Chen et al. 2016, Training
-//! Deep Nets with Sublinear Memory Cost).
+//! Deep Nets with Sublinear Memory Cost). Where the arena does not hold the inputs of all hops, it holds some of them, and the others are
+//! computed from these again, each when its turn comes.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -31,6 +32,93 @@ const PROMPT_GRADIENT: usize = PROMPTS + 1;
 pub struct Gradients {
     work: Computation,
     hops: Vec<Hop>,
+    /// Inputs of hops that the arena holds at a time, besides the first.
+    inputs: usize,
+}
+
+/// What a worker may keep for one job.
+#[derive(Clone, Copy, Debug)]
+pub struct Bound {
+    /// Bytes that it needs per block.
+    pub block_bytes: u64,
+    /// Bytes that it may keep at most, unless one block needs more.
+    pub most_bytes: u64,
+}
+
+/// A request for gradients that has no way through the workers.
+#[derive(Debug, thiserror::Error)]
+pub enum NoWay {
+    /// A worker is gone.
+    #[error(transparent)]
+    Job(#[from] JobFailure),
+    /// It keeps too much in one job, and the arena has no room to take it in several.
+    #[error(
+        "gradients over {blocks} blocks keep {} in a worker, which keeps at most {} at once, and {} of shared memory \
+         (--arena_size) cannot hold the {} that going in parts takes; ask for fewer tokens or for fewer blocks at a time",
+        mib(*.bytes), mib(*.most_bytes), mib(*.arena_bytes), mib(*.parts_bytes)
+    )]
+    TooLarge {
+        /// Blocks of the request that one worker serves.
+        blocks: usize,
+        /// Bytes that they keep.
+        bytes: u64,
+        /// Bytes that they may keep.
+        most_bytes: u64,
+        /// Bytes of the arena.
+        arena_bytes: u64,
+        /// Bytes of its slots, were the request taken in parts.
+        parts_bytes: u64,
+    },
+}
+
+/// A size as a person would write it.
+pub fn mib(bytes: u64) -> String {
+    format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
+}
+
+/// One thing to do on the way, with the places of inputs: 0 is that of the request, the others are kept in between.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Move {
+    /// Forward from the hop `from`, whose input is at `input`, to the input of the hop `to`, which goes to `output`.
+    Ahead {
+        from: usize,
+        to: usize,
+        input: usize,
+        output: usize,
+    },
+    /// The gradient through a hop whose input is at `input`.
+    Back { hop: usize, input: usize },
+}
+
+/// The moves back through `hops`, the input of the first of them being at `input`, with the places `free` for those of others: at
+/// least one if there are several hops. With a place for each, no hop is computed ahead twice.
+fn moves(hops: Range<usize>, input: usize, free: Range<usize>, out: &mut Vec<Move>) {
+    let (from, count, places) = (hops.start, hops.len(), free.len());
+    if count <= 1 || places == 0 {
+        out.extend(hops.map(|hop| Move::Back { hop, input }));
+        return;
+    }
+    let output = free.start;
+    let ahead = |to, out: &mut Vec<Move>| {
+        out.push(Move::Ahead {
+            from,
+            to,
+            input,
+            output,
+        });
+    };
+    if places == 1 {
+        for hop in (from + 1..hops.end).rev() {
+            ahead(hop, out);
+            out.push(Move::Back { hop, input: output });
+        }
+        out.push(Move::Back { hop: from, input });
+        return;
+    }
+    let middle = from + count.div_ceil(places + 1);
+    ahead(middle, out);
+    moves(middle..hops.end, output, output + 1..free.end, out);
+    moves(from..middle, input, free, out);
 }
 
 /// Blocks, by their places in the request, that one worker computes in one job.
@@ -50,16 +138,12 @@ pub struct GradientSlots {
 }
 
 impl Workers {
-    /// The way of `work` through the workers, with at most `most_blocks` in a hop as long as the arena holds the inputs of so many
-    /// hops, and another such request beside it. Its kind and plan do not matter.
+    /// The way of `work` through the workers, in hops that keep no more than `bound`. The arena holds as many of their inputs as leaves room
+    /// for another such request beside it, and at least one. Its kind and plan do not matter.
     ///
     /// # Errors
-    /// [`JobFailure::WorkerGone`] when a block has no worker.
-    pub fn gradients(
-        &self,
-        work: Computation,
-        most_blocks: usize,
-    ) -> Result<Gradients, JobFailure> {
+    /// [`NoWay`] when a block has no worker, or the arena cannot hold the input of a hop where several are needed.
+    pub fn gradients(&self, work: Computation, bound: Bound) -> Result<Gradients, NoWay> {
         let mut spans = Vec::new();
         let mut done = 0;
         while done < work.blocks.len() {
@@ -71,17 +155,29 @@ impl Workers {
             done = end;
         }
         if spans.is_empty() {
-            return Err(JobFailure::WorkerGone);
+            return Err(JobFailure::WorkerGone.into());
         }
-        let mut most = most_blocks.max(1);
-        let hops = cut(&spans, most);
-        let mut gradients = Gradients { work, hops };
-        while gradients.hops.len() > spans.len() {
-            if self.arena.could_hold(&gradients.sizes().repeat(2)) {
-                break;
-            }
-            most = most.saturating_mul(2);
-            gradients.hops = cut(&spans, most);
+        let most = bound.most_bytes / bound.block_bytes.max(1);
+        let hops = cut(&spans, usize::try_from(most).unwrap_or(usize::MAX).max(1));
+        let inputs = hops.len() - 1;
+        let mut gradients = Gradients { work, hops, inputs };
+        let holds = |gradients: &Gradients, times| {
+            let sizes = gradients.sizes().repeat(times);
+            self.arena.could_hold(&sizes)
+        };
+        while gradients.inputs > 1 && !holds(&gradients, 2) {
+            gradients.inputs -= 1;
+        }
+        if gradients.hops.len() > spans.len() && !holds(&gradients, 1) {
+            let blocks = spans.iter().map(|span| span.blocks.len()).max();
+            let blocks = blocks.unwrap_or_default();
+            return Err(NoWay::TooLarge {
+                blocks,
+                bytes: bound.block_bytes.saturating_mul(blocks as u64),
+                most_bytes: bound.most_bytes,
+                arena_bytes: self.arena.map().len(),
+                parts_bytes: gradients.sizes().iter().sum(),
+            });
         }
         Ok(gradients)
     }
@@ -101,15 +197,20 @@ fn cut(spans: &[Hop], most: usize) -> Vec<Hop> {
 }
 
 impl Gradients {
+    /// What is computed.
+    pub fn work(&self) -> &Computation {
+        &self.work
+    }
+
     /// Slots to reserve: input, output gradient, body, deep prompts and their gradient if there are any, one more gradient,
-    /// and the input of each hop but the first.
+    /// and the inputs of hops that are held at a time.
     pub fn sizes(&self) -> Vec<u64> {
         // As for a computation, with a gradient for the output.
         let mut sizes = self.work.sizes();
         if self.work.prompts.is_some() {
             sizes.push(self.prompt_gradient_bytes() * self.work.blocks.len() as u64);
         }
-        sizes.resize(sizes.len() + self.hops.len(), self.work.hidden_bytes());
+        sizes.resize(sizes.len() + 1 + self.inputs, self.work.hidden_bytes());
         sizes
     }
 
@@ -123,32 +224,47 @@ impl Gradients {
         holds: &Arc<Holds>,
     ) -> Result<GradientSlots, JobFailure> {
         let slot = |index| holds.slots.slot(index);
-        let spare = if self.work.prompts.is_some() {
-            PROMPT_GRADIENT + 1
-        } else {
-            BODY + 1
+        let spare = match self.work.prompts {
+            Some(_) => PROMPT_GRADIENT + 1,
+            None => BODY + 1,
         };
-        let mut inputs = vec![slot(INPUT)];
-        inputs.extend((1..self.hops.len()).map(|hop| slot(spare + hop)));
-        for (hop, ends) in self.hops.iter().zip(inputs.windows(2)) {
-            if let &[input, output] = ends {
-                let body = self.body(hop, JobKind::Forward, input, output, holds);
-                run_one(workers, hop, &body, holds).await?;
-            }
-        }
+        let place = |input: usize| match input {
+            0 => slot(INPUT),
+            kept => slot(spare + kept),
+        };
+        let mut way = Vec::new();
+        moves(0..self.hops.len(), 0, 1..self.inputs + 1, &mut way);
         let (mut gradient, mut result) = (slot(OUTPUT_GRADIENT), slot(spare));
-        for (hop, input) in self.hops.iter().zip(inputs).rev() {
-            let mut body = self.body(hop, JobKind::Backward, input, result, holds);
-            body.output_gradient = Some(gradient);
-            body.prompt_gradient = self.work.prompts.map(|_| {
-                piece(
-                    slot(PROMPT_GRADIENT),
-                    self.prompt_gradient_bytes(),
-                    &hop.blocks,
-                )
-            });
-            run_one(workers, hop, &body, holds).await?;
-            (gradient, result) = (result, gradient);
+        for next in way {
+            match next {
+                Move::Ahead {
+                    from,
+                    to,
+                    input,
+                    output,
+                } => {
+                    let (input, output) = (place(input), place(output));
+                    self.ahead(workers, holds, from..to, (input, output, result))
+                        .await?;
+                }
+                Move::Back { hop, input } => {
+                    let Some(hop) = self.hops.get(hop) else {
+                        continue;
+                    };
+                    let kind = JobKind::Backward;
+                    let mut body = self.body(&hop.blocks, kind, place(input), result, holds);
+                    body.output_gradient = Some(gradient);
+                    body.prompt_gradient = self.work.prompts.map(|_| {
+                        piece(
+                            slot(PROMPT_GRADIENT),
+                            self.prompt_gradient_bytes(),
+                            &hop.blocks,
+                        )
+                    });
+                    run_one(workers, &hop.link, &body, holds).await?;
+                    (gradient, result) = (result, gradient);
+                }
+            }
         }
         Ok(GradientSlots {
             input: gradient,
@@ -156,9 +272,39 @@ impl Gradients {
         })
     }
 
+    /// Forward through the hops `hops` from `input` to `output`, by way of `spare` where workers follow each other.
+    async fn ahead(
+        &self,
+        workers: &Workers,
+        holds: &Arc<Holds>,
+        hops: Range<usize>,
+        (mut input, output, spare): (SlotRef, SlotRef, SlotRef),
+    ) -> Result<(), JobFailure> {
+        let hops = self.hops.get(hops).unwrap_or_default();
+        // A forward job keeps nothing of its blocks: those of one worker are one job.
+        let parts: Vec<_> = hops
+            .chunk_by(|one, next| Arc::ptr_eq(&one.link, &next.link))
+            .filter_map(|part| {
+                let (first, last) = (part.first()?, part.last()?);
+                Some((&first.link, first.blocks.start..last.blocks.end))
+            })
+            .collect();
+        for (index, (link, blocks)) in parts.iter().enumerate() {
+            // The last of them writes to `output`.
+            let to = match (parts.len() - index) % 2 {
+                1 => output,
+                _ => spare,
+            };
+            let body = self.body(blocks, JobKind::Forward, input, to, holds);
+            run_one(workers, link, &body, holds).await?;
+            input = to;
+        }
+        Ok(())
+    }
+
     fn body(
         &self,
-        hop: &Hop,
+        places: &Range<usize>,
         kind: JobKind,
         input: SlotRef,
         output: SlotRef,
@@ -167,8 +313,8 @@ impl Gradients {
         let mut body = body(&self.work, StepPlan::default(), input, output);
         body.kind = kind;
         let blocks: &[BlockIndex] = &self.work.blocks;
-        body.blocks = blocks.get(hop.blocks.clone()).unwrap_or_default().to_vec();
-        body.prompts = self.work.prompts_of(&hop.blocks, holds);
+        body.blocks = blocks.get(places.clone()).unwrap_or_default().to_vec();
+        body.prompts = self.work.prompts_of(places, holds);
         body
     }
 
@@ -182,7 +328,7 @@ impl Gradients {
 
 async fn run_one(
     workers: &Workers,
-    hop: &Hop,
+    link: &Link,
     body: &JobBody,
     holds: &Arc<Holds>,
 ) -> Result<(), JobFailure> {
@@ -191,7 +337,7 @@ async fn run_one(
         body: workers.write_body(body, holds.slots.slot(BODY))?,
         holds: holds.clone(),
     };
-    let times = hop.link.run(job).await?;
+    let times = link.run(job).await?;
     workers
         .tally()
         .count(body.kind, body.batch, times.compute_ns);
@@ -203,5 +349,56 @@ pub(super) fn piece(all: SlotRef, block_bytes: u64, blocks: &Range<usize>) -> Sl
     SlotRef {
         offset: all.offset + block_bytes * blocks.start as u64,
         len: block_bytes * blocks.len() as u64,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Hops in the order in which they are gone through, ahead and back; every move finds what it needs.
+    fn play(hops: usize, places: usize) -> (usize, Vec<usize>) {
+        let mut way = Vec::new();
+        moves(0..hops, 0, 1..places + 1, &mut way);
+        let mut inputs = vec![None; places + 1];
+        inputs[0] = Some(0);
+        let (mut ahead, mut back) = (0, Vec::new());
+        for next in way {
+            match next {
+                Move::Ahead {
+                    from,
+                    to,
+                    input,
+                    output,
+                } => {
+                    assert!(inputs[input] == Some(from) && from < to && output > 0);
+                    assert_ne!(input, output);
+                    inputs[output] = Some(to);
+                    ahead += to - from;
+                }
+                Move::Back { hop, input } => {
+                    assert_eq!(inputs[input], Some(hop));
+                    back.push(hop);
+                }
+            }
+        }
+        (ahead, back)
+    }
+
+    #[test]
+    fn hops_are_taken_back_in_order_with_any_number_of_places() {
+        for hops in 1..40 {
+            let mut before = usize::MAX;
+            for places in 1..=hops {
+                let (ahead, back) = play(hops, places);
+                assert!(back.iter().copied().eq((0..hops).rev()), "{hops} {places}");
+                assert!(ahead <= before, "{hops} {places}: {ahead} > {before}");
+                before = ahead;
+            }
+        }
+        assert_eq!(play(1, 0), (0, vec![0]));
+        // With a place for each of the others none is gone through twice; with one place each goes from the start.
+        assert_eq!(play(14, 13).0, 13);
+        assert_eq!(play(14, 1).0, 13 * 14 / 2);
     }
 }

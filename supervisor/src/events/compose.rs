@@ -220,7 +220,9 @@ impl Driver<'_> {
             span,
         } = placement;
         let (board, generation) = (running.seat(&self.segments.board), running.generation);
-        let kv_pages = self.config.netd.limits(&facts).kv_pages();
+        let limits = self.config.netd.limits(&facts);
+        let kv_pages = limits.kv_pages();
+        let gradient_bytes = facts.gradient_bytes(limits.max_batch_size);
         let choice = KvChoice::of(device, self.config.worker.kv_mirror);
         let bytes = |survives| facts.kv_segment_bytes_if(survives, span, kv_pages);
         let kv = self.segments.kv(self.instance, worker, choice, bytes)?;
@@ -232,6 +234,7 @@ impl Driver<'_> {
             device,
             span,
             kv_pages,
+            gradient_bytes,
             kv_survives,
             manifest: manifest_of(self.instance, whole),
             model: facts.clone(),

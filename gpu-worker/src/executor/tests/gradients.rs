@@ -145,3 +145,29 @@ fn decode_steps_in_between_change_no_bit_of_a_gradient() {
         assert!(netd.read(job.prompt_gradient) == alone_prompts);
     });
 }
+
+#[test]
+fn what_a_job_keeps_changes_no_bit_of_a_gradient() {
+    let tokens = (BATCH * TOKENS) as usize;
+    let prompts = input((BLOCKS * BATCH * PROMPT_TOKENS) as usize, 4);
+    let gradients = |gradient_bytes| {
+        let mut model = Model::new(DType::F32);
+        model.gradient_bytes = gradient_bytes;
+        let limits = model.limits();
+        let (_, got) =
+            with_drain_time(&model, &kv_segment(model.facts()), DRAIN_TIME, |netd, _| {
+                let (x, g) = (input(tokens, 1), input(tokens, 2));
+                let job = job(netd, &limits, &x, &prompts, &g);
+                let gradient = netd.call(&job.backward()).unwrap();
+                (gradient, netd.read(job.prompt_gradient))
+            });
+        got
+    };
+    let nothing = gradients(0);
+    let facts = Model::new(DType::F32).facts().clone();
+    let needed = u64::from(BLOCKS) * facts.gradient_block_bytes(BATCH, TOKENS, PROMPT_TOKENS);
+    // All, and of the block that comes back first alone.
+    for bytes in [shared::model::GRADIENT_BYTES, needed + (300 << 10)] {
+        assert!(gradients(bytes) == nothing, "{bytes}");
+    }
+}

@@ -7,6 +7,7 @@ use prost::Message;
 use shared::block::Span;
 use shared::control::DeathCause::Outside;
 use shared::job::JobKind;
+use shared::shm::board::Trouble;
 
 use super::rig::*;
 use crate::p2p::CallError;
@@ -134,9 +135,9 @@ async fn two_workers_go_forward_and_come_back() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_keeps_no_more_than_it_may_and_the_answer_is_the_same() {
-    // What two sequences of one token need in a block.
-    let block = facts().gradient_block_bytes(2, 1);
-    assert_eq!(block, 2 * (64 * 4 + 16 * 256));
+    // What two sequences of one token with a prompt need in a block.
+    let block = facts().gradient_block_bytes(2, 1, 1);
+    assert_eq!(block, 2 * (64 * 4 + 16 * 256 + 64 * 8));
     let given = prompts(2, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
     let tensors = [hidden(2, &[1.0, 2.0]), hidden(2, &[10.0, 20.0]), given];
     let request = request(tensors, 0..4);
@@ -184,21 +185,103 @@ async fn a_worker_keeps_no_more_than_it_may_and_the_answer_is_the_same() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn hops_are_no_more_than_the_arena_holds() {
-    let arena_bytes = 1 << 20;
+async fn inputs_that_the_arena_does_not_hold_are_computed_again() {
     let rig = Rig::shaped(Shape {
         gradient_bytes: 0,
-        arena_bytes,
+        arena_bytes: 1 << 20,
         ..Shape::default()
     })
     .await;
-    // Hidden states of 160 KiB: four of them fit into the arena, so that there is no room for the inputs of more hops.
+    // Hidden states of 160 KiB: four of them fit into the arena, one of which is the input of a hop.
     let states: Vec<f32> = (0..640).map(|n| n as f32).collect();
     let tensors = [hidden(1, &states), hidden(1, &states), no_prompts()];
     let answer = unary(&rig, request(tensors, 0..4)).await.unwrap();
     assert_eq!(answer[0].size, [1, 640, HIDDEN as u32]);
-    let jobs = rig.memory().jobs.lock().unwrap();
-    assert_eq!(jobs.len(), 1, "{jobs:?}");
+    let (there, back) = (JobKind::Forward, JobKind::Backward);
+    let order: Vec<_> = {
+        let jobs = rig.memory().jobs.lock().unwrap();
+        jobs.iter()
+            .map(|job| (job.kind, job.blocks[0].0, job.blocks.len()))
+            .collect()
+    };
+    let expected = [
+        (there, 0, 3),
+        (back, 3, 1),
+        (there, 0, 2),
+        (back, 2, 1),
+        (there, 0, 1),
+        (back, 1, 1),
+        (back, 0, 1),
+    ];
+    assert_eq!(order, expected);
+    assert_eq!(rig.service.workers.arena().slots_in_use(), 0);
+    // Back through each block alone: twice the gradient and the input, which has grown by one per block.
+    let expected: Vec<f32> = states.iter().map(|n| 31.0 * n + 34.0).collect();
+    assert_eq!(firsts(&answer[0]), expected);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_worker_cannot_keep_and_the_arena_cannot_part_is_refused_before_anything_is_taken() {
+    let rig = Rig::shaped(Shape {
+        gradient_bytes: 1 << 20,
+        arena_bytes: 1 << 20,
+        ..Shape::default()
+    })
+    .await;
+    // Hidden states of 225 KiB: three of them fit into the arena, and a hop would need a fourth; a block keeps 450 KiB.
+    let states = [1.0; 900];
+    let tensors = [hidden(1, &states), hidden(1, &states), no_prompts()];
+    let held = rig
+        .service
+        .workers
+        .arena()
+        .reserve(&[675 << 10])
+        .await
+        .unwrap();
+    let refused = unary(&rig, request(tensors.clone(), 0..4))
+        .await
+        .unwrap_err();
+    drop(held);
+    for part in [
+        "gradients over 4 blocks keep 1.8 MiB in a worker, which keeps at most 1.0 MiB at once",
+        "1.0 MiB of shared memory (--arena_size) cannot hold the 0.9 MiB",
+        "ask for fewer tokens or for fewer blocks at a time",
+    ] {
+        assert!(refused.contains(part), "{refused}");
+    }
+    assert!(!refused.contains('\n'), "{refused}");
+    assert_eq!(rig.service.troubles.of(Trouble::TooLarge), 1);
+    assert!(rig.memory().jobs.lock().unwrap().is_empty());
+    // Half of the blocks go in one job.
+    let answer = unary(&rig, request(tensors, 0..2)).await.unwrap();
+    assert_eq!(answer[0].size, [1, 900, HIDDEN as u32]);
+    assert_eq!(rig.memory().jobs.lock().unwrap().len(), 1);
+    assert_eq!(rig.service.workers.arena().slots_in_use(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn prompts_for_which_no_block_has_memory_are_refused() {
+    let rig = Rig::shaped(Shape {
+        gradient_bytes: 0,
+        ..Shape::default()
+    })
+    .await;
+    // Without prompts 1024 tokens may be in one sequence each, with a page of their own.
+    let states = vec![1.0; 1024];
+    let long = |batch, given| {
+        let tensors = [hidden(batch, &states), hidden(batch, &states), given];
+        request(tensors, 0..4)
+    };
+    assert!(unary(&rig, long(1024, no_prompts())).await.is_ok());
+    let given = prompts(1, &[1.0; 4]);
+    let refused = unary(&rig, long(1024, given)).await.unwrap_err();
+    for part in [
+        "gradients of 1024 x 1 tokens, 1 of them with deep prompts, keep 4.8 MiB per block",
+        "keeps at most 4.2 MiB (--max_batch_size 1024)",
+    ] {
+        assert!(refused.contains(part), "{refused}");
+    }
+    assert_eq!(rig.service.troubles.of(Trouble::TooLarge), 1);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
