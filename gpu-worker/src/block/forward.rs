@@ -9,15 +9,22 @@
 use kernels::ops::{
     Adapt, Add, AddNorm, Alibi, Attention, ExpertsRoom, Gather, Gelu, KvAppend, Layernorm, Mixture,
     OpError, Product, Products, PromptAdd, Rmsnorm, RopeAppend, RopeTable, Route, ScatterAdd,
-    SiluMul, SplitQkv, experts::list_words,
+    SiluMul, SplitQkv,
 };
 use kernels::{Backend, DType, StepRow, kv::total_tokens, ops};
 
 use super::adapters::{self, adapted};
 use super::kept::Kept;
 use super::rope;
-use super::spec::{BlockSpec, Mlp, Position, Qkv, Residual};
+use super::spec::{BlockSpec, Position, Residual};
 use super::weights::{BlockWeights, GatedWeights, Linear, MlpWeights, NormWeights, QkvWeights};
+
+mod mlp;
+mod workspace;
+
+use workspace::Middle;
+pub use workspace::Workspace;
+pub(super) use workspace::{Choice, Heads};
 
 /// What goes through a block besides the hidden states.
 #[derive(Clone, Copy, Debug)]
@@ -39,148 +46,6 @@ pub struct PromptPart<'a> {
     pub offset: usize,
     /// Its values.
     pub values: &'a [f32],
-}
-
-/// Intermediate results, kept from step to step: a step allocates only if it is larger than all before it.
-pub struct Workspace<B: Backend> {
-    pub(super) normed: B::Buffer,
-    pub(super) branch: B::Buffer,
-    aside: B::Buffer,
-    pub(super) heads: Heads<B>,
-    middle: Middle<B>,
-    /// Between the two matrices of an adapter.
-    pub(super) rank: B::Buffer,
-}
-
-/// Queries, keys and values of the new tokens, and what attention makes of them.
-pub(super) struct Heads<B: Backend> {
-    pub(super) q: B::Buffer,
-    pub(super) k: B::Buffer,
-    pub(super) v: B::Buffer,
-    pub(super) attended: B::Buffer,
-    pub(super) table: B::Buffer,
-    fused: B::Buffer,
-    normed_k: B::Buffer,
-}
-
-/// The middle of the MLP.
-struct Middle<B: Backend> {
-    gate: B::Buffer,
-    up: B::Buffer,
-    logits: B::Buffer,
-    taken: B::Buffer,
-    given: B::Buffer,
-    /// Which token goes to which expert, on the device.
-    lists: B::Buffer,
-    choice: Choice,
-}
-
-/// Which tokens go to which expert, in host memory.
-#[derive(Default)]
-pub(super) struct Choice {
-    /// `[tokens, experts]`, zero where a token does not go.
-    pub(super) weights: Vec<f32>,
-    /// Tokens of the expert at hand.
-    pub(super) index: Vec<u32>,
-    /// Their weights.
-    pub(super) shares: Vec<f32>,
-}
-
-impl Choice {
-    /// Sets the tokens that go to `expert` of `experts`; false when there are none.
-    pub(super) fn select(&mut self, expert: usize, experts: usize) -> bool {
-        let Choice {
-            weights,
-            index,
-            shares,
-        } = self;
-        index.clear();
-        shares.clear();
-        for (token, row) in (0..).zip(weights.chunks_exact(experts)) {
-            // A weight that is no number goes on, so that the result is none either.
-            if row[expert] != 0.0 {
-                index.push(token);
-                shares.push(row[expert]);
-            }
-        }
-        !index.is_empty()
-    }
-}
-
-impl<B: Backend> Workspace<B> {
-    /// An empty workspace; one serves any number of blocks and specs.
-    pub fn new(backend: &mut B) -> Self {
-        let mut empty = || backend.buffer(0);
-        Workspace {
-            normed: empty(),
-            branch: empty(),
-            aside: empty(),
-            heads: Heads {
-                q: empty(),
-                k: empty(),
-                v: empty(),
-                attended: empty(),
-                table: empty(),
-                fused: empty(),
-                normed_k: empty(),
-            },
-            middle: Middle {
-                gate: empty(),
-                up: empty(),
-                logits: empty(),
-                taken: empty(),
-                given: empty(),
-                lists: empty(),
-                choice: Choice::default(),
-            },
-            rank: empty(),
-        }
-    }
-
-    /// Makes it large enough for `tokens` tokens.
-    pub fn grow(&mut self, backend: &mut B, spec: &BlockSpec, tokens: usize, largest_rank: usize) {
-        let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
-        let only = |needed: bool, width: usize| if needed { width } else { 0 };
-        let (heads, middle) = (&mut self.heads, &mut self.middle);
-        let (experts, chosen) = match &spec.mlp {
-            Mlp::Experts(mlp) => (mlp.experts.len(), mlp.chosen),
-            Mlp::Gated(_) | Mlp::Plain(_) => (0, 1),
-        };
-        let is_plain = matches!(spec.mlp, Mlp::Plain(_));
-        let is_rotated = matches!(spec.position, Position::Rope { .. });
-        for (buffer, width) in [
-            (&mut self.normed, spec.hidden),
-            (&mut self.branch, spec.hidden),
-            (
-                &mut self.aside,
-                only(spec.residual == Residual::Parallel, spec.hidden),
-            ),
-            (&mut heads.q, q),
-            (&mut heads.k, kv),
-            (&mut heads.v, kv),
-            (&mut heads.attended, q),
-            (&mut heads.table, only(is_rotated, spec.head_dim)),
-            (
-                &mut heads.fused,
-                only(matches!(spec.qkv, Qkv::Fused(_)), q + 2 * kv),
-            ),
-            (&mut heads.normed_k, only(spec.head_norms.is_some(), kv)),
-            (&mut middle.gate, chosen * spec.mlp.intermediate()),
-            (
-                &mut middle.up,
-                only(!is_plain, chosen * spec.mlp.intermediate()),
-            ),
-            (&mut middle.logits, experts),
-            (&mut middle.taken, only(experts > 0, spec.hidden)),
-            (&mut middle.given, only(experts > 0, chosen * spec.hidden)),
-            (&mut self.rank, largest_rank),
-        ] {
-            backend.grow(buffer, tokens * width);
-        }
-        if experts > 0 {
-            backend.grow(&mut middle.lists, list_words(tokens, chosen, experts));
-        }
-    }
 }
 
 /// Puts the angles of a step into `work`, for [`forward_joined`]: they are the same for all blocks. `rows` with the lengths of their jobs
@@ -595,160 +460,6 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
             group: self.spec.group(),
             pages,
         })
-    }
-
-    /// The MLP of `x` `[tokens, hidden]` into `out`, shaped alike.
-    fn mlp(
-        &mut self,
-        x: &B::Floats,
-        middle: &mut Middle<B>,
-        out: &mut B::Floats,
-        kept: Kept<'_, B::Floats>,
-    ) -> Result<(), OpError> {
-        let (weights, tokens, round) = (self.weights, self.tokens, self.weights.dtype);
-        let wide = self.spec.mlp.intermediate();
-        match &weights.mlp {
-            MlpWeights::Gated(mlp) => {
-                let Middle { gate, up, .. } = middle;
-                self.products(x, [&mlp.gate, &mlp.up], tokens, [&mut *gate, &mut *up])?;
-                self.keep(gate, kept.gate, wide)?;
-                self.keep(up, kept.up, wide)?;
-                self.gated_output(mlp, tokens, gate, up, out)
-            }
-            MlpWeights::Plain {
-                activation,
-                up,
-                down,
-            } => {
-                self.linear(x, up, tokens, &mut middle.gate)?;
-                self.keep(&middle.gate, kept.gate, wide)?;
-                self.backend.gelu(Gelu {
-                    x: &mut middle.gate,
-                    len: tokens * wide,
-                    kind: *activation,
-                    round,
-                })?;
-                self.linear(&middle.gate, down, tokens, out)
-            }
-            MlpWeights::Experts {
-                router,
-                chosen,
-                experts,
-                together,
-            } => {
-                self.linear(x, router, tokens, &mut middle.logits)?;
-                if self.adapts(experts) {
-                    let Middle { logits, choice, .. } = middle;
-                    self.choose(logits, *chosen, experts.len(), choice)?;
-                    return self.experts(x, experts, middle, out);
-                }
-                self.backend.mixture(Mixture {
-                    x,
-                    logits: &mut middle.logits,
-                    experts: together,
-                    tokens,
-                    chosen: *chosen,
-                    room: ExpertsRoom {
-                        gate: &mut middle.gate,
-                        up: &mut middle.up,
-                        given: &mut middle.given,
-                        lists: &mut middle.lists,
-                    },
-                    out,
-                    round,
-                })
-            }
-        }
-    }
-
-    /// Turns logits into the weights of the experts, and takes them to the host.
-    pub(super) fn choose(
-        &mut self,
-        logits: &mut B::Floats,
-        chosen: usize,
-        experts: usize,
-        choice: &mut Choice,
-    ) -> Result<(), OpError> {
-        self.backend.route(Route {
-            logits: &mut *logits,
-            tokens: self.tokens,
-            experts,
-            chosen,
-            round: self.weights.dtype,
-        })?;
-        choice.weights.resize(self.tokens * experts, 0.0);
-        self.backend.download(logits, &mut choice.weights)
-    }
-
-    /// Whether an adapter of these tokens adds to a matrix of an expert.
-    fn adapts(&self, experts: &[GatedWeights<'_, B>]) -> bool {
-        let of = |linear: &Linear<'_, B>| linear.adapts(&self.adapted);
-        let any = |e: &GatedWeights<'_, B>| [&e.gate, &e.up, &e.down].into_iter().any(of);
-        !self.adapted.is_empty() && experts.iter().any(any)
-    }
-
-    /// The sum over the experts in their order, each over the tokens that go to it.
-    fn experts(
-        &mut self,
-        x: &B::Floats,
-        experts: &[GatedWeights<'_, B>],
-        middle: &mut Middle<B>,
-        out: &mut B::Floats,
-    ) -> Result<(), OpError> {
-        let Middle {
-            gate,
-            up,
-            taken,
-            given,
-            choice,
-            ..
-        } = middle;
-        let (width, round) = (self.spec.hidden, self.weights.dtype);
-        self.backend.upload(&vec![0.0; self.tokens * width], out)?;
-        let whole = std::mem::take(&mut self.adapted);
-        for (number, expert) in experts.iter().enumerate() {
-            if !choice.select(number, experts.len()) {
-                continue;
-            }
-            self.backend.gather(Gather {
-                x,
-                index: &choice.index,
-                width,
-                out: &mut *taken,
-            })?;
-            self.adapted = adapters::taken(&whole, &choice.index);
-            let (rows, both) = (choice.index.len(), [&expert.gate, &expert.up]);
-            self.products(taken, both, rows, [&mut *gate, &mut *up])?;
-            self.gated_output(expert, rows, gate, up, given)?;
-            self.backend.scatter_add(ScatterAdd {
-                x: given,
-                index: &choice.index,
-                weights: &choice.shares,
-                width,
-                out: &mut *out,
-                round,
-            })?;
-        }
-        self.adapted = whole;
-        Ok(())
-    }
-
-    /// Of the two products of a gated MLP, its output; `gate` is used up.
-    fn gated_output(
-        &mut self,
-        weights: &GatedWeights<'_, B>,
-        rows: usize,
-        gate: &mut B::Floats,
-        up: &B::Floats,
-        out: &mut B::Floats,
-    ) -> Result<(), OpError> {
-        self.backend.silu_mul(SiluMul {
-            gate: &mut *gate,
-            up,
-            len: rows * self.spec.mlp.intermediate(),
-            round: self.weights.dtype,
-        })?;
-        self.linear(gate, &weights.down, rows, out)
     }
 
     /// The norm before the MLP; without one, `out` stays what attention was fed.

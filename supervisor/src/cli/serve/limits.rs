@@ -37,7 +37,7 @@ pub struct LimitArgs {
     /// Longest silence between two steps of a session, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = seconds)]
     pub(super) step_timeout: Duration,
-    /// Memory between the network and the workers; pages are taken when used
+    /// Memory between the network and the workers, also for the inputs of blocks whose gradients come later; taken when used
     #[arg(long, value_name = "SIZE", default_value = "512MiB", value_parser = size_bytes)]
     pub(super) arena_size: u64,
     /// Memory that blocks, KV cache and processes may take together: so many blocks are served, and a move to others loads them beside

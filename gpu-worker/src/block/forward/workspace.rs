@@ -1,0 +1,148 @@
+//! Intermediate results of a block, kept from step to step.
+
+use kernels::Backend;
+use kernels::ops::experts::list_words;
+
+use crate::block::spec::{BlockSpec, Mlp, Position, Qkv, Residual};
+
+/// Intermediate results, kept from step to step: a step allocates only if it is larger than all before it.
+pub struct Workspace<B: Backend> {
+    pub(in crate::block) normed: B::Buffer,
+    pub(in crate::block) branch: B::Buffer,
+    pub(super) aside: B::Buffer,
+    pub(in crate::block) heads: Heads<B>,
+    pub(super) middle: Middle<B>,
+    /// Between the two matrices of an adapter.
+    pub(in crate::block) rank: B::Buffer,
+}
+
+/// Queries, keys and values of the new tokens, and what attention makes of them.
+pub(in crate::block) struct Heads<B: Backend> {
+    pub(in crate::block) q: B::Buffer,
+    pub(in crate::block) k: B::Buffer,
+    pub(in crate::block) v: B::Buffer,
+    pub(in crate::block) attended: B::Buffer,
+    pub(in crate::block) table: B::Buffer,
+    pub(super) fused: B::Buffer,
+    pub(super) normed_k: B::Buffer,
+}
+
+/// The middle of the MLP.
+pub(super) struct Middle<B: Backend> {
+    pub(super) gate: B::Buffer,
+    pub(super) up: B::Buffer,
+    pub(super) logits: B::Buffer,
+    pub(super) taken: B::Buffer,
+    pub(super) given: B::Buffer,
+    /// Which token goes to which expert, on the device.
+    pub(super) lists: B::Buffer,
+    pub(super) choice: Choice,
+}
+
+/// Which tokens go to which expert, in host memory.
+#[derive(Default)]
+pub(in crate::block) struct Choice {
+    /// `[tokens, experts]`, zero where a token does not go.
+    pub(in crate::block) weights: Vec<f32>,
+    /// Tokens of the expert at hand.
+    pub(in crate::block) index: Vec<u32>,
+    /// Their weights.
+    pub(in crate::block) shares: Vec<f32>,
+}
+
+impl Choice {
+    /// Sets the tokens that go to `expert` of `experts`; false when there are none.
+    pub(in crate::block) fn select(&mut self, expert: usize, experts: usize) -> bool {
+        let Choice {
+            weights,
+            index,
+            shares,
+        } = self;
+        index.clear();
+        shares.clear();
+        for (token, row) in (0..).zip(weights.chunks_exact(experts)) {
+            // A weight that is no number goes on, so that the result is none either.
+            if row[expert] != 0.0 {
+                index.push(token);
+                shares.push(row[expert]);
+            }
+        }
+        !index.is_empty()
+    }
+}
+
+impl<B: Backend> Workspace<B> {
+    /// An empty workspace; one serves any number of blocks and specs.
+    pub fn new(backend: &mut B) -> Self {
+        let mut empty = || backend.buffer(0);
+        Workspace {
+            normed: empty(),
+            branch: empty(),
+            aside: empty(),
+            heads: Heads {
+                q: empty(),
+                k: empty(),
+                v: empty(),
+                attended: empty(),
+                table: empty(),
+                fused: empty(),
+                normed_k: empty(),
+            },
+            middle: Middle {
+                gate: empty(),
+                up: empty(),
+                logits: empty(),
+                taken: empty(),
+                given: empty(),
+                lists: empty(),
+                choice: Choice::default(),
+            },
+            rank: empty(),
+        }
+    }
+
+    /// Makes it large enough for `tokens` tokens.
+    pub fn grow(&mut self, backend: &mut B, spec: &BlockSpec, tokens: usize, largest_rank: usize) {
+        let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
+        let only = |needed: bool, width: usize| if needed { width } else { 0 };
+        let (heads, middle) = (&mut self.heads, &mut self.middle);
+        let (experts, chosen) = match &spec.mlp {
+            Mlp::Experts(mlp) => (mlp.experts.len(), mlp.chosen),
+            Mlp::Gated(_) | Mlp::Plain(_) => (0, 1),
+        };
+        let is_plain = matches!(spec.mlp, Mlp::Plain(_));
+        let is_rotated = matches!(spec.position, Position::Rope { .. });
+        for (buffer, width) in [
+            (&mut self.normed, spec.hidden),
+            (&mut self.branch, spec.hidden),
+            (
+                &mut self.aside,
+                only(spec.residual == Residual::Parallel, spec.hidden),
+            ),
+            (&mut heads.q, q),
+            (&mut heads.k, kv),
+            (&mut heads.v, kv),
+            (&mut heads.attended, q),
+            (&mut heads.table, only(is_rotated, spec.head_dim)),
+            (
+                &mut heads.fused,
+                only(matches!(spec.qkv, Qkv::Fused(_)), q + 2 * kv),
+            ),
+            (&mut heads.normed_k, only(spec.head_norms.is_some(), kv)),
+            (&mut middle.gate, chosen * spec.mlp.intermediate()),
+            (
+                &mut middle.up,
+                only(!is_plain, chosen * spec.mlp.intermediate()),
+            ),
+            (&mut middle.logits, experts),
+            (&mut middle.taken, only(experts > 0, spec.hidden)),
+            (&mut middle.given, only(experts > 0, chosen * spec.hidden)),
+            (&mut self.rank, largest_rank),
+        ] {
+            backend.grow(buffer, tokens * width);
+        }
+        if experts > 0 {
+            backend.grow(&mut middle.lists, list_words(tokens, chosen, experts));
+        }
+    }
+}
