@@ -36,6 +36,7 @@ from safetensors.torch import save_file
 
 HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "blocks")
 BATCH, TOKENS, PROMPT, PREFIX = 2, 21, 16, 3
+STEERED, MARGIN = (14.0, 12.0), 0.02  # a router's logits before the norm, and the least distance of weights: see `steer`
 LLAMA = dict(hidden_size=48, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              vocab_size=64, max_position_embeddings=128, rms_norm_eps=1e-5)
 BLOOM = dict(hidden_size=48, n_layer=2, n_head=3, vocab_size=64)
@@ -69,8 +70,8 @@ CASES |= {name + "-bf16": (*CASES[name][:2], dict(dtype="bfloat16"))
           for name in ["llama", "mistral-window", "qwen2", "falcon-7b", "falcon-11b", "falcon-rw"]}
 CASES |= {name + "-f16": (*CASES[name][:2], dict(dtype="float16"))
           for name in ["llama", "mistral-window", "qwen2", "qwen3", "bloom", "falcon-7b", "falcon-40b", "falcon-11b", "falcon-rw"]}
-# Rounding would send a token to other experts now and then, were there any.
-CASES |= {"mixtral-" + short: ("Mixtral", dict(CASES["mixtral"][1], num_local_experts=2), dict(dtype=dtype))
+# Rounding would send a token of random values to other experts now and then: see `steer`.
+CASES |= {"mixtral-" + short: (*CASES["mixtral"][:2], dict(dtype=dtype, steered=True))
           for short, dtype in [("bf16", "bfloat16"), ("f16", "float16")]}
 
 
@@ -86,6 +87,29 @@ def randomize(layers, seed):
             else:
                 draw *= 1.2 / p.shape[-1] ** 0.5
             p.copy_(draw)
+
+
+def steer(layers, x):
+    """The input changed as little as gives each token, in each block, a router's first and second expert drawn for it.
+
+    Of random values some token has a second and a third expert of nearly the same weight, however large the router's weights are
+    (its rounding errors grow with them). `assert_clear` checks the distance in everything that is computed from this input.
+    """
+    routers = torch.cat([layer.block_sparse_moe.gate.weight.float() for layer in layers])
+    experts = len(routers) // len(layers)
+    wanted = torch.zeros(*x.shape[:2], len(routers))
+    for token in wanted.view(-1, len(routers)):
+        for k in range(len(layers)):
+            first, second = torch.randperm(experts)[:2]
+            token[k * experts + first], token[k * experts + second] = STEERED
+    return x + (wanted - x @ routers.T) @ torch.linalg.pinv(routers).T
+
+
+def assert_clear(gate, args, logits):
+    """Of each token the second expert weighs more than the third by MARGIN, among all experts."""
+    weights = logits.detach().float().softmax(-1).sort(-1, descending=True).values
+    margin = (weights[:, 1] - weights[:, 2]).min().item()
+    assert margin > MARGIN, f"a token's experts are {margin:.3f} apart"
 
 
 class Tap:
@@ -136,6 +160,8 @@ def build(name):
     model.requires_grad_(False)
     for p in model.parameters():
         p.data = p.data.to(stored).to(dtype)
+    for layer in layers if options.get("steered") else []:
+        layer.block_sparse_moe.gate.register_forward_hook(assert_clear)
     return model, layers, stored, dtype
 
 
@@ -178,7 +204,10 @@ def make(name):
     shutil.rmtree(path, ignore_errors=True)
     os.makedirs(path)
     model, layers, stored, dtype = build(name)
-    x, g = torch.randn(2, BATCH, TOKENS, model.config.hidden_size).to(stored).to(dtype)
+    x, g = torch.randn(2, BATCH, TOKENS, model.config.hidden_size)
+    if CASES[name][2].get("steered"):
+        x = steer(layers, x)
+    x, g = x.to(stored).to(dtype), g.to(stored).to(dtype)
     prompts = torch.randn(len(layers), BATCH, PREFIX, model.config.hidden_size).to(stored).to(dtype)
     # In the files of bigscience the blocks of BLOOM are `h.<i>`, in all others they are below the model.
     below = {"Bloom": "h.", "Falcon": "transformer.h."}.get(CASES[name][0], "model.layers.")
