@@ -4,8 +4,8 @@
 //! weights = route(logits)
 //! out = sum over the experts e of a token, in their order, of round(weight_e * round(down_e (silu(gate_e x) * up_e x))), each sum rounded
 //! ```
-//! (transformers `MixtralSparseMoeBlock`.) Its parts are [`Route`](super::Route), [`Gather`](super::Gather), products,
-//! [`SiluMul`](super::SiluMul) and [`ScatterAdd`](super::ScatterAdd), expert by expert; a device does all experts at once, with the bits that a row
+//! (transformers `MixtralSparseMoeBlock`.) Its parts are [`Route`], [`Gather`], products,
+//! [`SiluMul`] and [`ScatterAdd`], expert by expert; a device does all experts at once, with the bits that a row
 //! has by itself.
 
 use shared::dtype::DType;
