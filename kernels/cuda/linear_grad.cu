@@ -17,179 +17,19 @@
 // weights are made 64 of tile, 16 of codes, 64 of look-ups: 0.38 k to 0.61 k cycles for 0.5 M products, which take 0.42 k cycles of the tensor
 // cores at that rate. Two CTAs run on a multiprocessor of an H200.
 // Limits: inputs a multiple of 64, matrices aligned to 16 bytes. All else: linear_grad_any.cu.
-#include "linear.cuh"
-
-#define TILE_INPUTS 128
-#define STEP 32
-#define PIECES (TILE_INPUTS / 8)
-
-// Where piece `piece` (8 numbers) of output `output` lies in a tile of weights, and of row `row` in a stage of gradients.
-__device__ __forceinline__ uint32_t weight_at(uint32_t output, uint32_t piece) {
-    return output * (TILE_INPUTS * 2) + (piece ^ (output & 7) ^ (piece >> 3)) * 16;
-}
-__device__ __forceinline__ uint32_t grad_at(uint32_t row, uint32_t piece) { return row * (STEP * 2) + (piece ^ (row >> 1 & 3)) * 16; }
-
-// How weights are stored: bytes of 16 of them, and whether they must be made.
-template <class F, class T> struct Stored {
-    static constexpr uint32_t BYTES = same_type<F, Nf4>::value ? 8 : same_type<F, Int8>::value ? 16 : 32;
-    static constexpr uint32_t STAGE = STEP * TILE_INPUTS / 16 * BYTES;
-    static constexpr bool MADE = !(same_type<F, Plain>::value && same_type<T, bf16>::value);
-    static constexpr uint32_t TILES = MADE ? 2 * STEP * TILE_INPUTS * 2 : 0;
-    static constexpr uint32_t TABLE = same_type<F, Nf4>::value ? NF4_TABLE_BYTES + 1024 : 0;
-};
-
-// 16 weights of this thread (output thread / 8, inputs from 16 (thread % 8) on) out of a stage into a tile.
-template <class F, class T>
-__device__ __forceinline__ void make(unsigned char* tile, const unsigned char* stage, const uint32_t* table, float scale) {
-    const uint32_t output = threadIdx.x / 8, part = threadIdx.x % 8;
-    uint32_t made[8];
-    if constexpr (same_type<F, Nf4>::value) {
-        const uint2 codes = *reinterpret_cast<const uint2*>(stage + threadIdx.x * 8);
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const uint32_t pair = table[((i < 4 ? codes.x : codes.y) >> (i % 4 * 8) & 255) * 32];
-            made[i] = pack<bf16>(__fmul_rn(__uint_as_float(pair << 16), scale), __fmul_rn(__uint_as_float(pair & 0xffff0000u), scale));
-        }
-    } else if constexpr (same_type<F, Int8>::value) {
-        const uint4 codes = *reinterpret_cast<const uint4*>(stage + threadIdx.x * 16);
-        widen_int8<bf16>(codes.x, made[0], made[1]);
-        widen_int8<bf16>(codes.y, made[2], made[3]);
-        widen_int8<bf16>(codes.z, made[4], made[5]);
-        widen_int8<bf16>(codes.w, made[6], made[7]);
-    } else {
-        const uint4 low = *reinterpret_cast<const uint4*>(stage + weight_at(output, part * 2));
-        const uint4 high = *reinterpret_cast<const uint4*>(stage + weight_at(output, part * 2 + 1));
-        const uint32_t halves[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-            made[i] = pack<bf16>(widen(__ushort_as_half((unsigned short)halves[i])), widen(__ushort_as_half((unsigned short)(halves[i] >> 16))));
-    }
-    *reinterpret_cast<uint4*>(tile + weight_at(output, part * 2)) = make_uint4(made[0], made[1], made[2], made[3]);
-    *reinterpret_cast<uint4*>(tile + weight_at(output, part * 2 + 1)) = make_uint4(made[4], made[5], made[6], made[7]);
-}
-
-template <class F, class T, uint32_t ROWS, uint32_t STAGES>
-__device__ __forceinline__ void linear_grad(const uint8_t* bytes, const bf16* grad, float* out, uint32_t outputs, uint32_t inputs, uint32_t rows,
-                                            uint32_t padded) {
-    SMEM_DYN(shared); // NF4: table, dynamic map; then tiles of weights that are made; then stages of weights and of gradients
-    typedef Stored<F, T> W;
-    constexpr bool IS_NF4 = same_type<F, Nf4>::value;
-    constexpr uint32_t G_STAGE = ROWS * STEP * 2;
-    constexpr int ALONG = ROWS == 128 ? 4 : 8, M = ROWS == 128 ? 4 : 2, N = TILE_INPUTS / ALONG / 8;
-    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint32_t* table = reinterpret_cast<uint32_t*>(shared);
-    float* dynamic = reinterpret_cast<float*>(shared + NF4_TABLE_BYTES);
-    unsigned char *tiles = shared + W::TABLE, *w_ring = tiles + W::TILES, *g_ring = w_ring + STAGES * W::STAGE;
-    const uint32_t first_row = blockIdx.x * ROWS, first_input = blockIdx.y * TILE_INPUTS, steps = padded / STEP;
-
-    // Copies the next 32 outputs: weights as stored, and gradients. What is not there is zeros.
-    auto copy = [&](uint32_t step) {
-        unsigned char *to_w = w_ring + step % STAGES * W::STAGE, *to_g = g_ring + step % STAGES * G_STAGE;
-        constexpr uint32_t ROW = W::BYTES / 2; // pieces of 16 bytes of an output
-#pragma unroll
-        for (uint32_t i = threadIdx.x; i < STEP * ROW; i += 256) {
-            const uint32_t output = step * STEP + i / ROW, piece = i % ROW, input = first_input + piece * (256 / W::BYTES);
-            const bool valid = output < outputs && input < inputs;
-            const size_t from = ((size_t)output * inputs + input) / 16 * W::BYTES + (input % 16) * 2;
-            cp_async16(to_w + (same_type<F, Plain>::value ? weight_at(i / ROW, piece) : i * 16), valid ? bytes + from : bytes, valid);
-        }
-#pragma unroll
-        for (uint32_t i = threadIdx.x; i < ROWS * STEP / 8; i += 256) {
-            const uint32_t row = i / (STEP / 8), piece = i % (STEP / 8);
-            const bool valid = first_row + row < rows;
-            cp_async16(to_g + grad_at(row, piece), valid ? grad + (size_t)(first_row + row) * padded + step * STEP + piece * 8 : grad, valid);
-        }
-    };
-    Nf4Parts parts = {};
-    if constexpr (IS_NF4) {
-        parts = nf4_parts(bytes, outputs, inputs);
-        fill_nf4_table<bf16>(table);
-        dynamic[threadIdx.x] = NF4_DYNAMIC[threadIdx.x];
-    }
-    // Parts of the scale of this thread's weights of a step: read one step before they are put together, as memory takes its time.
-    uint32_t code = 0;
-    float coarse = 0.0f;
-    auto fetch = [&](uint32_t step) {
-        const uint32_t output = step * STEP + threadIdx.x / 8, input = first_input + threadIdx.x % 8 * 16;
-        if (!IS_NF4 || output >= outputs || input >= inputs) return;
-        const size_t group = ((size_t)output * inputs + input) / NF4_GROUP;
-        code = parts.absmax[group];
-        coarse = parts.absmax2[group / NF4_SUPER_GROUP];
-    };
-    auto scale = [&]() { return IS_NF4 ? nf4_scale(dynamic, (uint8_t)code, coarse, parts.offset) * (1.0f / nf4_factor<bf16>()) : 1.0f; };
-
-    for (uint32_t s = 0; s < STAGES - 1; s++) {
-        if (s < steps) copy(s);
-        cp_commit();
-    }
-    float sum[M][N][4] = {};
-    if constexpr (W::MADE) {
-        fetch(0);
-        cp_wait<STAGES - 2>();
-        __syncthreads();
-        make<F, T>(tiles, w_ring, table + lane, scale());
-        if (steps > 1) fetch(1);
-    }
-    for (uint32_t step = 0; step < steps; step++) {
-        // Until this step is there, and the next where its weights are made.
-        cp_wait<W::MADE ? STAGES - 3 : STAGES - 2>();
-        __syncthreads();
-        if (step + STAGES - 1 < steps) copy(step + STAGES - 1);
-        cp_commit();
-        const unsigned char *g = g_ring + step % STAGES * G_STAGE, *w = w_ring + step % STAGES * W::STAGE;
-        if constexpr (W::MADE) {
-            constexpr uint32_t TILE = W::TILES / 2;
-            w = tiles + step % 2 * TILE;
-            if (step + 1 < steps) {
-                const float own = scale();
-                if (step + 2 < steps) fetch(step + 2);
-                make<F, T>(tiles + (step + 1) % 2 * TILE, w_ring + (step + 1) % STAGES * W::STAGE, table + lane, own);
-            }
-        }
-#pragma unroll
-        for (int k = 0; k < STEP / 16; k++) {
-            uint32_t a[M][4];
-#pragma unroll
-            for (int m = 0; m < M; m++) ldsm4(a[m], g + grad_at(warp / ALONG * 64 + m * 16 + lane % 16, k * 2 + lane / 16));
-#pragma unroll
-            for (int n = 0; n < N; n += 2) {
-                uint32_t b[4];
-                ldsm4_t(b, w + weight_at(k * 16 + lane % 16, warp % ALONG * N + n + lane / 16));
-#pragma unroll
-                for (int m = 0; m < M; m++) {
-                    mma<bf16>(sum[m][n], a[m], b[0], b[1]);
-                    mma<bf16>(sum[m][n + 1], a[m], b[2], b[3]);
-                }
-            }
-        }
-    }
-    cp_wait<0>();
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int high = 0; high < 2; high++) {
-            const uint32_t row = first_row + warp / ALONG * 64 + m * 16 + high * 8 + lane / 4;
-            if (row >= rows) continue;
-#pragma unroll
-            for (int n = 0; n < N; n++) {
-                const uint32_t input = first_input + (warp % ALONG * N + n) * 8 + lane % 4 * 2;
-                if (input < inputs)
-                    *reinterpret_cast<float2*>(out + (size_t)row * inputs + input) = make_float2(sum[m][n][high * 2], sum[m][n][high * 2 + 1]);
-            }
-        }
-}
+#include "linear_grad.cuh"
 
 // Stages of 32 rows are small: more of them, as such products wait for the weights.
-#define LINEAR_GRAD(F, f, T, FEW_STAGES)                                                                                 \
-    extern "C" __global__ void __launch_bounds__(256, 2) linear_grad_many_##f##_##T(                                     \
-        const uint8_t* __restrict__ weight, const bf16* __restrict__ grad /* [rows, padded] */,                          \
-        float* __restrict__ out /* [rows, inputs] */, uint32_t outputs, uint32_t inputs, uint32_t rows, uint32_t padded) { \
-        linear_grad<F, T, 128, 4>(weight, grad, out, outputs, inputs, rows, padded);                                     \
-    }                                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(256) linear_grad_few_##f##_##T(                                         \
-        const uint8_t* __restrict__ weight, const bf16* __restrict__ grad /* [rows, padded] */,                          \
-        float* __restrict__ out /* [rows, inputs] */, uint32_t outputs, uint32_t inputs, uint32_t rows, uint32_t padded) { \
-        linear_grad<F, T, 32, FEW_STAGES>(weight, grad, out, outputs, inputs, rows, padded);                             \
+#define LINEAR_GRAD(F, f, T, FEW_STAGES)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(256, 2) linear_grad_many_##f##_##T(                                          \
+        const uint8_t* __restrict__ weight, const bf16* __restrict__ grad /* [rows, padded] */,                               \
+        float* __restrict__ out /* [rows, inputs] */, uint32_t outputs, uint32_t inputs, uint32_t rows, uint32_t padded) {    \
+        linear_grad<F, T, 128, 4>(weight, grad, out, outputs, inputs, blockIdx.x * 128, rows, blockIdx.y * TILE_INPUTS, padded);\
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256) linear_grad_few_##f##_##T(                                              \
+        const uint8_t* __restrict__ weight, const bf16* __restrict__ grad /* [rows, padded] */,                               \
+        float* __restrict__ out /* [rows, inputs] */, uint32_t outputs, uint32_t inputs, uint32_t rows, uint32_t padded) {    \
+        linear_grad<F, T, 32, FEW_STAGES>(weight, grad, out, outputs, inputs, blockIdx.x * 32, rows, blockIdx.y * TILE_INPUTS, padded);\
     }
 LINEAR_GRAD(Plain, plain, bf16, 8)
 LINEAR_GRAD(Plain, plain, f16, 8)
