@@ -4,9 +4,10 @@
     kernels/prebuilt/build.py [--check] [--tools DIR] [--jobs N] [OP...]
 
 Each OP.cu becomes OP.zst: PTX (compute_80, its version lowered as far as ptxas accepts it, so that old drivers take it) and a cubin for
-each architecture below, made by NVRTC and ptxas 12.9.86, whose cubins run on drivers from 525 on. manifest.json says for each what it
-was made from, and registers, shared memory and stack of every kernel. A kernel that spills registers fails the run, and so does one that
-nvcc 13.0.88, the second front end, refuses.
+each architecture below, made by NVRTC and ptxas 12.9.86, whose cubins run on drivers from 525 on. A file whose head says
+"// Architectures: 90a" has cubins for those and no PTX: other devices do without its kernels. manifest.json says for each what it
+was made from, and registers, shared memory and stack of every kernel. A kernel that spills registers fails the run, and so do one whose
+wgmma ptxas serializes and one that nvcc 13.0.88, the second front end, refuses.
 
 --check builds anew and compares byte for byte; of images that are not named it compares the hash of their sources. --tools is where
 the compilers are installed (made when missing; default: target/cuda-tools). Without OP all are built, and images whose source is gone
@@ -114,7 +115,7 @@ def manifest_text(images):
     """JSON with a line per kernel, so that changes read well and merge."""
     lines = [f'{{"compilers": {json.dumps(COMPILERS)},', '"images": {']
     for number, (op, image) in enumerate(sorted(images.items())):
-        lines.append(f'"{op}": {{"source": "{image["source"]}", "ptx": "{image["ptx"]}", "kernels": {{')
+        lines.append(f'"{op}": {{"source": "{image["source"]}", "ptx": {json.dumps(image["ptx"])}, "kernels": {{')
         kernels = sorted(image["kernels"].items())
         for index, (name, use) in enumerate(kernels):
             lines.append(f'  "{name}": {json.dumps(use)}' + ("," if index + 1 < len(kernels) else ""))
@@ -141,10 +142,11 @@ def worker(tools, op):
     kernels, parts = {}, []
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
-        base = nvrtc.ptx(source, op, "80")
-        version, base = lowered(ptxas, base, folder)
-        parts.append(("ptx", base.encode()))
-        for architecture in ARCHITECTURES:
+        version, only = None, re.search(r"^// Architectures: ([0-9a ]+)$", source, re.M)
+        if not only:
+            version, base = lowered(ptxas, nvrtc.ptx(source, op, "80"), folder)
+            parts.append(("ptx", base.encode()))
+        for architecture in only.group(1).split() if only else ARCHITECTURES:
             cubin, uses = assemble(ptxas, nvrtc.ptx(source, op, architecture), architecture, folder, op)
             parts.append((f"sm_{architecture}", cubin))
             for name, use in uses.items():
@@ -236,7 +238,8 @@ def assemble(ptxas, ptx, architecture, folder, op):
     output = folder / f"{op}.cubin"
     command = [ptxas, f"-arch=sm_{architecture}", "-v", "-warn-spills", "-Werror", f"{op}.ptx", "-o", output]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    if done.returncode != 0:
+    # Tensor cores then wait after every product; ptxas only says so.
+    if done.returncode != 0 or "wgmma.mma_async instructions are serialized" in done.stderr:
         sys.exit(f"{op}.cu for sm_{architecture}:\n{done.stderr}")
     uses = {}
     entry = r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)"

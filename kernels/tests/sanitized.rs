@@ -33,6 +33,13 @@ const ORDER: u64 = 7;
 /// Launches a kernel that is wrong, instead of anything else.
 const FAULTY: &str = "--faulty";
 
+/// Products of a warpgroup that are wrong, and what the emulator says of them.
+const FAULTY_PRODUCTS: [(&str, &str); 3] = [
+    ("faulty_wgmma_proxy", "copied without fence_proxy_async"),
+    ("faulty_wgmma_wait", "registers of A were changed"),
+    ("faulty_wgmma_warps", "issue different products"),
+];
+
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     if arguments.first().is_some_and(|first| first == FAULTY) {
@@ -45,6 +52,11 @@ fn main() {
         }
         Some("thread") => assert_reported("faulty_race", "ThreadSanitizer: data race"),
         _ => println!("not instrumented"),
+    }
+    if SANITIZER.is_some_and(|kind| !kind.is_empty()) {
+        for (kernel, message) in FAULTY_PRODUCTS {
+            assert_reported(kernel, message);
+        }
     }
     let mut cuda = Cuda::exact(Emu::with_order(THREADS, ORDER));
     let mut ran = 0;
@@ -85,8 +97,10 @@ fn assert_reported(kernel: &str, message: &str) {
 
 fn launch_faulty(kernel: &str) {
     const COUNT: usize = 64;
-    let kernel = match kernel {
-        "faulty_overrun" => "faulty_overrun",
+    let product = FAULTY_PRODUCTS.iter().find(|(name, _)| *name == kernel);
+    let kernel = match (kernel, product) {
+        (_, Some((name, _))) => name,
+        ("faulty_overrun", _) => "faulty_overrun",
         _ => "faulty_race",
     };
     let gpu = Emu::with_order(1, 1);
@@ -95,7 +109,7 @@ fn launch_faulty(kernel: &str) {
         kernel,
         grid: [1, 1, 1],
         cta: [128, 1, 1],
-        shared_bytes: 128 * 4,
+        shared_bytes: 64 * 128,
         params: Params::new().address(out).count(COUNT),
     };
     // SAFETY: none: it writes past its output, or its threads race. That is to be seen.

@@ -216,6 +216,7 @@ template <int N> static inline void cp_wait() {
         for (auto& copy : groups.front()) {
             if (copy.valid) memcpy(copy.to, copy.from, copy.valid);
             if (copy.valid < copy.bytes) memset((char*)copy.to + copy.valid, 0, copy.bytes - copy.valid);
+            emu::note_copy(copy.to);
         }
         groups.erase(groups.begin());
     }

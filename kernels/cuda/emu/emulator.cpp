@@ -163,6 +163,108 @@ EMU_NO_TSAN unsigned barrier(bool vote, unsigned line) {
     return cta->result;
 }
 
+EMU_NO_TSAN void note_copy(const void* to) {
+    Cta* cta = current->cta;
+    size_t at = (size_t)((const unsigned char*)to - cta->shared) / 16;
+    if (at < cta->writers.size()) cta->writers[at] = {(unsigned)(current - cta->fibers.data()) + 1, current->proxy_fences};
+}
+
+// --- products of warpgroups (wgmma.h) ----------------------------------------------------------------------------------
+
+static const uint32_t IN_FLIGHT = 0xffc0dead; // NaN
+
+// What wgmma_rows and wgmma_columns make: no base offset, groups of 8 rows 1,024 bytes apart, whole rows of 128 bytes.
+static void check_descriptor(const Product& product) {
+    uint64_t b = product.b;
+    uint32_t start = (uint32_t)(b & 0x3fff) << 4, leading = (uint32_t)(b >> 16 & 0x3fff) << 4;
+    if (b >> 62 != 1 || (b >> 32 & 0x3fffffff) != 1024 >> 4 || (b & 0xc000c000)) die("wgmma with a descriptor of another layout");
+    if (start & 0x380) die("wgmma of a tile that does not begin at a multiple of 1024 bytes");
+    if (product.is_columns ? start & 0x7f || leading & 0x3ff : (start & 0x7f) > 96) die("wgmma of a tile that is misaligned");
+}
+
+// Every 16 bytes of B are there and visible to tensor cores.
+static void check_operand(const Product& product) {
+    Cta* cta = current->cta;
+    for (unsigned n = 0; n < product.columns; n += product.is_columns ? 8 : 1)
+        for (unsigned k = 0; k < 16; k += product.is_columns ? 1 : 8) {
+            uint32_t at = address_of(product, k, n);
+            if (at + 16 > cta->shared_bytes) die("wgmma of memory that is not there");
+            const Writer& writer = cta->writers[at / 16];
+            if (writer.thread && cta->fibers[writer.thread - 1].proxy_fences == writer.fences)
+                die("wgmma of what was copied without fence_proxy_async");
+        }
+}
+
+// All warps of a warpgroup issue the same products.
+static void check_warpgroup(const Product& product) {
+    Cta* cta = current->cta;
+    auto& all = cta->warpgroups[current->warp / 4];
+    unsigned number = current->wgmma.issued++;
+    if (number == all.size()) {
+        all.push_back(product);
+        return;
+    }
+    const Product& other = all[number];
+    if (other.b != product.b || other.columns != product.columns || other.is_columns != product.is_columns || other.adds != product.adds ||
+        other.is_bf16 != product.is_bf16)
+        die("warps of one warpgroup issue different products");
+}
+
+void issue_product(float* d, const uint32_t* a, uint64_t b, unsigned columns, bool is_columns, bool adds, bool is_bf16) {
+    Fiber* me = current;
+    if (!me->wgmma.is_fenced) die("wgmma in a group that does not begin with wgmma_fence");
+    if ((me->warp / 4 + 1) * 128 > me->cta->fibers.size()) die("wgmma in a warpgroup that is not whole");
+    Product product = {d, a, {a[0], a[1], a[2], a[3]}, b, columns, is_columns, adds, is_bf16};
+    check_descriptor(product);
+    if (me->lane == 0) check_operand(product);
+    check_warpgroup(product);
+    me->wgmma.open.push_back(product);
+    for (auto& sums : me->wgmma.sums)
+        if (sums.at == d && sums.count == columns / 2) {
+            sums.products++;
+            return;
+        }
+    Sums sums = {d, columns / 2, 1, {}};
+    memcpy(sums.values, d, sums.count * 4);
+    for (unsigned i = 0; i < sums.count; i++) memcpy(d + i, &IN_FLIGHT, 4);
+    me->wgmma.sums.push_back(sums);
+}
+
+void commit_products() {
+    Products& own = current->wgmma;
+    own.is_fenced = false;
+    own.groups.push_back(std::move(own.open));
+    own.open.clear();
+}
+
+static Sums& find_sums(const Product& product) {
+    for (auto& sums : current->wgmma.sums)
+        if (sums.at == product.d && sums.count == product.columns / 2) return sums;
+    die("sums that are not in flight");
+}
+
+float* sums_of(const Product& product) { return find_sums(product).values; }
+
+void end_product(const Product& product) {
+    if (memcmp(product.a, product.a_then, sizeof product.a_then)) die("registers of A were changed while wgmma read them");
+    Sums& sums = find_sums(product);
+    if (--sums.products) return;
+    for (unsigned i = 0; i < sums.count; i++)
+        if (memcmp(sums.at + i, &IN_FLIGHT, 4)) die("sums were changed while wgmma added to them");
+    memcpy(sums.at, sums.values, sums.count * 4);
+    auto& all = current->wgmma.sums;
+    all.erase(all.begin() + (&sums - all.data()));
+}
+
+// At the end of a thread, and of a CTA.
+static void check_waited(const Fiber& f) {
+    if (!f.wgmma.open.empty() || !f.wgmma.groups.empty()) die("a thread ends while its wgmma run");
+}
+static void check_whole(const Cta& cta) {
+    for (auto& f : cta.fibers)
+        if (f.wgmma.issued != cta.warpgroups[f.warp / 4].size()) die("a warp issued fewer wgmma than others of its warpgroup");
+}
+
 // What a fiber runs from its first switch on.
 EMU_NO_TSAN static void entry() {
     Fiber* me = current;
@@ -178,6 +280,7 @@ EMU_NO_TSAN static void entry() {
 #endif
     EMU_ACQUIRE(&cta->body);
     cta->body(cta->params);
+    check_waited(*me);
     me->finished = true;
     me->open.clear();
     me->groups.clear();
@@ -196,6 +299,9 @@ EMU_NO_TSAN static void start_fiber(Cta& cta, unsigned number) {
     f.cta = &cta;
     f.finished = false;
     f.counter = nullptr;
+    f.wgmma.is_fenced = false;
+    f.wgmma.issued = 0;
+    f.proxy_fences = 0;
     f.thread = {number % cta.size.x, number / cta.size.x % cta.size.y, number / cta.size.x / cta.size.y};
     f.lane = number % 32;
     f.warp = number / 32;
@@ -215,6 +321,8 @@ EMU_NO_TSAN static void run_cta(Cta& cta) {
     cta.votes = 0;
     cta.warps.assign((count + 31) / 32, Warp());
     for (unsigned i = 0; i < count; i++) start_fiber(cta, i);
+    cta.warpgroups.assign((count + 127) / 128, {});
+    cta.writers.assign(cta.shared_bytes / 16, Writer());
     if (cta.shared_bytes) memset(cta.shared, 0xff, cta.shared_bytes);
     cta.host.cta = &cta;
     cta.host.finished = false;
@@ -225,6 +333,7 @@ EMU_NO_TSAN static void run_cta(Cta& cta) {
     current = &cta.host;
     go(&cta.host, &cta.fibers[0]);
     EMU_ACQUIRE(&cta.host);
+    check_whole(cta);
 }
 
 // Stacks of MAX_THREADS fibers and shared memory, kept from launch to launch.

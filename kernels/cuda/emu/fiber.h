@@ -5,7 +5,7 @@
 // What the emulator does that a device does not: it ends the process with the kernel, CTA and thread when lanes of a warp
 // meet in different collectives, when a barrier can never be complete, when threads of a CTA stand at barriers of
 // different source lines, and when an address is misaligned; it fills dynamic shared memory with NaN before each CTA; and it
-// carries out asynchronous copies as late as it may, so that a missing wait is a wrong result.
+// carries out asynchronous copies and products of warpgroups (wgmma.h) as late as it may, so that a missing wait is a wrong result.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -49,6 +49,32 @@ struct AsyncCopy {
     unsigned bytes, valid;
 };
 
+// wgmma that has been issued: registers of this thread, and the descriptor of B, whose addresses begin at 0 with shared memory.
+struct Product {
+    float* d;
+    const uint32_t* a;
+    uint32_t a_then[4]; // what A was
+    uint64_t b;
+    unsigned columns;
+    bool is_columns, adds, is_bf16;
+};
+
+// Sums in flight; what the kernel has in their place is NaN.
+struct Sums {
+    float* at;
+    unsigned count, products;
+    float values[64];
+};
+
+// What a thread has to do with products of its warpgroup.
+struct Products {
+    std::vector<Product> open;
+    std::vector<std::vector<Product>> groups;
+    std::vector<Sums> sums;
+    bool is_fenced = false;
+    unsigned issued = 0;
+};
+
 // One CUDA thread.
 struct Fiber {
     void* stack_pointer = nullptr;
@@ -63,6 +89,8 @@ struct Fiber {
     const char* where = "";
     std::vector<AsyncCopy> open;
     std::vector<std::vector<AsyncCopy>> groups;
+    Products wgmma;
+    unsigned proxy_fences = 0;
 #ifdef EMU_TSAN
     void* tsan = nullptr;
 #endif
@@ -90,6 +118,11 @@ struct Warp {
     unsigned lanes = 0, exited = 0;
 };
 
+// Who copied 16 bytes to shared memory last (thread + 1, 0: nobody), and its fences of the proxy by then.
+struct Writer {
+    unsigned thread, fences;
+};
+
 // One CTA while it runs, and the fibers of those that run after it on this OS thread.
 struct Cta {
     dim3 grid, size;
@@ -100,6 +133,9 @@ struct Cta {
     unsigned generation = 0, arrived = 0, live = 0, line = 0, votes = 0, result = 0;
     unsigned char* shared = nullptr;
     size_t shared_bytes = 0;
+    std::vector<Writer> writers;
+    // What each warpgroup has issued.
+    std::vector<std::vector<Product>> warpgroups;
     Fiber host;
     Fiber* before = nullptr;
     void (*body)(void**) = nullptr;
@@ -120,6 +156,24 @@ const Message* meet(unsigned mask, const char* what, const void* words, size_t b
 
 // Waits for the threads of the CTA; returns how many voted.
 unsigned barrier(bool vote, unsigned line);
+
+// Notes that this thread has copied 16 bytes to `to`.
+void note_copy(const void* to);
+
+// wgmma.h.
+void issue_product(float* d, const uint32_t* a, uint64_t b, unsigned columns, bool is_columns, bool adds, bool is_bf16);
+void commit_products();
+float* sums_of(const Product& product);
+void end_product(const Product& product);
+
+// Offset in shared memory of element [k, n] of B: the canonical layouts of PTX ISA 9.7.15.5.1, then the swizzle on the bits of the address.
+static inline uint32_t address_of(const Product& product, uint32_t k, uint32_t n) {
+    const uint32_t start = (uint32_t)(product.b & 0x3fff) << 4, leading = (uint32_t)(product.b >> 16 & 0x3fff) << 4,
+                   stride = (uint32_t)(product.b >> 32 & 0x3fff) << 4;
+    const uint32_t at = product.is_columns ? start + n % 64 * 2 + n / 64 * leading + k % 8 * 128 + k / 8 * stride
+                                           : start + n % 8 * 128 + n / 8 * stride + k * 2;
+    return at ^ (at >> 7 & 7) << 4;
+}
 
 // A kernel in the table of its file.
 struct Kernel {

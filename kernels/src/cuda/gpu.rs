@@ -314,3 +314,10 @@ pub struct Properties {
     /// Which image its kernels come from.
     pub image: String,
 }
+
+impl Properties {
+    /// Whether warpgroups multiply there (`kernels/cuda/wgmma.cuh`): compute capability 9.0 alone.
+    pub fn has_wgmma(&self) -> bool {
+        self.architecture == 90
+    }
+}

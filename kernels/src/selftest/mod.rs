@@ -14,6 +14,7 @@ mod norms;
 mod quantize;
 mod rmsnorm;
 mod route;
+mod wgmma;
 
 use crate::cuda::{Buffer, Cuda, Floats, Gpu};
 use crate::ops::OpError;
@@ -83,6 +84,7 @@ pub fn checks<G: Gpu>() -> Vec<(&'static str, Check<G>)> {
         ("route", route::check),
         ("experts", experts::check),
         ("quantize", quantize::check),
+        ("wgmma", wgmma::check),
     ]
 }
 

@@ -78,9 +78,9 @@ impl Emu {
             recorded: Mutex::default(),
             properties: Properties {
                 name: "emulator".to_owned(),
-                architecture: 80,
+                architecture: 90,
                 multiprocessors: 4,
-                shared_bytes: 99 * 1024,
+                shared_bytes: 227 * 1024,
                 image: "C++".to_owned(),
             },
         }

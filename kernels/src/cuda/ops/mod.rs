@@ -19,6 +19,7 @@ pub(crate) mod rmsnorm;
 pub(crate) mod rope;
 pub(crate) mod route;
 pub(crate) mod silu_mul;
+pub(crate) mod wgmma;
 
 use shared::dtype::DType;
 

@@ -1,0 +1,72 @@
+// The CPU half of wgmma.cuh. A product is noted when it is issued and carried out at the wgmma_wait that waits for its group, from the registers
+// of A and the shared memory of B as they are then. Sums in flight are NaN, so that who reads them early has NaN, and it ends the process when
+//   - a group does not begin with wgmma_fence, a thread ends while products run, or registers of A or D are changed while they do
+//   - warps of a warpgroup issue different products, or one more than another
+//   - a descriptor names memory that is not there, or another layout than wgmma_rows or wgmma_columns make
+//   - B was written by cp_async16 and the writing thread has not called fence_proxy_async since (ordinary stores are not followed)
+#pragma once
+#include "cuda_cpu.h"
+
+static inline void fence_proxy_async() { emu::current->proxy_fences++; }
+static inline void wgmma_fence() { emu::current->wgmma.is_fenced = true; }
+static inline void wgmma_commit() { emu::commit_products(); }
+
+// Where shared memory begins is 0.
+static inline uint32_t smem_address(const void* p) { return (uint32_t)((const unsigned char*)p - emu::current->cta->shared); }
+
+namespace emu {
+
+// Element [input k, column n] of B.
+template <class H> static inline float element_of(const Product& product, uint32_t k, uint32_t n) {
+    H h;
+    memcpy(&h, current->cta->shared + address_of(product, k, n), 2);
+    return element(h);
+}
+
+// What a lane does of a product: the sums of rows g and g + 8, two columns of each 8, inputs in order as in mma.
+template <class H> static inline void carry_out(const Product& product) {
+    const Message* all = meet(~0u, "wgmma_wait", product.a, 16);
+    const unsigned group = current->lane / 4, pair = current->lane % 4;
+    float a[2][16];
+    for (unsigned row = 0; row < 2; row++)
+        for (unsigned k = 0; k < 16; k++) {
+            H h;
+            memcpy(&h, (const char*)all[group * 4 + k % 8 / 2].words + 4 * (row + k / 8 * 2) + k % 2 * 2, 2);
+            a[row][k] = element(h);
+        }
+    float* d = sums_of(product);
+    for (unsigned n = 0; n < product.columns; n++) {
+        if (n / 2 % 4 != pair) continue;
+        float b[16];
+        for (unsigned k = 0; k < 16; k++) b[k] = element_of<H>(product, k, n);
+        for (unsigned row = 0; row < 2; row++) {
+            float& at = d[n / 8 * 4 + row * 2 + n % 2];
+            float sum = product.adds ? at : 0.0f;
+            for (unsigned k = 0; k < 16; k++) sum += a[row][k] * b[k];
+            at = sum;
+        }
+    }
+}
+
+} // namespace emu
+
+template <int N, int M> static inline void wgmma_wait(float (&)[M]) {
+    auto& groups = emu::current->wgmma.groups;
+    while (groups.size() > (size_t)N) {
+        const std::vector<emu::Product> products = std::move(groups.front());
+        groups.erase(groups.begin());
+        for (const auto& product : products) {
+            if (product.is_bf16)
+                emu::carry_out<__nv_bfloat16>(product);
+            else
+                emu::carry_out<__half>(product);
+            emu::end_product(product);
+        }
+    }
+}
+template <int N, bool COLUMNS = false> static inline void wgmma_bf16(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool add) {
+    emu::issue_product(d, a, b, N, COLUMNS, add, true);
+}
+template <int N, bool COLUMNS = false> static inline void wgmma_f16(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool add) {
+    emu::issue_product(d, a, b, N, COLUMNS, add, false);
+}

@@ -1,0 +1,108 @@
+// The products of a warpgroup (wgmma), which sm_90a alone has: each instruction once as inline PTX and once (emu/wgmma.h) as plain C++, as in
+// ptx.h. A file that includes this is compiled for sm_90a only and says so in a line "// Architectures: 90a" of its head
+// (kernels/prebuilt/build.py). Source: NVIDIA, "PTX ISA", chapter 9.7.15; layouts of shared memory as in CUTLASS, mma_traits_sm90_gmma.hpp.
+// Four warps, the first a multiple of 4, issue D[64, N] (+)= A[64, 16] B[16, N] together; it runs on while they do other things. Warp w has rows
+// 16 w .. 16 w + 15 of A and D: A as in mma.m16n8k16, D as its sums, d[4 j + i] being sum i of columns 8 j .. 8 j + 7. In order:
+//   wgmma_fence()   after registers of A or D were written, once before the products of a group
+//   wgmma_...()     products; those of one D are summed in the order of issue
+//   wgmma_commit()  ends the group
+//   wgmma_wait<N>(D) until at most the N last groups run; before that neither D nor A may be touched, nor B overwritten. Named are the sums
+//                   that are read next: the compiler knows no other reason to read them after the wait
+// B is read through another proxy than ordinary accesses: who wrote it calls fence_proxy_async() after the write (after cp_wait for cp_async16),
+// then all meet at a barrier.
+#pragma once
+#include "pairs.cuh"
+
+#ifdef CUDA_CPU
+#include "emu/wgmma.h"
+#else
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+template <int N, int M> __device__ __forceinline__ void wgmma_wait(float (&d)[M]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
+#pragma unroll
+    for (int i = 0; i < M; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+
+// Operands of the instruction for each N: its sums, where A, B and "add to D" stand in the list.
+#define WGMMA_D0 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define WGMMA_D1 "%8,%9,%10,%11,%12,%13,%14,%15"
+#define WGMMA_D2 "%16,%17,%18,%19,%20,%21,%22,%23"
+#define WGMMA_D3 "%24,%25,%26,%27,%28,%29,%30,%31"
+#define WGMMA_D4 "%32,%33,%34,%35,%36,%37,%38,%39"
+#define WGMMA_D5 "%40,%41,%42,%43,%44,%45,%46,%47"
+#define WGMMA_D6 "%48,%49,%50,%51,%52,%53,%54,%55"
+#define WGMMA_D7 "%56,%57,%58,%59,%60,%61,%62,%63"
+#define WGMMA_OUT(i)                                                                                                                \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WGMMA_LIST64 WGMMA_D0 "," WGMMA_D1 "," WGMMA_D2 "," WGMMA_D3
+#define WGMMA_OUT64 WGMMA_OUT(0), WGMMA_OUT(8), WGMMA_OUT(16), WGMMA_OUT(24)
+#define WGMMA_IN64 "{%32,%33,%34,%35}, %36, p, 1, 1, %38;"
+#define WGMMA_IF64 "%37"
+#define WGMMA_LIST80 WGMMA_D0 "," WGMMA_D1 "," WGMMA_D2 "," WGMMA_D3 "," WGMMA_D4
+#define WGMMA_OUT80 WGMMA_OUT(0), WGMMA_OUT(8), WGMMA_OUT(16), WGMMA_OUT(24), WGMMA_OUT(32)
+#define WGMMA_IN80 "{%40,%41,%42,%43}, %44, p, 1, 1, %46;"
+#define WGMMA_IF80 "%45"
+#define WGMMA_LIST96 WGMMA_D0 "," WGMMA_D1 "," WGMMA_D2 "," WGMMA_D3 "," WGMMA_D4 "," WGMMA_D5
+#define WGMMA_OUT96 WGMMA_OUT(0), WGMMA_OUT(8), WGMMA_OUT(16), WGMMA_OUT(24), WGMMA_OUT(32), WGMMA_OUT(40)
+#define WGMMA_IN96 "{%48,%49,%50,%51}, %52, p, 1, 1, %54;"
+#define WGMMA_IF96 "%53"
+#define WGMMA_LIST112 WGMMA_D0 "," WGMMA_D1 "," WGMMA_D2 "," WGMMA_D3 "," WGMMA_D4 "," WGMMA_D5 "," WGMMA_D6
+#define WGMMA_OUT112 WGMMA_OUT(0), WGMMA_OUT(8), WGMMA_OUT(16), WGMMA_OUT(24), WGMMA_OUT(32), WGMMA_OUT(40), WGMMA_OUT(48)
+#define WGMMA_IN112 "{%56,%57,%58,%59}, %60, p, 1, 1, %62;"
+#define WGMMA_IF112 "%61"
+#define WGMMA_LIST128 WGMMA_D0 "," WGMMA_D1 "," WGMMA_D2 "," WGMMA_D3 "," WGMMA_D4 "," WGMMA_D5 "," WGMMA_D6 "," WGMMA_D7
+#define WGMMA_OUT128 WGMMA_OUT(0), WGMMA_OUT(8), WGMMA_OUT(16), WGMMA_OUT(24), WGMMA_OUT(32), WGMMA_OUT(40), WGMMA_OUT(48), WGMMA_OUT(56)
+#define WGMMA_IN128 "{%64,%65,%66,%67}, %68, p, 1, 1, %70;"
+#define WGMMA_IF128 "%69"
+#define WGMMA(N, TYPE)                                                                                                                \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " WGMMA_IF##N ", 0;\n"                                                               \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" WGMMA_LIST##N "}, " WGMMA_IN##N "}\n"           \
+                 : WGMMA_OUT##N                                                                                                       \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"(COLUMNS ? 1 : 0))
+#define WGMMA_SIZES(TYPE)                                                                                                             \
+    static_assert(N == 64 || N == 80 || N == 96 || N == 112 || N == 128, "no such product");                                          \
+    if constexpr (N == 64) WGMMA(64, TYPE);                                                                                           \
+    if constexpr (N == 80) WGMMA(80, TYPE);                                                                                           \
+    if constexpr (N == 96) WGMMA(96, TYPE);                                                                                           \
+    if constexpr (N == 112) WGMMA(112, TYPE);                                                                                         \
+    if constexpr (N == 128) WGMMA(128, TYPE)
+
+// D (+)= A B of bf16, summed in f32. Without `add` D begins at zero. COLUMNS: B is described by wgmma_columns, otherwise by wgmma_rows.
+template <int N, bool COLUMNS = false>
+__device__ __forceinline__ void wgmma_bf16(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool add) {
+    WGMMA_SIZES("bf16");
+}
+// The same of f16.
+template <int N, bool COLUMNS = false>
+__device__ __forceinline__ void wgmma_f16(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool add) {
+    WGMMA_SIZES("f16");
+}
+#endif
+
+// Descriptors of B with the swizzle of 128 bytes: bits 4 to 6 of an address are XORed with its bits 7 to 9. `tile` is shared memory at a
+// multiple of 1024; whoever writes B puts piece p of 16 bytes of row r at wgmma_piece(r, p). A descriptor counts 16 bytes: + 64 is 1,024 further.
+__device__ __forceinline__ uint32_t wgmma_piece(uint32_t row, uint32_t piece) { return row * 128 + (piece ^ row % 8) * 16; }
+
+// Inputs are neighbours in memory ("K-major", as mma.sync has B): row n of 128 bytes holds 64 inputs of column n; rows lie one after the other.
+// The next 16 inputs of the 64: + 2; the next 8 columns: + 64.
+__device__ __forceinline__ uint64_t wgmma_rows(const void* tile) {
+    return (uint64_t)(smem_address(tile) >> 4 & 0x3fff) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+}
+// Columns are neighbours in memory ("MN-major"): row k of 128 bytes holds 64 columns of input k; rows lie one after the other. Columns 64 and on
+// lie `next` bytes further on (a multiple of 1024). The next 16 inputs: + 128; the next 64 columns: + next / 16. For products with COLUMNS.
+__device__ __forceinline__ uint64_t wgmma_columns(const void* tile, uint32_t next) {
+    return (uint64_t)(smem_address(tile) >> 4 & 0x3fff) | (uint64_t)(next >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+}
+
+// Either of them.
+template <class T> constexpr bool IS_BF16 = false;
+template <> constexpr bool IS_BF16<bf16> = true;
+template <class T, int N, bool COLUMNS = false>
+__device__ __forceinline__ void wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool add) {
+    if constexpr (IS_BF16<T>)
+        wgmma_bf16<N, COLUMNS>(d, a, b, add);
+    else
+        wgmma_f16<N, COLUMNS>(d, a, b, add);
+}
