@@ -2,6 +2,7 @@
 //
 // f32 [len]; T is the dtype to which y and the sum are rounded. CPU reference: kernels/src/ops/add.rs.
 // Grid: 4 neighbours per thread; the fast form needs both addresses aligned to 16. Floor: 12 bytes an element.
+// expects add_*: LDG.128 STG.128
 #include "common.cuh"
 
 template <class T> __device__ __forceinline__ void add(float* x, const float* y, uint64_t len) {

@@ -5,6 +5,8 @@
 // Grid: heads x tokens, CTA 4 warps. Warp w takes tiles of 32 keys 4 i + w, a key per lane; the sums of lanes, then of warps are added in a fixed
 // order, so the bits are a function of the token and its cache alone. q is in shared memory, and so are the results of the warps.
 // Floor: keys three times, values once. Not for hot shapes.
+// The arguments of the score, which is not inlined, lie in local memory.
+// expects attention_any_*: may LDL STL
 #include "pages.cuh"
 
 #ifndef INFINITY

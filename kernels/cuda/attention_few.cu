@@ -10,6 +10,8 @@
 // workspace f32 [tiles of all tokens, heads, D + 4]: product, maximum, sum; token_tile of the batch says where those of a token begin.
 // Floor: keys and values once: 8.4 MB for 2,048 positions of a 70B block, 2 us at 4.3 TB/s; the workspace is an eighth of that, twice.
 // Variants: one per D and dtype. Limits: D 64, 80, 96, 112, 128, 256; bf16, f16. All else: attention_any.cu.
+// expects attention_few_*: only LDGSTS.128; loop HMMA LDGSTS LDSM; no LDG.U8 LDG.U16
+// expects attention_join: LDG.128 STG.128
 #include "attention.cuh"
 
 // token_tile [tokens] of the batch, behind row_start.

@@ -20,6 +20,7 @@
 // tensor cores; 4 warps read 64 KB of shared memory, 512 cycles: neither waits much for the other.
 // Variants: one per D and dtype. Limits: D 64, 80, 96, 112, 128; bf16, f16. All else: attention_grad_any.cu.
 // Source: Dao, FlashAttention-2 (arXiv 2307.08691), with a pass for keys and one for queries.
+// expects attention_grad_*: only LDGSTS.128; loop HMMA LDGSTS LDSM; no LDG.U8 LDG.U16
 #include "attention.cuh"
 
 #define HALF_KEYS 32

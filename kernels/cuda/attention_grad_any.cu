@@ -10,6 +10,7 @@
 // element of dk and dv has one order of additions, from the last query to the first, wherever the sequence is cut.
 // Floor: not for hot shapes: keys and values are read from the cache once per query, 8 D operations per pair.
 // Limits: head_dim up to 256.
+// expects attention_grad_any_*: no LDL STL
 #include "pages.cuh"
 
 #ifndef INFINITY

@@ -7,6 +7,7 @@
 // that its last query sees. The product of a tile is merged 16 dimensions at a time: 8 registers, not D / 2.
 // Floor: 4 D operations per query and key that it sees; 1,024 tokens of a 70B block after nothing: 17 GFLOP, 22 us at 788 TFLOP/s.
 // Variants: one per D and dtype. Limits: D 64, 80, 96, 112, 128; bf16, f16. All else: attention_any.cu.
+// expects attention_many_*: only LDGSTS.128; loop HMMA LDGSTS LDSM; no LDG.U8 LDG.U16
 #include "attention.cuh"
 
 #define QUERIES 64

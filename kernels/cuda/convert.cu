@@ -2,6 +2,8 @@
 //
 // CPU reference: kernels/src/ops/convert.rs. Grid: 1,024 elements per CTA of 256 threads, 4 neighbours each where all 4 exist.
 // Floor: bytes read and written.
+// expects convert_f32_*: LDG.128 STG.64
+// expects convert_*_f32: LDG.64 STG.128
 #include "common.cuh"
 
 template <class T> struct alignas(4 * sizeof(T)) Four {

@@ -11,6 +11,10 @@
 // A row's sums do not depend on which other rows its experts have, and they are added in the order of the experts, rounded as scatter_add.
 // Floor: group and combine are bound by their launch (a token of 8 experts: some kilobytes), take by rows in and out.
 // Limits: 256 experts.
+// expects experts_any_*: no LDL STL
+// expects experts_group_*: no LDL STL
+// expects experts_take_*: LDG.128 STG.128
+// expects experts_combine_*: LDG.128 STG.128
 #include "experts.cuh"
 #include "linear_any.cuh"
 #include "pairs.cuh"

@@ -10,6 +10,9 @@
 // lane keeps which row of x each of its tokens is, and tiles of 8 tokens that an expert does not have are left out of the products.
 // Floor: bytes of the chosen experts: 2 of 8 experts of Mixtral 8x7B 187 MB in NF4, 43 us at the 4.3 TB/s of an H200.
 // Variants: N 1 for up to 8 tokens in all, else 4. Limits: as linear_few.cu.
+// expects experts_few_*: only LDGSTS.128; loop HMMA LDGSTS LDG.128; loop no LDG.64 LDG.U16 STG
+// expects experts_few_plain_*: no LDG.U8 LD.U8
+// expects experts_few_int8_*: no LDG.U8 LD.U8
 #include "experts.cuh"
 #include "linear_few.cuh"
 

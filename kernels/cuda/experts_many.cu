@@ -9,6 +9,9 @@
 // Floor: 2 x pairs x inputs x outputs operations; 1,024 tokens through 2 of 8 experts of Mixtral 8x7B 0.72 TFLOP, 0.9 ms at the 788 TFLOP/s of an H200;
 // 2,048 pairs are 16 tiles and up to 8 that are not full.
 // Variants: one. Limits: as linear_many.cu.
+// expects experts_many_*: only LDGSTS.128; loop HMMA LDGSTS LDS.128; loop no LDG.64 LDG.U16 STG
+// expects experts_many_plain_*: no LDG.U8 LD.U8
+// expects experts_many_int8_*: no LDG.U8 LD.U8
 #include "experts.cuh"
 #include "linear_many.cuh"
 

@@ -4,6 +4,7 @@
 //
 // f32 [len]; T is the dtype to which the input is rounded; the gradient rounds nothing. CPU reference: kernels/src/ops/gelu.rs and gradient.rs.
 // Grid: 4 neighbours per thread, at the end one by one; addresses aligned to 16. Floor: 8 bytes an element (gradient: 12).
+// expects gelu_*: LDG.128 STG.128
 #include "common.cuh"
 
 struct Tanh {

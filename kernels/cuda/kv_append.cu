@@ -5,6 +5,8 @@
 // Grid: one thread per 8 elements (2 x 16 bytes in, 16 bytes out in 16-bit dtypes), per element if head_dim is no multiple of 8.
 // page_copy: the first `tokens` slots of pages, keys and values of every head; copies are (source, destination, tokens); one CTA each.
 // Floor: keys and values once in, once out. 70B block and token: 8 KB in, 4 KB out, 4 KB over the bus.
+// expects kv_append_*: LDG.128 STG.128
+// expects page_copy_*: no LDL STL
 #include "pages.cuh"
 
 template <class T> struct alignas(sizeof(T) * 8 > 16 ? 16 : sizeof(T) * 8) Eight {

@@ -6,6 +6,7 @@
 // layernorm_add first adds a branch: x = round(x + round(y)), as add.cu does, and keeps it; one launch less, one read less.
 // Floor: x and out once, 12 bytes an element with the branch. 70B block: 32 KB a row and read.
 // Limits: CTA of whole warps in one dimension, at most 512 threads.
+// expects layernorm_*: LDG.128 STG.128
 #include "common.cuh"
 
 template <class T, bool ADD>

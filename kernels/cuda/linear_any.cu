@@ -6,6 +6,7 @@
 // multiple of 4: 16 bytes of weights at a time) or every 32nd input (else); its products are summed one after the other and then over the lanes
 // (butterfly), so the bits of an element are a function of its row and the matrix.
 // Floor: bytes of the matrix; each is read once per 8 rows. f32 only: other formats are read by the byte.
+// expects linear_any_*: no LDL STL
 #include "linear_any.cuh"
 
 #define LINEAR_ANY(F, f, T)                                                                                   \

@@ -14,6 +14,9 @@
 // Variants: M 1 for matrices so small that 32 outputs a tile would leave SMs idle, else 2; N 1, 2, 4 for up to 8, 16, 32 rows. The bits of an
 // element are the same in all of them, and in linear_many.cu.
 // Limits: inputs a multiple of 64, matrices aligned to 16 bytes. All else goes to linear_any.cu.
+// expects linear_few_*: only LDGSTS.128; loop HMMA LDGSTS LDG.128; loop no LDG.64 LDG.U16 STG
+// expects linear_few_plain_*: loop only LDG.128; no LDG.U8
+// expects linear_few_int8_*: loop only LDG.128; no LDG.U8
 #include "linear_few.cuh"
 
 #define LINEAR_FEW(F, f, T, M, N)                                                                                                      \

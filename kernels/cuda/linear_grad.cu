@@ -17,6 +17,10 @@
 // weights are made 64 of tile, 16 of codes, 64 of look-ups: 0.38 k to 0.61 k cycles for 0.5 M products, which take 0.42 k cycles of the tensor
 // cores at that rate. Two CTAs run on a multiprocessor of an H200.
 // Limits: inputs a multiple of 64, matrices aligned to 16 bytes. All else: linear_grad_any.cu.
+// expects linear_grad_*_*: only LDGSTS.128; loop HMMA LDGSTS LDSM; loop no LDG.64 LDG.U16 STG
+// expects linear_grad_*_plain_*: no LDG
+// expects linear_grad_*_int8_*: no LDG
+// expects linear_grad_round: LDG.128 STG.128
 #include "linear_grad.cuh"
 
 // Stages of 32 rows are small: more of them, as such products wait for the weights.

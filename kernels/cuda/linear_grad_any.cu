@@ -8,6 +8,7 @@
 // Floor: 2 x rows x outputs x inputs operations of the f32 units. Per 16 outputs
 // a warp reads 4 x (4 + 1) words of shared memory for 16 x 4 x 4 products: the f32 units, not the memory, are the limit.
 // Limits: none.
+// expects linear_grad_any_*: no LDL STL
 #include "linear_grad_any.cuh"
 
 #define LINEAR_GRAD_ANY(F, f, T)                                                                                                \

@@ -13,6 +13,9 @@
 // reaches on an H200. mma.sync reaches about 0.62 of wgmma there. Shared memory per block and CTA: 256 cycles of look-ups (NF4), 512 of x, 128 + 32 of
 // copies, 64 of weights: 0.99 k cycles for 1 M products, which take 0.85 k cycles of the tensor cores at that rate.
 // Variants: one. Limits: inputs a multiple of 64, matrices and x aligned to 16 bytes.
+// expects linear_many_*: only LDGSTS.128; loop HMMA LDGSTS LDS.128; loop no LDG.64 LDG.U16 STG
+// expects linear_many_plain_*: loop no LDG
+// expects linear_many_int8_*: loop no LDG
 #include "linear_many.cuh"
 
 #define LINEAR_MANY(F, f, T)                                                                                                      \

@@ -13,6 +13,7 @@
 // lora_grad_up: grid x inputs / 256, y tiles; a thread has one input: its column of A, rank by rank.
 // Every element has an order of sums that depends on its row and adapter alone.
 // Floor: A and B once per 8 rows: rank 16 beside a 8192 x 8192 matrix 0.5 MB, an eightieth of the matrix in NF4.
+// expects lora_*: no LDL STL
 #include "common.cuh"
 
 #define ROWS 8

@@ -3,6 +3,7 @@
 //
 // f32: x, grad [rows, width], weight [width]. CPU reference: kernels/src/ops/gradient.rs.
 // Grid: one CTA per row; sums over threads, lanes, warps, a function of width and CTA. Floor: x and grad in, grad out.
+// expects *_grad: no LDL STL
 #include "common.cuh"
 
 template <bool CENTERED>

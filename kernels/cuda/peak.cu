@@ -2,6 +2,7 @@
 //
 // Each warp multiplies the same fragments `iterations` times into 8 independent accumulators, m16n8k16 of bf16 each (4,096 multiplications and
 // additions, counted apart). Registers only; the sums are written at the end so that nothing is left out.
+// expects peak_mma_bf16: loop HMMA; loop no LDG STG
 #include "common.cuh"
 
 #define CHAINS 8

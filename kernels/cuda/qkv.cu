@@ -2,6 +2,7 @@
 //   fused [tokens, kv_heads, group + 2, head_dim] <-> q [tokens, kv_heads, group, head_dim], k and v [tokens, kv_heads, head_dim]
 //
 // f32. CPU reference: kernels/src/ops/qkv.rs. Grid: one thread per element of the fused tensor. Floor: 8 bytes an element.
+// expects *_qkv: no LDL STL
 #include "common.cuh"
 
 // Where element `i` of the fused tensor lies outside of it.

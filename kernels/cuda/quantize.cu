@@ -6,6 +6,7 @@
 // quantize_nf4_mean: one CTA; their mean, summed in f64.
 // quantize_nf4_scales: one CTA per 256 groups: the largest distance from the mean, and the nearest values of the dynamic map.
 // Source: bitsandbytes 0.41.1 quantize_4bit(compress_statistics=True), int8_vectorwise_quant. Floor: the numbers read twice, the codes written once.
+// expects quantize_*: no LDL STL
 #include "nf4.cuh"
 
 __device__ __forceinline__ float cta_max(float v, float* scratch) {

@@ -7,6 +7,7 @@
 // rmsnorm_add first adds a branch: x = round(x + round(y)), and keeps the sum; one launch less, one read less.
 // Limits: CTA of whole warps in one dimension.
 // Source: transformers LlamaRMSNorm.
+// expects rmsnorm_*: LDG.128 STG.128
 #include "common.cuh"
 
 // ADD: first x = round(x + round(y)), as add.cu does; each thread adds the elements that it sums.

@@ -8,6 +8,8 @@
 // rope_append: queries in place as rope does; keys rotated and values as they are into the pages of their rows, and into the mirror of the
 // pages where there is one: one launch instead of three.
 // Floor: x read and written once. 70B block and token: 36 KB in, 36 KB out, 4 KB to the mirror.
+// expects rope_bf16: LDG.128 STG.128
+// expects rope_*: no LDL STL
 #include "pages.cuh"
 
 template <class T> __device__ __forceinline__ void rope_table(const uint32_t* words, const float* frequencies, float* out, uint32_t half) {

@@ -6,6 +6,10 @@
 // gather, scatter_add: one CTA per moved row; no row is named twice, so nothing is added atomically.
 // gate_dot: one CTA per row; sums over threads, lanes, warps in a fixed order.
 // Floor: rows once in, once out. The router itself is bound by its launch.
+// expects route_*: no LDL STL
+// expects gate_dot: no LDL STL
+// expects scatter_add_*: LDG.128 STG.128
+// expects gather: LDG.128 STG.128
 #include "route.cuh"
 
 template <class T> __device__ __forceinline__ void route(float* logits, uint32_t tokens, uint32_t experts, uint32_t count) {

@@ -3,6 +3,7 @@
 //
 // f32 [len]; T is the dtype of the roundings; gradients round nothing. CPU reference: kernels/src/ops/silu_mul.rs and gradient.rs.
 // Grid: 4 neighbours per thread, at the end one by one; addresses aligned to 16. Floor: 12 bytes an element (gradient: 20).
+// expects silu_mul_*: LDG.128 STG.128
 #include "common.cuh"
 
 template <class T> __device__ __forceinline__ float activated(float gate, float up) {

@@ -5,6 +5,7 @@
 // warpgroup; 64 inputs at a time are copied to shared memory, waited for and multiplied.
 // Variants: N, dtype, rows or columns. Limits: inputs a multiple of 64, a and b aligned to 16 bytes. Not made to be fast.
 // Architectures: 90a
+// expects wgmma_*: loop HGMMA LDGSTS; only LDGSTS.128; no HMMA
 #include "wgmma.cuh"
 
 template <class T, int N, bool COLUMNS> __device__ __forceinline__ void product(const T* a, const T* b, float* out, uint32_t inputs) {

@@ -7,7 +7,8 @@ Each OP.cu becomes OP.zst: PTX (compute_80, its version lowered as far as ptxas 
 each architecture below, made by NVRTC and ptxas 12.9.86, whose cubins run on drivers from 525 on. A file whose head says
 "// Architectures: 90a" has cubins for those and no PTX: other devices do without its kernels. manifest.json says for each what it
 was made from, and registers, shared memory and stack of every kernel. A kernel that spills registers fails the run, and so do one whose
-wgmma ptxas serializes and one that nvcc 13.0.88, the second front end, refuses.
+wgmma ptxas serializes, one whose instructions are not those that its source expects (expects.py), and one that nvcc 13.0.88, the second front
+end, refuses.
 
 --check builds anew and compares byte for byte; of images that are not named it compares the hash of their sources. --tools is where
 the compilers are installed (made when missing; default: target/cuda-tools). Without OP all are built, and images whose source is gone
@@ -26,6 +27,8 @@ import subprocess
 import sys
 import tempfile
 
+import expects
+
 HERE = pathlib.Path(__file__).resolve().parent
 CUDA = HERE.parent / "cuda"
 ARCHITECTURES = ["80", "86", "89", "90a", "100", "120"]
@@ -39,6 +42,7 @@ PACKAGES = [
     "nvidia-cuda-crt==13.0.88",
     "nvidia-cuda-runtime==13.0.96",
     "nvidia-cuda-cccl==13.0.85",
+    "nvidia-cuda-nvdisasm==13.5.37",
     "zstandard==0.25.0",
 ]
 COMPILERS = "nvrtc 12.9.86, ptxas 12.9.86"
@@ -149,6 +153,7 @@ def worker(tools, op):
         for architecture in only.group(1).split() if only else ARCHITECTURES:
             cubin, uses = assemble(ptxas, nvrtc.ptx(source, op, architecture), architecture, folder, op)
             parts.append((f"sm_{architecture}", cubin))
+            disassemble(site, source, op, architecture, folder, uses)
             for name, use in uses.items():
                 kernels.setdefault(name, {})[architecture] = use
         second_gate(site, op, folder)
@@ -249,6 +254,17 @@ def assemble(ptxas, ptx, architecture, folder, op):
         shared = re.search(r"(\d+) bytes smem", rest)
         uses[name] = {"registers": int(registers), "stack": int(stack), "shared": int(shared.group(1)) if shared else 0}
     return output.read_bytes(), uses
+
+
+def disassemble(site, source, op, architecture, folder, uses):
+    """Ends unless the instructions of the cubin in `folder` are those that the source expects."""
+    # No control flow analysis: it takes time, and the disassembler, newer than the compiler, has none for some architectures.
+    command = [site / "cu13/bin/nvdisasm", "-c", "-ndf", folder / f"{op}.cubin"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"disassemble {op} for sm_{architecture}:\n{done.stderr}")
+    if wrong := expects.violations(source, done.stdout, {name: use["stack"] for name, use in uses.items()}):
+        sys.exit(f"{op}.cu for sm_{architecture} is not as expected:\n  " + "\n  ".join(sorted(wrong)))
 
 
 def second_gate(site, op, folder):
