@@ -18,12 +18,44 @@
 #else
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+// Without sums: for who only writes A or B anew.
+template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory"); }
 template <int N, int M> __device__ __forceinline__ void wgmma_wait(float (&d)[M]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 #pragma unroll
     for (int i = 0; i < M; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+
+// After a wait that named other sums.
+template <int M> __device__ __forceinline__ void wgmma_hold(float (&d)[M]) {
+#pragma unroll
+    for (int i = 0; i < M; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Copies of whole pieces of memory by the copy engine, which writes as tensor cores read: no fence between the two. One thread, after the barrier
+// was made and all know of it: barrier_expect the bytes, then copy_bulk as many; any thread: barrier_wait for the 1st, 2nd, 3rd ... time with
+// `phase` 0, 1, 0 ... Addresses and bytes are multiples of 16.
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t threads) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(smem_address(barrier)), "r"(threads) : "memory");
+}
+// Makes barriers known to the copy engine.
+__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory"); }
+__device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(smem_address(barrier)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(smem_address(to)), "l"(from),
+                 "r"(bytes), "r"(smem_address(barrier))
+                 : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t phase) {
+    asm volatile("{.reg .pred done;\n"
+                 "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;}\n" ::"r"(smem_address(barrier)),
+                 "r"(phase)
+                 : "memory");
+}
 
 // Operands of the instruction for each N: its sums, where A, B and "add to D" stand in the list.
 #define WGMMA_D0 "%0,%1,%2,%3,%4,%5,%6,%7"

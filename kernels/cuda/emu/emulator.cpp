@@ -256,6 +256,47 @@ void end_product(const Product& product) {
     all.erase(all.begin() + (&sums - all.data()));
 }
 
+// --- the copy engine (wgmma.h) -----------------------------------------------------------------------------------------
+
+EMU_NO_TSAN static BulkBarrier& find_barrier(const void* at) {
+    for (auto& barrier : current->cta->barriers)
+        if (barrier.at == at) return barrier;
+    die("a barrier of copies that was not made");
+}
+
+EMU_NO_TSAN void init_barrier(const void* at) { current->cta->barriers.push_back({at, 0, 0, {}}); }
+
+EMU_NO_TSAN void expect_bytes(const void* at, unsigned bytes) {
+    BulkBarrier& barrier = find_barrier(at);
+    if (barrier.expected) die("a barrier of copies is used again before it was waited for");
+    barrier.expected = bytes;
+    EMU_RELEASE(&barrier);
+}
+
+EMU_NO_TSAN void copy_bulk(const BulkCopy& copy, const void* at) {
+    if ((uintptr_t)copy.to % 16 || (uintptr_t)copy.from % 16 || copy.bytes % 16) die("copy_bulk with a misaligned address or size");
+    find_barrier(at).copies.push_back(copy);
+}
+
+// Copies are carried out when somebody waits for them, who must know that they were asked for.
+EMU_NO_TSAN void wait_barrier(const void* at, unsigned phase) {
+    BulkBarrier& barrier = find_barrier(at);
+    EMU_ACQUIRE(&barrier);
+    if ((barrier.completed & 1) != phase) return;
+    unsigned bytes = 0;
+    for (auto& copy : barrier.copies) bytes += copy.bytes;
+    if (!bytes || bytes != barrier.expected) die("a wait for copies that were not asked for, or not as many bytes as are expected");
+    for (auto& copy : barrier.copies) {
+        memcpy(copy.to, copy.from, copy.bytes);
+        size_t first = (size_t)((unsigned char*)copy.to - current->cta->shared) / 16;
+        for (size_t i = first; i < first + copy.bytes / 16; i++) current->cta->writers.at(i) = Writer();
+    }
+    barrier.copies.clear();
+    barrier.expected = 0;
+    barrier.completed++;
+    EMU_RELEASE(&barrier);
+}
+
 // At the end of a thread, and of a CTA.
 static void check_waited(const Fiber& f) {
     if (!f.wgmma.open.empty() || !f.wgmma.groups.empty()) die("a thread ends while its wgmma run");
@@ -322,6 +363,7 @@ EMU_NO_TSAN static void run_cta(Cta& cta) {
     cta.warps.assign((count + 31) / 32, Warp());
     for (unsigned i = 0; i < count; i++) start_fiber(cta, i);
     cta.warpgroups.assign((count + 127) / 128, {});
+    cta.barriers.clear();
     cta.writers.assign(cta.shared_bytes / 16, Writer());
     if (cta.shared_bytes) memset(cta.shared, 0xff, cta.shared_bytes);
     cta.host.cta = &cta;

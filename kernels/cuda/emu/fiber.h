@@ -123,6 +123,18 @@ struct Writer {
     unsigned thread, fences;
 };
 
+// A barrier of shared memory that copies of the copy engine complete: how often it was completed, what runs, and the bytes that are expected.
+struct BulkCopy {
+    void* to;
+    const void* from;
+    unsigned bytes;
+};
+struct BulkBarrier {
+    const void* at;
+    unsigned completed, expected;
+    std::vector<BulkCopy> copies;
+};
+
 // One CTA while it runs, and the fibers of those that run after it on this OS thread.
 struct Cta {
     dim3 grid, size;
@@ -136,6 +148,7 @@ struct Cta {
     std::vector<Writer> writers;
     // What each warpgroup has issued.
     std::vector<std::vector<Product>> warpgroups;
+    std::vector<BulkBarrier> barriers;
     Fiber host;
     Fiber* before = nullptr;
     void (*body)(void**) = nullptr;
@@ -165,6 +178,11 @@ void issue_product(float* d, const uint32_t* a, uint64_t b, unsigned columns, bo
 void commit_products();
 float* sums_of(const Product& product);
 void end_product(const Product& product);
+
+void init_barrier(const void* at);
+void expect_bytes(const void* at, unsigned bytes);
+void copy_bulk(const BulkCopy& copy, const void* at);
+void wait_barrier(const void* at, unsigned phase);
 
 // Offset in shared memory of element [k, n] of B: the canonical layouts of PTX ISA 9.7.15.5.1, then the swizzle on the bits of the address.
 static inline uint32_t address_of(const Product& product, uint32_t k, uint32_t n) {

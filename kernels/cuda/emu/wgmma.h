@@ -11,6 +11,12 @@ static inline void fence_proxy_async() { emu::current->proxy_fences++; }
 static inline void wgmma_fence() { emu::current->wgmma.is_fenced = true; }
 static inline void wgmma_commit() { emu::commit_products(); }
 
+static inline void barrier_init(uint64_t* barrier, uint32_t) { emu::init_barrier(barrier); }
+static inline void fence_barrier_init() {}
+static inline void barrier_expect(uint64_t* barrier, uint32_t bytes) { emu::expect_bytes(barrier, bytes); }
+static inline void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barrier) { emu::copy_bulk({to, from, bytes}, barrier); }
+static inline void barrier_wait(uint64_t* barrier, uint32_t phase) { emu::wait_barrier(barrier, phase); }
+
 // Where shared memory begins is 0.
 static inline uint32_t smem_address(const void* p) { return (uint32_t)((const unsigned char*)p - emu::current->cta->shared); }
 
@@ -50,7 +56,7 @@ template <class H> static inline void carry_out(const Product& product) {
 
 } // namespace emu
 
-template <int N, int M> static inline void wgmma_wait(float (&)[M]) {
+template <int N> static inline void wgmma_wait() {
     auto& groups = emu::current->wgmma.groups;
     while (groups.size() > (size_t)N) {
         const std::vector<emu::Product> products = std::move(groups.front());
@@ -64,6 +70,8 @@ template <int N, int M> static inline void wgmma_wait(float (&)[M]) {
         }
     }
 }
+template <int N, int M> static inline void wgmma_wait(float (&)[M]) { wgmma_wait<N>(); }
+template <int M> static inline void wgmma_hold(float (&)[M]) {}
 template <int N, bool COLUMNS = false> static inline void wgmma_bf16(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool add) {
     emu::issue_product(d, a, b, N, COLUMNS, add, true);
 }
