@@ -236,6 +236,8 @@ fn selftest_checks_every_kernel_and_measures_every_operation() {
     assert!(!table.contains("WRONG"), "{table}");
     for row in [
         "matrix peak",
+        "products of many rows by warpgroups",
+        "by warps (mma.sync)",
         "products of a block nf4 x 1",
         "attention decode 40 x 3",
         "layernorm 256 x 3",

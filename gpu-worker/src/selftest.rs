@@ -106,6 +106,7 @@ fn on_device<G: Gpu>(mut cuda: Cuda<G>, extent: Extent, out: &mut impl Write) ->
         found.multiprocessors,
         found.image
     )?;
+    writeln!(out, "products of many rows {}", cuda.choose_products()?)?;
     let mut wrong = 0;
     for (name, check) in checks::<G>() {
         match check(&mut cuda, extent) {
@@ -133,5 +134,6 @@ fn on_device<G: Gpu>(mut cuda: Cuda<G>, extent: Extent, out: &mut impl Write) ->
         flops_per_s: Some(cuda.matrix_rate(iterations)?),
     };
     table(&mut cuda, sizes, peaks, out)?;
+    roofline::by_warps(&mut cuda, sizes, peaks, out)?;
     roofline::quantize(&mut cuda, sizes, peaks, out)
 }

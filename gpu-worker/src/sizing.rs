@@ -130,7 +130,7 @@ pub fn scratch_bytes(spec: &BlockSpec, positions: usize) -> [usize; 5] {
     let widest = (chosen * spec.mlp.intermediate().max(spec.hidden)).max(q + fused(spec));
     [
         tuning::cuda_attention_workspace(spec.heads, spec.head_dim, positions),
-        2 * widest.next_multiple_of(32) * forward.max(back),
+        2 * widest.next_multiple_of(32) * forward.max(back).next_multiple_of(128),
         2 * q * back,
         2 * q * back,
         16 * spec.heads * back,

@@ -86,7 +86,7 @@ fn serve(ends: ControlEnds<ToWorker, FromWorker>) -> End {
             Device::Emulator => run_on(&init, ends, |threads| {
                 let (emu, most) = (Emu::new(threads), init.config.device_bytes);
                 let most = most.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
-                Ok(Cuda::new(match most {
+                with_products(Cuda::new(match most {
                     Some(bytes) => emu.with_memory(bytes),
                     None => emu,
                 }))
@@ -199,7 +199,17 @@ fn open_cuda(ordinal: u32) -> Result<Cuda<Driver>, End> {
         image = found.image,
         "CUDA device"
     );
-    Ok(Cuda::new(driver))
+    with_products(Cuda::new(driver))
+}
+
+/// Chooses by what the products of many rows are made.
+fn with_products<G: Gpu>(mut cuda: Cuda<G>) -> Result<Cuda<G>, End> {
+    let chosen = cuda.choose_products().map_err(|failure| End {
+        reason: ExitReason::DeviceLost,
+        message: format!("multiply a sample: {}", with_source(&failure)),
+    })?;
+    info!(how = %chosen, "products of many rows");
+    Ok(cuda)
 }
 
 /// What to tell of a device that is not opened.

@@ -59,6 +59,7 @@ fn main() {
         }
     }
     let mut cuda = Cuda::exact(Emu::with_order(THREADS, ORDER));
+    cuda.use_warpgroups(true);
     let mut ran = 0;
     for (name, check) in checks::<Emu>() {
         if !arguments.is_empty() && !arguments.iter().any(|wanted| wanted == name) {

@@ -138,6 +138,30 @@ pub fn table<B: Paged>(
     bench.blocks()
 }
 
+/// Where products of many rows go to warpgroups: what warps take for them.
+pub fn by_warps<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    sizes: Sizes,
+    peaks: Peaks,
+    out: &mut impl Write,
+) -> Result<(), Ended> {
+    let (Some(&rows), true) = (sizes.rows.last(), cuda.use_warpgroups(false)) else {
+        return Ok(());
+    };
+    writeln!(out, "by warps (mma.sync) instead of warpgroups (wgmma):")?;
+    let mut bench = Bench {
+        backend: &mut *cuda,
+        sizes,
+        peaks,
+        out,
+    };
+    let done = FORMATS
+        .into_iter()
+        .try_for_each(|quant| bench.block(quant, rows));
+    cuda.use_warpgroups(true);
+    done
+}
+
 /// Rows of the quantization of a matrix on the device.
 pub fn quantize<G: Gpu>(
     cuda: &mut Cuda<G>,

@@ -421,6 +421,7 @@ struct Launch {
     size_t shared_bytes;
     void** params;
     uint64_t order;
+    bool adds_backwards;
 };
 
 static void seat_fibers(Room& room, size_t count) {
@@ -460,6 +461,7 @@ static void work(const Launch& launch, std::atomic<size_t>& next, size_t ctas) {
     cta.body = launch.kernel->call;
     cta.params = launch.params;
     cta.order = launch.order;
+    cta.adds_backwards = launch.adds_backwards;
     cta.shared = room->shared;
     cta.shared_bytes = launch.shared_bytes;
     seat_fibers(*room, (size_t)launch.size.x * launch.size.y * launch.size.z);
@@ -506,7 +508,7 @@ extern "C" const char* sepal_emu_kernel(unsigned index) {
 // Runs a kernel to its end. `params[i]` points to parameter i, of `sizes[i]` bytes. Returns 0; 1 when there is no such kernel; 2 when
 // the parameters are not of its number and sizes; 3 when a device would refuse the grid, the CTA or the shared memory.
 extern "C" int sepal_emu_launch(const char* name, const unsigned* grid, const unsigned* cta, unsigned shared_bytes, void** params,
-                                const unsigned* sizes, unsigned count, unsigned threads, uint64_t order) {
+                                const unsigned* sizes, unsigned count, unsigned threads, uint64_t order, bool adds_backwards) {
     const emu::Kernel* kernel = emu::find(name);
     if (!kernel) return 1;
     if (kernel->count != count || !std::equal(sizes, sizes + count, kernel->sizes)) return 2;
@@ -514,7 +516,7 @@ extern "C" int sepal_emu_launch(const char* name, const unsigned* grid, const un
     bool fits = in_cta > 0 && in_cta <= emu::MAX_THREADS && cta[2] <= 64 && shared_bytes <= emu::MAX_SHARED_BYTES;
     fits = fits && grid[0] > 0 && grid[0] < 0x80000000u && grid[1] > 0 && grid[1] < 65536 && grid[2] > 0 && grid[2] < 65536;
     if (!fits) return 3;
-    emu::Launch launch{kernel, dim3(grid[0], grid[1], grid[2]), dim3(cta[0], cta[1], cta[2]), shared_bytes, params, order};
+    emu::Launch launch{kernel, dim3(grid[0], grid[1], grid[2]), dim3(cta[0], cta[1], cta[2]), shared_bytes, params, order, adds_backwards};
     emu::run(launch, threads ? threads : 1);
     return 0;
 }

@@ -156,6 +156,8 @@ struct Cta {
     const char* kernel = "";
     // 1: fibers run in order; otherwise the seed of their order.
     uint64_t order = 1;
+    // Whether warpgroups add the 16 products of a step from the last to the first: a device on which they round otherwise than warps.
+    bool adds_backwards = false;
 };
 
 // The fiber that runs on this OS thread.

@@ -48,7 +48,10 @@ template <class H> static inline void carry_out(const Product& product) {
         for (unsigned row = 0; row < 2; row++) {
             float& at = d[n / 8 * 4 + row * 2 + n % 2];
             float sum = product.adds ? at : 0.0f;
-            for (unsigned k = 0; k < 16; k++) sum += a[row][k] * b[k];
+            for (unsigned k = 0; k < 16; k++) {
+                const unsigned at_k = current->cta->adds_backwards ? 15 - k : k;
+                sum += a[row][at_k] * b[at_k];
+            }
             at = sum;
         }
     }

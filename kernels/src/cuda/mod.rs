@@ -11,6 +11,7 @@
 )]
 
 pub mod adapters;
+mod agree;
 pub mod arena;
 mod backend;
 mod batch;
@@ -30,6 +31,7 @@ pub mod step;
 use std::sync::Arc;
 
 pub use adapters::Adapters;
+pub use agree::Agreement;
 pub use arena::Reach;
 pub use cache::Cache;
 pub use experts::Experts;
@@ -58,6 +60,8 @@ pub struct Cuda<G: Gpu> {
     fixed: Option<step::Fixed<G>>,
     recording: bool,
     launches: u64,
+    /// Whether products of many rows go to warpgroups.
+    by_warpgroups: bool,
 }
 
 /// Arrays of constants that are kept.
@@ -66,17 +70,16 @@ const MAX_CONSTANTS: usize = 32;
 impl<G: Gpu> Cuda<G> {
     /// A backend over `gpu`.
     pub fn new(gpu: G) -> Cuda<G> {
-        Cuda::with_pool(gpu, false)
+        Cuda::with_pool(Arc::new(gpu), false)
     }
 
     /// The same, slower: every piece of memory is as large as asked for and goes back to the device at once, so that an instrument sees what
     /// kernels do beyond its ends.
     pub fn exact(gpu: G) -> Cuda<G> {
-        Cuda::with_pool(gpu, true)
+        Cuda::with_pool(Arc::new(gpu), true)
     }
 
-    fn with_pool(gpu: G, is_exact: bool) -> Cuda<G> {
-        let gpu = Arc::new(gpu);
+    fn with_pool(gpu: Arc<G>, is_exact: bool) -> Cuda<G> {
         Cuda {
             pool: Pool::new(Arc::clone(&gpu), is_exact),
             gpu,
@@ -87,6 +90,7 @@ impl<G: Gpu> Cuda<G> {
             fixed: None,
             recording: false,
             launches: 0,
+            by_warpgroups: false,
         }
     }
 

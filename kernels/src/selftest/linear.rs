@@ -143,6 +143,12 @@ fn product<G: Gpu>(
     let bias = bench.input(&bias)?;
     let all = run(bench, &matrix, &x, Some(&bias), rows)?;
     bench.close(&all, &wanted, tolerance(&weight))?;
+    // By warps what was done by warpgroups: the same bits.
+    if bench.cuda.use_warpgroups(false) {
+        let by_warps = run(bench, &matrix, &x, Some(&bias), rows);
+        bench.cuda.use_warpgroups(true);
+        bench.same(&by_warps?, &all)?;
+    }
     // Any other number of rows, down to one: the same bits.
     let fews: &[usize] = match rows {
         33 => &[1],

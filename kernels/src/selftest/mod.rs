@@ -119,7 +119,9 @@ fn assert_emulated(check: Check<crate::cuda::emu::Emu>) {
         None => Extent::Middle,
     };
     for (seed, extent) in [(1, extent), (7, Extent::Small)] {
-        let cases = check(&mut Cuda::new(Emu::with_order(2, seed)), extent)
+        let mut cuda = Cuda::new(Emu::with_order(2, seed));
+        cuda.use_warpgroups(true);
+        let cases = check(&mut cuda, extent)
             .unwrap_or_else(|failure| panic!("order {seed}: {}", with_source(&failure)));
         assert!(cases > 0);
     }
@@ -137,7 +139,9 @@ fn assert_on_device(check: Check<crate::cuda::driver::Driver>) {
         }
         Err(failure) => panic!("{failure}"),
     };
-    let cases = check(&mut Cuda::new(driver), Extent::Full)
+    let mut cuda = Cuda::new(driver);
+    cuda.choose_products().expect("a sample of products");
+    let cases = check(&mut cuda, Extent::Full)
         .unwrap_or_else(|failure| panic!("{}", with_source(&failure)));
     assert!(cases > 0);
 }

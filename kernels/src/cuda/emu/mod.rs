@@ -21,6 +21,7 @@ unsafe extern "C" {
         count: c_uint,
         threads: c_uint,
         order: u64,
+        adds_backwards: bool,
     ) -> c_int;
 }
 
@@ -32,6 +33,7 @@ const ALIGNMENT: usize = 256;
 pub struct Emu {
     threads: u32,
     order: u64,
+    adds_backwards: bool,
     properties: Properties,
     memory_bytes: usize,
     taken_bytes: AtomicUsize,
@@ -73,6 +75,7 @@ impl Emu {
         Emu {
             threads: u32::try_from(threads).unwrap_or(1).max(1),
             order: seed.max(1),
+            adds_backwards: false,
             memory_bytes: MEMORY_BYTES,
             taken_bytes: AtomicUsize::new(0),
             recorded: Mutex::default(),
@@ -92,6 +95,22 @@ impl Emu {
     #[must_use]
     pub fn with_memory(mut self, bytes: usize) -> Emu {
         self.memory_bytes = bytes;
+        self
+    }
+}
+
+impl Emu {
+    /// The same as a device of another compute capability (times ten).
+    #[must_use]
+    pub fn with_architecture(mut self, architecture: u32) -> Emu {
+        self.properties.architecture = architecture;
+        self
+    }
+
+    /// The same as a device whose warpgroups round otherwise than its warps.
+    #[must_use]
+    pub fn with_other_rounding(mut self) -> Emu {
+        self.adds_backwards = true;
         self
     }
 }
@@ -222,6 +241,7 @@ impl Gpu for Emu {
                 count,
                 self.threads,
                 self.order,
+                self.adds_backwards,
             )
         };
         match status {

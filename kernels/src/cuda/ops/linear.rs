@@ -1,4 +1,4 @@
-//! Launches `linear_few.cu`, `linear_many.cu` and `linear_any.cu`.
+//! Launches `linear_few.cu`, `linear_many.cu`, `linear_wgmma.cu` and `linear_any.cu`.
 
 use shared::config::QuantType;
 use shared::dtype::DType;
@@ -62,6 +62,8 @@ pub(crate) fn launch_products<G: Gpu>(
     }
     if rows <= tuning::CUDA_LINEAR_FEW_ROWS {
         few(cuda, x, rows, &first, parts)
+    } else if cuda.uses_warpgroups() {
+        many_by_warpgroups(cuda, x, rows, &first, parts)
     } else {
         many(cuda, x, rows, &first, parts)
     }
@@ -227,6 +229,64 @@ fn many<G: Gpu>(
     // SAFETY: as in `few`; `rounded` holds `rows` rows of 16-bit numbers.
     unsafe { cuda.launch(launch) }
 }
+
+/// By warpgroups: x goes to tiles of 128 rows first.
+fn many_by_warpgroups<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    x: &Floats,
+    rows: usize,
+    like: &Matrix<G>,
+    products: &mut [Product<'_, Floats, Matrix<G>>],
+) -> Result<(), OpError> {
+    let row_tiles = rows.div_ceil(128);
+    let tiled = cuda.scratch((row_tiles * 128 * 2).saturating_mul(like.inputs()))?;
+    let format = match like.quant() {
+        QuantType::None => 0,
+        QuantType::Int8 => 1,
+        QuantType::Nf4 => 2,
+    };
+    let is_f16 = usize::from(like.dtype() == DType::F16);
+    let pieces = rows.saturating_mul(like.inputs() / 8);
+    let tile = Launch {
+        kernel: ["linear_wgmma_x_bf16", "linear_wgmma_x_f16"][is_f16],
+        grid: [ctas(pieces.div_ceil(256)), 1, 1],
+        cta: [256, 1, 1],
+        shared_bytes: 0,
+        params: Params::new()
+            .read(x)
+            .address(tiled.address())
+            .count(like.inputs())
+            .count(rows),
+    };
+    // SAFETY: `launch_products` has made sure of `rows` rows of whole blocks, and the tiles hold as many.
+    unsafe { cuda.launch(tile)? };
+    let launch = Launch {
+        kernel: BY_WARPGROUPS[format][is_f16],
+        grid: [ctas(row_tiles), ctas(tiles(products, 128)), 1],
+        cta: [256, 1, 1],
+        shared_bytes: WARPGROUP_BYTES[format],
+        params: parts(products)
+            .address(tiled.address())
+            .count(like.inputs())
+            .count(rows),
+    };
+    // SAFETY: as in `few`; `tiled` holds the tiles of `rows` rows.
+    unsafe { cuda.launch(launch) }
+}
+
+/// By format and dtype.
+const BY_WARPGROUPS: [[&str; 2]; 3] = [
+    ["linear_wgmma_plain_bf16", "linear_wgmma_plain_f16"],
+    ["linear_wgmma_int8_bf16", "linear_wgmma_int8_f16"],
+    ["linear_wgmma_nf4_bf16", "linear_wgmma_nf4_f16"],
+];
+
+/// Shared memory of `linear_wgmma.cu` by format: tables, then 6 stages of x and weights.
+const WARPGROUP_BYTES: [u32; 3] = [
+    1024 + 6 * 128 * (128 + 128),
+    1024 + 6 * 128 * (128 + 64),
+    (32 << 10) + 1024 + 1024 + 4096 + 6 * 128 * (128 + 32),
+];
 
 const ANY: [[&str; 3]; 3] = [
     [

@@ -1,0 +1,222 @@
+//! Whether warpgroups (`linear_wgmma.cu`) and warps (`linear_few.cu`, `linear_many.cu`) give the same bits on a device.
+//!
+//! They add the same numbers in the same order of steps, but how tensor cores align, cut and round within a step is documented for neither. A row's bits may not depend
+//! on its batch mates, and few rows always go to warps; so products of many rows go to warpgroups only where a sample is the same both ways. The choice is made
+//! once, when a worker opens its device, by the device alone: it never depends on load.
+
+use std::sync::Arc;
+
+use shared::config::QuantType;
+use shared::dtype::DType;
+
+use super::ops::linear;
+use super::{Cuda, Gpu, Matrix};
+use crate::ops::{Linear, OpError, convert};
+use crate::quant::nf4;
+use crate::tensor::WeightView;
+
+/// What came of the comparison.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Agreement {
+    /// The device has no products of warpgroups.
+    NoWarpgroups,
+    /// The same bits: warpgroups are used.
+    Same,
+    /// Other bits: they are not.
+    Different,
+}
+
+impl std::fmt::Display for Agreement {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Agreement::NoWarpgroups => "by warps",
+            Agreement::Same => "by warpgroups",
+            Agreement::Different => "by warps, as warpgroups round otherwise",
+        })
+    }
+}
+
+/// Rows and inputs of the sample: more than few rows; a chunk of blocks and one that is left, two segments.
+const ROWS: usize = 40;
+const INPUTS: usize = 320;
+
+impl<G: Gpu> Cuda<G> {
+    /// Multiplies a sample both ways and takes warpgroups for products of many rows if all bits are the same.
+    ///
+    /// # Errors
+    /// When the device has no memory for the sample, or fails.
+    pub fn choose_products(&mut self) -> Result<Agreement, OpError> {
+        if !self.gpu.properties().has_wgmma() {
+            return Ok(Agreement::NoWarpgroups);
+        }
+        // With a pool of its own, which leaves no memory behind.
+        let mut sampled = Cuda::with_pool(Arc::clone(&self.gpu), true);
+        let mut is_same = true;
+        for (quant, dtype) in [
+            (QuantType::None, DType::Bf16),
+            (QuantType::None, DType::F16),
+            (QuantType::Nf4, DType::Bf16),
+            (QuantType::Nf4, DType::F16),
+        ] {
+            let [warps, warpgroups] = sampled.both_ways(quant, dtype)?;
+            is_same &= are_same(&warps, &warpgroups);
+        }
+        self.by_warpgroups = is_same;
+        Ok(match is_same {
+            true => Agreement::Same,
+            false => Agreement::Different,
+        })
+    }
+
+    /// Whether products of many rows go to warpgroups.
+    pub fn uses_warpgroups(&self) -> bool {
+        self.by_warpgroups
+    }
+
+    /// Sends products of many rows to warpgroups or to warps, for comparisons; what it was before. A device that has no warpgroups refuses the products.
+    pub fn use_warpgroups(&mut self, on: bool) -> bool {
+        std::mem::replace(&mut self.by_warpgroups, on)
+    }
+
+    /// The product of the sample by warps and by warpgroups.
+    fn both_ways(&mut self, quant: QuantType, dtype: DType) -> Result<[Vec<f32>; 2], OpError> {
+        // A tile of outputs for every fourth multiprocessor.
+        let outputs = self.gpu.properties().multiprocessors as usize * 32;
+        let weights = numbers(1, outputs, dtype);
+        let mut bytes = vec![0; weights.len() * 2];
+        match quant {
+            QuantType::Nf4 => bytes = nf4::encode(&weights),
+            _ => convert::from_f32(dtype, &weights, &mut bytes),
+        }
+        let shape = OpError::Shape {
+            op: "sample of products",
+            what: "a matrix",
+        };
+        let view =
+            WeightView::quantized(quant, dtype, outputs, INPUTS, &bytes).map_err(|_| shape)?;
+        let matrix = self.matrix(view)?;
+        let x = numbers(2, ROWS, dtype);
+        let by_warps = self.sample(&matrix, &x, outputs, false)?;
+        Ok([by_warps, self.sample(&matrix, &x, outputs, true)?])
+    }
+
+    fn sample(
+        &mut self,
+        matrix: &Matrix<G>,
+        x: &[f32],
+        outputs: usize,
+        by_warpgroups: bool,
+    ) -> Result<Vec<f32>, OpError> {
+        self.by_warpgroups = by_warpgroups;
+        let (mut on_device, mut out) = (self.buffer(x.len()), self.buffer(ROWS * outputs));
+        self.upload(x, &mut on_device)?;
+        let args = Linear {
+            x: &*on_device,
+            weight: matrix.clone(),
+            bias: None,
+            out: &mut *out,
+            rows: ROWS,
+        };
+        linear::launch(self, args)?;
+        let mut values = vec![0.0; ROWS * outputs];
+        self.download(&out, &mut values)?;
+        Ok(values)
+    }
+}
+
+/// The same bits throughout. A NaN is equal to a NaN of the same bits.
+fn are_same(left: &[f32], right: &[f32]) -> bool {
+    let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+    bits(left) == bits(right)
+}
+
+/// `rows` rows in which other ways to add show. By the number of the row: values of one size; of very different sizes, so that small terms lose their ends; large
+/// ones that cancel each other among small ones; and so small that products are subnormal.
+fn numbers(seed: u64, rows: usize, dtype: DType) -> Vec<f32> {
+    // Powers of two that the type has on either side of 1, but for what sums need.
+    let (widest, least) = match dtype {
+        DType::F16 => (7, -16),
+        DType::F32 | DType::Bf16 => (24, -68),
+    };
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 32) as u32
+    };
+    let mut values = Vec::with_capacity(rows * INPUTS);
+    for row in 0..rows {
+        let mut last = 0.0;
+        for input in 0..INPUTS {
+            let value = (next() >> 8) as f32 / (1 << 23) as f32 - 1.0;
+            let power = (next() % (2 * widest as u32 + 1)) as i32 - widest;
+            last = match row % 4 {
+                0 => value,
+                1 => value * 2f32.powi(power),
+                2 if input % 3 == 0 => value * 2f32.powi(widest),
+                2 if input % 3 == 1 => -last,
+                2 => value * 2f32.powi(power.min(0)),
+                _ => value * 2f32.powi(least + power % 4),
+            };
+            values.push(last);
+        }
+    }
+    values
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_bit_is_a_difference_and_so_is_the_sign_of_zero() {
+        let one = f32::from_bits(1.0f32.to_bits() + 1);
+        assert!(are_same(&[1.0, f32::NAN], &[1.0, f32::NAN]));
+        for (left, right) in [(1.0, one), (0.0, -0.0), (f32::NAN, 1.0)] {
+            assert!(!are_same(&[2.0, left], &[2.0, right]), "{left} {right}");
+        }
+        assert!(!are_same(&[1.0], &[1.0, 1.0]));
+    }
+
+    #[test]
+    fn the_sample_has_sizes_that_differ_and_numbers_that_are_finite() {
+        for dtype in [DType::Bf16, DType::F16] {
+            let values = numbers(1, 8, dtype);
+            let size = |row: usize| {
+                let row = &values[row * INPUTS..(row + 1) * INPUTS];
+                row.iter().fold(0.0f32, |most, v| most.max(v.abs()))
+            };
+            let most = if dtype == DType::F16 { 65504.0 } else { 1e9 };
+            assert!(values.iter().all(|v| v.is_finite() && v.abs() < most));
+            assert!(size(1) > 32.0 * size(0) && size(3) < size(0) / 1000.0);
+            let cancels = |at: usize| values[2 * INPUTS + at] == -values[2 * INPUTS + at + 1];
+            assert!(cancels(0) && cancels(3));
+        }
+    }
+}
+
+#[cfg(all(test, feature = "emu"))]
+mod emulated {
+    use super::*;
+    use crate::cuda::emu::Emu;
+
+    #[test]
+    fn warpgroups_are_used_where_a_sample_is_the_same() {
+        let mut cuda = Cuda::new(Emu::new(2));
+        let before = cuda.taken();
+        assert_eq!(cuda.choose_products().unwrap(), Agreement::Same);
+        assert!(cuda.uses_warpgroups());
+        assert_eq!(cuda.taken(), before, "the sample leaves no memory behind");
+    }
+
+    #[test]
+    fn warps_are_used_where_a_sample_differs_or_there_are_no_warpgroups() {
+        let mut cuda = Cuda::new(Emu::new(2).with_other_rounding());
+        assert_eq!(cuda.choose_products().unwrap(), Agreement::Different);
+        assert!(!cuda.uses_warpgroups());
+        let mut cuda = Cuda::new(Emu::new(2).with_architecture(80));
+        assert_eq!(cuda.choose_products().unwrap(), Agreement::NoWarpgroups);
+        assert!(!cuda.uses_warpgroups());
+    }
+}
