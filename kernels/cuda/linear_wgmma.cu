@@ -20,6 +20,10 @@
 // HGMMA), 430 of the 512 cycles of each scheduler. So shared memory bounds NF4 at 0.89 of the peak and bf16 at 0.80; 0.75 is expected.
 // Variants: one. Limits: inputs a multiple of 64, matrices and x aligned to 16 bytes.
 // Architectures: 90a
+// expects linear_wgmma_nf4_*: loop HGMMA LDGSTS LDS UBLKCP; only LDGSTS.128; loop no LDG.64 STG; no HMMA
+// expects linear_wgmma_int8_*: loop HGMMA LDGSTS LDS.128 UBLKCP; only LDGSTS.128; loop no LDG STG; no HMMA
+// expects linear_wgmma_plain_*: loop HGMMA LDGSTS LDS.128 UBLKCP; only LDGSTS.128; loop no LDG STG; no HMMA
+// expects linear_wgmma_x_*: LDG.64; only STG.128
 #include "linear_wgmma.cuh"
 
 #define LINEAR_WGMMA(F, f, T)                                                                                                         \

@@ -6,9 +6,14 @@ use crate::ops::OpError;
 
 /// Repetitions, of which the best counts.
 const TRIES: usize = 5;
+/// Warps of a CTA of `peak.cu` and `peak_wgmma.cu`.
+const WARPS: usize = 8;
 /// Products of one warp in one iteration of `peak.cu`, and multiplications and additions of one of them.
 const CHAINS: f64 = 8.0;
 const PRODUCT_FLOPS: f64 = 2.0 * 16.0 * 8.0 * 16.0;
+/// Those of `peak_wgmma.cu`, of which a warp has a quarter of each.
+const WARPGROUP_CHAINS: f64 = 4.0;
+const WARPGROUP_FLOPS: f64 = 2.0 * 16.0 * 128.0 * 16.0;
 
 impl<G: Gpu> Cuda<G> {
     /// Bytes per second, read and written together, of copies of `bytes` bytes within the device.
@@ -24,26 +29,33 @@ impl<G: Gpu> Cuda<G> {
         Ok(2.0 * bytes as f64 / seconds)
     }
 
-    /// Multiplications and additions per second of the tensor cores on bfloat16, by `mma.sync`.
+    /// Multiplications and additions per second of the tensor cores on bfloat16: by `wgmma` where a device has it, else by `mma.sync`.
     ///
     /// # Errors
     /// When the device fails.
     pub fn matrix_rate(&mut self, iterations: usize) -> Result<f64, OpError> {
-        const WARPS: usize = 8;
+        let (kernel, per_warp, shared_bytes) = match self.gpu.properties().has_wgmma() {
+            true => (
+                "peak_wgmma_bf16",
+                WARPGROUP_CHAINS * WARPGROUP_FLOPS,
+                128 * 128,
+            ),
+            false => ("peak_mma_bf16", CHAINS * PRODUCT_FLOPS, 0),
+        };
         let count = self.gpu.properties().multiprocessors as usize * 4;
         let out = self.scratch(count * WARPS * 32 * 4)?;
         let launch = Launch {
-            kernel: "peak_mma_bf16",
+            kernel,
             grid: [ctas(count), 1, 1],
             cta: [WARPS as u32 * 32, 1, 1],
-            shared_bytes: 0,
+            shared_bytes,
             params: Params::new().address(out.address()).count(iterations),
         };
         let seconds = self.best_of(|gpu| {
             // SAFETY: `out` has a number for each thread.
             unsafe { gpu.launch(launch) }
         })?;
-        Ok((count * WARPS * iterations) as f64 * CHAINS * PRODUCT_FLOPS / seconds)
+        Ok((count * WARPS * iterations) as f64 * per_warp / seconds)
     }
 
     /// Seconds of the fastest run.
@@ -72,8 +84,10 @@ mod tests {
 
     #[test]
     fn yardsticks_are_measured() {
-        let mut cuda = Cuda::new(Emu::new(1));
-        assert!(cuda.copy_rate(1 << 16).unwrap() > 0.0);
-        assert!(cuda.matrix_rate(1).unwrap() > 0.0);
+        for architecture in [80, 90] {
+            let mut cuda = Cuda::new(Emu::new(1).with_architecture(architecture));
+            assert!(cuda.copy_rate(1 << 16).unwrap() > 0.0);
+            assert!(cuda.matrix_rate(1).unwrap() > 0.0);
+        }
     }
 }
