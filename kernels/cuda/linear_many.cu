@@ -5,7 +5,7 @@
 //
 // Grid: x tiles of 128 rows, y tiles of 128 outputs over all matrices, so that CTAs that run together share weights. CTA: 8 warps, 4 along the outputs and 2 along the rows, each with 32 x 64 sums.
 // A ring of 3 stages in shared memory holds one block (64 inputs) of the weights as stored and of x, copied by cp.async of 16 bytes; the scales
-// of an NF4 block are worked out one block ahead by the threads of its rows. Per block a warp makes the fragments of its 32 outputs once (2 warps
+// of an NF4 block are read two blocks ahead by the threads of its rows, and put together one block ahead. Per block a warp makes the fragments of its 32 outputs once (2 warps
 // make the same ones) and goes over its 64 rows in 8 tiles with 8 sums of the group each, so an NF4 group costs 8 registers and not 64.
 // Sums of segments are kept apart (64 more registers) until a segment ends.
 //

@@ -76,26 +76,32 @@ __device__ __forceinline__ void linear_many(const LinearPart& part, const T* x, 
         if (s < blocks) copies.next(w_ring, x_ring, s, inputs);
         cp_commit();
     }
-    Nf4Parts parts = {};
+    __shared__ Nf4Parts parts; // where they take no registers
     uint32_t scale_row = 0;
     if constexpr (IS_NF4) {
-        parts = nf4_parts(part.weight, part.outputs, inputs);
+        if (threadIdx.x == 0) parts = nf4_parts(part.weight, part.outputs, inputs);
         fill_nf4_table<T>(table);
         dynamic[threadIdx.x] = NF4_DYNAMIC[threadIdx.x];
         __syncthreads();
         scale_row = min(part.tile * TILE_OUTPUTS + threadIdx.x % TILE_OUTPUTS, part.outputs - 1) * blocks;
     }
-    auto scale_of = [&](uint32_t block) {
+    // What the scale of this thread's output is made of: read one block before it is put together, as memory takes its time.
+    uint32_t code = 0;
+    float coarse = 0.0f;
+    auto fetch = [&](uint32_t block) {
+        if (!IS_NF4 || threadIdx.x >= TILE_OUTPUTS || block >= blocks) return;
         const uint32_t index = scale_row + block;
-        return nf4_scale(dynamic, parts.absmax[index], parts.absmax2[index / NF4_SUPER_GROUP], parts.offset) * (1.0f / nf4_factor<T>());
+        code = parts.absmax[index];
+        coarse = parts.absmax2[index / NF4_SUPER_GROUP];
     };
-    float ahead = 0.0f; // of the block after the next
-    if constexpr (IS_NF4) {
-        if (threadIdx.x < TILE_OUTPUTS) {
-            scales[threadIdx.x] = scale_of(0);
-            if (blocks > 1) ahead = scale_of(1);
-        }
-    }
+    auto put_scale = [&](uint32_t block) {
+        if (!IS_NF4 || threadIdx.x >= TILE_OUTPUTS || block >= blocks) return;
+        const float scale = nf4_scale(dynamic, (uint8_t)code, coarse, parts.offset) * (1.0f / nf4_factor<T>());
+        scales[block % 2 * TILE_OUTPUTS + threadIdx.x] = scale;
+    };
+    fetch(0);
+    put_scale(0);
+    fetch(1);
 
     float total[2][8][4], sum[2][8][4] = {};
 #pragma unroll
@@ -105,12 +111,8 @@ __device__ __forceinline__ void linear_many(const LinearPart& part, const T* x, 
         __syncthreads();
         if (block + STAGES - 1 < blocks) copies.next(w_ring, x_ring, (block + STAGES - 1) % STAGES, inputs);
         cp_commit();
-        if constexpr (IS_NF4) {
-            if (threadIdx.x < TILE_OUTPUTS && block + 1 < blocks) {
-                scales[(block + 1) % 2 * TILE_OUTPUTS + threadIdx.x] = ahead;
-                if (block + 2 < blocks) ahead = scale_of(block + 2);
-            }
-        }
+        put_scale(block + 1);
+        fetch(block + 2);
         const unsigned char* w_stage = w_ring + block % STAGES * Copies<F, T>::W_STAGE;
         const unsigned char* x_stage = x_ring + block % STAGES * X_STAGE;
         uint32_t a[2][4][4];
