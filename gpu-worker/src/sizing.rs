@@ -120,8 +120,9 @@ pub fn unit_tokens(spec: &BlockSpec) -> [usize; 2] {
 }
 
 /// Workspaces that operations of the largest units have at the same time, or one after the other: partial results of attention for the largest batch
-/// of decode steps over rows of `positions` positions, numbers rounded for the tensor cores, and what attention backward leaves per query.
-pub fn scratch_bytes(spec: &BlockSpec, positions: usize) -> [usize; 5] {
+/// of decode steps over rows of `positions` positions, numbers rounded for the tensor cores, what attention backward leaves per query, and sums of
+/// segments of gradients.
+pub fn scratch_bytes(spec: &BlockSpec, positions: usize) -> [usize; 6] {
     let positions = positions.min(PLANNED_POSITIONS);
     let [forward, back] = unit_tokens(spec);
     let q = spec.heads * spec.head_dim;
@@ -134,7 +135,24 @@ pub fn scratch_bytes(spec: &BlockSpec, positions: usize) -> [usize; 5] {
         2 * q * back,
         2 * q * back,
         16 * spec.heads * back,
+        gradient_sums(spec),
     ]
+}
+
+/// Sums of segments of the gradient of a product of few rows: the most of any matrix.
+fn gradient_sums(spec: &BlockSpec) -> usize {
+    let q = spec.heads * spec.head_dim;
+    let (hidden, inner) = (spec.hidden, spec.mlp.intermediate());
+    let matrices = [
+        (q + fused(spec), hidden),
+        (hidden, q),
+        (inner, hidden),
+        (hidden, inner),
+    ];
+    let sums = |&(outputs, inputs): &(usize, usize)| {
+        tuning::cuda_linear_grad_sums(outputs, inputs, tuning::CUDA_LINEAR_GRAD_FEW_ROWS)
+    };
+    matrices.iter().map(sums).max().unwrap_or(0)
 }
 
 /// Floats of a token in the buffers of a forward pass (`Workspace`).

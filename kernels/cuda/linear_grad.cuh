@@ -52,10 +52,12 @@ __device__ __forceinline__ void make(unsigned char* tile, const unsigned char* s
     *reinterpret_cast<uint4*>(tile + weight_at(output, part * 2 + 1)) = make_uint4(made[4], made[5], made[6], made[7]);
 }
 
-// Rows from `first_row` on, before `rows`, at most ROWS; inputs from `first_input` on, at most TILE_INPUTS. One CTA.
+// Rows from `first_row` on, before `rows`, at most ROWS; inputs from `first_input` on, at most TILE_INPUTS. One CTA. The walk over the outputs is cut
+// into segments of `segment` steps: each is summed from zero, and the sums are added from first to last. A CTA takes all, or the one called `only` and
+// leaves its sums in `out`, for linear_grad_join.
 template <class F, class T, uint32_t ROWS, uint32_t STAGES>
 __device__ __forceinline__ void linear_grad(const uint8_t* bytes, const bf16* grad, float* out, uint32_t outputs, uint32_t inputs, uint32_t first_row,
-                                            uint32_t rows, uint32_t first_input, uint32_t padded) {
+                                            uint32_t rows, uint32_t first_input, uint32_t padded, uint32_t segment = ~0u, uint32_t only = ~0u) {
     SMEM_DYN(shared); // NF4: table, dynamic map; then tiles of weights that are made; then stages of weights and of gradients
     typedef Stored<F, T> W;
     constexpr bool IS_NF4 = same_type<F, Nf4>::value;
@@ -65,7 +67,8 @@ __device__ __forceinline__ void linear_grad(const uint8_t* bytes, const bf16* gr
     uint32_t* table = reinterpret_cast<uint32_t*>(shared);
     float* dynamic = reinterpret_cast<float*>(shared + NF4_TABLE_BYTES);
     unsigned char *tiles = shared + W::TABLE, *w_ring = tiles + W::TILES, *g_ring = w_ring + STAGES * W::STAGE;
-    const uint32_t steps = padded / STEP;
+    // First step and end.
+    const uint32_t begin = only == ~0u ? 0 : only * segment, steps = only == ~0u ? padded / STEP : min(begin + segment, padded / STEP);
 
     // Copies the next 32 outputs: weights as stored, and gradients. What is not there is zeros.
     auto copy = [&](uint32_t step) {
@@ -103,63 +106,72 @@ __device__ __forceinline__ void linear_grad(const uint8_t* bytes, const bf16* gr
     };
     auto scale = [&]() { return IS_NF4 ? nf4_scale(dynamic, (uint8_t)code, coarse, parts.offset) * (1.0f / nf4_factor<bf16>()) : 1.0f; };
 
-    for (uint32_t s = 0; s < STAGES - 1; s++) {
+    for (uint32_t s = begin; s < begin + STAGES - 1; s++) {
         if (s < steps) copy(s);
         cp_commit();
     }
-    float sum[M][N][4] = {};
     if constexpr (W::MADE) {
-        fetch(0);
+        fetch(begin);
         cp_wait<STAGES - 2>();
         __syncthreads();
-        make<F, T>(tiles, w_ring, table + lane, scale());
-        if (steps > 1) fetch(1);
+        make<F, T>(tiles + begin % 2 * (W::TILES / 2), w_ring + begin % STAGES * W::STAGE, table + lane, scale());
+        if (begin + 1 < steps) fetch(begin + 1);
     }
-    for (uint32_t step = 0; step < steps; step++) {
-        // Until this step is there, and the next where its weights are made.
-        cp_wait<W::MADE ? STAGES - 3 : STAGES - 2>();
-        __syncthreads();
-        if (step + STAGES - 1 < steps) copy(step + STAGES - 1);
-        cp_commit();
-        const unsigned char *g = g_ring + step % STAGES * G_STAGE, *w = w_ring + step % STAGES * W::STAGE;
-        if constexpr (W::MADE) {
-            constexpr uint32_t TILE = W::TILES / 2;
-            w = tiles + step % 2 * TILE;
-            if (step + 1 < steps) {
-                const float own = scale();
-                if (step + 2 < steps) fetch(step + 2);
-                make<F, T>(tiles + (step + 1) % 2 * TILE, w_ring + (step + 1) % STAGES * W::STAGE, table + lane, own);
+    for (uint32_t from = begin, until; from < steps; from = until) {
+        until = min(from + segment, steps);
+        float sum[M][N][4] = {};
+        for (uint32_t step = from; step < until; step++) {
+            // Until this step is there, and the next where its weights are made.
+            cp_wait<W::MADE ? STAGES - 3 : STAGES - 2>();
+            __syncthreads();
+            if (step + STAGES - 1 < steps) copy(step + STAGES - 1);
+            cp_commit();
+            const unsigned char *g = g_ring + step % STAGES * G_STAGE, *w = w_ring + step % STAGES * W::STAGE;
+            if constexpr (W::MADE) {
+                constexpr uint32_t TILE = W::TILES / 2;
+                w = tiles + step % 2 * TILE;
+                if (step + 1 < steps) {
+                    const float own = scale();
+                    if (step + 2 < steps) fetch(step + 2);
+                    make<F, T>(tiles + (step + 1) % 2 * TILE, w_ring + (step + 1) % STAGES * W::STAGE, table + lane, own);
+                }
             }
-        }
 #pragma unroll
-        for (int k = 0; k < STEP / 16; k++) {
-            uint32_t a[M][4];
+            for (int k = 0; k < STEP / 16; k++) {
+                uint32_t a[M][4];
 #pragma unroll
-            for (int m = 0; m < M; m++) ldsm4(a[m], g + grad_at(warp / ALONG * 64 + m * 16 + lane % 16, k * 2 + lane / 16));
+                for (int m = 0; m < M; m++) ldsm4(a[m], g + grad_at(warp / ALONG * 64 + m * 16 + lane % 16, k * 2 + lane / 16));
 #pragma unroll
-            for (int n = 0; n < N; n += 2) {
-                uint32_t b[4];
-                ldsm4_t(b, w + weight_at(k * 16 + lane % 16, warp % ALONG * N + n + lane / 16));
+                for (int n = 0; n < N; n += 2) {
+                    uint32_t b[4];
+                    ldsm4_t(b, w + weight_at(k * 16 + lane % 16, warp % ALONG * N + n + lane / 16));
 #pragma unroll
-                for (int m = 0; m < M; m++) {
-                    mma<bf16>(sum[m][n], a[m], b[0], b[1]);
-                    mma<bf16>(sum[m][n + 1], a[m], b[2], b[3]);
+                    for (int m = 0; m < M; m++) {
+                        mma<bf16>(sum[m][n], a[m], b[0], b[1]);
+                        mma<bf16>(sum[m][n + 1], a[m], b[2], b[3]);
+                    }
                 }
             }
         }
+        // Places of the sums are worked out here, for want of registers in the loop: a shuffle with itself is something that no compiler does earlier.
+        const uint32_t thread = __shfl_sync(~0u, threadIdx.x, threadIdx.x % 32), row_of_lane = first_row + thread / 32 / ALONG * 64 + thread % 32 / 4;
+        const uint32_t input_of_lane = first_input + thread / 32 % ALONG * N * 8 + thread % 4 * 2;
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int high = 0; high < 2; high++) {
+                const uint32_t row = row_of_lane + m * 16 + high * 8;
+                if (row >= rows) continue;
+#pragma unroll
+                for (int n = 0; n < N; n++) {
+                    const uint32_t input = input_of_lane + n * 8;
+                    if (input >= inputs) continue;
+                    float2* to = reinterpret_cast<float2*>(out + (size_t)row * inputs + input);
+                    float2 total = make_float2(sum[m][n][high * 2], sum[m][n][high * 2 + 1]);
+                    if (from > begin) total = make_float2(__fadd_rn(to->x, total.x), __fadd_rn(to->y, total.y));
+                    *to = total;
+                }
+            }
     }
     cp_wait<0>();
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int high = 0; high < 2; high++) {
-            const uint32_t row = first_row + warp / ALONG * 64 + m * 16 + high * 8 + lane / 4;
-            if (row >= rows) continue;
-#pragma unroll
-            for (int n = 0; n < N; n++) {
-                const uint32_t input = first_input + (warp % ALONG * N + n) * 8 + lane % 4 * 2;
-                if (input < inputs)
-                    *reinterpret_cast<float2*>(out + (size_t)row * inputs + input) = make_float2(sum[m][n][high * 2], sum[m][n][high * 2 + 1]);
-            }
-        }
 }

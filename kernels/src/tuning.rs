@@ -125,6 +125,29 @@ pub fn cuda_linear_grad_workspace(outputs: usize, rows: usize) -> usize {
     outputs.next_multiple_of(32).saturating_mul(rows) * 2
 }
 
+/// Rows of which `linear_grad.cu` shares the segments of a product among CTAs, with the same bits; of more a CTA takes all.
+pub const CUDA_LINEAR_GRAD_FEW_ROWS: usize = 32;
+
+/// Steps of 32 outputs of a segment of `linear_grad.cu`: at most 4 segments, of 4,096 outputs at least. A function of the number of outputs alone, since
+/// it says in what order they are summed. Not measured on a device yet.
+pub fn cuda_linear_grad_segment(outputs: usize) -> usize {
+    let steps = outputs.div_ceil(32);
+    steps.div_ceil((steps / 128).clamp(1, 4)).max(1)
+}
+
+/// Segments of so many steps.
+pub fn cuda_linear_grad_segments(outputs: usize, segment: usize) -> usize {
+    outputs.div_ceil(32).div_ceil(segment.max(1)).max(1)
+}
+
+/// Bytes that `linear_grad.cu` takes for the sums of segments of a product that is shared among CTAs.
+pub fn cuda_linear_grad_sums(outputs: usize, inputs: usize, rows: usize) -> usize {
+    match cuda_linear_grad_segments(outputs, cuda_linear_grad_segment(outputs)) {
+        1 => 0,
+        segments => rows.min(CUDA_LINEAR_GRAD_FEW_ROWS) * inputs * segments * 4,
+    }
+}
+
 /// Sizes of a launch of `linear_few.cu`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CudaLinearFew {
@@ -222,6 +245,25 @@ pub const CUDA_ATTENTION_WORKSPACE_BYTES: usize = 512 << 20;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn segments_of_gradients_are_few_and_cover_the_outputs() {
+        for (outputs, segments) in [
+            (1, 1),
+            (1024, 1),
+            (8160, 1),
+            (8192, 2),
+            (14336, 3),
+            (28672, 4),
+            (1 << 20, 4),
+        ] {
+            let segment = cuda_linear_grad_segment(outputs);
+            assert_eq!(cuda_linear_grad_segments(outputs, segment), segments);
+            assert!(segment * segments * 32 >= outputs && segment * (segments - 1) * 32 < outputs);
+        }
+        assert_eq!(cuda_linear_grad_sums(8192, 64, 100), 32 * 64 * 2 * 4);
+        assert_eq!(cuda_linear_grad_sums(4096, 64, 100), 0);
+    }
 
     #[test]
     fn there_are_tiles_for_any_choice_of_experts() {

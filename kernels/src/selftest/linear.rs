@@ -242,7 +242,8 @@ fn gradient<G: Gpu>(
     bench.op(gradient::reference_linear(args))?;
     let matrix = bench.cuda.matrix(weight);
     let matrix = bench.op(matrix)?;
-    let run = |bench: &mut Bench<'_, G>, grad: &[f32], rows| {
+    // Segments of so many steps; none: those that are served, of which matrices as small as these have one.
+    let run = |bench: &mut Bench<'_, G>, grad: &[f32], rows, segment: Option<usize>| {
         let grad = bench.input(grad)?;
         let mut out = bench.output(rows * inputs)?;
         let args = LinearGrad {
@@ -251,21 +252,29 @@ fn gradient<G: Gpu>(
             out: &mut *out,
             rows,
         };
-        let done = linear_grad::launch(bench.cuda, args);
+        let done = match segment {
+            Some(segment) => linear_grad::tiled(bench.cuda, args, segment),
+            None => linear_grad::launch(bench.cuda, args),
+        };
         bench.op(done)?;
         bench.take(&out, rows * inputs)
     };
-    let got = run(bench, &grad, rows)?;
+    let is_tiled = tuning::cuda_linear_is_tiled(weight.dtype(), inputs);
     // Gradients and weights that are not bfloat16 are rounded to it where tensor cores multiply them.
-    let tolerance = match tuning::cuda_linear_is_tiled(weight.dtype(), inputs) {
-        true => 6e-3,
-        false => 2e-6,
+    let tolerance = if is_tiled { 6e-3 } else { 2e-6 };
+    let segments: &[_] = if is_tiled {
+        &[None, Some(1), Some(2)]
+    } else {
+        &[None]
     };
-    bench.close(&got, &wanted, tolerance)?;
-    // Other numbers of rows, through the other kernel too: the same bits.
-    for few in [1, 32] {
-        let part = run(bench, &grad[(rows - few) * outputs..], few)?;
-        bench.same(&part, &got[(rows - few) * inputs..])?;
+    for &segment in segments {
+        let got = run(bench, &grad, rows, segment)?;
+        bench.close(&got, &wanted, tolerance)?;
+        // Other numbers of rows, through the other kernel too, which shares the segments among CTAs: the same bits.
+        for few in [1, 32] {
+            let part = run(bench, &grad[(rows - few) * outputs..], few, segment)?;
+            bench.same(&part, &got[(rows - few) * inputs..])?;
+        }
     }
     Ok(())
 }

@@ -6,7 +6,7 @@ use shared::dtype::DType;
 use super::linear::{by_format, bytes_of};
 use crate::cuda::gpu::ctas;
 use crate::cuda::matrix::Parts;
-use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Matrix, Params};
+use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Matrix, Memory, Params};
 use crate::ops::{LinearGrad, MatrixShape, OpError};
 use crate::tuning;
 
@@ -20,15 +20,21 @@ pub(crate) fn launch<G: Gpu>(
     }
     let (dtype, inputs) = (args.weight.dtype(), args.weight.inputs());
     match tuning::cuda_linear_is_tiled(dtype, inputs) {
-        true => tiled(cuda, args),
+        true => {
+            let segment = tuning::cuda_linear_grad_segment(args.weight.outputs());
+            tiled(cuda, args, segment)
+        }
         false => any(cuda, args),
     }
 }
 
-fn tiled<G: Gpu>(
+/// With segments of `segment` steps, which is part of the order of the sums: anything else than [`tuning`]'s is for tests.
+pub(crate) fn tiled<G: Gpu>(
     cuda: &mut Cuda<G>,
     args: LinearGrad<'_, Floats, Matrix<G>>,
+    segment: usize,
 ) -> Result<(), OpError> {
+    args.check()?;
     let (weight, rows) = (&args.weight, args.rows);
     let padded = weight.outputs().next_multiple_of(STEP);
     let rounded = cuda.scratch(tuning::cuda_linear_grad_workspace(weight.outputs(), rows))?;
@@ -51,7 +57,17 @@ fn tiled<G: Gpu>(
     };
     // SAFETY: `check` has made sure of `rows` rows of outputs, `rounded` holds as many of `padded` 16-bit numbers.
     unsafe { cuda.launch(launch)? };
-    let few = rows <= 32;
+    let few = rows <= tuning::CUDA_LINEAR_GRAD_FEW_ROWS;
+    let segments = match few {
+        true => tuning::cuda_linear_grad_segments(weight.outputs(), segment),
+        false => 1,
+    };
+    let len = rows.saturating_mul(weight.inputs());
+    let sums = match segments {
+        1 => None,
+        _ => Some(cuda.scratch(len.saturating_mul(segments * 4))?),
+    };
+    let to = sums.as_ref().map_or(args.out.address(), Memory::address);
     let (kernels, stage_bytes, made_bytes, stages) = match (weight.quant(), weight.dtype()) {
         (QuantType::None, DType::F16) => (
             ["linear_grad_many_plain_f16", "linear_grad_few_plain_f16"],
@@ -84,20 +100,36 @@ fn tiled<G: Gpu>(
         grid: [
             ctas(rows.div_ceil(tile_rows)),
             ctas(weight.inputs().div_ceil(128)),
-            1,
+            ctas(segments),
         ],
         cta: [256, 1, 1],
         shared_bytes: ctas(made_bytes + stages * (stage_bytes + tile_rows * STEP * 2)),
         params: Params::new()
             .address(bytes_of(weight))
             .address(rounded.address())
-            .write(args.out)
+            .address(to)
             .count(weight.outputs())
             .count(weight.inputs())
             .count(rows)
-            .count(padded),
+            .count(padded)
+            .count(segment),
     };
-    // SAFETY: as above, and `out` holds `rows` rows of inputs; the matrix begins at a multiple of 256 and its rows are whole blocks of 64.
+    // SAFETY: as above; `out` holds `rows` rows of inputs, `sums` as many for each segment; the matrix begins at a multiple of 256 and its rows are whole
+    // blocks of 64.
+    unsafe { cuda.launch(launch)? };
+    let Some(sums) = sums else { return Ok(()) };
+    let launch = Launch {
+        kernel: "linear_grad_join",
+        grid: [ctas(len.div_ceil(1024)), 1, 1],
+        cta: [256, 1, 1],
+        shared_bytes: 0,
+        params: Params::new()
+            .address(sums.address())
+            .write(args.out)
+            .count(segments)
+            .wide(len),
+    };
+    // SAFETY: as above; rows are whole blocks of 64 numbers.
     unsafe { cuda.launch(launch) }
 }
 
