@@ -380,3 +380,5 @@ impl<B: Paged> std::fmt::Debug for Engine<'_, B> {
 
 #[cfg(all(test, feature = "emu"))]
 mod memory_tests;
+#[cfg(all(test, feature = "emu"))]
+mod mixture_tests;

@@ -214,25 +214,45 @@ pub(crate) fn write_sharded(folder: &Path, config: &Value, tensors: &Tensors) {
     }
 }
 
-/// Writes a LoRA adapter of rank 4 for the queries and the MLP of a Llama of so many features outside and inside of its MLP; another `seed` makes
-/// another adapter.
-pub(crate) fn write_adapter(
-    folder: &Path,
-    blocks: usize,
-    seed: usize,
-    [hidden, middle]: [usize; 2],
-) {
-    let mut tensors = Tensors::new();
-    for block in 0..blocks {
-        for (k, (module, outputs, inputs)) in [
-            ("self_attn.q_proj", hidden, hidden),
-            ("mlp.up_proj", middle, hidden),
-            ("mlp.down_proj", hidden, middle),
+/// The queries and matrices of the MLP of a model by this config, of many experts those of some: what an adapter of number `seed` is for, with outputs and
+/// inputs.
+pub(crate) fn adapted_modules(config: &Value, seed: usize) -> Vec<(String, [usize; 2])> {
+    let side = |name: &str| config[name].as_u64().unwrap_or(0) as usize;
+    let (hidden, middle) = (side("hidden_size"), side("intermediate_size"));
+    let mut modules = vec![("self_attn.q_proj".to_owned(), [hidden, hidden])];
+    let experts = side("num_local_experts");
+    if experts == 0 {
+        modules.push(("mlp.up_proj".to_owned(), [middle, hidden]));
+        modules.push(("mlp.down_proj".to_owned(), [hidden, middle]));
+    }
+    for expert in 0..experts {
+        for (k, (name, sides)) in [
+            ("w1", [middle, hidden]),
+            ("w3", [middle, hidden]),
+            ("w2", [hidden, middle]),
         ]
         .into_iter()
         .enumerate()
         {
-            for (side, shape) in [("A", [4, inputs]), ("B", [outputs, 4])] {
+            if (expert + seed + k) % 4 != 3 {
+                modules.push((format!("block_sparse_moe.experts.{expert}.{name}"), sides));
+            }
+        }
+    }
+    modules
+}
+
+/// Writes a LoRA adapter of rank 4 for these modules of every block; another `seed` makes another adapter.
+pub(crate) fn write_adapter(
+    folder: &Path,
+    blocks: usize,
+    seed: usize,
+    modules: &[(String, [usize; 2])],
+) {
+    let mut tensors = Tensors::new();
+    for block in 0..blocks {
+        for (k, (module, [outputs, inputs])) in modules.iter().enumerate() {
+            for (side, shape) in [("A", [4, *inputs]), ("B", [*outputs, 4])] {
                 let name =
                     format!("base_model.model.model.layers.{block}.{module}.lora_{side}.weight");
                 let data = bytes(
@@ -243,8 +263,9 @@ pub(crate) fn write_adapter(
             }
         }
     }
+    let targets: Vec<&String> = modules.iter().map(|(name, _)| name).collect();
     let config = json!({
-        "peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "up_proj", "down_proj"],
+        "peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": targets,
     });
     std::fs::create_dir_all(folder).expect("a folder");
     std::fs::write(folder.join("adapter_config.json"), config.to_string()).expect("config");

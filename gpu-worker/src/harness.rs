@@ -35,7 +35,9 @@ use shared::shm::segment::{MemfdSegment, SegmentError};
 use tempfile::TempDir;
 
 use crate::block::BlockSpec;
-use crate::fixtures::{Tensors, llama_config, llama_tensors, values, write_adapter, write_model};
+use crate::fixtures::{
+    Tensors, adapted_modules, llama_config, llama_tensors, values, write_adapter, write_model,
+};
 use crate::prepare::Inspected;
 use crate::weights::manifest::Manifest;
 
@@ -115,8 +117,7 @@ impl Model {
         let folder = dir.path().join("tiny");
         write_model(&folder, config, tensors);
         let model = folder.to_str().unwrap().to_owned();
-        let side = |name: &str| config[name].as_u64().unwrap_or(0) as usize;
-        let sides = [side("hidden_size"), side("intermediate_size")];
+        let modules = |seed| adapted_modules(config, seed);
         let config = PrepareConfig {
             model,
             dtype: Some(dtype),
@@ -124,7 +125,7 @@ impl Model {
             adapters: (0..adapters)
                 .map(|seed| {
                     let folder = dir.path().join(format!("adapter-{seed}"));
-                    write_adapter(&folder, BLOCKS as usize, seed, sides);
+                    write_adapter(&folder, BLOCKS as usize, seed, &modules(seed));
                     folder.to_str().unwrap().to_owned()
                 })
                 .collect(),

@@ -159,10 +159,10 @@ fn gradient_sums(spec: &BlockSpec) -> usize {
 fn forward_width(spec: &BlockSpec) -> usize {
     let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
     let (experts, chosen) = experts(spec);
-    // Rows to an expert, those that all experts of a token give back, and their lists.
+    // Rows that all experts of a token give back, and their lists.
     let moved = match experts {
         0 => 0,
-        _ => (1 + chosen) * spec.hidden + 9 * chosen,
+        _ => chosen * spec.hidden + 9 * chosen,
     };
     3 * spec.hidden
         + 2 * q
@@ -172,7 +172,7 @@ fn forward_width(spec: &BlockSpec) -> usize {
         + 2 * chosen * spec.mlp.intermediate()
         + experts
         + moved
-        + RANK
+        + chosen * RANK
 }
 
 /// Floats of a token in the buffers of a backward pass (`GradientWork`) beside those of the forward pass in it.

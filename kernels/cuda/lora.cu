@@ -1,38 +1,26 @@
-// Low-rank adapters beside a matrix product, every row with the adapter of its part:
+// Low-rank adapters beside a matrix product, every row with its own:
 //   t = round_a(A round_a(x))    d = round_a(B round_a(t))    out = round(out) + round_a(scale d)
 //   gradient: t = B^T grad, out += scale A^T t, all f32
 //
 // x, out, grad f32 [rows, inputs or outputs]; A [rank, inputs], B [outputs, rank] of f32, bf16 or f16 (round_a); middle f32 [rows, pitch] holds t.
 // CPU reference: kernels/src/ops/lora.rs.
-// Forward, rows are taken by 8, and of these those of one adapter together: each row names its adapter in a table that lies in device memory, so that a
-// launch is the same whoever uses which adapter, and can be recorded. Each adapter of 8 rows is read once for them.
-// lora_down: grid x largest rank / 8, y rows / 8; CTA 8 warps, one row of A each: lanes take every 32nd input, then a butterfly.
-// lora_up: grid x outputs / 256, y rows / 8; a thread has one output: its row of B against the rows of t, which lie in shared memory.
-// Gradients: rows are cut into tiles of at most 8 of one adapter (struct Tile, written by the host), so adapters of any number share a launch.
-// lora_grad_down: grid x largest rank, y tiles; a CTA has one column of B: threads take every 256th output, then lanes, then warps.
-// lora_grad_up: grid x inputs / 256, y tiles; a thread has one input: its column of A, rank by rank.
+// Each row names its adapter in a list that lies in device memory, so that a launch is the same whoever uses which adapter, and can be recorded. It may name
+// the row of x (or grad) that it takes, too: rows are then pairs of token and expert (experts.cuh), and adapters those of all experts.
+// Rows are taken by 8, and of these those of one adapter together: each adapter of 8 rows is read once for them.
+// down: grid x largest rank / 4, y rows / 8; a CTA has 4 rows of A (gradient: 4 columns of B). A thread takes 8 neighbouring inputs of every 2,048 (gradient:
+// every 256th output); then lanes, then warps.
+// up: grid x outputs / 256 (gradient: inputs / 256), y rows / 8; a thread has one output: its row of B (gradient: column of A) against the rows of t, which lie
+// in shared memory.
 // Every element has an order of sums that depends on its row and adapter alone.
-// Floor: A and B once per 8 rows: rank 16 beside a 8192 x 8192 matrix 0.5 MB, an eightieth of the matrix in NF4.
-// expects lora_*: no LDL STL
+// Floor: A and B once per 8 rows: rank 16 beside a 8192 x 8192 matrix 0.5 MB, an eightieth of the matrix in NF4. Not above 32 rows: bound by the launches.
+// expects lora_down: LDG.128 LD.128; no LDL STL
+// expects lora_up: LD.128; no LDL STL
+// expects lora_grad_*: no LDL STL
 #include "common.cuh"
 
 #define ROWS 8
-
-// At most 8 consecutive rows of one adapter, for gradients. The host writes it as 10 words.
-struct Tile {
-    const void *a, *b;
-    uint32_t rank, first, rows, dtype; // dtype of A and B: 0 f32, 1 bf16, 2 f16
-    float scale;
-    uint32_t unused;
-};
-
-__device__ __forceinline__ float rounded_as(uint32_t dtype, float v) {
-    return dtype == 0 ? v : dtype == 1 ? rounded<bf16>(v) : rounded<f16>(v);
-}
-__device__ __forceinline__ float element(const void* values, uint32_t dtype, size_t i) {
-    if (dtype == 0) return static_cast<const float*>(values)[i];
-    return dtype == 1 ? widen(static_cast<const bf16*>(values)[i]) : widen(static_cast<const f16*>(values)[i]);
-}
+#define RANKS 4
+#define WARPS 8
 
 // An adapter beside a matrix; one of rank 0 is not there. The host writes it as 8 words.
 struct Adapter {
@@ -47,6 +35,10 @@ struct Adapter {
 #define ADAPTERS                                                                                                                       \
     const Adapter *__restrict__ table, const uint32_t *__restrict__ row_adapter /* [rows] */, const uint32_t *__restrict__ there /* or null */, \
         uint32_t adapters, uint32_t rows
+
+__device__ __forceinline__ float rounded_as(uint32_t dtype, float v) {
+    return dtype == 0 ? v : dtype == 1 ? rounded<bf16>(v) : rounded<f16>(v);
+}
 
 // Of 8 rows from `first` on those that have an adapter, as bits.
 __device__ __forceinline__ uint32_t adapted(const uint32_t* row_adapter, uint32_t adapters, uint32_t first, uint32_t rows) {
@@ -68,103 +60,245 @@ __device__ __forceinline__ uint32_t next_rows(const uint32_t* row_adapter, uint3
     return mask;
 }
 
+// Two neighbours out of a register.
+template <class T> __device__ __forceinline__ void widen_pair(uint32_t pair, float& low, float& high);
+template <> __device__ __forceinline__ void widen_pair<bf16>(uint32_t pair, float& low, float& high) {
+    low = __uint_as_float(pair << 16);
+    high = __uint_as_float(pair & 0xffff0000u);
+}
+template <> __device__ __forceinline__ void widen_pair<f16>(uint32_t pair, float& low, float& high) {
+    low = widen(__ushort_as_half((unsigned short)pair));
+    high = widen(__ushort_as_half((unsigned short)(pair >> 16)));
+}
+
+// 8 or 4 neighbours by one read or two.
+__device__ __forceinline__ void whole(const float* from, float (&v)[4]) {
+    const float4 four = *reinterpret_cast<const float4*>(from);
+    v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+}
+__device__ __forceinline__ void whole(const float* from, float (&v)[8]) {
+    const float4 low = *reinterpret_cast<const float4*>(from), high = *reinterpret_cast<const float4*>(from + 4);
+    v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w;
+    v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
+}
+template <class T> __device__ __forceinline__ void whole(const T* from, float (&v)[4]) {
+    const uint2 two = *reinterpret_cast<const uint2*>(from);
+    widen_pair<T>(two.x, v[0], v[1]);
+    widen_pair<T>(two.y, v[2], v[3]);
+}
+template <class T> __device__ __forceinline__ void whole(const T* from, float (&v)[8]) {
+    const uint4 four = *reinterpret_cast<const uint4*>(from);
+    widen_pair<T>(four.x, v[0], v[1]);
+    widen_pair<T>(four.y, v[2], v[3]);
+    widen_pair<T>(four.z, v[4], v[5]);
+    widen_pair<T>(four.w, v[6], v[7]);
+}
+
+// The N neighbours from `i`, a multiple of N, on of a row of `width`; zeros past its end.
+template <class T, uint32_t N> __device__ __forceinline__ void neighbours(const T* row, uint32_t i, uint32_t width, float (&v)[N]) {
+    if (width % N == 0) {
+        whole(row + i, v);
+    } else {
+#pragma unroll
+        for (uint32_t k = 0; k < N; k++) v[k] = i + k < width ? widen(row[i + k]) : 0.0f;
+    }
+}
+
+// Sums of the threads of a CTA, of 4 elements of t and 8 rows each, into the rows of `mask`.
+template <class T>
+__device__ __forceinline__ void put_sums(const float (&sum)[RANKS][ROWS], float* scratch, float* middle, uint32_t mask, uint32_t at, uint32_t rank,
+                                         uint32_t first, uint32_t pitch) {
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (uint32_t r = 0; r < ROWS; r++) {
+        if (!(mask >> r & 1)) continue;
+#pragma unroll
+        for (uint32_t k = 0; k < RANKS; k++) {
+            const float total = warp_sum(sum[k][r]);
+            if (lane == 0) scratch[(r * RANKS + k) * WARPS + warp] = total;
+        }
+    }
+    __syncthreads();
+    const uint32_t r = threadIdx.x / RANKS, k = threadIdx.x % RANKS;
+    if (r < ROWS && (mask >> r & 1) && at + k < rank) {
+        float total = 0.0f;
+#pragma unroll
+        for (uint32_t w = 0; w < WARPS; w++) total = __fadd_rn(total, scratch[threadIdx.x * WARPS + w]);
+        middle[(size_t)(first + r) * pitch + at + k] = rounded<T>(total);
+    }
+    __syncthreads(); // scratch is read
+}
+
+// t of the rows of `mask`, 4 elements from `at` on.
+template <class T>
+__device__ __forceinline__ void down(const Adapter& adapter, const float* x, const uint32_t* row_of, float* scratch, float* middle, uint32_t mask,
+                                     uint32_t at, uint32_t first, uint32_t inputs, uint32_t pitch) {
+    const T* a = static_cast<const T*>(adapter.a) + (size_t)at * inputs;
+    float sum[RANKS][ROWS] = {};
+    for (uint32_t i = threadIdx.x * 8; i < inputs; i += 256 * 8) {
+        float w[RANKS][8];
+#pragma unroll
+        for (uint32_t k = 0; k < RANKS; k++) neighbours<T>(a + (at + k < adapter.rank ? (size_t)k * inputs : 0), i, inputs, w[k]);
+#pragma unroll
+        for (uint32_t r = 0; r < ROWS; r++) {
+            if (!(mask >> r & 1)) continue;
+            float v[8];
+            neighbours<float>(x + (size_t)(row_of ? row_of[first + r] : first + r) * inputs, i, inputs, v);
+#pragma unroll
+            for (uint32_t e = 0; e < 8; e++) {
+                const float own = rounded<T>(v[e]);
+#pragma unroll
+                for (uint32_t k = 0; k < RANKS; k++) sum[k][r] = __fmaf_rn(own, w[k][e], sum[k][r]);
+            }
+        }
+    }
+    put_sums<T>(sum, scratch, middle, mask, at, adapter.rank, first, pitch);
+}
+
 extern "C" __global__ void __launch_bounds__(256)
-    lora_down(ADAPTERS, const float* __restrict__ x /* [rows, inputs] */, float* __restrict__ middle /* [rows, pitch] */, uint32_t inputs,
-              uint32_t pitch) {
-    const uint32_t at = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.y * ROWS;
+    lora_down(ADAPTERS, const uint32_t* __restrict__ row_of /* [rows] or null */, const float* __restrict__ x /* [rows, inputs] */,
+              float* __restrict__ middle /* [rows, pitch] */, uint32_t inputs, uint32_t pitch) {
+    SMEM_DYN(shared); // 8 x 4 x 8 floats
+    float* scratch = reinterpret_cast<float*>(shared);
+    const uint32_t at = blockIdx.x * RANKS, first = blockIdx.y * ROWS;
     uint32_t left = adapted(row_adapter, adapters, first, there ? min(*there, rows) : rows), number;
     while (left) {
         const uint32_t mask = next_rows(row_adapter, first, left, number);
         const Adapter adapter = table[number];
         if (at >= adapter.rank) continue;
-        float sum[ROWS] = {};
-        for (uint32_t i = lane; i < inputs; i += 32) {
-            const float w = element(adapter.a, adapter.dtype, (size_t)at * inputs + i);
+        if (adapter.dtype == 0) down<float>(adapter, x, row_of, scratch, middle, mask, at, first, inputs, pitch);
+        else if (adapter.dtype == 1) down<bf16>(adapter, x, row_of, scratch, middle, mask, at, first, inputs, pitch);
+        else down<f16>(adapter, x, row_of, scratch, middle, mask, at, first, inputs, pitch);
+    }
+}
+
+// t of the rows of `mask` in shared memory, zeros from `rank` to a multiple of 8.
+__device__ __forceinline__ void take_middle(const float* middle, float* t, uint32_t mask, uint32_t first, uint32_t rank, uint32_t pitch) {
+    const uint32_t padded = (rank + 7) / 8 * 8;
 #pragma unroll
-            for (uint32_t r = 0; r < ROWS; r++)
-                if (mask >> r & 1) sum[r] = __fmaf_rn(rounded_as(adapter.dtype, x[(size_t)(first + r) * inputs + i]), w, sum[r]);
-        }
+    for (uint32_t r = 0; r < ROWS; r++) {
+        if (!(mask >> r & 1)) continue;
+        for (uint32_t i = threadIdx.x; i < padded; i += blockDim.x) t[r * padded + i] = i < rank ? middle[(size_t)(first + r) * pitch + i] : 0.0f;
+    }
+    __syncthreads();
+}
+
+template <class T>
+__device__ __forceinline__ void up(const Adapter& adapter, const float* t, float* out, uint32_t mask, uint32_t first, uint32_t output, uint32_t outputs,
+                                   uint32_t round) {
+    const T* b = static_cast<const T*>(adapter.b) + (size_t)output * adapter.rank;
+    const uint32_t padded = (adapter.rank + 7) / 8 * 8;
+    float sum[ROWS] = {};
+    for (uint32_t i = 0; i < adapter.rank; i += 8) {
+        float w[8];
+        neighbours<T>(b, i, adapter.rank, w);
 #pragma unroll
         for (uint32_t r = 0; r < ROWS; r++) {
-            const float total = warp_sum(sum[r]);
-            if (lane == 0 && (mask >> r & 1)) middle[(size_t)(first + r) * pitch + at] = rounded_as(adapter.dtype, total);
+            if (!(mask >> r & 1)) continue;
+#pragma unroll
+            for (uint32_t e = 0; e < 8; e++) sum[r] = __fmaf_rn(t[r * padded + i + e], w[e], sum[r]);
         }
+    }
+#pragma unroll
+    for (uint32_t r = 0; r < ROWS; r++) {
+        if (!(mask >> r & 1)) continue;
+        float* to = out + (size_t)(first + r) * outputs + output;
+        *to = __fadd_rn(rounded_as(round, *to), rounded<T>(__fmul_rn(adapter.scale, rounded<T>(sum[r]))));
     }
 }
 
 extern "C" __global__ void __launch_bounds__(256)
     lora_up(ADAPTERS, const float* __restrict__ middle /* [rows, pitch] */, float* __restrict__ out /* [rows, outputs] */, uint32_t outputs,
             uint32_t pitch, uint32_t round /* dtype of the block */) {
-    SMEM_DYN(shared); // 8 x pitch floats
+    SMEM_DYN(shared); // 8 x pitch floats, the pitch rounded up to 8
     float* t = reinterpret_cast<float*>(shared);
     const uint32_t output = blockIdx.x * blockDim.x + threadIdx.x, first = blockIdx.y * ROWS;
     uint32_t left = adapted(row_adapter, adapters, first, there ? min(*there, rows) : rows), number;
     while (left) {
         const uint32_t mask = next_rows(row_adapter, first, left, number);
         const Adapter adapter = table[number];
-        for (uint32_t i = threadIdx.x; i < ROWS * adapter.rank; i += blockDim.x) {
-            const uint32_t r = i / adapter.rank, column = i % adapter.rank;
-            if (mask >> r & 1) t[r * pitch + column] = middle[(size_t)(first + r) * pitch + column];
-        }
-        __syncthreads();
-        float sum[ROWS] = {};
+        take_middle(middle, t, mask, first, adapter.rank, pitch);
         if (output < outputs && adapter.rank > 0) {
-            for (uint32_t i = 0; i < adapter.rank; i++) {
-                const float w = element(adapter.b, adapter.dtype, (size_t)output * adapter.rank + i);
-#pragma unroll
-                for (uint32_t r = 0; r < ROWS; r++)
-                    if (mask >> r & 1) sum[r] = __fmaf_rn(t[r * pitch + i], w, sum[r]);
-            }
-#pragma unroll
-            for (uint32_t r = 0; r < ROWS; r++) {
-                if (!(mask >> r & 1)) continue;
-                float* to = out + (size_t)(first + r) * outputs + output;
-                const float scaled = __fmul_rn(adapter.scale, rounded_as(adapter.dtype, sum[r]));
-                *to = __fadd_rn(rounded_as(round, *to), rounded_as(adapter.dtype, scaled));
-            }
+            if (adapter.dtype == 0) up<float>(adapter, t, out, mask, first, output, outputs, round);
+            else if (adapter.dtype == 1) up<bf16>(adapter, t, out, mask, first, output, outputs, round);
+            else up<f16>(adapter, t, out, mask, first, output, outputs, round);
         }
         __syncthreads(); // t is read
     }
 }
 
+// B^T grad of the rows of `mask`, 4 elements from `at` on.
+template <class T>
+__device__ __forceinline__ void grad_down(const Adapter& adapter, const float* grad, const uint32_t* row_of, float* scratch, float* middle, uint32_t mask,
+                                          uint32_t at, uint32_t first, uint32_t outputs, uint32_t pitch) {
+    const T* b = static_cast<const T*>(adapter.b);
+    float sum[RANKS][ROWS] = {};
+    for (uint32_t i = threadIdx.x; i < outputs; i += 256) {
+        float w[RANKS];
+        neighbours<T>(b + (size_t)i * adapter.rank, at, adapter.rank, w);
+#pragma unroll
+        for (uint32_t r = 0; r < ROWS; r++) {
+            if (!(mask >> r & 1)) continue;
+            const float own = grad[(size_t)(row_of ? row_of[first + r] : first + r) * outputs + i];
+#pragma unroll
+            for (uint32_t k = 0; k < RANKS; k++) sum[k][r] = __fmaf_rn(own, w[k], sum[k][r]);
+        }
+    }
+    put_sums<float>(sum, scratch, middle, mask, at, adapter.rank, first, pitch);
+}
+
 extern "C" __global__ void __launch_bounds__(256)
-    lora_grad_down(const Tile* __restrict__ tiles, const float* __restrict__ grad /* [rows, outputs] */, float* __restrict__ middle /* [rows, pitch] */,
-                   uint32_t outputs, uint32_t pitch) {
-    SMEM_DYN(shared); // 8 x 32 floats
-    const Tile tile = tiles[blockIdx.y];
-    const uint32_t at = blockIdx.x;
-    if (at >= tile.rank) return;
+    lora_grad_down(ADAPTERS, const uint32_t* __restrict__ row_of /* [rows] or null */, const float* __restrict__ grad /* [rows, outputs] */,
+                   float* __restrict__ middle /* [rows, pitch] */, uint32_t outputs, uint32_t pitch) {
+    SMEM_DYN(shared); // 8 x 4 x 8 floats
+    float* scratch = reinterpret_cast<float*>(shared);
+    const uint32_t at = blockIdx.x * RANKS, first = blockIdx.y * ROWS;
+    uint32_t left = adapted(row_adapter, adapters, first, there ? min(*there, rows) : rows), number;
+    while (left) {
+        const uint32_t mask = next_rows(row_adapter, first, left, number);
+        const Adapter adapter = table[number];
+        if (at >= adapter.rank) continue;
+        if (adapter.dtype == 0) grad_down<float>(adapter, grad, row_of, scratch, middle, mask, at, first, outputs, pitch);
+        else if (adapter.dtype == 1) grad_down<bf16>(adapter, grad, row_of, scratch, middle, mask, at, first, outputs, pitch);
+        else grad_down<f16>(adapter, grad, row_of, scratch, middle, mask, at, first, outputs, pitch);
+    }
+}
+
+template <class T>
+__device__ __forceinline__ void grad_up(const Adapter& adapter, const float* t, float* out, uint32_t mask, uint32_t first, uint32_t input, uint32_t inputs) {
+    const T* a = static_cast<const T*>(adapter.a) + input;
+    const uint32_t padded = (adapter.rank + 7) / 8 * 8;
     float sum[ROWS] = {};
-    for (uint32_t i = threadIdx.x; i < outputs; i += blockDim.x) {
-        const float w = element(tile.b, tile.dtype, (size_t)i * tile.rank + at);
+    for (uint32_t i = 0; i < adapter.rank; i++) {
+        const float w = widen(a[(size_t)i * inputs]);
 #pragma unroll
         for (uint32_t r = 0; r < ROWS; r++)
-            if (r < tile.rows) sum[r] = __fmaf_rn(grad[(size_t)(tile.first + r) * outputs + i], w, sum[r]);
+            if (mask >> r & 1) sum[r] = __fmaf_rn(t[r * padded + i], w, sum[r]);
     }
 #pragma unroll
     for (uint32_t r = 0; r < ROWS; r++) {
-        const float total = cta_sum(sum[r], reinterpret_cast<float*>(shared) + r * 32);
-        if (threadIdx.x == 0 && r < tile.rows) middle[(size_t)(tile.first + r) * pitch + at] = total;
+        if (!(mask >> r & 1)) continue;
+        float* to = out + (size_t)(first + r) * inputs + input;
+        *to = __fmaf_rn(adapter.scale, sum[r], *to);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    lora_grad_up(const Tile* __restrict__ tiles, const float* __restrict__ middle /* [rows, pitch] */, float* __restrict__ out /* [rows, inputs] */,
-                 uint32_t inputs, uint32_t pitch) {
-    const Tile tile = tiles[blockIdx.y];
-    const uint32_t input = blockIdx.x * blockDim.x + threadIdx.x;
-    if (input >= inputs) return;
-    float sum[ROWS] = {};
-    for (uint32_t i = 0; i < tile.rank; i++) {
-        const float w = element(tile.a, tile.dtype, (size_t)i * inputs + input);
-#pragma unroll
-        for (uint32_t r = 0; r < ROWS; r++)
-            if (r < tile.rows) sum[r] = __fmaf_rn(middle[(size_t)(tile.first + r) * pitch + i], w, sum[r]);
-    }
-#pragma unroll
-    for (uint32_t r = 0; r < ROWS; r++)
-        if (r < tile.rows) {
-            float* to = out + (size_t)(tile.first + r) * inputs + input;
-            *to = __fmaf_rn(tile.scale, sum[r], *to);
+    lora_grad_up(ADAPTERS, const float* __restrict__ middle /* [rows, pitch] */, float* __restrict__ out /* [rows, inputs] */, uint32_t inputs,
+                 uint32_t pitch) {
+    SMEM_DYN(shared); // 8 x pitch floats, the pitch rounded up to 8
+    float* t = reinterpret_cast<float*>(shared);
+    const uint32_t input = blockIdx.x * blockDim.x + threadIdx.x, first = blockIdx.y * ROWS;
+    uint32_t left = adapted(row_adapter, adapters, first, there ? min(*there, rows) : rows), number;
+    while (left) {
+        const uint32_t mask = next_rows(row_adapter, first, left, number);
+        const Adapter adapter = table[number];
+        take_middle(middle, t, mask, first, adapter.rank, pitch);
+        if (input < inputs && adapter.rank > 0) {
+            if (adapter.dtype == 0) grad_up<float>(adapter, t, out, mask, first, input, inputs);
+            else if (adapter.dtype == 1) grad_up<bf16>(adapter, t, out, mask, first, input, inputs);
+            else grad_up<f16>(adapter, t, out, mask, first, input, inputs);
         }
+        __syncthreads(); // t is read
+    }
 }

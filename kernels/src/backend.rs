@@ -3,10 +3,10 @@
 use std::ops::Range;
 
 use crate::ops::{
-    Adapt, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, GateDot, Gather, Gelu,
-    GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, LoraGrad, Mixture, NormGrad,
-    OpError, Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route, RouteGrad,
-    ScatterAdd, SiluMul, SiluMulGrad, SplitQkv,
+    Adapt, AdaptGrad, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, GateDot, Gather,
+    Gelu, GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, Mixture, NormGrad, OpError,
+    Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route, RouteGrad, ScatterAdd,
+    SiluMul, SiluMulGrad, SplitQkv,
 };
 use crate::tensor::WeightView;
 
@@ -103,7 +103,7 @@ pub trait Backend {
     /// All of a mixture of experts behind the logits of its router.
     fn mixture(
         &mut self,
-        args: Mixture<'_, Self::Floats, Self::Experts<'_>>,
+        args: Mixture<'_, Self::Floats, Self::Experts<'_>, Self::Adapters<'_>>,
     ) -> Result<(), OpError>;
     /// Rows that go to an expert.
     fn gather(&mut self, args: Gather<'_, Self::Floats>) -> Result<(), OpError>;
@@ -122,9 +122,9 @@ pub trait Backend {
         args: LinearGrad<'_, Self::Floats, Self::Matrix<'_>>,
     ) -> Result<(), OpError>;
     /// Gradient through adapters.
-    fn lora_grad(
+    fn adapt_grad(
         &mut self,
-        args: LoraGrad<'_, Self::Floats, Self::Matrix<'_>>,
+        args: AdaptGrad<'_, Self::Floats, Self::Adapters<'_>>,
     ) -> Result<(), OpError>;
     /// Gradient of a norm.
     fn norm_grad(&mut self, args: NormGrad<'_, Self::Floats>) -> Result<(), OpError>;

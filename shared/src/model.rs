@@ -101,12 +101,12 @@ impl ModelFacts {
     }
 
     /// Bytes that the recorded decode steps of one block take of a CUDA device at most: recordings for 1, 2, 4 ... 32 tokens of up to 14 launches,
-    /// and where there are adapters as many again of up to 28, at [`GRAPH_LAUNCH_BYTES`] each.
+    /// and where there are adapters as many again of up to 30, at [`GRAPH_LAUNCH_BYTES`] each.
     pub fn graph_block_bytes(&self) -> u64 {
         let launches = if self.adapters.is_empty() {
             14
         } else {
-            14 + 28
+            14 + 30
         };
         6 * launches * GRAPH_LAUNCH_BYTES
     }

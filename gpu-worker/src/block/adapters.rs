@@ -3,12 +3,11 @@
 //! Rows choose their adapters one by one: rows of different adapters and rows of none share a batch, and none changes the bits of
 //! another.
 
-use kernels::ops::lora::parts_of;
-use kernels::ops::{Adapter, LoraPart};
+use kernels::ops::Adapter;
 use kernels::{Backend, StepRow, WeightView};
 
 use super::spec::BlockSpec;
-use super::weights::{BlockWeights, Linear, WeightsError};
+use super::weights::{BlockWeights, GatedWeights, Linear, MlpWeights, WeightsError};
 
 /// What an adapter adds to one matrix `[outputs, inputs]`: `scale B A`.
 #[derive(Clone, Copy, Debug)]
@@ -80,20 +79,40 @@ impl<'w, B: Backend> BlockWeights<'w, B> {
             linear.together = Some(together);
         }
         self.largest_rank = largest;
+        self.list_expert_adapters(backend)
+    }
+
+    /// Lists the adapters of all experts together, if there are experts.
+    fn list_expert_adapters(&mut self, backend: &mut B) -> Result<(), WeightsError> {
+        let MlpWeights::Experts {
+            experts, adapters, ..
+        } = &mut self.mlp
+        else {
+            return Ok(());
+        };
+        for (which, table) in adapters.iter_mut().enumerate() {
+            let of_expert = |expert: &GatedWeights<'w, B>| {
+                let linear = [&expert.gate, &expert.up, &expert.down][which];
+                linear.adapters.clone()
+            };
+            let all: Vec<_> = experts.iter().flat_map(of_expert).collect();
+            if all.iter().all(Option::is_none) {
+                continue;
+            }
+            let together = backend.adapters(all);
+            *table = Some(together.map_err(|source| WeightsError::Place {
+                name: "adapters of experts".to_owned(),
+                source,
+            })?);
+        }
         Ok(())
     }
 }
 
 impl<'w, B: Backend> Linear<'w, B> {
-    /// What adapters add to this matrix, by the tokens that go through them.
-    pub(super) fn parts(&self, of_tokens: &[Option<u32>]) -> Vec<LoraPart<B::Matrix<'w>>> {
-        parts_of(&self.adapters, of_tokens)
-    }
-
-    /// Whether one of these tokens goes through an adapter of this matrix.
-    pub(super) fn adapts(&self, of_tokens: &[Option<u32>]) -> bool {
-        let has = |number: u32| matches!(self.adapters.get(number as usize), Some(Some(_)));
-        of_tokens.iter().flatten().any(|&number| has(number))
+    /// Its adapters, if one of these tokens may go through one.
+    pub(super) fn adapters_for(&self, of_tokens: &[Option<u32>]) -> Option<&B::Adapters<'w>> {
+        self.together.as_ref().filter(|_| !of_tokens.is_empty())
     }
 }
 

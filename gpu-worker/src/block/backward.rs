@@ -13,7 +13,7 @@
 
 use kernels::kv::total_tokens;
 use kernels::ops::{
-    Add, AttentionGrad, GateDot, Gather, GeluGrad, JoinQkv, LinearGrad, LoraGrad, NormGrad,
+    AdaptGrad, Add, AttentionGrad, GateDot, Gather, GeluGrad, JoinQkv, LinearGrad, NormGrad,
     OpError, Rope, RouteGrad, ScatterAdd, SiluMulGrad,
 };
 use kernels::{Backend, DType};
@@ -632,16 +632,15 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
             out: &mut *out,
             rows,
         })?;
-        let parts = linear.parts(&self.pass.adapted);
-        if parts.is_empty() {
+        let Some(adapters) = linear.adapters_for(&self.pass.adapted) else {
             return Ok(());
-        }
-        self.pass.backend.lora_grad(LoraGrad {
+        };
+        self.pass.backend.adapt_grad(AdaptGrad {
             grad,
-            parts: &parts,
+            adapters,
+            of_rows: &self.pass.adapted,
             middle: &mut *self.pass.rank,
             out,
-            rows,
         })
     }
 

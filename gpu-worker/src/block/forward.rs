@@ -7,13 +7,13 @@
 //! A pass without a cache is a step from prefix 0 over pages of the caller's own.
 
 use kernels::ops::{
-    Adapt, Add, AddNorm, Alibi, Attention, ExpertsRoom, Gather, Gelu, KvAppend, Layernorm, Mixture,
-    OpError, Product, Products, PromptAdd, Rmsnorm, RopeAppend, RopeTable, Route, ScatterAdd,
-    SiluMul, SplitQkv,
+    Adapt, Add, AddNorm, Alibi, Attention, ExpertAdapters, ExpertsRoom, Gelu, KvAppend, Layernorm,
+    Mixture, OpError, Product, Products, PromptAdd, Rmsnorm, RopeAppend, RopeTable, Route, SiluMul,
+    SplitQkv,
 };
 use kernels::{Backend, DType, StepRow, kv::total_tokens, ops};
 
-use super::adapters::{self, adapted};
+use super::adapters::adapted;
 use super::kept::Kept;
 use super::rope;
 use super::spec::{BlockSpec, Position, Residual};
@@ -586,11 +586,7 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         out: &mut B::Floats,
     ) -> Result<(), OpError> {
         // A step that is recorded is recorded for any adapters: what is given here only says that it has some.
-        let Some(adapters) = linear
-            .together
-            .as_ref()
-            .filter(|_| !self.adapted.is_empty())
-        else {
+        let Some(adapters) = linear.adapters_for(&self.adapted) else {
             return Ok(());
         };
         self.backend.adapt(Adapt {

@@ -81,6 +81,8 @@ pub(super) enum MlpWeights<'w, B: Backend> {
         experts: Vec<GatedWeights<'w, B>>,
         /// The same, to be computed together.
         together: B::Experts<'w>,
+        /// And the adapters of their matrices: gate, up, down, each `[experts, adapters]`; nothing when all of them leave it alone.
+        adapters: [Option<B::Adapters<'w>>; 3],
     },
 }
 
@@ -162,18 +164,6 @@ impl<'w, B: Backend> BlockWeights<'w, B> {
         self.largest_rank
     }
 
-    /// Whether an adapter adds to a matrix of an expert: the rows of each expert are then brought together by the host.
-    pub fn adapts_experts(&self) -> bool {
-        let has = |linear: &Linear<'w, B>| linear.together.is_some();
-        match &self.mlp {
-            MlpWeights::Experts { experts, .. } => {
-                let mut matrices = experts.iter().flat_map(|e| [&e.gate, &e.up, &e.down]);
-                matrices.any(has)
-            }
-            MlpWeights::Gated(_) | MlpWeights::Plain { .. } => false,
-        }
-    }
-
     /// The block dtype.
     pub fn dtype(&self) -> DType {
         self.dtype
@@ -245,6 +235,7 @@ impl<'w, B: Backend, T: Fn(&str) -> Option<WeightView<'w>>> Placing<'_, B, T> {
                 source,
             })?,
             experts,
+            adapters: [None, None, None],
         })
     }
 

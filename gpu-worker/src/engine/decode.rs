@@ -9,8 +9,7 @@
 //! The last sum of a block is made with the first norm of the next.
 //!
 //! Where adapters are loaded, each block is recorded twice: steps without any pay nothing for them. Deep prompts, which come with the first step of
-//! a session, are added before the recording of their block. A step of more than 32 tokens, or with adapters of experts, takes the way of
-//! all others, with the same bits.
+//! a session, are added before the recording of their block. A step of more than 32 tokens takes the way of all others, with the same bits.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -101,8 +100,7 @@ impl<B: Paged> Engine<'_, B> {
             states,
             nothing,
             graphs: HashMap::new(),
-            adapted: rank.is_some_and(|rank| rank > 0)
-                && !self.blocks.iter().any(|block| block.adapts_experts()),
+            adapted: rank.is_some_and(|rank| rank > 0),
             recorded: 0,
             replayed: 0,
         });

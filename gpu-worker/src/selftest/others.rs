@@ -4,10 +4,9 @@
 use std::io::Write;
 
 use kernels::ops::{
-    Adapt, Adapter, Add, AttentionGrad, Expert, ExpertsRoom, GateDot, Gather, Gelu, GeluGrad,
-    GeluKind, JoinQkv, KvAppend, Layernorm, LinearGrad, LoraGrad, LoraPart, Mixture, NormGrad,
-    Rmsnorm, Rope, RopeTable, Route, RouteGrad, ScatterAdd, SiluMul, SiluMulGrad, SplitQkv,
-    experts::list_words,
+    Adapt, AdaptGrad, Adapter, Add, AttentionGrad, Expert, ExpertsRoom, GateDot, Gather, Gelu,
+    GeluGrad, GeluKind, JoinQkv, KvAppend, Layernorm, LinearGrad, Mixture, NormGrad, Rmsnorm, Rope,
+    RopeTable, Route, RouteGrad, ScatterAdd, SiluMul, SiluMulGrad, SplitQkv, experts::list_words,
 };
 use kernels::{DType, PageLayout, QuantType, WeightView, quant};
 use shared::ids::PageId;
@@ -247,21 +246,12 @@ impl<B: Paged, W: Write> Bench<'_, B, W> {
             view(QuantType::None, RANK, hidden, &a)?,
             view(QuantType::None, hidden, RANK, &b)?,
         );
-        let parts = [LoraPart {
+        let adapter = Adapter {
             a: self.backend.matrix(a)?,
             b: self.backend.matrix(b)?,
             scale: 0.5,
-            first: 0,
-            rows,
-        }];
-        let adapters = parts.iter().map(|part| {
-            Some(Adapter {
-                a: part.a.clone(),
-                b: part.b.clone(),
-                scale: part.scale,
-            })
-        });
-        let adapters = self.backend.adapters(adapters.collect())?;
+        };
+        let adapters = self.backend.adapters(vec![Some(adapter)])?;
         let of_rows = vec![Some(0); rows];
         let (x, mut middle, mut out) = (
             self.filled(rows * hidden)?,
@@ -287,12 +277,12 @@ impl<B: Paged, W: Write> Bench<'_, B, W> {
             &format!("adapter gradient {hidden} x {rows}"),
             bytes,
             |backend| {
-                backend.lora_grad(LoraGrad {
+                backend.adapt_grad(AdaptGrad {
                     grad: &*x,
-                    parts: &parts,
+                    adapters: &adapters,
+                    of_rows: &of_rows,
                     middle: &mut *middle,
                     out: &mut *out,
-                    rows,
                 })
             },
         )
@@ -407,6 +397,7 @@ impl<B: Paged, W: Write> Bench<'_, B, W> {
                 x: &*x,
                 logits: &mut *logits,
                 experts: &experts,
+                adapters: None,
                 tokens: rows,
                 chosen: CHOSEN,
                 room: ExpertsRoom {

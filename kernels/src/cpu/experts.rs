@@ -2,18 +2,27 @@
 
 use super::Cpu;
 use crate::backend::Backend;
-use crate::ops::experts::{sizes_of, tokens_of};
+use crate::ops::experts::{adapters_at, listed, sizes_of, tokens_of};
+use crate::ops::lora::parts_of;
 use crate::ops::{
-    Expert, Gather, Linear, Mixture, OpError, Product, Products, Route, ScatterAdd, SiluMul,
+    Adapter, Expert, ExpertAdapters, Gather, Linear, Lora, Mixture, OpError, Product, Products,
+    Route, ScatterAdd, SiluMul,
 };
 use crate::tensor::WeightView;
+use shared::dtype::DType;
+
+/// Adapters as the processor has them.
+type Adapters<'w> = Vec<Option<Adapter<WeightView<'w>>>>;
 
 pub(super) fn mixture(
     cpu: &mut Cpu,
-    args: Mixture<'_, [f32], Vec<Expert<WeightView<'_>>>>,
+    mut args: Mixture<'_, [f32], Vec<Expert<WeightView<'_>>>, Adapters<'_>>,
 ) -> Result<(), OpError> {
     let sizes = sizes_of(args.experts)?;
     args.check(sizes)?;
+    if let Some(adapters) = &args.adapters {
+        adapters.check(sizes, (args.tokens, args.chosen), |table| listed(table))?;
+    }
     let (tokens, width, round) = (args.tokens, sizes.hidden, args.round);
     cpu.route(Route {
         logits: &mut *args.logits,
@@ -53,6 +62,13 @@ pub(super) fn mixture(
             rows,
             parts: &mut parts,
         })?;
+        let own = Own {
+            number,
+            index: &index,
+            round,
+        };
+        own.adapt(cpu, &mut args.adapters, 0, (&taken, &mut *room.gate))?;
+        own.adapt(cpu, &mut args.adapters, 1, (&taken, &mut *room.up))?;
         cpu.silu_mul(SiluMul {
             gate: &mut *room.gate,
             up: &*room.up,
@@ -66,6 +82,8 @@ pub(super) fn mixture(
             out: &mut *room.given,
             rows,
         })?;
+        let last = (&*room.gate, &mut *room.given);
+        own.adapt(cpu, &mut args.adapters, 2, last)?;
         cpu.scatter_add(ScatterAdd {
             x: &*room.given,
             index: &index,
@@ -77,4 +95,38 @@ pub(super) fn mixture(
     }
     cpu.moved = taken;
     Ok(())
+}
+
+/// The expert at hand, and the tokens that go to it.
+struct Own<'a> {
+    number: usize,
+    index: &'a [u32],
+    round: DType,
+}
+
+impl Own<'_> {
+    /// Adds what adapters make of `x` to its product with matrix `which`.
+    fn adapt(
+        &self,
+        cpu: &mut Cpu,
+        adapters: &mut Option<ExpertAdapters<'_, [f32], Adapters<'_>>>,
+        which: usize,
+        (x, out): (&[f32], &mut [f32]),
+    ) -> Result<(), OpError> {
+        let Some(adapters) = adapters else {
+            return Ok(());
+        };
+        let Some(table) = adapters.tables[which] else {
+            return Ok(());
+        };
+        let own = &table[self.number * adapters.count..(self.number + 1) * adapters.count];
+        cpu.lora(Lora {
+            x,
+            parts: &parts_of(own, &adapters_at(adapters.of_tokens, self.index)),
+            middle: &mut *adapters.middle,
+            out,
+            rows: self.index.len(),
+            round: self.round,
+        })
+    }
 }

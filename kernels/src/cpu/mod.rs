@@ -12,9 +12,9 @@ use crate::kv::{KvPages, total_tokens};
 use crate::ops::experts as ops_experts;
 use crate::ops::lora as ops_lora;
 use crate::ops::{
-    Adapt, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, GateDot, Gather, Gelu,
-    GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, Lora, LoraGrad, Mixture, NormGrad,
-    OpError, Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route, RouteGrad,
+    Adapt, AdaptGrad, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, GateDot, Gather,
+    Gelu, GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, Lora, LoraGrad, Mixture,
+    NormGrad, OpError, Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route, RouteGrad,
     ScatterAdd, SiluMul, SiluMulGrad, SplitQkv, add, check_len, qkv, rope, route,
 };
 use crate::tensor::WeightView;
@@ -69,6 +69,22 @@ impl Cpu {
         args.check()?;
         ops_lora::check_dtypes("lora", args.parts)?;
         lora::lora(
+            self.isa,
+            &mut self.pool,
+            &mut self.scratch,
+            &mut self.delta,
+            args,
+        );
+        Ok(())
+    }
+
+    /// Gradient of [`lora`](Self::lora).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn lora_grad(&mut self, args: LoraGrad<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
+        args.check()?;
+        lora::lora_grad(
             self.isa,
             &mut self.pool,
             &mut self.scratch,
@@ -256,7 +272,7 @@ impl Backend for Cpu {
 
     fn mixture(
         &mut self,
-        args: Mixture<'_, [f32], Vec<Expert<WeightView<'_>>>>,
+        args: Mixture<'_, [f32], Vec<Expert<WeightView<'_>>>, Vec<Option<Adapter<WeightView<'_>>>>>,
     ) -> Result<(), OpError> {
         experts::mixture(self, args)
     }
@@ -318,16 +334,18 @@ impl Backend for Cpu {
         Ok(())
     }
 
-    fn lora_grad(&mut self, args: LoraGrad<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
-        args.check()?;
-        lora::lora_grad(
-            self.isa,
-            &mut self.pool,
-            &mut self.scratch,
-            &mut self.delta,
-            args,
-        );
-        Ok(())
+    fn adapt_grad(
+        &mut self,
+        args: AdaptGrad<'_, [f32], Vec<Option<Adapter<WeightView<'_>>>>>,
+    ) -> Result<(), OpError> {
+        args.check(ops_lora::sizes_of(args.adapters)?)?;
+        self.lora_grad(LoraGrad {
+            grad: args.grad,
+            parts: &ops_lora::parts_of(args.adapters, args.of_rows),
+            middle: args.middle,
+            out: args.out,
+            rows: args.of_rows.len(),
+        })
     }
 
     fn norm_grad(&mut self, args: NormGrad<'_, [f32]>) -> Result<(), OpError> {

@@ -4,7 +4,8 @@ use shared::config::QuantType;
 use shared::dtype::DType;
 
 use super::matrix::Parts;
-use super::{Cuda, Gpu, Matrix, Memory};
+use super::step::NO_ADAPTER;
+use super::{Address, Cuda, Gpu, Matrix, Memory};
 use crate::ops::lora::{Adapter, AdapterSizes, sizes_of};
 use crate::ops::{MatrixShape, OpError};
 
@@ -61,6 +62,45 @@ impl<G: Gpu> Cuda<G> {
         let mut table = self.reserve(bytes.len())?;
         self.upload_bytes(&bytes, &mut table, 0)?;
         Ok(Adapters { all, sizes, table })
+    }
+}
+
+/// Which adapter each row of a step goes through, in device memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct OfRows {
+    /// `uint32_t [rows]`.
+    pub(super) numbers: Address,
+    /// Where the number of rows lies, if the host does not know it; else null.
+    pub(super) there: Address,
+}
+
+impl<G: Gpu> Cuda<G> {
+    /// The adapters of rows on the device; of a recorded step those that lie in its fixed memory. The same are copied once, however many operations
+    /// name them.
+    ///
+    /// # Errors
+    /// When the device has no memory for them, or fails.
+    pub(super) fn adapters_of(&mut self, of_rows: &[Option<u32>]) -> Result<OfRows, OpError> {
+        if let Some(fixed) = self.fixed() {
+            return Ok(OfRows {
+                numbers: fixed.adapters(),
+                there: fixed.tokens(),
+            });
+        }
+        let number = |adapter: &Option<u32>| adapter.unwrap_or(NO_ADAPTER);
+        let words = of_rows.iter().map(number);
+        let numbers = match &self.of_rows {
+            Some((kept, memory)) if words.clone().eq(kept.iter().copied()) => memory.address(),
+            _ => {
+                let words: Vec<u32> = words.collect();
+                let memory = self.words(&words)?;
+                let address = memory.address();
+                self.of_rows = Some((words, memory));
+                address
+            }
+        };
+        let there = Address(0);
+        Ok(OfRows { numbers, there })
     }
 }
 

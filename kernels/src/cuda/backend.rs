@@ -9,10 +9,10 @@ use super::memory::{Buffer, Floats};
 use super::{Adapters, Cuda, Experts, Matrix, Pages, ops};
 use crate::backend::Backend;
 use crate::ops::{
-    Adapt, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, GateDot, Gather, Gelu,
-    GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, LoraGrad, Mixture, NormGrad,
-    OpError, Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route, RouteGrad,
-    ScatterAdd, SiluMul, SiluMulGrad, SplitQkv,
+    Adapt, AdaptGrad, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, GateDot, Gather,
+    Gelu, GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, Mixture, NormGrad, OpError,
+    Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route, RouteGrad, ScatterAdd,
+    SiluMul, SiluMulGrad, SplitQkv,
 };
 use crate::tensor::WeightView;
 
@@ -142,7 +142,10 @@ impl<G: Gpu> Backend for Cuda<G> {
         ops::route::launch(self, args)
     }
 
-    fn mixture(&mut self, args: Mixture<'_, Floats, Experts<G>>) -> Result<(), OpError> {
+    fn mixture(
+        &mut self,
+        args: Mixture<'_, Floats, Experts<G>, Adapters<G>>,
+    ) -> Result<(), OpError> {
         ops::experts::launch(self, args)
     }
 
@@ -170,7 +173,7 @@ impl<G: Gpu> Backend for Cuda<G> {
         ops::linear_grad::launch(self, args)
     }
 
-    fn lora_grad(&mut self, args: LoraGrad<'_, Floats, Matrix<G>>) -> Result<(), OpError> {
+    fn adapt_grad(&mut self, args: AdaptGrad<'_, Floats, Adapters<G>>) -> Result<(), OpError> {
         ops::lora::launch_grad(self, args)
     }
 

@@ -55,6 +55,8 @@ pub struct Cuda<G: Gpu> {
     constants: Vec<(Vec<f32>, Memory<G>)>,
     /// The last batch, and room for the next.
     batch: Option<(Vec<u32>, Memory<G>)>,
+    /// The last adapters of rows.
+    of_rows: Option<(Vec<u32>, Memory<G>)>,
     words: Vec<u32>,
     /// Memory of steps that are recorded, once it is reserved.
     fixed: Option<step::Fixed<G>>,
@@ -86,6 +88,7 @@ impl<G: Gpu> Cuda<G> {
             failure: None,
             constants: Vec::new(),
             batch: None,
+            of_rows: None,
             words: Vec::new(),
             fixed: None,
             recording: false,

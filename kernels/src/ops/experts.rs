@@ -4,12 +4,13 @@
 //! weights = route(logits)
 //! out = sum over the experts e of a token, in their order, of round(weight_e * round(down_e (silu(gate_e x) * up_e x))), each sum rounded
 //! ```
-//! (transformers `MixtralSparseMoeBlock`.) Its parts are [`Route`], [`Gather`], products,
+//! (transformers `MixtralSparseMoeBlock`.) Its parts are [`Route`], [`Gather`], products and what [adapters](super::lora) add to them,
 //! [`SiluMul`] and [`ScatterAdd`], expert by expert; a device does all experts at once, with the bits that a row
 //! has by itself.
 
 use shared::dtype::DType;
 
+use super::lora::{self, Adapter, AdapterSizes, Lora, parts_of};
 use super::{Elements, MatrixShape, OpError, check_len, linear, route, silu_mul};
 use crate::ops::{Gather, Linear, Route, ScatterAdd, SiluMul};
 use crate::tensor::WeightView;
@@ -36,15 +37,18 @@ pub struct ExpertSizes {
     pub middle: usize,
 }
 
-/// Arguments of a mixture of experts; `E` is the backend's [`Backend::Experts`](crate::Backend::Experts).
+/// Arguments of a mixture of experts; `E` is the backend's [`Backend::Experts`](crate::Backend::Experts), `A` its
+/// [`Backend::Adapters`](crate::Backend::Adapters).
 #[derive(Debug)]
-pub struct Mixture<'a, F: ?Sized, E: ?Sized> {
+pub struct Mixture<'a, F: ?Sized, E: ?Sized, A: ?Sized> {
     /// Input `[tokens, hidden]`.
     pub x: &'a F,
     /// `[tokens, experts]`: logits, and the weights in their place.
     pub logits: &'a mut F,
     /// The matrices.
     pub experts: &'a E,
+    /// Adapters beside them; `None` when no token goes through one.
+    pub adapters: Option<ExpertAdapters<'a, F, A>>,
     /// Tokens.
     pub tokens: usize,
     /// Experts per token, 1 to all.
@@ -55,6 +59,20 @@ pub struct Mixture<'a, F: ?Sized, E: ?Sized> {
     pub out: &'a mut F,
     /// The block dtype.
     pub round: DType,
+}
+
+/// Adapters beside the matrices of all experts; `A` is the backend's [`Backend::Adapters`](crate::Backend::Adapters).
+#[derive(Debug)]
+pub struct ExpertAdapters<'a, F: ?Sized, A: ?Sized> {
+    /// Those of the gates, of the matrices up and of those down, each `[experts, count]`; `None` where all leave such matrices alone.
+    pub tables: [Option<&'a A>; 3],
+    /// Adapters of an expert, those that leave it alone counted.
+    pub count: usize,
+    /// Which of them each token goes through; one that a matrix does not have changes nothing. A device whose step is recorded takes those of
+    /// the step instead.
+    pub of_tokens: &'a [Option<u32>],
+    /// Memory for what lies between their matrices, `[tokens, chosen, largest rank]`; its content is unspecified before and after.
+    pub middle: &'a mut F,
 }
 
 /// Memory of a mixture of experts, of unspecified content before and after.
@@ -103,7 +121,39 @@ pub fn sizes_of<W: MatrixShape>(experts: &[Expert<W>]) -> Result<ExpertSizes, Op
     })
 }
 
-impl<F: Elements + ?Sized, E: ?Sized> Mixture<'_, F, E> {
+impl<F: Elements + ?Sized, A: ?Sized> ExpertAdapters<'_, F, A> {
+    /// `found` tells sizes and number of the adapters of a table.
+    pub(crate) fn check(
+        &self,
+        sizes: ExpertSizes,
+        (tokens, chosen): (usize, usize),
+        found: impl Fn(&A) -> Result<(AdapterSizes, usize), OpError>,
+    ) -> Result<(), OpError> {
+        let op = "adapters of experts";
+        check_len(op, "tokens", self.of_tokens.len(), tokens, 1)?;
+        let sides = [
+            (sizes.hidden, sizes.middle),
+            (sizes.hidden, sizes.middle),
+            (sizes.middle, sizes.hidden),
+        ];
+        for (table, sides) in self.tables.iter().zip(sides) {
+            let Some(table) = table else {
+                continue;
+            };
+            let (found, count) = found(table)?;
+            let wanted = sizes.experts.checked_mul(self.count);
+            if (found.inputs, found.outputs) != sides || Some(count) != wanted {
+                let what = "the adapters do not go with the matrices of the experts";
+                return Err(OpError::Shape { op, what });
+            }
+            let pairs = tokens.saturating_mul(chosen);
+            check_len(op, "middle", self.middle.len(), pairs, found.rank)?;
+        }
+        Ok(())
+    }
+}
+
+impl<F: Elements + ?Sized, E: ?Sized, A: ?Sized> Mixture<'_, F, E, A> {
     pub(crate) fn check(&self, sizes: ExpertSizes) -> Result<(), OpError> {
         let ExpertSizes {
             experts,
@@ -138,10 +188,31 @@ pub(crate) fn tokens_of(weights: &[f32], expert: usize, experts: usize) -> (Vec<
         .unzip()
 }
 
+/// The adapter of each of some tokens.
+pub(crate) fn adapters_at(of_tokens: &[Option<u32>], index: &[u32]) -> Vec<Option<u32>> {
+    let of = |token: &u32| of_tokens.get(*token as usize).copied().flatten();
+    index.iter().map(of).collect()
+}
+
+/// Sizes and number of adapters of the host.
+pub(crate) fn listed<W: MatrixShape>(
+    adapters: &[Option<Adapter<W>>],
+) -> Result<(AdapterSizes, usize), OpError> {
+    Ok((lora::sizes_of(adapters)?, adapters.len()))
+}
+
+/// Adapters of the host.
+pub type AdapterViews<'w> = [Option<Adapter<WeightView<'w>>>];
+
 /// The definition of [`Mixture`].
-pub fn reference(args: Mixture<'_, [f32], [Expert<WeightView<'_>>]>) -> Result<(), OpError> {
+pub fn reference(
+    mut args: Mixture<'_, [f32], [Expert<WeightView<'_>>], AdapterViews<'_>>,
+) -> Result<(), OpError> {
     let sizes = sizes_of(args.experts)?;
     args.check(sizes)?;
+    if let Some(adapters) = &args.adapters {
+        adapters.check(sizes, (args.tokens, args.chosen), listed)?;
+    }
     let (tokens, width, round) = (args.tokens, sizes.hidden, args.round);
     route::reference(Route {
         logits: &mut *args.logits,
@@ -162,15 +233,31 @@ pub fn reference(args: Mixture<'_, [f32], [Expert<WeightView<'_>>]>) -> Result<(
             width,
             out: &mut taken[..],
         })?;
-        let mut middle = [(); 2].map(|()| vec![0.0; rows * sizes.middle]);
-        for (weight, out) in [expert.gate, expert.up].into_iter().zip(&mut middle) {
+        let mut product = |which: usize, x: &[f32], out: &mut [f32]| {
             linear::reference(Linear {
-                x: &taken[..],
-                weight,
+                x,
+                weight: [expert.gate, expert.up, expert.down][which],
                 bias: None,
-                out: &mut out[..],
+                out: &mut *out,
                 rows,
             })?;
+            let Some(adapters) = &mut args.adapters else {
+                return Ok(());
+            };
+            let own = number * adapters.count..(number + 1) * adapters.count;
+            let own = adapters.tables[which].map_or(&[][..], |table| &table[own]);
+            lora::reference(Lora {
+                x,
+                parts: &parts_of(own, &adapters_at(adapters.of_tokens, &index)),
+                middle: &mut *adapters.middle,
+                out,
+                rows,
+                round,
+            })
+        };
+        let mut middle = [(); 2].map(|()| vec![0.0; rows * sizes.middle]);
+        for (which, out) in middle.iter_mut().enumerate() {
+            product(which, &taken, out)?;
         }
         let [gate, up] = &mut middle;
         silu_mul::reference(SiluMul {
@@ -179,13 +266,7 @@ pub fn reference(args: Mixture<'_, [f32], [Expert<WeightView<'_>>]>) -> Result<(
             len: rows * sizes.middle,
             round,
         })?;
-        linear::reference(Linear {
-            x: &gate[..],
-            weight: expert.down,
-            bias: None,
-            out: &mut taken[..],
-            rows,
-        })?;
+        product(2, gate, &mut taken)?;
         route::reference_scatter_add(ScatterAdd {
             x: &taken[..],
             index: &index,

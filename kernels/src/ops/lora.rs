@@ -76,6 +76,21 @@ pub struct Adapt<'a, F: ?Sized, A: ?Sized> {
     pub round: DType,
 }
 
+/// Arguments of the gradient of [`Adapt`]: [`LoraGrad`] over the rows of each adapter.
+#[derive(Debug)]
+pub struct AdaptGrad<'a, F: ?Sized, A: ?Sized> {
+    /// Gradient of the output `[rows, outputs]`.
+    pub grad: &'a F,
+    /// The adapters of the matrix.
+    pub adapters: &'a A,
+    /// Which of them each row goes through; one that the matrix does not have changes nothing.
+    pub of_rows: &'a [Option<u32>],
+    /// Memory for `B^T grad`: `[rows, largest rank]`; its content is unspecified before and after.
+    pub middle: &'a mut F,
+    /// Gradient through the adapted matrix, and the sum `[rows, inputs]`.
+    pub out: &'a mut F,
+}
+
 /// Sizes of the adapters of a matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AdapterSizes {
@@ -164,6 +179,15 @@ impl<F: Elements + ?Sized, A: ?Sized> Adapt<'_, F, A> {
         check_len("adapt", "x", self.x.len(), rows, sizes.inputs)?;
         check_len("adapt", "middle", self.middle.len(), rows, sizes.rank)?;
         check_len("adapt", "out", self.out.len(), rows, sizes.outputs)
+    }
+}
+
+impl<F: Elements + ?Sized, A: ?Sized> AdaptGrad<'_, F, A> {
+    pub(crate) fn check(&self, sizes: AdapterSizes) -> Result<(), OpError> {
+        let (op, rows) = ("adapt grad", self.of_rows.len());
+        check_len(op, "grad", self.grad.len(), rows, sizes.outputs)?;
+        check_len(op, "middle", self.middle.len(), rows, sizes.rank)?;
+        check_len(op, "out", self.out.len(), rows, sizes.inputs)
     }
 }
 

@@ -6,9 +6,9 @@ use shared::dtype::DType;
 use super::linear::view;
 use super::{Bench, Extent, Failure, noise, test_on_devices};
 use crate::cuda::ops::experts as device;
-use crate::cuda::{Cuda, Experts, Gpu};
+use crate::cuda::{Adapters, Cuda, Experts, Gpu};
 use crate::ops::experts::{list_words, reference};
-use crate::ops::{Expert, ExpertsRoom, Mixture, convert};
+use crate::ops::{Adapter, Expert, ExpertAdapters, ExpertsRoom, Mixture, convert};
 use crate::quant::{int8, nf4};
 use crate::tensor::WeightView;
 
@@ -64,10 +64,19 @@ pub(super) fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize,
                     hidden,
                     middle,
                 } = shape;
-                bench.begin(format!(
-                    "{name} {dtype} {tokens} x {chosen} of {experts} [{hidden}, {middle}]"
-                ));
-                case(&mut bench, shape, quant, dtype)?;
+                // Adapters go beside any format in the same way.
+                let with: &[bool] = match quant {
+                    QuantType::Nf4 => &[false, true],
+                    QuantType::None if dtype == DType::F32 => &[false, true],
+                    QuantType::None | QuantType::Int8 => &[false],
+                };
+                for &adapted in with {
+                    let adapters = if adapted { " with adapters" } else { "" };
+                    bench.begin(format!(
+                        "{name} {dtype} {tokens} x {chosen} of {experts} [{hidden}, {middle}]{adapters}"
+                    ));
+                    case(&mut bench, shape, (quant, dtype), adapted)?;
+                }
             }
         }
     }
@@ -85,8 +94,8 @@ fn includes(extent: Extent, at: Extent) -> bool {
 fn case<G: Gpu>(
     bench: &mut Bench<'_, G>,
     shape: Shape,
-    quant: QuantType,
-    dtype: DType,
+    (quant, dtype): (QuantType, DType),
+    adapted: bool,
 ) -> Result<(), Failure> {
     let Shape {
         tokens,
@@ -112,6 +121,17 @@ fn case<G: Gpu>(
             }
         })
         .collect();
+    let adapter_bytes = adapter_bytes(shape, dtype);
+    let host = adapter_tables(experts, |which, number| {
+        let (inputs, outputs) = sides[which];
+        let [a, b] = &adapter_bytes[which][number];
+        let rank = RANKS[number];
+        (
+            view(QuantType::None, dtype, (inputs, rank), a),
+            view(QuantType::None, dtype, (rank, outputs), b),
+        )
+    });
+    let of_tokens = of_tokens(tokens);
     let (x, logits) = (noise(5, tokens * hidden), logits(shape));
     let mut wanted = vec![f32::NAN; tokens * hidden];
     let mut weights = logits.clone();
@@ -125,10 +145,17 @@ fn case<G: Gpu>(
     let mut room = [pairs * middle, pairs * middle, pairs * hidden].map(|len| vec![0.0; len]);
     let mut lists = vec![0.0; list_words(rows, chosen, experts)];
     let [gate, up, given] = &mut room;
+    let mut between = vec![0.0; pairs * RANK];
     let done = reference(Mixture {
         x: &x[..],
         logits: &mut weights[..],
         experts: &views[..],
+        adapters: adapted.then(|| ExpertAdapters {
+            tables: [0, 1, 2].map(|which| Some(&host[which][..])),
+            count: RANKS.len(),
+            of_tokens: &of_tokens,
+            middle: &mut between[..],
+        }),
         tokens: rows,
         chosen,
         room: ExpertsRoom {
@@ -155,9 +182,17 @@ fn case<G: Gpu>(
     }
     let together = bench.cuda.experts(moved);
     let together = bench.op(together)?;
-    let all = run(bench, shape, &together, (&x, &logits), dtype)?;
+    let tables = match adapted {
+        true => Some(on_device(bench, &host)?),
+        false => None,
+    };
+    let adapters = |first: usize| tables.as_ref().map(|tables| (tables, &of_tokens[first..]));
+    let set = (&together, adapters(0));
+    let all = run(bench, shape, set, (&x, &logits), dtype)?;
     // Half of the types round what lies between, so that a bit of a sum may become one of theirs; NF4 goes another way.
     let tolerance = match (quant, dtype) {
+        // Adapters round once more, and are scaled.
+        (_, DType::Bf16) if adapted => 3e-2,
         (_, DType::Bf16) => 1.6e-2,
         (_, DType::F16) => 2e-3,
         _ => 2e-5,
@@ -174,10 +209,78 @@ fn case<G: Gpu>(
             ..shape
         };
         let inputs = (&x[first * hidden..], &logits[first * experts..]);
-        let got = run(bench, part, &together, inputs, dtype)?;
+        let set = (&together, adapters(first));
+        let got = run(bench, part, set, inputs, dtype)?;
         bench.same(&got, &all[first * hidden..])?;
     }
     Ok(())
+}
+
+/// Ranks of the adapters.
+const RANKS: [usize; 3] = [8, 5, 3];
+const RANK: usize = 8;
+
+/// The adapter of each token; one token has a number that no adapter has.
+fn of_tokens(tokens: usize) -> Vec<Option<u32>> {
+    let numbers = [Some(1), Some(1), None, Some(0), Some(2), Some(7)];
+    numbers.into_iter().cycle().take(tokens).collect()
+}
+
+/// The two matrices of each adapter beside each of the three of an expert.
+fn adapter_bytes(shape: Shape, dtype: DType) -> [[[Vec<u8>; 2]; 3]; 3] {
+    let (hidden, middle) = (shape.hidden, shape.middle);
+    [(hidden, middle), (hidden, middle), (middle, hidden)].map(|(inputs, outputs)| {
+        RANKS.map(|rank| {
+            let seed = (inputs + rank) as u64;
+            let a = encoded(seed, QuantType::None, dtype, (inputs, rank));
+            [
+                a,
+                encoded(seed + 1, QuantType::None, dtype, (rank, outputs)),
+            ]
+        })
+    })
+}
+
+/// The adapters of all experts, each scaled in its own way and some not there.
+fn adapter_tables<W>(
+    experts: usize,
+    matrices: impl Fn(usize, usize) -> (W, W),
+) -> [Vec<Option<Adapter<W>>>; 3] {
+    [0, 1, 2].map(|which| {
+        (0..experts * RANKS.len())
+            .map(|at| {
+                let (expert, number) = (at / RANKS.len(), at % RANKS.len());
+                let (a, b) = matrices(which, number);
+                let scale = 0.25 + 0.125 * (expert % 5) as f32;
+                ((expert + number + which) % 4 != 3).then_some(Adapter { a, b, scale })
+            })
+            .collect()
+    })
+}
+
+fn on_device<G: Gpu>(
+    bench: &mut Bench<'_, G>,
+    host: &[Vec<Option<Adapter<WeightView<'_>>>>; 3],
+) -> Result<[Adapters<G>; 3], Failure> {
+    let mut table = |adapters: &[Option<Adapter<WeightView<'_>>>]| {
+        let mut moved = Vec::new();
+        for adapter in adapters {
+            let Some(adapter) = adapter else {
+                moved.push(None);
+                continue;
+            };
+            let (a, b) = (bench.cuda.matrix(adapter.a), bench.cuda.matrix(adapter.b));
+            moved.push(Some(Adapter {
+                a: bench.op(a)?,
+                b: bench.op(b)?,
+                scale: adapter.scale,
+            }));
+        }
+        let table = bench.cuda.adapters(moved);
+        bench.op(table)
+    };
+    let [gate, up, down] = host;
+    Ok([table(gate)?, table(up)?, table(down)?])
 }
 
 /// A matrix of values that keep the size of what they are multiplied with.
@@ -217,10 +320,13 @@ fn logits(shape: Shape) -> Vec<f32> {
         .collect()
 }
 
+/// Adapters, and which of them each token goes through.
+type OfTokens<'a, G> = Option<(&'a [Adapters<G>; 3], &'a [Option<u32>])>;
+
 fn run<G: Gpu>(
     bench: &mut Bench<'_, G>,
     shape: Shape,
-    experts: &Experts<G>,
+    (experts, adapters): (&Experts<G>, OfTokens<'_, G>),
     (x, logits): (&[f32], &[f32]),
     round: DType,
 ) -> Result<Vec<f32>, Failure> {
@@ -230,6 +336,7 @@ fn run<G: Gpu>(
     let mut gate = bench.output(pairs * shape.middle)?;
     let mut up = bench.output(pairs * shape.middle)?;
     let mut given = bench.output(pairs * shape.hidden)?;
+    let mut between = bench.output(pairs * RANK)?;
     let (mut lists, mut out) = (bench.output(words)?, bench.output(tokens * shape.hidden)?);
     let done = device::launch(
         bench.cuda,
@@ -237,6 +344,12 @@ fn run<G: Gpu>(
             x: &*x,
             logits: &mut *logits,
             experts,
+            adapters: adapters.map(|(tables, of_tokens)| ExpertAdapters {
+                tables: tables.each_ref().map(Some),
+                count: RANKS.len(),
+                of_tokens,
+                middle: &mut *between,
+            }),
             tokens,
             chosen,
             room: ExpertsRoom {
@@ -255,6 +368,7 @@ fn run<G: Gpu>(
         (&up, pairs * shape.middle),
         (&given, pairs * shape.hidden),
         (&lists, words),
+        (&between, pairs * RANK),
     ] {
         bench.take(buffer, len)?;
     }

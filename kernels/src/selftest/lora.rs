@@ -7,7 +7,7 @@ use super::linear::view;
 use super::{Bench, Extent, Failure, noise, test_on_devices};
 use crate::cuda::ops::lora as device;
 use crate::cuda::{Adapters, Cuda, Gpu, Matrix};
-use crate::ops::{Adapt, Adapter, Lora, LoraGrad, LoraPart, convert, lora};
+use crate::ops::{Adapt, AdaptGrad, Adapter, Lora, LoraGrad, LoraPart, convert, lora};
 use crate::tensor::WeightView;
 
 const SHAPES: [(usize, usize, Extent); 4] = [
@@ -116,6 +116,28 @@ fn adapted<G: Gpu>(
     bench.take(&out, product.len())
 }
 
+/// Gradients through adapters.
+fn gradient<G: Gpu>(
+    bench: &mut Bench<'_, G>,
+    adapters: &Adapters<G>,
+    (grad, sums): (&[f32], &[f32]),
+    of_rows: &[Option<u32>],
+) -> Result<Vec<f32>, Failure> {
+    let (grad, mut out) = (bench.input(grad)?, bench.in_place(sums)?);
+    let mut middle = bench.output(of_rows.len() * RANK)?;
+    let args = AdaptGrad {
+        grad: &*grad,
+        adapters,
+        of_rows,
+        middle: &mut *middle,
+        out: &mut *out,
+    };
+    let done = device::launch_grad(bench.cuda, args);
+    bench.op(done)?;
+    bench.take(&middle, of_rows.len() * RANK)?;
+    bench.take(&out, sums.len())
+}
+
 fn case<G: Gpu>(
     bench: &mut Bench<'_, G>,
     inputs: usize,
@@ -179,18 +201,15 @@ fn case<G: Gpu>(
         rows: ROWS,
     });
     bench.op(reference)?;
-    let (grad, mut out) = (bench.input(&grad)?, bench.in_place(&x)?);
-    let mut middle = bench.output(ROWS * RANK)?;
-    let args = LoraGrad {
-        grad: &*grad,
-        parts: &moved,
-        middle: &mut *middle,
-        out: &mut *out,
-        rows: ROWS,
-    };
-    let done = device::launch_grad(bench.cuda, args);
-    bench.op(done)?;
-    let got = bench.take(&out, wanted.len())?;
+    let got = gradient(bench, &adapters, (&grad, &x), &of_rows())?;
+    for rows in [0..1, 5..14, 13..16] {
+        let inputs_of = (
+            &grad[rows.start * outputs..rows.end * outputs],
+            &x[rows.start * inputs..rows.end * inputs],
+        );
+        let some = gradient(bench, &adapters, inputs_of, &of_rows()[rows.clone()])?;
+        bench.same(&some, &got[rows.start * inputs..rows.end * inputs])?;
+    }
     bench.close(&got, &wanted, 1e-5)
 }
 

@@ -41,17 +41,21 @@ impl<B: Backend> Pass<'_, '_, B> {
                 chosen,
                 experts,
                 together,
+                adapters,
             } => {
                 self.linear(x, router, tokens, &mut middle.logits)?;
-                if self.adapts(experts) {
-                    let Middle { logits, choice, .. } = middle;
-                    self.choose(logits, *chosen, experts.len(), choice)?;
-                    return self.experts(x, experts, middle, out);
-                }
+                let is_adapted = !self.adapted.is_empty() && adapters.iter().any(Option::is_some);
+                let adapters = is_adapted.then(|| ExpertAdapters {
+                    tables: adapters.each_ref().map(Option::as_ref),
+                    count: experts.first().map_or(0, |e| e.gate.adapters.len()),
+                    of_tokens: &self.adapted,
+                    middle: &mut *self.rank,
+                });
                 self.backend.mixture(Mixture {
                     x,
                     logits: &mut middle.logits,
                     experts: together,
+                    adapters,
                     tokens,
                     chosen: *chosen,
                     room: ExpertsRoom {
@@ -84,59 +88,6 @@ impl<B: Backend> Pass<'_, '_, B> {
         })?;
         choice.weights.resize(self.tokens * experts, 0.0);
         self.backend.download(logits, &mut choice.weights)
-    }
-
-    /// Whether an adapter of these tokens adds to a matrix of an expert.
-    fn adapts(&self, experts: &[GatedWeights<'_, B>]) -> bool {
-        let of = |linear: &Linear<'_, B>| linear.adapts(&self.adapted);
-        let any = |e: &GatedWeights<'_, B>| [&e.gate, &e.up, &e.down].into_iter().any(of);
-        !self.adapted.is_empty() && experts.iter().any(any)
-    }
-
-    /// The sum over the experts in their order, each over the tokens that go to it.
-    fn experts(
-        &mut self,
-        x: &B::Floats,
-        experts: &[GatedWeights<'_, B>],
-        middle: &mut Middle<B>,
-        out: &mut B::Floats,
-    ) -> Result<(), OpError> {
-        let Middle {
-            gate,
-            up,
-            taken,
-            given,
-            choice,
-            ..
-        } = middle;
-        let (width, round) = (self.spec.hidden, self.weights.dtype);
-        self.backend.upload(&vec![0.0; self.tokens * width], out)?;
-        let whole = std::mem::take(&mut self.adapted);
-        for (number, expert) in experts.iter().enumerate() {
-            if !choice.select(number, experts.len()) {
-                continue;
-            }
-            self.backend.gather(Gather {
-                x,
-                index: &choice.index,
-                width,
-                out: &mut *taken,
-            })?;
-            self.adapted = adapters::taken(&whole, &choice.index);
-            let (rows, both) = (choice.index.len(), [&expert.gate, &expert.up]);
-            self.products(taken, both, rows, [&mut *gate, &mut *up])?;
-            self.gated_output(expert, rows, gate, up, given)?;
-            self.backend.scatter_add(ScatterAdd {
-                x: given,
-                index: &choice.index,
-                weights: &choice.shares,
-                width,
-                out: &mut *out,
-                round,
-            })?;
-        }
-        self.adapted = whole;
-        Ok(())
     }
 
     /// Of the two products of a gated MLP, its output; `gate` is used up.

@@ -32,11 +32,9 @@ pub(super) struct Middle<B: Backend> {
     pub(super) gate: B::Buffer,
     pub(super) up: B::Buffer,
     pub(super) logits: B::Buffer,
-    pub(super) taken: B::Buffer,
     pub(super) given: B::Buffer,
     /// Which token goes to which expert, on the device.
     pub(super) lists: B::Buffer,
-    pub(super) choice: Choice,
 }
 
 /// Which tokens go to which expert, in host memory.
@@ -92,10 +90,8 @@ impl<B: Backend> Workspace<B> {
                 gate: empty(),
                 up: empty(),
                 logits: empty(),
-                taken: empty(),
                 given: empty(),
                 lists: empty(),
-                choice: Choice::default(),
             },
             rank: empty(),
         }
@@ -135,9 +131,8 @@ impl<B: Backend> Workspace<B> {
                 only(!is_plain, chosen * spec.mlp.intermediate()),
             ),
             (&mut middle.logits, experts),
-            (&mut middle.taken, only(experts > 0, spec.hidden)),
             (&mut middle.given, only(experts > 0, chosen * spec.hidden)),
-            (&mut self.rank, largest_rank),
+            (&mut self.rank, chosen * largest_rank),
         ] {
             backend.grow(buffer, tokens * width);
         }

@@ -4,11 +4,13 @@ use shared::config::QuantType;
 use shared::dtype::DType;
 
 use super::linear::by_format;
+use super::lora::Rows;
 use super::{by_dtype, convert, elementwise};
+use crate::cuda::adapters::OfRows;
 use crate::cuda::gpu::ctas;
-use crate::cuda::{Address, Cuda, Experts, Floats, Gpu, Launch, Matrix, Params};
+use crate::cuda::{Adapters, Address, Cuda, Experts, Floats, Gpu, Launch, Matrix, Params};
 use crate::ops::experts::ExpertSizes;
-use crate::ops::{MatrixShape, Mixture, OpError, Route};
+use crate::ops::{ExpertAdapters, MatrixShape, Mixture, OpError, Route};
 use crate::tuning;
 
 /// Threads of the CTA that groups pairs.
@@ -19,24 +21,33 @@ const ROUTED_TOGETHER: usize = 32;
 
 pub(crate) fn launch<G: Gpu>(
     cuda: &mut Cuda<G>,
-    mut args: Mixture<'_, Floats, Experts<G>>,
+    mut args: Mixture<'_, Floats, Experts<G>, Adapters<G>>,
 ) -> Result<(), OpError> {
     let sizes = args.experts.sizes();
     args.check(sizes)?;
+    if let Some(adapters) = &args.adapters {
+        let found = |table: &Adapters<G>| Ok((table.sizes(), table.count()));
+        adapters.check(sizes, (args.tokens, args.chosen), found)?;
+    }
     let Some(like) = args.experts.like().filter(|_| args.tokens > 0) else {
         return Ok(());
     };
     let plan = Plan::new(&args, &like.gate, sizes);
     group(cuda, &mut args, &plan)?;
-    let (x, room) = (args.x, args.room);
+    let (x, room, round) = (args.x, args.room, args.round);
     let outs = [&mut *room.gate, &mut *room.up];
     plan.product(cuda, (x, true), outs.map(|out| out.address()), 0)?;
+    let adapters = &mut args.adapters;
+    plan.adapt(cuda, adapters, (x, true), (&mut *room.gate, 0), round)?;
+    plan.adapt(cuda, adapters, (x, true), (&mut *room.up, 1), round)?;
     let names = ["silu_mul_f32", "silu_mul_bf16", "silu_mul_f16"];
     let len = plan.pairs() * sizes.middle;
     let params = Params::new().write(room.gate).read(room.up).wide(len);
     // SAFETY: `check` has made sure that both hold the middle of all pairs.
     unsafe { elementwise(cuda, by_dtype(names, args.round), len, params)? };
     plan.product(cuda, (room.gate, false), [room.given.address()], 2)?;
+    let x = (&*room.gate, false);
+    plan.adapt(cuda, adapters, x, (&mut *room.given, 2), round)?;
     let names = [
         "experts_combine_f32",
         "experts_combine_bf16",
@@ -60,7 +71,7 @@ pub(crate) fn launch<G: Gpu>(
 /// Weights of the experts of each token, and the lists.
 fn group<G: Gpu>(
     cuda: &mut Cuda<G>,
-    args: &mut Mixture<'_, Floats, Experts<G>>,
+    args: &mut Mixture<'_, Floats, Experts<G>, Adapters<G>>,
     plan: &Plan<'_, G>,
 ) -> Result<(), OpError> {
     let is_routed = args.tokens > ROUTED_TOGETHER;
@@ -74,6 +85,13 @@ fn group<G: Gpu>(
         };
         super::route::launch(cuda, route)?;
     }
+    let (token_adapter, adapters) = match &args.adapters {
+        Some(adapters) => {
+            let of_tokens = cuda.adapters_of(&adapters.of_tokens[..plan.tokens])?;
+            (of_tokens.numbers, adapters.count)
+        }
+        None => (Address(0), 0),
+    };
     // Of a recorded step the number of tokens lies in fixed memory.
     let batch = cuda.fixed().map_or(Address(0), |fixed| fixed.batch());
     let names = [
@@ -90,17 +108,21 @@ fn group<G: Gpu>(
             .write(args.logits)
             .address(plan.lists)
             .address(batch)
-            .address(Address(0))
+            .address(token_adapter)
             .count(plan.tokens)
             .count(plan.chosen)
             .count(plan.sizes.experts)
-            .count(0)
+            .count(adapters)
             .count(plan.tile_rows)
             .count(usize::from(is_routed)),
     };
     // SAFETY: `check` has made sure of the logits, and that the lists hold all pairs.
     unsafe { cuda.launch(launch) }
 }
+
+/// The lists of `experts.cuh` that are used elsewhere, by the number of those before them.
+const PAIR_TOKEN: usize = 0;
+const PAIR_ADAPTER: usize = 3;
 
 /// What all products of a step share.
 struct Plan<'a, G: Gpu> {
@@ -117,7 +139,7 @@ struct Plan<'a, G: Gpu> {
 
 impl<'a, G: Gpu> Plan<'a, G> {
     fn new(
-        args: &Mixture<'_, Floats, Experts<G>>,
+        args: &Mixture<'_, Floats, Experts<G>, Adapters<G>>,
         like: &'a Matrix<G>,
         sizes: ExpertSizes,
     ) -> Plan<'a, G> {
@@ -149,6 +171,47 @@ impl<'a, G: Gpu> Plan<'a, G> {
             .count(self.tokens)
             .count(self.chosen)
             .count(self.sizes.experts)
+    }
+
+    /// Where the list behind `lists` others begins.
+    fn list(&self, lists: usize) -> Address {
+        let head = 2 + self.sizes.experts + 1;
+        self.lists.offset(4 * (head + lists * self.pairs()))
+    }
+
+    /// Adds what adapters make of `x` (of tokens or of pairs) to its products with matrix `which` of each expert.
+    fn adapt(
+        &self,
+        cuda: &mut Cuda<G>,
+        adapters: &mut Option<ExpertAdapters<'_, Floats, Adapters<G>>>,
+        (x, by_token): (&Floats, bool),
+        (out, which): (&mut Floats, usize),
+        round: DType,
+    ) -> Result<(), OpError> {
+        let Some(adapters) = adapters else {
+            return Ok(());
+        };
+        let Some(table) = adapters.tables[which] else {
+            return Ok(());
+        };
+        let rows = self.adapted(by_token);
+        // SAFETY: `check` has made sure of inputs, outputs and middle of all pairs, and the lists name tokens that `x` holds.
+        unsafe { rows.add(cuda, table, (x, out), adapters.middle, round) }
+    }
+
+    /// The pairs as rows of adapters, their input being of tokens or of pairs.
+    fn adapted(&self, by_token: bool) -> Rows {
+        Rows {
+            own: OfRows {
+                numbers: self.list(PAIR_ADAPTER),
+                there: self.lists,
+            },
+            sources: match by_token {
+                true => self.list(PAIR_TOKEN),
+                false => Address(0),
+            },
+            count: self.pairs(),
+        }
     }
 
     /// `x` (of tokens or of pairs) times the matrices of its experts from `which` on, one per output: 0 gate, 1 up, 2 down.

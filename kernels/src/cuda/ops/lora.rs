@@ -1,193 +1,171 @@
 //! Launches `lora.cu`.
 
-use shared::config::QuantType;
-
-use super::linear::bytes_of;
-use crate::cuda::adapters::code;
+use crate::cuda::adapters::{OfRows, code};
 use crate::cuda::gpu::ctas;
-use crate::cuda::step::NO_ADAPTER;
-use crate::cuda::{Adapters, Address, Cuda, Floats, Gpu, Launch, Matrix, Memory, Params};
-use crate::ops::{Adapt, LoraGrad, LoraPart, MatrixShape, OpError};
+use crate::cuda::{Adapters, Address, Cuda, Floats, Gpu, Launch, Params};
+use crate::ops::{Adapt, AdaptGrad, OpError};
+use shared::dtype::DType;
 
 /// Rows of a tile.
 const ROWS: usize = 8;
-/// Most rank of an adapter: what shared memory holds of 8 rows.
-const MAX_RANK: usize = 1024;
+/// Elements between the matrices of an adapter that a CTA computes.
+const RANKS: usize = 4;
 
 pub(crate) fn launch<G: Gpu>(
     cuda: &mut Cuda<G>,
     args: Adapt<'_, Floats, Adapters<G>>,
 ) -> Result<(), OpError> {
-    let sizes = args.adapters.sizes();
-    args.check(sizes)?;
-    let rows = args.of_rows.len();
-    if rows == 0 {
+    args.check(args.adapters.sizes())?;
+    if args.of_rows.is_empty() {
         return Ok(());
     }
-    // Of a recorded step adapters and the number of rows lie in fixed memory.
-    let fixed = cuda.fixed().map(|fixed| (fixed.adapters(), fixed.tokens()));
-    let listed = match fixed {
-        Some(_) => None,
-        None => {
-            let number = |adapter: &Option<u32>| adapter.unwrap_or(NO_ADAPTER);
-            let words: Vec<u32> = args.of_rows.iter().map(number).collect();
-            Some(cuda.words(&words)?)
-        }
+    let rows = Rows {
+        own: cuda.adapters_of(args.of_rows)?,
+        sources: Address(0),
+        count: args.of_rows.len(),
     };
-    let (of_rows, there) = match (&listed, fixed) {
-        (Some(memory), _) => (memory.address(), Address(0)),
-        (None, Some(fixed)) => fixed,
-        (None, None) => return Ok(()),
-    };
-    let params = || {
-        Params::new()
-            .address(args.adapters.table().address())
-            .address(of_rows)
-            .address(there)
-            .count(args.adapters.count())
-            .count(rows)
-    };
-    let down = Launch {
-        kernel: "lora_down",
-        grid: [ctas(sizes.rank.div_ceil(8)), ctas(rows.div_ceil(ROWS)), 1],
-        cta: [256, 1, 1],
-        shared_bytes: 0,
-        params: params()
-            .read(args.x)
-            .write(args.middle)
-            .count(sizes.inputs)
-            .count(sizes.rank),
-    };
-    // SAFETY: `check` has made sure that input, middle and output hold all rows; the table names matrices that it keeps.
-    unsafe { cuda.launch(down)? };
-    let up = Launch {
-        kernel: "lora_up",
-        grid: [
-            ctas(sizes.outputs.div_ceil(256)),
-            ctas(rows.div_ceil(ROWS)),
-            1,
-        ],
-        cta: [256, 1, 1],
-        shared_bytes: ctas(ROWS * sizes.rank * 4),
-        params: params()
-            .read(args.middle)
-            .write(args.out)
-            .count(sizes.outputs)
-            .count(sizes.rank)
-            .count(code(args.round) as usize),
-    };
-    // SAFETY: as above.
-    unsafe { cuda.launch(up) }
+    // SAFETY: `check` has made sure that input, middle and output hold all rows.
+    unsafe {
+        rows.add(
+            cuda,
+            args.adapters,
+            (args.x, args.out),
+            args.middle,
+            args.round,
+        )
+    }
 }
 
 pub(crate) fn launch_grad<G: Gpu>(
     cuda: &mut Cuda<G>,
-    args: LoraGrad<'_, Floats, Matrix<G>>,
+    args: AdaptGrad<'_, Floats, Adapters<G>>,
 ) -> Result<(), OpError> {
-    args.check()?;
-    let Some(plan) = Plan::new(cuda, "lora grad", args.parts)? else {
+    args.check(args.adapters.sizes())?;
+    if args.of_rows.is_empty() {
         return Ok(());
+    }
+    let rows = Rows {
+        own: cuda.adapters_of(args.of_rows)?,
+        sources: Address(0),
+        count: args.of_rows.len(),
     };
-    let down = plan.launch(
-        "lora_grad_down",
-        plan.rank,
-        ROWS * 32 * 4,
-        plan.tiles()
-            .read(args.grad)
-            .write(args.middle)
-            .count(plan.outputs)
-            .count(plan.rank),
-    );
-    // SAFETY: as in `launch`.
-    unsafe { cuda.launch(down)? };
-    let up = plan.launch(
-        "lora_grad_up",
-        plan.inputs.div_ceil(256),
-        0,
-        plan.tiles()
-            .read(args.middle)
-            .write(args.out)
-            .count(plan.inputs)
-            .count(plan.rank),
-    );
-    // SAFETY: as in `launch`.
-    unsafe { cuda.launch(up) }
+    // SAFETY: `check` has made sure that both gradients and the middle hold all rows.
+    unsafe { rows.add_grad(cuda, args.adapters, (args.grad, args.out), args.middle) }
 }
 
-/// The tiles of all parts on the device.
-struct Plan<G: Gpu> {
-    memory: Memory<G>,
-    count: usize,
-    /// Largest rank.
-    rank: usize,
-    inputs: usize,
-    outputs: usize,
+/// The rows that adapters are added to, as they are listed on the device.
+#[derive(Clone, Copy)]
+pub(super) struct Rows {
+    /// Which adapter each goes through, and how many there are.
+    pub(super) own: OfRows,
+    /// `uint32_t [count]`: the row of the input that each takes; null where that is its own.
+    pub(super) sources: Address,
+    /// Most rows.
+    pub(super) count: usize,
 }
 
-impl<G: Gpu> Plan<G> {
-    /// The plan of `parts`; `None` when they have no rows.
-    fn new(
+impl Rows {
+    /// Adds what adapters make of the rows of `x` to `out`.
+    ///
+    /// # Safety
+    /// The lists hold `count` words; `x` holds the rows that they name, `out` and `middle` `count` rows, each of the width of the adapters.
+    pub(super) unsafe fn add<G: Gpu>(
+        self,
         cuda: &mut Cuda<G>,
-        op: &'static str,
-        parts: &[LoraPart<Matrix<G>>],
-    ) -> Result<Option<Plan<G>>, OpError> {
-        let (mut words, mut rank) = (Vec::new(), 0);
-        for part in parts {
-            if part.a.quant() != QuantType::None || part.b.quant() != QuantType::None {
-                let what = "the matrices of an adapter are quantized";
-                return Err(OpError::Shape { op, what });
-            }
-            rank = rank.max(part.a.outputs());
-            write_tiles(part, &mut words);
-        }
-        if rank > MAX_RANK {
-            let what = "an adapter of a rank above 1,024";
-            return Err(OpError::Shape { op, what });
-        }
-        let Some(first) = parts.first().filter(|_| !words.is_empty()) else {
-            return Ok(None);
-        };
-        Ok(Some(Plan {
-            count: words.len() / TILE_WORDS,
-            memory: cuda.words(&words)?,
-            rank,
-            inputs: first.a.inputs(),
-            outputs: first.b.outputs(),
-        }))
+        adapters: &Adapters<G>,
+        (x, out): (&Floats, &mut Floats),
+        middle: &mut Floats,
+        round: DType,
+    ) -> Result<(), OpError> {
+        let sizes = adapters.sizes();
+        let down = self.down("lora_down", adapters, (x, sizes.inputs), middle);
+        // SAFETY: the caller's; the table names matrices that it keeps.
+        unsafe { cuda.launch(down)? };
+        let up = self.up("lora_up", adapters, middle, (out, sizes.outputs));
+        let params = up.params.count(code(round) as usize);
+        // SAFETY: as above.
+        unsafe { cuda.launch(Launch { params, ..up }) }
     }
 
-    fn tiles(&self) -> Params {
-        Params::new().address(self.memory.address())
+    /// Adds the gradient through adapters to `out`, `grad` being that of their output.
+    ///
+    /// # Safety
+    /// As of [`add`](Self::add).
+    pub(super) unsafe fn add_grad<G: Gpu>(
+        self,
+        cuda: &mut Cuda<G>,
+        adapters: &Adapters<G>,
+        (grad, out): (&Floats, &mut Floats),
+        middle: &mut Floats,
+    ) -> Result<(), OpError> {
+        let sizes = adapters.sizes();
+        let down = self.down("lora_grad_down", adapters, (grad, sizes.outputs), middle);
+        // SAFETY: the caller's; the table names matrices that it keeps.
+        unsafe { cuda.launch(down)? };
+        let up = self.up("lora_grad_up", adapters, middle, (out, sizes.inputs));
+        // SAFETY: as above.
+        unsafe { cuda.launch(up) }
     }
 
-    fn launch(
-        &self,
+    fn params<G: Gpu>(self, adapters: &Adapters<G>) -> Params {
+        Params::new()
+            .address(adapters.table().address())
+            .address(self.own.numbers)
+            .address(self.own.there)
+            .count(adapters.count())
+            .count(self.count)
+    }
+
+    fn down<G: Gpu>(
+        self,
         kernel: &'static str,
-        columns: usize,
-        shared_bytes: usize,
-        params: Params,
+        adapters: &Adapters<G>,
+        (x, width): (&Floats, usize),
+        middle: &mut Floats,
     ) -> Launch {
+        let rank = adapters.sizes().rank;
         Launch {
             kernel,
-            grid: [ctas(columns), ctas(self.count), 1],
+            grid: [
+                ctas(rank.div_ceil(RANKS)),
+                ctas(self.count.div_ceil(ROWS)),
+                1,
+            ],
             cta: [256, 1, 1],
-            shared_bytes: ctas(shared_bytes),
-            params,
+            shared_bytes: ctas(ROWS * RANKS * 8 * 4),
+            params: self
+                .params(adapters)
+                .address(self.sources)
+                .read(x)
+                .write(middle)
+                .count(width)
+                .count(rank),
         }
     }
-}
 
-/// Words of `struct Tile` in `lora.cu`.
-const TILE_WORDS: usize = 10;
-
-fn write_tiles<G: Gpu>(part: &LoraPart<Matrix<G>>, words: &mut Vec<u32>) {
-    let (a, b) = (bytes_of(&part.a).0, bytes_of(&part.b).0);
-    // `check` has made sure of the rows; what does not fit a word would be refused with the width of the buffers.
-    let word = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
-    for from in (0..part.rows).step_by(ROWS) {
-        words.extend([a as u32, (a >> 32) as u32, b as u32, (b >> 32) as u32]);
-        words.extend([word(part.a.outputs()), word(part.first + from)]);
-        words.extend([word(ROWS.min(part.rows - from)), code(part.a.dtype())]);
-        words.extend([part.scale.to_bits(), 0]);
+    fn up<G: Gpu>(
+        self,
+        kernel: &'static str,
+        adapters: &Adapters<G>,
+        middle: &Floats,
+        (out, width): (&mut Floats, usize),
+    ) -> Launch {
+        let rank = adapters.sizes().rank;
+        Launch {
+            kernel,
+            grid: [
+                ctas(width.div_ceil(256)),
+                ctas(self.count.div_ceil(ROWS)),
+                1,
+            ],
+            cta: [256, 1, 1],
+            shared_bytes: ctas(ROWS * rank.next_multiple_of(8) * 4),
+            params: self
+                .params(adapters)
+                .read(middle)
+                .write(out)
+                .count(width)
+                .count(rank),
+        }
     }
 }

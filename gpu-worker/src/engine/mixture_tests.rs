@@ -1,0 +1,165 @@
+//! Blocks with a mixture of experts and adapters beside all matrices: the kernels, on the emulator, against the processor.
+
+use kernels::cuda::Cuda;
+use kernels::cuda::emu::Emu;
+use kernels::ops::convert;
+use kernels::{Cpu, QuantType};
+use shared::block::BlockIndex;
+
+use super::*;
+use crate::block::{Kept, Sums, backward};
+use crate::fixtures::{mixture_config, mixture_tensors};
+use crate::harness::{BLOCKS, Model, span};
+
+/// Tokens of the rows of a batch, and the adapter of each: over tiles of 8 and of 32 rows, alone, and none.
+const ROWS: [(usize, Option<u32>); 4] = [(5, Some(1)), (41, None), (1, Some(0)), (30, Some(1))];
+
+/// Output and gradient of the input of a batch, rows lying one after the other.
+fn through<B: Paged>(
+    mut backend: B,
+    model: &Model,
+    weights: &MappedWeights,
+    batch: &[(usize, Option<u32>)],
+) -> [Vec<f32>; 2] {
+    let (spec, dtype) = (&model.spec, model.facts().dtype);
+    let block = block_weights(&mut backend, spec, weights, dtype, BlockIndex(1)).unwrap();
+    let mut count = 0;
+    let tables: Vec<Vec<PageId>> = batch
+        .iter()
+        .map(|(tokens, _)| {
+            let first = count;
+            count += u32::try_from(tokens.div_ceil(PAGE_TOKENS)).unwrap();
+            (first..count).map(PageId).collect()
+        })
+        .collect();
+    let rows: Vec<StepRow<'_>> = batch
+        .iter()
+        .zip(&tables)
+        .map(|(&(tokens, _), pages)| StepRow {
+            tokens,
+            prefix: 0,
+            pages,
+        })
+        .collect();
+    let adapters: Vec<Option<u32>> = batch.iter().map(|(_, adapter)| *adapter).collect();
+    let starts: Vec<usize> = batch
+        .iter()
+        .scan(0, |next, (tokens, _)| {
+            let start = *next;
+            *next += tokens;
+            Some(start)
+        })
+        .collect();
+    let tokens: usize = batch.iter().map(|(tokens, _)| tokens).sum();
+    let input = BlockInput {
+        rows: &rows,
+        prompts: &[],
+        adapters: &adapters,
+        lengths: &[],
+    };
+    let layout = spec.page_layout(dtype);
+    let mut room = B::Room::default();
+    let bytes = count as usize * layout.page_bytes();
+    let mut pages = backend.blank(&mut room, layout, bytes).unwrap();
+    let values = tokens * spec.hidden;
+    let given = |seed: f32| -> Vec<f32> {
+        let value = |i: usize| (i as f32 * 0.731 + seed).sin();
+        (0..values)
+            .map(|i| convert::round(dtype, value(i)))
+            .collect()
+    };
+    let [mut states, mut x, mut gradient] = [(); 3].map(|()| backend.buffer(values));
+    backend.upload(&given(0.0), &mut states).unwrap();
+    backend.upload(&given(0.0), &mut x).unwrap();
+    backend.upload(&given(2.0), &mut gradient).unwrap();
+    let mut work = Workspace::new(&mut backend);
+    forward(
+        &mut backend,
+        spec,
+        &block,
+        &mut work,
+        input,
+        &mut states,
+        &mut pages,
+    )
+    .unwrap();
+    let kv = vec![0.0; tokens * spec.kv_heads * spec.head_dim];
+    let [mut keys, mut sums] = [(); 2].map(|()| backend.buffer(kv.len()));
+    backend.upload(&kv, &mut keys).unwrap();
+    backend.upload(&kv, &mut sums).unwrap();
+    let mut work = GradientWork::new(&mut backend);
+    backward(
+        &mut backend,
+        spec,
+        &block,
+        &mut work,
+        input,
+        &x,
+        &mut gradient,
+        Sums {
+            keys: &mut keys,
+            values: &mut sums,
+            starts: &starts,
+        },
+        Kept::default(),
+        &mut pages,
+    )
+    .unwrap();
+    [states, gradient].map(|buffer| {
+        let mut values = vec![f32::NAN; values];
+        backend.download(&buffer, &mut values).unwrap();
+        values
+    })
+}
+
+fn model(dtype: DType, quant: QuantType) -> Model {
+    let tensors = mixture_tensors(BLOCKS as usize, dtype);
+    let config = mixture_config(BLOCKS as usize);
+    Model::of_tensors(dtype, quant, &config, &tensors, 2)
+}
+
+/// Largest difference in parts of the largest value.
+fn error(got: &[f32], wanted: &[f32]) -> f32 {
+    let size = wanted.iter().fold(0.0f32, |size, v| size.max(v.abs()));
+    let differences = got.iter().zip(wanted).map(|(g, w)| (g - w).abs());
+    assert!(size > 0.0 && got.iter().all(|v| v.is_finite()));
+    differences.fold(0.0, f32::max) / size
+}
+
+#[test]
+fn mixtures_with_adapters_equal_those_of_the_processor_there_and_back() {
+    for (dtype, quant, tolerance) in [
+        (DType::F32, QuantType::None, 1e-4),
+        (DType::Bf16, QuantType::None, 3e-2),
+        (DType::Bf16, QuantType::Nf4, 3e-2),
+        (DType::F32, QuantType::Nf4, 1e-4),
+    ] {
+        let model = model(dtype, quant);
+        let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
+        let wanted = through(Cpu::new(1), &model, &weights, &ROWS);
+        let got = through(Cuda::new(Emu::new(2)), &model, &weights, &ROWS);
+        for ((got, wanted), what) in got.iter().zip(&wanted).zip(["output", "gradient"]) {
+            let error = error(got, wanted);
+            println!("{dtype} {quant:?} {what}: {error}");
+            assert!(error < tolerance, "{what} in {dtype} {quant:?}: {error}");
+        }
+        // Adapters change both.
+        let none = ROWS.map(|(tokens, _)| (tokens, None));
+        let plain = through(Cpu::new(1), &model, &weights, &none);
+        for (plain, wanted) in plain.iter().zip(&wanted) {
+            assert!(error(plain, wanted) > 5.0 * tolerance);
+        }
+    }
+}
+
+#[test]
+fn rows_of_a_batch_have_the_bits_that_they_have_alone_there_and_back() {
+    let model = model(DType::Bf16, QuantType::Nf4);
+    let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
+    let all = through(Cuda::new(Emu::new(2)), &model, &weights, &ROWS[..3]);
+    // The first row is given the same values alone.
+    let first = through(Cuda::new(Emu::new(2)), &model, &weights, &ROWS[..1]);
+    for (all, first) in all.iter().zip(&first) {
+        assert!(all[..first.len()] == first[..]);
+    }
+}
