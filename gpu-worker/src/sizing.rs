@@ -178,12 +178,13 @@ fn forward_width(spec: &BlockSpec) -> usize {
 /// Floats of a token in the buffers of a backward pass (`GradientWork`) beside those of the forward pass in it.
 fn back_width(spec: &BlockSpec) -> usize {
     let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
-    10 * spec.hidden
+    let (experts, chosen) = experts(spec);
+    (7 + chosen) * spec.hidden
         + 2 * q
         + 2 * kv
         + fused(spec)
-        + 3 * spec.mlp.intermediate()
-        + 3 * experts(spec).0
+        + chosen * spec.mlp.intermediate()
+        + 3 * experts
 }
 
 /// Largest rank of an adapter that is counted on.

@@ -53,22 +53,7 @@ extern "C" __global__ void __launch_bounds__(256)
                       bf16* __restrict__ out /* [rows, padded] */, uint32_t outputs, uint32_t padded, uint32_t rows) {
     const uint32_t output = (blockIdx.y * 256 + threadIdx.x) * 8, row = blockIdx.x;
     if (output >= padded || row >= rows) return;
-    grad += (size_t)row * outputs;
-    float v[8];
-    if (outputs % 4 == 0 && output + 8 <= outputs) {
-        const float4 a = *reinterpret_cast<const float4*>(grad + output), b = *reinterpret_cast<const float4*>(grad + output + 4);
-        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-    } else {
-#pragma unroll
-        for (uint32_t i = 0; i < 8; i++) v[i] = output + i < outputs ? grad[output + i] : 0.0f;
-    }
-    if (absmax) {
-#pragma unroll
-        for (uint32_t i = 0; i < 8; i++)
-            if (output + i < outputs) v[i] = __fmul_rn(v[i], absmax[output + i] * (1.0f / 127.0f));
-    }
-    const uint4 packed = make_uint4(pack<bf16>(v[0], v[1]), pack<bf16>(v[2], v[3]), pack<bf16>(v[4], v[5]), pack<bf16>(v[6], v[7]));
-    *reinterpret_cast<uint4*>(out + (size_t)row * padded + output) = packed;
+    round_eight(grad + (size_t)row * outputs, absmax, out + (size_t)row * padded, output, outputs);
 }
 
 // out = the sums of the segments, from first to last. 4 neighbours per thread.

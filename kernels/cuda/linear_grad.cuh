@@ -175,3 +175,22 @@ __device__ __forceinline__ void linear_grad(const uint8_t* bytes, const bf16* gr
     }
     cp_wait<0>();
 }
+
+// 8 gradients of a row from `output` on as bf16, zeros from `outputs` on; times the scales of INT8 rows, if there are.
+__device__ __forceinline__ void round_eight(const float* grad, const float* absmax, bf16* out, uint32_t output, uint32_t outputs) {
+    float v[8];
+    if (outputs % 4 == 0 && output + 8 <= outputs) {
+        const float4 a = *reinterpret_cast<const float4*>(grad + output), b = *reinterpret_cast<const float4*>(grad + output + 4);
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+    } else {
+#pragma unroll
+        for (uint32_t i = 0; i < 8; i++) v[i] = output + i < outputs ? grad[output + i] : 0.0f;
+    }
+    if (absmax) {
+#pragma unroll
+        for (uint32_t i = 0; i < 8; i++)
+            if (output + i < outputs) v[i] = __fmul_rn(v[i], absmax[output + i] * (1.0f / 127.0f));
+    }
+    const uint4 packed = make_uint4(pack<bf16>(v[0], v[1]), pack<bf16>(v[2], v[3]), pack<bf16>(v[4], v[5]), pack<bf16>(v[6], v[7]));
+    *reinterpret_cast<uint4*>(out + output) = packed;
+}

@@ -1,14 +1,11 @@
-// The router of a mixture of experts, the moves of rows to and from experts, and the gradients of both.
+// The router of a mixture of experts and its gradient, and rows by number.
 //   p = softmax(round(logits)); E = the `chosen` largest, of equals the first; weights = round(p_e / sum over E of p) for e in E, else 0
 //
 // CPU reference: kernels/src/ops/route.rs; source: transformers MixtralSparseMoeBlock.
 // route, route_grad: one warp per token, 4 tokens per CTA; lane l holds experts l, l + 32, ... (at most 8 each: 256 experts).
-// gather, scatter_add: one CTA per moved row; no row is named twice, so nothing is added atomically.
-// gate_dot: one CTA per row; sums over threads, lanes, warps in a fixed order.
+// gather: one CTA per row.
 // Floor: rows once in, once out. The router itself is bound by its launch.
 // expects route_*: no LDL STL
-// expects gate_dot: no LDL STL
-// expects scatter_add_*: LDG.128 STG.128
 // expects gather: LDG.128 STG.128
 #include "route.cuh"
 
@@ -54,43 +51,6 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// out[index[i]] = round(out[index[i]] + round(weights[i] * round(x[i])))
-template <class T>
-__device__ __forceinline__ void scatter_add(const float* x, const uint32_t* index, const float* weights, float* out, uint32_t width) {
-    x += (size_t)blockIdx.x * width;
-    out += (size_t)index[blockIdx.x] * width;
-    const float weight = weights[blockIdx.x];
-    if (width % 4 == 0) {
-        for (uint32_t i = threadIdx.x; i < width / 4; i += blockDim.x) {
-            const float4 v = reinterpret_cast<const float4*>(x)[i];
-            float4 o = reinterpret_cast<float4*>(out)[i];
-            o.x = shared_in<T>(o.x, weight, v.x);
-            o.y = shared_in<T>(o.y, weight, v.y);
-            o.z = shared_in<T>(o.z, weight, v.z);
-            o.w = shared_in<T>(o.w, weight, v.w);
-            reinterpret_cast<float4*>(out)[i] = o;
-        }
-    } else {
-        for (uint32_t i = threadIdx.x; i < width; i += blockDim.x) out[i] = shared_in<T>(out[i], weight, x[i]);
-    }
-}
-
-// out[index[i], expert] = sum of silu(gate[i]) up[i] grad[i]
-extern "C" __global__ void __launch_bounds__(256)
-    gate_dot(const float* __restrict__ gate /* [count, width] */, const float* __restrict__ up /* as gate */,
-             const float* __restrict__ grad /* as gate */, const uint32_t* __restrict__ index /* [count] */,
-             float* __restrict__ out /* [tokens, experts] */, uint32_t width, uint32_t expert, uint32_t experts) {
-    SMEM_DYN(shared); // 32 floats
-    const size_t start = (size_t)blockIdx.x * width;
-    float sum = 0.0f;
-    for (uint32_t i = threadIdx.x; i < width; i += blockDim.x) {
-        const float x = gate[start + i];
-        sum += x / (1.0f + expf(-x)) * up[start + i] * grad[start + i];
-    }
-    sum = cta_sum(sum, reinterpret_cast<float*>(shared));
-    if (threadIdx.x == 0) out[(size_t)index[blockIdx.x] * experts + expert] = sum;
-}
-
 #define ROUTE(T)                                                                                                                    \
     extern "C" __global__ void __launch_bounds__(128)                                                                               \
         route_##T(float* __restrict__ logits /* [tokens, experts] */, uint32_t tokens, uint32_t experts, uint32_t chosen) {         \
@@ -100,11 +60,6 @@ extern "C" __global__ void __launch_bounds__(256)
         route_grad_##T(float* __restrict__ logits /* [tokens, experts] */, const float* __restrict__ grad /* as logits */,          \
                        uint32_t tokens, uint32_t experts, uint32_t chosen) {                                                        \
         route_grad<T>(logits, grad, tokens, experts, chosen);                                                                       \
-    }                                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(256)                                                                               \
-        scatter_add_##T(const float* __restrict__ x /* [count, width] */, const uint32_t* __restrict__ index /* [count] */,         \
-                        const float* __restrict__ weights /* [count] */, float* __restrict__ out /* [rows, width] */, uint32_t width) { \
-        scatter_add<T>(x, index, weights, out, width);                                                                              \
     }
 ROUTE(f32)
 ROUTE(bf16)

@@ -3,10 +3,10 @@
 use std::ops::Range;
 
 use crate::ops::{
-    Adapt, AdaptGrad, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, GateDot, Gather,
-    Gelu, GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, Mixture, NormGrad, OpError,
-    Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route, RouteGrad, ScatterAdd,
-    SiluMul, SiluMulGrad, SplitQkv,
+    Adapt, AdaptGrad, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, Gather, Gelu,
+    GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, Mixture, MixtureGrad, NormGrad,
+    OpError, Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, SiluMul, SiluMulGrad,
+    SplitQkv,
 };
 use crate::tensor::WeightView;
 
@@ -98,17 +98,13 @@ pub trait Backend {
     fn silu_mul(&mut self, args: SiluMul<'_, Self::Floats>) -> Result<(), OpError>;
     /// Middle of a plain MLP.
     fn gelu(&mut self, args: Gelu<'_, Self::Floats>) -> Result<(), OpError>;
-    /// Weights of the experts of each token.
-    fn route(&mut self, args: Route<'_, Self::Floats>) -> Result<(), OpError>;
     /// All of a mixture of experts behind the logits of its router.
     fn mixture(
         &mut self,
         args: Mixture<'_, Self::Floats, Self::Experts<'_>, Self::Adapters<'_>>,
     ) -> Result<(), OpError>;
-    /// Rows that go to an expert.
+    /// Some rows.
     fn gather(&mut self, args: Gather<'_, Self::Floats>) -> Result<(), OpError>;
-    /// And come back from it.
-    fn scatter_add(&mut self, args: ScatterAdd<'_, Self::Floats>) -> Result<(), OpError>;
     /// Residual.
     fn add(&mut self, args: Add<'_, Self::Floats>) -> Result<(), OpError>;
     /// Residual and the norm behind it.
@@ -139,8 +135,9 @@ pub trait Backend {
     fn silu_mul_grad(&mut self, args: SiluMulGrad<'_, Self::Floats>) -> Result<(), OpError>;
     /// Gradient of the middle of a plain MLP.
     fn gelu_grad(&mut self, args: GeluGrad<'_, Self::Floats>) -> Result<(), OpError>;
-    /// Gradient of the weight of an expert.
-    fn gate_dot(&mut self, args: GateDot<'_, Self::Floats>) -> Result<(), OpError>;
-    /// Gradient of the router.
-    fn route_grad(&mut self, args: RouteGrad<'_, Self::Floats>) -> Result<(), OpError>;
+    /// Gradient of a mixture of experts, to the logits of its router.
+    fn mixture_grad(
+        &mut self,
+        args: MixtureGrad<'_, Self::Floats, Self::Experts<'_>, Self::Adapters<'_>>,
+    ) -> Result<(), OpError>;
 }

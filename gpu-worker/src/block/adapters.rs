@@ -127,15 +127,6 @@ pub(super) fn adapted(rows: &[StepRow<'_>], adapters: &[Option<u32>]) -> Vec<Opt
         .collect()
 }
 
-/// The same for some tokens of that batch, in their order: those that go to an expert.
-pub(super) fn taken(adapted: &[Option<u32>], index: &[u32]) -> Vec<Option<u32>> {
-    if adapted.is_empty() {
-        return Vec::new();
-    }
-    let of = |token: &u32| adapted.get(*token as usize).copied().flatten();
-    index.iter().map(of).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -150,8 +141,7 @@ mod tests {
         let rows = [row(2), row(1), row(3)];
         let all = adapted(&rows, &[Some(1), None, Some(0)]);
         assert_eq!(all, [Some(1), Some(1), None, Some(0), Some(0), Some(0)]);
-        assert_eq!(taken(&all, &[1, 2, 5]), [Some(1), None, Some(0)]);
         assert!(adapted(&rows, &[]).is_empty());
-        assert!(adapted(&rows, &[None; 3]).is_empty() && taken(&[], &[1]).is_empty());
+        assert!(adapted(&rows, &[None; 3]).is_empty());
     }
 }

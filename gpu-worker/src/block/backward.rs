@@ -13,13 +13,12 @@
 
 use kernels::kv::total_tokens;
 use kernels::ops::{
-    AdaptGrad, Add, AttentionGrad, GateDot, Gather, GeluGrad, JoinQkv, LinearGrad, NormGrad,
-    OpError, Rope, RouteGrad, ScatterAdd, SiluMulGrad,
+    AdaptGrad, Add, AttentionGrad, ExpertsGradRoom, Gather, GeluGrad, JoinQkv, LinearGrad,
+    MixtureGrad, NormGrad, OpError, Rope, SiluMulGrad,
 };
 use kernels::{Backend, DType};
 
-use super::adapters;
-use super::forward::{BlockInput, Choice, Heads, Pass, Workspace, prepare};
+use super::forward::{BlockInput, Heads, Middle as Forward, Pass, Workspace, adapters_of, prepare};
 use super::kept::Kept;
 use super::spec::{BlockSpec, Mlp, Norm, Position, Qkv, Residual};
 use super::weights::{BlockWeights, GatedWeights, Linear, MlpWeights, NormWeights, QkvWeights};
@@ -57,16 +56,11 @@ struct HeadGradients<B: Backend> {
 }
 
 struct Middle<B: Backend> {
-    gate: B::Buffer,
-    up: B::Buffer,
     grad: B::Buffer,
     weights: B::Buffer,
     logits: B::Buffer,
     shares: B::Buffer,
-    taken: B::Buffer,
-    given: B::Buffer,
     part: B::Buffer,
-    choice: Choice,
 }
 
 impl<B: Backend> GradientWork<B> {
@@ -90,16 +84,11 @@ impl<B: Backend> GradientWork<B> {
                 part: empty(),
             },
             middle: Middle {
-                gate: empty(),
-                up: empty(),
                 grad: empty(),
                 weights: empty(),
                 logits: empty(),
                 shares: empty(),
-                taken: empty(),
-                given: empty(),
                 part: empty(),
-                choice: Choice::default(),
             },
         }
     }
@@ -116,9 +105,9 @@ impl<B: Backend> GradientWork<B> {
         let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
         let only = |needed: bool, width: usize| if needed { width } else { 0 };
         let (heads, middle, wide) = (&mut self.heads, &mut self.middle, spec.mlp.intermediate());
-        let experts = match &spec.mlp {
-            Mlp::Experts(mlp) => mlp.experts.len(),
-            Mlp::Gated(_) | Mlp::Plain(_) => 0,
+        let (experts, chosen) = match &spec.mlp {
+            Mlp::Experts(mlp) => (mlp.experts.len(), mlp.chosen),
+            Mlp::Gated(_) | Mlp::Plain(_) => (0, 1),
         };
         let is_plain = matches!(spec.mlp, Mlp::Plain(_));
         let is_fused = matches!(spec.qkv, Qkv::Fused(_));
@@ -134,15 +123,11 @@ impl<B: Backend> GradientWork<B> {
             (&mut heads.v, kv),
             (&mut heads.fused, only(is_fused, q + 2 * kv)),
             (&mut heads.part, only(!is_fused, spec.hidden)),
-            (&mut middle.gate, wide),
-            (&mut middle.up, only(!is_plain, wide)),
-            (&mut middle.grad, wide),
+            (&mut middle.grad, chosen * wide),
             (&mut middle.weights, experts),
             (&mut middle.logits, experts),
             (&mut middle.shares, experts),
-            (&mut middle.taken, only(experts > 0, spec.hidden)),
-            (&mut middle.given, only(experts > 0, spec.hidden)),
-            (&mut middle.part, only(!is_plain, spec.hidden)),
+            (&mut middle.part, only(!is_plain, chosen * spec.hidden)),
         ] {
             backend.grow(buffer, tokens * width);
         }
@@ -213,7 +198,8 @@ pub fn backward<B: Backend>(
                     &mut **h
                 }
             };
-            back.mlp(fed, gradient, given, middle, branch)?;
+            let work = (&mut forward.middle, &mut *middle);
+            back.mlp(fed, gradient, given, work, branch)?;
             back.norm(h, norm, branch)?;
             back.add(gradient, branch)?;
             let own = &mut forward.heads;
@@ -236,7 +222,8 @@ pub fn backward<B: Backend>(
                     &mut **h
                 }
             };
-            back.mlp(fed, gradient, given, middle, branch)?;
+            let work = (&mut forward.middle, &mut *middle);
+            back.mlp(fed, gradient, given, work, branch)?;
             back.add(gradient, branch)?;
             back.norm(h, norm, gradient)?;
             let own = &mut forward.heads;
@@ -252,7 +239,8 @@ pub fn backward<B: Backend>(
                 }
                 None => &*normed,
             };
-            back.mlp(fed, gradient, given, middle, aside)?;
+            let work = (&mut forward.middle, &mut *middle);
+            back.mlp(fed, gradient, given, work, aside)?;
             let own = &mut forward.heads;
             back.attention(gradient, (queries, own), normed, heads, branch, pages)?;
             match mlp_norm {
@@ -465,13 +453,13 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
         }
     }
 
-    /// Gradient of the MLP: `grad` of its output, `out` of its input `fed`. What its activation takes is `given`, or computed of `fed`.
+    /// Gradient of the MLP: `grad` of its output, `out` of its input `fed`. What its activation takes is `given`, or computed of `fed` into `of`.
     fn mlp(
         &mut self,
         fed: &B::Floats,
         grad: &B::Floats,
         given: [Option<&mut B::Floats>; 2],
-        work: &mut Middle<B>,
+        (of, work): (&mut Forward<B>, &mut Middle<B>),
         out: &mut B::Floats,
     ) -> Result<(), OpError> {
         let (weights, tokens) = (self.pass.weights, self.pass.tokens);
@@ -480,10 +468,10 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
                 let [gate, up] = match given {
                     [Some(gate), Some(up)] => [gate, up],
                     _ => {
-                        let outs = [&mut *work.gate, &mut *work.up];
+                        let outs = [&mut *of.gate, &mut *of.up];
                         self.pass
                             .products(fed, [&mlp.gate, &mlp.up], tokens, outs)?;
-                        [&mut *work.gate, &mut *work.up]
+                        [&mut *of.gate, &mut *of.up]
                     }
                 };
                 self.linear(grad, &mlp.down, tokens, &mut work.grad)?;
@@ -500,8 +488,8 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
                 let x = match given {
                     Some(given) => given,
                     None => {
-                        self.pass.linear(fed, up, tokens, &mut work.gate)?;
-                        &mut *work.gate
+                        self.pass.linear(fed, up, tokens, &mut of.gate)?;
+                        &mut *of.gate
                     }
                 };
                 self.linear(grad, down, tokens, &mut work.grad)?;
@@ -517,8 +505,35 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
                 router,
                 chosen,
                 experts,
-                ..
-            } => self.experts(fed, grad, (router, *chosen, experts), work, out),
+                together,
+                adapters,
+            } => {
+                self.pass.linear(fed, router, tokens, &mut work.logits)?;
+                let pass = &mut self.pass;
+                let adapters = adapters_of(experts, adapters, &pass.adapted, &mut *pass.rank);
+                pass.backend.mixture_grad(MixtureGrad {
+                    x: fed,
+                    grad,
+                    logits: &mut work.logits,
+                    experts: together,
+                    adapters,
+                    tokens,
+                    chosen: *chosen,
+                    room: ExpertsGradRoom {
+                        gate: &mut of.gate,
+                        up: &mut of.up,
+                        grad: &mut work.grad,
+                        given: [&mut of.given, &mut work.part],
+                        weights: &mut work.weights,
+                        shares: &mut work.shares,
+                        lists: &mut of.lists,
+                    },
+                    out,
+                    round: weights.dtype,
+                })?;
+                self.linear(&work.logits, router, tokens, &mut work.part)?;
+                self.add(out, &work.part)
+            }
         }
     }
 
@@ -538,85 +553,6 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
             len: rows * self.pass.spec.mlp.intermediate(),
         })?;
         self.linear(up, &mlp.up, rows, part)
-    }
-
-    fn experts(
-        &mut self,
-        fed: &B::Floats,
-        grad: &B::Floats,
-        (router, chosen, experts): (&Linear<'_, B>, usize, &[GatedWeights<'_, B>]),
-        work: &mut Middle<B>,
-        out: &mut B::Floats,
-    ) -> Result<(), OpError> {
-        let (spec, tokens, count) = (self.pass.spec, self.pass.tokens, experts.len());
-        let (width, wide) = (spec.hidden, spec.mlp.intermediate());
-        self.pass.linear(fed, router, tokens, &mut work.logits)?;
-        self.pass.linear(fed, router, tokens, &mut work.weights)?;
-        let mut choice = std::mem::take(&mut work.choice);
-        self.pass
-            .choose(&mut work.weights, chosen, count, &mut choice)?;
-        let backend = &mut self.pass.backend;
-        backend.upload(&vec![0.0; tokens * width], out)?;
-        backend.upload(&vec![0.0; tokens * count], &mut work.shares)?;
-        let whole = std::mem::take(&mut self.pass.adapted);
-        for (number, expert) in experts.iter().enumerate() {
-            if !choice.select(number, count) {
-                continue;
-            }
-            let (index, rows) = (&choice.index, choice.index.len());
-            let (mut taken, mut given) = (
-                std::mem::replace(&mut work.taken, self.pass.backend.buffer(0)),
-                std::mem::replace(&mut work.given, self.pass.backend.buffer(0)),
-            );
-            for (x, out) in [(fed, &mut taken), (grad, &mut given)] {
-                self.pass.backend.gather(Gather {
-                    x,
-                    index,
-                    width,
-                    out,
-                })?;
-            }
-            self.pass.adapted = adapters::taken(&whole, index);
-            let (both, outs) = ([&expert.gate, &expert.up], [&mut *work.gate, &mut *work.up]);
-            self.pass.products(&taken, both, rows, outs)?;
-            self.linear(&given, &expert.down, rows, &mut work.grad)?;
-            (work.taken, work.given) = (taken, given);
-            self.pass.backend.gate_dot(GateDot {
-                gate: &work.gate,
-                up: &work.up,
-                grad: &work.grad,
-                index,
-                width: wide,
-                expert: number,
-                experts: count,
-                out: &mut work.shares,
-            })?;
-            let both = [&mut *work.gate, &mut *work.up];
-            self.gated_input(expert, rows, both, &work.grad, &mut work.part)?;
-            self.linear(&work.gate, &expert.gate, rows, &mut work.given)?;
-            for x in [&work.given, &work.part] {
-                self.pass.backend.scatter_add(ScatterAdd {
-                    x,
-                    index,
-                    weights: &choice.shares,
-                    width,
-                    out: &mut *out,
-                    round: DType::F32,
-                })?;
-            }
-        }
-        self.pass.adapted = whole;
-        work.choice = choice;
-        self.pass.backend.route_grad(RouteGrad {
-            logits: &mut work.logits,
-            grad: &work.shares,
-            tokens,
-            experts: count,
-            chosen,
-            round: self.pass.weights.dtype,
-        })?;
-        self.linear(&work.logits, router, tokens, &mut work.part)?;
-        self.add(out, &work.part)
     }
 
     fn linear(

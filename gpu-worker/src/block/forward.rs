@@ -8,7 +8,7 @@
 
 use kernels::ops::{
     Adapt, Add, AddNorm, Alibi, Attention, ExpertAdapters, ExpertsRoom, Gelu, KvAppend, Layernorm,
-    Mixture, OpError, Product, Products, PromptAdd, Rmsnorm, RopeAppend, RopeTable, Route, SiluMul,
+    Mixture, OpError, Product, Products, PromptAdd, Rmsnorm, RopeAppend, RopeTable, SiluMul,
     SplitQkv,
 };
 use kernels::{Backend, DType, StepRow, kv::total_tokens, ops};
@@ -22,9 +22,9 @@ use super::weights::{BlockWeights, GatedWeights, Linear, MlpWeights, NormWeights
 mod mlp;
 mod workspace;
 
-use workspace::Middle;
+pub(super) use mlp::adapters_of;
 pub use workspace::Workspace;
-pub(super) use workspace::{Choice, Heads};
+pub(super) use workspace::{Heads, Middle};
 
 /// What goes through a block besides the hidden states.
 #[derive(Clone, Copy, Debug)]

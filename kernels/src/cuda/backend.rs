@@ -9,10 +9,10 @@ use super::memory::{Buffer, Floats};
 use super::{Adapters, Cuda, Experts, Matrix, Pages, ops};
 use crate::backend::Backend;
 use crate::ops::{
-    Adapt, AdaptGrad, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, GateDot, Gather,
-    Gelu, GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, Mixture, NormGrad, OpError,
-    Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route, RouteGrad, ScatterAdd,
-    SiluMul, SiluMulGrad, SplitQkv,
+    Adapt, AdaptGrad, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, Gather, Gelu,
+    GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, Mixture, MixtureGrad, NormGrad,
+    OpError, Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, SiluMul, SiluMulGrad,
+    SplitQkv,
 };
 use crate::tensor::WeightView;
 
@@ -138,10 +138,6 @@ impl<G: Gpu> Backend for Cuda<G> {
         ops::gelu::launch(self, args)
     }
 
-    fn route(&mut self, args: Route<'_, Floats>) -> Result<(), OpError> {
-        ops::route::launch(self, args)
-    }
-
     fn mixture(
         &mut self,
         args: Mixture<'_, Floats, Experts<G>, Adapters<G>>,
@@ -151,10 +147,6 @@ impl<G: Gpu> Backend for Cuda<G> {
 
     fn gather(&mut self, args: Gather<'_, Floats>) -> Result<(), OpError> {
         ops::route::launch_gather(self, args)
-    }
-
-    fn scatter_add(&mut self, args: ScatterAdd<'_, Floats>) -> Result<(), OpError> {
-        ops::route::launch_scatter_add(self, args)
     }
 
     fn add(&mut self, args: Add<'_, Floats>) -> Result<(), OpError> {
@@ -200,11 +192,10 @@ impl<G: Gpu> Backend for Cuda<G> {
         ops::gelu::launch_grad(self, args)
     }
 
-    fn gate_dot(&mut self, args: GateDot<'_, Floats>) -> Result<(), OpError> {
-        ops::route::launch_gate_dot(self, args)
-    }
-
-    fn route_grad(&mut self, args: RouteGrad<'_, Floats>) -> Result<(), OpError> {
-        ops::route::launch_grad(self, args)
+    fn mixture_grad(
+        &mut self,
+        args: MixtureGrad<'_, Floats, Experts<G>, Adapters<G>>,
+    ) -> Result<(), OpError> {
+        ops::experts_grad::launch(self, args)
     }
 }

@@ -10,7 +10,7 @@
 
 use shared::dtype::DType;
 
-use super::lora::{self, Adapter, AdapterSizes, Lora, parts_of};
+use super::lora::{self, Adapter, AdapterSizes, Lora, LoraPart, parts_of};
 use super::{Elements, MatrixShape, OpError, check_len, linear, route, silu_mul};
 use crate::ops::{Gather, Linear, Route, ScatterAdd, SiluMul};
 use crate::tensor::WeightView;
@@ -233,31 +233,16 @@ pub fn reference(
             width,
             out: &mut taken[..],
         })?;
-        let mut product = |which: usize, x: &[f32], out: &mut [f32]| {
-            linear::reference(Linear {
-                x,
-                weight: [expert.gate, expert.up, expert.down][which],
-                bias: None,
-                out: &mut *out,
-                rows,
-            })?;
-            let Some(adapters) = &mut args.adapters else {
-                return Ok(());
-            };
-            let own = number * adapters.count..(number + 1) * adapters.count;
-            let own = adapters.tables[which].map_or(&[][..], |table| &table[own]);
-            lora::reference(Lora {
-                x,
-                parts: &parts_of(own, &adapters_at(adapters.of_tokens, &index)),
-                middle: &mut *adapters.middle,
-                out,
-                rows,
-                round,
-            })
+        let own = Own {
+            number,
+            expert,
+            index: &index,
+            round,
         };
+        let adapters = &mut args.adapters;
         let mut middle = [(); 2].map(|()| vec![0.0; rows * sizes.middle]);
         for (which, out) in middle.iter_mut().enumerate() {
-            product(which, &taken, out)?;
+            own.product(adapters, which, &taken, out)?;
         }
         let [gate, up] = &mut middle;
         silu_mul::reference(SiluMul {
@@ -266,7 +251,7 @@ pub fn reference(
             len: rows * sizes.middle,
             round,
         })?;
-        product(2, gate, &mut taken)?;
+        own.product(adapters, 2, gate, &mut taken)?;
         route::reference_scatter_add(ScatterAdd {
             x: &taken[..],
             index: &index,
@@ -277,4 +262,63 @@ pub fn reference(
         })?;
     }
     Ok(())
+}
+
+/// What the definitions know of the expert at hand.
+pub(super) struct Own<'a, 'w> {
+    /// Which it is.
+    pub(super) number: usize,
+    /// Its matrices.
+    pub(super) expert: &'a Expert<WeightView<'w>>,
+    /// The tokens that go to it.
+    pub(super) index: &'a [u32],
+    /// The block dtype.
+    pub(super) round: DType,
+}
+
+impl<'w> Own<'_, 'w> {
+    /// Gate, up or down.
+    pub(super) fn matrix(&self, which: usize) -> WeightView<'w> {
+        [self.expert.gate, self.expert.up, self.expert.down][which]
+    }
+
+    /// What adapters add to matrix `which`, by the rows that go through them.
+    pub(super) fn parts<'v>(
+        &self,
+        adapters: &ExpertAdapters<'_, [f32], AdapterViews<'v>>,
+        which: usize,
+    ) -> Vec<LoraPart<WeightView<'v>>> {
+        let own = self.number * adapters.count..(self.number + 1) * adapters.count;
+        let own = adapters.tables[which].map_or(&[][..], |table| &table[own]);
+        parts_of(own, &adapters_at(adapters.of_tokens, self.index))
+    }
+
+    /// The product with matrix `which`.
+    pub(super) fn product(
+        &self,
+        adapters: &mut Option<ExpertAdapters<'_, [f32], AdapterViews<'_>>>,
+        which: usize,
+        x: &[f32],
+        out: &mut [f32],
+    ) -> Result<(), OpError> {
+        let rows = self.index.len();
+        linear::reference(Linear {
+            x,
+            weight: self.matrix(which),
+            bias: None,
+            out: &mut *out,
+            rows,
+        })?;
+        let Some(adapters) = adapters else {
+            return Ok(());
+        };
+        lora::reference(Lora {
+            x,
+            parts: &self.parts(adapters, which),
+            middle: &mut *adapters.middle,
+            out,
+            rows,
+            round: self.round,
+        })
+    }
 }

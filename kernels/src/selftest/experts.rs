@@ -1,4 +1,4 @@
-//! Cases of a mixture of experts behind the logits of its router.
+//! Cases of a mixture of experts behind the logits of its router, and of its gradient.
 
 use shared::config::QuantType;
 use shared::dtype::DType;
@@ -14,12 +14,12 @@ use crate::tensor::WeightView;
 
 /// A case: tokens, experts, those of a token, hidden and middle width.
 #[derive(Clone, Copy)]
-struct Shape {
-    tokens: usize,
-    experts: usize,
-    chosen: usize,
-    hidden: usize,
-    middle: usize,
+pub(super) struct Shape {
+    pub(super) tokens: usize,
+    pub(super) experts: usize,
+    pub(super) chosen: usize,
+    pub(super) hidden: usize,
+    pub(super) middle: usize,
 }
 
 const fn shape([tokens, experts, chosen, hidden, middle]: [usize; 5]) -> Shape {
@@ -213,12 +213,19 @@ fn case<G: Gpu>(
         let got = run(bench, part, set, inputs, dtype)?;
         bench.same(&got, &all[first * hidden..])?;
     }
-    Ok(())
+    super::experts_grad::case(
+        bench,
+        (shape, rows),
+        (&views, adapted.then_some(&host)),
+        (&together, adapters(0)),
+        (&x, &logits),
+        (quant, dtype),
+    )
 }
 
 /// Ranks of the adapters.
-const RANKS: [usize; 3] = [8, 5, 3];
-const RANK: usize = 8;
+pub(super) const RANKS: [usize; 3] = [8, 5, 3];
+pub(super) const RANK: usize = 8;
 
 /// The adapter of each token; one token has a number that no adapter has.
 fn of_tokens(tokens: usize) -> Vec<Option<u32>> {
@@ -321,7 +328,7 @@ fn logits(shape: Shape) -> Vec<f32> {
 }
 
 /// Adapters, and which of them each token goes through.
-type OfTokens<'a, G> = Option<(&'a [Adapters<G>; 3], &'a [Option<u32>])>;
+pub(super) type OfTokens<'a, G> = Option<(&'a [Adapters<G>; 3], &'a [Option<u32>])>;
 
 fn run<G: Gpu>(
     bench: &mut Bench<'_, G>,

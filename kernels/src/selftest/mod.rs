@@ -7,6 +7,7 @@
 mod attention;
 mod elementwise;
 mod experts;
+mod experts_grad;
 mod fused;
 mod linear;
 mod lora;

@@ -1,11 +1,11 @@
-//! Cases of the router, of the moves of rows to and from experts, and of their gradients.
+//! Cases of the router and of its gradient, and of rows by number.
 
 use shared::dtype::DType;
 
 use super::{Bench, Extent, Failure, noise, test_on_devices};
 use crate::cuda::ops::route as device;
 use crate::cuda::{Cuda, Gpu};
-use crate::ops::{GateDot, Gather, Route, RouteGrad, ScatterAdd, route};
+use crate::ops::{Gather, Route, RouteGrad, route};
 
 /// (tokens, experts, chosen)
 const ROUTERS: [(usize, usize, usize); 5] =
@@ -27,12 +27,8 @@ pub(super) fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize,
         }
     }
     for (rows, moved, width, _) in MOVES.into_iter().filter(|(.., at)| extent.takes(*at)) {
-        for (round, _) in ROUNDINGS {
-            bench.begin(format!("{moved} of {rows} rows, {width} wide, {round}"));
-            moves(&mut bench, [rows, moved, width], round)?;
-        }
-        bench.begin(format!("gradient of a gate, {moved} rows, {width} wide"));
-        gate_dot(&mut bench, [rows, moved, width])?;
+        bench.begin(format!("{moved} of {rows} rows, {width} wide"));
+        gather(&mut bench, [rows, moved, width])?;
     }
     Ok(bench.cases)
 }
@@ -103,35 +99,20 @@ fn index(rows: usize, moved: usize) -> Vec<u32> {
     (0..moved).map(at).collect()
 }
 
-fn moves<G: Gpu>(
+fn gather<G: Gpu>(
     bench: &mut Bench<'_, G>,
     [rows, moved, width]: [usize; 3],
-    round: DType,
 ) -> Result<(), Failure> {
-    let (x, index, weights) = (noise(1, rows * width), index(rows, moved), noise(2, moved));
-    let mut taken = vec![f32::NAN; moved * width];
+    let (x, index) = (noise(1, rows * width), index(rows, moved));
+    let mut wanted = vec![f32::NAN; moved * width];
     let reference = route::reference_gather(Gather {
         x: &x[..],
         index: &index,
         width,
-        out: &mut taken[..],
+        out: &mut wanted[..],
     });
     bench.op(reference)?;
-    let mut sums = noise(3, rows * width);
-    let (from, mut to, mut out) = (
-        bench.input(&x)?,
-        bench.output(moved * width)?,
-        bench.in_place(&sums)?,
-    );
-    let reference = route::reference_scatter_add(ScatterAdd {
-        x: &taken[..],
-        index: &index,
-        weights: &weights,
-        width,
-        out: &mut sums[..],
-        round,
-    });
-    bench.op(reference)?;
+    let (from, mut to) = (bench.input(&x)?, bench.output(moved * width)?);
     let args = Gather {
         x: &*from,
         index: &index,
@@ -140,58 +121,8 @@ fn moves<G: Gpu>(
     };
     let done = device::launch_gather(bench.cuda, args);
     bench.op(done)?;
-    let got = bench.take(&to, taken.len())?;
-    bench.same(&got, &taken)?;
-    let args = ScatterAdd {
-        x: &*to,
-        index: &index,
-        weights: &weights,
-        width,
-        out: &mut *out,
-        round,
-    };
-    let done = device::launch_scatter_add(bench.cuda, args);
-    bench.op(done)?;
-    let got = bench.take(&out, sums.len())?;
-    bench.same(&got, &sums)
-}
-
-fn gate_dot<G: Gpu>(
-    bench: &mut Bench<'_, G>,
-    [tokens, moved, width]: [usize; 3],
-) -> Result<(), Failure> {
-    let (expert, experts) = (1, 3);
-    let index = index(tokens, moved);
-    let inputs = [1, 2, 3].map(|seed| noise(seed, moved * width));
-    let mut wanted = noise(4, tokens * experts);
-    let mut out = bench.in_place(&wanted)?;
-    let [gate, up, grad] = &inputs;
-    let reference = route::reference_gate_dot(GateDot {
-        gate: &gate[..],
-        up: &up[..],
-        grad: &grad[..],
-        index: &index,
-        width,
-        expert,
-        experts,
-        out: &mut wanted[..],
-    });
-    bench.op(reference)?;
-    let (gate, up, grad) = (bench.input(gate)?, bench.input(up)?, bench.input(grad)?);
-    let args = GateDot {
-        gate: &*gate,
-        up: &*up,
-        grad: &*grad,
-        index: &index,
-        width,
-        expert,
-        experts,
-        out: &mut *out,
-    };
-    let done = device::launch_gate_dot(bench.cuda, args);
-    bench.op(done)?;
-    let got = bench.take(&out, wanted.len())?;
-    bench.close(&got, &wanted, 2e-5)
+    let got = bench.take(&to, wanted.len())?;
+    bench.same(&got, &wanted)
 }
 
 test_on_devices!(super::check);

@@ -44,13 +44,7 @@ impl<B: Backend> Pass<'_, '_, B> {
                 adapters,
             } => {
                 self.linear(x, router, tokens, &mut middle.logits)?;
-                let is_adapted = !self.adapted.is_empty() && adapters.iter().any(Option::is_some);
-                let adapters = is_adapted.then(|| ExpertAdapters {
-                    tables: adapters.each_ref().map(Option::as_ref),
-                    count: experts.first().map_or(0, |e| e.gate.adapters.len()),
-                    of_tokens: &self.adapted,
-                    middle: &mut *self.rank,
-                });
+                let adapters = adapters_of(experts, adapters, &self.adapted, self.rank);
                 self.backend.mixture(Mixture {
                     x,
                     logits: &mut middle.logits,
@@ -71,25 +65,6 @@ impl<B: Backend> Pass<'_, '_, B> {
         }
     }
 
-    /// Turns logits into the weights of the experts, and takes them to the host.
-    pub(in crate::block) fn choose(
-        &mut self,
-        logits: &mut B::Floats,
-        chosen: usize,
-        experts: usize,
-        choice: &mut Choice,
-    ) -> Result<(), OpError> {
-        self.backend.route(Route {
-            logits: &mut *logits,
-            tokens: self.tokens,
-            experts,
-            chosen,
-            round: self.weights.dtype,
-        })?;
-        choice.weights.resize(self.tokens * experts, 0.0);
-        self.backend.download(logits, &mut choice.weights)
-    }
-
     /// Of the two products of a gated MLP, its output; `gate` is used up.
     fn gated_output(
         &mut self,
@@ -107,4 +82,20 @@ impl<B: Backend> Pass<'_, '_, B> {
         })?;
         self.linear(gate, &weights.down, rows, out)
     }
+}
+
+/// The adapters beside the matrices of experts, if one of these tokens may go through one; `middle` is memory for them.
+pub(in crate::block) fn adapters_of<'a, 'w, B: Backend>(
+    experts: &[GatedWeights<'w, B>],
+    tables: &'a [Option<B::Adapters<'w>>; 3],
+    of_tokens: &'a [Option<u32>],
+    middle: &'a mut B::Floats,
+) -> Option<ExpertAdapters<'a, B::Floats, B::Adapters<'w>>> {
+    let is_adapted = !of_tokens.is_empty() && tables.iter().any(Option::is_some);
+    is_adapted.then(|| ExpertAdapters {
+        tables: tables.each_ref().map(Option::as_ref),
+        count: experts.first().map_or(0, |e| e.gate.adapters.len()),
+        of_tokens,
+        middle,
+    })
 }

@@ -11,7 +11,7 @@ pub struct Workspace<B: Backend> {
     pub(in crate::block) branch: B::Buffer,
     pub(super) aside: B::Buffer,
     pub(in crate::block) heads: Heads<B>,
-    pub(super) middle: Middle<B>,
+    pub(in crate::block) middle: Middle<B>,
     /// Between the two matrices of an adapter.
     pub(in crate::block) rank: B::Buffer,
 }
@@ -28,45 +28,13 @@ pub(in crate::block) struct Heads<B: Backend> {
 }
 
 /// The middle of the MLP.
-pub(super) struct Middle<B: Backend> {
-    pub(super) gate: B::Buffer,
-    pub(super) up: B::Buffer,
-    pub(super) logits: B::Buffer,
-    pub(super) given: B::Buffer,
+pub(in crate::block) struct Middle<B: Backend> {
+    pub(in crate::block) gate: B::Buffer,
+    pub(in crate::block) up: B::Buffer,
+    pub(in crate::block) logits: B::Buffer,
+    pub(in crate::block) given: B::Buffer,
     /// Which token goes to which expert, on the device.
-    pub(super) lists: B::Buffer,
-}
-
-/// Which tokens go to which expert, in host memory.
-#[derive(Default)]
-pub(in crate::block) struct Choice {
-    /// `[tokens, experts]`, zero where a token does not go.
-    pub(in crate::block) weights: Vec<f32>,
-    /// Tokens of the expert at hand.
-    pub(in crate::block) index: Vec<u32>,
-    /// Their weights.
-    pub(in crate::block) shares: Vec<f32>,
-}
-
-impl Choice {
-    /// Sets the tokens that go to `expert` of `experts`; false when there are none.
-    pub(in crate::block) fn select(&mut self, expert: usize, experts: usize) -> bool {
-        let Choice {
-            weights,
-            index,
-            shares,
-        } = self;
-        index.clear();
-        shares.clear();
-        for (token, row) in (0..).zip(weights.chunks_exact(experts)) {
-            // A weight that is no number goes on, so that the result is none either.
-            if row[expert] != 0.0 {
-                index.push(token);
-                shares.push(row[expert]);
-            }
-        }
-        !index.is_empty()
-    }
+    pub(in crate::block) lists: B::Buffer,
 }
 
 impl<B: Backend> Workspace<B> {

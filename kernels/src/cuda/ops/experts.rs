@@ -10,6 +10,7 @@ use crate::cuda::adapters::OfRows;
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Adapters, Address, Cuda, Experts, Floats, Gpu, Launch, Matrix, Params};
 use crate::ops::experts::ExpertSizes;
+use crate::ops::lora::AdapterSizes;
 use crate::ops::{ExpertAdapters, MatrixShape, Mixture, OpError, Route};
 use crate::tuning;
 
@@ -26,14 +27,19 @@ pub(crate) fn launch<G: Gpu>(
     let sizes = args.experts.sizes();
     args.check(sizes)?;
     if let Some(adapters) = &args.adapters {
-        let found = |table: &Adapters<G>| Ok((table.sizes(), table.count()));
         adapters.check(sizes, (args.tokens, args.chosen), found)?;
     }
     let Some(like) = args.experts.like().filter(|_| args.tokens > 0) else {
         return Ok(());
     };
-    let plan = Plan::new(&args, &like.gate, sizes);
-    group(cuda, &mut args, &plan)?;
+    let step = (args.tokens, args.chosen);
+    let plan = Plan::new(args.experts, &like.gate, step, args.room.lists, true);
+    let group = Group {
+        logits: &mut *args.logits,
+        of_tokens: args.adapters.as_ref().map(|a| (a.of_tokens, a.count)),
+        round: args.round,
+    };
+    group.launch(cuda, &plan)?;
     let (x, room, round) = (args.x, args.room, args.round);
     let outs = [&mut *room.gate, &mut *room.up];
     plan.product(cuda, (x, true), outs.map(|out| out.address()), 0)?;
@@ -68,56 +74,69 @@ pub(crate) fn launch<G: Gpu>(
     unsafe { cuda.launch(combine) }
 }
 
-/// Weights of the experts of each token, and the lists.
-fn group<G: Gpu>(
-    cuda: &mut Cuda<G>,
-    args: &mut Mixture<'_, Floats, Experts<G>, Adapters<G>>,
-    plan: &Plan<'_, G>,
-) -> Result<(), OpError> {
-    let is_routed = args.tokens > ROUTED_TOGETHER;
-    if is_routed {
-        let route = Route {
-            logits: &mut *args.logits,
-            tokens: args.tokens,
-            experts: plan.sizes.experts,
-            chosen: args.chosen,
-            round: args.round,
-        };
-        super::route::launch(cuda, route)?;
-    }
-    let (token_adapter, adapters) = match &args.adapters {
-        Some(adapters) => {
-            let of_tokens = cuda.adapters_of(&adapters.of_tokens[..plan.tokens])?;
-            (of_tokens.numbers, adapters.count)
+/// Sizes and number of adapters.
+pub(super) fn found<G: Gpu>(table: &Adapters<G>) -> Result<(AdapterSizes, usize), OpError> {
+    Ok((table.sizes(), table.count()))
+}
+
+/// What is grouped: the weights of the experts of each token take the place of the logits, and the lists are made.
+pub(super) struct Group<'a> {
+    pub(super) logits: &'a mut Floats,
+    /// Which adapter each token goes through, and how many an expert has.
+    pub(super) of_tokens: Option<(&'a [Option<u32>], usize)>,
+    pub(super) round: DType,
+}
+
+impl Group<'_> {
+    pub(super) fn launch<G: Gpu>(
+        self,
+        cuda: &mut Cuda<G>,
+        plan: &Plan<'_, G>,
+    ) -> Result<(), OpError> {
+        let is_routed = plan.tokens > ROUTED_TOGETHER;
+        if is_routed {
+            let route = Route {
+                logits: &mut *self.logits,
+                tokens: plan.tokens,
+                experts: plan.sizes.experts,
+                chosen: plan.chosen,
+                round: self.round,
+            };
+            super::route::launch(cuda, route)?;
         }
-        None => (Address(0), 0),
-    };
-    // Of a recorded step the number of tokens lies in fixed memory.
-    let batch = cuda.fixed().map_or(Address(0), |fixed| fixed.batch());
-    let names = [
-        "experts_group_f32",
-        "experts_group_bf16",
-        "experts_group_f16",
-    ];
-    let launch = Launch {
-        kernel: by_dtype(names, args.round),
-        grid: [1, 1, 1],
-        cta: [GROUP_THREADS, 1, 1],
-        shared_bytes: 2 * 4 * ctas(plan.sizes.experts + 1),
-        params: Params::new()
-            .write(args.logits)
-            .address(plan.lists)
-            .address(batch)
-            .address(token_adapter)
-            .count(plan.tokens)
-            .count(plan.chosen)
-            .count(plan.sizes.experts)
-            .count(adapters)
-            .count(plan.tile_rows)
-            .count(usize::from(is_routed)),
-    };
-    // SAFETY: `check` has made sure of the logits, and that the lists hold all pairs.
-    unsafe { cuda.launch(launch) }
+        let (token_adapter, adapters) = match self.of_tokens {
+            Some((of_tokens, count)) => {
+                (cuda.adapters_of(&of_tokens[..plan.tokens])?.numbers, count)
+            }
+            None => (Address(0), 0),
+        };
+        // Of a recorded step the number of tokens lies in fixed memory.
+        let batch = cuda.fixed().map_or(Address(0), |fixed| fixed.batch());
+        let names = [
+            "experts_group_f32",
+            "experts_group_bf16",
+            "experts_group_f16",
+        ];
+        let launch = Launch {
+            kernel: by_dtype(names, self.round),
+            grid: [1, 1, 1],
+            cta: [GROUP_THREADS, 1, 1],
+            shared_bytes: 2 * 4 * ctas(plan.sizes.experts + 1),
+            params: Params::new()
+                .write(self.logits)
+                .address(plan.lists)
+                .address(batch)
+                .address(token_adapter)
+                .count(plan.tokens)
+                .count(plan.chosen)
+                .count(plan.sizes.experts)
+                .count(adapters)
+                .count(plan.tile_rows)
+                .count(usize::from(is_routed)),
+        };
+        // SAFETY: `check` has made sure of the logits, and that the lists hold all pairs.
+        unsafe { cuda.launch(launch) }
+    }
 }
 
 /// The lists of `experts.cuh` that are used elsewhere, by the number of those before them.
@@ -125,29 +144,33 @@ const PAIR_TOKEN: usize = 0;
 const PAIR_ADAPTER: usize = 3;
 
 /// What all products of a step share.
-struct Plan<'a, G: Gpu> {
+pub(super) struct Plan<'a, G: Gpu> {
     /// The matrix that all others are like.
-    like: &'a Matrix<G>,
+    pub(super) like: &'a Matrix<G>,
     sizes: ExpertSizes,
     tokens: usize,
     chosen: usize,
-    tile_rows: usize,
-    tiles: usize,
-    table: Address,
+    /// Most rows of a tile, and most tiles.
+    pub(super) tile_rows: usize,
+    pub(super) tiles: usize,
+    /// Where the addresses of the matrices lie.
+    pub(super) table: Address,
     lists: Address,
 }
 
 impl<'a, G: Gpu> Plan<'a, G> {
-    fn new(
-        args: &Mixture<'_, Floats, Experts<G>, Adapters<G>>,
+    /// The plan of a step of so many tokens and experts of each, whose lists lie in `lists`. Unless `takes_many`, tiles are those of few rows.
+    pub(super) fn new(
+        experts: &Experts<G>,
         like: &'a Matrix<G>,
-        sizes: ExpertSizes,
+        (tokens, chosen): (usize, usize),
+        lists: &Floats,
+        takes_many: bool,
     ) -> Plan<'a, G> {
+        let sizes = experts.sizes();
         let (few, many) = tuning::CUDA_EXPERT_ROWS;
-        let pairs = args.tokens * args.chosen;
-        let is_few = tuning::cuda_experts_are_few(pairs, sizes.experts);
+        let is_few = tuning::cuda_experts_are_few(tokens * chosen, sizes.experts) || !takes_many;
         let tile_rows = if is_few { few } else { many };
-        let (tokens, chosen) = (args.tokens, args.chosen);
         Plan {
             like,
             sizes,
@@ -155,17 +178,25 @@ impl<'a, G: Gpu> Plan<'a, G> {
             chosen,
             tile_rows,
             tiles: tuning::cuda_expert_tiles(tokens, chosen, sizes.experts, tile_rows),
-            table: args.experts.table().address(),
-            lists: args.room.lists.address(),
+            table: experts.table().address(),
+            lists: lists.address(),
         }
     }
 
-    fn pairs(&self) -> usize {
+    /// Outputs and inputs of matrix `which`: 0 gate, 1 up, 2 down.
+    pub(super) fn sides(&self, which: usize) -> (usize, usize) {
+        match which {
+            2 => (self.sizes.hidden, self.sizes.middle),
+            _ => (self.sizes.middle, self.sizes.hidden),
+        }
+    }
+
+    pub(super) fn pairs(&self) -> usize {
         self.tokens * self.chosen
     }
 
     /// The parameters that say how to read the lists.
-    fn lists(&self, params: Params) -> Params {
+    pub(super) fn lists(&self, params: Params) -> Params {
         params
             .address(self.lists)
             .count(self.tokens)
@@ -180,7 +211,7 @@ impl<'a, G: Gpu> Plan<'a, G> {
     }
 
     /// Adds what adapters make of `x` (of tokens or of pairs) to its products with matrix `which` of each expert.
-    fn adapt(
+    pub(super) fn adapt(
         &self,
         cuda: &mut Cuda<G>,
         adapters: &mut Option<ExpertAdapters<'_, Floats, Adapters<G>>>,
@@ -200,7 +231,7 @@ impl<'a, G: Gpu> Plan<'a, G> {
     }
 
     /// The pairs as rows of adapters, their input being of tokens or of pairs.
-    fn adapted(&self, by_token: bool) -> Rows {
+    pub(super) fn adapted(&self, by_token: bool) -> Rows {
         Rows {
             own: OfRows {
                 numbers: self.list(PAIR_ADAPTER),
@@ -215,17 +246,14 @@ impl<'a, G: Gpu> Plan<'a, G> {
     }
 
     /// `x` (of tokens or of pairs) times the matrices of its experts from `which` on, one per output: 0 gate, 1 up, 2 down.
-    fn product<const N: usize>(
+    pub(super) fn product<const N: usize>(
         &self,
         cuda: &mut Cuda<G>,
         (x, by_token): (&Floats, bool),
         outs: [Address; N],
         which: usize,
     ) -> Result<(), OpError> {
-        let (outputs, inputs) = match which {
-            2 => (self.sizes.hidden, self.sizes.middle),
-            _ => (self.sizes.middle, self.sizes.hidden),
-        };
+        let (outputs, inputs) = self.sides(which);
         let params = self.lists(Params::new().address(self.table));
         if !tuning::cuda_linear_is_tiled(self.like.dtype(), inputs) {
             return outs.into_iter().zip(which..).try_for_each(|(out, which)| {

@@ -5,6 +5,7 @@ pub(crate) mod attention;
 pub(crate) mod attention_grad;
 pub(crate) mod convert;
 pub(crate) mod experts;
+pub(crate) mod experts_grad;
 pub(crate) mod fused;
 pub(crate) mod gelu;
 pub(crate) mod kv_append;

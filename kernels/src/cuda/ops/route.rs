@@ -4,7 +4,7 @@ use super::by_dtype;
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Cuda, Floats, Gpu, Launch, Params};
 use crate::ops::route::check_index;
-use crate::ops::{GateDot, Gather, OpError, Route, RouteGrad, ScatterAdd, check_len};
+use crate::ops::{Gather, OpError, Route, RouteGrad, check_len};
 
 /// Most experts of a router.
 const MAX_EXPERTS: usize = 256;
@@ -64,17 +64,6 @@ pub(crate) fn launch_grad<G: Gpu>(
     unsafe { cuda.launch(launch) }
 }
 
-/// A launch of one CTA per moved row.
-fn rows(kernel: &'static str, count: usize, params: Params) -> Launch {
-    Launch {
-        kernel,
-        grid: [ctas(count), 1, 1],
-        cta: [256, 1, 1],
-        shared_bytes: 32 * 4,
-        params,
-    }
-}
-
 pub(crate) fn launch_gather<G: Gpu>(
     cuda: &mut Cuda<G>,
     args: Gather<'_, Floats>,
@@ -86,57 +75,17 @@ pub(crate) fn launch_gather<G: Gpu>(
         return Ok(());
     }
     let index = cuda.words(args.index)?;
-    let params = Params::new()
-        .read(args.x)
-        .address(index.address())
-        .write(args.out)
-        .count(args.width);
+    let launch = Launch {
+        kernel: "gather",
+        grid: [ctas(count), 1, 1],
+        cta: [256, 1, 1],
+        shared_bytes: 0,
+        params: Params::new()
+            .read(args.x)
+            .address(index.address())
+            .write(args.out)
+            .count(args.width),
+    };
     // SAFETY: every row that is named exists, and `out` holds them all.
-    unsafe { cuda.launch(rows("gather", count, params)) }
-}
-
-pub(crate) fn launch_scatter_add<G: Gpu>(
-    cuda: &mut Cuda<G>,
-    args: ScatterAdd<'_, Floats>,
-) -> Result<(), OpError> {
-    let count = args.index.len();
-    check_index("scatter", args.index, args.out.len(), args.width)?;
-    check_len("scatter", "x", args.x.len(), count, args.width)?;
-    check_len("scatter", "weights", args.weights.len(), 1, count)?;
-    if count == 0 {
-        return Ok(());
-    }
-    let (index, weights) = (cuda.words(args.index)?, cuda.floats(args.weights)?);
-    let names = ["scatter_add_f32", "scatter_add_bf16", "scatter_add_f16"];
-    let params = Params::new()
-        .read(args.x)
-        .address(index.address())
-        .address(weights.address())
-        .write(args.out)
-        .count(args.width);
-    // SAFETY: every row that is named exists, once, and `x` holds a row for each.
-    unsafe { cuda.launch(rows(by_dtype(names, args.round), count, params)) }
-}
-
-pub(crate) fn launch_gate_dot<G: Gpu>(
-    cuda: &mut Cuda<G>,
-    args: GateDot<'_, Floats>,
-) -> Result<(), OpError> {
-    args.check()?;
-    let count = args.index.len();
-    if count == 0 {
-        return Ok(());
-    }
-    let index = cuda.words(args.index)?;
-    let params = Params::new()
-        .read(args.gate)
-        .read(args.up)
-        .read(args.grad)
-        .address(index.address())
-        .write(args.out)
-        .count(args.width)
-        .count(args.expert)
-        .count(args.experts);
-    // SAFETY: `check` has made sure that every token that is named has a row of experts, and of three inputs of that width.
-    unsafe { cuda.launch(rows("gate_dot", count, params)) }
+    unsafe { cuda.launch(launch) }
 }
