@@ -85,8 +85,9 @@ async fn gradients(
         (batch, tokens),
         prompts.map_or(0, |(_, length)| length),
     )?;
+    let turn = service.turns.of(&work, asked).await;
+    // Only now, as workers come and go meanwhile.
     let work = workers.gradients(work, bound)?;
-    let turn = service.turns.of(work.work(), asked).await;
     let arena = workers.arena();
     let slots = arena.reserve(&work.sizes()).await?;
     let holds = Arc::new(Holds { slots, pages: None });

@@ -197,11 +197,6 @@ fn cut(spans: &[Hop], most: usize) -> Vec<Hop> {
 }
 
 impl Gradients {
-    /// What is computed.
-    pub fn work(&self) -> &Computation {
-        &self.work
-    }
-
     /// Slots to reserve: input, output gradient, body, deep prompts and their gradient if there are any, one more gradient,
     /// and the inputs of hops that are held at a time.
     pub fn sizes(&self) -> Vec<u64> {
