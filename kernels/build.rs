@@ -34,10 +34,35 @@ mod emulator {
         let tables = out.join("emu_tables.cpp");
         write(&tables, &all_tables(&sources));
         build.file(tables);
-        for object in scheduler().compile_intermediates() {
-            build.object(object);
+        let mut objects = build.compile_intermediates();
+        objects.extend(scheduler().compile_intermediates());
+        cc::Build::new()
+            .cpp(true)
+            .objects(&objects)
+            .compile("sepal_emu");
+        if !is_sanitized() {
+            link_driver(&out, &objects);
         }
-        build.compile("sepal_emu");
+    }
+
+    /// `driver/libcuda.so`: the functions of a driver before these kernels.
+    fn link_driver(out: &Path, kernels: &[PathBuf]) {
+        let folder = out.join("driver");
+        std::fs::create_dir_all(&folder).expect("OUT_DIR can be written");
+        let mut build = plain();
+        build.file("cuda/emu/driver.cpp");
+        let mut link = build.get_compiler().to_command();
+        link.args([
+            "-shared",
+            "-pthread",
+            "-Wl,-Bsymbolic,-soname,libcuda.so",
+            "-o",
+        ])
+        .arg(folder.join("libcuda.so"))
+        .args(build.compile_intermediates())
+        .args(kernels);
+        let status = link.status().expect("the C++ compiler links");
+        assert!(status.success(), "libcuda.so was not linked");
     }
 
     /// The scheduler of fibers. What it does between two of them is no race of theirs, so the thread sanitizer is told of its switches and

@@ -25,13 +25,18 @@ use roofline::{Peaks, Sizes, table};
 const COPY_BYTES: usize = 1 << 30;
 const MATRIX_ITERATIONS: usize = 20_000;
 
-/// Checks and measures `device`, and prints to standard output.
-pub fn run_command(device: Device) -> ExitReason {
+/// Checks and measures `device`, and prints to standard output; the smallest cases only if `is_quick`.
+pub fn run_command(device: Device, is_quick: bool) -> ExitReason {
     let out = &mut std::io::stdout();
+    let extent = if is_quick {
+        Extent::Small
+    } else {
+        Extent::Full
+    };
     let done = match device {
         Device::Cpu => on_processor(out),
         Device::Cuda(ordinal) => match Driver::open(ordinal) {
-            Ok(driver) => on_device(Cuda::new(driver), Extent::Full, out),
+            Ok(driver) => on_device(Cuda::new(driver), extent, out),
             Err(failure) => Err(Ended::new(ExitReason::BadConfig, &failure)),
         },
         #[cfg(feature = "emu")]

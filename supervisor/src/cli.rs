@@ -70,7 +70,12 @@ pub enum Command {
     /// Show what runs.
     Status(StatusOptions),
     /// Check and measure a device.
-    SelfTest(Device),
+    SelfTest {
+        /// Which.
+        device: Device,
+        /// Only the smallest cases.
+        is_quick: bool,
+    },
     /// Be a child of a supervisor.
     Role {
         /// Which.
@@ -196,7 +201,10 @@ fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
             runtime_dir: args.runtime_dir.unwrap_or_else(|| runtime_dir(env)),
             json: args.json,
         }),
-        Commands::Selftest(args) => Command::SelfTest(args.device),
+        Commands::Selftest(args) => Command::SelfTest {
+            device: args.device,
+            is_quick: args.quick,
+        },
         Commands::Netd(args) => role(Role::Netd, args),
         Commands::GpuWorker(args) => role(Role::Worker, args),
         Commands::Prepare(args) => role(Role::Prepare, args),
@@ -319,6 +327,10 @@ struct SelftestArgs {
     /// Which: cuda:N, cpu (measured, not checked), or emu in builds that have the emulator
     #[arg(long, default_value = "cuda:0", value_parser = values::device)]
     device: Device,
+
+    /// The smallest cases and sizes only: whether kernels load and run, not how fast
+    #[arg(long)]
+    quick: bool,
 }
 
 #[derive(Debug, Args)]

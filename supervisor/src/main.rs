@@ -19,7 +19,9 @@ fn main() -> ExitCode {
     code(match command {
         Command::Serve { config, notes } => supervisor::serve(*config, &notes),
         Command::Status(options) => supervisor::report::run(&options),
-        Command::SelfTest(device) => gpu_worker::selftest::run_command(device),
+        Command::SelfTest { device, is_quick } => {
+            gpu_worker::selftest::run_command(device, is_quick)
+        }
         Command::Role { role, bootstrap } => child(role, bootstrap),
         Command::ShowConfig(text) => {
             print!("{text}");

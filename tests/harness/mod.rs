@@ -75,7 +75,8 @@ impl Sepal {
         Sepal::start_by(command, dir, args)
     }
 
-    fn start_by(mut command: Command, dir: Arc<tempfile::TempDir>, args: &[&str]) -> Sepal {
+    /// Starts what `command` names, in a folder.
+    pub fn start_by(mut command: Command, dir: Arc<tempfile::TempDir>, args: &[&str]) -> Sepal {
         let mut child = command
             .args(args)
             .env("XDG_RUNTIME_DIR", dir.path())

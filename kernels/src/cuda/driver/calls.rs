@@ -19,7 +19,10 @@ pub(super) type Status = u32;
 pub(super) const OUT_OF_MEMORY: Status = 2;
 
 macro_rules! functions {
-    ($($name:ident($($argument:ident: $type:ty),*);)*) => {$(
+    ($($name:ident($($argument:ident: $type:ty),*);)*) => {
+        /// Names of all functions here, which a driver must have.
+        pub(super) const NAMES: &[&str] = &[$(stringify!($name)),*];
+        $(
         /// The driver's function of this name.
         ///
         /// # Safety
@@ -32,7 +35,8 @@ macro_rules! functions {
             // SAFETY: the caller's; `CUresult` is an int of C.
             unsafe { function($($argument),*) }
         }
-    )*};
+        )*
+    };
 }
 
 /// A function of the driver.

@@ -408,3 +408,6 @@ fn properties(device: cu::CUdevice) -> Result<Properties, GpuError> {
         image: String::new(),
     })
 }
+
+#[cfg(all(test, feature = "emu"))]
+mod tests;

@@ -6,55 +6,19 @@ use std::ffi::{c_char, c_int, c_uint};
 
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
+use super::calls::NAMES;
 use super::error;
 
 /// Names under which the driver is looked for, in the order in which cudarc does it.
-const NAMES: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
+const LIBRARIES: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
 
-/// Every function of the driver that this crate calls. All exist in CUDA 11.4 and later.
-const FUNCTIONS: [&str; 38] = [
-    "cuCtxSetCurrent",
-    "cuDeviceGet",
-    "cuDeviceGetAttribute",
-    "cuDeviceGetCount",
-    "cuDeviceGetName",
-    "cuDevicePrimaryCtxRelease_v2",
-    "cuDevicePrimaryCtxRetain",
-    "cuDriverGetVersion",
-    "cuEventCreate",
-    "cuEventDestroy_v2",
-    "cuEventElapsedTime",
-    "cuEventRecord",
-    "cuEventSynchronize",
-    "cuFuncGetAttribute",
-    "cuFuncSetAttribute",
-    "cuGraphDestroy",
-    "cuGraphExecDestroy",
-    "cuGraphInstantiateWithFlags",
-    "cuGraphLaunch",
-    "cuInit",
-    "cuLaunchKernel",
-    "cuMemAlloc_v2",
-    "cuMemFreeHost",
-    "cuMemFree_v2",
-    "cuMemGetInfo_v2",
-    "cuMemHostAlloc",
-    "cuMemHostGetDevicePointer_v2",
-    "cuMemHostRegister_v2",
-    "cuMemHostUnregister",
-    "cuMemcpyDtoDAsync_v2",
-    "cuMemcpyDtoHAsync_v2",
-    "cuMemcpyHtoDAsync_v2",
-    "cuMemsetD8Async",
-    "cuModuleGetFunction",
-    "cuModuleLoadData",
-    "cuStreamBeginCapture_v2",
-    "cuStreamEndCapture",
-    "cuStreamSynchronize",
-];
+/// Functions that are called here, before those of [`calls`](super::calls). All of both exist in CUDA 11.4 and later.
+const FIRST: [&str; 3] = ["cuInit", "cuDriverGetVersion", "cuDeviceGetCount"];
 
-/// Called once when the stream is made; apart, so that the list above keeps its lines.
-const CREATE_STREAM: &str = "cuStreamCreate";
+/// Every function of the driver that this crate calls.
+fn functions() -> impl Iterator<Item = &'static str> {
+    FIRST.into_iter().chain(NAMES.iter().copied())
+}
 
 /// Why there is no CUDA device.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -110,7 +74,7 @@ pub struct Found {
 /// [`NoCuda`] says why there is none.
 pub fn probe() -> Result<Found, NoCuda> {
     let mut reason = String::new();
-    for name in NAMES {
+    for name in LIBRARIES {
         match open(name) {
             Ok(library) => return start(library),
             Err(why) => reason = why,
@@ -126,7 +90,7 @@ fn open(path: &str) -> Result<Library, String> {
 }
 
 fn start(library: Library) -> Result<Found, NoCuda> {
-    for name in FUNCTIONS.into_iter().chain([CREATE_STREAM]) {
+    for name in functions() {
         // SAFETY: only the presence of the symbol matters.
         let symbol = unsafe { library.get::<*const ()>(name.as_bytes()) };
         if symbol.is_err() {
@@ -224,8 +188,7 @@ mod tests {
     }
 
     fn all(init: u32) -> Vec<(&'static str, u32)> {
-        let names = FUNCTIONS.into_iter().chain([CREATE_STREAM]);
-        names
+        functions()
             .map(|name| (name, if name == "cuInit" { init } else { 0 }))
             .collect()
     }
@@ -234,7 +197,7 @@ mod tests {
     fn a_stub_of_the_driver_is_told_by_what_it_lacks() {
         let folder = tempfile::tempdir().unwrap();
         let stub = fake(folder.path(), &[("cuInit", 100)]);
-        assert_eq!(start(stub), Err(NoCuda::NoFunction("cuCtxSetCurrent")));
+        assert_eq!(start(stub), Err(NoCuda::NoFunction("cuDriverGetVersion")));
     }
 
     #[test]

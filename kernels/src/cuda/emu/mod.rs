@@ -25,6 +25,10 @@ unsafe extern "C" {
     ) -> c_int;
 }
 
+/// Where a `libcuda.so` lies whose devices are the emulator (`kernels/cuda/emu/driver.cpp`): a process that has the folder in `LD_LIBRARY_PATH`
+/// runs the driver's side of the backend on it. Not made when the kernels are built with a sanitizer.
+pub const DRIVER_FOLDER: &str = concat!(env!("OUT_DIR"), "/driver");
+
 /// Alignment of device memory.
 const ALIGNMENT: usize = 256;
 

@@ -1,0 +1,571 @@
+// A libcuda.so whose devices are the emulator, so that everything above the driver's functions runs as it does on a card: the probe, the loader of
+// images, streams, events, graphs, registered memory. It is stricter than a driver and as late as one may be:
+//
+// - What is enqueued runs when somebody waits for it, not before: a host that reads or overwrites too early gets wrong numbers. What is copied from
+//   pinned or registered memory is read then; other host memory is read at the call.
+// - Each copy and fill must lie in memory that is allocated, pinned or registered; anything else is the error 700 that a card reports.
+// - A kernel comes from an image that was loaded and has it, and a launch is held to what the compiled kernel says: parameters, threads,
+//   registers, static and dynamic shared memory.
+// - While a stream records, nothing is allocated, freed, waited for or copied from pageable memory: such a call fails and spoils the recording.
+// - An error from 700 on stays: every later call reports it.
+//
+// EMU_CUDA_ARCH (90), EMU_CUDA_DEVICES (1), EMU_CUDA_MEMORY (bytes of each device, 8 GiB), EMU_CUDA_FAIL=CALL:ERROR:AFTER fails the call of that name
+// when it has succeeded AFTER times; EMU_CUDA_FAIL_ONCE=FILE makes it fail in the one process that creates the file.
+// Source of the rules: CUDA Driver API reference; CUDA C++ programming guide, "Stream capture" and "Prohibited and unhandled operations".
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "cubin.h"
+#include "fiber.h"
+
+extern "C" const char* sepal_emu_kernel(unsigned index);
+extern "C" int sepal_emu_launch(const char*, const unsigned*, const unsigned*, unsigned, void**, const unsigned*, unsigned, unsigned, uint64_t);
+
+namespace emu {
+extern const Table* const tables[];
+extern const unsigned table_count;
+} // namespace emu
+
+namespace {
+
+enum : int {
+    OK = 0,
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    NOT_INITIALIZED = 3,
+    INVALID_DEVICE = 101,
+    INVALID_IMAGE = 200,
+    INVALID_CONTEXT = 201,
+    NO_BINARY = 209,
+    INVALID_HANDLE = 400,
+    NOT_FOUND = 500,
+    ILLEGAL_ADDRESS = 700,
+    OUT_OF_RESOURCES = 701,
+    ALREADY_REGISTERED = 712,
+    NOT_REGISTERED = 713,
+    CAPTURE_UNSUPPORTED = 900,
+    CAPTURE_INVALIDATED = 901,
+};
+
+typedef std::function<int()> Command;
+struct Device {
+    int references = 0;
+    uint64_t taken = 0;
+    std::map<uint64_t, uint64_t> memory; // address: bytes
+};
+struct Stream {
+    Device* device;
+    std::deque<Command> waiting;
+    bool records = false, is_spoilt = false;
+    std::vector<Command> recorded;
+};
+struct Event {
+    Stream* stream = nullptr;
+    bool is_done = false;
+    double seconds = 0;
+};
+struct Function {
+    const emu::Kernel* kernel;
+    emu::KernelInfo info;
+    unsigned most_dynamic = 48 * 1024;
+};
+struct Module {
+    std::map<std::string, std::unique_ptr<Function>> functions;
+};
+typedef std::vector<Command> Graph;
+
+std::recursive_mutex lock;
+bool is_started;
+int broken; // the error that stays
+thread_local Device* current;
+std::vector<Device> devices;
+std::vector<Stream*> streams;
+std::map<uint64_t, uint64_t> host; // pinned and registered ranges
+
+uint64_t setting(const char* name, uint64_t otherwise) {
+    const char* text = getenv(name);
+    return text ? strtoull(text, nullptr, 10) : otherwise;
+}
+unsigned architecture() { return (unsigned)setting("EMU_CUDA_ARCH", 90); }
+// What a CTA may have: 163, 99, 227 KiB.
+unsigned shared_bytes() {
+    unsigned of = architecture();
+    return (of == 80 ? 163 : of == 90 || of == 100 ? 227 : 99) * 1024;
+}
+
+// Whether this call is the one that EMU_CUDA_FAIL names, and its error.
+int planned_failure(const char* call) {
+    static const char* plan = getenv("EMU_CUDA_FAIL");
+    static uint64_t calls;
+    size_t length = strlen(call);
+    if (!plan || strncmp(plan, call, length) || plan[length] != ':') return OK;
+    char* rest;
+    int error = (int)strtol(plan + length + 1, &rest, 10);
+    uint64_t after = *rest == ':' ? strtoull(rest + 1, nullptr, 10) : 0;
+    if (calls++ != after) return OK;
+    if (const char* file = getenv("EMU_CUDA_FAIL_ONCE")) {
+        int made = open(file, O_CREAT | O_EXCL | O_WRONLY, 0600);
+        if (made < 0) return OK;
+        close(made);
+    }
+    return error;
+}
+
+int kept(int error) {
+    if (error >= 700 && error < 900) broken = error;
+    return error;
+}
+
+// What every call begins with.
+int begin(const char* call, bool needs_context) {
+    if (!is_started) return NOT_INITIALIZED;
+    if (broken) return broken;
+    if (needs_context && (!current || !current->references)) return INVALID_CONTEXT;
+    return kept(planned_failure(call));
+}
+#define BEGIN(needs_context)                             \
+    std::lock_guard<std::recursive_mutex> guard(lock);   \
+    if (int error = begin(__func__, needs_context)) return error
+
+// Refuses what may not be done while a stream of this device records.
+int outside_recordings() {
+    for (auto* stream : streams)
+        if (stream->records && stream->device == current) {
+            stream->is_spoilt = true;
+            return CAPTURE_UNSUPPORTED;
+        }
+    return OK;
+}
+#define OUTSIDE_RECORDINGS() \
+    if (int error = outside_recordings()) return error
+
+bool lies_in(const std::map<uint64_t, uint64_t>& ranges, uint64_t at, uint64_t bytes) {
+    auto next = ranges.upper_bound(at);
+    if (next == ranges.begin()) return false;
+    --next;
+    return at - next->first <= next->second && bytes <= next->second - (at - next->first);
+}
+bool is_host(const void* at, uint64_t bytes) { return lies_in(host, (uint64_t)at, bytes); }
+bool is_reachable(Device* device, uint64_t at, uint64_t bytes) { return lies_in(device->memory, at, bytes) || lies_in(host, at, bytes); }
+template <class T> T* pointer(uint64_t at) { return reinterpret_cast<T*>(at); }
+
+int enqueue(Stream* stream, Command command) {
+    if (!stream || stream->device != current) return INVALID_HANDLE;
+    if (stream->records)
+        stream->recorded.push_back(std::move(command));
+    else
+        stream->waiting.push_back(std::move(command));
+    return OK;
+}
+
+// Runs what waits until `done`.
+template <class F> int run_until(Stream* stream, F done) {
+    while (!stream->waiting.empty() && !done()) {
+        Command command = std::move(stream->waiting.front());
+        stream->waiting.pop_front();
+        if (int error = command()) return broken = error;
+    }
+    return OK;
+}
+int run_all(Stream* stream) {
+    return run_until(stream, [] { return false; });
+}
+int run_everything() {
+    for (auto* stream : streams)
+        if (int error = run_all(stream)) return error;
+    return OK;
+}
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+uint64_t map_memory(uint64_t bytes) {
+    void* start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (start == MAP_FAILED) return 0;
+    memset(start, 0xff, bytes); // NaN
+    return (uint64_t)start;
+}
+
+const emu::Kernel* emulated(const char* name) {
+    for (unsigned t = 0; t < emu::table_count; t++)
+        for (unsigned k = 0; k < emu::tables[t]->count; k++)
+            if (!strcmp(emu::tables[t]->kernels[k].name, name)) return &emu::tables[t]->kernels[k];
+    return nullptr;
+}
+
+int complain(const char* name, const char* what) {
+    fprintf(stderr, "emulated driver: %s: %s\n", name, what);
+    return INVALID_VALUE;
+}
+
+// Whether a card could run the launch.
+int check_launch(const Function& function, const unsigned (&cta)[3], unsigned dynamic) {
+    const char* name = function.kernel->name;
+    unsigned threads = cta[0] * cta[1] * cta[2], warps = (threads + 31) / 32;
+    if (function.info.params != function.kernel->count) return complain(name, "the image was compiled with other parameters");
+    if (threads > function.info.max_threads) return complain(name, "more threads than __launch_bounds__ allows");
+    if (dynamic > function.most_dynamic) return complain(name, "more dynamic shared memory than the function may have");
+    if (dynamic + function.info.static_shared > shared_bytes()) return complain(name, "more shared memory than a CTA has");
+    // A warp takes registers in pieces of 256.
+    if (warps * ((function.info.registers * 32 + 255) / 256 * 256) > 65536) {
+        complain(name, "more registers than a multiprocessor has");
+        return OUT_OF_RESOURCES;
+    }
+    return OK;
+}
+
+} // namespace
+
+#define API extern "C" __attribute__((visibility("default"))) int
+
+// --- start, devices, contexts ----------------------------------------------------------------------------------------
+
+API cuInit(unsigned) {
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    if (int error = planned_failure("cuInit")) return error;
+    if (!is_started) devices.resize(setting("EMU_CUDA_DEVICES", 1));
+    is_started = true;
+    return OK;
+}
+API cuDriverGetVersion(int* version) {
+    *version = 12000;
+    return OK;
+}
+API cuDeviceGetCount(int* count) {
+    BEGIN(false);
+    *count = (int)devices.size();
+    return OK;
+}
+API cuDeviceGet(int* device, int ordinal) {
+    BEGIN(false);
+    if (ordinal < 0 || (size_t)ordinal >= devices.size()) return INVALID_DEVICE;
+    *device = ordinal;
+    return OK;
+}
+API cuDeviceGetName(char* name, int bytes, int) {
+    BEGIN(false);
+    snprintf(name, (size_t)bytes, "emulator behind a driver");
+    return OK;
+}
+API cuDeviceGetAttribute(int* value, int which, int) {
+    BEGIN(false);
+    switch (which) {
+    case 16: // MULTIPROCESSOR_COUNT
+        *value = 4;
+        return OK;
+    case 75: // COMPUTE_CAPABILITY_MAJOR
+        *value = (int)(architecture() / 10);
+        return OK;
+    case 76: // COMPUTE_CAPABILITY_MINOR
+        *value = (int)(architecture() % 10);
+        return OK;
+    case 97: // MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        *value = (int)shared_bytes();
+        return OK;
+    default: complain("cuDeviceGetAttribute", "an attribute that is not emulated"); return INVALID_VALUE;
+    }
+}
+API cuDevicePrimaryCtxRetain(void** context, int device) {
+    BEGIN(false);
+    if (device < 0 || (size_t)device >= devices.size()) return INVALID_DEVICE;
+    devices[(size_t)device].references++;
+    *context = &devices[(size_t)device];
+    return OK;
+}
+API cuDevicePrimaryCtxRelease_v2(int device) {
+    BEGIN(false);
+    if (device < 0 || (size_t)device >= devices.size() || !devices[(size_t)device].references) return INVALID_CONTEXT;
+    devices[(size_t)device].references--;
+    return OK;
+}
+API cuCtxSetCurrent(void* context) {
+    BEGIN(false);
+    current = static_cast<Device*>(context);
+    return OK;
+}
+
+// --- memory ------------------------------------------------------------------------------------------------------------
+
+API cuMemGetInfo_v2(size_t* free, size_t* total) {
+    BEGIN(true);
+    *total = setting("EMU_CUDA_MEMORY", 8ull << 30);
+    *free = *total - current->taken;
+    return OK;
+}
+API cuMemAlloc_v2(uint64_t* address, size_t bytes) {
+    BEGIN(true);
+    OUTSIDE_RECORDINGS();
+    if (!bytes) return INVALID_VALUE;
+    if (bytes > setting("EMU_CUDA_MEMORY", 8ull << 30) - current->taken || !(*address = map_memory(bytes))) return OUT_OF_MEMORY;
+    current->taken += bytes;
+    current->memory[*address] = bytes;
+    return OK;
+}
+API cuMemFree_v2(uint64_t address) {
+    BEGIN(true);
+    OUTSIDE_RECORDINGS();
+    auto found = current->memory.find(address);
+    if (found == current->memory.end()) return INVALID_VALUE;
+    if (int error = run_everything()) return error;
+    munmap(pointer<void>(address), found->second);
+    current->taken -= found->second;
+    current->memory.erase(found);
+    return OK;
+}
+API cuMemHostAlloc(void** start, size_t bytes, unsigned) {
+    BEGIN(true);
+    OUTSIDE_RECORDINGS();
+    uint64_t at = bytes ? map_memory(bytes) : 0;
+    if (!at) return bytes ? OUT_OF_MEMORY : INVALID_VALUE;
+    host[at] = bytes;
+    *start = pointer<void>(at);
+    return OK;
+}
+API cuMemFreeHost(void* start) {
+    BEGIN(true);
+    OUTSIDE_RECORDINGS();
+    auto found = host.find((uint64_t)start);
+    if (found == host.end()) return INVALID_VALUE;
+    if (int error = run_everything()) return error;
+    munmap(start, found->second);
+    host.erase(found);
+    return OK;
+}
+API cuMemHostRegister_v2(void* start, size_t bytes, unsigned) {
+    BEGIN(true);
+    OUTSIDE_RECORDINGS();
+    if (!start || !bytes) return INVALID_VALUE;
+    auto next = host.upper_bound((uint64_t)start + bytes - 1);
+    if (next != host.begin()) {
+        --next;
+        if (next->first + next->second > (uint64_t)start) return ALREADY_REGISTERED;
+    }
+    host[(uint64_t)start] = bytes;
+    return OK;
+}
+API cuMemHostUnregister(void* start) {
+    BEGIN(true);
+    OUTSIDE_RECORDINGS();
+    auto found = host.find((uint64_t)start);
+    if (found == host.end()) return NOT_REGISTERED;
+    if (int error = run_everything()) return error;
+    host.erase(found);
+    return OK;
+}
+API cuMemHostGetDevicePointer_v2(uint64_t* address, void* start, unsigned) {
+    BEGIN(true);
+    if (!is_host(start, 1)) return INVALID_VALUE;
+    *address = (uint64_t)start;
+    return OK;
+}
+
+// --- copies and fills ----------------------------------------------------------------------------------------------------
+
+API cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void* stream) {
+    BEGIN(true);
+    Device* device = current;
+    return enqueue(static_cast<Stream*>(stream), [=] {
+        if (!is_reachable(device, to, bytes) || !is_reachable(device, from, bytes)) return (int)ILLEGAL_ADDRESS;
+        memmove(pointer<void>(to), pointer<void>(from), bytes);
+        return (int)OK;
+    });
+}
+API cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void* stream) {
+    BEGIN(true);
+    if (is_host(from, bytes)) return cuMemcpyAsync(to, (uint64_t)from, bytes, stream);
+    OUTSIDE_RECORDINGS();
+    Device* device = current;
+    const char* first = static_cast<const char*>(from);
+    std::vector<char> copy(first, first + bytes);
+    return enqueue(static_cast<Stream*>(stream), [=] {
+        if (!is_reachable(device, to, bytes)) return (int)ILLEGAL_ADDRESS;
+        memcpy(pointer<void>(to), copy.data(), bytes);
+        return (int)OK;
+    });
+}
+API cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void* stream) {
+    BEGIN(true);
+    if (is_host(to, bytes)) return cuMemcpyAsync((uint64_t)to, from, bytes, stream);
+    OUTSIDE_RECORDINGS();
+    // Into pageable memory the call returns when the bytes are there.
+    auto* of = static_cast<Stream*>(stream);
+    if (!of || of->device != current) return INVALID_HANDLE;
+    if (int error = run_all(of)) return error;
+    if (!is_reachable(current, from, bytes)) return kept(ILLEGAL_ADDRESS);
+    memcpy(to, pointer<void>(from), bytes);
+    return OK;
+}
+API cuMemsetD8Async(uint64_t at, unsigned char value, size_t bytes, void* stream) {
+    BEGIN(true);
+    Device* device = current;
+    return enqueue(static_cast<Stream*>(stream), [=] {
+        if (!is_reachable(device, at, bytes)) return (int)ILLEGAL_ADDRESS;
+        memset(pointer<void>(at), value, bytes);
+        return (int)OK;
+    });
+}
+
+// --- modules and launches ------------------------------------------------------------------------------------------------
+
+API cuModuleLoadData(void** module, const void* image) {
+    BEGIN(true);
+    OUTSIDE_RECORDINGS();
+    emu::Cubin cubin;
+    // PTX, which a driver compiles, has no registers to be looked at; what is loaded here is what was compiled.
+    if (!cubin.read(static_cast<const unsigned char*>(image))) return INVALID_IMAGE;
+    if (cubin.architecture / 10 != architecture() / 10 || cubin.architecture > architecture()) return NO_BINARY;
+    auto loaded = std::make_unique<Module>();
+    for (auto& [name, info] : cubin.kernels) {
+        const emu::Kernel* kernel = emulated(name.c_str());
+        if (!kernel) return complain(name.c_str(), "the emulator was built without this kernel");
+        loaded->functions[name].reset(new Function{kernel, info});
+    }
+    *module = loaded.release();
+    return OK;
+}
+API cuModuleGetFunction(void** function, void* module, const char* name) {
+    BEGIN(true);
+    auto& all = static_cast<Module*>(module)->functions;
+    auto found = all.find(name);
+    if (found == all.end()) return NOT_FOUND;
+    *function = found->second.get();
+    return OK;
+}
+API cuFuncGetAttribute(int* value, int which, void* function) {
+    BEGIN(true);
+    if (which != 1) return complain("cuFuncGetAttribute", "an attribute that is not emulated"); // SHARED_SIZE_BYTES
+    *value = (int)static_cast<Function*>(function)->info.static_shared;
+    return OK;
+}
+API cuFuncSetAttribute(void* function, int which, int value) {
+    BEGIN(true);
+    auto* of = static_cast<Function*>(function);
+    if (which != 8) return complain("cuFuncSetAttribute", "an attribute that is not emulated"); // MAX_DYNAMIC_SHARED_SIZE_BYTES
+    if (value < 0 || (unsigned)value + of->info.static_shared > shared_bytes()) return INVALID_VALUE;
+    of->most_dynamic = (unsigned)value;
+    return OK;
+}
+API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned cx, unsigned cy, unsigned cz, unsigned dynamic,
+                   void* stream, void** params, void** extra) {
+    BEGIN(true);
+    if (!function || extra) return INVALID_HANDLE;
+    const Function& of = *static_cast<Function*>(function);
+    unsigned cta[3] = {cx, cy, cz};
+    if (int error = check_launch(of, cta, dynamic)) return error;
+    // A parameter is what it is at the call.
+    std::vector<uint64_t> words(of.kernel->count);
+    for (unsigned i = 0; i < of.kernel->count; i++) memcpy(&words[i], params[i], of.kernel->sizes[i]);
+    const emu::Kernel* kernel = of.kernel;
+    return enqueue(static_cast<Stream*>(stream), [=] {
+        std::vector<uint64_t> own = words;
+        std::vector<void*> pointers;
+        for (auto& word : own) pointers.push_back(&word);
+        unsigned grid[3] = {gx, gy, gz}, size[3] = {cx, cy, cz}, threads = std::thread::hardware_concurrency();
+        int status = sepal_emu_launch(kernel->name, grid, size, dynamic, pointers.data(), kernel->sizes, kernel->count, threads, 1);
+        return status ? complain(kernel->name, "the emulator refuses the launch") : (int)OK;
+    });
+}
+
+// --- streams, events, graphs ---------------------------------------------------------------------------------------------
+
+API cuStreamCreate(void** stream, unsigned) {
+    BEGIN(true);
+    streams.push_back(new Stream{current, {}, false, false, {}});
+    *stream = streams.back();
+    return OK;
+}
+API cuStreamSynchronize(void* stream) {
+    BEGIN(true);
+    auto* of = static_cast<Stream*>(stream);
+    if (!of || of->device != current) return INVALID_HANDLE;
+    OUTSIDE_RECORDINGS();
+    return run_all(of);
+}
+API cuEventCreate(void** event, unsigned) {
+    BEGIN(true);
+    *event = new Event;
+    return OK;
+}
+API cuEventDestroy_v2(void* event) {
+    BEGIN(true);
+    auto* of = static_cast<Event*>(event);
+    // Its record may still wait in the stream.
+    if (of->stream && !of->is_done)
+        if (int error = run_until(of->stream, [&] { return of->is_done; })) return error;
+    delete of;
+    return OK;
+}
+API cuEventRecord(void* event, void* stream) {
+    BEGIN(true);
+    OUTSIDE_RECORDINGS();
+    auto* of = static_cast<Event*>(event);
+    of->stream = static_cast<Stream*>(stream);
+    of->is_done = false;
+    return enqueue(of->stream, [=] {
+        of->is_done = true;
+        of->seconds = now();
+        return (int)OK;
+    });
+}
+API cuEventSynchronize(void* event) {
+    BEGIN(true);
+    OUTSIDE_RECORDINGS();
+    auto* of = static_cast<Event*>(event);
+    return of->stream ? run_until(of->stream, [&] { return of->is_done; }) : (int)OK;
+}
+API cuEventElapsedTime(float* milliseconds, void* start, void* end) {
+    BEGIN(true);
+    auto *from = static_cast<Event*>(start), *to = static_cast<Event*>(end);
+    if (!from->is_done || !to->is_done) return 600; // NOT_READY
+    *milliseconds = (float)((to->seconds - from->seconds) * 1e3);
+    return OK;
+}
+API cuStreamBeginCapture_v2(void* stream, int) {
+    BEGIN(true);
+    OUTSIDE_RECORDINGS();
+    auto* of = static_cast<Stream*>(stream);
+    if (!of || of->device != current) return INVALID_HANDLE;
+    of->records = true;
+    of->is_spoilt = false;
+    of->recorded.clear();
+    return OK;
+}
+API cuStreamEndCapture(void* stream, void** graph) {
+    BEGIN(true);
+    auto* of = static_cast<Stream*>(stream);
+    if (!of || !of->records) return INVALID_VALUE;
+    of->records = false;
+    if (of->is_spoilt) return CAPTURE_INVALIDATED;
+    *graph = new Graph(std::move(of->recorded));
+    return OK;
+}
+API cuGraphInstantiateWithFlags(void** ready, void* graph, unsigned long long) {
+    BEGIN(true);
+    *ready = new Graph(*static_cast<Graph*>(graph));
+    return OK;
+}
+API cuGraphLaunch(void* ready, void* stream) {
+    BEGIN(true);
+    for (auto& command : *static_cast<Graph*>(ready))
+        if (int error = enqueue(static_cast<Stream*>(stream), command)) return error;
+    return OK;
+}
+API cuGraphDestroy(void* graph) {
+    BEGIN(true);
+    delete static_cast<Graph*>(graph);
+    return OK;
+}
+API cuGraphExecDestroy(void* ready) {
+    BEGIN(true);
+    delete static_cast<Graph*>(ready);
+    return OK;
+}

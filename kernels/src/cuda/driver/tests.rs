@@ -1,0 +1,194 @@
+//! The driver's side of the backend on a `libcuda.so` whose device is the emulator (`kernels/cuda/emu/driver.cpp`), which is stricter and later than
+//! a driver.
+
+use std::sync::OnceLock;
+
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+
+use super::*;
+use crate::cuda::Cuda;
+use crate::cuda::emu::DRIVER_FOLDER;
+use crate::cuda::gpu::Params;
+use crate::selftest::{Extent, checks};
+
+/// Whoever asks for `libcuda.so` from now on gets this one: a library of that name is loaded.
+fn open() -> Driver {
+    static LOADED: OnceLock<Library> = OnceLock::new();
+    LOADED.get_or_init(|| {
+        let path = format!("{DRIVER_FOLDER}/libcuda.so");
+        // SAFETY: it has no initialisers but those of C++.
+        unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.expect("it was linked")
+    });
+    Driver::open(0).expect("a device")
+}
+
+#[test]
+fn every_kernel_of_the_images_equals_its_reference() {
+    let mut cuda = Cuda::new(open());
+    for (name, check) in checks::<Driver>() {
+        let cases = check(&mut cuda, Extent::Least);
+        assert!(cases.unwrap_or_else(|e| panic!("{name}: {e:?}")) > 0);
+    }
+}
+
+#[test]
+fn the_device_is_what_the_driver_says() {
+    let driver = open();
+    let found = driver.properties();
+    assert_eq!(found.name, "emulator behind a driver");
+    assert_eq!((found.architecture, found.multiprocessors), (90, 4));
+    assert_eq!(found.image, "sm_90a");
+    let (free, total) = Driver::memory_of(0).unwrap();
+    assert!(free <= total);
+    let missing = Driver::open(1).unwrap_err().to_string();
+    assert_eq!(missing, "no CUDA device 1: there are 1");
+}
+
+#[test]
+fn host_bytes_may_be_reused_at_once_however_many_are_on_their_way() {
+    let driver = open();
+    let sizes = [
+        1,
+        63,
+        4096,
+        HALF - 64,
+        HALF,
+        HALF + 1,
+        3 << 20,
+        3 << 20,
+        3 << 20,
+        7,
+    ];
+    let mut written = Vec::new();
+    for (index, bytes) in sizes.into_iter().enumerate() {
+        let mut host = vec![index as u8 + 1; bytes];
+        let at = driver.allocate(bytes).unwrap();
+        // SAFETY: so many bytes were allocated.
+        unsafe { driver.write(&host, at) }.unwrap();
+        host.fill(0);
+        written.push((at, bytes, index as u8 + 1));
+    }
+    for (at, bytes, value) in written {
+        let mut got = vec![0; bytes];
+        // SAFETY: as above.
+        unsafe { driver.read(at, &mut got) }.unwrap();
+        assert!(got.iter().all(|&b| b == value), "{bytes} bytes");
+        // SAFETY: nothing uses it any more.
+        unsafe { driver.release(at, bytes) };
+    }
+}
+
+/// Adds `from` to `to`, 64 numbers each.
+fn addition(to: Address, from: Address) -> Launch {
+    Launch {
+        kernel: "add_f32",
+        grid: [1, 1, 1],
+        cta: [256, 1, 1],
+        shared_bytes: 0,
+        params: Params::new().address(to).address(from).wide(64),
+    }
+}
+
+fn bytes_of(values: [f32; 64]) -> Vec<u8> {
+    values.iter().flat_map(|v| v.to_le_bytes()).collect()
+}
+
+#[test]
+fn what_is_recorded_runs_each_time_it_is_replayed_and_not_before() {
+    let driver = open();
+    let [to, from] = [(); 2].map(|()| driver.allocate(256).unwrap());
+    // SAFETY: 256 bytes each, which are 64 numbers.
+    unsafe { driver.write(&bytes_of([0.5; 64]), to) }.unwrap();
+    // SAFETY: as above.
+    unsafe { driver.write(&bytes_of([2.0; 64]), from) }.unwrap();
+    driver.begin_recording().unwrap();
+    // SAFETY: as above.
+    unsafe { driver.launch(addition(to, from)) }.unwrap();
+    let graph = driver.end_recording().unwrap();
+    let read = || {
+        let mut got = vec![0; 256];
+        // SAFETY: as above.
+        unsafe { driver.read(to, &mut got) }.unwrap();
+        got
+    };
+    assert_eq!(read(), bytes_of([0.5; 64]));
+    for _ in 0..2 {
+        // SAFETY: both are still allocated.
+        unsafe { driver.replay(&graph) }.unwrap();
+    }
+    assert_eq!(read(), bytes_of([4.5; 64]));
+}
+
+#[test]
+fn what_cannot_be_recorded_spoils_the_recording_and_nothing_else() {
+    let driver = open();
+    driver.begin_recording().unwrap();
+    let refused = driver.allocate(256).unwrap_err().to_string();
+    assert!(
+        refused.contains("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"),
+        "{refused}"
+    );
+    let refused = driver.end_recording().unwrap_err().to_string();
+    assert!(
+        refused.contains("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"),
+        "{refused}"
+    );
+    driver.wait().unwrap();
+    driver.allocate(256).unwrap();
+}
+
+#[test]
+fn more_memory_than_there_is_and_launches_that_do_not_fit_are_refused() {
+    let driver = open();
+    let bytes = 1 << 40;
+    assert_eq!(driver.allocate(bytes), Err(GpuError::OutOfMemory { bytes }));
+    let at = driver.allocate(256).unwrap();
+    let good = addition(at, at);
+    for bad in [
+        Launch {
+            kernel: "no_such_kernel",
+            ..good
+        },
+        Launch {
+            cta: [2048, 1, 1],
+            ..good
+        },
+        Launch {
+            shared_bytes: 1 << 20,
+            ..good
+        },
+    ] {
+        // SAFETY: refused before it runs.
+        assert!(unsafe { driver.launch(bad) }.is_err(), "{bad:?}");
+    }
+    // SAFETY: 256 bytes.
+    unsafe { driver.launch(good) }.unwrap();
+    driver.wait().unwrap();
+}
+
+#[test]
+fn memory_of_the_host_is_reached_while_it_is_registered() {
+    let driver = open();
+    let mut pages = vec![7u8; 8192];
+    // SAFETY: it lives to the end of the test.
+    let at = unsafe { driver.register(pages.as_mut_ptr(), 8192) }.unwrap();
+    // SAFETY: refused.
+    let again = unsafe { driver.register(pages.as_mut_ptr(), 4096) }
+        .unwrap_err()
+        .to_string();
+    assert!(
+        again.contains("CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"),
+        "{again}"
+    );
+    let device = driver.allocate(8192).unwrap();
+    // SAFETY: 8192 bytes each.
+    unsafe { driver.copy(at, device, 8192) }.unwrap();
+    let mut got = vec![0; 8192];
+    // SAFETY: as above.
+    unsafe { driver.read(device, &mut got) }.unwrap();
+    assert_eq!(got, pages);
+    // SAFETY: nothing uses it any more.
+    unsafe { driver.unregister(at) };
+    // SAFETY: as before.
+    unsafe { driver.register(pages.as_mut_ptr(), 8192) }.unwrap();
+}

@@ -1,0 +1,178 @@
+//! The whole server on `--device cuda:N`, with a `libcuda.so` whose devices are the emulator (`kernels/cuda/emu/driver.cpp`): the probe, the images that
+//! the executable carries, registered memory, graphs and errors of the driver, as on a machine with cards.
+//!
+//!     cargo test --features emu --test driver
+#![cfg(feature = "emu")]
+
+mod harness;
+
+use std::process::Command;
+use std::sync::Arc;
+
+use harness::demo::demo_model;
+use harness::peer::{Peer, fed_back, noise};
+use harness::{SEPAL, Sepal, serve_args};
+use kernels::cuda::emu::DRIVER_FOLDER;
+use netd::wire::tensor::{WireDtype, dummy_tensor};
+use nix::sys::signal::{Signal, kill};
+
+const HIDDEN: usize = 192;
+const BLOCKS: std::ops::Range<u32> = 0..8;
+const PROMPT: usize = 19;
+const STEPS: usize = 4;
+
+/// `sepal`, where that library is the driver, with settings for it.
+fn with_driver(settings: &[(&str, &str)]) -> Command {
+    let mut command = Command::new(SEPAL);
+    command.env("LD_LIBRARY_PATH", DRIVER_FOLDER);
+    command.envs(settings.iter().copied());
+    command
+}
+
+/// Starts a server of the demo model.
+fn start(device: &str, settings: &[(&str, &str)], more: &[&str]) -> Sepal {
+    let model = demo_model();
+    let flags = [
+        "--new_swarm",
+        "--device",
+        device,
+        "--torch_dtype",
+        "bfloat16",
+    ];
+    let more = [&flags, more].concat();
+    let args = serve_args(&model, "demo", &more);
+    let folder = Arc::new(tempfile::tempdir().expect("temporary folder"));
+    Sepal::start_by(with_driver(settings), folder, &args)
+}
+
+fn serve(device: &str, settings: &[(&str, &str)]) -> Sepal {
+    let sepal = start(device, settings, &[]);
+    sepal.wait_online();
+    sepal
+}
+
+/// A prompt of two rows and steps that feed the outputs back. Before each step `between` may do harm.
+async fn run_session(sepal: &Sepal, mut between: impl FnMut(usize)) -> Vec<Vec<f32>> {
+    let peer = Peer::connect(&sepal.addr(), "demo").await;
+    let mut session = peer.session(BLOCKS, (PROMPT + STEPS) as u32).await;
+    let prompt = noise(&[2, PROMPT, HIDDEN], 5);
+    let mut outputs = vec![session.step(prompt, None).await.expect("prefill")];
+    for step in 0..STEPS {
+        between(step);
+        let (hidden, order) = fed_back(outputs.last().unwrap(), HIDDEN, step);
+        let none = dummy_tensor(WireDtype::F32);
+        let output = session.step_with(hidden, None, none, order).await;
+        outputs.push(output.expect("a decode step"));
+    }
+    session.close().await;
+    outputs
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_card_gives_the_bits_of_the_emulator_and_its_worker_may_be_killed() {
+    let emulator = serve("emu", &[]);
+    let expected = run_session(&emulator, |_| ()).await;
+    assert_eq!(emulator.terminate().code(), Some(0));
+    let sepal = serve("cuda:0", &[]);
+    let first = sepal.worker();
+    let got = run_session(&sepal, |step| {
+        if step == 2 {
+            kill(sepal.worker(), Signal::SIGKILL).expect("the worker is there");
+        }
+    })
+    .await;
+    assert_ne!(sepal.worker(), first, "the worker was replaced");
+    assert!(got == expected, "a card differs from the emulator");
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_cards_share_the_blocks() {
+    let settings = [("EMU_CUDA_DEVICES", "2")];
+    let one = serve("cuda:0", &[]);
+    let expected = run_session(&one, |_| ()).await;
+    assert_eq!(one.terminate().code(), Some(0));
+    let two = serve("cuda:0,cuda:1", &settings);
+    let got = run_session(&two, |_| ()).await;
+    assert!(got == expected, "two cards differ from one");
+    let status = two.status();
+    let children = status.pointer("/0/children").and_then(|c| c.as_array());
+    let spans: Vec<&str> = children
+        .into_iter()
+        .flatten()
+        .filter(|child| child["role"] == "gpu-worker")
+        .filter_map(|child| child["span"].as_str())
+        .collect();
+    assert_eq!(spans, ["0:4", "4:8"]);
+    assert_eq!(two.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_error_that_stays_ends_the_worker_and_no_session() {
+    let calm = serve("cuda:0", &[]);
+    let expected = run_session(&calm, |_| ()).await;
+    assert_eq!(calm.terminate().code(), Some(0));
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let struck = folder.path().join("struck");
+    let sepal = serve(
+        "cuda:0",
+        &[
+            // In the second decode step of eight blocks.
+            ("EMU_CUDA_FAIL", "cuGraphLaunch:719:12"),
+            ("EMU_CUDA_FAIL_ONCE", struck.to_str().expect("UTF-8")),
+        ],
+    );
+    let (first, netd) = (sepal.worker(), sepal.netd());
+    let got = run_session(&sepal, |_| ()).await;
+    assert!(struck.exists(), "the fault never struck");
+    assert_ne!(sepal.worker(), first, "the worker was replaced");
+    assert_eq!(sepal.netd(), netd);
+    assert!(got == expected, "results differ after an error");
+    let log = sepal.log();
+    assert!(log.contains("CUDA_ERROR_LAUNCH_FAILED (719)"), "{log}");
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[test]
+fn what_does_not_fit_into_a_card_or_needs_another_one_is_said_at_start() {
+    let refused = |device: &str, settings: &[(&str, &str)], parts: &[&str]| {
+        let mut sepal = start(device, settings, &["--num_blocks", "8"]);
+        assert_eq!(sepal.wait().code(), Some(2), "{}", sepal.log());
+        let log = sepal.log();
+        for part in parts {
+            assert!(log.contains(part), "{part}: {log}");
+        }
+    };
+    let little = [("EMU_CUDA_MEMORY", "67108864")];
+    let parts = [
+        "8 blocks of ",
+        "on cuda:0, and 64.0 MiB of its memory are free",
+    ];
+    refused("cuda:0", &little, &parts);
+    refused("cuda:1", &[], &["no CUDA device 1: there are 1"]);
+    let old = [("EMU_CUDA_ARCH", "75")];
+    let parts = ["has compute capability 7.5; at least 8.0 is needed"];
+    refused("cuda:0", &old, &parts);
+    let stopped = [("EMU_CUDA_FAIL", "cuInit:100")];
+    refused("cuda:0", &stopped, &["CUDA_ERROR_NO_DEVICE (100)"]);
+}
+
+#[test]
+fn selftest_runs_on_every_kind_of_card() {
+    for (architecture, image) in [
+        ("80", "sm_80"),
+        ("89", "sm_89"),
+        ("90", "sm_90a"),
+        ("120", "sm_120"),
+    ] {
+        let done = with_driver(&[("EMU_CUDA_ARCH", architecture)])
+            .args(["selftest", "--device", "cuda:0", "--quick"])
+            .output()
+            .expect("the executable");
+        let table = String::from_utf8_lossy(&done.stdout);
+        assert!(done.status.success(), "{table}");
+        assert!(table.contains(&format!("kernels: {image}")), "{table}");
+        assert!(!table.contains("WRONG"), "{table}");
+        assert!(table.contains("block nf4 decode"), "{table}");
+    }
+}
