@@ -6,7 +6,7 @@ use kernels::tuning;
 use shared::config::Device;
 use shared::control::DeviceMemory;
 
-use crate::block::{BlockSpec, Mlp, Qkv};
+use crate::block::{BlockSpec, Mlp, Qkv, Residual};
 use crate::device::{KEPT_VALUES, MAX_STEP_TOKENS};
 use crate::engine::{BACK_COST, forward_tokens};
 use crate::schedule::BATCH_TOKENS;
@@ -120,14 +120,18 @@ pub fn unit_tokens(spec: &BlockSpec) -> [usize; 2] {
 }
 
 /// Workspaces that operations of the largest units have at the same time, or one after the other: partial results of attention for the largest batch
-/// of decode steps over rows of `positions` positions, numbers rounded for the tensor cores, what attention backward leaves per query, and sums of
-/// segments of gradients.
-pub fn scratch_bytes(spec: &BlockSpec, positions: usize) -> [usize; 6] {
+/// of decode steps over rows of `positions` positions, numbers rounded for the tensor cores, what attention backward leaves per query, sums of
+/// segments of gradients, and what attention backward leaves per query and key; of parallel blocks what attention gives, which others have at hand.
+pub fn scratch_bytes(spec: &BlockSpec, positions: usize) -> [usize; 9] {
     let positions = positions.min(PLANNED_POSITIONS);
     let [forward, back] = unit_tokens(spec);
     let q = spec.heads * spec.head_dim;
     // A token of a mixture is rounded once for each of its experts.
     let (_, chosen) = experts(spec);
+    let made_again = match spec.residual {
+        Residual::Parallel => 4 * back,
+        Residual::Sequential | Residual::Normed => 0,
+    };
     let widest = (chosen * spec.mlp.intermediate().max(spec.hidden)).max(q + fused(spec));
     [
         tuning::cuda_attention_workspace(spec.heads, spec.head_dim, positions),
@@ -136,6 +140,10 @@ pub fn scratch_bytes(spec: &BlockSpec, positions: usize) -> [usize; 6] {
         2 * q * back,
         16 * spec.heads * back,
         gradient_sums(spec),
+        // A page for each token at most.
+        tuning::cuda_attention_grad_workspace(back * spec.heads, PLANNED_POSITIONS),
+        made_again * q,
+        made_again * spec.heads,
     ]
 }
 
@@ -182,6 +190,7 @@ fn back_width(spec: &BlockSpec) -> usize {
     (7 + chosen) * spec.hidden
         + 2 * q
         + 2 * kv
+        + spec.heads
         + fused(spec)
         + chosen * spec.mlp.intermediate()
         + 3 * experts
@@ -258,7 +267,7 @@ mod tests {
                 (Device::Emulator, wanted)
             );
         }
-        // 256 tokens forward and backward of a block of the largest Llama 2, and 512 MiB for attention; 128 MiB for that
+        // 256 tokens forward and backward of a block of the largest Llama 2, 512 MiB for attention and 64 for its gradient; 128 MiB for that
         // of recorded steps, and 192 MiB of hidden states; what jobs without cache park: 80 MiB of gradients, 8 MiB of pages of forward,
         // 256 MiB of pages and inputs.
         let work = work_bytes(&llama());

@@ -10,6 +10,7 @@
 // Roundings: scores are rounded to T as the definition does; the weights are rounded before they are divided by their sum, not after.
 // Source: Dao, FlashAttention-2 (arXiv 2307.08691), with tiles that do not depend on each other.
 #pragma once
+#include "ex2.cuh"
 #include "pages.cuh"
 #include "pairs.cuh"
 
@@ -46,6 +47,33 @@ struct Scoring {
     uint32_t window;     // positions that a query sees, its own included
 };
 
+template <class T> __device__ __forceinline__ float2 unpack(uint32_t pair);
+template <> __device__ __forceinline__ float2 unpack<bf16>(uint32_t pair) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+template <> __device__ __forceinline__ float2 unpack<f16>(uint32_t pair) {
+    return make_float2(widen(__ushort_as_half((unsigned short)pair)), widen(__ushort_as_half((unsigned short)(pair >> 16))));
+}
+
+// Rounds two numbers in one conversion.
+template <class T> __device__ __forceinline__ void round_pair(float& a, float& b) {
+    const float2 two = unpack<T>(pack<T>(a, b));
+    a = two.x, b = two.y;
+}
+
+// Makes the products of a query with two keys its scores, rounded as the definition does.
+template <class T> __device__ __forceinline__ void score_pair(float& a, float& b, const Scoring& scoring) {
+    round_pair<T>(a, b);
+    a = __fmul_rn(a, scoring.inverse_divisor), b = __fmul_rn(b, scoring.inverse_divisor);
+    round_pair<T>(a, b);
+}
+
+// A score with a bias, before it is rounded.
+template <class T> __device__ __forceinline__ float biased(float product, float slope, uint32_t position, const Scoring& scoring) {
+    const float bias = __fmul_rn(scoring.alibi_scale, rounded<T>(__fmul_rn(slope, (float)position)));
+    return __fadd_rn(__fmul_rn(product, scoring.inverse_divisor), bias);
+}
+
 // The 16 queries of a warp: this lane has parts of rows lane / 4 and lane / 4 + 8.
 template <int D> struct Queries {
     uint32_t q[D / 16][4];
@@ -75,7 +103,63 @@ struct Weights {
     float top[2], sum[2];
 };
 
+// Weights of a tile from the products of its keys, which begin at `first`, and the queries, s[n] being those of keys 8 n .. 8 n + 7 as sums of an mma.
+template <int D, class T>
+__device__ __forceinline__ void settle(Weights& weights, float (&s)[8][4], const Queries<D>& queries, uint32_t first, const Scoring& scoring) {
+    const uint32_t lane = threadIdx.x % 32;
+    // Columns that both queries see whole need no look at their positions.
+    const uint32_t last = first + TILE_KEYS - 1;
+    const bool is_whole = first >= max(queries.first[0], queries.first[1]) && last <= min(queries.last[0], queries.last[1]);
+    if (scoring.alibi_scale == 0.0f) {
+#pragma unroll
+        for (int n = 0; n < 8; n++) score_pair<T>(s[n][0], s[n][1], scoring), score_pair<T>(s[n][2], s[n][3], scoring);
+    } else {
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) s[n][i] = biased<T>(s[n][i], queries.slope[i / 2], first + n * 8 + lane % 4 * 2 + i % 2, scoring);
+            round_pair<T>(s[n][0], s[n][1]), round_pair<T>(s[n][2], s[n][3]);
+        }
+    }
+    if (!__all_sync(~0u, is_whole)) {
+#pragma unroll
+        for (int n = 0; n < 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const uint32_t position = first + n * 8 + lane % 4 * 2 + i % 2;
+                if (position < queries.first[i / 2] || position > queries.last[i / 2]) s[n][i] = -INFINITY;
+            }
+    }
+    float base[2];
+#pragma unroll
+    for (int high = 0; high < 2; high++) {
+        float top = fmaxf(s[0][high * 2], s[0][high * 2 + 1]);
+#pragma unroll
+        for (int n = 1; n < 8; n++) top = fmaxf(top, fmaxf(s[n][high * 2], s[n][high * 2 + 1]));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        weights.top[high] = top;
+        base[high] = top == -INFINITY ? 0.0f : __fmul_rn(top, LOG2_E);
+        weights.sum[high] = 0.0f;
+    }
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            s[n][i] = ex2(__fmaf_rn(s[n][i], LOG2_E, -base[i / 2]));
+            weights.sum[i / 2] = __fadd_rn(weights.sum[i / 2], s[n][i]);
+        }
+        weights.p[n / 2][n % 2 * 2] = pack<T>(s[n][0], s[n][1]);
+        weights.p[n / 2][n % 2 * 2 + 1] = pack<T>(s[n][2], s[n][3]);
+    }
+#pragma unroll
+    for (int high = 0; high < 2; high++) {
+        weights.sum[high] = __fadd_rn(weights.sum[high], __shfl_xor_sync(~0u, weights.sum[high], 1));
+        weights.sum[high] = __fadd_rn(weights.sum[high], __shfl_xor_sync(~0u, weights.sum[high], 2));
+    }
+}
 
+// The same, products included.
 template <int D, class T>
 __device__ __forceinline__ void weigh(Weights& weights, const Queries<D>& queries, const unsigned char* keys, uint32_t first, const Scoring& scoring) {
     const uint32_t lane = threadIdx.x % 32;
@@ -93,46 +177,7 @@ __device__ __forceinline__ void weigh(Weights& weights, const Queries<D>& querie
             mma<T>(s[n + 1], queries.q[i], b[2], b[3]);
         }
     }
-    weights.top[0] = weights.top[1] = -INFINITY;
-#pragma unroll
-    for (int n = 0; n < 8; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const uint32_t position = first + n * 8 + lane % 4 * 2 + i % 2;
-            const int high = i / 2;
-            float score;
-            if (scoring.alibi_scale != 0.0f) {
-                const float bias = __fmul_rn(scoring.alibi_scale, rounded<T>(__fmul_rn(queries.slope[high], (float)position)));
-                score = rounded<T>(__fadd_rn(__fmul_rn(s[n][i], scoring.inverse_divisor), bias));
-            } else {
-                score = rounded<T>(__fmul_rn(rounded<T>(s[n][i]), scoring.inverse_divisor));
-            }
-            s[n][i] = position >= queries.first[high] && position <= queries.last[high] ? score : -INFINITY;
-            weights.top[high] = fmaxf(weights.top[high], s[n][i]);
-        }
-    float base[2];
-#pragma unroll
-    for (int high = 0; high < 2; high++) {
-        weights.top[high] = fmaxf(weights.top[high], __shfl_xor_sync(~0u, weights.top[high], 1));
-        weights.top[high] = fmaxf(weights.top[high], __shfl_xor_sync(~0u, weights.top[high], 2));
-        base[high] = weights.top[high] == -INFINITY ? 0.0f : weights.top[high];
-        weights.sum[high] = 0.0f;
-    }
-#pragma unroll
-    for (int n = 0; n < 8; n++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            s[n][i] = exp2f(__fmul_rn(__fsub_rn(s[n][i], base[i / 2]), LOG2_E));
-            weights.sum[i / 2] = __fadd_rn(weights.sum[i / 2], s[n][i]);
-        }
-        weights.p[n / 2][n % 2 * 2] = pack<T>(s[n][0], s[n][1]);
-        weights.p[n / 2][n % 2 * 2 + 1] = pack<T>(s[n][2], s[n][3]);
-    }
-#pragma unroll
-    for (int high = 0; high < 2; high++) {
-        weights.sum[high] = __fadd_rn(weights.sum[high], __shfl_xor_sync(~0u, weights.sum[high], 1));
-        weights.sum[high] = __fadd_rn(weights.sum[high], __shfl_xor_sync(~0u, weights.sum[high], 2));
-    }
+    settle<D, T>(weights, s, queries, first, scoring);
 }
 
 // Product of the weights and 16 dimensions of the values, from dimension 16 `piece` on: `o[0]` the first 8, `o[1]` the others, as fragments.
@@ -154,10 +199,13 @@ __device__ __forceinline__ void apply(float (&o)[2][4], const Weights& weights, 
 // How much of the result so far and of a new tile goes into the result; `top` becomes that of both.
 __device__ __forceinline__ void merge(float& top, float new_top, float& old_share, float& new_share) {
     const float both = fmaxf(top, new_top), base = both == -INFINITY ? 0.0f : both;
-    old_share = exp2f(__fmul_rn(__fsub_rn(top, base), LOG2_E));
-    new_share = exp2f(__fmul_rn(__fsub_rn(new_top, base), LOG2_E));
+    old_share = ex2(__fmul_rn(__fsub_rn(top, base), LOG2_E));
+    new_share = ex2(__fmul_rn(__fsub_rn(new_top, base), LOG2_E));
     top = both;
 }
 __device__ __forceinline__ float merged(float old_value, float old_share, float new_value, float new_share) {
     return __fmaf_rn(old_value, old_share, __fmul_rn(new_value, new_share));
 }
+
+// What a gradient needs of the scores of a query: the logarithm of the sum of their exponentials.
+__device__ __forceinline__ float logsum_of(float top, float sum) { return __fadd_rn(top, logf(sum)); }

@@ -34,8 +34,8 @@ template <class T> struct Scores {
 };
 
 template <class T>
-__device__ __forceinline__ void attention_any(const float* q, const T* pages, const uint32_t* words, const float* slopes, float* out, uint32_t kv_heads,
-                                              uint32_t group, uint32_t head_dim, float divisor, float alibi_scale, uint32_t window) {
+__device__ __forceinline__ void attention_any(const float* q, const T* pages, const uint32_t* words, const float* slopes, float* out, float* logsum,
+                                              uint32_t kv_heads, uint32_t group, uint32_t head_dim, float divisor, float alibi_scale, uint32_t window) {
     SMEM_DYN(shared); // q, then 32 + 32 floats, then a result per warp
     float *query = reinterpret_cast<float*>(shared), *scratch = query + head_dim, *results = scratch + 64;
     const Batch batch = batch_of(words);
@@ -80,14 +80,16 @@ __device__ __forceinline__ void attention_any(const float* q, const T* pages, co
         for (uint32_t w = 1; w < WARPS; w++) total += results[w * head_dim + i];
         out[place + i] = total;
     }
+    if (logsum && threadIdx.x == 0) logsum[(size_t)token * heads + head] = top + logf(sum);
 }
 
 #define ATTENTION_ANY(T)                                                                                                             \
     extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_any_##T(                                                      \
         const float* __restrict__ q /* [tokens, heads, head_dim] */, const T* __restrict__ pages, const uint32_t* __restrict__ batch, \
-        const float* __restrict__ slopes /* [heads] or null */, float* __restrict__ out /* as q */, uint32_t kv_heads, uint32_t group, \
-        uint32_t head_dim, float divisor, float alibi_scale, uint32_t window) {                                                      \
-        attention_any<T>(q, pages, batch, slopes, out, kv_heads, group, head_dim, divisor, alibi_scale, window);                     \
+        const float* __restrict__ slopes /* [heads] or null */, float* __restrict__ out /* as q */,                                  \
+        float* __restrict__ logsum /* [tokens, heads] or null */, uint32_t kv_heads, uint32_t group, uint32_t head_dim, float divisor, \
+        float alibi_scale, uint32_t window) {                                                                                        \
+        attention_any<T>(q, pages, batch, slopes, out, logsum, kv_heads, group, head_dim, divisor, alibi_scale, window);             \
     }
 ATTENTION_ANY(f32)
 ATTENTION_ANY(bf16)

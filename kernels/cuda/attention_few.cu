@@ -6,7 +6,7 @@
 // (cp.async of 16 bytes, all at once: 32 KB in flight at D = 128), weighs the keys for the heads of the group, 16 at a time, and leaves their
 // product with the values, maximum and sum in the workspace. The grid changes no bits, and CTAs of tokens that are not there end at once, so
 // that a recorded launch serves all lengths and all batches of no more tokens.
-// attention_join: grid heads x tokens, CTA D / 4 threads; merges the tiles from first to last and divides.
+// attention_join: grid heads x tokens, CTA D / 4 threads; merges the tiles from first to last and divides. Leaves logsum where a gradient wants it.
 // workspace f32 [tiles of all tokens, heads, D + 4]: product, maximum, sum; token_tile of the batch says where those of a token begin.
 // Floor: keys and values once: 8.4 MB for 2,048 positions of a 70B block, 2 us at 4.3 TB/s; the workspace is an eighth of that, twice.
 // Variants: one per D and dtype. Limits: D 64, 80, 96, 112, 128, 256; bf16, f16. All else: attention_any.cu.
@@ -73,7 +73,8 @@ __device__ __forceinline__ void attention_few(const float* q, const T* pages, co
 
 extern "C" __global__ void __launch_bounds__(64)
     attention_join(const float* __restrict__ workspace /* [tiles, heads, head_dim + 4] */, const uint32_t* __restrict__ words /* batch */,
-                   float* __restrict__ out /* [tokens, heads, head_dim] */, uint32_t head_dim, uint32_t window) {
+                   float* __restrict__ out /* [tokens, heads, head_dim] */, float* __restrict__ logsum /* [tokens, heads] or null */,
+                   uint32_t head_dim, uint32_t window) {
     const Batch batch = batch_of(words);
     const uint32_t head = blockIdx.x, token = blockIdx.y, heads = gridDim.x, at = threadIdx.x * 4;
     if (token >= batch.tokens) return;
@@ -94,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(64)
         o.z = merged(o.z, old_share, p.z, new_share);
         o.w = merged(o.w, old_share, p.w, new_share);
     }
+    if (logsum && at == 0) logsum[(size_t)token * heads + head] = logsum_of(top, sum);
     *reinterpret_cast<float4*>(out + ((size_t)token * heads + head) * head_dim + at) =
         make_float4(__fdiv_rn(o.x, sum), __fdiv_rn(o.y, sum), __fdiv_rn(o.z, sum), __fdiv_rn(o.w, sum));
 }

@@ -2,213 +2,201 @@
 //   P = softmax of the scores; dP = dO V^T; dS = P (dP - sum of dP P)
 //   dq = dS K / divisor; dk += dS^T q / divisor; dv += P^T dO          summed over the query heads of a kv head
 //
-// q T and grad bf16 [tokens, heads, D], rounded before (convert.cu); pages as in pages.cuh; q_grad f32 as q; k_grad, v_grad f32
-// [positions, kv_heads, D]. Scores and softmax are f32; P, dS and what they multiply is bf16, of f16 pages too: a gradient has the range of an f32,
-// which f16 has not. CPU reference: kernels/src/ops/attention_grad.rs.
-// 16 queries, the M or K of an mma, are the tokens of one page (16 positions from a multiple of 16 on) and one head.
+// q, grad, out f32 [tokens, heads, D], out that of attention; logsum f32 [tokens, heads] as attention leaves it; pages as in pages.cuh; q_grad as q;
+// k_grad, v_grad f32 [positions, kv_heads, D]. CPU reference: kernels/src/ops/attention_grad.rs. P = exp(score - logsum) of scores that are rounded as
+// attention rounds them, so that its rows sum to 1; sum of dP P = dO . out. P, dS and what they multiply is bf16, of f16 pages too: a gradient
+// has the range of an f32, which f16 has not. Sums are f32.
+// 16 queries, the M, N or K of an mma, are the tokens of one page (16 positions from a multiple of 16 on) and one head: a block.
 //
-// attention_grad_queries: grid 4 x 16 queries of a row x kv heads x rows, those that see most keys first. CTA: 4 warps, 16 queries each, over tiles
-// of 64 keys and values that they share, copied two deep by cp.async; taken 32 keys at a time. It walks the tiles twice: for the maximum, the
-// sum of the weights and that of dP P, left in `stats` (one float4 per token and head: maximum, 1 / sum, sum of dP P, nothing), then for dq.
+// attention_grad_begin: a warp per token and head; rounds q to T and grad to bf16, and leaves `stats`, a float4 per token and head: logsum in
+// powers of two, dO . out / divisor, nothing, nothing.
 // attention_grad_keys: grid tiles of 64 keys x kv heads x rows. CTA: 4 warps; a warp holds its 16 keys and values as fragments, and their gradients
 // as sums that begin with what is there. The queries that see them go by 16 at a time through a ring of copies: pages from the last to the
 // first, in each the heads from first to last. So an element of dk and dv has one order of additions, 16 queries of a page at a time, wherever a
-// sequence is cut at multiples of a page; no two CTAs add to the same element, and there are no atomics.
+// sequence is cut at multiples of a page; no two CTAs add to the same element, and there are no atomics. It leaves dS / divisor in `changes`.
+// attention_grad_queries: grid 8 blocks of a row x kv heads x rows, those that see most keys first. CTA: 4 warps, 2 blocks each, over tiles of 64 keys
+// that they share and `changes`, copied three deep by cp.async: dq, summed over the keys from first to last.
+// changes bf16 [tiles, blocks, 64 keys, 16 queries], as 8 x 8 matrices: (16 keys of a warp, then rows 0, 8, 0, 8 and columns 0, 0, 8, 8 of them).
+// A block is left out of a tile of which it sees nothing. The host takes as many tiles at a time as its memory has room for, from the first
+// to the last, and dq goes on from what is there: the same additions.
 //
-// Floor: 10 D operations per pair (5 products: FlashAttention-2 is given maximum and sum by forward; here they are made again, 9 products). 1,024
-// tokens of a 70B block: 43 GFLOP, 54 us at 788 TFLOP/s. Keys: per 16 queries and warp 64 mma at D 128, 512 cycles of a quarter of the
-// tensor cores; 4 warps read 64 KB of shared memory, 512 cycles: neither waits much for the other.
+// Operations: 10 D per pair, the 5 products that there must be. What it takes is 4 bytes per pair, written and read: 0.9 ps at 4.3 TB/s, where making
+// scores and dP once more would be 4 D operations, 1.3 ps at 400 TFLOP/s. Summing dq over tiles of 64 keys in memory would be 16 bytes per pair, in
+// an order that CTAs would have to wait for. Attention leaves logsum and out where the states between attention and MLP are made again (gpu-worker's
+// backward); without them the host runs it first: 2 products more.
+// Floor: 1,024 tokens of a 70B block: 43 GFLOP, 54 us at 788 TFLOP/s, and 134 MB of changes, 31 us. Keys: per 16 queries and warp 64 mma at D 128,
+// 512 cycles of a quarter of the tensor cores; 4 warps read 64 KB of shared memory, 512 cycles: neither waits much for the other.
 // Variants: one per D and dtype. Limits: D 64, 80, 96, 112, 128; bf16, f16. All else: attention_grad_any.cu.
 // Source: Dao, FlashAttention-2 (arXiv 2307.08691), with a pass for keys and one for queries.
-// expects attention_grad_*: only LDGSTS.128; loop HMMA LDGSTS LDSM; no LDG.U8 LDG.U16
+// expects attention_grad_begin_*: LDG.64 STG.128
+// expects attention_grad_keys_*: only LDGSTS.128; loop HMMA LDGSTS LDSM; no LDG.U8 LDG.U16
+// expects attention_grad_queries_*: only LDGSTS.128; loop HMMA LDGSTS LDSM; no LDG.U8 LDG.U16
 #include "attention.cuh"
 
-#define HALF_KEYS 32
 #define RING 3
+#define BLOCKS 8                                         // of a CTA of attention_grad_queries
+#define PART_BYTES (16 * PAGE_TOKENS * 2)                // changes of 16 keys and a block
+#define BLOCK_BYTES (TILE_KEYS / 16 * PART_BYTES)
 
 // A pair of T as a pair of bf16.
 template <class T> __device__ __forceinline__ uint32_t as_bf16(uint32_t pair);
 template <> __device__ __forceinline__ uint32_t as_bf16<bf16>(uint32_t pair) { return pair; }
 template <> __device__ __forceinline__ uint32_t as_bf16<f16>(uint32_t pair) {
-    return pack<bf16>(widen(__ushort_as_half((unsigned short)pair)), widen(__ushort_as_half((unsigned short)(pair >> 16))));
+    const float2 both = unpack<f16>(pair);
+    return pack<bf16>(both.x, both.y);
 }
 
-// A score of a query and the key at `position`; `product` that of the two.
-template <class T> __device__ __forceinline__ float score_of(float product, float slope, uint32_t position, const Scoring& scoring) {
-    const float bias = scoring.alibi_scale == 0.0f ? 0.0f : __fmul_rn(scoring.alibi_scale, rounded<T>(__fmul_rn(slope, (float)position)));
-    return __fadd_rn(__fmul_rn(product, scoring.inverse_divisor), bias);
+// Where rows have what: position 0 in the sums of keys and values [rows], and their first block's page among those of all rows [rows].
+struct Places {
+    const uint32_t *starts, *pages;
+};
+
+// Whether a block whose page begins at `page` sees anything of a tile: both kernels ask it, one before it writes, one before it reads.
+__device__ __forceinline__ bool sees(uint32_t page, uint32_t tile, uint32_t prefix, uint32_t until, const Scoring& scoring) {
+    const uint32_t first_key = tile * TILE_KEYS, last_key = min(first_key + TILE_KEYS, until) - 1, first = max(page, prefix);
+    return page + PAGE_TOKENS > first_key && (uint64_t)first < (uint64_t)last_key + scoring.window;
 }
 
-// Fragments of 16 queries (A operand): this lane has parts of rows lane / 4 and lane / 4 + 8, null where there is none.
-template <int D, class T> __device__ __forceinline__ void load_rows(uint32_t (&a)[D / 16][4], const T* low, const T* high) {
-    const uint32_t at = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < D / 16; i++) {
-        a[i][0] = low ? *reinterpret_cast<const uint32_t*>(low + i * 16 + at) : 0;
-        a[i][1] = high ? *reinterpret_cast<const uint32_t*>(high + i * 16 + at) : 0;
-        a[i][2] = low ? *reinterpret_cast<const uint32_t*>(low + i * 16 + at + 8) : 0;
-        a[i][3] = high ? *reinterpret_cast<const uint32_t*>(high + i * 16 + at + 8) : 0;
+template <class T>
+__device__ __forceinline__ void begin(const float* q, const float* grad, const float* out, const float* logsum, T* q_rounded, bf16* grad_rounded,
+                                      float4* stats, uint32_t pairs, uint32_t head_dim, float inverse_divisor) {
+    const uint32_t pair = blockIdx.x * 8 + threadIdx.x / 32;
+    if (pair >= pairs) return;
+    const size_t place = (size_t)pair * head_dim;
+    float sum = 0.0f;
+    for (uint32_t i = threadIdx.x % 32 * 2; i < head_dim; i += 64) {
+        const float2 of_q = *reinterpret_cast<const float2*>(q + place + i), of_grad = *reinterpret_cast<const float2*>(grad + place + i);
+        const float2 of_out = *reinterpret_cast<const float2*>(out + place + i);
+        const uint32_t two = pack<bf16>(of_grad.x, of_grad.y);
+        *reinterpret_cast<uint32_t*>(q_rounded + place + i) = pack<T>(of_q.x, of_q.y);
+        *reinterpret_cast<uint32_t*>(grad_rounded + place + i) = two;
+        const float2 given = unpack<bf16>(two);
+        sum = __fmaf_rn(given.y, of_out.y, __fmaf_rn(given.x, of_out.x, sum));
     }
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) stats[pair] = make_float4(__fmul_rn(logsum[pair], LOG2_E), __fmul_rn(sum, inverse_divisor), 0.0f, 0.0f);
 }
 
 template <int D, class T>
-__device__ __forceinline__ void queries(const T* q, const bf16* grad, const T* pages, const uint32_t* words, const float* slopes, float* q_grad,
-                                        float4* stats, uint32_t kv_heads, uint32_t group, const Scoring& scoring) {
-    SMEM_DYN(shared); // 2 x 64 keys and 64 values
-    constexpr uint32_t BYTES = Pitch<D>::BYTES, TILE = Pitch<D>::TILE;
+__device__ __forceinline__ void queries(const T* pages, const uint32_t* words, const Places& places, const unsigned char* changes, float* q_grad,
+                                        uint32_t kv_heads, uint32_t group, uint32_t blocks, uint32_t first_tile, uint32_t tiles,
+                                        const Scoring& scoring) {
+    SMEM_DYN(shared); // 3 x 64 keys, then the changes of 8 blocks
+    constexpr uint32_t BYTES = Pitch<D>::BYTES, TILE = Pitch<D>::TILE, STAGE = TILE + BLOCKS * BLOCK_BYTES;
     const Batch batch = batch_of(words);
     const uint32_t kv_head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32, heads = kv_heads * group;
     const uint32_t start = batch.row_start[row], tokens = batch.row_start[row + 1] - start, prefix = batch.row_prefix[row], until = prefix + tokens;
     if (tokens == 0) return;
     const uint32_t first_page = prefix / PAGE_TOKENS, count = ((until - 1) / PAGE_TOKENS - first_page + 1) * group;
-    const uint32_t first = (gridDim.x - 1 - blockIdx.x) * 4, mine = first + threadIdx.x / 32;
+    const uint32_t first = (gridDim.x - 1 - blockIdx.x) * BLOCKS;
     if (first >= count) return;
-    const uint32_t begin = max(prefix, (first_page + first / group) * PAGE_TOKENS);
-    const uint32_t end = min(until, (first_page + min(first + 3, count - 1) / group + 1) * PAGE_TOKENS);
     const uint32_t* table = batch.pages + batch.row_table[row];
+    auto page_of_block = [&](uint32_t block) { return (first_page + block / group) * PAGE_TOKENS; };
+    auto head_of_block = [&](uint32_t block) { return kv_head * group + block % group; };
 
-    const uint32_t head = kv_head * group + mine % group, page = (first_page + mine / group) * PAGE_TOKENS;
-    uint32_t position[2], sees[2]; // of this lane's two queries, and the first that they see
-    bool exists[2];
-    size_t place[2];
-#pragma unroll
-    for (int high = 0; high < 2; high++) {
-        position[high] = page + lane / 4 + high * 8;
-        exists[high] = mine < count && position[high] >= prefix && position[high] < until;
-        sees[high] = position[high] + 1 > scoring.window ? position[high] + 1 - scoring.window : 0;
-        place[high] = exists[high] ? (size_t)(start + position[high] - prefix) * heads + head : 0;
-    }
-    const float slope = scoring.alibi_scale != 0.0f && mine < count ? slopes[head] : 0.0f;
-    uint32_t query[D / 16][4], given[D / 16][4];
-    load_rows<D>(query, exists[0] ? q + place[0] * D : nullptr, exists[1] ? q + place[1] * D : nullptr);
-    load_rows<D>(given, exists[0] ? grad + place[0] * D : nullptr, exists[1] ? grad + place[1] * D : nullptr);
+    // Tiles of this launch that one of the blocks sees.
+    const uint32_t begin = max(prefix, page_of_block(first)), end = min(until, page_of_block(min(first + BLOCKS, count) - 1) + PAGE_TOKENS);
+    const uint32_t low = max(first_tile, begin + 1 > scoring.window ? (begin + 1 - scoring.window) / TILE_KEYS : 0);
+    const uint32_t high = min(first_tile + tiles, (end + TILE_KEYS - 1) / TILE_KEYS);
+    if (low >= high && first_tile > 0) return;
 
-    const uint32_t first_tile = begin + 1 > scoring.window ? (begin + 1 - scoring.window) / TILE_KEYS : 0;
-    const uint32_t tiles = (end + TILE_KEYS - 1) / TILE_KEYS - first_tile;
-    auto copy = [&](uint32_t turn) {
-        unsigned char* to = shared + turn % 2 * 2 * TILE;
-        const uint32_t from = (first_tile + turn % tiles) * TILE_KEYS;
-        copy_tile<D>(to, pages, table, kv_heads, kv_head, 0, from, end, threadIdx.x, 128);
-        copy_tile<D>(to + TILE, pages, table, kv_heads, kv_head, 1, from, end, threadIdx.x, 128);
+    auto copy = [&](uint32_t tile) {
+        unsigned char* to = shared + tile % RING * STAGE;
+        copy_tile<D>(to, pages, table, kv_heads, kv_head, 0, tile * TILE_KEYS, end, threadIdx.x, 128);
+        for (uint32_t i = threadIdx.x; i < BLOCKS * (BLOCK_BYTES / 16); i += 128) {
+            const uint32_t block = first + i / (BLOCK_BYTES / 16);
+            const bool valid = block < count && sees(page_of_block(block), tile, prefix, until, scoring);
+            const size_t at = ((size_t)(tile - first_tile) * blocks + (size_t)(places.pages[row] + block / group) * heads + head_of_block(block)) * BLOCK_BYTES;
+            cp_async16(to + TILE + i * 16, changes + (valid ? at + i % (BLOCK_BYTES / 16) * 16 : 0), valid);
+        }
     };
-    float top[2] = {-INFINITY, -INFINITY}, share[2] = {0.0f, 0.0f}, mean[2] = {0.0f, 0.0f}, sum[D / 8][4] = {};
-    copy(0);
-    cp_commit();
-    for (uint32_t turn = 0; turn < 2 * tiles; turn++) {
-        if (turn + 1 < 2 * tiles) copy(turn + 1);
+    for (uint32_t s = 0; s < RING - 1; s++) {
+        if (low + s < high) copy(low + s);
         cp_commit();
-        cp_wait<1>();
-        __syncthreads();
-        if (turn == tiles) {
+    }
+
+    const uint32_t mine = first + threadIdx.x / 32 * 2; // blocks of this warp
+    auto place_of = [&](uint32_t block, uint32_t position) {
+        return ((size_t)(start + position - prefix) * heads + head_of_block(block)) * D + lane % 4 * 2;
+    };
+    float sum[2][D / 8][4];
 #pragma unroll
-            for (int high = 0; high < 2; high++) {
-                share[high] = __fadd_rn(share[high], __shfl_xor_sync(~0u, share[high], 1));
-                share[high] = __fadd_rn(share[high], __shfl_xor_sync(~0u, share[high], 2));
-                mean[high] = __fadd_rn(mean[high], __shfl_xor_sync(~0u, mean[high], 1));
-                mean[high] = __fadd_rn(mean[high], __shfl_xor_sync(~0u, mean[high], 2));
-                share[high] = share[high] > 0.0f ? __fdiv_rn(1.0f, share[high]) : 0.0f;
-                mean[high] = __fmul_rn(mean[high], share[high]);
-                if (top[high] == -INFINITY) top[high] = 0.0f;
-                if (exists[high] && lane % 4 == 0) stats[place[high]] = make_float4(top[high], share[high], mean[high], 0.0f);
+    for (int u = 0; u < 2; u++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint32_t position = page_of_block(mine + u) + lane / 4 + i * 8;
+            const bool exists = first_tile > 0 && mine + u < count && position >= prefix && position < until;
+            const float* from = q_grad + (exists ? place_of(mine + u, position) : 0);
+#pragma unroll
+            for (int n = 0; n < D / 8; n++) {
+                const float2 of = exists ? *reinterpret_cast<const float2*>(from + n * 8) : make_float2(0.0f, 0.0f);
+                sum[u][n][i * 2] = of.x, sum[u][n][i * 2 + 1] = of.y;
             }
         }
-        const unsigned char* keys = shared + turn % 2 * 2 * TILE;
+    for (uint32_t tile = low; tile < high; tile++) {
+        cp_wait<RING - 2>();
+        __syncthreads();
+        if (tile + RING - 1 < high) copy(tile + RING - 1);
+        cp_commit();
+        const unsigned char* keys = shared + tile % RING * STAGE + (lane % 8 + lane / 8 % 2 * 8) * BYTES + lane / 16 * 16;
+        // Rows of the matrices whose transposes are the parts of an A operand in their order.
+        const unsigned char* own = shared + tile % RING * STAGE + TILE + threadIdx.x / 32 * 2 * BLOCK_BYTES + (lane / 8 % 2 * 2 + lane / 16) * 128 + lane % 8 * 16;
+        bool takes[2];
+#pragma unroll
+        for (int u = 0; u < 2; u++) takes[u] = mine + u < count && sees(page_of_block(mine + u), tile, prefix, until, scoring);
 #pragma unroll 1
-        for (uint32_t half = 0; half < TILE_KEYS / HALF_KEYS; half++) {
-            const uint32_t from = (first_tile + turn % tiles) * TILE_KEYS + half * HALF_KEYS;
-            if (from > page + PAGE_TOKENS - 1) break; // nobody of this warp sees them
-            const unsigned char* own = keys + (half * HALF_KEYS + lane % 8) * BYTES;
-            float s[4][4], p[4][4];
+        for (uint32_t j = 0; j < TILE_KEYS / 16; j++) {
+            uint32_t a[2][4];
+            bool any = false;
 #pragma unroll
-            for (int n = 0; n < 4; n += 2) {
+            for (int u = 0; u < 2; u++) {
+                const bool seen = takes[u] && tile * TILE_KEYS + j * 16 <= page_of_block(mine + u) + PAGE_TOKENS - 1;
+                any = any || seen;
+                if (seen) {
+                    ldsm4_t(a[u], own + u * BLOCK_BYTES + j * PART_BYTES);
+                } else {
 #pragma unroll
-                for (int i = 0; i < 4; i++) s[n][i] = s[n + 1][i] = p[n][i] = p[n + 1][i] = 0.0f;
-                const unsigned char* at = own + (n * 8 + lane / 16 * 8) * BYTES + lane / 8 % 2 * 16;
-#pragma unroll
-                for (int i = 0; i < D / 16; i++) {
-                    uint32_t b[4];
-                    ldsm4(b, at + i * 32);
-                    mma<T>(s[n], query[i], b[0], b[1]);
-                    mma<T>(s[n + 1], query[i], b[2], b[3]);
-                    ldsm4(b, at + TILE + i * 32);
-                    mma<bf16>(p[n], given[i], as_bf16<T>(b[0]), as_bf16<T>(b[1]));
-                    mma<bf16>(p[n + 1], given[i], as_bf16<T>(b[2]), as_bf16<T>(b[3]));
+                    for (int i = 0; i < 4; i++) a[u][i] = 0;
                 }
             }
-            float highest[2] = {-INFINITY, -INFINITY};
+            if (!any) break;
 #pragma unroll
-            for (int n = 0; n < 4; n++)
+            for (int piece = 0; piece < D / 16; piece++) {
+                uint32_t b[4];
+                ldsm4_t(b, keys + j * 16 * BYTES + piece * 32);
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const uint32_t key = from + n * 8 + lane % 4 * 2 + i % 2;
-                    const bool seen = exists[i / 2] && key <= position[i / 2] && key >= sees[i / 2];
-                    s[n][i] = seen ? score_of<T>(s[n][i], slope, key, scoring) : -INFINITY;
-                    highest[i / 2] = fmaxf(highest[i / 2], s[n][i]);
-                }
-            if (turn < tiles) {
+                for (int i = 0; i < 4; i++) b[i] = as_bf16<T>(b[i]);
 #pragma unroll
-                for (int high = 0; high < 2; high++) {
-                    highest[high] = fmaxf(highest[high], __shfl_xor_sync(~0u, highest[high], 1));
-                    highest[high] = fmaxf(highest[high], __shfl_xor_sync(~0u, highest[high], 2));
-                    float old_share, new_share;
-                    merge(top[high], highest[high], old_share, new_share);
-                    share[high] = __fmul_rn(share[high], old_share);
-                    mean[high] = __fmul_rn(mean[high], old_share);
-                }
-#pragma unroll
-                for (int n = 0; n < 4; n++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        const float base = top[i / 2] == -INFINITY ? 0.0f : top[i / 2];
-                        const float weight = exp2f(__fmul_rn(__fsub_rn(s[n][i], base), LOG2_E));
-                        share[i / 2] = __fadd_rn(share[i / 2], weight);
-                        mean[i / 2] = __fmaf_rn(weight, p[n][i], mean[i / 2]);
-                    }
-                continue;
-            }
-#pragma unroll
-            for (int n = 0; n < 4; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const float weight = __fmul_rn(exp2f(__fmul_rn(__fsub_rn(s[n][i], top[i / 2]), LOG2_E)), share[i / 2]);
-                    s[n][i] = __fmul_rn(__fmul_rn(weight, __fsub_rn(p[n][i], mean[i / 2])), scoring.inverse_divisor);
-                }
-            const unsigned char* at = own + lane / 8 % 2 * 8 * BYTES + lane / 16 * 16;
-#pragma unroll
-            for (int j = 0; j < HALF_KEYS / 16; j++) {
-                const uint32_t a[4] = {pack<bf16>(s[2 * j][0], s[2 * j][1]), pack<bf16>(s[2 * j][2], s[2 * j][3]),
-                                       pack<bf16>(s[2 * j + 1][0], s[2 * j + 1][1]), pack<bf16>(s[2 * j + 1][2], s[2 * j + 1][3])};
-#pragma unroll
-                for (int piece = 0; piece < D / 16; piece++) {
-                    uint32_t b[4];
-                    ldsm4_t(b, at + j * 16 * BYTES + piece * 32);
-                    mma<bf16>(sum[2 * piece], a, as_bf16<T>(b[0]), as_bf16<T>(b[1]));
-                    mma<bf16>(sum[2 * piece + 1], a, as_bf16<T>(b[2]), as_bf16<T>(b[3]));
+                for (int u = 0; u < 2; u++) {
+                    mma<bf16>(sum[u][2 * piece], a[u], b[0], b[1]);
+                    mma<bf16>(sum[u][2 * piece + 1], a[u], b[2], b[3]);
                 }
             }
         }
-        __syncthreads();
     }
     cp_wait<0>();
 #pragma unroll
-    for (int high = 0; high < 2; high++) {
-        if (!exists[high]) continue;
-        float* to = q_grad + place[high] * D + lane % 4 * 2;
+    for (int u = 0; u < 2; u++)
 #pragma unroll
-        for (int n = 0; n < D / 8; n++) *reinterpret_cast<float2*>(to + n * 8) = make_float2(sum[n][high * 2], sum[n][high * 2 + 1]);
-    }
+        for (int i = 0; i < 2; i++) {
+            const uint32_t position = page_of_block(mine + u) + lane / 4 + i * 8;
+            if (mine + u >= count || position < prefix || position >= until) continue;
+            float* to = q_grad + place_of(mine + u, position);
+#pragma unroll
+            for (int n = 0; n < D / 8; n++) *reinterpret_cast<float2*>(to + n * 8) = make_float2(sum[u][n][i * 2], sum[u][n][i * 2 + 1]);
+        }
 }
 
 template <int D, class T>
 __device__ __forceinline__ void keys(const T* q, const bf16* grad, const T* pages, const uint32_t* words, const float* slopes,
-                                     const uint32_t* starts, const float4* stats, float* k_grad, float* v_grad, uint32_t kv_heads, uint32_t group,
-                                     const Scoring& scoring) {
+                                     const Places& places, const float4* stats, float* k_grad, float* v_grad, unsigned char* changes,
+                                     uint32_t kv_heads, uint32_t group, uint32_t blocks, uint32_t first_tile, const Scoring& scoring) {
     SMEM_DYN(shared); // 64 keys, 64 values, then 3 stages of 16 queries, gradients and stats
     constexpr uint32_t BYTES = Pitch<D>::BYTES, TILE = Pitch<D>::TILE, STAGE = 2 * PAGE_TOKENS * BYTES + PAGE_TOKENS * 16;
     const Batch batch = batch_of(words);
     const uint32_t kv_head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32, heads = kv_heads * group;
     const uint32_t start = batch.row_start[row], tokens = batch.row_start[row + 1] - start, prefix = batch.row_prefix[row], until = prefix + tokens;
-    const uint32_t first_key = blockIdx.x * TILE_KEYS;
+    const uint32_t first_key = (first_tile + blockIdx.x) * TILE_KEYS;
     if (tokens == 0 || first_key >= until) return;
     // Queries that see one of the keys, and their pages.
     const uint32_t last_key = min(first_key + TILE_KEYS, until) - 1, lowest = max(prefix, first_key);
@@ -217,6 +205,8 @@ __device__ __forceinline__ void keys(const T* q, const bf16* grad, const T* page
     const uint32_t last_page = highest / PAGE_TOKENS, count = (last_page - lowest / PAGE_TOKENS + 1) * group;
     const uint32_t* table = batch.pages + batch.row_table[row];
     unsigned char* ring = shared + 2 * TILE;
+    // In changes: this kv head's first block of the last page.
+    const uint32_t last_block = blockIdx.x * blocks + (places.pages[row] + last_page - prefix / PAGE_TOKENS) * heads + kv_head * group;
 
     auto copy = [&](uint32_t turn) {
         unsigned char* to = ring + turn % RING * STAGE;
@@ -243,7 +233,7 @@ __device__ __forceinline__ void keys(const T* q, const bf16* grad, const T* page
 
     const uint32_t own = first_key + threadIdx.x / 32 * 16, mine = own + lane / 4; // first key of this warp; of this lane, beside mine + 8
     float dk[D / 8][4], dv[D / 8][4];
-    auto place_of = [&](int high) { return ((size_t)(starts[row] + mine + high * 8) * kv_heads + kv_head) * D + lane % 4 * 2; };
+    auto place_of = [&](int high) { return ((size_t)(places.starts[row] + mine + high * 8) * kv_heads + kv_head) * D + lane % 4 * 2; };
 #pragma unroll
     for (int high = 0; high < 2; high++) {
         const bool exists = mine + high * 8 < until;
@@ -257,21 +247,25 @@ __device__ __forceinline__ void keys(const T* q, const bf16* grad, const T* page
             dv[n][high * 2] = of_v.x, dv[n][high * 2 + 1] = of_v.y;
         }
     }
-    uint32_t key[D / 16][4], value[D / 16][4];
+    // At D 128 there are no registers for the last part of the values.
+    constexpr int HELD = D == 128 ? D / 16 - 1 : D / 16;
+    uint32_t key[D / 16][4], value[HELD][4];
     for (uint32_t turn = 0; turn < count; turn++) {
         cp_wait<RING - 2>();
         __syncthreads();
         if (turn + RING - 1 < count) copy(turn + RING - 1);
         cp_commit();
+        const unsigned char* fixed = shared + (threadIdx.x / 32 * 16 + lane % 16) * BYTES + lane / 16 * 16;
+        auto load_value = [&](uint32_t (&to)[4], int i) {
+            ldsm4(to, fixed + TILE + i * 32);
+#pragma unroll
+            for (int j = 0; j < 4; j++) to[j] = as_bf16<T>(to[j]);
+        };
         if (turn == 0) {
-            const unsigned char* at = shared + (threadIdx.x / 32 * 16 + lane % 16) * BYTES + lane / 16 * 16;
 #pragma unroll
-            for (int i = 0; i < D / 16; i++) {
-                ldsm4(key[i], at + i * 32);
-                ldsm4(value[i], at + TILE + i * 32);
+            for (int i = 0; i < D / 16; i++) ldsm4(key[i], fixed + i * 32);
 #pragma unroll
-                for (int j = 0; j < 4; j++) value[i][j] = as_bf16<T>(value[i][j]);
-            }
+            for (int i = 0; i < HELD; i++) load_value(value[i], i);
         }
         const uint32_t page = (last_page - turn / group) * PAGE_TOKENS;
         if (page + PAGE_TOKENS - 1 < own) continue; // its queries see no key of this warp
@@ -286,28 +280,58 @@ __device__ __forceinline__ void keys(const T* q, const bf16* grad, const T* page
             mma<T>(s[0], key[i], b[0], b[1]);
             mma<T>(s[1], key[i], b[2], b[3]);
             ldsm4(b, by_query + PAGE_TOKENS * BYTES + i * 32);
-            mma<bf16>(p[0], value[i], b[0], b[1]);
-            mma<bf16>(p[1], value[i], b[2], b[3]);
+            if (i < HELD) {
+                mma<bf16>(p[0], value[i % HELD], b[0], b[1]);
+                mma<bf16>(p[1], value[i % HELD], b[2], b[3]);
+            } else {
+                uint32_t last[4];
+                load_value(last, i);
+                mma<bf16>(p[0], last, b[0], b[1]);
+                mma<bf16>(p[1], last, b[2], b[3]);
+            }
         }
-        const float slope = scoring.alibi_scale != 0.0f ? slopes[kv_head * group + turn % group] : 0.0f;
+        if (scoring.alibi_scale == 0.0f) {
+#pragma unroll
+            for (int n = 0; n < 2; n++) score_pair<T>(s[n][0], s[n][1], scoring), score_pair<T>(s[n][2], s[n][3], scoring);
+        } else {
+            const float slope = slopes[kv_head * group + turn % group];
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) s[n][i] = biased<T>(s[n][i], slope, mine + i / 2 * 8, scoring);
+                round_pair<T>(s[n][0], s[n][1]), round_pair<T>(s[n][2], s[n][3]);
+            }
+        }
+        // Whether all of these queries are there and see all of these keys.
+        const bool is_whole = page >= prefix && page + PAGE_TOKENS <= until && own + 15 <= page && page + PAGE_TOKENS - 1 - own < scoring.window;
 #pragma unroll
         for (int n = 0; n < 2; n++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const uint32_t index = n * 8 + lane % 4 * 2 + i, position = page + index;
-                const float4 of = stat[index];
+                const float2 of = *reinterpret_cast<const float2*>(stat + n * 8 + lane % 4 * 2 + i);
 #pragma unroll
                 for (int high = 0; high < 2; high++) {
-                    const uint32_t at = mine + high * 8;
-                    const bool seen = at <= position && position - at < scoring.window;
-                    const float score = score_of<T>(s[n][high * 2 + i], slope, at, scoring);
-                    const float weight = seen ? __fmul_rn(exp2f(__fmul_rn(__fsub_rn(score, of.x), LOG2_E)), of.y) : 0.0f;
-                    s[n][high * 2 + i] = weight;
-                    p[n][high * 2 + i] = __fmul_rn(__fmul_rn(weight, __fsub_rn(p[n][high * 2 + i], of.z)), scoring.inverse_divisor);
+                    float& weight = s[n][high * 2 + i];
+                    float& change = p[n][high * 2 + i];
+                    weight = ex2(__fmaf_rn(weight, LOG2_E, -of.x));
+                    change = __fmul_rn(weight, __fmaf_rn(change, scoring.inverse_divisor, -of.y));
                 }
             }
+        if (!is_whole) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const uint32_t position = page + i / 4 * 8 + lane % 4 * 2 + i % 2, at = mine + i % 4 / 2 * 8;
+                const bool seen = position >= prefix && position < until && at <= position && position - at < scoring.window;
+                s[i / 4][i % 4] = seen ? s[i / 4][i % 4] : 0.0f;
+                p[i / 4][i % 4] = seen ? p[i / 4][i % 4] : 0.0f;
+            }
+        }
         const uint32_t weights[4] = {pack<bf16>(s[0][0], s[0][1]), pack<bf16>(s[0][2], s[0][3]), pack<bf16>(s[1][0], s[1][1]), pack<bf16>(s[1][2], s[1][3])};
-        const uint32_t changes[4] = {pack<bf16>(p[0][0], p[0][1]), pack<bf16>(p[0][2], p[0][3]), pack<bf16>(p[1][0], p[1][1]), pack<bf16>(p[1][2], p[1][3])};
+        const uint32_t changed[4] = {pack<bf16>(p[0][0], p[0][1]), pack<bf16>(p[0][2], p[0][3]), pack<bf16>(p[1][0], p[1][1]), pack<bf16>(p[1][2], p[1][3])};
+        const uint32_t part = (last_block - turn / group * heads + turn % group) * (TILE_KEYS / 16) + threadIdx.x / 32;
+        uint32_t* left = reinterpret_cast<uint32_t*>(changes + (size_t)part * PART_BYTES) + lane;
+#pragma unroll
+        for (int i = 0; i < 4; i++) left[i * 32] = changed[i];
         const unsigned char* by_dim = stage + (lane % 8 + lane / 8 % 2 * 8) * BYTES + lane / 16 * 16;
 #pragma unroll
         for (int piece = 0; piece < D / 16; piece++) {
@@ -316,8 +340,8 @@ __device__ __forceinline__ void keys(const T* q, const bf16* grad, const T* page
             mma<bf16>(dv[2 * piece], weights, b[0], b[1]);
             mma<bf16>(dv[2 * piece + 1], weights, b[2], b[3]);
             ldsm4_t(b, by_dim + piece * 32);
-            mma<bf16>(dk[2 * piece], changes, as_bf16<T>(b[0]), as_bf16<T>(b[1]));
-            mma<bf16>(dk[2 * piece + 1], changes, as_bf16<T>(b[2]), as_bf16<T>(b[3]));
+            mma<bf16>(dk[2 * piece], changed, as_bf16<T>(b[0]), as_bf16<T>(b[1]));
+            mma<bf16>(dk[2 * piece + 1], changed, as_bf16<T>(b[2]), as_bf16<T>(b[3]));
         }
     }
     cp_wait<0>();
@@ -333,21 +357,33 @@ __device__ __forceinline__ void keys(const T* q, const bf16* grad, const T* page
     }
 }
 
+#define ATTENTION_GRAD_BEGIN(T)                                                                                                       \
+    extern "C" __global__ void __launch_bounds__(256) attention_grad_begin_##T(                                                       \
+        const float* __restrict__ q /* [pairs, head_dim] */, const float* __restrict__ grad /* as q */, const float* __restrict__ out, \
+        const float* __restrict__ logsum /* [pairs] */, T* __restrict__ q_rounded /* as q */, bf16* __restrict__ grad_rounded,        \
+        float4* __restrict__ stats /* [pairs] */, uint32_t pairs, uint32_t head_dim, float inverse_divisor) {                         \
+        begin<T>(q, grad, out, logsum, q_rounded, grad_rounded, stats, pairs, head_dim, inverse_divisor);                             \
+    }
+ATTENTION_GRAD_BEGIN(bf16)
+ATTENTION_GRAD_BEGIN(f16)
+
 #define ATTENTION_GRAD(D, T)                                                                                                         \
-    extern "C" __global__ void __launch_bounds__(128, 2) attention_grad_queries_##T##_d##D(                                          \
-        const T* __restrict__ q /* [tokens, heads, D] */, const bf16* __restrict__ grad /* as q */, const T* __restrict__ pages,     \
-        const uint32_t* __restrict__ batch, const float* __restrict__ slopes /* [heads] or null */,                                  \
-        float* __restrict__ q_grad /* as q */, float4* __restrict__ stats /* [tokens, heads] */, uint32_t kv_heads, uint32_t group,   \
-        float inverse_divisor, float alibi_scale, uint32_t window) {                                                                 \
-        queries<D, T>(q, grad, pages, batch, slopes, q_grad, stats, kv_heads, group, {inverse_divisor, alibi_scale, window});        \
-    }                                                                                                                                \
     extern "C" __global__ void __launch_bounds__(128, 2) attention_grad_keys_##T##_d##D(                                             \
         const T* __restrict__ q /* [tokens, heads, D] */, const bf16* __restrict__ grad /* as q */, const T* __restrict__ pages,     \
         const uint32_t* __restrict__ batch, const float* __restrict__ slopes /* [heads] or null */,                                  \
-        const uint32_t* __restrict__ starts /* [rows] */, const float4* __restrict__ stats /* [tokens, heads] */,                    \
-        float* __restrict__ k_grad /* [positions, kv_heads, D] */, float* __restrict__ v_grad /* as k_grad */, uint32_t kv_heads,    \
-        uint32_t group, float inverse_divisor, float alibi_scale, uint32_t window) {                                                 \
-        keys<D, T>(q, grad, pages, batch, slopes, starts, stats, k_grad, v_grad, kv_heads, group, {inverse_divisor, alibi_scale, window}); \
+        const uint32_t* __restrict__ starts /* [rows] */, const uint32_t* __restrict__ first_pages /* [rows] */,                     \
+        const float4* __restrict__ stats /* [tokens, heads] */, float* __restrict__ k_grad /* [positions, kv_heads, D] */,           \
+        float* __restrict__ v_grad /* as k_grad */, unsigned char* __restrict__ changes, uint32_t kv_heads, uint32_t group,          \
+        uint32_t blocks, uint32_t first_tile, float inverse_divisor, float alibi_scale, uint32_t window) {                           \
+        keys<D, T>(q, grad, pages, batch, slopes, {starts, first_pages}, stats, k_grad, v_grad, changes, kv_heads, group, blocks,    \
+                   first_tile, {inverse_divisor, alibi_scale, window});                                                              \
+    }                                                                                                                                \
+    extern "C" __global__ void __launch_bounds__(128, 2) attention_grad_queries_##T##_d##D(                                          \
+        const T* __restrict__ pages, const uint32_t* __restrict__ batch, const uint32_t* __restrict__ first_pages /* [rows] */,      \
+        const unsigned char* __restrict__ changes, float* __restrict__ q_grad /* [tokens, heads, D] */, uint32_t kv_heads,           \
+        uint32_t group, uint32_t blocks, uint32_t first_tile, uint32_t tiles, uint32_t window) {                                     \
+        queries<D, T>(pages, batch, {nullptr, first_pages}, changes, q_grad, kv_heads, group, blocks, first_tile, tiles,             \
+                      {0.0f, 0.0f, window});                                                                                         \
     }
 #define ATTENTION_GRAD_SIZES(T) \
     ATTENTION_GRAD(64, T)       \

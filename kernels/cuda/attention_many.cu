@@ -1,7 +1,7 @@
 // out = softmax(q K^T) V for many new tokens (prefill) over the pages of their rows, on tensor cores.
 //
-// q f32 [tokens, heads, D]; pages as in pages.cuh; out f32 [tokens, heads, D]. CPU reference: kernels/src/ops/attention.rs. Order: attention.cuh,
-// so a token has the bits that attention_few.cu gives it.
+// q f32 [tokens, heads, D]; pages as in pages.cuh; out f32 [tokens, heads, D]; logsum f32 [tokens, heads] where a gradient wants it.
+// CPU reference: kernels/src/ops/attention.rs. Order: attention.cuh, so a token has the bits that attention_few.cu gives it.
 // Grid: tiles of 64 queries of a row (query = token * group + head of the group) x kv heads x rows. CTA: 4 warps with 16 queries each. They
 // share tiles of 64 keys and values, copied two deep by cp.async of 16 bytes, from the first tile that its first query sees to the last
 // that its last query sees. The product of a tile is merged 16 dimensions at a time: 8 registers, not D / 2.
@@ -14,7 +14,7 @@
 
 template <int D, class T>
 __device__ __forceinline__ void attention_many(const float* q, const T* pages, const uint32_t* words, const float* slopes, float* out,
-                                               uint32_t kv_heads, uint32_t group, const Scoring& scoring) {
+                                               float* logsum, uint32_t kv_heads, uint32_t group, const Scoring& scoring) {
     SMEM_DYN(shared); // 2 x 64 keys and 64 values
     const Batch batch = batch_of(words);
     const uint32_t kv_head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32, heads = kv_heads * group;
@@ -76,6 +76,7 @@ __device__ __forceinline__ void attention_many(const float* q, const T* pages, c
     for (int high = 0; high < 2; high++) {
         const uint32_t query = query_of(high);
         if (query > last_query) continue;
+        if (logsum && lane % 4 == 0) logsum[place_of(query) / D] = logsum_of(top[high], sum[high]);
         float* to = out + place_of(query) + lane % 4 * 2;
 #pragma unroll
         for (int piece = 0; piece < D / 16; piece++)
@@ -90,9 +91,10 @@ __device__ __forceinline__ void attention_many(const float* q, const T* pages, c
 #define ATTENTION_MANY(D, T)                                                                                                         \
     extern "C" __global__ void __launch_bounds__(128, 2) attention_many_##T##_d##D(                                                  \
         const float* __restrict__ q /* [tokens, heads, D] */, const T* __restrict__ pages, const uint32_t* __restrict__ batch,       \
-        const float* __restrict__ slopes /* [heads] or null */, float* __restrict__ out, uint32_t kv_heads, uint32_t group,          \
-        float inverse_divisor, float alibi_scale, uint32_t window) {                                                                 \
-        attention_many<D, T>(q, pages, batch, slopes, out, kv_heads, group, {inverse_divisor, alibi_scale, window});                 \
+        const float* __restrict__ slopes /* [heads] or null */, float* __restrict__ out,                                             \
+        float* __restrict__ logsum /* [tokens, heads] or null */, uint32_t kv_heads, uint32_t group, float inverse_divisor,          \
+        float alibi_scale, uint32_t window) {                                                                                        \
+        attention_many<D, T>(q, pages, batch, slopes, out, logsum, kv_heads, group, {inverse_divisor, alibi_scale, window});         \
     }
 #define ATTENTION_MANY_SIZES(T) \
     ATTENTION_MANY(64, T)       \

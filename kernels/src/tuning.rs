@@ -227,6 +227,26 @@ pub fn cuda_attention_workspace(heads: usize, head_dim: usize, positions: usize)
         .min(CUDA_ATTENTION_WORKSPACE_BYTES)
 }
 
+/// Bytes that `attention_grad.cu` keeps of 16 queries and a tile of keys: 2 for each pair.
+pub const CUDA_ATTENTION_CHANGES_BYTES: usize = 2 * 16 * CUDA_ATTENTION_TILE;
+
+/// Most that it keeps at a time, if a tile takes no more: 2,048 keys of a unit of a 70B block, whose tiles are as many CTAs as two on each
+/// multiprocessor of an H200. Not measured on a device yet.
+pub const CUDA_ATTENTION_GRAD_BYTES: usize = 64 << 20;
+
+/// Of `tiles` tiles of keys, those that `attention_grad.cu` takes at a time for `blocks` blocks of 16 queries, in `most_bytes` bytes.
+pub fn cuda_attention_grad_tiles(blocks: usize, tiles: usize, most_bytes: usize) -> usize {
+    let fit = most_bytes / (CUDA_ATTENTION_CHANGES_BYTES * blocks.max(1));
+    fit.clamp(1, tiles.max(1))
+}
+
+/// Most bytes that it keeps for at most `blocks` blocks, of rows with `positions` positions.
+pub fn cuda_attention_grad_workspace(blocks: usize, positions: usize) -> usize {
+    let tile = CUDA_ATTENTION_CHANGES_BYTES.saturating_mul(blocks);
+    tile.saturating_mul(positions.div_ceil(CUDA_ATTENTION_TILE))
+        .min(tile.max(CUDA_ATTENTION_GRAD_BYTES))
+}
+
 /// CTAs of `attention_few.cu` that share the tiles of one kv head of one token, `pairs` being the number of those: twice what the device holds
 /// at a time, so that the last wave is short. The bits do not depend on it. Not measured on a device yet.
 pub fn cuda_attention_splits(multiprocessors: usize, pairs: usize) -> usize {

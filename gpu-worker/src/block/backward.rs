@@ -13,7 +13,7 @@
 
 use kernels::kv::total_tokens;
 use kernels::ops::{
-    AdaptGrad, Add, AttentionGrad, ExpertsGradRoom, Gather, GeluGrad, JoinQkv, LinearGrad,
+    AdaptGrad, Add, AttentionGrad, ExpertsGradRoom, Gather, GeluGrad, JoinQkv, Known, LinearGrad,
     MixtureGrad, NormGrad, OpError, Rope, SiluMulGrad,
 };
 use kernels::{Backend, DType};
@@ -48,6 +48,8 @@ pub struct GradientWork<B: Backend> {
 
 struct HeadGradients<B: Backend> {
     attended: B::Buffer,
+    /// Of the scores of each query, as attention tells it.
+    logsum: B::Buffer,
     q: B::Buffer,
     k: B::Buffer,
     v: B::Buffer,
@@ -77,6 +79,7 @@ impl<B: Backend> GradientWork<B> {
             aside: empty(),
             heads: HeadGradients {
                 attended: empty(),
+                logsum: empty(),
                 q: empty(),
                 k: empty(),
                 v: empty(),
@@ -118,6 +121,7 @@ impl<B: Backend> GradientWork<B> {
             (&mut self.branch, spec.hidden),
             (&mut self.aside, spec.hidden),
             (&mut heads.attended, q),
+            (&mut heads.logsum, spec.heads),
             (&mut heads.q, q),
             (&mut heads.k, kv),
             (&mut heads.v, kv),
@@ -177,6 +181,7 @@ pub fn backward<B: Backend>(
     let (normed, attended) = (&mut forward.normed, &mut forward.branch);
     back.pass.norm(before, &weights.attention_norm, normed)?;
     let (queries, between) = (kept.queries.map(|q| &*q), kept.between);
+    let is_known = between.is_none() && spec.residual != Residual::Parallel;
     if queries.is_none() {
         back.queries(normed, &mut forward.heads)?;
     }
@@ -193,7 +198,8 @@ pub fn backward<B: Backend>(
                 }
                 None => {
                     back.pass.backend.copy(before, h, tokens * spec.hidden)?;
-                    back.attend(queries, &mut forward.heads, attended, pages)?;
+                    let logsum = &mut heads.logsum;
+                    back.attend(queries, &mut forward.heads, (attended, logsum), pages)?;
                     back.pass.add_mlp_norm(h, attended, fed)?;
                     &mut **h
                 }
@@ -203,7 +209,8 @@ pub fn backward<B: Backend>(
             back.norm(h, norm, branch)?;
             back.add(gradient, branch)?;
             let own = &mut forward.heads;
-            back.attention(gradient, (queries, own), normed, heads, branch, pages)?;
+            let own = (queries, own, is_known);
+            back.attention(gradient, own, normed, heads, branch, pages)?;
             back.norm(before, &weights.attention_norm, branch)?;
             back.add(gradient, branch)
         }
@@ -217,7 +224,8 @@ pub fn backward<B: Backend>(
                 None => {
                     // h = a + A(a), where a is the norm.
                     back.pass.backend.copy(normed, h, tokens * spec.hidden)?;
-                    back.attend(queries, &mut forward.heads, attended, pages)?;
+                    let logsum = &mut heads.logsum;
+                    back.attend(queries, &mut forward.heads, (attended, logsum), pages)?;
                     back.pass.add_mlp_norm(h, attended, fed)?;
                     &mut **h
                 }
@@ -227,7 +235,8 @@ pub fn backward<B: Backend>(
             back.add(gradient, branch)?;
             back.norm(h, norm, gradient)?;
             let own = &mut forward.heads;
-            back.attention(gradient, (queries, own), normed, heads, branch, pages)?;
+            let own = (queries, own, is_known);
+            back.attention(gradient, own, normed, heads, branch, pages)?;
             back.add(gradient, branch)?;
             back.norm(before, &weights.attention_norm, gradient)
         }
@@ -242,7 +251,8 @@ pub fn backward<B: Backend>(
             let work = (&mut forward.middle, &mut *middle);
             back.mlp(fed, gradient, given, work, aside)?;
             let own = &mut forward.heads;
-            back.attention(gradient, (queries, own), normed, heads, branch, pages)?;
+            let own = (queries, own, is_known);
+            back.attention(gradient, own, normed, heads, branch, pages)?;
             match mlp_norm {
                 Some(norm) => back.norm(before, norm, aside)?,
                 None => {
@@ -292,17 +302,18 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
         })
     }
 
-    /// The output of attention, once more.
+    /// The output of attention, once more, and the logarithms that its gradient takes.
     fn attend(
         &mut self,
         queries: Option<&B::Floats>,
         heads: &mut Heads<B>,
-        out: &mut B::Floats,
+        (out, logsum): (&mut B::Floats, &mut B::Floats),
         pages: &mut B::Pages<'_>,
     ) -> Result<(), OpError> {
         let Heads { q, attended, .. } = heads;
         let queries = queries.unwrap_or(&**q);
-        self.pass.attend_with(queries, attended, out, pages)
+        self.pass
+            .attend_with(queries, (attended, Some(logsum)), out, pages)
     }
 
     /// What the MLP is fed, if it is needed.
@@ -313,11 +324,12 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
         }
     }
 
-    /// Gradient of attention: `grad` of its output, `out` of its input `fed`. Queries are where they were kept, or in `heads`.
+    /// Gradient of attention: `grad` of its output, `out` of its input `fed`. Queries are where they were kept, or in `heads`, and so is, if
+    /// it `is_known`, what attention gave.
     fn attention(
         &mut self,
         grad: &B::Floats,
-        (queries, heads): (Option<&B::Floats>, &mut Heads<B>),
+        (queries, heads, is_known): (Option<&B::Floats>, &mut Heads<B>, bool),
         fed: &B::Floats,
         work: &mut HeadGradients<B>,
         out: &mut B::Floats,
@@ -336,6 +348,10 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
             divisor,
             alibi,
             window: spec.window.unwrap_or(usize::MAX),
+            known: is_known.then_some(Known {
+                out: &heads.attended,
+                logsum: &work.logsum,
+            }),
             q_grad: &mut work.q,
             k_grad: &mut *self.sums.keys,
             v_grad: &mut *self.sums.values,

@@ -327,14 +327,15 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         pages: &mut B::Pages<'_>,
     ) -> Result<(), OpError> {
         let Heads { q, attended, .. } = heads;
-        self.attend_with(q, attended, out, pages)
+        self.attend_with(q, (attended, None), out, pages)
     }
 
-    /// The same with queries that are elsewhere; `attended` `[tokens, heads, head_dim]` is what lies between.
+    /// The same with queries that are elsewhere; `attended` `[tokens, heads, head_dim]` is what lies between, and beside it, where a gradient
+    /// will want it, what [`Attention`] tells of its scores.
     pub(super) fn attend_with(
         &mut self,
         q: &B::Floats,
-        attended: &mut B::Floats,
+        (attended, logsum): (&mut B::Floats, Option<&mut B::Floats>),
         out: &mut B::Floats,
         pages: &mut B::Pages<'_>,
     ) -> Result<(), OpError> {
@@ -347,6 +348,7 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
             alibi: self.alibi(),
             window: self.spec.window.unwrap_or(usize::MAX),
             out: &mut *attended,
+            logsum,
         })?;
         self.linear(attended, &self.weights.o, self.tokens, out)
     }

@@ -4,8 +4,8 @@
 use std::io::Write;
 
 use kernels::ops::{
-    Adapt, AdaptGrad, Adapter, Add, AttentionGrad, Expert, ExpertsGradRoom, ExpertsRoom, Gather,
-    Gelu, GeluGrad, GeluKind, JoinQkv, KvAppend, Layernorm, LinearGrad, Mixture, MixtureGrad,
+    Adapt, AdaptGrad, Adapter, Add, Attention, AttentionGrad, Expert, ExpertsGradRoom, ExpertsRoom, Gather,
+    Gelu, GeluGrad, GeluKind, JoinQkv, Known, KvAppend, Layernorm, LinearGrad, Mixture, MixtureGrad,
     NormGrad, Rmsnorm, Rope, RopeTable, SiluMul, SiluMulGrad, SplitQkv, experts::list_words,
 };
 use kernels::{DType, PageLayout, QuantType, WeightView, quant};
@@ -438,6 +438,19 @@ impl<B: Paged, W: Write> Bench<'_, B, W> {
             rows: &steps,
             pages: &mut pages,
         })?;
+        let mut out = self.backend.buffer(rows * hidden);
+        let mut logsum = self.backend.buffer(rows * hidden / HEAD_DIM);
+        self.backend.attention(Attention {
+            q: &*q,
+            pages: &pages,
+            rows: &steps,
+            group: hidden / kv,
+            divisor: (HEAD_DIM as f32).sqrt(),
+            alibi: None,
+            window: usize::MAX,
+            out: &mut *out,
+            logsum: Some(&mut *logsum),
+        })?;
         let seconds = self.time(|backend| {
             backend.attention_grad(AttentionGrad {
                 q: &*q,
@@ -449,6 +462,10 @@ impl<B: Paged, W: Write> Bench<'_, B, W> {
                 divisor: (HEAD_DIM as f32).sqrt(),
                 alibi: None,
                 window: usize::MAX,
+                known: Some(Known {
+                    out: &*out,
+                    logsum: &*logsum,
+                }),
                 q_grad: &mut *q_grad,
                 k_grad: &mut *k_grad,
                 v_grad: &mut *v_grad,

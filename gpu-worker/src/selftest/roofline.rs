@@ -298,6 +298,7 @@ impl<B: Paged, W: Write> Bench<'_, B, W> {
                 alibi: None,
                 window: usize::MAX,
                 out: &mut *out,
+                logsum: None,
             })
         })?;
         let pairs = if is_prefill {

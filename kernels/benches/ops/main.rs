@@ -275,6 +275,7 @@ impl Table {
                 alibi: None,
                 window: usize::MAX,
                 out: &mut out[..],
+                logsum: None,
             })
             .expect("fits");
         });
@@ -314,6 +315,7 @@ impl Table {
                 divisor: 11.3,
                 alibi: None,
                 window: usize::MAX,
+                known: None,
                 q_grad: &mut q_grad[..],
                 k_grad: &mut k_grad[..],
                 v_grad: &mut v_grad[..],

@@ -25,6 +25,8 @@ pub struct Attention<'a, F: ?Sized, P> {
     pub window: usize,
     /// Output, shaped as `q`.
     pub out: &'a mut F,
+    /// Where a gradient will want it, the logarithm of the sum of the exponentials of the scores `[tokens, heads]`.
+    pub logsum: Option<&'a mut F>,
 }
 
 /// Bias of the scores that grows with the position of the key.
@@ -54,7 +56,11 @@ impl<F: Elements + ?Sized, P: PagePool> Attention<'_, F, P> {
         );
         check_len("attention", "q", self.q.len(), tokens, width)?;
         check_len("attention", "out", self.out.len(), tokens, width)?;
-        Alibi::check(self.alibi, layout.kv_heads * self.group)?;
+        let heads = layout.kv_heads * self.group;
+        if let Some(logsum) = &self.logsum {
+            check_len("attention", "logsum", logsum.len(), tokens, heads)?;
+        }
+        Alibi::check(self.alibi, heads)?;
         if self.window == 0 {
             return Err(OpError::Shape {
                 op: "attention",
@@ -66,7 +72,7 @@ impl<F: Elements + ?Sized, P: PagePool> Attention<'_, F, P> {
 }
 
 /// The definition.
-pub fn reference(args: Attention<'_, [f32], KvPages<'_>>) -> Result<(), OpError> {
+pub fn reference(mut args: Attention<'_, [f32], KvPages<'_>>) -> Result<(), OpError> {
     args.check()?;
     let layout = args.pages.layout();
     let (dim, heads) = (layout.head_dim, layout.kv_heads * args.group);
@@ -105,6 +111,9 @@ pub fn reference(args: Attention<'_, [f32], KvPages<'_>>) -> Result<(), OpError>
             let top = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             let weights: Vec<f32> = scores.iter().map(|s| (s - top).exp()).collect();
             let total: f32 = weights.iter().sum();
+            if let Some(logsum) = &mut args.logsum {
+                logsum[token * heads + head] = top + total.ln();
+            }
             let out = &mut args.out[range];
             out.fill(0.0);
             for (p, weight) in (first..).zip(&weights) {

@@ -8,8 +8,8 @@
 //! pieces come from the last to the first too. After that the gradients at a position are whole as soon as the query of that
 //! position was taken.
 //!
-//! Over bfloat16 pages a backend may round what is multiplied to bfloat16, as PyTorch does, and sum the queries of a page
-//! by themselves: then sequences are cut at multiples of a page. Over float16 pages it may round to bfloat16 too, all but what
+//! Over bfloat16 pages a backend may round what is multiplied to bfloat16, and scores as [`Attention`](super::Attention) does, as PyTorch does, and
+//! sum the queries of a page by themselves: then sequences are cut at multiples of a page. Over float16 pages it may round to bfloat16 too, all but what
 //! scores are made of, since gradients have a range that float16 has not.
 
 use super::{Alibi, Elements, OpError, PagePool, check_len, convert};
@@ -36,12 +36,23 @@ pub struct AttentionGrad<'a, F: ?Sized, P> {
     pub alibi: Option<Alibi<'a>>,
     /// Positions that a query sees.
     pub window: usize,
+    /// What attention gave, if it is at hand; a backend may make it again.
+    pub known: Option<Known<'a, F>>,
     /// Gradient of the queries, shaped as `q`.
     pub q_grad: &'a mut F,
     /// Gradient of the keys (rotated) `[positions, kv_heads, head_dim]`, added to.
     pub k_grad: &'a mut F,
     /// Gradient of the values, shaped as that of the keys, added to.
     pub v_grad: &'a mut F,
+}
+
+/// Results of [`Attention`](super::Attention) for the same queries.
+#[derive(Debug)]
+pub struct Known<'a, F: ?Sized> {
+    /// Its output, shaped as the queries.
+    pub out: &'a F,
+    /// Its logarithms `[tokens, heads]`.
+    pub logsum: &'a F,
 }
 
 impl<F: Elements + ?Sized, P: PagePool> AttentionGrad<'_, F, P> {
@@ -55,6 +66,11 @@ impl<F: Elements + ?Sized, P: PagePool> AttentionGrad<'_, F, P> {
             ("q_grad", self.q_grad.len()),
         ] {
             check_len(op, what, has, tokens, kv * self.group)?;
+        }
+        if let Some(known) = &self.known {
+            check_len(op, "out", known.out.len(), tokens, kv * self.group)?;
+            let heads = layout.kv_heads * self.group;
+            check_len(op, "logsum", known.logsum.len(), tokens, heads)?;
         }
         check_len(op, "starts", self.starts.len(), 1, self.rows.len())?;
         self.pages.check_rows(self.rows)?;

@@ -26,7 +26,7 @@ mod tests;
 
 pub use add::{Add, PromptAdd};
 pub use attention::{Alibi, Attention};
-pub use attention_grad::AttentionGrad;
+pub use attention_grad::{AttentionGrad, Known};
 pub use experts::{Expert, ExpertAdapters, ExpertsRoom, Mixture};
 pub use fused::{AddNorm, Product, Products, RopeAppend};
 pub use gelu::{Gelu, GeluKind};

@@ -372,8 +372,8 @@ impl Sequence {
         }
     }
 
-    /// Attention of tokens `from..to`, whose keys and values are appended first.
-    fn step(&mut self, run: &mut Runner<'_>, from: usize, to: usize) -> Vec<f32> {
+    /// Attention of tokens `from..to`, whose keys and values are appended first, and the logarithms of their sums.
+    fn step(&mut self, run: &mut Runner<'_>, from: usize, to: usize) -> [Vec<f32>; 2] {
         let width = self.layout.kv_heads * self.layout.head_dim;
         let rows = [StepRow {
             tokens: to - from,
@@ -394,6 +394,7 @@ impl Sequence {
         .unwrap();
         let q = &self.q[from * width * self.group..to * width * self.group];
         let mut out = vec![f32::NAN; q.len()];
+        let mut logsum = vec![f32::NAN; (to - from) * self.layout.kv_heads * self.group];
         let divisor = (self.layout.head_dim as f32).sqrt();
         run(Attention {
             q,
@@ -407,8 +408,9 @@ impl Sequence {
                 .map(|slopes| Alibi { slopes, scale: 0.5 }),
             window: self.window,
             out: &mut out[..],
+            logsum: Some(&mut logsum[..]),
         });
-        out
+        [out, logsum]
     }
 }
 
@@ -457,20 +459,26 @@ fn attention_equals_its_reference_wherever_the_prefill_is_cut_and_never_reads_fr
                     0,
                     tokens,
                 );
-                assert_close(
-                    &whole,
-                    &wanted,
-                    tolerance,
-                    &format!("{isa:?} {dtype} {kv_heads}x{group}x{head_dim}"),
-                );
+                for (whole, wanted) in whole.iter().zip(&wanted) {
+                    let what = format!("{isa:?} {dtype} {kv_heads}x{group}x{head_dim}");
+                    assert_close(whole, wanted, tolerance, &what);
+                }
                 for (threads, cut) in [(1, 1), (2, 5), (3, 16), (2, 31), (4, 67)] {
                     let (mut cut_up, mut cpu) = (sequence(), Cpu::with_isa(threads, isa));
-                    let mut got = Vec::new();
+                    let mut got = [Vec::new(), Vec::new()];
                     for from in (0..tokens).step_by(cut) {
                         let to = tokens.min(from + cut);
-                        got.extend(cut_up.step(&mut |args| cpu.attention(args).unwrap(), from, to));
+                        let part = cut_up.step(&mut |args| cpu.attention(args).unwrap(), from, to);
+                        got.iter_mut()
+                            .zip(part)
+                            .for_each(|(got, part)| got.extend(part));
                     }
-                    assert_eq!(bits(&whole), bits(&got), "{isa:?} {dtype} cut every {cut}");
+                    let what = format!("{isa:?} {dtype} cut every {cut}");
+                    assert_eq!(
+                        whole.each_ref().map(|v| bits(v)),
+                        got.each_ref().map(|v| bits(v)),
+                        "{what}"
+                    );
                 }
             }
         }
@@ -519,6 +527,7 @@ fn rows_of_a_batch_do_not_see_each_other() {
             alibi: None,
             window: usize::MAX,
             out: &mut together[..],
+            logsum: None,
         })
         .unwrap();
         for ((row, q), together) in rows
@@ -537,6 +546,7 @@ fn rows_of_a_batch_do_not_see_each_other() {
                 alibi: None,
                 window: usize::MAX,
                 out: &mut alone[..],
+                logsum: None,
             })
             .unwrap();
             assert_eq!(bits(&alone), bits(together));
@@ -588,6 +598,7 @@ fn short_buffers_and_unknown_pages_are_refused() {
         alibi: None,
         window: usize::MAX,
         out: &mut out[..],
+        logsum: None,
     });
     assert_eq!(
         refused,

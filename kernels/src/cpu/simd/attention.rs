@@ -52,6 +52,9 @@ pub(super) struct Task<'a> {
     pub(super) window: usize,
 }
 
+/// Outputs and, where they are wanted, logarithms of sums.
+pub(super) type Outputs<'a, 'o> = (&'a Disjoint<'o, f32>, Option<&'a Disjoint<'o, f32>>);
+
 pub(in crate::cpu) fn attention(
     isa: Isa,
     pool: &mut Pool,
@@ -72,6 +75,7 @@ pub(in crate::cpu) fn attention(
         window: args.window,
     };
     let out = Disjoint::new(args.out);
+    let logsum = args.logsum.map(Disjoint::new);
     #[cfg(target_arch = "x86_64")]
     let has_pairs = isa == Isa::Avx512Bf16
         && layout.dtype == DType::Bf16
@@ -79,14 +83,14 @@ pub(in crate::cpu) fn attention(
     let piece = |index: usize| {
         let (tile, head) = (tiles[index / layout.kv_heads], index % layout.kv_heads);
         LOCAL.with_borrow_mut(|local| {
-            let (task, out) = (&task, &out);
+            let (task, out) = (&task, (&out, logsum.as_ref()));
             #[cfg(target_arch = "x86_64")]
             if has_pairs {
                 // SAFETY: `Isa` values come from `Isa::available`; the pages are such that `has_pairs` is set.
                 unsafe { attention512::attend(task, tile, head, &mut local.pairs, out) };
                 return;
             }
-            per_isa!(isa, attend(task: &Task<'_>, tile: Tile, head: usize, local: &mut Local, out: &Disjoint<'_, f32>))
+            per_isa!(isa, attend(task: &Task<'_>, tile: Tile, head: usize, local: &mut Local, out: Outputs<'_, '_>))
         });
     };
     let pieces = tiles.len() * layout.kv_heads;
@@ -124,7 +128,7 @@ fn attend<const FMA: bool>(
     tile: Tile,
     head: usize,
     local: &mut Local,
-    out: &Disjoint<'_, f32>,
+    (out, logsum): Outputs<'_, '_>,
 ) {
     let layout = task.pages.layout();
     let (dim, group) = (layout.head_dim, task.group);
@@ -193,7 +197,13 @@ fn attend<const FMA: bool>(
         for h in 0..group {
             let scores =
                 &mut weights[(token * group + h) * stride..][unseen(token)..first + token + 1];
-            with_rounding!(layout.dtype, round => softmax::<FMA>(scores, round));
+            let sum = with_rounding!(layout.dtype, round => softmax::<FMA>(scores, round));
+            if let Some(logsum) = logsum {
+                let at = queries(token) / dim + h;
+                // SAFETY: pieces differ in token or kv head, so their outputs do not overlap; the borrow ends here.
+                let place = unsafe { logsum.range(at, 1) };
+                place[0] = sum;
+            }
         }
         // SAFETY: pieces differ in token or kv head, so their outputs do not overlap; the borrow ends here.
         unsafe { out.range(queries(token), group * dim) }.fill(0.0);
@@ -218,9 +228,9 @@ fn attend<const FMA: bool>(
     }
 }
 
-/// Scores to weights that sum to 1, each rounded.
+/// Scores to weights that sum to 1, each rounded; the logarithm of the sum of the scores' exponentials.
 #[inline(always)]
-pub(super) fn softmax<const FMA: bool>(scores: &mut [f32], round: impl Fn(f32) -> f32) {
+pub(super) fn softmax<const FMA: bool>(scores: &mut [f32], round: impl Fn(f32) -> f32) -> f32 {
     let mut tops = [f32::NEG_INFINITY; LANES];
     for group in scores.chunks(LANES) {
         for (top, score) in tops.iter_mut().zip(group) {
@@ -239,6 +249,7 @@ pub(super) fn softmax<const FMA: bool>(scores: &mut [f32], round: impl Fn(f32) -
     for weight in scores {
         *weight = round(*weight / total);
     }
+    top + total.ln()
 }
 
 /// Adds the weighted values of some slots to `out`. Whole groups of lanes stay in registers over all slots.

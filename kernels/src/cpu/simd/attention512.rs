@@ -12,9 +12,8 @@
 
 use std::arch::x86_64::*;
 
-use super::attention::{Task, Tile, softmax};
+use super::attention::{Outputs, Task, Tile, softmax};
 use super::tile512::{LINE, Line, ZEROS, pairs, resize};
-use crate::cpu::pool::Disjoint;
 use crate::kv::PAGE_TOKENS;
 use crate::ops::Alibi;
 use crate::ops::convert::{bf16_bits, round};
@@ -75,7 +74,7 @@ pub(super) unsafe fn attend(
     tile: Tile,
     head: usize,
     local: &mut Local,
-    out: &Disjoint<'_, f32>,
+    (out, logsum): Outputs<'_, '_>,
 ) {
     let (layout, group) = (task.pages.layout(), task.group);
     let dim = layout.head_dim;
@@ -111,7 +110,13 @@ pub(super) unsafe fn attend(
         rounded(from, to);
     }
     score(task, tile, view, local);
-    weigh(task, view, local);
+    weigh(task, view, local, |query, sum| {
+        if let Some(logsum) = logsum {
+            // SAFETY: pieces differ in token or kv head, so their outputs do not overlap; the borrow ends here.
+            let place = unsafe { logsum.range(place(query) / dim, 1) };
+            place[0] = sum;
+        }
+    });
     local.sums[..view.queries * dim].fill(0.0);
     add_values(task, tile, view, local);
     for (query, sums) in local.sums.chunks_exact(dim).take(view.queries).enumerate() {
@@ -230,9 +235,9 @@ pub(super) fn dots<const R: usize>(page: &[Line], queries: &[u16]) -> [[f32; PAG
     out
 }
 
-/// Scores to weights, rounded.
+/// Scores to weights, rounded; `keep` is given each query and the logarithm of its sum.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")]
-fn weigh(task: &Task<'_>, view: View, local: &mut Local) {
+fn weigh(task: &Task<'_>, view: View, local: &mut Local, keep: impl Fn(usize, f32)) {
     let begin = view.pages.0 * PAGE_TOKENS;
     for query in 0..view.queries {
         let own = query * view.stride..(query + 1) * view.stride;
@@ -240,7 +245,7 @@ fn weigh(task: &Task<'_>, view: View, local: &mut Local) {
         let position = view.first + query / view.group;
         let seen = (position + 1).saturating_sub(task.window).max(begin) - begin;
         let until = position + 1 - begin;
-        softmax::<true>(&mut scores[seen..until], |v| v);
+        keep(query, softmax::<true>(&mut scores[seen..until], |v| v));
         weights[..seen].fill(0);
         weights[until..].fill(0);
         for (to, weight) in weights[seen..until].iter_mut().zip(&scores[seen..until]) {

@@ -38,6 +38,7 @@ pub(crate) fn launch<G: Gpu>(
         slopes: slopes(cuda, args.alibi)?,
         alibi_scale: args.alibi.map_or(0.0, |alibi| alibi.scale),
         batch: cuda.batch(args.rows)?,
+        logsum: (args.logsum.as_deref()).map_or(Address(0), Floats::address),
         window: window(args.window),
         tokens,
         heads,
@@ -67,6 +68,7 @@ struct Common {
     slopes: Address,
     alibi_scale: f32,
     batch: Address,
+    logsum: Address,
     window: usize,
     tokens: usize,
     heads: usize,
@@ -107,6 +109,7 @@ fn any<G: Gpu>(
             .address(common.batch)
             .address(common.slopes)
             .write(args.out)
+            .address(common.logsum)
             .count(layout.kv_heads)
             .count(args.group)
             .count(layout.head_dim)
@@ -114,7 +117,7 @@ fn any<G: Gpu>(
             .float(common.alibi_scale)
             .count(common.window),
     };
-    // SAFETY: `check` has made sure that queries and output hold all tokens, that there is a slope per head, and that every page exists.
+    // SAFETY: `check` has made sure that queries, output and logarithms hold all tokens, that there is a slope per head, and that every page exists.
     unsafe { cuda.launch(launch) }
 }
 
@@ -162,6 +165,7 @@ fn few<G: Gpu>(
             .address(workspace)
             .address(common.batch)
             .write(args.out)
+            .address(common.logsum)
             .count(layout.head_dim)
             .count(common.window),
     };
@@ -192,6 +196,7 @@ fn many<G: Gpu>(
             .address(common.batch)
             .address(common.slopes)
             .write(args.out)
+            .address(common.logsum)
             .count(layout.kv_heads)
             .count(args.group)
             .float(1.0 / args.divisor)

@@ -298,6 +298,7 @@ fn attention_gradients(
                 .as_deref()
                 .map(|slopes| Alibi { slopes, scale: 0.5 }),
             window: sequence.window,
+            known: None,
             q_grad: &mut q_grad[range],
             k_grad: &mut k_grad[..],
             v_grad: &mut v_grad[..],
@@ -399,7 +400,8 @@ fn attention_gradients_are_slopes_of_attention() {
             let mut f = |values: &[f32]| {
                 let mut sequence = sequence();
                 *part(&mut sequence) = values.to_vec();
-                attend(&mut sequence)
+                let [out, _] = attend(&mut sequence);
+                out
             };
             let got = slope(&values, i, &weights, &mut f);
             assert!((got - wanted).abs() < 1e-3, "{i}: {got} {wanted}");
