@@ -128,6 +128,11 @@ pub fn scratch_bytes(spec: &BlockSpec, positions: usize) -> [usize; 9] {
     let q = spec.heads * spec.head_dim;
     // A token of a mixture is rounded once for each of its experts.
     let (_, chosen) = experts(spec);
+    // A page for each token at most.
+    let changes = match tuning::CUDA_ATTENTION_GRAD_DIMS.contains(&spec.head_dim) {
+        true => tuning::cuda_attention_grad_workspace(back * spec.heads, PLANNED_POSITIONS),
+        false => 0,
+    };
     let made_again = match spec.residual {
         Residual::Parallel => 4 * back,
         Residual::Sequential | Residual::Normed => 0,
@@ -140,8 +145,7 @@ pub fn scratch_bytes(spec: &BlockSpec, positions: usize) -> [usize; 9] {
         2 * q * back,
         16 * spec.heads * back,
         gradient_sums(spec),
-        // A page for each token at most.
-        tuning::cuda_attention_grad_workspace(back * spec.heads, PLANNED_POSITIONS),
+        changes,
         made_again * q,
         made_again * spec.heads,
     ]

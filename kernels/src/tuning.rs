@@ -227,6 +227,9 @@ pub fn cuda_attention_workspace(heads: usize, head_dim: usize, positions: usize)
         .min(CUDA_ATTENTION_WORKSPACE_BYTES)
 }
 
+/// Head dimensions of `attention_grad.cu`.
+pub const CUDA_ATTENTION_GRAD_DIMS: [usize; 5] = [64, 80, 96, 112, 128];
+
 /// Bytes that `attention_grad.cu` keeps of 16 queries and a tile of keys: 2 for each pair.
 pub const CUDA_ATTENTION_CHANGES_BYTES: usize = 2 * 16 * CUDA_ATTENTION_TILE;
 

@@ -243,23 +243,7 @@ fn attend<G: Gpu>(bench: &mut Bench<'_, G>, batch: &Batch) -> Result<(), Failure
     bench.op(reference)?;
     let memory = upload(bench, &batch.pool)?;
     let run = |bench: &mut Bench<'_, G>, q: &[f32], rows: &[StepRow<'_>]| {
-        let (from, mut out) = (bench.input(q)?, bench.output(q.len())?);
-        let sums = q.len() / batch.layout.head_dim;
-        let mut logsum = bench.output(sums)?;
-        let args = Attention {
-            q: &*from,
-            pages: &pages(&memory, batch),
-            rows,
-            group,
-            divisor: batch.divisor(),
-            alibi: batch.alibi(),
-            window,
-            out: &mut *out,
-            logsum: Some(&mut *logsum),
-        };
-        let done = device::launch(bench.cuda, args);
-        bench.op(done)?;
-        Ok([bench.take(&out, q.len())?, bench.take(&logsum, sums)?])
+        attended(bench, batch, &memory, q, rows, false)
     };
     let [got, got_sums] = run(bench, &q, &rows)?;
     // Queries are rounded on the device, and where a score falls the other way, a weight moves by half a unit; slopes make scores large.
@@ -272,6 +256,11 @@ fn attend<G: Gpu>(bench: &mut Bench<'_, G>, batch: &Batch) -> Result<(), Failure
     };
     bench.close(&got, &wanted, tolerance)?;
     bench.close(&got_sums, &wanted_sums, tolerance)?;
+    if bench.cuda.gpu().properties().has_wgmma() {
+        let [by_warpgroups, sums] = attended(bench, batch, &memory, &q, &rows, true)?;
+        bench.close(&by_warpgroups, &wanted, tolerance)?;
+        bench.close(&sums, &wanted_sums, tolerance)?;
+    }
     // Each token alone, and so by the kernel for few.
     let per_token = batch.width() * group;
     let mut token = 0;
@@ -294,6 +283,35 @@ fn attend<G: Gpu>(bench: &mut Bench<'_, G>, batch: &Batch) -> Result<(), Failure
         }
     }
     Ok(())
+}
+
+/// The output of attention on the device and the logarithms of its sums, many tokens by warpgroups or by warps.
+fn attended<G: Gpu>(
+    bench: &mut Bench<'_, G>,
+    batch: &Batch,
+    memory: &Buffer<G>,
+    q: &[f32],
+    rows: &[StepRow<'_>],
+    by_warpgroups: bool,
+) -> Result<[Vec<f32>; 2], Failure> {
+    let (_, group, _, window, _) = batch.shape;
+    let (from, mut out) = (bench.input(q)?, bench.output(q.len())?);
+    let sums = q.len() / batch.layout.head_dim;
+    let mut logsum = bench.output(sums)?;
+    let args = Attention {
+        q: &*from,
+        pages: &pages(memory, batch),
+        rows,
+        group,
+        divisor: batch.divisor(),
+        alibi: batch.alibi(),
+        window,
+        out: &mut *out,
+        logsum: Some(&mut *logsum),
+    };
+    let done = device::launch_by(bench.cuda, args, by_warpgroups);
+    bench.op(done)?;
+    Ok([bench.take(&out, q.len())?, bench.take(&logsum, sums)?])
 }
 
 fn pages<'k, G: Gpu>(memory: &'k Buffer<G>, batch: &Batch) -> Pages<'k> {
@@ -627,8 +645,36 @@ fn rotate<G: Gpu>(bench: &mut Bench<'_, G>, batch: &Batch) -> Result<(), Failure
 
 test_on_devices!(super::check);
 
+/// Warpgroups that add as warps do give the same bits.
+#[cfg(all(test, feature = "emu"))]
+fn check_warpgroups<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize, Failure> {
+    let mut bench = Bench::new(cuda);
+    let shapes = SHAPES.into_iter().filter(|(_, at)| extent.takes(*at));
+    for (shape, dtype) in shapes.flat_map(|(shape, _)| DTYPES.map(|dtype| (shape, dtype))) {
+        let batch = Batch::new(dtype, shape, batch_of(extent));
+        if is_tiled(&batch) {
+            bench.begin(format!("attention by warpgroups {dtype} {shape:?}"));
+            let (rows, width) = (batch.step_rows(), batch.width() * shape.1);
+            let q = noise(7, batch.tokens() * width);
+            let memory = upload(&mut bench, &batch.pool)?;
+            let [warps, warpgroups] = [false, true].map(|by_warpgroups| {
+                attended(&mut bench, &batch, &memory, &q, &rows, by_warpgroups)
+            });
+            for (warps, warpgroups) in warps?.iter().zip(&warpgroups?) {
+                bench.same(warpgroups, warps)?;
+            }
+        }
+    }
+    Ok(bench.cases)
+}
+
 #[cfg(all(test, feature = "emu"))]
 mod emulated_others {
+    #[test]
+    fn attention_by_warpgroups_has_the_bits_of_warps() {
+        crate::selftest::assert_emulated(super::check_warpgroups);
+    }
+
     #[test]
     fn gradients_equal_their_reference_on_the_emulator() {
         crate::selftest::assert_emulated(super::check_grad);

@@ -1,4 +1,4 @@
-//! Launches `attention_few.cu`, `attention_many.cu` and `attention_any.cu`.
+//! Launches `attention_few.cu`, `attention_many.cu`, `attention_wgmma.cu` and `attention_any.cu`.
 
 use shared::dtype::DType;
 
@@ -20,6 +20,16 @@ pub(super) const MAX_HEAD_DIM: usize = 256;
 pub(crate) fn launch<G: Gpu>(
     cuda: &mut Cuda<G>,
     args: Attention<'_, Floats, Pages<'_>>,
+) -> Result<(), OpError> {
+    let by_warpgroups = cuda.uses_warpgroups();
+    launch_by(cuda, args, by_warpgroups)
+}
+
+/// The same, many tokens by warpgroups or by warps. A device that has no warpgroups refuses them.
+pub(crate) fn launch_by<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    args: Attention<'_, Floats, Pages<'_>>,
+    by_warpgroups: bool,
 ) -> Result<(), OpError> {
     args.check()?;
     let layout = args.pages.layout();
@@ -55,6 +65,7 @@ pub(crate) fn launch<G: Gpu>(
             let is_few = tokens <= tuning::CUDA_ATTENTION_FEW_TOKENS
                 && workspace <= tuning::CUDA_ATTENTION_WORKSPACE_BYTES;
             match MANY.get(dim) {
+                Some(_) if !is_few && by_warpgroups => warpgroups(cuda, dim, args, common),
                 Some(names) if !is_few => many(cuda, names, args, common),
                 _ => few(cuda, FEW[dim], args, common, Some(workspace)),
             }
@@ -180,16 +191,55 @@ fn many<G: Gpu>(
     common: Common,
 ) -> Result<(), OpError> {
     let layout = args.pages.layout();
+    let shape = Shape {
+        kernel: names[usize::from(layout.dtype == DType::F16)],
+        queries: 64,
+        shared_bytes: 4 * TILE_KEYS * (2 * layout.head_dim + 16),
+    };
+    tiled(cuda, shape, args, common)
+}
+
+fn warpgroups<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    dim: usize,
+    args: Attention<'_, Floats, Pages<'_>>,
+    common: Common,
+) -> Result<(), OpError> {
+    let layout = args.pages.layout();
+    // Keys and values in four stages, in pieces of 64 dimensions.
+    let pieces = layout.head_dim.div_ceil(64);
+    let shape = Shape {
+        kernel: WARPGROUPS[dim][usize::from(layout.dtype == DType::F16)],
+        queries: 128,
+        shared_bytes: 4 * 2 * TILE_KEYS * 128 * pieces,
+    };
+    tiled(cuda, shape, args, common)
+}
+
+/// A kernel for many tokens: queries and shared memory of a CTA.
+struct Shape {
+    kernel: &'static str,
+    queries: usize,
+    shared_bytes: usize,
+}
+
+fn tiled<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    shape: Shape,
+    args: Attention<'_, Floats, Pages<'_>>,
+    common: Common,
+) -> Result<(), OpError> {
+    let layout = args.pages.layout();
     let most = args.rows.iter().map(|row| row.tokens).max().unwrap_or(0);
     let launch = Launch {
-        kernel: names[usize::from(layout.dtype == DType::F16)],
+        kernel: shape.kernel,
         grid: [
-            ctas((most * args.group).div_ceil(64)),
+            ctas((most * args.group).div_ceil(shape.queries)),
             ctas(layout.kv_heads),
             ctas(args.rows.len()),
         ],
-        cta: [128, 1, 1],
-        shared_bytes: ctas(4 * TILE_KEYS * (2 * layout.head_dim + 16)),
+        cta: [ctas(2 * shape.queries), 1, 1],
+        shared_bytes: ctas(shape.shared_bytes),
         params: Params::new()
             .read(args.q)
             .address(args.pages.address())
@@ -215,6 +265,13 @@ const FEW: [[&str; 2]; 6] = [
     ["attention_few_bf16_d112", "attention_few_f16_d112"],
     ["attention_few_bf16_d128", "attention_few_f16_d128"],
     ["attention_few_bf16_d256", "attention_few_f16_d256"],
+];
+const WARPGROUPS: [[&str; 2]; 5] = [
+    ["attention_wgmma_bf16_d64", "attention_wgmma_f16_d64"],
+    ["attention_wgmma_bf16_d80", "attention_wgmma_f16_d80"],
+    ["attention_wgmma_bf16_d96", "attention_wgmma_f16_d96"],
+    ["attention_wgmma_bf16_d112", "attention_wgmma_f16_d112"],
+    ["attention_wgmma_bf16_d128", "attention_wgmma_f16_d128"],
 ];
 const MANY: [[&str; 2]; 5] = [
     ["attention_many_bf16_d64", "attention_many_f16_d64"],

@@ -10,9 +10,6 @@ use crate::kv::{PAGE_TOKENS, StepRow, total_tokens};
 use crate::ops::{Attention, AttentionGrad, OpError, PagePool};
 use crate::tuning;
 
-/// Head dimensions of the tensor-core kernels.
-const HEAD_DIMS: [usize; 5] = [64, 80, 96, 112, 128];
-
 /// Keys of a tile.
 const TILE_KEYS: usize = tuning::CUDA_ATTENTION_TILE;
 
@@ -41,7 +38,9 @@ pub(crate) fn launch_within<G: Gpu>(
         let what = "a head of more than 256 elements";
         return Err(OpError::Shape { op: OP, what });
     }
-    let variant = HEAD_DIMS.iter().position(|&has| has == layout.head_dim);
+    let variant = tuning::CUDA_ATTENTION_GRAD_DIMS
+        .iter()
+        .position(|&has| has == layout.head_dim);
     let variant = variant.filter(|_| layout.dtype != DType::F32);
     let common = Common {
         batch: cuda.batch(args.rows)?,
