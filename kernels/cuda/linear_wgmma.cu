@@ -17,7 +17,9 @@
 // Floor: 2 x rows x inputs x outputs operations; a 70B block has 0.856 G weights, 1,024 rows 1.75 TFLOP, 2.2 ms at the 790 TFLOP/s that an H200
 // reaches. Per block and CTA: 1 M products, 512 cycles of the tensor cores. Shared memory: 256 cycles of x for them, 128 of x coming in, and of NF4 128 of
 // look-ups and 64 of weights in and out (576 in all), INT8 128 (512), bf16 256 (640). Instructions of NF4: 215 a warp and block (64 FFMA, 20 LDS, 8
-// HGMMA), 430 of the 512 cycles of each scheduler. So shared memory bounds NF4 at 0.89 of the peak and bf16 at 0.80; 0.75 is expected.
+// HGMMA), 430 of the 512 cycles of each scheduler. So shared memory bounds NF4 at 0.89 of the peak and bf16 at 0.80. The second-level cache gives a CTA
+// 20 KiB of NF4 and x for them, 24 of INT8, 32 of bf16: 40, 48 and 64 bytes a cycle at the peak; at the 25 to 31 that are told of an H100 NF4 is bounded
+// at 0.62 to 0.78 and bf16 at 0.4 to 0.5. What would halve x: clusters of two CTAs, to which one copy brings it (multicast).
 // Variants: one. Limits: inputs a multiple of 64, matrices and x aligned to 16 bytes.
 // Architectures: 90a
 // expects linear_wgmma_nf4_*: loop HGMMA LDGSTS LDS UBLKCP; only LDGSTS.128; loop no LDG.64 STG; no HMMA

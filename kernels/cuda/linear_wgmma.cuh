@@ -132,8 +132,7 @@ __device__ __forceinline__ void linear_wgmma(const LinearPart& part, const T* x,
     float* scales = dynamic + 256;
     unsigned char* ring = shared + TABLES<F>;
     uint64_t* full = reinterpret_cast<uint64_t*>(ring - 1024); // [STAGES]: x of the stage is there
-
-    float* offset = reinterpret_cast<float*>(full + 16); // of the scales
+    float* offset = reinterpret_cast<float*>(full + 16);       // of the scales
     const uint8_t* x_from = reinterpret_cast<const uint8_t*>(x) + (size_t)tile * blocks * X_STAGE;
     WeightCopies<F> weights(part, inputs);
     // Copies a block to a stage; they come one after the other.

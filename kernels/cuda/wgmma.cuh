@@ -1,6 +1,7 @@
 // The products of a warpgroup (wgmma), which sm_90a alone has: each instruction once as inline PTX and once (emu/wgmma.h) as plain C++, as in
 // ptx.h. A file that includes this is compiled for sm_90a only and says so in a line "// Architectures: 90a" of its head
 // (kernels/prebuilt/build.py). Source: NVIDIA, "PTX ISA", chapter 9.7.15; layouts of shared memory as in CUTLASS, mma_traits_sm90_gmma.hpp.
+//
 // Four warps, the first a multiple of 4, issue D[64, N] (+)= A[64, 16] B[16, N] together; it runs on while they do other things. Warp w has rows
 // 16 w .. 16 w + 15 of A and D: A as in mma.m16n8k16, D as its sums, d[4 j + i] being sum i of columns 8 j .. 8 j + 7. In order:
 //   wgmma_fence()   after registers of A or D were written, once before the products of a group
