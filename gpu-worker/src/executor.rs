@@ -324,10 +324,33 @@ impl<'w, B: Paged> Executor<'w, B> {
         }
         let start = Instant::now();
         self.engine.unit(unit, &mut self.running)?;
+        // Outputs of decode steps go behind their last unit, so that one wait is for both.
+        let mut outputs = HashMap::new();
+        for task in self.schedule.ending(unit) {
+            if let Some(result) = self.output(task)? {
+                outputs.insert(task, result);
+            }
+        }
+        self.engine.settle()?;
         for advance in self.schedule.done(unit, start.elapsed()) {
-            self.advanced(link, advance)?;
+            let output = outputs.remove(&advance.task);
+            self.advanced(link, advance, output)?;
         }
         Ok(())
+    }
+
+    /// Writes the output slot of a job, which is there after the next wait for the device, and says whether it could be written. `None`: the
+    /// job has not begun.
+    fn output(&mut self, task: TaskId) -> Result<Option<Result<(), JobError>>, End> {
+        let job = self.running.get(&task);
+        let Some((job, begun)) = job.and_then(|job| Some((job, job.begun.as_ref()?))) else {
+            return Ok(None);
+        };
+        match self.engine.output(&job.body, begun) {
+            Ok(()) => Ok(Some(Ok(()))),
+            Err(TransferError::Outside(outside)) => Ok(Some(Err(bad_slot(&outside)))),
+            Err(TransferError::Engine(failure)) => Err(failure.into()),
+        }
     }
 
     /// Makes the copies of a job and reads its input, unless that is done. False: the job was refused.
@@ -353,7 +376,13 @@ impl<'w, B: Paged> Executor<'w, B> {
         }
     }
 
-    fn advanced(&mut self, link: &mut Link, advance: Advance) -> Result<(), End> {
+    /// `output`: what became of the output slot, if it is written.
+    fn advanced(
+        &mut self,
+        link: &mut Link,
+        advance: Advance,
+        output: Option<Result<(), JobError>>,
+    ) -> Result<(), End> {
         if advance.block_done
             && let Some(job) = self.running.get(&advance.task)
         {
@@ -362,25 +391,35 @@ impl<'w, B: Paged> Executor<'w, B> {
                 self.faults.at(job.number, FaultPoint::Block(position));
             }
         }
-        if advance.finished
-            && let Some(job) = self.running.remove(&advance.task)
+        if !advance.finished {
+            return Ok(());
+        }
+        let output = match output {
+            Some(output) => Some(output),
+            None => {
+                let output = self.output(advance.task)?;
+                self.engine.settle()?;
+                output
+            }
+        };
+        if let Some(job) = self.running.remove(&advance.task)
+            && let Some(result) = output
         {
-            self.finish(link, &job)?;
+            self.finish(link, &job, result)?;
         }
         Ok(())
     }
 
-    /// Writes the output slot, then posts the answer.
-    fn finish(&mut self, link: &mut Link, job: &Running<B>) -> Result<(), End> {
+    /// Posts the answer of a job whose output slot is written.
+    fn finish(
+        &mut self,
+        link: &mut Link,
+        job: &Running<B>,
+        result: Result<(), JobError>,
+    ) -> Result<(), End> {
         let Some(begun) = &job.begun else {
             return Ok(());
         };
-        let result = match self.engine.output(&job.body, begun) {
-            Ok(()) => Ok(()),
-            Err(TransferError::Outside(outside)) => Err(bad_slot(&outside)),
-            Err(TransferError::Engine(failure)) => return Err(failure.into()),
-        };
-        self.engine.settle()?;
         self.faults.at(job.number, FaultPoint::Output);
         let compute_ns = u64::try_from(begun.at.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.answers.push_back(Completion {

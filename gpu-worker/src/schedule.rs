@@ -316,6 +316,17 @@ impl Schedule {
             .collect()
     }
 
+    /// The decode steps that `unit` finishes.
+    pub fn ending(&self, unit: &Unit) -> Vec<TaskId> {
+        let is_last = |member: &&Member| {
+            let end = member.position + unit.count as usize;
+            let task = self.tasks.get(&member.task);
+            task.is_some_and(|t| t.shape.class == Class::Decode && end >= t.shape.blocks.len())
+        };
+        let members = unit.members.iter().filter(is_last);
+        members.map(|member| member.task).collect()
+    }
+
     fn advance(&mut self, member: &Member, blocks: usize) -> Option<Advance> {
         let task = self.tasks.get_mut(&member.task)?;
         task.piece = member.pieces.end;
@@ -496,6 +507,26 @@ mod tests {
         let unit = schedule.next(now)?;
         schedule.done(&unit, Duration::from_millis(1));
         Some((unit.block, unit.members.iter().map(|m| m.task).collect()))
+    }
+
+    #[test]
+    fn decode_steps_end_with_the_unit_of_their_last_block() {
+        let (mut schedule, now) = (Schedule::default(), Instant::now());
+        let long = schedule.accept(shape(Class::Decode, 0..2, &[1]));
+        let short = schedule.accept(shape(Class::Decode, 0..1, &[1]));
+        schedule.accept(shape(Class::Prefill, 0..1, &[100]));
+        let mut ended = Vec::new();
+        while let Some(unit) = schedule.next(now) {
+            let ending = schedule.ending(&unit);
+            let done = schedule.done(&unit, Duration::from_millis(1));
+            let finished = done.iter().filter(|a| a.finished).map(|a| a.task);
+            match schedule.is_empty() {
+                true => assert_eq!(ending, [], "prefill is not a decode step"),
+                false => assert_eq!(ending, finished.collect::<Vec<_>>()),
+            }
+            ended.extend(ending);
+        }
+        assert_eq!(ended, [short, long]);
     }
 
     #[test]

@@ -20,7 +20,8 @@ use crate::schedule::{Member, TaskId, Unit};
 pub(super) const PART_BYTES: usize = 256;
 
 impl<B: Paged> Engine<'_, B> {
-    /// Runs one unit: its members' rows go through the block together, each row as if alone. Returns when the device is done.
+    /// Runs one unit: its members' rows go through the block together, each row as if alone. A device is done after the next
+    /// [`settle`](Self::settle).
     ///
     /// # Errors
     /// [`EngineError`] when the unit does not fit its jobs.
@@ -30,7 +31,7 @@ impl<B: Paged> Engine<'_, B> {
         running: &mut HashMap<TaskId, Running<B>>,
     ) -> Result<(), EngineError> {
         if self.decode.is_some() && self.recorded_unit(unit, running)? {
-            return self.backend.settle();
+            return Ok(());
         }
         self.block_unit(unit, running)?;
         for offset in 1..unit.count {
@@ -41,7 +42,7 @@ impl<B: Paged> Engine<'_, B> {
             }
             self.block_unit(&next, running)?;
         }
-        self.backend.settle()
+        Ok(())
     }
 
     fn local(&self, block: u32) -> Result<usize, EngineError> {
