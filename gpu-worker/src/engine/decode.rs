@@ -59,7 +59,6 @@ pub(super) struct Step<'a> {
     pub(super) prompts: &'a [Vec<PromptPart<'a>>],
 }
 
-#[cfg(all(test, feature = "emu"))]
 impl<B: Paged> Decode<B> {
     /// Launches of all recordings together.
     pub(super) fn recorded_launches(&self) -> u64 {
@@ -82,7 +81,6 @@ impl<B: Paged> Engine<'_, B> {
         {
             return Ok(());
         }
-        let before = self.backend.free_bytes();
         let mut work = Workspace::new(&mut self.backend);
         let rank = self.blocks.iter().map(|block| block.largest_rank()).max();
         work.grow(
@@ -104,6 +102,7 @@ impl<B: Paged> Engine<'_, B> {
             recorded: 0,
             replayed: 0,
         });
+        let before = self.backend.free_bytes();
         let kinds: &[bool] = match &self.decode {
             Some(decode) if decode.adapted => &[false, true],
             _ => &[false],
@@ -124,11 +123,14 @@ impl<B: Paged> Engine<'_, B> {
         let after = self.backend.free_bytes();
         let bytes = before.zip(after).map(|(b, a)| b.saturating_sub(a));
         let (recorded, direct) = self.recordings();
+        let launches = self.decode.as_ref().map_or(0, Decode::recorded_launches);
+        // To compare with what is planned for each, `GRAPH_LAUNCH_BYTES`.
+        let launch_bytes = bytes.and_then(|bytes| bytes.checked_div(launches));
         match direct {
-            0 => info!(recorded, bytes, "decode steps are recorded"),
+            0 => info!(recorded, bytes, launch_bytes, "decode steps are recorded"),
             _ => warn!(
                 recorded,
-                direct, bytes, after, "not all decode steps are recorded"
+                direct, bytes, launch_bytes, after, "not all decode steps are recorded"
             ),
         }
         Ok(())
