@@ -4,9 +4,10 @@
 use std::io::Write;
 
 use kernels::ops::{
-    Adapt, AdaptGrad, Adapter, Add, Attention, AttentionGrad, Expert, ExpertsGradRoom, ExpertsRoom, Gather,
-    Gelu, GeluGrad, GeluKind, JoinQkv, Known, KvAppend, Layernorm, LinearGrad, Mixture, MixtureGrad,
-    NormGrad, Rmsnorm, Rope, RopeTable, SiluMul, SiluMulGrad, SplitQkv, experts::list_words,
+    Adapt, AdaptGrad, Adapter, Add, Attention, AttentionGrad, Expert, ExpertsGradRoom, ExpertsRoom,
+    Gather, Gelu, GeluGrad, GeluKind, JoinQkv, Known, KvAppend, Layernorm, LinearGrad, Mixture,
+    MixtureGrad, NormGrad, Rmsnorm, Rope, RopeTable, SiluMul, SiluMulGrad, SplitQkv,
+    experts::list_words,
 };
 use kernels::{DType, PageLayout, QuantType, WeightView, quant};
 use shared::ids::PageId;
