@@ -6,7 +6,7 @@
 // - Each copy and fill must lie in memory that is allocated, pinned or registered; anything else is the error 700 that a card reports.
 // - A kernel comes from an image that was loaded and has it, and a launch is held to what the compiled kernel says: parameters, threads,
 //   registers, static and dynamic shared memory.
-// - While a stream records, nothing is allocated, freed, waited for or copied from pageable memory: such a call fails and spoils the recording.
+// - A thread that records allocates, frees, waits for and copies from pageable memory nothing: such a call fails and spoils the recording.
 // - An error from 700 on stays: every later call reports it.
 //
 // EMU_CUDA_ARCH (90), EMU_CUDA_DEVICES (1), EMU_CUDA_MEMORY (bytes of each device, 8 GiB), EMU_CUDA_FAIL=CALL:ERROR:AFTER fails the call of that name
@@ -67,6 +67,7 @@ struct Stream {
     Device* device;
     std::deque<Command> waiting;
     bool records = false, is_spoilt = false;
+    std::thread::id recorder;
     std::vector<Command> recorded;
 };
 struct Event {
@@ -137,10 +138,10 @@ int begin(const char* call, bool needs_context) {
     std::lock_guard<std::recursive_mutex> guard(lock);   \
     if (int error = begin(__func__, needs_context)) return error
 
-// Refuses what may not be done while a stream of this device records.
+// Refuses what may not be done by a thread that records.
 int outside_recordings() {
     for (auto* stream : streams)
-        if (stream->records && stream->device == current) {
+        if (stream->records && stream->recorder == std::this_thread::get_id()) {
             stream->is_spoilt = true;
             return CAPTURE_UNSUPPORTED;
         }
@@ -479,7 +480,7 @@ API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
 
 API cuStreamCreate(void** stream, unsigned) {
     BEGIN(true);
-    streams.push_back(new Stream{current, {}, false, false, {}});
+    streams.push_back(new Stream{current, {}, false, false, {}, {}});
     *stream = streams.back();
     return OK;
 }
@@ -535,6 +536,7 @@ API cuStreamBeginCapture_v2(void* stream, int) {
     auto* of = static_cast<Stream*>(stream);
     if (!of || of->device != current) return INVALID_HANDLE;
     of->records = true;
+    of->recorder = std::this_thread::get_id();
     of->is_spoilt = false;
     of->recorded.clear();
     return OK;
