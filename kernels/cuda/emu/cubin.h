@@ -40,7 +40,9 @@ public:
             auto kernel = kernels.find(after(section.name, ".nv.info."));
             if (kernel != kernels.end()) limits_of(section, kernel->second);
             kernel = kernels.find(after(section.name, ".nv.shared."));
-            if (kernel != kernels.end()) kernel->second.static_shared = (unsigned)section.bytes;
+            // From 9.0 on its first 1,024 bytes are the system's, which no limit counts.
+            const uint64_t reserved = architecture >= 90 ? 1024 : 0;
+            if (kernel != kernels.end() && section.bytes > reserved) kernel->second.static_shared = (unsigned)(section.bytes - reserved);
         }
         return true;
     }
