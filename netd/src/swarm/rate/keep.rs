@@ -111,14 +111,18 @@ async fn measure(settings: &Settings, p2p: &P2p, dht: &Dht) -> Option<NetworkRat
     if let Some((download, upload)) = &settings.service {
         match url::with_service(download, upload).await {
             Ok(bits_per_s) => {
-                let source = RateSource::Url;
-                return Some(NetworkRate { bits_per_s, source });
+                return Some(whole(bits_per_s, RateSource::Url));
             }
             Err(error) => warn!(%error, "asking servers of the swarm instead"),
         }
     }
     let known = dht.peers().await.unwrap_or_default();
     let bits_per_s = with_peers(p2p, known).await?;
-    let source = RateSource::Peers;
-    Some(NetworkRate { bits_per_s, source })
+    Some(whole(bits_per_s, RateSource::Peers))
+}
+
+/// Whole bits, which the file gives back as they were.
+fn whole(bits_per_s: f64, source: RateSource) -> NetworkRate {
+    let bits_per_s = bits_per_s.round();
+    NetworkRate { bits_per_s, source }
 }
