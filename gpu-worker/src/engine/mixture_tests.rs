@@ -118,31 +118,51 @@ fn model(dtype: DType, quant: QuantType) -> Model {
     Model::of_tensors(dtype, quant, &config, &tensors, 2)
 }
 
-/// Largest difference in parts of the largest value.
-fn error(got: &[f32], wanted: &[f32]) -> f32 {
+/// Largest difference within each token, in parts of the largest value of all, largest first.
+fn errors(got: &[f32], wanted: &[f32], hidden: usize) -> Vec<f32> {
     let size = wanted.iter().fold(0.0f32, |size, v| size.max(v.abs()));
-    let differences = got.iter().zip(wanted).map(|(g, w)| (g - w).abs());
     assert!(size > 0.0 && got.iter().all(|v| v.is_finite()));
-    differences.fold(0.0, f32::max) / size
+    let tokens = got.chunks(hidden).zip(wanted.chunks(hidden));
+    let mut errors: Vec<f32> = tokens
+        .map(|(got, wanted)| {
+            let differences = got.iter().zip(wanted).map(|(g, w)| (g - w).abs());
+            differences.fold(0.0, f32::max) / size
+        })
+        .collect();
+    errors.sort_by(|left, right| right.total_cmp(left));
+    errors
 }
 
-#[test]
-fn mixtures_with_adapters_equal_those_of_the_processor_there_and_back() {
-    // In float32, where nothing is rounded that could send a token to another expert.
-    let model = model(DType::F32, QuantType::None);
+/// Compares with the processor: all tokens but the worst `others` are within `limit`.
+fn compare(dtype: DType, quant: QuantType, limit: f32, others: usize) {
+    let model = model(dtype, quant);
+    let hidden = model.spec.hidden;
     let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
     let wanted = through(Cpu::new(1), &model, &weights, &ROWS);
     let got = through(Cuda::new(Emu::new(2)), &model, &weights, &ROWS);
     for ((got, wanted), what) in got.iter().zip(&wanted).zip(["output", "gradient"]) {
-        let error = error(got, wanted);
-        assert!(error < 1e-4, "{what}: {error}");
+        let errors = errors(got, wanted, hidden);
+        let worst = &errors[..=others];
+        assert!(
+            worst[others] < limit,
+            "{what} in {dtype:?}, {quant:?}: {worst:?}"
+        );
     }
     // Adapters change both.
     let none = ROWS.map(|(tokens, _)| (tokens, None));
     let plain = through(Cpu::new(1), &model, &weights, &none);
     for (plain, wanted) in plain.iter().zip(&wanted) {
-        assert!(error(plain, wanted) > 1e-3);
+        assert!(errors(plain, wanted, hidden)[others] > limit);
     }
+}
+
+#[test]
+fn mixtures_with_adapters_equal_those_of_the_processor_there_and_back() {
+    compare(DType::F32, QuantType::None, 1e-4, 0);
+    compare(DType::F32, QuantType::Nf4, 1e-4, 0);
+    // In bf16, where sums are rounded, a token whose second and third expert are as good as equal may go to the other one.
+    compare(DType::Bf16, QuantType::None, 0.02, 1);
+    compare(DType::Bf16, QuantType::Nf4, 0.02, 1);
 }
 
 #[test]
