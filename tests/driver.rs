@@ -9,16 +9,11 @@ mod harness;
 use std::process::Command;
 use std::sync::Arc;
 
-use harness::demo::demo_model;
-use harness::peer::{Peer, fed_back, noise};
+use harness::demo::{demo_model, run_session};
 use harness::{SEPAL, Sepal, serve_args};
 use kernels::cuda::emu::DRIVER_FOLDER;
-use netd::wire::tensor::{WireDtype, dummy_tensor};
 use nix::sys::signal::{Signal, kill};
 
-const HIDDEN: usize = 192;
-const BLOCKS: std::ops::Range<u32> = 0..8;
-const PROMPT: usize = 19;
 const STEPS: usize = 4;
 
 /// `sepal`, where that library is the driver, with settings for it.
@@ -51,31 +46,19 @@ fn serve(device: &str, settings: &[(&str, &str)]) -> Sepal {
     sepal
 }
 
-/// A prompt of two rows and steps that feed the outputs back. Before each step `between` may do harm.
-async fn run_session(sepal: &Sepal, mut between: impl FnMut(usize)) -> Vec<Vec<f32>> {
-    let peer = Peer::connect(&sepal.addr(), "demo").await;
-    let mut session = peer.session(BLOCKS, (PROMPT + STEPS) as u32).await;
-    let prompt = noise(&[2, PROMPT, HIDDEN], 5);
-    let mut outputs = vec![session.step(prompt, None).await.expect("prefill")];
-    for step in 0..STEPS {
-        between(step);
-        let (hidden, order) = fed_back(outputs.last().unwrap(), HIDDEN, step);
-        let none = dummy_tensor(WireDtype::F32);
-        let output = session.step_with(hidden, None, none, order).await;
-        outputs.push(output.expect("a decode step"));
-    }
-    session.close().await;
-    outputs
+/// What a session of a few steps gets.
+async fn run(sepal: &Sepal, between: impl FnMut(usize)) -> Vec<Vec<f32>> {
+    run_session(&sepal.addr(), STEPS, between).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_card_gives_the_bits_of_the_emulator_and_its_worker_may_be_killed() {
     let emulator = serve("emu", &[]);
-    let expected = run_session(&emulator, |_| ()).await;
+    let expected = run(&emulator, |_| ()).await;
     assert_eq!(emulator.terminate().code(), Some(0));
     let sepal = serve("cuda:0", &[]);
     let first = sepal.worker();
-    let got = run_session(&sepal, |step| {
+    let got = run(&sepal, |step| {
         if step == 2 {
             kill(sepal.worker(), Signal::SIGKILL).expect("the worker is there");
         }
@@ -90,10 +73,10 @@ async fn a_card_gives_the_bits_of_the_emulator_and_its_worker_may_be_killed() {
 async fn two_cards_share_the_blocks() {
     let settings = [("EMU_CUDA_DEVICES", "2")];
     let one = serve("cuda:0", &[]);
-    let expected = run_session(&one, |_| ()).await;
+    let expected = run(&one, |_| ()).await;
     assert_eq!(one.terminate().code(), Some(0));
     let two = serve("cuda:0,cuda:1", &settings);
-    let got = run_session(&two, |_| ()).await;
+    let got = run(&two, |_| ()).await;
     assert!(got == expected, "two cards differ from one");
     let status = two.status();
     let children = status.pointer("/0/children").and_then(|c| c.as_array());
@@ -110,7 +93,7 @@ async fn two_cards_share_the_blocks() {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_error_that_stays_ends_the_worker_and_no_session() {
     let calm = serve("cuda:0", &[]);
-    let expected = run_session(&calm, |_| ()).await;
+    let expected = run(&calm, |_| ()).await;
     assert_eq!(calm.terminate().code(), Some(0));
     let folder = tempfile::tempdir().expect("temporary folder");
     let struck = folder.path().join("struck");
@@ -123,7 +106,7 @@ async fn an_error_that_stays_ends_the_worker_and_no_session() {
         ],
     );
     let (first, netd) = (sepal.worker(), sepal.netd());
-    let got = run_session(&sepal, |_| ()).await;
+    let got = run(&sepal, |_| ()).await;
     assert!(struck.exists(), "the fault never struck");
     assert_ne!(sepal.worker(), first, "the worker was replaced");
     assert_eq!(sepal.netd(), netd);

@@ -12,16 +12,11 @@ use std::process::Command;
 use client::batch::{Gradients, backward, forward_kept};
 use client::states::{Hidden, Prompts};
 use client::swarm::{Swarm, SwarmConfig};
-use harness::demo::demo_model;
-use harness::peer::{Peer, fed_back, noise};
+use harness::demo::{BLOCKS, HIDDEN, PROMPT, demo_model, run_session};
+use harness::peer::{Peer, noise};
 use harness::{SEPAL, Sepal, serve_args};
-use netd::wire::tensor::{WireDtype, dummy_tensor};
 use nix::sys::signal::{Signal, kill};
 use shared::dtype::DType;
-
-const HIDDEN: usize = 192;
-const BLOCKS: std::ops::Range<u32> = 0..8;
-const PROMPT: usize = 19;
 
 fn serve(device: &str) -> Sepal {
     serve_with(device, &[])
@@ -30,24 +25,6 @@ fn serve(device: &str) -> Sepal {
 fn serve_with(device: &str, more: &[&str]) -> Sepal {
     let flags = ["--device", device, "--torch_dtype", "float32"];
     Sepal::serve(&demo_model(), "demo", &[&flags, more].concat())
-}
-
-/// A prompt of two rows, then steps that feed the outputs back and swap or share rows now and then, so that one wrong bit changes
-/// everything after it. Before each step, `between` may do harm.
-async fn run_session(addr: &str, steps: usize, mut between: impl FnMut(usize)) -> Vec<Vec<f32>> {
-    let peer = Peer::connect(addr, "demo").await;
-    let mut session = peer.session(BLOCKS, (PROMPT + steps) as u32).await;
-    let prompt = noise(&[2, PROMPT, HIDDEN], 5);
-    let mut outputs = vec![session.step(prompt, None).await.expect("prefill")];
-    for step in 0..steps {
-        between(step);
-        let (hidden, order) = fed_back(outputs.last().unwrap(), HIDDEN, step);
-        let none = dummy_tensor(WireDtype::F32);
-        let output = session.step_with(hidden, None, none, order).await;
-        outputs.push(output.expect("a decode step"));
-    }
-    session.close().await;
-    outputs
 }
 
 #[tokio::test(flavor = "multi_thread")]

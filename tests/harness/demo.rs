@@ -7,11 +7,41 @@ use client::local::LocalModel;
 use client::states::Hidden;
 use client::swarm::{Swarm, SwarmConfig};
 
+use netd::wire::tensor::{WireDtype, dummy_tensor};
+
+use super::peer::{Peer, fed_back, noise};
 use super::{DEADLINE, Sepal};
+
+/// Width of its hidden states, its blocks, and tokens of the prompt of [`run_session`].
+pub const HIDDEN: usize = 192;
+pub const BLOCKS: std::ops::Range<u32> = 0..8;
+pub const PROMPT: usize = 19;
 
 /// Its folder: a trained Llama of eight blocks with its tokenizer.
 pub fn demo_model() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("client/model")
+}
+
+/// A prompt of two rows, then steps that feed the outputs back and swap or share rows now and then, so that one wrong bit changes
+/// everything after it. Before each step, `between` may do harm.
+pub async fn run_session(
+    addr: &str,
+    steps: usize,
+    mut between: impl FnMut(usize),
+) -> Vec<Vec<f32>> {
+    let peer = Peer::connect(addr, "demo").await;
+    let mut session = peer.session(BLOCKS, (PROMPT + steps) as u32).await;
+    let prompt = noise(&[2, PROMPT, HIDDEN], 5);
+    let mut outputs = vec![session.step(prompt, None).await.expect("prefill")];
+    for step in 0..steps {
+        between(step);
+        let (hidden, order) = fed_back(outputs.last().unwrap(), HIDDEN, step);
+        let none = dummy_tensor(WireDtype::F32);
+        let output = session.step_with(hidden, None, none, order).await;
+        outputs.push(output.expect("a decode step"));
+    }
+    session.close().await;
+    outputs
 }
 
 /// A greedy continuation by transformers.
