@@ -1,17 +1,11 @@
 // What the tensor cores give by products of warpgroups: the yardstick of `sepal selftest` where a device has them.
 //
-// Each of 2 warpgroups multiplies the same fragments with the same tile of shared memory, m64n128k16 of bf16, 4 times an iteration; the numbers are of
-// random signs and ends, as constants would take less power and run faster. The sums are written at the end so that nothing is left out.
+// Each of 2 warpgroups multiplies the same fragments with the same tile of shared memory, m64n128k16 of bf16, 4 times an iteration. The sums
+// are written at the end so that nothing is left out.
 // Architectures: 90a
 // expects peak_wgmma_bf16: loop HGMMA; loop no LDS; no HMMA
+#include "peak.cuh"
 #include "wgmma.cuh"
-
-// Pairs of bf16 from 1 to 2, of either sign.
-__device__ __forceinline__ uint32_t noise(uint32_t seed) {
-    seed = (seed ^ seed >> 16) * 0x7feb352du;
-    seed = (seed ^ seed >> 15) * 0x846ca68bu;
-    return (seed & 0x807f807fu) | 0x3f803f80u;
-}
 
 extern "C" __global__ void __launch_bounds__(256) peak_wgmma_bf16(float* __restrict__ out /* [CTAs, threads] */, uint32_t iterations) {
     SMEM_DYN(tile); // [128, 64]
