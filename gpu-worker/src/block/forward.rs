@@ -19,9 +19,12 @@ use super::rope;
 use super::spec::{BlockSpec, Position, Residual};
 use super::weights::{BlockWeights, GatedWeights, Linear, MlpWeights, NormWeights, QkvWeights};
 
+mod joined;
 mod mlp;
+mod norms;
 mod workspace;
 
+use joined::Joined;
 pub(super) use mlp::adapters_of;
 pub use workspace::Workspace;
 pub(super) use workspace::{Heads, Middle};
@@ -179,85 +182,6 @@ pub fn close_run<B: Backend>(
     })
 }
 
-/// A pass and the buffers of its workspace.
-struct Joined<'a, 'w, B: Backend> {
-    pass: Pass<'a, 'w, B>,
-    normed: &'a mut B::Buffer,
-    branch: &'a mut B::Buffer,
-    aside: &'a mut B::Buffer,
-    heads: &'a mut Heads<B>,
-    middle: &'a mut Middle<B>,
-}
-
-impl<'a, 'w, B: Backend> Joined<'a, 'w, B> {
-    fn new(
-        backend: &'a mut B,
-        spec: &'a BlockSpec,
-        weights: &'a BlockWeights<'w, B>,
-        work: &'a mut Workspace<B>,
-        input: BlockInput<'a>,
-    ) -> Self {
-        let tokens = total_tokens(input.rows);
-        work.grow(backend, spec, tokens, weights.largest_rank);
-        let Workspace {
-            normed,
-            branch,
-            aside,
-            heads,
-            middle,
-            rank,
-        } = work;
-        Joined {
-            pass: Pass::new(backend, spec, weights, input, rank),
-            normed,
-            branch,
-            aside,
-            heads,
-            middle,
-        }
-    }
-
-    /// Attention and MLP of the hidden states, whose first norm is made; what is to be added to them at last is left in `branch`.
-    fn halves(
-        &mut self,
-        hidden: &mut B::Floats,
-        pages: &mut B::Pages<'_>,
-        mut kept: Kept<'_, B::Floats>,
-    ) -> Result<(), OpError> {
-        let Joined {
-            pass,
-            normed,
-            branch,
-            aside,
-            heads,
-            middle,
-        } = self;
-        pass.heads(normed, heads, pages)?;
-        let width = pass.spec.heads * pass.spec.head_dim;
-        pass.keep(&heads.q, kept.queries.take(), width)?;
-        match pass.spec.residual {
-            Residual::Sequential => {
-                pass.attend(heads, branch, pages)?;
-                pass.add_mlp_norm(hidden, branch, normed)?;
-                pass.keep(hidden, kept.between.take(), pass.spec.hidden)?;
-                pass.mlp(normed, middle, branch, kept)
-            }
-            Residual::Normed => {
-                pass.attend(heads, branch, pages)?;
-                pass.add_mlp_norm(normed, branch, hidden)?;
-                pass.keep(normed, kept.between.take(), pass.spec.hidden)?;
-                pass.mlp(hidden, middle, branch, kept)
-            }
-            Residual::Parallel => {
-                pass.attend(heads, aside, pages)?;
-                pass.mlp_norm(hidden, normed)?;
-                pass.mlp(normed, middle, branch, kept)?;
-                pass.add(branch, aside)
-            }
-        }
-    }
-}
-
 /// What all parts of one pass share.
 pub(super) struct Pass<'a, 'w, B: Backend> {
     pub(super) backend: &'a mut B,
@@ -406,42 +330,6 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         }
     }
 
-    /// Norms each head of the queries. What was normed stays in `attended`.
-    pub(super) fn norm_queries(&mut self, heads: &mut Heads<B>) -> Result<(), OpError> {
-        let Some([scale, _]) = &self.weights.head_norms else {
-            return Ok(());
-        };
-        std::mem::swap(&mut heads.q, &mut heads.attended);
-        self.norm_each(&heads.attended, scale, &mut heads.q, self.spec.heads)
-    }
-
-    /// Norms each head of the keys. What was normed stays in `normed_k`.
-    pub(super) fn norm_keys(&mut self, heads: &mut Heads<B>) -> Result<(), OpError> {
-        let Some([_, scale]) = &self.weights.head_norms else {
-            return Ok(());
-        };
-        std::mem::swap(&mut heads.k, &mut heads.normed_k);
-        self.norm_each(&heads.normed_k, scale, &mut heads.k, self.spec.kv_heads)
-    }
-
-    fn norm_each(
-        &mut self,
-        x: &B::Floats,
-        weight: &B::Floats,
-        out: &mut B::Floats,
-        heads: usize,
-    ) -> Result<(), OpError> {
-        self.backend.rmsnorm(Rmsnorm {
-            x,
-            weight,
-            out,
-            rows: self.tokens * heads,
-            width: self.spec.head_dim,
-            eps: self.spec.norm.eps(),
-            round: self.weights.dtype,
-        })
-    }
-
     /// Rotates queries and keys, and puts keys and values into their pages.
     fn append(&mut self, heads: &mut Heads<B>, pages: &mut B::Pages<'_>) -> Result<(), OpError> {
         let rows = self.rows;
@@ -461,79 +349,6 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
             rows,
             group: self.spec.group(),
             pages,
-        })
-    }
-
-    /// The norm before the MLP; without one, `out` stays what attention was fed.
-    pub(super) fn mlp_norm(&mut self, x: &B::Floats, out: &mut B::Floats) -> Result<(), OpError> {
-        match &self.weights.mlp_norm {
-            Some(weights) => self.norm(x, weights, out),
-            None => Ok(()),
-        }
-    }
-
-    pub(super) fn norm(
-        &mut self,
-        x: &B::Floats,
-        weights: &NormWeights<B>,
-        out: &mut B::Floats,
-    ) -> Result<(), OpError> {
-        let (rows, width, round) = (self.tokens, self.spec.hidden, self.weights.dtype);
-        let (eps, weight) = (self.spec.norm.eps(), &weights.scale);
-        match &weights.bias {
-            None => self.backend.rmsnorm(Rmsnorm {
-                x,
-                weight,
-                out,
-                rows,
-                width,
-                eps,
-                round,
-            }),
-            Some(bias) => self.backend.layernorm(Layernorm {
-                x,
-                weight,
-                bias,
-                out,
-                rows,
-                width,
-                eps,
-                round,
-            }),
-        }
-    }
-
-    /// Adds `y` to `x`, and norms the sum for the MLP, if there is a norm; without one, `out` stays.
-    pub(super) fn add_mlp_norm(
-        &mut self,
-        x: &mut B::Floats,
-        y: &B::Floats,
-        out: &mut B::Floats,
-    ) -> Result<(), OpError> {
-        match &self.weights.mlp_norm {
-            Some(weights) => self.add_norm(x, y, weights, out),
-            None => self.add(x, y),
-        }
-    }
-
-    /// Adds `y` to `x`, and norms the sum.
-    fn add_norm(
-        &mut self,
-        x: &mut B::Floats,
-        y: &B::Floats,
-        weights: &NormWeights<B>,
-        out: &mut B::Floats,
-    ) -> Result<(), OpError> {
-        self.backend.add_norm(AddNorm {
-            x,
-            y,
-            weight: &*weights.scale,
-            bias: weights.bias.as_deref(),
-            out,
-            rows: self.tokens,
-            width: self.spec.hidden,
-            eps: self.spec.norm.eps(),
-            round: self.weights.dtype,
         })
     }
 
