@@ -23,10 +23,12 @@
 
 mod action;
 mod child;
+mod ending;
 mod moving;
+mod said;
 mod serving;
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use shared::block::Span;
 use shared::config::SpanChoice;
@@ -40,14 +42,8 @@ use crate::plan::Placement;
 pub use action::{Action, Down, Event, Init, Policy, Up};
 pub use child::{Beat, ChildId, End, State};
 use child::{Child, Next};
+use ending::{Ending, SHORT_DRAIN};
 use moving::{Move, Part};
-
-/// A second request to stop counts as impatience only after this time: `timeout` and some shells signal a process and its
-/// group at once.
-const IMPATIENCE: Duration = Duration::from_millis(500);
-
-/// Time that prepare, and the workers after netd, get to end: they hold nothing that could be lost.
-const SHORT_DRAIN: Duration = Duration::from_secs(5);
 
 /// A worker and how far its link to netd is.
 #[derive(Debug)]
@@ -72,15 +68,6 @@ struct NetdSaid {
     peer_id: String,
     addrs: Vec<String>,
     has_model: bool,
-}
-
-/// The end of the run.
-#[derive(Debug)]
-struct Ending {
-    reason: ExitReason,
-    since: Instant,
-    forced: bool,
-    workers_told: bool,
 }
 
 /// The whole tree.
@@ -264,148 +251,6 @@ impl Tree {
         }
     }
 
-    fn said(&mut self, id: ChildId, up: Up, now: Instant, out: &mut Vec<Action>) {
-        match (id, up) {
-            (ChildId::Prepare, Up::Prepare(message)) => self.prepare_said(message, now, out),
-            (ChildId::Netd, Up::Netd(message)) => self.netd_said(message, now, out),
-            (ChildId::Worker(worker), Up::Worker(message)) => {
-                self.worker_said(worker, message, now, out)
-            }
-            _ => {}
-        }
-    }
-
-    fn prepare_said(&mut self, message: FromPrepare, now: Instant, out: &mut Vec<Action>) {
-        match message {
-            // The driver keeps it for netd.
-            FromPrepare::Kept(_) => {}
-            // Told anew for a move, when the present workers have most of it.
-            FromPrepare::Devices(devices) => {
-                if self.policy.memory.devices.is_empty() {
-                    self.policy.memory.devices = devices;
-                }
-            }
-            FromPrepare::Inspected(facts) => {
-                let fits = check_choice(self.policy.span, &facts)
-                    .and_then(|()| self.policy.memory.fit(self.policy.span, &facts));
-                match fits {
-                    Ok(blocks) => self.fits = blocks,
-                    Err(complaint) => {
-                        return self.end(ExitReason::BadConfig, Some(complaint), now, out);
-                    }
-                }
-                self.set_ready(ChildId::Prepare, now, String::new(), out);
-                self.facts.get_or_insert(facts);
-                self.give_model(out);
-            }
-            FromPrepare::Progress { .. } => {}
-            FromPrepare::Prepared if self.prepares_move() => self.move_prepared(out),
-            FromPrepare::Prepared if self.span.is_some() => {
-                self.prepared = true;
-                let waiting = |worker: &&Worker| worker.child.state == State::Waiting;
-                let ids: Vec<_> = self
-                    .workers
-                    .iter()
-                    .filter(waiting)
-                    .map(|worker| worker.child.id)
-                    .collect();
-                if self.ending.is_none() {
-                    ids.into_iter().for_each(|id| self.spawn(id, now, out));
-                }
-            }
-            FromPrepare::Prepared => {}
-            FromPrepare::Failed { message, .. } => self.prepare.complaint = Some(message),
-        }
-    }
-
-    fn netd_said(&mut self, message: FromNetd, now: Instant, out: &mut Vec<Action>) {
-        match message {
-            FromNetd::Listening { peer_id, addrs } => {
-                self.set_ready(ChildId::Netd, now, format!("listening as {peer_id}"), out);
-                (self.said.peer_id, self.said.addrs) = (peer_id, addrs);
-                self.give_model(out);
-            }
-            FromNetd::ProposedSpan(span) => self.take_span(span, now, out),
-            FromNetd::Online => {
-                self.came_from = None;
-                self.show_online(out);
-            }
-            FromNetd::Move(to) => self.begin_move(to, now, out),
-            FromNetd::Moved(to) => self.moved(to, out),
-            FromNetd::Vacated => self.vacated(now, out),
-            FromNetd::Stays => self.give_up_move("netd thought better of it", false, now, out),
-            FromNetd::BrokenRings {
-                worker,
-                generation,
-                message,
-            } => self.broken_rings(worker, generation, message, now, out),
-            // The driver ends the run.
-            FromNetd::Rated(_) => {}
-            FromNetd::Failed { message, .. } => self.netd.complaint = Some(message),
-        }
-    }
-
-    fn show_online(&mut self, out: &mut Vec<Action>) {
-        let Some(span) = self.rest() else { return };
-        self.was_online = true;
-        let (peer_id, addrs) = (self.said.peer_id.clone(), self.said.addrs.clone());
-        out.push(Action::Online {
-            span,
-            peer_id,
-            addrs,
-        });
-    }
-
-    fn worker_said(
-        &mut self,
-        id: WorkerId,
-        message: FromWorker,
-        now: Instant,
-        out: &mut Vec<Action>,
-    ) {
-        match message {
-            FromWorker::Ready(capacity) => {
-                let Some(worker) = self.worker_mut(id) else {
-                    return;
-                };
-                worker.capacity = capacity;
-                let span = worker.placement.span;
-                self.set_ready(ChildId::Worker(id), now, format!("blocks {span}"), out);
-                self.link_all(out);
-            }
-            FromWorker::Linked { netd_generation } => {
-                let Some(worker) = self.worker_mut(id) else {
-                    return;
-                };
-                if worker.linking == Some(netd_generation) && worker.linked != Some(netd_generation)
-                {
-                    worker.linked = Some(netd_generation);
-                    self.tell_up(id, out);
-                }
-            }
-            FromWorker::Failed { message, .. } => {
-                if let Some(worker) = self.worker_mut(id) {
-                    worker.child.complaint = Some(message);
-                }
-            }
-        }
-    }
-
-    fn set_ready(&mut self, id: ChildId, now: Instant, why: String, out: &mut Vec<Action>) {
-        let Some(child) = self.child_mut(id) else {
-            return;
-        };
-        if matches!(child.state, State::Starting { .. }) {
-            child.ready(now);
-            out.push(Action::Show {
-                child: id,
-                generation: child.generation,
-                state: child.state,
-                why,
-            });
-        }
-    }
-
     fn ended(&mut self, id: ChildId, end: &End, now: Instant, out: &mut Vec<Action>) {
         let restart = self.policy.restart;
         let ending = self.ending.is_some();
@@ -566,110 +411,6 @@ impl Tree {
         let complaint =
             format!("{id}: {why}; its memory stays out of use and it is not started again");
         self.held(id, ExitReason::DeviceLost, complaint, now, out);
-    }
-
-    fn stop(&mut self, now: Instant, out: &mut Vec<Action>) {
-        match &mut self.ending {
-            None => self.end(ExitReason::Clean, None, now, out),
-            Some(ending) if now >= ending.since + IMPATIENCE => {
-                ending.forced = true;
-                let ids: Vec<_> = self.live().map(|(id, _)| id).collect();
-                ids.into_iter()
-                    .for_each(|id| self.kill(id, "second request to stop".to_owned(), now, out));
-            }
-            Some(_) => {}
-        }
-    }
-
-    /// Begins the end: who waits is gone, who had not begun to serve is killed, netd drains and the workers after it.
-    fn end(
-        &mut self,
-        reason: ExitReason,
-        complaint: Option<String>,
-        now: Instant,
-        out: &mut Vec<Action>,
-    ) {
-        if self.ending.is_some() {
-            return;
-        }
-        self.ending = Some(Ending {
-            reason,
-            since: now,
-            forced: false,
-            workers_told: false,
-        });
-        self.moving = None;
-        out.extend(complaint.map(Action::Complain));
-        let ids: Vec<_> = self.children().map(|child| child.id).collect();
-        for id in ids {
-            let Some(child) = self.child_mut(id) else {
-                continue;
-            };
-            match child.state {
-                State::Waiting | State::Backoff { .. } => child.state = State::Gone,
-                State::Starting { .. } => self.kill(id, "not needed any more".to_owned(), now, out),
-                _ => {}
-            }
-        }
-        self.drain(
-            ChildId::Prepare,
-            now + SHORT_DRAIN.min(self.policy.drain_timeout),
-            out,
-        );
-        self.drain(ChildId::Netd, now + self.policy.drain_timeout, out);
-    }
-
-    fn drain(&mut self, id: ChildId, until: Instant, out: &mut Vec<Action>) {
-        let Some(child) = self.child_mut(id) else {
-            return;
-        };
-        if child.is_ready() {
-            child.state = State::Draining { until };
-            let (generation, state) = (child.generation, child.state);
-            out.push(Action::Show {
-                child: id,
-                generation,
-                state,
-                why: String::new(),
-            });
-            out.push(Action::Tell(id, Down::Drain));
-        }
-    }
-
-    fn check_end(&mut self, now: Instant, out: &mut Vec<Action>) {
-        let gone = |child: &Child| !child.alive || child.state == State::Unkillable;
-        let netd_gone = gone(&self.netd);
-        let all_gone = self.children().all(gone);
-        let Some(ending) = &mut self.ending else {
-            return;
-        };
-        if netd_gone && !ending.workers_told {
-            ending.workers_told = true;
-            let until = now + SHORT_DRAIN.min(self.policy.drain_timeout);
-            let ids: Vec<_> = self.workers.iter().map(|worker| worker.child.id).collect();
-            ids.into_iter().for_each(|id| self.drain(id, until, out));
-        }
-        let Some(ending) = &self.ending else { return };
-        if all_gone {
-            self.finished = true;
-            let forced = ending.forced && ending.reason == ExitReason::Clean;
-            out.push(Action::Finish(if forced {
-                ExitReason::Failed
-            } else {
-                ending.reason
-            }));
-        }
-    }
-}
-
-/// Whether the blocks asked for exist.
-fn check_choice(choice: SpanChoice, facts: &ModelFacts) -> Result<(), String> {
-    match choice {
-        SpanChoice::Fixed(span) if span.end().0 > facts.num_blocks => Err(format!(
-            "--block_indices {span} is outside the model {}, which has {} blocks; give a range within 0:{}",
-            facts.name, facts.num_blocks, facts.num_blocks
-        )),
-        _ => Ok(()),
     }
 }
 

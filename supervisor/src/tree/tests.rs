@@ -4,6 +4,8 @@ use shared::dtype::DType;
 use shared::ids::GroupId;
 
 use self::invariants::Witness;
+use std::time::Duration;
+
 use super::*;
 use crate::plan::Share;
 use crate::sizing::Memory;

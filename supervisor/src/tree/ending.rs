@@ -1,0 +1,116 @@
+//! The end of the run: netd drains, then the workers; who does not in time is killed. Another part of [`Tree`].
+
+use std::time::{Duration, Instant};
+
+use super::*;
+
+/// A second request to stop counts as impatience only after this time: `timeout` and some shells signal a process and its
+/// group at once.
+const IMPATIENCE: Duration = Duration::from_millis(500);
+
+/// Time that prepare, and the workers after netd, get to end: they hold nothing that could be lost.
+pub(super) const SHORT_DRAIN: Duration = Duration::from_secs(5);
+
+/// The end of the run.
+#[derive(Debug)]
+pub(super) struct Ending {
+    pub(super) reason: ExitReason,
+    pub(super) since: Instant,
+    pub(super) forced: bool,
+    pub(super) workers_told: bool,
+}
+
+impl Tree {
+    pub(super) fn stop(&mut self, now: Instant, out: &mut Vec<Action>) {
+        match &mut self.ending {
+            None => self.end(ExitReason::Clean, None, now, out),
+            Some(ending) if now >= ending.since + IMPATIENCE => {
+                ending.forced = true;
+                let ids: Vec<_> = self.live().map(|(id, _)| id).collect();
+                ids.into_iter()
+                    .for_each(|id| self.kill(id, "second request to stop".to_owned(), now, out));
+            }
+            Some(_) => {}
+        }
+    }
+
+    /// Begins the end: who waits is gone, who had not begun to serve is killed, netd drains and the workers after it.
+    pub(super) fn end(
+        &mut self,
+        reason: ExitReason,
+        complaint: Option<String>,
+        now: Instant,
+        out: &mut Vec<Action>,
+    ) {
+        if self.ending.is_some() {
+            return;
+        }
+        self.ending = Some(Ending {
+            reason,
+            since: now,
+            forced: false,
+            workers_told: false,
+        });
+        self.moving = None;
+        out.extend(complaint.map(Action::Complain));
+        let ids: Vec<_> = self.children().map(|child| child.id).collect();
+        for id in ids {
+            let Some(child) = self.child_mut(id) else {
+                continue;
+            };
+            match child.state {
+                State::Waiting | State::Backoff { .. } => child.state = State::Gone,
+                State::Starting { .. } => self.kill(id, "not needed any more".to_owned(), now, out),
+                _ => {}
+            }
+        }
+        self.drain(
+            ChildId::Prepare,
+            now + SHORT_DRAIN.min(self.policy.drain_timeout),
+            out,
+        );
+        self.drain(ChildId::Netd, now + self.policy.drain_timeout, out);
+    }
+
+    pub(super) fn drain(&mut self, id: ChildId, until: Instant, out: &mut Vec<Action>) {
+        let Some(child) = self.child_mut(id) else {
+            return;
+        };
+        if child.is_ready() {
+            child.state = State::Draining { until };
+            let (generation, state) = (child.generation, child.state);
+            out.push(Action::Show {
+                child: id,
+                generation,
+                state,
+                why: String::new(),
+            });
+            out.push(Action::Tell(id, Down::Drain));
+        }
+    }
+
+    pub(super) fn check_end(&mut self, now: Instant, out: &mut Vec<Action>) {
+        let gone = |child: &Child| !child.alive || child.state == State::Unkillable;
+        let netd_gone = gone(&self.netd);
+        let all_gone = self.children().all(gone);
+        let Some(ending) = &mut self.ending else {
+            return;
+        };
+        if netd_gone && !ending.workers_told {
+            ending.workers_told = true;
+            let until = now + SHORT_DRAIN.min(self.policy.drain_timeout);
+            let ids: Vec<_> = self.workers.iter().map(|worker| worker.child.id).collect();
+            ids.into_iter().for_each(|id| self.drain(id, until, out));
+        }
+        let Some(ending) = &self.ending else { return };
+        if all_gone {
+            self.finished = true;
+            let forced = ending.forced && ending.reason == ExitReason::Clean;
+            out.push(Action::Finish(if forced {
+                ExitReason::Failed
+            } else {
+                ending.reason
+            }));
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! What each child says, and what follows from it. Another part of [`Tree`].
+
+use std::time::Instant;
+
+use super::*;
+
+impl Tree {
+    pub(super) fn said(&mut self, id: ChildId, up: Up, now: Instant, out: &mut Vec<Action>) {
+        match (id, up) {
+            (ChildId::Prepare, Up::Prepare(message)) => self.prepare_said(message, now, out),
+            (ChildId::Netd, Up::Netd(message)) => self.netd_said(message, now, out),
+            (ChildId::Worker(worker), Up::Worker(message)) => {
+                self.worker_said(worker, message, now, out)
+            }
+            _ => {}
+        }
+    }
+
+    fn prepare_said(&mut self, message: FromPrepare, now: Instant, out: &mut Vec<Action>) {
+        match message {
+            // The driver keeps it for netd.
+            FromPrepare::Kept(_) => {}
+            // Told anew for a move, when the present workers have most of it.
+            FromPrepare::Devices(devices) => {
+                if self.policy.memory.devices.is_empty() {
+                    self.policy.memory.devices = devices;
+                }
+            }
+            FromPrepare::Inspected(facts) => {
+                let fits = check_choice(self.policy.span, &facts)
+                    .and_then(|()| self.policy.memory.fit(self.policy.span, &facts));
+                match fits {
+                    Ok(blocks) => self.fits = blocks,
+                    Err(complaint) => {
+                        return self.end(ExitReason::BadConfig, Some(complaint), now, out);
+                    }
+                }
+                self.set_ready(ChildId::Prepare, now, String::new(), out);
+                self.facts.get_or_insert(facts);
+                self.give_model(out);
+            }
+            FromPrepare::Progress { .. } => {}
+            FromPrepare::Prepared if self.prepares_move() => self.move_prepared(out),
+            FromPrepare::Prepared if self.span.is_some() => {
+                self.prepared = true;
+                let waiting = |worker: &&Worker| worker.child.state == State::Waiting;
+                let ids: Vec<_> = self
+                    .workers
+                    .iter()
+                    .filter(waiting)
+                    .map(|worker| worker.child.id)
+                    .collect();
+                if self.ending.is_none() {
+                    ids.into_iter().for_each(|id| self.spawn(id, now, out));
+                }
+            }
+            FromPrepare::Prepared => {}
+            FromPrepare::Failed { message, .. } => self.prepare.complaint = Some(message),
+        }
+    }
+
+    fn netd_said(&mut self, message: FromNetd, now: Instant, out: &mut Vec<Action>) {
+        match message {
+            FromNetd::Listening { peer_id, addrs } => {
+                self.set_ready(ChildId::Netd, now, format!("listening as {peer_id}"), out);
+                (self.said.peer_id, self.said.addrs) = (peer_id, addrs);
+                self.give_model(out);
+            }
+            FromNetd::ProposedSpan(span) => self.take_span(span, now, out),
+            FromNetd::Online => {
+                self.came_from = None;
+                self.show_online(out);
+            }
+            FromNetd::Move(to) => self.begin_move(to, now, out),
+            FromNetd::Moved(to) => self.moved(to, out),
+            FromNetd::Vacated => self.vacated(now, out),
+            FromNetd::Stays => self.give_up_move("netd thought better of it", false, now, out),
+            FromNetd::BrokenRings {
+                worker,
+                generation,
+                message,
+            } => self.broken_rings(worker, generation, message, now, out),
+            // The driver ends the run.
+            FromNetd::Rated(_) => {}
+            FromNetd::Failed { message, .. } => self.netd.complaint = Some(message),
+        }
+    }
+
+    pub(super) fn show_online(&mut self, out: &mut Vec<Action>) {
+        let Some(span) = self.rest() else { return };
+        self.was_online = true;
+        let (peer_id, addrs) = (self.said.peer_id.clone(), self.said.addrs.clone());
+        out.push(Action::Online {
+            span,
+            peer_id,
+            addrs,
+        });
+    }
+
+    fn worker_said(
+        &mut self,
+        id: WorkerId,
+        message: FromWorker,
+        now: Instant,
+        out: &mut Vec<Action>,
+    ) {
+        match message {
+            FromWorker::Ready(capacity) => {
+                let Some(worker) = self.worker_mut(id) else {
+                    return;
+                };
+                worker.capacity = capacity;
+                let span = worker.placement.span;
+                self.set_ready(ChildId::Worker(id), now, format!("blocks {span}"), out);
+                self.link_all(out);
+            }
+            FromWorker::Linked { netd_generation } => {
+                let Some(worker) = self.worker_mut(id) else {
+                    return;
+                };
+                if worker.linking == Some(netd_generation) && worker.linked != Some(netd_generation)
+                {
+                    worker.linked = Some(netd_generation);
+                    self.tell_up(id, out);
+                }
+            }
+            FromWorker::Failed { message, .. } => {
+                if let Some(worker) = self.worker_mut(id) {
+                    worker.child.complaint = Some(message);
+                }
+            }
+        }
+    }
+
+    pub(super) fn set_ready(
+        &mut self,
+        id: ChildId,
+        now: Instant,
+        why: String,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(child) = self.child_mut(id) else {
+            return;
+        };
+        if matches!(child.state, State::Starting { .. }) {
+            child.ready(now);
+            out.push(Action::Show {
+                child: id,
+                generation: child.generation,
+                state: child.state,
+                why,
+            });
+        }
+    }
+}
+
+/// Whether the blocks asked for exist.
+fn check_choice(choice: SpanChoice, facts: &ModelFacts) -> Result<(), String> {
+    match choice {
+        SpanChoice::Fixed(span) if span.end().0 > facts.num_blocks => Err(format!(
+            "--block_indices {span} is outside the model {}, which has {} blocks; give a range within 0:{}",
+            facts.name, facts.num_blocks, facts.num_blocks
+        )),
+        _ => Ok(()),
+    }
+}
