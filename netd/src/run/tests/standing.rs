@@ -207,10 +207,7 @@ async fn a_server_that_the_monitor_cannot_reach_ends_with_advice() {
 
 /// What [`serve`] does, with a hand on the node.
 async fn tapped(inbox: Inbox, outbox: Outbox, tap: oneshot::Sender<P2p>) -> Stop {
-    let mut messages = Messages {
-        inbox,
-        early: VecDeque::new(),
-    };
+    let mut messages = Messages::new(inbox);
     let FromSupervisor { message, fds } = messages.next().await.unwrap();
     let ToNetd::Init(init) = message else {
         panic!("{message:?}")

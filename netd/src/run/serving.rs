@@ -1,0 +1,135 @@
+//! From the first worker to the drain: another part of [`Daemon`].
+
+use super::*;
+
+impl Daemon {
+    /// Links a worker; true if that made the server ready for clients.
+    pub(super) fn worker_up(
+        &mut self,
+        up: WorkerUp,
+        fds: Vec<std::os::fd::OwnedFd>,
+    ) -> Result<bool, Fatal> {
+        let mismatch = |what: String| Fatal {
+            reason: ExitReason::ProtocolMismatch,
+            message: what,
+        };
+        let Ok([submission, completion]) = <[_; control::WORKER_FDS]>::try_from(fds) else {
+            return Err(mismatch(format!(
+                "worker {} came without its doorbells",
+                up.worker
+            )));
+        };
+        let bell = |fd| Doorbell::from_fd(fd).map_err(|error| mismatch(error.to_string()));
+        let workers = self.workers_of(&up);
+        if let Err(error) = workers.up(&up, bell(submission)?, bell(completion)?) {
+            // The supervisor made these rings a moment ago; if they are gone the worker died already and its end is on its way.
+            warn!(worker = %up.worker, %error, "worker not linked");
+            return Ok(false);
+        }
+        if !Arc::ptr_eq(&workers, &self.workers) {
+            self.coming_up(up);
+            return Ok(false);
+        }
+        self.ups.retain(|other| other.worker != up.worker);
+        self.ups.push(up);
+        if self.online.borrow().is_some() || !self.workers.cover(self.offer.span) {
+            return Ok(false);
+        }
+        Ok(self.may_go_online())
+    }
+
+    pub(super) fn service_parts(&self) -> ServiceParts {
+        let pages = self.ups.iter().map(|up| up.kv_pages).min().unwrap_or(0);
+        let limits = self.offer.limits;
+        let pool = Pool::new(self.offer.span, pages, limits.attn_cache_tokens);
+        let queue = WaitQueue::new(pool, self.init.config.max_kv_share);
+        let kv = KvMemory::new(queue, self.facts.kv_token_bytes() as u64);
+        ServiceParts {
+            prefix: self.offer.prefix.clone(),
+            facts: self.facts.clone(),
+            limits,
+            span: self.offer.span,
+            workers: self.workers.clone(),
+            kv,
+            timeouts: Timeouts::from(&self.init.config),
+            compression: self.init.config.compression,
+            gradient_bytes: self.facts.gradient_bytes(limits.max_batch_size),
+            p2p: self.joined.p2p.clone(),
+            dht_client_mode: self.joined.using_relay,
+            draining: self.draining.subscribe(),
+        }
+    }
+
+    pub(super) fn go_online(&mut self) {
+        let service = Service::new(self.service_parts());
+        let left = service.kv.figures().tokens_left;
+        self.online.send_replace(Some(Arc::new(service)));
+        self.came_from = None;
+        self.announced
+            .online(&self.offer, &self.joined, &self.ups, left);
+        info!(span = %self.offer.span, prefix = self.offer.prefix, "serving");
+        self.measure_network();
+    }
+
+    /// Workers are gone for good: `rest` is announced and served from now on. True if clients can come to it.
+    pub(super) async fn shrink(&mut self, rest: Span) -> bool {
+        let inside = rest.blocks().all(|block| self.offer.span.contains(block));
+        if self.switching || !inside {
+            // Said of the blocks that this server has left by now.
+            return false;
+        }
+        warn!(span = %self.offer.span, %rest, "workers are gone, serving the rest");
+        let service = self.online.borrow().clone();
+        if let Some(service) = &service {
+            service.shrink(rest);
+        }
+        self.offer = self.offer.at(rest);
+        // The blocks that are lost are taken back before the rest is announced again.
+        self.announced.end(Instant::now() + FAREWELL).await;
+        self.ups
+            .retain(|up| up.span.blocks().any(|block| rest.contains(block)));
+        match service {
+            Some(service) => {
+                let left = service.kv.figures().tokens_left;
+                self.announced
+                    .online(&self.offer, &self.joined, &self.ups, left);
+                true
+            }
+            None if self.workers.cover(rest) => self.may_go_online(),
+            None => {
+                self.announced = self.offer.announce_joining(&self.joined);
+                false
+            }
+        }
+    }
+
+    pub(super) fn update_figures(&self) {
+        if let Some(service) = self.online.borrow().as_ref() {
+            self.announced
+                .cache_tokens_left(service.kv.figures().tokens_left);
+        }
+    }
+
+    /// Announces OFFLINE and lets running steps finish, both at once.
+    pub(super) async fn drain(&mut self) {
+        info!("draining");
+        self.draining.send_replace(true);
+        self.end_moves().await;
+        self.announced.offline();
+        let service = self.online.borrow().clone();
+        let deadline = Instant::now() + DRAIN_LIMIT;
+        let sessions = async {
+            let Some(service) = service else { return };
+            let mut look = tokio::time::interval(Duration::from_millis(10));
+            if service.active() == 0 {
+                return;
+            }
+            while service.active() > 0 && Instant::now() < deadline {
+                look.tick().await;
+            }
+            // Sessions were ended with a text: their callers have a second to read it.
+            tokio::time::sleep(LAST_WORDS).await;
+        };
+        tokio::join!(sessions, self.announced.end(Instant::now() + FAREWELL));
+    }
+}
