@@ -24,7 +24,9 @@ fn functions() -> impl Iterator<Item = &'static str> {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoCuda {
     /// There is no driver library.
-    #[error("no CUDA device: the driver library is not there ({0})")]
+    #[error(
+        "no CUDA device: the driver library is not there ({0}); install NVIDIA's driver, 525 or later"
+    )]
     NoLibrary(String),
     /// A library without some function.
     #[error("no CUDA device: the driver library has no {0}; it is a stub or older than CUDA 11.4")]
@@ -86,7 +88,11 @@ pub fn probe() -> Result<Found, NoCuda> {
 fn open(path: &str) -> Result<Library, String> {
     // SAFETY: initialisers of a driver library run here; that is what opening it is for, and why only workers do it.
     let opened = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) };
-    opened.map_err(|failure| failure.to_string())
+    // The source has the words of the loader.
+    opened.map_err(|failure| match std::error::Error::source(&failure) {
+        Some(source) => source.to_string(),
+        None => failure.to_string(),
+    })
 }
 
 fn start(library: Library) -> Result<Found, NoCuda> {
