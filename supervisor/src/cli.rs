@@ -240,13 +240,17 @@ fn underscored(arg: OsString) -> OsString {
 }
 
 fn dht(args: DhtArgs, env: Env<'_>) -> Result<(DhtNodeConfig, LogConfig), String> {
-    check_maddrs("--host_maddrs", &args.host_maddrs)?;
-    check_maddrs("--announce_maddrs", &args.announce_maddrs)?;
     check_maddrs("--initial_peers", &args.initial_peers)?;
+    let (host_maddrs, announce_maddrs) = serve::addresses(
+        args.port,
+        args.public_ip,
+        args.host_maddrs,
+        args.announce_maddrs,
+    )?;
     let config = DhtNodeConfig {
         initial_peers: args.initial_peers,
-        host_maddrs: args.host_maddrs,
-        announce_maddrs: args.announce_maddrs,
+        host_maddrs,
+        announce_maddrs,
         identity_path: args.identity_path,
         use_relay: !args.no_relay,
         use_auto_relay: args.use_auto_relay,
@@ -371,8 +375,19 @@ struct DhtArgs {
     /// Peers to join through; without any, a new swarm begins
     #[arg(long, num_args = 0.., value_name = "MULTIADDR")]
     initial_peers: Vec<String>,
+    /// Listen on this port, on all addresses [default: 0, a free one]
+    #[arg(long, value_name = "PORT", conflicts_with = "host_maddrs")]
+    port: Option<u16>,
+    /// Announce this address only; needs --port
+    #[arg(
+        long,
+        value_name = "IPV4",
+        requires = "port",
+        conflicts_with = "announce_maddrs"
+    )]
+    public_ip: Option<std::net::Ipv4Addr>,
     /// Where to listen
-    #[arg(long, num_args = 0.., value_name = "MULTIADDR", default_values = ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"])]
+    #[arg(long, num_args = 0.., value_name = "MULTIADDR")]
     host_maddrs: Vec<String>,
     /// What to announce in place of the addresses listened on
     #[arg(long, num_args = 0.., value_name = "MULTIADDR")]

@@ -30,6 +30,7 @@ use shared::dtype::DType;
 use super::values::{devices, model_or_last};
 use super::{DEFAULT_LOG, Env, LogArgs, runtime_dir};
 
+pub(super) use network::addresses;
 pub use petals::{NO_EFFECT, notes};
 
 /// Most workers of an instance: the board has 32 seats, two of which are not for workers.

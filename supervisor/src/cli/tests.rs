@@ -306,6 +306,17 @@ fn the_other_commands_read_their_flags() {
         ),
         (2500, 2, 0)
     );
+    let Ok(Command::Dht { config: dht, .. }) = run("dht --port 31337 --public_ip 1.2.3.4", &[])
+    else {
+        panic!()
+    };
+    assert_eq!(
+        dht.host_maddrs,
+        ["/ip4/0.0.0.0/tcp/31337", "/ip6/::/tcp/31337"]
+    );
+    assert_eq!(dht.announce_maddrs, ["/ip4/1.2.3.4/tcp/31337"]);
+    assert!(refusal("dht --public_ip 1.2.3.4").contains("--port"));
+    assert!(refusal("dht --port 1 --host_maddrs /ip4/1.2.3.4/tcp/5").contains("cannot be used"));
     let line = "generate m --initial_peers /ip4/1.2.3.4/tcp/5/p2p/Q --prompt Hi --temperature 0.7 --top_k 5 --stats";
     let Ok(Command::Generate(generate, _)) = run(line, &[]) else {
         panic!()

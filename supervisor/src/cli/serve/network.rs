@@ -182,7 +182,7 @@ impl NetworkArgs {
 }
 
 /// Where to listen and what to announce (`run_server.py`: `--port` and `--public_ip` are short for multiaddrs).
-fn addresses(
+pub(in crate::cli) fn addresses(
     port: Option<u16>,
     public_ip: Option<std::net::Ipv4Addr>,
     host_maddrs: Vec<String>,
