@@ -156,7 +156,10 @@ fn parse_in(
     match sepal.command {
         Commands::Serve(args) => Ok(Command::Serve {
             config: Box::new(serve::resolve(*args, env).map_err(explained)?),
-            notes: notes(&cli, &layered),
+            notes: notes(&cli, &layered)
+                .into_iter()
+                .chain(serve::note_idle(&layered, Path::new(serve::GPUS)))
+                .collect(),
         }),
         Commands::Config(args) => {
             let config = serve::resolve(*args, env).map_err(explained)?;

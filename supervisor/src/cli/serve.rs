@@ -8,9 +8,11 @@
 //! | [`network`] | peers and announcements |
 //! | [`limits`] | what clients may take |
 //! | [`supervision`] | processes |
+//! | [`idle`] | GPUs that are left idle |
 //! | [`petals`] | what changes nothing here |
 
 mod hub;
+mod idle;
 mod limits;
 mod network;
 mod petals;
@@ -30,6 +32,7 @@ use shared::dtype::DType;
 use super::values::{devices, model_or_last};
 use super::{DEFAULT_LOG, Env, LogArgs, runtime_dir};
 
+pub use idle::{GPUS, note as note_idle};
 pub(super) use network::addresses;
 pub use petals::{NO_EFFECT, notes};
 

@@ -370,6 +370,31 @@ fn help_is_complete_and_names_the_exit_codes() {
 }
 
 #[test]
+fn gpus_that_are_left_idle_without_a_word_are_noted() {
+    let note = |line: &str, gpus: usize| {
+        let folder = tempfile::tempdir().unwrap();
+        for gpu in 0..gpus {
+            std::fs::create_dir(folder.path().join(format!("0000:0{gpu}:00.0"))).unwrap();
+        }
+        let args = std::iter::once("sepal")
+            .chain(line.split(' '))
+            .map(OsString::from);
+        let mut cli = Sepal::command();
+        let layered = layers::read(&mut cli, args.collect(), &LAYERED, &|_| None, Path::new(""));
+        serve::note_idle(&layered.unwrap(), folder.path())
+    };
+    assert!(note("serve m", 1).unwrap().contains("a GPU"));
+    assert!(
+        note("serve m", 2)
+            .unwrap()
+            .contains("--device cuda:0,cuda:1 uses them")
+    );
+    assert_eq!(note("serve m", 0), None);
+    assert_eq!(note("serve m --device cpu", 2), None);
+    assert_eq!(note("serve m --tensor_parallel_devices cpu", 2), None);
+}
+
+#[test]
 fn devices_for_tensor_parallelism_share_the_span() {
     let Ok(Command::Serve { config, notes }) =
         run("serve m --tensor_parallel_devices cpu cpu", &[])
