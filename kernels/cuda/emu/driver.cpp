@@ -10,7 +10,8 @@
 // - An error from 700 on stays: every later call reports it.
 //
 // EMU_CUDA_ARCH (90), EMU_CUDA_DEVICES (1), EMU_CUDA_MEMORY (bytes of each device, 8 GiB), EMU_CUDA_FAIL=CALL:ERROR:AFTER fails the call of that name
-// when it has succeeded AFTER times; EMU_CUDA_FAIL_ONCE=FILE makes it fail in the one process that creates the file.
+// when it has succeeded AFTER times; EMU_CUDA_FAIL_ONCE=FILE makes it fail in the one process that creates the file. EMU_CUDA_FAULTY=PART:ERROR makes
+// each kernel whose name has this part end with that error, or never end: PART:hang.
 // Source of the rules: CUDA Driver API reference; CUDA C++ programming guide, "Stream capture" and "Prohibited and unhandled operations".
 #include <fcntl.h>
 #include <stdio.h>
@@ -27,9 +28,6 @@
 
 #include "cubin.h"
 #include "fiber.h"
-
-extern "C" const char* sepal_emu_kernel(unsigned index);
-extern "C" int sepal_emu_launch(const char*, const unsigned*, const unsigned*, unsigned, void**, const unsigned*, unsigned, unsigned, uint64_t);
 
 namespace emu {
 extern const Table* const tables[];
@@ -120,6 +118,15 @@ int planned_failure(const char* call) {
         close(made);
     }
     return error;
+}
+
+// How EMU_CUDA_FAULTY has this kernel end.
+int planned_fault(const char* kernel) {
+    static const char* plan = getenv("EMU_CUDA_FAULTY");
+    const char* colon = plan ? strchr(plan, ':') : nullptr;
+    if (!colon || !strstr(kernel, std::string(plan, colon).c_str())) return OK;
+    while (!strcmp(colon + 1, "hang")) pause();
+    return atoi(colon + 1);
 }
 
 int kept(int error) {
@@ -467,11 +474,12 @@ API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
     for (unsigned i = 0; i < of.kernel->count; i++) memcpy(&words[i], params[i], of.kernel->sizes[i]);
     const emu::Kernel* kernel = of.kernel;
     return enqueue(static_cast<Stream*>(stream), [=] {
+        if (int error = planned_fault(kernel->name)) return error;
         std::vector<uint64_t> own = words;
         std::vector<void*> pointers;
         for (auto& word : own) pointers.push_back(&word);
         unsigned grid[3] = {gx, gy, gz}, size[3] = {cx, cy, cz}, threads = std::thread::hardware_concurrency();
-        int status = sepal_emu_launch(kernel->name, grid, size, dynamic, pointers.data(), kernel->sizes, kernel->count, threads, 1);
+        int status = sepal_emu_launch(kernel->name, grid, size, dynamic, pointers.data(), kernel->sizes, kernel->count, threads, 1, false);
         return status ? complain(kernel->name, "the emulator refuses the launch") : (int)OK;
     });
 }

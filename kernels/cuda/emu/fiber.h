@@ -210,3 +210,7 @@ struct Table {
 };
 
 } // namespace emu
+
+// Runs a kernel by its name; 0, or why it was refused. Defined in emulator.cpp, called from Rust and by driver.cpp.
+extern "C" int sepal_emu_launch(const char* name, const unsigned* grid, const unsigned* cta, unsigned shared_bytes, void** params,
+                                const unsigned* sizes, unsigned count, unsigned threads, uint64_t order, bool adds_backwards);
