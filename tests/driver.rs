@@ -10,7 +10,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use harness::demo::{demo_model, run_session};
-use harness::{SEPAL, Sepal, serve_args};
+use harness::{SEPAL, Sepal, children_of, serve_args};
 use kernels::cuda::emu::DRIVER_FOLDER;
 use nix::sys::signal::{Signal, kill};
 
@@ -114,6 +114,76 @@ async fn an_error_that_stays_ends_the_worker_and_no_session() {
     let log = sepal.log();
     assert!(log.contains("CUDA_ERROR_LAUNCH_FAILED (719)"), "{log}");
     assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+/// A kernel that fails or never ends does so in a process of its own.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_whose_warpgroups_fault_or_hang_serves_by_warps() {
+    let calm = serve("cuda:0", &[]);
+    let expected = run(&calm, |_| ()).await;
+    assert!(calm.log().contains("by warpgroups"), "{}", calm.log());
+    assert_eq!(calm.terminate().code(), Some(0));
+    let cases = [
+        (
+            "linear_wgmma_plain:719",
+            "its process ended with exit status: 10 after launching linear_wgmma_plain_bf16",
+        ),
+        (
+            "linear_wgmma_plain:hang",
+            "it did not end within 8s after launching linear_wgmma_plain_bf16",
+        ),
+    ];
+    for (faulty, what) in cases {
+        let settings = [("EMU_CUDA_FAULTY", faulty)];
+        let sepal = start("cuda:0", &settings, &["--sample_timeout", "8"]);
+        sepal.wait_online();
+        let first = sepal.worker();
+        let got = run(&sepal, |_| ()).await;
+        assert!(got == expected, "{faulty}: results differ");
+        assert_eq!(sepal.worker(), first, "{faulty}: the worker was replaced");
+        assert!(children_of(first).is_empty(), "{faulty}: the child is left");
+        let log = sepal.log();
+        for part in [
+            "warpgroups failed on a sample and are not used",
+            "`sepal selftest --device cuda:0` tells more",
+            what,
+        ] {
+            assert_eq!(log.matches(part).count(), 1, "{faulty}, {part}: {log}");
+        }
+        assert_eq!(sepal.terminate().code(), Some(0));
+    }
+}
+
+#[test]
+fn selftest_names_the_kernel_of_warpgroups_that_fails() {
+    let done = with_driver(&[("EMU_CUDA_FAULTY", "linear_wgmma_nf4:719")])
+        .args(["selftest", "--device", "cuda:0", "--quick"])
+        .output()
+        .expect("the executable");
+    let (table, said) = (text(&done.stdout), text(&done.stderr));
+    assert_eq!(done.status.code(), Some(10), "{table}{said}");
+    let fault = "kernel linear_wgmma_nf4_bf16: cuStreamSynchronize: CUDA_ERROR_LAUNCH_FAILED (719)";
+    for part in ["by warps, as the sample by warpgroups failed", fault] {
+        assert!(table.contains(part), "{part}: {table}");
+    }
+    // All else is checked and measured.
+    assert!(!table.contains("WRONG"), "{table}");
+    assert!(table.contains("block nf4 decode"), "{table}");
+    assert!(said.contains("warpgroups fail on this device"), "{said}");
+}
+
+#[test]
+fn a_sample_is_taken_for_whoever_waits_for_it_alone() {
+    let done = with_driver(&[])
+        .args(["sample", "--ordinal", "0", "--parent", "1"])
+        .output()
+        .expect("the executable");
+    assert_eq!(done.status.code(), Some(13), "{}", text(&done.stderr));
+    assert_eq!(text(&done.stdout), "");
+}
+
+fn text(bytes: &[u8]) -> std::borrow::Cow<'_, str> {
+    String::from_utf8_lossy(bytes)
 }
 
 #[test]

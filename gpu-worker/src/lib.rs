@@ -26,6 +26,7 @@ pub mod link;
 pub mod prepare;
 mod probe;
 pub mod running;
+pub mod sample;
 pub mod schedule;
 pub mod selftest;
 pub(crate) mod sizing;

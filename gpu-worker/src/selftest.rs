@@ -6,12 +6,12 @@ mod others;
 mod roofline;
 
 use std::io::Write;
+use std::time::Duration;
 
 use kernels::Cpu;
-use kernels::cuda::driver::Driver;
 #[cfg(feature = "emu")]
 use kernels::cuda::emu::Emu;
-use kernels::cuda::{Cuda, Gpu};
+use kernels::cuda::{Agreement, Cuda, Gpu};
 use kernels::ops::OpError;
 use kernels::selftest::{Extent, checks};
 use shared::config::Device;
@@ -19,11 +19,15 @@ use shared::exit::ExitReason;
 
 use crate::engine::EngineError;
 use crate::prepare::with_source;
+use crate::sample;
 use roofline::{Peaks, Sizes, table};
 
 /// Bytes of the pieces that are copied for the bandwidth, and repetitions of products for the peak.
 const COPY_BYTES: usize = 1 << 30;
 const MATRIX_ITERATIONS: usize = 20_000;
+
+/// Longest time for the sample of products by warpgroups.
+const SAMPLE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Checks and measures `device`, and prints to standard output; the smallest cases only if `is_quick`.
 pub fn run_command(device: Device, is_quick: bool) -> ExitReason {
@@ -35,14 +39,16 @@ pub fn run_command(device: Device, is_quick: bool) -> ExitReason {
     };
     let done = match device {
         Device::Cpu => on_processor(out),
-        Device::Cuda(ordinal) => match Driver::open(ordinal) {
-            Ok(driver) => on_device(Cuda::new(driver), extent, out),
+        Device::Cuda(ordinal) => match sample::open(ordinal, SAMPLE_TIMEOUT) {
+            Ok(opened) => on_device(opened.cuda, opened.sampled, extent, out),
             Err(failure) => Err(Ended::new(ExitReason::BadConfig, &failure)),
         },
         #[cfg(feature = "emu")]
         Device::Emulator => {
             let threads = std::thread::available_parallelism().map_or(1, usize::from);
-            on_device(Cuda::new(Emu::new(threads)), Extent::Small, out)
+            let mut cuda = Cuda::new(Emu::new(threads));
+            let sampled = cuda.choose_products().map_err(|e| with_source(&e));
+            on_device(cuda, sampled, Extent::Small, out)
         }
         #[cfg(not(feature = "emu"))]
         Device::Emulator => Err(Ended {
@@ -100,7 +106,13 @@ fn on_processor(out: &mut impl Write) -> Result<(), Ended> {
     table(&mut cpu, Sizes::SMALL, Peaks::default(), out)
 }
 
-fn on_device<G: Gpu>(mut cuda: Cuda<G>, extent: Extent, out: &mut impl Write) -> Result<(), Ended> {
+/// Without warpgroups where the sample by them failed, which then is what is wrong with the device.
+fn on_device<G: Gpu>(
+    mut cuda: Cuda<G>,
+    sampled: Result<Agreement, String>,
+    extent: Extent,
+    out: &mut impl Write,
+) -> Result<(), Ended> {
     let found = cuda.gpu().properties().clone();
     writeln!(
         out,
@@ -111,23 +123,52 @@ fn on_device<G: Gpu>(mut cuda: Cuda<G>, extent: Extent, out: &mut impl Write) ->
         found.multiprocessors,
         found.image
     )?;
-    writeln!(out, "products of many rows {}", cuda.choose_products()?)?;
+    match &sampled {
+        Ok(how) => writeln!(out, "products of many rows {how}")?,
+        Err(why) => writeln!(
+            out,
+            "products of many rows by warps, as the sample by warpgroups failed: {why}"
+        )?,
+    }
+    check(&mut cuda, extent, out)?;
+    measure(&mut cuda, extent, out)?;
+    match sampled {
+        Ok(_) => Ok(()),
+        Err(why) => Err(Ended {
+            reason: ExitReason::DeviceLost,
+            message: format!("warpgroups fail on this device; all else is right: {why}"),
+        }),
+    }
+}
+
+/// Every operation against its reference.
+fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent, out: &mut impl Write) -> Result<(), Ended> {
+    // A failure then names its kernel.
+    cuda.watch(Some(|_| ()));
     let mut wrong = 0;
     for (name, check) in checks::<G>() {
-        match check(&mut cuda, extent) {
-            Ok(cases) => writeln!(out, "{name:20} {cases:5} cases  right")?,
+        // At once, as a kernel may never end.
+        write!(out, "{name:20} ")?;
+        out.flush()?;
+        match check(cuda, extent) {
+            Ok(cases) => writeln!(out, "{cases:5} cases  right")?,
             Err(failure) => {
                 wrong += 1;
-                writeln!(out, "{name:20} WRONG: {}", with_source(&failure))?;
+                writeln!(out, "WRONG: {}", with_source(&failure))?;
             }
         }
     }
-    if wrong > 0 {
-        return Err(Ended {
+    cuda.watch(None);
+    match wrong {
+        0 => Ok(()),
+        _ => Err(Ended {
             reason: ExitReason::DeviceLost,
             message: format!("{wrong} kinds of operations are wrong on this device"),
-        });
+        }),
     }
+}
+
+fn measure<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent, out: &mut impl Write) -> Result<(), Ended> {
     let is_full = extent == Extent::Full;
     let (bytes, iterations, sizes) = if is_full {
         (COPY_BYTES, MATRIX_ITERATIONS, Sizes::LARGE)
@@ -138,7 +179,7 @@ fn on_device<G: Gpu>(mut cuda: Cuda<G>, extent: Extent, out: &mut impl Write) ->
         bytes_per_s: Some(cuda.copy_rate(bytes)?),
         flops_per_s: Some(cuda.matrix_rate(iterations)?),
     };
-    table(&mut cuda, sizes, peaks, out)?;
-    roofline::by_warps(&mut cuda, sizes, peaks, out)?;
-    roofline::quantize(&mut cuda, sizes, peaks, out)
+    table(cuda, sizes, peaks, out)?;
+    roofline::by_warps(cuda, sizes, peaks, out)?;
+    roofline::quantize(cuda, sizes, peaks, out)
 }

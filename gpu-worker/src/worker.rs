@@ -34,6 +34,7 @@ use crate::fault::Faults;
 use crate::link::{LINK_DESCRIPTORS, Link, LinkError};
 use crate::prepare::with_source;
 use crate::probe;
+use crate::sample;
 use crate::sizing::shortage;
 use crate::throughput::{self, Freshness, Key, RateCache, ThroughputError};
 use crate::weights::manifest::Manifest;
@@ -76,14 +77,16 @@ pub fn run(bootstrap: Bootstrap) -> ExitReason {
 fn serve(ends: ControlEnds<ToWorker, FromWorker>) -> End {
     match ends.receiver.recv() {
         Ok(ToWorker::Init(init)) => match init.device {
-            Device::Cpu => run_on(&init, ends, |threads| {
+            Device::Cpu => run_on(&init, ends, |threads, _| {
                 let cpu = Cpu::new(threads);
                 info!(threads, isa = ?cpu.isa(), "processor");
                 Ok(cpu)
             }),
-            Device::Cuda(ordinal) => run_on(&init, ends, |_| open_cuda(ordinal)),
+            Device::Cuda(ordinal) => run_on(&init, ends, |_, board| {
+                open_cuda(ordinal, init.config.sample_timeout, board)
+            }),
             #[cfg(feature = "emu")]
-            Device::Emulator => run_on(&init, ends, |threads| {
+            Device::Emulator => run_on(&init, ends, |threads, _| {
                 let (emu, most) = (Emu::new(threads), init.config.device_bytes);
                 let most = most.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
                 with_products(Cuda::new(match most {
@@ -130,7 +133,7 @@ fn lost(failure: &IpcError) -> End {
 fn run_on<B: Paged>(
     init: &WorkerInit,
     ends: ControlEnds<ToWorker, FromWorker>,
-    open: impl FnOnce(usize) -> Result<B, End>,
+    open: impl FnOnce(usize, &BoardWriter) -> Result<B, End>,
 ) -> End {
     let run = || {
         let board = BoardWriter::open(&init.board, init.generation).map_err(|e| mismatch(&e))?;
@@ -139,7 +142,7 @@ fn run_on<B: Paged>(
         let (spec, weights) = load(init, &board)?;
         let kv = map_kv(init, &ends.descriptors)?;
         let threads = throughput::threads(&init.config);
-        let backend = open(threads)?;
+        let backend = open(threads, &board)?;
         check_memory(&backend, init, &spec, &weights)?;
         let shape = EngineShape {
             span: init.span,
@@ -186,12 +189,15 @@ fn watch_weights(ends: &ControlEnds<ToWorker, FromWorker>) -> Result<(), End> {
     })
 }
 
-fn open_cuda(ordinal: u32) -> Result<Cuda<Driver>, End> {
-    let driver = Driver::open(ordinal).map_err(|failure| {
+/// Opens a device after the sample of its warpgroups, which has so much time.
+fn open_cuda(ordinal: u32, limit: Duration, board: &BoardWriter) -> Result<Cuda<Driver>, End> {
+    board.enter(Phase::Loading, LOADING_LIMIT + limit);
+    let opened = sample::open(ordinal, limit).map_err(|failure| {
         let (reason, message) = unusable(ordinal, &failure);
         End { reason, message }
     })?;
-    let found = driver.properties();
+    board.enter(Phase::Loading, LOADING_LIMIT);
+    let found = opened.cuda.gpu().properties();
     info!(
         name = found.name,
         architecture = found.architecture,
@@ -199,16 +205,26 @@ fn open_cuda(ordinal: u32) -> Result<Cuda<Driver>, End> {
         image = found.image,
         "CUDA device"
     );
-    with_products(Cuda::new(driver))
+    match &opened.sampled {
+        Ok(how) => info!(%how, sample = ?opened.took, "products of many rows"),
+        Err(why) => warn!(
+            why,
+            sample = ?opened.took,
+            "warpgroups failed on a sample and are not used: prefill is slower, results are the same; \
+             `sepal selftest --device cuda:{ordinal}` tells more"
+        ),
+    }
+    Ok(opened.cuda)
 }
 
-/// Chooses by what the products of many rows are made.
+/// Chooses by what the products of many rows are made, on a device that cannot do harm.
+#[cfg(feature = "emu")]
 fn with_products<G: Gpu>(mut cuda: Cuda<G>) -> Result<Cuda<G>, End> {
-    let chosen = cuda.choose_products().map_err(|failure| End {
+    let how = cuda.choose_products().map_err(|failure| End {
         reason: ExitReason::DeviceLost,
         message: format!("multiply a sample: {}", with_source(&failure)),
     })?;
-    info!(how = %chosen, "products of many rows");
+    info!(%how, "products of many rows");
     Ok(cuda)
 }
 

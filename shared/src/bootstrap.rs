@@ -76,7 +76,7 @@ pub enum BootstrapError {
         theirs: String,
     },
     /// The parent died before this process was tied to it.
-    #[error("the supervisor (pid {0}) is gone")]
+    #[error("the process that started this one (pid {0}) is gone")]
     ParentGone(u32),
     /// A call of the operating system failed.
     #[error("{0}")]
@@ -249,9 +249,13 @@ fn compare(what: &str, ours: &str, theirs: &str) -> Result<(), BootstrapError> {
     })
 }
 
-fn die_with_parent(parent_pid: u32) -> Result<(), BootstrapError> {
+/// Has this process killed when the thread that started it ends, which is one of process `parent_pid`.
+///
+/// # Errors
+/// [`BootstrapError::ParentGone`] when it has ended already, [`BootstrapError::Os`] when the system refuses.
+pub fn die_with_parent(parent_pid: u32) -> Result<(), BootstrapError> {
     nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)
-        .map_err(|e| BootstrapError::Os("ask to be killed with the supervisor", e.into()))?;
+        .map_err(|e| BootstrapError::Os("ask to be killed with the parent", e.into()))?;
     if u32::try_from(getppid().as_raw()) == Ok(parent_pid) {
         Ok(())
     } else {

@@ -262,6 +262,8 @@ pub struct WorkerConfig {
     pub kv_mirror: KvMirror,
     /// Most memory of its device that a worker takes (`--device_memory`); `None` = what is free.
     pub device_bytes: Option<u64>,
+    /// Longest time for the sample of products by warpgroups.
+    pub sample_timeout: Duration,
 }
 
 /// When KV pages of a device are mirrored in host memory, from where the next worker takes them (`--kv_mirror`).

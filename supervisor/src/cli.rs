@@ -76,6 +76,13 @@ pub enum Command {
         /// Only the smallest cases.
         is_quick: bool,
     },
+    /// Take the sample of products by warpgroups, for the process that started this one.
+    Sample {
+        /// Number of the CUDA device.
+        ordinal: u32,
+        /// That process.
+        parent: u32,
+    },
     /// Be a child of a supervisor.
     Role {
         /// Which.
@@ -208,6 +215,10 @@ fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
             device: args.device,
             is_quick: args.quick,
         },
+        Commands::Sample(args) => Command::Sample {
+            ordinal: args.ordinal,
+            parent: args.parent,
+        },
         Commands::Netd(args) => role(Role::Netd, args),
         Commands::GpuWorker(args) => role(Role::Worker, args),
         Commands::Prepare(args) => role(Role::Prepare, args),
@@ -318,6 +329,9 @@ enum Commands {
     Status(StatusArgs),
     /// Check every kernel on a device against the reference, then measure products, attention and norms beside what it gives at best
     Selftest(SelftestArgs),
+    /// Compare products by warpgroups with those by warps on a device, for a worker
+    #[command(hide = true)]
+    Sample(SampleArgs),
     /// Be the network daemon of a supervisor
     #[command(hide = true)]
     Netd(RoleArgs),
@@ -338,6 +352,16 @@ struct SelftestArgs {
     /// The smallest cases and sizes only: whether kernels load and run, not how fast
     #[arg(long)]
     quick: bool,
+}
+
+#[derive(Debug, Args)]
+struct SampleArgs {
+    /// Number of the CUDA device
+    #[arg(long)]
+    ordinal: u32,
+    /// The process that waits for the answer
+    #[arg(long)]
+    parent: u32,
 }
 
 #[derive(Debug, Args)]

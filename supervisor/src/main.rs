@@ -22,6 +22,7 @@ fn main() -> ExitCode {
         Command::SelfTest { device, is_quick } => {
             gpu_worker::selftest::run_command(device, is_quick)
         }
+        Command::Sample { ordinal, parent } => gpu_worker::sample::run_command(ordinal, parent),
         Command::Role { role, bootstrap } => child(role, bootstrap),
         Command::ShowConfig(text) => {
             print!("{text}");

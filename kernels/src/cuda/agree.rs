@@ -46,11 +46,12 @@ impl<G: Gpu> Cuda<G> {
     /// # Errors
     /// When the device has no memory for the sample, or fails.
     pub fn choose_products(&mut self) -> Result<Agreement, OpError> {
-        if !self.gpu.properties().has_wgmma() {
+        if !self.has_warpgroups() {
             return Ok(Agreement::NoWarpgroups);
         }
         // With a pool of its own, which leaves no memory behind.
         let mut sampled = Cuda::with_pool(Arc::clone(&self.gpu), true);
+        sampled.watch(self.watch);
         let mut is_same = true;
         for (quant, dtype) in [
             (QuantType::None, DType::Bf16),
@@ -66,6 +67,17 @@ impl<G: Gpu> Cuda<G> {
             true => Agreement::Same,
             false => Agreement::Different,
         })
+    }
+
+    /// Whether the device has warpgroups that may be used.
+    pub fn has_warpgroups(&self) -> bool {
+        self.gpu.properties().has_wgmma() && !self.gave_warpgroups_up
+    }
+
+    /// Launches nothing for warpgroups from now on, not even for comparisons: they fail on this device.
+    pub fn give_warpgroups_up(&mut self) {
+        self.gave_warpgroups_up = true;
+        self.by_warpgroups = false;
     }
 
     /// Whether products of many rows go to warpgroups.

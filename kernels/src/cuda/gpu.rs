@@ -49,6 +49,15 @@ pub enum GpuError {
         /// Its number.
         code: u32,
     },
+    /// A kernel failed, where each is waited for.
+    #[error("kernel {kernel}")]
+    Kernel {
+        /// Which.
+        kernel: &'static str,
+        /// How.
+        #[source]
+        source: Box<GpuError>,
+    },
 }
 
 /// One kernel launch.
@@ -311,7 +320,7 @@ pub struct Properties {
     pub multiprocessors: u32,
     /// Most dynamic shared memory of a CTA.
     pub shared_bytes: u32,
-    /// Which image its kernels come from.
+    /// Which image its kernels come from; empty before it is opened.
     pub image: String,
 }
 

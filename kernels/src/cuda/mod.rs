@@ -64,7 +64,14 @@ pub struct Cuda<G: Gpu> {
     launches: u64,
     /// Whether products of many rows go to warpgroups.
     by_warpgroups: bool,
+    /// Whether nothing may be launched for warpgroups, although the device has them.
+    gave_warpgroups_up: bool,
+    /// Whom to tell of each launch.
+    watch: Option<Watch>,
 }
+
+/// Is told the name of a kernel before it is launched.
+pub type Watch = fn(&'static str);
 
 /// Arrays of constants that are kept.
 const MAX_CONSTANTS: usize = 32;
@@ -94,7 +101,15 @@ impl<G: Gpu> Cuda<G> {
             recording: false,
             launches: 0,
             by_warpgroups: false,
+            gave_warpgroups_up: false,
+            watch: None,
         }
+    }
+
+    /// From now on `watch` is told of each kernel before it is launched, and each launch is waited for unless it is recorded, so that a failure names
+    /// its kernel ([`GpuError::Kernel`]) and a kernel that never ends is the last one told. `None` ends that.
+    pub fn watch(&mut self, watch: Option<Watch>) {
+        self.watch = watch;
     }
 
     /// The device.
@@ -352,8 +367,18 @@ impl<G: Gpu> Cuda<G> {
     unsafe fn launch(&mut self, launch: Launch) -> Result<(), OpError> {
         self.health()?;
         self.launches += 1;
+        if let Some(watch) = self.watch {
+            watch(launch.kernel);
+        }
         // SAFETY: the caller's.
-        let done = unsafe { self.gpu.launch(launch) };
+        let mut done = unsafe { self.gpu.launch(launch) };
+        if self.watch.is_some() && !self.recording {
+            done = done.and_then(|()| self.gpu.wait());
+            done = done.map_err(|source| GpuError::Kernel {
+                kernel: launch.kernel,
+                source: Box::new(source),
+            });
+        }
         self.noted(done)
     }
 

@@ -256,7 +256,7 @@ fn attend<G: Gpu>(bench: &mut Bench<'_, G>, batch: &Batch) -> Result<(), Failure
     };
     bench.close(&got, &wanted, tolerance)?;
     bench.close(&got_sums, &wanted_sums, tolerance)?;
-    if bench.cuda.gpu().properties().has_wgmma() {
+    if bench.cuda.has_warpgroups() {
         let [by_warpgroups, sums] = attended(bench, batch, &memory, &q, &rows, true)?;
         bench.close(&by_warpgroups, &wanted, tolerance)?;
         bench.close(&sums, &wanted_sums, tolerance)?;

@@ -10,7 +10,7 @@ use crate::ops::convert;
 /// No cases where the device has no such products.
 pub(super) fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize, Failure> {
     let mut bench = Bench::new(cuda);
-    if !bench.cuda.gpu().properties().has_wgmma() {
+    if !bench.cuda.has_warpgroups() {
         return Ok(0);
     }
     let sizes = match extent {

@@ -137,6 +137,7 @@ pub fn resolve(mut args: ServeArgs, env: Env<'_>) -> Result<ServeConfig, String>
             measure_anew: matches!(netd.throughput, Throughput::Anew | Throughput::DryRun),
             kv_mirror: kv_mirror(&args.limits.kv_mirror)?,
             device_bytes: args.limits.device_memory,
+            sample_timeout: args.supervision.sample_timeout,
         },
         devices,
         prepare: PrepareConfig {

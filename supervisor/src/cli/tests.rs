@@ -352,6 +352,16 @@ fn every_role_has_its_hidden_command() {
         };
         assert_eq!(read, role);
     }
+    let sample = run("sample --ordinal 1 --parent 7", &[]);
+    let is_read = matches!(
+        sample,
+        Ok(Command::Sample {
+            ordinal: 1,
+            parent: 7
+        })
+    );
+    assert!(is_read, "{sample:?}");
+    assert!(!refusal("--help").contains("sample"));
 }
 
 #[test]
@@ -366,7 +376,7 @@ fn help_is_complete_and_names_the_exit_codes() {
     ] {
         assert!(help.contains(text), "{text}");
     }
-    assert!(!help.contains("inject_fault"));
+    assert!(!help.contains("inject_fault") && !help.contains("sample_timeout"));
 }
 
 #[test]

@@ -79,23 +79,16 @@ impl Driver {
     /// # Errors
     /// [`OpenError`].
     pub fn open(ordinal: u32) -> Result<Driver, OpenError> {
-        let found = probe::probe()?;
-        if ordinal >= found.devices {
-            let count = found.devices;
-            return Err(NoCuda::NoSuchDevice { ordinal, count }.into());
-        }
-        let failed = |source| OpenError::Call { ordinal, source };
-        let device = device(ordinal).map_err(failed)?;
-        let properties = properties(device).map_err(failed)?;
-        if properties.architecture < 80 {
-            return Err(OpenError::TooOld {
-                ordinal,
-                name: properties.name,
-                major: properties.architecture / 10,
-                minor: properties.architecture % 10,
-            });
-        }
-        Driver::start(device, properties).map_err(failed)
+        let (device, properties) = find(ordinal)?;
+        Driver::start(device, properties).map_err(|source| OpenError::Call { ordinal, source })
+    }
+
+    /// What device `ordinal` is, without opening it: no context is made, no kernel is loaded.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn properties_of(ordinal: u32) -> Result<Properties, OpenError> {
+        find(ordinal).map(|(_, properties)| properties)
     }
 
     /// Free and total bytes of device `ordinal`, as a process finds them that has opened it: what the driver takes for a context is not free.
@@ -374,6 +367,27 @@ fn make_current(context: cu::CUcontext) -> Result<(), GpuError> {
     // SAFETY: a context that is never destroyed.
     let status = unsafe { cu::cuCtxSetCurrent(context) };
     check("cuCtxSetCurrent", status)
+}
+
+/// A device that the kernels are made for, and what it is.
+fn find(ordinal: u32) -> Result<(cu::CUdevice, Properties), OpenError> {
+    let found = probe::probe()?;
+    if ordinal >= found.devices {
+        let count = found.devices;
+        return Err(NoCuda::NoSuchDevice { ordinal, count }.into());
+    }
+    let failed = |source| OpenError::Call { ordinal, source };
+    let device = device(ordinal).map_err(failed)?;
+    let properties = properties(device).map_err(failed)?;
+    if properties.architecture < 80 {
+        return Err(OpenError::TooOld {
+            ordinal,
+            name: properties.name,
+            major: properties.architecture / 10,
+            minor: properties.architecture % 10,
+        });
+    }
+    Ok((device, properties))
 }
 
 fn device(ordinal: u32) -> Result<cu::CUdevice, GpuError> {

@@ -6,9 +6,9 @@ use std::sync::OnceLock;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use super::*;
-use crate::cuda::Cuda;
 use crate::cuda::emu::DRIVER_FOLDER;
 use crate::cuda::gpu::Params;
+use crate::cuda::{Agreement, Cuda};
 use crate::selftest::{Extent, checks};
 
 /// Whoever asks for `libcuda.so` from now on gets this one: a library of that name is loaded.
@@ -32,8 +32,15 @@ fn every_kernel_of_the_images_equals_its_reference() {
 }
 
 #[test]
+fn products_of_the_images_go_to_warpgroups() {
+    let agreement = Cuda::new(open()).choose_products();
+    assert_eq!(agreement.unwrap(), Agreement::Same);
+}
+
+#[test]
 fn the_device_is_what_the_driver_says() {
     let driver = open();
+    assert_eq!(Driver::properties_of(0).unwrap().architecture, 90);
     let found = driver.properties();
     assert_eq!(found.name, "emulator behind a driver");
     assert_eq!((found.architecture, found.multiprocessors), (90, 4));

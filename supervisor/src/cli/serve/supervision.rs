@@ -38,6 +38,9 @@ pub struct SupervisionArgs {
     /// A fault that each worker inflicts on itself: ACTION@POINT#JOB[xTIMES]
     #[arg(long, value_name = "FAULT", hide = true, value_parser = fault)]
     pub(super) inject_fault: Option<FaultPlan>,
+    /// Seconds for the sample of products by warpgroups that a process takes before a CUDA device is opened
+    #[arg(long, value_name = "SECONDS", hide = true, default_value = "30", value_parser = seconds)]
+    pub(super) sample_timeout: Duration,
     /// Drain when the process that started this one, which has this id, ends
     #[arg(long, value_name = "PID", hide = true)]
     pub(super) end_with: Option<u32>,
