@@ -143,7 +143,7 @@ mod emulator {
         assert!(!kernels.is_empty(), "{} has no kernel", source.display());
         let entries: String = kernels
             .iter()
-            .map(|k| format!("    EMU_KERNEL({k}),\n"))
+            .map(|(name, cluster)| format!("    EMU_KERNEL({name}, {cluster}),\n"))
             .collect();
         format!(
             "#include \"{}\"\n#include \"emu/fiber.h\"\nstatic const emu::Kernel kernels[] = {{\n{entries}}};\n\
@@ -178,22 +178,28 @@ mod emulator {
         String::from_utf8_lossy(&text).into_owned()
     }
 
-    /// Names in `extern "C" emu_global_mark void NAME(`.
-    fn kernels_in(text: &str) -> Vec<String> {
-        let mut names = Vec::new();
+    /// Names in `extern "C" emu_global_mark void NAME(`, and the sizes of their clusters, which `emu_cluster_mark(X, Y, Z)` gives before the name.
+    fn kernels_in(text: &str) -> Vec<(String, String)> {
+        let mut kernels = Vec::new();
         let parts: Vec<&str> = text.split("emu_global_mark").collect();
         for pair in parts.windows(2) {
             if !pair[0].trim_end().ends_with("extern \"C\"") {
                 continue;
             }
             let after = pair[1].trim_start().strip_prefix("void");
-            let name = after.and_then(|s| s.split('(').next()).map(str::trim);
-            names.push(
+            let mut after = after.expect("a kernel returns void").trim_start();
+            let mut cluster = "1, 1, 1";
+            if let Some(marked) = after.strip_prefix("emu_cluster_mark(") {
+                (cluster, after) = marked.split_once(')').expect("the mark is closed");
+            }
+            let name = after.split('(').next().map(str::trim);
+            kernels.push((
                 name.expect("a kernel is declared as: extern \"C\" __global__ void NAME(")
                     .to_owned(),
-            );
+                cluster.to_owned(),
+            ));
         }
-        names
+        kernels
     }
 
     fn write(path: &Path, text: &str) {

@@ -14,6 +14,8 @@ template <int I> struct Number {
 };
 template <class F> constexpr bool IS_NF4 = same_type<F, Nf4>::value;
 template <class F> constexpr uint32_t W_STAGE = TILE_OUTPUTS * F::BLOCK_BYTES;
+// CTAs of a cluster, which have the same rows and neighbouring tiles of outputs: linear_wgmma.cu says why as many.
+template <class F> constexpr uint32_t CLUSTER = same_type<F, Plain>::value ? 4 : 2;
 // Blocks of a chunk, through which products run without a pause.
 #define CHUNK 4
 // Bytes before the ring: barriers; of NF4 the table, the dynamic map and the scales of two chunks. All parts are multiples of 1024.
@@ -132,28 +134,35 @@ __device__ __forceinline__ void linear_wgmma(const LinearPart& part, const T* x,
     float* scales = dynamic + 256;
     unsigned char* ring = shared + TABLES<F>;
     uint64_t* full = reinterpret_cast<uint64_t*>(ring - 1024); // [STAGES]: x of the stage is there
+    uint64_t* empty = full + STAGES;                           // [STAGES]: all CTAs of the cluster have done with it
     float* offset = reinterpret_cast<float*>(full + 16);       // of the scales
     const uint8_t* x_from = reinterpret_cast<const uint8_t*>(x) + (size_t)tile * blocks * X_STAGE;
     WeightCopies<F> weights(part, inputs);
-    // Copies a block to a stage; they come one after the other.
-    auto copy = [&](uint32_t block, uint32_t stage) {
-        unsigned char* to = ring + stage * STAGE;
-        if (threadIdx.x == 0) {
-            barrier_expect(full + stage, X_STAGE);
-            copy_bulk(to, x_from + (size_t)block * X_STAGE, X_STAGE, full + stage);
-        }
-        weights.next(to + X_STAGE, inputs);
+    // One thread copies this CTA's share of a block of x to a stage of all CTAs of the cluster, and expects the whole.
+    auto copy_x = [&](uint32_t block, uint32_t stage) {
+        constexpr uint32_t SHARE = X_STAGE / CLUSTER<F>;
+        const uint32_t share = cluster_rank() * SHARE;
+        barrier_expect(full + stage, X_STAGE);
+        copy_bulk<CLUSTER<F>>(ring + stage * STAGE + share, x_from + (size_t)block * X_STAGE + share, SHARE, full + stage);
     };
     if (threadIdx.x == 0) {
-        for (uint32_t s = 0; s < STAGES; s++) barrier_init(full + s, 1);
+        for (uint32_t s = 0; s < STAGES; s++) {
+            barrier_init(full + s, 1);
+            barrier_init(empty + s, CLUSTER<F>);
+        }
         fence_barrier_init();
     }
-    __syncthreads();
+    cluster_arrive();
+    // Weights of blocks, one after the other, to stages.
 #pragma unroll
     for (uint32_t s = 0; s < STAGES - 1; s++) {
-        if (s < blocks) copy(s, s);
+        if (s < blocks) weights.next(ring + s * STAGE + X_STAGE, inputs);
         cp_commit();
     }
+    // Each thread of the cluster arrives once, above.
+    cluster_wait();
+    if (threadIdx.x == 0)
+        for (uint32_t s = 0; s < min(blocks, STAGES - 2u); s++) copy_x(s, s);
     ScaleCopies asked = {};
     if constexpr (IS_NF4<F>) {
         asked.ask(part, inputs, 0);
@@ -164,7 +173,8 @@ __device__ __forceinline__ void linear_wgmma(const LinearPart& part, const T* x,
         asked.template store<T>(scales, dynamic, *offset);
     }
 
-    uint32_t a[2][4][4], stage = 0, phase = 0;
+    // Stages of this block, the one before, and the one before that; phase of `full` of this block.
+    uint32_t a[2][4][4], stage = 0, freed = STAGES - 1, next = STAGES - 2, phase = 0;
     float low = 1.0f, high = 1.0f; // scales of this block, of outputs g and g + 8
     auto make = [&](uint32_t (&to)[4][4]) {
         const unsigned char* at = ring + stage * STAGE + X_STAGE;
@@ -184,16 +194,32 @@ __device__ __forceinline__ void linear_wgmma(const LinearPart& part, const T* x,
         total[i / 32][i % 32] = -0.0f; // leaves even the first sum's sign of zero alone
         sum[i / 32][i % 32] = 0.0f;
     }
-    // What comes between the products of a block and those of the next: all have done with the block before, whose stage is filled again.
+    // What comes between the products of a block and those of the next. This CTA has done with the block before: weights are copied into its stage
+    // again, and all CTAs are told. x goes into the stage of the one before that, with which they had done a block ago: so none waits for
+    // another that is a little slower. All threads wait, as a loop of one alone would cost registers. While a stage was not used yet, the wait is for
+    // the phase before the first, which counts as ended.
+    // Why every wait ends. A phase of `empty` has one arrival of each CTA, made between the next two blocks; a phase of `full` that of thread 0 of its CTA
+    // and the bytes of all CTAs, copied 4 blocks before. So the CTA that is furthest behind never waits for others: they have passed there. No phase is
+    // missed: the next one of `empty` ends after all threads of this CTA have passed here again, the next one of `full` after it has arrived at `empty`.
+    // Arrivals are made where a stage is filled again, and only there: each is waited for, so none is on its way to a CTA that ends.
     auto between = [&](uint32_t block, uint32_t (&to)[4][4]) {
         cp_wait<STAGES - 3>();
         __syncthreads();
-        if (block + STAGES - 1 < blocks) copy(block + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
+        if (block + STAGES - 1 < blocks) {
+            if (threadIdx.x < CLUSTER<F> && block > 0) barrier_arrive(empty + freed, threadIdx.x);
+            weights.next(ring + freed * STAGE + X_STAGE, inputs);
+        }
         cp_commit();
+        if (block + STAGES - 2 < blocks) {
+            barrier_wait(empty + next, stage < 2 ? phase ^ 1 : phase);
+            if (threadIdx.x == 0) copy_x(block + STAGES - 2, next);
+        }
         if constexpr (IS_NF4<F>) {
             low = scales[block % (2 * CHUNK) * TILE_OUTPUTS + w_row];
             high = scales[block % (2 * CHUNK) * TILE_OUTPUTS + w_row + 8];
         }
+        next = freed;
+        freed = stage;
         stage++;
         if (stage == STAGES) {
             stage = 0;
@@ -282,6 +308,8 @@ __device__ __forceinline__ void linear_wgmma(const LinearPart& part, const T* x,
         finish();
     }
     cp_wait<0>();
+    // No CTA ends before what it copies to the others has come, for which they have waited here. Each thread of the cluster comes by once.
+    cluster_arrive();
 
 #pragma unroll
     for (int high = 0; high < 2; high++) {
@@ -296,4 +324,5 @@ __device__ __forceinline__ void linear_wgmma(const LinearPart& part, const T* x,
             if (row < rows) out[(size_t)row * part.outputs + output] = part.bias ? __fadd_rn(value, bias) : value;
         }
     }
+    cluster_wait();
 }

@@ -36,18 +36,22 @@ template <int M> __device__ __forceinline__ void wgmma_hold(float (&d)[M]) {
 
 // Copies of whole pieces of memory by the copy engine, which writes as tensor cores read: no fence between the two. One thread, after the barrier
 // was made and all know of it: barrier_expect the bytes, then copy_bulk as many; any thread: barrier_wait for the 1st, 2nd, 3rd ... time with
-// `phase` 0, 1, 0 ... Addresses and bytes are multiples of 16.
-__device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t threads) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(smem_address(barrier)), "r"(threads) : "memory");
+// `phase` 0, 1, 0 ... Addresses and bytes are multiples of 16. A phase ends with as many arrivals as the barrier was made for (barrier_expect is one),
+// when the bytes are there; before the first has ended, a wait with phase 1 is none.
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(smem_address(barrier)), "r"(arrivals) : "memory");
 }
 // Makes barriers known to the copy engine.
 __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory"); }
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(smem_address(barrier)), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(smem_address(to)), "l"(from),
-                 "r"(bytes), "r"(smem_address(barrier))
+// To CTAs 0 .. CTAS - 1 of the cluster (below) at once, and the bytes to the barrier of each of them. They may be there before they are expected, but
+// not before the phase that expects them has begun.
+template <uint32_t CTAS> __device__ __forceinline__ void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;\n" ::"r"(
+                     smem_address(to)),
+                 "l"(from), "r"(bytes), "r"(smem_address(barrier)), "h"((uint16_t)((1 << CTAS) - 1))
                  : "memory");
 }
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t phase) {
@@ -55,6 +59,28 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t phase) 
                  "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                  "@!done bra again;}\n" ::"r"(smem_address(barrier)),
                  "r"(phase)
+                 : "memory");
+}
+
+// Clusters (__cluster_dims__): CTAs that run at the same time and reach each other's shared memory; the same addresses are the same places. Rank: which
+// of them this one is. All their threads call cluster_arrive, then cluster_wait, which waits until all have arrived: once before anything of a peer
+// is touched, its barriers being made and fence_barrier_init called, and once before a CTA ends that a peer may still touch.
+// Neither these nor barrier_arrive show a peer what was stored: that would be a fence of all memory at each arrival. What goes between CTAs is what the
+// copy engine brings, and that products have been waited for (wgmma_wait), whose B may be overwritten then. CUTLASS's ClusterBarrier does the same. Nor
+// does cluster_arrive wait for an earlier barrier_arrive: a CTA waits for all arrivals that come to it before it ends.
+__device__ __forceinline__ uint32_t cluster_rank() {
+    uint32_t rank; // read anew each time, which is cheaper than a register that is kept
+    asm volatile("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
+    return rank;
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory"); }
+// One arrival at this barrier in CTA `rank` of the cluster, which may be this one.
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier, uint32_t rank) {
+    asm volatile("{.reg .b32 there;\n"
+                 "mapa.shared::cluster.u32 there, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [there];}\n" ::"r"(smem_address(barrier)),
+                 "r"(rank)
                  : "memory");
 }
 

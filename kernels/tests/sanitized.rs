@@ -30,6 +30,10 @@ const EXTENT: Extent = match SANITIZER {
 const THREADS: usize = 2;
 const ORDER: u64 = 7;
 
+/// Another, whose seed is even, for the checks of kernels whose CTAs copy to each other: such copies then come as soon as they may.
+const EARLY: u64 = 8;
+const IN_CLUSTERS: [&str; 1] = ["linear"];
+
 /// Launches a kernel that is wrong, instead of anything else.
 const FAULTY: &str = "--faulty";
 
@@ -39,6 +43,23 @@ const FAULTY_PRODUCTS: [(&str, &str); 3] = [
     ("faulty_wgmma_wait", "registers of A were changed"),
     ("faulty_wgmma_warps", "issue different products"),
 ];
+
+/// Two CTAs that copy to each other: what is wrong, and with which order it is seen.
+const FAULTY_CLUSTERS: [(&str, u64, &str); 5] = [
+    ("faulty_cluster_start", 1, "that was not made"),
+    ("faulty_cluster_fence", 1, "that was not made known"),
+    ("faulty_cluster_free", EARLY, OVERWRITTEN),
+    ("faulty_cluster_wait", 1, "before it has waited for all"),
+    ("faulty_cluster_end", 1, "comes to a CTA that has ended"),
+];
+/// The same with nothing wrong.
+const SOUND: &str = "sound_cluster";
+const WRONG: &str = "wrong values";
+/// What is said of bytes that are overwritten while they are read.
+const OVERWRITTEN: &str = match SANITIZER {
+    Some(kind) if matches!(kind.as_bytes(), b"thread") => "ThreadSanitizer: data race",
+    _ => WRONG,
+};
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -57,12 +78,27 @@ fn main() {
         for (kernel, message) in FAULTY_PRODUCTS {
             assert_reported(kernel, message);
         }
+        for (kernel, _, message) in FAULTY_CLUSTERS {
+            assert_reported(kernel, message);
+        }
+        let (is_success, said) = run_faulty(SOUND);
+        assert!(is_success, "{SOUND}: {said}");
     }
-    let mut cuda = Cuda::exact(Emu::with_order(THREADS, ORDER));
+    let mut ran = 0;
+    for order in [ORDER, EARLY] {
+        ran += run_checks(&arguments, order);
+    }
+    assert!(ran > 0, "no check is called so");
+}
+
+/// How many were run.
+fn run_checks(arguments: &[String], order: u64) -> usize {
+    let mut cuda = Cuda::exact(Emu::with_order(THREADS, order));
     cuda.use_warpgroups(true);
     let mut ran = 0;
     for (name, check) in checks::<Emu>() {
-        if !arguments.is_empty() && !arguments.iter().any(|wanted| wanted == name) {
+        let is_wanted = arguments.is_empty() || arguments.iter().any(|wanted| wanted == name);
+        if !is_wanted || order == EARLY && !IN_CLUSTERS.contains(&name) {
             continue;
         }
         let start = Instant::now();
@@ -77,33 +113,50 @@ fn main() {
         );
         ran += 1;
     }
-    assert!(ran > 0, "no check is called so");
+    ran
 }
 
-/// Runs the kernel in a process of its own, which the sanitizer must end with this message.
+/// Runs the kernel in a process of its own, which must end with this message.
 fn assert_reported(kernel: &str, message: &str) {
+    let (is_success, said) = run_faulty(kernel);
+    assert!(
+        !is_success && said.contains(message),
+        "{kernel} was not reported: {said}"
+    );
+    println!("{kernel:20} reported");
+}
+
+/// Whether the process was content, and what it said.
+fn run_faulty(kernel: &str) -> (bool, String) {
     let program = std::env::current_exe().expect("the path of this program");
     let ended = Command::new(program)
         .args([FAULTY, kernel])
         .output()
         .expect("this program again");
-    let said = String::from_utf8_lossy(&ended.stderr);
-    assert!(
-        !ended.status.success() && said.contains(message),
-        "{kernel} was not reported: {} {said}",
-        ended.status
-    );
-    println!("{kernel:20} reported");
+    let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+    (ended.status.success(), said)
 }
 
 fn launch_faulty(kernel: &str) {
-    const COUNT: usize = 64;
     let product = FAULTY_PRODUCTS.iter().find(|(name, _)| *name == kernel);
-    let kernel = match (kernel, product) {
-        (_, Some((name, _))) => name,
-        ("faulty_overrun", _) => "faulty_overrun",
-        _ => "faulty_race",
-    };
+    let cluster = FAULTY_CLUSTERS.iter().find(|(name, ..)| *name == kernel);
+    if let Some((name, order, _)) = cluster {
+        launch_cluster(name, *order);
+    } else if kernel == SOUND {
+        for order in [1, ORDER, EARLY] {
+            launch_cluster(SOUND, order);
+        }
+    } else if let Some((name, _)) = product {
+        launch_alone(name);
+    } else if kernel == "faulty_overrun" {
+        launch_alone("faulty_overrun");
+    } else {
+        launch_alone("faulty_race");
+    }
+}
+
+fn launch_alone(kernel: &'static str) {
+    const COUNT: usize = 64;
     let gpu = Emu::with_order(1, 1);
     let out = gpu.allocate(COUNT * 4).expect("memory");
     let launch = Launch {
@@ -115,4 +168,32 @@ fn launch_faulty(kernel: &str) {
     };
     // SAFETY: none: it writes past its output, or its threads race. That is to be seen.
     unsafe { gpu.launch(launch) }.expect("a kernel that is compiled in");
+}
+
+/// Two CTAs, which leave sums of zeros unless they multiply what comes too early.
+fn launch_cluster(kernel: &'static str, order: u64) {
+    const SUMS_BYTES: usize = 64 * 4;
+    const TILE_BYTES: usize = 64 * 128;
+    let gpu = Emu::with_order(1, order);
+    let mut bytes = vec![0; SUMS_BYTES + 2 * TILE_BYTES];
+    let ones = bytes.iter_mut().skip(SUMS_BYTES + TILE_BYTES);
+    for (byte, half) in ones.zip([0x80, 0x3f].into_iter().cycle()) {
+        *byte = half;
+    }
+    let out = gpu.allocate(bytes.len()).expect("memory");
+    let launch = Launch {
+        kernel,
+        grid: [2, 1, 1],
+        cta: [128, 1, 1],
+        shared_bytes: 64 * 128 + 64,
+        params: Params::new().address(out).count(bytes.len()),
+    };
+    let sums = &mut [0xff; SUMS_BYTES];
+    // SAFETY: memory of this size.
+    unsafe { gpu.write(&bytes, out) }.expect("memory");
+    // SAFETY: none but for memory of this size: what is wrong is to be seen.
+    unsafe { gpu.launch(launch) }.expect("a kernel that is compiled in");
+    // SAFETY: the sums are first in it.
+    unsafe { gpu.read(out, sums) }.expect("memory");
+    assert!(sums.iter().all(|byte| *byte == 0), "{WRONG}");
 }

@@ -12,6 +12,7 @@ namespace emu {
 
 struct KernelInfo {
     unsigned registers = 0, static_shared = 0, max_threads = 1024, params = 0;
+    unsigned cluster[3] = {1, 1, 1};
 };
 
 class Cubin {
@@ -50,7 +51,7 @@ public:
 private:
     static constexpr unsigned EM_CUDA = 190;
     // Attributes of .nv.info, and the form of one that has a payload.
-    static constexpr unsigned MAX_THREADS = 0x05, PARAM = 0x17, REGISTERS = 0x2f, WITH_PAYLOAD = 4;
+    static constexpr unsigned MAX_THREADS = 0x05, PARAM = 0x17, REGISTERS = 0x2f, CLUSTER = 0x3d, WITH_PAYLOAD = 4;
 
     struct Section {
         std::string name;
@@ -111,6 +112,8 @@ private:
                 kernel.max_threads = number<uint32_t>(payload) * number<uint32_t>(payload + 4) * number<uint32_t>(payload + 8);
             } else if (attribute == PARAM) {
                 kernel.params++;
+            } else if (attribute == CLUSTER) {
+                for (unsigned i = 0; i < 3; i++) kernel.cluster[i] = number<uint32_t>(payload + 4 * i);
             }
         });
     }

@@ -14,8 +14,10 @@
 // build.rs finds kernels in preprocessed text by the mark that __global__ leaves there.
 #ifdef EMU_SCAN
 #define __global__ emu_global_mark
+#define __cluster_dims__(...) emu_cluster_mark(__VA_ARGS__)
 #else
 #define __global__
+#define __cluster_dims__(...)
 #endif
 #define __device__
 #define __host__
@@ -23,7 +25,8 @@
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __constant__ static const
-// One CTA at a time runs on an OS thread. Not filled with NaN before each CTA, as dynamic shared memory is.
+// One CTA at a time runs on an OS thread, but for clusters, whose kernels use dynamic shared memory alone. Not filled with NaN before each CTA, as
+// that is.
 #define __shared__ static thread_local
 #define __align__(n) __attribute__((aligned(n)))
 // Declares `name` as the dynamic shared memory, aligned to 1024 bytes.
@@ -304,4 +307,4 @@ template <class... A, void (*F)(A...)> struct Thunk<F> {
 
 } // namespace emu
 
-#define EMU_KERNEL(name) {#name, emu::Thunk<name>::call, emu::Thunk<name>::sizes, emu::Thunk<name>::count}
+#define EMU_KERNEL(name, ...) {#name, emu::Thunk<name>::call, emu::Thunk<name>::sizes, emu::Thunk<name>::count, {__VA_ARGS__}}

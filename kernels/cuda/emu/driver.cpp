@@ -5,7 +5,7 @@
 //   pinned or registered memory is read then; other host memory is read at the call.
 // - Each copy and fill must lie in memory that is allocated, pinned or registered; anything else is the error 700 that a card reports.
 // - A kernel comes from an image that was loaded and has it, and a launch is held to what the compiled kernel says: parameters, threads,
-//   registers, static and dynamic shared memory.
+//   clusters, registers, static and dynamic shared memory.
 // - A thread that records allocates, frees, waits for and copies from pageable memory nothing: such a call fails and spoils the recording.
 // - An error from 700 on stays: every later call reports it.
 //
@@ -53,6 +53,7 @@ enum : int {
     NOT_REGISTERED = 713,
     CAPTURE_UNSUPPORTED = 900,
     CAPTURE_INVALIDATED = 901,
+    INVALID_CLUSTER_SIZE = 912,
 };
 
 typedef std::function<int()> Command;
@@ -216,10 +217,17 @@ int complain(const char* name, const char* what) {
 }
 
 // Whether a card could run the launch.
-int check_launch(const Function& function, const unsigned (&cta)[3], unsigned dynamic) {
+int check_launch(const Function& function, const unsigned (&grid)[3], const unsigned (&cta)[3], unsigned dynamic) {
     const char* name = function.kernel->name;
     unsigned threads = cta[0] * cta[1] * cta[2], warps = (threads + 31) / 32;
     if (function.info.params != function.kernel->count) return complain(name, "the image was compiled with other parameters");
+    const unsigned (&cluster)[3] = function.info.cluster;
+    if (memcmp(cluster, function.kernel->cluster, sizeof cluster)) return complain(name, "the image was compiled with other clusters");
+    for (unsigned i = 0; i < 3; i++)
+        if (grid[i] % cluster[i]) {
+            complain(name, "a grid that its clusters do not fill");
+            return INVALID_CLUSTER_SIZE;
+        }
     if (threads > function.info.max_threads) return complain(name, "more threads than __launch_bounds__ allows");
     if (dynamic > function.most_dynamic) return complain(name, "more dynamic shared memory than the function may have");
     if (dynamic + function.info.static_shared > shared_bytes()) return complain(name, "more shared memory than a CTA has");
@@ -467,8 +475,8 @@ API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
     BEGIN(true);
     if (!function || extra) return INVALID_HANDLE;
     const Function& of = *static_cast<Function*>(function);
-    unsigned cta[3] = {cx, cy, cz};
-    if (int error = check_launch(of, cta, dynamic)) return error;
+    unsigned grid[3] = {gx, gy, gz}, cta[3] = {cx, cy, cz};
+    if (int error = check_launch(of, grid, cta, dynamic)) return error;
     // A parameter is what it is at the call.
     std::vector<uint64_t> words(of.kernel->count);
     for (unsigned i = 0; i < of.kernel->count; i++) memcpy(&words[i], params[i], of.kernel->sizes[i]);

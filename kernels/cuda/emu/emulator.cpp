@@ -40,10 +40,12 @@ void die(const char* why) {
     Cta* cta = f->cta;
     fprintf(stderr, "cuda emulator: %s\n  kernel %s, CTA %u,%u,%u, thread %u,%u,%u\n", why, cta->kernel, cta->index.x,
             cta->index.y, cta->index.z, f->thread.x, f->thread.y, f->thread.z);
-    int shown = 0;
-    for (auto& other : cta->fibers)
-        if (!other.finished && other.counter && shown++ < 4)
-            fprintf(stderr, "  thread %u waits in %s\n", other.thread.x, other.where);
+    for (Cta* any : cta->cluster->ctas) {
+        int shown = 0;
+        for (auto& other : any->fibers)
+            if (!other.finished && other.counter && shown++ < 4)
+                fprintf(stderr, "  thread %u of CTA %u,%u,%u waits in %s\n", other.thread.x, any->index.x, any->index.y, any->index.z, other.where);
+    }
     abort();
 }
 
@@ -60,7 +62,7 @@ __attribute__((naked, noinline)) static void switch_stacks(void**, void*) {
 
 EMU_NO_TSAN static void go(Fiber* from, Fiber* to) {
     if (from == to) return;
-    from->cta->before = from;
+    from->cta->cluster->before = from;
     current = to;
 #ifdef EMU_TSAN
     __tsan_switch_to_fiber(to->tsan, 1 /* no synchronisation */);
@@ -76,21 +78,27 @@ EMU_NO_TSAN static void go(Fiber* from, Fiber* to) {
 
 EMU_NO_TSAN static bool is_ready(const Fiber& f) { return !f.finished && (!f.counter || *f.counter != f.value); }
 
-// The next fiber that may run after `from`, or null.
+EMU_NO_TSAN static uint64_t random_of(Cluster* cluster) {
+    cluster->order ^= cluster->order << 13;
+    cluster->order ^= cluster->order >> 7;
+    cluster->order ^= cluster->order << 17;
+    return cluster->order;
+}
+
+// The next fiber that may run after `from`, or null: one of the same CTA if there is any.
 EMU_NO_TSAN static Fiber* pick(Fiber* from) {
-    Cta* cta = from->cta;
-    unsigned count = (unsigned)cta->fibers.size();
-    unsigned start = from == &cta->host ? 0 : (unsigned)(from - cta->fibers.data()) + 1;
-    if (cta->order != 1) {
-        cta->order ^= cta->order << 13;
-        cta->order ^= cta->order >> 7;
-        cta->order ^= cta->order << 17;
-        start = (unsigned)(cta->order % count);
+    Cluster* cluster = from->cta->cluster;
+    unsigned rank = from->cta->rank, ctas = (unsigned)cluster->ctas.size(), count = (unsigned)from->cta->fibers.size();
+    unsigned start = from == &cluster->host ? 0 : (unsigned)(from - from->cta->fibers.data()) + 1;
+    if (cluster->order != 1) {
+        start = (unsigned)(random_of(cluster) % count);
+        if (ctas > 1 && random_of(cluster) % 1024 == 0) rank = (unsigned)(random_of(cluster) % ctas);
     }
-    for (unsigned k = 0; k < count; k++) {
-        Fiber& f = cta->fibers[(start + k) % count];
-        if (is_ready(f)) return &f;
-    }
+    for (unsigned c = 0; c < ctas; c++)
+        for (unsigned k = 0; k < count; k++) {
+            Fiber& f = cluster->ctas[(rank + c) % ctas]->fibers[(start + k) % count];
+            if (is_ready(f)) return &f;
+        }
     return nullptr;
 }
 
@@ -258,48 +266,139 @@ void end_product(const Product& product) {
 
 // --- the copy engine (wgmma.h) -----------------------------------------------------------------------------------------
 
-EMU_NO_TSAN static BulkBarrier& find_barrier(const void* at) {
-    for (auto& barrier : current->cta->barriers)
+EMU_NO_TSAN static BulkBarrier& find_barrier(Cta* cta, const void* at) {
+    for (auto& barrier : cta->barriers)
         if (barrier.at == at) return barrier;
     die("a barrier of copies that was not made");
 }
 
-EMU_NO_TSAN void init_barrier(const void* at) { current->cta->barriers.push_back({at, 0, 0, {}}); }
-
-EMU_NO_TSAN void expect_bytes(const void* at, unsigned bytes) {
-    BulkBarrier& barrier = find_barrier(at);
-    if (barrier.expected) die("a barrier of copies is used again before it was waited for");
-    barrier.expected = bytes;
-    EMU_RELEASE(&barrier);
+EMU_NO_TSAN void init_barrier(const void* at, unsigned arrivals) {
+    auto& all = current->cta->barriers;
+    all.emplace_back();
+    all.back().at = at;
+    all.back().arrivals = arrivals;
 }
 
-EMU_NO_TSAN void copy_bulk(const BulkCopy& copy, const void* at) {
-    if ((uintptr_t)copy.to % 16 || (uintptr_t)copy.from % 16 || copy.bytes % 16) die("copy_bulk with a misaligned address or size");
-    find_barrier(at).copies.push_back(copy);
+EMU_NO_TSAN void publish_barriers() {
+    for (auto& barrier : current->cta->barriers) barrier.is_known = true;
 }
 
-// Copies are carried out when somebody waits for them, who must know that they were asked for.
-EMU_NO_TSAN void wait_barrier(const void* at, unsigned phase) {
-    BulkBarrier& barrier = find_barrier(at);
-    EMU_ACQUIRE(&barrier);
-    if ((barrier.completed & 1) != phase) return;
+// The place in CTA `rank` of the cluster that `at` is in this one.
+EMU_NO_TSAN static void* place_in(unsigned rank, const void* at) {
+    Cta* own = current->cta;
+    if (rank >= own->cluster->ctas.size()) die("a CTA that the cluster does not have");
+    return own->cluster->ctas[rank]->shared + ((const unsigned char*)at - own->shared);
+}
+
+// The barrier of CTA `rank`, for something that comes to it.
+EMU_NO_TSAN static BulkBarrier& reach_barrier(const void* at, unsigned rank) {
+    void* there = place_in(rank, at);
+    Cta* cta = current->cta->cluster->ctas[rank];
+    if (!cta->live) die("something comes to a CTA that has ended");
+    BulkBarrier& barrier = find_barrier(cta, there);
+    if (!barrier.is_known) die("a barrier of copies that was not made known by fence_barrier_init");
+    if (barrier.ended > barrier.seen) die("a barrier is used again before it was waited for");
+    return barrier;
+}
+
+EMU_NO_TSAN static unsigned bytes_asked(const BulkBarrier& barrier) {
     unsigned bytes = 0;
-    for (auto& copy : barrier.copies) bytes += copy.bytes;
-    if (!bytes || bytes != barrier.expected) die("a wait for copies that were not asked for, or not as many bytes as are expected");
-    for (auto& copy : barrier.copies) {
-        memcpy(copy.to, copy.from, copy.bytes);
-        size_t first = (size_t)((unsigned char*)copy.to - current->cta->shared) / 16;
-        for (size_t i = first; i < first + copy.bytes / 16; i++) current->cta->writers.at(i) = Writer();
-    }
-    barrier.copies.clear();
-    barrier.expected = 0;
-    barrier.completed++;
+    for (unsigned i = 0; i < barrier.asked; i++) bytes += barrier.copies[i].bytes;
+    return bytes;
+}
+EMU_NO_TSAN static bool may_end(const BulkBarrier& barrier) {
+    return barrier.arrived == barrier.arrivals && barrier.expected == barrier.copied + bytes_asked(barrier);
+}
+
+EMU_NO_TSAN static void carry_out(Cta* cta, const BulkCopy& copy) {
+    memcpy(copy.to, copy.from, copy.bytes);
+    size_t first = (size_t)((unsigned char*)copy.to - cta->shared) / 16;
+    for (size_t i = first; i < first + copy.bytes / 16; i++) cta->writers.at(i) = Writer();
+}
+
+EMU_NO_TSAN static void end_phase(Cta* cta, BulkBarrier& barrier) {
+    EMU_ACQUIRE(&barrier);
+    for (unsigned i = 0; i < barrier.asked; i++) carry_out(cta, barrier.copies[i]);
+    barrier.asked = barrier.arrived = barrier.expected = barrier.copied = 0;
+    barrier.ended++;
     EMU_RELEASE(&barrier);
+}
+
+// After something has come to a barrier: its phase ends, unless copies are to be carried out, which waits until somebody needs them.
+EMU_NO_TSAN static void after_arrival(Cta* cta, BulkBarrier& barrier) {
+    EMU_RELEASE(&barrier);
+    barrier.changes++;
+    if (barrier.arrived > barrier.arrivals) die("more threads arrive at a barrier than it was made for");
+    if (barrier.arrived == barrier.arrivals && barrier.copied + bytes_asked(barrier) > barrier.expected) die("more bytes come to a barrier than are expected");
+    if (!barrier.asked && may_end(barrier)) end_phase(cta, barrier);
+}
+
+EMU_NO_TSAN void arrive(const void* at, unsigned rank, unsigned bytes) {
+    BulkBarrier& barrier = reach_barrier(at, rank);
+    barrier.arrived++;
+    barrier.expected += bytes;
+    after_arrival(current->cta->cluster->ctas[rank], barrier);
+}
+
+EMU_NO_TSAN void copy_bulk(const BulkCopy& copy, const void* at, unsigned ctas) {
+    if ((uintptr_t)copy.to % 16 || (uintptr_t)copy.from % 16 || copy.bytes % 16) die("copy_bulk with a misaligned address or size");
+    for (unsigned rank = 0; rank < ctas; rank++) {
+        BulkCopy own = {place_in(rank, copy.to), copy.from, copy.bytes};
+        BulkBarrier& barrier = reach_barrier(at, rank);
+        Cta* cta = current->cta->cluster->ctas[rank];
+        if (cta->cluster->is_early) {
+            carry_out(cta, own);
+            barrier.copied += own.bytes;
+        } else {
+            if (barrier.asked == sizeof barrier.copies / sizeof own) die("too many copies to one barrier at once");
+            barrier.copies[barrier.asked++] = own;
+        }
+        after_arrival(cta, barrier);
+    }
+}
+
+EMU_NO_TSAN void wait_barrier(const void* at, unsigned phase) {
+    BulkBarrier& barrier = find_barrier(current->cta, at);
+    while ((barrier.ended & 1) == phase) {
+        if (may_end(barrier)) {
+            barrier.changes++;
+            end_phase(current->cta, barrier);
+        } else {
+            wait(&barrier.changes, barrier.changes, "barrier_wait");
+        }
+    }
+    barrier.seen = barrier.ended;
+    EMU_ACQUIRE(&barrier);
+}
+
+// --- the barrier of a cluster --------------------------------------------------------------------------------------------
+
+EMU_NO_TSAN static void pass_cluster_barrier(Cluster* cluster) {
+    cluster->arrived = 0;
+    cluster->generation++;
+}
+
+EMU_NO_TSAN void cluster_arrive() {
+    Cluster* cluster = current->cta->cluster;
+    if (current->is_between) die("cluster_arrive before the cluster_wait of the last one");
+    current->is_between = true;
+    current->cluster_generation = cluster->generation;
+    EMU_RELEASE(cluster);
+    if (++cluster->arrived == cluster->live) pass_cluster_barrier(cluster);
+}
+
+EMU_NO_TSAN void cluster_wait() {
+    Cluster* cluster = current->cta->cluster;
+    if (!current->is_between) die("cluster_wait without cluster_arrive");
+    current->is_between = false;
+    wait(&cluster->generation, current->cluster_generation, "cluster_wait");
+    EMU_ACQUIRE(cluster);
 }
 
 // At the end of a thread, and of a CTA.
 static void check_waited(const Fiber& f) {
     if (!f.wgmma.open.empty() || !f.wgmma.groups.empty()) die("a thread ends while its wgmma run");
+    if (f.is_between) die("a thread ends between cluster_arrive and cluster_wait");
 }
 static void check_whole(const Cta& cta) {
     for (auto& f : cta.fibers)
@@ -310,13 +409,14 @@ static void check_whole(const Cta& cta) {
 EMU_NO_TSAN static void entry() {
     Fiber* me = current;
     Cta* cta = me->cta;
+    Cluster* cluster = cta->cluster;
 #ifdef EMU_ASAN
     const void* bottom;
     size_t bytes;
     __sanitizer_finish_switch_fiber(nullptr, &bottom, &bytes);
-    if (cta->before == &cta->host) {
-        cta->host.stack_bottom = bottom;
-        cta->host.stack_bytes = bytes;
+    if (cluster->before == &cluster->host) {
+        cluster->host.stack_bottom = bottom;
+        cluster->host.stack_bytes = bytes;
     }
 #endif
     EMU_ACQUIRE(&cta->body);
@@ -326,9 +426,13 @@ EMU_NO_TSAN static void entry() {
     me->open.clear();
     me->groups.clear();
     cta->warps[me->warp].exited |= 1u << me->lane;
-    EMU_RELEASE(&cta->host);
+    EMU_RELEASE(&cluster->host);
     if (--cta->live && cta->arrived == cta->live) pass_barrier(cta);
-    if (!cta->live) go(me, &cta->host);
+    if (!cta->live)
+        for (auto& barrier : cta->barriers)
+            if (barrier.arrived || barrier.asked || barrier.ended > barrier.seen) die("a CTA ends before it has waited for all that comes to it");
+    if (--cluster->live && cluster->arrived == cluster->live) pass_cluster_barrier(cluster);
+    if (!cluster->live) go(me, &cluster->host);
     Fiber* next = pick(me);
     if (!next) die("deadlock: threads have exited that others wait for");
     go(me, next);
@@ -343,6 +447,7 @@ EMU_NO_TSAN static void start_fiber(Cta& cta, unsigned number) {
     f.wgmma.is_fenced = false;
     f.wgmma.issued = 0;
     f.proxy_fences = 0;
+    f.is_between = false;
     f.thread = {number % cta.size.x, number / cta.size.x % cta.size.y, number / cta.size.x / cta.size.y};
     f.lane = number % 32;
     f.warp = number / 32;
@@ -355,7 +460,7 @@ EMU_NO_TSAN static void start_fiber(Cta& cta, unsigned number) {
     f.stack_pointer = top;
 }
 
-EMU_NO_TSAN static void run_cta(Cta& cta) {
+EMU_NO_TSAN static void start_cta(Cta& cta) {
     unsigned count = (unsigned)cta.fibers.size();
     cta.live = count;
     cta.arrived = 0;
@@ -366,16 +471,25 @@ EMU_NO_TSAN static void run_cta(Cta& cta) {
     cta.barriers.clear();
     cta.writers.assign(cta.shared_bytes / 16, Writer());
     if (cta.shared_bytes) memset(cta.shared, 0xff, cta.shared_bytes);
-    cta.host.cta = &cta;
-    cta.host.finished = false;
     EMU_RELEASE(&cta.body);
+}
+
+EMU_NO_TSAN static void run_cluster(Cluster& cluster) {
+    cluster.arrived = 0;
+    cluster.live = 0;
+    for (Cta* cta : cluster.ctas) {
+        start_cta(*cta);
+        cluster.live += cta->live;
+    }
+    cluster.host.cta = cluster.ctas[0];
+    cluster.host.finished = false;
 #ifdef EMU_TSAN
-    cta.host.tsan = __tsan_get_current_fiber();
+    cluster.host.tsan = __tsan_get_current_fiber();
 #endif
-    current = &cta.host;
-    go(&cta.host, &cta.fibers[0]);
-    EMU_ACQUIRE(&cta.host);
-    check_whole(cta);
+    current = &cluster.host;
+    go(&cluster.host, &cluster.ctas[0]->fibers[0]);
+    EMU_ACQUIRE(&cluster.host);
+    for (Cta* cta : cluster.ctas) check_whole(*cta);
 }
 
 // Stacks of MAX_THREADS fibers and shared memory, kept from launch to launch.
@@ -451,35 +565,54 @@ static void seat_fibers(Room& room, size_t count) {
     }
 }
 
-// Runs CTAs of the launch until `next` is past the last.
-static void work(const Launch& launch, std::atomic<size_t>& next, size_t ctas) {
-    Room* room = take_room();
-    Cta& cta = room->cta;
+static void seat_cta(const Launch& launch, Room& room, Cluster& cluster) {
+    Cta& cta = room.cta;
+    cta.cluster = &cluster;
+    cta.rank = (unsigned)cluster.ctas.size();
     cta.grid = launch.grid;
     cta.size = launch.size;
     cta.kernel = launch.kernel->name;
     cta.body = launch.kernel->call;
     cta.params = launch.params;
-    cta.order = launch.order;
     cta.adds_backwards = launch.adds_backwards;
-    cta.shared = room->shared;
+    cta.shared = room.shared;
     cta.shared_bytes = launch.shared_bytes;
-    seat_fibers(*room, (size_t)launch.size.x * launch.size.y * launch.size.z);
-    for (size_t i; (i = next++) < ctas;) {
-        size_t x = launch.grid.x, y = launch.grid.y;
-        cta.index = {(unsigned)(i % x), (unsigned)(i / x % y), (unsigned)(i / x / y)};
-        run_cta(cta);
+    seat_fibers(room, (size_t)launch.size.x * launch.size.y * launch.size.z);
+    cluster.ctas.push_back(&cta);
+}
+
+// Runs clusters of the launch until `next` is past the last.
+static void work(const Launch& launch, std::atomic<size_t>& next, size_t clusters) {
+    const unsigned(&size)[3] = launch.kernel->cluster;
+    Cluster cluster;
+    cluster.order = launch.order;
+    cluster.is_early = launch.order % 2 == 0;
+    std::vector<Room*> rooms;
+    for (unsigned rank = 0; rank < size[0] * size[1] * size[2]; rank++) {
+        rooms.push_back(take_room());
+        seat_cta(launch, *rooms.back(), cluster);
     }
-    give_room(room);
+    const size_t x = launch.grid.x / size[0], y = launch.grid.y / size[1];
+    for (size_t i; (i = next++) < clusters;) {
+        for (Cta* cta : cluster.ctas) {
+            const unsigned rank = cta->rank;
+            cta->index.x = (unsigned)(i % x) * size[0] + rank % size[0];
+            cta->index.y = (unsigned)(i / x % y) * size[1] + rank / size[0] % size[1];
+            cta->index.z = (unsigned)(i / x / y) * size[2] + rank / size[0] / size[1];
+        }
+        run_cluster(cluster);
+    }
+    for (Room* room : rooms) give_room(room);
 }
 
 static void run(const Launch& launch, unsigned threads) {
-    size_t ctas = (size_t)launch.grid.x * launch.grid.y * launch.grid.z;
+    const unsigned(&size)[3] = launch.kernel->cluster;
+    size_t clusters = (size_t)(launch.grid.x / size[0]) * (launch.grid.y / size[1]) * (launch.grid.z / size[2]);
     std::atomic<size_t> next{0};
     std::vector<std::thread> others;
-    for (size_t i = 1; i < std::min<size_t>(threads, ctas); i++)
-        others.emplace_back([&] { work(launch, next, ctas); });
-    work(launch, next, ctas);
+    for (size_t i = 1; i < std::min<size_t>(threads, clusters); i++)
+        others.emplace_back([&] { work(launch, next, clusters); });
+    work(launch, next, clusters);
     for (auto& thread : others) thread.join();
 }
 
@@ -506,7 +639,8 @@ extern "C" const char* sepal_emu_kernel(unsigned index) {
 }
 
 // Runs a kernel to its end. `params[i]` points to parameter i, of `sizes[i]` bytes. Returns 0; 1 when there is no such kernel; 2 when
-// the parameters are not of its number and sizes; 3 when a device would refuse the grid, the CTA or the shared memory.
+// the parameters are not of its number and sizes; 3 when a device would refuse the grid, the CTA or the shared memory; 4 when clusters do not fill
+// the grid.
 extern "C" int sepal_emu_launch(const char* name, const unsigned* grid, const unsigned* cta, unsigned shared_bytes, void** params,
                                 const unsigned* sizes, unsigned count, unsigned threads, uint64_t order, bool adds_backwards) {
     const emu::Kernel* kernel = emu::find(name);
@@ -516,6 +650,10 @@ extern "C" int sepal_emu_launch(const char* name, const unsigned* grid, const un
     bool fits = in_cta > 0 && in_cta <= emu::MAX_THREADS && cta[2] <= 64 && shared_bytes <= emu::MAX_SHARED_BYTES;
     fits = fits && grid[0] > 0 && grid[0] < 0x80000000u && grid[1] > 0 && grid[1] < 65536 && grid[2] > 0 && grid[2] < 65536;
     if (!fits) return 3;
+    const unsigned(&cluster)[3] = kernel->cluster;
+    bool is_filled = cluster[0] * cluster[1] * cluster[2] <= emu::MAX_CLUSTER;
+    for (int i = 0; i < 3; i++) is_filled = is_filled && grid[i] % cluster[i] == 0;
+    if (!is_filled) return 4;
     emu::Launch launch{kernel, dim3(grid[0], grid[1], grid[2]), dim3(cta[0], cta[1], cta[2]), shared_bytes, params, order, adds_backwards};
     emu::run(launch, threads ? threads : 1);
     return 0;

@@ -1,4 +1,4 @@
-// Kernels that are wrong on purpose, each in the way that one sanitizer, or the emulation of wgmma, is there for. Compiled only into an
+// Kernels that are wrong on purpose, each in the way that one sanitizer, or the emulation of wgmma and of clusters, is there for. Compiled only into an
 // instrumented emulator; kernels/tests/sanitized.rs launches them and fails unless that ends the process.
 #include "../wgmma.cuh"
 
@@ -43,3 +43,61 @@ extern "C" __global__ void faulty_wgmma_wait(float* __restrict__ out /* [64] */,
 
 // The warps of a warpgroup name different memory.
 extern "C" __global__ void faulty_wgmma_warps(float* __restrict__ out /* [64] */, uint32_t) { faulty_wgmma<true, true, false>(out); }
+
+// Two CTAs of a cluster. CTA 0 copies a tile of zeros to both, both multiply it, and CTA 0 copies one of ones to its place, when both have done with it.
+enum Fault { NONE, NOT_MADE, NOT_KNOWN, NOT_FREED, NOT_AWAITED, NOT_THERE };
+template <Fault FAULT> static void faulty_cluster(float* out) {
+    SMEM_DYN(tile); // [64, 64] of bf16, then barriers
+    uint64_t *full = reinterpret_cast<uint64_t*>(tile + 64 * 128), *empty = full + 2;
+    if (threadIdx.x == 0) {
+        barrier_init(full, 1);
+        barrier_init(full + 1, 1);
+        barrier_init(empty, 2);
+        if (FAULT != NOT_KNOWN) fence_barrier_init();
+    }
+    if (FAULT == NOT_MADE) {
+        __syncthreads();
+    } else {
+        cluster_arrive();
+        cluster_wait();
+    }
+    auto copy = [&](uint32_t number) {
+        if (threadIdx.x != 0) return;
+        barrier_expect(full + number, 64 * 128);
+        if (cluster_rank() == 0) copy_bulk<2>(tile, out + 64 + number * 2048, 64 * 128, full + number);
+    };
+    copy(0);
+    barrier_wait(full, 0);
+    uint32_t a[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+    float d[32] = {};
+    wgmma_fence();
+    wgmma_bf16<64>(d, a, wgmma_rows(tile), false);
+    wgmma_commit();
+    wgmma_wait<0>(d);
+    __syncthreads();
+    const bool arrives = FAULT != NOT_THERE || cluster_rank() == 1;
+    if (threadIdx.x < 2 && arrives) barrier_arrive(empty, threadIdx.x);
+    if (FAULT != NOT_FREED && FAULT != NOT_THERE) barrier_wait(empty, 0);
+    copy(1);
+    if (FAULT != NOT_AWAITED) barrier_wait(full + 1, 0);
+    if (FAULT == NOT_FREED) barrier_wait(empty, 0);
+    if (threadIdx.x < 32) out[cluster_rank() * 32 + threadIdx.x] = d[threadIdx.x];
+    if (FAULT != NOT_THERE) {
+        cluster_arrive();
+        cluster_wait();
+    }
+}
+#define FAULTY_CLUSTER(name, fault)                                                                                             \
+    extern "C" __global__ void __cluster_dims__(2, 1, 1) name(float* __restrict__ out /* [64], then two tiles */, uint32_t) { \
+        faulty_cluster<fault>(out);                                                                                             \
+    }
+// Nothing is wrong: all sums are zero.
+FAULTY_CLUSTER(sound_cluster, NONE)
+// Copies to a CTA that may not have begun; to a barrier that the copy engine may not know.
+FAULTY_CLUSTER(faulty_cluster_start, NOT_MADE)
+FAULTY_CLUSTER(faulty_cluster_fence, NOT_KNOWN)
+// Overwrites what the other CTA's products may still read.
+FAULTY_CLUSTER(faulty_cluster_free, NOT_FREED)
+// Ends without a wait for what is copied to it; before the other CTA arrives at its barrier.
+FAULTY_CLUSTER(faulty_cluster_wait, NOT_AWAITED)
+FAULTY_CLUSTER(faulty_cluster_end, NOT_THERE)

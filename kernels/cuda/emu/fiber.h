@@ -1,6 +1,7 @@
 // How CUDA threads run on the CPU: every CUDA thread is a fiber with a stack of its own, all fibers of a CTA run on one OS
-// thread, and CTAs are spread over OS threads. A fiber runs until it meets others: at a barrier of its CTA, or at a
-// collective of its warp (shuffle, ballot, ldmatrix, mma), where each lane leaves a message and reads those of the others.
+// thread, and CTAs are spread over OS threads, those of a cluster together. A fiber runs until it meets others: at a barrier, or at a
+// collective of its warp (shuffle, ballot, ldmatrix, mma), where each lane leaves a message and reads those of the others. A CTA of a cluster runs until it
+// waits for another (in a random order, at times it is left before), so that they get as far apart as they may.
 //
 // What the emulator does that a device does not: it ends the process with the kernel, CTA and thread when lanes of a warp
 // meet in different collectives, when a barrier can never be complete, when threads of a CTA stand at barriers of
@@ -11,6 +12,7 @@
 #include <stdint.h>
 
 #include <atomic>
+#include <deque>
 #include <vector>
 
 #if defined(__SANITIZE_THREAD__) || defined(EMU_TSAN)
@@ -39,8 +41,11 @@ constexpr size_t STACK_BYTES = 128 * 1024;
 // What a device allows a CTA.
 constexpr unsigned MAX_THREADS = 1024;
 constexpr size_t MAX_SHARED_BYTES = 227 * 1024;
+// CTAs of a cluster, where nothing more is asked for.
+constexpr unsigned MAX_CLUSTER = 8;
 
 struct Cta;
+struct Cluster;
 
 // cp.async that has been issued: `valid` bytes come from `from`, the rest of `bytes` is zero.
 struct AsyncCopy {
@@ -91,6 +96,9 @@ struct Fiber {
     std::vector<std::vector<AsyncCopy>> groups;
     Products wgmma;
     unsigned proxy_fences = 0;
+    // Whether it has arrived at the barrier of the cluster and not waited, and how often that had been passed.
+    bool is_between = false;
+    unsigned cluster_generation = 0;
 #ifdef EMU_TSAN
     void* tsan = nullptr;
 #endif
@@ -123,20 +131,46 @@ struct Writer {
     unsigned thread, fences;
 };
 
-// A barrier of shared memory that copies of the copy engine complete: how often it was completed, what runs, and the bytes that are expected.
+// A barrier of shared memory (mbarrier). Its phase ends when `arrivals` were made, and the bytes that are expected have been copied.
 struct BulkCopy {
     void* to;
     const void* from;
     unsigned bytes;
 };
 struct BulkBarrier {
-    const void* at;
-    unsigned completed, expected;
-    std::vector<BulkCopy> copies;
+    const void* at = nullptr;
+    unsigned arrivals = 0;
+    // Whether fence_barrier_init was called since it was made.
+    bool is_known = false;
+    // Of this phase.
+    unsigned arrived = 0, expected = 0, copied = 0;
+    // Phases that have ended, and those of them that somebody has waited for.
+    unsigned ended = 0, seen = 0;
+    // Wakes those who wait.
+    unsigned changes = 0;
+    // What has been asked for and not been carried out. No vector: the thread sanitizer sees how one grows, and would take it for what the kernel does.
+    BulkCopy copies[16];
+    unsigned asked = 0;
+};
+
+// CTAs that run together on one OS thread: one, or those of a cluster.
+struct Cluster {
+    std::vector<Cta*> ctas; // by rank
+    // What runs before their first fiber and after the last, and the fiber that ran before this one.
+    Fiber host;
+    Fiber* before = nullptr;
+    // The barrier of the cluster: how often it was passed, who has arrived, who runs.
+    unsigned generation = 0, arrived = 0, live = 0;
+    // 1: fibers run in order; otherwise the seed of their order.
+    uint64_t order = 1;
+    // Whether copies of the copy engine are carried out as soon as they are asked for, not as late as may be.
+    bool is_early = false;
 };
 
 // One CTA while it runs, and the fibers of those that run after it on this OS thread.
 struct Cta {
+    Cluster* cluster = nullptr;
+    unsigned rank = 0;
     dim3 grid, size;
     uint3 index{};
     std::vector<Fiber> fibers;
@@ -148,14 +182,10 @@ struct Cta {
     std::vector<Writer> writers;
     // What each warpgroup has issued.
     std::vector<std::vector<Product>> warpgroups;
-    std::vector<BulkBarrier> barriers;
-    Fiber host;
-    Fiber* before = nullptr;
+    std::deque<BulkBarrier> barriers;
     void (*body)(void**) = nullptr;
     void** params = nullptr;
     const char* kernel = "";
-    // 1: fibers run in order; otherwise the seed of their order.
-    uint64_t order = 1;
     // Whether warpgroups add the 16 products of a step from the last to the first: a device on which they round otherwise than warps.
     bool adds_backwards = false;
 };
@@ -181,10 +211,15 @@ void commit_products();
 float* sums_of(const Product& product);
 void end_product(const Product& product);
 
-void init_barrier(const void* at);
-void expect_bytes(const void* at, unsigned bytes);
-void copy_bulk(const BulkCopy& copy, const void* at);
+void init_barrier(const void* at, unsigned arrivals);
+void publish_barriers();
+// One arrival at the barrier in CTA `rank` of the cluster, which then expects `bytes` more.
+void arrive(const void* at, unsigned rank, unsigned bytes);
+// To the same places in CTAs 0 .. `ctas` - 1 of the cluster.
+void copy_bulk(const BulkCopy& copy, const void* at, unsigned ctas);
 void wait_barrier(const void* at, unsigned phase);
+void cluster_arrive();
+void cluster_wait();
 
 // Offset in shared memory of element [k, n] of B: the canonical layouts of PTX ISA 9.7.15.5.1, then the swizzle on the bits of the address.
 static inline uint32_t address_of(const Product& product, uint32_t k, uint32_t n) {
@@ -201,6 +236,7 @@ struct Kernel {
     void (*call)(void** params);
     const unsigned* sizes;
     unsigned count;
+    unsigned cluster[3]; // __cluster_dims__
 };
 
 // Kernels of one .cu file.

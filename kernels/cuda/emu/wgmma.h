@@ -4,6 +4,10 @@
 //   - warps of a warpgroup issue different products, or one more than another
 //   - a descriptor names memory that is not there, or another layout than wgmma_rows or wgmma_columns make
 //   - B was written by cp_async16 and the writing thread has not called fence_proxy_async since (ordinary stores are not followed)
+// Bulk copies are carried out when somebody waits for their barrier, or, with an even seed of the order of fibers, when they are asked for: what is
+// overwritten too early shows then. It ends the process when a barrier is used by another CTA that was not made there or not made known, when its phase
+// ends and it is used again before anybody has waited, when more is copied or arrives than a phase has, and when a CTA ends that has not waited for all that
+// comes to it.
 #pragma once
 #include "cuda_cpu.h"
 
@@ -11,11 +15,17 @@ static inline void fence_proxy_async() { emu::current->proxy_fences++; }
 static inline void wgmma_fence() { emu::current->wgmma.is_fenced = true; }
 static inline void wgmma_commit() { emu::commit_products(); }
 
-static inline void barrier_init(uint64_t* barrier, uint32_t) { emu::init_barrier(barrier); }
-static inline void fence_barrier_init() {}
-static inline void barrier_expect(uint64_t* barrier, uint32_t bytes) { emu::expect_bytes(barrier, bytes); }
-static inline void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barrier) { emu::copy_bulk({to, from, bytes}, barrier); }
+static inline void barrier_init(uint64_t* barrier, uint32_t arrivals) { emu::init_barrier(barrier, arrivals); }
+static inline void fence_barrier_init() { emu::publish_barriers(); }
+static inline void barrier_expect(uint64_t* barrier, uint32_t bytes) { emu::arrive(barrier, emu::current->cta->rank, bytes); }
+template <uint32_t CTAS> static inline void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+    emu::copy_bulk({to, from, bytes}, barrier, CTAS);
+}
 static inline void barrier_wait(uint64_t* barrier, uint32_t phase) { emu::wait_barrier(barrier, phase); }
+static inline uint32_t cluster_rank() { return emu::current->cta->rank; }
+static inline void cluster_arrive() { emu::cluster_arrive(); }
+static inline void cluster_wait() { emu::cluster_wait(); }
+static inline void barrier_arrive(uint64_t* barrier, uint32_t rank) { emu::arrive(barrier, rank, 0); }
 
 // Where shared memory begins is 0.
 static inline uint32_t smem_address(const void* p) { return (uint32_t)((const unsigned char*)p - emu::current->cta->shared); }

@@ -24,6 +24,18 @@ const SHAPES: [(usize, usize, Extent); 9] = [
     (8192, 48, Extent::Middle),
     (8192, 28672, Extent::Full),
 ];
+/// (tiles of 128 outputs, blocks of 64 inputs, rows) of products by clusters of CTAs: clusters that are filled, and not; fewer blocks than the ring has
+/// stages, and several turns of it; rows off a tile.
+const CLUSTERS: [(usize, usize, usize, Extent); 8] = [
+    (1, 1, 33, Extent::Least),
+    (2, 9, 33, Extent::Least),
+    (1, 5, 35, Extent::Small),
+    (3, 15, 35, Extent::Small),
+    (5, 6, 130, Extent::Middle),
+    (3, 39, 257, Extent::Middle),
+    (7, 18, 1000, Extent::Full),
+    (64, 128, 1024, Extent::Full),
+];
 const FORMATS: [(QuantType, &str); 3] = [
     (QuantType::None, "plain"),
     (QuantType::Int8, "int8"),
@@ -50,8 +62,12 @@ pub(super) fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize,
     };
     for &(quant, name) in formats {
         bench.begin(format!("{name} three products of one input"));
-        together(&mut bench, quant)?;
+        together(&mut bench, quant, [70, 9, 33])?;
+        if extent.takes(Extent::Middle) {
+            together(&mut bench, quant, [130, 9, 300])?;
+        }
     }
+    clusters(&mut bench, extent, formats)?;
     Ok(bench.cases)
 }
 
@@ -185,9 +201,37 @@ fn run<G: Gpu>(
     bench.take(&out, rows * outputs)
 }
 
-fn together<G: Gpu>(bench: &mut Bench<'_, G>, quant: QuantType) -> Result<(), Failure> {
+/// By clusters of CTAs what was done by warps: the same bits, where warpgroups are used.
+fn clusters<G: Gpu>(
+    bench: &mut Bench<'_, G>,
+    extent: Extent,
+    formats: &[(QuantType, &str)],
+) -> Result<(), Failure> {
+    for (tiles, blocks, rows, _) in CLUSTERS.into_iter().filter(|(.., at)| *at <= extent) {
+        for &(quant, name) in formats {
+            let (outputs, inputs) = (tiles * 128 - 5, blocks * 64);
+            bench.begin(format!("{name} [{outputs}, {inputs}] of {rows} rows"));
+            let bytes = stored(quant, DType::Bf16, inputs, outputs);
+            let view = view(quant, DType::Bf16, (inputs, outputs), &bytes);
+            let matrix = bench.cuda.matrix(view);
+            let matrix = bench.op(matrix)?;
+            let x = noise(6, rows * inputs);
+            let is_used = bench.cuda.use_warpgroups(false);
+            let by_warps = run(bench, &matrix, &x, None, rows);
+            bench.cuda.use_warpgroups(is_used);
+            let got = run(bench, &matrix, &x, None, rows)?;
+            bench.same(&got, &by_warps?)?;
+        }
+    }
+    Ok(())
+}
+
+fn together<G: Gpu>(
+    bench: &mut Bench<'_, G>,
+    quant: QuantType,
+    sizes: [usize; 3],
+) -> Result<(), Failure> {
     const INPUTS: usize = 320;
-    let sizes = [70, 9, 33];
     for rows in [2, 40] {
         let x = noise(5, rows * INPUTS);
         let mut matrices = Vec::new();
@@ -280,6 +324,24 @@ fn gradient<G: Gpu>(
 }
 
 test_on_devices!(super::check);
+
+#[cfg(all(test, feature = "emu"))]
+mod emulated_clusters {
+    use super::*;
+    use crate::cuda::emu::Emu;
+
+    /// With even seeds what is overwritten before others have done with it shows.
+    #[test]
+    fn copies_to_clusters_may_come_at_once_and_in_any_order() {
+        for seed in [2, 1234, 98_765_432] {
+            let mut cuda = Cuda::new(Emu::with_order(2, seed));
+            cuda.use_warpgroups(true);
+            let mut bench = Bench::new(&mut cuda);
+            let done = clusters(&mut bench, Extent::Small, &FORMATS);
+            done.unwrap_or_else(|failure| panic!("order {seed}: {failure}"));
+        }
+    }
+}
 
 #[cfg(all(test, feature = "emu"))]
 mod emulated_grad {

@@ -25,6 +25,7 @@ fn open() -> Driver {
 #[test]
 fn every_kernel_of_the_images_equals_its_reference() {
     let mut cuda = Cuda::new(open());
+    cuda.use_warpgroups(true);
     for (name, check) in checks::<Driver>() {
         let cases = check(&mut cuda, Extent::Least);
         assert!(cases.unwrap_or_else(|e| panic!("{name}: {e:?}")) > 0);
@@ -151,7 +152,17 @@ fn more_memory_than_there_is_and_launches_that_do_not_fit_are_refused() {
     assert_eq!(driver.allocate(bytes), Err(GpuError::OutOfMemory { bytes }));
     let at = driver.allocate(256).unwrap();
     let good = addition(at, at);
+    let mut product = Params::new();
+    for _ in 0..3 {
+        product = product.address(at).address(at).address(at).count(0);
+    }
     for bad in [
+        // Not a whole cluster.
+        Launch {
+            kernel: "linear_wgmma_nf4_bf16",
+            params: product.address(at).count(64).count(1),
+            ..good
+        },
         Launch {
             kernel: "no_such_kernel",
             ..good

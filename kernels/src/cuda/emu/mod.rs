@@ -74,7 +74,8 @@ impl Emu {
         Emu::with_order(threads, 1)
     }
 
-    /// The same; the threads of a CTA take turns in an order drawn from `seed` (1: one after the other).
+    /// The same; threads take turns in an order drawn from `seed` (1: one after the other). With an even one, bulk copies are carried out as soon as they
+    /// are asked for, otherwise as late as may be.
     pub fn with_order(threads: usize, seed: u64) -> Emu {
         Emu {
             threads: u32::try_from(threads).unwrap_or(1).max(1),
@@ -252,6 +253,7 @@ impl Gpu for Emu {
             0 => Ok(()),
             1 => Err(GpuError::NoKernel(kernel)),
             2 => Err(bad("the parameters are not those of its declaration")),
+            4 => Err(bad("a grid that its clusters do not fill")),
             _ => Err(bad(
                 "a grid, a CTA or shared memory beyond what devices have",
             )),

@@ -47,3 +47,20 @@ fn launches_that_do_not_fit_the_declaration_are_refused() {
         );
     }
 }
+
+#[test]
+fn a_grid_that_clusters_do_not_fill_is_refused() {
+    let nowhere = Address(256);
+    let mut params = Params::new();
+    for _ in 0..3 {
+        params = params.address(nowhere).address(nowhere).address(nowhere);
+        params = params.count(128);
+    }
+    let params = params.address(nowhere).count(64).count(40);
+    let refused = launch("linear_wgmma_nf4_bf16", 256, params);
+    let what = "a grid that its clusters do not fill";
+    assert!(
+        matches!(refused, Err(GpuError::BadLaunch { what: why, .. }) if why == what),
+        "{refused:?}"
+    );
+}

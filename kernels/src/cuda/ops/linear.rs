@@ -260,9 +260,11 @@ fn many_by_warpgroups<G: Gpu>(
     };
     // SAFETY: `launch_products` has made sure of `rows` rows of whole blocks, and the tiles hold as many.
     unsafe { cuda.launch(tile)? };
+    // CTAs that fill the last cluster have no outputs.
+    let output_tiles = tiles(products, 128).next_multiple_of(WARPGROUP_CLUSTER[format]);
     let launch = Launch {
         kernel: BY_WARPGROUPS[format][is_f16],
-        grid: [ctas(row_tiles), ctas(tiles(products, 128)), 1],
+        grid: [ctas(row_tiles), ctas(output_tiles), 1],
         cta: [256, 1, 1],
         shared_bytes: WARPGROUP_BYTES[format],
         params: parts(products)
@@ -280,6 +282,9 @@ const BY_WARPGROUPS: [[&str; 2]; 3] = [
     ["linear_wgmma_int8_bf16", "linear_wgmma_int8_f16"],
     ["linear_wgmma_nf4_bf16", "linear_wgmma_nf4_f16"],
 ];
+
+/// `CLUSTER` of `linear_wgmma.cuh` by format.
+const WARPGROUP_CLUSTER: [usize; 3] = [4, 2, 2];
 
 /// Shared memory of `linear_wgmma.cu` by format: tables, then 6 stages of x and weights.
 const WARPGROUP_BYTES: [u32; 3] = [
