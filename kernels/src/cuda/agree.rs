@@ -36,9 +36,10 @@ impl std::fmt::Display for Agreement {
     }
 }
 
-/// Rows and inputs of the sample: more than few rows; a chunk of blocks and one that is left, two segments.
+/// Rows and inputs of the sample: more than few rows; chunks of blocks and one that is left, five segments; and each stage of the rings filled again
+/// and nearly all of them twice, for which CTAs of a cluster wait for each other (`linear_wgmma.cuh`).
 const ROWS: usize = 40;
-const INPUTS: usize = 320;
+const INPUTS: usize = 1088;
 
 impl<G: Gpu> Cuda<G> {
     /// Multiplies a sample both ways and takes warpgroups for products of many rows if all bits are the same.
