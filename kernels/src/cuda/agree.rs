@@ -1,8 +1,12 @@
-//! Whether warpgroups (`linear_wgmma.cu`) and warps (`linear_few.cu`, `linear_many.cu`) give the same bits on a device.
+//! Whether warpgroups (`linear_wgmma.cu`, `attention_wgmma.cu`) and warps (`linear_few.cu`, `linear_many.cu`, `attention_few.cu`, `attention_many.cu`) give
+//! the same bits on a device.
 //!
 //! They add the same numbers in the same order of steps, but how tensor cores align, cut and round within a step is documented for neither. A row's bits may not depend
-//! on its batch mates, and few rows always go to warps; so products of many rows go to warpgroups only where a sample is the same both ways. The choice is made
+//! on its batch mates, and few rows always go to warps; so products of many rows and attention of many tokens go to
+//! warpgroups only where a sample of both is the same both ways. The choice is made
 //! once, when a worker opens its device, by the device alone: it never depends on load.
+
+mod attention;
 
 use std::sync::Arc;
 
@@ -12,7 +16,7 @@ use shared::dtype::DType;
 use super::ops::linear;
 use super::{Cuda, Gpu, Matrix};
 use crate::ops::{Linear, OpError, convert};
-use crate::quant::nf4;
+use crate::quant::{int8, nf4};
 use crate::tensor::WeightView;
 
 /// What came of the comparison.
@@ -42,7 +46,7 @@ const ROWS: usize = 40;
 const INPUTS: usize = 1088;
 
 impl<G: Gpu> Cuda<G> {
-    /// Multiplies a sample both ways and takes warpgroups for products of many rows if all bits are the same.
+    /// Computes a sample both ways and takes warpgroups for products of many rows and attention of many tokens if all bits are the same.
     ///
     /// # Errors
     /// When the device has no memory for the sample, or fails.
@@ -57,10 +61,15 @@ impl<G: Gpu> Cuda<G> {
         for (quant, dtype) in [
             (QuantType::None, DType::Bf16),
             (QuantType::None, DType::F16),
+            (QuantType::Int8, DType::Bf16),
             (QuantType::Nf4, DType::Bf16),
             (QuantType::Nf4, DType::F16),
         ] {
             let [warps, warpgroups] = sampled.both_ways(quant, dtype)?;
+            is_same &= are_same(&warps, &warpgroups);
+        }
+        for case in attention::CASES {
+            let [warps, warpgroups] = sampled.attention_both_ways(case)?;
             is_same &= are_same(&warps, &warpgroups);
         }
         self.by_warpgroups = is_same;
@@ -95,11 +104,12 @@ impl<G: Gpu> Cuda<G> {
     fn both_ways(&mut self, quant: QuantType, dtype: DType) -> Result<[Vec<f32>; 2], OpError> {
         // A tile of outputs for every fourth multiprocessor.
         let outputs = self.gpu.properties().multiprocessors as usize * 32;
-        let weights = numbers(1, outputs, dtype);
+        let weights = numbers(1, outputs, INPUTS, dtype);
         let mut bytes = vec![0; weights.len() * 2];
         match quant {
             QuantType::Nf4 => bytes = nf4::encode(&weights),
-            _ => convert::from_f32(dtype, &weights, &mut bytes),
+            QuantType::Int8 => bytes = int8::encode(&weights, INPUTS),
+            QuantType::None => convert::from_f32(dtype, &weights, &mut bytes),
         }
         let shape = OpError::Shape {
             op: "sample of products",
@@ -108,7 +118,7 @@ impl<G: Gpu> Cuda<G> {
         let view =
             WeightView::quantized(quant, dtype, outputs, INPUTS, &bytes).map_err(|_| shape)?;
         let matrix = self.matrix(view)?;
-        let x = numbers(2, ROWS, dtype);
+        let x = numbers(2, ROWS, INPUTS, dtype);
         let by_warps = self.sample(&matrix, &x, outputs, false)?;
         Ok([by_warps, self.sample(&matrix, &x, outputs, true)?])
     }
@@ -143,9 +153,9 @@ fn are_same(left: &[f32], right: &[f32]) -> bool {
     bits(left) == bits(right)
 }
 
-/// `rows` rows in which other ways to add show. By the number of the row: values of one size; of very different sizes, so that small terms lose their ends; large
+/// `rows` rows of `width` numbers in which other ways to add show. By the number of the row: values of one size; of very different sizes, so that small terms lose their ends; large
 /// ones that cancel each other among small ones; and so small that products are subnormal.
-fn numbers(seed: u64, rows: usize, dtype: DType) -> Vec<f32> {
+fn numbers(seed: u64, rows: usize, width: usize, dtype: DType) -> Vec<f32> {
     // Powers of two that the type has on either side of 1, but for what sums need.
     let (widest, least) = match dtype {
         DType::F16 => (7, -16),
@@ -158,10 +168,10 @@ fn numbers(seed: u64, rows: usize, dtype: DType) -> Vec<f32> {
         state ^= state << 17;
         (state >> 32) as u32
     };
-    let mut values = Vec::with_capacity(rows * INPUTS);
+    let mut values = Vec::with_capacity(rows * width);
     for row in 0..rows {
         let mut last = 0.0;
-        for input in 0..INPUTS {
+        for input in 0..width {
             let value = (next() >> 8) as f32 / (1 << 23) as f32 - 1.0;
             let power = (next() % (2 * widest as u32 + 1)) as i32 - widest;
             last = match row % 4 {
@@ -195,7 +205,7 @@ mod tests {
     #[test]
     fn the_sample_has_sizes_that_differ_and_numbers_that_are_finite() {
         for dtype in [DType::Bf16, DType::F16] {
-            let values = numbers(1, 8, dtype);
+            let values = numbers(1, 8, INPUTS, dtype);
             let size = |row: usize| {
                 let row = &values[row * INPUTS..(row + 1) * INPUTS];
                 row.iter().fold(0.0f32, |most, v| most.max(v.abs()))
@@ -221,6 +231,19 @@ mod emulated {
         assert_eq!(cuda.choose_products().unwrap(), Agreement::Same);
         assert!(cuda.uses_warpgroups());
         assert_eq!(cuda.taken(), before, "the sample leaves no memory behind");
+    }
+
+    #[test]
+    fn attention_is_the_same_both_ways_and_shows_another_rounding() {
+        let mut same = Cuda::new(Emu::new(2));
+        let mut other = Cuda::new(Emu::new(2).with_other_rounding());
+        for case in attention::CASES {
+            let [warps, warpgroups] = same.attention_both_ways(case).unwrap();
+            assert!(warps.iter().all(|v| v.is_finite()), "{case:?}");
+            assert!(are_same(&warps, &warpgroups), "{case:?}");
+            let [warps, warpgroups] = other.attention_both_ways(case).unwrap();
+            assert!(!are_same(&warps, &warpgroups), "{case:?}");
+        }
     }
 
     #[test]
