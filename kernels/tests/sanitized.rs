@@ -1,7 +1,7 @@
 //! Every kernel on the emulator in its smallest cases, for an emulator that is instrumented by a sanitizer (`SEPAL_EMU_SANITIZE` at build
 //! time, `kernels/cuda/emu/sanitize` sets everything up). A program of its own: the test harness of Rust is not instrumented, and what its
 //! threads do looks like races. First it runs a kernel that is wrong on purpose, in a process of its own, and fails unless the sanitizer ends
-//! that process: green means that faults are seen.
+//! that process: green means that faults are seen. It also fails when a kernel was launched in no case.
 //!
 //! Arguments name the checks to run; none: all.
 #![allow(
@@ -10,12 +10,14 @@
 )]
 #![allow(clippy::print_stdout, reason = "the report of this program")]
 
+use std::collections::BTreeSet;
 use std::process::Command;
+use std::sync::Mutex;
 use std::time::Instant;
 
-use kernels::cuda::emu::Emu;
+use kernels::cuda::emu::{self, Emu};
 use kernels::cuda::{Cuda, Gpu, Launch, Params};
-use kernels::selftest::{Extent, checks};
+use kernels::selftest::{Extent, checks, never_launched};
 
 /// What this program was built with.
 const SANITIZER: Option<&str> = option_env!("SEPAL_EMU_SANITIZE");
@@ -33,6 +35,9 @@ const ORDER: u64 = 7;
 /// Another, whose seed is even, for the checks of kernels whose CTAs copy to each other: such copies then come as soon as they may.
 const EARLY: u64 = 8;
 const IN_CLUSTERS: [&str; 1] = ["linear"];
+
+/// Kernels that were launched.
+static LAUNCHED: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
 
 /// Launches a kernel that is wrong, instead of anything else.
 const FAULTY: &str = "--faulty";
@@ -89,12 +94,18 @@ fn main() {
         ran += run_checks(&arguments, order);
     }
     assert!(ran > 0, "no check is called so");
+    if arguments.is_empty() {
+        assert_all_launched();
+    }
 }
 
 /// How many were run.
 fn run_checks(arguments: &[String], order: u64) -> usize {
     let mut cuda = Cuda::exact(Emu::with_order(THREADS, order));
     cuda.use_warpgroups(true);
+    cuda.watch(Some(|kernel| {
+        LAUNCHED.lock().expect("nobody panics").insert(kernel);
+    }));
     let mut ran = 0;
     for (name, check) in checks::<Emu>() {
         let is_wanted = arguments.is_empty() || arguments.iter().any(|wanted| wanted == name);
@@ -114,6 +125,16 @@ fn run_checks(arguments: &[String], order: u64) -> usize {
         ran += 1;
     }
     ran
+}
+
+/// Fails when a kernel was launched in no case: the sanitizer has not seen it.
+fn assert_all_launched() {
+    let all = emu::kernels();
+    let right = all.iter().filter(|name| !name.starts_with("faulty_"));
+    let launched = LAUNCHED.lock().expect("nobody panics");
+    let missing = never_launched(right.map(String::as_str), &launched);
+    assert!(missing.is_empty(), "never launched: {missing:?}");
+    println!("{} kernels launched, none is left out", launched.len());
 }
 
 /// Runs the kernel in a process of its own, which must end with this message.

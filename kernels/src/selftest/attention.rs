@@ -163,6 +163,12 @@ pub(super) fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent) -> Result<usize,
             attend(&mut bench, &batch)?;
         }
     }
+    if extent == Extent::Least {
+        // The smallest batch that goes to the kernels for many tokens, with two tiles of keys.
+        let batch = Batch::new(DType::Bf16, (1, 2, 64, ALL, false), &[(40, 33)]);
+        bench.begin("attention of many tokens".to_owned());
+        attend(&mut bench, &batch)?;
+    }
     Ok(bench.cases)
 }
 

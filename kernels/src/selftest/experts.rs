@@ -33,8 +33,9 @@ const fn shape([tokens, experts, chosen, hidden, middle]: [usize; 5]) -> Shape {
 }
 
 /// Few rows; rows past a tile of few, and past one of many; widths that tiles do not take, one of them, or neither.
-const SHAPES: [(Shape, Extent); 7] = [
+const SHAPES: [(Shape, Extent); 8] = [
     (shape([3, 3, 2, 64, 64]), Extent::Least),
+    (shape([33, 1, 1, 64, 64]), Extent::Least),
     (shape([35, 2, 1, 64, 128]), Extent::Small),
     (shape([5, 4, 3, 50, 64]), Extent::Least),
     (shape([140, 2, 2, 64, 64]), Extent::Small),

@@ -17,6 +17,8 @@ mod rmsnorm;
 mod route;
 mod wgmma;
 
+use std::collections::BTreeSet;
+
 use crate::cuda::{Buffer, Cuda, Floats, Gpu};
 use crate::ops::OpError;
 
@@ -87,6 +89,34 @@ pub fn checks<G: Gpu>() -> Vec<(&'static str, Check<G>)> {
         ("quantize", quantize::check),
         ("wgmma", wgmma::check),
     ]
+}
+
+/// Kernels that only measure: [`checks`] launch none of them.
+const YARDSTICKS: [&str; 2] = ["peak_mma", "peak_wgmma"];
+
+/// Kernels of `all` that were not launched in any of their types and sizes, by their names without those.
+pub fn never_launched<'n>(
+    all: impl IntoIterator<Item = &'n str>,
+    launched: &BTreeSet<&'static str>,
+) -> BTreeSet<String> {
+    let launched: BTreeSet<String> = launched.iter().map(|name| family_of(name)).collect();
+    let families = all.into_iter().map(family_of);
+    families
+        .filter(|family| !launched.contains(family) && !YARDSTICKS.contains(&family.as_str()))
+        .collect()
+}
+
+/// The name without what says only which types and sizes a kernel was compiled for: `attention_few` of `attention_few_bf16_d64`.
+fn family_of(kernel: &str) -> String {
+    let is_variant = |part: &str| {
+        let is_size = part.contains(|c: char| c.is_ascii_digit())
+            && part
+                .chars()
+                .all(|c| matches!(c, 'd' | 'm' | 'n' | '0'..='9'));
+        is_size || ["f32", "bf16", "f16"].contains(&part)
+    };
+    let parts: Vec<&str> = kernel.split('_').filter(|part| !is_variant(part)).collect();
+    parts.join("_")
 }
 
 /// Tests of a file of checks: on the emulator and on a device.
@@ -264,5 +294,51 @@ impl<'a, G: Gpu> Bench<'a, G> {
                 wanted: value(wanted, index),
             })
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_is_missing_when_none_of_its_variants_was_launched() {
+        let all = [
+            "add_f32",
+            "add_bf16",
+            "attention_few_bf16_d64",
+            "attention_few_bf16_d128",
+            "linear_few_nf4_bf16_m1n2",
+            "linear_few_int8_bf16_m1n2",
+            "peak_mma_bf16",
+        ];
+        let launched = BTreeSet::from(["add_bf16", "attention_few_bf16_d128"]);
+        let missing = never_launched(all, &launched);
+        let missing: Vec<&str> = missing.iter().map(String::as_str).collect();
+        assert_eq!(missing, ["linear_few_int8", "linear_few_nf4"]);
+    }
+}
+
+#[cfg(all(test, feature = "emu"))]
+mod emulated {
+    use std::sync::Mutex;
+
+    use super::*;
+    use crate::cuda::emu::{Emu, kernels};
+
+    #[test]
+    fn the_smallest_cases_launch_every_kernel() {
+        static LAUNCHED: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
+        let mut cuda = Cuda::exact(Emu::new(2));
+        cuda.use_warpgroups(true);
+        cuda.watch(Some(|kernel| {
+            LAUNCHED.lock().unwrap().insert(kernel);
+        }));
+        for (name, check) in checks::<Emu>() {
+            check(&mut cuda, Extent::Least).unwrap_or_else(|e| panic!("{name}: {e}"));
+        }
+        let all = kernels();
+        let missing = never_launched(all.iter().map(String::as_str), &LAUNCHED.lock().unwrap());
+        assert!(missing.is_empty(), "never launched: {missing:?}");
     }
 }
