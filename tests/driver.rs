@@ -27,14 +27,11 @@ fn with_driver(settings: &[(&str, &str)]) -> Command {
 /// Starts a server of the demo model.
 fn start(device: &str, settings: &[(&str, &str)], more: &[&str]) -> Sepal {
     let model = demo_model();
-    let flags = [
-        "--new_swarm",
-        "--device",
-        device,
-        "--torch_dtype",
-        "bfloat16",
-    ];
-    let more = [&flags, more].concat();
+    let dtype: &[&str] = match more.contains(&"--torch_dtype") {
+        true => &[],
+        false => &["--torch_dtype", "bfloat16"],
+    };
+    let more = [&["--new_swarm", "--device", device], dtype, more].concat();
     let args = serve_args(&model, "demo", &more);
     let folder = Arc::new(tempfile::tempdir().expect("temporary folder"));
     Sepal::start_by(with_driver(settings), folder, &args)
@@ -144,7 +141,7 @@ async fn a_server_whose_warpgroups_fault_or_hang_serves_by_warps() {
         assert!(children_of(first).is_empty(), "{faulty}: the child is left");
         let log = sepal.log();
         for part in [
-            "warpgroups failed on a sample and are not used",
+            "warpgroups are not used",
             "`sepal selftest --device cuda:0` tells more",
             what,
         ] {
@@ -152,6 +149,30 @@ async fn a_server_whose_warpgroups_fault_or_hang_serves_by_warps() {
         }
         assert_eq!(sepal.terminate().code(), Some(0));
     }
+}
+
+/// What a sample does not show ends a process of the worker once.
+#[tokio::test(flavor = "multi_thread")]
+async fn after_a_fault_of_its_device_a_worker_goes_by_warps() {
+    let flags = ["--quant_type", "int8", "--torch_dtype", "float16"];
+    let calm = start("cuda:0", &[], &flags);
+    calm.wait_online();
+    let expected = run(&calm, |_| ()).await;
+    assert_eq!(calm.terminate().code(), Some(0));
+    // No kernel of the sample.
+    let settings = [("EMU_CUDA_FAULTY", "linear_wgmma_int8_f16:719")];
+    let sepal = start("cuda:0", &settings, &flags);
+    sepal.wait_online();
+    let got = run(&sepal, |_| ()).await;
+    assert!(got == expected, "results differ");
+    let log = sepal.log();
+    for part in [
+        "CUDA_ERROR_LAUNCH_FAILED (719)",
+        "an earlier process of this worker failed on its device",
+    ] {
+        assert!(log.contains(part), "{part}: {log}");
+    }
+    assert_eq!(sepal.terminate().code(), Some(0));
 }
 
 #[test]
@@ -163,7 +184,10 @@ fn selftest_names_the_kernel_of_warpgroups_that_fails() {
     let (table, said) = (text(&done.stdout), text(&done.stderr));
     assert_eq!(done.status.code(), Some(10), "{table}{said}");
     let fault = "kernel linear_wgmma_nf4_bf16: cuStreamSynchronize: CUDA_ERROR_LAUNCH_FAILED (719)";
-    for part in ["by warps, as the sample by warpgroups failed", fault] {
+    for part in [
+        "by warps, not by warpgroups: the sample failed: its process ended with exit status: 10",
+        fault,
+    ] {
         assert!(table.contains(part), "{part}: {table}");
     }
     // All else is checked and measured.

@@ -52,15 +52,19 @@ pub(crate) struct Opened {
     pub took: Duration,
 }
 
-/// Opens device `ordinal`, after another process has taken the sample within `limit`, if the device has warpgroups at all.
+/// Opens device `ordinal`, after another process has taken the sample within `limit`, if the device has warpgroups at all. Without a limit no sample is
+/// taken: warpgroups are under suspicion.
 ///
 /// # Errors
 /// When the device cannot be opened; a sample that fails is no error.
-pub(crate) fn open(ordinal: u32, limit: Duration) -> Result<Opened, OpenError> {
+pub(crate) fn open(ordinal: u32, limit: Option<Duration>) -> Result<Opened, OpenError> {
     let start = Instant::now();
-    let sampled = match Driver::properties_of(ordinal)?.has_wgmma() {
-        true => by_another_process(ordinal, limit),
-        false => Ok(Agreement::NoWarpgroups),
+    let sampled = match (Driver::properties_of(ordinal)?.has_wgmma(), limit) {
+        (true, Some(limit)) => {
+            by_another_process(ordinal, limit).map_err(|why| format!("the sample failed: {why}"))
+        }
+        (true, None) => Err("an earlier process of this worker failed on its device".to_owned()),
+        (false, _) => Ok(Agreement::NoWarpgroups),
     };
     let took = start.elapsed();
     let mut cuda = Cuda::new(Driver::open(ordinal)?);

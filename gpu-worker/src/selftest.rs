@@ -39,7 +39,7 @@ pub fn run_command(device: Device, is_quick: bool) -> ExitReason {
     };
     let done = match device {
         Device::Cpu => on_processor(out),
-        Device::Cuda(ordinal) => match sample::open(ordinal, SAMPLE_TIMEOUT) {
+        Device::Cuda(ordinal) => match sample::open(ordinal, Some(SAMPLE_TIMEOUT)) {
             Ok(opened) => on_device(opened.cuda, opened.sampled, extent, out),
             Err(failure) => Err(Ended::new(ExitReason::BadConfig, &failure)),
         },
@@ -127,7 +127,7 @@ fn on_device<G: Gpu>(
         Ok(how) => writeln!(out, "products of many rows {how}")?,
         Err(why) => writeln!(
             out,
-            "products of many rows by warps, as the sample by warpgroups failed: {why}"
+            "products of many rows by warps, not by warpgroups: {why}"
         )?,
     }
     check(&mut cuda, extent, out)?;

@@ -83,7 +83,8 @@ fn serve(ends: ControlEnds<ToWorker, FromWorker>) -> End {
                 Ok(cpu)
             }),
             Device::Cuda(ordinal) => run_on(&init, ends, |_, board| {
-                open_cuda(ordinal, init.config.sample_timeout, board)
+                let limit = init.config.sample_timeout;
+                open_cuda(ordinal, (!init.by_warps).then_some(limit), board)
             }),
             #[cfg(feature = "emu")]
             Device::Emulator => run_on(&init, ends, |threads, _| {
@@ -189,9 +190,13 @@ fn watch_weights(ends: &ControlEnds<ToWorker, FromWorker>) -> Result<(), End> {
     })
 }
 
-/// Opens a device after the sample of its warpgroups, which has so much time.
-fn open_cuda(ordinal: u32, limit: Duration, board: &BoardWriter) -> Result<Cuda<Driver>, End> {
-    board.enter(Phase::Loading, LOADING_LIMIT + limit);
+/// Opens a device after the sample of its warpgroups, which has so much time; without any, warpgroups are not used.
+fn open_cuda(
+    ordinal: u32,
+    limit: Option<Duration>,
+    board: &BoardWriter,
+) -> Result<Cuda<Driver>, End> {
+    board.enter(Phase::Loading, LOADING_LIMIT + limit.unwrap_or_default());
     let opened = sample::open(ordinal, limit).map_err(|failure| {
         let (reason, message) = unusable(ordinal, &failure);
         End { reason, message }
@@ -210,8 +215,7 @@ fn open_cuda(ordinal: u32, limit: Duration, board: &BoardWriter) -> Result<Cuda<
         Err(why) => warn!(
             why,
             sample = ?opened.took,
-            "warpgroups failed on a sample and are not used: prefill is slower, results are the same; \
-             `sepal selftest --device cuda:{ordinal}` tells more"
+            "warpgroups are not used: prefill is slower, results are the same; `sepal selftest --device cuda:{ordinal}` tells more"
         ),
     }
     Ok(opened.cuda)

@@ -110,6 +110,7 @@ impl Worker {
                 ..WorkerConfig::default()
             },
             measure: start.measure,
+            by_warps: false,
             fds,
         };
         self.down.send(ToWorker::Init(Box::new(init))).unwrap();

@@ -227,6 +227,7 @@ impl Driver<'_> {
         let bytes = |survives| facts.kv_segment_bytes_if(survives, span, kv_pages);
         let kv = self.segments.kv(self.instance, worker, choice, bytes)?;
         let kv_survives = kv.survives;
+        let by_warps = self.suspects.contains(&worker);
         let init = |fds| WorkerInit {
             board,
             generation,
@@ -240,6 +241,7 @@ impl Driver<'_> {
             model: facts.clone(),
             config: self.config.worker.clone(),
             measure: !matches!(self.config.netd.throughput, Throughput::Fixed(_)),
+            by_warps,
             fds,
         };
         let delivered = running.deliver(&[kv.segment.as_fd()], |fds| {
