@@ -130,7 +130,9 @@ fn run_checks(arguments: &[String], order: u64) -> usize {
 /// Fails when a kernel was launched in no case: the sanitizer has not seen it.
 fn assert_all_launched() {
     let all = emu::kernels();
-    let right = all.iter().filter(|name| !name.starts_with("faulty_"));
+    // Those of faulty.cu have run in processes of their own.
+    let is_planted = |name: &str| name.starts_with("faulty_") || name == SOUND;
+    let right = all.iter().filter(|name| !is_planted(name));
     let launched = LAUNCHED.lock().expect("nobody panics");
     let missing = never_launched(right.map(String::as_str), &launched);
     assert!(missing.is_empty(), "never launched: {missing:?}");
