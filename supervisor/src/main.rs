@@ -4,6 +4,7 @@
 use std::process::ExitCode;
 
 use client::{demo, generate};
+use gpu_worker::{sample, selftest};
 use netd::dht_node;
 use shared::bootstrap::{Bootstrap, Identity, init_logging};
 use shared::config::LogConfig;
@@ -19,10 +20,8 @@ fn main() -> ExitCode {
     code(match command {
         Command::Serve { config, notes } => supervisor::serve(*config, &notes),
         Command::Status(options) => supervisor::report::run(&options),
-        Command::SelfTest { device, is_quick } => {
-            gpu_worker::selftest::run_command(device, is_quick)
-        }
-        Command::Sample { ordinal, parent } => gpu_worker::sample::run_command(ordinal, parent),
+        Command::SelfTest { device, is_quick } => selftest::run_command(device, is_quick),
+        Command::Sample { ordinal, parent } => sample::run_command(ordinal, parent),
         Command::Role { role, bootstrap } => child(role, bootstrap),
         Command::ShowConfig(text) => {
             print!("{text}");
