@@ -187,7 +187,7 @@ pub struct WorkerInit {
     pub config: WorkerConfig,
     /// Whether to measure throughput before reporting ready.
     pub measure: bool,
-    /// Whether warpgroups of a CUDA device are not to be used: an earlier process of this worker failed on its device or was killed.
+    /// Whether warpgroups of a CUDA device are not to be used: an earlier process of this worker failed on its device or hung.
     pub by_warps: bool,
     /// Tag of the descriptors.
     pub fds: FdTag,

@@ -10,7 +10,7 @@
 
 mod compose;
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::VecDeque;
 use std::io::{self, IsTerminal};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -81,9 +81,6 @@ struct Driver<'a> {
     facts: Option<ModelFacts>,
     /// What workers measured at an earlier start.
     kept: Option<Capacity>,
-    /// Workers of which a process failed on its device or was killed here. Warpgroups may be to blame, where a sample did not show it, so the next ones
-    /// do without.
-    suspects: HashSet<WorkerId>,
     /// The blocks that clients are told of.
     span: Option<shared::block::Span>,
     wake: Wake,
@@ -144,7 +141,6 @@ impl<'a> Driver<'a> {
             segments: Segments::new(instance, started.map_or(0, |since| since.as_secs()))?,
             facts: None,
             kept: None,
-            suspects: HashSet::new(),
             span: None,
             wake: Wake::new().map_err(|e| LoopError::System("make an eventfd", e))?,
             signals,
@@ -306,11 +302,6 @@ impl<'a> Driver<'a> {
         for running in self.running.extract_if(.., over) {
             if let Some((end, _)) = running.end {
                 let end = running.fault.unwrap_or(end);
-                if let (ChildId::Worker(worker), ExitReason::DeviceLost) =
-                    (running.id, end.reason())
-                {
-                    self.suspects.insert(worker);
-                }
                 self.pending
                     .push_back(Event::Ended(running.id, running.generation, end));
             }
@@ -430,9 +421,6 @@ impl<'a> Driver<'a> {
 
     fn kill(&mut self, id: ChildId, generation: Generation, why: &str) {
         warn!(child = %id, generation = generation.0, why, "killing");
-        if let ChildId::Worker(worker) = id {
-            self.suspects.insert(worker);
-        }
         let is = |running: &&Running| {
             running.id == id && running.generation == generation && running.end.is_none()
         };

@@ -54,6 +54,8 @@ struct Worker {
     whole: Span,
     part: Part,
     capacity: Capacity,
+    /// Whether a process of its own failed on its device or hung: warpgroups may be to blame where no sample showed it, so the next ones do without.
+    by_warps: bool,
     /// Generation of netd whose rings it was given.
     linking: Option<Generation>,
     /// Generation of netd whose rings it acknowledged.
@@ -228,6 +230,7 @@ impl Tree {
                     placement: worker.placement,
                     whole: worker.whole,
                     facts,
+                    by_warps: worker.by_warps,
                 }
             }
         };
@@ -299,7 +302,12 @@ impl Tree {
                 self.netd_lost(now, out);
                 self.unlink_all(out);
             }
-            ChildId::Worker(worker) => self.worker_down(worker, cause, out),
+            ChildId::Worker(worker) => {
+                if end.reason() == ExitReason::DeviceLost {
+                    self.suspect(id);
+                }
+                self.worker_down(worker, cause, out);
+            }
         }
         if let State::Held { reason } = state {
             self.held(id, reason, complaint, now, out);
@@ -341,12 +349,22 @@ impl Tree {
             .child_mut(id)
             .and_then(|child| child.beat(beat, now, pace));
         if let Some(stood) = stood {
+            self.suspect(id);
             self.kill(
                 id,
                 format!("hangs: no progress for {} ms", stood.as_millis()),
                 now,
                 out,
             );
+        }
+    }
+
+    /// The next processes of this worker do without warpgroups.
+    fn suspect(&mut self, id: ChildId) {
+        if let ChildId::Worker(id) = id
+            && let Some(worker) = self.worker_mut(id)
+        {
+            worker.by_warps = true;
         }
     }
 
@@ -371,6 +389,7 @@ impl Tree {
                 if let (Some(ending), ChildId::Netd) = (&mut self.ending, id) {
                     ending.forced = true;
                 }
+                self.suspect(id);
                 self.kill(id, why, now, out);
                 continue;
             }

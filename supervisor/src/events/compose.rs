@@ -169,7 +169,8 @@ impl Driver<'_> {
                 placement,
                 whole,
                 facts,
-            } => self.init_worker(index, placement, whole, facts),
+                by_warps,
+            } => self.init_worker(index, placement, (whole, facts), by_warps),
         }
     }
 
@@ -208,8 +209,8 @@ impl Driver<'_> {
         &mut self,
         index: usize,
         placement: Placement,
-        whole: Span,
-        facts: ModelFacts,
+        (whole, facts): (Span, ModelFacts),
+        by_warps: bool,
     ) -> Result<bool, MakeError> {
         let Some(running) = self.running.get_mut(index) else {
             return Ok(true);
@@ -227,7 +228,6 @@ impl Driver<'_> {
         let bytes = |survives| facts.kv_segment_bytes_if(survives, span, kv_pages);
         let kv = self.segments.kv(self.instance, worker, choice, bytes)?;
         let kv_survives = kv.survives;
-        let by_warps = self.suspects.contains(&worker);
         let init = |fds| WorkerInit {
             board,
             generation,

@@ -144,6 +144,8 @@ pub enum Init {
         whole: Span,
         /// The model.
         facts: ModelFacts,
+        /// Whether it is to do without the warpgroups of its device.
+        by_warps: bool,
     },
 }
 

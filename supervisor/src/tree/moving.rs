@@ -361,6 +361,7 @@ impl Worker {
             whole,
             part,
             capacity: Capacity::default(),
+            by_warps: false,
             linking: None,
             linked: None,
             told: None,

@@ -288,6 +288,34 @@ fn a_worker_without_progress_is_killed_and_blames_nobody() {
     ));
 }
 
+/// Whether worker 0, dead now, comes back without warpgroups.
+fn comes_back_by_warps(rig: &mut Rig) -> bool {
+    while !rig.spawned().iter().any(|(id, _)| *id == worker(0)) {
+        rig.now += SEC;
+        rig.on(Event::Tick);
+    }
+    let [Down::Init(Init::Worker { by_warps, .. })] = rig.told(worker(0))[..] else {
+        panic!("{:?}", rig.last)
+    };
+    *by_warps
+}
+
+#[test]
+fn warpgroups_are_given_up_by_whoever_failed_on_its_device_or_hung_and_by_nobody_else() {
+    let lost = End::Code(i32::from(ExitReason::DeviceLost.code()));
+    for (end, expected) in [(lost, true), (SIGKILL, false), (End::Code(1), false)] {
+        let mut rig = Rig::online(1);
+        rig.die(worker(0), end.clone());
+        assert_eq!(comes_back_by_warps(&mut rig), expected, "{end:?}");
+    }
+    let mut rig = Rig::online(1);
+    while beat(&mut rig, 7, Some(5 * SEC)).is_empty() {
+        rig.now += SEC;
+    }
+    rig.die(worker(0), SIGKILL);
+    assert!(comes_back_by_warps(&mut rig));
+}
+
 #[test]
 fn an_idle_or_moving_worker_is_never_killed() {
     let mut rig = Rig::online(1);
