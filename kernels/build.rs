@@ -1,5 +1,6 @@
-//! Builds the emulated kernels when the feature `emu` asks for them: every `cuda/*.cu` as C++, each with a table of its
-//! kernels. Without that feature nothing is compiled here: neither CUDA nor a C++ compiler is needed.
+//! Lists the compiled kernels of `prebuilt/` and the constants that their sources export. With the
+//! feature `emu` it also compiles every `cuda/*.cu` as C++, with a table of its kernels; only that
+//! needs a C++ compiler.
 
 fn main() {
     println!("cargo:rerun-if-changed=cuda");
@@ -13,7 +14,8 @@ fn main() {
 mod emulator {
     use std::path::{Path, PathBuf};
 
-    /// `address` or `thread` instruments the kernels; the sanitizer's library must then be preloaded by whoever runs them.
+    /// `address` or `thread` instruments the kernels; the sanitizer's library must then be
+    /// preloaded by whoever runs them.
     const SANITIZE: &str = "SEPAL_EMU_SANITIZE";
 
     pub fn build() {
@@ -36,10 +38,7 @@ mod emulator {
         build.file(tables);
         let mut objects = build.compile_intermediates();
         objects.extend(scheduler().compile_intermediates());
-        cc::Build::new()
-            .cpp(true)
-            .objects(&objects)
-            .compile("sepal_emu");
+        cc::Build::new().cpp(true).objects(&objects).compile("sepal_emu");
         if !is_sanitized() {
             link_driver(&out, &objects);
         }
@@ -52,21 +51,16 @@ mod emulator {
         let mut build = plain();
         build.file("cuda/emu/driver.cpp");
         let mut link = build.get_compiler().to_command();
-        link.args([
-            "-shared",
-            "-pthread",
-            "-Wl,-Bsymbolic,-soname,libcuda.so",
-            "-o",
-        ])
-        .arg(folder.join("libcuda.so"))
-        .args(build.compile_intermediates())
-        .args(kernels);
+        link.args(["-shared", "-pthread", "-Wl,-Bsymbolic,-soname,libcuda.so", "-o"])
+            .arg(folder.join("libcuda.so"))
+            .args(build.compile_intermediates())
+            .args(kernels);
         let status = link.status().expect("the C++ compiler links");
         assert!(status.success(), "libcuda.so was not linked");
     }
 
-    /// The scheduler of fibers. What it does between two of them is no race of theirs, so the thread sanitizer is told of its switches and
-    /// does not look into it.
+    /// The scheduler of fibers. What it does between two of them is no race of theirs, so the
+    /// thread sanitizer is told of its switches and does not look into it.
     fn scheduler() -> cc::Build {
         let mut build = match std::env::var(SANITIZE).as_deref() {
             Ok("thread") => {
@@ -127,41 +121,41 @@ mod emulator {
             .filter(|path| path.extension().is_some_and(|e| e == "cu"))
             .map(|path| {
                 let name = path.file_stem().and_then(|s| s.to_str()).expect("UTF-8");
-                (
-                    name.to_owned(),
-                    path.canonicalize().expect("it was just listed"),
-                )
+                (name.to_owned(), path.canonicalize().expect("it was just listed"))
             })
             .collect();
         sources.sort();
         sources
     }
 
-    /// The file, then the table of its kernels.
+    /// The file, then the tables of its kernels and of the constants that it exports.
     fn table_of(name: &str, source: &Path) -> String {
-        let kernels = kernels_in(&preprocessed(source));
+        let text = preprocessed(source);
+        let kernels = kernels_in(&text);
         assert!(!kernels.is_empty(), "{} has no kernel", source.display());
         let entries: String = kernels
             .iter()
             .map(|(name, cluster)| format!("    EMU_KERNEL({name}, {cluster}),\n"))
             .collect();
+        let exports = exports_in(&text);
+        let constants: String =
+            exports.iter().map(|e| format!("    {{\"{e}\", exported_{e}}},\n")).collect();
         format!(
-            "#include \"{}\"\n#include \"emu/fiber.h\"\nstatic const emu::Kernel kernels[] = {{\n{entries}}};\n\
-             extern const emu::Table table_{name};\nconst emu::Table table_{name} = {{kernels, {}}};\n",
+            "#include \"{}\"\n#include \"emu/fiber.h\"\n\
+             static const emu::Kernel kernels[] = {{\n{entries}}};\n\
+             static const emu::Export exports[] = {{\n{constants}    {{nullptr, 0}}}};\n\
+             extern const emu::Table table_{name};\n\
+             const emu::Table table_{name} = {{\"{name}\", kernels, {}, exports, {}}};\n",
             source.display(),
-            kernels.len()
+            kernels.len(),
+            exports.len()
         )
     }
 
     fn all_tables(sources: &[(String, PathBuf)]) -> String {
-        let declared: String = sources
-            .iter()
-            .map(|(n, _)| format!("extern const emu::Table table_{n};\n"))
-            .collect();
-        let listed: String = sources
-            .iter()
-            .map(|(n, _)| format!("&table_{n}, "))
-            .collect();
+        let declared: String =
+            sources.iter().map(|(n, _)| format!("extern const emu::Table table_{n};\n")).collect();
+        let listed: String = sources.iter().map(|(n, _)| format!("&table_{n}, ")).collect();
         format!(
             "#include \"emu/fiber.h\"\n{declared}namespace emu {{\nextern const Table* const tables[];\nextern const unsigned table_count;\n\
              const Table* const tables[] = {{{listed}}};\nconst unsigned table_count = {};\n}}\n",
@@ -170,15 +164,12 @@ mod emulator {
     }
 
     fn preprocessed(source: &Path) -> String {
-        let text = compiler()
-            .define("EMU_SCAN", None)
-            .file(source)
-            .flag("-xc++")
-            .expand();
+        let text = compiler().define("EMU_SCAN", None).file(source).flag("-xc++").expand();
         String::from_utf8_lossy(&text).into_owned()
     }
 
-    /// Names in `extern "C" emu_global_mark void NAME(`, and the sizes of their clusters, which `emu_cluster_mark(X, Y, Z)` gives before the name.
+    /// Names in `extern "C" emu_global_mark void NAME(`, and the sizes of their clusters, which
+    /// `emu_cluster_mark(X, Y, Z)` gives before the name.
     fn kernels_in(text: &str) -> Vec<(String, String)> {
         let mut kernels = Vec::new();
         let parts: Vec<&str> = text.split("emu_global_mark").collect();
@@ -202,13 +193,19 @@ mod emulator {
         kernels
     }
 
+    /// Names in `constexpr uint32_t exported_NAME =`.
+    fn exports_in(text: &str) -> Vec<&str> {
+        let found = text.split("constexpr uint32_t exported_").skip(1);
+        found.filter_map(|after| after.split([' ', '=']).next()).collect()
+    }
+
     fn write(path: &Path, text: &str) {
         std::fs::write(path, text).expect("OUT_DIR can be written");
     }
 }
 
-/// The images of `prebuilt/`, as a table for `src/cuda/driver/images.rs`. Warns of images that are older than their sources;
-/// `.ci/run kernels` fails on them.
+/// The images of `prebuilt/`, as a table for `src/cuda/driver/images.rs`. Warns of images that are
+/// older than their sources; `.ci/run kernels` fails on them.
 mod images {
     use std::path::{Path, PathBuf};
 
@@ -232,6 +229,7 @@ mod images {
         table += "];\n";
         let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets it"));
         std::fs::write(out.join("images.rs"), table).expect("OUT_DIR can be written");
+        std::fs::write(out.join("sizes.rs"), sizes(images)).expect("OUT_DIR can be written");
         let is_stale = |source: &PathBuf| {
             let name = source.file_stem().and_then(|s| s.to_str());
             let hash = name.and_then(|name| images.get(name)?["source"].as_str());
@@ -243,6 +241,26 @@ mod images {
                 "cargo:warning={stale} images of kernels are missing or older than their sources: run kernels/prebuilt/build.py"
             );
         }
+    }
+
+    /// The constants that each source exports, for `src/sizes.rs`.
+    fn sizes(images: &serde_json::Map<String, Value>) -> String {
+        let mut modules = String::new();
+        let mut all = String::new();
+        for (source, image) in images {
+            let exports = image["exports"].as_object().expect("exports by name");
+            if exports.is_empty() {
+                continue;
+            }
+            modules += &format!("/// Of `{source}.cu`.\npub(crate) mod {source} {{\n");
+            for (name, value) in exports {
+                modules += &format!("pub(crate) const {name}: usize = {value};\n");
+                all += &format!("({source:?}, {name:?}, {value}),\n");
+            }
+            modules += "}\n";
+        }
+        let doc = "/// All of them: source, name and value.";
+        format!("{modules}{doc}\npub(crate) const ALL: &[(&str, &str, u32)] = &[\n{all}];\n")
     }
 
     fn sources() -> Vec<PathBuf> {
@@ -257,13 +275,12 @@ mod images {
         Path::new(&std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join(relative)
     }
 
-    /// FNV-1a of the file and all of ours that it includes, each once, in the order of inclusion; `prebuilt/build.py` computes the same.
+    /// FNV-1a of the file and all of ours that it includes, each once, in the order of inclusion;
+    /// `prebuilt/build.py` computes the same.
     fn source_hash(source: &Path) -> String {
         let mut files = Vec::new();
         closure(source.to_owned(), &mut files);
-        let bytes = files
-            .iter()
-            .flat_map(|file| std::fs::read(file).unwrap_or_default());
+        let bytes = files.iter().flat_map(|file| std::fs::read(file).unwrap_or_default());
         let hash = bytes.fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
         });

@@ -1,5 +1,5 @@
-//! Workers die at every point of a job and at random times; no client sees more than a pause, and every result has the same
-//! bits as an undisturbed run.
+//! Workers die at every point of a job and at random times; no client sees more than a pause, and
+//! every result has the same bits as an undisturbed run.
 
 mod harness;
 
@@ -8,27 +8,22 @@ use std::time::Duration;
 use harness::demo::demo_model;
 use harness::peer::{Peer, Session, fed_back, noise};
 use harness::{Sepal, wait_for};
-use netd::wire::tensor::{WireDtype, dummy_tensor};
+use hivemind::wire::tensor::{WireDtype, dummy_tensor};
 use nix::sys::signal::{Signal, kill};
 
 const HIDDEN: usize = 192;
 const BLOCKS: std::ops::Range<u32> = 0..8;
 
-/// A session that feeds its outputs back, so that one wrong bit anywhere changes everything after it: a prompt of 21
-/// tokens, then decode steps of two rows, every third of which swaps or shares rows as beam search does.
+/// A session that feeds its outputs back, so that one wrong bit anywhere changes everything after
+/// it: a prompt of 21 tokens, then decode steps of two rows, every third of which swaps or shares
+/// rows as beam search does.
 async fn run_session(peer: &Peer, seed: u32, steps: usize) -> Vec<Vec<f32>> {
     let mut session = peer.session(BLOCKS, 21 + steps as u32).await;
-    let mut outputs = vec![
-        session
-            .step(noise(&[2, 21, HIDDEN], seed), None)
-            .await
-            .expect("prefill"),
-    ];
+    let mut outputs =
+        vec![session.step(noise(&[2, 21, HIDDEN], seed), None).await.expect("prefill")];
     for step in 0..steps {
         let (hidden, order) = fed_back(outputs.last().unwrap(), HIDDEN, step);
-        let output = session
-            .step_with(hidden, None, dummy_tensor(WireDtype::F32), order)
-            .await;
+        let output = session.step_with(hidden, None, dummy_tensor(WireDtype::F32), order).await;
         outputs.push(output.expect("a decode step"));
     }
     session.close().await;
@@ -52,11 +47,7 @@ async fn run_sessions(addr: &str, count: u32, steps: usize) -> Vec<Vec<Vec<f32>>
 }
 
 fn serve(more: &[&str]) -> Sepal {
-    Sepal::serve(
-        &demo_model(),
-        "demo",
-        &[&["--torch_dtype", "float32"], more].concat(),
-    )
+    Sepal::serve(&demo_model(), "demo", &[&["--torch_dtype", "float32"], more].concat())
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -81,10 +72,7 @@ async fn a_worker_killed_at_any_point_of_a_job_changes_nothing() {
         let sepal = serve(&["--inject_fault", fault]);
         let (netd, worker) = (sepal.netd(), sepal.worker());
         let got = run_sessions(&sepal.addr(), 2, 6).await;
-        assert!(
-            got == expected,
-            "{fault}: results differ from an undisturbed run"
-        );
+        assert!(got == expected, "{fault}: results differ from an undisturbed run");
         assert_ne!(sepal.worker(), worker, "{fault}: the fault never struck");
         assert_eq!(sepal.netd(), netd, "{fault}");
         assert_eq!(sepal.terminate().code(), Some(0), "{fault}");
@@ -109,9 +97,7 @@ async fn workers_killed_at_random_times_change_nothing() {
     });
     let (mut kills, mut hits, mut seed) = (0, 0, 12345u64);
     while kills < KILLS && !running.is_finished() {
-        seed = seed
-            .wrapping_mul(6364136223846793005)
-            .wrapping_add(1442695040888963407);
+        seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         tokio::time::sleep(Duration::from_millis(20 + (seed >> 33) % 120)).await;
         let worker = sepal.worker();
         // A stopped worker shows on the board what it was doing.
@@ -146,9 +132,7 @@ async fn workers_killed_at_random_times_change_nothing() {
 /// What the worker was doing, if it serves.
 fn phase_of_worker(status: &serde_json::Value) -> Option<String> {
     let processes = status.pointer("/0/children")?.as_array()?;
-    let worker = processes
-        .iter()
-        .find(|p| p["role"] == "gpu-worker" && p["state"] == "ready")?;
+    let worker = processes.iter().find(|p| p["role"] == "gpu-worker" && p["state"] == "ready")?;
     worker["phase"].as_str().map(str::to_owned)
 }
 
@@ -176,7 +160,8 @@ async fn a_netd_killed_during_a_prefill_costs_its_connections_and_nothing_else()
     assert!(line.contains(&addr), "same PeerID and port {addr}: {line}");
     assert_eq!(sepal.worker(), worker, "weights stay loaded");
     assert_ne!(sepal.netd(), netd);
-    // The worker has dropped the job of the dead netd; what comes after has the bits of an undisturbed run.
+    // The worker has dropped the job of the dead netd; what comes after has the bits of an
+    // undisturbed run.
     let again = run_session(&Peer::connect(&addr, "demo").await, 11, 6).await;
     assert_eq!(again, expected);
     assert_eq!(sepal.terminate().code(), Some(0));
@@ -188,11 +173,7 @@ async fn a_job_that_crashes_every_worker_is_refused_to_its_client_alone() {
     let sepal = serve(&["--inject_fault", "abort@block:1#0x3"]);
     let peer = Peer::connect(&sepal.addr(), "demo").await;
     let mut poison: Session = peer.session(BLOCKS, 8).await;
-    let error = poison
-        .step(noise(&[1, 2, HIDDEN], 1), None)
-        .await
-        .unwrap_err()
-        .to_string();
+    let error = poison.step(noise(&[1, 2, HIDDEN], 1), None).await.unwrap_err().to_string();
     assert!(error.contains("crash"), "{error}");
     let outputs = run_session(&peer, 7, 3).await;
     assert_eq!(outputs.len(), 4);
@@ -205,15 +186,9 @@ async fn a_span_cut_among_two_workers_survives_the_death_of_either() {
     let expected = run_sessions(&calm.addr(), 2, 6).await;
     assert_eq!(calm.terminate().code(), Some(0));
     let whole = serve(&[]);
-    assert!(
-        run_sessions(&whole.addr(), 2, 6).await == expected,
-        "the cut changes no bit"
-    );
+    assert!(run_sessions(&whole.addr(), 2, 6).await == expected, "the cut changes no bit");
     assert_eq!(whole.terminate().code(), Some(0));
     let sepal = serve(&["--device", "cpu,cpu", "--inject_fault", "kill@block:1#4"]);
-    assert!(
-        run_sessions(&sepal.addr(), 2, 6).await == expected,
-        "a death changes no bit"
-    );
+    assert!(run_sessions(&sepal.addr(), 2, 6).await == expected, "a death changes no bit");
     assert_eq!(sepal.terminate().code(), Some(0));
 }

@@ -1,10 +1,9 @@
-//! `sepal demo` is ended in the middle: its servers, their processes and their shared memory end with it.
+//! `sepal demo` is ended in the middle: its servers, their processes and their shared memory end
+//! with it.
 
 mod harness;
 
-use std::collections::HashSet;
 use std::io::{BufRead, BufReader, Read};
-use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
 
 use nix::sys::signal::{Signal, kill};
@@ -22,10 +21,9 @@ struct Demo {
     temporary: tempfile::TempDir,
 }
 
-/// Processes below a demo, and the segments that they map.
+/// Processes below a demo.
 struct Below {
     processes: Vec<Pid>,
-    segments: HashSet<String>,
 }
 
 impl Demo {
@@ -41,11 +39,7 @@ impl Demo {
             .spawn()
             .expect("start sepal demo");
         let out = BufReader::new(child.stdout.take().expect("stdout is piped"));
-        Demo {
-            child,
-            out,
-            temporary,
-        }
+        Demo { child, out, temporary }
     }
 
     fn pid(&self) -> Pid {
@@ -74,19 +68,11 @@ impl Demo {
         let mut processes = servers.clone();
         processes.extend(servers.iter().flat_map(|server| children_of(*server)));
         assert_eq!(processes.len(), 6, "each with netd and a worker");
-        let mapped = processes.iter().flat_map(|pid| segments_of(*pid));
-        let segments: HashSet<String> = mapped.collect();
-        assert!(!segments.is_empty(), "boards and rings are named segments");
-        Below {
-            segments,
-            processes,
-        }
+        Below { processes }
     }
 
     fn files_left(&self) -> usize {
-        std::fs::read_dir(self.temporary.path())
-            .expect("list the temporary folder")
-            .count()
+        std::fs::read_dir(self.temporary.path()).expect("list the temporary folder").count()
     }
 }
 
@@ -97,15 +83,6 @@ impl Drop for Demo {
     }
 }
 
-fn segments_of(pid: Pid) -> Vec<String> {
-    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
-    maps.lines()
-        .filter_map(|line| line.split_whitespace().nth(5))
-        .filter(|name| name.starts_with("/dev/shm/sepal-"))
-        .map(str::to_owned)
-        .collect()
-}
-
 impl Below {
     fn wait_gone(&self) {
         for pid in &self.processes {
@@ -113,11 +90,12 @@ impl Below {
                 (!alive(*pid)).then_some(())
             });
         }
-        let left: Vec<_> = self
-            .segments
-            .iter()
-            .filter(|name| Path::new(name).exists())
-            .collect();
+        let is_ours = |name: &str| {
+            self.processes.iter().any(|pid| name.starts_with(&format!("sepal-mapping-{pid}-")))
+        };
+        let names = std::fs::read_dir("/dev/shm").expect("list shared memory");
+        let names = names.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        let left: Vec<String> = names.filter(|name| is_ours(name)).collect();
         assert!(left.is_empty(), "left in shared memory: {left:?}");
     }
 }

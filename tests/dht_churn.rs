@@ -1,14 +1,15 @@
-//! Twenty real nodes of the DHT on loopback, of which one after the other leaves and is replaced, while servers keep their
-//! records alive and readers read them. `tests/soak churn` runs the same for ten minutes.
+//! Twenty real nodes of the DHT on loopback, of which one after the other leaves and is replaced,
+//! while servers keep their records alive and readers read them. `tests/soak churn` runs the same
+//! for ten minutes.
 
 use std::time::{Duration, Instant};
 
-use netd::dht::driver::unix_now;
-use netd::dht::id::DhtId;
-use netd::dht::storage::{Item, Stored, Timed};
+use hivemind::dht::driver::unix_now;
+use hivemind::dht::id::DhtId;
+use hivemind::dht::storage::{Item, Stored, Timed};
+use hivemind::wire::msgpack::Value;
 use netd::dht_node;
 use netd::join::Joined;
-use netd::wire::msgpack::Value;
 use shared::config::DhtNodeConfig;
 use tokio::time::{interval, timeout};
 
@@ -101,7 +102,7 @@ async fn records_outlive_the_nodes_that_keep_them() {
     let mut churn = interval(CHURN);
     let mut refresh = interval(LIFE / 2 / SERVERS as u32);
     let mut report = interval(Duration::from_secs(30).min(length / 3));
-    let (mut turn, mut next_server, mut reads, mut replaced) = (0, 0, 0, 0);
+    let (mut round, mut next_server, mut reads, mut replaced) = (0, 0, 0, 0);
     let mut usages = Vec::new();
     while start.elapsed() < length {
         tokio::select! {
@@ -123,35 +124,27 @@ async fn records_outlive_the_nodes_that_keep_them() {
                 usages.push((mib, descriptors));
                 println!("{:>4} s: {reads} reads, {replaced} nodes replaced, {mib} MiB, {descriptors} descriptors", start.elapsed().as_secs());
             }
-            lost = timeout(DEADLINE, lost(&nodes[turn % nodes.len()])) => {
+            lost = timeout(DEADLINE, lost(&nodes[round % nodes.len()])) => {
                 let lost = lost.expect("a read ends");
                 assert!(lost.is_empty(), "after {replaced} replaced nodes, lost (block, server): {lost:?}");
                 reads += 1;
-                turn += 1;
+                round += 1;
             }
         }
     }
-    assert!(
-        reads > 0 && replaced > 0,
-        "{reads} reads, {replaced} replaced"
-    );
+    assert!(reads > 0 && replaced > 0, "{reads} reads, {replaced} replaced");
     println!(
         "{reads} reads of {} records, none lost; {replaced} nodes replaced; (MiB, descriptors): {usages:?}",
         BLOCKS * SERVERS
     );
-    // Flat: the second half needs no more than the first, within the noise of connections under way.
+    // Flat: the second half needs no more than the first, within the noise of connections under
+    // way.
     let half = usages.len() / 2;
     let most = |part: &[(usize, usize)]| {
         let mib = part.iter().map(|usage| usage.0).max().unwrap_or(0);
         (mib, part.iter().map(|usage| usage.1).max().unwrap_or(0))
     };
     let (early, late) = (most(&usages[..=half]), most(&usages[half..]));
-    assert!(
-        late.0 <= early.0 + early.0 / 4 + 32,
-        "memory grows: {usages:?}"
-    );
-    assert!(
-        late.1 <= early.1 + early.1 / 4 + 64,
-        "descriptors grow: {usages:?}"
-    );
+    assert!(late.0 <= early.0 + early.0 / 4 + 32, "memory grows: {usages:?}");
+    assert!(late.1 <= early.1 + early.1 / 4 + 64, "descriptors grow: {usages:?}");
 }

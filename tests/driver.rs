@@ -1,16 +1,18 @@
-//! The whole server on `--device cuda:N`, with a `libcuda.so` whose devices are the emulator (`kernels/cuda/emu/driver.cpp`): the probe, the images that
-//! the executable carries, registered memory, graphs and errors of the driver, as on a machine with cards.
+//! The whole server on `--device cuda:N`, with a `libcuda.so` whose devices are the emulator
+//! (`kernels/cuda/emu/driver.cpp`): the probe, the images that the executable carries, registered
+//! memory, graphs and errors of the driver, as on a machine with cards.
 //!
 //!     cargo test --features emu --test driver
 #![cfg(feature = "emu")]
 
 mod harness;
 
+use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 use std::sync::Arc;
 
 use harness::demo::{demo_model, run_session};
-use harness::{SEPAL, Sepal, children_of, serve_args};
+use harness::{SEPAL, Sepal, alive, children_of, command_line, serve_args, wait_for};
 use kernels::cuda::emu::DRIVER_FOLDER;
 use nix::sys::signal::{Signal, kill};
 
@@ -26,15 +28,32 @@ fn with_driver(settings: &[(&str, &str)]) -> Command {
 
 /// Starts a server of the demo model.
 fn start(device: &str, settings: &[(&str, &str)], more: &[&str]) -> Sepal {
+    start_in(folder(), with_driver(settings), device, more)
+}
+
+fn folder() -> Arc<tempfile::TempDir> {
+    Arc::new(tempfile::tempdir().expect("temporary folder"))
+}
+
+/// Starts a server of the demo model in a folder.
+fn start_in(
+    folder: Arc<tempfile::TempDir>,
+    command: Command,
+    device: &str,
+    more: &[&str],
+) -> Sepal {
     let model = demo_model();
     let dtype: &[&str] = match more.contains(&"--torch_dtype") {
         true => &[],
         false => &["--torch_dtype", "bfloat16"],
     };
-    let more = [&["--new_swarm", "--device", device], dtype, more].concat();
+    let quant: &[&str] = match more.contains(&"--quant_type") {
+        true => &[],
+        false => &["--quant_type", "none"],
+    };
+    let more = [&["--new_swarm", "--device", device], dtype, quant, more].concat();
     let args = serve_args(&model, "demo", &more);
-    let folder = Arc::new(tempfile::tempdir().expect("temporary folder"));
-    Sepal::start_by(with_driver(settings), folder, &args)
+    Sepal::start_by(command, folder, &args)
 }
 
 fn serve(device: &str, settings: &[(&str, &str)]) -> Sepal {
@@ -113,12 +132,16 @@ async fn an_error_that_stays_ends_the_worker_and_no_session() {
     assert_eq!(sepal.terminate().code(), Some(0));
 }
 
+/// What the log has once for each sample that is taken.
+const SAMPLING: &str = "sampling warpgroups";
+
 /// A kernel that fails or never ends does so in a process of its own.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_server_whose_warpgroups_fault_or_hang_serves_by_warps() {
     let calm = serve("cuda:0", &[]);
     let expected = run(&calm, |_| ()).await;
     assert!(calm.log().contains("by warpgroups"), "{}", calm.log());
+    assert_eq!(calm.log().matches(SAMPLING).count(), 1, "{}", calm.log());
     assert_eq!(calm.terminate().code(), Some(0));
     let cases = [
         (
@@ -131,24 +154,89 @@ async fn a_server_whose_warpgroups_fault_or_hang_serves_by_warps() {
         ),
     ];
     for (faulty, what) in cases {
-        let settings = [("EMU_CUDA_FAULTY", faulty)];
-        let sepal = start("cuda:0", &settings, &["--sample_timeout", "8"]);
-        sepal.wait_online();
-        let first = sepal.worker();
-        let got = run(&sepal, |_| ()).await;
-        assert!(got == expected, "{faulty}: results differ");
-        assert_eq!(sepal.worker(), first, "{faulty}: the worker was replaced");
-        assert!(children_of(first).is_empty(), "{faulty}: the child is left");
-        let log = sepal.log();
-        for part in [
-            "warpgroups are not used",
-            "`sepal selftest --device cuda:0` tells more",
-            what,
-        ] {
-            assert_eq!(log.matches(part).count(), 1, "{faulty}, {part}: {log}");
+        let (folder, limit) = (folder(), ["--sample_timeout", "8"]);
+        // The second start has no faulty kernel, but the verdict about one.
+        for settings in [&[("EMU_CUDA_FAULTY", faulty)][..], &[]] {
+            let sepal = start_in(folder.clone(), with_driver(settings), "cuda:0", &limit);
+            sepal.wait_online();
+            let first = sepal.worker();
+            let got = run(&sepal, |_| ()).await;
+            assert!(got == expected, "{faulty}: results differ");
+            assert_eq!(sepal.worker(), first, "{faulty}: the worker was replaced");
+            assert!(children_of(first).is_empty(), "{faulty}: the worker started a process");
+            let children: Vec<_> = children_of(sepal.pid()).into_iter().map(command_line).collect();
+            assert_eq!(children.len(), 2, "netd and the worker: {children:?}");
+            let log = sepal.log();
+            for part in
+                ["warpgroups are not used", "`sepal selftest --device cuda:0` tells more", what]
+            {
+                assert_eq!(log.matches(part).count(), 1, "{faulty}, {part}: {log}");
+            }
+            assert_eq!(log.matches(SAMPLING).count(), settings.len(), "{faulty}: {log}");
+            assert_eq!(sepal.terminate().code(), Some(0));
         }
-        assert_eq!(sepal.terminate().code(), Some(0));
     }
+}
+
+#[test]
+fn a_verdict_about_warpgroups_is_kept_for_its_device_driver_and_build() {
+    let folder = folder();
+    // Whether a server goes by warpgroups, and how many samples it took.
+    let starts = |command: Command| {
+        let sepal = start_in(folder.clone(), command, "cuda:0", &[]);
+        sepal.wait_online();
+        let log = sepal.log();
+        assert_eq!(sepal.terminate().code(), Some(0));
+        (!log.contains("warpgroups are not used"), log.matches(SAMPLING).count())
+    };
+    let faulty = [("EMU_CUDA_FAULTY", "attention_wgmma:719")];
+    assert_eq!(starts(with_driver(&faulty)), (false, 1));
+    assert_eq!(starts(with_driver(&[])), (false, 0), "the verdict is kept");
+    // Another driver.
+    let driver = [("EMU_CUDA_VERSION", "12010")];
+    assert_eq!(starts(with_driver(&driver)), (true, 1));
+    assert_eq!(starts(with_driver(&driver)), (true, 0));
+    // Another build: the same bytes in another file.
+    let copy = folder.path().join("another sepal");
+    std::fs::copy(SEPAL, &copy).expect("a copy of the executable");
+    let mut another = Command::new(&copy);
+    another.env("LD_LIBRARY_PATH", DRIVER_FOLDER).envs(driver);
+    assert_eq!(starts(another), (true, 1));
+    // A file that is damaged. The fault shows that the sample is taken, and that nothing else of
+    // the file is believed.
+    let mut kept = std::fs::read_dir(folder.path().join("cache/selftest")).expect("the folder");
+    let file = kept.next().expect("a verdict").expect("a readable folder").path();
+    assert!(kept.next().is_none(), "one file for each device");
+    assert_eq!(starts(with_driver(&driver)), (true, 1));
+    for damaged in ["", "{\"of\":", "\"SameBits\""] {
+        std::fs::write(&file, damaged).expect("the verdict");
+        let settings = [driver[0], faulty[0]];
+        assert_eq!(starts(with_driver(&settings)), (false, 1), "{damaged}");
+    }
+}
+
+/// A sample is taken before the supervisor has anything to drain.
+#[test]
+fn a_signal_ends_the_supervisor_during_a_sample_and_the_sample_with_it() {
+    let settings = [("EMU_CUDA_FAULTY", "linear_wgmma_plain:hang")];
+    let mut sepal = start("cuda:0", &settings, &["--sample_timeout", "1000"]);
+    let sample = wait_for("the sample", || {
+        let children = children_of(sepal.pid());
+        children.into_iter().find(|child| command_line(*child).contains("sample --ordinal 0"))
+    });
+    sepal.signal(Signal::SIGTERM);
+    assert_eq!(sepal.wait().signal(), Some(Signal::SIGTERM as i32), "{}", sepal.log());
+    wait_for("the sample to end", || (!alive(sample)).then_some(()));
+    assert!(!sepal.log().contains("not used"), "{}", sepal.log());
+}
+
+#[test]
+fn a_card_without_warpgroups_is_not_sampled() {
+    let sepal = serve("cuda:0", &[("EMU_CUDA_ARCH", "89")]);
+    let log = sepal.log();
+    assert!(log.contains("products of many rows how=by warps"), "{log}");
+    assert!(!log.contains(SAMPLING), "{log}");
+    assert_eq!(sepal.terminate().code(), Some(0));
 }
 
 /// What a sample does not show ends a process of the worker once.
@@ -166,10 +254,9 @@ async fn after_a_fault_of_its_device_a_worker_goes_by_warps() {
     let got = run(&sepal, |_| ()).await;
     assert!(got == expected, "results differ");
     let log = sepal.log();
-    for part in [
-        "CUDA_ERROR_LAUNCH_FAILED (719)",
-        "an earlier process of this worker failed on its device",
-    ] {
+    for part in
+        ["CUDA_ERROR_LAUNCH_FAILED (719)", "an earlier process of this worker failed on its device"]
+    {
         assert!(log.contains(part), "{part}: {log}");
     }
     assert_eq!(sepal.terminate().code(), Some(0));
@@ -221,10 +308,7 @@ fn what_does_not_fit_into_a_card_or_needs_another_one_is_said_at_start() {
         }
     };
     let little = [("EMU_CUDA_MEMORY", "67108864")];
-    let parts = [
-        "8 blocks of ",
-        "on cuda:0, and 64.0 MiB of its memory are free",
-    ];
+    let parts = ["8 blocks of ", "on cuda:0, and 64.0 MiB of its memory are free"];
     refused("cuda:0", &little, &parts);
     refused("cuda:1", &[], &["no CUDA device 1: there are 1"]);
     let old = [("EMU_CUDA_ARCH", "75")];
@@ -236,12 +320,9 @@ fn what_does_not_fit_into_a_card_or_needs_another_one_is_said_at_start() {
 
 #[test]
 fn selftest_runs_on_every_kind_of_card() {
-    for (architecture, image) in [
-        ("80", "sm_80"),
-        ("89", "sm_89"),
-        ("90", "sm_90a"),
-        ("120", "sm_120"),
-    ] {
+    for (architecture, image) in
+        [("80", "sm_80"), ("89", "sm_89"), ("90", "sm_90a"), ("120", "sm_120")]
+    {
         let done = with_driver(&[("EMU_CUDA_ARCH", architecture)])
             .args(["selftest", "--device", "cuda:0", "--quick"])
             .output()
@@ -252,4 +333,56 @@ fn selftest_runs_on_every_kind_of_card() {
         assert!(!table.contains("WRONG"), "{table}");
         assert!(table.contains("block nf4 decode"), "{table}");
     }
+}
+
+/// Starts a server of the demo model without naming a device, in a folder.
+fn start_automatically(folder: &Arc<tempfile::TempDir>, settings: &[(&str, &str)]) -> Sepal {
+    let model = demo_model();
+    let args = serve_args(&model, "demo", &["--new_swarm", "--torch_dtype", "bfloat16"]);
+    Sepal::start_by(with_driver(settings), folder.clone(), &args)
+}
+
+#[test]
+fn without_a_device_every_card_that_passes_its_test_serves() {
+    let folder = folder();
+    let cards = [("EMU_CUDA_DEVICES", "2")];
+    let chosen = "that passed their test devices=\"cuda:0,cuda:1\" quant_type=\"nf4\"";
+    let first = start_automatically(&folder, &cards);
+    first.wait_online();
+    let log = first.log();
+    for part in ["testing a CUDA device", SAMPLING] {
+        assert_eq!(log.matches(part).count(), 2, "{part}: {log}");
+    }
+    assert_eq!(log.matches(chosen).count(), 1, "{log}");
+    assert_eq!(first.terminate().code(), Some(0));
+    // The outcome is kept.
+    let second = start_automatically(&folder, &cards);
+    second.wait_online();
+    let log = second.log();
+    for part in ["testing a CUDA device", SAMPLING] {
+        assert!(!log.contains(part), "{part}: {log}");
+    }
+    assert!(log.contains(chosen), "{log}");
+    assert_eq!(second.terminate().code(), Some(0));
+}
+
+#[test]
+fn without_a_device_the_cpu_serves_where_no_card_passes_its_test() {
+    let folder = folder();
+    let settings = [("EMU_CUDA_FAULTY", "linear_wgmma_nf4:719")];
+    for _ in 0..2 {
+        let sepal = start_automatically(&folder, &settings);
+        sepal.wait_online();
+        let log = sepal.log();
+        for part in ["serving on the CPU", "device not used", "after launching linear_wgmma_nf4"] {
+            assert!(log.contains(part), "{part}: {log}");
+        }
+        assert_eq!(sepal.terminate().code(), Some(0));
+    }
+    let kept = std::fs::read_dir(folder.path().join("cache/selftest")).expect("kept").count();
+    assert_eq!(kept, 1, "one verdict");
+    let old = start_automatically(&folder, &[("EMU_CUDA_ARCH", "75")]);
+    old.wait_online();
+    assert!(old.log().contains("compute capability 7.5"), "{}", old.log());
+    assert_eq!(old.terminate().code(), Some(0));
 }

@@ -1,5 +1,6 @@
-//! The whole server on the CUDA backend, its kernels run by the emulator: what clients get is what the processor gives, and a worker
-//! that is killed takes nothing with it, though its pages were in the memory of its device.
+//! The whole server on the CUDA backend, its kernels run by the emulator: what clients get is what
+//! the processor gives, and a worker that is killed takes nothing with it, though its pages were in
+//! the memory of its device.
 //!
 //!     cargo test --features emu --test emulated
 #![cfg(feature = "emu")]
@@ -55,10 +56,7 @@ async fn without_a_mirror_a_death_ends_the_sessions_and_the_same_tokens_give_the
     session.step(prompt, None).await.expect("prefill");
     kill(first, Signal::SIGKILL).expect("the worker is there");
     let next = noise(&[2, 1, HIDDEN], 6);
-    let lost = session
-        .step(next, None)
-        .await
-        .expect_err("no pages are left");
+    let lost = session.step(next, None).await.expect_err("no pages are left");
     assert!(lost.to_string().contains("open a new session"), "{lost}");
     // What the client does then.
     let again = run_session(&sepal.addr(), 3, |_| ()).await;
@@ -78,12 +76,8 @@ async fn gradients(sepal: &Sepal, blocks: Range<u32>, tokens: usize) -> Gradient
     .await
     .expect("a swarm");
     let (rows, dtype) = (2, DType::F32);
-    let states = |seed| Hidden {
-        dtype,
-        rows,
-        tokens,
-        bytes: noise(&[rows, tokens, HIDDEN], seed).buffer,
-    };
+    let states =
+        |seed| Hidden { dtype, rows, tokens, bytes: noise(&[rows, tokens, HIDDEN], seed).buffer };
     let deep = Prompts {
         dtype,
         blocks: blocks.len(),
@@ -91,9 +85,8 @@ async fn gradients(sepal: &Sepal, blocks: Range<u32>, tokens: usize) -> Gradient
         tokens: 3,
         bytes: noise(&[blocks.len() * rows, 3, HIDDEN], 7).buffer,
     };
-    let (_, kept) = forward_kept(&mut swarm, blocks, &states(5), Some(&deep))
-        .await
-        .expect("forward");
+    let (_, kept) =
+        forward_kept(&mut swarm, blocks, &states(5), Some(&deep)).await.expect("forward");
     let got = backward(&mut swarm, &kept, &states(6)).await;
     swarm.leave().await;
     got.expect("gradients")
@@ -145,18 +138,15 @@ fn blocks_are_as_many_as_the_memory_of_the_device_holds() {
 fn served(sepal: &Sepal) -> Range<u32> {
     let status = sepal.status();
     let children = status.pointer("/0/children").and_then(|c| c.as_array());
-    let worker = children
-        .into_iter()
-        .flatten()
-        .find(|child| child["role"] == "gpu-worker");
+    let worker = children.into_iter().flatten().find(|child| child["role"] == "gpu-worker");
     let span = worker.and_then(|worker| worker["span"].as_str());
     let (start, end) = span.and_then(|s| s.split_once(':')).expect("a span");
     let number = |text: &str| text.parse().expect("a block");
     number(start)..number(end)
 }
 
-/// Without a number of blocks a server takes as many as fit the memory of its device, and these do: its worker rehearses its largest units and
-/// computes gradients in a device that has no more.
+/// Without a number of blocks a server takes as many as fit the memory of its device, and these do:
+/// its worker rehearses its largest units and computes gradients in a device that has no more.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_blocks_that_are_chosen_fit_and_one_more_would_not() {
     const FIT: usize = 5;
@@ -204,10 +194,8 @@ async fn the_blocks_that_are_chosen_fit_and_one_more_would_not() {
 
 #[test]
 fn selftest_checks_every_kernel_and_measures_every_operation() {
-    let done = Command::new(SEPAL)
-        .args(["selftest", "--device", "emu"])
-        .output()
-        .expect("the executable");
+    let done =
+        Command::new(SEPAL).args(["selftest", "--device", "emu"]).output().expect("the executable");
     let table = String::from_utf8_lossy(&done.stdout);
     assert!(done.status.success(), "{table}");
     assert!(!table.contains("WRONG"), "{table}");
@@ -215,19 +203,19 @@ fn selftest_checks_every_kernel_and_measures_every_operation() {
         "matrix peak",
         "products of many rows by warpgroups",
         "by warps (mma.sync)",
-        "products of a block nf4 x 1",
-        "attention decode 40 x 3",
-        "layernorm 256 x 3",
-        "silu_mul gradient 512 x 1",
-        "rope 2 heads x 3",
-        "append 1 heads x 1",
-        "join of fused heads x 3",
-        "adapter gradient 256 x 1",
-        "2 of 8 experts nf4 128 x 3",
-        "gradient of 2 of 8 experts int8 128 x 3",
-        "linear gradient int8 256 <- 512 x 17",
-        "attention gradient 17",
-        "quantize nf4 512 x 256",
+        "linear bfloat16 nf4 128x256 rows 1 ",
+        "attention bfloat16 2/1x128 39+1 x 3 ",
+        "layernorm bfloat16 3x256 ",
+        "silu_mul_grad 512 ",
+        "rope heads 2 bfloat16 2/1x128 0+3 ",
+        "kv_append bfloat16 2/1x128 0+1 ",
+        "join_qkv 1x2x128 tokens 3 ",
+        "adapt_grad bfloat16 256x256 bfloat16 rank 16 rows 1 ",
+        "mixture bfloat16 nf4 2 of 8 128x256 tokens 3 ",
+        "mixture_grad bfloat16 int8 2 of 8 128x256 tokens 3 ",
+        "linear_grad bfloat16 int8 512x256 rows 17 ",
+        "attention_grad bfloat16 2/1x128 0+17 ",
+        "quantize nf4 of bfloat16 512x256 ",
         "block nf4 decode 40 x 3",
         "block int8 prefill 20",
         "block none decode 40 x 1",
@@ -244,10 +232,7 @@ async fn the_device_gives_what_the_processor_gives() {
     let expected = run_session(&processor.addr(), 4, |_| ()).await;
     for (step, (got, expected)) in got.iter().zip(&expected).enumerate() {
         let size = expected.iter().fold(1.0f32, |m, v| m.max(v.abs()));
-        let far = got
-            .iter()
-            .zip(expected)
-            .find(|(g, e)| (*g - *e).abs() > 1e-3 * size);
+        let far = got.iter().zip(expected).find(|(g, e)| (*g - *e).abs() > 1e-3 * size);
         assert!(far.is_none(), "step {step}: {far:?} of {size}");
         assert_eq!(got.len(), expected.len());
     }

@@ -1,46 +1,64 @@
 //! Holds the shape of the source tree: which crate may depend on which, where tokio, libp2p and
-//! CUDA may appear, where `unsafe` may stand, and how long a file may grow.
-//!
-//! The manifests are read through `cargo metadata --no-deps`, which needs no network and builds
-//! nothing; the sources are read as text, with comments and literals taken out.
+//! CUDA may appear, where `unsafe` may stand, who may start processes, which modules may import each
+//! other, which words name things, and how long a file may grow.
 
 #![forbid(unsafe_code)]
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+#[path = "layering/circles.rs"]
+mod circles;
+#[path = "layering/glossary.rs"]
+mod glossary;
+#[path = "layering/processes.rs"]
+mod processes;
+#[path = "layering/source.rs"]
+mod source;
+#[path = "layering/workspace.rs"]
+mod workspace;
 
-use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use source::{Source, cuda_sources, read, relative, sources, strip, words};
+use workspace::Workspace;
 
 /// What each crate may depend on within the workspace, in any kind of dependency.
 const EDGES: &[(&str, &[&str])] = &[
     ("shared", &[]),
-    // Reaches netd in the place of the crate of the same name, through `[patch.crates-io]`.
+    // Reaches hivemind in the place of the crate of the same name, through `[patch.crates-io]`.
     ("multistream-select", &[]),
     ("kernels", &["shared"]),
-    ("gpu-worker", &["kernels", "shared"]),
-    ("netd", &["shared"]),
-    ("client", &["netd", "kernels", "shared"]),
-    ("supervisor", &["shared"]),
+    ("model", &["shared"]),
+    ("prepare", &["model", "kernels", "shared"]),
+    ("gpu-worker", &["model", "kernels", "shared"]),
+    ("hivemind", &["shared"]),
+    ("netd", &["hivemind", "shared"]),
+    ("client", &["hivemind", "model", "kernels", "shared"]),
+    ("supervisor", &["model", "shared"]),
     (
         "sepal",
         &[
             "client",
             "gpu-worker",
+            "hivemind",
             "kernels",
+            "model",
             "netd",
+            "prepare",
             "shared",
             "supervisor",
         ],
     ),
 ];
 
+/// What the tests of a crate may depend on besides: prepare's map what it wrote as workers do, and
+/// the workers' serve models that prepare made ready.
+const TEST_EDGES: &[(&str, &str)] = &[("prepare", "gpu-worker"), ("gpu-worker", "prepare")];
+
 /// Families of packages (by prefix) that only these crates may name.
 const ONLY_IN: &[(&str, &[&str])] = &[
-    // In gpu-worker only under `prepare/hub`, whose library needs a reactor.
-    ("tokio", &["netd", "client", "gpu-worker"]),
-    ("libp2p", &["netd", "client"]),
+    // In prepare only under `hub`, whose library needs a reactor.
+    ("tokio", &["hivemind", "netd", "client", "prepare"]),
+    ("libp2p", &["hivemind"]),
     ("cudarc", &["kernels"]),
 ];
 
@@ -66,6 +84,41 @@ const UNSAFE_IN: &[&str] = &[
     "kernels/tests/sanitized.rs",
 ];
 
+/// Who may start processes: the supervisor, which owns every child of a server; and `sepal demo`,
+/// which starts servers. Then what is no part of the executable: tests, which start all kinds, and
+/// benchmarks, whose two sides are processes.
+const PROCESSES_IN: &[&str] = &[
+    "supervisor/src/devices/subprocess.rs",
+    "supervisor/src/spawn.rs",
+    "client/src/demo.rs",
+    "gpu-worker/src/harness/",
+    "kernels/benches/",
+    "kernels/tests/",
+    "netd/benches/",
+    "shared/benches/",
+    "shared/src/shm/group/tests/",
+    "shared/src/shm/ring/tests.rs",
+    "supervisor/tests/",
+    "tests/",
+];
+
+/// Circles of imports that are still to be opened. The list may only shrink.
+const CIRCLES: &[&[&str]] = &[];
+
+/// Retired words that files still use, with how their paths begin. The list may only shrink.
+const RETIRED_IN: &[(&str, &[&str])] = &[];
+
+/// The layer of `kernels` that defines the operations: it builds without any device.
+const REFERENCE_LAYER: &[&str] = &[
+    "kernels/src/backend.rs",
+    "kernels/src/cpu/",
+    "kernels/src/error.rs",
+    "kernels/src/kv.rs",
+    "kernels/src/ops/",
+    "kernels/src/quant/",
+    "kernels/src/tensor.rs",
+];
+
 /// Lines of a file, its unit tests left out.
 const LONGEST_FILE: usize = 800;
 
@@ -77,19 +130,13 @@ fn crates_depend_only_along_the_allowed_edges() {
     let allowed: BTreeMap<&str, &[&str]> = EDGES.iter().copied().collect();
     let packages = Workspace::read().packages;
     let names: BTreeSet<&str> = packages.iter().map(|p| p.name.as_str()).collect();
-    assert_eq!(
-        names,
-        allowed.keys().copied().collect(),
-        "EDGES lists the crates of the workspace"
-    );
+    assert_eq!(names, allowed.keys().copied().collect(), "EDGES lists the crates of the workspace");
     for package in &packages {
-        for dependency in package
-            .dependencies
-            .iter()
-            .filter(|d| names.contains(d.name.as_str()))
-        {
+        for dependency in package.dependencies.iter().filter(|d| names.contains(d.name.as_str())) {
+            let edge = (package.name.as_str(), dependency.name.as_str());
+            let in_tests = dependency.kind == "dev" && TEST_EDGES.contains(&edge);
             assert!(
-                allowed[package.name.as_str()].contains(&dependency.name.as_str()),
+                in_tests || allowed[edge.0].contains(&edge.1),
                 "{} must not depend on {}",
                 package.name,
                 dependency.name
@@ -141,15 +188,22 @@ fn unsafe_stands_only_where_it_is_allowed() {
         let allowed = UNSAFE_IN.iter().any(|place| source.path.starts_with(place));
         !allowed && words(&source.code).any(|word| word == "unsafe")
     };
-    let offenders: Vec<String> = sources()
-        .into_iter()
-        .filter(offends)
-        .map(|s| s.path)
-        .collect();
-    assert!(
-        offenders.is_empty(),
-        "`unsafe` outside of UNSAFE_IN: {offenders:?}"
-    );
+    let offenders: Vec<String> = sources().into_iter().filter(offends).map(|s| s.path).collect();
+    assert!(offenders.is_empty(), "`unsafe` outside of UNSAFE_IN: {offenders:?}");
+}
+
+#[test]
+fn only_the_supervisor_starts_processes_of_a_server() {
+    let sources = sources();
+    let starts = |source: &&Source| processes::starts_one(&source.code_without_tests);
+    let found: Vec<&str> = sources.iter().filter(starts).map(|s| s.path.as_str()).collect();
+    let is_listed = |path: &&&str| PROCESSES_IN.iter().any(|start| path.starts_with(start));
+    let offenders: Vec<_> = found.iter().filter(|path| !is_listed(path)).collect();
+    assert!(offenders.is_empty(), "start processes outside of PROCESSES_IN: {offenders:?}");
+    for start in PROCESSES_IN {
+        let is_needed = found.iter().any(|path| path.starts_with(start));
+        assert!(is_needed, "take it out of PROCESSES_IN, nothing there starts a process: {start}");
+    }
 }
 
 #[test]
@@ -164,14 +218,26 @@ fn every_crate_without_unsafe_forbids_it() {
         !(forbids || denies && may_deny)
     };
     let roots = Workspace::read().packages.into_iter().flat_map(|p| p.roots);
-    let offenders: Vec<String> = roots
-        .filter(needs_attribute)
-        .map(|r| relative(&r))
-        .collect();
+    let offenders: Vec<String> = roots.filter(needs_attribute).map(|r| relative(&r)).collect();
     assert!(
         offenders.is_empty(),
         "need #![forbid(unsafe_code)], or #![deny(unsafe_code)] in a crate of UNSAFE_IN: {offenders:?}"
     );
+}
+
+#[test]
+fn the_reference_layer_imports_nothing_of_cuda() {
+    let sources = sources();
+    for folder in REFERENCE_LAYER {
+        let found = sources.iter().any(|source| source.path.starts_with(folder));
+        assert!(found, "{folder} has no source: update REFERENCE_LAYER");
+    }
+    let offends = |source: &&Source| {
+        let is_reference = REFERENCE_LAYER.iter().any(|folder| source.path.starts_with(folder));
+        is_reference && words(&source.code).any(|word| word == "cuda" || word == "cudarc")
+    };
+    let offenders: Vec<&String> = sources.iter().filter(offends).map(|s| &s.path).collect();
+    assert!(offenders.is_empty(), "these name the CUDA backend: {offenders:?}");
 }
 
 #[test]
@@ -198,137 +264,65 @@ fn files_stay_readable() {
             "{} has {lines} lines without its tests",
             source.path
         );
+        assert!(!source.path.ends_with("/utils.rs"), "{}: name what it does", source.path);
+    }
+}
+
+#[test]
+fn modules_beside_each_other_do_not_import_each_other_in_a_circle() {
+    let found = circles::circles(&sources());
+    let is_within = |circle: &circles::Circle, listed: &[&str]| {
+        circle.modules.iter().all(|module| listed.contains(&module.as_str()))
+    };
+    for circle in &found {
         assert!(
-            !source.path.ends_with("/utils.rs"),
-            "{}: name what it does",
-            source.path
+            CIRCLES.iter().any(|listed| is_within(circle, listed)),
+            "a circle of {:#?}\nby {:#?}",
+            circle.modules,
+            circle.imports
         );
     }
+    for listed in CIRCLES {
+        let is_open = !found.iter().any(|circle| is_within(circle, listed));
+        assert!(!is_open, "take it out of CIRCLES, it is open: {listed:?}");
+    }
+}
+
+#[test]
+fn no_name_uses_a_word_that_the_glossary_retires() {
+    let (retired, sources) = (glossary::retired(), [sources(), cuda_sources()].concat());
+    let listed = |word: &str| RETIRED_IN.iter().find(|(w, _)| *w == word).map_or(&[][..], |w| w.1);
+    let mut offenders = Vec::new();
+    for word in &retired {
+        let exceptions = listed(word.word());
+        let files: Vec<&str> =
+            sources.iter().filter(|s| word.is_used_in(s)).map(|s| s.path.as_str()).collect();
+        let is_listed = |file: &&str| exceptions.iter().any(|start| file.starts_with(start));
+        let new = files.iter().filter(|file| !is_listed(file));
+        offenders.extend(new.map(|file| (word.word(), *file)));
+        for start in exceptions {
+            let is_used = files.iter().any(|file| file.starts_with(start));
+            assert!(is_used, "take it out of RETIRED_IN: {} in {start}", word.word());
+        }
+    }
+    assert!(offenders.is_empty(), "the glossary retires these words: {offenders:#?}");
+    let unknown = RETIRED_IN.iter().find(|(w, _)| !retired.iter().any(|r| r.word() == *w));
+    assert!(unknown.is_none(), "the glossary does not retire {unknown:?}");
 }
 
 #[test]
 fn the_composition_root_is_small_and_has_no_modules() {
-    let main = sources()
-        .into_iter()
-        .find(|s| s.path == "supervisor/src/main.rs");
+    let main = sources().into_iter().find(|s| s.path == "supervisor/src/main.rs");
     let main = main.expect("the package's one executable");
-    assert!(
-        main.lines_without_tests <= LONGEST_MAIN,
-        "{} lines",
-        main.lines_without_tests
-    );
-    assert!(
-        words(&main.code).all(|word| word != "mod"),
-        "modules belong to the crates"
-    );
-}
-
-#[test]
-fn comments_and_literals_are_not_code() {
-    let code = strip(
-        r##"a /* unsafe /* unsafe */ */ b // unsafe
-        "unsafe \" unsafe" r#"unsafe " unsafe"# b"unsafe" 'u' '\'' &'static str c"##,
-    );
-    assert!(words(&code).all(|word| word != "unsafe"), "{code}");
-    assert_eq!(
-        words(&code)
-            .filter(|w| ["a", "b", "static", "str", "c"].contains(w))
-            .count(),
-        6
-    );
-    assert!(words(&strip("fn f() { unsafe { g() } }")).any(|word| word == "unsafe"));
-    assert!(words(&strip("#![deny(unsafe_code)]")).all(|word| word != "unsafe"));
-}
-
-struct Workspace {
-    packages: Vec<Package>,
-    members: BTreeSet<String>,
-    default_members: BTreeSet<String>,
-}
-
-struct Package {
-    name: String,
-    manifest: PathBuf,
-    dependencies: Vec<Dependency>,
-    /// First source files of its library and its executables.
-    roots: Vec<PathBuf>,
-}
-
-struct Dependency {
-    name: String,
-    /// `normal`, `dev` or `build`.
-    kind: String,
-}
-
-impl Workspace {
-    fn read() -> Self {
-        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-        let output = Command::new(cargo)
-            .args([
-                "metadata",
-                "--no-deps",
-                "--offline",
-                "--format-version",
-                "1",
-            ])
-            .current_dir(env!("CARGO_MANIFEST_DIR"))
-            .output()
-            .expect("cargo starts");
-        assert!(
-            output.status.success(),
-            "{}",
-            String::from_utf8_lossy(&output.stderr)
-        );
-        let metadata: Value = serde_json::from_slice(&output.stdout).expect("cargo writes JSON");
-        Self {
-            packages: list(&metadata["packages"])
-                .iter()
-                .map(Package::parse)
-                .collect(),
-            members: list(&metadata["workspace_members"])
-                .iter()
-                .map(text)
-                .collect(),
-            default_members: list(&metadata["workspace_default_members"])
-                .iter()
-                .map(text)
-                .collect(),
-        }
-    }
-}
-
-impl Package {
-    fn parse(value: &Value) -> Self {
-        let dependency = |d: &Value| Dependency {
-            name: text(&d["name"]),
-            kind: d["kind"].as_str().unwrap_or("normal").to_owned(),
-        };
-        let is_root = |target: &&Value| {
-            list(&target["kind"])
-                .iter()
-                .any(|kind| ["lib", "bin"].contains(&text(kind).as_str()))
-        };
-        Self {
-            name: text(&value["name"]),
-            manifest: text(&value["manifest_path"]).into(),
-            dependencies: list(&value["dependencies"])
-                .iter()
-                .map(dependency)
-                .collect(),
-            roots: list(&value["targets"])
-                .iter()
-                .filter(is_root)
-                .map(|target| text(&target["src_path"]).into())
-                .collect(),
-        }
-    }
+    assert!(main.lines_without_tests <= LONGEST_MAIN, "{} lines", main.lines_without_tests);
+    assert!(words(&main.code).all(|word| word != "mod"), "modules belong to the crates");
 }
 
 #[test]
 fn every_kind_of_bad_input_names_tests_that_exist() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let text = read(&root.join("ARCHITECTURE.md"));
-    let section = text.split("## Bad input").nth(1).expect("the section");
+    let text = read(&root.join("netd/README.md"));
+    let section = text.split("## How bad input").nth(1).expect("the section");
     let section = section.split("\n## ").next().unwrap_or_default();
     let rows = section.lines().filter(|line| line.starts_with("| "));
     let sources = sources();
@@ -345,156 +339,4 @@ fn every_kind_of_bad_input_names_tests_that_exist() {
         }
     }
     assert!(checked > 10, "the table was not found");
-}
-
-struct Source {
-    /// From the root of the repository, with slashes.
-    path: String,
-    /// Without comments and literals.
-    code: String,
-    lines_without_tests: usize,
-}
-
-/// Every Rust file of the repository.
-fn sources() -> Vec<Source> {
-    let mut found = Vec::new();
-    let mut folders = vec![PathBuf::from(env!("CARGO_MANIFEST_DIR"))];
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(&folder).expect("a readable folder") {
-            let entry = entry.expect("a readable folder");
-            let name = entry.file_name().to_string_lossy().into_owned();
-            let is_folder = entry.file_type().expect("a file has a type").is_dir();
-            if is_folder && !name.starts_with('.') && name != "target" {
-                folders.push(entry.path());
-            } else if !is_folder && name.ends_with(".rs") {
-                let text = read(&entry.path());
-                found.push(Source {
-                    path: relative(&entry.path()),
-                    code: strip(&text),
-                    lines_without_tests: lines_without_tests(&text),
-                });
-            }
-        }
-    }
-    assert!(found.len() > EDGES.len(), "the sources were found");
-    found
-}
-
-/// Lines up to the unit tests, which stand last in a file.
-fn lines_without_tests(text: &str) -> usize {
-    let lines: Vec<&str> = text.lines().collect();
-    let begins_tests = |pair: &[&str]| pair[0] == "#[cfg(test)]" && pair[1].starts_with("mod ");
-    lines
-        .windows(2)
-        .position(begins_tests)
-        .unwrap_or(lines.len())
-}
-
-fn words(code: &str) -> impl Iterator<Item = &str> {
-    code.split(|c: char| !c.is_alphanumeric() && c != '_')
-        .filter(|word| !word.is_empty())
-}
-
-/// The text with comments, strings and character literals replaced by a space.
-fn strip(text: &str) -> String {
-    let chars: Vec<char> = text.chars().collect();
-    let mut code = String::with_capacity(text.len());
-    let mut at = 0;
-    while at < chars.len() {
-        let end = comment_end(&chars, at).or_else(|| literal_end(&chars, at));
-        code.push(if end.is_some() { ' ' } else { chars[at] });
-        at = end.unwrap_or(at + 1);
-    }
-    code
-}
-
-/// The index after the comment that begins at `at`.
-fn comment_end(chars: &[char], at: usize) -> Option<usize> {
-    let starts = |at: usize, pattern: &str| chars[at..].iter().copied().take(2).eq(pattern.chars());
-    if starts(at, "//") {
-        let newline = chars[at..].iter().position(|c| *c == '\n');
-        return Some(newline.map_or(chars.len(), |length| at + length));
-    }
-    if !starts(at, "/*") {
-        return None;
-    }
-    let (mut depth, mut end) = (0, at);
-    while end < chars.len() {
-        if starts(end, "/*") {
-            depth += 1;
-            end += 2;
-        } else if starts(end, "*/") {
-            depth -= 1;
-            end += 2;
-            if depth == 0 {
-                return Some(end);
-            }
-        } else {
-            end += 1;
-        }
-    }
-    Some(chars.len())
-}
-
-/// The index after the string or character literal that begins at `at`; lifetimes are none.
-fn literal_end(chars: &[char], at: usize) -> Option<usize> {
-    let in_word = at > 0 && (chars[at - 1].is_alphanumeric() || chars[at - 1] == '_');
-    match chars[at] {
-        'r' if !in_word || chars[at - 1] == 'b' => raw_string_end(chars, at),
-        '"' => Some(quoted_end(chars, at, '"')),
-        '\'' if chars.get(at + 1) == Some(&'\\') || chars.get(at + 2) == Some(&'\'') => {
-            Some(quoted_end(chars, at, '\''))
-        }
-        _ => None,
-    }
-}
-
-fn raw_string_end(chars: &[char], at: usize) -> Option<usize> {
-    let hashes = chars[at + 1..].iter().take_while(|c| **c == '#').count();
-    let open = at + 1 + hashes;
-    if chars.get(open) != Some(&'"') {
-        return None;
-    }
-    let closes = |quote: &usize| {
-        chars[*quote] == '"'
-            && chars[quote + 1..].iter().take_while(|c| **c == '#').count() >= hashes
-    };
-    Some(
-        (open + 1..chars.len())
-            .find(closes)
-            .map_or(chars.len(), |quote| quote + 1 + hashes),
-    )
-}
-
-fn quoted_end(chars: &[char], at: usize, quote: char) -> usize {
-    let mut end = at + 1;
-    while end < chars.len() && chars[end] != quote {
-        end += if chars[end] == '\\' { 2 } else { 1 };
-    }
-    (end + 1).min(chars.len())
-}
-
-fn relative(path: &Path) -> String {
-    let inside = path
-        .strip_prefix(env!("CARGO_MANIFEST_DIR"))
-        .expect("a path of the repository");
-    inside.to_string_lossy().into_owned()
-}
-
-fn read(path: &Path) -> String {
-    fs::read_to_string(path).unwrap_or_else(|error| panic!("read {}: {error}", path.display()))
-}
-
-fn list(value: &Value) -> &[Value] {
-    value
-        .as_array()
-        .map(Vec::as_slice)
-        .expect("cargo metadata has this list")
-}
-
-fn text(value: &Value) -> String {
-    value
-        .as_str()
-        .expect("cargo metadata has this text")
-        .to_owned()
 }

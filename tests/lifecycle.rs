@@ -1,10 +1,12 @@
-//! Start, drain, death and clean-up of the whole process tree, with real processes and real signals.
+//! Start, drain, death and clean-up of the whole process tree, with real processes and real
+//! signals.
 
 mod harness;
 
-use std::collections::HashSet;
 use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
@@ -20,37 +22,17 @@ fn serve() -> Sepal {
     Sepal::serve(&demo_model(), "demo", &[])
 }
 
-/// Segments in /dev/shm that carry the id of a run started in `sepal`'s folder, by what its processes map.
-fn segments_mapped_by(pids: &[Pid]) -> HashSet<String> {
-    let maps = |pid: &Pid| std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
-    let names = pids.iter().flat_map(|pid| {
-        maps(pid)
-            .lines()
-            .filter_map(|line| line.split_whitespace().nth(5).map(str::to_owned))
-            .filter(|name| name.starts_with("/dev/shm/sepal-"))
-            .collect::<Vec<_>>()
-    });
-    names.collect()
-}
-
 #[test]
 fn sigterm_drains_and_leaves_nothing_behind() {
     let sepal = serve();
     let children = children_of(sepal.pid());
-    assert_eq!(
-        children.len(),
-        2,
-        "prepare has ended, netd and one worker remain"
-    );
-    let segments = segments_mapped_by(&children);
-    assert!(!segments.is_empty(), "board and rings are named segments");
+    assert_eq!(children.len(), 2, "prepare has ended, netd and one worker remain");
+    let folder = sepal.dir.clone();
     let status = sepal.terminate();
     assert_eq!(status.code(), Some(0));
     assert!(children.iter().all(|p| !alive(*p)));
-    assert!(
-        segments.iter().all(|s| !std::path::Path::new(s).exists()),
-        "{segments:?}"
-    );
+    let left: Vec<_> = std::fs::read_dir(folder.path().join("sepal")).unwrap().flatten().collect();
+    assert_eq!(left.len(), 1, "the lock of the folder alone: {left:?}");
 }
 
 #[test]
@@ -69,10 +51,7 @@ fn interrupt_of_the_whole_group_drains_too() {
         .unwrap();
     let group = Pid::from_raw(child.id() as i32);
     let mut lines = std::io::BufRead::lines(std::io::BufReader::new(child.stderr.take().unwrap()));
-    assert!(
-        lines.any(|l| l.unwrap().contains("state=ONLINE")),
-        "the log ended before ONLINE"
-    );
+    assert!(lines.any(|l| l.unwrap().contains("state=ONLINE")), "the log ended before ONLINE");
     let children = children_of(group);
     killpg(group, Signal::SIGINT).unwrap();
     // Reading on keeps the log pipe from filling up.
@@ -86,30 +65,20 @@ fn interrupt_of_the_whole_group_drains_too() {
 fn children_die_with_a_killed_supervisor_and_the_next_start_cleans_up() {
     let mut sepal = serve();
     let children = children_of(sepal.pid());
-    let segments = segments_mapped_by(&children);
     sepal.signal(Signal::SIGKILL);
     sepal.wait();
     for child in children {
-        wait_for("a child to die with its parent", || {
-            (!alive(child)).then_some(())
-        });
+        wait_for("a child to die with its parent", || (!alive(child)).then_some(()));
     }
-    assert!(
-        segments.iter().any(|s| std::path::Path::new(s).exists()),
-        "a killed run leaves its names"
-    );
+    let folder = sepal.dir.path().join("sepal");
+    assert!(folder.join("0.lock").exists(), "a killed run leaves its files");
     let model = demo_model();
     let next = Sepal::start_in(
         sepal.dir.clone(),
-        &serve_args(&model, "demo", &["--new_swarm"]),
+        &serve_args(&model, "demo", &["--new_swarm", "--instance", "next"]),
     );
     next.wait_online();
-    let in_use = segments_mapped_by(&children_of(next.pid()));
-    let left: Vec<_> = segments
-        .iter()
-        .filter(|s| std::path::Path::new(s).exists() && !in_use.contains(*s))
-        .collect();
-    assert!(left.is_empty(), "left over: {left:?}");
+    assert!(!folder.join("0.lock").exists() && !folder.join("0.d").exists());
     assert_eq!(next.terminate().code(), Some(0));
 }
 
@@ -118,9 +87,8 @@ fn a_killed_worker_is_replaced_and_netd_stays() {
     let sepal = serve();
     let (netd, worker) = (sepal.netd(), sepal.worker());
     kill(worker, Signal::SIGKILL).unwrap();
-    let next = wait_for("a new worker", || {
-        Some(sepal.worker()).filter(|p| *p != worker && alive(*p))
-    });
+    let next =
+        wait_for("a new worker", || Some(sepal.worker()).filter(|p| *p != worker && alive(*p)));
     assert_ne!(next, worker);
     assert_eq!(sepal.netd(), netd);
     assert_eq!(sepal.terminate().code(), Some(0));
@@ -139,8 +107,8 @@ fn a_killed_netd_comes_back_with_the_same_peer_id_and_port() {
 
 #[test]
 fn a_hung_worker_is_killed_and_replaced() {
-    // The throughput measurement counts as no job, so the first job is the first request of a client; the fault is armed
-    // at the first job of the first generation.
+    // The throughput measurement counts as no job, so the first job is the first request of a
+    // client; the fault is armed at the first job of the first generation.
     let model = demo_model();
     let more = ["--inject_fault", "hang@block:0#0", "--hang_timeout", "2"];
     let sepal = Sepal::serve(&model, "demo", &more);
@@ -166,17 +134,118 @@ fn an_instance_that_runs_is_not_started_twice() {
 #[test]
 fn a_bad_configuration_ends_the_run_once_and_is_not_retried() {
     let folder = tempfile::tempdir().unwrap();
-    std::fs::write(
-        folder.path().join("config.json"),
-        r#"{"model_type": "gpt9"}"#,
-    )
-    .unwrap();
+    std::fs::write(folder.path().join("config.json"), r#"{"model_type": "gpt9"}"#).unwrap();
     let mut sepal = Sepal::start(&serve_args(folder.path(), "demo", &["--new_swarm"]));
     assert_eq!(sepal.wait().code(), Some(BAD_CONFIG));
     let log = sepal.log();
-    assert_eq!(
-        log.matches("gpt9").count(),
-        1,
-        "one clear sentence, once:\n{log}"
-    );
+    assert_eq!(log.matches("gpt9").count(), 1, "one clear sentence, once:\n{log}");
+}
+
+/// All processes of a server.
+fn tree(sepal: &Sepal) -> Vec<Pid> {
+    let mut pids = children_of(sepal.pid());
+    pids.push(sepal.pid());
+    pids
+}
+
+/// Names in /dev/shm of segments that one of `pids` made.
+fn names_in_shm(pids: &[Pid]) -> Vec<String> {
+    let entries = std::fs::read_dir("/dev/shm").unwrap();
+    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let is_of = |name: &str, pid: &Pid| name.starts_with(&format!("sepal-mapping-{pid}-"));
+    names.filter(|name| pids.iter().any(|pid| is_of(name, pid))).collect()
+}
+
+/// Paths through which a process of this user reaches the segments of `pid`: its descriptors, and,
+/// with the right to it, its mappings.
+fn segments_within_reach(pid: Pid) -> Vec<PathBuf> {
+    let links = ["fd", "map_files"].into_iter().flat_map(|folder| {
+        std::fs::read_dir(format!("/proc/{pid}/{folder}")).into_iter().flatten().flatten()
+    });
+    let is_shared = |path: &PathBuf| {
+        let target = std::fs::read_link(path).unwrap_or_default();
+        ["/memfd:sepal-", "/dev/shm/"]
+            .into_iter()
+            .any(|kind| target.to_string_lossy().contains(kind))
+    };
+    links.map(|link| link.path()).filter(is_shared).collect()
+}
+
+/// What a child may do that was taken over: it runs as the same user as all others.
+#[test]
+fn nobody_can_cut_the_memory_of_others_short() {
+    let sepal = serve();
+    let (netd, worker, before) = (sepal.netd(), sepal.worker(), tree(&sepal));
+    let text = || harness::generate(&sepal, &demo_model(), "demo", "auto", "Once upon a time", 3);
+    let expected = text();
+    let mut tried = 0;
+    for path in before.iter().flat_map(|pid| segments_within_reach(*pid)) {
+        for len in [0, 1 << 20] {
+            let opened = std::fs::OpenOptions::new().read(true).write(true).open(&path);
+            // What carries no segment any more may be cut.
+            tried += usize::from(opened.is_ok_and(|file| file.set_len(len).is_err()));
+        }
+    }
+    assert!(tried >= 2 * 10, "only {tried} attempts at board, rings, arena and kv");
+    assert_eq!(text(), expected);
+    assert_eq!((sepal.netd(), sepal.worker()), (netd, worker));
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[test]
+fn shared_memory_has_no_names_and_ends_with_processes_that_are_killed() {
+    let mut sepal = serve();
+    let pids = tree(&sepal);
+    assert_eq!(names_in_shm(&pids), [""; 0], "during a run");
+    for pid in &pids {
+        let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+        assert!(maps.contains("/memfd:sepal-") && !maps.contains("/dev/shm/"), "{maps}");
+    }
+    pids.iter().rev().for_each(|pid| kill(*pid, Signal::SIGKILL).unwrap_or_default());
+    sepal.wait();
+    assert_eq!(names_in_shm(&pids), [""; 0], "after SIGKILL");
+}
+
+#[test]
+fn a_tiny_folder_for_shared_memory_is_enough() {
+    let model = demo_model();
+    let args = serve_args(&model, "demo", &["--new_swarm"]).join(" ");
+    let script = format!("mount -t tmpfs -o size=4k tmpfs /dev/shm && exec {SEPAL} {args}");
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--propagation", "private", "sh", "-c", &script]);
+    let folder = Arc::new(tempfile::tempdir().unwrap());
+    let sepal = Sepal::start_by(command, folder, &[]);
+    sepal.wait_online();
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[test]
+fn status_is_told_while_netd_is_down_and_while_it_is_stopped() {
+    let sepal = serve();
+    let netd_state = || {
+        let status = sepal.status();
+        let children = status.pointer("/0/children").unwrap().as_array().unwrap().clone();
+        let netd = children.into_iter().find(|child| child["role"] == "netd").unwrap();
+        (netd["state"].as_str().unwrap().to_owned(), netd["generation"].as_u64().unwrap())
+    };
+    let netd = sepal.netd();
+    kill(netd, Signal::SIGSTOP).unwrap();
+    assert_eq!(netd_state(), ("ready".to_owned(), 1));
+    kill(netd, Signal::SIGKILL).unwrap();
+    wait_for("another netd", || (netd_state().1 == 2).then_some(()));
+    sepal.wait_line("state=ONLINE", 2);
+    assert_eq!(netd_state(), ("ready".to_owned(), 2));
+    let socket = sepal.dir.path().join("sepal/0.d/status");
+    assert!(socket.exists(), "in the folder of the instance");
+    assert_eq!(sepal.terminate().code(), Some(0));
+    assert!(!socket.exists());
+}
+
+#[test]
+fn the_log_says_once_on_what_a_server_runs_that_was_told_nothing() {
+    let sepal = serve();
+    let log = sepal.log();
+    let lines = log.lines().filter(|line| line.contains("no device was named"));
+    assert_eq!(lines.count(), 1, "{log}");
+    assert_eq!(sepal.terminate().code(), Some(0));
 }

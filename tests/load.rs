@@ -1,5 +1,5 @@
-//! Sixty-four sessions at once on one server, for a while: no error, the same bits as alone, and memory that does not grow.
-//! `tests/soak load` runs the same for five minutes.
+//! Sixty-four sessions at once on one server, for a while: no error, the same bits as alone, and
+//! memory that does not grow. `tests/soak load` runs the same for five minutes.
 
 mod harness;
 
@@ -12,12 +12,15 @@ use harness::{Sepal, children_of};
 /// Seconds of load; in CI a few.
 const SECONDS_VARIABLE: &str = "SEPAL_SOAK_SECONDS";
 const SHORT: Duration = Duration::from_secs(6);
-/// Load before memory counts: every thread, page and buffer is touched once. On a busy machine that takes some steps.
+/// Load before memory counts: every thread, page and buffer is touched once. On a busy machine that
+/// takes some steps.
 const WARM_UP: Duration = Duration::from_secs(10);
-/// Memory may still grow by this much after that: allocators keep what threads gave back, about 55 MB in all.
+/// Memory may still grow by this much after that: allocators keep what threads gave back, about 55
+/// MB in all.
 const SLACK_BYTES: u64 = 48 << 20;
 
-/// Private memory of the server's processes. The weights and the caches are shared memory, of fixed size.
+/// Private memory of the server's processes. The weights and the caches are shared memory, of fixed
+/// size.
 fn private_bytes(sepal: &Sepal) -> u64 {
     let of = |pid: nix::unistd::Pid| {
         let text = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap_or_default();
@@ -57,9 +60,8 @@ async fn load(sepal: &Sepal, duration: Duration) -> LoadReport {
 #[tokio::test(flavor = "multi_thread")]
 async fn sixty_four_sessions_run_without_an_error_and_memory_stays_flat() {
     let asked = std::env::var(SECONDS_VARIABLE).ok();
-    let duration = asked.map_or(SHORT, |text| {
-        Duration::from_secs(text.parse().expect("a number of seconds"))
-    });
+    let duration =
+        asked.map_or(SHORT, |text| Duration::from_secs(text.parse().expect("a number of seconds")));
     let sepal = Sepal::serve(&demo_model(), "demo", &["--torch_dtype", "float32"]);
     let processes = children_of(sepal.pid());
     let first = load(&sepal, WARM_UP).await;
@@ -79,11 +81,7 @@ async fn sixty_four_sessions_run_without_an_error_and_memory_stays_flat() {
     assert!(after < memory + SLACK_BYTES, "memory grew");
     // Connections of the peers that left are closed a moment later.
     assert!(files_after <= files + 16, "descriptors are lost");
-    assert_eq!(
-        children_of(sepal.pid()),
-        processes,
-        "no process was replaced"
-    );
+    assert_eq!(children_of(sepal.pid()), processes, "no process was replaced");
     let netd = &sepal.status()[0]["children"][0];
     let troubles = netd["troubles"].as_object().unwrap();
     let failed = troubles.iter().filter(|(name, _)| *name != "abandoned");

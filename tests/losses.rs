@@ -1,17 +1,17 @@
-//! What may be lost: a worker for good, after which the rest goes on being served, by the same netd, to the sessions that are
-//! open; and files of the cache, but not those that a worker maps.
+//! What may be lost: a worker for good, after which the rest goes on being served, by the same
+//! netd, to the sessions that are open; and files of the cache, but not those that a worker maps.
 
 mod harness;
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-use gpu_worker::prepare::disk_cache::DiskCache;
 use harness::demo::demo_model;
 use harness::peer::{Peer, noise};
 use harness::{Sepal, wait_for};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use prepare::disk_cache::DiskCache;
 
 const HIDDEN: usize = 192;
 
@@ -20,21 +20,14 @@ fn worker_with(sepal: &Sepal, span: &str) -> Pid {
     wait_for("a worker", || {
         let status = sepal.status();
         let children = status.pointer("/0/children")?.as_array()?;
-        let worker = children
-            .iter()
-            .find(|child| child["span"] == span && child["state"] == "ready")?;
-        i32::try_from(worker["pid"].as_i64()?)
-            .ok()
-            .map(Pid::from_raw)
+        let worker =
+            children.iter().find(|child| child["span"] == span && child["state"] == "ready")?;
+        i32::try_from(worker["pid"].as_i64()?).ok().map(Pid::from_raw)
     })
 }
 
 fn serve(more: &[&str]) -> Sepal {
-    Sepal::serve(
-        &demo_model(),
-        "demo",
-        &[&["--torch_dtype", "float32"], more].concat(),
-    )
+    Sepal::serve(&demo_model(), "demo", &[&["--torch_dtype", "float32"], more].concat())
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -71,9 +64,7 @@ async fn when_a_worker_is_lost_for_good_the_rest_stays_served_with_its_sessions(
 /// Files below `folder` that `pid` maps.
 fn mapped(pid: Pid, folder: &std::path::Path) -> BTreeSet<PathBuf> {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
-    let paths = maps
-        .lines()
-        .filter_map(|line| line.split_whitespace().nth(5));
+    let paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
     let paths = paths.map(PathBuf::from);
     paths.filter(|path| path.starts_with(folder)).collect()
 }
@@ -85,13 +76,8 @@ fn weights_that_a_worker_maps_are_not_deleted_to_make_room() {
     let folder = sepal.dir.path().join("cache").canonicalize().unwrap();
     let evict = || {
         let cache = DiskCache::new(&folder, Some(0));
-        let refused = cache.make_room(1 << 60, &mut || Ok(()));
-        assert!(
-            refused
-                .unwrap_err()
-                .to_string()
-                .contains("--max_disk_space")
-        );
+        let refused = cache.make_room(1 << 60, &mut |_| Ok(()));
+        assert!(refused.unwrap_err().to_string().contains("--max_disk_space"));
     };
     let worker = worker_with(&sepal, "0:2");
     let files = mapped(worker, &folder);

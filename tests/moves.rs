@@ -1,5 +1,5 @@
-//! Servers that move to where the swarm lacks them: a hole is filled and whole chains work again, sessions on the old blocks go on
-//! with the same bits, and no kill on the way takes a server down.
+//! Servers that move to where the swarm lacks them: a hole is filled and whole chains work again,
+//! sessions on the old blocks go on with the same bits, and no kill on the way takes a server down.
 
 mod harness;
 
@@ -15,10 +15,10 @@ use client::swarm::SwarmConfig;
 use harness::demo::demo_model;
 use harness::peer::{Peer, Session, noise};
 use harness::{Sepal, children_of, command_line, generate, wait_for};
-use netd::dht::driver::{Dht, DhtConfig};
-use netd::dht::storage::StorageLimits;
-use netd::swarm::view;
-use netd::wire::records::ServerState;
+use hivemind::dht::driver::{Dht, DhtConfig};
+use hivemind::dht::storage::StorageLimits;
+use hivemind::view;
+use hivemind::wire::records::ServerState;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -38,7 +38,8 @@ const EAGER: [&str; 8] = [
     "1000",
 ];
 
-/// One server for each half of the model, and one that chose its blocks itself: the first half, of which there are two then.
+/// One server for each half of the model, and one that chose its blocks itself: the first half, of
+/// which there are two then.
 struct Swarm {
     first: Sepal,
     second: Sepal,
@@ -55,32 +56,15 @@ impl Swarm {
         let with = |more: &[&'static str]| [&EAGER, more].concat();
         let first = Sepal::serve(&model, "demo", &with(&["--block_indices", "0:4"]));
         let second = Sepal::join(&first, &model, "demo", &with(&["--block_indices", "4:8"]));
-        let spare = Sepal::join(
-            &first,
-            &model,
-            "demo",
-            &with(&[&["--num_blocks", "4"], more].concat()),
-        );
+        let spare =
+            Sepal::join(&first, &model, "demo", &with(&[&["--num_blocks", "4"], more].concat()));
         let line = spare.wait_line("state=ONLINE", 1);
         assert!(line.contains("span=0:4"), "{line}");
-        Swarm {
-            first,
-            second,
-            spare,
-        }
+        Swarm { first, second, spare }
     }
 
     fn text(&self) -> String {
         generate(&self.first, &demo_model(), "demo", "float32", PROMPT, 12)
-    }
-
-    /// Kills all of the second server at once; its records stay until they expire.
-    fn lose_second(&self) {
-        let children = children_of(self.second.pid());
-        self.second.signal(Signal::SIGKILL);
-        for child in children {
-            let _ = kill(child, Signal::SIGKILL);
-        }
     }
 
     fn wait_moved(&self) {
@@ -92,19 +76,12 @@ impl Swarm {
 
 fn workers_of(sepal: &Sepal) -> Vec<Pid> {
     let is_worker = |p: &Pid| command_line(*p).contains("gpu-worker");
-    children_of(sepal.pid())
-        .into_iter()
-        .filter(is_worker)
-        .collect()
+    children_of(sepal.pid()).into_iter().filter(is_worker).collect()
 }
 
 /// The new worker of a move that is under way.
 fn coming_worker(sepal: &Sepal, before: &[Pid]) -> Pid {
-    wait_for("a second worker", || {
-        workers_of(sepal)
-            .into_iter()
-            .find(|pid| !before.contains(pid))
-    })
+    wait_for("a second worker", || workers_of(sepal).into_iter().find(|pid| !before.contains(pid)))
 }
 
 /// Step `number` of a session; the numbers alone say what goes in.
@@ -124,50 +101,30 @@ async fn a_spare_server_fills_a_hole_and_its_sessions_go_on() {
     let mut session = peer.session(FIRST, 200).await;
     let mut number = 0;
     for _ in 0..3 {
-        assert_eq!(
-            step(&mut session, number).await,
-            step(&mut undisturbed, number).await
-        );
+        assert_eq!(step(&mut session, number).await, step(&mut undisturbed, number).await);
         number += 1;
     }
     let old = workers_of(&swarm.spare);
     let netd = swarm.spare.netd();
-    swarm.lose_second();
+    swarm.second.kill();
     while !swarm.spare.log().contains("span=4:8") {
-        assert!(
-            number < 190,
-            "the spare server does not move:\n{}",
-            swarm.spare.log()
-        );
-        assert_eq!(
-            step(&mut session, number).await,
-            step(&mut undisturbed, number).await
-        );
+        assert!(number < 190, "the spare server does not move:\n{}", swarm.spare.log());
+        assert_eq!(step(&mut session, number).await, step(&mut undisturbed, number).await);
         number += 1;
         tokio::time::sleep(std::time::Duration::from_millis(200)).await;
     }
     // A kill of the worker that was left changes nothing for its session either.
     kill(old[0], Signal::SIGKILL).unwrap();
     for _ in 0..3 {
-        assert_eq!(
-            step(&mut session, number).await,
-            step(&mut undisturbed, number).await
-        );
+        assert_eq!(step(&mut session, number).await, step(&mut undisturbed, number).await);
         number += 1;
     }
     assert_eq!(swarm.spare.netd(), netd, "the same netd");
     assert_eq!(swarm.text(), expected_text, "the chain is whole again");
     session.close().await;
-    swarm
-        .spare
-        .wait_line("the blocks that were left are gone", 1);
-    wait_for("the old worker to end", || {
-        (workers_of(&swarm.spare).len() == 1).then_some(())
-    });
-    let error = peer
-        .forward(FIRST, noise(&[1, 1, HIDDEN], 1))
-        .await
-        .unwrap_err();
+    swarm.spare.wait_line("previous blocks released", 1);
+    wait_for("the old worker to end", || (workers_of(&swarm.spare).len() == 1).then_some(()));
+    let error = peer.forward(FIRST, noise(&[1, 1, HIDDEN], 1)).await.unwrap_err();
     assert!(error.to_string().contains("does not serve"), "{error}");
     assert_eq!(swarm.spare.terminate().code(), Some(0));
     assert_eq!(swarm.first.terminate().code(), Some(0));
@@ -178,7 +135,7 @@ async fn workers_killed_during_a_move_do_not_stop_it() {
     let swarm = Swarm::start();
     let expected_text = swarm.text();
     let old = workers_of(&swarm.spare);
-    swarm.lose_second();
+    swarm.second.kill();
     let new = coming_worker(&swarm.spare, &old);
     kill(new, Signal::SIGKILL).unwrap();
     kill(old[0], Signal::SIGKILL).unwrap();
@@ -193,7 +150,7 @@ async fn netd_killed_during_a_move_comes_back_and_the_hole_is_filled() {
     let swarm = Swarm::start();
     let expected_text = swarm.text();
     let (old, netd) = (workers_of(&swarm.spare), swarm.spare.netd());
-    swarm.lose_second();
+    swarm.second.kill();
     coming_worker(&swarm.spare, &old);
     kill(netd, Signal::SIGKILL).unwrap();
     let peer = swarm.spare.peer_id();
@@ -239,8 +196,9 @@ async fn watch(
     seen
 }
 
-/// There is memory for four blocks and not for eight. The old worker goes before the new one comes, the records say so in an order that
-/// never claims what is not served, and a session whose first half ran there goes on over the other server.
+/// There is memory for four blocks and not for eight. The old worker goes before the new one comes,
+/// the records say so in an order that never claims what is not served, and a session whose first
+/// half ran there goes on over the other server.
 #[tokio::test(flavor = "multi_thread")]
 async fn without_memory_for_both_the_old_blocks_are_left_first_and_no_client_sees_an_error() {
     const LIMITS: [&str; 8] = [
@@ -263,8 +221,8 @@ async fn without_memory_for_both_the_old_blocks_are_left_first_and_no_client_see
     })
     .await
     .unwrap();
-    let first: netd::p2p::PeerId = swarm.first.peer_id().parse().unwrap();
-    let spare: netd::p2p::PeerId = swarm.spare.peer_id().parse().unwrap();
+    let first: hivemind::p2p::PeerId = swarm.first.peer_id().parse().unwrap();
+    let spare: hivemind::p2p::PeerId = swarm.spare.peer_id().parse().unwrap();
     client.refresh().await.unwrap();
     client.ban(first);
     let mut chain = Chain::open(&mut client, 200).await.unwrap();
@@ -283,37 +241,30 @@ async fn without_memory_for_both_the_old_blocks_are_left_first_and_no_client_see
     let old = workers_of(&swarm.spare);
     let stop = Arc::new(AtomicBool::new(false));
     let watcher = Arc::new(Peer::connect(&swarm.first.addr(), "demo").await);
-    let watched = tokio::spawn(watch(
-        watcher,
-        swarm.first.addr(),
-        swarm.spare.peer_id(),
-        stop.clone(),
-    ));
+    let watched =
+        tokio::spawn(watch(watcher, swarm.first.addr(), swarm.spare.peer_id(), stop.clone()));
     let most = tokio::task::spawn_blocking({
         let (stop, pid) = (stop.clone(), swarm.spare.pid());
         move || {
             let mut most = 0;
             while !stop.load(Ordering::Relaxed) {
                 let children = children_of(pid);
-                let workers = children
-                    .iter()
-                    .filter(|child| command_line(**child).contains("gpu-worker"));
+                let workers =
+                    children.iter().filter(|child| command_line(**child).contains("gpu-worker"));
                 most = most.max(workers.count());
                 std::thread::sleep(Duration::from_millis(20));
             }
             most
         }
     });
-    swarm.lose_second();
-    // The first of these waits until the second half is served again, the next finds its first half gone.
+    swarm.second.kill();
+    // The first of these waits until the second half is served again, the next finds its first half
+    // gone.
     for number in 4..10 {
         outputs.push(chain.step(states(number)).await.unwrap().0);
     }
     swarm.wait_moved();
-    assert_eq!(
-        chain.legs().map(|(peer, _)| peer).collect::<Vec<_>>(),
-        [first, spare]
-    );
+    assert_eq!(chain.legs().map(|(peer, _)| peer).collect::<Vec<_>>(), [first, spare]);
     chain.close().await;
     assert_eq!(swarm.text(), expected_text, "the chain is whole again");
     stop.store(true, Ordering::Relaxed);

@@ -1,5 +1,6 @@
-//! Servers behind NATs, in network namespaces that these tests make. They are ignored unless `tests/nat/run` runs them,
-//! which makes the namespaces first and says so where the machine does not allow that.
+//! Servers behind NATs, in network namespaces that these tests make. They are ignored unless
+//! `tests/nat/run` runs them, which makes the namespaces first and says so where the machine does
+//! not allow that.
 
 mod harness;
 
@@ -9,6 +10,7 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
 use harness::demo::{Golden, demo_model, golden};
 use harness::lab::{self, Lab, Nat};
@@ -32,13 +34,7 @@ fn relay(host: &str, number: u8, dir: Arc<tempfile::TempDir>, more: &[&str]) -> 
     let listen = format!("/ip4/5.6.7.{number}/tcp/{RELAY_PORT}");
     let identity = dir.path().join("relay.key");
     let identity = identity.to_str().unwrap().to_owned();
-    let mut args = vec![
-        "dht",
-        "--host_maddrs",
-        &listen,
-        "--identity_path",
-        &identity,
-    ];
+    let mut args = vec!["dht", "--host_maddrs", &listen, "--identity_path", &identity];
     args.extend(["--refresh_period", "1", "--log", "info,netd=debug"]);
     args.extend(more);
     Sepal::start_at(host, dir, &args)
@@ -46,8 +42,8 @@ fn relay(host: &str, number: u8, dir: Arc<tempfile::TempDir>, more: &[&str]) -> 
 
 /// Its full address.
 fn address(relay: &Sepal, number: u8) -> String {
-    // "network node runs peer_id=…"
-    let line = relay.wait_line("network node runs", 1);
+    // "network node started peer_id=…"
+    let line = relay.wait_line("network node started", 1);
     let peer = line
         .split(|c: char| !c.is_ascii_alphanumeric())
         .find(|word| word.starts_with("12D3") || word.starts_with("Qm"))
@@ -58,14 +54,7 @@ fn address(relay: &Sepal, number: u8) -> String {
 fn server(host: &str, peers: &[&str], more: &[&str]) -> Sepal {
     let model = demo_model();
     let mut args = vec!["serve", model.to_str().unwrap(), "--dht_prefix", "demo"];
-    args.extend([
-        "--throughput",
-        "1",
-        "--threads",
-        "1",
-        "--torch_dtype",
-        "float32",
-    ]);
+    args.extend(["--throughput", "1", "--threads", "1", "--torch_dtype", "float32"]);
     args.extend(["--log", "info,netd=debug", "--initial_peers"]);
     args.extend(peers);
     args.extend(more);
@@ -78,14 +67,7 @@ fn generate(host: &str, peer: &str) -> Result<String, String> {
     let [program, rest @ ..] = lab::at(host);
     let out = Command::new(program)
         .args(rest)
-        .args([
-            SEPAL,
-            "generate",
-            "--initial_peers",
-            peer,
-            "--dht_prefix",
-            "demo",
-        ])
+        .args([SEPAL, "generate", "--initial_peers", peer, "--dht_prefix", "demo"])
         .args(["--torch_dtype", "float32", "--max_new_tokens"])
         .args(["40", "--prompt", &prompt])
         .arg(demo_model())
@@ -126,13 +108,10 @@ fn a_server_behind_a_symmetric_nat_is_reached_through_a_relay() {
     let peer = address(&relay, 10);
     let server = server("server", &[&peer], &[]);
     server.wait_line("via relays", 1);
-    server.wait_line("reached through a relay", 1);
+    server.wait_line("reachable through a relay", 1);
     server.wait_online();
     assert_golden("client", &peer);
-    assert!(
-        !server.log().contains("hole punched, relay left"),
-        "symmetric"
-    );
+    assert!(!server.log().contains("hole punched, connected directly"), "symmetric");
     assert_eq!(server.terminate().code(), Some(0));
 }
 
@@ -143,15 +122,12 @@ fn behind_port_preserving_nats_a_hole_is_punched() {
     let relay = relay("relay", 10, folder(), &[]);
     let peer = address(&relay, 10);
     let server = server("server", &[&peer], &[]);
-    server.wait_line("reached through a relay", 1);
+    server.wait_line("reachable through a relay", 1);
     server.wait_online();
     // The way may be left only after the first text came over the relay.
     wait_for("a punched hole", || {
         assert_golden("client", &peer);
-        server
-            .log()
-            .contains("hole punched, relay left")
-            .then_some(())
+        server.log().contains("hole punched, connected directly").then_some(())
     });
 }
 
@@ -175,7 +151,7 @@ fn a_relay_that_dies_is_replaced_by_another_of_the_swarm() {
     let server = server("server", &peers, &[]);
     server.wait_online();
     let reserved_at = |count: usize| {
-        let line = server.wait_line("reached through a relay", count);
+        let line = server.wait_line("reachable through a relay", count);
         let number = |relay: &&(u8, String, Sepal)| line.contains(&format!("/5.6.7.{}/", relay.0));
         relays.iter().find(number).expect("one of the three").0
     };
@@ -183,9 +159,7 @@ fn a_relay_that_dies_is_replaced_by_another_of_the_swarm() {
     assert_ne!(used[0], used[1]);
     // One that it uses dies: the third takes over.
     let index = relays.iter().position(|relay| relay.0 == used[0]);
-    relays[index.expect("one of the three")]
-        .2
-        .signal(Signal::SIGKILL);
+    relays[index.expect("one of the three")].2.signal(Signal::SIGKILL);
     let unused = relays.iter().find(|relay| !used.contains(&relay.0));
     let (number, last, _) = unused.expect("two of three are used");
     assert_eq!(reserved_at(3), *number);
@@ -210,21 +184,14 @@ fn after_an_outage_the_server_is_found_again() {
     drop(first);
     let again = relay("relay", 10, dir, &[]);
     assert_eq!(address(&again, 10), peer, "same key, same address");
-    wait_for("the server in the new bootstrap's swarm", || {
-        generate("client", &peer).ok()
-    });
+    wait_for("the server in the new bootstrap's swarm", || generate("client", &peer).ok());
     assert_golden("client", &peer);
 
     // The server's own cable, for longer than its records live: 40 s.
     lab.plugged("server", false);
-    let gone = std::time::Instant::now();
-    wait_for("the records of the server to end", || {
-        (gone.elapsed() > DEADLINE / 2).then_some(())
-    });
+    std::thread::sleep(Duration::from_secs(60));
     lab.plugged("server", true);
-    wait_for("the server after its cable is back", || {
-        generate("client", &peer).ok()
-    });
+    wait_for("the server after its cable is back", || generate("client", &peer).ok());
     assert_golden("client", &peer);
     assert_eq!(server.terminate().code(), Some(0));
 }
@@ -246,15 +213,13 @@ fn the_rate_of_a_slow_line_is_measured_with_a_peer() {
     let line = server.wait_line("measured with servers of the swarm", 1);
     let mbps = line.split("mbps=").nth(1);
     let mbps = mbps.and_then(|rest| rest.split_whitespace().next()?.parse::<f64>().ok());
-    // Lossy lines carry less than they could. In the first second they carry more: what the filter saves up is a second's worth
-    // and its burst.
-    assert!(
-        mbps.is_some_and(|mbps| (0.5..36.0).contains(&mbps)),
-        "{line}"
-    );
+    // Lossy lines carry less than they could. In the first second they carry more: what the filter
+    // saves up is a second's worth and its burst.
+    assert!(mbps.is_some_and(|mbps| (0.5..36.0).contains(&mbps)), "{line}");
 }
 
-/// A router that forwards ports when asked (UPnP), as far as libp2p asks: run in its namespace by the test below.
+/// A router that forwards ports when asked (UPnP), as far as libp2p asks: run in its namespace by
+/// the test below.
 #[test]
 #[ignore = "a program for the router of another test"]
 fn obliging_router() {
@@ -384,12 +349,12 @@ fn a_router_that_forwards_a_port_when_asked_makes_the_server_reachable() {
     let relay = relay("relay", 10, folder(), &[]);
     let peer = address(&relay, 10);
     let server = server("server", &[&peer], &[]);
-    server.wait_line("the router forwards a port to this node", 1);
-    let line = server.wait_line("this server is accessible", 1);
+    server.wait_line("router forwards a port to this node", 1);
+    let line = server.wait_line("server is accessible", 1);
     assert!(line.contains("directly"), "{line}");
     server.wait_online();
     assert_golden("client", &peer);
-    assert!(!server.log().contains("reached through a relay"));
+    assert!(!server.log().contains("reachable through a relay"));
 }
 
 /// Python of the virtual environment with the real Petals: `tests/interop/setup.sh`.
@@ -456,12 +421,7 @@ fn petals_client(host: &str, peer: &str) {
         .arg(folder.join("petals_client_check.py"))
         .args(["--initial-peers", peer, "--dht-prefix", "demo", "--model"])
         .arg(demo_model())
-        .args([
-            "--only",
-            "generate.greedy",
-            "--skip",
-            "generate.greedy_batch",
-        ])
+        .args(["--only", "generate.greedy", "--skip", "generate.greedy_batch"])
         .current_dir(folder)
         .output()
         .expect("run the Petals client");
@@ -477,7 +437,7 @@ fn with_petals_its_client_reaches_a_server_behind_a_nat() {
     let relay = relay("relay", 10, folder(), &[]);
     let peer = address(&relay, 10);
     let server = server("server", &[&peer], &[]);
-    server.wait_line("reached through a relay", 1);
+    server.wait_line("reachable through a relay", 1);
     server.wait_online();
     petals_client("client", &peer);
 }
@@ -489,7 +449,7 @@ fn with_petals_its_bootstrap_node_relays_for_a_server_behind_a_nat() {
     let relay = PetalsBootstrap::start("relay", 10);
     let server = server("server", &[&relay.addr], &[]);
     server.wait_line("via relays", 1);
-    server.wait_line("reached through a relay", 1);
+    server.wait_line("reachable through a relay", 1);
     server.wait_online();
     // One text: that relay gives a circuit 128 KiB and two minutes.
     assert_golden("client", &relay.addr);

@@ -1,4 +1,5 @@
-//! The demo model served in fewer bits, through real servers: the texts that it was trained on stay likely.
+//! The demo model served in fewer bits, through real servers: the texts that it was trained on stay
+//! likely.
 
 mod harness;
 
@@ -27,14 +28,11 @@ async fn score(quant: &str, dtype: &str) -> Score {
     })
     .await;
     assert_eq!(sepal.terminate().code(), Some(0));
-    Score {
-        loss: loss / f64::from(tokens),
-        best: best as f64 / f64::from(tokens),
-    }
+    Score { loss: loss / f64::from(tokens), best: best as f64 / f64::from(tokens) }
 }
 
-/// The bounds say what eight and four bits may cost this small model (192 wide, so more than they cost large ones): loss
-/// per token beside float32, and share of greedy tokens that stay.
+/// The bounds say what eight and four bits may cost this small model (192 wide, so more than they
+/// cost large ones): loss per token beside float32, and share of greedy tokens that stay.
 #[tokio::test(flavor = "multi_thread")]
 async fn texts_stay_likely_in_int8_and_nf4() {
     let exact = score("none", "float32").await;

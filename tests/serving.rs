@@ -10,7 +10,7 @@ use client::swarm::{Swarm, SwarmConfig};
 use harness::demo::{Golden, demo_model, follow, golden};
 use harness::peer::{Peer, ids, noise};
 use harness::{Dht, SEPAL, Sepal, children_of, command_line, generate, serve_args, wait_for};
-use netd::wire::tensor::{WireDtype, dummy_tensor};
+use hivemind::wire::tensor::{WireDtype, dummy_tensor};
 use nix::sys::signal::{Signal, kill};
 
 const HIDDEN: usize = 192;
@@ -28,8 +28,9 @@ fn one_server_continues_texts_as_transformers_does() {
     assert_eq!(sepal.terminate().code(), Some(0));
 }
 
-/// In bfloat16 the best two logits are often equal or neighbours, and versions of PyTorch disagree about them; so every
-/// token that transformers chose must be the best here, too, or at most two bfloat16 steps below it.
+/// In bfloat16 the best two logits are often equal or neighbours, and versions of PyTorch disagree
+/// about them; so every token that transformers chose must be the best here, too, or at most two
+/// bfloat16 steps below it.
 #[tokio::test(flavor = "multi_thread")]
 async fn in_bfloat16_every_token_of_transformers_is_best_or_next_to_it() {
     let sepal = Sepal::serve(&demo_model(), "demo", &["--torch_dtype", "bfloat16"]);
@@ -37,18 +38,12 @@ async fn in_bfloat16_every_token_of_transformers_is_best_or_next_to_it() {
     follow(&sepal, &golden("bfloat16"), usize::MAX, |token, logits| {
         let best = logits.iter().copied().fold(f32::MIN, f32::max);
         let gap = best - logits[token as usize];
-        assert!(
-            gap <= best.abs() / 64.0,
-            "token {tokens}: {gap} below {best}"
-        );
+        assert!(gap <= best.abs() / 64.0, "token {tokens}: {gap} below {best}");
         tokens += 1;
         equal += usize::from(gap == 0.0);
     })
     .await;
-    assert!(
-        equal * 100 >= tokens * 97,
-        "only {equal} of {tokens} tokens are the best ones"
-    );
+    assert!(equal * 100 >= tokens * 97, "only {equal} of {tokens} tokens are the best ones");
     assert_eq!(sepal.terminate().code(), Some(0));
 }
 
@@ -68,7 +63,8 @@ fn a_chain_of_two_servers_continues_texts_as_transformers_does() {
     assert_eq!(first.terminate().code(), Some(0));
 }
 
-/// Batches over the streamed and the unary call, on random routes over servers that share blocks: the bits of one server.
+/// Batches over the streamed and the unary call, on random routes over servers that share blocks:
+/// the bits of one server.
 #[tokio::test(flavor = "multi_thread")]
 async fn batches_go_many_ways_and_survive_the_death_of_a_server() {
     let more = |span| ["--torch_dtype", "float32", "--block_indices", span];
@@ -96,10 +92,7 @@ async fn batches_go_many_ways_and_survive_the_death_of_a_server() {
     };
     // Six pieces of two sequences, and one sequence that is streamed.
     let (many, long) = (batch(12, 400), batch(1, 1500));
-    let want = peer
-        .forward(0..8, noise(&[1, 1500, HIDDEN], 5))
-        .await
-        .unwrap();
+    let want = peer.forward(0..8, noise(&[1, 1500, HIDDEN], 5)).await.unwrap();
     let got = forward(&mut swarm, 0..8, &long, None).await.unwrap();
     assert!(values(&got.bytes) == want, "streamed");
     let whole = forward(&mut swarm, 0..8, &many, None).await.unwrap();
@@ -112,7 +105,7 @@ async fn batches_go_many_ways_and_survive_the_death_of_a_server() {
 }
 
 #[test]
-fn a_text_goes_on_when_every_server_of_the_chain_dies_in_turn() {
+fn a_text_goes_on_when_every_server_of_the_chain_dies_one_after_another() {
     let dtype = ["--torch_dtype", "float32"];
     let dht = Dht::start();
     let join = |span| {
@@ -120,11 +113,7 @@ fn a_text_goes_on_when_every_server_of_the_chain_dies_in_turn() {
         let args = serve_args(
             &model,
             "demo",
-            &[
-                &dtype[..],
-                &["--initial_peers", &dht.addr, "--block_indices", span],
-            ]
-            .concat(),
+            &[&dtype[..], &["--initial_peers", &dht.addr, "--block_indices", span]].concat(),
         )
         .into_iter()
         .map(str::to_owned)
@@ -134,9 +123,7 @@ fn a_text_goes_on_when_every_server_of_the_chain_dies_in_turn() {
         sepal
     };
     let halves = ["0:4", "4:8"].map(|span| [join(span), join(span)]);
-    let Golden {
-        prompt, text: rest, ..
-    } = golden("float32").swap_remove(0);
+    let Golden { prompt, text: rest, .. } = golden("float32").swap_remove(0);
     let mut child = Command::new(SEPAL)
         .args([
             "generate",
@@ -155,32 +142,25 @@ fn a_text_goes_on_when_every_server_of_the_chain_dies_in_turn() {
     let mut out = std::io::BufReader::new(child.stdout.take().unwrap());
     let mut text = vec![0; prompt.len() + 10];
     std::io::Read::read_exact(&mut out, &mut text).unwrap();
-    // The text has begun. Of the two servers of each half one is in use; the text must survive the loss of either.
+    // The text has begun. Of the two servers of each half one is in use; the text must survive the
+    // loss of either.
     for [one, other] in &halves {
         let victim = if used(one) { one } else { other };
-        victim.signal(Signal::SIGKILL);
+        victim.kill();
         let mut more = [0; 20];
         std::io::Read::read_exact(&mut out, &mut more).unwrap();
         text.extend(more);
     }
     std::io::Read::read_to_end(&mut out, &mut text).unwrap();
     assert!(child.wait().unwrap().success());
-    assert_eq!(
-        String::from_utf8(text).unwrap().trim_end_matches('\n'),
-        prompt + &rest
-    );
+    assert_eq!(String::from_utf8(text).unwrap().trim_end_matches('\n'), prompt + &rest);
 }
 
 /// Whether a server has a session open.
 fn used(sepal: &Sepal) -> bool {
     let status = sepal.status();
-    let children = status
-        .pointer("/0/children")
-        .and_then(|c| c.as_array())
-        .unwrap();
-    children
-        .iter()
-        .any(|c| c["role"] == "gpu-worker" && c["jobs_done"].as_u64() > Some(0))
+    let children = status.pointer("/0/children").and_then(|c| c.as_array()).unwrap();
+    children.iter().any(|c| c["role"] == "gpu-worker" && c["jobs_done"].as_u64() > Some(0))
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -188,21 +168,19 @@ async fn steps_rollback_beams_and_empty_steps_agree_with_forward() {
     let sepal = Sepal::serve(&demo_model(), "demo", &["--torch_dtype", "float32"]);
     let peer = Peer::connect(&sepal.addr(), "demo").await;
     let (a, b) = (noise(&[1, 40, HIDDEN], 1), noise(&[1, 40, HIDDEN], 2));
-    let part = |t: &netd::wire::messages::Tensor, from: usize, to: usize| {
+    let part = |t: &hivemind::wire::messages::Tensor, from: usize, to: usize| {
         let bytes = t.buffer.slice(from * HIDDEN * 4..to * HIDDEN * 4);
-        netd::wire::tensor::raw_tensor(&[1, to - from, HIDDEN], WireDtype::F32, bytes).unwrap()
+        hivemind::wire::tensor::raw_tensor(&[1, to - from, HIDDEN], WireDtype::F32, bytes).unwrap()
     };
-    let whole = |t: &netd::wire::messages::Tensor| peer.forward(0..8, t.clone());
+    let whole = |t: &hivemind::wire::messages::Tensor| peer.forward(0..8, t.clone());
     let (whole_a, whole_b) = (whole(&a).await.unwrap(), whole(&b).await.unwrap());
 
-    // Cuts at odd places, an empty step, and a rollback to the middle of a page: the bits of one forward pass.
+    // Cuts at odd places, an empty step, and a rollback to the middle of a page: the bits of one
+    // forward pass.
     let mut session = peer.session(0..8, 64).await;
     let mut out = session.step(part(&a, 0, 7), None).await.unwrap();
     out.extend(session.step(part(&a, 7, 8), None).await.unwrap());
-    assert_eq!(
-        session.step(noise(&[1, 0, HIDDEN], 0), None).await.unwrap(),
-        Vec::<f32>::new()
-    );
+    assert_eq!(session.step(noise(&[1, 0, HIDDEN], 0), None).await.unwrap(), Vec::<f32>::new());
     session.step(part(&b, 8, 30), None).await.unwrap();
     out.extend(session.step(part(&a, 8, 25), Some(8)).await.unwrap());
     out.extend(session.step(part(&a, 25, 40), None).await.unwrap());
@@ -210,53 +188,32 @@ async fn steps_rollback_beams_and_empty_steps_agree_with_forward() {
     session.close().await;
 
     // Two rows that swap and merge: after [1, 0] the rows are b, a; after [1, 1] both are a.
-    let both = |x: netd::wire::messages::Tensor, y: netd::wire::messages::Tensor| {
+    let both = |x: hivemind::wire::messages::Tensor, y: hivemind::wire::messages::Tensor| {
         let tokens = x.size[1] as usize;
         let bytes = [x.buffer, y.buffer].concat().into();
-        netd::wire::tensor::raw_tensor(&[2, tokens, HIDDEN], WireDtype::F32, bytes).unwrap()
+        hivemind::wire::tensor::raw_tensor(&[2, tokens, HIDDEN], WireDtype::F32, bytes).unwrap()
     };
     let none = || dummy_tensor(WireDtype::F32);
     let mut beams = peer.session(0..8, 64).await;
-    beams
-        .step(both(part(&a, 0, 20), part(&b, 0, 20)), None)
-        .await
-        .unwrap();
+    beams.step(both(part(&a, 0, 20), part(&b, 0, 20)), None).await.unwrap();
     let swapped = beams
-        .step_with(
-            both(part(&b, 20, 21), part(&a, 20, 21)),
-            None,
-            none(),
-            ids(&[1, 0]),
-        )
+        .step_with(both(part(&b, 20, 21), part(&a, 20, 21)), None, none(), ids(&[1, 0]))
         .await
         .unwrap();
     let at = |out: &[f32], token: usize| out[token * HIDDEN..(token + 1) * HIDDEN].to_vec();
-    assert!(
-        swapped == [at(&whole_b, 20), at(&whole_a, 20)].concat(),
-        "swapped rows"
-    );
+    assert!(swapped == [at(&whole_b, 20), at(&whole_a, 20)].concat(), "swapped rows");
     let merged = beams
-        .step_with(
-            both(part(&a, 21, 22), part(&a, 21, 22)),
-            None,
-            none(),
-            ids(&[1, 1]),
-        )
+        .step_with(both(part(&a, 21, 22), part(&a, 21, 22)), None, none(), ids(&[1, 1]))
         .await
         .unwrap();
-    assert!(
-        merged == [at(&whole_a, 21), at(&whole_a, 21)].concat(),
-        "merged rows"
-    );
+    assert!(merged == [at(&whole_a, 21), at(&whole_a, 21)].concat(), "merged rows");
     beams.close().await;
     assert_eq!(sepal.terminate().code(), Some(0));
 }
 
 #[test]
 fn the_demo_prints_a_story_and_what_ran_and_survives_the_death_of_a_worker() {
-    let Golden {
-        prompt, text: rest, ..
-    } = golden("bfloat16").swap_remove(0);
+    let Golden { prompt, text: rest, .. } = golden("bfloat16").swap_remove(0);
     let mut child = Command::new(SEPAL)
         .args(["demo", "--prompt", &prompt, "--max_new_tokens", "200"])
         .stdout(Stdio::piped())
@@ -272,9 +229,7 @@ fn the_demo_prints_a_story_and_what_ran_and_survives_the_death_of_a_worker() {
     }
     let supervisor = children_of(demo)[0];
     let worker = wait_for("a worker of the demo", || {
-        children_of(supervisor)
-            .into_iter()
-            .find(|p| command_line(*p).contains("gpu-worker"))
+        children_of(supervisor).into_iter().find(|p| command_line(*p).contains("gpu-worker"))
     });
     kill(worker, Signal::SIGKILL).unwrap();
     std::io::Read::read_to_end(&mut out, &mut text).unwrap();
@@ -295,8 +250,7 @@ fn the_demo_prints_a_story_and_what_ran_and_survives_the_death_of_a_worker() {
         assert!(text.contains(word), "no {word:?} in {text}");
     }
     assert!(
-        text.lines()
-            .any(|l| l.starts_with("gpu-worker") && l.trim_end().ends_with('1')),
+        text.lines().any(|l| l.starts_with("gpu-worker") && l.trim_end().ends_with('1')),
         "one restart: {text}"
     );
 }

@@ -1,5 +1,6 @@
-//! Training and rollback through chains of real servers: gradients are those of PyTorch and survive the loss of a server
-//! between the forward and the backward pass; a session that was rolled back goes on elsewhere with what it kept.
+//! Training and rollback through chains of real servers: gradients are those of PyTorch and survive
+//! the loss of a server between the forward and the backward pass; a session that was rolled back
+//! goes on elsewhere with what it kept.
 
 mod harness;
 
@@ -12,7 +13,7 @@ use client::swarm::{Swarm, SwarmConfig};
 use harness::demo::demo_model;
 use harness::peer::noise;
 use harness::{Dht, Sepal};
-use netd::p2p::PeerId;
+use hivemind::p2p::PeerId;
 use safetensors::SafeTensors;
 use shared::dtype::DType;
 
@@ -30,12 +31,7 @@ async fn join(addr: &str, prefix: &str, num_blocks: u32) -> Swarm {
 }
 
 fn states(rows: usize, tokens: usize, width: usize, seed: u32) -> Hidden {
-    Hidden {
-        dtype: DType::F32,
-        rows,
-        tokens,
-        bytes: noise(&[rows, tokens, width], seed).buffer,
-    }
+    Hidden { dtype: DType::F32, rows, tokens, bytes: noise(&[rows, tokens, width], seed).buffer }
 }
 
 fn prompts(blocks: usize, rows: usize, tokens: usize, width: usize, seed: u32) -> Prompts {
@@ -72,12 +68,7 @@ impl Golden {
         let [rows, tokens, _] = shape[..] else {
             panic!("{name} has shape {shape:?}");
         };
-        Hidden {
-            dtype: DType::F32,
-            rows,
-            tokens,
-            bytes: bytes.into(),
-        }
+        Hidden { dtype: DType::F32, rows, tokens, bytes: bytes.into() }
     }
 
     fn prompts(&self, name: &str) -> Prompts {
@@ -85,13 +76,7 @@ impl Golden {
         let [blocks, rows, tokens, _] = shape[..] else {
             panic!("{name} has shape {shape:?}");
         };
-        Prompts {
-            dtype: DType::F32,
-            blocks,
-            rows,
-            tokens,
-            bytes: bytes.into(),
-        }
+        Prompts { dtype: DType::F32, blocks, rows, tokens, bytes: bytes.into() }
     }
 }
 
@@ -128,28 +113,19 @@ async fn gradients_through_a_chain_of_two_are_those_of_pytorch() {
     assert_eq!(got.prompts, None);
 
     let deep = golden.prompts("prompts");
-    let (output, kept) = forward_kept(&mut swarm, 0..2, &input, Some(&deep))
-        .await
-        .unwrap();
-    close(
-        "prompted output",
-        &output.bytes,
-        &golden.states("prompted").bytes,
-    );
+    let (output, kept) = forward_kept(&mut swarm, 0..2, &input, Some(&deep)).await.unwrap();
+    close("prompted output", &output.bytes, &golden.states("prompted").bytes);
     let got = backward(&mut swarm, &kept, &gradient).await.unwrap();
     let want = golden.states("prompted_input_gradient");
     close("gradient of the input", &got.inputs.bytes, &want.bytes);
     let (want, got) = (golden.prompts("prompt_gradient"), got.prompts.unwrap());
-    assert_eq!(
-        (got.blocks, got.rows, got.tokens),
-        (want.blocks, want.rows, want.tokens)
-    );
+    assert_eq!((got.blocks, got.rows, got.tokens), (want.blocks, want.rows, want.tokens));
     close("gradient of the prompts", &got.bytes, &want.bytes);
     swarm.leave().await;
 }
 
-/// Several pieces on their own ways; the servers of the first half die after the forward pass, and a part of what they
-/// computed is made again on others that cut the blocks differently.
+/// Several pieces on their own ways; the servers of the first half die after the forward pass, and
+/// a part of what they computed is made again on others that cut the blocks differently.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_server_that_dies_before_the_backward_pass_is_replaced_and_the_gradients_are_the_same() {
     const WIDTH: usize = 192;
@@ -159,9 +135,7 @@ async fn a_server_that_dies_before_the_backward_pass_is_replaced_and_the_gradien
     let gradient = states(5, 300, WIDTH, 2);
     let deep = prompts(8, 5, 3, WIDTH, 3);
     let mut swarm = join(&whole.addr(), "demo", 8).await;
-    let (output, kept) = forward_kept(&mut swarm, 0..8, &input, Some(&deep))
-        .await
-        .unwrap();
+    let (output, kept) = forward_kept(&mut swarm, 0..8, &input, Some(&deep)).await.unwrap();
     let want = backward(&mut swarm, &kept, &gradient).await.unwrap();
     swarm.leave().await;
     drop(whole);
@@ -169,27 +143,20 @@ async fn a_server_that_dies_before_the_backward_pass_is_replaced_and_the_gradien
     let bottom = Sepal::serve(&demo_model(), "demo", &more("0:5"));
     let top = Sepal::join(&bottom, &demo_model(), "demo", &more("5:8"));
     let mut swarm = join(&top.addr(), "demo", 8).await;
-    let (chained, kept) = forward_kept(&mut swarm, 0..8, &input, Some(&deep))
-        .await
-        .unwrap();
+    let (chained, kept) = forward_kept(&mut swarm, 0..8, &input, Some(&deep)).await.unwrap();
     assert!(chained == output, "a chain has the bits of one server");
-    assert_eq!(
-        kept.legs().map(|legs| legs.len()).collect::<Vec<_>>(),
-        [2, 2]
-    );
+    assert_eq!(kept.legs().map(|legs| legs.len()).collect::<Vec<_>>(), [2, 2]);
     let got = backward(&mut swarm, &kept, &gradient).await.unwrap();
     assert!(got == want, "so have its gradients");
 
     let spare = Sepal::join(&top, &demo_model(), "demo", &more("0:2"));
     let _rest = Sepal::join(&top, &demo_model(), "demo", &more("2:5"));
-    bottom.signal(nix::sys::signal::Signal::SIGKILL);
+    bottom.kill();
     swarm.refresh().await.unwrap();
     let got = backward(&mut swarm, &kept, &gradient).await.unwrap();
     assert!(got == want, "after the loss of a server");
     // What was kept still names the lost server; a pass forward knows it no more.
-    let again = forward(&mut swarm, 0..8, &input, Some(&deep))
-        .await
-        .unwrap();
+    let again = forward(&mut swarm, 0..8, &input, Some(&deep)).await.unwrap();
     assert!(again == output, "forward after the loss");
     let lost: PeerId = bottom.peer_id().parse().unwrap();
     let (_, kept) = forward_kept(&mut swarm, 0..8, &input, None).await.unwrap();
@@ -200,8 +167,8 @@ async fn a_server_that_dies_before_the_backward_pass_is_replaced_and_the_gradien
     drop(spare);
 }
 
-/// A beam search of three rows with deep prompts that is rolled back twice; then every server dies and is replaced. The
-/// same steps on a session that nothing happened to have the same bits.
+/// A beam search of three rows with deep prompts that is rolled back twice; then every server dies
+/// and is replaced. The same steps on a session that nothing happened to have the same bits.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_session_that_was_rolled_back_and_reordered_goes_on_after_a_failover() {
     const WIDTH: usize = 192;
@@ -236,20 +203,14 @@ async fn a_session_that_was_rolled_back_and_reordered_goes_on_after_a_failover()
         }
     }
     assert_eq!(chain.position(), 4);
-    assert!(matches!(
-        chain.roll_back(5),
-        Err(ChainError::NotBehind {
-            position: 4,
-            asked: 5
-        })
-    ));
+    assert!(matches!(chain.roll_back(5), Err(ChainError::NotBehind { position: 4, asked: 5 })));
     let last = step(2, 6, Some([1, 0, 2]));
     let want = undisturbed.step(last.clone()).await.unwrap().0;
     undisturbed.close().await;
 
     let _all = serve("0:8");
     for sepal in [&first, &second] {
-        sepal.signal(nix::sys::signal::Signal::SIGKILL);
+        sepal.kill();
     }
     let got = chain.step(last).await.unwrap().0;
     assert!(chain.legs().all(|(peer, _)| !used.contains(&peer)));

@@ -1,9 +1,12 @@
-//! Forward and backward through whatever servers there are, from a file to a file: for checks against other implementations.
+//! Forward and backward through whatever servers there are, from a file to a file: for checks
+//! against other implementations.
 //!
-//!     cargo run -p client --example gradients -- ADDRESS PREFIX BLOCKS IN.safetensors OUT.safetensors
+//!     cargo run -p client --example gradients -- ADDRESS PREFIX BLOCKS IN.safetensors
+//! OUT.safetensors
 //!
-//! IN has, in float32, `input` and `output_gradient` `[rows, tokens, hidden]` and, if there are any, deep `prompts` `[blocks, rows,
-//! tokens, hidden]`; OUT gets `output`, `input_gradient` and `prompt_gradient`. Prints the servers of the first piece.
+//! IN has, in float32, `input` and `output_gradient` `[rows, tokens, hidden]` and, if there are
+//! any, deep `prompts` `[blocks, rows, tokens, hidden]`; OUT gets `output`, `input_gradient` and
+//! `prompt_gradient`. Prints the servers of the first piece.
 
 use std::error::Error;
 use std::time::Duration;
@@ -25,12 +28,9 @@ fn tensor(file: &SafeTensors<'_>, name: &str) -> Result<(Vec<usize>, Vec<u8>), B
 
 fn states(file: &SafeTensors<'_>, name: &str) -> Result<Hidden, Box<dyn Error>> {
     match tensor(file, name)? {
-        (shape, bytes) if shape.len() == 3 => Ok(Hidden {
-            dtype: DType::F32,
-            rows: shape[0],
-            tokens: shape[1],
-            bytes: bytes.into(),
-        }),
+        (shape, bytes) if shape.len() == 3 => {
+            Ok(Hidden { dtype: DType::F32, rows: shape[0], tokens: shape[1], bytes: bytes.into() })
+        }
         (shape, _) => Err(format!("{name} has shape {shape:?}").into()),
     }
 }

@@ -1,9 +1,10 @@
 //! Sessions on one server, over the real protocol, and what they measured:
 //!
-//!     cargo run --release -p client --example load -- ADDRESS PREFIX START:END [SESSIONS[xPEERS]]... [--seconds N] [--prompt N] [--steps N]
+//!     cargo run --release -p client --example load -- ADDRESS PREFIX START:END
+//! [SESSIONS[xPEERS]]... [--seconds N] [--prompt N] [--steps N]
 //!
-//! One line for each number of sessions, in order; several lines of one run are what one compares. Works against any server
-//! that speaks Petals' protocol. Ends with 1 if anything failed.
+//! One line for each number of sessions, in order; several lines of one run are what one compares.
+//! Works against any server that speaks Petals' protocol. Ends with 1 if anything failed.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -62,7 +63,7 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let runtime = match netd::run::reactor() {
+    let runtime = match tokio::runtime::Runtime::new() {
         Ok(runtime) => runtime,
         Err(error) => {
             eprintln!("load: cannot start the reactor: {error}");
@@ -71,11 +72,7 @@ fn main() -> ExitCode {
     };
     let mut failed = false;
     for (sessions, peers) in args.runs {
-        let config = LoadConfig {
-            sessions,
-            peers,
-            ..args.config.clone()
-        };
+        let config = LoadConfig { sessions, peers, ..args.config.clone() };
         match runtime.block_on(run(&config)) {
             Ok(report) => {
                 println!("{sessions} sessions: {}", report.line());

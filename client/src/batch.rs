@@ -1,17 +1,18 @@
-//! Passes over whole sequences, without a session (petals `client/sequential_autograd.py`): the batch is cut into pieces of
-//! about `PIECE_TOKENS` tokens, and each piece goes its own random way through the swarm, all at once. A piece whose server
-//! fails goes on from there another way.
+//! Passes over whole sequences, without a session (petals `client/sequential_autograd.py`): the
+//! batch is cut into pieces of about `PIECE_TOKENS` tokens, and each piece goes its own random way
+//! through the swarm, all at once. A piece whose server fails goes on from there another way.
 //!
-//! For training the inputs of every server are kept ([`forward_kept`]), and [`backward`] asks the same servers for the
-//! gradients, last to first. When one of them fails, its blocks alone are routed anew and computed again from its inputs, which
-//! makes the inputs of the servers that take its place.
+//! For training the inputs of every server are kept ([`forward_kept`]), and [`backward`] asks the
+//! same servers for the gradients, last to first. When one of them fails, its blocks alone are
+//! routed anew and computed again from its inputs, which makes the inputs of the servers that take
+//! its place.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::Duration;
 
 use futures::future::join_all;
-use netd::p2p::PeerId;
+use hivemind::p2p::PeerId;
 use tokio::sync::Mutex;
 
 use crate::calls::Caller;
@@ -67,18 +68,16 @@ pub enum BatchError {
 
 /// What a backward pass needs of a forward pass.
 #[derive(Clone, Debug)]
-pub struct Kept {
+pub struct SavedActivations {
     pieces: Vec<Piece>,
     shape: [usize; 3],
 }
 
-impl Kept {
+impl SavedActivations {
     /// The servers that computed each piece in order, with their blocks.
     pub fn legs(&self) -> impl Iterator<Item = Vec<(PeerId, Range<u32>)>> + '_ {
         let of = |done: &Done| (done.leg.peer, done.leg.blocks.clone());
-        self.pieces
-            .iter()
-            .map(move |piece| piece.done.iter().map(of).collect())
+        self.pieces.iter().map(move |piece| piece.done.iter().map(of).collect())
     }
 }
 
@@ -101,9 +100,7 @@ pub async fn forward(
     input: &Hidden,
     prompts: Option<&Prompts>,
 ) -> Result<Hidden, BatchError> {
-    forward_kept(swarm, blocks, input, prompts)
-        .await
-        .map(|(output, _)| output)
+    forward_kept(swarm, blocks, input, prompts).await.map(|(output, _)| output)
 }
 
 /// As [`forward`], and keeps what a [`backward`] needs.
@@ -115,23 +112,15 @@ pub async fn forward_kept(
     blocks: Range<u32>,
     input: &Hidden,
     prompts: Option<&Prompts>,
-) -> Result<(Hidden, Kept), BatchError> {
+) -> Result<(Hidden, SavedActivations), BatchError> {
     let pieces = cut(&blocks, input, prompts)?;
     let way = Way::new(swarm);
     let passes = pieces.into_iter().map(|(input, prompts)| {
         let (way, blocks) = (&way, blocks.clone());
         async move {
-            let (output, done) = way
-                .forward(blocks.clone(), input, prompts.as_ref(), blocks.start)
-                .await?;
-            Ok((
-                output,
-                Piece {
-                    first: blocks.start,
-                    prompts,
-                    done,
-                },
-            ))
+            let (output, done) =
+                way.forward(blocks.clone(), input, prompts.as_ref(), blocks.start).await?;
+            Ok((output, Piece { first: blocks.start, prompts, done }))
         }
     });
     let done: Result<Vec<(Hidden, Piece)>, BatchError> =
@@ -139,7 +128,7 @@ pub async fn forward_kept(
     let (outputs, pieces): (Vec<Hidden>, Vec<Piece>) = done?.into_iter().unzip();
     let shape = input.shape();
     let output = Hidden::join_rows(&outputs).ok_or_else(|| shape_error(input))?;
-    Ok((output, Kept { pieces, shape }))
+    Ok((output, SavedActivations { pieces, shape }))
 }
 
 /// Gradients of a batch from those of its outputs, along the ways that its forward pass went.
@@ -148,7 +137,7 @@ pub async fn forward_kept(
 /// [`BatchError`] when a block has no server, or servers keep failing.
 pub async fn backward(
     swarm: &mut Swarm,
-    kept: &Kept,
+    kept: &SavedActivations,
     gradient: &Hidden,
 ) -> Result<Gradients, BatchError> {
     if !gradient.is_whole() || gradient.shape() != kept.shape {
@@ -193,7 +182,8 @@ struct Piece {
     done: Vec<Done>,
 }
 
-/// The swarm as pieces share it: only looking for a route, and noting failures, is done one at a time.
+/// The swarm as pieces share it: only looking for a route, and noting failures, is done one at a
+/// time.
 struct Way<'a> {
     swarm: Mutex<&'a mut Swarm>,
     caller: Caller,
@@ -201,14 +191,8 @@ struct Way<'a> {
 
 impl Way<'_> {
     fn new(swarm: &mut Swarm) -> Way<'_> {
-        let caller = Caller {
-            p2p: swarm.p2p().clone(),
-            prefix: swarm.prefix().to_owned(),
-        };
-        Way {
-            swarm: Mutex::new(swarm),
-            caller,
-        }
+        let caller = Caller { p2p: swarm.p2p().clone(), prefix: swarm.prefix().to_owned() };
+        Way { swarm: Mutex::new(swarm), caller }
     }
 
     /// Runs `states` through `blocks`; `prompts` begin with those of block `first`.
@@ -267,7 +251,8 @@ impl Way<'_> {
                 Err(error) => {
                     failures += 1;
                     self.failed(leg.peer, error, failures).await?;
-                    // The servers that take its place may be several: the inputs of each are computed again.
+                    // The servers that take its place may be several: the inputs of each are
+                    // computed again.
                     let again = self.forward(leg.blocks, inputs, prompts, first).await?;
                     piece.done.extend(again.1);
                 }
@@ -284,21 +269,18 @@ impl Way<'_> {
         Ok(self.swarm.lock().await.route(blocks, purpose).await?.into())
     }
 
-    /// Notes that a server failed, and waits before the next try, of which there are not endlessly many.
+    /// Notes that a server failed, and waits before the next try, of which there are not endlessly
+    /// many.
     async fn failed(
         &self,
         peer: PeerId,
         error: PassError,
         failures: u32,
     ) -> Result<(), BatchError> {
-        tracing::warn!(%peer, %error, "server failed, looking for another");
+        tracing::warn!(%peer, %error, "server failed, trying another");
         self.swarm.lock().await.ban(peer);
         if failures >= MAX_FAILURES {
-            return Err(BatchError::Failed {
-                failures,
-                peer,
-                source: Box::new(error),
-            });
+            return Err(BatchError::Failed { failures, peer, source: Box::new(error) });
         }
         tokio::time::sleep(FIRST_PAUSE * (1 << (failures - 1))).await;
         Ok(())
@@ -311,11 +293,7 @@ fn of_leg(prompts: Option<&Prompts>, leg: &Leg<PeerId>, first: u32) -> Option<Pr
 }
 
 fn shape_error(batch: &Hidden) -> BatchError {
-    BatchError::Shape {
-        rows: batch.rows,
-        tokens: batch.tokens,
-        bytes: batch.bytes.len(),
-    }
+    BatchError::Shape { rows: batch.rows, tokens: batch.tokens, bytes: batch.bytes.len() }
 }
 
 /// Pieces of whole sequences, with their prompts.
@@ -355,15 +333,9 @@ mod tests {
     use shared::dtype::DType;
 
     fn batch(rows: usize, tokens: usize) -> Hidden {
-        let bytes: Vec<u8> = (0..rows * tokens * 2)
-            .flat_map(|n| (n as f32).to_le_bytes())
-            .collect();
-        Hidden {
-            dtype: DType::F32,
-            rows,
-            tokens,
-            bytes: bytes.into(),
-        }
+        let bytes: Vec<u8> =
+            (0..rows * tokens * 2).flat_map(|n| (n as f32).to_le_bytes()).collect();
+        Hidden { dtype: DType::F32, rows, tokens, bytes: bytes.into() }
     }
 
     #[test]
@@ -391,10 +363,7 @@ mod tests {
     fn what_is_no_batch_is_refused() {
         assert!(cut(&(0..1), &batch(0, 4), None).is_err());
         assert!(cut(&(0..1), &batch(4, 0), None).is_err());
-        let odd = Hidden {
-            bytes: vec![0; 30].into(),
-            ..batch(2, 2)
-        };
+        let odd = Hidden { bytes: vec![0; 30].into(), ..batch(2, 2) };
         assert!(cut(&(0..1), &odd, None).is_err());
     }
 }

@@ -1,28 +1,23 @@
-//! One `rpc_forward` or `rpc_backward` on one server (petals `client/remote_forward_backward.py`): small requests as one
-//! message, large ones as a stream of parts.
+//! One `rpc_forward` or `rpc_backward` on one server (petals `client/remote_forward_backward.py`):
+//! small requests as one message, large ones as a stream of parts.
 
 use std::time::Duration;
 
-use netd::p2p::{CallError, P2p, PeerId};
-use netd::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
-use netd::wire::metadata::encode_batch_metadata;
-use netd::wire::stream_parts::{PART_BYTES, PartAssembler, PartError, PartLimits, split};
-use netd::wire::tensor::{TensorError, WireDtype, dummy_tensor};
-use netd::wire::uid;
+use hivemind::names;
+use hivemind::p2p::{CallError, P2p, PeerId};
+use hivemind::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
+use hivemind::wire::metadata::encode_batch_metadata;
+use hivemind::wire::stream_parts::{PART_BYTES, PartAssembler, PartError, PartLimits, split};
+use hivemind::wire::tensor::{TensorError, WireDtype, dummy_tensor};
+use hivemind::wire::uid;
 use prost::Message;
 
 use crate::routing::Leg;
 use crate::states::{AnswerError, Hidden, Prompts};
 
 /// Names of the unary call and of the stream.
-const FORWARD: [&str; 2] = [
-    "TransformerConnectionHandler.rpc_forward",
-    "TransformerConnectionHandler.rpc_forward_stream",
-];
-const BACKWARD: [&str; 2] = [
-    "TransformerConnectionHandler.rpc_backward",
-    "TransformerConnectionHandler.rpc_backward_stream",
-];
+const FORWARD: [&str; 2] = [names::FORWARD, names::FORWARD_STREAM];
+const BACKWARD: [&str; 2] = [names::BACKWARD, names::BACKWARD_STREAM];
 /// Bytes of tensors above which a request is streamed (`MAX_UNARY_PAYLOAD_SIZE / 4`).
 const MAX_UNARY_TENSOR_BYTES: usize = 1 << 20;
 /// Time of one request, as in Petals' client.
@@ -35,7 +30,7 @@ pub enum PassError {
     #[error(transparent)]
     Call(#[from] CallError),
     /// The answer is no message of the protocol.
-    #[error("decode the answer of the server")]
+    #[error("cannot decode the server's answer")]
     Decode(#[from] prost::DecodeError),
     /// The answer holds no states.
     #[error(transparent)]
@@ -44,7 +39,7 @@ pub enum PassError {
     #[error(transparent)]
     Tensor(#[from] TensorError),
     /// The answer's parts do not make a tensor.
-    #[error("the answer of the server has parts that do not fit")]
+    #[error("the parts of the server's answer do not fit together")]
     Parts(#[from] PartError),
     /// It took too long.
     #[error("no answer within {0:?}")]
@@ -129,10 +124,7 @@ async fn streamed(
     let mut stream = p2p.open_stream(peer, protocol, REQUEST_TIMEOUT).await?;
     for tensor in request.tensors.clone() {
         for part in split(tensor, PART_BYTES) {
-            let message = ExpertRequest {
-                tensors: vec![part],
-                ..request.clone()
-            };
+            let message = ExpertRequest { tensors: vec![part], ..request.clone() };
             stream.send(message.encode_to_vec().into()).await?;
         }
     }

@@ -1,10 +1,10 @@
-//! An inference session over a chain of servers. A server that fails is replaced: its blocks are routed anew, and the new
-//! servers are given the whole history of its inputs as one long first step, so that the text goes on as if nothing had
-//! happened.
+//! An inference session over a chain of servers. A server that fails is replaced: its blocks are
+//! routed anew, and the new servers are given the whole history of its inputs as one long first
+//! step, so that the text goes on as if nothing had happened.
 
 use std::time::Duration;
 
-use netd::p2p::PeerId;
+use hivemind::p2p::PeerId;
 
 use crate::history::History;
 use crate::session::{ServerSession, SessionError, StepInput, StepTiming};
@@ -14,8 +14,8 @@ use crate::swarm::{Purpose, Swarm, SwarmError};
 /// Failures of servers that one step survives.
 const MAX_FAILURES_PER_STEP: usize = 12;
 
-/// Pause after the first server that could not be reached; doubles with each. A server that has just joined may not be
-/// known to the peers that tell its addresses.
+/// Pause after the first server that could not be reached; doubles with each. A server that has
+/// just joined may not be known to the peers that tell its addresses.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 
 /// Longest of these pauses, as in Petals' client.
@@ -73,11 +73,7 @@ pub struct Step {
 
 impl From<Hidden> for Step {
     fn from(hidden: Hidden) -> Step {
-        Step {
-            hidden,
-            hypo_ids: None,
-            prompts: None,
-        }
+        Step { hidden, hypo_ids: None, prompts: None }
     }
 }
 
@@ -100,29 +96,22 @@ pub struct Chain<'a> {
 }
 
 impl<'a> Chain<'a> {
-    /// Routes a session of at most `max_length` tokens through the swarm and opens it on every server.
+    /// Routes a session of at most `max_length` tokens through the swarm and opens it on every
+    /// server.
     ///
     /// # Errors
     /// [`ChainError`] when a block has no server that answers.
     pub async fn open(swarm: &'a mut Swarm, max_length: u32) -> Result<Chain<'a>, ChainError> {
         let blocks = 0..swarm.num_blocks();
-        let mut chain = Chain {
-            swarm,
-            links: Vec::new(),
-            max_length,
-            position: 0,
-            prompts: None,
-            rows: 0,
-        };
+        let mut chain =
+            Chain { swarm, links: Vec::new(), max_length, position: 0, prompts: None, rows: 0 };
         chain.links = chain.connect(blocks).await?;
         Ok(chain)
     }
 
     /// The servers in order, with their blocks.
     pub fn legs(&self) -> impl Iterator<Item = (PeerId, std::ops::Range<u32>)> + '_ {
-        self.links
-            .iter()
-            .map(|link| (link.session.leg().peer, link.session.leg().blocks.clone()))
+        self.links.iter().map(|link| (link.session.leg().peer, link.session.leg().blocks.clone()))
     }
 
     /// Tokens of the session so far.
@@ -130,17 +119,15 @@ impl<'a> Chain<'a> {
         self.position
     }
 
-    /// Forgets the tokens from `position` on; the next step goes on from there. Servers are told with that step, as by
-    /// Petals' client (`start_from_position`), and one that takes the place of another is sent what was kept.
+    /// Forgets the tokens from `position` on; the next step goes on from there. Servers are told
+    /// with that step, as by Petals' client (`start_from_position`), and one that takes the
+    /// place of another is sent what was kept.
     ///
     /// # Errors
     /// [`ChainError::NotBehind`] for a position that the session has not reached.
     pub fn roll_back(&mut self, position: u32) -> Result<(), ChainError> {
         if position > self.position {
-            return Err(ChainError::NotBehind {
-                position: self.position,
-                asked: position,
-            });
+            return Err(ChainError::NotBehind { position: self.position, asked: position });
         }
         for link in &mut self.links {
             link.session.roll_back(position);
@@ -152,11 +139,12 @@ impl<'a> Chain<'a> {
         Ok(())
     }
 
-    /// Runs a step through all blocks and returns what comes out, with the times summed over the servers.
+    /// Runs a step through all blocks and returns what comes out, with the times summed over the
+    /// servers.
     ///
     /// # Errors
-    /// [`ChainError`]; failures of single servers are repaired as long as others serve their blocks. After an error of the
-    /// servers the session is of no use.
+    /// [`ChainError`]; failures of single servers are repaired as long as others serve their
+    /// blocks. After an error of the servers the session is of no use.
     pub async fn step(
         &mut self,
         step: impl Into<Step>,
@@ -177,8 +165,8 @@ impl<'a> Chain<'a> {
         while at < self.links.len() {
             let link = &mut self.links[at];
             let blocks = link.session.leg().blocks.clone();
-            // A server behind one that was replaced may be new, too: it gets the whole history from that one's output, in
-            // the rows of now.
+            // A server behind one that was replaced may be new, too: it gets the whole history from
+            // that one's output, in the rows of now.
             let fresh = link.session.position() == 0;
             let prompts = self.prompts.as_ref().filter(|_| fresh);
             let prompts = prompts.map(|(all, order)| {
@@ -262,7 +250,7 @@ impl<'a> Chain<'a> {
     ) -> Result<History, ChainError> {
         let failed = self.links.remove(at);
         let leg = failed.session.leg().clone();
-        tracing::warn!(peer = %leg.peer, blocks = ?leg.blocks, %error, "server failed, looking for another");
+        tracing::warn!(peer = %leg.peer, blocks = ?leg.blocks, %error, "server failed, trying another");
         if failures > MAX_FAILURES_PER_STEP {
             return Err(ChainError::TooManyFailures {
                 failures,
@@ -277,15 +265,14 @@ impl<'a> Chain<'a> {
         Ok(failed.history)
     }
 
-    /// Opens sessions along the best route through `blocks`; servers that cannot be reached are banned and routed around.
+    /// Opens sessions along the best route through `blocks`; servers that cannot be reached are
+    /// banned and routed around.
     async fn connect(&mut self, blocks: std::ops::Range<u32>) -> Result<Vec<Link>, ChainError> {
         let mut failures = 0;
         loop {
             let mut links = Vec::new();
             let mut failed = None;
-            let purpose = Purpose::Session {
-                max_length: self.max_length,
-            };
+            let purpose = Purpose::Session { max_length: self.max_length };
             for leg in self.swarm.route(blocks.clone(), purpose).await? {
                 match ServerSession::open(
                     self.swarm.p2p(),
@@ -295,10 +282,7 @@ impl<'a> Chain<'a> {
                 )
                 .await
                 {
-                    Ok(session) => links.push(Link {
-                        session,
-                        history: History::default(),
-                    }),
+                    Ok(session) => links.push(Link { session, history: History::default() }),
                     Err(error) => {
                         failed = Some((leg.peer, error));
                         break;
@@ -311,13 +295,9 @@ impl<'a> Chain<'a> {
             failures += 1;
             if failures > MAX_FAILURES_PER_STEP {
                 let source = Box::new(source);
-                return Err(ChainError::TooManyFailures {
-                    failures,
-                    peer,
-                    source,
-                });
+                return Err(ChainError::TooManyFailures { failures, peer, source });
             }
-            tracing::warn!(%peer, error = %source, "server cannot be reached, looking for another");
+            tracing::warn!(%peer, error = %source, "server unreachable, trying another");
             self.swarm.ban(peer);
             pause(failures).await;
         }

@@ -1,9 +1,10 @@
-//! `sepal demo`: a private swarm of two servers on this machine, each with half of a small model that the executable carries,
-//! and text generated through the whole path.
+//! `sepal demo`: a private swarm of two servers on this machine, each with half of a small model
+//! that the executable carries, and text generated through the whole path.
 //!
-//! The servers are real `sepal serve` processes with their own supervisors; what ran is read back from their boards and
-//! from the swarm. They never outlive the demo: Ctrl-C and SIGTERM drain them and remove the folder, and when the demo is
-//! killed the kernel tells them (`serve --end_with`); only the folder is left then.
+//! The servers are real `sepal serve` processes with their own supervisors; what ran is read back
+//! from their boards and from the swarm. They never outlive the demo: Ctrl-C and SIGTERM drain them
+//! and remove the folder, and when the demo is killed the kernel tells them (`serve --end_with`);
+//! only the folder is left then.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
@@ -15,6 +16,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::Deserialize;
+use shared::causes::with_causes;
 use shared::config::{DemoConfig, GenerateConfig};
 use shared::exit::ExitReason;
 use tokio::sync::watch;
@@ -25,10 +27,7 @@ use crate::generate::{GenerateError, Report, generate};
 const MODEL: [(&str, &[u8]); 3] = [
     ("config.json", include_bytes!("../model/config.json")),
     ("tokenizer.json", include_bytes!("../model/tokenizer.json")),
-    (
-        "model.safetensors",
-        include_bytes!("../model/model.safetensors"),
-    ),
+    ("model.safetensors", include_bytes!("../model/model.safetensors")),
 ];
 /// The prefix starts with an underscore, which keeps the model out of model indexes.
 const PREFIX: &str = "_sepal-demo";
@@ -47,7 +46,7 @@ const LOOK_PERIOD: Duration = Duration::from_millis(50);
 /// Why the demo did not work.
 #[derive(Debug, thiserror::Error)]
 enum DemoError {
-    #[error("prepare the demo in a temporary folder")]
+    #[error("cannot prepare the demo in a temporary folder")]
     Io(#[from] std::io::Error),
     #[error("a server of the demo ended before it was ready:\n{0}")]
     Ended(String),
@@ -55,7 +54,7 @@ enum DemoError {
     Slow(String),
     #[error(transparent)]
     Generate(#[from] GenerateError),
-    #[error("read the state of a server: {0}")]
+    #[error("cannot read the state of a server: {0}")]
     Status(String),
     #[error("stopped before the text was complete")]
     Interrupted,
@@ -104,8 +103,8 @@ impl Drop for Servers {
     }
 }
 
-/// A `sepal serve` process, ended when dropped. It is in a process group of its own: Ctrl-C reaches the demo alone, which
-/// tells it.
+/// A `sepal serve` process, ended when dropped. It is in a process group of its own: Ctrl-C reaches
+/// the demo alone, which tells it.
 struct Server {
     child: Child,
     addr: String,
@@ -144,7 +143,7 @@ impl Server {
                 "--host_maddrs",
                 "/ip4/127.0.0.1/tcp/0",
             ])
-            .args(["--throughput", "1", "--log_format", "json", "--log", "info"])
+            .args(["--device", "cpu", "--throughput", "1", "--log_format", "json", "--log", "info"])
             .arg("--runtime_dir")
             .arg(&runtime_dir)
             .arg("--cache_dir")
@@ -155,22 +154,13 @@ impl Server {
             Some(first) => command.args(["--initial_peers", &first.addr]),
             None => command.arg("--new_swarm"),
         };
-        let mut child = command
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()?;
+        let mut child =
+            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
         let (lines, log) = sync_channel(LOG_QUEUE);
         if let Some(stderr) = child.stderr.take() {
             std::thread::spawn(move || read_log(stderr, &lines));
         }
-        let mut server = Server {
-            child,
-            addr: String::new(),
-            runtime_dir,
-            told: false,
-            log,
-        };
+        let mut server = Server { child, addr: String::new(), runtime_dir, told: false, log };
         server.addr = server.wait_online(interrupt)?;
         Ok(server)
     }
@@ -217,9 +207,7 @@ impl Server {
             .output()?;
         match out.status.success() {
             true => Ok(String::from_utf8_lossy(&out.stdout).into_owned()),
-            false => Err(DemoError::Status(
-                String::from_utf8_lossy(&out.stderr).into_owned(),
-            )),
+            false => Err(DemoError::Status(String::from_utf8_lossy(&out.stderr).into_owned())),
         }
     }
 }
@@ -248,10 +236,7 @@ fn read_log(stderr: ChildStderr, lines: &std::sync::mpsc::SyncSender<String>) {
 
 fn online_addr(line: &str) -> Option<String> {
     let online: Online = serde_json::from_str(line).ok()?;
-    let addr = online
-        .addrs
-        .split_whitespace()
-        .find(|a| a.contains("/p2p/"))?;
+    let addr = online.addrs.split_whitespace().find(|a| a.contains("/p2p/"))?;
     (online.state == "ONLINE").then(|| addr.to_owned())
 }
 
@@ -260,21 +245,15 @@ pub fn run_command(config: &DemoConfig) -> ExitReason {
     match run(config, &mut std::io::stdout()) {
         Ok(()) => ExitReason::Clean,
         Err(error) => {
-            let causes = std::iter::successors(std::error::Error::source(&error), |e| e.source());
-            eprintln!(
-                "sepal: {}",
-                causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
-            );
+            eprintln!("sepal: {}", with_causes(&error));
             ExitReason::Failed
         }
     }
 }
 
 fn run(config: &DemoConfig, out: &mut impl Write) -> Result<(), DemoError> {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .build()?;
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let mut interrupt = runtime.block_on(async { Interrupt::listen() })?;
     let folder = tempfile::tempdir()?;
     let model = write_model(folder.path())?;
@@ -330,30 +309,20 @@ fn write_model(folder: &Path) -> Result<std::path::PathBuf, DemoError> {
 /// Starts all servers, each when the one before is ready.
 fn start(folder: &Path, interrupt: &Interrupt, out: &mut impl Write) -> Result<Servers, DemoError> {
     let began = Instant::now();
-    writeln!(
-        out,
-        "starting two servers, each with half of a small Llama ..."
-    )?;
+    writeln!(out, "starting two servers, each with half of a small Llama ...")?;
     out.flush()?;
     let mut servers = Servers(Vec::new());
     for (number, span) in (1..).zip(SPANS) {
         let server = Server::start(folder, number, span, servers.0.first(), interrupt)?;
         servers.0.push(server);
     }
-    writeln!(
-        out,
-        "both are ONLINE after {:.1} s\n",
-        began.elapsed().as_secs_f64()
-    )?;
+    writeln!(out, "both are ONLINE after {:.1} s\n", began.elapsed().as_secs_f64())?;
     out.flush()?;
     Ok(servers)
 }
 
 fn print_invitation(out: &mut impl Write, first: &Server, model: &Path) -> std::io::Result<()> {
-    writeln!(
-        out,
-        "\nThe swarm stays until Ctrl-C. Another shell can use it:"
-    )?;
+    writeln!(out, "\nThe swarm stays until Ctrl-C. Another shell can use it:")?;
     writeln!(
         out,
         "  sepal generate --initial_peers {} --dht_prefix {PREFIX} --prompt \"There was once a fox\" {}",
@@ -372,10 +341,7 @@ fn print_report(
     for server in servers {
         write!(out, "{}", server.status()?)?;
     }
-    writeln!(
-        out,
-        "\nthe route (from the records in the DHT), and where the time went:"
-    )?;
+    writeln!(out, "\nthe route (from the records in the DHT), and where the time went:")?;
     for line in report.lines() {
         writeln!(out, "{line}")?;
     }

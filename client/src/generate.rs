@@ -1,9 +1,11 @@
-//! `sepal generate`: text from a prompt, computed by the swarm. Embeddings, head and sampling are local.
+//! `sepal generate`: text from a prompt, computed by the swarm. Embeddings, head and sampling are
+//! local.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-use netd::p2p::{Multiaddr, PeerId};
+use hivemind::p2p::{Multiaddr, PeerId};
+use shared::causes::with_causes;
 use shared::config::GenerateConfig;
 use shared::exit::ExitReason;
 
@@ -37,7 +39,9 @@ pub enum GenerateError {
     #[error(transparent)]
     Chain(#[from] ChainError),
     /// An address that cannot be read.
-    #[error("{0:?} is no multiaddr; give one such as /ip4/127.0.0.1/tcp/31337/p2p/PEER_ID")]
+    #[error(
+        "invalid --initial_peers {0:?}: expected a multiaddr such as /ip4/127.0.0.1/tcp/31337/p2p/PEER_ID"
+    )]
     BadAddress(String),
     /// Nothing to continue.
     #[error("the prompt is empty; give a text to continue with --prompt")]
@@ -48,10 +52,12 @@ pub enum GenerateError {
     )]
     NoPrefix,
     /// The head made nothing that could be sampled.
-    #[error("the logits after {0} tokens are not numbers; a server of the chain computes wrongly")]
+    #[error(
+        "the logits after {0} tokens are not finite: a server of the chain computes wrong values"
+    )]
     NoToken(usize),
     /// The output cannot be written.
-    #[error("write the text")]
+    #[error("cannot write the text")]
     Output(#[from] std::io::Error),
 }
 
@@ -94,10 +100,7 @@ impl Report {
     pub fn lines(&self) -> Vec<String> {
         let steps = self.decode_steps().max(1);
         let per_step = |d: Duration| d.as_secs_f64() * 1e3 / f64::from(steps);
-        let network = self
-            .decode
-            .total
-            .saturating_sub(self.decode.queue + self.decode.compute);
+        let network = self.decode.total.saturating_sub(self.decode.queue + self.decode.compute);
         let speed = self.tokens.len() as f64 / self.elapsed.as_secs_f64().max(1e-9);
         let mut lines: Vec<String> = self
             .legs
@@ -141,10 +144,7 @@ pub async fn generate(
     if config.prompt.is_empty() || prompt.is_empty() {
         return Err(GenerateError::EmptyPrompt);
     }
-    let prefix = config
-        .dht_prefix
-        .clone()
-        .or_else(|| model.dht_prefix().map(str::to_owned));
+    let prefix = config.dht_prefix.clone().or_else(|| model.dht_prefix().map(str::to_owned));
     let mut swarm = Swarm::join(SwarmConfig {
         initial_peers: addresses(&config.initial_peers)?,
         prefix: prefix.ok_or(GenerateError::NoPrefix)?,
@@ -153,27 +153,18 @@ pub async fn generate(
     })
     .await?;
     let mut stream = TextStream::new(&codec, &prompt);
-    let report = run(
-        &mut swarm,
-        &mut model,
-        &mut sampler,
-        &prompt,
-        config.max_new_tokens,
-        |token| {
+    let report =
+        run(&mut swarm, &mut model, &mut sampler, &prompt, config.max_new_tokens, |token| {
             on_text(&stream.push(token)?)?;
             Ok(())
-        },
-    )
-    .await;
+        })
+        .await;
     swarm.leave().await;
     report
 }
 
 fn addresses(texts: &[String]) -> Result<Vec<Multiaddr>, GenerateError> {
-    let parse = |text: &String| {
-        text.parse()
-            .map_err(|_| GenerateError::BadAddress(text.clone()))
-    };
+    let parse = |text: &String| text.parse().map_err(|_| GenerateError::BadAddress(text.clone()));
     texts.iter().map(parse).collect()
 }
 
@@ -186,9 +177,7 @@ async fn run(
     max_new_tokens: u32,
     mut on_token: impl FnMut(u32) -> Result<(), GenerateError>,
 ) -> Result<Report, GenerateError> {
-    let max_length = u32::try_from(prompt.len())
-        .unwrap_or(u32::MAX)
-        .saturating_add(max_new_tokens);
+    let max_length = u32::try_from(prompt.len()).unwrap_or(u32::MAX).saturating_add(max_new_tokens);
     let mut chain = Chain::open(swarm, max_length).await?;
     let mut report = Report {
         prompt_tokens: prompt.len(),
@@ -213,9 +202,7 @@ async fn run(
             false => report.decode += spent,
         }
         let logits = model.logits(&output.last_f32())?;
-        let token = sampler
-            .choose(logits)
-            .ok_or(GenerateError::NoToken(report.tokens.len()))?;
+        let token = sampler.choose(logits).ok_or(GenerateError::NoToken(report.tokens.len()))?;
         report.tokens.push(token);
         if model.is_eos(token) {
             break;
@@ -229,16 +216,14 @@ async fn run(
     Ok(report)
 }
 
-/// The command: prints the prompt and the text as it comes; with `stats` also the route and the times.
+/// The command: prints the prompt and the text as it comes; with `stats` also the route and the
+/// times.
 pub fn run_command(config: &GenerateConfig) -> ExitReason {
-    let runtime = match tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .build()
-    {
-        Ok(runtime) => runtime,
-        Err(error) => return fail(&GenerateError::Output(error)),
-    };
+    let runtime =
+        match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
+            Ok(runtime) => runtime,
+            Err(error) => return fail(&GenerateError::Output(error)),
+        };
     let mut out = std::io::stdout();
     let mut print = |text: &str| out.write_all(text.as_bytes()).and_then(|()| out.flush());
     let started = print(&config.prompt).map_err(GenerateError::from);
@@ -257,8 +242,6 @@ pub fn run_command(config: &GenerateConfig) -> ExitReason {
 
 /// Prints the error with its causes and maps it to an exit code.
 fn fail(error: &GenerateError) -> ExitReason {
-    let causes = std::iter::successors(std::error::Error::source(error), |e| e.source());
-    let text = causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"));
-    eprintln!("sepal: {text}");
+    eprintln!("sepal: {}", with_causes(error));
     error.exit_reason()
 }

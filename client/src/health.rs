@@ -1,5 +1,6 @@
-//! What a client remembers of servers between two looks at the swarm: how far away they are, and which of them failed. Pure:
-//! the time is passed in. Source: petals `client/routing/sequence_manager.py` and `utils/ping.py`.
+//! What a client remembers of servers between two looks at the swarm: how far away they are, and
+//! which of them failed. Pure: the time is passed in. Source: petals
+//! `client/routing/sequence_manager.py` and `utils/ping.py`.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -28,20 +29,15 @@ pub struct Bans<P> {
 
 impl<P> Default for Bans<P> {
     fn default() -> Bans<P> {
-        Bans {
-            bans: HashMap::new(),
-        }
+        Bans { bans: HashMap::new() }
     }
 }
 
 impl<P: Eq + Hash> Bans<P> {
-    /// A server failed: it is avoided for 15 s, twice as long with each failure after a ban. What fails while the server is
-    /// banned counts as the same failure.
+    /// A server failed: it is avoided for 15 s, twice as long with each failure after a ban. What
+    /// fails while the server is banned counts as the same failure.
     pub fn failed(&mut self, peer: P, now: Instant) {
-        let ban = self.bans.entry(peer).or_insert(Ban {
-            until: now,
-            failures: 0,
-        });
+        let ban = self.bans.entry(peer).or_insert(Ban { until: now, failures: 0 });
         if ban.until <= now {
             ban.until = now + BAN * (1 << ban.failures.min(MAX_DOUBLINGS));
             ban.failures += 1;
@@ -73,9 +69,7 @@ pub struct Pings<P> {
 
 impl<P> Default for Pings<P> {
     fn default() -> Pings<P> {
-        Pings {
-            pings: HashMap::new(),
-        }
+        Pings { pings: HashMap::new() }
     }
 }
 
@@ -85,8 +79,7 @@ impl<P: Eq + Hash> Pings<P> {
         let old = self.seconds(&peer, now).filter(|old| old.is_finite());
         let seconds = old.map_or(seconds, |old| SMOOTHING * seconds + (1.0 - SMOOTHING) * old);
         self.pings.insert(peer, Ping { seconds, at: now });
-        self.pings
-            .retain(|_, ping| now.duration_since(ping.at) < PING_LIFE);
+        self.pings.retain(|_, ping| now.duration_since(ping.at) < PING_LIFE);
     }
 
     /// The round trip, if it is known.

@@ -1,9 +1,10 @@
-//! What one server of a chain was sent, so that another can take its place: the inputs of every step, and how the rows were
-//! reordered between them. Pure.
+//! What one server of a chain was sent, so that another can take its place: the inputs of every
+//! step, and how the rows were reordered between them. Pure.
 //!
 //! # Discrepancies
-//! Petals' client keeps the inputs as they were sent (`client/inference_session.py`) and replays them unordered, so that
-//! a beam search goes wrong after a failover; here each input is replayed in the rows that the cache has now.
+//! Petals' client keeps the inputs as they were sent (`client/inference_session.py`) and replays
+//! them unordered, so that a beam search goes wrong after a failover; here each input is replayed
+//! in the rows that the cache has now.
 
 use crate::states::Hidden;
 
@@ -11,7 +12,7 @@ use crate::states::Hidden;
 type Order = Vec<usize>;
 
 #[derive(Clone, Debug)]
-struct Part {
+struct SentStep {
     /// How the rows before this part were reordered when it came.
     order: Option<Order>,
     hidden: Hidden,
@@ -20,7 +21,7 @@ struct Part {
 /// Inputs in the order in which they came.
 #[derive(Clone, Debug, Default)]
 pub struct History {
-    parts: Vec<Part>,
+    parts: Vec<SentStep>,
     /// Reordering since the last part: that of steps that were rolled back.
     after: Option<Order>,
 }
@@ -29,7 +30,7 @@ impl History {
     /// A step that was answered.
     pub fn push(&mut self, order: Option<&[usize]>, hidden: Hidden) {
         let order = compose(self.after.take(), order);
-        self.parts.push(Part { order, hidden });
+        self.parts.push(SentStep { order, hidden });
     }
 
     /// Forgets the tokens from `position` on. Rows stay as they are.
@@ -48,8 +49,8 @@ impl History {
         self.after = None;
     }
 
-    /// All inputs and then `now`, as one long input for a server that has none of them. `order` is the reordering that comes
-    /// with `now`.
+    /// All inputs and then `now`, as one long input for a server that has none of them. `order` is
+    /// the reordering that comes with `now`.
     pub fn replay(&self, order: Option<&[usize]>, now: Hidden) -> Hidden {
         let rows = (0..now.rows).collect();
         let mut order = compose(self.after.clone(), order).unwrap_or(rows);

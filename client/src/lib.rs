@@ -1,5 +1,5 @@
-//! The other end of the swarm: finds servers, chains their spans, runs the model's embedding and head, and generates
-//! text. Used by `sepal generate`, by the demo and by the tests.
+//! The other end of the swarm: finds servers, chains their spans, runs the model's embedding and
+//! head, and generates text. Used by `sepal generate`, by the demo and by the tests.
 #![forbid(unsafe_code)]
 
 pub mod batch;

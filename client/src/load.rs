@@ -1,15 +1,17 @@
-//! Load on one server over the real protocol: many sessions at once, each a prompt and single-token steps, begun again when
-//! it is full, until the time is over. Measures the latency of every step, and checks that every session gets the bits that
-//! a session alone gets. Used by the soak test, and as a stand-in for many clients beside any server of the swarm.
+//! Load on one server over the real protocol: many sessions at once, each a prompt and single-token
+//! steps, begun again when it is full, until the time is over. Measures the latency of every step,
+//! and checks that every session gets the bits that a session alone gets. Used by the soak test,
+//! and as a stand-in for many clients beside any server of the swarm.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use netd::p2p::{CallError, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Traversal};
-use netd::wire::messages::{ExpertInfo, ExpertUid};
-use netd::wire::rpc_info::{InfoError, RpcInfo};
-use netd::wire::uid;
+use hivemind::names;
+use hivemind::p2p::{CallError, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Traversal};
+use hivemind::wire::messages::{ExpertInfo, ExpertUid};
+use hivemind::wire::rpc_info::{InfoError, RpcInfo};
+use hivemind::wire::uid;
 use prost::Message;
 use shared::dtype::DType;
 
@@ -17,7 +19,6 @@ use crate::routing::Leg;
 use crate::session::{ServerSession, SessionError, StepInput};
 use crate::states::Hidden;
 
-const RPC_INFO: &str = "TransformerConnectionHandler.rpc_info";
 const CALL_TIMEOUT: Duration = Duration::from_secs(60);
 /// Pause before a session that failed is begun again.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -55,13 +56,13 @@ pub enum LoadError {
     #[error(transparent)]
     Network(#[from] P2pError),
     /// The server's figures.
-    #[error("ask the server for its shapes")]
+    #[error("cannot ask the server for its shapes")]
     Info(#[from] CallError),
     /// Its answer.
-    #[error("read the shapes of the server")]
+    #[error("cannot read the server's shapes")]
     Shapes(#[from] InfoError),
     /// The session alone, with which the others are compared.
-    #[error("run one session alone")]
+    #[error("cannot run one session alone")]
     Alone(#[from] SessionError),
 }
 
@@ -181,27 +182,19 @@ impl Script {
     async fn new(p2p: &P2p, server: PeerId, config: &LoadConfig) -> Result<Script, LoadError> {
         let uid = uid::module_uid(&config.prefix, config.blocks.start);
         let request = ExpertUid { uid }.encode_to_vec().into();
-        let answer = p2p
-            .call_unary(server, RPC_INFO, request, CALL_TIMEOUT)
-            .await?;
+        let answer = p2p.call_unary(server, names::INFO, request, CALL_TIMEOUT).await?;
         let info = ExpertInfo::decode(answer)
-            .map_err(|_| CallError::Malformed("rpc_info is no message"))?;
-        let schema = RpcInfo::decode(&info.serialized_info)?
-            .schema
-            .ok_or(InfoError::Key("schema"))?;
+            .map_err(|_| CallError::Malformed("the server's figures are no message"))?;
+        let schema =
+            RpcInfo::decode(&info.serialized_info)?.schema.ok_or(InfoError::Key("schema"))?;
         let dtype = schema.dtype.block_dtype();
         let width = schema.hidden_size as usize;
         let lengths = std::iter::once(config.prompt_tokens).chain(vec![1; config.steps]);
-        let inputs = lengths
-            .enumerate()
-            .map(|(step, tokens)| states(dtype, tokens, width, step))
-            .collect();
+        let inputs =
+            lengths.enumerate().map(|(step, tokens)| states(dtype, tokens, width, step)).collect();
         let tokens = config.prompt_tokens + config.steps;
         Ok(Script {
-            leg: Leg {
-                peer: server,
-                blocks: config.blocks.clone(),
-            },
+            leg: Leg { peer: server, blocks: config.blocks.clone() },
             prefix: config.prefix.clone(),
             inputs,
             max_length: u32::try_from(tokens).unwrap_or(u32::MAX),
@@ -309,17 +302,11 @@ fn step_id() -> String {
 
 /// Hidden states `[1, tokens, width]` between -1 and 1 that depend on `seed`.
 fn states(dtype: DType, tokens: usize, width: usize, seed: usize) -> Hidden {
-    let values: Vec<f32> = (0..tokens * width)
-        .map(|i| (i as f32 * 0.37 + seed as f32 * 1.7).sin())
-        .collect();
+    let values: Vec<f32> =
+        (0..tokens * width).map(|i| (i as f32 * 0.37 + seed as f32 * 1.7).sin()).collect();
     let mut bytes = vec![0; values.len() * dtype.size_bytes()];
     kernels::ops::convert::from_f32(dtype, &values, &mut bytes);
-    Hidden {
-        dtype,
-        rows: 1,
-        tokens,
-        bytes: bytes.into(),
-    }
+    Hidden { dtype, rows: 1, tokens, bytes: bytes.into() }
 }
 
 #[cfg(test)]
@@ -335,10 +322,7 @@ mod tests {
         let report = tally.report(Duration::from_secs(2));
         assert_eq!((report.steps, report.steps_per_s()), (200, 100.0));
         let ms = Duration::from_millis;
-        assert_eq!(
-            (report.p50, report.p99, report.longest),
-            (ms(100), ms(198), ms(200))
-        );
+        assert_eq!((report.p50, report.p99, report.longest), (ms(100), ms(198), ms(200)));
         assert!(report.line().starts_with("100.0 steps/s, 200 steps"));
     }
 }

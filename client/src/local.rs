@@ -1,40 +1,45 @@
-//! The part of the model that a client runs itself: token embeddings, the final norm and the head, read from the model
-//! folder. Only these tensors are read; the blocks are the servers' part.
+//! The part of the model that a client runs itself: token embeddings, the final norm and the head,
+//! read from the model folder. Only these tensors are read; the blocks are the servers' part.
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use kernels::ops::{Linear, Rmsnorm};
 use kernels::{Backend, Cpu, WeightView};
-use safetensors::Dtype;
-use safetensors::tensor::TensorInfo;
+use model::header::{Header, HeaderError};
 use serde::Deserialize;
 use shared::dtype::DType;
-
-/// Longest accepted header of a safetensors file in bytes, as in the reference implementation.
-const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// Why the local part of a model cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum LocalModelError {
     /// A file is missing or unreadable.
-    #[error("read {path}; give a model folder in Hugging Face layout with safetensors files")]
+    #[error(
+        "cannot read {path}; give a model folder in Hugging Face layout with safetensors files"
+    )]
     Read {
         /// The file.
         path: PathBuf,
         /// Why.
         source: std::io::Error,
     },
-    /// A JSON file or header does not parse.
-    #[error("parse {path}")]
+    /// A JSON file does not parse.
+    #[error("cannot parse {path}")]
     Parse {
         /// The file.
         path: PathBuf,
         /// Why.
         source: serde_json::Error,
+    },
+    /// A checkpoint file has no header that can be used.
+    #[error("{path} {source}")]
+    Header {
+        /// The file.
+        path: PathBuf,
+        /// Why; continues the sentence.
+        source: HeaderError,
     },
     /// The content makes no sense.
     #[error("{path}: {reason}")]
@@ -97,11 +102,7 @@ impl Matrix {
             kernels::ops::convert::to_f32(self.dtype, row, &mut values);
             kernels::ops::convert::from_f32(dtype, &values, out);
         }
-        Matrix {
-            dtype,
-            bytes,
-            ..self
-        }
+        Matrix { dtype, bytes, ..self }
     }
 }
 
@@ -119,7 +120,8 @@ pub struct LocalModel {
 }
 
 impl LocalModel {
-    /// Reads the local part of the model in `folder`, to be computed in `dtype` (`None`: as stored) on `threads` threads.
+    /// Reads the local part of the model in `folder`, to be computed in `dtype` (`None`: as stored)
+    /// on `threads` threads.
     ///
     /// # Errors
     /// [`LocalModelError`] names the file and what is wrong with it.
@@ -130,10 +132,7 @@ impl LocalModel {
     ) -> Result<LocalModel, LocalModelError> {
         let path = folder.join("config.json");
         let config: Config = parse(&path, &read(&path)?)?;
-        let bad = |reason: String| LocalModelError::Content {
-            path: path.clone(),
-            reason,
-        };
+        let bad = |reason: String| LocalModelError::Content { path: path.clone(), reason };
         if config.model_type != "llama" {
             return Err(bad(format!(
                 "model type {:?} has no client yet; the client knows llama",
@@ -142,14 +141,12 @@ impl LocalModel {
         }
         if config.hidden_size == 0 || config.vocab_size == 0 || config.num_hidden_layers == 0 {
             return Err(bad(
-                "hidden_size, vocab_size and num_hidden_layers must not be 0".to_owned(),
+                "hidden_size, vocab_size and num_hidden_layers must not be 0".to_owned()
             ));
         }
         let shape = [config.vocab_size, config.hidden_size];
         let checkpoint = Checkpoint::open(folder)?;
-        let embedding = checkpoint
-            .matrix("model.embed_tokens.weight", shape)?
-            .cast(dtype);
+        let embedding = checkpoint.matrix("model.embed_tokens.weight", shape)?.cast(dtype);
         let norm = checkpoint.vector("model.norm.weight", config.hidden_size)?;
         let head = match config.tie_word_embeddings {
             true => None,
@@ -210,31 +207,27 @@ impl LocalModel {
         let table = self.view(&self.embedding)?;
         let mut out = Vec::with_capacity(tokens.len() * table.row_bytes());
         for &token in tokens {
-            let row = table
-                .row(token as usize)
-                .ok_or_else(|| LocalModelError::Content {
-                    path: self.path.clone(),
-                    reason: format!(
-                        "token {token} is outside the vocabulary of {}",
-                        self.config.vocab_size
-                    ),
-                })?;
+            let row = table.row(token as usize).ok_or_else(|| LocalModelError::Content {
+                path: self.path.clone(),
+                reason: format!(
+                    "token {token} is outside the vocabulary of {}",
+                    self.config.vocab_size
+                ),
+            })?;
             out.extend_from_slice(row);
         }
         Ok(out)
     }
 
-    /// Logits `[vocabulary]` for one token's hidden state `[hidden]` as the last block left it, rounded to the dtype of
-    /// the head as in transformers (`LlamaForCausalLM` and Petals' `LMHead`), so that ties fall the same way.
+    /// Logits `[vocabulary]` for one token's hidden state `[hidden]` as the last block left it,
+    /// rounded to the dtype of the head as in transformers (`LlamaForCausalLM` and Petals'
+    /// `LMHead`), so that ties fall the same way.
     ///
     /// # Errors
     /// A hidden state of another width.
     pub fn logits(&mut self, hidden: &[f32]) -> Result<&[f32], LocalModelError> {
         let width = self.config.hidden_size;
-        let failed = |reason: String| LocalModelError::Content {
-            path: self.path.clone(),
-            reason,
-        };
+        let failed = |reason: String| LocalModelError::Content { path: self.path.clone(), reason };
         if hidden.len() != width {
             return Err(failed(format!(
                 "a server sent a hidden state of {} values, not {width}",
@@ -254,13 +247,8 @@ impl LocalModel {
             round: matrix.dtype,
         };
         self.cpu.rmsnorm(norm).map_err(|e| failed(e.to_string()))?;
-        let head = Linear {
-            x: &self.normed[..],
-            weight,
-            bias: None,
-            out: &mut self.logits[..],
-            rows: 1,
-        };
+        let head =
+            Linear { x: &self.normed[..], weight, bias: None, out: &mut self.logits[..], rows: 1 };
         self.cpu.linear(head).map_err(|e| failed(e.to_string()))?;
         for logit in &mut self.logits {
             *logit = kernels::ops::convert::round(matrix.dtype, *logit);
@@ -270,10 +258,7 @@ impl LocalModel {
 
     fn view<'a>(&self, matrix: &'a Matrix) -> Result<WeightView<'a>, LocalModelError> {
         WeightView::new(matrix.dtype, matrix.rows, matrix.columns, &matrix.bytes).map_err(|e| {
-            LocalModelError::Content {
-                path: self.path.clone(),
-                reason: e.to_string(),
-            }
+            LocalModelError::Content { path: self.path.clone(), reason: e.to_string() }
         })
     }
 }
@@ -288,17 +273,12 @@ impl std::fmt::Debug for LocalModel {
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, LocalModelError> {
-    std::fs::read(path).map_err(|source| LocalModelError::Read {
-        path: path.to_owned(),
-        source,
-    })
+    std::fs::read(path).map_err(|source| LocalModelError::Read { path: path.to_owned(), source })
 }
 
 fn parse<'a, T: Deserialize<'a>>(path: &Path, bytes: &'a [u8]) -> Result<T, LocalModelError> {
-    serde_json::from_slice(bytes).map_err(|source| LocalModelError::Parse {
-        path: path.to_owned(),
-        source,
-    })
+    serde_json::from_slice(bytes)
+        .map_err(|source| LocalModelError::Parse { path: path.to_owned(), source })
 }
 
 /// The safetensors files of a folder: one, or those of an index.
@@ -320,10 +300,7 @@ impl Checkpoint {
             true => parse::<Index>(&path, &read(&path)?)?.weight_map,
             false => HashMap::new(),
         };
-        Ok(Checkpoint {
-            folder: folder.to_owned(),
-            index,
-        })
+        Ok(Checkpoint { folder: folder.to_owned(), index })
     }
 
     fn file_of(&self, tensor: &str) -> Result<PathBuf, LocalModelError> {
@@ -346,12 +323,7 @@ impl Checkpoint {
 
     fn matrix(&self, name: &str, [rows, columns]: [usize; 2]) -> Result<Matrix, LocalModelError> {
         let (dtype, bytes) = self.tensor(name, &[rows, columns])?;
-        Ok(Matrix {
-            dtype,
-            rows,
-            columns,
-            bytes,
-        })
+        Ok(Matrix { dtype, rows, columns, bytes })
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, LocalModelError> {
@@ -363,65 +335,30 @@ impl Checkpoint {
 
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<(DType, Vec<u8>), LocalModelError> {
         let path = self.file_of(name)?;
-        let bad = |reason: String| LocalModelError::Content {
-            path: path.clone(),
-            reason,
-        };
-        let io = |source| LocalModelError::Read {
-            path: path.clone(),
-            source,
-        };
-        let mut file = File::open(&path).map_err(io)?;
+        let bad = |reason: String| LocalModelError::Content { path: path.clone(), reason };
+        let io = |source| LocalModelError::Read { path: path.clone(), source };
+        let file = File::open(&path).map_err(io)?;
         let file_bytes = file.metadata().map_err(io)?.len();
-        let mut length = [0; 8];
-        file.read_exact(&mut length).map_err(io)?;
-        let header_bytes = u64::from_le_bytes(length);
-        if header_bytes > MAX_HEADER_BYTES.min(file_bytes) {
+        let header = Header::read(&file, file_bytes)
+            .map_err(|source| LocalModelError::Header { path: path.clone(), source })?;
+        let info = header.tensors.get(name).ok_or_else(|| bad(format!("has no tensor {name}")))?;
+        let dtype = info.block_dtype().ok_or_else(|| {
+            bad(format!(
+                "tensor {name} is of type {:.20}; float32, bfloat16 or float16 is needed",
+                info.dtype
+            ))
+        })?;
+        let has_shape = info.shape.iter().copied().eq(shape.iter().map(|&side| side as u64));
+        if !has_shape || info.block_elements(dtype).is_none() {
             return Err(bad(format!(
-                "header of {header_bytes} bytes in a file of {file_bytes}"
+                "tensor {name} has shape {:?} in {} bytes instead of {shape:?}",
+                info.shape,
+                info.bytes()
             )));
         }
-        let mut header = vec![0; header_bytes as usize];
-        file.read_exact(&mut header).map_err(io)?;
-        let mut entries: HashMap<String, serde_json::Value> = parse(&path, &header)?;
-        let entry = entries
-            .remove(name)
-            .ok_or_else(|| bad(format!("has no tensor {name}")))?;
-        let info: TensorInfo =
-            serde_json::from_value(entry).map_err(|source| LocalModelError::Parse {
-                path: path.clone(),
-                source,
-            })?;
-        let dtype = match info.dtype {
-            Dtype::F32 => DType::F32,
-            Dtype::BF16 => DType::Bf16,
-            Dtype::F16 => DType::F16,
-            other => {
-                return Err(bad(format!(
-                    "tensor {name} is of type {other:?}; float32, bfloat16 or float16 is needed"
-                )));
-            }
-        };
-        let (start, end) = (info.data_offsets.0 as u64, info.data_offsets.1 as u64);
-        let data = 8 + header_bytes;
-        let want = shape
-            .iter()
-            .try_fold(dtype.size_bytes(), |n, d| n.checked_mul(*d))
-            .map(|n| n as u64);
-        if info.shape != shape || end.checked_sub(start) != want {
-            return Err(bad(format!(
-                "tensor {name} has shape {:?} instead of {shape:?}",
-                info.shape
-            )));
-        }
-        if end > file_bytes - data {
-            return Err(bad(format!(
-                "is truncated: tensor {name} ends at byte {} of {file_bytes}",
-                data + end
-            )));
-        }
-        let mut bytes = vec![0; (end - start) as usize];
-        file.read_exact_at(&mut bytes, data + start).map_err(io)?;
+        // The header lies within the file, and so does the tensor.
+        let mut bytes = vec![0; info.bytes() as usize];
+        file.read_exact_at(&mut bytes, header.data_start + info.data_offsets.0).map_err(io)?;
         Ok((dtype, bytes))
     }
 }
@@ -437,55 +374,47 @@ mod tests {
     #[test]
     fn the_demo_model_embeds_and_has_logits() {
         let mut model = LocalModel::load(&demo(), None, 1).unwrap();
-        assert_eq!(
-            (model.hidden_size(), model.num_blocks(), model.bos()),
-            (192, 8, Some(0))
-        );
+        assert_eq!((model.hidden_size(), model.num_blocks(), model.bos()), (192, 8, Some(0)));
         assert!(model.is_eos(1) && !model.is_eos(0));
         assert_eq!(model.embed(&[0, 1023]).unwrap().len(), 2 * 192 * 2);
-        assert!(
-            model
-                .embed(&[1024])
-                .unwrap_err()
-                .to_string()
-                .contains("token 1024")
-        );
+        assert!(model.embed(&[1024]).unwrap_err().to_string().contains("token 1024"));
         assert_eq!(model.logits(&[0.5; 192]).unwrap().len(), 1024);
-        assert!(
-            model
-                .logits(&[0.5; 191])
-                .unwrap_err()
-                .to_string()
-                .contains("191")
-        );
+        assert!(model.logits(&[0.5; 191]).unwrap_err().to_string().contains("191"));
     }
 
     #[test]
     fn broken_folders_name_file_and_reason() {
         let folder = tempfile::tempdir().unwrap();
-        let error = || {
-            LocalModel::load(folder.path(), None, 1)
-                .unwrap_err()
-                .to_string()
-        };
+        let error = || LocalModel::load(folder.path(), None, 1).unwrap_err().to_string();
         assert!(error().contains("config.json"));
         let config = std::fs::read_to_string(demo().join("config.json")).unwrap();
-        std::fs::write(
-            folder.path().join("config.json"),
-            config.replace("\"llama\"", "\"gpt9\""),
-        )
-        .unwrap();
+        std::fs::write(folder.path().join("config.json"), config.replace("\"llama\"", "\"gpt9\""))
+            .unwrap();
         assert!(error().contains("gpt9"), "{}", error());
         std::fs::write(folder.path().join("config.json"), config).unwrap();
         assert!(error().contains("model.safetensors"), "{}", error());
         let weights = std::fs::read(demo().join("model.safetensors")).unwrap();
+        let write = |bytes: &[u8]| {
+            std::fs::write(folder.path().join("model.safetensors"), bytes).unwrap();
+        };
         for cut in [0, 4, 9, 1000, weights.len() / 2] {
-            std::fs::write(folder.path().join("model.safetensors"), &weights[..cut]).unwrap();
-            assert!(
-                error().contains("model.safetensors"),
-                "cut at {cut}: {}",
-                error()
-            );
+            write(&weights[..cut]);
+            let error = error();
+            let names_both = error.contains("model.safetensors") && error.contains("was cut short");
+            assert!(names_both, "cut at {cut}: {error}");
         }
+        let tensor = |dtype: &str, shape: &str, bytes: usize| {
+            let info =
+                format!(r#"{{"dtype":"{dtype}","shape":{shape},"data_offsets":[0,{bytes}]}}"#);
+            let json = format!(r#"{{"model.embed_tokens.weight":{info}}}"#);
+            write(&[&json.len().to_le_bytes()[..], json.as_bytes(), &vec![0; bytes]].concat());
+            error()
+        };
+        assert!(tensor("I32", "[1024,192]", 4).contains("type I32"));
+        assert!(tensor("F32", "[192,1024]", 4).contains("shape [192, 1024]"));
+        assert!(tensor("F32", "[1024,192]", 4).contains("in 4 bytes"));
+        assert!(
+            tensor("BF16", "[1024,192]", 2 * 1024 * 192).contains("no tensor model.norm.weight")
+        );
     }
 }

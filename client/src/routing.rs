@@ -1,5 +1,6 @@
 //! Choice of servers: for a session the path of least latency (petals `sequence_manager.py`,
-//! `_make_sequence_with_min_latency`), for batches any path, drawn so that the load is spread. Pure; the view of the swarm and the measured pings are passed in.
+//! `_make_sequence_with_min_latency`), for batches any path, drawn so that the load is spread.
+//! Pure; the view of the swarm and the measured pings are passed in.
 //!
 //! The path goes over nodes (server, block boundary). A server is left only at the end of its span.
 //!
@@ -63,8 +64,8 @@ pub struct MissingBlock {
     pub block: u32,
 }
 
-/// The route through `blocks` with the least estimated time for one step, and that time in seconds. `cache_tokens` is the
-/// length of the session, if known.
+/// The route through `blocks` with the least estimated time for one step, and that time in seconds.
+/// `cache_tokens` is the length of the session, if known.
 ///
 /// # Errors
 /// [`MissingBlock`] when a block has no server.
@@ -73,26 +74,18 @@ pub fn min_latency<P: Clone + Eq + std::hash::Hash + Ord>(
     blocks: Range<u32>,
     cache_tokens: Option<u64>,
 ) -> Result<(Vec<Leg<P>>, f64), MissingBlock> {
-    if let Some(block) = blocks
-        .clone()
-        .find(|b| !servers.iter().any(|s| s.blocks.contains(b)))
-    {
+    if let Some(block) = blocks.clone().find(|b| !servers.iter().any(|s| s.blocks.contains(b))) {
         return Err(MissingBlock { block });
     }
-    let graph = Graph {
-        servers,
-        blocks: blocks.clone(),
-        cache_tokens,
-    };
-    let (path, cost) = graph.shortest().ok_or(MissingBlock {
-        block: blocks.start,
-    })?;
+    let graph = Graph { servers, blocks: blocks.clone(), cache_tokens };
+    let (path, cost) = graph.shortest().ok_or(MissingBlock { block: blocks.start })?;
     Ok((graph.legs(&path), cost))
 }
 
-/// A route through `blocks` for a batch: from the left, a server of the block drawn at random with the length of its span as
-/// weight, and kept to the end of its span (petals `sequence_manager.py`, `_make_sequence_with_max_throughput`). One that does
-/// not answer pings is drawn only where there is no other. `draw` decides: the same number gives the same route.
+/// A route through `blocks` for a batch: from the left, a server of the block drawn at random with
+/// the length of its span as weight, and kept to the end of its span (petals `sequence_manager.py`,
+/// `_make_sequence_with_max_throughput`). One that does not answer pings is drawn only where there
+/// is no other. `draw` decides: the same number gives the same route.
 ///
 /// # Errors
 /// [`MissingBlock`] when a block has no server.
@@ -105,10 +98,7 @@ pub fn max_throughput<P: Clone + Ord>(
     let mut legs = Vec::new();
     let mut block = blocks.start;
     while block < blocks.end {
-        let mut here: Vec<_> = servers
-            .iter()
-            .filter(|s| s.blocks.contains(&block))
-            .collect();
+        let mut here: Vec<_> = servers.iter().filter(|s| s.blocks.contains(&block)).collect();
         here.sort_by(|a, b| a.peer.cmp(&b.peer));
         let weight = |server: &&Candidate<P>| match server.ping_s {
             Some(ping) if ping.is_infinite() => UNREACHABLE_WEIGHT,
@@ -122,10 +112,7 @@ pub fn max_throughput<P: Clone + Ord>(
         });
         let chosen = chosen.or(here.last()).ok_or(MissingBlock { block })?;
         let end = chosen.blocks.end.min(blocks.end);
-        legs.push(Leg {
-            peer: chosen.peer.clone(),
-            blocks: block..end,
-        });
+        legs.push(Leg { peer: chosen.peer.clone(), blocks: block..end });
         block = end;
     }
     Ok(legs)
@@ -172,11 +159,7 @@ impl<P: Clone + Eq + std::hash::Hash + Ord> Graph<'_, P> {
     fn neighbours(&self, (server, block): Node) -> Vec<(Node, f64)> {
         let candidate = &self.servers[server];
         if block < self.end(server) {
-            let step = 1.0
-                / candidate
-                    .inference_rps
-                    .filter(|r| *r > 0.0)
-                    .unwrap_or(DEFAULT_RPS);
+            let step = 1.0 / candidate.inference_rps.filter(|r| *r > 0.0).unwrap_or(DEFAULT_RPS);
             return vec![((server, block + 1), step)];
         }
         let next = |s: &usize| *s != server && self.servers[*s].blocks.contains(&block);
@@ -184,10 +167,7 @@ impl<P: Clone + Eq + std::hash::Hash + Ord> Graph<'_, P> {
             .filter(next)
             .map(|s| {
                 let ping = candidate.next_pings_s.get(&self.servers[s].peer);
-                (
-                    (s, block),
-                    self.enter(s, ping.map(|p| p.min(MAX_PING_S) / 2.0)),
-                )
+                ((s, block), self.enter(s, ping.map(|p| p.min(MAX_PING_S) / 2.0)))
             })
             .collect()
     }
@@ -198,18 +178,9 @@ impl<P: Clone + Eq + std::hash::Hash + Ord> Graph<'_, P> {
         let mut queue = BinaryHeap::new();
         for (node, cost) in self.first_nodes() {
             best.insert(node, (cost, None));
-            queue.push(Reached {
-                cost,
-                node,
-                finished: false,
-            });
+            queue.push(Reached { cost, node, finished: false });
         }
-        while let Some(Reached {
-            cost,
-            node,
-            finished,
-        }) = queue.pop()
-        {
+        while let Some(Reached { cost, node, finished }) = queue.pop() {
             if finished {
                 return Some((self.path_to(node, &best), cost));
             }
@@ -220,22 +191,14 @@ impl<P: Clone + Eq + std::hash::Hash + Ord> Graph<'_, P> {
                 let home = self.servers[node.0]
                     .ping_s
                     .map_or(UNKNOWN_HALF_PING_S, |p| p.min(MAX_PING_S) / 2.0);
-                queue.push(Reached {
-                    cost: cost + home,
-                    node,
-                    finished: true,
-                });
+                queue.push(Reached { cost: cost + home, node, finished: true });
                 continue;
             }
             for (next, step) in self.neighbours(node) {
                 let total = cost + step;
                 if best.get(&next).is_none_or(|(known, _)| total < *known) {
                     best.insert(next, (total, Some(node)));
-                    queue.push(Reached {
-                        cost: total,
-                        node: next,
-                        finished: false,
-                    });
+                    queue.push(Reached { cost: total, node: next, finished: false });
                 }
             }
         }
@@ -255,10 +218,7 @@ impl<P: Clone + Eq + std::hash::Hash + Ord> Graph<'_, P> {
         path.chunk_by(|a, b| a.0 == b.0)
             .filter_map(|leg| {
                 let (&(server, start), &(_, end)) = (leg.first()?, leg.last()?);
-                Some(Leg {
-                    peer: self.servers[server].peer.clone(),
-                    blocks: start..end,
-                })
+                Some(Leg { peer: self.servers[server].peer.clone(), blocks: start..end })
             })
             .filter(|leg| !leg.blocks.is_empty())
             .collect()
@@ -276,10 +236,7 @@ impl Eq for Reached {}
 
 impl Ord for Reached {
     fn cmp(&self, other: &Reached) -> Ordering {
-        other
-            .cost
-            .total_cmp(&self.cost)
-            .then_with(|| other.node.cmp(&self.node))
+        other.cost.total_cmp(&self.cost).then_with(|| other.node.cmp(&self.node))
     }
 }
 
@@ -337,24 +294,9 @@ mod tests {
 
     #[test]
     fn a_leg_may_start_and_end_inside_a_span() {
-        let servers = [
-            server(1, 0..5, 100.0, 10.0, &[]),
-            server(2, 3..9, 100.0, 10.0, &[]),
-        ];
+        let servers = [server(1, 0..5, 100.0, 10.0, &[]), server(2, 3..9, 100.0, 10.0, &[])];
         let (route, _) = min_latency(&servers, 1..8, None).unwrap();
-        assert_eq!(
-            route,
-            [
-                Leg {
-                    peer: 1,
-                    blocks: 1..5
-                },
-                Leg {
-                    peer: 2,
-                    blocks: 5..8
-                }
-            ]
-        );
+        assert_eq!(route, [Leg { peer: 1, blocks: 1..5 }, Leg { peer: 2, blocks: 5..8 }]);
     }
 
     #[test]
@@ -371,13 +313,8 @@ mod tests {
         for draw in 0..1000 {
             let route = max_throughput(&servers, 0..8, draw).unwrap();
             assert_eq!(route, max_throughput(&servers, 0..8, draw).unwrap());
-            assert_eq!(
-                (route[0].blocks.start, route.last().unwrap().blocks.end),
-                (0, 8)
-            );
-            let joined = route
-                .windows(2)
-                .all(|w| w[0].blocks.end == w[1].blocks.start);
+            assert_eq!((route[0].blocks.start, route.last().unwrap().blocks.end), (0, 8));
+            let joined = route.windows(2).all(|w| w[0].blocks.end == w[1].blocks.start);
             assert!(joined, "{route:?}");
             *first.entry(route[0].peer).or_insert(0) += 1;
         }
@@ -386,25 +323,13 @@ mod tests {
         assert!(!first.contains_key(&3));
         let only = [servers[2].clone()];
         assert_eq!(max_throughput(&only, 1..3, 7).unwrap()[0].peer, 3);
-        assert_eq!(
-            max_throughput(&servers, 0..9, 7),
-            Err(MissingBlock { block: 8 })
-        );
+        assert_eq!(max_throughput(&servers, 0..9, 7), Err(MissingBlock { block: 8 }));
     }
 
     #[test]
     fn the_first_block_without_a_server_is_named() {
-        let servers = [
-            server(1, 0..3, 1.0, 1.0, &[]),
-            server(2, 4..8, 1.0, 1.0, &[]),
-        ];
-        assert_eq!(
-            min_latency(&servers, 0..8, None),
-            Err(MissingBlock { block: 3 })
-        );
-        assert_eq!(
-            min_latency::<u8>(&[], 0..8, None),
-            Err(MissingBlock { block: 0 })
-        );
+        let servers = [server(1, 0..3, 1.0, 1.0, &[]), server(2, 4..8, 1.0, 1.0, &[])];
+        assert_eq!(min_latency(&servers, 0..8, None), Err(MissingBlock { block: 3 }));
+        assert_eq!(min_latency::<u8>(&[], 0..8, None), Err(MissingBlock { block: 0 }));
     }
 }

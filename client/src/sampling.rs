@@ -1,5 +1,5 @@
-//! Choice of the next token from its logits: greedy, or drawn after temperature, top-k and top-p in that order (the order
-//! of transformers' `LogitsProcessorList` in `generate`).
+//! Choice of the next token from its logits: greedy, or drawn after temperature, top-k and top-p in
+//! that order (the order of transformers' `LogitsProcessorList` in `generate`).
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -21,13 +21,15 @@ pub struct SamplingConfig {
 #[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
 pub enum SamplingError {
     /// Temperature not above 0.
-    #[error("temperature {0} is not a positive number; leave it out for greedy decoding")]
+    #[error(
+        "invalid temperature {0}: expected a positive number; leave it out for greedy decoding"
+    )]
     Temperature(f32),
     /// top-k of 0.
-    #[error("top-k of 0 keeps no token; give at least 1")]
+    #[error("invalid top-k 0: expected at least 1")]
     TopK,
     /// top-p outside (0, 1].
-    #[error("top-p {0} is not in (0, 1]")]
+    #[error("invalid top-p {0}: expected a number above 0 and at most 1")]
     TopP(f32),
 }
 
@@ -53,9 +55,7 @@ impl Sampler {
         if let Some(p) = config.top_p.filter(|p| !(*p > 0.0 && *p <= 1.0)) {
             return Err(SamplingError::TopP(p));
         }
-        let rng = config
-            .seed
-            .map_or_else(StdRng::from_os_rng, StdRng::seed_from_u64);
+        let rng = config.seed.map_or_else(StdRng::from_os_rng, StdRng::seed_from_u64);
         Ok(Sampler { config, rng })
     }
 
@@ -123,41 +123,21 @@ mod tests {
     #[test]
     fn top_k_and_top_p_bound_what_can_be_drawn() {
         let logits = [1.0, 2.0, 3.0, 4.0];
-        let base = SamplingConfig {
-            temperature: Some(10.0),
-            seed: Some(1),
-            ..Default::default()
-        };
-        let mut top_k = sampler(SamplingConfig {
-            top_k: Some(2),
-            ..base
-        });
-        let mut top_p = sampler(SamplingConfig {
-            top_p: Some(0.3),
-            ..base
-        });
+        let base = SamplingConfig { temperature: Some(10.0), seed: Some(1), ..Default::default() };
+        let mut top_k = sampler(SamplingConfig { top_k: Some(2), ..base });
+        let mut top_p = sampler(SamplingConfig { top_p: Some(0.3), ..base });
         for _ in 0..200 {
             assert!(top_k.choose(&logits).unwrap() >= 2);
-            assert!(
-                top_p.choose(&logits).unwrap() >= 2,
-                "0.29 + 0.26 covers 0.3 with two tokens"
-            );
+            assert!(top_p.choose(&logits).unwrap() >= 2, "0.29 + 0.26 covers 0.3 with two tokens");
         }
     }
 
     #[test]
     fn draws_follow_the_softmax_and_the_seed() {
-        let config = SamplingConfig {
-            temperature: Some(1.0),
-            seed: Some(7),
-            ..Default::default()
-        };
+        let config = SamplingConfig { temperature: Some(1.0), seed: Some(7), ..Default::default() };
         let logits = [0.0, 1.0f32.ln(), 3.0f32.ln(), 5.0f32.ln()];
-        let draw = |mut s: Sampler| {
-            (0..20_000)
-                .map(|_| s.choose(&logits).unwrap())
-                .collect::<Vec<_>>()
-        };
+        let draw =
+            |mut s: Sampler| (0..20_000).map(|_| s.choose(&logits).unwrap()).collect::<Vec<_>>();
         let tokens = draw(sampler(config));
         assert_eq!(tokens, draw(sampler(config)));
         for (token, expected) in [(0, 0.1), (1, 0.1), (2, 0.3), (3, 0.5)] {
@@ -170,25 +150,13 @@ mod tests {
     fn settings_out_of_range_are_refused_by_name() {
         let refused = |config| Sampler::new(config).unwrap_err().to_string();
         assert!(
-            refused(SamplingConfig {
-                temperature: Some(0.0),
-                ..Default::default()
-            })
-            .contains("temperature 0")
+            refused(SamplingConfig { temperature: Some(0.0), ..Default::default() })
+                .contains("temperature 0")
         );
+        assert!(refused(SamplingConfig { top_k: Some(0), ..Default::default() }).contains("top-k"));
         assert!(
-            refused(SamplingConfig {
-                top_k: Some(0),
-                ..Default::default()
-            })
-            .contains("top-k")
-        );
-        assert!(
-            refused(SamplingConfig {
-                top_p: Some(1.5),
-                ..Default::default()
-            })
-            .contains("top-p 1.5")
+            refused(SamplingConfig { top_p: Some(1.5), ..Default::default() })
+                .contains("invalid top-p 1.5")
         );
     }
 }

@@ -1,21 +1,19 @@
-//! One inference session on one server: a stream of `rpc_inference` (petals `client/inference_session.py`,
-//! `_ServerInferenceSession`).
+//! One inference session on one server: a stream of `rpc_inference` (petals
+//! `client/inference_session.py`, `_ServerInferenceSession`).
 
 use std::time::{Duration, Instant};
 
-use netd::p2p::{CallError, P2p, PeerId, RpcStream};
-use netd::wire::messages::{ExpertRequest, ExpertResponse};
-use netd::wire::metadata::StepMetadata;
-use netd::wire::msgpack::{Limits, Value};
-use netd::wire::tensor::{TensorError, WireDtype, dummy_tensor, raw_tensor};
-use netd::wire::uid;
+use hivemind::names;
+use hivemind::p2p::{CallError, P2p, PeerId, RpcStream};
+use hivemind::wire::messages::{ExpertRequest, ExpertResponse};
+use hivemind::wire::metadata::StepMetadata;
+use hivemind::wire::step_times::StepTimes;
+use hivemind::wire::tensor::{TensorError, WireDtype, dummy_tensor, raw_tensor};
+use hivemind::wire::uid;
 use prost::Message;
 
 use crate::routing::Leg;
 use crate::states::{AnswerError, Hidden, Prompts};
-
-/// Protocol of inference sessions.
-const RPC_INFERENCE: &str = "TransformerConnectionHandler.rpc_inference";
 
 /// Time to open a stream to a server.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -36,7 +34,7 @@ pub enum SessionError {
     #[error("the server closed the session")]
     Closed,
     /// The answer is no message of the protocol.
-    #[error("decode the answer of the server")]
+    #[error("cannot decode the server's answer")]
     Decode(#[from] prost::DecodeError),
     /// The answer holds no states.
     #[error(transparent)]
@@ -62,12 +60,7 @@ pub struct StepInput<'a> {
 impl<'a> StepInput<'a> {
     /// Hidden states and nothing else.
     pub fn plain(hidden: &'a Hidden, step_id: &'a str) -> StepInput<'a> {
-        StepInput {
-            hidden,
-            hypo_ids: None,
-            prompts: None,
-            step_id,
-        }
+        StepInput { hidden, hypo_ids: None, prompts: None, step_id }
     }
 }
 
@@ -112,20 +105,10 @@ impl ServerSession {
         leg: Leg<PeerId>,
         max_length: u32,
     ) -> Result<ServerSession, SessionError> {
-        let stream = p2p
-            .open_stream(leg.peer, RPC_INFERENCE, CONNECT_TIMEOUT)
-            .await?;
+        let stream = p2p.open_stream(leg.peer, names::INFERENCE, CONNECT_TIMEOUT).await?;
         let uids = uid::chain(prefix, leg.blocks.clone());
         let session_id = uuid::Uuid::new_v4().to_string();
-        Ok(ServerSession {
-            leg,
-            uids,
-            session_id,
-            stream,
-            max_length,
-            position: 0,
-            opened: false,
-        })
+        Ok(ServerSession { leg, uids, session_id, stream, max_length, position: 0, opened: false })
     }
 
     /// The server and the blocks it runs.
@@ -163,15 +146,10 @@ impl ServerSession {
         let output = Hidden::read(response.tensors.first(), input.hidden)?;
         self.opened = true;
         self.position += u32::try_from(input.hidden.tokens).unwrap_or(u32::MAX);
-        let (queue, compute) = timing(&response.metadata);
-        Ok((
-            output,
-            StepTiming {
-                total,
-                queue,
-                compute,
-            },
-        ))
+        let times = StepTimes::decode(&response.metadata);
+        let queue = Duration::from_nanos(times.queue_ns);
+        let compute = Duration::from_nanos(times.compute_ns);
+        Ok((output, StepTiming { total, queue, compute }))
     }
 
     fn request(&self, input: &StepInput<'_>) -> Result<ExpertRequest, SessionError> {
@@ -181,6 +159,7 @@ impl ServerSession {
             open: (!self.opened).then_some((self.max_length, None)),
             next_servers: &[],
             start_from_position: Some(self.position),
+            wants_times: true,
         };
         let prompts = match &input.prompts {
             Some(prompts) => prompts.message()?,
@@ -196,7 +175,7 @@ impl ServerSession {
         Ok(ExpertRequest {
             uid: self.uids.clone(),
             tensors: vec![input.hidden.message()?, prompts, hypo_ids],
-            metadata: ask_timing(&metadata.encode()).into(),
+            metadata: metadata.encode().into(),
         })
     }
 
@@ -205,67 +184,10 @@ impl ServerSession {
     /// # Errors
     /// [`SessionError::Call`] when the connection is gone already.
     pub async fn close(mut self) -> Result<(), SessionError> {
-        self.stream
-            .send(ExpertRequest::default().encode_to_vec().into())
-            .await?;
+        self.stream.send(ExpertRequest::default().encode_to_vec().into()).await?;
         self.stream.finish().await?;
         while self.stream.recv().await?.is_some() {}
         self.stream.close().await;
         Ok(())
-    }
-}
-
-/// Adds the key that makes a Sepal server tell its times; other servers ignore it.
-fn ask_timing(metadata: &[u8]) -> Vec<u8> {
-    match Value::decode(metadata, Limits::SMALL) {
-        Ok(Value::Map(mut entries)) => {
-            entries.push((Value::str("sepal_timing"), Value::Bool(true)));
-            Value::Map(entries).encode()
-        }
-        _ => metadata.to_vec(),
-    }
-}
-
-/// Times in the metadata of an answer, zero where they are absent.
-fn timing(metadata: &[u8]) -> (Duration, Duration) {
-    let map = Value::decode(metadata, Limits::SMALL).unwrap_or(Value::Nil);
-    let field = |key| match map.get(key) {
-        Some(Value::Int(ns)) => Duration::from_nanos(u64::try_from(*ns).unwrap_or(0)),
-        _ => Duration::ZERO,
-    };
-    (field("queue_ns"), field("compute_ns"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn times_are_asked_for_and_read_without_trust() {
-        let asked = ask_timing(
-            &StepMetadata {
-                session_id: "a",
-                step_id: "b",
-                open: None,
-                next_servers: &[],
-                start_from_position: Some(3),
-            }
-            .encode(),
-        );
-        assert_eq!(
-            Value::decode(&asked, Limits::SMALL)
-                .unwrap()
-                .get("sepal_timing"),
-            Some(&Value::Bool(true))
-        );
-        let told = Value::Map(vec![
-            (Value::str("queue_ns"), Value::Int(-5)),
-            (Value::str("compute_ns"), Value::Int(7_000)),
-        ]);
-        assert_eq!(
-            timing(&told.encode()),
-            (Duration::ZERO, Duration::from_micros(7))
-        );
-        assert_eq!(timing(b"\xc1"), (Duration::ZERO, Duration::ZERO));
     }
 }

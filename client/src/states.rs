@@ -1,11 +1,11 @@
-//! Tensors as a client holds them: hidden states between blocks, and deep prompts. Bytes are shared, so that clones and whole
-//! rows are cheap; a part of several rows' tokens is copied.
+//! Tensors as a client holds them: hidden states between blocks, and deep prompts. Bytes are
+//! shared, so that clones and whole rows are cheap; a part of several rows' tokens is copied.
 
 use std::ops::Range;
 
 use bytes::Bytes;
-use netd::wire::messages::Tensor;
-use netd::wire::tensor::{ShapeLimits, TensorError, WireTensor, raw_tensor};
+use hivemind::wire::messages::Tensor;
+use hivemind::wire::tensor::{ShapeLimits, TensorError, WireTensor, raw_tensor};
 use shared::dtype::DType;
 
 /// Hidden states `[rows, tokens, hidden]`.
@@ -77,11 +77,7 @@ impl Hidden {
 
     /// The same in another type.
     pub fn to(&self, dtype: DType) -> Hidden {
-        Hidden {
-            dtype,
-            bytes: convert(self.dtype, &self.bytes, dtype),
-            ..self.clone()
-        }
+        Hidden { dtype, bytes: convert(self.dtype, &self.bytes, dtype), ..self.clone() }
     }
 
     /// Elements as f32.
@@ -99,10 +95,7 @@ impl Hidden {
     /// Rows after rows; all are converted to the type of the first. `None` without parts.
     pub fn join_rows(parts: &[Hidden]) -> Option<Hidden> {
         let first = parts.first()?;
-        let bytes: Vec<u8> = parts
-            .iter()
-            .flat_map(|part| part.to(first.dtype).bytes)
-            .collect();
+        let bytes: Vec<u8> = parts.iter().flat_map(|part| part.to(first.dtype).bytes).collect();
         Some(Hidden {
             dtype: first.dtype,
             rows: parts.iter().map(|part| part.rows).sum(),
@@ -111,14 +104,12 @@ impl Hidden {
         })
     }
 
-    /// Tokens after tokens, row `order[i]` of each part for row `i`; all are converted to the type of the first. `None`
-    /// without parts.
+    /// Tokens after tokens, row `order[i]` of each part for row `i`; all are converted to the type
+    /// of the first. `None` without parts.
     pub fn join_tokens(parts: &[(Hidden, Vec<usize>)]) -> Option<Hidden> {
         let (first, order) = parts.first()?;
-        let converted: Vec<(Hidden, &Vec<usize>)> = parts
-            .iter()
-            .map(|(part, order)| (part.to(first.dtype), order))
-            .collect();
+        let converted: Vec<(Hidden, &Vec<usize>)> =
+            parts.iter().map(|(part, order)| (part.to(first.dtype), order)).collect();
         let mut bytes = Vec::new();
         for row in 0..order.len() {
             for (part, order) in &converted {
@@ -148,12 +139,7 @@ impl Hidden {
     /// [`AnswerError`].
     pub fn read(message: Option<&Tensor>, like: &Hidden) -> Result<Hidden, AnswerError> {
         let (dtype, bytes) = read(message, &like.shape())?;
-        Ok(Hidden {
-            dtype,
-            rows: like.rows,
-            tokens: like.tokens,
-            bytes,
-        })
+        Ok(Hidden { dtype, rows: like.rows, tokens: like.tokens, bytes })
     }
 
     fn cut(&self, range: Range<usize>) -> Hidden {
@@ -165,21 +151,14 @@ impl Hidden {
         let bytes = match self.rows {
             _ if range.len() == self.tokens => self.bytes.clone(),
             1 => self.bytes.slice(of(0)),
-            rows => (0..rows)
-                .flat_map(|row| self.bytes[of(row)].iter().copied())
-                .collect(),
+            rows => (0..rows).flat_map(|row| self.bytes[of(row)].iter().copied()).collect(),
         };
-        Hidden {
-            dtype: self.dtype,
-            rows: self.rows,
-            tokens: range.len(),
-            bytes,
-        }
+        Hidden { dtype: self.dtype, rows: self.rows, tokens: range.len(), bytes }
     }
 }
 
-/// Deep prompts `[blocks, rows, tokens, hidden]`: what is added to the first tokens of the input of each block
-/// (petals `client/ptune.py`, `deep_ptune`). Gradients of prompts have the same form.
+/// Deep prompts `[blocks, rows, tokens, hidden]`: what is added to the first tokens of the input of
+/// each block (petals `client/ptune.py`, `deep_ptune`). Gradients of prompts have the same form.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Prompts {
     /// Type of the elements.
@@ -212,9 +191,7 @@ impl Prompts {
 
     /// Those of the blocks `range`, counted from the first.
     pub fn of_blocks(&self, range: Range<usize>) -> Prompts {
-        let flat = self
-            .flat()
-            .rows(range.start * self.rows..range.end * self.rows);
+        let flat = self.flat().rows(range.start * self.rows..range.end * self.rows);
         self.like(range.len(), self.rows, flat)
     }
 
@@ -230,10 +207,7 @@ impl Prompts {
 
     /// Row `order[i]` for row `i`.
     pub fn in_order(&self, order: &[usize]) -> Prompts {
-        let rows: Vec<Prompts> = order
-            .iter()
-            .map(|&row| self.of_rows(row..row + 1))
-            .collect();
+        let rows: Vec<Prompts> = order.iter().map(|&row| self.of_rows(row..row + 1)).collect();
         Prompts::join_rows(&rows).unwrap_or_else(|| self.clone())
     }
 
@@ -246,22 +220,14 @@ impl Prompts {
     pub fn join_blocks(parts: &[Prompts]) -> Option<Prompts> {
         let flat: Vec<Hidden> = parts.iter().map(Prompts::flat).collect();
         let blocks = parts.iter().map(|part| part.blocks).sum();
-        Some(
-            parts
-                .first()?
-                .like(blocks, parts.first()?.rows, Hidden::join_rows(&flat)?),
-        )
+        Some(parts.first()?.like(blocks, parts.first()?.rows, Hidden::join_rows(&flat)?))
     }
 
     /// Sequences after sequences. `None` without parts.
     pub fn join_rows(parts: &[Prompts]) -> Option<Prompts> {
         let blocks = parts.first()?.blocks;
         let flat: Vec<Hidden> = (0..blocks)
-            .flat_map(|block| {
-                parts
-                    .iter()
-                    .map(move |part| part.of_blocks(block..block + 1).flat())
-            })
+            .flat_map(|block| parts.iter().map(move |part| part.of_blocks(block..block + 1).flat()))
             .collect();
         let rows = parts.iter().map(|part| part.rows).sum();
         Some(parts.first()?.like(blocks, rows, Hidden::join_rows(&flat)?))
@@ -281,11 +247,7 @@ impl Prompts {
     /// [`AnswerError`].
     pub fn read(message: Option<&Tensor>, like: &Prompts) -> Result<Prompts, AnswerError> {
         let (dtype, bytes) = read(message, &like.shape())?;
-        Ok(Prompts {
-            dtype,
-            bytes,
-            ..like.clone()
-        })
+        Ok(Prompts { dtype, bytes, ..like.clone() })
     }
 
     fn shape(&self) -> [usize; 4] {
@@ -303,25 +265,13 @@ impl Prompts {
     }
 
     fn like(&self, blocks: usize, rows: usize, flat: Hidden) -> Prompts {
-        Prompts {
-            dtype: flat.dtype,
-            blocks,
-            rows,
-            tokens: flat.tokens,
-            bytes: flat.bytes,
-        }
+        Prompts { dtype: flat.dtype, blocks, rows, tokens: flat.tokens, bytes: flat.bytes }
     }
 }
 
 fn read(message: Option<&Tensor>, want: &[usize]) -> Result<(DType, Bytes), AnswerError> {
-    let wrong = |got: &[usize]| AnswerError::Shape {
-        got: got.to_vec(),
-        want: want.to_vec(),
-    };
-    let limits = ShapeLimits {
-        max_rank: want.len(),
-        max_elements: want.iter().product(),
-    };
+    let wrong = |got: &[usize]| AnswerError::Shape { got: got.to_vec(), want: want.to_vec() };
+    let limits = ShapeLimits { max_rank: want.len(), max_elements: want.iter().product() };
     let tensor = WireTensor::parse(message.ok_or_else(|| wrong(&[]))?, limits)?;
     if tensor.shape() != want {
         return Err(wrong(tensor.shape()));
@@ -351,12 +301,7 @@ mod tests {
     }
 
     fn states(rows: usize, tokens: usize, values: impl IntoIterator<Item = u16>) -> Hidden {
-        Hidden {
-            dtype: DType::F32,
-            rows,
-            tokens,
-            bytes: bytes(values),
-        }
+        Hidden { dtype: DType::F32, rows, tokens, bytes: bytes(values) }
     }
 
     #[test]
@@ -382,13 +327,8 @@ mod tests {
 
     #[test]
     fn prompts_are_cut_and_joined_along_blocks_rows_and_tokens() {
-        let whole = Prompts {
-            dtype: DType::F32,
-            blocks: 2,
-            rows: 3,
-            tokens: 2,
-            bytes: bytes(0..24),
-        };
+        let whole =
+            Prompts { dtype: DType::F32, blocks: 2, rows: 3, tokens: 2, bytes: bytes(0..24) };
         assert!(whole.is_whole() && whole.width() == 2);
         let rows = [whole.of_rows(0..1), whole.of_rows(1..3)];
         assert_eq!(rows[0].bytes, bytes([0, 1, 2, 3, 12, 13, 14, 15]));
@@ -397,10 +337,7 @@ mod tests {
         assert_eq!(blocks[1].bytes, bytes(12..24));
         assert_eq!(Prompts::join_blocks(&blocks).unwrap(), whole);
         let swapped = whole.of_blocks(1..2).in_order(&[2, 0, 2]);
-        assert_eq!(
-            swapped.bytes,
-            bytes([20, 21, 22, 23, 12, 13, 14, 15, 20, 21, 22, 23])
-        );
+        assert_eq!(swapped.bytes, bytes([20, 21, 22, 23, 12, 13, 14, 15, 20, 21, 22, 23]));
         let short = whole.first(1).of_blocks(0..1);
         assert_eq!(short.bytes, bytes([0, 1, 4, 5, 8, 9]));
     }

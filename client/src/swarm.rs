@@ -4,11 +4,11 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use netd::dht::driver::{Dht, DhtConfig, DhtError};
-use netd::dht::storage::StorageLimits;
-use netd::p2p::{Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Traversal};
-use netd::swarm::view::{self, ServerSpan};
-use netd::wire::records::ServerState;
+use hivemind::dht::driver::{Dht, DhtConfig, DhtError};
+use hivemind::dht::storage::StorageLimits;
+use hivemind::p2p::{Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Traversal};
+use hivemind::view::{self, ServerSpan};
+use hivemind::wire::records::ServerState;
 
 use crate::health::{Bans, Pings};
 use crate::routing::{Candidate, Leg, MissingBlock, max_throughput, min_latency};
@@ -40,7 +40,7 @@ pub struct SwarmConfig {
 pub enum SwarmError {
     /// No peers were given.
     #[error(
-        "no peers to enter the swarm through; give the address of a server or bootstrap node with --initial_peers"
+        "no initial peers: give the address of a server or bootstrap node with --initial_peers"
     )]
     NoPeers,
     /// The network node.
@@ -168,15 +168,14 @@ impl Swarm {
         for (peer, ping) in asked.iter().zip(futures::future::join_all(pings).await) {
             // A relayed server answers no DHT pings; its way is taken as unknown.
             if let Ok(ping) = ping {
-                self.pings
-                    .measured(*peer, ping.as_secs_f64(), Instant::now());
+                self.pings.measured(*peer, ping.as_secs_f64(), Instant::now());
             }
         }
         Ok(())
     }
 
-    /// The best route through `blocks` for `purpose`. Reads the records anew when they are old or lack a block, until the
-    /// start-up time is over.
+    /// The best route through `blocks` for `purpose`. Reads the records anew when they are old or
+    /// lack a block, until the start-up time is over.
     ///
     /// # Errors
     /// [`SwarmError::Missing`] names the first block that nobody serves.
@@ -206,18 +205,18 @@ impl Swarm {
                         missing,
                     });
                 }
-                Err(missing) => tracing::debug!(
-                    block = missing.block,
-                    "nobody serves a block, looking again"
-                ),
+                Err(missing) => {
+                    tracing::debug!(block = missing.block, "block has no server, looking again")
+                }
             }
             tokio::time::sleep(LOOK_AGAIN).await;
             self.refresh().await?;
         }
     }
 
-    /// Routes around `peer` for a while; longer each time. When a block has no other server, the records are read anew before
-    /// the next route (petals `sequence_manager.py`, `on_request_failure`).
+    /// Routes around `peer` for a while; longer each time. When a block has no other server, the
+    /// records are read anew before the next route (petals `sequence_manager.py`,
+    /// `on_request_failure`).
     pub fn ban(&mut self, peer: PeerId) {
         let now = Instant::now();
         self.bans.failed(peer, now);
@@ -237,25 +236,19 @@ impl Swarm {
         self.p2p.shutdown().await;
     }
 
-    /// Servers that are not banned, unless a block would be left without any: better a doubtful server than none.
+    /// Servers that are not banned, unless a block would be left without any: better a doubtful
+    /// server than none.
     fn candidates(&self) -> Vec<Candidate<PeerId>> {
-        let all: Vec<Candidate<PeerId>> = self
-            .servers
-            .iter()
-            .filter_map(|s| self.candidate(s))
-            .collect();
+        let all: Vec<Candidate<PeerId>> =
+            self.servers.iter().filter_map(|s| self.candidate(s)).collect();
         let now = Instant::now();
         let banned = |c: &Candidate<PeerId>| self.bans.banned(&c.peer, now);
         let served_otherwise = |c: &Candidate<PeerId>| {
-            c.blocks.clone().all(|b| {
-                all.iter()
-                    .any(|other| other.blocks.contains(&b) && !banned(other))
-            })
+            c.blocks
+                .clone()
+                .all(|b| all.iter().any(|other| other.blocks.contains(&b) && !banned(other)))
         };
-        all.iter()
-            .filter(|c| !banned(c) || !served_otherwise(c))
-            .cloned()
-            .collect()
+        all.iter().filter(|c| !banned(c) || !served_otherwise(c)).cloned().collect()
     }
 
     fn candidate(&self, server: &ServerSpan) -> Option<Candidate<PeerId>> {

@@ -9,7 +9,7 @@ use tokenizers::Tokenizer;
 pub enum TextError {
     /// The file is missing or not a tokenizer.
     #[error(
-        "read the tokenizer {path}: {reason}; a model folder needs the tokenizer.json of its model"
+        "cannot read the tokenizer {path}: {reason}; the model folder needs the tokenizer.json of its model"
     )]
     Load {
         /// The file.
@@ -18,7 +18,7 @@ pub enum TextError {
         reason: String,
     },
     /// The text could not be encoded, or tokens not decoded.
-    #[error("tokenize: {0}")]
+    #[error("cannot tokenize: {0}")]
     Tokenize(String),
 }
 
@@ -30,7 +30,8 @@ pub struct TextCodec {
 }
 
 impl TextCodec {
-    /// Loads `tokenizer.json` of a model folder. `bos` is put before a prompt unless the tokenizer does it itself.
+    /// Loads `tokenizer.json` of a model folder. `bos` is put before a prompt unless the tokenizer
+    /// does it itself.
     ///
     /// # Errors
     /// [`TextError::Load`] names the file.
@@ -48,10 +49,8 @@ impl TextCodec {
     /// # Errors
     /// [`TextError::Tokenize`].
     pub fn encode(&self, prompt: &str) -> Result<Vec<u32>, TextError> {
-        let encoding = self
-            .tokenizer
-            .encode(prompt, true)
-            .map_err(|e| TextError::Tokenize(e.to_string()))?;
+        let encoding =
+            self.tokenizer.encode(prompt, true).map_err(|e| TextError::Tokenize(e.to_string()))?;
         let ids = encoding.get_ids();
         let bos = self.bos.filter(|bos| ids.first() != Some(bos));
         Ok(bos.into_iter().chain(ids.iter().copied()).collect())
@@ -62,14 +61,12 @@ impl TextCodec {
     /// # Errors
     /// [`TextError::Tokenize`].
     pub fn decode(&self, tokens: &[u32]) -> Result<String, TextError> {
-        self.tokenizer
-            .decode(tokens, true)
-            .map_err(|e| TextError::Tokenize(e.to_string()))
+        self.tokenizer.decode(tokens, true).map_err(|e| TextError::Tokenize(e.to_string()))
     }
 }
 
-/// Turns tokens into text as they come. Text is held back while its last character is incomplete (a character may take
-/// several tokens).
+/// Turns tokens into text as they come. Text is held back while its last character is incomplete (a
+/// character may take several tokens).
 #[derive(Debug)]
 pub struct TextStream<'a> {
     codec: &'a TextCodec,
@@ -83,12 +80,7 @@ pub struct TextStream<'a> {
 impl<'a> TextStream<'a> {
     /// A stream that continues after `prompt`.
     pub fn new(codec: &'a TextCodec, prompt: &[u32]) -> TextStream<'a> {
-        TextStream {
-            codec,
-            tokens: prompt.to_vec(),
-            context: 0,
-            printed: prompt.len(),
-        }
+        TextStream { codec, tokens: prompt.to_vec(), context: 0, printed: prompt.len() }
     }
 
     /// The text that `token` completes; empty while a character is incomplete.
@@ -97,9 +89,7 @@ impl<'a> TextStream<'a> {
     /// [`TextError::Tokenize`].
     pub fn push(&mut self, token: u32) -> Result<String, TextError> {
         self.tokens.push(token);
-        let before = self
-            .codec
-            .decode(&self.tokens[self.context..self.printed])?;
+        let before = self.codec.decode(&self.tokens[self.context..self.printed])?;
         let after = self.codec.decode(&self.tokens[self.context..])?;
         match after.strip_prefix(before.as_str()) {
             Some(new) if !new.ends_with('\u{fffd}') => {
@@ -117,19 +107,12 @@ mod tests {
     use super::*;
 
     fn codec() -> TextCodec {
-        TextCodec::load(
-            &Path::new(env!("CARGO_MANIFEST_DIR")).join("model"),
-            Some(0),
-        )
-        .unwrap()
+        TextCodec::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("model"), Some(0)).unwrap()
     }
 
     #[test]
     fn prompts_begin_with_the_start_token_as_in_transformers() {
-        assert_eq!(
-            codec().encode("Once upon a time").unwrap(),
-            [0, 484, 485, 260, 486]
-        );
+        assert_eq!(codec().encode("Once upon a time").unwrap(), [0, 484, 485, 260, 486]);
     }
 
     #[test]
@@ -138,18 +121,13 @@ mod tests {
         let text = "Once upon a time a fox met « café » 🦊 by the sea.";
         let tokens = codec.encode(text).unwrap();
         let mut stream = TextStream::new(&codec, &tokens[..3]);
-        let rest: String = tokens[3..]
-            .iter()
-            .map(|t| stream.push(*t).unwrap())
-            .collect();
+        let rest: String = tokens[3..].iter().map(|t| stream.push(*t).unwrap()).collect();
         assert_eq!(codec.decode(&tokens[..3]).unwrap() + &rest, text);
     }
 
     #[test]
     fn a_missing_tokenizer_names_the_file() {
-        let error = TextCodec::load(Path::new("/nonexistent"), None)
-            .unwrap_err()
-            .to_string();
+        let error = TextCodec::load(Path::new("/nonexistent"), None).unwrap_err().to_string();
         assert!(error.contains("/nonexistent/tokenizer.json"), "{error}");
     }
 }

@@ -1,21 +1,27 @@
-//! What sessions see of the schedule: sizes of the batches, steps per second, and the time of a step with and without a prefill and a
-//! backward in the background. Beside it, what a block costs by the number of rows.
+//! What sessions see of the schedule: sizes of the batches, steps per second, and the time of a
+//! step with and without a prefill and a backward in the background. Beside it, what a block costs
+//! by the number of rows.
 //!
-//!     cargo bench -p gpu-worker --bench serving -- [SECONDS] [--sessions N] [--think MILLISECONDS] [--only tiny]
+//!     cargo bench -p gpu-worker --bench serving -- [SECONDS] [--sessions N] [--think MILLISECONDS]
+//! [--only tiny]
 //!
-//! `--only tiny` measures a step of a tiny model instead, with pauses as between the steps of one client.
+//! `--only tiny` measures a step of a tiny model instead, with pauses as between the steps of one
+//! client.
 //!
-//! Four Llama blocks of hidden size 2048 (184 M parameters) behind the worker's own schedule, in one thread as in the executor; rings
-//! and network are left out. A session sends its next step some time after the answer: what a client and a network take.
+//! Four Llama blocks of hidden size 2048 (184 M parameters) behind the worker's own schedule, in
+//! one thread as in the executor; rings and network are left out. A session sends its next step
+//! some time after the answer: what a client and a network take.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use gpu_worker::block::{
-    BlockInput, BlockSpec, BlockWeights, GradientWork, Kept, Sums, Workspace, backward, forward,
+    BlockInput, BlockWeights, GradientWork, SavedActivations, Sums, Workspace, backward, forward,
 };
-use gpu_worker::schedule::{Class, Schedule, TaskId, TaskShape, Unit};
+use gpu_worker::kv::page_layout;
+use gpu_worker::schedule::{Class, JobKey, JobShape, Schedule, Unit};
 use kernels::{Cpu, DType, KvPages, QuantType, StepRow, WeightView, quant};
+use model::BlockSpec;
 use serde_json::json;
 use shared::ids::PageId;
 use shared::model::PAGE_TOKENS;
@@ -99,12 +105,7 @@ impl Bytes {
             tensors.collect()
         });
         let tensors = tensors.collect();
-        Bytes {
-            spec,
-            dtype,
-            quant,
-            tensors,
-        }
+        Bytes { spec, dtype, quant, tensors }
     }
 
     fn view(&self, block: usize, name: &str) -> Option<WeightView<'_>> {
@@ -139,8 +140,8 @@ struct Worker<'w> {
     pages: Vec<Vec<u8>>,
 }
 
-/// What a task of the schedule is.
-enum Task {
+/// What a job of the schedule is.
+enum BenchJob {
     Session(usize, Instant),
     Background,
 }
@@ -159,14 +160,12 @@ impl<'w> Worker<'w> {
         let mut cpu = Cpu::new(threads);
         let count = bytes.tensors.len();
         let blocks = (0..count).map(|block| {
-            BlockWeights::new(&mut cpu, &bytes.spec, bytes.dtype, |name| {
-                bytes.view(block, name)
-            })
-            .expect("all tensors are there")
+            BlockWeights::new(&mut cpu, &bytes.spec, bytes.dtype, |name| bytes.view(block, name))
+                .expect("all tensors are there")
         });
         let blocks = blocks.collect();
         let (work, gradients) = (Workspace::new(&mut cpu), GradientWork::new(&mut cpu));
-        let page_bytes = bytes.spec.page_layout(bytes.dtype).page_bytes();
+        let page_bytes = page_layout(&bytes.spec, bytes.dtype).page_bytes();
         Worker {
             spec: &bytes.spec,
             dtype: bytes.dtype,
@@ -179,24 +178,11 @@ impl<'w> Worker<'w> {
     }
 
     fn forward(&mut self, block: usize, rows: &[StepRow<'_>], hidden: &mut [f32]) {
-        let mut pages = KvPages::new(self.spec.page_layout(self.dtype), &mut self.pages[block]);
-        let input = BlockInput {
-            rows,
-            prompts: &[],
-            adapters: &[],
-            lengths: &[],
-        };
+        let mut pages = KvPages::new(page_layout(self.spec, self.dtype), &mut self.pages[block]);
+        let input = BlockInput { rows, prompts: &[], adapters: &[], lengths: &[] };
         let (cpu, weights) = (&mut self.cpu, &self.blocks[block]);
-        forward(
-            cpu,
-            self.spec,
-            weights,
-            &mut self.work,
-            input,
-            hidden,
-            &mut pages,
-        )
-        .expect("rows fit");
+        forward(cpu, self.spec, weights, &mut self.work, input, hidden, &mut pages)
+            .expect("rows fit");
     }
 
     /// One session's steps of all blocks, one after the other with pauses.
@@ -248,9 +234,9 @@ impl<'w> Worker<'w> {
         }
     }
 
-    /// Serves sessions, and a task of `background` after the other, for some time.
+    /// Serves sessions, and a job of `background` after the other, for some time.
     fn serve(&mut self, background: Option<Class>, sessions: u64, think: Duration, time: Duration) {
-        let (mut schedule, mut tasks) = (Schedule::default(), BTreeMap::new());
+        let (mut schedule, mut jobs) = (Schedule::default(), BTreeMap::new());
         let mut ready: Vec<Option<Instant>> = (0..sessions).map(|_| Some(Instant::now())).collect();
         let (mut sizes, mut waits) = (BTreeMap::<usize, u64>::new(), Vec::new());
         let (mut units, mut tokens, mut pending) = (Vec::new(), 0, false);
@@ -260,12 +246,12 @@ impl<'w> Worker<'w> {
         while began.elapsed() < time {
             for (session, ready) in ready.iter_mut().enumerate() {
                 if let Some(at) = ready.take_if(|at| *at <= Instant::now()) {
-                    let task = schedule.accept(shape(Class::Decode));
-                    tasks.insert(task, Task::Session(session, at));
+                    let job = schedule.accept(shape(Class::Decode));
+                    jobs.insert(job, BenchJob::Session(session, at));
                 }
             }
             if let (Some(class), false) = (background, pending) {
-                tasks.insert(schedule.accept(shape(class)), Task::Background);
+                jobs.insert(schedule.accept(shape(class)), BenchJob::Background);
                 pending = true;
             }
             let Some(unit) = schedule.next(Instant::now()) else {
@@ -273,28 +259,23 @@ impl<'w> Worker<'w> {
                 continue;
             };
             let start = Instant::now();
-            let is_decode = self.unit(&unit, &tasks, background);
+            let is_decode = self.unit(&unit, &jobs, background);
             let elapsed = start.elapsed();
             if is_decode {
                 *sizes.entry(unit.members.len()).or_default() += 1;
             } else {
                 units.push(elapsed);
                 let piece = background.map_or(1, piece_tokens);
-                passed += unit
-                    .members
-                    .iter()
-                    .map(|m| m.pieces.len() * piece)
-                    .sum::<usize>();
+                passed += unit.members.iter().map(|m| m.pieces.len() * piece).sum::<usize>();
             }
             busy += elapsed;
             for advance in schedule.done(&unit, elapsed).iter().filter(|a| a.finished) {
-                match tasks.remove(&advance.task) {
-                    Some(Task::Session(session, since)) => {
+                match jobs.remove(&advance.job) {
+                    Some(BenchJob::Session(session, since)) => {
                         waits.push(since.elapsed());
-                        // Half to one and a half of the time, so that sessions do not march in step.
-                        noise = noise
-                            .wrapping_mul(6_364_136_223_846_793_005)
-                            .wrapping_add(1);
+                        // Half to one and a half of the time, so that sessions do not march in
+                        // step.
+                        noise = noise.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                         let part = 0.5 + (noise >> 40) as f64 / (1u64 << 24) as f64;
                         ready[session] = Some(Instant::now() + think.mul_f64(part));
                     }
@@ -335,15 +316,15 @@ impl<'w> Worker<'w> {
     fn unit(
         &mut self,
         unit: &Unit,
-        tasks: &BTreeMap<TaskId, Task>,
+        jobs: &BTreeMap<JobKey, BenchJob>,
         background: Option<Class>,
     ) -> bool {
         let block = unit.block as usize;
         let sessions: Vec<_> = unit
             .members
             .iter()
-            .filter_map(|member| match tasks.get(&member.task) {
-                Some(Task::Session(session, _)) => Some(table(*session)),
+            .filter_map(|member| match jobs.get(&member.job) {
+                Some(BenchJob::Session(session, _)) => Some(table(*session)),
                 _ => None,
             })
             .collect();
@@ -362,11 +343,8 @@ impl<'w> Worker<'w> {
             true => TOKENS / piece - member.pieces.end,
             false => member.pieces.start,
         };
-        let rows = [StepRow {
-            tokens: member.pieces.len() * piece,
-            prefix: first * piece,
-            pages: &own,
-        }];
+        let rows =
+            [StepRow { tokens: member.pieces.len() * piece, prefix: first * piece, pages: &own }];
         let mut hidden = vec![0.5; rows[0].tokens * self.spec.hidden];
         if is_back {
             self.back(block, &rows, &mut hidden);
@@ -380,18 +358,9 @@ impl<'w> Worker<'w> {
         let width = self.spec.kv_heads * self.spec.head_dim;
         let (x, mut keys) = (gradient.to_vec(), vec![0.0; TOKENS * width]);
         let mut values = keys.clone();
-        let mut pages = KvPages::new(self.spec.page_layout(self.dtype), &mut self.pages[block]);
-        let sums = Sums {
-            keys: &mut keys[..],
-            values: &mut values[..],
-            starts: &[0],
-        };
-        let input = BlockInput {
-            rows,
-            prompts: &[],
-            adapters: &[],
-            lengths: &[],
-        };
+        let mut pages = KvPages::new(page_layout(self.spec, self.dtype), &mut self.pages[block]);
+        let sums = Sums { keys: &mut keys[..], values: &mut values[..], starts: &[0] };
+        let input = BlockInput { rows, prompts: &[], adapters: &[], lengths: &[] };
         let (cpu, weights, work) = (&mut self.cpu, &self.blocks[block], &mut self.gradients);
         backward(
             cpu,
@@ -402,7 +371,7 @@ impl<'w> Worker<'w> {
             &x,
             gradient,
             sums,
-            Kept::default(),
+            SavedActivations::default(),
             &mut pages,
         )
         .expect("rows fit");
@@ -410,16 +379,12 @@ impl<'w> Worker<'w> {
 }
 
 fn decode(pages: &[PageId]) -> StepRow<'_> {
-    StepRow {
-        tokens: 1,
-        prefix: PREFIX,
-        pages,
-    }
+    StepRow { tokens: 1, prefix: PREFIX, pages }
 }
 
-fn shape(class: Class) -> TaskShape {
+fn shape(class: Class) -> JobShape {
     let blocks = 0..BLOCKS as u32;
-    TaskShape {
+    JobShape {
         class,
         blocks: match class {
             Class::Backward => blocks.clone().chain(blocks.rev()).collect(),
@@ -432,7 +397,7 @@ fn shape(class: Class) -> TaskShape {
     }
 }
 
-/// Tokens of a piece of a task in the background.
+/// Tokens of a piece of a job in the background.
 fn piece_tokens(class: Class) -> usize {
     match class {
         Class::Backward => BACK_PIECE,
@@ -444,7 +409,5 @@ fn piece_tokens(class: Class) -> usize {
 fn quantile(times: &mut [Duration], share: f64) -> f64 {
     times.sort();
     let place = (times.len() as f64 * share) as usize;
-    times
-        .get(place)
-        .map_or(0.0, |time| time.as_secs_f64() * 1e3)
+    times.get(place).map_or(0.0, |time| time.as_secs_f64() * 1e3)
 }

@@ -1,5 +1,6 @@
-//! The one thread that owns the device: ring -> schedule -> block -> ring. Between two units it takes new jobs, posts answers
-//! and obeys the control thread; while there is nothing to do it sleeps on the submission doorbell.
+//! The one thread that owns the device: ring -> schedule -> block -> ring. Between two units it
+//! takes new jobs, posts answers and obeys the control thread; while there is nothing to do it
+//! sleeps on the submission doorbell.
 //!
 //! ```text
 //! job   popped ─ checked ─ accepted ──────────> begun ──────────> block 0 .. n ─> output ─> completion
@@ -7,37 +8,37 @@
 //!          └─────────┴─> refused: completion with an error, no effect
 //! ```
 //!
-//! The executor holds no session state, and nothing of a job outlives its answer but what the job says: KV pages and the output
-//! slot. A new link (a new netd) drops all that was accepted before it.
+//! The executor holds no session state, and nothing of a job outlives its answer but what the job
+//! says: KV pages and the output slot. A new link (a new netd) drops all that was accepted before
+//! it.
 
-use std::collections::{HashMap, VecDeque};
-use std::io;
-use std::sync::mpsc::{Receiver, TryRecvError};
+mod answers;
+mod exit;
+
+use std::collections::HashMap;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
-use kernels::ops::OpError;
 use nix::time::{ClockId, clock_gettime};
 use shared::config::FaultPoint;
 use shared::control::FromWorker;
 use shared::exit::ExitReason;
 use shared::ids::JobId;
-use shared::job::{Completion, Entry, JobBody, JobDescriptor, JobError, JobLimits};
+use shared::job::{Entry, JobBody, JobDescriptor, JobError, JobLimits};
 use shared::shm::board::{BoardWriter, Phase};
-use shared::shm::doorbell::{MAX_SPIN, WaitError};
+use shared::shm::doorbell::{MAX_SPIN, WaitError, Wake};
 use shared::shm::layout::RING_ENTRIES;
-use shared::shm::ring::{PushError, RingCorrupt};
-use shared::shm::segment::OutOfBounds;
 use tracing::{debug, info};
 
-use crate::device::{Paged, TransferError};
-use crate::engine::{Engine, EngineError};
+use crate::device::{DeviceBackend, TransferError, UnitLimits};
+use crate::engine::{Engine, Job};
 use crate::fault::Faults;
+use crate::job::JobPlan;
 use crate::link::Link;
-use crate::running::Running;
-use crate::schedule::{Advance, Schedule, TaskId, Unit};
+use crate::schedule::{JobKey, Schedule, Unit};
 
-/// Longest sleep; nothing depends on it.
-const SLEEP: Duration = Duration::from_secs(60);
+use answers::{Answers, bad_slot};
+pub use exit::Exit;
 
 /// Sleep while answers wait for room in the completion ring, which rings nobody when it is emptied.
 const RETRY: Duration = Duration::from_millis(1);
@@ -55,80 +56,30 @@ pub enum Command {
     Link(Box<Link>),
     /// Finish what is accepted, then end.
     Drain,
-    /// End now, for this reason; the text is for the operator.
+    /// Exit now, for this reason; the text is for the operator.
     End(ExitReason, String),
 }
 
-/// Why the executor ended.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct End {
-    /// For the exit code.
-    pub reason: ExitReason,
-    /// One sentence for the operator; empty when all is well.
-    pub message: String,
-}
-
-impl End {
-    fn failed(message: impl Into<String>) -> End {
-        End {
-            reason: ExitReason::Failed,
-            message: message.into(),
-        }
-    }
-
-    fn clean() -> End {
-        End {
-            reason: ExitReason::Clean,
-            message: String::new(),
-        }
-    }
-}
-
-impl From<RingCorrupt> for End {
-    fn from(error: RingCorrupt) -> End {
-        End::failed(error.to_string())
-    }
-}
-
-impl From<io::Error> for End {
-    fn from(error: io::Error) -> End {
-        End::failed(format!("doorbell: {error}"))
-    }
-}
-
-impl From<EngineError> for End {
-    fn from(error: EngineError) -> End {
-        match error {
-            EngineError::Op(OpError::Device(failure)) => End {
-                reason: ExitReason::DeviceLost,
-                message: format!("the device failed: {failure}"),
-            },
-            other => End::failed(format!(
-                "a job that was checked cannot be computed: {other}"
-            )),
-        }
-    }
-}
-
-/// The executor.
+/// Takes jobs from the ring of a link, computes them on its device, and answers each once.
 #[derive(Debug)]
-pub struct Executor<'w, B: Paged> {
+pub struct Executor<'w, B: DeviceBackend> {
     engine: Engine<'w, B>,
     faults: Faults,
     board: BoardWriter,
     limits: JobLimits,
     spin: Duration,
     schedule: Schedule,
-    running: HashMap<TaskId, Running<B>>,
-    answers: VecDeque<Completion>,
+    jobs: HashMap<JobKey, Job<B>>,
+    answers: Answers,
     taken: u64,
     busy: bool,
     drain: Option<Instant>,
     drain_time: Duration,
 }
 
-impl<'w, B: Paged> Executor<'w, B> {
-    /// An executor without a link. Jobs are checked against `limits`, whose arena is that of the link to come.
+impl<'w, B: DeviceBackend> Executor<'w, B> {
+    /// An executor without a link. Jobs are checked against `limits`, whose arena is that of the
+    /// link to come.
     pub fn new(
         engine: Engine<'w, B>,
         limits: JobLimits,
@@ -136,7 +87,7 @@ impl<'w, B: Paged> Executor<'w, B> {
         board: BoardWriter,
     ) -> Self {
         // Spinning on the only core would keep the writer from running.
-        let (times, engine_tokens) = (engine.unit_times(), engine.unit_tokens());
+        let UnitLimits { times, tokens } = engine.unit_limits();
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
         Executor {
             engine,
@@ -144,9 +95,9 @@ impl<'w, B: Paged> Executor<'w, B> {
             board,
             limits,
             spin: if cores > 1 { MAX_SPIN } else { Duration::ZERO },
-            schedule: Schedule::new(times).limited(engine_tokens),
-            running: HashMap::new(),
-            answers: VecDeque::new(),
+            schedule: Schedule::new(times).limited(tokens),
+            jobs: HashMap::new(),
+            answers: Answers::default(),
             taken: 0,
             busy: true,
             drain: None,
@@ -155,94 +106,95 @@ impl<'w, B: Paged> Executor<'w, B> {
     }
 
     /// Serves until told to end. `report` passes a message to the supervisor.
-    pub fn run(mut self, commands: &Receiver<Command>, mut report: impl FnMut(FromWorker)) -> End {
+    pub fn run(mut self, commands: &Receiver<Command>, mut report: impl FnMut(FromWorker)) -> Exit {
         let mut link = None;
         loop {
-            if let Err(end) = self.turn(&mut link, commands, &mut report) {
+            if let Err(end) = self.round(&mut link, commands, &mut report) {
                 return end;
             }
         }
     }
 
-    /// One round: obey, take, answer, then run one unit or sleep.
-    fn turn(
+    /// One round: obey, take jobs, plan a unit, run it, answer; or sleep.
+    fn round(
         &mut self,
         link: &mut Option<Link>,
         commands: &Receiver<Command>,
         report: &mut impl FnMut(FromWorker),
-    ) -> Result<(), End> {
+    ) -> Result<(), Exit> {
         self.obey(link, commands, report)?;
         let Some(link) = link else { return Ok(()) };
-        self.take(link)?;
-        self.answer(link)?;
-        let unit = match self.drain {
-            Some(until) if Instant::now() >= until => self.refuse_all(link, until)?,
-            _ => self.schedule.next(Instant::now()),
-        };
-        match unit {
+        self.take_jobs(link)?;
+        self.post_answers(link)?;
+        match self.plan_unit(link)? {
             Some(unit) => {
-                self.enter(Phase::Unit);
-                self.unit(link, &unit)?;
+                self.run_unit(link, &unit)?;
                 self.board.progress();
-                self.answer(link)
+                self.post_answers(link)
             }
-            None if self.drain.is_some() && self.answers.is_empty() => Err(End::clean()),
+            None if self.drain.is_some() && self.answers.is_empty() => Err(Exit::clean()),
             None => self.sleep(link),
         }
     }
 
+    /// Carries out the commands that are there; without a link it waits for one.
     fn obey(
         &mut self,
         link: &mut Option<Link>,
         commands: &Receiver<Command>,
         report: &mut impl FnMut(FromWorker),
-    ) -> Result<(), End> {
+    ) -> Result<(), Exit> {
         loop {
             let command = match (&link, self.drain) {
                 (None, None) => {
                     self.enter(Phase::Idle);
-                    commands.recv().map_err(|_| TryRecvError::Disconnected)
+                    self.first_command(commands)
                 }
-                (None, Some(_)) => return Err(End::clean()),
+                (None, Some(_)) => return Err(Exit::clean()),
                 (Some(_), _) => commands.try_recv(),
             };
             match command {
                 Ok(Command::Link(next)) => {
-                    let abandoned = self.running.len();
-                    info!(netd_generation = %next.netd_generation, abandoned, "linked");
+                    let abandoned = self.jobs.len();
+                    info!(netd_generation = %next.netd_generation, abandoned, "linked to netd");
                     self.drop_jobs();
                     self.limits.arena_bytes = next.arena.len();
                     self.engine.link(&next.arena);
-                    report(FromWorker::Linked {
-                        netd_generation: next.netd_generation,
-                    });
+                    report(FromWorker::Linked { netd_generation: next.netd_generation });
                     *link = Some(*next);
                 }
                 Ok(Command::Drain) => {
-                    info!(jobs = self.running.len(), "draining");
+                    info!(jobs = self.jobs.len(), "draining");
                     self.drain.get_or_insert(Instant::now() + self.drain_time);
                 }
-                Ok(Command::End(reason, message)) => return Err(End { reason, message }),
+                Ok(Command::End(reason, message)) => return Err(Exit { reason, message }),
                 Err(TryRecvError::Empty) => return Ok(()),
                 Err(TryRecvError::Disconnected) => {
-                    return Err(End {
-                        reason: ExitReason::ParentGone,
-                        message: String::new(),
-                    });
+                    return Err(Exit { reason: ExitReason::ParentGone, message: String::new() });
                 }
+            }
+        }
+    }
+
+    /// Waits for a command while there is no link, with a heartbeat.
+    fn first_command(&self, commands: &Receiver<Command>) -> Result<Command, TryRecvError> {
+        loop {
+            match commands.recv_timeout(self.board.heartbeat()) {
+                Err(RecvTimeoutError::Timeout) => self.board.progress(),
+                received => return received.map_err(|_| TryRecvError::Disconnected),
             }
         }
     }
 
     fn drop_jobs(&mut self) {
         self.schedule.clear();
-        self.running.clear();
+        self.jobs.clear();
         self.answers.clear();
     }
 
     /// Takes jobs out of the ring while their answers have room.
-    fn take(&mut self, link: &mut Link) -> Result<(), End> {
-        while self.running.len() + self.answers.len() < RING_ENTRIES {
+    fn take_jobs(&mut self, link: &mut Link) -> Result<(), Exit> {
+        while self.jobs.len() + self.answers.len() < RING_ENTRIES {
             let Some(entry) = link.submissions.pop()? else {
                 break;
             };
@@ -250,26 +202,24 @@ impl<'w, B: Paged> Executor<'w, B> {
             self.taken += 1;
             match self.accept(link, &entry, number) {
                 Ok(job) => {
-                    let task = self.schedule.accept(job.shape());
-                    self.running.insert(task, job);
+                    let key = self.schedule.accept(job.plan.shape());
+                    self.jobs.insert(key, job);
                     self.faults.at(number, FaultPoint::Taken);
                 }
                 Err(error) => {
-                    debug!(job = entry[1], %error, "refused");
-                    self.answers
-                        .push_back(refusal(link, JobId(entry[1]), error));
+                    debug!(job = entry[1], %error, "job refused");
+                    self.answers.refuse(link, JobId(entry[1]), error);
                 }
             }
         }
         Ok(())
     }
 
-    fn accept(&self, link: &Link, entry: &Entry, number: u64) -> Result<Running<B>, JobError> {
+    /// Checks an entry of the ring, whose bytes may be anything, and copies its body out of the
+    /// arena.
+    fn accept(&self, link: &Link, entry: &Entry, number: u64) -> Result<Job<B>, JobError> {
         let descriptor = JobDescriptor::decode(entry)?;
-        let stale = |got: u32, want: u32| JobError::Stale {
-            got: got.into(),
-            want: want.into(),
-        };
+        let stale = |got: u32, want: u32| JobError::Stale { got: got.into(), want: want.into() };
         let (worker, netd) = (descriptor.worker_generation, descriptor.netd_generation);
         if worker != link.worker_generation {
             return Err(stale(worker.0, link.worker_generation.0));
@@ -277,192 +227,81 @@ impl<'w, B: Paged> Executor<'w, B> {
         if netd != link.netd_generation {
             return Err(stale(netd.0, link.netd_generation.0));
         }
+        descriptor.check_worker(link.worker)?;
         // Bounded by MAX_BODY_BYTES in decode().
         let mut bytes = vec![0u8; descriptor.body.len as usize];
-        let bad_slot = JobError::BadSlot {
-            offset: descriptor.body.offset,
-            len: descriptor.body.len,
-        };
-        link.arena
-            .read(descriptor.body.offset, &mut bytes)
-            .map_err(|_| bad_slot)?;
+        let bad_slot =
+            JobError::BadSlot { offset: descriptor.body.offset, len: descriptor.body.len };
+        link.arena.read(descriptor.body.offset, &mut bytes).map_err(|_| bad_slot)?;
         let body = JobBody::decode(&bytes, &self.limits)?;
         if body.kind != descriptor.kind {
             return Err(JobError::BadBody { at: 0 });
         }
-        Ok(Running::new(
-            number,
-            descriptor.id,
-            descriptor.submitted_ns,
-            body,
-            self.engine.piece_tokens(descriptor.kind),
-        ))
+        let plan = JobPlan::new(body, self.engine.piece_tokens(descriptor.kind));
+        Ok(Job::new(number, descriptor.id, descriptor.submitted_ns, plan))
     }
 
-    /// Posts what is answered, as far as the ring has room.
-    fn answer(&mut self, link: &mut Link) -> Result<(), End> {
-        let mut posted = false;
-        while let Some(completion) = self.answers.front() {
-            match link.completions.push(completion.encode()) {
-                Ok(()) => posted = true,
-                Err(PushError::Full(_)) => break,
-                Err(PushError::Corrupt(error)) => return Err(error.into()),
-            }
-            self.answers.pop_front();
+    /// The unit to run now, if there is one. After the time of a drain all jobs are refused instead.
+    fn plan_unit(&mut self, link: &Link) -> Result<Option<Unit>, Exit> {
+        match self.drain {
+            Some(until) if Instant::now() >= until => self.refuse_all(link, until),
+            _ => Ok(self.schedule.next(Instant::now())),
         }
-        if posted {
-            link.completions.ring_if_sleeping(&link.completion_bell)?;
-        }
-        Ok(())
     }
 
-    fn unit(&mut self, link: &mut Link, unit: &Unit) -> Result<(), End> {
+    /// Begins the jobs of a unit, runs it, and answers the jobs that end with it.
+    fn run_unit(&mut self, link: &mut Link, unit: &Unit) -> Result<(), Exit> {
+        self.enter(Phase::Unit);
         for member in &unit.members {
-            if !self.begin(link, member.task)? {
+            if !self.begin(link, member.job)? {
                 return Ok(());
             }
         }
         let start = Instant::now();
-        self.engine.unit(unit, &mut self.running)?;
-        // Outputs of decode steps go behind their last unit, so that one wait is for both.
-        let mut outputs = HashMap::new();
-        for task in self.schedule.ending(unit) {
-            if let Some(result) = self.output(task)? {
-                outputs.insert(task, result);
-            }
-        }
-        self.engine.settle()?;
+        self.engine.unit(unit, &mut self.jobs)?;
+        // The outputs follow their last unit on the device, so that one wait is for both.
+        let mut outputs = self.write_outputs(unit)?;
+        self.engine.synchronize()?;
         for advance in self.schedule.done(unit, start.elapsed()) {
-            let output = outputs.remove(&advance.task);
-            self.advanced(link, advance, output)?;
+            self.answer_if_finished(link, advance, &mut outputs)?;
         }
         Ok(())
     }
 
-    /// Writes the output slot of a job, which is there after the next wait for the device, and says whether it could be written. `None`: the
-    /// job has not begun.
-    fn output(&mut self, task: TaskId) -> Result<Option<Result<(), JobError>>, End> {
-        let job = self.running.get(&task);
-        let Some((job, begun)) = job.and_then(|job| Some((job, job.begun.as_ref()?))) else {
-            return Ok(None);
-        };
-        match self.engine.output(&job.body, begun) {
-            Ok(()) => Ok(Some(Ok(()))),
-            Err(TransferError::Outside(outside)) => Ok(Some(Err(bad_slot(&outside)))),
-            Err(TransferError::Engine(failure)) => Err(failure.into()),
-        }
-    }
-
-    /// Makes the copies of a job and reads its input, unless that is done. False: the job was refused.
-    fn begin(&mut self, link: &Link, task: TaskId) -> Result<bool, End> {
-        let Some(job) = self.running.get_mut(&task) else {
+    /// Makes the copies of a job and reads its input, unless that is done. False: the job was
+    /// refused.
+    fn begin(&mut self, link: &Link, key: JobKey) -> Result<bool, Exit> {
+        let Some(job) = self.jobs.get_mut(&key) else {
             return Ok(false);
         };
         if job.begun.is_some() {
             return Ok(true);
         }
-        self.engine.copy_pages(&job.body)?;
+        self.engine.copy_pages(&job.plan.body)?;
         self.faults.at(job.number, FaultPoint::Copies);
         match self.engine.begin(job, monotonic_ns()) {
             Ok(()) => Ok(true),
-            Err(TransferError::Engine(failure)) => Err(failure.into()),
+            Err(TransferError::Op(failure)) => Err(failure.into()),
             Err(TransferError::Outside(outside)) => {
-                self.answers
-                    .push_back(refusal(link, job.id, bad_slot(&outside)));
-                self.schedule.remove(task);
-                self.running.remove(&task);
+                self.answers.refuse(link, job.id, bad_slot(&outside));
+                self.schedule.remove(key);
+                self.jobs.remove(&key);
                 Ok(false)
             }
         }
     }
 
-    /// `output`: what became of the output slot, if it is written.
-    fn advanced(
-        &mut self,
-        link: &mut Link,
-        advance: Advance,
-        output: Option<Result<(), JobError>>,
-    ) -> Result<(), End> {
-        if advance.block_done
-            && let Some(job) = self.running.get(&advance.task)
-        {
-            for position in advance.positions.clone() {
-                let position = u32::try_from(position).unwrap_or(u32::MAX);
-                self.faults.at(job.number, FaultPoint::Block(position));
-            }
-        }
-        if !advance.finished {
-            return Ok(());
-        }
-        let output = match output {
-            Some(output) => Some(output),
-            None => {
-                let output = self.output(advance.task)?;
-                self.engine.settle()?;
-                output
-            }
-        };
-        if let Some(job) = self.running.remove(&advance.task)
-            && let Some(result) = output
-        {
-            self.finish(link, &job, result)?;
-        }
-        Ok(())
-    }
-
-    /// Posts the answer of a job whose output slot is written.
-    fn finish(
-        &mut self,
-        link: &mut Link,
-        job: &Running<B>,
-        result: Result<(), JobError>,
-    ) -> Result<(), End> {
-        let Some(begun) = &job.begun else {
-            return Ok(());
-        };
-        self.faults.at(job.number, FaultPoint::Output);
-        let compute_ns = u64::try_from(begun.at.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        self.answers.push_back(Completion {
-            id: job.id,
-            worker_generation: link.worker_generation,
-            netd_generation: link.netd_generation,
-            result,
-            queue_ns: begun.queue_ns,
-            compute_ns,
-        });
-        self.board.job_done(begun.queue_ns, compute_ns);
-        self.answer(link)?;
-        self.faults.at(job.number, FaultPoint::Completion);
-        Ok(())
-    }
-
-    /// After the time of a drain: answers all accepted jobs with a refusal.
-    fn refuse_all(&mut self, link: &Link, until: Instant) -> Result<Option<Unit>, End> {
-        let refusals = self
-            .running
-            .drain()
-            .map(|(_, job)| refusal(link, job.id, JobError::Draining));
-        self.answers.extend(refusals);
-        self.schedule.clear();
-        if Instant::now() >= until + FLUSH_TIME {
-            Err(End::clean())
-        } else {
-            Ok(None)
-        }
-    }
-
-    fn sleep(&mut self, link: &mut Link) -> Result<(), End> {
+    /// Sleeps until the next job, a command or the next heartbeat.
+    fn sleep(&mut self, link: &mut Link) -> Result<(), Exit> {
         self.enter(Phase::Idle);
-        let timeout = if self.answers.is_empty() {
-            SLEEP
-        } else {
-            RETRY
-        };
-        match link
-            .submissions
-            .wait(&link.submission_bell, self.spin, timeout)
-        {
-            Ok(_) => Ok(()),
+        let timeout = if self.answers.is_empty() { self.board.heartbeat() } else { RETRY };
+        match link.submissions.wait(&link.submission_bell, self.spin, timeout) {
+            // Jobs that wait are work: only what is done with them counts as progress.
+            Ok(Wake::Ready) => Ok(()),
+            Ok(Wake::Rung | Wake::TimedOut) => {
+                self.board.progress();
+                Ok(())
+            }
             Err(WaitError::Corrupt(error)) => Err(error.into()),
             Err(WaitError::Doorbell(error)) => Err(error.into()),
         }
@@ -471,34 +310,9 @@ impl<'w, B: Paged> Executor<'w, B> {
     fn enter(&mut self, phase: Phase) {
         let busy = phase == Phase::Unit;
         if busy != self.busy {
-            self.board.enter(
-                phase,
-                if busy {
-                    self.engine.unit_limit()
-                } else {
-                    Duration::ZERO
-                },
-            );
+            self.board.enter(phase, Duration::ZERO);
             self.busy = busy;
         }
-    }
-}
-
-fn bad_slot(outside: &OutOfBounds) -> JobError {
-    JobError::BadSlot {
-        offset: outside.offset,
-        len: outside.len,
-    }
-}
-
-fn refusal(link: &Link, id: JobId, error: JobError) -> Completion {
-    Completion {
-        id,
-        worker_generation: link.worker_generation,
-        netd_generation: link.netd_generation,
-        result: Err(error),
-        queue_ns: 0,
-        compute_ns: 0,
     }
 }
 

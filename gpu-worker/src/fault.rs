@@ -1,5 +1,5 @@
-//! Faults that a worker inflicts on itself, to test recovery: at a point of a chosen job it dies or stops, between any two
-//! effects of the job. Armed only by the settings of the run.
+//! Faults that a worker inflicts on itself, to test recovery: at a point of a chosen job it dies or
+//! stops, between any two effects of the job. Armed only by the settings of the run.
 
 use std::time::Duration;
 
@@ -16,15 +16,13 @@ pub struct Faults {
 impl Faults {
     /// Arms `plan` in the first `times` generations.
     pub fn new(plan: Option<FaultPlan>, generation: Generation) -> Faults {
-        Faults {
-            plan: plan.filter(|p| generation.0 <= p.times),
-        }
+        Faults { plan: plan.filter(|p| generation.0 <= p.times) }
     }
 
     /// Strikes if `point` of the job with number `job` is where it should; does not return then.
     pub fn at(&self, job: u64, point: FaultPoint) {
         if let Some(plan) = self.plan.filter(|p| p.job == job && p.point == point) {
-            tracing::warn!(?plan, "injected fault");
+            tracing::warn!(?plan, "injecting a fault");
             strike(plan.action);
         }
     }
@@ -33,7 +31,8 @@ impl Faults {
 fn strike(action: FaultAction) {
     match action {
         FaultAction::Kill => {
-            // A process cannot refuse SIGKILL; should the call fail, aborting is the next best death.
+            // A process cannot refuse SIGKILL; should the call fail, aborting is the next best
+            // death.
             let _ = raise(Signal::SIGKILL);
             std::process::abort();
         }

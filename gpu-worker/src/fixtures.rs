@@ -1,4 +1,5 @@
-//! Tiny models for tests: a config and deterministic weights as a Hugging Face folder, written with the reference crate.
+//! Tiny models for tests: a config and deterministic weights as a Hugging Face folder, written with
+//! the reference crate.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -46,88 +47,8 @@ pub(crate) fn llama_tensors(blocks: usize, dtype: DType) -> Tensors {
             let name = format!("model.layers.{block}.{name}");
             tensors.insert(
                 name,
-                (
-                    word(dtype),
-                    shape.to_vec(),
-                    bytes(dtype, &values(shape, k + 31 * block)),
-                ),
+                (word(dtype), shape.to_vec(), bytes(dtype, &values(shape, k + 31 * block))),
             );
-        }
-    }
-    tensors
-}
-
-/// config.json of a Llama of width 128 whose heads have the size of real ones.
-#[cfg(feature = "emu")]
-pub(crate) fn wide_config(blocks: usize) -> Value {
-    let mut config = llama_config(blocks);
-    config["hidden_size"] = json!(128);
-    config["intermediate_size"] = json!(192);
-    config["num_attention_heads"] = json!(2);
-    config["num_key_value_heads"] = json!(1);
-    config
-}
-
-/// The tensors of that model in `dtype`.
-#[cfg(feature = "emu")]
-pub(crate) fn wide_tensors(blocks: usize, dtype: DType) -> Tensors {
-    let mlp = [
-        ("mlp.gate_proj", [192, 128]),
-        ("mlp.up_proj", [192, 128]),
-        ("mlp.down_proj", [128, 192]),
-    ];
-    let mlp = mlp.map(|(name, shape)| (name.to_owned(), shape));
-    tensors_of(blocks, dtype, &mlp)
-}
-
-/// config.json of a Mixtral of that width with 4 experts, 2 of them for a token.
-#[cfg(feature = "emu")]
-pub(crate) fn mixture_config(blocks: usize) -> Value {
-    let mut config = wide_config(blocks);
-    config["model_type"] = json!("mixtral");
-    config["num_local_experts"] = json!(4);
-    config["num_experts_per_tok"] = json!(2);
-    config
-}
-
-/// The tensors of that model in `dtype`.
-#[cfg(feature = "emu")]
-pub(crate) fn mixture_tensors(blocks: usize, dtype: DType) -> Tensors {
-    let mut mlp = vec![("block_sparse_moe.gate".to_owned(), [4, 128])];
-    for expert in 0..4 {
-        for (name, shape) in [("w1", [192, 128]), ("w3", [192, 128]), ("w2", [128, 192])] {
-            mlp.push((format!("block_sparse_moe.experts.{expert}.{name}"), shape));
-        }
-    }
-    tensors_of(blocks, dtype, &mlp)
-}
-
-/// Tensors of blocks of width 128 with two heads, and the matrices of their MLP.
-#[cfg(feature = "emu")]
-fn tensors_of(blocks: usize, dtype: DType, mlp: &[(String, [usize; 2])]) -> Tensors {
-    let attention = [
-        ("q_proj", [128, 128]),
-        ("k_proj", [64, 128]),
-        ("v_proj", [64, 128]),
-        ("o_proj", [128, 128]),
-    ];
-    let mut shapes: Vec<(String, Vec<usize>)> = attention
-        .into_iter()
-        .map(|(name, shape)| (format!("self_attn.{name}"), shape.to_vec()))
-        .chain(
-            mlp.iter()
-                .map(|(name, shape)| (name.clone(), shape.to_vec())),
-        )
-        .collect();
-    for norm in ["input_layernorm", "post_attention_layernorm"] {
-        shapes.push((norm.to_owned(), vec![128]));
-    }
-    let mut tensors = Tensors::new();
-    for block in 0..blocks {
-        for (k, (name, shape)) in shapes.iter().enumerate() {
-            let data = bytes(dtype, &values(shape, k + 31 * block));
-            let name = format!("model.layers.{block}.{name}.weight");
-            tensors.insert(name, (word(dtype), shape.clone(), data));
         }
     }
     tensors
@@ -136,29 +57,17 @@ fn tensors_of(blocks: usize, dtype: DType, mlp: &[(String, [usize; 2])]) -> Tens
 /// Weights as in no trained model, but of their size: `sin` of the index, scaled by the width.
 pub(crate) fn values(shape: &[usize], seed: usize) -> Vec<f32> {
     let count: usize = shape.iter().product();
-    let scale = if shape.len() == 1 {
-        0.2
-    } else {
-        1.5 / (shape[1] as f32).sqrt()
-    };
+    let scale = if shape.len() == 1 { 0.2 } else { 1.5 / (shape[1] as f32).sqrt() };
     let base = if shape.len() == 1 { 1.0 } else { 0.0 };
-    (0..count)
-        .map(|i| base + scale * (0.37 * i as f32 + 1.3 * seed as f32).sin())
-        .collect()
+    (0..count).map(|i| base + scale * (0.37 * i as f32 + 1.3 * seed as f32).sin()).collect()
 }
 
 /// `values` in `dtype`, rounded by the `half` crate.
 pub(crate) fn bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
     match dtype {
         DType::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
-        DType::Bf16 => values
-            .iter()
-            .flat_map(|&v| bf16::from_f32(v).to_le_bytes())
-            .collect(),
-        DType::F16 => values
-            .iter()
-            .flat_map(|&v| f16::from_f32(v).to_le_bytes())
-            .collect(),
+        DType::Bf16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
+        DType::F16 => values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(),
     }
 }
 
@@ -200,10 +109,8 @@ pub(crate) fn write_sharded(folder: &Path, config: &Value, tensors: &Tensors) {
             .or_default()
             .insert(name.clone(), tensor.clone());
     }
-    let map: BTreeMap<_, _> = shards
-        .iter()
-        .flat_map(|(file, t)| t.keys().map(move |name| (name, file)))
-        .collect();
+    let map: BTreeMap<_, _> =
+        shards.iter().flat_map(|(file, t)| t.keys().map(move |name| (name, file))).collect();
     std::fs::write(
         folder.join("model.safetensors.index.json"),
         json!({ "weight_map": map }).to_string(),
@@ -214,8 +121,8 @@ pub(crate) fn write_sharded(folder: &Path, config: &Value, tensors: &Tensors) {
     }
 }
 
-/// The queries and matrices of the MLP of a model by this config, of many experts those of some: what an adapter of number `seed` is for, with outputs and
-/// inputs.
+/// The queries and matrices of the MLP of a model by this config, of many experts those of some:
+/// what an adapter of number `seed` is for, with outputs and inputs.
 pub(crate) fn adapted_modules(config: &Value, seed: usize) -> Vec<(String, [usize; 2])> {
     let side = |name: &str| config[name].as_u64().unwrap_or(0) as usize;
     let (hidden, middle) = (side("hidden_size"), side("intermediate_size"));
@@ -226,13 +133,10 @@ pub(crate) fn adapted_modules(config: &Value, seed: usize) -> Vec<(String, [usiz
         modules.push(("mlp.down_proj".to_owned(), [hidden, middle]));
     }
     for expert in 0..experts {
-        for (k, (name, sides)) in [
-            ("w1", [middle, hidden]),
-            ("w3", [middle, hidden]),
-            ("w2", [hidden, middle]),
-        ]
-        .into_iter()
-        .enumerate()
+        for (k, (name, sides)) in
+            [("w1", [middle, hidden]), ("w3", [middle, hidden]), ("w2", [hidden, middle])]
+                .into_iter()
+                .enumerate()
         {
             if (expert + seed + k) % 4 != 3 {
                 modules.push((format!("block_sparse_moe.experts.{expert}.{name}"), sides));
@@ -242,7 +146,8 @@ pub(crate) fn adapted_modules(config: &Value, seed: usize) -> Vec<(String, [usiz
     modules
 }
 
-/// Writes a LoRA adapter of rank 4 for these modules of every block; another `seed` makes another adapter.
+/// Writes a LoRA adapter of rank 4 for these modules of every block; another `seed` makes another
+/// adapter.
 pub(crate) fn write_adapter(
     folder: &Path,
     blocks: usize,
@@ -255,10 +160,7 @@ pub(crate) fn write_adapter(
             for (side, shape) in [("A", [4, *inputs]), ("B", [*outputs, 4])] {
                 let name =
                     format!("base_model.model.model.layers.{block}.{module}.lora_{side}.weight");
-                let data = bytes(
-                    DType::F32,
-                    &values(&shape, 100 + k + 7 * block + 1000 * seed),
-                );
+                let data = bytes(DType::F32, &values(&shape, 100 + k + 7 * block + 1000 * seed));
                 tensors.insert(name, (Dtype::F32, shape.to_vec(), data));
             }
         }

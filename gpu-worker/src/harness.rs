@@ -1,48 +1,40 @@
-//! What the tests of the executor and of the worker process stand on: a tiny model made ready by prepare, the segments that a
-//! supervisor would make, and netd's end of a link with sessions that keep page tables.
+//! What the tests of the executor and of the worker process stand on: a tiny model made ready by
+//! prepare, the segments that a supervisor would make, and netd's end of a link with sessions that
+//! keep page tables.
+
+mod process;
 
 use std::collections::HashMap;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::process::{Child, Command as Process, ExitStatus, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::mpsc::sync_channel;
 use std::time::{Duration, Instant};
 
-use ipc_channel::ipc::{IpcOneShotServer, IpcReceiver, IpcSender};
 use kernels::ops::convert;
-use nix::fcntl::{FcntlArg, FdFlag, fcntl};
-use serde::Serialize;
-use serde::de::DeserializeOwned;
+use model::BlockSpec;
+use model::manifest::Manifest;
 use shared::block::{BlockIndex, Span};
-use shared::bootstrap::{Bootstrap, DescriptorSocket, Exchange, build_id};
-use shared::config::{LogConfig, LogFormat, PrepareConfig, QuantType};
-use shared::control::{Birth, BoardSeat, Role};
+use shared::config::{PrepareConfig, QuantType};
 use shared::dtype::DType;
-use shared::exit::ExitReason;
-use shared::ids::{Generation, GroupId, JobId, PageId, WorkerId};
+use shared::ids::{Generation, JobId, PageId};
 use shared::job::{
     Completion, Entry, JobBody, JobDescriptor, JobError, JobKind, JobLimits, PageCopy, SlotRef,
 };
 use shared::model::{ModelFacts, PAGE_TOKENS};
 use shared::shm::arena::ArenaMap;
-use shared::shm::board::{Board, Occupant};
 use shared::shm::doorbell::Doorbell;
 use shared::shm::kv::KvMap;
 use shared::shm::pair::{NetdEnd, RingIdentity, RingPair};
 use shared::shm::segment::{MemfdSegment, SegmentError};
 use tempfile::TempDir;
 
-use crate::block::BlockSpec;
 use crate::fixtures::{
     Tensors, adapted_modules, llama_config, llama_tensors, values, write_adapter, write_model,
 };
-use crate::prepare::Inspected;
-use crate::weights::manifest::Manifest;
 
-/// Longest wait of any test.
-pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
+#[cfg(feature = "emu")]
+use model::sizing::{unit_tokens, work_bytes};
+use prepare::Inspected;
+pub(crate) use process::{DEADLINE, Seat, Spawned, as_child, spawn, unique, wait, worker_id};
 
 /// Pages per block.
 pub(crate) const KV_PAGES: u32 = 64;
@@ -58,21 +50,6 @@ const BODY_BYTES: u64 = 4096;
 
 /// Tensors lie in the lower half, two pieces per job.
 const SLOT_BYTES: u64 = 16384;
-
-/// A name that no other segment of this machine has.
-pub(crate) fn unique(what: &str) -> String {
-    static COUNT: AtomicU32 = AtomicU32::new(0);
-    format!(
-        "sepal-test-{}-{}-{what}",
-        std::process::id(),
-        COUNT.fetch_add(1, Ordering::Relaxed)
-    )
-}
-
-/// The worker of all tests.
-pub(crate) fn worker_id() -> WorkerId {
-    WorkerId::solo(GroupId(0))
-}
 
 /// A model made ready.
 pub(crate) struct Model {
@@ -166,38 +143,6 @@ pub(crate) fn span() -> Span {
     Span::new(0, BLOCKS).unwrap()
 }
 
-/// A board with one worker on it.
-pub(crate) struct Seat {
-    pub(crate) board: Board,
-    pub(crate) seat: BoardSeat,
-}
-
-impl Seat {
-    pub(crate) fn new(generation: Generation) -> Seat {
-        Seat::of(Role::Worker, generation)
-    }
-
-    pub(crate) fn of(role: Role, generation: Generation) -> Seat {
-        let name = unique("board");
-        let board = Board::create(&name, "test", 0).unwrap();
-        let worker = (role == Role::Worker).then(worker_id);
-        board
-            .assign(
-                0,
-                &Occupant {
-                    role,
-                    generation,
-                    worker,
-                },
-            )
-            .unwrap();
-        Seat {
-            board,
-            seat: BoardSeat { name, slot: 0 },
-        }
-    }
-}
-
 /// A kv segment full of NaN: a free page must never show.
 pub(crate) fn kv_segment(facts: &ModelFacts) -> MemfdSegment {
     let segment =
@@ -208,8 +153,9 @@ pub(crate) fn kv_segment(facts: &ModelFacts) -> MemfdSegment {
     segment
 }
 
-/// Maps a kv segment in this process. Its lock can outlive an earlier mapping for a moment: a process that another test is
-/// starting has a copy of every descriptor until it runs its own program.
+/// Maps a kv segment in this process. Its lock can outlive an earlier mapping for a moment: a
+/// process that another test is starting has a copy of every descriptor until it runs its own
+/// program.
 pub(crate) fn alone(segment: &MemfdSegment) -> KvMap {
     let until = Instant::now() + DEADLINE;
     loop {
@@ -223,8 +169,7 @@ pub(crate) fn alone(segment: &MemfdSegment) -> KvMap {
 
 /// What a supervisor makes for a link.
 pub(crate) struct LinkParts {
-    pub(crate) rings: String,
-    pub(crate) pair: Option<RingPair>,
+    pub(crate) pair: RingPair,
     pub(crate) identity: RingIdentity,
     pub(crate) arena: MemfdSegment,
     pub(crate) submission_bell: Doorbell,
@@ -233,15 +178,9 @@ pub(crate) struct LinkParts {
 
 impl LinkParts {
     pub(crate) fn new(worker_generation: Generation, netd_generation: Generation) -> LinkParts {
-        let identity = RingIdentity {
-            worker: worker_id(),
-            worker_generation,
-            netd_generation,
-        };
-        let rings = unique("rings");
+        let identity = RingIdentity { worker: worker_id(), worker_generation, netd_generation };
         LinkParts {
-            pair: Some(RingPair::create(&rings, &identity).unwrap()),
-            rings,
+            pair: RingPair::create(&unique("rings"), &identity).unwrap(),
             identity,
             arena: MemfdSegment::create(&unique("arena"), ARENA_BYTES).unwrap(),
             submission_bell: Doorbell::new().unwrap(),
@@ -254,20 +193,21 @@ impl LinkParts {
         let init = shared::control::LinkInit {
             netd_generation: self.identity.netd_generation,
             worker_generation: self.identity.worker_generation,
-            rings: self.rings.clone(),
             arena_bytes: ARENA_BYTES as u64,
             fds: shared::control::FdTag(self.identity.netd_generation.0.into()),
         };
         let fds = vec![
             self.arena.try_clone().unwrap(),
+            self.pair.try_clone().unwrap(),
             self.submission_bell.try_clone().unwrap(),
             self.completion_bell.try_clone().unwrap(),
         ];
         (init, fds)
     }
 
-    pub(crate) fn netd(mut self) -> Netd {
-        let (jobs, answers): NetdEnd = self.pair.take().unwrap().netd_end();
+    pub(crate) fn netd(self) -> Netd {
+        let pair = RingPair::open(self.pair.try_clone().unwrap(), &self.identity).unwrap();
+        let (jobs, answers): NetdEnd = pair.netd_end();
         Netd {
             jobs,
             answers,
@@ -294,16 +234,7 @@ impl Netd {
     pub(crate) fn slots(&self, bytes: u64) -> (SlotRef, SlotRef) {
         assert!(bytes <= SLOT_BYTES);
         let at = self.submitted % (BODIES / (2 * SLOT_BYTES)) * 2 * SLOT_BYTES;
-        (
-            SlotRef {
-                offset: at,
-                len: bytes,
-            },
-            SlotRef {
-                offset: at + SLOT_BYTES,
-                len: bytes,
-            },
-        )
+        (SlotRef { offset: at, len: bytes }, SlotRef { offset: at + SLOT_BYTES, len: bytes })
     }
 
     /// Submits a job and wakes the worker.
@@ -315,10 +246,8 @@ impl Netd {
 
     /// Submits a job without waking the worker.
     pub(crate) fn push(&mut self, kind: JobKind, body: &[u8]) -> JobId {
-        let slot = SlotRef {
-            offset: BODIES + self.submitted % 256 * BODY_BYTES,
-            len: body.len() as u64,
-        };
+        let slot =
+            SlotRef { offset: BODIES + self.submitted % 256 * BODY_BYTES, len: body.len() as u64 };
         assert!(slot.len <= BODY_BYTES);
         self.arena.write(slot.offset, body).unwrap();
         let id = JobId(self.submitted);
@@ -327,14 +256,11 @@ impl Netd {
     }
 
     pub(crate) fn descriptor(&self, id: JobId, kind: JobKind, body: SlotRef) -> JobDescriptor {
-        let RingIdentity {
-            worker_generation,
-            netd_generation,
-            ..
-        } = self.parts.identity;
+        let RingIdentity { worker, worker_generation, netd_generation } = self.parts.identity;
         JobDescriptor {
             id,
             kind,
+            worker,
             worker_generation,
             netd_generation,
             body,
@@ -353,9 +279,7 @@ impl Netd {
     }
 
     pub(crate) fn wake(&mut self) {
-        self.jobs
-            .ring_if_sleeping(&self.parts.submission_bell)
-            .unwrap();
+        self.jobs.ring_if_sleeping(&self.parts.submission_bell).unwrap();
     }
 
     /// Rings the bell whether the worker sleeps or not, as its control thread does.
@@ -370,13 +294,9 @@ impl Netd {
 
     /// Publishes an index that no honest netd can reach.
     pub(crate) fn corrupt(&self) {
-        let file = std::fs::File::options()
-            .write(true)
-            .open(format!("/dev/shm/{}", self.parts.rings))
-            .unwrap();
+        let file = std::fs::File::from(self.parts.pair.try_clone().unwrap());
         // The tail of the submission ring is its first word, after the header of 128 bytes.
-        file.write_all_at(&(u64::MAX / 2).to_ne_bytes(), 128)
-            .unwrap();
+        file.write_all_at(&(u64::MAX / 2).to_ne_bytes(), 128).unwrap();
         self.wake_always();
     }
 
@@ -405,10 +325,7 @@ impl Netd {
                 return completion.result;
             }
             let completion = self.next(DEADLINE).expect("an answer in time");
-            assert!(
-                self.early.insert(completion.id, completion).is_none(),
-                "answered twice"
-            );
+            assert!(self.early.insert(completion.id, completion).is_none(), "answered twice");
         }
     }
 
@@ -477,11 +394,7 @@ pub(crate) struct Session {
 
 impl Session {
     pub(crate) fn new() -> Session {
-        Session {
-            table: vec![],
-            prefix: 0,
-            copies: vec![],
-        }
+        Session { table: vec![], prefix: 0, copies: vec![] }
     }
 
     /// The job of a step on `input`; pages are taken from `free`.
@@ -507,10 +420,7 @@ impl Session {
 /// Hidden states of `tokens` tokens, of unit size, exact in bfloat16.
 pub(crate) fn input(tokens: usize, seed: usize) -> Vec<f32> {
     let exact = |v: f32| kernels::ops::convert::round(DType::Bf16, v);
-    values(&[tokens * 64], seed)
-        .into_iter()
-        .map(|v| exact((v - 1.0) * 5.0))
-        .collect()
+    values(&[tokens * 64], seed).into_iter().map(|v| exact((v - 1.0) * 5.0)).collect()
 }
 
 /// The first block alone.
@@ -518,92 +428,9 @@ pub(crate) fn first_block() -> Vec<BlockIndex> {
     vec![BlockIndex(0)]
 }
 
-const FD_VARIABLE: &str = "SEPAL_TEST_BOOTSTRAP";
-
-/// A role as a process of its own, and the supervisor's ends of its channels.
-pub(crate) struct Spawned<Down, Up> {
-    pub(crate) process: Child,
-    pub(crate) down: IpcSender<Down>,
-    pub(crate) up: IpcReceiver<Up>,
-    pub(crate) descriptors: DescriptorSocket,
-}
-
-/// Starts the ignored test `child` of this test executable as `role`, the way the supervisor starts it.
-pub(crate) fn spawn<Down, Up>(role: Role, generation: Generation, child: &str) -> Spawned<Down, Up>
-where
-    Down: Serialize + DeserializeOwned + Send + 'static,
-    Up: Serialize + DeserializeOwned + Send + 'static,
-{
-    let (server, name) = IpcOneShotServer::<Exchange<Down, Up>>::new().unwrap();
-    let (descriptors, theirs) = DescriptorSocket::pair().unwrap();
-    let birth = Birth {
-        build: build_id(),
-        role,
-        server: name,
-        parent_pid: std::process::id(),
-        generation,
-        worker: (role == Role::Worker).then(worker_id),
-        log: LogConfig {
-            filter: "off".into(),
-            format: LogFormat::Text,
-        },
-    };
-    descriptors.send_birth(&birth).unwrap();
-    fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
-    let process = Process::new("/proc/self/exe")
-        .args([
-            "--ignored",
-            "--exact",
-            child,
-            "--test-threads=1",
-            "--nocapture",
-        ])
-        .env(FD_VARIABLE, theirs.as_raw_fd().to_string())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    drop(theirs);
-    let (accepted, accept) = sync_channel(1);
-    std::thread::spawn(move || accepted.send(server.accept().map(|(_, ends)| ends)));
-    let Exchange { down, up } = accept
-        .recv_timeout(DEADLINE)
-        .expect("the child connects")
-        .unwrap();
-    Spawned {
-        process,
-        down,
-        up,
-        descriptors,
-    }
-}
-
-/// The body of the ignored test: this process is the child.
-pub(crate) fn as_child(role: Role, run: fn(Bootstrap) -> ExitReason) {
-    let fd = std::env::var(FD_VARIABLE)
-        .expect("started by another test")
-        .parse()
-        .unwrap();
-    let reason = run(Bootstrap::from_fd(fd, role).unwrap());
-    // The test harness knows only success and failure.
-    #[allow(
-        clippy::disallowed_methods,
-        reason = "the exit code is what the tests look at"
-    )]
-    std::process::exit(reason.code().into());
-}
-
-/// Waits until a process has ended.
-pub(crate) fn wait(process: &mut Child) -> ExitStatus {
-    let until = Instant::now() + DEADLINE;
-    loop {
-        if let Some(status) = process.try_wait().unwrap() {
-            return status;
-        }
-        if Instant::now() >= until {
-            process.kill().unwrap();
-            panic!("the process does not end");
-        }
-        std::thread::sleep(Duration::from_millis(1));
-    }
+/// What a device is planned to need beside weights and pages.
+#[cfg(feature = "emu")]
+pub(crate) fn planned_work(spec: &BlockSpec) -> u64 {
+    let scratch = kernels::cuda::scratch::planned_bytes(&spec.dimensions(), unit_tokens(spec));
+    work_bytes(spec, scratch)
 }

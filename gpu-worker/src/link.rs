@@ -1,5 +1,6 @@
-//! One end of a pair of rings, as the executor uses it: submissions, completions, the arena and the doorbells, all of one netd
-//! generation. A new netd brings a new link, and everything of the old one is dropped with it.
+//! One end of a pair of rings, as the executor uses it: submissions, completions, the arena and the
+//! doorbells, all of one netd generation. A new netd brings a new link, and everything of the old
+//! one is dropped with it.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -15,6 +16,8 @@ use shared::shm::segment::{MemfdSegment, SegmentError};
 /// An open link.
 #[derive(Debug)]
 pub struct Link {
+    /// This worker: its group, rank and world size.
+    pub worker: WorkerId,
     /// Generation of netd at the other end.
     pub netd_generation: Generation,
     /// Generation of this worker.
@@ -31,20 +34,20 @@ pub struct Link {
     pub arena: Arc<ArenaMap>,
 }
 
-/// Descriptors that come with a link: arena, submission doorbell, completion doorbell.
-pub const LINK_DESCRIPTORS: usize = 3;
+/// Descriptors that come with a link: arena, rings, submission doorbell, completion doorbell.
+pub const LINK_DESCRIPTORS: usize = 4;
 
 /// Why a link could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum LinkError {
-    /// The rings are gone or not the ones that were meant.
-    #[error("open the rings")]
+    /// The rings are not the ones that were meant.
+    #[error("cannot open the rings")]
     Rings(#[from] PairError),
     /// The arena cannot be mapped.
-    #[error("map the arena")]
+    #[error("cannot map the arena")]
     Arena(#[from] SegmentError),
     /// A doorbell is none.
-    #[error("take a doorbell")]
+    #[error("cannot open a doorbell")]
     Doorbell(#[from] std::io::Error),
     /// The message came with another number of descriptors, or for another worker.
     #[error("link of worker generation {got} for generation {want} with {descriptors} descriptors")]
@@ -75,7 +78,7 @@ impl Link {
             want: generation,
             descriptors: count,
         };
-        let [arena, submission, completion] =
+        let [arena, rings, submission, completion] =
             <[OwnedFd; LINK_DESCRIPTORS]>::try_from(descriptors).map_err(|_| mismatch())?;
         let arena_bytes = usize::try_from(init.arena_bytes).map_err(|_| mismatch())?;
         if init.worker_generation != generation {
@@ -86,10 +89,11 @@ impl Link {
             worker_generation: generation,
             netd_generation: init.netd_generation,
         };
-        let (submissions, completions) = RingPair::open(&init.rings, &identity)?.worker_end();
+        let (submissions, completions) = RingPair::open(rings, &identity)?.worker_end();
         let arena = ArenaMap::map(&MemfdSegment::from_fd("sepal-arena", arena, arena_bytes)?)?;
         let arena = Arc::new(arena);
         Ok(Link {
+            worker,
             netd_generation: init.netd_generation,
             worker_generation: generation,
             submissions,

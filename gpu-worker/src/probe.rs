@@ -1,6 +1,7 @@
-//! Measures what a block of this model does on this device, as Petals does it (petals `server/throughput.py`): one-token steps over
-//! a growing cache, and one long sequence without cache. On private pages, never on the kv segment, and in at most about
-//! [`BUDGET`] where Petals takes as long as a hundred steps and ten long sequences need.
+//! Measures what a block of this model does on this device, as Petals does it (petals
+//! `server/throughput.py`): one-token steps over a growing cache, and one long sequence without
+//! cache. On private pages, never on the kv segment, and in at most about [`BUDGET`] where Petals
+//! takes as long as a hundred steps and ten long sequences need.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +10,7 @@ use shared::control::Capacity;
 use shared::ids::PageId;
 use shared::model::PAGE_TOKENS;
 
-use crate::device::Paged;
+use crate::device::DeviceBackend;
 use crate::engine::{Engine, EngineError};
 
 /// Time for all measurements, as long as one repetition of each takes less.
@@ -25,21 +26,15 @@ const TOKENS: usize = 1024;
 ///
 /// # Errors
 /// [`EngineError`] when the block refuses, which its checks exclude.
-pub fn measure<B: Paged>(
+pub fn measure<B: DeviceBackend>(
     engine: &mut Engine<'_, B>,
     mut progress: impl FnMut(),
 ) -> Result<Capacity, EngineError> {
-    let pages: Vec<PageId> = (0..TOKENS.div_ceil(PAGE_TOKENS) as u32)
-        .map(PageId)
-        .collect();
+    let pages: Vec<PageId> = (0..TOKENS.div_ceil(PAGE_TOKENS) as u32).map(PageId).collect();
     let unit = engine.forward_tokens();
     let mut pass = |prefix: usize, tokens: usize| -> Result<Duration, EngineError> {
         let mut hidden = noise(tokens * engine.hidden_size());
-        let rows = [StepRow {
-            tokens,
-            prefix,
-            pages: &pages,
-        }];
+        let rows = [StepRow { tokens, prefix, pages: &pages }];
         let start = Instant::now();
         engine.trial(&rows, &mut hidden, pages.len())?;
         let elapsed = start.elapsed();
@@ -61,10 +56,7 @@ pub fn measure<B: Paged>(
         tokens += unit;
     }
     engine.trim();
-    Ok(Capacity {
-        inference_rps,
-        forward_rps: tokens as f64 / seconds(spent),
-    })
+    Ok(Capacity { inference_rps, forward_rps: tokens as f64 / seconds(spent) })
 }
 
 fn seconds(duration: Duration) -> f64 {
@@ -73,7 +65,5 @@ fn seconds(duration: Duration) -> f64 {
 
 /// Numbers of about unit variance without a pattern that a norm would remove.
 fn noise(count: usize) -> Vec<f32> {
-    (0..count)
-        .map(|i| (i as f32 * 12.9898).sin() * 1.4)
-        .collect()
+    (0..count).map(|i| (i as f32 * 12.9898).sin() * 1.4).collect()
 }

@@ -1,54 +1,60 @@
-//! `sepal selftest`: every kernel against the reference on a device, then what each operation takes there, beside what the device gives
-//! at best. It needs the executable and a driver, nothing else.
+//! `sepal selftest`: every kernel against the reference on a device, then what each operation takes
+//! there, beside what the device gives at best. It needs the executable and a driver, nothing else.
 
 mod blocks;
-mod others;
-mod roofline;
+mod measure;
 
 use std::io::Write;
-use std::time::Duration;
 
 use kernels::Cpu;
+use kernels::cases::{Class, Shapes, cuda_operations, operations};
+use kernels::cuda::driver::Driver;
 #[cfg(feature = "emu")]
 use kernels::cuda::emu::Emu;
-use kernels::cuda::{Agreement, Cuda, Gpu};
+use kernels::cuda::{Cuda, Gpu};
 use kernels::ops::OpError;
-use kernels::selftest::{Extent, checks};
+use shared::bootstrap::die_with_parent;
 use shared::config::Device;
 use shared::exit::ExitReason;
+use shared::warpgroups::Warpgroups;
 
 use crate::engine::EngineError;
-use crate::prepare::with_source;
-use crate::sample;
-use roofline::{Peaks, Sizes, table};
+use blocks::Steps;
+use measure::{Peaks, Table};
+use shared::causes::with_causes;
 
 /// Bytes of the pieces that are copied for the bandwidth, and repetitions of products for the peak.
 const COPY_BYTES: usize = 1 << 30;
 const MATRIX_ITERATIONS: usize = 20_000;
 
-/// Longest time for the sample of products by warpgroups.
-const SAMPLE_TIMEOUT: Duration = Duration::from_secs(60);
-
-/// Checks and measures `device`, and prints to standard output; the smallest cases only if `is_quick`.
-pub fn run_command(device: Device, is_quick: bool) -> ExitReason {
+/// Checks and measures `device`, and prints to standard output; the smallest cases only if
+/// `is_quick`. Ends with `parent`, if there is one. Then the parent knows that a sample of
+/// warpgroups does no harm here; else `sample` has another process take it on a CUDA device.
+pub fn run_command(
+    device: Device,
+    is_quick: bool,
+    parent: Option<u32>,
+    sample: fn(u32) -> Warpgroups,
+) -> ExitReason {
+    if let Some(Err(error)) = parent.map(die_with_parent) {
+        eprintln!("sepal: {error}");
+        return error.exit_reason();
+    }
     let out = &mut std::io::stdout();
-    let extent = if is_quick {
-        Extent::Small
-    } else {
-        Extent::Full
-    };
+    let class = if is_quick { Class::Quick } else { Class::Served };
     let done = match device {
         Device::Cpu => on_processor(out),
-        Device::Cuda(ordinal) => match sample::open(ordinal, Some(SAMPLE_TIMEOUT)) {
-            Ok(opened) => on_device(opened.cuda, opened.sampled, extent, out),
-            Err(failure) => Err(Ended::new(ExitReason::BadConfig, &failure)),
-        },
+        Device::Cuda(ordinal) => {
+            let found = parent.is_none().then(|| sample(ordinal));
+            match Driver::open(ordinal) {
+                Ok(driver) => on_device(Cuda::new(driver), found, class, out),
+                Err(failure) => Err(Ended::new(ExitReason::BadConfig, &failure)),
+            }
+        }
         #[cfg(feature = "emu")]
         Device::Emulator => {
             let threads = std::thread::available_parallelism().map_or(1, usize::from);
-            let mut cuda = Cuda::new(Emu::new(threads));
-            let sampled = cuda.choose_products().map_err(|e| with_source(&e));
-            on_device(cuda, sampled, Extent::Small, out)
+            on_device(Cuda::new(Emu::new(threads)), None, Class::Quick, out)
         }
         #[cfg(not(feature = "emu"))]
         Device::Emulator => Err(Ended {
@@ -73,10 +79,7 @@ struct Ended {
 
 impl Ended {
     fn new(reason: ExitReason, failure: &dyn std::error::Error) -> Ended {
-        Ended {
-            reason,
-            message: with_source(failure),
-        }
+        Ended { reason, message: with_causes(failure) }
     }
 }
 
@@ -103,58 +106,62 @@ fn on_processor(out: &mut impl Write) -> Result<(), Ended> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let mut cpu = Cpu::new(threads);
     writeln!(out, "processor, {threads} threads, {:?}", cpu.isa())?;
-    table(&mut cpu, Sizes::SMALL, Peaks::default(), out)
+    let mut table = Table { peaks: Peaks::default(), repetitions: 5, out };
+    // Quantization is slow, and no part of serving.
+    let is_wanted = |name: &str| !name.starts_with("quantize");
+    table.operations(&mut cpu, &operations(), &Shapes::SMALL, &is_wanted)?;
+    blocks::measure(&mut cpu, &Shapes::SMALL, Steps::SMALL, &mut table)
 }
 
-/// Without warpgroups where the sample by them failed, which then is what is wrong with the device.
+/// Without warpgroups where they failed, which then is what is wrong with the device. Where nothing
+/// was found about them, the sample is taken here.
 fn on_device<G: Gpu>(
     mut cuda: Cuda<G>,
-    sampled: Result<Agreement, String>,
-    extent: Extent,
+    found: Option<Warpgroups>,
+    class: Class,
     out: &mut impl Write,
 ) -> Result<(), Ended> {
-    let found = cuda.gpu().properties().clone();
+    let properties = cuda.gpu().properties().clone();
     writeln!(
         out,
         "{}, compute capability {}.{}, {} multiprocessors, kernels: {}",
-        found.name,
-        found.architecture / 10,
-        found.architecture % 10,
-        found.multiprocessors,
-        found.image
+        properties.name,
+        properties.architecture / 10,
+        properties.architecture % 10,
+        properties.multiprocessors,
+        properties.image
     )?;
-    match &sampled {
-        Ok(how) => writeln!(out, "products of many rows {how}")?,
-        Err(why) => writeln!(
-            out,
-            "products of many rows by warps, not by warpgroups: {why}"
-        )?,
-    }
-    check(&mut cuda, extent, out)?;
-    measure(&mut cuda, extent, out)?;
-    match sampled {
-        Ok(_) => Ok(()),
-        Err(why) => Err(Ended {
+    let warpgroups = match found {
+        Some(warpgroups) => warpgroups,
+        None => cuda.choose_products()?,
+    };
+    cuda.follow(&warpgroups);
+    writeln!(out, "products of many rows {warpgroups}")?;
+    check(&mut cuda, class, out)?;
+    measure(&mut cuda, class, out)?;
+    match warpgroups {
+        Warpgroups::Failed(why) => Err(Ended {
             reason: ExitReason::DeviceLost,
             message: format!("warpgroups fail on this device; all else is right: {why}"),
         }),
+        Warpgroups::Missing | Warpgroups::SameBits | Warpgroups::OtherBits => Ok(()),
     }
 }
 
 /// Every operation against its reference.
-fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent, out: &mut impl Write) -> Result<(), Ended> {
+fn check<G: Gpu>(cuda: &mut Cuda<G>, class: Class, out: &mut impl Write) -> Result<(), Ended> {
     // A failure then names its kernel.
     cuda.watch(Some(|_| ()));
     let mut wrong = 0;
-    for (name, check) in checks::<G>() {
+    for operation in cuda_operations::<G>() {
         // At once, as a kernel may never end.
-        write!(out, "{name:20} ")?;
+        write!(out, "{:20} {:8} ", operation.name, format!("{class:?}").to_lowercase())?;
         out.flush()?;
-        match check(cuda, extent) {
+        match operation.check(std::slice::from_mut(cuda), class) {
             Ok(cases) => writeln!(out, "{cases:5} cases  right")?,
             Err(failure) => {
                 wrong += 1;
-                writeln!(out, "WRONG: {}", with_source(&failure))?;
+                writeln!(out, "WRONG: {}", with_causes(&failure))?;
             }
         }
     }
@@ -168,18 +175,26 @@ fn check<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent, out: &mut impl Write) -> Re
     }
 }
 
-fn measure<G: Gpu>(cuda: &mut Cuda<G>, extent: Extent, out: &mut impl Write) -> Result<(), Ended> {
-    let is_full = extent == Extent::Full;
-    let (bytes, iterations, sizes) = if is_full {
-        (COPY_BYTES, MATRIX_ITERATIONS, Sizes::LARGE)
-    } else {
-        (1 << 20, 1, Sizes::TINY)
+fn measure<G: Gpu>(cuda: &mut Cuda<G>, class: Class, out: &mut impl Write) -> Result<(), Ended> {
+    let (bytes, iterations, shapes, steps, repetitions) = match class {
+        Class::Served => (COPY_BYTES, MATRIX_ITERATIONS, Shapes::LARGE, Steps::LARGE, 50),
+        _ => (1 << 20, 1, Shapes::TINY, Steps::TINY, 1),
     };
-    let peaks = Peaks {
-        bytes_per_s: Some(cuda.copy_rate(bytes)?),
-        flops_per_s: Some(cuda.matrix_rate(iterations)?),
-    };
-    table(cuda, sizes, peaks, out)?;
-    roofline::by_warps(cuda, sizes, peaks, out)?;
-    roofline::quantize(cuda, sizes, peaks, out)
+    let (rate, peak) = (cuda.copy_rate(bytes)?, cuda.matrix_rate(iterations)?);
+    writeln!(out, "copy {:.0} GB/s, matrix peak {:.1} TFLOP/s", rate / 1e9, peak / 1e12)?;
+    let peaks = Peaks { bytes_per_s: Some(rate), flops_per_s: Some(peak) };
+    let mut table = Table { peaks, repetitions, out };
+    let all = cuda_operations::<G>();
+    table.operations(cuda, &all, &shapes, &|_| true)?;
+    blocks::measure(cuda, &shapes, steps, &mut table)?;
+    // Where products of many rows go to warpgroups: what warps take for them.
+    if !cuda.use_warpgroups(false) {
+        return Ok(());
+    }
+    writeln!(table.out, "by warps (mma.sync) instead of warpgroups (wgmma):")?;
+    let rows = format!("rows {}", shapes.rows.last().copied().unwrap_or(0));
+    let is_wanted = |name: &str| name.starts_with("linear ") && name.ends_with(&rows);
+    let done = table.operations(cuda, &all, &shapes, &is_wanted);
+    cuda.use_warpgroups(true);
+    done
 }

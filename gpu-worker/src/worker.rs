@@ -1,5 +1,6 @@
-//! The role `gpu-worker`: load the span, report ready, then serve links until told to end. The main thread becomes the
-//! executor; one thread beside it reads the control channel, since a message may wait while the device computes.
+//! The role `gpu-worker`: load the span, report ready, then serve links until told to end. The main
+//! thread becomes the executor; one thread beside it reads the control channel, since a message may
+//! wait while the device computes.
 
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -8,11 +9,11 @@ use std::time::Duration;
 use ipc_channel::IpcError;
 use ipc_channel::ipc::IpcReceiver;
 use kernels::Cpu;
-use kernels::cuda::driver::{Driver, OpenError};
+use kernels::cuda::driver::Driver;
 #[cfg(feature = "emu")]
 use kernels::cuda::emu::Emu;
-use kernels::cuda::{Cuda, Gpu, GpuError};
-use kernels::ops::OpError;
+use kernels::cuda::{Cuda, Gpu};
+use kernels::ops::{DeviceFailure, OpError};
 use shared::bootstrap::{Bootstrap, ControlEnds, DescriptorSocket};
 use shared::config::Device;
 use shared::control::{Capacity, FromWorker, LinkInit, ToWorker, WorkerInit};
@@ -22,23 +23,24 @@ use shared::job::JobLimits;
 use shared::shm::board::{BoardWriter, Phase};
 use shared::shm::doorbell::Doorbell;
 use shared::shm::kv::KvMap;
-use shared::shm::pair::PairError;
-use shared::shm::segment::{MemfdSegment, SegmentError};
+use shared::shm::segment::MemfdSegment;
+use shared::warpgroups::Warpgroups;
 use tracing::{debug, error, info, warn};
 
-use crate::block::{BlockSpec, WeightsError};
-use crate::device::Paged;
+use crate::block::WeightsError;
+use crate::device::DeviceBackend;
 use crate::engine::{Engine, EngineError, EngineShape};
-use crate::executor::{Command, End, Executor};
+use crate::executor::{Command, Executor, Exit};
 use crate::fault::Faults;
 use crate::link::{LINK_DESCRIPTORS, Link, LinkError};
-use crate::prepare::with_source;
 use crate::probe;
-use crate::sample;
-use crate::sizing::shortage;
-use crate::throughput::{self, Freshness, Key, RateCache, ThroughputError};
-use crate::weights::manifest::Manifest;
 use crate::weights::map::{MapError, MappedWeights, guard};
+use kernels::cuda::scratch;
+use model::BlockSpec;
+use model::manifest::Manifest;
+use model::rates::{self, Freshness, Key, RateCache, ThroughputError};
+use model::sizing::{graph_block_bytes, shortage, unit_tokens, work_bytes};
+use shared::causes::with_causes;
 
 /// Longest time without progress while weights are mapped: one file system that does not answer.
 const LOADING_LIMIT: Duration = Duration::from_secs(60);
@@ -52,7 +54,8 @@ const RATES_PATIENCE: Duration = Duration::from_secs(20);
 /// Descriptors are sent before the message that names them.
 const DESCRIPTOR_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Messages of the supervisor that may wait for the end of a unit; more make the control thread wait.
+/// Messages of the supervisor that may wait for the end of a unit; more make the control thread
+/// wait.
 const MAX_COMMANDS: usize = 16;
 
 /// Runs the role until it is drained, fails, or the parent is gone.
@@ -60,91 +63,126 @@ pub fn run(bootstrap: Bootstrap) -> ExitReason {
     let ends = match bootstrap.connect::<ToWorker, FromWorker>() {
         Ok(ends) => ends,
         Err(failure) => {
-            error!(failure = with_source(&failure), "no control channel");
+            error!(error = with_causes(&failure), "cannot connect to the supervisor");
             return failure.exit_reason();
         }
     };
     let sender = ends.sender.clone();
-    let End { reason, message } = serve(ends);
+    let Exit { reason, message } = serve(ends);
     if !message.is_empty() {
-        debug!(%reason, message, "failed");
+        debug!(%reason, message, "worker failed");
         // The supervisor logs the sentence; without a supervisor nobody is left to read it.
         let _ = sender.send(FromWorker::Failed { reason, message });
     }
     reason
 }
 
-fn serve(ends: ControlEnds<ToWorker, FromWorker>) -> End {
+fn serve(ends: ControlEnds<ToWorker, FromWorker>) -> Exit {
     match ends.receiver.recv() {
         Ok(ToWorker::Init(init)) => match init.device {
-            Device::Cpu => run_on(&init, ends, |threads, _| {
-                let cpu = Cpu::new(threads);
-                info!(threads, isa = ?cpu.isa(), "processor");
-                Ok(cpu)
-            }),
-            Device::Cuda(ordinal) => run_on(&init, ends, |_, board| {
-                let limit = init.config.sample_timeout;
-                open_cuda(ordinal, (!init.by_warps).then_some(limit), board)
-            }),
+            Device::Cpu => run_on(
+                &init,
+                ends,
+                |start| {
+                    let cpu = Cpu::new(start.threads);
+                    info!(threads = start.threads, isa = ?cpu.isa(), "computing on the CPU");
+                    Ok(cpu)
+                },
+                |_| Ok(()),
+            ),
+            Device::Cuda(ordinal) => run_on(
+                &init,
+                ends,
+                |start| {
+                    let cuda = open_cuda(ordinal, &init.warpgroups)?;
+                    check_memory(&cuda, &init, start)?;
+                    Ok(cuda)
+                },
+                |engine| {
+                    engine.rehearse()?;
+                    engine.record_steps()
+                },
+            ),
             #[cfg(feature = "emu")]
-            Device::Emulator => run_on(&init, ends, |threads, _| {
-                let (emu, most) = (Emu::new(threads), init.config.device_bytes);
-                let most = most.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
-                with_products(Cuda::new(match most {
-                    Some(bytes) => emu.with_memory(bytes),
-                    None => emu,
-                }))
-            }),
+            Device::Emulator => run_on(
+                &init,
+                ends,
+                |start| {
+                    let cuda = with_products(Cuda::new(emulator(&init, start.threads)))?;
+                    check_memory(&cuda, &init, start)?;
+                    Ok(cuda)
+                },
+                |engine| {
+                    // Rehearsing takes the emulator a while.
+                    if init.config.device_bytes.is_some() {
+                        engine.rehearse()?;
+                    }
+                    engine.record_steps()
+                },
+            ),
             #[cfg(not(feature = "emu"))]
-            Device::Emulator => End {
+            Device::Emulator => Exit {
                 reason: ExitReason::BadConfig,
                 message: "device emu is not available: this build has no emulator".to_owned(),
             },
         },
-        Ok(ToWorker::Drain) => End {
-            reason: ExitReason::Clean,
-            message: String::new(),
-        },
+        Ok(ToWorker::Drain) => Exit { reason: ExitReason::Clean, message: String::new() },
         Ok(ToWorker::Link(_)) => out_of_order(),
         Err(failure) => lost(&failure),
     }
 }
 
-fn out_of_order() -> End {
-    End {
+fn out_of_order() -> Exit {
+    Exit {
         reason: ExitReason::ProtocolMismatch,
         message: "the supervisor sent its messages out of order".to_owned(),
     }
 }
 
-fn lost(failure: &IpcError) -> End {
+fn lost(failure: &IpcError) -> Exit {
     match failure {
-        IpcError::SerializationError(_) => End {
+        IpcError::SerializationError(_) => Exit {
             reason: ExitReason::ProtocolMismatch,
-            message: format!("message of the supervisor: {failure}"),
+            message: format!("cannot read a message of the supervisor: {failure}"),
         },
-        _ => End {
-            reason: ExitReason::ParentGone,
-            message: String::new(),
-        },
+        _ => Exit { reason: ExitReason::ParentGone, message: String::new() },
     }
 }
 
-/// The worker over the backend that `open` makes for a number of threads, from loading to the end.
-fn run_on<B: Paged>(
+/// An emulator with the memory that the settings give it.
+#[cfg(feature = "emu")]
+fn emulator(init: &WorkerInit, threads: usize) -> Emu {
+    let emu = Emu::new(threads);
+    match init.config.device_bytes {
+        Some(bytes) => emu.with_memory(usize::try_from(bytes).unwrap_or(usize::MAX)),
+        None => emu,
+    }
+}
+
+/// What is known when a device is opened.
+struct Start<'a> {
+    threads: usize,
+    spec: &'a BlockSpec,
+    weights: &'a MappedWeights,
+}
+
+/// The worker from loading to the end, over the backend that `open` makes. `warm_up` makes a device
+/// ready to serve at full speed.
+fn run_on<B: DeviceBackend>(
     init: &WorkerInit,
     ends: ControlEnds<ToWorker, FromWorker>,
-    open: impl FnOnce(usize, &BoardWriter) -> Result<B, End>,
-) -> End {
+    open: impl FnOnce(&Start<'_>) -> Result<B, Exit>,
+    warm_up: impl FnOnce(&mut Engine<'_, B>) -> Result<(), EngineError>,
+) -> Exit {
     let run = || {
-        let board = BoardWriter::open(&init.board, init.generation).map_err(|e| mismatch(&e))?;
+        let (kv, board) = segments(init, &ends.descriptors)?;
         board.enter(Phase::Loading, LOADING_LIMIT);
         watch_weights(&ends)?;
         let (spec, weights) = load(init, &board)?;
-        let kv = map_kv(init, &ends.descriptors)?;
-        let threads = throughput::threads(&init.config);
-        let backend = open(threads, &board)?;
-        check_memory(&backend, init, &spec, &weights)?;
+        let kv = map_kv(init, kv)?;
+        let threads = rates::threads(&init.config);
+        let start = Start { threads, spec: &spec, weights: &weights };
+        let backend = open(&start)?;
         let shape = EngineShape {
             span: init.span,
             dtype: init.model.dtype,
@@ -155,112 +193,86 @@ fn run_on<B: Paged>(
         let before = private_bytes();
         let mut engine =
             Engine::new(backend, &spec, &weights, kv, shape).map_err(|e| unplaced(&e))?;
-        let has_its_memory = match init.device {
-            Device::Cpu => false,
-            Device::Cuda(_) => true,
-            // Rehearsing takes the emulator a while.
-            Device::Emulator => init.config.device_bytes.is_some(),
-        };
-        if has_its_memory {
-            engine.rehearse().map_err(|e| unplaced(&e))?;
-        }
-        engine.record_steps().map_err(|e| unplaced(&e))?;
-        // Weights are mapped as they are stored; what the process has of its own is what it copied out of them.
+        warm_up(&mut engine).map_err(|e| unplaced(&e))?;
+        // Weights are mapped as they are stored; what the process has of its own is what it copied
+        // out of them.
         let private = private_bytes().saturating_sub(before);
         let [(_, plain), (_, int8), (_, nf4)] = weights.bytes_by_format();
         let adapters = weights.adapter_bytes();
-        info!(plain, int8, nf4, adapters, private, "bytes of weights");
-        info!(span = %init.span, device = %init.device, weights_bytes = weights.bytes(), kv_pages = init.kv_pages, "loaded");
+        info!(plain, int8, nf4, adapters, private, "weights in bytes by format");
+        info!(span = %init.span, device = %init.device, weights_bytes = weights.bytes(), kv_pages = init.kv_pages, "weights loaded");
         Ok(worker(engine, init, board, threads, ends))
     };
     run().unwrap_or_else(|end| end)
 }
 
 /// Has the supervisor told why, should a mapped file be cut short.
-fn watch_weights(ends: &ControlEnds<ToWorker, FromWorker>) -> Result<(), End> {
+fn watch_weights(ends: &ControlEnds<ToWorker, FromWorker>) -> Result<(), Exit> {
     let sender = ends.sender.clone();
     let watched = guard::install(move |message| {
         let reason = ExitReason::WeightsChanged;
         // The process ends either way.
         let _ = sender.send(FromWorker::Failed { reason, message });
     });
-    watched.map_err(|e| End {
+    watched.map_err(|e| Exit {
         reason: ExitReason::Failed,
-        message: format!("watch over the weights: {e}"),
+        message: format!("cannot watch the weights: {e}"),
     })
 }
 
-/// Opens a device after the sample of its warpgroups, which has so much time; without any, warpgroups are not used.
-fn open_cuda(
-    ordinal: u32,
-    limit: Option<Duration>,
-    board: &BoardWriter,
-) -> Result<Cuda<Driver>, End> {
-    board.enter(Phase::Loading, LOADING_LIMIT + limit.unwrap_or_default());
-    let opened = sample::open(ordinal, limit).map_err(|failure| {
-        let (reason, message) = unusable(ordinal, &failure);
-        End { reason, message }
+/// Opens a device whose warpgroups are used as far as the supervisor says.
+fn open_cuda(ordinal: u32, warpgroups: &Warpgroups) -> Result<Cuda<Driver>, Exit> {
+    let driver = Driver::open(ordinal).map_err(|failure| {
+        let (reason, message) = failure.told(ordinal);
+        Exit { reason, message }
     })?;
-    board.enter(Phase::Loading, LOADING_LIMIT);
-    let found = opened.cuda.gpu().properties();
+    let mut cuda = Cuda::new(driver);
+    cuda.follow(warpgroups);
+    let found = cuda.gpu().properties();
     info!(
         name = found.name,
         architecture = found.architecture,
         multiprocessors = found.multiprocessors,
         image = found.image,
-        "CUDA device"
+        "opened a CUDA device"
     );
-    match &opened.sampled {
-        Ok(how) => info!(%how, sample = ?opened.took, "products of many rows"),
-        Err(why) => warn!(
+    match warpgroups {
+        Warpgroups::Failed(why) => warn!(
             why,
-            sample = ?opened.took,
             "warpgroups are not used: prefill is slower, results are the same; `sepal selftest --device cuda:{ordinal}` tells more"
         ),
+        how => info!(%how, "products of many rows"),
     }
-    Ok(opened.cuda)
+    Ok(cuda)
 }
 
 /// Chooses by what the products of many rows are made, on a device that cannot do harm.
 #[cfg(feature = "emu")]
-fn with_products<G: Gpu>(mut cuda: Cuda<G>) -> Result<Cuda<G>, End> {
-    let how = cuda.choose_products().map_err(|failure| End {
+fn with_products<G: Gpu>(mut cuda: Cuda<G>) -> Result<Cuda<G>, Exit> {
+    let how = cuda.choose_products().map_err(|failure| Exit {
         reason: ExitReason::DeviceLost,
-        message: format!("multiply a sample: {}", with_source(&failure)),
+        message: format!("cannot multiply a sample: {}", with_causes(&failure)),
     })?;
-    info!(%how, "products of many rows");
+    info!(%how, "chose the GEMM kernels");
     Ok(cuda)
 }
 
-/// What to tell of a device that is not opened.
-pub(crate) fn unusable(ordinal: u32, failure: &OpenError) -> (ExitReason, String) {
-    let reason = match failure {
-        OpenError::NoCuda(_) | OpenError::TooOld { .. } => ExitReason::BadConfig,
-        OpenError::Call { .. } => ExitReason::DeviceLost,
-    };
-    let why = with_source(failure);
-    let message =
-        format!("cuda:{ordinal} cannot be used ({why}); `--device cpu` serves without a GPU");
-    (reason, message)
-}
-
 /// Refuses weights and pages that do not fit into the memory of the device, before any is taken.
-fn check_memory<B: Paged>(
-    backend: &B,
-    init: &WorkerInit,
-    spec: &BlockSpec,
-    weights: &MappedWeights,
-) -> Result<(), End> {
-    let Some(free) = backend.free_bytes() else {
+fn check_memory<G: Gpu>(cuda: &Cuda<G>, init: &WorkerInit, start: &Start<'_>) -> Result<(), Exit> {
+    let Start { spec, weights, .. } = start;
+    let Ok((free, _)) = cuda.gpu().memory() else {
         return Ok(());
     };
+    let free = free as u64;
     let free = init.config.device_bytes.map_or(free, |most| most.min(free));
     let kv = init.model.kv_segment_bytes(init.span, init.kv_pages) as u64;
     let stored = weights.bytes().saturating_add(weights.adapter_bytes());
-    let graphs = init.model.graph_block_bytes() * init.span.block_count() as u64;
-    match shortage(free, stored, kv, graphs, spec) {
+    let graphs = graph_block_bytes(&init.model) * init.span.block_count() as u64;
+    let scratch = scratch::planned_bytes(&spec.dimensions(), unit_tokens(spec));
+    let work = work_bytes(spec, scratch).saturating_add(graphs);
+    match shortage(free, stored, kv, work) {
         None => Ok(()),
-        Some(why) => Err(End {
+        Some(why) => Err(Exit {
             reason: ExitReason::OutOfMemory,
             message: format!("blocks {} do not fit {}: {why}", init.span, init.device),
         }),
@@ -268,34 +280,28 @@ fn check_memory<B: Paged>(
 }
 
 /// Why weights or pages are not where they should be.
-fn unplaced(error: &EngineError) -> End {
+fn unplaced(error: &EngineError) -> Exit {
     let source = match error {
         EngineError::Op(source) => Some(source),
-        EngineError::Weights {
-            source: WeightsError::Place { source, .. },
-            ..
-        } => Some(source),
+        EngineError::Weights { source: WeightsError::Upload { source, .. }, .. } => Some(source),
         _ => None,
     };
     let reason = match source {
-        Some(OpError::Device(GpuError::OutOfMemory { .. })) => ExitReason::OutOfMemory,
+        Some(OpError::Device(DeviceFailure::OutOfMemory { .. })) => ExitReason::OutOfMemory,
         Some(OpError::Device(_)) => ExitReason::DeviceLost,
         _ => ExitReason::BadConfig,
     };
-    End {
-        reason,
-        message: with_source(error),
-    }
+    Exit { reason, message: with_causes(error) }
 }
 
 /// From measuring to the end.
-fn worker<B: Paged>(
+fn worker<B: DeviceBackend>(
     mut engine: Engine<'_, B>,
     init: &WorkerInit,
     board: BoardWriter,
     threads: usize,
     ends: ControlEnds<ToWorker, FromWorker>,
-) -> End {
+) -> Exit {
     let mut capacity = Capacity::default();
     if init.measure {
         board.enter(Phase::Measuring, MEASURING_LIMIT);
@@ -306,26 +312,14 @@ fn worker<B: Paged>(
         info!(
             inference_rps = capacity.inference_rps,
             forward_rps = capacity.forward_rps,
-            "measured"
+            "measured throughput"
         );
     }
-    let executor = Executor::new(
-        engine,
-        limits(init),
-        Faults::new(init.config.fault, init.generation),
-        board,
-    );
-    let ControlEnds {
-        receiver,
-        sender,
-        descriptors,
-        ..
-    } = ends;
+    let executor =
+        Executor::new(engine, limits(init), Faults::new(init.config.fault, init.generation), board);
+    let ControlEnds { receiver, sender, descriptors, .. } = ends;
     if sender.send(FromWorker::Ready(capacity)).is_err() {
-        return End {
-            reason: ExitReason::ParentGone,
-            message: String::new(),
-        };
+        return Exit { reason: ExitReason::ParentGone, message: String::new() };
     }
     let (commands, inbox) = sync_channel(MAX_COMMANDS);
     let control = Control {
@@ -339,11 +333,12 @@ fn worker<B: Paged>(
         .name("control".to_owned())
         .spawn(move || control.listen(&receiver));
     match spawned {
-        // A message that cannot be sent means that the parent is gone, which the control thread tells.
+        // A message that cannot be sent means that the parent is gone, which the control thread
+        // tells.
         Ok(_) => executor.run(&inbox, |message| drop(sender.send(message))),
-        Err(failure) => End {
+        Err(failure) => Exit {
             reason: ExitReason::Failed,
-            message: format!("start the control thread: {failure}"),
+            message: format!("cannot start the control thread: {failure}"),
         },
     }
 }
@@ -351,15 +346,14 @@ fn worker<B: Paged>(
 /// Bytes of memory that are this process's alone; 0 where the system does not tell.
 fn private_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = status
-        .lines()
-        .find_map(|line| line.strip_prefix("RssAnon:"));
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
     let kilobytes = line.and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok());
     kilobytes.unwrap_or(0) << 10
 }
 
-/// What a block does on this device: kept from an earlier start, unless there is none or the operator wants it measured.
-fn measured<B: Paged>(
+/// What a block does on this device: kept from an earlier start, unless there is none or the
+/// operator wants it measured.
+fn measured<B: DeviceBackend>(
     engine: &mut Engine<'_, B>,
     init: &WorkerInit,
     board: &BoardWriter,
@@ -374,13 +368,11 @@ fn measured<B: Paged>(
         false => Freshness::Kept,
     };
     let cache = RateCache::new(folder, RATES_PATIENCE);
-    match cache.rates(&key, freshness, || {
-        probe::measure(engine, || board.progress())
-    }) {
+    match cache.rates(&key, freshness, || probe::measure(engine, || board.progress())) {
         Ok(capacity) => Ok(capacity),
         Err(ThroughputError::Measurement(failure)) => Err(failure),
         Err(failure) => {
-            warn!(failure = with_source(&failure), "rates are not kept");
+            warn!(error = with_causes(&failure), "cannot save the measured throughput");
             probe::measure(engine, || board.progress())
         }
     }
@@ -397,54 +389,53 @@ fn limits(init: &WorkerInit) -> JobLimits {
     }
 }
 
-fn load(init: &WorkerInit, board: &BoardWriter) -> Result<(BlockSpec, MappedWeights), End> {
+fn load(init: &WorkerInit, board: &BoardWriter) -> Result<(BlockSpec, MappedWeights), Exit> {
     let manifest = Manifest::read(&init.manifest).map_err(|e| bad(&e))?;
     if manifest.model != init.model {
         let message = format!(
             "manifest {:?} is of model {}, not of {}",
             init.manifest, manifest.model.name, init.model.name
         );
-        return Err(End {
-            reason: ExitReason::BadConfig,
-            message,
-        });
+        return Err(Exit { reason: ExitReason::BadConfig, message });
     }
     let spec = BlockSpec::from_config(&manifest.config).map_err(|e| bad(&e))?;
     let weights = MappedWeights::map(&manifest, init.span, || board.progress()).map_err(|e| {
         // What is gone or changed stays so; a disk that failed once may answer the next time.
         let gone = !matches!(&e, MapError::File { source, .. } if source.kind() != std::io::ErrorKind::NotFound);
-        End { reason: if gone { ExitReason::BadConfig } else { ExitReason::Failed }, message: with_source(&e) }
+        Exit { reason: if gone { ExitReason::BadConfig } else { ExitReason::Failed }, message: with_causes(&e) }
     })?;
     Ok((spec, weights))
 }
 
-fn map_kv(init: &WorkerInit, descriptors: &DescriptorSocket) -> Result<KvMap, End> {
-    let mut fds = descriptors
-        .recv(init.fds, 1, DESCRIPTOR_TIMEOUT)
-        .map_err(|e| mismatch(&e))?;
-    let fd = fds.pop().ok_or_else(out_of_order)?;
-    let bytes = init
-        .model
-        .kv_segment_bytes_if(init.kv_survives, init.span, init.kv_pages);
+/// The descriptor of the kv segment, and the worker's seat on the board.
+fn segments(
+    init: &WorkerInit,
+    descriptors: &DescriptorSocket,
+) -> Result<(OwnedFd, BoardWriter), Exit> {
+    let fds = descriptors.recv(init.fds, 2, DESCRIPTOR_TIMEOUT).map_err(|e| mismatch(&e))?;
+    let [kv, board] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| out_of_order())?;
+    let board = BoardWriter::open(board, &init.board, init.generation);
+    Ok((kv, board.map_err(|e| mismatch(&e))?))
+}
+
+fn map_kv(init: &WorkerInit, fd: OwnedFd) -> Result<KvMap, Exit> {
+    let bytes = init.model.kv_segment_bytes_if(init.kv_survives, init.span, init.kv_pages);
     let segment = MemfdSegment::from_fd("sepal-kv", fd, bytes).map_err(|e| mismatch(&e))?;
     KvMap::map(&segment).map_err(|e| {
-        let full = matches!(&e, SegmentError::System { source, .. } if source.raw_os_error() == Some(nix::libc::ENOMEM));
-        End { reason: if full { ExitReason::OutOfMemory } else { ExitReason::Failed }, message: with_source(&e) }
+        let reason = match e.is_out_of_memory() {
+            true => ExitReason::OutOfMemory,
+            false => ExitReason::Failed,
+        };
+        Exit { reason, message: with_causes(&e) }
     })
 }
 
-fn mismatch(error: &dyn std::error::Error) -> End {
-    End {
-        reason: ExitReason::ProtocolMismatch,
-        message: with_source(error),
-    }
+fn mismatch(error: &dyn std::error::Error) -> Exit {
+    Exit { reason: ExitReason::ProtocolMismatch, message: with_causes(error) }
 }
 
-fn bad(error: &dyn std::error::Error) -> End {
-    End {
-        reason: ExitReason::BadConfig,
-        message: with_source(error),
-    }
+fn bad(error: &dyn std::error::Error) -> Exit {
+    Exit { reason: ExitReason::BadConfig, message: with_causes(error) }
 }
 
 /// The control thread: turns messages of the supervisor into commands and wakes the executor.
@@ -463,22 +454,17 @@ impl Control {
             let (command, next_bell) = match receiver.recv() {
                 Ok(ToWorker::Link(init)) => match self.open(&init) {
                     Ok((link, bell)) => (Command::Link(Box::new(link)), Some(bell)),
-                    // The netd of this link is gone already, and its rings with it; the next one brings another.
-                    Err(LinkError::Rings(PairError::Segment(SegmentError::Missing(name)))) => {
-                        warn!(name, "rings are gone");
-                        continue;
+                    Err(failure) => {
+                        (Command::End(ExitReason::ProtocolMismatch, with_causes(&failure)), None)
                     }
-                    Err(failure) => (
-                        Command::End(ExitReason::ProtocolMismatch, with_source(&failure)),
-                        None,
-                    ),
                 },
                 Ok(ToWorker::Drain) => (Command::Drain, None),
                 Ok(ToWorker::Init(_)) => (end(out_of_order()), None),
                 Err(failure) => (end(lost(&failure)), None),
             };
             let last = matches!(command, Command::End(..));
-            // The executor may sleep on the old bell until it has seen the command, and on the new one after that.
+            // The executor may sleep on the old bell until it has seen the command, and on the new
+            // one after that.
             if self.commands.send(command).is_err() || self.ring().is_err() || last {
                 return;
             }
@@ -503,7 +489,7 @@ impl Control {
     }
 }
 
-fn end(end: End) -> Command {
+fn end(end: Exit) -> Command {
     Command::End(end.reason, end.message)
 }
 

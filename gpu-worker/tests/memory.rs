@@ -1,12 +1,13 @@
-//! What a span takes of memory once it is loaded: the weights as they are stored, mapped, and next to nothing of its own. In a process
-//! of its own, so that nobody else's memory is counted.
+//! What a span takes of memory once it is loaded: the weights as they are stored, mapped, and next
+//! to nothing of its own. In a process of its own, so that nobody else's memory is counted.
 
 use std::path::Path;
 
 use gpu_worker::block::{BlockInput, BlockWeights, Workspace, forward};
-use gpu_worker::prepare::Inspected;
+use gpu_worker::kv::page_layout;
 use gpu_worker::weights::map::MappedWeights;
 use kernels::{Cpu, KvPages, StepRow};
+use prepare::Inspected;
 use safetensors::tensor::{Dtype, TensorView};
 use shared::block::{BlockIndex, Span};
 use shared::config::{HubConfig, PrepareConfig, QuantType};
@@ -59,7 +60,8 @@ fn write_model(folder: &Path) {
     std::fs::write(folder.join("model.safetensors"), file).unwrap();
 }
 
-/// Bytes of memory that belong to this process alone (`RssAnon`), which is where a copy of weights would be.
+/// Bytes of memory that belong to this process alone (`RssAnon`), which is where a copy of weights
+/// would be.
 fn private_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|l| l.starts_with("RssAnon:")).unwrap();
@@ -73,11 +75,9 @@ fn a_loaded_span_takes_its_weights_as_stored_and_at_most_a_tenth_more() {
     let model = root.path().join("model");
     write_model(&model);
     let numbers: usize = MATRICES.iter().map(|(_, o, i)| o * i * BLOCKS).sum();
-    for (quant_type, bits) in [
-        (QuantType::None, 16.0),
-        (QuantType::Int8, 8.1),
-        (QuantType::Nf4, 4.2),
-    ] {
+    for (quant_type, bits) in
+        [(QuantType::None, 16.0), (QuantType::Int8, 8.1), (QuantType::Nf4, 4.2)]
+    {
         let config = PrepareConfig {
             model: model.to_str().unwrap().to_owned(),
             dtype: Some(DType::Bf16),
@@ -105,32 +105,14 @@ fn a_loaded_span_takes_its_weights_as_stored_and_at_most_a_tenth_more() {
         let loaded = private_bytes().saturating_sub(before);
         // And computing leaves no copy behind either.
         let mut work = Workspace::new(&mut cpu);
-        let layout = spec.page_layout(DType::Bf16);
+        let layout = page_layout(&spec, DType::Bf16);
         let mut pool = vec![0; layout.page_bytes()];
         let mut hidden = vec![0.5; HIDDEN];
         for block in &blocks {
-            let rows = [StepRow {
-                tokens: 1,
-                prefix: 0,
-                pages: &[PageId(0)],
-            }];
-            let input = BlockInput {
-                rows: &rows,
-                prompts: &[],
-                adapters: &[],
-                lengths: &[],
-            };
+            let rows = [StepRow { tokens: 1, prefix: 0, pages: &[PageId(0)] }];
+            let input = BlockInput { rows: &rows, prompts: &[], adapters: &[], lengths: &[] };
             let mut pages = KvPages::new(layout, &mut pool);
-            forward(
-                &mut cpu,
-                &spec,
-                block,
-                &mut work,
-                input,
-                &mut hidden,
-                &mut pages,
-            )
-            .unwrap();
+            forward(&mut cpu, &spec, block, &mut work, input, &mut hidden, &mut pages).unwrap();
         }
         let computed = private_bytes().saturating_sub(before);
         let stored = weights.bytes();
@@ -141,13 +123,7 @@ fn a_loaded_span_takes_its_weights_as_stored_and_at_most_a_tenth_more() {
             stored as f64 <= numbers as f64 * bits / 8.0 * 1.01,
             "{quant_type}: {stored} bytes"
         );
-        assert!(
-            loaded <= stored / 10,
-            "{quant_type}: {loaded} private bytes beside {stored}"
-        );
-        assert!(
-            computed <= stored / 10,
-            "{quant_type}: {computed} private bytes beside {stored}"
-        );
+        assert!(loaded <= stored / 10, "{quant_type}: {loaded} private bytes beside {stored}");
+        assert!(computed <= stored / 10, "{quant_type}: {computed} private bytes beside {stored}");
     }
 }

@@ -1,7 +1,10 @@
-// x = round(x + round(y)): the residual, and deep prompts (y shorter than x: the host names where in x it begins)
+// Residual connections and deep prompts: x = round(x + round(y)).
 //
-// f32 [len]; T is the dtype to which y and the sum are rounded. CPU reference: kernels/src/ops/add.rs.
-// Grid: 4 neighbours per thread; the fast form needs both addresses aligned to 16. Floor: 12 bytes an element.
+// Shapes: f32 [len]. For deep prompts y is shorter than x; the host says where in x it begins.
+// Variants: T is the dtype to which y and the sum are rounded.
+// Reference: kernels/src/ops/add.rs.
+// Grid: four neighbouring elements per thread. The fast path needs both addresses aligned to 16.
+// Traffic: 12 bytes per element.
 // expects add_*: LDG.128 STG.128
 #include "common.cuh"
 
@@ -17,14 +20,16 @@ template <class T> __device__ __forceinline__ void add(float* x, const float* y,
         a.w = rounded<T>(a.w + rounded<T>(b.w));
         reinterpret_cast<float4*>(x)[at / 4] = a;
     } else {
-        for (uint64_t i = at; i < len && i < at + 4; i++) x[i] = rounded<T>(x[i] + rounded<T>(y[i]));
+        for (uint64_t i = at; i < len && i < at + 4; i++)
+            x[i] = rounded<T>(x[i] + rounded<T>(y[i]));
     }
 }
 
-#define ADD(T)                                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(256)                                                                            \
-        add_##T(float* __restrict__ x /* [len] */, const float* __restrict__ y /* [len] */, uint64_t len) {                      \
-        add<T>(x, y, len);                                                                                                       \
+#define ADD(T)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        add_##T(float* __restrict__ x /* [len] */, const float* __restrict__ y /* [len] */,        \
+                uint64_t len) {                                                                    \
+        add<T>(x, y, len);                                                                         \
     }
 ADD(f32)
 ADD(bf16)

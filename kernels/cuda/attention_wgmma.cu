@@ -1,37 +1,57 @@
-// out = softmax(q K^T) V for many new tokens (prefill) on devices whose warpgroups multiply (wgmma.cuh).
+// Attention of prefill on warpgroups (wgmma.cuh): out = softmax(q K^T) V for many new tokens.
 //
-// q f32 [tokens, heads, D]; pages as in pages.cuh; out f32 [tokens, heads, D]; logsum f32 [tokens, heads] where a gradient wants it.
-// CPU reference: kernels/src/ops/attention.rs. Order: attention.cuh, so a token has the bits that attention_few.cu gives it where wgmma sums as
-// mma.sync does; the host takes this kernel on no other device.
-// Grid: tiles of 128 queries of a row (query = token * group + head of the group), those that see most keys first, x kv heads x rows. CTA: two
-// warpgroups of 64 queries each, on tiles of 64 keys and values that they share, in a ring of copies by cp.async: rows of 128 bytes, swizzled,
-// so that the tensor cores read keys as they lie and values by columns. Queries, scores and weights stay in registers.
-// A warpgroup issues the product of tile t with its values and the scores of tile t + 1 together, merges the one while the other runs, then makes
-// weights of the scores. The barrier of a tile stands before the weights in the first warpgroup and behind them in the second: one multiplies
-// while the other weighs.
-// Floor: 4 D operations per query and key that it sees; 1,024 tokens of a 70B block after nothing: 17 GFLOP, 22 us at 788 TFLOP/s. Keys and values
-// come from L2 once per 128 queries: 128 operations per byte, 6.2 TB/s at that rate.
-// A tile of a warpgroup at D 128: 512 cycles of the tensor cores, and of each of its warps about 500 instructions (276 for weights, 150 to merge, 60
-// to copy; 36 of them powers of two, 72 cycles): the two warps of a quarter take 1,000 issue slots beside 1,024 cycles of products. Expected: 0.6
-// of the peak.
-// Variants: one per D and dtype. Limits: D 64, 80, 96, 112, 128; bf16, f16. All else: attention_many.cu.
-// Source: Shah and others, FlashAttention-3 (arXiv 2407.08608): two warpgroups that take turns; ours has no producer and sums tiles apart.
+// Shapes: q, out f32 [tokens, heads, D]; pages as in pages.cuh; logsum f32 [tokens, heads] where a
+//   gradient needs it.
+// Reference: kernels/src/ops/attention.rs. Order of sums: attention.cuh. A token has the same bits
+//   as in attention_decode.cu on devices whose wgmma sums as mma.sync does; the host uses this
+//   kernel on no other device.
+// Grid: tiles of 128 queries of a row (query = token * group + head of the group) x kv heads x
+//   rows. Tiles that see most keys come first.
+// CTA: two warpgroups of 64 queries each share tiles of 64 keys and values. cp.async fills a ring
+//   of stages; rows of 128 bytes are swizzled, so that tensor cores read keys by rows and values by
+//   columns. Queries, scores and weights stay in registers.
+// Pipeline: a warpgroup issues the product of tile t with its values together with the scores of
+//   tile t + 1, merges the former while the latter runs, then computes the softmax of the scores.
+//   The first warpgroup does so after the barrier of a tile, the second one before it: while one of
+//   them multiplies, the other one computes its softmax.
+// Operations: 4 D per query and visible key; 1,024 tokens of a 70B block without a prefix: 17
+//   GFLOP, computed 22 us at 788 TFLOP/s. L2 gives keys and values once per 128 queries: 128
+//   operations per byte, 6.2 TB/s at that rate.
+// Expected bound (computed): a tile of a warpgroup at D 128 takes 512 cycles of the tensor cores.
+//   Each warp issues about 500 instructions: 276 for the softmax (36 of them ex2, 72 cycles), 150
+//   to merge, 60 to copy. Two warps per scheduler take 1,000 issue slots beside 1,024 cycles of
+//   products, about 0.6 of the peak.
+// Variants: one per D and dtype. Limits: D 64, 80, 96, 112, 128; bf16, f16. Everything else:
+//   attention_prefill.cu.
+// Source: Shah and others, FlashAttention-3 (arXiv 2407.08608), with two warpgroups in alternation;
+//   here no producer warp exists and tiles are summed separately.
 // Architectures: 90a
 // expects attention_wgmma_*: loop HGMMA LDGSTS; only LDGSTS.128; no HMMA LDG.U8 LDG.U16
 #include "attention.cuh"
 #include "wgmma.cuh"
 
 #define QUERIES 128
-#define RING 4
+#define STAGES  4
 
-// A tile of keys in shared memory, and then as many values: pieces of 64 dimensions, [64 keys, 128 bytes] each.
-template <int D> struct Piled {
-    static constexpr uint32_t PIECE = TILE_KEYS * 128, HALF = (D + 63) / 64 * PIECE, STAGE = 2 * HALF;
+// Layout of a stage: a tile of keys, then the values; pieces of 64 dimensions, [64 keys, 128 bytes]
+// each.
+template <int D> struct StageLayout {
+    static constexpr uint32_t PIECE = TILE_KEYS * 128, HALF = (D + 63) / 64 * PIECE,
+                              STAGE = 2 * HALF;
 };
+// Shared memory: STAGES stages.
+template <int D> constexpr uint32_t SHARED = STAGES * StageLayout<D>::STAGE;
+EXPORT(QUERIES, QUERIES);
+EXPORT(SHARED_D64, SHARED<64>);
+EXPORT(SHARED_D80, SHARED<80>);
+EXPORT(SHARED_D96, SHARED<96>);
+EXPORT(SHARED_D112, SHARED<112>);
+EXPORT(SHARED_D128, SHARED<128>);
 
-// Keys and values of positions first .. first + 64 of a row; zeros from `end` on.
+// Copies keys and values of positions first .. first + 64 of a row, with zeros from `end` on.
 template <int D, class T>
-__device__ __forceinline__ void copy_stage(unsigned char* to, const T* pages, const uint32_t* table, uint32_t kv_heads, uint32_t head, uint32_t first,
+__device__ __forceinline__ void copy_stage(unsigned char* to, const T* pages, const uint32_t* table,
+                                           uint32_t kv_heads, uint32_t head, uint32_t first,
                                            uint32_t end) {
     constexpr uint32_t PIECES = D / 8;
 #pragma unroll
@@ -39,76 +59,96 @@ __device__ __forceinline__ void copy_stage(unsigned char* to, const T* pages, co
         const uint32_t key = i / PIECES, piece = i % PIECES, position = first + key;
         const bool valid = position < end;
         const T* from = pages;
-        if (valid) from += vector_at(table[position / PAGE_TOKENS], kv_heads, head, 0, position, D) + piece * 8;
-        unsigned char* at = to + piece / 8 * Piled<D>::PIECE + wgmma_piece(key, piece % 8);
+        if (valid)
+            from += vector_at(table[position / PAGE_TOKENS], kv_heads, head, 0, position, D) +
+                    piece * 8;
+        unsigned char* at = to + piece / 8 * StageLayout<D>::PIECE + wgmma_piece(key, piece % 8);
         cp_async16(at, from, valid);
-        cp_async16(at + Piled<D>::HALF, valid ? from + PAGE_TOKENS * D : from, valid);
+        cp_async16(at + StageLayout<D>::HALF, valid ? from + PAGE_TOKENS * D : from, valid);
     }
 }
 
 template <int D, class T>
-__device__ __forceinline__ void attention_wgmma(const float* q, const T* pages, const uint32_t* words, const float* slopes, float* out, float* logsum,
-                                                uint32_t kv_heads, uint32_t group, const Scoring& scoring) {
-    SMEM_DYN(shared); // 4 x 64 keys and 64 values
-    constexpr uint32_t STAGE = Piled<D>::STAGE;
+__device__ __forceinline__ void attention_wgmma(const float* q, const T* pages,
+                                                const uint32_t* words, const float* slopes,
+                                                float* out, float* logsum, uint32_t kv_heads,
+                                                uint32_t group, const Scoring& scoring) {
+    SMEM_DYN(shared);
+    constexpr uint32_t STAGE = StageLayout<D>::STAGE;
     const Batch batch = batch_of(words);
-    const uint32_t kv_head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32, heads = kv_heads * group;
-    const uint32_t start = batch.row_start[row], tokens = batch.row_start[row + 1] - start, prefix = batch.row_prefix[row];
+    const uint32_t kv_head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32,
+                   heads = kv_heads * group;
+    const uint32_t start = batch.row_start[row], tokens = batch.row_start[row + 1] - start,
+                   prefix = batch.row_prefix[row];
     const uint32_t first_query = (gridDim.x - 1 - blockIdx.x) * QUERIES;
     if (first_query >= tokens * group) return;
     const uint32_t last_query = min(first_query + QUERIES, tokens * group) - 1;
-    const uint32_t begin = prefix + first_query / group, end = prefix + last_query / group + 1; // positions of the queries
+    const uint32_t begin = prefix + first_query / group,
+                   end = prefix + last_query / group + 1; // positions of the queries
     const uint32_t* table = batch.pages + batch.row_table[row];
-    // The same for all threads of a warp, as the compiler must know: lanes stay together around barriers.
+    // Uniform within a warp. The shuffle tells the compiler, which then keeps lanes together around
+    // barriers.
     const bool is_second = __shfl_sync(~0u, threadIdx.x / 128, 0) != 0;
 
-    // Query of one of this lane's two rows, and where it and its result begin.
-    auto query_of = [&](int high) { return first_query + threadIdx.x / 32 * 16 + high * 8 + lane / 4; };
-    auto place_of = [&](uint32_t query) { return ((size_t)(start + query / group) * heads + kv_head * group + query % group) * D; };
+    // Query of one of this lane's two rows, and the offset of the query and its result.
+    auto query_of = [&](int high) {
+        return first_query + threadIdx.x / 32 * 16 + high * 8 + lane / 4;
+    };
+    auto offset_of = [&](uint32_t query) {
+        return ((size_t)(start + query / group) * heads + kv_head * group + query % group) * D;
+    };
 
-    const uint32_t first_tile = begin + 1 > scoring.window ? (begin + 1 - scoring.window) / TILE_KEYS : 0, tiles = (end + TILE_KEYS - 1) / TILE_KEYS;
-    auto stage_of = [&](uint32_t tile) { return shared + tile % RING * STAGE; };
+    const uint32_t first_tile =
+                       begin + 1 > scoring.window ? (begin + 1 - scoring.window) / TILE_KEYS : 0,
+                   tiles = (end + TILE_KEYS - 1) / TILE_KEYS;
+    auto stage_of = [&](uint32_t tile) { return shared + tile % STAGES * STAGE; };
     auto copy = [&](uint32_t tile) {
-        if (tile < tiles) copy_stage<D>(stage_of(tile), pages, table, kv_heads, kv_head, tile * TILE_KEYS, end);
+        if (tile < tiles)
+            copy_stage<D>(stage_of(tile), pages, table, kv_heads, kv_head, tile * TILE_KEYS, end);
         cp_commit();
     };
-    for (uint32_t s = 0; s < RING - 1; s++) copy(first_tile + s);
+    for (uint32_t s = 0; s < STAGES - 1; s++) copy(first_tile + s);
     Queries<D> queries;
 #pragma unroll
     for (int high = 0; high < 2; high++) {
         const uint32_t query = query_of(high);
         const bool exists = query <= last_query;
-        load_query<D, T>(queries, high, exists ? q + place_of(query) : nullptr, prefix + query / group, scoring,
-                         exists && scoring.alibi_scale != 0.0f ? slopes[kv_head * group + query % group] : 0.0f);
+        load_query<D, T>(
+            queries, high, exists ? q + offset_of(query) : nullptr, prefix + query / group, scoring,
+            exists && scoring.alibi_scale != 0.0f ? slopes[kv_head * group + query % group] : 0.0f);
     }
-    float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, o[D / 2] = {}, part[D / 2], s[8][4];
+    float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, o[D / 2] = {}, tile_out[D / 2],
+          s[8][4];
     Weights weights;
     auto score = [&](uint32_t tile) {
         const uint64_t keys = wgmma_rows(stage_of(tile));
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < D / 16; i++)
-            wgmma<T, 64>(reinterpret_cast<float(&)[32]>(s), queries.q[i], keys + i / 4 * (Piled<D>::PIECE / 16) + i % 4 * 2, i > 0);
+            wgmma<T, 64>(reinterpret_cast<float (&)[32]>(s), queries.q[i],
+                         keys + i / 4 * (StageLayout<D>::PIECE / 16) + i % 4 * 2, i > 0);
         wgmma_commit();
     };
-    cp_wait<RING - 2>();
+    cp_wait<STAGES - 2>();
     fence_proxy_async();
     __syncthreads();
     score(first_tile);
-    wgmma_wait<0>(reinterpret_cast<float(&)[32]>(s));
+    wgmma_wait<0>(reinterpret_cast<float (&)[32]>(s));
 #pragma unroll 1
     for (uint32_t tile = first_tile; tile < tiles; tile++) {
-        if (is_second) settle<D, T>(weights, s, queries, tile * TILE_KEYS, scoring);
-        cp_wait<RING - 3>();
+        if (is_second) softmax_tile<D, T>(weights, s, queries, tile * TILE_KEYS, scoring);
+        cp_wait<STAGES - 3>();
         fence_proxy_async();
-        // The next tile is there, and everybody is done with the last one.
+        // The next tile has arrived, and all warps have released the last one.
         __syncthreads();
-        copy(tile + RING - 1);
-        if (!is_second) settle<D, T>(weights, s, queries, tile * TILE_KEYS, scoring);
-        const uint64_t values = wgmma_columns(stage_of(tile) + Piled<D>::HALF, Piled<D>::PIECE);
+        copy(tile + STAGES - 1);
+        if (!is_second) softmax_tile<D, T>(weights, s, queries, tile * TILE_KEYS, scoring);
+        const uint64_t values =
+            wgmma_columns(stage_of(tile) + StageLayout<D>::HALF, StageLayout<D>::PIECE);
         wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < TILE_KEYS / 16; j++) wgmma<T, D, true>(part, weights.p[j], values + j * 128, j > 0);
+        for (int j = 0; j < TILE_KEYS / 16; j++)
+            wgmma<T, D, true>(tile_out, weights.p[j], values + j * 128, j > 0);
         wgmma_commit();
         score(tile + 1); // after the last tile of no use
         float old_share[2], new_share[2];
@@ -117,39 +157,43 @@ __device__ __forceinline__ void attention_wgmma(const float* q, const T* pages, 
             merge(top[high], weights.top[high], old_share[high], new_share[high]);
             sum[high] = merged(sum[high], old_share[high], weights.sum[high], new_share[high]);
         }
-        wgmma_wait<1>(part);
+        wgmma_wait<1>(tile_out);
 #pragma unroll
-        for (int i = 0; i < D / 2; i++) o[i] = merged(o[i], old_share[i / 2 % 2], part[i], new_share[i / 2 % 2]);
-        wgmma_wait<0>(reinterpret_cast<float(&)[32]>(s));
+        for (int i = 0; i < D / 2; i++)
+            o[i] = merged(o[i], old_share[i / 2 % 2], tile_out[i], new_share[i / 2 % 2]);
+        wgmma_wait<0>(reinterpret_cast<float (&)[32]>(s));
     }
     cp_wait<0>();
 #pragma unroll
     for (int high = 0; high < 2; high++) {
         const uint32_t query = query_of(high);
         if (query > last_query) continue;
-        if (logsum && lane % 4 == 0) logsum[place_of(query) / D] = logsum_of(top[high], sum[high]);
-        float* to = out + place_of(query) + lane % 4 * 2;
+        if (logsum && lane % 4 == 0) logsum[offset_of(query) / D] = logsum_of(top[high], sum[high]);
+        float* to = out + offset_of(query) + lane % 4 * 2;
 #pragma unroll
         for (int n = 0; n < D / 8; n++) {
-            const float a = __fdiv_rn(o[n * 4 + high * 2], sum[high]), b = __fdiv_rn(o[n * 4 + high * 2 + 1], sum[high]);
+            const float a = __fdiv_rn(o[n * 4 + high * 2], sum[high]),
+                        b = __fdiv_rn(o[n * 4 + high * 2 + 1], sum[high]);
             *reinterpret_cast<float2*>(to + n * 8) = make_float2(a, b);
         }
     }
 }
 
-#define ATTENTION_WGMMA(D, T)                                                                                                        \
-    extern "C" __global__ void __launch_bounds__(256, 1) attention_wgmma_##T##_d##D(                                                 \
-        const float* __restrict__ q /* [tokens, heads, D] */, const T* __restrict__ pages, const uint32_t* __restrict__ batch,       \
-        const float* __restrict__ slopes /* [heads] or null */, float* __restrict__ out,                                             \
-        float* __restrict__ logsum /* [tokens, heads] or null */, uint32_t kv_heads, uint32_t group, float inverse_divisor,          \
-        float alibi_scale, uint32_t window) {                                                                                        \
-        attention_wgmma<D, T>(q, pages, batch, slopes, out, logsum, kv_heads, group, {inverse_divisor, alibi_scale, window});        \
+#define ATTENTION_WGMMA(D, T)                                                                      \
+    extern "C" __global__ void __launch_bounds__(256, 1) attention_wgmma_##T##_d##D(               \
+        const float* __restrict__ q /* [tokens, heads, D] */, const T* __restrict__ pages,         \
+        const uint32_t* __restrict__ batch,                                                        \
+        const float* __restrict__ slopes /* [heads] or null */, float* __restrict__ out,           \
+        float* __restrict__ logsum /* [tokens, heads] or null */, uint32_t kv_heads,               \
+        uint32_t group, float inverse_divisor, float alibi_scale, uint32_t window) {               \
+        attention_wgmma<D, T>(q, pages, batch, slopes, out, logsum, kv_heads, group,               \
+                              {inverse_divisor, alibi_scale, window});                             \
     }
-#define ATTENTION_WGMMA_SIZES(T) \
-    ATTENTION_WGMMA(64, T)       \
-    ATTENTION_WGMMA(80, T)       \
-    ATTENTION_WGMMA(96, T)       \
-    ATTENTION_WGMMA(112, T)      \
+#define ATTENTION_WGMMA_SIZES(T)                                                                   \
+    ATTENTION_WGMMA(64, T)                                                                         \
+    ATTENTION_WGMMA(80, T)                                                                         \
+    ATTENTION_WGMMA(96, T)                                                                         \
+    ATTENTION_WGMMA(112, T)                                                                        \
     ATTENTION_WGMMA(128, T)
 ATTENTION_WGMMA_SIZES(bf16)
 ATTENTION_WGMMA_SIZES(f16)

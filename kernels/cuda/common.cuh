@@ -1,4 +1,5 @@
-// What several kernels share: conversions between f32 and stored dtypes, sums in a fixed order, and the batch of a step.
+// What most kernels share: conversions between f32 and stored dtypes, sums in a fixed order, and
+// the batch of a step.
 #pragma once
 #include "ptx.h"
 
@@ -6,7 +7,7 @@ typedef __nv_bfloat16 bf16;
 typedef __half f16;
 typedef float f32;
 
-// --- dtypes ----------------------------------------------------------------------------------------------------------
+// --- dtypes --------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float widen(float v) { return v; }
 __device__ __forceinline__ float widen(bf16 v) { return __bfloat162float(v); }
@@ -20,7 +21,7 @@ template <> __device__ __forceinline__ f16 narrow<f16>(float v) { return __float
 // The value of T nearest to v.
 template <class T> __device__ __forceinline__ float rounded(float v) { return widen(narrow<T>(v)); }
 
-// --- sums in a fixed order ---------------------------------------------------------------------------------------------
+// --- sums in a fixed order -----------------------------------------------------------------------
 
 // Sum over the lanes of a full warp; every lane gets it.
 __device__ __forceinline__ float warp_sum(float v) {
@@ -33,8 +34,8 @@ __device__ __forceinline__ float warp_max(float v) {
     return v;
 }
 
-// Sum over a CTA of whole warps in one dimension, at most 32; every thread gets it. `scratch` holds 32 floats of shared memory, and may be
-// used again after the next barrier.
+// Sum over a CTA of at most 32 whole warps in one dimension; every thread gets it. `scratch` holds
+// 32 floats of shared memory, which may be reused after the next barrier.
 __device__ __forceinline__ float cta_sum(float v, float* scratch) {
     const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     v = warp_sum(v);
@@ -43,17 +44,19 @@ __device__ __forceinline__ float cta_sum(float v, float* scratch) {
     return warp_sum(lane < warps ? scratch[lane] : 0.0f);
 }
 
-// --- the batch of a step -----------------------------------------------------------------------------------------------
+// --- the batch of a step -------------------------------------------------------------------------
 
 // Positions per page of the KV cache.
 #define PAGE_TOKENS 16
 
 // The rows of a step as the host lays them out in one array of words (kernels/src/cuda/batch.rs):
 //   0 rows, 1 tokens, 2..7 where the arrays below begin
-//   token_row [tokens], token_position [tokens]       row of each new token, and its position in that row
-//   row_prefix [rows], row_table [rows]               cached positions, and where the page table of a row begins in `pages`
-//   pages                                             page ids of positions 0..16, 16..32, ... of each row
-//   row_start [rows + 1]                              first new token of each row, and the number of tokens
+//   token_row [tokens]          row of each new token
+//   token_position [tokens]     position of each new token in its row
+//   row_prefix [rows]           cached positions of each row
+//   row_table [rows]            index in `pages` of the first page of each row
+//   pages                       page ids of positions 0..16, 16..32, ... of each row
+//   row_start [rows + 1]        first new token of each row, then the number of tokens
 struct Batch {
     const uint32_t* token_row;
     const uint32_t* token_position;

@@ -1,7 +1,9 @@
-// out = x in another dtype, round to nearest even: f32 to bf16 or f16 before a product of many rows, and stored numbers to f32.
+// out = x in another dtype, rounded to nearest even: f32 to bf16 or f16 before a GEMM, and stored
+// values to f32.
 //
-// CPU reference: kernels/src/ops/convert.rs. Grid: 1,024 elements per CTA of 256 threads, 4 neighbours each where all 4 exist.
-// Floor: bytes read and written.
+// Reference: kernels/src/ops/convert.rs.
+// Grid: 1,024 elements per CTA of 256 threads, four neighbours each where all four exist.
+// Traffic: every element read once and written once.
 // expects convert_f32_*: LDG.128 STG.64
 // expects convert_*_f32: LDG.64 STG.128
 #include "common.cuh"
@@ -10,7 +12,8 @@ template <class T> struct alignas(4 * sizeof(T)) Four {
     T v[4];
 };
 
-template <class From, class To> __device__ __forceinline__ void convert(const From* x, To* out, uint64_t len) {
+template <class From, class To>
+__device__ __forceinline__ void convert(const From* x, To* out, uint64_t len) {
     const uint64_t at = ((uint64_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
     if (at + 4 <= len) {
         const Four<From> from = reinterpret_cast<const Four<From>*>(x)[at / 4];
@@ -24,10 +27,10 @@ template <class From, class To> __device__ __forceinline__ void convert(const Fr
 }
 
 // x and out aligned to 4 elements.
-#define CONVERT(From, To)                                                                                                         \
-    extern "C" __global__ void __launch_bounds__(256)                                                                             \
-        convert_##From##_##To(const From* __restrict__ x /* [len] */, To* __restrict__ out /* [len] */, uint64_t len) {           \
-        convert(x, out, len);                                                                                                     \
+#define CONVERT(From, To)                                                                          \
+    extern "C" __global__ void __launch_bounds__(256) convert_##From##_##To(                       \
+        const From* __restrict__ x /* [len] */, To* __restrict__ out /* [len] */, uint64_t len) {  \
+        convert(x, out, len);                                                                      \
     }
 CONVERT(f32, bf16)
 CONVERT(f32, f16)

@@ -1,8 +1,9 @@
-// The power of two that attention takes, once as inline PTX and once as plain C++, as in ptx.h.
+// The power of two that attention uses, once as inline PTX and once as plain C++, as in ptx.h.
 #pragma once
 #include "ptx.h"
 
-// 2 to the power of x, to 2 units in the last place; results below 2^-126 are 0. One instruction, where exp2f is four.
+// 2 to the power of x, to 2 units in the last place; results below 2^-126 are 0. One instruction,
+// where exp2f is four.
 __device__ __forceinline__ float ex2(float x) {
 #ifdef CUDA_CPU
     const float y = exp2f(x);

@@ -1,36 +1,50 @@
-// A mixture of experts around its products: which pairs of token and expert there are, and the sum over the experts of a token.
-//   group: weights as in route.cu, and the lists of experts.cuh      take: out[p] = round(x[token of pair p])
-//   any: out[p] = round(x[p]) weight^T of the expert of p, as linear_any.cu       combine: out[t] = sum over its experts in their order
+// The mixture of experts apart from its large products: routing, lists, gathering, the sum over the
+//   experts of a token, and the generic product.
+//   experts_group: weights as in route.cu, and the lists of experts.cuh
+//   experts_gather: out[p] = round(x[token of pair p])
+//   experts_generic: out[p] = round(x[p]) weight^T of the expert of p, as linear_generic.cu
+//   experts_combine: out[t] = sum over the experts of t in their order
 //
-// CPU reference: kernels/src/ops/experts.rs; source: transformers MixtralSparseMoeBlock.
-// All sizes of grids are functions of the number of tokens, so that launches can be recorded: there are tokens x chosen pairs at most, tiles no
-// more, and CTAs without one end at once.
-// group: one CTA of 16 warps. A warp takes a token at a time for its weights, then an expert at a time over all tokens, 32 of them per ballot;
-// the order of the lists is that of numbers, whoever is first.
-// take, combine: x pairs or tokens, of combine y 1,024 elements each. any: as linear_any.cu, but x pairs, y outputs / 8.
-// A row's sums do not depend on which other rows its experts have, and they are added in the order of the experts, rounded as scatter_add.
-// Floor: group and combine are bound by their launch (a token of 8 experts: some kilobytes), take by rows in and out.
+// Reference: kernels/src/ops/experts.rs. Source: transformers MixtralSparseMoeBlock.
+// Grids depend only on the number of tokens, so that launches can be recorded: at most tokens x
+//   chosen pairs exist, and at most as many tiles. CTAs without a tile end at once.
+// experts_group: one CTA of 16 warps. A warp first computes the weights of one token at a time,
+//   then lists the tokens of one expert at a time, 32 of them per ballot. Lists are ordered by
+//   number.
+// experts_gather, experts_combine: x pairs or tokens; experts_combine has y tiles of 1,024
+//   elements.
+// experts_generic: as linear_generic.cu, with x pairs and y tiles of outputs.
+// Order of sums: those of a row do not depend on the other rows of its experts. Experts are added
+//   in their order, rounded as scatter_add does.
+// Bound: the launches of experts_group and experts_combine; rows in and out of experts_gather.
 // Limits: 256 experts.
-// expects experts_any_*: no LDL STL
+// expects experts_generic_*: no LDL STL
 // expects experts_group_*: no LDL STL
-// expects experts_take_*: LDG.128 STG.128
+// expects experts_gather_*: LDG.128 STG.128
 // expects experts_combine_*: LDG.128 STG.128
 #include "experts.cuh"
-#include "linear_any.cuh"
+#include "linear_generic.cuh"
 #include "pairs.cuh"
 #include "route.cuh"
 
 #define GROUP_WARPS 16
+// Shared memory of experts_group: two lists of experts + 1 words.
+EXPORT(GROUP_THREADS, GROUP_WARPS * 32);
+EXPORT(GROUP_SHARED_PER_START, 2 * 4);
 
-// Of the lanes that vote, how many come before this one; and how many there are.
-__device__ __forceinline__ uint32_t before(uint32_t votes) { return __popc(votes & ((1u << threadIdx.x % 32) - 1)); }
+// Number of voting lanes before this one.
+__device__ __forceinline__ uint32_t before(uint32_t votes) {
+    return __popc(votes & ((1u << threadIdx.x % 32) - 1));
+}
 
-// The weights of a token become its list of experts.
-__device__ __forceinline__ void list_experts(const float* weights, uint32_t experts, uint32_t chosen, uint32_t* expert_of, uint32_t* pair_of) {
+// Writes the list of experts of a token from its weights.
+__device__ __forceinline__ void list_experts(const float* weights, uint32_t experts,
+                                             uint32_t chosen, uint32_t* expert_of,
+                                             uint32_t* pair_of) {
     const uint32_t lane = threadIdx.x % 32;
     uint32_t listed = 0;
     for (uint32_t from = 0; from < experts; from += 32) {
-        // A weight that is no number goes on, so that the result is none either.
+        // NaN counts as a weight, so that the result becomes NaN, too.
         const bool takes = from + lane < experts && weights[from + lane] != 0.0f;
         const uint32_t votes = __ballot_sync(~0u, takes);
         if (takes) expert_of[listed + before(votes)] = from + lane;
@@ -40,9 +54,11 @@ __device__ __forceinline__ void list_experts(const float* weights, uint32_t expe
 }
 
 template <class T>
-__device__ __forceinline__ void group(float* logits, uint32_t* words, const uint32_t* batch, const uint32_t* token_adapter, uint32_t tokens,
-                                      uint32_t chosen, uint32_t experts, uint32_t adapters, uint32_t tile_rows, uint32_t is_routed) {
-    SMEM_DYN(shared); // 2 x (experts + 1) words
+__device__ __forceinline__ void group(float* logits, uint32_t* words, const uint32_t* batch,
+                                      const uint32_t* token_adapter, uint32_t tokens,
+                                      uint32_t chosen, uint32_t experts, uint32_t adapters,
+                                      uint32_t tile_rows, uint32_t is_routed) {
+    SMEM_DYN(shared);
     uint32_t *counts = reinterpret_cast<uint32_t*>(shared), *starts = counts + experts + 1;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, thread = threadIdx.x;
     const uint32_t there = batch ? min(batch[1], tokens) : tokens;
@@ -53,13 +69,16 @@ __device__ __forceinline__ void group(float* logits, uint32_t* words, const uint
         if (token < there && !is_routed) route_token<T>(row, experts, chosen);
         __syncwarp();
         const size_t at = (size_t)token * chosen;
-        list_experts(row, token < there ? experts : 0, chosen, lists.token_expert + at, lists.token_pair + at);
+        list_experts(row, token < there ? experts : 0, chosen, lists.token_expert + at,
+                     lists.token_pair + at);
     }
     __syncthreads();
     for (uint32_t expert = warp; expert < experts; expert += GROUP_WARPS) {
         uint32_t count = 0;
         for (uint32_t from = 0; from < there; from += 32)
-            count += __popc(__ballot_sync(~0u, from + lane < there && logits[(size_t)(from + lane) * experts + expert] != 0.0f));
+            count += __popc(__ballot_sync(
+                ~0u,
+                from + lane < there && logits[(size_t)(from + lane) * experts + expert] != 0.0f));
         if (lane == 0) counts[expert] = count;
     }
     __syncthreads();
@@ -88,31 +107,38 @@ __device__ __forceinline__ void group(float* logits, uint32_t* words, const uint
             const float weight = token < there ? logits[(size_t)token * experts + expert] : 0.0f;
             const uint32_t votes = __ballot_sync(~0u, weight != 0.0f);
             if (weight != 0.0f) {
-                const uint32_t pair = next + before(votes), adapter = token_adapter ? token_adapter[token] : NONE;
+                const uint32_t pair = next + before(votes),
+                               adapter = token_adapter ? token_adapter[token] : NONE;
                 lists.pair_token[pair] = token;
                 lists.pair_expert[pair] = expert;
                 lists.pair_weight[pair] = weight;
                 lists.pair_adapter[pair] = adapter < adapters ? expert * adapters + adapter : NONE;
                 for (uint32_t i = 0; i < chosen; i++)
-                    if (lists.token_expert[(size_t)token * chosen + i] == expert) lists.token_pair[(size_t)token * chosen + i] = pair;
+                    if (lists.token_expert[(size_t)token * chosen + i] == expert)
+                        lists.token_pair[(size_t)token * chosen + i] = pair;
             }
             next += __popc(votes);
         }
     }
 }
 
-// Rows of `width`, a multiple of 8, for experts_many.cu.
-template <class T> __device__ __forceinline__ void take(const Lists& lists, const float* x, T* out, uint32_t width) {
+// Gathers rows of `width`, a multiple of 8, for experts_gemm.cu.
+template <class T>
+__device__ __forceinline__ void take(const Lists& lists, const float* x, T* out, uint32_t width) {
     if (blockIdx.x >= lists.count[0]) return;
-    const float4* from = reinterpret_cast<const float4*>(x + (size_t)lists.pair_token[blockIdx.x] * width);
+    const float4* from =
+        reinterpret_cast<const float4*>(x + (size_t)lists.pair_token[blockIdx.x] * width);
     uint4* to = reinterpret_cast<uint4*>(out + (size_t)blockIdx.x * width);
     for (uint32_t i = threadIdx.x; i < width / 8; i += blockDim.x) {
         const float4 a = from[2 * i], b = from[2 * i + 1];
-        to[i] = make_uint4(pack<T>(a.x, a.y), pack<T>(a.z, a.w), pack<T>(b.x, b.y), pack<T>(b.z, b.w));
+        to[i] =
+            make_uint4(pack<T>(a.x, a.y), pack<T>(a.z, a.w), pack<T>(b.x, b.y), pack<T>(b.z, b.w));
     }
 }
 
-template <class T> __device__ __forceinline__ void combine(const Lists& lists, const float* x, float* out, uint32_t chosen, uint32_t width) {
+template <class T>
+__device__ __forceinline__ void combine(const Lists& lists, const float* x, float* out,
+                                        uint32_t chosen, uint32_t width) {
     const uint32_t token = blockIdx.x;
     const uint32_t* pairs = lists.token_pair + (size_t)token * chosen;
     const uint32_t first = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
@@ -132,49 +158,56 @@ template <class T> __device__ __forceinline__ void combine(const Lists& lists, c
         for (uint32_t at = first; at < min(first + 4, width); at++) {
             float sum = 0.0f;
             for (uint32_t i = 0; i < chosen && pairs[i] != NONE; i++)
-                sum = shared_in<T>(sum, lists.pair_weight[pairs[i]], x[(size_t)pairs[i] * width + at]);
+                sum = shared_in<T>(sum, lists.pair_weight[pairs[i]],
+                                   x[(size_t)pairs[i] * width + at]);
             out[at] = sum;
         }
     }
 }
 
-#define EXPERTS_KERNELS(T)                                                                                                           \
-    extern "C" __global__ void __launch_bounds__(GROUP_WARPS * 32) experts_group_##T(                                               \
-        float* logits /* [tokens, experts] */, uint32_t* words, const uint32_t* batch /* or null */,                                 \
-        const uint32_t* token_adapter /* [tokens] or null */, uint32_t tokens, uint32_t chosen, uint32_t experts, uint32_t adapters, \
-        uint32_t tile_rows, uint32_t is_routed) {                                                                                    \
-        group<T>(logits, words, batch, token_adapter, tokens, chosen, experts, adapters, tile_rows, is_routed);                      \
-    }                                                                                                                                \
-    extern "C" __global__ void __launch_bounds__(256) experts_combine_##T(                                                           \
-        uint32_t* words, uint32_t tokens, uint32_t chosen, uint32_t experts, const float* x /* [pairs, width] */,                    \
-        float* out /* [tokens, width] */, uint32_t width) {                                                                          \
-        combine<T>(lists_of(words, tokens, chosen, experts), x, out, chosen, width);                                                 \
+#define EXPERTS_KERNELS(T)                                                                         \
+    extern "C" __global__ void __launch_bounds__(GROUP_WARPS * 32) experts_group_##T(              \
+        float* logits /* [tokens, experts] */, uint32_t* words,                                    \
+        const uint32_t* batch /* or null */, const uint32_t* token_adapter /* [tokens] or null */, \
+        uint32_t tokens, uint32_t chosen, uint32_t experts, uint32_t adapters, uint32_t tile_rows, \
+        uint32_t is_routed) {                                                                      \
+        group<T>(logits, words, batch, token_adapter, tokens, chosen, experts, adapters,           \
+                 tile_rows, is_routed);                                                            \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(256) experts_combine_##T(                         \
+        uint32_t* words, uint32_t tokens, uint32_t chosen, uint32_t experts,                       \
+        const float* x /* [pairs, width] */, float* out /* [tokens, width] */, uint32_t width) {   \
+        combine<T>(lists_of(words, tokens, chosen, experts), x, out, chosen, width);               \
     }
 EXPERTS_KERNELS(f32)
 EXPERTS_KERNELS(bf16)
 EXPERTS_KERNELS(f16)
 
-#define EXPERTS_TAKE(T)                                                                                                           \
-    extern "C" __global__ void __launch_bounds__(256) experts_take_##T(                                                           \
-        uint32_t* words, uint32_t tokens, uint32_t chosen, uint32_t experts, const float* x /* [tokens, width] */,                \
-        T* out /* [pairs, width] */, uint32_t width) {                                                                            \
-        take<T>(lists_of(words, tokens, chosen, experts), x, out, width);                                                         \
+#define EXPERTS_GATHER(T)                                                                          \
+    extern "C" __global__ void __launch_bounds__(256) experts_gather_##T(                          \
+        uint32_t* words, uint32_t tokens, uint32_t chosen, uint32_t experts,                       \
+        const float* x /* [tokens, width] */, T* out /* [pairs, width] */, uint32_t width) {       \
+        take<T>(lists_of(words, tokens, chosen, experts), x, out, width);                          \
     }
-EXPERTS_TAKE(bf16)
-EXPERTS_TAKE(f16)
+EXPERTS_GATHER(bf16)
+EXPERTS_GATHER(f16)
 
-// `which` matrix of each expert; x by token or by pair.
-#define EXPERTS_ANY(F, f, T)                                                                                                       \
-    extern "C" __global__ void __launch_bounds__(256) experts_any_##f##_##T(EXPERTS, const float* x, float* out /* [pairs, outputs] */, \
-        uint32_t which, uint32_t by_token, uint32_t outputs, uint32_t inputs) {                                                    \
-        const Lists lists = lists_of(words, tokens, chosen, experts);                                                              \
-        const uint32_t pair = blockIdx.x, output = blockIdx.y * 8 + threadIdx.x / 32;                                              \
-        if (pair >= lists.count[0] || output >= outputs) return;                                                                   \
-        const size_t row = by_token ? lists.pair_token[pair] : pair;                                                               \
-        const uint8_t* weight = reinterpret_cast<const uint8_t*>(matrices[lists.pair_expert[pair] * 3 + which]);                   \
-        linear_any<F, T>(weight, x + row * inputs, nullptr, out + (size_t)pair * outputs, output, outputs, inputs, 1);             \
+// `which` names the matrix of each expert; x has rows of tokens or of pairs.
+#define EXPERTS_GENERIC(F, f, T)                                                                   \
+    extern "C" __global__ void __launch_bounds__(256) experts_generic_##f##_##T(                   \
+        EXPERTS, const float* x, float* out /* [pairs, outputs] */, uint32_t which,                \
+        uint32_t by_token, uint32_t outputs, uint32_t inputs) {                                    \
+        const Lists lists = lists_of(words, tokens, chosen, experts);                              \
+        const uint32_t pair = blockIdx.x, output = blockIdx.y * 8 + threadIdx.x / 32;              \
+        if (pair >= lists.count[0] || output >= outputs) return;                                   \
+        const size_t row = by_token ? lists.pair_token[pair] : pair;                               \
+        const uint8_t* weight =                                                                    \
+            reinterpret_cast<const uint8_t*>(matrices[lists.pair_expert[pair] * 3 + which]);       \
+        linear_generic<F, T>(weight, x + row * inputs, nullptr, out + (size_t)pair * outputs,      \
+                             output, outputs, inputs, 1);                                          \
     }
-#define EXPERTS_ANY_DTYPES(F, f) EXPERTS_ANY(F, f, f32) EXPERTS_ANY(F, f, bf16) EXPERTS_ANY(F, f, f16)
-EXPERTS_ANY_DTYPES(Plain, plain)
-EXPERTS_ANY_DTYPES(Int8, int8)
-EXPERTS_ANY_DTYPES(Nf4, nf4)
+#define EXPERTS_GENERIC_DTYPES(F, f)                                                               \
+    EXPERTS_GENERIC(F, f, f32) EXPERTS_GENERIC(F, f, bf16) EXPERTS_GENERIC(F, f, f16)
+EXPERTS_GENERIC_DTYPES(Plain, plain)
+EXPERTS_GENERIC_DTYPES(Int8, int8)
+EXPERTS_GENERIC_DTYPES(Nf4, nf4)

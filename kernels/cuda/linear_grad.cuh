@@ -1,91 +1,146 @@
-// The gradient of the input of a product on the tensor cores, a tile of rows and inputs per CTA: what linear_grad.cu says of it, for whoever says where
-// rows and matrices lie (experts_grad.cu too).
+// Gradient of the input of a product on tensor cores, a tile of rows and inputs per CTA.
+// linear_grad.cu describes it; linear_grad.cu and experts_grad.cu say which rows and matrices a CTA
+// has.
 #pragma once
 #include "linear.cuh"
 
 #define TILE_INPUTS 128
-#define STEP 32
-#define PIECES (TILE_INPUTS / 8)
+#define STEP        32
+#define PIECES      (TILE_INPUTS / 8)
+// Rows of a tile and stages of the ring. A tile of few rows has small stages and more of them,
+// because such products wait for the weights.
+#define GEMM_ROWS   128
+#define GEMM_STAGES 4
+#define GEMV_ROWS   32
+template <class F> constexpr uint32_t GEMV_STAGES = same_type<F, Plain>::value ? 8 : 10;
 
-// Where piece `piece` (8 numbers) of output `output` lies in a tile of weights, and of row `row` in a stage of gradients.
+// Offsets of piece `piece` (8 numbers): of output `output` in a tile of weights, and of row `row`
+// in a stage of gradients.
 __device__ __forceinline__ uint32_t weight_at(uint32_t output, uint32_t piece) {
     return output * (TILE_INPUTS * 2) + (piece ^ (output & 7) ^ (piece >> 3)) * 16;
 }
-__device__ __forceinline__ uint32_t grad_at(uint32_t row, uint32_t piece) { return row * (STEP * 2) + (piece ^ (row >> 1 & 3)) * 16; }
+__device__ __forceinline__ uint32_t grad_at(uint32_t row, uint32_t piece) {
+    return row * (STEP * 2) + (piece ^ (row >> 1 & 3)) * 16;
+}
 
-// How weights are stored: bytes of 16 of them, and whether they must be made.
-template <class F, class T> struct Stored {
-    static constexpr uint32_t BYTES = same_type<F, Nf4>::value ? 8 : same_type<F, Int8>::value ? 16 : 32;
+// Layout of stored weights: bytes of 16 weights, and whether they are decoded before the products.
+template <class F, class T> struct WeightLayout {
+    static constexpr uint32_t BYTES = same_type<F, Nf4>::value    ? 8
+                                      : same_type<F, Int8>::value ? 16
+                                                                  : 32;
     static constexpr uint32_t STAGE = STEP * TILE_INPUTS / 16 * BYTES;
-    static constexpr bool MADE = !(same_type<F, Plain>::value && same_type<T, bf16>::value);
-    static constexpr uint32_t TILES = MADE ? 2 * STEP * TILE_INPUTS * 2 : 0;
-    static constexpr uint32_t TABLE = same_type<F, Nf4>::value ? NF4_TABLE_BYTES + 1024 : 0;
+    static constexpr bool DECODED = !(same_type<F, Plain>::value && same_type<T, bf16>::value);
+    static constexpr uint32_t TILES = DECODED ? 2 * STEP * TILE_INPUTS * 2 : 0;
+    static constexpr uint32_t TABLE =
+        same_type<F, Nf4>::value ? NF4_TABLE_BYTES + NF4_DYNAMIC_BYTES : 0;
 };
 
-// 16 weights of this thread (output thread / 8, inputs from 16 (thread % 8) on) out of a stage into a tile.
+// Shared memory: NF4: the table of levels and the dynamic map; then two tiles of decoded weights,
+// where weights are decoded; then the stages of weights, then those of gradients.
+template <class F, class T, uint32_t ROWS, uint32_t STAGES>
+constexpr uint32_t SHARED = WeightLayout<F, T>::TABLE + WeightLayout<F, T>::TILES +
+                            STAGES * (WeightLayout<F, T>::STAGE + ROWS * STEP * 2);
+template <class F, class T> constexpr uint32_t GEMM_SHARED = SHARED<F, T, GEMM_ROWS, GEMM_STAGES>;
 template <class F, class T>
-__device__ __forceinline__ void make(unsigned char* tile, const unsigned char* stage, const uint32_t* table, float scale) {
-    const uint32_t output = threadIdx.x / 8, part = threadIdx.x % 8;
-    uint32_t made[8];
+constexpr uint32_t GEMV_SHARED = SHARED<F, T, GEMV_ROWS, GEMV_STAGES<F>>;
+EXPORT(STEP, STEP);
+EXPORT(TILE_INPUTS, TILE_INPUTS);
+EXPORT(GEMM_ROWS, GEMM_ROWS);
+EXPORT(GEMM_SHARED_PLAIN_BF16, (GEMM_SHARED<Plain, bf16>));
+EXPORT(GEMM_SHARED_PLAIN_F16, (GEMM_SHARED<Plain, f16>));
+EXPORT(GEMM_SHARED_INT8, (GEMM_SHARED<Int8, bf16>));
+EXPORT(GEMM_SHARED_NF4, (GEMM_SHARED<Nf4, bf16>));
+EXPORT(GEMV_ROWS, GEMV_ROWS);
+EXPORT(GEMV_SHARED_PLAIN_BF16, (GEMV_SHARED<Plain, bf16>));
+EXPORT(GEMV_SHARED_PLAIN_F16, (GEMV_SHARED<Plain, f16>));
+EXPORT(GEMV_SHARED_INT8, (GEMV_SHARED<Int8, bf16>));
+EXPORT(GEMV_SHARED_NF4, (GEMV_SHARED<Nf4, bf16>));
+
+// Decodes 16 weights of this thread (output thread / 8, inputs from 16 (thread % 8) on) from a
+// stage into a tile.
+template <class F, class T>
+__device__ __forceinline__ void decode_tile(unsigned char* tile, const unsigned char* stage,
+                                            const uint32_t* table, float scale) {
+    const uint32_t output = threadIdx.x / 8, sixteen = threadIdx.x % 8;
+    uint32_t decoded[8];
     if constexpr (same_type<F, Nf4>::value) {
         const uint2 codes = *reinterpret_cast<const uint2*>(stage + threadIdx.x * 8);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const uint32_t pair = table[((i < 4 ? codes.x : codes.y) >> (i % 4 * 8) & 255) * 32];
-            made[i] = pack<bf16>(__fmul_rn(__uint_as_float(pair << 16), scale), __fmul_rn(__uint_as_float(pair & 0xffff0000u), scale));
+            decoded[i] = pack<bf16>(__fmul_rn(__uint_as_float(pair << 16), scale),
+                                    __fmul_rn(__uint_as_float(pair & 0xffff0000u), scale));
         }
     } else if constexpr (same_type<F, Int8>::value) {
         const uint4 codes = *reinterpret_cast<const uint4*>(stage + threadIdx.x * 16);
-        widen_int8<bf16>(codes.x, made[0], made[1]);
-        widen_int8<bf16>(codes.y, made[2], made[3]);
-        widen_int8<bf16>(codes.z, made[4], made[5]);
-        widen_int8<bf16>(codes.w, made[6], made[7]);
+        widen_int8<bf16>(codes.x, decoded[0], decoded[1]);
+        widen_int8<bf16>(codes.y, decoded[2], decoded[3]);
+        widen_int8<bf16>(codes.z, decoded[4], decoded[5]);
+        widen_int8<bf16>(codes.w, decoded[6], decoded[7]);
     } else {
-        const uint4 low = *reinterpret_cast<const uint4*>(stage + weight_at(output, part * 2));
-        const uint4 high = *reinterpret_cast<const uint4*>(stage + weight_at(output, part * 2 + 1));
+        const uint4 low = *reinterpret_cast<const uint4*>(stage + weight_at(output, sixteen * 2));
+        const uint4 high =
+            *reinterpret_cast<const uint4*>(stage + weight_at(output, sixteen * 2 + 1));
         const uint32_t halves[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
         for (int i = 0; i < 8; i++)
-            made[i] = pack<bf16>(widen(__ushort_as_half((unsigned short)halves[i])), widen(__ushort_as_half((unsigned short)(halves[i] >> 16))));
+            decoded[i] = pack<bf16>(widen(__ushort_as_half((unsigned short)halves[i])),
+                                    widen(__ushort_as_half((unsigned short)(halves[i] >> 16))));
     }
-    *reinterpret_cast<uint4*>(tile + weight_at(output, part * 2)) = make_uint4(made[0], made[1], made[2], made[3]);
-    *reinterpret_cast<uint4*>(tile + weight_at(output, part * 2 + 1)) = make_uint4(made[4], made[5], made[6], made[7]);
+    *reinterpret_cast<uint4*>(tile + weight_at(output, sixteen * 2)) =
+        make_uint4(decoded[0], decoded[1], decoded[2], decoded[3]);
+    *reinterpret_cast<uint4*>(tile + weight_at(output, sixteen * 2 + 1)) =
+        make_uint4(decoded[4], decoded[5], decoded[6], decoded[7]);
 }
 
-// Rows from `first_row` on, before `rows`, at most ROWS; inputs from `first_input` on, at most TILE_INPUTS. One CTA. The walk over the outputs is cut
-// into segments of `segment` steps: each is summed from zero, and the sums are added from first to last. A CTA takes all, or the one called `only` and
-// leaves its sums in `out`, for linear_grad_join.
+// Computes rows from `first_row` on, before `rows`, at most ROWS, and inputs from `first_input` on,
+// at most TILE_INPUTS, with one CTA. Outputs are cut into segments of `segment` steps: each is
+// summed from zero, and the sums are added from first to last. A CTA processes all segments, or
+// only segment `only`, whose sums it writes to `out` for linear_grad_join.
 template <class F, class T, uint32_t ROWS, uint32_t STAGES>
-__device__ __forceinline__ void linear_grad(const uint8_t* bytes, const bf16* grad, float* out, uint32_t outputs, uint32_t inputs, uint32_t first_row,
-                                            uint32_t rows, uint32_t first_input, uint32_t padded, uint32_t segment = ~0u, uint32_t only = ~0u) {
-    SMEM_DYN(shared); // NF4: table, dynamic map; then tiles of weights that are made; then stages of weights and of gradients
-    typedef Stored<F, T> W;
+__device__ __forceinline__ void linear_grad(const uint8_t* bytes, const bf16* grad, float* out,
+                                            uint32_t outputs, uint32_t inputs, uint32_t first_row,
+                                            uint32_t rows, uint32_t first_input, uint32_t padded,
+                                            uint32_t segment = ~0u, uint32_t only = ~0u) {
+    SMEM_DYN(shared);
+    typedef WeightLayout<F, T> W;
     constexpr bool IS_NF4 = same_type<F, Nf4>::value;
     constexpr uint32_t G_STAGE = ROWS * STEP * 2;
-    constexpr int ALONG = ROWS == 128 ? 4 : 8, M = ROWS == 128 ? 4 : 2, N = TILE_INPUTS / ALONG / 8;
+    constexpr int INPUT_WARPS = ROWS == 128 ? 4 : 8, M = ROWS == 128 ? 4 : 2,
+                  N = TILE_INPUTS / INPUT_WARPS / 8;
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint32_t* table = reinterpret_cast<uint32_t*>(shared);
     float* dynamic = reinterpret_cast<float*>(shared + NF4_TABLE_BYTES);
-    unsigned char *tiles = shared + W::TABLE, *w_ring = tiles + W::TILES, *g_ring = w_ring + STAGES * W::STAGE;
-    // First step and end.
-    const uint32_t begin = only == ~0u ? 0 : only * segment, steps = only == ~0u ? padded / STEP : min(begin + segment, padded / STEP);
+    unsigned char *tiles = shared + W::TABLE, *w_ring = tiles + W::TILES,
+                  *g_ring = w_ring + STAGES * W::STAGE;
+    // First step and the step past the last one.
+    const uint32_t begin = only == ~0u ? 0 : only * segment,
+                   steps = only == ~0u ? padded / STEP : min(begin + segment, padded / STEP);
 
-    // Copies the next 32 outputs: weights as stored, and gradients. What is not there is zeros.
+    // Producer: copies the next 32 outputs of stored weights and of gradients, with zeros past the
+    // ends.
     auto copy = [&](uint32_t step) {
-        unsigned char *to_w = w_ring + step % STAGES * W::STAGE, *to_g = g_ring + step % STAGES * G_STAGE;
+        unsigned char *to_w = w_ring + step % STAGES * W::STAGE,
+                      *to_g = g_ring + step % STAGES * G_STAGE;
         constexpr uint32_t ROW = W::BYTES / 2; // pieces of 16 bytes of an output
 #pragma unroll
         for (uint32_t i = threadIdx.x; i < STEP * ROW; i += 256) {
-            const uint32_t output = step * STEP + i / ROW, piece = i % ROW, input = first_input + piece * (256 / W::BYTES);
+            const uint32_t output = step * STEP + i / ROW, piece = i % ROW,
+                           input = first_input + piece * (256 / W::BYTES);
             const bool valid = output < outputs && input < inputs;
-            const size_t from = ((size_t)output * inputs + input) / 16 * W::BYTES + (input % 16) * 2;
-            cp_async16(to_w + (same_type<F, Plain>::value ? weight_at(i / ROW, piece) : i * 16), valid ? bytes + from : bytes, valid);
+            const size_t from =
+                ((size_t)output * inputs + input) / 16 * W::BYTES + (input % 16) * 2;
+            cp_async16(to_w + (same_type<F, Plain>::value ? weight_at(i / ROW, piece) : i * 16),
+                       valid ? bytes + from : bytes, valid);
         }
 #pragma unroll
         for (uint32_t i = threadIdx.x; i < ROWS * STEP / 8; i += 256) {
             const uint32_t row = i / (STEP / 8), piece = i % (STEP / 8);
             const bool valid = first_row + row < rows;
-            cp_async16(to_g + grad_at(row, piece), valid ? grad + (size_t)(first_row + row) * padded + step * STEP + piece * 8 : grad, valid);
+            cp_async16(
+                to_g + grad_at(row, piece),
+                valid ? grad + (size_t)(first_row + row) * padded + step * STEP + piece * 8 : grad,
+                valid);
         }
     };
     Nf4Parts parts = {};
@@ -94,57 +149,69 @@ __device__ __forceinline__ void linear_grad(const uint8_t* bytes, const bf16* gr
         fill_nf4_table<bf16>(table);
         dynamic[threadIdx.x] = NF4_DYNAMIC[threadIdx.x];
     }
-    // Parts of the scale of this thread's weights of a step: read one step before they are put together, as memory takes its time.
+    // Code and second scale of this thread's weights, read one step before the scale is computed to
+    // hide the latency of memory.
     uint32_t code = 0;
     float coarse = 0.0f;
     auto fetch = [&](uint32_t step) {
-        const uint32_t output = step * STEP + threadIdx.x / 8, input = first_input + threadIdx.x % 8 * 16;
+        const uint32_t output = step * STEP + threadIdx.x / 8,
+                       input = first_input + threadIdx.x % 8 * 16;
         if (!IS_NF4 || output >= outputs || input >= inputs) return;
         const size_t group = ((size_t)output * inputs + input) / NF4_GROUP;
         code = parts.absmax[group];
         coarse = parts.absmax2[group / NF4_SUPER_GROUP];
     };
-    auto scale = [&]() { return IS_NF4 ? nf4_scale(dynamic, (uint8_t)code, coarse, parts.offset) * (1.0f / nf4_factor<bf16>()) : 1.0f; };
+    auto scale = [&]() {
+        return IS_NF4 ? nf4_scale(dynamic, (uint8_t)code, coarse, parts.offset) *
+                            (1.0f / nf4_factor<bf16>())
+                      : 1.0f;
+    };
 
     for (uint32_t s = begin; s < begin + STAGES - 1; s++) {
         if (s < steps) copy(s);
         cp_commit();
     }
-    if constexpr (W::MADE) {
+    if constexpr (W::DECODED) {
         fetch(begin);
         cp_wait<STAGES - 2>();
         __syncthreads();
-        make<F, T>(tiles + begin % 2 * (W::TILES / 2), w_ring + begin % STAGES * W::STAGE, table + lane, scale());
+        decode_tile<F, T>(tiles + begin % 2 * (W::TILES / 2), w_ring + begin % STAGES * W::STAGE,
+                          table + lane, scale());
         if (begin + 1 < steps) fetch(begin + 1);
     }
     for (uint32_t from = begin, until; from < steps; from = until) {
         until = min(from + segment, steps);
         float sum[M][N][4] = {};
         for (uint32_t step = from; step < until; step++) {
-            // Until this step is there, and the next where its weights are made.
-            cp_wait<W::MADE ? STAGES - 3 : STAGES - 2>();
+            // Waits for this step, and for the next one where its weights are decoded.
+            cp_wait<W::DECODED ? STAGES - 3 : STAGES - 2>();
             __syncthreads();
             if (step + STAGES - 1 < steps) copy(step + STAGES - 1);
             cp_commit();
-            const unsigned char *g = g_ring + step % STAGES * G_STAGE, *w = w_ring + step % STAGES * W::STAGE;
-            if constexpr (W::MADE) {
+            const unsigned char *g = g_ring + step % STAGES * G_STAGE,
+                                *w = w_ring + step % STAGES * W::STAGE;
+            if constexpr (W::DECODED) {
                 constexpr uint32_t TILE = W::TILES / 2;
                 w = tiles + step % 2 * TILE;
                 if (step + 1 < steps) {
                     const float own = scale();
                     if (step + 2 < steps) fetch(step + 2);
-                    make<F, T>(tiles + (step + 1) % 2 * TILE, w_ring + (step + 1) % STAGES * W::STAGE, table + lane, own);
+                    decode_tile<F, T>(tiles + (step + 1) % 2 * TILE,
+                                      w_ring + (step + 1) % STAGES * W::STAGE, table + lane, own);
                 }
             }
 #pragma unroll
             for (int k = 0; k < STEP / 16; k++) {
                 uint32_t a[M][4];
 #pragma unroll
-                for (int m = 0; m < M; m++) ldsm4(a[m], g + grad_at(warp / ALONG * 64 + m * 16 + lane % 16, k * 2 + lane / 16));
+                for (int m = 0; m < M; m++)
+                    ldsm4(a[m], g + grad_at(warp / INPUT_WARPS * 64 + m * 16 + lane % 16,
+                                            k * 2 + lane / 16));
 #pragma unroll
                 for (int n = 0; n < N; n += 2) {
                     uint32_t b[4];
-                    ldsm4_t(b, w + weight_at(k * 16 + lane % 16, warp % ALONG * N + n + lane / 16));
+                    ldsm4_t(b, w + weight_at(k * 16 + lane % 16,
+                                             warp % INPUT_WARPS * N + n + lane / 16));
 #pragma unroll
                     for (int m = 0; m < M; m++) {
                         mma<bf16>(sum[m][n], a[m], b[0], b[1]);
@@ -153,9 +220,12 @@ __device__ __forceinline__ void linear_grad(const uint8_t* bytes, const bf16* gr
                 }
             }
         }
-        // Places of the sums are worked out here, for want of registers in the loop: a shuffle with itself is something that no compiler does earlier.
-        const uint32_t thread = __shfl_sync(~0u, threadIdx.x, threadIdx.x % 32), row_of_lane = first_row + thread / 32 / ALONG * 64 + thread % 32 / 4;
-        const uint32_t input_of_lane = first_input + thread / 32 % ALONG * N * 8 + thread % 4 * 2;
+        // Offsets of the sums are computed here to save registers in the loop. The compiler cannot
+        // hoist a shuffle.
+        const uint32_t thread = __shfl_sync(~0u, threadIdx.x, threadIdx.x % 32),
+                       row_of_lane = first_row + thread / 32 / INPUT_WARPS * 64 + thread % 32 / 4;
+        const uint32_t input_of_lane =
+            first_input + thread / 32 % INPUT_WARPS * N * 8 + thread % 4 * 2;
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
@@ -168,7 +238,8 @@ __device__ __forceinline__ void linear_grad(const uint8_t* bytes, const bf16* gr
                     if (input >= inputs) continue;
                     float2* to = reinterpret_cast<float2*>(out + (size_t)row * inputs + input);
                     float2 total = make_float2(sum[m][n][high * 2], sum[m][n][high * 2 + 1]);
-                    if (from > begin) total = make_float2(__fadd_rn(to->x, total.x), __fadd_rn(to->y, total.y));
+                    if (from > begin)
+                        total = make_float2(__fadd_rn(to->x, total.x), __fadd_rn(to->y, total.y));
                     *to = total;
                 }
             }
@@ -176,12 +247,16 @@ __device__ __forceinline__ void linear_grad(const uint8_t* bytes, const bf16* gr
     cp_wait<0>();
 }
 
-// 8 gradients of a row from `output` on as bf16, zeros from `outputs` on; times the scales of INT8 rows, if there are.
-__device__ __forceinline__ void round_eight(const float* grad, const float* absmax, bf16* out, uint32_t output, uint32_t outputs) {
+// Rounds 8 gradients of a row from `output` on to bf16, with zeros from `outputs` on. For INT8 it
+// multiplies them by the scales of the rows.
+__device__ __forceinline__ void round_eight(const float* grad, const float* absmax, bf16* out,
+                                            uint32_t output, uint32_t outputs) {
     float v[8];
     if (outputs % 4 == 0 && output + 8 <= outputs) {
-        const float4 a = *reinterpret_cast<const float4*>(grad + output), b = *reinterpret_cast<const float4*>(grad + output + 4);
-        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+        const float4 a = *reinterpret_cast<const float4*>(grad + output),
+                     b = *reinterpret_cast<const float4*>(grad + output + 4);
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z,
+        v[7] = b.w;
     } else {
 #pragma unroll
         for (uint32_t i = 0; i < 8; i++) v[i] = output + i < outputs ? grad[output + i] : 0.0f;
@@ -191,6 +266,7 @@ __device__ __forceinline__ void round_eight(const float* grad, const float* absm
         for (uint32_t i = 0; i < 8; i++)
             if (output + i < outputs) v[i] = __fmul_rn(v[i], absmax[output + i] * (1.0f / 127.0f));
     }
-    const uint4 packed = make_uint4(pack<bf16>(v[0], v[1]), pack<bf16>(v[2], v[3]), pack<bf16>(v[4], v[5]), pack<bf16>(v[6], v[7]));
+    const uint4 packed = make_uint4(pack<bf16>(v[0], v[1]), pack<bf16>(v[2], v[3]),
+                                    pack<bf16>(v[4], v[5]), pack<bf16>(v[6], v[7]));
     *reinterpret_cast<uint4*>(out + output) = packed;
 }

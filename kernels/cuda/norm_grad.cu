@@ -1,14 +1,21 @@
-// Gradient of the root-mean-square norm and of the layer norm, in place of the gradient of the output:
-//   u = grad weight; h = (x - m) r; grad = r (u - [mean(u)] - h mean(u h))     m = 0 and no [] for the root mean square
+// Gradients of RMSNorm and LayerNorm, in place of the gradient of the output:
+//   u = grad weight; h = (x - m) r; grad = r (u - [mean(u)] - h mean(u h))
+// RMSNorm: m = 0, without the term in [].
 //
-// f32: x, grad [rows, width], weight [width]. CPU reference: kernels/src/ops/gradient.rs.
-// Grid: one CTA per row; sums over threads, lanes, warps, a function of width and CTA. Floor: x and grad in, grad out.
+// Shapes: f32 x, grad [rows, width], weight [width].
+// Reference: kernels/src/ops/gradient.rs.
+// Grid: one CTA per row. Sums over threads, lanes, then warps depend on the width and the CTA only.
+// Traffic: x and grad in, grad out.
 // expects *_grad: no LDL STL
 #include "common.cuh"
 
+// Shared memory: four sums per warp.
+EXPORT(SHARED, 4 * 32 * 4);
+
 template <bool CENTERED>
-__device__ __forceinline__ void norm_grad(const float* x, const float* weight, float* grad, uint32_t width, float eps) {
-    SMEM_DYN(shared); // 4 x 32 floats
+__device__ __forceinline__ void norm_grad(const float* x, const float* weight, float* grad,
+                                          uint32_t width, float eps) {
+    SMEM_DYN(shared);
     float* scratch = reinterpret_cast<float*>(shared);
     x += (size_t)blockIdx.x * width;
     grad += (size_t)blockIdx.x * width;
@@ -34,11 +41,12 @@ __device__ __forceinline__ void norm_grad(const float* x, const float* weight, f
         grad[i] = scale * (grad[i] * weight[i] - level - (x[i] - mean) * scale * along);
 }
 
-#define NORM_GRAD(name, CENTERED)                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(512)                                                                              \
-        name(const float* __restrict__ x /* [rows, width] */, const float* __restrict__ weight /* [width] */,                      \
-             float* __restrict__ grad /* [rows, width] */, uint32_t width, float eps) {                                            \
-        norm_grad<CENTERED>(x, weight, grad, width, eps);                                                                          \
+#define NORM_GRAD(name, CENTERED)                                                                  \
+    extern "C" __global__ void __launch_bounds__(512)                                              \
+        name(const float* __restrict__ x /* [rows, width] */,                                      \
+             const float* __restrict__ weight /* [width] */,                                       \
+             float* __restrict__ grad /* [rows, width] */, uint32_t width, float eps) {            \
+        norm_grad<CENTERED>(x, weight, grad, width, eps);                                          \
     }
 NORM_GRAD(rmsnorm_grad, false)
 NORM_GRAD(layernorm_grad, true)

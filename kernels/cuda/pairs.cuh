@@ -1,4 +1,4 @@
-// Two 16-bit numbers in a register, and products of them on the tensor cores.
+// Two 16-bit numbers in one register, and tensor-core products of them.
 #pragma once
 #include "common.cuh"
 
@@ -12,10 +12,16 @@ template <> __device__ __forceinline__ uint32_t pack<f16>(float low, float high)
     return (uint32_t)__half_as_ushort(pair.x) | (uint32_t)__half_as_ushort(pair.y) << 16;
 }
 
-template <class T> __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
-template <> __device__ __forceinline__ void mma<bf16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+template <class T>
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1);
+template <>
+__device__ __forceinline__ void mma<bf16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                          uint32_t b1) {
     mma_bf16(d, a, b0, b1);
 }
-template <> __device__ __forceinline__ void mma<f16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+template <>
+__device__ __forceinline__ void mma<f16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                         uint32_t b1) {
     mma_f16(d, a, b0, b1);
 }

@@ -1,15 +1,22 @@
-// What the tensor cores give by products of warpgroups: the yardstick of `sepal selftest` where a device has them.
+// Peak rate of the tensor cores with warpgroups, the yardstick of `sepal selftest` on devices that
+// have them.
 //
-// Each of 2 warpgroups multiplies the same fragments with the same tile of shared memory, m64n128k16 of bf16, 4 times an iteration. The sums
-// are written at the end so that nothing is left out.
+// Each of 2 warpgroups multiplies the same fragments with the same tile of shared memory,
+// m64n128k16 of bf16, 4 times per iteration. The sums are written at the end so that the compiler
+// keeps them.
 // Architectures: 90a
 // expects peak_wgmma_bf16: loop HGMMA; loop no LDS; no HMMA
 #include "peak.cuh"
 #include "wgmma.cuh"
 
-extern "C" __global__ void __launch_bounds__(256) peak_wgmma_bf16(float* __restrict__ out /* [CTAs, threads] */, uint32_t iterations) {
-    SMEM_DYN(tile); // [128, 64]
-    for (uint32_t i = threadIdx.x; i < 128 * 32; i += 256) reinterpret_cast<uint32_t*>(tile)[i] = noise(i);
+// Shared memory: b, [128, 64] of bf16.
+EXPORT(SHARED, 128 * 64 * 2);
+
+extern "C" __global__ void __launch_bounds__(256)
+    peak_wgmma_bf16(float* __restrict__ out /* [CTAs, threads] */, uint32_t iterations) {
+    SMEM_DYN(tile);
+    for (uint32_t i = threadIdx.x; i < 128 * 32; i += 256)
+        reinterpret_cast<uint32_t*>(tile)[i] = noise(i);
     fence_proxy_async();
     __syncthreads();
     uint32_t a[4][4];

@@ -1,20 +1,25 @@
-// out = weight * round(x * (mean(x^2) + eps)^-1/2) per row
+// RMSNorm: out = weight * round(x * (mean(x^2) + eps)^-1/2) per row.
 //
-// x, out f32 [rows, width]; weight f32 [width]; T is the dtype that the normalised value is rounded to.
-// One CTA per row. Each thread reads its elements twice (the second time from the cache) and writes them once; the row is read in pieces of
-// 16 bytes when its width allows. Sums are f32: per thread from first to last, then over lanes, then over warps, so the bits of a row are
-// a function of its values, its width and the size of the CTA, which the host derives from the width alone.
-// rmsnorm_add first adds a branch: x = round(x + round(y)), and keeps the sum; one launch less, one read less.
-// Limits: CTA of whole warps in one dimension.
+// Shapes: x, out f32 [rows, width]; weight f32 [width]. T is the dtype of the normalised value.
 // Source: transformers LlamaRMSNorm.
+// Grid: one CTA per row, whole warps in one dimension. A thread reads its elements twice, the
+//   second time from the cache, in pieces of 16 bytes where the width allows, and writes them once.
+// Order of sums: f32 per thread from first to last, then lanes, then warps. The bits of a row
+//   depend on its values, its width and the size of the CTA, which the host derives from the width
+//   alone.
+// rmsnorm_add: first adds a branch, x = round(x + round(y)), and stores the sum. This saves one
+//   launch and one read.
 // expects rmsnorm_*: LDG.128 STG.128
 #include "common.cuh"
 
-// ADD: first x = round(x + round(y)), as add.cu does; each thread adds the elements that it sums.
+// Shared memory: a sum per warp.
+EXPORT(SHARED, 32 * 4);
+
+// ADD: first x = round(x + round(y)), as in add.cu; each thread adds the elements that it sums.
 template <class T, bool ADD>
-__device__ __forceinline__ void rmsnorm(float* x, const float* y, const float* __restrict__ weight, float* __restrict__ out,
-                                        uint32_t width, float eps) {
-    SMEM_DYN(shared); // 32 floats
+__device__ __forceinline__ void rmsnorm(float* x, const float* y, const float* __restrict__ weight,
+                                        float* __restrict__ out, uint32_t width, float eps) {
+    SMEM_DYN(shared);
     x += (size_t)blockIdx.x * width;
     out += (size_t)blockIdx.x * width;
     if (ADD) y += (size_t)blockIdx.x * width;
@@ -31,7 +36,8 @@ __device__ __forceinline__ void rmsnorm(float* x, const float* y, const float* _
                 v.w = rounded<T>(v.w + rounded<T>(b.w));
                 reinterpret_cast<float4*>(x)[i] = v;
             }
-            sum = __fmaf_rn(v.w, v.w, __fmaf_rn(v.z, v.z, __fmaf_rn(v.y, v.y, __fmaf_rn(v.x, v.x, sum))));
+            sum = __fmaf_rn(v.w, v.w,
+                            __fmaf_rn(v.z, v.z, __fmaf_rn(v.y, v.y, __fmaf_rn(v.x, v.x, sum))));
         }
     } else {
         for (uint32_t i = threadIdx.x; i < width; i += blockDim.x) {
@@ -43,7 +49,8 @@ __device__ __forceinline__ void rmsnorm(float* x, const float* y, const float* _
     const float scale = 1.0f / sqrtf(mean + eps);
     if (whole) {
         for (uint32_t i = threadIdx.x; i < width / 4; i += blockDim.x) {
-            float4 v = reinterpret_cast<const float4*>(x)[i], w = reinterpret_cast<const float4*>(weight)[i];
+            float4 v = reinterpret_cast<const float4*>(x)[i],
+                   w = reinterpret_cast<const float4*>(weight)[i];
             v.x = w.x * rounded<T>(v.x * scale);
             v.y = w.y * rounded<T>(v.y * scale);
             v.z = w.z * rounded<T>(v.z * scale);
@@ -51,21 +58,23 @@ __device__ __forceinline__ void rmsnorm(float* x, const float* y, const float* _
             reinterpret_cast<float4*>(out)[i] = v;
         }
     } else {
-        for (uint32_t i = threadIdx.x; i < width; i += blockDim.x) out[i] = weight[i] * rounded<T>(x[i] * scale);
+        for (uint32_t i = threadIdx.x; i < width; i += blockDim.x)
+            out[i] = weight[i] * rounded<T>(x[i] * scale);
     }
 }
 
-#define RMSNORM(T)                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(512)                                                                            \
-        rmsnorm_##T(float* x /* [rows, width], read */, const float* __restrict__ weight /* [width] */,                          \
-                    float* __restrict__ out /* [rows, width] */, uint32_t width, float eps) {                                    \
-        rmsnorm<T, false>(x, nullptr, weight, out, width, eps);                                                                  \
-    }                                                                                                                            \
-    extern "C" __global__ void __launch_bounds__(512)                                                                            \
-        rmsnorm_add_##T(float* x /* [rows, width], becomes the sum */, const float* __restrict__ y /* [rows, width] */,          \
-                        const float* __restrict__ weight /* [width] */, float* __restrict__ out /* [rows, width] */,             \
-                        uint32_t width, float eps) {                                                                             \
-        rmsnorm<T, true>(x, y, weight, out, width, eps);                                                                         \
+#define RMSNORM(T)                                                                                 \
+    extern "C" __global__ void __launch_bounds__(512) rmsnorm_##T(                                 \
+        float* x /* [rows, width], read */, const float* __restrict__ weight /* [width] */,        \
+        float* __restrict__ out /* [rows, width] */, uint32_t width, float eps) {                  \
+        rmsnorm<T, false>(x, nullptr, weight, out, width, eps);                                    \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(512)                                              \
+        rmsnorm_add_##T(float* x /* [rows, width], becomes the sum */,                             \
+                        const float* __restrict__ y /* [rows, width] */,                           \
+                        const float* __restrict__ weight /* [width] */,                            \
+                        float* __restrict__ out /* [rows, width] */, uint32_t width, float eps) {  \
+        rmsnorm<T, true>(x, y, weight, out, width, eps);                                           \
     }
 RMSNORM(f32)
 RMSNORM(bf16)

@@ -1,40 +1,46 @@
 // Rotary position encoding, half-split: with c, s = cos, sin of position * inverse_frequency[i],
 //   (x[i], x[i + d/2]) -> (x[i] c - x[i + d/2] s, x[i + d/2] c + x[i] s)
-// Inputs, cos, sin, products and sums are rounded to T. CPU reference: kernels/src/ops/rope.rs; source: transformers apply_rotary_pos_emb.
+// Inputs, cos, sin, products and sums are rounded to T.
 //
-// rope_table: out f32 [tokens, 2, d/2] of the tokens of a batch; one thread per angle. The angle is an f32 product; it is reduced in f64, so
-// that large positions need no slow path.
-// rope: x f32 [tokens, heads, d] in place, one thread per 4 pairs (1 if d/2 is no multiple of 4).
-// rope_append: queries in place as rope does; keys rotated and values as they are into the pages of their rows, and into the mirror of the
-// pages where there is one: one launch instead of three.
-// Floor: x read and written once. 70B block and token: 36 KB in, 36 KB out, 4 KB to the mirror.
+// Reference: kernels/src/ops/rope.rs. Source: transformers apply_rotary_pos_emb.
+// rope_table: out f32 [tokens, 2, d/2] for the tokens of a batch; one thread per angle. The angle
+//   is an f32 product, reduced in f64 so that large positions need no slow path.
+// rope: x f32 [tokens, heads, d] in place; one thread per 4 pairs, or per pair if d/2 is not a
+//   multiple of 4.
+// rope_append: queries in place as in rope; rotated keys, and values, into the pages of their rows
+//   and into the mirror where one exists. One launch instead of three.
+// Traffic: x once in, once out. A token of a 70B block: 36 KB in, 36 KB out, 4 KB to the mirror.
 // expects rope_bf16: LDG.128 STG.128
 // expects rope_*: no LDL STL
 #include "pages.cuh"
 
-template <class T> __device__ __forceinline__ void rope_table(const uint32_t* words, const float* frequencies, float* out, uint32_t half) {
+template <class T>
+__device__ __forceinline__ void rope_table(const uint32_t* words, const float* frequencies,
+                                           float* out, uint32_t half) {
     const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
     const Batch batch = batch_of(words);
     if (i >= batch.tokens * half) return;
     const uint32_t token = i / half, at = i % half;
     const float angle = __fmul_rn((float)batch.token_position[token], frequencies[at]);
-    // In half turns, less whole turns.
-    const double turns = (double)angle * 0.31830988618379067;
+    // The angle in units of pi, reduced by whole multiples of 2 pi.
+    const double half_circles = (double)angle * 0.31830988618379067;
     float sine, cosine;
-    sincospif((float)(turns - 2.0 * rint(turns * 0.5)), &sine, &cosine);
+    sincospif((float)(half_circles - 2.0 * rint(half_circles * 0.5)), &sine, &cosine);
     out[(size_t)token * 2 * half + at] = rounded<T>(cosine);
     out[(size_t)token * 2 * half + half + at] = rounded<T>(sine);
 }
 
-// Products are rounded before they are added, in f32 too.
-template <class T> __device__ __forceinline__ void rotate(float& x, float& y, float cosine, float sine) {
+// Products are rounded before they are added, also in f32.
+template <class T>
+__device__ __forceinline__ void rotate(float& x, float& y, float cosine, float sine) {
     const float a = rounded<T>(x), b = rounded<T>(y);
     x = rounded<T>(__fsub_rn(rounded<T>(__fmul_rn(a, cosine)), rounded<T>(__fmul_rn(b, sine))));
     y = rounded<T>(__fadd_rn(rounded<T>(__fmul_rn(b, cosine)), rounded<T>(__fmul_rn(a, sine))));
 }
 
 template <class T>
-__device__ __forceinline__ void rope(float* x, const float* table, uint32_t tokens, uint32_t heads, uint32_t head_dim, float sign) {
+__device__ __forceinline__ void rope(float* x, const float* table, uint32_t tokens, uint32_t heads,
+                                     uint32_t head_dim, float sign) {
     const uint32_t half = head_dim / 2, width = half % 4 == 0 ? 4 : 1, per_head = half / width;
     const uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (uint64_t)tokens * heads * per_head) return;
@@ -44,7 +50,8 @@ __device__ __forceinline__ void rope(float* x, const float* table, uint32_t toke
     const float *cosine = table + token * head_dim + at, *sine = cosine + half;
     if (width == 4) {
         float4 a = *reinterpret_cast<float4*>(first), b = *reinterpret_cast<float4*>(second);
-        const float4 c = *reinterpret_cast<const float4*>(cosine), s = *reinterpret_cast<const float4*>(sine);
+        const float4 c = *reinterpret_cast<const float4*>(cosine),
+                     s = *reinterpret_cast<const float4*>(sine);
         rotate<T>(a.x, b.x, c.x, sign * s.x);
         rotate<T>(a.y, b.y, c.y, sign * s.y);
         rotate<T>(a.z, b.z, c.z, sign * s.z);
@@ -56,10 +63,12 @@ __device__ __forceinline__ void rope(float* x, const float* table, uint32_t toke
     }
 }
 
-// One CTA per token; its threads go over pairs of query heads, then of key heads, then over values.
+// One CTA per token; its threads process pairs of query heads, then of key heads, then values.
 template <class T>
-__device__ __forceinline__ void rope_append(float* q, const float* k, const float* v, const float* table, const uint32_t* words, T* pages, T* mirror,
-                                            uint32_t heads, uint32_t kv_heads, uint32_t head_dim) {
+__device__ __forceinline__ void rope_append(float* q, const float* k, const float* v,
+                                            const float* table, const uint32_t* words, T* pages,
+                                            T* mirror, uint32_t heads, uint32_t kv_heads,
+                                            uint32_t head_dim) {
     const Batch batch = batch_of(words);
     const uint32_t token = blockIdx.x, half = head_dim / 2;
     if (token >= batch.tokens) return; // recorded for more
@@ -72,13 +81,16 @@ __device__ __forceinline__ void rope_append(float* q, const float* k, const floa
         float* head = q + i / half * head_dim;
         rotate<T>(head[at], head[at + half], cosine[at], sine[at]);
     }
-    const uint32_t position = batch.token_position[token], page = page_of(batch, batch.token_row[token], position);
+    const uint32_t position = batch.token_position[token],
+                   page = page_of(batch, batch.token_row[token], position);
     for (uint32_t i = threadIdx.x; i < kv_heads * half; i += blockDim.x) {
         const uint32_t at = i % half, head = i / half;
         float a = k[head * head_dim + at], b = k[head * head_dim + at + half];
         rotate<T>(a, b, cosine[at], sine[at]);
-        const size_t key = vector_at(page, kv_heads, head, 0, position, head_dim), value = vector_at(page, kv_heads, head, 1, position, head_dim);
-        const T stored[4] = {narrow<T>(a), narrow<T>(b), narrow<T>(v[head * head_dim + at]), narrow<T>(v[head * head_dim + at + half])};
+        const size_t key = vector_at(page, kv_heads, head, 0, position, head_dim),
+                     value = vector_at(page, kv_heads, head, 1, position, head_dim);
+        const T stored[4] = {narrow<T>(a), narrow<T>(b), narrow<T>(v[head * head_dim + at]),
+                             narrow<T>(v[head * head_dim + at + half])};
         pages[key + at] = stored[0];
         pages[key + at + half] = stored[1];
         pages[value + at] = stored[2];
@@ -92,23 +104,27 @@ __device__ __forceinline__ void rope_append(float* q, const float* k, const floa
     }
 }
 
-#define ROPE(T)                                                                                                                      \
-    extern "C" __global__ void __launch_bounds__(256)                                                                                \
-        rope_table_##T(const uint32_t* __restrict__ batch, const float* __restrict__ inverse_frequencies /* [half] */,               \
-                       float* __restrict__ out /* [tokens, 2, half] */, uint32_t half) {                                             \
-        rope_table<T>(batch, inverse_frequencies, out, half);                                                                        \
-    }                                                                                                                                \
-    extern "C" __global__ void __launch_bounds__(256)                                                                                \
-        rope_##T(float* __restrict__ x /* [tokens, heads, head_dim] */, const float* __restrict__ table /* [tokens, 2, head_dim / 2] */, \
-                 uint32_t tokens, uint32_t heads, uint32_t head_dim, float sign /* -1: rotate back */) {                             \
-        rope<T>(x, table, tokens, heads, head_dim, sign);                                                                            \
-    }                                                                                                                                \
-    extern "C" __global__ void __launch_bounds__(512)                                                                                \
-        rope_append_##T(float* __restrict__ q /* [tokens, heads, head_dim] */, const float* __restrict__ k /* [tokens, kv_heads, head_dim] */, \
-                        const float* __restrict__ v /* as k */, const float* __restrict__ table, const uint32_t* __restrict__ batch, \
-                        T* __restrict__ pages, T* __restrict__ mirror /* or null */, uint32_t heads, uint32_t kv_heads,              \
-                        uint32_t head_dim) {                                                                                         \
-        rope_append<T>(q, k, v, table, batch, pages, mirror, heads, kv_heads, head_dim);                                             \
+#define ROPE(T)                                                                                    \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        rope_table_##T(const uint32_t* __restrict__ batch,                                         \
+                       const float* __restrict__ inverse_frequencies /* [half] */,                 \
+                       float* __restrict__ out /* [tokens, 2, half] */, uint32_t half) {           \
+        rope_table<T>(batch, inverse_frequencies, out, half);                                      \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        rope_##T(float* __restrict__ x /* [tokens, heads, head_dim] */,                            \
+                 const float* __restrict__ table /* [tokens, 2, head_dim / 2] */, uint32_t tokens, \
+                 uint32_t heads, uint32_t head_dim, float sign /* -1: rotate back */) {            \
+        rope<T>(x, table, tokens, heads, head_dim, sign);                                          \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(512)                                              \
+        rope_append_##T(float* __restrict__ q /* [tokens, heads, head_dim] */,                     \
+                        const float* __restrict__ k /* [tokens, kv_heads, head_dim] */,            \
+                        const float* __restrict__ v /* as k */, const float* __restrict__ table,   \
+                        const uint32_t* __restrict__ batch, T* __restrict__ pages,                 \
+                        T* __restrict__ mirror /* or null */, uint32_t heads, uint32_t kv_heads,   \
+                        uint32_t head_dim) {                                                       \
+        rope_append<T>(q, k, v, table, batch, pages, mirror, heads, kv_heads, head_dim);           \
     }
 ROPE(f32)
 ROPE(bf16)

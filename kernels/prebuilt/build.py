@@ -1,18 +1,28 @@
 #!/usr/bin/env python3
-"""Compiles kernels/cuda/*.cu into the images of this folder, with pinned compilers from PyPI; no GPU and no CUDA toolkit needed.
+"""Compiles kernels/cuda/*.cu into the images of this folder. Needs no GPU and no CUDA toolkit.
 
-    kernels/prebuilt/build.py [--check] [--tools DIR] [--jobs N] [OP...]
+    kernels/prebuilt/build.py [--check [--since REF]] [--tools DIR] [--jobs N] [OP...]
+    kernels/prebuilt/build.py --format
 
-Each OP.cu becomes OP.zst: PTX (compute_80, its version lowered as far as ptxas accepts it, so that old drivers take it) and a cubin for
-each architecture below, made by NVRTC and ptxas 12.9.86, whose cubins run on drivers from 525 on. A file whose head says
-"// Architectures: 90a" has cubins for those and no PTX: other devices do without its kernels. manifest.json says for each what it
-was made from, and registers, shared memory and stack of every kernel. A kernel that spills registers fails the run, and so do one whose
-wgmma ptxas serializes, one whose instructions are not those that its source expects (expects.py), and one that nvcc 13.0.88, the second front
-end, refuses.
+The compilers are pinned packages from PyPI, installed into --tools (default: target/cuda-tools).
+Each OP.cu becomes OP.zst, which holds
 
---check builds anew and compares byte for byte; of images that are not named it compares the hash of their sources. --tools is where
-the compilers are installed (made when missing; default: target/cuda-tools). Without OP all are built, and images whose source is gone
-are removed.
+- PTX for compute_80, with the lowest version that ptxas accepts, so that old drivers take it
+- a cubin for each of ARCHITECTURES, which runs on drivers from 525 on
+
+A source whose head says "// Architectures: 90a" has cubins for these architectures only and no PTX.
+manifest.json records per image the hash of its sources, the constants that the source exports to
+Rust (EXPORT in ptx.h), and registers, shared memory and stack of every kernel.
+
+A build fails when a kernel spills registers, when ptxas serializes wgmma, when the instructions of
+a kernel differ from those that its source expects (expects.py), or when nvcc 13.0.88, the second
+front end, refuses a source.
+
+--check builds anew and compares byte for byte. Images that are not named are compared by the hash
+of their sources. --check --since REF builds only the images whose sources or bytes differ from the
+git commit REF; it builds all of them when REF is unknown or when this folder's programs differ.
+--check without names also refuses sources that --format would change.
+Without OP, all images are built, and images without a source are removed.
 """
 
 import argparse
@@ -26,12 +36,15 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 
 import expects
 
 HERE = pathlib.Path(__file__).resolve().parent
 CUDA = HERE.parent / "cuda"
-ARCHITECTURES = ["80", "86", "89", "90a", "100", "120"]
+# The architectures of cubins, by the virtual architecture whose PTX they are assembled from.
+VIRTUAL = {"80": ["80", "86", "89"], "90a": ["90a"], "100": ["100", "120"]}
+ARCHITECTURES = [real for reals in VIRTUAL.values() for real in reals]
 PTX_VERSIONS = ["7.0", "7.1", "7.4", "7.8", "8.0"]
 PACKAGES = [
     "nvidia-cuda-nvrtc-cu12==12.9.86",
@@ -44,6 +57,8 @@ PACKAGES = [
     "nvidia-cuda-cccl==13.0.85",
     "nvidia-cuda-nvdisasm==13.5.37",
     "zstandard==0.25.0",
+    "clang-format==20.1.8",
+    "ruff==0.14.5",
 ]
 COMPILERS = "nvrtc 12.9.86, ptxas 12.9.86"
 LEVEL = 19
@@ -52,6 +67,8 @@ LEVEL = 19
 def main():
     arguments = argparse.ArgumentParser(description="Compiles the CUDA kernels.")
     arguments.add_argument("--check", action="store_true")
+    arguments.add_argument("--since", metavar="REF")
+    arguments.add_argument("--format", action="store_true")
     arguments.add_argument("--tools", type=pathlib.Path)
     arguments.add_argument("--jobs", type=int, default=os.cpu_count())
     arguments.add_argument("--worker", help=argparse.SUPPRESS)
@@ -62,6 +79,11 @@ def main():
     if options.worker:
         return worker(tools, options.worker)
     install(tools)
+    if options.format:
+        return run_formatters(tools, check=False)
+    if options.check and not options.op and run_formatters(tools, check=True) != 0:
+        print("run kernels/prebuilt/build.py --format", file=sys.stderr)
+        return 1
     return build(options, tools)
 
 
@@ -71,30 +93,59 @@ def install(tools):
     if stamp.exists() and stamp.read_text() == "\n".join(PACKAGES):
         return
     subprocess.run([sys.executable, "-m", "venv", tools], check=True)
-    subprocess.run([tools / "bin/pip", "install", "--quiet", "--disable-pip-version-check", *PACKAGES], check=True)
+    pip = [tools / "bin/pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, *PACKAGES], check=True)
     stamp.write_text("\n".join(PACKAGES))
 
 
+def run_formatters(tools, check):
+    """Formats the sources of kernels/, or says which ones are not formatted."""
+    sources = [path for end in ("cu", "cuh", "h", "cpp") for path in sorted(CUDA.rglob(f"*.{end}"))]
+    clang = ["--dry-run", "-Werror"] if check else ["-i"]
+    ruff = ["--check"] if check else []
+    commands = [
+        [tools / "bin/clang-format", *clang, *sources],
+        [tools / "bin/ruff", "format", "--quiet", *ruff, HERE.parent],
+        [tools / "bin/ruff", "check", "--quiet", "--select", "E501", HERE.parent],
+    ]
+    done = [subprocess.run(command).returncode for command in commands]
+    long = [
+        f"{path}:{number}: longer than 100 columns"
+        for path in sources
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > 100
+    ]
+    print("\n".join(long), end="\n" if long else "", file=sys.stderr)
+    return 1 if any(done) or long else 0
+
+
 def build(options, tools):
+    """Builds the images that `options` asks for, and writes them or compares them."""
     every = sorted(path.stem for path in CUDA.glob("*.cu"))
-    ops = options.op or every
     manifest_path = HERE / "manifest.json"
-    kept = json.loads(manifest_path.read_text())["images"] if manifest_path.exists() else {}
-    images = {op: image for op, image in kept.items() if op in every and op not in ops}
+    old = json.loads(manifest_path.read_text())["images"] if manifest_path.exists() else {}
+    ops = options.op or every
+    if options.since:
+        ops = changed_since(options.since, ops, old)
+        print(f"{len(ops)} of {len(every)} images changed since {options.since}", flush=True)
+    images = {op: image for op, image in old.items() if op in every and op not in ops}
     wrong, failed = [], []
+    # The largest images take longest; they come first, so that the workers finish together.
+    ops = sorted(ops, key=lambda op: -size_of(HERE / f"{op}.zst"))
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         for op, built in zip(ops, pool.map(lambda op: run_worker(tools, op), ops)):
             if built is None:
                 failed.append(op)
                 continue
-            image, pack = built
+            image, pack, seconds = built
             images[op] = image
             path = HERE / f"{op}.zst"
             if not options.check:
                 path.write_bytes(pack)
             elif not path.exists() or path.read_bytes() != pack:
                 wrong.append(path.name)
-            print(f"{op}: {len(image['kernels'])} kernels, {len(pack)} bytes", flush=True)
+            kernels = len(image["kernels"])
+            print(f"{op}: {kernels} kernels, {len(pack)} bytes, {seconds:.0f} s", flush=True)
     if failed:
         print("failed: " + " ".join(failed), file=sys.stderr)
         return 1
@@ -102,12 +153,7 @@ def build(options, tools):
     if options.check:
         if manifest_path.read_text() != text:
             wrong.append(manifest_path.name)
-        wrong += [f"{op}.zst" for op in every if op not in images or images[op]["source"] != source_hash(op)]
-        wrong += [path.name for path in HERE.glob("*.zst") if path.stem not in every]
-        if wrong:
-            print("not what the sources give: " + " ".join(sorted(set(wrong))) + "; run kernels/prebuilt/build.py", file=sys.stderr)
-            return 1
-        return 0
+        return report(wrong + stale(every, images))
     manifest_path.write_text(text)
     for path in HERE.glob("*.zst"):
         if path.stem not in every:
@@ -115,58 +161,119 @@ def build(options, tools):
     return 0
 
 
+def size_of(path):
+    return path.stat().st_size if path.exists() else 0
+
+
+def stale(every, images):
+    """Images that are missing, older than their sources, or without a source."""
+    is_stale = lambda op: op not in images or images[op]["source"] != source_hash(op)  # noqa: E731
+    lost = [path.name for path in HERE.glob("*.zst") if path.stem not in every]
+    return [f"{op}.zst" for op in every if is_stale(op)] + lost
+
+
+def report(wrong):
+    if not wrong:
+        return 0
+    names = " ".join(sorted(set(wrong)))
+    print(f"differ from the sources: {names}; run kernels/prebuilt/build.py", file=sys.stderr)
+    return 1
+
+
+def changed_since(ref, ops, images):
+    """The images of `ops` whose sources or bytes differ from those of the commit `ref`."""
+
+    def at_ref(name):
+        command = ["git", "show", f"{ref}:./{name}"]
+        done = subprocess.run(command, cwd=HERE, capture_output=True)
+        return done.stdout if done.returncode == 0 else None
+
+    programs = ["build.py", "expects.py"]
+    manifest = at_ref("manifest.json")
+    if manifest is None or any(at_ref(name) != (HERE / name).read_bytes() for name in programs):
+        return ops
+    before = json.loads(manifest)["images"]
+
+    def is_same(op):
+        path = HERE / f"{op}.zst"
+        if op not in images or images[op] != before.get(op) or not path.exists():
+            return False
+        return images[op]["source"] == source_hash(op) and at_ref(path.name) == path.read_bytes()
+
+    return [op for op in ops if not is_same(op)]
+
+
 def manifest_text(images):
     """JSON with a line per kernel, so that changes read well and merge."""
     lines = [f'{{"compilers": {json.dumps(COMPILERS)},', '"images": {']
     for number, (op, image) in enumerate(sorted(images.items())):
-        lines.append(f'"{op}": {{"source": "{image["source"]}", "ptx": {json.dumps(image["ptx"])}, "kernels": {{')
+        lines.append(f'"{op}": {{"source": "{image["source"]}", "ptx": {json.dumps(image["ptx"])},')
+        lines.append(f'"exports": {json.dumps(image["exports"])},')
+        lines.append('"kernels": {')
         kernels = sorted(image["kernels"].items())
         for index, (name, use) in enumerate(kernels):
-            lines.append(f'  "{name}": {json.dumps(use)}' + ("," if index + 1 < len(kernels) else ""))
+            comma = "," if index + 1 < len(kernels) else ""
+            lines.append(f'  "{name}": {json.dumps(use)}{comma}')
         lines.append("}}" + ("," if number + 1 < len(images) else ""))
     return "\n".join(lines + ["}}"]) + "\n"
 
 
 def run_worker(tools, op):
-    # A process of its own with the interpreter of the tools: NVRTC keeps memory, and zstandard is installed there.
-    done = subprocess.run([tools / "bin/python", __file__, "--tools", tools, "--worker", op], stdout=subprocess.PIPE)
+    """Builds one image in a process of its own, with the interpreter of the tools.
+
+    NVRTC keeps memory until its process ends, and zstandard is installed in the tools.
+    """
+    start = time.monotonic()
+    command = [tools / "bin/python", __file__, "--tools", tools, "--worker", op]
+    done = subprocess.run(command, stdout=subprocess.PIPE)
     if done.returncode != 0:
         return None
     head, pack = done.stdout.split(b"\n", 1)
-    return json.loads(head), pack
+    return json.loads(head), pack, time.monotonic() - start
 
 
 def worker(tools, op):
+    """Builds one image and writes its entry of the manifest, a line end and its bytes to stdout."""
     import zstandard
 
     site = next((tools / "lib").glob("python3.*")) / "site-packages/nvidia"
     source = (CUDA / f"{op}.cu").read_text()
     nvrtc = Nvrtc(site)
     ptxas = site / "cuda_nvcc/bin/ptxas"
-    kernels, parts = {}, []
+    only = re.search(r"^// Architectures: ([0-9a ]+)$", source, re.M)
+    only = only.group(1).split() if only else None
+    version, kernels, sections = None, {}, []
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
-        version, only = None, re.search(r"^// Architectures: ([0-9a ]+)$", source, re.M)
-        if not only:
-            version, base = lowered(ptxas, nvrtc.ptx(source, op, "80"), folder)
-            parts.append(("ptx", base.encode()))
-        for architecture in only.group(1).split() if only else ARCHITECTURES:
-            cubin, uses = assemble(ptxas, nvrtc.ptx(source, op, architecture), architecture, folder, op)
-            parts.append((f"sm_{architecture}", cubin))
-            disassemble(site, source, op, architecture, folder, uses)
-            for name, use in uses.items():
-                kernels.setdefault(name, {})[architecture] = use
+        for virtual, reals in VIRTUAL.items():
+            reals = [real for real in reals if only is None or real in only]
+            if not reals:
+                continue
+            ptx = nvrtc.ptx(source, op, virtual)
+            if virtual == "80" and only is None:
+                version, base = lowered(ptxas, ptx, folder)
+                sections.append(("ptx", base.encode()))
+            for real in reals:
+                cubin, uses = assemble(ptxas, ptx, real, folder, op)
+                sections.append((f"sm_{real}", cubin))
+                disassemble(site, source, op, real, folder, uses)
+                for name, use in uses.items():
+                    kernels.setdefault(name, {})[real] = use
         second_gate(site, op, folder)
-    pack = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(packed(parts))
-    image = {"source": source_hash(op), "ptx": version, "kernels": kernels}
+    pack = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(packed(sections))
+    exports = nvrtc.exports(source, op, only[0] if only else "80")
+    image = {"source": source_hash(op), "ptx": version, "exports": exports, "kernels": kernels}
     sys.stdout.buffer.write(json.dumps(image).encode() + b"\n" + pack)
     return 0
 
 
-def packed(parts):
-    """Count, then for each part the lengths of name and bytes, the name, the bytes; numbers are 32 bits, little-endian."""
-    out = struct.pack("<I", len(parts))
-    for name, data in parts:
+def packed(sections):
+    """The number of sections, then of each the lengths of name and data, the name, the data.
+
+    Numbers are 32 bits, little-endian.
+    """
+    out = struct.pack("<I", len(sections))
+    for name, data in sections:
         out += struct.pack("<II", len(name), len(data)) + name.encode() + data
     return out
 
@@ -200,15 +307,31 @@ class Nvrtc:
         self.site = site
         self.library = ctypes.CDLL(str(site / "cuda_nvrtc/lib/libnvrtc.so.12"))
 
-    def ptx(self, source, op, architecture):
+    def ptx(self, source, op, architecture, *more):
         program = ctypes.c_void_p()
-        self.call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), f"{op}.cu".encode(), 0, None, None)
-        flags = [f"--gpu-architecture=compute_{architecture}", "--std=c++17", f"-I{CUDA}", f"-I{self.site}/cuda_runtime/include", "-default-device"]
+        names = (source.encode(), f"{op}.cu".encode())
+        self.call("nvrtcCreateProgram", ctypes.byref(program), *names, 0, None, None)
+        flags = [
+            f"--gpu-architecture=compute_{architecture}",
+            "--std=c++17",
+            f"-I{CUDA}",
+            f"-I{self.site}/cuda_runtime/include",
+            "-default-device",
+            *more,
+        ]
         array = (ctypes.c_char_p * len(flags))(*[flag.encode() for flag in flags])
         if self.library.nvrtcCompileProgram(program, len(flags), array) != 0:
             sys.stderr.write(self.text("nvrtcGetProgramLog", program))
             sys.exit(1)
         return self.text("nvrtcGetPTX", program)
+
+    def exports(self, source, op, architecture):
+        """The constants that a source exports to Rust: {name: value}."""
+        # The image itself does not contain them. Kernels become inline functions that nothing
+        # calls, so this takes only the front end.
+        ptx = self.ptx(source, op, architecture, "-DEXPORTS", "-w")
+        found = re.findall(r"\.global \.align 4 \.u32 exported_(\w+)(?: = (\d+))?;", ptx)
+        return {name: int(value or 0) for name, value in found}
 
     def text(self, what, program):
         size = ctypes.c_size_t()
@@ -224,9 +347,9 @@ class Nvrtc:
 
 def lowered(ptxas, ptx, folder):
     """The PTX with the lowest version that ptxas accepts."""
-    # Comments name the compiler's build, which says nothing about the code.
+    # Comments name the compiler's build, which does not concern the code.
     ptx = re.sub(r"^//.*\n", "", ptx, flags=re.M)
-    # A hint about loads, which only newer versions know.
+    # A hint about loads that only newer versions know.
     ptx = re.sub(r'^\s*\.pragma "used_bytes_mask[^"]*";\n', "", ptx, flags=re.M)
     for version in PTX_VERSIONS:
         text = re.sub(r"^\.version .*$", f".version {version}", ptx, count=1, flags=re.M)
@@ -237,41 +360,55 @@ def lowered(ptxas, ptx, folder):
     sys.exit("ptxas accepts no lower version of the PTX")
 
 
+ENTRY = (
+    r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+    r"(\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)"
+)
+
+
 def assemble(ptxas, ptx, architecture, folder, op):
     """The cubin of an architecture, and what its kernels use. Ends when one spills."""
+    ptx = re.sub(r"^\.target \w+$", f".target sm_{architecture}", ptx, count=1, flags=re.M)
     (folder / f"{op}.ptx").write_text(ptx)
     output = folder / f"{op}.cubin"
-    command = [ptxas, f"-arch=sm_{architecture}", "-v", "-warn-spills", "-Werror", f"{op}.ptx", "-o", output]
+    flags = [f"-arch=sm_{architecture}", "-v", "-warn-spills", "-Werror"]
+    command = [ptxas, *flags, f"{op}.ptx", "-o", output]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    # Tensor cores then wait after every product; ptxas only says so.
+    # Serialized products wait for each other; ptxas only warns of it.
     if done.returncode != 0 or "wgmma.mma_async instructions are serialized" in done.stderr:
         sys.exit(f"{op}.cu for sm_{architecture}:\n{done.stderr}")
     uses = {}
-    entry = r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)"
-    for name, stack, stores, loads, registers, rest in re.findall(entry, done.stderr, re.S):
+    for name, stack, stores, loads, registers, rest in re.findall(ENTRY, done.stderr, re.S):
         if int(stores) or int(loads):
             sys.exit(f"{name} for sm_{architecture} spills {stores} + {loads} bytes")
         shared = re.search(r"(\d+) bytes smem", rest)
-        uses[name] = {"registers": int(registers), "stack": int(stack), "shared": int(shared.group(1)) if shared else 0}
+        uses[name] = {
+            "registers": int(registers),
+            "stack": int(stack),
+            "shared": int(shared.group(1)) if shared else 0,
+        }
     return output.read_bytes(), uses
 
 
 def disassemble(site, source, op, architecture, folder, uses):
-    """Ends unless the instructions of the cubin in `folder` are those that the source expects."""
-    # No control flow analysis: it takes time, and the disassembler, newer than the compiler, has none for some architectures.
+    """Ends unless the cubin in `folder` has the instructions that the source expects."""
+    # Without control-flow analysis: it takes time, and this disassembler, which is newer than the
+    # compiler, cannot analyse some architectures.
     command = [site / "cu13/bin/nvdisasm", "-c", "-ndf", folder / f"{op}.cubin"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"disassemble {op} for sm_{architecture}:\n{done.stderr}")
-    if wrong := expects.violations(source, done.stdout, {name: use["stack"] for name, use in uses.items()}):
-        sys.exit(f"{op}.cu for sm_{architecture} is not as expected:\n  " + "\n  ".join(sorted(wrong)))
+    stacks = {name: use["stack"] for name, use in uses.items()}
+    if wrong := expects.violations(source, done.stdout, stacks):
+        lines = "\n  ".join(sorted(wrong))
+        sys.exit(f"{op}.cu for sm_{architecture} differs from its expectations:\n  {lines}")
 
 
 def second_gate(site, op, folder):
-    """nvcc 13 takes it too, without spills."""
-    nvcc = site / "cu13/bin/nvcc"
-    flags = ["-std=c++17", "-cubin", "-arch=sm_90a", "-Xptxas", "-warn-spills,-Werror", f"-I{CUDA}", "-o", folder / "gate.cubin"]
-    done = subprocess.run([nvcc, *flags, CUDA / f"{op}.cu"], capture_output=True, text=True)
+    """Ends unless nvcc 13 compiles the source, too, without spills."""
+    flags = ["-std=c++17", "-cubin", "-arch=sm_90a", "-Xptxas", "-warn-spills,-Werror", f"-I{CUDA}"]
+    command = [site / "cu13/bin/nvcc", *flags, "-o", folder / "gate.cubin", CUDA / f"{op}.cu"]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"{op}.cu, nvcc 13:\n{done.stdout}{done.stderr}")
 

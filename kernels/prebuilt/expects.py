@@ -1,18 +1,20 @@
-"""Holds the compiled code of kernels to what their sources expect of it.
+"""Checks that compiled kernels have the instructions that their sources expect.
 
 The head of each .cu has lines such as
 
-    // expects linear_few_nf4_*: HMMA; only LDGSTS.128; loop LDG.128; loop no LDG.64
+    // expects linear_gemv_nf4_*: HMMA; only LDGSTS.128; loop LDG.128; loop no LDG.64
 
-A line names kernels by a pattern (*, ?) and says what instructions they have, on every architecture of the image, in clauses:
+A line names kernels by a pattern (*, ?) and lists, in clauses, the instructions that they have on
+every architecture of the image. Several lines may name the same kernel.
 
     OP ...         at least one of each
     only OP ...    at least one of each, and none of the same instruction without these modifiers
     no OP ...      none
-    may OP ...     allowed, although it is refused where nothing is said: LDL and STL (local memory), and a stack with them
+    may OP ...     allows LDL and STL (local memory) and a stack, which are refused by default
 
-OP is an instruction and modifiers in any order: LDG.128 stands for LDG.E.128.CONSTANT. A clause that begins with `loop` speaks of the loops
-around tensor-core products (HMMA, HGMMA). Every kernel needs a line, and every line a kernel.
+OP is an instruction and modifiers in any order: LDG.128 matches LDG.E.128.CONSTANT. A clause that
+begins with `loop` concerns the loops around tensor-core products (HMMA, HGMMA). Every kernel needs
+a line, and every line a kernel.
 Source of the instructions' names: NVIDIA, "CUDA Binary Utilities", instruction set reference.
 """
 
@@ -33,7 +35,12 @@ def expectations(source):
             loop = words[:1] == ["loop"]
             words = words[loop:]
             word = words.pop(0) if words and words[0] in WORDS else ""
-            if not words or not all(re.fullmatch(r"[A-Z][A-Z0-9_]*(\.[A-Z0-9_]+)*", op) for op in words) or loop and word == "may":
+            if (
+                not words
+                or not all(re.fullmatch(r"[A-Z][A-Z0-9_]*(\.[A-Z0-9_]+)*", op) for op in words)
+                or loop
+                and word == "may"
+            ):
                 raise ValueError(f"cannot read the clause '{clause.strip()}' of {pattern}")
             clauses.append((loop, word, words))
         lines.append((pattern, clauses))
@@ -41,7 +48,7 @@ def expectations(source):
 
 
 def disassembled(text):
-    """Kernels of a disassembly: {name: (instructions, those in the loops around tensor-core products)}."""
+    """The kernels of a disassembly: {name: (instructions, instructions in tensor-core loops)}."""
     kernels, code, labels = {}, [], {}
     for line in text.splitlines():
         if begin := re.match(r"\.text\.(\w+):", line):
@@ -49,9 +56,14 @@ def disassembled(text):
             kernels[begin[1]] = (code, labels)
         elif label := re.match(r"(\.L\w+):", line):
             labels[label[1]] = len(code)
-        elif found := re.match(r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*)", line):
+        elif found := re.match(
+            r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*)", line
+        ):
             code.append((found[2], found[1], found[3].strip()))
-    return {name: ([op for op, _, _ in code], in_loops(code, labels)) for name, (code, labels) in kernels.items()}
+    return {
+        name: ([op for op, _, _ in code], in_loops(code, labels))
+        for name, (code, labels) in kernels.items()
+    }
 
 
 def in_loops(code, labels):
@@ -59,8 +71,12 @@ def in_loops(code, labels):
     after, before = [[] for _ in code], [[] for _ in code]
     for at, (op, predicate, operands) in enumerate(code):
         target = re.search(r"`\((\.L\w+)\)", operands)
-        ends = not predicate and (op in ("EXIT", "RET") or op == "BRA" and operands.startswith("`("))
-        nexts = ([] if ends else [at + 1]) + ([labels[target[1]]] if target and target[1] in labels else [])
+        ends = not predicate and (
+            op in ("EXIT", "RET") or op == "BRA" and operands.startswith("`(")
+        )
+        nexts = ([] if ends else [at + 1]) + (
+            [labels[target[1]]] if target and target[1] in labels else []
+        )
         for to in nexts:
             if to < len(code):
                 after[at].append(to)
@@ -74,7 +90,10 @@ def in_loops(code, labels):
             left += new
         return seen
 
-    inside, products = set(), {at for at, (op, _, _) in enumerate(code) if op.startswith(("HMMA", "HGMMA"))}
+    inside, products = (
+        set(),
+        {at for at, (op, _, _) in enumerate(code) if op.startswith(("HMMA", "HGMMA"))},
+    )
     while products:
         at = products.pop()
         loop = reached(at, after) & reached(at, before)
@@ -90,7 +109,10 @@ def is_a(op, wanted):
 
 
 def violations(source, text, stacks):
-    """Sentences about kernels of the disassembly `text` that are not what `source` expects; `stacks` has their bytes of stack."""
+    """One sentence per difference between the disassembly `text` and what `source` expects.
+
+    `stacks` has the bytes of stack of each kernel.
+    """
     lines, kernels, wrong = expectations(source), disassembled(text), []
     for name in stacks.keys() - kernels.keys():
         wrong.append(f"{name} is not in the disassembly")
@@ -98,9 +120,13 @@ def violations(source, text, stacks):
         if not fnmatch.filter(kernels, pattern):
             wrong.append(f"no kernel is called {pattern}")
     for name, (code, loops) in kernels.items():
-        clauses = [clause for pattern, own in lines if fnmatch.fnmatchcase(name, pattern) for clause in own]
+        clauses = [
+            clause for pattern, own in lines if fnmatch.fnmatchcase(name, pattern) for clause in own
+        ]
         if not clauses:
-            wrong.append(f"{name}: the source does not say what it expects (// expects {name}: ...)")
+            wrong.append(
+                f"{name}: the source does not say what it expects (// expects {name}: ...)"
+            )
         may = [op for _, word, ops in clauses if word == "may" for op in ops]
         for loop, word, ops in [*clauses, (False, "no", [op for op in REFUSED if op not in may])]:
             where = " in its loops" if loop else ""

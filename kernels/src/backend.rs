@@ -1,4 +1,5 @@
-//! The seam between a block and a device: the operations that blocks use, over the device's own memory.
+//! The seam between a block and a device: the operations that blocks use, over the device's own
+//! memory.
 
 use std::ops::Range;
 
@@ -12,7 +13,8 @@ use crate::tensor::WeightView;
 
 /// A device that can run blocks. A method is here because a block calls it.
 ///
-/// Operations are enqueued in order; [`download`](Backend::download) is where the host waits for results.
+/// Operations are enqueued in order; [`download`](Backend::download) is where the host waits for
+/// results.
 pub trait Backend {
     /// f32 values in device memory, borrowed (`[f32]` on the CPU).
     type Floats: ?Sized;
@@ -41,7 +43,8 @@ pub trait Backend {
     ) -> Result<Self::Adapters<'w>, OpError>;
     /// A buffer of `len` elements of unspecified content.
     fn buffer(&mut self, len: usize) -> Self::Buffer;
-    /// Makes `buffer` at least `len` elements long; never shrinks it. The content is unspecified after growth.
+    /// Makes `buffer` at least `len` elements long; never shrinks it. The content is unspecified
+    /// after growth.
     fn grow(&mut self, buffer: &mut Self::Buffer, len: usize);
     /// Copies host values to the start of `to`.
     fn upload(&mut self, from: &[f32], to: &mut Self::Floats) -> Result<(), OpError>;

@@ -5,14 +5,14 @@
 //!                                       ^ 0 keys (rotated), 1 values
 //! position p of a row lies in slot p % PAGE_TOKENS of page pages[p / PAGE_TOKENS]
 //! ```
-//! Only slots below `prefix + tokens` of a row are ever read: whatever else the memory holds (old sessions, NaN) does
-//! not matter.
+//! Only slots below `prefix + tokens` of a row are ever read: whatever else the memory holds (old
+//! sessions, NaN) does not matter.
 
 use shared::dtype::DType;
 use shared::ids::PageId;
 pub use shared::model::PAGE_TOKENS;
 
-use crate::ops::OpError;
+use crate::error::OpError;
 
 /// Shape of the pages of one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +37,8 @@ impl PageLayout {
     }
 }
 
-/// What a batch row contributes to a step: `tokens` new positions after `prefix` cached ones, kept in `pages`.
+/// What a batch row contributes to a step: `tokens` new positions after `prefix` cached ones, kept
+/// in `pages`.
 #[derive(Clone, Copy, Debug)]
 pub struct StepRow<'a> {
     /// New tokens of this row.
@@ -51,10 +52,7 @@ pub struct StepRow<'a> {
 impl StepRow<'_> {
     /// Page and slot of `position`. `check_rows` has made sure that the page exists.
     pub(crate) fn locate(&self, position: usize) -> (usize, usize) {
-        (
-            self.pages[position / PAGE_TOKENS].0 as usize,
-            position % PAGE_TOKENS,
-        )
+        (self.pages[position / PAGE_TOKENS].0 as usize, position % PAGE_TOKENS)
     }
 }
 
@@ -70,11 +68,7 @@ impl<'a> KvPages<'a> {
     /// The pool of one block over `bytes`; trailing bytes that make no whole page are left out.
     pub fn new(layout: PageLayout, bytes: &'a mut [u8]) -> Self {
         let pages = bytes.len() / layout.page_bytes().max(1);
-        KvPages {
-            layout,
-            pages,
-            bytes,
-        }
+        KvPages { layout, pages, bytes }
     }
 
     /// Shape of a page.
@@ -87,7 +81,8 @@ impl<'a> KvPages<'a> {
         self.pages
     }
 
-    /// Copies the first `tokens` slots of page `source`, keys and values of every head, to page `destination`.
+    /// Copies the first `tokens` slots of page `source`, keys and values of every head, to page
+    /// `destination`.
     ///
     /// # Errors
     /// When an id is not below [`pages`](Self::pages) or `tokens` is over [`PAGE_TOKENS`].
@@ -99,17 +94,11 @@ impl<'a> KvPages<'a> {
     ) -> Result<(), OpError> {
         for page in [source, destination] {
             if page.0 as usize >= self.pages {
-                return Err(OpError::NoSuchPage {
-                    page,
-                    pages: self.pages,
-                });
+                return Err(OpError::NoSuchPage { page, pages: self.pages });
             }
         }
         if tokens > PAGE_TOKENS {
-            return Err(OpError::TooManyTokens {
-                tokens,
-                limit: PAGE_TOKENS,
-            });
+            return Err(OpError::TooManyTokens { tokens, limit: PAGE_TOKENS });
         }
         let used = tokens * self.layout.vector_bytes();
         for head in 0..self.layout.kv_heads {
@@ -155,21 +144,19 @@ impl<'a> KvPages<'a> {
     }
 }
 
-/// Checks that every row has pages for all its positions and that every id it will use is below `pages`.
+/// Checks that every row has pages for all its positions and that every id it will use is below
+/// `pages`.
 pub(crate) fn check_rows(pages: usize, rows: &[StepRow<'_>]) -> Result<(), OpError> {
     for row in rows {
         let end = row
             .prefix
             .checked_add(row.tokens)
-            .ok_or(OpError::TooManyTokens {
-                tokens: row.tokens,
-                limit: usize::MAX - row.prefix,
-            })?;
+            .ok_or(OpError::TooManyTokens { tokens: row.tokens, limit: usize::MAX - row.prefix })?;
         let needed = end.div_ceil(PAGE_TOKENS);
-        let used = row.pages.get(..needed).ok_or(OpError::ShortPageTable {
-            tokens: end,
-            pages: row.pages.len(),
-        })?;
+        let used = row
+            .pages
+            .get(..needed)
+            .ok_or(OpError::ShortPageTable { tokens: end, pages: row.pages.len() })?;
         if let Some(&page) = used.iter().find(|&&p| p.0 as usize >= pages) {
             return Err(OpError::NoSuchPage { page, pages });
         }
@@ -186,21 +173,13 @@ pub fn total_tokens(rows: &[StepRow<'_>]) -> usize {
 mod tests {
     use super::*;
 
-    const LAYOUT: PageLayout = PageLayout {
-        dtype: DType::F32,
-        kv_heads: 2,
-        head_dim: 3,
-    };
+    const LAYOUT: PageLayout = PageLayout { dtype: DType::F32, kv_heads: 2, head_dim: 3 };
 
     #[test]
     fn a_copy_moves_only_the_named_slots_of_every_head() {
         let size = LAYOUT.page_bytes();
-        let mut bytes: Vec<u8> = (0..2 * size)
-            .map(|i| if i < size { 1 } else { 2 })
-            .collect();
-        KvPages::new(LAYOUT, &mut bytes)
-            .copy(PageId(0), PageId(1), 5)
-            .unwrap();
+        let mut bytes: Vec<u8> = (0..2 * size).map(|i| if i < size { 1 } else { 2 }).collect();
+        KvPages::new(LAYOUT, &mut bytes).copy(PageId(0), PageId(1), 5).unwrap();
         let half = PAGE_TOKENS * LAYOUT.vector_bytes();
         for part in bytes[size..].chunks(half) {
             let moved = 5 * LAYOUT.vector_bytes();
@@ -215,24 +194,14 @@ mod tests {
         assert_eq!(pages.pages(), 2);
         assert_eq!(
             pages.copy(PageId(2), PageId(0), 1),
-            Err(OpError::NoSuchPage {
-                page: PageId(2),
-                pages: 2
-            })
+            Err(OpError::NoSuchPage { page: PageId(2), pages: 2 })
         );
         assert_eq!(
             pages.copy(PageId(0), PageId(9), 1),
-            Err(OpError::NoSuchPage {
-                page: PageId(9),
-                pages: 2
-            })
+            Err(OpError::NoSuchPage { page: PageId(9), pages: 2 })
         );
         assert!(pages.copy(PageId(0), PageId(1), 17).is_err());
-        let row = |tokens, prefix, pages| StepRow {
-            tokens,
-            prefix,
-            pages,
-        };
+        let row = |tokens, prefix, pages| StepRow { tokens, prefix, pages };
         assert!(check_rows(2, &[row(1, 15, &[PageId(1)])]).is_ok());
         assert!(check_rows(2, &[row(2, 15, &[PageId(1)])]).is_err());
         assert!(check_rows(2, &[row(2, 15, &[PageId(1), PageId(2)])]).is_err());

@@ -3,11 +3,10 @@
 use shared::config::QuantType;
 use shared::dtype::DType;
 
-use crate::ops::convert;
 use crate::quant::{int8, nf4};
 
-/// A matrix `[outputs, inputs]`, row-major, as stored: numbers of its dtype, or quantized and computed with in its dtype.
-/// The bytes need no alignment.
+/// A matrix `[outputs, inputs]`, row-major, as stored: numbers of its dtype, or quantized and
+/// computed with in its dtype. The bytes need no alignment.
 #[derive(Clone, Copy, Debug)]
 pub struct WeightView<'a> {
     dtype: DType,
@@ -49,28 +48,16 @@ impl<'a> WeightView<'a> {
         inputs: usize,
         bytes: &'a [u8],
     ) -> Result<Self, WrongSize> {
-        let wanted = outputs
-            .checked_mul(inputs)
-            .and_then(|n| n.checked_mul(dtype.size_bytes()));
+        let wanted = outputs.checked_mul(inputs).and_then(|n| n.checked_mul(dtype.size_bytes()));
         if wanted == Some(bytes.len()) && !bytes.is_empty() {
-            Ok(WeightView {
-                dtype,
-                outputs,
-                inputs,
-                bytes,
-                format: Format::Plain,
-            })
+            Ok(WeightView { dtype, outputs, inputs, bytes, format: Format::Plain })
         } else {
-            Err(WrongSize {
-                dtype,
-                outputs,
-                inputs,
-                bytes: bytes.len(),
-            })
+            Err(WrongSize { dtype, outputs, inputs, bytes: bytes.len() })
         }
     }
 
-    /// A view of a matrix stored as `quant` says (see [`crate::quant`]), to be computed with in `dtype`.
+    /// A view of a matrix stored as `quant` says (see [`crate::quant`]), to be computed with in
+    /// `dtype`.
     ///
     /// # Errors
     /// When a side is zero or the number of bytes is not exactly that of the shape.
@@ -87,20 +74,12 @@ impl<'a> WeightView<'a> {
             QuantType::Nf4 => nf4::Parts::new(outputs, inputs, bytes).map(Format::Nf4),
         };
         let format = format.filter(|_| outputs > 0 && inputs > 0);
-        format
-            .map(|format| WeightView {
-                dtype,
-                outputs,
-                inputs,
-                bytes,
-                format,
-            })
-            .ok_or(WrongSize {
-                dtype,
-                outputs,
-                inputs,
-                bytes: bytes.len(),
-            })
+        format.map(|format| WeightView { dtype, outputs, inputs, bytes, format }).ok_or(WrongSize {
+            dtype,
+            outputs,
+            inputs,
+            bytes: bytes.len(),
+        })
     }
 
     /// How it is stored.
@@ -137,43 +116,14 @@ impl<'a> WeightView<'a> {
         }
     }
 
-    /// Bytes of row `index`, or `None` when there is no such row or the matrix is quantized (the client looks token ids
-    /// up with this).
+    /// Bytes of row `index`, or `None` when there is no such row or the matrix is quantized (the
+    /// client looks token ids up with this).
     pub fn row(&self, index: usize) -> Option<&'a [u8]> {
         if !matches!(self.format, Format::Plain) {
             return None;
         }
         let start = index.checked_mul(self.row_bytes())?;
         self.bytes.get(start..start.checked_add(self.row_bytes())?)
-    }
-
-    /// Row `index` as f32 into `out` (`[inputs]`); false when there is no such row or `out` has another length.
-    /// A quantized row is what it stands for: NF4 rounded to the dtype, as the arithmetic takes it.
-    pub fn row_to_f32(&self, index: usize, out: &mut [f32]) -> bool {
-        if index >= self.outputs || out.len() != self.inputs {
-            return false;
-        }
-        self.widen_row(index, out);
-        true
-    }
-
-    /// [`row_to_f32`](Self::row_to_f32) of a row that exists, compiled for the instruction set of the caller.
-    #[inline(always)]
-    pub(crate) fn widen_row(&self, index: usize, out: &mut [f32]) {
-        match &self.format {
-            Format::Plain => {
-                let start = index * self.row_bytes();
-                let row = &self.bytes[start..start + self.row_bytes()];
-                convert::widen(self.dtype, row, out);
-            }
-            Format::Int8(parts) => int8::decode_row(parts, index, out),
-            Format::Nf4(parts) => {
-                nf4::decode(parts, index * self.inputs, out);
-                convert::with_rounding!(self.dtype, round => for out in out.iter_mut() {
-                    *out = round(*out);
-                });
-            }
-        }
     }
 }
 
@@ -191,10 +141,7 @@ mod tests {
 
     #[test]
     fn rows_are_found_by_index_and_never_past_the_end() {
-        let bytes: Vec<u8> = [1.0f32, 2.0, 3.0, 4.0]
-            .iter()
-            .flat_map(|v| v.to_le_bytes())
-            .collect();
+        let bytes: Vec<u8> = [1.0f32, 2.0, 3.0, 4.0].iter().flat_map(|v| v.to_le_bytes()).collect();
         let view = WeightView::new(DType::F32, 2, 2, &bytes).unwrap();
         let mut out = [0.0; 2];
         assert!(view.row_to_f32(1, &mut out));

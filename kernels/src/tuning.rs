@@ -1,33 +1,41 @@
-//! Tile sizes and thresholds of the CPU paths, as pure functions. None of them changes a result.
+//! Tile sizes and thresholds of the CPU and CUDA paths, as pure functions. Unless a function says
+//! otherwise, its value changes no result.
 
 use shared::dtype::DType;
 
-/// Work below this stays on the caller: waking a parked thread costs 20 to 50 µs, handing work to a spinning one about 1 µs.
-/// Measured 2026-11 on two cores of a Sapphire Rapids server.
+use crate::sizes;
+
+/// Work below this time stays on the calling thread: waking a sleeping thread costs 20 to 50 µs,
+/// handing work to a spinning one about 1 µs. Measured 2026-11 on two cores of a Sapphire Rapids
+/// server.
 const INLINE_NS: usize = 12_000;
 
-/// Matrices above this wake threads that sleep; those between it and [`HAND_OVER_NS`] are shared with threads that are awake. With fewer, a step of
-/// a tiny model is sooner done than another core has come to help, and waits for it when that core is not free.
+/// Matrices above this time wake sleeping threads. A lower threshold slows tiny models down: their
+/// step ends before another core can help, or waits for a busy core.
 const WAKE_NS: usize = 30_000;
+
+/// Matrices between this time and [`WAKE_NS`] are shared with spinning threads only.
 const HAND_OVER_NS: usize = 6_000;
 
-/// Time of the last pieces of a large matrix: threads that end with different ones wait for each other for half of it, and less than they look
-/// for the next job before they sleep.
+/// Time of the last pieces of a large matrix. Threads with different last pieces wait for half of
+/// it on average, less than they spin before they sleep.
 const LAST_NS: usize = 24_000;
 
 /// How the outputs of a matrix are spread over threads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Split {
-    /// Where pieces end, in order; multiples of 8 (the largest tile) but for the last.
+    /// Ends of the pieces in order: multiples of 8 (the largest tile), except the last.
     pub ends: Vec<usize>,
-    /// Whether threads that sleep are woken for it.
+    /// Whether the matrix wakes sleeping threads.
     pub wakes: bool,
 }
 
-/// Pieces in rounds, each half of what is left: long ones first, in which a thread reads what it asked the memory for, and short ones at the
-/// end. One per thread when the work is only worth handing over to threads that are awake, one in all when it is less than that.
+/// Splits the outputs into rounds of pieces, each round half of the remaining outputs: long pieces
+/// first, which suit the prefetchers, short ones last, which even out the end. Work that is only
+/// worth handing to spinning threads gets one piece per thread; smaller work gets one piece.
 pub fn linear_split(outputs: usize, row_bytes: usize, rows: usize, threads: usize) -> Split {
-    // A thread reads about 16 bytes of weights per ns, or multiplies them with about 4 rows in that time.
+    // A thread reads about 16 bytes of weights per ns, or multiplies them with about 4 rows in that
+    // time.
     let nanoseconds = (outputs * row_bytes).saturating_mul(rows.div_ceil(4)) / 16;
     let wakes = nanoseconds >= WAKE_NS;
     let share = |part: usize| outputs.div_ceil(part).next_multiple_of(8);
@@ -51,156 +59,153 @@ pub fn linear_split(outputs: usize, row_bytes: usize, rows: usize, threads: usiz
     Split { ends, wakes }
 }
 
-/// Rows of inputs that are multiplied with a piece of the matrix while both stay in the second-level cache: a multiple
-/// of 6 (the tile) that takes at most 512 KiB.
+/// Rows of inputs that are multiplied with a piece of the matrix while both stay in the
+/// second-level cache: a multiple of 6 (the tile) that takes at most 512 KiB.
 pub fn linear_rows(row_bytes: usize) -> usize {
     ((512 << 10) / row_bytes.max(1)).max(6) / 6 * 6
 }
 
-/// Inputs that tiles of a strip walk before they come back for the next ones: 4 rows of the matrix and 6 rows of inputs
-/// of this length stay in the first-level cache.
+/// Inputs that tiles of a strip walk before they come back for the next ones: 4 rows of the matrix
+/// and 6 rows of inputs of this length stay in the first-level cache.
 pub const PACKED_CHUNK: usize = 2048;
 
 /// Most tiles whose sums wait for the next chunk.
 pub const PACKED_TILES: usize = 16;
 
-/// Tiles (6 rows of inputs each) that are multiplied with a strip of the matrix: their panels stay in half of the
-/// second-level cache.
+/// Tiles (6 rows of inputs each) that are multiplied with a strip of the matrix: their panels stay
+/// in half of the second-level cache.
 pub fn packed_tiles(inputs: usize, tiles: usize) -> usize {
     let most = ((1 << 20) / (6 * 2 * inputs.max(1))).clamp(1, PACKED_TILES);
     // Groups of nearly one size.
     tiles.div_ceil(tiles.div_ceil(most).max(1)).max(1)
 }
 
-/// Columns of a piece of a product with a transposed matrix, a multiple of 64: wide, so that rows of the matrix are read in long
-/// parts, but several pieces per thread.
+/// Columns of a piece of a product with a transposed matrix, a multiple of 64: wide, so that rows
+/// of the matrix are read in long parts, but several pieces per thread.
 pub fn transposed_piece(inputs: usize, threads: usize) -> usize {
     let share = inputs.div_ceil(2 * threads).next_multiple_of(64);
     share.min(1024)
 }
 
-/// Whether packing so many inputs is spread over threads: about one per ns.
+/// Whether several threads pack `elements` inputs; packing takes about 1 ns per input.
 pub fn packing_is_parallel(elements: usize) -> bool {
     elements >= 2 * INLINE_NS
 }
 
-/// Elements of one piece of an element-wise operation: everything when it is little.
+/// Elements of one piece of an element-wise operation; small operations have one piece.
 pub fn elementwise_piece(elements: usize, threads: usize) -> usize {
     // About one element per ns.
-    if elements < 2 * INLINE_NS {
-        elements.max(1)
-    } else {
-        elements.div_ceil(threads * 4)
-    }
+    if elements < 2 * INLINE_NS { elements.max(1) } else { elements.div_ceil(threads * 4) }
 }
 
-/// Query tokens that share the conversion of a page: with all queries of a kv head about 64 queries, whose scores stay in the
-/// second-level cache up to 8,000 positions.
+/// Query tokens that share the conversion of a page: with all queries of a kv head about 64
+/// queries, whose scores stay in the second-level cache up to 8,000 positions.
 pub fn attention_tokens(group: usize) -> usize {
     (64 / group.max(1)).clamp(8, 32)
 }
 
-/// Whether attention with so many multiplications is spread over threads.
+/// Whether several threads compute attention with so many multiplications.
 pub fn attention_is_parallel(multiplications: usize) -> bool {
     // About 8 per ns.
     multiplications / 8 >= INLINE_NS
 }
 
-/// Threads of a CTA that norms a row: whole warps, about eight elements each. A function of the width alone, as sums depend on it.
-/// Not measured on a device yet.
+/// Threads of a CTA that norms a row: whole warps, about eight elements each. A function of the
+/// width alone, as sums depend on it. Not measured on a device yet.
 pub fn cuda_norm_threads(width: usize) -> u32 {
     (width.div_ceil(8).next_multiple_of(32) as u32).clamp(32, 512)
 }
 
-/// Rows that `linear_few.cu` takes; more go to `linear_many.cu`, with the same bits.
-pub const CUDA_LINEAR_FEW_ROWS: usize = 32;
+/// Rows that `linear_gemv.cu` takes; more go to `linear_gemm.cu`, with the same bits.
+pub const CUDA_GEMV_ROWS: usize = sizes::linear_gemv::MAX_ROWS;
 
-/// Whether the tensor-core products take a matrix: 16-bit arithmetic, and rows of whole blocks of 64 inputs.
+/// Whether the tensor-core products take a matrix: 16-bit arithmetic, and rows of whole blocks of
+/// 64 inputs.
 pub fn cuda_linear_is_tiled(dtype: DType, inputs: usize) -> bool {
     dtype != DType::F32 && inputs.is_multiple_of(64)
 }
 
-/// Bytes that `linear_grad.cu` takes for the rounded gradients of `rows` rows of `outputs` outputs.
+/// Bytes of workspace of `linear_grad.cu` for the rounded gradients of `rows` rows of `outputs`
+/// outputs.
 pub fn cuda_linear_grad_workspace(outputs: usize, rows: usize) -> usize {
-    outputs.next_multiple_of(32).saturating_mul(rows) * 2
+    outputs.next_multiple_of(sizes::linear_grad::STEP).saturating_mul(rows) * 2
 }
 
-/// Rows of which `linear_grad.cu` shares the segments of a product among CTAs, with the same bits; of more a CTA takes all.
-pub const CUDA_LINEAR_GRAD_FEW_ROWS: usize = 32;
+/// Up to so many rows, each segment of `linear_grad.cu` has CTAs of its own; for more rows one CTA
+/// processes all segments. The bits are the same.
+pub const CUDA_LINEAR_GRAD_GEMV_ROWS: usize = sizes::linear_grad::GEMV_ROWS;
 
-/// Steps of 32 outputs of a segment of `linear_grad.cu`: at most 4 segments, of 4,096 outputs at least. A function of the number of outputs alone, since
-/// it says in what order they are summed. Not measured on a device yet.
+/// Steps of 32 outputs of a segment of `linear_grad.cu`: at most 4 segments, of 4,096 outputs at
+/// least. It depends on the number of outputs alone, because it defines the order of sums. Not
+/// measured on a device yet.
 pub fn cuda_linear_grad_segment(outputs: usize) -> usize {
-    let steps = outputs.div_ceil(32);
+    let steps = outputs.div_ceil(sizes::linear_grad::STEP);
     steps.div_ceil((steps / 128).clamp(1, 4)).max(1)
 }
 
 /// Segments of so many steps.
 pub fn cuda_linear_grad_segments(outputs: usize, segment: usize) -> usize {
-    outputs.div_ceil(32).div_ceil(segment.max(1)).max(1)
+    outputs.div_ceil(sizes::linear_grad::STEP).div_ceil(segment.max(1)).max(1)
 }
 
-/// Bytes that `linear_grad.cu` takes for the sums of segments of a product that is shared among CTAs.
+/// Bytes of workspace of `linear_grad.cu` for the sums of segments that have CTAs of their own.
 pub fn cuda_linear_grad_sums(outputs: usize, inputs: usize, rows: usize) -> usize {
     match cuda_linear_grad_segments(outputs, cuda_linear_grad_segment(outputs)) {
         1 => 0,
-        segments => rows.min(CUDA_LINEAR_GRAD_FEW_ROWS) * inputs * segments * 4,
+        segments => rows.min(CUDA_LINEAR_GRAD_GEMV_ROWS) * inputs * segments * 4,
     }
 }
 
-/// Sizes of a launch of `linear_few.cu`.
+/// Sizes of a launch of `linear_gemv.cu`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CudaLinearFew {
+pub struct CudaGemv {
     /// Tiles of 16 outputs of a CTA: 1 or 2.
     pub m: usize,
     /// Tiles of 8 rows: 1, 2 or 4.
     pub n: usize,
-    /// Copies in flight per warp: 2 to 4.
+    /// Pipeline stages of a warp: 2 to 4.
     pub stages: usize,
-    /// Shared memory of a CTA.
+    /// Dynamic shared memory of a CTA.
     pub shared_bytes: usize,
 }
 
-/// Sizes for `outputs` outputs in all and up to [`CUDA_LINEAR_FEW_ROWS`] rows. Two tiles of outputs halve the reads of activations, if every
-/// multiprocessor still gets a CTA. Two CTAs of up to 112 KiB fit an H200, one an RTX. None of this changes a result. Not measured on a device yet.
-pub fn cuda_linear_few(
+/// Sizes for `outputs` outputs in all and up to [`CUDA_GEMV_ROWS`] rows, on a device with
+/// `multiprocessors` and `shared_bytes` of shared memory per CTA. Two tiles of outputs halve the
+/// reads of activations, if every multiprocessor still gets a CTA. Two CTAs of up to 112 KiB fit an
+/// H200, one an RTX. None of this changes a result. Not measured on a device yet.
+pub fn cuda_gemv(
     outputs: usize,
     rows: usize,
-    table_bytes: usize,
+    is_nf4: bool,
     multiprocessors: usize,
     shared_bytes: usize,
-) -> CudaLinearFew {
-    const STAGE: usize = 8 * 2048;
-    let m = if outputs >= 32 * multiprocessors {
-        2
-    } else {
-        1
-    };
+) -> CudaGemv {
+    use sizes::linear_gemv::{STAGE_PER_TILE, TABLES_NF4};
+    let m = if outputs >= 32 * multiprocessors { 2 } else { 1 };
     let n = match rows {
         0..=8 => 1,
         9..=16 => 2,
         _ => 4,
     };
-    let room = shared_bytes.min(112 << 10).saturating_sub(table_bytes);
-    let stages = (room / (STAGE * m)).clamp(2, 4);
-    CudaLinearFew {
-        m,
-        n,
-        stages,
-        shared_bytes: table_bytes + stages * STAGE * m,
-    }
+    let table_bytes = if is_nf4 { TABLES_NF4 } else { 0 };
+    let left = shared_bytes.min(112 << 10).saturating_sub(table_bytes);
+    let stages = (left / (STAGE_PER_TILE * m)).clamp(2, 4);
+    CudaGemv { m, n, stages, shared_bytes: table_bytes + stages * STAGE_PER_TILE * m }
 }
 
-/// Most rows of one expert in a tile of `experts_few.cu`, and in one of `experts_many.cu`.
-pub const CUDA_EXPERT_ROWS: (usize, usize) = (32, 128);
+/// Most rows of one expert in a tile of `experts_gemv.cu`, and in one of `experts_gemm.cu`.
+pub const CUDA_EXPERT_ROWS: (usize, usize) =
+    (sizes::experts_gemv::MAX_ROWS, sizes::experts_gemm::TILE_ROWS);
 
-/// Whether the products of experts go to `experts_few.cu`, for `pairs` of tokens and experts: as long as an expert has 32 rows on average, so
-/// that its weights are read hardly more than once. With the same bits. Not measured on a device yet.
-pub fn cuda_experts_are_few(pairs: usize, experts: usize) -> bool {
+/// Whether `experts_gemv.cu` computes the products of `pairs` pairs of tokens and experts. It does
+/// while an expert has at most 32 rows on average, so that its weights are read hardly more than
+/// once. The bits are the same. Not measured on a device yet.
+pub fn cuda_experts_use_gemv(pairs: usize, experts: usize) -> bool {
     pairs <= CUDA_EXPERT_ROWS.0 * experts
 }
 
-/// Most tiles of `rows` rows of one expert that the pairs of `tokens` tokens with `chosen` experts each can make.
+/// Most tiles of `rows` rows of one expert that the pairs of `tokens` tokens with `chosen` experts
+/// each can make.
 pub fn cuda_expert_tiles(tokens: usize, chosen: usize, experts: usize, rows: usize) -> usize {
     let pairs = tokens * chosen;
     let taking = experts.min(pairs);
@@ -211,58 +216,59 @@ pub fn cuda_expert_tiles(tokens: usize, chosen: usize, experts: usize, rows: usi
     (pairs / rows + taking).min(pairs)
 }
 
-/// New tokens that `attention_few.cu` takes, a token at a time, so that each reads its cache by itself; more go to `attention_many.cu`, with
-/// the same bits. Not measured on a device yet.
-pub const CUDA_ATTENTION_FEW_TOKENS: usize = 32;
+/// Most new tokens of `attention_decode.cu`, where each token reads its cache by itself; more go to
+/// `attention_prefill.cu`, with the same bits. Not measured on a device yet.
+pub const CUDA_ATTENTION_DECODE_TOKENS: usize = 32;
 
-/// Keys of a tile of `attention_few.cu`.
-pub const CUDA_ATTENTION_TILE: usize = 64;
+/// Keys of a tile of `attention_decode.cu`.
+pub const CUDA_ATTENTION_TILE: usize = sizes::attention_decode::TILE_KEYS;
 
-/// Bytes of the workspace of `attention_few.cu` for the largest batch that it takes, each row with `positions` positions.
+/// Bytes of workspace of `attention_decode.cu` for its largest batch, with `positions` positions
+/// per row.
 pub fn cuda_attention_workspace(heads: usize, head_dim: usize, positions: usize) -> usize {
     let tiles = positions.div_ceil(CUDA_ATTENTION_TILE);
-    let floats = CUDA_ATTENTION_FEW_TOKENS * heads * (head_dim + 4);
-    (4 * floats)
-        .saturating_mul(tiles)
-        .min(CUDA_ATTENTION_WORKSPACE_BYTES)
+    let floats = CUDA_ATTENTION_DECODE_TOKENS * heads * (head_dim + 4);
+    (4 * floats).saturating_mul(tiles).min(CUDA_ATTENTION_WORKSPACE_BYTES)
 }
 
 /// Head dimensions of `attention_grad.cu`.
 pub const CUDA_ATTENTION_GRAD_DIMS: [usize; 5] = [64, 80, 96, 112, 128];
 
-/// Bytes that `attention_grad.cu` keeps of 16 queries and a tile of keys: 2 for each pair.
-pub const CUDA_ATTENTION_CHANGES_BYTES: usize = 2 * 16 * CUDA_ATTENTION_TILE;
+/// Bytes of score gradients of 16 queries and a tile of keys in `attention_grad.cu`: 2 per pair.
+pub const CUDA_SCORE_GRAD_BYTES: usize = sizes::attention_grad::SCORE_GRAD_BYTES;
 
-/// Most that it keeps at a time, if a tile takes no more: 2,048 keys of a unit of a 70B block, whose tiles are as many CTAs as two on each
-/// multiprocessor of an H200. Not measured on a device yet.
+/// Most bytes of score gradients at a time, unless one tile takes more: 2,048 keys of a unit of a
+/// 70B block, whose tiles make two CTAs for each multiprocessor of an H200. Not measured on a
+/// device yet.
 pub const CUDA_ATTENTION_GRAD_BYTES: usize = 64 << 20;
 
-/// Of `tiles` tiles of keys, those that `attention_grad.cu` takes at a time for `blocks` blocks of 16 queries, in `most_bytes` bytes.
+/// Tiles of keys, of `tiles`, that `attention_grad.cu` processes at a time for `blocks` blocks of
+/// 16 queries within `most_bytes` bytes.
 pub fn cuda_attention_grad_tiles(blocks: usize, tiles: usize, most_bytes: usize) -> usize {
-    let fit = most_bytes / (CUDA_ATTENTION_CHANGES_BYTES * blocks.max(1));
+    let fit = most_bytes / (CUDA_SCORE_GRAD_BYTES * blocks.max(1));
     fit.clamp(1, tiles.max(1))
 }
 
-/// Most bytes that it keeps for at most `blocks` blocks, of rows with `positions` positions.
+/// Most bytes of score gradients for at most `blocks` blocks of rows with `positions` positions.
 pub fn cuda_attention_grad_workspace(blocks: usize, positions: usize) -> usize {
-    let tile = CUDA_ATTENTION_CHANGES_BYTES.saturating_mul(blocks);
+    let tile = CUDA_SCORE_GRAD_BYTES.saturating_mul(blocks);
     tile.saturating_mul(positions.div_ceil(CUDA_ATTENTION_TILE))
         .min(tile.max(CUDA_ATTENTION_GRAD_BYTES))
 }
 
-/// CTAs of `attention_few.cu` that share the tiles of one kv head of one token, `pairs` being the number of those: twice what the device holds
-/// at a time, so that the last wave is short. The bits do not depend on it. Not measured on a device yet.
+/// Splits of `attention_decode.cu`: CTAs that share the tiles of one kv head of one token, for
+/// `pairs` pairs of kv head and token. The grid has twice the CTAs that the device holds at a time,
+/// so that the last wave is short. The bits do not depend on it. Not measured on a device yet.
 pub fn cuda_attention_splits(multiprocessors: usize, pairs: usize) -> usize {
     const HELD: usize = 6;
-    (2 * HELD * multiprocessors.max(1))
-        .div_ceil(pairs.max(1))
-        .clamp(1, 1024)
+    (2 * HELD * multiprocessors.max(1)).div_ceil(pairs.max(1)).clamp(1, 1024)
 }
 
-/// Most workspace of attention in recorded decode steps: a quarter of a million positions of a 70B model.
+/// Most bytes of workspace of attention in recorded decode steps: a quarter of a million positions
+/// of a 70B model.
 pub const CUDA_STEP_WORKSPACE_BYTES: usize = 128 << 20;
 
-/// Most workspace of `attention_few.cu`; steps that would need more go to `attention_many.cu`.
+/// Most bytes of workspace of `attention_decode.cu`; larger steps go to `attention_prefill.cu`.
 pub const CUDA_ATTENTION_WORKSPACE_BYTES: usize = 512 << 20;
 
 #[cfg(test)]
@@ -271,15 +277,9 @@ mod tests {
 
     #[test]
     fn segments_of_gradients_are_few_and_cover_the_outputs() {
-        for (outputs, segments) in [
-            (1, 1),
-            (1024, 1),
-            (8160, 1),
-            (8192, 2),
-            (14336, 3),
-            (28672, 4),
-            (1 << 20, 4),
-        ] {
+        for (outputs, segments) in
+            [(1, 1), (1024, 1), (8160, 1), (8192, 2), (14336, 3), (28672, 4), (1 << 20, 4)]
+        {
             let segment = cuda_linear_grad_segment(outputs);
             assert_eq!(cuda_linear_grad_segments(outputs, segment), segments);
             assert!(segment * segments * 32 >= outputs && segment * (segments - 1) * 32 < outputs);
@@ -302,10 +302,7 @@ mod tests {
         ] {
             for rows in [32, 128] {
                 let room = cuda_expert_tiles(tokens, chosen, experts, rows);
-                assert!(
-                    room >= tiles(&worst, rows),
-                    "{tokens} x {chosen} of {experts}"
-                );
+                assert!(room >= tiles(&worst, rows), "{tokens} x {chosen} of {experts}");
                 assert!(room <= tokens * chosen && room > 0);
             }
         }
@@ -313,10 +310,7 @@ mod tests {
 
     #[test]
     fn pieces_cover_the_outputs_and_little_work_is_one_piece() {
-        let awake = |ends: &[usize]| Split {
-            ends: ends.to_vec(),
-            wakes: false,
-        };
+        let awake = |ends: &[usize]| Split { ends: ends.to_vec(), wakes: false };
         assert_eq!(linear_split(64, 512, 1, 2), awake(&[64]));
         assert_eq!(linear_split(352, 512, 1, 2), awake(&[176, 352]));
         assert_eq!(linear_split(4096, 8192, 1, 1).ends, [4096]);

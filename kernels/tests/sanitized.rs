@@ -1,13 +1,12 @@
-//! Every kernel on the emulator in its smallest cases, for an emulator that is instrumented by a sanitizer (`SEPAL_EMU_SANITIZE` at build
-//! time, `kernels/cuda/emu/sanitize` sets everything up). A program of its own: the test harness of Rust is not instrumented, and what its
-//! threads do looks like races. First it runs a kernel that is wrong on purpose, in a process of its own, and fails unless the sanitizer ends
-//! that process: green means that faults are seen. It also fails when a kernel was launched in no case.
+//! Every kernel on the emulator in its smallest cases, for an emulator that is instrumented by a
+//! sanitizer (`SEPAL_EMU_SANITIZE` at build time, `kernels/cuda/emu/sanitize` sets everything up).
+//! A program of its own: the test harness of Rust is not instrumented, and what its threads do
+//! looks like races. First it runs a kernel that is wrong on purpose, in a process of its own, and
+//! fails unless the sanitizer ends that process: green means that faults are seen. It also fails
+//! when a kernel was launched in no case.
 //!
 //! Arguments name the checks to run; none: all.
-#![allow(
-    unsafe_code,
-    reason = "the launch of a kernel that is wrong on purpose"
-)]
+#![allow(unsafe_code, reason = "the launch of a kernel that is wrong on purpose")]
 #![allow(clippy::print_stdout, reason = "the report of this program")]
 
 use std::collections::BTreeSet;
@@ -15,26 +14,32 @@ use std::process::Command;
 use std::sync::Mutex;
 use std::time::Instant;
 
+use kernels::cases::{Class, cuda_operations, never_launched};
 use kernels::cuda::emu::{self, Emu};
 use kernels::cuda::{Cuda, Gpu, Launch, Params};
-use kernels::selftest::{Extent, checks, never_launched};
 
 /// What this program was built with.
 const SANITIZER: Option<&str> = option_env!("SEPAL_EMU_SANITIZE");
 
-/// The thread sanitizer makes the emulator 500 times slower, the other 10 times.
-const EXTENT: Extent = match SANITIZER {
-    Some(kind) if matches!(kind.as_bytes(), b"thread") => Extent::Least,
-    _ => Extent::Small,
-};
+/// Which cases. The thread sanitizer makes the emulator 500 times slower, the address sanitizer 10
+/// times; `SANITIZE_CLASS=smallest` asks for the smallest cases under either.
+fn class() -> Class {
+    let is_smallest = std::env::var_os("SANITIZE_CLASS").is_some_and(|class| class == "smallest");
+    match SANITIZER {
+        Some("thread") => Class::Smallest,
+        _ if is_smallest => Class::Smallest,
+        _ => Class::Quick,
+    }
+}
 
 /// Threads of the emulator, and the order of the threads of a CTA: none that a kernel may count on.
 const THREADS: usize = 2;
 const ORDER: u64 = 7;
 
-/// Another, whose seed is even, for the checks of kernels whose CTAs copy to each other: such copies then come as soon as they may.
+/// Another, whose seed is even, for the checks of kernels whose CTAs copy to each other: such
+/// copies then come as soon as they may.
 const EARLY: u64 = 8;
-const IN_CLUSTERS: [&str; 1] = ["linear"];
+const IN_CLUSTERS: [&str; 2] = ["linear", "products"];
 
 /// Kernels that were launched.
 static LAUNCHED: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
@@ -107,21 +112,20 @@ fn run_checks(arguments: &[String], order: u64) -> usize {
         LAUNCHED.lock().expect("nobody panics").insert(kernel);
     }));
     let mut ran = 0;
-    for (name, check) in checks::<Emu>() {
+    for operation in cuda_operations::<Emu>() {
+        let name = operation.name;
         let is_wanted = arguments.is_empty() || arguments.iter().any(|wanted| wanted == name);
         if !is_wanted || order == EARLY && !IN_CLUSTERS.contains(&name) {
             continue;
         }
         let start = Instant::now();
-        let cases = check(&mut cuda, EXTENT).unwrap_or_else(|failure| {
+        let devices = std::slice::from_mut(&mut cuda);
+        let cases = operation.check(devices, class()).unwrap_or_else(|failure| {
             let source = std::error::Error::source(&failure).map(ToString::to_string);
             panic!("{name}: {failure} {}", source.unwrap_or_default())
         });
         assert!(cases > 0, "{name} has no cases");
-        println!(
-            "{name:20} {cases:5} cases {:7.1} s",
-            start.elapsed().as_secs_f64()
-        );
+        println!("{name:20} {cases:5} cases {:7.1} s", start.elapsed().as_secs_f64());
         ran += 1;
     }
     ran
@@ -142,20 +146,14 @@ fn assert_all_launched() {
 /// Runs the kernel in a process of its own, which must end with this message.
 fn assert_reported(kernel: &str, message: &str) {
     let (is_success, said) = run_faulty(kernel);
-    assert!(
-        !is_success && said.contains(message),
-        "{kernel} was not reported: {said}"
-    );
+    assert!(!is_success && said.contains(message), "{kernel} was not reported: {said}");
     println!("{kernel:20} reported");
 }
 
 /// Whether the process was content, and what it said.
 fn run_faulty(kernel: &str) -> (bool, String) {
     let program = std::env::current_exe().expect("the path of this program");
-    let ended = Command::new(program)
-        .args([FAULTY, kernel])
-        .output()
-        .expect("this program again");
+    let ended = Command::new(program).args([FAULTY, kernel]).output().expect("this program again");
     let said = String::from_utf8_lossy(&ended.stderr).into_owned();
     (ended.status.success(), said)
 }

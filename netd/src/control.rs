@@ -1,5 +1,5 @@
-//! The control channel: two threads that turn the blocking ends of `ipc-channel` into bounded tokio channels. The reader also
-//! fetches the descriptors that belong to a message, in order.
+//! The control channel: two threads that turn the blocking ends of `ipc-channel` into bounded tokio
+//! channels. The reader also fetches the descriptors that belong to a message, in order.
 
 use std::fmt::Display;
 use std::os::fd::OwnedFd;
@@ -17,10 +17,10 @@ const QUEUE: usize = 64;
 /// How long the descriptors of a message may lag behind it; they are sent before it.
 const DESCRIPTOR_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Doorbells per linked worker.
-pub const WORKER_FDS: usize = 2;
-/// The arena.
-pub const INIT_FDS: usize = 1;
+/// Of a linked worker: rings, doorbell of the submission ring, doorbell of the completion ring.
+pub const WORKER_FDS: usize = 3;
+/// The arena and the board.
+pub const INIT_FDS: usize = 2;
 
 /// A message of the supervisor with its descriptors.
 #[derive(Debug)]
@@ -45,10 +45,11 @@ impl Outbox {
         Outbox(sender)
     }
 
-    /// Queues a message; waits while the queue is full. A supervisor that is gone is noticed by the inbox.
+    /// Queues a message; waits while the queue is full. A supervisor that is gone is noticed by the
+    /// inbox.
     pub async fn send(&self, message: FromNetd) {
         if self.0.send(message).await.is_err() {
-            debug!("message to a supervisor that is gone");
+            debug!("supervisor is gone, message dropped");
         }
     }
 }
@@ -61,7 +62,7 @@ impl Writer {
     /// Waits until everything is written. All outboxes must be gone.
     pub fn finish(self) {
         if self.0.join().is_err() {
-            error!("the control writer panicked");
+            error!("control writer panicked");
         }
     }
 }
@@ -98,13 +99,10 @@ fn read<E: Display>(
             None => Vec::new(),
             Some((tag, count)) => match descriptors.recv(tag, count, DESCRIPTOR_TIMEOUT) {
                 Ok(fds) => fds,
-                Err(error) => return error!(%error, "descriptors of a message are missing"),
+                Err(error) => return error!(%error, "message arrived without its descriptors"),
             },
         };
-        if inbox
-            .blocking_send(FromSupervisor { message, fds })
-            .is_err()
-        {
+        if inbox.blocking_send(FromSupervisor { message, fds }).is_err() {
             return;
         }
     }
@@ -133,7 +131,7 @@ fn write<E: Display>(
 ) {
     while let Some(message) = queue.blocking_recv() {
         if let Err(error) = send(message) {
-            return debug!(%error, "the supervisor does not listen any more");
+            return debug!(%error, "cannot send to the supervisor");
         }
     }
 }

@@ -1,19 +1,22 @@
-//! `sepal dht`: a node that others join through. It serves the DHT and nothing else, and runs without a supervisor.
+//! `sepal dht`: a node that others join through. It serves the DHT and nothing else, and runs
+//! without a supervisor.
 
 use std::time::Duration;
 
+use hivemind::p2p::{Keypair, P2pError, Traversal, identity};
+use shared::causes::with_causes;
 use shared::config::DhtNodeConfig;
 use shared::exit::ExitReason;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 
-use crate::join::{self, Joined, NodeSettings, addresses, with_cause};
-use crate::p2p::{Keypair, P2pError, Traversal, identity};
-use crate::run::{Fatal, reactor};
+use crate::fatal::Fatal;
+use crate::join::{self, Joined, NodeSettings, addresses};
+use crate::run::reactor;
 
-/// Runs until Ctrl-C or SIGTERM. `ready` is given the full addresses that newcomers pass as `--initial_peers`, once the
-/// node is part of the swarm; it is the caller who prints.
+/// Runs until Ctrl-C or SIGTERM. `ready` is given the full addresses that newcomers pass as
+/// `--initial_peers`, once the node is part of the swarm; it is the caller who prints.
 pub fn run(config: DhtNodeConfig, ready: impl FnOnce(&[String])) -> ExitReason {
     let runtime = match reactor() {
         Ok(runtime) => runtime,
@@ -35,7 +38,7 @@ pub fn run(config: DhtNodeConfig, ready: impl FnOnce(&[String])) -> ExitReason {
 
 async fn serve(config: &DhtNodeConfig, ready: impl FnOnce(&[String])) -> Result<(), Fatal> {
     let listen_for = |kind, name: &str| {
-        signal(kind).map_err(|error| Fatal::failed(format!("listen for {name}: {error}")))
+        signal(kind).map_err(|error| Fatal::failed(format!("cannot listen for {name}: {error}")))
     };
     let mut interrupt = listen_for(SignalKind::interrupt(), "SIGINT")?;
     let mut terminate = listen_for(SignalKind::terminate(), "SIGTERM")?;
@@ -53,7 +56,7 @@ async fn serve(config: &DhtNodeConfig, ready: impl FnOnce(&[String])) -> Result<
     tokio::select! {
         outcome = node => outcome,
         () = ended => {
-            info!("ended by a signal");
+            info!("received a signal, stopping");
             Ok(())
         }
     }
@@ -65,9 +68,8 @@ async fn serve(config: &DhtNodeConfig, ready: impl FnOnce(&[String])) -> Result<
 /// [`Fatal`] with a sentence for the operator.
 pub async fn start(config: &DhtNodeConfig) -> Result<Joined, Fatal> {
     let keypair = match &config.identity_path {
-        Some(path) => {
-            identity::load_or_create(path).map_err(|error| Fatal::bad_config(with_cause(&error)))?
-        }
+        Some(path) => identity::load_or_create(path)
+            .map_err(|error| Fatal::bad_config(with_causes(&error)))?,
         None => Keypair::generate_ed25519(),
     };
     let settings = NodeSettings {
@@ -92,10 +94,7 @@ pub async fn start(config: &DhtNodeConfig) -> Result<Joined, Fatal> {
             P2pError::Stopped | P2pError::Transport(_) => ExitReason::Failed,
             _ => ExitReason::BadConfig,
         };
-        Fatal {
-            reason,
-            message: error.to_string(),
-        }
+        Fatal { reason, message: error.to_string() }
     })?;
     let (_, nothing_served) = watch::channel(None);
     let joined = join::enter(p2p, inbound, &settings, nothing_served).await;
@@ -108,17 +107,18 @@ async fn heartbeat(joined: &Joined, period: Duration) -> Result<(), Fatal> {
     loop {
         beat.tick().await;
         match joined.dht.random_lookup().await {
-            Ok(known) => info!(known, "swarm"),
-            Err(error) => warn!(%error, "lookup failed"),
+            Ok(known) => info!(known, "refreshed the routing table"),
+            Err(error) => warn!(%error, "cannot refresh the routing table"),
         }
     }
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
-    fn config(initial_peers: Vec<String>) -> DhtNodeConfig {
+    /// A node on a free port of the loopback device.
+    pub(crate) fn config(initial_peers: Vec<String>) -> DhtNodeConfig {
         DhtNodeConfig {
             host_maddrs: vec!["/ip4/127.0.0.1/tcp/0".into()],
             announce_maddrs: Vec::new(),
@@ -135,11 +135,7 @@ mod tests {
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn a_second_node_joins_through_the_addresses_of_the_first() {
         let first = start(&config(Vec::new())).await.unwrap();
-        assert!(
-            first.addrs[0].contains("/p2p/") && first.port() > 0,
-            "{:?}",
-            first.addrs
-        );
+        assert!(first.addrs[0].contains("/p2p/") && first.port() > 0, "{:?}", first.addrs);
         let second = start(&config(first.addrs.clone())).await.unwrap();
         assert_eq!(second.dht.random_lookup().await.unwrap(), 1);
     }
@@ -154,20 +150,12 @@ mod tests {
         };
         let fatal = start(&taken).await.unwrap_err();
         assert_eq!(fatal.reason, ExitReason::Busy);
-        assert!(
-            fatal.message.contains(&port.to_string()),
-            "{}",
-            fatal.message
-        );
+        assert!(fatal.message.contains(&port.to_string()), "{}", fatal.message);
 
         let nobody =
             "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp";
         let fatal = start(&config(vec![nobody.into()])).await.unwrap_err();
         assert_eq!(fatal.reason, ExitReason::BadConfig);
-        assert!(
-            fatal.message.contains("127.0.0.1/tcp/9"),
-            "{}",
-            fatal.message
-        );
+        assert!(fatal.message.contains("127.0.0.1/tcp/9"), "{}", fatal.message);
     }
 }

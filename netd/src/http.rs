@@ -1,11 +1,12 @@
-//! A client for the two things that speak HTTP: the monitor of a public swarm and a speed test of the operator's choice. Both are
-//! services of strangers: answers are bounded in bytes and time.
+//! A client for the two things that speak HTTP: the monitor of a public swarm and a speed test of
+//! the operator's choice. Both are services of strangers: answers are bounded in bytes and time.
 
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures::stream::{self, StreamExt};
 use reqwest::{Body, Client, Response, redirect::Policy};
+use shared::causes::root_cause;
 
 /// Redirections followed.
 const MAX_REDIRECTIONS: usize = 3;
@@ -17,10 +18,10 @@ const AGENT: &str = concat!("sepal/", env!("CARGO_PKG_VERSION"));
 #[derive(Debug, thiserror::Error)]
 pub enum HttpError {
     /// It was not sent, or not answered.
-    #[error("{}", root_cause(.0))]
+    #[error("{}", reason(.0))]
     Request(#[from] reqwest::Error),
     /// The service says that it failed.
-    #[error("the service answers {0}")]
+    #[error("the service answered with status {0}")]
     Status(reqwest::StatusCode),
     /// More than is taken.
     #[error("the answer has more than {0} bytes")]
@@ -81,16 +82,13 @@ fn accepted(response: Response) -> Result<Response, HttpError> {
     }
 }
 
-/// What the system or the service said, without the layers between and without the address, which the caller names.
-fn root_cause(error: &reqwest::Error) -> String {
+/// What the system or the service said, without the layers between and without the address, which
+/// the caller names.
+fn reason(error: &reqwest::Error) -> String {
     if error.is_timeout() {
         return "no answer in time".to_owned();
     }
-    let mut cause: &dyn std::error::Error = error;
-    while let Some(source) = cause.source() {
-        cause = source;
-    }
-    cause.to_string()
+    root_cause(error)
 }
 
 #[cfg(test)]

@@ -4,7 +4,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use libp2p::multiaddr::Protocol;
+use hivemind::dht::driver::{self, Dht, DhtConfig, DhtError};
+use hivemind::dht::storage::StorageLimits;
+use hivemind::names;
+use hivemind::p2p::{
+    Inbound, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Traversal,
+    UnaryResponder, identity,
+};
+use shared::causes::with_causes;
 use shared::control::NetdInit;
 use shared::exit::ExitReason;
 use shared::ids::Generation;
@@ -12,19 +19,14 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 use tracing::{info, warn};
 
-use crate::dht::driver::{self, Dht, DhtConfig, DhtError};
-use crate::dht::storage::StorageLimits;
-use crate::p2p::identity;
-use crate::p2p::{
-    Inbound, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Traversal, UnaryResponder,
-};
+use crate::fatal::Fatal;
 use crate::rpc::dispatch::Router;
 use crate::rpc::{self, Service};
-use crate::run::Fatal;
 use crate::swarm::rate::{self, serve::Counterpart};
 use crate::swarm::reachability::{self, Checker};
 
-/// Calls under way per lookup until the model is known; Petals' servers use as many as the model has blocks.
+/// Calls under way per lookup until the model is known; Petals' servers use as many as the model
+/// has blocks.
 const LOOKUP_WORKERS: usize = 32;
 
 /// How long a server that cannot be dialled waits for its first relay before it goes on without.
@@ -42,14 +44,16 @@ pub struct Joined {
     pub dht: Dht,
     /// PeerID in base58.
     pub peer_id: String,
-    /// Full addresses with `/p2p/PEERID`: those announced if any are configured, else those listened on.
+    /// Full addresses with `/p2p/PEERID`: those announced if any are configured, else those
+    /// listened on.
     pub addrs: Vec<String>,
     /// Whether others reach it through relays only, as it turned out when joining.
     pub using_relay: bool,
 }
 
 impl Joined {
-    /// Whether others reach it through relays only, by the last that is known: AutoNAT may change its mind.
+    /// Whether others reach it through relays only, by the last that is known: AutoNAT may change
+    /// its mind.
     pub fn relayed_now(&self) -> bool {
         match *self.p2p.reachable().borrow() {
             Some(reachable) => !reachable,
@@ -60,10 +64,7 @@ impl Joined {
     /// The first TCP port of the addresses; 0 if there is none.
     pub fn port(&self) -> u16 {
         let addrs = self.addrs.iter().filter_map(|addr| addr.parse().ok());
-        addrs
-            .filter_map(|addr: Multiaddr| tcp_port(&addr))
-            .next()
-            .unwrap_or(0)
+        addrs.filter_map(|addr: Multiaddr| tcp_port(&addr)).next().unwrap_or(0)
     }
 }
 
@@ -98,7 +99,7 @@ pub async fn join(
     let path = config.identity_path.as_deref();
     let path = path.ok_or_else(|| Fatal::bad_config("the supervisor gave no identity file"))?;
     let keypair =
-        identity::load_or_create(path).map_err(|error| Fatal::bad_config(with_cause(&error)))?;
+        identity::load_or_create(path).map_err(|error| Fatal::bad_config(with_causes(&error)))?;
     let settings = NodeSettings {
         keypair,
         listen: addresses("host_maddrs", &config.host_maddrs)?,
@@ -119,7 +120,7 @@ pub async fn join(
             let kept = NodeSettings { listen, ..settings.clone() };
             match start(&kept, protocols.clone()).await {
                 Err(P2pError::PortInUse { addr }) => {
-                    warn!(%addr, "the port of the generation before is taken, listening on another");
+                    warn!(%addr, "previous port is in use, listening on another");
                     start(&settings, protocols).await
                 }
                 started => started,
@@ -127,15 +128,10 @@ pub async fn join(
         }
     }
     .map_err(|error| fatal(&error, init.generation))?;
-    enter(p2p, inbound, &settings, service)
-        .await
-        .map_err(|error| {
-            let reason = first_time_config(init.generation);
-            Fatal {
-                reason,
-                message: error.to_string(),
-            }
-        })
+    enter(p2p, inbound, &settings, service).await.map_err(|error| {
+        let reason = first_time_config(init.generation);
+        Fatal { reason, message: error.to_string() }
+    })
 }
 
 /// Starts the libp2p node, with the DHT's RPCs and the reachability check beside `protocols`.
@@ -144,7 +140,7 @@ pub async fn join(
 /// [`P2pError`]; its text is for the operator.
 pub async fn start(
     settings: &NodeSettings,
-    mut protocols: Vec<crate::p2p::ProtocolSpec>,
+    mut protocols: Vec<hivemind::p2p::ProtocolSpec>,
 ) -> Result<(P2p, mpsc::Receiver<Inbound>), P2pError> {
     protocols.extend(driver::protocols());
     protocols.push(reachability::protocol());
@@ -197,13 +193,7 @@ pub async fn enter(
     bare.extend(p2p.relayed_addrs().borrow().iter().cloned());
     let full = |addr: Multiaddr| addr.clone().with_p2p(id).unwrap_or(addr).to_string();
     let addrs = bare.into_iter().map(full).collect();
-    Ok(Joined {
-        peer_id: id.to_base58(),
-        addrs,
-        using_relay,
-        p2p,
-        dht,
-    })
+    Ok(Joined { peer_id: id.to_base58(), addrs, using_relay, p2p, dht })
 }
 
 /// Hands requests of the DHT to its node, once there is one.
@@ -234,14 +224,15 @@ fn start_dht(p2p: &P2p, settings: &NodeSettings, client_mode: bool) -> Dht {
     Dht::start(p2p.clone(), config)
 }
 
-/// Asks peers whether they can dial this node, as a client of the DHT whom nobody relies on yet. If they cannot, it
-/// stops serving what only nodes that can be dialled serve. Source: `Server.__init__` in `petals/server/server.py`.
+/// Asks peers whether they can dial this node, as a client of the DHT whom nobody relies on yet. If
+/// they cannot, it stops serving what only nodes that can be dialled serve. Source:
+/// `Server.__init__` in `petals/server/server.py`.
 async fn is_unreachable(p2p: &P2p, settings: &NodeSettings) -> Result<bool, DhtError> {
     let dht = start_dht(p2p, settings, true);
     dht.join().await?;
     let mut answer = reachability::check_direct(p2p, dht.peers().await?).await;
     if answer == Some(false) && router_forwards(p2p).await {
-        info!("asking again, now that the router forwards a port");
+        info!("router forwards a port, checking reachability again");
         answer = reachability::check_direct(p2p, dht.peers().await?).await;
     }
     if let Some(reachable) = answer {
@@ -251,28 +242,18 @@ async fn is_unreachable(p2p: &P2p, settings: &NodeSettings) -> Result<bool, DhtE
     if unreachable {
         let mut only_direct: Vec<&'static str> =
             driver::protocols().iter().map(|spec| spec.name).collect();
-        only_direct.push(reachability::RPC_CHECK);
+        only_direct.push(names::REACHABILITY_CHECK);
         p2p.withdraw(only_direct).await;
     }
-    let way = if unreachable {
-        "via relays"
-    } else {
-        "directly"
-    };
-    info!(way, "this server is accessible");
+    let way = if unreachable { "via relays" } else { "directly" };
+    info!(way, "server is accessible");
     Ok(unreachable)
 }
 
 /// Waits for the router's answer, and until peers may be asked again.
 async fn router_forwards(p2p: &P2p) -> bool {
     let mut forwarded = p2p.forwarded();
-    let answer = async {
-        forwarded
-            .wait_for(Option::is_some)
-            .await
-            .ok()
-            .and_then(|one| *one)
-    };
+    let answer = async { forwarded.wait_for(Option::is_some).await.ok().and_then(|one| *one) };
     let forwards = timeout(ROUTER_WAIT, answer).await == Ok(Some(true));
     if forwards {
         tokio::time::sleep(reachability::ASK_AGAIN).await;
@@ -286,11 +267,11 @@ async fn await_relay(p2p: &P2p, traversal: Traversal) {
     let reserved = async { relayed.wait_for(|addrs| !addrs.is_empty()).await.is_ok() };
     if !traversal.auto_relay {
         warn!(
-            "peers cannot dial this server and it may not use relays (--no_auto_relay): forward its port, see --public_ip"
+            "peers cannot dial this server, and --no_auto_relay forbids relays: forward its port (--public_ip, --port)"
         );
     } else if !timeout(RELAY_WAIT, reserved).await.unwrap_or(false) {
         warn!(
-            "peers cannot dial this server and none of them relays yet: forward its port (--public_ip, --port), or wait"
+            "peers cannot dial this server, and it has no relay yet: wait, or forward its port (--public_ip, --port)"
         );
     }
 }
@@ -303,22 +284,19 @@ pub fn addresses(setting: &str, texts: &[String]) -> Result<Vec<Multiaddr>, Fata
     let parse = |text: &String| {
         text.parse::<Multiaddr>().map_err(|error| {
             Fatal::bad_config(format!(
-                "{setting} has {text:?}, which is no multiaddr ({error}); \
-                 give it like /ip4/127.0.0.1/tcp/31337 or /dns/example.org/tcp/31337/p2p/PEERID"
+                "invalid {setting} {text:?}: {error}; \
+                 expected a multiaddr such as /ip4/127.0.0.1/tcp/31337 or /dns/example.org/tcp/31337/p2p/PEERID"
             ))
         })
     };
     texts.iter().map(parse).collect()
 }
 
-/// The listen addresses with the port that the generation before had, where the settings leave it open.
+/// The listen addresses with the port that the generation before had, where the settings leave it
+/// open.
 fn kept_port(listen: &[Multiaddr], previous: &[String]) -> Option<Vec<Multiaddr>> {
-    let mut previous = previous
-        .iter()
-        .filter_map(|addr| addr.parse::<Multiaddr>().ok());
-    let port = previous
-        .find_map(|addr| tcp_port(&addr))
-        .filter(|port| *port != 0)?;
+    let mut previous = previous.iter().filter_map(|addr| addr.parse::<Multiaddr>().ok());
+    let port = previous.find_map(|addr| tcp_port(&addr)).filter(|port| *port != 0)?;
     if !listen.iter().any(|addr| tcp_port(addr) == Some(0)) {
         return None;
     }
@@ -344,27 +322,13 @@ fn fatal(error: &P2pError, generation: Generation) -> Fatal {
         P2pError::InitialPeersUnreachable { .. } => first_time_config(generation),
         _ => ExitReason::Failed,
     };
-    Fatal {
-        reason,
-        message: error.to_string(),
-    }
+    Fatal { reason, message: error.to_string() }
 }
 
-/// Peers that cannot be reached at the very first start are taken for a mistake; later the network may come back.
+/// Peers that cannot be reached at the very first start are taken for a mistake; later the network
+/// may come back.
 fn first_time_config(generation: Generation) -> ExitReason {
-    if generation.0 <= 1 {
-        ExitReason::BadConfig
-    } else {
-        ExitReason::Failed
-    }
-}
-
-/// An error and its cause in one line.
-pub fn with_cause(error: &dyn std::error::Error) -> String {
-    match error.source() {
-        Some(cause) => format!("{error}: {cause}"),
-        None => error.to_string(),
-    }
+    if generation.0 <= 1 { ExitReason::BadConfig } else { ExitReason::Failed }
 }
 
 #[cfg(test)]
@@ -382,14 +346,8 @@ mod tests {
                 .into(),
         ];
         let kept = kept_port(&addrs(&["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]), &previous);
-        assert_eq!(
-            kept,
-            Some(addrs(&["/ip4/0.0.0.0/tcp/4321", "/ip6/::/tcp/4321"]))
-        );
-        assert_eq!(
-            kept_port(&addrs(&["/ip4/0.0.0.0/tcp/31337"]), &previous),
-            None
-        );
+        assert_eq!(kept, Some(addrs(&["/ip4/0.0.0.0/tcp/4321", "/ip6/::/tcp/4321"])));
+        assert_eq!(kept_port(&addrs(&["/ip4/0.0.0.0/tcp/31337"]), &previous), None);
         assert_eq!(kept_port(&addrs(&["/ip4/0.0.0.0/tcp/0"]), &[]), None);
     }
 
@@ -398,9 +356,7 @@ mod tests {
         let fatal = addresses("initial_peers", &["127.0.0.1:31337".into()]).unwrap_err();
         assert_eq!(fatal.reason, ExitReason::BadConfig);
         assert!(
-            fatal
-                .message
-                .contains("initial_peers has \"127.0.0.1:31337\"")
+            fatal.message.contains("invalid initial_peers \"127.0.0.1:31337\"")
                 && fatal.message.contains("/ip4/")
         );
     }

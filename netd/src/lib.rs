@@ -1,4 +1,5 @@
-//! The network daemon: the one process of Sepal that speaks with the swarm. Async lives here and only here.
+//! The network daemon: the one process of Sepal that speaks with the swarm. Async lives here and
+//! only here.
 //!
 //! ```text
 //!   supervisor ── control ──> run ──> join (p2p, dht) ──> offer (swarm: which blocks, records)
@@ -8,24 +9,22 @@
 //!                                      sessions   workers ── rings, arena ──> gpu-worker
 //! ```
 //!
-//! - [`p2p`]: libp2p node and the RPC framing of hivemind; [`wire`]: bytes of the wire against our types
-//! - [`dht`]: hivemind's DHT; [`swarm`]: who serves what, and what this server says of itself
+//! - [`hivemind`]: the libp2p node, the DHT and the bytes of the wire
+//! - [`swarm`]: who serves what, and what this server says of itself
 //! - [`rpc`]: the transformer RPCs; [`sessions`]: KV budget, pages, page tables
 //! - [`workers`]: jobs in flight, and what becomes of them when a worker dies
 //! - [`run`]: the daemon's life; [`dht_node`]: `sepal dht`
 #![forbid(unsafe_code)]
 
 mod control;
-pub mod dht;
 pub mod dht_node;
+pub mod fatal;
 mod http;
 pub mod join;
 mod offer;
-pub mod p2p;
 mod pings;
 pub mod rpc;
 pub mod run;
 pub mod sessions;
 pub mod swarm;
-pub mod wire;
 pub mod workers;

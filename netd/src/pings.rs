@@ -1,18 +1,18 @@
-//! Times to likely next servers, published so that clients can choose the chain that is fastest between its servers. Source:
-//! `ModuleAnnouncerThread` and `PingAggregator` in Petals (`server/server.py`, `utils/ping.py`).
+//! Times to likely next servers, published so that clients can choose the chain that is fastest
+//! between its servers. Source: `ModuleAnnouncerThread` and `PingAggregator` in Petals
+//! (`server/server.py`, `utils/ping.py`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use libp2p::PeerId;
+use hivemind::dht::driver::Dht;
+use hivemind::p2p::{CallError, PeerId};
+use hivemind::view::{self, BlockServers};
 use rand::seq::IteratorRandom;
 use tokio::sync::watch;
 use tracing::debug;
 
-use crate::dht::driver::Dht;
-use crate::p2p::CallError;
 use crate::swarm::announce::ServerStatus;
-use crate::swarm::view::{self, BlockServers};
 
 /// Servers pinged among those of the middle blocks, and among those of the block after ours.
 const SAMPLE: usize = 5;
@@ -38,17 +38,10 @@ pub struct Neighbourhood {
 pub async fn keep(dht: Dht, neighbourhood: Neighbourhood, status: watch::Sender<ServerStatus>) {
     let mut times = Times::default();
     loop {
-        let Neighbourhood {
-            prefix,
-            blocks,
-            own,
-            period,
-        } = &neighbourhood;
+        let Neighbourhood { prefix, blocks, own, period } = &neighbourhood;
         match view::read_blocks(&dht, prefix, blocks.clone()).await {
             Ok(servers) => {
-                let rounds = candidates(&servers, own)
-                    .into_iter()
-                    .map(|peer| ping(&dht, peer));
+                let rounds = candidates(&servers, own).into_iter().map(|peer| ping(&dht, peer));
                 for (peer, seconds) in futures::future::join_all(rounds).await {
                     times.record(peer, seconds, Instant::now());
                 }
@@ -59,13 +52,14 @@ pub async fn keep(dht: Dht, neighbourhood: Neighbourhood, status: watch::Sender<
                     changed
                 });
             }
-            Err(error) => debug!(%error, "cannot read who serves the next blocks"),
+            Err(error) => debug!(%error, "cannot read which servers serve the next blocks"),
         }
         tokio::time::sleep(*period).await;
     }
 }
 
-/// Seconds to `peer`; infinite if it does not answer. Relayed servers do not serve the DHT, and saying so is an answer.
+/// Seconds to `peer`; infinite if it does not answer. Relayed servers do not serve the DHT, and
+/// saying so is an answer.
 async fn ping(dht: &Dht, peer: String) -> (String, f64) {
     let started = Instant::now();
     let seconds = match peer.parse::<PeerId>() {
@@ -88,11 +82,7 @@ fn candidates(blocks: &[BlockServers], own: &str) -> BTreeSet<String> {
     let mut random = rand::rng();
     let mut chosen = middle.into_iter().choose_multiple(&mut random, SAMPLE);
     chosen.extend(last.keys().choose_multiple(&mut random, SAMPLE));
-    chosen
-        .into_iter()
-        .filter(|peer| *peer != own)
-        .cloned()
-        .collect()
+    chosen.into_iter().filter(|peer| *peer != own).cloned().collect()
 }
 
 /// Smoothed times by PeerID.
@@ -103,34 +93,24 @@ struct Times {
 
 impl Times {
     fn record(&mut self, peer: String, seconds: f64, at: Instant) {
-        let old = self
-            .entries
-            .get(&peer)
-            .map(|(old, _)| *old)
-            .filter(|old| old.is_finite());
+        let old = self.entries.get(&peer).map(|(old, _)| *old).filter(|old| old.is_finite());
         let smooth = old.map_or(seconds, |old| ALPHA * seconds + (1.0 - ALPHA) * old);
         self.entries.insert(peer, (smooth, at));
     }
 
     fn now(&mut self, now: Instant) -> Vec<(String, f64)> {
-        self.entries
-            .retain(|_, (_, at)| now.duration_since(*at) < LIFE);
-        self.entries
-            .iter()
-            .map(|(peer, (seconds, _))| (peer.clone(), *seconds))
-            .collect()
+        self.entries.retain(|_, (_, at)| now.duration_since(*at) < LIFE);
+        self.entries.iter().map(|(peer, (seconds, _))| (peer.clone(), *seconds)).collect()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::records::{ServerInfo, ServerState};
+    use hivemind::wire::records::{ServerInfo, ServerState};
 
     fn servers(range: std::ops::Range<u32>) -> BlockServers {
-        range
-            .map(|peer| (peer.to_string(), ServerInfo::new(ServerState::Online, 1.0)))
-            .collect()
+        range.map(|peer| (peer.to_string(), ServerInfo::new(ServerState::Online, 1.0))).collect()
     }
 
     #[test]
@@ -142,10 +122,7 @@ mod tests {
         times.record("b".into(), f64::INFINITY, start);
         times.record("b".into(), 3.0, start + LIFE / 2);
         let near = |times: Vec<(String, f64)>| {
-            times
-                .into_iter()
-                .map(|(p, s)| format!("{p} {s:.1}"))
-                .collect::<Vec<_>>()
+            times.into_iter().map(|(p, s)| format!("{p} {s:.1}")).collect::<Vec<_>>()
         };
         assert_eq!(near(times.now(start + LIFE / 2)), ["a 1.2", "b 3.0"]);
         assert_eq!(near(times.now(start + LIFE)), ["b 3.0"]);

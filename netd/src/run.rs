@@ -17,6 +17,8 @@ mod moving;
 mod serving;
 mod standing;
 
+use std::convert::Infallible;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -31,10 +33,11 @@ use shared::shm::board::{BoardWriter, Phase};
 use shared::shm::doorbell::Doorbell;
 use shared::shm::segment::MemfdSegment;
 use tokio::sync::{mpsc, watch};
-use tokio::time::Instant;
+use tokio::time::{Instant, MissedTickBehavior};
 use tracing::{debug, error, info, warn};
 
 use crate::control::{self, FromSupervisor, Inbox, Outbox};
+use crate::fatal::Fatal;
 use crate::join::{self, Joined};
 use crate::offer::{self, Offer};
 use crate::rpc::{Service, ServiceParts, Timeouts, reply};
@@ -50,47 +53,19 @@ use messages::{Messages, unexpected};
 use moving::{Coming, HoldOff, Leaving, Progress};
 use standing::Watched;
 
-/// Threads of the reactor: RPCs of many peers on large machines, and never more than the workers can spare.
+/// Threads of the reactor: RPCs of many peers on large machines, and never more than the workers
+/// can spare.
 const REACTOR_THREADS: std::ops::RangeInclusive<usize> = 2..=4;
 /// Conversions of large tensors at once.
 const BLOCKING_THREADS: usize = 8;
-/// Time between two signs of life on the board.
-const HEARTBEAT: Duration = Duration::from_secs(1);
-/// A reactor without a sign of life for this long hangs.
-const REACTOR_LIMIT: Duration = Duration::from_secs(30);
+/// Time between two looks at what the daemon shows and announces of itself.
+const FIGURES_INTERVAL: Duration = Duration::from_secs(1);
 /// How long an end may take for the last announcement.
 const FAREWELL: Duration = Duration::from_secs(5);
 /// How long the last answers may take on their way.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 /// How long running steps may take to finish in a drain. The supervisor has a limit of its own.
 const DRAIN_LIMIT: Duration = Duration::from_secs(60);
-
-/// An end that the operator has to hear of.
-#[derive(Debug)]
-pub struct Fatal {
-    /// What the supervisor is to do about it.
-    pub reason: ExitReason,
-    /// One sentence that names the values and what to do.
-    pub message: String,
-}
-
-impl Fatal {
-    /// Settings that cannot work.
-    pub fn bad_config(message: impl Into<String>) -> Fatal {
-        Fatal {
-            reason: ExitReason::BadConfig,
-            message: message.into(),
-        }
-    }
-
-    /// Something that may work the next time.
-    pub fn failed(message: impl Into<String>) -> Fatal {
-        Fatal {
-            reason: ExitReason::Failed,
-            message: message.into(),
-        }
-    }
-}
 
 /// Why the daemon stops.
 #[derive(Debug)]
@@ -111,7 +86,7 @@ pub fn run(bootstrap: Bootstrap) -> ExitReason {
     let ends = match bootstrap.connect::<ToNetd, FromNetd>() {
         Ok(ends) => ends,
         Err(error) => {
-            error!(%error, "cannot reach the supervisor");
+            error!(%error, "cannot connect to the supervisor");
             return error.exit_reason();
         }
     };
@@ -170,30 +145,44 @@ async fn daemon(inbox: Inbox, outbox: &Outbox) -> Stop {
     }
 }
 
-async fn serve(inbox: Inbox, outbox: &Outbox) -> Result<std::convert::Infallible, Stop> {
+async fn serve(inbox: Inbox, outbox: &Outbox) -> Result<Infallible, Stop> {
     let mut messages = Messages::new(inbox);
     let FromSupervisor { message, fds } = messages.next().await.ok_or(Stop::ParentGone)?;
-    let (ToNetd::Init(init), Ok([arena])) = (message, <[_; control::INIT_FDS]>::try_from(fds))
+    let (ToNetd::Init(init), Ok([arena, board])) =
+        (message, <[_; control::INIT_FDS]>::try_from(fds))
     else {
-        let message = "the supervisor's first message is not Init with one arena".to_owned();
-        return Err(Fatal {
-            reason: ExitReason::ProtocolMismatch,
-            message,
-        }
-        .into());
+        let message = "the supervisor's first message is not Init with arena and board".to_owned();
+        return Err(Fatal { reason: ExitReason::ProtocolMismatch, message }.into());
     };
-    let board = Arc::new(open_board(&init)?);
+    let board = Arc::new(open_board(&init, board)?);
     let (online, service) = watch::channel(None);
-    // Spawned before the swarm is joined: the supervisor watches from the beginning.
-    tokio::spawn(heartbeat(board.clone(), service.clone()));
+    tokio::spawn(show_figures(board.clone(), service.clone()));
     let map = map_arena(&init, arena)?;
+    // Before the swarm is joined: the supervisor watches from the beginning.
+    tokio::select! {
+        end = join_and_offer(&mut messages, outbox, init, map, &board, (online, service)) => end,
+        never = beat(&board) => match never {},
+    }
+}
+
+/// Where the present service is announced, and where RPCs look it up.
+type Announced = (watch::Sender<Option<Arc<Service>>>, watch::Receiver<Option<Arc<Service>>>);
+
+async fn join_and_offer(
+    messages: &mut Messages,
+    outbox: &Outbox,
+    init: Box<NetdInit>,
+    map: ArenaMap,
+    board: &BoardWriter,
+    (online, service): Announced,
+) -> Result<Infallible, Stop> {
     let joined = messages.meanwhile(join::join(&init, service)).await??;
     board.set_net_port(joined.port());
     if let Err(error) = board.set_peer_id(&joined.peer_id) {
-        warn!(%error, "the board does not show the PeerID");
+        warn!(%error, "cannot write the PeerID to the board");
     }
     let p2p = joined.p2p.clone();
-    let stop = offer_blocks(&mut messages, outbox, *init, joined, map, online).await;
+    let stop = offer_blocks(messages, outbox, *init, joined, map, online).await;
     p2p.shutdown().await;
     Err(stop)
 }
@@ -225,9 +214,7 @@ async fn offer_blocks(
         Some(other) => return unexpected(&other, "Model").into(),
         None => return Stop::ParentGone,
     };
-    let choice = messages
-        .meanwhile(offer::choose(&init, &facts, &joined))
-        .await;
+    let choice = messages.meanwhile(offer::choose(&init, &facts, &joined)).await;
     let offer = match choice {
         Ok(Ok(offer)) => offer.keeping(kept),
         Ok(Err(fatal)) => return fatal.into(),
@@ -240,32 +227,41 @@ async fn offer_blocks(
     }
 }
 
-fn open_board(init: &NetdInit) -> Result<BoardWriter, Fatal> {
-    let board = BoardWriter::open(&init.board, init.generation).map_err(|error| Fatal {
+fn open_board(init: &NetdInit, fd: OwnedFd) -> Result<BoardWriter, Fatal> {
+    let board = BoardWriter::open(fd, &init.board, init.generation).map_err(|error| Fatal {
         reason: ExitReason::ProtocolMismatch,
         message: error.to_string(),
     })?;
-    board.enter(Phase::Reactor, REACTOR_LIMIT);
+    board.enter(Phase::Reactor, Duration::ZERO);
     Ok(board)
 }
 
-fn map_arena(init: &NetdInit, fd: std::os::fd::OwnedFd) -> Result<ArenaMap, Fatal> {
+fn map_arena(init: &NetdInit, fd: OwnedFd) -> Result<ArenaMap, Fatal> {
     let bytes = usize::try_from(init.arena_bytes).unwrap_or(usize::MAX);
     let segment = MemfdSegment::from_fd("sepal-arena", fd, bytes);
     let map = segment.and_then(|segment| ArenaMap::map(&segment));
-    map.map_err(|error| Fatal {
-        reason: ExitReason::OutOfMemory,
-        message: error.to_string(),
-    })
+    map.map_err(|error| Fatal { reason: ExitReason::OutOfMemory, message: error.to_string() })
 }
 
-/// Shows on the board that the reactor turns, and what it does.
-async fn heartbeat(board: Arc<BoardWriter>, service: watch::Receiver<Option<Arc<Service>>>) {
-    let mut beat = tokio::time::interval(HEARTBEAT);
+/// Shows on the board that the reactor works: polled by its main task, and each heartbeat goes
+/// through one of its threads first.
+async fn beat(board: &BoardWriter) -> Infallible {
+    let mut interval = tokio::time::interval(board.heartbeat());
+    interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        interval.tick().await;
+        if tokio::spawn(async {}).await.is_ok() {
+            board.progress();
+        }
+    }
+}
+
+/// Shows on the board what the service does.
+async fn show_figures(board: Arc<BoardWriter>, service: watch::Receiver<Option<Arc<Service>>>) {
+    let mut interval = tokio::time::interval(FIGURES_INTERVAL);
     let mut steps = 0;
     loop {
-        beat.tick().await;
-        board.progress();
+        interval.tick().await;
         let Some(service) = service.borrow().clone() else {
             continue;
         };
@@ -275,7 +271,7 @@ async fn heartbeat(board: Arc<BoardWriter>, service: watch::Receiver<Option<Arc<
         let figures = service.stats.figures();
         if figures.count != steps {
             steps = figures.count;
-            debug!(steps, p50 = ?figures.p50, p99 = ?figures.p99, "time of steps in this server");
+            debug!(steps, p50 = ?figures.p50, p99 = ?figures.p99, "step latency in this server");
         }
     }
 }
@@ -313,7 +309,8 @@ struct Daemon {
     /// Whether the new place is being announced.
     switching: bool,
     hold_off: HoldOff,
-    /// The offer before this one, until this one is online; when both had no room beside each other.
+    /// The offer before this one, until this one is online; when both had no room beside each
+    /// other.
     came_from: Option<Offer>,
     /// The span that may be left now.
     present: watch::Sender<Option<Span>>,
@@ -338,7 +335,7 @@ impl Daemon {
         let compression = init.config.compression;
         if !reply::possible(facts.dtype, compression) {
             return Err(Fatal::bad_config(format!(
-                "compression {} is not defined for {}; give another with --compression NAME, or another --torch_dtype",
+                "invalid --compression {}: not defined for {}; give another --compression or another --torch_dtype",
                 compression.name(),
                 facts.dtype.name()
             )));
@@ -395,80 +392,80 @@ impl Daemon {
     }
 
     async fn run(mut self, messages: &mut Messages, outbox: &Outbox) -> Stop {
-        let mut figures = tokio::time::interval(HEARTBEAT);
-        let stop = loop {
-            let message = tokio::select! {
-                message = messages.next() => message,
-                _ = figures.tick() => {
-                    self.update_figures();
-                    self.renew();
-                    self.look_at_leaving(outbox).await;
-                    self.show_present();
-                    continue;
-                }
-                Some(to) = self.wishes.recv() => {
-                    self.wish(to, outbox).await;
-                    continue;
-                }
-                Some(progress) = self.progressed.recv() => {
-                    self.progressed(progress, outbox).await;
-                    if let Some(fatal) = self.fatal.take() {
-                        break fatal.into();
-                    }
-                    continue;
-                }
-                Some(Broken { worker, generation, message }) = self.broken.recv() => {
-                    outbox.send(FromNetd::BrokenRings { worker, generation, message }).await;
-                    continue;
-                }
-            };
-            let Some(FromSupervisor { message, fds }) = message else {
-                break Stop::ParentGone;
-            };
-            match message {
-                ToNetd::WorkerUp(up) => match self.worker_up(up, fds) {
-                    Ok(true) => outbox.send(FromNetd::Online).await,
-                    Ok(false) => {}
-                    Err(fatal) => break fatal.into(),
-                },
-                ToNetd::WorkerDown {
-                    worker,
-                    generation,
-                    cause,
-                    restarting,
-                } => {
-                    let all = self.all_workers();
-                    all.for_each(|of| of.down(worker, generation, cause, restarting));
-                    self.forget_left();
-                }
-                ToNetd::WorkerUnkillable { worker, generation } => {
-                    let all = self.all_workers();
-                    all.for_each(|of| of.unkillable(worker, generation));
-                    self.forget_left();
-                }
-                ToNetd::MakeRoom(to) => self.must_make_room(to),
-                ToNetd::MoveFailed { to, why } => self.move_failed(to, &why),
-                ToNetd::Shrink(rest) => {
-                    if self.shrink(rest).await {
-                        outbox.send(FromNetd::Online).await;
-                    }
-                }
-                ToNetd::Drain => {
-                    self.drain().await;
-                    break Stop::Drained;
-                }
-                other
-                @ (ToNetd::Init(_) | ToNetd::Fits(_) | ToNetd::Kept(_) | ToNetd::Model(_)) => {
-                    break unexpected(&other, "WorkerUp, WorkerDown, Shrink, MoveFailed or Drain")
-                        .into();
-                }
-            }
-        };
+        let stop = self.run_until_stopped(messages, outbox).await;
         if !matches!(stop, Stop::Drained) {
             self.end_moves().await;
             self.announced.end(Instant::now() + FAREWELL).await;
         }
         stop
+    }
+
+    /// Handles messages, moves and failures until one of them ends the daemon.
+    async fn run_until_stopped(&mut self, messages: &mut Messages, outbox: &Outbox) -> Stop {
+        let mut figures = tokio::time::interval(FIGURES_INTERVAL);
+        loop {
+            tokio::select! {
+                message = messages.next() => {
+                    let Some(message) = message else { return Stop::ParentGone };
+                    if let Err(stop) = self.on_message(message, outbox).await {
+                        return stop;
+                    }
+                }
+                _ = figures.tick() => {
+                    self.update_figures();
+                    self.renew();
+                    self.look_at_leaving(outbox).await;
+                    self.show_present();
+                }
+                Some(to) = self.wishes.recv() => self.wish(to, outbox).await,
+                Some(progress) = self.progressed.recv() => {
+                    self.progressed(progress, outbox).await;
+                    if let Some(fatal) = self.fatal.take() {
+                        return fatal.into();
+                    }
+                }
+                Some(Broken { worker, generation, message }) = self.broken.recv() => {
+                    outbox.send(FromNetd::BrokenRings { worker, generation, message }).await;
+                }
+            }
+        }
+    }
+
+    async fn on_message(&mut self, from: FromSupervisor, outbox: &Outbox) -> Result<(), Stop> {
+        let FromSupervisor { message, fds } = from;
+        match message {
+            ToNetd::WorkerUp(up) => {
+                if self.worker_up(up, fds)? {
+                    outbox.send(FromNetd::Online).await;
+                }
+            }
+            ToNetd::WorkerDown { worker, generation, cause, restarting } => {
+                let all = self.all_workers();
+                all.for_each(|of| of.down(worker, generation, cause, restarting));
+                self.forget_left();
+            }
+            ToNetd::WorkerUnkillable { worker, generation } => {
+                let all = self.all_workers();
+                all.for_each(|of| of.unkillable(worker, generation));
+                self.forget_left();
+            }
+            ToNetd::MakeRoom(to) => self.must_make_room(to),
+            ToNetd::MoveFailed { to, why } => self.move_failed(to, &why),
+            ToNetd::Shrink(rest) => {
+                if self.shrink(rest).await {
+                    outbox.send(FromNetd::Online).await;
+                }
+            }
+            ToNetd::Drain => {
+                self.drain().await;
+                return Err(Stop::Drained);
+            }
+            other @ (ToNetd::Init(_) | ToNetd::Fits(_) | ToNetd::Kept(_) | ToNetd::Model(_)) => {
+                let expected = "WorkerUp, WorkerDown, Shrink, MoveFailed or Drain";
+                return Err(unexpected(&other, expected).into());
+            }
+        }
+        Ok(())
     }
 }
 

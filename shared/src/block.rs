@@ -1,11 +1,13 @@
-//! Names of transformer blocks: an index, a half-open span, and the module uid under which the swarm knows a block.
+//! Names of transformer blocks: an index, a half-open span, and the module uid under which the
+//! swarm knows a block.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// Largest number of blocks of one model that any part of Sepal handles (the largest published models have 126).
+/// Largest number of blocks of one model that any part of Sepal handles (the largest published
+/// models have 126).
 pub const MAX_BLOCKS: u32 = 4096;
 
 /// Longest accepted module uid in bytes; Hub names are at most 96 bytes, an index adds a handful.
@@ -33,7 +35,7 @@ pub struct Span {
 pub enum BlockError {
     /// The range is empty, reversed or beyond [`MAX_BLOCKS`].
     #[error(
-        "block range {start}:{end} is empty or out of bounds; give start:end with start < end <= {MAX_BLOCKS}"
+        "invalid block range {start}:{end}: expected START:END with START < END <= {MAX_BLOCKS}"
     )]
     BadSpan {
         /// First block asked for.
@@ -42,10 +44,10 @@ pub enum BlockError {
         end: u32,
     },
     /// The text is not `start:end`.
-    #[error("cannot read {0:?} as a block range; give two numbers as start:end, for example 0:16")]
+    #[error("invalid block range {0:?}: expected START:END, for example 0:16")]
     BadSpanText(String),
     /// The text is not `PREFIX.INDEX`.
-    #[error("cannot read {0:?} as a module uid of the form PREFIX.INDEX")]
+    #[error("invalid module uid {0:?}: expected PREFIX.INDEX")]
     BadUid(String),
 }
 
@@ -84,8 +86,7 @@ impl Span {
 
     /// Position of `block` within the span, counted from 0.
     pub fn local(self, block: BlockIndex) -> Option<usize> {
-        self.contains(block)
-            .then(|| (block.0 - self.start) as usize)
+        self.contains(block).then(|| (block.0 - self.start) as usize)
     }
 
     /// The blocks in order.
@@ -111,8 +112,8 @@ impl FromStr for Span {
     }
 }
 
-/// Name of one block in the swarm, `PREFIX.INDEX` (petals `data_structures.py`, `ModuleUID`). The prefix holds neither a
-/// dot nor a space, since several uids are joined with spaces.
+/// Name of one block in the swarm, `PREFIX.INDEX` (petals `data_structures.py`, `ModuleUID`). The
+/// prefix holds neither a dot nor a space, since several uids are joined with spaces.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ModuleUid {
     prefix: String,
@@ -126,10 +127,7 @@ impl ModuleUid {
     /// [`BlockError::BadUid`] when the prefix is empty, too long, or holds a dot or white space.
     pub fn new(prefix: &str, index: BlockIndex) -> Result<ModuleUid, BlockError> {
         if is_prefix(prefix) {
-            Ok(ModuleUid {
-                prefix: prefix.to_owned(),
-                index,
-            })
+            Ok(ModuleUid { prefix: prefix.to_owned(), index })
         } else {
             Err(BlockError::BadUid(format!("{prefix}.{index}")))
         }
@@ -146,7 +144,8 @@ impl ModuleUid {
     }
 }
 
-/// Whether `prefix` may be a DHT prefix: not empty, no dot, no white space, at most [`MAX_UID_BYTES`] with an index.
+/// Whether `prefix` may be a DHT prefix: not empty, no dot, no white space, at most
+/// [`MAX_UID_BYTES`] with an index.
 pub fn is_prefix(prefix: &str) -> bool {
     !prefix.is_empty()
         && prefix.len() < MAX_UID_BYTES - 11
@@ -181,11 +180,7 @@ mod tests {
     fn span_reads_start_and_end() {
         let span: Span = "2:6".parse().unwrap();
         assert_eq!(
-            (
-                span.block_count(),
-                span.local(BlockIndex(5)),
-                span.local(BlockIndex(6))
-            ),
+            (span.block_count(), span.local(BlockIndex(5)), span.local(BlockIndex(6))),
             (4, Some(3), None)
         );
         assert_eq!(span.to_string(), "2:6");
@@ -193,38 +188,17 @@ mod tests {
 
     #[test]
     fn bad_spans_name_the_value_and_the_form() {
-        for text in [
-            "",
-            "3",
-            "a:b",
-            "4:4",
-            "5:2",
-            "0:99999999999",
-            "-1:3",
-            "0:5000",
-        ] {
+        for text in ["", "3", "a:b", "4:4", "5:2", "0:99999999999", "-1:3", "0:5000"] {
             let error = text.parse::<Span>().unwrap_err().to_string();
-            assert!(error.contains("start:end"), "{error}");
+            assert!(error.contains("START:END"), "{error}");
         }
     }
 
     #[test]
     fn uid_splits_at_the_last_dot_and_refuses_dots_in_the_prefix() {
         let uid: ModuleUid = "tiny-llama-hf.12".parse().unwrap();
-        assert_eq!(
-            (uid.prefix(), uid.index()),
-            ("tiny-llama-hf", BlockIndex(12))
-        );
-        for text in [
-            "",
-            "x",
-            ".1",
-            "a.b.1",
-            "a b.1",
-            "a.+1",
-            "a.",
-            "a.99999999999",
-        ] {
+        assert_eq!((uid.prefix(), uid.index()), ("tiny-llama-hf", BlockIndex(12)));
+        for text in ["", "x", ".1", "a.b.1", "a b.1", "a.+1", "a.", "a.99999999999"] {
             assert!(text.parse::<ModuleUid>().is_err(), "{text:?}");
         }
     }

@@ -1,17 +1,20 @@
 //! The first things a child process does, and the pieces of that which the supervisor shares.
 //!
-//! A child is started as `sepal ROLE --bootstrap FD`, where `FD` is its end of a `SOCK_SEQPACKET` pair. In order it
+//! A child is started as `sepal ROLE --bootstrap FD`, where `FD` is its end of a `SOCK_SEQPACKET`
+//! pair. In order it
 //!
 //! 1. reads its [`Birth`] from the first packet of that socket and compares build and role;
-//! 2. asks to be killed with the parent (`PR_SET_PDEATHSIG`), then looks whether the parent still is the one that wrote
-//!    the birth, since it may have died in between;
-//! 3. ignores SIGINT, SIGTERM and SIGHUP: only a `Drain` message or the closed control channel ends a child;
+//! 2. asks to be killed with the parent (`PR_SET_PDEATHSIG`), then looks whether the parent still
+//!    is the one that wrote the birth, since it may have died in between;
+//! 3. ignores SIGINT, SIGTERM and SIGHUP: only a `Drain` message or the closed control channel ends
+//!    a child;
 //! 4. offers itself to the OOM killer before the supervisor, workers before netd;
 //! 5. starts logging, and makes every panic abort the process;
-//! 6. connects to the one-shot `ipc-channel` server named in the birth and hands over the far ends of two channels.
+//! 6. connects to the one-shot `ipc-channel` server named in the birth and hands over the far ends
+//!    of two channels.
 //!
-//! After that a closed control channel ([`ipc_channel::IpcError::Disconnected`]) means that the parent is gone: the child ends
-//! with [`ExitReason::ParentGone`].
+//! After that a closed control channel ([`ipc_channel::IpcError::Disconnected`]) means that the
+//! parent is gone: the child ends with [`ExitReason::ParentGone`].
 //!
 //! ```no_run
 //! # use shared::bootstrap::Bootstrap;
@@ -25,10 +28,7 @@
 //! # Ok(())
 //! # }
 //! ```
-#![allow(
-    unsafe_code,
-    reason = "adopts an inherited descriptor and sets signal dispositions"
-)]
+#![allow(unsafe_code, reason = "adopts an inherited descriptor and sets signal dispositions")]
 
 mod descriptors;
 mod logging;
@@ -58,17 +58,13 @@ const BIRTH_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Debug, thiserror::Error)]
 pub enum BootstrapError {
     /// The role was started by hand, not by a supervisor.
-    #[error(
-        "descriptor {0} is no bootstrap socket; this role is started by `sepal serve`, not by hand"
-    )]
+    #[error("descriptor {0} is no bootstrap socket; `sepal serve` starts this role, not a user")]
     NoSocket(RawFd),
     /// The birth did not come or cannot be read.
-    #[error("read the birth of this process from the supervisor")]
+    #[error("cannot read the first message of the supervisor")]
     Birth(#[source] io::Error),
     /// Parent and child are different builds or disagree about the role.
-    #[error(
-        "this process is {ours}, but the supervisor started {theirs}; restart the whole of sepal"
-    )]
+    #[error("this process is {ours}, but the supervisor started {theirs}; restart sepal")]
     Mismatch {
         /// Build and role of this process.
         ours: String,
@@ -85,7 +81,7 @@ pub enum BootstrapError {
     #[error(transparent)]
     Log(#[from] LogError),
     /// The control channel could not be made.
-    #[error("connect the control channel {name:?}")]
+    #[error("cannot connect to the control channel {name:?}")]
     Connect {
         /// Name of the one-shot server.
         name: String,
@@ -121,7 +117,8 @@ pub struct Bootstrap {
 pub struct ControlEnds<Down, Up> {
     /// Messages from the supervisor, in order. Disconnected = the supervisor is gone.
     pub receiver: IpcReceiver<Down>,
-    /// Messages to the supervisor. May block when the supervisor does not read; never send from a reactor thread.
+    /// Messages to the supervisor. May block when the supervisor does not read; never send from a
+    /// reactor thread.
     pub sender: IpcSender<Up>,
     /// Descriptors that belong to messages.
     pub descriptors: DescriptorSocket,
@@ -140,15 +137,14 @@ pub struct Exchange<Down, Up> {
 }
 
 impl Bootstrap {
-    /// Steps 1 to 5 of the module's list, for a process that was started as `role` with `--bootstrap fd`.
+    /// Steps 1 to 5 of the module's list, for a process that was started as `role` with
+    /// `--bootstrap fd`.
     ///
     /// # Errors
     /// [`BootstrapError`]; the caller prints it and exits with [`BootstrapError::exit_reason`].
     pub fn from_fd(fd: RawFd, role: Role) -> Result<Bootstrap, BootstrapError> {
         let descriptors = DescriptorSocket::from(adopt(fd)?);
-        let birth = descriptors
-            .recv_birth(BIRTH_TIMEOUT)
-            .map_err(BootstrapError::Birth)?;
+        let birth = descriptors.recv_birth(BIRTH_TIMEOUT).map_err(BootstrapError::Birth)?;
         compare("build", &build_id(), &birth.build)?;
         compare("role", role.name(), birth.role.name())?;
         die_with_parent(birth.parent_pid)?;
@@ -188,50 +184,40 @@ impl Bootstrap {
         Up: Serialize + for<'de> Deserialize<'de>,
     {
         let Bootstrap { birth, descriptors } = self;
-        let failed = |source| BootstrapError::Connect {
-            name: birth.server.clone(),
-            source,
-        };
+        let failed = |source| BootstrapError::Connect { name: birth.server.clone(), source };
         let (down, receiver) = ipc::channel::<Down>().map_err(failed)?;
         let (sender, up) = ipc::channel::<Up>().map_err(failed)?;
         let server =
             IpcSender::<Exchange<Down, Up>>::connect(birth.server.clone()).map_err(failed)?;
-        server
-            .send(Exchange { down, up })
-            .map_err(|e| failed(io::Error::other(e)))?;
-        Ok(ControlEnds {
-            receiver,
-            sender,
-            descriptors,
-            birth,
-        })
+        server.send(Exchange { down, up }).map_err(|e| failed(io::Error::other(e)))?;
+        Ok(ControlEnds { receiver, sender, descriptors, birth })
     }
 }
 
-/// Name of the build: version, and the identity of the executable file, so that two files never talk as one. Parent and
-/// child run `/proc/self/exe`, which stays the same file even when its path was replaced.
+/// Name of the build: version, and the identity of the executable file, so that two files never
+/// talk as one. Parent and child run `/proc/self/exe`, which stays the same file even when its path
+/// was replaced.
 pub fn build_id() -> String {
     let version = env!("CARGO_PKG_VERSION");
     match std::fs::metadata("/proc/self/exe") {
-        Ok(file) => format!(
-            "{version}+{:x}.{:x}.{:x}",
-            file.st_dev(),
-            file.st_ino(),
-            file.st_mtime()
-        ),
+        Ok(file) => {
+            format!("{version}+{:x}.{:x}.{:x}", file.st_dev(), file.st_ino(), file.st_mtime())
+        }
         Err(_) => version.to_owned(),
     }
 }
 
-/// Takes the inherited descriptor, which must be a socket, and keeps it from being inherited further.
+/// Takes the inherited descriptor, which must be a socket, and keeps it from being inherited
+/// further.
 fn adopt(fd: RawFd) -> Result<OwnedFd, BootstrapError> {
     let link = std::fs::read_link(format!("/proc/self/fd/{fd}"));
     let is_socket = fd > 2 && link.is_ok_and(|link| link.to_string_lossy().starts_with("socket:"));
     if !is_socket {
         return Err(BootstrapError::NoSocket(fd));
     }
-    // SAFETY: the descriptor is open (it has a link in /proc/self/fd), was passed to this process for this purpose by the
-    // flag --bootstrap, and from_fd runs before anything else in the process opens descriptors.
+    // SAFETY: the descriptor is open (it has a link in /proc/self/fd), was passed to this process
+    // for this purpose by the flag --bootstrap, and from_fd runs before anything else in the
+    // process opens descriptors.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     fcntl(&fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)).map_err(|e| {
         BootstrapError::Os("keep the bootstrap socket from being inherited", e.into())
@@ -249,10 +235,12 @@ fn compare(what: &str, ours: &str, theirs: &str) -> Result<(), BootstrapError> {
     })
 }
 
-/// Has this process killed when the thread that started it ends, which is one of process `parent_pid`.
+/// Has this process killed when the thread that started it ends, which is one of process
+/// `parent_pid`.
 ///
 /// # Errors
-/// [`BootstrapError::ParentGone`] when it has ended already, [`BootstrapError::Os`] when the system refuses.
+/// [`BootstrapError::ParentGone`] when it has ended already, [`BootstrapError::Os`] when the system
+/// refuses.
 pub fn die_with_parent(parent_pid: u32) -> Result<(), BootstrapError> {
     nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)
         .map_err(|e| BootstrapError::Os("ask to be killed with the parent", e.into()))?;
@@ -275,15 +263,16 @@ fn show_role(role: Role) {
 
 fn ignore_terminal_signals() -> Result<(), BootstrapError> {
     for which in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
-        // SAFETY: ignoring installs no handler, so no code runs in signal context; nothing else sets dispositions.
+        // SAFETY: ignoring installs no handler, so no code runs in signal context; nothing else
+        // sets dispositions.
         unsafe { signal(which, SigHandler::SigIgn) }
             .map_err(|e| BootstrapError::Os("ignore SIGINT, SIGTERM and SIGHUP", e.into()))?;
     }
     Ok(())
 }
 
-/// Workers hold the memory and lose nothing but time; netd holds the connections. Some containers forbid the write: then
-/// the kernel's own choice stands.
+/// Workers hold the memory and lose nothing but time; netd holds the connections. Some containers
+/// forbid the write: then the kernel's own choice stands.
 fn offer_to_oom_killer(role: Role) {
     let score = match role {
         Role::Worker => "800",

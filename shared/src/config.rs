@@ -1,5 +1,6 @@
-//! Settings of a run, one part per role. These are finished values: flags and environment are read, checked and filled in
-//! with defaults once, in `supervisor::cli`; nothing here means "decide later" except what only the model can tell.
+//! Settings of a run, one part per role. These are finished values: flags and environment are read,
+//! checked and filled in with defaults once, in `supervisor::cli`; nothing here means "decide
+//! later" except what only the model can tell.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -8,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::block::Span;
 use crate::dtype::DType;
+use crate::warpgroups::Warpgroups;
 
 /// Everything `sepal serve` was asked to do.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -18,6 +20,13 @@ pub struct ServeConfig {
     pub runtime_dir: PathBuf,
     /// Devices, one worker each.
     pub devices: Vec<Device>,
+    /// What was asked for beside no device. The devices are then chosen at the start, and `devices`
+    /// holds what serves where there is no other.
+    pub automatic: Option<AutomaticDevices>,
+    /// What is known of the warpgroups of the CUDA devices among `devices`; found out at the start.
+    pub warpgroups: Vec<(Device, Warpgroups)>,
+    /// Longest time for the sample that finds it out (`--sample_timeout`).
+    pub sample_timeout: Duration,
     /// Settings of netd.
     pub netd: NetdConfig,
     /// Settings common to all workers.
@@ -30,13 +39,24 @@ pub struct ServeConfig {
     pub log: LogConfig,
     /// How long a drain may take before children are killed.
     pub drain_timeout: Duration,
-    /// Memory that blocks, KV cache and processes may take (`--max_memory`); `None` = what is free.
+    /// Memory that blocks, KV cache and processes may take (`--max_memory`); `None` = what is
+    /// free.
     pub max_memory_bytes: Option<u64>,
     /// Open files allowed to each process (`--increase_file_limit`); 0 leaves the limit as it is.
     pub file_limit: u64,
-    /// Process that started this run and whose end, however it comes, drains it (`--end_with`). It must have started the run
-    /// from its main thread; another parent means that it has ended already.
+    /// Process that started this run and whose end, however it comes, drains it (`--end_with`). It
+    /// must have started the run from its main thread; another parent means that it has ended
+    /// already.
     pub end_with: Option<u32>,
+}
+
+/// Settings whose defaults depend on the devices, as they were asked for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AutomaticDevices {
+    /// Compute threads of each worker.
+    pub threads: Option<u32>,
+    /// How matrices are stored.
+    pub quant_type: Option<QuantType>,
 }
 
 /// A device that one worker owns.
@@ -48,6 +68,17 @@ pub enum Device {
     Cuda(u32),
     /// The emulator of a CUDA device on the processor, in builds that have it: for tests.
     Emulator,
+}
+
+impl Device {
+    /// How matrices are stored for `devices` unless the operator says so: NF4 on CUDA, as in
+    /// Petals, and as in the checkpoint elsewhere.
+    pub fn default_quant_type(devices: &[Device]) -> QuantType {
+        match devices.iter().any(|device| matches!(device, Device::Cuda(_))) {
+            true => QuantType::Nf4,
+            false => QuantType::None,
+        }
+    }
 }
 
 impl std::fmt::Display for Device {
@@ -74,7 +105,8 @@ pub enum SpanChoice {
 /// What is announced as throughput.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Throughput {
-    /// Measured by the workers, or kept from an earlier start with the same device, model and build (`auto`).
+    /// Measured by the workers, or kept from an earlier start with the same device, model and build
+    /// (`auto`).
     Measure,
     /// Measured by the workers whatever is kept (`eval`).
     Anew,
@@ -121,11 +153,12 @@ impl std::str::FromStr for QuantType {
         [QuantType::None, QuantType::Int8, QuantType::Nf4]
             .into_iter()
             .find(|quant| quant.name().eq_ignore_ascii_case(name))
-            .ok_or_else(|| "use none, int8 or nf4".to_owned())
+            .ok_or_else(|| "expected none, int8 or nf4".to_owned())
     }
 }
 
-/// How answers to peers are compressed unless a request asks otherwise (`--compression`), by the names of hivemind.
+/// How answers to peers are compressed unless a request asks otherwise (`--compression`), by the
+/// names of hivemind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Compression {
     /// Not at all.
@@ -173,9 +206,7 @@ impl std::str::FromStr for Compression {
     /// Upper or lower case.
     fn from_str(name: &str) -> Result<Compression, String> {
         let all = Compression::ALL;
-        let found = all
-            .into_iter()
-            .find(|kind| kind.name().eq_ignore_ascii_case(name));
+        let found = all.into_iter().find(|kind| kind.name().eq_ignore_ascii_case(name));
         found.ok_or_else(|| format!("use one of {}", all.map(Compression::name).join(", ")))
     }
 }
@@ -191,8 +222,8 @@ pub struct NetdConfig {
     pub announce_maddrs: Vec<String>,
     /// Peers to join through; empty = a new swarm.
     pub initial_peers: Vec<String>,
-    /// File of the libp2p private key; `None` = a fresh identity that is kept in the runtime folder for this run, so that
-    /// a restarted netd has the same PeerID.
+    /// File of the libp2p private key; `None` = a fresh identity that is kept in the runtime
+    /// folder for this run, so that a restarted netd has the same PeerID.
     pub identity_path: Option<PathBuf>,
     /// Whether the server has itself reached through relays when peers cannot dial it.
     pub use_auto_relay: bool,
@@ -200,13 +231,16 @@ pub struct NetdConfig {
     pub span: SpanChoice,
     /// Throughput to announce.
     pub throughput: Throughput,
-    /// What the network carries each way, in bits per second, if the operator says so; otherwise it is measured.
+    /// What the network carries each way, in bits per second, if the operator says so; otherwise
+    /// it is measured.
     pub link_bits_per_s: Option<f64>,
-    /// A service to measure the network with, by download and upload address; `None` asks servers of the swarm.
+    /// A service to measure the network with, by download and upload address; `None` asks servers
+    /// of the swarm.
     pub network_test: Option<(String, String)>,
     /// Folder in which the network's rate is kept; `None` keeps none.
     pub rates_dir: Option<PathBuf>,
-    /// Address of the monitor that must be able to reach this server before it goes online; `None` asks none.
+    /// Address of the monitor that must be able to reach this server before it goes online; `None`
+    /// asks none.
     pub monitor: Option<String>,
     /// Whether a router is asked to forward the port (UPnP).
     pub use_upnp: bool,
@@ -220,12 +254,15 @@ pub struct NetdConfig {
     pub update_period: Duration,
     /// Lifetime of an announcement; by default twice the period, and at least 3 s.
     pub expiration: Duration,
-    /// Moves to other blocks when the weakest block of the swarm has less than this share of the throughput that it could have
-    /// (`--balance_quality`): 0 never moves, more than 1 at every check.
+    /// Moves to other blocks when the weakest block of the swarm has less than this share of the
+    /// throughput that it could have (`--balance_quality`): 0 never moves, more than 1 at
+    /// every check.
     pub balance_quality: f64,
-    /// Mean time between two such checks (`--mean_balance_check_period`); each wait is up to twice as long.
+    /// Mean time between two such checks (`--mean_balance_check_period`); each wait is up to twice
+    /// as long.
     pub mean_balance_check_period: Duration,
-    /// Largest `max_length` of a session in tokens; `None` = by the model's KV groups (8192 or 2048).
+    /// Largest `max_length` of a session in tokens; `None` = by the model's KV groups (8192 or
+    /// 2048).
     pub inference_max_length: Option<u32>,
     /// KV budget per block in tokens; `None` = by the model's KV groups (16384 or 4096).
     pub attn_cache_tokens: Option<u32>,
@@ -258,15 +295,15 @@ pub struct WorkerConfig {
     pub rates_dir: Option<PathBuf>,
     /// Whether to measure although rates are kept.
     pub measure_anew: bool,
-    /// Whether workers of devices that have memory of their own keep a copy of their KV pages in the host's.
+    /// Whether workers of devices that have memory of their own keep a copy of their KV pages in
+    /// the host's.
     pub kv_mirror: KvMirror,
     /// Most memory of its device that a worker takes (`--device_memory`); `None` = what is free.
     pub device_bytes: Option<u64>,
-    /// Longest time for the sample of products by warpgroups.
-    pub sample_timeout: Duration,
 }
 
-/// When KV pages of a device are mirrored in host memory, from where the next worker takes them (`--kv_mirror`).
+/// When KV pages of a device are mirrored in host memory, from where the next worker takes them
+/// (`--kv_mirror`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KvMirror {
     /// Always; a start without the memory for it fails.
@@ -286,12 +323,13 @@ impl std::str::FromStr for KvMirror {
             "on" => Ok(KvMirror::On),
             "off" => Ok(KvMirror::Off),
             "auto" => Ok(KvMirror::Auto),
-            _ => Err("neither on, off nor auto".to_owned()),
+            _ => Err("expected on, off or auto".to_owned()),
         }
     }
 }
 
-/// A fault that a worker inflicts on itself at a point of a job, to test recovery. Armed in the first `times` generations.
+/// A fault that a worker inflicts on itself at a point of a job, to test recovery. Armed in the
+/// first `times` generations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FaultPlan {
     /// What happens.
@@ -339,7 +377,8 @@ pub struct PrepareConfig {
     pub dtype: Option<DType>,
     /// How matrices are to be stored.
     pub quant_type: QuantType,
-    /// LoRA adapters: folders in PEFT layout or Hub repository ids, by the names that requests choose them with.
+    /// LoRA adapters: folders in PEFT layout or Hub repository ids, by the names that requests
+    /// choose them with.
     pub adapters: Vec<String>,
     /// Folder for downloads and prepared blocks.
     pub cache_dir: PathBuf,
@@ -358,7 +397,8 @@ pub struct HubConfig {
     pub revision: Option<String>,
     /// Whether only what was downloaded earlier may be used (`HF_HUB_OFFLINE`).
     pub offline: bool,
-    /// Most bytes that downloads and prepared blocks may take in the cache folder; `None` = what the disk has.
+    /// Most bytes that downloads and prepared blocks may take in the cache folder; `None` = what
+    /// the disk has.
     pub max_disk_bytes: Option<u64>,
 }
 
@@ -395,7 +435,7 @@ pub struct RestartConfig {
     pub max_restarts: u32,
     /// The window of `max_restarts`.
     pub window: Duration,
-    /// A child that makes no progress for this long although it has work is killed.
+    /// A child that makes no progress for this long is killed, whether it has work or not.
     pub hang_timeout: Duration,
     /// A child must have reported ready within this time after its start.
     pub start_timeout: Duration,
@@ -404,7 +444,8 @@ pub struct RestartConfig {
 /// How a process logs to standard error.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LogConfig {
-    /// Filter in the syntax of `tracing_subscriber::EnvFilter`, for example `info` or `info,netd=debug`.
+    /// Filter in the syntax of `tracing_subscriber::EnvFilter`, for example `info` or
+    /// `info,netd=debug`.
     pub filter: String,
     /// Lines for people or for machines.
     pub format: LogFormat,
@@ -476,48 +517,11 @@ pub struct DemoConfig {
 /// Form of a log line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LogFormat {
-    /// Readable text, coloured on a terminal.
+    /// For a person at a terminal: warnings and errors without time stamps, below which the
+    /// supervisor draws its progress.
+    Terminal,
+    /// One line of readable text per event, with its time and process; coloured on a terminal.
     Text,
     /// One JSON object a line.
     Json,
-}
-
-/// Limits that depend on the model, filled in from [`NetdConfig`] once the model is known.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
-    /// Largest `max_length` of a session in tokens.
-    pub inference_max_length: u32,
-    /// KV budget per block in tokens.
-    pub attn_cache_tokens: u32,
-    /// Largest batch × tokens of one request.
-    pub max_batch_size: u32,
-}
-
-/// Rows of a batch over all sessions for which the KV pool holds a spare page and a partly filled one each.
-pub const POOL_ROWS: u32 = 256;
-
-impl NetdConfig {
-    /// The limits for `model`: what was asked for, else the defaults of `petals.server.server.Server`, which are larger
-    /// where query heads share key/value heads.
-    pub fn limits(&self, model: &crate::model::ModelFacts) -> Limits {
-        let grouped = model.kv_groups() > 1;
-        let pick =
-            |asked: Option<u32>, large, small| asked.unwrap_or(if grouped { large } else { small });
-        Limits {
-            inference_max_length: pick(self.inference_max_length, 8192, 2048),
-            attn_cache_tokens: pick(self.attn_cache_tokens, 16384, 4096),
-            max_batch_size: pick(self.max_batch_size, 8192, 2048),
-        }
-    }
-}
-
-impl Limits {
-    /// Pages per block in the pool of a worker: the budget, and for [`POOL_ROWS`] rows the rounding of the last page and
-    /// one spare page for copies.
-    pub fn kv_pages(&self) -> u32 {
-        let page = crate::model::PAGE_TOKENS as u32;
-        self.attn_cache_tokens
-            .div_ceil(page)
-            .saturating_add(2 * POOL_ROWS)
-    }
 }

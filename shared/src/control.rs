@@ -1,6 +1,6 @@
-//! Messages between the supervisor and its children, one pair of types per role. They travel over `ipc-channel`; the
-//! descriptors that belong to a message travel over the child's descriptor socket under the tag that the message names,
-//! and are sent before it.
+//! Messages between the supervisor and its children, one pair of types per role. They travel over
+//! `ipc-channel`; the descriptors that belong to a message travel over the child's descriptor
+//! socket under the tag that the message names, and are sent before it.
 //!
 //! ```text
 //! prepare:  Init -> Inspected -> Span -> Progress* -> Prepared -> exit 0
@@ -10,16 +10,19 @@
 //! worker:   Init -> Ready -> (Link -> Linked)* -> Drain -> exit 0
 //! ```
 //!
-//! `Link` and `WorkerUp` are the two ends of one pair of rings. A new netd or a new worker gets new rings; netd is told
-//! of a worker's end (`WorkerDown`) only after the worker was reaped, since only then nothing writes its pages and slots.
-//! `WorkerDown` without a restart may name a worker, or a generation, that netd was never told was up: it is not coming.
-//! The supervisor, which knows every worker and its blocks, says what is left of the span then (`Shrink`); netd keeps its
-//! process, its connections and the sessions on those blocks. A netd that starts later is told so from the beginning
-//! (`NetdInit::served`). When nothing is left it gets `Drain`.
-//! A netd that finds nonsense in a worker's rings says so (`BrokenRings`), and the supervisor kills the worker.
-//! netd gets nothing between `Init` and its `Listening`, and nothing about workers before `Model`.
+//! `Link` and `WorkerUp` are the two ends of one pair of rings. A new netd or a new worker gets new
+//! rings; netd is told of a worker's end (`WorkerDown`) only after the worker was reaped, since
+//! only then nothing writes its pages and slots. `WorkerDown` without a restart may name a worker,
+//! or a generation, that netd was never told was up: it is not coming. The supervisor, which knows
+//! every worker and its blocks, says what is left of the span then (`Shrink`); netd keeps its
+//! process, its connections and the sessions on those blocks. A netd that starts later is told so
+//! from the beginning (`NetdInit::served`). When nothing is left it gets `Drain`.
+//! A netd that finds nonsense in a worker's rings says so (`BrokenRings`), and the supervisor kills
+//! the worker. netd gets nothing between `Init` and its `Listening`, and nothing about workers
+//! before `Model`.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -29,6 +32,7 @@ use crate::exit::ExitReason;
 use crate::ids::{Generation, WorkerId};
 use crate::model::ModelFacts;
 use crate::network::NetworkRate;
+use crate::warpgroups::Warpgroups;
 
 /// Tag of a bundle of descriptors on the descriptor socket; counts up from 1 for each child.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -75,20 +79,21 @@ pub struct Birth {
     pub log: LogConfig,
 }
 
-/// Where a child reports to on the board.
+/// Where a child reports to on the board, and how often. The descriptor of the board is the last one
+/// of its first message.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct BoardSeat {
-    /// Name of the board's segment.
-    pub name: String,
     /// Index of the child's slot.
     pub slot: u32,
+    /// Longest time between two heartbeats of the thread that does the child's work.
+    pub heartbeat: Duration,
 }
 
 /// Supervisor to prepare.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[expect(clippy::large_enum_variant, reason = "one is sent in a life")]
 pub enum ToPrepare {
-    /// Look at the model and tell its facts.
+    /// Look at the model and tell its facts. Descriptors under `fds`: the board.
     Init {
         /// What to read.
         config: PrepareConfig,
@@ -98,6 +103,8 @@ pub enum ToPrepare {
         devices: Vec<Device>,
         /// Settings of their workers.
         worker: WorkerConfig,
+        /// Tag of the descriptors.
+        fds: FdTag,
     },
     /// Make these blocks ready and write their manifest to `manifest`.
     Span {
@@ -105,9 +112,31 @@ pub enum ToPrepare {
         span: Span,
         /// Path of the manifest to write.
         manifest: PathBuf,
+        /// Blocks of each device, to be kept for later starts.
+        cut: Vec<u32>,
     },
     /// Stop.
     Drain,
+}
+
+/// The CUDA devices that the driver names, as JSON on standard output of the process that asked it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CudaDevices {
+    /// Version of CUDA that the driver supports: 1000 × major + 10 × minor.
+    pub driver_version: u32,
+    /// One for each ordinal from 0 on, or why it cannot be used.
+    pub devices: Vec<Result<CudaDevice, String>>,
+}
+
+/// A CUDA device, as the driver describes it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CudaDevice {
+    /// Name and compute capability.
+    pub name: String,
+    /// What tells it from all other devices.
+    pub uuid: [u8; 16],
+    /// Whether it has warpgroups.
+    pub has_warpgroups: bool,
 }
 
 /// Memory of a device that a worker will own.
@@ -121,22 +150,50 @@ pub struct DeviceMemory {
     pub work_bytes: u64,
 }
 
+/// What prepare does with a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PrepareStage {
+    /// Fetches it from the Hub.
+    Downloading,
+    /// Checks it, and converts what is not stored as it is served.
+    Converting,
+}
+
+/// How far the preparation of a span is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Progress {
+    /// What is done with the present block.
+    pub stage: PrepareStage,
+    /// Number of the present block within the span, from 1.
+    pub block: u32,
+    /// Blocks of the span.
+    pub blocks: u32,
+    /// Bytes that this stage has finished, over all blocks so far.
+    pub bytes_done: u64,
+    /// Bytes of this stage over all blocks, estimated from the blocks seen so far; 0 while unknown.
+    pub bytes_total: u64,
+}
+
 /// Prepare to supervisor.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum FromPrepare {
-    /// What the workers of an earlier start measured, the slowest device. Comes before `Inspected`, if it is known.
+    /// What the workers of an earlier start measured, the slowest device. Comes before `Inspected`,
+    /// if it is known.
     Kept(Capacity),
     /// Memory of the devices that have their own; before the facts.
     Devices(Vec<DeviceMemory>),
+    /// Of several devices, before the facts: their relative speeds, and how earlier starts cut the
+    /// model among them (blocks of each device).
+    Speeds {
+        /// In the order of the devices.
+        rates: Vec<f64>,
+        /// At most one for each number of blocks.
+        cuts: Vec<Vec<u32>>,
+    },
     /// The model is readable; these are its facts.
     Inspected(ModelFacts),
-    /// Blocks made ready so far.
-    Progress {
-        /// Done.
-        done: u32,
-        /// Of how many.
-        total: u32,
-    },
+    /// How far the blocks are.
+    Progress(Progress),
     /// The manifest is written and every file it names is complete.
     Prepared,
     /// The process is about to exit for this reason.
@@ -151,10 +208,10 @@ pub enum FromPrepare {
 /// Supervisor to worker.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum ToWorker {
-    /// Load the span. Descriptors under `fds`: the kv segment.
+    /// Load the span. Descriptors under `fds`: the kv segment, the board.
     Init(Box<WorkerInit>),
-    /// Serve jobs from these rings; whatever older rings held is dropped. Descriptors under `fds`: arena, doorbell of the
-    /// submission ring, doorbell of the completion ring.
+    /// Serve jobs from these rings; whatever older rings held is dropped. Descriptors under `fds`:
+    /// arena, rings, doorbell of the submission ring, doorbell of the completion ring.
     Link(LinkInit),
     /// Finish what runs and exit.
     Drain,
@@ -179,7 +236,8 @@ pub struct WorkerInit {
     pub manifest: PathBuf,
     /// Pages per block in the kv segment.
     pub kv_pages: u32,
-    /// Whether the pages are in the kv segment too, and outlive the worker. Always, where the segment is all there is.
+    /// Whether the pages are in the kv segment too, and outlive the worker. Always, where the
+    /// segment is all there is.
     pub kv_survives: bool,
     /// Bytes that a job for gradients may keep of its blocks ([`ModelFacts::gradient_bytes`]).
     pub gradient_bytes: u64,
@@ -187,8 +245,8 @@ pub struct WorkerInit {
     pub config: WorkerConfig,
     /// Whether to measure throughput before reporting ready.
     pub measure: bool,
-    /// Whether warpgroups of a CUDA device are not to be used: an earlier process of this worker failed on its device or hung.
-    pub by_warps: bool,
+    /// What is known of the warpgroups of a CUDA device. The emulator finds it out by itself.
+    pub warpgroups: Warpgroups,
     /// Tag of the descriptors.
     pub fds: FdTag,
 }
@@ -200,8 +258,6 @@ pub struct LinkInit {
     pub netd_generation: Generation,
     /// Generation of the worker at this end.
     pub worker_generation: Generation,
-    /// Name of the rings' segment.
-    pub rings: String,
     /// Length of the arena in bytes.
     pub arena_bytes: u64,
     /// Tag of the descriptors.
@@ -254,15 +310,18 @@ pub struct Rating {
 /// Supervisor to netd.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum ToNetd {
-    /// Start listening. Descriptors under `fds`: the arena.
+    /// Start listening. Descriptors under `fds`: the arena, the board.
     Init(Box<NetdInit>),
-    /// No more than so many blocks fit into memory. Comes before `Model`, and only if the whole model was asked for.
+    /// No more than so many blocks fit into memory. Comes before `Model`, and only if the whole
+    /// model was asked for.
     Fits(u32),
-    /// What workers measured at an earlier start: stands for what they have not measured yet. Comes before `Model`, if it is known.
+    /// What workers measured at an earlier start: stands for what they have not measured yet. Comes
+    /// before `Model`, if it is known.
     Kept(Capacity),
     /// The model that is served.
     Model(ModelFacts),
-    /// A worker is linked. Descriptors under `fds`: doorbell of the submission ring, doorbell of the completion ring.
+    /// A worker is linked. Descriptors under `fds`: rings, doorbell of the submission ring, doorbell
+    /// of the completion ring.
     WorkerUp(WorkerUp),
     /// A worker is dead and reaped: nothing of it touches pages or slots any more.
     WorkerDown {
@@ -284,8 +343,8 @@ pub enum ToNetd {
     },
     /// Workers are gone for good: serve and announce these blocks only.
     Shrink(Span),
-    /// There is no memory for the new workers beside the present ones: announce the new place as joining, end the sessions, say
-    /// `Vacated`. The new workers are told with `WorkerUp` then.
+    /// There is no memory for the new workers beside the present ones: announce the new place as
+    /// joining, end the sessions, say `Vacated`. The new workers are told with `WorkerUp` then.
     MakeRoom(Span),
     /// The move that netd asked for is off: the blocks before it are served again.
     MoveFailed {
@@ -313,7 +372,8 @@ pub struct NetdInit {
     pub arena_bytes: u64,
     /// Span served by an earlier generation; kept, since the weights are loaded.
     pub served: Option<Span>,
-    /// Spans that earlier generations announced and that are not served any more: their records are taken back.
+    /// Spans that earlier generations announced and that are not served any more: their records
+    /// are taken back.
     pub retired: Vec<Span>,
     /// Tag of the descriptors.
     pub fds: FdTag,
@@ -341,7 +401,8 @@ pub struct WorkerUp {
 pub enum DeathCause {
     /// A signal from outside, the OOM killer, or the supervisor's own kill: no job is to blame.
     Outside,
-    /// The worker crashed by itself (abort, segmentation fault, error exit): a job in flight may be to blame.
+    /// The worker crashed by itself (abort, segmentation fault, error exit): a job in flight may be
+    /// to blame.
     SelfInflicted,
 }
 
@@ -359,8 +420,9 @@ pub enum FromNetd {
     ProposedSpan(Span),
     /// Announced ONLINE: clients can come. Again after every `Shrink`.
     Online,
-    /// The swarm needs this server at other blocks: make them ready and start workers for them beside the present ones. They are
-    /// told with `WorkerUp` like all others; until `Moved` the present blocks are served.
+    /// The swarm needs this server at other blocks: make them ready and start workers for them
+    /// beside the present ones. They are told with `WorkerUp` like all others; until `Moved`
+    /// the present blocks are served.
     Move(Span),
     /// The new blocks are announced; the workers of the old ones are kept for their sessions.
     Moved(Span),
@@ -370,8 +432,9 @@ pub enum FromNetd {
     Rated(Rating),
     /// The move is not wanted any more.
     Stays,
-    /// What a worker wrote into its rings is nonsense, or they cannot be used any more: it has to be killed, so that its
-    /// jobs go to the next generation. The worker is to blame (`DeathCause::SelfInflicted`), and perhaps a job.
+    /// What a worker wrote into its rings is nonsense, or they cannot be used any more: it has to
+    /// be killed, so that its jobs go to the next generation. The worker is to blame
+    /// (`DeathCause::SelfInflicted`), and perhaps a job.
     BrokenRings {
         /// Which.
         worker: WorkerId,

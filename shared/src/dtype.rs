@@ -5,7 +5,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// Floating-point type in which blocks keep weights, hidden states and the KV cache ("block dtype").
+/// Floating-point type in which blocks keep weights, hidden states and the KV cache ("block
+/// dtype").
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[repr(u8)]
 pub enum DType {
@@ -19,7 +20,7 @@ pub enum DType {
 
 /// A dtype name that is not one of the three that blocks know.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown dtype {0:?}; use float32, bfloat16 or float16")]
+#[error("unknown dtype {0:?}: expected float32, bfloat16 or float16")]
 pub struct UnknownDType(pub String);
 
 impl DType {
@@ -79,12 +80,6 @@ mod tests {
             assert_eq!(DType::from_code(dtype as u8), Some(dtype));
         }
         assert_eq!(DType::from_code(3), None);
-        assert!(
-            "float8"
-                .parse::<DType>()
-                .unwrap_err()
-                .to_string()
-                .contains("float8")
-        );
+        assert!("float8".parse::<DType>().unwrap_err().to_string().contains("float8"));
     }
 }

@@ -1,5 +1,6 @@
-//! Why a process of Sepal ended: one value per decision that the supervisor takes about restarting it. The same numbers
-//! are the documented exit codes of `sepal`; none but [`ExitReason::Clean`] is 0.
+//! Why a process of Sepal ended: one value per decision that the supervisor takes about restarting
+//! it. The same numbers are the documented exit codes of `sepal`; none but [`ExitReason::Clean`] is
+//! 0.
 
 use std::fmt;
 
@@ -13,7 +14,8 @@ pub enum ExitReason {
     Clean = 0,
     /// An error without a better name; worth another try.
     Failed = 1,
-    /// Wrong flags, model folder or settings: trying again cannot help. (2 is also what the flag parser uses.)
+    /// Wrong flags, model folder or settings: trying again cannot help. (2 is also what the flag
+    /// parser uses.)
     BadConfig = 2,
     /// The device failed or vanished.
     DeviceLost = 10,
@@ -29,6 +31,8 @@ pub enum ExitReason {
     RestartLimit = 15,
     /// A checkpoint file was changed or cut short while it was served.
     WeightsChanged = 16,
+    /// The model's source could not be reached; trying again later may help.
+    Unreachable = 17,
 }
 
 /// What the supervisor does about a child that ended with a reason.
@@ -43,7 +47,7 @@ pub enum Verdict {
 }
 
 impl ExitReason {
-    const ALL: [ExitReason; 10] = [
+    const ALL: [ExitReason; 11] = [
         ExitReason::Clean,
         ExitReason::Failed,
         ExitReason::BadConfig,
@@ -54,6 +58,7 @@ impl ExitReason {
         ExitReason::Busy,
         ExitReason::RestartLimit,
         ExitReason::WeightsChanged,
+        ExitReason::Unreachable,
     ];
 
     /// The exit code of the process.
@@ -73,7 +78,8 @@ impl ExitReason {
             ExitReason::BadConfig
             | ExitReason::ProtocolMismatch
             | ExitReason::Busy
-            | ExitReason::WeightsChanged => Verdict::Hold,
+            | ExitReason::WeightsChanged
+            | ExitReason::Unreachable => Verdict::Hold,
             _ => Verdict::Restart,
         }
     }
@@ -92,6 +98,7 @@ impl fmt::Display for ExitReason {
             ExitReason::Busy => "busy",
             ExitReason::RestartLimit => "restart limit",
             ExitReason::WeightsChanged => "weights changed",
+            ExitReason::Unreachable => "model source unreachable",
         })
     }
 }
@@ -104,10 +111,7 @@ mod tests {
     fn only_clean_is_zero_and_codes_round_trip() {
         for reason in ExitReason::ALL {
             assert_eq!(reason.code() == 0, reason == ExitReason::Clean);
-            assert_eq!(
-                ExitReason::from_code(i32::from(reason.code())),
-                Some(reason)
-            );
+            assert_eq!(ExitReason::from_code(i32::from(reason.code())), Some(reason));
         }
         assert_eq!(ExitReason::from_code(101), None);
     }

@@ -1,4 +1,5 @@
-//! Numbers that name things across processes. Each is its own type so that none is taken for another.
+//! Numbers that name things across processes. Each is its own type so that none is taken for
+//! another.
 
 use std::fmt;
 
@@ -70,11 +71,7 @@ pub struct WorkerId {
 impl WorkerId {
     /// The only worker of group `group`.
     pub fn solo(group: GroupId) -> WorkerId {
-        WorkerId {
-            group,
-            rank: Rank(0),
-            world_size: WorldSize(1),
-        }
+        WorkerId { group, rank: Rank(0), world_size: WorldSize(1) }
     }
 }
 

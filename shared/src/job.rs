@@ -1,9 +1,10 @@
 //! Jobs: what netd asks of a worker, in the form in which it crosses shared memory.
 //!
-//! A job is a fixed descriptor of 64 bytes in the submission ring, and a body of variable length in the arena. It says
-//! everything and names no session: a worker is a function of (job, weights, KV pages), and a new worker takes over where
-//! a dead one stopped. The worker copies the body out of the arena, checks every number on its copy ([`JobBody::decode`]),
-//! and then uses only the copy. Each job is answered once, by a [`Completion`] of 64 bytes in the completion ring.
+//! A job is a fixed descriptor of 64 bytes in the submission ring, and a body of variable length in
+//! the arena. It says everything and names no session: a worker is a function of (job, weights, KV
+//! pages), and a new worker takes over where a dead one stopped. The worker copies the body out of
+//! the arena, checks every number on its copy ([`JobBody::decode`]), and then uses only the copy.
+//! Each job is answered once, by a [`Completion`] of 64 bytes in the completion ring.
 //!
 //! ```text
 //! descriptor (8 words)              completion (8 words)
@@ -13,14 +14,15 @@
 //! 3 body offset                     3 first number of an error
 //! 4 body length                     4 second number of an error
 //! 5 submitted at (monotonic ns)     5 ns from submission to start
-//! 6..8 zero                         6 ns from start to completion, 7 zero
+//! 6 group | rank | world size       6 ns from start to completion
+//! 7 zero                            7 zero
 //!
 //! body: header of 13 words, then blocks, prefix lengths, page counts, pages, copies, all little-endian u32
 //! ```
 
 use crate::block::{BlockIndex, Span};
 use crate::dtype::DType;
-use crate::ids::{Generation, JobId, PageId};
+use crate::ids::{Generation, GroupId, JobId, PageId, Rank, WorkerId, WorldSize};
 use crate::model::PAGE_TOKENS;
 
 mod body;
@@ -33,7 +35,8 @@ pub const ENTRY_WORDS: usize = 8;
 /// One entry of a ring, as plain words.
 pub type Entry = [u64; ENTRY_WORDS];
 
-/// Longest body that netd writes and a worker accepts, in bytes: 1,024 rows of 8,192 tokens need half of it.
+/// Longest body that netd writes and a worker accepts, in bytes: 1,024 rows of 8,192 tokens need
+/// half of it.
 pub const MAX_BODY_BYTES: usize = 4 << 20;
 
 /// Most rows (sequences) of one job.
@@ -43,7 +46,7 @@ pub const MAX_ROWS: u32 = 4096;
 pub const MAX_TOKENS: u32 = 1 << 20;
 
 const MAGIC: u64 = 0x5e9a_10b0;
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 
 /// What a job computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -75,6 +78,8 @@ pub struct JobDescriptor {
     pub id: JobId,
     /// What it computes; known before the body is read, for scheduling.
     pub kind: JobKind,
+    /// The worker it is meant for: group, rank and world size.
+    pub worker: WorkerId,
     /// The worker generation it is meant for.
     pub worker_generation: Generation,
     /// The netd generation that asks.
@@ -95,16 +100,30 @@ impl JobDescriptor {
             self.body.offset,
             self.body.len,
             self.submitted_ns,
-            0,
+            worker_word(self.worker),
             0,
         ]
+    }
+
+    /// Refuses a job that is meant for another worker than `worker`.
+    ///
+    /// # Errors
+    /// [`JobError::WrongWorker`].
+    pub fn check_worker(&self, worker: WorkerId) -> Result<(), JobError> {
+        match self.worker == worker {
+            true => Ok(()),
+            false => Err(JobError::WrongWorker {
+                got: worker_word(self.worker),
+                want: worker_word(worker),
+            }),
+        }
     }
 
     /// Reads a ring entry that another process wrote.
     ///
     /// # Errors
-    /// [`JobError::BadDescriptor`] when it is not a descriptor of this version or its body is longer than
-    /// [`MAX_BODY_BYTES`].
+    /// [`JobError::BadDescriptor`] when it is not a descriptor of this version,
+    /// [`JobError::BodyTooLong`] when its body is longer than [`MAX_BODY_BYTES`].
     pub fn decode(entry: &Entry) -> Result<JobDescriptor, JobError> {
         let bad = JobError::BadDescriptor { word: entry[0] };
         if entry[0] & 0xffff_ffff != MAGIC || entry[0] >> 32 & 0xffff != VERSION {
@@ -118,12 +137,10 @@ impl JobDescriptor {
         Ok(JobDescriptor {
             id: JobId(entry[1]),
             kind,
+            worker: worker_of(entry[6]),
             worker_generation,
             netd_generation,
-            body: SlotRef {
-                offset: entry[3],
-                len: entry[4],
-            },
+            body: SlotRef { offset: entry[3], len: entry[4] },
             submitted_ns: entry[5],
         })
     }
@@ -137,7 +154,22 @@ fn split_generations(word: u64) -> (Generation, Generation) {
     (Generation((word >> 32) as u32), Generation(word as u32))
 }
 
-/// Copy of the first `tokens` rows of a page onto another page, in every block of the job, before anything is written.
+fn worker_word(worker: WorkerId) -> u64 {
+    u64::from(worker.group.0)
+        | u64::from(worker.rank.0) << 16
+        | u64::from(worker.world_size.0) << 32
+}
+
+fn worker_of(word: u64) -> WorkerId {
+    WorkerId {
+        group: GroupId(word as u16),
+        rank: Rank((word >> 16) as u16),
+        world_size: WorldSize((word >> 32) as u16),
+    }
+}
+
+/// Copy of the first `tokens` rows of a page onto another page, in every block of the job, before
+/// anything is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageCopy {
     /// Page to read.
@@ -179,7 +211,8 @@ pub struct JobBody {
     pub prompts: Option<Prompts>,
     /// Backward: the gradient of the output, of the shape of the input.
     pub output_gradient: Option<SlotRef>,
-    /// Backward with prompts: where to write their gradient, `[blocks, batch, prompt tokens, hidden]`.
+    /// Backward with prompts: where to write their gradient, `[blocks, batch, prompt tokens,
+    /// hidden]`.
     pub prompt_gradient: Option<SlotRef>,
 }
 
@@ -209,16 +242,16 @@ impl JobBody {
             * self.dtype.size_bytes() as u64
     }
 
-    /// The pages that a step on `row` writes, as positions in the row's table: those that hold the tokens
-    /// `prefix .. prefix + tokens`.
+    /// The pages that a step on `row` writes, as positions in the row's table: those that hold the
+    /// tokens `prefix .. prefix + tokens`.
     pub fn written_pages(prefix: u32, tokens: u32) -> std::ops::Range<usize> {
         let first = prefix as usize / PAGE_TOKENS;
         let end = (prefix as usize + tokens as usize).div_ceil(PAGE_TOKENS);
         first..end.max(first)
     }
 
-    /// The body as bytes for the arena. Never longer than [`MAX_BODY_BYTES`] for a job within [`MAX_ROWS`] whose tables
-    /// netd made.
+    /// The body as bytes for the arena. Never longer than [`MAX_BODY_BYTES`] for a job within
+    /// [`MAX_ROWS`] whose tables netd made.
     pub fn encode(&self) -> Vec<u8> {
         body::encode(self)
     }
@@ -226,9 +259,11 @@ impl JobBody {
     /// Reads and checks a body that another process wrote.
     ///
     /// # Errors
-    /// A [`JobError`] that names the first number that is wrong and its limit: truncated or overlong bodies, blocks that
-    /// are not in the span, slots outside the arena or of the wrong length, an output that overlaps an input, pages
-    /// outside the pool, tables too short for their row, a page that two rows would write.
+    /// A [`JobError`] that names the first number that is wrong and its limit: truncated or
+    /// overlong bodies, blocks that are not in the span, slots outside the arena or of the
+    /// wrong length, an output that overlaps an input, pages outside the pool, tables too short
+    /// for their row, a page that two rows would write, a page that one row would write and
+    /// another read.
     pub fn decode(bytes: &[u8], limits: &JobLimits) -> Result<JobBody, JobError> {
         body::decode(bytes, limits)
     }
@@ -309,8 +344,8 @@ pub enum JobError {
         /// Pages in the pool.
         pages: u64,
     },
-    /// A page that two rows of one job, or a copy and a row, would write.
-    #[error("page {page} would be written twice by one job")]
+    /// A page that one job writes twice, or that one row writes and another reads.
+    #[error("page {page} is written by one row or copy of the job and used by another")]
     SharedPage {
         /// The page.
         page: u64,
@@ -345,6 +380,14 @@ pub enum JobError {
         /// Of the worker.
         want: u64,
     },
+    /// The job names another worker: another group, rank or world size.
+    #[error("job is for worker {got:#x} (world size, rank, group), this is {want:#x}")]
+    WrongWorker {
+        /// In the job: 16 bits each of world size, rank and group.
+        got: u64,
+        /// Of the worker.
+        want: u64,
+    },
     /// The worker is ending and did not start the job.
     #[error("worker is draining")]
     Draining,
@@ -369,6 +412,7 @@ impl JobError {
             JobError::Unsupported { kind } => (14, kind, 0),
             JobError::Stale { got, want } => (15, got, want),
             JobError::Draining => (16, 0, 0),
+            JobError::WrongWorker { got, want } => (17, got, want),
         }
     }
 
@@ -382,20 +426,15 @@ impl JobError {
             6 => JobError::WrongHidden { got: a, want: b },
             7 => JobError::WrongDType { got: a, want: b },
             8 => JobError::BadSlot { offset: a, len: b },
-            9 => JobError::Aliased {
-                offset: a,
-                other: b,
-            },
+            9 => JobError::Aliased { offset: a, other: b },
             10 => JobError::BadPage { page: a, pages: b },
             11 => JobError::SharedPage { page: a },
             12 => JobError::ShortTable { have: a, need: b },
-            13 => JobError::UnknownAdapter {
-                adapter: a,
-                loaded: b,
-            },
+            13 => JobError::UnknownAdapter { adapter: a, loaded: b },
             14 => JobError::Unsupported { kind: a },
             15 => JobError::Stale { got: a, want: b },
             16 => JobError::Draining,
+            17 => JobError::WrongWorker { got: a, want: b },
             _ => return None,
         })
     }
@@ -440,11 +479,8 @@ impl Completion {
             return None;
         }
         let code = (entry[0] >> 48) as u16;
-        let result = if code == 0 {
-            Ok(())
-        } else {
-            Err(JobError::from_words(code, entry[3], entry[4])?)
-        };
+        let result =
+            if code == 0 { Ok(()) } else { Err(JobError::from_words(code, entry[3], entry[4])?) };
         let (worker_generation, netd_generation) = split_generations(entry[2]);
         Some(Completion {
             id: JobId(entry[1]),

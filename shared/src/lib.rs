@@ -1,15 +1,20 @@
-//! What two processes of Sepal must agree on, and nothing else: names of things, jobs, control messages, the layout of
-//! shared memory, and the first steps of every child process. No async, no CUDA, no network beyond Unix sockets.
+//! What two processes of Sepal must agree on, and nothing else: names of things, jobs, control
+//! messages, the layout of shared memory, and the first steps of every child process. No async, no
+//! CUDA, no network beyond Unix sockets.
 #![deny(unsafe_code)]
 
 pub mod block;
 pub mod bootstrap;
+pub mod causes;
 pub mod config;
 pub mod control;
 pub mod dtype;
 pub mod exit;
+pub mod files;
 pub mod ids;
 pub mod job;
+pub mod limits;
 pub mod model;
 pub mod network;
 pub mod shm;
+pub mod warpgroups;

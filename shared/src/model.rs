@@ -1,4 +1,5 @@
-//! What netd and the supervisor must know of a model: sizes and types, but neither weights nor the form of its blocks.
+//! What netd and the supervisor must know of a model: sizes and types, but neither weights nor the
+//! form of its blocks.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,8 +10,11 @@ use crate::dtype::DType;
 /// Tokens in one page of the KV cache.
 pub const PAGE_TOKENS: usize = 16;
 
-/// Memory of a worker for what it keeps of blocks during one request for gradients, unless a single block needs more
-/// ([`ModelFacts::gradient_bytes`]).
+/// Most tokens of a decode step that a CUDA device replays as a recording.
+pub const MAX_STEP_TOKENS: usize = 32;
+
+/// Memory of a worker for what it keeps of blocks during one request for gradients, unless a single
+/// block needs more ([`ModelFacts::gradient_bytes`]).
 pub const GRADIENT_BYTES: u64 = 512 << 20;
 
 /// Facts about a model, found by `prepare` in its folder and checked there.
@@ -44,9 +48,33 @@ pub struct ModelFacts {
     pub adapters: Vec<String>,
 }
 
-/// Device memory of one launch in a CUDA graph, as old drivers take it: 33 MB more for 500 more kernels in a row (NVIDIA developer forums, topic
-/// 244901, driver 470). Newer ones take about 10 KB (NVIDIA/cccl, pull request 3768). Not measured here; workers log what it was.
-pub const GRAPH_LAUNCH_BYTES: u64 = 64 << 10;
+/// The dimensions of a block that its operations, and their scratch memory, depend on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockDimensions {
+    /// Width of the hidden states.
+    pub hidden: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Width of one head.
+    pub head_dim: usize,
+    /// Width in the middle of the MLP, or of one expert.
+    pub intermediate: usize,
+    /// Experts that a token goes through; 1 without a mixture.
+    pub experts_per_token: usize,
+    /// Whether queries, keys and values come from one matrix.
+    pub is_fused: bool,
+    /// Whether attention and MLP are added to the same hidden states.
+    pub is_parallel: bool,
+}
+
+impl BlockDimensions {
+    /// Outputs of the matrix that queries, keys and values share; 0 where each has its own.
+    pub fn fused_outputs(&self) -> usize {
+        if self.is_fused { (self.heads + 2 * self.kv_heads) * self.head_dim } else { 0 }
+    }
+}
 
 impl ModelFacts {
     /// Query heads per key/value head; above 1 Petals takes its larger defaults.
@@ -64,8 +92,9 @@ impl ModelFacts {
         PAGE_TOKENS * self.kv_token_bytes()
     }
 
-    /// Bytes that a worker keeps per block for gradients over `batch` sequences of `tokens` tokens, the first `prompts` of them with
-    /// deep prompts: the input of the block, pages with its keys and values, the prompts and their gradient in f32.
+    /// Bytes that a worker keeps per block for gradients over `batch` sequences of `tokens` tokens,
+    /// the first `prompts` of them with deep prompts: the input of the block, pages with its
+    /// keys and values, the prompts and their gradient in f32.
     pub fn gradient_block_bytes(&self, batch: u32, tokens: u32, prompts: u32) -> u64 {
         let hidden = u64::from(self.hidden_size);
         let inputs = u64::from(tokens) * hidden * self.dtype.size_bytes() as u64;
@@ -74,41 +103,20 @@ impl ModelFacts {
         u64::from(batch).saturating_mul(inputs.saturating_add(pages).saturating_add(prompts))
     }
 
-    /// What one block needs at most for gradients over at most `max_batch_size` tokens without prompts, of one sequence or of sequences of
-    /// one token.
+    /// What one block needs at most for gradients over at most `max_batch_size` tokens without
+    /// prompts, of one sequence or of sequences of one token.
     pub fn most_gradient_block_bytes(&self, max_batch_size: u32) -> u64 {
         let whole = self.gradient_block_bytes(1, max_batch_size, 0);
         whole.max(self.gradient_block_bytes(max_batch_size, 1, 0))
     }
 
-    /// Bytes that a worker keeps of all blocks at most for one request for gradients: what one sequence of `max_batch_size` tokens needs
-    /// in all blocks of the model, at most [`GRADIENT_BYTES`], and what any request needs in one block.
+    /// Bytes that a worker keeps of all blocks at most for one request for gradients: what one
+    /// sequence of `max_batch_size` tokens needs in all blocks of the model, at most
+    /// [`GRADIENT_BYTES`], and what any request needs in one block.
     pub fn gradient_bytes(&self, max_batch_size: u32) -> u64 {
         let whole = self.gradient_block_bytes(1, max_batch_size, 0);
         let all = whole.saturating_mul(self.num_blocks.into());
-        all.min(GRADIENT_BYTES)
-            .max(self.most_gradient_block_bytes(max_batch_size))
-    }
-
-    /// Bytes that a worker takes for requests of `max_batch_size` tokens, however many blocks they go through, in f32: the hidden states of
-    /// the one of each kind that is begun (prefill, forward, backward), the gradient of the states, and those of keys and values; and pages
-    /// of one block.
-    pub fn states_bytes(&self, max_batch_size: u32) -> u64 {
-        let kv = u64::from(self.kv_heads) * u64::from(self.head_dim) * 2;
-        let floats = 4 * u64::from(self.hidden_size) + kv;
-        let pages = kv * self.dtype.size_bytes() as u64;
-        u64::from(max_batch_size).saturating_mul(4 * floats + pages)
-    }
-
-    /// Bytes that the recorded decode steps of one block take of a CUDA device at most: recordings for 1, 2, 4 ... 32 tokens of up to 14 launches,
-    /// and where there are adapters as many again of up to 30, at [`GRAPH_LAUNCH_BYTES`] each.
-    pub fn graph_block_bytes(&self) -> u64 {
-        let launches = if self.adapters.is_empty() {
-            14
-        } else {
-            14 + 30
-        };
-        6 * launches * GRAPH_LAUNCH_BYTES
+        all.min(GRADIENT_BYTES).max(self.most_gradient_block_bytes(max_batch_size))
     }
 
     /// Bytes of the kv segment of a worker: `[blocks of the span, pages, page]`.
@@ -116,7 +124,8 @@ impl ModelFacts {
         span.block_count() * pages as usize * self.kv_page_bytes()
     }
 
-    /// Bytes of the kv segment of a worker whose pages are `in_segment`; of another it is one page of memory that nobody uses.
+    /// Bytes of the kv segment of a worker whose pages are `in_segment`; of another it is one page
+    /// of memory that nobody uses.
     pub fn kv_segment_bytes_if(&self, in_segment: bool, span: Span, pages: u32) -> usize {
         const UNUSED_BYTES: usize = 4096;
         match in_segment {

@@ -34,15 +34,15 @@ static ALLOCATOR: Counting = Counting;
 
 #[test]
 fn a_job_and_its_completion_allocate_nothing() {
-    let name = format!("sepal-test-{}-allocations", std::process::id());
     let identity = RingIdentity {
         worker: WorkerId::solo(GroupId(0)),
         worker_generation: Generation(1),
         netd_generation: Generation(1),
     };
-    let _owner = RingPair::create(&name, &identity).unwrap();
-    let (mut submit, mut completions) = RingPair::open(&name, &identity).unwrap().netd_end();
-    let (mut jobs, mut complete) = RingPair::open(&name, &identity).unwrap().worker_end();
+    let owner = RingPair::create("sepal-test-rings", &identity).unwrap();
+    let open = || RingPair::open(owner.try_clone().unwrap(), &identity).unwrap();
+    let (mut submit, mut completions) = open().netd_end();
+    let (mut jobs, mut complete) = open().worker_end();
     let (job_bell, completion_bell) = (Doorbell::new().unwrap(), Doorbell::new().unwrap());
     let (spin, timeout) = (Duration::from_micros(50), Duration::from_secs(20));
     let mut round_trip = |number: u64| {
@@ -53,16 +53,10 @@ fn a_job_and_its_completion_allocate_nothing() {
         assert!(job_bell.wait(timeout).unwrap());
         complete.push(jobs.pop().unwrap().unwrap()).unwrap();
         complete.ring_if_sleeping(&completion_bell).unwrap();
-        assert_eq!(
-            completions.wait(&completion_bell, spin, timeout).unwrap(),
-            Wake::Ready
-        );
+        assert_eq!(completions.wait(&completion_bell, spin, timeout).unwrap(), Wake::Ready);
         assert_eq!(completions.pop(), Ok(Some([number; 8])));
         let short = Duration::from_millis(1);
-        assert_eq!(
-            completions.wait(&completion_bell, spin, short).unwrap(),
-            Wake::TimedOut
-        );
+        assert_eq!(completions.wait(&completion_bell, spin, short).unwrap(), Wake::TimedOut);
     };
     round_trip(0);
 

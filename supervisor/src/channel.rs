@@ -6,10 +6,11 @@
 //!     ^------ wake (eventfd) ------'
 //! ```
 //!
-//! The reader first waits for the child to connect to the one-shot server, and starts the writer then; messages can be put
-//! into the outbox before that. A full outbox means a child that does not read; more than [`MAX_MESSAGES_PER_S`] messages
-//! mean a child that talks without end, and the reader stops listening. Both ends close when the process is gone, whatever
-//! the other side does: [`Channel::abandon`] wakes a reader whose child will never connect.
+//! The reader first waits for the child to connect to the one-shot server, and starts the writer
+//! then; messages can be put into the outbox before that. A full outbox means a child that does not
+//! read; more than [`MAX_MESSAGES_PER_S`] messages mean a child that floods the channel, and the
+//! reader stops listening. Both ends close when the process is gone, whatever the other side does:
+//! [`Channel::abandon`] wakes a reader whose child will never connect.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -27,13 +28,15 @@ use shared::control::{Role, ToNetd, ToPrepare, ToWorker};
 
 use crate::tree::Up;
 
-/// Messages to a child that wait for it. A child reads at once; even a netd with every worker restarting gets fewer.
+/// Messages to a child that wait for it. A child reads at once; even a netd with every worker
+/// restarting gets fewer.
 const OUTBOX: usize = 256;
 
 /// Messages from a child that wait for the poll loop, which never blocks.
 const INBOX: usize = 64;
 
-/// More messages of one child in a second mean a fault. Prepare reports once per block, and models have at most 4096.
+/// More messages of one child in a second mean a fault. Prepare reports once per block, and models
+/// have at most 4096.
 pub const MAX_MESSAGES_PER_S: u32 = 10_000;
 
 /// What the reader of a child found.
@@ -109,7 +112,8 @@ impl Channel {
     /// Makes the one-shot server and the reader of a child of `role`.
     ///
     /// # Errors
-    /// When the process is out of descriptors or threads, or the temporary folder cannot be written.
+    /// When the process is out of descriptors or threads, or the temporary folder cannot be
+    /// written.
     pub fn open(role: Role, wake: &Wake) -> io::Result<Channel> {
         match role {
             Role::Prepare => open(wake, Outbox::Prepare, Up::Prepare),
@@ -123,7 +127,8 @@ impl Channel {
         &self.server
     }
 
-    /// Puts a message into the outbox; false if the child does not read or the message is not for its role.
+    /// Puts a message into the outbox; false if the child does not read or the message is not for
+    /// its role.
     pub fn send(&self, message: Message) -> bool {
         match (&self.outbox, message) {
             (Outbox::Prepare(outbox), Message::Prepare(message)) => put(outbox, message),
@@ -142,9 +147,10 @@ impl Channel {
         }
     }
 
-    /// The process was reaped: if it had not connected, the reader still waits for it. A connection of our own, closed at once,
-    /// ends that. When the child had connected, the server's socket is gone and there is nothing to do (and a failed attempt
-    /// of ipc-channel would leak a descriptor).
+    /// The process was reaped: if it had not connected, the reader still waits for it. A connection
+    /// of our own, closed at once, ends that. When the child had connected, the server's socket
+    /// is gone and there is nothing to do (and a failed attempt of ipc-channel would leak a
+    /// descriptor).
     pub fn abandon(&self) {
         if Path::new(&self.server).exists() {
             drop(IpcSender::<()>::connect(self.server.clone()));
@@ -152,7 +158,8 @@ impl Channel {
     }
 }
 
-/// A message that cannot be put because the writer is gone is not the child's fault: its end is on the way.
+/// A message that cannot be put because the writer is gone is not the child's fault: its end is on
+/// the way.
 fn put<T>(outbox: &SyncSender<T>, message: T) -> bool {
     !matches!(outbox.try_send(message), Err(TrySendError::Full(_)))
 }
@@ -170,39 +177,32 @@ where
     let (to_writer, from_loop) = sync_channel(OUTBOX);
     let (to_loop, inbox) = sync_channel(INBOX);
     let wake = wake.clone();
-    thread::Builder::new()
-        .name("control-reader".into())
-        .spawn(move || {
-            if let Ok((_, exchange)) = server.accept()
-                && spawn_writer(exchange.down, from_loop).is_ok()
-            {
-                read(&exchange.up, wrap, &to_loop, &wake);
-            }
-            // Dropping the sender is what says "closed"; the poll loop has to look.
-            drop(to_loop);
-            wake.ring();
-        })?;
-    Ok(Channel {
-        outbox: outbox(to_writer),
-        inbox,
-        server: name,
-    })
+    thread::Builder::new().name("control-reader".into()).spawn(move || {
+        if let Ok((_, exchange)) = server.accept()
+            && spawn_writer(exchange.down, from_loop).is_ok()
+        {
+            read(&exchange.up, wrap, &to_loop, &wake);
+        }
+        // Dropping the sender is what says "closed"; the poll loop has to look.
+        drop(to_loop);
+        wake.ring();
+    })?;
+    Ok(Channel { outbox: outbox(to_writer), inbox, server: name })
 }
 
 fn spawn_writer<Down>(child: IpcSender<Down>, from_loop: Receiver<Down>) -> io::Result<()>
 where
     Down: Serialize + Send + 'static,
 {
-    // Ends when the poll loop drops the outbox, or when the child is gone; either closes the channel.
-    thread::Builder::new()
-        .name("control-writer".into())
-        .spawn(move || {
-            while let Ok(message) = from_loop.recv() {
-                if child.send(message).is_err() {
-                    return;
-                }
+    // Ends when the poll loop drops the outbox, or when the child is gone; either closes the
+    // channel.
+    thread::Builder::new().name("control-writer".into()).spawn(move || {
+        while let Ok(message) = from_loop.recv() {
+            if child.send(message).is_err() {
+                return;
             }
-        })?;
+        }
+    })?;
     Ok(())
 }
 
@@ -240,10 +240,7 @@ struct Budget {
 
 impl Budget {
     fn new(now: Instant) -> Budget {
-        Budget {
-            since: now,
-            left: MAX_MESSAGES_PER_S,
-        }
+        Budget { since: now, left: MAX_MESSAGES_PER_S }
     }
 
     fn spend(&mut self, now: Instant) -> bool {
@@ -288,6 +285,13 @@ mod tests {
         }
     }
 
+    /// Ends the wait for a child that never connects; its socket is gone then.
+    fn abandon(channel: &Channel, wake: &Wake) {
+        channel.abandon();
+        assert!(matches!(hear(channel, wake), Heard::Closed));
+        assert!(!Path::new(channel.server()).exists());
+    }
+
     #[test]
     fn messages_go_both_ways_and_may_be_sent_before_the_child_connects() {
         let wake = Wake::new().unwrap();
@@ -295,11 +299,7 @@ mod tests {
         assert!(channel.send(Message::Worker(ToWorker::Drain)));
         let (receiver, sender) = connect(&channel);
         assert!(matches!(receiver.recv().unwrap(), ToWorker::Drain));
-        sender
-            .send(FromWorker::Linked {
-                netd_generation: Generation(3),
-            })
-            .unwrap();
+        sender.send(FromWorker::Linked { netd_generation: Generation(3) }).unwrap();
         let Heard::Message(Up::Worker(FromWorker::Linked { netd_generation })) =
             hear(&channel, &wake)
         else {
@@ -323,33 +323,32 @@ mod tests {
     fn a_child_that_never_connects_is_abandoned() {
         let wake = Wake::new().unwrap();
         let channel = Channel::open(Role::Netd, &wake).unwrap();
-        channel.abandon();
-        assert!(matches!(hear(&channel, &wake), Heard::Closed));
+        abandon(&channel, &wake);
     }
 
     #[test]
     fn a_child_that_does_not_read_fills_its_outbox() {
         let wake = Wake::new().unwrap();
         let channel = Channel::open(Role::Worker, &wake).unwrap();
-        let sent = (0..=OUTBOX)
-            .take_while(|_| channel.send(Message::Worker(ToWorker::Drain)))
-            .count();
+        let sent =
+            (0..=OUTBOX).take_while(|_| channel.send(Message::Worker(ToWorker::Drain))).count();
         assert_eq!(sent, OUTBOX);
+        abandon(&channel, &wake);
     }
 
     #[test]
     fn a_message_for_another_role_is_refused() {
-        let channel = Channel::open(Role::Worker, &Wake::new().unwrap()).unwrap();
+        let wake = Wake::new().unwrap();
+        let channel = Channel::open(Role::Worker, &wake).unwrap();
         assert!(!channel.send(Message::Netd(ToNetd::Drain)));
+        abandon(&channel, &wake);
     }
 
     #[test]
     fn the_budget_is_renewed_every_second() {
         let start = Instant::now();
         let mut budget = Budget::new(start);
-        let within = (0..MAX_MESSAGES_PER_S * 2)
-            .take_while(|_| budget.spend(start))
-            .count();
+        let within = (0..MAX_MESSAGES_PER_S * 2).take_while(|_| budget.spend(start)).count();
         assert_eq!(within, MAX_MESSAGES_PER_S as usize - 1);
         assert!(budget.spend(start + Duration::from_secs(1)));
     }

@@ -1,6 +1,7 @@
-//! Flags, environment and files of settings of `sepal`, read here and nowhere else, and turned into finished settings. The
-//! flags of `serve` and `dht` are those of Petals' `run_server` and `run_dht`, with the same names and defaults; a dash in the
-//! name of a flag means the same as an underscore. `FLAGS.md` beside this crate lists each with the test of its effect.
+//! Flags, environment and files of settings of `sepal`, read here and nowhere else, and turned into
+//! finished settings. The flags of `serve` and `dht` are those of Petals' `run_server` and
+//! `run_dht`, with the same names and defaults; a dash in the name of a flag means the same as an
+//! underscore. `FLAGS.md` beside this crate lists each with the test of its effect.
 
 mod file;
 mod layers;
@@ -8,7 +9,10 @@ mod serve;
 mod show;
 mod values;
 
+pub(crate) use serve::{MAX_DEVICES, threads};
+
 use std::ffi::OsString;
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -23,23 +27,27 @@ use shared::exit::ExitReason;
 use layers::{LayerError, Layered};
 use values::{check_maddrs, model_or_last, seconds};
 
-/// What is logged unless the operator says otherwise. libp2p warns of things that are no trouble here, such as a new swarm
-/// without peers.
+/// What is logged unless the operator says otherwise. libp2p warns of things that are no trouble
+/// here, such as a new swarm without peers.
 const DEFAULT_LOG: &str = "info,libp2p_swarm=warn,libp2p_kad=error";
+
+/// The same for a person at a terminal, whom the supervisor tells what matters.
+const TERMINAL_LOG: &str = "warn,libp2p_kad=error";
 
 const EXIT_CODES: &str = "\
 Exit codes:
-   0  did what was asked, or drained after SIGTERM or Ctrl-C
-   1  failed; trying again may help. Also: had to kill what did not drain, or was told to stop twice;
-      for `demo`: was stopped before its text was complete
-   2  wrong flags, model folder or settings: trying again cannot help
+   0  success, or drained after SIGTERM or Ctrl-C
+   1  failed; trying again may help. Also: processes did not drain in time, or a second request
+      to stop ended them; for `demo`: stopped before its text was complete
+   2  invalid flags, model folder or settings: trying again cannot help
   10  a device failed
-  11  not enough memory
-  12  two builds of sepal met
-  13  the supervisor went away (child processes)
-  14  the instance, the port or the identity is taken
-  15  a process kept dying
-  16  a checkpoint file was cut short while it was served
+  11  out of memory
+  12  the supervisor and a child process come from different builds
+  13  the supervisor is gone (child processes only)
+  14  the instance, the port or the identity is in use
+  15  a process died too often
+  16  a checkpoint file was truncated while it was served
+  17  the source of the model is unreachable; trying again later may help
 ";
 
 /// What `sepal` was asked to do.
@@ -75,8 +83,15 @@ pub enum Command {
         device: Device,
         /// Only the smallest cases.
         is_quick: bool,
+        /// The process that waits for the outcome and with which the test ends.
+        parent: Option<u32>,
     },
-    /// Take the sample of products by warpgroups, for the process that started this one.
+    /// List the CUDA devices, for the process that started this one.
+    CudaDevices {
+        /// That process.
+        parent: u32,
+    },
+    /// Take the sample of warpgroups, for the process that started this one.
     Sample {
         /// Number of the CUDA device.
         ordinal: u32,
@@ -99,7 +114,7 @@ pub struct StatusOptions {
     pub instance: Option<String>,
     /// Folder of the instances.
     pub runtime_dir: PathBuf,
-    /// JSON in place of a table.
+    /// Print JSON instead of a table.
     pub json: bool,
 }
 
@@ -112,15 +127,12 @@ impl CliError {
         CliError(Sepal::command().error(ErrorKind::ValueValidation, message))
     }
 
-    /// Prints the message (help and version to standard output, errors to standard error), and gives the exit reason.
+    /// Prints the message (help and version to standard output, errors to standard error), and
+    /// gives the exit reason.
     pub fn report(&self) -> ExitReason {
         // A closed standard error leaves nobody to tell.
         let _ = self.0.print();
-        if self.0.exit_code() == 0 {
-            ExitReason::Clean
-        } else {
-            ExitReason::BadConfig
-        }
+        if self.0.exit_code() == 0 { ExitReason::Clean } else { ExitReason::BadConfig }
     }
 }
 
@@ -136,8 +148,8 @@ pub type Env<'a> = &'a dyn Fn(&str) -> Option<String>;
 /// Subcommands whose settings may also come from the environment and a file.
 const LAYERED: [&str; 3] = ["serve", "config", "dht"];
 
-/// Reads the command line `args`, whose first element is the name of the program, the environment, and the file of settings
-/// that they name or that lies in the working directory.
+/// Reads the command line `args`, whose first element is the name of the program, the environment,
+/// and the file of settings that they name or that lies in the working directory.
 ///
 /// # Errors
 /// [`CliError`], to be shown with [`CliError::report`].
@@ -163,16 +175,12 @@ fn parse_in(
     match sepal.command {
         Commands::Serve(args) => Ok(Command::Serve {
             config: Box::new(serve::resolve(*args, env).map_err(explained)?),
-            notes: notes(&cli, &layered)
-                .into_iter()
-                .chain(serve::note_idle(&layered, Path::new(serve::GPUS)))
-                .collect(),
+            notes: notes(&cli, &layered),
         }),
         Commands::Config(args) => {
             let config = serve::resolve(*args, env).map_err(explained)?;
-            let text = cli
-                .find_subcommand("config")
-                .map(|command| show::text(command, &layered, &config));
+            let text =
+                cli.find_subcommand("config").map(|command| show::text(command, &layered, &config));
             Ok(Command::ShowConfig(text.unwrap_or_default()))
         }
         Commands::Dht(args) => {
@@ -191,19 +199,12 @@ pub fn log_notes(notes: &[String]) {
 
 /// The subcommands that read flags alone.
 fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
-    let role = |role, args: RoleArgs| Command::Role {
-        role,
-        bootstrap: args.bootstrap,
-    };
+    let role = |role, args: RoleArgs| Command::Role { role, bootstrap: args.bootstrap };
     Ok(match command {
         Commands::Generate(args) => generate(args, env)?,
         Commands::Demo(args) => {
             let (prompt, max_new_tokens, keep) = (args.prompt, args.max_new_tokens, args.keep);
-            let config = DemoConfig {
-                prompt,
-                max_new_tokens,
-                keep,
-            };
+            let config = DemoConfig { prompt, max_new_tokens, keep };
             Command::Demo(config, args.log.resolve(env, "warn"))
         }
         Commands::Status(args) => Command::Status(StatusOptions {
@@ -211,14 +212,11 @@ fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
             runtime_dir: args.runtime_dir.unwrap_or_else(|| runtime_dir(env)),
             json: args.json,
         }),
-        Commands::Selftest(args) => Command::SelfTest {
-            device: args.device,
-            is_quick: args.quick,
-        },
-        Commands::Sample(args) => Command::Sample {
-            ordinal: args.ordinal,
-            parent: args.parent,
-        },
+        Commands::Selftest(args) => {
+            Command::SelfTest { device: args.device, is_quick: args.quick, parent: args.parent }
+        }
+        Commands::CudaDevices(args) => Command::CudaDevices { parent: args.parent },
+        Commands::Sample(args) => Command::Sample { ordinal: args.ordinal, parent: args.parent },
         Commands::Netd(args) => role(Role::Netd, args),
         Commands::GpuWorker(args) => role(Role::Worker, args),
         Commands::Prepare(args) => role(Role::Prepare, args),
@@ -232,13 +230,9 @@ fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
 fn notes(cli: &clap::Command, layered: &Layered) -> Vec<String> {
     let given = layered.matches.subcommand();
     let command = given.and_then(|(name, _)| cli.find_subcommand(name));
-    let unused = command
-        .into_iter()
-        .flat_map(|command| serve::notes(command, layered));
-    let file = layered
-        .file
-        .iter()
-        .map(|path| format!("settings are also read from {}", path.display()));
+    let unused = command.into_iter().flat_map(|command| serve::notes(command, layered));
+    let file =
+        layered.file.iter().map(|path| format!("settings are also read from {}", path.display()));
     file.chain(unused).collect()
 }
 
@@ -255,12 +249,8 @@ fn underscored(arg: OsString) -> OsString {
 
 fn dht(args: DhtArgs, env: Env<'_>) -> Result<(DhtNodeConfig, LogConfig), String> {
     check_maddrs("--initial_peers", &args.initial_peers)?;
-    let (host_maddrs, announce_maddrs) = serve::addresses(
-        args.port,
-        args.public_ip,
-        args.host_maddrs,
-        args.announce_maddrs,
-    )?;
+    let (host_maddrs, announce_maddrs) =
+        serve::addresses(args.port, args.public_ip, args.host_maddrs, args.announce_maddrs)?;
     let config = DhtNodeConfig {
         initial_peers: args.initial_peers,
         host_maddrs,
@@ -277,7 +267,7 @@ fn dht(args: DhtArgs, env: Env<'_>) -> Result<(DhtNodeConfig, LogConfig), String
 
 fn generate(mut args: GenerateArgs, env: Env<'_>) -> Result<Command, String> {
     let model = model_or_last(args.model, &mut [&mut args.initial_peers])
-        .ok_or("give a model folder: sepal generate MODEL")?;
+        .ok_or("no model given: name a folder, as in sepal generate MODEL")?;
     check_maddrs("--initial_peers", &args.initial_peers)?;
     let config = GenerateConfig {
         model: model.into(),
@@ -321,17 +311,20 @@ enum Commands {
     Config(Box<serve::ServeArgs>),
     /// Run a bootstrap node that other peers join through
     Dht(DhtArgs),
-    /// Generate text through the swarm
+    /// Generate text through the swarm (Llama models)
     Generate(GenerateArgs),
     /// Start a private swarm with a small model and generate text through it
     Demo(DemoArgs),
     /// Show the processes of running instances
     Status(StatusArgs),
-    /// Check every kernel on a device against the reference, then measure products, attention and norms beside what it gives at best
+    /// Check every kernel of a device against a reference, then measure operations and blocks
     Selftest(SelftestArgs),
-    /// Compare products by warpgroups with those by warps on a device, for a worker
+    /// Compare warpgroups with warps on a device, for a supervisor
     #[command(hide = true)]
     Sample(SampleArgs),
+    /// List the CUDA devices, for a supervisor
+    #[command(hide = true, name = "cuda_devices")]
+    CudaDevices(CudaDevicesArgs),
     /// Be the network daemon of a supervisor
     #[command(hide = true)]
     Netd(RoleArgs),
@@ -345,13 +338,24 @@ enum Commands {
 
 #[derive(Debug, Args)]
 struct SelftestArgs {
-    /// Which: cuda:N, cpu (measured, not checked), or emu in builds that have the emulator
+    /// Device to test: cuda:N, cpu (measured only), or emu in builds with the emulator
     #[arg(long, default_value = "cuda:0", value_parser = values::device)]
     device: Device,
 
-    /// The smallest cases and sizes only: whether kernels load and run, not how fast
+    /// Run only the smallest cases: whether kernels load and give correct results
     #[arg(long)]
     quick: bool,
+
+    /// End with this process, the parent
+    #[arg(long, value_name = "PID", hide = true)]
+    parent: Option<u32>,
+}
+
+#[derive(Debug, Args)]
+struct CudaDevicesArgs {
+    /// The process that waits for the answer
+    #[arg(long)]
+    parent: u32,
 }
 
 #[derive(Debug, Args)]
@@ -375,60 +379,56 @@ struct RoleArgs {
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case", next_help_heading = "Logging")]
 struct LogArgs {
-    /// What to log: a level, or a list such as info,netd=debug [env: SEPAL_LOG]
+    /// Log filter: a level, or a list such as info,netd=debug [env: SEPAL_LOG]
     #[arg(long, value_name = "FILTER")]
     log: Option<String>,
-    /// Lines for people or for machines
-    #[arg(long, value_name = "FORMAT", default_value = "text", value_parser = values::log_format)]
-    log_format: LogFormat,
+    /// Format of the log: terminal (progress and the events that matter), text (every event with its
+    /// time and process) or json [default: terminal on a terminal without --log, else text]
+    #[arg(long, value_name = "FORMAT", value_parser = values::log_format)]
+    log_format: Option<LogFormat>,
 }
 
 impl LogArgs {
     fn resolve(self, env: Env<'_>, default: &str) -> LogConfig {
-        let filter = self
-            .log
-            .or_else(|| env("SEPAL_LOG"))
-            .unwrap_or_else(|| default.to_owned());
-        LogConfig {
-            filter,
-            format: self.log_format,
-        }
+        let filter = self.log.or_else(|| env("SEPAL_LOG"));
+        let for_a_person = filter.is_none() && std::io::stderr().is_terminal();
+        let format = self.log_format.unwrap_or(match for_a_person {
+            true => LogFormat::Terminal,
+            false => LogFormat::Text,
+        });
+        let default = if format == LogFormat::Terminal { TERMINAL_LOG } else { default };
+        LogConfig { filter: filter.unwrap_or_else(|| default.to_owned()), format }
     }
 }
 
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 struct DhtArgs {
-    /// Peers to join through; without any, a new swarm begins
+    /// Peers to join through [default: none, start a new swarm]
     #[arg(long, num_args = 0.., value_name = "MULTIADDR")]
     initial_peers: Vec<String>,
-    /// Listen on this port, on all addresses [default: 0, a free one]
+    /// Listen on this port on all addresses [default: a free port]
     #[arg(long, value_name = "PORT", conflicts_with = "host_maddrs")]
     port: Option<u16>,
-    /// Announce this address only; needs --port
-    #[arg(
-        long,
-        value_name = "IPV4",
-        requires = "port",
-        conflicts_with = "announce_maddrs"
-    )]
+    /// Announce only this address; requires --port
+    #[arg(long, value_name = "IPV4", requires = "port", conflicts_with = "announce_maddrs")]
     public_ip: Option<std::net::Ipv4Addr>,
-    /// Where to listen
+    /// Addresses to listen on
     #[arg(long, num_args = 0.., value_name = "MULTIADDR")]
     host_maddrs: Vec<String>,
-    /// What to announce in place of the addresses listened on
+    /// Addresses to announce instead of those listened on
     #[arg(long, num_args = 0.., value_name = "MULTIADDR")]
     announce_maddrs: Vec<String>,
-    /// File of the private key, made if missing; it makes the PeerID stable
+    /// File of the private key, which keeps the PeerID stable; created if missing
     #[arg(long, value_name = "FILE")]
     identity_path: Option<PathBuf>,
     /// File with settings: TOML, or lines name: value
     #[arg(long, short, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Neither relay for others nor punch holes
+    /// Disable relaying for others and hole punching
     #[arg(long)]
     no_relay: bool,
-    /// Have this node reached through relays when peers cannot dial it
+    /// Use relays when peers cannot dial this node
     #[arg(long)]
     use_auto_relay: bool,
     /// Do not ask the router to forward the port (UPnP)
@@ -437,10 +437,10 @@ struct DhtArgs {
     /// No effect: peers are found through hivemind's DHT, not through IPFS
     #[arg(long, help_heading = serve::NO_EFFECT)]
     use_ipfs: bool,
-    /// Seconds between two status lines
+    /// Time between two status lines, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
     refresh_period: Duration,
-    /// Seconds to start listening and to reach a first peer
+    /// Timeout for listening and for reaching a first peer, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     startup_timeout: Duration,
     #[command(flatten)]
@@ -461,28 +461,29 @@ struct GenerateArgs {
     /// Prefix under which the servers announce the model
     #[arg(long, value_name = "PREFIX")]
     dht_prefix: Option<String>,
-    /// Type in which embeddings and head are computed: auto (as in the checkpoint), float32 or bfloat16
+    /// Type in which embeddings and head are computed: auto (as in the checkpoint), float32 or
+    /// bfloat16
     #[arg(long, value_name = "DTYPE", default_value = "auto")]
     torch_dtype: String,
-    /// Most tokens to add
+    /// Maximum number of tokens to generate
     #[arg(long, value_name = "N", default_value_t = 64)]
     max_new_tokens: u32,
-    /// Draw tokens, with the logits divided by this; greedy without it
+    /// Sample tokens at this temperature [default: greedy decoding]
     #[arg(long, value_name = "T")]
     temperature: Option<f32>,
-    /// Draw from the N most probable tokens
+    /// Sample from the N most probable tokens
     #[arg(long, value_name = "N", requires = "temperature")]
     top_k: Option<usize>,
-    /// Draw from the most probable tokens whose probabilities sum to P
+    /// Sample from the most probable tokens whose probabilities sum to P
     #[arg(long, value_name = "P", requires = "temperature")]
     top_p: Option<f32>,
-    /// Seed of the draws
+    /// Seed of the sampling
     #[arg(long, value_name = "N", requires = "temperature")]
     seed: Option<u64>,
-    /// Print speed and the time of a step at the end
+    /// Print speed and step times at the end
     #[arg(long)]
     stats: bool,
-    /// Seconds to reach the swarm and to find servers for all blocks
+    /// Timeout for reaching the swarm and finding servers for all blocks, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     startup_timeout: Duration,
     #[command(flatten)]
@@ -495,10 +496,10 @@ struct DemoArgs {
     /// Text to continue
     #[arg(long, short)]
     prompt: Option<String>,
-    /// Most tokens to add
+    /// Maximum number of tokens to generate
     #[arg(long, value_name = "N", default_value_t = 64)]
     max_new_tokens: u32,
-    /// Keep the swarm until Ctrl-C
+    /// Keep the swarm running until Ctrl-C
     #[arg(long)]
     keep: bool,
     #[command(flatten)]
@@ -514,7 +515,7 @@ struct StatusArgs {
     /// Folder of the instances [default: $XDG_RUNTIME_DIR/sepal or /tmp/sepal-UID]
     #[arg(long, value_name = "DIR")]
     runtime_dir: Option<PathBuf>,
-    /// JSON in place of a table
+    /// Print JSON instead of a table
     #[arg(long)]
     json: bool,
 }

@@ -5,15 +5,16 @@
 //!   lock                  held for a moment while somebody claims, cleans or lists
 //!   NAME.lock             held (flock) by the supervisor of instance NAME for its life; its pid is inside
 //!   NAME.d/               manifests, a fresh identity, sockets of starting children; goes with the run
-//! /dev/shm/sepal-NAME-KEY.*   board and rings; KEY stands for the runtime folder, so that two folders never mix
+//!   NAME.d/status         the socket that `sepal status` asks
 //! ```
 //!
-//! The kernel drops a lock with its holder, however that died: a free lock is a dead run, and whoever finds one removes
-//! what that run left.
+//! Shared memory has no names; it ends with the processes that map it.
+//!
+//! The kernel drops a lock with its holder, however that died: a free lock is a dead run, and
+//! whoever finds one removes what that run left.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -21,7 +22,7 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use shared::exit::ExitReason;
-use shared::shm::segment::NamedSegment;
+use shared::shm::segment::remove_names;
 use tracing::{info, warn};
 
 /// Longest instance name; it becomes part of file names and of the board.
@@ -30,8 +31,8 @@ pub const MAX_NAME_BYTES: usize = 32;
 /// Numbers tried for an instance without a name.
 const MAX_INSTANCES: u32 = 1000;
 
-/// Longest path of an instance's folder: a socket address holds 107 bytes, and below the folder come
-/// `/.tmpXXXXXX/socket`.
+/// Longest path of an instance's folder: a socket address holds 107 bytes, and below the folder
+/// come `/.tmpXXXXXX/socket`.
 const MAX_FOLDER_BYTES: usize = 107 - "/.tmpXXXXXX/socket".len();
 
 /// How long another process may hold the folder's lock, which it takes only for a moment.
@@ -67,7 +68,7 @@ pub enum InstanceError {
         fault: String,
     },
     /// A file operation failed.
-    #[error("{action} {path}")]
+    #[error("cannot {action} {path}")]
     Io {
         /// What was attempted.
         action: &'static str,
@@ -96,7 +97,6 @@ impl InstanceError {
 pub struct Instance {
     name: String,
     dir: PathBuf,
-    prefix: String,
     _lock: Flock<File>,
 }
 
@@ -105,12 +105,13 @@ pub struct Instance {
 pub struct LiveInstance {
     /// Its name.
     pub name: String,
-    /// Name of its board's segment.
-    pub board: String,
+    /// The socket on which its supervisor tells what runs.
+    pub status_socket: PathBuf,
 }
 
 impl Instance {
-    /// Claims `name`, or the first free number, in `runtime_dir` (made if missing), and removes what dead runs left there.
+    /// Claims `name`, or the first free number, in `runtime_dir` (made if missing), and removes
+    /// what dead runs left there.
     ///
     /// # Errors
     /// [`InstanceError::Busy`] when a live run holds the name.
@@ -126,27 +127,14 @@ impl Instance {
         check_folder_length(&folder)?;
         let failed = |action| {
             let path = folder.clone();
-            move |source| InstanceError::Io {
-                action,
-                path,
-                source,
-            }
+            move |source| InstanceError::Io { action, path, source }
         };
         let pid = std::process::id().to_string();
         lock.set_len(0)
             .and_then(|()| lock.write_all(pid.as_bytes()))
             .map_err(failed("write the lock of"))?;
-        fs::DirBuilder::new()
-            .mode(0o700)
-            .create(&folder)
-            .map_err(failed("make folder"))?;
-        let prefix = segment_prefix(&dir, &name);
-        Ok(Instance {
-            name,
-            dir,
-            prefix,
-            _lock: lock,
-        })
+        fs::DirBuilder::new().mode(0o700).create(&folder).map_err(failed("make folder"))?;
+        Ok(Instance { name, dir, _lock: lock })
     }
 
     /// Its name.
@@ -159,26 +147,25 @@ impl Instance {
         folder_of(&self.dir, &self.name)
     }
 
-    /// Name of a segment of this instance; `what` holds letters, digits, '-' and '.' alone.
+    /// Name of a segment of this instance, for `/proc/PID/maps`; `what` holds letters, digits, '-'
+    /// and '.' alone.
     pub fn segment(&self, what: &str) -> String {
-        format!("{}{what}", self.prefix)
+        format!("sepal-{}.{what}", self.name)
     }
 
-    /// Name of the board's segment.
-    pub fn board(&self) -> String {
-        self.segment(BOARD)
+    /// Path of the socket that `sepal status` asks.
+    pub fn status_socket(&self) -> PathBuf {
+        status_socket_of(&self.dir, &self.name)
     }
 }
 
 impl Drop for Instance {
-    /// The lock file goes first: whoever opens it later makes a new one, and whoever has it open sees that it is not the
-    /// file of that name any more.
+    /// The lock file goes first: whoever opens it later makes a new one, and whoever has it open
+    /// sees that it is not the file of that name any more.
     fn drop(&mut self) {
-        remove_leftovers(&self.dir, &self.name, &self.prefix);
+        remove_leftovers(&self.dir, &self.name);
     }
 }
-
-const BOARD: &str = "board";
 
 /// The instances in `runtime_dir` that run now; none if there is no such folder.
 ///
@@ -193,37 +180,23 @@ pub fn live_instances(runtime_dir: &Path) -> Result<Vec<LiveInstance>, InstanceE
     let mut live = Vec::new();
     for name in names(&dir)? {
         if try_lock(&lock_of(&dir, &name))?.is_none() {
-            let board = format!("{}{BOARD}", segment_prefix(&dir, &name));
-            live.push(LiveInstance { name, board });
+            let status_socket = status_socket_of(&dir, &name);
+            live.push(LiveInstance { name, status_socket });
         }
     }
     Ok(live)
 }
 
-/// Makes the folder if needed; it must be ours alone to write, since what lies in it is trusted. Others may look: what it
-/// holds is closed to them.
+/// Makes the folder if needed; it must be ours alone to write, since what lies in it is trusted.
+/// Others may look: what it holds is closed to them.
 fn private_folder(path: &Path) -> Result<PathBuf, InstanceError> {
-    let failed = |action| {
-        move |source| InstanceError::Io {
-            action,
-            path: path.to_owned(),
-            source,
-        }
-    };
+    let failed = |action| move |source| InstanceError::Io { action, path: path.to_owned(), source };
     if !path.exists() {
-        let made = fs::DirBuilder::new()
-            .mode(0o700)
-            .recursive(true)
-            .create(path);
+        let made = fs::DirBuilder::new().mode(0o700).recursive(true).create(path);
         made.map_err(failed("make runtime folder"))?;
     }
-    let meta = fs::symlink_metadata(path).map_err(failed("look at runtime folder"))?;
-    let refuse = |fault: String| {
-        Err(InstanceError::Unsafe {
-            path: path.to_owned(),
-            fault,
-        })
-    };
+    let meta = fs::symlink_metadata(path).map_err(failed("access runtime folder"))?;
+    let refuse = |fault: String| Err(InstanceError::Unsafe { path: path.to_owned(), fault });
     let uid = nix::unistd::geteuid().as_raw();
     if !meta.is_dir() {
         refuse("is not a folder".to_owned())
@@ -231,12 +204,9 @@ fn private_folder(path: &Path) -> Result<PathBuf, InstanceError> {
         refuse(format!("belongs to user {}, not to {uid}", meta.uid()))
     } else if meta.permissions().mode() & 0o022 != 0 {
         let mode = meta.permissions().mode() & 0o777;
-        refuse(format!(
-            "has mode {mode:03o}, so that others can write to it; make it 700"
-        ))
+        refuse(format!("has mode {mode:03o}, so that others can write to it; make it 700"))
     } else {
-        path.canonicalize()
-            .map_err(failed("resolve runtime folder"))
+        path.canonicalize().map_err(failed("resolve runtime folder"))
     }
 }
 
@@ -246,10 +216,7 @@ fn check_folder_length(folder: &Path) -> Result<(), InstanceError> {
         return Ok(());
     }
     let fault = format!("makes paths of {bytes} bytes, and sockets allow {MAX_FOLDER_BYTES}");
-    Err(InstanceError::Unsafe {
-        path: folder.parent().unwrap_or(folder).to_owned(),
-        fault,
-    })
+    Err(InstanceError::Unsafe { path: folder.parent().unwrap_or(folder).to_owned(), fault })
 }
 
 fn lock_folder(dir: &Path) -> Result<Flock<File>, InstanceError> {
@@ -268,17 +235,12 @@ fn lock_folder(dir: &Path) -> Result<Flock<File>, InstanceError> {
 
 fn take_name(dir: &Path, name: &str) -> Result<Flock<File>, InstanceError> {
     if !is_name(name) {
-        return Err(InstanceError::BadName(
-            name.chars().take(MAX_NAME_BYTES).collect(),
-        ));
+        return Err(InstanceError::BadName(name.chars().take(MAX_NAME_BYTES).collect()));
     }
     let path = lock_of(dir, name);
     match try_lock(&path)? {
         Some(lock) => Ok(lock),
-        None => Err(InstanceError::Busy {
-            name: name.to_owned(),
-            pid: holder(&path),
-        }),
+        None => Err(InstanceError::Busy { name: name.to_owned(), pid: holder(&path) }),
     }
 }
 
@@ -289,10 +251,7 @@ fn take_number(dir: &Path) -> Result<(String, Flock<File>), InstanceError> {
             return Ok((name, lock));
         }
     }
-    Err(InstanceError::Busy {
-        name: format!("0 to {}", MAX_INSTANCES - 1),
-        pid: "all".to_owned(),
-    })
+    Err(InstanceError::Busy { name: format!("0 to {}", MAX_INSTANCES - 1), pid: "all".to_owned() })
 }
 
 fn is_name(name: &str) -> bool {
@@ -300,16 +259,10 @@ fn is_name(name: &str) -> bool {
     (1..=MAX_NAME_BYTES).contains(&name.len()) && name.chars().all(plain)
 }
 
-/// Locks the file at `path`, made if missing; `None` if somebody holds it. A file that was replaced between opening and
-/// locking is not the one others look at, so it is opened again.
+/// Locks the file at `path`, made if missing; `None` if somebody holds it. A file that was replaced
+/// between opening and locking is not the one others look at, so it is opened again.
 fn try_lock(path: &Path) -> Result<Option<Flock<File>>, InstanceError> {
-    let failed = |action| {
-        move |source| InstanceError::Io {
-            action,
-            path: path.to_owned(),
-            source,
-        }
-    };
+    let failed = |action| move |source| InstanceError::Io { action, path: path.to_owned(), source };
     for _ in 0..16 {
         let open = OpenOptions::new()
             .read(true)
@@ -324,45 +277,37 @@ fn try_lock(path: &Path) -> Result<Option<Flock<File>>, InstanceError> {
             Err((_, Errno::EWOULDBLOCK)) => return Ok(None),
             Err((_, errno)) => return Err(failed("lock")(errno.into())),
         };
-        let ours = lock.metadata().map_err(failed("look at lock file"))?;
+        let ours = lock.metadata().map_err(failed("access lock file"))?;
         if fs::metadata(path)
             .is_ok_and(|named| (named.dev(), named.ino()) == (ours.dev(), ours.ino()))
         {
             return Ok(Some(lock));
         }
     }
-    Err(failed("lock")(io::Error::other(
-        "the file is replaced again and again",
-    )))
+    Err(failed("lock")(io::Error::other("another process keeps replacing the file")))
 }
 
 fn holder(lock: &Path) -> String {
     let mut text = String::new();
     let read = File::open(lock).and_then(|file| file.take(20).read_to_string(&mut text));
-    if read.is_ok_and(|len| len > 0) {
-        text
-    } else {
-        "unknown".to_owned()
-    }
+    if read.is_ok_and(|len| len > 0) { text } else { "unknown".to_owned() }
 }
 
 fn remove_dead(dir: &Path) -> Result<(), InstanceError> {
+    if let Err(error) = remove_names() {
+        warn!(%error, "cannot list /dev/shm");
+    }
     for name in names(dir)? {
         if let Some(_dead) = try_lock(&lock_of(dir, &name))? {
-            info!(instance = %name, "removing what a dead run left");
-            remove_leftovers(dir, &name, &segment_prefix(dir, &name));
+            info!(instance = %name, "removing files of a dead run");
+            remove_leftovers(dir, &name);
         }
     }
     Ok(())
 }
 
-/// Removes lock, folder and segments of an instance whose lock the caller holds.
-fn remove_leftovers(dir: &Path, name: &str, prefix: &str) {
-    for segment in NamedSegment::names_with_prefix(prefix).unwrap_or_default() {
-        if let Err(error) = NamedSegment::unlink(&segment) {
-            warn!(%error, segment, "cannot remove a segment");
-        }
-    }
+/// Removes lock and folder of an instance whose lock the caller holds.
+fn remove_leftovers(dir: &Path, name: &str) {
     let folder = folder_of(dir, name);
     for result in [
         remove_if_there(fs::remove_dir_all(&folder)),
@@ -375,31 +320,21 @@ fn remove_leftovers(dir: &Path, name: &str, prefix: &str) {
 }
 
 fn remove_if_there(result: io::Result<()>) -> io::Result<()> {
-    result.or_else(|error| {
-        if error.kind() == io::ErrorKind::NotFound {
-            Ok(())
-        } else {
-            Err(error)
-        }
-    })
+    result.or_else(
+        |error| {
+            if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) }
+        },
+    )
 }
 
 fn names(dir: &Path) -> Result<Vec<String>, InstanceError> {
-    let failed = |source| InstanceError::Io {
-        action: "list",
-        path: dir.to_owned(),
-        source,
-    };
+    let failed = |source| InstanceError::Io { action: "list", path: dir.to_owned(), source };
     let name = |entry: fs::DirEntry| {
         let file = entry.file_name().into_string().ok()?;
-        file.strip_suffix(".lock")
-            .filter(|name| is_name(name))
-            .map(str::to_owned)
+        file.strip_suffix(".lock").filter(|name| is_name(name)).map(str::to_owned)
     };
-    let mut names: Vec<String> = fs::read_dir(dir)
-        .map_err(failed)?
-        .filter_map(|entry| name(entry.ok()?))
-        .collect();
+    let mut names: Vec<String> =
+        fs::read_dir(dir).map_err(failed)?.filter_map(|entry| name(entry.ok()?)).collect();
     names.sort();
     Ok(names)
 }
@@ -412,12 +347,8 @@ fn folder_of(dir: &Path, name: &str) -> PathBuf {
     dir.join(format!("{name}.d"))
 }
 
-/// Common begin of the segment names of an instance. Names hold no dot, so no prefix begins another. The key is the 32-bit
-/// FNV-1a hash of the folder's path.
-fn segment_prefix(dir: &Path, name: &str) -> String {
-    let step = |hash: u32, byte: &u8| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193);
-    let key = dir.as_os_str().as_bytes().iter().fold(0x811c_9dc5, step);
-    format!("sepal-{name}-{key:08x}.")
+fn status_socket_of(dir: &Path, name: &str) -> PathBuf {
+    folder_of(dir, name).join("status")
 }
 
 #[cfg(test)]
@@ -446,27 +377,23 @@ mod tests {
         let _first = Instance::claim(dir.path(), Some("llama")).unwrap();
         let error = Instance::claim(dir.path(), Some("llama")).unwrap_err();
         assert_eq!(error.exit_reason(), ExitReason::Busy);
-        assert!(
-            error.to_string().contains(&std::process::id().to_string()),
-            "{error}"
-        );
+        assert!(error.to_string().contains(&std::process::id().to_string()), "{error}");
     }
 
     #[test]
     fn what_a_dead_run_left_is_removed_and_what_a_live_run_has_is_not() {
         let dir = folder();
         let live = Instance::claim(dir.path(), Some("a-b")).unwrap();
-        let kept = NamedSegment::create(&live.board(), 4096).unwrap();
         let path = dir.path().canonicalize().unwrap();
-        let prefix = segment_prefix(&path, "a");
-        let left = NamedSegment::create(&format!("{prefix}board"), 4096).unwrap();
+        let left = Path::new("/dev/shm/sepal-mapping-0-instance");
+        fs::write(left, "").unwrap();
         fs::write(path.join("a.lock"), "1").unwrap();
         fs::create_dir(path.join("a.d")).unwrap();
 
         let next = Instance::claim(dir.path(), None).unwrap();
         assert_eq!(next.name(), "0");
-        assert!(NamedSegment::open(left.name(), 4096).is_err());
-        assert!(NamedSegment::open(kept.name(), 4096).is_ok());
+        assert!(!left.exists());
+        assert!(live.folder().exists() && path.join("a-b.lock").exists());
         assert!(!path.join("a.d").exists() && !path.join("a.lock").exists());
     }
 
@@ -476,10 +403,7 @@ mod tests {
         assert_eq!(live_instances(&dir.path().join("none")).unwrap(), []);
         let live = Instance::claim(dir.path(), Some("x")).unwrap();
         fs::write(dir.path().join("dead.lock"), "1").unwrap();
-        let expected = LiveInstance {
-            name: "x".into(),
-            board: live.board(),
-        };
+        let expected = LiveInstance { name: "x".into(), status_socket: live.status_socket() };
         assert_eq!(live_instances(dir.path()).unwrap(), [expected]);
     }
 

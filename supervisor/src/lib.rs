@@ -1,88 +1,92 @@
-//! The process tree of Sepal: starts netd, prepare and the workers, watches them, restarts them, ends them, and reports.
-//! Knows children, descriptors, exit codes and time; no tensors, no peers, nothing async.
+//! The process tree of Sepal: starts netd, prepare and the workers, watches them, restarts them,
+//! ends them, and reports. Knows children, descriptors, exit codes and time; no tensors, no peers,
+//! nothing async.
 //!
 //! | module | is |
 //! | --- | --- |
 //! | [`tree`] | what to do: a pure state machine |
 //! | [`events`] | the poll loop that drives it |
-//! | [`running`], [`channel`], [`spawn`], [`segments`] | one child, its control channel, its process; shared memory |
+//! | [`child_process`], [`channel`], [`spawn`], [`segments`] | one child, its control channel, its process; shared memory |
 //! | [`instance`] | the name of a run, and what tells a live run from a dead one |
 //! | [`plan`], [`sizing`] | which device serves which blocks, and how many fit |
 //! | [`cli`] | flags and environment |
-//! | [`report`] | what `sepal status` shows |
+//! | [`devices`] | the devices that serve when none was named, and what is known of their warpgroups |
+//! | [`status`], [`report`] | `sepal status` with the socket that it asks, and what it shows |
+//! | [`terminal`] | what a person at a terminal sees in place of the log |
 #![deny(unsafe_code)]
 
 pub mod channel;
+pub mod child_process;
 pub mod cli;
+pub mod devices;
 pub mod events;
 pub mod instance;
 pub mod plan;
 pub mod report;
-pub mod running;
 pub mod segments;
 pub mod sizing;
 pub mod spawn;
+pub mod status;
+pub mod terminal;
 pub mod tree;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use shared::bootstrap::{Identity, init_logging};
+use shared::causes::with_causes;
 use shared::config::ServeConfig;
 use shared::exit::ExitReason;
 use tracing::{debug, error, info, warn};
 
 use crate::instance::Instance;
 
-/// Runs an instance to its end: returns when every child is reaped and every segment removed. Call it on the main thread of
-/// a process that does nothing else: it blocks SIGINT, SIGTERM and SIGHUP for good, and children die with the thread.
-/// `notes` are logged first; what goes wrong is in the log.
+/// Runs an instance to its end: returns when every child is reaped and every segment removed. Call
+/// it on the main thread of a process that does nothing else: it blocks SIGINT, SIGTERM and SIGHUP
+/// for good, and children die with the thread. `notes` are logged first; what goes wrong is in the
+/// log.
 pub fn serve(mut config: ServeConfig, notes: &[String]) -> ExitReason {
-    let identity = Identity {
-        role: "supervisor",
-        worker: None,
-        generation: None,
-    };
+    let identity = Identity { role: "supervisor", worker: None, generation: None };
     if let Err(error) = init_logging(&config.log, identity) {
-        eprintln!("sepal: {}", events::chain(&error));
+        eprintln!("sepal: {}", with_causes(&error));
         return ExitReason::BadConfig;
     }
     cli::log_notes(notes);
+    devices::choose(&mut config);
     let instance = match Instance::claim(&config.runtime_dir, config.instance.as_deref()) {
         Ok(instance) => instance,
         Err(error) => {
-            error!("{}", events::chain(&error));
+            error!("{}", with_causes(&error));
             return error.exit_reason();
         }
     };
-    // Sockets of starting children go into our own folder, where a later start finds what a killed run left. Only the first
-    // server of a process can say so; for others they stay in the system's folder.
+    // Sockets of starting children go into our own folder, where a later start finds what a killed
+    // run left. Only the first server of a process can say so; for others they stay in the
+    // system's folder.
     if tempfile::env::override_temp_dir(&instance.folder()).is_err() {
-        debug!("the temporary folder was set before");
+        debug!("temporary folder is set already");
     }
     set_file_limit(config.file_limit);
-    config
-        .netd
-        .identity_path
-        .get_or_insert_with(|| instance.folder().join("identity"));
+    config.netd.identity_path.get_or_insert_with(|| instance.folder().join("identity"));
     let (version, pid) = (env!("CARGO_PKG_VERSION"), std::process::id());
-    info!(
-        instance = instance.name(),
-        pid,
-        version,
-        model = config.prepare.model,
-        "serving"
-    );
-    let reason = events::run(config, &instance).unwrap_or_else(|error| {
-        error!("{}", events::chain(&error));
-        error.exit_reason()
+    info!(instance = instance.name(), pid, version, model = config.prepare.model, "serving");
+    let outcome = events::run(config, &instance).unwrap_or_else(|error| events::Outcome {
+        reason: error.exit_reason(),
+        complaint: Some(with_causes(&error)),
     });
+    let reason = outcome.reason;
     info!(%reason, code = reason.code(), "ended");
+    // The last line says what to do.
+    if let Some(complaint) = outcome.complaint {
+        error!("{complaint}");
+    }
     reason
 }
 
-/// Sets the soft limit of open files to `wanted`, which children inherit (`run_server.py`, `increase_file_limit`).
+/// Sets the soft limit of open files to `wanted`, which children inherit (`run_server.py`,
+/// `increase_file_limit`).
 ///
 /// # Discrepancies
-/// Petals sets both limits to the number, lowering them if they were higher; here a higher limit stays.
+/// Petals sets both limits to the number, lowering them if they were higher; here a higher limit
+/// stays.
 fn set_file_limit(wanted: u64) {
     let raised = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(soft, hard)| {
         if soft >= wanted {
@@ -92,6 +96,6 @@ fn set_file_limit(wanted: u64) {
         }
     });
     if let Err(error) = raised {
-        warn!(%error, wanted, "cannot raise the limit of open files; give a lower --increase_file_limit");
+        warn!(%error, wanted, "cannot raise the limit of open files; lower --increase_file_limit");
     }
 }

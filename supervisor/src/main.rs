@@ -4,13 +4,14 @@
 use std::process::ExitCode;
 
 use client::{demo, generate};
-use gpu_worker::{sample, selftest};
+use gpu_worker::{inventory, sample, selftest};
 use netd::dht_node;
 use shared::bootstrap::{Bootstrap, Identity, init_logging};
 use shared::config::LogConfig;
 use shared::control::Role;
 use shared::exit::ExitReason;
 use supervisor::cli::{self, Command};
+use supervisor::devices;
 
 fn main() -> ExitCode {
     let command = match cli::parse(std::env::args_os(), &|name| std::env::var(name).ok()) {
@@ -19,8 +20,11 @@ fn main() -> ExitCode {
     };
     code(match command {
         Command::Serve { config, notes } => supervisor::serve(*config, &notes),
-        Command::Status(options) => supervisor::report::run(&options),
-        Command::SelfTest { device, is_quick } => selftest::run_command(device, is_quick),
+        Command::Status(options) => supervisor::status::run(&options),
+        Command::SelfTest { device, is_quick, parent } => {
+            selftest::run_command(device, is_quick, parent, devices::sample)
+        }
+        Command::CudaDevices { parent } => inventory::run_command(parent),
         Command::Sample { ordinal, parent } => sample::run_command(ordinal, parent),
         Command::Role { role, bootstrap } => child(role, bootstrap),
         Command::ShowConfig(text) => {
@@ -49,23 +53,17 @@ fn child(role: Role, bootstrap: i32) -> ExitReason {
     match role {
         Role::Netd => netd::run::run(bootstrap),
         Role::Worker => gpu_worker::run(bootstrap),
-        Role::Prepare => gpu_worker::prepare::run(bootstrap),
+        Role::Prepare => prepare::run(bootstrap),
     }
 }
 
 fn print_addresses(addrs: &[String]) {
     println!("Others join this swarm through any of these addresses:");
-    addrs
-        .iter()
-        .for_each(|addr| println!("  --initial_peers {addr}"));
+    addrs.iter().for_each(|addr| println!("  --initial_peers {addr}"));
 }
 
 fn with_log(log: &LogConfig, role: &'static str, run: impl FnOnce() -> ExitReason) -> ExitReason {
-    let identity = Identity {
-        role,
-        worker: None,
-        generation: None,
-    };
+    let identity = Identity { role, worker: None, generation: None };
     match init_logging(log, identity) {
         Ok(()) => run(),
         Err(error) => {

@@ -4,13 +4,14 @@ use shared::block::Span;
 use shared::config::Device;
 use shared::ids::{GroupId, WorkerId};
 
-/// A device that can serve, and how much of the span it should get relative to the others.
+/// A device that can serve, and how fast it is beside the others.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Share {
     /// The device.
     pub device: Device,
-    /// Relative capacity; equal numbers get equal parts. Values that are not positive and finite count as 1.
-    pub weight: f64,
+    /// Relative speed; equal speeds get equal parts. Values that are not positive and finite count
+    /// as 1.
+    pub rate: f64,
 }
 
 /// A worker that is to exist: its device and its blocks, for life.
@@ -24,34 +25,72 @@ pub struct Placement {
     pub span: Span,
 }
 
-/// Cuts `span` into contiguous parts, in the order of the devices and in proportion to their weights. Each device gets at
-/// least one block; when there are fewer blocks than devices, the last devices get none and are left out.
-pub fn cut(span: Span, shares: &[Share]) -> Vec<Placement> {
+/// Cuts `span` into contiguous parts, in the order of the devices: as an earlier start did
+/// (`decided`, blocks of each device), if that still fits, else by [`share_out`]. `most` is the
+/// number of blocks that the memory of each device holds.
+pub fn cut(span: Span, shares: &[Share], most: &[u32], decided: &[Vec<u32>]) -> Vec<Placement> {
     let blocks = span.block_count();
-    let used = shares.get(..shares.len().min(blocks)).unwrap_or(shares);
-    let weight = |share: &Share| {
-        if share.weight.is_finite() && share.weight > 0.0 {
-            share.weight
-        } else {
-            1.0
-        }
+    let holds = |(index, count): (usize, &u32)| most.get(index).is_none_or(|most| count <= most);
+    let known = decided.iter().find(|cut| {
+        let total: u64 = cut.iter().map(|&count| u64::from(count)).sum();
+        let used = shares.len().min(blocks);
+        total == blocks as u64 && cut.len() == used && cut.iter().enumerate().all(holds)
+    });
+    let counts = match known {
+        Some(cut) => cut.iter().map(|&count| count as usize).collect(),
+        None => share_out(blocks, shares, most),
     };
-    let total: f64 = used.iter().map(weight).sum();
-    let (mut start, mut seen) = (0, 0.0);
-    let mut placements = Vec::with_capacity(used.len());
-    for (index, share) in used.iter().enumerate() {
-        seen += weight(share);
-        let after = used.len() - index - 1;
-        let wanted = (blocks as f64 * seen / total).round() as usize;
-        let end = if after == 0 {
-            blocks
-        } else {
-            wanted.clamp(start + 1, blocks - after)
-        };
-        placements.extend(placement(index, share.device, span, start..end));
-        start = end;
+    let mut start = 0;
+    let mut placements = Vec::with_capacity(counts.len());
+    for (index, (share, count)) in shares.iter().zip(counts).enumerate() {
+        placements.extend(placement(index, share.device, span, start..start + count));
+        start += count;
     }
     placements
+}
+
+/// Blocks of each device: in proportion to their rates, but no more than the memory of a device
+/// holds, and at least one. When there are fewer blocks than devices, the last devices get none and
+/// are left out. If all devices together hold too little, memory does not count.
+pub fn share_out(blocks: usize, shares: &[Share], most: &[u32]) -> Vec<usize> {
+    let used = shares.get(..shares.len().min(blocks)).unwrap_or(shares);
+    let limit = |index: usize| most.get(index).map_or(blocks, |&most| (most as usize).max(1));
+    let mut limits: Vec<usize> = (0..used.len()).map(limit).collect();
+    if limits.iter().fold(0, |sum: usize, &limit| sum.saturating_add(limit)) < blocks {
+        limits.fill(blocks);
+    }
+    let mut counts = in_proportion(blocks, used);
+    // What exceeds the memory of one device goes, block by block, to the one that is the least busy
+    // with one more.
+    while let Some(over) = (0..used.len()).find(|&index| counts[index] > limits[index]) {
+        let busy = |index: &usize| (counts[*index] + 1) as f64 / rate(&used[*index]);
+        let fits = (0..used.len()).filter(|&index| counts[index] < limits[index]);
+        let Some(next) = fits.min_by(|a, b| busy(a).total_cmp(&busy(b))) else {
+            break;
+        };
+        counts[over] -= 1;
+        counts[next] += 1;
+    }
+    counts
+}
+
+fn rate(share: &Share) -> f64 {
+    if share.rate.is_finite() && share.rate > 0.0 { share.rate } else { 1.0 }
+}
+
+fn in_proportion(blocks: usize, used: &[Share]) -> Vec<usize> {
+    let total: f64 = used.iter().map(rate).sum();
+    let (mut start, mut seen) = (0, 0.0);
+    let mut counts = Vec::with_capacity(used.len());
+    for (index, share) in used.iter().enumerate() {
+        seen += rate(share);
+        let after = used.len() - index - 1;
+        let wanted = (blocks as f64 * seen / total).round() as usize;
+        let end = if after == 0 { blocks } else { wanted.clamp(start + 1, blocks - after) };
+        counts.push(end - start);
+        start = end;
+    }
+    counts
 }
 
 fn placement(
@@ -63,15 +102,12 @@ fn placement(
     let group = GroupId(u16::try_from(index).ok()?);
     let start = whole.start().0 + u32::try_from(part.start).ok()?;
     let end = whole.start().0 + u32::try_from(part.end).ok()?;
-    Some(Placement {
-        worker: WorkerId::solo(group),
-        device,
-        span: Span::new(start, end).ok()?,
-    })
+    Some(Placement { worker: WorkerId::solo(group), device, span: Span::new(start, end).ok()? })
 }
 
-/// The longest run of blocks that the spans in `parts` cover without a gap; of equal ones the first. This is what an
-/// instance can still announce when some of its devices are lost for good, since a peer announces one span.
+/// The longest run of blocks that the spans in `parts` cover without a gap; of equal ones the
+/// first. This is what an instance can still announce when some of its devices are lost for good,
+/// since a peer announces one span.
 pub fn longest_rest(parts: impl IntoIterator<Item = Span>) -> Option<Span> {
     let mut parts: Vec<Span> = parts.into_iter().collect();
     parts.sort_by_key(|span| (span.start(), span.end()));
@@ -85,13 +121,11 @@ pub fn longest_rest(parts: impl IntoIterator<Item = Span>) -> Option<Span> {
             _ => runs.push(part),
         }
     }
-    runs.into_iter().reduce(|best, run| {
-        if run.block_count() > best.block_count() {
-            run
-        } else {
-            best
-        }
-    })
+    runs.into_iter().reduce(
+        |best, run| {
+            if run.block_count() > best.block_count() { run } else { best }
+        },
+    )
 }
 
 #[cfg(test)]
@@ -104,68 +138,90 @@ mod tests {
         Span::new(start, end).unwrap()
     }
 
-    fn shares(weights: &[f64]) -> Vec<Share> {
-        weights
-            .iter()
-            .map(|&weight| Share {
-                device: Device::Cpu,
-                weight,
-            })
-            .collect()
+    fn shares(rates: &[f64]) -> Vec<Share> {
+        rates.iter().map(|&rate| Share { device: Device::Cpu, rate }).collect()
     }
 
-    fn spans(placements: &[Placement]) -> Vec<String> {
-        placements.iter().map(|p| p.span.to_string()).collect()
+    /// The spans of devices without a limit, decided for the first time.
+    fn spans(span: Span, rates: &[f64]) -> Vec<String> {
+        let placements = cut(span, &shares(rates), &[], &[]);
+        placements.iter().map(|placement| placement.span.to_string()).collect()
     }
 
     #[test]
     fn equal_devices_get_equal_parts_in_order() {
-        assert_eq!(
-            spans(&cut(span(4, 12), &shares(&[1.0, 1.0]))),
-            ["4:8", "8:12"]
-        );
-        assert_eq!(
-            spans(&cut(span(0, 7), &shares(&[0.0, f64::NAN, 1.0]))),
-            ["0:2", "2:5", "5:7"]
-        );
+        assert_eq!(spans(span(4, 12), &[1.0, 1.0]), ["4:8", "8:12"]);
+        assert_eq!(spans(span(0, 7), &[0.0, f64::NAN, 1.0]), ["0:2", "2:5", "5:7"]);
     }
 
     #[test]
-    fn a_stronger_device_gets_more_but_nobody_gets_nothing() {
-        assert_eq!(
-            spans(&cut(span(0, 8), &shares(&[3.0, 1.0]))),
-            ["0:6", "6:8"]
-        );
-        assert_eq!(
-            spans(&cut(span(0, 3), &shares(&[100.0, 1.0, 1.0]))),
-            ["0:1", "1:2", "2:3"]
-        );
+    fn a_faster_device_gets_more_but_every_device_gets_some() {
+        assert_eq!(spans(span(0, 8), &[3.0, 1.0]), ["0:6", "6:8"]);
+        assert_eq!(spans(span(0, 3), &[100.0, 1.0, 1.0]), ["0:1", "1:2", "2:3"]);
+        // Four H200 (4.8 TB/s) beside an A100 (2.0 TB/s).
+        let rates = [4.8e12, 4.8e12, 4.8e12, 4.8e12, 2e12];
+        assert_eq!(share_out(80, &shares(&rates), &[]), [18, 18, 18, 18, 8]);
+    }
+
+    #[test]
+    fn what_exceeds_the_memory_of_a_device_goes_to_those_with_most_time() {
+        let devices = shares(&[3.0, 1.0, 2.0]);
+        assert_eq!(share_out(12, &devices, &[20, 20, 20]), [6, 2, 4]);
+        assert_eq!(share_out(12, &devices, &[3, 20, 20]), [3, 3, 6]);
+        assert_eq!(share_out(12, &devices, &[3, 2, 7]), [3, 2, 7]);
+        assert_eq!(share_out(12, &devices, &[3, 2, 6]), [6, 2, 4], "memory does not suffice");
+    }
+
+    #[test]
+    fn an_earlier_decision_holds_as_long_as_it_fits() {
+        let devices = shares(&[1.0, 1.0]);
+        let counts = |blocks, most: &[u32], decided: &[Vec<u32>]| -> Vec<usize> {
+            let placements = cut(span(0, blocks), &devices, most, decided);
+            placements.iter().map(|placement| placement.span.block_count()).collect()
+        };
+        let decided = [vec![5, 3], vec![12, 4]];
+        assert_eq!(counts(16, &[16, 16], &decided), [12, 4]);
+        assert_eq!(counts(8, &[16, 16], &decided), [5, 3]);
+        assert_eq!(counts(10, &[16, 16], &decided), [5, 5], "decided for the first time");
+        assert_eq!(counts(16, &[11, 16], &decided), [8, 8], "another process took memory");
+        assert_eq!(counts(16, &[16, 16], &[vec![16], vec![8, 4, 4]]), [8, 8]);
     }
 
     #[test]
     fn devices_without_a_block_are_left_out() {
-        assert_eq!(spans(&cut(span(0, 1), &shares(&[1.0, 1.0]))), ["0:1"]);
-        assert_eq!(spans(&cut(span(0, 1), &[])), [""; 0]);
+        assert_eq!(spans(span(0, 1), &[1.0, 1.0]), ["0:1"]);
+        assert_eq!(spans(span(0, 1), &[]), [""; 0]);
     }
 
     #[test]
     fn the_longest_contiguous_rest_is_what_remains() {
         assert_eq!(longest_rest([span(0, 4), span(8, 16)]), Some(span(8, 16)));
-        assert_eq!(
-            longest_rest([span(4, 8), span(0, 4), span(12, 16)]),
-            Some(span(0, 8))
-        );
+        assert_eq!(longest_rest([span(4, 8), span(0, 4), span(12, 16)]), Some(span(0, 8)));
         assert_eq!(longest_rest([]), None);
     }
 
     proptest! {
         #[test]
-        fn every_block_is_placed_exactly_once(start in 0u32..100, len in 1u32..200, weights in prop::collection::vec(-1.0f64..50.0, 1..20)) {
+        fn every_block_is_placed_exactly_once_and_fits_if_it_can(
+            start in 0u32..100,
+            len in 1u32..200,
+            devices in prop::collection::vec((-1.0f64..50.0, 1u32..100), 1..20),
+        ) {
             let whole = span(start, start + len);
-            let placements = cut(whole, &shares(&weights));
+            let (rates, most): (Vec<f64>, Vec<u32>) = devices.into_iter().unzip();
+            let placements = cut(whole, &shares(&rates), &most, &[]);
             prop_assert_eq!(longest_rest(placements.iter().map(|p| p.span)), Some(whole));
             let blocks: usize = placements.iter().map(|p| p.span.block_count()).sum();
             prop_assert_eq!(blocks, whole.block_count());
+            let held: u32 = most.iter().take(placements.len()).sum();
+            let fits = |(p, most): (&Placement, &u32)| p.span.block_count() <= *most as usize;
+            prop_assert!(held < len || placements.iter().zip(&most).all(fits));
+            // The same cut again, from what was kept of it.
+            let counts: Vec<u32> = placements.iter().map(|p| p.span.block_count() as u32).collect();
+            let slow = shares(&vec![1.0; rates.len()]);
+            if held >= len {
+                prop_assert_eq!(cut(whole, &slow, &most, &[counts]), placements);
+            }
         }
     }
 }

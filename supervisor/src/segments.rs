@@ -1,4 +1,5 @@
-//! The shared memory of a run. The supervisor alone makes and drops segments; it maps none of them but the board.
+//! The shared memory of a run. The supervisor alone makes and drops segments; it maps board and rings,
+//! and hands all of them on as descriptors whose size is sealed.
 //!
 //! | segment | made | dropped |
 //! | --- | --- | --- |
@@ -33,8 +34,11 @@ pub enum MakeError {
     #[error(transparent)]
     Board(#[from] BoardError),
     /// A doorbell.
-    #[error("make a doorbell")]
+    #[error("cannot create a doorbell")]
     Doorbell(#[source] io::Error),
+    /// A descriptor to hand on.
+    #[error("cannot duplicate the descriptor of a segment")]
+    Descriptor(#[source] io::Error),
     /// A size is beyond what can be addressed.
     #[error("a segment of {0} bytes is larger than this machine can address")]
     TooLarge(u64),
@@ -67,7 +71,7 @@ pub struct Kv {
 #[derive(Debug)]
 pub struct Rings {
     identity: RingIdentity,
-    /// The segment; its name goes with this value.
+    /// The segment.
     pub pair: RingPair,
     /// Rung by netd.
     pub submission: Doorbell,
@@ -89,15 +93,10 @@ impl Segments {
     /// Makes the board.
     ///
     /// # Errors
-    /// [`MakeError::Board`], above all when /dev/shm has no room.
+    /// [`MakeError::Board`] when the system refuses.
     pub fn new(instance: &Instance, started_unix_s: u64) -> Result<Segments, MakeError> {
-        let board = Board::create(&instance.board(), instance.name(), started_unix_s)?;
-        Ok(Segments {
-            board,
-            arena: None,
-            kv: Vec::new(),
-            rings: Vec::new(),
-        })
+        let board = Board::create(instance.name(), started_unix_s)?;
+        Ok(Segments { board, arena: None, kv: Vec::new(), rings: Vec::new() })
     }
 
     /// The arena of a generation of netd, made if this is its first use; the one before is dropped.
@@ -110,11 +109,7 @@ impl Segments {
         netd: Generation,
         bytes: u64,
     ) -> Result<&MemfdSegment, MakeError> {
-        if self
-            .arena
-            .as_ref()
-            .is_none_or(|(generation, _)| *generation != netd)
-        {
+        if self.arena.as_ref().is_none_or(|(generation, _)| *generation != netd) {
             let len = usize::try_from(bytes).map_err(|_| MakeError::TooLarge(bytes))?;
             self.arena = None;
             let name = instance.segment(&format!("arena.n{netd}"));
@@ -144,17 +139,11 @@ impl Segments {
                 let bytes = bytes(survives);
                 check_memory(worker, bytes as u64)?;
                 let name = instance.segment(&format!("kv.{worker}"));
-                self.kv.push(Kv {
-                    worker,
-                    survives,
-                    segment: MemfdSegment::create(&name, bytes)?,
-                });
+                self.kv.push(Kv { worker, survives, segment: MemfdSegment::create(&name, bytes)? });
                 self.kv.len() - 1
             }
         };
-        self.kv
-            .get(index)
-            .ok_or(MakeError::TooLarge(bytes(true) as u64))
+        self.kv.get(index).ok_or(MakeError::TooLarge(bytes(true) as u64))
     }
 
     /// Whether the KV pages of a worker survive it.
@@ -171,20 +160,16 @@ impl Segments {
     /// Makes the rings of a pair of generations.
     ///
     /// # Errors
-    /// [`MakeError::Rings`] when /dev/shm has no room, [`MakeError::Doorbell`] when descriptors are used up.
+    /// [`MakeError::Rings`] when the system refuses, [`MakeError::Doorbell`] when descriptors are
+    /// used up.
     pub fn make_rings(
         &mut self,
         instance: &Instance,
         identity: RingIdentity,
     ) -> Result<&Rings, MakeError> {
-        let RingIdentity {
-            worker,
-            worker_generation,
-            netd_generation,
-        } = identity;
-        let name = instance.segment(&format!(
-            "rings.{worker}.w{worker_generation}.n{netd_generation}"
-        ));
+        let RingIdentity { worker, worker_generation, netd_generation } = identity;
+        let name =
+            instance.segment(&format!("rings.{worker}.w{worker_generation}.n{netd_generation}"));
         let rings = Rings {
             identity,
             pair: RingPair::create(&name, &identity)?,
@@ -227,7 +212,8 @@ impl KvChoice {
         }
     }
 
-    /// Whether the segment, of `bytes` bytes then, holds the pages. Says why not, and what that means.
+    /// Whether the segment, of `bytes` bytes then, holds the pages. Says why not, and what that
+    /// means.
     fn survives(self, worker: WorkerId, bytes: u64, available: Option<u64>) -> bool {
         let asked = match self {
             KvChoice::Segment => return true,
@@ -240,22 +226,21 @@ impl KvChoice {
             KvMirror::Auto => fits,
         };
         if survives {
-            info!(%worker, bytes, ?asked, "KV cache is mirrored in host memory: sessions survive the worker");
+            info!(%worker, bytes, ?asked, "KV cache mirrored in host memory: sessions survive the death of a worker");
         } else {
-            warn!(%worker, bytes, available, ?asked, "KV cache is not mirrored: sessions end with the worker");
+            warn!(%worker, bytes, available, ?asked, "KV cache not mirrored: sessions end when their worker dies");
         }
         survives
     }
 }
 
-/// Memory of a memfd is taken page by page when touched, and its lack shows as a killed process: better to say so at once.
+/// Memory of a memfd is taken page by page when touched, and its lack shows as a killed process:
+/// better to say so at once.
 fn check_memory(worker: WorkerId, needed_bytes: u64) -> Result<(), MakeError> {
     match available_bytes() {
-        Some(available_bytes) if needed_bytes > available_bytes => Err(MakeError::NoMemory {
-            worker,
-            needed_bytes,
-            available_bytes,
-        }),
+        Some(available_bytes) if needed_bytes > available_bytes => {
+            Err(MakeError::NoMemory { worker, needed_bytes, available_bytes })
+        }
         _ => Ok(()),
     }
 }
@@ -295,29 +280,17 @@ mod tests {
         };
         assert_eq!(kv(), kv());
         let arena = inode(segments.arena(&instance, Generation(1), 4096).unwrap());
-        assert_eq!(
-            inode(segments.arena(&instance, Generation(1), 4096).unwrap()),
-            arena
-        );
-        assert_ne!(
-            inode(segments.arena(&instance, Generation(2), 4096).unwrap()),
-            arena
-        );
+        assert_eq!(inode(segments.arena(&instance, Generation(1), 4096).unwrap()), arena);
+        assert_ne!(inode(segments.arena(&instance, Generation(2), 4096).unwrap()), arena);
     }
 
     #[test]
     fn rings_exist_until_one_end_is_dead() {
         let (_dir, instance, mut segments) = segments();
-        let name = segments
-            .make_rings(&instance, identity(1, 1))
-            .unwrap()
-            .pair
-            .name()
-            .to_owned();
+        let rings = segments.make_rings(&instance, identity(1, 1)).unwrap().pair.try_clone();
         segments.make_rings(&instance, identity(2, 1)).unwrap();
-        assert!(RingPair::open(&name, &identity(1, 1)).is_ok());
+        assert!(RingPair::open(rings.unwrap(), &identity(1, 1)).is_ok());
         segments.drop_rings(identity(1, 1));
-        assert!(RingPair::open(&name, &identity(1, 1)).is_err());
         assert!(
             segments.rings(identity(1, 1)).is_none() && segments.rings(identity(2, 1)).is_some()
         );
@@ -327,12 +300,7 @@ mod tests {
     fn a_cache_larger_than_the_machine_is_refused_with_the_flag_to_lower() {
         let (_dir, instance, mut segments) = segments();
         let error = segments
-            .kv(
-                &instance,
-                WorkerId::solo(GroupId(0)),
-                KvChoice::Segment,
-                |_| 1 << 60,
-            )
+            .kv(&instance, WorkerId::solo(GroupId(0)), KvChoice::Segment, |_| 1 << 60)
             .unwrap_err();
         assert!(error.to_string().contains("--attn_cache_tokens"), "{error}");
     }
@@ -347,11 +315,7 @@ mod tests {
         assert!(survives(Device::Cuda(0), KvMirror::On, Some(0)));
         assert!(!survives(Device::Emulator, KvMirror::Off, Some(u64::MAX)));
         assert!(survives(Device::Cuda(0), KvMirror::Auto, Some(6 << 30)));
-        assert!(!survives(
-            Device::Cuda(0),
-            KvMirror::Auto,
-            Some((6 << 30) - 1)
-        ));
+        assert!(!survives(Device::Cuda(0), KvMirror::Auto, Some((6 << 30) - 1)));
     }
 
     #[test]

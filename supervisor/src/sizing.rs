@@ -1,23 +1,14 @@
-//! How many blocks fit into the memory of this machine: weights as they are served, KV cache with the pages that rounding and
-//! copies take, the arena, and what the processes themselves need. Of a device that has memory of its own, weights and KV cache lie there,
-//! beside what the largest unit of work needs. Pure arithmetic but for [`available_bytes`].
+//! How many blocks fit into the memory of this machine and of its devices. What blocks need is
+//! [`model::sizing`]'s to say; here is the decision. Pure arithmetic but for [`available_bytes`].
 //!
 //! # Discrepancies
-//! Petals counts on all the memory of a device, whoever else uses it, wants `--num_blocks` on a CPU, and checks nothing that the
-//! operator asked for.
+//! Petals counts on all the memory of a device, whoever else uses it, wants `--num_blocks` on a
+//! CPU, and checks nothing that the operator asked for.
 
-use shared::config::{KvMirror, Limits, NetdConfig, POOL_ROWS, SpanChoice};
+use model::sizing::{Machine, Need};
+use shared::config::{Device, KvMirror, NetdConfig, SpanChoice};
 use shared::control::DeviceMemory;
-use shared::model::{ModelFacts, PAGE_TOKENS};
-
-/// What supervisor, netd and prepare need beside the arena (measured: 60 MB together).
-const PROCESSES_BYTES: u64 = 96 << 20;
-/// What a worker needs beside weights, KV cache, states of whole requests and what it keeps for gradients: the largest pieces, scores, code.
-const WORKER_BYTES: u64 = 96 << 20;
-
-/// What a worker takes of its device that is neither weights, KV cache nor recordings, nor for a unit: code of kernels, rounding to pages of the
-/// driver. Not measured yet.
-const DEVICE_BYTES: u64 = 256 << 20;
+use shared::model::ModelFacts;
 
 /// The memory that an instance may use.
 #[derive(Clone, Debug)]
@@ -34,55 +25,34 @@ pub struct Memory {
     pub devices: Vec<DeviceMemory>,
 }
 
-/// What is needed, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Need {
-    /// Weights of one block.
-    pub weights: u64,
-    /// KV cache of one block.
-    pub kv: u64,
-    /// Recorded decode steps of one block.
-    pub graphs: u64,
-    /// Whatever the number of blocks is.
-    pub fixed: u64,
-    /// What that is.
-    what: &'static str,
-}
-
 impl Memory {
     /// What blocks of this model need of the memory of the machine, per worker's share.
     pub fn need(&self, facts: &ModelFacts) -> Need {
-        let limits = self.netd.limits(facts);
-        let kv = u64::from(limits.kv_pages()).saturating_mul(facts.kv_page_bytes() as u64);
-        let requests = facts.states_bytes(limits.max_batch_size);
-        let gradients = facts.gradient_bytes(limits.max_batch_size);
-        // Weights and pages of the others are on their devices; a mirror that must be is here as well.
-        let here = self.workers.saturating_sub(self.devices.len() as u64);
-        let mirrored = match self.kv_mirror {
-            KvMirror::On => self.workers,
-            KvMirror::Off | KvMirror::Auto => here,
-        };
-        let share = |bytes: u64, workers: u64| match self.devices.is_empty() {
-            true => bytes,
-            false => bytes.saturating_mul(workers).div_ceil(self.workers.max(1)),
-        };
-        Need {
-            weights: share(facts.block_bytes, here),
-            kv: share(kv, mirrored),
-            graphs: 0,
-            what: "arena and processes",
-            fixed: self
-                .netd
-                .arena_bytes
-                .saturating_add(PROCESSES_BYTES)
-                .saturating_add(
-                    self.workers.saturating_mul(
-                        WORKER_BYTES
-                            .saturating_add(gradients)
-                            .saturating_add(requests),
-                    ),
-                ),
+        Need::of_machine(facts, &self.netd.limits(facts), &self.machine())
+    }
+
+    fn machine(&self) -> Machine {
+        Machine {
+            workers: self.workers,
+            on_devices: self.devices.len() as u64,
+            kv_mirror: self.kv_mirror,
+            arena_bytes: self.netd.arena_bytes,
         }
+    }
+
+    /// What blocks need of the memory of a device.
+    fn device_need(&self, facts: &ModelFacts, device: &DeviceMemory) -> Need {
+        Need::of_device(facts, &self.netd.limits(facts), device.work_bytes)
+    }
+
+    /// Most blocks that the processors hold together, beside `elsewhere` blocks on devices.
+    fn processor_blocks(&self, facts: &ModelFacts, elsewhere: u32) -> u32 {
+        let Some(available) = self.available_bytes else {
+            return u32::MAX;
+        };
+        let limits = self.netd.limits(facts);
+        let need = Need::of_processors(facts, &limits, &self.machine(), elsewhere.into());
+        need.most_blocks(available)
     }
 
     /// Most blocks that can be served, at most all of the model.
@@ -94,30 +64,35 @@ impl Memory {
             return Ok(facts.num_blocks);
         };
         let need = self.need(facts);
-        let mut most = need.blocks(available).min(facts.num_blocks);
+        let held =
+            |device: &DeviceMemory| self.device_need(facts, device).most_blocks(device.free_bytes);
+        let on_devices = self.devices.iter().map(held).fold(0, u32::saturating_add);
+        let is_mixed = !self.devices.is_empty() && (self.devices.len() as u64) < self.workers;
+        let mut most = match is_mixed {
+            true => self.processor_blocks(facts, on_devices).saturating_add(on_devices),
+            false => need.most_blocks(available),
+        };
+        most = most.min(facts.num_blocks);
         let wanted = match choice {
             SpanChoice::Fixed(span) => span.end().0 - span.start().0,
             SpanChoice::Count(count) => count.min(facts.num_blocks),
             SpanChoice::All => 1.min(facts.num_blocks),
         };
         let mut refusal = (wanted > most).then(|| {
-            let arithmetic = need.arithmetic(wanted);
+            let arithmetic = arithmetic(&need, wanted, "arena and processes");
             format!("{arithmetic}, and {} are available", mib(available))
         });
-        for device in &self.devices {
-            let need = self.device_need(facts, device);
-            let fits = need.blocks(device.free_bytes);
-            // Blocks are shared out evenly.
-            let fits = fits
-                .saturating_mul(u32::try_from(self.workers.max(1)).unwrap_or(u32::MAX))
-                .min(facts.num_blocks);
+        let smallest = self.devices.iter().min_by_key(|device| held(device));
+        if let Some(device) = smallest.filter(|_| !is_mixed) {
+            let fits = if held(device) == 0 { 0 } else { on_devices.min(facts.num_blocks) };
             if wanted > fits && fits < most {
+                let need = self.device_need(facts, device);
                 let share = u64::from(wanted).div_ceil(self.workers.max(1));
-                let arithmetic = need.arithmetic(u32::try_from(share).unwrap_or(u32::MAX));
+                let share = u32::try_from(share).unwrap_or(u32::MAX);
+                let arithmetic = arithmetic(&need, share, "work memory");
                 let (name, free) = (device.device, mib(device.free_bytes));
-                refusal = Some(format!(
-                    "{arithmetic} on {name}, and {free} of its memory are free"
-                ));
+                refusal =
+                    Some(format!("{arithmetic} on {name}, and {free} of its memory are free"));
             }
             most = most.min(fits);
         }
@@ -132,8 +107,9 @@ impl Memory {
         }
     }
 
-    /// Why workers of `wanted` blocks do not fit into the memory of the machine beside those of the `present` blocks (`None`: there are no workers),
-    /// if they do not. Of the memory that is free now they may take what is left of `most_bytes`.
+    /// Why workers of `wanted` blocks do not fit into the memory of the machine beside those of the
+    /// `present` blocks (`None`: there are no workers), if they do not. Of the memory that is
+    /// free now they may take what is left of `most_bytes`.
     pub fn no_room_beside(
         &self,
         facts: &ModelFacts,
@@ -151,72 +127,37 @@ impl Memory {
         })
     }
 
-    /// What blocks need of the memory of a device.
-    fn device_need(&self, facts: &ModelFacts, device: &DeviceMemory) -> Need {
-        let limits = self.netd.limits(facts);
-        let kv = u64::from(limits.kv_pages()).saturating_mul(facts.kv_page_bytes() as u64);
-        Need {
-            weights: facts.block_bytes,
-            kv,
-            graphs: facts.graph_block_bytes(),
-            fixed: DEVICE_BYTES
-                .saturating_add(device.work_bytes)
-                .saturating_add(request_bytes(&limits, facts)),
-            what: "work memory",
-        }
+    /// Most blocks that each of `devices` holds, at most all of the model. Processors share the
+    /// memory of the machine evenly.
+    pub fn most_per_device(&self, facts: &ModelFacts, devices: &[Device]) -> Vec<u32> {
+        let held = |device: &Device| {
+            let memory = self.devices.iter().find(|memory| memory.device == *device)?;
+            let most = self.device_need(facts, memory).most_blocks(memory.free_bytes);
+            Some(most.min(facts.num_blocks))
+        };
+        let held: Vec<Option<u32>> = devices.iter().map(held).collect();
+        let processors = held.iter().filter(|most| most.is_none()).count();
+        let processors = u32::try_from(processors.max(1)).unwrap_or(u32::MAX);
+        let elsewhere = held.iter().flatten().copied().fold(0, u32::saturating_add);
+        let each = (self.processor_blocks(facts, elsewhere) / processors).min(facts.num_blocks);
+        held.into_iter().map(|most| most.unwrap_or(each)).collect()
     }
 }
 
-/// What the largest request takes of a device while it is computed: pages of one block, of its own, and the sums of the gradients of its
-/// keys and values.
-fn request_bytes(limits: &Limits, facts: &ModelFacts) -> u64 {
-    let tokens = u64::from(limits.max_batch_size);
-    let pages = tokens.div_ceil(PAGE_TOKENS as u64) + u64::from(POOL_ROWS);
-    let sums = tokens * u64::from(facts.kv_heads) * u64::from(facts.head_dim) * 2 * 4;
-    pages
-        .saturating_mul(facts.kv_page_bytes() as u64)
-        .saturating_add(sums)
-}
-
-impl Need {
-    /// Bytes for so many blocks.
-    pub fn total(&self, blocks: u64) -> u64 {
-        let blocks = self.per_block().saturating_mul(blocks);
-        blocks.saturating_add(self.fixed)
-    }
-
-    fn per_block(&self) -> u64 {
-        let stored = self.weights.saturating_add(self.kv);
-        stored.saturating_add(self.graphs)
-    }
-
-    /// Most blocks that find what they need in so many bytes.
-    fn blocks(&self, available: u64) -> u32 {
-        let rest = available.checked_sub(self.fixed);
-        let blocks = match (rest, self.per_block()) {
-            (None, _) => 0,
-            (Some(_), 0) => u64::MAX,
-            (Some(rest), per_block) => rest / per_block,
-        };
-        u32::try_from(blocks).unwrap_or(u32::MAX)
-    }
-
-    /// The sum for so many blocks, as a person would write it.
-    pub fn arithmetic(&self, blocks: u32) -> String {
-        let total = self.total(blocks.into());
-        let graphs = match self.graphs {
-            0 => String::new(),
-            graphs => format!(" + {} of recorded steps", mib(graphs)),
-        };
-        format!(
-            "{blocks} x ({} of weights + {} of KV cache{graphs}) + {} for {} = {}",
-            mib(self.weights),
-            mib(self.kv),
-            mib(self.fixed),
-            self.what,
-            mib(total)
-        )
-    }
+/// The sum for so many blocks, as a person would write it; `what` names what does not depend on
+/// their number.
+fn arithmetic(need: &Need, blocks: u32, what: &str) -> String {
+    let graphs = match need.graphs {
+        0 => String::new(),
+        graphs => format!(" + {} of recorded steps", mib(graphs)),
+    };
+    format!(
+        "{blocks} x ({} of weights + {} of KV cache{graphs}) + {} for {what} = {}",
+        mib(need.weights),
+        mib(need.kv),
+        mib(need.fixed),
+        mib(need.total(blocks.into()))
+    )
 }
 
 /// What is free, at most what the operator allows.
@@ -228,26 +169,20 @@ fn mib(bytes: u64) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
-/// Memory that this process and its children may still take: `MemAvailable`, which counts the page cache as free, and what is
-/// left of the limit of each control group around us.
+/// Memory that this process and its children may still take: `MemAvailable`, which counts the page
+/// cache as free, and what is left of the limit of each control group around us.
 pub fn available_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let free = meminfo(&text)?;
     let group = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let path = group
-        .lines()
-        .find_map(|line| line.strip_prefix("0::"))
-        .unwrap_or("/")
-        .to_owned();
+    let path = group.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or("/").to_owned();
     let mut folder = std::path::PathBuf::from(format!("/sys/fs/cgroup{path}"));
     let mut least = free;
     while folder.starts_with("/sys/fs/cgroup") {
         let read = |name: &str| std::fs::read_to_string(folder.join(name)).ok();
-        if let Some(left) = group_left(
-            read("memory.max"),
-            read("memory.current"),
-            read("memory.stat"),
-        ) {
+        if let Some(left) =
+            group_left(read("memory.max"), read("memory.current"), read("memory.stat"))
+        {
             least = least.min(left);
         }
         if !folder.pop() {
@@ -258,9 +193,7 @@ pub fn available_bytes() -> Option<u64> {
 }
 
 fn meminfo(text: &str) -> Option<u64> {
-    let line = text
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
 }
@@ -283,7 +216,7 @@ fn group_left(max: Option<String>, current: Option<String>, stat: Option<String>
 #[cfg(test)]
 pub(crate) mod tests {
     use shared::block::Span;
-    use shared::config::{Device, QuantType};
+    use shared::config::QuantType;
     use shared::dtype::DType;
 
     use super::*;
@@ -327,22 +260,10 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn the_sum_counts_everything_that_is_made() {
+    fn the_arithmetic_names_every_part() {
         let need = memory(0).need(&llama_70b());
-        // 16384 tokens are 1024 pages, and 512 more are for rounding and copies; a page of 16 tokens has 64 KiB.
         assert_eq!(
-            need,
-            Need {
-                weights: 440 << 20,
-                kv: 1536 * 65536,
-                graphs: 0,
-                // 8192 tokens: the input of a block with a page for each; states four times, sums of keys and values, pages of a block.
-                fixed: (512 + 96 + 96 + (128 + 512) + 4 * 256 + 64 + 32) << 20,
-                what: "arena and processes",
-            }
-        );
-        assert_eq!(
-            need.arithmetic(2),
+            arithmetic(&need, 2, "arena and processes"),
             "2 x (440.0 MiB of weights + 96.0 MiB of KV cache) + 2464.0 MiB for arena and processes = 3536.0 MiB"
         );
     }
@@ -352,16 +273,11 @@ pub(crate) mod tests {
         let facts = llama_70b();
         let exactly = |blocks: u64| memory((2464 + blocks * 536) << 20);
         assert_eq!(exactly(7).fit(SpanChoice::All, &facts), Ok(7));
-        let one_byte_less = Memory {
-            available_bytes: Some(((2464 + 7 * 536) << 20) - 1),
-            ..exactly(7)
-        };
+        let one_byte_less =
+            Memory { available_bytes: Some(((2464 + 7 * 536) << 20) - 1), ..exactly(7) };
         assert_eq!(one_byte_less.fit(SpanChoice::All, &facts), Ok(6));
         assert_eq!(exactly(500).fit(SpanChoice::All, &facts), Ok(80));
-        let unknown = Memory {
-            available_bytes: None,
-            ..exactly(1)
-        };
+        let unknown = Memory { available_bytes: None, ..exactly(1) };
         assert_eq!(unknown.fit(SpanChoice::Count(80), &facts), Ok(80));
     }
 
@@ -369,10 +285,7 @@ pub(crate) mod tests {
     fn what_does_not_fit_is_refused_with_the_arithmetic() {
         let facts = llama_70b();
         let four = memory((2464 + 4 * 536) << 20);
-        for choice in [
-            SpanChoice::Count(5),
-            SpanChoice::Fixed(Span::new(10, 15).unwrap()),
-        ] {
+        for choice in [SpanChoice::Count(5), SpanChoice::Fixed(Span::new(10, 15).unwrap())] {
             let refusal = four.fit(choice, &facts).unwrap_err();
             for part in [
                 "5 x (440.0 MiB",
@@ -395,35 +308,18 @@ pub(crate) mod tests {
     fn a_move_on_devices_needs_no_memory_of_the_machine_for_weights() {
         let facts = llama_70b();
         let machine = memory(3 << 30);
-        // 10 blocks of 536 MiB do not fit beside others in 3 GiB, nor into what those leave of 5376 MiB.
+        // 10 blocks of 536 MiB do not fit beside others in 3 GiB, nor into what those leave of 5376
+        // MiB.
         assert!(machine.no_room_beside(&facts, None, 10, None).is_some());
-        assert!(
-            machine
-                .no_room_beside(&facts, Some(4), 1, Some(5376 << 20))
-                .is_none()
-        );
-        assert!(
-            machine
-                .no_room_beside(&facts, Some(6), 1, Some(5376 << 20))
-                .is_some()
-        );
+        assert!(machine.no_room_beside(&facts, Some(4), 1, Some(5376 << 20)).is_none());
+        assert!(machine.no_room_beside(&facts, Some(6), 1, Some(5376 << 20)).is_some());
         let on_device = Memory {
-            devices: vec![DeviceMemory {
-                device: Device::Cuda(0),
-                free_bytes: 0,
-                work_bytes: 0,
-            }],
+            devices: vec![DeviceMemory { device: Device::Cuda(0), free_bytes: 0, work_bytes: 0 }],
             ..machine.clone()
         };
-        assert_eq!(
-            on_device.no_room_beside(&facts, Some(80), 80, Some(4 << 30)),
-            None
-        );
+        assert_eq!(on_device.no_room_beside(&facts, Some(80), 80, Some(4 << 30)), None);
         // But for a mirror of their KV cache: 80 x 96 MiB.
-        let mirrored = Memory {
-            kv_mirror: KvMirror::On,
-            ..on_device
-        };
+        let mirrored = Memory { kv_mirror: KvMirror::On, ..on_device };
         assert!(mirrored.no_room_beside(&facts, None, 80, None).is_some());
         assert_eq!(mirrored.no_room_beside(&facts, None, 30, None), None);
     }
@@ -462,13 +358,36 @@ pub(crate) mod tests {
             assert!(refusal.contains(part), "{refusal}");
         }
         // A mirror that must be needs memory of the machine, where 4320 MiB are.
-        let mirrored = Memory {
-            kv_mirror: KvMirror::On,
-            ..exactly(50, 1)
-        };
+        let mirrored = Memory { kv_mirror: KvMirror::On, ..exactly(50, 1) };
         assert_eq!(mirrored.fit(SpanChoice::All, &facts), Ok(19));
         let refusal = mirrored.fit(SpanChoice::Count(20), &facts).unwrap_err();
         assert!(refusal.contains("19 would fit"), "{refusal}");
+    }
+
+    #[test]
+    fn unequal_devices_hold_what_each_has_memory_for() {
+        let facts = llama_70b();
+        let fixed = 256 + 100 + 48 + 64;
+        let block = (536 << 20) + 84 * 65536;
+        let with = |ordinal, blocks: u64| DeviceMemory {
+            device: Device::Cuda(ordinal),
+            free_bytes: (fixed << 20) + blocks * block,
+            work_bytes: 100 << 20,
+        };
+        let two =
+            Memory { workers: 2, devices: vec![with(0, 20), with(1, 7)], ..memory(4320 << 20) };
+        let devices = [Device::Cuda(0), Device::Cuda(1)];
+        assert_eq!(two.most_per_device(&facts, &devices), [20, 7]);
+        assert_eq!(two.fit(SpanChoice::All, &facts), Ok(27));
+        let refusal = two.fit(SpanChoice::Count(28), &facts).unwrap_err();
+        assert!(refusal.contains("on cuda:1") && refusal.contains("27 would fit"), "{refusal}");
+        let none = Memory { devices: vec![with(0, 20), with(1, 0)], ..two };
+        assert!(none.fit(SpanChoice::All, &facts).unwrap_err().contains("on cuda:1"));
+        // Two processors share the memory of the machine.
+        let machine = Memory { workers: 2, ..memory((3200 + 8 * 536) << 20) };
+        let fixed_two = machine.need(&facts).fixed;
+        let machine = Memory { available_bytes: Some(fixed_two + 8 * (536 << 20)), ..machine };
+        assert_eq!(machine.most_per_device(&facts, &[Device::Cpu; 2]), [4, 4]);
     }
 
     #[test]
@@ -478,11 +397,7 @@ pub(crate) mod tests {
         assert_eq!(meminfo("MemFree: 1 kB"), None);
         let text = |text: &str| Some(text.to_owned());
         assert_eq!(
-            group_left(
-                text("1000\n"),
-                text("700\n"),
-                text("anon 300\nfile 400\nshmem 100\n")
-            ),
+            group_left(text("1000\n"), text("700\n"), text("anon 300\nfile 400\nshmem 100\n")),
             Some(600)
         );
         assert_eq!(group_left(text("max\n"), text("700\n"), None), None);

@@ -1,8 +1,9 @@
-//! Starting and ending processes: `/proc/self/exe ROLE --bootstrap FD`, a pidfd for each, signals and the reap.
+//! Starting and ending processes: `/proc/self/exe ROLE --bootstrap FD`, a pidfd for each, signals
+//! and the reap.
 //!
-//! `/proc/self/exe` is the file that runs now, even when its path was replaced, so that builds never mix. Children must be
-//! spawned from a thread that lives as long as the supervisor: the kernel delivers PR_SET_PDEATHSIG when the *thread* that
-//! spawned them ends.
+//! `/proc/self/exe` is the file that runs now, even when its path was replaced, so that builds
+//! never mix. Children must be spawned from a thread that lives as long as the supervisor: the
+//! kernel delivers PR_SET_PDEATHSIG when the *thread* that spawned them ends.
 #![allow(unsafe_code, reason = "pidfd_open has no safe wrapper")]
 
 use std::io;
@@ -18,7 +19,7 @@ use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::Pid;
 use shared::control::Role;
 
-use crate::tree::End;
+use crate::tree::ExitStatus;
 
 /// A child process that was not reaped yet; its process id therefore names nobody else.
 #[derive(Debug)]
@@ -28,8 +29,9 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts this executable as `role`. `title` is what `ps` shows, `bootstrap` the descriptor that the child inherits; all
-    /// others are closed on exec. Standard input and output are /dev/null, standard error is ours.
+    /// Starts this executable as `role`. `title` is what `ps` shows, `bootstrap` the descriptor
+    /// that the child inherits; all others are closed on exec. Standard input and output are
+    /// /dev/null, standard error is ours.
     ///
     /// # Errors
     /// When the system refuses a process or a descriptor.
@@ -47,7 +49,8 @@ impl Process {
         match pidfd_open(pid) {
             Ok(pidfd) => Ok(Process { pid, pidfd }),
             Err(error) => {
-                // Nothing could watch it: end it here. SIGKILL to a process that does nothing yet takes effect at once.
+                // Nothing could watch it: end it here. SIGKILL to a process that does nothing yet
+                // takes effect at once.
                 let _ = kill(pid, Signal::SIGKILL);
                 let _ = waitid(Id::Pid(pid), WaitPidFlag::WEXITED);
                 Err(error)
@@ -72,13 +75,10 @@ impl Process {
     ///
     /// # Errors
     /// When it cannot be waited for.
-    pub fn reap(&self) -> io::Result<Option<End>> {
-        match waitid(
-            Id::PIDFd(self.pidfd.as_fd()),
-            WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG,
-        ) {
-            Ok(WaitStatus::Exited(_, code)) => Ok(Some(End::Code(code))),
-            Ok(WaitStatus::Signaled(_, signal, _)) => Ok(Some(End::Signal(signal as i32))),
+    pub fn reap(&self) -> io::Result<Option<ExitStatus>> {
+        match waitid(Id::PIDFd(self.pidfd.as_fd()), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG) {
+            Ok(WaitStatus::Exited(_, code)) => Ok(Some(ExitStatus::Code(code))),
+            Ok(WaitStatus::Signaled(_, signal, _)) => Ok(Some(ExitStatus::Signal(signal as i32))),
             Ok(_) | Err(Errno::EINTR) => Ok(None),
             Err(errno) => Err(errno.into()),
         }

@@ -1,5 +1,5 @@
-//! The process tree as a pure state machine: events and the time go in, actions come out; no processes, no descriptors, no
-//! clock. [`crate::events`] is the driver.
+//! The process tree as a pure state machine: events and the time go in, actions come out; no
+//! processes, no descriptors, no clock. [`crate::events`] is the driver.
 //!
 //! ```text
 //! start:   spawn prepare and netd at once
@@ -40,10 +40,10 @@ use shared::model::ModelFacts;
 use crate::plan::Placement;
 
 pub use action::{Action, Down, Event, Init, Policy, Up};
-pub use child::{Beat, ChildId, End, State};
+pub use child::{Beat, ChildId, ExitStatus, Lifecycle};
 use child::{Child, Next};
 use ending::{Ending, SHORT_DRAIN};
-use moving::{Move, Part};
+use moving::{Assignment, Move};
 
 /// A worker and how far its link to netd is.
 #[derive(Debug)]
@@ -52,9 +52,10 @@ struct Worker {
     placement: Placement,
     /// The blocks of the instance that its own are a part of.
     whole: Span,
-    part: Part,
+    assignment: Assignment,
     capacity: Capacity,
-    /// Whether a process of its own failed on its device or hung: warpgroups may be to blame where no sample showed it, so the next ones do without.
+    /// Whether a process of its own failed on its device or hung: warpgroups may be to blame where
+    /// no sample showed it, so the next ones do without.
     by_warps: bool,
     /// Generation of netd whose rings it was given.
     linking: Option<Generation>,
@@ -89,7 +90,8 @@ pub struct Tree {
     /// The span that the present netd serves or was told to.
     netd_span: Option<Span>,
     moving: Option<Move>,
-    /// Where it was before the present place, until that is online; when both had no room beside each other.
+    /// Where it was before the present place, until that is online; when both had no room beside
+    /// each other.
     came_from: Option<Span>,
     /// Spans that were announced in this run and are not served any more.
     retired: Vec<Span>,
@@ -169,16 +171,12 @@ impl Tree {
 
     /// When [`Event::Tick`] is due at the latest.
     pub fn deadline(&self) -> Option<Instant> {
-        self.children()
-            .filter_map(|child| child.deadline(&self.policy.restart))
-            .min()
+        self.children().filter_map(|child| child.deadline(&self.policy.restart)).min()
     }
 
     /// Children with a live process, and its generation.
     pub fn live(&self) -> impl Iterator<Item = (ChildId, Generation)> {
-        self.children()
-            .filter(|child| child.alive)
-            .map(|child| (child.id, child.generation))
+        self.children().filter(|child| child.alive).map(|child| (child.id, child.generation))
     }
 
     fn children(&self) -> impl Iterator<Item = &Child> {
@@ -196,14 +194,11 @@ impl Tree {
     }
 
     fn worker_mut(&mut self, id: WorkerId) -> Option<&mut Worker> {
-        self.workers
-            .iter_mut()
-            .find(|worker| worker.placement.worker == id)
+        self.workers.iter_mut().find(|worker| worker.placement.worker == id)
     }
 
     fn is(&self, id: ChildId, generation: Generation) -> bool {
-        self.children()
-            .any(|child| child.id == id && child.is(generation))
+        self.children().any(|child| child.id == id && child.is(generation))
     }
 
     fn spawn(&mut self, id: ChildId, now: Instant, out: &mut Vec<Action>) {
@@ -213,11 +208,7 @@ impl Tree {
                 let previous_addrs = std::mem::take(&mut self.said).addrs;
                 self.said.addrs.clone_from(&previous_addrs);
                 self.netd_span = self.present();
-                Init::Netd {
-                    previous_addrs,
-                    served: self.netd_span,
-                    retired: self.retired.clone(),
-                }
+                Init::Netd { previous_addrs, served: self.netd_span, retired: self.retired.clone() }
             }
             ChildId::Worker(worker) => {
                 let Some(facts) = self.facts.clone() else {
@@ -240,12 +231,7 @@ impl Tree {
         let generation = child.start(now);
         let state = child.state;
         out.push(Action::Spawn(id, generation));
-        out.push(Action::Show {
-            child: id,
-            generation,
-            state,
-            why: String::new(),
-        });
+        out.push(Action::Show { child: id, generation, state, why: String::new() });
         out.push(Action::Tell(id, Down::Init(init)));
         match id {
             ChildId::Netd => self.link_all(out),
@@ -254,48 +240,43 @@ impl Tree {
         }
     }
 
-    fn ended(&mut self, id: ChildId, end: &End, now: Instant, out: &mut Vec<Action>) {
+    fn ended(&mut self, id: ChildId, end: &ExitStatus, now: Instant, out: &mut Vec<Action>) {
         let restart = self.policy.restart;
         let ending = self.ending.is_some();
         let done = match id {
             ChildId::Prepare => self.prepared && !self.prepares_move(),
             ChildId::Netd => false,
-            ChildId::Worker(id) => self.worker_mut(id).is_some_and(|w| w.part == Part::Dropped),
+            ChildId::Worker(id) => {
+                self.worker_mut(id).is_some_and(|w| w.assignment == Assignment::Dropped)
+            }
         };
         let Some(child) = self.child_mut(id) else {
             return;
         };
         let cause = child.cause(end);
-        let was_unkillable = child.state == State::Unkillable;
+        let was_unkillable = child.state == Lifecycle::Unkillable;
         let next = child.reaped(end, now, &restart);
         child.state = match next {
-            _ if ending || done => State::Gone,
-            _ if was_unkillable => State::Held {
-                reason: ExitReason::DeviceLost,
-            },
-            Next::Restart(until) => State::Backoff { until },
-            Next::Hold(reason) => State::Held { reason },
+            _ if ending || done => Lifecycle::Gone,
+            _ if was_unkillable => Lifecycle::Held { reason: ExitReason::DeviceLost },
+            Next::Restart(until) => Lifecycle::Backoff { until },
+            Next::Hold(reason) => Lifecycle::Held { reason },
         };
         let (generation, state) = (child.generation, child.state);
         let said = child.complaint.clone().or_else(|| match end {
-            End::NotStarted { message, .. } => Some(message.clone()),
-            End::Code(_) | End::Signal(_) => None,
+            ExitStatus::NotStarted { message, .. } => Some(message.clone()),
+            ExitStatus::Code(_) | ExitStatus::Signal(_) => None,
         });
         // What a held child said is part of the complaint that follows, once.
         let why = match &said {
-            Some(said) if matches!(state, State::Backoff { .. }) => format!("{end}: {said}"),
+            Some(said) if matches!(state, Lifecycle::Backoff { .. }) => format!("{end}: {said}"),
             _ => end.to_string(),
         };
         let complaint = match said {
             Some(said) => format!("{id}: {said}"),
-            None => format!("{id} is not started again: {end}"),
+            None => format!("{id} is not restarted: {end}"),
         };
-        out.push(Action::Show {
-            child: id,
-            generation,
-            state,
-            why,
-        });
+        out.push(Action::Show { child: id, generation, state, why });
         match id {
             ChildId::Prepare => {}
             ChildId::Netd => {
@@ -309,13 +290,14 @@ impl Tree {
                 self.worker_down(worker, cause, out);
             }
         }
-        if let State::Held { reason } = state {
+        if let Lifecycle::Held { reason } = state {
             self.held(id, reason, complaint, now, out);
         }
     }
 
-    /// A child will not be started again: without netd or prepare, or without any worker, nothing is served; a mistake in the
-    /// configuration that shows before the first announcement is reported by ending.
+    /// A child will not be started again: without netd or prepare, or without any worker, nothing
+    /// is served; a mistake in the configuration that shows before the first announcement is
+    /// reported by ending.
     fn held(
         &mut self,
         id: ChildId,
@@ -345,17 +327,14 @@ impl Tree {
 
     fn beat(&mut self, id: ChildId, beat: Beat, now: Instant, out: &mut Vec<Action>) {
         let pace = self.policy.pace;
-        let stood = self
-            .child_mut(id)
-            .and_then(|child| child.beat(beat, now, pace));
+        // A drain has a deadline of its own.
+        let judged = self.child_mut(id).filter(|child| {
+            matches!(child.state, Lifecycle::Starting { .. } | Lifecycle::Ready { .. })
+        });
+        let stood = judged.and_then(|child| child.beat(beat, now, pace));
         if let Some(stood) = stood {
             self.suspect(id);
-            self.kill(
-                id,
-                format!("hangs: no progress for {} ms", stood.as_millis()),
-                now,
-                out,
-            );
+            self.kill(id, format!("hangs: no progress for {} ms", stood.as_millis()), now, out);
         }
     }
 
@@ -394,8 +373,8 @@ impl Tree {
                 continue;
             }
             match (child.state, child.killed) {
-                (State::Backoff { until }, _) if now >= until => self.spawn(id, now, out),
-                (State::Unkillable, _) => {}
+                (Lifecycle::Backoff { until }, _) if now >= until => self.spawn(id, now, out),
+                (Lifecycle::Unkillable, _) => {}
                 (_, Some(killed)) if child.alive && now >= killed + child::KILL_PATIENCE => {
                     self.unkillable(id, now, out);
                 }
@@ -404,31 +383,23 @@ impl Tree {
         }
     }
 
-    /// The process stays in the kernel, for example in a driver. What it may still write stays out of use.
+    /// The process stays in the kernel, for example in a driver. What it may still write stays out
+    /// of use.
     fn unkillable(&mut self, id: ChildId, now: Instant, out: &mut Vec<Action>) {
         let Some(child) = self.child_mut(id) else {
             return;
         };
-        child.state = State::Unkillable;
+        child.state = Lifecycle::Unkillable;
         let (generation, state) = (child.generation, child.state);
         let why = "SIGKILL had no effect";
-        out.push(Action::Show {
-            child: id,
-            generation,
-            state,
-            why: why.to_owned(),
-        });
+        out.push(Action::Show { child: id, generation, state, why: why.to_owned() });
         if let ChildId::Worker(worker) = id
             && self.said.has_model
             && self.netd.is_ready()
         {
-            out.push(Action::Tell(
-                ChildId::Netd,
-                Down::WorkerUnkillable { worker, generation },
-            ));
+            out.push(Action::Tell(ChildId::Netd, Down::WorkerUnkillable { worker, generation }));
         }
-        let complaint =
-            format!("{id}: {why}; its memory stays out of use and it is not started again");
+        let complaint = format!("{id}: {why}; its memory stays reserved, and it is not restarted");
         self.held(id, ExitReason::DeviceLost, complaint, now, out);
     }
 }

@@ -1,4 +1,5 @@
-//! The demo model: what transformers makes of its texts (`client/model/golden.json`), and how a server goes along with it.
+//! The demo model: what transformers makes of its texts (`client/model/golden.json`), and how a
+//! server goes along with it.
 
 use std::path::{Path, PathBuf};
 
@@ -6,8 +7,7 @@ use client::chain::Chain;
 use client::local::LocalModel;
 use client::states::Hidden;
 use client::swarm::{Swarm, SwarmConfig};
-
-use netd::wire::tensor::{WireDtype, dummy_tensor};
+use hivemind::wire::tensor::{WireDtype, dummy_tensor};
 
 use super::peer::{Peer, fed_back, noise};
 use super::{DEADLINE, Sepal};
@@ -22,8 +22,8 @@ pub fn demo_model() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("client/model")
 }
 
-/// A prompt of two rows, then steps that feed the outputs back and swap or share rows now and then, so that one wrong bit changes
-/// everything after it. Before each step, `between` may do harm.
+/// A prompt of two rows, then steps that feed the outputs back and swap or share rows now and then,
+/// so that one wrong bit changes everything after it. Before each step, `between` may do harm.
 pub async fn run_session(
     addr: &str,
     steps: usize,
@@ -65,10 +65,7 @@ pub fn golden(dtype: &str) -> Vec<Golden> {
         .map(|case| {
             let (prompt, whole) = (word(&case["prompt"]), word(&case["text"]));
             Golden {
-                text: whole
-                    .strip_prefix(&prompt)
-                    .expect("the prompt first")
-                    .to_owned(),
+                text: whole.strip_prefix(&prompt).expect("the prompt first").to_owned(),
                 prompt,
                 prompt_ids: ids(&case["prompt_ids"]),
                 ids: ids(&case["greedy_ids"]),
@@ -79,8 +76,8 @@ pub fn golden(dtype: &str) -> Vec<Golden> {
     cases
 }
 
-/// Feeds the texts of transformers to a server of the demo model, at most `most` tokens of each continuation, and shows `each` of
-/// them with the logits of its place.
+/// Feeds the texts of transformers to a server of the demo model, at most `most` tokens of each
+/// continuation, and shows `each` of them with the logits of its place.
 pub async fn follow(
     sepal: &Sepal,
     golden: &[Golden],
@@ -96,10 +93,7 @@ pub async fn follow(
     })
     .await
     .expect("join");
-    for Golden {
-        prompt_ids, ids, ..
-    } in golden
-    {
+    for Golden { prompt_ids, ids, .. } in golden {
         let all = [prompt_ids.as_slice(), ids].concat();
         let chain = Chain::open(&mut swarm, all.len() as u32).await;
         let mut chain = chain.expect("a chain");

@@ -1,4 +1,5 @@
-//! An internet in network namespaces: a public net, and hosts on it or behind NAT routers of their own.
+//! An internet in network namespaces: a public net, and hosts on it or behind NAT routers of their
+//! own.
 //!
 //! ```text
 //!   server 10.1.0.2 ── nat1 5.6.7.1 ─┐                  ┌─ nat2 5.6.7.2 ── client 10.2.0.2
@@ -6,8 +7,8 @@
 //!   relay 5.6.7.10 ──────────────────┘                  └─ other public hosts
 //! ```
 //!
-//! To be run in a network namespace of the test's own (`tests/nat/run`): it has no way to anywhere else, so the
-//! addresses may look public.
+//! To be run in a network namespace of the test's own (`tests/nat/run`): it has no way to anywhere
+//! else, so the addresses may look public.
 
 use std::io::Write;
 use std::process::{Command, Stdio};
@@ -51,17 +52,12 @@ impl Lab {
         let router = format!("nat{number}");
         self.plug(&router, number);
         add(name);
-        ip(&format!(
-            "link add eth0 netns {name} type veth peer name inside netns {router}"
-        ));
+        ip(&format!("link add eth0 netns {name} type veth peer name inside netns {router}"));
         let own = format!("10.{number}.0");
         up(name, "eth0", &format!("{own}.2/24"));
         up(&router, "inside", &format!("{own}.1/24"));
         ip(&format!("-n {name} route add default via {own}.1"));
-        run(
-            "ip",
-            &format!("netns exec {router} sysctl -qw net.ipv4.ip_forward=1"),
-        );
+        run("ip", &format!("netns exec {router} sysctl -qw net.ipv4.ip_forward=1"));
         let ports = match nat {
             Nat::PortPreserving => "",
             Nat::Symmetric => "random,fully-random",
@@ -69,7 +65,8 @@ impl Lab {
         nft(&router, &ruleset(ports));
     }
 
-    /// Lets only so many kilobytes a second through to and from a host; what is more is lost. An idle line saves up a second of it.
+    /// Lets only so many kilobytes a second through to and from a host; what is more is lost. An
+    /// idle line saves up a second of it.
     pub fn slow(&self, name: &str, kilobytes_per_s: u32) {
         let chain = |hook: &str| {
             format!(
@@ -92,10 +89,7 @@ impl Lab {
 
     /// Lets the hosts behind a router talk to the router itself.
     pub fn answers_inside(&self, router: &str) {
-        nft(
-            router,
-            "table ip filter {\n chain own {\n iifname \"inside\" accept\n }\n}\n",
-        );
+        nft(router, "table ip filter {\n chain own {\n iifname \"inside\" accept\n }\n}\n");
     }
 
     /// Pulls the plug of a host or router, or puts it back.
@@ -107,15 +101,9 @@ impl Lab {
 
     fn plug(&self, name: &str, number: u8) {
         add(name);
-        ip(&format!(
-            "link add eth0 netns {name} type veth peer name port_{name} netns net"
-        ));
+        ip(&format!("link add eth0 netns {name} type veth peer name port_{name} netns net"));
         ip(&format!("-n net link set port_{name} master br0 up"));
-        let link = if name.starts_with("nat") {
-            "outside"
-        } else {
-            "eth0"
-        };
+        let link = if name.starts_with("nat") { "outside" } else { "eth0" };
         if link != "eth0" {
             ip(&format!("-n {name} link set eth0 name {link}"));
         }
@@ -179,8 +167,5 @@ fn nft(name: &str, rules: &str) {
 fn names() -> Vec<String> {
     let out = Command::new("ip").args(["netns", "list"]).output();
     let text = String::from_utf8(out.expect("run ip netns list").stdout).expect("UTF-8");
-    text.lines()
-        .filter_map(|line| line.split(' ').next())
-        .map(str::to_owned)
-        .collect()
+    text.lines().filter_map(|line| line.split(' ').next()).map(str::to_owned).collect()
 }

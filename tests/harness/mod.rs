@@ -1,5 +1,5 @@
-//! Real `sepal` processes for the tests from outside: started with their own runtime folder, watched through their log and
-//! the board, ended by their id. Every wait has a deadline.
+//! Real `sepal` processes for the tests from outside: started with their own runtime folder,
+//! watched through their log and the board, ended by their id. Every wait has a deadline.
 #![allow(dead_code, reason = "each test file uses its own part of the harness")]
 
 pub mod demo;
@@ -17,7 +17,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 /// Longest wait for anything; far beyond what a loaded machine needs.
-pub const DEADLINE: Duration = Duration::from_secs(120);
+pub const DEADLINE: Duration = Duration::from_secs(360);
 
 /// The executable under test.
 pub const SEPAL: &str = env!("CARGO_BIN_EXE_sepal");
@@ -56,10 +56,7 @@ pub struct Sepal {
 impl Sepal {
     /// Starts `sepal ARGS...`; standard error is collected as the log, standard output with it.
     pub fn start(args: &[&str]) -> Sepal {
-        Sepal::start_in(
-            Arc::new(tempfile::tempdir().expect("temporary folder")),
-            args,
-        )
+        Sepal::start_in(Arc::new(tempfile::tempdir().expect("temporary folder")), args)
     }
 
     /// Starts in the folder of an earlier process.
@@ -95,21 +92,13 @@ impl Sepal {
                 sink.grown.notify_all();
             }
         });
-        Sepal {
-            process: child,
-            log,
-            reader: Some(reader),
-            dir,
-        }
+        Sepal { process: child, log, reader: Some(reader), dir }
     }
 
-    /// Starts `sepal serve MODEL` as a new swarm on a free loopback port and waits until it is ONLINE.
+    /// Starts `sepal serve MODEL` as a new swarm on a free loopback port and waits until it is
+    /// ONLINE.
     pub fn serve(model: &Path, prefix: &str, more: &[&str]) -> Sepal {
-        let sepal = Sepal::start(&serve_args(
-            model,
-            prefix,
-            &[&["--new_swarm"], more].concat(),
-        ));
+        let sepal = Sepal::start(&serve_args(model, prefix, &[&["--new_swarm"], more].concat()));
         sepal.wait_online();
         sepal
     }
@@ -121,11 +110,8 @@ impl Sepal {
 
     /// Starts a server in the swarm of the peer at `addr` and waits until it is ONLINE.
     pub fn join_at(addr: &str, model: &Path, prefix: &str, more: &[&str]) -> Sepal {
-        let sepal = Sepal::start(&serve_args(
-            model,
-            prefix,
-            &[&["--initial_peers", addr], more].concat(),
-        ));
+        let sepal =
+            Sepal::start(&serve_args(model, prefix, &[&["--initial_peers", addr], more].concat()));
         sepal.wait_online();
         sepal
     }
@@ -147,9 +133,7 @@ impl Sepal {
 
     fn child(&self, role: &str) -> Pid {
         wait_for(role, || {
-            children_of(self.pid())
-                .into_iter()
-                .find(|p| command_line(*p).contains(role))
+            children_of(self.pid()).into_iter().find(|p| command_line(*p).contains(role))
         })
     }
 
@@ -189,17 +173,12 @@ impl Sepal {
         let addr = line
             .split(|c: char| c.is_whitespace() || "\",[]=".contains(c))
             .find(|w| w.starts_with("/ip4/127.0.0.1/tcp/") && w.contains("/p2p/"));
-        addr.unwrap_or_else(|| panic!("no loopback address in {line:?}"))
-            .to_owned()
+        addr.unwrap_or_else(|| panic!("no loopback address in {line:?}")).to_owned()
     }
 
     /// PeerID in base58.
     pub fn peer_id(&self) -> String {
-        self.addr()
-            .rsplit('/')
-            .next()
-            .expect("an address has parts")
-            .to_owned()
+        self.addr().rsplit('/').next().expect("an address has parts").to_owned()
     }
 
     /// What `sepal status --json` says of this instance.
@@ -209,11 +188,7 @@ impl Sepal {
             .env("XDG_RUNTIME_DIR", self.dir.path())
             .output()
             .expect("run sepal status");
-        assert!(
-            out.status.success(),
-            "sepal status: {}",
-            String::from_utf8_lossy(&out.stderr)
-        );
+        assert!(out.status.success(), "sepal status: {}", String::from_utf8_lossy(&out.stderr));
         serde_json::from_slice(&out.stdout).expect("sepal status --json prints JSON")
     }
 
@@ -222,12 +197,21 @@ impl Sepal {
         kill(self.pid(), signal).expect("signal the supervisor");
     }
 
+    /// Kills the supervisor, and waits until its children are gone too.
+    ///
+    /// The kernel kills them when their parent ends, which may be a moment later: until then they
+    /// answer peers.
+    pub fn kill(&self) {
+        let children = children_of(self.pid());
+        self.signal(Signal::SIGKILL);
+        wait_for("the server to die", || (!children.iter().any(|c| alive(*c))).then_some(()));
+    }
+
     /// Waits for the end, and for the last line of the log.
     pub fn wait(&mut self) -> ExitStatus {
-        let status = wait_for("sepal to exit", || {
-            self.process.try_wait().expect("wait for sepal")
-        });
-        // The children hold the log open until they are gone, which may be a moment after their parent.
+        let status = wait_for("sepal to exit", || self.process.try_wait().expect("wait for sepal"));
+        // The children hold the log open until they are gone, which may be a moment after their
+        // parent.
         if let Some(reader) = self.reader.take() {
             wait_for("the log to end", || reader.is_finished().then_some(()));
             reader.join().expect("the log is read");
@@ -244,9 +228,14 @@ impl Sepal {
 
 impl Drop for Sepal {
     fn drop(&mut self) {
-        // The children die with their parent.
         let _ = self.process.kill();
         let _ = self.process.wait();
+        // The children die with their parent, but not at once: they hold the log open until they
+        // are gone, and may write to the folder that is removed next.
+        let end = Instant::now() + DEADLINE;
+        while self.reader.as_ref().is_some_and(|r| !r.is_finished()) && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 }
 
@@ -273,10 +262,7 @@ impl Dht {
                 .find(|w| w.contains("/tcp/") && w.contains("/p2p/"))
                 .map(str::to_owned)
         });
-        Dht {
-            child,
-            addr: addr.expect("sepal dht prints its address"),
-        }
+        Dht { child, addr: addr.expect("sepal dht prints its address") }
     }
 }
 
@@ -284,30 +270,14 @@ impl Drop for Dht {
     fn drop(&mut self) {
         let pid = Pid::from_raw(self.child.id() as i32);
         kill(pid, Signal::SIGTERM).unwrap();
-        assert_eq!(
-            self.child.wait().unwrap().code(),
-            Some(0),
-            "sepal dht drains on SIGTERM"
-        );
+        assert_eq!(self.child.wait().unwrap().code(), Some(0), "sepal dht drains on SIGTERM");
     }
 }
 
 /// Arguments of a server on loopback that announces a fixed throughput.
 pub fn serve_args<'a>(model: &'a Path, prefix: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    let mut args = vec![
-        "serve",
-        model.to_str().expect("UTF-8 path"),
-        "--dht_prefix",
-        prefix,
-    ];
-    args.extend([
-        "--host_maddrs",
-        "/ip4/127.0.0.1/tcp/0",
-        "--throughput",
-        "1",
-        "--threads",
-        "1",
-    ]);
+    let mut args = vec!["serve", model.to_str().expect("UTF-8 path"), "--dht_prefix", prefix];
+    args.extend(["--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--throughput", "1", "--threads", "1"]);
     args.extend(more);
     args
 }
@@ -316,10 +286,7 @@ pub fn serve_args<'a>(model: &'a Path, prefix: &'a str, more: &[&'a str]) -> Vec
 pub fn children_of(parent: Pid) -> Vec<Pid> {
     let path = format!("/proc/{parent}/task/{parent}/children");
     let text = std::fs::read_to_string(path).unwrap_or_default();
-    text.split_whitespace()
-        .filter_map(|p| p.parse().ok())
-        .map(Pid::from_raw)
-        .collect()
+    text.split_whitespace().filter_map(|p| p.parse().ok()).map(Pid::from_raw).collect()
 }
 
 /// Command line of a process as `ps` shows it.
@@ -332,11 +299,7 @@ pub fn command_line(pid: Pid) -> String {
 pub fn alive(pid: Pid) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat"))
         .ok()
-        .and_then(|stat| {
-            stat.rsplit(')')
-                .next()
-                .map(|rest| !rest.trim_start().starts_with('Z'))
-        })
+        .and_then(|stat| stat.rsplit(')').next().map(|rest| !rest.trim_start().starts_with('Z')))
         .unwrap_or(false)
 }
 
@@ -350,33 +313,13 @@ pub fn generate(
     tokens: u32,
 ) -> String {
     let out = Command::new(SEPAL)
-        .args([
-            "generate",
-            "--initial_peers",
-            &sepal.addr(),
-            "--dht_prefix",
-            prefix,
-        ])
-        .args([
-            "--torch_dtype",
-            dtype,
-            "--prompt",
-            prompt,
-            "--max_new_tokens",
-            &tokens.to_string(),
-        ])
+        .args(["generate", "--initial_peers", &sepal.addr(), "--dht_prefix", prefix])
+        .args(["--torch_dtype", dtype, "--prompt", prompt, "--max_new_tokens", &tokens.to_string()])
         .arg(model)
         .stdin(Stdio::null())
         .output()
         .expect("run sepal generate");
-    assert!(
-        out.status.success(),
-        "sepal generate: {}",
-        String::from_utf8_lossy(&out.stderr)
-    );
+    assert!(out.status.success(), "sepal generate: {}", String::from_utf8_lossy(&out.stderr));
     let text = String::from_utf8(out.stdout).expect("text is UTF-8");
-    text.trim_end_matches('\n')
-        .strip_prefix(prompt)
-        .expect("the prompt comes first")
-        .to_owned()
+    text.trim_end_matches('\n').strip_prefix(prompt).expect("the prompt comes first").to_owned()
 }

@@ -4,17 +4,15 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use netd::p2p::{CallError, Keypair, Multiaddr, P2p, P2pConfig, PeerId, RpcStream, Traversal};
-use netd::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
-use netd::wire::metadata::{StepMetadata, encode_batch_metadata};
-use netd::wire::tensor::{ShapeLimits, WireDtype, WireTensor, dummy_tensor, raw_tensor};
-use netd::wire::uid;
+use hivemind::names;
+use hivemind::p2p::{CallError, Keypair, Multiaddr, P2p, P2pConfig, PeerId, RpcStream, Traversal};
+use hivemind::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
+use hivemind::wire::metadata::{StepMetadata, encode_batch_metadata};
+use hivemind::wire::tensor::{ShapeLimits, WireDtype, WireTensor, dummy_tensor, raw_tensor};
+use hivemind::wire::uid;
 use prost::Message;
 
 use super::DEADLINE;
-
-pub const INFERENCE: &str = "TransformerConnectionHandler.rpc_inference";
-pub const FORWARD: &str = "TransformerConnectionHandler.rpc_forward";
 
 /// A client-mode node that is connected to one server.
 pub struct Peer {
@@ -49,30 +47,19 @@ impl Peer {
         .await
         .expect("start a peer");
         let server = p2p.connect(addr).await.expect("connect to the server");
-        Peer {
-            p2p,
-            server,
-            prefix: prefix.to_owned(),
-            sessions: AtomicU64::new(0),
-        }
+        Peer { p2p, server, prefix: prefix.to_owned(), sessions: AtomicU64::new(0) }
     }
 
     /// Opens a session over `blocks`.
     pub async fn session(&self, blocks: Range<u32>, max_length: u32) -> Session {
         let stream = self
             .p2p
-            .open_stream(self.server, INFERENCE, DEADLINE)
+            .open_stream(self.server, names::INFERENCE, DEADLINE)
             .await
             .expect("open a session");
         let number = self.sessions.fetch_add(1, Ordering::Relaxed);
         let id = format!("{}-{number}", self.p2p.peer_id());
-        Session {
-            stream,
-            uids: uid::chain(&self.prefix, blocks),
-            id,
-            max_length,
-            step: 0,
-        }
+        Session { stream, uids: uid::chain(&self.prefix, blocks), id, max_length, step: 0 }
     }
 
     /// A forward request over `blocks`.
@@ -83,28 +70,21 @@ impl Peer {
             metadata: encode_batch_metadata(None, 2).into(),
         };
         let bytes = request.encode_to_vec().into();
-        let answer = self
-            .p2p
-            .call_unary(self.server, FORWARD, bytes, DEADLINE)
-            .await?;
+        let answer = self.p2p.call_unary(self.server, names::FORWARD, bytes, DEADLINE).await?;
         Ok(values(&ExpertResponse::decode(answer).expect("an answer")))
     }
 }
 
 impl Session {
-    /// One step with `hidden` `[batch, tokens, hidden]`, continuing at `position` or where the session is.
+    /// One step with `hidden` `[batch, tokens, hidden]`, continuing at `position` or where the
+    /// session is.
     pub async fn step(
         &mut self,
         hidden: Tensor,
         position: Option<u32>,
     ) -> Result<Vec<f32>, CallError> {
-        self.step_with(
-            hidden,
-            position,
-            dummy_tensor(WireDtype::F32),
-            dummy_tensor(WireDtype::I64),
-        )
-        .await
+        self.step_with(hidden, position, dummy_tensor(WireDtype::F32), dummy_tensor(WireDtype::I64))
+            .await
     }
 
     /// One step with prompts and hypo ids.
@@ -122,6 +102,7 @@ impl Session {
             open: (self.step == 0).then_some((self.max_length, None)),
             next_servers: &[],
             start_from_position: position,
+            wants_times: false,
         };
         self.step += 1;
         let request = ExpertRequest {
@@ -135,9 +116,8 @@ impl Session {
     /// Sends one frame as it is.
     pub async fn raw(&mut self, frame: Vec<u8>) -> Result<Vec<f32>, CallError> {
         self.stream.send(frame.into()).await?;
-        let answer = tokio::time::timeout(DEADLINE, self.stream.recv())
-            .await
-            .expect("an answer in time")?;
+        let answer =
+            tokio::time::timeout(DEADLINE, self.stream.recv()).await.expect("an answer in time")?;
         let answer = answer.ok_or(CallError::Closed)?;
         Ok(values(&ExpertResponse::decode(answer).expect("an answer")))
     }
@@ -165,8 +145,9 @@ pub fn noise(shape: &[usize], seed: u32) -> Tensor {
     raw_tensor(shape, WireDtype::F32, bytes.into()).expect("a tensor")
 }
 
-/// The step after one of `[2, tokens, width]` that came back, so that one wrong bit anywhere changes everything after it: a token per
-/// row, and hypo ids, which swap or share rows two times of three.
+/// The step after one of `[2, tokens, width]` that came back, so that one wrong bit anywhere
+/// changes everything after it: a token per row, and hypo ids, which swap or share rows two times
+/// of three.
 pub fn fed_back(output: &[f32], width: usize, step: usize) -> (Tensor, Tensor) {
     let rows = output.chunks(output.len() / 2);
     let last = rows.flat_map(|row| &row[row.len() - width..]);
@@ -187,13 +168,7 @@ pub fn ids(values: &[i64]) -> Tensor {
 }
 
 fn values(response: &ExpertResponse) -> Vec<f32> {
-    let limits = ShapeLimits {
-        max_rank: 3,
-        max_elements: 1 << 24,
-    };
+    let limits = ShapeLimits { max_rank: 3, max_elements: 1 << 24 };
     let tensor = response.tensors.first().expect("one tensor");
-    WireTensor::parse(tensor, limits)
-        .expect("a tensor")
-        .to_f32_vec()
-        .expect("finite floats")
+    WireTensor::parse(tensor, limits).expect("a tensor").to_f32_vec().expect("finite floats")
 }

@@ -1,12 +1,13 @@
-//! Adapters (LoRA) of one block: which of its matrices an adapter adds to, and which rows of a batch go through which adapter.
+//! Adapters (LoRA) of one block: which of its matrices an adapter adds to, and which rows of a
+//! batch go through which adapter.
 //!
-//! Rows choose their adapters one by one: rows of different adapters and rows of none share a batch, and none changes the bits of
-//! another.
+//! Rows choose their adapters one by one: rows of different adapters and rows of none share a
+//! batch, and none changes the bits of another.
 
 use kernels::ops::Adapter;
 use kernels::{Backend, StepRow, WeightView};
+use model::BlockSpec;
 
-use super::spec::BlockSpec;
 use super::weights::{BlockWeights, GatedWeights, Linear, MlpWeights, WeightsError};
 
 /// What an adapter adds to one matrix `[outputs, inputs]`: `scale B A`.
@@ -21,8 +22,9 @@ pub struct AdapterView<'w> {
 }
 
 impl<'w, B: Backend> BlockWeights<'w, B> {
-    /// Puts an adapter beside the matrices of the block; its index is the number of those before it. `find` gives its part for a
-    /// matrix by the name of the matrix within the block, without `.weight`, where it has one.
+    /// Puts an adapter beside the matrices of the block; its index is the number of those before
+    /// it. `find` gives its part for a matrix by the name of the matrix within the block,
+    /// without `.weight`, where it has one.
     ///
     /// # Errors
     /// [`WeightsError`] for a part that does not fit its matrix.
@@ -59,7 +61,7 @@ impl<'w, B: Backend> BlockWeights<'w, B> {
             }
             largest = largest.max(rank);
             let mut place = |view| {
-                backend.matrix(view).map_err(|source| WeightsError::Place {
+                backend.matrix(view).map_err(|source| WeightsError::Upload {
                     name: format!("adapter of {}", spec.name),
                     source,
                 })
@@ -70,12 +72,10 @@ impl<'w, B: Backend> BlockWeights<'w, B> {
                 scale: view.scale,
             }));
             let all = linear.adapters.clone();
-            let together = backend
-                .adapters(all)
-                .map_err(|source| WeightsError::Place {
-                    name: format!("adapter of {}", spec.name),
-                    source,
-                })?;
+            let together = backend.adapters(all).map_err(|source| WeightsError::Upload {
+                name: format!("adapter of {}", spec.name),
+                source,
+            })?;
             linear.together = Some(together);
         }
         self.largest_rank = largest;
@@ -84,10 +84,7 @@ impl<'w, B: Backend> BlockWeights<'w, B> {
 
     /// Lists the adapters of all experts together, if there are experts.
     fn list_expert_adapters(&mut self, backend: &mut B) -> Result<(), WeightsError> {
-        let MlpWeights::Experts {
-            experts, adapters, ..
-        } = &mut self.mlp
-        else {
+        let MlpWeights::Experts { experts, adapters, .. } = &mut self.mlp else {
             return Ok(());
         };
         for (which, table) in adapters.iter_mut().enumerate() {
@@ -100,7 +97,7 @@ impl<'w, B: Backend> BlockWeights<'w, B> {
                 continue;
             }
             let together = backend.adapters(all);
-            *table = Some(together.map_err(|source| WeightsError::Place {
+            *table = Some(together.map_err(|source| WeightsError::Upload {
                 name: "adapters of experts".to_owned(),
                 source,
             })?);
@@ -116,7 +113,8 @@ impl<'w, B: Backend> Linear<'w, B> {
     }
 }
 
-/// The adapter of each token of a batch, `adapters` being those of its rows (or nothing, for none); empty when no token has one.
+/// The adapter of each token of a batch, `adapters` being those of its rows (or nothing, for none);
+/// empty when no token has one.
 pub(super) fn adapted(rows: &[StepRow<'_>], adapters: &[Option<u32>]) -> Vec<Option<u32>> {
     if adapters.iter().all(Option::is_none) {
         return Vec::new();
@@ -133,11 +131,7 @@ mod tests {
 
     #[test]
     fn tokens_have_the_adapters_of_their_rows() {
-        let row = |tokens| StepRow {
-            tokens,
-            prefix: 7,
-            pages: &[],
-        };
+        let row = |tokens| StepRow { tokens, prefix: 7, pages: &[] };
         let rows = [row(2), row(1), row(3)];
         let all = adapted(&rows, &[Some(1), None, Some(0)]);
         assert_eq!(all, [Some(1), Some(1), None, Some(0), Some(0), Some(0)]);

@@ -1,9 +1,11 @@
-//! The gradient of one block with respect to its input, written once over a spec and a backend. Weights are frozen.
+//! The gradient of one block with respect to its input, written once over a spec and a backend.
+//! Weights are frozen.
 //!
-//! A sequence is taken in pieces from its last to its first. What forward did not leave of a piece ([`Kept`]) is computed again from
-//! the block's input, over pages that hold the keys and values of the whole sequence; what a piece adds to the gradients of earlier
-//! keys and values is summed in [`Sums`], and is whole for the positions of a piece once that piece is taken. Memory is thus bounded by the
-//! piece, the sums and the pages, whatever the length. Gradients are f32 throughout.
+//! A sequence is taken in pieces from its last to its first. What forward did not leave of a piece
+//! ([`SavedActivations`]) is computed again from the block's input, over pages that hold the keys and values of
+//! the whole sequence; what a piece adds to the gradients of earlier keys and values is summed in
+//! [`Sums`], and is whole for the positions of a piece once that piece is taken. Memory is thus
+//! bounded by the piece, the sums and the pages, whatever the length. Gradients are f32 throughout.
 //!
 //! ```text
 //! Sequential  h = x + A(n(x)), y = h + M(m(h))          dh = g + m'(M'(g)),             dx = dh + n'(A'(dh))
@@ -13,25 +15,27 @@
 
 use kernels::kv::total_tokens;
 use kernels::ops::{
-    AdaptGrad, Add, AttentionGrad, ExpertsGradRoom, Gather, GeluGrad, JoinQkv, Known, LinearGrad,
-    MixtureGrad, NormGrad, OpError, Rope, SiluMulGrad,
+    AdaptGrad, Add, AttentionGrad, Gather, GeluGrad, JoinQkv, Known, LinearGrad, MixtureGrad,
+    MixtureGradWorkspace, NormGrad, OpError, Rope, SiluMulGrad,
 };
 use kernels::{Backend, DType};
+use model::{BlockSpec, Norm, Position, Residual};
 
 use super::forward::{BlockInput, Heads, Middle as Forward, Pass, adapters_of, prepare};
-use super::kept::Kept;
-use super::spec::{BlockSpec, Norm, Position, Residual};
+use super::saved::SavedActivations;
 use super::weights::{BlockWeights, GatedWeights, Linear, MlpWeights, NormWeights, QkvWeights};
 
 mod attention;
 mod mlp;
+mod residual;
 mod workspace;
 
+use residual::Piece;
 pub use workspace::GradientWork;
 use workspace::{HeadGradients, Middle};
 
-/// Gradients of the keys (rotated) and values of whole sequences, `[positions, kv_heads, head_dim]` each. Zero before the last
-/// piece of a block is taken.
+/// Gradients of the keys (rotated) and values of whole sequences, `[positions, kv_heads, head_dim]`
+/// each. Zero before the last piece of a block is taken.
 pub struct Sums<'a, B: Backend> {
     /// Of the keys.
     pub keys: &'a mut B::Floats,
@@ -41,16 +45,15 @@ pub struct Sums<'a, B: Backend> {
     pub starts: &'a [usize],
 }
 
-/// Replaces `gradient` `[tokens, hidden]`, that of the output of the tokens of `input.rows`, by that of their input, which is also
-/// that of the deep prompts where there are any. `x` is the input before prompts, `pages` hold keys and values of the whole rows, as
-/// [`forward`](super::forward) or [`keys`](super::keys) put them there; what was `kept` is used up.
+/// Replaces `gradient` `[tokens, hidden]`, that of the output of the tokens of `input.rows`, by
+/// that of their input, which is also that of the deep prompts where there are any. `x` is the
+/// input before prompts, `pages` hold keys and values of the whole rows, as
+/// [`forward`](super::forward) or [`keys`](super::keys) put them there. The `saved`
+/// activations are consumed.
 ///
 /// # Errors
 /// [`OpError`] when sizes do not fit; `gradient` and `sums` are then unspecified.
-#[allow(
-    clippy::too_many_arguments,
-    reason = "forward's, what it left, and what is summed"
-)]
+#[allow(clippy::too_many_arguments, reason = "forward's, what it left, and what is summed")]
 pub fn backward<B: Backend>(
     backend: &mut B,
     spec: &BlockSpec,
@@ -60,123 +63,44 @@ pub fn backward<B: Backend>(
     x: &B::Floats,
     gradient: &mut B::Floats,
     sums: Sums<'_, B>,
-    kept: Kept<'_, B::Floats>,
+    saved: SavedActivations<'_, B::Floats>,
     pages: &mut B::Pages<'_>,
 ) -> Result<(), OpError> {
     let tokens = total_tokens(input.rows);
     work.grow(backend, spec, tokens, weights.largest_rank);
     let (step, angles) = ((input.rows, input.lengths), &mut work.forward);
     prepare(backend, spec, weights.dtype, angles, step, input.rows)?;
-    let GradientWork {
-        forward,
-        x: before,
-        h,
-        fed,
-        branch,
-        aside,
-        heads,
-        middle,
-    } = work;
+    let GradientWork { forward, x: before, h, fed, branch, aside, heads, middle } = work;
     let pass = Pass::new(backend, spec, weights, input, &mut forward.rank);
     let mut back = Backward { pass, sums };
     back.pass.backend.copy(x, before, tokens * spec.hidden)?;
     back.pass.prompts(input.prompts, before)?;
-    let (normed, attended) = (&mut forward.normed, &mut forward.branch);
-    back.pass.norm(before, &weights.attention_norm, normed)?;
-    let (queries, between) = (kept.queries.map(|q| &*q), kept.between);
-    let is_known = between.is_none() && spec.residual != Residual::Parallel;
-    if queries.is_none() {
-        back.queries(normed, &mut forward.heads)?;
+    back.pass.norm(before, &weights.attention_norm, &mut forward.normed)?;
+    if saved.queries.is_none() {
+        back.queries(&forward.normed, &mut forward.heads)?;
     }
-    let is_fed = kept.gate.is_none();
-    let given = [kept.gate, kept.up];
-    let mlp_norm = weights.mlp_norm.as_ref();
+    let piece = Piece {
+        before: &**before,
+        normed: &*forward.normed,
+        attended: &mut *forward.branch,
+        forward_heads: &mut forward.heads,
+        forward_middle: &mut forward.middle,
+        h: &mut **h,
+        fed: &mut **fed,
+        branch: &mut **branch,
+        aside: &mut **aside,
+        heads,
+        middle,
+        saved,
+    };
     match spec.residual {
-        Residual::Sequential => {
-            let norm = mlp_norm.ok_or(NO_NORM)?;
-            let h = match between {
-                Some(h) => {
-                    back.feed(is_fed, h, fed)?;
-                    h
-                }
-                None => {
-                    back.pass.backend.copy(before, h, tokens * spec.hidden)?;
-                    let logsum = &mut heads.logsum;
-                    back.attend(queries, &mut forward.heads, (attended, logsum), pages)?;
-                    back.pass.add_mlp_norm(h, attended, fed)?;
-                    &mut **h
-                }
-            };
-            let work = (&mut forward.middle, &mut *middle);
-            back.mlp(fed, gradient, given, work, branch)?;
-            back.norm(h, norm, branch)?;
-            back.add(gradient, branch)?;
-            let own = &mut forward.heads;
-            let own = (queries, own, is_known);
-            back.attention(gradient, own, normed, heads, branch, pages)?;
-            back.norm(before, &weights.attention_norm, branch)?;
-            back.add(gradient, branch)
-        }
-        Residual::Normed => {
-            let norm = mlp_norm.ok_or(NO_NORM)?;
-            let h = match between {
-                Some(h) => {
-                    back.feed(is_fed, h, fed)?;
-                    h
-                }
-                None => {
-                    // h = a + A(a), where a is the norm.
-                    back.pass.backend.copy(normed, h, tokens * spec.hidden)?;
-                    let logsum = &mut heads.logsum;
-                    back.attend(queries, &mut forward.heads, (attended, logsum), pages)?;
-                    back.pass.add_mlp_norm(h, attended, fed)?;
-                    &mut **h
-                }
-            };
-            let work = (&mut forward.middle, &mut *middle);
-            back.mlp(fed, gradient, given, work, branch)?;
-            back.add(gradient, branch)?;
-            back.norm(h, norm, gradient)?;
-            let own = &mut forward.heads;
-            let own = (queries, own, is_known);
-            back.attention(gradient, own, normed, heads, branch, pages)?;
-            back.add(gradient, branch)?;
-            back.norm(before, &weights.attention_norm, gradient)
-        }
-        Residual::Parallel => {
-            let fed = match mlp_norm {
-                Some(norm) => {
-                    back.pass.norm(before, norm, fed)?;
-                    &*fed
-                }
-                None => &*normed,
-            };
-            let work = (&mut forward.middle, &mut *middle);
-            back.mlp(fed, gradient, given, work, aside)?;
-            let own = &mut forward.heads;
-            let own = (queries, own, is_known);
-            back.attention(gradient, own, normed, heads, branch, pages)?;
-            match mlp_norm {
-                Some(norm) => back.norm(before, norm, aside)?,
-                None => {
-                    back.add(branch, aside)?;
-                }
-            }
-            back.norm(before, &weights.attention_norm, branch)?;
-            back.add(gradient, branch)?;
-            match mlp_norm {
-                Some(_) => back.add(gradient, aside),
-                None => Ok(()),
-            }
-        }
+        Residual::Sequential => back.sequential(piece, gradient, pages),
+        Residual::Normed => back.normed(piece, gradient, pages),
+        Residual::Parallel => back.parallel(piece, gradient, pages),
     }
 }
 
-const NO_NORM: OpError = OpError::Shape {
-    op: "backward",
-    what: "the MLP of a block that is not parallel has a norm",
-};
-
+/// A backward pass over one piece of a sequence.
 struct Backward<'a, 'w, 's, B: Backend> {
     pass: Pass<'a, 'w, B>,
     sums: Sums<'s, B>,
@@ -203,28 +127,6 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
             round: self.pass.weights.dtype,
             inverse: false,
         })
-    }
-
-    /// The output of attention, once more, and the logarithms that its gradient takes.
-    fn attend(
-        &mut self,
-        queries: Option<&B::Floats>,
-        heads: &mut Heads<B>,
-        (out, logsum): (&mut B::Floats, &mut B::Floats),
-        pages: &mut B::Pages<'_>,
-    ) -> Result<(), OpError> {
-        let Heads { q, attended, .. } = heads;
-        let queries = queries.unwrap_or(&**q);
-        self.pass
-            .attend_with(queries, (attended, Some(logsum)), out, pages)
-    }
-
-    /// What the MLP is fed, if it is needed.
-    fn feed(&mut self, is_fed: bool, h: &B::Floats, fed: &mut B::Floats) -> Result<(), OpError> {
-        match is_fed {
-            true => self.pass.mlp_norm(h, fed),
-            false => Ok(()),
-        }
     }
 
     fn linear(

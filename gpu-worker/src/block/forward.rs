@@ -1,30 +1,33 @@
 //! The forward pass of one block, written once over a spec and a backend.
 //!
-//! Hidden states enter and leave as f32 values that the block dtype holds exactly, so a chain gives the same bits
-//! however it is cut into workers. In between, results are rounded to the block dtype wherever transformers rounds them:
-//! in bfloat16 one rounding more or less moves the output by 5e-3, as much as bfloat16 itself.
+//! Hidden states enter and leave as f32 values that the block dtype holds exactly, so a chain gives
+//! the same bits however it is cut into workers. In between, results are rounded to the block dtype
+//! wherever transformers rounds them: in bfloat16 one rounding more or less moves the output by
+//! 5e-3, as much as bfloat16 itself.
 //!
 //! A pass without a cache is a step from prefix 0 over pages of the caller's own.
 
 use kernels::ops::{
-    Adapt, Add, AddNorm, Alibi, Attention, ExpertAdapters, ExpertsRoom, Gelu, KvAppend, Layernorm,
-    Mixture, OpError, Product, Products, PromptAdd, Rmsnorm, RopeAppend, RopeTable, SiluMul,
-    SplitQkv,
+    Adapt, Add, AddNorm, Alibi, Attention, ExpertAdapters, Gelu, KvAppend, Layernorm, Mixture,
+    MixtureWorkspace, OpError, Product, Products, PromptAdd, Rmsnorm, RopeAppend, RopeTable,
+    SiluMul, SplitQkv,
 };
 use kernels::{Backend, DType, StepRow, kv::total_tokens, ops};
+use model::{BlockSpec, Position, Residual};
 
 use super::adapters::adapted;
-use super::kept::Kept;
 use super::rope;
-use super::spec::{BlockSpec, Position, Residual};
+use super::saved::SavedActivations;
 use super::weights::{BlockWeights, GatedWeights, Linear, MlpWeights, NormWeights, QkvWeights};
 
 mod joined;
+mod keys;
 mod mlp;
 mod norms;
 mod workspace;
 
 use joined::Joined;
+pub use keys::keys;
 pub(super) use mlp::adapters_of;
 pub use workspace::Workspace;
 pub(super) use workspace::{Heads, Middle};
@@ -38,7 +41,8 @@ pub struct BlockInput<'a> {
     pub prompts: &'a [PromptPart<'a>],
     /// Adapter of each row, by its index among those of the block; empty when no row has one.
     pub adapters: &'a [Option<u32>],
-    /// Positions of each row when its job is done, for encodings that depend on it; empty when that is with these tokens.
+    /// Positions of each row when its job is done, for encodings that depend on it; empty when
+    /// that is with these tokens.
     pub lengths: &'a [usize],
 }
 
@@ -51,8 +55,9 @@ pub struct PromptPart<'a> {
     pub values: &'a [f32],
 }
 
-/// Puts the angles of a step into `work`, for [`forward_joined`]: they are the same for all blocks. `rows` with the lengths of their jobs
-/// (as in [`BlockInput`]) are the step; `room` is what operations are told of it, which is the same but for recorded steps.
+/// Puts the angles of a step into `work`, for [`forward_joined`]: they are the same for all blocks.
+/// `rows` with the lengths of their jobs (as in [`BlockInput`]) are the step. The
+/// operations are launched for `launch_rows`, which differ from `rows` in recorded steps alone.
 ///
 /// # Errors
 /// [`OpError`] when the device fails.
@@ -62,22 +67,17 @@ pub fn prepare<B: Backend>(
     dtype: DType,
     work: &mut Workspace<B>,
     (rows, lengths): (&[StepRow<'_>], &[usize]),
-    room: &[StepRow<'_>],
+    launch_rows: &[StepRow<'_>],
 ) -> Result<(), OpError> {
-    let Position::Rope {
-        inverse_frequencies,
-        theta,
-        scaling,
-    } = &spec.position
-    else {
+    let Position::Rope { inverse_frequencies, theta, scaling } = &spec.position else {
         return Ok(());
     };
     let table = &mut work.heads.table;
-    backend.grow(table, total_tokens(room) * spec.head_dim);
+    backend.grow(table, total_tokens(launch_rows) * spec.head_dim);
     match rope::table(scaling, (*theta, spec.head_dim), rows, lengths, dtype) {
         Some(own) => backend.upload(&own, table),
         None => backend.rope_table(RopeTable {
-            rows: room,
+            rows: launch_rows,
             inverse_frequencies,
             out: table,
             round: dtype,
@@ -85,12 +85,13 @@ pub fn prepare<B: Backend>(
     }
 }
 
-/// Runs the new tokens of `input.rows` through a block. `hidden` `[tokens, hidden]` is replaced by the block's output; keys
-/// and values of the new tokens are written to `pages`, which hold those of the prefixes.
+/// Runs the new tokens of `input.rows` through a block. `hidden` `[tokens, hidden]` is replaced by
+/// the block's output; keys and values of the new tokens are written to `pages`, which hold those
+/// of the prefixes.
 ///
 /// # Errors
-/// [`OpError`] when hidden states, prompts or page tables are too short or a page does not exist; `hidden` and the new slots of
-/// `pages` are then unspecified.
+/// [`OpError`] when hidden states, prompts or page tables are too short or a page does not exist;
+/// `hidden` and the new slots of `pages` are then unspecified.
 pub fn forward<B: Backend>(
     backend: &mut B,
     spec: &BlockSpec,
@@ -100,16 +101,16 @@ pub fn forward<B: Backend>(
     hidden: &mut B::Floats,
     pages: &mut B::Pages<'_>,
 ) -> Result<(), OpError> {
-    let kept = Kept::default();
-    forward_keeping(backend, spec, weights, work, input, hidden, pages, kept)
+    let saved = SavedActivations::default();
+    forward_saving(backend, spec, weights, work, input, hidden, pages, saved)
 }
 
-/// [`forward`], leaving what is to be `kept` for [`backward`](super::backward).
+/// [`forward`], which saves activations for [`backward`](super::backward).
 ///
 /// # Errors
 /// Those of [`forward`].
 #[allow(clippy::too_many_arguments, reason = "forward's, and what it leaves")]
-pub fn forward_keeping<B: Backend>(
+pub fn forward_saving<B: Backend>(
     backend: &mut B,
     spec: &BlockSpec,
     weights: &BlockWeights<'_, B>,
@@ -117,21 +118,34 @@ pub fn forward_keeping<B: Backend>(
     input: BlockInput<'_>,
     hidden: &mut B::Floats,
     pages: &mut B::Pages<'_>,
-    kept: Kept<'_, B::Floats>,
+    saved: SavedActivations<'_, B::Floats>,
 ) -> Result<(), OpError> {
+    let mut pass = begin(backend, spec, weights, work, input, hidden)?;
+    pass.halves(hidden, pages, saved)?;
+    pass.pass.add(hidden, pass.branch)
+}
+
+/// A pass whose angles, deep prompts and first norm are made.
+fn begin<'a, 'w, B: Backend>(
+    backend: &'a mut B,
+    spec: &'a BlockSpec,
+    weights: &'a BlockWeights<'w, B>,
+    work: &'a mut Workspace<B>,
+    input: BlockInput<'a>,
+    hidden: &mut B::Floats,
+) -> Result<Joined<'a, 'w, B>, OpError> {
     let step = (input.rows, input.lengths);
     prepare(backend, spec, weights.dtype, work, step, input.rows)?;
     let mut pass = Joined::new(backend, spec, weights, work, input);
     pass.pass.prompts(input.prompts, hidden)?;
-    pass.pass
-        .norm(hidden, &weights.attention_norm, pass.normed)?;
-    pass.halves(hidden, pages, kept)?;
-    pass.pass.add(hidden, pass.branch)
+    pass.pass.norm(hidden, &weights.attention_norm, pass.normed)?;
+    Ok(pass)
 }
 
-/// [`forward`] of a block in a run of blocks after [`prepare`] for the same rows, without prompts: the last sum of the block before, which left its summand in `work`, is
-/// made with the first norm of this one, and that of this one is left to the next. [`open_run`] goes before the first block, [`close_run`]
-/// after the last; the bits are those of the blocks one by one.
+/// [`forward`] of a block in a run of blocks after [`prepare`] for the same rows, without prompts:
+/// the last sum of the block before, which left its summand in `work`, is made with the first norm
+/// of this one, and that of this one is left to the next. [`open_run`] goes before the first block,
+/// [`close_run`] after the last; the bits are those of the blocks one by one.
 ///
 /// # Errors
 /// Those of [`forward`].
@@ -145,13 +159,12 @@ pub fn forward_joined<B: Backend>(
     pages: &mut B::Pages<'_>,
 ) -> Result<(), OpError> {
     let mut pass = Joined::new(backend, spec, weights, work, input);
-    pass.pass
-        .add_norm(hidden, pass.branch, &weights.attention_norm, pass.normed)?;
-    pass.halves(hidden, pages, Kept::default())
+    pass.pass.add_norm(hidden, pass.branch, &weights.attention_norm, pass.normed)?;
+    pass.halves(hidden, pages, SavedActivations::default())
 }
 
-/// Makes `work` ready for the first block of a run over `len` values of hidden states: `nothing` holds as many negative zeros, which change no
-/// number that they are added to.
+/// Makes `work` ready for the first block of a run over `len` values of hidden states: `nothing`
+/// holds as many negative zeros, which change no number that they are added to.
 ///
 /// # Errors
 /// When there are not so many, or the device fails.
@@ -174,12 +187,7 @@ pub fn close_run<B: Backend>(
     hidden: &mut B::Floats,
     (len, round): (usize, DType),
 ) -> Result<(), OpError> {
-    backend.add(Add {
-        x: hidden,
-        y: &work.branch,
-        len,
-        round,
-    })
+    backend.add(Add { x: hidden, y: &work.branch, len, round })
 }
 
 /// What all parts of one pass share.
@@ -243,7 +251,8 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         self.append(heads, pages)
     }
 
-    /// Attention of the queries of `heads`, and the matrix behind it, into `out` `[tokens, hidden]`.
+    /// Attention of the queries of `heads`, and the matrix behind it, into `out` `[tokens,
+    /// hidden]`.
     fn attend(
         &mut self,
         heads: &mut Heads<B>,
@@ -254,8 +263,9 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         self.attend_with(q, (attended, None), out, pages)
     }
 
-    /// The same with queries that are elsewhere; `attended` `[tokens, heads, head_dim]` is what lies between, and beside it, where a gradient
-    /// will want it, what [`Attention`] tells of its scores.
+    /// The same with queries that are elsewhere; `attended` `[tokens, heads, head_dim]` is what
+    /// lies between, and beside it, where a gradient will want it, what [`Attention`] tells of
+    /// its scores.
     pub(super) fn attend_with(
         &mut self,
         q: &B::Floats,
@@ -277,8 +287,8 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         self.linear(attended, &self.weights.o, self.tokens, out)
     }
 
-    /// Copies values of the tokens to where they are kept, if they are to be.
-    pub(super) fn keep(
+    /// Copies values of the tokens to `place`, if they are to be saved.
+    pub(super) fn save(
         &mut self,
         values: &B::Floats,
         place: Option<&mut B::Floats>,
@@ -298,10 +308,7 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
     /// The bias of the scores.
     pub(super) fn alibi(&self) -> Option<Alibi<'a>> {
         match &self.spec.position {
-            Position::Alibi { slopes, scale } => Some(Alibi {
-                slopes,
-                scale: *scale,
-            }),
+            Position::Alibi { slopes, scale } => Some(Alibi { slopes, scale: *scale }),
             Position::Rope { .. } => None,
         }
     }
@@ -332,24 +339,28 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
 
     /// Rotates queries and keys, and puts keys and values into their pages.
     fn append(&mut self, heads: &mut Heads<B>, pages: &mut B::Pages<'_>) -> Result<(), OpError> {
-        let rows = self.rows;
         let Position::Rope { .. } = &self.spec.position else {
-            return self.backend.kv_append(KvAppend {
-                keys: &*heads.k,
-                values: &*heads.v,
-                rows,
-                pages,
-            });
+            return self.append_keys(heads, pages);
         };
         self.backend.rope_append(RopeAppend {
             q: &mut *heads.q,
             k: &mut *heads.k,
             v: &*heads.v,
             table: &*heads.table,
-            rows,
+            rows: self.rows,
             group: self.spec.group(),
             pages,
         })
+    }
+
+    /// Puts keys and values into their pages as they are.
+    fn append_keys(
+        &mut self,
+        heads: &mut Heads<B>,
+        pages: &mut B::Pages<'_>,
+    ) -> Result<(), OpError> {
+        let (keys, values) = (&*heads.k, &*heads.v);
+        self.backend.kv_append(KvAppend { keys, values, rows: self.rows, pages })
     }
 
     /// Products of `x` with several matrices.
@@ -366,15 +377,8 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
             bias: linear.bias.as_deref(),
             out: &mut **outs_of.next().expect("as many outputs as matrices"),
         });
-        self.backend.products(Products {
-            x,
-            rows,
-            parts: &mut parts,
-        })?;
-        linears
-            .into_iter()
-            .zip(outs)
-            .try_for_each(|(linear, out)| self.adapt(x, linear, out))
+        self.backend.products(Products { x, rows, parts: &mut parts })?;
+        linears.into_iter().zip(outs).try_for_each(|(linear, out)| self.adapt(x, linear, out))
     }
 
     pub(super) fn linear(
@@ -385,13 +389,7 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         out: &mut B::Floats,
     ) -> Result<(), OpError> {
         let (weight, bias) = (linear.weight.clone(), linear.bias.as_deref());
-        self.backend.linear(ops::Linear {
-            x,
-            weight,
-            bias,
-            out: &mut *out,
-            rows,
-        })?;
+        self.backend.linear(ops::Linear { x, weight, bias, out: &mut *out, rows })?;
         self.adapt(x, linear, out)
     }
 
@@ -402,7 +400,8 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         linear: &Linear<'_, B>,
         out: &mut B::Floats,
     ) -> Result<(), OpError> {
-        // A step that is recorded is recorded for any adapters: what is given here only says that it has some.
+        // A step that is recorded is recorded for any adapters: what is given here only says that
+        // it has some.
         let Some(adapters) = linear.adapters_for(&self.adapted) else {
             return Ok(());
         };
@@ -418,11 +417,6 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
 
     pub(super) fn add(&mut self, x: &mut B::Floats, y: &B::Floats) -> Result<(), OpError> {
         let round = self.weights.dtype;
-        self.backend.add(Add {
-            x,
-            y,
-            len: self.tokens * self.spec.hidden,
-            round,
-        })
+        self.backend.add(Add { x, y, len: self.tokens * self.spec.hidden, round })
     }
 }

@@ -3,7 +3,7 @@
 use kernels::ops::{Adapter, Expert, GeluKind, OpError, convert};
 use kernels::{Backend, DType, WeightView};
 
-use super::spec::{BlockSpec, Experts, GatedMlp, LinearSpec, Mlp, Norm, Qkv};
+use model::{BlockSpec, Experts, GatedMlp, Gelu, LinearSpec, Mlp, Norm, Qkv};
 
 /// Why weights do not make a block.
 #[derive(Debug, thiserror::Error)]
@@ -32,8 +32,8 @@ pub enum WeightsError {
         wanted: DType,
     },
     /// The device did not take a tensor.
-    #[error("place tensor {name}")]
-    Place {
+    #[error("cannot load tensor {name} onto the device")]
+    Upload {
         /// Its name.
         name: String,
         /// Why.
@@ -81,7 +81,8 @@ pub(super) enum MlpWeights<'w, B: Backend> {
         experts: Vec<GatedWeights<'w, B>>,
         /// The same, to be computed together.
         together: B::Experts<'w>,
-        /// And the adapters of their matrices: gate, up, down, each `[experts, adapters]`; nothing when all of them leave it alone.
+        /// And the adapters of their matrices: gate, up, down, each `[experts, adapters]`; nothing
+        /// when all of them leave it alone.
         adapters: [Option<B::Adapters<'w>>; 3],
     },
 }
@@ -104,22 +105,20 @@ pub(super) struct Linear<'w, B: Backend> {
 }
 
 impl<'w, B: Backend> BlockWeights<'w, B> {
-    /// The weights of a block that computes in `dtype`. `tensor` finds a tensor by its name within the block; a vector is a
-    /// matrix of one row. Matrices stay where they are, vectors are copied and may have any dtype.
+    /// The weights of a block that computes in `dtype`. `tensor` finds a tensor by its name within
+    /// the block; a vector is a matrix of one row. Matrices stay where they are, vectors are
+    /// copied and may have any dtype.
     ///
     /// # Errors
-    /// [`WeightsError`] names the first tensor that is missing, of a wrong shape or (matrices) of another dtype.
+    /// [`WeightsError`] names the first tensor that is missing, of a wrong shape or (matrices) of
+    /// another dtype.
     pub fn new(
         backend: &mut B,
         spec: &BlockSpec,
         dtype: DType,
         tensor: impl Fn(&str) -> Option<WeightView<'w>>,
     ) -> Result<Self, WeightsError> {
-        let mut placing = Placing {
-            backend,
-            dtype,
-            tensor,
-        };
+        let mut placing = Placing { backend, dtype, tensor };
         let mlp_norm = spec.mlp_norm.map(|name| placing.norm(spec, name));
         Ok(BlockWeights {
             dtype,
@@ -149,9 +148,7 @@ impl<'w, B: Backend> BlockWeights<'w, B> {
         match &mut self.mlp {
             MlpWeights::Gated(mlp) => linears.extend(mlp.linears_mut()),
             MlpWeights::Plain { up, down, .. } => linears.extend([up, down]),
-            MlpWeights::Experts {
-                router, experts, ..
-            } => {
+            MlpWeights::Experts { router, experts, .. } => {
                 linears.push(router);
                 linears.extend(experts.iter_mut().flat_map(GatedWeights::linears_mut));
             }
@@ -205,7 +202,10 @@ impl<'w, B: Backend, T: Fn(&str) -> Option<WeightView<'w>>> Placing<'_, B, T> {
         Ok(match spec {
             Mlp::Gated(mlp) => MlpWeights::Gated(self.gated(mlp)?),
             Mlp::Plain(mlp) => MlpWeights::Plain {
-                activation: mlp.activation,
+                activation: match mlp.activation {
+                    Gelu::Tanh => GeluKind::Tanh,
+                    Gelu::Erf => GeluKind::Erf,
+                },
                 up: self.linear(&mlp.up)?,
                 down: self.linear(&mlp.down)?,
             },
@@ -215,11 +215,8 @@ impl<'w, B: Backend, T: Fn(&str) -> Option<WeightView<'w>>> Placing<'_, B, T> {
 
     fn experts(&mut self, spec: &Experts) -> Result<MlpWeights<'w, B>, WeightsError> {
         let router = self.linear(&spec.router)?;
-        let experts = spec
-            .experts
-            .iter()
-            .map(|expert| self.gated(expert))
-            .collect::<Result<Vec<_>, _>>()?;
+        let experts =
+            spec.experts.iter().map(|expert| self.gated(expert)).collect::<Result<Vec<_>, _>>()?;
         let matrices = experts.iter().map(|expert| Expert {
             gate: expert.gate.weight.clone(),
             up: expert.up.weight.clone(),
@@ -230,10 +227,7 @@ impl<'w, B: Backend, T: Fn(&str) -> Option<WeightView<'w>>> Placing<'_, B, T> {
         Ok(MlpWeights::Experts {
             router,
             chosen: spec.chosen,
-            together: together.map_err(|source| WeightsError::Place {
-                name: name(),
-                source,
-            })?,
+            together: together.map_err(|source| WeightsError::Upload { name: name(), source })?,
             experts,
             adapters: [None, None, None],
         })
@@ -251,27 +245,13 @@ impl<'w, B: Backend, T: Fn(&str) -> Option<WeightView<'w>>> Placing<'_, B, T> {
         let name = spec.weight_name();
         let view = self.find(&name, [spec.outputs, spec.inputs])?;
         if view.dtype() != self.dtype {
-            return Err(WeightsError::DType {
-                name,
-                found: view.dtype(),
-                wanted: self.dtype,
-            });
+            return Err(WeightsError::DType { name, found: view.dtype(), wanted: self.dtype });
         }
-        let weight = self
-            .backend
-            .matrix(view)
-            .map_err(|source| WeightsError::Place { name, source })?;
-        let bias = if spec.bias {
-            Some(self.vector(spec.bias_name(), spec.outputs)?)
-        } else {
-            None
-        };
-        Ok(Linear {
-            weight,
-            bias,
-            adapters: Vec::new(),
-            together: None,
-        })
+        let weight =
+            self.backend.matrix(view).map_err(|source| WeightsError::Upload { name, source })?;
+        let bias =
+            if spec.bias { Some(self.vector(spec.bias_name(), spec.outputs)?) } else { None };
+        Ok(Linear { weight, bias, adapters: Vec::new(), together: None })
     }
 
     fn vector(&mut self, name: String, len: usize) -> Result<B::Buffer, WeightsError> {
@@ -280,7 +260,7 @@ impl<'w, B: Backend, T: Fn(&str) -> Option<WeightView<'w>>> Placing<'_, B, T> {
         let values = convert::to_vec(view.dtype(), view.bytes());
         self.backend
             .upload(&values, &mut buffer)
-            .map_err(|source| WeightsError::Place { name, source })?;
+            .map_err(|source| WeightsError::Upload { name, source })?;
         Ok(buffer)
     }
 
@@ -290,11 +270,7 @@ impl<'w, B: Backend, T: Fn(&str) -> Option<WeightView<'w>>> Placing<'_, B, T> {
         if found == wanted {
             Ok(view)
         } else {
-            Err(WeightsError::Shape {
-                name: name.to_owned(),
-                found,
-                wanted,
-            })
+            Err(WeightsError::Shape { name: name.to_owned(), found, wanted })
         }
     }
 }

@@ -1,14 +1,19 @@
-//! What an engine takes of a device's memory: what was planned for it, and nothing once it has rehearsed.
+//! What an engine takes of a device's memory: what was planned for it, and nothing once it has
+//! rehearsed.
 
 use kernels::QuantType;
+use kernels::StepRow;
 use kernels::cuda::Cuda;
 use kernels::cuda::emu::Emu;
+use model::sizing::resident_bytes;
+use shared::ids::PageId;
 use shared::shm::segment::MemfdSegment;
 
 use super::*;
-use crate::fixtures::{llama_config, mixture_config, mixture_tensors};
+use crate::fixtures::llama_config;
+use crate::harness::planned_work;
 use crate::harness::*;
-use crate::sizing::{parked_bytes, work_bytes};
+use crate::wide_fixtures::{mixture_config, mixture_tensors};
 
 #[test]
 fn steps_after_the_rehearsal_take_no_memory_and_all_of_it_was_planned() {
@@ -38,7 +43,7 @@ fn take_no_more_than_planned(model: &Model) {
     let mut engine = Engine::new(backend, &model.spec, &weights, kv, shape).unwrap();
     engine.rehearse().unwrap();
     let rehearsed = engine.backend.taken();
-    let planned = weights.bytes() + bytes as u64 + work_bytes(&model.spec);
+    let planned = weights.bytes() + bytes as u64 + planned_work(&model.spec);
     assert!(rehearsed.bytes <= planned, "{rehearsed:?} of {planned}");
     // As a measurement leaves it.
     engine.trim();
@@ -56,21 +61,15 @@ fn take_no_more_than_planned(model: &Model) {
         let tables: Vec<Vec<PageId>> = (0..sessions)
             .map(|session| (session * used..(session + 1) * used).map(page).collect())
             .collect();
-        let rows: Vec<StepRow<'_>> = tables
-            .iter()
-            .map(|pages| StepRow {
-                tokens,
-                prefix,
-                pages,
-            })
-            .collect();
+        let rows: Vec<StepRow<'_>> =
+            tables.iter().map(|pages| StepRow { tokens, prefix, pages }).collect();
         let mut hidden = vec![0.25; sessions * tokens * engine.hidden_size()];
         engine.trial(&rows, &mut hidden, sessions * used).unwrap();
     }
     let after = engine.backend.taken();
     assert_eq!(after.allocations, rehearsed.allocations, "{after:?}");
     assert!(
-        rehearsed.bytes > parked_bytes(&model.spec, JobKind::Backward) as u64,
-        "what jobs park is taken before the first"
+        rehearsed.bytes > resident_bytes(&model.spec, JobKind::Backward) as u64,
+        "what is resident is taken before the first job"
     );
 }

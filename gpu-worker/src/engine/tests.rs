@@ -6,25 +6,24 @@ use std::time::{Duration, Instant};
 
 use kernels::cuda::Cuda;
 use kernels::cuda::emu::Emu;
+use model::BlockSpec;
+use model::sizing::{GRAPH_LAUNCH_BYTES, graph_block_bytes};
 use serde_json::json;
 use shared::block::BlockIndex;
 use shared::config::QuantType;
 use shared::dtype::DType;
 use shared::ids::{JobId, PageId};
 use shared::job::{JobBody, JobKind, Prompts, SlotRef};
-use shared::model::GRAPH_LAUNCH_BYTES;
 use shared::shm::arena::ArenaMap;
 use shared::shm::segment::MemfdSegment;
 
-use super::{Engine, EngineShape};
-use crate::block::BlockSpec;
-use crate::fixtures::{
-    bytes, mixture_config, mixture_tensors, values, wide_config, wide_tensors, word,
-};
+use super::{Engine, EngineShape, Job};
+use crate::fixtures::{bytes, values, word};
 use crate::harness::{BLOCKS, KV_PAGES, Model, alone, kv_segment, span, unique};
-use crate::running::Running;
+use crate::job::JobPlan;
 use crate::schedule::{Schedule, UnitTimes};
 use crate::weights::map::MappedWeights;
+use crate::wide_fixtures::{mixture_config, mixture_tensors, wide_config, wide_tensors};
 
 pub(super) const HIDDEN: usize = 128;
 pub(super) const SLOT: u64 = 1 << 16;
@@ -73,10 +72,7 @@ impl<'w> Bench<'w> {
         Bench {
             engine,
             arena,
-            schedule: Schedule::new(UnitTimes {
-                bulk: Duration::ZERO,
-                decode: patient,
-            }),
+            schedule: Schedule::new(UnitTimes { bulk: Duration::ZERO, decode: patient }),
             sessions: vec![0; sessions],
             longest: 0,
             prompts: 0,
@@ -87,10 +83,8 @@ impl<'w> Bench<'w> {
     fn body(&mut self, session: usize, tokens: usize, adapter: Option<u32>) -> JobBody {
         let prefix = self.sessions[session];
         self.sessions[session] += tokens;
-        let slot = |number: u64| SlotRef {
-            offset: number * SLOT,
-            len: (tokens * HIDDEN * 2) as u64,
-        };
+        let slot =
+            |number: u64| SlotRef { offset: number * SLOT, len: (tokens * HIDDEN * 2) as u64 };
         let (input, output) = (slot(2 * session as u64), slot(2 * session as u64 + 1));
         let value = |i: usize| ((prefix * HIDDEN + i) as f32 * 0.731 + session as f32).sin();
         let values: Vec<u8> = (0..tokens * HIDDEN)
@@ -127,42 +121,33 @@ impl<'w> Bench<'w> {
                 half::bf16::from_f32(value).to_le_bytes()
             })
             .collect();
-        let slot = SlotRef {
-            offset: (16 + session as u64) * SLOT,
-            len: values.len() as u64,
-        };
+        let slot = SlotRef { offset: (16 + session as u64) * SLOT, len: values.len() as u64 };
         self.arena.write(slot.offset, &values).unwrap();
-        Prompts {
-            slot,
-            batch: 1,
-            tokens: self.prompts as u32,
-        }
+        Prompts { slot, batch: 1, tokens: self.prompts as u32 }
     }
 
     /// Runs steps of (session, tokens, adapter) together; their outputs.
     fn steps(&mut self, steps: &[(usize, usize, Option<u32>)]) -> Vec<Vec<u8>> {
-        let mut running = HashMap::new();
+        let mut jobs = HashMap::new();
         let mut outputs = Vec::new();
         for &(session, tokens, adapter) in steps {
             let body = self.body(session, tokens, adapter);
             outputs.push(body.output);
-            let mut job = Running::new(0, JobId(1), 0, body, 16);
+            let mut job = Job::new(0, JobId(1), 0, JobPlan::new(body, 16));
             self.engine.begin(&mut job, 0).unwrap();
-            running.insert(self.schedule.accept(job.shape()), job);
+            jobs.insert(self.schedule.accept(job.plan.shape()), job);
         }
         while let Some(unit) = self.schedule.next(Instant::now()) {
             self.longest = self.longest.max(unit.count);
-            self.engine.unit(&unit, &mut running).unwrap();
+            self.engine.unit(&unit, &mut jobs).unwrap();
             for advance in self.schedule.done(&unit, Duration::from_millis(1)) {
                 if advance.finished {
-                    let job = running.remove(&advance.task).unwrap();
-                    self.engine
-                        .output(&job.body, job.begun.as_ref().unwrap())
-                        .unwrap();
+                    let job = jobs.remove(&advance.job).unwrap();
+                    self.engine.output(&job.plan, job.begun.as_ref().unwrap()).unwrap();
                 }
             }
         }
-        self.engine.settle().unwrap();
+        self.engine.synchronize().unwrap();
         outputs
             .into_iter()
             .map(|slot| {
@@ -173,7 +158,8 @@ impl<'w> Bench<'w> {
             .collect()
     }
 
-    /// Sessions of different lengths, together and alone, over the ends of pages and of tiles of attention; all outputs.
+    /// Sessions of different lengths, together and alone, over the ends of pages and of tiles of
+    /// attention; all outputs.
     fn talk(&mut self, adapters: [Option<u32>; 3]) -> Vec<Vec<u8>> {
         let [a, b, c] = adapters;
         let mut outputs = self.steps(&[(0, 14, a), (1, 30, b), (2, 61, c)]);
@@ -191,22 +177,15 @@ fn recorded_steps_have_the_bits_of_direct_ones_and_are_recorded_once() {
     let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
     let mut direct = Bench::new(&model, &weights, 3);
     let expected = direct.talk([None; 3]);
-    assert_eq!(direct.engine.recorded(), 0);
+    assert_eq!(direct.engine.steps.recorded(), 0);
     let mut recorded = Bench::new(&model, &weights, 3);
     recorded.engine.record_steps().unwrap();
-    let warm = recorded.engine.recorded();
+    let warm = recorded.engine.steps.recorded();
     assert_eq!(warm, 6 * u64::from(BLOCKS), "1, 2, 4, 8, 16 and 32 tokens");
     let got = recorded.talk([None; 3]);
     assert!(got == expected, "recorded steps differ");
-    assert_eq!(
-        recorded.engine.recorded(),
-        warm,
-        "nothing is recorded again"
-    );
-    assert_eq!(
-        recorded.longest, BLOCKS,
-        "steps go through all blocks at once"
-    );
+    assert_eq!(recorded.engine.steps.recorded(), warm, "nothing is recorded again");
+    assert_eq!(recorded.longest, BLOCKS, "steps go through all blocks at once");
     assert!(got.iter().flatten().any(|&byte| byte != 0));
 }
 
@@ -219,13 +198,13 @@ fn mixtures_of_experts_are_recorded_and_have_the_bits_of_direct_steps() {
         let expected = direct.talk([None; 3]);
         let mut recorded = Bench::new(&model, &weights, 3);
         recorded.engine.record_steps().unwrap();
-        let warm = recorded.engine.recorded();
+        let warm = recorded.engine.steps.recorded();
         assert_eq!(warm, 6 * u64::from(BLOCKS));
         let got = recorded.talk([None; 3]);
         assert!(got == expected, "recorded steps differ");
-        assert_eq!(recorded.engine.recorded(), warm);
+        assert_eq!(recorded.engine.steps.recorded(), warm);
         assert_eq!(recorded.longest, BLOCKS);
-        let launches = recorded.engine.launches(0, 1).expect("a recording");
+        let launches = recorded.engine.steps.launches(0, 1).expect("a recording");
         assert!(launches <= 13, "{launches} launches");
         // A decode step takes nothing of the device any more.
         let before = recorded.engine.backend.taken();
@@ -258,10 +237,10 @@ fn blocks_with_other_sums_and_norms_are_recorded_with_the_bits_of_direct_steps()
         let expected = Bench::new(&model, &weights, 3).talk([None; 3]);
         let mut recorded = Bench::new(&model, &weights, 3);
         recorded.engine.record_steps().unwrap();
-        assert!(recorded.engine.launches(0, 1).is_some());
+        assert!(recorded.engine.steps.launches(0, 1).is_some());
         let got = recorded.talk([None; 3]);
         assert!(got == expected, "recorded steps of {config} differ");
-        assert!(recorded.engine.replayed() > 0);
+        assert!(recorded.engine.steps.replayed() > 0);
     }
 }
 
@@ -278,51 +257,31 @@ fn adapters_beside_experts_are_recorded_and_have_the_bits_of_direct_ones() {
 /// `most` launches of a block without adapters.
 fn recorded_with_adapters(model: &Model, most: u64) {
     let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
-    let choices = [
-        [Some(1), None, Some(0)],
-        [Some(0), Some(0), Some(0)],
-        [None; 3],
-    ];
+    let choices = [[Some(1), None, Some(0)], [Some(0), Some(0), Some(0)], [None; 3]];
     let mut recorded = Bench::new(model, &weights, 3);
     recorded.engine.record_steps().unwrap();
-    let warm = recorded.engine.recorded();
+    let warm = recorded.engine.steps.recorded();
     assert_eq!(warm, 12 * u64::from(BLOCKS), "with adapters and without");
-    let plain = recorded.engine.launches(0, 1).expect("a recording");
+    let plain = recorded.engine.steps.launches(0, 1).expect("a recording");
     assert!(plain <= most, "{plain} launches of a step without adapters");
     let mut seen: Vec<Vec<Vec<u8>>> = Vec::new();
-    for (choice, prompts) in [
-        (choices[0], 0),
-        (choices[1], 0),
-        (choices[2], 0),
-        (choices[0], 3),
-    ] {
+    for (choice, prompts) in [(choices[0], 0), (choices[1], 0), (choices[2], 0), (choices[0], 3)] {
         let mut direct = Bench::new(model, &weights, 3);
         (direct.prompts, recorded.prompts) = (prompts, prompts);
         recorded.sessions = vec![0; 3];
         let expected = direct.talk(choice);
         let got = recorded.talk(choice);
         assert!(got == expected, "recorded steps of {choice:?} differ");
-        assert!(
-            !seen.contains(&got),
-            "adapters and prompts change something"
-        );
+        assert!(!seen.contains(&got), "adapters and prompts change something");
         seen.push(got);
-        let (taken, replayed) = (recorded.engine.backend.taken(), recorded.engine.replayed());
+        let (taken, replayed) = (recorded.engine.backend.taken(), recorded.engine.steps.replayed());
         recorded.steps(&[(0, 1, choice[0]), (1, 1, choice[1]), (2, 1, choice[2])]);
-        assert_eq!(
-            recorded.engine.backend.taken(),
-            taken,
-            "a step takes memory"
-        );
-        let replayed = recorded.engine.replayed() - replayed;
+        assert_eq!(recorded.engine.backend.taken(), taken, "a step takes memory");
+        let replayed = recorded.engine.steps.replayed() - replayed;
         assert_eq!(replayed, u64::from(BLOCKS), "a step is replayed");
     }
     assert_eq!(recorded.longest, BLOCKS, "through all blocks at once");
-    assert_eq!(
-        recorded.engine.recorded(),
-        warm,
-        "nothing is recorded again"
-    );
+    assert_eq!(recorded.engine.steps.recorded(), warm, "nothing is recorded again");
 }
 
 #[test]
@@ -330,10 +289,10 @@ fn a_recorded_block_is_a_handful_of_launches() {
     let model = model(0);
     let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
     let mut bench = Bench::new(&model, &weights, 1);
-    assert_eq!(bench.engine.launches(0, 1), None);
+    assert_eq!(bench.engine.steps.launches(0, 1), None);
     bench.engine.record_steps().unwrap();
     for tokens in [1, 8, 32] {
-        let launches = bench.engine.launches(0, tokens).expect("a recording");
+        let launches = bench.engine.steps.launches(0, tokens).expect("a recording");
         println!("{launches} launches for {tokens} tokens through a Llama block in NF4");
         assert!(launches <= 10, "{launches} launches");
     }
@@ -341,21 +300,12 @@ fn a_recorded_block_is_a_handful_of_launches() {
 
 #[test]
 fn memory_is_planned_for_every_recorded_launch() {
-    for model in [
-        model(0),
-        model(2),
-        mixture(QuantType::Nf4, 0),
-        mixture(QuantType::Nf4, 2),
-    ] {
+    for model in [model(0), model(2), mixture(QuantType::Nf4, 0), mixture(QuantType::Nf4, 2)] {
         let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
         let mut bench = Bench::new(&model, &weights, 1);
         bench.engine.record_steps().unwrap();
-        let decode = bench.engine.decode.as_ref().unwrap();
-        let launches: u64 = decode.recorded_launches();
-        let planned = u64::from(BLOCKS) * model.facts().graph_block_bytes();
-        assert!(
-            launches > 0 && launches * GRAPH_LAUNCH_BYTES <= planned,
-            "{launches}"
-        );
+        let launches = bench.engine.steps.recorded_launches();
+        let planned = u64::from(BLOCKS) * graph_block_bytes(model.facts());
+        assert!(launches > 0 && launches * GRAPH_LAUNCH_BYTES <= planned, "{launches}");
     }
 }

@@ -3,8 +3,9 @@ use std::thread;
 
 use kernels::Cpu;
 use shared::block::BlockIndex;
+use shared::control::Role;
 use shared::dtype::DType;
-use shared::ids::{Generation, PageId};
+use shared::ids::{Generation, PageId, Rank, WorldSize};
 use shared::job::{JobKind, PageCopy, Prompts, SlotRef};
 use shared::shm::doorbell::Doorbell;
 use shared::shm::segment::MemfdSegment;
@@ -25,7 +26,7 @@ fn with_executor(
     model: &Model,
     kv: &MemfdSegment,
     client: impl FnOnce(&mut Netd, &SyncSender<Command>),
-) -> End {
+) -> Exit {
     let (end, ()) = with_drain_time(model, kv, DRAIN_TIME, client);
     end
 }
@@ -36,16 +37,14 @@ fn with_drain_time<Out>(
     kv: &MemfdSegment,
     drain_time: Duration,
     client: impl FnOnce(&mut Netd, &SyncSender<Command>) -> Out,
-) -> (End, Out) {
-    let seat = Seat::new(FIRST);
+) -> (Exit, Out) {
+    let seat = Seat::of(Role::Worker, FIRST);
     let (commands, inbox) = sync_channel(8);
     let parts = LinkParts::new(FIRST, FIRST);
-    commands
-        .send(Command::Link(Box::new(open(&parts))))
-        .unwrap();
+    commands.send(Command::Link(Box::new(open(&parts)))).unwrap();
     let mut netd = parts.netd();
     thread::scope(|scope| {
-        let seat = &seat.seat;
+        let (seat, board) = (&seat.seat, seat.board.try_clone().unwrap());
         let executor = scope.spawn(move || {
             let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
             let kv = alone(kv);
@@ -57,7 +56,7 @@ fn with_drain_time<Out>(
                 kv_survives: true,
             };
             let engine = Engine::new(Cpu::new(2), &model.spec, &weights, kv, shape).unwrap();
-            let board = BoardWriter::open(seat, FIRST).unwrap();
+            let board = BoardWriter::open(board, seat, FIRST).unwrap();
             let faults = Faults::new(None, FIRST);
             let mut executor = Executor::new(engine, model.limits(), faults, board);
             executor.drain_time = drain_time;
@@ -85,7 +84,8 @@ fn open(parts: &LinkParts) -> Link {
     Link::open(&init, worker_id(), FIRST, fds).unwrap()
 }
 
-/// A session that prefills `first` tokens and then decodes one token at a time; all outputs in a row.
+/// A session that prefills `first` tokens and then decodes one token at a time; all outputs in a
+/// row.
 fn decode(
     netd: &mut Netd,
     limits: &JobLimits,
@@ -123,18 +123,15 @@ fn steps_over_shuffled_pages_give_the_bits_of_one_forward() {
             let forward = netd.job(JobKind::Forward, &limits, 1, &whole);
             let expected = netd.call(&forward).unwrap();
             let mut free = shuffled_pages();
-            for lengths in [
-                &[45][..],
-                &[37, 1, 1, 1, 1, 1, 1, 1, 1],
-                &[1, 15, 1, 16, 12],
-                &[33, 12],
-            ] {
+            for lengths in
+                [&[45][..], &[37, 1, 1, 1, 1, 1, 1, 1, 1], &[1, 15, 1, 16, 12], &[33, 12]]
+            {
                 let parts = cut(&whole, lengths);
                 let got = decode(netd, &limits, &mut Session::new(), &mut free, &parts);
                 assert!(got == expected, "{dtype}, steps of {lengths:?}");
             }
         });
-        assert_eq!(end, End::clean());
+        assert_eq!(end, Exit::clean());
     }
 }
 
@@ -145,24 +142,12 @@ fn alternating_between_two_fresh_executors_over_one_kv_segment_changes_no_bit() 
     let parts = cut(&input(26, 9), &[20, 1, 1, 1, 1, 1, 1]);
     let mut undisturbed = Vec::new();
     with_executor(&model, &kv_segment(model.facts()), |netd, _| {
-        undisturbed = decode(
-            netd,
-            &limits,
-            &mut Session::new(),
-            &mut shuffled_pages(),
-            &parts,
-        );
+        undisturbed = decode(netd, &limits, &mut Session::new(), &mut shuffled_pages(), &parts);
     });
     let (mut session, mut free, mut got) = (Session::new(), shuffled_pages(), Vec::new());
     for part in &parts {
         with_executor(&model, &kv, |netd, _| {
-            got.extend(decode(
-                netd,
-                &limits,
-                &mut session,
-                &mut free,
-                std::slice::from_ref(part),
-            ));
+            got.extend(decode(netd, &limits, &mut session, &mut free, std::slice::from_ref(part)));
         });
     }
     assert!(got == undisturbed);
@@ -179,33 +164,15 @@ fn decode_steps_computed_together_have_the_bits_of_each_alone() {
         let mut alone = Vec::new();
         for (prefill, step) in prefills.iter().zip(&steps) {
             let mut session = Session::new();
-            decode(
-                netd,
-                &limits,
-                &mut session,
-                &mut free,
-                std::slice::from_ref(prefill),
-            );
-            alone.push(decode(
-                netd,
-                &limits,
-                &mut session,
-                &mut free,
-                std::slice::from_ref(step),
-            ));
+            decode(netd, &limits, &mut session, &mut free, std::slice::from_ref(prefill));
+            alone.push(decode(netd, &limits, &mut session, &mut free, std::slice::from_ref(step)));
             free.extend(session.table);
         }
         let mut sessions: Vec<_> = prefills
             .iter()
             .map(|prefill| {
                 let mut session = Session::new();
-                decode(
-                    netd,
-                    &limits,
-                    &mut session,
-                    &mut free,
-                    std::slice::from_ref(prefill),
-                );
+                decode(netd, &limits, &mut session, &mut free, std::slice::from_ref(prefill));
                 session
             })
             .collect();
@@ -269,27 +236,16 @@ fn page_copies_come_before_the_step_and_leave_the_source_alone() {
         let expected = [alone(netd, &left), alone(netd, &right)];
 
         let mut first = Session::new();
-        decode(
-            netd,
-            &limits,
-            &mut first,
-            &mut free,
-            std::slice::from_ref(&shared_part),
-        );
+        decode(netd, &limits, &mut first, &mut free, std::slice::from_ref(&shared_part));
         // Two beams: both share the full first page, each gets a copy of the page that they write.
         let mut beams = [first.clone(), first.clone()];
         for beam in &mut beams {
             let copy = free.pop().unwrap();
-            beam.copies = vec![PageCopy {
-                source: first.table[1],
-                destination: copy,
-                tokens: 4,
-            }];
+            beam.copies = vec![PageCopy { source: first.table[1], destination: copy, tokens: 4 }];
             beam.table[1] = copy;
         }
-        for (beam, (step, expected)) in beams
-            .iter_mut()
-            .zip([&left, &right].into_iter().zip(&expected))
+        for (beam, (step, expected)) in
+            beams.iter_mut().zip([&left, &right].into_iter().zip(&expected))
         {
             assert!(
                 &decode(netd, &limits, beam, &mut free, std::slice::from_ref(step)) == expected
@@ -297,13 +253,8 @@ fn page_copies_come_before_the_step_and_leave_the_source_alone() {
         }
         // The original goes on as if nothing had happened.
         assert!(
-            decode(
-                netd,
-                &limits,
-                &mut first,
-                &mut free,
-                std::slice::from_ref(&right)
-            ) == expected[1]
+            decode(netd, &limits, &mut first, &mut free, std::slice::from_ref(&right))
+                == expected[1]
         );
     });
 }
@@ -320,19 +271,12 @@ fn deep_prompts_are_added_before_their_block_at_the_first_tokens() {
         expected.blocks = first_block();
         let expected = netd.call(&expected).unwrap();
 
-        let slot = SlotRef {
-            offset: 1 << 20,
-            len: 40 * 64 * 4,
-        };
+        let slot = SlotRef { offset: 1 << 20, len: 40 * 64 * 4 };
         netd.write(slot, DType::F32, &prompt);
         let mut free = shuffled_pages();
         let mut step = Session::new().step(netd, &limits, &mut free, &tokens);
         step.blocks = first_block();
-        step.prompts = Some(Prompts {
-            slot,
-            batch: 1,
-            tokens: 40,
-        });
+        step.prompts = Some(Prompts { slot, batch: 1, tokens: 40 });
         assert!(netd.call(&step).unwrap() == expected);
     });
 }
@@ -364,39 +308,12 @@ fn refused_jobs_say_why_and_the_next_job_is_served() {
         let expected = netd.call(&good).unwrap();
         type Change = fn(&mut JobBody);
         let cases: [(Change, JobError); 6] = [
-            (
-                |b| b.blocks = vec![BlockIndex(3)],
-                JobError::BlockNotServed { block: 3 },
-            ),
-            (
-                |b| b.hidden = 65,
-                JobError::WrongHidden { got: 65, want: 64 },
-            ),
-            (
-                |b| b.dtype = DType::Bf16,
-                JobError::WrongDType { got: 1, want: 0 },
-            ),
-            (
-                |b| b.adapter = Some(0),
-                JobError::UnknownAdapter {
-                    adapter: 0,
-                    loaded: 0,
-                },
-            ),
-            (
-                |b| b.output = b.input,
-                JobError::Aliased {
-                    offset: 0,
-                    other: 0,
-                },
-            ),
-            (
-                |b| b.input.offset = 4 << 20,
-                JobError::BadSlot {
-                    offset: 4 << 20,
-                    len: 512,
-                },
-            ),
+            (|b| b.blocks = vec![BlockIndex(3)], JobError::BlockNotServed { block: 3 }),
+            (|b| b.hidden = 65, JobError::WrongHidden { got: 65, want: 64 }),
+            (|b| b.dtype = DType::Bf16, JobError::WrongDType { got: 1, want: 0 }),
+            (|b| b.adapter = Some(0), JobError::UnknownAdapter { adapter: 0, loaded: 0 }),
+            (|b| b.output = b.input, JobError::Aliased { offset: 0, other: 0 }),
+            (|b| b.input.offset = 4 << 20, JobError::BadSlot { offset: 4 << 20, len: 512 }),
         ];
         for (change, error) in cases {
             let mut body = good.clone();
@@ -407,10 +324,7 @@ fn refused_jobs_say_why_and_the_next_job_is_served() {
         let mut free = shuffled_pages();
         let mut step = Session::new().step(netd, &limits, &mut free, &input(1, 1));
         step.page_tables = vec![vec![PageId(KV_PAGES)]];
-        let outside = JobError::BadPage {
-            page: u64::from(KV_PAGES),
-            pages: u64::from(KV_PAGES),
-        };
+        let outside = JobError::BadPage { page: u64::from(KV_PAGES), pages: u64::from(KV_PAGES) };
         assert_eq!(netd.call(&step), Err(outside));
         let again = netd.job(JobKind::Forward, &limits, 1, &input(2, 1));
         assert!(netd.call(&again).unwrap() == expected);
@@ -437,24 +351,14 @@ fn stale_and_unsupported_jobs_are_refused() {
             refused(71, |d| d.netd_generation = Generation(0)),
             JobError::Stale { got: 0, want: 1 }
         );
-        assert_eq!(
-            refused(72, |d| d.kind = JobKind::Backward),
-            JobError::BadBody { at: 0 }
-        );
+        assert_eq!(refused(72, |d| d.kind = JobKind::Backward), JobError::BadBody { at: 0 });
         assert_eq!(refused(73, |_| ()), JobError::BadBody { at: 0 });
-        let far = |d: &mut JobDescriptor| {
-            d.body = SlotRef {
-                offset: u64::MAX - 1,
-                len: 8,
-            }
-        };
-        assert_eq!(
-            refused(74, far),
-            JobError::BadSlot {
-                offset: u64::MAX - 1,
-                len: 8
-            }
-        );
+        let other_rank = |d: &mut JobDescriptor| d.worker.rank = Rank(1);
+        assert!(matches!(refused(75, other_rank), JobError::WrongWorker { .. }));
+        let larger_group = |d: &mut JobDescriptor| d.worker.world_size = WorldSize(2);
+        assert!(matches!(refused(76, larger_group), JobError::WrongWorker { .. }));
+        let far = |d: &mut JobDescriptor| d.body = SlotRef { offset: u64::MAX - 1, len: 8 };
+        assert_eq!(refused(74, far), JobError::BadSlot { offset: u64::MAX - 1, len: 8 });
     });
 }
 
@@ -476,18 +380,14 @@ fn garbage_in_the_ring_and_in_bodies_is_answered_and_harms_nothing() {
             let mut entry: Entry = std::array::from_fn(|_| random());
             entry[1] = 1_000_000 + round;
             if round % 2 == 0 {
-                entry[0] = netd
-                    .descriptor(JobId(0), JobKind::Step, good.input)
-                    .encode()[0];
+                entry[0] = netd.descriptor(JobId(0), JobKind::Step, good.input).encode()[0];
             }
             netd.push_entry(entry);
             netd.wake();
             netd.answer(JobId(entry[1])).unwrap_err();
         }
         let mut free = shuffled_pages();
-        let bytes = Session::new()
-            .step(netd, &limits, &mut free, &input(4, 1))
-            .encode();
+        let bytes = Session::new().step(netd, &limits, &mut free, &input(4, 1)).encode();
         for at in 0..bytes.len() {
             let mut bytes = bytes.clone();
             bytes[at] ^= 1 << (random() % 8);
@@ -506,18 +406,12 @@ fn answers_wait_for_room_in_the_ring_and_none_is_lost() {
     let model = Model::new(DType::F32);
     let limits = model.limits();
     with_executor(&model, &kv_segment(model.facts()), |netd, _| {
-        let body = netd
-            .job(JobKind::Forward, &limits, 1, &input(1, 1))
-            .encode();
+        let body = netd.job(JobKind::Forward, &limits, 1, &input(1, 1)).encode();
         // More than the completion ring holds, before any answer is taken.
-        let jobs: Vec<_> = (0..400)
-            .map(|_| netd.push(JobKind::Forward, &body))
-            .collect();
+        let jobs: Vec<_> = (0..400).map(|_| netd.push(JobKind::Forward, &body)).collect();
         netd.wake();
-        let mut ids: Vec<_> = jobs
-            .iter()
-            .map(|_| netd.next(DEADLINE).expect("an answer in time").id)
-            .collect();
+        let mut ids: Vec<_> =
+            jobs.iter().map(|_| netd.next(DEADLINE).expect("an answer in time").id).collect();
         ids.sort_unstable();
         assert_eq!(ids, jobs);
     });
@@ -530,22 +424,17 @@ fn a_new_link_drops_what_the_old_one_asked_for() {
     let end = with_executor(&model, &kv_segment(model.facts()), |old, commands| {
         let parts = LinkParts::new(FIRST, Generation(2));
         let long: Vec<_> = (0..100).map(|s| netd_forward(old, &limits, s)).collect();
-        commands
-            .send(Command::Link(Box::new(open(&parts))))
-            .unwrap();
+        commands.send(Command::Link(Box::new(open(&parts)))).unwrap();
         old.wake_always();
         let mut new = parts.netd();
         let body = new.job(JobKind::Forward, &limits, 1, &input(1, 1));
         new.call(&body).unwrap();
         let answered = std::iter::from_fn(|| old.next(Duration::ZERO)).count();
-        assert!(
-            answered < long.len(),
-            "all jobs of the old link were served"
-        );
+        assert!(answered < long.len(), "all jobs of the old link were served");
         commands.send(Command::Drain).unwrap();
         new.wake_always();
     });
-    assert_eq!(end, End::clean());
+    assert_eq!(end, Exit::clean());
 }
 
 #[test]
@@ -558,7 +447,7 @@ fn a_drain_serves_what_was_submitted_before_it() {
         netd.wake_always();
         assert!(ids.into_iter().all(|id| netd.answer(id).is_ok()));
     });
-    assert_eq!(end, End::clean());
+    assert_eq!(end, Exit::clean());
 }
 
 #[test]
@@ -573,9 +462,7 @@ fn a_corrupt_ring_ends_the_worker() {
 fn the_end_of_the_control_thread_ends_the_executor() {
     let model = Model::new(DType::F32);
     let end = with_executor(&model, &kv_segment(model.facts()), |netd, commands| {
-        commands
-            .send(Command::End(ExitReason::ParentGone, String::new()))
-            .unwrap();
+        commands.send(Command::End(ExitReason::ParentGone, String::new())).unwrap();
         netd.wake_always();
     });
     assert_eq!(end.reason, ExitReason::ParentGone);
@@ -590,14 +477,12 @@ fn a_drain_without_time_refuses_what_is_left_and_answers_it() {
         let body = netd.job(JobKind::Forward, &limits, 1, &input(60, 1));
         netd.call(&body).unwrap();
         let body = body.encode();
-        let jobs: Vec<_> = (0..200)
-            .map(|_| netd.push(JobKind::Forward, &body))
-            .collect();
+        let jobs: Vec<_> = (0..200).map(|_| netd.push(JobKind::Forward, &body)).collect();
         commands.send(Command::Drain).unwrap();
         netd.wake_always();
         let answers = jobs.iter().map(|&job| netd.answer(job));
         answers.filter(|a| *a == Err(JobError::Draining)).count()
     });
-    assert_eq!(end, End::clean());
+    assert_eq!(end, Exit::clean());
     assert!(refused > 0, "all jobs were computed");
 }

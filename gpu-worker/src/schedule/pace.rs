@@ -7,15 +7,18 @@ use std::time::Duration;
 pub(super) struct Pace {
     /// Seconds of a token in one block, a moving mean; zero: nothing ran yet.
     mean: f64,
-    /// How much slower units are than the mean, a moving mean too: those that are faster count as zero.
+    /// How much slower units are than the mean, a moving mean too: those that are faster count as
+    /// zero.
     excess: f64,
 }
 
 impl Pace {
-    /// Excesses above the mean for which units are planned, and what they are at least, as a part of the mean: few are slower than that.
+    /// Excesses above the mean for which units are planned, and what they are at least, as a part
+    /// of the mean: few are slower than that.
     const MARGIN: f64 = 5.0;
     const LEAST_EXCESS: f64 = 0.015;
-    /// Part of a new value in the means. A unit that was disturbed makes the next ones smaller at once, by its excess, and is forgotten after some.
+    /// Part of a new value in the means. A unit that was disturbed makes the next ones smaller at
+    /// once, by its excess, and is forgotten after some.
     const MEAN_GAIN: f64 = 0.25;
     const EXCESS_GAIN: f64 = 0.125;
 

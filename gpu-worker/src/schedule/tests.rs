@@ -1,17 +1,13 @@
 use super::*;
 
-fn shape(class: Class, blocks: Range<u32>, pieces: &[usize]) -> TaskShape {
-    TaskShape {
-        class,
-        blocks: blocks.collect(),
-        pieces: pieces.to_vec(),
-    }
+fn shape(class: Class, blocks: Range<u32>, pieces: &[usize]) -> JobShape {
+    JobShape { class, blocks: blocks.collect(), pieces: pieces.to_vec() }
 }
 
-fn run(schedule: &mut Schedule, now: Instant) -> Option<(u32, Vec<TaskId>)> {
+fn run(schedule: &mut Schedule, now: Instant) -> Option<(u32, Vec<JobKey>)> {
     let unit = schedule.next(now)?;
     schedule.done(&unit, Duration::from_millis(1));
-    Some((unit.block, unit.members.iter().map(|m| m.task).collect()))
+    Some((unit.block, unit.members.iter().map(|m| m.job).collect()))
 }
 
 #[test]
@@ -24,7 +20,7 @@ fn decode_steps_end_with_the_unit_of_their_last_block() {
     while let Some(unit) = schedule.next(now) {
         let ending = schedule.ending(&unit);
         let done = schedule.done(&unit, Duration::from_millis(1));
-        let finished = done.iter().filter(|a| a.finished).map(|a| a.task);
+        let finished = done.iter().filter(|a| a.finished).map(|a| a.job);
         match schedule.is_empty() {
             true => assert_eq!(ending, [], "prefill is not a decode step"),
             false => assert_eq!(ending, finished.collect::<Vec<_>>()),
@@ -37,11 +33,11 @@ fn decode_steps_end_with_the_unit_of_their_last_block() {
 #[test]
 fn a_task_walks_all_pieces_of_a_block_before_the_next_block() {
     let (mut schedule, now) = (Schedule::default(), Instant::now());
-    let task = schedule.accept(shape(Class::Prefill, 3..5, &[100, 100, 50]));
+    let job = schedule.accept(shape(Class::Prefill, 3..5, &[100, 100, 50]));
     let mut seen = Vec::new();
     while let Some(unit) = schedule.next(now) {
         let advance = &schedule.done(&unit, Duration::from_secs(1))[0];
-        assert_eq!(advance.task, task);
+        assert_eq!(advance.job, job);
         seen.push((
             unit.block,
             unit.members[0].pieces.clone(),
@@ -79,9 +75,8 @@ fn classes_go_in_order_and_the_oldest_of_a_class_first() {
     let forward = schedule.accept(shape(Class::Forward, 0..1, &[64]));
     let late = schedule.accept(shape(Class::Prefill, 0..1, &[64]));
     let later = schedule.accept(shape(Class::Prefill, 0..1, &[64]));
-    let order: Vec<_> = std::iter::from_fn(|| run(&mut schedule, now))
-        .map(|(_, who)| who[0])
-        .collect();
+    let order: Vec<_> =
+        std::iter::from_fn(|| run(&mut schedule, now)).map(|(_, who)| who[0]).collect();
     assert_eq!(order, [late, later, forward, backward, backward]);
 }
 
@@ -111,12 +106,8 @@ fn a_later_decode_step_catches_up_and_shares_the_rest() {
     run(&mut schedule, now);
     let second = schedule.accept(shape(Class::Decode, 0..3, &[1]));
     let units: Vec<_> = std::iter::from_fn(|| run(&mut schedule, now)).collect();
-    let expected = [
-        (0, vec![second]),
-        (1, vec![second]),
-        (2, vec![first, second]),
-        (3, vec![first]),
-    ];
+    let expected =
+        [(0, vec![second]), (1, vec![second]), (2, vec![first, second]), (3, vec![first])];
     assert_eq!(units, expected);
 }
 
@@ -164,11 +155,10 @@ fn a_decode_step_is_not_overtaken_for_ever() {
 #[test]
 fn a_full_decode_unit_leaves_the_rest_for_the_next() {
     let (mut schedule, now) = (Schedule::default(), Instant::now());
-    let tasks: Vec<_> = (0..5)
-        .map(|_| schedule.accept(shape(Class::Decode, 0..1, &[DECODE_TOKENS])))
-        .collect();
-    assert_eq!(run(&mut schedule, now), Some((0, tasks[..4].to_vec())));
-    assert_eq!(run(&mut schedule, now), Some((0, tasks[4..].to_vec())));
+    let jobs: Vec<_> =
+        (0..5).map(|_| schedule.accept(shape(Class::Decode, 0..1, &[DECODE_TOKENS]))).collect();
+    assert_eq!(run(&mut schedule, now), Some((0, jobs[..4].to_vec())));
+    assert_eq!(run(&mut schedule, now), Some((0, jobs[4..].to_vec())));
 }
 
 #[test]
@@ -184,10 +174,7 @@ fn decode_steps_without_end_do_not_hold_up_a_prefill_for_ever() {
         }
         decode_units += 1;
     }
-    assert_eq!(
-        decode_units, 50,
-        "one unit after {BULK_PATIENCE:?} at 10 ms each"
-    );
+    assert_eq!(decode_units, 50, "one unit after {BULK_PATIENCE:?} at 10 ms each");
 }
 
 #[test]
@@ -198,7 +185,7 @@ fn work_behind_decode_steps_without_end_gets_an_eighth_of_the_time() {
     for _ in 0..2000 {
         schedule.accept(shape(Class::Decode, 0..1, &[1]));
         let unit = schedule.next(now).unwrap();
-        let is_bulk = unit.members[0].task == backward;
+        let is_bulk = unit.members[0].job == backward;
         let elapsed = Duration::from_millis(if is_bulk { 20 } else { 10 });
         schedule.done(&unit, elapsed);
         (now, all) = (now + elapsed, all + elapsed);
@@ -228,18 +215,10 @@ fn units_grow_with_the_measured_speed_but_pieces_do_not_move() {
     let (mut schedule, now) = (Schedule::default(), Instant::now());
     schedule.accept(shape(Class::Forward, 0..2, &[64; 8]));
     let first = schedule.next(now).unwrap();
-    assert_eq!(
-        first.members[0].pieces,
-        0..1,
-        "one piece while the speed is not known"
-    );
+    assert_eq!(first.members[0].pieces, 0..1, "one piece while the speed is not known");
     schedule.done(&first, Duration::from_millis(5));
     let second = schedule.next(now).unwrap();
-    assert_eq!(
-        second.members[0].pieces,
-        1..4,
-        "three pieces of 5 ms in 20 ms, and a margin"
-    );
+    assert_eq!(second.members[0].pieces, 1..4, "three pieces of 5 ms in 20 ms, and a margin");
 }
 
 /// Tokens of units of a prefill that take `cost(number of the unit)` ms a token.

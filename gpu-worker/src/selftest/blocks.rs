@@ -1,112 +1,144 @@
-//! Whole blocks, shaped as those of a Llama and of a Mixtral: what a decode step of some sessions and a prefill take from the first norm to the last sum, and
-//! what that makes of a whole model.
+//! Whole blocks, shaped as those of a Llama and of a Mixtral: what a decode step of some sessions
+//! and a prefill take from the first norm to the last sum, and what that makes of a whole model.
 
 use std::io::Write;
 
-use kernels::{DType, QuantType, WeightView, quant};
+use kernels::cases::{Row, Shapes, Work};
+use kernels::{DType, QuantType, StepRow, WeightView, quant};
+use model::{BlockSpec, Mlp, TensorSpec};
 use serde_json::json;
 use shared::exit::ExitReason;
 use shared::ids::PageId;
 use shared::model::PAGE_TOKENS;
 
 use super::Ended;
-use super::roofline::{Bench, FORMATS, HEAD_DIM, page, steps};
-use crate::block::{BlockInput, BlockSpec, BlockWeights, Mlp, TensorSpec, Workspace, forward};
-use crate::device::Paged;
+use super::measure::Table;
+use crate::block::{BlockInput, BlockWeights, Workspace, forward};
+use crate::device::DeviceBackend;
+use crate::kv::page_layout;
 
 /// Type in which the block computes.
 const DTYPE: DType = DType::Bf16;
 
-impl<B: Paged, W: Write> Bench<'_, B, W> {
-    /// Rows of whole blocks in every format.
-    pub(super) fn blocks(&mut self) -> Result<(), Ended> {
-        let (hidden, middle, kv) = (self.sizes.hidden, self.sizes.middle, self.sizes.kv);
-        self.blocks_of("block", &llama(hidden, middle, kv)?)?;
-        self.blocks_of("mixture", &mixtral(hidden / 2, middle / 2, kv)?)
-    }
+/// Elements of a head.
+const HEAD_DIM: usize = 128;
 
-    fn blocks_of(&mut self, kind: &str, spec: &BlockSpec) -> Result<(), Ended> {
-        for quant in FORMATS {
-            let bytes = largest(quant, spec);
-            let routes = scattering(spec);
-            let tensors = spec.tensors(0);
-            let weights = BlockWeights::new(self.backend, spec, DTYPE, |name| {
-                let tensor = tensors.iter().find(|tensor| tensor.name == name)?;
-                if is_router(spec, tensor) {
-                    return tensor_view(QuantType::None, tensor, &routes);
-                }
-                tensor_view(quant, tensor, &bytes)
-            })
-            .map_err(|failure| Ended::new(ExitReason::Failed, &failure))?;
-            for &sessions in self.sizes.sessions {
-                let step = (sessions, 1, self.sizes.context - 1);
-                let seconds = self.block_row(kind, spec, (&weights, quant), step)?;
-                if sessions == 1 {
-                    let blocks = self.sizes.model_blocks;
-                    let rate = 1.0 / (seconds * blocks as f64);
-                    writeln!(
-                        self.out,
-                        "{:44} {rate:10.1} steps/s",
-                        format!("{blocks} such blocks, one session")
-                    )?;
-                }
-            }
-            self.block_row(kind, spec, (&weights, quant), (1, self.sizes.prefill, 0))?;
+/// The steps through whole blocks that are measured.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Steps {
+    /// Sessions of a decode step, and cached tokens of each.
+    sessions: &'static [usize],
+    context: usize,
+    /// Tokens of a prefill.
+    prefill: usize,
+    /// Blocks of a model.
+    blocks: usize,
+}
+
+impl Steps {
+    /// A 70B Llama, for devices.
+    pub(super) const LARGE: Steps =
+        Steps { sessions: &[1, 8, 32], context: 2048, prefill: 1024, blocks: 80 };
+    /// A 1B Llama, for processors.
+    pub(super) const SMALL: Steps =
+        Steps { sessions: &[1, 8], context: 512, prefill: 128, blocks: 22 };
+    /// For the emulator, whose times mean nothing.
+    pub(super) const TINY: Steps = Steps { sessions: &[1, 3], context: 40, prefill: 20, blocks: 2 };
+}
+
+/// Rows of whole blocks in every format.
+pub(super) fn measure<B: DeviceBackend>(
+    backend: &mut B,
+    shapes: &Shapes,
+    steps: Steps,
+    table: &mut Table<'_, impl Write>,
+) -> Result<(), Ended> {
+    let Shapes { hidden, middle, kv, formats, .. } = *shapes;
+    let kinds =
+        [("block", llama(hidden, middle, kv)?), ("mixture", mixtral(hidden / 2, middle / 2, kv)?)];
+    for (kind, spec) in &kinds {
+        for &(quant, _) in formats {
+            blocks_of(backend, (kind, spec), quant, steps, table)?;
         }
-        Ok(())
     }
+    Ok(())
+}
 
-    /// A step of `sessions` sessions with `tokens` new tokens after `prefix`.
-    fn block_row(
-        &mut self,
-        kind: &str,
-        spec: &BlockSpec,
-        (weights, quant): (&BlockWeights<'_, B>, QuantType),
-        (sessions, tokens, prefix): (usize, usize, usize),
-    ) -> Result<f64, Ended> {
-        let layout = spec.page_layout(DTYPE);
-        let used = (prefix + tokens).div_ceil(PAGE_TOKENS);
-        let tables: Vec<Vec<PageId>> = (0..sessions)
-            .map(|s| (s * used..(s + 1) * used).map(page).collect())
-            .collect();
-        let rows = steps(&tables, tokens, prefix);
-        let cached = sessions * used * layout.page_bytes();
-        let count = sessions * tokens;
-        let mut hidden = self.filled(count * spec.hidden)?;
-        let mut work = Workspace::new(self.backend);
-        let mut room = B::Room::default();
-        let mut pages = self.backend.blank(&mut room, layout, cached)?;
-        let seconds = self.time(|backend| {
-            let input = BlockInput {
-                rows: &rows,
-                prompts: &[],
-                adapters: &[],
-                lengths: &[],
-            };
-            forward(
-                backend,
-                spec,
-                weights,
-                &mut work,
-                input,
-                &mut hidden,
-                &mut pages,
-            )
-        })?;
-        let (stored, weights) = cost_of(spec, quant, count);
-        let pairs: usize = (prefix + 1..=prefix + tokens).sum::<usize>() * sessions;
-        let flops = 2 * weights + 4 * pairs * spec.heads * HEAD_DIM;
+fn blocks_of<B: DeviceBackend>(
+    backend: &mut B,
+    (kind, spec): (&str, &BlockSpec),
+    quant: QuantType,
+    steps: Steps,
+    table: &mut Table<'_, impl Write>,
+) -> Result<(), Ended> {
+    let (bytes, routes) = (largest(quant, spec), scattering(spec));
+    let tensors = spec.tensors(0);
+    let weights = BlockWeights::new(backend, spec, DTYPE, |name| {
+        let tensor = tensors.iter().find(|tensor| tensor.name == name)?;
+        match is_router(spec, tensor) {
+            true => tensor_view(QuantType::None, tensor, &routes),
+            false => tensor_view(quant, tensor, &bytes),
+        }
+    })
+    .map_err(|failure| Ended::new(ExitReason::Failed, &failure))?;
+    let decode = steps.sessions.iter().map(|&sessions| (sessions, 1, steps.context - 1));
+    for (sessions, tokens, prefix) in decode.chain([(1, steps.prefill, 0)]) {
         let name = match prefix {
             0 => format!("{kind} {quant} prefill {tokens}"),
             _ => format!("{kind} {quant} decode {} x {sessions}", prefix + 1),
         };
-        self.print(&name, seconds, stored + cached, flops)?;
-        Ok(seconds)
+        let step = (sessions, tokens, prefix);
+        let seconds = block_row(backend, spec, (&weights, quant), step, name, table)?;
+        if (sessions, tokens) == (1, 1) {
+            let rate = 1.0 / (seconds * steps.blocks as f64);
+            let name = format!("{} such blocks, one session", steps.blocks);
+            writeln!(table.out, "{name:60} {rate:10.1} steps/s")?;
+        }
     }
+    Ok(())
 }
 
-/// Bytes of the weights that `tokens` tokens read, and how many weights they are multiplied with. Of experts those that are chosen: all tokens
-/// choosing as by lot, a share of them.
+/// A step of `sessions` sessions with `tokens` new tokens after `prefix`; its seconds.
+fn block_row<B: DeviceBackend>(
+    backend: &mut B,
+    spec: &BlockSpec,
+    (weights, quant): (&BlockWeights<'_, B>, QuantType),
+    (sessions, tokens, prefix): (usize, usize, usize),
+    name: String,
+    table: &mut Table<'_, impl Write>,
+) -> Result<f64, Ended> {
+    let layout = page_layout(spec, DTYPE);
+    let used = (prefix + tokens).div_ceil(PAGE_TOKENS);
+    let page = |index: usize| PageId(u32::try_from(index).unwrap_or(u32::MAX));
+    let tables: Vec<Vec<PageId>> =
+        (0..sessions).map(|s| (s * used..(s + 1) * used).map(page).collect()).collect();
+    let rows: Vec<_> = tables.iter().map(|pages| StepRow { tokens, prefix, pages }).collect();
+    let cached = sessions * used * layout.page_bytes();
+    let count = sessions * tokens;
+    let values: Vec<f32> =
+        (0..count * spec.hidden).map(|i| (i as f32 * 12.9898).sin() * 0.01).collect();
+    let mut hidden = backend.buffer(values.len());
+    backend.upload(&values, &mut hidden)?;
+    let mut work = Workspace::new(backend);
+    let mut memory = B::PageMemory::default();
+    let mut pages = backend.pages_in(&mut memory, layout, cached)?;
+    let seconds = table.time(&mut |count| {
+        for _ in 0..count {
+            let input = BlockInput { rows: &rows, prompts: &[], adapters: &[], lengths: &[] };
+            forward(backend, spec, weights, &mut work, input, &mut hidden, &mut pages)?;
+        }
+        backend.download(&hidden, &mut [0.0])
+    })?;
+    let (stored, weights) = cost_of(spec, quant, count);
+    let pairs: usize = (prefix + 1..=prefix + tokens).sum::<usize>() * sessions;
+    let operations = 2 * weights + 4 * pairs * spec.heads * HEAD_DIM;
+    let work = Work { bytes: stored + cached, operations };
+    table.print(&Row { name, work }, seconds)?;
+    Ok(seconds)
+}
+
+/// Bytes of the weights that `tokens` tokens read, and how many weights they are multiplied with.
+/// Of experts those that are chosen: all tokens choosing as by lot, a share of them.
 fn cost_of(spec: &BlockSpec, quant: QuantType, tokens: usize) -> (usize, usize) {
     let (mut stored, mut weights) = (0, 0);
     for tensor in spec.tensors(0) {
@@ -131,7 +163,8 @@ fn is_router(spec: &BlockSpec, tensor: &TensorSpec) -> bool {
     matches!(&spec.mlp, Mlp::Experts(mlp) if mlp.router.weight_name() == tensor.name)
 }
 
-/// The matrix of a router that sends tokens to all experts: numbers without a pattern, bfloat16 of 1 to 2 in size.
+/// The matrix of a router that sends tokens to all experts: numbers without a pattern, bfloat16 of
+/// 1 to 2 in size.
 fn scattering(spec: &BlockSpec) -> Vec<u8> {
     let Mlp::Experts(mlp) = &spec.mlp else {
         return Vec::new();
@@ -140,10 +173,7 @@ fn scattering(spec: &BlockSpec) -> Vec<u8> {
     (0..mlp.router.outputs * mlp.router.inputs)
         .flat_map(|_| {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            [
-                (state >> 16) as u8 & 0x7f,
-                0x3f | (state >> 24) as u8 & 0x80,
-            ]
+            [(state >> 16) as u8 & 0x7f, 0x3f | (state >> 24) as u8 & 0x80]
         })
         .collect()
 }
@@ -175,7 +205,8 @@ fn sides(tensor: &TensorSpec) -> (usize, usize) {
     }
 }
 
-/// Bytes for the largest tensor of a block; every tensor begins with them. All alike: numbers of about 0.01.
+/// Bytes for the largest tensor of a block; every tensor begins with them. All alike: numbers of
+/// about 0.01.
 fn largest(quant: QuantType, spec: &BlockSpec) -> Vec<u8> {
     let sizes = spec.tensors(0).into_iter().map(|tensor| {
         let (outputs, inputs) = sides(&tensor);

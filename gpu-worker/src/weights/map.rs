@@ -1,9 +1,11 @@
-//! Weights where they lie: the files that the manifest names, mapped read-only and never copied. Pages of memory that hold
-//! weights belong to the page cache, so that a restarted worker finds them there, and several workers share them.
+//! Weights where they lie: the files that the manifest names, mapped read-only and never copied.
+//! Pages of memory that hold weights belong to the page cache, so that a restarted worker finds
+//! them there, and several workers share them.
 //!
-//! A file is mapped only if it is what prepare checked (length and time of modification). It must not be changed while it is
-//! mapped: prepared files never are (they are replaced by renaming, and stay while they are locked: `hold`), a checkpoint is the
-//! operator's; cutting one short while it is served ends the worker with a sentence ([`guard`]), and the next start finds the
+//! A file is mapped only if it is what prepare checked (length and time of modification). It must
+//! not be changed while it is mapped: prepared files never are (they are replaced by renaming, and
+//! stay while they are locked: `hold`), a checkpoint is the operator's; cutting one short while it
+//! is served ends the worker with a sentence ([`guard`]), and the next start finds the
 //! file changed.
 #![allow(
     unsafe_code,
@@ -22,18 +24,18 @@ use std::path::PathBuf;
 use std::ptr::NonNull;
 
 use kernels::WeightView;
+use model::manifest::{AdapterBlocks, FileEntry, Manifest, TensorEntry};
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, munmap};
 use shared::block::{BlockIndex, Span};
 use shared::config::QuantType;
 
-use super::manifest::{AdapterBlocks, FileEntry, Manifest, TensorEntry};
 use crate::block::AdapterView;
 
 /// Why weights could not be mapped. All of them mean that prepare must run again.
 #[derive(Debug, thiserror::Error)]
 pub enum MapError {
     /// A file is gone or cannot be mapped.
-    #[error("{action} weights file {path:?}")]
+    #[error("cannot {action} weights file {path:?}")]
     File {
         /// What was attempted.
         action: &'static str,
@@ -44,13 +46,13 @@ pub enum MapError {
         source: io::Error,
     },
     /// A file is not the one that was checked.
-    #[error("weights file {0:?} was changed since it was checked; start again")]
+    #[error("weights file {0:?} changed since it was checked; start again")]
     Changed(PathBuf),
     /// The manifest says nothing of a block of the span.
     #[error("the manifest does not describe block {0}")]
     MissingBlock(BlockIndex),
     /// A tensor does not lie within its file, or does not fit its shape.
-    #[error("the manifest is wrong about tensor {name} of block {block}")]
+    #[error("the manifest describes tensor {name} of block {block} wrongly")]
     BadTensor {
         /// The block.
         block: u32,
@@ -68,7 +70,8 @@ pub struct MappedWeights {
 }
 
 impl MappedWeights {
-    /// Maps what `manifest` names for `span`, and asks the kernel to read it ahead. `mapped` is called for each tensor.
+    /// Maps what `manifest` names for `span`, and asks the kernel to read it ahead. `mapped` is
+    /// called for each tensor.
     ///
     /// # Errors
     /// [`MapError`], which names the file or the tensor.
@@ -130,10 +133,7 @@ impl MappedWeights {
     /// Bytes of the adapters.
     pub fn adapter_bytes(&self) -> u64 {
         let blocks = self.adapters.iter().flat_map(BTreeMap::values);
-        blocks
-            .flat_map(BTreeMap::values)
-            .map(|part| part.a.len + part.b.len)
-            .sum()
+        blocks.flat_map(BTreeMap::values).map(|part| part.a.len + part.b.len).sum()
     }
 
     /// Bytes of the tensors of the blocks by how they are stored: plain numbers, INT8, NF4.
@@ -147,11 +147,7 @@ impl MappedWeights {
 
     /// Bytes of the mapped tensors of the blocks.
     pub fn bytes(&self) -> u64 {
-        self.blocks
-            .values()
-            .flat_map(BTreeMap::values)
-            .map(|t| t.len)
-            .sum()
+        self.blocks.values().flat_map(BTreeMap::values).map(|t| t.len).sum()
     }
 
     /// Maps the file of a tensor, unless it is mapped, and checks that the tensor lies in it.
@@ -162,10 +158,7 @@ impl MappedWeights {
         name: &str,
         tensor: &TensorEntry,
     ) -> Result<(), MapError> {
-        let bad = || MapError::BadTensor {
-            block: block.0,
-            name: name.to_owned(),
-        };
+        let bad = || MapError::BadTensor { block: block.0, name: name.to_owned() };
         self.file(manifest, tensor.file).ok_or_else(bad)??;
         let file = self.files.get(&tensor.file).ok_or_else(bad)?;
         file.bytes(tensor).ok_or_else(bad)?;
@@ -191,18 +184,8 @@ fn view<'a>(file: &'a FileMap, tensor: &TensorEntry) -> Option<WeightView<'a>> {
         [outputs, inputs] => (*outputs, *inputs),
         _ => return None,
     };
-    let (outputs, inputs) = (
-        usize::try_from(outputs).ok()?,
-        usize::try_from(inputs).ok()?,
-    );
-    WeightView::quantized(
-        tensor.quant,
-        tensor.dtype,
-        outputs,
-        inputs,
-        file.bytes(tensor)?,
-    )
-    .ok()
+    let (outputs, inputs) = (usize::try_from(outputs).ok()?, usize::try_from(inputs).ok()?);
+    WeightView::quantized(tensor.quant, tensor.dtype, outputs, inputs, file.bytes(tensor)?).ok()
 }
 
 /// One file, mapped whole. Only what is used takes memory.
@@ -215,18 +198,15 @@ struct FileMap {
     _file: File,
 }
 
-// SAFETY: the mapping is read-only, stays where it is for the life of the value and belongs to no thread.
+// SAFETY: the mapping is read-only, stays where it is for the life of the value and belongs to no
+// thread.
 unsafe impl Send for FileMap {}
 // SAFETY: as above; it is only ever read.
 unsafe impl Sync for FileMap {}
 
 impl FileMap {
     fn open(entry: &FileEntry) -> Result<FileMap, MapError> {
-        let failed = |action, source| MapError::File {
-            action,
-            path: entry.path.clone(),
-            source,
-        };
+        let failed = |action, source| MapError::File { action, path: entry.path.clone(), source };
         let changed = || MapError::Changed(entry.path.clone());
         let file = File::open(&entry.path).map_err(|e| failed("open", e))?;
         let now = FileEntry::of(&entry.path, &file).map_err(|e| failed("look at", e))?;
@@ -234,21 +214,10 @@ impl FileMap {
             return Err(changed());
         }
         hold::in_use(&file, &entry.path).map_err(|e| failed("lock", e))?;
-        let len = usize::try_from(entry.len)
-            .ok()
-            .and_then(NonZeroUsize::new)
-            .ok_or_else(changed)?;
+        let len =
+            usize::try_from(entry.len).ok().and_then(NonZeroUsize::new).ok_or_else(changed)?;
         // SAFETY: a new mapping at an address of the kernel's choice touches no other memory.
-        let base = unsafe {
-            mmap(
-                None,
-                len,
-                ProtFlags::PROT_READ,
-                MapFlags::MAP_SHARED,
-                &file,
-                0,
-            )
-        };
+        let base = unsafe { mmap(None, len, ProtFlags::PROT_READ, MapFlags::MAP_SHARED, &file, 0) };
         let base = base.map_err(|errno| failed("map", errno.into()))?;
         Ok(FileMap {
             base: base.cast(),
@@ -259,13 +228,12 @@ impl FileMap {
     }
 
     fn bytes(&self, tensor: &TensorEntry) -> Option<&[u8]> {
-        let (start, len) = (
-            usize::try_from(tensor.offset).ok()?,
-            usize::try_from(tensor.len).ok()?,
-        );
+        let (start, len) =
+            (usize::try_from(tensor.offset).ok()?, usize::try_from(tensor.len).ok()?);
         let end = start.checked_add(len)?;
-        // SAFETY: the mapping holds `len` readable bytes for the life of `self`, and nobody in this process writes them; that
-        // nobody else does is what the head of this file asks for.
+        // SAFETY: the mapping holds `len` readable bytes for the life of `self`, and nobody in this
+        // process writes them; that nobody else does is what the head of this file asks
+        // for.
         let all = unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len) };
         all.get(start..end)
     }
@@ -277,16 +245,12 @@ impl FileMap {
         };
         let start = bytes.as_ptr().addr() - self.base.as_ptr().addr();
         let page_start = start & !(PAGE - 1);
-        // SAFETY: `page_start <= start < self.len`, since the tensor lies inside the mapping and is not empty.
+        // SAFETY: `page_start <= start < self.len`, since the tensor lies inside the mapping and is
+        // not empty.
         let from: NonNull<c_void> = unsafe { self.base.add(page_start) }.cast();
         // SAFETY: the range is inside the mapping; the advice changes no content.
-        let _ = unsafe {
-            madvise(
-                from,
-                start - page_start + bytes.len(),
-                MmapAdvise::MADV_WILLNEED,
-            )
-        };
+        let _ =
+            unsafe { madvise(from, start - page_start + bytes.len(), MmapAdvise::MADV_WILLNEED) };
     }
 }
 
@@ -295,7 +259,8 @@ const PAGE: usize = 64 << 10;
 
 impl Drop for FileMap {
     fn drop(&mut self) {
-        // SAFETY: `base` and `len` are what mmap returned, and borrows of the mapping ended with `self`.
+        // SAFETY: `base` and `len` are what mmap returned, and borrows of the mapping ended with
+        // `self`.
         let unmapped = unsafe { munmap(self.base.cast(), self.len) };
         debug_assert!(unmapped.is_ok(), "munmap takes back what mmap gave");
     }

@@ -1,4 +1,3 @@
-//! Weights: what prepare left for the workers ([`manifest`]) and how a worker maps it ([`map`]).
+//! Weights: how a worker maps what the manifest names ([`map`]).
 
-pub mod manifest;
 pub mod map;

@@ -1,4 +1,5 @@
-//! The worker as a process of its own, started from this test executable the way the supervisor starts it.
+//! The worker as a process of its own, started from this test executable the way the supervisor
+//! starts it.
 
 use std::os::fd::AsFd;
 use std::os::unix::process::ExitStatusExt;
@@ -44,35 +45,16 @@ struct Start<'a> {
 
 impl<'a> Start<'a> {
     fn new(model: &'a Model, kv: &'a MemfdSegment, generation: u32) -> Start<'a> {
-        Start {
-            model,
-            kv,
-            generation,
-            fault: None,
-            device: Device::Cpu,
-            measure: false,
-        }
+        Start { model, kv, generation, fault: None, device: Device::Cpu, measure: false }
     }
 
     /// Starts the process and sends Init.
     fn spawn(self) -> Worker {
         let generation = Generation(self.generation);
-        let seat = Seat::new(generation);
-        let Spawned {
-            process,
-            down,
-            up,
-            descriptors,
-        } = spawn(Role::Worker, generation, "worker::tests::child");
-        let mut worker = Worker {
-            process,
-            down,
-            up,
-            descriptors,
-            seat,
-            generation,
-            tag: 0,
-        };
+        let seat = Seat::of(Role::Worker, generation);
+        let Spawned { process, down, up, descriptors } =
+            spawn(Role::Worker, generation, "worker::tests::child");
+        let mut worker = Worker { process, down, up, descriptors, seat, generation, tag: 0 };
         worker.init(&self);
         worker
     }
@@ -90,7 +72,8 @@ impl<'a> Start<'a> {
 impl Worker {
     fn init(&mut self, start: &Start<'_>) {
         let fds = self.next_tag();
-        self.descriptors.send(fds, &[start.kv.as_fd()]).unwrap();
+        let board = self.seat.board.try_clone().unwrap();
+        self.descriptors.send(fds, &[start.kv.as_fd(), board.as_fd()]).unwrap();
         let init = WorkerInit {
             board: self.seat.seat.clone(),
             generation: self.generation,
@@ -110,7 +93,7 @@ impl Worker {
                 ..WorkerConfig::default()
             },
             measure: start.measure,
-            by_warps: false,
+            warpgroups: Warpgroups::Missing,
             fds,
         };
         self.down.send(ToWorker::Init(Box::new(init))).unwrap();
@@ -122,9 +105,7 @@ impl Worker {
     }
 
     fn next(&mut self) -> FromWorker {
-        self.up
-            .try_recv_timeout(DEADLINE)
-            .expect("a message in time")
+        self.up.try_recv_timeout(DEADLINE).expect("a message in time")
     }
 
     /// Gives the worker a link and takes netd's end.
@@ -136,20 +117,16 @@ impl Worker {
         self.descriptors.send(init.fds, &borrowed).unwrap();
         self.down.send(ToWorker::Link(init)).unwrap();
         match self.next() {
-            FromWorker::Linked {
-                netd_generation: linked,
-            } => assert_eq!(linked, Generation(netd_generation)),
+            FromWorker::Linked { netd_generation: linked } => {
+                assert_eq!(linked, Generation(netd_generation))
+            }
             other => panic!("{other:?} instead of Linked"),
         }
         parts.netd()
     }
 
     fn seen(&self) -> ChildSnapshot {
-        self.seat
-            .board
-            .view()
-            .child_snapshot(0)
-            .expect("the worker's seat")
+        self.seat.board.view().child_snapshot(0).expect("the worker's seat")
     }
 
     /// Waits until the process has ended.
@@ -176,15 +153,12 @@ impl Drop for Worker {
     }
 }
 
-/// The steps of a session that forks after its prefill, so that every later step has something to lose.
+/// The steps of a session that forks after its prefill, so that every later step has something to
+/// lose.
 const STEPS: usize = 5;
 
 fn step_input(step: usize) -> Vec<f32> {
-    if step == 0 {
-        input(20, 4)
-    } else {
-        input(1, 10 + step)
-    }
+    if step == 0 { input(20, 4) } else { input(1, 10 + step) }
 }
 
 /// The job of step `step`; step 1 copies the page that it writes.
@@ -197,11 +171,7 @@ fn step_job(
 ) -> shared::job::JobBody {
     if step == 1 {
         let copy = free.pop().unwrap();
-        session.copies = vec![PageCopy {
-            source: session.table[1],
-            destination: copy,
-            tokens: 4,
-        }];
+        session.copies = vec![PageCopy { source: session.table[1], destination: copy, tokens: 4 }];
         session.table[1] = copy;
     }
     session.step(netd, &model.limits(), free, &step_input(step))
@@ -223,7 +193,8 @@ fn undisturbed(model: &Model) -> Vec<Vec<u8>> {
     outputs
 }
 
-/// Runs the session while job 1 of the first generation meets `fault`; returns how that worker ended.
+/// Runs the session while job 1 of the first generation meets `fault`; returns how that worker
+/// ended.
 fn with_fault(
     model: &Model,
     expected: &[Vec<u8>],
@@ -231,17 +202,8 @@ fn with_fault(
     point: FaultPoint,
 ) -> ExitStatus {
     let kv = kv_segment(model.facts());
-    let plan = FaultPlan {
-        action,
-        point,
-        job: 1,
-        times: 1,
-    };
-    let (mut worker, _) = Start {
-        fault: Some(plan),
-        ..Start::new(model, &kv, 1)
-    }
-    .ready();
+    let plan = FaultPlan { action, point, job: 1, times: 1 };
+    let (mut worker, _) = Start { fault: Some(plan), ..Start::new(model, &kv, 1) }.ready();
     let mut netd = worker.link(1);
     let (mut session, mut free) = (Session::new(), shuffled_pages());
     let body = step_job(&netd, model, &mut session, &mut free, 0);
@@ -258,18 +220,12 @@ fn with_fault(
         netd.answer(job).unwrap();
         assert!(netd.read(body.output) == expected[1]);
     } else {
-        assert!(
-            netd.next(Duration::ZERO).is_none(),
-            "answered before it died at {point:?}"
-        );
+        assert!(netd.next(Duration::ZERO).is_none(), "answered before it died at {point:?}");
     }
 
-    // The same job again, and the rest, by a worker that knows nothing of the first. Its plan is spent.
-    let (mut worker, _) = Start {
-        fault: Some(plan),
-        ..Start::new(model, &kv, 2)
-    }
-    .ready();
+    // The same job again, and the rest, by a worker that knows nothing of the first. Its plan is
+    // spent.
+    let (mut worker, _) = Start { fault: Some(plan), ..Start::new(model, &kv, 2) }.ready();
     let mut netd = worker.link(1);
     (session, free) = (session_before, free_before);
     for (step, expected) in expected.iter().enumerate().skip(1) {
@@ -291,11 +247,7 @@ fn hang(worker: Worker) -> ExitStatus {
     while same < 20 {
         let seen = worker.seen();
         let now = (seen.phase, seen.progress);
-        same = if seen.phase == Phase::Unit && last == Some(now) {
-            same + 1
-        } else {
-            0
-        };
+        same = if seen.phase == Phase::Unit && last == Some(now) { same + 1 } else { 0 };
         last = Some(now);
         assert!(Instant::now() < until, "the worker does not hang");
         std::thread::sleep(Duration::from_millis(5));
@@ -372,12 +324,7 @@ fn a_second_netd_is_linked_after_the_first() {
     let (mut worker, _) = Start::new(&model, &kv, 3).ready();
     let (first, mut second) = (worker.link(1), worker.link(2));
     drop(first);
-    let body = second.job(
-        shared::job::JobKind::Forward,
-        &model.limits(),
-        1,
-        &input(3, 1),
-    );
+    let body = second.job(shared::job::JobKind::Forward, &model.limits(), 1, &input(3, 1));
     second.call(&body).unwrap();
     let seen = worker.seen();
     assert_eq!(seen.jobs_done, 1);
@@ -392,30 +339,17 @@ fn a_worker_whose_supervisor_closes_the_channel_ends() {
     let _netd = worker.link(1);
     let (closed, _) = ipc_channel::ipc::channel().unwrap();
     drop(std::mem::replace(&mut worker.down, closed));
-    assert_eq!(
-        worker.end().code(),
-        Some(ExitReason::ParentGone.code().into())
-    );
+    assert_eq!(worker.end().code(), Some(ExitReason::ParentGone.code().into()));
 }
 
 #[test]
 fn capacity_is_measured_on_private_pages() {
     let model = Model::new(DType::Bf16);
     let kv = kv_segment(model.facts());
-    let (worker, capacity) = Start {
-        measure: true,
-        ..Start::new(&model, &kv, 1)
-    }
-    .ready();
-    assert!(
-        capacity.inference_rps > 0.0 && capacity.forward_rps > 0.0,
-        "{capacity:?}"
-    );
+    let (worker, capacity) = Start { measure: true, ..Start::new(&model, &kv, 1) }.ready();
+    assert!(capacity.inference_rps > 0.0 && capacity.forward_rps > 0.0, "{capacity:?}");
     assert_eq!(worker.drain().code(), Some(0));
-    assert!(
-        alone(&kv).values::<u8>().iter().all(|&b| b == 0xff),
-        "the kv segment was written"
-    );
+    assert!(alone(&kv).values::<u8>().iter().all(|&b| b == 0xff), "the kv segment was written");
 }
 
 /// Starts a worker that cannot serve: what it says, and its exit code.
@@ -434,15 +368,10 @@ fn failure(start: Start<'_>) -> (ExitReason, String) {
 fn a_worker_that_cannot_serve_says_why_in_one_sentence() {
     let model = Model::new(DType::F32);
     let kv = kv_segment(model.facts());
-    let (reason, message) = failure(Start {
-        device: Device::Cuda(3),
-        ..Start::new(&model, &kv, 1)
-    });
+    let (reason, message) =
+        failure(Start { device: Device::Cuda(3), ..Start::new(&model, &kv, 1) });
     assert_eq!(reason, ExitReason::BadConfig);
-    assert!(
-        message.contains("cuda:3") && message.contains("cpu"),
-        "{message}"
-    );
+    assert!(message.contains("cuda:3") && message.contains("cpu"), "{message}");
 
     let small = MemfdSegment::create(&unique("kv"), 4096).unwrap();
     let (reason, message) = failure(Start::new(&model, &small, 1));
@@ -461,10 +390,7 @@ fn a_worker_that_cannot_serve_says_why_in_one_sentence() {
     std::fs::write(&model.manifest.files[0].path, "changed").unwrap();
     let (reason, message) = failure(Start::new(&model, &kv, 1));
     assert_eq!(reason, ExitReason::BadConfig);
-    assert!(
-        message.contains("model.safetensors") && message.contains("changed"),
-        "{message}"
-    );
+    assert!(message.contains("model.safetensors") && message.contains("changed"), "{message}");
 
     std::fs::remove_file(&model.path).unwrap();
     let (reason, message) = failure(Start::new(&model, &kv, 1));
@@ -499,8 +425,5 @@ fn a_checkpoint_cut_short_while_it_is_served_ends_the_worker_with_a_sentence() {
     }
     let code = i32::from(ExitReason::WeightsChanged.code());
     assert_eq!(worker.end().code(), Some(code));
-    assert!(
-        netd.next(Duration::ZERO).is_none(),
-        "half a result was posted"
-    );
+    assert!(netd.next(Duration::ZERO).is_none(), "half a result was posted");
 }

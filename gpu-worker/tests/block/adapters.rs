@@ -1,11 +1,12 @@
-//! Adapters (`tests/golden/adapters`, made by `generate_adapters.py`) on the blocks of every family against what PEFT computed with
-//! them, from the adapter's folder on: through prepare, the manifest and the map.
+//! Adapters (`tests/golden/adapters`, made by `generate_adapters.py`) on the blocks of every family
+//! against what PEFT computed with them, from the adapter's folder on: through prepare, the
+//! manifest and the map.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use gpu_worker::prepare::Inspected;
 use gpu_worker::weights::map::MappedWeights;
+use prepare::Inspected;
 use safetensors::SafeTensors;
 use shared::block::{BlockIndex, Span};
 use shared::config::{PrepareConfig, QuantType};
@@ -18,13 +19,8 @@ fn golden() -> PathBuf {
 
 fn read(path: &Path) -> HashMap<String, Vec<f32>> {
     let bytes = fs::read(path.join("expected.safetensors")).unwrap();
-    let tensors = SafeTensors::deserialize(&bytes)
-        .unwrap()
-        .tensors()
-        .into_iter();
-    tensors
-        .map(|(name, t)| (name, convert::to_vec(DType::F32, t.data())))
-        .collect()
+    let tensors = SafeTensors::deserialize(&bytes).unwrap().tensors().into_iter();
+    tensors.map(|(name, t)| (name, convert::to_vec(DType::F32, t.data()))).collect()
 }
 
 /// A model of `tests/golden/blocks` with adapters, ready to run.
@@ -54,21 +50,12 @@ impl Loaded {
     ) -> Loaded {
         let cache = tempfile::tempdir().unwrap();
         let model = golden().join("blocks").join(base);
-        let path = |name: &&str| {
-            golden()
-                .join("adapters")
-                .join(name)
-                .to_str()
-                .unwrap()
-                .to_owned()
-        };
+        let path = |name: &&str| golden().join("adapters").join(name).to_str().unwrap().to_owned();
         let config = fs::read(model.join("config.json")).unwrap();
         let config: serde_json::Value = serde_json::from_slice(&config).unwrap();
         let prepare = PrepareConfig {
             model: model.to_str().unwrap().to_owned(),
-            dtype: dtype.or(config["torch_dtype"]
-                .as_str()
-                .map(|name| name.parse().unwrap())),
+            dtype: dtype.or(config["torch_dtype"].as_str().map(|name| name.parse().unwrap())),
             quant_type,
             adapters: adapters.iter().map(path).collect(),
             hub: Default::default(),
@@ -117,22 +104,18 @@ impl Loaded {
     fn part(&self, values: &[f32], range: &std::ops::Range<usize>) -> Vec<f32> {
         let width = self.spec.hidden;
         let rows = values.chunks(self.tokens * width);
-        rows.flat_map(|row| row[range.start * width..range.end * width].to_vec())
-            .collect()
+        rows.flat_map(|row| row[range.start * width..range.end * width].to_vec()).collect()
     }
 
-    /// Output of every block `[blocks][rows, tokens, hidden]` for sequences `x` with an adapter each, in steps up to `ends`.
+    /// Output of every block `[blocks][rows, tokens, hidden]` for sequences `x` with an adapter
+    /// each, in steps up to `ends`.
     fn run(&self, x: &[f32], adapters: &[Option<u32>], ends: &[usize]) -> Vec<Vec<f32>> {
         let (mut chain, tables) = self.chain(adapters);
         let width = self.spec.hidden;
         let mut outputs = vec![vec![0.0; x.len()]; self.spec.num_blocks];
         let mut from = 0;
         for &to in ends {
-            let row = |pages| StepRow {
-                tokens: to - from,
-                prefix: from,
-                pages,
-            };
+            let row = |pages| StepRow { tokens: to - from, prefix: from, pages };
             let rows: Vec<_> = tables.iter().map(|pages| row(pages)).collect();
             let mut hidden = self.part(x, &(from..to));
             for (all, step) in outputs.iter_mut().zip(chain.run(&rows, &mut hidden)) {
@@ -146,7 +129,8 @@ impl Loaded {
         outputs
     }
 
-    /// Gradient of the inputs `x` of sequences with an adapter each, taken back in pieces of `cut` tokens.
+    /// Gradient of the inputs `x` of sequences with an adapter each, taken back in pieces of `cut`
+    /// tokens.
     fn gradient(
         &self,
         x: &[f32],
@@ -158,11 +142,7 @@ impl Loaded {
         chain.lengths = vec![self.tokens; adapters.len()];
         let (width, tokens) = (self.spec.hidden, self.tokens);
         let rows = |range: &std::ops::Range<usize>| -> Vec<StepRow<'_>> {
-            let row = |pages| StepRow {
-                tokens: range.len(),
-                prefix: range.start,
-                pages,
-            };
+            let row = |pages| StepRow { tokens: range.len(), prefix: range.start, pages };
             tables.iter().map(|pages| row(pages)).collect()
         };
         let (mut hidden, mut inputs) = (x.to_vec(), Vec::new());
@@ -188,7 +168,7 @@ impl Loaded {
                     &[],
                     &self.part(&inputs[block], &range),
                     &mut taken,
-                    Kept::default(),
+                    SavedActivations::default(),
                 );
                 for (row, values) in taken.gradient.chunks(range.len() * width).enumerate() {
                     let at = (row * tokens + from) * width;
@@ -211,10 +191,8 @@ impl Loaded {
 
 #[test]
 fn adapters_of_every_family_give_what_peft_gives() {
-    let folders: Vec<_> = fs::read_dir(golden().join("adapters"))
-        .unwrap()
-        .map(|e| e.unwrap().path())
-        .collect();
+    let folders: Vec<_> =
+        fs::read_dir(golden().join("adapters")).unwrap().map(|e| e.unwrap().path()).collect();
     assert!(folders.len() >= 14, "golden data is missing");
     for folder in folders {
         let name = folder.file_name().unwrap().to_str().unwrap();
@@ -254,9 +232,7 @@ fn rows_of_different_adapters_and_of_none_share_a_batch_and_change_no_bit_of_eac
                 .map(|row| (row % (names.len() as u32 + 1)).checked_sub(1))
                 .collect();
             let all = |name: &str| {
-                (0..adapters.len())
-                    .flat_map(|row| given(name, row).to_vec())
-                    .collect::<Vec<f32>>()
+                (0..adapters.len()).flat_map(|row| given(name, row).to_vec()).collect::<Vec<f32>>()
             };
             let (x, g) = (all("input"), all("output_gradient"));
             let ends = [7, 19, 20, loaded.tokens];
@@ -266,11 +242,8 @@ fn rows_of_different_adapters_and_of_none_share_a_batch_and_change_no_bit_of_eac
             for (row, adapter) in adapters.iter().enumerate() {
                 let own = row * width..(row + 1) * width;
                 // Without an adapter it is as if none were loaded.
-                let (alone, index) = if adapter.is_none() {
-                    (&plain, None)
-                } else {
-                    (&loaded, *adapter)
-                };
+                let (alone, index) =
+                    if adapter.is_none() { (&plain, None) } else { (&loaded, *adapter) };
                 let outputs = alone.run(given("input", row), &[index], &[loaded.tokens]);
                 for (block, output) in outputs.iter().enumerate() {
                     assert_eq!(
@@ -285,11 +258,7 @@ fn rows_of_different_adapters_and_of_none_share_a_batch_and_change_no_bit_of_eac
                     &[index],
                     loaded.tokens,
                 );
-                assert_eq!(
-                    bits(&gradient),
-                    bits(&back[own]),
-                    "{base} {quant} row {row}"
-                );
+                assert_eq!(bits(&gradient), bits(&back[own]), "{base} {quant} row {row}");
             }
         }
     }
@@ -306,10 +275,7 @@ fn every_family_is_served_in_float16_with_the_error_of_float16() {
         }
         let loaded = Loaded::served_as(Some(DType::F16), name, &[], QuantType::None);
         let rounded = |values: &Vec<f32>| -> Vec<f32> {
-            values
-                .iter()
-                .map(|v| convert::round(DType::F16, *v))
-                .collect()
+            values.iter().map(|v| convert::round(DType::F16, *v)).collect()
         };
         let (x, none) = (rounded(&loaded.given["input"]), [None; BATCH]);
         let steps: Vec<usize> = (16..=loaded.tokens).collect();
@@ -320,10 +286,7 @@ fn every_family_is_served_in_float16_with_the_error_of_float16() {
         let wanted = &loaded.given["input_gradient"];
         loaded.assert_near(&got, wanted, &format!("{name} gradient"));
     }
-    for (name, quant) in [
-        ("llama.all", QuantType::None),
-        ("llama.all", QuantType::Nf4),
-    ] {
+    for (name, quant) in [("llama.all", QuantType::None), ("llama.all", QuantType::Nf4)] {
         let loaded = Loaded::served_as(Some(DType::F16), "llama", &[name], quant);
         let x = &loaded.given["input"];
         let x: Vec<f32> = x.iter().map(|v| convert::round(DType::F16, *v)).collect();

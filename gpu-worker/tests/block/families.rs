@@ -1,11 +1,13 @@
-//! Blocks of every family, stored in every way (`tests/golden/blocks`, made by `generate_blocks.py`), against what transformers
-//! computed with them: forward, cached inference and gradients. Quantized weights are quantized here, and by bitsandbytes there.
+//! Blocks of every family, stored in every way (`tests/golden/blocks`, made by
+//! `generate_blocks.py`), against what transformers computed with them: forward, cached inference
+//! and gradients. Quantized weights are quantized here, and by bitsandbytes there.
 
 use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use gpu_worker::block::{Level, Qkv, Store};
+use gpu_worker::block::{ActivationStore, SaveLevel};
+use model::Qkv;
 use safetensors::SafeTensors;
 use serde_json::Value;
 
@@ -29,16 +31,12 @@ struct Golden {
 
 fn golden() -> Vec<Golden> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/blocks");
-    let mut paths: Vec<PathBuf> = fs::read_dir(folder)
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .collect();
+    let mut paths: Vec<PathBuf> =
+        fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
     paths.sort();
     assert!(paths.len() >= 34, "golden data is missing");
     let all = [QuantType::None, QuantType::Int8, QuantType::Nf4];
-    let cases = paths
-        .iter()
-        .flat_map(|path| all.map(|quant| Golden::read(path, quant)));
+    let cases = paths.iter().flat_map(|path| all.map(|quant| Golden::read(path, quant)));
     cases.collect()
 }
 
@@ -66,20 +64,14 @@ impl Golden {
                 let kept = tensors.get_mut(&tensor.full_name).unwrap();
                 *kept = kept.stored_as(stored);
             }
-            let results = floats(
-                &path.join("quantized.safetensors"),
-                &format!("{}.", quant.name()),
-            );
+            let results =
+                floats(&path.join("quantized.safetensors"), &format!("{}.", quant.name()));
             assert_eq!(results.len(), 6, "{}", path.display());
             expected.extend(results);
         }
         let tokens = expected["input"].len() / BATCH / spec.hidden;
         Golden {
-            name: format!(
-                "{} {}",
-                path.file_name().unwrap().to_string_lossy(),
-                quant.name()
-            ),
+            name: format!("{} {}", path.file_name().unwrap().to_string_lossy(), quant.name()),
             dtype: config["torch_dtype"].as_str().unwrap().parse().unwrap(),
             batch: BATCH,
             spec,
@@ -90,8 +82,9 @@ impl Golden {
         }
     }
 
-    /// What transformers in bfloat16 is itself off what it gets in float32, and more; float16 has three bits more. The mean of the scales of NF4 depends on the
-    /// order of its sum, and with its last bit now and then an 8-bit scale is the next one.
+    /// What transformers in bfloat16 is itself off what it gets in float32, and more; float16 has
+    /// three bits more. The mean of the scales of NF4 depends on the order of its sum, and with
+    /// its last bit now and then an 8-bit scale is the next one.
     fn tolerance(&self) -> f32 {
         match (self.dtype, self.quant) {
             (DType::F32 | DType::F16, QuantType::Nf4) => 5e-3,
@@ -101,7 +94,8 @@ impl Golden {
         }
     }
 
-    /// Tokens `range` of every row of `[batch, tokens, hidden]`, number `index` in the tensor `name`.
+    /// Tokens `range` of every row of `[batch, tokens, hidden]`, number `index` in the tensor
+    /// `name`.
     fn part(&self, name: &str, index: usize, range: Range<usize>) -> Vec<f32> {
         let width = self.spec.hidden;
         let rows = (0..self.batch).map(|row| (index * self.batch + row) * self.tokens);
@@ -116,15 +110,11 @@ impl Golden {
         let difference: f32 = got.iter().zip(wanted).map(|(g, w)| (g - w).powi(2)).sum();
         let error = (difference / wanted.iter().map(|w| w.powi(2)).sum::<f32>()).sqrt();
         println!("{}: {what}: relative error {error:.1e}", self.name);
-        assert!(
-            error <= self.tolerance(),
-            "{}: {what}: relative error {error}",
-            self.name
-        );
+        assert!(error <= self.tolerance(), "{}: {what}: relative error {error}", self.name);
     }
 
-    /// The output of every block when the tokens of each row come in steps up to `ends`, batched or row by row; the steps are
-    /// jobs, or pieces of one.
+    /// The output of every block when the tokens of each row come in steps up to `ends`, batched or
+    /// row by row; the steps are jobs, or pieces of one.
     fn run(
         &self,
         threads: usize,
@@ -139,11 +129,7 @@ impl Golden {
         let mut from = 0;
         let mut steps = Vec::new();
         for &to in ends {
-            let row = |pages| StepRow {
-                tokens: to - from,
-                prefix: from,
-                pages,
-            };
+            let row = |pages| StepRow { tokens: to - from, prefix: from, pages };
             let rows: Vec<_> = tables.iter().map(|pages| row(pages)).collect();
             let mut hidden = self.part("input", 0, from..to);
             let outputs = if batched {
@@ -153,10 +139,7 @@ impl Golden {
                 let parts = hidden.chunks_mut((to - from) * self.spec.hidden);
                 for (row, part) in rows.iter().zip(parts) {
                     let alone = chain.run(std::slice::from_ref(row), part);
-                    outputs
-                        .iter_mut()
-                        .zip(alone)
-                        .for_each(|(all, one)| all.extend(one));
+                    outputs.iter_mut().zip(alone).for_each(|(all, one)| all.extend(one));
                 }
                 outputs
             };
@@ -200,10 +183,7 @@ fn cuts_batches_and_threads_change_no_bit_of_any_family() {
             for (range, outputs) in golden.run(threads, (batched, true), ends) {
                 let width = range.len() * golden.spec.hidden;
                 let rows = outputs.last().unwrap().chunks(width);
-                tokens
-                    .iter_mut()
-                    .zip(rows)
-                    .for_each(|(all, part)| all.extend(bits(part)));
+                tokens.iter_mut().zip(rows).for_each(|(all, part)| all.extend(bits(part)));
             }
             tokens
         };
@@ -214,12 +194,7 @@ fn cuts_batches_and_threads_change_no_bit_of_any_family() {
             (3, false, &[1, 2, 3, 19, 20, 21]),
             (4, true, &[20, 21]),
         ] {
-            assert_eq!(
-                last(threads, batched, ends),
-                whole,
-                "{} {ends:?}",
-                golden.name
-            );
+            assert_eq!(last(threads, batched, ends), whole, "{} {ends:?}", golden.name);
         }
     }
 }
@@ -236,25 +211,22 @@ struct Gradients {
 }
 
 impl Golden {
-    /// Forward and then backward through all blocks, each sequence taken back in pieces that begin at multiples of `cut`. Forward
-    /// leaves what `level` says, and in the last block is made for keys and values alone; without a level it leaves nothing.
+    /// Forward and then backward through all blocks, each sequence taken back in pieces that begin
+    /// at multiples of `cut`. Forward leaves what `level` says, and in the last block is made
+    /// for keys and values alone; without a level it leaves nothing.
     fn gradients(
         &self,
         threads: usize,
         cut: usize,
         with_prompts: bool,
-        level: Option<Level>,
+        level: Option<SaveLevel>,
     ) -> Gradients {
         let (width, batch, tokens) = (self.spec.hidden, self.batch, self.tokens);
         let (tables, pages) = shuffled_tables(batch, tokens);
         let mut chain = Chain::new(&self.spec, self.dtype, &self.tensors, threads, pages);
         chain.lengths = vec![tokens; batch];
         let rows = |from: usize, to: usize| -> Vec<StepRow<'_>> {
-            let row = |pages| StepRow {
-                tokens: to - from,
-                prefix: from,
-                pages,
-            };
+            let row = |pages| StepRow { tokens: to - from, prefix: from, pages };
             tables.iter().map(|pages| row(pages)).collect()
         };
         // Prompts of a block that fall on tokens `from..to` of every row.
@@ -273,14 +245,14 @@ impl Golden {
         let mut hidden = self.expected["input"].clone();
         let mut inputs = Vec::new();
         let store = |_| {
-            Store::new(
+            ActivationStore::new(
                 &mut Cpu::new(1),
                 &self.spec,
                 level.unwrap_or_default(),
                 batch * tokens,
             )
         };
-        let mut stores: Vec<Store<Cpu>> = (0..self.spec.num_blocks).map(store).collect();
+        let mut stores: Vec<ActivationStore<Cpu>> = (0..self.spec.num_blocks).map(store).collect();
         for (block, store) in stores.iter_mut().enumerate() {
             inputs.push(hidden.clone());
             let (rows, prompts) = (rows(0, tokens), prompts(block, 0, tokens));
@@ -288,15 +260,15 @@ impl Golden {
             if turns {
                 // What keys() does not leave must not be taken for left.
                 let left = if matches!(self.spec.qkv, Qkv::Fused(_)) {
-                    Level::Queries
+                    SaveLevel::Queries
                 } else {
-                    Level::Nothing
+                    SaveLevel::Nothing
                 };
                 let left = left.min(level.unwrap_or_default());
-                *store = Store::new(&mut chain.cpu, &self.spec, left, batch * tokens);
+                *store = ActivationStore::new(&mut chain.cpu, &self.spec, left, batch * tokens);
             }
-            let kept = store.part(0..batch * tokens);
-            chain.send(block, &rows, &prompts, &mut hidden, kept, turns);
+            let saved = store.part(0..batch * tokens);
+            chain.send(block, &rows, &prompts, &mut hidden, saved, turns);
         }
         let mut gradient = self.expected["output_gradient"].clone();
         let mut prompt_gradients = Vec::new();
@@ -312,14 +284,13 @@ impl Golden {
                 let to = tokens.min(from + cut);
                 let part = |values: &[f32]| -> Vec<f32> {
                     let rows = values.chunks(tokens * width);
-                    rows.flat_map(|row| row[from * width..to * width].to_vec())
-                        .collect()
+                    rows.flat_map(|row| row[from * width..to * width].to_vec()).collect()
                 };
                 taken.gradient = part(&gradient);
                 let (rows, prompts) = (rows(from, to), prompts(block, from, to));
                 let parts = (0..batch).map(|row| {
-                    let kept = stores[block].part(row * tokens + from..row * tokens + to);
-                    [kept.queries, kept.between, kept.gate, kept.up]
+                    let saved = stores[block].part(row * tokens + from..row * tokens + to);
+                    [saved.queries, saved.between, saved.gate, saved.up]
                         .map(|part| part.map(|p| p.to_vec()))
                 });
                 let mut parts = parts
@@ -329,29 +300,19 @@ impl Golden {
                     })
                     .unwrap();
                 let [queries, between, gate, up] = parts.each_mut().map(|part| part.as_deref_mut());
-                let kept = Kept {
-                    queries,
-                    between,
-                    gate,
-                    up,
-                };
+                let saved = SavedActivations { queries, between, gate, up };
                 let x = part(&inputs[block]);
-                chain.gradient(block, &rows, &prompts, &x, &mut taken, kept);
+                chain.gradient(block, &rows, &prompts, &x, &mut taken, saved);
                 for (row, values) in taken.gradient.chunks((to - from) * width).enumerate() {
                     let at = (row * tokens + from) * width;
                     gradient[at..at + values.len()].copy_from_slice(values);
                 }
             }
-            let first = gradient
-                .chunks(tokens * width)
-                .flat_map(|row| row[..PREFIX * width].to_vec());
+            let first =
+                gradient.chunks(tokens * width).flat_map(|row| row[..PREFIX * width].to_vec());
             prompt_gradients.splice(0..0, first);
         }
-        Gradients {
-            output: hidden,
-            input: gradient,
-            prompts: prompt_gradients,
-        }
+        Gradients { output: hidden, input: gradient, prompts: prompt_gradients }
     }
 }
 
@@ -368,11 +329,7 @@ fn gradients_of_every_family_are_those_of_autograd() {
             wanted("prompted_input_gradient"),
             "gradient with prompts",
         );
-        golden.assert_near(
-            &prompted.prompts,
-            wanted("prompt_gradient"),
-            "gradient of prompts",
-        );
+        golden.assert_near(&prompted.prompts, wanted("prompt_gradient"), "gradient of prompts");
     }
 }
 
@@ -382,18 +339,8 @@ fn gradients_have_the_same_bits_wherever_a_sequence_is_cut() {
         let whole = golden.gradients(1, golden.tokens, true, None);
         for (threads, cut) in [(2, 1), (3, 4), (1, 16), (4, 20)] {
             let cut_up = golden.gradients(threads, cut, true, None);
-            assert_eq!(
-                bits(&cut_up.input),
-                bits(&whole.input),
-                "{} by {cut}",
-                golden.name
-            );
-            assert_eq!(
-                bits(&cut_up.prompts),
-                bits(&whole.prompts),
-                "{} by {cut}",
-                golden.name
-            );
+            assert_eq!(bits(&cut_up.input), bits(&whole.input), "{} by {cut}", golden.name);
+            assert_eq!(bits(&cut_up.prompts), bits(&whole.prompts), "{} by {cut}", golden.name);
         }
     }
 }
@@ -403,16 +350,16 @@ fn what_forward_leaves_changes_no_bit_of_a_gradient() {
     for golden in golden() {
         let whole = golden.gradients(1, golden.tokens, true, None);
         for (level, cut) in [
-            (Level::Nothing, 4),
-            (Level::Queries, 16),
-            (Level::Attention, 16),
-            (Level::Middle, 20),
-            (Level::Middle, golden.tokens),
+            (SaveLevel::Nothing, 4),
+            (SaveLevel::Queries, 16),
+            (SaveLevel::Attention, 16),
+            (SaveLevel::Middle, 20),
+            (SaveLevel::Middle, golden.tokens),
         ] {
-            let kept = golden.gradients(2, cut, true, Some(level));
+            let saved = golden.gradients(2, cut, true, Some(level));
             let what = format!("{} at {level:?}", golden.name);
-            assert_eq!(bits(&kept.input), bits(&whole.input), "{what}");
-            assert_eq!(bits(&kept.prompts), bits(&whole.prompts), "{what}");
+            assert_eq!(bits(&saved.input), bits(&whole.input), "{what}");
+            assert_eq!(bits(&saved.prompts), bits(&whole.prompts), "{what}");
         }
     }
 }

@@ -3,9 +3,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use gpu_worker::block::Position;
 use kernels::Backend;
 use kernels::ops::{Linear, Rmsnorm};
+use model::Position;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
@@ -27,10 +27,8 @@ struct Golden {
 
 fn golden() -> Vec<Golden> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden");
-    let mut paths: Vec<PathBuf> = fs::read_dir(folder)
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .collect();
+    let mut paths: Vec<PathBuf> =
+        fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
     paths.retain(|path| path.join("expected.safetensors").exists());
     paths.sort();
     assert!(paths.len() >= 7, "golden data is missing");
@@ -48,10 +46,7 @@ impl Golden {
         let tokens = |name: &str| {
             let (words, rest) = expected.tensor(name).unwrap().data().as_chunks::<8>();
             assert!(rest.is_empty());
-            words
-                .iter()
-                .map(|word| i64::from_le_bytes(*word))
-                .collect::<Vec<_>>()
+            words.iter().map(|word| i64::from_le_bytes(*word)).collect::<Vec<_>>()
         };
         Golden {
             name: path.file_name().unwrap().to_string_lossy().into_owned(),
@@ -118,24 +113,17 @@ impl Golden {
         cpu.rmsnorm(args).unwrap();
         let head = self.tensors["lm_head.weight"].view();
         let mut logits = vec![0.0; rows * head.outputs()];
-        cpu.linear(Linear {
-            x: &normed[..],
-            weight: head,
-            bias: None,
-            out: &mut logits[..],
-            rows,
-        })
-        .unwrap();
+        cpu.linear(Linear { x: &normed[..], weight: head, bias: None, out: &mut logits[..], rows })
+            .unwrap();
         let best = |logits: &[f32]| {
-            (0..logits.len())
-                .max_by(|&a, &b| logits[a].total_cmp(&logits[b]))
-                .unwrap() as i64
+            (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap() as i64
         };
         logits.chunks(head.outputs()).map(best).collect()
     }
 
-    /// Relative error (2-norm of the difference over 2-norm) of tokens `range` of all rows after block `block`. The
-    /// bfloat16 results of transformers are themselves 5e-3 off those that it gets in float32.
+    /// Relative error (2-norm of the difference over 2-norm) of tokens `range` of all rows after
+    /// block `block`. The bfloat16 results of transformers are themselves 5e-3 off those that
+    /// it gets in float32.
     fn error(
         &self,
         expected: &[f32],
@@ -144,11 +132,8 @@ impl Golden {
         got: &[f32],
     ) -> f32 {
         let (width, (_, total)) = (self.spec.hidden, self.lengths());
-        let tokens = (0..self.batch).flat_map(|row| {
-            range
-                .clone()
-                .map(move |at| (block * self.batch + row) * total + at)
-        });
+        let tokens = (0..self.batch)
+            .flat_map(|row| range.clone().map(move |at| (block * self.batch + row) * total + at));
         let wanted: Vec<f32> = tokens
             .flat_map(|token| expected[token * width..(token + 1) * width].to_vec())
             .collect();
@@ -207,11 +192,7 @@ pub(crate) fn checkpoint(path: &Path) -> HashMap<String, Stored> {
 #[test]
 fn frequencies_are_those_of_transformers() {
     for golden in golden() {
-        let Position::Rope {
-            inverse_frequencies,
-            ..
-        } = &golden.spec.position
-        else {
+        let Position::Rope { inverse_frequencies, .. } = &golden.spec.position else {
             panic!("{} has no frequencies", golden.name);
         };
         assert_eq!(inverse_frequencies.len(), golden.frequencies.len());
@@ -231,23 +212,13 @@ fn a_pass_without_cache_gives_what_transformers_gives() {
         let total = golden.lengths().1;
         let (tables, pages) = shuffled_tables(golden.batch, total);
         let mut chain = Chain::new(&golden.spec, golden.dtype, &golden.tensors, 2, pages);
-        let rows: Vec<_> = tables
-            .iter()
-            .map(|pages| StepRow {
-                tokens: total,
-                prefix: 0,
-                pages,
-            })
-            .collect();
+        let rows: Vec<_> =
+            tables.iter().map(|pages| StepRow { tokens: total, prefix: 0, pages }).collect();
         let mut hidden = golden.embed(0..total);
         for (block, got) in chain.run(&rows, &mut hidden).iter().enumerate() {
             let error = golden.error(&golden.forward, block, 0..total, got);
             println!("{}: block {block}, relative error {error:.1e}", golden.name);
-            assert!(
-                error <= golden.tolerance(),
-                "{} block {block}: {error}",
-                golden.name
-            );
+            assert!(error <= golden.tolerance(), "{} block {block}: {error}", golden.name);
         }
     }
 }
@@ -263,11 +234,7 @@ fn greedy_decoding_over_pages_gives_the_tokens_and_states_of_transformers() {
             let to = if from == 0 { prompt } else { from + 1 };
             let rows: Vec<_> = tables
                 .iter()
-                .map(|pages| StepRow {
-                    tokens: to - from,
-                    prefix: from,
-                    pages,
-                })
+                .map(|pages| StepRow { tokens: to - from, prefix: from, pages })
                 .collect();
             let mut hidden = golden.embed(from..to);
             for (block, got) in chain.run(&rows, &mut hidden).iter().enumerate() {
@@ -306,22 +273,16 @@ fn any_cut_batch_and_thread_count_gives_the_same_bits() {
             let mut output = vec![f32::NAN; golden.batch * total * width];
             for from in (0..total).step_by(cut) {
                 let to = total.min(from + cut);
-                let row = |pages| StepRow {
-                    tokens: to - from,
-                    prefix: from,
-                    pages,
-                };
+                let row = |pages| StepRow { tokens: to - from, prefix: from, pages };
                 let rows: Vec<_> = tables.iter().map(|pages| row(pages)).collect();
                 let mut hidden = golden.embed(from..to);
                 let per_row = (to - from) * width;
                 match batched {
                     true => drop(chain.run(&rows, &mut hidden)),
                     false => {
-                        rows.iter()
-                            .zip(hidden.chunks_mut(per_row))
-                            .for_each(|(row, hidden)| {
-                                chain.run(std::slice::from_ref(row), hidden);
-                            })
+                        rows.iter().zip(hidden.chunks_mut(per_row)).for_each(|(row, hidden)| {
+                            chain.run(std::slice::from_ref(row), hidden);
+                        })
                     }
                 }
                 for (row, values) in hidden.chunks(per_row).enumerate() {
@@ -332,13 +293,9 @@ fn any_cut_batch_and_thread_count_gives_the_same_bits() {
             bits(&output)
         };
         let whole = outputs(1, true, total);
-        for (threads, batched, cut) in [
-            (1, false, 1),
-            (2, true, 1),
-            (3, true, 5),
-            (2, false, 16),
-            (4, true, 17),
-        ] {
+        for (threads, batched, cut) in
+            [(1, false, 1), (2, true, 1), (3, true, 5), (2, false, 16), (4, true, 17)]
+        {
             assert_eq!(
                 outputs(threads, batched, cut),
                 whole,

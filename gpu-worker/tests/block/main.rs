@@ -1,5 +1,5 @@
-//! The block against numbers computed elsewhere: transformers (golden data of `tests/golden`, made by its `generate.py`) and
-//! Petals' own block classes (formulas).
+//! The block against numbers computed elsewhere: transformers (golden data of `tests/golden`, made
+//! by its `generate.py`) and Petals' own block classes (formulas).
 
 mod adapters;
 mod families;
@@ -9,13 +9,15 @@ mod petals;
 use std::collections::HashMap;
 
 use gpu_worker::block::{
-    BlockInput, BlockSpec, BlockWeights, GradientWork, Kept, PromptPart, Sums, Workspace, backward,
-    forward_keeping, keys,
+    BlockInput, BlockWeights, GradientWork, PromptPart, SavedActivations, Sums, Workspace,
+    backward, forward_saving, keys,
 };
+use gpu_worker::kv::page_layout;
 use gpu_worker::kv::{KvPool, KvShape};
 use kernels::ops::convert;
 use kernels::quant::{int8, nf4};
 use kernels::{Cpu, DType, KvPages, QuantType, StepRow, WeightView};
+use model::BlockSpec;
 use shared::ids::PageId;
 
 /// A tensor in memory, a vector as a matrix of one row.
@@ -30,14 +32,8 @@ struct Stored {
 
 impl Stored {
     fn view(&self) -> WeightView<'_> {
-        WeightView::quantized(
-            self.quant,
-            self.dtype,
-            self.outputs,
-            self.inputs,
-            &self.bytes,
-        )
-        .unwrap()
+        WeightView::quantized(self.quant, self.dtype, self.outputs, self.inputs, &self.bytes)
+            .unwrap()
     }
 
     /// The same matrix as prepare would store it.
@@ -48,11 +44,7 @@ impl Stored {
             QuantType::Int8 => int8::encode(&values, self.inputs),
             QuantType::Nf4 => nf4::encode(&values),
         };
-        Stored {
-            quant,
-            bytes,
-            ..*self
-        }
+        Stored { quant, bytes, ..*self }
     }
 }
 
@@ -84,11 +76,7 @@ impl<'w> Chain<'w> {
         let blocks = (0..spec.num_blocks)
             .map(|index| {
                 let find = |name: &str| {
-                    let full = spec
-                        .tensors(index)
-                        .into_iter()
-                        .find(|t| t.name == name)?
-                        .full_name;
+                    let full = spec.tensors(index).into_iter().find(|t| t.name == name)?.full_name;
                     tensors.get(&full).map(Stored::view)
                 };
                 BlockWeights::new(&mut cpu, spec, dtype, find).unwrap()
@@ -104,11 +92,7 @@ impl<'w> Chain<'w> {
         mut cpu: Cpu,
         pages: usize,
     ) -> Chain<'w> {
-        let shape = KvShape {
-            layout: spec.page_layout(dtype),
-            blocks: spec.num_blocks,
-            pages,
-        };
+        let shape = KvShape { layout: page_layout(spec, dtype), blocks: spec.num_blocks, pages };
         let work = Workspace::new(&mut cpu);
         let gradients = GradientWork::new(&mut cpu);
         Chain {
@@ -133,22 +117,19 @@ impl<'w> Chain<'w> {
         prompts: &[PromptPart<'_>],
         hidden: &mut [f32],
     ) {
-        self.send(index, rows, prompts, hidden, Kept::default(), false);
-        assert!(
-            hidden
-                .iter()
-                .all(|&v| v == convert::round(self.dtype, v) && v.is_finite())
-        );
+        self.send(index, rows, prompts, hidden, SavedActivations::default(), false);
+        assert!(hidden.iter().all(|&v| v == convert::round(self.dtype, v) && v.is_finite()));
     }
 
-    /// Sends `hidden` through block `index`, or as far as its keys and values, leaving what is to be `kept`.
+    /// Sends `hidden` through block `index`, or as far as its keys and values, leaving what is to
+    /// be `saved`.
     fn send(
         &mut self,
         index: usize,
         rows: &[StepRow<'_>],
         prompts: &[PromptPart<'_>],
         hidden: &mut [f32],
-        kept: Kept<'_, [f32]>,
+        saved: SavedActivations<'_, [f32]>,
         keys_only: bool,
     ) {
         let mut pool = KvPool::new(self.shape, &mut self.pool).unwrap();
@@ -162,15 +143,15 @@ impl<'w> Chain<'w> {
         let (cpu, spec, weights) = (&mut self.cpu, &self.spec, &self.blocks[index]);
         let work = &mut self.work;
         let done = if keys_only {
-            keys(cpu, spec, weights, work, input, hidden, &mut pages, kept)
+            keys(cpu, spec, weights, work, input, hidden, &mut pages, saved)
         } else {
-            forward_keeping(cpu, spec, weights, work, input, hidden, &mut pages, kept)
+            forward_saving(cpu, spec, weights, work, input, hidden, &mut pages, saved)
         };
         done.unwrap();
     }
 
-    /// Gradient of the input of block `index`, for tokens whose rows end at the end of their sequences or before what was taken
-    /// already.
+    /// Gradient of the input of block `index`, for tokens whose rows end at the end of their
+    /// sequences or before what was taken already.
     fn gradient(
         &mut self,
         index: usize,
@@ -178,7 +159,7 @@ impl<'w> Chain<'w> {
         prompts: &[PromptPart<'_>],
         x: &[f32],
         taken: &mut Taken,
-        kept: Kept<'_, [f32]>,
+        saved: SavedActivations<'_, [f32]>,
     ) {
         let mut pool = KvPool::new(self.shape, &mut self.pool).unwrap();
         let mut pages: KvPages<'_> = pool.block(index).unwrap();
@@ -201,7 +182,7 @@ impl<'w> Chain<'w> {
             x,
             &mut taken.gradient,
             sums,
-            kept,
+            saved,
             &mut pages,
         )
         .unwrap();
@@ -226,15 +207,14 @@ struct Taken {
     gradient: Vec<f32>,
 }
 
-/// Page tables of `rows` rows of `tokens` positions over shuffled, interleaved pages; page 0 stays unused.
+/// Page tables of `rows` rows of `tokens` positions over shuffled, interleaved pages; page 0 stays
+/// unused.
 fn shuffled_tables(rows: usize, tokens: usize) -> (Vec<Vec<PageId>>, usize) {
     let per_row = tokens.div_ceil(kernels::PAGE_TOKENS);
     let count = rows * per_row;
     let step = (2..).find(|step| gcd(*step, count) == 1).unwrap();
     let page = |row, n| PageId((1 + (row * per_row + n) * step % count) as u32);
-    let tables = (0..rows)
-        .map(|row| (0..per_row).map(|n| page(row, n)).collect())
-        .collect();
+    let tables = (0..rows).map(|row| (0..per_row).map(|n| page(row, n)).collect()).collect();
     (tables, 1 + count)
 }
 

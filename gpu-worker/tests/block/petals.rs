@@ -1,4 +1,5 @@
-//! Values of Petals' own blocks in float32 with weights and inputs from formulas: no checkpoint needed.
+//! Values of Petals' own blocks in float32 with weights and inputs from formulas: no checkpoint
+//! needed.
 
 use serde_json::{Value, json};
 
@@ -150,8 +151,9 @@ fn spec(case: &Case) -> BlockSpec {
     BlockSpec::from_config(&case.config).unwrap()
 }
 
-/// Matrices `sin(0.37 i + 1.3 k + 0.01 (i mod 17)(k + 1)) * 1.5 / sqrt(inputs)`, biases `0.1 sin(0.5 i + k)`, other vectors
-/// `1 + 0.2 sin(0.9 i + k)`; `k` is the place of the tensor's name in the order of names.
+/// Matrices `sin(0.37 i + 1.3 k + 0.01 (i mod 17)(k + 1)) * 1.5 / sqrt(inputs)`, biases `0.1
+/// sin(0.5 i + k)`, other vectors `1 + 0.2 sin(0.9 i + k)`; `k` is the place of the tensor's name
+/// in the order of names.
 fn weights(spec: &BlockSpec) -> HashMap<String, Stored> {
     let mut tensors = spec.tensors(0);
     tensors.sort_by(|a, b| a.name.cmp(&b.name));
@@ -166,9 +168,8 @@ fn weights(spec: &BlockSpec) -> HashMap<String, Stored> {
                 angle.sin() * 1.5 / (inputs as f64).sqrt()
             }
         };
-        let bytes = (0..shape.iter().product())
-            .flat_map(|i| (value(i) as f32).to_le_bytes())
-            .collect();
+        let bytes =
+            (0..shape.iter().product()).flat_map(|i| (value(i) as f32).to_le_bytes()).collect();
         Stored {
             dtype: DType::F32,
             quant: QuantType::None,
@@ -190,12 +191,11 @@ fn input(width: usize) -> Vec<f32> {
         (0.3 * j + 0.7 * t * (1.0 + 0.05 * j) + 2.1 * b).cos() as f32
     };
     let tokens = (0..BATCH).flat_map(|b| (0..TOKENS).map(move |t| (b, t)));
-    tokens
-        .flat_map(|(b, t)| (0..width).map(move |j| value(b, t, j)))
-        .collect()
+    tokens.flat_map(|(b, t)| (0..width).map(move |j| value(b, t, j))).collect()
 }
 
-/// The output when each row's tokens come in steps of the given lengths, and the chain with its cache.
+/// The output when each row's tokens come in steps of the given lengths, and the chain with its
+/// cache.
 fn run<'w>(
     spec: &BlockSpec,
     tensors: &'w HashMap<String, Stored>,
@@ -207,20 +207,12 @@ fn run<'w>(
     let (input, mut output) = (input(width), vec![f32::NAN; BATCH * TOKENS * width]);
     let mut prefix = 0;
     for &tokens in steps {
-        let rows: Vec<StepRow<'_>> = tables
-            .iter()
-            .map(|pages| StepRow {
-                tokens,
-                prefix,
-                pages,
-            })
-            .collect();
+        let rows: Vec<StepRow<'_>> =
+            tables.iter().map(|pages| StepRow { tokens, prefix, pages }).collect();
         let part = |row: usize| {
             ((row * TOKENS + prefix) * width)..((row * TOKENS + prefix + tokens) * width)
         };
-        let mut hidden: Vec<f32> = (0..BATCH)
-            .flat_map(|row| input[part(row)].to_vec())
-            .collect();
+        let mut hidden: Vec<f32> = (0..BATCH).flat_map(|row| input[part(row)].to_vec()).collect();
         chain.block(0, &rows, &[], &mut hidden);
         for (row, values) in hidden.chunks(tokens * width).enumerate() {
             output[part(row)].copy_from_slice(values);
@@ -248,11 +240,7 @@ fn the_block_gives_what_petals_gives() {
         assert_near(&output[..3], &case.first, case.name);
         assert_near(&output[output.len() - 3..], &case.last, case.name);
         let sum: f64 = output.iter().map(|&v| f64::from(v)).sum();
-        let norm = output
-            .iter()
-            .map(|&v| f64::from(v).powi(2))
-            .sum::<f64>()
-            .sqrt();
+        let norm = output.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>().sqrt();
         assert!(
             (sum - case.sum).abs() < 1e-3 && (norm - case.norm).abs() < 1e-4,
             "{}: sum {sum}, norm {norm}",
@@ -268,14 +256,8 @@ fn the_gradient_is_that_of_petals() {
         let tensors = weights(&spec);
         let (_, mut chain) = run(&spec, &tensors, &[TOKENS]);
         let (tables, _) = shuffled_tables(BATCH, TOKENS);
-        let rows: Vec<StepRow<'_>> = tables
-            .iter()
-            .map(|pages| StepRow {
-                tokens: TOKENS,
-                prefix: 0,
-                pages,
-            })
-            .collect();
+        let rows: Vec<StepRow<'_>> =
+            tables.iter().map(|pages| StepRow { tokens: TOKENS, prefix: 0, pages }).collect();
         let kv = BATCH * TOKENS * spec.kv_heads * spec.head_dim;
         let output_gradient =
             (0..BATCH * TOKENS * spec.hidden).map(|i| (0.11 * i as f64).cos() as f32);
@@ -285,8 +267,8 @@ fn the_gradient_is_that_of_petals() {
             starts: vec![0, TOKENS],
             gradient: output_gradient.collect(),
         };
-        let (x, kept) = (input(spec.hidden), Kept::default());
-        chain.gradient(0, &rows, &[], &x, &mut taken, kept);
+        let (x, saved) = (input(spec.hidden), SavedActivations::default());
+        chain.gradient(0, &rows, &[], &x, &mut taken, saved);
         assert_near(&taken.gradient[..3], &case.gradient, case.name);
         let squares = taken.gradient.iter().map(|&v| f64::from(v).powi(2));
         let norm = squares.sum::<f64>().sqrt();
@@ -302,11 +284,7 @@ fn four_tokens_then_one_then_one_give_the_bits_of_six_at_once() {
         let tensors = weights(&spec);
         let whole = run(&spec, &tensors, &[TOKENS]).0;
         for steps in [&[4, 1, 1][..], &[1; 6], &[2, 3, 1], &[5, 1]] {
-            assert_eq!(
-                bits(&run(&spec, &tensors, steps).0),
-                bits(&whole),
-                "{steps:?}"
-            );
+            assert_eq!(bits(&run(&spec, &tensors, steps).0), bits(&whole), "{steps:?}");
         }
     }
 }
@@ -327,16 +305,9 @@ fn the_cache_holds_petals_rotated_keys_and_free_slots_are_untouched() {
         let (first, last) = (key(0, 0, 0), key(BATCH - 1, spec.kv_heads - 1, TOKENS - 1));
         let got = [first[0], key(0, 0, 1)[0], last[spec.head_dim - 1]];
         assert_near(&got, &case.keys, case.name);
-        let written = chain
-            .pool
-            .chunks(vector)
-            .filter(|slot| slot.iter().any(|&b| b != 0xff))
-            .count();
-        assert_eq!(
-            written,
-            BATCH * TOKENS * spec.kv_heads * 2,
-            "of {pages} pages"
-        );
+        let written =
+            chain.pool.chunks(vector).filter(|slot| slot.iter().any(|&b| b != 0xff)).count();
+        assert_eq!(written, BATCH * TOKENS * spec.kv_heads * 2, "of {pages} pages");
     }
 }
 
@@ -346,28 +317,13 @@ fn a_deep_prompt_is_added_before_the_block() {
     let spec = spec(case);
     let tensors = weights(&spec);
     let (tables, pages) = shuffled_tables(1, TOKENS);
-    let rows = [StepRow {
-        tokens: TOKENS,
-        prefix: 0,
-        pages: &tables[0],
-    }];
+    let rows = [StepRow { tokens: TOKENS, prefix: 0, pages: &tables[0] }];
     let prompt: Vec<f32> = (0..2 * HIDDEN).map(|i| (i as f32 * 0.1).sin()).collect();
     let mut with = input(HIDDEN)[..TOKENS * HIDDEN].to_vec();
     let mut by_hand = with.clone();
-    by_hand[HIDDEN..3 * HIDDEN]
-        .iter_mut()
-        .zip(&prompt)
-        .for_each(|(x, p)| *x += p);
+    by_hand[HIDDEN..3 * HIDDEN].iter_mut().zip(&prompt).for_each(|(x, p)| *x += p);
     let mut chain = Chain::new(&spec, DType::F32, &tensors, 1, pages);
-    chain.block(
-        0,
-        &rows,
-        &[PromptPart {
-            offset: HIDDEN,
-            values: &prompt,
-        }],
-        &mut with,
-    );
+    chain.block(0, &rows, &[PromptPart { offset: HIDDEN, values: &prompt }], &mut with);
     chain.block(0, &rows, &[], &mut by_hand);
     assert_eq!(bits(&with), bits(&by_hand));
 }
@@ -378,15 +334,8 @@ fn weights_of_a_wrong_shape_or_dtype_or_none_are_refused_by_name() {
     let spec = spec(case);
     let mut cpu = Cpu::new(1);
     let mut refusal = |tensors: &HashMap<String, Stored>, dtype| {
-        let find = |name: &str| {
-            tensors
-                .get(&format!("model.layers.0.{name}"))
-                .map(Stored::view)
-        };
-        BlockWeights::new(&mut cpu, &spec, dtype, find)
-            .err()
-            .unwrap()
-            .to_string()
+        let find = |name: &str| tensors.get(&format!("model.layers.0.{name}")).map(Stored::view);
+        BlockWeights::new(&mut cpu, &spec, dtype, find).err().unwrap().to_string()
     };
     let name = "model.layers.0.mlp.up_proj.weight";
     let mut tensors = weights(&spec);
@@ -395,8 +344,5 @@ fn weights_of_a_wrong_shape_or_dtype_or_none_are_refused_by_name() {
     (up.outputs, up.inputs) = (up.inputs, up.outputs);
     assert!(refusal(&tensors, DType::F32).contains("mlp.up_proj.weight has shape [64, 96]"));
     tensors.remove(name);
-    assert_eq!(
-        refusal(&tensors, DType::F32),
-        "tensor mlp.up_proj.weight is missing"
-    );
+    assert_eq!(refusal(&tensors, DType::F32), "tensor mlp.up_proj.weight is missing");
 }

@@ -1,21 +1,21 @@
-//! Time of an operation beside the read bandwidth and beside its peers, by turns, so that all saw the same machine.
+//! Time of an operation beside the read bandwidth and beside its peers, interleaved, so that all
+//! saw the same machine.
 
 use std::hint::black_box;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use kernels::cases::{Row, Work};
 use kernels::cpu::pool::Pool;
 use nix::time::{ClockId, clock_gettime};
 
-/// Bytes of weights that are walked: above the last-level cache of common machines.
-pub const RING_BYTES: usize = 384 << 20;
 /// Bytes that one measurement of the bandwidth reads.
 const READ_BYTES: usize = 16 << 20;
 /// Time for one row of the table.
 const ROW_TIME: Duration = Duration::from_millis(700);
 
-/// What was measured by turns: the least of many each.
+/// What was measured: the least of many each.
 #[derive(Clone, Copy, Debug)]
 pub struct Times {
     /// The operation, ns.
@@ -37,30 +37,25 @@ pub struct Requests {
     pub ggml: String,
 }
 
-impl From<&str> for Requests {
-    /// Of PyTorch alone.
-    fn from(torch: &str) -> Requests {
-        Requests {
-            torch: torch.to_owned(),
-            ggml: String::new(),
-        }
-    }
-}
-
 /// The clock, the reader and the peers of a run of the bench.
-pub struct Bench {
+pub struct Bench<'r> {
     clock: ClockId,
     reader: Pool,
     torch: Option<Peer>,
     ggml: Option<Peer>,
-    ring: Vec<u8>,
+    ring: &'r [u8],
 }
 
-impl Bench {
-    /// For `threads` threads; with one, times are CPU times, so that other processes cost nothing but cache.
-    pub fn new(threads: usize, python: Option<&str>, ggml: Option<&str>) -> Bench {
+impl<'r> Bench<'r> {
+    /// For `threads` threads; with one, times are CPU times, so that other processes cost nothing
+    /// but cache. The bandwidth is that of reading `ring`.
+    pub fn new(
+        threads: usize,
+        python: Option<&str>,
+        ggml: Option<&str>,
+        ring: &'r [u8],
+    ) -> Bench<'r> {
         let script = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/ops/torch_ops.py");
-        let words = (0..RING_BYTES / 2).map(|i| ((i % 251) as u16 | 0x3c00).to_le_bytes());
         Bench {
             clock: if threads == 1 {
                 ClockId::CLOCK_THREAD_CPUTIME_ID
@@ -70,7 +65,7 @@ impl Bench {
             reader: Pool::new(threads),
             torch: python.and_then(|python| Peer::start(python, &["-B", script], threads)),
             ggml: ggml.and_then(|program| Peer::start(program, &[], threads)),
-            ring: words.flatten().collect(),
+            ring,
         }
     }
 
@@ -78,25 +73,18 @@ impl Bench {
         Duration::from(clock_gettime(clock).expect("the clock exists"))
     }
 
-    /// Least time of `run`, of the requests and of reading. `run` gets the next weights of `size` bytes.
-    pub fn measure(
-        &mut self,
-        requests: impl Into<Requests>,
-        size: usize,
-        mut run: impl FnMut(&[u8]),
-    ) -> Times {
-        let (clock, requests) = (self.clock, requests.into());
-        let mut matrices = self.ring.chunks_exact(size.max(1)).cycle();
+    /// Least time of `run`, of the requests and of reading.
+    pub fn measure(&mut self, requests: Requests, mut run: impl FnMut()) -> Times {
+        let clock = self.clock;
         let mut parts = self.ring.chunks_exact(READ_BYTES).cycle();
-        let mut next = || matrices.next().expect("the ring is larger");
         let (mut own, mut read) = (f64::MAX, f64::MAX);
         let (mut torch, mut ggml) = (None, None);
-        run(next());
+        run();
         let (began, mut rounds) = (Instant::now(), 0);
         while rounds < 3 || (began.elapsed() < ROW_TIME && rounds < 500) {
             for _ in 0..3 {
                 let start = Bench::now(clock);
-                run(next());
+                run();
                 own = own.min((Bench::now(clock) - start).as_nanos() as f64);
             }
             let start = Bench::now(clock);
@@ -106,12 +94,7 @@ impl Bench {
             Peer::least(&mut self.ggml, &requests.ggml, &mut ggml);
             rounds += 1;
         }
-        Times {
-            own,
-            torch,
-            ggml,
-            bandwidth: READ_BYTES as f64 / read,
-        }
+        Times { own, torch, ggml, bandwidth: READ_BYTES as f64 / read }
     }
 
     /// Reads `bytes` with all threads.
@@ -131,27 +114,26 @@ impl Bench {
 }
 
 impl Times {
-    /// The columns of a row; `bytes` and `flops` of the operation, 0 for a column without meaning.
-    pub fn print(self, what: &str, bytes: usize, flops: usize) {
+    /// Prints the columns of a row, but for those without work.
+    pub fn print(self, row: &Row) {
+        let Row { name, work: Work { bytes, operations } } = row;
+        let (bytes, flops) = (*bytes, *operations);
         let speed = bytes as f64 / self.own;
         let share = match bytes {
             0 => String::new(),
-            _ => format!(
-                "{speed:6.1} GB/s = {:3.0} %",
-                100.0 * speed / self.bandwidth
-            ),
+            _ => format!("{speed:6.1} GB/s = {:3.0} %", 100.0 * speed / self.bandwidth),
         };
         let rate = match flops {
             0 => String::new(),
             _ => format!("{:7.1} GFLOP/s", flops as f64 / self.own),
         };
-        let beside = |name: &str, time: Option<f64>| {
+        let beside = |peer: &str, time: Option<f64>| {
             time.map_or_else(String::new, |time| {
-                format!("{name} {:9.1} {:5.2} x", time / 1e3, time / self.own)
+                format!("{peer} {:9.1} {:5.2} x", time / 1e3, time / self.own)
             })
         };
         println!(
-            "{what:44} {:11.1} µs {share:20} {rate:15} {:26} {}",
+            "{name:44} {:11.1} µs {share:20} {rate:15} {:26} {}",
             self.own / 1e3,
             beside("torch", self.torch),
             beside("ggml", self.ggml)
@@ -186,11 +168,7 @@ impl Peer {
             return None;
         }
         println!("beside {}", line.trim());
-        Some(Peer {
-            child,
-            requests,
-            answers,
-        })
+        Some(Peer { child, requests, answers })
     }
 
     /// Asks the peer, if there is one and something to ask, and keeps the least time.
@@ -207,9 +185,7 @@ impl Peer {
         let mut line = String::new();
         writeln!(self.requests, "{request}").expect("the helper lives");
         self.answers.read_line(&mut line).expect("the helper lives");
-        line.trim()
-            .parse()
-            .expect("the helper answers in nanoseconds")
+        line.trim().parse().expect("the helper answers in nanoseconds")
     }
 }
 

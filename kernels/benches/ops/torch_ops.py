@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""PyTorch as a peer of the operations: reads `OP DTYPE NUMBERS...` a line, runs it, and answers with nanoseconds.
+"""Runs operations in PyTorch: reads lines `OP DTYPE NUMBERS...`, answers with nanoseconds.
 
-Started by the bench with the number of threads. With one thread the clock is the CPU time of the thread, as in the bench:
-what other processes take away is not counted. Weights are slices of a ring larger than the caches.
+The bench starts this program with the number of threads. With one thread, the clock is the CPU time
+of the thread, as in the bench, so that other processes do not count. Weights are slices of a ring
+larger than the caches.
 """
+
 import sys
 import time
 
@@ -27,7 +29,7 @@ def weight(dtype, outputs, inputs):
     if place + count > RING_BYTES:
         place = 0
     place += count
-    return ring[place - count:place].view(dtype).view(outputs, inputs)
+    return ring[place - count : place].view(dtype).view(outputs, inputs)
 
 
 def best(run):
@@ -71,7 +73,7 @@ def attention_grad(dtype, kv_heads, group, dim, prefix, tokens):
     inputs = [x.requires_grad_() for x in (q, k, v)]
     grad = torch.randn(q.shape).to(dtype)
 
-    # With the forward, as autograd needs it: the operation of the bench computes the scores once more, too.
+    # Autograd needs the forward pass; the operation of the bench computes the scores again, too.
     def run():
         torch.autograd.grad(attend(q, k, v, mask, group), inputs, grad)
 
@@ -79,7 +81,9 @@ def attention_grad(dtype, kv_heads, group, dim, prefix, tokens):
 
 
 def main():
-    operations = dict(linear=linear, linear_grad=linear_grad, attention=attention, attention_grad=attention_grad)
+    operations = dict(
+        linear=linear, linear_grad=linear_grad, attention=attention, attention_grad=attention_grad
+    )
     print(f"torch {torch.__version__}", flush=True)
     with torch.inference_mode(False):
         for line in sys.stdin:

@@ -1,5 +1,6 @@
-// What a cubin says of its kernels, as far as a launch is refused by it. Source: the ELF-64 format; sections and attributes as `readelf` and
-// cuobjdump show them (.text.NAME, .nv.shared.NAME, .nv.info, .nv.info.NAME).
+// Reads from a cubin what limits the launches of its kernels.
+// Source: the ELF-64 format; sections and attributes as `readelf` and cuobjdump show them
+// (.text.NAME, .nv.shared.NAME, .nv.info, .nv.info.NAME).
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -21,11 +22,13 @@ public:
     // Compute capability times ten.
     unsigned architecture = 0;
 
-    // False when the bytes are no cubin. Their number is not known to the driver, so offsets are believed: images are our own.
+    // False when the bytes are no cubin. Their number is not known to the driver, so offsets are
+    // believed: images are our own.
     bool read(const unsigned char* bytes) {
         at = bytes;
-        if (memcmp(bytes, "\x7f"
-                          "ELF",
+        if (memcmp(bytes,
+                   "\x7f"
+                   "ELF",
                    4) ||
             number<uint16_t>(18) != EM_CUDA)
             return false;
@@ -43,7 +46,8 @@ public:
             kernel = kernels.find(after(section.name, ".nv.shared."));
             // From 9.0 on its first 1,024 bytes are the system's, which no limit counts.
             const uint64_t reserved = architecture >= 90 ? 1024 : 0;
-            if (kernel != kernels.end() && section.bytes > reserved) kernel->second.static_shared = (unsigned)(section.bytes - reserved);
+            if (kernel != kernels.end() && section.bytes > reserved)
+                kernel->second.static_shared = (unsigned)(section.bytes - reserved);
         }
         return true;
     }
@@ -51,7 +55,8 @@ public:
 private:
     static constexpr unsigned EM_CUDA = 190;
     // Attributes of .nv.info, and the form of one that has a payload.
-    static constexpr unsigned MAX_THREADS = 0x05, PARAM = 0x17, REGISTERS = 0x2f, CLUSTER = 0x3d, WITH_PAYLOAD = 4;
+    static constexpr unsigned MAX_THREADS = 0x05, PARAM = 0x17, REGISTERS = 0x2f, CLUSTER = 0x3d,
+                              WITH_PAYLOAD = 4;
 
     struct Section {
         std::string name;
@@ -73,12 +78,15 @@ private:
 
     void list_sections() {
         uint64_t table = number<uint64_t>(40);
-        unsigned size = number<uint16_t>(58), count = number<uint16_t>(60), names = number<uint16_t>(62);
+        unsigned size = number<uint16_t>(58), count = number<uint16_t>(60),
+                 names = number<uint16_t>(62);
         uint64_t name_bytes = number<uint64_t>(table + names * size + 24);
         for (unsigned i = 0; i < count; i++) {
             uint64_t header = table + i * size;
-            const char* name = reinterpret_cast<const char*>(at + name_bytes + number<uint32_t>(header));
-            sections.push_back({name, number<uint64_t>(header + 24), number<uint64_t>(header + 32), number<uint32_t>(header + 4)});
+            const char* name =
+                reinterpret_cast<const char*>(at + name_bytes + number<uint32_t>(header));
+            sections.push_back({name, number<uint64_t>(header + 24), number<uint64_t>(header + 32),
+                                number<uint32_t>(header + 4)});
         }
     }
 
@@ -101,7 +109,8 @@ private:
         attributes(info, [&](unsigned attribute, uint64_t payload) {
             if (attribute != REGISTERS) return;
             uint64_t symbol = symbols->start + 24ull * number<uint32_t>(payload);
-            auto kernel = kernels.find(reinterpret_cast<const char*>(at + names->start + number<uint32_t>(symbol)));
+            auto kernel = kernels.find(
+                reinterpret_cast<const char*>(at + names->start + number<uint32_t>(symbol)));
             if (kernel != kernels.end()) kernel->second.registers = number<uint32_t>(payload + 4);
         });
     }
@@ -109,11 +118,13 @@ private:
     void limits_of(const Section& info, KernelInfo& kernel) const {
         attributes(info, [&](unsigned attribute, uint64_t payload) {
             if (attribute == MAX_THREADS) {
-                kernel.max_threads = number<uint32_t>(payload) * number<uint32_t>(payload + 4) * number<uint32_t>(payload + 8);
+                kernel.max_threads = number<uint32_t>(payload) * number<uint32_t>(payload + 4) *
+                                     number<uint32_t>(payload + 8);
             } else if (attribute == PARAM) {
                 kernel.params++;
             } else if (attribute == CLUSTER) {
-                for (unsigned i = 0; i < 3; i++) kernel.cluster[i] = number<uint32_t>(payload + 4 * i);
+                for (unsigned i = 0; i < 3; i++)
+                    kernel.cluster[i] = number<uint32_t>(payload + 4 * i);
             }
         });
     }

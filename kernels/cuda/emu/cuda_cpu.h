@@ -1,5 +1,6 @@
-// CUDA C++ for g++: keywords, built-in variables, vector types, warp and CTA functions, and the CPU half of ptx.h. Only what our
-// kernels use is here; a kernel that needs more adds it with the same signature. See fiber.h for how threads run.
+// CUDA C++ for g++: keywords, built-in variables, vector types, warp and CTA functions, and the CPU
+// half of ptx.h. It has only what our kernels use; a kernel that needs more adds it with the same
+// signature. fiber.h describes how threads run.
 #pragma once
 #include <math.h>
 #include <stddef.h>
@@ -13,7 +14,7 @@
 
 // build.rs finds kernels in preprocessed text by the mark that __global__ leaves there.
 #ifdef EMU_SCAN
-#define __global__ emu_global_mark
+#define __global__            emu_global_mark
 #define __cluster_dims__(...) emu_cluster_mark(__VA_ARGS__)
 #else
 #define __global__
@@ -22,20 +23,22 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline __attribute__((always_inline))
-#define __noinline__ __attribute__((noinline))
+#define __noinline__    __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __constant__ static const
-// One CTA at a time runs on an OS thread, but for clusters, whose kernels use dynamic shared memory alone. Not filled with NaN before each CTA, as
-// that is.
-#define __shared__ static thread_local
+// One CTA at a time runs on an OS thread, but for clusters, whose kernels use dynamic shared memory
+// alone. Not filled with NaN before each CTA, as that is.
+#define __shared__   static thread_local
 #define __align__(n) __attribute__((aligned(n)))
+// Exports a constant to Rust (ptx.h); build.rs finds it in preprocessed text by the prefix.
+#define EXPORT(NAME, VALUE) static constexpr uint32_t exported_##NAME = (VALUE)
 // Declares `name` as the dynamic shared memory, aligned to 1024 bytes.
 #define SMEM_DYN(name) unsigned char* name = emu::current->cta->shared
 
 #define threadIdx (emu::current->thread)
-#define blockIdx (emu::current->cta->index)
-#define blockDim (emu::current->cta->size)
-#define gridDim (emu::current->cta->grid)
+#define blockIdx  (emu::current->cta->index)
+#define blockDim  (emu::current->cta->size)
+#define gridDim   (emu::current->cta->grid)
 static const int warpSize = 32;
 
 struct alignas(8) float2 {
@@ -69,11 +72,13 @@ static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
-static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
+    return {x, y, z, w};
+}
 
 #include "half.h"
 
-// --- barriers and warp collectives -----------------------------------------------------------------------------------
+// --- barriers and warp collectives ---------------------------------------------------------------
 
 static inline void __syncthreads(unsigned line = __builtin_LINE()) { emu::barrier(false, line); }
 static inline int __syncthreads_or(int vote, unsigned line = __builtin_LINE()) {
@@ -95,7 +100,8 @@ static inline void __threadfence_block() {}
 
 namespace emu {
 
-template <class T> static inline T from_lane(unsigned mask, T value, unsigned lane, const char* what) {
+template <class T>
+static inline T from_lane(unsigned mask, T value, unsigned lane, const char* what) {
     static_assert(sizeof(T) <= 8, "a shuffle moves at most 8 bytes");
     uint64_t word = 0;
     memcpy(&word, &value, sizeof value);
@@ -109,16 +115,20 @@ template <class T> static inline T from_lane(unsigned mask, T value, unsigned la
 
 template <class T> static inline T __shfl_sync(unsigned mask, T value, int from, int width = 32) {
     unsigned lane = emu::current->lane;
-    return emu::from_lane(mask, value, (lane & ~(width - 1u)) | ((unsigned)from & (width - 1u)), "__shfl_sync");
+    return emu::from_lane(mask, value, (lane & ~(width - 1u)) | ((unsigned)from & (width - 1u)),
+                          "__shfl_sync");
 }
 template <class T> static inline T __shfl_xor_sync(unsigned mask, T value, int bits, int = 32) {
     return emu::from_lane(mask, value, emu::current->lane ^ (unsigned)bits, "__shfl_xor_sync");
 }
-template <class T> static inline T __shfl_down_sync(unsigned mask, T value, unsigned by, int width = 32) {
+template <class T>
+static inline T __shfl_down_sync(unsigned mask, T value, unsigned by, int width = 32) {
     unsigned lane = emu::current->lane, place = lane & (width - 1u);
-    return emu::from_lane(mask, value, place + by >= (unsigned)width ? lane : lane + by, "__shfl_down_sync");
+    return emu::from_lane(mask, value, place + by >= (unsigned)width ? lane : lane + by,
+                          "__shfl_down_sync");
 }
-template <class T> static inline T __shfl_up_sync(unsigned mask, T value, unsigned by, int width = 32) {
+template <class T>
+static inline T __shfl_up_sync(unsigned mask, T value, unsigned by, int width = 32) {
     unsigned lane = emu::current->lane, place = lane & (width - 1u);
     return emu::from_lane(mask, value, place < by ? lane : lane - by, "__shfl_up_sync");
 }
@@ -133,10 +143,11 @@ static inline unsigned __ballot_sync(unsigned mask, int vote) {
 static inline int __any_sync(unsigned mask, int vote) { return __ballot_sync(mask, vote) != 0; }
 static inline int __all_sync(unsigned mask, int vote) { return __ballot_sync(mask, !vote) == 0; }
 
-// --- atomics ---------------------------------------------------------------------------------------------------------
+// --- atomics -------------------------------------------------------------------------------------
 
 template <class T> static inline T atomicAdd(T* at, T value) {
-    static_assert(std::is_integral<T>::value, "float atomics would make results depend on the order of threads");
+    static_assert(std::is_integral<T>::value,
+                  "float atomics would make results depend on the order of threads");
     return reinterpret_cast<std::atomic<T>*>(at)->fetch_add(value);
 }
 template <class T> static inline T atomicExch(T* at, T value) {
@@ -154,7 +165,7 @@ template <class T> static inline T atomicMax(T* at, T value) {
     return old;
 }
 
-// --- arithmetic ------------------------------------------------------------------------------------------------------
+// --- arithmetic ----------------------------------------------------------------------------------
 
 template <class T> static inline T __ldg(const T* at) { return *at; }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
@@ -176,7 +187,9 @@ static inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __ffs(int x) { return __builtin_ffs(x); }
 static inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz((unsigned)x); }
-static inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
+static inline unsigned __umulhi(unsigned a, unsigned b) {
+    return (unsigned)((uint64_t)a * b >> 32);
+}
 static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     uint64_t both = (uint64_t)b << 32 | a;
     unsigned result = 0;
@@ -194,7 +207,7 @@ static inline int __dp4a(int a, int b, int c) {
 template <class T> static inline T min(T a, T b) { return b < a ? b : a; }
 template <class T> static inline T max(T a, T b) { return a < b ? b : a; }
 
-// --- the CPU half of ptx.h -------------------------------------------------------------------------------------------
+// --- the CPU half of ptx.h -----------------------------------------------------------------------
 
 namespace emu {
 
@@ -218,7 +231,8 @@ template <int N> static inline void cp_wait() {
     while (groups.size() > (size_t)N) {
         for (auto& copy : groups.front()) {
             if (copy.valid) memcpy(copy.to, copy.from, copy.valid);
-            if (copy.valid < copy.bytes) memset((char*)copy.to + copy.valid, 0, copy.bytes - copy.valid);
+            if (copy.valid < copy.bytes)
+                memset((char*)copy.to + copy.valid, 0, copy.bytes - copy.valid);
             emu::note_copy(copy.to);
         }
         groups.erase(groups.begin());
@@ -227,8 +241,10 @@ template <int N> static inline void cp_wait() {
 
 namespace emu {
 
-// Row `l` of matrix `i` lies where lane 8 i + l says; each lane gets two neighbours of row lane / 4 of every matrix.
-static inline void load_matrices(uint32_t* result, int count, const void* row, bool transposed, const char* what) {
+// Row `l` of matrix `i` lies where lane 8 i + l says; each lane gets two neighbours of row lane / 4
+// of every matrix.
+static inline void load_matrices(uint32_t* result, int count, const void* row, bool transposed,
+                                 const char* what) {
     check_aligned(row, 16, "ldmatrix of a misaligned row");
     uint64_t address = (uint64_t)row;
     const Message* all = meet(~0u, what, &address, sizeof address);
@@ -249,7 +265,8 @@ static inline float element(const __nv_bfloat16& h) { return __bfloat162float(h)
 
 // D[16, 8] += A[16, 16] B[16, 8] with the fragments of PTX ISA, mma.m16n8k16.
 template <class H>
-static inline void multiply_16_8_16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const char* what) {
+static inline void multiply_16_8_16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                    const char* what) {
     uint32_t own[6] = {a[0], a[1], a[2], a[3], b0, b1};
     const Message* all = meet(~0u, what, own, sizeof own);
     unsigned lane = current->lane, group = lane / 4, pair = lane % 4;
@@ -274,10 +291,18 @@ static inline void multiply_16_8_16(float (&d)[4], const uint32_t (&a)[4], uint3
 
 } // namespace emu
 
-static inline void ldsm4(uint32_t (&r)[4], const void* row) { emu::load_matrices(r, 4, row, false, "ldsm4"); }
-static inline void ldsm4_t(uint32_t (&r)[4], const void* row) { emu::load_matrices(r, 4, row, true, "ldsm4_t"); }
-static inline void ldsm2(uint32_t (&r)[2], const void* row) { emu::load_matrices(r, 2, row, false, "ldsm2"); }
-static inline void ldsm2_t(uint32_t (&r)[2], const void* row) { emu::load_matrices(r, 2, row, true, "ldsm2_t"); }
+static inline void ldsm4(uint32_t (&r)[4], const void* row) {
+    emu::load_matrices(r, 4, row, false, "ldsm4");
+}
+static inline void ldsm4_t(uint32_t (&r)[4], const void* row) {
+    emu::load_matrices(r, 4, row, true, "ldsm4_t");
+}
+static inline void ldsm2(uint32_t (&r)[2], const void* row) {
+    emu::load_matrices(r, 2, row, false, "ldsm2");
+}
+static inline void ldsm2_t(uint32_t (&r)[2], const void* row) {
+    emu::load_matrices(r, 2, row, true, "ldsm2_t");
+}
 static inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     emu::multiply_16_8_16<__nv_bfloat16>(d, a, b0, b1, "mma_bf16");
 }
@@ -291,7 +316,7 @@ static inline uint4 ld_stream16(const void* at) {
     return value;
 }
 
-// --- the table of kernels of a file ------------------------------------------------------------------------------------
+// --- the table of kernels of a file --------------------------------------------------------------
 
 namespace emu {
 
@@ -307,4 +332,9 @@ template <class... A, void (*F)(A...)> struct Thunk<F> {
 
 } // namespace emu
 
-#define EMU_KERNEL(name, ...) {#name, emu::Thunk<name>::call, emu::Thunk<name>::sizes, emu::Thunk<name>::count, {__VA_ARGS__}}
+#define EMU_KERNEL(name, ...)                                                                      \
+    {                                                                                              \
+        #name, emu::Thunk<name>::call, emu::Thunk<name>::sizes, emu::Thunk<name>::count, {         \
+            __VA_ARGS__                                                                            \
+        }                                                                                          \
+    }

@@ -1,18 +1,27 @@
-// A libcuda.so whose devices are the emulator, so that everything above the driver's functions runs as it does on a card: the probe, the loader of
-// images, streams, events, graphs, registered memory. It is stricter than a driver and as late as one may be:
+// A libcuda.so whose devices are the emulator, so that everything above the driver's functions runs
+// as on a GPU: the probe, the loader of images, streams, events, graphs, registered memory. It is
+// stricter than a driver, and as late as one may be:
 //
-// - What is enqueued runs when somebody waits for it, not before: a host that reads or overwrites too early gets wrong numbers. What is copied from
-//   pinned or registered memory is read then; other host memory is read at the call.
-// - Each copy and fill must lie in memory that is allocated, pinned or registered; anything else is the error 700 that a card reports.
-// - A kernel comes from an image that was loaded and has it, and a launch is held to what the compiled kernel says: parameters, threads,
-//   clusters, registers, static and dynamic shared memory.
-// - A thread that records allocates, frees, waits for and copies from pageable memory nothing: such a call fails and spoils the recording.
-// - An error from 700 on stays: every later call reports it.
+//   - Enqueued work runs when a thread waits for it, not before: a host that reads or overwrites
+//     too early gets wrong numbers. Copies from pinned or registered memory read it then; other
+//     host memory is read at the call.
+//   - Each copy and fill must be inside memory that is allocated, pinned or registered; otherwise
+//     it is error 700, as on a GPU.
+//   - A kernel needs a loaded image that contains it. A launch must respect the compiled kernel:
+//     parameters, threads, clusters, registers, static and dynamic shared memory.
+//   - A thread that records may not allocate, free, wait, or copy from pageable memory: such a call
+//     fails and invalidates the recording.
+//   - An error from 700 on is sticky: every later call reports it.
 //
-// EMU_CUDA_ARCH (90), EMU_CUDA_DEVICES (1), EMU_CUDA_MEMORY (bytes of each device, 8 GiB), EMU_CUDA_FAIL=CALL:ERROR:AFTER fails the call of that name
-// when it has succeeded AFTER times; EMU_CUDA_FAIL_ONCE=FILE makes it fail in the one process that creates the file. EMU_CUDA_FAULTY=PART:ERROR makes
-// each kernel whose name has this part end with that error, or never end: PART:hang.
-// Source of the rules: CUDA Driver API reference; CUDA C++ programming guide, "Stream capture" and "Prohibited and unhandled operations".
+// Settings from the environment:
+//   EMU_CUDA_ARCH (90), EMU_CUDA_DEVICES (1), EMU_CUDA_MEMORY (bytes of each device, 8 GiB)
+//   EMU_CUDA_VERSION (12000)         the version of CUDA that the driver supports
+//   EMU_CUDA_FAIL=CALL:ERROR:AFTER   the call of that name fails after AFTER successes
+//   EMU_CUDA_FAIL_ONCE=FILE          it fails in the one process that creates the file
+//   EMU_CUDA_FAULTY=NAME:ERROR       each kernel whose name contains NAME ends with that error
+//   EMU_CUDA_FAULTY=NAME:hang        each such kernel never ends
+// Source of the rules: CUDA Driver API reference; CUDA C++ programming guide, "Stream capture" and
+// "Prohibited and unhandled operations".
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -142,8 +151,8 @@ int begin(const char* call, bool needs_context) {
     if (needs_context && (!current || !current->references)) return INVALID_CONTEXT;
     return kept(planned_failure(call));
 }
-#define BEGIN(needs_context)                             \
-    std::lock_guard<std::recursive_mutex> guard(lock);   \
+#define BEGIN(needs_context)                                                                       \
+    std::lock_guard<std::recursive_mutex> guard(lock);                                             \
     if (int error = begin(__func__, needs_context)) return error
 
 // Refuses what may not be done by a thread that records.
@@ -155,7 +164,7 @@ int outside_recordings() {
         }
     return OK;
 }
-#define OUTSIDE_RECORDINGS() \
+#define OUTSIDE_RECORDINGS()                                                                       \
     if (int error = outside_recordings()) return error
 
 bool lies_in(const std::map<uint64_t, uint64_t>& ranges, uint64_t at, uint64_t bytes) {
@@ -165,7 +174,9 @@ bool lies_in(const std::map<uint64_t, uint64_t>& ranges, uint64_t at, uint64_t b
     return at - next->first <= next->second && bytes <= next->second - (at - next->first);
 }
 bool is_host(const void* at, uint64_t bytes) { return lies_in(host, (uint64_t)at, bytes); }
-bool is_reachable(Device* device, uint64_t at, uint64_t bytes) { return lies_in(device->memory, at, bytes) || lies_in(host, at, bytes); }
+bool is_reachable(Device* device, uint64_t at, uint64_t bytes) {
+    return lies_in(device->memory, at, bytes) || lies_in(host, at, bytes);
+}
 template <class T> T* pointer(uint64_t at) { return reinterpret_cast<T*>(at); }
 
 int enqueue(Stream* stream, Command command) {
@@ -195,10 +206,14 @@ int run_everything() {
     return OK;
 }
 
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+}
 
 uint64_t map_memory(uint64_t bytes) {
-    void* start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (start == MAP_FAILED) return 0;
     memset(start, 0xff, bytes); // NaN
     return (uint64_t)start;
@@ -217,20 +232,26 @@ int complain(const char* name, const char* what) {
 }
 
 // Whether a card could run the launch.
-int check_launch(const Function& function, const unsigned (&grid)[3], const unsigned (&cta)[3], unsigned dynamic) {
+int check_launch(const Function& function, const unsigned (&grid)[3], const unsigned (&cta)[3],
+                 unsigned dynamic) {
     const char* name = function.kernel->name;
     unsigned threads = cta[0] * cta[1] * cta[2], warps = (threads + 31) / 32;
-    if (function.info.params != function.kernel->count) return complain(name, "the image was compiled with other parameters");
+    if (function.info.params != function.kernel->count)
+        return complain(name, "the image was compiled with other parameters");
     const unsigned (&cluster)[3] = function.info.cluster;
-    if (memcmp(cluster, function.kernel->cluster, sizeof cluster)) return complain(name, "the image was compiled with other clusters");
+    if (memcmp(cluster, function.kernel->cluster, sizeof cluster))
+        return complain(name, "the image was compiled with other clusters");
     for (unsigned i = 0; i < 3; i++)
         if (grid[i] % cluster[i]) {
             complain(name, "a grid that its clusters do not fill");
             return INVALID_CLUSTER_SIZE;
         }
-    if (threads > function.info.max_threads) return complain(name, "more threads than __launch_bounds__ allows");
-    if (dynamic > function.most_dynamic) return complain(name, "more dynamic shared memory than the function may have");
-    if (dynamic + function.info.static_shared > shared_bytes()) return complain(name, "more shared memory than a CTA has");
+    if (threads > function.info.max_threads)
+        return complain(name, "more threads than __launch_bounds__ allows");
+    if (dynamic > function.most_dynamic)
+        return complain(name, "more dynamic shared memory than the function may have");
+    if (dynamic + function.info.static_shared > shared_bytes())
+        return complain(name, "more shared memory than a CTA has");
     // A warp takes registers in pieces of 256.
     if (warps * ((function.info.registers * 32 + 255) / 256 * 256) > 65536) {
         complain(name, "more registers than a multiprocessor has");
@@ -243,7 +264,7 @@ int check_launch(const Function& function, const unsigned (&grid)[3], const unsi
 
 #define API extern "C" __attribute__((visibility("default"))) int
 
-// --- start, devices, contexts ----------------------------------------------------------------------------------------
+// --- start, devices, contexts --------------------------------------------------------------------
 
 API cuInit(unsigned) {
     std::lock_guard<std::recursive_mutex> guard(lock);
@@ -253,7 +274,7 @@ API cuInit(unsigned) {
     return OK;
 }
 API cuDriverGetVersion(int* version) {
-    *version = 12000;
+    *version = (int)setting("EMU_CUDA_VERSION", 12000);
     return OK;
 }
 API cuDeviceGetCount(int* count) {
@@ -272,22 +293,31 @@ API cuDeviceGetName(char* name, int bytes, int) {
     snprintf(name, (size_t)bytes, "emulator behind a driver");
     return OK;
 }
+API cuDeviceGetUuid_v2(void* uuid, int device) {
+    BEGIN(false);
+    char text[17];
+    snprintf(text, sizeof text, "emulated card %2u", (unsigned)device % 100);
+    memcpy(uuid, text, 16);
+    return OK;
+}
 API cuDeviceGetAttribute(int* value, int which, int) {
     BEGIN(false);
     switch (which) {
-    case 16: // MULTIPROCESSOR_COUNT
-        *value = 4;
-        return OK;
-    case 75: // COMPUTE_CAPABILITY_MAJOR
-        *value = (int)(architecture() / 10);
-        return OK;
-    case 76: // COMPUTE_CAPABILITY_MINOR
-        *value = (int)(architecture() % 10);
-        return OK;
-    case 97: // MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-        *value = (int)shared_bytes();
-        return OK;
-    default: complain("cuDeviceGetAttribute", "an attribute that is not emulated"); return INVALID_VALUE;
+        case 16: // MULTIPROCESSOR_COUNT
+            *value = 4;
+            return OK;
+        case 75: // COMPUTE_CAPABILITY_MAJOR
+            *value = (int)(architecture() / 10);
+            return OK;
+        case 76: // COMPUTE_CAPABILITY_MINOR
+            *value = (int)(architecture() % 10);
+            return OK;
+        case 97: // MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+            *value = (int)shared_bytes();
+            return OK;
+        default:
+            complain("cuDeviceGetAttribute", "an attribute that is not emulated");
+            return INVALID_VALUE;
     }
 }
 API cuDevicePrimaryCtxRetain(void** context, int device) {
@@ -299,7 +329,8 @@ API cuDevicePrimaryCtxRetain(void** context, int device) {
 }
 API cuDevicePrimaryCtxRelease_v2(int device) {
     BEGIN(false);
-    if (device < 0 || (size_t)device >= devices.size() || !devices[(size_t)device].references) return INVALID_CONTEXT;
+    if (device < 0 || (size_t)device >= devices.size() || !devices[(size_t)device].references)
+        return INVALID_CONTEXT;
     devices[(size_t)device].references--;
     return OK;
 }
@@ -309,7 +340,7 @@ API cuCtxSetCurrent(void* context) {
     return OK;
 }
 
-// --- memory ------------------------------------------------------------------------------------------------------------
+// --- memory --------------------------------------------------------------------------------------
 
 API cuMemGetInfo_v2(size_t* free, size_t* total) {
     BEGIN(true);
@@ -321,7 +352,9 @@ API cuMemAlloc_v2(uint64_t* address, size_t bytes) {
     BEGIN(true);
     OUTSIDE_RECORDINGS();
     if (!bytes) return INVALID_VALUE;
-    if (bytes > setting("EMU_CUDA_MEMORY", 8ull << 30) - current->taken || !(*address = map_memory(bytes))) return OUT_OF_MEMORY;
+    if (bytes > setting("EMU_CUDA_MEMORY", 8ull << 30) - current->taken ||
+        !(*address = map_memory(bytes)))
+        return OUT_OF_MEMORY;
     current->taken += bytes;
     current->memory[*address] = bytes;
     return OK;
@@ -384,13 +417,14 @@ API cuMemHostGetDevicePointer_v2(uint64_t* address, void* start, unsigned) {
     return OK;
 }
 
-// --- copies and fills ----------------------------------------------------------------------------------------------------
+// --- copies and fills ----------------------------------------------------------------------------
 
 API cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void* stream) {
     BEGIN(true);
     Device* device = current;
     return enqueue(static_cast<Stream*>(stream), [=] {
-        if (!is_reachable(device, to, bytes) || !is_reachable(device, from, bytes)) return (int)ILLEGAL_ADDRESS;
+        if (!is_reachable(device, to, bytes) || !is_reachable(device, from, bytes))
+            return (int)ILLEGAL_ADDRESS;
         memmove(pointer<void>(to), pointer<void>(from), bytes);
         return (int)OK;
     });
@@ -430,15 +464,17 @@ API cuMemsetD8Async(uint64_t at, unsigned char value, size_t bytes, void* stream
     });
 }
 
-// --- modules and launches ------------------------------------------------------------------------------------------------
+// --- modules and launches ------------------------------------------------------------------------
 
 API cuModuleLoadData(void** module, const void* image) {
     BEGIN(true);
     OUTSIDE_RECORDINGS();
     emu::Cubin cubin;
-    // PTX, which a driver compiles, has no registers to be looked at; what is loaded here is what was compiled.
+    // PTX, which a driver compiles, has no registers to be looked at; what is loaded here is what
+    // was compiled.
     if (!cubin.read(static_cast<const unsigned char*>(image))) return INVALID_IMAGE;
-    if (cubin.architecture / 10 != architecture() / 10 || cubin.architecture > architecture()) return NO_BINARY;
+    if (cubin.architecture / 10 != architecture() / 10 || cubin.architecture > architecture())
+        return NO_BINARY;
     auto loaded = std::make_unique<Module>();
     for (auto& [name, info] : cubin.kernels) {
         const emu::Kernel* kernel = emulated(name.c_str());
@@ -458,20 +494,25 @@ API cuModuleGetFunction(void** function, void* module, const char* name) {
 }
 API cuFuncGetAttribute(int* value, int which, void* function) {
     BEGIN(true);
-    if (which != 1) return complain("cuFuncGetAttribute", "an attribute that is not emulated"); // SHARED_SIZE_BYTES
+    if (which != 1)
+        return complain("cuFuncGetAttribute",
+                        "an attribute that is not emulated"); // SHARED_SIZE_BYTES
     *value = (int)static_cast<Function*>(function)->info.static_shared;
     return OK;
 }
 API cuFuncSetAttribute(void* function, int which, int value) {
     BEGIN(true);
     auto* of = static_cast<Function*>(function);
-    if (which != 8) return complain("cuFuncSetAttribute", "an attribute that is not emulated"); // MAX_DYNAMIC_SHARED_SIZE_BYTES
-    if (value < 0 || (unsigned)value + of->info.static_shared > shared_bytes()) return INVALID_VALUE;
+    if (which != 8)
+        return complain("cuFuncSetAttribute",
+                        "an attribute that is not emulated"); // MAX_DYNAMIC_SHARED_SIZE_BYTES
+    if (value < 0 || (unsigned)value + of->info.static_shared > shared_bytes())
+        return INVALID_VALUE;
     of->most_dynamic = (unsigned)value;
     return OK;
 }
-API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned cx, unsigned cy, unsigned cz, unsigned dynamic,
-                   void* stream, void** params, void** extra) {
+API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned cx, unsigned cy,
+                   unsigned cz, unsigned dynamic, void* stream, void** params, void** extra) {
     BEGIN(true);
     if (!function || extra) return INVALID_HANDLE;
     const Function& of = *static_cast<Function*>(function);
@@ -479,20 +520,23 @@ API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
     if (int error = check_launch(of, grid, cta, dynamic)) return error;
     // A parameter is what it is at the call.
     std::vector<uint64_t> words(of.kernel->count);
-    for (unsigned i = 0; i < of.kernel->count; i++) memcpy(&words[i], params[i], of.kernel->sizes[i]);
+    for (unsigned i = 0; i < of.kernel->count; i++)
+        memcpy(&words[i], params[i], of.kernel->sizes[i]);
     const emu::Kernel* kernel = of.kernel;
     return enqueue(static_cast<Stream*>(stream), [=] {
         if (int error = planned_fault(kernel->name)) return error;
         std::vector<uint64_t> own = words;
         std::vector<void*> pointers;
         for (auto& word : own) pointers.push_back(&word);
-        unsigned grid[3] = {gx, gy, gz}, size[3] = {cx, cy, cz}, threads = std::thread::hardware_concurrency();
-        int status = sepal_emu_launch(kernel->name, grid, size, dynamic, pointers.data(), kernel->sizes, kernel->count, threads, 1, false);
+        unsigned grid[3] = {gx, gy, gz}, size[3] = {cx, cy, cz},
+                 threads = std::thread::hardware_concurrency();
+        int status = sepal_emu_launch(kernel->name, grid, size, dynamic, pointers.data(),
+                                      kernel->sizes, kernel->count, threads, 1, false);
         return status ? complain(kernel->name, "the emulator refuses the launch") : (int)OK;
     });
 }
 
-// --- streams, events, graphs ---------------------------------------------------------------------------------------------
+// --- streams, events, graphs ---------------------------------------------------------------------
 
 API cuStreamCreate(void** stream, unsigned) {
     BEGIN(true);

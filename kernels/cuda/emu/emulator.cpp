@@ -1,4 +1,5 @@
-// The scheduler of fibers and the entry from Rust, which has the shape of cuLaunchKernel. See fiber.h.
+// The scheduler of fibers and the entry point for Rust, which has the shape of cuLaunchKernel.
+// fiber.h describes the rules.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -38,13 +39,15 @@ thread_local Fiber* current;
 void die(const char* why) {
     Fiber* f = current;
     Cta* cta = f->cta;
-    fprintf(stderr, "cuda emulator: %s\n  kernel %s, CTA %u,%u,%u, thread %u,%u,%u\n", why, cta->kernel, cta->index.x,
-            cta->index.y, cta->index.z, f->thread.x, f->thread.y, f->thread.z);
+    fprintf(stderr, "cuda emulator: %s\n  kernel %s, CTA %u,%u,%u, thread %u,%u,%u\n", why,
+            cta->kernel, cta->index.x, cta->index.y, cta->index.z, f->thread.x, f->thread.y,
+            f->thread.z);
     for (Cta* any : cta->cluster->ctas) {
         int shown = 0;
         for (auto& other : any->fibers)
             if (!other.finished && other.counter && shown++ < 4)
-                fprintf(stderr, "  thread %u of CTA %u,%u,%u waits in %s\n", other.thread.x, any->index.x, any->index.y, any->index.z, other.where);
+                fprintf(stderr, "  thread %u of CTA %u,%u,%u waits in %s\n", other.thread.x,
+                        any->index.x, any->index.y, any->index.z, other.where);
     }
     abort();
 }
@@ -68,7 +71,8 @@ EMU_NO_TSAN static void go(Fiber* from, Fiber* to) {
     __tsan_switch_to_fiber(to->tsan, 1 /* no synchronisation */);
 #endif
 #ifdef EMU_ASAN
-    __sanitizer_start_switch_fiber(from->finished ? nullptr : &from->fake_stack, to->stack_bottom, to->stack_bytes);
+    __sanitizer_start_switch_fiber(from->finished ? nullptr : &from->fake_stack, to->stack_bottom,
+                                   to->stack_bytes);
 #endif
     switch_stacks(&from->stack_pointer, to->stack_pointer);
 #ifdef EMU_ASAN
@@ -76,7 +80,9 @@ EMU_NO_TSAN static void go(Fiber* from, Fiber* to) {
 #endif
 }
 
-EMU_NO_TSAN static bool is_ready(const Fiber& f) { return !f.finished && (!f.counter || *f.counter != f.value); }
+EMU_NO_TSAN static bool is_ready(const Fiber& f) {
+    return !f.finished && (!f.counter || *f.counter != f.value);
+}
 
 EMU_NO_TSAN static uint64_t random_of(Cluster* cluster) {
     cluster->order ^= cluster->order << 13;
@@ -88,11 +94,13 @@ EMU_NO_TSAN static uint64_t random_of(Cluster* cluster) {
 // The next fiber that may run after `from`, or null: one of the same CTA if there is any.
 EMU_NO_TSAN static Fiber* pick(Fiber* from) {
     Cluster* cluster = from->cta->cluster;
-    unsigned rank = from->cta->rank, ctas = (unsigned)cluster->ctas.size(), count = (unsigned)from->cta->fibers.size();
+    unsigned rank = from->cta->rank, ctas = (unsigned)cluster->ctas.size(),
+             count = (unsigned)from->cta->fibers.size();
     unsigned start = from == &cluster->host ? 0 : (unsigned)(from - from->cta->fibers.data()) + 1;
     if (cluster->order != 1) {
         start = (unsigned)(random_of(cluster) % count);
-        if (ctas > 1 && random_of(cluster) % 1024 == 0) rank = (unsigned)(random_of(cluster) % ctas);
+        if (ctas > 1 && random_of(cluster) % 1024 == 0)
+            rank = (unsigned)(random_of(cluster) % ctas);
     }
     for (unsigned c = 0; c < ctas; c++)
         for (unsigned k = 0; k < count; k++) {
@@ -134,7 +142,8 @@ EMU_NO_TSAN const Message* meet(unsigned mask, const char* what, const void* wor
     if (mask & warp.exited) die("a mask names a lane that has exited");
     unsigned lanes = mask & warp.lanes;
     Meeting* meeting = find_meeting(warp, lanes);
-    if (meeting->arrived && strcmp(meeting->what, what)) die("lanes of one warp meet in different collectives");
+    if (meeting->arrived && strcmp(meeting->what, what))
+        die("lanes of one warp meet in different collectives");
     meeting->what = what;
     unsigned generation = meeting->generation;
     memcpy(meeting->messages[generation & 1][me->lane].words, words, bytes);
@@ -158,7 +167,8 @@ EMU_NO_TSAN static void pass_barrier(Cta* cta) {
 
 EMU_NO_TSAN unsigned barrier(bool vote, unsigned line) {
     Cta* cta = current->cta;
-    if (cta->arrived && cta->line != line) die("threads of one CTA stand at barriers of different lines");
+    if (cta->arrived && cta->line != line)
+        die("threads of one CTA stand at barriers of different lines");
     cta->line = line;
     cta->votes += vote;
     EMU_RELEASE(cta);
@@ -174,20 +184,24 @@ EMU_NO_TSAN unsigned barrier(bool vote, unsigned line) {
 EMU_NO_TSAN void note_copy(const void* to) {
     Cta* cta = current->cta;
     size_t at = (size_t)((const unsigned char*)to - cta->shared) / 16;
-    if (at < cta->writers.size()) cta->writers[at] = {(unsigned)(current - cta->fibers.data()) + 1, current->proxy_fences};
+    if (at < cta->writers.size())
+        cta->writers[at] = {(unsigned)(current - cta->fibers.data()) + 1, current->proxy_fences};
 }
 
-// --- products of warpgroups (wgmma.h) ----------------------------------------------------------------------------------
+// --- products of warpgroups (wgmma.h) ------------------------------------------------------------
 
 static const uint32_t IN_FLIGHT = 0xffc0dead; // NaN
 
-// What wgmma_rows and wgmma_columns make: no base offset, groups of 8 rows 1,024 bytes apart, whole rows of 128 bytes.
+// What wgmma_rows and wgmma_columns make: no base offset, groups of 8 rows 1,024 bytes apart, whole
+// rows of 128 bytes.
 static void check_descriptor(const Product& product) {
     uint64_t b = product.b;
     uint32_t start = (uint32_t)(b & 0x3fff) << 4, leading = (uint32_t)(b >> 16 & 0x3fff) << 4;
-    if (b >> 62 != 1 || (b >> 32 & 0x3fffffff) != 1024 >> 4 || (b & 0xc000c000)) die("wgmma with a descriptor of another layout");
+    if (b >> 62 != 1 || (b >> 32 & 0x3fffffff) != 1024 >> 4 || (b & 0xc000c000))
+        die("wgmma with a descriptor of another layout");
     if (start & 0x380) die("wgmma of a tile that does not begin at a multiple of 1024 bytes");
-    if (product.is_columns ? start & 0x7f || leading & 0x3ff : (start & 0x7f) > 96) die("wgmma of a tile that is misaligned");
+    if (product.is_columns ? start & 0x7f || leading & 0x3ff : (start & 0x7f) > 96)
+        die("wgmma of a tile that is misaligned");
 }
 
 // Every 16 bytes of B are there and visible to tensor cores.
@@ -213,15 +227,18 @@ static void check_warpgroup(const Product& product) {
         return;
     }
     const Product& other = all[number];
-    if (other.b != product.b || other.columns != product.columns || other.is_columns != product.is_columns || other.adds != product.adds ||
+    if (other.b != product.b || other.columns != product.columns ||
+        other.is_columns != product.is_columns || other.adds != product.adds ||
         other.is_bf16 != product.is_bf16)
         die("warps of one warpgroup issue different products");
 }
 
-void issue_product(float* d, const uint32_t* a, uint64_t b, unsigned columns, bool is_columns, bool adds, bool is_bf16) {
+void issue_product(float* d, const uint32_t* a, uint64_t b, unsigned columns, bool is_columns,
+                   bool adds, bool is_bf16) {
     Fiber* me = current;
     if (!me->wgmma.is_fenced) die("wgmma in a group that does not begin with wgmma_fence");
-    if ((me->warp / 4 + 1) * 128 > me->cta->fibers.size()) die("wgmma in a warpgroup that is not whole");
+    if ((me->warp / 4 + 1) * 128 > me->cta->fibers.size())
+        die("wgmma in a warpgroup that is not whole");
     Product product = {d, a, {a[0], a[1], a[2], a[3]}, b, columns, is_columns, adds, is_bf16};
     check_descriptor(product);
     if (me->lane == 0) check_operand(product);
@@ -254,7 +271,8 @@ static Sums& find_sums(const Product& product) {
 float* sums_of(const Product& product) { return find_sums(product).values; }
 
 void end_product(const Product& product) {
-    if (memcmp(product.a, product.a_then, sizeof product.a_then)) die("registers of A were changed while wgmma read them");
+    if (memcmp(product.a, product.a_then, sizeof product.a_then))
+        die("registers of A were changed while wgmma read them");
     Sums& sums = find_sums(product);
     if (--sums.products) return;
     for (unsigned i = 0; i < sums.count; i++)
@@ -264,7 +282,7 @@ void end_product(const Product& product) {
     all.erase(all.begin() + (&sums - all.data()));
 }
 
-// --- the copy engine (wgmma.h) -----------------------------------------------------------------------------------------
+// --- the copy engine (wgmma.h) -------------------------------------------------------------------
 
 EMU_NO_TSAN static BulkBarrier& find_barrier(Cta* cta, const void* at) {
     for (auto& barrier : cta->barriers)
@@ -307,7 +325,8 @@ EMU_NO_TSAN static unsigned bytes_asked(const BulkBarrier& barrier) {
     return bytes;
 }
 EMU_NO_TSAN static bool may_end(const BulkBarrier& barrier) {
-    return barrier.arrived == barrier.arrivals && barrier.expected == barrier.copied + bytes_asked(barrier);
+    return barrier.arrived == barrier.arrivals &&
+           barrier.expected == barrier.copied + bytes_asked(barrier);
 }
 
 EMU_NO_TSAN static void carry_out(Cta* cta, const BulkCopy& copy) {
@@ -324,12 +343,16 @@ EMU_NO_TSAN static void end_phase(Cta* cta, BulkBarrier& barrier) {
     EMU_RELEASE(&barrier);
 }
 
-// After something has come to a barrier: its phase ends, unless copies are to be carried out, which waits until somebody needs them.
+// After something has come to a barrier: its phase ends, unless copies are to be carried out, which
+// waits until somebody needs them.
 EMU_NO_TSAN static void after_arrival(Cta* cta, BulkBarrier& barrier) {
     EMU_RELEASE(&barrier);
     barrier.changes++;
-    if (barrier.arrived > barrier.arrivals) die("more threads arrive at a barrier than it was made for");
-    if (barrier.arrived == barrier.arrivals && barrier.copied + bytes_asked(barrier) > barrier.expected) die("more bytes come to a barrier than are expected");
+    if (barrier.arrived > barrier.arrivals)
+        die("more threads arrive at a barrier than it was made for");
+    if (barrier.arrived == barrier.arrivals &&
+        barrier.copied + bytes_asked(barrier) > barrier.expected)
+        die("more bytes come to a barrier than are expected");
     if (!barrier.asked && may_end(barrier)) end_phase(cta, barrier);
 }
 
@@ -341,7 +364,8 @@ EMU_NO_TSAN void arrive(const void* at, unsigned rank, unsigned bytes) {
 }
 
 EMU_NO_TSAN void copy_bulk(const BulkCopy& copy, const void* at, unsigned ctas) {
-    if ((uintptr_t)copy.to % 16 || (uintptr_t)copy.from % 16 || copy.bytes % 16) die("copy_bulk with a misaligned address or size");
+    if ((uintptr_t)copy.to % 16 || (uintptr_t)copy.from % 16 || copy.bytes % 16)
+        die("copy_bulk with a misaligned address or size");
     for (unsigned rank = 0; rank < ctas; rank++) {
         BulkCopy own = {place_in(rank, copy.to), copy.from, copy.bytes};
         BulkBarrier& barrier = reach_barrier(at, rank);
@@ -350,7 +374,8 @@ EMU_NO_TSAN void copy_bulk(const BulkCopy& copy, const void* at, unsigned ctas) 
             carry_out(cta, own);
             barrier.copied += own.bytes;
         } else {
-            if (barrier.asked == sizeof barrier.copies / sizeof own) die("too many copies to one barrier at once");
+            if (barrier.asked == sizeof barrier.copies / sizeof own)
+                die("too many copies to one barrier at once");
             barrier.copies[barrier.asked++] = own;
         }
         after_arrival(cta, barrier);
@@ -371,7 +396,7 @@ EMU_NO_TSAN void wait_barrier(const void* at, unsigned phase) {
     EMU_ACQUIRE(&barrier);
 }
 
-// --- the barrier of a cluster --------------------------------------------------------------------------------------------
+// --- the barrier of a cluster --------------------------------------------------------------------
 
 EMU_NO_TSAN static void pass_cluster_barrier(Cluster* cluster) {
     cluster->arrived = 0;
@@ -402,7 +427,8 @@ static void check_waited(const Fiber& f) {
 }
 static void check_whole(const Cta& cta) {
     for (auto& f : cta.fibers)
-        if (f.wgmma.issued != cta.warpgroups[f.warp / 4].size()) die("a warp issued fewer wgmma than others of its warpgroup");
+        if (f.wgmma.issued != cta.warpgroups[f.warp / 4].size())
+            die("a warp issued fewer wgmma than others of its warpgroup");
 }
 
 // What a fiber runs from its first switch on.
@@ -430,7 +456,8 @@ EMU_NO_TSAN static void entry() {
     if (--cta->live && cta->arrived == cta->live) pass_barrier(cta);
     if (!cta->live)
         for (auto& barrier : cta->barriers)
-            if (barrier.arrived || barrier.asked || barrier.ended > barrier.seen) die("a CTA ends before it has waited for all that comes to it");
+            if (barrier.arrived || barrier.asked || barrier.ended > barrier.seen)
+                die("a CTA ends before it has waited for all that comes to it");
     if (--cluster->live && cluster->arrived == cluster->live) pass_cluster_barrier(cluster);
     if (!cluster->live) go(me, &cluster->host);
     Fiber* next = pick(me);
@@ -448,12 +475,15 @@ EMU_NO_TSAN static void start_fiber(Cta& cta, unsigned number) {
     f.wgmma.issued = 0;
     f.proxy_fences = 0;
     f.is_between = false;
-    f.thread = {number % cta.size.x, number / cta.size.x % cta.size.y, number / cta.size.x / cta.size.y};
+    f.thread = {number % cta.size.x, number / cta.size.x % cta.size.y,
+                number / cta.size.x / cta.size.y};
     f.lane = number % 32;
     f.warp = number / 32;
     cta.warps[f.warp].lanes |= 1u << f.lane;
-    // What switch_stacks takes from a stack: six registers, then where to return to; and the return address of entry(), which has none.
-    void** top = reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(f.stack) + STACK_BYTES) & ~uintptr_t(15));
+    // What switch_stacks takes from a stack: six registers, then where to return to; and the return
+    // address of entry(), which has none.
+    void** top = reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(f.stack) + STACK_BYTES) &
+                                          ~uintptr_t(15));
     *--top = nullptr;
     *--top = reinterpret_cast<void*>(entry);
     for (int i = 0; i < 6; i++) *--top = nullptr;
@@ -583,7 +613,7 @@ static void seat_cta(const Launch& launch, Room& room, Cluster& cluster) {
 
 // Runs clusters of the launch until `next` is past the last.
 static void work(const Launch& launch, std::atomic<size_t>& next, size_t clusters) {
-    const unsigned(&size)[3] = launch.kernel->cluster;
+    const unsigned (&size)[3] = launch.kernel->cluster;
     Cluster cluster;
     cluster.order = launch.order;
     cluster.is_early = launch.order % 2 == 0;
@@ -606,8 +636,9 @@ static void work(const Launch& launch, std::atomic<size_t>& next, size_t cluster
 }
 
 static void run(const Launch& launch, unsigned threads) {
-    const unsigned(&size)[3] = launch.kernel->cluster;
-    size_t clusters = (size_t)(launch.grid.x / size[0]) * (launch.grid.y / size[1]) * (launch.grid.z / size[2]);
+    const unsigned (&size)[3] = launch.kernel->cluster;
+    size_t clusters =
+        (size_t)(launch.grid.x / size[0]) * (launch.grid.y / size[1]) * (launch.grid.z / size[2]);
     std::atomic<size_t> next{0};
     std::vector<std::thread> others;
     for (size_t i = 1; i < std::min<size_t>(threads, clusters); i++)
@@ -638,23 +669,49 @@ extern "C" const char* sepal_emu_kernel(unsigned index) {
     return nullptr;
 }
 
-// Runs a kernel to its end. `params[i]` points to parameter i, of `sizes[i]` bytes. Returns 0; 1 when there is no such kernel; 2 when
-// the parameters are not of its number and sizes; 3 when a device would refuse the grid, the CTA or the shared memory; 4 when clusters do not fill
-// the grid.
-extern "C" int sepal_emu_launch(const char* name, const unsigned* grid, const unsigned* cta, unsigned shared_bytes, void** params,
-                                const unsigned* sizes, unsigned count, unsigned threads, uint64_t order, bool adds_backwards) {
+// Writes source, name and value of exported constant `index` of all; false past the last.
+extern "C" bool sepal_emu_export(unsigned index, const char** source, const char** name,
+                                 uint32_t* value) {
+    for (unsigned t = 0; t < emu::table_count; t++) {
+        const emu::Table* table = emu::tables[t];
+        if (index < table->export_count) {
+            *source = table->source;
+            *name = table->exports[index].name;
+            *value = table->exports[index].value;
+            return true;
+        }
+        index -= table->export_count;
+    }
+    return false;
+}
+
+// Runs a kernel to its end. `params[i]` points to parameter i, of `sizes[i]` bytes. Returns 0; 1
+// when there is no such kernel; 2 when the parameters are not of its number and sizes; 3 when a
+// device would refuse the grid, the CTA or the shared memory; 4 when clusters do not fill the grid.
+extern "C" int sepal_emu_launch(const char* name, const unsigned* grid, const unsigned* cta,
+                                unsigned shared_bytes, void** params, const unsigned* sizes,
+                                unsigned count, unsigned threads, uint64_t order,
+                                bool adds_backwards) {
     const emu::Kernel* kernel = emu::find(name);
     if (!kernel) return 1;
     if (kernel->count != count || !std::equal(sizes, sizes + count, kernel->sizes)) return 2;
     uint64_t in_cta = (uint64_t)cta[0] * cta[1] * cta[2];
-    bool fits = in_cta > 0 && in_cta <= emu::MAX_THREADS && cta[2] <= 64 && shared_bytes <= emu::MAX_SHARED_BYTES;
-    fits = fits && grid[0] > 0 && grid[0] < 0x80000000u && grid[1] > 0 && grid[1] < 65536 && grid[2] > 0 && grid[2] < 65536;
+    bool fits = in_cta > 0 && in_cta <= emu::MAX_THREADS && cta[2] <= 64 &&
+                shared_bytes <= emu::MAX_SHARED_BYTES;
+    fits = fits && grid[0] > 0 && grid[0] < 0x80000000u && grid[1] > 0 && grid[1] < 65536 &&
+           grid[2] > 0 && grid[2] < 65536;
     if (!fits) return 3;
-    const unsigned(&cluster)[3] = kernel->cluster;
+    const unsigned (&cluster)[3] = kernel->cluster;
     bool is_filled = cluster[0] * cluster[1] * cluster[2] <= emu::MAX_CLUSTER;
     for (int i = 0; i < 3; i++) is_filled = is_filled && grid[i] % cluster[i] == 0;
     if (!is_filled) return 4;
-    emu::Launch launch{kernel, dim3(grid[0], grid[1], grid[2]), dim3(cta[0], cta[1], cta[2]), shared_bytes, params, order, adds_backwards};
+    emu::Launch launch{kernel,
+                       dim3(grid[0], grid[1], grid[2]),
+                       dim3(cta[0], cta[1], cta[2]),
+                       shared_bytes,
+                       params,
+                       order,
+                       adds_backwards};
     emu::run(launch, threads ? threads : 1);
     return 0;
 }

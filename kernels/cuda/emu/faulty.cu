@@ -1,5 +1,6 @@
-// Kernels that are wrong on purpose, each in the way that one sanitizer, or the emulation of wgmma and of clusters, is there for. Compiled only into an
-// instrumented emulator; kernels/tests/sanitized.rs launches them and fails unless that ends the process.
+// Kernels that are wrong on purpose, each in a way that one sanitizer, or the emulation of wgmma or
+// clusters, must report. Only an instrumented emulator contains them; kernels/tests/sanitized.rs
+// launches them and fails unless the process ends.
 #include "../wgmma.cuh"
 
 // Writes one element past the end: for the address sanitizer.
@@ -7,8 +8,8 @@ extern "C" __global__ void faulty_overrun(float* __restrict__ out /* [count] */,
     if (threadIdx.x <= count) out[threadIdx.x] = 1.0f;
 }
 
-// Reads what the neighbour wrote, without a barrier in between: for the thread sanitizer. In the order of the emulator's threads the
-// result is right most of the time.
+// Reads what the neighbour wrote, without a barrier in between: for the thread sanitizer. In the
+// order of the emulator's threads the result is right most of the time.
 extern "C" __global__ void faulty_race(float* __restrict__ out /* [blockDim.x] */, uint32_t count) {
     SMEM_DYN(shared); // blockDim.x floats
     float* values = reinterpret_cast<float*>(shared);
@@ -17,8 +18,7 @@ extern "C" __global__ void faulty_race(float* __restrict__ out /* [blockDim.x] *
 }
 
 // A product of zeros by a warpgroup; what is wrong comes in between.
-template <bool IS_FENCED, bool IS_WAITED, bool IS_ONE>
-static void faulty_wgmma(float* out) {
+template <bool IS_FENCED, bool IS_WAITED, bool IS_ONE> static void faulty_wgmma(float* out) {
     SMEM_DYN(tile); // [64, 64] of bf16
     for (uint32_t i = threadIdx.x; i < 64 * 8; i += 128) cp_async16(tile + i * 16, tile, false);
     cp_commit();
@@ -36,15 +36,22 @@ static void faulty_wgmma(float* out) {
 }
 
 // Tensor cores may not see what was copied.
-extern "C" __global__ void faulty_wgmma_proxy(float* __restrict__ out /* [64] */, uint32_t) { faulty_wgmma<false, true, true>(out); }
+extern "C" __global__ void faulty_wgmma_proxy(float* __restrict__ out /* [64] */, uint32_t) {
+    faulty_wgmma<false, true, true>(out);
+}
 
 // Writes registers that a product still reads.
-extern "C" __global__ void faulty_wgmma_wait(float* __restrict__ out /* [64] */, uint32_t) { faulty_wgmma<true, false, true>(out); }
+extern "C" __global__ void faulty_wgmma_wait(float* __restrict__ out /* [64] */, uint32_t) {
+    faulty_wgmma<true, false, true>(out);
+}
 
 // The warps of a warpgroup name different memory.
-extern "C" __global__ void faulty_wgmma_warps(float* __restrict__ out /* [64] */, uint32_t) { faulty_wgmma<true, true, false>(out); }
+extern "C" __global__ void faulty_wgmma_warps(float* __restrict__ out /* [64] */, uint32_t) {
+    faulty_wgmma<true, true, false>(out);
+}
 
-// Two CTAs of a cluster. CTA 0 copies a tile of zeros to both, both multiply it, and CTA 0 copies one of ones to its place, when both have done with it.
+// Two CTAs of a cluster. CTA 0 copies a tile of zeros to both, both multiply it, and CTA 0 copies
+// one of ones to its place, when both have done with it.
 enum Fault { NONE, NOT_MADE, NOT_KNOWN, NOT_FREED, NOT_AWAITED, NOT_THERE };
 template <Fault FAULT> static void faulty_cluster(float* out) {
     SMEM_DYN(tile); // [64, 64] of bf16, then barriers
@@ -64,7 +71,8 @@ template <Fault FAULT> static void faulty_cluster(float* out) {
     auto copy = [&](uint32_t number) {
         if (threadIdx.x != 0) return;
         barrier_expect(full + number, 64 * 128);
-        if (cluster_rank() == 0) copy_bulk<2>(tile, out + 64 + number * 2048, 64 * 128, full + number);
+        if (cluster_rank() == 0)
+            copy_bulk<2>(tile, out + 64 + number * 2048, 64 * 128, full + number);
     };
     copy(0);
     barrier_wait(full, 0);
@@ -87,9 +95,10 @@ template <Fault FAULT> static void faulty_cluster(float* out) {
         cluster_wait();
     }
 }
-#define FAULTY_CLUSTER(name, fault)                                                                                             \
-    extern "C" __global__ void __cluster_dims__(2, 1, 1) name(float* __restrict__ out /* [64], then two tiles */, uint32_t) { \
-        faulty_cluster<fault>(out);                                                                                             \
+#define FAULTY_CLUSTER(name, fault)                                                                \
+    extern "C" __global__ void __cluster_dims__(2, 1, 1)                                           \
+        name(float* __restrict__ out /* [64], then two tiles */, uint32_t) {                       \
+        faulty_cluster<fault>(out);                                                                \
     }
 // Nothing is wrong: all sums are zero.
 FAULTY_CLUSTER(sound_cluster, NONE)

@@ -1,12 +1,17 @@
-// How CUDA threads run on the CPU: every CUDA thread is a fiber with a stack of its own, all fibers of a CTA run on one OS
-// thread, and CTAs are spread over OS threads, those of a cluster together. A fiber runs until it meets others: at a barrier, or at a
-// collective of its warp (shuffle, ballot, ldmatrix, mma), where each lane leaves a message and reads those of the others. A CTA of a cluster runs until it
-// waits for another (in a random order, at times it is left before), so that they get as far apart as they may.
+// How CUDA threads run on the CPU. Every CUDA thread is a fiber with its own stack. All fibers of a
+// CTA run on one OS thread; CTAs are spread over OS threads, those of a cluster together. A fiber
+// runs until it meets others: at a barrier, or at a collective of its warp (shuffle, ballot,
+// ldmatrix, mma), where each lane leaves a message and reads those of the others. A CTA of a
+// cluster runs until it waits for another one (in a random order, it is sometimes interrupted
+// earlier), so that CTAs drift as far apart as they may.
 //
-// What the emulator does that a device does not: it ends the process with the kernel, CTA and thread when lanes of a warp
-// meet in different collectives, when a barrier can never be complete, when threads of a CTA stand at barriers of
-// different source lines, and when an address is misaligned; it fills dynamic shared memory with NaN before each CTA; and it
-// carries out asynchronous copies and products of warpgroups (wgmma.h) as late as it may, so that a missing wait is a wrong result.
+// The emulator checks more than a device does. It ends the process with kernel, CTA and thread when
+//   - lanes of a warp meet in different collectives
+//   - a barrier can never complete
+//   - threads of a CTA wait at barriers of different source lines
+//   - an address is misaligned
+// It fills dynamic shared memory with NaN before each CTA. It performs asynchronous copies and
+// products of warpgroups (wgmma.h) as late as it may, so that a missing wait gives a wrong result.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -17,7 +22,7 @@
 
 #if defined(__SANITIZE_THREAD__) || defined(EMU_TSAN)
 #undef EMU_TSAN
-#define EMU_TSAN 1
+#define EMU_TSAN    1
 #define EMU_NO_TSAN __attribute__((no_sanitize("thread")))
 #else
 #define EMU_NO_TSAN
@@ -54,7 +59,8 @@ struct AsyncCopy {
     unsigned bytes, valid;
 };
 
-// wgmma that has been issued: registers of this thread, and the descriptor of B, whose addresses begin at 0 with shared memory.
+// wgmma that has been issued: registers of this thread, and the descriptor of B, whose addresses
+// begin at 0 with shared memory.
 struct Product {
     float* d;
     const uint32_t* a;
@@ -96,7 +102,8 @@ struct Fiber {
     std::vector<std::vector<AsyncCopy>> groups;
     Products wgmma;
     unsigned proxy_fences = 0;
-    // Whether it has arrived at the barrier of the cluster and not waited, and how often that had been passed.
+    // Whether it has arrived at the barrier of the cluster and not waited, and how often that had
+    // been passed.
     bool is_between = false;
     unsigned cluster_generation = 0;
 #ifdef EMU_TSAN
@@ -114,7 +121,8 @@ struct Message {
     uint64_t words[4];
 };
 
-// A meeting of the lanes of one mask. Two tables, so that the next meeting may begin while slow lanes still read the last.
+// A meeting of the lanes of one mask. Two tables, so that the next meeting may begin while slow
+// lanes still read the last.
 struct Meeting {
     unsigned mask = 0, generation = 0, arrived = 0;
     const char* what = nullptr;
@@ -126,12 +134,14 @@ struct Warp {
     unsigned lanes = 0, exited = 0;
 };
 
-// Who copied 16 bytes to shared memory last (thread + 1, 0: nobody), and its fences of the proxy by then.
+// Who copied 16 bytes to shared memory last (thread + 1, 0: nobody), and its fences of the proxy by
+// then.
 struct Writer {
     unsigned thread, fences;
 };
 
-// A barrier of shared memory (mbarrier). Its phase ends when `arrivals` were made, and the bytes that are expected have been copied.
+// A barrier of shared memory (mbarrier). Its phase ends when `arrivals` were made, and the bytes
+// that are expected have been copied.
 struct BulkCopy {
     void* to;
     const void* from;
@@ -148,7 +158,8 @@ struct BulkBarrier {
     unsigned ended = 0, seen = 0;
     // Wakes those who wait.
     unsigned changes = 0;
-    // What has been asked for and not been carried out. No vector: the thread sanitizer sees how one grows, and would take it for what the kernel does.
+    // What has been asked for and not been carried out. No vector: the thread sanitizer sees how
+    // one grows, and would take it for what the kernel does.
     BulkCopy copies[16];
     unsigned asked = 0;
 };
@@ -156,14 +167,16 @@ struct BulkBarrier {
 // CTAs that run together on one OS thread: one, or those of a cluster.
 struct Cluster {
     std::vector<Cta*> ctas; // by rank
-    // What runs before their first fiber and after the last, and the fiber that ran before this one.
+    // What runs before their first fiber and after the last, and the fiber that ran before this
+    // one.
     Fiber host;
     Fiber* before = nullptr;
     // The barrier of the cluster: how often it was passed, who has arrived, who runs.
     unsigned generation = 0, arrived = 0, live = 0;
     // 1: fibers run in order; otherwise the seed of their order.
     uint64_t order = 1;
-    // Whether copies of the copy engine are carried out as soon as they are asked for, not as late as may be.
+    // Whether copies of the copy engine are carried out as soon as they are asked for, not as late
+    // as may be.
     bool is_early = false;
 };
 
@@ -175,7 +188,8 @@ struct Cta {
     uint3 index{};
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
-    // The barrier: how often it was passed, who waits there, from which line, and the votes of __syncthreads_or/_and/_count.
+    // The barrier: how often it was passed, who waits there, from which line, and the votes of
+    // __syncthreads_or/_and/_count.
     unsigned generation = 0, arrived = 0, live = 0, line = 0, votes = 0, result = 0;
     unsigned char* shared = nullptr;
     size_t shared_bytes = 0;
@@ -186,7 +200,8 @@ struct Cta {
     void (*body)(void**) = nullptr;
     void** params = nullptr;
     const char* kernel = "";
-    // Whether warpgroups add the 16 products of a step from the last to the first: a device on which they round otherwise than warps.
+    // Whether warpgroups add the 16 products of a step from the last to the first: a device on
+    // which they round otherwise than warps.
     bool adds_backwards = false;
 };
 
@@ -196,7 +211,8 @@ extern thread_local Fiber* current;
 // Ends the process: kernel, CTA, thread, `why`, and where others wait.
 [[noreturn]] void die(const char* why);
 
-// Leaves `words` (of `bytes` bytes) for the lanes of `mask`, waits for them, returns what all left, by lane.
+// Leaves `words` (of `bytes` bytes) for the lanes of `mask`, waits for them, returns what all left,
+// by lane.
 const Message* meet(unsigned mask, const char* what, const void* words, size_t bytes);
 
 // Waits for the threads of the CTA; returns how many voted.
@@ -206,7 +222,8 @@ unsigned barrier(bool vote, unsigned line);
 void note_copy(const void* to);
 
 // wgmma.h.
-void issue_product(float* d, const uint32_t* a, uint64_t b, unsigned columns, bool is_columns, bool adds, bool is_bf16);
+void issue_product(float* d, const uint32_t* a, uint64_t b, unsigned columns, bool is_columns,
+                   bool adds, bool is_bf16);
 void commit_products();
 float* sums_of(const Product& product);
 void end_product(const Product& product);
@@ -221,12 +238,15 @@ void wait_barrier(const void* at, unsigned phase);
 void cluster_arrive();
 void cluster_wait();
 
-// Offset in shared memory of element [k, n] of B: the canonical layouts of PTX ISA 9.7.15.5.1, then the swizzle on the bits of the address.
+// Offset in shared memory of element [k, n] of B: the canonical layouts of PTX ISA 9.7.15.5.1, then
+// the swizzle on the bits of the address.
 static inline uint32_t address_of(const Product& product, uint32_t k, uint32_t n) {
-    const uint32_t start = (uint32_t)(product.b & 0x3fff) << 4, leading = (uint32_t)(product.b >> 16 & 0x3fff) << 4,
+    const uint32_t start = (uint32_t)(product.b & 0x3fff) << 4,
+                   leading = (uint32_t)(product.b >> 16 & 0x3fff) << 4,
                    stride = (uint32_t)(product.b >> 32 & 0x3fff) << 4;
-    const uint32_t at = product.is_columns ? start + n % 64 * 2 + n / 64 * leading + k % 8 * 128 + k / 8 * stride
-                                           : start + n % 8 * 128 + n / 8 * stride + k * 2;
+    const uint32_t at = product.is_columns
+                            ? start + n % 64 * 2 + n / 64 * leading + k % 8 * 128 + k / 8 * stride
+                            : start + n % 8 * 128 + n / 8 * stride + k * 2;
     return at ^ (at >> 7 & 7) << 4;
 }
 
@@ -240,13 +260,24 @@ struct Kernel {
 };
 
 // Kernels of one .cu file.
+// A constant that a .cu file exports to Rust.
+struct Export {
+    const char* name;
+    uint32_t value;
+};
 struct Table {
+    const char* source;
     const Kernel* kernels;
     unsigned count;
+    const Export* exports;
+    unsigned export_count;
 };
 
 } // namespace emu
 
-// Runs a kernel by its name; 0, or why it was refused. Defined in emulator.cpp, called from Rust and by driver.cpp.
-extern "C" int sepal_emu_launch(const char* name, const unsigned* grid, const unsigned* cta, unsigned shared_bytes, void** params,
-                                const unsigned* sizes, unsigned count, unsigned threads, uint64_t order, bool adds_backwards);
+// Runs a kernel by its name; 0, or why it was refused. Defined in emulator.cpp, called from Rust
+// and by driver.cpp.
+extern "C" int sepal_emu_launch(const char* name, const unsigned* grid, const unsigned* cta,
+                                unsigned shared_bytes, void** params, const unsigned* sizes,
+                                unsigned count, unsigned threads, uint64_t order,
+                                bool adds_backwards);

@@ -1,4 +1,4 @@
-// __half and __nv_bfloat16 with the conversions that kernels use, rounding to nearest even.
+// __half and __nv_bfloat16 with the conversions that kernels use, rounded to nearest even.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -40,7 +40,8 @@ static inline uint16_t f16_bits(float f) {
     if (x > 0x7f800000) return 0x7fff;
     // 65520 and above round to infinity.
     if (x >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
-    // Below the smallest normal number: the sum with 0.5 has the wanted bits at its end, rounded by the addition.
+    // Below the smallest normal number: the sum with 0.5 has the wanted bits at its end, rounded by
+    // the addition.
     if (x < 0x38800000) {
         float shifted = __uint_as_float(x) + 0.5f;
         return (uint16_t)(sign | (__float_as_uint(shifted) - 0x3f000000));
@@ -70,7 +71,9 @@ struct alignas(4) __nv_bfloat162 {
 
 static inline float __half2float(__half h) { return emu::f16_value(h.u); }
 static inline __half __float2half_rn(float f) { return __half(f); }
-static inline float __bfloat162float(__nv_bfloat16 h) { return __uint_as_float((uint32_t)h.u << 16); }
+static inline float __bfloat162float(__nv_bfloat16 h) {
+    return __uint_as_float((uint32_t)h.u << 16);
+}
 static inline __nv_bfloat16 __float2bfloat16_rn(float f) { return __nv_bfloat16(f); }
 static inline unsigned short __half_as_ushort(__half h) { return h.u; }
 static inline __half __ushort_as_half(unsigned short u) {
@@ -85,6 +88,10 @@ static inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short u) {
     return h;
 }
 static inline float2 __half22float2(__half2 h) { return {__half2float(h.x), __half2float(h.y)}; }
-static inline float2 __bfloat1622float2(__nv_bfloat162 h) { return {__bfloat162float(h.x), __bfloat162float(h.y)}; }
+static inline float2 __bfloat1622float2(__nv_bfloat162 h) {
+    return {__bfloat162float(h.x), __bfloat162float(h.y)};
+}
 static inline __half2 __floats2half2_rn(float x, float y) { return {__half(x), __half(y)}; }
-static inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__nv_bfloat16(x), __nv_bfloat16(y)}; }
+static inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+    return {__nv_bfloat16(x), __nv_bfloat16(y)};
+}

@@ -1,5 +1,6 @@
-//! Adapters on the fast paths of the matrix product and of its gradient: per part two thin products, and one pass that adds
-//! them to the rows. A row has the same bits in any part, as it has in any product.
+//! Adapters on the fast paths of the matrix product and of its gradient: per part two thin
+//! products, and one pass that adds them to the rows. A row has the same bits in any part, as it
+//! has in any product.
 
 use super::pool::Pool;
 use super::simd::{self, Isa, Scratch};
@@ -22,34 +23,11 @@ pub(super) fn lora(
         let product =
             |pool: &mut Pool, scratch: &mut Scratch, x: &[f32], weight, out: &mut [f32]| {
                 let (bias, rows) = (None, part.rows);
-                simd::linear(
-                    isa,
-                    pool,
-                    scratch,
-                    Linear {
-                        x,
-                        weight,
-                        bias,
-                        out,
-                        rows,
-                    },
-                );
+                simd::linear(isa, pool, scratch, Linear { x, weight, bias, out, rows });
             };
         let x = &args.x[part.first * inputs..(part.first + part.rows) * inputs];
-        product(
-            pool,
-            scratch,
-            x,
-            part.a,
-            &mut args.middle[..part.rows * rank],
-        );
-        product(
-            pool,
-            scratch,
-            &args.middle[..part.rows * rank],
-            part.b,
-            &mut delta[..wide.len()],
-        );
+        product(pool, scratch, x, part.a, &mut args.middle[..part.rows * rank]);
+        product(pool, scratch, &args.middle[..part.rows * rank], part.b, &mut delta[..wide.len()]);
         let (base, dtype, scale) = (args.round, part.a.dtype(), part.scale);
         let delta = &delta[..wide.len()];
         add(pool, &mut args.out[wide], delta, |out, delta| {
@@ -76,40 +54,15 @@ pub(super) fn lora_grad(
         let rows = part.rows;
         let grad = &args.grad[part.first * outputs..(part.first + rows) * outputs];
         let out = &mut args.middle[..rows * rank];
-        simd::linear_grad(
-            isa,
-            pool,
-            scratch,
-            LinearGrad {
-                grad,
-                weight: part.b,
-                out,
-                rows,
-            },
-        );
+        simd::linear_grad(isa, pool, scratch, LinearGrad { grad, weight: part.b, out, rows });
         let (grad, out) = (&args.middle[..rows * rank], &mut delta[..wide.len()]);
-        simd::linear_grad(
-            isa,
-            pool,
-            scratch,
-            LinearGrad {
-                grad,
-                weight: part.a,
-                out,
-                rows,
-            },
-        );
+        simd::linear_grad(isa, pool, scratch, LinearGrad { grad, weight: part.a, out, rows });
         let scale = part.scale;
-        add(
-            pool,
-            &mut args.out[wide.clone()],
-            &delta[..wide.len()],
-            |out, delta| {
-                for (out, d) in out.iter_mut().zip(delta) {
-                    *out += scale * d;
-                }
-            },
-        );
+        add(pool, &mut args.out[wide.clone()], &delta[..wide.len()], |out, delta| {
+            for (out, d) in out.iter_mut().zip(delta) {
+                *out += scale * d;
+            }
+        });
     }
 }
 

@@ -29,30 +29,27 @@ pub struct Cpu {
     scratch: simd::Scratch,
     /// What adapters add to a part of the rows.
     delta: Vec<f32>,
-    /// Rows of an expert.
-    moved: Vec<f32>,
+    /// Rows of the tokens that go to an expert.
+    gathered: Vec<f32>,
 }
 
 impl Cpu {
-    /// A backend on `threads` threads, the caller included (1 to 256), with the best instruction set of this machine.
-    /// Neither the number of threads nor what else runs changes any result.
+    /// A backend on `threads` threads, the caller included (1 to 256), with the best instruction
+    /// set of this machine. Neither the number of threads nor what else runs changes any
+    /// result.
     pub fn new(threads: usize) -> Cpu {
         Cpu::with_isa(threads, Isa::detect())
     }
 
     /// A backend with a chosen instruction set, if this machine has it; else the best that it has.
     pub fn with_isa(threads: usize, isa: Isa) -> Cpu {
-        let isa = if Isa::available().contains(&isa) {
-            isa
-        } else {
-            Isa::detect()
-        };
+        let isa = if Isa::available().contains(&isa) { isa } else { Isa::detect() };
         Cpu {
             isa,
             pool: Pool::new(threads),
             scratch: simd::Scratch::default(),
             delta: Vec::new(),
-            moved: Vec::new(),
+            gathered: Vec::new(),
         }
     }
 
@@ -68,13 +65,7 @@ impl Cpu {
     pub fn lora(&mut self, args: Lora<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
         args.check()?;
         ops_lora::check_dtypes("lora", args.parts)?;
-        lora::lora(
-            self.isa,
-            &mut self.pool,
-            &mut self.scratch,
-            &mut self.delta,
-            args,
-        );
+        lora::lora(self.isa, &mut self.pool, &mut self.scratch, &mut self.delta, args);
         Ok(())
     }
 
@@ -84,13 +75,7 @@ impl Cpu {
     /// As there.
     pub fn lora_grad(&mut self, args: LoraGrad<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
         args.check()?;
-        lora::lora_grad(
-            self.isa,
-            &mut self.pool,
-            &mut self.scratch,
-            &mut self.delta,
-            args,
-        );
+        lora::lora_grad(self.isa, &mut self.pool, &mut self.scratch, &mut self.delta, args);
         Ok(())
     }
 
@@ -226,10 +211,9 @@ impl Backend for Cpu {
         args.check()?;
         let layout = args.pages.layout();
         let tokens = total_tokens(args.rows);
-        for (x, heads) in [
-            (&mut *args.q, layout.kv_heads * args.group),
-            (&mut *args.k, layout.kv_heads),
-        ] {
+        for (x, heads) in
+            [(&mut *args.q, layout.kv_heads * args.group), (&mut *args.k, layout.kv_heads)]
+        {
             self.rope(Rope {
                 x,
                 table: args.table,
@@ -286,33 +270,13 @@ impl Backend for Cpu {
     fn add_norm(&mut self, mut args: AddNorm<'_, [f32]>) -> Result<(), OpError> {
         args.check()?;
         let (rows, width, round) = (args.rows, args.width, args.round);
-        self.add(Add {
-            x: &mut *args.x,
-            y: args.y,
-            len: rows * width,
-            round,
-        })?;
+        self.add(Add { x: &mut *args.x, y: args.y, len: rows * width, round })?;
         let (x, weight, out, eps) = (&*args.x, args.weight, args.out, args.eps);
         match args.bias {
-            None => self.rmsnorm(Rmsnorm {
-                x,
-                weight,
-                out,
-                rows,
-                width,
-                eps,
-                round,
-            }),
-            Some(bias) => self.layernorm(Layernorm {
-                x,
-                weight,
-                bias,
-                out,
-                rows,
-                width,
-                eps,
-                round,
-            }),
+            None => self.rmsnorm(Rmsnorm { x, weight, out, rows, width, eps, round }),
+            Some(bias) => {
+                self.layernorm(Layernorm { x, weight, bias, out, rows, width, eps, round })
+            }
         }
     }
 

@@ -1,8 +1,8 @@
 //! A small pool of persistent threads for one caller at a time, with a low wake-up latency.
 //!
-//! The caller opens the gate, works on pieces itself, closes the gate and waits for those who came in. A thread that
-//! wakes up too late finds the gate closed, so a descheduled thread delays nobody. Threads spin for a short time after
-//! a job and then park: an idle pool costs nothing.
+//! The caller opens the gate, works on pieces itself, closes the gate and waits for those who came
+//! in. A thread that wakes up too late finds the gate closed, so a descheduled thread delays
+//! nobody. Threads spin for a short time after a job and then park: an idle pool costs nothing.
 //!
 //! ```text
 //! gate: u64 = epoch << 32 | OPEN | threads inside
@@ -10,9 +10,9 @@
 //! ```
 //! Which thread computes a piece does not change its result; pieces are claimed from a counter.
 //!
-//! Unsafe here, and why: the job borrows the caller's stack, which safe Rust can only lend to threads that end
-//! (`std::thread::scope`, tens of microseconds per operation). The gate gives the same guarantee: `run` does not return,
-//! nor unwind, before every thread that entered has left.
+//! Unsafe here, and why: the job borrows the caller's stack, which safe Rust can only lend to
+//! threads that end (`std::thread::scope`, tens of microseconds per operation). The gate gives the
+//! same guarantee: `run` does not return, nor unwind, before every thread that entered has left.
 #![allow(unsafe_code)]
 
 use std::cell::UnsafeCell;
@@ -21,7 +21,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
-/// How long a thread looks for the next job before it parks: longer than the serial gaps inside a step.
+/// How long a thread looks for the next job before it parks: longer than the serial gaps inside a
+/// step.
 const SPIN: Duration = Duration::from_micros(40);
 /// Most threads of a pool; more is a configuration mistake.
 const MAX_THREADS: usize = 256;
@@ -48,8 +49,9 @@ struct Shared {
     parked: Vec<AtomicBool>,
 }
 
-// SAFETY: `job` is written only while the gate is closed and nobody is inside, by the one caller (`run` takes
-// `&mut self`), and read only by threads that entered through the open gate; gate transitions order the two.
+// SAFETY: `job` is written only while the gate is closed and nobody is inside, by the one caller
+// (`run` takes `&mut self`), and read only by threads that entered through the open gate; gate
+// transitions order the two.
 unsafe impl Sync for Shared {}
 // SAFETY: `Job` holds a shared reference to a `Sync` closure, which may be used from any thread.
 unsafe impl Send for Shared {}
@@ -90,8 +92,8 @@ impl Pool {
         self.threads.len() + 1
     }
 
-    /// Calls `piece` once with each of `0..pieces`, in no particular order, and returns when all are done. One piece
-    /// runs on the caller without waking anybody.
+    /// Calls `piece` once with each of `0..pieces`, in no particular order, and returns when all
+    /// are done. One piece runs on the caller without waking anybody.
     pub fn run(&mut self, pieces: usize, piece: impl Fn(usize) + Sync) {
         self.share(pieces, true, piece);
     }
@@ -103,24 +105,21 @@ impl Pool {
             return;
         }
         let borrowed: Piece<'_> = &piece;
-        // SAFETY: only the lifetime changes. `Closing` keeps this frame, and so `piece`, alive until no thread is inside.
+        // SAFETY: only the lifetime changes. `Closing` keeps this frame, and so `piece`, alive
+        // until no thread is inside.
         let piece = unsafe { std::mem::transmute::<Piece<'_>, Piece<'static>>(borrowed) };
         let job = Job { piece, pieces };
-        // SAFETY: the gate is closed and nobody is inside (the previous run waited for that), so no one else reads.
+        // SAFETY: the gate is closed and nobody is inside (the previous run waited for that), so no
+        // one else reads.
         unsafe { *self.shared.job.get() = Some(job) };
         self.shared.next.store(0, Ordering::Relaxed);
         let epoch = self.shared.gate.load(Ordering::Relaxed) & !(OPEN | INSIDE);
-        // SYNC POINT pool.gate: publishes `job` and `next` to `enter`. SeqCst with `parked`: either we see the flag of
-        // a thread that is going to park, or it sees the open gate.
-        self.shared
-            .gate
-            .store(epoch.wrapping_add(EPOCH) | OPEN, Ordering::SeqCst);
+        // SYNC POINT pool.gate: publishes `job` and `next` to `enter`. SeqCst with `parked`: either
+        // we see the flag of a thread that is going to park, or it sees the open gate.
+        self.shared.gate.store(epoch.wrapping_add(EPOCH) | OPEN, Ordering::SeqCst);
         let closing = Closing(&self.shared);
         for ((thread, _), parked) in
-            self.threads
-                .iter()
-                .zip(&self.shared.parked)
-                .take(if wakes { pieces - 1 } else { 0 })
+            self.threads.iter().zip(&self.shared.parked).take(if wakes { pieces - 1 } else { 0 })
         {
             if parked.load(Ordering::SeqCst) && parked.swap(false, Ordering::SeqCst) {
                 thread.unpark();
@@ -130,7 +129,8 @@ impl Pool {
         drop(closing);
     }
 
-    /// Splits `out` into pieces of `length` elements (the last may be shorter) and calls `fill(index, piece)` for each.
+    /// Splits `out` into pieces of `length` elements (the last may be shorter) and calls
+    /// `fill(index, piece)` for each.
     pub fn chunks<T: Send>(
         &mut self,
         out: &mut [T],
@@ -141,7 +141,8 @@ impl Pool {
         let whole = Disjoint::new(out);
         self.run(total.div_ceil(length.max(1)), |index| {
             let start = index * length;
-            // SAFETY: `run` calls each index once, and the ranges of different indexes do not overlap.
+            // SAFETY: `run` calls each index once, and the ranges of different indexes do not
+            // overlap.
             let piece = unsafe { whole.range(start, length.min(total - start)) };
             fill(index, piece);
         });
@@ -161,9 +162,7 @@ impl Drop for Pool {
 
 impl std::fmt::Debug for Pool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Pool")
-            .field("threads", &self.threads())
-            .finish()
+        f.debug_struct("Pool").field("threads", &self.threads()).finish()
     }
 }
 
@@ -177,11 +176,7 @@ impl Drop for Closing<'_> {
         // SYNC POINT pool.leave: what the threads wrote is visible after this Acquire.
         while self.0.gate.load(Ordering::Acquire) & INSIDE != 0 {
             spins += 1;
-            if spins.is_multiple_of(512) {
-                thread::yield_now()
-            } else {
-                std::hint::spin_loop()
-            }
+            if spins.is_multiple_of(512) { thread::yield_now() } else { std::hint::spin_loop() }
         }
     }
 }
@@ -196,7 +191,8 @@ impl Shared {
                 continue;
             }
             let leaving = Leaving(self);
-            // SAFETY: we are inside an open gate, so the caller's write is visible and it writes no more until we left.
+            // SAFETY: we are inside an open gate, so the caller's write is visible and it writes no
+            // more until we left.
             let job = unsafe { *self.job.get() };
             if let Some(job) = job {
                 self.work(job);
@@ -223,7 +219,8 @@ impl Shared {
                 continue;
             }
             parked.store(true, Ordering::SeqCst);
-            // Open for a job that is done but for a piece of another thread, which may have lost its core: nothing to wait for.
+            // Open for a job that is done but for a piece of another thread, which may have lost
+            // its core: nothing to wait for.
             let gate = self.gate.load(Ordering::SeqCst);
             let is_new = gate & OPEN != 0 && gate >> 32 != done;
             if !is_new && !self.quit.load(Ordering::SeqCst) {
@@ -256,7 +253,8 @@ impl Shared {
     }
 }
 
-/// Counts a thread out of the gate. A panic in a piece would leave a hole in a result: nobody may use it.
+/// Counts a thread out of the gate. A panic in a piece would leave a hole in a result: nobody may
+/// use it.
 struct Leaving<'a>(&'a Shared);
 
 impl Drop for Leaving<'_> {
@@ -302,9 +300,11 @@ impl<'a, T> Disjoint<'a, T> {
             "part {start}+{length} of {}",
             self.length
         );
-        // SAFETY: the range is inside the slice, which is borrowed mutably for as long as `self` lives.
+        // SAFETY: the range is inside the slice, which is borrowed mutably for as long as `self`
+        // lives.
         let first = unsafe { self.start.add(start) };
-        // SAFETY: initialised elements of that slice; the caller promises that no other part overlaps.
+        // SAFETY: initialised elements of that slice; the caller promises that no other part
+        // overlaps.
         unsafe { std::slice::from_raw_parts_mut(first, length) }
     }
 }

@@ -1,4 +1,5 @@
-//! The adapters of a matrix as launches read them: a table in device memory that rows name by number.
+//! The adapters of a matrix as launches read them: a table in device memory that rows name by
+//! number.
 
 use shared::config::QuantType;
 use shared::dtype::DType;
@@ -43,7 +44,8 @@ impl<G: Gpu> Cuda<G> {
     /// Lists the adapters of a matrix.
     ///
     /// # Errors
-    /// When they do not go together, are quantized or of a rank above 1,024, or the device has no memory for the list.
+    /// When they do not go together, are quantized or of a rank above 1,024, or the device has no
+    /// memory for the list.
     pub fn adapters(
         &mut self,
         all: Vec<Option<Adapter<Matrix<G>>>>,
@@ -75,17 +77,14 @@ pub(super) struct OfRows {
 }
 
 impl<G: Gpu> Cuda<G> {
-    /// The adapters of rows on the device; of a recorded step those that lie in its fixed memory. The same are copied once, however many operations
-    /// name them.
+    /// The adapters of rows on the device; of a recorded step those that lie in its fixed memory.
+    /// The same are copied once, however many operations name them.
     ///
     /// # Errors
     /// When the device has no memory for them, or fails.
     pub(super) fn adapters_of(&mut self, of_rows: &[Option<u32>]) -> Result<OfRows, OpError> {
         if let Some(fixed) = self.fixed() {
-            return Ok(OfRows {
-                numbers: fixed.adapters(),
-                there: fixed.tokens(),
-            });
+            return Ok(OfRows { numbers: fixed.adapters(), there: fixed.tokens() });
         }
         let number = |adapter: &Option<u32>| adapter.unwrap_or(NO_ADAPTER);
         let words = of_rows.iter().map(number);
@@ -108,17 +107,13 @@ impl<G: Gpu> Cuda<G> {
 fn entry_of<G: Gpu>(adapter: &Adapter<Matrix<G>>) -> Result<[u8; 32], OpError> {
     let plain = |matrix: &Matrix<G>| match (matrix.quant(), matrix.parts()) {
         (QuantType::None, Parts::Plain { values }) => Ok(values.0),
-        _ => Err(OpError::Shape {
-            op: "adapters",
-            what: "the matrices of an adapter are quantized",
-        }),
+        _ => {
+            Err(OpError::Shape { op: "adapters", what: "the matrices of an adapter are quantized" })
+        }
     };
     let rank = u32::try_from(adapter.a.outputs()).unwrap_or(u32::MAX);
-    let words = [
-        rank.to_le_bytes(),
-        code(adapter.a.dtype()).to_le_bytes(),
-        adapter.scale.to_le_bytes(),
-    ];
+    let words =
+        [rank.to_le_bytes(), code(adapter.a.dtype()).to_le_bytes(), adapter.scale.to_le_bytes()];
     let mut entry = [0; 32];
     entry[..8].copy_from_slice(&plain(&adapter.a)?.to_le_bytes());
     entry[8..16].copy_from_slice(&plain(&adapter.b)?.to_le_bytes());

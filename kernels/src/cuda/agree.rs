@@ -1,10 +1,12 @@
-//! Whether warpgroups (`linear_wgmma.cu`, `attention_wgmma.cu`) and warps (`linear_few.cu`, `linear_many.cu`, `attention_few.cu`, `attention_many.cu`) give
-//! the same bits on a device.
+//! Whether warpgroups (`linear_wgmma.cu`, `attention_wgmma.cu`) and warps (`linear_gemv.cu`,
+//! `linear_gemm.cu`, `attention_decode.cu`, `attention_prefill.cu`) give the same bits on a device.
 //!
-//! They add the same numbers in the same order of steps, but how tensor cores align, cut and round within a step is documented for neither. A row's bits may not depend
-//! on its batch mates, and few rows always go to warps; so products of many rows and attention of many tokens go to
-//! warpgroups only where a sample of both is the same both ways. The choice is made
-//! once, when a worker opens its device, by the device alone: it never depends on load.
+//! They add the same numbers in the same order of steps, but how tensor cores align, cut and round
+//! within a step is documented for neither. A row's bits may not depend on its batch mates, and few
+//! rows always go to warps; so products of many rows and attention of many tokens go to warpgroups
+//! only where a sample of both is the same both ways. The choice depends on the device alone, never
+//! on load. A process of its own takes the sample, since a kernel that faults or hangs takes its
+//! process with it; a worker only follows what was found.
 
 mod attention;
 
@@ -12,6 +14,7 @@ use std::sync::Arc;
 
 use shared::config::QuantType;
 use shared::dtype::DType;
+use shared::warpgroups::Warpgroups;
 
 use super::ops::linear;
 use super::{Cuda, Gpu, Matrix};
@@ -19,40 +22,21 @@ use crate::ops::{Linear, OpError, convert};
 use crate::quant::{int8, nf4};
 use crate::tensor::WeightView;
 
-/// What came of the comparison.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Agreement {
-    /// The device has no products of warpgroups.
-    NoWarpgroups,
-    /// The same bits: warpgroups are used.
-    Same,
-    /// Other bits: they are not.
-    Different,
-}
-
-impl std::fmt::Display for Agreement {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Agreement::NoWarpgroups => "by warps",
-            Agreement::Same => "by warpgroups",
-            Agreement::Different => "by warps, as warpgroups round otherwise",
-        })
-    }
-}
-
-/// Rows and inputs of the sample: more than few rows; chunks of blocks and one that is left, five segments; and each stage of the rings filled again
-/// and nearly all of them twice, for which CTAs of a cluster wait for each other (`linear_wgmma.cuh`).
+/// Rows and inputs of the sample: more than few rows; chunks of blocks and one that is left, five
+/// segments; and each stage of the rings filled again and nearly all of them twice, for which CTAs
+/// of a cluster wait for each other (`linear_wgmma.cuh`).
 const ROWS: usize = 40;
 const INPUTS: usize = 1088;
 
 impl<G: Gpu> Cuda<G> {
-    /// Computes a sample both ways and takes warpgroups for products of many rows and attention of many tokens if all bits are the same.
+    /// Computes a sample both ways and takes warpgroups for products of many rows and attention of
+    /// many tokens if all bits are the same. What it found is never [`Warpgroups::Failed`].
     ///
     /// # Errors
     /// When the device has no memory for the sample, or fails.
-    pub fn choose_products(&mut self) -> Result<Agreement, OpError> {
+    pub fn choose_products(&mut self) -> Result<Warpgroups, OpError> {
         if !self.has_warpgroups() {
-            return Ok(Agreement::NoWarpgroups);
+            return Ok(Warpgroups::Missing);
         }
         // With a pool of its own, which leaves no memory behind.
         let mut sampled = Cuda::with_pool(Arc::clone(&self.gpu), true);
@@ -74,9 +58,16 @@ impl<G: Gpu> Cuda<G> {
         }
         self.by_warpgroups = is_same;
         Ok(match is_same {
-            true => Agreement::Same,
-            false => Agreement::Different,
+            true => Warpgroups::SameBits,
+            false => Warpgroups::OtherBits,
         })
+    }
+
+    /// Follows what another process found on this device. Where warpgroups failed, nothing is
+    /// launched for them from now on, not even for comparisons.
+    pub fn follow(&mut self, found: &Warpgroups) {
+        self.gave_warpgroups_up |= matches!(found, Warpgroups::Failed(_));
+        self.by_warpgroups = *found == Warpgroups::SameBits && self.has_warpgroups();
     }
 
     /// Whether the device has warpgroups that may be used.
@@ -84,18 +75,13 @@ impl<G: Gpu> Cuda<G> {
         self.gpu.properties().has_wgmma() && !self.gave_warpgroups_up
     }
 
-    /// Launches nothing for warpgroups from now on, not even for comparisons: they fail on this device.
-    pub fn give_warpgroups_up(&mut self) {
-        self.gave_warpgroups_up = true;
-        self.by_warpgroups = false;
-    }
-
     /// Whether products of many rows go to warpgroups.
     pub fn uses_warpgroups(&self) -> bool {
         self.by_warpgroups
     }
 
-    /// Sends products of many rows to warpgroups or to warps, for comparisons; what it was before. A device that has no warpgroups refuses the products.
+    /// Sends products of many rows to warpgroups or to warps, for comparisons; what it was before.
+    /// A device that has no warpgroups refuses the products.
     pub fn use_warpgroups(&mut self, on: bool) -> bool {
         std::mem::replace(&mut self.by_warpgroups, on)
     }
@@ -111,10 +97,7 @@ impl<G: Gpu> Cuda<G> {
             QuantType::Int8 => bytes = int8::encode(&weights, INPUTS),
             QuantType::None => convert::from_f32(dtype, &weights, &mut bytes),
         }
-        let shape = OpError::Shape {
-            op: "sample of products",
-            what: "a matrix",
-        };
+        let shape = OpError::Shape { op: "sample of products", what: "a matrix" };
         let view =
             WeightView::quantized(quant, dtype, outputs, INPUTS, &bytes).map_err(|_| shape)?;
         let matrix = self.matrix(view)?;
@@ -153,7 +136,8 @@ fn are_same(left: &[f32], right: &[f32]) -> bool {
     bits(left) == bits(right)
 }
 
-/// `rows` rows of `width` numbers in which other ways to add show. By the number of the row: values of one size; of very different sizes, so that small terms lose their ends; large
+/// `rows` rows of `width` numbers in which other ways to add show. By the number of the row: values
+/// of one size; of very different sizes, so that small terms lose their ends; large
 /// ones that cancel each other among small ones; and so small that products are subnormal.
 fn numbers(seed: u64, rows: usize, width: usize, dtype: DType) -> Vec<f32> {
     // Powers of two that the type has on either side of 1, but for what sums need.
@@ -228,7 +212,7 @@ mod emulated {
     fn warpgroups_are_used_where_a_sample_is_the_same() {
         let mut cuda = Cuda::new(Emu::new(2));
         let before = cuda.taken();
-        assert_eq!(cuda.choose_products().unwrap(), Agreement::Same);
+        assert_eq!(cuda.choose_products().unwrap(), Warpgroups::SameBits);
         assert!(cuda.uses_warpgroups());
         assert_eq!(cuda.taken(), before, "the sample leaves no memory behind");
     }
@@ -249,10 +233,28 @@ mod emulated {
     #[test]
     fn warps_are_used_where_a_sample_differs_or_there_are_no_warpgroups() {
         let mut cuda = Cuda::new(Emu::new(2).with_other_rounding());
-        assert_eq!(cuda.choose_products().unwrap(), Agreement::Different);
+        assert_eq!(cuda.choose_products().unwrap(), Warpgroups::OtherBits);
         assert!(!cuda.uses_warpgroups());
         let mut cuda = Cuda::new(Emu::new(2).with_architecture(80));
-        assert_eq!(cuda.choose_products().unwrap(), Agreement::NoWarpgroups);
+        assert_eq!(cuda.choose_products().unwrap(), Warpgroups::Missing);
         assert!(!cuda.uses_warpgroups());
+    }
+
+    #[test]
+    fn what_was_found_is_followed_as_far_as_the_device_has_warpgroups() {
+        for (found, is_used, has_them) in [
+            (Warpgroups::SameBits, true, true),
+            (Warpgroups::OtherBits, false, true),
+            (Warpgroups::Missing, false, true),
+            (Warpgroups::Failed("it faults".to_owned()), false, false),
+        ] {
+            let mut cuda = Cuda::new(Emu::new(2));
+            cuda.follow(&found);
+            let is = (cuda.uses_warpgroups(), cuda.has_warpgroups());
+            assert_eq!(is, (is_used, has_them), "{found}");
+        }
+        let mut old = Cuda::new(Emu::new(2).with_architecture(80));
+        old.follow(&Warpgroups::SameBits);
+        assert!(!old.uses_warpgroups());
     }
 }

@@ -1,5 +1,5 @@
-//! The arena as a device reaches it: its first part is registered, so that hidden states are copied by the device itself, without a stop
-//! in pinned memory on the way.
+//! The arena as a device reaches it: its first part is registered, so that hidden states are copied
+//! by the device itself, without a stop in pinned memory on the way.
 
 use std::sync::Arc;
 
@@ -7,19 +7,21 @@ use shared::dtype::DType;
 use shared::shm::arena::ArenaMap;
 use shared::shm::segment::OutOfBounds;
 
-use super::gpu::{Address, Gpu, GpuError};
-use super::memory::{Floats, Memory};
+use super::address::{Address, Floats};
+use super::gpu::{Gpu, GpuError};
+use super::memory::Memory;
 use super::ops::convert;
 use super::{Cuda, OpError, check_len};
 
-/// Most bytes that are registered: they are pinned, so they take memory whether they are used or not. Slots of decode steps lie at the start.
+/// Most bytes that are registered: they are pinned, so they take memory whether they are used or
+/// not. Slots of decode steps lie at the start.
 const MAX_BYTES: u64 = 64 << 20;
 
 /// The part of an arena that the device reaches; the arena stays mapped as long as this lives.
 #[derive(Debug)]
-pub struct Reach<G: Gpu> {
+pub struct MappedArena<G: Gpu> {
     gpu: Arc<G>,
-    arena: Arc<ArenaMap>,
+    map: Arc<ArenaMap>,
     /// Nothing is registered where the host does not allow it.
     start: Option<Address>,
     bytes: u64,
@@ -36,14 +38,15 @@ pub enum MoveError {
     Op(#[from] OpError),
 }
 
-impl<G: Gpu> Reach<G> {
+impl<G: Gpu> MappedArena<G> {
     /// Registers the beginning of `arena`; where that fails, all goes through pinned memory.
-    pub fn new(cuda: &Cuda<G>, arena: &Arc<ArenaMap>) -> (Reach<G>, Option<GpuError>) {
+    pub fn new(cuda: &Cuda<G>, arena: &Arc<ArenaMap>) -> (MappedArena<G>, Option<GpuError>) {
         let bytes = arena.len().min(MAX_BYTES);
         let len = usize::try_from(bytes).unwrap_or(0);
         let gpu = Arc::clone(&cuda.gpu);
         let registered = match arena.pointer(0, len) {
-            // SAFETY: the mapping lives in `arena`, which is kept as long as it is registered, and nobody has references into an arena.
+            // SAFETY: the mapping lives in `arena`, which is kept as long as it is registered, and
+            // nobody has references into an arena.
             Ok(start) => unsafe { gpu.register(start, len) }.map(Some),
             Err(_) => Ok(None),
         };
@@ -51,25 +54,19 @@ impl<G: Gpu> Reach<G> {
             Ok(start) => (start, None),
             Err(failure) => (None, Some(failure)),
         };
-        let arena = Arc::clone(arena);
-        let reach = Reach {
-            gpu,
-            arena,
-            start,
-            bytes,
-        };
-        (reach, failure)
+        let map = Arc::clone(arena);
+        (MappedArena { gpu, map, start, bytes }, failure)
     }
 
     /// The address of the `len` bytes at `offset`, if the device reaches them.
-    fn place(&self, offset: u64, len: usize) -> Option<Address> {
+    fn address_of(&self, offset: u64, len: usize) -> Option<Address> {
         let end = offset.checked_add(len as u64)?;
         let start = self.start.filter(|_| end <= self.bytes)?;
         Some(start.offset(usize::try_from(offset).ok()?))
     }
 }
 
-impl<G: Gpu> Drop for Reach<G> {
+impl<G: Gpu> Drop for MappedArena<G> {
     fn drop(&mut self) {
         // A device that does not answer any more does not read any more.
         let _ = self.gpu.wait();
@@ -81,13 +78,14 @@ impl<G: Gpu> Drop for Reach<G> {
 }
 
 impl<G: Gpu> Cuda<G> {
-    /// Enqueues the way of `len` values from `offset` in the arena, stored in `dtype`, to the start of `to`.
+    /// Enqueues the way of `len` values from `offset` in the arena, stored in `dtype`, to the start
+    /// of `to`.
     ///
     /// # Errors
     /// [`MoveError`].
     pub fn load(
         &mut self,
-        reach: &Reach<G>,
+        arena: &MappedArena<G>,
         offset: u64,
         len: usize,
         dtype: DType,
@@ -95,22 +93,22 @@ impl<G: Gpu> Cuda<G> {
     ) -> Result<(), MoveError> {
         check_len("load", "to", to.len(), 1, len)?;
         let bytes = len * dtype.size_bytes();
-        match reach.place(offset, bytes) {
+        match arena.address_of(offset, bytes) {
             Some(from) => Ok(self.widen_from(dtype, len, to, |cuda, at| {
-                // SAFETY: `widen_from` names memory of so many bytes, and `place` registered ones.
+                // SAFETY: `widen_from` names memory of so many bytes, and `address_of` registered ones.
                 let copied = unsafe { cuda.gpu.copy(from, at, bytes) };
                 cuda.noted(copied)
             })?),
             None => {
                 let mut values = vec![0u8; bytes];
-                reach.arena.read(offset, &mut values)?;
+                arena.map.read(offset, &mut values)?;
                 Ok(self.widen(&values, dtype, to)?)
             }
         }
     }
 
-    /// Enqueues the way of the first `len` values of `from` to `offset` in the arena, in `dtype`. They are there after the next
-    /// [`wait`](Self::wait).
+    /// Enqueues the way of the first `len` values of `from` to `offset` in the arena, in `dtype`.
+    /// They are there after the next [`wait`](Self::wait).
     ///
     /// # Errors
     /// [`MoveError`].
@@ -119,12 +117,12 @@ impl<G: Gpu> Cuda<G> {
         from: &Floats,
         len: usize,
         dtype: DType,
-        reach: &Reach<G>,
+        arena: &MappedArena<G>,
         offset: u64,
     ) -> Result<(), MoveError> {
         check_len("store", "from", from.len(), 1, len)?;
         let bytes = len * dtype.size_bytes();
-        match reach.place(offset, bytes) {
+        match arena.address_of(offset, bytes) {
             Some(to) => Ok(self.narrow_to(from, len, dtype, |cuda, at| {
                 // SAFETY: as in `load`.
                 let copied = unsafe { cuda.gpu.copy(at, to, bytes) };
@@ -133,7 +131,7 @@ impl<G: Gpu> Cuda<G> {
             None => {
                 let mut values = vec![0u8; bytes];
                 self.narrow(from, dtype, &mut values)?;
-                Ok(reach.arena.write(offset, &values)?)
+                Ok(arena.map.write(offset, &values)?)
             }
         }
     }
@@ -152,7 +150,8 @@ impl<G: Gpu> Cuda<G> {
         })
     }
 
-    /// Copies the first values of `from` to the host in `dtype`, as many as `to` has room for, after all operations before it.
+    /// Copies the first values of `from` to the host in `dtype`, as many as `to` has room for,
+    /// after all operations before it.
     ///
     /// # Errors
     /// When `from` is shorter, or the device fails.

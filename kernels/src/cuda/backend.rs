@@ -4,8 +4,9 @@ use std::ops::Range;
 
 use shared::config::QuantType;
 
+use super::address::Floats;
 use super::gpu::Gpu;
-use super::memory::{Buffer, Floats};
+use super::memory::Buffer;
 use super::{Adapters, Cuda, Experts, Matrix, Pages, ops};
 use crate::backend::Backend;
 use crate::ops::{

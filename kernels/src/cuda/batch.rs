@@ -1,4 +1,5 @@
-//! The rows of a step as kernels read them: one array of words, taken apart by `batch_of` in `common.cuh`.
+//! The rows of a step as kernels read them: one array of words, taken apart by `batch_of` in
+//! `common.cuh`.
 //!
 //! ```text
 //! 0 rows   1 tokens   2 at of token_row   3 of token_position   4 of row_prefix   5 of row_table   6 of pages   7 of row_start
@@ -11,8 +12,8 @@ use crate::ops::OpError;
 /// Words before the arrays.
 const HEADER: usize = 8;
 
-/// Positions of a tile of `attention_few.cu`, in whose workspace `token_tile` counts.
-pub(super) const TILE_TOKENS: usize = 64;
+/// Positions of a tile of `attention_decode.cu`; `token_tile` counts tiles of its workspace.
+pub(super) const TILE_TOKENS: usize = crate::sizes::attention_decode::TILE_KEYS;
 
 /// Words of `rows` rows and `tokens` tokens, pages left out.
 pub(super) fn words(rows: usize, tokens: usize) -> usize {
@@ -31,7 +32,8 @@ pub(super) fn tiles(rows: &[StepRow<'_>]) -> usize {
 /// Writes the words of `rows` into `words`. Only the pages that positions need are listed.
 ///
 /// # Errors
-/// When a number does not fit a word; rows that name pages they do not have are the caller's to refuse.
+/// When a number does not fit a word; rows that name pages they do not have are the caller's to
+/// refuse.
 pub(super) fn write(rows: &[StepRow<'_>], words: &mut Vec<u32>) -> Result<(), OpError> {
     let tokens = total_tokens(rows);
     let arrays = [tokens, tokens, rows.len(), rows.len()];
@@ -83,10 +85,8 @@ fn used(row: &StepRow<'_>) -> usize {
 }
 
 fn word(value: usize) -> Result<u32, OpError> {
-    u32::try_from(value).map_err(|_| OpError::TooManyTokens {
-        tokens: value,
-        limit: u32::MAX as usize,
-    })
+    u32::try_from(value)
+        .map_err(|_| OpError::TooManyTokens { tokens: value, limit: u32::MAX as usize })
 }
 
 #[cfg(test)]
@@ -99,16 +99,8 @@ mod tests {
     fn arrays_lie_where_the_header_says() {
         let (first, second) = ([PageId(7), PageId(9)], [PageId(3), PageId(4)]);
         let rows = [
-            StepRow {
-                tokens: 2,
-                prefix: 15,
-                pages: &first,
-            },
-            StepRow {
-                tokens: 1,
-                prefix: 0,
-                pages: &second,
-            },
+            StepRow { tokens: 2, prefix: 15, pages: &first },
+            StepRow { tokens: 1, prefix: 0, pages: &second },
         ];
         let mut words = vec![1];
         write(&rows, &mut words).unwrap();

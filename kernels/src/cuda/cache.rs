@@ -1,17 +1,20 @@
-//! The KV pages of a span in device memory, and their mirror in the kv segment, which outlives the worker.
+//! The KV pages of a span in device memory, and their mirror in the kv segment, which outlives the
+//! worker.
 //!
 //! ```text
-//! append    the kernel writes keys and values to the page and, over the bus, to the same place of the mirror
+//! append    the kernel writes keys and values to the page and, over the bus, to the same offset of the mirror
 //! answer    is given after a download, which waits for the kernels: what a client was told is in the mirror
 //! restart   nothing is on the device; a page is copied from the mirror when a row first reads it
 //! ```
-//! The mirror holds at any time what the pages hold, so that copying a page from it once more changes nothing. Without a mirror nothing is
-//! written to the host, and what the pages held ends with the worker: whoever submits jobs must then never name what an earlier one wrote.
+//! The mirror holds at any time what the pages hold, so that copying a page from it once more
+//! changes nothing. Without a mirror nothing is written to the host, and what the pages held ends
+//! with the worker: whoever submits jobs must then never name what an earlier one wrote.
 
 use shared::ids::PageId;
 use shared::shm::kv::KvMap;
 
-use super::gpu::{Address, Gpu};
+use super::address::Address;
+use super::gpu::Gpu;
 use super::memory::Memory;
 use super::{Cuda, Pages};
 use crate::kv::{KvPages, PAGE_TOKENS, PageLayout, StepRow, check_rows};
@@ -56,15 +59,17 @@ impl Mirror {
             });
         }
         let start = segment.values_mut::<u8>().as_mut_ptr();
-        // SAFETY: the mapping lives in `segment`, which is dropped by the end of the process or after the device is idle (see Drop);
-        // references into it are made only while nothing is enqueued.
+        // SAFETY: the mapping lives in `segment`, which is dropped by the end of the process or
+        // after the device is idle (see Drop); references into it are made only while
+        // nothing is enqueued.
         let address = unsafe { cuda.register(start, bytes) }?;
         Ok(Mirror { segment, address })
     }
 }
 
 impl<G: Gpu> Cache<G> {
-    /// Room on the device for `pages` pages in each of `blocks` blocks, mirrored into `segment` when there is one, which is as large at least.
+    /// Room on the device for `pages` pages in each of `blocks` blocks, mirrored into `segment`
+    /// when there is one, which is as large at least.
     ///
     /// # Errors
     /// When the segment is smaller, or the device has no memory or cannot reach the segment.
@@ -105,11 +110,11 @@ impl<G: Gpu> Cache<G> {
             let read = row.prefix.div_ceil(PAGE_TOKENS);
             let used = (row.prefix + row.tokens).div_ceil(PAGE_TOKENS);
             for (number, page) in row.pages.iter().take(used).enumerate() {
-                let place = index * self.pages + page.0 as usize;
-                if number < read && !self.ready[place] {
-                    self.fetch(cuda, place)?;
+                let entry = index * self.pages + page.0 as usize;
+                if number < read && !self.ready[entry] {
+                    self.fetch(cuda, entry)?;
                 }
-                self.ready[place] = true;
+                self.ready[entry] = true;
             }
         }
         let bytes = self.pages * self.layout.page_bytes();
@@ -121,7 +126,8 @@ impl<G: Gpu> Cache<G> {
         })
     }
 
-    /// Copies the first tokens of pages of the block at `index` to others: (source, destination, tokens), in their order.
+    /// Copies the first tokens of pages of the block at `index` to others: (source, destination,
+    /// tokens), in their order.
     ///
     /// # Errors
     /// When there is no such block or page, or the device fails.
@@ -159,19 +165,13 @@ impl<G: Gpu> Cache<G> {
         let bytes = self.layout.page_bytes();
         for &(source, destination, tokens) in copies {
             if tokens > PAGE_TOKENS {
-                return Err(OpError::TooManyTokens {
-                    tokens,
-                    limit: PAGE_TOKENS,
-                });
+                return Err(OpError::TooManyTokens { tokens, limit: PAGE_TOKENS });
             }
-            let place = |page: PageId| match page.0 as usize {
+            let offset = |page: PageId| match page.0 as usize {
                 number if number < self.pages => Ok((index * self.pages + number) * bytes),
-                _ => Err(OpError::NoSuchPage {
-                    page,
-                    pages: self.pages,
-                }),
+                _ => Err(OpError::NoSuchPage { page, pages: self.pages }),
             };
-            let (from, to) = (place(source)?, place(destination)?);
+            let (from, to) = (offset(source)?, offset(destination)?);
             if from != to {
                 cuda.copy_within(&mut self.memory, from, to, bytes)?;
             }
@@ -180,26 +180,20 @@ impl<G: Gpu> Cache<G> {
     }
 
     /// Copies a page from the mirror to the device, if there is one.
-    fn fetch(&mut self, cuda: &mut Cuda<G>, place: usize) -> Result<(), OpError> {
+    fn fetch(&mut self, cuda: &mut Cuda<G>, entry: usize) -> Result<(), OpError> {
         let Some(mirror) = &self.mirror else {
             return Ok(());
         };
         cuda.wait()?;
-        let page = mirror
-            .segment
-            .page::<u8>(self.layout.page_bytes(), place)
-            .unwrap_or_default();
-        cuda.upload_bytes(page, &mut self.memory, place * self.layout.page_bytes())
+        let page = mirror.segment.page::<u8>(self.layout.page_bytes(), entry).unwrap_or_default();
+        cuda.upload_bytes(page, &mut self.memory, entry * self.layout.page_bytes())
     }
 
     fn check_block(&self, index: usize) -> Result<(), OpError> {
         if index < self.blocks {
             return Ok(());
         }
-        Err(OpError::Shape {
-            op: "kv cache",
-            what: "there is no such block",
-        })
+        Err(OpError::Shape { op: "kv cache", what: "there is no such block" })
     }
 }
 
@@ -213,11 +207,7 @@ mod tests {
     use crate::cuda::ops::kv_append;
     use crate::ops::KvAppend;
 
-    const LAYOUT: PageLayout = PageLayout {
-        dtype: DType::F32,
-        kv_heads: 2,
-        head_dim: 4,
-    };
+    const LAYOUT: PageLayout = PageLayout { dtype: DType::F32, kv_heads: 2, head_dim: 4 };
 
     fn append(cuda: &mut Cuda<Emu>, cache: &mut Cache<Emu>, row: StepRow<'_>, value: f32) {
         let len = row.tokens * LAYOUT.kv_heads * LAYOUT.head_dim;
@@ -225,28 +215,17 @@ mod tests {
         cuda.upload(&vec![value; len], &mut keys).unwrap();
         cuda.upload(&vec![-value; len], &mut values).unwrap();
         let mut pages = cache.block(cuda, 1, &[row]).unwrap();
-        let args = KvAppend {
-            keys: &*keys,
-            values: &*values,
-            rows: &[row],
-            pages: &mut pages,
-        };
+        let args = KvAppend { keys: &*keys, values: &*values, rows: &[row], pages: &mut pages };
         kv_append::launch(cuda, args).unwrap();
     }
 
-    fn page(cache: &Cache<Emu>, cuda: &mut Cuda<Emu>, place: usize) -> (Vec<u8>, Vec<u8>) {
+    fn page(cache: &Cache<Emu>, cuda: &mut Cuda<Emu>, entry: usize) -> (Vec<u8>, Vec<u8>) {
         let bytes = LAYOUT.page_bytes();
         let mut device = vec![0; bytes];
-        let at = place * bytes;
+        let at = entry * bytes;
         cuda.download_bytes(&cache.memory, at, &mut device).unwrap();
-        let mirror = cache
-            .mirror
-            .as_ref()
-            .unwrap()
-            .segment
-            .page::<u8>(bytes, place)
-            .unwrap()
-            .to_vec();
+        let mirror =
+            cache.mirror.as_ref().unwrap().segment.page::<u8>(bytes, entry).unwrap().to_vec();
         (device, mirror)
     }
 
@@ -255,11 +234,7 @@ mod tests {
         let bytes = 2 * 4 * LAYOUT.page_bytes();
         let segment = MemfdSegment::create("sepal-test-mirror", bytes).unwrap();
         let tables = [PageId(3), PageId(0)];
-        let row = |prefix, tokens| StepRow {
-            tokens,
-            prefix,
-            pages: &tables,
-        };
+        let row = |prefix, tokens| StepRow { tokens, prefix, pages: &tables };
         let mut cuda = Cuda::new(Emu::new(1));
         let map = || KvMap::map(&segment).unwrap();
         let mut cache = Cache::open(&mut cuda, LAYOUT, 2, 4, Some(map())).unwrap();
@@ -267,9 +242,7 @@ mod tests {
         let before = page(&cache, &mut cuda, 4 + 3);
         assert_eq!(before.0, before.1);
         // The second page, of which one token was written.
-        cache
-            .copy(&mut cuda, 1, &[(PageId(0), PageId(2), 1)])
-            .unwrap();
+        cache.copy(&mut cuda, 1, &[(PageId(0), PageId(2), 1)]).unwrap();
         drop(cache);
         // The next worker: nothing on the device until a row reads it.
         let mut cuda = Cuda::new(Emu::new(1));
@@ -289,11 +262,7 @@ mod tests {
     #[test]
     fn pages_without_a_mirror_are_copied_on_the_device() {
         let tables = [PageId(3), PageId(0)];
-        let row = StepRow {
-            tokens: 17,
-            prefix: 0,
-            pages: &tables,
-        };
+        let row = StepRow { tokens: 17, prefix: 0, pages: &tables };
         let mut cuda = Cuda::new(Emu::new(1));
         let mut cache = Cache::open(&mut cuda, LAYOUT, 2, 4, None).unwrap();
         append(&mut cuda, &mut cache, row, 1.5);
@@ -303,10 +272,9 @@ mod tests {
             assert!(copy(&[wrong]).is_err());
         }
         let bytes = LAYOUT.page_bytes();
-        let mut on_device = |place: usize| {
+        let mut on_device = |entry: usize| {
             let mut page = vec![0; bytes];
-            cuda.download_bytes(&cache.memory, place * bytes, &mut page)
-                .unwrap();
+            cuda.download_bytes(&cache.memory, entry * bytes, &mut page).unwrap();
             page
         };
         let copied = on_device(4 + 1);

@@ -1,4 +1,5 @@
-//! The experts of a block as launches read them: the addresses of all their matrices in device memory.
+//! The experts of a block as launches read them: the addresses of all their matrices in device
+//! memory.
 
 use super::matrix::Parts;
 use super::{Cuda, Gpu, Matrix, Memory};
@@ -38,13 +39,11 @@ impl<G: Gpu> Cuda<G> {
     /// Puts experts together.
     ///
     /// # Errors
-    /// When they are not of one shape, dtype and format, are too many, or the device has no memory for their addresses.
+    /// When they are not of one shape, dtype and format, are too many, or the device has no memory
+    /// for their addresses.
     pub fn experts(&mut self, all: Vec<Expert<Matrix<G>>>) -> Result<Experts<G>, OpError> {
         let sizes = sizes_of(&all)?;
-        let wrong = |what| OpError::Shape {
-            op: "experts",
-            what,
-        };
+        let wrong = |what| OpError::Shape { op: "experts", what };
         if all.len() > MAX_EXPERTS {
             return Err(wrong("more than 256 experts"));
         }
@@ -54,9 +53,7 @@ impl<G: Gpu> Cuda<G> {
             three.iter().all(|m| Some(m.quant()) == quant)
         };
         if !all.iter().all(alike) {
-            return Err(wrong(
-                "the matrices of the experts are stored in different formats",
-            ));
+            return Err(wrong("the matrices of the experts are stored in different formats"));
         }
         let addresses: Vec<u8> = all
             .iter()

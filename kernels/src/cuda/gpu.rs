@@ -1,42 +1,34 @@
-//! The seam between the CUDA backend and what runs its kernels: the driver ([`super::driver`]) or the emulator
-//! (`emu`). Everything is enqueued in one order; [`Gpu::read`] and [`Gpu::wait`] are where the host waits.
+//! The seam between the CUDA backend and a device: the driver ([`super::driver`]) or the emulator
+//! (`emu`). Work is enqueued and done in one order; the host waits in [`Gpu::read`] and
+//! [`Gpu::wait`].
 
 use std::time::Duration;
 
-use super::memory::Floats;
+use super::address::{Address, Floats};
+use crate::error::{DeviceFailure, OpError};
 
-/// An address in device memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Address(pub u64);
-
-impl Address {
-    /// The address `bytes` further on.
-    pub fn offset(self, bytes: usize) -> Address {
-        Address(self.0.wrapping_add(bytes as u64))
-    }
-}
-
-/// Why the device did not do what it was asked. Everything but [`OutOfMemory`](GpuError::OutOfMemory) at start is final for the process.
+/// Why a call failed. Every error but [`OutOfMemory`](GpuError::OutOfMemory) at start is final for
+/// the process.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GpuError {
-    /// There is not so much memory left.
+    /// The device has too little free memory.
     #[error("no device memory for {bytes} bytes")]
     OutOfMemory {
         /// Bytes asked for.
         bytes: usize,
     },
-    /// A kernel that no image has.
+    /// No image has the kernel.
     #[error("there is no kernel {0}")]
     NoKernel(&'static str),
-    /// A launch with parameters, a grid or shared memory that the kernel does not take.
-    #[error("launch {kernel}: {what}")]
+    /// The kernel does not support the parameters, the grid or the shared memory of a launch.
+    #[error("cannot launch {kernel}: {what}")]
     BadLaunch {
         /// The kernel.
         kernel: &'static str,
         /// What is wrong.
         what: &'static str,
     },
-    /// Something that only the host can do, between launches that are recorded.
+    /// A step of the host between recorded launches.
     #[error("{0} cannot be recorded")]
     NotRecorded(&'static str),
     /// The driver reported an error.
@@ -49,7 +41,7 @@ pub enum GpuError {
         /// Its number.
         code: u32,
     },
-    /// A kernel failed, where each is waited for.
+    /// A kernel failed while each launch was waited for.
     #[error("kernel {kernel}")]
     Kernel {
         /// Which.
@@ -60,18 +52,30 @@ pub enum GpuError {
     },
 }
 
+impl From<GpuError> for OpError {
+    fn from(error: GpuError) -> OpError {
+        OpError::Device(match error {
+            GpuError::OutOfMemory { bytes } => DeviceFailure::OutOfMemory { bytes },
+            GpuError::Kernel { kernel, source } => {
+                DeviceFailure::Fault(format!("kernel {kernel}: {source}"))
+            }
+            other => DeviceFailure::Fault(other.to_string()),
+        })
+    }
+}
+
 /// One kernel launch.
 #[derive(Clone, Copy, Debug)]
 pub struct Launch {
-    /// Its `extern "C"` name.
+    /// The `extern "C"` name of the kernel.
     pub kernel: &'static str,
-    /// CTAs.
+    /// CTAs in x, y and z.
     pub grid: [u32; 3],
-    /// Threads of a CTA.
+    /// Threads of a CTA in x, y and z.
     pub cta: [u32; 3],
-    /// Dynamic shared memory.
+    /// Bytes of dynamic shared memory of a CTA.
     pub shared_bytes: u32,
-    /// What the kernel is given.
+    /// Parameters of the kernel.
     pub params: Params,
 }
 
@@ -80,8 +84,8 @@ pub const MAX_PARAMS: usize = 24;
 
 /// Parameters of a kernel, in the order of its declaration. Each call appends one.
 ///
-/// A pointer is written down as a number: whoever launches keeps the buffers borrowed until the launch is enqueued, and the pool gives
-/// memory to nobody else before what was enqueued has run.
+/// A pointer is stored as a number. The caller keeps the buffers borrowed until the launch is
+/// enqueued, and the pool reuses memory only for work that is enqueued later.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Params {
     words: [u64; MAX_PARAMS],
@@ -140,10 +144,7 @@ impl Params {
     }
 
     fn push(mut self, word: u64, bytes: u32) -> Params {
-        match (
-            self.words.get_mut(self.count),
-            self.bytes.get_mut(self.count),
-        ) {
+        match (self.words.get_mut(self.count), self.bytes.get_mut(self.count)) {
             (Some(slot), Some(size)) => (*slot, *size) = (word, bytes),
             _ => self.too_large = true,
         }
@@ -157,30 +158,27 @@ impl Params {
     }
 
     /// Their sizes.
-    #[cfg_attr(
-        not(feature = "emu"),
-        allow(dead_code, reason = "the driver does not ask")
-    )]
+    #[cfg_attr(not(feature = "emu"), allow(dead_code, reason = "the driver does not ask"))]
     pub(super) fn sizes(&self) -> &[u32] {
         &self.bytes[..self.count]
     }
 
-    /// Whether some value did not fit.
+    /// Whether a value did not fit its parameter.
     pub(super) fn too_large(&self) -> bool {
         self.too_large
     }
 }
 
-/// A number of CTAs; one that is no grid becomes the largest, which the launch refuses.
+/// A count as a `u32`; a larger one becomes `u32::MAX`, which the launch refuses.
 pub(super) fn ctas(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)
 }
 
-/// What a device does for the backend. Calls are enqueued and done in the order of their calls.
+/// Operations of a device. They are enqueued and done in the order of the calls.
 pub trait Gpu: Send + Sync + 'static {
-    /// A point in the order of what was enqueued.
+    /// A point in the order of enqueued work.
     type Event: Send + Sync;
-    /// Launches that were recorded.
+    /// Recorded launches.
     type Graph: Send + Sync + std::fmt::Debug;
 
     /// Memory of `bytes` bytes (not 0) of unspecified content, aligned to 256.
@@ -189,13 +187,13 @@ pub trait Gpu: Send + Sync + 'static {
     /// [`GpuError::OutOfMemory`], or the driver's.
     fn allocate(&self, bytes: usize) -> Result<Address, GpuError>;
 
-    /// Gives memory back.
+    /// Frees memory.
     ///
     /// # Safety
-    /// `at` came from `allocate` with as many bytes, was not given back, and nothing that is still to run uses it.
+    /// `at` came from `allocate` with as many bytes, was not freed, and no pending work uses it.
     unsafe fn release(&self, at: Address, bytes: usize);
 
-    /// Copies host bytes to the device; they may be reused at once.
+    /// Copies host bytes to the device; the caller may reuse them at once.
     ///
     /// # Safety
     /// `to` begins as many bytes of allocated memory.
@@ -204,7 +202,7 @@ pub trait Gpu: Send + Sync + 'static {
     /// The driver's.
     unsafe fn write(&self, from: &[u8], to: Address) -> Result<(), GpuError>;
 
-    /// Copies device bytes to the host after all that was enqueued; returns when they are there.
+    /// Copies device bytes to the host after all enqueued work; returns when they have arrived.
     ///
     /// # Safety
     /// `from` begins as many bytes of allocated memory.
@@ -231,45 +229,49 @@ pub trait Gpu: Send + Sync + 'static {
     /// The driver's.
     unsafe fn fill(&self, at: Address, value: u8, bytes: usize) -> Result<(), GpuError>;
 
-    /// Makes host memory of others (the arena, the kv segment) readable and writable for the device; its address there. It stays so as long
-    /// as this device is open, or until [`unregister`](Self::unregister).
+    /// Maps host memory (the arena, the kv segment) for the device and returns its address there.
+    /// The mapping lasts as long as this device is open, or until
+    /// [`unregister`](Self::unregister).
     ///
     /// # Safety
-    /// The bytes stay mapped until the device is closed, and nobody holds Rust references to those that the device writes.
+    /// The bytes stay mapped until the device is closed, and nobody holds Rust references to those
+    /// that the device writes.
     ///
     /// # Errors
     /// The driver's, for example when pages cannot be locked.
     unsafe fn register(&self, start: *mut u8, bytes: usize) -> Result<Address, GpuError>;
 
-    /// Takes back what [`register`](Self::register) did, `at` being what it returned.
+    /// Undoes [`register`](Self::register), which returned `at`.
     ///
     /// # Safety
-    /// Nothing that is still to run uses the memory.
+    /// No pending work uses the memory.
     unsafe fn unregister(&self, at: Address);
 
     /// Enqueues a kernel.
     ///
     /// # Safety
-    /// The parameters are those of the kernel's declaration, and its pointers name allocated memory of the sizes that it uses.
+    /// The parameters are those of the kernel's declaration, and its pointers name allocated memory
+    /// of the sizes that it uses.
     ///
     /// # Errors
     /// [`GpuError::NoKernel`], [`GpuError::BadLaunch`], or the driver's.
     unsafe fn launch(&self, launch: Launch) -> Result<(), GpuError>;
 
-    /// Records instead of running, until [`end_recording`](Self::end_recording). Only launches, fills and copies within the device may be
-    /// enqueued meanwhile, and no memory is allocated.
+    /// Records instead of running, until [`end_recording`](Self::end_recording). Only launches,
+    /// fills and copies within the device may be enqueued meanwhile, and no memory is
+    /// allocated.
     ///
     /// # Errors
     /// The driver's.
     fn begin_recording(&self) -> Result<(), GpuError>;
 
-    /// What was recorded; nothing of it has run.
+    /// Ends the recording and returns its launches; none of them has run.
     ///
     /// # Errors
     /// The driver's, also for what may not be recorded.
     fn end_recording(&self) -> Result<Self::Graph, GpuError>;
 
-    /// Enqueues what was recorded.
+    /// Enqueues recorded launches.
     ///
     /// # Safety
     /// All memory that its launches name is still allocated.
@@ -278,19 +280,19 @@ pub trait Gpu: Send + Sync + 'static {
     /// The driver's.
     unsafe fn replay(&self, graph: &Self::Graph) -> Result<(), GpuError>;
 
-    /// Waits for all that was enqueued.
+    /// Waits for all enqueued work.
     ///
     /// # Errors
     /// The driver's, also those of earlier launches.
     fn wait(&self) -> Result<(), GpuError>;
 
-    /// Marks this point.
+    /// Records an event at this point of the order.
     ///
     /// # Errors
     /// The driver's.
     fn record(&self) -> Result<Self::Event, GpuError>;
 
-    /// Waits for a point; the time from `begin` to `end` in seconds.
+    /// Waits for `end` and returns the seconds from `begin` to it.
     ///
     /// # Errors
     /// The driver's.
@@ -302,14 +304,14 @@ pub trait Gpu: Send + Sync + 'static {
     /// The driver's.
     fn memory(&self) -> Result<(usize, usize), GpuError>;
 
-    /// How long a unit of work may hold the device up.
+    /// Longest time that a unit of work may occupy the device.
     fn unit_time(&self) -> Duration;
 
-    /// What is at hand.
+    /// Properties of the device.
     fn properties(&self) -> &Properties;
 }
 
-/// What the choice of a kernel may depend on.
+/// Properties of a device on which the choice of a kernel may depend.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Properties {
     /// Name of the device.
@@ -320,12 +322,13 @@ pub struct Properties {
     pub multiprocessors: u32,
     /// Most dynamic shared memory of a CTA.
     pub shared_bytes: u32,
-    /// Which image its kernels come from; empty before it is opened.
+    /// Image that the kernels come from; empty before the device is opened.
     pub image: String,
 }
 
 impl Properties {
-    /// Whether warpgroups multiply there (`kernels/cuda/wgmma.cuh`): compute capability 9.0 alone.
+    /// Whether the device has warpgroup products (`kernels/cuda/wgmma.cuh`): compute capability
+    /// 9.0.
     pub fn has_wgmma(&self) -> bool {
         self.architecture == 90
     }

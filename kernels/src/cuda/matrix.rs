@@ -5,7 +5,8 @@ use std::sync::Arc;
 use shared::config::QuantType;
 use shared::dtype::DType;
 
-use super::gpu::{Address, Gpu};
+use super::address::Address;
+use super::gpu::Gpu;
 use super::memory::Memory;
 use crate::ops::MatrixShape;
 use crate::tensor::{Format, WeightView};
@@ -23,7 +24,8 @@ struct Stored<G: Gpu> {
     memory: Memory<G>,
 }
 
-/// Where the parts of a matrix lie, by format. Every part begins at a multiple of 64 bytes, the first at one of 256.
+/// Where the parts of a matrix lie, by format. Every part begins at a multiple of 64 bytes, the
+/// first at one of 256.
 #[derive(Clone, Copy, Debug)]
 pub enum Parts {
     /// Numbers of the matrix's dtype, row-major.
@@ -58,10 +60,7 @@ impl<G: Gpu> Matrix<G> {
         let at = |part: &[u8]| start.offset(part.as_ptr().addr() - view.bytes().as_ptr().addr());
         let parts = match view.format() {
             Format::Plain => Parts::Plain { values: start },
-            Format::Int8(parts) => Parts::Int8 {
-                codes: at(parts.codes),
-                absmax: at(parts.absmax),
-            },
+            Format::Int8(parts) => Parts::Int8 { codes: at(parts.codes), absmax: at(parts.absmax) },
             Format::Nf4(parts) => Parts::Nf4 {
                 codes: at(parts.codes),
                 absmax: at(parts.absmax),

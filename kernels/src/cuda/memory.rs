@@ -1,71 +1,15 @@
-//! Device memory owned by types. [`Pool`] keeps what was given back by size class, so that a step that is not larger than those
-//! before it asks the device for nothing.
+//! Owned device memory. [`Pool`] caches freed memory by size class, so that a step that is no
+//! larger than earlier ones allocates nothing.
 //!
-//! Everything on a device runs in one order, so memory that is given back while work is enqueued may be given out at once: what uses it
-//! next is enqueued after what used it before.
+//! Work on a device runs in one order. Memory may therefore be reused while work with it is still
+//! enqueued: its next user is enqueued later.
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::gpu::{Address, Gpu, GpuError};
-use crate::ops::Elements;
-
-/// One f32 in device memory; on the host it has no bytes, so that no reference to it can be read or written through.
-#[derive(Debug)]
-struct OnDevice;
-
-/// f32 values in device memory, borrowed. The address of the slice is that in the device.
-#[derive(Debug)]
-#[repr(transparent)]
-pub struct Floats([OnDevice]);
-
-impl Floats {
-    /// Where they begin.
-    pub fn address(&self) -> Address {
-        Address(self.0.as_ptr().addr() as u64)
-    }
-
-    /// How many there are.
-    pub fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
-    /// Some of them; `None` when they are not all there.
-    pub fn part(&self, range: std::ops::Range<usize>) -> Option<&Floats> {
-        let (address, len) = self.place(range)?;
-        // SAFETY: a slice of elements without bytes is valid at every address that is not 0.
-        Some(unsafe { &*Floats::at(address, len) })
-    }
-
-    /// The same, to be written.
-    pub fn part_mut(&mut self, range: std::ops::Range<usize>) -> Option<&mut Floats> {
-        let (address, len) = self.place(range)?;
-        // SAFETY: as in `part`.
-        Some(unsafe { &mut *Floats::at(address, len) })
-    }
-
-    fn place(&self, range: std::ops::Range<usize>) -> Option<(Address, usize)> {
-        let len = range.end.checked_sub(range.start)?;
-        (range.end <= self.len()).then(|| (self.address().offset(4 * range.start), len))
-    }
-
-    fn at(address: Address, len: usize) -> *mut Floats {
-        let start = std::ptr::without_provenance_mut::<OnDevice>(address.0 as usize);
-        std::ptr::slice_from_raw_parts_mut(start, len) as *mut Floats
-    }
-}
-
-impl Elements for Floats {
-    fn len(&self) -> usize {
-        self.0.len()
-    }
-}
+use super::address::{Address, Floats};
+use super::gpu::{Gpu, GpuError};
 
 /// Memory of a device that returns to its pool when dropped.
 pub struct Memory<G: Gpu> {
@@ -75,12 +19,12 @@ pub struct Memory<G: Gpu> {
 }
 
 impl<G: Gpu> Memory<G> {
-    /// Where it begins; not 0.
+    /// The address of the first byte; not 0.
     pub fn address(&self) -> Address {
         self.address
     }
 
-    /// Its bytes.
+    /// Length in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -118,7 +62,8 @@ impl<G: Gpu> Deref for Buffer<G> {
     type Target = Floats;
 
     fn deref(&self) -> &Floats {
-        // SAFETY: a slice of elements without bytes is valid at every address that is not 0, and `Memory` has one.
+        // SAFETY: a slice of elements without bytes is valid at every address that is not 0, and
+        // `Memory` has one.
         unsafe { &*Floats::at(self.memory.address, self.len) }
     }
 }
@@ -136,25 +81,25 @@ pub struct Pool<G: Gpu> {
     gpu: Arc<G>,
     free: Mutex<BTreeMap<usize, Vec<Address>>>,
     taken: Mutex<Taken>,
-    /// Whether nothing is rounded up and nothing is kept: for instruments that watch the ends of memory.
+    /// Whether sizes are exact and nothing is cached, for sanitizers that watch the ends of memory.
     is_exact: bool,
     keeps: Mutex<bool>,
 }
 
-/// What a pool has asked the device for.
+/// Counts of what a pool has allocated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Taken {
-    /// Pieces of memory, ever: what does not grow while steps are computed.
+    /// Allocations since start; a warm pool makes none.
     pub allocations: u64,
-    /// Bytes that it has now, in use or kept.
+    /// Bytes allocated now, in use or cached.
     pub bytes: u64,
 }
 
-/// What asks for less than [`SMALL`] takes at most so much.
+/// Requests below [`SMALL`] take cached memory of at most this size.
 const LARGEST_FOR_SMALL: usize = 1 << 20;
 const SMALL: usize = 256 << 10;
 
-/// Where memory of no bytes is.
+/// Address of empty memory.
 const NOWHERE: Address = Address(256);
 
 impl<G: Gpu> Pool<G> {
@@ -168,8 +113,8 @@ impl<G: Gpu> Pool<G> {
         })
     }
 
-    /// Memory of at least `bytes` bytes: of its class, or else the smallest larger piece that is kept. What asks for little takes no large
-    /// piece, which others need meanwhile.
+    /// Memory of at least `bytes` bytes: from its size class, or else the smallest larger cached
+    /// one. Small requests leave large memory to others.
     pub(super) fn take(self: &Arc<Pool<G>>, bytes: usize) -> Result<Memory<G>, GpuError> {
         if self.is_exact || bytes == 0 {
             return self.take_exactly(bytes);
@@ -189,20 +134,16 @@ impl<G: Gpu> Pool<G> {
         }
     }
 
-    /// What the device was asked for.
+    /// Counts of allocations.
     pub(super) fn taken(&self) -> Taken {
         *self.counts()
     }
 
     fn memory(self: &Arc<Pool<G>>, address: Address, bytes: usize) -> Memory<G> {
-        Memory {
-            pool: Arc::clone(self),
-            address,
-            bytes,
-        }
+        Memory { pool: Arc::clone(self), address, bytes }
     }
 
-    /// Memory of `bytes` bytes and not more: for what stays.
+    /// Memory of exactly `bytes` bytes, for long-lived data.
     pub(super) fn take_exactly(self: &Arc<Pool<G>>, bytes: usize) -> Result<Memory<G>, GpuError> {
         let memory = |address| self.memory(address, bytes);
         if bytes == 0 {
@@ -229,17 +170,17 @@ impl<G: Gpu> Pool<G> {
     fn take_back(&self, address: Address, bytes: usize) {
         self.free().entry(bytes).or_default().push(address);
         if self.is_exact {
-            // What the device does not take back now it takes with the next.
+            // A failure here shows again at the next trim.
             let _ = self.trim();
         }
     }
 
-    /// From now on nothing is given back to the device before the end: recorded launches name what was handed out.
+    /// Frees no memory until the end, because recorded launches name it.
     pub(super) fn keep_all(&self) {
         *self.keeps.lock().unwrap_or_else(PoisonError::into_inner) = true;
     }
 
-    /// Gives all that is kept back to the device.
+    /// Frees all cached memory.
     pub(super) fn trim(&self) -> Result<(), GpuError> {
         let keeps = *self.keeps.lock().unwrap_or_else(PoisonError::into_inner);
         if keeps {
@@ -253,7 +194,8 @@ impl<G: Gpu> Pool<G> {
         let kept = std::mem::take(&mut *self.free());
         for (bytes, addresses) in kept {
             for address in addresses {
-                // SAFETY: nobody owns what is in the pool, it was allocated with so many bytes, and nothing is enqueued.
+                // SAFETY: nobody owns what is in the pool, it was allocated with so many bytes, and
+                // nothing is enqueued.
                 unsafe { self.gpu.release(address, bytes) };
                 let mut taken = self.counts();
                 taken.bytes = taken.bytes.saturating_sub(bytes as u64);
@@ -273,7 +215,7 @@ impl<G: Gpu> Pool<G> {
 
 impl<G: Gpu> Drop for Pool<G> {
     fn drop(&mut self) {
-        // A device that does not answer any more keeps its memory until the process ends.
+        // A device that does not answer keeps its memory until the process ends.
         let _ = self.release();
     }
 }
@@ -295,16 +237,7 @@ mod tests {
     fn classes_waste_at_most_a_quarter_and_hold_the_request() {
         assert_eq!(class(0), 0);
         assert_eq!(class(1), 256);
-        for bytes in [
-            255,
-            256,
-            257,
-            1000,
-            4097,
-            1 << 20,
-            (1 << 20) + 1,
-            10_000_001,
-        ] {
+        for bytes in [255, 256, 257, 1000, 4097, 1 << 20, (1 << 20) + 1, 10_000_001] {
             let class = class(bytes);
             assert!(class >= bytes && class.is_multiple_of(256));
             assert!(bytes < 1024 || class <= bytes + bytes / 4 + 256, "{bytes}");

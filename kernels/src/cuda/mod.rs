@@ -1,16 +1,15 @@
-//! CUDA devices as a backend. The kernels are `kernels/cuda/*.cu`; `kernels/cuda/README.md` says how one is added.
+//! CUDA devices as a backend. The kernels are `kernels/cuda/*.cu`; `kernels/cuda/README.md` says
+//! how one is added.
 //!
 //! ```text
 //! Backend (blocks)  ->  ops/<op>.rs: checks, chooses the kernel, launches  ->  Gpu: driver | emulator
 //! ```
-//! One caller at a time. A failed allocation or launch is remembered: that operation and every later one return it, since what the device
-//! holds is then unspecified.
-#![allow(
-    unsafe_code,
-    reason = "device memory and launches; each use says why it holds"
-)]
+//! One caller at a time. A failed allocation or launch is remembered: that operation and every
+//! later one return it, since what the device holds is then unspecified.
+#![allow(unsafe_code, reason = "device memory and launches; each use says why it holds")]
 
 pub mod adapters;
+mod address;
 mod agree;
 pub mod arena;
 mod backend;
@@ -26,18 +25,19 @@ pub mod memory;
 pub(crate) mod ops;
 pub mod pages;
 mod peaks;
+pub mod scratch;
 pub mod step;
 
 use std::sync::Arc;
 
 pub use adapters::Adapters;
-pub use agree::Agreement;
-pub use arena::Reach;
+pub use address::{Address, Floats};
+pub use arena::MappedArena;
 pub use cache::Cache;
 pub use experts::Experts;
-pub use gpu::{Address, Gpu, GpuError, Launch, Params, Properties};
+pub use gpu::{Gpu, GpuError, Launch, Params, Properties};
 pub use matrix::{Matrix, Parts};
-pub use memory::{Buffer, Floats, Memory, Taken};
+pub use memory::{Buffer, Memory, Taken};
 pub use pages::Pages;
 pub use step::Recorded;
 
@@ -60,7 +60,7 @@ pub struct Cuda<G: Gpu> {
     words: Vec<u32>,
     /// Memory of steps that are recorded, once it is reserved.
     fixed: Option<step::Fixed<G>>,
-    recording: bool,
+    recording: Recording,
     launches: u64,
     /// Whether products of many rows go to warpgroups.
     by_warpgroups: bool,
@@ -68,6 +68,15 @@ pub struct Cuda<G: Gpu> {
     gave_warpgroups_up: bool,
     /// Whom to tell of each launch.
     watch: Option<Watch>,
+}
+
+/// Whether launches are recorded instead of run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Recording {
+    Off,
+    On,
+    /// Launches are recorded, and an operation asked for something that only the host can do.
+    Refused,
 }
 
 /// Is told the name of a kernel before it is launched.
@@ -82,8 +91,8 @@ impl<G: Gpu> Cuda<G> {
         Cuda::with_pool(Arc::new(gpu), false)
     }
 
-    /// The same, slower: every piece of memory is as large as asked for and goes back to the device at once, so that an instrument sees what
-    /// kernels do beyond its ends.
+    /// The same, slower: every piece of memory is as large as asked for and goes back to the device
+    /// at once, so that an instrument sees what kernels do beyond its ends.
     pub fn exact(gpu: G) -> Cuda<G> {
         Cuda::with_pool(Arc::new(gpu), true)
     }
@@ -98,7 +107,7 @@ impl<G: Gpu> Cuda<G> {
             of_rows: None,
             words: Vec::new(),
             fixed: None,
-            recording: false,
+            recording: Recording::Off,
             launches: 0,
             by_warpgroups: false,
             gave_warpgroups_up: false,
@@ -106,8 +115,9 @@ impl<G: Gpu> Cuda<G> {
         }
     }
 
-    /// From now on `watch` is told of each kernel before it is launched, and each launch is waited for unless it is recorded, so that a failure names
-    /// its kernel ([`GpuError::Kernel`]) and a kernel that never ends is the last one told. `None` ends that.
+    /// From now on `watch` is told of each kernel before it is launched, and each launch is waited
+    /// for unless it is recorded, so that a failure names its kernel ([`GpuError::Kernel`]) and
+    /// a kernel that never ends is the last one told. `None` ends that.
     pub fn watch(&mut self, watch: Option<Watch>) {
         self.watch = watch;
     }
@@ -122,7 +132,8 @@ impl<G: Gpu> Cuda<G> {
         self.pool.taken()
     }
 
-    /// A buffer of `len` elements of unspecified content. A device that has no memory for it fails the next operation.
+    /// A buffer of `len` elements of unspecified content. A device that has no memory for it fails
+    /// the next operation.
     pub fn buffer(&mut self, len: usize) -> Buffer<G> {
         let memory = self.pool.take(len.saturating_mul(4)).or_else(|error| {
             self.failure.get_or_insert(error);
@@ -184,7 +195,8 @@ impl<G: Gpu> Cuda<G> {
         Ok(Matrix::new(&weight, memory))
     }
 
-    /// Memory of `bytes` bytes for one operation: workspace. It may be dropped as soon as the launches that use it are enqueued.
+    /// Memory of `bytes` bytes for one operation: workspace. It may be dropped as soon as the
+    /// launches that use it are enqueued.
     ///
     /// # Errors
     /// When the device has none, or failed.
@@ -232,13 +244,7 @@ impl<G: Gpu> Cuda<G> {
         to: &mut [u8],
     ) -> Result<(), OpError> {
         self.host("a download")?;
-        check_len(
-            "download",
-            "from",
-            from.bytes(),
-            1,
-            at.saturating_add(to.len()),
-        )?;
+        check_len("download", "from", from.bytes(), 1, at.saturating_add(to.len()))?;
         // SAFETY: checked to lie within `from`.
         let done = unsafe { self.gpu.read(from.address().offset(at), to) };
         self.noted(done)
@@ -259,10 +265,7 @@ impl<G: Gpu> Cuda<G> {
         let end = from.max(to).saturating_add(bytes);
         check_len("copy", "memory", memory.bytes(), 1, end)?;
         if from.abs_diff(to) < bytes {
-            return Err(OpError::Shape {
-                op: "copy",
-                what: "the ranges overlap",
-            });
+            return Err(OpError::Shape { op: "copy", what: "the ranges overlap" });
         }
         let (from, to) = (memory.address().offset(from), memory.address().offset(to));
         // SAFETY: both lie within `memory`, and apart.
@@ -315,7 +318,8 @@ impl<G: Gpu> Cuda<G> {
         Ok(memory)
     }
 
-    /// A copy of numbers that hardly ever change (frequencies, slopes, tables), kept for the next operation that names the same.
+    /// A copy of numbers that hardly ever change (frequencies, slopes, tables), kept for the next
+    /// operation that names the same.
     ///
     /// # Errors
     /// When the device has no memory for them, or fails.
@@ -336,7 +340,8 @@ impl<G: Gpu> Cuda<G> {
         Ok(address)
     }
 
-    /// The rows of a step on the device, for `batch_of` in `common.cuh`. The same rows are copied once, however many operations name them.
+    /// The rows of a step on the device, for `batch_of` in `common.cuh`. The same rows are copied
+    /// once, however many operations name them.
     ///
     /// # Errors
     /// When a number does not fit 32 bits, or the device fails.
@@ -372,7 +377,7 @@ impl<G: Gpu> Cuda<G> {
         }
         // SAFETY: the caller's.
         let mut done = unsafe { self.gpu.launch(launch) };
-        if self.watch.is_some() && !self.recording {
+        if self.watch.is_some() && self.recording == Recording::Off {
             done = done.and_then(|()| self.gpu.wait());
             done = done.map_err(|source| GpuError::Kernel {
                 kernel: launch.kernel,
@@ -383,11 +388,14 @@ impl<G: Gpu> Cuda<G> {
     }
 
     /// Refuses what the host does while launches are recorded.
-    fn host(&self, what: &'static str) -> Result<(), OpError> {
+    fn host(&mut self, what: &'static str) -> Result<(), OpError> {
         self.health()?;
         match self.recording {
-            false => Ok(()),
-            true => Err(GpuError::NotRecorded(what).into()),
+            Recording::Off => Ok(()),
+            Recording::On | Recording::Refused => {
+                self.recording = Recording::Refused;
+                Err(GpuError::NotRecorded(what).into())
+            }
         }
     }
 

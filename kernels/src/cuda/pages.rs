@@ -1,9 +1,11 @@
-//! KV pages of one block in device memory, laid out as [`KvPages`](crate::KvPages) lays them out in the host's.
+//! KV pages of one block in device memory, laid out as [`KvPages`](crate::KvPages) lays them out in
+//! the host's.
 
 use std::marker::PhantomData;
 
-use super::gpu::{Address, Gpu};
-use super::memory::{Floats, Memory};
+use super::address::{Address, Floats};
+use super::gpu::Gpu;
+use super::memory::Memory;
 use crate::kv::PageLayout;
 use crate::ops::PagePool;
 
@@ -29,10 +31,7 @@ impl<'k> Pages<'k> {
         bytes: usize,
     ) -> Self {
         let end = start.checked_add(bytes);
-        assert!(
-            end.is_some_and(|end| end <= memory.bytes()),
-            "pages beyond their memory"
-        );
+        assert!(end.is_some_and(|end| end <= memory.bytes()), "pages beyond their memory");
         Pages {
             layout,
             pages: bytes / layout.page_bytes().max(1),

@@ -1,14 +1,16 @@
-//! What a device gives at best, measured now: the yardsticks of `sepal selftest`.
+//! Measures the peak rates of a device, the yardsticks of `sepal selftest`.
 
 use super::gpu::{Gpu, ctas};
 use super::{Cuda, GpuError, Launch, Params};
 use crate::ops::OpError;
+use crate::sizes;
 
 /// Repetitions, of which the best counts.
 const TRIES: usize = 5;
 /// Warps of a CTA of `peak.cu` and `peak_wgmma.cu`.
 const WARPS: usize = 8;
-/// Products of one warp in one iteration of `peak.cu`, and multiplications and additions of one of them.
+/// Products of one warp in one iteration of `peak.cu`, and multiplications and additions of one of
+/// them.
 const CHAINS: f64 = 8.0;
 const PRODUCT_FLOPS: f64 = 2.0 * 16.0 * 8.0 * 16.0;
 /// Those of `peak_wgmma.cu`, of which a warp has a quarter of each.
@@ -29,17 +31,16 @@ impl<G: Gpu> Cuda<G> {
         Ok(2.0 * bytes as f64 / seconds)
     }
 
-    /// Multiplications and additions per second of the tensor cores on bfloat16: by `wgmma` where a device has it, else by `mma.sync`.
+    /// Multiplications and additions per second of the tensor cores on bfloat16: by `wgmma` where a
+    /// device has it, else by `mma.sync`.
     ///
     /// # Errors
     /// When the device fails.
     pub fn matrix_rate(&mut self, iterations: usize) -> Result<f64, OpError> {
         let (kernel, per_warp, shared_bytes) = match self.has_warpgroups() {
-            true => (
-                "peak_wgmma_bf16",
-                WARPGROUP_CHAINS * WARPGROUP_FLOPS,
-                128 * 128,
-            ),
+            true => {
+                ("peak_wgmma_bf16", WARPGROUP_CHAINS * WARPGROUP_FLOPS, sizes::peak_wgmma::SHARED)
+            }
             false => ("peak_mma_bf16", CHAINS * PRODUCT_FLOPS, 0),
         };
         let count = self.gpu.properties().multiprocessors as usize * 4;
@@ -48,7 +49,7 @@ impl<G: Gpu> Cuda<G> {
             kernel,
             grid: [ctas(count), 1, 1],
             cta: [WARPS as u32 * 32, 1, 1],
-            shared_bytes,
+            shared_bytes: ctas(shared_bytes),
             params: Params::new().address(out.address()).count(iterations),
         };
         let seconds = self.best_of(|gpu| {

@@ -1,25 +1,26 @@
-//! Decode steps as recorded launches. What changes from step to step (rows, positions, page tables, adapters) lies in device memory at a fixed address,
-//! which is written before the launches; everything else that a launch is given stays as it is. A recording is made for a number of
+//! Decode steps as recorded launches. What changes from step to step (rows, positions, page tables,
+//! adapters) lies in device memory at a fixed address, which is written before the launches;
+//! everything else that a launch is given stays as it is. A recording is made for a number of
 //! tokens and serves every step of no more: kernels end at once for tokens that are not there.
 //!
 //! ```text
 //! open_steps ──> set_step(rows) ──> fixed(true), operations ...              the step itself
 //!                               └─> record(operations) ──> replay, replay     the same, as one launch
 //! ```
-//! A recording cannot outlive what it names: once there is one, the pool gives nothing back to the device, and it is replayed over the
-//! pages it was made for.
+//! A recording cannot outlive what it names: once there is one, the pool gives nothing back to the
+//! device, and it is replayed over the pages it was made for.
 
 use std::sync::Arc;
 
-use super::gpu::{Address, Gpu, GpuError};
+use shared::model::MAX_STEP_TOKENS;
+
+use super::address::Address;
+use super::gpu::Gpu;
 use super::memory::{Memory, Pool};
-use super::{Cuda, Pages, batch, bytes_of};
+use super::{Cuda, Pages, Recording, batch, bytes_of};
 use crate::kv::{PAGE_TOKENS, StepRow, total_tokens};
 use crate::ops::OpError;
 use crate::tuning::CUDA_STEP_WORKSPACE_BYTES;
-
-/// Most tokens of a recorded step.
-pub const MAX_STEP_TOKENS: usize = 32;
 
 /// In the words of a step: a token without an adapter.
 pub(super) const NO_ADAPTER: u32 = u32::MAX;
@@ -55,7 +56,8 @@ impl<G: Gpu> Recorded<G> {
 }
 
 impl<G: Gpu> Cuda<G> {
-    /// Reserves the memory of recorded steps over a pool of `pages` pages for each block, of attention with `heads` heads of `head_dim`.
+    /// Reserves the memory of recorded steps over a pool of `pages` pages for each block, of
+    /// attention with `heads` heads of `head_dim`.
     ///
     /// # Errors
     /// When the device has no memory for them.
@@ -69,21 +71,17 @@ impl<G: Gpu> Cuda<G> {
         let words = MAX_STEP_TOKENS + batch::words(MAX_STEP_TOKENS, MAX_STEP_TOKENS) + named;
         let words = self.reserve(4 * words)?;
         let tile_bytes = heads * (head_dim + 4) * 4;
-        // Every position of the pool once, and a tile that each row has begun; rows that share more take turns outside recordings.
+        // Every position of the pool once, and a tile that each row has begun; rows that share more
+        // take turns outside recordings.
         let tiles = pages.div_ceil(batch::TILE_TOKENS / PAGE_TOKENS) + 2 * MAX_STEP_TOKENS;
         let bytes = tiles.saturating_mul(tile_bytes);
         let workspace = self.reserve(bytes.min(CUDA_STEP_WORKSPACE_BYTES))?;
-        self.fixed = Some(Fixed {
-            words,
-            tile_bytes,
-            workspace,
-            on: false,
-        });
+        self.fixed = Some(Fixed { words, tile_bytes, workspace, on: false });
         Ok(())
     }
 
-    /// Writes the rows of the next step, and which adapter each goes through (empty: none), to their fixed memory. False: they do not fit,
-    /// and nothing was written.
+    /// Writes the rows of the next step, and which adapter each goes through (empty: none), to
+    /// their fixed memory. False: they do not fit, and nothing was written.
     ///
     /// # Errors
     /// When a number does not fit a word, or the device fails.
@@ -115,8 +113,8 @@ impl<G: Gpu> Cuda<G> {
         Ok(fits)
     }
 
-    /// From now on operations take the rows of [`set_step`](Self::set_step) for those that they are given, which only say for how many
-    /// tokens there is room; or no longer.
+    /// From now on operations take the rows of [`set_step`](Self::set_step) for those that they are
+    /// given, which only say for how many tokens there is room; or no longer.
     pub fn use_fixed_step(&mut self, on: bool) {
         if let Some(fixed) = &mut self.fixed {
             fixed.on = on;
@@ -128,7 +126,8 @@ impl<G: Gpu> Cuda<G> {
         self.fixed.as_ref().filter(|fixed| fixed.on)
     }
 
-    /// Records what `enqueue` launches, instead of running it. `None`: not all of it can be recorded.
+    /// Records what `enqueue` launches, instead of running it. `None`: not all of it can be
+    /// recorded.
     ///
     /// # Errors
     /// Those of `enqueue`, and the device's.
@@ -144,12 +143,13 @@ impl<G: Gpu> Cuda<G> {
         }
         self.pool.keep_all();
         let before = self.launches;
-        self.recording = true;
+        self.recording = Recording::On;
         let done = enqueue(self, pages);
-        self.recording = false;
+        let recording = std::mem::replace(&mut self.recording, Recording::Off);
         let graph = self.gpu.end_recording();
         match (done, graph) {
-            (Err(OpError::Device(GpuError::NotRecorded(_))), _) | (Ok(()), Err(_)) => Ok(None),
+            (Err(_), _) if recording == Recording::Refused => Ok(None),
+            (Ok(()), Err(_)) => Ok(None),
             (Err(error), _) => Err(error),
             (Ok(()), Ok(graph)) => Ok(Some(Recorded {
                 graph,
@@ -173,7 +173,8 @@ impl<G: Gpu> Cuda<G> {
             return Err(OpError::Shape { op, what });
         }
         self.launches += recorded.launches;
-        // SAFETY: the pool keeps all memory that launches were given since the first recording, and the pages are borrowed.
+        // SAFETY: the pool keeps all memory that launches were given since the first recording, and
+        // the pages are borrowed.
         let done = unsafe { self.gpu.replay(&recorded.graph) };
         self.noted(done)
     }
@@ -208,9 +209,6 @@ fn adapter_words(rows: &[StepRow<'_>], adapters: &[Option<u32>]) -> [u32; MAX_ST
         .iter()
         .zip(adapters)
         .flat_map(|(row, adapter)| std::iter::repeat_n(adapter.unwrap_or(NO_ADAPTER), row.tokens));
-    words
-        .iter_mut()
-        .zip(of_tokens)
-        .for_each(|(word, of)| *word = of);
+    words.iter_mut().zip(of_tokens).for_each(|(word, of)| *word = of);
     words
 }

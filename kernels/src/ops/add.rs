@@ -5,7 +5,8 @@ use shared::dtype::DType;
 use super::convert::with_rounding;
 use super::{Elements, OpError, check_len};
 
-/// Arguments of `x = round(x + round(y))`; the inner rounding is that of the operation that made `y` in transformers.
+/// Arguments of `x = round(x + round(y))`; the inner rounding is that of the operation that made
+/// `y` in transformers.
 #[derive(Debug)]
 pub struct Add<'a, F: ?Sized> {
     /// First summand, and the sum `[len]`.
@@ -74,21 +75,11 @@ mod tests {
     #[test]
     fn sums_are_rounded_and_prompts_touch_only_their_positions() {
         let mut x = [1.0f32, 1.0, 1.0];
-        reference(Add {
-            x: &mut x[..],
-            y: &[0.001f32, 0.5, 9.0][..],
-            len: 2,
-            round: DType::Bf16,
-        })
-        .unwrap();
+        reference(Add { x: &mut x[..], y: &[0.001f32, 0.5, 9.0][..], len: 2, round: DType::Bf16 })
+            .unwrap();
         assert_eq!(x, [1.0, 1.5, 1.0]);
-        reference_prompt(PromptAdd {
-            x: &mut x[..],
-            offset: 1,
-            prompt: &[1.0],
-            round: DType::F32,
-        })
-        .unwrap();
+        reference_prompt(PromptAdd { x: &mut x[..], offset: 1, prompt: &[1.0], round: DType::F32 })
+            .unwrap();
         assert_eq!(x, [1.0, 2.5, 1.0]);
         let refused = reference_prompt(PromptAdd {
             x: &mut x[..],

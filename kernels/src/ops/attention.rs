@@ -1,12 +1,14 @@
-//! Causal attention of new tokens over the pages of their row; query head `h` reads kv head `h / group`.
-//! `out = round(softmax(round(round(q K^T) / divisor))) V` over the positions `0..=own position`, or the last `window` of them; sums and
-//! the softmax are f32, the roundings to the cache's dtype are those of transformers (`eager_attention_forward`). With [`Alibi`] the scores
+//! Causal attention of new tokens over the pages of their row; query head `h` reads kv head `h /
+//! group`. `out = round(softmax(round(round(q K^T) / divisor))) V` over the positions `0..=own
+//! position`, or the last `window` of them; sums and the softmax are f32, the roundings to the
+//! cache's dtype are those of transformers (`eager_attention_forward`). With [`Alibi`] the scores
 //! are `round(q K^T / divisor + scale * round(slope * position of the key))`.
 
 use super::{Elements, OpError, PagePool, check_len, convert};
 use crate::kv::{KvPages, StepRow, total_tokens};
 
-/// Arguments of attention; `P` is the backend's pages of one block, which hold the new tokens already.
+/// Arguments of attention; `P` is the backend's pages of one block, which hold the new tokens
+/// already.
 #[derive(Debug)]
 pub struct Attention<'a, F: ?Sized, P> {
     /// Queries (rotated) `[tokens, kv_heads * group, head_dim]`.
@@ -25,7 +27,8 @@ pub struct Attention<'a, F: ?Sized, P> {
     pub window: usize,
     /// Output, shaped as `q`.
     pub out: &'a mut F,
-    /// Where a gradient will want it, the logarithm of the sum of the exponentials of the scores `[tokens, heads]`.
+    /// Where a gradient will want it, the logarithm of the sum of the exponentials of the scores
+    /// `[tokens, heads]`.
     pub logsum: Option<&'a mut F>,
 }
 
@@ -41,19 +44,15 @@ pub struct Alibi<'a> {
 impl Alibi<'_> {
     /// Refuses another number of slopes than of heads.
     pub(crate) fn check(this: Option<Alibi<'_>>, heads: usize) -> Result<(), OpError> {
-        this.map_or(Ok(()), |alibi| {
-            check_len("attention", "slopes", alibi.slopes.len(), 1, heads)
-        })
+        this.map_or(Ok(()), |alibi| check_len("attention", "slopes", alibi.slopes.len(), 1, heads))
     }
 }
 
 impl<F: Elements + ?Sized, P: PagePool> Attention<'_, F, P> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         let layout = self.pages.layout();
-        let (tokens, width) = (
-            total_tokens(self.rows),
-            layout.kv_heads * layout.head_dim * self.group,
-        );
+        let (tokens, width) =
+            (total_tokens(self.rows), layout.kv_heads * layout.head_dim * self.group);
         check_len("attention", "q", self.q.len(), tokens, width)?;
         check_len("attention", "out", self.out.len(), tokens, width)?;
         let heads = layout.kv_heads * self.group;
@@ -62,10 +61,7 @@ impl<F: Elements + ?Sized, P: PagePool> Attention<'_, F, P> {
         }
         Alibi::check(self.alibi, heads)?;
         if self.window == 0 {
-            return Err(OpError::Shape {
-                op: "attention",
-                what: "a window of no positions",
-            });
+            return Err(OpError::Shape { op: "attention", what: "a window of no positions" });
         }
         self.pages.check_rows(self.rows)
     }

@@ -1,16 +1,19 @@
-//! Gradient of [`Attention`](super::Attention): that of the queries, and what the queries add to the gradients of keys and values.
+//! Gradient of [`Attention`](super::Attention): that of the queries, and what the queries add to
+//! the gradients of keys and values.
 //!
 //! ```text
 //! P = softmax of the scores; dP = dO V^T; dS = P (dP - sum of dP P)
 //! dq = dS K / divisor; dk += dS^T q / divisor; dv += P^T dO          summed over the query heads of a kv head
 //! ```
-//! The queries of a row are taken from the last to the first, so that the sums do not depend on where a sequence is cut when its
-//! pieces come from the last to the first too. After that the gradients at a position are whole as soon as the query of that
-//! position was taken.
+//! The queries of a row are taken from the last to the first, so that the sums do not depend on
+//! where a sequence is cut when its pieces come from the last to the first too. After that the
+//! gradients at a position are whole as soon as the query of that position was taken.
 //!
-//! Over bfloat16 pages a backend may round what is multiplied to bfloat16, and scores as [`Attention`](super::Attention) does, as PyTorch does, and
-//! sum the queries of a page by themselves: then sequences are cut at multiples of a page. Over float16 pages it may round to bfloat16 too, all but what
-//! scores are made of, since gradients have a range that float16 has not.
+//! Over bfloat16 pages a backend may round what is multiplied to bfloat16, and scores as
+//! [`Attention`](super::Attention) does, as PyTorch does, and sum the queries of a page by
+//! themselves: then sequences are cut at multiples of a page. Over float16 pages it may round to
+//! bfloat16 too, all but what scores are made of, since gradients have a range that float16 has
+//! not.
 
 use super::{Alibi, Elements, OpError, PagePool, check_len, convert};
 use crate::kv::{KvPages, StepRow, total_tokens};
@@ -60,11 +63,9 @@ impl<F: Elements + ?Sized, P: PagePool> AttentionGrad<'_, F, P> {
         let (op, layout) = ("attention grad", self.pages.layout());
         let kv = layout.kv_heads * layout.head_dim;
         let tokens = total_tokens(self.rows);
-        for (what, has) in [
-            ("q", self.q.len()),
-            ("grad", self.grad.len()),
-            ("q_grad", self.q_grad.len()),
-        ] {
+        for (what, has) in
+            [("q", self.q.len()), ("grad", self.grad.len()), ("q_grad", self.q_grad.len())]
+        {
             check_len(op, what, has, tokens, kv * self.group)?;
         }
         if let Some(known) = &self.known {
@@ -80,10 +81,7 @@ impl<F: Elements + ?Sized, P: PagePool> AttentionGrad<'_, F, P> {
             check_len(op, "v_grad", self.v_grad.len(), end, kv)?;
         }
         if self.window == 0 {
-            return Err(OpError::Shape {
-                op,
-                what: "a window of no positions",
-            });
+            return Err(OpError::Shape { op, what: "a window of no positions" });
         }
         Alibi::check(self.alibi, layout.kv_heads * self.group)
     }
@@ -125,9 +123,8 @@ pub fn reference(args: AttentionGrad<'_, [f32], KvPages<'_>>) -> Result<(), OpEr
                 let weights: Vec<f32> = scores.iter().map(|s| (s - top).exp()).collect();
                 let total: f32 = weights.iter().sum();
                 let weights: Vec<f32> = weights.iter().map(|w| w / total).collect();
-                let slopes: Vec<f32> = (first..=position)
-                    .map(|p| dot(grad, &vector(1, p)))
-                    .collect();
+                let slopes: Vec<f32> =
+                    (first..=position).map(|p| dot(grad, &vector(1, p))).collect();
                 let mean = dot(&weights, &slopes);
                 let q_grad = &mut args.q_grad[range];
                 q_grad.fill(0.0);

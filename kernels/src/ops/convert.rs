@@ -1,6 +1,10 @@
-//! Conversions between f32 and stored dtypes, round to nearest even. Bytes are little-endian and need no alignment.
+//! Conversions between f32 and stored dtypes, round to nearest even. Bytes are little-endian and
+//! need no alignment.
 
 use shared::dtype::DType;
+
+use crate::quant::{int8, nf4};
+use crate::tensor::{Format, WeightView};
 
 /// `bytes` of `dtype` as f32 into `out`; both must hold the same number of elements.
 ///
@@ -13,11 +17,7 @@ pub fn to_f32(dtype: DType, bytes: &[u8], out: &mut [f32]) {
 /// [`to_f32`], compiled for the instruction set of the function that calls it.
 #[inline(always)]
 pub(crate) fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
-    assert_eq!(
-        bytes.len(),
-        out.len() * dtype.size_bytes(),
-        "elements of {dtype}"
-    );
+    assert_eq!(bytes.len(), out.len() * dtype.size_bytes(), "elements of {dtype}");
     match dtype {
         DType::F32 => {
             for (o, b) in out.iter_mut().zip(bytes.chunks_exact(4)) {
@@ -48,11 +48,7 @@ pub fn from_f32(dtype: DType, values: &[f32], bytes: &mut [u8]) {
 /// [`from_f32`], compiled for the instruction set of the function that calls it.
 #[inline(always)]
 pub(crate) fn narrow(dtype: DType, values: &[f32], bytes: &mut [u8]) {
-    assert_eq!(
-        bytes.len(),
-        values.len() * dtype.size_bytes(),
-        "elements of {dtype}"
-    );
+    assert_eq!(bytes.len(), values.len() * dtype.size_bytes(), "elements of {dtype}");
     match dtype {
         DType::F32 => {
             for (v, b) in values.iter().zip(bytes.chunks_exact_mut(4)) {
@@ -89,8 +85,8 @@ pub fn round(dtype: DType, value: f32) -> f32 {
     }
 }
 
-/// Calls `$body` with `$round` bound to the rounding of one dtype: the choice is made once, outside of loops, which then
-/// become vector code.
+/// Calls `$body` with `$round` bound to the rounding of one dtype: the choice is made once, outside
+/// of loops, which then become vector code.
 macro_rules! with_rounding {
     ($dtype:expr, $round:ident => $body:expr) => {
         match $dtype {
@@ -111,6 +107,47 @@ macro_rules! with_rounding {
 }
 pub(crate) use with_rounding;
 
+impl WeightView<'_> {
+    /// Row `index` as f32 into `out` (`[inputs]`); false when there is no such row or `out` has
+    /// another length. A quantized row is what it stands for: NF4 rounded to the dtype, as the
+    /// arithmetic takes it.
+    pub fn row_to_f32(&self, index: usize, out: &mut [f32]) -> bool {
+        if index >= self.outputs() || out.len() != self.inputs() {
+            return false;
+        }
+        self.widen_row(index, out);
+        true
+    }
+
+    /// [`row_to_f32`](Self::row_to_f32) of a row that exists, compiled for the instruction set of
+    /// the caller.
+    #[inline(always)]
+    pub(crate) fn widen_row(&self, index: usize, out: &mut [f32]) {
+        self.widen_part(index, 0, out);
+    }
+
+    /// Columns of row `index` from `first` on, which exist, as f32 into `out`; compiled for the
+    /// instruction set of the caller.
+    #[inline(always)]
+    pub(crate) fn widen_part(&self, index: usize, first: usize, out: &mut [f32]) {
+        let start = index * self.inputs() + first;
+        match &self.format() {
+            Format::Plain => {
+                let size = self.dtype().size_bytes();
+                let bytes = &self.bytes()[start * size..(start + out.len()) * size];
+                widen(self.dtype(), bytes, out);
+            }
+            Format::Int8(parts) => int8::decode(parts, index, start, out),
+            Format::Nf4(parts) => {
+                nf4::decode(parts, start, out);
+                with_rounding!(self.dtype(), round => for out in out.iter_mut() {
+                    *out = round(*out);
+                });
+            }
+        }
+    }
+}
+
 /// Upper half of `value`, rounded to nearest even; NaN stays NaN.
 #[inline(always)]
 pub(crate) fn bf16_bits(value: f32) -> u16 {
@@ -124,13 +161,10 @@ pub(crate) fn bf16_bits(value: f32) -> u16 {
 #[inline(always)]
 pub(crate) fn f16_value(bits: u16) -> f32 {
     let bits = u32::from(bits);
-    // The exponent is 112 too small, and a power of two changes nothing else; numbers below 2^-14 are made normal by it.
+    // The exponent is 112 too small, and a power of two changes nothing else; numbers below 2^-14
+    // are made normal by it.
     let value = f32::from_bits((bits & 0x7fff) << 13) * f32::from_bits((127 + 112) << 23);
-    let endless = if bits & 0x7c00 == 0x7c00 {
-        0x7f80_0000
-    } else {
-        0
-    };
+    let endless = if bits & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
     f32::from_bits(value.to_bits() | endless | (bits & 0x8000) << 16)
 }
 
@@ -140,15 +174,10 @@ pub(crate) fn f16_bits(value: f32) -> u16 {
     let bits = value.to_bits();
     let (sign, size) = (bits >> 16 & 0x8000, bits & 0x7fff_ffff);
     let normal = (size.wrapping_add(0xfff + (size >> 13 & 1)) >> 13).wrapping_sub(112 << 10);
-    // Below 2^-14 the last bit is worth 2^-24, as it is for numbers from 0.5 on: adding that rounds.
-    let small = (f32::from_bits(size) + 0.5)
-        .to_bits()
-        .wrapping_sub(0.5f32.to_bits());
-    let finite = if size < 113 << 23 {
-        small
-    } else {
-        normal.min(0x7c00)
-    };
+    // Below 2^-14 the last bit is worth 2^-24, as it is for numbers from 0.5 on: adding that
+    // rounds.
+    let small = (f32::from_bits(size) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
+    let finite = if size < 113 << 23 { small } else { normal.min(0x7c00) };
     let rounded = if size > 0x7f80_0000 { 0x7e00 } else { finite };
     (sign | rounded) as u16
 }
@@ -169,7 +198,8 @@ mod tests {
                 "{bits:#x}"
             );
             assert!(f16_bits(got) == bits || got.is_nan(), "{bits:#x}");
-            // The middle between it and the next goes to the even one, what is beside it to the nearer.
+            // The middle between it and the next goes to the even one, what is beside it to the
+            // nearer.
             let next = f16::from_bits(bits.wrapping_add(1)).to_f32();
             let middle = 0.5 * (got + next);
             if middle.is_finite() {
@@ -178,16 +208,7 @@ mod tests {
                 }
             }
         }
-        for value in [
-            65519.99,
-            65520.0,
-            1e30,
-            f32::INFINITY,
-            2.9e-8,
-            2.98e-8,
-            1e-40,
-            -0.0,
-        ] {
+        for value in [65519.99, 65520.0, 1e30, f32::INFINITY, 2.9e-8, 2.98e-8, 1e-40, -0.0] {
             assert_eq!(f16_bits(value), f16::from_f32(value).to_bits(), "{value:e}");
         }
     }

@@ -4,15 +4,18 @@
 //! weights = route(logits)
 //! out = sum over the experts e of a token, in their order, of round(weight_e * round(down_e (silu(gate_e x) * up_e x))), each sum rounded
 //! ```
-//! (transformers `MixtralSparseMoeBlock`.) Its parts are [`Route`], [`Gather`], products and what [adapters](super::lora) add to them,
-//! [`SiluMul`] and [`ScatterAdd`], expert by expert; a device does all experts at once, with the bits that a row
-//! has by itself.
+//! (transformers `MixtralSparseMoeBlock`.) Its parts are [`Route`], [`Gather`], products and what
+//! [adapters](super::lora) add to them, [`SiluMul`] and [`ScatterAdd`], expert by expert; a device
+//! does all experts at once, with the bits that a row has by itself.
 
 use shared::dtype::DType;
 
 use super::lora::{self, Adapter, AdapterSizes, Lora, LoraPart, parts_of};
-use super::{Elements, MatrixShape, OpError, check_len, linear, route, silu_mul};
-use crate::ops::{Gather, Linear, Route, ScatterAdd, SiluMul};
+use super::{Elements, MatrixShape, OpError, check_len, gradient, linear, route, silu_mul};
+use crate::ops::{
+    Gather, Linear, LinearGrad, LoraGrad, Product, Products, Route, ScatterAdd, SiluMul,
+    SiluMulGrad,
+};
 use crate::tensor::WeightView;
 
 /// The matrices of one expert; `W` is the backend's matrix.
@@ -37,7 +40,8 @@ pub struct ExpertSizes {
     pub middle: usize,
 }
 
-/// Arguments of a mixture of experts; `E` is the backend's [`Backend::Experts`](crate::Backend::Experts), `A` its
+/// Arguments of a mixture of experts; `E` is the backend's
+/// [`Backend::Experts`](crate::Backend::Experts), `A` its
 /// [`Backend::Adapters`](crate::Backend::Adapters).
 #[derive(Debug)]
 pub struct Mixture<'a, F: ?Sized, E: ?Sized, A: ?Sized> {
@@ -54,30 +58,33 @@ pub struct Mixture<'a, F: ?Sized, E: ?Sized, A: ?Sized> {
     /// Experts per token, 1 to all.
     pub chosen: usize,
     /// Memory for what lies between.
-    pub room: ExpertsRoom<'a, F>,
+    pub workspace: MixtureWorkspace<'a, F>,
     /// Output `[tokens, hidden]`.
     pub out: &'a mut F,
     /// The block dtype.
     pub round: DType,
 }
 
-/// Adapters beside the matrices of all experts; `A` is the backend's [`Backend::Adapters`](crate::Backend::Adapters).
+/// Adapters beside the matrices of all experts; `A` is the backend's
+/// [`Backend::Adapters`](crate::Backend::Adapters).
 #[derive(Debug)]
 pub struct ExpertAdapters<'a, F: ?Sized, A: ?Sized> {
-    /// Those of the gates, of the matrices up and of those down, each `[experts, count]`; `None` where all leave such matrices alone.
+    /// Those of the gates, of the matrices up and of those down, each `[experts, count]`; `None`
+    /// where all leave such matrices alone.
     pub tables: [Option<&'a A>; 3],
     /// Adapters of an expert, those that leave it alone counted.
     pub count: usize,
-    /// Which of them each token goes through; one that a matrix does not have changes nothing. A device whose step is recorded takes those of
-    /// the step instead.
+    /// Which of them each token goes through; one that a matrix does not have changes nothing. A
+    /// device whose step is recorded takes those of the step instead.
     pub of_tokens: &'a [Option<u32>],
-    /// Memory for what lies between their matrices, `[tokens, chosen, largest rank]`; its content is unspecified before and after.
+    /// Memory for what lies between their matrices, `[tokens, chosen, largest rank]`; its content
+    /// is unspecified before and after.
     pub middle: &'a mut F,
 }
 
 /// Memory of a mixture of experts, of unspecified content before and after.
 #[derive(Debug)]
-pub struct ExpertsRoom<'a, F: ?Sized> {
+pub struct MixtureWorkspace<'a, F: ?Sized> {
     /// `[tokens, chosen, middle]`.
     pub gate: &'a mut F,
     /// `[tokens, chosen, middle]`.
@@ -100,10 +107,7 @@ pub fn list_words(tokens: usize, chosen: usize, experts: usize) -> usize {
 /// When there are none, or their matrices do not go together.
 pub fn sizes_of<W: MatrixShape>(experts: &[Expert<W>]) -> Result<ExpertSizes, OpError> {
     let shape = |w: &W| (w.dtype(), w.outputs(), w.inputs());
-    let wrong = |what| OpError::Shape {
-        op: "experts",
-        what,
-    };
+    let wrong = |what| OpError::Shape { op: "experts", what };
     let first = experts.first().ok_or(wrong("there are none"))?;
     let (dtype, middle, hidden) = shape(&first.gate);
     let fits = |expert: &Expert<W>| {
@@ -114,11 +118,7 @@ pub fn sizes_of<W: MatrixShape>(experts: &[Expert<W>]) -> Result<ExpertSizes, Op
     if !experts.iter().all(fits) {
         return Err(wrong("the matrices of the experts do not go together"));
     }
-    Ok(ExpertSizes {
-        experts: experts.len(),
-        hidden,
-        middle,
-    })
+    Ok(ExpertSizes { experts: experts.len(), hidden, middle })
 }
 
 impl<F: Elements + ?Sized, A: ?Sized> ExpertAdapters<'_, F, A> {
@@ -155,21 +155,17 @@ impl<F: Elements + ?Sized, A: ?Sized> ExpertAdapters<'_, F, A> {
 
 impl<F: Elements + ?Sized, E: ?Sized, A: ?Sized> Mixture<'_, F, E, A> {
     pub(crate) fn check(&self, sizes: ExpertSizes) -> Result<(), OpError> {
-        let ExpertSizes {
-            experts,
-            hidden,
-            middle,
-        } = sizes;
+        let ExpertSizes { experts, hidden, middle } = sizes;
         route::check_chosen(self.chosen, experts)?;
         let (tokens, pairs) = (self.tokens, self.tokens.saturating_mul(self.chosen));
         let lists = list_words(tokens, self.chosen, experts);
         for (what, has, rows, width) in [
             ("x", self.x.len(), tokens, hidden),
             ("logits", self.logits.len(), tokens, experts),
-            ("gate", self.room.gate.len(), pairs, middle),
-            ("up", self.room.up.len(), pairs, middle),
-            ("given", self.room.given.len(), pairs, hidden),
-            ("lists", self.room.lists.len(), 1, lists),
+            ("gate", self.workspace.gate.len(), pairs, middle),
+            ("up", self.workspace.up.len(), pairs, middle),
+            ("given", self.workspace.given.len(), pairs, hidden),
+            ("lists", self.workspace.lists.len(), 1, lists),
             ("out", self.out.len(), tokens, hidden),
         ] {
             check_len("experts", what, has, rows, width)?;
@@ -178,8 +174,9 @@ impl<F: Elements + ?Sized, E: ?Sized, A: ?Sized> Mixture<'_, F, E, A> {
     }
 }
 
-/// Tokens that go to `expert`, and their weights, out of the weights `[tokens, experts]` of [`Route`].
-pub(crate) fn tokens_of(weights: &[f32], expert: usize, experts: usize) -> (Vec<u32>, Vec<f32>) {
+/// Tokens that go to `expert`, and their weights, out of the weights `[tokens, experts]` of
+/// [`Route`].
+pub(super) fn tokens_of(weights: &[f32], expert: usize, experts: usize) -> (Vec<u32>, Vec<f32>) {
     // A weight that is no number goes on, so that the result is none either.
     (0u32..)
         .zip(weights.chunks_exact(experts))
@@ -189,13 +186,13 @@ pub(crate) fn tokens_of(weights: &[f32], expert: usize, experts: usize) -> (Vec<
 }
 
 /// The adapter of each of some tokens.
-pub(crate) fn adapters_at(of_tokens: &[Option<u32>], index: &[u32]) -> Vec<Option<u32>> {
+fn adapters_at(of_tokens: &[Option<u32>], index: &[u32]) -> Vec<Option<u32>> {
     let of = |token: &u32| of_tokens.get(*token as usize).copied().flatten();
     index.iter().map(of).collect()
 }
 
 /// Sizes and number of adapters of the host.
-pub(crate) fn listed<W: MatrixShape>(
+pub(super) fn listed<W: MatrixShape>(
     adapters: &[Option<Adapter<W>>],
 ) -> Result<(AdapterSizes, usize), OpError> {
     Ok((lora::sizes_of(adapters)?, adapters.len()))
@@ -204,8 +201,68 @@ pub(crate) fn listed<W: MatrixShape>(
 /// Adapters of the host.
 pub type AdapterViews<'w> = [Option<Adapter<WeightView<'w>>>];
 
+/// What the experts of a mixture are made of: the operations on the rows of one expert. A mixture
+/// is composed of them once, whether they are the definitions or the fast paths.
+pub(crate) trait Primitives {
+    /// Products of one input.
+    fn products(&mut self, args: Products<'_, '_, [f32], WeightView<'_>>) -> Result<(), OpError>;
+    /// Adapters beside a product.
+    fn lora(&mut self, args: Lora<'_, [f32], WeightView<'_>>) -> Result<(), OpError>;
+    /// Middle of a gated MLP.
+    fn silu_mul(&mut self, args: SiluMul<'_, [f32]>) -> Result<(), OpError>;
+    /// Gradient of a product.
+    fn linear_grad(&mut self, args: LinearGrad<'_, [f32], WeightView<'_>>) -> Result<(), OpError>;
+    /// Gradient through adapters.
+    fn lora_grad(&mut self, args: LoraGrad<'_, [f32], WeightView<'_>>) -> Result<(), OpError>;
+    /// Gradient of the middle of a gated MLP.
+    fn silu_mul_grad(&mut self, args: SiluMulGrad<'_, [f32]>) -> Result<(), OpError>;
+}
+
+/// The definitions of all primitives.
+pub(crate) struct Definitions;
+
+impl Primitives for Definitions {
+    fn products(&mut self, args: Products<'_, '_, [f32], WeightView<'_>>) -> Result<(), OpError> {
+        let (x, rows) = (args.x, args.rows);
+        args.parts.iter_mut().try_for_each(|product| {
+            let (weight, bias, out) = (product.weight, product.bias, &mut *product.out);
+            linear::reference(Linear { x, weight, bias, out, rows })
+        })
+    }
+
+    fn lora(&mut self, args: Lora<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
+        lora::reference(args)
+    }
+
+    fn silu_mul(&mut self, args: SiluMul<'_, [f32]>) -> Result<(), OpError> {
+        silu_mul::reference(args)
+    }
+
+    fn linear_grad(&mut self, args: LinearGrad<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
+        gradient::reference_linear(args)
+    }
+
+    fn lora_grad(&mut self, args: LoraGrad<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
+        lora::reference_grad(args)
+    }
+
+    fn silu_mul_grad(&mut self, args: SiluMulGrad<'_, [f32]>) -> Result<(), OpError> {
+        gradient::reference_silu_mul(args)
+    }
+}
+
 /// The definition of [`Mixture`].
 pub fn reference(
+    args: Mixture<'_, [f32], [Expert<WeightView<'_>>], AdapterViews<'_>>,
+) -> Result<(), OpError> {
+    compose(&mut Definitions, &mut Vec::new(), args)
+}
+
+/// Computes a mixture from its primitives, expert by expert over the rows that go to it. `gathered`
+/// is scratch memory for those rows.
+pub(crate) fn compose(
+    primitives: &mut impl Primitives,
+    gathered: &mut Vec<f32>,
     mut args: Mixture<'_, [f32], [Expert<WeightView<'_>>], AdapterViews<'_>>,
 ) -> Result<(), OpError> {
     let sizes = sizes_of(args.experts)?;
@@ -222,38 +279,24 @@ pub fn reference(
         round,
     })?;
     args.out[..tokens * width].fill(0.0);
+    let MixtureWorkspace { gate, up, given, .. } = args.workspace;
     let weights = &args.logits[..tokens * sizes.experts];
     for (number, expert) in args.experts.iter().enumerate() {
         let (index, weights) = tokens_of(weights, number, sizes.experts);
         let rows = index.len();
-        let mut taken = vec![0.0; rows * width];
-        route::reference_gather(Gather {
-            x: args.x,
-            index: &index,
-            width,
-            out: &mut taken[..],
-        })?;
-        let own = Own {
-            number,
-            expert,
-            index: &index,
-            round,
-        };
-        let adapters = &mut args.adapters;
-        let mut middle = [(); 2].map(|()| vec![0.0; rows * sizes.middle]);
-        for (which, out) in middle.iter_mut().enumerate() {
-            own.product(adapters, which, &taken, out)?;
+        if rows == 0 {
+            continue;
         }
-        let [gate, up] = &mut middle;
-        silu_mul::reference(SiluMul {
-            gate: &mut gate[..],
-            up: &up[..],
-            len: rows * sizes.middle,
-            round,
-        })?;
-        own.product(adapters, 2, gate, &mut taken)?;
+        let own = ExpertRows { number, expert, index: &index, round };
+        let x = own.gather(args.x, width, gathered)?;
+        own.gate_and_up(primitives, &mut args.adapters, x, (&mut *gate, &mut *up))?;
+        let len = rows * sizes.middle;
+        primitives.silu_mul(SiluMul { gate: &mut *gate, up: &*up, len, round })?;
+        let mut down = [Product { weight: expert.down, bias: None, out: &mut *given }];
+        primitives.products(Products { x: &*gate, rows, parts: &mut down })?;
+        own.adapt(primitives, &mut args.adapters, 2, (&*gate, &mut *given))?;
         route::reference_scatter_add(ScatterAdd {
-            x: &taken[..],
+            x: &*given,
             index: &index,
             weights: &weights,
             width,
@@ -264,9 +307,9 @@ pub fn reference(
     Ok(())
 }
 
-/// What the definitions know of the expert at hand.
-pub(super) struct Own<'a, 'w> {
-    /// Which it is.
+/// The expert at hand, and the tokens that go to it.
+pub(super) struct ExpertRows<'a, 'w> {
+    /// Which expert it is.
     pub(super) number: usize,
     /// Its matrices.
     pub(super) expert: &'a Expert<WeightView<'w>>,
@@ -276,10 +319,54 @@ pub(super) struct Own<'a, 'w> {
     pub(super) round: DType,
 }
 
-impl<'w> Own<'_, 'w> {
-    /// Gate, up or down.
-    pub(super) fn matrix(&self, which: usize) -> WeightView<'w> {
-        [self.expert.gate, self.expert.up, self.expert.down][which]
+impl ExpertRows<'_, '_> {
+    /// Collects the rows of the tokens from `x` `[tokens, width]` in `memory`.
+    pub(super) fn gather<'m>(
+        &self,
+        x: &[f32],
+        width: usize,
+        memory: &'m mut Vec<f32>,
+    ) -> Result<&'m [f32], OpError> {
+        memory.resize(memory.len().max(self.index.len() * width), 0.0);
+        let (index, out) = (self.index, &mut memory[..]);
+        route::reference_gather(Gather { x, index, width, out })?;
+        Ok(memory)
+    }
+
+    /// The products with the matrices gate and up, adapters included.
+    pub(super) fn gate_and_up(
+        &self,
+        primitives: &mut impl Primitives,
+        adapters: &mut Option<ExpertAdapters<'_, [f32], AdapterViews<'_>>>,
+        x: &[f32],
+        (gate, up): (&mut [f32], &mut [f32]),
+    ) -> Result<(), OpError> {
+        let both = [(self.expert.gate, &mut *gate), (self.expert.up, &mut *up)];
+        let mut parts = both.map(|(weight, out)| Product { weight, bias: None, out });
+        primitives.products(Products { x, rows: self.index.len(), parts: &mut parts })?;
+        self.adapt(primitives, adapters, 0, (x, gate))?;
+        self.adapt(primitives, adapters, 1, (x, up))
+    }
+
+    /// Adds what adapters make of `x` to its product with matrix `which`.
+    fn adapt(
+        &self,
+        primitives: &mut impl Primitives,
+        adapters: &mut Option<ExpertAdapters<'_, [f32], AdapterViews<'_>>>,
+        which: usize,
+        (x, out): (&[f32], &mut [f32]),
+    ) -> Result<(), OpError> {
+        let Some(adapters) = adapters else {
+            return Ok(());
+        };
+        primitives.lora(Lora {
+            x,
+            parts: &self.parts(adapters, which),
+            middle: &mut *adapters.middle,
+            out,
+            rows: self.index.len(),
+            round: self.round,
+        })
     }
 
     /// What adapters add to matrix `which`, by the rows that go through them.
@@ -291,34 +378,5 @@ impl<'w> Own<'_, 'w> {
         let own = self.number * adapters.count..(self.number + 1) * adapters.count;
         let own = adapters.tables[which].map_or(&[][..], |table| &table[own]);
         parts_of(own, &adapters_at(adapters.of_tokens, self.index))
-    }
-
-    /// The product with matrix `which`.
-    pub(super) fn product(
-        &self,
-        adapters: &mut Option<ExpertAdapters<'_, [f32], AdapterViews<'_>>>,
-        which: usize,
-        x: &[f32],
-        out: &mut [f32],
-    ) -> Result<(), OpError> {
-        let rows = self.index.len();
-        linear::reference(Linear {
-            x,
-            weight: self.matrix(which),
-            bias: None,
-            out: &mut *out,
-            rows,
-        })?;
-        let Some(adapters) = adapters else {
-            return Ok(());
-        };
-        lora::reference(Lora {
-            x,
-            parts: &self.parts(adapters, which),
-            middle: &mut *adapters.middle,
-            out,
-            rows,
-            round: self.round,
-        })
     }
 }

@@ -1,5 +1,5 @@
-//! Operations that are several of the others, one after the other, with their bits: a device that does them in one launch reads what lies
-//! between them once. Their definition is those operations.
+//! Operations that are several of the others, one after the other, with their bits: a device that
+//! does them in one launch reads what lies between them once. Their definition is those operations.
 
 use shared::dtype::DType;
 
@@ -28,7 +28,8 @@ pub struct Product<'a, F: ?Sized, W> {
     pub out: &'a mut F,
 }
 
-/// Arguments of a residual and the norm behind it: [`Add`], then [`Rmsnorm`] or, with a bias, [`Layernorm`](super::Layernorm) of the sum.
+/// Arguments of a residual and the norm behind it: [`Add`], then [`Rmsnorm`] or, with a bias,
+/// [`Layernorm`](super::Layernorm) of the sum.
 #[derive(Debug)]
 pub struct AddNorm<'a, F: ?Sized> {
     /// First summand, and the sum `[rows, width]`.
@@ -51,7 +52,8 @@ pub struct AddNorm<'a, F: ?Sized> {
     pub round: DType,
 }
 
-/// Arguments of the rotation of queries and keys, and of the append: [`Rope`] twice, then [`KvAppend`].
+/// Arguments of the rotation of queries and keys, and of the append: [`Rope`] twice, then
+/// [`KvAppend`].
 #[derive(Debug)]
 pub struct RopeAppend<'a, F: ?Sized, P> {
     /// Queries, rotated in place `[tokens, heads, head_dim]`.
@@ -116,12 +118,7 @@ impl<F: Elements + ?Sized, P: PagePool> RopeAppend<'_, F, P> {
             inverse: false,
         }
         .check()?;
-        KvAppend {
-            keys: &*self.k,
-            values: self.v,
-            rows: self.rows,
-            pages: &mut *self.pages,
-        }
-        .check()
+        KvAppend { keys: &*self.k, values: self.v, rows: self.rows, pages: &mut *self.pages }
+            .check()
     }
 }

@@ -1,5 +1,5 @@
-//! `x = gelu(round(x))`, the middle of a plain MLP, in the two forms that families use; the result is rounded by the matrix that
-//! takes it.
+//! `x = gelu(round(x))`, the middle of a plain MLP, in the two forms that families use; the result
+//! is rounded by the matrix that takes it.
 //!
 //! ```text
 //! Tanh  x/2 (1 + tanh(0.79788456 x (1 + 0.044715 x^2)))       transformers `bloom_gelu_forward`
@@ -52,7 +52,8 @@ pub fn reference(args: Gelu<'_, [f32]>) -> Result<(), OpError> {
     Ok(())
 }
 
-/// The error function by its Taylor series, and by the continued fraction of its complement where the series loses digits.
+/// The error function by its Taylor series, and by the continued fraction of its complement where
+/// the series loses digits.
 pub(crate) fn erf(x: f64) -> f64 {
     let z = x.abs();
     if z < 3.0 {

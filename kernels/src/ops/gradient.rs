@@ -1,6 +1,7 @@
-//! Gradients of the inputs of operations; weights are frozen and have none. Everything is f32: what forward rounds, backward does
-//! not. One exception is left to the device: where a matrix is bfloat16, it may round what it multiplies with it, as PyTorch does; and
-//! where it is float16 it may round both to bfloat16, which has the range of gradients.
+//! Gradients of the inputs of operations; weights are frozen and have none. Everything is f32: what
+//! forward rounds, backward does not. One exception is left to the device: where a matrix is
+//! bfloat16, it may round what it multiplies with it, as PyTorch does; and where it is float16 it
+//! may round both to bfloat16, which has the range of gradients.
 //!
 //! ```text
 //! linear     dx = dy W
@@ -111,16 +112,9 @@ pub fn reference_linear(args: LinearGrad<'_, [f32], WeightView<'_>>) -> Result<(
     args.out[..args.rows * inputs].fill(0.0);
     for output in 0..outputs {
         args.weight.row_to_f32(output, &mut weight);
-        for (row, out) in args
-            .out
-            .chunks_exact_mut(inputs)
-            .take(args.rows)
-            .enumerate()
-        {
+        for (row, out) in args.out.chunks_exact_mut(inputs).take(args.rows).enumerate() {
             let grad = args.grad[row * outputs + output];
-            out.iter_mut()
-                .zip(&weight)
-                .for_each(|(out, w)| *out += grad * w);
+            out.iter_mut().zip(&weight).for_each(|(out, w)| *out += grad * w);
         }
     }
     Ok(())
@@ -132,20 +126,12 @@ pub fn reference_norm(args: NormGrad<'_, [f32]>) -> Result<(), OpError> {
     let width = args.width as f32;
     let rows = args.x.chunks_exact(args.width.max(1)).take(args.rows);
     for (x, grad) in rows.zip(args.grad.chunks_exact_mut(args.width.max(1))) {
-        let mean = if args.centered {
-            x.iter().sum::<f32>() / width
-        } else {
-            0.0
-        };
+        let mean = if args.centered { x.iter().sum::<f32>() / width } else { 0.0 };
         let square = x.iter().map(|v| (v - mean) * (v - mean)).sum::<f32>() / width;
         let scale = 1.0 / (square + args.eps).sqrt();
         let u: Vec<f32> = grad.iter().zip(args.weight).map(|(g, w)| g * w).collect();
         let h: Vec<f32> = x.iter().map(|v| (v - mean) * scale).collect();
-        let level = if args.centered {
-            u.iter().sum::<f32>() / width
-        } else {
-            0.0
-        };
+        let level = if args.centered { u.iter().sum::<f32>() / width } else { 0.0 };
         let along = u.iter().zip(&h).map(|(u, h)| u * h).sum::<f32>() / width;
         for (i, grad) in grad.iter_mut().enumerate() {
             *grad = scale * (u[i] - level - h[i] * along);

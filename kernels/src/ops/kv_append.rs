@@ -1,4 +1,5 @@
-//! Writes the keys (rotated) and values of the new tokens into the pages of their rows, rounded to the cache's dtype.
+//! Writes the keys (rotated) and values of the new tokens into the pages of their rows, rounded to
+//! the cache's dtype.
 
 use super::{Elements, OpError, PagePool, check_len, convert};
 use crate::kv::{KvPages, StepRow, total_tokens};
@@ -33,7 +34,8 @@ pub fn reference(args: KvAppend<'_, [f32], KvPages<'_>>) -> Result<(), OpError> 
     Ok(())
 }
 
-/// What it does with arguments that were checked, compiled for the instruction set of the function that calls it.
+/// What it does with arguments that were checked, compiled for the instruction set of the function
+/// that calls it.
 #[inline(always)]
 pub(crate) fn write(args: KvAppend<'_, [f32], KvPages<'_>>) {
     let layout = args.pages.layout();
@@ -47,11 +49,7 @@ pub(crate) fn write(args: KvAppend<'_, [f32], KvPages<'_>>) {
         for (half, source) in [args.keys, args.values].into_iter().enumerate() {
             let vectors = source[token * width..(token + 1) * width].chunks_exact(layout.head_dim);
             for (head, vector) in vectors.enumerate() {
-                convert::narrow(
-                    layout.dtype,
-                    vector,
-                    args.pages.slot_mut(page, head, half, slot),
-                );
+                convert::narrow(layout.dtype, vector, args.pages.slot_mut(page, head, half, slot));
             }
         }
     }

@@ -1,5 +1,5 @@
-//! `out = round(weight * (x - mean) / (variance + eps)^1/2 + bias)` per row, with the biased variance (torch `layer_norm`: sums
-//! in f32, one rounding at the end).
+//! `out = round(weight * (x - mean) / (variance + eps)^1/2 + bias)` per row, with the biased
+//! variance (torch `layer_norm`: sums in f32, one rounding at the end).
 
 use shared::dtype::DType;
 

@@ -1,4 +1,5 @@
-//! `out = round(x) weight^T + bias`: the inputs are rounded to the dtype of the weight, products are summed in f32.
+//! `out = round(x) weight^T + bias`: the inputs are rounded to the dtype of the weight, products
+//! are summed in f32.
 
 use super::{Elements, MatrixShape, OpError, check_len, convert};
 use crate::tensor::WeightView;
@@ -21,13 +22,7 @@ pub struct Linear<'a, F: ?Sized, W> {
 impl<F: Elements + ?Sized, W: MatrixShape> Linear<'_, F, W> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         check_len("linear", "x", self.x.len(), self.rows, self.weight.inputs())?;
-        check_len(
-            "linear",
-            "out",
-            self.out.len(),
-            self.rows,
-            self.weight.outputs(),
-        )?;
+        check_len("linear", "out", self.out.len(), self.rows, self.weight.outputs())?;
         self.bias.map_or(Ok(()), |bias| {
             check_len("linear", "bias", bias.len(), 1, self.weight.outputs())
         })

@@ -5,9 +5,10 @@
 //!                          out = round(out) + round_a(scale d)
 //! gradient:                out = out + scale A^T (B^T grad)                        f32 throughout
 //! ```
-//! `out` holds the product of the adapted matrix, bias included. `round` is that of the block dtype and `round_a` that of the
-//! adapter's matrices: what PEFT rounds in `lora.Linear.forward`. The sum itself is rounded by whoever reads it, as is that of a
-//! plain product. Rows that belong to no part keep their bits.
+//! `out` holds the product of the adapted matrix, bias included. `round` is that of the block dtype
+//! and `round_a` that of the adapter's matrices: what PEFT rounds in `lora.Linear.forward`. The sum
+//! itself is rounded by whoever reads it, as is that of a plain product. Rows that belong to no
+//! part keep their bits.
 
 use shared::dtype::DType;
 
@@ -57,16 +58,16 @@ pub struct Adapter<W> {
     pub scale: f32,
 }
 
-/// Arguments of adapters that every row chooses for itself: [`Lora`] over the rows of each; `A` is the backend's
-/// [`Backend::Adapters`](crate::Backend::Adapters).
+/// Arguments of adapters that every row chooses for itself: [`Lora`] over the rows of each; `A` is
+/// the backend's [`Backend::Adapters`](crate::Backend::Adapters).
 #[derive(Debug)]
 pub struct Adapt<'a, F: ?Sized, A: ?Sized> {
     /// Input of the adapted matrix `[rows, inputs]`.
     pub x: &'a F,
     /// The adapters of the matrix.
     pub adapters: &'a A,
-    /// Which of them each row goes through; one that the matrix does not have changes nothing. A device whose step is recorded takes those of
-    /// the step instead.
+    /// Which of them each row goes through; one that the matrix does not have changes nothing. A
+    /// device whose step is recorded takes those of the step instead.
     pub of_rows: &'a [Option<u32>],
     /// Memory for `t`: `[rows, largest rank]`; its content is unspecified before and after.
     pub middle: &'a mut F,
@@ -216,16 +217,12 @@ fn check<W: MatrixShape>(
             return Err(shape("the matrices of the adapters do not go together"));
         }
         if part.first < next || part.rows > rows || part.first > rows - part.rows {
-            return Err(shape(
-                "the parts overlap, are out of order or out of the rows",
-            ));
+            return Err(shape("the parts overlap, are out of order or out of the rows"));
         }
         next = part.first + part.rows;
         let widths = [a.inputs(), a.outputs(), b.outputs()];
-        for ((what, width), has) in ["inputs", "middle", "outputs"]
-            .into_iter()
-            .zip(widths)
-            .zip(lens)
+        for ((what, width), has) in
+            ["inputs", "middle", "outputs"].into_iter().zip(widths).zip(lens)
         {
             check_len(op, what, has, rows, width)?;
         }
@@ -241,10 +238,8 @@ pub fn reference(args: Lora<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
         let (inputs, outputs) = (part.a.inputs(), part.b.outputs());
         let round = |v| convert::round(part.a.dtype(), v);
         for row in part.first..part.first + part.rows {
-            let x: Vec<f32> = args.x[row * inputs..(row + 1) * inputs]
-                .iter()
-                .map(|&v| round(v))
-                .collect();
+            let x: Vec<f32> =
+                args.x[row * inputs..(row + 1) * inputs].iter().map(|&v| round(v)).collect();
             let t: Vec<f32> = product(&part.a, &x).into_iter().map(round).collect();
             let out = &mut args.out[row * outputs..(row + 1) * outputs];
             for (out, d) in out.iter_mut().zip(product(&part.b, &t)) {
@@ -278,11 +273,7 @@ pub(crate) fn check_dtypes(
 ) -> Result<(), OpError> {
     let what = "the matrices of an adapter differ in dtype";
     let differs = parts.iter().any(|part| part.a.dtype() != part.b.dtype());
-    if differs {
-        Err(OpError::Shape { op, what })
-    } else {
-        Ok(())
-    }
+    if differs { Err(OpError::Shape { op, what }) } else { Ok(()) }
 }
 
 fn product(matrix: &WeightView<'_>, x: &[f32]) -> Vec<f32> {
@@ -298,9 +289,7 @@ fn transposed_product(matrix: &WeightView<'_>, grad: &[f32]) -> Vec<f32> {
     let (mut weights, mut sums) = (vec![0.0; matrix.inputs()], vec![0.0; matrix.inputs()]);
     for (output, grad) in grad.iter().enumerate().take(matrix.outputs()) {
         matrix.row_to_f32(output, &mut weights);
-        sums.iter_mut()
-            .zip(&weights)
-            .for_each(|(sum, w)| *sum += grad * w);
+        sums.iter_mut().zip(&weights).for_each(|(sum, w)| *sum += grad * w);
     }
     sums
 }
@@ -311,13 +300,7 @@ mod tests {
 
     #[test]
     fn neighbouring_rows_with_one_adapter_are_one_part() {
-        let adapter = |number| {
-            Some(Adapter {
-                a: number,
-                b: number,
-                scale: 1.0,
-            })
-        };
+        let adapter = |number| Some(Adapter { a: number, b: number, scale: 1.0 });
         let adapters = [adapter(0), adapter(1), None];
         let rows = [Some(1), Some(1), None, Some(2), Some(1), Some(0), Some(7)];
         let parts: Vec<_> = parts_of(&adapters, &rows)

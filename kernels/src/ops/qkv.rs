@@ -1,5 +1,6 @@
-//! Takes a fused projection apart: per kv head, the queries of its group, then its key, then its value. With one query head per
-//! kv head that is BLOOM's layout, with one kv head that of multi-query Falcon.
+//! Takes a fused projection apart: per kv head, the queries of its group, then its key, then its
+//! value. With one query head per kv head that is BLOOM's layout, with one kv head that of
+//! multi-query Falcon.
 //!
 //! ```text
 //! fused [tokens, kv_heads, group + 2, head_dim]  ->  q [tokens, kv_heads, group, head_dim], k and v [tokens, kv_heads, head_dim]
@@ -147,9 +148,6 @@ mod tests {
             group: 2,
             head_dim: 2,
         };
-        assert!(matches!(
-            reference(short),
-            Err(OpError::Short { what: "fused", .. })
-        ));
+        assert!(matches!(reference(short), Err(OpError::Short { what: "fused", .. })));
     }
 }

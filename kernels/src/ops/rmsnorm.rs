@@ -1,5 +1,5 @@
-//! `out = weight * round(x * (mean(x^2) + eps)^-1/2)` per row (transformers `LlamaRMSNorm`: the normalised value is cast
-//! to the model's dtype before the weight).
+//! `out = weight * round(x * (mean(x^2) + eps)^-1/2)` per row (transformers `LlamaRMSNorm`: the
+//! normalised value is cast to the model's dtype before the weight).
 
 use shared::dtype::DType;
 

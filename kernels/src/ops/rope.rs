@@ -1,6 +1,7 @@
-//! Rotary position encoding in the half-split form: with `c`, `s` = cos, sin of `position * inverse_frequency[i]`,
-//! `(x[i], x[i + d/2]) -> (x[i] c - x[i + d/2] s, x[i + d/2] c + x[i] s)` (transformers `apply_rotary_pos_emb`).
-//! Inputs, cos, sin, products and sums are rounded to the block dtype, as there.
+//! Rotary position encoding in the half-split form: with `c`, `s` = cos, sin of `position *
+//! inverse_frequency[i]`, `(x[i], x[i + d/2]) -> (x[i] c - x[i + d/2] s, x[i + d/2] c + x[i] s)`
+//! (transformers `apply_rotary_pos_emb`). Inputs, cos, sin, products and sums are rounded to the
+//! block dtype, as there.
 
 use shared::dtype::DType;
 
@@ -55,25 +56,10 @@ impl<F: Elements + ?Sized> RopeTable<'_, F> {
 impl<F: Elements + ?Sized> Rope<'_, F> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         if !self.head_dim.is_multiple_of(2) || self.head_dim == 0 {
-            return Err(OpError::Shape {
-                op: "rope",
-                what: "the head dimension is not even",
-            });
+            return Err(OpError::Shape { op: "rope", what: "the head dimension is not even" });
         }
-        check_len(
-            "rope",
-            "x",
-            self.x.len(),
-            self.tokens,
-            self.heads * self.head_dim,
-        )?;
-        check_len(
-            "rope",
-            "table",
-            self.table.len(),
-            self.tokens,
-            self.head_dim,
-        )
+        check_len("rope", "x", self.x.len(), self.tokens, self.heads * self.head_dim)?;
+        check_len("rope", "table", self.table.len(), self.tokens, self.head_dim)
     }
 }
 
@@ -81,10 +67,7 @@ impl<F: Elements + ?Sized> Rope<'_, F> {
 pub fn reference_table(args: RopeTable<'_, [f32]>) -> Result<(), OpError> {
     args.check()?;
     let half = args.inverse_frequencies.len();
-    let positions = args
-        .rows
-        .iter()
-        .flat_map(|row| row.prefix..row.prefix + row.tokens);
+    let positions = args.rows.iter().flat_map(|row| row.prefix..row.prefix + row.tokens);
     for (position, out) in positions.zip(args.out.chunks_exact_mut(2 * half.max(1))) {
         let (cos, sin) = out.split_at_mut(half);
         for ((cos, sin), frequency) in cos.iter_mut().zip(sin).zip(args.inverse_frequencies) {
@@ -101,12 +84,7 @@ pub fn reference(args: Rope<'_, [f32]>) -> Result<(), OpError> {
     args.check()?;
     let width = args.heads * args.head_dim;
     let tables = args.table.chunks_exact(args.head_dim);
-    for (token, table) in args
-        .x
-        .chunks_exact_mut(width.max(1))
-        .zip(tables)
-        .take(args.tokens)
-    {
+    for (token, table) in args.x.chunks_exact_mut(width.max(1)).zip(tables).take(args.tokens) {
         for head in token.chunks_exact_mut(args.head_dim) {
             let sign = if args.inverse { -1.0 } else { 1.0 };
             with_rounding!(args.round, round => rotate(head, table, sign, round));
@@ -136,11 +114,7 @@ mod tests {
         let frequencies = [1.0, 0.1];
         let rotate = |x: &mut Vec<f32>, prefix, inverse| {
             let mut table = vec![f32::NAN; 4];
-            let rows = [StepRow {
-                tokens: 1,
-                prefix,
-                pages: &[],
-            }];
+            let rows = [StepRow { tokens: 1, prefix, pages: &[] }];
             reference_table(RopeTable {
                 rows: &rows,
                 inverse_frequencies: &frequencies,
@@ -168,9 +142,6 @@ mod tests {
         rotate(&mut twice, 9, false);
         rotate(&mut twice, 5, true);
         rotate(&mut once, 7, false);
-        assert!(
-            once.iter().zip(&twice).all(|(a, b)| (a - b).abs() < 1e-5),
-            "{once:?} {twice:?}"
-        );
+        assert!(once.iter().zip(&twice).all(|(a, b)| (a - b).abs() < 1e-5), "{once:?} {twice:?}");
     }
 }

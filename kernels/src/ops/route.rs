@@ -1,5 +1,5 @@
-//! The router of a mixture of experts: which experts a token goes to and with what weights, and the moves of rows to and from
-//! the experts.
+//! The router of a mixture of experts: which experts a token goes to and with what weights, and the
+//! moves of rows to and from the experts.
 //!
 //! ```text
 //! p = softmax(round(logits)); E = the `chosen` largest, of equals the first; weights = round(p_e / sum over E of p) for e in E, else 0
@@ -38,7 +38,8 @@ pub struct Gather<'a, F: ?Sized> {
     pub out: &'a mut F,
 }
 
-/// Arguments of `out[index[i]] = round(out[index[i]] + round(weights[i] * round(x[i])))`, row by row; no row is named twice.
+/// Arguments of `out[index[i]] = round(out[index[i]] + round(weights[i] * round(x[i])))`, row by
+/// row; no row is named twice.
 #[derive(Debug)]
 pub struct ScatterAdd<'a, F: ?Sized> {
     /// What is added `[index.len(), width]`.
@@ -58,13 +59,7 @@ pub struct ScatterAdd<'a, F: ?Sized> {
 impl<F: Elements + ?Sized> Route<'_, F> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         check_chosen(self.chosen, self.experts)?;
-        check_len(
-            "route",
-            "logits",
-            self.logits.len(),
-            self.tokens,
-            self.experts,
-        )
+        check_len("route", "logits", self.logits.len(), self.tokens, self.experts)
     }
 }
 
@@ -73,14 +68,11 @@ pub fn reference(args: Route<'_, [f32]>) -> Result<(), OpError> {
     args.check()?;
     let rows = args.logits.chunks_exact_mut(args.experts).take(args.tokens);
     for row in rows {
-        row.iter_mut()
-            .for_each(|v| *v = convert::round(args.round, *v));
+        row.iter_mut().for_each(|v| *v = convert::round(args.round, *v));
         let chosen = choose(row, args.chosen);
         let sum: f32 = chosen.iter().map(|&e| row[e]).sum();
-        let weights: Vec<f32> = chosen
-            .iter()
-            .map(|&e| convert::round(args.round, row[e] / sum))
-            .collect();
+        let weights: Vec<f32> =
+            chosen.iter().map(|&e| convert::round(args.round, row[e] / sum)).collect();
         row.fill(0.0);
         for (e, weight) in chosen.into_iter().zip(weights) {
             row[e] = weight;
@@ -89,7 +81,8 @@ pub fn reference(args: Route<'_, [f32]>) -> Result<(), OpError> {
     Ok(())
 }
 
-/// Replaces the logits of a token by their probabilities; the experts it goes to, most probable first.
+/// Replaces the logits of a token by their probabilities; the experts it goes to, most probable
+/// first.
 pub(crate) fn choose(row: &mut [f32], count: usize) -> Vec<usize> {
     let top = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     row.iter_mut().for_each(|v| *v = (*v - top).exp());
@@ -102,8 +95,8 @@ pub(crate) fn choose(row: &mut [f32], count: usize) -> Vec<usize> {
     order
 }
 
-/// Arguments of `out[index[i], expert] = sum of silu(gate[i]) up[i] grad[i]`: the gradient of the weight of one expert, where `grad` is
-/// that of the middle of its MLP when its output weighs one.
+/// Arguments of `out[index[i], expert] = sum of silu(gate[i]) up[i] grad[i]`: the gradient of the
+/// weight of one expert, where `grad` is that of the middle of its MLP when its output weighs one.
 #[derive(Debug)]
 pub struct GateDot<'a, F: ?Sized> {
     /// Gate before its activation `[index.len(), width]`.
@@ -145,11 +138,9 @@ pub struct RouteGrad<'a, F: ?Sized> {
 impl<F: Elements + ?Sized> GateDot<'_, F> {
     pub(crate) fn check(&self) -> Result<(), OpError> {
         let op = "gate dot";
-        for (what, has) in [
-            ("gate", self.gate.len()),
-            ("up", self.up.len()),
-            ("grad", self.grad.len()),
-        ] {
+        for (what, has) in
+            [("gate", self.gate.len()), ("up", self.up.len()), ("grad", self.grad.len())]
+        {
             check_len(op, what, has, self.index.len(), self.width)?;
         }
         check_index(op, self.index, self.out.len(), self.experts)?;
@@ -187,9 +178,7 @@ pub fn reference_gate_dot(args: GateDot<'_, [f32]>) -> Result<(), OpError> {
         let range = i * args.width..(i + 1) * args.width;
         let (gate, up) = (&args.gate[range.clone()], &args.up[range.clone()]);
         let products = gate.iter().zip(up).zip(&args.grad[range]);
-        let sum: f32 = products
-            .map(|((x, up), grad)| x / (1.0 + (-x).exp()) * up * grad)
-            .sum();
+        let sum: f32 = products.map(|((x, up), grad)| x / (1.0 + (-x).exp()) * up * grad).sum();
         args.out[token as usize * args.experts + args.expert] = sum;
     }
     Ok(())
@@ -200,19 +189,12 @@ pub fn reference_grad(args: RouteGrad<'_, [f32]>) -> Result<(), OpError> {
     args.check()?;
     let rows = args.logits.chunks_exact_mut(args.experts).take(args.tokens);
     for (row, grad) in rows.zip(args.grad.chunks_exact(args.experts)) {
-        row.iter_mut()
-            .for_each(|v| *v = convert::round(args.round, *v));
+        row.iter_mut().for_each(|v| *v = convert::round(args.round, *v));
         let chosen = choose(row, args.chosen);
         let sum: f32 = chosen.iter().map(|&e| row[e]).sum();
         let mean: f32 = chosen.iter().map(|&e| grad[e] * row[e] / sum).sum();
         let slopes: Vec<f32> = (0..args.experts)
-            .map(|e| {
-                if chosen.contains(&e) {
-                    (grad[e] - mean) / sum
-                } else {
-                    0.0
-                }
-            })
+            .map(|e| if chosen.contains(&e) { (grad[e] - mean) / sum } else { 0.0 })
             .collect();
         let level: f32 = row.iter().zip(&slopes).map(|(p, s)| p * s).sum();
         for (p, slope) in row.iter_mut().zip(&slopes) {
@@ -236,13 +218,7 @@ pub(crate) fn check_index(
 /// The definition of [`Gather`], also its fast path.
 pub fn reference_gather(args: Gather<'_, [f32]>) -> Result<(), OpError> {
     check_index("gather", args.index, args.x.len(), args.width)?;
-    check_len(
-        "gather",
-        "out",
-        args.out.len(),
-        args.index.len(),
-        args.width,
-    )?;
+    check_len("gather", "out", args.out.len(), args.index.len(), args.width)?;
     let out = args.out.chunks_exact_mut(args.width.max(1));
     for (out, &row) in out.zip(args.index) {
         let start = row as usize * args.width;
@@ -255,13 +231,7 @@ pub fn reference_gather(args: Gather<'_, [f32]>) -> Result<(), OpError> {
 pub fn reference_scatter_add(args: ScatterAdd<'_, [f32]>) -> Result<(), OpError> {
     check_index("scatter", args.index, args.out.len(), args.width)?;
     check_len("scatter", "x", args.x.len(), args.index.len(), args.width)?;
-    check_len(
-        "scatter",
-        "weights",
-        args.weights.len(),
-        1,
-        args.index.len(),
-    )?;
+    check_len("scatter", "weights", args.weights.len(), 1, args.index.len())?;
     let round = |v| convert::round(args.round, v);
     let x = args.x.chunks_exact(args.width.max(1));
     for ((x, &row), &weight) in x.zip(args.index).zip(args.weights) {
@@ -303,12 +273,7 @@ mod tests {
         let x = [1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0];
         let mut taken = [f32::NAN; 4];
         let gather = |index: &[u32], out: &mut [f32]| {
-            reference_gather(Gather {
-                x: &x[..],
-                index,
-                width: 2,
-                out,
-            })
+            reference_gather(Gather { x: &x[..], index, width: 2, out })
         };
         gather(&[2, 0], &mut taken).unwrap();
         assert_eq!(taken, [5.0, 6.0, 1.0, 2.0]);

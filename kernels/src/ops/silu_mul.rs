@@ -1,5 +1,6 @@
-//! `gate = round(silu(round(gate))) * round(up)` with `silu(x) = x / (1 + exp(-x))`, the middle of a gated MLP. The roundings are
-//! those of transformers, where each operation returns the block dtype; the product is rounded by the matrix that takes it.
+//! `gate = round(silu(round(gate))) * round(up)` with `silu(x) = x / (1 + exp(-x))`, the middle of
+//! a gated MLP. The roundings are those of transformers, where each operation returns the block
+//! dtype; the product is rounded by the matrix that takes it.
 
 use shared::dtype::DType;
 

@@ -1,4 +1,5 @@
-//! INT8 with one scale per row (LLM.int8() of bitsandbytes, without outlier columns: activations stay as they are).
+//! INT8 with one scale per row (LLM.int8() of bitsandbytes, without outlier columns: activations
+//! stay as they are).
 //!
 //! ```text
 //! codes   i8  [outputs, inputs]   round(127 w / absmax of the row)
@@ -7,19 +8,16 @@
 //! ```
 //!
 //! # Discrepancies
-//! bitsandbytes rounds activations to INT8 too, and treats columns with large ones apart, so that a result depends on
-//! what else is in the batch. Here activations keep the block dtype, and a row's result is its own.
+//! bitsandbytes rounds activations to INT8 too, and treats columns with large ones apart, so that a
+//! result depends on what else is in the batch. Here activations keep the block dtype, and a row's
+//! result is its own.
 
 use super::{PART_ALIGNMENT, f32_at, pad};
 
 /// Bytes of a matrix as stored; `None` when that is no size.
 pub fn stored_bytes(outputs: usize, inputs: usize) -> Option<usize> {
-    let codes = outputs
-        .checked_mul(inputs)?
-        .checked_next_multiple_of(PART_ALIGNMENT)?;
-    let scales = outputs
-        .checked_mul(4)?
-        .checked_next_multiple_of(PART_ALIGNMENT)?;
+    let codes = outputs.checked_mul(inputs)?.checked_next_multiple_of(PART_ALIGNMENT)?;
+    let scales = outputs.checked_mul(4)?.checked_next_multiple_of(PART_ALIGNMENT)?;
     codes.checked_add(scales)
 }
 
@@ -41,9 +39,7 @@ impl<'a> Parts<'a> {
         let codes = outputs * inputs;
         Some(Parts {
             codes: bytes.get(..codes)?,
-            absmax: bytes
-                .get(codes.next_multiple_of(PART_ALIGNMENT)..)?
-                .get(..4 * outputs)?,
+            absmax: bytes.get(codes.next_multiple_of(PART_ALIGNMENT)..)?.get(..4 * outputs)?,
         })
     }
 
@@ -56,7 +52,8 @@ impl<'a> Parts<'a> {
 
 /// Quantizes a matrix of rows of `inputs` numbers.
 ///
-/// *Source*: bitsandbytes `int8_vectorwise_quant` (kernel `kInt8VectorQuant`): round half to even of `w * (127 / absmax)`.
+/// *Source*: bitsandbytes `int8_vectorwise_quant` (kernel `kInt8VectorQuant`): round half to even
+/// of `w * (127 / absmax)`.
 pub fn encode(weights: &[f32], inputs: usize) -> Vec<u8> {
     let rows = weights.chunks_exact(inputs.max(1));
     let mut bytes = Vec::with_capacity(weights.len() + 4 * rows.len() + PART_ALIGNMENT);
@@ -66,8 +63,7 @@ pub fn encode(weights: &[f32], inputs: usize) -> Vec<u8> {
         let scale = if absmax > 0.0 { 127.0 / absmax } else { 0.0 };
         // At most 127 in magnitude but for rounding, which the conversion saturates.
         bytes.extend(
-            row.iter()
-                .map(|w| (w * scale).round_ties_even().clamp(-127.0, 127.0) as i8 as u8),
+            row.iter().map(|w| (w * scale).round_ties_even().clamp(-127.0, 127.0) as i8 as u8),
         );
         scales.extend(absmax.to_le_bytes());
     }
@@ -77,11 +73,11 @@ pub fn encode(weights: &[f32], inputs: usize) -> Vec<u8> {
     bytes
 }
 
-/// Row `output` as numbers.
+/// Decodes weights of row `output`: `out.len()` of them from weight `start` of the matrix on.
 #[inline(always)]
-pub(crate) fn decode_row(parts: &Parts<'_>, output: usize, out: &mut [f32]) {
+pub(crate) fn decode(parts: &Parts<'_>, output: usize, start: usize, out: &mut [f32]) {
     let scale = parts.scale(output);
-    let codes = &parts.codes[output * out.len()..(output + 1) * out.len()];
+    let codes = &parts.codes[start..start + out.len()];
     for (out, code) in out.iter_mut().zip(codes) {
         *out = f32::from(*code as i8) * scale;
     }

@@ -1,14 +1,16 @@
-//! Formats of quantized matrices: how they lie in memory, how they are made from numbers, and what they mean.
+//! Formats of quantized matrices: how they lie in memory, how they are made from numbers, and what
+//! they mean.
 //!
-//! A quantized matrix is one range of bytes, the same on every device: codes first, then scales, each part beginning at a
-//! multiple of [`PART_ALIGNMENT`], to which the end is padded too. The codes and scales are those of bitsandbytes (0.41.1, which Petals pins), byte for
-//! byte; only their place side by side is ours.
+//! A quantized matrix is one range of bytes, the same on every device: codes first, then scales,
+//! each part beginning at a multiple of [`PART_ALIGNMENT`], to which the end is padded too. The
+//! codes and scales are those of bitsandbytes (0.41.1, which Petals pins), byte for byte; only
+//! their place side by side is ours.
 //!
 //! # Discrepancies
-//! - Petals converts weights to float16 before it quantizes them. We quantize the numbers as they are: a bfloat16 weight
-//!   beyond the range of float16 stays finite.
-//! - Petals quantizes the router of a mixture of experts like every other matrix. Which matrices are quantized is
-//!   decided by who prepares weights, not here.
+//! - Petals converts weights to float16 before it quantizes them. We quantize the numbers as they
+//!   are: a bfloat16 weight beyond the range of float16 stays finite.
+//! - Petals quantizes the router of a mixture of experts like every other matrix. Which matrices
+//!   are quantized is decided by who prepares weights, not here.
 
 pub mod int8;
 pub mod nf4;

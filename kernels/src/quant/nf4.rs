@@ -45,9 +45,7 @@ pub static DYNAMIC: [f32; 256] = dynamic();
 pub fn stored_bytes(outputs: usize, inputs: usize) -> Option<usize> {
     let weights = outputs.checked_mul(inputs)?;
     let groups = weights.div_ceil(GROUP);
-    let codes = weights
-        .div_ceil(2)
-        .checked_next_multiple_of(PART_ALIGNMENT)?;
+    let codes = weights.div_ceil(2).checked_next_multiple_of(PART_ALIGNMENT)?;
     let absmax = groups.checked_next_multiple_of(PART_ALIGNMENT)?;
     codes
         .checked_add(absmax)?
@@ -77,9 +75,8 @@ impl<'a> Parts<'a> {
         let groups = weights.div_ceil(GROUP);
         let absmax_at = weights.div_ceil(2).next_multiple_of(PART_ALIGNMENT);
         let absmax2_at = absmax_at + groups.next_multiple_of(PART_ALIGNMENT);
-        let (absmax2, offset) = bytes
-            .get(absmax2_at..)?
-            .split_at_checked(4 * groups.div_ceil(SUPER_GROUP))?;
+        let (absmax2, offset) =
+            bytes.get(absmax2_at..)?.split_at_checked(4 * groups.div_ceil(SUPER_GROUP))?;
         Some(Parts {
             codes: bytes.get(..weights.div_ceil(2))?,
             absmax: bytes.get(absmax_at..absmax_at + groups)?,
@@ -99,10 +96,7 @@ impl<'a> Parts<'a> {
     ///
     /// # Safety
     /// The matrix has a group of that index.
-    #[allow(
-        unsafe_code,
-        reason = "the innermost loop of a matrix product asks for it"
-    )]
+    #[allow(unsafe_code, reason = "the innermost loop of a matrix product asks for it")]
     #[inline(always)]
     pub(crate) unsafe fn absmax_unchecked(&self, group: usize) -> f32 {
         // SAFETY: `new` cut `absmax` to the number of groups.
@@ -118,11 +112,7 @@ impl<'a> Parts<'a> {
     #[inline(always)]
     pub fn weight(&self, index: usize) -> f32 {
         let byte = self.codes[index / 2];
-        let code = if index.is_multiple_of(2) {
-            byte >> 4
-        } else {
-            byte & 15
-        };
+        let code = if index.is_multiple_of(2) { byte >> 4 } else { byte & 15 };
         LEVELS[code as usize] * self.absmax(index / GROUP)
     }
 }
@@ -148,7 +138,8 @@ pub fn encode(weights: &[f32]) -> Vec<u8> {
 
 /// Scales minus their mean, in 8 bits of the dynamic map.
 fn encode_scales(absmax: &[f32], bytes: &mut Vec<u8>) {
-    // In f64, so that the order of the sum does not matter; PyTorch's f32 sum differs from it in the last bit at most.
+    // In f64, so that the order of the sum does not matter; PyTorch's f32 sum differs from it in
+    // the last bit at most.
     let sum: f64 = absmax.iter().map(|v| f64::from(*v)).sum();
     let offset = (sum / absmax.len().max(1) as f64) as f32;
     let mut scales = Vec::new();
@@ -201,8 +192,8 @@ pub(crate) fn decode(parts: &Parts<'_>, start: usize, out: &mut [f32]) {
     }
 }
 
-/// Seven decades; decade `e` has 2^e values of each sign, the midpoints of equal parts of [0.1, 1] times 10^(e-6); and
-/// zero and one.
+/// Seven decades; decade `e` has 2^e values of each sign, the midpoints of equal parts of [0.1, 1]
+/// times 10^(e-6); and zero and one.
 const fn dynamic() -> [f32; 256] {
     let mut map = [0.0; 256];
     let mut at = 0;
@@ -227,8 +218,9 @@ const fn dynamic() -> [f32; 256] {
     map
 }
 
-/// Element `i` of `torch.linspace(0.1, 1, parts + 1)`, which is symmetric: the second half counts down from the end. Products
-/// are fused with sums, as there; in f64 both are exact enough for the one rounding.
+/// Element `i` of `torch.linspace(0.1, 1, parts + 1)`, which is symmetric: the second half counts
+/// down from the end. Products are fused with sums, as there; in f64 both are exact enough for the
+/// one rounding.
 const fn boundary(i: usize, parts: usize) -> f32 {
     let step = ((1.0f32 - 0.1f32) / parts as f32) as f64;
     if i < parts.div_ceil(2) {

@@ -1,4 +1,5 @@
-//! Formats against golden data of bitsandbytes (`tests/golden/quant/generate.py`), and the arithmetic over them.
+//! Formats against golden data of bitsandbytes (`tests/golden/quant/generate.py`), and the
+//! arithmetic over them.
 
 use shared::config::QuantType;
 use shared::dtype::DType;
@@ -31,16 +32,9 @@ fn nf4_is_byte_for_byte_that_of_bitsandbytes() {
     // PyTorch sums the mean in another order.
     let offset = floats(golden!("nf4.offset.f32"))[0];
     assert!((parts.offset - offset).abs() <= 1e-6 * offset);
-    let off_by_one = parts
-        .absmax
-        .iter()
-        .zip(golden!("nf4.absmax.u8"))
-        .filter(|(a, b)| a != b);
+    let off_by_one = parts.absmax.iter().zip(golden!("nf4.absmax.u8")).filter(|(a, b)| a != b);
     assert_eq!(off_by_one.count(), 0);
-    for (got, wanted) in floats(parts.absmax2)
-        .iter()
-        .zip(floats(golden!("nf4.absmax2.f32")))
-    {
+    for (got, wanted) in floats(parts.absmax2).iter().zip(floats(golden!("nf4.absmax2.f32"))) {
         assert!((got - wanted).abs() <= 1e-6 * wanted, "{got} {wanted}");
     }
 }
@@ -65,9 +59,8 @@ fn nf4_decodes_what_bitsandbytes_wrote() {
 #[test]
 fn nf4_packs_the_first_weight_of_a_pair_into_the_upper_half() {
     // Petals' reference: three groups of the same codes with largest magnitudes 1, 2, 3.
-    let weights: Vec<f32> = (0..192)
-        .map(|i| ((37 * i % 64) - 31) as f32 / 32.0 * (1 + i / 64) as f32)
-        .collect();
+    let weights: Vec<f32> =
+        (0..192).map(|i| ((37 * i % 64) - 31) as f32 / 32.0 * (1 + i / 64) as f32).collect();
     let stored = nf4::encode(&weights);
     let parts = nf4::Parts::new(3, 64, &stored).unwrap();
     let first = [

@@ -1,22 +1,25 @@
-//! What it costs netd to ask a worker, without any computing: round trips of single jobs over the production path (netd's
-//! link on its reactor, rings, a worker in a process of its own) beside the bare eventfd between the same two processes; and
-//! the time of a decode step inside the server. `cargo bench -p netd --bench round_trip`.
+//! What it costs netd to ask a worker, without any computing: round trips of single jobs over the
+//! production path (netd's link on its reactor, rings, a worker in a process of its own) beside the
+//! bare eventfd between the same two processes; and the time of a decode step inside the server.
+//! `cargo bench -p netd --bench round_trip`.
 //!
-//! The program starts itself as the other process. Each process is pinned to its own core where there are two. The ways take
-//! turns in rounds, so that a change in the load of the machine hits all of them; what counts is the ratio.
+//! The program starts itself as the other process. Each process is pinned to its own core where
+//! there are two. The ways take turns in rounds, so that a change in the load of the machine hits
+//! all of them; what counts is the ratio.
 #![forbid(unsafe_code)]
 
 mod steps;
 
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use netd::workers::arena::{self, ArenaMemory};
-use netd::workers::link::{Holds, Job, Link};
+use netd::workers::arena::{self, ArenaMemory, SlotClass};
+use netd::workers::job::Holds;
+use netd::workers::link::Link;
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
@@ -44,7 +47,7 @@ fn main() {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match arguments[..] {
         ["bare", core] => answer_bells(core),
-        ["worker", core, rings, spin] => answer_jobs(core, rings, spin == "spin"),
+        ["worker", core, spin] => answer_jobs(core, spin == "spin"),
         ["client", core, addr] => steps::client(core, addr),
         _ => measure(),
     }
@@ -91,21 +94,12 @@ fn measure() {
     samples.iter_mut().for_each(|times| times.sort_unstable());
     let bare = micros(percentile(&samples[1], 50));
     println!("round trip of one job, nothing computed; cores {first} and {last}");
-    println!(
-        "  {:<28}{:>10}{:>10}{:>22}",
-        "", "p50 us", "p99 us", "x bare on the reactor"
-    );
+    println!("  {:<28}{:>10}{:>10}{:>22}", "", "p50 us", "p99 us", "x bare on the reactor");
     for (way, times) in Way::ALL.into_iter().zip(&samples) {
         let (p50, p99) = (micros(percentile(times, 50)), micros(percentile(times, 99)));
-        println!(
-            "  {:<28}{p50:>10.1}{p99:>10.1}{:>22.2}",
-            way.name(),
-            p50 / bare
-        );
+        println!("  {:<28}{p50:>10.1}{p99:>10.1}{:>22.2}", way.name(), p50 / bare);
     }
-    runtime
-        .block_on(async { tokio::spawn(steps::measure(last)).await })
-        .expect("steps");
+    runtime.block_on(async { tokio::spawn(steps::measure(last)).await }).expect("steps");
 }
 
 async fn round_trips(way: Way, core: usize) -> Vec<Duration> {
@@ -151,22 +145,17 @@ async fn link(core: usize, spins: bool) -> Vec<Duration> {
     let arena = MemfdSegment::create("sepal-bench-arena", 4 << 20).expect("an arena");
     let plan = arena::plan(4 << 20, 4096).expect("a plan");
     let arena = ArenaMemory::new(ArenaMap::map(&arena).expect("map"), plan);
-    let slots = arena.reserve(&[64]).await.expect("a slot");
+    let slots = arena.reserve(&[64], SlotClass::Decode).await.expect("a slot");
     let body = slots.slot(0);
     let holds = Arc::new(Holds { slots, pages: None });
     let (broken, _reports) = tokio::sync::mpsc::channel(1);
     let link = Arc::new(Link::new(worker.up.worker, worker.up.span, 0, broken));
     let [submission, completion] = worker.bells();
-    link.up(&worker.up, submission, completion).expect("linked");
+    link.up(&worker.up, worker.rings(), submission, completion).expect("linked");
     let mut times = Vec::with_capacity(WARM_UP + ROUND_TRIPS);
     for _ in 0..WARM_UP + ROUND_TRIPS {
-        let job = Job {
-            kind: JobKind::Step,
-            body,
-            holds: holds.clone(),
-        };
         let start = Instant::now();
-        link.run(job).await.expect("an answer");
+        link.run(JobKind::Step, body, holds.clone()).await.expect("an answer");
         times.push(start.elapsed());
     }
     times.split_off(WARM_UP)
@@ -180,8 +169,8 @@ fn watched(bell: Doorbell) -> AsyncFd<Doorbell> {
     AsyncFd::with_interest(bell, Interest::READABLE).expect("watch a bell")
 }
 
-/// The other process; killed when dropped. Its standard input is the bell that it waits for, its standard output the one
-/// that it rings.
+/// The other process; killed when dropped. Its standard input is the bell that it waits for, its
+/// standard output the one that it rings; a worker finds its rings as standard error.
 pub struct Other {
     child: Child,
     there: Doorbell,
@@ -190,14 +179,17 @@ pub struct Other {
 
 impl Other {
     fn start(arguments: &[&str]) -> Other {
-        let (there, back) = (
-            Doorbell::new().expect("a bell"),
-            Doorbell::new().expect("a bell"),
-        );
+        Other::start_with(arguments, None)
+    }
+
+    /// With `error` as its standard error.
+    fn start_with(arguments: &[&str], error: Option<OwnedFd>) -> Other {
+        let (there, back) = (Doorbell::new().expect("a bell"), Doorbell::new().expect("a bell"));
         let child = Command::new("/proc/self/exe")
             .args(arguments)
             .stdin(Stdio::from(there.try_clone().expect("a bell")))
             .stdout(Stdio::from(back.try_clone().expect("a bell")))
+            .stderr(error.map_or_else(Stdio::inherit, Stdio::from))
             .spawn()
             .expect("start the other process");
         Other { child, there, back }
@@ -216,7 +208,7 @@ pub struct Worker {
     other: Other,
     /// What netd is told.
     pub up: WorkerUp,
-    _rings: RingPair,
+    rings: RingPair,
 }
 
 impl Worker {
@@ -227,7 +219,8 @@ impl Worker {
         let name = format!("sepal-bench-{}-{number}", std::process::id());
         let rings = RingPair::create(&name, &identity()).expect("rings");
         let spin = if spins { "spin" } else { "sleep" };
-        let other = Other::start(&["worker", &core.to_string(), &name, spin]);
+        let pass_on = rings.try_clone().expect("rings");
+        let other = Other::start_with(&["worker", &core.to_string(), spin], Some(pass_on));
         let identity = identity();
         let up = WorkerUp {
             worker: identity.worker,
@@ -238,16 +231,16 @@ impl Worker {
             link: LinkInit {
                 netd_generation: identity.netd_generation,
                 worker_generation: identity.worker_generation,
-                rings: name,
                 arena_bytes: 0,
                 fds: FdTag(0),
             },
         };
-        Worker {
-            other,
-            up,
-            _rings: rings,
-        }
+        Worker { other, up, rings }
+    }
+
+    /// The rings, for netd.
+    pub fn rings(&self) -> OwnedFd {
+        self.rings.try_clone().expect("rings")
     }
 
     /// Submission and completion bell, for netd.
@@ -274,14 +267,14 @@ fn answer_bells(core: &str) {
     }
 }
 
-fn answer_jobs(core: &str, rings: &str, spins: bool) {
+fn answer_jobs(core: &str, spins: bool) {
     let [there, back] = inherited(core);
+    let rings = io::stderr().as_fd().try_clone_to_owned().expect("rings");
     let pair = RingPair::open(rings, &identity()).expect("rings");
     let (mut jobs, mut completions) = pair.worker_end();
     let spin = if spins { MAX_SPIN } else { Duration::ZERO };
     loop {
-        jobs.wait(&there, spin, Duration::from_secs(1))
-            .expect("wait");
+        jobs.wait(&there, spin, Duration::from_secs(1)).expect("wait");
         while let Some(entry) = jobs.pop().expect("a sound ring") {
             let job = JobDescriptor::decode(&entry).expect("a job");
             let completion = Completion {
@@ -301,9 +294,7 @@ fn answer_jobs(core: &str, rings: &str, spins: bool) {
 /// The bells of this process, which ends with its parent.
 fn inherited(core: &str) -> [Doorbell; 2] {
     end_with_parent(core);
-    let bell = |fd: io::Result<std::os::fd::OwnedFd>| {
-        Doorbell::from_fd(fd.expect("a bell")).expect("a bell")
-    };
+    let bell = |fd: io::Result<OwnedFd>| Doorbell::from_fd(fd.expect("a bell")).expect("a bell");
     [
         bell(io::stdin().as_fd().try_clone_to_owned()),
         bell(io::stdout().as_fd().try_clone_to_owned()),
@@ -319,9 +310,8 @@ pub fn end_with_parent(core: &str) {
 /// The first and the last core that this process may use.
 fn cores() -> (usize, usize) {
     let allowed = sched_getaffinity(Pid::from_raw(0)).expect("cores");
-    let cores: Vec<usize> = (0..CpuSet::count())
-        .filter(|&core| allowed.is_set(core).unwrap_or(false))
-        .collect();
+    let cores: Vec<usize> =
+        (0..CpuSet::count()).filter(|&core| allowed.is_set(core).unwrap_or(false)).collect();
     (cores[0], cores[cores.len() - 1])
 }
 

@@ -1,28 +1,30 @@
-//! Decode steps through a whole server on loopback: libp2p, session, page tables, arena, rings and back. The worker computes
-//! nothing; the client is a process of its own, on the worker's core, which sleeps while the server works.
+//! Decode steps through a whole server on loopback: libp2p, session, page tables, arena, rings and
+//! back. The worker computes nothing; the client is a process of its own, on the worker's core,
+//! which sleeps while the server works.
 
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use netd::p2p::{Keypair, P2p, P2pConfig, Traversal};
+use hivemind::names;
+use hivemind::p2p::{Keypair, P2p, P2pConfig, Traversal};
+use hivemind::wire::messages::ExpertRequest;
+use hivemind::wire::metadata::StepMetadata;
+use hivemind::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
+use hivemind::wire::uid;
 use netd::rpc::dispatch::Router;
-use netd::rpc::{Service, ServiceParts, Timeouts, names, protocols};
+use netd::rpc::{Service, ServiceParts, Timeouts, protocols};
 use netd::sessions::admission::KvMemory;
 use netd::sessions::pool::Pool;
 use netd::sessions::queue::WaitQueue;
 use netd::swarm::rate::serve::Counterpart;
 use netd::swarm::reachability::{self, Checker};
-use netd::wire::messages::ExpertRequest;
-use netd::wire::metadata::StepMetadata;
-use netd::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
-use netd::wire::uid;
 use netd::workers::Workers;
 use netd::workers::arena::{self, ArenaMemory};
 use prost::Message;
 use shared::block::Span;
-use shared::config::Limits;
 use shared::dtype::DType;
+use shared::limits::Limits;
 use shared::model::ModelFacts;
 use shared::shm::arena::ArenaMap;
 use shared::shm::segment::MemfdSegment;
@@ -44,9 +46,7 @@ pub async fn measure(core: usize) {
     let arena = ArenaMemory::new(ArenaMap::map(&arena).expect("map"), plan);
     let (workers, _broken) = Workers::new(arena);
     let [submission, completion] = worker.bells();
-    workers
-        .up(&worker.up, submission, completion)
-        .expect("linked");
+    workers.up(&worker.up, worker.rings(), submission, completion).expect("linked");
     let (_draining, drained) = watch::channel(false);
     let (server, inbound) = node(vec!["/ip4/127.0.0.1/tcp/0".into()], Vec::new()).await;
     let service = Arc::new(service(workers, server.clone(), drained));
@@ -57,10 +57,8 @@ pub async fn measure(core: usize) {
         service: serving,
     };
     tokio::spawn(router.run(inbound, |_, _, _, _| {}));
-    let addr = server.listen_addrs().await[0]
-        .clone()
-        .with_p2p(server.peer_id())
-        .expect("an address");
+    let addr =
+        server.listen_addrs().await[0].clone().with_p2p(server.peer_id()).expect("an address");
     println!("\none decode step over loopback, nothing computed");
     println!("  {:<28}{:>10}{:>10}", "", "p50 us", "p99 us");
     let client = tokio::task::spawn_blocking(move || {
@@ -73,10 +71,7 @@ pub async fn measure(core: usize) {
     assert!(status.success(), "the client failed");
     let figures = service.stats.figures();
     let (p50, p99) = (micros(figures.p50), micros(figures.p99));
-    println!(
-        "  {:<28}{p50:>10.0}{p99:>10.0}   {} steps",
-        "inside the server", figures.count
-    );
+    println!("  {:<28}{p50:>10.0}{p99:>10.0}   {} steps", "inside the server", figures.count);
     server.shutdown().await;
 }
 
@@ -97,11 +92,8 @@ fn service(workers: Workers, p2p: P2p, draining: watch::Receiver<bool>) -> Servi
         block_bytes: 1,
         adapters: Vec::new(),
     };
-    let limits = Limits {
-        inference_max_length: 1024,
-        attn_cache_tokens: 1024,
-        max_batch_size: 1024,
-    };
+    let limits =
+        Limits { inference_max_length: 1024, attn_cache_tokens: 1024, max_batch_size: 1024 };
     let pool = Pool::new(span, KV_PAGES, limits.attn_cache_tokens);
     Service::new(ServiceParts {
         prefix: PREFIX.into(),
@@ -110,12 +102,7 @@ fn service(workers: Workers, p2p: P2p, draining: watch::Receiver<bool>) -> Servi
         limits,
         span,
         workers: Arc::new(workers),
-        timeouts: Timeouts {
-            request: LIMIT,
-            session: LIMIT,
-            step: LIMIT,
-            max_alloc: LIMIT,
-        },
+        timeouts: Timeouts { request: LIMIT, session: LIMIT, step: LIMIT, max_alloc: LIMIT },
         compression: shared::config::Compression::None,
         gradient_bytes: shared::model::GRADIENT_BYTES,
         p2p,
@@ -126,17 +113,14 @@ fn service(workers: Workers, p2p: P2p, draining: watch::Receiver<bool>) -> Servi
 
 async fn node(
     listen: Vec<String>,
-    initial_peers: Vec<netd::p2p::Multiaddr>,
-) -> (P2p, tokio::sync::mpsc::Receiver<netd::p2p::Inbound>) {
+    initial_peers: Vec<hivemind::p2p::Multiaddr>,
+) -> (P2p, tokio::sync::mpsc::Receiver<hivemind::p2p::Inbound>) {
     let mut all = protocols();
     all.push(reachability::protocol());
     let serves = !listen.is_empty();
     P2p::start(P2pConfig {
         keypair: Keypair::generate_ed25519(),
-        listen: listen
-            .iter()
-            .map(|a| a.parse().expect("an address"))
-            .collect(),
+        listen: listen.iter().map(|a| a.parse().expect("an address")).collect(),
         announce: Vec::new(),
         initial_peers,
         kad_server: serves,
@@ -154,26 +138,16 @@ pub fn client(core: &str, addr: &str) {
     let runtime = netd::run::reactor().expect("a reactor");
     let mut times = runtime.block_on(generate(addr));
     times.sort_unstable();
-    let (p50, p99) = (
-        micros(percentile(&times, 50)),
-        micros(percentile(&times, 99)),
-    );
+    let (p50, p99) = (micros(percentile(&times, 50)), micros(percentile(&times, 99)));
     println!("  {:<28}{p50:>10.0}{p99:>10.0}", "as the client sees it");
 }
 
 async fn generate(addr: &str) -> Vec<Duration> {
-    let addr: netd::p2p::Multiaddr = addr.parse().expect("an address");
+    let addr: hivemind::p2p::Multiaddr = addr.parse().expect("an address");
     let (p2p, _inbound) = node(Vec::new(), vec![addr.clone()]).await;
     let server = p2p.connect(addr).await.expect("connected");
-    let mut stream = p2p
-        .open_stream(server, names::INFERENCE, LIMIT)
-        .await
-        .expect("a session");
-    let hidden = raw_tensor(
-        &[1, 1, HIDDEN],
-        WireDtype::F32,
-        vec![0u8; 4 * HIDDEN].into(),
-    );
+    let mut stream = p2p.open_stream(server, names::INFERENCE, LIMIT).await.expect("a session");
+    let hidden = raw_tensor(&[1, 1, HIDDEN], WireDtype::F32, vec![0u8; 4 * HIDDEN].into());
     let hidden = hidden.expect("a tensor");
     let mut times = Vec::new();
     for step in 0..STEPS {
@@ -184,6 +158,7 @@ async fn generate(addr: &str) -> Vec<Duration> {
             open: (step == 0).then_some((STEPS, None)),
             next_servers: &[],
             start_from_position: None,
+            wants_times: false,
         };
         let request = ExpertRequest {
             uid: uid::chain(PREFIX, 0..BLOCKS),

@@ -16,14 +16,14 @@ use crate::{
 
 /// Negotiates as the dialer: proposes `protocols` in their order until the remote confirms one.
 ///
-/// The future yields the confirmed name and the stream. With [`Version::V1Lazy`] the last name is taken
-/// as confirmed at once, see [`Negotiated`].
+/// The future yields the confirmed name and the stream. With [`Version::V1Lazy`] the last name is
+/// taken as confirmed at once, see [`Negotiated`].
 ///
 /// # Errors
 ///
 /// [`NegotiationError::Failed`] if the remote wants none of them (or `protocols` is empty),
-/// [`ProtocolError::InvalidProtocol`] if a name cannot be sent, other errors if the remote or the stream
-/// breaks the negotiation.
+/// [`ProtocolError::InvalidProtocol`] if a name cannot be sent, other errors if the remote or the
+/// stream breaks the negotiation.
 pub fn dialer_select_proto<R, I>(
     inner: R,
     protocols: I,
@@ -40,7 +40,7 @@ where
         protocols: protocols.into_iter().peekable(),
         version,
         header_seen: false,
-        state: State::Propose { io },
+        state: DialerState::Propose { io },
     }
 }
 
@@ -49,10 +49,10 @@ pub struct DialerSelectFuture<R, I: Iterator> {
     protocols: Peekable<I>,
     version: Version,
     header_seen: bool,
-    state: State<R, I::Item>,
+    state: DialerState<R, I::Item>,
 }
 
-enum State<R, N> {
+enum DialerState<R, N> {
     /// The next name is to be queued.
     Propose { io: MessageIo<R> },
     /// `name` is queued or sent; its answer is outstanding.
@@ -75,8 +75,8 @@ where
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
         loop {
-            match mem::replace(&mut this.state, State::Done) {
-                State::Propose { mut io } => {
+            match mem::replace(&mut this.state, DialerState::Done) {
+                DialerState::Propose { mut io } => {
                     let name = this.protocols.next().ok_or(NegotiationError::Failed)?;
                     io.queue(&Message::name(name.as_ref())?);
                     if this.version == Version::V1Lazy && this.protocols.peek().is_none() {
@@ -84,16 +84,16 @@ where
                         let stream = Negotiated::expecting(io, expected, this.header_seen);
                         return Poll::Ready(Ok((name, stream)));
                     }
-                    this.state = State::Await { io, name };
+                    this.state = DialerState::Await { io, name };
                 }
-                State::Await { mut io, name } => {
+                DialerState::Await { mut io, name } => {
                     let Poll::Ready(answer) = poll_answer(&mut io, cx, &mut this.header_seen)
                     else {
-                        this.state = State::Await { io, name };
+                        this.state = DialerState::Await { io, name };
                         return Poll::Pending;
                     };
                     match answer? {
-                        Message::NotAvailable => this.state = State::Propose { io },
+                        Message::NotAvailable => this.state = DialerState::Propose { io },
                         Message::Name(answer) if answer == name.as_ref() => {
                             let stream = Negotiated::completed(io.into_inner());
                             return Poll::Ready(Ok((name, stream)));
@@ -101,14 +101,14 @@ where
                         _ => return Poll::Ready(Err(ProtocolError::InvalidMessage.into())),
                     }
                 }
-                State::Done => return Poll::Ready(Err(NegotiationError::Failed)),
+                DialerState::Done => return Poll::Ready(Err(NegotiationError::Failed)),
             }
         }
     }
 }
 
-/// Sends what is queued and reads the answer to the proposal, stepping over the remote's header, which
-/// may come once.
+/// Sends what is queued and reads the answer to the proposal, stepping over the remote's header,
+/// which may come once.
 pub(crate) fn poll_answer<R: AsyncRead + AsyncWrite + Unpin>(
     io: &mut MessageIo<R>,
     cx: &mut Context<'_>,

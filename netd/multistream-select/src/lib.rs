@@ -2,13 +2,14 @@
 //!
 //! This crate stands in for the crate of the same name that `libp2p-core` and `libp2p-swarm` use
 //! (`[patch.crates-io]` in the workspace manifest) and offers the same API. The reason for its
-//! existence: the stock crate refuses protocol names without a leading slash, and every RPC of hivemind
-//! and Petals has such a name (`DHTProtocol.rpc_ping`). Here any non-empty UTF-8 name without a line
-//! feed is a protocol.
+//! existence: the stock crate refuses protocol names without a leading slash, and every RPC of
+//! hivemind and Petals has such a name (`DHTProtocol.rpc_ping`). Here any non-empty UTF-8 name
+//! without a line feed is a protocol.
 //!
 //! # The protocol
 //!
-//! Every message is a varint length followed by a line that ends in `\n`; the length counts the `\n`.
+//! Every message is a varint length followed by a line that ends in `\n`; the length counts the
+//! `\n`.
 //!
 //! ```text
 //!   dialer                                   listener
@@ -26,8 +27,8 @@
 //! # Bounds
 //!
 //! A message is at most [`MAX_MESSAGE_BYTES`] long, a listener answers at most
-//! [`MAX_PROPOSALS`] proposals, and nothing is read beyond the negotiation, so what follows it needs
-//! no buffer. No bytes from the remote can cause a panic.
+//! [`MAX_PROPOSALS`] proposals, and nothing is read beyond the negotiation, so what follows it
+//! needs no buffer. No bytes from the remote can cause a panic.
 //!
 //! # Important Discrepancies
 //!

@@ -15,14 +15,14 @@ use crate::{
     message_io::MessageIo,
 };
 
-/// How many proposals of one dialer are answered before it is refused. Dialers of libp2p and hivemind
-/// propose one to four.
+/// How many proposals of one dialer are answered before it is refused. Dialers of libp2p and
+/// hivemind propose one to four.
 pub const MAX_PROPOSALS: usize = 64;
 
 /// Negotiates as the listener: confirms the first proposal that is one of `protocols`.
 ///
-/// The future yields the confirmed name and the stream. Names in `protocols` that cannot be negotiated
-/// (empty, several lines, reserved, too long) are never confirmed.
+/// The future yields the confirmed name and the stream. Names in `protocols` that cannot be
+/// negotiated (empty, several lines, reserved, too long) are never confirmed.
 ///
 /// # Errors
 ///
@@ -34,16 +34,11 @@ where
     I: IntoIterator,
     I::Item: AsRef<str>,
 {
-    let protocols = protocols
-        .into_iter()
-        .filter(|name| is_valid_name(name.as_ref()))
-        .collect();
+    let protocols = protocols.into_iter().filter(|name| is_valid_name(name.as_ref())).collect();
     ListenerSelectFuture {
         protocols,
         rejected: 0,
-        state: State::Header {
-            io: MessageIo::new(inner),
-        },
+        state: ListenerState::Header { io: MessageIo::new(inner) },
     }
 }
 
@@ -51,10 +46,10 @@ where
 pub struct ListenerSelectFuture<R, N> {
     protocols: Vec<N>,
     rejected: usize,
-    state: State<R, N>,
+    state: ListenerState<R, N>,
 }
 
-enum State<R, N> {
+enum ListenerState<R, N> {
     /// The dialer's header is outstanding.
     Header { io: MessageIo<R> },
     /// Our header is queued or sent; a proposal is outstanding.
@@ -78,28 +73,28 @@ where
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
         loop {
-            match mem::replace(&mut this.state, State::Done) {
-                State::Header { mut io } => match io.poll_message(cx) {
+            match mem::replace(&mut this.state, ListenerState::Done) {
+                ListenerState::Header { mut io } => match io.poll_message(cx) {
                     Poll::Pending => {
-                        this.state = State::Header { io };
+                        this.state = ListenerState::Header { io };
                         return Poll::Pending;
                     }
                     Poll::Ready(message) => match message? {
                         Some(Message::Header) => {
                             io.queue(&Message::Header);
-                            this.state = State::Proposal { io };
+                            this.state = ListenerState::Proposal { io };
                         }
                         Some(_) => return Poll::Ready(Err(ProtocolError::InvalidMessage.into())),
                         None => return Poll::Ready(Err(NegotiationError::Failed)),
                     },
                 },
-                State::Proposal { mut io } => match io.poll_message(cx) {
+                ListenerState::Proposal { mut io } => match io.poll_message(cx) {
                     // Only now is there nothing to wait for that could leave in the same write.
                     Poll::Pending => {
                         let flushed = io.poll_flush(cx);
-                        this.state = State::Proposal { io };
+                        this.state = ListenerState::Proposal { io };
                         if let Poll::Ready(Err(error)) = flushed {
-                            this.state = State::Done;
+                            this.state = ListenerState::Done;
                             return Poll::Ready(Err(error.into()));
                         }
                         return Poll::Pending;
@@ -109,16 +104,16 @@ where
                         this.state = this.answer(io, message)?;
                     }
                 },
-                State::Confirm { mut io, name } => match io.poll_flush(cx)? {
+                ListenerState::Confirm { mut io, name } => match io.poll_flush(cx)? {
                     Poll::Pending => {
-                        this.state = State::Confirm { io, name };
+                        this.state = ListenerState::Confirm { io, name };
                         return Poll::Pending;
                     }
                     Poll::Ready(()) => {
                         return Poll::Ready(Ok((name, Negotiated::completed(io.into_inner()))));
                     }
                 },
-                State::Done => return Poll::Ready(Err(NegotiationError::Failed)),
+                ListenerState::Done => return Poll::Ready(Err(NegotiationError::Failed)),
             }
         }
     }
@@ -130,7 +125,7 @@ impl<R, N: AsRef<str> + Clone> ListenerSelectFuture<R, N> {
         &mut self,
         mut io: MessageIo<R>,
         message: Option<Message>,
-    ) -> Result<State<R, N>, NegotiationError> {
+    ) -> Result<ListenerState<R, N>, NegotiationError> {
         let proposal = match message {
             None => return Err(NegotiationError::Failed),
             Some(Message::Name(name)) => Some(name),
@@ -139,23 +134,17 @@ impl<R, N: AsRef<str> + Clone> ListenerSelectFuture<R, N> {
                 return Err(ProtocolError::InvalidMessage.into());
             }
         };
-        let served = self
-            .protocols
-            .iter()
-            .find(|name| proposal.as_deref() == Some(name.as_ref()));
+        let served = self.protocols.iter().find(|name| proposal.as_deref() == Some(name.as_ref()));
         if let Some(name) = served {
             io.queue(&Message::name(name.as_ref())?);
-            return Ok(State::Confirm {
-                io,
-                name: name.clone(),
-            });
+            return Ok(ListenerState::Confirm { io, name: name.clone() });
         }
         self.rejected += 1;
         if self.rejected >= MAX_PROPOSALS {
             return Err(ProtocolError::TooManyProtocols.into());
         }
         io.queue(&Message::NotAvailable);
-        Ok(State::Proposal { io })
+        Ok(ListenerState::Proposal { io })
     }
 
     /// Garbage after a rejection is data that a lazy dialer sent after its only proposal: the

@@ -2,8 +2,8 @@
 
 use crate::ProtocolError;
 
-/// Longest accepted or sent message, in bytes, with its line feed. The longest name in use on a Petals
-/// swarm has 47 bytes; go-libp2p itself sets no limit below 64 KiB.
+/// Longest accepted or sent message, in bytes, with its line feed. The longest name in use on a
+/// Petals swarm has 47 bytes; go-libp2p itself sets no limit below 64 KiB.
 pub const MAX_MESSAGE_BYTES: usize = 1024;
 
 const HEADER: &str = "/multistream/1.0.0";
@@ -54,12 +54,10 @@ impl Message {
     ///
     /// # Errors
     ///
-    /// [`ProtocolError::InvalidMessage`] if the line feed is missing; [`ProtocolError::InvalidProtocol`] if
-    /// the text is not a valid name either.
+    /// [`ProtocolError::InvalidMessage`] if the line feed is missing;
+    /// [`ProtocolError::InvalidProtocol`] if the text is not a valid name either.
     pub(crate) fn decode(line: &[u8]) -> Result<Self, ProtocolError> {
-        let text = line
-            .strip_suffix(b"\n")
-            .ok_or(ProtocolError::InvalidMessage)?;
+        let text = line.strip_suffix(b"\n").ok_or(ProtocolError::InvalidMessage)?;
         let text = std::str::from_utf8(text).map_err(|_| ProtocolError::InvalidProtocol)?;
         match text {
             HEADER => Ok(Self::Header),

@@ -38,12 +38,7 @@ enum Incoming {
 
 impl<R> MessageIo<R> {
     pub(crate) fn new(inner: R) -> Self {
-        Self {
-            inner,
-            outgoing: Vec::new(),
-            sent: 0,
-            incoming: Incoming::Start,
-        }
+        Self { inner, outgoing: Vec::new(), sent: 0, incoming: Incoming::Start }
     }
 
     /// Adds a message to what the next flush sends.
@@ -70,16 +65,14 @@ impl<R: AsyncRead + AsyncWrite + Unpin> MessageIo<R> {
                         return Poll::Ready(Ok(None));
                     };
                     let low = usize::from(byte & 0x7f);
-                    self.incoming = if byte & 0x80 == 0 {
-                        expect_line(low)?
-                    } else {
-                        Incoming::Length { low }
-                    };
+                    self.incoming =
+                        if byte & 0x80 == 0 { expect_line(low)? } else { Incoming::Length { low } };
                 }
                 Incoming::Length { low } => {
                     let low = *low;
                     let byte = ready!(read_byte(&mut self.inner, cx))?.ok_or_else(ended_early)?;
-                    // Zero would be a longer form of a shorter number; more than two bytes, too long.
+                    // Zero would be a longer form of a shorter number; more than two bytes, too
+                    // long.
                     if byte == 0 || byte & 0x80 != 0 {
                         return Poll::Ready(Err(ProtocolError::InvalidMessage));
                     }
@@ -104,11 +97,7 @@ impl<R: AsyncRead + AsyncWrite + Unpin> MessageIo<R> {
 
     /// Hands everything queued to the stream, without flushing the stream itself.
     pub(crate) fn poll_drain(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        while let Some(rest) = self
-            .outgoing
-            .get(self.sent..)
-            .filter(|rest| !rest.is_empty())
-        {
+        while let Some(rest) = self.outgoing.get(self.sent..).filter(|rest| !rest.is_empty()) {
             match ready!(Pin::new(&mut self.inner).poll_write(cx, rest))? {
                 0 => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
                 written => self.sent += written,
@@ -147,10 +136,7 @@ fn expect_line(length: usize) -> Result<Incoming, ProtocolError> {
     if length == 0 || length > MAX_MESSAGE_BYTES {
         return Err(ProtocolError::InvalidMessage);
     }
-    Ok(Incoming::Line {
-        line: vec![0; length],
-        filled: 0,
-    })
+    Ok(Incoming::Line { line: vec![0; length], filled: 0 })
 }
 
 /// Reads one byte; `None` at the end of the stream.

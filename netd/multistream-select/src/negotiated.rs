@@ -16,43 +16,31 @@ use crate::{
 
 /// A byte stream after its negotiation.
 ///
-/// After a lazy negotiation ([`Version::V1Lazy`](crate::Version::V1Lazy)) header and name leave with the
-/// first write, flush or read, and the first read takes the confirmation off the stream before it
-/// returns data. If the remote rejects the protocol, that read and all later ones fail.
+/// After a lazy negotiation ([`Version::V1Lazy`](crate::Version::V1Lazy)) header and name leave
+/// with the first write, flush or read, and the first read takes the confirmation off the stream
+/// before it returns data. If the remote rejects the protocol, that read and all later ones fail.
 #[derive(Debug)]
 pub struct Negotiated<R> {
-    state: State<R>,
+    state: NegotiatedState<R>,
 }
 
 #[derive(Debug)]
-enum State<R> {
+enum NegotiatedState<R> {
     /// Everything that is read and written is data.
     Completed(R),
     /// The confirmation of `name` is outstanding.
-    Expecting {
-        io: MessageIo<R>,
-        name: String,
-        header_seen: bool,
-    },
+    Expecting { io: MessageIo<R>, name: String, header_seen: bool },
     /// The remote did not confirm.
     Failed,
 }
 
 impl<R> Negotiated<R> {
     pub(crate) fn completed(inner: R) -> Self {
-        Self {
-            state: State::Completed(inner),
-        }
+        Self { state: NegotiatedState::Completed(inner) }
     }
 
     pub(crate) fn expecting(io: MessageIo<R>, name: String, header_seen: bool) -> Self {
-        Self {
-            state: State::Expecting {
-                io,
-                name,
-                header_seen,
-            },
-        }
+        Self { state: NegotiatedState::Expecting { io, name, header_seen } }
     }
 
     /// Waits until the protocol is confirmed; at once unless the negotiation was lazy.
@@ -64,18 +52,13 @@ impl<R> Negotiated<R> {
 impl<R: AsyncRead + AsyncWrite + Unpin> Negotiated<R> {
     /// The stream itself once the protocol is confirmed. Sends the proposal if that was not done.
     fn poll_confirmed(&mut self, cx: &mut Context<'_>) -> Poll<Result<&mut R, NegotiationError>> {
-        if let State::Expecting {
-            io,
-            name,
-            header_seen,
-        } = &mut self.state
-        {
+        if let NegotiatedState::Expecting { io, name, header_seen } = &mut self.state {
             let answer = ready!(poll_answer(io, cx, header_seen));
             let confirmed = matches!(&answer, Ok(Message::Name(confirmed)) if confirmed == name);
-            let state = mem::replace(&mut self.state, State::Failed);
+            let state = mem::replace(&mut self.state, NegotiatedState::Failed);
             match (state, answer) {
-                (State::Expecting { io, .. }, Ok(_)) if confirmed => {
-                    self.state = State::Completed(io.into_inner());
+                (NegotiatedState::Expecting { io, .. }, Ok(_)) if confirmed => {
+                    self.state = NegotiatedState::Completed(io.into_inner());
                 }
                 (_, Ok(Message::NotAvailable)) => {
                     return Poll::Ready(Err(NegotiationError::Failed));
@@ -85,7 +68,7 @@ impl<R: AsyncRead + AsyncWrite + Unpin> Negotiated<R> {
             }
         }
         Poll::Ready(match &mut self.state {
-            State::Completed(inner) => Ok(inner),
+            NegotiatedState::Completed(inner) => Ok(inner),
             _ => Err(NegotiationError::Failed),
         })
     }
@@ -122,9 +105,9 @@ impl<R: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Negotiated<R> {
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
         match &mut self.get_mut().state {
-            State::Completed(inner) => Pin::new(inner).poll_write(cx, data),
-            State::Expecting { io, .. } => io.poll_write(cx, data),
-            State::Failed => Poll::Ready(Err(failed())),
+            NegotiatedState::Completed(inner) => Pin::new(inner).poll_write(cx, data),
+            NegotiatedState::Expecting { io, .. } => io.poll_write(cx, data),
+            NegotiatedState::Failed => Poll::Ready(Err(failed())),
         }
     }
 
@@ -134,28 +117,28 @@ impl<R: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Negotiated<R> {
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         match &mut self.get_mut().state {
-            State::Completed(inner) => Pin::new(inner).poll_write_vectored(cx, slices),
-            State::Expecting { io, .. } => {
+            NegotiatedState::Completed(inner) => Pin::new(inner).poll_write_vectored(cx, slices),
+            NegotiatedState::Expecting { io, .. } => {
                 let first = slices.iter().find(|slice| !slice.is_empty());
                 io.poll_write(cx, first.map_or(&[], |slice| slice))
             }
-            State::Failed => Poll::Ready(Err(failed())),
+            NegotiatedState::Failed => Poll::Ready(Err(failed())),
         }
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match &mut self.get_mut().state {
-            State::Completed(inner) => Pin::new(inner).poll_flush(cx),
-            State::Expecting { io, .. } => io.poll_flush(cx),
-            State::Failed => Poll::Ready(Err(failed())),
+            NegotiatedState::Completed(inner) => Pin::new(inner).poll_flush(cx),
+            NegotiatedState::Expecting { io, .. } => io.poll_flush(cx),
+            NegotiatedState::Failed => Poll::Ready(Err(failed())),
         }
     }
 
     fn poll_close(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match &mut self.get_mut().state {
-            State::Completed(inner) => Pin::new(inner).poll_close(cx),
-            State::Expecting { io, .. } => io.poll_close(cx),
-            State::Failed => Poll::Ready(Ok(())),
+            NegotiatedState::Completed(inner) => Pin::new(inner).poll_close(cx),
+            NegotiatedState::Expecting { io, .. } => io.poll_close(cx),
+            NegotiatedState::Failed => Poll::Ready(Ok(())),
         }
     }
 }

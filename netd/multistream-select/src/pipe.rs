@@ -19,39 +19,29 @@ struct Lane {
     closed: bool,
 }
 
-/// One end of a pipe. At most `chunk` bytes move per read or write, so that messages arrive in pieces.
+/// One end of a pipe. At most `chunk` bytes move per read or write, so that messages arrive in
+/// pieces.
 #[derive(Debug)]
-pub(crate) struct End {
+pub(crate) struct PipeEnd {
     incoming: Arc<Mutex<Lane>>,
     outgoing: Arc<Mutex<Lane>>,
     chunk: usize,
 }
 
 /// Two connected ends.
-pub(crate) fn pipe(chunk: usize) -> (End, End) {
+pub(crate) fn pipe(chunk: usize) -> (PipeEnd, PipeEnd) {
     let (a, b) = (Arc::<Mutex<Lane>>::default(), Arc::<Mutex<Lane>>::default());
-    let left = End {
-        incoming: a.clone(),
-        outgoing: b.clone(),
-        chunk,
-    };
-    (
-        left,
-        End {
-            incoming: b,
-            outgoing: a,
-            chunk,
-        },
-    )
+    let left = PipeEnd { incoming: a.clone(), outgoing: b.clone(), chunk };
+    (left, PipeEnd { incoming: b, outgoing: a, chunk })
 }
 
-impl Drop for End {
+impl Drop for PipeEnd {
     fn drop(&mut self) {
         self.outgoing.lock().expect("one thread").closed = true;
     }
 }
 
-impl AsyncRead for End {
+impl AsyncRead for PipeEnd {
     fn poll_read(
         self: Pin<&mut Self>,
         _: &mut Context<'_>,
@@ -69,7 +59,7 @@ impl AsyncRead for End {
     }
 }
 
-impl AsyncWrite for End {
+impl AsyncWrite for PipeEnd {
     fn poll_write(
         self: Pin<&mut Self>,
         _: &mut Context<'_>,

@@ -16,7 +16,8 @@ use crate::{
 const HEADER: &[u8] = b"\x13/multistream/1.0.0\n";
 const BOTH: [Version; 2] = [Version::V1, Version::V1Lazy];
 
-/// Negotiates `proposals` against `served`, then sends a question and an answer over what was agreed on.
+/// Negotiates `proposals` against `served`, then sends a question and an answer over what was
+/// agreed on.
 fn talk(
     proposals: &[&'static str],
     served: &[&'static str],
@@ -25,9 +26,8 @@ fn talk(
 ) -> String {
     let (near, far) = pipe(chunk);
     let dialer = async {
-        let (name, mut stream) = dialer_select_proto(near, proposals.iter().copied(), version)
-            .await
-            .expect("dialer");
+        let (name, mut stream) =
+            dialer_select_proto(near, proposals.iter().copied(), version).await.expect("dialer");
         stream.write_all(b"question").await.expect("write");
         stream.close().await.expect("close");
         let mut answer = Vec::new();
@@ -36,9 +36,8 @@ fn talk(
         name.to_owned()
     };
     let listener = async {
-        let (name, mut stream) = listener_select_proto(far, served.iter().copied())
-            .await
-            .expect("listener");
+        let (name, mut stream) =
+            listener_select_proto(far, served.iter().copied()).await.expect("listener");
         let mut question = Vec::new();
         stream.read_to_end(&mut question).await.expect("read");
         assert_eq!(question, b"question");
@@ -56,30 +55,17 @@ fn first_common_protocol_is_agreed_on_and_data_follows() {
     for version in BOTH {
         for chunk in [1, 2, 7, 4096] {
             assert_eq!(talk(&["/a/1"], &["/a/1"], version, chunk), "/a/1");
-            assert_eq!(
-                talk(&["/a/1", "/b/1", "/c/1"], &["/c/1", "/b/1"], version, chunk),
-                "/b/1"
-            );
-            assert_eq!(
-                talk(&["/a/1", "/c/1"], &["/b/1", "/c/1"], version, chunk),
-                "/c/1"
-            );
+            assert_eq!(talk(&["/a/1", "/b/1", "/c/1"], &["/c/1", "/b/1"], version, chunk), "/b/1");
+            assert_eq!(talk(&["/a/1", "/c/1"], &["/b/1", "/c/1"], version, chunk), "/c/1");
         }
     }
 }
 
 #[test]
 fn bare_names_are_agreed_on() {
-    let served = [
-        "DHTProtocol.rpc_ping",
-        "TransformerConnectionHandler.rpc_inference",
-        "x",
-    ];
+    let served = ["DHTProtocol.rpc_ping", "TransformerConnectionHandler.rpc_inference", "x"];
     for version in BOTH {
-        assert_eq!(
-            talk(&["DHTProtocol.rpc_ping"], &served, version, 3),
-            "DHTProtocol.rpc_ping"
-        );
+        assert_eq!(talk(&["DHTProtocol.rpc_ping"], &served, version, 3), "DHTProtocol.rpc_ping");
         assert_eq!(talk(&["no.such", "x"], &served, version, 3), "x");
     }
 }
@@ -87,11 +73,7 @@ fn bare_names_are_agreed_on() {
 #[test]
 fn no_common_protocol_fails_on_both_sides() {
     let (near, far) = pipe(4096);
-    let dialer = async {
-        dialer_select_proto(near, ["a", "b"], Version::V1)
-            .await
-            .err()
-    };
+    let dialer = async { dialer_select_proto(near, ["a", "b"], Version::V1).await.err() };
     let listener = async { listener_select_proto(far, ["c"]).await.err() };
     let (dialed, listened) = drive(join(dialer, listener));
     assert!(matches!(dialed, Some(NegotiationError::Failed)));
@@ -102,9 +84,8 @@ fn no_common_protocol_fails_on_both_sides() {
 fn lazy_dialer_learns_of_the_rejection_when_it_reads() {
     let (near, far) = pipe(4096);
     let dialer = async {
-        let (_, mut stream) = dialer_select_proto(near, ["a"], Version::V1Lazy)
-            .await
-            .expect("settles at once");
+        let (_, mut stream) =
+            dialer_select_proto(near, ["a"], Version::V1Lazy).await.expect("settles at once");
         // These bytes look like no message at all to the listener.
         stream.write_all(&[0xff; 100]).await.expect("write");
         stream.flush().await.expect("flush");
@@ -116,31 +97,22 @@ fn lazy_dialer_learns_of_the_rejection_when_it_reads() {
     let listener = async { listener_select_proto(far, ["b"]).await.err() };
     let ((first, second), listened) = drive(join(dialer, listener));
     assert_eq!(first, second);
-    assert!(
-        matches!(listened, Some(NegotiationError::Failed)),
-        "got {listened:?}"
-    );
+    assert!(matches!(listened, Some(NegotiationError::Failed)), "got {listened:?}");
 }
 
 #[test]
 fn lazy_proposal_leaves_with_the_first_data() {
     let (near, mut far) = pipe(4096);
     drive(async {
-        let (_, mut stream) = dialer_select_proto(near, ["proto"], Version::V1Lazy)
-            .await
-            .expect("settles at once");
+        let (_, mut stream) =
+            dialer_select_proto(near, ["proto"], Version::V1Lazy).await.expect("settles at once");
         stream.write_all(b"data").await.expect("write");
         let mut seen = [0; 64];
         let count = far.read(&mut seen).await.expect("read");
         assert_eq!(&seen[..count], [HEADER, b"\x06proto\ndata"].concat());
-        far.write_all(&[HEADER, b"\x06proto\nreply"].concat())
-            .await
-            .expect("write");
+        far.write_all(&[HEADER, b"\x06proto\nreply"].concat()).await.expect("write");
         let mut reply = [0; 5];
-        stream
-            .read_exact(&mut reply)
-            .await
-            .expect("confirmation is not data");
+        stream.read_exact(&mut reply).await.expect("confirmation is not data");
         assert_eq!(&reply, b"reply");
     });
 }
@@ -149,12 +121,8 @@ fn lazy_proposal_leaves_with_the_first_data() {
 fn complete_waits_for_the_confirmation() {
     let (near, mut far) = pipe(1);
     drive(async {
-        far.write_all(&[HEADER, b"\x02p\n"].concat())
-            .await
-            .expect("write");
-        let (_, stream) = dialer_select_proto(near, ["p"], Version::V1Lazy)
-            .await
-            .expect("settles");
+        far.write_all(&[HEADER, b"\x02p\n"].concat()).await.expect("write");
+        let (_, stream) = dialer_select_proto(near, ["p"], Version::V1Lazy).await.expect("settles");
         stream.complete().await.expect("confirmed");
     });
 }
@@ -163,9 +131,7 @@ fn complete_waits_for_the_confirmation() {
 fn listener_answers_header_and_first_proposal_in_one_write() {
     let (mut near, far) = pipe(4096);
     drive(async {
-        near.write_all(&[HEADER, b"\x02a\n\x02b\n"].concat())
-            .await
-            .expect("write");
+        near.write_all(&[HEADER, b"\x02a\n\x02b\n"].concat()).await.expect("write");
         let (name, _stream) = listener_select_proto(far, ["b"]).await.expect("agreed");
         assert_eq!(name, "b");
         let mut seen = [0; 64];
@@ -188,9 +154,7 @@ fn listener_sends_its_header_to_a_dialer_that_waits_for_it() {
         assert_eq!(&answer, b"\x03na\n");
         near.write_all(b"\x02a\n").await.expect("write");
     };
-    let (name, _) = drive(join(listener_select_proto(far, ["a"]), dialer))
-        .0
-        .expect("agreed");
+    let (name, _) = drive(join(listener_select_proto(far, ["a"]), dialer)).0.expect("agreed");
     assert_eq!(name, "a");
 }
 
@@ -200,9 +164,7 @@ fn listen_to(bytes: &[u8]) -> Result<&'static str, NegotiationError> {
     drive(async {
         near.write_all(bytes).await.expect("write");
         near.close().await.expect("close");
-        listener_select_proto(far, ["a", "/b/1"])
-            .await
-            .map(|(name, _)| name)
+        listener_select_proto(far, ["a", "/b/1"]).await.map(|(name, _)| name)
     })
 }
 
@@ -232,27 +194,15 @@ fn garbage_and_oversize_are_invalid_messages() {
     for bytes in cases {
         let error = listen_to(bytes).expect_err("garbage was accepted");
         assert!(
-            matches!(
-                &error,
-                NegotiationError::ProtocolError(ProtocolError::InvalidMessage)
-            ) || matches!(
-                &error,
-                NegotiationError::ProtocolError(ProtocolError::IoError(_))
-            ),
+            matches!(&error, NegotiationError::ProtocolError(ProtocolError::InvalidMessage))
+                || matches!(&error, NegotiationError::ProtocolError(ProtocolError::IoError(_))),
             "{bytes:?}: {error:?}"
         );
     }
     for version in BOTH {
-        for bytes in [
-            b"\x13/multistream/2.0.0\n".as_slice(),
-            b"\x00",
-            &[HEADER, HEADER].concat(),
-        ] {
+        for bytes in [b"\x13/multistream/2.0.0\n".as_slice(), b"\x00", &[HEADER, HEADER].concat()] {
             let error = dial_into(bytes, version).expect_err("garbage was accepted");
-            assert!(
-                matches!(error, NegotiationError::ProtocolError(_)),
-                "{bytes:?}: {error:?}"
-            );
+            assert!(matches!(error, NegotiationError::ProtocolError(_)), "{bytes:?}: {error:?}");
         }
     }
 }
@@ -281,15 +231,9 @@ fn end_of_stream_between_messages_fails_and_within_one_is_an_io_error() {
 #[test]
 fn proposals_are_counted() {
     let ask = |count: usize| [HEADER, &b"\x02z\n".repeat(count), b"\x02a\n"].concat();
-    assert_eq!(
-        listen_to(&ask(MAX_PROPOSALS - 1)).expect("within the bound"),
-        "a"
-    );
+    assert_eq!(listen_to(&ask(MAX_PROPOSALS - 1)).expect("within the bound"), "a");
     let error = listen_to(&ask(MAX_PROPOSALS)).expect_err("beyond the bound");
-    assert!(matches!(
-        error,
-        NegotiationError::ProtocolError(ProtocolError::TooManyProtocols)
-    ));
+    assert!(matches!(error, NegotiationError::ProtocolError(ProtocolError::TooManyProtocols)));
 }
 
 #[test]
@@ -300,9 +244,7 @@ fn unusable_names_are_refused_by_dialers_and_ignored_by_listeners() {
             let result = drive(dialer_select_proto(near, [name], version));
             assert!(matches!(
                 result.err(),
-                Some(NegotiationError::ProtocolError(
-                    ProtocolError::InvalidProtocol
-                ))
+                Some(NegotiationError::ProtocolError(ProtocolError::InvalidProtocol))
             ));
         }
         let (near, _far) = pipe(64);
@@ -351,10 +293,8 @@ proptest! {
 fn a_silent_remote_keeps_both_sides_waiting() {
     let (near, _silent) = pipe(64);
     let (_mute, far) = pipe(64);
-    let never = select(
-        dialer_select_proto(near, ["a"], Version::V1),
-        listener_select_proto(far, ["a"]),
-    );
+    let never =
+        select(dialer_select_proto(near, ["a"], Version::V1), listener_select_proto(far, ["a"]));
     pin_mut!(never);
     let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
     assert!(std::future::Future::poll(never, &mut cx).is_pending());

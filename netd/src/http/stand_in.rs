@@ -1,11 +1,13 @@
-//! A service on loopback for tests: answers each request with what it is told to, byte by byte if need be.
+//! A service on loopback for tests: answers each request with what it is told to, byte by byte if
+//! need be.
 
 use std::sync::{Arc, Mutex};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
-/// What a request gets: bytes as they are on the wire. `None` holds the connection open and says nothing.
+/// What a request gets: bytes as they are on the wire. `None` holds the connection open and says
+/// nothing.
 pub type Answer = Option<Vec<u8>>;
 
 /// A running service.

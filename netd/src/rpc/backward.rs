@@ -1,28 +1,28 @@
-//! `rpc_backward` and `rpc_backward_stream`: gradients of the inputs, and of deep prompts if there are any, without a cache.
-//! How they are asked and answered is that of [`super::forward`].
+//! `rpc_backward` and `rpc_backward_stream`: gradients of the inputs, and of deep prompts if there
+//! are any, without a cache. They travel as [`super::whole`] says.
 //!
-//! Nothing is kept between a forward and a backward request: the inputs come again, and the blocks are computed again from
-//! them (petals `block_functions.py`, `run_rpc_backward`). Weights are frozen.
+//! Nothing is kept between a forward and a backward request: the inputs come again, and the blocks
+//! are computed again from them (petals `block_functions.py`, `run_rpc_backward`). Weights are
+//! frozen.
 //!
 //! # Discrepancies
 //! Gradients that are not finite are refused.
 
 use std::sync::Arc;
 
+use hivemind::wire::messages::{Compression, Tensor};
+use hivemind::wire::tensor::WireTensor;
 use shared::job::JobKind;
 
-use super::compute::{Arguments, Asked, explain, read, write};
-use super::forward::Request;
+use super::compute::{Arguments, explain, read, write};
+use super::request::Request;
 use super::{Failure, Service, reply};
-use crate::sessions::table::StepPlan;
-use crate::wire::messages::{Compression, Tensor};
-use crate::wire::tensor::WireTensor;
+use crate::workers::arena::SlotClass;
 use crate::workers::gradients::{Bound, OUTPUT_GRADIENT, mib};
-use crate::workers::link::Holds;
-use crate::workers::{Computation, INPUT, PROMPTS};
+use crate::workers::job::{Caller, Holds, INPUT, PROMPTS};
 
-/// Gradients of the inputs `[batch, tokens, hidden]` and of the prompts `[blocks, batch, prompt tokens, hidden]`, both in
-/// block dtype.
+/// Gradients of the inputs `[batch, tokens, hidden]` and of the prompts `[blocks, batch, prompt
+/// tokens, hidden]`, both in block dtype.
 pub(super) async fn backward(
     service: &Service,
     request: &Request<'_>,
@@ -46,12 +46,8 @@ pub(super) async fn backward(
         }
         return Ok(vec![service.echo(&arguments.hidden)?]);
     }
-    let asked = Asked {
-        peer: request.peer,
-        points: request.metadata.points,
-        compression: own,
-    };
-    gradients(service, request, &arguments, &gradient, (&asked, &kinds)).await
+    let caller = Caller { peer: request.peer, points: request.metadata.points, compression: own };
+    gradients(service, request, &arguments, &gradient, (caller, &kinds)).await
 }
 
 async fn gradients(
@@ -59,37 +55,20 @@ async fn gradients(
     request: &Request<'_>,
     arguments: &Arguments,
     gradient: &WireTensor,
-    (asked, kinds): (&Asked, &[Compression]),
+    (caller, kinds): (Caller, &[Compression]),
 ) -> Result<Vec<Tensor>, Failure> {
-    let kind = |index: usize| kinds.get(index).copied().unwrap_or(asked.compression);
-    let (batch, tokens) = arguments.batch_and_tokens(service)?;
-    let hidden = service.facts.hidden_size;
-    let (blocks, adapter) = (request.blocks.clone(), request.adapter);
-    let count = blocks.len();
-    let prompts = arguments.prompt_shape(count, batch, tokens, hidden)?;
-    let dtype = service.facts.dtype;
+    let kind = |index: usize| kinds.get(index).copied().unwrap_or(caller.compression);
+    let route = (request.blocks.clone(), request.adapter);
+    let job = service.job(JobKind::Backward, route, arguments, caller)?;
+    let (count, prompts, dtype) = (job.blocks.len(), job.prompts, job.dtype);
+    let (batch, tokens, hidden) = (job.batch, job.tokens, job.hidden);
+    let bound = bound(service, (batch, tokens), prompts.map_or(0, |(_, length)| length))?;
+    let permit = service.order.admit(&job).await;
     let workers = &service.workers;
-    let work = Computation {
-        kind: JobKind::Backward,
-        dtype,
-        blocks,
-        batch,
-        tokens,
-        hidden,
-        plan: StepPlan::default(),
-        prompts,
-        adapter,
-    };
-    let bound = bound(
-        service,
-        (batch, tokens),
-        prompts.map_or(0, |(_, length)| length),
-    )?;
-    let turn = service.turns.of(&work, asked).await;
     // Only now, as workers come and go meanwhile.
-    let work = workers.gradients(work, bound)?;
+    let gradients = workers.gradients(job, bound)?;
     let arena = workers.arena();
-    let slots = arena.reserve(&work.sizes()).await?;
+    let slots = arena.reserve(&gradients.sizes(), SlotClass::Bulk).await?;
     let holds = Arc::new(Holds { slots, pages: None });
     let (tokens, hidden) = (tokens as usize, hidden as usize);
     if let Some(prompts) = &arguments.prompts {
@@ -103,7 +82,7 @@ async fn gradients(
         let written = write(arena, &holds, index, tensor, dtype).await;
         written.map_err(|error| explain(what, error, tokens, hidden))?;
     }
-    let result = work.run(workers, &holds).await?;
+    let result = gradients.run(workers, &holds).await?;
     let bytes = read(arena, &holds, result.input).await?;
     let shape = arguments.hidden.shape();
     let mut tensors = vec![reply::encode(shape, dtype.into(), bytes, kind(0)).await?];
@@ -112,7 +91,7 @@ async fn gradients(
         let shape = [count, batch as usize, length as usize, hidden];
         tensors.push(reply::encode(&shape, dtype.into(), bytes, kind(1)).await?);
     }
-    drop(turn);
+    drop(permit);
     Ok(tensors)
 }
 
@@ -134,8 +113,5 @@ fn bound(service: &Service, (batch, tokens): (u32, u32), prompts: u32) -> Result
             service.limits.max_batch_size
         )));
     }
-    Ok(Bound {
-        block_bytes,
-        most_bytes,
-    })
+    Ok(Bound { block_bytes, most_bytes })
 }

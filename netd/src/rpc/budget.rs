@@ -1,12 +1,14 @@
-//! Bytes of requests held per peer: one peer cannot fill the memory with large requests while others wait.
+//! Bytes of requests held per peer: one peer cannot fill the memory with large requests while
+//! others wait.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use libp2p::PeerId;
+use hivemind::p2p::PeerId;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// Requests below this are not counted: the bounds on streams bound them, and decode steps stay off the lock.
+/// Requests below this are not counted: the bounds on streams bound them, and decode steps stay off
+/// the lock.
 pub const COUNTED_BYTES: usize = 256 << 10;
 
 /// Bytes are counted in pieces of this size.
@@ -22,24 +24,17 @@ pub struct PeerBudget {
 impl PeerBudget {
     /// A budget of `bytes` per peer.
     pub fn new(bytes: u64) -> PeerBudget {
-        let pieces = u32::try_from(bytes / PIECE_BYTES)
-            .unwrap_or(u32::MAX)
-            .max(1);
-        PeerBudget {
-            pieces,
-            peers: Mutex::default(),
-        }
+        let pieces = u32::try_from(bytes / PIECE_BYTES).unwrap_or(u32::MAX).max(1);
+        PeerBudget { pieces, peers: Mutex::default() }
     }
 
-    /// Counts `bytes` for `peer` until the permit is dropped, waiting until it holds little enough. More than the whole
-    /// budget counts as the whole of it.
+    /// Counts `bytes` for `peer` until the permit is dropped, waiting until it holds little enough.
+    /// More than the whole budget counts as the whole of it.
     pub async fn hold(&self, peer: PeerId, bytes: usize) -> Option<OwnedSemaphorePermit> {
         if bytes < COUNTED_BYTES {
             return None;
         }
-        let pieces = u32::try_from(bytes as u64 / PIECE_BYTES)
-            .unwrap_or(u32::MAX)
-            .min(self.pieces);
+        let pieces = u32::try_from(bytes as u64 / PIECE_BYTES).unwrap_or(u32::MAX).min(self.pieces);
         let semaphore = {
             let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
             // Peers that hold nothing and wait for nothing are forgotten.
@@ -62,11 +57,7 @@ mod tests {
         let (one, two) = (PeerId::random(), PeerId::random());
         let held = budget.hold(one, 3 << 20).await;
         let more = budget.hold(one, 2 << 20);
-        assert!(
-            tokio::time::timeout(Duration::from_millis(20), more)
-                .await
-                .is_err()
-        );
+        assert!(tokio::time::timeout(Duration::from_millis(20), more).await.is_err());
         assert!(budget.hold(two, 100 << 20).await.is_some());
         assert!(budget.hold(one, 10).await.is_none());
         drop(held);

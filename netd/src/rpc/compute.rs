@@ -1,5 +1,5 @@
-//! From the tensors of a request to a result tensor: arguments are checked and named, written once into the arena in block
-//! dtype, computed by the workers, and read back.
+//! From the tensors of a request to a result tensor: arguments are checked and named, written once
+//! into the arena in block dtype, computed by the workers, and read back.
 //!
 //! Conversions of more than [`INLINE_BYTES`] leave the reactor.
 
@@ -7,40 +7,23 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use libp2p::PeerId;
+use hivemind::wire::messages::Tensor;
+use hivemind::wire::metadata::ArgsStructure;
+use hivemind::wire::tensor::{ShapeLimits, TensorError, WireDtype, WireTensor, raw_tensor};
 use shared::block::BlockIndex;
 use shared::dtype::DType;
 use shared::job::{JobKind, MAX_ROWS, SlotRef};
 
-use super::{Failure, Service, reply};
-use crate::sessions::admission::Lease;
+use super::reply::{self, INLINE_BYTES};
+use super::{Failure, Service};
 use crate::sessions::table::StepPlan;
-use crate::wire::messages::{Compression, Tensor};
-use crate::wire::metadata::ArgsStructure;
-use crate::wire::tensor::{ShapeLimits, TensorError, WireDtype, WireTensor, raw_tensor};
-use crate::workers::arena::{ArenaMemory, SlotLease};
-use crate::workers::link::{Holds, JobTimes};
-use crate::workers::{Computation, INPUT, PROMPTS};
+use crate::workers::arena::ArenaMemory;
+use crate::workers::job::{Caller, Holds, INPUT, Job, PROMPTS};
+use crate::workers::link::JobTimes;
 
-/// Conversions up to this size are done where they come up: about 20 µs.
-pub const INLINE_BYTES: u64 = 64 << 10;
-
-/// Shapes beyond these are not even looked at; what a request may really have is checked with texts that say more.
-const SHAPES: ShapeLimits = ShapeLimits {
-    max_rank: 4,
-    max_elements: 1 << 31,
-};
-
-/// Who asks for something, how urgent it is among what the same peer asks for, and how the answer shall travel.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Asked {
-    /// The authenticated caller.
-    pub peer: PeerId,
-    /// Its points.
-    pub points: f64,
-    /// Of the output.
-    pub compression: Compression,
-}
+/// Shapes beyond these are not even looked at; what a request may really have is checked with texts
+/// that say more.
+const SHAPES: ShapeLimits = ShapeLimits { max_rank: 4, max_elements: 1 << 31 };
 
 /// The named tensors of a request or an inference step.
 #[derive(Clone, Debug)]
@@ -57,7 +40,8 @@ impl Arguments {
     /// Names the tensors of a request; an inference step has hypo ids as well.
     ///
     /// # Errors
-    /// With the text for the client: too few tensors, one that cannot be read, hypo ids that are not int64.
+    /// With the text for the client: too few tensors, one that cannot be read, hypo ids that are
+    /// not int64.
     pub fn of(
         tensors: &[Tensor],
         structure: Option<&ArgsStructure>,
@@ -68,11 +52,7 @@ impl Arguments {
         let hidden = parse(0)?;
         let prompts = Some(parse(1)?).filter(|tensor| !tensor.is_dummy());
         let hypo_ids = if is_step { hypo_ids(&parse(2)?)? } else { None };
-        Ok(Arguments {
-            hidden,
-            prompts,
-            hypo_ids,
-        })
+        Ok(Arguments { hidden, prompts, hypo_ids })
     }
 
     /// Names the tensors of a backward request: beside the arguments, the gradient of the output.
@@ -96,8 +76,9 @@ impl Arguments {
     /// Batch and tokens of hidden states that are to be computed.
     ///
     /// # Errors
-    /// When the shape is not `[batch, tokens, hidden]`, or has more tokens than one request may have.
-    pub fn batch_and_tokens(&self, service: &Service) -> Result<(u32, u32), Failure> {
+    /// When the shape is not `[batch, tokens, hidden]`, or has more tokens than one request may
+    /// have.
+    fn batch_and_tokens(&self, service: &Service) -> Result<(u32, u32), Failure> {
         let want = service.facts.hidden_size as usize;
         let &[batch, tokens, hidden] = self.hidden.shape() else {
             let shape = self.hidden.shape();
@@ -129,7 +110,7 @@ impl Arguments {
     }
 
     /// Sequences and tokens of the prompts, if there are any.
-    pub(super) fn prompt_shape(
+    fn prompt_shape(
         &self,
         blocks: usize,
         batch: u32,
@@ -142,9 +123,7 @@ impl Arguments {
         let shape = prompts.shape();
         if shape.first() != Some(&blocks) {
             let received = shape.first().copied().unwrap_or(0);
-            return Err(Failure::bad(format!(
-                "Received {received} prompts for {blocks} backends"
-            )));
+            return Err(Failure::bad(format!("Received {received} prompts for {blocks} backends")));
         }
         match *shape {
             [_, rows, length, width]
@@ -194,9 +173,7 @@ fn parser(
 fn hypo_ids(tensor: &WireTensor) -> Result<Option<Vec<i64>>, Failure> {
     if tensor.dtype() != WireDtype::I64 {
         let name = tensor.dtype().name();
-        return Err(Failure::bad(format!(
-            "hypo ids must be int64, got torch.{name}"
-        )));
+        return Err(Failure::bad(format!("hypo ids must be int64, got torch.{name}")));
     }
     if tensor.is_dummy() {
         return Ok(None);
@@ -205,61 +182,67 @@ fn hypo_ids(tensor: &WireTensor) -> Result<Option<Vec<i64>>, Failure> {
 }
 
 impl Service {
-    /// The answer to hidden states without elements: the same shape, in block dtype, nothing computed.
+    /// The answer to hidden states without elements: the same shape, in block dtype, nothing
+    /// computed.
     pub(super) fn echo(&self, hidden: &WireTensor) -> Result<Tensor, Failure> {
-        Ok(raw_tensor(
-            hidden.shape(),
-            self.facts.dtype.into(),
-            Bytes::new(),
-        )?)
+        Ok(raw_tensor(hidden.shape(), self.facts.dtype.into(), Bytes::new())?)
     }
 
-    /// Computes `blocks`, with an adapter or without, over `arguments`, which are not empty.
+    /// The job over `arguments`, which are not empty. Their shapes are checked here, and nowhere
+    /// else.
     ///
     /// # Errors
-    /// With the text for the client: shapes, non-finite values, or a failure of the worker.
-    pub(super) async fn compute(
+    /// With the text for the client.
+    pub(super) fn job(
         &self,
+        kind: JobKind,
         (blocks, adapter): (Vec<BlockIndex>, Option<u32>),
         arguments: &Arguments,
-        step: Option<(StepPlan, Arc<Lease>)>,
-        asked: &Asked,
-    ) -> Result<(Tensor, JobTimes), Failure> {
+        caller: Caller,
+    ) -> Result<Job, Failure> {
         let (batch, tokens) = arguments.batch_and_tokens(self)?;
         let hidden = self.facts.hidden_size;
         let prompts = arguments.prompt_shape(blocks.len(), batch, tokens, hidden)?;
-        let (plan, pages) = step.map_or((None, None), |(plan, pages)| (Some(plan), Some(pages)));
-        let mut work = Computation {
-            kind: if plan.is_some() {
-                JobKind::Step
-            } else {
-                JobKind::Forward
-            },
+        Ok(Job {
+            caller,
+            kind,
             dtype: self.facts.dtype,
             blocks,
             batch,
             tokens,
             hidden,
-            plan: plan.unwrap_or_default(),
+            plan: StepPlan::default(),
+            lease: None,
             prompts,
             adapter,
-        };
+        })
+    }
+
+    /// Computes `job` over `arguments` and encodes the answer.
+    ///
+    /// # Errors
+    /// With the text for the client: non-finite values, or a failure of the worker.
+    pub(super) async fn compute(
+        &self,
+        mut job: Job,
+        arguments: &Arguments,
+    ) -> Result<(Tensor, JobTimes), Failure> {
         let arena = self.workers.arena();
-        let turn = self.turns.of(&work, asked).await;
-        let slots: SlotLease = arena.reserve(&work.sizes()).await?;
-        let holds = Arc::new(Holds { slots, pages });
+        let permit = self.order.admit(&job).await;
+        let slots = arena.reserve(&job.sizes(), job.slot_class()).await?;
+        let holds = Arc::new(Holds { slots, pages: job.lease.take() });
         if let Some(prompts) = &arguments.prompts {
-            let written = write(arena, &holds, PROMPTS, prompts, work.dtype).await;
+            let written = write(arena, &holds, PROMPTS, prompts, job.dtype).await;
             written.map_err(|error| explain("prompts", error, 0, 0))?;
         }
-        let written = write(arena, &holds, INPUT, &arguments.hidden, work.dtype).await;
-        written
-            .map_err(|error| explain("hidden states", error, tokens as usize, hidden as usize))?;
-        let (output, times) = self.workers.run(&mut work, &holds).await?;
+        let written = write(arena, &holds, INPUT, &arguments.hidden, job.dtype).await;
+        let (tokens, hidden) = (job.tokens as usize, job.hidden as usize);
+        written.map_err(|error| explain("hidden states", error, tokens, hidden))?;
+        let (output, times) = self.workers.run(&mut job, &holds).await?;
         let buffer = read(arena, &holds, output).await?;
-        drop(turn);
-        let shape = arguments.hidden.shape();
-        let output = reply::encode(shape, work.dtype.into(), buffer, asked.compression).await?;
+        drop(permit);
+        let (shape, compression) = (arguments.hidden.shape(), job.caller.compression);
+        let output = reply::encode(shape, job.dtype.into(), buffer, compression).await?;
         Ok((output, times))
     }
 }
@@ -283,10 +266,7 @@ pub(super) async fn write(
         drop(holds);
         written
     });
-    task.await.unwrap_or(Err(TensorError::WrongDestination {
-        needed: 0,
-        actual: 0,
-    }))
+    task.await.unwrap_or(Err(TensorError::WrongDestination { needed: 0, actual: 0 }))
 }
 
 fn write_now(
@@ -296,10 +276,7 @@ fn write_now(
     dtype: DType,
 ) -> Result<(), TensorError> {
     let needed = tensor.element_count() * dtype.size_bytes();
-    let outside = || TensorError::WrongDestination {
-        needed,
-        actual: slot.len as usize,
-    };
+    let outside = || TensorError::WrongDestination { needed, actual: slot.len as usize };
     if needed as u64 != slot.len {
         return Err(outside());
     }
@@ -324,8 +301,7 @@ pub(super) async fn read(
         drop(holds);
         read
     });
-    task.await
-        .unwrap_or_else(|error| Err(Failure::runtime(format!("read the result: {error}"))))
+    task.await.unwrap_or_else(|error| Err(Failure::runtime(format!("read the result: {error}"))))
 }
 
 fn read_now(arena: &ArenaMemory, slot: SlotRef) -> Result<Bytes, Failure> {
@@ -343,11 +319,7 @@ pub(super) fn explain(what: &str, error: TensorError, tokens: usize, hidden: usi
     let per_row = tokens * hidden;
     let place = match (index.checked_div(per_row), index.checked_rem(per_row)) {
         (Some(row), Some(rest)) => {
-            format!(
-                "row {row}, token {}, element {}",
-                rest / hidden,
-                rest % hidden
-            )
+            format!("row {row}, token {}, element {}", rest / hidden, rest % hidden)
         }
         _ => format!("element {index}"),
     };

@@ -1,16 +1,17 @@
-//! Gives each inbound RPC its handler, in a task of its own. The bounds of [`super::protocols`] bound the tasks.
+//! Gives each inbound RPC its handler, in a task of its own. The bounds of [`super::protocols`]
+//! bound the tasks.
 
 use std::sync::Arc;
 
 use bytes::Bytes;
-use libp2p::PeerId;
+use hivemind::names;
+use hivemind::p2p::{Inbound, InboundStream, PeerId, UnaryResponder};
 use tokio::sync::{mpsc, watch};
 
-use super::forward::Rpc;
-use super::{Failure, Service, forward, inference, info, names, push};
-use crate::p2p::{Inbound, InboundStream, UnaryResponder};
+use super::whole::{self, Rpc};
+use super::{Failure, Service, inference, info, push};
 use crate::swarm::rate::{self, serve::Counterpart};
-use crate::swarm::reachability::{self, Checker};
+use crate::swarm::reachability::Checker;
 
 /// What handlers need.
 #[derive(Clone, Debug)]
@@ -24,31 +25,22 @@ pub struct Router {
 }
 
 impl Router {
-    /// Hands out RPCs until the node ends. `other` takes those that are not of this module (the DHT's).
+    /// Hands out RPCs until the node ends. `dht` takes those of the DHT.
     pub async fn run(
         self,
         mut inbound: mpsc::Receiver<Inbound>,
-        other: impl Fn(PeerId, &'static str, Bytes, UnaryResponder),
+        dht: impl Fn(PeerId, &'static str, Bytes, UnaryResponder),
     ) {
         while let Some(rpc) = inbound.recv().await {
             match rpc {
-                Inbound::Unary {
-                    peer,
-                    protocol,
-                    request,
-                    responder,
-                } => {
-                    if is_ours(protocol) {
-                        tokio::spawn(self.clone().unary(peer, protocol, request, responder));
+                Inbound::Unary { peer, protocol, request, responder } => {
+                    if names::is_of_dht(protocol) {
+                        dht(peer, protocol, request, responder);
                     } else {
-                        other(peer, protocol, request, responder);
+                        tokio::spawn(self.clone().unary(peer, protocol, request, responder));
                     }
                 }
-                Inbound::Stream {
-                    peer,
-                    protocol,
-                    stream,
-                } => {
+                Inbound::Stream { peer, protocol, stream } => {
                     tokio::spawn(self.clone().stream(peer, protocol, stream));
                 }
             }
@@ -62,7 +54,7 @@ impl Router {
         request: Bytes,
         responder: UnaryResponder,
     ) {
-        if protocol == reachability::RPC_CHECK {
+        if protocol == names::REACHABILITY_CHECK {
             let outcome = self.checker.answer(peer, request).await;
             // Fails only when the caller has gone.
             let _ = responder.respond(outcome).await;
@@ -73,12 +65,10 @@ impl Router {
         let outcome = match (protocol, service.clone()) {
             (_, None) => Err(not_yet()),
             (names::FORWARD, Some(service)) => {
-                return forward::serve_unary(&service, Rpc::Forward, peer, request, responder)
-                    .await;
+                return whole::serve_unary(&service, Rpc::Forward, peer, request, responder).await;
             }
             (names::BACKWARD, Some(service)) => {
-                return forward::serve_unary(&service, Rpc::Backward, peer, request, responder)
-                    .await;
+                return whole::serve_unary(&service, Rpc::Backward, peer, request, responder).await;
             }
             (names::INFO, Some(service)) => info::answer(&service, request),
             (names::PUSH, Some(service)) => push::answer(&service, peer, request).await,
@@ -88,9 +78,7 @@ impl Router {
             service.troubles.count(failure.trouble());
         }
         // Fails only when the caller has gone.
-        let _ = responder
-            .respond(outcome.map_err(|failure| failure.unary_text()))
-            .await;
+        let _ = responder.respond(outcome.map_err(|failure| failure.unary_text())).await;
     }
 
     async fn stream(self, peer: PeerId, protocol: &'static str, stream: InboundStream) {
@@ -103,18 +91,14 @@ impl Router {
             (_, None) => stream.fail(&not_yet().stream_text()).await,
             (names::INFERENCE, Some(service)) => inference::serve(&service, peer, stream).await,
             (names::FORWARD_STREAM, Some(service)) => {
-                forward::serve_stream(&service, Rpc::Forward, peer, stream).await;
+                whole::serve_stream(&service, Rpc::Forward, peer, stream).await;
             }
             (names::BACKWARD_STREAM, Some(service)) => {
-                forward::serve_stream(&service, Rpc::Backward, peer, stream).await;
+                whole::serve_stream(&service, Rpc::Backward, peer, stream).await;
             }
             _ => stream.fail("not served here").await,
         }
     }
-}
-
-fn is_ours(protocol: &str) -> bool {
-    protocol == reachability::RPC_CHECK || protocol.starts_with("TransformerConnectionHandler.")
 }
 
 fn not_yet() -> Failure {

@@ -1,18 +1,18 @@
-//! Errors as peers see them: the text of a Python exception. Streams carry `str(exception)`, unary calls `repr(exception)`;
-//! clients react to every error alike and parse no text, people read it.
+//! Errors as peers see them: the text of a Python exception. Streams carry `str(exception)`, unary
+//! calls `repr(exception)`; clients react to every error alike and parse no text, people read it.
 
 use std::fmt;
 
+use hivemind::p2p::InboundError;
+use hivemind::wire::metadata::MetadataError;
+use hivemind::wire::stream_parts::PartError;
+use hivemind::wire::tensor::TensorError;
 use shared::shm::board::Trouble;
 
-use crate::p2p::InboundError;
 use crate::sessions::admission::NoMemory;
 use crate::sessions::table::TableError;
-use crate::wire::metadata::MetadataError;
-use crate::wire::stream_parts::PartError;
-use crate::wire::tensor::TensorError;
 use crate::workers::arena::TooLarge;
-use crate::workers::gradients::NoWay;
+use crate::workers::gradients::NoRoute;
 use crate::workers::link::JobFailure;
 
 /// An error for the caller of an RPC.
@@ -29,11 +29,7 @@ const MAX_QUOTED_CHARS: usize = 80;
 impl Failure {
     /// A request that makes no sense here.
     pub fn bad(text: impl Into<String>) -> Failure {
-        Failure {
-            trouble: Trouble::Malformed,
-            class: "ValueError",
-            text: text.into(),
-        }
+        Failure { trouble: Trouble::Malformed, class: "ValueError", text: text.into() }
     }
 
     /// A request that is over a limit.
@@ -53,20 +49,12 @@ impl Failure {
 
     /// Something that did not work out on this side.
     pub fn runtime(text: impl Into<String>) -> Failure {
-        Failure {
-            trouble: Trouble::Failed,
-            class: "RuntimeError",
-            text: text.into(),
-        }
+        Failure { trouble: Trouble::Failed, class: "RuntimeError", text: text.into() }
     }
 
     /// A name that is not known here.
     pub fn unknown(name: impl Into<String>) -> Failure {
-        Failure {
-            trouble: Trouble::NotServed,
-            class: "KeyError",
-            text: name.into(),
-        }
+        Failure { trouble: Trouble::NotServed, class: "KeyError", text: name.into() }
     }
 
     /// A block that is not served here.
@@ -83,29 +71,17 @@ impl Failure {
 
     /// A request or session took too long; Python's text for that is empty.
     pub fn timeout() -> Failure {
-        Failure {
-            trouble: Trouble::TimedOut,
-            class: "TimeoutError",
-            text: String::new(),
-        }
+        Failure { trouble: Trouble::TimedOut, class: "TimeoutError", text: String::new() }
     }
 
     /// The text for a stream: `str(exception)`. A `KeyError` quotes its name there.
     pub fn stream_text(&self) -> String {
-        if self.class == "KeyError" {
-            quoted(&self.text)
-        } else {
-            self.text.clone()
-        }
+        if self.class == "KeyError" { quoted(&self.text) } else { self.text.clone() }
     }
 
     /// The text for a unary call: `repr(exception)`.
     pub fn unary_text(&self) -> String {
-        let argument = if self.text.is_empty() {
-            String::new()
-        } else {
-            quoted(&self.text)
-        };
+        let argument = if self.text.is_empty() { String::new() } else { quoted(&self.text) };
         format!("{}({argument})", self.class)
     }
 }
@@ -150,11 +126,11 @@ impl From<PartError> for Failure {
     }
 }
 
-impl From<NoWay> for Failure {
-    fn from(error: NoWay) -> Failure {
+impl From<NoRoute> for Failure {
+    fn from(error: NoRoute) -> Failure {
         match error {
-            NoWay::Job(error) => error.into(),
-            NoWay::TooLarge { .. } => Failure::too_large(error.to_string()),
+            NoRoute::Job(error) => error.into(),
+            NoRoute::TooLarge { .. } => Failure::too_large(error.to_string()),
         }
     }
 }
@@ -197,20 +173,14 @@ mod tests {
     fn texts_are_those_of_python() {
         let missing = Failure::unknown("nope.0");
         assert_eq!(
-            (
-                missing.stream_text().as_str(),
-                missing.unary_text().as_str()
-            ),
+            (missing.stream_text().as_str(), missing.unary_text().as_str()),
             ("'nope.0'", "KeyError('nope.0')")
         );
         assert_eq!(
             Failure::not_served("x.0").unary_text(),
             "RuntimeError('Remote peer does not serve x.0')"
         );
-        assert_eq!(
-            Failure::no_adapter("nope/x").stream_text(),
-            "'adapter nope/x not found'"
-        );
+        assert_eq!(Failure::no_adapter("nope/x").stream_text(), "'adapter nope/x not found'");
         assert_eq!(Failure::timeout().unary_text(), "TimeoutError()");
         assert_eq!(Failure::timeout().stream_text(), "");
         assert_eq!(Failure::bad("it's").unary_text(), "ValueError(\"it's\")");

@@ -5,49 +5,46 @@
 //!                                                                 any error -> error frame -> close
 //! ```
 //!
-//! A session ends with its stream: when the client closes it, when it errs, after `step_timeout` of silence, after
-//! `session_timeout` in all. Its pages go back then, or when the last job that names them was answered.
+//! A session ends with its stream: when the client closes it, when it errs, after `step_timeout` of
+//! silence, after `session_timeout` in all. Its pages go back then, or when the last job that names
+//! them was answered.
 //!
 //! # Discrepancies
-//! `start_from_position` is checked (Petals' check never fires). The end frame without an empty request is a proper end. A
-//! first message without tensors opens nothing and ends the session, as in Petals. An id that another open session has is
-//! refused (in Petals the second session takes it over). A pushed step that cannot be computed is dropped and counted, and
-//! does not end the session: the client's own copy decides.
+//! `start_from_position` is checked (Petals' check never fires). The end frame without an empty
+//! request is a proper end. A first message without tensors opens nothing and ends the session, as
+//! in Petals. An id that another open session has is refused (in Petals the second session takes it
+//! over). A pushed step that cannot be computed is dropped and counted, and does not end the
+//! session: the client's own copy decides.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use libp2p::PeerId;
+use hivemind::p2p::{InboundError, InboundReader, InboundStream, InboundWriter, PeerId};
+use hivemind::wire::messages::{ExpertResponse, Tensor};
+use hivemind::wire::metadata::ArgsStructure;
+use hivemind::wire::step_times::StepTimes;
 use prost::Message;
-use shared::job::MAX_ROWS;
+use shared::job::{JobKind, MAX_ROWS};
 use shared::shm::board::Trouble;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::debug;
 
 use super::budget::COUNTED_BYTES;
-use super::compute::{Arguments, Asked};
-use super::forward::decode;
+use super::compute::Arguments;
 use super::registry::Registered;
+use super::request::{StepMessage, decode};
 use super::{Failure, Service};
-use crate::p2p::{InboundError, InboundReader, InboundStream, InboundWriter};
 use crate::sessions::admission::Lease;
 use crate::sessions::pool::KvRequest;
 use crate::sessions::session::Session;
 use crate::sessions::table::SessionTables;
-use crate::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
-use crate::wire::metadata::{ArgsStructure, RequestMetadata};
-use crate::wire::msgpack::{Limits, Value};
+use crate::workers::job::Caller;
 use crate::workers::link::{JobFailure, JobTimes};
 
-const RPC: &str = "rpc_inference";
-
-/// Key of request metadata by which our own client asks for times in the answer's metadata.
-pub const TIMING_KEY: &str = "sepal_timing";
-
 /// How a session ended.
-enum End {
+enum SessionEnd {
     /// Properly, or by silence: the stream is closed.
     Closed,
     /// The caller has gone.
@@ -56,9 +53,9 @@ enum End {
     Failed(Failure),
 }
 
-impl From<Failure> for End {
-    fn from(failure: Failure) -> End {
-        End::Failed(failure)
+impl From<Failure> for SessionEnd {
+    fn from(failure: Failure) -> SessionEnd {
+        SessionEnd::Failed(failure)
     }
 }
 
@@ -74,24 +71,25 @@ pub async fn serve(service: &Service, peer: PeerId, stream: InboundStream) {
         ahead: None,
         broken: None,
         ended: false,
+        is_open: false,
     };
     let deadline = Instant::now() + service.timeouts.session;
     let session = run(service, &mut requests, &mut writer);
     let end = match timeout_at(deadline, session).await {
         Ok(Err(end)) => end,
-        Ok(Ok(())) => End::Closed,
-        Err(_) => End::Failed(Failure::timeout()),
+        Ok(Ok(())) => SessionEnd::Closed,
+        Err(_) => SessionEnd::Failed(Failure::timeout()),
     };
     match end {
-        End::Gone => {
+        SessionEnd::Gone => {
             service.troubles.count(Trouble::Abandoned);
             debug!(%peer, "session cancelled");
         }
-        End::Closed => {
+        SessionEnd::Closed => {
             debug!(%peer, "session closed");
             writer.finish(requests.reader).await;
         }
-        End::Failed(failure) => {
+        SessionEnd::Failed(failure) => {
             service.troubles.count(failure.trouble());
             debug!(%peer, %failure, "session failed");
             writer.fail(requests.reader, &failure.stream_text()).await;
@@ -104,7 +102,7 @@ struct Open {
     session: Session,
     lease: Arc<Lease>,
     structure: Option<ArgsStructure>,
-    asked: Asked,
+    caller: Caller,
     registered: Registered,
     /// The service of the blocks that were left, if they are its own.
     before: Option<Arc<Service>>,
@@ -114,7 +112,7 @@ async fn run(
     service: &Service,
     requests: &mut Requests<'_>,
     writer: &mut InboundWriter,
-) -> Result<(), End> {
+) -> Result<(), SessionEnd> {
     let mut draining = service.draining.clone();
     let first = tokio::select! {
         biased;
@@ -124,21 +122,16 @@ async fn run(
     let Some(mut next) = silence(service, first)? else {
         return Ok(());
     };
-    let metadata = RequestMetadata::parse(&next.request.metadata, RPC).map_err(Failure::from)?;
-    let opening = admit(service, requests.peer, &next.request, &metadata);
+    let opening = admit(service, requests.peer, &next);
     let mut open = requests.watch(opening).await??;
-    // The end of a session, also in place of its first step. What was pushed has tensors.
+    requests.is_open = true;
+    // A first message without tensors opens nothing. What was pushed has tensors.
     while !next.request.tensors.is_empty() {
-        let step = step(service, &mut open, &next);
-        if let Some((output, times)) = requests.watch(step).await?? {
-            let metadata = timing(&next, times);
-            let response = ExpertResponse {
-                tensors: vec![output],
-                metadata,
-            };
+        let step = answer_step(service, &mut open, &next);
+        if let Some(response) = requests.watch(step).await?? {
             let bytes = Bytes::from(response.encode_to_vec());
             service.stats.record(next.arrived.elapsed());
-            writer.send(bytes).await.map_err(|_| End::Gone)?;
+            writer.send(bytes).await.map_err(|_| SessionEnd::Gone)?;
         }
         // The bytes of this message are not held any more while the next one is waited for.
         drop(next);
@@ -159,8 +152,8 @@ async fn run(
 /// The message that was waited for; `None` if the caller has ended, or said nothing for too long.
 fn silence(
     service: &Service,
-    message: Result<Result<Option<Next>, End>, tokio::time::error::Elapsed>,
-) -> Result<Option<Next>, End> {
+    message: Result<Result<Option<StepMessage>, SessionEnd>, tokio::time::error::Elapsed>,
+) -> Result<Option<StepMessage>, SessionEnd> {
     message.unwrap_or_else(|_| {
         service.troubles.count(Trouble::TimedOut);
         Ok(None)
@@ -182,24 +175,16 @@ fn ending() -> Failure {
     Failure::runtime("this server is shutting down")
 }
 
-async fn admit(
-    service: &Service,
-    peer: PeerId,
-    request: &ExpertRequest,
-    metadata: &RequestMetadata,
-) -> Result<Open, Failure> {
+async fn admit(service: &Service, peer: PeerId, first: &StepMessage) -> Result<Open, Failure> {
+    let StepMessage { request, metadata, .. } = first;
     let before = service.before(&request.uid);
     let service = before.as_deref().unwrap_or(service);
     let blocks = service.blocks(&request.uid)?;
     let asked = metadata.required_max_length()?;
     let most = service.limits.inference_max_length;
-    let max_length = u32::try_from(asked)
-        .ok()
-        .filter(|length| *length <= most)
-        .ok_or_else(|| {
-            Failure::too_large(format!(
-                "Cannot allocate KV cache for {asked} tokens, max = {most}"
-            ))
+    let max_length =
+        u32::try_from(asked).ok().filter(|length| *length <= most).ok_or_else(|| {
+            Failure::too_large(format!("Cannot allocate KV cache for {asked} tokens, max = {most}"))
         })?;
     let adapter = service.adapter(metadata)?;
     let batch = match request.tensors.first() {
@@ -215,46 +200,40 @@ async fn admit(
         let id = id.unwrap_or_default();
         Failure::bad(format!("session id {id} is in use by another open session"))
     })?;
-    let kv = KvRequest {
-        blocks: blocks.clone(),
-        rows: batch,
-        max_length,
-    };
+    let kv = KvRequest { blocks: blocks.clone(), rows: batch, max_length };
     let asked = Duration::try_from_secs_f64(metadata.alloc_timeout_s).unwrap_or(Duration::MAX);
-    let lease = service
-        .kv
-        .take(peer, kv, asked.min(service.timeouts.max_alloc))
-        .await?;
+    let lease = service.kv.take(peer, kv, asked.min(service.timeouts.max_alloc)).await?;
     let tables = SessionTables::new(batch as usize, max_length, lease.pages());
     let kv_losses = service.workers.kv_losses(&blocks);
     Ok(Open {
         session: Session::new(blocks, adapter, batch, tables, kv_losses),
         lease: Arc::new(lease),
         structure: metadata.args_structure.clone(),
-        asked: Asked {
-            peer,
-            points: metadata.points,
-            compression: service.compression,
-        },
+        caller: Caller { peer, points: metadata.points, compression: service.compression },
         registered,
         before: before.clone(),
     })
 }
 
-/// One step; `None` if it came before, or was pushed here and cannot be computed. Its output is on its way to the next
-/// server, if the client named one.
-async fn step(
+/// Answers one step; `None` if it came before, or was pushed here and cannot be computed. Its
+/// output is on its way to the next server, if the client named one.
+async fn answer_step(
     service: &Service,
     open: &mut Open,
-    next: &Next,
-) -> Result<Option<(Tensor, JobTimes)>, Failure> {
-    let metadata = RequestMetadata::parse(&next.request.metadata, RPC)?;
-    let step_id = metadata.step_id.as_deref();
+    next: &StepMessage,
+) -> Result<Option<ExpertResponse>, Failure> {
+    let before = open.before.clone();
+    let service = before.as_deref().unwrap_or(service);
+    let step_id = next.metadata.step_id.as_deref();
     if !open.session.is_new_step(step_id) {
         return Ok(None);
     }
-    match compute(service, open, &next.request, &metadata).await {
-        Ok(done) => Ok(Some(done)),
+    match compute_step(service, open, next).await {
+        Ok((output, spent)) => {
+            let wants_times = next.metadata.wants_times;
+            let metadata = if wants_times { times(next, spent) } else { Bytes::new() };
+            Ok(Some(ExpertResponse { tensors: vec![output], metadata }))
+        }
         Err(failure) if next.was_pushed => {
             service.troubles.count(Trouble::Push);
             debug!(%failure, "pushed step dropped");
@@ -265,14 +244,12 @@ async fn step(
     }
 }
 
-async fn compute(
+async fn compute_step(
     service: &Service,
     open: &mut Open,
-    request: &ExpertRequest,
-    metadata: &RequestMetadata,
+    next: &StepMessage,
 ) -> Result<(Tensor, JobTimes), Failure> {
-    let before = open.before.clone();
-    let service = before.as_deref().unwrap_or(service);
+    let StepMessage { request, metadata, .. } = next;
     let session = &mut open.session;
     let start = metadata.start_from_position;
     let arguments = Arguments::of(&request.tensors, open.structure.as_ref(), true)?;
@@ -281,27 +258,16 @@ async fn compute(
         session.tables.roll_back(position);
         return Ok((service.echo(&arguments.hidden)?, JobTimes::default()));
     }
-    let (batch, tokens) = arguments.batch_and_tokens(service)?;
-    if batch != session.batch {
-        let text = format!(
-            "batch of {batch} sequences in a session of {}",
-            session.batch
-        );
+    let route = (session.blocks.clone(), session.adapter);
+    let mut job = service.job(JobKind::Step, route, &arguments, open.caller)?;
+    if job.batch != session.batch {
+        let text = format!("batch of {} sequences in a session of {}", job.batch, session.batch);
         return Err(Failure::bad(text));
     }
     check_kv(service, session)?;
-    let plan = session
-        .tables
-        .begin(start, tokens, arguments.hypo_ids.as_deref())?;
-    let pages = Some((plan, open.lease.clone()));
-    let computed = service
-        .compute(
-            (session.blocks.clone(), session.adapter),
-            &arguments,
-            pages,
-            &open.asked,
-        )
-        .await;
+    job.plan = session.tables.begin(start, job.tokens, arguments.hypo_ids.as_deref())?;
+    job.lease = Some(open.lease.clone());
+    let computed = service.compute(job, &arguments).await;
     // Lost before the job was submitted, the pages that it read were those of nobody.
     let computed = computed.and_then(|done| check_kv(service, session).map(|()| done));
     match computed {
@@ -327,54 +293,15 @@ fn check_kv(service: &Service, session: &Session) -> Result<(), Failure> {
     }
 }
 
-/// Times for our own client, if it asked for them.
-fn timing(next: &Next, times: JobTimes) -> Bytes {
-    let raw = &next.request.metadata;
-    let asked = raw
-        .windows(TIMING_KEY.len())
-        .any(|window| window == TIMING_KEY.as_bytes())
-        && Value::decode(raw, Limits::SMALL)
-            .is_ok_and(|map| map.get(TIMING_KEY) == Some(&Value::Bool(true)));
-    if !asked {
-        return Bytes::new();
-    }
+/// The metadata of an answer to a client that asks for times.
+fn times(next: &StepMessage, spent: JobTimes) -> Bytes {
     let server_ns = u64::try_from(next.arrived.elapsed().as_nanos()).unwrap_or(u64::MAX);
-    let entry = |key: &str, value: u64| (Value::str(key), Value::uint(value));
-    let map = Value::Map(vec![
-        entry("queue_ns", times.queue_ns),
-        entry("compute_ns", times.compute_ns),
-        entry("server_ns", server_ns),
-    ]);
-    map.encode().into()
+    let JobTimes { queue_ns, compute_ns } = spent;
+    StepTimes { queue_ns, compute_ns, server_ns }.encode().into()
 }
 
-/// A message to a session.
-#[derive(Debug)]
-pub(super) struct Next {
-    /// The message.
-    pub request: ExpertRequest,
-    /// When its last byte was read.
-    arrived: Instant,
-    /// Whether another server sent it.
-    was_pushed: bool,
-    /// Its part of the peer's budget, if it is large.
-    _held: Option<OwnedSemaphorePermit>,
-}
-
-impl Next {
-    /// A step that another server sent, with its part of that peer's budget.
-    pub fn pushed(request: ExpertRequest, held: Option<OwnedSemaphorePermit>) -> Next {
-        Next {
-            request,
-            arrived: Instant::now(),
-            was_pushed: true,
-            _held: held,
-        }
-    }
-}
-
-/// The caller's messages. While a step is computed one more is read, so that the end of the stream is seen. A large message
-/// is counted for the peer before it is read.
+/// The caller's messages. While a step is computed one more is read, so that the end of the stream
+/// is seen. A large message is counted for the peer before it is read.
 struct Requests<'a> {
     service: &'a Service,
     peer: PeerId,
@@ -383,36 +310,39 @@ struct Requests<'a> {
     held: Option<OwnedSemaphorePermit>,
     broken: Option<InboundError>,
     ended: bool,
+    /// Whether the session was admitted.
+    is_open: bool,
 }
 
 impl Requests<'_> {
-    /// The next message; `None` after the caller's end of input. May be dropped and called again without loss.
-    async fn next(&mut self) -> Result<Option<Next>, End> {
+    /// The next message; `None` after the caller's end of input, or a message without tensors that
+    /// ends the open session. May be dropped and called again
+    /// without loss.
+    async fn next(&mut self) -> Result<Option<StepMessage>, SessionEnd> {
         while self.ahead.is_none() && self.broken.is_none() && !self.ended {
             self.read().await;
         }
         if let Some((message, arrived)) = self.ahead.take() {
-            let _held = self.held.take();
-            return Ok(Some(Next {
-                request: decode(message)?,
-                arrived,
-                was_pushed: false,
-                _held,
-            }));
+            let request = decode(message)?;
+            let held = self.held.take();
+            if self.is_open && request.tensors.is_empty() {
+                return Ok(None);
+            }
+            return Ok(Some(StepMessage::sent(request, arrived, held)?));
         }
         match self.broken.take() {
-            Some(InboundError::Cancelled) => Err(End::Gone),
+            Some(InboundError::Cancelled) => Err(SessionEnd::Gone),
             Some(error) => Err(Failure::from(error).into()),
             None => Ok(None),
         }
     }
 
     /// Runs `work` unless the caller goes away meanwhile.
-    async fn watch<T>(&mut self, work: impl Future<Output = T>) -> Result<T, End> {
+    async fn watch<T>(&mut self, work: impl Future<Output = T>) -> Result<T, SessionEnd> {
         tokio::select! {
             biased;
             done = work => Ok(done),
-            () = self.cancelled() => Err(End::Gone),
+            () = self.cancelled() => Err(SessionEnd::Gone),
         }
     }
 

@@ -1,20 +1,18 @@
 //! `rpc_info`: what a client asks of a server once, before it uses it.
 
 use bytes::Bytes;
+use hivemind::wire::messages::{ExpertInfo, ExpertUid};
+use hivemind::wire::rpc_info::{RpcInfo, Schema};
 use prost::Message;
 
 use super::{Failure, PETALS_VERSION, Service};
-use crate::wire::messages::{ExpertInfo, ExpertUid};
-use crate::wire::rpc_info::{RpcInfo, Schema};
 
 /// Answers one request.
 ///
 /// # Errors
 /// `KeyError` for a uid that is not served.
 pub fn answer(service: &Service, request: Bytes) -> Result<Bytes, Failure> {
-    let uid = ExpertUid::decode(request)
-        .map_err(|error| Failure::bad(error.to_string()))?
-        .uid;
+    let uid = ExpertUid::decode(request).map_err(|error| Failure::bad(error.to_string()))?.uid;
     if !uid.is_empty() && service.served(&uid).is_none() && service.before(&uid).is_none() {
         let uid: String = uid.chars().take(80).collect();
         return Err(Failure::unknown(uid));
@@ -30,9 +28,5 @@ pub fn answer(service: &Service, request: Bytes) -> Result<Bytes, Failure> {
         cache_tokens_available: service.kv.figures().tokens_available,
         schema,
     };
-    Ok(ExpertInfo {
-        serialized_info: info.encode().into(),
-    }
-    .encode_to_vec()
-    .into())
+    Ok(ExpertInfo { serialized_info: info.encode().into() }.encode_to_vec().into())
 }

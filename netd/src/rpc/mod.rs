@@ -1,10 +1,12 @@
-//! The transformer RPCs of Petals: what peers ask of the blocks served here. One file per RPC; [`compute`] is what they
-//! have in common, [`dispatch`] gives each inbound stream its handler.
+//! The transformer RPCs of Petals: what peers ask of the blocks served here. One file per RPC;
+//! [`compute`] is what they have in common, [`dispatch`] gives each inbound stream its handler.
 //!
-//! Semantics follow `petals/server/handler.py` and `block_functions.py`. Everything that a peer sends is bounded: concurrent
-//! streams per protocol and peer by [`protocols`], frames by [`Service::max_request_bytes`], bytes held per peer by
-//! [`budget`], batch, tokens and session length by the model's limits, KV memory by admission, arena memory by its queue. Large
-//! requests take turns, fairly among peers ([`order`]). What is not served as asked is counted by kind ([`Troubles`]).
+//! Semantics follow `petals/server/handler.py` and `block_functions.py`. Everything that a peer
+//! sends is bounded: concurrent streams per protocol and peer by [`protocols`], frames by
+//! [`Service::max_request_bytes`], bytes held per peer by [`budget`], batch, tokens and session
+//! length by the model's limits, KV memory by admission, arena memory by its queue. Large
+//! requests wait in a queue that is fair among peers ([`order`]). What is not served as asked is counted by
+//! kind ([`Troubles`]).
 
 mod backward;
 pub mod budget;
@@ -19,24 +21,28 @@ pub mod order;
 mod push;
 mod registry;
 pub mod reply;
+mod request;
 mod stats;
 mod troubles;
+mod whole;
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
+use hivemind::names;
+use hivemind::p2p::{P2p, ProtocolKind, ProtocolSpec};
+use hivemind::wire::messages::Compression;
+use hivemind::wire::metadata::RequestMetadata;
+use hivemind::wire::uid;
 use shared::block::{BlockIndex, Span};
-use shared::config::{Limits, NetdConfig};
+use shared::config::NetdConfig;
+use shared::limits::Limits;
 use shared::model::ModelFacts;
 use shared::shm::board::Trouble;
 use shared::shm::layout::TROUBLES;
 use tokio::sync::watch;
 
-use crate::p2p::{P2p, ProtocolKind, ProtocolSpec};
 use crate::sessions::admission::KvMemory;
-use crate::wire::messages::Compression;
-use crate::wire::metadata::RequestMetadata;
-use crate::wire::uid;
 use crate::workers::Workers;
 use budget::PeerBudget;
 pub use failure::Failure;
@@ -49,25 +55,8 @@ pub use troubles::Troubles;
 /// What we call ourselves in records and `rpc_info`: the version of Petals whose behaviour this is.
 pub const PETALS_VERSION: &str = "2.3.0.dev2";
 
-/// Names of the transformer RPCs.
-pub mod names {
-    /// Figures and schema of the server.
-    pub const INFO: &str = "TransformerConnectionHandler.rpc_info";
-    /// Blocks over whole sequences.
-    pub const FORWARD: &str = "TransformerConnectionHandler.rpc_forward";
-    /// The same for large tensors.
-    pub const FORWARD_STREAM: &str = "TransformerConnectionHandler.rpc_forward_stream";
-    /// Gradients.
-    pub const BACKWARD: &str = "TransformerConnectionHandler.rpc_backward";
-    /// The same for large tensors.
-    pub const BACKWARD_STREAM: &str = "TransformerConnectionHandler.rpc_backward_stream";
-    /// A session.
-    pub const INFERENCE: &str = "TransformerConnectionHandler.rpc_inference";
-    /// A step of a session from the server before.
-    pub const PUSH: &str = "TransformerConnectionHandler.rpc_push";
-}
-
-/// The transformer RPCs with their bounds: sessions cost a task and little memory each, forward requests hold tensors.
+/// The transformer RPCs with their bounds: sessions cost a task and little memory each, forward
+/// requests hold tensors.
 pub fn protocols() -> Vec<ProtocolSpec> {
     let spec = |name, kind, max_inbound_per_peer, max_inbound_total| ProtocolSpec {
         name,
@@ -110,7 +99,8 @@ impl From<&NetdConfig> for Timeouts {
     }
 }
 
-/// The blocks served here, and all that it takes to serve them. One per run, shared by all handlers.
+/// The blocks served here, and all that it takes to serve them. One per run, shared by all
+/// handlers.
 #[derive(Debug)]
 pub struct Service {
     /// Prefix of the module uids.
@@ -129,8 +119,8 @@ pub struct Service {
     pub stats: StepStats,
     /// Requests that were not served as asked.
     pub troubles: Arc<Troubles>,
-    /// The order of large requests.
-    pub turns: Order,
+    /// The order of large jobs.
+    pub order: Order,
     /// Compression of answers unless a request asks for another.
     compression: Compression,
     onward: Onward,
@@ -168,7 +158,8 @@ pub struct ServiceParts {
     pub timeouts: Timeouts,
     /// Compression of answers.
     pub compression: shared::config::Compression,
-    /// What a worker may keep during one request for gradients, if that is more than a block needs.
+    /// What a worker may keep during one request for gradients, if that is more than a block
+    /// needs.
     pub gradient_bytes: u64,
     /// The node, for pushes to other servers.
     pub p2p: P2p,
@@ -210,7 +201,7 @@ impl Service {
             timeouts,
             stats: StepStats::default(),
             troubles,
-            turns: Order::default(),
+            order: Order::default(),
             compression: reply::wire(compression),
             onward,
             gradient_bytes,
@@ -224,8 +215,9 @@ impl Service {
         }
     }
 
-    /// A service of other blocks in place of `before`, whose sessions go on. What `before` alone serves is still given to it, for
-    /// callers who have not heard of the move, until [`Self::forget_before`].
+    /// A service of other blocks in place of `before`, whose sessions go on. What `before` alone
+    /// serves is still given to it, for callers who have not heard of the move, until
+    /// [`Self::forget_before`].
     pub fn after(parts: ServiceParts, before: &Arc<Service>) -> Service {
         Service {
             registry: before.registry.clone(),
@@ -250,13 +242,14 @@ impl Service {
         self.before.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Serves only `rest` from now on: the workers of the other blocks are gone. Sessions on those fail with their next step.
+    /// Serves only `rest` from now on: the workers of the other blocks are gone. Sessions on those
+    /// fail with their next step.
     pub fn shrink(&self, rest: Span) {
         *self.span.lock().unwrap_or_else(PoisonError::into_inner) = rest;
     }
 
-    /// Requests that were not served as asked, in the order of [`Trouble::ALL`], those included that never reached a
-    /// handler.
+    /// Requests that were not served as asked, in the order of [`Trouble::ALL`], those included
+    /// that never reached a handler.
     pub fn all_troubles(&self) -> [u64; TROUBLES] {
         let mut counts = self.troubles.counts();
         let refused = self.onward.p2p().inbound_figures();
@@ -281,7 +274,8 @@ impl Service {
         self.registry.active()
     }
 
-    /// The most bytes of one request: hidden states, gradients and prompts as float32, and room for headers.
+    /// The most bytes of one request: hidden states, gradients and prompts as float32, and room for
+    /// headers.
     pub fn max_request_bytes(&self) -> u64 {
         self.max_request_bytes
     }
@@ -289,7 +283,8 @@ impl Service {
     /// The blocks that a chain of uids names.
     ///
     /// # Errors
-    /// `Remote peer does not serve X` for the first uid that is not served (petals `handler.py`, `_check_uids`).
+    /// `Remote peer does not serve X` for the first uid that is not served (petals `handler.py`,
+    /// `_check_uids`).
     fn blocks(&self, chain: &str) -> Result<Vec<BlockIndex>, Failure> {
         let mut blocks = Vec::new();
         for text in chain.split(' ') {
@@ -309,9 +304,7 @@ impl Service {
         };
         let names = self.facts.adapters.iter();
         let found = (0..).zip(names).find(|(_, name)| *name == wanted);
-        found
-            .map(|(index, _)| Some(index))
-            .ok_or_else(|| Failure::no_adapter(wanted))
+        found.map(|(index, _)| Some(index)).ok_or_else(|| Failure::no_adapter(wanted))
     }
 
     fn served(&self, uid: &str) -> Option<BlockIndex> {
@@ -323,8 +316,8 @@ impl Service {
     }
 }
 
-/// Hidden states of the largest batch, gradients and prompts of the same size again, all as float32, and room for headers; at least
-/// what a unary call may carry, at most 1 GiB.
+/// Hidden states of the largest batch, gradients and prompts of the same size again, all as
+/// float32, and room for headers; at least what a unary call may carry, at most 1 GiB.
 fn request_bytes(facts: &ModelFacts, limits: &Limits, span: Span) -> u64 {
     let hidden = u64::from(limits.max_batch_size) * u64::from(facts.hidden_size) * 4;
     let room = (1 << 20) + 64 * span.block_count() as u64;

@@ -1,27 +1,28 @@
-//! Pushing the output of a step on to the next server of the chain (petals `handler.py`, `_push_outputs`), so that the next
-//! server can begin before the client has brought it the same states. The client's own copy stays the fallback: a push that
-//! fails, or finds no room among those under way, is counted and forgotten.
+//! Pushing the output of a step on to the next server of the chain (petals `handler.py`,
+//! `_push_outputs`), so that the next server can begin before the client has brought it the same
+//! states. The client's own copy stays the fallback: a push that fails, or finds no room among
+//! those under way, is counted and forgotten.
 //!
 //! # Discrepancies
-//! Petals sends the prompts and hypo ids of the session's first message with every push; here they are those of the step.
-//! Blocks are named as the client numbers them, as in Petals.
+//! Petals sends the prompts and hypo ids of the session's first message with every push; here they
+//! are those of the step. Blocks are named as the client numbers them, as in Petals.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use libp2p::PeerId;
+use hivemind::names;
+use hivemind::p2p::{P2p, PeerId};
+use hivemind::wire::messages::{ExpertRequest, Tensor};
+use hivemind::wire::metadata::{NextServer, RequestMetadata};
+use hivemind::wire::uid;
 use prost::Message;
 use shared::shm::board::Trouble;
 use tokio::sync::Semaphore;
 use tracing::debug;
 
+use super::Failure;
 use super::troubles::Troubles;
-use super::{Failure, names};
-use crate::p2p::P2p;
-use crate::wire::messages::{ExpertRequest, Tensor};
-use crate::wire::metadata::{NextServer, RequestMetadata};
-use crate::wire::uid;
 
 /// Pushes under way at once: as many as sessions can have steps under way. Each holds one output.
 const MAX_PUSHES: usize = 256;
@@ -53,8 +54,8 @@ impl Onward {
         &self.p2p
     }
 
-    /// Pushes `output` to the first of the step's next servers, in the background. `step` are the tensors of the step, of
-    /// which those after the hidden states go along.
+    /// Pushes `output` to the first of the step's next servers, in the background. `step` are the
+    /// tensors of the step, of which those after the hidden states go along.
     pub fn push(&self, metadata: &RequestMetadata, output: &Tensor, step: &[Tensor]) {
         let [next, rest @ ..] = metadata.next_servers.as_slice() else {
             return;
@@ -69,7 +70,7 @@ impl Onward {
         };
         let Ok(room) = self.room.clone().try_acquire_owned() else {
             self.troubles.count(Trouble::Push);
-            debug!(%peer, "output not pushed, too many are under way");
+            debug!(%peer, "too many pushes under way, output not pushed");
             return;
         };
         let others = step.get(1..).unwrap_or_default().iter().cloned();
@@ -93,12 +94,10 @@ impl Onward {
         let peer: PeerId = next
             .peer_id
             .parse()
-            .map_err(|_| Failure::bad("next_servers names a peer that is no PeerID"))?;
+            .map_err(|_| Failure::bad("next_servers names an invalid PeerID"))?;
         let count = next.end.saturating_sub(next.start) as usize;
         if peer == self.p2p.peer_id() || !(1..=uid::MAX_CHAIN).contains(&count) {
-            return Err(Failure::bad(
-                "next_servers names this server, or no blocks, or too many",
-            ));
+            return Err(Failure::bad("next_servers names this server, or no blocks, or too many"));
         }
         Ok((peer, uid::chain(&self.prefix, next.start..next.end)))
     }

@@ -1,26 +1,29 @@
-//! `rpc_push`: the output of the server before us, for a session of ours. The client sends the same step itself; whichever
-//! comes first is computed, the other is dropped by its step id. Who knows the id of a session, which is a random UUID, may
-//! push to it; what it pushes can only be the session's next step or be dropped (see [`super::inference`]).
+//! `rpc_push`: the output of the server before us, for a session of ours. The client sends the same
+//! step itself; whichever comes first is computed, the other is dropped by its step id. Who knows
+//! the id of a session, which is a random UUID, may push to it; what it pushes can only be the
+//! session's next step or be dropped (see [`super::inference`]).
 //!
 //! # Discrepancies
-//! Pushes without tensors, or over other blocks than the session's, are refused; in Petals the first ends the session, and
-//! the second is computed.
+//! Pushes without tensors, or over other blocks than the session's, are refused; in Petals the
+//! first ends the session, and the second is computed.
 
 use bytes::Bytes;
-use libp2p::PeerId;
+use hivemind::names;
+use hivemind::p2p::PeerId;
+use hivemind::wire::keys;
+use hivemind::wire::metadata::RequestMetadata;
 use shared::shm::board::Trouble;
 use tracing::debug;
 
-use super::forward::decode;
-use super::inference::Next;
 use super::registry::Pushed;
+use super::request::{StepMessage, decode};
 use super::{Failure, Service};
-use crate::wire::metadata::RequestMetadata;
 
 /// Takes one pushed step. The answer is empty, also when the session is unknown.
 ///
 /// # Errors
-/// Uids that are not served; metadata without a session id; a step without tensors, or over other blocks.
+/// Uids that are not served; metadata without a session id; a step without tensors, or over other
+/// blocks.
 pub async fn answer(service: &Service, peer: PeerId, request: Bytes) -> Result<Bytes, Failure> {
     let held = service.budget.hold(peer, request.len()).await;
     let request = decode(request)?;
@@ -29,16 +32,14 @@ pub async fn answer(service: &Service, peer: PeerId, request: Bytes) -> Result<B
     if request.metadata.is_empty() {
         return Err(Failure::bad("Unpack failed: incomplete input"));
     }
-    let metadata = RequestMetadata::parse(&request.metadata, "rpc_push")?;
-    let session = metadata
-        .session_id
-        .ok_or_else(|| Failure::unknown("session_id"))?;
+    let metadata = RequestMetadata::parse(&request.metadata, names::PUSH)?;
+    let session = metadata.session_id.clone();
+    let session = session.ok_or_else(|| Failure::unknown(keys::SESSION_ID))?;
     if request.tensors.is_empty() {
         return Err(Failure::bad("a pushed step must have tensors"));
     }
-    let outcome = service
-        .registry
-        .push(&session, &blocks, Next::pushed(request, held));
+    let outcome =
+        service.registry.push(&session, &blocks, StepMessage::pushed(request, metadata, held));
     if outcome != Pushed::Taken {
         service.troubles.count(Trouble::Push);
         debug!(%peer, ?outcome, "pushed step dropped");

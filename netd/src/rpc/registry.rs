@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use shared::block::BlockIndex;
 use tokio::sync::mpsc;
 
-use super::inference::Next;
+use super::request::StepMessage;
 
 /// Steps pushed to one session and not taken yet; Python servers read ahead as many.
 const PUSHED_AHEAD: usize = 5;
@@ -14,11 +14,11 @@ const PUSHED_AHEAD: usize = 5;
 /// All open sessions.
 #[derive(Clone, Debug, Default)]
 pub struct Registry {
-    state: Arc<Mutex<State>>,
+    sessions: Arc<Mutex<OpenSessions>>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct OpenSessions {
     open: usize,
     active: usize,
     by_id: HashMap<String, Addressee>,
@@ -27,7 +27,7 @@ struct State {
 #[derive(Debug)]
 struct Addressee {
     blocks: Vec<BlockIndex>,
-    steps: mpsc::Sender<Next>,
+    steps: mpsc::Sender<StepMessage>,
 }
 
 /// What became of a pushed step.
@@ -48,35 +48,31 @@ pub enum Pushed {
 pub struct Registered {
     registry: Registry,
     id: Option<String>,
-    pushed: mpsc::Receiver<Next>,
+    pushed: mpsc::Receiver<StepMessage>,
 }
 
 impl Registry {
-    /// A session over `blocks` opens. Without an id nothing can be pushed to it. `None` if another open session has the id.
+    /// A session over `blocks` opens. Without an id nothing can be pushed to it. `None` if another
+    /// open session has the id.
     pub fn register(&self, id: Option<&str>, blocks: &[BlockIndex]) -> Option<Registered> {
         let (steps, pushed) = mpsc::channel(PUSHED_AHEAD);
-        let mut state = self.lock();
+        let mut sessions = self.lock();
         if let Some(id) = id {
-            if state.by_id.contains_key(id) {
+            if sessions.by_id.contains_key(id) {
                 return None;
             }
             let blocks = blocks.to_vec();
-            state
-                .by_id
-                .insert(id.to_owned(), Addressee { blocks, steps });
+            sessions.by_id.insert(id.to_owned(), Addressee { blocks, steps });
         }
-        state.open += 1;
-        Some(Registered {
-            registry: self.clone(),
-            id: id.map(str::to_owned),
-            pushed,
-        })
+        sessions.open += 1;
+        Some(Registered { registry: self.clone(), id: id.map(str::to_owned), pushed })
     }
 
-    /// Brings a pushed step over `blocks` to its session. One that does not arrive is dropped: the client sends its own copy.
-    pub fn push(&self, id: &str, blocks: &[BlockIndex], step: Next) -> Pushed {
-        let state = self.lock();
-        let Some(session) = state.by_id.get(id) else {
+    /// Brings a pushed step over `blocks` to its session. One that does not arrive is dropped: the
+    /// client sends its own copy.
+    pub fn push(&self, id: &str, blocks: &[BlockIndex], step: StepMessage) -> Pushed {
+        let sessions = self.lock();
+        let Some(session) = sessions.by_id.get(id) else {
             return Pushed::Unknown;
         };
         if session.blocks != blocks {
@@ -104,8 +100,8 @@ impl Registry {
         self.lock().open
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, OpenSessions> {
+        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -121,7 +117,7 @@ impl Drop for Active {
 
 impl Registered {
     /// The next pushed step; waits for ever if the session cannot be pushed to.
-    pub async fn pushed(&mut self) -> Next {
+    pub async fn pushed(&mut self) -> StepMessage {
         match self.pushed.recv().await {
             Some(step) => step,
             None => std::future::pending().await,
@@ -131,10 +127,10 @@ impl Registered {
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        let mut state = self.registry.lock();
-        state.open -= 1;
+        let mut sessions = self.registry.lock();
+        sessions.open -= 1;
         if let Some(id) = &self.id {
-            state.by_id.remove(id);
+            sessions.by_id.remove(id);
         }
     }
 }
@@ -142,16 +138,15 @@ impl Drop for Registered {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::messages::ExpertRequest;
+    use hivemind::names;
+    use hivemind::wire::messages::ExpertRequest;
+    use hivemind::wire::metadata::RequestMetadata;
 
     const BLOCKS: [BlockIndex; 2] = [BlockIndex(3), BlockIndex(4)];
 
-    fn step(uid: &str) -> Next {
-        let request = ExpertRequest {
-            uid: uid.into(),
-            ..ExpertRequest::default()
-        };
-        Next::pushed(request, None)
+    fn step(uid: &str) -> StepMessage {
+        let request = ExpertRequest { uid: uid.into(), ..ExpertRequest::default() };
+        StepMessage::pushed(request, RequestMetadata::parse(b"", names::PUSH).unwrap(), None)
     }
 
     #[tokio::test]
@@ -162,10 +157,7 @@ mod tests {
         let nameless = registry.register(None, &BLOCKS).unwrap();
         assert_eq!(registry.push("a", &BLOCKS, step("x")), Pushed::Taken);
         assert_eq!(registry.push("b", &BLOCKS, step("y")), Pushed::Unknown);
-        assert_eq!(
-            registry.push("a", &BLOCKS[..1], step("y")),
-            Pushed::OtherBlocks
-        );
+        assert_eq!(registry.push("a", &BLOCKS[..1], step("y")), Pushed::OtherBlocks);
         assert_eq!(first.pushed().await.request.uid, "x");
         assert_eq!(registry.open(), 2);
         drop((nameless, first));
@@ -178,9 +170,8 @@ mod tests {
     async fn a_flood_of_pushes_is_bounded() {
         let registry = Registry::default();
         let mut session = registry.register(Some("a"), &BLOCKS).unwrap();
-        let results: Vec<_> = (0..100)
-            .map(|n| registry.push("a", &BLOCKS, step(&n.to_string())))
-            .collect();
+        let results: Vec<_> =
+            (0..100).map(|n| registry.push("a", &BLOCKS, step(&n.to_string()))).collect();
         assert!(results[PUSHED_AHEAD..].iter().all(|r| *r == Pushed::Full));
         for n in 0..PUSHED_AHEAD {
             assert_eq!(session.pushed().await.request.uid, n.to_string());

@@ -1,15 +1,19 @@
-//! Result tensors on their way out, in the compression that the server announces or that the request asks for.
+//! Result tensors on their way out, in the compression that the server announces or that the
+//! request asks for.
 
 use bytes::Bytes;
+use hivemind::wire::compression;
+use hivemind::wire::messages::{Compression, Tensor};
+use hivemind::wire::tensor::{WireDtype, raw_tensor, supports};
 use shared::dtype::DType;
 
 use super::Failure;
-use super::compute::INLINE_BYTES;
-use crate::wire::compression;
-use crate::wire::messages::{Compression, Tensor};
-use crate::wire::tensor::{WireDtype, raw_tensor, supports};
 
-/// The tensor of `shape` whose raw elements are `bytes`, in `kind`. A tensor without elements is never compressed.
+/// Conversions up to this size are done where they come up: about 20 µs.
+pub const INLINE_BYTES: u64 = 64 << 10;
+
+/// The tensor of `shape` whose raw elements are `bytes`, in `kind`. A tensor without elements is
+/// never compressed.
 ///
 /// # Errors
 /// With the text for the client: a compression that is not defined for the dtype.
@@ -33,8 +37,8 @@ pub(super) async fn encode(
     }
 }
 
-/// The compressions of the tensors of an answer: those that the request asks for, else the server's own. There are as many
-/// `asked` as tensors (see `RequestMetadata::output_compression`).
+/// The compressions of the tensors of an answer: those that the request asks for, else the server's
+/// own. There are as many `asked` as tensors (see `RequestMetadata::output_compression`).
 ///
 /// # Errors
 /// For a number that names none; the text is that of protobuf in Python.
@@ -49,9 +53,7 @@ pub(super) fn kinds(
     let kind = |code: &i128| {
         let known = i32::try_from(*code).ok().map(Compression::try_from);
         known.and_then(Result::ok).ok_or_else(|| {
-            Failure::bad(format!(
-                "Enum CompressionType has no name defined for value {code}"
-            ))
+            Failure::bad(format!("Enum CompressionType has no name defined for value {code}"))
         })
     };
     asked.iter().map(kind).collect()

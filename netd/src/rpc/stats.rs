@@ -1,4 +1,5 @@
-//! Time of inference steps inside this server: from the last byte of the request to the first byte of the answer.
+//! Time of inference steps inside this server: from the last byte of the request to the first byte
+//! of the answer.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -11,11 +12,11 @@ const BUCKETS: usize = 30 * PER_DOUBLING as usize;
 /// A histogram with exponential buckets.
 #[derive(Debug)]
 pub struct StepStats {
-    state: Mutex<State>,
+    histogram: Mutex<Histogram>,
 }
 
 #[derive(Debug)]
-struct State {
+struct Histogram {
     buckets: [u64; BUCKETS],
     count: u64,
 }
@@ -33,26 +34,21 @@ pub struct StepFigures {
 
 impl Default for StepStats {
     fn default() -> StepStats {
-        StepStats {
-            state: Mutex::new(State {
-                buckets: [0; BUCKETS],
-                count: 0,
-            }),
-        }
+        StepStats { histogram: Mutex::new(Histogram { buckets: [0; BUCKETS], count: 0 }) }
     }
 }
 
 impl StepStats {
     /// Counts one step.
     pub fn record(&self, time: Duration) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.histogram.lock().unwrap_or_else(PoisonError::into_inner);
         state.buckets[bucket(time)] += 1;
         state.count += 1;
     }
 
     /// Figures over all steps so far.
     pub fn figures(&self) -> StepFigures {
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = self.histogram.lock().unwrap_or_else(PoisonError::into_inner);
         let at = |share: f64| {
             let rank = (state.count as f64 * share).ceil() as u64;
             let mut seen = 0;
@@ -62,11 +58,7 @@ impl StepStats {
             });
             found.map_or(Duration::ZERO, middle)
         };
-        StepFigures {
-            count: state.count,
-            p50: at(0.5),
-            p99: at(0.99),
-        }
+        StepFigures { count: state.count, p50: at(0.5), p99: at(0.99) }
     }
 }
 
@@ -96,10 +88,7 @@ mod tests {
         assert_eq!(figures.count, 1000);
         let near =
             |time: Duration, micros: f64| (time.as_secs_f64() * 1e6 / micros - 1.0).abs() < 0.1;
-        assert!(
-            near(figures.p50, 500.0) && near(figures.p99, 990.0),
-            "{figures:?}"
-        );
+        assert!(near(figures.p50, 500.0) && near(figures.p99, 990.0), "{figures:?}");
         stats.record(Duration::from_secs(1 << 40));
     }
 }

@@ -1,4 +1,5 @@
-//! Requests that were not served as asked, counted by kind. The board shows the counts (`sepal status`).
+//! Requests that were not served as asked, counted by kind. The board shows the counts (`sepal
+//! status`).
 
 use std::sync::{Mutex, PoisonError};
 

@@ -20,13 +20,11 @@ const MAX_EARLY: usize = 256;
 
 impl Messages {
     pub(super) fn new(inbox: Inbox) -> Messages {
-        Messages {
-            inbox,
-            early: VecDeque::new(),
-        }
+        Messages { inbox, early: VecDeque::new() }
     }
 
-    /// The next message; `None` if the supervisor is gone. May be dropped and called again without loss.
+    /// The next message; `None` if the supervisor is gone. May be dropped and called again without
+    /// loss.
     pub(super) async fn next(&mut self) -> Option<FromSupervisor> {
         match self.early.pop_front() {
             Some(message) => Some(message),
@@ -43,10 +41,7 @@ impl Messages {
                 message = self.inbox.recv() => message.ok_or(Stop::ParentGone)?,
             };
             match message {
-                FromSupervisor {
-                    message: ToNetd::Drain,
-                    ..
-                } => return Err(Stop::Drained),
+                FromSupervisor { message: ToNetd::Drain, .. } => return Err(Stop::Drained),
                 FromSupervisor { message, .. } if self.early.len() == MAX_EARLY => {
                     return Err(unexpected(&message, "fewer messages").into());
                 }
@@ -62,8 +57,5 @@ pub(super) fn unexpected(message: &ToNetd, expected: &str) -> Fatal {
     let name = got.split([' ', '(', '{']).next().unwrap_or_default();
     let message =
         format!("message {name} of the supervisor came out of order, expected {expected}");
-    Fatal {
-        reason: ExitReason::ProtocolMismatch,
-        message,
-    }
+    Fatal { reason: ExitReason::ProtocolMismatch, message }
 }

@@ -9,11 +9,13 @@
 //!   the old service has no callers and nobody hears of it any more, or its time is over ─> Vacated
 //! ```
 //!
-//! The old service answers those who still ask for its blocks for one update period: so long clients may believe what they read.
+//! The old service answers those who still ask for its blocks for one update period: so long
+//! clients may believe what they read.
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use hivemind::view;
 use shared::block::Span;
 use shared::control::{FromNetd, WorkerUp};
 use shared::network::NetworkRate;
@@ -27,14 +29,14 @@ use crate::control::Outbox;
 use crate::offer::{Announced, Offer};
 use crate::rpc::Service;
 use crate::swarm::rebalance::{opens_hole, without};
-use crate::swarm::view;
 use crate::workers::Workers;
 
 /// Pause after the first move that failed; doubles with each in a row.
 const FIRST_HOLD_OFF: Duration = Duration::from_secs(60);
 /// Longest such pause.
 const MAX_HOLD_OFF: Duration = Duration::from_secs(3600);
-/// Longest look at the swarm before the new place is announced; a swarm that cannot be read says nothing against the move.
+/// Longest look at the swarm before the new place is announced; a swarm that cannot be read says
+/// nothing against the move.
 const LOOK_PATIENCE: Duration = Duration::from_secs(10);
 
 /// How long sessions may hold up a move that has to leave the old blocks first.
@@ -49,7 +51,8 @@ pub(super) enum Progress {
     Announced(Span, Box<Announced>),
     /// The network's rate was measured, or cannot be in a dry run.
     Network(Option<NetworkRate>),
-    /// The monitor of the public swarm can reach this server, or not: then with what to do about it.
+    /// The monitor of the public swarm can reach this server, or not: then with what to do about
+    /// it.
     Monitored(Result<(), String>),
 }
 
@@ -136,7 +139,7 @@ impl Daemon {
     /// The move to `to` is off.
     pub(super) fn move_failed(&mut self, to: Span, why: &str) {
         if let Some(back) = self.came_from.take_if(|_| self.offer.span == to) {
-            warn!(%to, why, "goes back to blocks {}", back.span);
+            warn!(%to, why, from = %back.span, "move failed, serving the previous blocks again");
             let from = std::mem::replace(&mut self.offer, back);
             self.workers = Arc::new(self.workers.beside());
             self.ups.clear();
@@ -146,7 +149,7 @@ impl Daemon {
         let Some(coming) = self.coming.take_if(|coming| coming.offer.span == to) else {
             return;
         };
-        warn!(%to, why, "stays at blocks {}", self.offer.span);
+        warn!(%to, why, span = %self.offer.span, "move failed, keeping the blocks");
         coming.joining.abort();
         // Ends by itself once the records are taken back or have expired.
         drop(coming.offer.take_back(&self.joined, self.offer.span));
@@ -331,17 +334,18 @@ impl Daemon {
         // This one, and whoever serves a caller.
         let callers = Arc::strong_count(&leaving.service).saturating_sub(1);
         if callers > 0 {
-            return debug!(callers, "blocks that were left are still used");
+            return debug!(callers, "sessions still use the previous blocks");
         }
         leaving.vacated = true;
         outbox.send(FromNetd::Vacated).await;
     }
 
-    /// A worker has ended for good; the blocks that were left are forgotten with the last of theirs.
+    /// A worker has ended for good; the blocks that were left are forgotten with the last of
+    /// theirs.
     pub(super) fn forget_left(&mut self) {
         let over = |leaving: &mut Leaving| leaving.vacated && leaving.workers.all_gone();
         if self.leaving.take_if(over).is_some() {
-            info!("the blocks that were left are gone");
+            info!("previous blocks released");
             self.show_present();
         }
     }

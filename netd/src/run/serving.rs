@@ -4,26 +4,15 @@ use super::*;
 
 impl Daemon {
     /// Links a worker; true if that made the server ready for clients.
-    pub(super) fn worker_up(
-        &mut self,
-        up: WorkerUp,
-        fds: Vec<std::os::fd::OwnedFd>,
-    ) -> Result<bool, Fatal> {
-        let mismatch = |what: String| Fatal {
-            reason: ExitReason::ProtocolMismatch,
-            message: what,
-        };
-        let Ok([submission, completion]) = <[_; control::WORKER_FDS]>::try_from(fds) else {
-            return Err(mismatch(format!(
-                "worker {} came without its doorbells",
-                up.worker
-            )));
+    pub(super) fn worker_up(&mut self, up: WorkerUp, fds: Vec<OwnedFd>) -> Result<bool, Fatal> {
+        let mismatch = |what: String| Fatal { reason: ExitReason::ProtocolMismatch, message: what };
+        let Ok([rings, submission, completion]) = <[_; control::WORKER_FDS]>::try_from(fds) else {
+            return Err(mismatch(format!("worker {} came without its rings", up.worker)));
         };
         let bell = |fd| Doorbell::from_fd(fd).map_err(|error| mismatch(error.to_string()));
         let workers = self.workers_of(&up);
-        if let Err(error) = workers.up(&up, bell(submission)?, bell(completion)?) {
-            // The supervisor made these rings a moment ago; if they are gone the worker died already and its end is on its way.
-            warn!(worker = %up.worker, %error, "worker not linked");
+        if let Err(error) = workers.up(&up, rings, bell(submission)?, bell(completion)?) {
+            warn!(worker = %up.worker, %error, "cannot link a worker");
             return Ok(false);
         }
         if !Arc::ptr_eq(&workers, &self.workers) {
@@ -65,20 +54,20 @@ impl Daemon {
         let left = service.kv.figures().tokens_left;
         self.online.send_replace(Some(Arc::new(service)));
         self.came_from = None;
-        self.announced
-            .online(&self.offer, &self.joined, &self.ups, left);
+        self.announced.online(&self.offer, &self.joined, &self.ups, left);
         info!(span = %self.offer.span, prefix = self.offer.prefix, "serving");
         self.measure_network();
     }
 
-    /// Workers are gone for good: `rest` is announced and served from now on. True if clients can come to it.
+    /// Workers are gone for good: `rest` is announced and served from now on. True if clients can
+    /// come to it.
     pub(super) async fn shrink(&mut self, rest: Span) -> bool {
         let inside = rest.blocks().all(|block| self.offer.span.contains(block));
         if self.switching || !inside {
             // Said of the blocks that this server has left by now.
             return false;
         }
-        warn!(span = %self.offer.span, %rest, "workers are gone, serving the rest");
+        warn!(span = %self.offer.span, %rest, "workers lost, serving the remaining blocks");
         let service = self.online.borrow().clone();
         if let Some(service) = &service {
             service.shrink(rest);
@@ -86,13 +75,11 @@ impl Daemon {
         self.offer = self.offer.at(rest);
         // The blocks that are lost are taken back before the rest is announced again.
         self.announced.end(Instant::now() + FAREWELL).await;
-        self.ups
-            .retain(|up| up.span.blocks().any(|block| rest.contains(block)));
+        self.ups.retain(|up| up.span.blocks().any(|block| rest.contains(block)));
         match service {
             Some(service) => {
                 let left = service.kv.figures().tokens_left;
-                self.announced
-                    .online(&self.offer, &self.joined, &self.ups, left);
+                self.announced.online(&self.offer, &self.joined, &self.ups, left);
                 true
             }
             None if self.workers.cover(rest) => self.may_go_online(),
@@ -105,8 +92,7 @@ impl Daemon {
 
     pub(super) fn update_figures(&self) {
         if let Some(service) = self.online.borrow().as_ref() {
-            self.announced
-                .cache_tokens_left(service.kv.figures().tokens_left);
+            self.announced.cache_tokens_left(service.kv.figures().tokens_left);
         }
     }
 

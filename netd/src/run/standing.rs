@@ -1,4 +1,5 @@
-//! What has to be known before and after a server goes online, and may change while it serves: another part of [`Daemon`].
+//! What has to be known before and after a server goes online, and may change while it serves:
+//! another part of [`Daemon`].
 //!
 //! ```text
 //!   workers cover the span ─> the monitor of the public swarm, if one is asked ─> ONLINE
@@ -9,6 +10,8 @@
 
 use std::time::Duration;
 
+use hivemind::dht::driver::Dht;
+use hivemind::p2p::P2p;
 use shared::config::Throughput;
 use shared::control::{FromNetd, NetdInit};
 use shared::network::{Link, NetworkRate, RateFile, RateSource};
@@ -18,24 +21,20 @@ use tracing::info;
 use super::moving::Progress;
 use super::{Daemon, Fatal};
 use crate::control::Outbox;
-use crate::dht::driver::Dht;
 use crate::offer::{Offer, Standing};
-use crate::p2p::P2p;
 use crate::swarm::{monitor, rate};
 
 /// Time between two announcements for the sake of what is told here. Tests wait for it.
 const RENEW_PERIOD: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
 /// How patiently the monitor is asked. Tests wait for it.
 const PATIENCE: monitor::Patience = match cfg!(test) {
-    true => monitor::Patience {
-        attempts: 2,
-        pause: Duration::from_millis(10),
-    },
+    true => monitor::Patience { attempts: 2, pause: Duration::from_millis(10) },
     false => monitor::Patience::PETALS,
 };
 /// Time between two looks whether the measurement still holds.
 const LOOK_PERIOD: Duration = Duration::from_secs(86400);
-/// How long a dry run looks for somebody to measure with, or waits for another server that measures.
+/// How long a dry run looks for somebody to measure with, or waits for another server that
+/// measures.
 const DRY_RUN_PATIENCE: Duration = Duration::from_secs(60);
 /// Time between two such looks.
 const DRY_RUN_PAUSE: Duration = Duration::from_secs(2);
@@ -61,7 +60,7 @@ impl Watched {
     pub(super) fn new(init: &NetdInit, offer: &Offer) -> Watched {
         let network = offer.standing().network;
         if offer.tells_network() {
-            info!(mbps = network.mbps(), source = %network.source, "the network's rate");
+            info!(mbps = network.mbps(), source = %network.source, "network rate");
         }
         // A server that comes back was reached before.
         let is_first = init.served.is_none() && !offer.is_dry_run();
@@ -92,7 +91,8 @@ async fn measured_at_once(settings: &rate::Settings, p2p: &P2p, dht: &Dht) -> Op
 }
 
 impl Daemon {
-    /// The workers cover the span: goes online, unless something has to be known first. True if clients can come.
+    /// The workers cover the span: goes online, unless something has to be known first. True if
+    /// clients can come.
     pub(super) fn may_go_online(&mut self) -> bool {
         if self.offer.is_dry_run() {
             self.measure_network();
@@ -126,7 +126,8 @@ impl Daemon {
         }
     }
 
-    /// Measures the network in the background and again when the measurement has grown old, unless nobody asks for its rate.
+    /// Measures the network in the background and again when the measurement has grown old, unless
+    /// nobody asks for its rate.
     pub(super) fn measure_network(&mut self) {
         let config = &self.init.config;
         let is_given = self.standing.network.source == RateSource::Operator;
@@ -174,7 +175,7 @@ impl Daemon {
         if let Some(rate) = rate {
             let network = NetworkRate::of(None, Some(rate), &Link::of_system());
             if network != self.standing.network {
-                info!(mbps = network.mbps(), source = %network.source, "the network's rate");
+                info!(mbps = network.mbps(), source = %network.source, "network rate");
             }
             self.standing.network = network;
         }
@@ -186,10 +187,7 @@ impl Daemon {
     }
 
     fn standing_now(&self) -> Standing {
-        Standing {
-            network: self.standing.network,
-            using_relay: self.joined.relayed_now(),
-        }
+        Standing { network: self.standing.network, using_relay: self.joined.relayed_now() }
     }
 
     /// Announces again if something has changed that the record tells.
@@ -204,7 +202,7 @@ impl Daemon {
                 true => "via relays",
                 false => "directly",
             };
-            info!(way, "this server is accessible");
+            info!(way, "server is accessible");
         }
         self.offer.set_standing(now);
         self.announced.renew(&self.offer, &self.joined, &self.ups);

@@ -1,9 +1,13 @@
-//! The daemon's life against a supervisor in the same process, with real segments, sockets and DHT nodes.
+//! The daemon's life against a supervisor in the same process, with real segments, sockets and DHT
+//! nodes.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::atomic::Ordering::SeqCst;
 
+use hivemind::wire::messages::ExpertUid;
+use hivemind::wire::records::{ServerInfo, ServerState};
+use hivemind::{names, view};
 use prost::Message;
 use shared::block::Span;
 use shared::config::{DhtNodeConfig, NetdConfig, SpanChoice, Throughput};
@@ -16,11 +20,7 @@ use tokio::task::JoinHandle;
 
 use super::*;
 use crate::dht_node;
-use crate::rpc::names;
 use crate::rpc::tests::rig::{self, BLOCKS, DEADLINE, Linked, Memory, facts, hidden, until};
-use crate::swarm::view;
-use crate::wire::messages::ExpertUid;
-use crate::wire::records::{ServerInfo, ServerState};
 
 mod moves;
 mod standing;
@@ -100,10 +100,9 @@ impl Supervisor {
         change: impl FnOnce(&mut NetdInit),
         run: impl FnOnce(Inbox, Outbox) -> JoinHandle<Stop>,
     ) -> Supervisor {
-        let name = rig::unique();
-        let board = Board::create(&name, "test", 0).unwrap();
+        let board = Board::create("test", 0).unwrap();
         let mut init = NetdInit {
-            board: BoardSeat { name, slot: 0 },
+            board: BoardSeat { slot: 0, heartbeat: Duration::from_millis(100) },
             generation: Generation(1),
             config,
             previous_addrs: Vec::new(),
@@ -113,34 +112,16 @@ impl Supervisor {
             fds: FdTag(1),
         };
         change(&mut init);
-        let occupant = Occupant {
-            role: Role::Netd,
-            generation: init.generation,
-            worker: None,
-        };
+        let occupant = Occupant { role: Role::Netd, generation: init.generation, worker: None };
         board.assign(0, &occupant).unwrap();
         let arena = MemfdSegment::create("sepal-nettest-arena", ARENA_BYTES as usize).unwrap();
         let (to, inbox) = mpsc::channel(8);
         let (outbox, from) = mpsc::channel(8);
-        let fds = vec![arena.try_clone().unwrap()];
-        to.try_send(FromSupervisor {
-            message: ToNetd::Init(Box::new(init)),
-            fds,
-        })
-        .unwrap();
+        let fds = vec![arena.try_clone().unwrap(), board.try_clone().unwrap()];
+        to.try_send(FromSupervisor { message: ToNetd::Init(Box::new(init)), fds }).unwrap();
         let netd = run(inbox, Outbox::of(outbox));
         let memory = Arc::default();
-        Supervisor {
-            other: None,
-            board,
-            arena,
-            memory,
-            folder,
-            to,
-            from,
-            netd,
-            worker: None,
-        }
+        Supervisor { other: None, board, arena, memory, folder, to, from, netd, worker: None }
     }
 
     async fn tell(&self, message: ToNetd, fds: Vec<OwnedFd>) {
@@ -148,10 +129,7 @@ impl Supervisor {
     }
 
     async fn hear(&mut self) -> FromNetd {
-        tokio::time::timeout(DEADLINE, self.from.recv())
-            .await
-            .unwrap()
-            .unwrap()
+        tokio::time::timeout(DEADLINE, self.from.recv()).await.unwrap().unwrap()
     }
 
     async fn listening(&mut self) -> (String, Vec<String>) {
@@ -169,30 +147,19 @@ impl Supervisor {
         };
         self.memory.orders.killed.store(false, SeqCst);
         let linked = rig::link_worker(identity, span, self.memory.clone(), &self.arena);
-        let fds = linked
-            .bells
-            .each_ref()
-            .map(|bell| bell.try_clone().unwrap())
-            .into();
-        self.tell(ToNetd::WorkerUp(linked.up.clone()), fds).await;
+        self.tell(ToNetd::WorkerUp(linked.up.clone()), linked.fds()).await;
         self.worker = Some(linked);
     }
 
     fn end_worker(&mut self) {
         self.memory.orders.killed.store(true, SeqCst);
-        for linked in [self.worker.take(), self.other.take()]
-            .into_iter()
-            .flatten()
-        {
+        for linked in [self.worker.take(), self.other.take()].into_iter().flatten() {
             linked.thread.join().unwrap();
         }
     }
 
     async fn ended(&mut self) -> Stop {
-        tokio::time::timeout(DEADLINE, &mut self.netd)
-            .await
-            .unwrap()
-            .unwrap()
+        tokio::time::timeout(DEADLINE, &mut self.netd).await.unwrap().unwrap()
     }
 
     async fn fatal(&mut self) -> Fatal {
@@ -225,9 +192,7 @@ async fn bootstrap_node() -> Joined {
 }
 
 async fn record(node: &Joined, peer_id: &str, block: usize) -> Option<ServerInfo> {
-    let blocks = view::read_blocks(&node.dht, rig::PREFIX, 0..BLOCKS)
-        .await
-        .unwrap();
+    let blocks = view::read_blocks(&node.dht, rig::PREFIX, 0..BLOCKS).await.unwrap();
     blocks[block].get(peer_id).cloned()
 }
 
@@ -240,9 +205,7 @@ async fn until_state(node: &Joined, peer_id: &str, state: ServerState) -> Server
             }
         }
     };
-    tokio::time::timeout(DEADLINE, look)
-        .await
-        .expect("the record appears in time")
+    tokio::time::timeout(DEADLINE, look).await.expect("the record appears in time")
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -253,16 +216,8 @@ async fn a_server_goes_from_joining_to_online_to_offline() {
     assert!(addrs[0].ends_with(&format!("/p2p/{peer_id}")), "{addrs:?}");
     let peer = peer_id.parse().unwrap();
     let early = ExpertUid::default().encode_to_vec();
-    let early = node
-        .p2p
-        .call_unary(peer, names::INFO, early.into(), DEADLINE)
-        .await;
-    assert!(
-        early
-            .unwrap_err()
-            .to_string()
-            .contains("does not serve any block yet")
-    );
+    let early = node.p2p.call_unary(peer, names::INFO, early.into(), DEADLINE).await;
+    assert!(early.unwrap_err().to_string().contains("does not serve any block yet"));
 
     supervisor.tell(ToNetd::Model(facts()), Vec::new()).await;
     let span = Span::new(0, BLOCKS).unwrap();
@@ -276,10 +231,7 @@ async fn a_server_goes_from_joining_to_online_to_offline() {
     assert!(matches!(supervisor.hear().await, FromNetd::Online));
     let online = until_state(&node, &peer_id, ServerState::Online).await;
     assert_eq!(online.cache_tokens_left, Some(2 * 16384 * 4));
-    assert_eq!(
-        (online.inference_rps, online.forward_rps),
-        (Some(50.0), Some(100.0))
-    );
+    assert_eq!((online.inference_rps, online.forward_rps), (Some(50.0), Some(100.0)));
     assert_eq!(online.throughput, 100.0 / 2.5);
     assert_eq!(online.torch_dtype.as_deref(), Some("float32"));
     assert_eq!(
@@ -287,11 +239,7 @@ async fn a_server_goes_from_joining_to_online_to_offline() {
         (Some("none"), Some("tests"))
     );
 
-    let stream = node
-        .p2p
-        .open_stream(peer, names::INFERENCE, DEADLINE)
-        .await
-        .unwrap();
+    let stream = node.p2p.open_stream(peer, names::INFERENCE, DEADLINE).await.unwrap();
     let mut session = rig::Client::of(stream);
     assert!(session.open(hidden(1, &[1.0]), 30).await.is_ok());
     until(|| {
@@ -301,21 +249,12 @@ async fn a_server_goes_from_joining_to_online_to_offline() {
     .await;
     let seat = supervisor.board.view().child_snapshot(0).unwrap();
     assert_eq!(seat.peer_id.as_ref(), Some(&peer_id));
-    assert!(
-        addrs[0].contains(&format!("/tcp/{}/", seat.net_port.unwrap())),
-        "{addrs:?}"
-    );
+    assert!(addrs[0].contains(&format!("/tcp/{}/", seat.net_port.unwrap())), "{addrs:?}");
 
     supervisor.tell(ToNetd::Drain, Vec::new()).await;
     assert!(matches!(supervisor.ended().await, Stop::Drained));
-    assert_eq!(
-        session.answer().await,
-        Err("this server is shutting down".into())
-    );
-    assert_eq!(
-        record(&node, &peer_id, 3).await.unwrap().state,
-        ServerState::Offline
-    );
+    assert_eq!(session.answer().await, Err("this server is shutting down".into()));
+    assert_eq!(record(&node, &peer_id, 3).await.unwrap().state, ServerState::Offline);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -324,16 +263,11 @@ async fn a_worker_that_comes_back_goes_unnoticed_and_one_that_does_not_fails_its
     let mut supervisor = Supervisor::new(node.addrs.clone(), |_| {});
     let (peer_id, _) = supervisor.listening().await;
     supervisor.tell(ToNetd::Model(facts()), Vec::new()).await;
-    let FromNetd::ProposedSpan(span) = supervisor.hear().await else {
-        panic!("no span")
-    };
+    let FromNetd::ProposedSpan(span) = supervisor.hear().await else { panic!("no span") };
     supervisor.start_worker(1, 1, span).await;
     assert!(matches!(supervisor.hear().await, FromNetd::Online));
-    let stream = node
-        .p2p
-        .open_stream(peer_id.parse().unwrap(), names::INFERENCE, DEADLINE)
-        .await
-        .unwrap();
+    let stream =
+        node.p2p.open_stream(peer_id.parse().unwrap(), names::INFERENCE, DEADLINE).await.unwrap();
     let mut session = rig::Client::of(stream);
     session.open(hidden(1, &[1.0]), 30).await.unwrap();
     let down = |generation, restarting| ToNetd::WorkerDown {
@@ -367,9 +301,7 @@ async fn what_is_left_after_a_loss_is_announced_and_served() {
     let (peer_id, _) = supervisor.listening().await;
     supervisor.tell(ToNetd::Model(facts()), Vec::new()).await;
     supervisor.hear().await;
-    supervisor
-        .start_worker(1, 1, Span::new(0, 1).unwrap())
-        .await;
+    supervisor.start_worker(1, 1, Span::new(0, 1).unwrap()).await;
     let identity = RingIdentity {
         worker: WorkerId::solo(GroupId(1)),
         worker_generation: Generation(1),
@@ -377,14 +309,7 @@ async fn what_is_left_after_a_loss_is_announced_and_served() {
     };
     let rest = Span::new(1, 4).unwrap();
     let linked = rig::link_worker(identity, rest, supervisor.memory.clone(), &supervisor.arena);
-    let fds = linked
-        .bells
-        .each_ref()
-        .map(|bell| bell.try_clone().unwrap())
-        .into();
-    supervisor
-        .tell(ToNetd::WorkerUp(linked.up.clone()), fds)
-        .await;
+    supervisor.tell(ToNetd::WorkerUp(linked.up.clone()), linked.fds()).await;
     supervisor.other = Some(linked);
     assert!(matches!(supervisor.hear().await, FromNetd::Online));
     until_state(&node, &peer_id, ServerState::Online).await;
@@ -409,10 +334,7 @@ async fn what_is_left_after_a_loss_is_announced_and_served() {
     for (block, served) in [(0, false), (1, true)] {
         let uid = format!("{}.{block}", rig::PREFIX);
         let request = ExpertUid { uid }.encode_to_vec().into();
-        let answer = node
-            .p2p
-            .call_unary(peer, names::INFO, request, DEADLINE)
-            .await;
+        let answer = node.p2p.call_unary(peer, names::INFO, request, DEADLINE).await;
         assert_eq!(answer.is_ok(), served, "block {block}: {answer:?}");
     }
 }
@@ -446,9 +368,8 @@ async fn a_second_server_takes_the_blocks_that_nobody_serves() {
     let (peer_id, _) = first.listening().await;
     first.tell(ToNetd::Model(facts()), Vec::new()).await;
     until_state(&node, &peer_id, ServerState::Joining).await;
-    let mut second = Supervisor::new(node.addrs.clone(), |init| {
-        init.config.span = SpanChoice::Count(2)
-    });
+    let mut second =
+        Supervisor::new(node.addrs.clone(), |init| init.config.span = SpanChoice::Count(2));
     second.listening().await;
     second.tell(ToNetd::Model(facts()), Vec::new()).await;
     let expected = Span::new(2, 4).unwrap();
@@ -464,11 +385,7 @@ async fn bad_settings_end_with_one_sentence_that_names_the_value() {
     supervisor.tell(ToNetd::Model(facts()), Vec::new()).await;
     let fatal = supervisor.fatal().await;
     assert_eq!(fatal.reason, ExitReason::BadConfig);
-    assert!(
-        fatal.message.contains("2:9") && fatal.message.contains("0:4"),
-        "{}",
-        fatal.message
-    );
+    assert!(fatal.message.contains("2:9") && fatal.message.contains("0:4"), "{}", fatal.message);
 
     let mut supervisor = Supervisor::new(Vec::new(), |init| init.config.dht_prefix = None);
     supervisor.listening().await;
@@ -487,28 +404,14 @@ async fn bad_settings_end_with_one_sentence_that_names_the_value() {
     });
     let fatal = supervisor.fatal().await;
     assert_eq!(fatal.reason, ExitReason::Busy);
-    assert!(
-        fatal.message.contains(&port.to_string()),
-        "{}",
-        fatal.message
-    );
+    assert!(fatal.message.contains(&port.to_string()), "{}", fatal.message);
 
     let nobody = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp";
     let mut supervisor = Supervisor::new(vec![nobody.into()], |_| {});
     let fatal = supervisor.fatal().await;
     assert_eq!(fatal.reason, ExitReason::BadConfig);
-    assert!(
-        fatal.message.contains("127.0.0.1/tcp/9"),
-        "{}",
-        fatal.message
-    );
+    assert!(fatal.message.contains("127.0.0.1/tcp/9"), "{}", fatal.message);
 
     let mut supervisor = Supervisor::new(Vec::new(), |init| init.arena_bytes += 4096);
-    assert!(
-        supervisor
-            .fatal()
-            .await
-            .message
-            .contains("instead of 4198400")
-    );
+    assert!(supervisor.fatal().await.message.contains("instead of 4198400"));
 }

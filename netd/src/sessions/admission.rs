@@ -1,20 +1,22 @@
-//! Admission of sessions: the async driver over [`super::queue`]. A [`Lease`] is the right to KV memory; it goes back when
-//! the last holder drops it. Holders are the session and every job in flight that names its pages, so that pages are not
-//! given to another session before the job was answered or its worker reaped. A lease of a worker that cannot be killed is
-//! never dropped (see `workers::link`).
+//! Admission of sessions: the async driver over [`super::queue`]. A [`Lease`] is the right to KV
+//! memory; it goes back when the last holder drops it. Holders are the session and every job in
+//! flight that names its pages, so that pages are not given to another session before the job was
+//! answered or its worker reaped. A lease of a worker that cannot be killed is never dropped (see
+//! `workers::link`).
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use libp2p::PeerId;
+use hivemind::p2p::PeerId;
 use shared::ids::PageId;
 use tokio::sync::oneshot;
 
 use super::pool::{Grant, KvRequest, Refusal};
 use super::queue::{Admission, Granted, Ticket, WaitQueue};
 
-/// How often one that waits looks whether claims of others have run out ([`super::shares::CLAIM_LIFE`]).
+/// How often one that waits looks whether claims of others have run out
+/// ([`super::shares::CLAIM_LIFE`]).
 const LOOK_AGAIN: Duration = Duration::from_secs(5);
 
 /// The KV memory of this server. Cheap to clone.
@@ -25,13 +27,13 @@ pub struct KvMemory {
 
 #[derive(Debug)]
 struct Inner {
-    state: Mutex<State>,
+    state: Mutex<AdmissionState>,
     /// Bytes of keys and values of one token in one block, for the texts that name bytes.
     token_bytes: u64,
 }
 
 #[derive(Debug)]
-struct State {
+struct AdmissionState {
     queue: WaitQueue,
     waiting: HashMap<Ticket, oneshot::Sender<Lease>>,
 }
@@ -55,9 +57,7 @@ impl Drop for Lease {
     fn drop(&mut self) {
         if let Some(grant) = self.grant.take() {
             let (peer, now) = (self.peer, Instant::now());
-            self.memory
-                .clone()
-                .change(|queue| queue.give_back(peer, grant, now));
+            self.memory.clone().change(|queue| queue.give_back(peer, grant, now));
         }
     }
 }
@@ -120,17 +120,12 @@ pub struct KvFigures {
 impl KvMemory {
     /// Memory behind `queue`; `token_bytes` is `ModelFacts::kv_token_bytes`.
     pub fn new(queue: WaitQueue, token_bytes: u64) -> KvMemory {
-        let state = Mutex::new(State {
-            queue,
-            waiting: HashMap::new(),
-        });
-        KvMemory {
-            inner: Arc::new(Inner { state, token_bytes }),
-        }
+        let state = Mutex::new(AdmissionState { queue, waiting: HashMap::new() });
+        KvMemory { inner: Arc::new(Inner { state, token_bytes }) }
     }
 
-    /// Takes memory for `peer`, waiting for at most `timeout`; a timeout of zero never waits. A future that is dropped leaves the
-    /// queue.
+    /// Takes memory for `peer`, waiting for at most `timeout`; a timeout of zero never waits. A
+    /// future that is dropped leaves the queue.
     ///
     /// # Errors
     /// [`NoMemory`], with the text for the client.
@@ -140,9 +135,7 @@ impl KvMemory {
         request: KvRequest,
         timeout: Duration,
     ) -> Result<Lease, NoMemory> {
-        let bytes = request
-            .token_blocks()
-            .saturating_mul(self.inner.token_bytes);
+        let bytes = request.token_blocks().saturating_mul(self.inner.token_bytes);
         let now = Instant::now();
         if timeout.is_zero() {
             let taken = self.inner.lock().queue.take_now(peer, &request, now);
@@ -163,23 +156,18 @@ impl KvMemory {
                 Err(refusal) => return Err(self.no_memory(bytes, refusal)),
             }
         };
-        let place = Place {
-            ticket,
-            memory: &self.inner,
-        };
+        let entry = QueueEntry { ticket, memory: &self.inner };
         let outcome = tokio::time::timeout(timeout, self.wait(&mut receiver)).await;
-        drop(place);
+        drop(entry);
         // A lease may have come between the end of the wait and leaving the queue.
         match (outcome, receiver.try_recv()) {
             (Ok(Some(lease)), _) | (_, Ok(lease)) => Ok(lease),
-            _ => Err(NoMemory::TimedOut {
-                bytes,
-                seconds: timeout.as_secs_f64(),
-            }),
+            _ => Err(NoMemory::TimedOut { bytes, seconds: timeout.as_secs_f64() }),
         }
     }
 
-    /// Waits for a lease. Claims of others run out without an event, so that the queue is looked at now and then.
+    /// Waits for a lease. Claims of others run out without an event, so that the queue is looked at
+    /// now and then.
     async fn wait(&self, receiver: &mut oneshot::Receiver<Lease>) -> Option<Lease> {
         loop {
             match tokio::time::timeout(LOOK_AGAIN, &mut *receiver).await {
@@ -200,19 +188,14 @@ impl KvMemory {
     }
 
     fn lease(&self, peer: PeerId, grant: Grant) -> Lease {
-        Lease {
-            peer,
-            grant: Some(grant),
-            memory: self.inner.clone(),
-        }
+        Lease { peer, grant: Some(grant), memory: self.inner.clone() }
     }
 
     fn no_memory(&self, bytes: u64, refusal: Refusal) -> NoMemory {
         match refusal {
-            Refusal::Never { most, .. } => NoMemory::TooLarge {
-                bytes,
-                most: most.saturating_mul(self.inner.token_bytes),
-            },
+            Refusal::Never { most, .. } => {
+                NoMemory::TooLarge { bytes, most: most.saturating_mul(self.inner.token_bytes) }
+            }
             Refusal::NotNow { .. } => NoMemory::Immediately { bytes },
             Refusal::OverShare { held, most, .. } => NoMemory::OverShare {
                 bytes,
@@ -225,12 +208,12 @@ impl KvMemory {
 }
 
 /// A place in the queue, left on drop.
-struct Place<'a> {
+struct QueueEntry<'a> {
     ticket: Ticket,
     memory: &'a Arc<Inner>,
 }
 
-impl Drop for Place<'_> {
+impl Drop for QueueEntry<'_> {
     fn drop(&mut self) {
         self.memory.lock().waiting.remove(&self.ticket);
         let now = Instant::now();
@@ -240,21 +223,18 @@ impl Drop for Place<'_> {
 
 impl Inner {
     /// Nothing panics while the lock is held, and the state is consistent between any two calls.
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, AdmissionState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the queue and hands out what that granted. Leases that nobody takes come back here through their drop.
+    /// Changes the queue and hands out what that granted. Leases that nobody takes come back here
+    /// through their drop.
     fn change(self: &Arc<Self>, change: impl FnOnce(&mut WaitQueue) -> Granted) {
         let mut granted = Vec::new();
         {
             let mut state = self.lock();
             for (ticket, peer, grant) in change(&mut state.queue) {
-                let lease = Lease {
-                    peer,
-                    grant: Some(grant),
-                    memory: self.clone(),
-                };
+                let lease = Lease { peer, grant: Some(grant), memory: self.clone() };
                 granted.push((state.waiting.remove(&ticket), lease));
             }
         }
@@ -275,35 +255,20 @@ mod tests {
     const DEADLINE: Duration = Duration::from_secs(30);
 
     fn memory() -> KvMemory {
-        KvMemory::new(
-            WaitQueue::new(Pool::new(Span::new(0, 1).unwrap(), 4096, 1024), 1.0),
-            4,
-        )
+        KvMemory::new(WaitQueue::new(Pool::new(Span::new(0, 1).unwrap(), 4096, 1024), 1.0), 4)
     }
 
     fn request(tokens: u32) -> KvRequest {
-        KvRequest {
-            blocks: vec![BlockIndex(0)],
-            rows: 1,
-            max_length: tokens,
-        }
+        KvRequest { blocks: vec![BlockIndex(0)], rows: 1, max_length: tokens }
     }
 
     #[tokio::test]
     async fn texts_name_bytes_as_petals_does() {
         let memory = memory();
-        let _held = memory
-            .take(PeerId::random(), request(1000), Duration::ZERO)
-            .await
-            .unwrap();
+        let _held = memory.take(PeerId::random(), request(1000), Duration::ZERO).await.unwrap();
         let text = |error: NoMemory| error.to_string();
         assert_eq!(
-            text(
-                memory
-                    .take(PeerId::random(), request(100), Duration::ZERO)
-                    .await
-                    .unwrap_err()
-            ),
+            text(memory.take(PeerId::random(), request(100), Duration::ZERO).await.unwrap_err()),
             "Could not allocate 400 bytes immediately: out of memory"
         );
         assert_eq!(
@@ -316,12 +281,7 @@ mod tests {
             "Server's attention cache is full, failed to allocate 400 bytes in 0.005 seconds"
         );
         assert_eq!(
-            text(
-                memory
-                    .take(PeerId::random(), request(2000), DEADLINE)
-                    .await
-                    .unwrap_err()
-            ),
+            text(memory.take(PeerId::random(), request(2000), DEADLINE).await.unwrap_err()),
             "Could not allocate 8000 bytes, max cache size = 4096 bytes"
         );
         assert_eq!(memory.figures().waiting, 0);
@@ -330,10 +290,7 @@ mod tests {
     #[tokio::test]
     async fn a_waiter_gets_what_a_dropped_lease_held() {
         let memory = memory();
-        let held = memory
-            .take(PeerId::random(), request(1000), Duration::ZERO)
-            .await
-            .unwrap();
+        let held = memory.take(PeerId::random(), request(1000), Duration::ZERO).await.unwrap();
         let waiter = tokio::spawn({
             let memory = memory.clone();
             async move { memory.take(PeerId::random(), request(500), DEADLINE).await }
@@ -352,40 +309,23 @@ mod tests {
     async fn a_peer_over_its_share_is_told_what_it_holds_and_may_hold() {
         let memory = memory();
         let (greedy, modest) = (PeerId::random(), PeerId::random());
-        let held = memory
-            .take(greedy, request(600), Duration::ZERO)
-            .await
-            .unwrap();
-        let more = memory
-            .take(greedy, request(400), Duration::ZERO)
-            .await
-            .unwrap();
-        assert!(
-            memory
-                .take(modest, request(300), Duration::ZERO)
-                .await
-                .is_err()
-        );
+        let held = memory.take(greedy, request(600), Duration::ZERO).await.unwrap();
+        let more = memory.take(greedy, request(400), Duration::ZERO).await.unwrap();
+        assert!(memory.take(modest, request(300), Duration::ZERO).await.is_err());
         drop(more);
         let refused = memory.take(greedy, request(100), Duration::ZERO).await;
         assert_eq!(
             refused.unwrap_err().to_string(),
             "Could not allocate 400 bytes: this peer holds 2400 bytes of the server's attention cache, and may hold 2048 now"
         );
-        let _modest = memory
-            .take(modest, request(300), Duration::ZERO)
-            .await
-            .unwrap();
+        let _modest = memory.take(modest, request(300), Duration::ZERO).await.unwrap();
         drop(held);
     }
 
     #[tokio::test]
     async fn a_cancelled_waiter_leaves_nothing_behind() {
         let memory = memory();
-        let held = memory
-            .take(PeerId::random(), request(1000), Duration::ZERO)
-            .await
-            .unwrap();
+        let held = memory.take(PeerId::random(), request(1000), Duration::ZERO).await.unwrap();
         let waiter = tokio::spawn({
             let memory = memory.clone();
             async move { memory.take(PeerId::random(), request(500), DEADLINE).await }

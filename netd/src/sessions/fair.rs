@@ -1,9 +1,10 @@
-//! Whose large request is computed next: start-time fair queueing over peers. Each peer has a clock that runs ahead by the
-//! cost of what it was granted; the peer that is furthest behind is next, so that one that asks for much waits for itself
-//! and not others for it. Clocks of peers that were idle are set to the present: nobody saves up.
+//! Whose large request is computed next: start-time fair queueing over peers. Each peer has a clock
+//! that runs ahead by the cost of what it was granted; the peer that is furthest behind is next, so
+//! that one that asks for much waits for itself and not others for it. Clocks of peers that were
+//! idle are set to the present: nobody saves up.
 //!
-//! A peer's own requests go by `points`, the most first, then in the order they came. Points move nobody ahead of another
-//! peer: they are a number that any client may write.
+//! A peer's own requests go by `points`, the most first, then in the order they came. Points move
+//! nobody ahead of another peer: they are a number that any client may write.
 //!
 //! # Discrepancies
 //! Petals accepts points and ignores them, and serves all peers from one queue.
@@ -39,11 +40,7 @@ pub struct FairQueue<P> {
 
 impl<P> Default for FairQueue<P> {
     fn default() -> FairQueue<P> {
-        FairQueue {
-            lines: HashMap::new(),
-            now: 0,
-            tickets: 0,
-        }
+        FairQueue { lines: HashMap::new(), now: 0, tickets: 0 }
     }
 }
 
@@ -57,11 +54,7 @@ impl<P: Clone + Eq + Hash> FairQueue<P> {
         if line.waiting.is_empty() {
             line.clock = line.clock.max(now);
         }
-        line.waiting.push(Waiting {
-            ticket,
-            points,
-            cost,
-        });
+        line.waiting.push(Waiting { ticket, points, cost });
         ticket
     }
 
@@ -100,14 +93,14 @@ impl<P: Clone + Eq + Hash> FairQueue<P> {
         self.lines.values().map(|line| line.waiting.len()).sum()
     }
 
-    /// Forgets peers that wait for nothing and have nothing left to pay. When nobody waits, that is everybody.
+    /// Forgets peers that wait for nothing and have nothing left to pay. When nobody waits, that is
+    /// everybody.
     fn forget(&mut self) {
         let now = self.now;
         if self.lines.values().all(|line| line.waiting.is_empty()) {
             self.lines.clear();
         }
-        self.lines
-            .retain(|_, line| !line.waiting.is_empty() || line.clock > now);
+        self.lines.retain(|_, line| !line.waiting.is_empty() || line.clock > now);
     }
 }
 
@@ -129,26 +122,17 @@ mod tests {
         }
         names.push((queue.push('b', 0.0, 10), "b0"));
         names.push((queue.push('b', 0.0, 10), "b1"));
-        assert_eq!(
-            order(&mut queue, &names),
-            ["a0", "b0", "a1", "b1", "a2", "a3"]
-        );
+        assert_eq!(order(&mut queue, &names), ["a0", "b0", "a1", "b1", "a2", "a3"]);
     }
 
     #[test]
     fn costs_count_and_not_the_number_of_requests() {
         let mut queue = FairQueue::default();
-        let mut names = vec![
-            (queue.push('a', 0.0, 100), "a0"),
-            (queue.push('a', 0.0, 100), "a1"),
-        ];
+        let mut names = vec![(queue.push('a', 0.0, 100), "a0"), (queue.push('a', 0.0, 100), "a1")];
         for name in ["b0", "b1", "b2", "b3"] {
             names.push((queue.push('b', 0.0, 30), name));
         }
-        assert_eq!(
-            order(&mut queue, &names),
-            ["a0", "b0", "b1", "b2", "b3", "a1"]
-        );
+        assert_eq!(order(&mut queue, &names), ["a0", "b0", "b1", "b2", "b3", "a1"]);
     }
 
     #[test]
@@ -174,11 +158,7 @@ mod tests {
         let names: Vec<_> = (0..3).map(|_| (queue.push('b', 0.0, 10), "b")).collect();
         let first: Vec<_> = (0..6).filter_map(|_| queue.pop()).collect();
         let of_b = first.iter().filter(|t| names.iter().any(|(n, _)| n == *t));
-        assert_eq!(
-            of_b.count(),
-            3,
-            "b gets half of the turns and not all at once"
-        );
+        assert_eq!(of_b.count(), 3, "b gets half of the grants and not all at once");
         assert!(!names.iter().all(|(n, _)| first[..3].contains(n)));
     }
 

@@ -1,5 +1,6 @@
-//! Inference sessions: the KV memory they hold, the page tables of their rows, and what is remembered between steps.
-//! Everything here but [`admission`] and [`turns`] is pure: no clock, no socket, no task.
+//! Inference sessions: the KV memory they hold, the page tables of their rows, and what is
+//! remembered between steps. Everything here but [`admission`] and [`fair_permits`] is pure: no clock, no
+//! socket, no task.
 //!
 //! ```text
 //!   admission   who may hold KV memory, and who waits for it      (async driver over queue)
@@ -9,14 +10,14 @@
 //!   table       page tables of one session, copy on write         pure
 //!   session     one session between its steps                     pure
 //!   fair        whose large request is computed next              pure
-//!   turns       waits for that                                    (async driver over fair)
+//!   fair_permits  waits for that                                    (async driver over fair)
 //! ```
 
 pub mod admission;
 pub mod fair;
+pub mod fair_permits;
 pub mod pool;
 pub mod queue;
 pub mod session;
 pub mod shares;
 pub mod table;
-pub mod turns;

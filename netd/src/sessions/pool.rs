@@ -1,12 +1,15 @@
-//! KV memory of the served span: a budget in token-blocks, as Petals announces it, and the pages behind it.
+//! KV memory of the served span: a budget in token-blocks, as Petals announces it, and the pages
+//! behind it.
 //!
-//! A session asks for `rows × max_length` tokens in each of its blocks. It is charged exactly that against the budget, and
-//! takes concrete page ids at once: `rows × (ceil(max_length / 16) + 1)` of them, the lowest that are free in *all* its
-//! blocks. The extra page per row is what copy-on-write needs (see [`super::table`]). The pool is larger than the budget by
-//! that rounding and those spare pages, for a bounded number of rows; admission checks both.
+//! A session asks for `rows × max_length` tokens in each of its blocks. It is charged exactly that
+//! against the budget, and takes concrete page ids at once: `rows × (ceil(max_length / 16) + 1)` of
+//! them, the lowest that are free in *all* its blocks. The extra page per row is what copy-on-write
+//! needs (see [`super::table`]). The pool is larger than the budget by that rounding and those
+//! spare pages, for a bounded number of rows; admission checks both.
 //!
-//! One page id names the same rows in the pool of every block, so that a session has one table per row whatever its
-//! blocks. Pages may be in use by disjoint sets of blocks at once: free sets are kept per block.
+//! One page id names the same rows in the pool of every block, so that a session has one table per
+//! row whatever its blocks. Pages may be in use by disjoint sets of blocks at once: free sets are
+//! kept per block.
 
 use shared::block::{BlockIndex, Span};
 use shared::ids::PageId;
@@ -110,8 +113,8 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// An empty pool of `pages` pages per block, with a budget of `cache_tokens` tokens per block (shared among the blocks,
-    /// as in Petals).
+    /// An empty pool of `pages` pages per block, with a budget of `cache_tokens` tokens per block
+    /// (shared among the blocks, as in Petals).
     pub fn new(span: Span, pages: u32, cache_tokens: u32) -> Pool {
         let words = (pages as usize).div_ceil(64);
         let mut bits = vec![0u64; words];
@@ -138,13 +141,14 @@ impl Pool {
         self.budget - self.used
     }
 
-    /// What the DHT record calls `cache_tokens_left`: keys and values count as one token each (Petals, `MemoryCache` and
-    /// `Server._announce`), so twice [`Self::free`].
+    /// What the DHT record calls `cache_tokens_left`: keys and values count as one token each
+    /// (Petals, `MemoryCache` and `Server._announce`), so twice [`Self::free`].
     pub fn cache_tokens_left(&self) -> u64 {
         2 * self.free()
     }
 
-    /// Whether `request` could be granted if nobody held anything; its blocks, counted from the first of the span.
+    /// Whether `request` could be granted if nobody held anything; its blocks, counted from the
+    /// first of the span.
     ///
     /// # Errors
     /// [`Refusal::Never`] and [`Refusal::BadBlock`].
@@ -152,10 +156,7 @@ impl Pool {
         let blocks = self.locals(&request.blocks)?;
         let (asked, pages) = (request.token_blocks(), request.pages());
         if asked > self.budget || pages > u64::from(self.pages) {
-            return Err(Refusal::Never {
-                asked,
-                most: self.most(request),
-            });
+            return Err(Refusal::Never { asked, most: self.most(request) });
         }
         Ok(blocks)
     }
@@ -167,34 +168,22 @@ impl Pool {
     pub fn take(&mut self, request: &KvRequest) -> Result<Grant, Refusal> {
         let blocks = self.check(request)?;
         let (asked, pages) = (request.token_blocks(), request.pages());
-        let refused = Refusal::NotNow {
-            asked,
-            free: self.free(),
-        };
+        let refused = Refusal::NotNow { asked, free: self.free() };
         if asked > self.free() {
             return Err(refused);
         }
         let pages = self.lowest_free(&blocks, pages as usize).ok_or(refused)?;
         for &block in &blocks {
-            pages
-                .iter()
-                .for_each(|page| set(&mut self.in_use[block], *page));
+            pages.iter().for_each(|page| set(&mut self.in_use[block], *page));
         }
         self.used += asked;
-        Ok(Grant {
-            pages,
-            blocks,
-            token_blocks: asked,
-        })
+        Ok(Grant { pages, blocks, token_blocks: asked })
     }
 
     /// Takes memory back.
     pub fn give_back(&mut self, grant: Grant) {
         for &block in &grant.blocks {
-            grant
-                .pages
-                .iter()
-                .for_each(|page| clear(&mut self.in_use[block], *page));
+            grant.pages.iter().for_each(|page| clear(&mut self.in_use[block], *page));
         }
         self.used -= grant.token_blocks;
     }
@@ -202,10 +191,7 @@ impl Pool {
     fn locals(&self, blocks: &[BlockIndex]) -> Result<Vec<usize>, Refusal> {
         let mut seen = vec![false; self.span.block_count()];
         let local = |&block: &BlockIndex| {
-            let local = self
-                .span
-                .local(block)
-                .filter(|&l| !std::mem::replace(&mut seen[l], true));
+            let local = self.span.local(block).filter(|&l| !std::mem::replace(&mut seen[l], true));
             local.ok_or(Refusal::BadBlock(block))
         };
         blocks.iter().map(local).collect()
@@ -215,16 +201,13 @@ impl Pool {
     fn most(&self, request: &KvRequest) -> u64 {
         let spare = u64::from(request.rows);
         let tokens = u64::from(self.pages).saturating_sub(spare) * PAGE_TOKENS as u64;
-        self.budget
-            .min(tokens.saturating_mul(request.blocks.len() as u64))
+        self.budget.min(tokens.saturating_mul(request.blocks.len() as u64))
     }
 
     fn lowest_free(&self, blocks: &[usize], count: usize) -> Option<Vec<PageId>> {
         let mut found = Vec::with_capacity(count);
         for word in 0..(self.pages as usize).div_ceil(64) {
-            let taken = blocks
-                .iter()
-                .fold(0, |bits, &block| bits | self.in_use[block][word]);
+            let taken = blocks.iter().fold(0, |bits, &block| bits | self.in_use[block][word]);
             let mut free = !taken;
             while free != 0 && found.len() < count {
                 found.push(PageId(word as u32 * 64 + free.trailing_zeros()));
@@ -256,11 +239,7 @@ mod tests {
     }
 
     fn request(blocks: std::ops::Range<u32>, rows: u32, max_length: u32) -> KvRequest {
-        KvRequest {
-            blocks: blocks.map(BlockIndex).collect(),
-            rows,
-            max_length,
-        }
+        KvRequest { blocks: blocks.map(BlockIndex).collect(), rows, max_length }
     }
 
     #[test]
@@ -291,27 +270,12 @@ mod tests {
     fn budget_and_pages_are_both_checked() {
         let mut pool = Pool::new(span(), 10, 100);
         let refused = pool.take(&request(2..6, 1, 101)).unwrap_err();
-        assert_eq!(
-            refused,
-            Refusal::Never {
-                asked: 404,
-                most: 400
-            }
-        );
+        assert_eq!(refused, Refusal::Never { asked: 404, most: 400 });
         // 11 rows of one token fit the budget but not the pages.
-        assert!(matches!(
-            pool.take(&request(2..3, 11, 1)),
-            Err(Refusal::Never { .. })
-        ));
+        assert!(matches!(pool.take(&request(2..3, 11, 1)), Err(Refusal::Never { .. })));
         let held = pool.take(&request(2..6, 4, 1)).unwrap();
         let refused = pool.take(&request(2..6, 2, 1)).unwrap_err();
-        assert_eq!(
-            refused,
-            Refusal::NotNow {
-                asked: 8,
-                free: 384
-            }
-        );
+        assert_eq!(refused, Refusal::NotNow { asked: 8, free: 384 });
         pool.give_back(held);
         assert!(pool.take(&request(2..6, 2, 1)).is_ok());
     }
@@ -321,11 +285,7 @@ mod tests {
         let mut pool = Pool::new(span(), 10, 100);
         for blocks in [vec![6], vec![1], vec![2, 3, 2]] {
             let blocks = blocks.into_iter().map(BlockIndex).collect();
-            let refused = pool.take(&KvRequest {
-                blocks,
-                rows: 1,
-                max_length: 1,
-            });
+            let refused = pool.take(&KvRequest { blocks, rows: 1, max_length: 1 });
             assert!(matches!(refused, Err(Refusal::BadBlock(_))));
         }
     }

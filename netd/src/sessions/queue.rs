@@ -1,18 +1,20 @@
 //! Who waits for KV memory, and in which order it is granted.
 //!
-//! Fairness: first come, first served, but a request that does not fit lets smaller ones behind it pass, at most
-//! [`MAX_OVERTAKEN`] times. After that nobody passes it until it was served or gave up, so that a large session cannot
-//! starve behind a stream of small ones. Nobody passes those who have a claim by asking for more than its fair share
-//! ([`super::shares`]); who holds memory and waits for more than its share holds up nobody. Requests that do not wait (`alloc_timeout` 0, what every shipped Petals client
-//! sends) follow the same rule: they are granted at once or refused, and being granted counts as passing those that wait.
+//! Fairness: first come, first served, but a request that does not fit lets smaller ones behind it
+//! pass, at most [`MAX_OVERTAKEN`] times. After that nobody passes it until it was served or gave
+//! up, so that a large session cannot starve behind a stream of small ones. Nobody passes those who
+//! have a claim by asking for more than its fair share ([`super::shares`]); who holds memory and
+//! waits for more than its share holds up nobody. Requests that do not wait (`alloc_timeout` 0,
+//! what every shipped Petals client sends) follow the same rule: they are granted at once or
+//! refused, and being granted counts as passing those that wait.
 //!
 //! # Discrepancies
-//! In Petals one waiter at the head blocks everybody behind it, also those that would fit, and makes requests without a
-//! timeout fail although there is room.
+//! In Petals one waiter at the head blocks everybody behind it, also those that would fit, and
+//! makes requests without a timeout fail although there is room.
 
 use std::time::Instant;
 
-use libp2p::PeerId;
+use hivemind::p2p::PeerId;
 
 use super::pool::{Grant, KvRequest, Pool, Refusal};
 use super::shares::{Moment, Over, Shares};
@@ -57,7 +59,8 @@ pub struct WaitQueue {
 pub enum Admission {
     /// Granted at once.
     Granted(Grant),
-    /// It waits; the ticket will show up in what [`WaitQueue::give_back`] or [`WaitQueue::leave`] return.
+    /// It waits; the ticket will show up in what [`WaitQueue::give_back`] or [`WaitQueue::leave`]
+    /// return.
     Queued(Ticket),
 }
 
@@ -106,7 +109,8 @@ impl WaitQueue {
     /// Grants `request` of `peer` now or queues it.
     ///
     /// # Errors
-    /// [`Refusal::Never`] or [`Refusal::BadBlock`] when waiting cannot help, another when too many wait.
+    /// [`Refusal::Never`] or [`Refusal::BadBlock`] when waiting cannot help, another when too many
+    /// wait.
     pub fn take_or_wait(
         &mut self,
         peer: PeerId,
@@ -124,12 +128,7 @@ impl WaitQueue {
         self.tickets += 1;
         let ticket = Ticket(self.tickets);
         self.shares.waits(peer, request.token_blocks());
-        self.waiting.push(Waiting {
-            ticket,
-            peer,
-            request,
-            overtaken: 0,
-        });
+        self.waiting.push(Waiting { ticket, peer, request, overtaken: 0 });
         Ok(Admission::Queued(ticket))
     }
 
@@ -192,10 +191,7 @@ impl WaitQueue {
             Ok(()) => {}
         }
         if self.held_up(self.waiting.len(), now) {
-            return Err(Refusal::NotNow {
-                asked,
-                free: self.pool.free(),
-            });
+            return Err(Refusal::NotNow { asked, free: self.pool.free() });
         }
         let grant = self.pool.take(request)?;
         self.shares.granted(peer, asked);
@@ -212,8 +208,7 @@ impl WaitQueue {
 
     fn forget(&mut self, at: usize) -> Ticket {
         let gone = self.waiting.remove(at);
-        self.shares
-            .waits_no_more(gone.peer, gone.request.token_blocks());
+        self.shares.waits_no_more(gone.peer, gone.request.token_blocks());
         gone.ticket
     }
 }
@@ -231,18 +226,11 @@ mod tests {
 
     fn rig() -> Rig {
         let pool = Pool::new(Span::new(0, 1).unwrap(), 4096, 1024);
-        Rig {
-            queue: WaitQueue::new(pool, 1.0),
-            now: Instant::now(),
-        }
+        Rig { queue: WaitQueue::new(pool, 1.0), now: Instant::now() }
     }
 
     fn request(tokens: u32) -> KvRequest {
-        KvRequest {
-            blocks: vec![BlockIndex(0)],
-            rows: 1,
-            max_length: tokens,
-        }
+        KvRequest { blocks: vec![BlockIndex(0)], rows: 1, max_length: tokens }
     }
 
     impl Rig {
@@ -334,18 +322,12 @@ mod tests {
     fn a_peer_over_its_share_goes_behind_those_who_wait() {
         let mut rig = rig();
         let (greedy, modest) = (PeerId::random(), PeerId::random());
-        let mut held: Vec<_> = (0..4)
-            .map(|_| (greedy, rig.take(greedy, 256).unwrap()))
-            .collect();
+        let mut held: Vec<_> = (0..4).map(|_| (greedy, rig.take(greedy, 256).unwrap())).collect();
         let more = rig.wait(greedy, 256);
         let first = rig.wait(modest, 300);
         // What the greedy one gives back goes to the other, although its own request came before.
         assert!(rig.give_back(held.remove(0)).is_empty());
-        let over = Refusal::OverShare {
-            asked: 10,
-            held: 768,
-            most: 512,
-        };
+        let over = Refusal::OverShare { asked: 10, held: 768, most: 512 };
         assert_eq!(rig.take(greedy, 10), Err(over));
         assert_eq!(rig.give_back(held.remove(0)), [first]);
         // The other has what it wants.

@@ -7,8 +7,8 @@ use shared::block::BlockIndex;
 
 use super::table::SessionTables;
 
-/// Step ids remembered per session. A duplicate comes within a step or two (once from the client and once by push), so that a
-/// bounded memory forgets nothing that matters.
+/// Step ids remembered per session. A duplicate comes within a step or two (once from the client
+/// and once by push), so that a bounded memory forgets nothing that matters.
 pub const STEP_IDS_KEPT: usize = 1024;
 
 /// A session that was admitted.
@@ -16,7 +16,8 @@ pub const STEP_IDS_KEPT: usize = 1024;
 pub struct Session {
     /// Its blocks, in the order in which they run.
     pub blocks: Vec<BlockIndex>,
-    /// Adapter, by its index among those of the model; that of the first message (petals `handler.py`, `rpc_inference`).
+    /// Adapter, by its index among those of the model; that of the first message (petals
+    /// `handler.py`, `rpc_inference`).
     pub adapter: Option<u32>,
     /// Sequences; every step has as many.
     pub batch: u32,
@@ -36,14 +37,7 @@ impl Session {
         tables: SessionTables,
         kv_losses: u64,
     ) -> Session {
-        Session {
-            blocks,
-            adapter,
-            batch,
-            tables,
-            kv_losses,
-            seen: SeenSteps::default(),
-        }
+        Session { blocks, adapter, batch, tables, kv_losses, seen: SeenSteps::default() }
     }
 
     /// Notes a step id; false if the step came before and is to be ignored without an answer
@@ -60,7 +54,8 @@ impl Session {
     }
 }
 
-/// The last [`STEP_IDS_KEPT`] step ids, as 64-bit hashes: a false match would need a client to collide with itself.
+/// The last [`STEP_IDS_KEPT`] step ids, as 64-bit hashes: a false match would need a client to
+/// collide with itself.
 #[derive(Debug, Default)]
 struct SeenSteps {
     known: HashSet<u64>,

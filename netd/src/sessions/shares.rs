@@ -1,22 +1,26 @@
-//! How much of the KV memory a peer may take while others want some, too. Pure: the time is passed in.
+//! How much of the KV memory a peer may take while others want some, too. Pure: the time is passed
+//! in.
 //!
-//! The fair share of a peer is the budget divided by the number of peers that hold, want or were lately refused memory. A peer
-//! may take more, and alone it may take everything, but not while another has a *claim*: a request that waits, or was
-//! refused for lack of memory within [`CLAIM_LIFE`] (Petals' clients never wait, they come again), and that fits into the
-//! share of its own peer. So a client that is alone never notices, what is held is never taken away, and whoever holds more than
-//! its share gets no more until the others were served.
+//! The fair share of a peer is the budget divided by the number of peers that hold, want or were
+//! lately refused memory. A peer may take more, and alone it may take everything, but not while
+//! another has a *claim*: a request that waits, or was refused for lack of memory within
+//! [`CLAIM_LIFE`] (Petals' clients never wait, they come again), and that fits into the
+//! share of its own peer. So a client that is alone never notices, what is held is never taken
+//! away, and whoever holds more than its share gets no more until the others were served.
 //!
 //! Besides, no peer ever holds more than the operator's `--max_kv_share` of the budget.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use libp2p::PeerId;
+use hivemind::p2p::PeerId;
 
-/// How long a refused request counts as one that waits: Petals' clients try again within seconds, and a minute at most.
+/// How long a refused request counts as one that waits: Petals' clients try again within seconds,
+/// and a minute at most.
 pub const CLAIM_LIFE: Duration = Duration::from_secs(60);
 
-/// Most peers that are remembered for a refused request; peers that hold or wait are bounded by their sessions.
+/// Most peers that are remembered for a refused request; peers that hold or wait are bounded by
+/// their sessions.
 pub const MAX_REFUSED: usize = 1024;
 
 /// What a peer holds and wants, in token-blocks.
@@ -64,11 +68,7 @@ impl Shares {
     /// Shares of `budget` token-blocks, of which one peer may hold at most the part `max_share`.
     pub fn new(budget: u64, max_share: f64) -> Shares {
         let cap = (budget as f64 * max_share.clamp(0.0, 1.0)).ceil();
-        Shares {
-            budget,
-            cap: (cap as u64).min(budget),
-            accounts: HashMap::new(),
-        }
+        Shares { budget, cap: (cap as u64).min(budget), accounts: HashMap::new() }
     }
 
     /// `peer` was given memory.
@@ -153,18 +153,15 @@ impl Moment<'_> {
         }
     }
 
-    /// Whether a request of `peer` that others passed too often may hold them up: unless it wants more than its share on top of
-    /// what it holds.
+    /// Whether a request of `peer` that others passed too often may hold them up: unless it wants
+    /// more than its share on top of what it holds.
     pub fn may_hold_up(&self, peer: PeerId, asked: u64) -> bool {
         let held = self.held(peer);
         held == 0 || held.saturating_add(asked) <= self.fair
     }
 
     fn held(&self, peer: PeerId) -> u64 {
-        self.shares
-            .accounts
-            .get(&peer)
-            .map_or(0, |account| account.held)
+        self.shares.accounts.get(&peer).map_or(0, |account| account.held)
     }
 
     fn has_claim(&self, account: &Account) -> bool {
@@ -203,7 +200,8 @@ mod tests {
         let moment = shares.at(now, Some(one));
         assert_eq!(moment.may_take(one, 1), Err(Over::Share(600, 500)));
         assert_eq!(moment.may_take(two, 400), Ok(()));
-        // A third makes the shares smaller: the wish of the second is more than its share then, and holds up nobody.
+        // A third makes the shares smaller: the wish of the second is more than its share then, and
+        // holds up nobody.
         let moment = shares.at(now, Some(three));
         assert_eq!(moment.may_take(three, 900), Ok(()));
         assert_eq!(moment.may_take(one, 1), Ok(()));
@@ -238,10 +236,7 @@ mod tests {
         }
         assert_eq!(shares.accounts.len(), MAX_REFUSED);
         let [one, ..] = peers();
-        assert_eq!(
-            shares.at(now + CLAIM_LIFE, Some(one)).may_take(one, 1000),
-            Ok(())
-        );
+        assert_eq!(shares.at(now + CLAIM_LIFE, Some(one)).may_take(one, 1000), Ok(()));
         assert!(shares.accounts.is_empty());
     }
 }

@@ -1,15 +1,17 @@
 //! Page tables of one session: one table per row, over the pages that the session was granted.
 //!
-//! A step runs in three moves. [`SessionTables::begin`] rolls back, reorders rows by reference, and plans what is written:
-//! a page that more than one row refers to is never written, the row gets a copy. [`SessionTables::commit`] makes the new
-//! tables the session's, once the step was answered; until then the old ones keep their pages, so that the step can be
-//! submitted again (it writes only at or after its prefix, so that doing it twice equals once) or given up
+//! A step runs in three moves. [`SessionTables::begin`] rolls back, reorders rows by reference, and
+//! plans what is written: a page that more than one row refers to is never written, the row gets a
+//! copy. [`SessionTables::commit`] makes the new tables the session's, once the step was answered;
+//! until then the old ones keep their pages, so that the step can be submitted again (it writes
+//! only at or after its prefix, so that doing it twice equals once) or given up
 //! ([`SessionTables::abort`]).
 //!
 //! # Why the pages always suffice
-//! After the rollback to position `p` every old table has at most `ceil(p / 16)` pages. A step of `n` tokens needs per row at
-//! most one copy (of the page that `p` lies in) and the pages from `ceil(p / 16)` to `ceil((p + n) / 16)`. Old and new
-//! together are at most `ceil(max_length / 16) + 1` per row, which is what [`super::pool::KvRequest::pages`] takes.
+//! After the rollback to position `p` every old table has at most `ceil(p / 16)` pages. A step of
+//! `n` tokens needs per row at most one copy (of the page that `p` lies in) and the pages from
+//! `ceil(p / 16)` to `ceil((p + n) / 16)`. Old and new together are at most `ceil(max_length / 16)
+//! + 1` per row, which is what [`super::pool::KvRequest::pages`] takes.
 
 use shared::ids::PageId;
 use shared::job::PageCopy;
@@ -28,7 +30,8 @@ pub enum TableError {
         /// In the cache.
         prefix: u32,
     },
-    /// The step would leave the session's length (text of Petals' `inference_session.py` and `block_functions.py`).
+    /// The step would leave the session's length (text of Petals' `inference_session.py` and
+    /// `block_functions.py`).
     #[error(
         "Maximum length exceeded: prefix {prefix} + current {tokens} exceeds pre-allocated maximum {max_length}"
     )]
@@ -93,7 +96,8 @@ struct Pending {
 }
 
 impl SessionTables {
-    /// Empty tables of `rows` rows over `pages`, which must be as many as [`super::pool::KvRequest::pages`] says.
+    /// Empty tables of `rows` rows over `pages`, which must be as many as
+    /// [`super::pool::KvRequest::pages`] says.
     pub fn new(rows: usize, max_length: u32, pages: &[PageId]) -> SessionTables {
         SessionTables {
             refs: vec![0; pages.len()],
@@ -111,8 +115,8 @@ impl SessionTables {
         self.prefix
     }
 
-    /// Checks a step of `tokens` tokens from `start` (`None`: from the end of the cache) without changing anything; returns
-    /// the position it starts from.
+    /// Checks a step of `tokens` tokens from `start` (`None`: from the end of the cache) without
+    /// changing anything; returns the position it starts from.
     ///
     /// # Errors
     /// [`TableError::BeyondPrefix`], [`TableError::TooLong`].
@@ -122,24 +126,18 @@ impl SessionTables {
             Some(start) => match u32::try_from(start) {
                 Ok(start) if start <= self.prefix => start,
                 _ => {
-                    return Err(TableError::BeyondPrefix {
-                        start,
-                        prefix: self.prefix,
-                    });
+                    return Err(TableError::BeyondPrefix { start, prefix: self.prefix });
                 }
             },
         };
         match prefix.checked_add(tokens) {
             Some(end) if end <= self.max_length => Ok(prefix),
-            _ => Err(TableError::TooLong {
-                prefix,
-                tokens,
-                max_length: self.max_length,
-            }),
+            _ => Err(TableError::TooLong { prefix, tokens, max_length: self.max_length }),
         }
     }
 
-    /// Forgets the tokens from `start` on, which [`Self::check`] returned. What a zero-token step does.
+    /// Forgets the tokens from `start` on, which [`Self::check`] returned. What a zero-token step
+    /// does.
     pub fn roll_back(&mut self, start: u32) {
         let keep = (start as usize).div_ceil(PAGE_TOKENS);
         for row in &mut self.rows {
@@ -154,8 +152,8 @@ impl SessionTables {
         self.prefix = self.prefix.min(start);
     }
 
-    /// Rolls back to `start`, takes row `hypo_ids[i]` for row `i`, and plans a step of `tokens > 0` tokens. A step that was begun
-    /// before must have been committed or aborted.
+    /// Rolls back to `start`, takes row `hypo_ids[i]` for row `i`, and plans a step of `tokens > 0`
+    /// tokens. A step that was begun before must have been committed or aborted.
     ///
     /// # Errors
     /// [`TableError`]; nothing has changed then.
@@ -171,9 +169,7 @@ impl SessionTables {
         self.roll_back(prefix);
         let mut rows: Vec<Vec<u32>> = order.iter().map(|&row| self.rows[row].clone()).collect();
         let mut refs = vec![0u32; self.refs.len()];
-        rows.iter()
-            .flatten()
-            .for_each(|&page| refs[page as usize] += 1);
+        rows.iter().flatten().for_each(|&page| refs[page as usize] += 1);
         let copies = self.unshare(prefix, &mut rows, &mut refs);
         let end = (prefix as usize + tokens as usize).div_ceil(PAGE_TOKENS);
         for row in &mut rows {
@@ -181,20 +177,10 @@ impl SessionTables {
                 row.push(self.fresh(&mut refs));
             }
         }
-        let tables = rows
-            .iter()
-            .map(|row| row.iter().map(|&page| self.page(page)).collect())
-            .collect();
-        self.pending = Some(Pending {
-            refs,
-            rows,
-            prefix: prefix + tokens,
-        });
-        Ok(StepPlan {
-            prefix,
-            tables,
-            copies,
-        })
+        let tables =
+            rows.iter().map(|row| row.iter().map(|&page| self.page(page)).collect()).collect();
+        self.pending = Some(Pending { refs, rows, prefix: prefix + tokens });
+        Ok(StepPlan { prefix, tables, copies })
     }
 
     /// The step was answered: its tables are the session's.
@@ -210,7 +196,8 @@ impl SessionTables {
         (self.refs, self.rows, self.prefix) = (pending.refs, pending.rows, pending.prefix);
     }
 
-    /// The step failed: the tables are as before it, but for the tokens that it rolled back, which are gone.
+    /// The step failed: the tables are as before it, but for the tokens that it rolled back, which
+    /// are gone.
     pub fn abort(&mut self) {
         let Some(pending) = self.pending.take() else {
             return;
@@ -228,10 +215,7 @@ impl SessionTables {
             return Ok((0..rows).collect());
         };
         if ids.len() != rows {
-            return Err(TableError::HypoCount {
-                got: ids.len(),
-                rows,
-            });
+            return Err(TableError::HypoCount { got: ids.len(), rows });
         }
         let row = |(index, &value): (usize, &i64)| {
             let row = usize::try_from(value).ok().filter(|&row| row < rows);
@@ -264,10 +248,7 @@ impl SessionTables {
     }
 
     fn fresh(&mut self, refs: &mut [u32]) -> u32 {
-        let page = self
-            .free
-            .pop()
-            .expect("the module's header counts the pages that a step needs");
+        let page = self.free.pop().expect("the module's header counts the pages that a step needs");
         refs[page as usize] = 1;
         page
     }

@@ -1,5 +1,6 @@
 //! This server's own records: [`records`] builds them, [`Announcer`] keeps them alive in the DHT.
-//! Source: `ModuleAnnouncerThread` in `petals/server/server.py` and `declare_active_modules` in `petals/utils/dht.py`.
+//! Source: `ModuleAnnouncerThread` in `petals/server/server.py` and `declare_active_modules` in
+//! `petals/utils/dht.py`.
 //!
 //! ```text
 //!   status (watch) ── state changes ──> announce at once ─┐
@@ -7,12 +8,12 @@
 //!                     Offline ────────> announce once, end
 //! ```
 
-use crate::dht::driver::{Dht, unix_now};
-use crate::dht::id::DhtId;
-use crate::dht::storage::{Item, Timed};
-use crate::wire::msgpack::Value;
-use crate::wire::records::{MODELS_KEY, ModelInfo, ServerInfo, ServerState};
-use crate::wire::uid::module_uid;
+use hivemind::dht::driver::{Dht, unix_now};
+use hivemind::dht::id::DhtId;
+use hivemind::dht::storage::{Item, Timed};
+use hivemind::wire::msgpack::Value;
+use hivemind::wire::records::{MODELS_KEY, ModelInfo, ServerInfo, ServerState};
+use hivemind::wire::uid::module_uid;
 use std::ops::Range;
 use std::time::Duration;
 use tokio::sync::watch;
@@ -63,22 +64,17 @@ pub fn records(config: &AnnounceConfig, status: &ServerStatus, now: f64) -> Vec<
     if !config.prefix.starts_with('_') {
         let subkey = Value::str(&config.prefix).encode();
         let timed = timed(config, config.model.encode(), now);
-        items.push((
-            DhtId::of_text(MODELS_KEY),
-            Item::Entry(subkey.into(), timed),
-        ));
+        items.push((DhtId::of_text(MODELS_KEY), Item::Entry(subkey.into(), timed)));
     }
     items
 }
 
 fn timed(config: &AnnounceConfig, value: Vec<u8>, now: f64) -> Timed {
-    Timed {
-        value: value.into(),
-        expiration: now + config.expiration.as_secs_f64(),
-    }
+    Timed { value: value.into(), expiration: now + config.expiration.as_secs_f64() }
 }
 
-/// The server's record under the uids of the blocks `under`, which need not be those that it claims, and not in the index.
+/// The server's record under the uids of the blocks `under`, which need not be those that it
+/// claims, and not in the index.
 #[must_use]
 pub fn records_under(
     config: &AnnounceConfig,
@@ -92,25 +88,17 @@ pub fn records_under(
         start_block: Some(config.blocks.start.into()),
         end_block: Some(config.blocks.end.into()),
         cache_tokens_left: status.cache_tokens_left,
-        next_pings: Some(if offline {
-            Vec::new()
-        } else {
-            status.next_pings.clone()
-        }),
+        next_pings: Some(if offline { Vec::new() } else { status.next_pings.clone() }),
         ..config.info.clone()
     };
     let subkey = Value::str(&config.peer_id).encode();
     let record = Item::Entry(subkey.into(), timed(config, info.encode(), now));
-    let uid = |block| {
-        (
-            DhtId::of_text(&module_uid(&config.prefix, block)),
-            record.clone(),
-        )
-    };
+    let uid = |block| (DhtId::of_text(&module_uid(&config.prefix, block)), record.clone());
     under.into_iter().map(uid).collect()
 }
 
-/// Stores the record under `under` once; whether some node took each. Gives up after `STORE_PATIENCE`.
+/// Stores the record under `under` once; whether some node took each. Gives up after
+/// `STORE_PATIENCE`.
 pub async fn store_under(
     dht: &Dht,
     config: &AnnounceConfig,
@@ -125,7 +113,8 @@ pub async fn store_under(
     matches!(stored, Ok(Ok(accepted)) if accepted.iter().all(|count| *count > 0))
 }
 
-/// Says OFFLINE under `under`, again and again until some node took each record or the earlier ones have expired anyway.
+/// Says OFFLINE under `under`, again and again until some node took each record or the earlier ones
+/// have expired anyway.
 pub async fn take_back(dht: Dht, config: AnnounceConfig, under: Vec<u32>) {
     let status = ServerStatus {
         state: ServerState::Offline,
@@ -149,8 +138,9 @@ pub struct Announcer {
 }
 
 impl Announcer {
-    /// Starts announcing what `status` says. To be called within a tokio runtime. The task ends after it announced
-    /// [`ServerState::Offline`], which it also does when the sender of `status` is dropped.
+    /// Starts announcing what `status` says. To be called within a tokio runtime. The task ends
+    /// after it announced [`ServerState::Offline`], which it also does when the sender of
+    /// `status` is dropped.
     #[must_use]
     pub fn start(dht: Dht, config: AnnounceConfig, status: watch::Receiver<ServerStatus>) -> Self {
         let (announced_sender, announced) = watch::channel(None);
@@ -169,8 +159,8 @@ impl Announcer {
         self.task.abort();
     }
 
-    /// Waits until the task has ended, at most until `deadline`: after the status became offline, so that clients learn of it.
-    /// Whether it ended in time.
+    /// Waits until the task has ended, at most until `deadline`: after the status became offline,
+    /// so that clients learn of it. Whether it ended in time.
     pub async fn finished(self, deadline: Instant) -> bool {
         timeout_at(deadline, self.task).await.is_ok()
     }
@@ -198,20 +188,18 @@ async fn run(
         if current.state == ServerState::Offline {
             return;
         }
-        let period = if stored {
-            config.update_period
-        } else {
-            config.update_period.min(RETRY_PERIOD)
-        };
+        let period =
+            if stored { config.update_period } else { config.update_period.min(RETRY_PERIOD) };
         if started.elapsed() > period {
             warn!(
                 took_s = started.elapsed().as_secs_f64(),
-                "announcing takes longer than the update period"
+                "announcing took longer than the update period"
             );
         }
         let changed = status.wait_for(|new| new.state != current.state);
-        // The period ends, or the state changes; a sender that is gone means the server ends. Or the node was away from the
-        // swarm, whose nodes may have lost these records meanwhile.
+        // The period ends, or the state changes; a sender that is gone means the server ends. Or
+        // the node was away from the swarm, whose nodes may have lost these records
+        // meanwhile.
         orphaned = tokio::select! {
             ended = timeout_at(started + period, changed) => matches!(ended, Ok(Err(_))),
             Ok(()) = rejoined.changed() => false,
@@ -225,11 +213,7 @@ async fn announce(dht: &Dht, config: &AnnounceConfig, status: &ServerStatus) -> 
         Ok(accepted) => {
             let refused = accepted.iter().filter(|count| **count == 0).count();
             if refused > 0 {
-                warn!(
-                    refused,
-                    of = accepted.len(),
-                    "records that no node of the DHT accepted"
-                );
+                warn!(refused, of = accepted.len(), "no DHT node accepted some records");
             }
             info!(state = ?status.state, blocks = ?config.blocks, "announced");
             refused == 0
@@ -244,18 +228,15 @@ async fn announce(dht: &Dht, config: &AnnounceConfig, status: &ServerStatus) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dht::driver::tests::{block_on, start};
-    use crate::swarm::view::read_blocks;
+    use crate::dht_node;
+    use hivemind::view::read_blocks;
 
     fn config(prefix: &str, peer_id: &str) -> AnnounceConfig {
         AnnounceConfig {
             prefix: prefix.into(),
             blocks: 2..4,
             peer_id: peer_id.into(),
-            model: ModelInfo {
-                num_blocks: 6,
-                repository: None,
-            },
+            model: ModelInfo { num_blocks: 6, repository: None },
             info: ServerInfo {
                 version: Some("1".into()),
                 ..ServerInfo::new(ServerState::Offline, 7.5)
@@ -266,17 +247,11 @@ mod tests {
     }
 
     fn status(state: ServerState) -> ServerStatus {
-        ServerStatus {
-            state,
-            cache_tokens_left: Some(512),
-            next_pings: vec![("p".into(), 0.5)],
-        }
+        ServerStatus { state, cache_tokens_left: Some(512), next_pings: vec![("p".into(), 0.5)] }
     }
 
     fn decoded(item: &Item) -> ServerInfo {
-        let Item::Entry(_, timed) = item else {
-            panic!("{item:?}")
-        };
+        let Item::Entry(_, timed) = item else { panic!("{item:?}") };
         assert_eq!(timed.expiration, 1240.0);
         ServerInfo::decode(&timed.value).unwrap()
     }
@@ -285,10 +260,7 @@ mod tests {
     fn every_block_and_the_index_get_a_record() {
         let items = records(&config("tiny", "me"), &status(ServerState::Online), 1000.0);
         let keys: Vec<_> = items.iter().map(|(key, _)| *key).collect();
-        assert_eq!(
-            keys,
-            ["tiny.2", "tiny.3", "_petals.models"].map(DhtId::of_text)
-        );
+        assert_eq!(keys, ["tiny.2", "tiny.3", "_petals.models"].map(DhtId::of_text));
         let info = decoded(&items[0].1);
         assert_eq!(
             (info.state, info.start_block, info.end_block),
@@ -297,30 +269,21 @@ mod tests {
         assert_eq!((info.throughput, info.cache_tokens_left), (7.5, Some(512)));
         assert_eq!(info.next_pings, Some(vec![("p".into(), 0.5)]));
         assert_eq!(items[0].1, items[1].1);
-        let Item::Entry(tag, timed) = &items[2].1 else {
-            panic!()
-        };
+        let Item::Entry(tag, timed) = &items[2].1 else { panic!() };
         assert_eq!(&tag[..], Value::str("tiny").encode());
         assert_eq!(ModelInfo::decode(&timed.value).unwrap().num_blocks, 6);
     }
 
     #[test]
     fn private_models_stay_out_of_the_index_and_offline_servers_have_no_pings() {
-        let items = records(
-            &config("_tiny", "me"),
-            &status(ServerState::Offline),
-            1000.0,
-        );
+        let items = records(&config("_tiny", "me"), &status(ServerState::Offline), 1000.0);
         assert_eq!(items.len(), 2);
         assert_eq!(decoded(&items[0].1).next_pings, Some(Vec::new()));
     }
 
     #[test]
     fn records_live_as_long_as_asked_for() {
-        let config = AnnounceConfig {
-            expiration: Duration::from_secs(77),
-            ..config("t", "me")
-        };
+        let config = AnnounceConfig { expiration: Duration::from_secs(77), ..config("t", "me") };
         let items = records(&config, &status(ServerState::Online), 1000.0);
         assert!(
             items.iter().all(
@@ -329,62 +292,51 @@ mod tests {
         );
     }
 
-    #[test]
-    fn records_are_announced_again_each_period() {
-        block_on(async {
-            let (dht, _) = start(Vec::new(), false).await.unwrap();
-            let peer_id = libp2p::PeerId::random().to_base58();
-            let config = AnnounceConfig {
-                update_period: Duration::from_millis(50),
-                expiration: Duration::from_secs(2),
-                ..config("tiny", &peer_id)
-            };
-            let expires = config.expiration;
-            let (_sender, receiver) = watch::channel(status(ServerState::Online));
-            let announcer = Announcer::start(dht.clone(), config, receiver);
-            let mut announced = announcer.announced();
-            announced.wait_for(Option::is_some).await.unwrap();
-            let first = Instant::now();
-            // Longer than any one announcement lives.
-            while first.elapsed() < 2 * expires {
-                tokio::time::sleep(Duration::from_millis(50)).await;
-            }
-            let blocks = read_blocks(&dht, "tiny", 2..3).await.unwrap();
-            assert!(blocks[0].contains_key(&peer_id));
-        });
+    /// A node of the DHT that joined through `initial_peers`, and its address.
+    async fn node(initial_peers: Vec<String>) -> (Dht, String) {
+        let joined = dht_node::start(&dht_node::tests::config(initial_peers)).await.unwrap();
+        (joined.dht, joined.addrs[0].clone())
     }
 
-    #[test]
-    fn states_reach_other_nodes_in_turn() {
-        block_on(async {
-            let (first, address) = start(Vec::new(), false).await.unwrap();
-            let (second, _) = start(vec![address.clone()], false).await.unwrap();
-            let peer_id = libp2p::PeerId::random().to_base58();
-            let (sender, receiver) = watch::channel(status(ServerState::Joining));
-            let announcer = Announcer::start(first, config("tiny", &peer_id), receiver);
-            let mut announced = announcer.announced();
-            for state in [
-                ServerState::Joining,
-                ServerState::Online,
-                ServerState::Offline,
-            ] {
-                sender.send_modify(|status| status.state = state);
-                announced
-                    .wait_for(|seen| *seen == Some(state))
-                    .await
-                    .unwrap();
-                let blocks = read_blocks(&second, "tiny", 0..6).await.unwrap();
-                let served: Vec<_> = blocks
-                    .iter()
-                    .map(|servers| servers.get(&peer_id).map(|i| i.state))
-                    .collect();
-                assert_eq!(served, [None, None, Some(state), Some(state), None, None]);
-            }
-            assert!(
-                announcer
-                    .finished(Instant::now() + Duration::from_secs(30))
-                    .await
-            );
-        });
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn records_are_announced_again_each_period() {
+        let (dht, _) = node(Vec::new()).await;
+        let peer_id = hivemind::p2p::PeerId::random().to_base58();
+        let config = AnnounceConfig {
+            update_period: Duration::from_millis(50),
+            expiration: Duration::from_secs(2),
+            ..config("tiny", &peer_id)
+        };
+        let expires = config.expiration;
+        let (_sender, receiver) = watch::channel(status(ServerState::Online));
+        let announcer = Announcer::start(dht.clone(), config, receiver);
+        let mut announced = announcer.announced();
+        announced.wait_for(Option::is_some).await.unwrap();
+        let first = Instant::now();
+        // Longer than any one announcement lives.
+        while first.elapsed() < 2 * expires {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        let blocks = read_blocks(&dht, "tiny", 2..3).await.unwrap();
+        assert!(blocks[0].contains_key(&peer_id));
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn states_reach_other_nodes_one_after_another() {
+        let (first, address) = node(Vec::new()).await;
+        let (second, _) = node(vec![address]).await;
+        let peer_id = hivemind::p2p::PeerId::random().to_base58();
+        let (sender, receiver) = watch::channel(status(ServerState::Joining));
+        let announcer = Announcer::start(first, config("tiny", &peer_id), receiver);
+        let mut announced = announcer.announced();
+        for state in [ServerState::Joining, ServerState::Online, ServerState::Offline] {
+            sender.send_modify(|status| status.state = state);
+            announced.wait_for(|seen| *seen == Some(state)).await.unwrap();
+            let blocks = read_blocks(&second, "tiny", 0..6).await.unwrap();
+            let served: Vec<_> =
+                blocks.iter().map(|servers| servers.get(&peer_id).map(|i| i.state)).collect();
+            assert_eq!(served, [None, None, Some(state), Some(state), None, None]);
+        }
+        assert!(announcer.finished(Instant::now() + Duration::from_secs(30)).await);
     }
 }

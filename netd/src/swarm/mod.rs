@@ -1,6 +1,7 @@
-//! The swarm as this server sees it, and this server as the swarm sees it: who serves which blocks ([`view`]), which blocks
-//! are worth serving ([`placement`]), when to move there ([`rebalance`]), our own records ([`announce`]), whether others can
-//! dial us ([`reachability`], [`monitor`]), and what our network carries ([`rate`]).
+//! The swarm as this server sees it, and this server as the swarm sees it: who serves which blocks
+//! ([`hivemind::view`]), which blocks are worth serving ([`placement`]), when to move there ([`rebalance`]),
+//! our own records ([`announce`]), whether others can dial us ([`reachability`], [`monitor`]), and
+//! what our network carries ([`rate`]).
 
 pub mod announce;
 pub mod monitor;
@@ -11,4 +12,3 @@ pub mod rebalance;
 #[cfg(test)]
 mod simulation;
 pub mod throughput;
-pub mod view;

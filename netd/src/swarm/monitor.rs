@@ -1,8 +1,9 @@
-//! The last check before a server of the public swarm goes ONLINE: a monitor says whether it can reach it, directly or through a
-//! relay. Source: `validate_reachability` in `petals/server/reachability.py`.
+//! The last check before a server of the public swarm goes ONLINE: a monitor says whether it can
+//! reach it, directly or through a relay. Source: `validate_reachability` in
+//! `petals/server/reachability.py`.
 //!
-//! The monitor is somebody else's service: its answer is bounded in bytes and time, what it says is shown without control
-//! characters and cut, and when it fails the server goes on without it.
+//! The monitor is somebody else's service: its answer is bounded in bytes and time, what it says is
+//! shown without control characters and cut, and when it fails the server goes on without it.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -31,10 +32,7 @@ pub struct Patience {
 
 impl Patience {
     /// Petals': a server behind a NAT may need minutes to find a relay.
-    pub const PETALS: Patience = Patience {
-        attempts: 29,
-        pause: Duration::from_secs(15),
-    };
+    pub const PETALS: Patience = Patience { attempts: 29, pause: Duration::from_secs(15) };
 }
 
 /// An answer of the monitor.
@@ -50,7 +48,8 @@ struct Answer {
 /// Asks the monitor at `url` until it can reach `peer_id`.
 ///
 /// # Errors
-/// What the operator has to change, when the monitor still cannot reach this server after all attempts.
+/// What the operator has to change, when the monitor still cannot reach this server after all
+/// attempts.
 pub async fn validate(url: &str, peer_id: &str, patience: Patience) -> Result<(), String> {
     let url = url.trim_end_matches('/');
     let skip = |error: &dyn std::fmt::Display| {
@@ -96,7 +95,7 @@ async fn ask(client: &Client, url: &str, peer_id: &str) -> Result<Answer, String
     let url = format!("{url}/api/v1/is_reachable/{peer_id}");
     let body = http::get(client, &url, MAX_ANSWER_BYTES).await;
     let body = body.map_err(|error| error.to_string())?;
-    serde_json::from_slice(&body).map_err(|error| format!("its answer makes no sense: {error}"))
+    serde_json::from_slice(&body).map_err(|error| format!("cannot read its answer: {error}"))
 }
 
 /// The text of Petals.
@@ -123,16 +122,10 @@ mod tests {
     use super::*;
     use crate::http::stand_in::{StandIn, answer};
 
-    const QUICK: Patience = Patience {
-        attempts: 3,
-        pause: Duration::from_millis(1),
-    };
+    const QUICK: Patience = Patience { attempts: 3, pause: Duration::from_millis(1) };
 
     fn block_on<T>(future: impl Future<Output = T>) -> T {
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let limit = Duration::from_secs(60);
         runtime.block_on(async { tokio::time::timeout(limit, future).await.expect("hangs") })
     }
@@ -141,10 +134,7 @@ mod tests {
     fn a_server_that_becomes_reachable_goes_on() {
         block_on(async {
             let monitor = StandIn::start(|number, _| match number {
-                2 => answer(
-                    "200 OK",
-                    br#"{"success": true, "message": "", "your_ip": "1.2.3.4"}"#,
-                ),
+                2 => answer("200 OK", br#"{"success": true, "message": "", "your_ip": "1.2.3.4"}"#),
                 _ => answer(
                     "200 OK",
                     br#"{"success": false, "message": "no", "your_ip": "1.2.3.4"}"#,
@@ -152,11 +142,7 @@ mod tests {
             })
             .await;
             assert_eq!(validate(&monitor.url, "QmMe", QUICK).await, Ok(()));
-            let asked: Vec<String> = monitor
-                .requests()
-                .into_iter()
-                .map(|(line, _)| line)
-                .collect();
+            let asked: Vec<String> = monitor.requests().into_iter().map(|(line, _)| line).collect();
             assert_eq!(asked, ["GET /api/v1/is_reachable/QmMe"; 3]);
         });
     }
@@ -181,11 +167,7 @@ mod tests {
                 "{message}"
             );
             assert!(message.contains("--public_ip YOUR_IP --port 31337") && message.len() < 4000);
-            let polite = Answer {
-                success: false,
-                message: "no".into(),
-                your_ip: "1.2.3.4".into(),
-            };
+            let polite = Answer { success: false, message: "no".into(), your_ip: "1.2.3.4".into() };
             assert!(advice(&polite).contains("--public_ip 1.2.3.4 --port"));
         });
     }
@@ -209,26 +191,19 @@ mod tests {
                 Some(Vec::new()),
             ];
             for hostile in answers {
-                let shown = hostile
-                    .clone()
-                    .map(|bytes| bytes.iter().take(60).copied().collect::<Vec<_>>());
+                let shown =
+                    hostile.clone().map(|bytes| bytes.iter().take(60).copied().collect::<Vec<_>>());
                 let monitor = StandIn::start(move |_, _| hostile.clone()).await;
                 let result = validate(&monitor.url, "QmMe", QUICK).await;
                 assert_eq!(result, Ok(()), "{shown:?}");
-                assert!(
-                    monitor.requests().len() <= 4,
-                    "asked once, and where it was sent"
-                );
+                assert!(monitor.requests().len() <= 4, "asked once, and where it was sent");
             }
             assert_eq!(validate("http://127.0.0.1:1", "QmMe", QUICK).await, Ok(()));
             assert_eq!(validate("no url", "QmMe", QUICK).await, Ok(()));
             // Says nothing: the bound of a request, shortened.
             let silent = StandIn::start(|_, _| None).await;
             let client = http::client(Duration::from_millis(50)).unwrap();
-            assert_eq!(
-                ask(&client, &silent.url, "QmMe").await.unwrap_err(),
-                "no answer in time"
-            );
+            assert_eq!(ask(&client, &silent.url, "QmMe").await.unwrap_err(), "no answer in time");
         });
     }
 }

@@ -1,4 +1,5 @@
-//! What the network of this server carries each way, measured with other servers of the swarm and with nobody else.
+//! What the network of this server carries each way, measured with other servers of the swarm and
+//! with nobody else.
 //!
 //! ```text
 //!   ONLINE and idle ── lock, kept? ──> up to 4 servers agree ──> all send at once (4 s, 32 MiB each at most)
@@ -6,13 +7,15 @@
 //!        best mean of each way, the smaller of the two ──> kept for a week, announced
 //! ```
 //!
-//! Several servers at once, since one may have a slower link than ours: their sum is what our link carried at least. What counts is
-//! what has arrived, so a peer cannot make us believe in more than it really sent or took. Only direct connections are used; and
-//! where any peer is connected at an address of the whole world, only such peers: a neighbour on the same cable says nothing about
+//! Several servers at once, since one may have a slower link than ours: their sum is what our link
+//! carried at least. What counts is what has arrived, so a peer cannot make us believe in more than
+//! it really sent or took. Only direct connections are used; and where any peer is connected at an
+//! address of the whole world, only such peers: a neighbour on the same cable says nothing about
 //! the way to the swarm.
 //!
-//! A server that is asked ([`serve::Counterpart`]) lends bounded bytes and time to each peer, and to all of them in an hour. One that
-//! refuses is passed over; when nobody agrees it is tried again later, and until then the rate is what `shared::network` says.
+//! A server that is asked ([`serve::Counterpart`]) lends bounded bytes and time to each peer, and
+//! to all of them in an hour. One that refuses is passed over; when nobody agrees it is tried again
+//! later, and until then the rate is what `shared::network` says.
 //!
 //! # Discrepancies
 //! Petals asks speedtest.net. A service of the operator's choice can be named (`url`).
@@ -25,15 +28,15 @@ mod url;
 
 use std::time::Duration;
 
-use crate::p2p::{ProtocolKind, ProtocolSpec};
-
 pub use ask::with_peers;
+use hivemind::p2p::{ProtocolKind, ProtocolSpec};
 pub use keep::{Outcome, Settings, keep, once};
 
 /// The protocol. Peers that are no Sepal servers do not know it.
 ///
-/// Frames of the caller: one byte, `DOWN` or `UP`; after `AGREED` came back, `GO`; then in the direction asked for, frames of at
-/// most `CHUNK_BYTES`. For `UP` the callee answers with the bytes that have arrived so far, 8 bytes, little endian.
+/// Frames of the caller: one byte, `DOWN` or `UP`; after `AGREED` came back, `GO`; then in the
+/// direction asked for, frames of at most `CHUNK_BYTES`. For `UP` the callee answers with the bytes
+/// that have arrived so far, 8 bytes, little endian.
 pub const PROTOCOL: &str = "/sepal/rate/1";
 
 /// The callee is to send.
@@ -54,7 +57,7 @@ const MAX_TIME: Duration = Duration::from_secs(4);
 /// Received bytes between two answers.
 const ACK_BYTES: u64 = 256 << 10;
 
-/// The protocol with its bounds, for [`crate::p2p::P2pConfig::protocols`].
+/// The protocol with its bounds, for [`hivemind::p2p::P2pConfig::protocols`].
 #[must_use]
 pub fn protocol() -> ProtocolSpec {
     ProtocolSpec {

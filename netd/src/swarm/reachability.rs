@@ -1,5 +1,5 @@
-//! Whether peers can dial this server, asked of peers before it is announced, and answered to peers that ask the same.
-//! Source: `petals/server/reachability.py`.
+//! Whether peers can dial this server, asked of peers before it is announced, and answered to peers
+//! that ask the same. Source: `petals/server/reachability.py`.
 //!
 //! ```text
 //!   we start ── rpc_check("can you dial me?") ──> up to 5 peers ──> half or more say yes: direct, else through relays
@@ -9,8 +9,9 @@
 //!
 //! # Discrepancies
 //!
-//! Python dials any peer that it is asked about, wherever the DHT says it is. Here only the caller itself is dialled,
-//! and only at IP addresses that it is connected from, so that nobody can point this server at somebody else.
+//! Python dials any peer that it is asked about, wherever the DHT says it is. Here only the caller
+//! itself is dialled, and only at IP addresses that it is connected from, so that nobody can point
+//! this server at somebody else.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
@@ -20,19 +21,16 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures::future::select_ok;
 use futures::stream::{FuturesUnordered, StreamExt};
-use libp2p::multiaddr::Protocol;
+use hivemind::names;
+use hivemind::p2p::{
+    Introduction, Keypair, Multiaddr, P2p, P2pConfig, PeerId, Protocol, ProtocolKind, ProtocolSpec,
+    Traversal,
+};
+use hivemind::wire::messages::{NodeInfo, PingRequest, PingResponse};
 use prost::Message;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::{debug, info};
-
-use crate::p2p::{
-    Introduction, Keypair, Multiaddr, P2p, P2pConfig, PeerId, ProtocolKind, ProtocolSpec, Traversal,
-};
-use crate::wire::messages::{NodeInfo, PingRequest, PingResponse};
-
-/// Whether a peer can be reached from here.
-pub const RPC_CHECK: &str = "ReachabilityProtocol.rpc_check";
 
 /// How long asking a peer about itself may take (Petals).
 const SELF_CHECK_TIMEOUT: Duration = Duration::from_secs(5);
@@ -61,7 +59,7 @@ const INTRODUCTION_TIMEOUT: Duration = Duration::from_secs(2);
 #[must_use]
 pub fn protocol() -> ProtocolSpec {
     ProtocolSpec {
-        name: RPC_CHECK,
+        name: names::REACHABILITY_CHECK,
         kind: ProtocolKind::Unary,
         max_inbound_per_peer: 4,
         max_inbound_total: 64,
@@ -97,11 +95,7 @@ impl Checker {
     /// Answers for the node `p2p`.
     #[must_use]
     pub fn new(p2p: P2p) -> Self {
-        Self {
-            p2p,
-            probes: Arc::new(Semaphore::new(MAX_PROBES)),
-            shared: Arc::default(),
-        }
+        Self { p2p, probes: Arc::new(Semaphore::new(MAX_PROBES)), shared: Arc::default() }
     }
 
     /// What was asked so far.
@@ -110,7 +104,8 @@ impl Checker {
         self.with(|shared| shared.figures)
     }
 
-    /// Answers a request of `caller`. About this node itself it is a sign of life; about the caller it takes seconds.
+    /// Answers a request of `caller`. About this node itself it is a sign of life; about the caller
+    /// it takes seconds.
     ///
     /// # Errors
     /// The text for the caller, who then counts this node as one that did not answer.
@@ -126,10 +121,7 @@ impl Checker {
             self.with(|shared| shared.figures.refused += 1);
             false
         };
-        let response = PingResponse {
-            available,
-            ..PingResponse::default()
-        };
+        let response = PingResponse { available, ..PingResponse::default() };
         Ok(response.encode_to_vec().into())
     }
 
@@ -141,7 +133,7 @@ impl Checker {
             return Err("RuntimeError('too many reachability checks, ask again later')".into());
         }
         let reachable = self.probe(caller).await;
-        info!(peer = %caller, reachable, "checked whether a peer can be dialled");
+        info!(peer = %caller, reachable, "checked the reachability of a peer");
         self.with(|shared| match reachable {
             true => shared.figures.reachable += 1,
             false => shared.figures.unreachable += 1,
@@ -155,7 +147,7 @@ impl Checker {
             return false;
         };
         let addrs = dialable(&introduction).await;
-        debug!(peer = %caller, ?addrs, ?introduction, "dial back");
+        debug!(peer = %caller, ?addrs, ?introduction, "dialing back");
         if addrs.is_empty() {
             return false;
         }
@@ -171,8 +163,7 @@ impl Checker {
 impl Shared {
     /// Whether the caller may be served now; if so it is remembered.
     fn admit(&mut self, caller: PeerId, now: Instant) -> bool {
-        self.recent
-            .retain(|_, at| now.duration_since(*at) < PROBE_PERIOD);
+        self.recent.retain(|_, at| now.duration_since(*at) < PROBE_PERIOD);
         if self.recent.contains_key(&caller) || self.recent.len() >= MAX_RECENT {
             return false;
         }
@@ -181,7 +172,8 @@ impl Shared {
     }
 }
 
-/// The announced TCP addresses, names resolved, that lie at an IP address which the peer is connected from.
+/// The announced TCP addresses, names resolved, that lie at an IP address which the peer is
+/// connected from.
 async fn dialable(introduction: &Introduction) -> Vec<SocketAddr> {
     let mut found = Vec::new();
     for addr in &introduction.announced {
@@ -224,7 +216,8 @@ fn multiaddr(socket: SocketAddr) -> Multiaddr {
     Multiaddr::from(ip).with(Protocol::Tcp(socket.port()))
 }
 
-/// Whether `peer` answers at one of the addresses. A node of its own dials: the connections that are there prove nothing.
+/// Whether `peer` answers at one of the addresses. A node of its own dials: the connections that
+/// are there prove nothing.
 async fn is_there(peer: PeerId, addrs: Vec<SocketAddr>) -> bool {
     let probe = P2p::start(P2pConfig {
         keypair: Keypair::generate_ed25519(),
@@ -254,28 +247,23 @@ async fn is_there(peer: PeerId, addrs: Vec<SocketAddr>) -> bool {
 /// Asks `peer` whether it can dial `about`; `None` if it does not say.
 async fn ask(p2p: &P2p, peer: PeerId, about: PeerId) -> Option<bool> {
     let request = PingRequest {
-        peer: Some(NodeInfo {
-            node_id: about.to_bytes().into(),
-        }),
+        peer: Some(NodeInfo { node_id: about.to_bytes().into() }),
         ..PingRequest::default()
     };
-    let limit = if peer == about {
-        SELF_CHECK_TIMEOUT
-    } else {
-        CHECK_TIMEOUT
-    };
-    let answer = p2p.call_unary(peer, RPC_CHECK, request.encode_to_vec().into(), limit);
+    let limit = if peer == about { SELF_CHECK_TIMEOUT } else { CHECK_TIMEOUT };
+    let answer =
+        p2p.call_unary(peer, names::REACHABILITY_CHECK, request.encode_to_vec().into(), limit);
     match answer.await {
         Ok(bytes) => PingResponse::decode(bytes).ok().map(|r| r.available),
         Err(error) => {
-            debug!(%peer, %error, "does not check reachability");
+            debug!(%peer, %error, "peer did not check reachability");
             None
         }
     }
 }
 
-/// Asks peers whether they can dial this node, which must answer [`RPC_CHECK`] already: `None` if nobody says, which
-/// Petals takes for reachable.
+/// Asks peers whether they can dial this node, which must answer [`names::REACHABILITY_CHECK`] already: `None` if
+/// nobody says, which Petals takes for reachable.
 pub async fn check_direct(p2p: &P2p, peers: Vec<PeerId>) -> Option<bool> {
     let deadline = Instant::now() + CHECK_LIMIT;
     let mut peers = peers.into_iter();
@@ -293,10 +281,7 @@ pub async fn check_direct(p2p: &P2p, peers: Vec<PeerId>) -> Option<bool> {
             None => asked.extend(peers.next().map(question)),
         }
     }
-    info!(
-        successes,
-        answers, "asked peers whether they can dial this server"
-    );
+    info!(successes, answers, "asked peers to dial this server");
     (answers > 0).then(|| successes as f64 / answers as f64 >= THRESHOLD)
 }
 

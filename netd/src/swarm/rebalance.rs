@@ -1,13 +1,17 @@
-//! Looks at the swarm again and again and says when this server should serve other blocks. It only asks; who carries the move
-//! out, and says when the next one may be thought of, is [`crate::run`]. Source: the loop in `petals/server/server.py`, `Server.run`.
+//! Looks at the swarm again and again and says when this server should serve other blocks. It only
+//! asks; who carries the move out, and says when the next one may be thought of, is [`crate::run`].
+//! Source: the loop in `petals/server/server.py`, `Server.run`.
 //!
 //! # Discrepancies
-//! Petals' check that cannot be made ends the server; here the next one comes. Which blocks are better is decided before the
-//! move, on the view that asked for it.
+//! Petals' check that cannot be made ends the server; here the next one comes. Which blocks are
+//! better is decided before the move, on the view that asked for it.
 
 use std::ops::Range;
 use std::time::Duration;
 
+use hivemind::dht::driver::Dht;
+use hivemind::view::{self, BlockServers, ServerSpan};
+use hivemind::wire::records::ServerState;
 use rand::Rng;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -18,9 +22,6 @@ use tracing::{debug, info, warn};
 
 use super::placement::steady::Rebalancer;
 use super::placement::{Decision, StayReason, best_start_without};
-use super::view::{self, BlockServers, ServerSpan};
-use crate::dht::driver::Dht;
-use crate::wire::records::ServerState;
 
 /// Servers that are looked at; more are a flood of records.
 const MAX_SERVERS: usize = 4096;
@@ -36,7 +37,8 @@ pub struct Settings {
     pub own: String,
     /// Blocks of the model.
     pub blocks: u32,
-    /// Moves when the weakest block has less than this share of what it could have; 0 never, above 1 always.
+    /// Moves when the weakest block has less than this share of what it could have; 0 never, above
+    /// 1 always.
     pub quality: f64,
     /// Mean time between two looks; each is uniform in up to twice that.
     pub period: Duration,
@@ -50,88 +52,131 @@ impl Settings {
     }
 }
 
-/// Looks for ever. `present` is the span that is served and may be left, `None` while there is no such thing; spans that would be
-/// better go to `wishes`.
+/// Looks for ever. `present` is the span that is served and may be left, `None` while there is no
+/// such thing; spans that would be better go to `wishes`.
 pub async fn watch(
     dht: Dht,
     settings: Settings,
     mut present: watch::Receiver<Option<Span>>,
     wishes: mpsc::Sender<Span>,
 ) {
-    let began = Instant::now();
-    let mut random = StdRng::from_rng(&mut rand::rng());
-    let mut rebalancer = Rebalancer::new(settings.quality, Duration::ZERO);
-    let mut dropped_before = 0;
+    let mut watcher = Watcher::new(dht, settings);
     loop {
-        let usual = settings.period.mul_f64(2.0 * random.random_range(0.0..1.0));
-        let pause = match rebalancer.waits_until() {
-            Some(until) => until
-                .saturating_sub(began.elapsed())
-                .clamp(MIN_PAUSE, MIN_PAUSE.max(2 * settings.period)),
-            None => usual,
-        };
-        tokio::time::sleep(pause).await;
+        tokio::time::sleep(watcher.pause()).await;
         let Ok(span) = present.wait_for(Option::is_some).await.map(|span| *span) else {
             return;
         };
         let Some(span) = span else { continue };
-        let read = view::read(&dht, &settings.prefix, 0..settings.blocks).await;
-        let view = match read {
-            Ok(view) => view,
-            Err(error) => {
-                debug!(%error, "cannot look at the swarm");
-                continue;
-            }
+        let Some(view) = watcher.look(span).await else {
+            continue;
         };
-        if view.dropped != dropped_before {
-            warn!(
-                dropped = view.dropped,
-                "records of other servers hold nonsense and are not counted"
-            );
-            dropped_before = view.dropped;
-        }
-        let own = &settings.own;
-        let mut places = view::places(&view.blocks, 0);
-        // Anybody can write under our name: where this server is, it knows itself.
-        for place in places.iter_mut().filter(|place| place.peer_id == *own) {
-            let within = |block: u32| (block as usize).min(view.blocks.len());
-            (place.start, place.end) = (within(span.start().0), within(span.end().0));
-        }
-        if places.len() > MAX_SERVERS {
-            let mut room = MAX_SERVERS;
-            places.retain(|place| {
-                room = room.saturating_sub(1);
-                room > 0 || place.peer_id == *own
-            });
-        }
-        // The simulation of a large swarm takes too long for the reactor.
-        let (me, now, blocks) = (own.clone(), began.elapsed(), view.blocks.len());
-        let look = tokio::task::spawn_blocking(move || {
-            let decision = rebalancer.on_check(now, &me, &places, blocks, &mut random);
-            (rebalancer, random, places, decision)
-        });
-        let Ok((looked, used, places, decision)) = look.await else {
+        // Only a reactor that stops loses its thread.
+        let Some((next, view, decision)) = watcher.decide(view).await else {
             return;
         };
-        (rebalancer, random) = (looked, used);
+        watcher = next;
+        let servers = view.servers.len();
         if !matches!(decision, Decision::Stay(StayReason::Waiting)) {
-            debug!(
-                ?decision,
-                servers = places.len(),
-                "looked at the balance of the swarm"
-            );
+            debug!(?decision, servers, "checked the balance of the swarm");
         }
         let Decision::Move(reason) = decision else {
             continue;
         };
-        let Some(to) = target(own, &places, view.blocks.len(), span).filter(|to| *to != span)
-        else {
+        let to = target(&watcher.settings.own, &view.servers, view.blocks, span);
+        let Some(to) = to.filter(|to| *to != span) else {
             continue;
         };
-        info!(?reason, from = %span, %to, servers = places.len(), "the swarm needs this server elsewhere");
+        info!(?reason, from = %span, %to, servers, "the swarm needs other blocks more");
         if wishes.send(to).await.is_err() {
             return;
         }
+    }
+}
+
+/// Looks at the swarm, and decides.
+struct Watcher {
+    dht: Dht,
+    settings: Settings,
+    began: Instant,
+    random: StdRng,
+    rebalancer: Rebalancer,
+    /// Records that the last look dropped.
+    dropped: usize,
+}
+
+/// What one look saw.
+struct View {
+    servers: Vec<ServerSpan>,
+    /// Blocks of the model.
+    blocks: usize,
+}
+
+impl Watcher {
+    fn new(dht: Dht, settings: Settings) -> Watcher {
+        Watcher {
+            rebalancer: Rebalancer::new(settings.quality, Duration::ZERO),
+            dht,
+            settings,
+            began: Instant::now(),
+            random: StdRng::from_rng(&mut rand::rng()),
+            dropped: 0,
+        }
+    }
+
+    /// Time to the next look.
+    fn pause(&mut self) -> Duration {
+        let period = self.settings.period;
+        let usual = period.mul_f64(2.0 * self.random.random_range(0.0..1.0));
+        match self.rebalancer.waits_until() {
+            Some(until) => until
+                .saturating_sub(self.began.elapsed())
+                .clamp(MIN_PAUSE, MIN_PAUSE.max(2 * period)),
+            None => usual,
+        }
+    }
+
+    /// The servers of the swarm, this one with the span `present`. `None`: they cannot be read now.
+    async fn look(&mut self, present: Span) -> Option<View> {
+        let Settings { prefix, blocks, own, .. } = &self.settings;
+        let view = match view::read(&self.dht, prefix, 0..*blocks).await {
+            Ok(view) => view,
+            Err(error) => {
+                debug!(%error, "cannot read the swarm");
+                return None;
+            }
+        };
+        if view.dropped != self.dropped {
+            warn!(dropped = view.dropped, "ignoring invalid records of other servers");
+            self.dropped = view.dropped;
+        }
+        let blocks = view.blocks.len();
+        let mut servers = view::places(&view.blocks, 0);
+        // Anybody can write under our name: where this server is, it knows itself.
+        for server in servers.iter_mut().filter(|server| server.peer_id == *own) {
+            let within = |block: u32| (block as usize).min(blocks);
+            (server.start, server.end) = (within(present.start().0), within(present.end().0));
+        }
+        if servers.len() > MAX_SERVERS {
+            let mut left = MAX_SERVERS;
+            servers.retain(|server| {
+                left = left.saturating_sub(1);
+                left > 0 || server.peer_id == *own
+            });
+        }
+        Some(View { servers, blocks })
+    }
+
+    /// Decides on a thread of its own: the simulation of a large swarm takes too long for the
+    /// reactor.
+    async fn decide(mut self, view: View) -> Option<(Watcher, View, Decision)> {
+        let decided = tokio::task::spawn_blocking(move || {
+            let Watcher { rebalancer, settings, random, began, .. } = &mut self;
+            let (servers, blocks) = (&view.servers, view.blocks);
+            let now = began.elapsed();
+            let decision = rebalancer.on_check(now, &settings.own, servers, blocks, random);
+            (self, view, decision)
+        });
+        decided.await.ok()
     }
 }
 
@@ -147,13 +192,9 @@ fn target(own: &str, places: &[ServerSpan], blocks: usize, span: Span) -> Option
 #[must_use]
 pub fn opens_hole(blocks: &[BlockServers], own: &str, left: &[u32]) -> bool {
     let served = |block: &u32| {
-        let servers = usize::try_from(*block)
-            .ok()
-            .and_then(|block| blocks.get(block));
+        let servers = usize::try_from(*block).ok().and_then(|block| blocks.get(block));
         servers.is_some_and(|servers| {
-            servers
-                .iter()
-                .any(|(peer, info)| peer != own && info.state == ServerState::Online)
+            servers.iter().any(|(peer, info)| peer != own && info.state == ServerState::Online)
         })
     };
     !left.iter().all(served)
@@ -182,7 +223,7 @@ pub fn range(span: Span) -> Range<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::records::ServerInfo;
+    use hivemind::wire::records::ServerInfo;
     use proptest::prelude::*;
     use rand::seq::SliceRandom;
 
@@ -199,10 +240,7 @@ mod tests {
     }
 
     fn in_state(state: ServerState, span: Span) -> ServerInfo {
-        ServerInfo {
-            state,
-            ..online(span)
-        }
+        ServerInfo { state, ..online(span) }
     }
 
     #[test]
@@ -220,16 +258,10 @@ mod tests {
             ("other".to_owned(), online(span(0, 1))),
         ]);
         let mut joining = both.clone();
-        joining.insert(
-            "other".to_owned(),
-            in_state(ServerState::Joining, span(0, 2)),
-        );
+        joining.insert("other".to_owned(), in_state(ServerState::Joining, span(0, 2)));
         let blocks = [both, joining];
         assert!(!opens_hole(&blocks, "me", &[0]));
-        assert!(
-            opens_hole(&blocks, "me", &[0, 1]),
-            "one that loads serves nobody"
-        );
+        assert!(opens_hole(&blocks, "me", &[0, 1]), "one that loads serves nobody");
         assert!(opens_hole(&blocks, "me", &[7]));
     }
 

@@ -1,14 +1,16 @@
-//! A swarm of a hundred servers on one clock, under the real decisions of [`super::placement`]: upstream's rule and ours in the
-//! same swarms. Run with `--nocapture` for the table.
+//! A swarm of a hundred servers on one clock, under the real decisions of [`super::placement`]:
+//! upstream's rule and ours in the same swarms. Run with `--nocapture` for the table.
 //!
-//! A server asks at random times, 60 s apart on average (upstream's jitter); it sees the swarm as it was five seconds ago. Upstream: one that moves
-//! is offline, chooses within ten seconds (upstream's delay), joins, and is online two minutes later. Ours: one that moves goes on serving, shows
-//! where it goes, and changes over two minutes later, unless that would leave a block without a server.
+//! A server asks at random times, 60 s apart on average (upstream's jitter); it sees the swarm as
+//! it was five seconds ago. Upstream: one that moves is offline, chooses within ten seconds
+//! (upstream's delay), joins, and is online two minutes later. Ours: one that moves goes on
+//! serving, shows where it goes, and changes over two minutes later, unless that would leave a
+//! block without a server.
 
 use super::placement::steady::Rebalancer;
 use super::placement::{Decision, best_start_without, should_choose_other_blocks};
-use super::view::ServerSpan;
-use crate::wire::records::{ServerInfo, ServerState};
+use hivemind::view::ServerSpan;
+use hivemind::wire::records::{ServerInfo, ServerState};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::collections::VecDeque;
@@ -68,9 +70,7 @@ struct Outcome {
 
 fn simulate(rule: Rule, plan: Plan, seed: u64) -> Outcome {
     let mut rng = StdRng::seed_from_u64(seed);
-    let mut servers: Vec<Server> = (0..SERVERS)
-        .map(|number| newcomer(number, &mut rng))
-        .collect();
+    let mut servers: Vec<Server> = (0..SERVERS).map(|number| newcomer(number, &mut rng)).collect();
     let mut views: VecDeque<Vec<ServerSpan>> = VecDeque::new();
     let (mut last_move_s, mut total, mut broken_s, mut weakest) = (0, 0.0, 0, 0.0);
     for now in 0..plan.end {
@@ -143,7 +143,8 @@ fn served(servers: &[Server]) -> Vec<f64> {
     throughput
 }
 
-/// Lets those who have loaded leave their old place, unless that would leave a block without a server.
+/// Lets those who have loaded leave their old place, unless that would leave a block without a
+/// server.
 fn change_over(servers: &mut [Server], now: u64) {
     let mut throughput = served(servers);
     for server in servers {
@@ -156,10 +157,7 @@ fn change_over(servers: &mut [Server], now: u64) {
         let rate = server.span.info.throughput;
         let new = server.span.start..server.span.end;
         let left = (old..old + server.length).filter(|block| !new.contains(block));
-        if left
-            .clone()
-            .any(|block| throughput[block] <= rate * 1.000_001)
-        {
+        if left.clone().any(|block| throughput[block] <= rate * 1.000_001) {
             (server.span.start, server.span.end) = (old, old + server.length);
         } else {
             left.for_each(|block| throughput[block] -= rate);
@@ -170,11 +168,7 @@ fn change_over(servers: &mut [Server], now: u64) {
 
 fn seen(servers: &[Server]) -> Vec<ServerSpan> {
     let announced = |s: &&Server| matches!(s.phase, Phase::Loading(_) | Phase::Online { .. });
-    servers
-        .iter()
-        .filter(announced)
-        .map(|server| server.span.clone())
-        .collect()
+    servers.iter().filter(announced).map(|server| server.span.clone()).collect()
 }
 
 /// One second of one server; whether it left its place.
@@ -190,9 +184,7 @@ fn step(server: &mut Server, rule: Rule, now: u64, view: &[ServerSpan], rng: &mu
         }
         Phase::Loading(until) if until <= now => {
             server.span.info.state = ServerState::Online;
-            server.phase = Phase::Online {
-                asks_at: now + rng.random_range(0..120),
-            };
+            server.phase = Phase::Online { asks_at: now + rng.random_range(0..120) };
             false
         }
         Phase::Online { asks_at } if asks_at <= now => {
@@ -215,13 +207,8 @@ fn step(server: &mut Server, rule: Rule, now: u64, view: &[ServerSpan], rng: &mu
                 server.phase = Phase::Choosing(now + rng.random_range(0..=10));
             } else {
                 let usual = now + rng.random_range(1..=120);
-                let wished = server
-                    .rebalancer
-                    .waits_until()
-                    .map_or(usual, |at| at.as_secs() + 1);
-                server.phase = Phase::Online {
-                    asks_at: wished.clamp(now + 1, now + 120),
-                };
+                let wished = server.rebalancer.waits_until().map_or(usual, |at| at.as_secs() + 1);
+                server.phase = Phase::Online { asks_at: wished.clamp(now + 1, now + 120) };
             }
             moves
         }
@@ -229,7 +216,8 @@ fn step(server: &mut Server, rule: Rule, now: u64, view: &[ServerSpan], rng: &mu
     }
 }
 
-/// Runs both rules in the same swarms, prints a row for each, and gives moves, and weakest block at the end, per rule.
+/// Runs both rules in the same swarms, prints a row for each, and gives moves, and weakest block at
+/// the end, per rule.
 fn compare(plan: Plan, seeds: std::ops::RangeInclusive<u64>) -> [(u32, f64); 2] {
     println!(
         "| rule | seed | moves | most of one | last move, s | weakest at end | weakest on average | broken, s |"
@@ -253,26 +241,17 @@ fn compare(plan: Plan, seeds: std::ops::RangeInclusive<u64>) -> [(u32, f64); 2] 
 }
 
 #[test]
-fn hundred_servers_settle_without_herding() {
-    let plan = Plan {
-        loss: 600,
-        end: 1500,
-    };
+fn hundred_servers_converge_without_herding() {
+    let plan = Plan { loss: 600, end: 1500 };
     let [upstream, steady] = compare(plan, 1..=1);
     assert!(steady.0 < upstream.0, "moves more: {steady:?} {upstream:?}");
-    assert!(
-        steady.1 > 0.7 * upstream.1,
-        "ends worse: {steady:?} {upstream:?}"
-    );
+    assert!(steady.1 > 0.7 * upstream.1, "ends worse: {steady:?} {upstream:?}");
 }
 
 #[test]
 #[ignore = "a minute; prints the table of three hours in three swarms"]
 fn hundred_servers_for_three_hours() {
-    let plan = Plan {
-        loss: 3600,
-        end: 10_800,
-    };
+    let plan = Plan { loss: 3600, end: 10_800 };
     let [upstream, steady] = compare(plan, 1..=3);
     assert!(steady.0 < upstream.0, "moves more: {steady:?} {upstream:?}");
 }

@@ -1,6 +1,6 @@
-//! What a server announces as its throughput, from measured rates. The workers measure and keep what a block does on their device
-//! (`gpu-worker/src/throughput.rs`); the network is measured by [`super::rate`]. Source:
-//! `petals/server/throughput.py`.
+//! What a server announces as its throughput, from measured rates. The workers measure and keep
+//! what a block does on their device (`gpu-worker/model/src/rates.rs`); the network is measured by
+//! [`super::rate`]. Source: `petals/server/throughput.py`.
 
 use shared::network::ASSUMED_BITS_PER_S;
 
@@ -9,7 +9,8 @@ const RELAY_SHARE: f64 = 0.2;
 /// Bits of a number in the tensors between servers.
 const WIRE_BITS: f64 = 16.0;
 
-/// Rates of one block on one device, in requests (tokens through one block) per second; the network's in tokens.
+/// Rates of one block on one device, in requests (tokens through one block) per second; the
+/// network's in tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rates {
     /// One token at a time, with KV cache.
@@ -29,8 +30,8 @@ pub enum Reach {
     Relayed,
 }
 
-/// Tokens per second of hidden states of `hidden_size` that a network with these bits per second carries both ways. A rate that is 0
-/// or no number was not measured: [`ASSUMED_BITS_PER_S`] then.
+/// Tokens per second of hidden states of `hidden_size` that a network with these bits per second
+/// carries both ways. A rate that is 0 or no number was not measured: [`ASSUMED_BITS_PER_S`] then.
 #[must_use]
 pub fn network_rps(download_bits_per_s: f64, upload_bits_per_s: f64, hidden_size: u32) -> f64 {
     let slower = download_bits_per_s.min(upload_bits_per_s);
@@ -39,8 +40,9 @@ pub fn network_rps(download_bits_per_s: f64, upload_bits_per_s: f64, hidden_size
     bits_per_s / (WIRE_BITS * f64::from(hidden_size.max(1)))
 }
 
-/// The throughput by which servers choose blocks: tokens per second through half of `block_count` blocks on average, since requests
-/// start anywhere in a span, or through the network if that is slower.
+/// The throughput by which servers choose blocks: tokens per second through half of `block_count`
+/// blocks on average, since requests start anywhere in a span, or through the network if that is
+/// slower.
 #[must_use]
 pub fn combine(rates: &Rates, block_count: u32, reach: Reach) -> f64 {
     let average_blocks = (f64::from(block_count) + 1.0) / 2.0;
@@ -55,11 +57,8 @@ pub fn combine(rates: &Rates, block_count: u32, reach: Reach) -> f64 {
 mod tests {
     use super::*;
 
-    const RATES: Rates = Rates {
-        inference_rps: 500.0,
-        forward_rps: 48_000.0,
-        network_rps: 7629.39453125,
-    };
+    const RATES: Rates =
+        Rates { inference_rps: 500.0, forward_rps: 48_000.0, network_rps: 7629.39453125 };
 
     #[test]
     fn worked_examples_come_out() {

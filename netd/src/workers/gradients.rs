@@ -1,15 +1,16 @@
-//! Gradients over the spans of several workers: forward through all but the last of them, each keeping its input, then
-//! backward from the last to the first.
+//! Gradients over the spans of several workers: forward through all but the last of them, each
+//! keeping its input, then backward from the last to the first.
 //!
 //! ```text
 //!   inputs ──> worker 0 ──> input 1 ──> worker 1 ──> input 2        (forward; not through the last worker)
 //!   result <── worker 0 <── gradient <── worker 1 <── gradient <── worker 2 <── output gradient
 //! ```
 //!
-//! A worker keeps the input, the keys and the values of each block of a job. Where that is more than one job may take, its blocks
-//! are several hops as well: less is kept, and all but the last hop are computed forward twice (Chen et al. 2016, Training
-//! Deep Nets with Sublinear Memory Cost). Where the arena does not hold the inputs of all hops, it holds some of them, and the others are
-//! computed from these again, each when its turn comes.
+//! A worker keeps the input, the keys and the values of each block of a job. Where that is more
+//! than one job may take, its blocks are several hops as well: less is kept, and all but the last
+//! hop are computed forward twice (Chen et al. 2016, Training Deep Nets with Sublinear Memory
+//! Cost). Where the arena does not hold the inputs of all hops, it holds some of them, and the
+//! others are computed from these again, each when its turn comes.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,8 +18,9 @@ use std::sync::Arc;
 use shared::block::BlockIndex;
 use shared::job::{JobBody, JobKind, SlotRef};
 
-use super::link::{Holds, Job, JobFailure, Link};
-use super::{BODY, Computation, INPUT, PROMPTS, Workers, body};
+use super::Workers;
+use super::job::{BODY, Holds, INPUT, Job, PROMPTS, piece};
+use super::link::{JobFailure, Link};
 use crate::sessions::table::StepPlan;
 
 /// Index of the slot that holds the gradient of the output.
@@ -26,11 +28,11 @@ pub const OUTPUT_GRADIENT: usize = 1;
 /// Index of the slot for the gradient of deep prompts, `[blocks, batch, prompt tokens, hidden]`.
 const PROMPT_GRADIENT: usize = PROMPTS + 1;
 
-/// A request for gradients with its way through the workers. Its slots are in `holds`, in the order of
-/// [`Gradients::sizes`].
+/// A request for gradients with its route through the workers. Its slots are in `holds`, in the order
+/// of [`Gradients::sizes`].
 #[derive(Debug)]
 pub struct Gradients {
-    work: Computation,
+    job: Job,
     hops: Vec<Hop>,
     /// Inputs of hops that the arena holds at a time, besides the first.
     inputs: usize,
@@ -45,16 +47,17 @@ pub struct Bound {
     pub most_bytes: u64,
 }
 
-/// A request for gradients that has no way through the workers.
+/// A request for gradients that has no route through the workers.
 #[derive(Debug, thiserror::Error)]
-pub enum NoWay {
+pub enum NoRoute {
     /// A worker is gone.
     #[error(transparent)]
     Job(#[from] JobFailure),
     /// It keeps too much in one job, and the arena has no room to take it in several.
     #[error(
-        "gradients over {blocks} blocks keep {} in a worker, which keeps at most {} at once, and {} of shared memory \
-         (--arena_size) cannot hold the {} that going in parts takes; ask for fewer tokens or for fewer blocks at a time",
+        "gradients over {blocks} blocks keep {} in a worker, which keeps at most {} at once; the {} of \
+         shared memory (--arena_size) cannot hold the {} that computing them in parts takes; ask for fewer tokens or fewer \
+         blocks at a time",
         mib(*.bytes), mib(*.most_bytes), mib(*.arena_bytes), mib(*.parts_bytes)
     )]
     TooLarge {
@@ -76,22 +79,20 @@ pub fn mib(bytes: u64) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
-/// One thing to do on the way, with the places of inputs: 0 is that of the request, the others are kept in between.
+/// One thing to do on the way, with the places of inputs: 0 is that of the request, the others are
+/// kept in between.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Move {
-    /// Forward from the hop `from`, whose input is at `input`, to the input of the hop `to`, which goes to `output`.
-    Ahead {
-        from: usize,
-        to: usize,
-        input: usize,
-        output: usize,
-    },
+    /// Forward from the hop `from`, whose input is at `input`, to the input of the hop `to`, which
+    /// goes to `output`.
+    Ahead { from: usize, to: usize, input: usize, output: usize },
     /// The gradient through a hop whose input is at `input`.
     Back { hop: usize, input: usize },
 }
 
-/// The moves back through `hops`, the input of the first of them being at `input`, with the places `free` for those of others: at
-/// least one if there are several hops. With a place for each, no hop is computed ahead twice.
+/// The moves back through `hops`, the input of the first of them being at `input`, with the places
+/// `free` for those of others: at least one if there are several hops. With a place for each, no
+/// hop is computed ahead twice.
 fn moves(hops: Range<usize>, input: usize, free: Range<usize>, out: &mut Vec<Move>) {
     let (from, count, places) = (hops.start, hops.len(), free.len());
     if count <= 1 || places == 0 {
@@ -100,12 +101,7 @@ fn moves(hops: Range<usize>, input: usize, free: Range<usize>, out: &mut Vec<Mov
     }
     let output = free.start;
     let ahead = |to, out: &mut Vec<Move>| {
-        out.push(Move::Ahead {
-            from,
-            to,
-            input,
-            output,
-        });
+        out.push(Move::Ahead { from, to, input, output });
     };
     if places == 1 {
         for hop in (from + 1..hops.end).rev() {
@@ -138,20 +134,19 @@ pub struct GradientSlots {
 }
 
 impl Workers {
-    /// The way of `work` through the workers, in hops that keep no more than `bound`. The arena holds as many of their inputs as leaves room
-    /// for another such request beside it, and at least one. Its kind and plan do not matter.
+    /// The route of `job` through the workers, in hops that keep no more than `bound`. The arena
+    /// holds as many of their inputs as leaves room for another such request beside it, and at
+    /// least one. Its kind and plan do not matter.
     ///
     /// # Errors
-    /// [`NoWay`] when a block has no worker, or the arena cannot hold the input of a hop where several are needed.
-    pub fn gradients(&self, work: Computation, bound: Bound) -> Result<Gradients, NoWay> {
+    /// [`NoRoute`] when a block has no worker, or the arena cannot hold the input of a hop where
+    /// several are needed.
+    pub fn gradients(&self, job: Job, bound: Bound) -> Result<Gradients, NoRoute> {
         let mut spans = Vec::new();
         let mut done = 0;
-        while done < work.blocks.len() {
-            let (link, end) = self.hop(&work.blocks, done).ok_or(JobFailure::WorkerGone)?;
-            spans.push(Hop {
-                link,
-                blocks: done..end,
-            });
+        while done < job.blocks.len() {
+            let (link, end) = self.hop(&job.blocks, done).ok_or(JobFailure::WorkerGone)?;
+            spans.push(Hop { link, blocks: done..end });
             done = end;
         }
         if spans.is_empty() {
@@ -160,7 +155,7 @@ impl Workers {
         let most = bound.most_bytes / bound.block_bytes.max(1);
         let hops = cut(&spans, usize::try_from(most).unwrap_or(usize::MAX).max(1));
         let inputs = hops.len() - 1;
-        let mut gradients = Gradients { work, hops, inputs };
+        let mut gradients = Gradients { job, hops, inputs };
         let holds = |gradients: &Gradients, times| {
             let sizes = gradients.sizes().repeat(times);
             self.arena.could_hold(&sizes)
@@ -171,7 +166,7 @@ impl Workers {
         if gradients.hops.len() > spans.len() && !holds(&gradients, 1) {
             let blocks = spans.iter().map(|span| span.blocks.len()).max();
             let blocks = blocks.unwrap_or_default();
-            return Err(NoWay::TooLarge {
+            return Err(NoRoute::TooLarge {
                 blocks,
                 bytes: bound.block_bytes.saturating_mul(blocks as u64),
                 most_bytes: bound.most_bytes,
@@ -188,24 +183,23 @@ fn cut(spans: &[Hop], most: usize) -> Vec<Hop> {
     let parts = spans.iter().flat_map(|span| {
         let (start, end, count) = (span.blocks.start, span.blocks.end, span.blocks.len());
         let length = count.div_ceil(count.div_ceil(most)).max(1);
-        (start..end).step_by(length).map(move |from| Hop {
-            link: span.link.clone(),
-            blocks: from..end.min(from + length),
-        })
+        (start..end)
+            .step_by(length)
+            .map(move |from| Hop { link: span.link.clone(), blocks: from..end.min(from + length) })
     });
     parts.collect()
 }
 
 impl Gradients {
-    /// Slots to reserve: input, output gradient, body, deep prompts and their gradient if there are any, one more gradient,
-    /// and the inputs of hops that are held at a time.
+    /// Slots to reserve: input, output gradient, body, deep prompts and their gradient if there are
+    /// any, one more gradient, and the inputs of hops that are held at a time.
     pub fn sizes(&self) -> Vec<u64> {
         // As for a computation, with a gradient for the output.
-        let mut sizes = self.work.sizes();
-        if self.work.prompts.is_some() {
-            sizes.push(self.prompt_gradient_bytes() * self.work.blocks.len() as u64);
+        let mut sizes = self.job.sizes();
+        if self.job.prompts.is_some() {
+            sizes.push(self.prompt_gradient_bytes() * self.job.blocks.len() as u64);
         }
-        sizes.resize(sizes.len() + 1 + self.inputs, self.work.hidden_bytes());
+        sizes.resize(sizes.len() + 1 + self.inputs, self.job.hidden_bytes());
         sizes
     }
 
@@ -219,7 +213,7 @@ impl Gradients {
         holds: &Arc<Holds>,
     ) -> Result<GradientSlots, JobFailure> {
         let slot = |index| holds.slots.slot(index);
-        let spare = match self.work.prompts {
+        let spare = match self.job.prompts {
             Some(_) => PROMPT_GRADIENT + 1,
             None => BODY + 1,
         };
@@ -232,15 +226,9 @@ impl Gradients {
         let (mut gradient, mut result) = (slot(OUTPUT_GRADIENT), slot(spare));
         for next in way {
             match next {
-                Move::Ahead {
-                    from,
-                    to,
-                    input,
-                    output,
-                } => {
+                Move::Ahead { from, to, input, output } => {
                     let (input, output) = (place(input), place(output));
-                    self.ahead(workers, holds, from..to, (input, output, result))
-                        .await?;
+                    self.ahead(workers, holds, from..to, (input, output, result)).await?;
                 }
                 Move::Back { hop, input } => {
                     let Some(hop) = self.hops.get(hop) else {
@@ -249,25 +237,22 @@ impl Gradients {
                     let kind = JobKind::Backward;
                     let mut body = self.body(&hop.blocks, kind, place(input), result, holds);
                     body.output_gradient = Some(gradient);
-                    body.prompt_gradient = self.work.prompts.map(|_| {
-                        piece(
-                            slot(PROMPT_GRADIENT),
-                            self.prompt_gradient_bytes(),
-                            &hop.blocks,
-                        )
+                    body.prompt_gradient = self.job.prompts.map(|_| {
+                        piece(slot(PROMPT_GRADIENT), self.prompt_gradient_bytes(), &hop.blocks)
                     });
-                    run_one(workers, &hop.link, &body, holds).await?;
+                    workers.run_on(&hop.link, &body, holds).await?;
                     (gradient, result) = (result, gradient);
                 }
             }
         }
         Ok(GradientSlots {
             input: gradient,
-            prompts: self.work.prompts.map(|_| slot(PROMPT_GRADIENT)),
+            prompts: self.job.prompts.map(|_| slot(PROMPT_GRADIENT)),
         })
     }
 
-    /// Forward through the hops `hops` from `input` to `output`, by way of `spare` where workers follow each other.
+    /// Forward through the hops `hops` from `input` to `output`, by way of `spare` where workers
+    /// follow each other.
     async fn ahead(
         &self,
         workers: &Workers,
@@ -291,7 +276,7 @@ impl Gradients {
                 _ => spare,
             };
             let body = self.body(blocks, JobKind::Forward, input, to, holds);
-            run_one(workers, link, &body, holds).await?;
+            workers.run_on(link, &body, holds).await?;
             input = to;
         }
         Ok(())
@@ -305,45 +290,20 @@ impl Gradients {
         output: SlotRef,
         holds: &Holds,
     ) -> JobBody {
-        let mut body = body(&self.work, StepPlan::default(), input, output);
+        let mut body = self.job.body(StepPlan::default(), input, output);
         body.kind = kind;
-        let blocks: &[BlockIndex] = &self.work.blocks;
+        let blocks: &[BlockIndex] = &self.job.blocks;
         body.blocks = blocks.get(places.clone()).unwrap_or_default().to_vec();
-        body.prompts = self.work.prompts_of(places, holds);
+        body.prompts = self.job.prompts_of(places, holds);
         body
     }
 
-    /// Bytes of the gradient of the prompts of one block; it has all rows, also where all rows share the prompts.
+    /// Bytes of the gradient of the prompts of one block; it has all rows, also where all rows
+    /// share the prompts.
     fn prompt_gradient_bytes(&self) -> u64 {
-        let (_, tokens) = self.work.prompts.unwrap_or_default();
-        let width = u64::from(self.work.hidden) * self.work.dtype.size_bytes() as u64;
-        u64::from(self.work.batch) * u64::from(tokens) * width
-    }
-}
-
-async fn run_one(
-    workers: &Workers,
-    link: &Link,
-    body: &JobBody,
-    holds: &Arc<Holds>,
-) -> Result<(), JobFailure> {
-    let job = Job {
-        kind: body.kind,
-        body: workers.write_body(body, holds.slots.slot(BODY))?,
-        holds: holds.clone(),
-    };
-    let times = link.run(job).await?;
-    workers
-        .tally()
-        .count(body.kind, body.batch, times.compute_ns);
-    Ok(())
-}
-
-/// The part of `all` that belongs to `blocks`, of `block_bytes` each.
-pub(super) fn piece(all: SlotRef, block_bytes: u64, blocks: &Range<usize>) -> SlotRef {
-    SlotRef {
-        offset: all.offset + block_bytes * blocks.start as u64,
-        len: block_bytes * blocks.len() as u64,
+        let (_, tokens) = self.job.prompts.unwrap_or_default();
+        let width = u64::from(self.job.hidden) * self.job.dtype.size_bytes() as u64;
+        u64::from(self.job.batch) * u64::from(tokens) * width
     }
 }
 
@@ -351,7 +311,8 @@ pub(super) fn piece(all: SlotRef, block_bytes: u64, blocks: &Range<usize>) -> Sl
 mod tests {
     use super::*;
 
-    /// Hops in the order in which they are gone through, ahead and back; every move finds what it needs.
+    /// Hops in the order in which they are gone through, ahead and back; every move finds what it
+    /// needs.
     fn play(hops: usize, places: usize) -> (usize, Vec<usize>) {
         let mut way = Vec::new();
         moves(0..hops, 0, 1..places + 1, &mut way);
@@ -360,12 +321,7 @@ mod tests {
         let (mut ahead, mut back) = (0, Vec::new());
         for next in way {
             match next {
-                Move::Ahead {
-                    from,
-                    to,
-                    input,
-                    output,
-                } => {
+                Move::Ahead { from, to, input, output } => {
                     assert!(inputs[input] == Some(from) && from < to && output > 0);
                     assert_ne!(input, output);
                     inputs[output] = Some(to);
@@ -392,7 +348,8 @@ mod tests {
             }
         }
         assert_eq!(play(1, 0), (0, vec![0]));
-        // With a place for each of the others none is gone through twice; with one place each goes from the start.
+        // With a place for each of the others none is gone through twice; with one place each goes
+        // from the start.
         assert_eq!(play(14, 13).0, 13);
         assert_eq!(play(14, 1).0, 13 * 14 / 2);
     }

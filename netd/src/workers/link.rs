@@ -1,16 +1,19 @@
-//! The link to one worker: its rings, the jobs in flight, and what becomes of them when the worker dies.
+//! The link to one worker: its rings, the jobs in flight, and what becomes of them when the worker
+//! dies.
 //!
 //! ```text
 //!   RPC task ── run() ──> submission ring ──> worker ──> completion ring ──bell──> completions() ── reply ──> RPC task
 //!                  ^ one lock, no wait                                  reactor, no thread between
 //! ```
 //!
-//! Jobs in flight never exceed the completion ring, so that neither ring can be full: more callers wait for a permit. What
-//! a job names ([`Holds`]) stays with its record here until the job was answered or its worker reaped, also when the client
-//! that asked has gone; of a worker that cannot be killed it stays for ever.
+//! Jobs in flight never exceed the completion ring, so that neither ring can be full: more callers
+//! wait for a permit. What a job names ([`Holds`]) stays with its record here until the job was
+//! answered or its worker reaped, also when the client that asked has gone; of a worker that cannot
+//! be killed it stays for ever.
 
 use std::collections::HashMap;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use shared::block::Span;
@@ -28,29 +31,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::task::AbortHandle;
 use tracing::{error, info, warn};
 
-use super::arena::SlotLease;
+use super::job::Holds;
 use super::recovery::Recovery;
-use crate::sessions::admission::Lease;
-
-/// What a job in flight names, and what therefore must not be given to anyone else.
-#[derive(Debug)]
-pub struct Holds {
-    /// Its slots.
-    pub slots: SlotLease,
-    /// Its pages, if it is a step.
-    pub pages: Option<Arc<Lease>>,
-}
-
-/// A job whose body is written.
-#[derive(Clone, Debug)]
-pub struct Job {
-    /// What it computes.
-    pub kind: JobKind,
-    /// Where its body lies.
-    pub body: SlotRef,
-    /// What it names.
-    pub holds: Arc<Holds>,
-}
 
 /// How long a job took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -68,20 +50,20 @@ pub enum JobFailure {
     #[error("the worker refused the request: {0}")]
     Refused(#[from] JobError),
     /// It was alone in the worker at two crashes.
-    #[error("this request was computed alone and crashed the worker twice; it is not tried again")]
+    #[error("this request ran alone and crashed the worker twice; it is not retried")]
     Crashes,
     /// The worker is gone and will not be replaced.
-    #[error("the worker for these blocks is gone and will not be restarted")]
+    #[error("the worker for these blocks failed and will not be restarted")]
     WorkerGone,
     /// The worker died, and with it the KV cache that was not mirrored.
     #[error(
-        "the KV cache of this session was lost with the worker that held it; open a new session and send its tokens again"
+        "the worker died and the KV cache of this session with it; open a new session and send its tokens again"
     )]
     CacheLost,
 }
 
-/// Rings that cannot be used any more. Their worker has to end before its jobs can go anywhere else: until then it may
-/// still write what they name.
+/// Rings that cannot be used any more. Their worker has to end before its jobs can go anywhere
+/// else: until then it may still write what they name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Broken {
     /// Whose.
@@ -99,15 +81,15 @@ pub struct Link {
     span: Span,
     broken: mpsc::Sender<Broken>,
     /// One permit per job that is not answered.
-    room: Arc<Semaphore>,
-    state: Mutex<State>,
+    permits: Arc<Semaphore>,
+    state: Mutex<LinkState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct LinkState {
     recovery: Recovery,
-    jobs: HashMap<JobId, Record>,
-    end: Option<End>,
+    jobs: HashMap<JobId, InFlight>,
+    rings: Option<RingEnds>,
     gone: bool,
     last_job: u64,
     stale: u64,
@@ -117,15 +99,18 @@ struct State {
 }
 
 #[derive(Debug)]
-struct Record {
-    job: Job,
+struct InFlight {
+    kind: JobKind,
+    /// Where its body lies.
+    body: SlotRef,
+    holds: Arc<Holds>,
     reply: oneshot::Sender<Result<JobTimes, JobFailure>>,
-    _room: OwnedSemaphorePermit,
+    _permit: OwnedSemaphorePermit,
 }
 
 /// The ends of one generation's rings.
 #[derive(Debug)]
-struct End {
+struct RingEnds {
     identity: RingIdentity,
     submissions: Producer<RingHandle>,
     completions: Consumer<RingHandle>,
@@ -142,7 +127,7 @@ pub enum LinkError {
     #[error(transparent)]
     Rings(#[from] PairError),
     /// The doorbell cannot be watched.
-    #[error("watch the doorbell of worker {worker}")]
+    #[error("cannot watch the doorbell of worker {worker}")]
     Bell {
         /// The worker.
         worker: WorkerId,
@@ -153,18 +138,18 @@ pub enum LinkError {
 }
 
 impl Link {
-    /// A link to `worker`, which serves `span` and is not up yet. `index` tells links apart in job ids. Rings that cannot be
-    /// used any more are reported to `broken`.
+    /// A link to `worker`, which serves `span` and is not up yet. `index` tells links apart in job
+    /// ids. Rings that cannot be used any more are reported to `broken`.
     pub fn new(worker: WorkerId, span: Span, index: u16, broken: mpsc::Sender<Broken>) -> Link {
         Link {
             worker,
             span,
             broken,
-            room: Arc::new(Semaphore::new(RING_ENTRIES)),
-            state: Mutex::new(State {
+            permits: Arc::new(Semaphore::new(RING_ENTRIES)),
+            state: Mutex::new(LinkState {
                 recovery: Recovery::default(),
                 jobs: HashMap::new(),
-                end: None,
+                rings: None,
                 gone: false,
                 last_job: u64::from(index) << 48,
                 stale: 0,
@@ -186,7 +171,7 @@ impl Link {
 
     /// Whether a generation is up.
     pub fn is_up(&self) -> bool {
-        self.lock().end.is_some()
+        self.lock().rings.is_some()
     }
 
     /// Whether no generation will come.
@@ -204,13 +189,19 @@ impl Link {
         self.lock().stale
     }
 
-    /// Has the worker compute `job`, over its deaths if need be. Waits while 256 jobs are in flight. A future that is dropped
-    /// gives the job up if it was not submitted yet; else the worker finishes it and the answer is forgotten.
+    /// Has the worker compute the job at `body`, over its deaths if need be. Waits while 256 jobs
+    /// are in flight. A future that is dropped gives the job up if it was not submitted yet; else
+    /// the worker finishes it and the answer is forgotten.
     ///
     /// # Errors
     /// [`JobFailure`].
-    pub async fn run(&self, job: Job) -> Result<JobTimes, JobFailure> {
-        let Ok(room) = self.room.clone().acquire_owned().await else {
+    pub async fn run(
+        &self,
+        kind: JobKind,
+        body: SlotRef,
+        holds: Arc<Holds>,
+    ) -> Result<JobTimes, JobFailure> {
+        let Ok(_permit) = self.permits.clone().acquire_owned().await else {
             return Err(JobFailure::WorkerGone);
         };
         let (reply, answer) = oneshot::channel();
@@ -221,22 +212,12 @@ impl Link {
             }
             state.last_job += 1;
             let id = JobId(state.last_job);
-            state.jobs.insert(
-                id,
-                Record {
-                    job,
-                    reply,
-                    _room: room,
-                },
-            );
+            state.jobs.insert(id, InFlight { kind, body, holds, reply, _permit });
             state.recovery.add(id);
             (id, self.submit(&mut state))
         };
         ring(bell.as_deref());
-        let interest = Caller {
-            link: self,
-            job: id,
-        };
+        let interest = Caller { link: self, job: id };
         let answer = answer.await.unwrap_or(Err(JobFailure::WorkerGone));
         std::mem::forget(interest);
         answer
@@ -249,6 +230,7 @@ impl Link {
     pub fn up(
         self: &Arc<Self>,
         up: &WorkerUp,
+        rings: OwnedFd,
         submission_bell: Doorbell,
         completion_bell: Doorbell,
     ) -> Result<(), LinkError> {
@@ -257,16 +239,14 @@ impl Link {
             worker_generation: up.link.worker_generation,
             netd_generation: up.link.netd_generation,
         };
-        let (submissions, completions) = RingPair::open(&up.link.rings, &identity)?.netd_end();
-        let bell = watched(completion_bell).map_err(|source| LinkError::Bell {
-            worker: self.worker,
-            source,
-        })?;
+        let (submissions, completions) = RingPair::open(rings, &identity)?.netd_end();
+        let bell = watched(completion_bell)
+            .map_err(|source| LinkError::Bell { worker: self.worker, source })?;
         let bell = {
             let mut state = self.lock();
             // The task finds the end only after this lock is released.
             let task = tokio::spawn(self.clone().completions(identity.worker_generation, bell));
-            let end = End {
+            let end = RingEnds {
                 identity,
                 submissions,
                 completions,
@@ -274,7 +254,7 @@ impl Link {
                 task: task.abort_handle(),
                 broken: false,
             };
-            if let Some(old) = state.end.replace(end) {
+            if let Some(old) = state.rings.replace(end) {
                 old.task.abort();
             }
             state.kv_survives = up.kv_survives;
@@ -305,12 +285,9 @@ impl Link {
     pub fn unkillable(&self, generation: Generation) {
         let mut state = self.lock();
         state.close(generation);
-        let flying = state
-            .jobs
-            .iter()
-            .filter(|(id, _)| state.recovery.flies(**id));
-        let held: Vec<_> = flying.map(|(_, record)| record.job.holds.clone()).collect();
-        error!(worker = %self.worker, generation = generation.0, jobs = held.len(), "worker cannot be killed; its memory stays out of use");
+        let flying = state.jobs.iter().filter(|(id, _)| state.recovery.flies(**id));
+        let held: Vec<_> = flying.map(|(_, record)| record.holds.clone()).collect();
+        error!(worker = %self.worker, generation = generation.0, jobs = held.len(), "cannot kill a worker, its memory stays reserved");
         held.into_iter().for_each(std::mem::forget);
         state.end_for_good();
     }
@@ -325,7 +302,8 @@ impl Link {
             }
             let rung = async {
                 let mut ready = bell.readable().await?;
-                // The bell is emptied before the ring is looked at again, never between arming and sleeping.
+                // The bell is emptied before the ring is looked at again, never between arming and
+                // sleeping.
                 bell.get_ref().clear()?;
                 ready.clear_ready();
                 io::Result::Ok(())
@@ -344,7 +322,7 @@ impl Link {
             let bell = self.submit(&mut state);
             ring(bell.as_deref());
             let Some(end) = state
-                .end
+                .rings
                 .as_mut()
                 .filter(|e| e.identity.worker_generation == generation && !e.broken)
             else {
@@ -357,7 +335,7 @@ impl Link {
     }
 
     /// Submits what may fly now; returns the bell if it has to be rung.
-    fn submit(&self, state: &mut State) -> Option<Arc<Doorbell>> {
+    fn submit(&self, state: &mut LinkState) -> Option<Arc<Doorbell>> {
         match state.submit() {
             Ok(bell) => bell,
             Err((generation, full)) => {
@@ -367,44 +345,39 @@ impl Link {
         }
     }
 
-    /// The rings of a generation cannot be used any more: nothing is submitted or answered until the worker has ended.
-    fn give_up(&self, state: &mut State, generation: Generation, why: &dyn std::fmt::Display) {
-        let present = |end: &&mut End| end.identity.worker_generation == generation && !end.broken;
-        let Some(end) = state.end.as_mut().filter(present) else {
+    /// The rings of a generation cannot be used any more: nothing is submitted or answered until
+    /// the worker has ended.
+    fn give_up(&self, state: &mut LinkState, generation: Generation, why: &dyn std::fmt::Display) {
+        let present =
+            |end: &&mut RingEnds| end.identity.worker_generation == generation && !end.broken;
+        let Some(end) = state.rings.as_mut().filter(present) else {
             return;
         };
         end.broken = true;
         state.recovery.stop();
-        let broken = Broken {
-            worker: self.worker,
-            generation,
-            message: why.to_string(),
-        };
-        error!(worker = %self.worker, generation = generation.0, error = %why, "rings given up");
+        let broken = Broken { worker: self.worker, generation, message: why.to_string() };
+        error!(worker = %self.worker, generation = generation.0, error = %why, "rings abandoned");
         if let Err(lost) = self.broken.try_send(broken) {
-            error!(worker = %self.worker, %lost, "nobody hears of the broken rings");
+            error!(worker = %self.worker, %lost, "cannot report broken rings");
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, LinkState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
-    /// The pages of the last generation are gone, unless they survive it: steps that were to go on from them fail.
+impl LinkState {
+    /// The pages of the last generation are gone, unless they survive it: steps that were to go on
+    /// from them fail.
     fn lose_kv(&mut self) {
         if self.kv_survives {
             return;
         }
         self.kv_losses += 1;
-        let is_step = |record: &Record| record.job.kind == JobKind::Step;
-        let steps: Vec<JobId> = self
-            .jobs
-            .iter()
-            .filter(|(_, record)| is_step(record))
-            .map(|(id, _)| *id)
-            .collect();
+        let is_step = |job: &InFlight| job.kind == JobKind::Step;
+        let steps: Vec<JobId> =
+            self.jobs.iter().filter(|(_, record)| is_step(record)).map(|(id, _)| *id).collect();
         for job in steps {
             self.recovery.remove(job);
             self.answer(job, Err(JobFailure::CacheLost));
@@ -418,7 +391,7 @@ impl State {
     fn submit(&mut self) -> Result<Option<Arc<Doorbell>>, (Generation, &'static str)> {
         let mut pushed = false;
         while let Some(id) = self.recovery.take() {
-            let (Some(record), Some(end)) = (self.jobs.get(&id), &mut self.end) else {
+            let (Some(record), Some(end)) = (self.jobs.get(&id), &mut self.rings) else {
                 continue;
             };
             if record.reply.is_closed() {
@@ -428,10 +401,11 @@ impl State {
             }
             let descriptor = JobDescriptor {
                 id,
-                kind: record.job.kind,
+                kind: record.kind,
+                worker: end.identity.worker,
                 worker_generation: end.identity.worker_generation,
                 netd_generation: end.identity.netd_generation,
-                body: record.job.body,
+                body: record.body,
                 submitted_ns: monotonic_ns(),
             };
             match end.submissions.push(descriptor.encode()) {
@@ -439,7 +413,8 @@ impl State {
                 Err(error) => {
                     let generation = end.identity.worker_generation;
                     self.recovery.returned(id);
-                    // Permits keep jobs below the size of the ring, so that it is full only when it is corrupt.
+                    // Permits keep jobs below the size of the ring, so that it is full only when it
+                    // is corrupt.
                     return Err(match error {
                         PushError::Full(_) => (generation, "submission ring full beyond its jobs"),
                         _ => (generation, "submission ring corrupt"),
@@ -447,15 +422,13 @@ impl State {
                 }
             }
         }
-        let bell = self.end.as_ref().filter(|_| pushed);
-        Ok(bell
-            .filter(|end| end.submissions.must_wake())
-            .map(|end| end.bell.clone()))
+        let bell = self.rings.as_ref().filter(|_| pushed);
+        Ok(bell.filter(|end| end.submissions.must_wake()).map(|end| end.bell.clone()))
     }
 
     /// Answers what is in the completion ring.
     fn drain(&mut self) -> Result<(), RingCorrupt> {
-        while let Some(end) = &mut self.end {
+        while let Some(end) = &mut self.rings {
             let Some(entry) = end.completions.pop()? else {
                 break;
             };
@@ -474,17 +447,8 @@ impl State {
                 }) => {
                     self.recovery.returned(id);
                 }
-                Some(Completion {
-                    id,
-                    result,
-                    queue_ns,
-                    compute_ns,
-                    ..
-                }) => {
-                    let times = result.map(|()| JobTimes {
-                        queue_ns,
-                        compute_ns,
-                    });
+                Some(Completion { id, result, queue_ns, compute_ns, .. }) => {
+                    let times = result.map(|()| JobTimes { queue_ns, compute_ns });
                     self.recovery.remove(id);
                     self.answer(id, times.map_err(JobFailure::Refused));
                 }
@@ -495,17 +459,13 @@ impl State {
 
     /// Ends a generation, after what it completed before its end was answered.
     fn close(&mut self, generation: Generation) {
-        if self
-            .end
-            .as_ref()
-            .is_none_or(|end| end.identity.worker_generation != generation)
-        {
+        if self.rings.as_ref().is_none_or(|end| end.identity.worker_generation != generation) {
             return;
         }
         if let Err(corrupt) = self.drain() {
-            warn!(generation = generation.0, error = %corrupt, "completions of a dead worker are lost");
+            warn!(generation = generation.0, error = %corrupt, "lost completions of a dead worker");
         }
-        if let Some(end) = self.end.take() {
+        if let Some(end) = self.rings.take() {
             end.task.abort();
         }
     }
@@ -555,6 +515,6 @@ fn watched(bell: Doorbell) -> io::Result<AsyncFd<Doorbell>> {
 
 fn ring(bell: Option<&Doorbell>) {
     if let Some(Err(error)) = bell.map(Doorbell::ring) {
-        error!(%error, "ring the doorbell of a worker");
+        error!(%error, "cannot ring the doorbell of a worker");
     }
 }

@@ -1,8 +1,9 @@
 //! What becomes of the jobs of a dead worker. Pure.
 //!
-//! A death from outside blames nobody: all jobs in flight are submitted again to the next generation. After a crash that the
-//! worker inflicted on itself every job in flight is a *suspect*: suspects are submitted one at a time, alone, before
-//! anything else. A job is refused only after it was alone at [`CRASHES_ALONE`] crashes.
+//! A death from outside blames nobody: all jobs in flight are submitted again to the next
+//! generation. After a crash that the worker inflicted on itself every job in flight is a
+//! *suspect*: suspects are submitted one at a time, alone, before anything else. A job is refused
+//! only after it was alone at [`CRASHES_ALONE`] crashes.
 //!
 //! ```text
 //!   submit ──> waiting ──(up, no suspects)──> flying ──> complete
@@ -16,7 +17,8 @@ use std::collections::{HashMap, VecDeque};
 use shared::control::DeathCause;
 use shared::ids::JobId;
 
-/// Crashes with a job alone in the worker after which the job is refused: once may have been chance.
+/// Crashes with a job alone in the worker after which the job is refused: once may have been
+/// chance.
 pub const CRASHES_ALONE: u32 = 2;
 
 /// Jobs of one worker that are not answered yet, and where they are.
@@ -113,14 +115,8 @@ impl Recovery {
             }
         }
         let suspect = cause == DeathCause::SelfInflicted || tested.is_some();
-        let target = if suspect {
-            &mut self.suspects
-        } else {
-            &mut self.waiting
-        };
-        lost.into_iter()
-            .rev()
-            .for_each(|job| target.push_front(job));
+        let target = if suspect { &mut self.suspects } else { &mut self.waiting };
+        lost.into_iter().rev().for_each(|job| target.push_front(job));
         refused
     }
 
@@ -150,9 +146,7 @@ mod tests {
     }
 
     fn submitted(recovery: &mut Recovery) -> Vec<u64> {
-        std::iter::from_fn(|| recovery.take())
-            .map(|job| job.0)
-            .collect()
+        std::iter::from_fn(|| recovery.take()).map(|job| job.0).collect()
     }
 
     fn ids(jobs: Vec<JobId>) -> Vec<u64> {

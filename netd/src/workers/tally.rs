@@ -1,5 +1,5 @@
-//! What workers computed, by kind of job, for the lines of `--stats_report_interval`. Source of the figures and of their form:
-//! `StatsReporter` in `hivemind/moe/server/runtime.py`.
+//! What workers computed, by kind of job, for the lines of `--stats_report_interval`. Source of the
+//! figures and of their form: `StatsReporter` in `hivemind/moe/server/runtime.py`.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -49,13 +49,8 @@ impl Tally {
         let total: u64 = shares.iter().map(|share| share.batches).sum();
         let seconds = interval.as_secs_f64();
         let first = format!("Processed {total} batches in last {seconds} seconds:");
-        let used = NAMES
-            .iter()
-            .zip(shares)
-            .filter(|(_, share)| share.batches > 0);
-        std::iter::once(first)
-            .chain(used.map(|(name, share)| line(name, &share)))
-            .collect()
+        let used = NAMES.iter().zip(shares).filter(|(_, share)| share.batches > 0);
+        std::iter::once(first).chain(used.map(|(name, share)| line(name, &share))).collect()
     }
 }
 
@@ -64,11 +59,7 @@ fn line(name: &str, share: &Share) -> String {
     let pace = |count: u64, many: &str, one: &str| {
         let per_s = count as f64 / seconds;
         // Upstream prints things per second under either unit.
-        let unit = if per_s > 1.0 {
-            format!("{many}/s")
-        } else {
-            format!("s/{one}")
-        };
+        let unit = if per_s > 1.0 { format!("{many}/s") } else { format!("s/{one}") };
         let shown = if per_s > 1.0 { per_s } else { 1.0 / per_s };
         format!("{count} {many} ({shown:.2} {unit})")
     };

@@ -62,10 +62,7 @@ impl Kind {
     }
 
     pub fn from_name(name: &str) -> Kind {
-        Kind::ALL
-            .into_iter()
-            .find(|kind| kind.name() == name)
-            .expect("a kind of link")
+        Kind::ALL.into_iter().find(|kind| kind.name() == name).expect("a kind of link")
     }
 
     /// The bare primitives only wake.
@@ -80,22 +77,19 @@ pub struct Ends {
     rx: OwnedFd,
     tx: OwnedFd,
     asks: bool,
-    rings: String,
-    /// Keeps the rings' name while the other side opens it.
-    _owner: Option<RingPair>,
+    /// The rings' segment, of a link that has some.
+    rings: Option<OwnedFd>,
 }
 
 impl Ends {
-    /// How the other process is told its ends: descriptors that it inherits, and the name.
+    /// How the other process is told its ends: descriptors that it inherits.
     pub fn arguments(&self) -> [String; 3] {
-        for fd in [&self.rx, &self.tx] {
+        let pass_on = |fd: &OwnedFd| {
             fcntl(fd, FcntlArg::F_SETFD(FdFlag::empty())).expect("let a descriptor be inherited");
-        }
-        [
-            self.rx.as_raw_fd().to_string(),
-            self.tx.as_raw_fd().to_string(),
-            self.rings.clone(),
-        ]
+            fd.as_raw_fd().to_string()
+        };
+        let rings = self.rings.as_ref().map_or_else(String::new, pass_on);
+        [pass_on(&self.rx), pass_on(&self.tx), rings]
     }
 
     pub fn from_arguments(arguments: &[String]) -> Ends {
@@ -105,13 +99,8 @@ impl Ends {
             unsafe { OwnedFd::from_raw_fd(fd) }
         };
         let (rx, tx) = (fd(&arguments[0]), fd(&arguments[1]));
-        Ends {
-            rx,
-            tx,
-            asks: false,
-            rings: arguments[2].clone(),
-            _owner: None,
-        }
+        let rings = (!arguments[2].is_empty()).then(|| fd(&arguments[2]));
+        Ends { rx, tx, asks: false, rings }
     }
 }
 
@@ -121,15 +110,9 @@ pub fn pair(kind: Kind) -> (Ends, Ends) {
         Kind::RingSleeping | Kind::RingSpinning => {
             [(); 2].map(|()| twice(Doorbell::new().unwrap().try_clone().unwrap()))
         }
-        Kind::Eventfd => [(); 2].map(|()| {
-            twice(
-                EventFd::new()
-                    .unwrap()
-                    .as_fd()
-                    .try_clone_to_owned()
-                    .unwrap(),
-            )
-        }),
+        Kind::Eventfd => {
+            [(); 2].map(|()| twice(EventFd::new().unwrap().as_fd().try_clone_to_owned().unwrap()))
+        }
         Kind::Futex => {
             let memory = memfd_create("futex", MFdFlags::MFD_CLOEXEC).unwrap();
             ftruncate(&memory, 4096).unwrap();
@@ -139,30 +122,15 @@ pub fn pair(kind: Kind) -> (Ends, Ends) {
             let flags = SockFlag::SOCK_CLOEXEC;
             let (ours, theirs) =
                 socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags).unwrap();
-            [
-                (ours.try_clone().unwrap(), theirs.try_clone().unwrap()),
-                (theirs, ours),
-            ]
+            [(ours.try_clone().unwrap(), theirs.try_clone().unwrap()), (theirs, ours)]
         }
         Kind::Pipe => [(); 2].map(|()| pipe().unwrap()),
     };
-    let rings = format!("sepal-bench-{}", std::process::id());
-    let owner = matches!(kind, Kind::RingSleeping | Kind::RingSpinning)
-        .then(|| RingPair::create(&rings, &identity()).expect("make rings"));
-    let ours = Ends {
-        rx: to_us.0,
-        tx: to_them.1,
-        asks: true,
-        rings: rings.clone(),
-        _owner: owner,
-    };
-    let theirs = Ends {
-        rx: to_them.0,
-        tx: to_us.1,
-        asks: false,
-        rings,
-        _owner: None,
-    };
+    let made = matches!(kind, Kind::RingSleeping | Kind::RingSpinning)
+        .then(|| RingPair::create("sepal-bench-rings", &identity()).expect("make rings"));
+    let rings = || made.as_ref().map(|made| made.try_clone().expect("copy a descriptor"));
+    let ours = Ends { rx: to_us.0, tx: to_them.1, asks: true, rings: rings() };
+    let theirs = Ends { rx: to_them.0, tx: to_us.1, asks: false, rings: rings() };
     (ours, theirs)
 }
 
@@ -196,12 +164,12 @@ struct Rings {
     rx: Doorbell,
     tx: Doorbell,
     spin: Duration,
-    _owner: Option<RingPair>,
 }
 
 impl Rings {
     fn open(ends: Ends, spin: Duration) -> Rings {
-        let pair = RingPair::open(&ends.rings, &identity()).expect("open the rings");
+        let rings = ends.rings.expect("a link with rings");
+        let pair = RingPair::open(rings, &identity()).expect("open the rings");
         let (producer, consumer) = if ends.asks {
             pair.netd_end()
         } else {
@@ -212,14 +180,7 @@ impl Rings {
             Doorbell::from_fd(ends.rx).expect("a bell"),
             Doorbell::from_fd(ends.tx).expect("a bell"),
         );
-        Rings {
-            producer,
-            consumer,
-            rx,
-            tx,
-            spin,
-            _owner: ends._owner,
-        }
+        Rings { producer, consumer, rx, tx, spin }
     }
 }
 
@@ -237,10 +198,7 @@ impl Link for Rings {
             if let Some(entry) = self.consumer.pop().expect("a sound ring") {
                 return entry;
             }
-            let wake = self
-                .consumer
-                .wait(&self.rx, self.spin, DEADLINE)
-                .expect("wait");
+            let wake = self.consumer.wait(&self.rx, self.spin, DEADLINE).expect("wait");
             assert_ne!(wake, Wake::TimedOut, "wake-up lost");
         }
     }
@@ -287,11 +245,7 @@ impl Futex {
         // SAFETY: a new mapping at an address of the kernel's choice; it is kept until the process
         // ends.
         let memory = unsafe { mmap(None, len, protection, MapFlags::MAP_SHARED, &ends.rx, 0) };
-        Futex {
-            memory: memory.expect("map").cast(),
-            ours: usize::from(ends.asks),
-            seen: 0,
-        }
+        Futex { memory: memory.expect("map").cast(), ours: usize::from(ends.asks), seen: 0 }
     }
 
     fn word(&self, index: usize) -> &AtomicU32 {
@@ -301,10 +255,7 @@ impl Futex {
     }
 
     fn call(&self, index: usize, operation: libc::c_int, value: u32) {
-        let (word, none) = (
-            self.word(index).as_ptr(),
-            std::ptr::null::<libc::timespec>(),
-        );
+        let (word, none) = (self.word(index).as_ptr(), std::ptr::null::<libc::timespec>());
         // SAFETY: the word is mapped; a wake or a wait without timeout touches no other memory of
         // this process.
         let done = unsafe { libc::syscall(libc::SYS_futex, word, operation, value, none) };

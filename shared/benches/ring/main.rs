@@ -38,46 +38,18 @@ fn measure() {
     let (first, last) = (cores[0], cores[cores.len() - 1]);
     if first != last {
         println!("round trip, each process on its own core");
-        table(
-            &Kind::ALL,
-            Cores {
-                asking: first,
-                answering: last,
-            },
-        );
+        table(&Kind::ALL, Cores { asking: first, answering: last });
     }
     println!("round trip, both processes on one core");
-    let sleeping: Vec<Kind> = Kind::ALL
-        .into_iter()
-        .filter(|&kind| kind != Kind::RingSpinning)
-        .collect();
-    table(
-        &sleeping,
-        Cores {
-            asking: first,
-            answering: first,
-        },
-    );
+    let sleeping: Vec<Kind> =
+        Kind::ALL.into_iter().filter(|&kind| kind != Kind::RingSpinning).collect();
+    table(&sleeping, Cores { asking: first, answering: first });
 
     println!("one way, each process on its own core");
-    println!(
-        "  {:<28}{:>12}{:>12}",
-        "64-byte entries", "ns each", "million/s"
-    );
+    println!("  {:<28}{:>12}{:>12}", "64-byte entries", "ns each", "million/s");
     for kind in [Kind::RingSpinning, Kind::Socket, Kind::Pipe] {
-        let each = stream(
-            kind,
-            Cores {
-                asking: first,
-                answering: last,
-            },
-        );
-        println!(
-            "  {:<28}{:>12.1}{:>12.2}",
-            kind.name(),
-            each * 1e9,
-            1e-6 / each
-        );
+        let each = stream(kind, Cores { asking: first, answering: last });
+        println!("  {:<28}{:>12.1}{:>12.2}", kind.name(), each * 1e9, 1e-6 / each);
     }
 }
 
@@ -99,26 +71,17 @@ fn table(kinds: &[Kind], cores: Cores) {
         }
     }
     samples.iter_mut().for_each(|times| times.sort_unstable());
-    let bare = kinds
-        .iter()
-        .position(|&kind| kind == Kind::Eventfd)
-        .expect("eventfd is measured");
+    let bare = kinds.iter().position(|&kind| kind == Kind::Eventfd).expect("eventfd is measured");
     let bare = micros(percentile(&samples[bare], 50));
     println!(
         "  {:<28}{:>12}{:>12}{:>12}{:>14}",
         "", "p50 us", "p99 us", "x eventfd", "allocations"
     );
     for (index, kind) in kinds.iter().enumerate() {
-        let (p50, p99) = (
-            percentile(&samples[index], 50),
-            percentile(&samples[index], 99),
-        );
+        let (p50, p99) = (percentile(&samples[index], 50), percentile(&samples[index], 99));
         let (p50, p99) = (micros(p50), micros(p99));
         let (name, count) = (kind.name(), allocations[index]);
-        println!(
-            "  {name:<28}{p50:>12.2}{p99:>12.2}{:>12.2}{count:>14}",
-            p50 / bare
-        );
+        println!("  {name:<28}{p50:>12.2}{p99:>12.2}{:>12.2}{count:>14}", p50 / bare);
     }
     println!();
 }
@@ -137,11 +100,7 @@ fn round_trips(kind: Kind, cores: Cores) -> (Vec<Duration>, u64) {
         link.send(&[number; 8]);
         let answer = link.receive();
         times.push(start.elapsed());
-        assert!(
-            !kind.carries_payload() || answer == [number; 8],
-            "{} lost an entry",
-            kind.name()
-        );
+        assert!(!kind.carries_payload() || answer == [number; 8], "{} lost an entry", kind.name());
     }
     let allocated = ALLOCATIONS.load(Ordering::Relaxed) - before;
     end(peer);
@@ -168,12 +127,7 @@ fn connect(kind: Kind, cores: Cores, streamed: u64) -> (Box<dyn Link>, Child) {
     // The other process inherits the core of this one, and moves to its own.
     pin(cores.asking);
     let peer = Command::new(std::env::current_exe().expect("own path"))
-        .args([
-            "--answer",
-            kind.name(),
-            &streamed.to_string(),
-            &cores.answering.to_string(),
-        ])
+        .args(["--answer", kind.name(), &streamed.to_string(), &cores.answering.to_string()])
         .args(theirs.arguments())
         .stdin(Stdio::null())
         .spawn()
@@ -207,9 +161,7 @@ fn answer(arguments: &[String]) {
 /// The cores that this process may use.
 fn cores() -> Vec<usize> {
     let allowed = sched_getaffinity(Pid::from_raw(0)).expect("read the allowed cores");
-    (0..CpuSet::count())
-        .filter(|&core| allowed.is_set(core) == Ok(true))
-        .collect()
+    (0..CpuSet::count()).filter(|&core| allowed.is_set(core) == Ok(true)).collect()
 }
 
 /// Pins this process to a core.

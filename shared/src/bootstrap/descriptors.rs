@@ -1,6 +1,7 @@
-//! The socket between the supervisor and one child that carries what `ipc-channel` cannot name: the child's birth, then
-//! bundles of descriptors. Each bundle is one packet: its tag (8 bytes, little endian) with the descriptors attached.
-//! Bundles arrive in the order of the messages that name them, so a wrong tag or count is an error, never skipped.
+//! The socket between the supervisor and one child that carries what `ipc-channel` cannot name: the
+//! child's birth, then bundles of descriptors. Each bundle is one packet: its tag (8 bytes, little
+//! endian) with the descriptors attached. Bundles arrive in the order of the messages that name
+//! them, so a wrong tag or count is an error, never skipped.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -45,7 +46,7 @@ pub enum DescriptorError {
     #[error("a bundle of {0} descriptors is larger than {MAX_BUNDLE}")]
     TooMany(usize),
     /// The operating system refused.
-    #[error("pass descriptors between processes")]
+    #[error("cannot pass descriptors between processes")]
     Os(#[source] io::Error),
 }
 
@@ -66,17 +67,14 @@ impl AsFd for DescriptorSocket {
 }
 
 impl DescriptorSocket {
-    /// A connected pair: the supervisor's end, and the end that a child inherits. Both are close-on-exec.
+    /// A connected pair: the supervisor's end, and the end that a child inherits. Both are
+    /// close-on-exec.
     ///
     /// # Errors
     /// When the process has no descriptors left.
     pub fn pair() -> io::Result<(DescriptorSocket, OwnedFd)> {
-        let (ours, theirs) = socketpair(
-            AddressFamily::Unix,
-            SockType::SeqPacket,
-            None,
-            SockFlag::SOCK_CLOEXEC,
-        )?;
+        let (ours, theirs) =
+            socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
         Ok((DescriptorSocket(ours), theirs))
     }
 
@@ -92,11 +90,7 @@ impl DescriptorSocket {
                 bytes.len()
             )));
         }
-        send(
-            self.0.as_raw_fd(),
-            &bytes,
-            MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL,
-        )?;
+        send(self.0.as_raw_fd(), &bytes, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL)?;
         Ok(())
     }
 
@@ -115,7 +109,8 @@ impl DescriptorSocket {
     /// Sends `fds` under `tag` without waiting; the caller keeps its own copies.
     ///
     /// # Errors
-    /// [`DescriptorError::TimedOut`] when the other end left so many bundles unread that the socket is full.
+    /// [`DescriptorError::TimedOut`] when the other end left so many bundles unread that the socket
+    /// is full.
     pub fn send(&self, tag: FdTag, fds: &[BorrowedFd<'_>]) -> Result<(), DescriptorError> {
         if fds.len() > MAX_BUNDLE {
             return Err(DescriptorError::TooMany(fds.len()));
@@ -125,22 +120,18 @@ impl DescriptorSocket {
         let control = if raw.is_empty() { &[][..] } else { &rights[..] };
         let bytes = tag.0.to_le_bytes();
         let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
-        sendmsg::<UnixAddr>(
-            self.0.as_raw_fd(),
-            &[IoSlice::new(&bytes)],
-            control,
-            flags,
-            None,
-        )
-        .map_err(sort_error)?;
+        sendmsg::<UnixAddr>(self.0.as_raw_fd(), &[IoSlice::new(&bytes)], control, flags, None)
+            .map_err(sort_error)?;
         Ok(())
     }
 
-    /// Takes the next bundle, which must be the `count` descriptors sent under `tag`; they are close-on-exec.
+    /// Takes the next bundle, which must be the `count` descriptors sent under `tag`; they are
+    /// close-on-exec.
     ///
     /// # Errors
     /// [`DescriptorError::Mismatch`] when another tag or number came (what came is closed),
-    /// [`DescriptorError::TimedOut`] when nothing came within `timeout`, [`DescriptorError::Closed`] when nothing can come.
+    /// [`DescriptorError::TimedOut`] when nothing came within `timeout`,
+    /// [`DescriptorError::Closed`] when nothing can come.
     pub fn recv(
         &self,
         tag: FdTag,
@@ -152,12 +143,7 @@ impl DescriptorSocket {
         if got_tag == Some(tag.0) && fds.len() == count {
             Ok(fds)
         } else {
-            Err(DescriptorError::Mismatch {
-                tag: tag.0,
-                count,
-                got_tag,
-                got_count: fds.len(),
-            })
+            Err(DescriptorError::Mismatch { tag: tag.0, count, got_tag, got_count: fds.len() })
         }
     }
 
@@ -172,11 +158,9 @@ impl DescriptorSocket {
         let mut fds = Vec::new();
         for control in message.cmsgs().map_err(sort_error)? {
             if let ControlMessageOwned::ScmRights(raw) = control {
-                // SAFETY: the kernel has just made these descriptors for this process and nothing else knows them.
-                fds.extend(
-                    raw.into_iter()
-                        .map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }),
-                );
+                // SAFETY: the kernel has just made these descriptors for this process and nothing
+                // else knows them.
+                fds.extend(raw.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
             }
         }
         if len == 0 && fds.is_empty() {
@@ -251,43 +235,23 @@ mod tests {
         ours.send(FdTag(2), &[file.as_fd(), file.as_fd()]).unwrap();
         let wrong_tag = theirs.recv(FdTag(9), 1, LONG).unwrap_err();
         assert!(
-            matches!(
-                wrong_tag,
-                DescriptorError::Mismatch {
-                    got_tag: Some(1),
-                    got_count: 1,
-                    ..
-                }
-            ),
+            matches!(wrong_tag, DescriptorError::Mismatch { got_tag: Some(1), got_count: 1, .. }),
             "{wrong_tag}"
         );
         let wrong_count = theirs.recv(FdTag(2), 1, LONG).unwrap_err();
         assert!(matches!(
             wrong_count,
-            DescriptorError::Mismatch {
-                got_tag: Some(2),
-                got_count: 2,
-                ..
-            }
+            DescriptorError::Mismatch { got_tag: Some(2), got_count: 2, .. }
         ));
     }
 
     #[test]
     fn silence_times_out_and_a_closed_end_is_told_apart() {
         let (ours, theirs) = pair();
-        assert!(matches!(
-            theirs.recv(FdTag(1), 1, SOON),
-            Err(DescriptorError::TimedOut)
-        ));
+        assert!(matches!(theirs.recv(FdTag(1), 1, SOON), Err(DescriptorError::TimedOut)));
         drop(ours);
-        assert!(matches!(
-            theirs.recv(FdTag(1), 1, LONG),
-            Err(DescriptorError::Closed)
-        ));
-        assert!(matches!(
-            theirs.send(FdTag(1), &[]),
-            Err(DescriptorError::Closed)
-        ));
+        assert!(matches!(theirs.recv(FdTag(1), 1, LONG), Err(DescriptorError::Closed)));
+        assert!(matches!(theirs.send(FdTag(1), &[]), Err(DescriptorError::Closed)));
     }
 
     #[test]
@@ -295,9 +259,6 @@ mod tests {
         let (ours, _theirs) = pair();
         let file = tempfile::tempfile().unwrap();
         let refused = (0..100_000).find_map(|tag| ours.send(FdTag(tag), &[file.as_fd()]).err());
-        assert!(
-            matches!(refused, Some(DescriptorError::TimedOut)),
-            "{refused:?}"
-        );
+        assert!(matches!(refused, Some(DescriptorError::TimedOut)), "{refused:?}");
     }
 }

@@ -1,7 +1,9 @@
-//! Logging of every process of Sepal: one line an event on standard error, readable text (coloured on a terminal only) or
-//! one JSON object a line. Every line names the process, since all processes of a run share one standard error:
+//! Logging of every process of Sepal: one line per event on standard error. Every line names the
+//! process, since all processes of a run share one standard error. Three forms exist: short text for
+//! a person at a terminal, full text, and one JSON object per line:
 //!
 //! ```text
+//! warning: gpu-worker 0.0: disk is slow path=/data
 //! 2026-01-02T03:04:05.678901Z  INFO gpu-worker 0.0 #2 gpu_worker::executor: serving span=0:16
 //! {"time":"...","level":"INFO","role":"gpu-worker","rank":"0.0","generation":2,"pid":71,"target":"...","message":"serving","span":"0:16"}
 //! ```
@@ -11,7 +13,7 @@ use std::io::{self, IsTerminal};
 
 use serde_json::{Map, Value};
 use tracing::field::{Field, Visit};
-use tracing::{Event, Level, Subscriber};
+use tracing::{Event, Level, Metadata, Subscriber};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
@@ -36,7 +38,7 @@ pub struct Identity {
 #[derive(Debug, thiserror::Error)]
 pub enum LogError {
     /// The filter does not parse.
-    #[error("cannot read {filter:?} as a log filter; give a level or a list like info,netd=debug")]
+    #[error("invalid log filter {filter:?}: expected a level or a list such as info,netd=debug")]
     BadFilter {
         /// What was given.
         filter: String,
@@ -51,20 +53,21 @@ pub enum LogError {
 /// # Errors
 /// [`LogError::BadFilter`] when the filter does not parse.
 pub fn init_logging(config: &LogConfig, identity: Identity) -> Result<(), LogError> {
-    let filter = EnvFilter::try_new(&config.filter).map_err(|source| LogError::BadFilter {
-        filter: config.filter.clone(),
-        source,
-    })?;
-    let colour = config.format == LogFormat::Text && io::stderr().is_terminal();
-    let lines = Lines {
-        identity,
-        format: config.format,
+    // The Hub's library logs each failed request as an error. prepare says what matters of it.
+    let filter = match config.filter.contains("hf_hub") {
+        true => config.filter.clone(),
+        false => format!("{},hf_hub=off", config.filter),
     };
+    let filter = EnvFilter::try_new(filter)
+        .map_err(|source| LogError::BadFilter { filter: config.filter.clone(), source })?;
+    let colour = config.format != LogFormat::Json && io::stderr().is_terminal();
+    let lines = Lines { identity, format: config.format };
     let subscriber = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(colour)
         .with_writer(io::stderr)
-        // A reader of the log that went away must not take the process with it: the complaint would go to the same place.
+        // A reader of the log that went away must not take the process with it: the complaint would
+        // go to the same place.
         .log_internal_errors(false)
         .event_format(lines)
         .finish();
@@ -73,7 +76,8 @@ pub fn init_logging(config: &LogConfig, identity: Identity) -> Result<(), LogErr
     Ok(())
 }
 
-/// Logs a panic with its place and aborts: a process with a broken invariant must not go on, and its parent restarts it.
+/// Logs a panic with its place and aborts: a process with a broken invariant must not go on, and
+/// its parent restarts it.
 pub(super) fn abort_on_panic() {
     std::panic::set_hook(Box::new(|info| {
         let thread = std::thread::current();
@@ -95,43 +99,61 @@ where
     fn format_event(
         &self,
         ctx: &FmtContext<'_, S, N>,
-        out: Writer<'_>,
+        mut out: Writer<'_>,
         event: &Event<'_>,
     ) -> fmt::Result {
         match self.format {
-            LogFormat::Text => self.text(ctx, out, event),
-            LogFormat::Json => self.json(out, event),
+            LogFormat::Terminal => self.terminal_prefix(&mut out, event.metadata())?,
+            LogFormat::Text => self.text_prefix(&mut out, event.metadata())?,
+            LogFormat::Json => return self.json(out, event),
         }
+        ctx.field_format().format_fields(out.by_ref(), event)?;
+        writeln!(out)
     }
 }
 
 impl Lines {
-    fn text<S, N>(
-        &self,
-        ctx: &FmtContext<'_, S, N>,
-        mut out: Writer<'_>,
-        event: &Event<'_>,
-    ) -> fmt::Result
-    where
-        S: Subscriber + for<'a> LookupSpan<'a>,
-        N: for<'a> FormatFields<'a> + 'static,
-    {
-        let level = *event.metadata().level();
-        SystemTime.format_time(&mut out)?;
-        match (out.has_ansi_escapes(), colour_of(level)) {
-            (true, Some(colour)) => write!(out, " \x1b[{colour}m{level:>5}\x1b[0m ")?,
-            _ => write!(out, " {level:>5} ")?,
+    /// What a line says first at a terminal, without time and target. It clears the line of the
+    /// terminal, where the supervisor may have drawn progress.
+    fn terminal_prefix(&self, out: &mut Writer<'_>, metadata: &Metadata<'_>) -> fmt::Result {
+        let word = match *metadata.level() {
+            Level::ERROR => "error",
+            Level::WARN => "warning",
+            Level::INFO => "info",
+            _ => "debug",
+        };
+        if out.has_ansi_escapes() {
+            out.write_str("\r\x1b[2K")?;
         }
-        out.write_str(self.identity.role)?;
-        if let Some(worker) = self.identity.worker {
-            write!(out, " {worker}")?;
+        write_coloured(out, metadata.level(), word)?;
+        out.write_str(": ")?;
+        if self.identity.generation.is_some() {
+            self.write_process(out)?;
+            out.write_str(": ")?;
         }
+        Ok(())
+    }
+
+    /// What a line says first in full text.
+    fn text_prefix(&self, out: &mut Writer<'_>, metadata: &Metadata<'_>) -> fmt::Result {
+        SystemTime.format_time(out)?;
+        out.write_char(' ')?;
+        write_coloured(out, metadata.level(), &format!("{:>5}", metadata.level().as_str()))?;
+        out.write_char(' ')?;
+        self.write_process(out)?;
         if let Some(generation) = self.identity.generation {
             write!(out, " #{generation}")?;
         }
-        write!(out, " {}: ", event.metadata().target())?;
-        ctx.field_format().format_fields(out.by_ref(), event)?;
-        writeln!(out)
+        write!(out, " {}: ", metadata.target())
+    }
+
+    /// Role and worker.
+    fn write_process(&self, out: &mut Writer<'_>) -> fmt::Result {
+        out.write_str(self.identity.role)?;
+        match self.identity.worker {
+            Some(worker) => write!(out, " {worker}"),
+            None => Ok(()),
+        }
     }
 
     fn json(&self, mut out: Writer<'_>, event: &Event<'_>) -> fmt::Result {
@@ -154,13 +176,17 @@ impl Lines {
     }
 }
 
-/// ANSI colour of a level; debug and trace stay plain.
-fn colour_of(level: Level) -> Option<u8> {
-    match level {
-        Level::ERROR => Some(31),
-        Level::WARN => Some(33),
-        Level::INFO => Some(32),
-        _ => None,
+/// Writes `text` in the ANSI colour of `level`, if there are colours; debug and trace stay plain.
+fn write_coloured(out: &mut Writer<'_>, level: &Level, text: &str) -> fmt::Result {
+    let colour = match *level {
+        Level::ERROR => 31,
+        Level::WARN => 33,
+        Level::INFO => 32,
+        _ => return out.write_str(text),
+    };
+    match out.has_ansi_escapes() {
+        true => write!(out, "\x1b[{colour}m{text}\x1b[0m"),
+        false => out.write_str(text),
     }
 }
 
@@ -169,8 +195,7 @@ struct Fields<'a>(&'a mut Map<String, Value>);
 
 impl Visit for Fields<'_> {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        self.0
-            .insert(field.name().into(), format!("{value:?}").into());
+        self.0.insert(field.name().into(), format!("{value:?}").into());
     }
 
     fn record_str(&mut self, field: &Field, value: &str) {
@@ -216,6 +241,10 @@ mod tests {
     }
 
     fn logged(format: LogFormat, log: impl FnOnce()) -> String {
+        logged_with(format, false, log)
+    }
+
+    fn logged_with(format: LogFormat, colours: bool, log: impl FnOnce()) -> String {
         let identity = Identity {
             role: "gpu-worker",
             worker: Some(WorkerId::solo(GroupId(1))),
@@ -224,7 +253,8 @@ mod tests {
         let sink = Sink::default();
         let writer = sink.clone();
         let subscriber = tracing_subscriber::fmt()
-            .with_ansi(false)
+            .with_ansi(colours)
+            .with_max_level(Level::TRACE)
             .with_writer(move || writer.clone())
             .event_format(Lines { identity, format })
             .finish();
@@ -235,47 +265,53 @@ mod tests {
 
     #[test]
     fn a_text_line_names_the_process_and_keeps_fields_readable() {
-        let line = logged(
-            LogFormat::Text,
-            || tracing::info!(span = %"0:16", jobs = 3, "serving"),
-        );
+        let line = logged(LogFormat::Text, || tracing::info!(span = %"0:16", jobs = 3, "serving"));
         assert!(line.contains("INFO gpu-worker 1.0 #2 "), "{line}");
         assert!(line.ends_with("serving span=0:16 jobs=3\n"), "{line}");
     }
 
     #[test]
+    fn a_line_for_a_terminal_has_no_stamps() {
+        let line = logged(LogFormat::Terminal, || tracing::warn!(path = %"/x", "disk is slow"));
+        assert_eq!(line, "warning: gpu-worker 1.0: disk is slow path=/x\n");
+    }
+
+    #[test]
+    fn a_coloured_line_clears_what_was_drawn_before_it() {
+        let lines = |format| {
+            logged_with(format, true, || {
+                tracing::error!("lost");
+                tracing::debug!("seen");
+            })
+        };
+        let process = "gpu-worker 1.0: ";
+        assert_eq!(
+            lines(LogFormat::Terminal),
+            format!(
+                "\r\x1b[2K\x1b[31merror\x1b[0m: {process}lost\n\r\x1b[2Kdebug: {process}seen\n"
+            )
+        );
+        let text = lines(LogFormat::Text);
+        assert!(text.contains(" \x1b[31mERROR\x1b[0m gpu-worker 1.0 #2 "), "{text}");
+        assert!(text.contains(" DEBUG gpu-worker 1.0 #2 "), "{text}");
+    }
+
+    #[test]
     fn a_json_line_is_one_object_with_typed_fields() {
-        let line = logged(LogFormat::Json, || {
-            tracing::warn!(jobs = 3, text = "a \"b\"\n", "slow")
-        });
+        let line = logged(LogFormat::Json, || tracing::warn!(jobs = 3, text = "a \"b\"\n", "slow"));
         let value: Value = serde_json::from_str(&line).unwrap();
         assert_eq!(line.lines().count(), 1);
         assert_eq!(
             (&value["level"], &value["jobs"], &value["rank"]),
             (&"WARN".into(), &3.into(), &"1.0".into())
         );
-        assert_eq!(
-            (&value["message"], &value["text"]),
-            (&"slow".into(), &"a \"b\"\n".into())
-        );
+        assert_eq!((&value["message"], &value["text"]), (&"slow".into(), &"a \"b\"\n".into()));
     }
 
     #[test]
     fn a_bad_filter_is_named() {
-        let config = LogConfig {
-            filter: "info,=,,x=loud".into(),
-            format: LogFormat::Text,
-        };
-        let identity = Identity {
-            role: "serve",
-            worker: None,
-            generation: None,
-        };
-        assert!(
-            init_logging(&config, identity)
-                .unwrap_err()
-                .to_string()
-                .contains("x=loud")
-        );
+        let config = LogConfig { filter: "info,=,,x=loud".into(), format: LogFormat::Text };
+        let identity = Identity { role: "serve", worker: None, generation: None };
+        assert!(init_logging(&config, identity).unwrap_err().to_string().contains("x=loud"));
     }
 }

@@ -1,5 +1,7 @@
 //! Encoding and checking of job bodies. Words are little-endian `u32`; 64-bit numbers take two.
 
+use std::collections::HashSet;
+
 use super::{
     JobBody, JobError, JobKind, JobLimits, MAX_BODY_BYTES, MAX_ROWS, MAX_TOKENS, PageCopy,
 };
@@ -28,17 +30,11 @@ impl SlotRef {
     }
 
     fn check(self, arena_bytes: u64, want: u64) -> Result<(), JobError> {
-        let inside = self
-            .offset
-            .checked_add(self.len)
-            .is_some_and(|end| end <= arena_bytes);
+        let inside = self.offset.checked_add(self.len).is_some_and(|end| end <= arena_bytes);
         if inside && self.len == want {
             Ok(())
         } else {
-            Err(JobError::BadSlot {
-                offset: self.offset,
-                len: self.len,
-            })
+            Err(JobError::BadSlot { offset: self.offset, len: self.len })
         }
     }
 }
@@ -98,10 +94,7 @@ impl Writer {
     }
 
     fn slot(&mut self, slot: Option<SlotRef>) {
-        let slot = slot.unwrap_or(SlotRef {
-            offset: u64::MAX,
-            len: u64::MAX,
-        });
+        let slot = slot.unwrap_or(SlotRef { offset: u64::MAX, len: u64::MAX });
         self.long(slot.offset);
         self.long(slot.len);
     }
@@ -116,11 +109,7 @@ impl Reader<'_> {
     fn take<const N: usize>(&mut self) -> Result<[u8; N], JobError> {
         let bad = JobError::BadBody { at: self.at as u64 };
         let end = self.at.checked_add(N).ok_or(bad)?;
-        let bytes = self
-            .bytes
-            .get(self.at..end)
-            .and_then(|s| s.try_into().ok())
-            .ok_or(bad)?;
+        let bytes = self.bytes.get(self.at..end).and_then(|s| s.try_into().ok()).ok_or(bad)?;
         self.at = end;
         Ok(bytes)
     }
@@ -134,10 +123,7 @@ impl Reader<'_> {
     }
 
     fn slot(&mut self) -> Result<Option<SlotRef>, JobError> {
-        let slot = SlotRef {
-            offset: self.long()?,
-            len: self.long()?,
-        };
+        let slot = SlotRef { offset: self.long()?, len: self.long()? };
         Ok((slot.offset != u64::MAX).then_some(slot))
     }
 
@@ -146,7 +132,8 @@ impl Reader<'_> {
         self.slot()?.ok_or(JobError::BadBody { at })
     }
 
-    /// A count of items of which each takes at least `words` words, so that it cannot ask for more than the body holds.
+    /// A count of items of which each takes at least `words` words, so that it cannot ask for more
+    /// than the body holds.
     fn counted(&self, count: u32, words: usize) -> Result<usize, JobError> {
         let left = (self.bytes.len() - self.at) / 4;
         let count = count as usize;
@@ -164,9 +151,7 @@ impl Reader<'_> {
 
 pub(super) fn decode(bytes: &[u8], limits: &JobLimits) -> Result<JobBody, JobError> {
     if bytes.len() > MAX_BODY_BYTES {
-        return Err(JobError::BodyTooLong {
-            bytes: bytes.len() as u64,
-        });
+        return Err(JobError::BodyTooLong { bytes: bytes.len() as u64 });
     }
     let job = parse(&mut Reader { bytes, at: 0 })?;
     check_shape(&job, limits)?;
@@ -185,21 +170,15 @@ fn parse(r: &mut Reader<'_>) -> Result<JobBody, JobError> {
     let head = r.word()?;
     let bad = JobError::BadBody { at: 0 };
     let kind = JobKind::from_code(u64::from(head & 0xff)).ok_or(bad)?;
-    let dtype = u8::try_from(head >> 8)
-        .ok()
-        .and_then(DType::from_code)
-        .ok_or(bad)?;
+    let dtype = u8::try_from(head >> 8).ok().and_then(DType::from_code).ok_or(bad)?;
     let adapter = Some(r.word()?).filter(|&a| a != NONE);
     let (batch, tokens, hidden) = (r.word()?, r.word()?, r.word()?);
     let (blocks, rows, copies) = (r.word()?, r.word()?, r.word()?);
     let (input, output) = (r.required_slot()?, r.required_slot()?);
     let prompt_slot = r.slot()?;
     let (prompt_batch, prompt_tokens) = (r.word()?, r.word()?);
-    let prompts = prompt_slot.map(|slot| Prompts {
-        slot,
-        batch: prompt_batch,
-        tokens: prompt_tokens,
-    });
+    let prompts =
+        prompt_slot.map(|slot| Prompts { slot, batch: prompt_batch, tokens: prompt_tokens });
     let (output_gradient, prompt_gradient) = (r.slot()?, r.slot()?);
     let blocks = r.counted(blocks, 1).and_then(|n| r.words(n, BlockIndex))?;
     let rows = r.counted(rows, 2)?;
@@ -213,11 +192,7 @@ fn parse(r: &mut Reader<'_>) -> Result<JobBody, JobError> {
     let mut page_copies = Vec::with_capacity(r.counted(copies, 3)?);
     for _ in 0..copies {
         let (source, destination, tokens) = (PageId(r.word()?), PageId(r.word()?), r.word()?);
-        page_copies.push(PageCopy {
-            source,
-            destination,
-            tokens,
-        });
+        page_copies.push(PageCopy { source, destination, tokens });
     }
     if r.at != r.bytes.len() {
         return Err(JobError::BadBody { at: r.at as u64 });
@@ -260,10 +235,7 @@ fn check_shape(job: &JobBody, limits: &JobLimits) -> Result<(), JobError> {
         });
     }
     if job.dtype != limits.dtype {
-        return Err(JobError::WrongDType {
-            got: job.dtype as u64,
-            want: limits.dtype as u64,
-        });
+        return Err(JobError::WrongDType { got: job.dtype as u64, want: limits.dtype as u64 });
     }
     if let Some(adapter) = job.adapter.filter(|&a| a >= limits.adapters) {
         return Err(JobError::UnknownAdapter {
@@ -273,14 +245,13 @@ fn check_shape(job: &JobBody, limits: &JobLimits) -> Result<(), JobError> {
     }
     let mut seen = vec![false; limits.span.block_count()];
     for block in &job.blocks {
-        let local = limits.span.local(*block).ok_or(JobError::BlockNotServed {
-            block: u64::from(block.0),
-        })?;
+        let local = limits
+            .span
+            .local(*block)
+            .ok_or(JobError::BlockNotServed { block: u64::from(block.0) })?;
         // A step that names a block twice would write its pages twice.
         if std::mem::replace(&mut seen[local], true) && job.kind == JobKind::Step {
-            return Err(JobError::BlockNotServed {
-                block: u64::from(block.0),
-            });
+            return Err(JobError::BlockNotServed { block: u64::from(block.0) });
         }
     }
     Ok(())
@@ -297,28 +268,17 @@ fn check_slots(job: &JobBody, limits: &JobLimits) -> Result<(), JobError> {
     if let Some(p) = job.prompts {
         bounded(u64::from(p.tokens), 1, u64::from(job.tokens))?;
         if p.batch != 1 {
-            bounded(
-                u64::from(p.batch),
-                u64::from(job.batch),
-                u64::from(job.batch),
-            )?;
+            bounded(u64::from(p.batch), u64::from(job.batch), u64::from(job.batch))?;
         }
-        p.slot
-            .check(limits.arena_bytes, prompt_bytes(p.batch, p.tokens))?;
+        p.slot.check(limits.arena_bytes, prompt_bytes(p.batch, p.tokens))?;
     }
     match (job.kind, job.output_gradient) {
         (JobKind::Backward, Some(slot)) => slot.check(limits.arena_bytes, hidden_bytes)?,
         (JobKind::Backward, None) => {
-            return Err(JobError::BadSlot {
-                offset: u64::MAX,
-                len: 0,
-            });
+            return Err(JobError::BadSlot { offset: u64::MAX, len: 0 });
         }
         (_, Some(slot)) => {
-            return Err(JobError::BadSlot {
-                offset: slot.offset,
-                len: slot.len,
-            });
+            return Err(JobError::BadSlot { offset: slot.offset, len: slot.len });
         }
         (_, None) => {}
     }
@@ -327,10 +287,7 @@ fn check_slots(job: &JobBody, limits: &JobLimits) -> Result<(), JobError> {
             slot.check(limits.arena_bytes, prompt_bytes(job.batch, p.tokens))?;
         }
         (_, _, Some(slot)) => {
-            return Err(JobError::BadSlot {
-                offset: slot.offset,
-                len: slot.len,
-            });
+            return Err(JobError::BadSlot { offset: slot.offset, len: slot.len });
         }
         (_, _, None) => {}
     }
@@ -338,62 +295,60 @@ fn check_slots(job: &JobBody, limits: &JobLimits) -> Result<(), JobError> {
 }
 
 fn check_aliases(job: &JobBody) -> Result<(), JobError> {
-    let inputs = [
-        Some(job.input),
-        job.prompts.map(|p| p.slot),
-        job.output_gradient,
-    ];
+    let inputs = [Some(job.input), job.prompts.map(|p| p.slot), job.output_gradient];
     let outputs = [Some(job.output), job.prompt_gradient];
     for output in outputs.into_iter().flatten() {
         if let Some(input) = inputs.into_iter().flatten().find(|i| i.overlaps(output)) {
-            return Err(JobError::Aliased {
-                offset: output.offset,
-                other: input.offset,
-            });
+            return Err(JobError::Aliased { offset: output.offset, other: input.offset });
         }
     }
     match job.prompt_gradient {
-        Some(slot) if slot.overlaps(job.output) => Err(JobError::Aliased {
-            offset: slot.offset,
-            other: job.output.offset,
-        }),
+        Some(slot) if slot.overlaps(job.output) => {
+            Err(JobError::Aliased { offset: slot.offset, other: job.output.offset })
+        }
         _ => Ok(()),
     }
 }
 
 fn check_pages(job: &JobBody, limits: &JobLimits) -> Result<(), JobError> {
-    bounded(
-        job.page_tables.len() as u64,
-        u64::from(job.batch),
-        u64::from(job.batch),
-    )?;
-    let mut written = vec![false; limits.kv_pages as usize];
+    bounded(job.page_tables.len() as u64, u64::from(job.batch), u64::from(job.batch))?;
+    // MAX_ROWS fits 16 bits.
+    let mut writers: Vec<Option<u16>> = vec![None; limits.kv_pages as usize];
     let in_pool = |page: PageId| match page.0 < limits.kv_pages {
         true => Ok(page.0 as usize),
-        false => Err(JobError::BadPage {
-            page: u64::from(page.0),
-            pages: u64::from(limits.kv_pages),
-        }),
+        false => {
+            Err(JobError::BadPage { page: u64::from(page.0), pages: u64::from(limits.kv_pages) })
+        }
     };
-    for (table, &prefix) in job.page_tables.iter().zip(&job.prefix_lengths) {
+    for (row, (table, &prefix)) in (0u16..).zip(job.page_tables.iter().zip(&job.prefix_lengths)) {
         bounded(u64::from(prefix), 0, u64::from(MAX_TOKENS))?;
         let writes = JobBody::written_pages(prefix, job.tokens);
         if table.len() < writes.end {
-            return Err(JobError::ShortTable {
-                have: table.len() as u64,
-                need: writes.end as u64,
-            });
+            return Err(JobError::ShortTable { have: table.len() as u64, need: writes.end as u64 });
         }
         for (position, &page) in table.iter().enumerate() {
             let index = in_pool(page)?;
-            if writes.contains(&position) && std::mem::replace(&mut written[index], true) {
-                return Err(JobError::SharedPage {
-                    page: u64::from(page.0),
-                });
+            if writes.contains(&position) && writers[index].replace(row).is_some() {
+                return Err(JobError::SharedPage { page: u64::from(page.0) });
             }
         }
     }
+    check_reads(job, &writers)?;
     check_copies(job, in_pool)
+}
+
+/// Refuses a page that one row writes and another row reads: the device may do either first.
+/// `writers` names the row that writes each page of the pool.
+fn check_reads(job: &JobBody, writers: &[Option<u16>]) -> Result<(), JobError> {
+    for (row, (table, &prefix)) in (0u16..).zip(job.page_tables.iter().zip(&job.prefix_lengths)) {
+        for page in table.iter().take((prefix as usize).div_ceil(PAGE_TOKENS)) {
+            let writer = writers.get(page.0 as usize).copied().flatten();
+            if writer.is_some_and(|writer| writer != row) {
+                return Err(JobError::SharedPage { page: u64::from(page.0) });
+            }
+        }
+    }
+    Ok(())
 }
 
 /// A copy's destination is written once and read by no other copy.
@@ -402,21 +357,17 @@ fn check_copies(
     in_pool: impl Fn(PageId) -> Result<usize, JobError>,
 ) -> Result<(), JobError> {
     bounded(job.copies.len() as u64, 0, u64::from(MAX_ROWS))?;
-    let mut destinations = std::collections::HashSet::with_capacity(job.copies.len());
+    let mut destinations = HashSet::with_capacity(job.copies.len());
     for copy in &job.copies {
         in_pool(copy.source)?;
         in_pool(copy.destination)?;
         bounded(u64::from(copy.tokens), 1, PAGE_TOKENS as u64)?;
         if !destinations.insert(copy.destination) {
-            return Err(JobError::SharedPage {
-                page: u64::from(copy.destination.0),
-            });
+            return Err(JobError::SharedPage { page: u64::from(copy.destination.0) });
         }
     }
     match job.copies.iter().find(|c| destinations.contains(&c.source)) {
-        Some(copy) => Err(JobError::SharedPage {
-            page: u64::from(copy.source.0),
-        }),
+        Some(copy) => Err(JobError::SharedPage { page: u64::from(copy.source.0) }),
         None => Ok(()),
     }
 }

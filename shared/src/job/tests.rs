@@ -29,11 +29,7 @@ fn step() -> JobBody {
         hidden: 8,
         prefix_lengths: vec![17, 17],
         page_tables: vec![vec![PageId(0), PageId(3)], vec![PageId(0), PageId(4)]],
-        copies: vec![PageCopy {
-            source: PageId(3),
-            destination: PageId(4),
-            tokens: 1,
-        }],
+        copies: vec![PageCopy { source: PageId(3), destination: PageId(4), tokens: 1 }],
         input: slot(0, 128),
         output: slot(128, 128),
         prompts: None,
@@ -48,11 +44,7 @@ fn backward() -> JobBody {
         prefix_lengths: vec![],
         page_tables: vec![],
         copies: vec![],
-        prompts: Some(Prompts {
-            slot: slot(1024, 2 * 32),
-            batch: 1,
-            tokens: 1,
-        }),
+        prompts: Some(Prompts { slot: slot(1024, 2 * 32), batch: 1, tokens: 1 }),
         output_gradient: Some(slot(256, 128)),
         prompt_gradient: Some(slot(2048, 2 * 2 * 32)),
         ..step()
@@ -76,10 +68,7 @@ fn bodies_round_trip() {
 fn every_truncation_and_any_extra_byte_is_refused() {
     let bytes = backward().encode();
     for cut in 0..bytes.len() {
-        assert!(
-            JobBody::decode(&bytes[..cut], &limits()).is_err(),
-            "cut at {cut}"
-        );
+        assert!(JobBody::decode(&bytes[..cut], &limits()).is_err(), "cut at {cut}");
     }
     let long = [bytes.as_slice(), &[0]].concat();
     assert!(JobBody::decode(&long, &limits()).is_err());
@@ -87,103 +76,96 @@ fn every_truncation_and_any_extra_byte_is_refused() {
 
 #[test]
 fn numbers_outside_the_limits_are_named() {
-    assert_eq!(
-        refused(|j| j.blocks[1] = BlockIndex(6)),
-        JobError::BlockNotServed { block: 6 }
-    );
-    assert_eq!(
-        refused(|j| j.blocks[1] = BlockIndex(2)),
-        JobError::BlockNotServed { block: 2 }
-    );
-    assert_eq!(
-        refused(|j| j.hidden = 16),
-        JobError::WrongHidden { got: 16, want: 8 }
-    );
-    assert_eq!(
-        refused(|j| j.dtype = DType::Bf16),
-        JobError::WrongDType { got: 1, want: 0 }
-    );
+    assert_eq!(refused(|j| j.blocks[1] = BlockIndex(6)), JobError::BlockNotServed { block: 6 });
+    assert_eq!(refused(|j| j.blocks[1] = BlockIndex(2)), JobError::BlockNotServed { block: 2 });
+    assert_eq!(refused(|j| j.hidden = 16), JobError::WrongHidden { got: 16, want: 8 });
+    assert_eq!(refused(|j| j.dtype = DType::Bf16), JobError::WrongDType { got: 1, want: 0 });
     assert_eq!(
         refused(|j| j.adapter = Some(0)),
-        JobError::UnknownAdapter {
-            adapter: 0,
-            loaded: 0
-        }
+        JobError::UnknownAdapter { adapter: 0, loaded: 0 }
     );
     assert_eq!(
         refused(|j| j.batch = 0),
-        JobError::OutOfBounds {
-            value: 0,
-            limit: u64::from(MAX_ROWS)
-        }
+        JobError::OutOfBounds { value: 0, limit: u64::from(MAX_ROWS) }
     );
     assert_eq!(
         refused(|j| j.page_tables[1][1] = PageId(10)),
-        JobError::BadPage {
-            page: 10,
-            pages: 10
-        }
+        JobError::BadPage { page: 10, pages: 10 }
     );
-    assert_eq!(
-        refused(|j| j.page_tables[1][1] = PageId(3)),
-        JobError::SharedPage { page: 3 }
-    );
-    assert_eq!(
-        refused(|j| j.prefix_lengths[0] = 31),
-        JobError::ShortTable { have: 2, need: 3 }
-    );
+    assert_eq!(refused(|j| j.page_tables[1][1] = PageId(3)), JobError::SharedPage { page: 3 });
+    assert_eq!(refused(|j| j.prefix_lengths[0] = 31), JobError::ShortTable { have: 2, need: 3 });
     assert_eq!(
         refused(|j| j.copies[0].tokens = 17),
-        JobError::OutOfBounds {
-            value: 17,
-            limit: 16
-        }
+        JobError::OutOfBounds { value: 17, limit: 16 }
     );
-    assert_eq!(
-        refused(|j| j.output = slot(64, 128)),
-        JobError::Aliased {
-            offset: 64,
-            other: 0
-        }
-    );
+    assert_eq!(refused(|j| j.output = slot(64, 128)), JobError::Aliased { offset: 64, other: 0 });
     assert_eq!(
         refused(|j| j.input = slot((1 << 20) - 64, 128)),
-        JobError::BadSlot {
-            offset: (1 << 20) - 64,
-            len: 128
-        }
+        JobError::BadSlot { offset: (1 << 20) - 64, len: 128 }
     );
     assert_eq!(
         refused(|j| j.input = slot(u64::MAX - 1, 128)),
-        JobError::BadSlot {
-            offset: u64::MAX - 1,
-            len: 128
-        }
+        JobError::BadSlot { offset: u64::MAX - 1, len: 128 }
     );
     assert_eq!(
         refused(|j| j.output_gradient = Some(slot(512, 128))),
-        JobError::BadSlot {
-            offset: 512,
-            len: 128
-        }
+        JobError::BadSlot { offset: 512, len: 128 }
     );
+}
+
+#[test]
+fn a_page_that_one_row_writes_and_another_reads_is_refused() {
+    // The second row reads, as the first page of its prefix, the page that the first row writes.
+    let error = refused(|j| j.page_tables[1][0] = PageId(3));
+    assert_eq!(error, JobError::SharedPage { page: 3 });
+    // Also when the reader comes first.
+    let error = refused(|j| j.page_tables[0][0] = PageId(4));
+    assert_eq!(error, JobError::SharedPage { page: 4 });
+    // A row reads what it writes: the page in which its prefix ends.
+    assert!(JobBody::decode(&step().encode(), &limits()).is_ok());
+    // A page behind the prefix of the other row is never read.
+    let mut job = step();
+    job.page_tables[1].push(PageId(3));
+    assert_eq!(JobBody::decode(&job.encode(), &limits()), Ok(job));
+}
+
+#[test]
+fn descriptors_round_trip_and_name_their_worker() {
+    let worker = WorkerId { group: GroupId(3), rank: Rank(1), world_size: WorldSize(4) };
+    let descriptor = JobDescriptor {
+        id: JobId(7),
+        kind: JobKind::Forward,
+        worker,
+        worker_generation: Generation(2),
+        netd_generation: Generation(5),
+        body: slot(64, 128),
+        submitted_ns: 11,
+    };
+    let entry = descriptor.encode();
+    assert_eq!(size_of_val(&entry), 64);
+    assert_eq!(JobDescriptor::decode(&entry), Ok(descriptor));
+    assert_eq!(descriptor.check_worker(worker), Ok(()));
+    for other in [
+        WorkerId { group: GroupId(2), ..worker },
+        WorkerId { rank: Rank(0), ..worker },
+        WorkerId { world_size: WorldSize(1), ..worker },
+    ] {
+        let refused = descriptor.check_worker(other);
+        assert!(matches!(refused, Err(JobError::WrongWorker { .. })), "{refused:?}");
+    }
 }
 
 #[test]
 fn a_copy_chain_is_refused() {
     let error = refused(|j| {
-        j.copies.push(PageCopy {
-            source: PageId(4),
-            destination: PageId(5),
-            tokens: 1,
-        })
+        j.copies.push(PageCopy { source: PageId(4), destination: PageId(5), tokens: 1 })
     });
     assert_eq!(error, JobError::SharedPage { page: 4 });
 }
 
 #[test]
 fn completions_carry_every_error() {
-    for code in 1..=16 {
+    for code in 1..=17 {
         let error = JobError::from_words(code, 7, 9).unwrap();
         let completion = Completion {
             id: JobId(5),
@@ -195,7 +177,7 @@ fn completions_carry_every_error() {
         };
         assert_eq!(Completion::decode(&completion.encode()), Some(completion));
     }
-    assert_eq!(JobError::from_words(17, 0, 0), None);
+    assert_eq!(JobError::from_words(18, 0, 0), None);
 }
 
 proptest! {

@@ -2,18 +2,23 @@
 //! allocates or frees, and nothing of it lies in the arena, so that no worker can damage it.
 //!
 //! ```text
-//!   0                          small_bytes                                   total_bytes
-//!   +------+------+---  ---+------+---------------------------------------------+
-//!   | slot | slot |  ...   | slot |  bulk: first fit, neighbours merged on free |
-//!   +------+------+---  ---+------+---------------------------------------------+
-//!   fixed slots for decode steps    prefill, forward, backward, prompts
+//!   0                            small_bytes                                      total_bytes
+//!   +------+------+---  ---+------+------------------------+---------------------------+
+//!   | slot | slot |  ...   | slot |  decode: first fit     |  bulk: first fit          |
+//!   +------+------+---  ---+------+------------------------+---------------------------+
+//!   fixed slots, decode steps       larger decode steps      prefill, forward, backward
+//!   of few rows
 //! ```
 //!
-//! Bulk never occupies a small slot, so that a flood of long requests leaves decode its memory. A
-//! slot is freed when its job was answered or its worker was reaped, explicitly, never on drop:
+//! Bulk never occupies a small slot or the decode region, so that a flood of long requests leaves
+//! decode its memory. A slot is freed when its job was answered or its worker was reaped, explicitly, never on drop:
 //! forgetting one is visible in [`ArenaAllocator::slots_in_use`], and freeing one twice is refused.
 
-use std::collections::{BTreeMap, HashMap};
+mod first_fit;
+
+use std::collections::HashMap;
+
+use first_fit::FirstFit;
 
 /// Every slot starts at a multiple of this, a cache line, so that slots of two jobs never share
 /// one.
@@ -24,40 +29,35 @@ pub const SLOT_ALIGN: u64 = 64;
 pub struct ArenaPlan {
     small_slots: u64,
     small_slot_bytes: u64,
+    decode_bytes: u64,
     bulk_bytes: u64,
 }
 
 impl ArenaPlan {
     /// An arena of `total_bytes` with `small_slots` slots of `small_slot_bytes` (rounded up to
-    /// [`SLOT_ALIGN`]), and the rest in bulk (rounded down).
+    /// [`SLOT_ALIGN`]), `decode_bytes` for larger decode steps and the rest in bulk (both rounded
+    /// down).
     ///
     /// # Errors
-    /// [`PlanError`] when the small slots leave nothing for bulk, or there are none.
+    /// [`PlanError`] when there are no small slots or no bytes for bulk.
     pub fn new(
         total_bytes: u64,
         small_slots: u32,
         small_slot_bytes: u64,
+        decode_bytes: u64,
     ) -> Result<ArenaPlan, PlanError> {
-        let refused = PlanError {
-            total_bytes,
-            small_slots,
-            small_slot_bytes,
-        };
-        let slot_bytes = small_slot_bytes
-            .checked_next_multiple_of(SLOT_ALIGN)
-            .ok_or(refused)?;
+        let refused = PlanError { total_bytes, small_slots, small_slot_bytes, decode_bytes };
+        let slot_bytes = small_slot_bytes.checked_next_multiple_of(SLOT_ALIGN).ok_or(refused)?;
         let small_slots = u64::from(small_slots);
         let small_bytes = small_slots.checked_mul(slot_bytes).ok_or(refused)?;
+        let decode_bytes = decode_bytes - decode_bytes % SLOT_ALIGN;
         let rest = total_bytes.checked_sub(small_bytes).ok_or(refused)?;
+        let rest = rest.checked_sub(decode_bytes).ok_or(refused)?;
         let bulk_bytes = rest - rest % SLOT_ALIGN;
         if small_bytes == 0 || bulk_bytes == 0 {
             return Err(refused);
         }
-        Ok(ArenaPlan {
-            small_slots,
-            small_slot_bytes: slot_bytes,
-            bulk_bytes,
-        })
+        Ok(ArenaPlan { small_slots, small_slot_bytes: slot_bytes, decode_bytes, bulk_bytes })
     }
 
     /// Bytes of one small slot, after rounding.
@@ -65,9 +65,14 @@ impl ArenaPlan {
         self.small_slot_bytes
     }
 
-    /// Where bulk begins.
+    /// Where the small slots end and the decode region begins.
     fn small_bytes(&self) -> u64 {
         self.small_slots * self.small_slot_bytes
+    }
+
+    /// Where bulk begins.
+    fn bulk_start(&self) -> u64 {
+        self.small_bytes() + self.decode_bytes
     }
 }
 
@@ -75,7 +80,7 @@ impl ArenaPlan {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "an arena of {total_bytes} bytes cannot hold {small_slots} slots of {small_slot_bytes} \
-     bytes and a bulk region; give it more"
+     bytes, {decode_bytes} bytes for decode steps and a bulk region; raise --arena_size"
 )]
 pub struct PlanError {
     /// Size of the arena.
@@ -84,13 +89,17 @@ pub struct PlanError {
     pub small_slots: u32,
     /// Bytes of each.
     pub small_slot_bytes: u64,
+    /// Bytes of the decode region.
+    pub decode_bytes: u64,
 }
 
-/// Part of an arena.
+/// Where in an arena a slot lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Region {
-    /// The fixed slots of decode steps.
+    /// The fixed slots, for decode steps of few rows.
     Small,
+    /// Larger decode steps.
+    Decode,
     /// Everything else.
     Bulk,
 }
@@ -165,9 +174,8 @@ pub struct ArenaAllocator {
     plan: ArenaPlan,
     /// Offsets of free small slots; the last one freed is reused first, while it is warm.
     small_free: Vec<u64>,
-    /// Free pieces of bulk: offset -> length. No two of them touch.
-    bulk_free: BTreeMap<u64, u64>,
-    bulk_free_bytes: u64,
+    decode: FirstFit,
+    bulk: FirstFit,
     /// Slots in use: offset -> what was handed out.
     in_use: HashMap<u64, Slot>,
     serial: u64,
@@ -182,75 +190,40 @@ impl ArenaAllocator {
                 .rev()
                 .map(|slot| slot * plan.small_slot_bytes)
                 .collect(),
-            bulk_free: BTreeMap::from([(plan.small_bytes(), plan.bulk_bytes)]),
-            bulk_free_bytes: plan.bulk_bytes,
+            decode: FirstFit::new(plan.small_bytes(), plan.decode_bytes),
+            bulk: FirstFit::new(plan.bulk_start(), plan.bulk_bytes),
             in_use: HashMap::new(),
             serial: 0,
         }
     }
 
-    /// A small slot for `len` bytes.
+    /// A slot for `len` bytes in `region`.
     ///
     /// # Errors
-    /// [`AllocError::TooLarge`] when `len` is more than a small slot (ask for bulk),
-    /// [`AllocError::Exhausted`] when all are in use.
-    pub fn allocate_small(&mut self, len: u64) -> Result<Slot, AllocError> {
-        let (region, max_bytes) = (Region::Small, self.plan.small_slot_bytes);
-        match len {
-            0 => return Err(AllocError::Empty),
-            _ if len > max_bytes => {
-                return Err(AllocError::TooLarge {
-                    region,
-                    len,
-                    max_bytes,
-                });
-            }
-            _ => {}
-        }
-        match self.small_free.pop() {
-            Some(offset) => Ok(self.hand_out(offset, len)),
-            None => Err(AllocError::Exhausted {
-                region,
-                len,
-                free_bytes: 0,
-            }),
-        }
-    }
-
-    /// A slot for `len` bytes in bulk: the first free piece that is large enough.
-    ///
-    /// # Errors
-    /// [`AllocError::TooLarge`] when `len` is more than all of bulk, [`AllocError::Exhausted`] when
-    /// no free piece is large enough now.
-    pub fn allocate_bulk(&mut self, len: u64) -> Result<Slot, AllocError> {
-        let (region, max_bytes) = (Region::Bulk, self.plan.bulk_bytes);
+    /// [`AllocError::TooLarge`] when `len` is more than the largest slot of the empty region,
+    /// [`AllocError::Exhausted`] when no free piece is large enough now.
+    pub fn allocate(&mut self, region: Region, len: u64) -> Result<Slot, AllocError> {
         if len == 0 {
             return Err(AllocError::Empty);
         }
-        let Some(reserved) = len
-            .checked_next_multiple_of(SLOT_ALIGN)
-            .filter(|&bytes| bytes <= max_bytes)
-        else {
-            return Err(AllocError::TooLarge {
-                region,
-                len,
-                max_bytes,
-            });
+        let max_bytes = match region {
+            Region::Small => self.plan.small_slot_bytes,
+            Region::Decode => self.plan.decode_bytes,
+            Region::Bulk => self.plan.bulk_bytes,
         };
-        let fit = self.bulk_free.iter().find(|&(_, &piece)| piece >= reserved);
-        let Some((offset, piece)) = fit.map(|(&offset, &piece)| (offset, piece)) else {
-            return Err(AllocError::Exhausted {
-                region,
-                len,
-                free_bytes: self.bulk_free_bytes,
-            });
+        let reserved = len.checked_next_multiple_of(SLOT_ALIGN).filter(|&bytes| bytes <= max_bytes);
+        let Some(reserved) = reserved else {
+            return Err(AllocError::TooLarge { region, len, max_bytes });
         };
-        self.bulk_free.remove(&offset);
-        if piece > reserved {
-            self.bulk_free.insert(offset + reserved, piece - reserved);
+        let offset = match region {
+            Region::Small => self.small_free.pop(),
+            Region::Decode => self.decode.take(reserved),
+            Region::Bulk => self.bulk.take(reserved),
+        };
+        match offset {
+            Some(offset) => Ok(self.hand_out(offset, len)),
+            None => Err(AllocError::Exhausted { region, len, free_bytes: self.free_bytes(region) }),
         }
-        self.bulk_free_bytes -= reserved;
-        Ok(self.hand_out(offset, len))
     }
 
     /// Gives `slot` back.
@@ -260,16 +233,16 @@ impl ArenaAllocator {
     /// then.
     pub fn free(&mut self, slot: Slot) -> Result<(), NotInUse> {
         if self.in_use.get(&slot.offset) != Some(&slot) {
-            return Err(NotInUse {
-                offset: slot.offset,
-                len: slot.len,
-            });
+            return Err(NotInUse { offset: slot.offset, len: slot.len });
         }
         self.in_use.remove(&slot.offset);
+        let reserved = slot.len.next_multiple_of(SLOT_ALIGN);
         if slot.offset < self.plan.small_bytes() {
             self.small_free.push(slot.offset);
+        } else if slot.offset < self.plan.bulk_start() {
+            self.decode.give_back(slot.offset, reserved);
         } else {
-            self.free_bulk(slot.offset, slot.len.next_multiple_of(SLOT_ALIGN));
+            self.bulk.give_back(slot.offset, reserved);
         }
         Ok(())
     }
@@ -283,7 +256,8 @@ impl ArenaAllocator {
     pub fn free_bytes(&self, region: Region) -> u64 {
         match region {
             Region::Small => self.small_free.len() as u64 * self.plan.small_slot_bytes,
-            Region::Bulk => self.bulk_free_bytes,
+            Region::Decode => self.decode.free_bytes(),
+            Region::Bulk => self.bulk.free_bytes(),
         }
     }
 
@@ -294,28 +268,9 @@ impl ArenaAllocator {
 
     fn hand_out(&mut self, offset: u64, len: u64) -> Slot {
         self.serial += 1;
-        let slot = Slot {
-            offset,
-            len,
-            serial: self.serial,
-        };
+        let slot = Slot { offset, len, serial: self.serial };
         self.in_use.insert(offset, slot);
         slot
-    }
-
-    fn free_bulk(&mut self, offset: u64, bytes: u64) {
-        let (mut start, mut end) = (offset, offset + bytes);
-        if let Some((&before, &length)) = self.bulk_free.range(..offset).next_back()
-            && before + length == start
-        {
-            self.bulk_free.remove(&before);
-            start = before;
-        }
-        if let Some(length) = self.bulk_free.remove(&end) {
-            end += length;
-        }
-        self.bulk_free.insert(start, end - start);
-        self.bulk_free_bytes += bytes;
     }
 }
 

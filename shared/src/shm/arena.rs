@@ -25,9 +25,7 @@ impl ArenaMap {
     /// [`SegmentError::Busy`] when the segment is mapped as KV pages, [`SegmentError::System`] when
     /// there is no room for it.
     pub fn map(segment: &MemfdSegment) -> Result<ArenaMap, SegmentError> {
-        Ok(ArenaMap {
-            mapping: segment.map(Sharing::Shared)?,
-        })
+        Ok(ArenaMap { mapping: segment.map(Sharing::Shared)? })
     }
 
     /// Size in bytes.
@@ -59,11 +57,7 @@ impl ArenaMap {
         // SAFETY: the source was bounded above; `T: Plain` takes any bytes, even torn ones; no
         // overlap, as in write().
         unsafe {
-            ptr::copy_nonoverlapping(
-                source,
-                values.as_mut_ptr().cast::<u8>(),
-                size_of_val(values),
-            )
+            ptr::copy_nonoverlapping(source, values.as_mut_ptr().cast::<u8>(), size_of_val(values))
         };
         Ok(())
     }
@@ -88,11 +82,7 @@ impl ArenaMap {
         fill: impl FnOnce(&mut SlotWriter<'_>) -> Out,
     ) -> Result<Out, OutOfBounds> {
         let next = self.mapping.at(offset, len)?;
-        Ok(fill(&mut SlotWriter {
-            next,
-            left: len,
-            _arena: self,
-        }))
+        Ok(fill(&mut SlotWriter { next, left: len, _arena: self }))
     }
 }
 

@@ -1,6 +1,5 @@
 //! The board: one segment per instance in which every process shows what it does. The supervisor
-//! judges from it whether a child hangs; `sepal status`, health, metrics and the demo read it, also
-//! while netd is down.
+//! judges from it whether a child hangs, and answers `sepal status` from it, also while netd is down.
 //!
 //! Every field has one writer, so that no stores race:
 //!
@@ -15,6 +14,8 @@
 //! generation. Numbers are counters and gauges for people and for the watchdog; nothing is decided
 //! from them that could lose data.
 
+use std::io;
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use nix::time::{ClockId, clock_gettime};
@@ -23,7 +24,7 @@ use super::layout::{
     BOARD_MAGIC, BOARD_SLOTS, BoardLayout, ChildSlot, LAYOUT_VERSION, ReportPart, TEXT_BYTES,
     TROUBLES, Text,
 };
-use super::segment::{NamedSegment, SegmentError};
+use super::segment::{SegmentError, SmallSegment};
 use super::sync::{AtomicU64, Ordering, fence};
 use crate::block::Span;
 use crate::control::{BoardSeat, Role};
@@ -36,6 +37,9 @@ mod writer;
 pub use view::{BoardSnapshot, BoardView, ChildSnapshot};
 pub use words::{ChildState, Phase, Trouble};
 pub use writer::BoardWriter;
+
+/// The board in `/proc/PID/maps` and in messages.
+const BOARD_NAME: &str = "sepal-board";
 
 const BOARD_BYTES: usize = size_of::<BoardLayout>();
 
@@ -50,12 +54,10 @@ pub enum BoardError {
     Segment(#[from] SegmentError),
     /// The segment holds something else, or the board of another build.
     #[error(
-        "segment {name} holds no board of layout version {LAYOUT_VERSION}: magic \
+        "segment {BOARD_NAME} holds no board of layout version {LAYOUT_VERSION}: magic \
          {magic:#018x}, version {version}"
     )]
     NoBoard {
-        /// Name of the segment.
-        name: String,
         /// Magic found.
         magic: u64,
         /// Layout version found.
@@ -90,7 +92,7 @@ pub struct Occupant {
     pub worker: Option<WorkerId>,
 }
 
-/// The supervisor's board. Owns the name.
+/// The supervisor's board.
 #[derive(Debug)]
 pub struct Board {
     view: BoardView,
@@ -102,21 +104,14 @@ impl Board {
     /// # Errors
     /// [`BoardError::Segment`] when the segment cannot be made, [`BoardError::LongText`] for a long
     /// instance name.
-    pub fn create(name: &str, instance: &str, started_unix_s: u64) -> Result<Board, BoardError> {
+    pub fn create(instance: &str, started_unix_s: u64) -> Result<Board, BoardError> {
         check_text(instance)?;
-        let board = Board {
-            view: BoardView {
-                segment: NamedSegment::create(name, BOARD_BYTES)?,
-            },
-        };
+        let segment = SmallSegment::create(BOARD_NAME, BOARD_BYTES)?;
+        let board = Board { view: BoardView { segment } };
         let header = &board.view.layout().header;
         header.version.store(LAYOUT_VERSION, Ordering::Relaxed);
-        header
-            .supervisor_pid
-            .store(std::process::id().into(), Ordering::Relaxed);
-        header
-            .started_unix_s
-            .store(started_unix_s, Ordering::Relaxed);
+        header.supervisor_pid.store(std::process::id().into(), Ordering::Relaxed);
+        header.started_unix_s.store(started_unix_s, Ordering::Relaxed);
         header.instance.publish(instance)?;
         // SYNC POINT board.magic: publishes the header to the load in BoardView::open().
         header.magic.store(BOARD_MAGIC, Ordering::Release);
@@ -137,27 +132,21 @@ impl Board {
         // the fence in BoardView::child_snapshot().
         fence(Ordering::Release);
         child.report.reset();
-        let worker = occupant
-            .worker
-            .unwrap_or_else(|| WorkerId::solo(GroupId(0)));
+        let worker = occupant.worker.unwrap_or_else(|| WorkerId::solo(GroupId(0)));
         seat.role.store(role_word(occupant.role), Ordering::Relaxed);
         seat.pid.store(0, Ordering::Relaxed);
-        seat.state
-            .store(ChildState::Starting as u64, Ordering::Relaxed);
+        seat.state.store(ChildState::Starting as u64, Ordering::Relaxed);
         seat.group.store(worker.group.0.into(), Ordering::Relaxed);
         seat.rank.store(worker.rank.0.into(), Ordering::Relaxed);
         seat.world_size.store(
-            occupant
-                .worker
-                .map_or(0, |worker| worker.world_size.0.into()),
+            occupant.worker.map_or(0, |worker| worker.world_size.0.into()),
             Ordering::Relaxed,
         );
         seat.span_start.store(0, Ordering::Relaxed);
         seat.span_end.store(0, Ordering::Relaxed);
         // SYNC POINT board.generation: publishes the seat to the load in child_snapshot() and
         // BoardWriter::open().
-        seat.generation
-            .store(occupant.generation.0.into(), Ordering::Release);
+        seat.generation.store(occupant.generation.0.into(), Ordering::Release);
         Ok(())
     }
 
@@ -167,11 +156,7 @@ impl Board {
     /// # Errors
     /// [`BoardError::NoSlot`].
     pub fn vacate(&self, slot: u32) -> Result<(), BoardError> {
-        self.view
-            .child(slot)?
-            .seat
-            .generation
-            .store(0, Ordering::Relaxed);
+        self.view.child(slot)?.seat.generation.store(0, Ordering::Relaxed);
         Ok(())
     }
 
@@ -180,11 +165,7 @@ impl Board {
     /// # Errors
     /// [`BoardError::NoSlot`].
     pub fn set_pid(&self, slot: u32, pid: u32) -> Result<(), BoardError> {
-        self.view
-            .child(slot)?
-            .seat
-            .pid
-            .store(pid.into(), Ordering::Relaxed);
+        self.view.child(slot)?.seat.pid.store(pid.into(), Ordering::Relaxed);
         Ok(())
     }
 
@@ -193,11 +174,7 @@ impl Board {
     /// # Errors
     /// [`BoardError::NoSlot`].
     pub fn set_state(&self, slot: u32, state: ChildState) -> Result<(), BoardError> {
-        self.view
-            .child(slot)?
-            .seat
-            .state
-            .store(state as u64, Ordering::Relaxed);
+        self.view.child(slot)?.seat.state.store(state as u64, Ordering::Relaxed);
         Ok(())
     }
 
@@ -209,11 +186,18 @@ impl Board {
         let seat = &self.view.child(slot)?.seat;
         // The end is 0 while the start changes, which reads as no span.
         seat.span_end.store(0, Ordering::Relaxed);
-        seat.span_start
-            .store(span.start().0.into(), Ordering::Relaxed);
+        seat.span_start.store(span.start().0.into(), Ordering::Relaxed);
         // SYNC POINT board.span: publishes the start to the load of the end in child_snapshot().
         seat.span_end.store(span.end().0.into(), Ordering::Release);
         Ok(())
+    }
+
+    /// Another descriptor of the board, for a child that reports on it.
+    ///
+    /// # Errors
+    /// When the process is out of descriptors.
+    pub fn try_clone(&self) -> io::Result<OwnedFd> {
+        self.view.segment.try_clone()
     }
 
     /// Everything on the board.
@@ -245,22 +229,14 @@ impl Text {
         // SYNC POINT board.text: after this load the bytes are visible; pairs with publish().
         let len = usize::try_from(self.len.load(Ordering::Acquire)).ok()?;
         let mut bytes = Vec::with_capacity(TEXT_BYTES);
-        bytes.extend(
-            self.words
-                .iter()
-                .flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()),
-        );
+        bytes.extend(self.words.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()));
         let text = bytes.get(..len).filter(|text| !text.is_empty())?;
         String::from_utf8(text.to_vec()).ok()
     }
 }
 
 fn check_text(text: &str) -> Result<(), BoardError> {
-    if text.len() <= TEXT_BYTES {
-        Ok(())
-    } else {
-        Err(BoardError::LongText(text.len()))
-    }
+    if text.len() <= TEXT_BYTES { Ok(()) } else { Err(BoardError::LongText(text.len())) }
 }
 
 fn role_word(role: Role) -> u64 {

@@ -44,10 +44,7 @@ impl Doorbell {
     pub fn new() -> io::Result<Doorbell> {
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
         let fd = EventFd::from_flags(flags)?;
-        Ok(Doorbell {
-            fd,
-            edges: OnceLock::new(),
-        })
+        Ok(Doorbell { fd, edges: OnceLock::new() })
     }
 
     /// The doorbell behind a descriptor that came from another process.
@@ -59,18 +56,13 @@ impl Doorbell {
         fcntl(&fd, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
         let target = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
         if target.as_os_str() != "anon_inode:[eventfd]" {
-            let message = format!(
-                "descriptor of a doorbell is {}, not an eventfd",
-                target.display()
-            );
+            let message =
+                format!("descriptor of a doorbell is {}, not an eventfd", target.display());
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
         }
         // SAFETY: the descriptor is owned here and was just seen to be an eventfd.
         let fd = unsafe { EventFd::from_owned_fd(fd) };
-        Ok(Doorbell {
-            fd,
-            edges: OnceLock::new(),
-        })
+        Ok(Doorbell { fd, edges: OnceLock::new() })
     }
 
     /// Another descriptor of the same doorbell, to be sent to the other side.
@@ -164,7 +156,7 @@ pub enum WaitError {
     #[error(transparent)]
     Corrupt(#[from] RingCorrupt),
     /// The doorbell is broken.
-    #[error("wait for a doorbell")]
+    #[error("cannot wait for a doorbell")]
     Doorbell(#[from] io::Error),
 }
 
@@ -223,11 +215,7 @@ impl<R: std::ops::Deref<Target = RingShared>> Producer<R> {
     /// # Errors
     /// Only when the bell is broken.
     pub fn ring_if_sleeping(&self, bell: &Doorbell) -> io::Result<()> {
-        if self.must_wake() {
-            bell.ring()
-        } else {
-            Ok(())
-        }
+        if self.must_wake() { bell.ring() } else { Ok(()) }
     }
 }
 

@@ -24,9 +24,7 @@ impl KvMap {
     /// [`SegmentError::Busy`] while anybody else maps it (a worker that is not dead yet),
     /// [`SegmentError::System`] when there is no room for it.
     pub fn map(segment: &MemfdSegment) -> Result<KvMap, SegmentError> {
-        Ok(KvMap {
-            mapping: segment.map(Sharing::Alone)?,
-        })
+        Ok(KvMap { mapping: segment.map(Sharing::Alone)? })
     }
 
     /// Size in bytes.
@@ -56,9 +54,7 @@ impl KvMap {
     /// empty pages.
     pub fn page<T: Plain>(&self, page_values: usize, index: usize) -> Option<&[T]> {
         let start = index.checked_mul(page_values)?;
-        self.values()
-            .get(start..start.checked_add(page_values)?)
-            .filter(|page| !page.is_empty())
+        self.values().get(start..start.checked_add(page_values)?).filter(|page| !page.is_empty())
     }
 
     /// As [`page`](Self::page), for writing.

@@ -1,6 +1,6 @@
-//! Byte layouts of the named segments, the same in every process of one build. All fields are
-//! native-endian `u64` atomics; a zeroed segment is a valid, empty one. A change here raises
-//! [`LAYOUT_VERSION`].
+//! Byte layouts of board and rings, the same in every process of one build. All fields are
+//! native-endian `u64` atomics; a zeroed segment is a valid, empty one. A change here or in the
+//! layout of [`group`](super::group) raises [`LAYOUT_VERSION`].
 //!
 //! # Rings: one segment per (worker, its generation, netd's generation)
 //!
@@ -49,7 +49,7 @@
 
 use super::sync::{AtomicU64, Claim};
 
-/// Version of everything in this file.
+/// Version of everything in this file, and of the layout of groups.
 pub const LAYOUT_VERSION: u64 = 4;
 
 /// First word of a ring segment: `SEPALRNG`, big-endian.
@@ -104,9 +104,7 @@ impl RingShared {
     /// An empty ring outside any segment, for models and tests.
     #[cfg(any(loom, test))]
     pub(super) fn new() -> RingShared {
-        let line = || Line {
-            value: AtomicU64::new(0),
-        };
+        let line = || Line { value: AtomicU64::new(0) };
         let cell = |_| EntryCell {
             words: std::array::from_fn(|_| AtomicU64::new(0)),
             claim: Claim::default(),

@@ -2,10 +2,12 @@
 //! other.
 //!
 //! ```text
-//!             named segments (shared_memory)                 sealed memfds, passed by descriptor
 //!   board     supervisor owns; every child writes a slot      arena   netd allocates; netd and workers copy in and out
 //!   rings     one per (worker, its generation, netd's)        kv      one per worker; that worker alone maps it
+//!   group     one per group of several ranks and its generation; each rank writes its own part
 //! ```
+//!
+//! All are sealed memfds, passed by descriptor; see [`segment`].
 //!
 //! Rules that every module here keeps:
 //! - Layouts are `repr(C)`, sized by const asserts and drawn in [`layout`]; offsets, never
@@ -21,12 +23,13 @@
 //! `unsafe` is allowed in this folder and `shared::bootstrap` only; every use is behind a safe
 //! interface.
 //!
-//! Under `--cfg loom` only [`ring`] and what it needs is compiled, over loom's atomics.
+//! Under `--cfg loom` only [`ring`], [`group`] and what they need is compiled, over loom's atomics.
 #![allow(
     unsafe_code,
     reason = "mapping memory that other processes write is the purpose of this module"
 )]
 
+pub mod group;
 pub mod layout;
 pub mod ring;
 mod sync;

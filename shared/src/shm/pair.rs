@@ -1,13 +1,16 @@
 //! The segment between netd and one worker: a submission ring, a completion ring, and whose they
 //! are. The supervisor makes one for each pair of a netd generation and a worker generation, keeps
-//! it while both live, and drops it after; each side opens it by name and takes its two ends.
+//! it while both live, and drops it after; each side maps it from a descriptor and takes its two
+//! ends.
 
+use std::io;
 use std::ops::Deref;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::layout::{LAYOUT_VERSION, RING_MAGIC, RingPairLayout, RingShared};
 use super::ring::{Consumer, Producer};
-use super::segment::{NamedSegment, SegmentError};
+use super::segment::{SegmentError, SmallSegment};
 use super::sync::Ordering;
 use crate::ids::{Generation, GroupId, Rank, WorkerId, WorldSize};
 
@@ -33,22 +36,18 @@ pub enum PairError {
     Segment(#[from] SegmentError),
     /// The segment holds something else, or rings of another build.
     #[error(
-        "segment {name} holds no rings of layout version {LAYOUT_VERSION}: magic \
-         {magic:#018x}, version {version}"
+        "the segment holds no rings of layout version {LAYOUT_VERSION}: magic {magic:#018x}, \
+         version {version}"
     )]
     NoRings {
-        /// Name of the segment.
-        name: String,
         /// Magic found.
         magic: u64,
         /// Layout version found.
         version: u64,
     },
     /// The rings belong to another worker or to other generations.
-    #[error("segment {name} holds the rings of {found:?} instead of {expected:?}")]
+    #[error("the segment holds the rings of {found:?} instead of {expected:?}")]
     Stale {
-        /// Name of the segment.
-        name: String,
         /// Whose rings were asked for.
         expected: RingIdentity,
         /// Whose rings these are.
@@ -59,7 +58,7 @@ pub enum PairError {
 /// A mapped pair of rings.
 #[derive(Debug)]
 pub struct RingPair {
-    segment: NamedSegment,
+    segment: SmallSegment,
 }
 
 /// netd's ends: it submits jobs and takes completions.
@@ -69,24 +68,19 @@ pub type NetdEnd = (Producer<RingHandle>, Consumer<RingHandle>);
 pub type WorkerEnd = (Consumer<RingHandle>, Producer<RingHandle>);
 
 impl RingPair {
-    /// Makes an empty pair and owns its name. Supervisor only.
+    /// Makes an empty pair. Supervisor only. `name` is what `/proc/PID/maps` shows.
     ///
     /// # Errors
-    /// [`PairError::Segment`], above all when /dev/shm is too small.
+    /// [`PairError::Segment`] when the system refuses.
     pub fn create(name: &str, identity: &RingIdentity) -> Result<RingPair, PairError> {
-        let pair = RingPair {
-            segment: NamedSegment::create(name, RING_PAIR_BYTES)?,
-        };
+        let pair = RingPair { segment: SmallSegment::create(name, RING_PAIR_BYTES)? };
         let header = &pair.layout().header;
         for (word, value) in [
             (&header.version, LAYOUT_VERSION),
             (&header.group, identity.worker.group.0.into()),
             (&header.rank, identity.worker.rank.0.into()),
             (&header.world_size, identity.worker.world_size.0.into()),
-            (
-                &header.worker_generation,
-                identity.worker_generation.0.into(),
-            ),
+            (&header.worker_generation, identity.worker_generation.0.into()),
             (&header.netd_generation, identity.netd_generation.0.into()),
         ] {
             word.store(value, Ordering::Relaxed);
@@ -99,38 +93,31 @@ impl RingPair {
     /// Maps the pair that the supervisor made, which must be the one of `expected`.
     ///
     /// # Errors
-    /// [`PairError::Segment`] when it is gone, [`PairError::NoRings`] or [`PairError::Stale`] when
-    /// it is not what was meant.
-    pub fn open(name: &str, expected: &RingIdentity) -> Result<RingPair, PairError> {
-        let pair = RingPair {
-            segment: NamedSegment::open(name, RING_PAIR_BYTES)?,
-        };
+    /// [`PairError::Segment`] when it cannot be mapped, [`PairError::NoRings`] or
+    /// [`PairError::Stale`] when it is not what was meant.
+    pub fn open(fd: OwnedFd, expected: &RingIdentity) -> Result<RingPair, PairError> {
+        let pair = RingPair { segment: SmallSegment::open("sepal-rings", fd, RING_PAIR_BYTES)? };
         let header = &pair.layout().header;
         // SYNC POINT pair.magic: after this load the header is visible; pairs with the store in
         // create().
         let magic = header.magic.load(Ordering::Acquire);
         let version = header.version.load(Ordering::Relaxed);
         if (magic, version) != (RING_MAGIC, LAYOUT_VERSION) {
-            return Err(PairError::NoRings {
-                name: name.to_owned(),
-                magic,
-                version,
-            });
+            return Err(PairError::NoRings { magic, version });
         }
         let found = pair.identity();
         if found != *expected {
-            return Err(PairError::Stale {
-                name: name.to_owned(),
-                expected: *expected,
-                found: Box::new(found),
-            });
+            return Err(PairError::Stale { expected: *expected, found: Box::new(found) });
         }
         Ok(pair)
     }
 
-    /// Name of the segment.
-    pub fn name(&self) -> &str {
-        self.segment.name()
+    /// Another descriptor of the segment, for the process at one end. Supervisor only.
+    ///
+    /// # Errors
+    /// When the process is out of descriptors, or did not make the pair.
+    pub fn try_clone(&self) -> io::Result<OwnedFd> {
+        self.segment.try_clone()
     }
 
     /// The two ends of netd. Call once in netd's process and in no other.
@@ -148,14 +135,8 @@ impl RingPair {
     fn handles(self) -> (RingHandle, RingHandle) {
         let pair = Arc::new(self);
         (
-            RingHandle {
-                pair: Arc::clone(&pair),
-                direction: Direction::Submission,
-            },
-            RingHandle {
-                pair,
-                direction: Direction::Completion,
-            },
+            RingHandle { pair: Arc::clone(&pair), direction: Direction::Submission },
+            RingHandle { pair, direction: Direction::Completion },
         )
     }
 

@@ -88,11 +88,7 @@ pub struct Producer<R> {
 impl<R: Deref<Target = RingShared>> Producer<R> {
     /// The producer of a fresh ring. (Rings are never taken over: a new generation gets new ones.)
     pub fn new(ring: R) -> Self {
-        Producer {
-            ring,
-            tail: 0,
-            head: 0,
-        }
+        Producer { ring, tail: 0, head: 0 }
     }
 
     /// Appends `entry`. The consumer is not woken: see [`must_wake`](Self::must_wake).
@@ -126,11 +122,7 @@ impl<R: Deref<Target = RingShared>> Producer<R> {
             // `head`, so that they may be overwritten; pairs with the store in Consumer::pop().
             let head = self.ring.head.value.load(Ordering::Acquire);
             if self.tail.wrapping_sub(head) > CAPACITY {
-                return Err(RingCorrupt {
-                    index: "head",
-                    theirs: head,
-                    ours: self.tail,
-                });
+                return Err(RingCorrupt { index: "head", theirs: head, ours: self.tail });
             }
             self.head = head;
         }
@@ -164,11 +156,7 @@ pub struct Consumer<R> {
 impl<R: Deref<Target = RingShared>> Consumer<R> {
     /// The consumer of a fresh ring.
     pub fn new(ring: R) -> Self {
-        Consumer {
-            ring,
-            head: 0,
-            tail: 0,
-        }
+        Consumer { ring, head: 0, tail: 0 }
     }
 
     /// Copies the oldest entry out and gives its place back; `None` when the ring is empty.
@@ -199,11 +187,7 @@ impl<R: Deref<Target = RingShared>> Consumer<R> {
             // visible; pairs with the store in Producer::push().
             let tail = self.ring.tail.value.load(Ordering::Acquire);
             if tail.wrapping_sub(self.head) > CAPACITY {
-                return Err(RingCorrupt {
-                    index: "tail",
-                    theirs: tail,
-                    ours: self.head,
-                });
+                return Err(RingCorrupt { index: "tail", theirs: tail, ours: self.head });
             }
             self.tail = tail;
         }

@@ -1,11 +1,21 @@
-//! Pieces of memory that several processes map. Two kinds, because they die differently:
+//! Pieces of memory that several processes map. Both kinds are memfds whose size is sealed: they are
+//! found by descriptor alone, nobody can shrink them under a reader, and the kernel frees them with
+//! their last descriptor and mapping, however a process ends.
 //!
-//! | | [`NamedSegment`] (board, rings) | [`MemfdSegment`] (arena, kv) |
+//! | | [`SmallSegment`] (board, rings) | [`MemfdSegment`] (arena, kv) |
 //! | --- | --- | --- |
-//! | found by | name in /dev/shm, `sepal-INSTANCE-...`, mode 0600 | descriptor, sent to those that may map it |
-//! | memory | reserved at creation, from /dev/shm (64 MB in many containers) | on first touch, not from /dev/shm |
-//! | size | fixed by agreement within one instance | sealed: nobody can shrink it under a reader |
-//! | ends | when its owner drops it; a killed owner leaves the name, which the next start removes | with its last descriptor and mapping |
+//! | made and mapped by | the supervisor, through `shared_memory` | whoever it is for |
+//! | memory | reserved at creation | on first touch |
+//! | descriptor after mapping | kept by the supervisor alone | kept, for a lock |
+//!
+//! # Why a memfd lies under the mapping of `shared_memory`
+//!
+//! `shared_memory` makes objects by name in /dev/shm. Whoever maps such an object for writing holds
+//! a right to `ftruncate` it, the kernel seals memfds only, and every process that touches a page
+//! cut off this way gets SIGBUS: one faulty child could end the supervisor with the whole tree. A
+//! name would also stay behind after SIGKILL. So `shared_memory` makes and owns the supervisor's
+//! mapping, its name is removed at once, and a sealed memfd of the same size takes the place of the
+//! pages before anybody sees them. Children get the memfd and check its seals.
 //!
 //! Raw pointers stay in `shm`; everything public is bounded.
 
@@ -14,59 +24,36 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::path::Path;
 use std::ptr::NonNull;
 
 use nix::errno::Errno;
-use nix::fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl};
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::libc;
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap, shm_unlink};
-use nix::sys::statvfs::statvfs;
-use shared_memory::{Shmem, ShmemConf, ShmemError};
-
-const SHM_DIR: &str = "/dev/shm";
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 
 /// Every name begins with this.
 pub const NAME_PREFIX: &str = "sepal-";
 
-/// Longest name of a segment; file names end at 255 bytes.
+/// Longest name of a segment; a memfd allows 249 bytes.
 const MAX_NAME_BYTES: usize = 200;
 
-const SEALS: SealFlag = SealFlag::F_SEAL_SHRINK
-    .union(SealFlag::F_SEAL_GROW)
-    .union(SealFlag::F_SEAL_SEAL);
+mod small;
+
+pub use small::{SmallSegment, remove_names};
+
+const SEALS: SealFlag =
+    SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_GROW).union(SealFlag::F_SEAL_SEAL);
 
 /// Why a segment could not be made or mapped.
 #[derive(Debug, thiserror::Error)]
 pub enum SegmentError {
-    /// The name would not be a plain file in /dev/shm that belongs to Sepal.
+    /// The name does not show in `/proc/PID/maps` that the segment belongs to Sepal.
     #[error(
         "segment name {0:?} must begin with {NAME_PREFIX} and hold only letters, digits, \
          '-', '_' and '.'"
     )]
     BadName(String),
-    /// Somebody holds the name: a live run of the same instance, or leftovers of a dead one
-    /// ([`NamedSegment::unlink`]).
-    #[error("segment {0} exists already")]
-    Exists(String),
-    /// There is no such segment: its owner is gone.
-    #[error("segment {0} does not exist")]
-    Missing(String),
-    /// /dev/shm is too small or too full.
-    #[error(
-        "no room for segment {name}: it needs {needed_bytes} bytes and {SHM_DIR} has \
-         {free_bytes} free; remove leftovers there or give the container a larger \
-         one (docker: --shm-size)"
-    )]
-    NoRoom {
-        /// Name of the segment.
-        name: String,
-        /// What it needs.
-        needed_bytes: u64,
-        /// What is free.
-        free_bytes: u64,
-    },
     /// The segment has another size than agreed.
     #[error("segment {name} has {actual_bytes} bytes instead of {expected_bytes}")]
     WrongSize {
@@ -92,7 +79,7 @@ pub enum SegmentError {
         bytes: u64,
     },
     /// The system refused.
-    #[error("{action} segment {name} of {bytes} bytes")]
+    #[error("cannot {action} segment {name} of {bytes} bytes")]
     System {
         /// What was attempted.
         action: &'static str,
@@ -104,6 +91,14 @@ pub enum SegmentError {
         #[source]
         source: io::Error,
     },
+}
+
+impl SegmentError {
+    /// Whether the machine has no memory for the segment.
+    pub fn is_out_of_memory(&self) -> bool {
+        let SegmentError::System { source, .. } = self else { return false };
+        [libc::ENOMEM, libc::ENOSPC].into_iter().any(|code| source.raw_os_error() == Some(code))
+    }
 }
 
 /// A copy in or out of a segment would leave it.
@@ -118,129 +113,7 @@ pub struct OutOfBounds {
     pub segment_bytes: u64,
 }
 
-/// A small segment with a name, made by the supervisor and opened by its children.
-pub struct NamedSegment {
-    shmem: Shmem,
-    name: String,
-}
-
-// SAFETY: the mapping stays where it is for the life of the value and belongs to no thread;
-// `NamedSegment` itself gives out only its address, length and name.
-unsafe impl Send for NamedSegment {}
-// SAFETY: as above; nothing is changed through a shared reference.
-unsafe impl Sync for NamedSegment {}
-
-impl NamedSegment {
-    /// Makes a zeroed segment of `len` bytes, mode 0600, with its memory reserved, and owns it: its
-    /// name is removed on drop.
-    ///
-    /// # Errors
-    /// [`SegmentError::NoRoom`] when /dev/shm has less than `len` bytes free,
-    /// [`SegmentError::Exists`] when the name is taken, else as the variants say.
-    pub fn create(name: &str, len: usize) -> Result<NamedSegment, SegmentError> {
-        check_name(name)?;
-        check_room(name, len)?;
-        let conf = ShmemConf::new().os_id(name).size(len);
-        let shmem = conf
-            .create()
-            .map_err(|error| shmem_error("create", name, len, error))?;
-        let segment = NamedSegment {
-            shmem,
-            name: name.to_owned(),
-        };
-        segment.reserve(len)?;
-        Ok(segment)
-    }
-
-    /// Maps the segment that another process made, for reading and writing.
-    ///
-    /// # Errors
-    /// [`SegmentError::Missing`] when its owner is gone, [`SegmentError::WrongSize`] unless it has
-    /// exactly `len` bytes.
-    pub fn open(name: &str, len: usize) -> Result<NamedSegment, SegmentError> {
-        check_name(name)?;
-        let conf = ShmemConf::new().os_id(name).size(len);
-        let shmem = conf
-            .open()
-            .map_err(|error| shmem_error("open", name, len, error))?;
-        if shmem.len() != len {
-            return Err(SegmentError::WrongSize {
-                name: name.to_owned(),
-                expected_bytes: len as u64,
-                actual_bytes: shmem.len() as u64,
-            });
-        }
-        Ok(NamedSegment {
-            shmem,
-            name: name.to_owned(),
-        })
-    }
-
-    /// Removes a name that a dead run left; tells whether it was there. Mappings of it stay valid.
-    ///
-    /// # Errors
-    /// When the name is not one of Sepal's, or the system refuses.
-    pub fn unlink(name: &str) -> Result<bool, SegmentError> {
-        check_name(name)?;
-        match shm_unlink(name) {
-            Ok(()) => Ok(true),
-            Err(Errno::ENOENT) => Ok(false),
-            Err(errno) => Err(system("remove", name, 0, errno.into())),
-        }
-    }
-
-    /// Names of all segments that begin with `prefix` (for example `sepal-INSTANCE-`), in order.
-    ///
-    /// # Errors
-    /// [`SegmentError::BadName`] when `prefix` is not one of Sepal's, or when /dev/shm cannot be
-    /// read.
-    pub fn names_with_prefix(prefix: &str) -> Result<Vec<String>, SegmentError> {
-        check_name(prefix)?;
-        let entries =
-            std::fs::read_dir(SHM_DIR).map_err(|source| system("list", prefix, 0, source))?;
-        let mut names: Vec<String> = entries
-            .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
-            .filter(|name| name.starts_with(prefix))
-            .collect();
-        names.sort();
-        Ok(names)
-    }
-
-    /// Its name.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// First byte of the mapping, aligned to a page; [`len`](Self::len) bytes are mapped while
-    /// `self` lives.
-    pub(super) fn base(&self) -> NonNull<u8> {
-        NonNull::new(self.shmem.as_ptr()).expect("a mapping is not at address 0")
-    }
-
-    /// Takes the memory now, so that a full /dev/shm is an error here and not a SIGBUS at the first
-    /// touch.
-    fn reserve(&self, len: usize) -> Result<(), SegmentError> {
-        let path = Path::new(SHM_DIR).join(&self.name);
-        let file = OpenOptions::new().write(true).open(path);
-        let file = file.map_err(|source| system("reserve", &self.name, len, source))?;
-        let size = libc::off_t::try_from(len).map_err(|_| bad_size(&self.name, len))?;
-        match fallocate(&file, FallocateFlags::empty(), 0, size) {
-            Ok(()) => Ok(()),
-            Err(Errno::ENOSPC) => Err(no_room(&self.name, len, free_bytes().unwrap_or(0))),
-            Err(errno) => Err(system("reserve", &self.name, len, errno.into())),
-        }
-    }
-}
-
-impl std::fmt::Debug for NamedSegment {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("NamedSegment")
-            .field("name", &self.name)
-            .finish_non_exhaustive()
-    }
-}
-
-/// A large segment without a name. Its size is sealed at creation; it lives as long as a descriptor
+/// A segment behind a descriptor. Its size is sealed at creation; it lives as long as a descriptor
 /// or a mapping of it.
 #[derive(Debug)]
 pub struct MemfdSegment {
@@ -265,11 +138,7 @@ impl MemfdSegment {
         let fd = memfd_create(name, flags).map_err(failed)?;
         nix::unistd::ftruncate(&fd, size).map_err(failed)?;
         fcntl(&fd, FcntlArg::F_ADD_SEALS(SEALS)).map_err(failed)?;
-        Ok(MemfdSegment {
-            fd,
-            len,
-            name: name.to_owned(),
-        })
+        Ok(MemfdSegment { fd, len, name: name.to_owned() })
     }
 
     /// The segment behind a descriptor that came from another process. `name` is for messages.
@@ -297,11 +166,7 @@ impl MemfdSegment {
                 actual_bytes: u64::try_from(stat.st_size).unwrap_or(0),
             });
         }
-        Ok(MemfdSegment {
-            fd,
-            len: expected_len,
-            name: name.to_owned(),
-        })
+        Ok(MemfdSegment { fd, len: expected_len, name: name.to_owned() })
     }
 
     /// Size in bytes, more than 0.
@@ -326,16 +191,19 @@ impl MemfdSegment {
     /// Maps the whole segment, for reading and writing.
     pub(super) fn map(&self, sharing: Sharing) -> Result<Mapping, SegmentError> {
         let lock = self.lock(sharing)?;
+        let mut mapping = self.map_unlocked()?;
+        mapping._lock = Some(lock);
+        Ok(mapping)
+    }
+
+    /// Maps the whole segment, for reading and writing, beside whoever else maps it.
+    fn map_unlocked(&self) -> Result<Mapping, SegmentError> {
         let len = NonZeroUsize::new(self.len).ok_or_else(|| bad_size(&self.name, self.len))?;
         let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice touches no other memory.
         let base = unsafe { mmap(None, len, protection, MapFlags::MAP_SHARED, &self.fd, 0) };
         let base = base.map_err(|errno| system("map", &self.name, self.len, errno.into()))?;
-        Ok(Mapping {
-            base: base.cast(),
-            len: self.len,
-            _lock: lock,
-        })
+        Ok(Mapping { base: base.cast(), len: self.len, _lock: None })
     }
 
     /// Takes a lock that lives as long as the returned file: a fresh open file description, so that
@@ -344,11 +212,7 @@ impl MemfdSegment {
     fn lock(&self, sharing: Sharing) -> Result<File, SegmentError> {
         let failed = |source| system("lock", &self.name, self.len, source);
         let path = format!("/proc/self/fd/{}", self.fd.as_raw_fd());
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .open(path)
-            .map_err(failed)?;
+        let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed)?;
         let lock = libc::flock {
             l_type: match sharing {
                 Sharing::Shared => libc::F_RDLCK as libc::c_short,
@@ -387,7 +251,7 @@ pub(super) enum Sharing {
 pub(super) struct Mapping {
     base: NonNull<u8>,
     len: usize,
-    _lock: File,
+    _lock: Option<File>,
 }
 
 // SAFETY: the mapping belongs to no thread and stays where it is for the life of the value; who may
@@ -410,11 +274,7 @@ impl Mapping {
 
     /// Address of `len` bytes at `offset`, all of them inside the mapping.
     pub(super) fn at(&self, offset: u64, len: usize) -> Result<*mut u8, OutOfBounds> {
-        let outside = || OutOfBounds {
-            offset,
-            len: len as u64,
-            segment_bytes: self.len as u64,
-        };
+        let outside = || OutOfBounds { offset, len: len as u64, segment_bytes: self.len as u64 };
         let start = usize::try_from(offset).map_err(|_| outside())?;
         let end = start.checked_add(len).ok_or_else(outside)?;
         if end > self.len {
@@ -450,87 +310,23 @@ macro_rules! plain {
     )* };
 }
 
-plain!(
-    u8,
-    u16,
-    u32,
-    u64,
-    i8,
-    i16,
-    i32,
-    i64,
-    f32,
-    f64,
-    half::f16,
-    half::bf16
-);
+plain!(u8, u16, u32, u64, i8, i16, i32, i64, f32, f64, half::f16, half::bf16);
 
 fn check_name(name: &str) -> Result<(), SegmentError> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if name.starts_with(NAME_PREFIX) && name.len() <= MAX_NAME_BYTES && name.chars().all(plain) {
         Ok(())
     } else {
-        Err(SegmentError::BadName(
-            name.chars().take(MAX_NAME_BYTES).collect(),
-        ))
-    }
-}
-
-fn check_room(name: &str, len: usize) -> Result<(), SegmentError> {
-    let free = free_bytes().map_err(|source| system("find room for", name, len, source))?;
-    if free < len as u64 {
-        Err(no_room(name, len, free))
-    } else {
-        Ok(())
-    }
-}
-
-fn free_bytes() -> io::Result<u64> {
-    let stat = statvfs(SHM_DIR)?;
-    Ok(stat.blocks_available().saturating_mul(stat.fragment_size()))
-}
-
-fn no_room(name: &str, len: usize, free_bytes: u64) -> SegmentError {
-    SegmentError::NoRoom {
-        name: name.to_owned(),
-        needed_bytes: len as u64,
-        free_bytes,
+        Err(SegmentError::BadName(name.chars().take(MAX_NAME_BYTES).collect()))
     }
 }
 
 fn bad_size(name: &str, len: usize) -> SegmentError {
-    SegmentError::BadSize {
-        name: name.to_owned(),
-        bytes: len as u64,
-    }
+    SegmentError::BadSize { name: name.to_owned(), bytes: len as u64 }
 }
 
 fn system(action: &'static str, name: &str, len: usize, source: io::Error) -> SegmentError {
-    SegmentError::System {
-        action,
-        name: name.to_owned(),
-        bytes: len as u64,
-        source,
-    }
-}
-
-fn shmem_error(action: &'static str, name: &str, len: usize, error: ShmemError) -> SegmentError {
-    match error {
-        ShmemError::MappingIdExists => SegmentError::Exists(name.to_owned()),
-        ShmemError::MapSizeZero => bad_size(name, len),
-        ShmemError::MapOpenFailed(code) if code == Errno::ENOENT as u32 => {
-            SegmentError::Missing(name.to_owned())
-        }
-        ShmemError::MapOpenFailed(code)
-        | ShmemError::MapCreateFailed(code)
-        | ShmemError::UnknownOsError(code) => system(
-            action,
-            name,
-            len,
-            io::Error::from_raw_os_error(code.cast_signed()),
-        ),
-        other => system(action, name, len, io::Error::other(other)),
-    }
+    SegmentError::System { action, name: name.to_owned(), bytes: len as u64, source }
 }
 
 #[cfg(test)]

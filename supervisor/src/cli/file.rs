@@ -1,5 +1,6 @@
-//! Files of settings: TOML (`*.toml`), and for every other name the lines `name: value` that upstream's `configargparse`
-//! reads (`DefaultConfigFileParser`), so that a `config.yml` of `run_server` serves as it is.
+//! Files of settings: TOML (`*.toml`), and for every other name the lines `name: value` that
+//! upstream's `configargparse` reads (`DefaultConfigFileParser`), so that a `config.yml` of
+//! `run_server` serves as it is.
 
 use std::fs::File;
 use std::io::Read;
@@ -8,7 +9,8 @@ use std::path::Path;
 /// Longest accepted file.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// A setting of a file: the name of its flag with underscores, and its values as a flag would take them.
+/// A setting of a file: the name of its flag with underscores, and its values as a flag would take
+/// them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setting {
     /// Name of the flag, without dashes before it.
@@ -29,13 +31,10 @@ pub fn read(path: &Path) -> Result<Vec<Setting>, String> {
         .map_err(|error| format!("--config {shown}: {error}"))?;
     if text.len() as u64 > MAX_BYTES {
         return Err(format!(
-            "--config {shown} is longer than {MAX_BYTES} bytes; give a file with settings"
+            "invalid --config {shown}: the file is longer than {MAX_BYTES} bytes; expected a file with settings"
         ));
     }
-    let settings = match path
-        .extension()
-        .is_some_and(|end| end.eq_ignore_ascii_case("toml"))
-    {
+    let settings = match path.extension().is_some_and(|end| end.eq_ignore_ascii_case("toml")) {
         true => toml(&text),
         false => lines(&text),
     };
@@ -43,18 +42,13 @@ pub fn read(path: &Path) -> Result<Vec<Setting>, String> {
 }
 
 fn toml(text: &str) -> Result<Vec<Setting>, String> {
-    let table: toml::Table = text
-        .parse()
-        .map_err(|error: toml::de::Error| error.to_string())?;
+    let table: toml::Table = text.parse().map_err(|error: toml::de::Error| error.to_string())?;
     let setting = |(name, value): (String, toml::Value)| {
         let values = match value {
             toml::Value::Array(items) => items.iter().map(|item| scalar(&name, item)).collect(),
             value => scalar(&name, &value).map(|value| vec![value]),
         };
-        values.map(|values| Setting {
-            name: name.replace('-', "_"),
-            values,
-        })
+        values.map(|values| Setting { name: name.replace('-', "_"), values })
     };
     table.into_iter().map(setting).collect()
 }
@@ -66,7 +60,7 @@ fn scalar(name: &str, value: &toml::Value) -> Result<String, String> {
         toml::Value::Float(number) => Ok(number.to_string()),
         toml::Value::Boolean(on) => Ok(on.to_string()),
         other => Err(format!(
-            "{name} is a {}; give a text, a number, true, false, or a list of texts",
+            "{name} is a {}: expected a string, a number, true, false, or a list of strings",
             other.type_str()
         )),
     }
@@ -75,33 +69,25 @@ fn scalar(name: &str, value: &toml::Value) -> Result<String, String> {
 fn lines(text: &str) -> Result<Vec<Setting>, String> {
     let is_setting =
         |line: &&str| !line.is_empty() && !line.starts_with(['#', ';']) && !line.starts_with("---");
-    text.lines()
-        .map(str::trim)
-        .filter(is_setting)
-        .map(line)
-        .collect()
+    text.lines().map(str::trim).filter(is_setting).map(line).collect()
 }
 
 /// `name: value`, `name = value`, `name value`, or `name` alone for a switch; `[a, b]` is a list.
 fn line(line: &str) -> Result<Setting, String> {
     if line.starts_with('[') {
         return Err(format!(
-            "{line:?} is no setting; sections are not read here, give lines name: value or a .toml file"
+            "invalid line {line:?}: sections are not supported; expected lines `name: value`, or a .toml file"
         ));
     }
-    let end = line
-        .find(|c: char| ":=;#".contains(c) || c.is_whitespace())
-        .unwrap_or(line.len());
+    let end = line.find(|c: char| ":=;#".contains(c) || c.is_whitespace()).unwrap_or(line.len());
     let (name, rest) = line.split_at(end);
     let name = name.trim_start_matches('-').replace('-', "_");
     if name.is_empty() {
-        return Err(format!("{line:?} is no setting; give name: value"));
+        return Err(format!("invalid line {line:?}: expected `name: value`"));
     }
     let value =
         without_comment(rest.trim_start_matches(|c: char| ":=".contains(c) || c.is_whitespace()));
-    let list = value
-        .strip_prefix('[')
-        .and_then(|inner| inner.strip_suffix(']'));
+    let list = value.strip_prefix('[').and_then(|inner| inner.strip_suffix(']'));
     let values = match (list, value) {
         (Some(inner), _) => inner
             .split(',')
@@ -122,19 +108,11 @@ fn without_comment(value: &str) -> &str {
         .find(|((_, before), mark)| before.is_whitespace() && "#;".contains(*mark));
     let end = comment.map_or(value.len(), |((at, _), _)| at);
     let value = value.get(..end).unwrap_or(value).trim();
-    if value.starts_with(['#', ';']) {
-        ""
-    } else {
-        value
-    }
+    if value.starts_with(['#', ';']) { "" } else { value }
 }
 
 fn unquoted(value: &str) -> &str {
-    let inner = |mark: char| {
-        value
-            .strip_prefix(mark)
-            .and_then(|rest| rest.strip_suffix(mark))
-    };
+    let inner = |mark: char| value.strip_prefix(mark).and_then(|rest| rest.strip_suffix(mark));
     inner('"').or_else(|| inner('\'')).unwrap_or(value)
 }
 
@@ -144,20 +122,14 @@ mod tests {
 
     fn setting(name: &str, values: &[&str]) -> Setting {
         let values = values.iter().map(|value| (*value).to_owned()).collect();
-        Setting {
-            name: name.to_owned(),
-            values,
-        }
+        Setting { name: name.to_owned(), values }
     }
 
     #[test]
     fn toml_and_lines_say_the_same() {
         let expected = [
             setting("block_indices", &["0:4"]),
-            setting(
-                "initial_peers",
-                &["/ip4/1.2.3.4/tcp/5", "/ip4/1.2.3.4/tcp/6"],
-            ),
+            setting("initial_peers", &["/ip4/1.2.3.4/tcp/5", "/ip4/1.2.3.4/tcp/6"]),
             setting("new_swarm", &["false"]),
             setting("port", &["31330"]),
             setting("throughput", &["2.5"]),
@@ -168,14 +140,8 @@ mod tests {
         let text = "---\n# comment\nblock-indices: 0:4\ninitial_peers: [/ip4/1.2.3.4/tcp/5, '/ip4/1.2.3.4/tcp/6']\n\
                     new_swarm = false\n--port 31330 # a comment\n; more\nthroughput = \"2.5\"\n";
         assert_eq!(lines(text).unwrap(), expected);
-        assert_eq!(
-            lines("new_swarm").unwrap(),
-            [setting("new_swarm", &["true"])]
-        );
-        assert_eq!(
-            lines("public_name: a#b").unwrap(),
-            [setting("public_name", &["a#b"])]
-        );
+        assert_eq!(lines("new_swarm").unwrap(), [setting("new_swarm", &["true"])]);
+        assert_eq!(lines("public_name: a#b").unwrap(), [setting("public_name", &["a#b"])]);
     }
 
     #[test]
@@ -191,13 +157,9 @@ mod tests {
         assert!(refusal("a.toml", "port = ").contains("line 1"));
         assert!(refusal("b.toml", "[network]\nport = 1").contains("network is a table"));
         assert!(refusal("c.yml", "[network]\nport: 1").contains("sections"));
-        assert!(refusal("d.yml", ": 1").contains("no setting"));
+        assert!(refusal("d.yml", ": 1").contains("name: value"));
         assert!(refusal("e.yml", &"a: 1\n".repeat(1 << 18)).contains("longer"));
-        assert!(
-            read(&folder.path().join("none.toml"))
-                .unwrap_err()
-                .contains("none.toml")
-        );
+        assert!(read(&folder.path().join("none.toml")).unwrap_err().contains("none.toml"));
     }
 
     proptest::proptest! {

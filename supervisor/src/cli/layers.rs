@@ -1,11 +1,12 @@
-//! Settings from several places, as one command line: `flag > SEPAL_* variable > file > default`. What the flags leave open is
-//! filled in from the environment, then from a file, by giving clap the flags that they stand for; so every value is read,
-//! checked and explained in the same way wherever it comes from (upstream's `configargparse` does the same). Only the variable
-//! `SEPAL_` + name in capitals counts, `SEPAL_BLOCK_INDICES=0:4`; lists are divided by white space or commas, and switches are
-//! `true` or `false`.
+//! Settings from several places, as one command line: `flag > SEPAL_* variable > file > default`.
+//! What the flags leave open is filled in from the environment, then from a file, by giving clap
+//! the flags that they stand for; so every value is read, checked and explained in the same way
+//! wherever it comes from (upstream's `configargparse` does the same). Only the variable `SEPAL_` +
+//! name in capitals counts, `SEPAL_BLOCK_INDICES=0:4`; lists are divided by white space or commas,
+//! and switches are `true` or `false`.
 //!
-//! A setting of a lower place that excludes one of a higher place is left out: with `--new_swarm`, the `initial_peers` of a
-//! file do not count.
+//! A setting of a lower place that excludes one of a higher place is left out: with `--new_swarm`,
+//! the `initial_peers` of a file do not count.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -19,7 +20,8 @@ use super::Env;
 use super::file::{self, Setting};
 use super::values::is_maddr;
 
-/// File that is read when it lies in the working directory and none is given (`run_server.py`, `default_config_files`).
+/// File that is read when it lies in the working directory and none is given (`run_server.py`,
+/// `default_config_files`).
 const DEFAULT_FILE: &str = "config.yml";
 
 /// The positional model and the flag that stands for it in a file or in the environment.
@@ -67,9 +69,7 @@ impl Layered {
     /// Where the setting `id` comes from, in the matches of its subcommand.
     pub fn origin(&self, id: &str) -> Origin {
         let given = self.matches.subcommand().is_some_and(|(_, given)| {
-            given
-                .value_source(id)
-                .is_some_and(|source| source != ValueSource::DefaultValue)
+            given.value_source(id).is_some_and(|source| source != ValueSource::DefaultValue)
         });
         match self.lower.get(id) {
             Some(origin) => origin.clone(),
@@ -78,12 +78,9 @@ impl Layered {
         }
     }
 
-    /// `message`, with where the value of the flag that it begins with comes from, unless that is plain.
+    /// `message`, with the origin of the first flag that it names, unless that is the command line.
     pub fn explain(&self, message: String) -> String {
-        let flag = message
-            .split([' ', ':'])
-            .next()
-            .and_then(|word| word.strip_prefix("--"));
+        let flag = message.split([' ', ':']).find_map(|word| word.strip_prefix("--"));
         match flag.and_then(|flag| self.lower.get(flag).map(|origin| (flag, origin))) {
             Some((flag, origin)) => format!("{message} ({flag} is set by {origin})"),
             None => message,
@@ -100,8 +97,8 @@ pub enum LayerError {
     Other(String),
 }
 
-/// Reads `args`, whose first element is the name of the program, then the environment and a file in `folder` for the
-/// subcommands in `layered`.
+/// Reads `args`, whose first element is the name of the program, then the environment and a file in
+/// `folder` for the subcommands in `layered`.
 pub fn read(
     cli: &mut Command,
     args: Vec<OsString>,
@@ -109,18 +106,9 @@ pub fn read(
     env: Env<'_>,
     folder: &Path,
 ) -> Result<Layered, LayerError> {
-    let first = cli
-        .try_get_matches_from_mut(&args)
-        .map_err(LayerError::Clap)?;
-    let plain = |matches| Layered {
-        matches,
-        lower: BTreeMap::new(),
-        file: None,
-    };
-    let Some((name, given)) = first
-        .subcommand()
-        .filter(|(name, _)| layered.contains(name))
-    else {
+    let first = cli.try_get_matches_from_mut(&args).map_err(LayerError::Clap)?;
+    let plain = |matches| Layered { matches, lower: BTreeMap::new(), file: None };
+    let Some((name, given)) = first.subcommand().filter(|(name, _)| layered.contains(name)) else {
         return Ok(plain(first));
     };
     let Some(command) = cli.find_subcommand(name).cloned() else {
@@ -132,22 +120,17 @@ pub fn read(
     if let Some(path) = &file {
         merge.file(path)?;
     }
-    let Merge {
-        mut extra, lower, ..
-    } = merge;
+    let Merge { mut extra, lower, .. } = merge;
     let mut all = args;
     all.append(&mut extra);
     let matches = cli
         .try_get_matches_from_mut(all)
         .map_err(|error| LayerError::Clap(annotated(error, &lower)))?;
-    Ok(Layered {
-        matches,
-        lower,
-        file,
-    })
+    Ok(Layered { matches, lower, file })
 }
 
-/// The file to read: the one given, else [`DEFAULT_FILE`] if it exists and the command takes files at all.
+/// The file to read: the one given, else [`DEFAULT_FILE`] if it exists and the command takes files
+/// at all.
 fn config_file(
     command: &Command,
     given: &ArgMatches,
@@ -155,22 +138,10 @@ fn config_file(
     folder: &Path,
 ) -> Option<PathBuf> {
     let takes_files = command.get_arguments().any(|arg| arg.get_id() == "config");
-    let flag = || {
-        given
-            .try_get_one::<PathBuf>("config")
-            .ok()
-            .flatten()
-            .cloned()
-    };
-    let variable = || {
-        env("SEPAL_CONFIG")
-            .filter(|path| !path.is_empty())
-            .map(PathBuf::from)
-    };
+    let flag = || given.try_get_one::<PathBuf>("config").ok().flatten().cloned();
+    let variable = || env("SEPAL_CONFIG").filter(|path| !path.is_empty()).map(PathBuf::from);
     let usual = || Some(folder.join(DEFAULT_FILE)).filter(|path| path.is_file());
-    takes_files
-        .then(|| flag().or_else(variable).or_else(usual))
-        .flatten()
+    takes_files.then(|| flag().or_else(variable).or_else(usual)).flatten()
 }
 
 /// Flags that stand for what other places say.
@@ -190,39 +161,22 @@ impl<'a> Merge<'a> {
         if given.iter().any(|id| swallowed_model(matches, id)) {
             given.push(MODEL.0.to_owned());
         }
-        Merge {
-            command,
-            given,
-            lower: BTreeMap::new(),
-            extra: Vec::new(),
-        }
+        Merge { command, given, lower: BTreeMap::new(), extra: Vec::new() }
     }
 
     fn environment(&mut self, env: Env<'_>) -> Result<(), LayerError> {
-        let ids: Vec<String> = self
-            .settable()
-            .map(|arg| arg.get_id().to_string())
-            .collect();
+        let ids: Vec<String> = self.settable().map(|arg| arg.get_id().to_string()).collect();
         let mut found = Vec::new();
         for id in ids {
             let mut names = vec![format!("SEPAL_{}", id.to_uppercase())];
             names.extend(
-                OTHER_NAMES
-                    .iter()
-                    .filter(|(of, _)| *of == id)
-                    .map(|(_, name)| (*name).to_owned()),
+                OTHER_NAMES.iter().filter(|(of, _)| *of == id).map(|(_, name)| (*name).to_owned()),
             );
             let value = names.into_iter().find_map(|name| {
-                env(&name)
-                    .filter(|value| !value.is_empty())
-                    .map(|value| (name, value))
+                env(&name).filter(|value| !value.is_empty()).map(|value| (name, value))
             });
             if let Some((name, value)) = value {
-                let values = if self.is_list(&id) {
-                    split(&value)
-                } else {
-                    vec![value]
-                };
+                let values = if self.is_list(&id) { split(&value) } else { vec![value] };
                 found.push((Setting { name: id, values }, Origin::Env(name)));
             }
         }
@@ -235,14 +189,12 @@ impl<'a> Merge<'a> {
         self.add(settings.into_iter().map(from).collect())
     }
 
-    /// Adds the settings of one place: they may not exclude each other, but yield to those of higher places.
+    /// Adds the settings of one place: they may not exclude each other, but yield to those of
+    /// higher places.
     fn add(&mut self, settings: Vec<(Setting, Origin)>) -> Result<(), LayerError> {
         let mut added = Vec::new();
         for (setting, origin) in settings {
-            let Some(arg) = self
-                .settable()
-                .find(|arg| is_called(arg, &setting.name))
-                .cloned()
+            let Some(arg) = self.settable().find(|arg| is_called(arg, &setting.name)).cloned()
             else {
                 return Err(LayerError::Other(format!(
                     "{origin}: there is no setting {:?}; see sepal serve --help",
@@ -270,7 +222,8 @@ impl<'a> Merge<'a> {
         Ok(())
     }
 
-    /// Arguments that a file or the environment can set: those of the help but for the model's position and the file itself.
+    /// Arguments that a file or the environment can set: those of the help but for the model's
+    /// position and the file itself.
     fn settable(&self) -> impl Iterator<Item = &Arg> {
         let unset = |arg: &&Arg| {
             let id = arg.get_id().as_str();
@@ -280,8 +233,7 @@ impl<'a> Merge<'a> {
     }
 
     fn is_list(&self, id: &str) -> bool {
-        self.settable()
-            .any(|arg| arg.get_id() == id && takes_many(arg))
+        self.settable().any(|arg| arg.get_id() == id && takes_many(arg))
     }
 
     /// Whether a higher place has this setting, or one that excludes it.
@@ -293,10 +245,7 @@ impl<'a> Merge<'a> {
                 .any(|excluded| excluded.get_id() == other)
         };
         let taken_by = |id: &String| {
-            let other = self
-                .command
-                .get_arguments()
-                .find(|other| other.get_id() == id.as_str());
+            let other = self.command.get_arguments().find(|other| other.get_id() == id.as_str());
             arg.get_id() == id.as_str()
                 || excludes(arg, id)
                 || other.is_some_and(|other| excludes(other, arg.get_id().as_str()))
@@ -306,8 +255,7 @@ impl<'a> Merge<'a> {
 }
 
 fn takes_many(arg: &Arg) -> bool {
-    arg.get_num_args()
-        .is_some_and(|range| range.max_values() > 1)
+    arg.get_num_args().is_some_and(|range| range.max_values() > 1)
 }
 
 fn is_called(arg: &Arg, name: &str) -> bool {
@@ -317,10 +265,7 @@ fn is_called(arg: &Arg, name: &str) -> bool {
 
 fn split(text: &str) -> Vec<String> {
     let parts = text.split([',', ' ', '\t', '\n']);
-    parts
-        .filter(|part| !part.is_empty())
-        .map(str::to_owned)
-        .collect()
+    parts.filter(|part| !part.is_empty()).map(str::to_owned).collect()
 }
 
 /// A model that a list of multiaddrs before it swallowed.
@@ -338,12 +283,7 @@ fn swallowed_model(matches: &ArgMatches, id: &str) -> bool {
 fn flags(arg: &Arg, values: &[String]) -> Option<Vec<OsString>> {
     let name = arg.get_long().unwrap_or_default();
     if !matches!(arg.get_action(), ArgAction::SetTrue) {
-        return Some(
-            values
-                .iter()
-                .map(|value| format!("--{name}={value}").into())
-                .collect(),
-        );
+        return Some(values.iter().map(|value| format!("--{name}={value}").into()).collect());
     }
     let value = values.first().map(|value| value.to_lowercase());
     match (value.as_deref(), values.len()) {
@@ -362,15 +302,10 @@ fn annotated(mut error: clap::Error, lower: &BTreeMap<String, Origin>) -> clap::
     };
     let named = about.split(' ').find_map(|word| {
         let name = word.strip_prefix("--")?;
-        lower
-            .get(name)
-            .map(|origin| format!("{name} is set by {origin}"))
+        lower.get(name).map(|origin| format!("{name} is set by {origin}"))
     });
     if let Some(text) = named {
-        error.insert(
-            ContextKind::Suggested,
-            ContextValue::StyledStrs(vec![text.into()]),
-        );
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![text.into()]));
     }
     error
 }

@@ -1,5 +1,5 @@
-//! `sepal serve`: the flags of Petals' `run_server` (`petals/cli/run_server.py`) and our own. A flag of `run_server` that tunes
-//! machinery that we do not have is accepted and noted.
+//! `sepal serve`: the flags of Petals' `run_server` (`petals/cli/run_server.py`) and our own. A
+//! flag of `run_server` that tunes machinery that we do not have is accepted and noted.
 //!
 //! | module | flags about |
 //! | --- | --- |
@@ -8,11 +8,9 @@
 //! | [`network`] | peers and announcements |
 //! | [`limits`] | what clients may take |
 //! | [`supervision`] | processes |
-//! | [`idle`] | GPUs that are left idle |
 //! | [`petals`] | what changes nothing here |
 
 mod hub;
-mod idle;
 mod limits;
 mod network;
 mod petals;
@@ -24,20 +22,19 @@ use std::thread::available_parallelism;
 use clap::Args;
 use shared::block::{Span, is_prefix};
 use shared::config::{
-    Device, HubConfig, KvMirror, NetdConfig, PrepareConfig, ServeConfig, SpanChoice, Throughput,
-    WorkerConfig,
+    AutomaticDevices, Device, HubConfig, KvMirror, NetdConfig, PrepareConfig, QuantType,
+    ServeConfig, SpanChoice, Throughput, WorkerConfig,
 };
 use shared::dtype::DType;
 
 use super::values::{devices, model_or_last};
 use super::{DEFAULT_LOG, Env, LogArgs, runtime_dir};
 
-pub use idle::{GPUS, note as note_idle};
 pub(super) use network::addresses;
 pub use petals::{NO_EFFECT, notes};
 
 /// Most workers of an instance: the board has 32 seats, two of which are not for workers.
-const MAX_DEVICES: usize = 15;
+pub(crate) const MAX_DEVICES: usize = 15;
 
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
@@ -62,7 +59,8 @@ pub struct ServeArgs {
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 struct ModelArgs {
-    /// Model folder in Hugging Face layout, or a repository of the Hub such as bigscience/bloom; required
+    /// Model folder in Hugging Face layout, or a repository of the Hub such as bigscience/bloom;
+    /// required
     model: Option<String>,
     /// File with settings: TOML, or lines name: value [default: config.yml, if there is one]
     #[arg(long, short, value_name = "FILE")]
@@ -70,60 +68,66 @@ struct ModelArgs {
     /// The same as MODEL
     #[arg(long, value_name = "MODEL", conflicts_with = "model")]
     converted_model_name_or_path: Option<String>,
-    /// Number of blocks to serve, where the swarm needs them most [default: as many as fit into memory]
+    /// Serve this many consecutive blocks, chosen by what the swarm lacks [default: as many as fit
+    /// in memory]
     #[arg(long, value_name = "N", conflicts_with = "block_indices", value_parser = clap::value_parser!(u32).range(1..))]
     num_blocks: Option<u32>,
-    /// Serve exactly these blocks, and never others
+    /// Serve exactly these blocks and never move
     #[arg(long, value_name = "START:END")]
     block_indices: Option<Span>,
-    /// Devices, one worker each: cpu, or a list such as cpu,cpu
-    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
-    device: String,
-    /// Type to serve in: auto, float32, bfloat16 or float16; auto makes bfloat16 of a float32 checkpoint
+    /// Devices, one worker each: cpu, cuda:N, or a list such as cuda:0,cuda:1 [default: every CUDA
+    /// device that passes `sepal selftest --quick`, else cpu]
+    #[arg(long, value_name = "DEVICE")]
+    device: Option<String>,
+    /// Type of hidden states and unquantized weights: auto, float32, bfloat16 or float16; auto is
+    /// the type of the checkpoint, bfloat16 if that is float32
     #[arg(long, value_name = "TYPE", default_value = "auto")]
     torch_dtype: String,
-    /// How matrices are stored: none, int8 or nf4
-    #[arg(long, value_name = "TYPE", default_value = "none")]
-    quant_type: String,
-    /// LoRA adapters in PEFT layout (adapter_config.json and adapter_model.safetensors), which requests choose by the
-    /// names given here
+    /// How matrices are stored: none, int8 or nf4 [default: nf4 on CUDA devices, none on the CPU]
+    #[arg(long, value_name = "TYPE")]
+    quant_type: Option<String>,
+    /// Folders of LoRA adapters in PEFT layout (adapter_config.json and
+    /// adapter_model.safetensors); clients choose an adapter by the name given here
     #[arg(long, num_args = 0.., value_name = "ADAPTER")]
     adapters: Vec<String>,
-    /// Compute threads of each worker [default: the cores, divided among the workers]
+    /// Compute threads of each worker [default: the cores divided by the workers]
     #[arg(long, value_name = "N")]
     threads: Option<u32>,
-    /// Requests per second to announce: a number, auto to measure once for this machine, model and build, eval to measure
-    /// again, or dry_run to measure again, print and end
-    #[arg(
-        long,
-        value_name = "RPS",
-        default_value = "auto",
-        allow_negative_numbers = true
-    )]
+    /// Requests per second to announce: a number; auto measures once per machine, model and build;
+    /// eval measures again; dry_run measures again, prints the result and exits
+    #[arg(long, value_name = "RPS", default_value = "auto", allow_negative_numbers = true)]
     throughput: String,
     /// Folder for prepared models [env: SEPAL_CACHE, PETALS_CACHE] [default: ~/.cache/sepal]
     #[arg(long, value_name = "DIR")]
     cache_dir: Option<PathBuf>,
-    /// Name in the record, for the swarm's leader board
+    /// Name to show on the swarm's leader board
     #[arg(long, value_name = "TEXT")]
     public_name: Option<String>,
-    /// Prefix of the blocks' names in the swarm [default: the model's name]
+    /// Prefix of the blocks' names in the DHT [default: derived from the model's name]
     #[arg(long, value_name = "PREFIX")]
     dht_prefix: Option<String>,
 }
 
 /// Turns flags and environment into settings.
 pub fn resolve(mut args: ServeArgs, env: Env<'_>) -> Result<ServeConfig, String> {
-    let devices = match args.unused.tensor_parallel_devices.join(",") {
-        none if none.is_empty() => serving_devices(&args.model.device)?,
-        several => serving_devices(&several)?,
+    let named = match args.unused.tensor_parallel_devices.join(",") {
+        none if none.is_empty() => args.model.device.as_deref().map(serving_devices).transpose()?,
+        several => Some(serving_devices(&several)?),
     };
-    let prepare = args.prepare(env)?;
+    let automatic = match named {
+        Some(_) => None,
+        None => {
+            Some(AutomaticDevices { threads: args.model.threads, quant_type: args.quant_type()? })
+        }
+    };
+    let devices = named.unwrap_or_else(|| vec![Device::Cpu]);
+    let prepare = args.prepare(&devices, env)?;
     let asked_for_peers = !args.network.initial_peers.is_empty();
     let mut netd = args.netd()?;
     netd.rates_dir = Some(prepare.cache_dir.clone());
     if netd.throughput == Throughput::DryRun {
-        // Nobody is to see a server that ends in a moment. Peers that were named help to measure the network.
+        // Nobody is to see a server that ends in a moment. Peers that were named help to measure
+        // the network.
         netd.host_maddrs = vec!["/ip4/127.0.0.1/tcp/0".to_owned()];
         if !asked_for_peers {
             netd.initial_peers = Vec::new();
@@ -137,13 +141,12 @@ pub fn resolve(mut args: ServeArgs, env: Env<'_>) -> Result<ServeConfig, String>
             measure_anew: matches!(netd.throughput, Throughput::Anew | Throughput::DryRun),
             kv_mirror: kv_mirror(&args.limits.kv_mirror)?,
             device_bytes: args.limits.device_memory,
-            sample_timeout: args.supervision.sample_timeout,
         },
         devices,
-        prepare: PrepareConfig {
-            hub: args.hub.resolve(env)?,
-            ..prepare
-        },
+        automatic,
+        warpgroups: Vec::new(),
+        sample_timeout: args.supervision.sample_timeout,
+        prepare: PrepareConfig { hub: args.hub.resolve(env)?, ..prepare },
         netd,
         restart: args.supervision.restart(),
         drain_timeout: args.supervision.drain_timeout,
@@ -151,34 +154,33 @@ pub fn resolve(mut args: ServeArgs, env: Env<'_>) -> Result<ServeConfig, String>
         file_limit: args.limits.increase_file_limit,
         end_with: args.supervision.end_with,
         instance: args.supervision.instance,
-        runtime_dir: args
-            .supervision
-            .runtime_dir
-            .unwrap_or_else(|| runtime_dir(env)),
+        runtime_dir: args.supervision.runtime_dir.unwrap_or_else(|| runtime_dir(env)),
         log: args.log.resolve(env, DEFAULT_LOG),
     })
 }
 
 impl ServeArgs {
-    fn prepare(&mut self, env: Env<'_>) -> Result<PrepareConfig, String> {
+    /// How matrices are to be stored, if that was said.
+    fn quant_type(&self) -> Result<Option<QuantType>, String> {
+        let parse = |name: &String| {
+            name.parse().map_err(|why| format!("invalid --quant_type {name}: {why}"))
+        };
+        self.model.quant_type.as_ref().map(parse).transpose()
+    }
+
+    fn prepare(&mut self, devices: &[Device], env: Env<'_>) -> Result<PrepareConfig, String> {
+        let quant_type = self.quant_type()?.unwrap_or(Device::default_quant_type(devices));
         let (model, network) = (&mut self.model, &mut self.network);
-        let name = model
-            .model
-            .take()
-            .or(model.converted_model_name_or_path.take());
-        let mut lists = [
-            &mut network.initial_peers,
-            &mut network.host_maddrs,
-            &mut network.announce_maddrs,
-        ];
-        let name =
-            model_or_last(name, &mut lists).ok_or("give a model folder: sepal serve MODEL")?;
-        let quant_type = model.quant_type.parse();
+        let name = model.model.take().or(model.converted_model_name_or_path.take());
+        let mut lists =
+            [&mut network.initial_peers, &mut network.host_maddrs, &mut network.announce_maddrs];
+        let name = model_or_last(name, &mut lists).ok_or(
+            "no model given: name a repository of the Hub or a folder, as in sepal serve MODEL",
+        )?;
         Ok(PrepareConfig {
             model: name,
             dtype: dtype(&model.torch_dtype)?,
-            quant_type: quant_type
-                .map_err(|why| format!("--quant_type {}: {why}", model.quant_type))?,
+            quant_type,
             adapters: adapters(std::mem::take(&mut model.adapters))?,
             cache_dir: model.cache_dir.take().unwrap_or_else(|| cache_dir(env)),
             hub: HubConfig::default(),
@@ -186,11 +188,8 @@ impl ServeArgs {
     }
 
     fn netd(&mut self) -> Result<NetdConfig, String> {
-        let network::Addresses {
-            host_maddrs,
-            announce_maddrs,
-            initial_peers,
-        } = self.network.addresses()?;
+        let network::Addresses { host_maddrs, announce_maddrs, initial_peers } =
+            self.network.addresses()?;
         let (model, network, limits) = (&mut self.model, &mut self.network, &self.limits);
         let monitor = network.monitor(&initial_peers);
         Ok(NetdConfig {
@@ -231,7 +230,7 @@ impl ServeArgs {
 fn checked_prefix(prefix: Option<String>) -> Result<Option<String>, String> {
     match prefix {
         Some(bad) if !is_prefix(&bad) => Err(format!(
-            "--dht_prefix {bad:?} must be short and hold neither a dot nor white space"
+            "invalid --dht_prefix {bad:?}: expected a short name without dots and white space"
         )),
         other => Ok(other),
     }
@@ -246,10 +245,10 @@ fn span(block_indices: Option<Span>, num_blocks: Option<u32>) -> SpanChoice {
 }
 
 fn serving_devices(text: &str) -> Result<Vec<Device>, String> {
-    let devices = devices(text).map_err(|why| format!("--device {text}: {why}"))?;
+    let devices = devices(text).map_err(|why| format!("invalid --device {text}: {why}"))?;
     if devices.len() > MAX_DEVICES {
         return Err(format!(
-            "--device lists {} devices; give at most {MAX_DEVICES}",
+            "--device lists {} devices: expected at most {MAX_DEVICES}",
             devices.len()
         ));
     }
@@ -264,7 +263,7 @@ fn throughput(text: &str) -> Result<Throughput, String> {
         number => match number.parse::<f64>() {
             Ok(rps) if rps.is_finite() && rps > 0.0 => Ok(Throughput::Fixed(rps)),
             _ => Err(format!(
-                "--throughput {number:?} is neither auto, eval, dry_run nor a number above 0"
+                "invalid --throughput {number:?}: expected auto, eval, dry_run or a positive number"
             )),
         },
     }
@@ -275,7 +274,7 @@ fn link_bits_per_s(mbps: f64) -> Result<f64, String> {
     match mbps.is_finite() && mbps > 0.0 && mbps < 1e9 {
         true => Ok(mbps * 1e6),
         false => Err(format!(
-            "--network_mbps {mbps} is no speed of a network; give megabits per second, such as 1000"
+            "invalid --network_mbps {mbps}: expected a positive number of megabits per second"
         )),
     }
 }
@@ -283,10 +282,7 @@ fn link_bits_per_s(mbps: f64) -> Result<f64, String> {
 pub(super) fn dtype(text: &str) -> Result<Option<DType>, String> {
     match text {
         "auto" => Ok(None),
-        name => name
-            .parse()
-            .map(Some)
-            .map_err(|error| format!("--torch_dtype: {error}")),
+        name => name.parse().map(Some).map_err(|error| format!("invalid --torch_dtype: {error}")),
     }
 }
 
@@ -299,16 +295,16 @@ const MAX_ADAPTER_BYTES: usize = 4096;
 fn adapters(names: Vec<String>) -> Result<Vec<String>, String> {
     if names.len() > MAX_ADAPTERS {
         return Err(format!(
-            "--adapters: {} adapters, at most {MAX_ADAPTERS} are served together",
+            "--adapters lists {} adapters: expected at most {MAX_ADAPTERS}",
             names.len()
         ));
     }
     for (index, name) in names.iter().enumerate() {
         if name.is_empty() || name.len() > MAX_ADAPTER_BYTES {
-            return Err(format!("--adapters: {name:?} is no name of a folder"));
+            return Err(format!("invalid --adapters {name:?}: expected the path of a folder"));
         }
         if names[..index].contains(name) {
-            return Err(format!("--adapters: {name:?} is given twice"));
+            return Err(format!("invalid --adapters {name:?}: listed twice"));
         }
     }
     Ok(names)
@@ -316,22 +312,21 @@ fn adapters(names: Vec<String>) -> Result<Vec<String>, String> {
 
 fn kv_mirror(text: &str) -> Result<KvMirror, String> {
     let parsed = text.parse::<KvMirror>();
-    parsed.map_err(|why| format!("--kv_mirror {text:?} is {why}"))
+    parsed.map_err(|why| format!("invalid --kv_mirror {text:?}: {why}"))
 }
 
 /// At least what two of the smallest useful requests take.
 fn arena_bytes(asked: u64) -> Result<u64, String> {
     const LEAST: u64 = 16 << 20;
     if asked < LEAST {
-        Err(format!(
-            "--arena_size {asked} is too small; give at least {LEAST}"
-        ))
+        Err(format!("invalid --arena_size {asked}: expected at least {LEAST} bytes"))
     } else {
         Ok(asked)
     }
 }
 
-fn threads(asked: Option<u32>, workers: usize) -> u32 {
+/// Threads of each of `workers` workers.
+pub(crate) fn threads(asked: Option<u32>, workers: usize) -> u32 {
     let cores = available_parallelism().map_or(1, usize::from);
     let share = u32::try_from(cores / workers.max(1)).unwrap_or(1).max(1);
     asked.filter(|threads| *threads > 0).unwrap_or(share)
@@ -339,11 +334,7 @@ fn threads(asked: Option<u32>, workers: usize) -> u32 {
 
 fn cache_dir(env: Env<'_>) -> PathBuf {
     let given = |name| env(name).filter(|dir| !dir.is_empty()).map(PathBuf::from);
-    given("SEPAL_CACHE")
-        .or_else(|| given("PETALS_CACHE"))
-        .unwrap_or_else(|| {
-            given("HOME")
-                .unwrap_or_else(|| PathBuf::from("/tmp"))
-                .join(".cache/sepal")
-        })
+    given("SEPAL_CACHE").or_else(|| given("PETALS_CACHE")).unwrap_or_else(|| {
+        given("HOME").unwrap_or_else(|| PathBuf::from("/tmp")).join(".cache/sepal")
+    })
 }

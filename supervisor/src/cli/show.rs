@@ -1,4 +1,5 @@
-//! `sepal config`: what is in force and where each value comes from, as a TOML file that `--config` reads.
+//! `sepal config`: what is in force and where each value comes from, as a TOML file that `--config`
+//! reads.
 
 use clap::{Arg, ArgAction, Command};
 use shared::config::{ServeConfig, SpanChoice, Throughput};
@@ -48,21 +49,13 @@ fn model_origin(layered: &Layered) -> Origin {
 fn setting(arg: &Arg, layered: &Layered, config: &ServeConfig) -> String {
     let id = arg.get_id().as_str();
     let origin = layered.origin(id);
-    let given = layered
-        .matches
-        .subcommand()
-        .and_then(|(_, given)| given.get_raw(id));
-    let values: Vec<String> = given
-        .into_iter()
-        .flatten()
-        .map(|value| value.to_string_lossy().into_owned())
-        .collect();
+    let given = layered.matches.subcommand().and_then(|(_, given)| given.get_raw(id));
+    let values: Vec<String> =
+        given.into_iter().flatten().map(|value| value.to_string_lossy().into_owned()).collect();
     if SECRET.contains(&id) && origin != Origin::Default {
         return line(&format!("# {id} is set and not shown"), &origin);
     }
-    let many = arg
-        .get_num_args()
-        .is_some_and(|range| range.max_values() > 1);
+    let many = arg.get_num_args().is_some_and(|range| range.max_values() > 1);
     let value = match values.as_slice() {
         [] => chosen(id, config),
         [on] if matches!(arg.get_action(), ArgAction::SetTrue) => Some(on.clone()),
@@ -71,10 +64,7 @@ fn setting(arg: &Arg, layered: &Layered, config: &ServeConfig) -> String {
     };
     match value {
         Some(value) => line(&format!("{id} = {value}"), &origin),
-        None => line(
-            &format!("# {id} is not set{}", in_force(id, config)),
-            &origin,
-        ),
+        None => line(&format!("# {id} is not set{}", in_force(id, config)), &origin),
     }
 }
 
@@ -99,9 +89,19 @@ fn chosen(id: &str, config: &ServeConfig) -> Option<String> {
     })
 }
 
-/// What holds although it is not set, where that is more than a value: a value that is written would be taken for the operator's.
+/// What holds although it is not set, where that is more than a value: a value that is written
+/// would be taken for the operator's.
 fn in_force(id: &str, config: &ServeConfig) -> String {
     let netd = &config.netd;
+    if id == "device" {
+        return "; every CUDA device that passes its self-test serves, else cpu".to_owned();
+    }
+    if id == "quant_type" {
+        return match config.automatic {
+            Some(_) => "; nf4 on CUDA devices, none on the CPU".to_owned(),
+            None => format!("; in force: {}", config.prepare.quant_type.name()),
+        };
+    }
     if id == "network_mbps" && matches!(netd.throughput, Throughput::Fixed(_)) {
         return "; not needed beside a given --throughput".to_owned();
     }
@@ -111,9 +111,7 @@ fn in_force(id: &str, config: &ServeConfig) -> String {
     let link = Link::of_system();
     let file = netd.rates_dir.as_deref().map(RateFile::new);
     let takes_kept = netd.throughput == Throughput::Measure;
-    let kept = file
-        .filter(|_| takes_kept)
-        .and_then(|file| file.kept(&link));
+    let kept = file.filter(|_| takes_kept).and_then(|file| file.kept(&link));
     let rate = NetworkRate::of(None, kept, &link);
     format!("; in force: {} ({})", rate.mbps(), rate.source)
 }
@@ -128,14 +126,8 @@ fn list(values: &[String]) -> String {
 }
 
 fn number_or_text(value: &str) -> String {
-    let is_number = value
-        .parse::<i64>()
-        .is_ok_and(|number| number.to_string() == value);
-    if is_number {
-        value.to_owned()
-    } else {
-        quoted(value)
-    }
+    let is_number = value.parse::<i64>().is_ok_and(|number| number.to_string() == value);
+    if is_number { value.to_owned() } else { quoted(value) }
 }
 
 /// A basic string of TOML.

@@ -12,14 +12,9 @@ mod network;
 mod sources;
 
 fn run(line: &str, env: &[(&str, &str)]) -> Result<Command, String> {
-    let args = std::iter::once("sepal")
-        .chain(line.split_whitespace())
-        .map(OsString::from);
-    let env = |name: &str| {
-        env.iter()
-            .find(|(key, _)| *key == name)
-            .map(|(_, value)| (*value).to_owned())
-    };
+    let args = std::iter::once("sepal").chain(line.split_whitespace()).map(OsString::from);
+    let env =
+        |name: &str| env.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
     parse(args, &env).map_err(|error| error.to_string())
 }
 
@@ -46,10 +41,7 @@ fn defaults_are_those_of_run_server() {
     assert_eq!(config.prepare.model, "/models/llama");
     assert_eq!(netd.initial_peers.len(), 6, "the public swarm");
     assert_eq!(netd.host_maddrs, ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]);
-    assert_eq!(
-        (netd.span, netd.throughput),
-        (SpanChoice::All, Throughput::Measure)
-    );
+    assert_eq!((netd.span, netd.throughput), (SpanChoice::All, Throughput::Measure));
     let seconds = [
         netd.update_period,
         netd.expiration,
@@ -57,40 +49,24 @@ fn defaults_are_those_of_run_server() {
         netd.session_timeout,
         netd.step_timeout,
     ];
-    assert_eq!(
-        seconds.map(|time| time.as_secs()),
-        [120, 240, 180, 1800, 300]
-    );
-    assert_eq!(
-        (
-            netd.max_alloc_timeout.as_secs(),
-            netd.startup_timeout.as_secs()
-        ),
-        (600, 60)
-    );
-    assert_eq!(
-        (config.devices.as_slice(), config.file_limit),
-        (&[Device::Cpu][..], 4096)
-    );
+    assert_eq!(seconds.map(|time| time.as_secs()), [120, 240, 180, 1800, 300]);
+    assert_eq!((netd.max_alloc_timeout.as_secs(), netd.startup_timeout.as_secs()), (600, 60));
+    assert_eq!((config.devices.as_slice(), config.file_limit), (&[Device::Cpu][..], 4096));
     assert_eq!(config.prepare.dtype, None);
 }
 
 #[test]
 fn dashes_and_underscores_and_equals_mean_the_same() {
-    for line in [
-        "--block_indices 2:6",
-        "--block-indices 2:6",
-        "--block_indices=2:6",
-        "--block-indices=2:6",
-    ] {
+    for line in
+        ["--block_indices 2:6", "--block-indices 2:6", "--block_indices=2:6", "--block-indices=2:6"]
+    {
         assert_eq!(
             serve(&format!("m {line}")).netd.span,
             SpanChoice::Fixed(Span::new(2, 6).unwrap())
         );
     }
-    let peers = serve("m --initial-peers /ip4/1.2.3.4/tcp/5/p2p/a-b /ip4/1.2.3.4/tcp/6")
-        .netd
-        .initial_peers;
+    let peers =
+        serve("m --initial-peers /ip4/1.2.3.4/tcp/5/p2p/a-b /ip4/1.2.3.4/tcp/6").netd.initial_peers;
     assert_eq!(peers, ["/ip4/1.2.3.4/tcp/5/p2p/a-b", "/ip4/1.2.3.4/tcp/6"]);
 }
 
@@ -105,20 +81,12 @@ fn the_model_may_be_given_by_flag_but_not_twice() {
 fn a_model_after_a_list_of_multiaddrs_is_the_model() {
     let config = serve("--initial_peers /ip4/1.2.3.4/tcp/5 /models/llama --num_blocks 2");
     assert_eq!(
-        (
-            config.prepare.model.as_str(),
-            config.netd.initial_peers.len()
-        ),
+        (config.prepare.model.as_str(), config.netd.initial_peers.len()),
         ("/models/llama", 1)
     );
     let line = "generate --initial_peers /dns4/a.b/tcp/5/p2p/Q folder --prompt Hi";
-    let Ok(Command::Generate(generate, _)) = run(line, &[]) else {
-        panic!()
-    };
-    assert_eq!(
-        (generate.model, generate.initial_peers.len()),
-        ("folder".into(), 1)
-    );
+    let Ok(Command::Generate(generate, _)) = run(line, &[]) else { panic!() };
+    assert_eq!((generate.model, generate.initial_peers.len()), ("folder".into(), 1));
     assert!(
         refusal("generate --initial_peers /dns4/a.b/tcp/5/p2p/Q --prompt Hi").contains("MODEL")
     );
@@ -127,10 +95,7 @@ fn a_model_after_a_list_of_multiaddrs_is_the_model() {
 #[test]
 fn port_and_public_ip_become_multiaddrs() {
     let netd = serve("m --port 31330 --public_ip 1.2.3.4").netd;
-    assert_eq!(
-        netd.host_maddrs,
-        ["/ip4/0.0.0.0/tcp/31330", "/ip6/::/tcp/31330"]
-    );
+    assert_eq!(netd.host_maddrs, ["/ip4/0.0.0.0/tcp/31330", "/ip6/::/tcp/31330"]);
     assert_eq!(netd.announce_maddrs, ["/ip4/1.2.3.4/tcp/31330"]);
     assert!(refusal("serve m --port 0 --public_ip 1.2.3.4").contains("--port"));
     assert!(
@@ -142,9 +107,9 @@ fn port_and_public_ip_become_multiaddrs() {
 #[test]
 fn what_petals_does_and_this_version_does_not_is_refused_in_a_sentence() {
     for (line, says) in [
-        ("--quant_type fp4", "use none, int8 or nf4"),
+        ("--quant_type fp4", "expected none, int8 or nf4"),
         ("--adapters a b a", "twice"),
-        ("--adapters=", "no name"),
+        ("--adapters=", "path of a folder"),
         ("--compression ZIP", "MEANSTD_16BIT"),
         ("--device cuda:x", "cuda:N"),
         ("--device mps", "cuda:N"),
@@ -160,26 +125,21 @@ fn what_petals_does_and_this_version_does_not_is_refused_in_a_sentence() {
         ("--throughput=nan", "nan"),
         ("--dht_prefix a.b", "a.b"),
         ("--initial_peers 1.2.3.4:5", "1.2.3.4:5"),
-        ("--block_indices 4:4", "start:end"),
+        ("--block_indices 4:4", "START:END"),
         ("--update_period 0", "seconds"),
         ("--request_timeout 1e300", "seconds"),
         ("--arena_size 5", "at least"),
-        ("--kv_mirror maybe", "neither on, off nor auto"),
-        (
-            "--new_swarm --initial_peers /ip4/1.2.3.4/tcp/5",
-            "cannot be used with",
-        ),
+        ("--kv_mirror maybe", "expected on, off or auto"),
+        ("--new_swarm --initial_peers /ip4/1.2.3.4/tcp/5", "cannot be used with"),
         ("--num_blocks 2 --block_indices 0:2", "cannot be used with"),
         ("--num_blocks 0", "0"),
     ] {
         let error = refusal(&format!("serve m {line}"));
         assert!(error.contains(says), "{line}: {error}");
     }
-    for (name, wanted) in [
-        ("none", QuantType::None),
-        ("int8", QuantType::Int8),
-        ("NF4", QuantType::Nf4),
-    ] {
+    for (name, wanted) in
+        [("none", QuantType::None), ("int8", QuantType::Int8), ("NF4", QuantType::Nf4)]
+    {
         let config = serve(&format!("m --quant_type {name}"));
         assert_eq!(config.prepare.quant_type, wanted);
     }
@@ -200,37 +160,21 @@ fn what_petals_does_and_this_version_does_not_is_refused_in_a_sentence() {
     }
     let adapters = serve("m --adapters a org/b").prepare.adapters;
     assert_eq!(adapters, ["a", "org/b"]);
-    assert_eq!(
-        serve("m --quant_type none --compression NONE --adapters")
-            .devices
-            .len(),
-        1
-    );
+    assert_eq!(serve("m --quant_type none --compression NONE --adapters").devices.len(), 1);
 }
 
 #[test]
 fn flags_without_effect_are_accepted_and_noted() {
     let line = "serve m --num_handlers 8 --prefetch-batches 1 --sender_threads 2";
-    let Ok(Command::Serve { notes, .. }) = run(line, &[]) else {
-        panic!()
-    };
+    let Ok(Command::Serve { notes, .. }) = run(line, &[]) else { panic!() };
     assert_eq!(notes.len(), 3);
-    assert!(
-        notes[0].starts_with("--num_handlers has no effect"),
-        "{notes:?}"
-    );
+    assert!(notes[0].starts_with("--num_handlers has no effect"), "{notes:?}");
 }
 
 #[test]
 fn folders_and_log_come_from_the_environment_unless_given() {
-    let env = [
-        ("XDG_RUNTIME_DIR", "/run/user/7"),
-        ("PETALS_CACHE", "/c"),
-        ("SEPAL_LOG", "debug"),
-    ];
-    let Ok(Command::Serve { config, .. }) = run("serve m", &env) else {
-        panic!()
-    };
+    let env = [("XDG_RUNTIME_DIR", "/run/user/7"), ("PETALS_CACHE", "/c"), ("SEPAL_LOG", "debug")];
+    let Ok(Command::Serve { config, .. }) = run("serve m", &env) else { panic!() };
     assert_eq!(
         (config.runtime_dir, config.prepare.cache_dir),
         ("/run/user/7/sepal".into(), "/c".into())
@@ -241,10 +185,7 @@ fn folders_and_log_come_from_the_environment_unless_given() {
     else {
         panic!()
     };
-    assert_eq!(
-        (config.runtime_dir, config.prepare.cache_dir),
-        ("/r".into(), "/d".into())
-    );
+    assert_eq!((config.runtime_dir, config.prepare.cache_dir), ("/r".into(), "/d".into()));
     assert_eq!(config.log.filter, "warn");
     assert_eq!(
         serve("m").runtime_dir,
@@ -264,28 +205,15 @@ fn several_devices_share_the_cores() {
 #[test]
 fn faults_read_as_they_are_documented() {
     let fault = |text: &str| serve(&format!("m --inject_fault {text}")).worker.fault;
-    let expected = FaultPlan {
-        action: FaultAction::Kill,
-        point: FaultPoint::Block(2),
-        job: 5,
-        times: 3,
-    };
+    let expected =
+        FaultPlan { action: FaultAction::Kill, point: FaultPoint::Block(2), job: 5, times: 3 };
     assert_eq!(fault("kill@block:2#5x3"), Some(expected));
-    let expected = FaultPlan {
-        action: FaultAction::Hang,
-        point: FaultPoint::Taken,
-        job: 0,
-        times: 1,
-    };
+    let expected =
+        FaultPlan { action: FaultAction::Hang, point: FaultPoint::Taken, job: 0, times: 1 };
     assert_eq!(fault("hang@taken#0"), Some(expected));
-    for bad in [
-        "kill",
-        "kill@taken",
-        "melt@taken#1",
-        "kill@block:#1",
-        "kill@taken#x",
-        "kill@taken#1xx",
-    ] {
+    for bad in
+        ["kill", "kill@taken", "melt@taken#1", "kill@block:#1", "kill@taken#x", "kill@taken#1xx"]
+    {
         assert!(
             refusal(&format!("serve m --inject_fault {bad}")).contains("ACTION@POINT#JOB"),
             "{bad}"
@@ -299,40 +227,25 @@ fn the_other_commands_read_their_flags() {
         panic!()
     };
     assert_eq!(
-        (
-            dht.refresh_period.as_millis(),
-            dht.host_maddrs.len(),
-            dht.initial_peers.len()
-        ),
+        (dht.refresh_period.as_millis(), dht.host_maddrs.len(), dht.initial_peers.len()),
         (2500, 2, 0)
     );
     let Ok(Command::Dht { config: dht, .. }) = run("dht --port 31337 --public_ip 1.2.3.4", &[])
     else {
         panic!()
     };
-    assert_eq!(
-        dht.host_maddrs,
-        ["/ip4/0.0.0.0/tcp/31337", "/ip6/::/tcp/31337"]
-    );
+    assert_eq!(dht.host_maddrs, ["/ip4/0.0.0.0/tcp/31337", "/ip6/::/tcp/31337"]);
     assert_eq!(dht.announce_maddrs, ["/ip4/1.2.3.4/tcp/31337"]);
     assert!(refusal("dht --public_ip 1.2.3.4").contains("--port"));
     assert!(refusal("dht --port 1 --host_maddrs /ip4/1.2.3.4/tcp/5").contains("cannot be used"));
     let line = "generate m --initial_peers /ip4/1.2.3.4/tcp/5/p2p/Q --prompt Hi --temperature 0.7 --top_k 5 --stats";
-    let Ok(Command::Generate(generate, _)) = run(line, &[]) else {
-        panic!()
-    };
+    let Ok(Command::Generate(generate, _)) = run(line, &[]) else { panic!() };
     assert_eq!(
-        (
-            generate.max_new_tokens,
-            generate.temperature,
-            generate.top_k
-        ),
+        (generate.max_new_tokens, generate.temperature, generate.top_k),
         (64, Some(0.7), Some(5))
     );
     assert!(refusal("generate m --prompt Hi").contains("initial_peers"));
-    let Ok(Command::Demo(demo, _)) = run("demo --keep", &[]) else {
-        panic!()
-    };
+    let Ok(Command::Demo(demo, _)) = run("demo --keep", &[]) else { panic!() };
     assert!(demo.keep && demo.prompt.is_none());
     let Ok(Command::Status(status)) = run("status --json", &[("XDG_RUNTIME_DIR", "/x")]) else {
         panic!()
@@ -343,23 +256,15 @@ fn the_other_commands_read_their_flags() {
 #[test]
 fn every_role_has_its_hidden_command() {
     for role in [Role::Netd, Role::Worker, Role::Prepare] {
-        let Ok(Command::Role {
-            role: read,
-            bootstrap: 7,
-        }) = run(&format!("{} --bootstrap 7", role.name()), &[])
+        let Ok(Command::Role { role: read, bootstrap: 7 }) =
+            run(&format!("{} --bootstrap 7", role.name()), &[])
         else {
             panic!("{}", role.name())
         };
         assert_eq!(read, role);
     }
     let sample = run("sample --ordinal 1 --parent 7", &[]);
-    let is_read = matches!(
-        sample,
-        Ok(Command::Sample {
-            ordinal: 1,
-            parent: 7
-        })
-    );
+    let is_read = matches!(sample, Ok(Command::Sample { ordinal: 1, parent: 7 }));
     assert!(is_read, "{sample:?}");
     assert!(!refusal("--help").contains("sample"));
 }
@@ -367,41 +272,40 @@ fn every_role_has_its_hidden_command() {
 #[test]
 fn help_is_complete_and_names_the_exit_codes() {
     let help = refusal("serve --help");
-    for text in [
-        "Exit codes:",
-        "--block_indices",
-        "--num_handlers",
-        "--drain_timeout",
-        "--arena_size",
-    ] {
+    for text in
+        ["Exit codes:", "--block_indices", "--num_handlers", "--drain_timeout", "--arena_size"]
+    {
         assert!(help.contains(text), "{text}");
     }
     assert!(!help.contains("inject_fault") && !help.contains("sample_timeout"));
 }
 
 #[test]
-fn gpus_that_are_left_idle_without_a_word_are_noted() {
-    let note = |line: &str, gpus: usize| {
-        let folder = tempfile::tempdir().unwrap();
-        for gpu in 0..gpus {
-            std::fs::create_dir(folder.path().join(format!("0000:0{gpu}:00.0"))).unwrap();
-        }
-        let args = std::iter::once("sepal")
-            .chain(line.split(' '))
-            .map(OsString::from);
-        let mut cli = Sepal::command();
-        let layered = layers::read(&mut cli, args.collect(), &LAYERED, &|_| None, Path::new(""));
-        serve::note_idle(&layered.unwrap(), folder.path())
-    };
-    assert!(note("serve m", 1).unwrap().contains("a GPU"));
-    assert!(
-        note("serve m", 2)
-            .unwrap()
-            .contains("--device cuda:0,cuda:1 uses them")
-    );
-    assert_eq!(note("serve m", 0), None);
-    assert_eq!(note("serve m --device cpu", 2), None);
-    assert_eq!(note("serve m --tensor_parallel_devices cpu", 2), None);
+fn matrices_are_nf4_on_cuda_unless_said_otherwise() {
+    use shared::config::QuantType::{Int8, Nf4, None as Plain};
+    for (line, expected) in [
+        ("m --device cuda:0", Nf4),
+        ("m --device cpu,cuda:1", Nf4),
+        ("m --device cpu", Plain),
+        ("m --device emu", Plain),
+        ("m --device cuda:0 --quant_type none", Plain),
+        ("m --device cuda:0 --quant_type int8", Int8),
+    ] {
+        let config = serve(line);
+        assert_eq!((config.prepare.quant_type, config.automatic), (expected, None), "{line}");
+    }
+}
+
+#[test]
+fn without_a_device_what_was_asked_for_is_kept_until_there_is_one() {
+    use shared::config::{AutomaticDevices, QuantType};
+    let config = serve("m");
+    assert_eq!(config.automatic, Some(AutomaticDevices::default()));
+    assert_eq!((config.devices, config.prepare.quant_type), (vec![Device::Cpu], QuantType::None));
+    let config = serve("m --threads 3 --quant_type int8");
+    let asked = AutomaticDevices { threads: Some(3), quant_type: Some(QuantType::Int8) };
+    assert_eq!(config.automatic, Some(asked));
+    assert_eq!((config.worker.threads, config.prepare.quant_type), (3, QuantType::Int8));
 }
 
 #[test]
@@ -412,23 +316,13 @@ fn devices_for_tensor_parallelism_share_the_span() {
         panic!()
     };
     assert_eq!(config.devices, [Device::Cpu, Device::Cpu]);
-    assert!(
-        notes
-            .iter()
-            .any(|note| note.contains("blocks are not split")),
-        "{notes:?}"
-    );
+    assert!(notes.iter().any(|note| note.contains("blocks are not split")), "{notes:?}");
 }
 
 #[test]
 fn flags_of_dht_without_effect_are_noted() {
-    let Ok(Command::Dht { notes, .. }) = run("dht --use_ipfs", &[]) else {
-        panic!()
-    };
-    assert!(
-        notes[0].starts_with("--use_ipfs has no effect"),
-        "{notes:?}"
-    );
+    let Ok(Command::Dht { notes, .. }) = run("dht --use_ipfs", &[]) else { panic!() };
+    assert!(notes[0].starts_with("--use_ipfs has no effect"), "{notes:?}");
 }
 
 #[test]
@@ -448,22 +342,14 @@ fn every_flag_of_petals_is_in_the_table_with_a_test_that_exists() {
         let command = Sepal::command();
         let command = command.find_subcommand(name).unwrap();
         for flag in flags.split_whitespace() {
-            let known = command
-                .get_arguments()
-                .any(|arg| arg.get_long() == Some(flag));
+            let known = command.get_arguments().any(|arg| arg.get_long() == Some(flag));
             assert!(known, "sepal {name} does not know --{flag}");
-            let named = |row: &&str| {
-                row.split(['`', ' ', ','])
-                    .any(|word| word == format!("--{flag}"))
-            };
-            let row = rows
-                .lines()
-                .find(|row| row.starts_with("| `") && named(row));
+            let named =
+                |row: &&str| row.split(['`', ' ', ',']).any(|word| word == format!("--{flag}"));
+            let row = rows.lines().find(|row| row.starts_with("| `") && named(row));
             let row = row.unwrap_or_else(|| panic!("FLAGS.md has no row for --{flag} of {name}"));
             let test: Vec<&str> = row.rsplit('|').nth(1).unwrap().split('`').collect();
-            let [_, file, _, function, _] = test[..] else {
-                panic!("{row}")
-            };
+            let [_, file, _, function, _] = test[..] else { panic!("{row}") };
             let text = std::fs::read_to_string(root.join(file))
                 .unwrap_or_else(|error| panic!("{file}: {error}"));
             assert!(text.contains(&format!("fn {function}(")), "{row}");

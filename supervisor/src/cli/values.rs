@@ -1,4 +1,5 @@
-//! Values of flags, each read into its finished type with an error that names the value and what to give.
+//! Values of flags, each read into its finished type with an error that names the value and what to
+//! give.
 
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ pub fn seconds(text: &str) -> Result<Duration, String> {
     number
         .filter(|seconds| (0.001..=MAX_SECONDS).contains(seconds))
         .map(Duration::from_secs_f64)
-        .ok_or_else(|| "give a number of seconds, at least 0.001".to_owned())
+        .ok_or_else(|| "expected a number of seconds, at least 0.001".to_owned())
 }
 
 /// A part of a whole, above 0 and at most 1.
@@ -21,15 +22,16 @@ pub fn share(text: &str) -> Result<f64, String> {
     let number: Option<f64> = text.parse().ok();
     number
         .filter(|share| *share > 0.0 && *share <= 1.0)
-        .ok_or_else(|| "give a number above 0 and at most 1".to_owned())
+        .ok_or_else(|| "expected a number above 0 and at most 1".to_owned())
 }
 
-/// `text` or `json`.
+/// `terminal`, `text` or `json`.
 pub fn log_format(text: &str) -> Result<LogFormat, String> {
     match text {
+        "terminal" => Ok(LogFormat::Terminal),
         "text" => Ok(LogFormat::Text),
         "json" => Ok(LogFormat::Json),
-        _ => Err("give text or json".to_owned()),
+        _ => Err("expected terminal, text or json".to_owned()),
     }
 }
 
@@ -49,17 +51,15 @@ pub fn device(text: &str) -> Result<Device, String> {
         "emu" => Ok(Device::Emulator),
         other => cuda(other)
             .map(Device::Cuda)
-            .ok_or_else(|| format!("{other:?} is no device; give cpu or cuda:N")),
+            .ok_or_else(|| format!("unknown device {other:?}: expected cpu or cuda:N")),
     }
 }
 
-/// A size in bytes: a number, or one with a unit such as `512MiB` or `1.5 GB`, as `humanfriendly.parse_size` reads it: only
-/// the units with an `i` count in steps of 1024.
+/// A size in bytes: a number, or one with a unit such as `512MiB` or `1.5 GB`, as
+/// `humanfriendly.parse_size` reads it: only the units with an `i` count in steps of 1024.
 pub fn size_bytes(text: &str) -> Result<u64, String> {
     let text = text.trim();
-    let end = text
-        .find(|c: char| !c.is_ascii_digit() && c != '.')
-        .unwrap_or(text.len());
+    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(end);
     let bytes = || {
         let unit = unit_bytes(&unit.trim().to_lowercase())?;
@@ -71,27 +71,19 @@ pub fn size_bytes(text: &str) -> Result<u64, String> {
                 .map(|bytes| bytes as u64),
         }
     };
-    bytes().ok_or_else(|| "give a size in bytes, for example 536870912, 512MiB or 1.5GB".to_owned())
+    bytes().ok_or_else(|| "expected a size in bytes such as 536870912, 512MiB or 1.5GB".to_owned())
 }
 
 fn unit_bytes(unit: &str) -> Option<u64> {
-    const NAMES: [(&str, &str); 6] = [
-        ("k", "kibi"),
-        ("m", "mebi"),
-        ("g", "gibi"),
-        ("t", "tebi"),
-        ("p", "pebi"),
-        ("e", "exbi"),
-    ];
+    const NAMES: [(&str, &str); 6] =
+        [("k", "kibi"), ("m", "mebi"), ("g", "gibi"), ("t", "tebi"), ("p", "pebi"), ("e", "exbi")];
     if !unit.chars().all(|c| c.is_ascii_alphabetic()) {
         return None;
     }
     if unit.is_empty() || unit.starts_with('b') {
         return Some(1);
     }
-    let power = NAMES
-        .iter()
-        .position(|(letter, _)| unit.starts_with(letter))?;
+    let power = NAMES.iter().position(|(letter, _)| unit.starts_with(letter))?;
     let (letter, name) = NAMES.get(power)?;
     let binary =
         unit == format!("{letter}ib") || unit == format!("{letter}i") || unit.starts_with(name);
@@ -102,7 +94,7 @@ fn unit_bytes(unit: &str) -> Option<u64> {
 /// `ACTION@POINT#JOB[xTIMES]`, for example `kill@block:2#5x3`.
 pub fn fault(text: &str) -> Result<FaultPlan, String> {
     let form = || {
-        "give ACTION@POINT#JOB[xTIMES] with ACTION kill, abort or hang and POINT taken, copies, block:N, output or \
+        "expected ACTION@POINT#JOB[xTIMES] with ACTION kill, abort or hang and POINT taken, copies, block:N, output or \
          completion, for example kill@block:2#5x3"
             .to_owned()
     };
@@ -123,12 +115,7 @@ pub fn fault(text: &str) -> Result<FaultPlan, String> {
             "completion" => FaultPoint::Completion,
             block => FaultPoint::Block(block.strip_prefix("block:")?.parse().ok()?),
         };
-        Some(FaultPlan {
-            action,
-            point,
-            job: job.parse().ok()?,
-            times: times.parse().ok()?,
-        })
+        Some(FaultPlan { action, point, job: job.parse().ok()?, times: times.parse().ok()? })
     };
     plan().ok_or_else(form)
 }
@@ -137,7 +124,7 @@ pub fn fault(text: &str) -> Result<FaultPlan, String> {
 pub fn check_maddrs(flag: &str, maddrs: &[String]) -> Result<(), String> {
     match maddrs.iter().find(|text| !is_maddr(text)) {
         Some(bad) => Err(format!(
-            "{flag} {bad:?} is no multiaddr; give one such as /ip4/127.0.0.1/tcp/31337"
+            "invalid {flag} {bad:?}: expected a multiaddr such as /ip4/127.0.0.1/tcp/31337"
         )),
         None => Ok(()),
     }
@@ -157,9 +144,7 @@ pub fn is_maddr(text: &str) -> bool {
     const FIRST: [&str; 7] = ["ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr", "p2p"];
     let mut parts = text.split('/');
     parts.next() == Some("")
-        && parts
-            .next()
-            .is_some_and(|protocol| FIRST.contains(&protocol))
+        && parts.next().is_some_and(|protocol| FIRST.contains(&protocol))
         && parts.next().is_some_and(|address| !address.is_empty())
 }
 

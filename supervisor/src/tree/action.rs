@@ -9,7 +9,7 @@ use shared::exit::ExitReason;
 use shared::ids::{Generation, WorkerId};
 use shared::model::ModelFacts;
 
-use super::child::{Beat, ChildId, End, State};
+use super::child::{Beat, ChildId, ExitStatus, Lifecycle};
 use crate::plan::{Placement, Share};
 use crate::sizing::Memory;
 
@@ -22,6 +22,8 @@ pub struct Policy {
     pub drain_timeout: Duration,
     /// Devices and their shares of the span.
     pub shares: Vec<Share>,
+    /// How earlier starts cut the model among them.
+    pub cuts: Vec<Vec<u32>>,
     /// The blocks asked for.
     pub span: SpanChoice,
     /// What they may take.
@@ -41,7 +43,8 @@ pub enum Up {
     Worker(FromWorker),
 }
 
-/// What happened. Events of a process that is not the present one of its child are stale and change nothing.
+/// What happened. Events of a process that is not the present one of its child are stale and change
+/// nothing.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// Begin.
@@ -49,10 +52,10 @@ pub enum Event {
     /// A child spoke.
     Said(ChildId, Generation, Up),
     /// A child's process was reaped, after everything it had said.
-    Ended(ChildId, Generation, End),
+    Ended(ChildId, Generation, ExitStatus),
     /// A child closed its control channel.
     Closed(ChildId, Generation),
-    /// A child does not read, or talks without end; what it was, for the log.
+    /// A child does not read, or floods its channel; what it was, for the log.
     Unruly(ChildId, Generation, &'static str),
     /// A reading of the board.
     Beat(ChildId, Generation, Beat),
@@ -152,7 +155,7 @@ pub enum Init {
 /// What is to be done, in order.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
-    /// Start a process. If that fails, `Ended` with [`End::NotStarted`] follows.
+    /// Start a process. If that fails, `Ended` with [`ExitStatus::NotStarted`] follows.
     Spawn(ChildId, Generation),
     /// Tell a child.
     Tell(ChildId, Down),
@@ -169,7 +172,8 @@ pub enum Action {
     },
     /// This worker has ended for good: its kv segment is of no more use.
     DropWorker(WorkerId),
-    /// See whether workers of these blocks fit into memory beside the present ones, and say so with [`Event::Room`].
+    /// See whether workers of these blocks fit into memory beside the present ones, and say so with
+    /// [`Event::Room`].
     AskRoom(Span),
     /// A child changed its state: show and log it.
     Show {
@@ -178,7 +182,7 @@ pub enum Action {
         /// Its generation.
         generation: Generation,
         /// The state.
-        state: State,
+        state: Lifecycle,
         /// Why, if there is something to say.
         why: String,
     },

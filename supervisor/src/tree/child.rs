@@ -1,4 +1,5 @@
-//! One child as the tree sees it: its state with its times, how it ended, and whether it is started again.
+//! One child as the tree sees it: its state with its times, how it ended, and whether it is started
+//! again.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -36,7 +37,7 @@ impl fmt::Display for ChildId {
     }
 }
 
-/// Where a child is in its life.
+/// Where a child is in its life cycle.
 ///
 /// ```text
 /// Waiting -> Starting -> Ready -> Draining -> Gone
@@ -48,7 +49,7 @@ impl fmt::Display for ChildId {
 ///  Starting | Ready | Draining -> Unkillable  (SIGKILL without effect)
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum Lifecycle {
     /// Not to be started yet.
     Waiting,
     /// Spawned, not ready.
@@ -82,25 +83,25 @@ pub enum State {
     Gone,
 }
 
-impl State {
+impl Lifecycle {
     /// One word for the log.
     pub fn name(&self) -> &'static str {
         match self {
-            State::Waiting => "waiting",
-            State::Starting { .. } => "starting",
-            State::Ready { .. } => "ready",
-            State::Draining { .. } => "draining",
-            State::Backoff { .. } => "backoff",
-            State::Held { .. } => "held",
-            State::Unkillable => "unkillable",
-            State::Gone => "gone",
+            Lifecycle::Waiting => "waiting",
+            Lifecycle::Starting { .. } => "starting",
+            Lifecycle::Ready { .. } => "ready",
+            Lifecycle::Draining { .. } => "draining",
+            Lifecycle::Backoff { .. } => "backoff",
+            Lifecycle::Held { .. } => "held",
+            Lifecycle::Unkillable => "unkillable",
+            Lifecycle::Gone => "gone",
         }
     }
 }
 
 /// How a process ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum End {
+pub enum ExitStatus {
     /// It exited with this code.
     Code(i32),
     /// A signal killed it.
@@ -114,29 +115,29 @@ pub enum End {
     },
 }
 
-impl End {
+impl ExitStatus {
     /// The reason that decides about a restart. Signals are never a matter of configuration.
     pub fn reason(&self) -> ExitReason {
         match self {
-            End::Code(code) => ExitReason::from_code(*code).unwrap_or(ExitReason::Failed),
-            End::Signal(_) => ExitReason::Failed,
-            End::NotStarted { reason, .. } => *reason,
+            ExitStatus::Code(code) => ExitReason::from_code(*code).unwrap_or(ExitReason::Failed),
+            ExitStatus::Signal(_) => ExitReason::Failed,
+            ExitStatus::NotStarted { reason, .. } => *reason,
         }
     }
 }
 
-impl fmt::Display for End {
+impl fmt::Display for ExitStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            End::Code(code) => match ExitReason::from_code(*code) {
+            ExitStatus::Code(code) => match ExitReason::from_code(*code) {
                 Some(reason) => write!(f, "exit {code} ({reason})"),
                 None => write!(f, "exit {code}"),
             },
-            End::Signal(number) => match nix::sys::signal::Signal::try_from(*number) {
+            ExitStatus::Signal(number) => match nix::sys::signal::Signal::try_from(*number) {
                 Ok(signal) => f.write_str(signal.as_str()),
                 Err(_) => write!(f, "signal {number}"),
             },
-            End::NotStarted { .. } => f.write_str("not started"),
+            ExitStatus::NotStarted { .. } => f.write_str("not started"),
         }
     }
 }
@@ -146,7 +147,7 @@ impl fmt::Display for End {
 pub struct Beat {
     /// Its progress counter.
     pub progress: u64,
-    /// How long the counter may stand still now; `None` while the child has nothing to do.
+    /// How long the counter may stand still now; `None` while another timeout holds.
     pub limit: Option<Duration>,
 }
 
@@ -167,12 +168,13 @@ pub struct Child {
     /// Generation of the present or the last process; 0 before the first.
     pub generation: Generation,
     /// Where it is in its life.
-    pub state: State,
+    pub state: Lifecycle,
     /// Whether a process exists that was not reaped.
     pub alive: bool,
     /// When it was sent SIGKILL.
     pub killed: Option<Instant>,
-    /// Whether it was killed for what it did to others: then it, and perhaps its work, is to blame.
+    /// Whether it was killed for what it did to others: then it, and perhaps its work, is to
+    /// blame.
     pub guilty: bool,
     /// What it said about its own failure.
     pub complaint: Option<String>,
@@ -188,7 +190,8 @@ pub struct Child {
 #[derive(Clone, Copy, Debug)]
 struct Stillness {
     progress: u64,
-    since: Instant,
+    /// For how long it has not moved while the supervisor ran.
+    stood: Duration,
     seen: Instant,
 }
 
@@ -198,7 +201,7 @@ impl Child {
         Child {
             id,
             generation: Generation(0),
-            state: State::Waiting,
+            state: Lifecycle::Waiting,
             alive: false,
             killed: None,
             guilty: false,
@@ -214,7 +217,7 @@ impl Child {
     /// A new process begins; returns its generation.
     pub fn start(&mut self, now: Instant) -> Generation {
         self.generation = self.generation.next();
-        self.state = State::Starting { since: now };
+        self.state = Lifecycle::Starting { since: now };
         self.alive = true;
         self.killed = None;
         self.guilty = false;
@@ -232,20 +235,20 @@ impl Child {
 
     /// Whether it serves and is not about to be killed.
     pub fn is_ready(&self) -> bool {
-        self.alive && self.killed.is_none() && matches!(self.state, State::Ready { .. })
+        self.alive && self.killed.is_none() && matches!(self.state, Lifecycle::Ready { .. })
     }
 
     /// Whether a message to it makes sense.
     pub fn is_reachable(&self) -> bool {
         self.alive
             && self.killed.is_none()
-            && matches!(self.state, State::Starting { .. } | State::Ready { .. })
+            && matches!(self.state, Lifecycle::Starting { .. } | Lifecycle::Ready { .. })
     }
 
     /// It reported ready.
     pub fn ready(&mut self, now: Instant) {
-        if matches!(self.state, State::Starting { .. }) {
-            self.state = State::Ready { since: now };
+        if matches!(self.state, Lifecycle::Starting { .. }) {
+            self.state = Lifecycle::Ready { since: now };
             self.ready_since = Some(now);
         }
     }
@@ -257,21 +260,18 @@ impl Child {
 
     /// Its process was reaped. Decides what follows, for a child that is wanted:
     /// - no restart when trying again cannot help, or after too many deaths within the window;
-    /// - a restart at once after a kill from outside, and after the first failure of one that had served: nothing speaks
-    ///   against the next try;
-    /// - else one after a pause that doubles with each failure in a row; a life longer than the window ends the row.
-    pub fn reaped(&mut self, end: &End, now: Instant, policy: &RestartConfig) -> Next {
+    /// - a restart at once after a kill from outside, and after the first failure of one that had
+    ///   served: nothing speaks against the next try;
+    /// - else one after a pause that doubles with each failure in a row; a life longer than the
+    ///   window ends the row.
+    pub fn reaped(&mut self, end: &ExitStatus, now: Instant, policy: &RestartConfig) -> Next {
         self.alive = false;
         let reason = end.reason();
         if reason.verdict() == Verdict::Hold {
             return Next::Hold(reason);
         }
         self.deaths.push_back(now);
-        while self
-            .deaths
-            .front()
-            .is_some_and(|&death| now.duration_since(death) > policy.window)
-        {
+        while self.deaths.front().is_some_and(|&death| now.duration_since(death) > policy.window) {
             self.deaths.pop_front();
         }
         if self.deaths.len() > usize::try_from(policy.max_restarts).unwrap_or(usize::MAX) {
@@ -289,21 +289,22 @@ impl Child {
             failures => (failures - 1).min(20),
         };
         Next::Restart(
-            now + policy
-                .backoff_min
-                .saturating_mul(1 << doublings)
-                .min(policy.backoff_max),
+            now + policy.backoff_min.saturating_mul(1 << doublings).min(policy.backoff_max),
         )
     }
 
-    /// Whose fault the death is: nobody's, when the child was killed from outside or by us for taking too long, or was told
-    /// to end; its own, when it was killed for writing nonsense.
-    pub fn cause(&self, end: &End) -> DeathCause {
+    /// Whose fault the death is: nobody's, when the child was killed from outside or by us for
+    /// taking too long, or was told to end; its own, when it was killed for writing nonsense.
+    pub fn cause(&self, end: &ExitStatus) -> DeathCause {
         use nix::libc::{SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM};
         let outside = match end {
-            End::Signal(signal) => [SIGKILL, SIGTERM, SIGINT, SIGHUP, SIGQUIT].contains(signal),
-            End::Code(_) => [ExitReason::Clean, ExitReason::ParentGone].contains(&end.reason()),
-            End::NotStarted { .. } => true,
+            ExitStatus::Signal(signal) => {
+                [SIGKILL, SIGTERM, SIGINT, SIGHUP, SIGQUIT].contains(signal)
+            }
+            ExitStatus::Code(_) => {
+                [ExitReason::Clean, ExitReason::ParentGone].contains(&end.reason())
+            }
+            ExitStatus::NotStarted { .. } => true,
         };
         if self.guilty {
             DeathCause::SelfInflicted
@@ -314,40 +315,32 @@ impl Child {
         }
     }
 
-    /// Judges a reading of the board: the time for which the child has been still, if that is too long. `pace` is the usual
-    /// time between two readings: after a longer gap the supervisor itself stood still, and the count begins anew.
+    /// Judges a reading of the board: the time for which the child has made no progress, if that
+    /// is too long. `pace` is the usual time between two readings. After a longer gap the
+    /// supervisor itself stood still, and perhaps the child with it: two paces of the gap count,
+    /// so that more readings follow before the child is judged.
     pub fn beat(&mut self, beat: Beat, now: Instant, pace: Duration) -> Option<Duration> {
-        let moved = |still: &Stillness| {
-            still.progress != beat.progress
-                || now.duration_since(still.seen) > pace.saturating_mul(4)
+        let stood = match &self.still {
+            Some(still) if still.progress == beat.progress && beat.limit.is_some() => {
+                still.stood + now.duration_since(still.seen).min(pace.saturating_mul(2))
+            }
+            _ => Duration::ZERO,
         };
-        let since = match &self.still {
-            Some(still) if beat.limit.is_some() && !moved(still) => still.since,
-            _ => now,
-        };
-        self.still = Some(Stillness {
-            progress: beat.progress,
-            since,
-            seen: now,
-        });
-        let stood = now.duration_since(since);
+        self.still = Some(Stillness { progress: beat.progress, stood, seen: now });
         beat.limit.filter(|&limit| stood > limit).map(|_| stood)
     }
 
     /// When something is due if nothing happens.
     pub fn deadline(&self, policy: &RestartConfig) -> Option<Instant> {
         if let (true, Some(killed)) = (self.alive, self.killed) {
-            return (self.state != State::Unkillable).then_some(killed + KILL_PATIENCE);
+            return (self.state != Lifecycle::Unkillable).then_some(killed + KILL_PATIENCE);
         }
         let by_state = match self.state {
-            State::Starting { since } => Some(since + policy.start_timeout),
-            State::Draining { until } | State::Backoff { until } => Some(until),
+            Lifecycle::Starting { since } => Some(since + policy.start_timeout),
+            Lifecycle::Draining { until } | Lifecycle::Backoff { until } => Some(until),
             _ => None,
         };
-        let closed = self
-            .closed
-            .filter(|_| self.alive)
-            .map(|closed| closed + CLOSED_PATIENCE);
+        let closed = self.closed.filter(|_| self.alive).map(|closed| closed + CLOSED_PATIENCE);
         by_state.into_iter().chain(closed).min()
     }
 
@@ -356,18 +349,17 @@ impl Child {
         if !self.alive || self.killed.is_some() {
             return None;
         }
-        if self
-            .closed
-            .is_some_and(|closed| now >= closed + CLOSED_PATIENCE)
-        {
-            return Some("closed its control channel and stayed".to_owned());
+        if self.closed.is_some_and(|closed| now >= closed + CLOSED_PATIENCE) {
+            return Some("closed its control channel but did not exit".to_owned());
         }
         match self.state {
-            State::Starting { since } if now >= since + policy.start_timeout => Some(format!(
+            Lifecycle::Starting { since } if now >= since + policy.start_timeout => Some(format!(
                 "was not ready within {:?}; see --start_timeout",
                 policy.start_timeout
             )),
-            State::Draining { until } if now >= until => Some("did not drain in time".to_owned()),
+            Lifecycle::Draining { until } if now >= until => {
+                Some("did not drain in time".to_owned())
+            }
             _ => None,
         }
     }

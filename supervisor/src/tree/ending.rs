@@ -1,11 +1,12 @@
-//! The end of the run: netd drains, then the workers; who does not in time is killed. Another part of [`Tree`].
+//! The end of the run: netd drains, then the workers; who does not in time is killed. Another part
+//! of [`Tree`].
 
 use std::time::{Duration, Instant};
 
 use super::*;
 
-/// A second request to stop counts as impatience only after this time: `timeout` and some shells signal a process and its
-/// group at once.
+/// A second request to stop counts as impatience only after this time: `timeout` and some shells
+/// signal a process and its group at once.
 const IMPATIENCE: Duration = Duration::from_millis(500);
 
 /// Time that prepare, and the workers after netd, get to end: they hold nothing that could be lost.
@@ -34,7 +35,8 @@ impl Tree {
         }
     }
 
-    /// Begins the end: who waits is gone, who had not begun to serve is killed, netd drains and the workers after it.
+    /// Begins the end: who waits is gone, who had not begun to serve is killed, netd drains and the
+    /// workers after it.
     pub(super) fn end(
         &mut self,
         reason: ExitReason,
@@ -45,12 +47,7 @@ impl Tree {
         if self.ending.is_some() {
             return;
         }
-        self.ending = Some(Ending {
-            reason,
-            since: now,
-            forced: false,
-            workers_told: false,
-        });
+        self.ending = Some(Ending { reason, since: now, forced: false, workers_told: false });
         self.moving = None;
         out.extend(complaint.map(Action::Complain));
         let ids: Vec<_> = self.children().map(|child| child.id).collect();
@@ -59,16 +56,14 @@ impl Tree {
                 continue;
             };
             match child.state {
-                State::Waiting | State::Backoff { .. } => child.state = State::Gone,
-                State::Starting { .. } => self.kill(id, "not needed any more".to_owned(), now, out),
+                Lifecycle::Waiting | Lifecycle::Backoff { .. } => child.state = Lifecycle::Gone,
+                Lifecycle::Starting { .. } => {
+                    self.kill(id, "no longer needed".to_owned(), now, out)
+                }
                 _ => {}
             }
         }
-        self.drain(
-            ChildId::Prepare,
-            now + SHORT_DRAIN.min(self.policy.drain_timeout),
-            out,
-        );
+        self.drain(ChildId::Prepare, now + SHORT_DRAIN.min(self.policy.drain_timeout), out);
         self.drain(ChildId::Netd, now + self.policy.drain_timeout, out);
     }
 
@@ -77,20 +72,15 @@ impl Tree {
             return;
         };
         if child.is_ready() {
-            child.state = State::Draining { until };
+            child.state = Lifecycle::Draining { until };
             let (generation, state) = (child.generation, child.state);
-            out.push(Action::Show {
-                child: id,
-                generation,
-                state,
-                why: String::new(),
-            });
+            out.push(Action::Show { child: id, generation, state, why: String::new() });
             out.push(Action::Tell(id, Down::Drain));
         }
     }
 
     pub(super) fn check_end(&mut self, now: Instant, out: &mut Vec<Action>) {
-        let gone = |child: &Child| !child.alive || child.state == State::Unkillable;
+        let gone = |child: &Child| !child.alive || child.state == Lifecycle::Unkillable;
         let netd_gone = gone(&self.netd);
         let all_gone = self.children().all(gone);
         let Some(ending) = &mut self.ending else {
@@ -106,11 +96,7 @@ impl Tree {
         if all_gone {
             self.finished = true;
             let forced = ending.forced && ending.reason == ExitReason::Clean;
-            out.push(Action::Finish(if forced {
-                ExitReason::Failed
-            } else {
-                ending.reason
-            }));
+            out.push(Action::Finish(if forced { ExitReason::Failed } else { ending.reason }));
         }
     }
 }

@@ -1,5 +1,6 @@
-//! A move of the whole instance to other blocks, which netd asks for. The workers of the new blocks start beside the present
-//! ones; nothing that serves is touched before netd has announced the new place. Another part of [`Tree`].
+//! A move of the whole instance to other blocks, which netd asks for. The workers of the new blocks
+//! start beside the present ones; nothing that serves is touched before netd has announced the new
+//! place. Another part of [`Tree`].
 //!
 //! ```text
 //! netd Move(to) -> prepare Span(to) -> Prepared -> room for both? -> workers of `to` start (Coming), are linked, netd WorkerUp
@@ -19,8 +20,8 @@ use shared::control::Capacity;
 use shared::exit::ExitReason;
 use shared::ids::{Generation, GroupId, WorkerId};
 
-use super::{Action, Child, ChildId, Down, SHORT_DRAIN, State, Tree, Worker};
-use crate::plan::{self, Placement};
+use super::{Action, Child, ChildId, Down, Lifecycle, SHORT_DRAIN, Tree, Worker};
+use crate::plan::Placement;
 
 /// Groups of workers on the board: those that serve and their successors.
 const MAX_GROUPS: u16 = 30;
@@ -30,7 +31,7 @@ const MAX_RETIRED: usize = 8;
 
 /// What a worker is there for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Part {
+pub(super) enum Assignment {
     /// Its blocks are served.
     Serving,
     /// Its blocks are those of the move.
@@ -70,11 +71,11 @@ impl Tree {
         let busy = self.moving.is_some()
             || self.prepare.alive
             || !self.prepared
-            || self.workers.iter().any(|w| w.part != Part::Serving);
+            || self.workers.iter().any(|w| w.assignment != Assignment::Serving);
         let refused = if self.ending.is_some() || !self.was_online {
-            Some("this is no time for it")
+            Some("the server is not online, or is stopping")
         } else if busy {
-            Some("another move is not finished")
+            Some("another move is in progress")
         } else if !self.facts.as_ref().is_some_and(known) {
             Some("the model has no such blocks")
         } else {
@@ -109,19 +110,14 @@ impl Tree {
         now: Instant,
         out: &mut Vec<Action>,
     ) {
-        let asked = self
-            .moving
-            .is_some_and(|m| m.to == span && m.step == Step::Asking);
+        let asked = self.moving.is_some_and(|m| m.to == span && m.step == Step::Asking);
         if !asked {
             return;
         }
         if let Some(why) = why_not {
-            self.moving = Some(Move {
-                to: span,
-                step: Step::Emptying,
-            });
+            self.moving = Some(Move { to: span, step: Step::Emptying });
             out.push(Action::Note(format!(
-                "leaves its blocks before it loads blocks {span}: {why}"
+                "leaving the present blocks before loading blocks {span}: {why}"
             )));
             if self.netd.is_ready() && self.said.has_model {
                 out.push(Action::Tell(ChildId::Netd, Down::MakeRoom(span)));
@@ -131,23 +127,17 @@ impl Tree {
         if let Some(moving) = &mut self.moving {
             moving.step = Step::Loading;
         }
-        self.load(span, Part::Coming, now, out);
+        self.load(span, Assignment::Coming, now, out);
     }
 
-    fn load(&mut self, span: Span, part: Part, now: Instant, out: &mut Vec<Action>) {
-        let new: Vec<Worker> = plan::cut(span, &self.policy.shares)
+    fn load(&mut self, span: Span, assignment: Assignment, now: Instant, out: &mut Vec<Action>) {
+        let new: Vec<Worker> = self
+            .placements(span)
             .into_iter()
             .zip(self.free_groups())
             .map(|(placement, group)| {
                 let worker = WorkerId::solo(group);
-                let mut new = Worker::new(
-                    Placement {
-                        worker,
-                        ..placement
-                    },
-                    span,
-                    part,
-                );
+                let mut new = Worker::new(Placement { worker, ..placement }, span, assignment);
                 new.child.generation = self.last_generation(worker);
                 new
             })
@@ -159,16 +149,13 @@ impl Tree {
 
     /// netd has announced the new place: the workers of the old one keep their sessions.
     pub(super) fn moved(&mut self, to: Span, out: &mut Vec<Action>) {
-        let Some(_) = self
-            .moving
-            .take_if(|m| m.to == to && m.step == Step::Loading)
-        else {
+        let Some(_) = self.moving.take_if(|m| m.to == to && m.step == Step::Loading) else {
             return;
         };
         for worker in &mut self.workers {
-            worker.part = match worker.part {
-                Part::Coming => Part::Serving,
-                Part::Serving => Part::Leaving,
+            worker.assignment = match worker.assignment {
+                Assignment::Coming => Assignment::Serving,
+                Assignment::Serving => Assignment::Leaving,
                 other => other,
             };
         }
@@ -183,14 +170,11 @@ impl Tree {
     /// The sessions of the blocks that were left are over.
     pub(super) fn vacated(&mut self, now: Instant, out: &mut Vec<Action>) {
         match self.moving {
-            Some(Move {
-                to,
-                step: Step::Emptying,
-            }) => {
+            Some(Move { to, step: Step::Emptying }) => {
                 self.came_from = self.span;
                 self.replace_all(to, now, out);
             }
-            _ => self.drop_part(Part::Leaving, now, out),
+            _ => self.drop_workers(Assignment::Leaving, now, out),
         }
     }
 
@@ -201,20 +185,18 @@ impl Tree {
         }
         self.retired.retain(|span| *span != to);
         self.netd_span = Some(to);
-        self.moving = Some(Move {
-            to,
-            step: Step::Ending,
-        });
-        self.drop_part(Part::Serving, now, out);
+        self.moving = Some(Move { to, step: Step::Ending });
+        self.drop_workers(Assignment::Serving, now, out);
     }
 
-    /// Whether the last worker of a place is lost to which this instance came by leaving another, that is therefore taken again.
+    /// Whether the last worker of a place is lost to which this instance came by leaving another,
+    /// that is therefore taken again.
     pub(super) fn goes_back(&mut self, why: &str, now: Instant, out: &mut Vec<Action>) -> bool {
         let lost = self.rest().is_none() && self.moving.is_none() && self.ending.is_none();
         let (Some(back), Some(to)) = (self.came_from.take_if(|_| lost), self.span) else {
             return false;
         };
-        out.push(Action::Note(format!("goes back to blocks {back}: {why}")));
+        out.push(Action::Note(format!("returning to blocks {back}: {why}")));
         self.refuse_move(to, why, out);
         self.replace_all(back, now, out);
         true
@@ -241,13 +223,13 @@ impl Tree {
         if tell {
             self.refuse_move(to, why, out);
         }
-        out.push(Action::Note(format!("does not move to blocks {to}: {why}")));
+        out.push(Action::Note(format!("not moving to blocks {to}: {why}")));
         if self.prepare.alive {
-            self.kill(ChildId::Prepare, "not needed any more".to_owned(), now, out);
+            self.kill(ChildId::Prepare, "no longer needed".to_owned(), now, out);
         } else {
-            self.prepare.state = State::Gone;
+            self.prepare.state = Lifecycle::Gone;
         }
-        self.drop_part(Part::Coming, now, out);
+        self.drop_workers(Assignment::Coming, now, out);
     }
 
     /// Whether the move cannot go on without this child.
@@ -258,47 +240,43 @@ impl Tree {
             ChildId::Worker(_) => self
                 .workers
                 .iter()
-                .any(|worker| worker.child.id == id && worker.part == Part::Coming),
+                .any(|worker| worker.child.id == id && worker.assignment == Assignment::Coming),
         }
     }
 
     /// Ends the run if nothing is served and nothing comes.
     pub(super) fn check_rest(&mut self, reason: ExitReason, now: Instant, out: &mut Vec<Action>) {
         if self.rest().is_none() && self.moving.is_none() {
-            let complaint = "the workers of all blocks are lost".to_owned();
+            let complaint = "no worker is left: all failed for good".to_owned();
             self.end(reason, Some(complaint), now, out);
         }
     }
 
-    /// netd is dead: a move that it did not finish is off, and sessions of the old blocks are gone with their connections.
+    /// netd is dead: a move that it did not finish is off, and sessions of the old blocks are gone
+    /// with their connections.
     pub(super) fn netd_lost(&mut self, now: Instant, out: &mut Vec<Action>) {
-        if self
-            .moving
-            .is_some_and(|moving| moving.step != Step::Ending)
-        {
+        if self.moving.is_some_and(|moving| moving.step != Step::Ending) {
             self.give_up_move("netd ended", false, now, out);
         }
         // The next netd is told one place, and knows no way back.
         self.came_from = None;
-        self.drop_part(Part::Leaving, now, out);
+        self.drop_workers(Assignment::Leaving, now, out);
     }
 
     /// Takes out of the tree who was dropped and has ended, and starts who waits for that.
     pub(super) fn sweep(&mut self, now: Instant, out: &mut Vec<Action>) {
-        let over = |worker: &mut Worker| worker.part == Part::Dropped && !worker.child.alive;
+        let over =
+            |worker: &mut Worker| worker.assignment == Assignment::Dropped && !worker.child.alive;
         for worker in self.workers.extract_if(.., over) {
             let (id, generation) = (worker.placement.worker, worker.child.generation);
             self.last_generations.retain(|(other, _)| *other != id);
             self.last_generations.push((id, generation));
             out.push(Action::DropWorker(id));
         }
-        let over = self
-            .workers
-            .iter()
-            .all(|w| w.child.state == State::Unkillable);
+        let over = self.workers.iter().all(|w| w.child.state == Lifecycle::Unkillable);
         let waiting = |moving: &mut Move| moving.step == Step::Ending && over;
         if let Some(Move { to, .. }) = self.moving.take_if(waiting) {
-            self.load(to, Part::Serving, now, out);
+            self.load(to, Assignment::Serving, now, out);
         }
     }
 
@@ -309,10 +287,10 @@ impl Tree {
         }
     }
 
-    fn drop_part(&mut self, part: Part, now: Instant, out: &mut Vec<Action>) {
+    fn drop_workers(&mut self, assignment: Assignment, now: Instant, out: &mut Vec<Action>) {
         let mut ids = Vec::new();
-        for worker in self.workers.iter_mut().filter(|w| w.part == part) {
-            worker.part = Part::Dropped;
+        for worker in self.workers.iter_mut().filter(|w| w.assignment == assignment) {
+            worker.assignment = Assignment::Dropped;
             ids.push(worker.child.id);
         }
         for id in ids {
@@ -320,8 +298,10 @@ impl Tree {
                 continue;
             };
             match child.state {
-                State::Waiting | State::Backoff { .. } => child.state = State::Gone,
-                State::Starting { .. } => self.kill(id, "not needed any more".to_owned(), now, out),
+                Lifecycle::Waiting | Lifecycle::Backoff { .. } => child.state = Lifecycle::Gone,
+                Lifecycle::Starting { .. } => {
+                    self.kill(id, "no longer needed".to_owned(), now, out)
+                }
                 _ => self.drain(id, now + SHORT_DRAIN.min(self.policy.drain_timeout), out),
             }
         }
@@ -336,14 +316,9 @@ impl Tree {
 
     fn free_groups(&self) -> Vec<GroupId> {
         let used = |group: &GroupId| {
-            self.workers
-                .iter()
-                .any(|worker| worker.placement.worker.group == *group)
+            self.workers.iter().any(|worker| worker.placement.worker.group == *group)
         };
-        (0..MAX_GROUPS)
-            .map(GroupId)
-            .filter(|group| !used(group))
-            .collect()
+        (0..MAX_GROUPS).map(GroupId).filter(|group| !used(group)).collect()
     }
 
     fn last_generation(&self, id: WorkerId) -> Generation {
@@ -354,12 +329,12 @@ impl Tree {
 
 impl Worker {
     /// A worker that was never started, of the instance's blocks `whole`.
-    pub(super) fn new(placement: Placement, whole: Span, part: Part) -> Worker {
+    pub(super) fn new(placement: Placement, whole: Span, assignment: Assignment) -> Worker {
         Worker {
             child: Child::new(ChildId::Worker(placement.worker)),
             placement,
             whole,
-            part,
+            assignment,
             capacity: Capacity::default(),
             by_warps: false,
             linking: None,

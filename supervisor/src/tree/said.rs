@@ -26,6 +26,15 @@ impl Tree {
                     self.policy.memory.devices = devices;
                 }
             }
+            FromPrepare::Speeds { rates, cuts } => {
+                // Workers have their blocks for life.
+                if self.span.is_none() {
+                    for (share, rate) in self.policy.shares.iter_mut().zip(rates) {
+                        share.rate = rate;
+                    }
+                    self.policy.cuts = cuts;
+                }
+            }
             FromPrepare::Inspected(facts) => {
                 let fits = check_choice(self.policy.span, &facts)
                     .and_then(|()| self.policy.memory.fit(self.policy.span, &facts));
@@ -39,17 +48,14 @@ impl Tree {
                 self.facts.get_or_insert(facts);
                 self.give_model(out);
             }
-            FromPrepare::Progress { .. } => {}
+            // The driver shows it.
+            FromPrepare::Progress(_) => {}
             FromPrepare::Prepared if self.prepares_move() => self.move_prepared(out),
             FromPrepare::Prepared if self.span.is_some() => {
                 self.prepared = true;
-                let waiting = |worker: &&Worker| worker.child.state == State::Waiting;
-                let ids: Vec<_> = self
-                    .workers
-                    .iter()
-                    .filter(waiting)
-                    .map(|worker| worker.child.id)
-                    .collect();
+                let waiting = |worker: &&Worker| worker.child.state == Lifecycle::Waiting;
+                let ids: Vec<_> =
+                    self.workers.iter().filter(waiting).map(|worker| worker.child.id).collect();
                 if self.ending.is_none() {
                     ids.into_iter().for_each(|id| self.spawn(id, now, out));
                 }
@@ -74,12 +80,10 @@ impl Tree {
             FromNetd::Move(to) => self.begin_move(to, now, out),
             FromNetd::Moved(to) => self.moved(to, out),
             FromNetd::Vacated => self.vacated(now, out),
-            FromNetd::Stays => self.give_up_move("netd thought better of it", false, now, out),
-            FromNetd::BrokenRings {
-                worker,
-                generation,
-                message,
-            } => self.broken_rings(worker, generation, message, now, out),
+            FromNetd::Stays => self.give_up_move("netd cancelled it", false, now, out),
+            FromNetd::BrokenRings { worker, generation, message } => {
+                self.broken_rings(worker, generation, message, now, out)
+            }
             // The driver ends the run.
             FromNetd::Rated(_) => {}
             FromNetd::Failed { message, .. } => self.netd.complaint = Some(message),
@@ -90,11 +94,7 @@ impl Tree {
         let Some(span) = self.rest() else { return };
         self.was_online = true;
         let (peer_id, addrs) = (self.said.peer_id.clone(), self.said.addrs.clone());
-        out.push(Action::Online {
-            span,
-            peer_id,
-            addrs,
-        });
+        out.push(Action::Online { span, peer_id, addrs });
     }
 
     fn worker_said(
@@ -142,7 +142,7 @@ impl Tree {
         let Some(child) = self.child_mut(id) else {
             return;
         };
-        if matches!(child.state, State::Starting { .. }) {
+        if matches!(child.state, Lifecycle::Starting { .. }) {
             child.ready(now);
             out.push(Action::Show {
                 child: id,
@@ -158,8 +158,8 @@ impl Tree {
 fn check_choice(choice: SpanChoice, facts: &ModelFacts) -> Result<(), String> {
     match choice {
         SpanChoice::Fixed(span) if span.end().0 > facts.num_blocks => Err(format!(
-            "--block_indices {span} is outside the model {}, which has {} blocks; give a range within 0:{}",
-            facts.name, facts.num_blocks, facts.num_blocks
+            "invalid --block_indices {span}: expected a range within 0:{}, the blocks of {}",
+            facts.num_blocks, facts.name
         )),
         _ => Ok(()),
     }

@@ -1,20 +1,22 @@
-//! Who serves what: the model and the span on their way to netd, prepare and the workers, the rings between each worker and
-//! the present netd, and what is left when a worker is lost for good. Another part of [`Tree`].
+//! Who serves what: the model and the span on their way to netd, prepare and the workers, the rings
+//! between each worker and the present netd, and what is left when a worker is lost for good.
+//! Another part of [`Tree`].
 
 use std::time::Instant;
 
 use shared::block::Span;
-use shared::config::SpanChoice;
+use shared::config::{Device, SpanChoice};
 use shared::control::DeathCause;
 use shared::exit::ExitReason;
 use shared::ids::{Generation, WorkerId};
 
-use super::moving::Part;
-use super::{Action, ChildId, Down, State, Tree, Worker};
-use crate::plan;
+use super::moving::Assignment;
+use super::{Action, ChildId, Down, Lifecycle, Policy, Tree, Worker};
+use crate::plan::{self, Placement};
 
 impl Tree {
-    /// Tells netd the model once both are there, and then of every worker that had been linked before.
+    /// Tells netd the model once both are there, and then of every worker that had been linked
+    /// before.
     pub(super) fn give_model(&mut self, out: &mut Vec<Action>) {
         let Some(facts) = &self.facts else { return };
         if !self.netd.is_ready() || self.said.has_model {
@@ -25,40 +27,44 @@ impl Tree {
             out.push(Action::Tell(ChildId::Netd, Down::Fits(self.fits)));
         }
         out.push(Action::Tell(ChildId::Netd, Down::Model(facts.clone())));
-        let ids: Vec<_> = self
-            .workers
-            .iter()
-            .map(|worker| worker.placement.worker)
-            .collect();
+        let ids: Vec<_> = self.workers.iter().map(|worker| worker.placement.worker).collect();
         ids.into_iter().for_each(|id| self.tell_up(id, out));
         self.shrink_netd(out);
     }
 
-    /// The first proposal is cut among the devices; the blocks of a worker are for life, so later ones change nothing.
+    /// The first proposal is cut among the devices; the blocks of a worker are for life, so later
+    /// ones change nothing.
     pub(super) fn take_span(&mut self, span: Span, now: Instant, out: &mut Vec<Action>) {
         let Some(facts) = &self.facts else { return };
         if span.end().0 > facts.num_blocks {
-            let complaint = format!(
-                "netd proposed blocks {span} of a model with {} blocks",
-                facts.num_blocks
-            );
+            let complaint =
+                format!("netd proposed blocks {span} of a model with {} blocks", facts.num_blocks);
             return self.end(ExitReason::BadConfig, Some(complaint), now, out);
         }
         if self.span.is_some() || self.ending.is_some() {
             return;
         }
         (self.span, self.netd_span) = (Some(span), Some(span));
-        self.workers = plan::cut(span, &self.policy.shares)
+        self.workers = self
+            .placements(span)
             .into_iter()
-            .map(|placement| Worker::new(placement, span, Part::Serving))
+            .map(|placement| Worker::new(placement, span, Assignment::Serving))
             .collect();
         if self.workers.len() < self.policy.shares.len() {
             let (blocks, devices) = (span.block_count(), self.policy.shares.len());
             out.push(Action::Complain(format!(
-                "{blocks} blocks are fewer than {devices} devices; the last stay unused"
+                "{devices} devices share {blocks} blocks: the last devices stay unused"
             )));
         }
         self.order_span(out);
+    }
+
+    /// How the blocks of `span` are cut among the devices.
+    pub(crate) fn placements(&self, span: Span) -> Vec<Placement> {
+        let Policy { shares, memory, cuts, .. } = &self.policy;
+        let devices: Vec<Device> = shares.iter().map(|share| share.device).collect();
+        let most = self.facts.as_ref().map(|facts| memory.most_per_device(facts, &devices));
+        plan::cut(span, shares, &most.unwrap_or_default(), cuts)
     }
 
     pub(super) fn order_span(&self, out: &mut Vec<Action>) {
@@ -71,8 +77,8 @@ impl Tree {
         }
     }
 
-    /// Gives every ready worker rings to the present netd, unless it has them. A new netd gets new rings at its start: they
-    /// need no more of it than its generation.
+    /// Gives every ready worker rings to the present netd, unless it has them. A new netd gets new
+    /// rings at its start: they need no more of it than its generation.
     pub(super) fn link_all(&mut self, out: &mut Vec<Action>) {
         if !self.netd.is_reachable() || self.ending.is_some() {
             return;
@@ -98,11 +104,7 @@ impl Tree {
                 (worker.placement, worker.child.generation, worker.capacity);
             out.push(Action::Tell(
                 ChildId::Netd,
-                Down::WorkerUp {
-                    placement,
-                    generation,
-                    capacity,
-                },
+                Down::WorkerUp { placement, generation, capacity },
             ));
         }
     }
@@ -121,20 +123,16 @@ impl Tree {
         let Some(worker) = self.worker_mut(id) else {
             return;
         };
-        let restarting = matches!(worker.child.state, State::Backoff { .. });
+        let restarting = matches!(worker.child.state, Lifecycle::Backoff { .. });
         let generation = worker.child.generation;
-        // netd must hear of the end of what it knows, and that nobody comes in place of what it may wait for.
+        // netd must hear of the end of what it knows, and that nobody comes in place of what it may
+        // wait for.
         let known = worker.told == Some(netd);
         drop_rings(worker, out);
         if tell && (known || !restarting) {
             out.push(Action::Tell(
                 ChildId::Netd,
-                Down::WorkerDown {
-                    worker: id,
-                    generation,
-                    cause,
-                    restarting,
-                },
+                Down::WorkerDown { worker: id, generation, cause, restarting },
             ));
         }
     }
@@ -159,7 +157,8 @@ impl Tree {
         }
     }
 
-    /// Tells netd what is left of the span, unless it knows. A netd that starts later is told at its start.
+    /// Tells netd what is left of the span, unless it knows. A netd that starts later is told at
+    /// its start.
     pub(super) fn shrink_netd(&mut self, out: &mut Vec<Action>) {
         let rest = self.rest().filter(|rest| self.netd_span != Some(*rest));
         if let (Some(rest), true, true) = (rest, self.said.has_model, self.netd.is_ready()) {
@@ -171,26 +170,17 @@ impl Tree {
     /// The blocks that this instance can serve: the longest part of the plan without lost devices.
     pub(super) fn rest(&self) -> Option<Span> {
         let serves = |worker: &&Worker| {
-            worker.part == Part::Serving
-                && !matches!(worker.child.state, State::Held { .. } | State::Unkillable)
+            worker.assignment == Assignment::Serving
+                && !matches!(worker.child.state, Lifecycle::Held { .. } | Lifecycle::Unkillable)
         };
-        plan::longest_rest(
-            self.workers
-                .iter()
-                .filter(serves)
-                .map(|worker| worker.placement.span),
-        )
+        plan::longest_rest(self.workers.iter().filter(serves).map(|worker| worker.placement.span))
     }
 }
 
 fn drop_rings(worker: &mut Worker, out: &mut Vec<Action>) {
     if let Some(netd) = worker.linking.take() {
         let (worker, generation) = (worker.placement.worker, worker.child.generation);
-        out.push(Action::DropRings {
-            worker,
-            generation,
-            netd,
-        });
+        out.push(Action::DropRings { worker, generation, netd });
     }
     (worker.linked, worker.told) = (None, None);
 }

@@ -18,8 +18,8 @@ mod stops;
 
 const MS: Duration = Duration::from_millis(1);
 const SEC: Duration = Duration::from_secs(1);
-const SIGSEGV: End = End::Signal(nix::libc::SIGSEGV);
-const SIGKILL: End = End::Signal(nix::libc::SIGKILL);
+const SIGSEGV: ExitStatus = ExitStatus::Signal(nix::libc::SIGSEGV);
+const SIGKILL: ExitStatus = ExitStatus::Signal(nix::libc::SIGKILL);
 const NETD: ChildId = ChildId::Netd;
 const PREPARE: ChildId = ChildId::Prepare;
 
@@ -35,13 +35,8 @@ fn policy(devices: usize) -> Policy {
     Policy {
         restart,
         drain_timeout: 20 * SEC,
-        shares: vec![
-            Share {
-                device: Device::Cpu,
-                weight: 1.0
-            };
-            devices
-        ],
+        shares: vec![Share { device: Device::Cpu, rate: 1.0 }; devices],
+        cuts: Vec::new(),
         span: SpanChoice::All,
         memory: memory(None),
         pace: SEC,
@@ -97,12 +92,7 @@ struct Rig {
 impl Rig {
     fn new(devices: usize) -> Rig {
         let tree = Tree::new(policy(devices));
-        Rig {
-            tree,
-            now: Instant::now(),
-            last: Vec::new(),
-            witness: Witness::default(),
-        }
+        Rig { tree, now: Instant::now(), last: Vec::new(), witness: Witness::default() }
     }
 
     fn on(&mut self, event: Event) -> &mut Rig {
@@ -120,19 +110,11 @@ impl Rig {
     }
 
     fn generation(&self, id: ChildId) -> Generation {
-        self.tree
-            .children()
-            .find(|child| child.id == id)
-            .unwrap()
-            .generation
+        self.tree.children().find(|child| child.id == id).unwrap().generation
     }
 
-    fn state(&self, id: ChildId) -> State {
-        self.tree
-            .children()
-            .find(|child| child.id == id)
-            .unwrap()
-            .state
+    fn state(&self, id: ChildId) -> Lifecycle {
+        self.tree.children().find(|child| child.id == id).unwrap().state
     }
 
     fn say(&mut self, id: ChildId, up: Up) -> &mut Rig {
@@ -140,32 +122,20 @@ impl Rig {
         self.on(Event::Said(id, generation, up))
     }
 
-    fn die(&mut self, id: ChildId, end: End) -> &mut Rig {
+    fn die(&mut self, id: ChildId, end: ExitStatus) -> &mut Rig {
         let generation = self.generation(id);
         self.on(Event::Ended(id, generation, end))
     }
 
     fn worker_ready(&mut self, group: u16) -> &mut Rig {
-        self.say(
-            worker(group),
-            Up::Worker(FromWorker::Ready(Capacity::default())),
-        );
+        self.say(worker(group), Up::Worker(FromWorker::Ready(Capacity::default())));
         let netd_generation = self.generation(NETD);
-        self.say(
-            worker(group),
-            Up::Worker(FromWorker::Linked { netd_generation }),
-        )
+        self.say(worker(group), Up::Worker(FromWorker::Linked { netd_generation }))
     }
 
     fn netd_listens(&mut self) -> &mut Rig {
         let addrs = vec!["/ip4/127.0.0.1/tcp/9/p2p/Qm".to_owned()];
-        self.say(
-            NETD,
-            Up::Netd(FromNetd::Listening {
-                peer_id: "Qm".into(),
-                addrs,
-            }),
-        )
+        self.say(NETD, Up::Netd(FromNetd::Listening { peer_id: "Qm".into(), addrs }))
     }
 
     /// Start until the workers load.
@@ -182,7 +152,7 @@ impl Rig {
     /// Start until clients can come.
     fn online(devices: usize) -> Rig {
         let mut rig = Rig::until_prepared(devices);
-        rig.die(PREPARE, End::Code(0));
+        rig.die(PREPARE, ExitStatus::Code(0));
         (0..devices).for_each(|group| {
             rig.worker_ready(u16::try_from(group).unwrap());
         });

@@ -1,7 +1,8 @@
-//! Children that keep the treaty with the supervisor and do no work. The script they follow is the name of the model.
-//! What they hand over is real: rings, doorbells, arena and kv are opened as the true roles do, and netd comes online only
-//! after an entry went to each worker and back.
+//! Children that keep the treaty with the supervisor and do no work. The script they follow is the
+//! name of the model. What they hand over is real: rings, doorbells, arena and kv are opened as the
+//! true roles do, and netd comes online only after an entry went to each worker and back.
 
+use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,7 +27,8 @@ use shared::shm::pair::{RingIdentity, RingPair};
 use shared::shm::segment::MemfdSegment;
 use tracing::info;
 
-/// A log filter by which prepare knows that it shall never connect: the only thing a child knows before it does.
+/// A log filter by which prepare knows that it shall never connect: the only thing a child knows
+/// before it does.
 pub const SILENT_PREPARE: &str = "info,silent=off";
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -109,26 +111,15 @@ fn netd(bootstrap: Bootstrap) -> ExitReason {
     loop {
         match ends.receiver.recv() {
             Ok(ToNetd::Init(init)) => {
-                let fd = ends
-                    .descriptors
-                    .recv(init.fds, 1, PATIENCE)
-                    .unwrap()
-                    .remove(0);
+                let fd = ends.descriptors.recv(init.fds, 2, PATIENCE).unwrap().remove(0);
                 open_arena(fd, init.arena_bytes);
                 served = init.served;
                 if let Some(span) = served {
                     info!("serves span {span} again");
                 }
                 let fresh = || vec!["/ip4/127.0.0.1/tcp/4242/p2p/Fake".to_owned()];
-                let addrs = if generation.0 == 1 {
-                    fresh()
-                } else {
-                    init.previous_addrs
-                };
-                say(FromNetd::Listening {
-                    peer_id: "Fake".into(),
-                    addrs,
-                });
+                let addrs = if generation.0 == 1 { fresh() } else { init.previous_addrs };
+                say(FromNetd::Listening { peer_id: "Fake".into(), addrs });
             }
             Ok(ToNetd::Fits(_) | ToNetd::Kept(_)) => {}
             Ok(ToNetd::Model(facts)) => {
@@ -138,18 +129,12 @@ fn netd(bootstrap: Bootstrap) -> ExitReason {
                         say(FromNetd::ProposedSpan(Span::new(0, BLOCKS).unwrap()));
                     }
                 }
-                say(FromNetd::ProposedSpan(
-                    served.unwrap_or(Span::new(0, BLOCKS).unwrap()),
-                ));
+                say(FromNetd::ProposedSpan(served.unwrap_or(Span::new(0, BLOCKS).unwrap())));
             }
             Ok(ToNetd::WorkerUp(worker)) => {
-                let fds = ends.descriptors.recv(worker.link.fds, 2, PATIENCE).unwrap();
-                let mut bells = fds.into_iter().map(|fd| Doorbell::from_fd(fd).unwrap());
-                assert_eq!(
-                    worker.link.netd_generation, generation,
-                    "rings of this netd"
-                );
-                round_trip(&worker, &bells.next().unwrap(), &bells.next().unwrap());
+                let fds = ends.descriptors.recv(worker.link.fds, 3, PATIENCE).unwrap();
+                assert_eq!(worker.link.netd_generation, generation, "rings of this netd");
+                round_trip(&worker, fds);
                 info!(
                     "told up worker={} generation={}",
                     worker.worker, worker.link.worker_generation
@@ -159,12 +144,7 @@ fn netd(bootstrap: Bootstrap) -> ExitReason {
                     say(FromNetd::Online);
                 }
             }
-            Ok(ToNetd::WorkerDown {
-                worker,
-                generation,
-                cause,
-                restarting,
-            }) => {
+            Ok(ToNetd::WorkerDown { worker, generation, cause, restarting }) => {
                 info!(
                     "told down worker={worker} generation={generation} cause={cause:?} restarting={restarting}"
                 );
@@ -179,17 +159,16 @@ fn netd(bootstrap: Bootstrap) -> ExitReason {
 }
 
 /// Sends an entry to the worker and waits for its echo.
-fn round_trip(worker: &WorkerUp, submission_bell: &Doorbell, completion_bell: &Doorbell) {
-    let pair = RingPair::open(&worker.link.rings, &identity(worker.worker, &worker.link)).unwrap();
+fn round_trip(worker: &WorkerUp, fds: Vec<OwnedFd>) {
+    let mut fds = fds.into_iter();
+    let rings = fds.next().unwrap();
+    let [submission_bell, completion_bell] =
+        [(); 2].map(|()| Doorbell::from_fd(fds.next().unwrap()).unwrap());
+    let pair = RingPair::open(rings, &identity(worker.worker, &worker.link)).unwrap();
     let (mut submission, mut completion) = pair.netd_end();
     submission.push([7; 8]).unwrap();
-    submission.ring_if_sleeping(submission_bell).unwrap();
-    assert_eq!(
-        completion
-            .wait(completion_bell, Duration::ZERO, PATIENCE)
-            .unwrap(),
-        Wake::Ready
-    );
+    submission.ring_if_sleeping(&submission_bell).unwrap();
+    assert_eq!(completion.wait(&completion_bell, Duration::ZERO, PATIENCE).unwrap(), Wake::Ready);
     assert_eq!(completion.pop().unwrap(), Some([7; 8]));
 }
 
@@ -200,31 +179,23 @@ fn worker(bootstrap: Bootstrap) -> ExitReason {
     loop {
         match ends.receiver.recv() {
             Ok(ToWorker::Init(init)) => {
-                let fd = ends
-                    .descriptors
-                    .recv(init.fds, 1, PATIENCE)
-                    .unwrap()
-                    .remove(0);
-                mark_kv(&init, fd);
+                let mut fds = ends.descriptors.recv(init.fds, 2, PATIENCE).unwrap();
+                let board = fds.pop().unwrap();
+                mark_kv(&init, fds.pop().unwrap());
                 me = Some(init.worker);
-                follow_script(&init, &ends.sender);
+                follow_script(&init, board, &ends.sender);
             }
             Ok(ToWorker::Link(link)) => {
-                let mut fds = ends
-                    .descriptors
-                    .recv(link.fds, 3, PATIENCE)
-                    .unwrap()
-                    .into_iter();
+                let mut fds = ends.descriptors.recv(link.fds, 4, PATIENCE).unwrap().into_iter();
                 open_arena(fds.next().unwrap(), link.arena_bytes);
+                let rings = fds.next().unwrap();
                 let bells = fds.map(|fd| Doorbell::from_fd(fd).unwrap()).collect();
                 if let Some(old) = echo.take() {
                     old.store(true, Ordering::Relaxed);
                 }
-                echo = Some(start_echo(me.unwrap(), &link, bells));
+                echo = Some(start_echo(me.unwrap(), &link, rings, bells));
                 ends.sender
-                    .send(FromWorker::Linked {
-                        netd_generation: link.netd_generation,
-                    })
+                    .send(FromWorker::Linked { netd_generation: link.netd_generation })
                     .unwrap();
             }
             Ok(ToWorker::Drain) => return ExitReason::Clean,
@@ -233,33 +204,37 @@ fn worker(bootstrap: Bootstrap) -> ExitReason {
     }
 }
 
-fn follow_script(init: &WorkerInit, supervisor: &IpcSender<FromWorker>) {
-    let board = BoardWriter::open(&init.board, init.generation).unwrap();
+fn follow_script(init: &WorkerInit, board: OwnedFd, supervisor: &IpcSender<FromWorker>) {
+    let board = BoardWriter::open(board, &init.board, init.generation).unwrap();
     board.enter(Phase::Loading, Duration::from_secs(10));
-    supervisor
-        .send(FromWorker::Ready(Capacity::default()))
-        .unwrap();
+    supervisor.send(FromWorker::Ready(Capacity::default())).unwrap();
     match init.model.name.as_str() {
         "worker-hangs" if init.generation.0 == 1 => {
-            board.enter(Phase::Unit, Duration::from_millis(100));
+            board.enter(Phase::Unit, Duration::ZERO);
             loop {
                 std::thread::park();
             }
         }
         "worker-crashes" => {
             // Not before netd knows of this worker.
-            board.enter(Phase::Idle, Duration::ZERO);
             std::thread::spawn(|| {
                 std::thread::sleep(Duration::from_millis(100));
                 std::process::abort();
             });
         }
-        _ => board.enter(Phase::Idle, Duration::ZERO),
+        _ => {}
     }
+    board.enter(Phase::Idle, Duration::ZERO);
+    std::thread::spawn(move || {
+        loop {
+            std::thread::sleep(board.heartbeat());
+            board.progress();
+        }
+    });
 }
 
 /// The first value of the cache is the generation that wrote last.
-fn mark_kv(init: &WorkerInit, fd: std::os::fd::OwnedFd) {
+fn mark_kv(init: &WorkerInit, fd: OwnedFd) {
     let bytes = init.model.kv_segment_bytes(init.span, init.kv_pages);
     let mut kv = KvMap::map(&MemfdSegment::from_fd("sepal-kv", fd, bytes).unwrap()).unwrap();
     let values = kv.values_mut::<u64>();
@@ -267,36 +242,31 @@ fn mark_kv(init: &WorkerInit, fd: std::os::fd::OwnedFd) {
     values[0] = u64::from(init.generation.0);
 }
 
-fn open_arena(fd: std::os::fd::OwnedFd, bytes: u64) {
+fn open_arena(fd: OwnedFd, bytes: u64) {
     let segment =
         MemfdSegment::from_fd("sepal-arena", fd, usize::try_from(bytes).unwrap()).unwrap();
     assert_eq!(ArenaMap::map(&segment).unwrap().len(), bytes);
 }
 
 fn identity(worker: WorkerId, link: &LinkInit) -> RingIdentity {
-    let LinkInit {
-        worker_generation,
-        netd_generation,
-        ..
-    } = *link;
-    RingIdentity {
-        worker,
-        worker_generation,
-        netd_generation,
-    }
+    let LinkInit { worker_generation, netd_generation, .. } = *link;
+    RingIdentity { worker, worker_generation, netd_generation }
 }
 
 /// Sends back what comes through the rings, until told to stop.
-fn start_echo(worker: WorkerId, link: &LinkInit, bells: Vec<Doorbell>) -> Arc<AtomicBool> {
-    let pair = RingPair::open(&link.rings, &identity(worker, link)).unwrap();
+fn start_echo(
+    worker: WorkerId,
+    link: &LinkInit,
+    rings: OwnedFd,
+    bells: Vec<Doorbell>,
+) -> Arc<AtomicBool> {
+    let pair = RingPair::open(rings, &identity(worker, link)).unwrap();
     let stop = Arc::new(AtomicBool::new(false));
     let stopped = stop.clone();
     std::thread::spawn(move || {
         let (mut submission, mut completion) = pair.worker_end();
         while !stopped.load(Ordering::Relaxed) {
-            submission
-                .wait(&bells[0], Duration::ZERO, Duration::from_millis(50))
-                .unwrap();
+            submission.wait(&bells[0], Duration::ZERO, Duration::from_millis(50)).unwrap();
             while let Some(entry) = submission.pop().unwrap() {
                 completion.push(entry).unwrap();
                 completion.ring_if_sleeping(&bells[1]).unwrap();

@@ -12,9 +12,9 @@ use shared::config::{
     Device, LogConfig, LogFormat, NetdConfig, PrepareConfig, RestartConfig, ServeConfig,
     SpanChoice, Throughput, WorkerConfig,
 };
-use shared::shm::board::{BoardView, ChildSnapshot, ChildState};
-use shared::shm::segment::NamedSegment;
 use supervisor::instance::live_instances;
+use supervisor::report::ChildReport;
+use supervisor::status;
 
 /// Far beyond what a loaded machine needs.
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -31,13 +31,17 @@ pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Settings of a server with two workers whose fakes follow `script`; the runtime folder is filled in at the start.
+/// Settings of a server with two workers whose fakes follow `script`; the runtime folder is filled
+/// in at the start.
 pub fn config(script: &str) -> ServeConfig {
     let minute = Duration::from_secs(60);
     ServeConfig {
         instance: None,
         runtime_dir: PathBuf::new(),
         devices: vec![Device::Cpu, Device::Cpu],
+        automatic: None,
+        warpgroups: vec![],
+        sample_timeout: minute,
         netd: NetdConfig {
             dht_prefix: None,
             host_maddrs: vec![],
@@ -88,10 +92,7 @@ pub fn config(script: &str) -> ServeConfig {
             hang_timeout: Duration::from_secs(20),
             start_timeout: minute,
         },
-        log: LogConfig {
-            filter: "info".into(),
-            format: LogFormat::Text,
-        },
+        log: LogConfig { filter: "info".into(), format: LogFormat::Text },
         drain_timeout: Duration::from_secs(30),
         file_limit: 512,
         end_with: None,
@@ -129,19 +130,12 @@ impl Server {
     /// Starts in the folder of an earlier server.
     pub fn start_in(dir: Arc<tempfile::TempDir>, config: &ServeConfig) -> Server {
         use std::os::unix::process::CommandExt;
-        let config = ServeConfig {
-            runtime_dir: dir.path().join("run"),
-            ..config.clone()
-        };
+        let config = ServeConfig { runtime_dir: dir.path().join("run"), ..config.clone() };
         let path = dir.path().join("config.json");
         std::fs::write(&path, serde_json::to_vec(&config).unwrap()).unwrap();
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.arg("serve").arg(&path).process_group(0);
-        let mut child = command
-            .stdin(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
+        let mut child = command.stdin(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let log = Arc::new(Log::default());
         let (stderr, sink) = (child.stderr.take().unwrap(), log.clone());
         std::thread::spawn(move || {
@@ -151,12 +145,7 @@ impl Server {
             }
         });
         let instance = config.instance.unwrap_or_else(|| "0".into());
-        Server {
-            child,
-            log,
-            dir,
-            instance,
-        }
+        Server { child, log, dir, instance }
     }
 
     pub fn pid(&self) -> Pid {
@@ -176,12 +165,8 @@ impl Server {
         let mut lines = self.log.lines.lock().unwrap();
         let end = Instant::now() + DEADLINE;
         loop {
-            let found: Vec<String> = lines
-                .iter()
-                .filter(|line| line.contains(text))
-                .take(count)
-                .cloned()
-                .collect();
+            let found: Vec<String> =
+                lines.iter().filter(|line| line.contains(text)).take(count).cloned().collect();
             if found.len() == count {
                 return found;
             }
@@ -203,24 +188,21 @@ impl Server {
         self.wait_line("state=ONLINE");
     }
 
-    /// The children on the board, by slot: prepare, netd, workers.
-    pub fn children(&self) -> Vec<ChildSnapshot> {
+    /// The children as the supervisor tells them: prepare, netd, workers.
+    pub fn children(&self) -> Vec<ChildReport> {
         let live = live_instances(&self.runtime_dir()).unwrap();
-        let ours = live
-            .into_iter()
-            .find(|live| live.name == self.instance)
-            .expect("the instance lives");
-        BoardView::open(&ours.board).unwrap().snapshot().children
+        let ours =
+            live.into_iter().find(|live| live.name == self.instance).expect("the instance lives");
+        status::ask(&ours.status_socket).unwrap().children
     }
 
-    fn child(&self, name: &str) -> Option<ChildSnapshot> {
-        let slot = match name {
-            "netd" => 1,
-            "gpu-worker 0.0" => 2,
-            "gpu-worker 1.0" => 3,
-            other => panic!("no child {other}"),
+    fn child(&self, name: &str) -> Option<ChildReport> {
+        let (role, worker) = match name.split_once(' ') {
+            Some((role, worker)) => (role, Some(worker)),
+            None => (name, None),
         };
-        self.children().into_iter().find(|child| child.slot == slot)
+        let is = |child: &ChildReport| child.role == role && child.worker.as_deref() == worker;
+        self.children().into_iter().find(is)
     }
 
     pub fn kill_child(&self, name: &str) {
@@ -229,15 +211,11 @@ impl Server {
     }
 
     /// Waits until this generation of a child is ready; gives all children.
-    pub fn wait_generation(&self, name: &str, generation: u32) -> Vec<ChildSnapshot> {
-        wait_for(
-            &format!("generation {generation} of {name} in\n{}", self.log()),
-            || {
-                let child = self.child(name)?;
-                (child.generation.0 == generation && child.state == ChildState::Ready)
-                    .then(|| self.children())
-            },
-        )
+    pub fn wait_generation(&self, name: &str, generation: u32) -> Vec<ChildReport> {
+        wait_for(&format!("generation {generation} of {name} in\n{}", self.log()), || {
+            let child = self.child(name)?;
+            (child.generation == generation && child.state == "ready").then(|| self.children())
+        })
     }
 
     pub fn command_line(&self, pid: u32) -> String {
@@ -258,39 +236,28 @@ impl Server {
         wait_for("the supervisor to end", || self.try_wait())
     }
 
-    /// Segments in /dev/shm that carry the name of this instance and folder.
-    pub fn segments(&self) -> Vec<String> {
-        let key = NamedSegment::names_with_prefix(&format!("sepal-{}-", self.instance)).unwrap();
-        let folder = self.runtime_dir().canonicalize().unwrap();
-        key.into_iter()
-            .filter(|name| name.contains(&harness_key(&folder)))
-            .collect()
+    /// Names in /dev/shm that the supervisor made; its children make none.
+    pub fn names_in_shm(&self) -> Vec<String> {
+        let ours = format!("sepal-mapping-{}-", self.pid());
+        let entries = std::fs::read_dir("/dev/shm").unwrap();
+        let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        names.filter(|name| name.starts_with(&ours)).collect()
     }
 
     /// What lies in the runtime folder.
     pub fn files(&self) -> Vec<String> {
         let entries = std::fs::read_dir(self.runtime_dir()).unwrap();
-        let mut names: Vec<_> = entries
-            .map(|e| e.unwrap().file_name().into_string().unwrap())
-            .collect();
+        let mut names: Vec<_> =
+            entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
         names.sort();
         names
     }
 }
 
-/// The key of a runtime folder in segment names: FNV-1a of its path.
-fn harness_key(folder: &std::path::Path) -> String {
-    let bytes = folder.to_str().unwrap().bytes();
-    let hash = bytes.fold(0x811c_9dc5u32, |hash, byte| {
-        (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)
-    });
-    format!("{hash:08x}.")
-}
-
 impl Drop for Server {
     fn drop(&mut self) {
         if self.child.try_wait().is_ok_and(|status| status.is_none()) {
-            // An orderly end, so that no segment stays in /dev/shm; else the children die with their parent.
+            // An orderly end; else the children die with their parent.
             let _ = kill(self.pid(), Signal::SIGTERM);
             let end = Instant::now() + Duration::from_secs(10);
             while Instant::now() < end && matches!(self.child.try_wait(), Ok(None)) {
@@ -301,9 +268,6 @@ impl Drop for Server {
         let _ = self.child.wait();
         if std::thread::panicking() {
             eprintln!("log of the server:\n{}", self.log());
-        }
-        for segment in self.segments() {
-            let _ = NamedSegment::unlink(&segment);
         }
     }
 }
@@ -318,14 +282,16 @@ pub fn alive(pid: u32) -> bool {
 
 /// Number of open descriptors of a process.
 pub fn descriptors(pid: Pid) -> usize {
-    std::fs::read_dir(format!("/proc/{pid}/fd"))
-        .unwrap()
-        .count()
+    std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count()
+}
+
+/// Number of board and rings that a process maps.
+pub fn segments_of(pid: Pid) -> usize {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    maps.lines().filter(|line| line.contains("/memfd:sepal-")).count()
 }
 
 /// Number of threads of a process.
 pub fn threads(pid: Pid) -> usize {
-    std::fs::read_dir(format!("/proc/{pid}/task"))
-        .unwrap()
-        .count()
+    std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().count()
 }

@@ -3,8 +3,8 @@
 use super::*;
 
 impl<B: Backend> Backward<'_, '_, '_, B> {
-    /// Gradient of attention: `grad` of its output, `out` of its input `fed`. Queries are where they were kept, or in `heads`, and so is, if
-    /// it `is_known`, what attention gave.
+    /// Gradient of attention: `grad` of its output, `out` of its input `fed`. Queries are where
+    /// the forward pass saved them, or in `heads`; so is, if it `is_known`, the output of attention.
     pub(super) fn attention(
         &mut self,
         grad: &B::Floats,
@@ -27,19 +27,13 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
             divisor,
             alibi,
             window: spec.window.unwrap_or(usize::MAX),
-            known: is_known.then_some(Known {
-                out: &heads.attended,
-                logsum: &work.logsum,
-            }),
+            known: is_known.then_some(Known { out: &heads.attended, logsum: &work.logsum }),
             q_grad: &mut work.q,
             k_grad: &mut *self.sums.keys,
             v_grad: &mut *self.sums.values,
         })?;
         let positions = self.positions();
-        for (sums, part) in [
-            (&*self.sums.keys, &mut work.k),
-            (&*self.sums.values, &mut work.v),
-        ] {
+        for (sums, part) in [(&*self.sums.keys, &mut work.k), (&*self.sums.values, &mut work.v)] {
             self.pass.backend.gather(Gather {
                 x: sums,
                 index: &positions,
@@ -70,10 +64,9 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
         let Position::Rope { .. } = self.pass.spec.position else {
             return Ok(());
         };
-        for (x, count) in [
-            (&mut work.q, self.pass.spec.heads),
-            (&mut work.k, self.pass.spec.kv_heads),
-        ] {
+        for (x, count) in
+            [(&mut work.q, self.pass.spec.heads), (&mut work.k, self.pass.spec.kv_heads)]
+        {
             self.pass.backend.rope(Rope {
                 x,
                 table: &heads.table,

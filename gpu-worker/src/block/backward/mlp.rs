@@ -3,7 +3,8 @@
 use super::*;
 
 impl<B: Backend> Backward<'_, '_, '_, B> {
-    /// Gradient of the MLP: `grad` of its output, `out` of its input `fed`. What its activation takes is `given`, or computed of `fed` into `of`.
+    /// Gradient of the MLP: `grad` of its output, `out` of its input `fed`. What its activation
+    /// takes is `given`, or computed of `fed` into `of`.
     pub(super) fn mlp(
         &mut self,
         fed: &B::Floats,
@@ -19,8 +20,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
                     [Some(gate), Some(up)] => [gate, up],
                     _ => {
                         let outs = [&mut *of.gate, &mut *of.up];
-                        self.pass
-                            .products(fed, [&mlp.gate, &mlp.up], tokens, outs)?;
+                        self.pass.products(fed, [&mlp.gate, &mlp.up], tokens, outs)?;
                         [&mut *of.gate, &mut *of.up]
                     }
                 };
@@ -29,11 +29,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
                 self.linear(gate, &mlp.gate, tokens, out)?;
                 self.add(out, &work.part)
             }
-            MlpWeights::Plain {
-                activation,
-                up,
-                down,
-            } => {
+            MlpWeights::Plain { activation, up, down } => {
                 let [given, _] = given;
                 let x = match given {
                     Some(given) => given,
@@ -51,13 +47,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
                 })?;
                 self.linear(&work.grad, up, tokens, out)
             }
-            MlpWeights::Experts {
-                router,
-                chosen,
-                experts,
-                together,
-                adapters,
-            } => {
+            MlpWeights::Experts { router, chosen, experts, together, adapters } => {
                 self.pass.linear(fed, router, tokens, &mut work.logits)?;
                 let pass = &mut self.pass;
                 let adapters = adapters_of(experts, adapters, &pass.adapted, &mut *pass.rank);
@@ -69,7 +59,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
                     adapters,
                     tokens,
                     chosen: *chosen,
-                    room: ExpertsGradRoom {
+                    workspace: MixtureGradWorkspace {
                         gate: &mut of.gate,
                         up: &mut of.up,
                         grad: &mut work.grad,
@@ -87,7 +77,8 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
         }
     }
 
-    /// Turns gate and up into their gradients, `grad` being that of their product, and that of up into the input's part of it.
+    /// Turns gate and up into their gradients, `grad` being that of their product, and that of up
+    /// into the input's part of it.
     fn gated_input(
         &mut self,
         mlp: &GatedWeights<'_, B>,

@@ -1,11 +1,11 @@
-//! Intermediate results of the way back, kept from piece to piece.
+//! Intermediate results of a backward pass, reused from piece to piece.
 
 use kernels::Backend;
+use model::{BlockSpec, Mlp, Qkv};
 
 use crate::block::forward::Workspace;
-use crate::block::spec::{BlockSpec, Mlp, Qkv};
 
-/// Intermediate results of backward, kept from piece to piece.
+/// Intermediate results of a backward pass, reused from piece to piece.
 pub struct GradientWork<B: Backend> {
     pub(super) forward: Workspace<B>,
     pub(super) x: B::Buffer,

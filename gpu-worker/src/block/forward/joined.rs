@@ -8,7 +8,7 @@ pub(super) struct Joined<'a, 'w, B: Backend> {
     pub(super) normed: &'a mut B::Buffer,
     pub(super) branch: &'a mut B::Buffer,
     aside: &'a mut B::Buffer,
-    heads: &'a mut Heads<B>,
+    pub(super) heads: &'a mut Heads<B>,
     middle: &'a mut Middle<B>,
 }
 
@@ -22,14 +22,7 @@ impl<'a, 'w, B: Backend> Joined<'a, 'w, B> {
     ) -> Self {
         let tokens = total_tokens(input.rows);
         work.grow(backend, spec, tokens, weights.largest_rank);
-        let Workspace {
-            normed,
-            branch,
-            aside,
-            heads,
-            middle,
-            rank,
-        } = work;
+        let Workspace { normed, branch, aside, heads, middle, rank } = work;
         Joined {
             pass: Pass::new(backend, spec, weights, input, rank),
             normed,
@@ -40,41 +33,35 @@ impl<'a, 'w, B: Backend> Joined<'a, 'w, B> {
         }
     }
 
-    /// Attention and MLP of the hidden states, whose first norm is made; what is to be added to them at last is left in `branch`.
+    /// Attention and MLP of the hidden states, whose first norm is made; what is to be added to
+    /// them at last is left in `branch`.
     pub(super) fn halves(
         &mut self,
         hidden: &mut B::Floats,
         pages: &mut B::Pages<'_>,
-        mut kept: Kept<'_, B::Floats>,
+        mut saved: SavedActivations<'_, B::Floats>,
     ) -> Result<(), OpError> {
-        let Joined {
-            pass,
-            normed,
-            branch,
-            aside,
-            heads,
-            middle,
-        } = self;
+        let Joined { pass, normed, branch, aside, heads, middle } = self;
         pass.heads(normed, heads, pages)?;
         let width = pass.spec.heads * pass.spec.head_dim;
-        pass.keep(&heads.q, kept.queries.take(), width)?;
+        pass.save(&heads.q, saved.queries.take(), width)?;
         match pass.spec.residual {
             Residual::Sequential => {
                 pass.attend(heads, branch, pages)?;
                 pass.add_mlp_norm(hidden, branch, normed)?;
-                pass.keep(hidden, kept.between.take(), pass.spec.hidden)?;
-                pass.mlp(normed, middle, branch, kept)
+                pass.save(hidden, saved.between.take(), pass.spec.hidden)?;
+                pass.mlp(normed, middle, branch, saved)
             }
             Residual::Normed => {
                 pass.attend(heads, branch, pages)?;
                 pass.add_mlp_norm(normed, branch, hidden)?;
-                pass.keep(normed, kept.between.take(), pass.spec.hidden)?;
-                pass.mlp(hidden, middle, branch, kept)
+                pass.save(normed, saved.between.take(), pass.spec.hidden)?;
+                pass.mlp(hidden, middle, branch, saved)
             }
             Residual::Parallel => {
                 pass.attend(heads, aside, pages)?;
                 pass.mlp_norm(hidden, normed)?;
-                pass.mlp(normed, middle, branch, kept)?;
+                pass.mlp(normed, middle, branch, saved)?;
                 pass.add(branch, aside)
             }
         }

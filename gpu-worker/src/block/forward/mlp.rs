@@ -9,7 +9,7 @@ impl<B: Backend> Pass<'_, '_, B> {
         x: &B::Floats,
         middle: &mut Middle<B>,
         out: &mut B::Floats,
-        kept: Kept<'_, B::Floats>,
+        saved: SavedActivations<'_, B::Floats>,
     ) -> Result<(), OpError> {
         let (weights, tokens, round) = (self.weights, self.tokens, self.weights.dtype);
         let wide = self.spec.mlp.intermediate();
@@ -17,17 +17,13 @@ impl<B: Backend> Pass<'_, '_, B> {
             MlpWeights::Gated(mlp) => {
                 let Middle { gate, up, .. } = middle;
                 self.products(x, [&mlp.gate, &mlp.up], tokens, [&mut *gate, &mut *up])?;
-                self.keep(gate, kept.gate, wide)?;
-                self.keep(up, kept.up, wide)?;
+                self.save(gate, saved.gate, wide)?;
+                self.save(up, saved.up, wide)?;
                 self.gated_output(mlp, tokens, gate, up, out)
             }
-            MlpWeights::Plain {
-                activation,
-                up,
-                down,
-            } => {
+            MlpWeights::Plain { activation, up, down } => {
                 self.linear(x, up, tokens, &mut middle.gate)?;
-                self.keep(&middle.gate, kept.gate, wide)?;
+                self.save(&middle.gate, saved.gate, wide)?;
                 self.backend.gelu(Gelu {
                     x: &mut middle.gate,
                     len: tokens * wide,
@@ -36,13 +32,7 @@ impl<B: Backend> Pass<'_, '_, B> {
                 })?;
                 self.linear(&middle.gate, down, tokens, out)
             }
-            MlpWeights::Experts {
-                router,
-                chosen,
-                experts,
-                together,
-                adapters,
-            } => {
+            MlpWeights::Experts { router, chosen, experts, together, adapters } => {
                 self.linear(x, router, tokens, &mut middle.logits)?;
                 let adapters = adapters_of(experts, adapters, &self.adapted, self.rank);
                 self.backend.mixture(Mixture {
@@ -52,7 +42,7 @@ impl<B: Backend> Pass<'_, '_, B> {
                     adapters,
                     tokens,
                     chosen: *chosen,
-                    room: ExpertsRoom {
+                    workspace: MixtureWorkspace {
                         gate: &mut middle.gate,
                         up: &mut middle.up,
                         given: &mut middle.given,
@@ -84,7 +74,8 @@ impl<B: Backend> Pass<'_, '_, B> {
     }
 }
 
-/// The adapters beside the matrices of experts, if one of these tokens may go through one; `middle` is memory for them.
+/// The adapters beside the matrices of experts, if one of these tokens may go through one; `middle`
+/// is memory for them.
 pub(in crate::block) fn adapters_of<'a, 'w, B: Backend>(
     experts: &[GatedWeights<'w, B>],
     tables: &'a [Option<B::Adapters<'w>>; 3],

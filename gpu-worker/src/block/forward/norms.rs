@@ -60,29 +60,15 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         let (rows, width, round) = (self.tokens, self.spec.hidden, self.weights.dtype);
         let (eps, weight) = (self.spec.norm.eps(), &weights.scale);
         match &weights.bias {
-            None => self.backend.rmsnorm(Rmsnorm {
-                x,
-                weight,
-                out,
-                rows,
-                width,
-                eps,
-                round,
-            }),
-            Some(bias) => self.backend.layernorm(Layernorm {
-                x,
-                weight,
-                bias,
-                out,
-                rows,
-                width,
-                eps,
-                round,
-            }),
+            None => self.backend.rmsnorm(Rmsnorm { x, weight, out, rows, width, eps, round }),
+            Some(bias) => {
+                self.backend.layernorm(Layernorm { x, weight, bias, out, rows, width, eps, round })
+            }
         }
     }
 
-    /// Adds `y` to `x`, and norms the sum for the MLP, if there is a norm; without one, `out` stays.
+    /// Adds `y` to `x`, and norms the sum for the MLP, if there is a norm; without one, `out`
+    /// stays.
     pub(in crate::block) fn add_mlp_norm(
         &mut self,
         x: &mut B::Floats,

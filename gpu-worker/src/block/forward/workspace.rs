@@ -1,11 +1,12 @@
-//! Intermediate results of a block, kept from step to step.
+//! Intermediate results of a block, reused from step to step.
 
 use kernels::Backend;
 use kernels::ops::experts::list_words;
 
-use crate::block::spec::{BlockSpec, Mlp, Position, Qkv, Residual};
+use model::{BlockSpec, Mlp, Position, Qkv, Residual};
 
-/// Intermediate results, kept from step to step: a step allocates only if it is larger than all before it.
+/// Intermediate results, reused from step to step: a step allocates only if it is larger than all
+/// before it.
 pub struct Workspace<B: Backend> {
     pub(in crate::block) normed: B::Buffer,
     pub(in crate::block) branch: B::Buffer,
@@ -79,25 +80,16 @@ impl<B: Backend> Workspace<B> {
         for (buffer, width) in [
             (&mut self.normed, spec.hidden),
             (&mut self.branch, spec.hidden),
-            (
-                &mut self.aside,
-                only(spec.residual == Residual::Parallel, spec.hidden),
-            ),
+            (&mut self.aside, only(spec.residual == Residual::Parallel, spec.hidden)),
             (&mut heads.q, q),
             (&mut heads.k, kv),
             (&mut heads.v, kv),
             (&mut heads.attended, q),
             (&mut heads.table, only(is_rotated, spec.head_dim)),
-            (
-                &mut heads.fused,
-                only(matches!(spec.qkv, Qkv::Fused(_)), q + 2 * kv),
-            ),
+            (&mut heads.fused, only(matches!(spec.qkv, Qkv::Fused(_)), q + 2 * kv)),
             (&mut heads.normed_k, only(spec.head_norms.is_some(), kv)),
             (&mut middle.gate, chosen * spec.mlp.intermediate()),
-            (
-                &mut middle.up,
-                only(!is_plain, chosen * spec.mlp.intermediate()),
-            ),
+            (&mut middle.up, only(!is_plain, chosen * spec.mlp.intermediate())),
             (&mut middle.logits, experts),
             (&mut middle.given, only(experts > 0, chosen * spec.hidden)),
             (&mut self.rank, chosen * largest_rank),

@@ -13,10 +13,7 @@ fn decode_steps_with_different_adapters_are_computed_together_and_have_the_bits_
         let mut free = shuffled_pages();
         let step =
             |netd: &Netd, session: &mut Session, free: &mut Vec<PageId>, i: usize, x: &[f32]| {
-                JobBody {
-                    adapter: CHOICES[i],
-                    ..session.step(netd, &limits, free, x)
-                }
+                JobBody { adapter: CHOICES[i], ..session.step(netd, &limits, free, x) }
             };
         let (prefill, next) = (input(21, 4), input(1, 50));
         let (mut alone, mut sessions) = (Vec::new(), Vec::new());
@@ -31,16 +28,10 @@ fn decode_steps_with_different_adapters_are_computed_together_and_have_the_bits_
             sessions.push(before);
         }
         for (i, j) in [(0, 1), (0, 2), (1, 2)] {
-            assert!(
-                alone[i] != alone[j],
-                "sessions {i} and {j} have different adapters"
-            );
+            assert!(alone[i] != alone[j], "sessions {i} and {j} have different adapters");
         }
         for (i, j) in [(0, 4), (1, 3), (2, 5)] {
-            assert!(
-                alone[i] == alone[j],
-                "sessions {i} and {j} have the same adapter"
-            );
+            assert!(alone[i] == alone[j], "sessions {i} and {j} have the same adapter");
         }
         let jobs: Vec<_> = sessions
             .iter_mut()
@@ -85,10 +76,7 @@ fn an_index_that_is_not_loaded_is_refused() {
     with_executor(&model, &kv_segment(model.facts()), |netd, _| {
         let mut body = netd.job(JobKind::Forward, &model.limits(), 1, &input(2, 3));
         body.adapter = Some(1);
-        let refused = JobError::UnknownAdapter {
-            adapter: 1,
-            loaded: 1,
-        };
+        let refused = JobError::UnknownAdapter { adapter: 1, loaded: 1 };
         assert_eq!(netd.call(&body), Err(refused));
     });
 }

@@ -1,5 +1,5 @@
-//! The rule of same bits on the fast path, in one table: each row of a decode step alone = in batches of 2, 7, 16 and 32 = after a
-//! restart of the worker, for every dtype and quantization.
+//! The rule of same bits on the fast path, in one table: each row of a decode step alone = in
+//! batches of 2, 7, 16 and 32 = after a restart of the worker, for every dtype and quantization.
 
 use serde_json::json;
 use shared::config::QuantType;
@@ -18,7 +18,8 @@ fn model(dtype: DType, quant: QuantType) -> Model {
     Model::stored(dtype, quant, &config)
 }
 
-/// The answers to one step of the sessions `first..first + count` in one job, without their moving on.
+/// The answers to one step of the sessions `first..first + count` in one job, without their moving
+/// on.
 fn step(
     netd: &mut Netd,
     limits: &JobLimits,
@@ -26,9 +27,7 @@ fn step(
     first: usize,
     count: usize,
 ) -> Vec<u8> {
-    let inputs: Vec<f32> = (first..first + count)
-        .flat_map(|s| input(1, 100 + s))
-        .collect();
+    let inputs: Vec<f32> = (first..first + count).flat_map(|s| input(1, 100 + s)).collect();
     let rows = &sessions[first..first + count];
     let mut body = netd.job(JobKind::Step, limits, count as u32, &inputs);
     body.prefix_lengths = rows.iter().map(|session| session.prefix).collect();
@@ -74,10 +73,7 @@ fn a_row_has_the_same_bits_alone_in_any_batch_and_after_a_restart() {
             with_executor(&model, &kv, |netd, _| {
                 for batch in [1, 7, 32] {
                     let later = steps(netd, &limits, &sessions, batch);
-                    assert!(
-                        later == alone,
-                        "{dtype} {quant}: restarted, batches of {batch}"
-                    );
+                    assert!(later == alone, "{dtype} {quant}: restarted, batches of {batch}");
                 }
             });
         }

@@ -10,10 +10,7 @@ const HIDDEN: u32 = 64;
 
 /// Slots of the test's own, behind those of the harness.
 fn slot(number: u64, elements: u32) -> SlotRef {
-    SlotRef {
-        offset: (1 << 20) + number * (128 << 10),
-        len: u64::from(elements) * 4,
-    }
+    SlotRef { offset: (1 << 20) + number * (128 << 10), len: u64::from(elements) * 4 }
 }
 
 struct Job {
@@ -39,11 +36,7 @@ fn job(netd: &Netd, limits: &JobLimits, x: &[f32], prompts: &[f32], g: &[f32]) -
             copies: vec![],
             input: slot(0, elements),
             output: slot(1, elements),
-            prompts: Some(Prompts {
-                slot: prompt_slot,
-                batch: BATCH,
-                tokens: PROMPT_TOKENS,
-            }),
+            prompts: Some(Prompts { slot: prompt_slot, batch: BATCH, tokens: PROMPT_TOKENS }),
             output_gradient: None,
             prompt_gradient: None,
         },
@@ -87,7 +80,8 @@ fn unit(values: &[f32]) -> Vec<f32> {
     values.iter().map(|v| v / scale).collect()
 }
 
-/// Along the gradient itself, where nothing else is as steep: any other gradient would give another slope.
+/// Along the gradient itself, where nothing else is as steep: any other gradient would give another
+/// slope.
 #[test]
 fn gradients_of_inputs_and_prompts_are_the_slopes_of_forward() {
     let model = Model::new(DType::F32);
@@ -110,10 +104,9 @@ fn gradients_of_inputs_and_prompts_are_the_slopes_of_forward() {
         let prompt_way = unit(&prompt_gradient);
         let mut at = |step: f32| forward(&x, &moved(&prompts, &prompt_way, step));
         let by_prompts = (at(STEP) - at(-STEP)) / f64::from(2.0 * STEP);
-        for (got, wanted) in [
-            (dot(&gradient, &way), by_x),
-            (dot(&prompt_gradient, &prompt_way), by_prompts),
-        ] {
+        for (got, wanted) in
+            [(dot(&gradient, &way), by_x), (dot(&prompt_gradient, &prompt_way), by_prompts)]
+        {
             assert!((got / wanted - 1.0).abs() < 3e-3, "{got} is not {wanted}");
         }
     });
@@ -126,13 +119,7 @@ fn decode_steps_in_between_change_no_bit_of_a_gradient() {
     let tokens = (BATCH * TOKENS) as usize;
     let prompts = input((BLOCKS * BATCH * PROMPT_TOKENS) as usize, 4);
     with_executor(&model, &kv_segment(model.facts()), |netd, _| {
-        let job = job(
-            netd,
-            &limits,
-            &input(tokens, 1),
-            &prompts,
-            &input(tokens, 2),
-        );
+        let job = job(netd, &limits, &input(tokens, 1), &prompts, &input(tokens, 2));
         let alone = netd.call(&job.backward()).unwrap();
         let alone_prompts = netd.read(job.prompt_gradient);
         netd.write(job.prompt_gradient, DType::F32, &prompts);

@@ -1,13 +1,16 @@
-//! What happens when a mapped file is cut short (or its disk fails): the next read of what is gone raises SIGBUS. The process cannot go
-//! on, but it can say why. Copying every checkpoint into sealed memory would prevent it at the price of the memory and the start-up
-//! time that mapping saves; a file that is *overwritten* in place is beyond either, since the copy could be taken in the middle.
+//! What happens when a mapped file is cut short (or its disk fails): the next read of what is gone
+//! raises SIGBUS. The process cannot go on, but it can say why. Copying every checkpoint into
+//! sealed memory would prevent it at the price of the memory and the start-up time that mapping
+//! saves; a file that is *overwritten* in place is beyond either, since the copy could be taken in
+//! the middle.
 //!
 //! ```text
 //! the thread that read: handler -> is the address in a mapped file? -> its index into a pipe, then waits
 //! the guard thread:                                                    reads the pipe -> tells the supervisor -> exits
 //! ```
-//! The handler does only what a signal handler may: it reads atomics, writes to a pipe and sleeps. If the guard thread does not end
-//! the process in time, the handler does. A SIGBUS anywhere else takes its usual course.
+//! The handler does only what a signal handler may: it reads atomics, writes to a pipe and sleeps.
+//! If the guard thread does not end the process in time, the handler does. A SIGBUS anywhere else
+//! takes its usual course.
 
 use std::io::{PipeReader, Read};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -25,20 +28,16 @@ const MAX_FILES: usize = 4096;
 /// What the handler leaves to the guard thread before it ends the process itself.
 const PATIENCE_S: i64 = 3;
 
-/// A mapping; both zero while the place is free.
-struct Place {
+/// A mapping; both zero while the entry is free.
+struct MappedRange {
     start: AtomicUsize,
     end: AtomicUsize,
 }
 
-static PLACES: [Place; MAX_FILES] = [const {
-    Place {
-        start: AtomicUsize::new(0),
-        end: AtomicUsize::new(0),
-    }
-}; MAX_FILES];
+static RANGES: [MappedRange; MAX_FILES] =
+    [const { MappedRange { start: AtomicUsize::new(0), end: AtomicUsize::new(0) } }; MAX_FILES];
 
-/// Paths of the places; never touched by the handler.
+/// Paths of the ranges; never touched by the handler.
 static PATHS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 /// Where the handler writes; -1 while nobody reads.
@@ -52,9 +51,7 @@ impl Known {
     /// Notes that `len` bytes at `start` are those of `path`.
     pub(super) fn new(start: usize, len: usize, path: &Path) -> Known {
         let mut paths = PATHS.lock().unwrap_or_else(PoisonError::into_inner);
-        let free = PLACES
-            .iter()
-            .position(|p| p.end.load(Ordering::Relaxed) == 0);
+        let free = RANGES.iter().position(|p| p.end.load(Ordering::Relaxed) == 0);
         let Some(index) = free else {
             return Known(None);
         };
@@ -62,9 +59,9 @@ impl Known {
             paths.resize(index + 1, PathBuf::new());
         }
         path.clone_into(&mut paths[index]);
-        PLACES[index].start.store(start, Ordering::Relaxed);
-        // SYNC POINT guard.place: publishes `start` to the handler.
-        PLACES[index].end.store(start + len, Ordering::Release);
+        RANGES[index].start.store(start, Ordering::Relaxed);
+        // SYNC POINT guard.range: publishes `start` to the handler.
+        RANGES[index].end.store(start + len, Ordering::Release);
         Known(Some(index))
     }
 }
@@ -73,13 +70,14 @@ impl Drop for Known {
     fn drop(&mut self) {
         let _paths = PATHS.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(index) = self.0 {
-            PLACES[index].end.store(0, Ordering::Release);
+            RANGES[index].end.store(0, Ordering::Release);
         }
     }
 }
 
-/// From now on a mapped file that lost what is read from it ends this process with [`ExitReason::WeightsChanged`], after `tell` was
-/// given a sentence for the operator. Only the first call counts.
+/// From now on a mapped file that lost what is read from it ends this process with
+/// [`ExitReason::WeightsChanged`], after `tell` was given a sentence for the operator. Only the
+/// first call counts.
 ///
 /// # Errors
 /// When the pipe, the thread or the handler cannot be made.
@@ -126,12 +124,12 @@ extern "C" fn on_bus_error(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut l
     let info = unsafe { &*info };
     // SAFETY: SIGBUS has an address.
     let address = unsafe { info.si_addr() }.addr();
-    let inside = |place: &Place| {
-        // SYNC POINT guard.place: pairs with the store in Known::new.
-        let end = place.end.load(Ordering::Acquire);
-        (place.start.load(Ordering::Relaxed)..end).contains(&address)
+    let inside = |range: &MappedRange| {
+        // SYNC POINT guard.range: pairs with the store in Known::new.
+        let end = range.end.load(Ordering::Acquire);
+        (range.start.load(Ordering::Relaxed)..end).contains(&address)
     };
-    let Some(index) = PLACES.iter().position(inside) else {
+    let Some(index) = RANGES.iter().position(inside) else {
         // Not ours: the read is repeated after this handler, and ends the process as it would have.
         // SAFETY: resetting a handler touches no memory of this process.
         unsafe { libc::signal(libc::SIGBUS, libc::SIG_DFL) };
@@ -139,17 +137,8 @@ extern "C" fn on_bus_error(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut l
     };
     let word = (index as u32).to_le_bytes();
     // SAFETY: `word` holds 4 bytes; the pipe stays open for the life of the process.
-    unsafe {
-        libc::write(
-            PIPE.load(Ordering::SeqCst),
-            word.as_ptr().cast(),
-            word.len(),
-        )
-    };
-    let patience = libc::timespec {
-        tv_sec: PATIENCE_S,
-        tv_nsec: 0,
-    };
+    unsafe { libc::write(PIPE.load(Ordering::SeqCst), word.as_ptr().cast(), word.len()) };
+    let patience = libc::timespec { tv_sec: PATIENCE_S, tv_nsec: 0 };
     // SAFETY: a valid time, and nothing to write the rest to.
     unsafe { libc::nanosleep(&patience, std::ptr::null_mut()) };
     end_now();

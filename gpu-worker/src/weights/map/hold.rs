@@ -1,5 +1,6 @@
-//! A file that is mapped is in use: a shared lock on it keeps other instances from deleting it to make room
-//! (`prepare::disk_cache`), so that the next worker finds it again. The lock lives as long as the open file.
+//! A file that is mapped is in use: a shared lock on it keeps other instances from deleting it to
+//! make room (`prepare::disk_cache`), so that the next worker finds it again. The lock lives as
+//! long as the open file.
 
 use std::fs::{File, TryLockError};
 use std::io;
@@ -16,8 +17,8 @@ const PERIOD: Duration = Duration::from_millis(10);
 /// Marks `file` at `path` as in use while it is open.
 ///
 /// # Errors
-/// [`io::ErrorKind::NotFound`] if it was deleted meanwhile. Where files cannot be locked (some network file systems) it is used
-/// all the same.
+/// [`io::ErrorKind::NotFound`] if it was deleted meanwhile. Where files cannot be locked (some
+/// network file systems) it is used all the same.
 pub fn in_use(file: &File, path: &Path) -> io::Result<()> {
     let end = Instant::now() + LONGEST_WAIT;
     loop {
@@ -25,7 +26,7 @@ pub fn in_use(file: &File, path: &Path) -> io::Result<()> {
             Ok(()) => break,
             Err(TryLockError::WouldBlock) if Instant::now() < end => std::thread::sleep(PERIOD),
             Err(error) => {
-                debug!(path = %path.display(), %error, "a file that is in use cannot be locked");
+                debug!(path = %path.display(), %error, "cannot lock a mapped file");
                 break;
             }
         }

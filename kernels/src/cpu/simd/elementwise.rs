@@ -1,4 +1,9 @@
-//! Norms and activations.
+//! Norms, activations, sums, rotations and appends: plain loops over lanes, compiled per instruction
+//! set.
+//!
+//! Shapes: norms `[rows, width]`, rotations `[tokens, heads, head_dim]`, others `[len]`; all f32 in
+//! memory. Floor: the bytes read and written over the bandwidth of memory; activations add about 20
+//! operations for an exponential.
 
 use super::lanes::{LANES, dot, erfc, exp, mul_add, tree_sum};
 use super::{Isa, per_isa};
@@ -30,9 +35,7 @@ fn add_piece<const FMA: bool>(x: &mut [f32], y: &[f32], round: DType) {
 pub(in crate::cpu) fn rope(isa: Isa, pool: &mut Pool, args: Rope<'_, [f32]>) {
     let width = args.heads * args.head_dim;
     let total = args.tokens * width;
-    let tokens = tuning::elementwise_piece(total, pool.threads())
-        .div_ceil(width.max(1))
-        .max(1);
+    let tokens = tuning::elementwise_piece(total, pool.threads()).div_ceil(width.max(1)).max(1);
     let (table, dim, round) = (args.table, args.head_dim, args.round);
     let sign = if args.inverse { -1.0 } else { 1.0 };
     pool.chunks(&mut args.x[..total], (tokens * width).max(1), |index, x| {
@@ -71,9 +74,7 @@ fn append<const FMA: bool>(args: KvAppend<'_, [f32], KvPages<'_>>) {
 pub(in crate::cpu) fn rmsnorm(isa: Isa, pool: &mut Pool, args: Rmsnorm<'_, [f32]>) {
     let width = args.width;
     let total = args.rows * width;
-    let rows = tuning::elementwise_piece(total, pool.threads())
-        .div_ceil(width.max(1))
-        .max(1);
+    let rows = tuning::elementwise_piece(total, pool.threads()).div_ceil(width.max(1)).max(1);
     let (x, weight, eps, round) = (args.x, &args.weight[..width], args.eps, args.round);
     pool.chunks(&mut args.out[..total], rows * width, |index, out| {
         let start = index * rows * width;
@@ -84,10 +85,7 @@ pub(in crate::cpu) fn rmsnorm(isa: Isa, pool: &mut Pool, args: Rmsnorm<'_, [f32]
 
 #[inline(always)]
 fn norm_rows<const FMA: bool>(x: &[f32], weight: &[f32], eps: f32, round: DType, out: &mut [f32]) {
-    for (x, out) in x
-        .chunks_exact(weight.len())
-        .zip(out.chunks_exact_mut(weight.len()))
-    {
+    for (x, out) in x.chunks_exact(weight.len()).zip(out.chunks_exact_mut(weight.len())) {
         let scale = 1.0 / (dot::<FMA>(x, x) / weight.len() as f32 + eps).sqrt();
         with_rounding!(round, round => scale_row(x, weight, out, |v| round(v * scale)));
     }
@@ -104,9 +102,7 @@ fn scale_row(x: &[f32], weight: &[f32], out: &mut [f32], normalise: impl Fn(f32)
 pub(in crate::cpu) fn layernorm(isa: Isa, pool: &mut Pool, args: Layernorm<'_, [f32]>) {
     let width = args.width;
     let total = args.rows * width;
-    let rows = tuning::elementwise_piece(total, pool.threads())
-        .div_ceil(width.max(1))
-        .max(1);
+    let rows = tuning::elementwise_piece(total, pool.threads()).div_ceil(width.max(1)).max(1);
     let form = Form {
         weight: &args.weight[..width],
         bias: &args.bias[..width],

@@ -1,26 +1,28 @@
-//! Gradients of matrix products, norms, activations and attention.
+//! Gradients of matrix products, norms and activations.
 //!
-//! A product with a transposed matrix of bfloat16 is in [`super::transposed`] where the machine has products of pairs. Else it is summed over its rows from first to last: a few rows are widened to f32 at a time, and
-//! every thread adds their multiples to its own columns. Of a plain matrix each thread widens its own columns; a few rows of a quantized
-//! one are decoded by all threads together.
+//! A product with a transposed matrix of bfloat16 is in [`super::transposed`] where the machine has
+//! products of pairs. Other products are summed over the rows of the matrix from first to last:
+//! every thread adds multiples of some rows, widened to f32, to its own columns. Of a plain matrix
+//! each thread widens its own columns; rows of a quantized matrix are decoded by all threads
+//! together.
+//!
+//! Shapes: gradients `[rows, outputs]`, matrix `[outputs, inputs]`, result `[rows, inputs]`, all f32.
+//! Floors: `2 * rows * outputs * inputs` operations over the f32 rate for products; the bytes read
+//! and written over the bandwidth of memory for norms and activations.
 
 use std::cell::RefCell;
 use std::ops::Range;
 
+#[cfg(target_arch = "x86_64")]
 use shared::dtype::DType;
 
 use super::elementwise::{moments, normal, tanh_weight};
 use super::lanes::{LANES, dot, exp, mul_add, tree_sum};
 #[cfg(target_arch = "x86_64")]
 use super::transposed::multiply;
-use super::{Isa, Scratch, attention::softmax, per_isa};
-#[cfg(target_arch = "x86_64")]
-use super::{attention_grad512, attention512};
+use super::{Isa, Scratch, per_isa};
 use crate::cpu::pool::{Disjoint, Pool};
-use crate::kv::{KvPages, StepRow};
-use crate::ops::{
-    Alibi, AttentionGrad, GeluGrad, GeluKind, LinearGrad, NormGrad, SiluMulGrad, convert,
-};
+use crate::ops::{GeluGrad, GeluKind, LinearGrad, NormGrad, SiluMulGrad, convert};
 use crate::tensor::{Format, WeightView};
 use crate::tuning;
 
@@ -36,7 +38,7 @@ thread_local! {
     static WIDENED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// What all pieces of one strip share.
+/// Arguments that all pieces of one strip share.
 struct Strip<'a> {
     /// `[outputs of the strip, stride]`, from column `first` of the matrix.
     weight: &'a [f32],
@@ -75,10 +77,10 @@ pub(in crate::cpu) fn linear_grad(
     for first in (0..outputs).step_by(STRIP) {
         let count = STRIP.min(outputs - first);
         let widened = &mut widened[..count * inputs];
-        pool.chunks(widened, inputs * count.div_ceil(4), |index, part| {
+        pool.chunks(widened, inputs * count.div_ceil(4), |index, rows| {
             let start = first + index * count.div_ceil(4);
             let weight = &weight;
-            per_isa!(isa, widen_rows(weight: &WeightView<'_>, start: usize, part: &mut [f32]))
+            per_isa!(isa, widen_rows(weight: &WeightView<'_>, start: usize, rows: &mut [f32]))
         });
         let strip = Strip {
             weight: widened,
@@ -97,7 +99,8 @@ pub(in crate::cpu) fn linear_grad(
     }
 }
 
-/// A matrix of plain numbers: every piece widens the columns it needs, and no thread waits for another.
+/// A matrix of plain numbers: every piece widens the columns it needs, and no thread waits for
+/// another.
 fn plain_grad(isa: Isa, pool: &mut Pool, args: LinearGrad<'_, [f32], WeightView<'_>>) {
     let (inputs, rows, weight) = (args.weight.inputs(), args.rows, args.weight);
     let (grad, out) = (args.grad, Disjoint::new(&mut args.out[..rows * inputs]));
@@ -124,13 +127,9 @@ fn add_columns<const FMA: bool>(
     widened.resize(STRIP * columns.len(), 0.0);
     for first in (0..outputs).step_by(STRIP) {
         let count = STRIP.min(outputs - first);
-        for (row, part) in (first..first + count).zip(widened.chunks_exact_mut(columns.len())) {
+        for (row, to) in (first..first + count).zip(widened.chunks_exact_mut(columns.len())) {
             let (start, end) = (row * inputs + columns.start, row * inputs + columns.end);
-            convert::widen(
-                weight.dtype(),
-                &weight.bytes()[start * size..end * size],
-                part,
-            );
+            convert::widen(weight.dtype(), &weight.bytes()[start * size..end * size], to);
         }
         let strip = Strip {
             weight: widened,
@@ -212,7 +211,7 @@ fn add_tile<const FMA: bool, const R: usize, const W: usize>(
 }
 
 /// What all rows of a norm share.
-struct Form<'a> {
+struct NormForm<'a> {
     weight: &'a [f32],
     eps: f32,
     centered: bool,
@@ -221,24 +220,18 @@ struct Form<'a> {
 pub(in crate::cpu) fn norm_grad(isa: Isa, pool: &mut Pool, args: NormGrad<'_, [f32]>) {
     let width = args.width;
     let total = args.rows * width;
-    let rows = tuning::elementwise_piece(total, pool.threads())
-        .div_ceil(width.max(1))
-        .max(1);
-    let form = Form {
-        weight: &args.weight[..width],
-        eps: args.eps,
-        centered: args.centered,
-    };
+    let rows = tuning::elementwise_piece(total, pool.threads()).div_ceil(width.max(1)).max(1);
+    let form = NormForm { weight: &args.weight[..width], eps: args.eps, centered: args.centered };
     let x = args.x;
     pool.chunks(&mut args.grad[..total], rows * width, |index, grad| {
         let start = index * rows * width;
         let (x, form) = (&x[start..start + grad.len()], &form);
-        per_isa!(isa, norm_rows(x: &[f32], form: &Form<'_>, grad: &mut [f32]))
+        per_isa!(isa, norm_rows(x: &[f32], form: &NormForm<'_>, grad: &mut [f32]))
     });
 }
 
 #[inline(always)]
-fn norm_rows<const FMA: bool>(x: &[f32], form: &Form<'_>, grad: &mut [f32]) {
+fn norm_rows<const FMA: bool>(x: &[f32], form: &NormForm<'_>, grad: &mut [f32]) {
     let width = form.weight.len();
     for (x, grad) in x.chunks_exact(width).zip(grad.chunks_exact_mut(width)) {
         let (mean, scale) = if form.centered {
@@ -256,11 +249,7 @@ fn norm_rows<const FMA: bool>(x: &[f32], form: &Form<'_>, grad: &mut [f32]) {
                 along[i] = mul_add::<FMA>(*grad, (x - mean) * scale, along[i]);
             }
         }
-        let level = if form.centered {
-            tree_sum(level) / width as f32
-        } else {
-            0.0
-        };
+        let level = if form.centered { tree_sum(level) / width as f32 } else { 0.0 };
         let along = tree_sum(along) / width as f32;
         for (x, grad) in x.iter().zip(grad) {
             *grad = scale * (*grad - level - (x - mean) * scale * along);
@@ -270,11 +259,7 @@ fn norm_rows<const FMA: bool>(x: &[f32], form: &Form<'_>, grad: &mut [f32]) {
 
 pub(in crate::cpu) fn silu_mul_grad(isa: Isa, args: SiluMulGrad<'_, [f32]>) {
     let len = args.len;
-    let (gate, up, grad) = (
-        &mut args.gate[..len],
-        &mut args.up[..len],
-        &args.grad[..len],
-    );
+    let (gate, up, grad) = (&mut args.gate[..len], &mut args.up[..len], &args.grad[..len]);
     per_isa!(isa, silu_piece(gate: &mut [f32], up: &mut [f32], grad: &[f32]))
 }
 
@@ -302,7 +287,7 @@ fn gelu_piece<const FMA: bool>(x: &[f32], grad: &mut [f32], kind: GeluKind) {
         GeluKind::Tanh => {
             for (x, grad) in x.iter().zip(grad) {
                 let weight = tanh_weight::<FMA>(*x);
-                // Beyond this the slope is 0 or 1, and its parts are infinite times 0.
+                // Beyond this the slope is 0 or 1, and its factors are infinite times 0.
                 let near = x.clamp(-1e4, 1e4);
                 let inner = 2.0 * 0.797_884_6 * mul_add::<FMA>(0.134_145 * near, near, 1.0);
                 *grad *= weight + near * weight * (1.0 - weight) * inner;
@@ -312,198 +297,6 @@ fn gelu_piece<const FMA: bool>(x: &[f32], grad: &mut [f32], kind: GeluKind) {
             for (x, grad) in x.iter().zip(grad) {
                 let density = 0.398_942_3 * exp::<FMA>(-0.5 * x * x);
                 *grad *= normal::<FMA>(*x) + x * density;
-            }
-        }
-    }
-}
-
-/// Per thread: keys, values and their gradients of one head of a row, and the weights of one query.
-#[derive(Default)]
-struct Local {
-    keys: Vec<f32>,
-    values: Vec<f32>,
-    k_grad: Vec<f32>,
-    v_grad: Vec<f32>,
-    weights: Vec<f32>,
-    slopes: Vec<f32>,
-    #[cfg(target_arch = "x86_64")]
-    pairs: attention_grad512::Local,
-}
-
-thread_local! {
-    static LOCAL: RefCell<Local> = RefCell::default();
-}
-
-/// What all pieces of an attention share.
-pub(super) struct Task<'a> {
-    pub(super) q: &'a [f32],
-    pub(super) grad: &'a [f32],
-    pub(super) pages: &'a KvPages<'a>,
-    pub(super) rows: &'a [StepRow<'a>],
-    pub(super) starts: &'a [usize],
-    pub(super) group: usize,
-    pub(super) divisor: f32,
-    pub(super) alibi: Option<Alibi<'a>>,
-    pub(super) window: usize,
-    pub(super) q_grad: Disjoint<'a, f32>,
-    pub(super) k_grad: Disjoint<'a, f32>,
-    pub(super) v_grad: Disjoint<'a, f32>,
-}
-
-/// A piece is one kv head of one row.
-pub(in crate::cpu) fn attention_grad(
-    isa: Isa,
-    pool: &mut Pool,
-    args: AttentionGrad<'_, [f32], KvPages<'_>>,
-) {
-    let kv_heads = args.pages.layout().kv_heads;
-    let task = Task {
-        q: args.q,
-        grad: args.grad,
-        pages: args.pages,
-        rows: args.rows,
-        starts: args.starts,
-        group: args.group,
-        divisor: args.divisor,
-        alibi: args.alibi,
-        window: args.window,
-        q_grad: Disjoint::new(args.q_grad),
-        k_grad: Disjoint::new(args.k_grad),
-        v_grad: Disjoint::new(args.v_grad),
-    };
-    #[cfg(target_arch = "x86_64")]
-    let has_pairs = {
-        let layout = args.pages.layout();
-        isa == Isa::Avx512Bf16
-            && layout.dtype == DType::Bf16
-            && attention512::takes(layout.head_dim)
-    };
-    pool.run(args.rows.len() * kv_heads, |index| {
-        let (row, head) = (index / kv_heads, index % kv_heads);
-        LOCAL.with_borrow_mut(|local| {
-            let task = &task;
-            #[cfg(target_arch = "x86_64")]
-            if has_pairs {
-                // SAFETY: `Isa` values come from `Isa::available`; the pages are such that `has_pairs` is set.
-                unsafe { attention_grad512::attend(task, row, head, &mut local.pairs) };
-                return;
-            }
-            per_isa!(isa, attend(task: &Task<'_>, row: usize, head: usize, local: &mut Local))
-        });
-    });
-}
-
-#[inline(always)]
-fn attend<const FMA: bool>(task: &Task<'_>, number: usize, head: usize, local: &mut Local) {
-    let layout = task.pages.layout();
-    let (dim, heads) = (layout.head_dim, layout.kv_heads * task.group);
-    let row = &task.rows[number];
-    let index: usize = task.rows[..number].iter().map(|r| r.tokens).sum();
-    let first = (row.prefix + 1).saturating_sub(task.window);
-    let end = row.prefix + row.tokens;
-    let at = |p: usize| ((task.starts[number] + p) * layout.kv_heads + head) * dim;
-    local.load(task, row, head, first..end);
-    for p in first..end {
-        let own = (p - first) * dim..(p - first + 1) * dim;
-        // SAFETY: pieces differ in row or kv head, so their parts do not overlap; the borrow ends here.
-        local.k_grad[own.clone()].copy_from_slice(unsafe { task.k_grad.range(at(p), dim) });
-        // SAFETY: as above.
-        local.v_grad[own].copy_from_slice(unsafe { task.v_grad.range(at(p), dim) });
-    }
-    for token in (0..row.tokens).rev() {
-        for h in 0..task.group {
-            let place = ((index + token) * heads + head * task.group + h) * dim;
-            let (q, grad) = (&task.q[place..place + dim], &task.grad[place..place + dim]);
-            let position = row.prefix + token;
-            let seen = (position + 1).saturating_sub(task.window)..position + 1;
-            // SAFETY: as above.
-            let q_grad = unsafe { task.q_grad.range(place, dim) };
-            let slope = task
-                .alibi
-                .map(|a| (a.slopes[head * task.group + h], a.scale));
-            let bias = |p: usize| {
-                slope.map_or(0.0, |(slope, scale)| {
-                    scale * convert::round(layout.dtype, slope * p as f32)
-                })
-            };
-            local.query::<FMA>(q, grad, first, seen, task.divisor, bias, q_grad);
-        }
-    }
-    for p in first..end {
-        let own = (p - first) * dim..(p - first + 1) * dim;
-        // SAFETY: as above.
-        unsafe { task.k_grad.range(at(p), dim) }.copy_from_slice(&local.k_grad[own.clone()]);
-        // SAFETY: as above.
-        unsafe { task.v_grad.range(at(p), dim) }.copy_from_slice(&local.v_grad[own]);
-    }
-}
-
-impl Local {
-    /// Widens keys and values of some positions.
-    #[inline(always)]
-    fn load(&mut self, task: &Task<'_>, row: &StepRow<'_>, head: usize, range: Range<usize>) {
-        let layout = task.pages.layout();
-        let (dim, bytes) = (layout.head_dim, layout.vector_bytes());
-        for buffer in [
-            &mut self.keys,
-            &mut self.values,
-            &mut self.k_grad,
-            &mut self.v_grad,
-        ] {
-            buffer.resize(range.len() * dim, 0.0);
-        }
-        for (number, p) in range.enumerate() {
-            let (page, slot) = row.locate(p);
-            let from = slot * bytes..(slot + 1) * bytes;
-            let to = number * dim..(number + 1) * dim;
-            let (keys, values) = (task.pages.keys(page, head), task.pages.values(page, head));
-            convert::widen(
-                layout.dtype,
-                &keys[from.clone()],
-                &mut self.keys[to.clone()],
-            );
-            convert::widen(layout.dtype, &values[from], &mut self.values[to]);
-        }
-    }
-
-    /// One query: its gradient, and its part of those of the keys and values it sees.
-    #[inline(always)]
-    #[allow(clippy::too_many_arguments, reason = "the loop variables of one place")]
-    fn query<const FMA: bool>(
-        &mut self,
-        q: &[f32],
-        grad: &[f32],
-        first: usize,
-        seen: Range<usize>,
-        divisor: f32,
-        bias: impl Fn(usize) -> f32,
-        q_grad: &mut [f32],
-    ) {
-        let dim = q.len();
-        let part = (seen.start - first) * dim..(seen.end - first) * dim;
-        let (keys, values) = (&self.keys[part.clone()], &self.values[part.clone()]);
-        self.weights.clear();
-        self.slopes.clear();
-        let pairs = keys.chunks_exact(dim).zip(values.chunks_exact(dim));
-        for (p, (key, value)) in seen.zip(pairs) {
-            self.weights.push(dot::<FMA>(q, key) / divisor + bias(p));
-            self.slopes.push(dot::<FMA>(grad, value));
-        }
-        softmax::<FMA>(&mut self.weights, |v| v);
-        let mean = dot::<FMA>(&self.weights, &self.slopes);
-        q_grad.fill(0.0);
-        let grads = self.k_grad[part.clone()]
-            .chunks_exact_mut(dim)
-            .zip(self.v_grad[part].chunks_exact_mut(dim));
-        let scalars = self.weights.iter().zip(&self.slopes);
-        for (((k_grad, v_grad), key), (weight, slope)) in
-            grads.zip(keys.chunks_exact(dim)).zip(scalars)
-        {
-            let change = weight * (slope - mean) / divisor;
-            for i in 0..dim {
-                q_grad[i] = mul_add::<FMA>(change, key[i], q_grad[i]);
-                k_grad[i] = mul_add::<FMA>(change, q[i], k_grad[i]);
-                v_grad[i] = mul_add::<FMA>(*weight, grad[i], v_grad[i]);
             }
         }
     }

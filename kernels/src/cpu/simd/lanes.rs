@@ -1,4 +1,5 @@
-//! Building blocks of the plain paths: sixteen lanes, inlined into functions that are compiled per instruction set.
+//! Building blocks of the plain paths: sixteen lanes, inlined into functions that are compiled per
+//! instruction set.
 
 /// Lanes of a group.
 pub(super) const LANES: usize = 16;
@@ -38,8 +39,8 @@ pub(super) fn dot<const FMA: bool>(a: &[f32], b: &[f32]) -> f32 {
     tree_sum(sums)
 }
 
-/// `e^x` to about 2 units in the last place; 0 below -87.3, infinite above 88.7 (Cephes `expf`: a polynomial on
-/// `[-ln 2 / 2, ln 2 / 2]`). Branch-free, so that loops over it become vector code.
+/// `e^x` to about 2 units in the last place; 0 below -87.3, infinite above 88.7 (Cephes `expf`: a
+/// polynomial on `[-ln 2 / 2, ln 2 / 2]`). Branch-free, so that loops over it become vector code.
 #[inline(always)]
 pub(super) fn exp<const FMA: bool>(x: f32) -> f32 {
     const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
@@ -49,13 +50,7 @@ pub(super) fn exp<const FMA: bool>(x: f32) -> f32 {
     let r = mul_add::<FMA>(n, -0.693_359_4, clamped);
     let r = mul_add::<FMA>(n, 2.121_944_4e-4, r);
     let mut p = 1.987_569_1e-4;
-    for c in [
-        1.398_2e-3,
-        8.333_452e-3,
-        4.166_579_6e-2,
-        1.666_666_5e-1,
-        0.5,
-    ] {
+    for c in [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
         p = mul_add::<FMA>(p, r, c);
     }
     let e = mul_add::<FMA>(p * r, r, r) + 1.0;
@@ -73,7 +68,8 @@ pub(super) fn exp<const FMA: bool>(x: f32) -> f32 {
     }
 }
 
-/// `1 - erf(z)` for `z >= 0` to about 2e-7 of one (Numerical Recipes `erfcc`: a Chebyshev fit times `exp(-z^2)`). Branch-free.
+/// `1 - erf(z)` for `z >= 0` to about 2e-7 of one (Numerical Recipes `erfcc`: a Chebyshev fit times
+/// `exp(-z^2)`). Branch-free.
 #[inline(always)]
 pub(super) fn erfc<const FMA: bool>(z: f32) -> f32 {
     let t = 1.0 / mul_add::<FMA>(0.5, z, 1.0);
@@ -121,10 +117,7 @@ mod tests {
             let z = i as f32 * 1e-3;
             let wanted = 1.0 - crate::ops::gelu::erf(f64::from(z));
             for got in [erfc::<true>(z), erfc::<false>(z)] {
-                assert!(
-                    (f64::from(got) - wanted).abs() < 4e-7,
-                    "{z}: {got} {wanted}"
-                );
+                assert!((f64::from(got) - wanted).abs() < 4e-7, "{z}: {got} {wanted}");
             }
         }
     }

@@ -1,37 +1,32 @@
 //! Fast paths of the CPU, one choice of instruction set per process.
 //!
-//! `linear` is written in intrinsics; the others are plain loops over fixed groups of lanes, compiled once per
-//! instruction set. Every function keeps one reduction order per row (see the crate's header).
+//! ```text
+//! mod.rs                  instruction sets, scratch memory
+//! gemm/ attention/        dispatch, kernels, shapes          elementwise gradient   kernels
+//! transposed              gradient of products by bfloat16 pairs
+//! vector bf16 lanes line  vectors of each instruction set, plain lanes, cache lines
+//! ```
+//! Products are register tiles over one abstraction of vectors ([`gemm`]); other operations are
+//! plain loops over fixed groups of lanes, compiled once per instruction set. Every function has
+//! one reduction order per row (see the crate's header).
 #![allow(unsafe_code)]
 
 mod attention;
 #[cfg(target_arch = "x86_64")]
-mod attention512;
-#[cfg(target_arch = "x86_64")]
-mod attention_grad512;
-mod decoded;
+mod bf16;
 mod elementwise;
+mod gemm;
 mod gradient;
 mod lanes;
-mod linear;
-#[cfg(target_arch = "x86_64")]
-mod packed;
-mod portable;
-#[cfg(target_arch = "x86_64")]
-mod tile256;
-#[cfg(target_arch = "x86_64")]
-mod tile512;
+mod line;
 #[cfg(target_arch = "x86_64")]
 mod transposed;
-#[cfg(target_arch = "x86_64")]
-mod wide;
-#[cfg(target_arch = "x86_64")]
-mod x86;
+mod vector;
 
-pub(super) use attention::attention;
+pub(super) use attention::{attention, attention_grad};
 pub(super) use elementwise::{add, gelu, kv_append, layernorm, rmsnorm, rope, silu_mul};
-pub(super) use gradient::{attention_grad, gelu_grad, linear_grad, norm_grad, silu_mul_grad};
-pub(super) use linear::{linear, products};
+pub(super) use gemm::{linear, products};
+pub(super) use gradient::{gelu_grad, linear_grad, norm_grad, silu_mul_grad};
 
 /// Instruction sets with their own paths. Results of different sets may differ in the last bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,16 +76,13 @@ impl Isa {
 /// Memory that operations reuse from call to call.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
-    /// Inputs of a matrix product in the form its kernel reads.
-    inputs: Vec<u8>,
-    /// The same as f32, rows padded to whole vectors.
+    /// Rounded gradients of a product with a transposed matrix.
     #[cfg(target_arch = "x86_64")]
-    floats: Vec<f32>,
-    /// The same, packed for tiles of bfloat16 pairs.
-    #[cfg(target_arch = "x86_64")]
-    panels: Vec<tile512::Line>,
-    /// Pieces of an attention: (row of the batch, first token, its index in the step).
-    tiles: Vec<attention::Tile>,
+    grads: Vec<u8>,
+    /// Packed inputs of a matrix product.
+    panels: Vec<line::Line>,
+    /// Tiles of the queries of an attention.
+    tiles: Vec<attention::QueryTile>,
 }
 
 /// Compiles `$body::<FMA>(args)` once per instruction set and calls the one for `$isa`.

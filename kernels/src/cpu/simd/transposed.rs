@@ -1,21 +1,30 @@
-//! Product with a transposed matrix by products of bfloat16 pairs: the gradient of a matrix product, `out = round(grad) W`.
+//! Product with a transposed matrix by products of bfloat16 pairs: the gradient of a matrix
+//! product, `out = round(grad) W`.
 //!
 //! ```text
 //! piece of columns (a thread) > chunk of the matrix's rows > 64 columns, interleaved by two into the cache
 //!     > tile of up to 6 rows of gradients x 4 vectors of columns > pairs of the chunk
 //! ```
 //!
-//! Two rows of the matrix side by side are what `vdpbf16ps` multiplies with two neighbours of a gradient, so a matrix that lies
-//! row-major needs no other packing. An element of the output is the sum of its chunks from first to last, whatever the tile
-//! and the piece. The first tile interleaves while it multiplies: the one needs other parts of the core than the other. All tiles ask
-//! for columns to come: rows lie far apart, which no hardware foresees.
+//! Two rows of the matrix side by side are what `vdpbf16ps` multiplies with two neighbours of a
+//! gradient, so a matrix that lies row-major needs no other packing. An element of the output is
+//! the sum of its chunks from first to last, whatever the tile and the piece. The first tile
+//! interleaves while it multiplies, since shuffles and products use different ports of the core. All
+//! tiles prefetch columns to come: rows lie too far apart for the hardware prefetcher.
+//!
+//! Shapes: grad `[rows, outputs]` f32, rounded to bfloat16; matrix `[outputs, inputs]`; out
+//! `[rows, inputs]` f32. Floor: `2 * rows * outputs * inputs` operations over the rate of bfloat16
+//! pairs, and for few rows the stored bytes of the matrix over the bandwidth of memory.
 
 use std::arch::x86_64::*;
 use std::cell::RefCell;
 use std::ops::Range;
 
 use super::Scratch;
-use super::tile512::{self, Bf16, Int8, LINE, Line, Nf4, STEP, Source};
+use super::bf16::{dot_pairs, round_row};
+use super::gemm::Source;
+use super::gemm::pairs::{Bf16, Int8, Nf4, Pairs, STEP};
+use super::line::{LINE, Line, resize};
 use crate::cpu::pool::{Disjoint, Pool};
 use crate::ops::LinearGrad;
 use crate::tensor::{Format, WeightView};
@@ -27,7 +36,8 @@ const CHUNK: usize = 256;
 const TILE_ROWS: usize = 6;
 /// How many pairs of rows ahead of the interleaving the matrix is brought close.
 const AHEAD: usize = 4;
-/// How many times 64 columns ahead the matrix is asked for. Not a whole chunk: rows of a power of two share their places in the cache.
+/// How many times 64 columns ahead the matrix is asked for. Not a whole chunk: rows of a power of
+/// two share their sets of the cache.
 const STEPS_AHEAD: usize = 3;
 
 thread_local! {
@@ -35,8 +45,8 @@ thread_local! {
     static PACKED: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
 }
 
-/// What all pieces share.
-struct Task<'a, S> {
+/// Arguments that all pieces share.
+struct Product<'a, S> {
     source: S,
     inputs: usize,
     outputs: usize,
@@ -61,34 +71,23 @@ pub(super) unsafe fn multiply<'a>(
     match weight.format() {
         Format::Plain => {
             let bytes = weight.bytes();
-            run(
-                pool,
-                scratch,
-                args,
-                Bf16 { bytes, inputs },
-                None::<fn(usize) -> f32>,
-            );
+            run(pool, scratch, args, Bf16 { bytes, inputs }, None::<fn(usize) -> f32>);
         }
         Format::Int8(parts) => {
-            // The codes are exact in bfloat16; the scale of a row goes to what the row is multiplied with.
+            // The codes are exact in bfloat16; the scale of a row goes to what the row is
+            // multiplied with.
             let scale = Some(|output| parts.scale(output));
             run(pool, scratch, args, Int8 { parts, inputs }, scale);
         }
         Format::Nf4(parts) if inputs.is_multiple_of(STEP) => {
-            run(
-                pool,
-                scratch,
-                args,
-                Nf4 { parts, inputs },
-                None::<fn(usize) -> f32>,
-            );
+            run(pool, scratch, args, Nf4 { parts, inputs }, None::<fn(usize) -> f32>);
         }
         Format::Nf4(_) => return Some(args),
     }
     None
 }
 
-fn run<S: Source>(
+fn run<S: Source<Pairs>>(
     pool: &mut Pool,
     scratch: &mut Scratch,
     args: LinearGrad<'_, [f32], WeightView<'_>>,
@@ -96,29 +95,28 @@ fn run<S: Source>(
     scale: Option<impl Fn(usize) -> f32 + Sync>,
 ) {
     let (inputs, outputs, rows) = (args.weight.inputs(), args.weight.outputs(), args.rows);
-    // One line more than needed: rows of a power of two would share their places in the first-level cache.
+    // One line more than needed: rows of a power of two would share their sets of the first-level
+    // cache.
     let stride = (2 * outputs).next_multiple_of(LINE) + LINE;
-    scratch.inputs.resize(rows * stride, 0);
+    scratch.grads.resize(rows * stride, 0);
     let scales: Option<Vec<f32>> = scale.map(|scale| (0..outputs).map(scale).collect());
     let grad = args.grad;
     let prepare = |row: usize, bytes: &mut [u8]| {
         let grad = &grad[row * outputs..(row + 1) * outputs];
         // SAFETY: the caller of `multiply` has the instruction set.
-        unsafe { tile512::round_row(grad, scales.as_deref(), bytes) };
+        unsafe { round_row(grad, scales.as_deref(), bytes) };
     };
     if tuning::packing_is_parallel(rows * outputs) {
-        pool.chunks(&mut scratch.inputs, stride, prepare);
+        pool.chunks(&mut scratch.grads, stride, prepare);
     } else {
-        let parts = scratch.inputs.chunks_exact_mut(stride);
-        parts
-            .enumerate()
-            .for_each(|(row, bytes)| prepare(row, bytes));
+        let rows = scratch.grads.chunks_exact_mut(stride);
+        rows.enumerate().for_each(|(row, bytes)| prepare(row, bytes));
     }
-    let task = Task {
+    let product = Product {
         source,
         inputs,
         outputs,
-        grad: &scratch.inputs,
+        grad: &scratch.grads,
         stride,
         rows,
         out: Disjoint::new(&mut args.out[..rows * inputs]),
@@ -126,19 +124,19 @@ fn run<S: Source>(
     let piece = tuning::transposed_piece(inputs, pool.threads());
     pool.run(inputs.div_ceil(piece), |index| {
         PACKED.with_borrow_mut(|packed| {
-            task.piece(index * piece..inputs.min((index + 1) * piece), packed);
+            product.piece(index * piece..inputs.min((index + 1) * piece), packed);
         });
     });
 }
 
-impl<S: Source> Task<'_, S> {
+impl<S: Source<Pairs>> Product<'_, S> {
     /// Some columns, from a multiple of 64 on, of all rows.
     fn piece(&self, columns: Range<usize>, packed: &mut Vec<Line>) {
         let steps = columns.start / STEP..columns.end.div_ceil(STEP);
         let tiles = self.rows.div_ceil(TILE_ROWS);
         for first in (0..self.outputs).step_by(CHUNK) {
             let chunk = first..self.outputs.min(first + CHUNK);
-            tile512::resize(packed, 4 * chunk.len().div_ceil(2));
+            resize(packed, 4 * chunk.len().div_ceil(2));
             let walk = Walk {
                 next: chunk.end..self.outputs.min(chunk.end + CHUNK),
                 chunk,
@@ -148,7 +146,7 @@ impl<S: Source> Task<'_, S> {
                 for tile in 0..tiles {
                     // The first is the smallest.
                     let rows = tile * self.rows / tiles..(tile + 1) * self.rows / tiles;
-                    let part = Part {
+                    let at = TileAt {
                         chunk: walk.chunk.clone(),
                         step,
                         row: rows.start,
@@ -156,26 +154,26 @@ impl<S: Source> Task<'_, S> {
                         ahead: self.ahead(&walk, step, tile, tiles),
                     };
                     match rows.len() {
-                        1 => self.tile::<1>(part, packed),
-                        2 => self.tile::<2>(part, packed),
-                        3 => self.tile::<3>(part, packed),
-                        4 => self.tile::<4>(part, packed),
-                        5 => self.tile::<5>(part, packed),
-                        _ => self.tile::<6>(part, packed),
+                        1 => self.tile::<1>(at, packed),
+                        2 => self.tile::<2>(at, packed),
+                        3 => self.tile::<3>(at, packed),
+                        4 => self.tile::<4>(at, packed),
+                        5 => self.tile::<5>(at, packed),
+                        _ => self.tile::<6>(at, packed),
                     }
                 }
             }
         }
     }
 
-    /// What tile `tile` of `tiles` asks for while it is at `step`: its share of the 64 columns [`STEPS_AHEAD`] steps later, in this chunk
-    /// or the next.
-    fn ahead(&self, at: &Walk, step: usize, tile: usize, tiles: usize) -> Ahead {
+    /// What tile `tile` of `tiles` asks for while it is at `step`: its share of the 64 columns
+    /// [`STEPS_AHEAD`] steps later, in this chunk or the next.
+    fn ahead(&self, walk: &Walk, step: usize, tile: usize, tiles: usize) -> Ahead {
         let row_bytes = self.source.row(1).addr() - self.source.row(0).addr();
         let start = |step: usize| step * row_bytes / self.inputs.div_ceil(STEP);
         let (rows, step) = match step + STEPS_AHEAD {
-            later if later < at.steps.end => (&at.chunk, later),
-            later => (&at.next, at.steps.start + later - at.steps.end),
+            later if later < walk.steps.end => (&walk.chunk, later),
+            later => (&walk.next, walk.steps.start + later - walk.steps.end),
         };
         let share = |tile: usize| rows.start + tile * rows.len() / tiles;
         Ahead {
@@ -187,23 +185,19 @@ impl<S: Source> Task<'_, S> {
     }
 
     /// Adds a chunk of the matrix to `R` rows of the output, in 64 columns.
-    fn tile<const R: usize>(&self, part: Part, lines: &mut [Line]) {
+    fn tile<const R: usize>(&self, at: TileAt, lines: &mut [Line]) {
         let pairs = lines.len() / 4;
-        let start = part.row * self.stride + 2 * part.chunk.start;
+        let start = at.row * self.stride + 2 * at.chunk.start;
         let last = start + (R - 1) * self.stride + 4 * pairs;
-        let grad = Pairs {
-            bytes: &self.grad[start..last],
-            stride: self.stride,
-            count: pairs,
-        };
-        let (step, row, is_new) = (part.step, part.row, part.chunk.start == 0);
-        let sums = if part.is_first {
-            // SAFETY: the caller of `multiply` has the instruction set; rows and steps of the matrix exist, and `grad` reaches to the last
-            // pair of the last row.
-            unsafe { interleave::<S, R>(self.source, self.inputs, part, lines, grad) }
+        let grad = GradPairs { bytes: &self.grad[start..last], stride: self.stride, count: pairs };
+        let (step, row, is_new) = (at.step, at.row, at.chunk.start == 0);
+        let sums = if at.is_first {
+            // SAFETY: the caller of `multiply` has the instruction set; rows and steps of the
+            // matrix exist, and `grad` reaches to the last pair of the last row.
+            unsafe { interleave::<S, R>(self.source, self.inputs, at, lines, grad) }
         } else {
             // SAFETY: as above.
-            unsafe { tile::<S, R>(lines, grad, part.ahead) }
+            unsafe { tile::<S, R>(lines, grad, at.ahead) }
         };
         let columns = step * STEP..self.inputs.min((step + 1) * STEP);
         for (r, sums) in sums.iter().enumerate() {
@@ -216,17 +210,17 @@ impl<S: Source> Task<'_, S> {
     }
 }
 
-/// Where a piece is on its way.
+/// The chunk that a piece works on, and the one after it.
 struct Walk {
     /// Rows of the matrix, and those that come after them.
     chunk: Range<usize>,
     next: Range<usize>,
-    /// Columns of the piece, in parts of 64.
+    /// Columns of the piece, 64 at a time.
     steps: Range<usize>,
 }
 
-/// What a tile works on.
-struct Part {
+/// Position of a tile.
+struct TileAt {
     /// Rows of the matrix.
     chunk: Range<usize>,
     /// Which 64 of its columns.
@@ -240,7 +234,7 @@ struct Part {
 
 /// Pairs of neighbours of some rows of gradients.
 #[derive(Clone, Copy)]
-struct Pairs<'a> {
+struct GradPairs<'a> {
     /// From the first pair of the first row.
     bytes: &'a [u8],
     /// From one row to the next.
@@ -249,14 +243,14 @@ struct Pairs<'a> {
     count: usize,
 }
 
-/// Parts of some rows of the matrix, to be asked for evenly while a tile computes.
+/// Columns of some rows of the matrix, to prefetch evenly while a tile computes.
 #[derive(Clone, Copy)]
 struct Ahead {
-    /// First byte of the first row's part.
+    /// First byte of the columns in the first row.
     start: *const u8,
     /// From one row to the next.
     row_bytes: usize,
-    /// Cache lines of a row's part.
+    /// Cache lines of the columns in a row.
     row_lines: usize,
     rows: usize,
 }
@@ -274,34 +268,33 @@ impl Columns {
         if is_new {
             out.copy_from_slice(&self.0[..out.len()]);
         } else {
-            out.iter_mut()
-                .zip(&self.0)
-                .for_each(|(out, sum)| *out += sum);
+            out.iter_mut().zip(&self.0).for_each(|(out, sum)| *out += sum);
         }
     }
 }
 
-/// [`tile`], whose lines it makes on the way: the rows of the chunk by two, lower and upper halves of the two vectors of the step.
+/// [`tile`], whose lines it makes on the way: the rows of the chunk by two, lower and upper halves
+/// of the two vectors of the step.
 ///
 /// # Safety
 /// As [`tile`]; the machine has what the source needs, and the source has the rows and the step.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-unsafe fn interleave<S: Source, const R: usize>(
+unsafe fn interleave<S: Source<Pairs>, const R: usize>(
     source: S,
     inputs: usize,
-    part: Part,
+    at: TileAt,
     lines: &mut [Line],
-    grad: Pairs<'_>,
+    grad: GradPairs<'_>,
 ) -> [Columns; R] {
-    let Part { chunk, step, .. } = part;
+    let TileAt { chunk, step, .. } = at;
     let left = inputs - step * STEP;
     let row_bytes = source.row(1).addr() - source.row(0).addr();
-    let at = |step: usize| step * row_bytes / inputs.div_ceil(STEP);
-    let close = source.row(chunk.start + 2 * AHEAD).wrapping_add(at(step));
+    let offset = |step: usize| step * row_bytes / inputs.div_ceil(STEP);
+    let close = source.row(chunk.start + 2 * AHEAD).wrapping_add(offset(step));
     let weights = |pair: usize| {
         for row in [2 * pair, 2 * pair + 1] {
             let row = close.wrapping_add(row * row_bytes);
-            for line in (0..at(step + 1) - at(step)).step_by(LINE) {
+            for line in (0..offset(step + 1) - offset(step)).step_by(LINE) {
                 _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(line).cast());
             }
         }
@@ -311,10 +304,10 @@ unsafe fn interleave<S: Source, const R: usize>(
             if output < chunk.end {
                 *row = if left >= STEP {
                     // SAFETY: a whole step of a row that exists.
-                    unsafe { source.load(output, step) }
+                    unsafe { source.load(output, step * STEP) }
                 } else {
                     // SAFETY: the last step of a row that exists.
-                    unsafe { source.load_tail(output, step, left) }
+                    unsafe { source.load_tail(output, step * STEP, left) }
                 };
             }
         }
@@ -331,17 +324,18 @@ unsafe fn interleave<S: Source, const R: usize>(
         weights
     };
     // SAFETY: as the caller says.
-    unsafe { sums::<S, R>(weights, grad, part.ahead) }
+    unsafe { sums::<S, R>(weights, grad, at.ahead) }
 }
 
-/// Sums over the pairs of a chunk for `R` rows of gradients and 64 columns, which come in their order.
+/// Sums over the pairs of a chunk for `R` rows of gradients and 64 columns, which come in their
+/// order.
 ///
 /// # Safety
 /// The machine has AVX-512 F, BW, DQ, VL and BF16; `grad` holds the pairs of `R` rows.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-unsafe fn tile<S: Source, const R: usize>(
+unsafe fn tile<S: Source<Pairs>, const R: usize>(
     lines: &[Line],
-    grad: Pairs<'_>,
+    grad: GradPairs<'_>,
     ahead: Ahead,
 ) -> [Columns; R] {
     let lines = lines.as_chunks::<4>().0;
@@ -360,9 +354,9 @@ unsafe fn tile<S: Source, const R: usize>(
     clippy::needless_range_loop,
     reason = "indexes that are constants keep the sums in registers"
 )]
-unsafe fn sums<S: Source, const R: usize>(
+unsafe fn sums<S: Source<Pairs>, const R: usize>(
     mut weights: impl FnMut(usize) -> [__m512i; 4],
-    grad: Pairs<'_>,
+    grad: GradPairs<'_>,
     ahead: Ahead,
 ) -> [Columns; R] {
     let mut sums = [[_mm512_setzero_ps(); 4]; R];
@@ -384,7 +378,7 @@ unsafe fn sums<S: Source, const R: usize>(
             // SAFETY: a pair of a row, as the caller promises.
             let grad = _mm512_set1_epi32(unsafe { p.cast::<i32>().read_unaligned() });
             for i in 0..4 {
-                sums[r][i] = tile512::pairs(weights[i], grad, sums[r][i]);
+                sums[r][i] = dot_pairs(weights[i], grad, sums[r][i]);
             }
         }
     }
@@ -406,18 +400,20 @@ unsafe fn sums<S: Source, const R: usize>(
     out
 }
 
-/// Where column `16 k + i` of 64 lies in the four vectors of sums: 16 times the vector, plus the lane.
+/// Where column `16 k + i` of 64 lies in the four vectors of sums: 16 times the vector, plus the
+/// lane.
 const fn columns_order(order: [u8; STEP]) -> [[i32; 16]; 4] {
-    let mut places = [[0; 16]; 4];
-    let mut place = 0;
-    while place < STEP {
-        // Of each 8 elements of a vector of 32, unpacking puts 4 into the lower and 4 into the upper one.
-        let (half, within) = (place / 32, place % 32);
+    let mut positions = [[0; 16]; 4];
+    let mut position = 0;
+    while position < STEP {
+        // Of each 8 elements of a vector of 32, unpacking puts 4 into the lower and 4 into the
+        // upper one.
+        let (half, within) = (position / 32, position % 32);
         let vector = 2 * half + within % 8 / 4;
         let lane = within / 8 * 4 + within % 4;
-        let column = order[place] as usize;
-        places[column / 16][column % 16] = (16 * vector + lane) as i32;
-        place += 1;
+        let column = order[position] as usize;
+        positions[column / 16][column % 16] = (16 * vector + lane) as i32;
+        position += 1;
     }
-    places
+    positions
 }

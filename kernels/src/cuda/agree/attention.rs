@@ -1,4 +1,5 @@
-//! The sample of attention of many tokens: products of scores and of values, whose tiles merge in one order by warps and by warpgroups.
+//! The sample of attention of many tokens: products of scores and of values, whose tiles merge in
+//! one order by warps and by warpgroups.
 
 use shared::dtype::DType;
 use shared::ids::PageId;
@@ -40,13 +41,7 @@ const fn case(
     window: usize,
     has_slopes: bool,
 ) -> Case {
-    Case {
-        dtype,
-        head_dim,
-        prefix,
-        window,
-        has_slopes,
-    }
+    Case { dtype, head_dim, prefix, window, has_slopes }
 }
 
 /// New tokens of the long row and of the short one: more than go to the kernel for few.
@@ -55,11 +50,7 @@ const TOKENS: [usize; 2] = [31, 5];
 impl<G: Gpu> Cuda<G> {
     /// Outputs and logarithms of the sums, by warps and by warpgroups.
     pub(super) fn attention_both_ways(&mut self, case: Case) -> Result<[Vec<f32>; 2], OpError> {
-        let layout = PageLayout {
-            dtype: case.dtype,
-            kv_heads: KV_HEADS,
-            head_dim: case.head_dim,
-        };
+        let layout = PageLayout { dtype: case.dtype, kv_heads: KV_HEADS, head_dim: case.head_dim };
         let positions = [case.prefix + TOKENS[0], TOKENS[1]];
         let tables = tables(positions);
         let pool = pool(layout, positions, &tables)?;
@@ -71,10 +62,7 @@ impl<G: Gpu> Cuda<G> {
             pages: &tables[row],
         });
         let by_warps = self.attended(case, layout, &mut pages, &rows, false)?;
-        Ok([
-            by_warps,
-            self.attended(case, layout, &mut pages, &rows, true)?,
-        ])
+        Ok([by_warps, self.attended(case, layout, &mut pages, &rows, true)?])
     }
 
     fn attended(
@@ -98,10 +86,7 @@ impl<G: Gpu> Cuda<G> {
             rows,
             group: GROUP,
             divisor: (case.head_dim as f32).sqrt(),
-            alibi: case.has_slopes.then_some(Alibi {
-                slopes: &slopes,
-                scale: 1.0,
-            }),
+            alibi: case.has_slopes.then_some(Alibi { slopes: &slopes, scale: 1.0 }),
             window: case.window,
             out: &mut *out,
             logsum: Some(&mut *logsum),
@@ -138,18 +123,15 @@ fn pool(
         kv_append::reference(KvAppend {
             keys: &keys(10 + row as u64, tokens, width, layout.head_dim)[..],
             values: &values[..],
-            rows: &[StepRow {
-                tokens,
-                prefix: 0,
-                pages: &tables[row],
-            }],
+            rows: &[StepRow { tokens, prefix: 0, pages: &tables[row] }],
             pages: &mut KvPages::new(layout, &mut pool),
         })?;
     }
     Ok(pool)
 }
 
-/// `[heads, head_dim]` in which elements 1, 4, 7 ... of a head are those before them, so that products with [`keys`] cancel.
+/// `[heads, head_dim]` in which elements 1, 4, 7 ... of a head are those before them, so that
+/// products with [`keys`] cancel.
 fn queries(heads: usize, head_dim: usize) -> Vec<f32> {
     let mut q = numbers(1, 1, heads * head_dim, DType::F16);
     for head in q.chunks_mut(head_dim) {
@@ -160,8 +142,8 @@ fn queries(heads: usize, head_dim: usize) -> Vec<f32> {
     q
 }
 
-/// Keys by their position: of one size; large ones that cancel each other among small ones; and tiny ones. Scores stay moderate, as a softmax of large
-/// ones is one weight of 1.
+/// Keys by their position: of one size; large ones that cancel each other among small ones; and
+/// tiny ones. Scores stay moderate, as a softmax of large ones is one weight of 1.
 fn keys(seed: u64, tokens: usize, width: usize, head_dim: usize) -> Vec<f32> {
     let mut keys = numbers(seed, 1, tokens * width, DType::F16);
     for (position, key) in keys.chunks_mut(width).enumerate() {

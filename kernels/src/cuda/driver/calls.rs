@@ -1,11 +1,10 @@
-//! The driver's functions, with results as plain numbers. cudarc declares them to return an enum of the errors that it knows; a driver
-//! that is newer has others, and such a number in that enum would be undefined behaviour. Types and constants are cudarc's.
+//! The driver's functions, with results as plain numbers. cudarc declares them to return an enum of
+//! the errors that it knows; a driver that is newer has others, and such a number in that enum
+//! would be undefined behaviour. Types and constants are cudarc's.
 //!
-//! Each function is looked up once, in the library that cudarc has loaded; [`probe`](super::probe) has made sure that it is there.
-#![allow(
-    non_snake_case,
-    reason = "the driver's own names, as its documentation has them"
-)]
+//! Each function is looked up once, in the library that cudarc has loaded; [`probe`](super::probe)
+//! has made sure that it is there.
+#![allow(non_snake_case, reason = "the driver's own names, as its documentation has them")]
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 use std::sync::OnceLock;
@@ -53,6 +52,7 @@ functions! {
     cuDeviceGet(device: *mut CUdevice, ordinal: c_int);
     cuDeviceGetAttribute(value: *mut c_int, which: CUdevice_attribute, device: CUdevice);
     cuDeviceGetName(name: *mut c_char, bytes: c_int, device: CUdevice);
+    cuDeviceGetUuid_v2(uuid: *mut CUuuid, device: CUdevice);
     cuDevicePrimaryCtxRelease_v2(device: CUdevice);
     cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
     cuEventCreate(event: *mut CUevent, flags: c_uint);

@@ -1,4 +1,5 @@
-//! Names of the driver's errors. A table of ours, since asking the driver for them panics in cudarc when the library is a stub.
+//! Names of the driver's errors. A table of ours, since asking the driver for them panics in cudarc
+//! when the library is a stub.
 
 use super::calls::Status;
 use crate::cuda::gpu::GpuError;
@@ -7,11 +8,7 @@ use crate::cuda::gpu::GpuError;
 pub(super) fn check(call: &'static str, status: Status) -> Result<(), GpuError> {
     match status {
         0 => Ok(()),
-        code => Err(GpuError::Driver {
-            call,
-            name: name(code),
-            code,
-        }),
+        code => Err(GpuError::Driver { call, name: name(code), code }),
     }
 }
 
@@ -90,11 +87,7 @@ mod tests {
     fn a_number_that_no_header_of_ours_has_is_reported_as_it_is() {
         assert_eq!(check("cuInit", 0), Ok(()));
         for code in [2, 4242, u32::MAX] {
-            let wanted = GpuError::Driver {
-                call: "cuInit",
-                name: name(code),
-                code,
-            };
+            let wanted = GpuError::Driver { call: "cuInit", name: name(code), code };
             assert_eq!(check("cuInit", code), Err(wanted));
         }
     }

@@ -1,5 +1,5 @@
-//! CUDA graphs: launches that were recorded once and are enqueued again as one. What they were given is fixed: they read lengths, page
-//! tables and hidden states from buffers whose addresses do not change.
+//! CUDA graphs: launches that are recorded once and replayed as one. Their parameters are fixed:
+//! they read lengths, page tables and hidden states from buffers whose addresses do not change.
 
 use super::calls as cu;
 
@@ -13,7 +13,8 @@ pub struct Graph(cu::CUgraphExec);
 
 // SAFETY: as for `Driver`.
 unsafe impl Send for Graph {}
-// SAFETY: as for `Driver`; who shares a graph launches it from one thread at a time, as there is one caller of a backend.
+// SAFETY: as for `Driver`; who shares a graph launches it from one thread at a time, as there is
+// one caller of a backend.
 unsafe impl Sync for Graph {}
 
 impl Driver {

@@ -1,12 +1,14 @@
-//! Host memory that the device reads and writes directly: pinned memory of its own, and memory of others (the arena, the kv segment)
-//! that is registered with it.
+//! Host memory that the device accesses directly: pinned memory of this process, and shared memory
+//! (the arena, the kv segment) that is registered with the driver.
 
 use super::calls as cu;
 
 use super::error::check;
-use crate::cuda::gpu::{Address, GpuError};
+use crate::cuda::address::Address;
+use crate::cuda::gpu::GpuError;
 
-/// Pinned memory, freed when dropped. Cached, unlike cudarc's default, whose write-combining makes reads on the host very slow.
+/// Pinned memory, freed when dropped. Cached, unlike cudarc's default, whose write-combining makes
+/// reads on the host very slow.
 #[derive(Debug)]
 pub struct Pinned {
     start: *mut u8,
@@ -28,10 +30,7 @@ impl Pinned {
         // SAFETY: a place for an address.
         let status = unsafe { cu::cuMemHostAlloc(&raw mut start, bytes, 0) };
         check("cuMemHostAlloc", status)?;
-        Ok(Pinned {
-            start: start.cast(),
-            bytes,
-        })
+        Ok(Pinned { start: start.cast(), bytes })
     }
 
     /// Where it begins.
@@ -78,10 +77,7 @@ impl Registered {
         // SAFETY: the caller's.
         let status = unsafe { cu::cuMemHostRegister_v2(start.cast(), bytes, flags) };
         check("cuMemHostRegister", status)?;
-        let mut registered = Registered {
-            start,
-            device: Address(0),
-        };
+        let mut registered = Registered { start, device: Address(0) };
         let mut device = 0;
         // SAFETY: memory that was registered just now.
         let status = unsafe { cu::cuMemHostGetDevicePointer_v2(&raw mut device, start.cast(), 0) };

@@ -1,6 +1,7 @@
-//! The compiled kernels that the executable carries, `kernels/prebuilt/*.zst`: for each `.cu` its PTX and a cubin per architecture (see
-//! `build.py` there). A device takes the cubin made for it, else that of an earlier minor version of its architecture, else the driver
-//! compiles the PTX. An image without PTX is for some architectures only; on others its kernels are not there.
+//! The compiled kernels inside the executable, `kernels/prebuilt/*.zst`: PTX and one cubin per
+//! architecture for each `.cu` (see `build.py` there). A device takes the cubin made for it, else
+//! that of an earlier minor version of its architecture, else the driver compiles the PTX. An
+//! image without PTX has kernels for some architectures only.
 
 use std::collections::HashMap;
 use std::io::Read;
@@ -35,13 +36,14 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 }
 
 impl Kernels {
-    /// Loads every image for a device of `architecture` (compute capability × 10) into the current context.
+    /// Loads every image for a device of `architecture` (compute capability × 10) into the current
+    /// context.
     pub(super) fn load(architecture: u32, shared_bytes: u32) -> Result<Kernels, GpuError> {
         let mut functions = HashMap::new();
         let mut source = String::new();
         for image in IMAGES {
-            let parts = unpack(image.pack).ok_or(GpuError::NoKernel(image.name))?;
-            let Some((name, bytes)) = choose(&parts, architecture) else {
+            let sections = unpack(image.pack).ok_or(GpuError::NoKernel(image.name))?;
+            let Some((name, bytes)) = choose(&sections, architecture) else {
                 continue;
             };
             name.clone_into(&mut source);
@@ -59,41 +61,45 @@ impl Kernels {
     }
 }
 
-/// The name and the bytes of each part of a pack; `None` when it is not one.
+/// The name and the bytes of each section of a pack; `None` for bytes that are no pack.
 fn unpack(pack: &[u8]) -> Option<Vec<(String, Vec<u8>)>> {
     let decoder = ruzstd::decoding::StreamingDecoder::new(pack).ok()?;
     let mut bytes = Vec::new();
     decoder.take(MAX_BYTES).read_to_end(&mut bytes).ok()?;
     let mut rest = bytes.as_slice();
     let mut take = |count: usize| {
-        let (part, others) = rest.split_at_checked(count)?;
+        let (taken, others) = rest.split_at_checked(count)?;
         rest = others;
-        Some(part)
+        Some(taken)
     };
     let number = |bytes: &[u8]| bytes.try_into().ok().map(u32::from_le_bytes);
     let count = number(take(4)?)?;
-    let mut parts = Vec::new();
+    let mut sections = Vec::new();
     for _ in 0..count {
         let name_bytes = number(take(4)?)? as usize;
         let data_bytes = number(take(4)?)? as usize;
         let name = String::from_utf8(take(name_bytes)?.to_vec()).ok()?;
-        parts.push((name, take(data_bytes)?.to_vec()));
+        sections.push((name, take(data_bytes)?.to_vec()));
     }
-    Some(parts)
+    Some(sections)
 }
 
-/// The part for an architecture.
-fn choose(parts: &[(String, Vec<u8>)], architecture: u32) -> Option<(&str, &[u8])> {
+/// Architectures of systems on a chip (Jetson Orin and Thor), which run no cubin made for desktop
+/// devices of the same major version. Source: NVIDIA, "CUDA C++ Programming Guide", binary
+/// compatibility.
+const INTEGRATED: [u32; 2] = [87, 101];
+
+/// The section for an architecture.
+fn choose(sections: &[(String, Vec<u8>)], architecture: u32) -> Option<(&str, &[u8])> {
     let exact = [format!("sm_{architecture}"), format!("sm_{architecture}a")];
     // A cubin runs on later minor versions of the same major one; one for "a" runs on no other.
-    let earlier = (architecture / 10 * 10..architecture)
-        .rev()
-        .map(|minor| format!("sm_{minor}"));
+    let earlier = (architecture / 10 * 10..architecture).rev().map(|minor| format!("sm_{minor}"));
+    let earlier = earlier.filter(|_| !INTEGRATED.contains(&architecture));
     exact
         .into_iter()
         .chain(earlier)
         .chain(["ptx".to_owned()])
-        .find_map(|wanted| parts.iter().find(|(name, _)| *name == wanted))
+        .find_map(|wanted| sections.iter().find(|(name, _)| *name == wanted))
         .map(|(name, bytes)| (name.as_str(), bytes.as_slice()))
 }
 
@@ -143,10 +149,10 @@ mod tests {
     fn every_image_has_a_cubin_for_each_architecture_and_its_kernels_in_the_ptx() {
         assert!(!IMAGES.is_empty());
         for image in IMAGES {
-            let parts = unpack(image.pack).unwrap();
+            let sections = unpack(image.pack).unwrap();
             let is_for_hopper = HOPPER_ONLY.contains(&image.name);
             for architecture in [80, 86, 89, 90, 100, 120] {
-                let chosen = choose(&parts, architecture);
+                let chosen = choose(&sections, architecture);
                 if is_for_hopper && architecture != 90 {
                     assert_eq!(chosen, None, "{}", image.name);
                     continue;
@@ -158,7 +164,7 @@ mod tests {
             if is_for_hopper {
                 continue;
             }
-            let (_, ptx) = parts.iter().find(|(name, _)| name == "ptx").unwrap();
+            let (_, ptx) = sections.iter().find(|(name, _)| name == "ptx").unwrap();
             let ptx = String::from_utf8(ptx.clone()).unwrap();
             for kernel in image.kernels {
                 assert!(ptx.contains(&format!(".entry {kernel}(")), "{kernel}");
@@ -168,16 +174,27 @@ mod tests {
 
     #[test]
     fn the_nearest_image_that_runs_is_chosen() {
-        let parts: Vec<_> = ["ptx", "sm_80", "sm_86", "sm_90a", "sm_100"]
+        let sections: Vec<_> = ["ptx", "sm_80", "sm_86", "sm_90a", "sm_100"]
             .map(|name| (name.to_owned(), Vec::new()))
             .into();
-        let chosen = |architecture| choose(&parts, architecture).unwrap().0;
+        let chosen = |architecture| choose(&sections, architecture).unwrap().0;
         assert_eq!(chosen(80), "sm_80");
-        assert_eq!(chosen(87), "sm_86");
         assert_eq!(chosen(89), "sm_86");
         assert_eq!(chosen(90), "sm_90a");
         assert_eq!(chosen(103), "sm_100");
         assert_eq!(chosen(120), "ptx");
+    }
+
+    #[test]
+    fn integrated_devices_take_ptx_instead_of_a_desktop_cubin() {
+        for image in IMAGES.iter().filter(|image| !HOPPER_ONLY.contains(&image.name)) {
+            let sections = unpack(image.pack).unwrap();
+            for architecture in INTEGRATED {
+                assert_eq!(choose(&sections, architecture).unwrap().0, "ptx", "{}", image.name);
+            }
+        }
+        let own = [("ptx".to_owned(), Vec::new()), ("sm_87".to_owned(), Vec::new())];
+        assert_eq!(choose(&own, 87).unwrap().0, "sm_87");
     }
 
     #[test]

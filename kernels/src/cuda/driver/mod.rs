@@ -1,8 +1,9 @@
-//! CUDA devices through the driver. Made only after [`probe`](probe::probe) found one: from then on cudarc's raw calls are safe to
-//! name. One context (the device's primary one), one stream, calls from any thread.
+//! CUDA devices through the driver. A device is created only after [`probe`](probe::probe) found a
+//! driver, which makes cudarc's raw calls usable. It has one context (the device's primary one) and
+//! one stream; any thread may call it.
 //!
-//! Host bytes on their way to the device lie in a ring of pinned memory, so that [`Gpu::write`] neither waits nor keeps the
-//! caller's bytes; what is too large for the ring is copied from where it lies, and waits.
+//! A ring of pinned memory stages host bytes, so that [`Gpu::write`] neither waits nor keeps the
+//! caller's bytes. Larger copies read the caller's bytes directly, and wait.
 
 mod calls;
 mod error;
@@ -18,8 +19,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use calls as cu;
+use shared::causes::with_causes;
+use shared::exit::ExitReason;
 
-use super::gpu::{Address, Gpu, GpuError, Launch, Properties};
+use super::address::Address;
+use super::gpu::{Gpu, GpuError, Launch, Properties};
 use error::check;
 use host::Registered;
 use images::Kernels;
@@ -37,7 +41,8 @@ pub struct Driver {
     registered: Mutex<Vec<Registered>>,
 }
 
-// SAFETY: handles of the driver may be used from any thread; each call makes the context current on its own.
+// SAFETY: handles of the driver may be used from any thread; each call makes the context current on
+// its own.
 unsafe impl Send for Driver {}
 // SAFETY: as above; the driver locks what it must, and the ring is behind a mutex.
 unsafe impl Sync for Driver {}
@@ -63,7 +68,7 @@ pub enum OpenError {
         minor: u32,
     },
     /// A call failed.
-    #[error("open CUDA device {ordinal}")]
+    #[error("cannot open CUDA device {ordinal}")]
     Call {
         /// Its number.
         ordinal: u32,
@@ -71,6 +76,20 @@ pub enum OpenError {
         #[source]
         source: GpuError,
     },
+}
+
+impl OpenError {
+    /// Why a process that needs device `ordinal` ends: the reason, and a sentence for the operator.
+    pub fn told(&self, ordinal: u32) -> (ExitReason, String) {
+        let reason = match self {
+            OpenError::NoCuda(_) | OpenError::TooOld { .. } => ExitReason::BadConfig,
+            OpenError::Call { .. } => ExitReason::DeviceLost,
+        };
+        let why = with_causes(self);
+        let message =
+            format!("cuda:{ordinal} cannot be used ({why}); `--device cpu` serves without a GPU");
+        (reason, message)
+    }
 }
 
 impl Driver {
@@ -91,7 +110,38 @@ impl Driver {
         find(ordinal).map(|(_, properties)| properties)
     }
 
-    /// Free and total bytes of device `ordinal`, as a process finds them that has opened it: what the driver takes for a context is not free.
+    /// What tells device `ordinal` from all others, whatever its number is in another process. A
+    /// slice of a device (MIG) has its own.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn uuid_of(ordinal: u32) -> Result<[u8; 16], OpenError> {
+        let (device, _) = find(ordinal)?;
+        let mut uuid = cu::CUuuid { bytes: [0; 16] };
+        // SAFETY: a place for a uuid.
+        let status = unsafe { cu::cuDeviceGetUuid_v2(&raw mut uuid, device) };
+        check("cuDeviceGetUuid_v2", status)
+            .map_err(|source| OpenError::Call { ordinal, source })?;
+        Ok(uuid.bytes.map(|byte| byte as u8))
+    }
+
+    /// Bytes per second that the memory of device `ordinal` is made for: two transfers a clock over
+    /// the width of its bus. 0 where the driver does not tell.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn bandwidth_of(ordinal: u32) -> Result<f64, OpenError> {
+        use cu::CUdevice_attribute as Attribute;
+        let (device, _) = find(ordinal)?;
+        let of =
+            |which| attribute(device, which).map_err(|source| OpenError::Call { ordinal, source });
+        let kilohertz = of(Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE)?;
+        let bits = of(Attribute::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)?;
+        Ok(2e3 * f64::from(kilohertz) * f64::from(bits) / 8.0)
+    }
+
+    /// Free and total bytes of device `ordinal`, as a process finds them that has opened it: what
+    /// the driver takes for a context is not free.
     ///
     /// # Errors
     /// [`OpenError`].
@@ -107,7 +157,8 @@ impl Driver {
             let status = unsafe { cu::cuDevicePrimaryCtxRetain(&raw mut context, device) };
             check("cuDevicePrimaryCtxRetain", status)?;
             let bytes = make_current(context).and_then(|()| free_and_total());
-            // SAFETY: retained above; nothing of this context is used any more. A failure leaves it to the end of the process.
+            // SAFETY: retained above; nothing of this context is used any more. A failure leaves it
+            // to the end of the process.
             let _ = unsafe { cu::cuDevicePrimaryCtxRelease_v2(device) };
             bytes
         });
@@ -156,9 +207,7 @@ impl Driver {
 
 impl std::fmt::Debug for Driver {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Driver")
-            .field("properties", &self.properties)
-            .finish_non_exhaustive()
+        f.debug_struct("Driver").field("properties", &self.properties).finish_non_exhaustive()
     }
 }
 
@@ -191,7 +240,8 @@ impl Gpu for Driver {
         }
         self.bind()?;
         if from.len() > HALF {
-            // SAFETY: the caller's for the device; the host's bytes are there until the wait below is over.
+            // SAFETY: the caller's for the device; the host's bytes are there until the wait below
+            // is over.
             let status = unsafe {
                 cu::cuMemcpyHtoDAsync_v2(to.0, from.as_ptr().cast(), from.len(), self.stream)
             };
@@ -215,7 +265,8 @@ impl Gpu for Driver {
         }
         self.bind()?;
         if to.len() > HALF {
-            // SAFETY: the caller's for the device; the host's bytes are borrowed until the wait below is over.
+            // SAFETY: the caller's for the device; the host's bytes are borrowed until the wait
+            // below is over.
             let status = unsafe {
                 cu::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from.0, to.len(), self.stream)
             };
@@ -224,7 +275,8 @@ impl Gpu for Driver {
         }
         let mut ring = self.ring();
         let room = ring.room(to.len(), self.stream)?;
-        // SAFETY: the caller's for the device; `room` begins so many bytes that nobody else uses before the wait is over.
+        // SAFETY: the caller's for the device; `room` begins so many bytes that nobody else uses
+        // before the wait is over.
         let status = unsafe {
             cu::cuMemcpyDtoHAsync_v2(room.cast::<c_void>(), from.0, to.len(), self.stream)
         };
@@ -255,20 +307,14 @@ impl Gpu for Driver {
         // SAFETY: the caller's.
         let registered = unsafe { Registered::new(start, bytes) }?;
         let device = registered.device();
-        let mut kept = self
-            .registered
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
         kept.push(registered);
         Ok(device)
     }
 
     unsafe fn unregister(&self, at: Address) {
         if self.bind().is_ok() {
-            let mut kept = self
-                .registered
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
+            let mut kept = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
             kept.retain(|registered| registered.device() != at);
         }
     }
@@ -286,7 +332,8 @@ impl Gpu for Driver {
             *pointer = std::ptr::from_mut(word).cast();
         }
         let ([gx, gy, gz], [cx, cy, cz]) = (launch.grid, launch.cta);
-        // SAFETY: the caller's for what the parameters mean; the driver copies them before it returns.
+        // SAFETY: the caller's for what the parameters mean; the driver copies them before it
+        // returns.
         let status = unsafe {
             cu::cuLaunchKernel(
                 function,
@@ -399,15 +446,17 @@ fn device(ordinal: u32) -> Result<cu::CUdevice, GpuError> {
     Ok(device)
 }
 
+fn attribute(device: cu::CUdevice, which: cu::CUdevice_attribute) -> Result<u32, GpuError> {
+    let mut value: c_int = 0;
+    // SAFETY: a place for an int.
+    let status = unsafe { cu::cuDeviceGetAttribute(&raw mut value, which, device) };
+    check("cuDeviceGetAttribute", status)?;
+    Ok(u32::try_from(value).unwrap_or(0))
+}
+
 fn properties(device: cu::CUdevice) -> Result<Properties, GpuError> {
     use cu::CUdevice_attribute as Attribute;
-    let attribute = |which: Attribute| {
-        let mut value: c_int = 0;
-        // SAFETY: a place for an int.
-        let status = unsafe { cu::cuDeviceGetAttribute(&raw mut value, which, device) };
-        check("cuDeviceGetAttribute", status)?;
-        Ok(u32::try_from(value).unwrap_or(0))
-    };
+    let attribute = |which: Attribute| attribute(device, which);
     let mut name = [0; 128];
     // SAFETY: a place for that many characters.
     let status = unsafe { cu::cuDeviceGetName(name.as_mut_ptr(), 128, device) };

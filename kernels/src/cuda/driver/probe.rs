@@ -1,6 +1,7 @@
-//! Whether there is a driver that can be used, found out before the first call through cudarc, which panics when the library or a
-//! function of it is missing. Everything here is done with the library at hand and numbers, and ends in an error, never in a panic.
-//! Only a gpu-worker (or `sepal selftest`) comes here: a broken driver may crash or hang, and only that process with it.
+//! Looks for a usable driver before the first call through cudarc, which panics when the library or
+//! one of its functions is missing. This module opens the library itself and compares plain
+//! numbers. It returns errors and never panics. Only a gpu-worker or `sepal selftest` runs it: a
+//! broken driver may crash or hang, and then only that process does.
 
 use std::ffi::{c_char, c_int, c_uint};
 
@@ -12,7 +13,8 @@ use super::error;
 /// Names under which the driver is looked for, in the order in which cudarc does it.
 const LIBRARIES: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
 
-/// Functions that are called here, before those of [`calls`](super::calls). All of both exist in CUDA 11.4 and later.
+/// Functions that are called here, before those of [`calls`](super::calls). All of both exist in
+/// CUDA 11.4 and later.
 const FIRST: [&str; 3] = ["cuInit", "cuDriverGetVersion", "cuDeviceGetCount"];
 
 /// Every function of the driver that this crate calls.
@@ -86,7 +88,8 @@ pub fn probe() -> Result<Found, NoCuda> {
 }
 
 fn open(path: &str) -> Result<Library, String> {
-    // SAFETY: initialisers of a driver library run here; that is what opening it is for, and why only workers do it.
+    // SAFETY: initialisers of a driver library run here; that is what opening it is for, and why
+    // only workers do it.
     let opened = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) };
     // The source has the words of the loader.
     opened.map_err(|failure| match std::error::Error::source(&failure) {
@@ -116,10 +119,7 @@ fn start(library: Library) -> Result<Found, NoCuda> {
         devices: ask(&library, "cuDeviceGetCount")?,
     };
     if found.devices == 0 {
-        return Err(NoCuda::NoSuchDevice {
-            ordinal: 0,
-            count: 0,
-        });
+        return Err(NoCuda::NoSuchDevice { ordinal: 0, count: 0 });
     }
     // Stays loaded: cudarc opens it again, and a driver is never unloaded.
     std::mem::forget(library);
@@ -147,21 +147,13 @@ fn ask(library: &Library, name: &'static str) -> Result<u32, NoCuda> {
     let status = unsafe { function(&raw mut value) };
     match u32::try_from(status).unwrap_or(u32::MAX) {
         0 => Ok(u32::try_from(value).unwrap_or(0)),
-        code => Err(NoCuda::Call {
-            call: name,
-            name: error::name(code),
-            code,
-        }),
+        code => Err(NoCuda::Call { call: name, name: error::name(code), code }),
     }
 }
 
 /// A C string of the driver, up to its end.
 pub(super) fn text(bytes: &[c_char]) -> String {
-    let bytes: Vec<u8> = bytes
-        .iter()
-        .take_while(|&&b| b != 0)
-        .map(|&b| b as u8)
-        .collect();
+    let bytes: Vec<u8> = bytes.iter().take_while(|&&b| b != 0).map(|&b| b as u8).collect();
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
@@ -185,18 +177,14 @@ mod tests {
             .collect();
         std::fs::write(&source, body).unwrap();
         let library = folder.join("libcuda.so.1");
-        let compiled = Command::new("cc")
-            .args(["-shared", "-fPIC", "-o"])
-            .args([&library, &source])
-            .status();
+        let compiled =
+            Command::new("cc").args(["-shared", "-fPIC", "-o"]).args([&library, &source]).status();
         assert!(compiled.unwrap().success());
         open(library.to_str().unwrap()).unwrap()
     }
 
     fn all(init: u32) -> Vec<(&'static str, u32)> {
-        functions()
-            .map(|name| (name, if name == "cuInit" { init } else { 0 }))
-            .collect()
+        functions().map(|name| (name, if name == "cuInit" { init } else { 0 })).collect()
     }
 
     #[test]
@@ -215,9 +203,7 @@ mod tests {
             (4242, "an error that this build does not know (4242)"),
         ] {
             let folder = tempfile::tempdir().unwrap();
-            let message = start(fake(folder.path(), &all(code)))
-                .unwrap_err()
-                .to_string();
+            let message = start(fake(folder.path(), &all(code))).unwrap_err().to_string();
             assert!(message.starts_with("no CUDA device: cuInit: "), "{message}");
             assert!(message.contains(wanted), "{message}");
         }
@@ -227,10 +213,7 @@ mod tests {
     fn a_driver_without_devices_is_no_device() {
         let folder = tempfile::tempdir().unwrap();
         let refused = start(fake(folder.path(), &all(0)));
-        let wanted = NoCuda::NoSuchDevice {
-            ordinal: 0,
-            count: 0,
-        };
+        let wanted = NoCuda::NoSuchDevice { ordinal: 0, count: 0 };
         assert_eq!(refused, Err(wanted));
     }
 

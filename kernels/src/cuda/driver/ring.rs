@@ -1,4 +1,5 @@
-//! The way of host bytes to the device and back: a ring of pinned memory, and the events that say when a part of it is free again.
+//! Staging of copies between host and device: a ring of pinned memory, and events that tell when a
+//! range of it is free again.
 
 use super::calls as cu;
 
@@ -19,12 +20,7 @@ pub(super) struct Ring {
 
 impl Ring {
     pub(super) fn new() -> Result<Ring, GpuError> {
-        Ok(Ring {
-            memory: Pinned::new(2 * HALF)?,
-            used: 0,
-            half: 0,
-            done: [None, None],
-        })
+        Ok(Ring { memory: Pinned::new(2 * HALF)?, used: 0, half: 0, done: [None, None] })
     }
 
     /// Room for `bytes` bytes, at most [`HALF`].
@@ -75,7 +71,8 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: made by `record`, and dropped once. A failure leaves it to the end of the process.
+        // SAFETY: made by `record`, and dropped once. A failure leaves it to the end of the
+        // process.
         let _ = unsafe { cu::cuEventDestroy_v2(self.0) };
     }
 }

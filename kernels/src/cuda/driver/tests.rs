@@ -1,15 +1,16 @@
-//! The driver's side of the backend on a `libcuda.so` whose device is the emulator (`kernels/cuda/emu/driver.cpp`), which is stricter and later than
-//! a driver.
+//! The driver's side of the backend on a `libcuda.so` whose device is the emulator
+//! (`kernels/cuda/emu/driver.cpp`), which is stricter and later than a driver.
 
 use std::sync::OnceLock;
 
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use shared::warpgroups::Warpgroups;
 
 use super::*;
+use crate::cases::{Class, cuda_operations};
+use crate::cuda::Cuda;
 use crate::cuda::emu::DRIVER_FOLDER;
 use crate::cuda::gpu::Params;
-use crate::cuda::{Agreement, Cuda};
-use crate::selftest::{Extent, checks};
 
 /// Whoever asks for `libcuda.so` from now on gets this one: a library of that name is loaded.
 fn open() -> Driver {
@@ -26,16 +27,16 @@ fn open() -> Driver {
 fn every_kernel_of_the_images_equals_its_reference() {
     let mut cuda = Cuda::new(open());
     cuda.use_warpgroups(true);
-    for (name, check) in checks::<Driver>() {
-        let cases = check(&mut cuda, Extent::Least);
-        assert!(cases.unwrap_or_else(|e| panic!("{name}: {e:?}")) > 0);
+    for operation in cuda_operations::<Driver>() {
+        let cases = operation.check(std::slice::from_mut(&mut cuda), Class::Smallest);
+        assert!(cases.unwrap_or_else(|e| panic!("{}: {e:?}", operation.name)) > 0);
     }
 }
 
 #[test]
 fn products_of_the_images_go_to_warpgroups() {
     let agreement = Cuda::new(open()).choose_products();
-    assert_eq!(agreement.unwrap(), Agreement::Same);
+    assert_eq!(agreement.unwrap(), Warpgroups::SameBits);
 }
 
 #[test]
@@ -46,6 +47,7 @@ fn the_device_is_what_the_driver_says() {
     assert_eq!(found.name, "emulator behind a driver");
     assert_eq!((found.architecture, found.multiprocessors), (90, 4));
     assert_eq!(found.image, "sm_90a");
+    assert_eq!(Driver::uuid_of(0).unwrap(), *b"emulated card  0");
     let (free, total) = Driver::memory_of(0).unwrap();
     assert!(free <= total);
     let missing = Driver::open(1).unwrap_err().to_string();
@@ -55,18 +57,7 @@ fn the_device_is_what_the_driver_says() {
 #[test]
 fn host_bytes_may_be_reused_at_once_however_many_are_on_their_way() {
     let driver = open();
-    let sizes = [
-        1,
-        63,
-        4096,
-        HALF - 64,
-        HALF,
-        HALF + 1,
-        3 << 20,
-        3 << 20,
-        3 << 20,
-        7,
-    ];
+    let sizes = [1, 63, 4096, HALF - 64, HALF, HALF + 1, 3 << 20, 3 << 20, 3 << 20, 7];
     let mut written = Vec::new();
     for (index, bytes) in sizes.into_iter().enumerate() {
         let mut host = vec![index as u8 + 1; bytes];
@@ -132,15 +123,9 @@ fn what_cannot_be_recorded_spoils_the_recording_and_nothing_else() {
     let driver = open();
     driver.begin_recording().unwrap();
     let refused = driver.allocate(256).unwrap_err().to_string();
-    assert!(
-        refused.contains("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"),
-        "{refused}"
-    );
+    assert!(refused.contains("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"), "{refused}");
     let refused = driver.end_recording().unwrap_err().to_string();
-    assert!(
-        refused.contains("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"),
-        "{refused}"
-    );
+    assert!(refused.contains("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"), "{refused}");
     driver.wait().unwrap();
     driver.allocate(256).unwrap();
 }
@@ -163,18 +148,9 @@ fn more_memory_than_there_is_and_launches_that_do_not_fit_are_refused() {
             params: product.address(at).count(64).count(1),
             ..good
         },
-        Launch {
-            kernel: "no_such_kernel",
-            ..good
-        },
-        Launch {
-            cta: [2048, 1, 1],
-            ..good
-        },
-        Launch {
-            shared_bytes: 1 << 20,
-            ..good
-        },
+        Launch { kernel: "no_such_kernel", ..good },
+        Launch { cta: [2048, 1, 1], ..good },
+        Launch { shared_bytes: 1 << 20, ..good },
     ] {
         // SAFETY: refused before it runs.
         assert!(unsafe { driver.launch(bad) }.is_err(), "{bad:?}");
@@ -191,13 +167,8 @@ fn memory_of_the_host_is_reached_while_it_is_registered() {
     // SAFETY: it lives to the end of the test.
     let at = unsafe { driver.register(pages.as_mut_ptr(), 8192) }.unwrap();
     // SAFETY: refused.
-    let again = unsafe { driver.register(pages.as_mut_ptr(), 4096) }
-        .unwrap_err()
-        .to_string();
-    assert!(
-        again.contains("CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"),
-        "{again}"
-    );
+    let again = unsafe { driver.register(pages.as_mut_ptr(), 4096) }.unwrap_err().to_string();
+    assert!(again.contains("CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"), "{again}");
     let device = driver.allocate(8192).unwrap();
     // SAFETY: 8192 bytes each.
     unsafe { driver.copy(at, device, 8192) }.unwrap();

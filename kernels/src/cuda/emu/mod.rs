@@ -1,5 +1,6 @@
-//! The emulator as a device: `kernels/cuda/emu` runs the same `.cu` files on the CPU, each launch to its end before it returns. Device
-//! memory is host memory at the same address. For tests; built with the feature `emu`, which needs g++.
+//! The emulator as a device: `kernels/cuda/emu` runs the same `.cu` files on the CPU. A launch
+//! returns after the kernel has run. Device memory is host memory at the same address. For tests;
+//! the feature `emu` builds it and needs g++.
 
 use std::alloc::Layout;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
@@ -7,9 +8,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::gpu::{Address, Gpu, GpuError, Launch, Properties};
+use super::address::Address;
+use super::gpu::{Gpu, GpuError, Launch, Properties};
 
 unsafe extern "C" {
+    #[cfg(test)]
+    fn sepal_emu_export(
+        index: c_uint,
+        source: *mut *const c_char,
+        name: *mut *const c_char,
+        value: *mut u32,
+    ) -> bool;
     fn sepal_emu_kernel(index: c_uint) -> *const c_char;
     fn sepal_emu_launch(
         name: *const c_char,
@@ -25,8 +34,9 @@ unsafe extern "C" {
     ) -> c_int;
 }
 
-/// Where a `libcuda.so` lies whose devices are the emulator (`kernels/cuda/emu/driver.cpp`): a process that has the folder in `LD_LIBRARY_PATH`
-/// runs the driver's side of the backend on it. Not made when the kernels are built with a sanitizer.
+/// Where a `libcuda.so` lies whose devices are the emulator (`kernels/cuda/emu/driver.cpp`): a
+/// process that has the folder in `LD_LIBRARY_PATH` runs the driver's side of the backend on it.
+/// Not made when the kernels are built with a sanitizer.
 pub const DRIVER_FOLDER: &str = concat!(env!("OUT_DIR"), "/driver");
 
 /// Alignment of device memory.
@@ -74,8 +84,9 @@ impl Emu {
         Emu::with_order(threads, 1)
     }
 
-    /// The same; threads take turns in an order drawn from `seed` (1: one after the other). With an even one, bulk copies are carried out as soon as they
-    /// are asked for, otherwise as late as may be.
+    /// The same; threads take turns in an order drawn from `seed` (1: one after the other). With an
+    /// even one, bulk copies are carried out as soon as they are asked for, otherwise as late
+    /// as may be.
     pub fn with_order(threads: usize, seed: u64) -> Emu {
         Emu {
             threads: u32::try_from(threads).unwrap_or(1).max(1),
@@ -184,10 +195,7 @@ impl Gpu for Emu {
 
     unsafe fn read(&self, from: Address, to: &mut [u8]) -> Result<(), GpuError> {
         // SAFETY: the caller's; a slice of the host does not overlap device memory.
-        unsafe {
-            to.as_mut_ptr()
-                .copy_from_nonoverlapping(pointer(from), to.len())
-        };
+        unsafe { to.as_mut_ptr().copy_from_nonoverlapping(pointer(from), to.len()) };
         Ok(())
     }
 
@@ -226,15 +234,11 @@ impl Gpu for Emu {
         }
         let name = CString::new(kernel).map_err(|_| GpuError::NoKernel(kernel))?;
         let sizes = launch.params.sizes().to_vec();
-        let mut params: Vec<*mut c_void> = launch
-            .params
-            .words()
-            .iter_mut()
-            .map(|word| std::ptr::from_mut(word).cast())
-            .collect();
+        let mut params: Vec<*mut c_void> =
+            launch.params.words().iter_mut().map(|word| std::ptr::from_mut(word).cast()).collect();
         let count = c_uint::try_from(sizes.len()).unwrap_or(c_uint::MAX);
-        // SAFETY: arrays of the lengths that are named with them, which live until the call returns; what the parameters point to
-        // is the caller's.
+        // SAFETY: arrays of the lengths that are named with them, which live until the call
+        // returns; what the parameters point to is the caller's.
         let status = unsafe {
             sepal_emu_launch(
                 name.as_ptr(),
@@ -254,9 +258,7 @@ impl Gpu for Emu {
             1 => Err(GpuError::NoKernel(kernel)),
             2 => Err(bad("the parameters are not those of its declaration")),
             4 => Err(bad("a grid that its clusters do not fill")),
-            _ => Err(bad(
-                "a grid, a CTA or shared memory beyond what devices have",
-            )),
+            _ => Err(bad("a grid, a CTA or shared memory beyond what devices have")),
         }
     }
 

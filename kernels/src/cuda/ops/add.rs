@@ -21,12 +21,7 @@ pub(crate) fn launch_prompt<G: Gpu>(
     let needs = args.offset.saturating_add(len);
     if needs > has {
         let (op, what) = ("prompt add", "x");
-        return Err(OpError::Short {
-            op,
-            what,
-            has,
-            needs,
-        });
+        return Err(OpError::Short { op, what, has, needs });
     }
     let prompt = cuda.floats(args.prompt)?;
     let params = Params::new()

@@ -1,4 +1,5 @@
-//! Launches `attention_few.cu`, `attention_many.cu`, `attention_wgmma.cu` and `attention_any.cu`.
+//! Launches `attention_decode.cu`, `attention_prefill.cu`, `attention_wgmma.cu` and
+//! `attention_generic.cu`.
 
 use shared::dtype::DType;
 
@@ -8,11 +9,10 @@ use crate::cuda::gpu::ctas;
 use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Pages, Params};
 use crate::kv::total_tokens;
 use crate::ops::{Alibi, Attention, OpError, PagePool};
+use crate::sizes;
 use crate::tuning;
 
-/// Keys of a tile.
-const TILE_KEYS: usize = batch::TILE_TOKENS;
-/// Head dimensions of the tensor-core kernels; the last has no kernel for many tokens.
+/// Head dimensions of the tensor-core kernels; the last has no kernel for prefill.
 const HEAD_DIMS: [usize; 6] = [64, 80, 96, 112, 128, 256];
 /// Largest head dimension.
 pub(super) const MAX_HEAD_DIM: usize = 256;
@@ -25,7 +25,7 @@ pub(crate) fn launch<G: Gpu>(
     launch_by(cuda, args, by_warpgroups)
 }
 
-/// The same, many tokens by warpgroups or by warps. A device that has no warpgroups refuses them.
+/// The same, with prefill by warpgroups or by warps. A device without warpgroups refuses them.
 pub(crate) fn launch_by<G: Gpu>(
     cuda: &mut Cuda<G>,
     args: Attention<'_, Floats, Pages<'_>>,
@@ -39,10 +39,7 @@ pub(crate) fn launch_by<G: Gpu>(
         return Ok(());
     }
     if layout.head_dim > MAX_HEAD_DIM {
-        return Err(OpError::Shape {
-            op: "attention",
-            what: "a head of more than 256 elements",
-        });
+        return Err(OpError::Shape { op: "attention", what: "a head of more than 256 elements" });
     }
     let common = Common {
         slopes: slopes(cuda, args.alibi)?,
@@ -55,25 +52,31 @@ pub(crate) fn launch_by<G: Gpu>(
     };
     let dim = HEAD_DIMS.iter().position(|dim| *dim == layout.head_dim);
     match (dim, layout.dtype) {
-        (None, _) | (_, DType::F32) => any(cuda, args, common),
+        (None, _) | (_, DType::F32) => generic(cuda, args, common),
         (Some(dim), _) => {
             let tile_bytes = heads * (layout.head_dim + 4) * 4;
             let workspace = batch::tiles(args.rows).saturating_mul(tile_bytes);
             if cuda.fixed().is_some() {
-                return few(cuda, FEW[dim], args, common, None);
+                return decode(cuda, DECODE[dim], args, common, None);
             }
-            let is_few = tokens <= tuning::CUDA_ATTENTION_FEW_TOKENS
+            let is_decode = tokens <= tuning::CUDA_ATTENTION_DECODE_TOKENS
                 && workspace <= tuning::CUDA_ATTENTION_WORKSPACE_BYTES;
-            match MANY.get(dim) {
-                Some(_) if !is_few && by_warpgroups => warpgroups(cuda, dim, args, common),
-                Some(names) if !is_few => many(cuda, names, args, common),
-                _ => few(cuda, FEW[dim], args, common, Some(workspace)),
+            match (PREFILL.get(dim), WGMMA.get(dim)) {
+                (_, Some(kernels)) if !is_decode && by_warpgroups => {
+                    let queries = sizes::attention_wgmma::QUERIES;
+                    prefill(cuda, *kernels, queries, args, common)
+                }
+                (Some(kernels), _) if !is_decode => {
+                    let queries = sizes::attention_prefill::QUERIES;
+                    prefill(cuda, *kernels, queries, args, common)
+                }
+                _ => decode(cuda, DECODE[dim], args, common, Some(workspace)),
             }
         }
     }
 }
 
-/// What the three kernels are told alike.
+/// Parameters that all kernels share.
 #[derive(Clone, Copy)]
 struct Common {
     slopes: Address,
@@ -98,22 +101,21 @@ pub(super) fn window(positions: usize) -> usize {
     positions.min(u32::MAX as usize)
 }
 
-fn any<G: Gpu>(
+fn generic<G: Gpu>(
     cuda: &mut Cuda<G>,
     args: Attention<'_, Floats, Pages<'_>>,
     common: Common,
 ) -> Result<(), OpError> {
     let layout = args.pages.layout();
-    let names = [
-        "attention_any_f32",
-        "attention_any_bf16",
-        "attention_any_f16",
-    ];
+    let names = ["attention_generic_f32", "attention_generic_bf16", "attention_generic_f16"];
     let launch = Launch {
         kernel: by_dtype(names, layout.dtype),
         grid: [ctas(common.heads), ctas(common.tokens), 1],
         cta: [128, 1, 1],
-        shared_bytes: ctas((5 * layout.head_dim + 64) * 4),
+        shared_bytes: ctas(
+            sizes::attention_generic::SHARED_BASE
+                + sizes::attention_generic::SHARED_PER_DIM * layout.head_dim,
+        ),
         params: Params::new()
             .read(args.q)
             .address(args.pages.address())
@@ -128,13 +130,14 @@ fn any<G: Gpu>(
             .float(common.alibi_scale)
             .count(common.window),
     };
-    // SAFETY: `check` has made sure that queries, output and logarithms hold all tokens, that there is a slope per head, and that every page exists.
+    // SAFETY: `check` has made sure that queries, output and logarithms hold all tokens, that there
+    // is a slope per head, and that every page exists.
     unsafe { cuda.launch(launch) }
 }
 
-fn few<G: Gpu>(
+fn decode<G: Gpu>(
     cuda: &mut Cuda<G>,
-    names: [&'static str; 2],
+    (names, shared_bytes): Kernels,
     args: Attention<'_, Floats, Pages<'_>>,
     common: Common,
     workspace: Option<usize>,
@@ -152,7 +155,7 @@ fn few<G: Gpu>(
         kernel: names[usize::from(layout.dtype == DType::F16)],
         grid: [ctas(splits), ctas(layout.kv_heads), ctas(common.tokens)],
         cta: [32, 1, 1],
-        shared_bytes: ctas(2 * TILE_KEYS * (2 * layout.head_dim + 16)),
+        shared_bytes: ctas(shared_bytes),
         params: Params::new()
             .read(args.q)
             .address(args.pages.address())
@@ -165,7 +168,8 @@ fn few<G: Gpu>(
             .float(common.alibi_scale)
             .count(common.window),
     };
-    // SAFETY: as in `any`; the workspace holds every tile of every head of every token: that of a fixed step by `set_step`.
+    // SAFETY: as in `generic`; the workspace holds every tile of every head of every token, in a
+    // fixed step because of `set_step`.
     unsafe { cuda.launch(launch)? };
     let join = Launch {
         kernel: "attention_join",
@@ -184,62 +188,25 @@ fn few<G: Gpu>(
     unsafe { cuda.launch(join) }
 }
 
-fn many<G: Gpu>(
+/// With `queries` queries of each CTA, by warps (`attention_prefill.cu`) or by warpgroups.
+fn prefill<G: Gpu>(
     cuda: &mut Cuda<G>,
-    names: &[&'static str; 2],
-    args: Attention<'_, Floats, Pages<'_>>,
-    common: Common,
-) -> Result<(), OpError> {
-    let layout = args.pages.layout();
-    let shape = Shape {
-        kernel: names[usize::from(layout.dtype == DType::F16)],
-        queries: 64,
-        shared_bytes: 4 * TILE_KEYS * (2 * layout.head_dim + 16),
-    };
-    tiled(cuda, shape, args, common)
-}
-
-fn warpgroups<G: Gpu>(
-    cuda: &mut Cuda<G>,
-    dim: usize,
-    args: Attention<'_, Floats, Pages<'_>>,
-    common: Common,
-) -> Result<(), OpError> {
-    let layout = args.pages.layout();
-    // Keys and values in four stages, in pieces of 64 dimensions.
-    let pieces = layout.head_dim.div_ceil(64);
-    let shape = Shape {
-        kernel: WARPGROUPS[dim][usize::from(layout.dtype == DType::F16)],
-        queries: 128,
-        shared_bytes: 4 * 2 * TILE_KEYS * 128 * pieces,
-    };
-    tiled(cuda, shape, args, common)
-}
-
-/// A kernel for many tokens: queries and shared memory of a CTA.
-struct Shape {
-    kernel: &'static str,
+    (names, shared_bytes): Kernels,
     queries: usize,
-    shared_bytes: usize,
-}
-
-fn tiled<G: Gpu>(
-    cuda: &mut Cuda<G>,
-    shape: Shape,
     args: Attention<'_, Floats, Pages<'_>>,
     common: Common,
 ) -> Result<(), OpError> {
     let layout = args.pages.layout();
     let most = args.rows.iter().map(|row| row.tokens).max().unwrap_or(0);
     let launch = Launch {
-        kernel: shape.kernel,
+        kernel: names[usize::from(layout.dtype == DType::F16)],
         grid: [
-            ctas((most * args.group).div_ceil(shape.queries)),
+            ctas((most * args.group).div_ceil(queries)),
             ctas(layout.kv_heads),
             ctas(args.rows.len()),
         ],
-        cta: [ctas(2 * shape.queries), 1, 1],
-        shared_bytes: ctas(shape.shared_bytes),
+        cta: [ctas(2 * queries), 1, 1],
+        shared_bytes: ctas(shared_bytes),
         params: Params::new()
             .read(args.q)
             .address(args.pages.address())
@@ -253,30 +220,72 @@ fn tiled<G: Gpu>(
             .float(common.alibi_scale)
             .count(common.window),
     };
-    // SAFETY: as in `any`.
+    // SAFETY: as in `generic`.
     unsafe { cuda.launch(launch) }
 }
 
-/// By head dimension, then `[bf16, f16]`.
-const FEW: [[&str; 2]; 6] = [
-    ["attention_few_bf16_d64", "attention_few_f16_d64"],
-    ["attention_few_bf16_d80", "attention_few_f16_d80"],
-    ["attention_few_bf16_d96", "attention_few_f16_d96"],
-    ["attention_few_bf16_d112", "attention_few_f16_d112"],
-    ["attention_few_bf16_d128", "attention_few_f16_d128"],
-    ["attention_few_bf16_d256", "attention_few_f16_d256"],
+/// Kernels of a head dimension for `[bf16, f16]`, and their shared memory.
+pub(super) type Kernels = ([&'static str; 2], usize);
+
+/// By head dimension.
+const DECODE: [Kernels; 6] = [
+    (
+        ["attention_decode_bf16_d64", "attention_decode_f16_d64"],
+        sizes::attention_decode::SHARED_D64,
+    ),
+    (
+        ["attention_decode_bf16_d80", "attention_decode_f16_d80"],
+        sizes::attention_decode::SHARED_D80,
+    ),
+    (
+        ["attention_decode_bf16_d96", "attention_decode_f16_d96"],
+        sizes::attention_decode::SHARED_D96,
+    ),
+    (
+        ["attention_decode_bf16_d112", "attention_decode_f16_d112"],
+        sizes::attention_decode::SHARED_D112,
+    ),
+    (
+        ["attention_decode_bf16_d128", "attention_decode_f16_d128"],
+        sizes::attention_decode::SHARED_D128,
+    ),
+    (
+        ["attention_decode_bf16_d256", "attention_decode_f16_d256"],
+        sizes::attention_decode::SHARED_D256,
+    ),
 ];
-const WARPGROUPS: [[&str; 2]; 5] = [
-    ["attention_wgmma_bf16_d64", "attention_wgmma_f16_d64"],
-    ["attention_wgmma_bf16_d80", "attention_wgmma_f16_d80"],
-    ["attention_wgmma_bf16_d96", "attention_wgmma_f16_d96"],
-    ["attention_wgmma_bf16_d112", "attention_wgmma_f16_d112"],
-    ["attention_wgmma_bf16_d128", "attention_wgmma_f16_d128"],
+const PREFILL: [Kernels; 5] = [
+    (
+        ["attention_prefill_bf16_d64", "attention_prefill_f16_d64"],
+        sizes::attention_prefill::SHARED_D64,
+    ),
+    (
+        ["attention_prefill_bf16_d80", "attention_prefill_f16_d80"],
+        sizes::attention_prefill::SHARED_D80,
+    ),
+    (
+        ["attention_prefill_bf16_d96", "attention_prefill_f16_d96"],
+        sizes::attention_prefill::SHARED_D96,
+    ),
+    (
+        ["attention_prefill_bf16_d112", "attention_prefill_f16_d112"],
+        sizes::attention_prefill::SHARED_D112,
+    ),
+    (
+        ["attention_prefill_bf16_d128", "attention_prefill_f16_d128"],
+        sizes::attention_prefill::SHARED_D128,
+    ),
 ];
-const MANY: [[&str; 2]; 5] = [
-    ["attention_many_bf16_d64", "attention_many_f16_d64"],
-    ["attention_many_bf16_d80", "attention_many_f16_d80"],
-    ["attention_many_bf16_d96", "attention_many_f16_d96"],
-    ["attention_many_bf16_d112", "attention_many_f16_d112"],
-    ["attention_many_bf16_d128", "attention_many_f16_d128"],
+const WGMMA: [Kernels; 5] = [
+    (["attention_wgmma_bf16_d64", "attention_wgmma_f16_d64"], sizes::attention_wgmma::SHARED_D64),
+    (["attention_wgmma_bf16_d80", "attention_wgmma_f16_d80"], sizes::attention_wgmma::SHARED_D80),
+    (["attention_wgmma_bf16_d96", "attention_wgmma_f16_d96"], sizes::attention_wgmma::SHARED_D96),
+    (
+        ["attention_wgmma_bf16_d112", "attention_wgmma_f16_d112"],
+        sizes::attention_wgmma::SHARED_D112,
+    ),
+    (
+        ["attention_wgmma_bf16_d128", "attention_wgmma_f16_d128"],
+        sizes::attention_wgmma::SHARED_D128,
+    ),
 ];

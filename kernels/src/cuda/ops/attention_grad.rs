@@ -1,13 +1,14 @@
-//! Launches `attention_grad.cu` and `attention_grad_any.cu`.
+//! Launches `attention_grad.cu` and `attention_grad_generic.cu`.
 
 use shared::dtype::DType;
 
-use super::attention::{MAX_HEAD_DIM, slopes, window};
+use super::attention::{Kernels, MAX_HEAD_DIM, slopes, window};
 use super::by_dtype;
 use crate::cuda::gpu::ctas;
-use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Pages, Params};
+use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Memory, Pages, Params};
 use crate::kv::{PAGE_TOKENS, StepRow, total_tokens};
 use crate::ops::{Attention, AttentionGrad, OpError, PagePool};
+use crate::sizes;
 use crate::tuning;
 
 /// Keys of a tile.
@@ -22,7 +23,8 @@ pub(crate) fn launch<G: Gpu>(
     launch_within(cuda, args, tuning::CUDA_ATTENTION_GRAD_BYTES)
 }
 
-/// The same with so much memory for what the pass over keys leaves to that over queries, or for one tile.
+/// The same with so much memory for what the pass over keys leaves to that over queries, or for one
+/// tile.
 pub(crate) fn launch_within<G: Gpu>(
     cuda: &mut Cuda<G>,
     args: AttentionGrad<'_, Floats, Pages<'_>>,
@@ -38,9 +40,7 @@ pub(crate) fn launch_within<G: Gpu>(
         let what = "a head of more than 256 elements";
         return Err(OpError::Shape { op: OP, what });
     }
-    let variant = tuning::CUDA_ATTENTION_GRAD_DIMS
-        .iter()
-        .position(|&has| has == layout.head_dim);
+    let variant = tuning::CUDA_ATTENTION_GRAD_DIMS.iter().position(|&has| has == layout.head_dim);
     let variant = variant.filter(|_| layout.dtype != DType::F32);
     let common = Common {
         batch: cuda.batch(args.rows)?,
@@ -50,7 +50,7 @@ pub(crate) fn launch_within<G: Gpu>(
         most_bytes,
     };
     match (variant, &args.known) {
-        (None, _) => any(cuda, args, common),
+        (None, _) => generic(cuda, args, common),
         (Some(variant), Some(known)) => {
             let known = (known.out.address(), known.logsum.address());
             tiled(cuda, args, common, variant, known)
@@ -78,7 +78,7 @@ pub(crate) fn launch_within<G: Gpu>(
     }
 }
 
-/// What all kernels are told alike.
+/// Parameters that all kernels share.
 #[derive(Clone, Copy)]
 struct Common {
     batch: Address,
@@ -91,13 +91,10 @@ struct Common {
 /// Numbers as the words of a kernel.
 fn words(numbers: impl Iterator<Item = usize>) -> Result<Vec<u32>, OpError> {
     let words: Result<Vec<u32>, _> = numbers.map(u32::try_from).collect();
-    words.map_err(|_| OpError::Shape {
-        op: OP,
-        what: "more positions than a word counts",
-    })
+    words.map_err(|_| OpError::Shape { op: OP, what: "more positions than a word counts" })
 }
 
-/// On the tensor cores; `out` and `logsum` are what attention gave.
+/// On the tensor cores. `out` and `logsum` are the results of attention.
 fn tiled<G: Gpu>(
     cuda: &mut Cuda<G>,
     args: AttentionGrad<'_, Floats, Pages<'_>>,
@@ -105,22 +102,64 @@ fn tiled<G: Gpu>(
     variant: usize,
     (out, logsum): (Address, Address),
 ) -> Result<(), OpError> {
+    let pages: Vec<usize> = args.rows.iter().map(pages_of).collect();
+    let operands = begin(cuda, &args, common, &pages, (out, logsum))?;
+    let blocks = pages.iter().sum::<usize>() * common.heads;
+    let longest = args.rows.iter().map(|row| row.prefix + row.tokens).max();
+    let all_tiles = longest.unwrap_or(0).div_ceil(TILE_KEYS);
+    let at_once = tuning::cuda_attention_grad_tiles(blocks, all_tiles, common.most_bytes);
+    let score_grads = tuning::CUDA_SCORE_GRAD_BYTES.saturating_mul(blocks);
+    let score_grads = cuda.scratch(score_grads.saturating_mul(at_once))?;
+    let mut pass = TiledPass {
+        args,
+        common,
+        variant,
+        operands,
+        score_grads,
+        blocks,
+        most_pages: pages.iter().copied().max().unwrap_or(0),
+    };
+    for first in (0..all_tiles).step_by(at_once) {
+        let tiles = at_once.min(all_tiles - first);
+        pass.keys(cuda, first, tiles)?;
+        pass.queries(cuda, first, tiles)?;
+    }
+    Ok(())
+}
+
+/// What the kernels on the tensor cores read in place of the arguments.
+struct Operands<G: Gpu> {
+    /// Where position 0 of each row lies in the sums, then the first of its pages.
+    offsets: Memory<G>,
+    /// Queries and gradients of the output, in 16 bits.
+    q: Memory<G>,
+    grad: Memory<G>,
+    /// Of each query and head: the logarithm of its sum, and the product of output and gradient.
+    stats: Memory<G>,
+}
+
+/// Makes the operands. `pages` counts the pages that the new tokens of each row lie in.
+fn begin<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    args: &AttentionGrad<'_, Floats, Pages<'_>>,
+    common: Common,
+    pages: &[usize],
+    (out, logsum): (Address, Address),
+) -> Result<Operands<G>, OpError> {
     let layout = args.pages.layout();
-    let (dim, pairs, rows) = (layout.head_dim, common.tokens * common.heads, args.rows);
-    let is_f16 = usize::from(layout.dtype == DType::F16);
-    let pages: Vec<usize> = rows.iter().map(pages_of).collect();
+    let (dim, pairs) = (layout.head_dim, common.tokens * common.heads);
     let mut next = 0;
     let first_pages = pages.iter().map(|pages| {
         next += pages;
         next - pages
     });
-    let places = words(args.starts.iter().copied().chain(first_pages))?;
-    let places = cuda.words(&places)?;
-    let (starts, first_pages) = (places.address(), places.address().offset(4 * rows.len()));
+    let offsets = words(args.starts.iter().copied().chain(first_pages))?;
+    let offsets = cuda.words(&offsets)?;
     let [q, grad] = [(); 2].map(|()| cuda.scratch(pairs.saturating_mul(2 * dim)));
     let (q, grad, stats) = (q?, grad?, cuda.scratch(pairs.saturating_mul(16))?);
+    let kernels = ["attention_grad_begin_bf16", "attention_grad_begin_f16"];
     let launch = Launch {
-        kernel: ["attention_grad_begin_bf16", "attention_grad_begin_f16"][is_f16],
+        kernel: kernels[usize::from(layout.dtype == DType::F16)],
         grid: [ctas(pairs.div_ceil(8)), 1, 1],
         cta: [256, 1, 1],
         shared_bytes: 0,
@@ -136,79 +175,102 @@ fn tiled<G: Gpu>(
             .count(dim)
             .float(1.0 / args.divisor),
     };
-    // SAFETY: `check` has made sure that queries, gradients, outputs and logarithms hold all tokens; the workspaces do too.
+    // SAFETY: `check` has made sure that queries, gradients, outputs and logarithms hold all
+    // tokens; the workspaces do too.
     unsafe { cuda.launch(launch)? };
+    Ok(Operands { offsets, q, grad, stats })
+}
 
-    let blocks = pages.iter().sum::<usize>() * common.heads;
-    let most_pages = pages.iter().copied().max().unwrap_or(0);
-    let longest = rows.iter().map(|row| row.prefix + row.tokens).max();
-    let all_tiles = longest.unwrap_or(0).div_ceil(TILE_KEYS);
-    let at_once = tuning::cuda_attention_grad_tiles(blocks, all_tiles, common.most_bytes);
-    let changes = tuning::CUDA_ATTENTION_CHANGES_BYTES.saturating_mul(blocks);
-    let changes = cuda.scratch(changes.saturating_mul(at_once))?;
-    let (pitch, stage) = (2 * dim + 16, PAGE_TOKENS * (2 * (2 * dim + 16) + 16));
-    for first in (0..all_tiles).step_by(at_once) {
-        let tiles = at_once.min(all_tiles - first);
-        let keys = Launch {
-            kernel: KEYS[variant][is_f16],
-            grid: [ctas(tiles), ctas(layout.kv_heads), ctas(rows.len())],
+/// The passes over keys and over queries, some tiles of keys at a time.
+struct TiledPass<'a, 'p, G: Gpu> {
+    args: AttentionGrad<'a, Floats, Pages<'p>>,
+    common: Common,
+    /// Index of the head dimension among the kernels.
+    variant: usize,
+    operands: Operands<G>,
+    /// What the pass over keys leaves to that over queries: of each block, those of the tiles.
+    score_grads: Memory<G>,
+    /// Pages of all rows times heads.
+    blocks: usize,
+    /// Pages of the row that has most.
+    most_pages: usize,
+}
+
+impl<G: Gpu> TiledPass<'_, '_, G> {
+    fn first_pages(&self) -> Address {
+        self.operands.offsets.address().offset(4 * self.args.rows.len())
+    }
+
+    /// Gradients of keys and values of so many tiles from `first` on, and the score gradients.
+    fn keys(&mut self, cuda: &mut Cuda<G>, first: usize, tiles: usize) -> Result<(), OpError> {
+        let first_pages = self.first_pages();
+        let (args, common) = (&mut self.args, self.common);
+        let Operands { offsets, q, grad, stats } = &self.operands;
+        let layout = args.pages.layout();
+        let (kernels, shared_bytes) = KEYS[self.variant];
+        let launch = Launch {
+            kernel: kernels[usize::from(layout.dtype == DType::F16)],
+            grid: [ctas(tiles), ctas(layout.kv_heads), ctas(args.rows.len())],
             cta: [128, 1, 1],
-            shared_bytes: ctas(2 * TILE_KEYS * pitch + 3 * stage),
+            shared_bytes: ctas(shared_bytes),
             params: Params::new()
                 .address(q.address())
                 .address(grad.address())
                 .address(args.pages.address())
                 .address(common.batch)
                 .address(common.slopes)
-                .address(starts)
+                .address(offsets.address())
                 .address(first_pages)
                 .address(stats.address())
                 .write(args.k_grad)
                 .write(args.v_grad)
-                .address(changes.address())
+                .address(self.score_grads.address())
                 .count(layout.kv_heads)
                 .count(args.group)
-                .count(blocks)
+                .count(self.blocks)
                 .count(first)
                 .float(1.0 / args.divisor)
                 .float(args.alibi.map_or(0.0, |alibi| alibi.scale))
                 .count(window(args.window)),
         };
-        // SAFETY: `check` has made sure that every page exists, and that the sums hold all positions of each row from its start on; the
-        // changes of all blocks and of these tiles have room.
-        unsafe { cuda.launch(keys)? };
-        let queries = Launch {
-            kernel: QUERIES[variant][is_f16],
+        // SAFETY: `check` has made sure that every page exists, and that the sums hold all
+        // positions of each row from its start on; the score gradients of all blocks and of these
+        // tiles fit in `score_grads`.
+        unsafe { cuda.launch(launch) }
+    }
+
+    /// Adds to the gradients of the queries what the score gradients of these tiles give.
+    fn queries(&mut self, cuda: &mut Cuda<G>, first: usize, tiles: usize) -> Result<(), OpError> {
+        let first_pages = self.first_pages();
+        let (args, common) = (&mut self.args, self.common);
+        let layout = args.pages.layout();
+        let (kernels, shared_bytes) = QUERIES[self.variant];
+        let launch = Launch {
+            kernel: kernels[usize::from(layout.dtype == DType::F16)],
             grid: [
-                ctas((most_pages * args.group).div_ceil(BLOCKS)),
+                ctas((self.most_pages * args.group).div_ceil(sizes::attention_grad::BLOCKS)),
                 ctas(layout.kv_heads),
-                ctas(rows.len()),
+                ctas(args.rows.len()),
             ],
             cta: [128, 1, 1],
-            shared_bytes: ctas(
-                3 * (TILE_KEYS * pitch + BLOCKS * tuning::CUDA_ATTENTION_CHANGES_BYTES),
-            ),
+            shared_bytes: ctas(shared_bytes),
             params: Params::new()
                 .address(args.pages.address())
                 .address(common.batch)
                 .address(first_pages)
-                .address(changes.address())
+                .address(self.score_grads.address())
                 .write(args.q_grad)
                 .count(layout.kv_heads)
                 .count(args.group)
-                .count(blocks)
+                .count(self.blocks)
                 .count(first)
                 .count(tiles)
                 .count(window(args.window)),
         };
-        // SAFETY: as above; it reads what the kernel before has written.
-        unsafe { cuda.launch(queries)? };
+        // SAFETY: as in `keys`; it reads what that kernel has written.
+        unsafe { cuda.launch(launch) }
     }
-    Ok(())
 }
-
-/// Blocks of a CTA of the kernel for queries.
-const BLOCKS: usize = 8;
 
 /// Pages that the new tokens of a row lie in.
 fn pages_of(row: &StepRow<'_>) -> usize {
@@ -219,7 +281,7 @@ fn pages_of(row: &StepRow<'_>) -> usize {
 }
 
 /// For all shapes, in f32.
-fn any<G: Gpu>(
+fn generic<G: Gpu>(
     cuda: &mut Cuda<G>,
     args: AttentionGrad<'_, Floats, Pages<'_>>,
     common: Common,
@@ -244,22 +306,22 @@ fn any<G: Gpu>(
         .address(common.batch)
         .address(common.slopes);
     let launch = Launch {
-        kernel: by_dtype(ANY_QUERIES, layout.dtype),
+        kernel: by_dtype(GENERIC_QUERIES, layout.dtype),
         grid: [ctas(common.heads), ctas(common.tokens), 1],
         cta: [128, 1, 1],
-        shared_bytes: ctas((2 * dim + 256) * 4),
+        shared_bytes: ctas(
+            sizes::attention_grad_generic::SHARED_BASE
+                + sizes::attention_grad_generic::SHARED_PER_DIM * dim,
+        ),
         params: sizes(inputs.write(args.q_grad).address(stats.address())),
     };
-    // SAFETY: `check` has made sure that queries and their gradients hold all tokens, and that every page exists.
+    // SAFETY: `check` has made sure that queries and their gradients hold all tokens, and that
+    // every page exists.
     unsafe { cuda.launch(launch)? };
     let longest = args.rows.iter().map(|row| row.prefix + row.tokens).max();
     let launch = Launch {
-        kernel: by_dtype(ANY_KEYS, layout.dtype),
-        grid: [
-            ctas(longest.unwrap_or(0)),
-            ctas(layout.kv_heads),
-            ctas(args.rows.len()),
-        ],
+        kernel: by_dtype(GENERIC_KEYS, layout.dtype),
+        grid: [ctas(longest.unwrap_or(0)), ctas(layout.kv_heads), ctas(args.rows.len())],
         cta: [32, 1, 1],
         shared_bytes: 0,
         params: sizes(
@@ -270,63 +332,64 @@ fn any<G: Gpu>(
                 .write(args.v_grad),
         ),
     };
-    // SAFETY: as above; `check` has made sure that the sums hold all positions of each row from its start on.
+    // SAFETY: as above; `check` has made sure that the sums hold all positions of each row from its
+    // start on.
     unsafe { cuda.launch(launch) }
 }
 
-const ANY_QUERIES: [&str; 3] = [
-    "attention_grad_any_queries_f32",
-    "attention_grad_any_queries_bf16",
-    "attention_grad_any_queries_f16",
+const GENERIC_QUERIES: [&str; 3] = [
+    "attention_grad_generic_queries_f32",
+    "attention_grad_generic_queries_bf16",
+    "attention_grad_generic_queries_f16",
 ];
-const ANY_KEYS: [&str; 3] = [
-    "attention_grad_any_keys_f32",
-    "attention_grad_any_keys_bf16",
-    "attention_grad_any_keys_f16",
+const GENERIC_KEYS: [&str; 3] = [
+    "attention_grad_generic_keys_f32",
+    "attention_grad_generic_keys_bf16",
+    "attention_grad_generic_keys_f16",
 ];
 
-/// By head dimension, then `[bf16, f16]`.
-const QUERIES: [[&str; 2]; 5] = [
-    [
-        "attention_grad_queries_bf16_d64",
-        "attention_grad_queries_f16_d64",
-    ],
-    [
-        "attention_grad_queries_bf16_d80",
-        "attention_grad_queries_f16_d80",
-    ],
-    [
-        "attention_grad_queries_bf16_d96",
-        "attention_grad_queries_f16_d96",
-    ],
-    [
-        "attention_grad_queries_bf16_d112",
-        "attention_grad_queries_f16_d112",
-    ],
-    [
-        "attention_grad_queries_bf16_d128",
-        "attention_grad_queries_f16_d128",
-    ],
+/// By head dimension.
+const QUERIES: [Kernels; 5] = [
+    (
+        ["attention_grad_queries_bf16_d64", "attention_grad_queries_f16_d64"],
+        sizes::attention_grad::QUERIES_SHARED_D64,
+    ),
+    (
+        ["attention_grad_queries_bf16_d80", "attention_grad_queries_f16_d80"],
+        sizes::attention_grad::QUERIES_SHARED_D80,
+    ),
+    (
+        ["attention_grad_queries_bf16_d96", "attention_grad_queries_f16_d96"],
+        sizes::attention_grad::QUERIES_SHARED_D96,
+    ),
+    (
+        ["attention_grad_queries_bf16_d112", "attention_grad_queries_f16_d112"],
+        sizes::attention_grad::QUERIES_SHARED_D112,
+    ),
+    (
+        ["attention_grad_queries_bf16_d128", "attention_grad_queries_f16_d128"],
+        sizes::attention_grad::QUERIES_SHARED_D128,
+    ),
 ];
-const KEYS: [[&str; 2]; 5] = [
-    [
-        "attention_grad_keys_bf16_d64",
-        "attention_grad_keys_f16_d64",
-    ],
-    [
-        "attention_grad_keys_bf16_d80",
-        "attention_grad_keys_f16_d80",
-    ],
-    [
-        "attention_grad_keys_bf16_d96",
-        "attention_grad_keys_f16_d96",
-    ],
-    [
-        "attention_grad_keys_bf16_d112",
-        "attention_grad_keys_f16_d112",
-    ],
-    [
-        "attention_grad_keys_bf16_d128",
-        "attention_grad_keys_f16_d128",
-    ],
+const KEYS: [Kernels; 5] = [
+    (
+        ["attention_grad_keys_bf16_d64", "attention_grad_keys_f16_d64"],
+        sizes::attention_grad::KEYS_SHARED_D64,
+    ),
+    (
+        ["attention_grad_keys_bf16_d80", "attention_grad_keys_f16_d80"],
+        sizes::attention_grad::KEYS_SHARED_D80,
+    ),
+    (
+        ["attention_grad_keys_bf16_d96", "attention_grad_keys_f16_d96"],
+        sizes::attention_grad::KEYS_SHARED_D96,
+    ),
+    (
+        ["attention_grad_keys_bf16_d112", "attention_grad_keys_f16_d112"],
+        sizes::attention_grad::KEYS_SHARED_D112,
+    ),
+    (
+        ["attention_grad_keys_bf16_d128", "attention_grad_keys_f16_d128"],
+        sizes::attention_grad::KEYS_SHARED_D128,
+    ),
 ];

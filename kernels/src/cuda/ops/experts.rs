@@ -1,4 +1,5 @@
-//! Launches `experts.cu`, `experts_few.cu` and `experts_many.cu`: a mixture of experts without the host.
+//! Launches `experts.cu`, `experts_gemv.cu` and `experts_gemm.cu`. The host takes no part in a
+//! mixture of experts.
 
 use shared::config::QuantType;
 use shared::dtype::DType;
@@ -12,10 +13,8 @@ use crate::cuda::{Adapters, Address, Cuda, Experts, Floats, Gpu, Launch, Matrix,
 use crate::ops::experts::ExpertSizes;
 use crate::ops::lora::AdapterSizes;
 use crate::ops::{ExpertAdapters, MatrixShape, Mixture, OpError, Route};
+use crate::sizes;
 use crate::tuning;
-
-/// Threads of the CTA that groups pairs.
-const GROUP_THREADS: u32 = 512;
 
 /// Tokens that are routed where they are grouped; more are routed before, each by its own warp.
 const ROUTED_TOGETHER: usize = 32;
@@ -33,42 +32,34 @@ pub(crate) fn launch<G: Gpu>(
         return Ok(());
     };
     let step = (args.tokens, args.chosen);
-    let plan = Plan::new(args.experts, &like.gate, step, args.room.lists, true);
+    let plan = Plan::new(args.experts, &like.gate, step, args.workspace.lists, true);
     let group = Group {
         logits: &mut *args.logits,
         of_tokens: args.adapters.as_ref().map(|a| (a.of_tokens, a.count)),
         round: args.round,
     };
     group.launch(cuda, &plan)?;
-    let (x, room, round) = (args.x, args.room, args.round);
-    let outs = [&mut *room.gate, &mut *room.up];
+    let (x, workspace, round) = (args.x, args.workspace, args.round);
+    let outs = [&mut *workspace.gate, &mut *workspace.up];
     plan.product(cuda, (x, true), outs.map(|out| out.address()), 0)?;
     let adapters = &mut args.adapters;
-    plan.adapt(cuda, adapters, (x, true), (&mut *room.gate, 0), round)?;
-    plan.adapt(cuda, adapters, (x, true), (&mut *room.up, 1), round)?;
+    plan.adapt(cuda, adapters, (x, true), (&mut *workspace.gate, 0), round)?;
+    plan.adapt(cuda, adapters, (x, true), (&mut *workspace.up, 1), round)?;
     let names = ["silu_mul_f32", "silu_mul_bf16", "silu_mul_f16"];
     let len = plan.pairs() * sizes.middle;
-    let params = Params::new().write(room.gate).read(room.up).wide(len);
+    let params = Params::new().write(workspace.gate).read(workspace.up).wide(len);
     // SAFETY: `check` has made sure that both hold the middle of all pairs.
     unsafe { elementwise(cuda, by_dtype(names, args.round), len, params)? };
-    plan.product(cuda, (room.gate, false), [room.given.address()], 2)?;
-    let x = (&*room.gate, false);
-    plan.adapt(cuda, adapters, x, (&mut *room.given, 2), round)?;
-    let names = [
-        "experts_combine_f32",
-        "experts_combine_bf16",
-        "experts_combine_f16",
-    ];
+    plan.product(cuda, (workspace.gate, false), [workspace.given.address()], 2)?;
+    let x = (&*workspace.gate, false);
+    plan.adapt(cuda, adapters, x, (&mut *workspace.given, 2), round)?;
+    let names = ["experts_combine_f32", "experts_combine_bf16", "experts_combine_f16"];
     let combine = Launch {
         kernel: by_dtype(names, args.round),
         grid: [ctas(plan.tokens), ctas(sizes.hidden.div_ceil(1024)), 1],
         cta: [256, 1, 1],
         shared_bytes: 0,
-        params: plan
-            .lists(Params::new())
-            .read(room.given)
-            .write(args.out)
-            .count(sizes.hidden),
+        params: plan.lists(Params::new()).read(workspace.given).write(args.out).count(sizes.hidden),
     };
     // SAFETY: `check` has made sure of the output, and the lists name pairs that `given` holds.
     unsafe { cuda.launch(combine) }
@@ -79,7 +70,8 @@ pub(super) fn found<G: Gpu>(table: &Adapters<G>) -> Result<(AdapterSizes, usize)
     Ok((table.sizes(), table.count()))
 }
 
-/// What is grouped: the weights of the experts of each token take the place of the logits, and the lists are made.
+/// What is grouped: the weights of the experts of each token take the place of the logits, and the
+/// lists are made.
 pub(super) struct Group<'a> {
     pub(super) logits: &'a mut Floats,
     /// Which adapter each token goes through, and how many an expert has.
@@ -112,16 +104,12 @@ impl Group<'_> {
         };
         // Of a recorded step the number of tokens lies in fixed memory.
         let batch = cuda.fixed().map_or(Address(0), |fixed| fixed.batch());
-        let names = [
-            "experts_group_f32",
-            "experts_group_bf16",
-            "experts_group_f16",
-        ];
+        let names = ["experts_group_f32", "experts_group_bf16", "experts_group_f16"];
         let launch = Launch {
             kernel: by_dtype(names, self.round),
             grid: [1, 1, 1],
-            cta: [GROUP_THREADS, 1, 1],
-            shared_bytes: 2 * 4 * ctas(plan.sizes.experts + 1),
+            cta: [ctas(sizes::experts::GROUP_THREADS), 1, 1],
+            shared_bytes: ctas(sizes::experts::GROUP_SHARED_PER_START * (plan.sizes.experts + 1)),
             params: Params::new()
                 .write(self.logits)
                 .address(plan.lists)
@@ -147,9 +135,9 @@ const PAIR_ADAPTER: usize = 3;
 pub(super) struct Plan<'a, G: Gpu> {
     /// The matrix that all others are like.
     pub(super) like: &'a Matrix<G>,
-    sizes: ExpertSizes,
-    tokens: usize,
-    chosen: usize,
+    pub(super) sizes: ExpertSizes,
+    pub(super) tokens: usize,
+    pub(super) chosen: usize,
     /// Most rows of a tile, and most tiles.
     pub(super) tile_rows: usize,
     pub(super) tiles: usize,
@@ -159,18 +147,19 @@ pub(super) struct Plan<'a, G: Gpu> {
 }
 
 impl<'a, G: Gpu> Plan<'a, G> {
-    /// The plan of a step of so many tokens and experts of each, whose lists lie in `lists`. Unless `takes_many`, tiles are those of few rows.
+    /// The plan of a step of so many tokens and experts of each, with its lists in `lists`. Without
+    /// `has_gemm`, tiles are those of the GEMV kernels.
     pub(super) fn new(
         experts: &Experts<G>,
         like: &'a Matrix<G>,
         (tokens, chosen): (usize, usize),
         lists: &Floats,
-        takes_many: bool,
+        has_gemm: bool,
     ) -> Plan<'a, G> {
         let sizes = experts.sizes();
-        let (few, many) = tuning::CUDA_EXPERT_ROWS;
-        let is_few = tuning::cuda_experts_are_few(tokens * chosen, sizes.experts) || !takes_many;
-        let tile_rows = if is_few { few } else { many };
+        let (gemv, gemm) = tuning::CUDA_EXPERT_ROWS;
+        let uses_gemv = tuning::cuda_experts_use_gemv(tokens * chosen, sizes.experts) || !has_gemm;
+        let tile_rows = if uses_gemv { gemv } else { gemm };
         Plan {
             like,
             sizes,
@@ -197,11 +186,7 @@ impl<'a, G: Gpu> Plan<'a, G> {
 
     /// The parameters that say how to read the lists.
     pub(super) fn lists(&self, params: Params) -> Params {
-        params
-            .address(self.lists)
-            .count(self.tokens)
-            .count(self.chosen)
-            .count(self.sizes.experts)
+        params.address(self.lists).count(self.tokens).count(self.chosen).count(self.sizes.experts)
     }
 
     /// Where the list behind `lists` others begins.
@@ -210,7 +195,8 @@ impl<'a, G: Gpu> Plan<'a, G> {
         self.lists.offset(4 * (head + lists * self.pairs()))
     }
 
-    /// Adds what adapters make of `x` (of tokens or of pairs) to its products with matrix `which` of each expert.
+    /// Adds what adapters make of `x` (of tokens or of pairs) to its products with matrix `which`
+    /// of each expert.
     pub(super) fn adapt(
         &self,
         cuda: &mut Cuda<G>,
@@ -226,17 +212,15 @@ impl<'a, G: Gpu> Plan<'a, G> {
             return Ok(());
         };
         let rows = self.adapted(by_token);
-        // SAFETY: `check` has made sure of inputs, outputs and middle of all pairs, and the lists name tokens that `x` holds.
+        // SAFETY: `check` has made sure of inputs, outputs and middle of all pairs, and the lists
+        // name tokens that `x` holds.
         unsafe { rows.add(cuda, table, (x, out), adapters.middle, round) }
     }
 
     /// The pairs as rows of adapters, their input being of tokens or of pairs.
     pub(super) fn adapted(&self, by_token: bool) -> Rows {
         Rows {
-            own: OfRows {
-                numbers: self.list(PAIR_ADAPTER),
-                there: self.lists,
-            },
+            own: OfRows { numbers: self.list(PAIR_ADAPTER), there: self.lists },
             sources: match by_token {
                 true => self.list(PAIR_TOKEN),
                 false => Address(0),
@@ -245,7 +229,8 @@ impl<'a, G: Gpu> Plan<'a, G> {
         }
     }
 
-    /// `x` (of tokens or of pairs) times the matrices of its experts from `which` on, one per output: 0 gate, 1 up, 2 down.
+    /// `x` (of tokens or of pairs) times the matrices of its experts from `which` on, one per
+    /// output: 0 gate, 1 up, 2 down.
     pub(super) fn product<const N: usize>(
         &self,
         cuda: &mut Cuda<G>,
@@ -258,8 +243,8 @@ impl<'a, G: Gpu> Plan<'a, G> {
         if !tuning::cuda_linear_is_tiled(self.like.dtype(), inputs) {
             return outs.into_iter().zip(which..).try_for_each(|(out, which)| {
                 let launch = Launch {
-                    kernel: by_format(ANY, self.like),
-                    grid: [ctas(self.pairs()), ctas(outputs.div_ceil(8)), 1],
+                    kernel: by_format(GENERIC, self.like),
+                    grid: [ctas(self.pairs()), ctas(outputs.div_ceil(sizes::experts::OUTPUTS)), 1],
                     cta: [256, 1, 1],
                     shared_bytes: 0,
                     params: params
@@ -270,36 +255,28 @@ impl<'a, G: Gpu> Plan<'a, G> {
                         .count(outputs)
                         .count(inputs),
                 };
-                // SAFETY: `check` has made sure of inputs and outputs of all pairs, and the table names the matrices of all experts.
+                // SAFETY: `check` has made sure of inputs and outputs of all pairs, and the table
+                // names the matrices of all experts.
                 unsafe { cuda.launch(launch) }
             });
         }
         let [first, second] = [0, 1].map(|i| outs.get(i).copied().unwrap_or(Address(0)));
         if self.tile_rows == tuning::CUDA_EXPERT_ROWS.1 {
-            return self.many(
-                cuda,
-                (x, by_token),
-                [first, second],
-                (N, which, outputs, inputs),
-            );
+            return self.gemm(cuda, (x, by_token), [first, second], (N, which, outputs, inputs));
         }
         let device = cuda.gpu().properties();
-        let table_bytes = match self.like.quant() {
-            QuantType::Nf4 => (32 << 10) + 1024,
-            QuantType::None | QuantType::Int8 => 0,
-        };
         // Two tiles of outputs whatever their number, for all experts together have many.
-        let sizes = tuning::cuda_linear_few(
+        let sizes = tuning::cuda_gemv(
             usize::MAX,
             self.tokens.min(self.tile_rows),
-            table_bytes,
+            self.like.quant() == QuantType::Nf4,
             device.multiprocessors as usize,
             device.shared_bytes as usize,
         );
         let launch = Launch {
-            kernel: by_kind(FEW, self.like)[usize::from(sizes.n > 1)],
+            kernel: by_kind(GEMV, self.like)[usize::from(sizes.n > 1)],
             grid: [ctas(N * outputs.div_ceil(32)), ctas(self.tiles), 1],
-            cta: [256, 1, 1],
+            cta: [ctas(sizes::experts_gemv::CTA_THREADS), 1, 1],
             shared_bytes: ctas(sizes.shared_bytes),
             params: params
                 .read(x)
@@ -315,8 +292,8 @@ impl<'a, G: Gpu> Plan<'a, G> {
         unsafe { cuda.launch(launch) }
     }
 
-    /// The same by `experts_many.cu`, after the rows of all pairs were rounded and put in order.
-    fn many(
+    /// The same by `experts_gemm.cu`, after the rows of all pairs were rounded and put in order.
+    fn gemm(
         &self,
         cuda: &mut Cuda<G>,
         (x, by_token): (&Floats, bool),
@@ -327,33 +304,31 @@ impl<'a, G: Gpu> Plan<'a, G> {
         let len = self.pairs().saturating_mul(inputs);
         let rounded = cuda.scratch(len.saturating_mul(2))?;
         if by_token {
-            let take = Launch {
-                kernel: ["experts_take_bf16", "experts_take_f16"][usize::from(is_f16)],
+            let gather = Launch {
+                kernel: ["experts_gather_bf16", "experts_gather_f16"][usize::from(is_f16)],
                 grid: [ctas(self.pairs()), 1, 1],
                 cta: [256, 1, 1],
                 shared_bytes: 0,
-                params: self
-                    .lists(Params::new())
-                    .read(x)
-                    .address(rounded.address())
-                    .count(inputs),
+                params: self.lists(Params::new()).read(x).address(rounded.address()).count(inputs),
             };
-            // SAFETY: `rounded` holds the inputs of all pairs, and the lists name tokens that `x` holds.
-            unsafe { cuda.launch(take)? };
+            // SAFETY: `rounded` holds the inputs of all pairs, and the lists name tokens that `x`
+            // holds.
+            unsafe { cuda.launch(gather)? };
         } else {
             let convert = ["convert_f32_bf16", "convert_f32_f16"][usize::from(is_f16)];
             convert::launch(cuda, convert, x.address(), rounded.address(), len)?;
         }
-        let (block_bytes, table_bytes) = match self.like.quant() {
-            QuantType::None => (128, 0),
-            QuantType::Int8 => (64, 0),
-            QuantType::Nf4 => (32, (32 << 10) + 2048),
+        let shared_bytes = match self.like.quant() {
+            QuantType::None => sizes::experts_gemm::SHARED_PLAIN,
+            QuantType::Int8 => sizes::experts_gemm::SHARED_INT8,
+            QuantType::Nf4 => sizes::experts_gemm::SHARED_NF4,
         };
+        let output_tiles = products * outputs.div_ceil(sizes::experts_gemm::TILE_OUTPUTS);
         let launch = Launch {
-            kernel: by_kind(MANY, self.like),
-            grid: [ctas(self.tiles), ctas(products * outputs.div_ceil(128)), 1],
+            kernel: by_kind(GEMM, self.like),
+            grid: [ctas(self.tiles), ctas(output_tiles), 1],
             cta: [256, 1, 1],
-            shared_bytes: table_bytes + 3 * 128 * (block_bytes + 128),
+            shared_bytes: ctas(shared_bytes),
             params: self
                 .lists(Params::new().address(self.table))
                 .address(rounded.address())
@@ -378,42 +353,30 @@ fn by_kind<G: Gpu, T: Copy>(names: [[T; 2]; 3], matrix: &Matrix<G>) -> T {
     names[usize::from(matrix.dtype() == DType::F16)]
 }
 
-const ANY: [[&str; 3]; 3] = [
-    [
-        "experts_any_plain_f32",
-        "experts_any_plain_bf16",
-        "experts_any_plain_f16",
-    ],
-    [
-        "experts_any_int8_f32",
-        "experts_any_int8_bf16",
-        "experts_any_int8_f16",
-    ],
-    [
-        "experts_any_nf4_f32",
-        "experts_any_nf4_bf16",
-        "experts_any_nf4_f16",
-    ],
+const GENERIC: [[&str; 3]; 3] = [
+    ["experts_generic_plain_f32", "experts_generic_plain_bf16", "experts_generic_plain_f16"],
+    ["experts_generic_int8_f32", "experts_generic_int8_bf16", "experts_generic_int8_f16"],
+    ["experts_generic_nf4_f32", "experts_generic_nf4_bf16", "experts_generic_nf4_f16"],
 ];
 
 /// By format, dtype, and for up to 8 or up to 32 rows.
-const FEW: [[[&str; 2]; 2]; 3] = [
+const GEMV: [[[&str; 2]; 2]; 3] = [
     [
-        ["experts_few_plain_bf16_n1", "experts_few_plain_bf16_n4"],
-        ["experts_few_plain_f16_n1", "experts_few_plain_f16_n4"],
+        ["experts_gemv_plain_bf16_n1", "experts_gemv_plain_bf16_n4"],
+        ["experts_gemv_plain_f16_n1", "experts_gemv_plain_f16_n4"],
     ],
     [
-        ["experts_few_int8_bf16_n1", "experts_few_int8_bf16_n4"],
-        ["experts_few_int8_f16_n1", "experts_few_int8_f16_n4"],
+        ["experts_gemv_int8_bf16_n1", "experts_gemv_int8_bf16_n4"],
+        ["experts_gemv_int8_f16_n1", "experts_gemv_int8_f16_n4"],
     ],
     [
-        ["experts_few_nf4_bf16_n1", "experts_few_nf4_bf16_n4"],
-        ["experts_few_nf4_f16_n1", "experts_few_nf4_f16_n4"],
+        ["experts_gemv_nf4_bf16_n1", "experts_gemv_nf4_bf16_n4"],
+        ["experts_gemv_nf4_f16_n1", "experts_gemv_nf4_f16_n4"],
     ],
 ];
 
-const MANY: [[&str; 2]; 3] = [
-    ["experts_many_plain_bf16", "experts_many_plain_f16"],
-    ["experts_many_int8_bf16", "experts_many_int8_f16"],
-    ["experts_many_nf4_bf16", "experts_many_nf4_f16"],
+const GEMM: [[&str; 2]; 3] = [
+    ["experts_gemm_plain_bf16", "experts_gemm_plain_f16"],
+    ["experts_gemm_int8_bf16", "experts_gemm_int8_f16"],
+    ["experts_gemm_nf4_bf16", "experts_gemm_nf4_f16"],
 ];

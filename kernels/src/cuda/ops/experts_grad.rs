@@ -1,4 +1,5 @@
-//! Launches `experts_grad.cu` and `experts_grad_any.cu`: the gradient of a mixture of experts without the host.
+//! Launches `experts_grad.cu` and `experts_grad_generic.cu`: the gradient of a mixture of experts
+//! without the host.
 
 use shared::config::QuantType;
 use shared::dtype::DType;
@@ -7,7 +8,10 @@ use super::experts::{Group, Plan, found};
 use super::linear::by_format;
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Adapters, Cuda, Experts, Floats, Gpu, Launch, Params};
-use crate::ops::{ExpertAdapters, ExpertsGradRoom, MatrixShape, MixtureGrad, OpError, RouteGrad};
+use crate::ops::{
+    ExpertAdapters, MatrixShape, MixtureGrad, MixtureGradWorkspace, OpError, RouteGrad,
+};
+use crate::sizes;
 use crate::tuning;
 
 pub(crate) fn launch<G: Gpu>(
@@ -23,15 +27,8 @@ pub(crate) fn launch<G: Gpu>(
     let Some(like) = args.experts.like().filter(|_| tokens > 0) else {
         return Ok(());
     };
-    let ExpertsGradRoom {
-        gate,
-        up,
-        grad,
-        given: [given, part],
-        weights,
-        shares,
-        lists,
-    } = args.room;
+    let MixtureGradWorkspace { gate, up, grad, given: [given, part], weights, shares, lists } =
+        args.workspace;
     let is_tiled = |inputs| tuning::cuda_linear_is_tiled(like.gate.dtype(), inputs);
     let all_tiled = is_tiled(sizes.hidden) && is_tiled(sizes.middle);
     let plan = Plan::new(args.experts, &like.gate, (tokens, chosen), lists, all_tiled);
@@ -47,37 +44,10 @@ pub(crate) fn launch<G: Gpu>(
     plan.adapt(cuda, &mut adapters, x, (&mut *gate, 0), round)?;
     plan.adapt(cuda, &mut adapters, x, (&mut *up, 1), round)?;
     plan.gradient(cuda, &mut adapters, (args.grad, true), (&mut *grad, 2))?;
-    let middle = Launch {
-        kernel: "experts_grad_middle",
-        grid: [ctas(tokens), ctas(chosen), 1],
-        cta: [256, 1, 1],
-        shared_bytes: 32 * 4,
-        params: plan
-            .lists(Params::new())
-            .write(gate)
-            .write(up)
-            .read(grad)
-            .write(shares)
-            .count(sizes.middle),
-    };
-    // SAFETY: `check` has made sure of the middle of all pairs and of the shares of all tokens; the lists name no other pairs.
-    unsafe { cuda.launch(middle)? };
+    plan.activation_gradient(cuda, (&mut *gate, &mut *up), grad, shares)?;
     plan.gradient(cuda, &mut adapters, (gate, false), (&mut *given, 0))?;
     plan.gradient(cuda, &mut adapters, (up, false), (&mut *part, 1))?;
-    let combine = Launch {
-        kernel: "experts_grad_combine",
-        grid: [ctas(tokens), ctas(sizes.hidden.div_ceil(1024)), 1],
-        cta: [256, 1, 1],
-        shared_bytes: 0,
-        params: plan
-            .lists(Params::new())
-            .read(given)
-            .read(part)
-            .write(args.out)
-            .count(sizes.hidden),
-    };
-    // SAFETY: `check` has made sure of the output, and the lists name pairs that both hold.
-    unsafe { cuda.launch(combine)? };
+    plan.combine_gradients(cuda, [given, part], args.out)?;
     let route = RouteGrad {
         logits: args.logits,
         grad: &*shares,
@@ -90,8 +60,55 @@ pub(crate) fn launch<G: Gpu>(
 }
 
 impl<G: Gpu> Plan<'_, G> {
-    /// Of `grad` (of tokens or of pairs), the gradient of the products with matrix `which` of each expert, that of the input of each pair, adapters
-    /// included.
+    /// Replaces the gate and up projections of each pair by their gradients, and writes the
+    /// gradients of the router's weights to `shares`. `grad` is that of the middle.
+    fn activation_gradient(
+        &self,
+        cuda: &mut Cuda<G>,
+        (gate, up): (&mut Floats, &mut Floats),
+        grad: &Floats,
+        shares: &mut Floats,
+    ) -> Result<(), OpError> {
+        let middle = Launch {
+            kernel: "experts_grad_middle",
+            grid: [ctas(self.tokens), ctas(self.chosen), 1],
+            cta: [256, 1, 1],
+            shared_bytes: ctas(sizes::experts_grad::MIDDLE_SHARED),
+            params: self
+                .lists(Params::new())
+                .write(gate)
+                .write(up)
+                .read(grad)
+                .write(shares)
+                .count(self.sizes.middle),
+        };
+        // SAFETY: `check` has made sure of the middle of all pairs and of the shares of all
+        // tokens; the lists name no other pairs.
+        unsafe { cuda.launch(middle) }
+    }
+
+    /// Adds up the input gradients of each token's pairs, those of the gate and of the up
+    /// projection.
+    fn combine_gradients(
+        &self,
+        cuda: &mut Cuda<G>,
+        [gate, up]: [&Floats; 2],
+        out: &mut Floats,
+    ) -> Result<(), OpError> {
+        let hidden = self.sizes.hidden;
+        let combine = Launch {
+            kernel: "experts_grad_combine",
+            grid: [ctas(self.tokens), ctas(hidden.div_ceil(1024)), 1],
+            cta: [256, 1, 1],
+            shared_bytes: 0,
+            params: self.lists(Params::new()).read(gate).read(up).write(out).count(hidden),
+        };
+        // SAFETY: `check` has made sure of the output, and the lists name pairs that both hold.
+        unsafe { cuda.launch(combine) }
+    }
+
+    /// Of `grad` (of tokens or of pairs), the gradient of the products with matrix `which` of each
+    /// expert, that of the input of each pair, adapters included.
     fn gradient(
         &self,
         cuda: &mut Cuda<G>,
@@ -102,7 +119,7 @@ impl<G: Gpu> Plan<'_, G> {
         let (_, inputs) = self.sides(which);
         match tuning::cuda_linear_is_tiled(self.like.dtype(), inputs) {
             true => self.tiled_gradient(cuda, (grad, by_token), &mut *out, which)?,
-            false => self.any_gradient(cuda, (grad, by_token), &mut *out, which)?,
+            false => self.generic_gradient(cuda, (grad, by_token), &mut *out, which)?,
         }
         let Some(adapters) = adapters else {
             return Ok(());
@@ -111,7 +128,8 @@ impl<G: Gpu> Plan<'_, G> {
             return Ok(());
         };
         let rows = self.adapted(by_token);
-        // SAFETY: `check` has made sure of both gradients and the middle of all pairs, and the lists name tokens that `grad` holds.
+        // SAFETY: `check` has made sure of both gradients and the middle of all pairs, and the
+        // lists name tokens that `grad` holds.
         unsafe { rows.add_grad(cuda, table, (grad, out), adapters.middle) }
     }
 
@@ -123,7 +141,7 @@ impl<G: Gpu> Plan<'_, G> {
         which: usize,
     ) -> Result<(), OpError> {
         let (outputs, inputs) = self.sides(which);
-        let padded = outputs.next_multiple_of(STEP);
+        let padded = outputs.next_multiple_of(sizes::experts_grad::STEP);
         let bytes = tuning::cuda_linear_grad_workspace(outputs, self.pairs());
         let rounded = cuda.scratch(bytes)?;
         let params = || self.lists(Params::new().address(self.table));
@@ -142,15 +160,16 @@ impl<G: Gpu> Plan<'_, G> {
                 .count(inputs)
                 .count(padded),
         };
-        // SAFETY: `rounded` holds `padded` 16-bit numbers of all pairs, and the lists name rows that `grad` holds.
+        // SAFETY: `rounded` holds `padded` 16-bit numbers of all pairs, and the lists name rows
+        // that `grad` holds.
         unsafe { cuda.launch(round)? };
-        let few = self.tile_rows == tuning::CUDA_EXPERT_ROWS.0;
-        let (kernels, shared_bytes) = tiled_kernels(self.like.quant(), self.like.dtype(), few);
+        let is_gemv = self.tile_rows == tuning::CUDA_EXPERT_ROWS.0;
+        let (kernel, shared_bytes) = tiled_kernel(self.like.quant(), self.like.dtype(), is_gemv);
         let product = Launch {
-            kernel: kernels[usize::from(few)],
-            grid: [ctas(self.tiles), ctas(inputs.div_ceil(128)), 1],
+            kernel,
+            grid: [ctas(self.tiles), ctas(inputs.div_ceil(sizes::experts_grad::TILE_INPUTS)), 1],
             cta: [256, 1, 1],
-            shared_bytes,
+            shared_bytes: ctas(shared_bytes),
             params: params()
                 .address(rounded.address())
                 .write(out)
@@ -159,11 +178,12 @@ impl<G: Gpu> Plan<'_, G> {
                 .count(inputs)
                 .count(padded),
         };
-        // SAFETY: as above, and `out` holds the inputs of all pairs; the matrices begin at multiples of 256 and their rows are whole blocks of 64.
+        // SAFETY: as above, and `out` holds the inputs of all pairs; the matrices begin at
+        // multiples of 256 and their rows are whole blocks of 64.
         unsafe { cuda.launch(product) }
     }
 
-    fn any_gradient(
+    fn generic_gradient(
         &self,
         cuda: &mut Cuda<G>,
         (grad, by_token): (&Floats, bool),
@@ -172,10 +192,14 @@ impl<G: Gpu> Plan<'_, G> {
     ) -> Result<(), OpError> {
         let (outputs, inputs) = self.sides(which);
         let launch = Launch {
-            kernel: by_format(ANY, self.like),
-            grid: [ctas(inputs.div_ceil(128)), ctas(self.tiles), 1],
+            kernel: by_format(GENERIC, self.like),
+            grid: [
+                ctas(inputs.div_ceil(sizes::experts_grad_generic::TILE_INPUTS)),
+                ctas(self.tiles),
+                1,
+            ],
             cta: [256, 1, 1],
-            shared_bytes: (16 * 128 + 32 * 17) * 4,
+            shared_bytes: ctas(sizes::experts_grad_generic::SHARED),
             params: self
                 .lists(Params::new().address(self.table))
                 .read(grad)
@@ -185,67 +209,50 @@ impl<G: Gpu> Plan<'_, G> {
                 .count(outputs)
                 .count(inputs),
         };
-        // SAFETY: `check` has made sure that both gradients hold all pairs or tokens, the table names the matrices of all experts, and tiles have at
-        // most 32 rows.
+        // SAFETY: `check` has made sure that both gradients hold all pairs or tokens, the table
+        // names the matrices of all experts, and tiles have no more rows than the kernel takes.
         unsafe { cuda.launch(launch) }
     }
 }
 
-/// Outputs that a step walks.
-const STEP: usize = 32;
-
-/// The kernels for tiles of many and of few rows, and the shared memory of the one that is used.
-fn tiled_kernels(quant: QuantType, dtype: DType, few: bool) -> ([&'static str; 2], u32) {
-    let (kernels, stage_bytes, made_bytes, stages) = match (quant, dtype) {
-        (QuantType::None, DType::F16) => (
-            ["experts_grad_many_plain_f16", "experts_grad_few_plain_f16"],
-            8 << 10,
-            16 << 10,
-            8,
-        ),
-        (QuantType::None, _) => (
-            [
-                "experts_grad_many_plain_bf16",
-                "experts_grad_few_plain_bf16",
-            ],
-            8 << 10,
-            0,
-            8,
-        ),
-        (QuantType::Int8, _) => (
-            ["experts_grad_many_int8_bf16", "experts_grad_few_int8_bf16"],
-            4 << 10,
-            16 << 10,
-            10,
-        ),
-        (QuantType::Nf4, _) => (
-            ["experts_grad_many_nf4_bf16", "experts_grad_few_nf4_bf16"],
-            2 << 10,
-            (16 << 10) + (32 << 10) + 1024,
-            10,
-        ),
+/// The kernel of a format for tiles of few (GEMV) or many (GEMM) rows, and its shared memory.
+fn tiled_kernel(quant: QuantType, dtype: DType, is_gemv: bool) -> (&'static str, usize) {
+    use sizes::experts_grad as of;
+    let kernels = match (quant, dtype) {
+        (QuantType::None, DType::F16) => [
+            ("experts_grad_gemm_plain_f16", of::GEMM_SHARED_PLAIN_F16),
+            ("experts_grad_gemv_plain_f16", of::GEMV_SHARED_PLAIN_F16),
+        ],
+        (QuantType::None, _) => [
+            ("experts_grad_gemm_plain_bf16", of::GEMM_SHARED_PLAIN_BF16),
+            ("experts_grad_gemv_plain_bf16", of::GEMV_SHARED_PLAIN_BF16),
+        ],
+        (QuantType::Int8, _) => [
+            ("experts_grad_gemm_int8_bf16", of::GEMM_SHARED_INT8),
+            ("experts_grad_gemv_int8_bf16", of::GEMV_SHARED_INT8),
+        ],
+        (QuantType::Nf4, _) => [
+            ("experts_grad_gemm_nf4_bf16", of::GEMM_SHARED_NF4),
+            ("experts_grad_gemv_nf4_bf16", of::GEMV_SHARED_NF4),
+        ],
     };
-    let (tile_rows, stages) = if few { (32, stages) } else { (128, 4) };
-    (
-        kernels,
-        ctas(made_bytes + stages * (stage_bytes + tile_rows * STEP * 2)),
-    )
+    kernels[usize::from(is_gemv)]
 }
 
-const ANY: [[&str; 3]; 3] = [
+const GENERIC: [[&str; 3]; 3] = [
     [
-        "experts_grad_any_plain_f32",
-        "experts_grad_any_plain_bf16",
-        "experts_grad_any_plain_f16",
+        "experts_grad_generic_plain_f32",
+        "experts_grad_generic_plain_bf16",
+        "experts_grad_generic_plain_f16",
     ],
     [
-        "experts_grad_any_int8_f32",
-        "experts_grad_any_int8_bf16",
-        "experts_grad_any_int8_f16",
+        "experts_grad_generic_int8_f32",
+        "experts_grad_generic_int8_bf16",
+        "experts_grad_generic_int8_f16",
     ],
     [
-        "experts_grad_any_nf4_f32",
-        "experts_grad_any_nf4_bf16",
-        "experts_grad_any_nf4_f16",
+        "experts_grad_generic_nf4_f32",
+        "experts_grad_generic_nf4_bf16",
+        "experts_grad_generic_nf4_f16",
     ],
 ];

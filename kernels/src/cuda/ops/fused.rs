@@ -5,6 +5,7 @@ use crate::cuda::gpu::ctas;
 use crate::cuda::{Cuda, Floats, Gpu, Launch, Pages, Params};
 use crate::kv::total_tokens;
 use crate::ops::{AddNorm, OpError, PagePool, RopeAppend};
+use crate::sizes;
 use crate::tuning;
 
 pub(crate) fn add_norm<G: Gpu>(
@@ -17,25 +18,23 @@ pub(crate) fn add_norm<G: Gpu>(
         return Ok(());
     }
     let params = Params::new().write(args.x).read(args.y).read(args.weight);
-    let (names, params) = match args.bias {
+    let (names, params, shared_bytes) = match args.bias {
         None => (
             ["rmsnorm_add_f32", "rmsnorm_add_bf16", "rmsnorm_add_f16"],
             params,
+            sizes::rmsnorm::SHARED,
         ),
         Some(bias) => (
-            [
-                "layernorm_add_f32",
-                "layernorm_add_bf16",
-                "layernorm_add_f16",
-            ],
+            ["layernorm_add_f32", "layernorm_add_bf16", "layernorm_add_f16"],
             params.read(bias),
+            sizes::layernorm::SHARED,
         ),
     };
     let launch = Launch {
         kernel: by_dtype(names, round),
         grid: [ctas(rows), 1, 1],
         cta: [tuning::cuda_norm_threads(width), 1, 1],
-        shared_bytes: 64 * 4,
+        shared_bytes: ctas(shared_bytes),
         params: params.write(args.out).count(width).float(args.eps),
     };
     // SAFETY: the checks have made sure that all buffers hold `rows` rows of `width`.
@@ -71,6 +70,7 @@ pub(crate) fn rope_append<G: Gpu>(
             .count(layout.kv_heads)
             .count(head_dim),
     };
-    // SAFETY: the checks have made sure that queries, keys, values and the table hold all tokens and that every page exists.
+    // SAFETY: the checks have made sure that queries, keys, values and the table hold all tokens
+    // and that every page exists.
     unsafe { cuda.launch(launch) }
 }

@@ -11,7 +11,8 @@ pub(crate) fn launch<G: Gpu>(cuda: &mut Cuda<G>, args: Gelu<'_, Floats>) -> Resu
         GeluKind::Erf => ["gelu_erf_f32", "gelu_erf_bf16", "gelu_erf_f16"],
     };
     let params = Params::new().write(args.x).wide(args.len);
-    // SAFETY: `check` has made sure that `x` holds `len` elements; buffers begin at multiples of 256.
+    // SAFETY: `check` has made sure that `x` holds `len` elements; buffers begin at multiples of
+    // 256.
     unsafe { elementwise(cuda, by_dtype(names, args.round), args.len, params) }
 }
 

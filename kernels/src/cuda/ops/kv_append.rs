@@ -1,11 +1,9 @@
 //! Launches `kv_append.cu`.
 
-use shared::ids::PageId;
-
 use super::by_dtype;
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Cuda, Floats, Gpu, Launch, Pages, Params};
-use crate::kv::{PAGE_TOKENS, total_tokens};
+use crate::kv::total_tokens;
 use crate::ops::{KvAppend, OpError, PagePool};
 
 pub(crate) fn launch<G: Gpu>(
@@ -38,48 +36,7 @@ pub(crate) fn launch<G: Gpu>(
             .count(layout.kv_heads)
             .count(layout.head_dim),
     };
-    // SAFETY: `check` has made sure that keys and values hold all tokens and that every page that they go to exists; the mirror is as
-    // long as the pages.
-    unsafe { cuda.launch(launch) }
-}
-
-/// Copies the first slots of pages: (source, destination, tokens); no page is the destination of one copy and in another.
-pub(crate) fn launch_copies<G: Gpu>(
-    cuda: &mut Cuda<G>,
-    pages: &mut Pages<'_>,
-    copies: &[(PageId, PageId, usize)],
-) -> Result<(), OpError> {
-    let layout = pages.layout();
-    let mut words = Vec::with_capacity(copies.len() * 3);
-    for &(source, destination, tokens) in copies {
-        for page in [source, destination] {
-            if page.0 as usize >= pages.pages() {
-                let pages = pages.pages();
-                return Err(OpError::NoSuchPage { page, pages });
-            }
-        }
-        if tokens > PAGE_TOKENS {
-            let limit = PAGE_TOKENS;
-            return Err(OpError::TooManyTokens { tokens, limit });
-        }
-        words.extend([source.0, destination.0, u32::try_from(tokens).unwrap_or(0)]);
-    }
-    if copies.is_empty() || layout.page_bytes() == 0 {
-        return Ok(());
-    }
-    let words = cuda.words(&words)?;
-    let names = ["page_copy_f32", "page_copy_bf16", "page_copy_f16"];
-    let launch = Launch {
-        kernel: by_dtype(names, layout.dtype),
-        grid: [ctas(copies.len()), 1, 1],
-        cta: [256, 1, 1],
-        shared_bytes: 0,
-        params: Params::new()
-            .address(words.address())
-            .address(pages.address())
-            .count(layout.kv_heads)
-            .count(layout.head_dim),
-    };
-    // SAFETY: every page named exists, and no more than its slots are copied.
+    // SAFETY: `check` has made sure that keys and values hold all tokens and that every page that
+    // they go to exists; the mirror is as long as the pages.
     unsafe { cuda.launch(launch) }
 }

@@ -4,6 +4,7 @@ use super::by_dtype;
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Cuda, Floats, Gpu, Launch, Params};
 use crate::ops::{Layernorm, OpError};
+use crate::sizes;
 use crate::tuning;
 
 const KERNELS: [&str; 3] = ["layernorm_f32", "layernorm_bf16", "layernorm_f16"];
@@ -20,7 +21,7 @@ pub(crate) fn launch<G: Gpu>(
         kernel: by_dtype(KERNELS, args.round),
         grid: [ctas(args.rows), 1, 1],
         cta: [tuning::cuda_norm_threads(args.width), 1, 1],
-        shared_bytes: 64 * 4,
+        shared_bytes: ctas(sizes::layernorm::SHARED),
         params: Params::new()
             .read(args.x)
             .read(args.weight)
@@ -29,6 +30,7 @@ pub(crate) fn launch<G: Gpu>(
             .count(args.width)
             .float(args.eps),
     };
-    // SAFETY: `check` has made sure that the buffers hold `rows` rows of `width`; without a branch to add, x is only read.
+    // SAFETY: `check` has made sure that the buffers hold `rows` rows of `width`; without a branch
+    // to add, x is only read.
     unsafe { cuda.launch(launch) }
 }

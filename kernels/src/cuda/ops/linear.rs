@@ -1,4 +1,4 @@
-//! Launches `linear_few.cu`, `linear_many.cu`, `linear_wgmma.cu` and `linear_any.cu`.
+//! Launches `linear_gemv.cu`, `linear_gemm.cu`, `linear_wgmma.cu` and `linear_generic.cu`.
 
 use shared::config::QuantType;
 use shared::dtype::DType;
@@ -7,6 +7,7 @@ use crate::cuda::gpu::ctas;
 use crate::cuda::matrix::Parts;
 use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Matrix, Params};
 use crate::ops::{Linear, MatrixShape, OpError, Product, Products};
+use crate::sizes;
 use crate::tuning;
 
 /// Matrices that one launch multiplies with the same input.
@@ -16,22 +17,15 @@ pub(crate) fn launch<G: Gpu>(
     cuda: &mut Cuda<G>,
     args: Linear<'_, Floats, Matrix<G>>,
 ) -> Result<(), OpError> {
-    let mut product = Product {
-        weight: args.weight,
-        bias: args.bias,
-        out: args.out,
-    };
+    let mut product = Product { weight: args.weight, bias: args.bias, out: args.out };
     launch_products(
         cuda,
-        Products {
-            x: args.x,
-            rows: args.rows,
-            parts: std::slice::from_mut(&mut product),
-        },
+        Products { x: args.x, rows: args.rows, parts: std::slice::from_mut(&mut product) },
     )
 }
 
-/// Each product has the bits that it has alone. Up to [`MAX_PRODUCTS`] matrices of one format, dtype and number of inputs share a launch.
+/// Each product has the bits that it has alone. Up to [`MAX_PRODUCTS`] matrices of one format,
+/// dtype and number of inputs share a launch.
 pub(crate) fn launch_products<G: Gpu>(
     cuda: &mut Cuda<G>,
     args: Products<'_, '_, Floats, Matrix<G>>,
@@ -53,19 +47,19 @@ pub(crate) fn launch_products<G: Gpu>(
     let is_tiled = tuning::cuda_linear_is_tiled(first.dtype(), first.inputs());
     if !together || !is_tiled {
         if let [product] = parts {
-            return any(cuda, x, rows, product);
+            return generic(cuda, x, rows, product);
         }
         return parts.iter_mut().try_for_each(|product| {
             let parts = std::slice::from_mut(product);
             launch_products(cuda, Products { x, rows, parts })
         });
     }
-    if rows <= tuning::CUDA_LINEAR_FEW_ROWS {
-        few(cuda, x, rows, &first, parts)
+    if rows <= tuning::CUDA_GEMV_ROWS {
+        gemv(cuda, x, rows, &first, parts)
     } else if cuda.uses_warpgroups() {
-        many_by_warpgroups(cuda, x, rows, &first, parts)
+        gemm_by_warpgroups(cuda, x, rows, &first, parts)
     } else {
-        many(cuda, x, rows, &first, parts)
+        gemm(cuda, x, rows, &first, parts)
     }
 }
 
@@ -87,7 +81,7 @@ pub(super) fn by_format<G: Gpu>(names: [[&'static str; 3]; 3], matrix: &Matrix<G
     super::by_dtype(names, matrix.dtype())
 }
 
-fn any<G: Gpu>(
+fn generic<G: Gpu>(
     cuda: &mut Cuda<G>,
     x: &Floats,
     rows: usize,
@@ -95,10 +89,10 @@ fn any<G: Gpu>(
 ) -> Result<(), OpError> {
     let weight = &product.weight;
     let launch = Launch {
-        kernel: by_format(ANY, weight),
+        kernel: by_format(GENERIC, weight),
         grid: [
-            ctas(weight.outputs().div_ceil(8)),
-            ctas(rows.div_ceil(8)),
+            ctas(weight.outputs().div_ceil(sizes::linear_generic::OUTPUTS)),
+            ctas(rows.div_ceil(sizes::linear_generic::ROWS)),
             1,
         ],
         cta: [256, 1, 1],
@@ -112,12 +106,13 @@ fn any<G: Gpu>(
             .count(weight.inputs())
             .count(rows),
     };
-    // SAFETY: `launch_products` has made sure of `rows` rows of inputs and outputs, and a matrix has the bytes of its shape.
+    // SAFETY: `launch_products` has made sure of `rows` rows of inputs and outputs, and a matrix
+    // has the bytes of its shape.
     unsafe { cuda.launch(launch) }
 }
 
-/// The parameters of `LINEAR_PARTS` in `linear.cuh`; products that are not there have no outputs.
-fn parts<G: Gpu>(products: &mut [Product<'_, Floats, Matrix<G>>]) -> Params {
+/// The parameters of `LINEAR_PRODUCTS` in `linear.cuh`; products that do not exist have no outputs.
+fn params_of<G: Gpu>(products: &mut [Product<'_, Floats, Matrix<G>>]) -> Params {
     let mut params = Params::new();
     for product in products.iter_mut() {
         params = params
@@ -128,11 +123,7 @@ fn parts<G: Gpu>(products: &mut [Product<'_, Floats, Matrix<G>>]) -> Params {
     }
     for _ in products.len()..MAX_PRODUCTS {
         let nowhere = Address(0);
-        params = params
-            .address(nowhere)
-            .address(nowhere)
-            .address(nowhere)
-            .count(0);
+        params = params.address(nowhere).address(nowhere).address(nowhere).count(0);
     }
     params
 }
@@ -142,7 +133,7 @@ fn tiles<G: Gpu>(products: &[Product<'_, Floats, Matrix<G>>], outputs: usize) ->
     products.iter().map(of).sum()
 }
 
-fn few<G: Gpu>(
+fn gemv<G: Gpu>(
     cuda: &mut Cuda<G>,
     x: &Floats,
     rows: usize,
@@ -151,33 +142,25 @@ fn few<G: Gpu>(
 ) -> Result<(), OpError> {
     let device = cuda.gpu().properties();
     let outputs = products.iter().map(|p| p.weight.outputs()).sum();
-    let table_bytes = match like.quant() {
-        QuantType::Nf4 => (32 << 10) + 1024,
-        QuantType::None | QuantType::Int8 => 0,
-    };
-    let sizes = tuning::cuda_linear_few(
+    let sizes = tuning::cuda_gemv(
         outputs,
         rows,
-        table_bytes,
+        like.quant() == QuantType::Nf4,
         device.multiprocessors as usize,
         device.shared_bytes as usize,
     );
     let launch = Launch {
-        kernel: few_kernel(like, sizes),
+        kernel: gemv_kernel(like, sizes),
         grid: [ctas(tiles(products, 16 * sizes.m)), 1, 1],
-        cta: [256, 1, 1],
+        cta: [ctas(sizes::linear_gemv::CTA_THREADS), 1, 1],
         shared_bytes: ctas(sizes.shared_bytes),
-        params: parts(products)
-            .read(x)
-            .count(like.inputs())
-            .count(rows)
-            .count(sizes.stages),
+        params: params_of(products).read(x).count(like.inputs()).count(rows).count(sizes.stages),
     };
-    // SAFETY: as in `any`; the matrices begin at multiples of 256 and their rows are whole blocks.
+    // SAFETY: as in `generic`; the matrices begin at multiples of 256, their rows are whole blocks.
     unsafe { cuda.launch(launch) }
 }
 
-fn few_kernel<G: Gpu>(like: &Matrix<G>, sizes: tuning::CudaLinearFew) -> &'static str {
+fn gemv_kernel<G: Gpu>(like: &Matrix<G>, sizes: tuning::CudaGemv) -> &'static str {
     let format = match like.quant() {
         QuantType::None => 0,
         QuantType::Int8 => 1,
@@ -190,10 +173,10 @@ fn few_kernel<G: Gpu>(like: &Matrix<G>, sizes: tuning::CudaLinearFew) -> &'stati
         2 => 1,
         _ => 2,
     };
-    FEW[format][dtype][m][n]
+    GEMV[format][dtype][m][n]
 }
 
-fn many<G: Gpu>(
+fn gemm<G: Gpu>(
     cuda: &mut Cuda<G>,
     x: &Floats,
     rows: usize,
@@ -207,39 +190,34 @@ fn many<G: Gpu>(
         DType::F32 | DType::Bf16 => ("convert_f32_bf16", false),
     };
     super::convert::launch(cuda, convert, x.address(), rounded.address(), len)?;
-    let (names, block_bytes, table_bytes) = match like.quant() {
-        QuantType::None => (["linear_many_plain_bf16", "linear_many_plain_f16"], 128, 0),
-        QuantType::Int8 => (["linear_many_int8_bf16", "linear_many_int8_f16"], 64, 0),
-        QuantType::Nf4 => (
-            ["linear_many_nf4_bf16", "linear_many_nf4_f16"],
-            32,
-            (32 << 10) + 2048,
-        ),
+    use sizes::linear_gemm::{SHARED_INT8, SHARED_NF4, SHARED_PLAIN, TILE_OUTPUTS, TILE_ROWS};
+    let (names, shared_bytes) = match like.quant() {
+        QuantType::None => (["linear_gemm_plain_bf16", "linear_gemm_plain_f16"], SHARED_PLAIN),
+        QuantType::Int8 => (["linear_gemm_int8_bf16", "linear_gemm_int8_f16"], SHARED_INT8),
+        QuantType::Nf4 => (["linear_gemm_nf4_bf16", "linear_gemm_nf4_f16"], SHARED_NF4),
     };
     let launch = Launch {
         kernel: names[usize::from(is_f16)],
-        grid: [ctas(rows.div_ceil(128)), ctas(tiles(products, 128)), 1],
+        grid: [ctas(rows.div_ceil(TILE_ROWS)), ctas(tiles(products, TILE_OUTPUTS)), 1],
         cta: [256, 1, 1],
-        shared_bytes: table_bytes + 3 * 128 * (block_bytes + 128),
-        params: parts(products)
-            .address(rounded.address())
-            .count(like.inputs())
-            .count(rows),
+        shared_bytes: ctas(shared_bytes),
+        params: params_of(products).address(rounded.address()).count(like.inputs()).count(rows),
     };
-    // SAFETY: as in `few`; `rounded` holds `rows` rows of 16-bit numbers.
+    // SAFETY: as in `gemv`; `rounded` holds `rows` rows of 16-bit numbers.
     unsafe { cuda.launch(launch) }
 }
 
-/// By warpgroups: x goes to tiles of 128 rows first.
-fn many_by_warpgroups<G: Gpu>(
+/// The same on warpgroups: a kernel first copies x into tiles.
+fn gemm_by_warpgroups<G: Gpu>(
     cuda: &mut Cuda<G>,
     x: &Floats,
     rows: usize,
     like: &Matrix<G>,
     products: &mut [Product<'_, Floats, Matrix<G>>],
 ) -> Result<(), OpError> {
-    let row_tiles = rows.div_ceil(128);
-    let tiled = cuda.scratch((row_tiles * 128 * 2).saturating_mul(like.inputs()))?;
+    use sizes::linear_wgmma::{TILE_OUTPUTS, TILE_ROWS};
+    let row_tiles = rows.div_ceil(TILE_ROWS);
+    let tiled = cuda.scratch((row_tiles * TILE_ROWS * 2).saturating_mul(like.inputs()))?;
     let format = match like.quant() {
         QuantType::None => 0,
         QuantType::Int8 => 1,
@@ -252,27 +230,21 @@ fn many_by_warpgroups<G: Gpu>(
         grid: [ctas(pieces.div_ceil(256)), 1, 1],
         cta: [256, 1, 1],
         shared_bytes: 0,
-        params: Params::new()
-            .read(x)
-            .address(tiled.address())
-            .count(like.inputs())
-            .count(rows),
+        params: Params::new().read(x).address(tiled.address()).count(like.inputs()).count(rows),
     };
-    // SAFETY: `launch_products` has made sure of `rows` rows of whole blocks, and the tiles hold as many.
+    // SAFETY: `launch_products` has made sure of `rows` rows of whole blocks, and the tiles hold as
+    // many.
     unsafe { cuda.launch(tile)? };
     // CTAs that fill the last cluster have no outputs.
-    let output_tiles = tiles(products, 128).next_multiple_of(WARPGROUP_CLUSTER[format]);
+    let output_tiles = tiles(products, TILE_OUTPUTS).next_multiple_of(WARPGROUP_CLUSTER[format]);
     let launch = Launch {
         kernel: BY_WARPGROUPS[format][is_f16],
         grid: [ctas(row_tiles), ctas(output_tiles), 1],
         cta: [256, 1, 1],
-        shared_bytes: WARPGROUP_BYTES[format],
-        params: parts(products)
-            .address(tiled.address())
-            .count(like.inputs())
-            .count(rows),
+        shared_bytes: ctas(WARPGROUP_BYTES[format]),
+        params: params_of(products).address(tiled.address()).count(like.inputs()).count(rows),
     };
-    // SAFETY: as in `few`; `tiled` holds the tiles of `rows` rows.
+    // SAFETY: as in `gemv`; `tiled` holds the tiles of `rows` rows.
     unsafe { cuda.launch(launch) }
 }
 
@@ -283,61 +255,39 @@ const BY_WARPGROUPS: [[&str; 2]; 3] = [
     ["linear_wgmma_nf4_bf16", "linear_wgmma_nf4_f16"],
 ];
 
-/// `CLUSTER` of `linear_wgmma.cuh` by format.
-const WARPGROUP_CLUSTER: [usize; 3] = [4, 2, 2];
-
-/// Shared memory of `linear_wgmma.cu` by format: tables, then 6 stages of x and weights.
-const WARPGROUP_BYTES: [u32; 3] = [
-    1024 + 6 * 128 * (128 + 128),
-    1024 + 6 * 128 * (128 + 64),
-    (32 << 10) + 1024 + 1024 + 4096 + 6 * 128 * (128 + 32),
+/// CTAs of a cluster of `linear_wgmma.cu`, by format.
+const WARPGROUP_CLUSTER: [usize; 3] = [
+    sizes::linear_wgmma::CLUSTER_PLAIN,
+    sizes::linear_wgmma::CLUSTER_INT8,
+    sizes::linear_wgmma::CLUSTER_NF4,
 ];
 
-const ANY: [[&str; 3]; 3] = [
-    [
-        "linear_any_plain_f32",
-        "linear_any_plain_bf16",
-        "linear_any_plain_f16",
-    ],
-    [
-        "linear_any_int8_f32",
-        "linear_any_int8_bf16",
-        "linear_any_int8_f16",
-    ],
-    [
-        "linear_any_nf4_f32",
-        "linear_any_nf4_bf16",
-        "linear_any_nf4_f16",
-    ],
+/// Shared memory of `linear_wgmma.cu`, by format.
+const WARPGROUP_BYTES: [usize; 3] = [
+    sizes::linear_wgmma::SHARED_PLAIN,
+    sizes::linear_wgmma::SHARED_INT8,
+    sizes::linear_wgmma::SHARED_NF4,
+];
+
+const GENERIC: [[&str; 3]; 3] = [
+    ["linear_generic_plain_f32", "linear_generic_plain_bf16", "linear_generic_plain_f16"],
+    ["linear_generic_int8_f32", "linear_generic_int8_bf16", "linear_generic_int8_f16"],
+    ["linear_generic_nf4_f32", "linear_generic_nf4_bf16", "linear_generic_nf4_f16"],
 ];
 
 /// By format, dtype, tiles of outputs and tiles of rows.
-const FEW: [[[[&str; 3]; 2]; 2]; 3] = {
+const GEMV: [[[[&str; 3]; 2]; 2]; 3] = {
     macro_rules! sizes {
         ($name:literal) => {
             [
-                [
-                    concat!($name, "_m1n1"),
-                    concat!($name, "_m1n2"),
-                    concat!($name, "_m1n4"),
-                ],
-                [
-                    concat!($name, "_m2n1"),
-                    concat!($name, "_m2n2"),
-                    concat!($name, "_m2n4"),
-                ],
+                [concat!($name, "_m1n1"), concat!($name, "_m1n2"), concat!($name, "_m1n4")],
+                [concat!($name, "_m2n1"), concat!($name, "_m2n2"), concat!($name, "_m2n4")],
             ]
         };
     }
     [
-        [
-            sizes!("linear_few_plain_bf16"),
-            sizes!("linear_few_plain_f16"),
-        ],
-        [
-            sizes!("linear_few_int8_bf16"),
-            sizes!("linear_few_int8_f16"),
-        ],
-        [sizes!("linear_few_nf4_bf16"), sizes!("linear_few_nf4_f16")],
+        [sizes!("linear_gemv_plain_bf16"), sizes!("linear_gemv_plain_f16")],
+        [sizes!("linear_gemv_int8_bf16"), sizes!("linear_gemv_int8_f16")],
+        [sizes!("linear_gemv_nf4_bf16"), sizes!("linear_gemv_nf4_f16")],
     ]
 };

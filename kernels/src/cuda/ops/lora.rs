@@ -4,12 +4,8 @@ use crate::cuda::adapters::{OfRows, code};
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Adapters, Address, Cuda, Floats, Gpu, Launch, Params};
 use crate::ops::{Adapt, AdaptGrad, OpError};
+use crate::sizes::lora::{DOWN_SHARED, RANK_STEP, RANKS, ROWS, UP_SHARED_PER_RANK};
 use shared::dtype::DType;
-
-/// Rows of a tile.
-const ROWS: usize = 8;
-/// Elements between the matrices of an adapter that a CTA computes.
-const RANKS: usize = 4;
 
 pub(crate) fn launch<G: Gpu>(
     cuda: &mut Cuda<G>,
@@ -25,15 +21,7 @@ pub(crate) fn launch<G: Gpu>(
         count: args.of_rows.len(),
     };
     // SAFETY: `check` has made sure that input, middle and output hold all rows.
-    unsafe {
-        rows.add(
-            cuda,
-            args.adapters,
-            (args.x, args.out),
-            args.middle,
-            args.round,
-        )
-    }
+    unsafe { rows.add(cuda, args.adapters, (args.x, args.out), args.middle, args.round) }
 }
 
 pub(crate) fn launch_grad<G: Gpu>(
@@ -68,7 +56,8 @@ impl Rows {
     /// Adds what adapters make of the rows of `x` to `out`.
     ///
     /// # Safety
-    /// The lists hold `count` words; `x` holds the rows that they name, `out` and `middle` `count` rows, each of the width of the adapters.
+    /// The lists hold `count` words; `x` holds the rows that they name, `out` and `middle` `count`
+    /// rows, each of the width of the adapters.
     pub(super) unsafe fn add<G: Gpu>(
         self,
         cuda: &mut Cuda<G>,
@@ -126,13 +115,9 @@ impl Rows {
         let rank = adapters.sizes().rank;
         Launch {
             kernel,
-            grid: [
-                ctas(rank.div_ceil(RANKS)),
-                ctas(self.count.div_ceil(ROWS)),
-                1,
-            ],
+            grid: [ctas(rank.div_ceil(RANKS)), ctas(self.count.div_ceil(ROWS)), 1],
             cta: [256, 1, 1],
-            shared_bytes: ctas(ROWS * RANKS * 8 * 4),
+            shared_bytes: ctas(DOWN_SHARED),
             params: self
                 .params(adapters)
                 .address(self.sources)
@@ -153,19 +138,10 @@ impl Rows {
         let rank = adapters.sizes().rank;
         Launch {
             kernel,
-            grid: [
-                ctas(width.div_ceil(256)),
-                ctas(self.count.div_ceil(ROWS)),
-                1,
-            ],
+            grid: [ctas(width.div_ceil(256)), ctas(self.count.div_ceil(ROWS)), 1],
             cta: [256, 1, 1],
-            shared_bytes: ctas(ROWS * rank.next_multiple_of(8) * 4),
-            params: self
-                .params(adapters)
-                .read(middle)
-                .write(out)
-                .count(width)
-                .count(rank),
+            shared_bytes: ctas(UP_SHARED_PER_RANK * rank.next_multiple_of(RANK_STEP)),
+            params: self.params(adapters).read(middle).write(out).count(width).count(rank),
         }
     }
 }

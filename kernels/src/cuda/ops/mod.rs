@@ -1,4 +1,5 @@
-//! One file per operation: checks its arguments, chooses the kernel and its grid, launches. None waits.
+//! One file per operation checks the arguments, chooses the kernel and its grid, and launches it.
+//! No operation waits.
 
 pub(crate) mod add;
 pub(crate) mod attention;

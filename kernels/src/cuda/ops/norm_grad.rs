@@ -3,6 +3,7 @@
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Cuda, Floats, Gpu, Launch, Params};
 use crate::ops::{NormGrad, OpError};
+use crate::sizes;
 use crate::tuning;
 
 pub(crate) fn launch<G: Gpu>(
@@ -20,7 +21,7 @@ pub(crate) fn launch<G: Gpu>(
         },
         grid: [ctas(args.rows), 1, 1],
         cta: [tuning::cuda_norm_threads(args.width), 1, 1],
-        shared_bytes: 4 * 32 * 4,
+        shared_bytes: ctas(sizes::norm_grad::SHARED),
         params: Params::new()
             .read(args.x)
             .read(args.weight)

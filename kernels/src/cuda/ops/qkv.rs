@@ -9,11 +9,7 @@ pub(crate) fn launch_split<G: Gpu>(
     args: SplitQkv<'_, Floats>,
 ) -> Result<(), OpError> {
     args.check()?;
-    let params = Params::new()
-        .read(args.fused)
-        .write(args.q)
-        .write(args.k)
-        .write(args.v);
+    let params = Params::new().read(args.fused).write(args.q).write(args.k).write(args.v);
     let sizes = [args.tokens * args.kv_heads, args.group, args.head_dim];
     // SAFETY: `check` has made sure that all four hold all heads of all tokens.
     unsafe { launch(cuda, "split_qkv", params, sizes) }
@@ -24,11 +20,7 @@ pub(crate) fn launch_join<G: Gpu>(
     args: JoinQkv<'_, Floats>,
 ) -> Result<(), OpError> {
     args.check()?;
-    let params = Params::new()
-        .write(args.fused)
-        .read(args.q)
-        .read(args.k)
-        .read(args.v);
+    let params = Params::new().write(args.fused).read(args.q).read(args.k).read(args.v);
     let sizes = [args.tokens * args.kv_heads, args.group, args.head_dim];
     // SAFETY: as above; only `fused` is written.
     unsafe { launch(cuda, "join_qkv", params, sizes) }

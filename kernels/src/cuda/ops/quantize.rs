@@ -9,6 +9,7 @@ use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Matrix, Params};
 use crate::ops::{MatrixShape, OpError, check_len};
 use crate::quant::nf4::{GROUP, SUPER_GROUP};
 use crate::quant::{PART_ALIGNMENT, stored_bytes};
+use crate::sizes;
 
 /// Makes the bytes that `quant` stores of a matrix of numbers, in `to`.
 pub(crate) fn launch<G: Gpu>(
@@ -23,11 +24,8 @@ pub(crate) fn launch<G: Gpu>(
         return Err(OpError::Shape { op, what });
     }
     let (outputs, inputs) = (from.outputs(), from.inputs());
-    let bytes =
-        stored_bytes(quant, from.dtype(), outputs, inputs).ok_or(OpError::TooManyTokens {
-            tokens: outputs,
-            limit: usize::MAX / inputs,
-        })?;
+    let bytes = stored_bytes(quant, from.dtype(), outputs, inputs)
+        .ok_or(OpError::TooManyTokens { tokens: outputs, limit: usize::MAX / inputs })?;
     check_len(op, "to", to.len(), 1, bytes.div_ceil(4))?;
     let to = to.address();
     // SAFETY: `to` holds so many bytes.
@@ -45,17 +43,13 @@ pub(crate) fn launch<G: Gpu>(
 }
 
 fn int8<G: Gpu>(cuda: &mut Cuda<G>, from: &Matrix<G>, to: Address) -> Result<(), OpError> {
-    let names = [
-        "quantize_int8_f32",
-        "quantize_int8_bf16",
-        "quantize_int8_f16",
-    ];
+    let names = ["quantize_int8_f32", "quantize_int8_bf16", "quantize_int8_f16"];
     let codes = from.outputs() * from.inputs();
     let launch = Launch {
         kernel: by_dtype(names, from.dtype()),
         grid: [ctas(from.outputs()), 1, 1],
         cta: [256, 1, 1],
-        shared_bytes: 32 * 4,
+        shared_bytes: ctas(sizes::quantize::MAXIMA_SHARED),
         params: Params::new()
             .address(bytes_of(from))
             .address(to)
@@ -73,11 +67,7 @@ fn nf4<G: Gpu>(cuda: &mut Cuda<G>, from: &Matrix<G>, to: Address) -> Result<(), 
     let scales = to.offset(weights.div_ceil(2).next_multiple_of(PART_ALIGNMENT));
     let second = scales.offset(groups.next_multiple_of(PART_ALIGNMENT));
     let offset = second.offset(4 * groups.div_ceil(SUPER_GROUP));
-    let names = [
-        "quantize_nf4_codes_f32",
-        "quantize_nf4_codes_bf16",
-        "quantize_nf4_codes_f16",
-    ];
+    let names = ["quantize_nf4_codes_f32", "quantize_nf4_codes_bf16", "quantize_nf4_codes_f16"];
     let codes = Launch {
         kernel: by_dtype(names, from.dtype()),
         grid: [ctas(groups.div_ceil(8)), 1, 1],
@@ -95,11 +85,8 @@ fn nf4<G: Gpu>(cuda: &mut Cuda<G>, from: &Matrix<G>, to: Address) -> Result<(), 
         kernel: "quantize_nf4_mean",
         grid: [1, 1, 1],
         cta: [256, 1, 1],
-        shared_bytes: 256 * 8,
-        params: Params::new()
-            .address(largest.address())
-            .address(offset)
-            .wide(groups),
+        shared_bytes: ctas(sizes::quantize::MEAN_SHARED),
+        params: Params::new().address(largest.address()).address(offset).wide(groups),
     };
     // SAFETY: as above.
     unsafe { cuda.launch(mean)? };
@@ -107,7 +94,7 @@ fn nf4<G: Gpu>(cuda: &mut Cuda<G>, from: &Matrix<G>, to: Address) -> Result<(), 
         kernel: "quantize_nf4_scales",
         grid: [ctas(groups.div_ceil(SUPER_GROUP)), 1, 1],
         cta: [256, 1, 1],
-        shared_bytes: 32 * 4,
+        shared_bytes: ctas(sizes::quantize::MAXIMA_SHARED),
         params: Params::new()
             .address(largest.address())
             .address(offset)

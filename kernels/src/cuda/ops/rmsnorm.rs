@@ -4,6 +4,7 @@ use super::by_dtype;
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Cuda, Floats, Gpu, Launch, Params};
 use crate::ops::{OpError, Rmsnorm};
+use crate::sizes;
 use crate::tuning;
 
 const KERNELS: [&str; 3] = ["rmsnorm_f32", "rmsnorm_bf16", "rmsnorm_f16"];
@@ -18,7 +19,7 @@ pub(crate) fn launch<G: Gpu>(cuda: &mut Cuda<G>, args: Rmsnorm<'_, Floats>) -> R
         kernel: by_dtype(KERNELS, args.round),
         grid: [ctas(args.rows), 1, 1],
         cta: [tuning::cuda_norm_threads(args.width), 1, 1],
-        shared_bytes: 32 * 4,
+        shared_bytes: ctas(sizes::rmsnorm::SHARED),
         params: Params::new()
             .read(args.x)
             .read(args.weight)
@@ -26,6 +27,7 @@ pub(crate) fn launch<G: Gpu>(cuda: &mut Cuda<G>, args: Rmsnorm<'_, Floats>) -> R
             .count(args.width)
             .float(args.eps),
     };
-    // SAFETY: `check` has made sure that the buffers hold `rows` rows of `width`, which is what rmsnorm.cu uses.
+    // SAFETY: `check` has made sure that the buffers hold `rows` rows of `width`, which is what
+    // rmsnorm.cu uses.
     unsafe { cuda.launch(launch) }
 }

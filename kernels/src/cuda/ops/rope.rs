@@ -23,11 +23,7 @@ pub(crate) fn launch_table<G: Gpu>(
         grid: [ctas((tokens * half).div_ceil(256)), 1, 1],
         cta: [256, 1, 1],
         shared_bytes: 0,
-        params: Params::new()
-            .address(batch)
-            .address(frequencies)
-            .write(args.out)
-            .count(half),
+        params: Params::new().address(batch).address(frequencies).write(args.out).count(half),
     };
     // SAFETY: `check` has made sure that `out` holds a table of all tokens.
     unsafe { cuda.launch(launch) }

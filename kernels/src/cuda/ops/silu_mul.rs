@@ -8,7 +8,8 @@ pub(crate) fn launch<G: Gpu>(cuda: &mut Cuda<G>, args: SiluMul<'_, Floats>) -> R
     args.check()?;
     let names = ["silu_mul_f32", "silu_mul_bf16", "silu_mul_f16"];
     let params = Params::new().write(args.gate).read(args.up).wide(args.len);
-    // SAFETY: `check` has made sure that both hold `len` elements; buffers begin at multiples of 256.
+    // SAFETY: `check` has made sure that both hold `len` elements; buffers begin at multiples of
+    // 256.
     unsafe { elementwise(cuda, by_dtype(names, args.round), args.len, params) }
 }
 
@@ -17,11 +18,7 @@ pub(crate) fn launch_grad<G: Gpu>(
     args: SiluMulGrad<'_, Floats>,
 ) -> Result<(), OpError> {
     args.check()?;
-    let params = Params::new()
-        .write(args.gate)
-        .write(args.up)
-        .read(args.grad)
-        .wide(args.len);
+    let params = Params::new().write(args.gate).write(args.up).read(args.grad).wide(args.len);
     // SAFETY: as above, for all three.
     unsafe { elementwise(cuda, "silu_mul_grad", args.len, params) }
 }

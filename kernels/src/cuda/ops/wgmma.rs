@@ -2,8 +2,10 @@
 
 use shared::dtype::DType;
 
+use crate::cuda::gpu::ctas;
 use crate::cuda::{Cuda, Floats, Gpu, GpuError, Launch, Params};
 use crate::ops::{OpError, check_len};
+use crate::sizes;
 
 /// One product: `out = a bᵀ`.
 #[derive(Debug)]
@@ -45,7 +47,7 @@ pub(crate) fn launch<G: Gpu>(cuda: &mut Cuda<G>, args: Args<'_>) -> Result<(), O
         kernel,
         grid: [1, 1, 1],
         cta: [128, 1, 1],
-        shared_bytes: 2 * 64 * 128,
+        shared_bytes: ctas(sizes::wgmma::SHARED),
         params: Params::new()
             .address(a.address())
             .address(b.address())

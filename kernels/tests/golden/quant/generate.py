@@ -8,6 +8,7 @@ All files are little-endian.
     nf4.{weights.bf16,codes.u8,absmax.f32,absmax.u8,absmax2.f32,offset.f32,decoded.f32}
     int8.{weights.bf16,codes.i8,absmax.f32}   [24, 100]
 """
+
 import pathlib
 import sys
 
@@ -28,7 +29,7 @@ torch.manual_seed(7)
 # More than 256 groups, the last one short; groups of different sizes, one of zeros.
 n = 64 * 260 + 38
 weights = (torch.randn(n) * 0.02 * (1 + torch.arange(n) // 64 % 7)).bfloat16()
-weights[64 * 11:64 * 12] = 1e-30
+weights[64 * 11 : 64 * 12] = 1e-30
 for name, tensor in {"weights.bf16": weights, **bitsandbytes_cpu.nf4(weights)}.items():
     save(f"nf4.{name}", tensor)
 

@@ -1,16 +1,17 @@
 //! Requests that choose an adapter: its index reaches the workers in every kind of job.
 
+use hivemind::names;
+use hivemind::wire::keys;
+use hivemind::wire::messages::*;
+use hivemind::wire::metadata::encode_batch_metadata;
+use hivemind::wire::msgpack::Value;
+use hivemind::wire::tensor::{WireDtype, dummy_tensor};
 use prost::Message;
 use shared::block::Span;
 use shared::job::JobKind;
 
 use super::errors::with_key;
 use super::rig::*;
-use crate::rpc::names;
-use crate::wire::messages::*;
-use crate::wire::metadata::encode_batch_metadata;
-use crate::wire::msgpack::Value;
-use crate::wire::tensor::{WireDtype, dummy_tensor};
 
 /// Kind and adapter of the jobs so far, of all workers.
 fn jobs(rig: &Rig) -> Vec<(JobKind, Option<u32>)> {
@@ -33,14 +34,11 @@ async fn an_adapter_is_chosen_per_request_and_for_the_life_of_a_session() {
         };
         rig.call(names::FORWARD, request(2)).await.unwrap();
         rig.call(names::BACKWARD, request(3)).await.unwrap();
-        assert_eq!(
-            jobs(&rig),
-            [(JobKind::Forward, index), (JobKind::Backward, index)]
-        );
+        assert_eq!(jobs(&rig), [(JobKind::Forward, index), (JobKind::Backward, index)]);
 
         let mut session = rig.session().await;
         let message = session.message(hidden(1, &[1.0, 2.0]), Some(30), Some(0), None);
-        let first = with_key(message, "active_adapter", Some(Value::str(name)));
+        let first = with_key(message, keys::ACTIVE_ADAPTER, Some(Value::str(name)));
         session.ask(&first).await.unwrap();
         // Later messages name none: Petals looks at the first.
         session.step(hidden(1, &[3.0]), None, None).await.unwrap();
@@ -65,18 +63,11 @@ async fn an_unknown_adapter_is_refused_before_anything_is_computed() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_worker_of_a_chain_is_told_the_adapter() {
     let spans = vec![Span::new(0, 1).unwrap(), Span::new(1, BLOCKS).unwrap()];
-    let shape = Shape {
-        spans,
-        ..Shape::default()
-    };
+    let shape = Shape { spans, ..Shape::default() };
     let rig = Rig::shaped(shape).await;
     let request = ExpertRequest {
         uid: uids(0..BLOCKS),
-        tensors: vec![
-            hidden(1, &[1.0]),
-            hidden(1, &[1.0]),
-            dummy_tensor(WireDtype::F32),
-        ],
+        tensors: vec![hidden(1, &[1.0]), hidden(1, &[1.0]), dummy_tensor(WireDtype::F32)],
         metadata: encode_batch_metadata(Some("org/second"), 3).into(),
     };
     let answer = rig.call(names::BACKWARD, request).await.unwrap();

@@ -1,16 +1,18 @@
-//! Answers in every compression, by the server's setting and by the request's wish, and requests in every compression.
+//! Answers in every compression, by the server's setting and by the request's wish, and requests in
+//! every compression.
 
+use hivemind::names;
+use hivemind::wire::compression::encode;
+use hivemind::wire::keys;
+use hivemind::wire::messages::*;
+use hivemind::wire::metadata::encode_batch_metadata;
+use hivemind::wire::msgpack::Value;
+use hivemind::wire::rpc_info::RpcInfo;
+use hivemind::wire::tensor::{WireDtype, dummy_tensor};
 use prost::Message;
 
 use super::errors::with_key;
 use super::rig::*;
-use crate::rpc::names;
-use crate::wire::compression::encode;
-use crate::wire::messages::*;
-use crate::wire::metadata::encode_batch_metadata;
-use crate::wire::msgpack::Value;
-use crate::wire::rpc_info::RpcInfo;
-use crate::wire::tensor::{WireDtype, dummy_tensor};
 
 const KINDS: [Compression; 6] = [
     Compression::None,
@@ -47,9 +49,7 @@ async fn answers(rig: &Rig, rpc: &'static str, request: ExpertRequest) -> Vec<Te
 }
 
 fn wish(kinds: &[i128]) -> Option<Value> {
-    Some(Value::Tuple(
-        kinds.iter().map(|kind| Value::Int(*kind)).collect(),
-    ))
+    Some(Value::Tuple(kinds.iter().map(|kind| Value::Int(*kind)).collect()))
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -57,40 +57,29 @@ async fn a_request_chooses_the_compression_of_each_tensor_of_its_answer() {
     let rig = Rig::new().await;
     let none = || dummy_tensor(WireDtype::F32);
     let forward = request(vec![states(), none()]);
-    let raw = answers(&rig, names::FORWARD, forward.clone())
-        .await
-        .remove(0);
+    let raw = answers(&rig, names::FORWARD, forward.clone()).await.remove(0);
     assert_eq!(raw.compression, 0);
     for kind in KINDS {
-        let asked = with_key(forward.clone(), "output_compression", wish(&[kind as i128]));
+        let asked = with_key(forward.clone(), keys::OUTPUT_COMPRESSION, wish(&[kind as i128]));
         let got = answers(&rig, names::FORWARD, asked).await.remove(0);
         assert!(got == in_kind(&raw, kind), "{kind:?}");
     }
 
-    let prompts = Tensor {
-        size: vec![2, 1, 1, HIDDEN as u32],
-        ..hidden(2, &[1.0, 2.0])
-    };
+    let prompts = Tensor { size: vec![2, 1, 1, HIDDEN as u32], ..hidden(2, &[1.0, 2.0]) };
     let backward = request(vec![states(), states(), prompts]);
     let raw = answers(&rig, names::BACKWARD, backward.clone()).await;
     let kinds = [Compression::Float16, Compression::Blockwise8Bit];
-    let asked = with_key(backward.clone(), "output_compression", wish(&[2, 5]));
+    let asked = with_key(backward.clone(), keys::OUTPUT_COMPRESSION, wish(&[2, 5]));
     let got = answers(&rig, names::BACKWARD, asked).await;
     let expected: Vec<_> = raw.iter().zip(kinds).map(|(t, k)| in_kind(t, k)).collect();
     assert!(got == expected);
 
     for (codes, text) in [
-        (
-            vec![9],
-            "Enum CompressionType has no name defined for value 9",
-        ),
-        (
-            vec![-1],
-            "Enum CompressionType has no name defined for value -1",
-        ),
+        (vec![9], "Enum CompressionType has no name defined for value 9"),
+        (vec![-1], "Enum CompressionType has no name defined for value -1"),
         (vec![1, 1], "output_compression tuple should have 1 element"),
     ] {
-        let asked = with_key(forward.clone(), "output_compression", wish(&codes));
+        let asked = with_key(forward.clone(), keys::OUTPUT_COMPRESSION, wish(&codes));
         let refused = rig.call(names::FORWARD, asked).await.unwrap_err();
         assert!(refused.contains(text), "{refused}");
     }
@@ -98,10 +87,7 @@ async fn a_request_chooses_the_compression_of_each_tensor_of_its_answer() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_servers_compression_is_told_and_used_in_every_rpc() {
-    let shape = Shape {
-        compression: shared::config::Compression::Float16,
-        ..Shape::default()
-    };
+    let shape = Shape { compression: shared::config::Compression::Float16, ..Shape::default() };
     let rig = Rig::shaped(shape).await;
     let uid = "tiny-llama-hf.0".into();
     let info = rig.call(names::INFO, ExpertUid { uid }).await.unwrap();
@@ -118,11 +104,9 @@ async fn the_servers_compression_is_told_and_used_in_every_rpc() {
 
     let none = || dummy_tensor(WireDtype::F32);
     let forward = request(vec![states(), none()]);
-    let own = answers(&rig, names::FORWARD, forward.clone())
-        .await
-        .remove(0);
+    let own = answers(&rig, names::FORWARD, forward.clone()).await.remove(0);
     assert_eq!(own.compression, 2);
-    let asked = with_key(forward, "output_compression", wish(&[0]));
+    let asked = with_key(forward, keys::OUTPUT_COMPRESSION, wish(&[0]));
     let raw = answers(&rig, names::FORWARD, asked).await.remove(0);
     assert!(own == in_kind(&raw, Compression::Float16));
 }
@@ -131,13 +115,9 @@ async fn the_servers_compression_is_told_and_used_in_every_rpc() {
 fn hidden_plus(first: &[f32], more: f32) -> Tensor {
     let raw = hidden(1, first);
     let values = raw.buffer.as_chunks().0.iter();
-    let bytes: Vec<u8> = values
-        .flat_map(|bytes| (f32::from_le_bytes(*bytes) + more).to_le_bytes())
-        .collect();
-    Tensor {
-        buffer: bytes.into(),
-        ..raw
-    }
+    let bytes: Vec<u8> =
+        values.flat_map(|bytes| (f32::from_le_bytes(*bytes) + more).to_le_bytes()).collect();
+    Tensor { buffer: bytes.into(), ..raw }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -162,10 +142,7 @@ async fn dummies_that_python_compressed_are_dummies() {
     // What hivemind makes of `torch.empty(0)` in MEANSTD_16BIT: no values, a mean, and a deviation.
     let dummy = Tensor {
         compression: Compression::MeanStd16Bit as i32,
-        buffer: [f32::NAN, f32::EPSILON]
-            .into_iter()
-            .flat_map(f32::to_le_bytes)
-            .collect(),
+        buffer: [f32::NAN, f32::EPSILON].into_iter().flat_map(f32::to_le_bytes).collect(),
         ..dummy_tensor(WireDtype::F32)
     };
     let mut session = rig.session().await;

@@ -1,18 +1,21 @@
-//! Peers that take too much, send without end, or take nothing: each is bounded, told, and counted, and others are served.
+//! Peers that take too much, send without end, or take nothing: each is bounded, told, and counted,
+//! and others are served.
 
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
+use hivemind::names;
+use hivemind::p2p::CallError;
+use hivemind::wire::keys;
+use hivemind::wire::messages::*;
+use hivemind::wire::metadata::encode_batch_metadata;
+use hivemind::wire::msgpack::Value;
+use hivemind::wire::tensor::{WireDtype, dummy_tensor};
 use prost::Message;
 use shared::shm::board::Trouble;
 
 use super::rig::*;
-use crate::p2p::CallError;
-use crate::rpc::{Timeouts, names};
-use crate::wire::messages::*;
-use crate::wire::metadata::encode_batch_metadata;
-use crate::wire::msgpack::Value;
-use crate::wire::tensor::{WireDtype, dummy_tensor};
+use crate::rpc::Timeouts;
 
 fn forward(tokens: usize) -> ExpertRequest {
     ExpertRequest {
@@ -28,18 +31,17 @@ async fn one_peer_with_many_large_requests_does_not_hold_up_another() {
     let rig = Rig::new().await;
     let quiet = rig.peer().await;
     rig.memory().orders.paused.store(true, SeqCst);
-    let ask = |node: crate::p2p::P2p, tokens| {
+    let ask = |node: hivemind::p2p::P2p, tokens| {
         let server = rig.server;
         tokio::spawn(async move {
             let bytes = forward(tokens).encode_to_vec().into();
-            node.call_unary(server, names::FORWARD, bytes, DEADLINE)
-                .await
+            node.call_unary(server, names::FORWARD, bytes, DEADLINE).await
         })
     };
     let flood: Vec<_> = (0..FLOOD).map(|_| ask(rig.client.clone(), 300)).collect();
-    until(|| rig.service.turns.waiting() == FLOOD - 4).await;
+    until(|| rig.service.order.waiting() == FLOOD - 4).await;
     let other = ask(quiet, 200);
-    until(|| rig.service.turns.waiting() == FLOOD - 3).await;
+    until(|| rig.service.order.waiting() == FLOOD - 3).await;
     rig.memory().orders.paused.store(false, SeqCst);
     other.await.unwrap().unwrap();
     for request in flood {
@@ -47,20 +49,15 @@ async fn one_peer_with_many_large_requests_does_not_hold_up_another() {
     }
     let jobs = rig.memory().jobs.lock().unwrap();
     let place = jobs.iter().position(|job| job.tokens == 200).unwrap();
-    // Behind the four that were with the worker, and those whose tasks run before its own does: far from the end, where it came.
-    assert!(
-        place <= FLOOD / 2,
-        "served as number {place} of {}",
-        jobs.len()
-    );
+    // Behind the four that were with the worker, and those whose tasks run before its own does: far
+    // from the end, where it came.
+    assert!(place <= FLOOD / 2, "served as number {place} of {}", jobs.len());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stream_of_parts_without_end_is_cut_off() {
     let rig = Rig::new().await;
-    let open = rig
-        .client
-        .open_stream(rig.server, names::FORWARD_STREAM, DEADLINE);
+    let open = rig.client.open_stream(rig.server, names::FORWARD_STREAM, DEADLINE);
     let mut stream = open.await.unwrap();
     let first = ExpertRequest {
         tensors: vec![Tensor {
@@ -71,10 +68,7 @@ async fn a_stream_of_parts_without_end_is_cut_off() {
         ..forward(1)
     };
     stream.send(first.encode_to_vec().into()).await.unwrap();
-    let next = ExpertRequest {
-        tensors: vec![Tensor::default()],
-        ..forward(1)
-    };
+    let next = ExpertRequest { tensors: vec![Tensor::default()], ..forward(1) };
     // The server stops reading at some point, so that not all of it can be sent.
     for _ in 0..100 {
         if stream.send(next.encode_to_vec().into()).await.is_err() {
@@ -100,15 +94,10 @@ async fn a_stream_that_says_less_and_less_is_given_up_when_its_time_is_over() {
         ..Shape::default()
     };
     let rig = Rig::shaped(shape).await;
-    let open = rig
-        .client
-        .open_stream(rig.server, names::FORWARD_STREAM, DEADLINE);
+    let open = rig.client.open_stream(rig.server, names::FORWARD_STREAM, DEADLINE);
     let mut stream = open.await.unwrap();
     let mut part = forward(1);
-    part.tensors = vec![Tensor {
-        chunks: 2,
-        ..hidden(1, &[1.0])
-    }];
+    part.tensors = vec![Tensor { chunks: 2, ..hidden(1, &[1.0]) }];
     stream.send(part.encode_to_vec().into()).await.unwrap();
     assert_eq!(stream.recv().await, Err(CallError::Remote(String::new())));
     assert_eq!(rig.service.troubles.of(Trouble::TimedOut), 1);
@@ -152,14 +141,11 @@ async fn a_peer_with_all_the_kv_memory_gets_no_more_while_another_wants_some() {
 async fn metadata_of_wrong_depth_size_or_kind_is_refused() {
     let rig = Rig::new().await;
     let nested = (0..200).fold(Value::Nil, |inner, _| Value::List(vec![inner]));
-    let map = |value| Value::Map(vec![(Value::str("max_length"), value)]).encode();
+    let map = |value| Value::Map(vec![(Value::str(keys::MAX_LENGTH), value)]).encode();
     let cases = [
         (map(nested), "metadata"),
         (map(Value::str("9")), "must contain int max_length, got '9'"),
-        (
-            map(Value::Float(9.0)),
-            "must contain int max_length, got 9.0",
-        ),
+        (map(Value::Float(9.0)), "must contain int max_length, got 9.0"),
         (Value::Int(7).encode(), "must be a map"),
         (vec![0xdf, 0xff, 0xff, 0xff, 0xff], "metadata"),
         (vec![0xc6, 0xff, 0xff, 0xff, 0xff], "metadata"),
@@ -168,10 +154,7 @@ async fn metadata_of_wrong_depth_size_or_kind_is_refused() {
     for (metadata, words) in cases {
         let mut session = rig.session().await;
         let message = session.message(hidden(1, &[1.0]), None, None, None);
-        let message = ExpertRequest {
-            metadata: metadata.into(),
-            ..message
-        };
+        let message = ExpertRequest { metadata: metadata.into(), ..message };
         let text = session.ask(&message).await.unwrap_err();
         assert!(text.contains(words), "{text}");
     }
@@ -208,9 +191,7 @@ async fn a_peer_that_stops_reading_loses_its_session_and_nobody_else() {
     };
     // Both directions fill up: the server cannot answer, so that it reads no more.
     assert!(
-        tokio::time::timeout(Duration::from_secs(1), flood)
-            .await
-            .is_err(),
+        tokio::time::timeout(Duration::from_secs(1), flood).await.is_err(),
         "the stream stays open while nothing is read"
     );
     let mut calm = rig.session().await;
@@ -235,10 +216,7 @@ async fn trouble_is_counted_by_kind() {
     assert_eq!(of(Trouble::NoMemory), 1);
     assert!(open(hidden(1, &[1.0]), 9000).await.is_err());
     assert_eq!(of(Trouble::TooLarge), 1);
-    let strange = ExpertRequest {
-        uid: uids(0..BLOCKS + 1),
-        ..forward(1)
-    };
+    let strange = ExpertRequest { uid: uids(0..BLOCKS + 1), ..forward(1) };
     rig.call(names::FORWARD, strange).await.unwrap_err();
     assert_eq!(of(Trouble::NotServed), 1);
     drop(holder);

@@ -15,9 +15,7 @@ async fn generate(rig: &Rig, number: usize, steps: usize) -> Result<(), String> 
     session.open(hidden(1, &[sum]), 64).await?;
     for step in 1..steps {
         sum += step as f32;
-        let answer = session
-            .step(hidden(1, &[step as f32]), Some(step as u32), None)
-            .await?;
+        let answer = session.step(hidden(1, &[step as f32]), Some(step as u32), None).await?;
         assert_eq!(firsts(&answer), [sum + 4.0]);
     }
     session.close().await;
@@ -38,10 +36,8 @@ async fn sessions_go_on_over_many_kills_with_the_same_results() {
                 session.open(hidden(1, &[sum]), 64).await.unwrap();
                 for step in 1..60 {
                     sum += step as f32;
-                    let answer = session
-                        .step(hidden(1, &[step as f32]), Some(step), None)
-                        .await
-                        .unwrap();
+                    let answer =
+                        session.step(hidden(1, &[step as f32]), Some(step), None).await.unwrap();
                     assert_eq!(firsts(&answer), [sum + 4.0]);
                 }
                 session.close().await;
@@ -111,10 +107,7 @@ async fn nonsense_in_a_ring_is_reported_once_and_its_jobs_go_to_the_next_generat
     let report = tokio::time::timeout(DEADLINE, rig.broken.recv()).await;
     let broken = report.unwrap().unwrap();
     let worker = &rig.workers[0];
-    assert_eq!(
-        (broken.worker, broken.generation),
-        (worker.id(), worker.generation)
-    );
+    assert_eq!((broken.worker, broken.generation), (worker.id(), worker.generation));
     assert!(broken.message.contains("1099511627776"), "{broken:?}");
     // What a job names stays in use while the worker may write it.
     assert!(rig.service.workers.arena().slots_in_use() > 0);
@@ -132,12 +125,8 @@ async fn a_job_lost_after_its_effects_is_done_again_with_the_same_result() {
     let mut session = rig.session().await;
     session.open(hidden(2, &[1.0, 2.0]), 30).await.unwrap();
     rig.memory().orders.dies_at_tokens.store(3, SeqCst);
-    let message = session.message(
-        hidden(2, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]),
-        None,
-        None,
-        Some(&[1, 1]),
-    );
+    let message =
+        session.message(hidden(2, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), None, None, Some(&[1, 1]));
     session.send(&message).await;
     rig.wait_for_death(0);
     rig.memory().orders.dies_at_tokens.store(0, SeqCst);
@@ -196,20 +185,9 @@ async fn a_worker_that_will_not_come_back_fails_its_sessions_with_a_text() {
     session.send(&message).await;
     until(|| rig.service.workers.arena().slots_in_use() == 3).await;
     rig.kill(0, Outside, false);
-    assert!(
-        session
-            .answer()
-            .await
-            .unwrap_err()
-            .contains("will not be restarted")
-    );
+    assert!(session.answer().await.unwrap_err().contains("will not be restarted"));
     let mut late = rig.session().await;
-    assert!(
-        late.open(hidden(1, &[1.0]), 30)
-            .await
-            .unwrap_err()
-            .contains("will not be restarted")
-    );
+    assert!(late.open(hidden(1, &[1.0]), 30).await.unwrap_err().contains("will not be restarted"));
     until(|| rig.service.workers.arena().slots_in_use() == 0).await;
 }
 
@@ -222,16 +200,8 @@ async fn what_an_unkillable_workers_jobs_name_stays_out_of_use() {
     session.send(&message).await;
     until(|| rig.service.workers.arena().slots_in_use() == 3).await;
     let worker = &rig.workers[0];
-    rig.service
-        .workers
-        .unkillable(worker.id(), worker.generation);
-    assert!(
-        session
-            .answer()
-            .await
-            .unwrap_err()
-            .contains("will not be restarted")
-    );
+    rig.service.workers.unkillable(worker.id(), worker.generation);
+    assert!(session.answer().await.unwrap_err().contains("will not be restarted"));
     until(|| rig.service.open_sessions() == 0).await;
     assert_eq!(rig.service.workers.arena().slots_in_use(), 3);
     assert_eq!(rig.service.kv.figures().tokens_available, 65536 - 128);
@@ -241,11 +211,7 @@ async fn what_an_unkillable_workers_jobs_name_stays_out_of_use() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_full_arena_slows_down_and_loses_nothing() {
     // Bulk of 768 KiB holds one request of 1024 tokens (two slots of 256 KiB) at a time.
-    let rig = Rig::shaped(Shape {
-        arena_bytes: 1 << 20,
-        ..Shape::default()
-    })
-    .await;
+    let rig = Rig::shaped(Shape { arena_bytes: 1 << 20, ..Shape::default() }).await;
     let rig = std::sync::Arc::new(rig);
     rig.memory().orders.paused.store(true, SeqCst);
     let clients: Vec<_> = (0..6)
@@ -259,7 +225,7 @@ async fn a_full_arena_slows_down_and_loses_nothing() {
             })
         })
         .collect();
-    let waiting = || rig.service.workers.arena().waiting() + rig.service.turns.waiting();
+    let waiting = || rig.service.workers.arena().waiting() + rig.service.order.waiting();
     until(|| waiting() == 5).await;
     rig.memory().orders.paused.store(false, SeqCst);
     for client in clients {
@@ -270,13 +236,8 @@ async fn a_full_arena_slows_down_and_loses_nothing() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn more_jobs_than_the_ring_holds_all_get_done() {
-    let rig = std::sync::Arc::new(
-        Rig::shaped(Shape {
-            arena_bytes: 16 << 20,
-            ..Shape::default()
-        })
-        .await,
-    );
+    let rig =
+        std::sync::Arc::new(Rig::shaped(Shape { arena_bytes: 16 << 20, ..Shape::default() }).await);
     rig.memory().orders.paused.store(true, SeqCst);
     let service = rig.service.clone();
     let jobs: Vec<_> = (0..600)
@@ -286,21 +247,25 @@ async fn more_jobs_than_the_ring_holds_all_get_done() {
                 let request = crate::rpc::compute::Arguments::of(
                     &[
                         hidden(1, &[1.0]),
-                        crate::wire::tensor::dummy_tensor(crate::wire::tensor::WireDtype::F32),
+                        hivemind::wire::tensor::dummy_tensor(
+                            hivemind::wire::tensor::WireDtype::F32,
+                        ),
                     ],
                     None,
                     false,
                 );
-                let asked = crate::rpc::compute::Asked {
-                    peer: libp2p::PeerId::random(),
+                let caller = crate::workers::job::Caller {
+                    peer: hivemind::p2p::PeerId::random(),
                     points: 0.0,
-                    compression: crate::wire::messages::Compression::None,
+                    compression: hivemind::wire::messages::Compression::None,
                 };
                 let blocks = vec![shared::block::BlockIndex(0)];
-                service
-                    .compute((blocks, None), &request.unwrap(), None, &asked)
-                    .await
-                    .map(|(tensor, _)| firsts(&tensor))
+                {
+                    let request = request.unwrap();
+                    let kind = shared::job::JobKind::Forward;
+                    let job = service.job(kind, (blocks, None), &request, caller).unwrap();
+                    service.compute(job, &request).await.map(|(tensor, _)| firsts(&tensor))
+                }
             })
         })
         .collect();
@@ -316,31 +281,13 @@ async fn more_jobs_than_the_ring_holds_all_get_done() {
 async fn silent_sessions_end_and_long_ones_get_an_empty_text() {
     let short = Duration::from_millis(50);
     let long = Duration::from_secs(60);
-    let timeouts = Timeouts {
-        request: long,
-        session: long,
-        step: short,
-        max_alloc: long,
-    };
-    let rig = Rig::shaped(Shape {
-        timeouts,
-        ..Shape::default()
-    })
-    .await;
+    let timeouts = Timeouts { request: long, session: long, step: short, max_alloc: long };
+    let rig = Rig::shaped(Shape { timeouts, ..Shape::default() }).await;
     let mut silent = rig.session().await;
     silent.open(hidden(1, &[1.0]), 30).await.unwrap();
     assert_eq!(silent.answer().await, Err("closed".into()));
-    let timeouts = Timeouts {
-        request: long,
-        session: short,
-        step: long,
-        max_alloc: long,
-    };
-    let rig = Rig::shaped(Shape {
-        timeouts,
-        ..Shape::default()
-    })
-    .await;
+    let timeouts = Timeouts { request: long, session: short, step: long, max_alloc: long };
+    let rig = Rig::shaped(Shape { timeouts, ..Shape::default() }).await;
     let mut endless = rig.session().await;
     endless.open(hidden(1, &[1.0]), 30).await.unwrap();
     assert_eq!(endless.answer().await, Err(String::new()));

@@ -1,10 +1,13 @@
-//! A whole netd but for the swarm: real libp2p over loopback, real rings and a real arena, and a worker that is a thread.
+//! A whole netd but for the swarm: real libp2p over loopback, real rings and a real arena, and a
+//! worker that is a thread.
 //!
-//! The worker computes something that can be checked by hand: every element grows by the number of blocks, and element 0 of
-//! a token becomes the sum of element 0 over all tokens of its row up to it, read through the page table; for gradients see
-//! [`compute_gradients`]. Its pages outlive its generations, like a kv segment.
+//! The worker computes something that can be checked by hand: every element grows by the number of
+//! blocks, and element 0 of a token becomes the sum of element 0 over all tokens of its row up to
+//! it, read through the page table; for gradients see [`compute_gradients`]. Its pages outlive its
+//! generations, like a kv segment.
 
 use std::collections::HashMap;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -12,14 +15,18 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use bytes::Bytes;
-use libp2p::PeerId;
+use hivemind::names;
+use hivemind::p2p::{CallError, Keypair, P2p, P2pConfig, PeerId, RpcStream, Traversal};
+use hivemind::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
+use hivemind::wire::metadata::StepMetadata;
+use hivemind::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
 use prost::Message;
 use shared::block::{BlockIndex, Span};
-use shared::config::Limits;
 use shared::control::{Capacity, DeathCause, FdTag, LinkInit, WorkerUp};
 use shared::dtype::DType;
 use shared::ids::{Generation, GroupId, PageId, WorkerId};
 use shared::job::{Completion, JobBody, JobDescriptor, JobKind, JobLimits};
+use shared::limits::Limits;
 use shared::model::{ModelFacts, PAGE_TOKENS};
 use shared::shm::arena::ArenaMap;
 use shared::shm::doorbell::Doorbell;
@@ -27,16 +34,12 @@ use shared::shm::pair::{RingIdentity, RingPair};
 use shared::shm::segment::MemfdSegment;
 use tokio::sync::watch;
 
-use crate::p2p::{CallError, Keypair, P2p, P2pConfig, RpcStream, Traversal};
 use crate::rpc::dispatch::Router;
-use crate::rpc::{Service, ServiceParts, Timeouts, names, protocols};
+use crate::rpc::{Service, ServiceParts, Timeouts, protocols};
 use crate::sessions::admission::KvMemory;
 use crate::sessions::pool::Pool;
 use crate::sessions::queue::WaitQueue;
 use crate::swarm::reachability::{self, Checker};
-use crate::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
-use crate::wire::metadata::StepMetadata;
-use crate::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
 use crate::workers::Workers;
 use crate::workers::arena::{self, ArenaMemory};
 use crate::workers::link::Broken;
@@ -103,7 +106,7 @@ pub struct Rig {
     /// The server's node.
     pub node: P2p,
     /// Its address.
-    pub address: libp2p::Multiaddr,
+    pub address: hivemind::p2p::Multiaddr,
 }
 
 pub fn facts() -> ModelFacts {
@@ -125,45 +128,28 @@ pub fn facts() -> ModelFacts {
 }
 
 pub fn limits() -> Limits {
-    Limits {
-        inference_max_length: 8192,
-        attn_cache_tokens: 16384,
-        max_batch_size: 1024,
-    }
+    Limits { inference_max_length: 8192, attn_cache_tokens: 16384, max_batch_size: 1024 }
 }
 
 fn timeouts() -> Timeouts {
-    Timeouts {
-        request: DEADLINE,
-        session: 3 * DEADLINE,
-        step: 2 * DEADLINE,
-        max_alloc: DEADLINE,
-    }
+    Timeouts { request: DEADLINE, session: 3 * DEADLINE, step: 2 * DEADLINE, max_alloc: DEADLINE }
 }
 
 /// Names of segments: unique in this process, and among processes by its id.
 pub fn unique() -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
-    format!(
-        "sepal-nettest-{}-{}",
-        std::process::id(),
-        NEXT.fetch_add(1, Ordering::Relaxed)
-    )
+    format!("sepal-nettest-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
 async fn node(
     listen: bool,
-    initial_peers: Vec<libp2p::Multiaddr>,
-) -> (P2p, tokio::sync::mpsc::Receiver<crate::p2p::Inbound>) {
+    initial_peers: Vec<hivemind::p2p::Multiaddr>,
+) -> (P2p, tokio::sync::mpsc::Receiver<hivemind::p2p::Inbound>) {
     let mut all = protocols();
     all.push(reachability::protocol());
     let config = P2pConfig {
         keypair: Keypair::generate_ed25519(),
-        listen: if listen {
-            vec!["/ip4/127.0.0.1/tcp/0".parse().unwrap()]
-        } else {
-            Vec::new()
-        },
+        listen: if listen { vec!["/ip4/127.0.0.1/tcp/0".parse().unwrap()] } else { Vec::new() },
         announce: Vec::new(),
         initial_peers,
         kad_server: listen,
@@ -233,14 +219,11 @@ impl Rig {
             counterpart: crate::swarm::rate::serve::Counterpart::new(server.clone()),
             service: serving,
         };
-        tokio::spawn(router.run(inbound, |_, protocol, _, _| {
-            panic!("{protocol} is not of this rig")
-        }));
+        tokio::spawn(
+            router.run(inbound, |_, protocol, _, _| panic!("{protocol} is not of this rig")),
+        );
         let peer = server.peer_id();
-        let address = server.listen_addrs().await[0]
-            .clone()
-            .with_p2p(peer)
-            .unwrap();
+        let address = server.listen_addrs().await[0].clone().with_p2p(peer).unwrap();
         let (client, _) = node(false, vec![address.clone()]).await;
         let mut rig = Rig {
             service,
@@ -284,10 +267,8 @@ impl Rig {
         let [submission, completion] = linked.bells;
         let bell = completion.try_clone().unwrap();
         worker.completion_bell = Some(Doorbell::from_fd(bell).unwrap());
-        self.service
-            .workers
-            .up(&linked.up, submission, completion)
-            .unwrap();
+        let rings = worker.rings.as_ref().unwrap().try_clone().unwrap();
+        self.service.workers.up(&linked.up, rings, submission, completion).unwrap();
     }
 
     /// Ends a worker, as the supervisor reports it after the reap.
@@ -295,9 +276,7 @@ impl Rig {
         let worker = &mut self.workers[index];
         worker.memory.orders.killed.store(true, Ordering::SeqCst);
         worker.thread.take().unwrap().join().unwrap();
-        self.service
-            .workers
-            .down(worker.id, worker.generation, cause, restarting);
+        self.service.workers.down(worker.id, worker.generation, cause, restarting);
     }
 
     /// Lets the worker's completion ring claim more entries than it can hold, and rings its bell.
@@ -305,11 +284,9 @@ impl Rig {
         /// Where the tail of the completion ring lies (`shared::shm::layout`).
         const COMPLETION_TAIL: u64 = 16896;
         let worker = &self.workers[index];
-        let path = format!("/dev/shm/{}", worker.rings.as_ref().unwrap().name());
-        let segment = std::fs::OpenOptions::new().write(true).open(path).unwrap();
-        segment
-            .write_all_at(&(1u64 << 40).to_le_bytes(), COMPLETION_TAIL)
-            .unwrap();
+        let rings = worker.rings.as_ref().unwrap().try_clone().unwrap();
+        let segment = std::fs::File::from(rings);
+        segment.write_all_at(&(1u64 << 40).to_le_bytes(), COMPLETION_TAIL).unwrap();
         worker.completion_bell.as_ref().unwrap().ring().unwrap();
     }
 
@@ -320,9 +297,7 @@ impl Rig {
 
     pub fn report_death(&mut self, index: usize, cause: DeathCause, restarting: bool) {
         let worker = &self.workers[index];
-        self.service
-            .workers
-            .down(worker.id, worker.generation, cause, restarting);
+        self.service.workers.down(worker.id, worker.generation, cause, restarting);
     }
 
     pub fn memory(&self) -> &Memory {
@@ -330,11 +305,8 @@ impl Rig {
     }
 
     pub async fn session(&self) -> Client {
-        let stream = self
-            .client
-            .open_stream(self.server, names::INFERENCE, DEADLINE)
-            .await
-            .unwrap();
+        let stream =
+            self.client.open_stream(self.server, names::INFERENCE, DEADLINE).await.unwrap();
         Client::of(stream)
     }
 
@@ -349,11 +321,7 @@ impl Rig {
         request: impl Message,
     ) -> Result<Bytes, String> {
         let request = request.encode_to_vec().into();
-        match self
-            .client
-            .call_unary(self.server, protocol, request, DEADLINE)
-            .await
-        {
+        match self.client.call_unary(self.server, protocol, request, DEADLINE).await {
             Ok(answer) => Ok(answer),
             Err(CallError::Remote(text)) => Err(text),
             Err(other) => panic!("{other}"),
@@ -367,10 +335,7 @@ impl Drop for Rig {
             worker.memory.orders.killed.store(true, Ordering::SeqCst);
             if let Some(thread) = worker.thread.take() {
                 let ended = thread.join();
-                assert!(
-                    ended.is_ok() || std::thread::panicking(),
-                    "the fake worker panicked"
-                );
+                assert!(ended.is_ok() || std::thread::panicking(), "the fake worker panicked");
             }
         }
     }
@@ -384,6 +349,15 @@ pub struct Linked {
     pub bells: [Doorbell; 2],
 }
 
+impl Linked {
+    /// The descriptors that come with the worker's `WorkerUp`: rings and both doorbells.
+    pub fn fds(&self) -> Vec<OwnedFd> {
+        let rings = self.rings.try_clone().unwrap();
+        let bells = self.bells.each_ref().map(|bell| bell.try_clone().unwrap());
+        [rings].into_iter().chain(bells).collect()
+    }
+}
+
 /// What the supervisor and a worker do to link it.
 pub fn link_worker(
     identity: RingIdentity,
@@ -391,25 +365,18 @@ pub fn link_worker(
     memory: Arc<Memory>,
     arena: &MemfdSegment,
 ) -> Linked {
-    let name = unique();
-    let rings = RingPair::create(&name, &identity).unwrap();
+    let rings = RingPair::create(&unique(), &identity).unwrap();
     let bells: [Doorbell; 2] = std::array::from_fn(|_| Doorbell::new().unwrap());
-    let theirs = bells
-        .each_ref()
-        .map(|bell| Doorbell::from_fd(bell.try_clone().unwrap()).unwrap());
-    let end = RingPair::open(&name, &identity).unwrap();
+    let theirs = bells.each_ref().map(|bell| Doorbell::from_fd(bell.try_clone().unwrap()).unwrap());
+    let end = RingPair::open(rings.try_clone().unwrap(), &identity).unwrap();
     let map = ArenaMap::map(arena).unwrap();
     let link = LinkInit {
         netd_generation: identity.netd_generation,
         worker_generation: identity.worker_generation,
-        rings: name,
         arena_bytes: arena.len() as u64,
         fds: FdTag(0),
     };
-    let capacity = Capacity {
-        inference_rps: 50.0,
-        forward_rps: 100.0,
-    };
+    let capacity = Capacity { inference_rps: 50.0, forward_rps: 100.0 };
     let up = WorkerUp {
         worker: identity.worker,
         span,
@@ -419,12 +386,7 @@ pub fn link_worker(
         link,
     };
     let thread = std::thread::spawn(move || work(&memory, span, identity, end, &map, &theirs));
-    Linked {
-        thread,
-        rings,
-        up,
-        bells,
-    }
+    Linked { thread, rings, up, bells }
 }
 
 fn work(
@@ -446,8 +408,7 @@ fn work(
     };
     let orders = &memory.orders;
     while !orders.killed.load(Ordering::SeqCst) {
-        jobs.wait(&bells[0], Duration::ZERO, Duration::from_millis(5))
-            .unwrap();
+        jobs.wait(&bells[0], Duration::ZERO, Duration::from_millis(5)).unwrap();
         while let Some(entry) = jobs.pop().unwrap() {
             // A job that was taken while the order came is held as well.
             while orders.paused.load(Ordering::SeqCst) {
@@ -481,8 +442,8 @@ fn work(
     }
 }
 
-/// The gradient of the input is twice that of the output per block, plus the input itself; the gradient of a prompt is the
-/// prompt, plus 100 × its block, plus 10 × its row.
+/// The gradient of the input is twice that of the output per block, plus the input itself; the
+/// gradient of a prompt is the prompt, plus 100 × its block, plus 10 × its row.
 fn compute_gradients(body: &JobBody, arena: &ArenaMap) {
     let (batch, count) = (body.batch as usize, body.blocks.len());
     let mut values = vec![0f32; batch * body.tokens as usize * HIDDEN];
@@ -521,9 +482,7 @@ fn compute(memory: &Memory, body: &JobBody, arena: &ArenaMap) {
     for copy in &body.copies {
         for block in &body.blocks {
             let source = cells[&(*block, copy.source)];
-            let target = cells
-                .entry((*block, copy.destination))
-                .or_insert([f32::NAN; PAGE_TOKENS]);
+            let target = cells.entry((*block, copy.destination)).or_insert([f32::NAN; PAGE_TOKENS]);
             let count = copy.tokens as usize;
             target[..count].copy_from_slice(&source[..count]);
         }
@@ -533,16 +492,11 @@ fn compute(memory: &Memory, body: &JobBody, arena: &ArenaMap) {
             let prefix = body.prefix_lengths[row] as usize;
             for (token, state) in all.chunks_mut(HIDDEN).enumerate() {
                 let at = |position: usize| {
-                    (
-                        body.page_tables[row][position / PAGE_TOKENS],
-                        position % PAGE_TOKENS,
-                    )
+                    (body.page_tables[row][position / PAGE_TOKENS], position % PAGE_TOKENS)
                 };
                 for block in &body.blocks {
                     let (page, cell) = at(prefix + token);
-                    let page = cells
-                        .entry((*block, page))
-                        .or_insert([f32::NAN; PAGE_TOKENS]);
+                    let page = cells.entry((*block, page)).or_insert([f32::NAN; PAGE_TOKENS]);
                     page[cell] = state[0];
                 }
                 let sum = (0..=prefix + token).map(|position| {
@@ -552,8 +506,7 @@ fn compute(memory: &Memory, body: &JobBody, arena: &ArenaMap) {
                 state[0] = sum.sum();
             }
         }
-        all.iter_mut()
-            .for_each(|value| *value += body.blocks.len() as f32);
+        all.iter_mut().for_each(|value| *value += body.blocks.len() as f32);
     }
     arena.write(body.output.offset, &values).unwrap();
 }
@@ -566,12 +519,7 @@ pub fn hidden(batch: usize, firsts: &[f32]) -> Tensor {
         state
     });
     let bytes: Vec<u8> = states.flat_map(f32::to_le_bytes).collect();
-    raw_tensor(
-        &[batch, firsts.len() / batch.max(1), HIDDEN],
-        WireDtype::F32,
-        bytes.into(),
-    )
-    .unwrap()
+    raw_tensor(&[batch, firsts.len() / batch.max(1), HIDDEN], WireDtype::F32, bytes.into()).unwrap()
 }
 
 /// Element 0 of every token of a float32 tensor.
@@ -581,7 +529,7 @@ pub fn firsts(tensor: &Tensor) -> Vec<f32> {
 }
 
 pub fn uids(blocks: std::ops::Range<u32>) -> String {
-    crate::wire::uid::chain(PREFIX, blocks)
+    hivemind::wire::uid::chain(PREFIX, blocks)
 }
 
 /// One session of a client.
@@ -597,11 +545,7 @@ impl Client {
     }
 
     pub fn of(stream: RpcStream) -> Client {
-        Client {
-            stream,
-            id: uuid::Uuid::new_v4().to_string(),
-            steps: 0,
-        }
+        Client { stream, id: uuid::Uuid::new_v4().to_string(), steps: 0 }
     }
 
     /// The message of a step as Petals' client sends it.
@@ -620,6 +564,7 @@ impl Client {
             open: open.map(|length| (length, None)),
             next_servers: &[],
             start_from_position: start,
+            wants_times: false,
         };
         let hypo = hypo.map_or_else(
             || dummy_tensor(WireDtype::I64),
@@ -636,18 +581,12 @@ impl Client {
     }
 
     pub async fn send(&mut self, request: &ExpertRequest) {
-        self.stream
-            .send(request.encode_to_vec().into())
-            .await
-            .unwrap();
+        self.stream.send(request.encode_to_vec().into()).await.unwrap();
     }
 
     /// The next answer: a tensor, or the text of an error.
     pub async fn answer(&mut self) -> Result<Tensor, String> {
-        match tokio::time::timeout(DEADLINE, self.stream.recv())
-            .await
-            .expect("an answer in time")
-        {
+        match tokio::time::timeout(DEADLINE, self.stream.recv()).await.expect("an answer in time") {
             Ok(Some(bytes)) => {
                 let mut response = ExpertResponse::decode(bytes).unwrap();
                 assert_eq!(response.tensors.len(), 1);
@@ -696,7 +635,5 @@ pub async fn until(done: impl Fn() -> bool) {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     };
-    tokio::time::timeout(DEADLINE, poll)
-        .await
-        .expect("the condition comes true in time");
+    tokio::time::timeout(DEADLINE, poll).await.expect("the condition comes true in time");
 }

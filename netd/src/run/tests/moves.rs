@@ -1,8 +1,9 @@
 //! Moves: what other nodes read at each step, and what becomes of sessions.
 
+use hivemind::wire::records::ModelInfo;
+
 use super::*;
 use crate::swarm::announce::{self, AnnounceConfig, ServerStatus};
-use crate::wire::records::ModelInfo;
 
 fn span(start: u32, end: u32) -> Span {
     Span::new(start, end).unwrap()
@@ -14,19 +15,12 @@ async fn publish_other(node: &Joined, peer_id: &str, state: ServerState) {
         prefix: rig::PREFIX.into(),
         blocks: 0..2,
         peer_id: peer_id.into(),
-        model: ModelInfo {
-            num_blocks: BLOCKS.into(),
-            repository: None,
-        },
+        model: ModelInfo { num_blocks: BLOCKS.into(), repository: None },
         info: ServerInfo::new(state, 10.0),
         update_period: DEADLINE,
         expiration: 10 * DEADLINE,
     };
-    let status = ServerStatus {
-        state,
-        cache_tokens_left: None,
-        next_pings: Vec::new(),
-    };
+    let status = ServerStatus { state, cache_tokens_left: None, next_pings: Vec::new() };
     assert!(announce::store_under(&node.dht, &config, &status, &[0, 1]).await);
 }
 
@@ -56,10 +50,7 @@ async fn start_coming(supervisor: &mut Supervisor) {
     };
     let memory = supervisor.memory.clone();
     let linked = rig::link_worker(identity, span(2, 4), memory, &supervisor.arena);
-    let bells = linked.bells.each_ref();
-    let fds = bells.map(|bell| bell.try_clone().unwrap()).into();
-    let up = ToNetd::WorkerUp(linked.up.clone());
-    supervisor.tell(up, fds).await;
+    supervisor.tell(ToNetd::WorkerUp(linked.up.clone()), linked.fds()).await;
     supervisor.other = Some(linked);
 }
 
@@ -88,10 +79,7 @@ async fn serves(node: &Joined, peer_id: &str, block: u32) -> bool {
     let uid = format!("{}.{block}", rig::PREFIX);
     let request = ExpertUid { uid }.encode_to_vec().into();
     let peer = peer_id.parse().unwrap();
-    let answer = node
-        .p2p
-        .call_unary(peer, names::INFO, request, DEADLINE)
-        .await;
+    let answer = node.p2p.call_unary(peer, names::INFO, request, DEADLINE).await;
     answer.is_ok()
 }
 
@@ -105,7 +93,7 @@ async fn session(node: &Joined, peer_id: &str) -> rig::Client {
 async fn a_hole_is_filled_while_sessions_on_the_old_blocks_go_on() {
     use ServerState::{Joining, Offline, Online};
     let node = bootstrap_node().await;
-    let other = libp2p::PeerId::random().to_base58();
+    let other = hivemind::p2p::PeerId::random().to_base58();
     let (mut supervisor, peer_id) = until_wish(&node, &other).await;
     let mut old = session(&node, &peer_id).await;
     let mut message = old.message(hidden(1, &[1.0]), Some(30), Some(0), None);
@@ -153,13 +141,10 @@ async fn a_hole_is_filled_while_sessions_on_the_old_blocks_go_on() {
 async fn a_move_that_fails_is_taken_back_and_nothing_else_changes() {
     use ServerState::{Offline, Online};
     let node = bootstrap_node().await;
-    let other = libp2p::PeerId::random().to_base58();
+    let other = hivemind::p2p::PeerId::random().to_base58();
     let (mut supervisor, peer_id) = until_wish(&node, &other).await;
     assert!(matches!(supervisor.hear().await, FromNetd::Move(_)));
-    let failed = ToNetd::MoveFailed {
-        to: span(2, 4),
-        why: "no room".into(),
-    };
+    let failed = ToNetd::MoveFailed { to: span(2, 4), why: "no room".into() };
     supervisor.tell(failed, Vec::new()).await;
     let stays = [(Online, 0), (Online, 0), (Offline, 2), (Offline, 2)];
     until_records(&node, &peer_id, stays).await;
@@ -170,16 +155,14 @@ async fn a_move_that_fails_is_taken_back_and_nothing_else_changes() {
 async fn without_room_for_both_sessions_end_before_the_new_workers_come() {
     use ServerState::{Joining, Offline, Online};
     let node = bootstrap_node().await;
-    let other = libp2p::PeerId::random().to_base58();
+    let other = hivemind::p2p::PeerId::random().to_base58();
     let (mut supervisor, peer_id) = until_wish(&node, &other).await;
     let mut old = session(&node, &peer_id).await;
     let mut message = old.message(hidden(1, &[1.0]), Some(30), Some(0), None);
     message.uid = rig::uids(0..2);
     old.ask(&message).await.unwrap();
     assert!(matches!(supervisor.hear().await, FromNetd::Move(_)));
-    supervisor
-        .tell(ToNetd::MakeRoom(span(2, 4)), Vec::new())
-        .await;
+    supervisor.tell(ToNetd::MakeRoom(span(2, 4)), Vec::new()).await;
     let leaving = [(Offline, 0), (Offline, 0), (Joining, 2), (Joining, 2)];
     until_records(&node, &peer_id, leaving).await;
     let mut message = old.message(hidden(1, &[2.0]), None, None, None);
@@ -204,7 +187,7 @@ async fn without_room_for_both_sessions_end_before_the_new_workers_come() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_move_is_called_off_when_the_old_blocks_have_lost_their_other_server() {
     let node = bootstrap_node().await;
-    let other = libp2p::PeerId::random().to_base58();
+    let other = hivemind::p2p::PeerId::random().to_base58();
     let (mut supervisor, peer_id) = until_wish(&node, &other).await;
     assert!(matches!(supervisor.hear().await, FromNetd::Move(_)));
     publish_other(&node, &other, ServerState::Offline).await;

@@ -1,5 +1,7 @@
-//! What is known of this server's speed and of how it is reached, from the first record to a changed one.
+//! What is known of this server's speed and of how it is reached, from the first record to a
+//! changed one.
 
+use hivemind::p2p::P2p;
 use shared::config::Throughput;
 use shared::control::Capacity;
 use shared::network::{Link, NetworkRate, RateFile, RateSource};
@@ -7,7 +9,6 @@ use tokio::sync::oneshot;
 
 use super::*;
 use crate::http::stand_in::{StandIn, answer};
-use crate::p2p::P2p;
 use crate::rpc::tests::rig::HIDDEN;
 
 fn span() -> Span {
@@ -52,17 +53,11 @@ fn assumed() -> f64 {
 async fn a_server_that_joins_announces_what_was_measured_earlier() {
     let node = bootstrap_node().await;
     let mut supervisor = Supervisor::new(node.addrs.clone(), |_| {});
-    let kept = Capacity {
-        inference_rps: 5.0,
-        forward_rps: 40.0,
-    };
+    let kept = Capacity { inference_rps: 5.0, forward_rps: 40.0 };
     supervisor.tell(ToNetd::Kept(kept), Vec::new()).await;
     let peer_id = proposed(&mut supervisor).await;
     let joining = until_state(&node, &peer_id, ServerState::Joining).await;
-    assert_eq!(
-        (joining.inference_rps, joining.forward_rps),
-        (Some(5.0), Some(40.0))
-    );
+    assert_eq!((joining.inference_rps, joining.forward_rps), (Some(5.0), Some(40.0)));
     assert_eq!(joining.throughput, 40.0 / 2.5);
 }
 
@@ -138,15 +133,10 @@ async fn a_dry_run_tells_its_figures_and_nobody_else() {
     let peer_id = proposed(&mut supervisor).await;
     supervisor.start_worker(1, 1, span()).await;
     let rated = tokio::time::timeout(3 * DEADLINE, supervisor.from.recv()).await;
-    let Ok(Some(FromNetd::Rated(rating))) = rated else {
-        panic!("{rated:?}")
-    };
+    let Ok(Some(FromNetd::Rated(rating))) = rated else { panic!("{rated:?}") };
     assert_eq!(rating.capacity.forward_rps, 100.0);
     assert_eq!((rating.throughput, rating.blocks), (40.0, BLOCKS));
-    assert!(matches!(
-        rating.network.source,
-        RateSource::Peers | RateSource::Link
-    ));
+    assert!(matches!(rating.network.source, RateSource::Peers | RateSource::Link));
     assert_eq!(record(&node, &peer_id, 1).await, None);
 
     // Without anybody to measure with.
@@ -156,9 +146,7 @@ async fn a_dry_run_tells_its_figures_and_nobody_else() {
     });
     proposed(&mut alone).await;
     alone.start_worker(1, 1, span()).await;
-    let FromNetd::Rated(rating) = alone.hear().await else {
-        panic!("no rating")
-    };
+    let FromNetd::Rated(rating) = alone.hear().await else { panic!("no rating") };
     assert_eq!(rating.network.source, RateSource::Operator);
     assert_eq!((rating.network_rps, rating.throughput), (1.0, 1.0));
 }
@@ -174,18 +162,11 @@ async fn the_monitor_is_asked_before_clients_can_come() {
     let url = monitor.url.clone();
     let mut supervisor = Supervisor::new(Vec::new(), |init| init.config.monitor = Some(url));
     let peer_id = proposed(&mut supervisor).await;
-    assert_eq!(
-        monitor.requests(),
-        [],
-        "not before there is something to serve"
-    );
+    assert_eq!(monitor.requests(), [], "not before there is something to serve");
     supervisor.start_worker(1, 1, span()).await;
     assert!(matches!(supervisor.hear().await, FromNetd::Online));
     let asked: Vec<String> = monitor.requests().into_iter().map(|one| one.0).collect();
-    assert_eq!(
-        asked,
-        vec![format!("GET /api/v1/is_reachable/{peer_id}"); 2]
-    );
+    assert_eq!(asked, vec![format!("GET /api/v1/is_reachable/{peer_id}"); 2]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -209,9 +190,7 @@ async fn a_server_that_the_monitor_cannot_reach_ends_with_advice() {
 async fn tapped(inbox: Inbox, outbox: Outbox, tap: oneshot::Sender<P2p>) -> Stop {
     let mut messages = Messages::new(inbox);
     let FromSupervisor { message, fds } = messages.next().await.unwrap();
-    let ToNetd::Init(init) = message else {
-        panic!("{message:?}")
-    };
+    let ToNetd::Init(init) = message else { panic!("{message:?}") };
     let map = map_arena(&init, fds.into_iter().next().unwrap()).unwrap();
     let (online, service) = watch::channel(None);
     let joined = join::join(&init, service).await.unwrap();
@@ -242,10 +221,7 @@ async fn the_record_follows_when_peers_can_no_longer_dial_this_server_and_when_t
     // As when AutoNAT finds it out.
     p2p.set_reachable(false).await;
     let relayed = until_record(&node, &peer_id, |info| info.using_relay == Some(true)).await;
-    assert_eq!(
-        (relayed.state, relayed.throughput),
-        (ServerState::Online, 0.2)
-    );
+    assert_eq!((relayed.state, relayed.throughput), (ServerState::Online, 0.2));
     assert_eq!(relayed.cache_tokens_left, online.cache_tokens_left);
     p2p.set_reachable(true).await;
     let direct = until_record(&node, &peer_id, |info| info.using_relay == Some(false)).await;

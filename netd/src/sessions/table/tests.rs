@@ -16,20 +16,15 @@ impl Memory {
     fn apply(&mut self, plan: &StepPlan, rows: &[Vec<u64>]) {
         for copy in &plan.copies {
             let source = self.0[&copy.source];
-            let target = self
-                .0
-                .entry(copy.destination)
-                .or_insert([None; PAGE_TOKENS]);
+            let target = self.0.entry(copy.destination).or_insert([None; PAGE_TOKENS]);
             let tokens = copy.tokens as usize;
             target[..tokens].copy_from_slice(&source[..tokens]);
         }
         for (table, tokens) in plan.tables.iter().zip(rows) {
             for (offset, token) in tokens.iter().enumerate() {
                 let position = plan.prefix as usize + offset;
-                let page = self
-                    .0
-                    .entry(table[position / PAGE_TOKENS])
-                    .or_insert([None; PAGE_TOKENS]);
+                let page =
+                    self.0.entry(table[position / PAGE_TOKENS]).or_insert([None; PAGE_TOKENS]);
                 page[position % PAGE_TOKENS] = Some(*token);
             }
         }
@@ -42,12 +37,7 @@ impl Memory {
 }
 
 fn tables(rows: u32, max_length: u32) -> SessionTables {
-    let pages = KvRequest {
-        blocks: Vec::new(),
-        rows,
-        max_length,
-    }
-    .pages() as u32;
+    let pages = KvRequest { blocks: Vec::new(), rows, max_length }.pages() as u32;
     let ids: Vec<PageId> = (0..pages).map(|i| PageId(7 + 3 * i)).collect();
     SessionTables::new(rows as usize, max_length, &ids)
 }
@@ -65,11 +55,7 @@ fn check_plan(plan: &StepPlan, tokens: u32) {
     }
     for copy in &plan.copies {
         assert!((1..=PAGE_TOKENS as u32).contains(&copy.tokens));
-        assert!(
-            plan.copies
-                .iter()
-                .all(|other| other.source != copy.destination)
-        );
+        assert!(plan.copies.iter().all(|other| other.source != copy.destination));
     }
 }
 
@@ -78,10 +64,7 @@ fn decode_appends_to_the_last_page_and_takes_the_next_at_its_end() {
     let mut tables = tables(1, 40);
     for position in 0..40 {
         let plan = tables.begin(None, 1, None).unwrap();
-        assert_eq!(
-            (plan.prefix, plan.tables[0].len()),
-            (position, position as usize / 16 + 1)
-        );
+        assert_eq!((plan.prefix, plan.tables[0].len()), (position, position as usize / 16 + 1));
         assert_eq!(plan.copies, []);
         tables.commit();
     }
@@ -97,11 +80,7 @@ fn a_shared_page_is_copied_for_all_rows_but_one() {
     tables.commit();
     let plan = tables.begin(None, 1, Some(&[1, 1, 1])).unwrap();
     assert_eq!(plan.copies.len(), 2);
-    assert!(
-        plan.copies
-            .iter()
-            .all(|c| c.tokens == 5 && c.source == plan.copies[0].source)
-    );
+    assert!(plan.copies.iter().all(|c| c.tokens == 5 && c.source == plan.copies[0].source));
     check_plan(&plan, 1);
 }
 
@@ -112,10 +91,7 @@ fn rollback_beyond_the_prefix_and_bad_hypo_ids_name_the_values() {
     tables.commit();
     assert_eq!(
         tables.begin(Some(4), 1, None).unwrap_err(),
-        TableError::BeyondPrefix {
-            start: 4,
-            prefix: 3
-        }
+        TableError::BeyondPrefix { start: 4, prefix: 3 }
     );
     assert!(matches!(
         tables.begin(None, 1, Some(&[0])),
@@ -123,14 +99,7 @@ fn rollback_beyond_the_prefix_and_bad_hypo_ids_name_the_values() {
     ));
     for value in [-1, 2, i64::MAX] {
         let error = tables.begin(None, 1, Some(&[0, value])).unwrap_err();
-        assert_eq!(
-            error,
-            TableError::HypoRange {
-                index: 1,
-                value,
-                rows: 2
-            }
-        );
+        assert_eq!(error, TableError::HypoRange { index: 1, value, rows: 2 });
     }
     assert_eq!(tables.prefix(), 3);
 }

@@ -1,5 +1,5 @@
-//! When to move for real: upstream's rule with hysteresis and jitter, so that a hundred servers that see the same hole do not all
-//! jump into it. Pure: time is passed in.
+//! When to move for real: upstream's rule with hysteresis and jitter, so that a hundred servers
+//! that see the same hole do not all jump into it. Pure: time is passed in.
 //!
 //! ```text
 //!   settled ── rule says move, own move helps ──> waiting (random time, longer in a large swarm)
@@ -8,17 +8,19 @@
 //!      └── moved (settling time doubles) <────────────┘ still wanted
 //! ```
 //!
-//! A server that moves announces its new place at once as joining, so those whose wait ends later see it and mostly stay.
+//! A server that moves announces its new place at once as joining, so those whose wait ends later
+//! see it and mostly stay.
 
 use super::{
     Decision, EPSILON, MoveReason, StayReason, best_start_without, block_throughput, lexicographic,
     should_choose_other_blocks,
 };
-use crate::swarm::view::ServerSpan;
+use hivemind::view::ServerSpan;
 use rand::Rng;
 use std::time::Duration;
 
-/// Share of a wait that one server in the swarm adds: about what a neighbour needs to read the swarm and announce itself.
+/// Share of a wait that one server in the swarm adds: about what a neighbour needs to read the
+/// swarm and announce itself.
 const WAIT_PER_SERVER: Duration = Duration::from_secs(4);
 /// Longest wait before a move.
 const MAX_WAIT: Duration = Duration::from_secs(600);
@@ -37,15 +39,11 @@ pub struct Rebalancer {
 }
 
 impl Rebalancer {
-    /// For a server that begins to serve at `now` and moves when the weakest block has less than `quality` of what it could have.
+    /// For a server that begins to serve at `now` and moves when the weakest block has less than
+    /// `quality` of what it could have.
     #[must_use]
     pub fn new(quality: f64, now: Duration) -> Self {
-        Self {
-            quality,
-            settled_at: now,
-            settling: MIN_SETTLING,
-            waits_until: None,
-        }
+        Self { quality, settled_at: now, settling: MIN_SETTLING, waits_until: None }
     }
 
     /// When to ask again at the latest, if the answer was [`StayReason::Waiting`].
@@ -54,8 +52,9 @@ impl Rebalancer {
         self.waits_until
     }
 
-    /// Whether `me` moves now; `spans` and `block_count` as for [`should_choose_other_blocks`]. After a [`Decision::Move`] the caller
-    /// moves to [`best_start_without`] and is settled from `now` on.
+    /// Whether `me` moves now; `spans` and `block_count` as for [`should_choose_other_blocks`].
+    /// After a [`Decision::Move`] the caller moves to [`best_start_without`] and is settled
+    /// from `now` on.
     pub fn on_check(
         &mut self,
         now: Duration,
@@ -64,18 +63,18 @@ impl Rebalancer {
         block_count: usize,
         rng: &mut impl Rng,
     ) -> Decision {
-        // What is cheap comes first: the rule itself simulates the whole swarm, and most checks end before it.
+        // What is cheap comes first: the rule itself simulates the whole swarm, and most checks end
+        // before it.
         if self.quality <= 1.0 {
             if !spans.iter().any(|span| span.peer_id == me) {
                 return self.stay(StayReason::RecordMissing);
             }
             // A hole is filled even by one that has just moved: no client gets through before.
-            let weakest = block_throughput(spans, block_count)
-                .into_iter()
-                .fold(f64::INFINITY, f64::min);
+            let weakest =
+                block_throughput(spans, block_count).into_iter().fold(f64::INFINITY, f64::min);
             let settles = now.saturating_sub(self.settled_at) < self.settling;
             if weakest > EPSILON && settles {
-                return self.stay(StayReason::Settling);
+                return self.stay(StayReason::CoolingDown);
             }
             if !helps_alone(me, spans, block_count) {
                 return self.stay(StayReason::NoGain);
@@ -107,8 +106,8 @@ impl Rebalancer {
     }
 }
 
-/// Whether the swarm is better after this one move: weakest block first, then the second weakest and so on. Upstream's rule also
-/// moves when only further moves of others would help.
+/// Whether the swarm is better after this one move: weakest block first, then the second weakest
+/// and so on. Upstream's rule also moves when only further moves of others would help.
 fn helps_alone(me: &str, spans: &[ServerSpan], block_count: usize) -> bool {
     let Some(own) = spans.iter().find(|span| span.peer_id == me) else {
         return false;
@@ -120,17 +119,11 @@ fn helps_alone(me: &str, spans: &[ServerSpan], block_count: usize) -> bool {
     let now = block_throughput(spans, block_count);
     let mut then = now.clone();
     let rate = own.info.throughput;
-    then[own.start..own.start + length]
-        .iter_mut()
-        .for_each(|block| *block -= rate);
-    then[start..start + length]
-        .iter_mut()
-        .for_each(|block| *block += rate);
+    then[own.start..own.start + length].iter_mut().for_each(|block| *block -= rate);
+    then[start..start + length].iter_mut().for_each(|block| *block += rate);
     // Sorted, and without the noise of sums in another order.
     let sorted = |mut blocks: Vec<f64>| {
-        blocks
-            .iter_mut()
-            .for_each(|block| *block = (*block / EPSILON).round());
+        blocks.iter_mut().for_each(|block| *block = (*block / EPSILON).round());
         blocks.sort_unstable_by(f64::total_cmp);
         blocks
     };
@@ -140,7 +133,7 @@ fn helps_alone(me: &str, spans: &[ServerSpan], block_count: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::records::{ServerInfo, ServerState};
+    use hivemind::wire::records::{ServerInfo, ServerState};
     use rand::SeedableRng;
     use rand::rngs::StdRng;
 
@@ -163,12 +156,9 @@ mod tests {
         spans: &[ServerSpan],
         rng: &mut StdRng,
     ) -> Option<Duration> {
-        (0..20_000u32).map(|s| from + SECOND * s).find(|now| {
-            matches!(
-                rebalancer.on_check(*now, "0", spans, 8, rng),
-                Decision::Move(_)
-            )
-        })
+        (0..20_000u32)
+            .map(|s| from + SECOND * s)
+            .find(|now| matches!(rebalancer.on_check(*now, "0", spans, 8, rng), Decision::Move(_)))
     }
 
     #[test]
@@ -180,10 +170,7 @@ mod tests {
             let first = rebalancer.on_check(Duration::ZERO, "0", &hole, 8, &mut rng);
             assert_eq!(first, Decision::Stay(StayReason::Waiting));
             let moved = time_of_move(&mut rebalancer, SECOND, &hole, &mut rng);
-            assert!(
-                moved.is_some_and(|at| at <= WAIT_PER_SERVER * 2 + SECOND),
-                "{moved:?}"
-            );
+            assert!(moved.is_some_and(|at| at <= WAIT_PER_SERVER * 2 + SECOND), "{moved:?}");
         }
     }
 
@@ -196,7 +183,7 @@ mod tests {
         assert!(rebalancer.waits_until().is_some());
         let filled = spans(&[(0, 4), (4, 8)]);
         let decision = rebalancer.on_check(SECOND, "0", &filled, 8, &mut rng);
-        assert_eq!(decision, Decision::Stay(StayReason::Settling));
+        assert_eq!(decision, Decision::Stay(StayReason::CoolingDown));
         assert_eq!(rebalancer.waits_until(), None);
     }
 
@@ -206,7 +193,7 @@ mod tests {
         let mut rng = StdRng::seed_from_u64(1);
         let mut rebalancer = Rebalancer::new(0.75, Duration::ZERO);
         let soon = rebalancer.on_check(SECOND, "0", &uneven, 8, &mut rng);
-        assert_eq!(soon, Decision::Stay(StayReason::Settling));
+        assert_eq!(soon, Decision::Stay(StayReason::CoolingDown));
         let first = time_of_move(&mut rebalancer, SECOND, &uneven, &mut rng).unwrap();
         assert!(first >= MIN_SETTLING, "{first:?}");
         let second = time_of_move(&mut rebalancer, first, &uneven, &mut rng).unwrap();
@@ -215,7 +202,8 @@ mod tests {
 
     #[test]
     fn move_that_helps_only_if_others_follow_is_not_made() {
-        // Two of six would have to move for the weakest block to gain; each of them gains the second weakest.
+        // Two of six would have to move for the weakest block to gain; each of them gains the
+        // second weakest.
         let follow = spans(&[(0, 3), (3, 6), (6, 8), (0, 3), (0, 3), (0, 3)]);
         assert!(helps_alone("0", &follow, 8));
         // Moving only mirrors the imbalance.

@@ -7,14 +7,13 @@ use bytes::Bytes;
 use futures::FutureExt;
 use futures::future::join_all;
 use futures::stream::{FuturesUnordered, StreamExt};
-use libp2p::PeerId;
+use hivemind::p2p::{CallError, P2p, PeerId, RpcStream, Scope};
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::{debug, info};
 
 use super::meter::Meter;
 use super::serve::chunk;
 use super::{AGREED, CHUNK_BYTES, DOWN, GO, MAX_BYTES, MAX_TIME, PROTOCOL, UP};
-use crate::p2p::{CallError, P2p, RpcStream, Scope};
 
 /// Peers that transfer at once.
 const WANTED: usize = 4;
@@ -31,8 +30,8 @@ const INTRODUCTION_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long the last answers may be under way.
 const LAST_ANSWERS: Duration = Duration::from_secs(1);
 
-/// Bits per second that came from and went to peers, the slower way; `known` are peers that may not be connected. `None` if there is
-/// nobody to measure with.
+/// Bits per second that came from and went to peers, the slower way; `known` are peers that may not
+/// be connected. `None` if there is nobody to measure with.
 pub async fn with_peers(p2p: &P2p, known: Vec<PeerId>) -> Option<f64> {
     let (scope, candidates) = candidates(p2p, known).await?;
     let down = one_way(p2p, DOWN, scope, &candidates).await?;
@@ -70,11 +69,11 @@ async fn candidates(p2p: &P2p, known: Vec<PeerId>) -> Option<(Scope, Vec<PeerId>
 
 async fn own_ips(p2p: &P2p) -> Vec<std::net::IpAddr> {
     let addrs = p2p.listen_addrs().await;
-    addrs.iter().filter_map(crate::p2p::ip_of).collect()
+    addrs.iter().filter_map(hivemind::p2p::ip_of).collect()
 }
 
-/// Where a connected peer is seen at; `None` if it is not connected directly. Another process of this machine is near, whatever
-/// address it has.
+/// Where a connected peer is seen at; `None` if it is not connected directly. Another process of
+/// this machine is near, whatever address it has.
 async fn scope_of(p2p: &P2p, peer: PeerId, own: &[std::net::IpAddr]) -> Option<Scope> {
     let introduction = timeout(INTRODUCTION_TIMEOUT, p2p.introduction(peer)).await;
     let seen_at = introduction.ok()?.ok()?.seen_at;
@@ -90,10 +89,7 @@ async fn scope_of(p2p: &P2p, peer: PeerId, own: &[std::net::IpAddr]) -> Option<S
 async fn one_way(p2p: &P2p, way: u8, scope: Scope, candidates: &[PeerId]) -> Option<f64> {
     let streams = agreed(p2p, way, scope, candidates).await;
     let peers = streams.len();
-    let meter = Shared {
-        start: Instant::now(),
-        meter: Arc::default(),
-    };
+    let meter = Shared { start: Instant::now(), meter: Arc::default() };
     let transfers = streams.into_iter().map(|stream| async {
         let transfer = async {
             match way {
@@ -103,12 +99,12 @@ async fn one_way(p2p: &P2p, way: u8, scope: Scope, candidates: &[PeerId]) -> Opt
         };
         match timeout(MAX_TIME + LAST_ANSWERS, transfer).await {
             Ok(Ok(())) | Err(_) => {}
-            Ok(Err(error)) => debug!(%error, "a transfer was broken off"),
+            Ok(Err(error)) => debug!(%error, "transfer aborted"),
         }
     });
     join_all(transfers).await;
     let rate = meter.lock().bits_per_s(meter.start.elapsed());
-    debug!(way = %char::from(way), peers, ?rate, "measured one way");
+    debug!(way = %char::from(way), peers, ?rate, "measured one direction");
     rate
 }
 
@@ -140,7 +136,7 @@ async fn agreed(p2p: &P2p, way: u8, scope: Scope, candidates: &[PeerId]) -> Vec<
             let stream = match asked {
                 Ok(Ok(stream)) => stream,
                 Ok(Err(error)) => {
-                    debug!(%peer, %error, "does not measure with us");
+                    debug!(%peer, %error, "peer refused to measure");
                     return None;
                 }
                 Err(_) => return None,
@@ -190,7 +186,8 @@ async fn download(mut stream: RpcStream, meter: &Shared) -> Result<(), CallError
     Ok(())
 }
 
-/// Sends, and counts what the peer says has arrived: what lies in buffers on the way does not count.
+/// Sends, and counts what the peer says has arrived: what lies in buffers on the way does not
+/// count.
 async fn upload(mut stream: RpcStream, meter: &Shared) -> Result<(), CallError> {
     stream.send(Bytes::from_static(&[GO])).await?;
     let chunk = chunk();
@@ -233,7 +230,7 @@ fn note(
             *arrived = count;
             Ok(true)
         }
-        _ => Err(CallError::Malformed("says that more arrived than was sent")),
+        _ => Err(CallError::Malformed("reports more bytes than were sent")),
     }
 }
 
@@ -243,10 +240,7 @@ mod tests {
 
     #[test]
     fn a_peer_cannot_have_got_what_was_not_sent() {
-        let meter = Shared {
-            start: Instant::now(),
-            meter: Arc::default(),
-        };
+        let meter = Shared { start: Instant::now(), meter: Arc::default() };
         let mut arrived = 0;
         let mut say = |count: u64, sent| {
             let answer = Bytes::copy_from_slice(&count.to_le_bytes());

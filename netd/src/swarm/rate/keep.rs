@@ -1,17 +1,18 @@
-//! When the network is measured: once a week for each place of the machine, while this server has nothing to do, and again and again
-//! until it succeeds. Nothing waits for it.
+//! When the network is measured: once a week for each place of the machine, while this server has
+//! nothing to do, and again and again until it succeeds. Nothing waits for it.
 
 use std::time::Duration;
 
+use hivemind::dht::driver::Dht;
+use hivemind::p2p::P2p;
 use shared::network::{Link, NetworkRate, RateFile, RateSource};
 use tokio::task::spawn_blocking;
 use tracing::{debug, warn};
 
 use super::{url, with_peers};
-use crate::dht::driver::Dht;
-use crate::p2p::P2p;
 
-/// Pauses after measurements that came to nothing, since there was nobody to measure with; the last is repeated.
+/// Pauses after measurements that came to nothing, since there was nobody to measure with; the last
+/// is repeated.
 const PAUSES: [Duration; 4] = [
     Duration::from_secs(60),
     Duration::from_secs(300),
@@ -34,7 +35,8 @@ pub struct Settings {
     pub take_kept: bool,
 }
 
-/// A kept rate, or measures until there is one; `idle` says whether this server has nothing else to do.
+/// A kept rate, or measures until there is one; `idle` says whether this server has nothing else to
+/// do.
 pub async fn keep(
     settings: &Settings,
     p2p: &P2p,
@@ -53,7 +55,7 @@ pub async fn keep(
             Outcome::Busy => tokio::time::sleep(BUSY_PERIOD).await,
             Outcome::Nobody => {
                 pause = pauses.next().copied().unwrap_or(pause);
-                debug!(again_in = ?pause, "nobody to measure the network with");
+                debug!(again_in = ?pause, "no peer to measure the network with");
                 tokio::time::sleep(pause).await;
             }
         }
@@ -79,7 +81,7 @@ pub async fn once(settings: &Settings, p2p: &P2p, dht: &Dht) -> Outcome {
             Ok(Some(lock)) => Some(lock),
             Ok(None) => return Outcome::Busy,
             Err(error) => {
-                warn!(%error, "the network's rate cannot be kept");
+                warn!(%error, "cannot lock the file of network rates");
                 None
             }
         },
@@ -95,7 +97,7 @@ pub async fn once(settings: &Settings, p2p: &P2p, dht: &Dht) -> Outcome {
     if let Some(file) = settings.file.clone() {
         let kept = spawn_blocking(move || file.keep(&link, rate)).await;
         if let Ok(Err(error)) = kept {
-            warn!(%error, "the network's rate is not kept");
+            warn!(%error, "cannot save the network rate");
         }
     }
     Outcome::Rate(rate)
@@ -113,7 +115,9 @@ async fn measure(settings: &Settings, p2p: &P2p, dht: &Dht) -> Option<NetworkRat
             Ok(bits_per_s) => {
                 return Some(whole(bits_per_s, RateSource::Url));
             }
-            Err(error) => warn!(%error, "asking servers of the swarm instead"),
+            Err(error) => {
+                warn!(%error, "--network_test_url failed, measuring with servers of the swarm")
+            }
         }
     }
     let known = dht.peers().await.unwrap_or_default();

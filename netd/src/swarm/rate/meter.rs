@@ -1,8 +1,8 @@
 //! Bytes over time, and the rate from them. Pure: times are passed in.
 //!
-//! What has arrived by some time since the start came through the line in that time: no burst from a buffer on the way, and no packet
-//! that held up those behind it, makes the line look faster than it is. The best such time counts, since a peer that has sent all it
-//! lends leaves the line idle.
+//! What has arrived by some time since the start came through the line in that time: no burst from
+//! a buffer on the way, and no packet that held up those behind it, makes the line look faster than
+//! it is. The best such time counts, since a peer that has sent all it lends leaves the line idle.
 
 use std::time::Duration;
 
@@ -40,8 +40,9 @@ impl Meter {
         self.total = self.total.saturating_add(bytes);
     }
 
-    /// Bits per second from the start to the best moment before the `end` of the transfer, and not before the first second is over
-    /// unless the transfer is; `None` if almost nothing has arrived.
+    /// Bits per second from the start to the best moment before the `end` of the transfer, and not
+    /// before the first second is over unless the transfer is; `None` if almost nothing has
+    /// arrived.
     #[must_use]
     pub fn bits_per_s(&self, end: Duration) -> Option<f64> {
         if self.total < MIN_BYTES {

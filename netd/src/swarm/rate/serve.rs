@@ -1,17 +1,17 @@
-//! Answers servers that measure their network. What they may take is bounded in every direction, since bytes cost both sides.
+//! Answers servers that measure their network. What they may take is bounded in every direction,
+//! since bytes cost both sides.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use libp2p::PeerId;
+use hivemind::p2p::{InboundReader, InboundStream, InboundWriter, P2p, PeerId};
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::{debug, info};
 
 use super::{ACK_BYTES, AGREED, CHUNK_BYTES, DOWN, GO, MAX_BYTES, MAX_TIME, UP};
-use crate::p2p::{InboundReader, InboundStream, InboundWriter, P2p};
 
 /// Transfers at once.
 const MAX_AT_ONCE: usize = 4;
@@ -75,11 +75,7 @@ impl Counterpart {
     /// Answers for the node `p2p`.
     #[must_use]
     pub fn new(p2p: P2p) -> Self {
-        Self {
-            p2p,
-            slots: Arc::new(Semaphore::new(MAX_AT_ONCE)),
-            lent: Arc::default(),
-        }
+        Self { p2p, slots: Arc::new(Semaphore::new(MAX_AT_ONCE)), lent: Arc::default() }
     }
 
     /// What was asked so far.
@@ -103,8 +99,8 @@ impl Counterpart {
         }
         let limit = PATIENCE + 2 * MAX_TIME;
         match timeout(limit, exchange(stream)).await {
-            Ok(Some(bytes)) => info!(%peer, bytes, "helped a peer to measure its network"),
-            Ok(None) | Err(_) => debug!(%peer, "a measurement was broken off"),
+            Ok(Some(bytes)) => info!(%peer, bytes, "served a network measurement"),
+            Ok(None) | Err(_) => debug!(%peer, "network measurement aborted"),
         }
     }
 
@@ -194,10 +190,7 @@ mod tests {
         }
         let stranger = PeerId::random();
         assert!(!lent.admit(stranger, start + PEER_PERIOD), "enough for all");
-        assert!(
-            lent.admit(stranger, start + HOUR),
-            "the first are forgotten"
-        );
+        assert!(lent.admit(stranger, start + HOUR), "the first are forgotten");
         assert!(lent.transfers.len() <= MAX_PER_HOUR);
     }
 }

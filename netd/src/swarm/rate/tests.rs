@@ -3,27 +3,24 @@
 use std::time::Duration;
 
 use bytes::Bytes;
+use hivemind::dht::driver::{Dht, DhtConfig};
+use hivemind::dht::storage::StorageLimits;
+use hivemind::p2p::{
+    CallError, Inbound, Keypair, Multiaddr, P2p, P2pConfig, Protocol, ProtocolSpec, Traversal,
+};
 use shared::network::{Link, RateFile, RateSource};
 use tokio::sync::mpsc;
 
 use super::serve::Counterpart;
 use super::*;
-use crate::dht::driver::{Dht, DhtConfig};
-use crate::dht::storage::StorageLimits;
 use crate::http::stand_in::{StandIn, answer};
-use crate::p2p::{
-    CallError, Inbound, Keypair, Multiaddr, P2p, P2pConfig, Protocol, ProtocolSpec, Traversal,
-};
 
 /// No wait is longer; nothing is asserted about it.
 const DEADLINE: Duration = Duration::from_secs(120);
 
 fn block_on<T>(future: impl Future<Output = T>) -> T {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .build()
-        .unwrap();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async { tokio::time::timeout(DEADLINE, future).await.expect("hangs") })
 }
 
@@ -86,15 +83,8 @@ fn two_servers_measure_each_other_and_one_without_peers_measures_nobody() {
         assert_eq!(first.counterpart.figures().served, 2, "down and up");
         // A known peer is dialled, and may be one that is connected already.
         let third = start(Vec::new(), vec![protocol()]).await;
-        third
-            .p2p
-            .add_address(first.p2p.peer_id(), addr(&first).await)
-            .await;
-        assert!(
-            with_peers(&third.p2p, vec![first.p2p.peer_id()])
-                .await
-                .is_some()
-        );
+        third.p2p.add_address(first.p2p.peer_id(), addr(&first).await).await;
+        assert!(with_peers(&third.p2p, vec![first.p2p.peer_id()]).await.is_some());
     });
 }
 
@@ -110,11 +100,7 @@ fn peers_that_do_not_know_the_protocol_or_have_lent_enough_are_passed_over() {
         for _ in 0..2 {
             assert!(with_peers(&asker.p2p, Vec::new()).await.is_some());
         }
-        assert_eq!(
-            with_peers(&asker.p2p, Vec::new()).await,
-            None,
-            "it has lent enough"
-        );
+        assert_eq!(with_peers(&asker.p2p, Vec::new()).await, None, "it has lent enough");
         let figures = lender.counterpart.figures();
         assert_eq!((figures.served, figures.refused), (4, 1));
     });
@@ -125,20 +111,15 @@ fn callers_that_break_the_protocol_get_nothing_and_hostile_answers_count_for_not
     block_on(async {
         let callee = start(Vec::new(), vec![protocol()]).await;
         let caller = start(vec![addr(&callee).await], Vec::new()).await;
-        // What the callee says to these words. Streams that were broken off count against the bound of streams for another
-        // moment, in which nothing is said.
+        // What the callee says to these words. Streams that were broken off count against the bound
+        // of streams for another moment, in which nothing is said.
         let say = async |words: Vec<u8>| {
             let peer = callee.p2p.peer_id();
             let mut stream = caller.p2p.open_stream(peer, PROTOCOL, DEADLINE).await?;
             stream.send(words.into()).await?;
             stream.recv().await
         };
-        for words in [
-            b"X".to_vec(),
-            Vec::new(),
-            b"DD".to_vec(),
-            vec![0; CHUNK_BYTES + 1],
-        ] {
+        for words in [b"X".to_vec(), Vec::new(), b"DD".to_vec(), vec![0; CHUNK_BYTES + 1]] {
             let answer = say(words.clone()).await;
             assert!(!matches!(answer, Ok(Some(_))), "{:?}", words.get(..2));
         }
@@ -188,11 +169,7 @@ fn a_measurement_is_kept_and_taken_until_another_is_asked_for() {
         let file = RateFile::new(folder.path());
         let first = start(Vec::new(), vec![protocol()]).await;
         let second = start(vec![addr(&first).await], vec![protocol()]).await;
-        let mut settings = Settings {
-            file: Some(file.clone()),
-            service: None,
-            take_kept: true,
-        };
+        let mut settings = Settings { file: Some(file.clone()), service: None, take_kept: true };
         let lock = file.lock().unwrap();
         let dht = dht(&second);
         assert_eq!(once(&settings, &second.p2p, &dht).await, Outcome::Busy);
@@ -202,16 +179,10 @@ fn a_measurement_is_kept_and_taken_until_another_is_asked_for() {
         };
         assert_eq!(rate.source, RateSource::Peers);
         assert_eq!(file.kept(&Link::of_system()), Some(rate));
-        assert_eq!(
-            once(&settings, &second.p2p, &dht).await,
-            Outcome::Rate(rate)
-        );
+        assert_eq!(once(&settings, &second.p2p, &dht).await, Outcome::Rate(rate));
         assert_eq!(first.counterpart.figures().served, 2, "asked once");
         settings.take_kept = false;
-        assert!(matches!(
-            once(&settings, &second.p2p, &dht).await,
-            Outcome::Rate(_)
-        ));
+        assert!(matches!(once(&settings, &second.p2p, &dht).await, Outcome::Rate(_)));
         assert_eq!(first.counterpart.figures().served, 4, "and again when told");
     });
 }
@@ -231,10 +202,7 @@ fn a_service_is_asked_only_when_named_and_peers_when_it_fails() {
         let dht = dht(&second);
         let at = |down: &str, up: &str| Settings {
             file: None,
-            service: Some((
-                format!("{}{down}", service.url),
-                format!("{}{up}", service.url),
-            )),
+            service: Some((format!("{}{down}", service.url), format!("{}{up}", service.url))),
             take_kept: true,
         };
         let source = async |settings: Settings| match once(&settings, &second.p2p, &dht).await {
@@ -244,28 +212,13 @@ fn a_service_is_asked_only_when_named_and_peers_when_it_fails() {
         assert_eq!(source(at("/down", "/up")).await, Some(RateSource::Url));
         let asked: Vec<(String, usize)> = service.requests();
         assert_eq!(asked[0].0, "GET /down");
-        assert!(
-            asked[1].0 == "POST /up" && asked[1].1 >= 2 << 20,
-            "{asked:?}"
-        );
-        assert_eq!(
-            first.counterpart.figures().served,
-            0,
-            "peers were left alone"
-        );
+        assert!(asked[1].0 == "POST /up" && asked[1].1 >= 2 << 20, "{asked:?}");
+        assert_eq!(first.counterpart.figures().served, 0, "peers were left alone");
         assert_eq!(source(at("/none", "/up")).await, Some(RateSource::Peers));
         assert_eq!(source(at("/empty", "/up")).await, Some(RateSource::Peers));
-        let none = Settings {
-            file: None,
-            service: None,
-            take_kept: true,
-        };
+        let none = Settings { file: None, service: None, take_kept: true };
         let before = service.requests().len();
-        assert_eq!(
-            once(&none, &second.p2p, &dht).await,
-            Outcome::Nobody,
-            "lent enough"
-        );
+        assert_eq!(once(&none, &second.p2p, &dht).await, Outcome::Nobody, "lent enough");
         assert_eq!(service.requests().len(), before);
     });
 }

@@ -1,5 +1,5 @@
-//! Measures with a service that the operator named (`--network_test_url`): what comes from one address by GET, and how fast bytes
-//! go to another by POST. Nobody is asked without that.
+//! Measures with a service that the operator named (`--network_test_url`): what comes from one
+//! address by GET, and how fast bytes go to another by POST. Nobody is asked without that.
 
 use std::time::Duration;
 
@@ -36,14 +36,14 @@ pub async fn with_service(download: &str, upload: &str) -> Result<f64, UrlError>
         download_mbps = down / 1e6,
         upload_mbps = up / 1e6,
         service = download,
-        "measured the network with the service that the operator named"
+        "measured the network with --network_test_url"
     );
     Ok(down.min(up))
 }
 
 /// A service that cannot be measured with.
 #[derive(Debug, thiserror::Error)]
-#[error("measure the network with {url}: {source}")]
+#[error("cannot measure the network with {url}: {source}")]
 pub struct UrlError {
     url: String,
     source: HttpError,
@@ -51,10 +51,7 @@ pub struct UrlError {
 
 impl UrlError {
     fn empty(url: &str) -> UrlError {
-        UrlError {
-            url: url.to_owned(),
-            source: HttpError::Status(reqwest::StatusCode::NO_CONTENT),
-        }
+        UrlError { url: url.to_owned(), source: HttpError::Status(reqwest::StatusCode::NO_CONTENT) }
     }
 }
 
@@ -77,7 +74,8 @@ async fn down(url: &str) -> Result<Option<f64>, HttpError> {
     Ok(meter.bits_per_s(start.elapsed()))
 }
 
-/// The whole time counts, with that of the connection and of the answer: when bytes have arrived is not told.
+/// The whole time counts, with that of the connection and of the answer: when bytes have arrived is
+/// not told.
 async fn up(url: &str) -> Result<f64, HttpError> {
     let client = http::client(LIMIT)?;
     let mut rate = 0.0;

@@ -1,7 +1,7 @@
 //! Real nodes on loopback ask each other whether they can be dialled.
 
 use super::*;
-use crate::p2p::Inbound;
+use hivemind::p2p::Inbound;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 
@@ -38,13 +38,7 @@ fn serve(p2p: P2p, mut inbound: mpsc::Receiver<Inbound>) -> Node {
     let checker = Checker::new(p2p.clone());
     let served = checker.clone();
     tokio::spawn(async move {
-        while let Some(Inbound::Unary {
-            peer,
-            request,
-            responder,
-            ..
-        }) = inbound.recv().await
-        {
+        while let Some(Inbound::Unary { peer, request, responder, .. }) = inbound.recv().await {
             let checker = served.clone();
             tokio::spawn(async move {
                 let answer = checker.answer(peer, request).await;
@@ -91,10 +85,7 @@ fn a_peer_that_announces_what_nobody_answers_at_is_not_reachable() {
             socket.local_addr().expect("address")
         };
         let announce = vec![multiaddr(closed)];
-        let behind_nat = P2pConfig {
-            announce,
-            ..config(vec![addr(&callee).await])
-        };
+        let behind_nat = P2pConfig { announce, ..config(vec![addr(&callee).await]) };
         let caller = start(behind_nat).await;
         let answer = check_direct(&caller.p2p, vec![callee.p2p.peer_id()]).await;
         assert_eq!(answer, Some(false));
@@ -109,10 +100,7 @@ fn nobody_is_dialled_who_is_not_the_caller_at_its_own_address() {
         // A victim: anything that accepts connections, on another address of this machine.
         let victim = TcpListener::bind("127.0.0.2:0").await.expect("bind");
         let announce = vec![multiaddr(victim.local_addr().expect("address"))];
-        let attacker = P2pConfig {
-            announce,
-            ..config(vec![addr(&callee).await])
-        };
+        let attacker = P2pConfig { announce, ..config(vec![addr(&callee).await]) };
         let attacker = start(attacker).await;
         let asked = callee.p2p.peer_id();
         assert_eq!(check_direct(&attacker.p2p, vec![asked]).await, Some(false));
@@ -177,11 +165,7 @@ fn only_plain_tcp_addresses_at_a_seen_ip_are_dialled() {
             .map(|text| text.parse().expect("address"))
             .to_vec(),
         };
-        let ports: Vec<u16> = dialable(&introduction)
-            .await
-            .iter()
-            .map(SocketAddr::port)
-            .collect();
+        let ports: Vec<u16> = dialable(&introduction).await.iter().map(SocketAddr::port).collect();
         assert_eq!(ports, [1, 2, 4, 5]);
     });
 }

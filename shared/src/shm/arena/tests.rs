@@ -4,10 +4,7 @@ use super::*;
 
 fn arena(len: usize) -> (ArenaMap, ArenaMap) {
     let segment = MemfdSegment::create("sepal-test-arena", len).unwrap();
-    (
-        ArenaMap::map(&segment).unwrap(),
-        ArenaMap::map(&segment).unwrap(),
-    )
+    (ArenaMap::map(&segment).unwrap(), ArenaMap::map(&segment).unwrap())
 }
 
 #[test]
@@ -28,17 +25,10 @@ fn copies_that_would_leave_the_arena_are_refused() {
     let (netd, worker) = arena(4096);
     netd.write(0, &[7_u8; 4096]).unwrap();
     for offset in [4093, 4096, 1 << 40, u64::MAX - 1] {
-        let outside = OutOfBounds {
-            offset,
-            len: 4,
-            segment_bytes: 4096,
-        };
+        let outside = OutOfBounds { offset, len: 4, segment_bytes: 4096 };
         assert_eq!(netd.write(offset, &[0_u32]), Err(outside));
         assert_eq!(worker.read(offset, &mut [0_u32]), Err(outside));
-        assert_eq!(
-            netd.write_with(offset, 4, |_| panic!("called")),
-            Err::<(), _>(outside)
-        );
+        assert_eq!(netd.write_with(offset, 4, |_| panic!("called")), Err::<(), _>(outside));
     }
     let mut all = [0_u8; 4096];
     worker.read(0, &mut all).unwrap();
@@ -66,7 +56,6 @@ fn conversion_in_place_stops_at_the_end_of_the_slot() {
 fn a_full_slot_takes_no_value_from_the_source() {
     let (netd, _) = arena(4096);
     let mut source = 0_u32..10;
-    netd.write_with(0, 8, |slot| slot.extend(source.by_ref()))
-        .unwrap();
+    netd.write_with(0, 8, |slot| slot.extend(source.by_ref())).unwrap();
     assert_eq!(source.next(), Some(2));
 }

@@ -5,7 +5,7 @@ use super::*;
 /// The board as anybody may read it.
 #[derive(Debug)]
 pub struct BoardView {
-    pub(super) segment: NamedSegment,
+    pub(super) segment: SmallSegment,
 }
 
 /// All of the board at about one time.
@@ -44,7 +44,7 @@ pub struct ChildSnapshot {
     pub progress: u64,
     /// When the phase began, CLOCK_MONOTONIC.
     pub phase_started_ns: u64,
-    /// How long the progress counter may stand still in this phase; zero = for ever.
+    /// How long the progress counter may stand still in a phase of the start; zero = for ever.
     pub phase_limit: Duration,
     /// Jobs answered.
     pub jobs_done: u64,
@@ -68,30 +68,19 @@ impl BoardView {
     /// Maps the board that the supervisor made.
     ///
     /// # Errors
-    /// [`BoardError::Segment`] when it is gone, [`BoardError::NoBoard`] when it is no board of this
-    /// build.
-    pub fn open(name: &str) -> Result<BoardView, BoardError> {
-        let view = BoardView {
-            segment: NamedSegment::open(name, BOARD_BYTES)?,
-        };
+    /// [`BoardError::Segment`] when it cannot be mapped, [`BoardError::NoBoard`] when it is no
+    /// board of this build.
+    pub(super) fn open(fd: OwnedFd) -> Result<BoardView, BoardError> {
+        let view = BoardView { segment: SmallSegment::open(BOARD_NAME, fd, BOARD_BYTES)? };
         let header = &view.layout().header;
         // SYNC POINT board.magic: after this load the header is visible; pairs with the store in
         // Board::create().
         let magic = header.magic.load(Ordering::Acquire);
         let version = header.version.load(Ordering::Relaxed);
         if (magic, version) != (BOARD_MAGIC, LAYOUT_VERSION) {
-            return Err(BoardError::NoBoard {
-                name: name.to_owned(),
-                magic,
-                version,
-            });
+            return Err(BoardError::NoBoard { magic, version });
         }
         Ok(view)
-    }
-
-    /// Name of the segment.
-    pub fn name(&self) -> &str {
-        self.segment.name()
     }
 
     /// Everything on the board.
@@ -129,10 +118,7 @@ impl BoardView {
     }
 
     pub(super) fn child(&self, slot: u32) -> Result<&ChildSlot, BoardError> {
-        self.layout()
-            .children
-            .get(slot as usize)
-            .ok_or(BoardError::NoSlot(slot))
+        self.layout().children.get(slot as usize).ok_or(BoardError::NoSlot(slot))
     }
 
     pub(super) fn layout(&self) -> &BoardLayout {
@@ -172,17 +158,13 @@ fn read_child(slot: u32, generation: u32, child: &ChildSlot) -> ChildSnapshot {
         sessions_open: load(&report.sessions_open),
         kv_tokens_free: load(&report.kv_tokens_free),
         troubles: report.troubles.each_ref().map(load),
-        net_port: u16::try_from(load(&report.net_port))
-            .ok()
-            .filter(|&port| port > 0),
+        net_port: u16::try_from(load(&report.net_port)).ok().filter(|&port| port > 0),
         peer_id: report.peer_id.text(),
     }
 }
 
 fn role_from_word(word: u64) -> Option<Role> {
-    [Role::Netd, Role::Worker, Role::Prepare]
-        .into_iter()
-        .find(|&role| role_word(role) == word)
+    [Role::Netd, Role::Worker, Role::Prepare].into_iter().find(|&role| role_word(role) == word)
 }
 
 /// A number from the board as what it is shown as; one that does not fit was never written by this

@@ -9,41 +9,46 @@ use super::*;
 pub struct BoardWriter {
     view: BoardView,
     slot: u32,
+    heartbeat: Duration,
 }
 
 impl BoardWriter {
-    /// Opens the seat that the supervisor gave to this process. One process opens it once.
+    /// Opens the seat that the supervisor gave to this process on the board behind `fd`. One
+    /// process opens it once.
     ///
     /// # Errors
-    /// [`BoardError::Stale`] when the seat belongs to another generation by now, else as
-    /// [`BoardView::open`].
-    pub fn open(seat: &BoardSeat, generation: Generation) -> Result<BoardWriter, BoardError> {
-        let view = BoardView::open(&seat.name)?;
+    /// [`BoardError::Segment`] when the board cannot be mapped, [`BoardError::NoBoard`] when it is
+    /// no board of this build, [`BoardError::Stale`] when the seat belongs to another generation
+    /// by now.
+    pub fn open(
+        fd: OwnedFd,
+        seat: &BoardSeat,
+        generation: Generation,
+    ) -> Result<BoardWriter, BoardError> {
+        let view = BoardView::open(fd)?;
         let child = view.child(seat.slot)?;
         // SYNC POINT board.generation: pairs with assign().
         let found = Generation(narrow(child.seat.generation.load(Ordering::Acquire)));
         if found != generation {
-            return Err(BoardError::Stale {
-                slot: seat.slot,
-                expected: generation,
-                found,
-            });
+            return Err(BoardError::Stale { slot: seat.slot, expected: generation, found });
         }
-        Ok(BoardWriter {
-            view,
-            slot: seat.slot,
-        })
+        Ok(BoardWriter { view, slot: seat.slot, heartbeat: seat.heartbeat })
     }
 
-    /// Begins a phase in which progress is made at least every `limit` (to the millisecond; zero =
-    /// no limit).
+    /// Longest time that the thread of the child's work may wait before it calls
+    /// [`progress`](Self::progress).
+    pub fn heartbeat(&self) -> Duration {
+        self.heartbeat
+    }
+
+    /// Begins a phase. `limit`, to the millisecond, is the longest time between two calls of
+    /// [`progress`](Self::progress) in a phase of the start ([`Phase::is_start`]; zero = no limit).
+    /// In all other phases `--hang_timeout` holds and `limit` is zero.
     pub fn enter(&self, phase: Phase, limit: Duration) {
         let report = self.report();
         let limit_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
         report.phase_limit_ms.store(limit_ms, Ordering::Relaxed);
-        report
-            .phase_started_ns
-            .store(monotonic_ns(), Ordering::Relaxed);
+        report.phase_started_ns.store(monotonic_ns(), Ordering::Relaxed);
         add(&report.progress, 1);
         // SYNC POINT board.phase: publishes limit, start and progress to the load in read_child(),
         // so that a new phase is never judged by the limit of the one before.
@@ -65,16 +70,12 @@ impl BoardWriter {
 
     /// Shows the number of open sessions.
     pub fn set_sessions_open(&self, sessions: u64) {
-        self.report()
-            .sessions_open
-            .store(sessions, Ordering::Relaxed);
+        self.report().sessions_open.store(sessions, Ordering::Relaxed);
     }
 
     /// Shows the tokens of KV cache that are not leased.
     pub fn set_kv_tokens_free(&self, tokens: u64) {
-        self.report()
-            .kv_tokens_free
-            .store(tokens, Ordering::Relaxed);
+        self.report().kv_tokens_free.store(tokens, Ordering::Relaxed);
     }
 
     /// Shows how many requests were not served as asked, by [`Trouble`].
@@ -98,11 +99,7 @@ impl BoardWriter {
     }
 
     fn report(&self) -> &ReportPart {
-        &self
-            .view
-            .child(self.slot)
-            .expect("open() found the slot")
-            .report
+        &self.view.child(self.slot).expect("open() found the slot").report
     }
 }
 
@@ -129,8 +126,5 @@ impl ReportPart {
 
 /// Adds to a counter that this process alone writes.
 fn add(counter: &AtomicU64, amount: u64) {
-    counter.store(
-        counter.load(Ordering::Relaxed).wrapping_add(amount),
-        Ordering::Relaxed,
-    );
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(amount), Ordering::Relaxed);
 }

@@ -20,10 +20,7 @@ fn a_second_worker_waits_for_the_end_of_the_first() {
     let segment = MemfdSegment::create("sepal-test-kv", 4096).unwrap();
     let first = KvMap::map(&segment).unwrap();
     assert!(matches!(KvMap::map(&segment), Err(SegmentError::Busy(_))));
-    assert!(matches!(
-        ArenaMap::map(&segment),
-        Err(SegmentError::Busy(_))
-    ));
+    assert!(matches!(ArenaMap::map(&segment), Err(SegmentError::Busy(_))));
     drop(first);
     assert!(KvMap::map(&segment).is_ok());
 }

@@ -3,26 +3,25 @@ use crate::shm::ring::PushError;
 
 fn identity(worker_generation: u32) -> RingIdentity {
     RingIdentity {
-        worker: WorkerId {
-            group: GroupId(1),
-            rank: Rank(2),
-            world_size: WorldSize(4),
-        },
+        worker: WorkerId { group: GroupId(1), rank: Rank(2), world_size: WorldSize(4) },
         worker_generation: Generation(worker_generation),
         netd_generation: Generation(9),
     }
 }
 
-fn name(test: &str) -> String {
-    format!("sepal-test-{}-pair-{test}", std::process::id())
+fn pair(worker_generation: u32) -> RingPair {
+    RingPair::create("sepal-test-rings", &identity(worker_generation)).unwrap()
+}
+
+fn open(pair: &RingPair) -> RingPair {
+    RingPair::open(pair.try_clone().unwrap(), &identity(1)).unwrap()
 }
 
 #[test]
 fn both_ends_talk_in_both_directions() {
-    let name = name("talk");
-    let _owner = RingPair::create(&name, &identity(1)).unwrap();
-    let (mut submit, mut completions) = RingPair::open(&name, &identity(1)).unwrap().netd_end();
-    let (mut jobs, mut complete) = RingPair::open(&name, &identity(1)).unwrap().worker_end();
+    let owner = pair(1);
+    let (mut submit, mut completions) = open(&owner).netd_end();
+    let (mut jobs, mut complete) = open(&owner).worker_end();
 
     submit.push([1; 8]).unwrap();
     submit.push([2; 8]).unwrap();
@@ -35,10 +34,9 @@ fn both_ends_talk_in_both_directions() {
 
 #[test]
 fn jobs_within_the_rings_never_find_the_completion_ring_full() {
-    let name = name("bound");
-    let _owner = RingPair::create(&name, &identity(1)).unwrap();
-    let (mut submit, _completions) = RingPair::open(&name, &identity(1)).unwrap().netd_end();
-    let (mut jobs, mut complete) = RingPair::open(&name, &identity(1)).unwrap().worker_end();
+    let owner = pair(1);
+    let (mut submit, _completions) = open(&owner).netd_end();
+    let (mut jobs, mut complete) = open(&owner).worker_end();
 
     let mut accepted = 0;
     while submit.push([accepted; 8]) != Err(PushError::Full([accepted; 8])) {
@@ -52,10 +50,9 @@ fn jobs_within_the_rings_never_find_the_completion_ring_full() {
 
 #[test]
 fn stale_generations_are_refused() {
-    let name = name("stale");
-    let _owner = RingPair::create(&name, &identity(2)).unwrap();
+    let owner = pair(2);
 
-    let error = RingPair::open(&name, &identity(1)).unwrap_err();
+    let error = RingPair::open(owner.try_clone().unwrap(), &identity(1)).unwrap_err();
 
     assert!(
         matches!(error, PairError::Stale { ref found, .. } if **found == identity(2)),
@@ -65,20 +62,9 @@ fn stale_generations_are_refused() {
 
 #[test]
 fn segments_with_something_else_are_refused() {
-    let name = name("other");
-    let _owner = NamedSegment::create(&name, RING_PAIR_BYTES).unwrap();
+    let owner = SmallSegment::create("sepal-test-rings", RING_PAIR_BYTES).unwrap();
 
-    let error = RingPair::open(&name, &identity(1)).unwrap_err();
+    let error = RingPair::open(owner.try_clone().unwrap(), &identity(1)).unwrap_err();
 
-    assert!(
-        matches!(
-            error,
-            PairError::NoRings {
-                magic: 0,
-                version: 0,
-                ..
-            }
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, PairError::NoRings { magic: 0, version: 0, .. }), "{error}");
 }

@@ -1,5 +1,5 @@
 //! Every interleaving and every reordering that the memory model allows, on rings of two entries:
-//! `RUSTFLAGS="--cfg loom" cargo test -p shared --lib --release loom`.
+//! `.ci/run loom`.
 
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
@@ -184,10 +184,7 @@ fn loom_completions_come_out_of_order_and_each_once() {
             }
         }
         for expected in [1, 0] {
-            assert_eq!(
-                pop_sleeping(&mut completions, &completion_bell),
-                entry(expected)
-            );
+            assert_eq!(pop_sleeping(&mut completions, &completion_bell), entry(expected));
         }
         worker.join().unwrap();
         assert_eq!(completions.pop(), Ok(None));

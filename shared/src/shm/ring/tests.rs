@@ -1,6 +1,7 @@
 //! The ring in one process, against a queue, and in two, one of which dies at every store.
 
 use std::collections::VecDeque;
+use std::os::fd::AsFd;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus};
 use std::sync::Arc;
@@ -18,11 +19,7 @@ use crate::ids::{Generation, GroupId, WorkerId};
 const DEADLINE: Duration = Duration::from_secs(20);
 
 fn entry(number: u64) -> Entry {
-    std::array::from_fn(|word| {
-        number
-            .wrapping_mul(0x9e37_79b9_7f4a_7c15)
-            .wrapping_add(word as u64)
-    })
+    std::array::from_fn(|word| number.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(word as u64))
 }
 
 fn ends() -> (Producer<Arc<RingShared>>, Consumer<Arc<RingShared>>) {
@@ -85,20 +82,11 @@ fn wait_tells_entry_from_bell_from_time() {
     let bell = Doorbell::new().unwrap();
     let short = Duration::from_millis(1);
 
-    assert_eq!(
-        consumer.wait(&bell, Duration::ZERO, short).unwrap(),
-        Wake::TimedOut
-    );
+    assert_eq!(consumer.wait(&bell, Duration::ZERO, short).unwrap(), Wake::TimedOut);
     bell.ring().unwrap();
-    assert_eq!(
-        consumer.wait(&bell, Duration::ZERO, DEADLINE).unwrap(),
-        Wake::Rung
-    );
+    assert_eq!(consumer.wait(&bell, Duration::ZERO, DEADLINE).unwrap(), Wake::Rung);
     producer.push(entry(0)).unwrap();
-    assert_eq!(
-        consumer.wait(&bell, Duration::ZERO, DEADLINE).unwrap(),
-        Wake::Ready
-    );
+    assert_eq!(consumer.wait(&bell, Duration::ZERO, DEADLINE).unwrap(), Wake::Ready);
     consumer.pop().unwrap();
 
     let pushing = thread::spawn({
@@ -108,9 +96,7 @@ fn wait_tells_entry_from_bell_from_time() {
             producer.ring_if_sleeping(&bell).unwrap();
         }
     });
-    let wake = consumer
-        .wait(&bell, Duration::from_micros(50), DEADLINE)
-        .unwrap();
+    let wake = consumer.wait(&bell, Duration::from_micros(50), DEADLINE).unwrap();
     pushing.join().unwrap();
     assert_eq!(wake, Wake::Ready);
 }
@@ -138,9 +124,8 @@ fn two_threads_pass_many_entries_asleep_and_awake() {
             match consumer.pop().unwrap() {
                 Some(found) => break found,
                 None => {
-                    let wake = consumer
-                        .wait(&bell, Duration::from_micros(number % 3), DEADLINE)
-                        .unwrap();
+                    let wake =
+                        consumer.wait(&bell, Duration::from_micros(number % 3), DEADLINE).unwrap();
                     assert_ne!(wake, Wake::TimedOut, "entry {number}: wake-up lost");
                 }
             }
@@ -152,11 +137,7 @@ fn two_threads_pass_many_entries_asleep_and_awake() {
 
 /// Indexes near each other, so that both sound and corrupt distances come up, and far ones.
 fn near() -> impl Strategy<Value = u64> {
-    prop_oneof![
-        0..3 * CAPACITY,
-        u64::MAX - CAPACITY..=u64::MAX,
-        any::<u64>()
-    ]
+    prop_oneof![0..3 * CAPACITY, u64::MAX - CAPACITY..=u64::MAX, any::<u64>()]
 }
 
 proptest! {
@@ -225,15 +206,12 @@ fn identity() -> RingIdentity {
     }
 }
 
-fn run_child(test: &str, name: &str, stores: u64) -> ExitStatus {
+fn run_child(test: &str, rings: &RingPair, stores: u64) -> ExitStatus {
+    let rings = rings.try_clone().unwrap();
     let mut child = Command::new(std::env::current_exe().unwrap())
-        .args([
-            "--exact",
-            &format!("shm::ring::tests::{test}"),
-            "--include-ignored",
-            "--nocapture",
-        ])
-        .env(CHILD, format!("{name} {stores}"))
+        .args(["--exact", &format!("shm::ring::tests::{test}"), "--include-ignored", "--nocapture"])
+        .env(CHILD, stores.to_string())
+        .stdin(std::process::Stdio::from(rings))
         .stdout(std::process::Stdio::null())
         .spawn()
         .unwrap();
@@ -241,12 +219,9 @@ fn run_child(test: &str, name: &str, stores: u64) -> ExitStatus {
 }
 
 fn child_task() -> Option<(RingPair, u64)> {
-    let task = std::env::var(CHILD).ok()?;
-    let (name, stores) = task.split_once(' ').unwrap();
-    Some((
-        RingPair::open(name, &identity()).unwrap(),
-        stores.parse().unwrap(),
-    ))
+    let stores = std::env::var(CHILD).ok()?;
+    let rings = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
+    Some((RingPair::open(rings, &identity()).unwrap(), stores.parse().unwrap()))
 }
 
 #[test]
@@ -269,26 +244,18 @@ fn a_writer_killed_at_any_store_leaves_whole_entries() {
     let stores_of_a_push = ENTRY_WORDS as u64 + 1;
     let stores_of_a_wake = 1;
     for stores in 0..=stores_of_a_push + stores_of_a_wake {
-        let name = format!("sepal-test-{}-writer-{stores}", std::process::id());
-        let _owner = RingPair::create(&name, &identity()).unwrap();
-        let (mut consumer, _) = RingPair::open(&name, &identity()).unwrap().worker_end();
+        let owner = RingPair::create("sepal-test-rings", &identity()).unwrap();
+        let (mut consumer, _) =
+            RingPair::open(owner.try_clone().unwrap(), &identity()).unwrap().worker_end();
         assert_eq!(consumer.arm(), Ok(Armed::Sleep));
 
-        let status = run_child("dying_writer", &name, stores);
+        let status = run_child("dying_writer", &owner, stores);
 
         let survived = stores == stores_of_a_push + stores_of_a_wake;
-        assert_eq!(
-            status.signal(),
-            (!survived).then_some(9),
-            "after {stores} stores: {status}"
-        );
+        assert_eq!(status.signal(), (!survived).then_some(9), "after {stores} stores: {status}");
         let published = WHOLE + u64::from(stores >= stores_of_a_push);
         for number in 0..published {
-            assert_eq!(
-                consumer.pop(),
-                Ok(Some(entry(number))),
-                "after {stores} stores"
-            );
+            assert_eq!(consumer.pop(), Ok(Some(entry(number))), "after {stores} stores");
         }
         assert_eq!(consumer.pop(), Ok(None), "after {stores} stores");
     }
@@ -314,28 +281,20 @@ fn a_reader_killed_at_any_store_loses_at_most_what_it_took() {
     let stores_of_a_pop = 1;
     let stores_of_an_arm = 2;
     for stores in 0..=stores_of_a_pop + stores_of_an_arm {
-        let name = format!("sepal-test-{}-reader-{stores}", std::process::id());
-        let _owner = RingPair::create(&name, &identity()).unwrap();
-        let (mut producer, _) = RingPair::open(&name, &identity()).unwrap().netd_end();
+        let owner = RingPair::create("sepal-test-rings", &identity()).unwrap();
+        let (mut producer, _) =
+            RingPair::open(owner.try_clone().unwrap(), &identity()).unwrap().netd_end();
         for number in 0..CAPACITY {
             producer.push(entry(number)).unwrap();
         }
 
-        let status = run_child("dying_reader", &name, stores);
+        let status = run_child("dying_reader", &owner, stores);
 
         let survived = stores == stores_of_a_pop + stores_of_an_arm;
-        assert_eq!(
-            status.signal(),
-            (!survived).then_some(9),
-            "after {stores} stores: {status}"
-        );
+        assert_eq!(status.signal(), (!survived).then_some(9), "after {stores} stores: {status}");
         let popped = WHOLE + u64::from(stores >= stores_of_a_pop);
         for number in 0..popped {
-            assert_eq!(
-                producer.push(entry(number)),
-                Ok(()),
-                "after {stores} stores"
-            );
+            assert_eq!(producer.push(entry(number)), Ok(()), "after {stores} stores");
         }
         assert_eq!(
             producer.push(entry(0)),

@@ -1,5 +1,4 @@
 use std::os::fd::AsFd;
-use std::os::unix::fs::PermissionsExt;
 
 use proptest::prelude::*;
 
@@ -10,100 +9,64 @@ fn name(test: &str) -> String {
 }
 
 #[test]
-fn owner_makes_a_private_file_and_removes_it() {
-    let name = name("owner");
-    let path = Path::new(SHM_DIR).join(&name);
+fn a_small_segment_is_shared_by_descriptor_and_has_no_name() {
+    let made = SmallSegment::create(&name("shared"), 5000).unwrap();
+    let opened = SmallSegment::open("sepal-x", made.try_clone().unwrap(), 5000).unwrap();
+    let last = |segment: &SmallSegment| segment.base().as_ptr().wrapping_add(4999);
+    // SAFETY: the mapping has 5000 bytes, and no reference into it exists.
+    unsafe { last(&made).write_volatile(7) };
+    // SAFETY: as above.
+    assert_eq!(unsafe { last(&opened).read_volatile() }, 7);
+    assert!(opened.try_clone().is_err());
+    drop(made);
+    // SAFETY: as above; a mapping outlives its maker.
+    assert_eq!(unsafe { last(&opened).read_volatile() }, 7);
 
-    let segment = NamedSegment::create(&name, 5000).unwrap();
-    let metadata = std::fs::metadata(&path).unwrap();
-    assert_eq!(
-        (metadata.permissions().mode() & 0o777, metadata.len()),
-        (0o600, 5000)
-    );
-    let opened = NamedSegment::open(&name, 5000).unwrap();
-    drop(opened);
-    assert!(path.exists());
-    drop(segment);
-    assert!(!path.exists());
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    assert!(maps.contains(&name("shared")) && !maps.contains("sepal-mapping-"), "{maps}");
+    let ours = format!("sepal-mapping-{}-", std::process::id());
+    let names = std::fs::read_dir("/dev/shm").unwrap().map(|entry| entry.unwrap().file_name());
+    // Another test may be making one right now.
+    let left: Vec<_> = names.filter(|name| name.to_string_lossy().starts_with(&ours)).collect();
+    std::thread::sleep(std::time::Duration::from_millis(100));
+    assert!(left.iter().all(|name| !std::path::Path::new("/dev/shm").join(name).exists()));
 }
 
 #[test]
-fn a_name_is_taken_once_and_found_only_with_its_size() {
-    let name = name("once");
-    let missing = NamedSegment::open(&name, 64).unwrap_err();
-    assert!(matches!(missing, SegmentError::Missing(_)), "{missing}");
-
-    let _segment = NamedSegment::create(&name, 64).unwrap();
-
-    let taken = NamedSegment::create(&name, 64).unwrap_err();
-    assert!(matches!(taken, SegmentError::Exists(_)), "{taken}");
-    let wrong = NamedSegment::open(&name, 65).unwrap_err();
-    assert!(
-        matches!(
-            wrong,
-            SegmentError::WrongSize {
-                expected_bytes: 65,
-                actual_bytes: 64,
-                ..
-            }
-        ),
-        "{wrong}"
-    );
+fn nobody_can_change_the_size_of_a_small_segment() {
+    let made = SmallSegment::create(&name("fixed"), 5000).unwrap();
+    let other = made.try_clone().unwrap();
+    assert_eq!(nix::unistd::ftruncate(&other, 0), Err(Errno::EPERM));
+    assert_eq!(nix::unistd::ftruncate(&other, 8192), Err(Errno::EPERM));
+    // Not through the mapping either, for those who may open it.
+    for line in std::fs::read_to_string("/proc/self/maps").unwrap().lines() {
+        if line.contains(&name("fixed")) {
+            let range = line.split(' ').next().unwrap();
+            let file = OpenOptions::new().write(true).open(format!("/proc/self/map_files/{range}"));
+            assert!(file.is_err() || file.unwrap().set_len(0).is_err());
+        }
+    }
+    let wrong = SmallSegment::open("sepal-x", other, 4096).unwrap_err();
+    assert!(matches!(wrong, SegmentError::WrongSize { actual_bytes: 5000, .. }), "{wrong}");
 }
 
 #[test]
-fn leftovers_are_listed_and_removed() {
-    let prefix = name("left");
-    let (one, two) = (format!("{prefix}-1"), format!("{prefix}-2"));
-    // What a killed owner leaves.
-    std::mem::forget(NamedSegment::create(&one, 64).unwrap());
-    std::mem::forget(NamedSegment::create(&two, 64).unwrap());
-
-    assert_eq!(
-        NamedSegment::names_with_prefix(&prefix).unwrap(),
-        [one.clone(), two.clone()]
-    );
-    assert!(NamedSegment::unlink(&one).unwrap());
-    assert!(NamedSegment::unlink(&two).unwrap());
-    assert!(!NamedSegment::unlink(&two).unwrap());
-    assert!(NamedSegment::names_with_prefix(&prefix).unwrap().is_empty());
+fn names_of_killed_makers_are_removed() {
+    let left = std::path::Path::new("/dev/shm").join("sepal-mapping-0-0");
+    std::fs::write(&left, "").unwrap();
+    remove_names().unwrap();
+    assert!(!left.exists());
 }
 
 #[test]
 fn names_that_are_not_ours_are_refused() {
-    for name in [
-        "other-1",
-        "sepal-../etc",
-        "sepal-a/b",
-        "sepal-\0",
-        &format!("sepal-{}", "x".repeat(200)),
-    ] {
-        let created = NamedSegment::create(name, 64).unwrap_err();
+    for name in
+        ["other-1", "sepal-../etc", "sepal-a/b", "sepal-\0", &format!("sepal-{}", "x".repeat(200))]
+    {
+        let created = SmallSegment::create(name, 64).unwrap_err();
         assert!(matches!(created, SegmentError::BadName(_)), "{created}");
-        assert!(matches!(
-            NamedSegment::unlink(name),
-            Err(SegmentError::BadName(_))
-        ));
-        assert!(matches!(
-            MemfdSegment::create(name, 64),
-            Err(SegmentError::BadName(_))
-        ));
+        assert!(matches!(MemfdSegment::create(name, 64), Err(SegmentError::BadName(_))));
     }
-}
-
-#[test]
-fn a_segment_larger_than_dev_shm_names_what_it_needs() {
-    let name = name("large");
-    let len = usize::try_from(free_bytes().unwrap()).unwrap() + (1 << 40);
-
-    let error = NamedSegment::create(&name, len).unwrap_err();
-
-    assert!(
-        matches!(error, SegmentError::NoRoom { needed_bytes, .. } if needed_bytes == len as u64),
-        "{error}"
-    );
-    assert!(error.to_string().contains(&len.to_string()));
-    assert!(!Path::new(SHM_DIR).join(&name).exists());
 }
 
 #[test]
@@ -113,33 +76,19 @@ fn nobody_can_change_the_size_of_a_memfd() {
 
     assert_eq!(nix::unistd::ftruncate(&other, 4096), Err(Errno::EPERM));
     assert_eq!(nix::unistd::ftruncate(&other, 16384), Err(Errno::EPERM));
-    assert_eq!(
-        fcntl(&other, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_WRITE)),
-        Err(Errno::EPERM)
-    );
+    assert_eq!(fcntl(&other, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_WRITE)), Err(Errno::EPERM));
 }
 
 #[test]
 fn descriptors_that_are_not_what_was_agreed_are_refused() {
     let segment = MemfdSegment::create(&name("agreed"), 8192).unwrap();
     assert_eq!(
-        MemfdSegment::from_fd("sepal-x", segment.try_clone().unwrap(), 8192)
-            .unwrap()
-            .len(),
+        MemfdSegment::from_fd("sepal-x", segment.try_clone().unwrap(), 8192).unwrap().len(),
         8192
     );
 
     let wrong = MemfdSegment::from_fd("sepal-x", segment.try_clone().unwrap(), 4096).unwrap_err();
-    assert!(
-        matches!(
-            wrong,
-            SegmentError::WrongSize {
-                actual_bytes: 8192,
-                ..
-            }
-        ),
-        "{wrong}"
-    );
+    assert!(matches!(wrong, SegmentError::WrongSize { actual_bytes: 8192, .. }), "{wrong}");
 
     let file = tempfile::tempfile().unwrap();
     file.set_len(8192).unwrap();
@@ -154,43 +103,25 @@ fn descriptors_that_are_not_what_was_agreed_are_refused() {
 
 #[test]
 fn empty_segments_are_refused() {
-    assert!(matches!(
-        MemfdSegment::create("sepal-x", 0),
-        Err(SegmentError::BadSize { .. })
-    ));
-    assert!(matches!(
-        NamedSegment::create(&name("empty"), 0),
-        Err(SegmentError::BadSize { .. })
-    ));
+    assert!(matches!(MemfdSegment::create("sepal-x", 0), Err(SegmentError::BadSize { .. })));
+    assert!(matches!(SmallSegment::create(&name("empty"), 0), Err(SegmentError::BadSize { .. })));
 }
 
 #[test]
 fn one_mapping_alone_excludes_all_others() {
     let segment = MemfdSegment::create(&name("alone"), 4096).unwrap();
-    let same = MemfdSegment::from_fd(
-        "sepal-same",
-        segment.as_fd().try_clone_to_owned().unwrap(),
-        4096,
-    )
-    .unwrap();
+    let same =
+        MemfdSegment::from_fd("sepal-same", segment.as_fd().try_clone_to_owned().unwrap(), 4096)
+            .unwrap();
 
     let first = segment.map(Sharing::Shared).unwrap();
     let second = same.map(Sharing::Shared).unwrap();
-    assert!(matches!(
-        segment.map(Sharing::Alone),
-        Err(SegmentError::Busy(_))
-    ));
+    assert!(matches!(segment.map(Sharing::Alone), Err(SegmentError::Busy(_))));
     drop((first, second));
 
     let alone = same.map(Sharing::Alone).unwrap();
-    assert!(matches!(
-        segment.map(Sharing::Alone),
-        Err(SegmentError::Busy(_))
-    ));
-    assert!(matches!(
-        segment.map(Sharing::Shared),
-        Err(SegmentError::Busy(_))
-    ));
+    assert!(matches!(segment.map(Sharing::Alone), Err(SegmentError::Busy(_))));
+    assert!(matches!(segment.map(Sharing::Shared), Err(SegmentError::Busy(_))));
     drop(alone);
     assert!(segment.map(Sharing::Shared).is_ok());
 }

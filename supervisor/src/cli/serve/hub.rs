@@ -1,4 +1,5 @@
-//! Flags of `serve` about the Hugging Face Hub, and the variables of its own library that mean the same here.
+//! Flags of `serve` about the Hugging Face Hub, and the variables of its own library that mean the
+//! same here.
 
 use std::path::{Path, PathBuf};
 
@@ -17,20 +18,21 @@ const MAX_REVISION_BYTES: usize = 200;
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case", next_help_heading = "Hugging Face Hub")]
 pub struct HubArgs {
-    /// Token of the Hub, for models that ask for one [env: HF_TOKEN] [default: the one saved on this machine]
+    /// Access token of the Hub for gated models [env: HF_TOKEN] [default: the token saved by
+    /// huggingface-cli login]
     #[arg(long, value_name = "TOKEN", conflicts_with = "use_auth_token")]
     token: Option<String>,
-    /// Insist on the token that `huggingface-cli login` saved
+    /// Use the token that `huggingface-cli login` saved, and fail if there is none
     #[arg(long)]
     use_auth_token: bool,
     /// Branch, tag or commit of the model [default: main]
     #[arg(long, value_name = "REVISION")]
     revision: Option<String>,
-    /// Most disk space for downloads and prepared blocks, such as 300GB or 100GiB; the least recently used go first
-    /// [default: what the disk has]
+    /// Maximum disk space for downloads and prepared blocks, such as 300GB or 100GiB; the least
+    /// recently used blocks are evicted first [default: the whole disk]
     #[arg(long, value_name = "SIZE", value_parser = size_bytes)]
     max_disk_space: Option<u64>,
-    /// Use only what was downloaded earlier [env: HF_HUB_OFFLINE]
+    /// Download nothing; use files from earlier downloads [env: HF_HUB_OFFLINE]
     #[arg(long)]
     offline: bool,
 }
@@ -52,11 +54,8 @@ impl HubArgs {
 
 /// The token given, else that of the environment, else the saved one.
 fn token(given: Option<String>, insist: bool, env: Env<'_>) -> Result<Option<String>, String> {
-    let variable = |name: &str| {
-        env(name)
-            .map(|text| text.trim().to_owned())
-            .filter(|text| !text.is_empty())
-    };
+    let variable =
+        |name: &str| env(name).map(|text| text.trim().to_owned()).filter(|text| !text.is_empty());
     let direct = match insist {
         true => None,
         false => given.or_else(|| variable("HF_TOKEN")),
@@ -69,12 +68,10 @@ fn token(given: Option<String>, insist: bool, env: Env<'_>) -> Result<Option<Str
             .map(PathBuf::from)
             .or_else(|| Some(PathBuf::from(variable("HOME")?).join(".cache/huggingface")))
     };
-    let path = variable("HF_TOKEN_PATH")
-        .map(PathBuf::from)
-        .or_else(|| Some(home()?.join("token")));
+    let path = variable("HF_TOKEN_PATH").map(PathBuf::from).or_else(|| Some(home()?.join("token")));
     match path.as_deref().and_then(saved_token) {
         None if insist => Err(format!(
-            "--use_auth_token: no token is saved in {}; run huggingface-cli login or give --token",
+            "--use_auth_token: no token in {}; run huggingface-cli login or give --token",
             path.unwrap_or_default().display()
         )),
         saved => Ok(saved),
@@ -84,9 +81,7 @@ fn token(given: Option<String>, insist: bool, env: Env<'_>) -> Result<Option<Str
 fn saved_token(path: &Path) -> Option<String> {
     let known =
         std::fs::metadata(path).is_ok_and(|stat| stat.is_file() && stat.len() <= MAX_TOKEN_BYTES);
-    let text = known
-        .then(|| std::fs::read_to_string(path).ok())
-        .flatten()?;
+    let text = known.then(|| std::fs::read_to_string(path).ok()).flatten()?;
     Some(text.trim().to_owned()).filter(|token| !token.is_empty())
 }
 
@@ -102,7 +97,7 @@ fn checked_revision(text: String) -> Result<String, String> {
     match safe && inside {
         true => Ok(text),
         false => Err(format!(
-            "--revision {text:?} is no branch, tag or commit; give one such as main"
+            "invalid --revision {text:?}: expected a branch, tag or commit such as main"
         )),
     }
 }

@@ -24,67 +24,63 @@ pub struct NetworkArgs {
     /// Peers to join through [default: those of the public swarm]
     #[arg(long, num_args = 1.., value_name = "MULTIADDR", conflicts_with = "new_swarm")]
     pub(super) initial_peers: Vec<String>,
-    /// Begin a new swarm
+    /// Start a new swarm
     #[arg(long)]
     pub(super) new_swarm: bool,
-    /// Listen on this port, on all addresses [default: 0, a free one]
+    /// Listen on this port on all addresses [default: a free port]
     #[arg(long, value_name = "PORT", conflicts_with = "host_maddrs")]
     pub(super) port: Option<u16>,
-    /// Announce this address only; needs --port
-    #[arg(
-        long,
-        value_name = "IPV4",
-        requires = "port",
-        conflicts_with = "announce_maddrs"
-    )]
+    /// Announce only this address; requires --port
+    #[arg(long, value_name = "IPV4", requires = "port", conflicts_with = "announce_maddrs")]
     pub(super) public_ip: Option<std::net::Ipv4Addr>,
-    /// Where to listen
+    /// Addresses to listen on
     #[arg(long, num_args = 1.., value_name = "MULTIADDR")]
     pub(super) host_maddrs: Vec<String>,
-    /// What to announce in place of the addresses listened on
+    /// Addresses to announce instead of those listened on
     #[arg(long, num_args = 1.., value_name = "MULTIADDR")]
     pub(super) announce_maddrs: Vec<String>,
-    /// Do not have this server reached through relays of the swarm when peers cannot dial it
+    /// Do not use relays of the swarm when peers cannot dial this server
     #[arg(long)]
     pub(super) no_auto_relay: bool,
-    /// File of the private key, made if missing; it makes the PeerID stable
+    /// File of the private key, which keeps the PeerID stable; created if missing
     #[arg(long, value_name = "FILE")]
     pub(super) identity_path: Option<PathBuf>,
-    /// How answers are compressed, and requests to this server: NONE, MEANSTD_16BIT, FLOAT16, QUANTILE_8BIT, UNIFORM_8BIT or
-    /// BLOCKWISE_8BIT
+    /// Compression of answers and of requests to this server: NONE, MEANSTD_16BIT, FLOAT16,
+    /// QUANTILE_8BIT, UNIFORM_8BIT or BLOCKWISE_8BIT
     #[arg(long, value_name = "NAME", default_value = "NONE")]
     pub(super) compression: Compression,
-    /// Megabits per second that the network carries each way [default: measured with servers of the swarm and kept for a week;
-    /// until then 100, or the speed of the link if that is less]
+    /// Network rate in each direction in megabits per second [default: measured with other servers
+    /// and kept for a week; before that 100, or the speed of the link if lower]
     #[arg(long, value_name = "MBPS")]
     pub(super) network_mbps: Option<f64>,
-    /// Measure the network with this service in place of servers of the swarm: an address to download from, and one to upload to
-    /// if that is another
+    /// Measure the network with this service instead of servers of the swarm: a URL to download
+    /// from, and a second one to upload to if it differs
     #[arg(long, num_args = 1..=2, value_name = "URL", conflicts_with = "network_mbps")]
     pub(super) network_test_url: Vec<String>,
-    /// Before going online, have this monitor check that it can reach this server, as Petals does in the public swarm [default: the
-    /// public swarm's, there; elsewhere none]
+    /// Monitor that must reach this server before it goes ONLINE [default: health.petals.dev in the
+    /// public swarm, none elsewhere]
     #[arg(long, value_name = "URL", value_parser = url)]
     pub(super) reachability_monitor: Option<String>,
-    /// Do not ask a monitor
+    /// Skip the check by a monitor
     #[arg(long)]
     pub(super) skip_reachability_check: bool,
     /// Do not ask the router to forward the port (UPnP)
     #[arg(long)]
     pub(super) no_upnp: bool,
-    /// Seconds to start listening and to reach a first peer
+    /// Timeout for listening and for reaching a first peer, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     pub(super) daemon_startup_timeout: Duration,
-    /// Seconds between two announcements
+    /// Time between two announcements, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = seconds)]
     pub(super) update_period: Duration,
-    /// Seconds for which an announcement holds [default: twice the period, at least 3]
+    /// Lifetime of an announcement, in seconds [default: twice the period, at least 3]
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub(super) expiration: Option<Duration>,
-    /// Move to other blocks when the weakest block of the swarm has less than this share of what it could have; 0 = never
+    /// Move to other blocks when the throughput of the swarm's weakest block is below this share of
+    /// what a better placement allows; 0 disables moves
     #[arg(long, value_name = "QUALITY", default_value = "0.75", value_parser = quality)]
     pub(super) balance_quality: f64,
-    /// Mean seconds between two looks at the balance of the swarm
+    /// Mean time between two evaluations of the placement, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     pub(super) mean_balance_check_period: Duration,
 }
@@ -94,14 +90,12 @@ const PUBLIC_MONITOR: &str = "https://health.petals.dev";
 
 /// An address of a web service.
 fn url(text: &str) -> Result<String, String> {
-    let rest = text
-        .strip_prefix("https://")
-        .or(text.strip_prefix("http://"));
+    let rest = text.strip_prefix("https://").or(text.strip_prefix("http://"));
     let is_one = rest.is_some_and(|rest| !rest.is_empty() && !rest.starts_with('/'));
     let clean = !text.contains(|c: char| c.is_whitespace() || c.is_control());
     match is_one && clean {
         true => Ok(text.to_owned()),
-        false => Err("give an address such as https://example.org/test".to_owned()),
+        false => Err("expected a URL such as https://example.org/test".to_owned()),
     }
 }
 
@@ -109,7 +103,7 @@ fn url(text: &str) -> Result<String, String> {
 fn quality(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(quality) if quality.is_finite() && quality >= 0.0 => Ok(quality),
-        _ => Err("give a number of at least 0, such as 0.75".to_owned()),
+        _ => Err("expected a number of at least 0, such as 0.75".to_owned()),
     }
 }
 
@@ -140,15 +134,12 @@ impl NetworkArgs {
             (false, peers) => peers,
         };
         check_maddrs("--initial_peers", &initial_peers)?;
-        Ok(Addresses {
-            host_maddrs,
-            announce_maddrs,
-            initial_peers,
-        })
+        Ok(Addresses { host_maddrs, announce_maddrs, initial_peers })
     }
 
-    /// Whom to ask whether this server can be reached: the public swarm's monitor if it joins that, and then and elsewhere whom the
-    /// operator names (`server.py`, `should_validate_reachability`).
+    /// Whom to ask whether this server can be reached: the public swarm's monitor if it joins that,
+    /// and then and elsewhere whom the operator names (`server.py`,
+    /// `should_validate_reachability`).
     pub fn monitor(&self, initial_peers: &[String]) -> Option<String> {
         let public = (initial_peers == PUBLIC_INITIAL_PEERS).then(|| PUBLIC_MONITOR.to_owned());
         let asked = self.reachability_monitor.clone().or(public);
@@ -160,13 +151,11 @@ impl NetworkArgs {
     /// # Errors
     /// For what is no address.
     pub fn network_test(&self) -> Result<Option<(String, String)>, String> {
-        let checked =
-            |text: &String| url(text).map_err(|why| format!("--network_test_url {text:?}: {why}"));
-        let urls: Vec<String> = self
-            .network_test_url
-            .iter()
-            .map(checked)
-            .collect::<Result<_, _>>()?;
+        let checked = |text: &String| {
+            url(text).map_err(|why| format!("invalid --network_test_url {text:?}: {why}"))
+        };
+        let urls: Vec<String> =
+            self.network_test_url.iter().map(checked).collect::<Result<_, _>>()?;
         Ok(match &urls[..] {
             [] => None,
             [one] => Some((one.clone(), one.clone())),
@@ -181,7 +170,8 @@ impl NetworkArgs {
     }
 }
 
-/// Where to listen and what to announce (`run_server.py`: `--port` and `--public_ip` are short for multiaddrs).
+/// Where to listen and what to announce (`run_server.py`: `--port` and `--public_ip` are short for
+/// multiaddrs).
 pub(in crate::cli) fn addresses(
     port: Option<u16>,
     public_ip: Option<std::net::Ipv4Addr>,
@@ -192,16 +182,15 @@ pub(in crate::cli) fn addresses(
     check_maddrs("--announce_maddrs", &announce_maddrs)?;
     let port = port.unwrap_or(0);
     let hosts = match host_maddrs {
-        hosts if hosts.is_empty() => vec![
-            format!("/ip4/0.0.0.0/tcp/{port}"),
-            format!("/ip6/::/tcp/{port}"),
-        ],
+        hosts if hosts.is_empty() => {
+            vec![format!("/ip4/0.0.0.0/tcp/{port}"), format!("/ip6/::/tcp/{port}")]
+        }
         hosts => hosts,
     };
     match public_ip {
-        Some(ip) if port == 0 => Err(format!(
-            "--public_ip {ip} needs the port that leads here; give --port"
-        )),
+        Some(ip) if port == 0 => {
+            Err(format!("--public_ip {ip} requires --port with the port that leads to this server"))
+        }
         Some(ip) => Ok((hosts, vec![format!("/ip4/{ip}/tcp/{port}")])),
         None => Ok((hosts, announce_maddrs)),
     }

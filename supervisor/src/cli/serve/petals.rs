@@ -6,33 +6,36 @@ use clap::{Args, Command};
 
 use crate::cli::layers::{Layered, Origin};
 
-/// Heading of the flags without effect. What is declared under it is accepted and noted, with its help as the reason.
-pub const NO_EFFECT: &str = "Flags of Petals without effect here";
+/// Heading of the flags without effect. What is declared under it is accepted and noted, with its
+/// help as the reason.
+pub const NO_EFFECT: &str = "Petals flags without effect";
 
-/// Flags that tune machinery that Sepal does not have, or does better without being told. The help of each begins with
-/// "No effect" and says why: it is also the note that whoever gives the flag finds in the log.
+/// Flags that tune machinery that Sepal does not have, or does better without being told. The help
+/// of each begins with "No effect" and says why: it is also the note that whoever gives the flag
+/// finds in the log.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case", next_help_heading = NO_EFFECT)]
 pub struct UnusedArgs {
-    /// No effect: one process answers all requests
+    /// No effect: one process handles all requests
     #[arg(long, value_name = "N")]
     num_handlers: Option<u32>,
-    /// No effect: workers read ahead by themselves
+    /// No effect: workers prefetch on their own
     #[arg(long, value_name = "N")]
     prefetch_batches: Option<u32>,
     /// No effect: results are not copied between processes
     #[arg(long, value_name = "N")]
     sender_threads: Option<u32>,
-    /// No effect, as in Petals: whatever is ready is computed together
+    /// No effect, as in Petals: all ready requests are computed together
     #[arg(long, value_name = "TOKENS")]
     min_batch_size: Option<u32>,
     /// No effect: prefill is cut at fixed positions, and its memory does not grow with the prompt
     #[arg(long, value_name = "BYTES")]
     max_chunk_size_bytes: Option<u64>,
-    /// No effect: blocks are not split; the devices serve a part of the span each, as with --device
+    /// No effect: blocks are not split; the devices serve a part of the span each, as with
+    /// --device
     #[arg(long, num_args = 1.., value_name = "DEVICE", conflicts_with = "device")]
     pub(super) tensor_parallel_devices: Vec<String>,
-    /// No effect: sepal runs no Python, and hivemind's modules are not transformer blocks
+    /// No effect: Sepal runs no Python modules
     #[arg(long, value_name = "FILE")]
     custom_module_path: Option<PathBuf>,
 }
@@ -45,9 +48,7 @@ pub fn notes(command: &Command, layered: &Layered) -> Vec<String> {
     });
     let note = |arg: &clap::Arg| {
         let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
-        let why = help
-            .trim_start_matches("No effect")
-            .trim_start_matches([',', ':', ' ']);
+        let why = help.trim_start_matches("No effect").trim_start_matches([',', ':', ' ']);
         format!("--{} has no effect: {why}", arg.get_id())
     };
     unused.map(note).collect()

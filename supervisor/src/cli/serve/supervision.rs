@@ -17,28 +17,29 @@ pub struct SupervisionArgs {
     /// Folder of the instances [default: $XDG_RUNTIME_DIR/sepal or /tmp/sepal-UID]
     #[arg(long, value_name = "DIR")]
     pub(super) runtime_dir: Option<PathBuf>,
-    /// Seconds that running steps get to end after SIGTERM or Ctrl-C
+    /// Time for running steps to finish after SIGTERM or Ctrl-C, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
     pub(super) drain_timeout: Duration,
-    /// Seconds without progress after which a busy process is killed and restarted
+    /// Time without a heartbeat after which a process is killed and restarted, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
     pub(super) hang_timeout: Duration,
-    /// Seconds that a process may take to become ready, such as a worker that loads its blocks
+    /// Time for a process to become ready (a worker loads its blocks), in seconds
     #[arg(long, value_name = "SECONDS", default_value = "1800", value_parser = seconds)]
     pub(super) start_timeout: Duration,
-    /// More deaths of one process than this within --restart_window are too many
+    /// Maximum restarts of one process within --restart_window
     #[arg(long, value_name = "N", default_value_t = 10)]
     pub(super) max_restarts: u32,
-    /// See --max_restarts, in seconds
+    /// Window of --max_restarts, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     pub(super) restart_window: Duration,
-    /// Log what was computed every so many seconds, in the form of hivemind; without it only `sepal status` tells
+    /// Log statistics in hivemind's format with this period, in seconds [default: never]
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub(super) stats_report_interval: Option<Duration>,
     /// A fault that each worker inflicts on itself: ACTION@POINT#JOB[xTIMES]
     #[arg(long, value_name = "FAULT", hide = true, value_parser = fault)]
     pub(super) inject_fault: Option<FaultPlan>,
-    /// Seconds for the sample of products by warpgroups that a process takes before a CUDA device is opened
+    /// Seconds for the sample of warpgroups that a process takes of a CUDA device, once for each
+    /// driver and build
     #[arg(long, value_name = "SECONDS", hide = true, default_value = "30", value_parser = seconds)]
     pub(super) sample_timeout: Duration,
     /// Drain when the process that started this one, which has this id, ends

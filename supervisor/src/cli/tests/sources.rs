@@ -19,9 +19,7 @@ fn show(line: &str, env: &[(&str, &str)]) -> String {
 
 /// The line of `text` about a setting, with single spaces.
 fn line_of(text: &str, name: &str) -> String {
-    let line = text
-        .lines()
-        .find(|line| line.starts_with(&format!("{name} ")));
+    let line = text.lines().find(|line| line.starts_with(&format!("{name} ")));
     let words: Vec<&str> = line.unwrap_or_default().split_whitespace().collect();
     words.join(" ")
 }
@@ -35,22 +33,13 @@ fn a_flag_goes_before_the_environment_before_the_file_before_the_default() {
     let env = [
         ("SEPAL_UPDATE_PERIOD", "40"),
         ("SEPAL_REQUEST_TIMEOUT", "41"),
-        (
-            "SEPAL_HOST_MADDRS",
-            "/ip4/127.0.0.1/tcp/1 /ip4/127.0.0.1/tcp/2",
-        ),
+        ("SEPAL_HOST_MADDRS", "/ip4/127.0.0.1/tcp/1 /ip4/127.0.0.1/tcp/2"),
     ];
     let line = format!("serve --config {} --update-period 30", file.display());
-    let Ok(Command::Serve { config, notes }) = run(&line, &env) else {
-        panic!()
-    };
+    let Ok(Command::Serve { config, notes }) = run(&line, &env) else { panic!() };
     let netd = &config.netd;
-    let seconds = [
-        netd.update_period,
-        netd.request_timeout,
-        netd.session_timeout,
-        netd.step_timeout,
-    ];
+    let seconds =
+        [netd.update_period, netd.request_timeout, netd.session_timeout, netd.step_timeout];
     assert_eq!(seconds.map(|time| time.as_secs()), [30, 41, 52, 300]);
     assert_eq!((netd.initial_peers.len(), netd.host_maddrs.len()), (0, 2));
     assert_eq!(config.prepare.model, "m");
@@ -68,27 +57,15 @@ fn config_shows_each_setting_and_where_it_comes_from_and_reads_it_back() {
     for (name, expected) in [
         ("model", "model = \"m\" # flag".to_owned()),
         ("port", "port = 31330 # flag".to_owned()),
-        (
-            "public_name",
-            r#"public_name = "a \"name\" \\" # SEPAL_PUBLIC_NAME"#.to_owned(),
-        ),
-        (
-            "step_timeout",
-            format!("step_timeout = 7 # {}", file.display()),
-        ),
+        ("public_name", r#"public_name = "a \"name\" \\" # SEPAL_PUBLIC_NAME"#.to_owned()),
+        ("step_timeout", format!("step_timeout = 7 # {}", file.display())),
         ("update_period", "update_period = 120 # default".to_owned()),
         ("expiration", "expiration = 240 # default".to_owned()),
         ("new_swarm", "new_swarm = false # default".to_owned()),
-        (
-            "cache_dir",
-            "cache_dir = \"/h/.cache/sepal\" # default".to_owned(),
-        ),
+        ("cache_dir", "cache_dir = \"/h/.cache/sepal\" # default".to_owned()),
         (
             "announce_maddrs",
-            format!(
-                "announce_maddrs = [\"/ip4/1.2.3.4/tcp/5\"] # {}",
-                file.display()
-            ),
+            format!("announce_maddrs = [\"/ip4/1.2.3.4/tcp/5\"] # {}", file.display()),
         ),
     ] {
         assert_eq!(line_of(&text, name), expected);
@@ -96,22 +73,12 @@ fn config_shows_each_setting_and_where_it_comes_from_and_reads_it_back() {
     let without = text.replace("\nhost_maddrs", "\n# host_maddrs");
     let (_folder, again) = folder_with("again.toml", &without);
     let shown_again = show(&format!("--config {}", again.display()), &[]);
-    for name in [
-        "model",
-        "port",
-        "public_name",
-        "step_timeout",
-        "expiration",
-        "cache_dir",
-    ] {
+    for name in ["model", "port", "public_name", "step_timeout", "expiration", "cache_dir"] {
         let value = |text: &str| line_of(text, name).split(" # ").next().map(str::to_owned);
         assert_eq!(value(&shown_again), value(&text), "{name}");
     }
     let secret = show("m --token hf_secret", &[]);
-    assert!(
-        !secret.contains("hf_secret") && secret.contains("token is set"),
-        "{secret}"
-    );
+    assert!(!secret.contains("hf_secret") && secret.contains("token is set"), "{secret}");
 }
 
 #[test]
@@ -120,22 +87,13 @@ fn a_setting_yields_to_a_higher_one_that_excludes_it() {
         "s.toml",
         "initial_peers = ['/ip4/1.2.3.4/tcp/5']\nnum_blocks = 2\nmodel = 'other'\nport = 9\n",
     );
-    let line = format!(
-        "--config {} --block_indices 0:1 --new_swarm",
-        file.display()
-    );
+    let line = format!("--config {} --block_indices 0:1 --new_swarm", file.display());
     let config = serve(&format!("m {line} --host_maddrs /ip4/127.0.0.1/tcp/0"));
-    assert_eq!(
-        config.netd.span,
-        SpanChoice::Fixed(Span::new(0, 1).unwrap())
-    );
+    assert_eq!(config.netd.span, SpanChoice::Fixed(Span::new(0, 1).unwrap()));
     assert!(config.netd.initial_peers.is_empty());
     assert_eq!(config.netd.host_maddrs, ["/ip4/127.0.0.1/tcp/0"]);
     assert_eq!(config.prepare.model, "m");
-    let swallowed = format!(
-        "--config {} --initial_peers /ip4/1.2.3.4/tcp/7 mine",
-        file.display()
-    );
+    let swallowed = format!("--config {} --initial_peers /ip4/1.2.3.4/tcp/7 mine", file.display());
     assert_eq!(serve(&swallowed).prepare.model, "mine");
 }
 
@@ -143,26 +101,14 @@ fn a_setting_yields_to_a_higher_one_that_excludes_it() {
 fn a_wrong_value_is_refused_with_the_place_it_comes_from() {
     let refused = |line: &str, env: &[(&str, &str)]| run(line, env).expect_err(line);
     let error = refused("serve m", &[("SEPAL_PORT", "high")]);
-    assert!(
-        error.contains("high") && error.contains("port is set by SEPAL_PORT"),
-        "{error}"
-    );
+    assert!(error.contains("high") && error.contains("port is set by SEPAL_PORT"), "{error}");
     let error = refused("serve m", &[("SEPAL_DHT_PREFIX", "a.b")]);
-    assert!(
-        error.contains("a.b") && error.contains("SEPAL_DHT_PREFIX"),
-        "{error}"
-    );
+    assert!(error.contains("a.b") && error.contains("SEPAL_DHT_PREFIX"), "{error}");
     let error = refused("serve m", &[("SEPAL_NEW_SWARM", "perhaps")]);
-    assert!(
-        error.contains("perhaps") && error.contains("true or false"),
-        "{error}"
-    );
+    assert!(error.contains("perhaps") && error.contains("true or false"), "{error}");
     let (_folder, file) = folder_with("s.toml", "num_bloks = 2\n");
     let error = refused(&format!("serve m --config {}", file.display()), &[]);
-    assert!(
-        error.contains("s.toml") && error.contains("num_bloks"),
-        "{error}"
-    );
+    assert!(error.contains("s.toml") && error.contains("num_bloks"), "{error}");
     let (_folder, file) = folder_with("s.toml", "num_blocks = 2\nblock_indices = '0:2'\n");
     let error = refused(&format!("serve m --config {}", file.display()), &[]);
     assert!(error.contains("cannot be used with"), "{error}");

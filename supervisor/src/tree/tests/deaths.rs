@@ -14,32 +14,22 @@ fn a_dead_worker_that_had_served_is_reported_and_restarted_at_once_with_new_ring
     };
     assert_eq!(rig.told(NETD), [&down]);
     assert_eq!(rig.spawned(), [(worker(0), 2)]);
-    rig.say(
-        worker(0),
-        Up::Worker(FromWorker::Ready(Capacity::default())),
-    );
-    assert_eq!(
-        rig.told(worker(0)),
-        [&Down::Link {
-            netd: Generation(1)
-        }]
-    );
+    rig.say(worker(0), Up::Worker(FromWorker::Ready(Capacity::default())));
+    assert_eq!(rig.told(worker(0)), [&Down::Link { netd: Generation(1) }]);
 }
 
 #[test]
 fn a_crash_of_its_own_is_told_apart_from_a_kill() {
     for (end, cause) in [
         (SIGSEGV, DeathCause::SelfInflicted),
-        (End::Code(1), DeathCause::SelfInflicted),
-        (End::Code(101), DeathCause::SelfInflicted),
+        (ExitStatus::Code(1), DeathCause::SelfInflicted),
+        (ExitStatus::Code(101), DeathCause::SelfInflicted),
         (SIGKILL, DeathCause::Outside),
-        (End::Signal(nix::libc::SIGTERM), DeathCause::Outside),
+        (ExitStatus::Signal(nix::libc::SIGTERM), DeathCause::Outside),
     ] {
         let mut rig = Rig::online(1);
         rig.die(worker(0), end.clone());
-        let [Down::WorkerDown { cause: told, .. }] = rig.told(NETD)[..] else {
-            panic!("{end:?}")
-        };
+        let [Down::WorkerDown { cause: told, .. }] = rig.told(NETD)[..] else { panic!("{end:?}") };
         assert_eq!(*told, cause, "{end:?}");
     }
 }
@@ -54,21 +44,10 @@ fn pauses_double_and_too_many_deaths_hold_the_worker() {
         assert_eq!(rig.wait(MS).spawned().len(), 1);
     }
     rig.die(worker(0), SIGSEGV);
-    assert_eq!(
-        rig.state(worker(0)),
-        State::Held {
-            reason: ExitReason::RestartLimit
-        }
-    );
+    assert_eq!(rig.state(worker(0)), Lifecycle::Held { reason: ExitReason::RestartLimit });
     assert!(matches!(
         rig.told(NETD)[..],
-        [
-            Down::WorkerDown {
-                restarting: false,
-                ..
-            },
-            Down::Shrink(_)
-        ]
+        [Down::WorkerDown { restarting: false, .. }, Down::Shrink(_)]
     ));
     assert_eq!(rig.finished(), None, "the other worker goes on");
 }
@@ -87,36 +66,18 @@ fn deaths_outside_the_window_are_forgotten() {
 fn a_new_netd_keeps_addresses_and_span_and_gets_every_worker_again() {
     let mut rig = Rig::online(2);
     rig.die(NETD, SIGKILL);
-    let [
-        Down::Init(Init::Netd {
-            previous_addrs,
-            served,
-            ..
-        }),
-    ] = rig.told(NETD)[..]
-    else {
+    let [Down::Init(Init::Netd { previous_addrs, served, .. })] = rig.told(NETD)[..] else {
         panic!("{:?}", rig.last)
     };
     assert_eq!((previous_addrs.len(), *served), (1, Some(span(0, 8))));
     for group in 0..2 {
-        assert_eq!(
-            rig.told(worker(group)),
-            [&Down::Link {
-                netd: Generation(2)
-            }]
-        );
+        assert_eq!(rig.told(worker(group)), [&Down::Link { netd: Generation(2) }]);
     }
-    let linked = FromWorker::Linked {
-        netd_generation: Generation(2),
-    };
+    let linked = FromWorker::Linked { netd_generation: Generation(2) };
     rig.say(worker(0), Up::Worker(linked.clone()));
     assert!(rig.told(NETD).is_empty(), "netd does not listen yet");
     assert_eq!(
-        rig.netd_listens()
-            .told(NETD)
-            .into_iter()
-            .filter(is_up)
-            .count(),
+        rig.netd_listens().told(NETD).into_iter().filter(is_up).count(),
         1,
         "one acknowledged"
     );
@@ -129,12 +90,7 @@ fn an_acknowledgement_of_an_older_netd_counts_for_nothing() {
     let mut rig = Rig::online(1);
     rig.die(NETD, SIGKILL);
     rig.netd_listens();
-    rig.say(
-        worker(0),
-        Up::Worker(FromWorker::Linked {
-            netd_generation: Generation(1),
-        }),
-    );
+    rig.say(worker(0), Up::Worker(FromWorker::Linked { netd_generation: Generation(1) }));
     assert!(rig.told(NETD).is_empty());
 }
 
@@ -145,25 +101,14 @@ fn netd_that_keeps_dying_ends_the_run() {
         rig.wait(10 * SEC).die(NETD, SIGSEGV);
     }
     assert_eq!(rig.told(worker(0)), [&Down::Drain]);
-    assert_eq!(
-        rig.die(worker(0), End::Code(0)).finished(),
-        Some(ExitReason::RestartLimit)
-    );
+    assert_eq!(rig.die(worker(0), ExitStatus::Code(0)).finished(), Some(ExitReason::RestartLimit));
 }
 
 #[test]
 fn a_worker_lost_for_good_shrinks_the_span_of_netd_which_stays() {
     let mut rig = Rig::online(2);
-    rig.die(
-        worker(1),
-        End::Code(i32::from(ExitReason::BadConfig.code())),
-    );
-    assert_eq!(
-        rig.state(worker(1)),
-        State::Held {
-            reason: ExitReason::BadConfig
-        }
-    );
+    rig.die(worker(1), ExitStatus::Code(i32::from(ExitReason::BadConfig.code())));
+    assert_eq!(rig.state(worker(1)), Lifecycle::Held { reason: ExitReason::BadConfig });
     assert!(matches!(
         rig.told(NETD)[..],
         [
@@ -174,39 +119,25 @@ fn a_worker_lost_for_good_shrinks_the_span_of_netd_which_stays() {
             Down::Shrink(rest)
         ] if *rest == span(0, 4)
     ));
-    assert!(matches!(rig.state(NETD), State::Ready { .. }));
+    assert!(matches!(rig.state(NETD), Lifecycle::Ready { .. }));
     rig.die(NETD, SIGKILL);
     let [Down::Init(Init::Netd { served, .. })] = rig.told(NETD)[..] else {
         panic!("{:?}", rig.last)
     };
     assert_eq!(*served, Some(span(0, 4)), "only the rest is served");
-    assert_eq!(
-        rig.told(worker(0)),
-        [&Down::Link {
-            netd: rig.generation(NETD)
-        }]
-    );
-    assert!(
-        rig.wait(100 * SEC).spawned().is_empty(),
-        "the lost worker stays away"
-    );
+    assert_eq!(rig.told(worker(0)), [&Down::Link { netd: rig.generation(NETD) }]);
+    assert!(rig.wait(100 * SEC).spawned().is_empty(), "the lost worker stays away");
 }
 
 #[test]
 fn a_netd_that_was_not_ready_when_a_worker_was_lost_hears_it_with_the_model() {
     let mut rig = Rig::online(2);
     rig.die(NETD, SIGKILL);
-    rig.die(
-        worker(0),
-        End::Code(i32::from(ExitReason::BadConfig.code())),
-    );
+    rig.die(worker(0), ExitStatus::Code(i32::from(ExitReason::BadConfig.code())));
     assert!(rig.told(NETD).is_empty(), "it does not know the model yet");
     rig.netd_listens();
     let last: Vec<_> = rig.told(NETD).into_iter().cloned().collect();
-    assert!(
-        last.contains(&Down::Shrink(span(4, 8))),
-        "it was started with all blocks: {last:?}"
-    );
+    assert!(last.contains(&Down::Shrink(span(4, 8))), "it was started with all blocks: {last:?}");
 }
 
 #[test]
@@ -219,20 +150,13 @@ fn a_worker_that_wrote_nonsense_is_killed_once_and_is_to_blame() {
             message: "ring is corrupt".into(),
         })
     };
-    assert!(
-        rig.say(NETD, broken(7)).killed().is_empty(),
-        "another generation"
-    );
+    assert!(rig.say(NETD, broken(7)).killed().is_empty(), "another generation");
     assert_eq!(rig.say(NETD, broken(1)).killed(), [worker(0)]);
     assert!(rig.say(NETD, broken(1)).killed().is_empty(), "once");
     rig.die(worker(0), SIGKILL);
     assert!(matches!(
         rig.told(NETD)[..],
-        [Down::WorkerDown {
-            cause: DeathCause::SelfInflicted,
-            restarting: true,
-            ..
-        }]
+        [Down::WorkerDown { cause: DeathCause::SelfInflicted, restarting: true, .. }]
     ));
 }
 
@@ -244,29 +168,20 @@ fn kills_from_outside_are_followed_by_a_restart_at_once_up_to_the_limit() {
         rig.worker_ready(0);
     }
     rig.die(worker(0), SIGKILL);
-    assert_eq!(
-        rig.state(worker(0)),
-        State::Held {
-            reason: ExitReason::RestartLimit
-        }
-    );
+    assert_eq!(rig.state(worker(0)), Lifecycle::Held { reason: ExitReason::RestartLimit });
 }
 
 #[test]
 fn the_last_worker_that_is_held_ends_the_run() {
     let mut rig = Rig::online(1);
-    rig.die(worker(0), End::Code(i32::from(ExitReason::Busy.code())));
+    rig.die(worker(0), ExitStatus::Code(i32::from(ExitReason::Busy.code())));
     assert_eq!(rig.told(NETD).last(), Some(&&Down::Drain));
-    assert_eq!(
-        rig.die(NETD, End::Code(0)).finished(),
-        Some(ExitReason::Busy)
-    );
+    assert_eq!(rig.die(NETD, ExitStatus::Code(0)).finished(), Some(ExitReason::Busy));
 }
 
 fn beat(rig: &mut Rig, progress: u64, limit: Option<Duration>) -> Vec<ChildId> {
     let generation = rig.generation(worker(0));
-    rig.on(Event::Beat(worker(0), generation, Beat { progress, limit }))
-        .killed()
+    rig.on(Event::Beat(worker(0), generation, Beat { progress, limit })).killed()
 }
 
 #[test]
@@ -279,13 +194,7 @@ fn a_worker_without_progress_is_killed_and_blames_nobody() {
     });
     assert_eq!(killed, Some(vec![worker(0)]));
     rig.die(worker(0), SIGKILL);
-    assert!(matches!(
-        rig.told(NETD)[..],
-        [Down::WorkerDown {
-            cause: DeathCause::Outside,
-            ..
-        }]
-    ));
+    assert!(matches!(rig.told(NETD)[..], [Down::WorkerDown { cause: DeathCause::Outside, .. }]));
 }
 
 /// Whether worker 0, dead now, comes back without warpgroups.
@@ -302,8 +211,8 @@ fn comes_back_by_warps(rig: &mut Rig) -> bool {
 
 #[test]
 fn warpgroups_are_given_up_by_whoever_failed_on_its_device_or_hung_and_by_nobody_else() {
-    let lost = End::Code(i32::from(ExitReason::DeviceLost.code()));
-    for (end, expected) in [(lost, true), (SIGKILL, false), (End::Code(1), false)] {
+    let lost = ExitStatus::Code(i32::from(ExitReason::DeviceLost.code()));
+    for (end, expected) in [(lost, true), (SIGKILL, false), (ExitStatus::Code(1), false)] {
         let mut rig = Rig::online(1);
         rig.die(worker(0), end.clone());
         assert_eq!(comes_back_by_warps(&mut rig), expected, "{end:?}");
@@ -333,9 +242,31 @@ fn an_idle_or_moving_worker_is_never_killed() {
 #[test]
 fn after_a_gap_in_its_own_clock_the_tree_reads_again() {
     let mut rig = Rig::online(1);
-    beat(&mut rig, 7, Some(5 * SEC));
-    rig.now += 3600 * SEC;
-    assert!(beat(&mut rig, 7, Some(5 * SEC)).is_empty());
+    let mut still = |pause: Duration, progress| {
+        rig.now += pause;
+        beat(&mut rig, progress, Some(5 * SEC))
+    };
+    for round in 0..3 {
+        assert!(still(SEC, round).is_empty());
+        assert!(still(2 * SEC, round).is_empty());
+        assert!(still(3600 * SEC, round).is_empty());
+    }
+    // A child that makes no progress in the readings after the gap hangs.
+    assert!(still(SEC, 2).is_empty());
+    assert_eq!(still(SEC, 2), [worker(0)]);
+}
+
+#[test]
+fn a_drain_is_limited_by_its_own_deadline_alone() {
+    let mut rig = Rig::online(1);
+    rig.on(Event::Stop);
+    let generation = rig.generation(NETD);
+    for _ in 0..10 {
+        rig.now += SEC;
+        let still = Beat { progress: 7, limit: Some(5 * SEC) };
+        assert!(rig.on(Event::Beat(NETD, generation, still)).killed().is_empty());
+    }
+    assert_eq!(rig.wait(10 * SEC).killed(), [NETD]);
 }
 
 #[test]
@@ -344,7 +275,7 @@ fn what_survives_sigkill_is_quarantined_and_never_restarted() {
     let generation = rig.generation(worker(0));
     rig.on(Event::Unruly(worker(0), generation, "floods"));
     rig.wait(11 * SEC);
-    assert_eq!(rig.state(worker(0)), State::Unkillable);
+    assert_eq!(rig.state(worker(0)), Lifecycle::Unkillable);
     assert!(matches!(
         rig.told(NETD)[..],
         [Down::WorkerUnkillable { .. }, Down::Shrink(rest)] if *rest == span(4, 8)
@@ -353,13 +284,7 @@ fn what_survives_sigkill_is_quarantined_and_never_restarted() {
     assert_eq!(rig.tree.deadline(), None);
     assert!(rig.wait(1000 * SEC).spawned().is_empty());
     rig.die(worker(0), SIGKILL);
-    assert!(matches!(
-        rig.told(NETD)[..],
-        [Down::WorkerDown {
-            restarting: false,
-            ..
-        }]
-    ));
+    assert!(matches!(rig.told(NETD)[..], [Down::WorkerDown { restarting: false, .. }]));
 }
 
 #[test]

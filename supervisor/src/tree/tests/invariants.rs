@@ -1,8 +1,17 @@
 //! What holds for every run of events, whatever they are.
 
 use proptest::prelude::*;
+use shared::control::{PrepareStage, Progress};
 
 use super::*;
+
+const PROGRESS: Progress = Progress {
+    stage: PrepareStage::Converting,
+    block: 1,
+    blocks: 2,
+    bytes_done: 0,
+    bytes_total: 0,
+};
 
 /// What any run of events must keep, followed over all actions.
 #[derive(Default)]
@@ -18,28 +27,17 @@ impl Witness {
         assert!(!self.finished, "nothing follows the end: {action:?}");
         match action {
             Action::Spawn(id, generation) => {
-                assert!(
-                    self.live.iter().all(|(live, _)| live != id),
-                    "two live processes of {id}"
-                );
+                assert!(self.live.iter().all(|(live, _)| live != id), "two live processes of {id}");
                 self.live.push((*id, *generation));
             }
-            Action::Kill(id, generation, _) => assert!(
-                self.live.contains(&(*id, *generation)),
-                "kill of the reaped {id}"
-            ),
+            Action::Kill(id, generation, _) => {
+                assert!(self.live.contains(&(*id, *generation)), "kill of the reaped {id}")
+            }
             Action::Tell(id, down) => self.see_tell(*id, down),
-            Action::DropRings {
-                worker,
-                generation,
-                netd,
-            } => {
+            Action::DropRings { worker, generation, netd } => {
                 let rings = (ChildId::Worker(*worker), *generation, *netd);
-                let index = self
-                    .rings
-                    .iter()
-                    .position(|&made| made == rings)
-                    .expect("rings that exist");
+                let index =
+                    self.rings.iter().position(|&made| made == rings).expect("rings that exist");
                 self.rings.remove(index);
             }
             Action::Finish(_) => {
@@ -59,11 +57,8 @@ impl Witness {
     }
 
     fn see_tell(&mut self, to: ChildId, down: &Down) {
-        let generation = self
-            .live
-            .iter()
-            .find(|(id, _)| *id == to)
-            .map(|(_, generation)| *generation);
+        let generation =
+            self.live.iter().find(|(id, _)| *id == to).map(|(_, generation)| *generation);
         let generation =
             generation.unwrap_or_else(|| panic!("{to} does not live and is told {down:?}"));
         match down {
@@ -73,19 +68,10 @@ impl Witness {
                 self.links.push(link);
                 self.rings.push(link);
             }
-            Down::WorkerUp {
-                placement,
-                generation,
-                ..
-            } => {
-                assert!(
-                    self.live
-                        .contains(&(ChildId::Worker(placement.worker), *generation))
-                );
+            Down::WorkerUp { placement, generation, .. } => {
+                assert!(self.live.contains(&(ChildId::Worker(placement.worker), *generation)));
             }
-            Down::WorkerDown {
-                worker, generation, ..
-            } => {
+            Down::WorkerDown { worker, generation, .. } => {
                 assert!(
                     !self.live.contains(&(ChildId::Worker(*worker), *generation)),
                     "down before the reap"
@@ -100,14 +86,11 @@ fn any_child() -> impl Strategy<Value = ChildId> {
     prop_oneof![Just(PREPARE), Just(NETD), (0u16..6).prop_map(worker)]
 }
 
-fn any_end() -> impl Strategy<Value = End> {
+fn any_end() -> impl Strategy<Value = ExitStatus> {
     prop_oneof![
-        prop_oneof![9 => 0i32..2, 1 => 0i32..20].prop_map(End::Code),
-        (0i32..70).prop_map(End::Signal),
-        Just(End::NotStarted {
-            reason: ExitReason::Failed,
-            message: "no memory".into()
-        }),
+        prop_oneof![9 => 0i32..2, 1 => 0i32..20].prop_map(ExitStatus::Code),
+        (0i32..70).prop_map(ExitStatus::Signal),
+        Just(ExitStatus::NotStarted { reason: ExitReason::Failed, message: "no memory".into() }),
     ]
 }
 
@@ -116,16 +99,10 @@ fn any_up() -> impl Strategy<Value = (ChildId, Up)> {
     prop_oneof![
         Just((PREPARE, Up::Prepare(FromPrepare::Inspected(facts())))),
         Just((PREPARE, Up::Prepare(FromPrepare::Prepared))),
-        Just((
-            PREPARE,
-            Up::Prepare(FromPrepare::Progress { done: 1, total: 2 })
-        )),
+        Just((PREPARE, Up::Prepare(FromPrepare::Progress(PROGRESS)))),
         Just((
             NETD,
-            Up::Netd(FromNetd::Listening {
-                peer_id: "Qm".into(),
-                addrs: vec!["/ip4/1".into()]
-            })
+            Up::Netd(FromNetd::Listening { peer_id: "Qm".into(), addrs: vec!["/ip4/1".into()] })
         )),
         (0u32..4, 1u32..6).prop_map(|(start, len)| (
             NETD,
@@ -149,22 +126,16 @@ fn any_up() -> impl Strategy<Value = (ChildId, Up)> {
         )),
         Just(failed())
             .prop_map(|(reason, message)| (NETD, Up::Netd(FromNetd::Failed { reason, message }))),
-        (0u16..6).prop_map(|group| (
-            worker(group),
-            Up::Worker(FromWorker::Ready(Capacity::default()))
-        )),
+        (0u16..6)
+            .prop_map(|group| (worker(group), Up::Worker(FromWorker::Ready(Capacity::default())))),
         (0u16..6, 1u32..4).prop_map(|(group, netd)| {
-            (
-                worker(group),
-                Up::Worker(FromWorker::Linked {
-                    netd_generation: Generation(netd),
-                }),
-            )
+            (worker(group), Up::Worker(FromWorker::Linked { netd_generation: Generation(netd) }))
         }),
     ]
 }
 
-/// An event; its generation is that of the live process plus an offset, so that most events count and some are stale.
+/// An event; its generation is that of the live process plus an offset, so that most events count
+/// and some are stale.
 fn any_event() -> impl Strategy<Value = (Event, u32)> {
     let none = Generation(0);
     let event = prop_oneof![
@@ -220,7 +191,7 @@ proptest! {
                 let mut rig = Rig::online(devices);
                 rig.say(NETD, Up::Netd(FromNetd::Move(span(1, 5))));
                 rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
-                rig.die(PREPARE, End::Code(0));
+                rig.die(PREPARE, ExitStatus::Code(0));
                 rig.on(Event::Room(span(1, 5), None));
                 rig
             }

@@ -1,4 +1,5 @@
-//! Moves to other blocks: what serves is never touched before the new place is announced, whoever dies when.
+//! Moves to other blocks: what serves is never touched before the new place is announced, whoever
+//! dies when.
 
 use super::*;
 
@@ -13,7 +14,7 @@ impl Rig {
         rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
         rig.say(NETD, Up::Netd(FromNetd::ProposedSpan(span(0, 4))));
         rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
-        rig.die(PREPARE, End::Code(0));
+        rig.die(PREPARE, ExitStatus::Code(0));
         (0..devices).for_each(|group| {
             rig.worker_ready(u16::try_from(group).unwrap());
         });
@@ -31,7 +32,7 @@ impl Rig {
         self.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
         self.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
         assert!(self.last.contains(&Action::AskRoom(span(TO.0, TO.1))));
-        self.die(PREPARE, End::Code(0))
+        self.die(PREPARE, ExitStatus::Code(0))
     }
 
     /// A move until the new workers load.
@@ -49,18 +50,13 @@ impl Rig {
 
     fn failed_move(&self) -> bool {
         let told = self.told(NETD);
-        told.iter()
-            .any(|down| matches!(down, Down::MoveFailed { .. }))
+        told.iter().any(|down| matches!(down, Down::MoveFailed { .. }))
     }
 
-    /// What a new netd was told to serve, and what it may still serve for callers who have not heard of a move.
+    /// What a new netd was told to serve, and what it may still serve for callers who have not
+    /// heard of a move.
     fn places_told(&self) -> (Option<Span>, Vec<Span>) {
-        let [
-            Down::Init(Init::Netd {
-                served, retired, ..
-            }),
-        ] = self.told(NETD)[..]
-        else {
+        let [Down::Init(Init::Netd { served, retired, .. })] = self.told(NETD)[..] else {
             panic!("{:?}", self.last)
         };
         (*served, retired.clone())
@@ -76,21 +72,13 @@ fn new_workers_start_beside_the_old_ones_which_go_when_their_sessions_are_over()
     let mut rig = Rig::online_at_half(1);
     rig.netd_says(FromNetd::Move(span(4, 8)));
     assert_eq!(rig.spawned(), [(PREPARE, 2)]);
-    assert_eq!(
-        rig.told(PREPARE),
-        [&Down::Init(Init::Prepare), &Down::Span(span(4, 8))]
-    );
+    assert_eq!(rig.told(PREPARE), [&Down::Init(Init::Prepare), &Down::Span(span(4, 8))]);
     rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
     rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
-    rig.die(PREPARE, End::Code(0));
+    rig.die(PREPARE, ExitStatus::Code(0));
     rig.on(Event::Room(span(4, 8), None));
     assert_eq!(rig.spawned(), [(worker(1), 1)]);
-    let [
-        Down::Init(Init::Worker {
-            placement, whole, ..
-        }),
-    ] = rig.told(worker(1))[..]
-    else {
+    let [Down::Init(Init::Worker { placement, whole, .. })] = rig.told(worker(1))[..] else {
         panic!("{:?}", rig.last)
     };
     assert_eq!((placement.span, *whole), (span(4, 8), span(4, 8)));
@@ -106,15 +94,9 @@ fn new_workers_start_beside_the_old_ones_which_go_when_their_sessions_are_over()
     assert!(rig.told(worker(0)).is_empty(), "its sessions go on");
     rig.netd_says(FromNetd::Vacated);
     assert_eq!(rig.told(worker(0)), [&Down::Drain]);
-    rig.die(worker(0), End::Code(0));
+    rig.die(worker(0), ExitStatus::Code(0));
     assert_eq!(rig.dropped(), [worker(0)]);
-    assert!(matches!(
-        rig.told(NETD)[..],
-        [Down::WorkerDown {
-            restarting: false,
-            ..
-        }]
-    ));
+    assert!(matches!(rig.told(NETD)[..], [Down::WorkerDown { restarting: false, .. }]));
     assert!(!rig.wanted(worker(0)));
 }
 
@@ -126,10 +108,10 @@ fn a_second_move_uses_the_names_again_and_never_a_generation() {
     rig.netd_says(FromNetd::Move(span(0, 4)));
     assert!(rig.failed_move(), "while the old worker has sessions");
     rig.netd_says(FromNetd::Vacated);
-    rig.die(worker(0), End::Code(0));
+    rig.die(worker(0), ExitStatus::Code(0));
     rig.netd_says(FromNetd::Move(span(2, 6)));
     rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
-    rig.die(PREPARE, End::Code(0));
+    rig.die(PREPARE, ExitStatus::Code(0));
     rig.on(Event::Room(span(2, 6), None));
     assert_eq!(rig.spawned(), [(worker(0), 2)]);
 }
@@ -151,7 +133,7 @@ fn new_workers_that_fail_for_good_leave_the_old_ones_serving() {
     let mut rig = Rig::online_at_half(2);
     rig.until_loading();
     assert_eq!(rig.spawned(), [(worker(2), 1), (worker(3), 1)]);
-    let bad = End::Code(i32::from(ExitReason::BadConfig.code()));
+    let bad = ExitStatus::Code(i32::from(ExitReason::BadConfig.code()));
     rig.die(worker(2), bad);
     assert!(rig.failed_move());
     assert_eq!(rig.killed(), [worker(3)]);
@@ -173,11 +155,8 @@ impl Rig {
         self.netd_says(FromNetd::Vacated);
         assert_eq!(self.told(worker(0)), [&Down::Drain]);
         assert!(self.spawned().is_empty());
-        self.die(worker(0), End::Code(0));
-        assert_eq!(
-            (self.dropped(), self.spawned()),
-            (vec![worker(0)], vec![(worker(0), 2)])
-        );
+        self.die(worker(0), ExitStatus::Code(0));
+        assert_eq!((self.dropped(), self.spawned()), (vec![worker(0)], vec![(worker(0), 2)]));
         self
     }
 }
@@ -189,7 +168,7 @@ fn without_room_for_both_the_old_workers_end_before_the_new_ones_start() {
     assert_eq!(rig.told(NETD).into_iter().filter(is_up).count(), 1);
     rig.netd_says(FromNetd::Online);
     assert_eq!(rig.tree.rest(), Some(span(4, 8)));
-    let bad = End::Code(i32::from(ExitReason::BadConfig.code()));
+    let bad = ExitStatus::Code(i32::from(ExitReason::BadConfig.code()));
     rig.die(worker(0), bad);
     assert!(!rig.failed_move(), "it has served here");
 }
@@ -198,7 +177,7 @@ fn without_room_for_both_the_old_workers_end_before_the_new_ones_start() {
 fn new_workers_that_fail_where_there_was_no_room_are_followed_by_the_old_ones() {
     let mut rig = Rig::online_at_half(1);
     rig.until_replaced();
-    let bad = || End::Code(i32::from(ExitReason::BadConfig.code()));
+    let bad = || ExitStatus::Code(i32::from(ExitReason::BadConfig.code()));
     rig.die(worker(0), bad());
     assert!(rig.failed_move() && rig.finished().is_none());
     assert_eq!(rig.spawned(), [(worker(0), 3)]);
@@ -206,10 +185,7 @@ fn new_workers_that_fail_where_there_was_no_room_are_followed_by_the_old_ones() 
     rig.netd_says(FromNetd::Online);
     assert_eq!(rig.tree.rest(), Some(span(0, 4)));
     rig.die(worker(0), bad());
-    assert!(
-        rig.told(NETD).contains(&&Down::Drain),
-        "there is nothing to go back to"
-    );
+    assert!(rig.told(NETD).contains(&&Down::Drain), "there is nothing to go back to");
 }
 
 #[test]
@@ -227,9 +203,9 @@ fn netd_that_dies_while_workers_are_replaced_is_told_the_new_place() {
 fn a_move_to_blocks_that_cannot_be_prepared_is_off() {
     let mut rig = Rig::online_at_half(1);
     rig.netd_says(FromNetd::Move(span(4, 8)));
-    rig.die(PREPARE, End::Code(i32::from(ExitReason::BadConfig.code())));
+    rig.die(PREPARE, ExitStatus::Code(i32::from(ExitReason::BadConfig.code())));
     assert!(rig.failed_move());
-    assert_eq!(rig.state(PREPARE), State::Gone);
+    assert_eq!(rig.state(PREPARE), Lifecycle::Gone);
     assert!(rig.netd_says(FromNetd::Move(span(6, 9))).failed_move());
     assert!(rig.finished().is_none());
 }
@@ -263,15 +239,8 @@ fn netd_that_dies_after_the_new_place_is_announced_serves_the_new_one() {
     rig.netd_says(FromNetd::Moved(span(4, 8)));
     rig.die(NETD, SIGKILL);
     assert_eq!(rig.places_told(), (Some(span(4, 8)), vec![span(0, 4)]));
-    assert!(
-        rig.told(worker(0)).contains(&&Down::Drain),
-        "its sessions are gone"
-    );
-    assert!(
-        !rig.told(worker(0))
-            .iter()
-            .any(|down| matches!(down, Down::Link { .. }))
-    );
+    assert!(rig.told(worker(0)).contains(&&Down::Drain), "its sessions are gone");
+    assert!(!rig.told(worker(0)).iter().any(|down| matches!(down, Down::Link { .. })));
 }
 
 #[test]
@@ -289,11 +258,8 @@ fn a_stop_during_a_move_ends_everything() {
     let mut rig = Rig::online_at_half(1);
     rig.until_loading().worker_ready(1);
     rig.on(Event::Stop);
-    rig.die(NETD, End::Code(0));
+    rig.die(NETD, ExitStatus::Code(0));
     assert_eq!(rig.told(worker(1)), [&Down::Drain]);
-    rig.die(worker(0), End::Code(0));
-    assert_eq!(
-        rig.die(worker(1), End::Code(0)).finished(),
-        Some(ExitReason::Clean)
-    );
+    rig.die(worker(0), ExitStatus::Code(0));
+    assert_eq!(rig.die(worker(1), ExitStatus::Code(0)).finished(), Some(ExitReason::Clean));
 }

@@ -12,11 +12,7 @@ fn prepare_and_netd_start_at_once() {
 fn netd_learns_the_model_when_both_sides_are_there() {
     let mut rig = Rig::new(1);
     rig.on(Event::Start);
-    assert!(
-        rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())))
-            .told(NETD)
-            .is_empty()
-    );
+    assert!(rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts()))).told(NETD).is_empty());
     assert_eq!(rig.netd_listens().told(NETD), [&Down::Model(facts())]);
 }
 
@@ -38,23 +34,10 @@ fn the_proposed_span_is_prepared_and_cut_among_the_devices() {
 #[test]
 fn netd_hears_of_a_worker_only_after_it_acknowledged_its_rings() {
     let mut rig = Rig::until_prepared(1);
-    rig.say(
-        worker(0),
-        Up::Worker(FromWorker::Ready(Capacity::default())),
-    );
-    assert_eq!(
-        rig.told(worker(0)),
-        [&Down::Link {
-            netd: Generation(1)
-        }]
-    );
+    rig.say(worker(0), Up::Worker(FromWorker::Ready(Capacity::default())));
+    assert_eq!(rig.told(worker(0)), [&Down::Link { netd: Generation(1) }]);
     assert!(rig.told(NETD).is_empty());
-    rig.say(
-        worker(0),
-        Up::Worker(FromWorker::Linked {
-            netd_generation: Generation(1),
-        }),
-    );
+    rig.say(worker(0), Up::Worker(FromWorker::Linked { netd_generation: Generation(1) }));
     assert_eq!(rig.told(NETD).into_iter().filter(is_up).count(), 1);
 }
 
@@ -63,23 +46,11 @@ fn a_mistake_in_the_configuration_ends_the_run_before_it_is_online_and_is_said_o
     let mut rig = Rig::new(1);
     rig.on(Event::Start);
     let message = "folder /x holds no config.json".to_owned();
-    rig.say(
-        PREPARE,
-        Up::Prepare(FromPrepare::Failed {
-            reason: ExitReason::BadConfig,
-            message,
-        }),
-    );
-    rig.die(PREPARE, End::Code(2));
-    assert_eq!(
-        rig.complaints(),
-        ["prepare: folder /x holds no config.json"]
-    );
+    rig.say(PREPARE, Up::Prepare(FromPrepare::Failed { reason: ExitReason::BadConfig, message }));
+    rig.die(PREPARE, ExitStatus::Code(2));
+    assert_eq!(rig.complaints(), ["prepare: folder /x holds no config.json"]);
     assert_eq!(rig.killed(), [NETD]);
-    assert_eq!(
-        rig.die(NETD, SIGKILL).finished(),
-        Some(ExitReason::BadConfig)
-    );
+    assert_eq!(rig.die(NETD, SIGKILL).finished(), Some(ExitReason::BadConfig));
 }
 
 #[test]
@@ -89,10 +60,7 @@ fn a_block_range_outside_the_model_is_refused_with_both_numbers() {
     rig.on(Event::Start);
     rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
     let complaint = rig.complaints().join("");
-    assert!(
-        complaint.contains("4:40") && complaint.contains("0:8"),
-        "{complaint}"
-    );
+    assert!(complaint.contains("4:40") && complaint.contains("0:8"), "{complaint}");
 }
 
 #[test]
@@ -111,10 +79,7 @@ fn prepare_that_dies_early_is_started_again_and_gets_its_span_again() {
     rig.say(NETD, Up::Netd(FromNetd::ProposedSpan(span(0, 8))));
     rig.die(PREPARE, SIGKILL);
     assert_eq!(rig.spawned(), [(PREPARE, 2)]);
-    assert_eq!(
-        rig.told(PREPARE),
-        [&Down::Init(Init::Prepare), &Down::Span(span(0, 8))]
-    );
+    assert_eq!(rig.told(PREPARE), [&Down::Init(Init::Prepare), &Down::Span(span(0, 8))]);
 }
 
 #[test]

@@ -6,15 +6,9 @@ use super::*;
 fn a_stop_drains_netd_first_and_then_the_workers_and_is_clean() {
     let mut rig = Rig::online(1);
     rig.on(Event::Stop);
-    assert_eq!(
-        (rig.told(NETD), rig.told(worker(0)).len()),
-        (vec![&Down::Drain], 0)
-    );
-    assert_eq!(rig.die(NETD, End::Code(0)).told(worker(0)), [&Down::Drain]);
-    assert_eq!(
-        rig.die(worker(0), End::Code(0)).finished(),
-        Some(ExitReason::Clean)
-    );
+    assert_eq!((rig.told(NETD), rig.told(worker(0)).len()), (vec![&Down::Drain], 0));
+    assert_eq!(rig.die(NETD, ExitStatus::Code(0)).told(worker(0)), [&Down::Drain]);
+    assert_eq!(rig.die(worker(0), ExitStatus::Code(0)).finished(), Some(ExitReason::Clean));
 }
 
 #[test]
@@ -22,13 +16,7 @@ fn a_worker_that_dies_while_netd_drains_is_reported_and_not_restarted() {
     let mut rig = Rig::online(1);
     rig.on(Event::Stop);
     rig.die(worker(0), SIGKILL);
-    assert!(matches!(
-        rig.told(NETD)[..],
-        [Down::WorkerDown {
-            restarting: false,
-            ..
-        }]
-    ));
+    assert!(matches!(rig.told(NETD)[..], [Down::WorkerDown { restarting: false, .. }]));
     assert!(rig.wait(10 * SEC).spawned().is_empty());
 }
 
@@ -38,7 +26,7 @@ fn who_does_not_drain_in_time_is_killed_and_the_run_is_not_clean() {
     rig.on(Event::Stop);
     assert_eq!(rig.wait(20 * SEC).killed(), [NETD]);
     rig.die(NETD, SIGKILL);
-    rig.die(worker(0), End::Code(0));
+    rig.die(worker(0), ExitStatus::Code(0));
     assert_eq!(rig.finished(), Some(ExitReason::Failed));
 }
 

@@ -1,0 +1,159 @@
+//! How the blocks of a model were cut among devices: decided at the first start, kept in a file of
+//! the cache folder, and used again at every later start.
+//!
+//! The manifest cannot hold the decision: it is written after the cut, for one span of one instance,
+//! and its folder is removed when the instance ends. The file is for all starts, and for all spans
+//! of the same length.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::Path;
+use std::time::Duration;
+
+use shared::block::MAX_BLOCKS;
+use shared::files::EntryFile;
+use shared::model::ModelFacts;
+
+/// Longest wait for another server of this machine that writes the file.
+const LONGEST_WAIT: Duration = Duration::from_secs(5);
+
+/// Most models and sets of devices in the file, and most cuts of each.
+const MAX_ENTRIES: usize = 256;
+const MAX_CUTS: usize = 64;
+
+/// Blocks of each device, in the order of the devices; the last devices may be left out.
+pub type Cut = Vec<u32>;
+
+/// The decisions for one model on some devices.
+#[derive(Clone, Debug)]
+pub struct CutFile {
+    file: EntryFile,
+    key: String,
+    devices: usize,
+}
+
+impl CutFile {
+    /// The decisions for `model` on `devices` (their names), in `folder`.
+    pub fn new(folder: &Path, model: &ModelFacts, devices: &[String]) -> CutFile {
+        let (name, dtype, quant) = (&model.name, model.dtype.name(), model.quant_type.name());
+        CutFile {
+            file: EntryFile::new(folder, "cuts", 1),
+            key: format!("model={name:?} dtype={dtype:?} quant={quant:?} devices={devices:?}"),
+            devices: devices.len(),
+        }
+    }
+
+    /// Every earlier decision, one for each number of blocks; none if the file is damaged.
+    pub fn read(&self) -> Vec<Cut> {
+        let mut entries: BTreeMap<String, Vec<Cut>> = self.file.read();
+        let mut cuts = entries.remove(&self.key).unwrap_or_default();
+        cuts.retain(|cut| self.is_sane(cut));
+        cuts.truncate(MAX_CUTS);
+        cuts
+    }
+
+    /// Keeps a decision, unless there is one for as many blocks.
+    ///
+    /// # Errors
+    /// When the file cannot be written; the next start decides anew.
+    pub fn keep(&self, cut: &[u32]) -> io::Result<()> {
+        if !self.is_sane(cut) {
+            return Ok(());
+        }
+        let Some(_lock) = self.file.lock(LONGEST_WAIT)? else {
+            return Err(io::ErrorKind::TimedOut.into());
+        };
+        let mut cuts = self.read();
+        if cuts.iter().any(|known| blocks(known) == blocks(cut)) {
+            return Ok(());
+        }
+        cuts.truncate(MAX_CUTS - 1);
+        cuts.insert(0, cut.to_vec());
+        let mut entries: BTreeMap<String, Vec<Cut>> = self.file.read();
+        entries.remove(&self.key);
+        while entries.len() >= MAX_ENTRIES && entries.pop_first().is_some() {}
+        entries.insert(self.key.clone(), cuts);
+        self.file.write(&entries)
+    }
+
+    fn is_sane(&self, cut: &[u32]) -> bool {
+        let fits = (1..=self.devices).contains(&cut.len());
+        fits && !cut.contains(&0) && blocks(cut) <= u64::from(MAX_BLOCKS)
+    }
+}
+
+fn blocks(cut: &[u32]) -> u64 {
+    cut.iter().map(|&count| u64::from(count)).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use shared::config::QuantType;
+    use shared::dtype::DType;
+
+    use super::*;
+
+    fn facts(quant_type: QuantType) -> ModelFacts {
+        ModelFacts {
+            name: "owner/model".into(),
+            repository: None,
+            model_type: "llama".into(),
+            dht_prefix: None,
+            num_blocks: 16,
+            hidden_size: 64,
+            attention_heads: 4,
+            kv_heads: 4,
+            head_dim: 16,
+            dtype: DType::Bf16,
+            quant_type,
+            block_bytes: 1,
+            adapters: Vec::new(),
+        }
+    }
+
+    fn names(count: usize) -> Vec<String> {
+        (0..count).map(|ordinal| format!("cuda:{ordinal} of H200")).collect()
+    }
+
+    #[test]
+    fn a_decision_is_kept_for_its_model_and_devices_and_is_not_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |quant, devices| CutFile::new(folder.path(), &facts(quant), &names(devices));
+        let first = file(QuantType::None, 2);
+        assert_eq!(first.read(), [[0u32; 0]; 0]);
+        first.keep(&[12, 4]).unwrap();
+        first.keep(&[8, 8]).unwrap();
+        first.keep(&[5, 3]).unwrap();
+        // As at the next start.
+        let again = file(QuantType::None, 2);
+        assert_eq!(again.read(), [vec![5, 3], vec![12, 4]]);
+        assert_eq!(file(QuantType::Nf4, 2).read(), [[0u32; 0]; 0]);
+        assert_eq!(file(QuantType::None, 3).read(), [[0u32; 0]; 0]);
+        file(QuantType::Nf4, 2).keep(&[1, 15]).unwrap();
+        assert_eq!(again.read().len(), 2);
+    }
+
+    #[test]
+    fn a_damaged_file_or_a_cut_that_makes_no_sense_decides_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = CutFile::new(folder.path(), &facts(QuantType::None), &names(2));
+        let path = folder.path().join("sepal_cuts_v1.json");
+        let entry = |cuts: &str| format!("{{{:?}: {cuts}}}", file.key);
+        for damaged in [
+            String::new(),
+            "{".to_owned(),
+            "[[12, 4]]".to_owned(),
+            entry("[[-1, 17]]"),
+            entry("[[0, 16]]"),
+            entry("[[]]"),
+            entry("[[4, 4, 8]]"),
+            entry("[[4294967295, 4294967295]]"),
+        ] {
+            std::fs::write(&path, &damaged).unwrap();
+            assert_eq!(file.read(), [[0u32; 0]; 0], "{damaged}");
+        }
+        file.keep(&[0, 16]).unwrap();
+        file.keep(&[12, 4]).unwrap();
+        assert_eq!(file.read(), [vec![12, 4]]);
+    }
+}

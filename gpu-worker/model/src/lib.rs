@@ -1,0 +1,25 @@
+//! What a model is, as data: the form of its blocks ([`BlockSpec`], filled in by a file per family),
+//! how much memory blocks and their computation need ([`sizing`]), how the ranks of a group share
+//! each block ([`shards`]), and the files that describe a model: checkpoint headers, the manifest of
+//! prepared blocks, measured rates, how the blocks were cut among devices. Supervisor, prepare and
+//! workers all count with this package; it computes no tensors and knows no device.
+#![forbid(unsafe_code)]
+
+pub mod cuts;
+mod error;
+mod family;
+pub mod header;
+pub mod manifest;
+pub mod rates;
+mod rope;
+pub mod shards;
+pub mod sizing;
+mod spec;
+
+pub use error::SpecError;
+pub use family::dht_prefix;
+pub use rope::RopeScaling;
+pub use spec::{
+    BlockSpec, Experts, GatedMlp, Gelu, LinearSpec, Mlp, Norm, PlainMlp, Position, Qkv, Residual,
+    TensorSpec,
+};

@@ -1,0 +1,151 @@
+//! The devices that a model is made ready for: their memory and their relative speeds.
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use kernels::cuda::driver::{Driver, OpenError};
+use kernels::cuda::scratch;
+use model::BlockSpec;
+use model::rates::{RateCache, device_name, threads};
+use model::sizing::{unit_tokens, work_bytes};
+use shared::config::{Device, WorkerConfig};
+use shared::control::DeviceMemory;
+use shared::model::ModelFacts;
+
+/// Memory that the emulator pretends to have.
+const EMULATED_BYTES: u64 = 8 << 30;
+
+/// Memory of those of `devices` that have their own, of which no worker is to take more than
+/// `most_bytes`.
+///
+/// # Errors
+/// When a device cannot be asked.
+pub fn device_memory(
+    devices: &[Device],
+    most_bytes: Option<u64>,
+    spec: &BlockSpec,
+) -> Result<Vec<DeviceMemory>, (u32, OpenError)> {
+    let scratch = scratch::planned_bytes(&spec.dimensions(), unit_tokens(spec));
+    let mut found = Vec::new();
+    for &device in devices {
+        let free = match device {
+            Device::Cpu => continue,
+            Device::Emulator => EMULATED_BYTES,
+            Device::Cuda(ordinal) => {
+                let (free, _) = Driver::memory_of(ordinal).map_err(|e| (ordinal, e))?;
+                free as u64
+            }
+        };
+        found.push(DeviceMemory {
+            device,
+            free_bytes: most_bytes.map_or(free, |most| most.min(free)),
+            work_bytes: work_bytes(spec, scratch),
+        });
+    }
+    Ok(found)
+}
+
+/// Names of `devices`, with what else changes their speed.
+pub fn names(devices: &[Device], worker: &WorkerConfig) -> Vec<String> {
+    devices.iter().map(|&device| device_name(device, threads(worker))).collect()
+}
+
+/// Relative speeds of `devices` on this model: what their workers measured at an earlier start,
+/// unless one of them never did; else how fast each reads memory, which bounds decoding.
+pub fn speeds(devices: &[Device], facts: &ModelFacts, worker: &WorkerConfig) -> Vec<f64> {
+    let first = devices.first();
+    if devices.iter().all(|device| Some(device) == first) {
+        return vec![1.0; devices.len()];
+    }
+    let folder = worker.rates_dir.as_ref().filter(|_| !worker.measure_anew);
+    let cache = folder.map(|folder| RateCache::new(folder, Duration::ZERO));
+    if let Some(rates) = cache.and_then(|cache| cache.kept(facts, devices, worker)) {
+        return rates.iter().map(|rate| rate.inference_rps).collect();
+    }
+    let of_device = |&device: &Device| match device {
+        Device::Cpu | Device::Emulator => processor_bandwidth(threads(worker)),
+        Device::Cuda(ordinal) => Driver::bandwidth_of(ordinal).unwrap_or(0.0),
+    };
+    devices.iter().map(of_device).collect()
+}
+
+/// Bytes per second that the processor reads with so many threads, all of them at once.
+fn processor_bandwidth(threads: usize) -> f64 {
+    const BYTES: usize = 256 << 20;
+    const PASSES: usize = 3;
+    let words = vec![1u64; BYTES / size_of::<u64>()];
+    let piece = words.len().div_ceil(threads.max(1));
+    let pass = || {
+        let start = Instant::now();
+        std::thread::scope(|scope| {
+            for part in words.chunks(piece) {
+                scope.spawn(move || black_box(part.iter().fold(0u64, |sum, word| sum ^ word)));
+            }
+        });
+        start.elapsed()
+    };
+    let fastest = (0..PASSES).map(|_| pass()).min().unwrap_or_default();
+    BYTES as f64 / fastest.as_secs_f64().max(1e-9)
+}
+
+#[cfg(test)]
+mod tests {
+    use model::rates::{Freshness, Key};
+    use shared::control::Capacity;
+
+    use super::*;
+    use crate::fixtures::llama_config;
+
+    #[test]
+    fn the_emulator_has_what_it_is_given_and_the_processor_is_left_out() {
+        let spec = BlockSpec::from_config(&llama_config(1)).unwrap();
+        let devices = [Device::Cpu, Device::Emulator];
+        for (most, wanted) in [(None, 8 << 30), (Some(1 << 30), 1 << 30), (Some(1 << 40), 8 << 30)]
+        {
+            let found = device_memory(&devices, most, &spec).unwrap();
+            assert_eq!(found.len(), 1);
+            assert_eq!((found[0].device, found[0].free_bytes), (Device::Emulator, wanted));
+        }
+    }
+
+    fn facts() -> ModelFacts {
+        ModelFacts {
+            name: "tiny".into(),
+            repository: None,
+            model_type: "llama".into(),
+            dht_prefix: None,
+            num_blocks: 3,
+            hidden_size: 64,
+            attention_heads: 4,
+            kv_heads: 2,
+            head_dim: 16,
+            dtype: shared::dtype::DType::F32,
+            quant_type: shared::config::QuantType::None,
+            block_bytes: 1,
+            adapters: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn speeds_are_those_that_were_measured_else_bandwidths() {
+        let folder = tempfile::tempdir().unwrap();
+        let worker = WorkerConfig {
+            rates_dir: Some(folder.path().to_owned()),
+            threads: 1,
+            ..WorkerConfig::default()
+        };
+        let devices = [Device::Cpu, Device::Emulator];
+        assert_eq!(speeds(&[Device::Cpu; 3], &facts(), &worker), [1.0; 3]);
+        assert!(speeds(&devices, &facts(), &worker).iter().all(|rate| *rate > 1e6));
+        let cache = RateCache::new(folder.path(), Duration::ZERO);
+        for (device, inference_rps) in devices.into_iter().zip([500.0, 20.0]) {
+            let key = Key::of(&facts(), device, 1);
+            let rates = Capacity { inference_rps, forward_rps: 1.0 };
+            let measured = || Ok::<_, std::convert::Infallible>(rates);
+            cache.rates(&key, Freshness::Kept, measured).unwrap();
+        }
+        assert_eq!(speeds(&devices, &facts(), &worker), [500.0, 20.0]);
+        let anew = WorkerConfig { measure_anew: true, ..worker };
+        assert_ne!(speeds(&devices, &facts(), &anew), [500.0, 20.0]);
+    }
+}

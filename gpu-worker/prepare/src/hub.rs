@@ -1,0 +1,559 @@
+//! Models of the Hugging Face Hub. Of a model only what the served blocks need is downloaded: its
+//! config and index into the hub's own cache layout (`models--ORG--NAME/{refs,blobs,snapshots}`, by
+//! `hf-hub`), and of its safetensors files the ranges with the tensors of each block, which
+//! [`blocks`] keeps as one file per block. Checkpoint files that are in the cache already
+//! are used as they are. Pickled checkpoints have no ranges: their files are downloaded whole and
+//! checked against the Hub's SHA-256.
+//!
+//! What fails in transit is tried again from where it stopped, with growing pauses; what trying
+//! cannot change (no such model, no right to read it) ends the process with a sentence. The one
+//! reactor here is hf-hub's, on this thread.
+//!
+//! # Discrepancies
+//! Petals downloads whole files, tries again every 30 s for ever whatever the reason, and asks for
+//! the index of `main` whatever the revision.
+
+mod blocks;
+#[cfg(test)]
+mod stand_in;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use futures::StreamExt;
+use hf_hub::progress::{DownloadEvent, ProgressEvent, ProgressHandler};
+use hf_hub::repository::{HFRepository, RepoTypeModel};
+use hf_hub::{HFClient, HFError};
+use model::header::Header;
+use sha2::{Digest, Sha256};
+use shared::causes::with_causes;
+use shared::config::PrepareConfig;
+use tracing::{info, warn};
+
+use crate::checkpoint::Checkpoint;
+use crate::disk_cache::DiskCache;
+use crate::error::PrepareError;
+use crate::progress::{Progress, Watch};
+use crate::repository::{map_repo, repo_folder};
+
+/// An index and the single file that is there without one, in the order of Petals
+/// (`server/from_pretrained.py`).
+const FORMATS: [(&str, &str); 2] = [
+    ("model.safetensors.index.json", "model.safetensors"),
+    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
+];
+/// The first pause after a failure; each further one is twice as long.
+const FIRST_PAUSE: Duration = Duration::from_millis(500);
+/// The longest pause.
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// Failures in a row, without a byte in between, after which this process gives up. The supervisor
+/// starts another one later.
+const MAX_FAILURES: u32 = 8;
+/// As many failures of the very first request mean that the Hub cannot be reached.
+const MAX_FIRST_FAILURES: u32 = 4;
+/// A connection that brings nothing for this long is dropped.
+const STALL: Duration = Duration::from_secs(30);
+/// Time between two looks at the progress of a whole file.
+const LOOK_PERIOD: Duration = Duration::from_millis(200);
+
+/// One model of the Hub at one revision.
+pub struct Hub {
+    runtime: tokio::runtime::Runtime,
+    repo: HFRepository<RepoTypeModel>,
+    name: String,
+    revision: String,
+    offline: bool,
+    /// Folder of the model in the cache.
+    root: PathBuf,
+    /// Commit that `revision` stands for.
+    commit: String,
+    disk: DiskCache,
+    headers: BTreeMap<String, Header>,
+    pauses: Pauses,
+}
+
+impl std::fmt::Debug for Hub {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Hub").field("name", &self.name).field("commit", &self.commit).finish()
+    }
+}
+
+/// How long to wait between two tries.
+#[derive(Clone, Copy, Debug)]
+struct Pauses {
+    first: Duration,
+    longest: Duration,
+    failures: u32,
+    stall: Duration,
+}
+
+const PAUSES: Pauses =
+    Pauses { first: FIRST_PAUSE, longest: LONGEST_PAUSE, failures: MAX_FAILURES, stall: STALL };
+
+impl Hub {
+    /// Finds out what `config.model` is on the Hub, and fetches its config and its index.
+    ///
+    /// # Errors
+    /// [`PrepareError::Hub`], [`PrepareError::NotDownloaded`] when offline.
+    pub fn open(config: &PrepareConfig) -> Result<Hub, PrepareError> {
+        Hub::with_pauses(config, PAUSES)
+    }
+
+    /// Folder of the adapter `name`, with its `config_file` and the first of `weights` that it has.
+    ///
+    /// # Errors
+    /// As [`Hub::open`].
+    pub fn adapter(
+        config: &PrepareConfig,
+        name: &str,
+        config_file: &str,
+        weights: &[&str],
+    ) -> Result<PathBuf, PrepareError> {
+        let mut config = config.clone();
+        // The revision given is that of the model.
+        config.hub.revision = None;
+        let hub = Hub::connect(&config, name.to_owned(), config_file, PAUSES)?;
+        for file in weights {
+            match hub.whole_file(file, &mut |_| Ok(())) {
+                Ok(()) => return Ok(hub.snapshot()),
+                Err(PrepareError::NotOnHub { .. } | PrepareError::NotDownloaded { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Err(hub.lasting(format!("adapter {name} has none of {}", weights.join(", "))))
+    }
+
+    fn with_pauses(config: &PrepareConfig, pauses: Pauses) -> Result<Hub, PrepareError> {
+        Hub::connect(config, map_repo(&config.model), "config.json", pauses)
+    }
+
+    fn connect(
+        config: &PrepareConfig,
+        name: String,
+        first: &str,
+        pauses: Pauses,
+    ) -> Result<Hub, PrepareError> {
+        let cache = std::path::absolute(&config.cache_dir)
+            .map_err(|e| PrepareError::read(&config.cache_dir, e))?;
+        let started = |reason: String| PrepareError::Hub { reason, lasting: false };
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(|error| started(format!("cannot start downloads: {error}")))?;
+        let mut client = HFClient::builder()
+            .cache_dir(&cache)
+            .retry_max_attempts(0)
+            .user_agent(concat!("sepal/", env!("CARGO_PKG_VERSION")));
+        if let Some(endpoint) = &config.hub.endpoint {
+            client = client.endpoint(endpoint);
+        }
+        if let Some(token) = &config.hub.token {
+            client = client.token(token.reveal());
+        }
+        let client = client.build().map_err(|error| PrepareError::Hub {
+            reason: format!("HF_ENDPOINT: {error}"),
+            lasting: true,
+        })?;
+        let (owner, short) = hf_hub::split_id(&name);
+        let mut hub = Hub {
+            repo: client.model(owner, short),
+            runtime,
+            revision: config.hub.revision.clone().unwrap_or_else(|| "main".to_owned()),
+            offline: config.hub.offline,
+            root: cache.join(repo_folder(&name)),
+            commit: String::new(),
+            disk: DiskCache::new(&cache, config.hub.max_disk_bytes),
+            headers: BTreeMap::new(),
+            pauses,
+            name,
+        };
+        let config_path = hub.small_file(first)?;
+        hub.commit = commit_of(&config_path).ok_or_else(|| {
+            hub.lasting(format!("{config_path:?} is in no snapshot of the cache"))
+        })?;
+        Ok(hub)
+    }
+
+    /// Repository id, after upstream's mapping.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Folder with config and index.
+    pub fn snapshot(&self) -> PathBuf {
+        self.root.join("snapshots").join(&self.commit)
+    }
+
+    /// The checkpoint, without a file of it yet: of the four names of Petals the first that the
+    /// model has.
+    ///
+    /// # Errors
+    /// [`PrepareError::Hub`] when it has none.
+    pub fn checkpoint(&mut self) -> Result<Checkpoint, PrepareError> {
+        for (index, single) in FORMATS {
+            match self.small_file(index) {
+                Ok(_) => return Checkpoint::find(&self.snapshot()),
+                Err(PrepareError::NotOnHub { .. } | PrepareError::NotDownloaded { .. }) => {}
+                Err(error) => return Err(error),
+            }
+            if !self.has(single)? {
+                continue;
+            }
+            if is_ranged(single) {
+                return Ok(Checkpoint::single(&self.snapshot()));
+            }
+            self.whole_file(single, &mut |_| Ok(()))?;
+            return Checkpoint::find(&self.snapshot());
+        }
+        let [(index, single), (pickled_index, pickled)] = FORMATS;
+        Err(self.lasting(format!(
+            "model {} has none of {index}, {single}, {pickled_index} and {pickled}; give a model with weights",
+            self.name
+        )))
+    }
+
+    /// Makes the tensors of a block available in `checkpoint`: those of the files that are in the
+    /// cache as they are, else by downloading the block.
+    ///
+    /// # Errors
+    /// [`PrepareError`]; what is not on the disk afterwards is named.
+    pub fn fetch(
+        &mut self,
+        checkpoint: &mut Checkpoint,
+        block: u32,
+        tensors: &[String],
+        watch: &mut Watch<'_>,
+    ) -> Result<(), PrepareError> {
+        let mut files: Vec<String> = tensors
+            .iter()
+            .map(|tensor| checkpoint.file_of(tensor).map(str::to_owned))
+            .collect::<Result<_, _>>()?;
+        files.sort();
+        files.dedup();
+        let snapshot = self.snapshot();
+        if files.iter().all(|file| snapshot.join(file).is_file()) {
+            return Ok(());
+        }
+        if files.iter().all(|file| is_ranged(file)) {
+            let path = self.block_file(checkpoint, block, tensors, watch)?;
+            return checkpoint.adopt(&path, tensors);
+        }
+        files.iter().try_for_each(|file| self.whole_file(file, watch))
+    }
+
+    /// A file of the Hub's cache layout that has a few kilobytes: config, index.
+    fn small_file(&self, file: &str) -> Result<PathBuf, PrepareError> {
+        self.cached_file(file, &mut |_| Ok(()))
+    }
+
+    /// A file of the Hub's cache layout, of any size, downloaded if need be. What is interrupted
+    /// begins again.
+    fn cached_file(&self, file: &str, watch: &mut Watch<'_>) -> Result<PathBuf, PrepareError> {
+        let mut failures = 0;
+        loop {
+            match self.runtime.block_on(self.try_whole(file, watch)) {
+                Ok(path) => return Ok(path),
+                Err(Trouble::Ours(error)) => return Err(error),
+                Err(trouble) => self.pause(&mut failures, file, trouble, watch)?,
+            }
+        }
+    }
+
+    /// One try to get a whole file, given up when no byte of it comes for too long.
+    async fn try_whole(&self, file: &str, watch: &mut Watch<'_>) -> Result<PathBuf, Trouble> {
+        let revision = if self.commit.is_empty() { &self.revision } else { &self.commit };
+        let came = Arc::new(Came::default());
+        let request = self
+            .repo
+            .download_file()
+            .filename(file)
+            .revision(revision.as_str())
+            .local_files_only(self.offline)
+            .progress(came.clone())
+            .send();
+        let mut request = std::pin::pin!(request);
+        let (mut bytes, mut since) = (0, Instant::now());
+        loop {
+            if let Ok(result) = tokio::time::timeout(LOOK_PERIOD, &mut request).await {
+                return result.map_err(Trouble::Hub);
+            }
+            watch(Progress::Alive).map_err(Trouble::Ours)?;
+            let now = came.0.load(Ordering::Relaxed);
+            if now > bytes {
+                (bytes, since) = (now, Instant::now());
+            } else if since.elapsed() > 2 * self.pauses.stall {
+                return Err(Trouble::Stalled);
+            }
+        }
+    }
+
+    /// Whether the model has a file, by its first bytes.
+    fn has(&self, file: &str) -> Result<bool, PrepareError> {
+        if self.snapshot().join(file).is_file() {
+            return Ok(true);
+        }
+        if self.offline {
+            // A block that was downloaded earlier proves that the file is there.
+            return Ok(is_ranged(file) && self.has_blocks());
+        }
+        match self.ranged(file, 0..8, &mut |_| Ok(()), &mut |_| Ok(())) {
+            Ok(()) => Ok(true),
+            Err(PrepareError::NotOnHub { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Gives `each` the bytes of `range` in order, going on after an interruption where it came.
+    fn ranged(
+        &self,
+        file: &str,
+        range: Range<u64>,
+        each: &mut dyn FnMut(&[u8]) -> Result<(), PrepareError>,
+        watch: &mut Watch<'_>,
+    ) -> Result<(), PrepareError> {
+        let (mut at, mut failures) = (range.start, 0);
+        while at < range.end {
+            let before = at;
+            let once = self.once(file, at..range.end, &mut |bytes| {
+                each(bytes)?;
+                at += bytes.len() as u64;
+                watch(Progress::Alive)
+            });
+            match once {
+                Ok(()) => {}
+                Err(Trouble::Ours(error)) => return Err(error),
+                Err(trouble) => {
+                    if at > before {
+                        failures = 0;
+                    }
+                    self.pause(&mut failures, file, trouble, watch)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// One request for `range`.
+    fn once(
+        &self,
+        file: &str,
+        range: Range<u64>,
+        each: &mut dyn FnMut(&[u8]) -> Result<(), PrepareError>,
+    ) -> Result<(), Trouble> {
+        let mut left = range.end - range.start;
+        let request = self
+            .repo
+            .download_file_stream()
+            .filename(file)
+            .revision(self.commit.as_str())
+            .range(range)
+            .send();
+        self.runtime.block_on(async {
+            let stalled = |_| Trouble::Stalled;
+            let sent =
+                tokio::time::timeout(2 * self.pauses.stall, request).await.map_err(stalled)?;
+            let (_, mut stream) = sent.map_err(Trouble::Hub)?;
+            while left > 0 {
+                let next = tokio::time::timeout(self.pauses.stall, stream.next())
+                    .await
+                    .map_err(stalled)?;
+                let bytes = next.ok_or(Trouble::CutShort)?.map_err(Trouble::Hub)?;
+                if bytes.len() as u64 > left {
+                    return Err(Trouble::NoRanges);
+                }
+                left -= bytes.len() as u64;
+                each(&bytes).map_err(Trouble::Ours)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// A whole file in the Hub's cache layout, checked against the sum that the Hub gave.
+    fn whole_file(&self, file: &str, watch: &mut Watch<'_>) -> Result<(), PrepareError> {
+        let path = self.snapshot().join(file);
+        if path.is_file() {
+            return Ok(());
+        }
+        let _lock = self.disk.lock(watch)?;
+        info!(file, "downloading a whole file: pickled checkpoints cannot be read in parts");
+        for _ in 0..2 {
+            let path = self.cached_file(file, watch)?;
+            if sum_fits(&path, watch)? {
+                return Ok(());
+            }
+            warn!(file, "downloaded file has another SHA-256 than the Hub's, retrying");
+            let blob = path.canonicalize().unwrap_or_else(|_| path.clone());
+            let _ = (std::fs::remove_file(&path), std::fs::remove_file(blob));
+        }
+        Err(PrepareError::Hub {
+            reason: format!(
+                "file {file} of {} does not have the SHA-256 that the Hub gives for it; check the connection or the mirror",
+                self.name
+            ),
+            lasting: false,
+        })
+    }
+
+    /// Waits after a failure, or gives up.
+    fn pause(
+        &self,
+        failures: &mut u32,
+        file: &str,
+        trouble: Trouble,
+        watch: &mut Watch<'_>,
+    ) -> Result<(), PrepareError> {
+        if let Some(error) = self.lasting_trouble(file, &trouble) {
+            return Err(error);
+        }
+        *failures += 1;
+        let asked = match &trouble {
+            Trouble::Hub(HFError::RateLimited { retry_after, .. }) => *retry_after,
+            _ => None,
+        };
+        let why = trouble.text();
+        if self.commit.is_empty() && *failures >= self.pauses.failures.min(MAX_FIRST_FAILURES) {
+            return Err(PrepareError::Unreachable { repo: self.name.clone(), why });
+        }
+        if *failures >= self.pauses.failures {
+            return Err(PrepareError::Hub {
+                reason: format!(
+                    "download {file} of {}: {why}; gave up after {failures} failures",
+                    self.name
+                ),
+                lasting: false,
+            });
+        }
+        let doubled = self.pauses.first * 2u32.saturating_pow(*failures - 1);
+        let mut left = asked.unwrap_or(doubled).min(self.pauses.longest);
+        warn!(file, why, pause = ?left, "download interrupted, retrying");
+        while !left.is_zero() {
+            watch(Progress::Alive)?;
+            let slice = left.min(Duration::from_millis(100));
+            std::thread::sleep(slice);
+            left -= slice;
+        }
+        Ok(())
+    }
+
+    /// What trying again cannot change.
+    fn lasting_trouble(&self, file: &str, trouble: &Trouble) -> Option<PrepareError> {
+        let Trouble::Hub(error) = trouble else {
+            return matches!(trouble, Trouble::NoRanges).then(|| self.lasting(format!("the Hub sends more of {file} than was asked for; give an endpoint that knows ranges, or a folder")));
+        };
+        let (name, revision) = (&self.name, &self.revision);
+        Some(match error {
+            HFError::AuthRequired { .. } => self.lasting(format!(
+                "the Hub wants to know who reads {name} (401): the model does not exist, is private, or the token is wrong; check the name, give --token, or run huggingface-cli login"
+            )),
+            HFError::Forbidden { .. } => self.lasting(format!(
+                "the Hub does not let this token read {name} (403); ask for access on https://huggingface.co/{name}, then give its token with --token"
+            )),
+            HFError::EntryNotFound { .. } | HFError::RepoNotFound { .. } | HFError::RevisionNotFound { .. } => PrepareError::NotOnHub {
+                repo: name.clone(),
+                file: file.to_owned(),
+                revision: revision.clone(),
+            },
+            HFError::LocalEntryNotFound { .. } => PrepareError::NotDownloaded {
+                repo: name.clone(),
+                looked: PathBuf::from(file),
+                cache: self.root.parent().unwrap_or(&self.root).to_owned(),
+            },
+            HFError::Http { context } if context.status.is_client_error() && context.status.as_u16() != 408 => {
+                self.lasting(format!("the Hub refuses {file} of {name}: {error}"))
+            }
+            HFError::InvalidParameter(_) => self.lasting(format!("{file} of {name}: {error}")),
+            _ => return None,
+        })
+    }
+
+    fn lasting(&self, reason: String) -> PrepareError {
+        PrepareError::Hub { reason, lasting: true }
+    }
+}
+
+/// Bytes of a whole file that came so far.
+#[derive(Default)]
+struct Came(AtomicU64);
+
+impl ProgressHandler for Came {
+    fn on_progress(&self, event: &ProgressEvent) {
+        let bytes = match event {
+            ProgressEvent::Download(DownloadEvent::Progress { files }) => {
+                files.iter().map(|file| file.bytes_completed).max()
+            }
+            ProgressEvent::Download(DownloadEvent::AggregateProgress {
+                bytes_completed, ..
+            }) => Some(*bytes_completed),
+            _ => None,
+        };
+        self.0.fetch_max(bytes.unwrap_or(0), Ordering::Relaxed);
+    }
+}
+
+/// Why a download stopped.
+enum Trouble {
+    /// The disk, or told to stop.
+    Ours(PrepareError),
+    /// The Hub or the way to it.
+    Hub(HFError),
+    /// Nothing came for too long.
+    Stalled,
+    /// Fewer bytes came than asked for.
+    CutShort,
+    /// More came.
+    NoRanges,
+}
+
+impl Trouble {
+    fn text(&self) -> String {
+        match self {
+            Trouble::Ours(error) => error.to_string(),
+            Trouble::Hub(error) => with_causes(error),
+            Trouble::Stalled => "nothing came for too long".to_owned(),
+            Trouble::CutShort => "the connection ended early".to_owned(),
+            Trouble::NoRanges => "more came than was asked for".to_owned(),
+        }
+    }
+}
+
+/// Whether the tensors of a file can be read without the rest of it.
+fn is_ranged(file: &str) -> bool {
+    file.ends_with(".safetensors")
+}
+
+/// The commit in `.../snapshots/COMMIT/config.json`.
+fn commit_of(path: &Path) -> Option<String> {
+    let commit = path.parent()?.file_name()?.to_str()?;
+    let plain = !commit.is_empty() && commit.chars().all(|c| c.is_ascii_alphanumeric());
+    plain.then(|| commit.to_owned())
+}
+
+/// Whether a file of the cache has the SHA-256 that its blob is named after. Names of another form
+/// say nothing.
+fn sum_fits(path: &Path, watch: &mut Watch<'_>) -> Result<bool, PrepareError> {
+    let read = |e| PrepareError::read(path, e);
+    let blob = path.canonicalize().map_err(read)?;
+    let name = blob.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    if name.len() != 64 || !name.chars().all(|c| c.is_ascii_hexdigit()) {
+        return Ok(true);
+    }
+    let (mut file, mut sum) = (std::fs::File::open(&blob).map_err(read)?, Sha256::new());
+    let mut piece = vec![0; 1 << 20];
+    loop {
+        let length = file.read(&mut piece).map_err(read)?;
+        if length == 0 {
+            break;
+        }
+        sum.update(piece.get(..length).unwrap_or_default());
+        watch(Progress::Alive)?;
+    }
+    let hex: String = sum.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+    Ok(hex.eq_ignore_ascii_case(name))
+}

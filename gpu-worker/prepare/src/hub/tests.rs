@@ -1,0 +1,349 @@
+//! Downloads from a stand-in of the Hub: what is asked for, what is kept, and what happens when it
+//! goes wrong.
+
+use gpu_worker::weights::map::MappedWeights;
+use model::header::TensorInfo;
+use model::manifest::Manifest;
+use shared::block::{BlockIndex, Span};
+use shared::config::{HubConfig, QuantType, Secret};
+use shared::dtype::DType;
+use shared::exit::ExitReason;
+use tempfile::TempDir;
+
+use super::stand_in::{COMMIT, Got, StandIn};
+use super::*;
+use crate::Inspected;
+use crate::fixtures::*;
+
+const QUICK: Pauses = Pauses {
+    first: Duration::from_millis(1),
+    longest: Duration::from_millis(5),
+    failures: 4,
+    stall: Duration::from_secs(5),
+};
+
+struct Site {
+    hub: StandIn,
+    model: TempDir,
+    cache: TempDir,
+    config: PrepareConfig,
+}
+
+/// A model of four blocks on the stand-in, and an empty cache.
+fn site() -> Site {
+    let model = tempfile::tempdir().unwrap();
+    write_model(model.path(), &llama_config(4), &llama_tensors(4, DType::Bf16));
+    let hub = StandIn::serve("org/tiny", model.path());
+    let cache = tempfile::tempdir().unwrap();
+    let config = PrepareConfig {
+        model: "org/tiny".to_owned(),
+        dtype: None,
+        quant_type: QuantType::None,
+        adapters: Vec::new(),
+        cache_dir: cache.path().to_owned(),
+        hub: HubConfig {
+            endpoint: Some(hub.endpoint.clone()),
+            token: Some(Secret::new("good")),
+            ..HubConfig::default()
+        },
+    };
+    Site { hub, model, cache, config }
+}
+
+fn span(start: u32, end: u32) -> Span {
+    Span::new(start, end).unwrap()
+}
+
+impl Site {
+    fn ready(&self, span: Span) -> Result<Manifest, PrepareError> {
+        Inspected::new(&self.config)?.make_ready(span, |_| Ok(()))
+    }
+
+    /// Checks that the served bytes are those of the model's own folder.
+    fn assert_same(&self, manifest: &Manifest, span: Span) {
+        let local = PrepareConfig {
+            model: self.model.path().to_str().unwrap().to_owned(),
+            ..self.config.clone()
+        };
+        let expected = Inspected::new(&local).unwrap().make_ready(span, |_| Ok(())).unwrap();
+        let weights = MappedWeights::map(manifest, span, || ()).unwrap();
+        let wanted = MappedWeights::map(&expected, span, || ()).unwrap();
+        for block in span.blocks() {
+            for name in expected.block(block).unwrap().keys() {
+                let bytes = |weights: &MappedWeights| {
+                    weights.tensor(BlockIndex(block.0), name).unwrap().bytes().to_vec()
+                };
+                assert_eq!(bytes(&weights), bytes(&wanted), "{block} {name}");
+            }
+        }
+    }
+
+    fn bytes_got(&self) -> u64 {
+        let length = |got: &Got| got.range.as_ref().map_or(0, |range| range.end - range.start);
+        self.hub.take_got().iter().map(length).sum()
+    }
+
+    fn fetch_with(&self, pauses: Pauses, block: u32) -> Result<(), PrepareError> {
+        let mut hub = Hub::with_pauses(&self.config, pauses)?;
+        let mut checkpoint = hub.checkpoint()?;
+        let spec = Inspected::new(&self.config)?.spec;
+        let names: Vec<String> =
+            spec.tensors(block as usize).into_iter().map(|t| t.full_name).collect();
+        hub.fetch(&mut checkpoint, block, &names, &mut |_| Ok(()))
+    }
+}
+
+#[test]
+fn only_the_served_blocks_are_downloaded_and_only_once() {
+    let site = site();
+    let manifest = site.ready(span(1, 3)).unwrap();
+    site.assert_same(&manifest, span(1, 3));
+    let whole = std::fs::metadata(site.model.path().join("model.safetensors")).unwrap().len();
+    let got = site.bytes_got();
+    let blocks = 2 * manifest.model.block_bytes;
+    assert!((blocks..blocks + 16_384).contains(&got) && got < whole * 3 / 4, "{got} of {whole}");
+    assert_eq!(manifest.model.name, "org/tiny");
+    assert_eq!(manifest.model.dht_prefix.as_deref(), Some("tiny-hf"));
+
+    site.ready(span(1, 3)).unwrap();
+    assert!(site.bytes_got() <= 8, "what is there is not downloaded again");
+    let wider = site.ready(span(1, 4)).unwrap();
+    site.assert_same(&wider, span(1, 4));
+    assert!(site.bytes_got() < manifest.model.block_bytes + 16_384);
+}
+
+#[test]
+fn what_was_downloaded_serves_offline_and_nothing_else_does() {
+    let mut site = site();
+    site.ready(span(0, 2)).unwrap();
+    site.config.hub.offline = true;
+    site.config.hub.endpoint = Some("http://127.0.0.1:9".to_owned());
+    let manifest = site.ready(span(0, 2)).unwrap();
+    assert_eq!(manifest.blocks.len(), 2);
+    let missing = site.ready(span(2, 3)).unwrap_err();
+    assert!(missing.to_string().contains("HF_HUB_OFFLINE"), "{missing}");
+    assert_eq!(missing.exit_reason(), ExitReason::BadConfig);
+    site.config.model = "org/other".to_owned();
+    assert!(site.ready(span(0, 1)).unwrap_err().to_string().contains("org/other"));
+}
+
+#[test]
+fn an_interrupted_transfer_goes_on_where_it_stopped() {
+    let site = site();
+    site.hub.trouble(|troubles| troubles.cut_after = Some((10_000, 3)));
+    let mut progress = 0;
+    let mut inspected = Inspected::new(&site.config).unwrap();
+    let manifest = inspected
+        .make_ready(span(0, 1), |_| {
+            progress += 1;
+            Ok(())
+        })
+        .unwrap();
+    site.assert_same(&manifest, span(0, 1));
+    assert!(progress > 3);
+    let ranges: Vec<Range<u64>> = site
+        .hub
+        .take_got()
+        .into_iter()
+        .filter_map(|got| got.range)
+        .filter(|range| range.end - range.start > 10_000)
+        .collect();
+    let asked: u64 = ranges.iter().map(|range| range.end - range.start).sum();
+    assert!(ranges.len() >= 3 && asked < 4 * manifest.model.block_bytes, "{ranges:?}");
+    assert!(
+        ranges
+            .windows(2)
+            .any(|pair| pair[1].start == pair[0].start + 10_000 && pair[1].end == pair[0].end),
+        "{ranges:?}"
+    );
+}
+
+#[test]
+fn a_killed_download_is_taken_up_by_the_next_process() {
+    let site = site();
+    let mut inspected = Inspected::new(&site.config).unwrap();
+    site.hub.trouble(|troubles| troubles.cut_after = Some((20_000, usize::MAX)));
+    let mut calls = 0;
+    let stopped = inspected.make_ready(span(0, 1), |_| {
+        calls += 1;
+        if calls > 4 { Err(PrepareError::Stopped) } else { Ok(()) }
+    });
+    assert!(matches!(stopped, Err(PrepareError::Stopped)));
+    let partial = site
+        .cache
+        .path()
+        .join(format!("models--org--tiny/sepal/{COMMIT}/block-0.safetensors.partial"));
+    let done = std::fs::metadata(&partial).unwrap().len();
+    assert!(done > 1000);
+    site.hub.trouble(|troubles| troubles.cut_after = None);
+    site.hub.take_got();
+    let manifest = site.ready(span(0, 1)).unwrap();
+    site.assert_same(&manifest, span(0, 1));
+    assert!(
+        site.bytes_got() < manifest.model.block_bytes,
+        "the first part was not asked for again"
+    );
+    assert!(!partial.exists());
+}
+
+#[test]
+fn a_hub_that_is_down_for_a_moment_is_asked_again_and_one_that_stays_down_is_left() {
+    let site = site();
+    site.hub.trouble(|troubles| troubles.unavailable = 3);
+    site.fetch_with(QUICK, 0).unwrap();
+    let down = StandInDown::config(&site.config);
+    let error = Hub::with_pauses(&down, QUICK).unwrap_err();
+    assert!(error.to_string().contains("cannot reach the Hub"), "{error}");
+    assert_eq!(error.exit_reason(), ExitReason::Unreachable, "the operator decides");
+}
+
+/// Nobody listens there.
+struct StandInDown;
+
+impl StandInDown {
+    fn config(of: &PrepareConfig) -> PrepareConfig {
+        let mut config = of.clone();
+        config.cache_dir = of.cache_dir.join("empty");
+        config.hub.endpoint = Some("http://127.0.0.1:9".to_owned());
+        config
+    }
+}
+
+#[test]
+fn what_the_operator_has_to_change_is_said_at_once() {
+    let mut site = site();
+    site.hub.trouble(|troubles| troubles.token = Some("other".to_owned()));
+    let refused = |site: &Site| {
+        let error = site.ready(span(0, 1)).unwrap_err();
+        assert_eq!(error.exit_reason(), ExitReason::BadConfig);
+        error.to_string()
+    };
+    let text = refused(&site);
+    assert!(text.contains("401") && text.contains("--token") && !text.contains("good"), "{text}");
+    site.hub.trouble(|troubles| troubles.token = Some("good".to_owned()));
+    site.config.model = "org/absent".to_owned();
+    site.config.hub.revision = Some("v7".to_owned());
+    let text = refused(&site);
+    assert!(text.contains("org/absent") && text.contains("v7") && text.contains("404"), "{text}");
+    site.config.model = "org/tiny".to_owned();
+    site.ready(span(0, 1)).unwrap();
+}
+
+#[test]
+fn a_hub_that_ignores_ranges_is_refused_before_its_bytes_are_taken_for_a_tensor() {
+    let site = site();
+    site.hub.trouble(|troubles| troubles.no_ranges = true);
+    let error = site.ready(span(1, 2)).unwrap_err().to_string();
+    assert!(error.contains("ranges"), "{error}");
+}
+
+#[test]
+fn a_block_that_does_not_fit_is_refused_with_the_figures() {
+    let mut site = site();
+    site.config.hub.max_disk_bytes = Some(10_000);
+    let error = site.ready(span(0, 1)).unwrap_err();
+    assert!(error.to_string().contains("--max_disk_space 10000"), "{error}");
+    assert_eq!(error.exit_reason(), ExitReason::BadConfig);
+    site.config.hub.max_disk_bytes = None;
+    let one = site.ready(span(0, 1)).unwrap().model.block_bytes;
+    // Room for one block: the one that nobody holds any more goes.
+    site.config.hub.max_disk_bytes = Some(one + one / 2);
+    site.ready(span(1, 2)).unwrap();
+    let folder = site.cache.path().join(format!("models--org--tiny/sepal/{COMMIT}"));
+    assert!(
+        !folder.join("block-0.safetensors").exists() && folder.join("block-1.safetensors").exists()
+    );
+}
+
+#[test]
+fn a_file_with_another_sum_than_the_hub_gives_is_not_taken() {
+    let site = site();
+    std::fs::write(site.model.path().join("pytorch_model.bin"), vec![7; 100_000]).unwrap();
+    std::fs::remove_file(site.model.path().join("model.safetensors")).unwrap();
+    let pickled = Site { hub: StandIn::serve("org/tiny", site.model.path()), ..site };
+    let mut config = pickled.config.clone();
+    config.hub.endpoint = Some(pickled.hub.endpoint.clone());
+    pickled.hub.trouble(|troubles| troubles.wrong_sums = true);
+    let hub = Hub::with_pauses(&config, QUICK).unwrap();
+    let error = hub.whole_file("pytorch_model.bin", &mut |_| Ok(())).unwrap_err();
+    assert!(error.to_string().contains("SHA-256"), "{error}");
+    let fetched = |hub: &Hub| hub.snapshot().join("pytorch_model.bin").is_file();
+    assert!(!fetched(&hub), "what is wrong does not stay");
+    pickled.hub.trouble(|troubles| troubles.wrong_sums = false);
+    hub.whole_file("pytorch_model.bin", &mut |_| Ok(())).unwrap();
+    assert!(fetched(&hub));
+}
+
+#[test]
+fn a_header_that_names_bytes_beyond_any_file_is_refused() {
+    let site = site();
+    let path = site.model.path().join("model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    let header = Header::read(&std::fs::File::open(&path).unwrap(), bytes.len() as u64);
+    let mut entries: BTreeMap<String, serde_json::Value> = BTreeMap::new();
+    // A tensor of almost all bytes that can be counted, and the others after it.
+    let header = header.unwrap();
+    let mut at = u64::MAX - header.tensors.values().map(TensorInfo::bytes).sum::<u64>();
+    let first = serde_json::json!({"dtype": "U8", "shape": [at], "data_offsets": [0, at]});
+    entries.insert("first".to_owned(), first);
+    for (name, info) in &header.tensors {
+        let range = [at, at + info.bytes()];
+        let entry =
+            serde_json::json!({"dtype": info.dtype, "shape": info.shape, "data_offsets": range});
+        entries.insert(name.clone(), entry);
+        at += info.bytes();
+    }
+    let json = serde_json::to_vec(&entries).unwrap();
+    let hostile = [&(json.len() as u64).to_le_bytes()[..], &json, &bytes].concat();
+    std::fs::write(&path, hostile).unwrap();
+    let hub = StandIn::serve("org/tiny", site.model.path());
+    let mut config = site.config.clone();
+    config.hub.endpoint = Some(hub.endpoint.clone());
+    let site = Site { config, hub, ..site };
+    let error = site.fetch_with(QUICK, 0).unwrap_err();
+    assert!(error.to_string().contains("no file has"), "{error}");
+}
+
+#[test]
+fn a_whole_file_may_take_long_as_long_as_it_comes() {
+    let site = site();
+    std::fs::write(site.model.path().join("pytorch_model.bin"), [7; 9000]).unwrap();
+    let hub = StandIn::serve("org/tiny", site.model.path());
+    let mut config = site.config.clone();
+    config.hub.endpoint = Some(hub.endpoint.clone());
+    let patience = Pauses { failures: 1, stall: Duration::from_millis(500), ..QUICK };
+    let found = Hub::with_pauses(&config, patience).unwrap();
+    // Nine pieces over more than twice the time that silence is borne.
+    let pause = Duration::from_millis(300);
+    hub.trouble(|troubles| troubles.slow = Some((9, pause)));
+    let mut looks = 0;
+    let mut alive = |_| {
+        looks += 1;
+        Ok(())
+    };
+    found.whole_file("pytorch_model.bin", &mut alive).unwrap();
+    assert!(looks >= 5, "told to be alive {looks} times only");
+
+    std::fs::remove_file(found.snapshot().join("pytorch_model.bin")).unwrap();
+    std::fs::remove_dir_all(found.root.join("blobs")).unwrap();
+    hub.trouble(|troubles| troubles.slow = Some((2, Duration::from_secs(20))));
+    let error = found.whole_file("pytorch_model.bin", &mut |_| Ok(())).unwrap_err();
+    assert!(error.to_string().contains("nothing came"), "{error}");
+}
+
+#[test]
+fn an_adapter_comes_whole() {
+    let site = site();
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("adapter_config.json"), "{}").unwrap();
+    std::fs::write(folder.path().join("adapter_model.bin"), [1; 5000]).unwrap();
+    let hub = StandIn::serve("me/lora", folder.path());
+    let mut config = site.config.clone();
+    config.hub.endpoint = Some(hub.endpoint.clone());
+    config.hub.revision = Some("of-the-model".to_owned());
+    let weights = ["adapter_model.safetensors", "adapter_model.bin"];
+    let found = Hub::adapter(&config, "me/lora", "adapter_config.json", &weights).unwrap();
+    assert_eq!(std::fs::read(found.join("adapter_model.bin")).unwrap(), [1; 5000]);
+    let absent = Hub::adapter(&config, "me/none", "adapter_config.json", &weights).unwrap_err();
+    assert!(absent.to_string().contains("me/none"), "{absent}");
+}

@@ -1,0 +1,167 @@
+//! What config.json says: the form of the blocks, the facts that other processes need, and the
+//! dtype to serve in.
+
+use std::path::PathBuf;
+
+use kernels::quant;
+use model::{BlockSpec, TensorSpec};
+use serde_json::Value;
+use shared::block::is_prefix;
+use shared::config::{PrepareConfig, QuantType};
+use shared::dtype::DType;
+use shared::model::ModelFacts;
+
+use crate::adapter::Adapter;
+use crate::checkpoint::{Checkpoint, read_bounded};
+use crate::error::PrepareError;
+use crate::hub::Hub;
+use crate::locate::ModelFolder;
+use crate::repository::default_dht_prefix;
+
+/// Longest accepted config.json; published ones have a few kilobytes.
+const MAX_CONFIG_BYTES: u64 = 4 << 20;
+
+/// A model that can be served, as far as its config tells.
+#[derive(Debug)]
+pub struct Inspected {
+    /// What netd and the supervisor are told.
+    pub facts: ModelFacts,
+    /// Form of the blocks.
+    pub spec: BlockSpec,
+    pub(crate) config: Value,
+    pub(crate) checkpoint: Checkpoint,
+    pub(crate) adapters: Vec<Adapter>,
+    /// Where the checkpoint comes from, unless from a folder.
+    pub(crate) hub: Option<Hub>,
+    pub(crate) cache_dir: PathBuf,
+}
+
+impl Inspected {
+    /// Reads config.json of the model that `config` names, and finds its checkpoint files.
+    ///
+    /// # Errors
+    /// [`PrepareError`] with one sentence for the operator: no such model, an unknown model type,
+    /// no weights.
+    pub fn new(config: &PrepareConfig) -> Result<Inspected, PrepareError> {
+        let (folder, mut hub) = ModelFolder::locate(config)?;
+        let path = folder.path.join("config.json");
+        let json = read_bounded(&path, MAX_CONFIG_BYTES)?;
+        let unsupported = |reason: String| PrepareError::Unsupported { path: path.clone(), reason };
+        let value: Value =
+            serde_json::from_slice(&json).map_err(|e| unsupported(format!("is no JSON: {e}")))?;
+        let spec = BlockSpec::from_config(&value).map_err(|e| unsupported(e.to_string()))?;
+        let dtype = match config.dtype {
+            Some(dtype) => dtype,
+            None => checkpoint_dtype(&value).map_err(unsupported)?,
+        };
+        let checkpoint = match &mut hub {
+            Some(hub) => hub.checkpoint()?,
+            None => Checkpoint::find(&folder.path)?,
+        };
+        let cache_dir = std::path::absolute(&config.cache_dir)
+            .map_err(|e| PrepareError::read(&config.cache_dir, e))?;
+        let stored = Stored { dtype, quant: config.quant_type };
+        let mut facts = facts(&folder, &value, &spec, stored).map_err(unsupported)?;
+        let adapters: Vec<Adapter> = config
+            .adapters
+            .iter()
+            .map(|name| Adapter::open(name, config, &spec))
+            .collect::<Result<_, _>>()?;
+        let served = Adapter::served_dtype(&facts);
+        let added = adapters.iter().map(|adapter| adapter.block_bytes(served));
+        facts.block_bytes = added.fold(facts.block_bytes, u64::saturating_add);
+        facts.adapters.clone_from(&config.adapters);
+        Ok(Inspected { facts, spec, config: value, checkpoint, adapters, hub, cache_dir })
+    }
+}
+
+/// The checkpoint's own type; float32 and an unnamed one become bfloat16 (petals
+/// `server/block_utils.py`, `resolve_block_dtype`). Newer configs say `dtype` for `torch_dtype`.
+fn checkpoint_dtype(config: &Value) -> Result<DType, String> {
+    let name = config.get("torch_dtype").or_else(|| config.get("dtype")).and_then(Value::as_str);
+    match name {
+        None | Some("auto") => Ok(DType::Bf16),
+        Some(name) => match name.parse::<DType>() {
+            Ok(DType::F32) => Ok(DType::Bf16),
+            Ok(dtype) => Ok(dtype),
+            Err(error) => Err(format!("torch_dtype: {error}; or choose one with --torch_dtype")),
+        },
+    }
+}
+
+/// How weights are served.
+#[derive(Clone, Copy)]
+struct Stored {
+    dtype: DType,
+    quant: QuantType,
+}
+
+/// Bytes of one block; saturates.
+fn block_bytes(spec: &BlockSpec, stored: Stored) -> u64 {
+    let bytes = |tensor: TensorSpec| {
+        let quant = spec.quant_of(&tensor.name, tensor.shape.len(), stored.quant);
+        let (outputs, inputs) = match tensor.shape.as_slice() {
+            [outputs, inputs] => (*outputs, *inputs),
+            other => (1, other.iter().product()),
+        };
+        quant::stored_bytes(quant, stored.dtype, outputs, inputs).unwrap_or(usize::MAX) as u64
+    };
+    let tensors = spec.tensors(0).into_iter();
+    tensors.map(bytes).fold(0, u64::saturating_add)
+}
+
+fn facts(
+    folder: &ModelFolder,
+    config: &Value,
+    spec: &BlockSpec,
+    stored: Stored,
+) -> Result<ModelFacts, String> {
+    let model_type =
+        config.get("model_type").and_then(Value::as_str).unwrap_or_default().to_owned();
+    let given = config
+        .get("dht_prefix")
+        .and_then(Value::as_str)
+        .filter(|p| is_prefix(p))
+        .map(str::to_owned);
+    let by_repo = || folder.repo.as_deref().and_then(|repo| default_dht_prefix(&model_type, repo));
+    let dht_prefix = given.or_else(by_repo);
+    let size =
+        |what: &str, n: usize| u32::try_from(n).map_err(|_| format!("{what} {n} is out of bounds"));
+    Ok(ModelFacts {
+        name: folder.name.clone(),
+        repository: folder.repository(),
+        model_type,
+        dht_prefix,
+        num_blocks: size("num_hidden_layers", spec.num_blocks)?,
+        hidden_size: size("hidden_size", spec.hidden)?,
+        attention_heads: size("num_attention_heads", spec.heads)?,
+        kv_heads: size("num_key_value_heads", spec.kv_heads)?,
+        head_dim: size("head_dim", spec.head_dim)?,
+        dtype: stored.dtype,
+        quant_type: stored.quant,
+        block_bytes: block_bytes(spec, stored),
+        adapters: Vec::new(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn float32_and_unnamed_checkpoints_are_served_in_bfloat16() {
+        for config in [
+            json!({}),
+            json!({"torch_dtype": "float32"}),
+            json!({"torch_dtype": "auto"}),
+            json!({"torch_dtype": null}),
+        ] {
+            assert_eq!(checkpoint_dtype(&config), Ok(DType::Bf16), "{config}");
+        }
+        assert_eq!(checkpoint_dtype(&json!({"torch_dtype": "float16"})), Ok(DType::F16));
+        assert_eq!(checkpoint_dtype(&json!({"dtype": "bfloat16"})), Ok(DType::Bf16));
+        assert!(checkpoint_dtype(&json!({"torch_dtype": "int3"})).unwrap_err().contains("int3"));
+    }
+}

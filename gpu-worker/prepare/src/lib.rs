@@ -1,0 +1,44 @@
+//! Makes a model ready for the workers: reads a model folder or the Hub, checks it, converts what
+//! is not in the block dtype, and leaves a [`Manifest`](model::manifest::Manifest) that workers map.
+//! The short-lived role `prepare` ([`run`]) does it in one thread. It alone reads checkpoints, so
+//! that a malformed one ends a process that nobody depends on. It never writes into the model
+//! folder.
+//!
+//! ```text
+//! model name -> folder (locate), or the Hub (hub, disk_cache) -> config.json -> BlockSpec, ModelFacts
+//!            -> checkpoint files (checkpoint, header) -> tensors (source) -> prepared blocks (store) -> manifest
+//! ```
+#![forbid(unsafe_code)]
+
+mod adapter;
+mod checkpoint;
+mod devices;
+pub mod disk_cache;
+mod error;
+#[cfg(test)]
+#[allow(dead_code, reason = "shared with the tests of package `gpu-worker`")]
+#[path = "../../src/fixtures.rs"]
+mod fixtures;
+#[cfg(test)]
+#[allow(dead_code, reason = "shared with the tests of package `gpu-worker`")]
+#[path = "../../src/harness/process.rs"]
+mod harness;
+mod hub;
+mod inspect;
+mod locate;
+mod progress;
+mod ready;
+mod repository;
+mod role;
+mod source;
+mod store;
+mod torch;
+
+pub use error::PrepareError;
+pub use inspect::Inspected;
+pub use locate::ModelFolder;
+pub use progress::Progress;
+pub use role::run;
+
+#[cfg(test)]
+mod tests;

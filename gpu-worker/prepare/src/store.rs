@@ -1,0 +1,288 @@
+//! The prepared file of one block in the cache folder: the tensors that had to be converted to the
+//! block dtype, or quantized (bytes in the format of `kernels::quant`), as a safetensors file. Its
+//! metadata names exactly what it was made from, so that it is reused as long as that is unchanged;
+//! it exists only after *all* tensors of the block were checked. A block whose tensors are served
+//! from the checkpoint itself gets a file without tensors, the mark that they were checked.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use kernels::ops::convert;
+use kernels::quant::{int8, nf4};
+use model::header::{Header, dtype_word};
+use model::manifest::FileEntry;
+use serde::Serialize;
+use shared::block::BlockIndex;
+use shared::config::QuantType;
+use shared::dtype::DType;
+use shared::files::write_atomically;
+
+use crate::disk_cache::touch;
+use crate::error::PrepareError;
+use crate::source::SourceTensor;
+
+/// Raised when the content of prepared files changes for the same source.
+const FORMAT_VERSION: u32 = 2;
+
+/// Key of the identity in the metadata.
+const IDENTITY: &str = "sepal.identity";
+
+/// Bytes of a source read at a time; a multiple of every element size.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// Age of a temporary file that nobody writes any more; one block is written in minutes at most.
+const ABANDONED: Duration = Duration::from_secs(24 * 3600);
+
+/// Data starts at a multiple of this in the file: a cache line, which is also what vector loads
+/// like.
+const ALIGNMENT: usize = 64;
+
+/// A finished prepared file.
+#[derive(Debug)]
+pub struct Prepared {
+    /// The file.
+    pub entry: FileEntry,
+    /// Its tensors.
+    pub header: Header,
+}
+
+/// What identifies a prepared file.
+#[derive(Debug, Serialize)]
+struct Identity<'a> {
+    format: u32,
+    block: u32,
+    dtype: &'static str,
+    tensors: BTreeMap<&'a str, (&'a FileEntry, u64, QuantType)>,
+}
+
+/// The name and identity of the prepared file of a block.
+#[derive(Debug)]
+pub struct StorePlace {
+    path: PathBuf,
+    identity: String,
+}
+
+impl StorePlace {
+    /// Where the file for `block`, made of `tensors`, belongs in `cache_dir`.
+    pub fn new(
+        cache_dir: &Path,
+        model: &str,
+        block: BlockIndex,
+        dtype: DType,
+        tensors: &[SourceTensor<'_>],
+    ) -> StorePlace {
+        let tensors = tensors.iter().map(|t| (t.name, (t.file, t.offset, t.quant))).collect();
+        let identity =
+            Identity { format: FORMAT_VERSION, block: block.0, dtype: dtype.name(), tensors };
+        let identity = serde_json::to_string(&identity).unwrap_or_default();
+        let model: String = model
+            .chars()
+            .map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' })
+            .collect();
+        let name = format!("block-{block}-{dtype}-{:016x}.safetensors", hash(&identity));
+        StorePlace {
+            path: cache_dir.join("prepared").join(format!("m-{model}")).join(name),
+            identity,
+        }
+    }
+
+    /// The finished file, if it is there, whole, and made from the same source.
+    pub fn reuse(&self) -> Option<Prepared> {
+        let file = File::open(&self.path).ok()?;
+        touch(&self.path);
+        let entry = FileEntry::of(&self.path, &file).ok()?;
+        let header = Header::read(&file, entry.len).ok()?;
+        (header.metadata.get(IDENTITY) == Some(&self.identity))
+            .then_some(Prepared { entry, header })
+    }
+
+    /// Checks every tensor of `tensors` and writes those that need conversion to `dtype`. `done` is
+    /// called after each tensor.
+    ///
+    /// # Errors
+    /// [`PrepareError::BadTensor`] for numbers that are none or do not fit, [`PrepareError::Write`]
+    /// when the file cannot be written, and what `done` returns.
+    pub fn make(
+        &self,
+        dtype: DType,
+        tensors: &[SourceTensor<'_>],
+        mut done: impl FnMut(u64) -> Result<(), PrepareError>,
+    ) -> Result<Prepared, PrepareError> {
+        for tensor in tensors.iter().filter(|t| t.usable_as(dtype)) {
+            read_pieces(tensor, |_| Ok(()))?;
+            done(tensor.len)?;
+        }
+        let mut converted: Vec<_> = tensors.iter().filter(|t| !t.usable_as(dtype)).collect();
+        // Quantized ones have whole cache lines: first, so that all of them begin with one.
+        converted.sort_by_key(|t| t.quant == QuantType::None);
+        let mut failure = None;
+        let head = head(&self.identity, dtype, &converted);
+        let folder = self.path.parent().unwrap_or(Path::new("."));
+        remove_abandoned(folder);
+        let written = std::fs::create_dir_all(folder).and_then(|()| {
+            write_atomically(&self.path, |file| {
+                file.write_all(&head)?;
+                for tensor in converted {
+                    let one = convert_into(file, tensor, dtype).and_then(|()| done(tensor.len));
+                    if let Err(error) = one {
+                        failure = Some(error);
+                        return Err(io::ErrorKind::Other.into());
+                    }
+                }
+                Ok(())
+            })
+        });
+        if let Some(error) = failure {
+            return Err(error);
+        }
+        written.map_err(|e| PrepareError::write(&self.path, e))?;
+        self.reuse().ok_or_else(|| {
+            PrepareError::write(
+                &self.path,
+                io::Error::other("what was written cannot be read back"),
+            )
+        })
+    }
+}
+
+/// Type and shape of a tensor in a prepared file; `len` is its length there.
+pub(crate) fn stored_form(
+    tensor: &SourceTensor<'_>,
+    dtype: DType,
+    len: u64,
+) -> (&'static str, Vec<u64>) {
+    match tensor.quant {
+        QuantType::None => (dtype_word(dtype), tensor.shape.to_vec()),
+        QuantType::Int8 | QuantType::Nf4 => ("U8", vec![len]),
+    }
+}
+
+fn convert_into(
+    file: &mut File,
+    tensor: &SourceTensor<'_>,
+    dtype: DType,
+) -> Result<(), PrepareError> {
+    let write = |file: &mut File, bytes: &[u8]| {
+        file.write_all(bytes).map_err(|e| PrepareError::write(Path::new("prepared block"), e))
+    };
+    if tensor.quant == QuantType::None {
+        return converted(tensor, dtype, |bytes| write(file, bytes));
+    }
+    // The scales of scales need the whole matrix: in memory as f32, one matrix at a time.
+    let mut weights = Vec::with_capacity(usize::try_from(tensor.elements).unwrap_or(0));
+    converted(tensor, dtype, |bytes| {
+        let start = weights.len();
+        weights.resize(start + bytes.len() / dtype.size_bytes(), 0.0);
+        convert::to_f32(dtype, bytes, &mut weights[start..]);
+        Ok(())
+    })?;
+    let inputs = tensor.shape.last().map_or(1, |&inputs| inputs as usize);
+    let bytes = match tensor.quant {
+        QuantType::Int8 => int8::encode(&weights, inputs),
+        QuantType::Nf4 | QuantType::None => nf4::encode(&weights),
+    };
+    write(file, &bytes)
+}
+
+/// Gives `each` the tensor in `dtype`, piece by piece.
+fn converted(
+    tensor: &SourceTensor<'_>,
+    dtype: DType,
+    mut each: impl FnMut(&[u8]) -> Result<(), PrepareError>,
+) -> Result<(), PrepareError> {
+    let (mut values, mut bytes) = (Vec::new(), Vec::new());
+    read_pieces(tensor, |piece| {
+        let elements = piece.len() / tensor.dtype.size_bytes();
+        values.resize(elements, 0.0);
+        bytes.resize(elements * dtype.size_bytes(), 0);
+        convert::to_f32(tensor.dtype, piece, &mut values);
+        convert::from_f32(dtype, &values, &mut bytes);
+        if !all_finite(dtype, &bytes) {
+            let reason = format!(
+                "holds numbers that do not fit {dtype}; serve it in another type (--torch_dtype)"
+            );
+            return Err(PrepareError::bad_tensor(tensor.shown, tensor.full_name, reason));
+        }
+        each(&bytes)
+    })
+}
+
+/// Reads the data of `tensor` piece by piece and refuses numbers that are none.
+fn read_pieces(
+    tensor: &SourceTensor<'_>,
+    mut each: impl FnMut(&[u8]) -> Result<(), PrepareError>,
+) -> Result<(), PrepareError> {
+    use std::os::unix::fs::FileExt;
+    let path = tensor.shown;
+    let mut piece = vec![0; PIECE_BYTES.min(usize::try_from(tensor.len).unwrap_or(PIECE_BYTES))];
+    let mut at = 0;
+    while at < tensor.len {
+        let length = (tensor.len - at).min(PIECE_BYTES as u64) as usize;
+        let piece = &mut piece[..length];
+        tensor
+            .source
+            .read_exact_at(piece, tensor.offset + at)
+            .map_err(|e| PrepareError::read(path, e))?;
+        if !all_finite(tensor.dtype, piece) {
+            let reason =
+                "holds NaN or infinite numbers; the checkpoint is damaged, download it again";
+            return Err(PrepareError::bad_tensor(path, tensor.full_name, reason));
+        }
+        each(piece)?;
+        at += length as u64;
+    }
+    Ok(())
+}
+
+/// Whether no element has the exponent of NaN and infinity.
+fn all_finite(dtype: DType, bytes: &[u8]) -> bool {
+    let half =
+        |mask: u16| bytes.chunks_exact(2).all(|b| u16::from_le_bytes([b[0], b[1]]) & mask != mask);
+    match dtype {
+        DType::F32 => {
+            bytes.chunks_exact(4).all(|b| u16::from_le_bytes([b[2], b[3]]) & 0x7f80 != 0x7f80)
+        }
+        DType::Bf16 => half(0x7f80),
+        DType::F16 => half(0x7c00),
+    }
+}
+
+/// Removes temporary files that killed processes left: those that nobody has written to for
+/// [`ABANDONED`]. Nothing depends on its success.
+fn remove_abandoned(folder: &Path) {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    for entry in entries.filter(|e| e.file_name().to_string_lossy().ends_with(".tmp")) {
+        let age = entry.metadata().and_then(|m| m.modified()).map(|at| at.elapsed());
+        if age.is_ok_and(|age| age.is_ok_and(|age| age > ABANDONED)) {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
+/// Length and header of a file with `tensors` in `dtype`, one after the other.
+fn head(identity: &str, dtype: DType, tensors: &[&SourceTensor<'_>]) -> Vec<u8> {
+    let mut json = serde_json::Map::new();
+    json.insert("__metadata__".into(), serde_json::json!({ IDENTITY: identity }));
+    let mut at = 0u64;
+    for tensor in tensors {
+        let len = tensor.stored_bytes(dtype).unwrap_or(u64::MAX);
+        let end = at.saturating_add(len);
+        let (word, shape) = stored_form(tensor, dtype, len);
+        let value = serde_json::json!({ "dtype": word, "shape": shape, "data_offsets": [at, end] });
+        json.insert(tensor.name.to_owned(), value);
+        at = end;
+    }
+    let mut text = serde_json::Value::Object(json).to_string().into_bytes();
+    text.resize((8 + text.len()).next_multiple_of(ALIGNMENT) - 8, b' ');
+    [&(text.len() as u64).to_le_bytes()[..], &text].concat()
+}
+
+/// FNV-1a; only spreads names, the identity itself is compared.
+fn hash(text: &str) -> u64 {
+    text.bytes().fold(0xcbf2_9ce4_8422_2325, |h, byte| {
+        (h ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    })
+}

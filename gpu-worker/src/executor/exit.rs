@@ -1,0 +1,58 @@
+//! Why the executor ends, and which failures end it.
+
+use std::io;
+
+use kernels::ops::OpError;
+use shared::exit::ExitReason;
+use shared::shm::ring::RingCorrupt;
+
+use crate::engine::EngineError;
+
+/// Why the executor ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Exit {
+    /// For the exit code.
+    pub reason: ExitReason,
+    /// One sentence for the operator; empty when all is well.
+    pub message: String,
+}
+
+impl Exit {
+    pub(super) fn clean() -> Exit {
+        Exit { reason: ExitReason::Clean, message: String::new() }
+    }
+
+    fn failed(message: impl Into<String>) -> Exit {
+        Exit { reason: ExitReason::Failed, message: message.into() }
+    }
+}
+
+impl From<RingCorrupt> for Exit {
+    fn from(error: RingCorrupt) -> Exit {
+        Exit::failed(error.to_string())
+    }
+}
+
+impl From<io::Error> for Exit {
+    fn from(error: io::Error) -> Exit {
+        Exit::failed(format!("doorbell: {error}"))
+    }
+}
+
+impl From<OpError> for Exit {
+    fn from(error: OpError) -> Exit {
+        EngineError::from(error).into()
+    }
+}
+
+impl From<EngineError> for Exit {
+    fn from(error: EngineError) -> Exit {
+        match error {
+            EngineError::Op(OpError::Device(failure)) => Exit {
+                reason: ExitReason::DeviceLost,
+                message: format!("the device failed: {failure}"),
+            },
+            other => Exit::failed(format!("cannot compute a job that passed its checks: {other}")),
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! A role as a process of its own, and the board that it writes to: for the tests of roles.
+
+use std::os::fd::AsRawFd;
+use std::process::{Child, Command as Process, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::sync_channel;
+use std::time::{Duration, Instant};
+
+use ipc_channel::ipc::{IpcOneShotServer, IpcReceiver, IpcSender};
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use shared::bootstrap::{Bootstrap, DescriptorSocket, Exchange, build_id};
+use shared::config::{LogConfig, LogFormat};
+use shared::control::{Birth, BoardSeat, Role};
+use shared::exit::ExitReason;
+use shared::ids::{Generation, GroupId, WorkerId};
+use shared::shm::board::{Board, Occupant};
+
+/// Longest wait of any test.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
+
+/// A name that no other segment of this machine has.
+pub(crate) fn unique(what: &str) -> String {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    format!("sepal-test-{}-{}-{what}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed))
+}
+
+/// The worker of all tests.
+pub(crate) fn worker_id() -> WorkerId {
+    WorkerId::solo(GroupId(0))
+}
+
+/// A board with one worker on it.
+pub(crate) struct Seat {
+    pub(crate) board: Board,
+    pub(crate) seat: BoardSeat,
+}
+
+impl Seat {
+    pub(crate) fn of(role: Role, generation: Generation) -> Seat {
+        let board = Board::create("test", 0).unwrap();
+        let worker = (role == Role::Worker).then(worker_id);
+        board.assign(0, &Occupant { role, generation, worker }).unwrap();
+        Seat { board, seat: BoardSeat { slot: 0, heartbeat: Duration::from_millis(100) } }
+    }
+}
+
+const FD_VARIABLE: &str = "SEPAL_TEST_BOOTSTRAP";
+
+/// A role as a process of its own, and the supervisor's ends of its channels.
+pub(crate) struct Spawned<Down, Up> {
+    pub(crate) process: Child,
+    pub(crate) down: IpcSender<Down>,
+    pub(crate) up: IpcReceiver<Up>,
+    pub(crate) descriptors: DescriptorSocket,
+}
+
+/// Starts the ignored test `child` of this test executable as `role`, the way the supervisor starts
+/// it.
+pub(crate) fn spawn<Down, Up>(role: Role, generation: Generation, child: &str) -> Spawned<Down, Up>
+where
+    Down: Serialize + DeserializeOwned + Send + 'static,
+    Up: Serialize + DeserializeOwned + Send + 'static,
+{
+    let (server, name) = IpcOneShotServer::<Exchange<Down, Up>>::new().unwrap();
+    let (descriptors, theirs) = DescriptorSocket::pair().unwrap();
+    let birth = Birth {
+        build: build_id(),
+        role,
+        server: name,
+        parent_pid: std::process::id(),
+        generation,
+        worker: (role == Role::Worker).then(worker_id),
+        log: LogConfig { filter: "off".into(), format: LogFormat::Text },
+    };
+    descriptors.send_birth(&birth).unwrap();
+    fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
+    let process = Process::new("/proc/self/exe")
+        .args(["--ignored", "--exact", child, "--test-threads=1", "--nocapture"])
+        .env(FD_VARIABLE, theirs.as_raw_fd().to_string())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    drop(theirs);
+    let (accepted, accept) = sync_channel(1);
+    std::thread::spawn(move || accepted.send(server.accept().map(|(_, ends)| ends)));
+    let Exchange { down, up } = accept.recv_timeout(DEADLINE).expect("the child connects").unwrap();
+    Spawned { process, down, up, descriptors }
+}
+
+/// The body of the ignored test: this process is the child.
+pub(crate) fn as_child(role: Role, run: fn(Bootstrap) -> ExitReason) {
+    let fd = std::env::var(FD_VARIABLE).expect("started by another test").parse().unwrap();
+    let reason = run(Bootstrap::from_fd(fd, role).unwrap());
+    // The test harness knows only success and failure.
+    #[allow(clippy::disallowed_methods, reason = "the exit code is what the tests look at")]
+    std::process::exit(reason.code().into());
+}
+
+/// Waits until a process has ended.
+pub(crate) fn wait(process: &mut Child) -> ExitStatus {
+    let until = Instant::now() + DEADLINE;
+    loop {
+        if let Some(status) = process.try_wait().unwrap() {
+            return status;
+        }
+        if Instant::now() >= until {
+            process.kill().unwrap();
+            panic!("the process does not end");
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}

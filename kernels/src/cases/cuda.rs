@@ -1,0 +1,159 @@
+//! CUDA devices under test, and cases of kernels that are no operation of a backend.
+
+use super::*;
+use crate::cuda::ops::wgmma::{Args, COLUMNS, launch};
+use crate::cuda::ops::{attention_grad, linear_grad, quantize, route};
+use crate::cuda::{Buffer, Cuda, Floats, Gpu, Matrix, Pages};
+
+/// Pages and their mirror.
+#[derive(Debug)]
+pub struct PageMemory<G: Gpu> {
+    pages: Buffer<G>,
+    mirror: Buffer<G>,
+    bytes: usize,
+}
+
+impl<G: Gpu> Subject for Cuda<G> {
+    type PageMemory = PageMemory<G>;
+    const IS_HOST: bool = false;
+    const SEGMENTS: &'static [Option<usize>] = &[None, Some(1), Some(2)];
+
+    fn arithmetic(&self) -> Arithmetic {
+        Arithmetic::TensorCores
+    }
+
+    fn alternate(&mut self) -> Option<bool> {
+        // Warpgroups are used where they give the bits of warps.
+        let is_used = self.uses_warpgroups();
+        let has_other = self.has_warpgroups();
+        if has_other {
+            self.use_warpgroups(!is_used);
+        }
+        has_other.then_some(is_used)
+    }
+
+    fn page_memory(&mut self, bytes: &[u8]) -> Result<PageMemory<G>, OpError> {
+        let words: Vec<f32> =
+            bytes.as_chunks::<4>().0.iter().map(|word| f32::from_le_bytes(*word)).collect();
+        let mut both = [self.buffer(words.len()), self.buffer(words.len())];
+        for buffer in &mut both {
+            self.upload(&words, buffer)?;
+        }
+        let [pages, mirror] = both;
+        Ok(PageMemory { pages, mirror, bytes: bytes.len() })
+    }
+
+    fn pages<'p>(memory: &'p mut PageMemory<G>, layout: PageLayout) -> Pages<'p> {
+        Pages::over(layout, &memory.pages, Some(&memory.mirror), memory.bytes)
+    }
+
+    fn page_bytes(&mut self, memory: &PageMemory<G>) -> Result<[Vec<u8>; 2], OpError> {
+        let mut read = |from: &Buffer<G>| -> Result<Vec<u8>, OpError> {
+            let mut words = vec![0.0; memory.bytes / 4];
+            self.download(from, &mut words)?;
+            Ok(words.iter().flat_map(|v| v.to_le_bytes()).collect())
+        };
+        Ok([read(&memory.pages)?, read(&memory.mirror)?])
+    }
+
+    fn route(&mut self, args: Route<'_, Floats>) -> Result<(), OpError> {
+        route::launch(self, args)
+    }
+
+    fn route_grad(&mut self, args: RouteGrad<'_, Floats>) -> Result<(), OpError> {
+        route::launch_grad(self, args)
+    }
+
+    fn quantize(
+        &mut self,
+        from: &Matrix<G>,
+        quant: QuantType,
+        to: &mut Floats,
+    ) -> Result<(), OpError> {
+        quantize::launch(self, from, quant, to)
+    }
+
+    fn linear_grad_by(
+        &mut self,
+        args: LinearGrad<'_, Floats, Matrix<G>>,
+        segment: Option<usize>,
+    ) -> Result<(), OpError> {
+        match segment {
+            Some(segment) => linear_grad::tiled(self, args, segment),
+            None => linear_grad::launch(self, args),
+        }
+    }
+
+    fn attention_grad_tight(
+        &mut self,
+        args: AttentionGrad<'_, Floats, Pages<'_>>,
+    ) -> Result<(), OpError> {
+        attention_grad::launch_within(self, args, 0)
+    }
+}
+
+/// All operations of a CUDA device.
+pub fn cuda_operations<G: Gpu>() -> Vec<Operation<Cuda<G>>> {
+    let mut all = operations();
+    all.push(Operation { name: "wgmma", check: check_warpgroups, measure: |_, _, _| Ok(()) });
+    all
+}
+
+/// Products of a warpgroup by themselves: every size, both layouts of B. There are none where the
+/// device has no such products.
+fn check_warpgroups<G: Gpu>(
+    _: &str,
+    devices: &mut [Cuda<G>],
+    class: Class,
+) -> Result<usize, Failure> {
+    let sizes = if class == Class::Smallest { &COLUMNS[1..2] } else { &COLUMNS[..] };
+    let mut cases = 0;
+    for device in devices.iter_mut().filter(|device| device.has_warpgroups()) {
+        for dtype in [DType::Bf16, DType::F16] {
+            for by_columns in [false, true] {
+                for &columns in sizes {
+                    let layout = if by_columns { "columns" } else { "rows" };
+                    let case = format!("wgmma {dtype} {layout} 64x{columns}");
+                    let mut bench = Bench::checking(device, &case, class);
+                    product(&mut bench, dtype, by_columns, columns)?;
+                    cases += 1;
+                }
+            }
+        }
+    }
+    Ok(cases)
+}
+
+fn product<G: Gpu>(
+    bench: &mut Bench<'_, Cuda<G>>,
+    dtype: DType,
+    by_columns: bool,
+    columns: usize,
+) -> Result<(), Failure> {
+    const INPUTS: usize = 128;
+    let stored = |values: &[f32]| {
+        let mut bytes = vec![0; 2 * values.len()];
+        convert::from_f32(dtype, values, &mut bytes);
+        let rounded = convert::to_vec(dtype, &bytes);
+        (bytes, rounded)
+    };
+    let (a_bytes, a) = stored(&noise(1, 64 * INPUTS));
+    let (b_bytes, b) = stored(&noise(2, columns * INPUTS));
+    let expected: Vec<f32> = (0..64 * columns)
+        .map(|at| {
+            let (row, column) = (at / columns, at % columns);
+            let product = |k: usize| {
+                let of_b = if by_columns { k * columns + column } else { column * INPUTS + k };
+                f64::from(a[row * INPUTS + k]) * f64::from(b[of_b])
+            };
+            (0..INPUTS).map(product).sum::<f64>() as f32
+        })
+        .collect();
+    let mut out = bench.output(64 * columns)?;
+    bench.launch(|device, _| {
+        let (a, b, out) = (&a_bytes[..], &b_bytes[..], &mut *out);
+        launch(device, Args { a, b, out, inputs: INPUTS, columns, by_columns, dtype })
+    })?;
+    let actual = bench.take(&out, 64 * columns)?;
+    bench.close(&actual, &expected, 1e-5)
+}

@@ -1,0 +1,106 @@
+//! Inputs of cases: the same in every run.
+
+use super::*;
+
+pub(super) const DTYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
+pub(super) const FORMATS: [QuantType; 3] = [QuantType::None, QuantType::Int8, QuantType::Nf4];
+
+/// Reproducible values in -1..1.
+pub(super) fn noise(seed: u64, len: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+/// Some rows of `all` rows of noise.
+pub(super) fn rows_of(seed: u64, all: usize, width: usize, rows: &Range<usize>) -> Vec<f32> {
+    noise(seed, all * width)[rows.start * width..rows.end * width].to_vec()
+}
+
+/// `values` as `quant` stores a matrix of `inputs` columns, to be computed with in `dtype`.
+pub(super) fn encode(quant: QuantType, dtype: DType, inputs: usize, values: &[f32]) -> Vec<u8> {
+    match quant {
+        QuantType::Int8 => int8::encode(values, inputs),
+        QuantType::Nf4 => nf4::encode(values),
+        QuantType::None => {
+            let mut bytes = vec![0; values.len() * dtype.size_bytes()];
+            convert::from_f32(dtype, values, &mut bytes);
+            bytes
+        }
+    }
+}
+
+/// `bytes` as a matrix of `outputs` rows.
+pub(super) fn view(
+    quant: QuantType,
+    dtype: DType,
+    (inputs, outputs): (usize, usize),
+    bytes: &[u8],
+) -> WeightView<'_> {
+    WeightView::quantized(quant, dtype, outputs, inputs, bytes).expect("made for this shape")
+}
+
+/// A matrix of a case, made when it is first used.
+#[derive(Clone, Debug)]
+pub(super) struct Matrix {
+    pub(super) quant: QuantType,
+    pub(super) dtype: DType,
+    pub(super) inputs: usize,
+    pub(super) outputs: usize,
+    aligned: OnceCell<Vec<u8>>,
+    /// The same behind one byte.
+    unaligned: OnceCell<Vec<u8>>,
+}
+
+impl Matrix {
+    pub(super) fn new(quant: QuantType, dtype: DType, (inputs, outputs): (usize, usize)) -> Matrix {
+        let (aligned, unaligned) = (OnceCell::new(), OnceCell::new());
+        Matrix { quant, dtype, inputs, outputs, aligned, unaligned }
+    }
+
+    /// What it stands for, as a plain matrix of f32.
+    pub(super) fn decoded(&self) -> Matrix {
+        let mut values = vec![0.0; self.inputs * self.outputs];
+        let view = self.view(self.bytes(false));
+        for (index, row) in values.chunks_mut(self.inputs).enumerate() {
+            view.row_to_f32(index, row);
+        }
+        let size = (self.inputs, self.outputs);
+        let decoded = Matrix::new(QuantType::None, DType::F32, size);
+        let bytes = encode(QuantType::None, DType::F32, self.inputs, &values);
+        decoded.aligned.get_or_init(|| bytes);
+        decoded
+    }
+
+    /// Its bytes, at an odd address if wanted.
+    pub(super) fn bytes(&self, is_unaligned: bool) -> &[u8] {
+        let aligned = || {
+            let values = noise(1, self.inputs * self.outputs);
+            encode(self.quant, self.dtype, self.inputs, &values)
+        };
+        let aligned = self.aligned.get_or_init(aligned);
+        if !is_unaligned {
+            return aligned;
+        }
+        let behind = || [&[0], &aligned[..]].concat();
+        &self.unaligned.get_or_init(behind)[1..]
+    }
+
+    pub(super) fn view<'b>(&self, bytes: &'b [u8]) -> WeightView<'b> {
+        view(self.quant, self.dtype, (self.inputs, self.outputs), bytes)
+    }
+
+    /// Bytes that it takes.
+    pub(super) fn len(&self) -> usize {
+        crate::quant::stored_bytes(self.quant, self.dtype, self.outputs, self.inputs).unwrap_or(0)
+    }
+
+    pub(super) fn name(&self) -> String {
+        format!("{} {} {}x{}", self.dtype, self.quant, self.outputs, self.inputs)
+    }
+}

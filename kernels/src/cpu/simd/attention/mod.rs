@@ -1,0 +1,160 @@
+//! Attention over KV pages, forward and backward: the choice of kernel and the cut into pieces.
+//!
+//! | Pages | Machine | Kernel |
+//! | --- | --- | --- |
+//! | bfloat16, heads a multiple of 32 up to 256 | AVX-512 BF16 | [`pairs`], [`pairs_grad`] |
+//! | any | any | [`float`], [`float_grad`] |
+//!
+//! A piece of the forward pass is a tile of query tokens of one batch row and one kv head; a piece
+//! of the gradient is one kv head of one batch row. What one query computes depends on its own
+//! position alone, so neither tiles nor threads change a bit.
+
+mod float;
+mod float_grad;
+#[cfg(target_arch = "x86_64")]
+mod pairs;
+#[cfg(target_arch = "x86_64")]
+mod pairs_grad;
+mod shapes;
+
+use std::cell::RefCell;
+
+#[cfg(target_arch = "x86_64")]
+use shared::dtype::DType;
+
+pub(super) use shapes::QueryTile;
+use shapes::{Backward, Forward, Outputs};
+
+use super::{Isa, Scratch, per_isa};
+use crate::cpu::pool::{Disjoint, Pool};
+use crate::kv::{KvPages, PageLayout, StepRow};
+use crate::ops::{Attention, AttentionGrad};
+use crate::tuning;
+
+/// Scratch memory of a thread.
+#[derive(Default)]
+struct Local {
+    float: float::Local,
+    float_grad: float_grad::Local,
+    #[cfg(target_arch = "x86_64")]
+    pairs: pairs::Local,
+    #[cfg(target_arch = "x86_64")]
+    pairs_grad: pairs_grad::Local,
+}
+
+thread_local! {
+    static LOCAL: RefCell<Local> = RefCell::default();
+}
+
+/// Whether the kernels of bfloat16 pairs take these pages.
+#[cfg(target_arch = "x86_64")]
+fn has_pairs(isa: Isa, layout: PageLayout) -> bool {
+    isa == Isa::Avx512Bf16 && layout.dtype == DType::Bf16 && pairs::takes(layout.head_dim)
+}
+
+/// Without vectors there are none.
+#[cfg(not(target_arch = "x86_64"))]
+fn has_pairs(_isa: Isa, _layout: PageLayout) -> bool {
+    false
+}
+
+/// Attention of new tokens over the pages of their rows.
+pub(in crate::cpu) fn attention(
+    isa: Isa,
+    pool: &mut Pool,
+    scratch: &mut Scratch,
+    args: Attention<'_, [f32], KvPages<'_>>,
+) {
+    let layout = args.pages.layout();
+    let tiles = &mut scratch.tiles;
+    let multiplications = cut(args.rows, args.group, tiles)
+        .saturating_mul(2 * layout.head_dim * layout.kv_heads * args.group);
+    let forward = Forward {
+        q: args.q,
+        pages: args.pages,
+        rows: args.rows,
+        group: args.group,
+        divisor: args.divisor,
+        alibi: args.alibi,
+        window: args.window,
+    };
+    let out = Disjoint::new(args.out);
+    let logsum = args.logsum.map(Disjoint::new);
+    let has_pairs = has_pairs(isa, layout);
+    let piece = |index: usize| {
+        let (tile, head) = (tiles[index / layout.kv_heads], index % layout.kv_heads);
+        LOCAL.with_borrow_mut(|local| {
+            let (args, out) = (&forward, (&out, logsum.as_ref()));
+            #[cfg(target_arch = "x86_64")]
+            if has_pairs {
+                // SAFETY: `Isa` values come from `Isa::available`, and `has_pairs` saw the pages.
+                unsafe { pairs::attend(args, tile, head, &mut local.pairs, out) };
+                return;
+            }
+            let local = &mut local.float;
+            use float::attend;
+            per_isa!(isa, attend(args: &Forward<'_>, tile: QueryTile, head: usize, local: &mut float::Local, out: Outputs<'_, '_>))
+        });
+    };
+    let pieces = tiles.len() * layout.kv_heads;
+    if tuning::attention_is_parallel(multiplications) {
+        pool.run(pieces, piece)
+    } else {
+        (0..pieces).for_each(piece)
+    }
+}
+
+/// Cuts the rows into tiles; returns the number of (query, key) pairs.
+fn cut(rows: &[StepRow<'_>], group: usize, tiles: &mut Vec<QueryTile>) -> usize {
+    tiles.clear();
+    let (mut index, mut pairs) = (0, 0usize);
+    let most = tuning::attention_tokens(group);
+    for (row, step) in rows.iter().enumerate() {
+        for first in (0..step.tokens).step_by(most) {
+            let tokens = most.min(step.tokens - first);
+            tiles.push(QueryTile { row, first, tokens, index: index + first });
+            pairs = pairs.saturating_add(tokens.saturating_mul(step.prefix + first + tokens));
+        }
+        index += step.tokens;
+    }
+    pairs
+}
+
+/// Gradient of attention; a piece is one kv head of one row.
+pub(in crate::cpu) fn attention_grad(
+    isa: Isa,
+    pool: &mut Pool,
+    args: AttentionGrad<'_, [f32], KvPages<'_>>,
+) {
+    let kv_heads = args.pages.layout().kv_heads;
+    let backward = Backward {
+        q: args.q,
+        grad: args.grad,
+        pages: args.pages,
+        rows: args.rows,
+        starts: args.starts,
+        group: args.group,
+        divisor: args.divisor,
+        alibi: args.alibi,
+        window: args.window,
+        q_grad: Disjoint::new(args.q_grad),
+        k_grad: Disjoint::new(args.k_grad),
+        v_grad: Disjoint::new(args.v_grad),
+    };
+    let has_pairs = has_pairs(isa, args.pages.layout());
+    pool.run(args.rows.len() * kv_heads, |index| {
+        let (row, head) = (index / kv_heads, index % kv_heads);
+        LOCAL.with_borrow_mut(|local| {
+            let args = &backward;
+            #[cfg(target_arch = "x86_64")]
+            if has_pairs {
+                // SAFETY: `Isa` values come from `Isa::available`, and `has_pairs` saw the pages.
+                unsafe { pairs_grad::attend(args, row, head, &mut local.pairs_grad) };
+                return;
+            }
+            let local = &mut local.float_grad;
+            use float_grad::attend;
+            per_isa!(isa, attend(args: &Backward<'_>, row: usize, head: usize, local: &mut float_grad::Local))
+        });
+    });
+}

@@ -1,0 +1,355 @@
+//! f32 products as an [`Arithmetic`] over any [`Vector`], and the matrices that they read: numbers
+//! as stored, INT8 codes, and quantized matrices of any shape.
+//!
+//! A step is one vector of inputs, widened to f32. Weights that take work to widen are widened once
+//! for all tiles of a strip, into lines that stay in the first-level cache.
+
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::{__m256, __m512};
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use shared::dtype::DType;
+
+use super::arithmetic::{self, Ahead, Arithmetic, IN_ORDER, Panel, Source};
+use crate::cpu::simd::Isa;
+use crate::cpu::simd::line::{LINE, Line, floats};
+use crate::cpu::simd::vector::{Plain, Vector};
+use crate::ops::convert;
+use crate::quant::int8;
+use crate::tensor::WeightView;
+use crate::tuning::{self, Split};
+
+/// f32 products in vectors `V`.
+#[derive(Clone, Copy)]
+pub(super) struct Float<V>(PhantomData<V>);
+
+/// Implements [`Arithmetic`] for one vector: `accumulators` of a tile of at most `rows` rows fit its
+/// registers beside the inputs and a weight, those of `tiles` tiles the first-level cache. `sets`
+/// have its instructions. `work`
+/// gives the bytes of an output and the rows that cost as much as what is computed.
+macro_rules! float {
+    (
+        $vector:ty, sets [$($set:ident),*], $(target $features:literal,)? accumulators $accumulators:literal, rows $rows:literal,
+        tiles $tiles:literal, work |$row_bytes:ident, $inputs:ident, $of:ident| $work:expr
+    ) => {
+        impl Arithmetic for Float<$vector> {
+            type Vector = $vector;
+            type Accumulator = $vector;
+            type Weights = [$vector; 1];
+            type TileSums = [$vector; $accumulators];
+            type GroupSums = [$vector; $accumulators * $tiles];
+
+            const SETS: &'static [Isa] = &[$(Isa::$set),*];
+            const STEP: usize = <$vector>::LANES;
+            const STEP_BYTES: usize = 4 * <$vector>::LANES;
+            const HALVES: usize = 1;
+            const ACCUMULATORS: usize = $accumulators;
+            const TILE_ROWS: usize = $rows;
+            // With four rows of weights and those of the inputs half of the first-level cache.
+            const CHUNK: usize = 512;
+            const ZERO: $vector = <$vector>::ZERO;
+
+            fn tile_sums() -> Self::TileSums {
+                [Self::ZERO; $accumulators]
+            }
+
+            fn group_sums() -> Self::GroupSums {
+                [Self::ZERO; $accumulators * $tiles]
+            }
+
+            fn group_tiles(_inputs: usize, _tiles: usize) -> usize {
+                $tiles
+            }
+
+            fn split(
+                outputs: usize,
+                $row_bytes: usize,
+                $inputs: usize,
+                $of: usize,
+                threads: usize,
+            ) -> Split {
+                let (row_bytes, rows) = $work;
+                tuning::linear_split(outputs, row_bytes, rows, threads)
+            }
+
+            $(#[target_feature(enable = $features)])?
+            unsafe fn pack<S: Source<Self>>(
+                dtype: DType,
+                x: &[f32],
+                inputs: usize,
+                panel: &mut [Line],
+            ) {
+                let order = const { other_order(S::ORDER) };
+                pack::<$vector>(order, dtype, x, inputs, panel);
+            }
+
+            #[inline]
+            $(#[target_feature(enable = $features)])?
+            unsafe fn load(p: *const u8) -> $vector {
+                // SAFETY: as the caller says.
+                unsafe { <$vector>::load(p) }
+            }
+
+            #[inline]
+            $(#[target_feature(enable = $features)])?
+            unsafe fn load_weights(p: *const u8) -> [$vector; 1] {
+                // SAFETY: as the caller says.
+                [unsafe { <$vector>::load(p) }]
+            }
+
+            #[inline]
+            $(#[target_feature(enable = $features)])?
+            unsafe fn store_weights([weights]: [$vector; 1], p: *mut u8) {
+                // SAFETY: as the caller says.
+                unsafe { weights.store(p) };
+            }
+
+            #[inline]
+            $(#[target_feature(enable = $features)])?
+            unsafe fn multiply_add(weights: $vector, inputs: $vector, sum: $vector) -> $vector {
+                // SAFETY: as the caller says.
+                unsafe { weights.mul_add(inputs, sum) }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            unsafe fn tile<S: Source<Self>, const O: usize, const R: usize>(
+                source: S,
+                output: usize,
+                panel: Panel<'_>,
+                range: Range<usize>,
+                ahead: Ahead,
+                sums: &mut [$vector],
+            ) {
+                // SAFETY: as the caller says.
+                unsafe {
+                    arithmetic::tile::<Self, S, O, R>(source, output, panel, range, ahead, sums);
+                }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            unsafe fn decode<S: Source<Self>>(
+                source: S,
+                output: usize,
+                range: Range<usize>,
+                to: &mut [Line],
+            ) {
+                // SAFETY: as the caller says.
+                unsafe { source.decode(output, range, to) };
+            }
+
+            #[inline]
+            $(#[target_feature(enable = $features)])?
+            unsafe fn totals<const O: usize>(
+                sums: &[$vector],
+                first: usize,
+                stride: usize,
+            ) -> [f32; O] {
+                // SAFETY: as the caller says.
+                unsafe { <$vector>::totals(sums, first, stride) }
+            }
+        }
+    };
+}
+
+// What widening takes counts as reading f32.
+#[cfg(target_arch = "x86_64")]
+float!(__m256, sets [Avx512Bf16, Avx512, Avx2], target "avx2,fma,f16c", accumulators 12, rows 3,
+    tiles 64,
+    work |_row_bytes, inputs, rows| (2 * inputs, 2 * rows));
+#[cfg(target_arch = "x86_64")]
+float!(__m512, sets [Avx512Bf16, Avx512],
+    target "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", accumulators 24, rows 6, tiles 16,
+    work |row_bytes, inputs, rows| (row_bytes.max(2 * inputs), rows));
+float!(Plain, sets [Avx512Bf16, Avx512, Avx2, Portable], accumulators 1, rows 1, tiles 128,
+    work |_row_bytes, inputs, rows| (2 * inputs, 2 * rows));
+
+/// Returns the order of a source if it is another one than that of the inputs.
+const fn other_order(order: [u8; 64]) -> Option<[u8; 64]> {
+    let mut i = 0;
+    while i < 64 {
+        if order[i] != i as u8 {
+            return Some(order);
+        }
+        i += 1;
+    }
+    None
+}
+
+/// Rounds the rows of `x` to `dtype` and packs them `[step][row][lanes]`; `order` applies to whole
+/// groups of 64. Zeros follow the inputs.
+#[inline(always)]
+fn pack<V: Vector>(
+    order: Option<[u8; 64]>,
+    dtype: DType,
+    x: &[f32],
+    inputs: usize,
+    panel: &mut [Line],
+) {
+    let rows = x.len() / inputs;
+    let panel = floats(panel);
+    for (r, x) in x.chunks_exact(inputs).enumerate() {
+        let steps = panel.chunks_exact_mut(rows * V::LANES).zip((0..inputs).step_by(V::LANES));
+        convert::with_rounding!(dtype, round => for (to, at) in steps {
+            let to = &mut to[r * V::LANES..][..V::LANES];
+            let group = at / 64 * 64;
+            match &order {
+                Some(order) if group + 64 <= inputs => {
+                    let x: &[f32] = &x[group..group + 64];
+                    for (to, from) in to.iter_mut().zip(&order[at % 64..]) {
+                        *to = round(x[usize::from(from % 64)]);
+                    }
+                }
+                _ if at + V::LANES <= inputs => {
+                    to.iter_mut().zip(&x[at..at + V::LANES]).for_each(|(to, x)| *to = round(*x));
+                }
+                _ => {
+                    let (own, rest) = to.split_at_mut(inputs - at);
+                    own.iter_mut().zip(&x[at..]).for_each(|(to, x)| *to = round(*x));
+                    rest.fill(0.0);
+                }
+            }
+        });
+    }
+}
+
+/// A type of stored numbers.
+pub(super) trait Number: Copy + Sync {
+    /// Bytes of a number.
+    const BYTES: usize;
+    /// See [`Source::SHARED_FROM`].
+    const SHARED_FROM: usize;
+
+    /// Loads a vector of numbers.
+    ///
+    /// # Safety
+    /// As [`Vector`].
+    unsafe fn load<V: Vector>(p: *const u8) -> V;
+}
+
+macro_rules! number {
+    ($(#[doc = $doc:literal])* $number:ident, $bytes:literal, shared from $shared:expr, $load:ident) => {
+        $(#[doc = $doc])*
+        #[derive(Clone, Copy)]
+        pub(super) struct $number;
+
+        impl Number for $number {
+            const BYTES: usize = $bytes;
+            const SHARED_FROM: usize = $shared;
+
+            #[inline(always)]
+            unsafe fn load<V: Vector>(p: *const u8) -> V {
+                // SAFETY: as the caller says.
+                unsafe { V::$load(p) }
+            }
+        }
+    };
+}
+
+number!(
+    /// f32.
+    F32, 4, shared from usize::MAX, load);
+number!(
+    /// bfloat16.
+    Bf16, 2, shared from 2, load_bf16);
+number!(
+    /// float16.
+    F16, 2, shared from 2, load_f16);
+number!(
+    /// Codes of INT8.
+    Code, 1, shared from 2, load_i8);
+
+/// Numbers as stored, or the codes of INT8, whose scale comes after the sum of a row.
+#[derive(Clone, Copy)]
+pub(super) struct Stored<'a, N> {
+    /// `[outputs, inputs]`.
+    bytes: &'a [u8],
+    inputs: usize,
+    int8: Option<int8::Parts<'a>>,
+    number: PhantomData<N>,
+}
+
+impl<'a, N: Number> Stored<'a, N> {
+    /// Numbers as stored.
+    pub(super) fn new(bytes: &'a [u8], inputs: usize) -> Self {
+        Stored { bytes, inputs, int8: None, number: PhantomData }
+    }
+}
+
+impl<'a> Stored<'a, Code> {
+    /// The codes of INT8.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn int8(parts: int8::Parts<'a>, inputs: usize) -> Self {
+        Stored { bytes: parts.codes, inputs, int8: Some(parts), number: PhantomData }
+    }
+}
+
+impl<N: Number, V: Vector> Source<Float<V>> for Stored<'_, N>
+where
+    Float<V>: Arithmetic<Weights = [V; 1]>,
+{
+    const ORDER: [u8; 64] = IN_ORDER;
+    // A tile of six rows widens a vector once for six products: no less than a strip would save.
+    const SHARED_FROM: usize = if Float::<V>::TILE_ROWS >= 6 { usize::MAX } else { N::SHARED_FROM };
+
+    #[inline(always)]
+    unsafe fn load(self, output: usize, at: usize) -> [V; 1] {
+        let start = (output * self.inputs + at) * N::BYTES;
+        // SAFETY: a step of the row, as the caller promises.
+        [unsafe { N::load(self.bytes.as_ptr().wrapping_add(start)) }]
+    }
+
+    #[inline(always)]
+    unsafe fn load_tail(self, output: usize, at: usize, left: usize) -> [V; 1] {
+        let start = (output * self.inputs + at) * N::BYTES;
+        let mut padded = [0u8; LINE];
+        padded[..left * N::BYTES].copy_from_slice(&self.bytes[start..][..left * N::BYTES]);
+        // SAFETY: a step takes at most a line.
+        [unsafe { N::load(padded.as_ptr()) }]
+    }
+
+    fn row(self, output: usize) -> *const u8 {
+        self.bytes.as_ptr().wrapping_add(output * self.inputs * N::BYTES)
+    }
+
+    fn scale(self, output: usize) -> f32 {
+        self.int8.map_or(1.0, |parts| parts.scale(output))
+    }
+}
+
+/// A quantized matrix of any shape: always decoded first, by the plain definition of its format.
+#[derive(Clone, Copy)]
+pub(super) struct View<'a>(pub(super) WeightView<'a>);
+
+impl<V: Vector> Source<Float<V>> for View<'_>
+where
+    Float<V>: Arithmetic<Weights = [V; 1]>,
+{
+    const ORDER: [u8; 64] = IN_ORDER;
+    const SHARED_FROM: usize = 1;
+
+    #[inline(always)]
+    unsafe fn load(self, _output: usize, _at: usize) -> [V; 1] {
+        [V::ZERO]
+    }
+
+    #[inline(always)]
+    unsafe fn load_tail(self, _output: usize, _at: usize, _left: usize) -> [V; 1] {
+        [V::ZERO]
+    }
+
+    #[inline(always)]
+    unsafe fn decode(self, output: usize, range: Range<usize>, to: &mut [Line]) {
+        let (own, rest) = floats(to).split_at_mut(range.len());
+        self.0.widen_part(output, range.start, own);
+        rest.fill(0.0);
+    }
+
+    fn row(self, output: usize) -> *const u8 {
+        self.0.bytes().as_ptr().wrapping_add(output * self.0.row_bytes())
+    }
+
+    fn scale(self, _output: usize) -> f32 {
+        1.0
+    }
+}

@@ -1,0 +1,220 @@
+//! Matrix products in register tiles: the choice of arithmetic and source for a matrix.
+//!
+//! | Matrix | AVX-512 BF16 | AVX-512 | AVX2 | any |
+//! | --- | --- | --- | --- | --- |
+//! | bfloat16 | bfloat16 pairs | f32, 16 lanes | f32, 8 lanes | f32, plain |
+//! | f32, float16 | f32, 16 lanes | f32, 16 lanes | f32, 8 lanes | f32, plain |
+//! | INT8 | bfloat16 pairs, else f32, 8 lanes | f32, 8 lanes | f32, 8 lanes | f32, plain |
+//! | NF4, rows of whole groups | bfloat16 pairs, else f32, 8 lanes | f32, 8 lanes | f32, 8 lanes | f32, plain |
+//! | NF4, other rows | f32, 16 lanes | f32, 16 lanes | f32, 8 lanes | f32, plain |
+//!
+//! Pairs multiply matrices whose arithmetic is bfloat16. Every element of the output has one
+//! accumulator vector that walks the inputs from first to last, and one fixed tree that sums its
+//! lanes: the same bits in every tile, piece and thread ([`blocking`]).
+
+mod arithmetic;
+mod blocking;
+mod float;
+#[cfg(target_arch = "x86_64")]
+mod nf4;
+#[cfg(target_arch = "x86_64")]
+pub(super) mod pairs;
+
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::{__m256, __m512};
+use std::mem::discriminant;
+
+use shared::dtype::DType;
+
+use arithmetic::Arithmetic;
+pub(super) use arithmetic::Source;
+use blocking::{Operand, multiply};
+use float::{Bf16, F16, F32, Float, Stored, View};
+
+use super::vector::{Plain, Vector};
+use super::{Isa, Scratch};
+use crate::cpu::pool::{Disjoint, Pool};
+use crate::ops::{Linear, Product, Products};
+#[cfg(target_arch = "x86_64")]
+use crate::quant::{self, int8, nf4::GROUP};
+use crate::tensor::{Format, WeightView};
+
+/// One matrix product.
+pub(in crate::cpu) fn linear(
+    isa: Isa,
+    pool: &mut Pool,
+    scratch: &mut Scratch,
+    args: Linear<'_, [f32], WeightView<'_>>,
+) {
+    let mut part = [Product { weight: args.weight, bias: args.bias, out: args.out }];
+    let (x, rows, parts) = (args.x, args.rows, &mut part);
+    products(isa, pool, scratch, Products { x, rows, parts });
+}
+
+/// Several products of the same inputs: neighbours of one kind are one heap of work, whose inputs
+/// are packed once.
+pub(in crate::cpu) fn products(
+    isa: Isa,
+    pool: &mut Pool,
+    scratch: &mut Scratch,
+    args: Products<'_, '_, [f32], WeightView<'_>>,
+) {
+    let is_like = |a: &Product<'_, [f32], WeightView<'_>>,
+                   b: &Product<'_, [f32], WeightView<'_>>| {
+        let (a, b) = (a.weight, b.weight);
+        (a.dtype(), a.inputs()) == (b.dtype(), b.inputs())
+            && discriminant(&a.format()) == discriminant(&b.format())
+    };
+    let (x, rows) = (args.x, args.rows);
+    for parts in args.parts.chunk_by_mut(is_like) {
+        let Some(weight) = parts.first().map(|part| part.weight) else {
+            continue;
+        };
+        let args = Products { x, rows, parts };
+        let (dtype, inputs) = (weight.dtype(), weight.inputs());
+        LikeProducts { isa, pool, scratch, args, dtype, inputs }.run(weight.format());
+    }
+}
+
+/// Products with matrices of one dtype, format and width.
+struct LikeProducts<'p, 'a, 'w> {
+    /// One of [`Isa::available`].
+    isa: Isa,
+    pool: &'p mut Pool,
+    scratch: &'p mut Scratch,
+    args: Products<'a, 'p, [f32], WeightView<'w>>,
+    dtype: DType,
+    inputs: usize,
+}
+
+impl<'w> LikeProducts<'_, '_, 'w> {
+    /// Chooses the row of the table above.
+    fn run(&mut self, format: Format<'_>) {
+        match format {
+            Format::Plain => self.plain(),
+            Format::Int8(_) => self.int8(),
+            Format::Nf4(_) => self.nf4(),
+        }
+    }
+
+    fn plain(&mut self) {
+        match (self.isa, self.dtype) {
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512Bf16, DType::Bf16) => {
+                let inputs = self.inputs;
+                self.multiply::<pairs::Pairs, _>(|weight| {
+                    Some(pairs::Bf16 { bytes: weight.bytes(), inputs })
+                });
+            }
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512Bf16 | Isa::Avx512, _) => self.stored::<__m512>(),
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx2, _) => self.stored::<__m256>(),
+            _ => self.stored::<Plain>(),
+        }
+    }
+
+    fn int8(&mut self) {
+        #[cfg(target_arch = "x86_64")]
+        let inputs = self.inputs;
+        match (self.isa, self.dtype) {
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512Bf16, DType::Bf16) => self.multiply::<pairs::Pairs, _>(|weight| {
+                int8_parts(weight).map(|parts| pairs::Int8 { parts, inputs })
+            }),
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512Bf16 | Isa::Avx512 | Isa::Avx2, _) => {
+                self.multiply::<Float<__m256>, _>(|weight| {
+                    int8_parts(weight).map(|parts| Stored::int8(parts, inputs))
+                });
+            }
+            _ => self.multiply::<Float<Plain>, _>(|weight| Some(View(weight))),
+        }
+    }
+
+    fn nf4(&mut self) {
+        #[cfg(target_arch = "x86_64")]
+        let (dtype, inputs, has_groups) =
+            (self.dtype, self.inputs, self.inputs.is_multiple_of(GROUP));
+        match (self.isa, self.dtype) {
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512Bf16, DType::Bf16) if has_groups => {
+                self.multiply::<pairs::Pairs, _>(|weight| {
+                    nf4_parts(weight).map(|parts| pairs::Nf4 { parts, inputs })
+                });
+            }
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512Bf16 | Isa::Avx512 | Isa::Avx2, DType::Bf16) if has_groups => {
+                self.multiply::<Float<__m256>, _>(|weight| {
+                    nf4_parts(weight).map(|parts| nf4::Nf4Bf16 { parts, inputs })
+                });
+            }
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512Bf16 | Isa::Avx512 | Isa::Avx2, _) if has_groups => {
+                self.multiply::<Float<__m256>, _>(|weight| {
+                    nf4_parts(weight).map(|parts| nf4::Nf4 { parts, inputs, dtype })
+                });
+            }
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512Bf16 | Isa::Avx512, _) => {
+                self.multiply::<Float<__m512>, _>(|weight| Some(View(weight)));
+            }
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx2, _) => self.multiply::<Float<__m256>, _>(|weight| Some(View(weight))),
+            _ => self.multiply::<Float<Plain>, _>(|weight| Some(View(weight))),
+        }
+    }
+
+    /// Numbers as stored, in one kind of vectors.
+    fn stored<V: Vector>(&mut self)
+    where
+        Float<V>: Arithmetic<Weights = [V; 1]>,
+    {
+        let inputs = self.inputs;
+        match self.dtype {
+            DType::F32 => self
+                .multiply::<Float<V>, _>(|weight| Some(Stored::<F32>::new(weight.bytes(), inputs))),
+            DType::Bf16 => self.multiply::<Float<V>, _>(|weight| {
+                Some(Stored::<Bf16>::new(weight.bytes(), inputs))
+            }),
+            DType::F16 => self
+                .multiply::<Float<V>, _>(|weight| Some(Stored::<F16>::new(weight.bytes(), inputs))),
+        }
+    }
+
+    /// Multiplies with the matrices from which `source` makes a source.
+    fn multiply<A: Arithmetic, S: Source<A>>(
+        &mut self,
+        source: impl Fn(WeightView<'w>) -> Option<S>,
+    ) {
+        assert!(A::SETS.contains(&self.isa), "the arithmetic is that of the instruction set");
+        let (dtype, inputs, rows) = (self.dtype, self.inputs, self.args.rows);
+        let operands = self.args.parts.iter_mut().filter_map(|part| {
+            let (weight, bias) = (part.weight, part.bias);
+            let (outputs, row_bytes) = (weight.outputs(), weight.row_bytes());
+            let out = Disjoint::new(&mut part.out[..rows * outputs]);
+            Some(Operand { source: source(weight)?, outputs, row_bytes, bias, out })
+        });
+        let operands = operands.collect::<Vec<_>>();
+        let x = (self.args.x, rows, inputs);
+        // SAFETY: the machine has `isa`, which the arithmetic names; a view holds all rows of its
+        // shape.
+        unsafe { multiply::<A, S>(self.pool, &mut self.scratch.panels, dtype, x, &operands) };
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn int8_parts(weight: WeightView<'_>) -> Option<int8::Parts<'_>> {
+    match weight.format() {
+        Format::Int8(parts) => Some(parts),
+        Format::Plain | Format::Nf4(_) => None,
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn nf4_parts(weight: WeightView<'_>) -> Option<quant::nf4::Parts<'_>> {
+    match weight.format() {
+        Format::Nf4(parts) => Some(parts),
+        Format::Plain | Format::Int8(_) => None,
+    }
+}

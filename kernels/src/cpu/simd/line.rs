@@ -1,0 +1,48 @@
+//! A cache line of packed numbers: the unit in which panels and strips are stored, so that vector
+//! loads never straddle two lines.
+
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::*;
+
+/// Bytes of a cache line and of an AVX-512 vector.
+pub(super) const LINE: usize = 64;
+
+/// 64 bytes, aligned to a cache line.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+pub(super) struct Line([u8; LINE]);
+
+/// A line of zeros.
+pub(super) const ZEROS: Line = Line([0; LINE]);
+
+#[cfg(target_arch = "x86_64")]
+impl Line {
+    /// Returns the line as a vector.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn get(&self) -> __m512i {
+        // SAFETY: 64 bytes on a line.
+        unsafe { _mm512_load_si512(self.0.as_ptr().cast()) }
+    }
+
+    /// Stores a vector in the line.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn set(&mut self, vector: __m512i) {
+        // SAFETY: 64 bytes on a line.
+        unsafe { _mm512_store_si512(self.0.as_mut_ptr().cast(), vector) };
+    }
+}
+
+/// Sets the length of reused memory to `lines`; the content of lines it already had is unspecified.
+pub(super) fn resize(memory: &mut Vec<Line>, lines: usize) {
+    memory.resize(lines, ZEROS);
+}
+
+/// Views lines as f32 numbers.
+#[inline(always)]
+pub(super) fn floats(lines: &mut [Line]) -> &mut [f32] {
+    let count = lines.len() * (LINE / size_of::<f32>());
+    // SAFETY: the same initialized memory, aligned more than f32 asks for; every pattern is an f32.
+    unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), count) }
+}

@@ -1,0 +1,69 @@
+//! The errors of operations, whatever device runs them.
+
+use shared::ids::PageId;
+
+/// Why an operation refused its arguments. Unless the device failed, nothing was written.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum OpError {
+    /// A buffer is shorter than its shape.
+    #[error("{op}: {what} has {has} elements, its shape needs {needs}")]
+    Short {
+        /// The operation.
+        op: &'static str,
+        /// The argument.
+        what: &'static str,
+        /// Its elements.
+        has: usize,
+        /// The elements that the shape needs.
+        needs: usize,
+    },
+    /// Sizes that do not go together.
+    #[error("{op}: {what}")]
+    Shape {
+        /// The operation.
+        op: &'static str,
+        /// What does not fit.
+        what: &'static str,
+    },
+    /// A page id outside the pool.
+    #[error("page {} does not exist, the pool has {pages}", page.0)]
+    NoSuchPage {
+        /// The id.
+        page: PageId,
+        /// Pages of the pool.
+        pages: usize,
+    },
+    /// A row has more positions than pages for them.
+    #[error("{pages} pages do not hold {tokens} tokens")]
+    ShortPageTable {
+        /// Positions of the row, prefix and new tokens.
+        tokens: usize,
+        /// Pages in its table.
+        pages: usize,
+    },
+    /// More tokens than fit.
+    #[error("{tokens} tokens, at most {limit} fit")]
+    TooManyTokens {
+        /// Tokens asked for.
+        tokens: usize,
+        /// The limit.
+        limit: usize,
+    },
+    /// The device failed; what it holds is unspecified.
+    #[error(transparent)]
+    Device(#[from] DeviceFailure),
+}
+
+/// How a device failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DeviceFailure {
+    /// The device has less memory left than an operation needs.
+    #[error("no device memory for {bytes} bytes")]
+    OutOfMemory {
+        /// Bytes asked for.
+        bytes: usize,
+    },
+    /// Any other failure, in the words of the device's driver.
+    #[error("{0}")]
+    Fault(String),
+}

@@ -1,0 +1,109 @@
+//! Answers to the requests of other nodes, as far as they need nothing but our own state. Source:
+//! `rpc_store` and `rpc_find` in `hivemind/dht/protocol.py`.
+
+use super::id::DhtId;
+use super::routing::{BUCKET_SIZE, RoutingTable};
+use super::storage::{Item, Storage, Stored};
+use crate::wire::messages::{FindRequest, FindResult, ResultType, StoreRequest};
+use bytes::Bytes;
+use libp2p::PeerId;
+
+/// Items of one store; Petals' own nodes send all that a newcomer should keep at once.
+pub(super) const MAX_ITEMS: usize = 1024;
+/// Keys of one find; Petals' own nodes ask for 16 at most.
+const MAX_FOUND_KEYS: usize = 256;
+/// Bytes of values in one response: the message must stay under 4 MiB, neighbours included.
+const MAX_FOUND_BYTES: usize = 2 << 20;
+
+/// Stores what a request of `from` holds: one flag per item.
+///
+/// # Errors
+/// The text for the caller, if lists are not aligned, too long, or an item is malformed.
+pub(super) fn store(
+    from: PeerId,
+    request: &StoreRequest,
+    storage: &mut Storage,
+    cache: &mut Storage,
+    now: f64,
+) -> Result<Vec<bool>, String> {
+    let count = request.keys.len();
+    let lengths = [
+        request.subkeys.len(),
+        request.values.len(),
+        request.expiration_time.len(),
+        request.in_cache.len(),
+    ];
+    if lengths.iter().any(|length| *length != count) {
+        return Err("ValueError('keys, subkeys, values, expiration times and cache flags differ in length')".into());
+    }
+    if count > MAX_ITEMS {
+        return Err(format!("ValueError('cannot store more than {MAX_ITEMS} items at once')"));
+    }
+    let aligned = request.keys.iter().zip(&request.subkeys).zip(&request.values);
+    let timed = aligned.zip(request.expiration_time.iter().zip(&request.in_cache));
+    let mut store_ok = Vec::with_capacity(count);
+    for (((key, tag), value), (expiration, in_cache)) in timed {
+        let malformed = || "ValueError('malformed item')".to_owned();
+        let key = DhtId::from_wire(key).ok_or_else(malformed)?;
+        let item = Item::from_wire(tag, value, *expiration).ok_or_else(malformed)?;
+        store_ok.push(match in_cache {
+            true => cache.store_evicting(Some(from), key, item, now),
+            false => storage.store_for(Some(from), key, item, now),
+        });
+    }
+    Ok(store_ok)
+}
+
+/// Finds what a request asks for: one result per key, with the nearest nodes known.
+///
+/// # Errors
+/// The text for the caller, if there are too many keys or one is malformed.
+pub(super) fn find(
+    request: &FindRequest,
+    caller: Option<&DhtId>,
+    table: &RoutingTable,
+    stores: [&Storage; 2],
+    now: f64,
+) -> Result<Vec<FindResult>, String> {
+    if request.keys.len() > MAX_FOUND_KEYS {
+        return Err(format!("ValueError('cannot find more than {MAX_FOUND_KEYS} keys at once')"));
+    }
+    let mut bytes_left = MAX_FOUND_BYTES;
+    let find_one = |key: &Bytes| {
+        let key = DhtId::from_wire(key)?;
+        let found = best_of(stores, &key, now);
+        let nearest = table.nearest(&key, BUCKET_SIZE, caller);
+        let mut result = FindResult {
+            nearest_node_ids: nearest
+                .iter()
+                .map(|c| Bytes::copy_from_slice(&c.node_id.0))
+                .collect(),
+            nearest_peer_ids: nearest.iter().map(|c| c.peer_id.to_bytes().into()).collect(),
+            ..FindResult::default()
+        };
+        if let Some(found) = found {
+            let (_, value) = found.to_wire();
+            if let Some(left) = bytes_left.checked_sub(value.len()) {
+                bytes_left = left;
+                result.set_type(match found {
+                    Stored::Regular(_) => ResultType::FoundRegular,
+                    Stored::Dictionary(_) => ResultType::FoundDictionary,
+                });
+                (result.value, result.expiration_time) = (value, found.expiration());
+            }
+        }
+        Some(result)
+    };
+    request
+        .keys
+        .iter()
+        .map(find_one)
+        .collect::<Option<_>>()
+        .ok_or_else(|| "ValueError('malformed key')".into())
+}
+
+/// Whichever store's value ends later.
+pub(super) fn best_of(stores: [&Storage; 2], key: &DhtId, now: f64) -> Option<Stored> {
+    let found = stores.into_iter().filter_map(|store| store.find(key, now));
+    found.reduce(|best, other| if other.expiration() > best.expiration() { other } else { best })
+}

@@ -1,0 +1,231 @@
+use super::*;
+use crate::wire::msgpack::Value;
+use proptest::prelude::*;
+
+const NOW: f64 = 1_700_000_000.0;
+
+fn contact(number: u32) -> Contact {
+    Contact { node_id: DhtId::of_bytes(&number.to_be_bytes()), peer_id: PeerId::random() }
+}
+
+fn config(number: u32) -> NodeConfig {
+    let limits = StorageLimits::default();
+    NodeConfig { own: contact(number), client_mode: false, workers: 4, strict: true, limits }
+}
+
+fn node() -> Node {
+    Node::new(config(0))
+}
+
+fn info(contact: &Contact) -> Option<NodeInfo> {
+    Some(NodeInfo { node_id: Bytes::copy_from_slice(&contact.node_id.0) })
+}
+
+fn ping(from: &Contact, validate: bool) -> Event {
+    let request = Request::Ping(PingRequest { auth: None, peer: info(from), validate });
+    Event::Inbound { id: InboundId(7), from: from.peer_id, request }
+}
+
+fn pong(from: &Contact, dht_time: f64, available: bool) -> Option<Response> {
+    Some(Response::Ping(PingResponse { auth: None, peer: info(from), dht_time, available }))
+}
+
+fn only_call(actions: Vec<Action>) -> (CallId, PeerId, Request) {
+    match <[Action; 1]>::try_from(actions) {
+        Ok([Action::Call { call, peer, request }]) => (call, peer, request),
+        other => panic!("expected one call, got {other:?}"),
+    }
+}
+
+/// The join of a node through one peer that answers the ping with `response`.
+fn join_with(response: Option<Response>, peer: &Contact) -> Vec<Action> {
+    let mut node = node();
+    let actions = node.on(Event::Join { id: OperationId(1), peers: vec![peer.peer_id] }, NOW);
+    let (call, called, request) = only_call(actions);
+    assert_eq!(called, peer.peer_id);
+    assert!(matches!(request, Request::Ping(PingRequest { validate: true, .. })));
+    node.on(Event::Answered { call, response }, NOW + 0.1)
+}
+
+#[test]
+fn plain_ping_is_answered_at_once_and_the_caller_is_known() {
+    let (mut node, caller) = (node(), contact(1));
+    let actions = node.on(ping(&caller, false), NOW);
+    let expected =
+        PingResponse { auth: None, peer: info(&node.config.own), dht_time: NOW, available: false };
+    assert!(
+        matches!(&actions[..], [Action::Reply { id: InboundId(7), response: Ok(Response::Ping(r)) }] if *r == expected)
+    );
+    assert!(node.table().contains(&caller));
+}
+
+#[test]
+fn validated_ping_is_answered_after_a_call_back_only() {
+    for (answer_of, available) in [(Some(1), true), (Some(2), false), (None, false)] {
+        let (mut node, caller) = (node(), contact(1));
+        let (call, peer, request) = only_call(node.on(ping(&caller, true), NOW));
+        assert_eq!(peer, caller.peer_id);
+        assert!(matches!(request, Request::Ping(PingRequest { validate: false, .. })));
+        assert!(node.table().is_empty());
+        let response = answer_of.and_then(|number| pong(&contact(number), NOW, false));
+        let actions = node.on(Event::Answered { call, response }, NOW);
+        let [Action::Reply { response: Ok(Response::Ping(reply)), .. }] = &actions[..] else {
+            panic!("{actions:?}")
+        };
+        assert_eq!(reply.available, available);
+        assert_eq!(node.table().contains(&caller), available);
+    }
+}
+
+#[test]
+fn client_calls_leave_no_trace() {
+    let (mut node, caller) = (node(), contact(1));
+    let request =
+        Request::Ping(PingRequest { auth: None, peer: Some(NodeInfo::default()), validate: true });
+    let actions = node.on(Event::Inbound { id: InboundId(1), from: caller.peer_id, request }, NOW);
+    assert!(matches!(&actions[..], [Action::Reply { .. }]));
+    assert!(node.table().is_empty());
+}
+
+#[test]
+fn join_fails_in_words_that_help() {
+    let peer = contact(1);
+    let result = |response| match join_with(response, &peer).pop() {
+        Some(Action::Joined { result: Err(error), .. }) => error.to_string(),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(result(None), "no initial peer answers (1 asked)");
+    assert!(result(pong(&peer, NOW, false)).contains("cannot reach this node"));
+    assert!(result(pong(&peer, NOW + 3.2, true)).contains("differs from that of initial peer"));
+    assert!(result(pong(&peer, NOW - 3.1, true)).contains("by -3.2 s"));
+}
+
+#[test]
+fn join_looks_up_our_own_id_after_the_pings() {
+    let peer = contact(1);
+    for dht_time in [NOW, NOW + 3.0, NOW - 2.9, 0.0] {
+        let (_, called, request) = only_call(join_with(pong(&peer, dht_time, true), &peer));
+        assert_eq!(called, peer.peer_id);
+        assert!(matches!(request, Request::Find(_)));
+    }
+}
+
+#[test]
+fn new_neighbour_receives_what_it_should_keep() {
+    let (mut node, newcomer) = (node(), contact(1));
+    let item = |n: u32| {
+        (
+            DhtId::of_bytes(&n.to_be_bytes()),
+            Item::Regular(Timed { value: "v".into(), expiration: NOW + 60.0 }),
+        )
+    };
+    let actions =
+        node.on(Event::Store { id: OperationId(1), items: (0..10).map(item).collect() }, NOW);
+    assert!(matches!(&actions[..], [Action::Stored { accepted, .. }] if *accepted == [1; 10]));
+    let actions = node.on(ping(&newcomer, false), NOW);
+    let [Action::Reply { .. }, Action::Call { peer, request: Request::Store(request), .. }] =
+        &actions[..]
+    else {
+        panic!("{actions:?}")
+    };
+    assert_eq!((*peer, request.keys.len()), (newcomer.peer_id, 10));
+    assert!(request.in_cache.iter().all(|in_cache| !in_cache));
+    assert_eq!(node.on(ping(&newcomer, false), NOW).len(), 1, "only once");
+}
+
+#[test]
+fn misaligned_and_malformed_requests_are_refused() {
+    let mut node = node();
+    let mut refused = |request| {
+        let actions =
+            node.on(Event::Inbound { id: InboundId(1), from: PeerId::random(), request }, NOW);
+        matches!(&actions[..], [Action::Reply { response: Err(_), .. }])
+    };
+    let key = Bytes::copy_from_slice(&[1; 20]);
+    assert!(refused(Request::Store(StoreRequest {
+        keys: vec![key.clone()],
+        ..StoreRequest::default()
+    })));
+    let malformed = StoreRequest {
+        keys: vec![key.clone()],
+        subkeys: vec![Bytes::from_static(&[0xc1])],
+        values: vec![Bytes::new()],
+        expiration_time: vec![NOW + 1.0],
+        in_cache: vec![false],
+        ..StoreRequest::default()
+    };
+    assert!(refused(Request::Store(malformed)));
+    assert!(refused(Request::Find(FindRequest {
+        keys: vec![Bytes::from_static(b"short")],
+        ..FindRequest::default()
+    })));
+    assert!(refused(Request::Find(FindRequest { keys: vec![key; 257], ..FindRequest::default() })));
+}
+
+#[test]
+fn cache_makes_room_and_is_read_when_it_is_newer() {
+    let limits = StorageLimits { max_keys: 2, ..StorageLimits::default() };
+    let mut node = Node::new(NodeConfig { limits, ..config(0) });
+    let mut store = |n: u8, expiration: f64, in_cache: bool| {
+        let request = StoreRequest {
+            keys: vec![DhtId::of_bytes(&[n]).0.to_vec().into()],
+            subkeys: vec![Value::Nil.encode().into()],
+            values: vec![vec![n].into()],
+            expiration_time: vec![expiration],
+            in_cache: vec![in_cache],
+            ..StoreRequest::default()
+        };
+        let request = Request::Store(request);
+        let actions =
+            node.on(Event::Inbound { id: InboundId(1), from: PeerId::random(), request }, NOW);
+        match &actions[..] {
+            [Action::Reply { response: Ok(Response::Store(response)), .. }] => response.store_ok[0],
+            other => panic!("{other:?}"),
+        }
+    };
+    assert!(store(1, NOW + 9.0, true) && store(2, NOW + 5.0, true) && store(3, NOW + 7.0, true));
+    assert!(store(1, NOW + 8.0, false));
+    let mut find = |n: u8| {
+        let event =
+            Event::Get { id: OperationId(1), keys: vec![DhtId::of_bytes(&[n])], latest: true };
+        match node.on(event, NOW).pop() {
+            Some(Action::Found { mut found, .. }) => {
+                found.remove(0).1.map(|stored| stored.expiration())
+            }
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!((find(1), find(2), find(3)), (Some(NOW + 9.0), None, Some(NOW + 7.0)));
+}
+
+proptest! {
+    #[test]
+    fn no_request_from_the_wire_panics(bytes in prop::collection::vec(any::<u8>(), 0..300), kind in 0u8..3) {
+        use prost::Message;
+        let request = match kind {
+            0 => PingRequest::decode(&bytes[..]).map(Request::Ping),
+            1 => StoreRequest::decode(&bytes[..]).map(Request::Store),
+            _ => FindRequest::decode(&bytes[..]).map(Request::Find),
+        };
+        if let Ok(request) = request {
+            node().on(Event::Inbound { id: InboundId(1), from: PeerId::random(), request }, NOW);
+        }
+    }
+
+    #[test]
+    fn no_answer_from_the_wire_panics(value in prop::collection::vec(any::<u8>(), 0..80), kind in -1i32..4, id in prop::collection::vec(any::<u8>(), 0..40)) {
+        let (mut node, peer) = (node(), contact(1));
+        node.on(ping(&peer, false), NOW);
+        let keys = vec![DhtId::of_text("k")];
+        let (call, ..) = only_call(node.on(Event::Get { id: OperationId(1), keys, latest: true }, NOW));
+        let result = FindResult {
+            r#type: kind,
+            value: value.into(),
+            expiration_time: f64::NAN,
+            nearest_node_ids: vec![id.clone().into(), vec![3; 20].into()],
+            nearest_peer_ids: vec![id.into()],
+        };
+        let response = FindResponse { auth: None, results: vec![result], peer: None };
+        node.on(Event::Answered { call, response: Some(Response::Find(response)) }, NOW);
+    }
+}

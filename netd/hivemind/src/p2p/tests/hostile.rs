@@ -1,0 +1,119 @@
+//! Callers that break the protocol or take their time: each is refused within its bound and
+//! counted, and nobody else notices.
+
+use futures::io::AsyncWriteExt as _;
+
+use super::super::limits::{UNARY_REQUEST_TIMEOUT, WRITE_STALL_TIMEOUT};
+use super::*;
+
+/// A connected pair whose callee answers unary calls and hands out streams.
+async fn attacked() -> (P2p, P2p, mpsc::Receiver<Inbound>) {
+    let ((attacker, _), (callee, inbound)) = pair().await;
+    (attacker, callee, inbound)
+}
+
+/// A unary stream on which `bytes` were written.
+async fn unary_with(attacker: &P2p, callee: &P2p, bytes: &[u8]) -> impl futures::AsyncWrite {
+    let stream = attacker.raw_stream(callee.peer_id(), UNARY).await;
+    let mut stream = stream.expect("negotiated");
+    stream.write_all(bytes).await.expect("write");
+    stream.flush().await.expect("flush");
+    stream
+}
+
+/// The callee still answers somebody else.
+async fn others_are_served(callee: &P2p, mut inbound: mpsc::Receiver<Inbound>) {
+    let (other, _inbound) = start(vec![full_address(callee).await]).await;
+    let (answer, ()) = tokio::join!(
+        other.call_unary(callee.peer_id(), UNARY, Bytes::from_static(b"x"), CALL),
+        async {
+            let (_, request, responder) = next_unary(&mut inbound).await;
+            responder.respond(Ok(request)).await.expect("caller waits");
+        }
+    );
+    assert_eq!(answer, Ok(Bytes::from_static(b"x")));
+}
+
+#[test]
+fn a_unary_request_beyond_the_cap_is_dropped_at_its_length_and_counted() {
+    block_on(async {
+        let (attacker, callee, inbound) = attacked().await;
+        // A varint of 5 MiB: not one byte of it is waited for.
+        let _stream = unary_with(&attacker, &callee, &[0x80, 0x80, 0xc0, 0x02]).await;
+        until(|| async { callee.inbound_figures().too_large == 1 }).await;
+        others_are_served(&callee, inbound).await;
+    });
+}
+
+#[test]
+fn a_unary_request_that_is_not_one_is_dropped_and_counted() {
+    block_on(async {
+        let (attacker, callee, inbound) = attacked().await;
+        let _stream = unary_with(&attacker, &callee, &[3, 0xff, 0xff, 0xff]).await;
+        until(|| async { callee.inbound_figures().malformed == 1 }).await;
+        others_are_served(&callee, inbound).await;
+    });
+}
+
+#[test]
+fn a_unary_request_that_trickles_is_given_up_and_counted() {
+    block_on(async {
+        let (attacker, callee, inbound) = attacked().await;
+        let begin = Instant::now();
+        // A megabyte is announced; a byte comes now and then, so that the connection never idles.
+        let mut stream = unary_with(&attacker, &callee, &[0x80, 0x80, 0x40]).await;
+        while callee.inbound_figures().too_slow == 0 {
+            assert!(begin.elapsed() < UNARY_REQUEST_TIMEOUT * 5, "never given up");
+            _ = stream.write_all(&[0]).await;
+            _ = stream.flush().await;
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        assert!(begin.elapsed() >= UNARY_REQUEST_TIMEOUT);
+        others_are_served(&callee, inbound).await;
+    });
+}
+
+#[test]
+fn a_caller_that_never_reads_its_answer_is_left_and_counted() {
+    block_on(async {
+        let (attacker, callee, mut inbound) = attacked().await;
+        let stream =
+            attacker.open_stream(callee.peer_id(), STREAM, CALL).await.expect("negotiated");
+        let mut served = next_stream(&mut inbound).await;
+        let begin = Instant::now();
+        // More than the windows of the connection hold, and nobody reads.
+        let error = loop {
+            match served.send(vec![0; 1 << 20].into()).await {
+                Ok(()) => assert!(begin.elapsed() < WRITE_STALL_TIMEOUT * 5),
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(error, CallError::Closed);
+        assert_eq!(callee.inbound_figures().stalled, 1);
+        others_are_served(&callee, inbound).await;
+        drop(stream);
+    });
+}
+
+#[test]
+fn streams_with_unknown_frames_or_frames_beyond_the_bound_are_counted() {
+    block_on(async {
+        let (attacker, callee, mut inbound) = attacked().await;
+        for (bytes, malformed) in
+            [(vec![7; 9], true), ([&[0][..], &u64::MAX.to_be_bytes()].concat(), false)]
+        {
+            let mut stream =
+                attacker.raw_stream(callee.peer_id(), STREAM).await.expect("negotiated");
+            stream.write_all(&bytes).await.expect("write");
+            stream.flush().await.expect("flush");
+            let mut served = next_stream(&mut inbound).await;
+            match served.recv().await {
+                Err(InboundError::Malformed(_)) => assert!(malformed),
+                Err(InboundError::TooLarge { .. }) => assert!(!malformed),
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!(callee.inbound_figures().bad_frames, 2);
+        others_are_served(&callee, inbound).await;
+    });
+}

@@ -1,0 +1,73 @@
+//! Requests as the handlers have them: decoded, and with what they take of their peer's budget.
+
+use bytes::Bytes;
+use hivemind::names;
+use hivemind::p2p::PeerId;
+use hivemind::wire::messages::{ExpertRequest, Tensor};
+use hivemind::wire::metadata::RequestMetadata;
+use prost::Message;
+use shared::block::BlockIndex;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::Instant;
+
+use super::Failure;
+
+/// A request whose blocks are served and whose metadata is read.
+#[derive(Debug)]
+pub(super) struct Request<'a> {
+    /// Who asks.
+    pub peer: PeerId,
+    /// The blocks in the order in which they run.
+    pub blocks: Vec<BlockIndex>,
+    /// Its tensors.
+    pub tensors: &'a [Tensor],
+    /// Its metadata.
+    pub metadata: RequestMetadata,
+    /// Its adapter, by index.
+    pub adapter: Option<u32>,
+}
+
+/// A message to a session.
+#[derive(Debug)]
+pub struct StepMessage {
+    /// The message.
+    pub request: ExpertRequest,
+    /// Its metadata.
+    pub metadata: RequestMetadata,
+    /// When its last byte was read.
+    pub arrived: Instant,
+    /// Whether another server sent it.
+    pub was_pushed: bool,
+    /// What it takes of the peer's budget, if it is large.
+    _held: Option<OwnedSemaphorePermit>,
+}
+
+impl StepMessage {
+    /// A step that the caller sent itself.
+    ///
+    /// # Errors
+    /// With the text for the client, when its metadata makes no sense.
+    pub fn sent(
+        request: ExpertRequest,
+        arrived: Instant,
+        held: Option<OwnedSemaphorePermit>,
+    ) -> Result<StepMessage, Failure> {
+        let metadata = RequestMetadata::parse(&request.metadata, names::INFERENCE)?;
+        Ok(StepMessage { request, metadata, arrived, was_pushed: false, _held: held })
+    }
+
+    /// A step that another server sent, with what it takes of that peer's budget.
+    pub fn pushed(
+        request: ExpertRequest,
+        metadata: RequestMetadata,
+        held: Option<OwnedSemaphorePermit>,
+    ) -> StepMessage {
+        StepMessage { request, metadata, arrived: Instant::now(), was_pushed: true, _held: held }
+    }
+}
+
+/// The request behind a message.
+pub(super) fn decode(message: Bytes) -> Result<ExpertRequest, Failure> {
+    ExpertRequest::decode(message)
+        .map_err(|error| Failure::bad(format!("cannot read the request: {error}")))
+}

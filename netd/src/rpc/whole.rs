@@ -1,0 +1,179 @@
+//! How requests over whole sequences travel: `rpc_forward`, `rpc_backward` and their streams.
+//! [`super::forward`] and [`super::backward`] compute them.
+
+use bytes::Bytes;
+use hivemind::names;
+use hivemind::p2p::{InboundError, InboundStream, PeerId, UnaryResponder};
+use hivemind::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
+use hivemind::wire::metadata::RequestMetadata;
+use hivemind::wire::stream_parts::{self, PART_BYTES, PartAssembler, PartLimits};
+use prost::Message;
+use shared::shm::board::Trouble;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::timeout;
+
+use super::request::{Request, decode};
+use super::{Failure, Service, backward, forward};
+
+/// What is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rpc {
+    /// Hidden states.
+    Forward,
+    /// Gradients.
+    Backward,
+}
+
+/// Tensors of one request; two are used.
+const MAX_TENSORS: usize = 16;
+
+/// Bytes of a frame beside its part of a tensor: uids, metadata, headers.
+const FRAME_ROOM_BYTES: usize = 1 << 20;
+
+/// Serves one unary call.
+pub async fn serve_unary(
+    service: &Service,
+    rpc: Rpc,
+    peer: PeerId,
+    request: Bytes,
+    mut responder: UnaryResponder,
+) {
+    let work = async {
+        let _held = service.budget.hold(peer, request.len()).await;
+        let request = decode(request)?;
+        let response = ExpertResponse {
+            tensors: answer(service, rpc, peer, &request).await?,
+            metadata: Bytes::new(),
+        };
+        Ok(Bytes::from(response.encode_to_vec()))
+    };
+    let outcome = tokio::select! {
+        outcome = timeout(service.timeouts.request, work) => outcome.unwrap_or_else(|_| Err(Failure::timeout())),
+        () = responder.cancelled() => return service.troubles.count(Trouble::Abandoned),
+    };
+    if let Err(failure) = &outcome {
+        service.troubles.count(failure.trouble());
+    }
+    let _ = responder.respond(outcome.map_err(|failure| failure.unary_text())).await;
+}
+
+/// Serves one stream: parts of tensors up to the caller's end of input, then parts of the answer.
+pub async fn serve_stream(service: &Service, rpc: Rpc, peer: PeerId, stream: InboundStream) {
+    let (mut reader, mut writer) = stream.into_split();
+    reader.set_max_frame_bytes((PART_BYTES + FRAME_ROOM_BYTES) as u64);
+    let work = async {
+        let (request, _held) = match collect(service, rpc, peer, &mut reader).await? {
+            Some(collected) => collected,
+            None => return Ok(None),
+        };
+        tokio::select! {
+            tensors = answer(service, rpc, peer, &request) => tensors.map(Some),
+            _ = reader.recv() => Ok(None),
+        }
+    };
+    let outcome = timeout(service.timeouts.request, work).await;
+    match outcome.unwrap_or_else(|_| Err(Failure::timeout())) {
+        Ok(None) => service.troubles.count(Trouble::Abandoned),
+        Ok(Some(tensors)) => {
+            let parts =
+                tensors.into_iter().flat_map(|tensor| stream_parts::split(tensor, PART_BYTES));
+            for part in parts {
+                let response = ExpertResponse { tensors: vec![part], metadata: Bytes::new() };
+                if writer.send(response.encode_to_vec().into()).await.is_err() {
+                    return service.troubles.count(Trouble::Abandoned);
+                }
+            }
+            writer.finish(reader).await;
+        }
+        Err(failure) => {
+            service.troubles.count(failure.trouble());
+            writer.fail(reader, &failure.stream_text()).await;
+        }
+    }
+}
+
+/// The whole request, with its part of the peer's budget; `None` if the caller has gone. The budget
+/// is asked once, for what the first part says of its tensor, so that no two requests of a peer
+/// wait for each other's rest.
+async fn collect(
+    service: &Service,
+    rpc: Rpc,
+    peer: PeerId,
+    reader: &mut hivemind::p2p::InboundReader,
+) -> Result<Option<(ExpertRequest, Option<OwnedSemaphorePermit>)>, Failure> {
+    let most = usize::try_from(service.max_request_bytes()).unwrap_or(usize::MAX);
+    let limits = PartLimits {
+        max_tensors: MAX_TENSORS,
+        max_bytes: most,
+        max_parts: MAX_TENSORS + 2 * most.div_ceil(PART_BYTES),
+    };
+    let mut parts = PartAssembler::new(limits);
+    let mut first: Option<ExpertRequest> = None;
+    let mut held = None;
+    loop {
+        let frame = match reader.recv().await {
+            Ok(Some(frame)) => frame,
+            Ok(None) => break,
+            Err(InboundError::Cancelled) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        let len = frame.len();
+        let mut request = decode(frame)?;
+        if first.is_none() {
+            let whole = expected_bytes(rpc, &request).clamp(len, most.max(len));
+            held = service.budget.hold(peer, whole).await;
+        }
+        for part in std::mem::take(&mut request.tensors) {
+            parts.push(part)?;
+        }
+        match &first {
+            None => first = Some(request),
+            Some(first) if first.uid != request.uid => {
+                return Err(Failure::bad("all parts of a request must have the same uids"));
+            }
+            Some(_) => {}
+        }
+    }
+    let Some(first) = first else {
+        return Err(Failure::bad("the request is empty"));
+    };
+    let request = ExpertRequest { tensors: parts.finish(), ..first };
+    Ok(Some((request, held)))
+}
+
+/// Bytes of a streamed request by its first part: tensors like the first, as float32, and as much
+/// again for prompts.
+fn expected_bytes(rpc: Rpc, first: &ExpertRequest) -> usize {
+    let elements = first.tensors.first().map_or(0, |part| {
+        let sizes = part.size.iter().map(|size| *size as usize);
+        sizes.fold(4, usize::saturating_mul)
+    });
+    let tensors = match rpc {
+        Rpc::Forward => 2,
+        Rpc::Backward => 3,
+    };
+    elements.saturating_mul(tensors)
+}
+
+/// The tensors that answer `request`.
+async fn answer(
+    service: &Service,
+    rpc: Rpc,
+    peer: PeerId,
+    request: &ExpertRequest,
+) -> Result<Vec<Tensor>, Failure> {
+    let before = service.before(&request.uid);
+    let service = before.as_deref().unwrap_or(service);
+    let blocks = service.blocks(&request.uid)?;
+    let name = match rpc {
+        Rpc::Forward => names::FORWARD,
+        Rpc::Backward => names::BACKWARD,
+    };
+    let metadata = RequestMetadata::parse(&request.metadata, name)?;
+    let adapter = service.adapter(&metadata)?;
+    let request = Request { peer, blocks, tensors: &request.tensors, metadata, adapter };
+    match rpc {
+        Rpc::Forward => forward::forward(service, &request).await.map(|output| vec![output]),
+        Rpc::Backward => backward::backward(service, &request).await,
+    }
+}

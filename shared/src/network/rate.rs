@@ -1,0 +1,90 @@
+//! What the network carries, and how that is known.
+
+use serde::{Deserialize, Serialize};
+
+use super::link::Link;
+
+/// Rate of a network that could not be measured (`petals/server/throughput.py`).
+pub const ASSUMED_BITS_PER_S: f64 = 1e8;
+
+/// How a rate is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum RateSource {
+    /// The operator says so.
+    Operator,
+    /// Bytes went to and from servers of the swarm.
+    Peers,
+    /// Bytes went to and from the service that the operator named (`--network_test_url`).
+    Url,
+    /// The speed of the link, which is less than what was measured or assumed.
+    Link,
+    /// Nothing was measured.
+    Assumed,
+}
+
+impl std::fmt::Display for RateSource {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            RateSource::Operator => "given by --network_mbps",
+            RateSource::Peers => "measured with servers of the swarm",
+            RateSource::Url => "measured with --network_test_url",
+            RateSource::Link => "the speed of the link",
+            RateSource::Assumed => "assumed, nothing was measured yet",
+        })
+    }
+}
+
+/// What the network carries each way.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct NetworkRate {
+    /// The slower way, in bits per second.
+    pub bits_per_s: f64,
+    /// How that is known.
+    pub source: RateSource,
+}
+
+impl NetworkRate {
+    /// The rate that counts, in the order of [`crate::network`].
+    pub fn of(asked: Option<f64>, measured: Option<NetworkRate>, link: &Link) -> NetworkRate {
+        if let Some(bits_per_s) = asked {
+            let source = RateSource::Operator;
+            return NetworkRate { bits_per_s, source };
+        }
+        let rate = measured
+            .unwrap_or(NetworkRate { bits_per_s: ASSUMED_BITS_PER_S, source: RateSource::Assumed });
+        match link.speed_bits_per_s {
+            Some(bits_per_s) if bits_per_s < rate.bits_per_s => {
+                NetworkRate { bits_per_s, source: RateSource::Link }
+            }
+            _ => rate,
+        }
+    }
+
+    /// Megabits per second, for people.
+    pub fn mbps(&self) -> f64 {
+        (self.bits_per_s / 1e4).round() / 1e2
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PEERS: NetworkRate = NetworkRate { bits_per_s: 4e8, source: RateSource::Peers };
+
+    #[test]
+    fn the_operator_goes_before_a_measurement_before_what_is_assumed_and_the_link_bounds() {
+        let rate = |asked, measured, speed| {
+            let link = Link { name: "eth0 via 0101A8C0".into(), speed_bits_per_s: speed };
+            let rate = NetworkRate::of(asked, measured, &link);
+            (rate.bits_per_s, rate.source)
+        };
+        let (fast, slow) = (Some(1e9), Some(1e7));
+        assert_eq!(rate(Some(5.0), Some(PEERS), slow), (5.0, RateSource::Operator));
+        assert_eq!(rate(None, Some(PEERS), fast), (4e8, RateSource::Peers));
+        assert_eq!(rate(None, Some(PEERS), None), (4e8, RateSource::Peers));
+        assert_eq!(rate(None, Some(PEERS), slow), (1e7, RateSource::Link));
+        assert_eq!(rate(None, None, fast), (1e8, RateSource::Assumed));
+        assert_eq!(rate(None, None, slow), (1e7, RateSource::Link));
+    }
+}

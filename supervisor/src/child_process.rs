@@ -1,0 +1,162 @@
+//! One live child process as the driver holds it: the process, its control channel, its descriptor
+//! socket, its seat.
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
+
+use shared::bootstrap::{DescriptorSocket, build_id};
+use shared::config::LogConfig;
+use shared::control::{Birth, BoardSeat, FdTag, Role};
+use shared::ids::{Generation, WorkerId};
+use shared::shm::board::{Board, BoardError, Occupant};
+
+use crate::channel::{Channel, Message, Wake};
+use crate::spawn::Process;
+use crate::tree::{ChildId, ExitStatus};
+
+/// Why a child could not be started.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The system refused a process, a thread or a descriptor.
+    #[error("cannot start {child}")]
+    System {
+        /// Which child.
+        child: ChildId,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// It has no place on the board.
+    #[error(transparent)]
+    Board(#[from] BoardError),
+}
+
+/// A process that was spawned and whose end was not reported to the tree yet.
+#[derive(Debug)]
+pub struct ChildProcess {
+    /// Which child.
+    pub id: ChildId,
+    /// Its generation.
+    pub generation: Generation,
+    /// The process.
+    pub process: Process,
+    /// Its control channel.
+    pub channel: Channel,
+    /// How it ended, and when it was reaped; from then on its process id may name another process.
+    pub end: Option<(ExitStatus, Instant)>,
+    /// Whether its control channel is closed.
+    pub closed: bool,
+    /// What kept it from beginning, on our side; takes the place of how it ended.
+    pub fault: Option<ExitStatus>,
+    descriptors: DescriptorSocket,
+    last_tag: u64,
+}
+
+impl ChildProcess {
+    /// Starts a process and gives it its birth and its seat.
+    ///
+    /// # Errors
+    /// [`StartError`]; nothing is left behind.
+    pub fn start(
+        id: ChildId,
+        generation: Generation,
+        log: &LogConfig,
+        board: &Board,
+        wake: &Wake,
+    ) -> Result<ChildProcess, StartError> {
+        let system = |source| StartError::System { child: id, source };
+        let (role, worker) = (role_of(id), worker_of(id));
+        board.assign(slot_of(id), &Occupant { role, generation, worker })?;
+        let channel = Channel::open(role, wake).map_err(system)?;
+        let (descriptors, theirs) = DescriptorSocket::pair().map_err(system)?;
+        let birth = Birth {
+            build: build_id(),
+            role,
+            server: channel.server().to_owned(),
+            parent_pid: std::process::id(),
+            generation,
+            worker,
+            log: log.clone(),
+        };
+        let spawned = descriptors
+            .send_birth(&birth)
+            .and_then(|()| Process::spawn(role, &title_of(id, generation), &theirs));
+        let process = spawned.map_err(|source| {
+            channel.abandon();
+            system(source)
+        })?;
+        board.set_pid(slot_of(id), process.pid())?;
+        Ok(ChildProcess {
+            id,
+            generation,
+            process,
+            channel,
+            end: None,
+            closed: false,
+            fault: None,
+            descriptors,
+            last_tag: 0,
+        })
+    }
+
+    /// Where the child reports, and how often.
+    pub fn seat(&self, heartbeat: Duration) -> BoardSeat {
+        BoardSeat { slot: slot_of(self.id), heartbeat }
+    }
+
+    /// Sends `fds`, then the message made with their tag. False means that the child does not keep
+    /// up; a child that has gone is no fault here, its end is on the way.
+    pub fn deliver(
+        &mut self,
+        fds: &[BorrowedFd<'_>],
+        message: impl FnOnce(FdTag) -> Message,
+    ) -> bool {
+        use shared::bootstrap::DescriptorError;
+        if self.end.is_some() {
+            return true;
+        }
+        self.last_tag += 1;
+        let tag = FdTag(self.last_tag);
+        match self.descriptors.send(tag, fds) {
+            Ok(()) => self.channel.send(message(tag)),
+            Err(DescriptorError::Closed) => true,
+            Err(_) => false,
+        }
+    }
+
+    /// Sends a message that has no descriptors.
+    pub fn tell(&self, message: Message) -> bool {
+        self.end.is_some() || self.channel.send(message)
+    }
+}
+
+/// The child's slot on the board.
+pub fn slot_of(id: ChildId) -> u32 {
+    match id {
+        ChildId::Prepare => 0,
+        ChildId::Netd => 1,
+        ChildId::Worker(WorkerId { group, rank, world_size }) => {
+            2 + u32::from(group.0) * u32::from(world_size.0) + u32::from(rank.0)
+        }
+    }
+}
+
+fn role_of(id: ChildId) -> Role {
+    match id {
+        ChildId::Prepare => Role::Prepare,
+        ChildId::Netd => Role::Netd,
+        ChildId::Worker(_) => Role::Worker,
+    }
+}
+
+fn worker_of(id: ChildId) -> Option<WorkerId> {
+    match id {
+        ChildId::Worker(worker) => Some(worker),
+        ChildId::Prepare | ChildId::Netd => None,
+    }
+}
+
+fn title_of(id: ChildId, generation: Generation) -> String {
+    format!("sepal: {id} gen {generation}")
+}

@@ -1,0 +1,244 @@
+//! The devices of a run: which serve when none was named, and what is known of the warpgroups of
+//! each. Short-lived processes find it out before the run begins, so a signal ends the supervisor at
+//! once, and them with it.
+//!
+//! | module | is |
+//! | --- | --- |
+//! | this one | which devices serve: every CUDA device that passed its test, else the processor |
+//! | `sample` | whether the warpgroups of a device may be used |
+//! | `verdict` | what outlives a run, in the cache folder |
+//! | `subprocess` | a process that says something about a device |
+//!
+//! A device is tested once for each driver and build, by `sepal selftest --quick`, and its
+//! warpgroups by `sepal sample`. A test that found nothing, because it was killed or the device was
+//! busy, is repeated at the next start.
+
+mod sample;
+mod subprocess;
+mod verdict;
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use shared::config::{AutomaticDevices, Device, ServeConfig};
+use shared::control::CudaDevices;
+use shared::exit::ExitReason;
+use shared::warpgroups::Warpgroups;
+use tracing::{info, warn};
+
+use crate::cli::{MAX_DEVICES, threads};
+use sample::Candidate;
+use subprocess::{Output, Subprocess};
+use verdict::{Subject, sentence};
+
+/// Time for the driver to say which devices there are.
+const LIST_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Time for the test of one device, which takes seconds.
+const TEST_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// Time for the sample of warpgroups before a self-test.
+const SAMPLE_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The kind of the verdict of a self-test.
+const KIND: &str = "selftest";
+
+/// Fills in the devices of `config`, and the settings that depend on them, unless devices were
+/// named; and what is known of the warpgroups of its CUDA devices.
+pub fn choose(config: &mut ServeConfig) {
+    let folder = config.prepare.cache_dir.join("selftest");
+    let limit = config.sample_timeout;
+    let Some(AutomaticDevices { threads: asked, quant_type }) = config.automatic.take() else {
+        config.warpgroups = of_named(&folder, &config.devices, limit);
+        return;
+    };
+    match usable(&folder, limit) {
+        Ok(found) => {
+            config.devices = found.iter().map(|(device, _)| *device).collect();
+            config.warpgroups = found;
+        }
+        Err(why) => {
+            info!(device = %Device::Cpu, why, "no device was named, serving on the CPU");
+            return;
+        }
+    }
+    let default = Device::default_quant_type(&config.devices);
+    config.worker.threads = threads(asked, config.devices.len());
+    config.prepare.quant_type = quant_type.unwrap_or(default);
+    let names: Vec<String> = config.devices.iter().map(Device::to_string).collect();
+    let (devices, quant_type) = (names.join(","), config.prepare.quant_type.name());
+    info!(
+        devices,
+        quant_type, "no device was named, serving on the CUDA devices that passed their test"
+    );
+}
+
+/// What `sepal selftest` must know of a device before it tests it: the outcome of a new sample.
+pub fn sample(ordinal: u32) -> Warpgroups {
+    sample::sample(ordinal, SAMPLE_TIMEOUT)
+}
+
+/// What is known of the warpgroups of the CUDA devices among `devices`. One that is not there is left
+/// to prepare, which refuses it.
+fn of_named(folder: &Path, devices: &[Device], limit: Duration) -> Vec<(Device, Warpgroups)> {
+    if !devices.iter().any(|device| matches!(device, Device::Cuda(_))) {
+        return Vec::new();
+    }
+    match list() {
+        Ok(list) => {
+            let is_named = |one: &Candidate<'_>| devices.contains(&one.device());
+            let named: Vec<_> = candidates(&list).filter(is_named).collect();
+            let sampled = sample::warpgroups(folder, &named, limit);
+            named.iter().map(|one| one.device()).zip(sampled).collect()
+        }
+        Err(why) => {
+            let unknown = Warpgroups::Failed(format!("no sample was taken: {why}"));
+            devices.iter().map(|&device| (device, unknown.clone())).collect()
+        }
+    }
+}
+
+/// The CUDA devices that pass their test, at least one, or why there is none.
+fn usable(folder: &Path, limit: Duration) -> Result<Vec<(Device, Warpgroups)>, String> {
+    let mut list = list()?;
+    list.devices.truncate(MAX_DEVICES);
+    let unusable = |(ordinal, found): (u32, &Result<_, String>)| {
+        Some((Device::Cuda(ordinal), found.as_ref().err()?.clone()))
+    };
+    let mut faults: Vec<(Device, String)> = (0..).zip(&list.devices).filter_map(unusable).collect();
+    let candidates: Vec<_> = candidates(&list).collect();
+    let sampled = sample::warpgroups(folder, &candidates, limit);
+    let mut passed = Vec::new();
+    for (candidate, warpgroups) in candidates.iter().zip(sampled) {
+        match tested(folder, candidate, &warpgroups) {
+            None => passed.push((candidate.device(), warpgroups)),
+            Some(fault) => faults.push((candidate.device(), fault)),
+        }
+    }
+    for (device, fault) in &faults {
+        warn!(%device, fault, "device not used; `sepal selftest --device {device} --quick` tells more");
+    }
+    match passed.is_empty() {
+        false => Ok(passed),
+        true => {
+            let faults = faults.iter().map(|(device, fault)| format!("{device}: {fault}"));
+            Err(faults.collect::<Vec<_>>().join("; "))
+        }
+    }
+}
+
+/// What the driver says about its devices.
+fn list() -> Result<CudaDevices, String> {
+    let output = Subprocess::start(&["cuda_devices"], LIST_TIMEOUT)?.finish()?;
+    if !output.status.is_some_and(|status| status.success()) {
+        return Err(last_error(&output));
+    }
+    serde_json::from_str(&output.text)
+        .map_err(|error| format!("cannot read the list of CUDA devices: {error}"))
+}
+
+/// The devices of a list that can be used at all.
+fn candidates(list: &CudaDevices) -> impl Iterator<Item = Candidate<'_>> {
+    (0..).zip(&list.devices).filter_map(|(ordinal, found)| {
+        let found = found.as_ref().ok()?;
+        let subject = Subject::new(found, list.driver_version);
+        Some(Candidate { ordinal, found, subject })
+    })
+}
+
+/// What is wrong with a device: its warpgroups, or what an earlier test or a new one found.
+fn tested(folder: &Path, candidate: &Candidate<'_>, warpgroups: &Warpgroups) -> Option<String> {
+    if let Warpgroups::Failed(why) = warpgroups {
+        return Some(format!("warpgroups: {why}"));
+    }
+    let (device, Candidate { found, subject, .. }) = (candidate.device(), candidate);
+    if let Some(known) = subject.read(folder, KIND) {
+        return known;
+    }
+    info!(%device, name = found.name, "testing a CUDA device, once for this driver and build");
+    let start = Instant::now();
+    let named = device.to_string();
+    let arguments = ["selftest", "--quick", "--device", &named];
+    let tested = Subprocess::start(&arguments, TEST_TIMEOUT).and_then(Subprocess::finish);
+    let (fault, is_verdict) = match tested {
+        Ok(output) => judge(&output),
+        Err(why) => (Some(why), false),
+    };
+    info!(%device, passed = fault.is_none(), took = ?start.elapsed(), "CUDA device tested");
+    if is_verdict {
+        subject.write(folder, KIND, &fault);
+    }
+    fault
+}
+
+/// What is wrong by the end of a test, and whether it will be so the next time.
+fn judge(output: &Output) -> (Option<String>, bool) {
+    match output.status.map(|status| status.code()) {
+        None => (Some(format!("its test did not end within {TEST_TIMEOUT:?}")), false),
+        Some(Some(0)) => (None, true),
+        Some(code) => {
+            let lost = i32::from(ExitReason::DeviceLost.code());
+            (Some(last_error(output)), code == Some(lost))
+        }
+    }
+}
+
+/// The last line of the errors of a process, or how it ended.
+fn last_error(output: &Output) -> String {
+    let line = output.errors.lines().rev().find(|line| !line.trim().is_empty());
+    match (line, output.status) {
+        (Some(line), _) => sentence(line.trim_start_matches("sepal: ")),
+        (None, Some(status)) => format!("its process ended with {status}"),
+        (None, None) => "its process did not end in time".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::ExitStatus;
+
+    use shared::control::CudaDevice;
+
+    use super::*;
+
+    fn output(code: i32, errors: &str) -> Output {
+        let status = Some(ExitStatus::from_raw(code << 8));
+        Output { status, text: String::new(), errors: errors.to_owned() }
+    }
+
+    #[test]
+    fn only_what_a_test_found_is_a_verdict() {
+        assert_eq!(judge(&output(0, "")), (None, true));
+        let wrong = judge(&output(10, "sepal: 2 kinds of operations are wrong on this device\n"));
+        assert_eq!(
+            wrong,
+            (Some("2 kinds of operations are wrong on this device".to_owned()), true)
+        );
+        assert!(!judge(&output(11, "out of memory")).1);
+        assert!(!judge(&Output { status: None, ..output(0, "") }).1);
+        let killed = Output { status: Some(ExitStatus::from_raw(9)), ..output(0, "") };
+        let (fault, is_verdict) = judge(&killed);
+        assert!(fault.unwrap().contains("SIGKILL") && !is_verdict);
+    }
+
+    #[test]
+    fn a_device_is_tested_once_and_not_at_all_where_its_warpgroups_fail() {
+        let folder = tempfile::tempdir().unwrap();
+        let found = CudaDevice { name: "H200".to_owned(), uuid: [7; 16], has_warpgroups: true };
+        let list = CudaDevices {
+            driver_version: 12_080,
+            devices: vec![Err("too old".to_owned()), Ok(found)],
+        };
+        let all: Vec<_> = candidates(&list).collect();
+        let [candidate] = &all[..] else { panic!("one can be used") };
+        assert_eq!((candidate.ordinal, candidate.device()), (1, Device::Cuda(1)));
+        candidate.subject.write(folder.path(), KIND, Some("wrong"));
+        // A new test would be this program, which is no `sepal`.
+        let fault = tested(folder.path(), candidate, &Warpgroups::SameBits);
+        assert_eq!(fault, Some("wrong".to_owned()));
+        let hangs = Warpgroups::Failed("it did not end".to_owned());
+        let fault = tested(folder.path(), candidate, &hangs);
+        assert_eq!(fault, Some("warpgroups: it did not end".to_owned()));
+    }
+}

@@ -1,0 +1,176 @@
+//! `sepal status`: what runs. The supervisor of each live instance tells it from its board, also
+//! while netd or a worker is down.
+
+use std::io::{self, Write};
+
+use shared::causes::with_causes;
+use shared::exit::ExitReason;
+
+use super::ask;
+use crate::cli::StatusOptions;
+use crate::instance::{InstanceError, LiveInstance, live_instances};
+use crate::report::{InstanceReport, table};
+
+/// Why there is nothing to show.
+#[derive(Debug, thiserror::Error)]
+enum StatusError {
+    #[error(transparent)]
+    Instance(#[from] InstanceError),
+    #[error("no instance {name} runs in {dir}; running: {running}")]
+    NoSuch { name: String, dir: String, running: String },
+    #[error("the supervisor of instance {name} does not answer")]
+    Silent {
+        name: String,
+        #[source]
+        source: io::Error,
+    },
+    #[error("cannot write the report")]
+    Output(#[from] io::Error),
+}
+
+/// Prints the report to standard output; errors go to standard error.
+pub fn run(options: &StatusOptions) -> ExitReason {
+    match print(options, &mut io::stdout().lock()) {
+        Ok(()) => ExitReason::Clean,
+        Err(error) => {
+            eprintln!("sepal: {}", with_causes(&error));
+            ExitReason::Failed
+        }
+    }
+}
+
+fn print(options: &StatusOptions, out: &mut impl Write) -> Result<(), StatusError> {
+    let instances = wanted(options)?;
+    let reports = instances.iter().filter_map(report).collect::<Result<Vec<_>, _>>()?;
+    if options.json {
+        serde_json::to_writer_pretty(&mut *out, &reports).map_err(io::Error::from)?;
+        writeln!(out)?;
+    } else if reports.is_empty() {
+        writeln!(out, "no instance runs in {}", options.runtime_dir.display())?;
+    } else {
+        for report in &reports {
+            out.write_all(table(report).as_bytes())?;
+        }
+    }
+    Ok(())
+}
+
+fn wanted(options: &StatusOptions) -> Result<Vec<LiveInstance>, StatusError> {
+    let live = live_instances(&options.runtime_dir)?;
+    let Some(name) = &options.instance else {
+        return Ok(live);
+    };
+    let names: Vec<&str> = live.iter().map(|live| live.name.as_str()).collect();
+    let running = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+    match live.iter().find(|live| live.name == *name) {
+        Some(live) => Ok(vec![live.clone()]),
+        None => {
+            let dir = options.runtime_dir.display().to_string();
+            Err(StatusError::NoSuch { name: name.clone(), dir, running })
+        }
+    }
+}
+
+/// What an instance tells of itself; `None` while it starts or ends.
+fn report(live: &LiveInstance) -> Option<Result<InstanceReport, StatusError>> {
+    match ask(&live.status_socket) {
+        Ok(report) => Some(Ok(report)),
+        Err(error)
+            if [io::ErrorKind::NotFound, io::ErrorKind::ConnectionRefused]
+                .contains(&error.kind()) =>
+        {
+            None
+        }
+        Err(source) => Some(Err(StatusError::Silent { name: live.name.clone(), source })),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shared::block::Span;
+    use shared::control::Role;
+    use shared::ids::{Generation, GroupId, WorkerId};
+    use shared::shm::board::{ChildState, Occupant};
+
+    use super::*;
+    use crate::instance::Instance;
+    use crate::segments::Segments;
+    use crate::status::StatusSocket;
+
+    /// What is printed while a supervisor tells of `segments`.
+    fn shown(options: &StatusOptions, server: &mut Server) -> Result<String, StatusError> {
+        std::thread::scope(|scope| {
+            let asking = scope.spawn(|| {
+                let mut out = Vec::new();
+                print(options, &mut out)?;
+                Ok(String::from_utf8(out).unwrap())
+            });
+            while !asking.is_finished() {
+                let board = server.segments.board.view();
+                server.socket.answer(|| InstanceReport::of(board.snapshot()));
+            }
+            asking.join().unwrap()
+        })
+    }
+
+    /// A supervisor in the state of a worker's third life.
+    struct Server {
+        _dir: tempfile::TempDir,
+        _instance: Instance,
+        segments: Segments,
+        socket: StatusSocket,
+    }
+
+    fn server() -> (StatusOptions, Server) {
+        let dir = tempfile::tempdir().unwrap();
+        let instance = Instance::claim(dir.path(), Some("x")).unwrap();
+        let segments = Segments::new(&instance, 7).unwrap();
+        let worker = Some(WorkerId::solo(GroupId(0)));
+        let occupant = Occupant { role: Role::Worker, generation: Generation(3), worker };
+        segments.board.assign(2, &occupant).unwrap();
+        segments.board.set_pid(2, 4711).unwrap();
+        segments.board.set_state(2, ChildState::Ready).unwrap();
+        segments.board.set_span(2, Span::new(4, 8).unwrap()).unwrap();
+        let socket = StatusSocket::bind(&instance.status_socket()).unwrap();
+        let options =
+            StatusOptions { instance: None, runtime_dir: dir.path().to_owned(), json: false };
+        (options, Server { _dir: dir, _instance: instance, segments, socket })
+    }
+
+    #[test]
+    fn the_table_shows_every_process_of_a_live_instance() {
+        let (options, mut server) = server();
+        let text = shown(&options, &mut server).unwrap();
+        assert!(
+            text.starts_with(&format!("instance x, supervisor pid {}", std::process::id())),
+            "{text}"
+        );
+        let row = text.lines().last().unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
+        assert_eq!(row, "gpu-worker 0.0 4711 3 ready idle 4:8 0 2");
+    }
+
+    #[test]
+    fn json_says_the_same_to_programs() {
+        let (mut options, mut server) = server();
+        options.json = true;
+        let value: serde_json::Value =
+            serde_json::from_str(&shown(&options, &mut server).unwrap()).unwrap();
+        let mut keys: Vec<_> = value[0].as_object().unwrap().keys().collect();
+        keys.sort();
+        assert_eq!(keys, ["children", "instance", "started_unix_s", "supervisor_pid"]);
+        let child = &value[0]["children"][0];
+        assert_eq!((&value[0]["instance"], &child["pid"]), (&"x".into(), &4711.into()));
+        assert_eq!((&child["span"], &child["restarts"]), (&"4:8".into(), &2.into()));
+    }
+
+    #[test]
+    fn an_instance_that_does_not_run_is_named_with_those_that_do() {
+        let (mut options, mut server) = server();
+        options.instance = Some("y".into());
+        let error = shown(&options, &mut server).unwrap_err().to_string();
+        assert!(error.contains("no instance y") && error.contains("running: x"), "{error}");
+        options.runtime_dir = options.runtime_dir.join("none");
+        options.instance = None;
+        assert!(shown(&options, &mut server).unwrap().contains("no instance runs"));
+    }
+}
