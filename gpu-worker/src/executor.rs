@@ -11,15 +11,54 @@
 //! The executor holds no session state, and nothing of a job outlives its answer but what the job
 //! says: KV pages and the output slot. A new link (a new netd) drops all that was accepted before
 //! it.
+//!
+//! # One plan, many ranks
+//!
+//! netd submits jobs to rank 0 of a group only. The [`Executor`] of rank 0 decides what is done
+//! next, publishes it in the plan log of the group, and does it; a [`Follower`] on every other rank
+//! reads the log and does the same, in the same order. What they do is one piece of code
+//! (`execution`), and what is published is in `record`. A worker without a group publishes nothing.
+//!
+//! ```text
+//! rank 0, Executor    ring -> accept -> plan -> publish -> execute -> output -> completion, once all are done
+//!                                                  | plan log                              ^
+//! others, Follower                                 +----> check -> execute -> done --------+
+//! ```
+//!
+//! A follower reads inputs and prompts from the arena and writes nothing to it. It trusts rank 0 no
+//! further than a worker trusts netd. An answer waits until every rank is done with the last unit of
+//! its job, since netd may use the slots again after; the next unit does not wait for it. When a
+//! rank dies or hangs, the supervisor aborts the group: every wait ends, and every executor with
+//! [`ExitReason::GroupAborted`].
+//!
+//! What a process of a group makes at its start, with the [`GroupMap`] of its rank and a
+//! [`WaitPolicy`] from [`wait_policy`]:
+//!
+//! ```text
+//! rank 0    Executor::new(..).publishing(PlanWriter::new(&map, policy)?), run with Command<Link>
+//! others    Follower::new(.., PlanReader::new(&map, policy)?),            run with Command<ArenaLink>
+//! ```
+//!
+//! A follower sleeps on its doorbell of the group: its control thread calls [`GroupMap::ring`] with
+//! its own rank after each command. That of rank 0 rings the submission doorbell, as without a group.
+//! The arena of a new netd comes to the followers first: rank 0 gets its link when all of them have
+//! reported theirs. A drain comes to rank 0 first: the others are told when it has ended.
+//!
+//! [`GroupMap`]: shared::shm::group::GroupMap
+//! [`GroupMap::ring`]: shared::shm::group::GroupMap::ring
+//! [`WaitPolicy`]: shared::shm::group::WaitPolicy
 
 mod answers;
+mod execution;
 mod exit;
+mod follower;
+mod publisher;
+mod record;
 
-use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
-use nix::time::{ClockId, clock_gettime};
 use shared::config::FaultPoint;
 use shared::control::FromWorker;
 use shared::exit::ExitReason;
@@ -27,18 +66,23 @@ use shared::ids::JobId;
 use shared::job::{Entry, JobBody, JobDescriptor, JobError, JobLimits};
 use shared::shm::board::{BoardWriter, Phase};
 use shared::shm::doorbell::{MAX_SPIN, WaitError, Wake};
+use shared::shm::group::PlanWriter;
 use shared::shm::layout::RING_ENTRIES;
+use shared::shm::ring::Armed;
 use tracing::{debug, info};
 
-use crate::device::{DeviceBackend, TransferError, UnitLimits};
+use crate::device::{DeviceBackend, UnitLimits};
 use crate::engine::{Engine, Job};
 use crate::fault::Faults;
 use crate::job::JobPlan;
 use crate::link::Link;
 use crate::schedule::{JobKey, Schedule, Unit};
 
-use answers::{Answers, bad_slot};
+use answers::Answers;
+use execution::Execution;
 pub use exit::Exit;
+pub use follower::{Follower, wait_policy};
+use publisher::Publisher;
 
 /// Sleep while answers wait for room in the completion ring, which rings nobody when it is emptied.
 const RETRY: Duration = Duration::from_millis(1);
@@ -49,12 +93,16 @@ pub const DRAIN_TIME: Duration = Duration::from_secs(10);
 /// Time after that for netd to take the last answers.
 const FLUSH_TIME: Duration = Duration::from_secs(1);
 
-/// What the control thread tells the executor.
+/// Longest wait of a rank for anything but its group before it looks whether that was aborted.
+const ABORT_POLL: Duration = Duration::from_millis(50);
+
+/// What the control thread tells the executor. `L` is the [`Link`] of a worker that gets jobs from
+/// netd, or the [`ArenaLink`](crate::link::ArenaLink) of one that follows another.
 #[derive(Debug)]
-pub enum Command {
+pub enum Command<L = Link> {
     /// Serve this link and nothing of an older one.
-    Link(Box<Link>),
-    /// Finish what is accepted, then end.
+    Link(Box<L>),
+    /// Finish what is accepted, then end. A follower, of which rank 0 needs nothing more, ends.
     Drain,
     /// Exit now, for this reason; the text is for the operator.
     End(ExitReason, String),
@@ -63,16 +111,13 @@ pub enum Command {
 /// Takes jobs from the ring of a link, computes them on its device, and answers each once.
 #[derive(Debug)]
 pub struct Executor<'w, B: DeviceBackend> {
-    engine: Engine<'w, B>,
-    faults: Faults,
-    board: BoardWriter,
+    execution: Execution<'w, B>,
+    publisher: Publisher,
     limits: JobLimits,
     spin: Duration,
     schedule: Schedule,
-    jobs: HashMap<JobKey, Job<B>>,
     answers: Answers,
     taken: u64,
-    busy: bool,
     drain: Option<Instant>,
     drain_time: Duration,
 }
@@ -84,25 +129,29 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
         engine: Engine<'w, B>,
         limits: JobLimits,
         faults: Faults,
-        board: BoardWriter,
+        board: impl Into<Arc<BoardWriter>>,
     ) -> Self {
         // Spinning on the only core would keep the writer from running.
         let UnitLimits { times, tokens } = engine.unit_limits();
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
         Executor {
-            engine,
-            faults,
-            board,
+            execution: Execution::new(engine, faults, board.into()),
+            publisher: Publisher::default(),
             limits,
             spin: if cores > 1 { MAX_SPIN } else { Duration::ZERO },
             schedule: Schedule::new(times).limited(tokens),
-            jobs: HashMap::new(),
             answers: Answers::default(),
             taken: 0,
-            busy: true,
             drain: None,
             drain_time: DRAIN_TIME,
         }
+    }
+
+    /// The same as rank 0 of a group, whose other ranks follow what is written to `plans`.
+    #[must_use]
+    pub fn publishing(mut self, plans: PlanWriter) -> Self {
+        self.publisher = Publisher::new(plans);
+        self
     }
 
     /// Serves until told to end. `report` passes a message to the supervisor.
@@ -129,8 +178,9 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
         match self.plan_unit(link)? {
             Some(unit) => {
                 self.run_unit(link, &unit)?;
-                self.board.progress();
-                self.post_answers(link)
+                self.execution.board.progress();
+                self.post_answers(link)?;
+                Ok(())
             }
             None if self.drain.is_some() && self.answers.is_empty() => Err(Exit::clean()),
             None => self.sleep(link),
@@ -147,7 +197,7 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
         loop {
             let command = match (&link, self.drain) {
                 (None, None) => {
-                    self.enter(Phase::Idle);
+                    self.execution.enter(Phase::Idle);
                     self.first_command(commands)
                 }
                 (None, Some(_)) => return Err(Exit::clean()),
@@ -155,20 +205,16 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
             };
             match command {
                 Ok(Command::Link(next)) => {
-                    let abandoned = self.jobs.len();
-                    info!(netd_generation = %next.netd_generation, abandoned, "linked to netd");
-                    self.drop_jobs();
-                    self.limits.arena_bytes = next.arena.len();
-                    self.engine.link(&next.arena);
+                    self.link(&next)?;
                     report(FromWorker::Linked { netd_generation: next.netd_generation });
                     *link = Some(*next);
                 }
                 Ok(Command::Drain) => {
-                    info!(jobs = self.jobs.len(), "draining");
+                    info!(jobs = self.execution.jobs.len(), "draining");
                     self.drain.get_or_insert(Instant::now() + self.drain_time);
                 }
                 Ok(Command::End(reason, message)) => return Err(Exit { reason, message }),
-                Err(TryRecvError::Empty) => return Ok(()),
+                Err(TryRecvError::Empty) => return Ok(self.publisher.check_abort()?),
                 Err(TryRecvError::Disconnected) => {
                     return Err(Exit { reason: ExitReason::ParentGone, message: String::new() });
                 }
@@ -176,25 +222,37 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
         }
     }
 
-    /// Waits for a command while there is no link, with a heartbeat.
+    /// Drops what came through an older link.
+    fn link(&mut self, next: &Link) -> Result<(), Exit> {
+        let abandoned = self.execution.jobs.len();
+        info!(netd_generation = %next.netd_generation, abandoned, "linked to netd");
+        self.schedule.clear();
+        self.answers.clear();
+        self.limits.arena_bytes = next.arena.len();
+        self.publisher.link(next.netd_generation)?;
+        self.publisher.join(&next.submission_bell)?;
+        self.execution.link(&next.arena);
+        Ok(())
+    }
+
+    /// Waits for a command while there is no link, with a heartbeat. `Empty`: the group was
+    /// aborted.
     fn first_command(&self, commands: &Receiver<Command>) -> Result<Command, TryRecvError> {
-        loop {
-            match commands.recv_timeout(self.board.heartbeat()) {
-                Err(RecvTimeoutError::Timeout) => self.board.progress(),
+        let heartbeat = self.execution.board.heartbeat();
+        let interval =
+            if self.publisher.is_followed() { heartbeat.min(ABORT_POLL) } else { heartbeat };
+        while self.publisher.check_abort().is_ok() {
+            match commands.recv_timeout(interval) {
+                Err(RecvTimeoutError::Timeout) => self.execution.board.progress(),
                 received => return received.map_err(|_| TryRecvError::Disconnected),
             }
         }
-    }
-
-    fn drop_jobs(&mut self) {
-        self.schedule.clear();
-        self.jobs.clear();
-        self.answers.clear();
+        Err(TryRecvError::Empty)
     }
 
     /// Takes jobs out of the ring while their answers have room.
     fn take_jobs(&mut self, link: &mut Link) -> Result<(), Exit> {
-        while self.jobs.len() + self.answers.len() < RING_ENTRIES {
+        while self.execution.jobs.len() + self.answers.len() < RING_ENTRIES {
             let Some(entry) = link.submissions.pop()? else {
                 break;
             };
@@ -203,12 +261,12 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
             match self.accept(link, &entry, number) {
                 Ok(job) => {
                     let key = self.schedule.accept(job.plan.shape());
-                    self.jobs.insert(key, job);
-                    self.faults.at(number, FaultPoint::Taken);
+                    self.execution.jobs.insert(key, job);
+                    self.execution.faults.at(number, FaultPoint::Taken);
                 }
                 Err(error) => {
                     debug!(job = entry[1], %error, "job refused");
-                    self.answers.refuse(link, JobId(entry[1]), error);
+                    self.answers.refuse(link, JobId(entry[1]), error, None);
                 }
             }
         }
@@ -237,7 +295,7 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
         if body.kind != descriptor.kind {
             return Err(JobError::BadBody { at: 0 });
         }
-        let plan = JobPlan::new(body, self.engine.piece_tokens(descriptor.kind));
+        let plan = JobPlan::new(body, self.execution.engine.piece_tokens(descriptor.kind));
         Ok(Job::new(number, descriptor.id, descriptor.submitted_ns, plan))
     }
 
@@ -251,75 +309,70 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
 
     /// Begins the jobs of a unit, runs it, and answers the jobs that end with it.
     fn run_unit(&mut self, link: &mut Link, unit: &Unit) -> Result<(), Exit> {
-        self.enter(Phase::Unit);
+        self.execution.enter(Phase::Unit);
         for member in &unit.members {
             if !self.begin(link, member.job)? {
                 return Ok(());
             }
         }
+        self.publisher.unit(unit)?;
         let start = Instant::now();
-        self.engine.unit(unit, &mut self.jobs)?;
+        self.execution.unit(unit)?;
         // The outputs follow their last unit on the device, so that one wait is for both.
         let mut outputs = self.write_outputs(unit)?;
-        self.engine.synchronize()?;
+        self.execution.engine.synchronize()?;
         for advance in self.schedule.done(unit, start.elapsed()) {
             self.answer_if_finished(link, advance, &mut outputs)?;
         }
         Ok(())
     }
 
-    /// Makes the copies of a job and reads its input, unless that is done. False: the job was
-    /// refused.
+    /// Begins a job, unless that is done. False: the job was refused.
     fn begin(&mut self, link: &Link, key: JobKey) -> Result<bool, Exit> {
-        let Some(job) = self.jobs.get_mut(&key) else {
+        let Some(job) = self.execution.jobs.get(&key) else {
             return Ok(false);
         };
         if job.begun.is_some() {
             return Ok(true);
         }
-        self.engine.copy_pages(&job.plan.body)?;
-        self.faults.at(job.number, FaultPoint::Copies);
-        match self.engine.begin(job, monotonic_ns()) {
-            Ok(()) => Ok(true),
-            Err(TransferError::Op(failure)) => Err(failure.into()),
-            Err(TransferError::Outside(outside)) => {
-                self.answers.refuse(link, job.id, bad_slot(&outside));
-                self.schedule.remove(key);
-                self.jobs.remove(&key);
-                Ok(false)
-            }
-        }
+        let id = job.id;
+        self.publisher.begin(key, job.number, id, &job.plan.body)?;
+        let Some(error) = self.execution.begin(key)? else {
+            return Ok(true);
+        };
+        self.publisher.remove(key)?;
+        self.answers.refuse(link, id, error, self.publisher.until_now());
+        self.schedule.remove(key);
+        self.execution.jobs.remove(&key);
+        Ok(false)
     }
 
-    /// Sleeps until the next job, a command or the next heartbeat.
+    /// Sleeps until the next job, a command, the end of what an answer waits for, or the next
+    /// heartbeat.
     fn sleep(&mut self, link: &mut Link) -> Result<(), Exit> {
-        self.enter(Phase::Idle);
-        let timeout = if self.answers.is_empty() { self.board.heartbeat() } else { RETRY };
-        match link.submissions.wait(&link.submission_bell, self.spin, timeout) {
+        self.execution.enter(Phase::Idle);
+        let heartbeat = self.execution.board.heartbeat();
+        let (spin, timeout) = match self.answers.next_until() {
+            None => (self.spin, heartbeat),
+            Some(until) => match self.publisher.arm(until)? {
+                Armed::Sleep => (Duration::ZERO, heartbeat),
+                Armed::Ready if self.post_answers(link)? => return Ok(()),
+                Armed::Ready => (self.spin, RETRY),
+            },
+        };
+        let woken = link.submissions.wait(&link.submission_bell, spin, timeout);
+        self.publisher.disarm();
+        match woken {
             // Jobs that wait are work: only what is done with them counts as progress.
             Ok(Wake::Ready) => Ok(()),
             Ok(Wake::Rung | Wake::TimedOut) => {
-                self.board.progress();
+                self.execution.board.progress();
                 Ok(())
             }
             Err(WaitError::Corrupt(error)) => Err(error.into()),
             Err(WaitError::Doorbell(error)) => Err(error.into()),
         }
     }
-
-    fn enter(&mut self, phase: Phase) {
-        let busy = phase == Phase::Unit;
-        if busy != self.busy {
-            self.board.enter(phase, Duration::ZERO);
-            self.busy = busy;
-        }
-    }
-}
-
-/// CLOCK_MONOTONIC, which all processes of the machine share.
-fn monotonic_ns() -> u64 {
-    let now = clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(Duration::ZERO, Duration::from);
-    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

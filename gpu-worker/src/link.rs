@@ -104,3 +104,42 @@ impl Link {
         })
     }
 }
+
+/// What a rank of a group that follows rank 0 has of a link: it gets no jobs from netd.
+#[derive(Debug)]
+pub struct ArenaLink {
+    /// Generation of the netd whose arena it is.
+    pub netd_generation: Generation,
+    /// Where tensors lie. They are read alone.
+    pub arena: Arc<ArenaMap>,
+}
+
+/// Descriptors that come with the link of such a rank: the arena.
+pub const ARENA_LINK_DESCRIPTORS: usize = 1;
+
+impl ArenaLink {
+    /// Opens what `init` and its descriptor name.
+    ///
+    /// # Errors
+    /// [`LinkError`]; nothing stays open.
+    pub fn open(
+        init: &LinkInit,
+        generation: Generation,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<ArenaLink, LinkError> {
+        let count = descriptors.len();
+        let mismatch = || LinkError::Mismatch {
+            got: init.worker_generation,
+            want: generation,
+            descriptors: count,
+        };
+        let [arena] =
+            <[OwnedFd; ARENA_LINK_DESCRIPTORS]>::try_from(descriptors).map_err(|_| mismatch())?;
+        let arena_bytes = usize::try_from(init.arena_bytes).map_err(|_| mismatch())?;
+        if init.worker_generation != generation {
+            return Err(mismatch());
+        }
+        let arena = ArenaMap::map(&MemfdSegment::from_fd("sepal-arena", arena, arena_bytes)?)?;
+        Ok(ArenaLink { netd_generation: init.netd_generation, arena: Arc::new(arena) })
+    }
+}

@@ -24,8 +24,10 @@ use std::time::{Duration, Instant};
 use model::sizing::BATCH_TOKENS;
 
 mod pace;
+mod walk;
 
 use pace::Pace;
+pub use walk::Walk;
 
 /// How long units may take by measured speed.
 #[derive(Clone, Copy, Debug)]
@@ -59,9 +61,9 @@ pub const DECODE_TOKENS: usize = 32;
 /// large model.
 const OVERTAKEN_LIMIT: u32 = 256;
 
-/// Name of a job, in order of arrival.
+/// Name of a job, in order of arrival; the same on all ranks of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct JobKey(u64);
+pub struct JobKey(pub u64);
 
 /// In order of precedence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -124,31 +126,8 @@ pub struct Advance {
 
 #[derive(Debug)]
 struct QueuedJob {
-    shape: JobShape,
-    position: usize,
-    piece: usize,
+    walk: Walk,
     overtaken: u32,
-}
-
-impl QueuedJob {
-    fn block(&self) -> u32 {
-        self.shape.blocks.get(self.position).copied().unwrap_or(u32::MAX)
-    }
-
-    fn tokens(&self) -> usize {
-        self.shape.pieces.iter().sum()
-    }
-
-    /// Whether the block at `position` is taken on the way back, which costs several times as much.
-    fn is_back(&self, position: usize) -> bool {
-        self.shape.class == Class::Backward && position >= self.shape.blocks.len() / 2
-    }
-
-    /// Whether the block at `position` is the last before the way back, of which only keys and
-    /// values are computed.
-    fn is_last_forward(&self, position: usize) -> bool {
-        self.shape.class == Class::Backward && position + 1 == self.shape.blocks.len() / 2
-    }
 }
 
 /// The jobs that are accepted and not finished.
@@ -210,13 +189,10 @@ impl Schedule {
     /// # Panics
     /// When it has no block or no piece.
     pub fn accept(&mut self, shape: JobShape) -> JobKey {
-        assert!(
-            !shape.blocks.is_empty() && !shape.pieces.is_empty(),
-            "a job has blocks and pieces"
-        );
+        let walk = Walk::new(shape);
         let id = JobKey(self.arrived);
         self.arrived += 1;
-        self.jobs.insert(id, QueuedJob { shape, position: 0, piece: 0, overtaken: 0 });
+        self.jobs.insert(id, QueuedJob { walk, overtaken: 0 });
         id
     }
 
@@ -277,37 +253,25 @@ impl Schedule {
     pub fn ending(&self, unit: &Unit) -> Vec<JobKey> {
         let is_last = |member: &&Member| {
             let end = member.position + unit.count as usize;
-            let job = self.jobs.get(&member.job);
-            job.is_some_and(|t| t.shape.class == Class::Decode && end >= t.shape.blocks.len())
+            let walk = self.jobs.get(&member.job).map(|job| &job.walk);
+            walk.is_some_and(|walk| walk.is_decode() && end >= walk.shape.blocks.len())
         };
         let members = unit.members.iter().filter(is_last);
         members.map(|member| member.job).collect()
     }
 
     fn advance(&mut self, member: &Member, blocks: usize) -> Option<Advance> {
-        let job = self.jobs.get_mut(&member.job)?;
-        job.piece = member.pieces.end;
-        let block_done = job.piece >= job.shape.pieces.len();
-        if block_done {
-            job.piece = 0;
-            job.position += blocks;
-        }
-        let finished = job.position >= job.shape.blocks.len();
-        if finished {
+        let advance = self.jobs.get_mut(&member.job)?.walk.advance(member, blocks);
+        if advance.finished {
             self.jobs.remove(&member.job);
         }
-        Some(Advance {
-            job: member.job,
-            positions: member.position..member.position + blocks,
-            block_done,
-            finished,
-        })
+        Some(advance)
     }
 
     fn measure(&mut self, unit: &Unit, elapsed: Duration) {
         let is_decode = |m: &Member| {
             let job = self.jobs.get(&m.job);
-            job.is_some_and(|t| t.shape.class == Class::Decode)
+            job.is_some_and(|job| job.walk.is_decode())
         };
         if unit.members.iter().all(is_decode) {
             let seconds = elapsed.as_secs_f64() / f64::from(unit.count.max(1));
@@ -318,17 +282,17 @@ impl Schedule {
         let [member] = unit.members.as_slice() else {
             return;
         };
-        let Some(job) = self.jobs.get(&member.job).filter(|t| t.shape.class != Class::Decode)
-        else {
+        let walk = self.jobs.get(&member.job).map(|job| &job.walk);
+        let Some(walk) = walk.filter(|walk| !walk.is_decode()) else {
             return;
         };
         self.held_since = None;
         self.bulk_time = Some(elapsed);
         let tokens: usize =
-            job.shape.pieces.get(member.pieces.clone()).unwrap_or_default().iter().sum();
-        if job.is_back(member.position) {
+            walk.shape.pieces.get(member.pieces.clone()).unwrap_or_default().iter().sum();
+        if walk.is_back(member.position) {
             self.back_pace.add(tokens, elapsed);
-        } else if job.is_last_forward(member.position) {
+        } else if walk.is_last_forward(member.position) {
             self.keys_pace.add(tokens, elapsed);
         } else {
             self.pace.add(tokens, elapsed);
@@ -337,56 +301,55 @@ impl Schedule {
 
     /// The oldest job of the first class other than decode.
     fn bulk(&self) -> Option<JobKey> {
-        let others = self.jobs.iter().filter(|(_, t)| t.shape.class != Class::Decode);
-        others.min_by_key(|&(&id, t)| (t.shape.class, id)).map(|(&id, _)| id)
+        let others = self.jobs.iter().filter(|(_, job)| !job.walk.is_decode());
+        others.min_by_key(|&(&id, job)| (job.walk.shape.class, id)).map(|(&id, _)| id)
     }
 
     fn bulk_unit(&self, id: JobKey) -> Option<Unit> {
-        let job = self.jobs.get(&id)?;
+        let walk = &self.jobs.get(&id)?.walk;
         let [there, back] = self.most_tokens;
-        let (pace, most) = if job.is_back(job.position) {
+        let (pace, most) = if walk.is_back(walk.position) {
             (self.back_pace, back)
-        } else if job.is_last_forward(job.position) {
+        } else if walk.is_last_forward(walk.position) {
             (self.keys_pace, there)
         } else {
             (self.pace, there)
         };
         let budget = pace.tokens(self.times.bulk);
-        let (mut end, mut tokens) = (job.piece, 0);
-        for piece in job.shape.pieces.iter().skip(job.piece) {
+        let (mut end, mut tokens) = (walk.piece, 0);
+        for piece in walk.shape.pieces.iter().skip(walk.piece) {
             tokens += piece;
-            if end > job.piece && (tokens as f64 > budget || tokens > most) {
+            if end > walk.piece && (tokens as f64 > budget || tokens > most) {
                 break;
             }
             end += 1;
         }
-        let members = vec![Member { job: id, position: job.position, pieces: job.piece..end }];
-        Some(Unit { block: job.block(), count: 1, members })
+        let members = vec![Member { job: id, position: walk.position, pieces: walk.piece..end }];
+        Some(Unit { block: walk.block(), count: 1, members })
     }
 
     fn decode(&self) -> impl Iterator<Item = (&JobKey, &QueuedJob)> {
-        self.jobs.iter().filter(|(_, t)| t.shape.class == Class::Decode)
+        self.jobs.iter().filter(|(_, job)| job.walk.is_decode())
     }
 
     fn decode_block(&self) -> Option<u32> {
-        let patient = self.decode().find(|(_, t)| t.overtaken >= OVERTAKEN_LIMIT);
-        patient.map(|(_, t)| t.block()).or_else(|| self.decode().map(|(_, t)| t.block()).min())
+        let patient = self.decode().find(|(_, job)| job.overtaken >= OVERTAKEN_LIMIT);
+        let lowest = || self.decode().map(|(_, job)| job.walk.block()).min();
+        patient.map(|(_, job)| job.walk.block()).or_else(lowest)
     }
 
     fn decode_unit(&mut self, block: u32) -> Unit {
         let (mut members, mut tokens) = (Vec::new(), 0);
-        for (&id, job) in self.jobs.iter_mut().filter(|(_, t)| t.shape.class == Class::Decode) {
-            let more = tokens + job.tokens();
-            if job.block() == block && (members.is_empty() || more <= BATCH_TOKENS) {
+        for (&id, job) in self.jobs.iter_mut().filter(|(_, job)| job.walk.is_decode()) {
+            let QueuedJob { walk, overtaken } = job;
+            let more = tokens + walk.tokens();
+            if walk.block() == block && (members.is_empty() || more <= BATCH_TOKENS) {
                 tokens = more;
-                job.overtaken = 0;
-                members.push(Member {
-                    job: id,
-                    position: job.position,
-                    pieces: 0..job.shape.pieces.len(),
-                });
+                *overtaken = 0;
+                let pieces = 0..walk.shape.pieces.len();
+                members.push(Member { job: id, position: walk.position, pieces });
             } else {
-                job.overtaken += 1;
+                *overtaken += 1;
             }
         }
         let count = self.shared_blocks(block, &members);
@@ -401,10 +364,11 @@ impl Schedule {
             .map_or(0.0, |seconds| self.times.decode.as_secs_f64() / seconds.max(1e-7));
         let goes_on = |member: &Member, count: u32| {
             let job = self.jobs.get(&member.job);
-            let next = job.and_then(|t| t.shape.blocks.get(member.position + count as usize));
+            let next =
+                job.and_then(|job| job.walk.shape.blocks.get(member.position + count as usize));
             next == Some(&(block + count))
         };
-        let is_awaited = |next: u32| self.decode().any(|(_, job)| job.block() == next);
+        let is_awaited = |next: u32| self.decode().any(|(_, job)| job.walk.block() == next);
         let mut count = 1;
         while f64::from(count) < blocks_in_time.floor()
             && members.iter().all(|member| goes_on(member, count))

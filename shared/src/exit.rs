@@ -33,6 +33,8 @@ pub enum ExitReason {
     WeightsChanged = 16,
     /// The model's source could not be reached; trying again later may help.
     Unreachable = 17,
+    /// The supervisor ended the group of the worker, since another rank of it died or hung.
+    GroupAborted = 18,
 }
 
 /// What the supervisor does about a child that ended with a reason.
@@ -47,7 +49,7 @@ pub enum Verdict {
 }
 
 impl ExitReason {
-    const ALL: [ExitReason; 11] = [
+    const ALL: [ExitReason; 12] = [
         ExitReason::Clean,
         ExitReason::Failed,
         ExitReason::BadConfig,
@@ -59,6 +61,7 @@ impl ExitReason {
         ExitReason::RestartLimit,
         ExitReason::WeightsChanged,
         ExitReason::Unreachable,
+        ExitReason::GroupAborted,
     ];
 
     /// The exit code of the process.
@@ -99,6 +102,7 @@ impl fmt::Display for ExitReason {
             ExitReason::RestartLimit => "restart limit",
             ExitReason::WeightsChanged => "weights changed",
             ExitReason::Unreachable => "model source unreachable",
+            ExitReason::GroupAborted => "group aborted",
         })
     }
 }

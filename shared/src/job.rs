@@ -253,7 +253,14 @@ impl JobBody {
     /// The body as bytes for the arena. Never longer than [`MAX_BODY_BYTES`] for a job within
     /// [`MAX_ROWS`] whose tables netd made.
     pub fn encode(&self) -> Vec<u8> {
-        body::encode(self)
+        let mut bytes = Vec::new();
+        self.encode_to(&mut bytes);
+        bytes
+    }
+
+    /// Appends the body to `bytes`.
+    pub fn encode_to(&self, bytes: &mut Vec<u8>) {
+        body::encode(self, bytes);
     }
 
     /// Reads and checks a body that another process wrote.

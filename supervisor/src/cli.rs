@@ -48,6 +48,7 @@ Exit codes:
   15  a process died too often
   16  a checkpoint file was truncated while it was served
   17  the source of the model is unreachable; trying again later may help
+  18  another worker of the same group died or hung (child processes only)
 ";
 
 /// What `sepal` was asked to do.

@@ -2,24 +2,37 @@
 //! and posts queued completions as the completion ring has room.
 
 use std::collections::{HashMap, VecDeque};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use shared::config::FaultPoint;
 use shared::ids::JobId;
 use shared::job::{Completion, JobError};
 use shared::shm::ring::PushError;
-use shared::shm::segment::OutOfBounds;
 
+use super::execution::bad_slot;
+use super::publisher::{Publisher, Until};
 use super::{Executor, Exit, FLUSH_TIME};
 use crate::device::{DeviceBackend, TransferError};
 use crate::engine::Job;
 use crate::link::Link;
 use crate::schedule::{Advance, JobKey, Unit};
 
-/// Completions that wait for room in the completion ring, in the order of their jobs' ends.
+/// Answers that wait for the other ranks and for room in the completion ring, in the order of their
+/// jobs' ends.
 #[derive(Debug, Default)]
 pub(super) struct Answers {
-    queue: VecDeque<Completion>,
+    queue: VecDeque<Answer>,
+    /// Numbers of the jobs whose completions were just posted.
+    posted: Vec<u64>,
+}
+
+#[derive(Debug)]
+struct Answer {
+    completion: Completion,
+    /// Number of the job, if it was computed.
+    number: Option<u64>,
+    /// What every rank has to have done first: netd may use the slots of the job again after.
+    until: Until,
 }
 
 /// Jobs whose output slot was written, and those whose slot lies outside the arena.
@@ -38,50 +51,60 @@ impl Answers {
         self.queue.clear();
     }
 
-    /// Answers a job that had no effect.
-    pub(super) fn refuse(&mut self, link: &Link, id: JobId, error: JobError) {
-        self.push(link, id, Err(error), (0, 0));
+    /// What the next answer waits for from the other ranks; `None`: there is no answer.
+    pub(super) fn next_until(&self) -> Option<Until> {
+        self.queue.front().map(|answer| answer.until)
     }
 
-    /// `times`: nanoseconds in the queue, and from the job's begin to its end.
-    fn push(&mut self, link: &Link, id: JobId, result: Result<(), JobError>, times: (u64, u64)) {
-        let (queue_ns, compute_ns) = times;
-        self.queue.push_back(Completion {
+    /// Answers a job that had no effect, after `until`.
+    pub(super) fn refuse(&mut self, link: &Link, id: JobId, error: JobError, until: Until) {
+        let completion = Completion {
             id,
             worker_generation: link.worker_generation,
             netd_generation: link.netd_generation,
-            result,
-            queue_ns,
-            compute_ns,
-        });
+            result: Err(error),
+            queue_ns: 0,
+            compute_ns: 0,
+        };
+        self.queue.push_back(Answer { completion, number: None, until });
     }
 
-    /// Moves completions into the ring as far as it has room, and wakes netd. Returns whether one
-    /// was moved.
-    fn post(&mut self, link: &mut Link) -> Result<bool, Exit> {
-        let mut posted = false;
-        while let Some(completion) = self.queue.front() {
-            match link.completions.push(completion.encode()) {
-                Ok(()) => posted = true,
+    /// Moves completions into the ring as far as it has room and the other ranks are done, and
+    /// wakes netd. Returns whether one was moved.
+    fn post(&mut self, link: &mut Link, publisher: &Publisher) -> Result<bool, Exit> {
+        self.posted.clear();
+        let before = self.queue.len();
+        while let Some(answer) = self.queue.front() {
+            if !publisher.is_done(answer.until)? {
+                break;
+            }
+            match link.completions.push(answer.completion.encode()) {
+                Ok(()) => self.posted.extend(answer.number),
                 Err(PushError::Full(_)) => break,
                 Err(PushError::Corrupt(error)) => return Err(error.into()),
             }
             self.queue.pop_front();
         }
-        if posted {
+        let is_posted = self.queue.len() < before;
+        if is_posted {
             link.completions.ring_if_sleeping(&link.completion_bell)?;
         }
-        Ok(posted)
+        Ok(is_posted)
     }
 }
 
 impl<B: DeviceBackend> Executor<'_, B> {
-    /// Posts the queued answers as far as the ring has room.
-    pub(super) fn post_answers(&mut self, link: &mut Link) -> Result<(), Exit> {
-        if self.answers.post(link)? {
-            self.board.progress();
+    /// Posts the queued answers as far as the ring has room and the other ranks are done. Returns
+    /// whether it posted one.
+    pub(super) fn post_answers(&mut self, link: &mut Link) -> Result<bool, Exit> {
+        let is_posted = self.answers.post(link, &self.publisher)?;
+        if is_posted {
+            self.execution.board.progress();
+            for number in &self.answers.posted {
+                self.execution.faults.at(*number, FaultPoint::Completion);
+            }
         }
-        Ok(())
+        Ok(is_posted)
     }
 
     /// Writes the output slots of the decode steps that end with `unit`. The slots are complete
@@ -98,11 +121,11 @@ impl<B: DeviceBackend> Executor<'_, B> {
 
     /// Writes the output slot of a job. `None`: the job has not begun.
     fn write_output(&mut self, key: JobKey) -> Result<Option<Result<(), JobError>>, Exit> {
-        let job = self.jobs.get(&key);
+        let job = self.execution.jobs.get(&key);
         let Some((job, begun)) = job.and_then(|job| Some((job, job.begun.as_ref()?))) else {
             return Ok(None);
         };
-        match self.engine.output(&job.plan, begun) {
+        match self.execution.engine.output(&job.plan, begun) {
             Ok(()) => Ok(Some(Ok(()))),
             Err(TransferError::Outside(outside)) => Ok(Some(Err(bad_slot(&outside)))),
             Err(TransferError::Op(failure)) => Err(failure.into()),
@@ -117,14 +140,7 @@ impl<B: DeviceBackend> Executor<'_, B> {
         advance: Advance,
         outputs: &mut Outputs,
     ) -> Result<(), Exit> {
-        if advance.block_done
-            && let Some(job) = self.jobs.get(&advance.job)
-        {
-            for position in advance.positions.clone() {
-                let position = u32::try_from(position).unwrap_or(u32::MAX);
-                self.faults.at(job.number, FaultPoint::Block(position));
-            }
-        }
+        self.execution.advanced(&advance);
         if !advance.finished {
             return Ok(());
         }
@@ -132,11 +148,11 @@ impl<B: DeviceBackend> Executor<'_, B> {
             Some(output) => Some(output),
             None => {
                 let output = self.write_output(advance.job)?;
-                self.engine.synchronize()?;
+                self.execution.engine.synchronize()?;
                 output
             }
         };
-        if let Some(job) = self.jobs.remove(&advance.job)
+        if let Some(job) = self.execution.jobs.remove(&advance.job)
             && let Some(result) = output
         {
             self.answer(link, &job, result)?;
@@ -144,7 +160,7 @@ impl<B: DeviceBackend> Executor<'_, B> {
         Ok(())
     }
 
-    /// Posts the answer of a job whose output slot is written.
+    /// Queues the answer of a job whose output slot is written.
     fn answer(
         &mut self,
         link: &mut Link,
@@ -154,27 +170,34 @@ impl<B: DeviceBackend> Executor<'_, B> {
         let Some(begun) = &job.begun else {
             return Ok(());
         };
-        self.faults.at(job.number, FaultPoint::Output);
-        let compute_ns = u64::try_from(begun.at.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        self.answers.push(link, job.id, result, (begun.queue_ns, compute_ns));
-        self.board.job_done(begun.queue_ns, compute_ns);
+        self.execution.faults.at(job.number, FaultPoint::Output);
+        let (queue_ns, compute_ns) = (begun.queue_ns, nanoseconds(begun.at.elapsed()));
+        let completion = Completion {
+            id: job.id,
+            worker_generation: link.worker_generation,
+            netd_generation: link.netd_generation,
+            result,
+            queue_ns,
+            compute_ns,
+        };
+        let until = self.publisher.until_now();
+        self.answers.queue.push_back(Answer { completion, number: Some(job.number), until });
+        self.execution.board.job_done(queue_ns, compute_ns);
         self.post_answers(link)?;
-        self.faults.at(job.number, FaultPoint::Completion);
         Ok(())
     }
 
     /// Refuses every accepted job after the time of a drain, and ends once netd had
     /// [`FLUSH_TIME`] to take the answers.
     pub(super) fn refuse_all(&mut self, link: &Link, until: Instant) -> Result<Option<Unit>, Exit> {
-        for (_, job) in self.jobs.drain() {
-            self.answers.refuse(link, job.id, JobError::Draining);
+        for (_, job) in self.execution.jobs.drain() {
+            self.answers.refuse(link, job.id, JobError::Draining, self.publisher.until_now());
         }
         self.schedule.clear();
         if Instant::now() >= until + FLUSH_TIME { Err(Exit::clean()) } else { Ok(None) }
     }
 }
 
-/// The refusal of a job one of whose slots lies outside the arena.
-pub(super) fn bad_slot(outside: &OutOfBounds) -> JobError {
-    JobError::BadSlot { offset: outside.offset, len: outside.len }
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }

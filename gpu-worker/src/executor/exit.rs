@@ -3,7 +3,9 @@
 use std::io;
 
 use kernels::ops::OpError;
+use shared::causes::with_causes;
 use shared::exit::ExitReason;
+use shared::shm::group::GroupError;
 use shared::shm::ring::RingCorrupt;
 
 use crate::engine::EngineError;
@@ -22,7 +24,7 @@ impl Exit {
         Exit { reason: ExitReason::Clean, message: String::new() }
     }
 
-    fn failed(message: impl Into<String>) -> Exit {
+    pub(super) fn failed(message: impl Into<String>) -> Exit {
         Exit { reason: ExitReason::Failed, message: message.into() }
     }
 }
@@ -36,6 +38,18 @@ impl From<RingCorrupt> for Exit {
 impl From<io::Error> for Exit {
     fn from(error: io::Error) -> Exit {
         Exit::failed(format!("doorbell: {error}"))
+    }
+}
+
+impl From<GroupError> for Exit {
+    fn from(error: GroupError) -> Exit {
+        match error {
+            GroupError::Aborted => Exit {
+                reason: ExitReason::GroupAborted,
+                message: "another worker of the group died or hung".to_owned(),
+            },
+            other => Exit::failed(with_causes(&other)),
+        }
     }
 }
 

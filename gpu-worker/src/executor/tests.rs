@@ -18,6 +18,7 @@ use crate::weights::map::MappedWeights;
 mod adapters;
 mod bits;
 mod gradients;
+mod groups;
 
 const FIRST: Generation = Generation(1);
 
@@ -47,15 +48,7 @@ fn with_drain_time<Out>(
         let (seat, board) = (&seat.seat, seat.board.try_clone().unwrap());
         let executor = scope.spawn(move || {
             let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
-            let kv = alone(kv);
-            let shape = EngineShape {
-                span: span(),
-                dtype: model.facts().dtype,
-                kv_pages: KV_PAGES,
-                gradient_bytes: model.gradient_bytes,
-                kv_survives: true,
-            };
-            let engine = Engine::new(Cpu::new(2), &model.spec, &weights, kv, shape).unwrap();
+            let engine = engine(model, &weights, kv);
             let board = BoardWriter::open(board, seat, FIRST).unwrap();
             let faults = Faults::new(None, FIRST);
             let mut executor = Executor::new(engine, model.limits(), faults, board);
@@ -67,6 +60,18 @@ fn with_drain_time<Out>(
         drop(ending);
         (executor.join().unwrap(), out)
     })
+}
+
+/// The engine of a worker over `kv`.
+fn engine<'w>(model: &'w Model, weights: &'w MappedWeights, kv: &MemfdSegment) -> Engine<'w, Cpu> {
+    let shape = EngineShape {
+        span: span(),
+        dtype: model.facts().dtype,
+        kv_pages: KV_PAGES,
+        gradient_bytes: model.gradient_bytes,
+        kv_survives: true,
+    };
+    Engine::new(Cpu::new(2), &model.spec, weights, alone(kv), shape).unwrap()
 }
 
 /// Ends the executor, also when the client panics.

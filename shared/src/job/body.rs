@@ -50,8 +50,8 @@ pub struct Prompts {
     pub tokens: u32,
 }
 
-pub(super) fn encode(job: &JobBody) -> Vec<u8> {
-    let mut out = Writer::default();
+pub(super) fn encode(job: &JobBody, bytes: &mut Vec<u8>) {
+    let mut out = Writer(bytes);
     out.word(job.kind as u32 | (job.dtype as u32) << 8);
     out.word(job.adapter.unwrap_or(NONE));
     for n in [job.batch, job.tokens, job.hidden] {
@@ -78,13 +78,11 @@ pub(super) fn encode(job: &JobBody) -> Vec<u8> {
         out.word(copy.destination.0);
         out.word(copy.tokens);
     }
-    out.0
 }
 
-#[derive(Default)]
-struct Writer(Vec<u8>);
+struct Writer<'a>(&'a mut Vec<u8>);
 
-impl Writer {
+impl Writer<'_> {
     fn word(&mut self, word: u32) {
         self.0.extend_from_slice(&word.to_le_bytes());
     }

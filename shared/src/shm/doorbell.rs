@@ -114,15 +114,27 @@ impl Doorbell {
         }
     }
 
+    /// Has every wait for this bell end when `other` is rung, too. A ring of either before the next
+    /// wait is remembered.
+    ///
+    /// # Errors
+    /// When the process is out of descriptors.
+    pub fn join(&self, other: &Doorbell) -> io::Result<()> {
+        Ok(self.edges()?.add(&other.fd, edge())?)
+    }
+
     fn edges(&self) -> io::Result<&Epoll> {
         if let Some(edges) = self.edges.get() {
             return Ok(edges);
         }
         let edges = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
-        let edge = EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLET, 0);
-        edges.add(&self.fd, edge)?;
+        edges.add(&self.fd, edge())?;
         Ok(self.edges.get_or_init(|| edges))
     }
+}
+
+fn edge() -> EpollEvent {
+    EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLET, 0)
 }
 
 impl AsFd for Doorbell {

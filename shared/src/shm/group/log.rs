@@ -28,6 +28,9 @@ use super::GroupError;
 use super::layout::{LogWord, WORD_BYTES, rank_id};
 use super::map::GroupMap;
 use super::wait::{Purpose, WaitPolicy, Waiter};
+#[cfg(not(loom))]
+use crate::shm::doorbell::Doorbell;
+use crate::shm::ring::Armed;
 use crate::shm::sync::Ordering;
 
 /// Rank 0, which publishes.
@@ -107,6 +110,45 @@ impl PlanWriter {
         self.waiter.peers().try_for_each(|follower| {
             self.waiter.wait_for(follower, || self.has_done(follower, position))
         })
+    }
+
+    /// Spins for a moment until every follower is done with the records up to `position`; else has
+    /// the first that is not ring this rank. After [`Armed::Sleep`] the caller sleeps on a doorbell
+    /// that [`join`](Self::join) was told of, then calls [`disarm`](Self::disarm).
+    ///
+    /// # Errors
+    /// As [`wait_done`](Self::wait_done).
+    pub fn arm(&self, position: PlanPosition) -> Result<Armed, GroupError> {
+        self.waiter.check_abort()?;
+        for follower in self.waiter.peers() {
+            if self.waiter.arm(follower, || self.has_done(follower, position))? == Armed::Sleep {
+                return Ok(Armed::Sleep);
+            }
+        }
+        Ok(Armed::Ready)
+    }
+
+    /// Takes back [`arm`](Self::arm): this rank is awake.
+    pub fn disarm(&self) {
+        self.waiter.disarm();
+    }
+
+    /// Fails once the supervisor ended the group.
+    ///
+    /// # Errors
+    /// [`GroupError::Aborted`].
+    pub fn check_abort(&self) -> Result<(), GroupError> {
+        self.waiter.check_abort()
+    }
+
+    /// Has waits for `bell` end when this rank is rung: by a follower after [`arm`](Self::arm), or
+    /// for an abort.
+    ///
+    /// # Errors
+    /// When the process is out of descriptors.
+    #[cfg(not(loom))]
+    pub fn join(&self, bell: &Doorbell) -> io::Result<()> {
+        bell.join(self.waiter.bell())
     }
 
     fn has_done(&self, follower: usize, position: PlanPosition) -> Result<bool, GroupError> {

@@ -10,6 +10,7 @@ use loom::thread;
 use super::modelled::Shared;
 use super::*;
 use crate::ids::{Generation, GroupId, WorldSize};
+use crate::shm::ring::Armed;
 
 fn shared(world: u16, log_words: usize) -> Arc<Shared> {
     Shared::new(GroupShape {
@@ -169,25 +170,46 @@ fn loom_plans_wait_for_the_slowest_of_two_followers() {
     });
 }
 
+fn read_one(reader: &mut PlanReader) {
+    let mut record = Vec::new();
+    let position = loop {
+        if let Some(position) = reader.next(&mut record, Duration::MAX).unwrap() {
+            break position;
+        }
+    };
+    reader.done(position).unwrap();
+}
+
 #[test]
 fn loom_rank_0_sees_when_a_plan_is_done() {
     loom::model(|| {
         let shared = shared(2, 3);
         let reading = thread::spawn({
             let mut reader = reader(&shared, 1);
-            move || {
-                let mut record = Vec::new();
-                let position = loop {
-                    if let Some(position) = reader.next(&mut record, Duration::MAX).unwrap() {
-                        break position;
-                    }
-                };
-                reader.done(position).unwrap();
-            }
+            move || read_one(&mut reader)
         });
         let mut writer = writer(&shared);
         let position = writer.publish(&[7]).unwrap();
         writer.wait_done(position).unwrap();
+        assert!(writer.is_done(position).unwrap());
+        reading.join().unwrap();
+    });
+}
+
+#[test]
+fn loom_rank_0_is_rung_when_a_plan_is_done() {
+    loom::model(|| {
+        let shared = shared(2, 3);
+        let reading = thread::spawn({
+            let mut reader = reader(&shared, 1);
+            move || read_one(&mut reader)
+        });
+        let mut writer = writer(&shared);
+        let position = writer.publish(&[7]).unwrap();
+        while writer.arm(position).unwrap() == Armed::Sleep {
+            shared.bells[0].wait(Duration::MAX).unwrap();
+            writer.disarm();
+        }
         assert!(writer.is_done(position).unwrap());
         reading.join().unwrap();
     });

@@ -25,6 +25,7 @@ use std::time::{Duration, Instant};
 use super::GroupError;
 use super::layout::{Sleep, rank_id};
 use super::map::{Doorbell, GroupMap, MAX_SPIN};
+use crate::shm::ring::Armed;
 use crate::shm::sync::{AtomicU64, Ordering, fence};
 
 /// Looks between two looks at the clock (which takes as long as about 30 of them).
@@ -132,7 +133,7 @@ impl Waiter {
         if self.look_spinning(&mut ready)? {
             return Ok(());
         }
-        let waits_for = &self.map.control().ranks[self.rank].sleep.waits_for;
+        let waits_for = &self.sleep_word().waits_for;
         waits_for.store(on as u64 + 1, Ordering::Relaxed);
         let outcome = loop {
             match self.sleep(on, self.policy.interval, &mut ready) {
@@ -168,6 +169,38 @@ impl Waiter {
         }
     }
 
+    /// Spins until `ready`, which depends on rank `on` alone; else asks to be rung when it
+    /// publishes. After [`Armed::Sleep`] the caller sleeps on the bell, then calls
+    /// [`disarm`](Self::disarm). The supervisor sees for whom it waits.
+    pub(super) fn arm(
+        &self,
+        on: usize,
+        mut ready: impl FnMut() -> Result<bool, GroupError>,
+    ) -> Result<Armed, GroupError> {
+        if self.look_spinning(&mut ready)? {
+            return Ok(Armed::Ready);
+        }
+        self.sleep_word().waits_for.store(on as u64 + 1, Ordering::Relaxed);
+        let look = self.announce_sleep(on, &mut ready);
+        if !matches!(look, Ok(false)) {
+            self.disarm();
+        }
+        Ok(if look? { Armed::Ready } else { Armed::Sleep })
+    }
+
+    /// Takes back [`arm`](Self::arm). A ring may still be on its way.
+    pub(super) fn disarm(&self) {
+        let sleep = self.sleep_word();
+        self.purpose.word(sleep).swap(0, Ordering::Relaxed);
+        sleep.waits_for.store(0, Ordering::Relaxed);
+    }
+
+    /// Where the rings for this rank arrive, an abort among them.
+    #[cfg(not(loom))]
+    pub(super) fn bell(&self) -> &Doorbell {
+        &self.bell
+    }
+
     fn look_spinning(
         &self,
         ready: &mut impl FnMut() -> Result<bool, GroupError>,
@@ -199,23 +232,36 @@ impl Waiter {
         timeout: Duration,
         ready: &mut impl FnMut() -> Result<bool, GroupError>,
     ) -> Result<Woken, GroupError> {
-        let sleeping = self.purpose.word(&self.map.control().ranks[self.rank].sleep);
-        // Swaps and not stores, since the word has several writers: see ring::Consumer::arm().
-        sleeping.swap(on as u64 + 1, Ordering::Relaxed);
-        // Orders the store of `sleeping` before the loads of `ready`; pairs with the fence in
-        // wake_peers().
-        fence(Ordering::SeqCst);
-        let look = self.check_abort().and_then(|()| ready());
+        let look = self.announce_sleep(on, ready);
         let slept = match look {
             Ok(false) => Some(self.bell.wait(timeout)),
             Ok(true) | Err(_) => None,
         };
-        sleeping.swap(0, Ordering::Relaxed);
+        self.purpose.word(self.sleep_word()).swap(0, Ordering::Relaxed);
         let Some(rung) = slept else {
             return look.map(|_| Woken::Ready);
         };
         (self.policy.heartbeat)();
         Ok(if rung? { Woken::Rung } else { Woken::TimedOut })
+    }
+
+    /// Says that this rank sleeps until rank `on` publishes, then looks once more.
+    fn announce_sleep(
+        &self,
+        on: usize,
+        ready: &mut impl FnMut() -> Result<bool, GroupError>,
+    ) -> Result<bool, GroupError> {
+        // Swaps and not stores, since the word has several writers: see ring::Consumer::arm().
+        self.purpose.word(self.sleep_word()).swap(on as u64 + 1, Ordering::Relaxed);
+        // Orders the store of `sleeping` before the loads of `ready`; pairs with the fence in
+        // wake_peers().
+        fence(Ordering::SeqCst);
+        self.check_abort()?;
+        ready()
+    }
+
+    fn sleep_word(&self) -> &Sleep {
+        &self.map.control().ranks[self.rank].sleep
     }
 
     /// Rings every rank that sleeps until this one publishes; called after it did.
