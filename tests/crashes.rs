@@ -97,6 +97,10 @@ async fn workers_killed_at_random_times_change_nothing() {
     });
     let (mut kills, mut hits, mut seed) = (0, 0, 12345u64);
     while kills < KILLS && !running.is_finished() {
+        // A worker that dies again before it serves is started later and later.
+        tokio::task::block_in_place(|| {
+            wait_for("a worker that serves", || phase_of_worker(&sepal.status()));
+        });
         seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         tokio::time::sleep(Duration::from_millis(20 + (seed >> 33) % 120)).await;
         let worker = sepal.worker();

@@ -270,23 +270,20 @@ static inline void multiply_16_8_16(float (&d)[4], const uint32_t (&a)[4], uint3
     uint32_t own[6] = {a[0], a[1], a[2], a[3], b0, b1};
     const Message* all = meet(~0u, what, own, sizeof own);
     unsigned lane = current->lane, group = lane / 4, pair = lane % 4;
-    auto at = [&](unsigned of, int word, unsigned high) {
-        uint32_t bits;
-        memcpy(&bits, (const char*)all[of].words + 4 * word, 4);
+    // Element `k` of a row of A or a column of B: lanes 4 of .. 4 of + 3 hold it from `word` on.
+    auto at = [&](unsigned of, int word, unsigned k) {
         H h;
-        h.u = (uint16_t)(high ? bits >> 16 : bits);
+        memcpy(&h, (const char*)all[4 * of + k % 8 / 2].words + 4 * word + k % 2 * 2, 2);
         return element(h);
     };
-    for (int i = 0; i < 4; i++) {
-        unsigned row = group + 8 * (i / 2), column = 2 * pair + (i & 1);
-        float sum = d[i];
+    float x[2][16], y[2][16];
+    for (unsigned i = 0; i < 2; i++)
         for (unsigned k = 0; k < 16; k++) {
-            float x = at((row % 8) * 4 + (k % 8) / 2, (int)(row / 8 + 2 * (k / 8)), k & 1);
-            float y = at(column * 4 + (k % 8) / 2, (int)(4 + k / 8), k & 1);
-            sum += x * y;
+            x[i][k] = at(group, (int)(i + 2 * (k / 8)), k);
+            y[i][k] = at(2 * pair + i, (int)(4 + k / 8), k);
         }
-        d[i] = sum;
-    }
+    for (unsigned k = 0; k < 16; k++)
+        for (unsigned i = 0; i < 4; i++) d[i] += x[i / 2][k] * y[i & 1][k];
 }
 
 } // namespace emu

@@ -34,7 +34,7 @@ void __sanitizer_finish_switch_fiber(void*, const void**, size_t*);
 
 namespace emu {
 
-thread_local Fiber* current;
+__thread Fiber* current;
 
 void die(const char* why) {
     Fiber* f = current;
@@ -97,21 +97,25 @@ EMU_NO_TSAN static Fiber* pick(Fiber* from) {
     unsigned rank = from->cta->rank, ctas = (unsigned)cluster->ctas.size(),
              count = (unsigned)from->cta->fibers.size();
     unsigned start = from == &cluster->host ? 0 : (unsigned)(from - from->cta->fibers.data()) + 1;
+    if (start == count) start = 0;
     if (cluster->order != 1) {
         start = (unsigned)(random_of(cluster) % count);
         if (ctas > 1 && random_of(cluster) % 1024 == 0)
             rank = (unsigned)(random_of(cluster) % ctas);
     }
-    for (unsigned c = 0; c < ctas; c++)
-        for (unsigned k = 0; k < count; k++) {
-            Fiber& f = cluster->ctas[(rank + c) % ctas]->fibers[(start + k) % count];
-            if (is_ready(f)) return &f;
-        }
+    for (unsigned c = 0; c < ctas; c++) {
+        Fiber* fibers = cluster->ctas[rank]->fibers.data();
+        for (unsigned k = start; k < count; k++)
+            if (is_ready(fibers[k])) return &fibers[k];
+        for (unsigned k = 0; k < start; k++)
+            if (is_ready(fibers[k])) return &fibers[k];
+        rank = rank + 1 == ctas ? 0 : rank + 1;
+    }
     return nullptr;
 }
 
-EMU_NO_TSAN static void wait(const unsigned* counter, unsigned value, const char* where) {
-    Fiber* me = current;
+EMU_NO_TSAN static void wait(Fiber* me, const unsigned* counter, unsigned value,
+                             const char* where) {
     me->counter = counter;
     me->value = value;
     me->where = where;
@@ -142,17 +146,22 @@ EMU_NO_TSAN const Message* meet(unsigned mask, const char* what, const void* wor
     if (mask & warp.exited) die("a mask names a lane that has exited");
     unsigned lanes = mask & warp.lanes;
     Meeting* meeting = find_meeting(warp, lanes);
-    if (meeting->arrived && strcmp(meeting->what, what))
+    if (meeting->arrived && meeting->what != what && strcmp(meeting->what, what))
         die("lanes of one warp meet in different collectives");
     meeting->what = what;
     unsigned generation = meeting->generation;
-    memcpy(meeting->messages[generation & 1][me->lane].words, words, bytes);
+    uint64_t* message = meeting->messages[generation & 1][me->lane].words;
+    // Shuffles are most of all.
+    if (bytes == 4)
+        memcpy(message, words, 4);
+    else
+        memcpy(message, words, bytes);
     EMU_RELEASE(meeting);
     if (++meeting->arrived == (unsigned)__builtin_popcount(lanes)) {
         meeting->arrived = 0;
         meeting->generation = generation + 1;
     } else {
-        wait(&meeting->generation, generation, what);
+        wait(me, &meeting->generation, generation, what);
     }
     EMU_ACQUIRE(meeting);
     return meeting->messages[generation & 1];
@@ -166,7 +175,8 @@ EMU_NO_TSAN static void pass_barrier(Cta* cta) {
 }
 
 EMU_NO_TSAN unsigned barrier(bool vote, unsigned line) {
-    Cta* cta = current->cta;
+    Fiber* me = current;
+    Cta* cta = me->cta;
     if (cta->arrived && cta->line != line)
         die("threads of one CTA stand at barriers of different lines");
     cta->line = line;
@@ -176,7 +186,7 @@ EMU_NO_TSAN unsigned barrier(bool vote, unsigned line) {
     if (++cta->arrived == cta->live)
         pass_barrier(cta);
     else
-        wait(&cta->generation, generation, "__syncthreads");
+        wait(me, &cta->generation, generation, "__syncthreads");
     EMU_ACQUIRE(cta);
     return cta->result;
 }
@@ -389,7 +399,7 @@ EMU_NO_TSAN void wait_barrier(const void* at, unsigned phase) {
             barrier.changes++;
             end_phase(current->cta, barrier);
         } else {
-            wait(&barrier.changes, barrier.changes, "barrier_wait");
+            wait(current, &barrier.changes, barrier.changes, "barrier_wait");
         }
     }
     barrier.seen = barrier.ended;
@@ -416,7 +426,7 @@ EMU_NO_TSAN void cluster_wait() {
     Cluster* cluster = current->cta->cluster;
     if (!current->is_between) die("cluster_wait without cluster_arrive");
     current->is_between = false;
-    wait(&cluster->generation, current->cluster_generation, "cluster_wait");
+    wait(current, &cluster->generation, current->cluster_generation, "cluster_wait");
     EMU_ACQUIRE(cluster);
 }
 

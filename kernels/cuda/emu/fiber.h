@@ -206,7 +206,7 @@ struct Cta {
 };
 
 // The fiber that runs on this OS thread.
-extern thread_local Fiber* current;
+extern __thread Fiber* current;
 
 // Ends the process: kernel, CTA, thread, `why`, and where others wait.
 [[noreturn]] void die(const char* why);

@@ -2,6 +2,9 @@
 #pragma once
 #include <stdint.h>
 #include <string.h>
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
 
 static inline unsigned __float_as_uint(float f) {
     unsigned bits;
@@ -25,6 +28,9 @@ static inline uint16_t bf16_bits(float f) {
 }
 
 static inline float f16_value(uint16_t h) {
+#ifdef __F16C__
+    return _cvtsh_ss(h);
+#else
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = h >> 10 & 31, mantissa = h & 1023;
     if (exponent == 31) return __uint_as_float(sign | 0x7f800000 | mantissa << 13);
     if (exponent == 0) {
@@ -32,12 +38,16 @@ static inline float f16_value(uint16_t h) {
         return sign ? -value : value;
     }
     return __uint_as_float(sign | (exponent + 112) << 23 | mantissa << 13);
+#endif
 }
 
 static inline uint16_t f16_bits(float f) {
+    if (f != f) return 0x7fff;
+#ifdef __F16C__
+    return _cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT);
+#else
     uint32_t x = __float_as_uint(f), sign = x >> 16 & 0x8000;
     x &= 0x7fffffff;
-    if (x > 0x7f800000) return 0x7fff;
     // 65520 and above round to infinity.
     if (x >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
     // Below the smallest normal number: the sum with 0.5 has the wanted bits at its end, rounded by
@@ -48,6 +58,7 @@ static inline uint16_t f16_bits(float f) {
     }
     x += 0xfff + (x >> 13 & 1);
     return (uint16_t)(sign | (x - 0x38000000) >> 13);
+#endif
 }
 
 } // namespace emu

@@ -73,17 +73,21 @@ template <class H> static inline void carry_out(const Product& product) {
             a[row][k] = element(h);
         }
     float* d = sums_of(product);
-    for (unsigned n = 0; n < product.columns; n++) {
-        if (n / 2 % 4 != pair) continue;
+    const unsigned char* shared = current->cta->shared;
+    for (unsigned n = 2 * pair; n < product.columns; n += n % 2 ? 7 : 1) {
         float b[16];
-        for (unsigned k = 0; k < 16; k++) b[k] = element_of<H>(product, k, n);
+        for (unsigned k = 0; k < 16; k++) {
+            H h;
+            memcpy(&h, shared + address_of(product, k, n), 2);
+            b[k] = element(h);
+        }
         for (unsigned row = 0; row < 2; row++) {
             float& at = d[n / 8 * 4 + row * 2 + n % 2];
             float sum = product.adds ? at : 0.0f;
-            for (unsigned k = 0; k < 16; k++) {
-                const unsigned at_k = current->cta->adds_backwards ? 15 - k : k;
-                sum += a[row][at_k] * b[at_k];
-            }
+            if (current->cta->adds_backwards)
+                for (unsigned k = 16; k-- > 0;) sum += a[row][k] * b[k];
+            else
+                for (unsigned k = 0; k < 16; k++) sum += a[row][k] * b[k];
             at = sum;
         }
     }
