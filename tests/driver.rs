@@ -278,6 +278,7 @@ fn selftest_names_the_kernel_of_warpgroups_that_fails() {
         assert!(table.contains(part), "{part}: {table}");
     }
     // All else is checked and measured.
+    assert!(table.contains("kernels: sm_90a"), "{table}");
     assert!(!table.contains("WRONG"), "{table}");
     assert!(table.contains("block nf4 decode"), "{table}");
     assert!(said.contains("warpgroups fail on this device"), "{said}");
@@ -318,11 +319,10 @@ fn what_does_not_fit_into_a_card_or_needs_another_one_is_said_at_start() {
     refused("cuda:0", &stopped, &["CUDA_ERROR_NO_DEVICE (100)"]);
 }
 
+/// But those with warpgroups, which the test of the kernel that fails goes through.
 #[test]
 fn selftest_runs_on_every_kind_of_card() {
-    for (architecture, image) in
-        [("80", "sm_80"), ("89", "sm_89"), ("90", "sm_90a"), ("120", "sm_120")]
-    {
+    for (architecture, image) in [("80", "sm_80"), ("89", "sm_89"), ("120", "sm_120")] {
         let done = with_driver(&[("EMU_CUDA_ARCH", architecture)])
             .args(["selftest", "--device", "cuda:0", "--quick"])
             .output()
