@@ -39,6 +39,25 @@ fn any_copy_rings_the_sleeper() {
 }
 
 #[test]
+fn a_wait_for_joined_bells_ends_with_each_of_them_and_remembers_both() {
+    let (bell, other) = (Doorbell::new().unwrap(), Doorbell::new().unwrap());
+    let copy = Doorbell::from_fd(other.try_clone().unwrap()).unwrap();
+    other.ring().unwrap();
+    bell.join(&copy).unwrap();
+    assert!(bell.wait(DEADLINE).unwrap(), "a ring before the two were joined");
+    assert!(!bell.wait(NOTHING).unwrap());
+    for rung in [&other, &bell, &copy] {
+        rung.ring().unwrap();
+        assert!(bell.wait(DEADLINE).unwrap());
+        assert!(!bell.wait(NOTHING).unwrap());
+    }
+    // The other is heard by who waits for it alone, too.
+    other.ring().unwrap();
+    assert!(other.wait(DEADLINE).unwrap());
+    assert!(bell.wait(DEADLINE).unwrap());
+}
+
+#[test]
 fn a_full_counter_is_still_rung() {
     let bell = Doorbell::new().unwrap();
     bell.fd.write(u64::MAX - 1).unwrap();

@@ -47,6 +47,9 @@ fn round_trip(model: &Model, world: usize) -> f64 {
 #[ignore = "prints a measurement"]
 fn what_a_plan_costs() {
     let model = Model::new(DType::F32);
+    let mut clock: Vec<_> = (0..STEPS).map(|_| Instant::now().elapsed().as_nanos()).collect();
+    clock.sort_unstable();
+    let clock = clock[STEPS / 2];
     let netd = LinkParts::new(FIRST, FIRST).netd();
     let body = Session::new().step(&netd, &model.limits(), &mut shuffled_pages(), &input(1, 1));
     let alone = bookkeeping(&mut Publisher::default(), || (), &body);
@@ -59,7 +62,9 @@ fn what_a_plan_costs() {
         }
     };
     let followed = bookkeeping(&mut Publisher::new(parts.writer(&board())), done, &body);
-    println!("plan of a decode step: {alone} ns without a group, {followed} ns in a group of two");
+    println!(
+        "plan of a decode step: {alone} ns without a group, {followed} ns in a group of two; {clock} ns of each are the clock's"
+    );
     let [one, two] = [1, 2].map(|world| round_trip(&model, world));
     println!(
         "decode step of {BLOCKS} tiny blocks: {one:.1} us without a group, {two:.1} us with two ranks that do all of it each"

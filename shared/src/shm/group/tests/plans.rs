@@ -1,6 +1,8 @@
 //! The plan log between threads.
 
 use super::*;
+use crate::shm::doorbell::Doorbell;
+use crate::shm::ring::Armed;
 
 const SHORT: Duration = Duration::from_millis(1);
 
@@ -138,6 +140,36 @@ fn rank_0_waits_for_the_slowest_follower_until_the_abort() {
     });
     assert!(matches!(slow.next(&mut Vec::new(), DEADLINE), Err(GroupError::Aborted)));
     assert!(matches!(writer.publish(&[]), Err(GroupError::Aborted)));
+}
+
+#[test]
+fn rank_0_sleeps_on_another_bell_until_the_slowest_follower_is_done() {
+    let shape = shape_with_log(3, 64);
+    let group = create(&shape);
+    let (mut fast, mut slow) = (reader(&group, &shape, 1), reader(&group, &shape, 2));
+    let (mut writer, bell) = (writer(&group, &shape), Doorbell::new().unwrap());
+    writer.join(&bell).unwrap();
+    let position = writer.publish(&record(0, 24)).unwrap();
+    assert_eq!(writer.arm(position).unwrap(), Armed::Sleep);
+    assert_eq!(group.waits()[0], Some(Rank(1)));
+    for (reader, next) in [(&mut fast, Armed::Sleep), (&mut slow, Armed::Ready)] {
+        assert!(!bell.wait(SHORT).unwrap(), "nobody is done");
+        let (_, position) = read(reader);
+        reader.done(position).unwrap();
+        assert!(bell.wait(DEADLINE).unwrap());
+        writer.disarm();
+        assert_eq!(writer.arm(position).unwrap(), next);
+    }
+    assert_eq!(group.waits()[0], None);
+
+    let position = writer.publish(&record(1, 8)).unwrap();
+    assert_eq!(writer.arm(position).unwrap(), Armed::Sleep);
+    assert!(writer.check_abort().is_ok());
+    group.abort().unwrap();
+    assert!(bell.wait(DEADLINE).unwrap());
+    writer.disarm();
+    assert!(matches!(writer.check_abort(), Err(GroupError::Aborted)));
+    assert!(matches!(writer.arm(position), Err(GroupError::Aborted)));
 }
 
 #[test]
