@@ -44,7 +44,7 @@ pub fn run_command(
     let out = &mut std::io::stdout();
     let class = if is_quick { Class::Quick } else { Class::Served };
     let done = match device {
-        Device::Cpu => on_processor(out),
+        Device::Cpu => on_processor(is_quick, out),
         Device::Cuda(ordinal) => {
             let found = parent.is_none().then(|| sample(ordinal));
             match Driver::open(ordinal) {
@@ -103,11 +103,11 @@ impl From<std::io::Error> for Ended {
 }
 
 /// The processor's operations are checked by its tests; here they are measured.
-fn on_processor(out: &mut impl Write) -> Result<(), Ended> {
+fn on_processor(is_quick: bool, out: &mut impl Write) -> Result<(), Ended> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let mut cpu = Cpu::new(threads);
     writeln!(out, "processor, {threads} threads, {:?}", cpu.isa())?;
-    let mut table = Table { peaks: Peaks::default(), repetitions: 5, out };
+    let mut table = Table { peaks: Peaks::default(), repetitions: if is_quick { 1 } else { 5 }, out };
     // Quantization is slow, and no part of serving.
     let is_wanted = |name: &str| !name.starts_with("quantize");
     table.operations(&mut cpu, &operations(), &Shapes::SMALL, &is_wanted)?;

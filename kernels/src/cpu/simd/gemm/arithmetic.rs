@@ -228,14 +228,20 @@ impl<A: Arithmetic> Source<A> for Decoded<'_> {
     }
 }
 
-/// Asks for the cache line at `p`, towards the second-level cache.
+/// Asks for the cache line at `p`: into the first-level cache for a single row, which reads each line
+/// once; into the second for more, whose inputs the first holds.
 #[inline(always)]
-fn prefetch(p: *const u8) {
+fn prefetch<const R: usize>(p: *const u8) {
     #[cfg(target_arch = "x86_64")]
     {
-        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        // SAFETY: a prefetch reads nothing, whatever the address; every x86-64 has it.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) };
+        use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
+        if R == 1 {
+            // SAFETY: a prefetch reads nothing, whatever the address; every x86-64 has it.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) };
+        } else {
+            // SAFETY: as above.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) };
+        }
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = p;
@@ -278,7 +284,7 @@ pub(super) unsafe fn tile<A: Arithmetic, S: Source<A>, const O: usize, const R: 
     for step in steps.clone() {
         until = until.wrapping_add(ahead.step_bytes);
         while asked < until {
-            prefetch(asked);
+            prefetch::<R>(asked);
             asked = asked.wrapping_add(LINE);
         }
         let x = x.wrapping_add(step * R * A::STEP_BYTES);
