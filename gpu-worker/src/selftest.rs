@@ -107,7 +107,8 @@ fn on_processor(is_quick: bool, out: &mut impl Write) -> Result<(), Ended> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let mut cpu = Cpu::new(threads);
     writeln!(out, "processor, {threads} threads, {:?}", cpu.isa())?;
-    let mut table = Table { peaks: Peaks::default(), repetitions: if is_quick { 1 } else { 5 }, out };
+    let mut table =
+        Table { peaks: Peaks::default(), repetitions: if is_quick { 1 } else { 5 }, out };
     // Quantization is slow, and no part of serving.
     let is_wanted = |name: &str| !name.starts_with("quantize");
     table.operations(&mut cpu, &operations(), &Shapes::SMALL, &is_wanted)?;
