@@ -18,6 +18,7 @@ use std::sync::Arc;
 use kernels::StepRow;
 use kernels::ops::OpError;
 use model::BlockSpec;
+use model::shards::Shard;
 use model::sizing::{BACK_COST, forward_tokens};
 use shared::block::{BlockIndex, Span};
 use shared::dtype::DType;
@@ -72,9 +73,36 @@ pub struct EngineShape {
     pub gradient_bytes: u64,
 }
 
+/// The form of the blocks that an engine runs: whole ones, or the shard of a rank of a group, whose
+/// weights are [mapped](MappedWeights::map_shard) and whose backend has [joined](kernels::Cpu::join)
+/// its group.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockForm<'w> {
+    /// The blocks of the model: jobs are cut by them alike on all ranks.
+    pub whole: &'w BlockSpec,
+    /// What this rank has of them; `None` in a group of one.
+    pub shard: Option<&'w Shard>,
+}
+
+impl<'w> BlockForm<'w> {
+    /// The form of what runs here.
+    pub fn spec(&self) -> &'w BlockSpec {
+        self.shard.map_or(self.whole, |shard| &shard.spec)
+    }
+}
+
+impl<'w> From<&'w BlockSpec> for BlockForm<'w> {
+    fn from(whole: &'w BlockSpec) -> BlockForm<'w> {
+        BlockForm { whole, shard: None }
+    }
+}
+
 /// The blocks of a span, ready to run.
 pub struct Engine<'w, B: DeviceBackend> {
     backend: B,
+    /// Of the blocks of the model.
+    whole: &'w BlockSpec,
+    /// Of what runs here.
     spec: &'w BlockSpec,
     blocks: Vec<BlockWeights<'w, B>>,
     cache: B::Cache,
@@ -91,17 +119,19 @@ pub struct Engine<'w, B: DeviceBackend> {
 }
 
 impl<'w, B: DeviceBackend> Engine<'w, B> {
-    /// Puts weights, pages and backend together.
+    /// Puts weights, pages and backend together. `form` is that of whole blocks, or a rank's.
     ///
     /// # Errors
     /// [`EngineError::Weights`] or [`EngineError::Op`] when they do not fit.
     pub fn new(
         mut backend: B,
-        spec: &'w BlockSpec,
+        form: impl Into<BlockForm<'w>>,
         weights: &'w MappedWeights,
         kv: KvMap,
         shape: EngineShape,
     ) -> Result<Engine<'w, B>, EngineError> {
+        let form = form.into();
+        let (whole, spec) = (form.whole, form.spec());
         let kv_shape = KvShape {
             layout: page_layout(spec, shape.dtype),
             blocks: shape.span.block_count(),
@@ -122,6 +152,7 @@ impl<'w, B: DeviceBackend> Engine<'w, B> {
             passes: B::Passes::new(&mut backend, spec, shape.gradient_bytes),
             trial: (backend.buffer(0), B::PageMemory::default()),
             backend,
+            whole,
             spec,
             blocks,
             cache,
@@ -145,12 +176,12 @@ impl<'w, B: DeviceBackend> Engine<'w, B> {
 
     /// Tokens of a unit of a forward pass on a small machine.
     pub(crate) fn forward_tokens(&self) -> usize {
-        forward_tokens(self.spec)
+        forward_tokens(self.whole)
     }
 
     /// How large units may be on this device.
     pub fn unit_limits(&self) -> UnitLimits {
-        self.backend.unit_limits(self.spec)
+        self.backend.unit_limits(self.whole)
     }
 
     /// Bytes of one page of one block.

@@ -1,5 +1,10 @@
 //! The seam between a block and a device: the operations that blocks use, over the device's own
 //! memory.
+//!
+//! The ranks of a group share blocks. Their backends exchange in [`Backend::all_reduce`] and
+//! [`Backend::broadcast`], and inside of [`Backend::adapt`], [`Backend::mixture`] and
+//! [`Backend::mixture_grad`]: all ranks call the same operations with the same sizes in the same
+//! order.
 
 use std::ops::Range;
 
@@ -62,6 +67,12 @@ pub trait Backend {
         to: &mut Self::Floats,
         len: usize,
     ) -> Result<(), OpError>;
+
+    /// Replaces the first `len` values of each of `parts` by their sums over the ranks of the group,
+    /// added in the order of ranks; all parts cross at once. Nothing at all in a group of one.
+    fn all_reduce(&mut self, parts: &mut [&mut Self::Floats], len: usize) -> Result<(), OpError>;
+    /// Replaces the first `len` values by those of rank 0. Nothing at all in a group of one.
+    fn broadcast(&mut self, values: &mut Self::Floats, len: usize) -> Result<(), OpError>;
 
     /// Root-mean-square norm.
     fn rmsnorm(&mut self, args: Rmsnorm<'_, Self::Floats>) -> Result<(), OpError>;

@@ -1,6 +1,8 @@
 //! The errors of operations, whatever device runs them.
 
+use shared::causes::with_causes;
 use shared::ids::PageId;
+use shared::shm::group::GroupError;
 
 /// Why an operation refused its arguments. Unless the device failed, nothing was written.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -52,6 +54,9 @@ pub enum OpError {
     /// The device failed; what it holds is unspecified.
     #[error(transparent)]
     Device(#[from] DeviceFailure),
+    /// An exchange between the ranks of a group failed: the group is of no more use.
+    #[error("exchange with the other ranks: {0}")]
+    Group(GroupFailure),
 }
 
 /// How a device failed.
@@ -66,4 +71,24 @@ pub enum DeviceFailure {
     /// Any other failure, in the words of the device's driver.
     #[error("{0}")]
     Fault(String),
+}
+
+/// How an exchange failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum GroupFailure {
+    /// The supervisor ended the group, since another rank died or hangs.
+    #[error("the group was aborted")]
+    Aborted,
+    /// A rank or a doorbell is at fault.
+    #[error("{0}")]
+    Fault(String),
+}
+
+impl From<GroupError> for OpError {
+    fn from(error: GroupError) -> OpError {
+        OpError::Group(match error {
+            GroupError::Aborted => GroupFailure::Aborted,
+            other => GroupFailure::Fault(with_causes(&other)),
+        })
+    }
 }

@@ -19,13 +19,15 @@ pub mod kv;
 pub mod ops;
 pub mod quant;
 mod sizes;
+pub mod slice;
 pub mod tensor;
 pub mod tuning;
 
 pub use backend::Backend;
 pub use cpu::{Cpu, Isa};
-pub use error::{DeviceFailure, OpError};
+pub use error::{DeviceFailure, GroupFailure, OpError};
 pub use kv::{KvPages, PAGE_TOKENS, PageLayout, StepRow};
 pub use shared::config::QuantType;
 pub use shared::dtype::DType;
+pub use slice::WeightSlice;
 pub use tensor::{Format, WeightView};

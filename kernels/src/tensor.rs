@@ -1,5 +1,7 @@
 //! Views of weights where they lie (a mapped file, any alignment), and nothing that copies them.
 
+use std::ops::Range;
+
 use shared::config::QuantType;
 use shared::dtype::DType;
 
@@ -14,6 +16,7 @@ pub struct WeightView<'a> {
     inputs: usize,
     bytes: &'a [u8],
     format: Format<'a>,
+    is_slice: bool,
 }
 
 /// How a matrix is stored.
@@ -50,7 +53,7 @@ impl<'a> WeightView<'a> {
     ) -> Result<Self, WrongSize> {
         let wanted = outputs.checked_mul(inputs).and_then(|n| n.checked_mul(dtype.size_bytes()));
         if wanted == Some(bytes.len()) && !bytes.is_empty() {
-            Ok(WeightView { dtype, outputs, inputs, bytes, format: Format::Plain })
+            Ok(WeightView { dtype, outputs, inputs, bytes, format: Format::Plain, is_slice: false })
         } else {
             Err(WrongSize { dtype, outputs, inputs, bytes: bytes.len() })
         }
@@ -74,12 +77,53 @@ impl<'a> WeightView<'a> {
             QuantType::Nf4 => nf4::Parts::new(outputs, inputs, bytes).map(Format::Nf4),
         };
         let format = format.filter(|_| outputs > 0 && inputs > 0);
-        format.map(|format| WeightView { dtype, outputs, inputs, bytes, format }).ok_or(WrongSize {
-            dtype,
-            outputs,
-            inputs,
-            bytes: bytes.len(),
+        let view = |format| WeightView { dtype, outputs, inputs, bytes, format, is_slice: false };
+        format.map(view).ok_or(WrongSize { dtype, outputs, inputs, bytes: bytes.len() })
+    }
+
+    /// A slice of a quantized matrix, whose parts do not lie as those of a whole one: `format` has
+    /// the rows and columns of `shape`.
+    pub(crate) fn slice(
+        dtype: DType,
+        [outputs, inputs]: [usize; 2],
+        bytes: &'a [u8],
+        format: Format<'a>,
+    ) -> WeightView<'a> {
+        WeightView { dtype, outputs, inputs, bytes, format, is_slice: true }
+    }
+
+    /// Some rows of the matrix where they lie: their values are those of the whole. `None` when they
+    /// are not all there, there are none, or this is a slice itself.
+    pub fn rows(&self, range: Range<usize>) -> Option<WeightView<'a>> {
+        let (outputs, inputs) = (range.len(), self.inputs);
+        if range.is_empty() || range.end > self.outputs || self.is_slice {
+            return None;
+        }
+        if outputs == self.outputs {
+            return Some(*self);
+        }
+        let shape = [outputs, inputs];
+        Some(match self.format {
+            Format::Plain => {
+                let row = self.row_bytes();
+                let bytes = self.bytes.get(range.start * row..range.end * row)?;
+                WeightView::new(self.dtype, outputs, inputs, bytes).ok()?
+            }
+            Format::Int8(parts) => {
+                let parts = parts.rows(range, inputs)?;
+                WeightView::slice(self.dtype, shape, parts.codes, Format::Int8(parts))
+            }
+            Format::Nf4(parts) => {
+                let parts = parts.rows(range)?;
+                WeightView::slice(self.dtype, shape, parts.codes, Format::Nf4(parts))
+            }
         })
+    }
+
+    /// Whether it is a slice of a quantized matrix, whose parts lie in their own way: see
+    /// [`format`](Self::format).
+    pub fn is_slice(&self) -> bool {
+        self.is_slice
     }
 
     /// How it is stored.
@@ -102,7 +146,8 @@ impl<'a> WeightView<'a> {
         self.inputs
     }
 
-    /// All bytes: row-major numbers, or the parts of a quantized matrix.
+    /// All bytes: row-major numbers, or the parts of a quantized matrix; of one that
+    /// [is a slice](Self::is_slice), from the codes on.
     pub fn bytes(&self) -> &'a [u8] {
         self.bytes
     }

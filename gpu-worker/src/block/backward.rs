@@ -7,6 +7,9 @@
 //! [`Sums`], and is whole for the positions of a piece once that piece is taken. Memory is thus
 //! bounded by the piece, the sums and the pages, whatever the length. Gradients are f32 throughout.
 //!
+//! A rank of a group takes the gradient through its shard. What it has of a gradient that enters
+//! q/k/v, or gate and up, and their adapters, is a summand: the ranks sum each half at its end.
+//!
 //! ```text
 //! Sequential  h = x + A(n(x)), y = h + M(m(h))          dh = g + m'(M'(g)),             dx = dh + n'(A'(dh))
 //! Normed      a = n(x), h = a + A(a), b = m(h), y = b + M(b)   dh = m'(g + M'(g)),      dx = n'(dh + A'(dh))
@@ -170,6 +173,11 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
             eps: spec.norm.eps(),
             centered: matches!(spec.norm, Norm::Layer { .. }),
         })
+    }
+
+    /// Sums what the ranks have of a gradient of the hidden states.
+    fn sum(&mut self, x: &mut B::Floats) -> Result<(), OpError> {
+        self.pass.backend.all_reduce(&mut [x], self.pass.tokens * self.pass.spec.hidden)
     }
 
     fn add(&mut self, x: &mut B::Floats, y: &B::Floats) -> Result<(), OpError> {

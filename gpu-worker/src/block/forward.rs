@@ -6,11 +6,16 @@
 //! 5e-3, as much as bfloat16 itself.
 //!
 //! A pass without a cache is a step from prefix 0 over pages of the caller's own.
+//!
+//! A rank of a group runs the block of its shard: its heads, its columns of the MLP. Hidden states,
+//! norms and routers are whole on every rank. Products with `o` and `down`, which are cut by inputs,
+//! are summed over the ranks before anything rounds them ([`Pass::whole`]): the halves of a parallel
+//! block at once, experts one by one. In a group of one nothing is exchanged.
 
 use kernels::ops::{
-    Adapt, Add, AddNorm, Alibi, Attention, ExpertAdapters, Gelu, KvAppend, Layernorm, Mixture,
-    MixtureWorkspace, OpError, Product, Products, PromptAdd, Rmsnorm, RopeAppend, RopeTable,
-    SiluMul, SplitQkv,
+    Adapt, Add, AddNorm, Alibi, Attention, ExpertAdapters, Gelu, Inputs, KvAppend, Layernorm,
+    Mixture, MixtureWorkspace, OpError, Product, Products, PromptAdd, Rmsnorm, RopeAppend,
+    RopeTable, SiluMul, SplitQkv,
 };
 use kernels::{Backend, DType, StepRow, kv::total_tokens, ops};
 use model::{BlockSpec, Position, Residual};
@@ -24,11 +29,13 @@ mod joined;
 mod keys;
 mod mlp;
 mod norms;
+mod products;
 mod workspace;
 
 use joined::Joined;
 pub use keys::keys;
 pub(super) use mlp::adapters_of;
+use products::CutProduct;
 pub use workspace::Workspace;
 pub(super) use workspace::{Heads, Middle};
 
@@ -251,22 +258,22 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         self.append(heads, pages)
     }
 
-    /// Attention of the queries of `heads`, and the matrix behind it, into `out` `[tokens,
-    /// hidden]`.
-    fn attend(
+    /// Attention of `q`, and the matrix behind it, into `out` `[tokens, hidden]`; `attended`
+    /// `[tokens, heads, head_dim]` is what lies between, and beside it, where a gradient will want
+    /// it, what [`Attention`] tells of its scores.
+    pub(super) fn attend(
         &mut self,
-        heads: &mut Heads<B>,
+        q: &B::Floats,
+        (attended, logsum): (&mut B::Floats, Option<&mut B::Floats>),
         out: &mut B::Floats,
         pages: &mut B::Pages<'_>,
     ) -> Result<(), OpError> {
-        let Heads { q, attended, .. } = heads;
-        self.attend_with(q, (attended, None), out, pages)
+        self.attend_part(q, (&mut *attended, logsum), &mut *out, pages)?;
+        self.whole([CutProduct { x: attended, linear: &self.weights.o, out }])
     }
 
-    /// The same with queries that are elsewhere; `attended` `[tokens, heads, head_dim]` is what
-    /// lies between, and beside it, where a gradient will want it, what [`Attention`] tells of
-    /// its scores.
-    pub(super) fn attend_with(
+    /// [`attend`](Self::attend) but for [`whole`](Self::whole).
+    fn attend_part(
         &mut self,
         q: &B::Floats,
         (attended, logsum): (&mut B::Floats, Option<&mut B::Floats>),
@@ -284,7 +291,7 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
             out: &mut *attended,
             logsum,
         })?;
-        self.linear(attended, &self.weights.o, self.tokens, out)
+        self.part(attended, &self.weights.o, self.tokens, out)
     }
 
     /// Copies values of the tokens to `place`, if they are to be saved.
@@ -361,58 +368,6 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
     ) -> Result<(), OpError> {
         let (keys, values) = (&*heads.k, &*heads.v);
         self.backend.kv_append(KvAppend { keys, values, rows: self.rows, pages })
-    }
-
-    /// Products of `x` with several matrices.
-    pub(super) fn products<const N: usize>(
-        &mut self,
-        x: &B::Floats,
-        linears: [&Linear<'_, B>; N],
-        rows: usize,
-        mut outs: [&mut B::Floats; N],
-    ) -> Result<(), OpError> {
-        let mut outs_of = outs.iter_mut();
-        let mut parts = linears.map(|linear| Product {
-            weight: linear.weight.clone(),
-            bias: linear.bias.as_deref(),
-            out: &mut **outs_of.next().expect("as many outputs as matrices"),
-        });
-        self.backend.products(Products { x, rows, parts: &mut parts })?;
-        linears.into_iter().zip(outs).try_for_each(|(linear, out)| self.adapt(x, linear, out))
-    }
-
-    pub(super) fn linear(
-        &mut self,
-        x: &B::Floats,
-        linear: &Linear<'_, B>,
-        rows: usize,
-        out: &mut B::Floats,
-    ) -> Result<(), OpError> {
-        let (weight, bias) = (linear.weight.clone(), linear.bias.as_deref());
-        self.backend.linear(ops::Linear { x, weight, bias, out: &mut *out, rows })?;
-        self.adapt(x, linear, out)
-    }
-
-    /// Adds what adapters make of `x` to the product with their matrix.
-    fn adapt(
-        &mut self,
-        x: &B::Floats,
-        linear: &Linear<'_, B>,
-        out: &mut B::Floats,
-    ) -> Result<(), OpError> {
-        // A step that is recorded is recorded for any adapters: what is given here only says that
-        // it has some.
-        let Some(adapters) = linear.adapters_for(&self.adapted) else {
-            return Ok(());
-        };
-        self.backend.adapt(Adapt {
-            x,
-            adapters,
-            of_rows: &self.adapted,
-            middle: &mut *self.rank,
-            out,
-            round: self.weights.dtype,
-        })
     }
 
     pub(super) fn add(&mut self, x: &mut B::Floats, y: &B::Floats) -> Result<(), OpError> {

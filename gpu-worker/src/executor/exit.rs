@@ -66,6 +66,7 @@ impl From<EngineError> for Exit {
                 reason: ExitReason::DeviceLost,
                 message: format!("the device failed: {failure}"),
             },
+            EngineError::Op(failure @ OpError::Group(_)) => Exit::failed(failure.to_string()),
             other => Exit::failed(format!("cannot compute a job that passed its checks: {other}")),
         }
     }

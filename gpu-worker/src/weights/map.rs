@@ -1,4 +1,5 @@
-//! Weights where they lie: the files that the manifest names, mapped read-only and never copied.
+//! Weights where they lie: the files that the manifest names, mapped read-only. A rank of a group
+//! copies what of its shard does not lie in one piece ([`held`]); nothing else is ever copied.
 //! Pages of memory that hold weights belong to the page cache, so that a restarted worker finds
 //! them there, and several workers share them.
 //!
@@ -13,6 +14,7 @@
 )]
 
 pub mod guard;
+mod held;
 mod hold;
 
 use std::collections::BTreeMap;
@@ -23,8 +25,10 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::ptr::NonNull;
 
+use held::Held;
 use kernels::WeightView;
-use model::manifest::{AdapterBlocks, FileEntry, Manifest, TensorEntry};
+use model::manifest::{AdapterEntry, FileEntry, Manifest, TensorEntry};
+use model::shards::{Shard, Slice};
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, munmap};
 use shared::block::{BlockIndex, Span};
 use shared::config::QuantType;
@@ -65,8 +69,16 @@ pub enum MapError {
 #[derive(Debug)]
 pub struct MappedWeights {
     files: BTreeMap<u32, FileMap>,
-    blocks: BTreeMap<u32, BTreeMap<String, TensorEntry>>,
-    adapters: Vec<AdapterBlocks>,
+    blocks: BTreeMap<u32, BTreeMap<String, Held>>,
+    adapters: Vec<BTreeMap<u32, BTreeMap<String, HeldAdapter>>>,
+}
+
+/// What is held of an adapter's matrices beside one matrix.
+#[derive(Debug)]
+struct HeldAdapter {
+    a: Held,
+    b: Held,
+    scale: f32,
 }
 
 impl MappedWeights {
@@ -78,31 +90,50 @@ impl MappedWeights {
     pub fn map(
         manifest: &Manifest,
         span: Span,
+        mapped: impl FnMut(),
+    ) -> Result<MappedWeights, MapError> {
+        MappedWeights::map_shard(manifest, span, None, mapped)
+    }
+
+    /// [`map`](Self::map) of what the rank of `shard` holds: rows that follow each other are mapped
+    /// where they lie, other parts of matrices are copied.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn map_shard(
+        manifest: &Manifest,
+        span: Span,
+        shard: Option<&Shard>,
         mut mapped: impl FnMut(),
     ) -> Result<MappedWeights, MapError> {
         let mut weights = MappedWeights {
             files: BTreeMap::new(),
             blocks: BTreeMap::new(),
-            adapters: vec![AdapterBlocks::new(); manifest.adapters.len()],
+            adapters: manifest.adapters.iter().map(|_| BTreeMap::new()).collect(),
         };
         for block in span.blocks() {
             let tensors = manifest.block(block).ok_or(MapError::MissingBlock(block))?;
+            let mut own = BTreeMap::new();
             for (name, tensor) in tensors {
-                weights.add(manifest, block, name, tensor)?;
+                let slice = slice_of(shard, name, tensor).ok_or_else(|| bad(block, name))?;
+                if let Some(held) = weights.hold(manifest, (block, name), tensor, slice)? {
+                    own.insert(name.clone(), held);
+                }
                 mapped();
             }
-            weights.blocks.insert(block.0, tensors.clone());
+            weights.blocks.insert(block.0, own);
             for (index, adapter) in manifest.adapters.iter().enumerate() {
-                let Some(parts) = adapter.get(&block.0) else {
-                    continue;
-                };
-                for (name, part) in parts {
-                    weights.add(manifest, block, name, &part.a)?;
-                    weights.add(manifest, block, name, &part.b)?;
+                let mut own = BTreeMap::new();
+                for (name, part) in adapter.get(&block.0).into_iter().flatten() {
+                    if let Some(held) =
+                        weights.hold_adapter(manifest, (block, name), part, shard)?
+                    {
+                        own.insert(name.clone(), held);
+                    }
                     mapped();
                 }
-                if let Some(own) = weights.adapters.get_mut(index) {
-                    own.insert(block.0, parts.clone());
+                if let Some(blocks) = weights.adapters.get_mut(index) {
+                    blocks.insert(block.0, own);
                 }
             }
         }
@@ -111,18 +142,14 @@ impl MappedWeights {
 
     /// A tensor of a block by its name within the block; a vector comes as a matrix of one row.
     pub fn tensor(&self, block: BlockIndex, name: &str) -> Option<WeightView<'_>> {
-        let tensor = self.blocks.get(&block.0)?.get(name)?;
-        view(self.files.get(&tensor.file)?, tensor)
+        self.blocks.get(&block.0)?.get(name)?.view(&self.files)
     }
 
     /// What adapter `index` adds to the matrix `name` of a block, if it does.
     pub fn adapter(&self, index: usize, block: BlockIndex, name: &str) -> Option<AdapterView<'_>> {
         let part = self.adapters.get(index)?.get(&block.0)?.get(name)?;
-        Some(AdapterView {
-            a: view(self.files.get(&part.a.file)?, &part.a)?,
-            b: view(self.files.get(&part.b.file)?, &part.b)?,
-            scale: part.scale,
-        })
+        let (a, b) = (part.a.view(&self.files)?, part.b.view(&self.files)?);
+        Some(AdapterView { a, b, scale: part.scale })
     }
 
     /// Number of adapters.
@@ -133,38 +160,69 @@ impl MappedWeights {
     /// Bytes of the adapters.
     pub fn adapter_bytes(&self) -> u64 {
         let blocks = self.adapters.iter().flat_map(BTreeMap::values);
-        blocks.flat_map(BTreeMap::values).map(|part| part.a.len + part.b.len).sum()
+        blocks.flat_map(BTreeMap::values).map(|part| part.a.bytes() + part.b.bytes()).sum()
     }
 
     /// Bytes of the tensors of the blocks by how they are stored: plain numbers, INT8, NF4.
     pub fn bytes_by_format(&self) -> [(QuantType, u64); 3] {
         let tensors = || self.blocks.values().flat_map(BTreeMap::values);
         [QuantType::None, QuantType::Int8, QuantType::Nf4].map(|quant| {
-            let own = tensors().filter(|t| t.quant == quant).map(|t| t.len);
+            let own = tensors().filter(|t| t.quant() == quant).map(Held::bytes);
             (quant, own.sum())
         })
     }
 
-    /// Bytes of the mapped tensors of the blocks.
+    /// Bytes of the tensors of the blocks, as far as they are held.
     pub fn bytes(&self) -> u64 {
-        self.blocks.values().flat_map(BTreeMap::values).map(|t| t.len).sum()
+        self.blocks.values().flat_map(BTreeMap::values).map(Held::bytes).sum()
     }
 
-    /// Maps the file of a tensor, unless it is mapped, and checks that the tensor lies in it.
-    fn add(
+    /// Bytes of copies, which are this process's own.
+    pub fn copied_bytes(&self) -> u64 {
+        let tensors = self.blocks.values().flat_map(BTreeMap::values);
+        let adapters = self.adapters.iter().flat_map(BTreeMap::values).flat_map(BTreeMap::values);
+        let factors = adapters.flat_map(|adapter| [&adapter.a, &adapter.b]);
+        tensors.chain(factors).map(Held::copied_bytes).sum()
+    }
+
+    /// Holds `slice` of a tensor; `None` when that is nothing of it.
+    fn hold(
         &mut self,
         manifest: &Manifest,
-        block: BlockIndex,
-        name: &str,
+        (block, name): (BlockIndex, &str),
         tensor: &TensorEntry,
-    ) -> Result<(), MapError> {
-        let bad = || MapError::BadTensor { block: block.0, name: name.to_owned() };
+        slice: &Slice,
+    ) -> Result<Option<Held>, MapError> {
+        let bad = || bad(block, name);
+        if *slice == Slice::None {
+            return Ok(None);
+        }
         self.file(manifest, tensor.file).ok_or_else(bad)??;
         let file = self.files.get(&tensor.file).ok_or_else(bad)?;
-        file.bytes(tensor).ok_or_else(bad)?;
-        view(file, tensor).ok_or_else(bad)?;
-        file.read_ahead(tensor);
-        Ok(())
+        let held = Held::new(file, tensor, slice).ok_or_else(bad)?;
+        held.read_ahead(file);
+        Ok(Some(held))
+    }
+
+    /// Holds what `shard` has of the part of an adapter beside the matrix `name`.
+    fn hold_adapter(
+        &mut self,
+        manifest: &Manifest,
+        (block, name): (BlockIndex, &str),
+        part: &AdapterEntry,
+        shard: Option<&Shard>,
+    ) -> Result<Option<HeldAdapter>, MapError> {
+        let slices = match shard {
+            Some(shard) => shard.adapter_slices(name),
+            None => Some([Slice::All, Slice::All]),
+        };
+        let Some([a, b]) = slices else {
+            return Ok(None);
+        };
+        let at = (block, name);
+        let (a, b) = (self.hold(manifest, at, &part.a, &a)?, self.hold(manifest, at, &part.b, &b)?);
+        let scale = part.scale;
+        Ok(a.zip(b).map(|(a, b)| HeldAdapter { a, b, scale }))
     }
 
     fn file(&mut self, manifest: &Manifest, index: u32) -> Option<Result<(), MapError>> {
@@ -178,14 +236,21 @@ impl MappedWeights {
     }
 }
 
-fn view<'a>(file: &'a FileMap, tensor: &TensorEntry) -> Option<WeightView<'a>> {
-    let (outputs, inputs) = match tensor.shape.as_slice() {
-        [inputs] => (1, *inputs),
-        [outputs, inputs] => (*outputs, *inputs),
-        _ => return None,
+fn bad(block: BlockIndex, name: &str) -> MapError {
+    MapError::BadTensor { block: block.0, name: name.to_owned() }
+}
+
+/// What is held of a tensor; `None` when it has another shape than the shard was cut for. A tensor
+/// that blocks do not need is no rank's.
+fn slice_of<'s>(shard: Option<&'s Shard>, name: &str, tensor: &TensorEntry) -> Option<&'s Slice> {
+    let Some(shard) = shard else {
+        return Some(&Slice::All);
     };
-    let (outputs, inputs) = (usize::try_from(outputs).ok()?, usize::try_from(inputs).ok()?);
-    WeightView::quantized(tensor.quant, tensor.dtype, outputs, inputs, file.bytes(tensor)?).ok()
+    let (Some(slice), Some(whole)) = (shard.slice(name), shard.whole_shape(name)) else {
+        return Some(&Slice::None);
+    };
+    let shape = tensor.shape.iter().map(|&side| usize::try_from(side).ok());
+    shape.eq(whole.iter().map(|&side| Some(side))).then_some(slice)
 }
 
 /// One file, mapped whole. Only what is used takes memory.
@@ -238,15 +303,15 @@ impl FileMap {
         all.get(start..end)
     }
 
-    /// Only a wish: on failure pages are read when they are touched.
-    fn read_ahead(&self, tensor: &TensorEntry) {
-        let Some(bytes) = self.bytes(tensor) else {
+    /// Asks for bytes of this file. Only a wish: on failure pages are read when they are touched.
+    fn read_ahead(&self, bytes: &[u8]) {
+        let start = bytes.as_ptr().addr().wrapping_sub(self.base.as_ptr().addr());
+        if bytes.is_empty() || start.checked_add(bytes.len()).is_none_or(|end| end > self.len) {
             return;
-        };
-        let start = bytes.as_ptr().addr() - self.base.as_ptr().addr();
+        }
         let page_start = start & !(PAGE - 1);
-        // SAFETY: `page_start <= start < self.len`, since the tensor lies inside the mapping and is
-        // not empty.
+        // SAFETY: `page_start <= start < self.len`, since the bytes lie inside the mapping and there
+        // are some.
         let from: NonNull<c_void> = unsafe { self.base.add(page_start) }.cast();
         // SAFETY: the range is inside the mapping; the advice changes no content.
         let _ =

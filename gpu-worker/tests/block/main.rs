@@ -5,6 +5,7 @@ mod adapters;
 mod families;
 mod golden;
 mod petals;
+mod shards;
 
 use std::collections::HashMap;
 

@@ -170,7 +170,15 @@ impl Case for AdaptCase {
             let (x, middle, out) = (&*x, &mut *middle, &mut *out);
             match self.is_grad {
                 true => device.adapt_grad(AdaptGrad { grad: x, adapters, of_rows, middle, out }),
-                false => device.adapt(Adapt { x, adapters, of_rows, middle, out, round }),
+                false => device.adapt(Adapt {
+                    x,
+                    adapters,
+                    of_rows,
+                    middle,
+                    out,
+                    round,
+                    inputs: Inputs::Whole,
+                }),
             }
         })?;
         bench.take(&middle, middle_len)?;

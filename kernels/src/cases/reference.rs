@@ -89,6 +89,15 @@ impl Backend for Reference {
         self.upload(&from[..len], to)
     }
 
+    fn all_reduce(&mut self, _parts: &mut [&mut [f32]], _len: usize) -> Result<(), OpError> {
+        // The definitions know no other ranks.
+        Ok(())
+    }
+
+    fn broadcast(&mut self, _values: &mut [f32], _len: usize) -> Result<(), OpError> {
+        Ok(())
+    }
+
     fn linear(&mut self, args: Linear<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
         linear::reference(args)
     }
@@ -109,6 +118,7 @@ impl Backend for Reference {
             out: args.out,
             rows: args.of_rows.len(),
             round: args.round,
+            inputs: args.inputs,
         })
     }
 

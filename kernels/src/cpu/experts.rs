@@ -14,6 +14,15 @@ type Experts<'w> = Vec<Expert<WeightView<'w>>>;
 type Adapters<'w> = Vec<Option<Adapter<WeightView<'w>>>>;
 
 impl Primitives for Cpu {
+    fn all_reduce(&mut self, values: &mut [f32]) -> Result<(), OpError> {
+        let len = values.len();
+        Backend::all_reduce(self, &mut [values], len)
+    }
+
+    fn broadcast(&mut self, values: &mut [f32]) -> Result<(), OpError> {
+        Backend::broadcast(self, values, values.len())
+    }
+
     fn products(&mut self, args: Products<'_, '_, [f32], WeightView<'_>>) -> Result<(), OpError> {
         Backend::products(self, args)
     }

@@ -2,32 +2,44 @@
 //! products, and one pass that adds them to the rows. A row has the same bits in any part, as it
 //! has in any product.
 
+use super::group::Group;
 use super::pool::Pool;
 use super::simd::{self, Isa, Scratch};
 use crate::ops::convert::with_rounding;
-use crate::ops::{Linear, LinearGrad, Lora, LoraGrad};
+use crate::ops::{Inputs, Linear, LinearGrad, Lora, LoraGrad, OpError};
 use crate::tensor::WeightView;
 use crate::tuning;
 
 pub(super) fn lora(
     isa: Isa,
-    pool: &mut Pool,
-    scratch: &mut Scratch,
+    (pool, scratch): (&mut Pool, &mut Scratch),
     delta: &mut Vec<f32>,
+    group: &mut Group,
     args: Lora<'_, [f32], WeightView<'_>>,
-) {
+) -> Result<(), OpError> {
+    let mut product = |pool: &mut Pool, x: &[f32], weight, out: &mut [f32], rows| {
+        simd::linear(isa, pool, scratch, Linear { x, weight, bias: None, out, rows });
+    };
+    // Behind one another, so that all of them cross at once.
+    let mut end = 0;
     for part in args.parts {
-        let (inputs, rank, outputs) = (part.a.inputs(), part.a.outputs(), part.b.outputs());
+        let (inputs, rank) = (part.a.inputs(), part.a.outputs());
+        let x = &args.x[part.first * inputs..(part.first + part.rows) * inputs];
+        let start = end;
+        end += part.rows * rank;
+        product(pool, x, part.a, &mut args.middle[start..end], part.rows);
+    }
+    if args.inputs == Inputs::Cut && end > 0 {
+        group.all_reduce(&mut [&mut *args.middle], end)?;
+    }
+    let mut start = 0;
+    for part in args.parts {
+        let (rank, outputs) = (part.a.outputs(), part.b.outputs());
         let wide = part.first * outputs..(part.first + part.rows) * outputs;
         grow(delta, wide.len());
-        let product =
-            |pool: &mut Pool, scratch: &mut Scratch, x: &[f32], weight, out: &mut [f32]| {
-                let (bias, rows) = (None, part.rows);
-                simd::linear(isa, pool, scratch, Linear { x, weight, bias, out, rows });
-            };
-        let x = &args.x[part.first * inputs..(part.first + part.rows) * inputs];
-        product(pool, scratch, x, part.a, &mut args.middle[..part.rows * rank]);
-        product(pool, scratch, &args.middle[..part.rows * rank], part.b, &mut delta[..wide.len()]);
+        let middle = &args.middle[start..start + part.rows * rank];
+        start += middle.len();
+        product(pool, middle, part.b, &mut delta[..wide.len()], part.rows);
         let (base, dtype, scale) = (args.round, part.a.dtype(), part.scale);
         let delta = &delta[..wide.len()];
         add(pool, &mut args.out[wide], delta, |out, delta| {
@@ -38,6 +50,7 @@ pub(super) fn lora(
             }));
         });
     }
+    Ok(())
 }
 
 pub(super) fn lora_grad(

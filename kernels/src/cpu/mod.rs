@@ -1,6 +1,7 @@
 //! The CPU as a device: dispatch to the instruction set found at start, over a pool of threads.
 
 mod experts;
+mod group;
 mod lora;
 pub mod pool;
 mod simd;
@@ -18,7 +19,9 @@ use crate::ops::{
     SiluMul, SiluMulGrad, SplitQkv, add, check_len, qkv, rope, route,
 };
 use crate::tensor::WeightView;
+use group::Group;
 use pool::Pool;
+use shared::shm::group::Member;
 pub use simd::Isa;
 
 /// The CPU backend: threads and scratch memory. One caller at a time.
@@ -31,6 +34,7 @@ pub struct Cpu {
     delta: Vec<f32>,
     /// Rows of the tokens that go to an expert.
     gathered: Vec<f32>,
+    group: Group,
 }
 
 impl Cpu {
@@ -50,7 +54,15 @@ impl Cpu {
             scratch: simd::Scratch::default(),
             delta: Vec::new(),
             gathered: Vec::new(),
+            group: Group::default(),
         }
+    }
+
+    /// Computes as a rank of a group from now on: it has its shards of all weights, and what the
+    /// ranks share crosses through `member`. All ranks call the same operations with the same
+    /// sizes in the same order.
+    pub fn join(&mut self, member: Member) {
+        self.group.join(member);
     }
 
     /// The instruction set in use.
@@ -61,12 +73,13 @@ impl Cpu {
     /// Adapters beside a matrix product, each over its part of the rows.
     ///
     /// # Errors
-    /// When buffers are too short for the rows, or the parts do not go together.
+    /// When buffers are too short for the rows, or the parts do not go together;
+    /// [`OpError::Group`] when an exchange fails.
     pub fn lora(&mut self, args: Lora<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
         args.check()?;
         ops_lora::check_dtypes("lora", args.parts)?;
-        lora::lora(self.isa, &mut self.pool, &mut self.scratch, &mut self.delta, args);
-        Ok(())
+        let memory = (&mut self.pool, &mut self.scratch);
+        lora::lora(self.isa, memory, &mut self.delta, &mut self.group, args)
     }
 
     /// Gradient of [`lora`](Self::lora).
@@ -148,6 +161,14 @@ impl Backend for Cpu {
         Ok(())
     }
 
+    fn all_reduce(&mut self, parts: &mut [&mut [f32]], len: usize) -> Result<(), OpError> {
+        self.group.all_reduce(parts, len)
+    }
+
+    fn broadcast(&mut self, values: &mut [f32], len: usize) -> Result<(), OpError> {
+        self.group.broadcast(values, len)
+    }
+
     fn rmsnorm(&mut self, args: Rmsnorm<'_, [f32]>) -> Result<(), OpError> {
         args.check()?;
         simd::rmsnorm(self.isa, &mut self.pool, args);
@@ -184,6 +205,7 @@ impl Backend for Cpu {
             out: args.out,
             rows: args.of_rows.len(),
             round: args.round,
+            inputs: args.inputs,
         })
     }
 

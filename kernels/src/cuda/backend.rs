@@ -87,6 +87,15 @@ impl<G: Gpu> Backend for Cuda<G> {
         Cuda::copy(self, from, to, len)
     }
 
+    fn all_reduce(&mut self, _parts: &mut [&mut Floats], _len: usize) -> Result<(), OpError> {
+        // Groups of CUDA devices are refused when a worker starts: this is a group of one.
+        Ok(())
+    }
+
+    fn broadcast(&mut self, _values: &mut Floats, _len: usize) -> Result<(), OpError> {
+        Ok(())
+    }
+
     fn rmsnorm(&mut self, args: Rmsnorm<'_, Floats>) -> Result<(), OpError> {
         ops::rmsnorm::launch(self, args)
     }

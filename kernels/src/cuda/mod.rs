@@ -188,6 +188,10 @@ impl<G: Gpu> Cuda<G> {
     /// When the device has no memory for it, or fails.
     pub fn matrix(&mut self, weight: WeightView<'_>) -> Result<Matrix<G>, OpError> {
         self.host("a new matrix")?;
+        if weight.is_slice() {
+            let what = "a slice of a quantized matrix is not supported on CUDA devices";
+            return Err(OpError::Shape { op: "matrix", what });
+        }
         let memory = self.pool.take_exactly(weight.bytes().len())?;
         // SAFETY: the memory is of that length.
         let done = unsafe { self.gpu.write(weight.bytes(), memory.address()) };

@@ -139,7 +139,7 @@ impl WeightView<'_> {
             }
             Format::Int8(parts) => int8::decode(parts, index, start, out),
             Format::Nf4(parts) => {
-                nf4::decode(parts, start, out);
+                nf4::decode(parts, index, first, out);
                 with_rounding!(self.dtype(), round => for out in out.iter_mut() {
                     *out = round(*out);
                 });

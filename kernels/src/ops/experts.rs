@@ -7,11 +7,14 @@
 //! (transformers `MixtralSparseMoeBlock`.) Its parts are [`Route`], [`Gather`], products and what
 //! [adapters](super::lora) add to them, [`SiluMul`] and [`ScatterAdd`], expert by expert; a device
 //! does all experts at once, with the bits that a row has by itself.
+//!
+//! Ranks of a group have columns of the middle of every expert: rank 0 routes, and products with down
+//! are summed over the ranks before they are rounded.
 
 use shared::dtype::DType;
 
 use super::lora::{self, Adapter, AdapterSizes, Lora, LoraPart, parts_of};
-use super::{Elements, MatrixShape, OpError, check_len, gradient, linear, route, silu_mul};
+use super::{Elements, Inputs, MatrixShape, OpError, check_len, gradient, linear, route, silu_mul};
 use crate::ops::{
     Gather, Linear, LinearGrad, LoraGrad, Product, Products, Route, ScatterAdd, SiluMul,
     SiluMulGrad,
@@ -204,6 +207,14 @@ pub type AdapterViews<'w> = [Option<Adapter<WeightView<'w>>>];
 /// What the experts of a mixture are made of: the operations on the rows of one expert. A mixture
 /// is composed of them once, whether they are the definitions or the fast paths.
 pub(crate) trait Primitives {
+    /// Sums over the ranks of the group, if there is one.
+    fn all_reduce(&mut self, _values: &mut [f32]) -> Result<(), OpError> {
+        Ok(())
+    }
+    /// Values of rank 0 of the group, if there is one.
+    fn broadcast(&mut self, _values: &mut [f32]) -> Result<(), OpError> {
+        Ok(())
+    }
     /// Products of one input.
     fn products(&mut self, args: Products<'_, '_, [f32], WeightView<'_>>) -> Result<(), OpError>;
     /// Adapters beside a product.
@@ -251,6 +262,9 @@ impl Primitives for Definitions {
     }
 }
 
+/// Which matrix of an expert is the last; gate and up come before it.
+pub(super) const DOWN: usize = 2;
+
 /// The definition of [`Mixture`].
 pub fn reference(
     args: Mixture<'_, [f32], [Expert<WeightView<'_>>], AdapterViews<'_>>,
@@ -278,6 +292,8 @@ pub(crate) fn compose(
         chosen: args.chosen,
         round,
     })?;
+    // Ranks of different kinds may round differently: one decides.
+    primitives.broadcast(&mut args.logits[..tokens * sizes.experts])?;
     args.out[..tokens * width].fill(0.0);
     let MixtureWorkspace { gate, up, given, .. } = args.workspace;
     let weights = &args.logits[..tokens * sizes.experts];
@@ -294,7 +310,8 @@ pub(crate) fn compose(
         primitives.silu_mul(SiluMul { gate: &mut *gate, up: &*up, len, round })?;
         let mut down = [Product { weight: expert.down, bias: None, out: &mut *given }];
         primitives.products(Products { x: &*gate, rows, parts: &mut down })?;
-        own.adapt(primitives, &mut args.adapters, 2, (&*gate, &mut *given))?;
+        primitives.all_reduce(&mut given[..rows * width])?;
+        own.adapt(primitives, &mut args.adapters, DOWN, (&*gate, &mut *given))?;
         route::reference_scatter_add(ScatterAdd {
             x: &*given,
             index: &index,
@@ -366,6 +383,7 @@ impl ExpertRows<'_, '_> {
             out,
             rows: self.index.len(),
             round: self.round,
+            inputs: if which == DOWN { Inputs::Cut } else { Inputs::Whole },
         })
     }
 

@@ -6,7 +6,8 @@
 //! gradient:                out = out + scale A^T (B^T grad)                        f32 throughout
 //! ```
 //! `out` holds the product of the adapted matrix, bias included. `round` is that of the block dtype
-//! and `round_a` that of the adapter's matrices: what PEFT rounds in `lora.Linear.forward`. The sum
+//! and `round_a` that of the adapter's matrices: what PEFT rounds in `lora.Linear.forward`. Where the
+//! ranks of a group have parts of the inputs, A round_a(x) is summed over them. The sum
 //! itself is rounded by whoever reads it, as is that of a plain product. Rows that belong to no
 //! part keep their bits.
 
@@ -30,6 +31,15 @@ pub struct LoraPart<W> {
     pub scale: f32,
 }
 
+/// What of its inputs a rank of a group has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Inputs {
+    /// All of them.
+    Whole,
+    /// Possibly a part: `t` is the sum over all ranks.
+    Cut,
+}
+
 /// Arguments of the product.
 #[derive(Debug)]
 pub struct Lora<'a, F: ?Sized, W> {
@@ -45,6 +55,8 @@ pub struct Lora<'a, F: ?Sized, W> {
     pub rows: usize,
     /// Dtype to which the product of the adapted matrix is rounded: the block dtype.
     pub round: DType,
+    /// Whether `x` and `a` are whole.
+    pub inputs: Inputs,
 }
 
 /// An adapter beside a matrix; `W` is the backend's matrix.
@@ -75,6 +87,8 @@ pub struct Adapt<'a, F: ?Sized, A: ?Sized> {
     pub out: &'a mut F,
     /// Dtype to which the product of the adapted matrix is rounded: the block dtype.
     pub round: DType,
+    /// Whether `x` and the matrices `a` are whole.
+    pub inputs: Inputs,
 }
 
 /// Arguments of the gradient of [`Adapt`]: [`LoraGrad`] over the rows of each adapter.

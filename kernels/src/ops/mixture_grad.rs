@@ -8,12 +8,15 @@
 //! ```
 //! Adapters beside a matrix add to its product and to its gradient. The parts are those of
 //! [`Mixture`](super::Mixture), and their gradients, expert by expert; gradients round nothing.
+//!
+//! Of a rank of a group, `out` is a summand of the gradient: the caller sums. The shares are summed
+//! here, and the gradient of the logits is that of rank 0.
 
 use shared::dtype::DType;
 
 use super::experts::{
-    AdapterViews, Definitions, ExpertRows, ExpertSizes, Primitives, list_words, listed, sizes_of,
-    tokens_of,
+    AdapterViews, DOWN, Definitions, ExpertRows, ExpertSizes, Primitives, list_words, listed,
+    sizes_of, tokens_of,
 };
 use super::{Elements, Expert, ExpertAdapters, OpError, check_len, route};
 use crate::ops::{
@@ -117,6 +120,7 @@ pub(crate) fn compose(
     let MixtureGradWorkspace { weights, shares, .. } = &mut args.workspace;
     weights[..tokens * experts].copy_from_slice(&args.logits[..tokens * experts]);
     route::reference(Route { logits: &mut **weights, tokens, experts, chosen, round })?;
+    primitives.broadcast(&mut weights[..tokens * experts])?;
     shares[..tokens * experts].fill(0.0);
     args.out[..tokens * width].fill(0.0);
     for (number, expert) in args.experts.iter().enumerate() {
@@ -127,8 +131,10 @@ pub(crate) fn compose(
             own.backward(primitives, gathered, &mut args, (sizes, &weights))?;
         }
     }
-    let grad = &*args.workspace.shares;
-    route::reference_grad(RouteGrad { logits: args.logits, grad, tokens, experts, chosen, round })
+    primitives.all_reduce(&mut args.workspace.shares[..tokens * experts])?;
+    let (logits, grad) = (&mut *args.logits, &*args.workspace.shares);
+    route::reference_grad(RouteGrad { logits, grad, tokens, experts, chosen, round })?;
+    primitives.broadcast(&mut args.logits[..tokens * experts])
 }
 
 impl ExpertRows<'_, '_> {
@@ -149,7 +155,7 @@ impl ExpertRows<'_, '_> {
         let out = &mut **given;
         route::reference_gather(Gather { x: args.grad, index, width, out })?;
         self.gate_and_up(primitives, adapters, x, (&mut **gate, &mut **up))?;
-        self.gradient(primitives, adapters, (2, expert.down), (given, &mut **grad))?;
+        self.gradient(primitives, adapters, (DOWN, expert.down), (given, &mut **grad))?;
         route::reference_gate_dot(GateDot {
             gate: &**gate,
             up: &**up,

@@ -36,7 +36,7 @@ pub use gradient::{GeluGrad, LinearGrad, NormGrad, SiluMulGrad};
 pub use kv_append::KvAppend;
 pub use layernorm::Layernorm;
 pub use linear::Linear;
-pub use lora::{Adapt, AdaptGrad, Adapter, Lora, LoraGrad, LoraPart};
+pub use lora::{Adapt, AdaptGrad, Adapter, Inputs, Lora, LoraGrad, LoraPart};
 pub use mixture_grad::{MixtureGrad, MixtureGradWorkspace};
 pub use qkv::{JoinQkv, SplitQkv};
 pub use rmsnorm::Rmsnorm;
@@ -46,7 +46,7 @@ pub use silu_mul::SiluMul;
 
 use shared::dtype::DType;
 
-pub use crate::error::{DeviceFailure, OpError};
+pub use crate::error::{DeviceFailure, GroupFailure, OpError};
 use crate::kv::{self, KvPages, PageLayout, StepRow};
 use crate::tensor::WeightView;
 

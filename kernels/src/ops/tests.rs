@@ -275,7 +275,15 @@ fn adapters_whose_parts_overlap_or_do_not_fit_are_refused() {
     let refused = |parts: &[LoraPart<WeightView<'_>>], middle: usize| {
         let (x, mut middle, mut out) = ([0.0f32; 32], vec![0.0; middle], [0.0f32; 16]);
         let (x, middle, out) = (&x[..], &mut middle[..], &mut out[..]);
-        Cpu::new(1).lora(Lora { x, parts, middle, out, rows: 4, round: DType::F32 })
+        Cpu::new(1).lora(Lora {
+            x,
+            parts,
+            middle,
+            out,
+            rows: 4,
+            round: DType::F32,
+            inputs: Inputs::Whole,
+        })
     };
     for parts in [
         vec![plain(0, 2), plain(1, 1)],

@@ -12,6 +12,8 @@
 //! result depends on what else is in the batch. Here activations keep the block dtype, and a row's
 //! result is its own.
 
+use std::ops::Range;
+
 use super::{PART_ALIGNMENT, f32_at, pad};
 
 /// Bytes of a matrix as stored; `None` when that is no size.
@@ -40,6 +42,14 @@ impl<'a> Parts<'a> {
         Some(Parts {
             codes: bytes.get(..codes)?,
             absmax: bytes.get(codes.next_multiple_of(PART_ALIGNMENT)..)?.get(..4 * outputs)?,
+        })
+    }
+
+    /// Some rows where they lie; `None` when they are not all there.
+    pub(crate) fn rows(&self, range: Range<usize>, inputs: usize) -> Option<Parts<'a>> {
+        Some(Parts {
+            codes: self.codes.get(range.start * inputs..range.end.checked_mul(inputs)?)?,
+            absmax: self.absmax.get(range.start * 4..range.end.checked_mul(4)?)?,
         })
     }
 

@@ -14,9 +14,12 @@
 
 pub mod int8;
 pub mod nf4;
+pub mod slice;
 
 use shared::config::QuantType;
 use shared::dtype::DType;
+
+pub use slice::slice_bytes;
 
 /// Each part of a quantized matrix begins at a multiple of this.
 pub const PART_ALIGNMENT: usize = 64;
@@ -45,7 +48,7 @@ pub(crate) fn f32_at(bytes: &[u8], index: usize) -> f32 {
 }
 
 /// Appends zeros up to the next part.
-fn pad(bytes: &mut Vec<u8>) {
+pub(crate) fn pad(bytes: &mut Vec<u8>) {
     bytes.resize(bytes.len().next_multiple_of(PART_ALIGNMENT), 0);
 }
 

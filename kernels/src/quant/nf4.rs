@@ -11,12 +11,17 @@
 //!
 //! 4.127 bits per weight. Divisions above round up; the last group may be short.
 
+use std::ops::Range;
+
 use super::{PART_ALIGNMENT, f32_at, pad};
 
 /// Weights of a group.
 pub const GROUP: usize = 64;
 /// Groups that share a second scale.
 pub const SUPER_GROUP: usize = 256;
+
+/// Bytes that say where a row of a slice begins.
+pub(crate) const START_BYTES: usize = size_of::<u64>();
 
 /// Value of each code (bitsandbytes `get_4bit_type("nf4")`).
 pub const LEVELS: [f32; 16] = [
@@ -52,17 +57,35 @@ pub fn stored_bytes(outputs: usize, inputs: usize) -> Option<usize> {
         .checked_add((4 * (groups.div_ceil(SUPER_GROUP) + 1)).next_multiple_of(PART_ALIGNMENT))
 }
 
-/// The parts of a stored matrix.
+/// The parts of a stored matrix, or of a slice of one.
 #[derive(Clone, Copy, Debug)]
 pub struct Parts<'a> {
     /// Two weights a byte.
     pub codes: &'a [u8],
     /// Codes of the groups' scales.
     pub absmax: &'a [u8],
-    /// f32, little-endian: second scales.
+    /// f32, little-endian: second scales of the whole matrix.
     pub absmax2: &'a [u8],
     /// Added to every scale.
     pub offset: f32,
+    /// Weights of a row.
+    inputs: usize,
+    rows: Rows<'a>,
+}
+
+/// How rows lie in `codes` and `absmax`, and among the groups of the whole matrix.
+#[derive(Clone, Copy, Debug)]
+enum Rows<'a> {
+    /// One behind the other, groups over their ends, as in the whole matrix: the first group here
+    /// is its group `first`, and the first `phase` weights of that belong to the row before.
+    Running { first: usize, phase: usize },
+    /// A slice in memory of its own: see [`slice`](super::slice).
+    Cut {
+        /// Groups of a row.
+        groups: usize,
+        /// u64 `[rows]`, little-endian: which weight of the whole matrix a row begins with.
+        starts: &'a [u8],
+    },
 }
 
 impl<'a> Parts<'a> {
@@ -82,38 +105,147 @@ impl<'a> Parts<'a> {
             absmax: bytes.get(absmax_at..absmax_at + groups)?,
             absmax2,
             offset: f32_at(offset, 0),
+            inputs,
+            rows: Rows::Running { first: 0, phase: 0 },
         })
     }
 
-    /// Scale of group `group`.
+    /// Some rows of a whole matrix where they lie; `None` when they are not all there.
+    pub(crate) fn rows(&self, range: Range<usize>) -> Option<Parts<'a>> {
+        let Rows::Running { first: 0, phase: 0 } = self.rows else {
+            return None;
+        };
+        let (start, end) = (range.start * self.inputs, range.end.checked_mul(self.inputs)?);
+        let (first, last) = (start / GROUP, end.div_ceil(GROUP));
+        Some(Parts {
+            codes: self.codes.get(first * GROUP / 2..end.div_ceil(2))?,
+            absmax: self.absmax.get(first..last)?,
+            rows: Rows::Running { first, phase: start % GROUP },
+            ..*self
+        })
+    }
+
+    /// Rows of their own from the parts of a [slice](super::slice) of `whole`: `codes`, `absmax`
+    /// and `starts`. `None` when these are not of one number of rows, or name a group that `whole`
+    /// does not have.
+    pub(crate) fn cut(
+        whole: (&'a [u8], f32),
+        inputs: usize,
+        groups: usize,
+        [codes, absmax, starts]: [&'a [u8]; 3],
+    ) -> Option<Parts<'a>> {
+        let ((absmax2, offset), rows) = (whole, starts.len() / START_BYTES);
+        let parts =
+            Parts { codes, absmax, absmax2, offset, inputs, rows: Rows::Cut { groups, starts } };
+        let is_there = |row: usize| {
+            let last = (parts.start(row) as usize).checked_add(inputs.checked_sub(1)?)?;
+            let named = last / GROUP / SUPER_GROUP < absmax2.len() / 4;
+            let held = last / GROUP - parts.start(row) as usize / GROUP < groups;
+            (named && held).then_some(())
+        };
+        let fits = codes.len() == rows * inputs.div_ceil(2) && absmax.len() == rows * groups;
+        (fits && (0..rows).all(|row| is_there(row).is_some())).then_some(parts)
+    }
+
+    /// Which weight of the whole matrix row `output` begins with.
     #[inline(always)]
-    pub fn absmax(&self, group: usize) -> f32 {
-        DYNAMIC[self.absmax[group] as usize] * f32_at(self.absmax2, group / SUPER_GROUP)
+    fn start(&self, output: usize) -> u64 {
+        match self.rows {
+            Rows::Running { first, phase } => (first * GROUP + phase + output * self.inputs) as u64,
+            Rows::Cut { starts, .. } => {
+                let bytes = starts.get(output * START_BYTES..(output + 1) * START_BYTES);
+                bytes.and_then(|b| b.try_into().ok()).map_or(u64::MAX, u64::from_le_bytes)
+            }
+        }
+    }
+
+    /// Whether each row begins and ends with a group: what fast paths take.
+    pub fn is_grouped(&self) -> bool {
+        self.inputs.is_multiple_of(GROUP)
+            && match self.rows {
+                Rows::Running { phase, .. } => phase == 0,
+                Rows::Cut { groups, .. } => groups * GROUP == self.inputs,
+            }
+    }
+
+    /// Scale of the group of weight `input` of row `output`.
+    #[inline(always)]
+    pub fn scale(&self, output: usize, input: usize) -> f32 {
+        let start = self.start(output) as usize;
+        let (first, group) = (start / GROUP, (start + input) / GROUP);
+        let held = match self.rows {
+            Rows::Running { first, .. } => group - first,
+            Rows::Cut { groups, .. } => output * groups + group - first,
+        };
+        DYNAMIC[self.absmax[held] as usize] * f32_at(self.absmax2, group / SUPER_GROUP)
             + self.offset
     }
 
-    /// [`absmax`](Self::absmax) for a group that is known to exist.
+    /// [`scale`](Self::scale) of group `group` of row `output`, which begins and ends with a group.
     ///
     /// # Safety
-    /// The matrix has a group of that index.
+    /// The matrix [`is_grouped`](Self::is_grouped) and has that row, and a row that group.
     #[allow(unsafe_code, reason = "the innermost loop of a matrix product asks for it")]
     #[inline(always)]
-    pub(crate) unsafe fn absmax_unchecked(&self, group: usize) -> f32 {
-        // SAFETY: `new` cut `absmax` to the number of groups.
-        let code = unsafe { *self.absmax.get_unchecked(group) };
-        let second = self.absmax2.as_ptr().cast::<f32>();
-        let second = second.wrapping_add(group / SUPER_GROUP);
-        // SAFETY: `new` cut `absmax2` to the number of groups of groups.
+    pub(crate) unsafe fn scale_unchecked(&self, output: usize, group: usize) -> f32 {
+        let held = output * (self.inputs / GROUP) + group;
+        // SAFETY: `absmax` has the groups of all rows.
+        let code = unsafe { *self.absmax.get_unchecked(held) };
+        let named = match self.rows {
+            Rows::Running { first, .. } => first + held,
+            Rows::Cut { starts, .. } => {
+                let start = starts.as_ptr().cast::<u64>().wrapping_add(output);
+                // SAFETY: `cut` counted one start per row.
+                let start = u64::from_le(unsafe { start.read_unaligned() });
+                start as usize / GROUP + group
+            }
+        };
+        let second = self.absmax2.as_ptr().cast::<f32>().wrapping_add(named / SUPER_GROUP);
+        // SAFETY: `absmax2` has the second scales of all groups of the whole matrix, in which `new`
+        // or `cut` found this one.
         let second = f32::from_bits(u32::from_le(unsafe { second.read_unaligned() }.to_bits()));
         DYNAMIC[code as usize] * second + self.offset
     }
 
-    /// Weight `index` of the matrix.
+    /// Place of weight `input` of row `output` in `codes`, in weights.
     #[inline(always)]
-    pub fn weight(&self, index: usize) -> f32 {
-        let byte = self.codes[index / 2];
-        let code = if index.is_multiple_of(2) { byte >> 4 } else { byte & 15 };
-        LEVELS[code as usize] * self.absmax(index / GROUP)
+    fn place(&self, output: usize, input: usize) -> usize {
+        match self.rows {
+            Rows::Running { phase, .. } => phase + output * self.inputs + input,
+            Rows::Cut { .. } => 2 * output * self.inputs.div_ceil(2) + input,
+        }
+    }
+
+    /// Code of weight `input` of row `output`.
+    #[inline(always)]
+    fn code(&self, output: usize, input: usize) -> u8 {
+        let place = self.place(output, input);
+        let byte = self.codes[place / 2];
+        if place.is_multiple_of(2) { byte >> 4 } else { byte & 15 }
+    }
+
+    /// Appends the codes of `len` weights from weight `start` of a whole matrix on, the last byte
+    /// padded with a zero.
+    pub(crate) fn copy_codes(&self, start: usize, len: usize, to: &mut Vec<u8>) -> Option<()> {
+        let codes = self.codes.get(start / 2..(start + len).div_ceil(2))?;
+        if start.is_multiple_of(2) {
+            to.extend(codes);
+        } else {
+            let next = codes.iter().skip(1).copied().chain([0]);
+            to.extend(codes.iter().zip(next).take(len.div_ceil(2)).map(|(a, b)| a << 4 | b >> 4));
+        }
+        if let Some(last) = to.last_mut()
+            && !len.is_multiple_of(2)
+        {
+            *last &= 0xf0;
+        }
+        Some(())
+    }
+
+    /// Weight `input` of row `output`.
+    #[inline(always)]
+    pub fn weight(&self, output: usize, input: usize) -> f32 {
+        LEVELS[self.code(output, input) as usize] * self.scale(output, input)
     }
 }
 
@@ -170,21 +302,22 @@ fn nearest(x: f32) -> u8 {
     (if x - low > high - x { above } else { above - 1 }) as u8
 }
 
-/// Rows of a matrix as numbers: `out.len()` weights from weight `start` on.
+/// Weights of row `output` as numbers: `out.len()` of them from weight `first` of the row on.
 #[inline(always)]
-pub(crate) fn decode(parts: &Parts<'_>, start: usize, out: &mut [f32]) {
-    if !start.is_multiple_of(GROUP) || !out.len().is_multiple_of(GROUP) {
+pub(crate) fn decode(parts: &Parts<'_>, output: usize, first: usize, out: &mut [f32]) {
+    let whole_groups = first.is_multiple_of(GROUP) && out.len().is_multiple_of(GROUP);
+    if !whole_groups || !parts.is_grouped() {
         for (i, out) in out.iter_mut().enumerate() {
-            *out = parts.weight(start + i);
+            *out = parts.weight(output, first + i);
         }
         return;
     }
-    for (group, out) in out.chunks_exact_mut(GROUP).enumerate() {
-        let group = start / GROUP + group;
-        let scale = parts.absmax(group);
+    for (input, out) in (first..).step_by(GROUP).zip(out.chunks_exact_mut(GROUP)) {
+        let scale = parts.scale(output, input);
         let mut table = LEVELS;
         table.iter_mut().for_each(|level| *level *= scale);
-        let codes = &parts.codes[group * GROUP / 2..(group + 1) * GROUP / 2];
+        let place = parts.place(output, input);
+        let codes = &parts.codes[place / 2..(place + GROUP) / 2];
         for (pair, byte) in out.chunks_exact_mut(2).zip(codes) {
             pair[0] = table[(byte >> 4) as usize];
             pair[1] = table[(byte & 15) as usize];

@@ -72,7 +72,7 @@ fn nf4_packs_the_first_weight_of_a_pair_into_the_upper_half() {
     }
     assert_eq!(parts.absmax, [0, 127, 255]);
     assert_eq!((f32_at(parts.absmax2, 0), parts.offset), (1.0, 2.0));
-    let scales = [0, 1, 2].map(|group| parts.absmax(group));
+    let scales = [0, 1, 2].map(|row| parts.scale(row, 0));
     assert!((scales[0] - 1.007_031_2).abs() < 1e-6 && scales[1..] == [2.0, 3.0]);
 }
 

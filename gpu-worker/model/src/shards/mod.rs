@@ -62,6 +62,11 @@ impl Shard {
         self.slices.get(name).map(|(_, slice)| slice)
     }
 
+    /// The shape of the whole tensor `name` of a block; `None` when blocks have no such tensor.
+    pub fn whole_shape(&self, name: &str) -> Option<&[usize]> {
+        self.slices.get(name).map(|(shape, _)| &shape[..])
+    }
+
     /// What the rank holds of an adapter's factors A `[rank, inputs]` and B `[outputs, rank]`
     /// beside the matrix `name` (without `.weight`).
     pub fn adapter_slices(&self, name: &str) -> Option<[Slice; 2]> {

@@ -27,7 +27,8 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
                 self.linear(grad, &mlp.down, tokens, &mut work.grad)?;
                 self.gated_input(mlp, tokens, [&mut *gate, up], &work.grad, &mut work.part)?;
                 self.linear(gate, &mlp.gate, tokens, out)?;
-                self.add(out, &work.part)
+                self.add(out, &work.part)?;
+                self.sum(out)
             }
             MlpWeights::Plain { activation, up, down } => {
                 let [given, _] = given;
@@ -45,7 +46,8 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
                     len: tokens * self.pass.spec.mlp.intermediate(),
                     kind: *activation,
                 })?;
-                self.linear(&work.grad, up, tokens, out)
+                self.linear(&work.grad, up, tokens, out)?;
+                self.sum(out)
             }
             MlpWeights::Experts { router, chosen, experts, together, adapters } => {
                 self.pass.linear(fed, router, tokens, &mut work.logits)?;
@@ -71,6 +73,8 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
                     out,
                     round: weights.dtype,
                 })?;
+                // The router is whole on every rank.
+                self.sum(out)?;
                 self.linear(&work.logits, router, tokens, &mut work.part)?;
                 self.add(out, &work.part)
             }

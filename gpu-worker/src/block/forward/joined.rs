@@ -47,21 +47,27 @@ impl<'a, 'w, B: Backend> Joined<'a, 'w, B> {
         pass.save(&heads.q, saved.queries.take(), width)?;
         match pass.spec.residual {
             Residual::Sequential => {
-                pass.attend(heads, branch, pages)?;
+                pass.attend(&heads.q, (&mut *heads.attended, None), branch, pages)?;
                 pass.add_mlp_norm(hidden, branch, normed)?;
                 pass.save(hidden, saved.between.take(), pass.spec.hidden)?;
                 pass.mlp(normed, middle, branch, saved)
             }
             Residual::Normed => {
-                pass.attend(heads, branch, pages)?;
+                pass.attend(&heads.q, (&mut *heads.attended, None), branch, pages)?;
                 pass.add_mlp_norm(normed, branch, hidden)?;
                 pass.save(normed, saved.between.take(), pass.spec.hidden)?;
                 pass.mlp(hidden, middle, branch, saved)
             }
             Residual::Parallel => {
-                pass.attend(heads, aside, pages)?;
+                pass.attend_part(&heads.q, (&mut *heads.attended, None), aside, pages)?;
                 pass.mlp_norm(hidden, normed)?;
-                pass.mlp(normed, middle, branch, saved)?;
+                pass.mlp_part(normed, middle, branch, saved)?;
+                let (linear, out) = (&pass.weights.o, &mut **aside);
+                let attended = CutProduct { x: &*heads.attended, linear, out };
+                match pass.down(middle, branch) {
+                    Some(down) => pass.whole([attended, down])?,
+                    None => pass.whole([attended])?,
+                }
                 pass.add(branch, aside)
             }
         }

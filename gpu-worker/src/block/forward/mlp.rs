@@ -2,9 +2,41 @@
 
 use super::*;
 
-impl<B: Backend> Pass<'_, '_, B> {
+impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
     /// The MLP of `x` `[tokens, hidden]` into `out`, shaped alike.
     pub(super) fn mlp(
+        &mut self,
+        x: &B::Floats,
+        middle: &mut Middle<B>,
+        out: &mut B::Floats,
+        saved: SavedActivations<'_, B::Floats>,
+    ) -> Result<(), OpError> {
+        self.mlp_part(x, middle, out, saved)?;
+        match self.down(middle, out) {
+            Some(down) => self.whole([down]),
+            None => Ok(()),
+        }
+    }
+
+    /// What [`mlp_part`](Self::mlp_part) left to [`whole`](Self::whole); nothing of experts.
+    pub(super) fn down<'p>(
+        &self,
+        middle: &'p Middle<B>,
+        out: &'p mut B::Floats,
+    ) -> Option<CutProduct<'p, 'w, B>>
+    where
+        'a: 'p,
+    {
+        let linear = match &self.weights.mlp {
+            MlpWeights::Gated(mlp) => &mlp.down,
+            MlpWeights::Plain { down, .. } => down,
+            MlpWeights::Experts { .. } => return None,
+        };
+        Some(CutProduct { x: &*middle.gate, linear, out })
+    }
+
+    /// [`mlp`](Self::mlp) but for [`whole`](Self::whole).
+    pub(super) fn mlp_part(
         &mut self,
         x: &B::Floats,
         middle: &mut Middle<B>,
@@ -30,7 +62,7 @@ impl<B: Backend> Pass<'_, '_, B> {
                     kind: *activation,
                     round,
                 })?;
-                self.linear(&middle.gate, down, tokens, out)
+                self.part(&middle.gate, down, tokens, out)
             }
             MlpWeights::Experts { router, chosen, experts, together, adapters } => {
                 self.linear(x, router, tokens, &mut middle.logits)?;
@@ -55,7 +87,8 @@ impl<B: Backend> Pass<'_, '_, B> {
         }
     }
 
-    /// Of the two products of a gated MLP, its output; `gate` is used up.
+    /// Of the two products of a gated MLP, this rank's part of its output; `gate` becomes what goes
+    /// into the last matrix.
     fn gated_output(
         &mut self,
         weights: &GatedWeights<'_, B>,
@@ -70,7 +103,7 @@ impl<B: Backend> Pass<'_, '_, B> {
             len: rows * self.spec.mlp.intermediate(),
             round: self.weights.dtype,
         })?;
-        self.linear(gate, &weights.down, rows, out)
+        self.part(gate, &weights.down, rows, out)
     }
 }
 

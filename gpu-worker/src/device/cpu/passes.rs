@@ -2,14 +2,14 @@
 //! place, and the forward pass saves activations for the gradient as far as their memory goes.
 
 use kernels::ops::{OpError, convert};
-use kernels::{Cpu, DType, KvPages, PageLayout};
+use kernels::{Backend, Cpu, DType, KvPages, PageLayout};
 use model::BlockSpec;
 use shared::job::{JobBody, SlotRef};
 
 use super::HostArena;
 use crate::block::{
-    ActivationStore, GradientWork, SavedActivations, Sums, Workspace, backward, forward_saving,
-    keys, levels,
+    ActivationStore, GradientWork, SaveLevel, SavedActivations, Sums, Workspace, backward,
+    forward_saving, keys, levels,
 };
 use crate::device::host::{read, write};
 use crate::device::{HostGradients, NOT_THERE, PassRunner, PassUnit, TransferError};
@@ -68,13 +68,14 @@ impl PassRunner<Cpu> for HostPasses {
         let inputs = vec![vec![0; gradient.len() * body.dtype.size_bytes()]; body.blocks.len()];
         let bytes = pages.len() + inputs.iter().map(Vec::len).sum::<usize>() + prompt_bytes(body);
         let most = self.saved_bytes.saturating_sub(bytes as u64);
-        let levels = levels(spec, body.blocks.len(), plan.token_count(), most).into_iter();
+        let mut levels = levels(spec, body.blocks.len(), plan.token_count(), most);
+        agree(cpu, &mut levels)?;
         let store = |level| ActivationStore::new(cpu, spec, level, plan.token_count());
         Ok(HostMemory {
             pages,
             inputs,
             gradients: HostGradients::new(plan, gradient, spec.kv_heads * spec.head_dim),
-            saved: levels.map(store).collect(),
+            saved: levels.into_iter().map(store).collect(),
         })
     }
 
@@ -152,6 +153,19 @@ impl PassRunner<Cpu> for HostPasses {
     ) -> Result<(), TransferError> {
         Ok(write(&arena.map, dtype, slot, &memory.gradients.gradient)?)
     }
+}
+
+/// Has all ranks of a group save what rank 0 does: they exchange where they compute again.
+fn agree(cpu: &mut Cpu, levels: &mut [SaveLevel]) -> Result<(), OpError> {
+    let mut codes: Vec<f32> = levels.iter().map(|level| f32::from(*level as u8)).collect();
+    cpu.broadcast(&mut codes, levels.len())?;
+    let all = [SaveLevel::Nothing, SaveLevel::Queries, SaveLevel::Attention, SaveLevel::Middle];
+    for (level, code) in levels.iter_mut().zip(codes) {
+        // No other rank is believed: what names no level is the lowest.
+        let is_named = |named: &&SaveLevel| f32::from(**named as u8) == code;
+        *level = all.iter().find(is_named).copied().unwrap_or_default();
+    }
+    Ok(())
 }
 
 /// Bytes of the prompts of a job as f32.

@@ -79,7 +79,7 @@ pub(super) unsafe fn multiply<'a>(
             let scale = Some(|output| parts.scale(output));
             run(pool, scratch, args, Int8 { parts, inputs }, scale);
         }
-        Format::Nf4(parts) if inputs.is_multiple_of(STEP) => {
+        Format::Nf4(parts) if parts.is_grouped() => {
             run(pool, scratch, args, Nf4 { parts, inputs }, None::<fn(usize) -> f32>);
         }
         Format::Nf4(_) => return Some(args),

@@ -36,7 +36,7 @@ use super::{Isa, Scratch};
 use crate::cpu::pool::{Disjoint, Pool};
 use crate::ops::{Linear, Product, Products};
 #[cfg(target_arch = "x86_64")]
-use crate::quant::{self, int8, nf4::GROUP};
+use crate::quant::{self, int8};
 use crate::tensor::{Format, WeightView};
 
 /// One matrix product.
@@ -134,8 +134,13 @@ impl<'w> LikeProducts<'_, '_, 'w> {
 
     fn nf4(&mut self) {
         #[cfg(target_arch = "x86_64")]
-        let (dtype, inputs, has_groups) =
-            (self.dtype, self.inputs, self.inputs.is_multiple_of(GROUP));
+        let (dtype, inputs) = (self.dtype, self.inputs);
+        #[cfg(target_arch = "x86_64")]
+        let has_groups = self
+            .args
+            .parts
+            .iter()
+            .all(|part| nf4_parts(part.weight).is_some_and(|parts| parts.is_grouped()));
         match (self.isa, self.dtype) {
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx512Bf16, DType::Bf16) if has_groups => {

@@ -51,7 +51,7 @@ impl Source<Float<__m256>> for Nf4<'_> {
         for (start, to) in range.step_by(nf4::GROUP).zip(to.chunks_exact_mut(nf4::GROUP)) {
             let first = output * self.inputs + start;
             // SAFETY: the group of 64 exists, as its weights do.
-            let scale = unsafe { self.parts.absmax_unchecked(first / nf4::GROUP) };
+            let scale = unsafe { self.parts.scale_unchecked(output, start / nf4::GROUP) };
             let mut table = nf4::LEVELS;
             convert::with_rounding!(self.dtype, round => for level in table.iter_mut() {
                 *level = round(*level * scale);
@@ -127,7 +127,7 @@ impl Source<Float<__m256>> for Nf4Bf16<'_> {
         for (start, to) in range.step_by(nf4::GROUP).zip(to.chunks_exact_mut(nf4::GROUP)) {
             let first = output * self.inputs + start;
             // SAFETY: the group of 64 exists, as its weights do.
-            let scale = unsafe { self.parts.absmax_unchecked(first / nf4::GROUP) };
+            let scale = unsafe { self.parts.scale_unchecked(output, start / nf4::GROUP) };
             let [low, high] = byte_tables(scale);
             let codes = self.parts.codes.as_ptr().wrapping_add(first / 2);
             // SAFETY: the group has 32 bytes of codes.

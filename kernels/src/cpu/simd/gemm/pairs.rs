@@ -282,8 +282,7 @@ impl Source<Pairs> for Nf4<'_> {
         // SAFETY: 32 bytes of the row, as the caller promises.
         let bytes = _mm512_cvtepu8_epi16(unsafe { _mm256_loadu_si256(p.cast()) });
         // SAFETY: the group of 64 exists, as its weights do.
-        let scale =
-            unsafe { self.parts.absmax_unchecked(output * (self.inputs / STEP) + at / STEP) };
+        let scale = unsafe { self.parts.scale_unchecked(output, at / STEP) };
         // SAFETY: sixteen f32.
         let levels = unsafe { _mm512_loadu_ps(nf4::LEVELS.as_ptr()) };
         let table = _mm512_cvtneps_pbh(_mm512_mul_ps(levels, _mm512_set1_ps(scale)));

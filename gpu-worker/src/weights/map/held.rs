@@ -1,0 +1,120 @@
+//! What is held of one tensor: all of it or some rows where they lie in the file, or a copy of other
+//! parts.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use kernels::quant::slice_bytes;
+use kernels::{QuantType, WeightSlice, WeightView};
+use model::manifest::TensorEntry;
+use model::shards::Slice;
+
+use super::FileMap;
+
+/// What is held of one tensor.
+#[derive(Debug)]
+pub(super) struct Held {
+    tensor: TensorEntry,
+    part: Part,
+    /// Bytes that belong to the part; shared ones counted.
+    bytes: u64,
+}
+
+#[derive(Debug)]
+enum Part {
+    /// Mapped.
+    All,
+    /// Mapped: elements of a vector.
+    Elements(Range<usize>),
+    /// Mapped: rows that follow each other.
+    Rows(Range<usize>),
+    Copied(WeightSlice),
+}
+
+impl Held {
+    /// Holds `slice` of `tensor` in `file`. `None` when the tensor does not lie in the file, does not
+    /// fit its shape, or the slice has none of it or more than it.
+    pub(super) fn new(file: &FileMap, tensor: &TensorEntry, slice: &Slice) -> Option<Held> {
+        let whole = whole(file, tensor)?;
+        let shape: Vec<usize> = tensor.shape.iter().map_while(|&n| n.try_into().ok()).collect();
+        let is_vector = shape.len() == 1;
+        let columns = || 0..whole.inputs();
+        let copied = |rows: &[Range<usize>], columns| WeightSlice::new(whole, rows, columns);
+        let part = match slice {
+            Slice::All => Part::All,
+            Slice::None => return None,
+            Slice::Rows(ranges) => match (&ranges[..], is_vector) {
+                ([one], true) => Part::Elements(one.clone()),
+                ([one], false) => Part::Rows(one.clone()),
+                (several, true) => Part::Copied(WeightSlice::elements(whole, several)?),
+                (several, false) => Part::Copied(copied(several, columns())?),
+            },
+            Slice::Columns(columns) => {
+                let all = 0..whole.outputs();
+                Part::Copied(copied(std::slice::from_ref(&all), columns.clone())?)
+            }
+        };
+        let of = slice.of(&shape)?;
+        let bytes = slice_bytes(tensor.quant, tensor.dtype, of.whole, of.rows, of.columns)?;
+        let held = Held { tensor: tensor.clone(), part, bytes: bytes as u64 };
+        held.of(file)?;
+        Some(held)
+    }
+
+    /// The part as a matrix.
+    pub(super) fn view<'a>(&'a self, files: &'a BTreeMap<u32, FileMap>) -> Option<WeightView<'a>> {
+        self.of(files.get(&self.tensor.file)?)
+    }
+
+    fn of<'a>(&'a self, file: &'a FileMap) -> Option<WeightView<'a>> {
+        match &self.part {
+            Part::All => whole(file, &self.tensor),
+            Part::Elements(range) => {
+                let (dtype, size) = (self.tensor.dtype, self.tensor.dtype.size_bytes());
+                let bytes = whole(file, &self.tensor)?.row(0)?;
+                let own = range.start.checked_mul(size)?..range.end.checked_mul(size)?;
+                WeightView::new(dtype, 1, range.len(), bytes.get(own)?).ok()
+            }
+            Part::Rows(range) => whole(file, &self.tensor)?.rows(range.clone()),
+            Part::Copied(slice) => slice.view(),
+        }
+    }
+
+    /// Asks the kernel to read what is mapped ahead.
+    pub(super) fn read_ahead(&self, file: &FileMap) {
+        if !matches!(self.part, Part::Copied(_))
+            && let Some(view) = self.of(file)
+        {
+            file.read_ahead(view.bytes());
+        }
+    }
+
+    /// How the tensor is stored.
+    pub(super) fn quant(&self) -> QuantType {
+        self.tensor.quant
+    }
+
+    /// Bytes that belong to the part.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Bytes of a copy.
+    pub(super) fn copied_bytes(&self) -> u64 {
+        match &self.part {
+            Part::Copied(slice) => slice.len() as u64,
+            Part::All | Part::Elements(_) | Part::Rows(_) => 0,
+        }
+    }
+}
+
+/// The whole tensor as a matrix; a vector is one row.
+fn whole<'a>(file: &'a FileMap, tensor: &TensorEntry) -> Option<WeightView<'a>> {
+    let (outputs, inputs) = match tensor.shape.as_slice() {
+        [inputs] => (1, *inputs),
+        [outputs, inputs] => (*outputs, *inputs),
+        _ => return None,
+    };
+    let (outputs, inputs) = (usize::try_from(outputs).ok()?, usize::try_from(inputs).ok()?);
+    WeightView::quantized(tensor.quant, tensor.dtype, outputs, inputs, file.bytes(tensor)?).ok()
+}
