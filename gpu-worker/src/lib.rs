@@ -26,6 +26,7 @@ pub mod inventory;
 pub mod job;
 pub mod kv;
 pub mod link;
+mod node;
 mod probe;
 pub mod sample;
 pub mod schedule;

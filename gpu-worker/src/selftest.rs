@@ -19,6 +19,7 @@ use shared::exit::ExitReason;
 use shared::warpgroups::Warpgroups;
 
 use crate::engine::EngineError;
+use crate::node;
 use blocks::Steps;
 use measure::{Peaks, Table};
 use shared::causes::with_causes;
@@ -45,6 +46,10 @@ pub fn run_command(
     let class = if is_quick { Class::Quick } else { Class::Served };
     let done = match device {
         Device::Cpu => on_processor(is_quick, out),
+        Device::Node(node) => match node::stay_on(node) {
+            Ok(()) => on_processor(is_quick, out),
+            Err(message) => Err(Ended { reason: ExitReason::BadConfig, message }),
+        },
         Device::Cuda(ordinal) => {
             let found = parent.is_none().then(|| sample(ordinal));
             match Driver::open(ordinal) {

@@ -2,6 +2,8 @@
 //! thread becomes the executor; one thread beside it reads the control channel, since a message may
 //! wait while the device computes.
 
+mod group;
+
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
@@ -33,6 +35,7 @@ use crate::engine::{Engine, EngineError, EngineShape};
 use crate::executor::{Command, Executor, Exit};
 use crate::fault::Faults;
 use crate::link::{LINK_DESCRIPTORS, Link, LinkError};
+use crate::node;
 use crate::probe;
 use crate::weights::map::{MapError, MappedWeights, guard};
 use kernels::cuda::scratch;
@@ -80,7 +83,7 @@ pub fn run(bootstrap: Bootstrap) -> ExitReason {
 fn serve(ends: ControlEnds<ToWorker, FromWorker>) -> Exit {
     match ends.receiver.recv() {
         Ok(ToWorker::Init(init)) => match init.device {
-            Device::Cpu => run_on(
+            Device::Cpu | Device::Node(_) => run_on(
                 &init,
                 ends,
                 |start| {
@@ -175,7 +178,16 @@ fn run_on<B: DeviceBackend>(
     warm_up: impl FnOnce(&mut Engine<'_, B>) -> Result<(), EngineError>,
 ) -> Exit {
     let run = || {
+        let group = group::open(init, &ends.descriptors)?;
         let (kv, board) = segments(init, &ends.descriptors)?;
+        if group.is_some() {
+            let message = "tensor parallelism is not available yet".to_owned();
+            return Err(Exit { reason: ExitReason::BadConfig, message });
+        }
+        if let Device::Node(node) = init.device {
+            let bad = |message| Exit { reason: ExitReason::BadConfig, message };
+            node::stay_on(node).map_err(bad)?;
+        }
         board.enter(Phase::Loading, LOADING_LIMIT);
         watch_weights(&ends)?;
         let (spec, weights) = load(init, &board)?;
@@ -362,7 +374,7 @@ fn measured<B: DeviceBackend>(
     let Some(folder) = &init.config.rates_dir else {
         return probe::measure(engine, || board.progress());
     };
-    let key = Key::of(&init.model, init.device, threads);
+    let key = Key::of(&init.model, &[init.device], threads);
     let freshness = match init.config.measure_anew {
         true => Freshness::Measured,
         false => Freshness::Kept,

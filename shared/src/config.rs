@@ -20,6 +20,9 @@ pub struct ServeConfig {
     pub runtime_dir: PathBuf,
     /// Devices, one worker each.
     pub devices: Vec<Device>,
+    /// How many devices in a row serve their part of the span together, as a group
+    /// (`--tensor_parallel_size`); divides the number of devices.
+    pub world_size: usize,
     /// What was asked for beside no device. The devices are then chosen at the start, and `devices`
     /// holds what serves where there is no other.
     pub automatic: Option<AutomaticDevices>,
@@ -64,6 +67,8 @@ pub struct AutomaticDevices {
 pub enum Device {
     /// The processor, all cores.
     Cpu,
+    /// A NUMA node of the processor (`cpu:N`): its cores, and memory of its own.
+    Node(u32),
     /// The CUDA device with this ordinal.
     Cuda(u32),
     /// The emulator of a CUDA device on the processor, in builds that have it: for tests.
@@ -71,6 +76,14 @@ pub enum Device {
 }
 
 impl Device {
+    /// Whether it computes on cores of the machine and in its memory.
+    pub fn is_processor(self) -> bool {
+        match self {
+            Device::Cpu | Device::Node(_) => true,
+            Device::Cuda(_) | Device::Emulator => false,
+        }
+    }
+
     /// How matrices are stored for `devices` unless the operator says so: NF4 on CUDA, as in
     /// Petals, and as in the checkpoint elsewhere.
     pub fn default_quant_type(devices: &[Device]) -> QuantType {
@@ -85,6 +98,7 @@ impl std::fmt::Display for Device {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Device::Cpu => f.write_str("cpu"),
+            Device::Node(n) => write!(f, "cpu:{n}"),
             Device::Cuda(n) => write!(f, "cuda:{n}"),
             Device::Emulator => f.write_str("emu"),
         }

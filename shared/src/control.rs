@@ -10,6 +10,10 @@
 //! worker:   Init -> Ready -> (Link -> Linked)* -> Drain -> exit 0
 //! ```
 //!
+//! The ranks of a group (tensor parallelism) are workers that start, link and end as one. netd knows
+//! the group by the id of rank 0, which alone has rings. The other ranks get the arena of each netd
+//! before rank 0 gets its rings (`Link`), and are told to `Drain` after rank 0 has ended.
+//!
 //! `Link` and `WorkerUp` are the two ends of one pair of rings. A new netd or a new worker gets new
 //! rings; netd is told of a worker's end (`WorkerDown`) only after the worker was reaped, since
 //! only then nothing writes its pages and slots. `WorkerDown` without a restart may name a worker,
@@ -30,7 +34,7 @@ use crate::block::Span;
 use crate::config::{Device, LogConfig, NetdConfig, PrepareConfig, WorkerConfig};
 use crate::exit::ExitReason;
 use crate::ids::{Generation, WorkerId};
-use crate::model::ModelFacts;
+use crate::model::{ModelFacts, RankShare};
 use crate::network::NetworkRate;
 use crate::warpgroups::Warpgroups;
 
@@ -101,6 +105,8 @@ pub enum ToPrepare {
         board: BoardSeat,
         /// The devices that will serve, for what they hold and what is kept of them.
         devices: Vec<Device>,
+        /// How many devices in a row are a group.
+        world_size: usize,
         /// Settings of their workers.
         worker: WorkerConfig,
         /// Tag of the descriptors.
@@ -112,7 +118,7 @@ pub enum ToPrepare {
         span: Span,
         /// Path of the manifest to write.
         manifest: PathBuf,
-        /// Blocks of each device, to be kept for later starts.
+        /// Blocks of each group of devices, to be kept for later starts.
         cut: Vec<u32>,
     },
     /// Stop.
@@ -182,8 +188,11 @@ pub enum FromPrepare {
     Kept(Capacity),
     /// Memory of the devices that have their own; before the facts.
     Devices(Vec<DeviceMemory>),
+    /// Of devices in groups of several, before the facts: what each rank of each group holds of a
+    /// block. Decided at the first start, and the same at every later one.
+    Groups(Vec<Vec<RankShare>>),
     /// Of several devices, before the facts: their relative speeds, and how earlier starts cut the
-    /// model among them (blocks of each device).
+    /// model among them (blocks of each group of devices).
     Speeds {
         /// In the order of the devices.
         rates: Vec<f64>,
@@ -211,7 +220,9 @@ pub enum ToWorker {
     /// Load the span. Descriptors under `fds`: the kv segment, the board.
     Init(Box<WorkerInit>),
     /// Serve jobs from these rings; whatever older rings held is dropped. Descriptors under `fds`:
-    /// arena, rings, doorbell of the submission ring, doorbell of the completion ring.
+    /// arena, rings, doorbell of the submission ring, doorbell of the completion ring. To a rank
+    /// other than 0: what rank 0 publishes of this netd reads from this arena, the only descriptor;
+    /// rank 0 gets its rings when all other ranks have acknowledged.
     Link(LinkInit),
     /// Finish what runs and exit.
     Drain,
@@ -247,7 +258,26 @@ pub struct WorkerInit {
     pub measure: bool,
     /// What is known of the warpgroups of a CUDA device. The emulator finds it out by itself.
     pub warpgroups: Warpgroups,
+    /// The group of several workers of which it is a rank.
+    pub group: Option<GroupInit>,
     /// Tag of the descriptors.
+    pub fds: FdTag,
+}
+
+/// What a worker needs to join a group of several.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct GroupInit {
+    /// What each rank holds of a block, in the order of ranks.
+    pub shares: Vec<RankShare>,
+    /// Values of an exchange buffer.
+    pub exchange_values: usize,
+    /// Bytes of the plan log.
+    pub log_bytes: usize,
+    /// Whether every thread of every worker has a core of its own, so that a rank may spin while it
+    /// waits for another.
+    pub may_spin: bool,
+    /// Tag of its descriptors, which are sent before those of the message: the segment of this
+    /// generation, the doorbells of all ranks in their order.
     pub fds: FdTag,
 }
 

@@ -16,5 +16,6 @@ pub mod job;
 pub mod limits;
 pub mod model;
 pub mod network;
+pub mod numa;
 pub mod shm;
 pub mod warpgroups;

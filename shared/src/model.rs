@@ -48,6 +48,22 @@ pub struct ModelFacts {
     pub adapters: Vec<String>,
 }
 
+/// What one rank of a group holds of every block: what is decided of a cut, and what memory depends
+/// on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankShare {
+    /// Its query heads.
+    pub heads: u32,
+    /// The key/value heads that they read.
+    pub kv_heads: u32,
+    /// Its columns of the middle of the MLP, or of each expert.
+    pub columns: u32,
+    /// Bytes of its part of one block's weights, as [`ModelFacts::block_bytes`].
+    pub block_bytes: u64,
+    /// Whether its products are slow because of where the block is cut.
+    pub is_slow: bool,
+}
+
 /// The dimensions of a block that its operations, and their scratch memory, depend on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockDimensions {
@@ -77,6 +93,16 @@ impl BlockDimensions {
 }
 
 impl ModelFacts {
+    /// These facts as far as the memory of a rank depends on them: its heads and its weights.
+    pub fn of_rank(&self, rank: &RankShare) -> ModelFacts {
+        ModelFacts {
+            attention_heads: rank.heads,
+            kv_heads: rank.kv_heads,
+            block_bytes: rank.block_bytes,
+            ..self.clone()
+        }
+    }
+
     /// Query heads per key/value head; above 1 Petals takes its larger defaults.
     pub fn kv_groups(&self) -> u32 {
         self.attention_heads / self.kv_heads.max(1)

@@ -53,6 +53,16 @@ pub struct ChildProcess {
     last_tag: u64,
 }
 
+/// What became of a bundle of descriptors.
+enum Bundled {
+    /// It was sent under this tag.
+    Under(FdTag),
+    /// The child has gone.
+    Gone,
+    /// The child does not keep up.
+    Behind,
+}
+
 impl ChildProcess {
     /// Starts a process and gives it its birth and its seat.
     ///
@@ -112,16 +122,38 @@ impl ChildProcess {
         fds: &[BorrowedFd<'_>],
         message: impl FnOnce(FdTag) -> Message,
     ) -> bool {
+        match self.bundle(fds) {
+            Bundled::Under(tag) => self.channel.send(message(tag)),
+            Bundled::Gone => true,
+            Bundled::Behind => false,
+        }
+    }
+
+    /// The same for a message with two bundles, of which `first` is sent first.
+    pub fn deliver_two(
+        &mut self,
+        first: &[BorrowedFd<'_>],
+        second: &[BorrowedFd<'_>],
+        message: impl FnOnce(FdTag, FdTag) -> Message,
+    ) -> bool {
+        match self.bundle(first) {
+            Bundled::Under(tag) => self.deliver(second, |second| message(tag, second)),
+            Bundled::Gone => true,
+            Bundled::Behind => false,
+        }
+    }
+
+    fn bundle(&mut self, fds: &[BorrowedFd<'_>]) -> Bundled {
         use shared::bootstrap::DescriptorError;
         if self.end.is_some() {
-            return true;
+            return Bundled::Gone;
         }
         self.last_tag += 1;
         let tag = FdTag(self.last_tag);
         match self.descriptors.send(tag, fds) {
-            Ok(()) => self.channel.send(message(tag)),
-            Err(DescriptorError::Closed) => true,
-            Err(_) => false,
+            Ok(()) => Bundled::Under(tag),
+            Err(DescriptorError::Closed) => Bundled::Gone,
+            Err(_) => Bundled::Behind,
         }
     }
 

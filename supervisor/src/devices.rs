@@ -63,7 +63,7 @@ pub fn choose(config: &mut ServeConfig) {
         }
     }
     let default = Device::default_quant_type(&config.devices);
-    config.worker.threads = threads(asked, config.devices.len());
+    config.worker.threads = threads(asked, &config.devices);
     config.prepare.quant_type = quant_type.unwrap_or(default);
     let names: Vec<String> = config.devices.iter().map(Device::to_string).collect();
     let (devices, quant_type) = (names.join(","), config.prepare.quant_type.name());

@@ -25,10 +25,10 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use shared::causes::with_causes;
-use shared::config::{Device, ServeConfig};
+use shared::config::ServeConfig;
 use shared::control::{Capacity, DeviceMemory, FromNetd, FromPrepare};
 use shared::exit::ExitReason;
-use shared::ids::{Generation, WorkerId};
+use shared::ids::{Generation, GroupId, Rank, WorkerId};
 use shared::model::ModelFacts;
 use shared::shm::pair::RingIdentity;
 use tracing::{error, warn};
@@ -129,7 +129,7 @@ impl<'a> Driver<'a> {
         let policy = Policy {
             restart: config.restart,
             drain_timeout: config.drain_timeout,
-            shares: config.devices.iter().map(|&device| Share { device, rate: 1.0 }).collect(),
+            shares: Share::groups(&config.devices, config.world_size),
             cuts: Vec::new(),
             span: config.netd.span,
             memory: Memory {
@@ -138,6 +138,7 @@ impl<'a> Driver<'a> {
                 netd: config.netd.clone(),
                 kv_mirror: config.worker.kv_mirror,
                 devices: Vec::new(),
+                ranks: Vec::new(),
             },
             pace: liveness.pace,
         };
@@ -330,8 +331,29 @@ impl<'a> Driver<'a> {
             let Some(shown) = self.segments.board.view().child_snapshot(slot_of(child.id)) else {
                 continue;
             };
-            let beat = Beat { progress: shown.progress, limit: self.liveness.limit(&shown) };
+            let beat = Beat {
+                progress: shown.progress,
+                limit: self.liveness.limit(&shown),
+                waits_for: self.waits_for(child.id, child.generation),
+            };
             self.pending.push_back(Event::Beat(child.id, child.generation, beat));
+        }
+    }
+
+    /// The rank that a worker of a group of several waits for.
+    fn waits_for(&self, id: ChildId, generation: Generation) -> Option<Rank> {
+        let ChildId::Worker(worker) = id else {
+            return None;
+        };
+        let group = self.segments.made_group(worker.group, generation)?;
+        group.waits().get(usize::from(worker.rank.0)).copied().flatten()
+    }
+
+    /// Has every wait in a group fail. A group that was not made has no waits.
+    fn abort_group(&self, id: GroupId, generation: Generation) {
+        let group = self.segments.made_group(id, generation);
+        if let Some(Err(error)) = group.map(|group| group.abort()) {
+            warn!(group = %id, %error, "cannot ring the doorbells of a group");
         }
     }
 
@@ -343,6 +365,8 @@ impl<'a> Driver<'a> {
             Action::DropRings { worker, generation, netd } => {
                 self.segments.drop_rings(rings_of(worker, generation, netd));
             }
+            Action::AbortGroup(group, generation) => self.abort_group(group, generation),
+            Action::DropGroup(group, generation) => self.segments.drop_group(group, generation),
             Action::DropWorker(worker) => self.segments.drop_kv(worker),
             Action::AskRoom(span) => {
                 let why_not = self.no_room(span);
@@ -365,7 +389,7 @@ impl<'a> Driver<'a> {
     /// shows only when a worker takes it, and is then the worker's failure.
     fn no_room(&self, span: shared::block::Span) -> Option<String> {
         let facts = self.facts.as_ref()?;
-        let with_memory = self.config.devices.iter().filter(|&&d| d != Device::Cpu);
+        let with_memory = self.config.devices.iter().filter(|device| !device.is_processor());
         let memory = Memory {
             available_bytes: sizing::available_bytes(),
             workers: self.config.devices.len() as u64,
@@ -374,6 +398,7 @@ impl<'a> Driver<'a> {
             devices: with_memory
                 .map(|&device| DeviceMemory { device, free_bytes: 0, work_bytes: 0 })
                 .collect(),
+            ranks: self.tree.ranks().to_vec(),
         };
         let blocks = |span: shared::block::Span| span.block_count() as u64;
         memory.no_room_beside(

@@ -1,33 +1,53 @@
-//! Which device serves which part of the span: pure arithmetic, no processes.
+//! Which group of devices serves which part of the span: pure arithmetic, no processes. Most groups
+//! are a single device.
 
 use shared::block::Span;
 use shared::config::Device;
-use shared::ids::{GroupId, WorkerId};
+use shared::ids::{GroupId, Rank, WorkerId, WorldSize};
 
-/// A device that can serve, and how fast it is beside the others.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// A group of devices that can serve, and how fast it is beside the others.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Share {
-    /// The device.
-    pub device: Device,
+    /// The devices, in the order of ranks.
+    pub devices: Vec<Device>,
     /// Relative speed; equal speeds get equal parts. Values that are not positive and finite count
     /// as 1.
     pub rate: f64,
 }
 
-/// A worker that is to exist: its device and its blocks, for life.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+impl Share {
+    /// `devices` in groups of `world_size`, all of one speed.
+    pub fn groups(devices: &[Device], world_size: usize) -> Vec<Share> {
+        let groups = devices.chunks(world_size.max(1));
+        groups.map(|devices| Share { devices: devices.to_vec(), rate: 1.0 }).collect()
+    }
+}
+
+/// A group of workers that is to exist: its devices and its blocks, for life.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
     /// Its name; groups count from 0 in the order of the devices.
-    pub worker: WorkerId,
-    /// Its device.
-    pub device: Device,
+    pub group: GroupId,
+    /// Its place among the groups of devices.
+    pub share: usize,
+    /// Its devices, in the order of ranks.
+    pub devices: Vec<Device>,
     /// Its blocks.
     pub span: Span,
 }
 
-/// Cuts `span` into contiguous parts, in the order of the devices: as an earlier start did
-/// (`decided`, blocks of each device), if that still fits, else by [`share_out`]. `most` is the
-/// number of blocks that the memory of each device holds.
+impl Placement {
+    /// The workers, in the order of ranks. netd knows the group by the first.
+    pub fn workers(&self) -> impl Iterator<Item = WorkerId> {
+        let count = u16::try_from(self.devices.len()).unwrap_or(u16::MAX);
+        let (group, world_size) = (self.group, WorldSize(count));
+        (0..count).map(move |rank| WorkerId { group, rank: Rank(rank), world_size })
+    }
+}
+
+/// Cuts `span` into contiguous parts, in the order of the groups: as an earlier start did
+/// (`decided`, blocks of each group), if that still fits, else by [`share_out`]. `most` is the
+/// number of blocks that the memory of each group holds.
 pub fn cut(span: Span, shares: &[Share], most: &[u32], decided: &[Vec<u32>]) -> Vec<Placement> {
     let blocks = span.block_count();
     let holds = |(index, count): (usize, &u32)| most.get(index).is_none_or(|most| count <= most);
@@ -43,15 +63,15 @@ pub fn cut(span: Span, shares: &[Share], most: &[u32], decided: &[Vec<u32>]) -> 
     let mut start = 0;
     let mut placements = Vec::with_capacity(counts.len());
     for (index, (share, count)) in shares.iter().zip(counts).enumerate() {
-        placements.extend(placement(index, share.device, span, start..start + count));
+        placements.extend(placement(index, share, span, start..start + count));
         start += count;
     }
     placements
 }
 
-/// Blocks of each device: in proportion to their rates, but no more than the memory of a device
-/// holds, and at least one. When there are fewer blocks than devices, the last devices get none and
-/// are left out. If all devices together hold too little, memory does not count.
+/// Blocks of each group: in proportion to their rates, but no more than the memory of a group
+/// holds, and at least one. When there are fewer blocks than groups, the last groups get none and
+/// are left out. If all groups together hold too little, memory does not count.
 pub fn share_out(blocks: usize, shares: &[Share], most: &[u32]) -> Vec<usize> {
     let used = shares.get(..shares.len().min(blocks)).unwrap_or(shares);
     let limit = |index: usize| most.get(index).map_or(blocks, |&most| (most as usize).max(1));
@@ -60,7 +80,7 @@ pub fn share_out(blocks: usize, shares: &[Share], most: &[u32]) -> Vec<usize> {
         limits.fill(blocks);
     }
     let mut counts = in_proportion(blocks, used);
-    // What exceeds the memory of one device goes, block by block, to the one that is the least busy
+    // What exceeds the memory of one group goes, block by block, to the one that is the least busy
     // with one more.
     while let Some(over) = (0..used.len()).find(|&index| counts[index] > limits[index]) {
         let busy = |index: &usize| (counts[*index] + 1) as f64 / rate(&used[*index]);
@@ -95,14 +115,15 @@ fn in_proportion(blocks: usize, used: &[Share]) -> Vec<usize> {
 
 fn placement(
     index: usize,
-    device: Device,
+    share: &Share,
     whole: Span,
     part: std::ops::Range<usize>,
 ) -> Option<Placement> {
     let group = GroupId(u16::try_from(index).ok()?);
     let start = whole.start().0 + u32::try_from(part.start).ok()?;
     let end = whole.start().0 + u32::try_from(part.end).ok()?;
-    Some(Placement { worker: WorkerId::solo(group), device, span: Span::new(start, end).ok()? })
+    let (devices, span) = (share.devices.clone(), Span::new(start, end).ok()?);
+    Some(Placement { group, share: index, devices, span })
 }
 
 /// The longest run of blocks that the spans in `parts` cover without a gap; of equal ones the
@@ -139,7 +160,7 @@ mod tests {
     }
 
     fn shares(rates: &[f64]) -> Vec<Share> {
-        rates.iter().map(|&rate| Share { device: Device::Cpu, rate }).collect()
+        rates.iter().map(|&rate| Share { devices: vec![Device::Cpu], rate }).collect()
     }
 
     /// The spans of devices without a limit, decided for the first time.
@@ -185,6 +206,19 @@ mod tests {
         assert_eq!(counts(10, &[16, 16], &decided), [5, 5], "decided for the first time");
         assert_eq!(counts(16, &[11, 16], &decided), [8, 8], "another process took memory");
         assert_eq!(counts(16, &[16, 16], &[vec![16], vec![8, 4, 4]]), [8, 8]);
+    }
+
+    #[test]
+    fn groups_of_devices_get_parts_like_single_ones() {
+        let devices = [0, 1, 2, 3].map(Device::Cuda);
+        let placements = cut(span(0, 8), &Share::groups(&devices, 2), &[], &[]);
+        let [first, second] = &placements[..] else { panic!("{placements:?}") };
+        assert_eq!((&first.devices[..], first.span), (&devices[..2], span(0, 4)));
+        assert_eq!((&second.devices[..], second.span), (&devices[2..], span(4, 8)));
+        let workers: Vec<String> = second.workers().map(|worker| worker.to_string()).collect();
+        assert_eq!(workers, ["1.0", "1.1"]);
+        assert!(second.workers().all(|worker| worker.world_size == WorldSize(2)));
+        assert_eq!(Share::groups(&devices, 1).len(), 4);
     }
 
     #[test]

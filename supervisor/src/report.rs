@@ -25,8 +25,11 @@ pub struct InstanceReport {
 pub struct ChildReport {
     /// Its role.
     pub role: String,
-    /// Which worker, if it is one.
+    /// Which worker, if it is one: its group and its rank.
     pub worker: Option<String>,
+    /// Workers of its group, if it is one of several.
+    #[serde(default)]
+    pub world_size: Option<u16>,
     /// Its process id; 0 before it was spawned.
     pub pid: u32,
     /// How often it was started.
@@ -74,6 +77,7 @@ fn child(child: ChildSnapshot) -> ChildReport {
     ChildReport {
         role: child.role.map_or("unknown", |role| role.name()).to_owned(),
         worker: child.worker.map(|worker| worker.to_string()),
+        world_size: child.worker.map(|worker| worker.world_size.0).filter(|size| *size > 1),
         pid: child.pid,
         generation: child.generation.0,
         restarts: child.generation.0.saturating_sub(1),
@@ -98,7 +102,10 @@ pub fn table(report: &InstanceReport) -> String {
         ["ROLE", "PID", "GEN", "STATE", "PHASE", "SPAN", "JOBS", "RESTARTS"].map(str::to_owned);
     let row = |child: &ChildReport| {
         let role = match &child.worker {
-            Some(worker) => format!("{} {worker}", child.role),
+            Some(worker) => match child.world_size {
+                Some(size) => format!("{} {worker} of {size} ranks", child.role),
+                None => format!("{} {worker}", child.role),
+            },
             None => child.role.clone(),
         };
         [

@@ -6,20 +6,37 @@
 //! | board | at the start | at the end |
 //! | arena (memfd) | with a generation of netd | when the next one begins |
 //! | kv (memfd) | with the first generation of a worker | at the end, or when its blocks were left: it outlives the worker |
+//! | group, a doorbell per rank | with a generation of a group of several workers | when all of them are reaped |
 //! | rings, two doorbells | with a pair of generations (worker, netd) | when one of the two is reaped |
 
 use std::io;
 
 use shared::config::{Device, KvMirror};
-use shared::ids::{Generation, WorkerId};
+use shared::ids::{Generation, GroupId, WorkerId};
+use shared::job::MAX_BODY_BYTES;
 use shared::shm::board::{Board, BoardError};
 use shared::shm::doorbell::Doorbell;
+use shared::shm::group::{Group, GroupMapError, GroupShape};
 use shared::shm::pair::{PairError, RingIdentity, RingPair};
 use shared::shm::segment::{MemfdSegment, SegmentError};
 use tracing::{info, warn};
 
 use crate::instance::Instance;
 use crate::sizing::available_bytes;
+
+/// Values of the exchange buffers of a group: 1 MiB each, of which two stay in a second-level cache.
+/// Longer messages cross in pieces.
+pub const EXCHANGE_VALUES: usize = 1 << 18;
+
+/// Bytes of the plan log of a group: the largest body of a job, and records for as long as it is
+/// computed.
+pub const PLAN_LOG_BYTES: usize = 2 * MAX_BODY_BYTES;
+
+/// Bytes of the segment that the ranks of a group share.
+pub fn group_bytes(world_size: usize) -> u64 {
+    let buffers = 2 * world_size * EXCHANGE_VALUES * size_of::<f32>();
+    (buffers + PLAN_LOG_BYTES) as u64
+}
 
 /// Why a segment could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -33,6 +50,12 @@ pub enum MakeError {
     /// The board.
     #[error(transparent)]
     Board(#[from] BoardError),
+    /// What the ranks of a group share.
+    #[error(transparent)]
+    Group(#[from] GroupMapError),
+    /// prepare, which decides it, has not told how a group shares a block.
+    #[error("it is not known how the ranks of group {0} share a block")]
+    NoShares(GroupId),
     /// A doorbell.
     #[error("cannot create a doorbell")]
     Doorbell(#[source] io::Error),
@@ -87,6 +110,7 @@ pub struct Segments {
     arena: Option<(Generation, MemfdSegment)>,
     kv: Vec<Kv>,
     rings: Vec<Rings>,
+    groups: Vec<(GroupShape, Group)>,
 }
 
 impl Segments {
@@ -96,7 +120,7 @@ impl Segments {
     /// [`MakeError::Board`] when the system refuses.
     pub fn new(instance: &Instance, started_unix_s: u64) -> Result<Segments, MakeError> {
         let board = Board::create(instance.name(), started_unix_s)?;
-        Ok(Segments { board, arena: None, kv: Vec::new(), rings: Vec::new() })
+        Ok(Segments { board, arena: None, kv: Vec::new(), rings: Vec::new(), groups: Vec::new() })
     }
 
     /// The arena of a generation of netd, made if this is its first use; the one before is dropped.
@@ -146,15 +170,48 @@ impl Segments {
         self.kv.get(index).ok_or(MakeError::TooLarge(bytes(true) as u64))
     }
 
+    /// The kv segment of a worker, if it was made.
+    pub fn made_kv(&self, worker: WorkerId) -> Option<&Kv> {
+        self.kv.iter().find(|kv| kv.worker == worker)
+    }
+
     /// Whether the KV pages of a worker survive it.
     pub fn kv_survives(&self, worker: WorkerId) -> bool {
-        let kv = self.kv.iter().find(|kv| kv.worker == worker);
-        kv.is_none_or(|kv| kv.survives)
+        self.made_kv(worker).is_none_or(|kv| kv.survives)
     }
 
     /// Drops the kv segment of a worker that has ended for good.
     pub fn drop_kv(&mut self, worker: WorkerId) {
         self.kv.retain(|kv| kv.worker != worker);
+    }
+
+    /// What the ranks of a generation of a group share, made for the first of them.
+    ///
+    /// # Errors
+    /// [`MakeError::Group`].
+    pub fn group(&mut self, instance: &Instance, shape: &GroupShape) -> Result<&Group, MakeError> {
+        let index = match self.groups.iter().position(|(made, _)| made == shape) {
+            Some(index) => index,
+            None => {
+                let GroupShape { group, generation, .. } = shape;
+                let name = instance.segment(&format!("group.{group}.w{generation}"));
+                self.groups.push((*shape, Group::create(&name, shape)?));
+                self.groups.len() - 1
+            }
+        };
+        self.groups.get(index).map(|(_, group)| group).ok_or(MakeError::TooLarge(0))
+    }
+
+    /// What the ranks of a generation of a group share, if it was made.
+    pub fn made_group(&self, group: GroupId, generation: Generation) -> Option<&Group> {
+        let is =
+            |(made, _): &&(GroupShape, Group)| (made.group, made.generation) == (group, generation);
+        self.groups.iter().find(is).map(|(_, group)| group)
+    }
+
+    /// Drops what the ranks of a generation of a group shared.
+    pub fn drop_group(&mut self, group: GroupId, generation: Generation) {
+        self.groups.retain(|(made, _)| (made.group, made.generation) != (group, generation));
     }
 
     /// Makes the rings of a pair of generations.
@@ -207,7 +264,7 @@ impl KvChoice {
     /// That of a device.
     pub fn of(device: Device, asked: KvMirror) -> KvChoice {
         match device {
-            Device::Cpu => KvChoice::Segment,
+            Device::Cpu | Device::Node(_) => KvChoice::Segment,
             Device::Cuda(_) | Device::Emulator => KvChoice::Mirrored(asked),
         }
     }
@@ -282,6 +339,28 @@ mod tests {
         let arena = inode(segments.arena(&instance, Generation(1), 4096).unwrap());
         assert_eq!(inode(segments.arena(&instance, Generation(1), 4096).unwrap()), arena);
         assert_ne!(inode(segments.arena(&instance, Generation(2), 4096).unwrap()), arena);
+    }
+
+    #[test]
+    fn a_generation_of_a_group_has_one_segment_and_the_next_another() {
+        let (_dir, instance, mut segments) = segments();
+        let shape = |generation| GroupShape {
+            group: GroupId(3),
+            generation: Generation(generation),
+            world_size: shared::ids::WorldSize(2),
+            exchange_values: 16,
+            log_bytes: 64,
+        };
+        let mut inode = |generation| {
+            let group = segments.group(&instance, &shape(generation)).unwrap();
+            nix::sys::stat::fstat(group.try_clone().unwrap()).unwrap().st_ino
+        };
+        let first = inode(1);
+        assert_eq!(inode(1), first);
+        assert_ne!(inode(2), first);
+        segments.drop_group(GroupId(3), Generation(1));
+        assert!(segments.made_group(GroupId(3), Generation(1)).is_none());
+        assert!(segments.made_group(GroupId(3), Generation(2)).is_some());
     }
 
     #[test]

@@ -8,7 +8,10 @@
 use model::sizing::{Machine, Need};
 use shared::config::{Device, KvMirror, NetdConfig, SpanChoice};
 use shared::control::DeviceMemory;
-use shared::model::ModelFacts;
+use shared::model::{ModelFacts, RankShare};
+
+use crate::plan::Share;
+use crate::segments::group_bytes;
 
 /// The memory that an instance may use.
 #[derive(Clone, Debug)]
@@ -23,12 +26,34 @@ pub struct Memory {
     pub kv_mirror: KvMirror,
     /// Devices with memory of their own, once prepare has told of them.
     pub devices: Vec<DeviceMemory>,
+    /// Where blocks are shared by the ranks of groups, once prepare has told: what each rank of each
+    /// group holds of one. All of them are processors.
+    pub ranks: Vec<Vec<RankShare>>,
 }
 
 impl Memory {
     /// What blocks of this model need of the memory of the machine, per worker's share.
     pub fn need(&self, facts: &ModelFacts) -> Need {
-        Need::of_machine(facts, &self.netd.limits(facts), &self.machine())
+        let limits = self.netd.limits(facts);
+        let whole = Need::of_machine(facts, &limits, &self.machine());
+        if self.ranks.is_empty() {
+            return whole;
+        }
+        // A block is in one group: the one that needs the most for it decides.
+        let most = |bytes: &dyn Fn(&RankShare) -> u64| {
+            let of_group =
+                |ranks: &Vec<RankShare>| ranks.iter().map(bytes).fold(0, u64::saturating_add);
+            self.ranks.iter().map(of_group).max().unwrap_or(0)
+        };
+        let page = |rank: &RankShare| facts.of_rank(rank).kv_page_bytes() as u64;
+        let pages = u64::from(limits.kv_pages());
+        let common = self.ranks.iter().map(|ranks| group_bytes(ranks.len()));
+        Need {
+            weights: most(&|rank| rank.block_bytes),
+            kv: most(&|rank| pages.saturating_mul(page(rank))),
+            fixed: common.fold(whole.fixed, u64::saturating_add),
+            ..whole
+        }
     }
 
     fn machine(&self) -> Machine {
@@ -127,9 +152,21 @@ impl Memory {
         })
     }
 
-    /// Most blocks that each of `devices` holds, at most all of the model. Processors share the
-    /// memory of the machine evenly.
-    pub fn most_per_device(&self, facts: &ModelFacts, devices: &[Device]) -> Vec<u32> {
+    /// Most blocks that each of `groups` holds, at most all of the model. Those of processors share
+    /// the memory of the machine evenly.
+    pub fn most_per_group(&self, facts: &ModelFacts, groups: &[Share]) -> Vec<u32> {
+        if self.ranks.is_empty() {
+            let devices: Vec<Device> =
+                groups.iter().flat_map(|group| group.devices.iter().copied()).collect();
+            return self.most_per_device(facts, &devices);
+        }
+        let count = u32::try_from(groups.len().max(1)).unwrap_or(u32::MAX);
+        let available = self.available_bytes.unwrap_or(u64::MAX);
+        let each = self.need(facts).most_blocks(available) / count;
+        vec![each.min(facts.num_blocks); groups.len()]
+    }
+
+    fn most_per_device(&self, facts: &ModelFacts, devices: &[Device]) -> Vec<u32> {
         let held = |device: &Device| {
             let memory = self.devices.iter().find(|memory| memory.device == *device)?;
             let most = self.device_need(facts, memory).most_blocks(memory.free_bytes);
@@ -237,6 +274,7 @@ pub(crate) mod tests {
             netd: netd_config(),
             kv_mirror: KvMirror::Auto,
             devices: Vec::new(),
+            ranks: Vec::new(),
         }
     }
 
@@ -388,6 +426,44 @@ pub(crate) mod tests {
         let fixed_two = machine.need(&facts).fixed;
         let machine = Memory { available_bytes: Some(fixed_two + 8 * (536 << 20)), ..machine };
         assert_eq!(machine.most_per_device(&facts, &[Device::Cpu; 2]), [4, 4]);
+    }
+
+    #[test]
+    fn a_group_needs_the_shares_of_its_ranks_and_what_they_have_in_common() {
+        let facts = llama_70b();
+        // Norms are in both, and a key/value head too.
+        let rank = |kv_heads, mib: u64| RankShare {
+            heads: 32,
+            kv_heads,
+            columns: 14336,
+            block_bytes: mib << 20,
+            is_slow: false,
+        };
+        let whole = Memory { workers: 2, ..memory(0) };
+        let group = Memory { ranks: vec![vec![rank(4, 221), rank(5, 220)]], ..whole.clone() };
+        let (one, need) = (whole.need(&facts), group.need(&facts));
+        assert_eq!(need.weights, 441 << 20);
+        assert_eq!(need.kv, one.kv / 8 * 9);
+        // Two buffers of 1 MiB each, and the log.
+        assert_eq!(need.fixed - one.fixed, (2 * 2 + 8) << 20);
+        let available = need.fixed + 6 * need.per_block();
+        let group = |bytes| Memory { available_bytes: Some(bytes), ..group.clone() };
+        let most = |bytes| group(bytes).fit(SpanChoice::All, &facts);
+        assert_eq!((most(available), most(available - 1)), (Ok(6), Ok(5)));
+        let refusal = group(available).fit(SpanChoice::Count(7), &facts).unwrap_err();
+        assert!(
+            refusal.contains("7 x (441.0 MiB of weights + 108.0 MiB of KV cache)"),
+            "{refusal}"
+        );
+        let shares = Share::groups(&[Device::Cpu; 2], 2);
+        assert_eq!(group(available).most_per_group(&facts, &shares), [6]);
+        // Two groups have one block each of two, and a segment each.
+        let two = Memory { ranks: vec![group(0).ranks[0].clone(); 2], workers: 4, ..group(0) };
+        let of_two = two.need(&facts);
+        assert_eq!((of_two.weights, of_two.kv), (need.weights, need.kv));
+        let two = Memory { available_bytes: Some(of_two.total(6)), ..two };
+        let shares = Share::groups(&[Device::Cpu; 4], 2);
+        assert_eq!(two.most_per_group(&facts, &shares), [3, 3]);
     }
 
     #[test]

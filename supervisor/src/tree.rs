@@ -7,6 +7,8 @@
 //!          cut among the devices -----------> prepare Span -> Prepared -> spawn workers
 //!          worker Ready -> new rings -> Link -> Linked -> netd WorkerUp
 //! death of a worker:  reap -> netd WorkerDown -> pause -> next generation, new rings, the same kv segment
+//! ... of a group:     abort the group, kill the other ranks -> all reaped -> netd WorkerDown once, with the fault of the one that
+//!                     died or was killed first -> pause -> next generation of all ranks, a new segment of the group
 //! death of netd:      reap -> pause -> next generation, new arena; every worker is linked again, and only what a worker
 //!                     acknowledged is told to the new netd
 //! a device is lost for good:  netd is told the longest rest of the span (Shrink) and goes on with it; nothing is left: the end
@@ -19,11 +21,14 @@
 //! - a child has at most one live process, and generations only grow;
 //! - netd hears of a worker's end only after the worker was reaped;
 //! - a pair of generations (worker, netd) is linked at most once, so rings are never used twice;
+//! - all ranks of a group have one generation, and none is started while another is left of the last;
 //! - the tree finishes only when no process is left, but for unkillable ones.
 
 mod action;
 mod child;
+mod deaths;
 mod ending;
+mod group;
 mod moving;
 mod said;
 mod serving;
@@ -32,38 +37,17 @@ use std::time::Instant;
 
 use shared::block::Span;
 use shared::config::SpanChoice;
-use shared::control::{Capacity, FromNetd, FromPrepare, FromWorker};
+use shared::control::{FromNetd, FromPrepare, FromWorker};
 use shared::exit::ExitReason;
-use shared::ids::{Generation, WorkerId};
-use shared::model::ModelFacts;
-
-use crate::plan::Placement;
+use shared::ids::{Generation, GroupId, WorkerId};
+use shared::model::{ModelFacts, RankShare};
 
 pub use action::{Action, Down, Event, Init, Policy, Up};
 pub use child::{Beat, ChildId, ExitStatus, Lifecycle};
 use child::{Child, Next};
 use ending::{Ending, SHORT_DRAIN};
-use moving::{Assignment, Move};
-
-/// A worker and how far its link to netd is.
-#[derive(Debug)]
-struct Worker {
-    child: Child,
-    placement: Placement,
-    /// The blocks of the instance that its own are a part of.
-    whole: Span,
-    assignment: Assignment,
-    capacity: Capacity,
-    /// Whether a process of its own failed on its device or hung: warpgroups may be to blame where
-    /// no sample showed it, so the next ones do without.
-    by_warps: bool,
-    /// Generation of netd whose rings it was given.
-    linking: Option<Generation>,
-    /// Generation of netd whose rings it acknowledged.
-    linked: Option<Generation>,
-    /// Generation of netd that was told of it.
-    told: Option<Generation>,
-}
+use group::{Group, Worker};
+use moving::Move;
 
 /// What netd said in its present generation.
 #[derive(Debug, Default)]
@@ -80,7 +64,7 @@ pub struct Tree {
     prepare: Child,
     netd: Child,
     said: NetdSaid,
-    workers: Vec<Worker>,
+    groups: Vec<Group>,
     facts: Option<ModelFacts>,
     /// Most blocks that memory holds.
     fits: u32,
@@ -95,8 +79,8 @@ pub struct Tree {
     came_from: Option<Span>,
     /// Spans that were announced in this run and are not served any more.
     retired: Vec<Span>,
-    /// Of workers that are not in the tree any more: names are used again, generations never.
-    last_generations: Vec<(WorkerId, Generation)>,
+    /// Of groups that are not in the tree any more: names are used again, generations never.
+    last_generations: Vec<(GroupId, Generation)>,
     ending: Option<Ending>,
     finished: bool,
 }
@@ -109,7 +93,7 @@ impl Tree {
             prepare: Child::new(ChildId::Prepare),
             netd: Child::new(ChildId::Netd),
             said: NetdSaid::default(),
-            workers: Vec::new(),
+            groups: Vec::new(),
             facts: None,
             fits: 0,
             span: None,
@@ -127,7 +111,13 @@ impl Tree {
 
     /// Workers that there are or will be; 0 before the span is known.
     pub fn worker_count(&self) -> usize {
-        self.workers.len()
+        self.groups.iter().map(|group| group.workers.len()).sum()
+    }
+
+    /// What the ranks of each group hold of a block, once prepare has told; empty where all groups
+    /// are a single worker.
+    pub fn ranks(&self) -> &[Vec<RankShare>] {
+        &self.policy.memory.ranks
     }
 
     /// Takes in one event and says what to do now.
@@ -180,9 +170,7 @@ impl Tree {
     }
 
     fn children(&self) -> impl Iterator<Item = &Child> {
-        [&self.prepare, &self.netd]
-            .into_iter()
-            .chain(self.workers.iter().map(|worker| &worker.child))
+        [&self.prepare, &self.netd].into_iter().chain(self.groups.iter().flat_map(Group::children))
     }
 
     fn child_mut(&mut self, id: ChildId) -> Option<&mut Child> {
@@ -194,13 +182,22 @@ impl Tree {
     }
 
     fn worker_mut(&mut self, id: WorkerId) -> Option<&mut Worker> {
-        self.workers.iter_mut().find(|worker| worker.placement.worker == id)
+        self.group_mut(id.group)?.workers.iter_mut().find(|worker| worker.id == id)
+    }
+
+    fn group(&self, id: GroupId) -> Option<&Group> {
+        self.groups.iter().find(|group| group.id() == id)
+    }
+
+    fn group_mut(&mut self, id: GroupId) -> Option<&mut Group> {
+        self.groups.iter_mut().find(|group| group.id() == id)
     }
 
     fn is(&self, id: ChildId, generation: Generation) -> bool {
         self.children().any(|child| child.id == id && child.is(generation))
     }
 
+    /// Starts prepare or netd.
     fn spawn(&mut self, id: ChildId, now: Instant, out: &mut Vec<Action>) {
         let init = match id {
             ChildId::Prepare => Init::Prepare,
@@ -210,29 +207,12 @@ impl Tree {
                 self.netd_span = self.present();
                 Init::Netd { previous_addrs, served: self.netd_span, retired: self.retired.clone() }
             }
-            ChildId::Worker(worker) => {
-                let Some(facts) = self.facts.clone() else {
-                    return;
-                };
-                let Some(worker) = self.worker_mut(worker) else {
-                    return;
-                };
-                Init::Worker {
-                    placement: worker.placement,
-                    whole: worker.whole,
-                    facts,
-                    by_warps: worker.by_warps,
-                }
-            }
+            ChildId::Worker(worker) => return self.spawn_group(worker.group, now, out),
         };
         let Some(child) = self.child_mut(id) else {
             return;
         };
-        let generation = child.start(now);
-        let state = child.state;
-        out.push(Action::Spawn(id, generation));
-        out.push(Action::Show { child: id, generation, state, why: String::new() });
-        out.push(Action::Tell(id, Down::Init(init)));
+        start(child, init, now, out);
         match id {
             ChildId::Netd => self.link_all(out),
             ChildId::Prepare => self.order_span(out),
@@ -240,168 +220,36 @@ impl Tree {
         }
     }
 
-    fn ended(&mut self, id: ChildId, end: &ExitStatus, now: Instant, out: &mut Vec<Action>) {
-        let restart = self.policy.restart;
-        let ending = self.ending.is_some();
-        let done = match id {
-            ChildId::Prepare => self.prepared && !self.prepares_move(),
-            ChildId::Netd => false,
-            ChildId::Worker(id) => {
-                self.worker_mut(id).is_some_and(|w| w.assignment == Assignment::Dropped)
-            }
-        };
-        let Some(child) = self.child_mut(id) else {
+    /// Starts all workers of a group.
+    fn spawn_group(&mut self, id: GroupId, now: Instant, out: &mut Vec<Action>) {
+        let Some(facts) = self.facts.clone() else {
             return;
         };
-        let cause = child.cause(end);
-        let was_unkillable = child.state == Lifecycle::Unkillable;
-        let next = child.reaped(end, now, &restart);
-        child.state = match next {
-            _ if ending || done => Lifecycle::Gone,
-            _ if was_unkillable => Lifecycle::Held { reason: ExitReason::DeviceLost },
-            Next::Restart(until) => Lifecycle::Backoff { until },
-            Next::Hold(reason) => Lifecycle::Held { reason },
-        };
-        let (generation, state) = (child.generation, child.state);
-        let said = child.complaint.clone().or_else(|| match end {
-            ExitStatus::NotStarted { message, .. } => Some(message.clone()),
-            ExitStatus::Code(_) | ExitStatus::Signal(_) => None,
-        });
-        // What a held child said is part of the complaint that follows, once.
-        let why = match &said {
-            Some(said) if matches!(state, Lifecycle::Backoff { .. }) => format!("{end}: {said}"),
-            _ => end.to_string(),
-        };
-        let complaint = match said {
-            Some(said) => format!("{id}: {said}"),
-            None => format!("{id} is not restarted: {end}"),
-        };
-        out.push(Action::Show { child: id, generation, state, why });
-        match id {
-            ChildId::Prepare => {}
-            ChildId::Netd => {
-                self.netd_lost(now, out);
-                self.unlink_all(out);
-            }
-            ChildId::Worker(worker) => {
-                if end.reason() == ExitReason::DeviceLost {
-                    self.suspect(id);
-                }
-                self.worker_down(worker, cause, out);
-            }
-        }
-        if let Lifecycle::Held { reason } = state {
-            self.held(id, reason, complaint, now, out);
-        }
-    }
-
-    /// A child will not be started again: without netd or prepare, or without any worker, nothing
-    /// is served; a mistake in the configuration that shows before the first announcement is
-    /// reported by ending.
-    fn held(
-        &mut self,
-        id: ChildId,
-        reason: ExitReason,
-        complaint: String,
-        now: Instant,
-        out: &mut Vec<Action>,
-    ) {
-        if self.fails_move(id) {
-            self.give_up_move(&complaint, true, now, out);
-            return self.check_rest(reason, now, out);
-        }
-        if matches!(id, ChildId::Worker(_)) && self.goes_back(&complaint, now, out) {
-            return;
-        }
-        let needed = !matches!(id, ChildId::Worker(_));
-        let early = !self.was_online
-            && reason != ExitReason::RestartLimit
-            && reason != ExitReason::DeviceLost;
-        if needed || early || (self.rest().is_none() && self.moving.is_none()) {
-            self.end(reason, Some(complaint), now, out);
-        } else {
-            out.push(Action::Complain(complaint));
-            self.shrink_netd(out);
-        }
-    }
-
-    fn beat(&mut self, id: ChildId, beat: Beat, now: Instant, out: &mut Vec<Action>) {
-        let pace = self.policy.pace;
-        // A drain has a deadline of its own.
-        let judged = self.child_mut(id).filter(|child| {
-            matches!(child.state, Lifecycle::Starting { .. } | Lifecycle::Ready { .. })
-        });
-        let stood = judged.and_then(|child| child.beat(beat, now, pace));
-        if let Some(stood) = stood {
-            self.suspect(id);
-            self.kill(id, format!("hangs: no progress for {} ms", stood.as_millis()), now, out);
-        }
-    }
-
-    /// The next processes of this worker do without warpgroups.
-    fn suspect(&mut self, id: ChildId) {
-        if let ChildId::Worker(id) = id
-            && let Some(worker) = self.worker_mut(id)
-        {
-            worker.by_warps = true;
-        }
-    }
-
-    fn kill(&mut self, id: ChildId, why: String, now: Instant, out: &mut Vec<Action>) {
-        let Some(child) = self.child_mut(id) else {
+        let Some(group) = self.group_mut(id) else {
             return;
         };
-        if child.alive && child.killed.is_none() {
-            child.killed = Some(now);
-            out.push(Action::Kill(id, child.generation, why));
-        }
-    }
-
-    fn check_times(&mut self, now: Instant, out: &mut Vec<Action>) {
-        let restart = self.policy.restart;
-        let ids: Vec<_> = self.children().map(|child| child.id).collect();
-        for id in ids {
-            let Some(child) = self.child_mut(id) else {
-                continue;
+        (group.culprit, group.is_aborted) = (None, false);
+        for worker in &mut group.workers {
+            (worker.waits_for, worker.death) = (None, None);
+            let init = Init::Worker {
+                placement: group.placement.clone(),
+                rank: worker.id.rank,
+                whole: group.whole,
+                facts: facts.clone(),
+                by_warps: worker.by_warps,
             };
-            if let Some(why) = child.overdue(now, &restart) {
-                if let (Some(ending), ChildId::Netd) = (&mut self.ending, id) {
-                    ending.forced = true;
-                }
-                self.suspect(id);
-                self.kill(id, why, now, out);
-                continue;
-            }
-            match (child.state, child.killed) {
-                (Lifecycle::Backoff { until }, _) if now >= until => self.spawn(id, now, out),
-                (Lifecycle::Unkillable, _) => {}
-                (_, Some(killed)) if child.alive && now >= killed + child::KILL_PATIENCE => {
-                    self.unkillable(id, now, out);
-                }
-                _ => {}
-            }
+            start(&mut worker.child, init, now, out);
         }
     }
+}
 
-    /// The process stays in the kernel, for example in a driver. What it may still write stays out
-    /// of use.
-    fn unkillable(&mut self, id: ChildId, now: Instant, out: &mut Vec<Action>) {
-        let Some(child) = self.child_mut(id) else {
-            return;
-        };
-        child.state = Lifecycle::Unkillable;
-        let (generation, state) = (child.generation, child.state);
-        let why = "SIGKILL had no effect";
-        out.push(Action::Show { child: id, generation, state, why: why.to_owned() });
-        if let ChildId::Worker(worker) = id
-            && self.said.has_model
-            && self.netd.is_ready()
-        {
-            out.push(Action::Tell(ChildId::Netd, Down::WorkerUnkillable { worker, generation }));
-        }
-        let complaint = format!("{id}: {why}; its memory stays reserved, and it is not restarted");
-        self.held(id, ExitReason::DeviceLost, complaint, now, out);
-    }
+/// A new process of `child` begins.
+fn start(child: &mut Child, init: Init, now: Instant, out: &mut Vec<Action>) {
+    let (id, generation) = (child.id, child.start(now));
+    let state = child.state;
+    out.push(Action::Spawn(id, generation));
+    out.push(Action::Show { child: id, generation, state, why: String::new() });
+    out.push(Action::Tell(id, Down::Init(init)));
 }
 
 #[cfg(test)]

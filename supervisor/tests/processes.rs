@@ -27,6 +27,10 @@ const TESTS: &[Test] = &[
         "a_killed_worker_comes_back_with_its_kv_segment_and_nobody_else_notices",
         a_killed_worker_comes_back,
     ),
+    (
+        "a_group_of_which_a_rank_is_killed_comes_back_as_one",
+        a_group_of_which_a_rank_is_killed_comes_back_as_one,
+    ),
     ("a_killed_netd_comes_back_at_its_address_and_workers_stay", a_killed_netd_comes_back),
     (
         "a_worker_without_progress_is_killed_and_restarted",
@@ -118,6 +122,38 @@ fn a_killed_worker_comes_back() {
     {
         assert_eq!(before.pid, after.pid, "only the killed worker is new");
     }
+}
+
+fn a_group_of_which_a_rank_is_killed_comes_back_as_one() {
+    let mut config = config("plain");
+    config.world_size = 2;
+    let mut server = Server::start(&config);
+    server.wait_online();
+    let descriptors_before = descriptors(server.pid());
+    for (rank, generation) in [(0, 1), (1, 2), (1, 3)] {
+        let before = server.children();
+        server.kill_child(&format!("gpu-worker 0.{rank}"));
+        let after = server.wait_generation("gpu-worker 0.0", generation + 1);
+        server.wait_line(&format!("told up worker=0.0 generation={}", generation + 1));
+        server.wait_line(&format!(
+            "told down worker=0.0 generation={generation} cause=Outside restarting=true"
+        ));
+        server.wait_lines(&format!("met the other ranks, generation={}", generation + 1), 2);
+        server.wait_lines(&format!("kv held the mark of generation {generation}"), 2);
+        assert_eq!(before[1].pid, after[1].pid, "netd stays");
+        for worker in [2, 3] {
+            assert_ne!(before[worker].pid, after[worker].pid);
+            assert_eq!(after[worker].world_size, Some(2));
+        }
+    }
+    assert_eq!(descriptors(server.pid()), descriptors_before);
+    server.kill_child("netd");
+    server.wait_line("got the arena of netd generation=2");
+    server.wait_lines("state=ONLINE", 2);
+    server.signal(Signal::SIGTERM);
+    assert_eq!(server.wait(), Some(0));
+    assert!(!server.log().contains("told up worker=0.1"), "netd knows the group by rank 0");
+    assert_eq!((server.names_in_shm(), server.files()), (vec![], vec!["lock".to_owned()]));
 }
 
 fn a_killed_netd_comes_back() {

@@ -1,9 +1,10 @@
-//! How the blocks of a model were cut among devices: decided at the first start, kept in a file of
-//! the cache folder, and used again at every later start.
+//! How the blocks of a model were cut among devices, and how the ranks of a group share a block:
+//! decided at the first start, kept in files of the cache folder, and used again at every later
+//! start.
 //!
-//! The manifest cannot hold the decision: it is written after the cut, for one span of one instance,
-//! and its folder is removed when the instance ends. The file is for all starts, and for all spans
-//! of the same length.
+//! The manifest cannot hold the decisions: it is written after the cut, for one span of one
+//! instance, and its folder is removed when the instance ends. The files are for all starts, and for
+//! all spans of the same length.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,6 +14,9 @@ use std::time::Duration;
 use shared::block::MAX_BLOCKS;
 use shared::files::EntryFile;
 use shared::model::ModelFacts;
+use tracing::warn;
+
+use crate::shards::Shares;
 
 /// Longest wait for another server of this machine that writes the file.
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
@@ -21,7 +25,7 @@ const LONGEST_WAIT: Duration = Duration::from_secs(5);
 const MAX_ENTRIES: usize = 256;
 const MAX_CUTS: usize = 64;
 
-/// Blocks of each device, in the order of the devices; the last devices may be left out.
+/// Blocks of each group of devices, in their order; the last groups may be left out.
 pub type Cut = Vec<u32>;
 
 /// The decisions for one model on some devices.
@@ -33,12 +37,11 @@ pub struct CutFile {
 }
 
 impl CutFile {
-    /// The decisions for `model` on `devices` (their names), in `folder`.
+    /// The decisions for `model` on `devices` (names, one for each group), in `folder`.
     pub fn new(folder: &Path, model: &ModelFacts, devices: &[String]) -> CutFile {
-        let (name, dtype, quant) = (&model.name, model.dtype.name(), model.quant_type.name());
         CutFile {
             file: EntryFile::new(folder, "cuts", 1),
-            key: format!("model={name:?} dtype={dtype:?} quant={quant:?} devices={devices:?}"),
+            key: key(model, devices),
             devices: devices.len(),
         }
     }
@@ -80,6 +83,60 @@ impl CutFile {
         let fits = (1..=self.devices).contains(&cut.len());
         fits && !cut.contains(&0) && blocks(cut) <= u64::from(MAX_BLOCKS)
     }
+}
+
+/// The decision how the devices of a group share a block of one model.
+#[derive(Clone, Debug)]
+pub struct ShareFile {
+    file: EntryFile,
+    key: String,
+}
+
+impl ShareFile {
+    /// The decision for `model` on a group of `devices` (their names in the order of ranks), in
+    /// `folder`.
+    pub fn new(folder: &Path, model: &ModelFacts, devices: &[String]) -> ShareFile {
+        ShareFile { file: EntryFile::new(folder, "shares", 1), key: key(model, devices) }
+    }
+
+    /// The earlier decision, unless there is none or it does not `fit` the model; else that of
+    /// `decide`, which is kept. A file that cannot be written is logged: the next start decides
+    /// anew.
+    ///
+    /// # Errors
+    /// Those of `decide`.
+    pub fn shares<E>(
+        &self,
+        fit: impl Fn(&Shares) -> bool,
+        decide: impl FnOnce() -> Result<Shares, E>,
+    ) -> Result<Shares, E> {
+        // Servers that start together decide one after the other, and alike.
+        let lock = self.file.lock(LONGEST_WAIT);
+        let mut entries: BTreeMap<String, Shares> = self.file.read();
+        if let Some(kept) = entries.remove(&self.key).filter(fit) {
+            return Ok(kept);
+        }
+        let shares = decide()?;
+        while entries.len() >= MAX_ENTRIES && entries.pop_first().is_some() {}
+        entries.insert(self.key.clone(), shares.clone());
+        let written = match lock {
+            Ok(Some(_lock)) => self.file.write(&entries),
+            Ok(None) => Err(io::ErrorKind::TimedOut.into()),
+            Err(error) => Err(error),
+        };
+        if let Err(error) = written {
+            let file = self.file.path().display();
+            warn!(%error, %file, "cannot save how a group shares a block; a restart decides anew");
+        }
+        Ok(shares)
+    }
+}
+
+/// What a decision holds for. Parts are written with their quotes, so that no two keys read the
+/// same.
+fn key(model: &ModelFacts, devices: &[String]) -> String {
+    let (name, dtype, quant) = (&model.name, model.dtype.name(), model.quant_type.name());
+    format!("model={name:?} dtype={dtype:?} quant={quant:?} devices={devices:?}")
 }
 
 fn blocks(cut: &[u32]) -> u64 {
@@ -131,6 +188,32 @@ mod tests {
         assert_eq!(file(QuantType::None, 3).read(), [[0u32; 0]; 0]);
         file(QuantType::Nf4, 2).keep(&[1, 15]).unwrap();
         assert_eq!(again.read().len(), 2);
+    }
+
+    #[test]
+    fn shares_are_decided_once_for_a_model_and_devices() {
+        let folder = tempfile::tempdir().unwrap();
+        let shares = |heads: [usize; 2]| Shares { heads: heads.to_vec(), columns: vec![64, 64] };
+        let decided = |quant, devices, heads| {
+            let file = ShareFile::new(folder.path(), &facts(quant), &names(devices));
+            let decide = || Ok::<_, ()>(shares(heads));
+            file.shares(|kept| kept.heads.iter().sum::<usize>() == 4, decide).unwrap()
+        };
+        assert_eq!(decided(QuantType::None, 2, [1, 3]), shares([1, 3]));
+        // As at the next start, when the speeds look different.
+        assert_eq!(decided(QuantType::None, 2, [2, 2]), shares([1, 3]));
+        assert_eq!(decided(QuantType::Nf4, 2, [2, 2]), shares([2, 2]));
+        assert_eq!(decided(QuantType::None, 3, [3, 1]), shares([3, 1]));
+        assert_eq!(decided(QuantType::None, 2, [2, 2]), shares([1, 3]), "others are kept beside");
+        // What does not fit the model, or is no decision at all, counts for nothing.
+        let path = folder.path().join("sepal_shares_v1.json");
+        let text = std::fs::read_to_string(&path).unwrap();
+        for damaged in [text.replace('3', "30"), String::new(), "{\"x\": 7}".to_owned()] {
+            std::fs::write(&path, damaged).unwrap();
+            assert_eq!(decided(QuantType::None, 2, [2, 2]), shares([2, 2]));
+        }
+        let refused = ShareFile::new(folder.path(), &facts(QuantType::Int8), &names(2));
+        assert_eq!(refused.shares(|_| true, || Err("no")), Err("no"));
     }
 
     #[test]

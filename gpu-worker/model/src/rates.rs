@@ -38,11 +38,11 @@ pub struct Key {
 }
 
 impl Key {
-    /// The key of a worker with so many threads.
-    pub fn of(model: &ModelFacts, device: Device, threads: usize) -> Key {
+    /// The key of a group with workers on `devices` of so many threads each.
+    pub fn of(model: &ModelFacts, devices: &[Device], threads: usize) -> Key {
         Key {
             model: model.name.clone(),
-            devices: vec![device_name(device, threads)],
+            devices: devices.iter().map(|&device| device_name(device, threads)).collect(),
             dtype: model.dtype.name().to_owned(),
             quant: model.quant_type.name().to_owned(),
             build: build_id(),
@@ -135,21 +135,22 @@ impl RateCache {
         Ok(rates)
     }
 
-    /// What is kept for each of `devices`, each with a worker of these settings; `None` unless all
-    /// have been measured.
+    /// What is kept for each group of `world_size` of `devices`, with workers of these settings;
+    /// `None` unless all have been measured.
     pub fn kept(
         &self,
         model: &ModelFacts,
         devices: &[Device],
+        world_size: usize,
         worker: &WorkerConfig,
     ) -> Option<Vec<Capacity>> {
         let entries: BTreeMap<String, Capacity> = self.file.read();
         let threads = threads(worker);
-        let of = |device: &Device| {
-            let key = Key::of(model, *device, threads).text();
+        let of = |devices: &[Device]| {
+            let key = Key::of(model, devices, threads).text();
             entries.get(&key).copied().filter(is_usable)
         };
-        devices.iter().map(of).collect()
+        devices.chunks(world_size.max(1)).map(of).collect()
     }
 
     /// Locks until the file is dropped.
@@ -181,11 +182,12 @@ pub fn threads(config: &WorkerConfig) -> usize {
 /// The name of the hardware behind `device`, with what else changes its speed.
 pub fn device_name(device: Device, threads: usize) -> String {
     match device {
-        Device::Cpu => {
+        Device::Cpu | Device::Node(_) => {
             let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
             let model = field(&text, "model name").or_else(|| field(&text, "CPU part"));
             let model = model.unwrap_or_else(|| std::env::consts::ARCH.to_owned());
-            format!("{model}, {threads} threads")
+            let part = if device == Device::Cpu { "" } else { ", one NUMA node" };
+            format!("{model}{part}, {threads} threads")
         }
         Device::Cuda(_) => {
             let gpus =
@@ -296,19 +298,19 @@ mod tests {
         };
         let worker = WorkerConfig { threads: 3, ..WorkerConfig::default() };
         let devices = [Device::Cpu, Device::Emulator];
-        let kept = || cache.kept(&model, &devices, &worker);
+        let kept = || cache.kept(&model, &devices, 1, &worker);
         assert_eq!(kept(), None);
         let slower = Capacity { forward_rps: 1.0, ..RATES };
         for (device, rates) in devices.into_iter().zip([RATES, slower]) {
             assert_eq!(kept(), None, "not all are known");
-            let key = Key::of(&model, device, 3);
+            let key = Key::of(&model, &[device], 3);
             cache.rates(&key, Freshness::Kept, || measured(rates)).unwrap();
         }
         assert_eq!(kept(), Some(vec![RATES, slower]));
         assert_eq!(slowest(&[RATES, slower]), Some(slower));
         let other = WorkerConfig::default();
         let other = WorkerConfig { threads: 5, ..other };
-        assert_eq!(cache.kept(&model, &devices, &other), None);
+        assert_eq!(cache.kept(&model, &devices, 1, &other), None);
     }
 
     #[test]

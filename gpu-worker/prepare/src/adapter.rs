@@ -101,13 +101,22 @@ impl Adapter {
 
     /// Bytes of its parts for one block, of that which has most.
     pub fn block_bytes(&self, dtype: DType) -> u64 {
-        let elements = |part: &LowRank| {
-            let [outputs, inputs] = part.shape;
-            part.rank.saturating_mul(outputs.saturating_add(inputs))
-        };
+        self.most_bytes(|_, rank, [outputs, inputs]| {
+            let elements =
+                (rank as u64).saturating_mul((outputs as u64).saturating_add(inputs as u64));
+            elements.saturating_mul(dtype.size_bytes() as u64)
+        })
+    }
+
+    /// The largest sum of the `bytes` of the parts for one block, each given by the name of its
+    /// matrix, the rank of its factors, and the shape of the matrix.
+    pub fn most_bytes(&self, bytes: impl Fn(&str, usize, [usize; 2]) -> u64) -> u64 {
+        let size = |side: u64| usize::try_from(side).unwrap_or(usize::MAX);
         let blocks = self.blocks.values().map(|parts| {
-            let sum = parts.values().map(elements).fold(0, u64::saturating_add);
-            sum.saturating_mul(dtype.size_bytes() as u64)
+            let of_part = |(name, part): (&String, &LowRank)| {
+                bytes(name, size(part.rank), part.shape.map(size))
+            };
+            parts.iter().map(of_part).fold(0, u64::saturating_add)
         });
         blocks.max().unwrap_or(0)
     }

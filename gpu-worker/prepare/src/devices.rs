@@ -29,7 +29,7 @@ pub fn device_memory(
     let mut found = Vec::new();
     for &device in devices {
         let free = match device {
-            Device::Cpu => continue,
+            Device::Cpu | Device::Node(_) => continue,
             Device::Emulator => EMULATED_BYTES,
             Device::Cuda(ordinal) => {
                 let (free, _) = Driver::memory_of(ordinal).map_err(|e| (ordinal, e))?;
@@ -45,6 +45,12 @@ pub fn device_memory(
     Ok(found)
 }
 
+/// Names of the groups of `world_size` of `devices`.
+pub fn group_names(devices: &[Device], world_size: usize, worker: &WorkerConfig) -> Vec<String> {
+    let groups = devices.chunks(world_size.max(1));
+    groups.map(|group| names(group, worker).join(" + ")).collect()
+}
+
 /// Names of `devices`, with what else changes their speed.
 pub fn names(devices: &[Device], worker: &WorkerConfig) -> Vec<String> {
     devices.iter().map(|&device| device_name(device, threads(worker))).collect()
@@ -54,16 +60,18 @@ pub fn names(devices: &[Device], worker: &WorkerConfig) -> Vec<String> {
 /// unless one of them never did; else how fast each reads memory, which bounds decoding.
 pub fn speeds(devices: &[Device], facts: &ModelFacts, worker: &WorkerConfig) -> Vec<f64> {
     let first = devices.first();
-    if devices.iter().all(|device| Some(device) == first) {
+    let is_first = |device: &Device| Some(device) == first;
+    // Workers on the processor have as many threads each.
+    if devices.iter().all(|device| device.is_processor()) || devices.iter().all(is_first) {
         return vec![1.0; devices.len()];
     }
     let folder = worker.rates_dir.as_ref().filter(|_| !worker.measure_anew);
     let cache = folder.map(|folder| RateCache::new(folder, Duration::ZERO));
-    if let Some(rates) = cache.and_then(|cache| cache.kept(facts, devices, worker)) {
+    if let Some(rates) = cache.and_then(|cache| cache.kept(facts, devices, 1, worker)) {
         return rates.iter().map(|rate| rate.inference_rps).collect();
     }
     let of_device = |&device: &Device| match device {
-        Device::Cpu | Device::Emulator => processor_bandwidth(threads(worker)),
+        Device::Cpu | Device::Node(_) | Device::Emulator => processor_bandwidth(threads(worker)),
         Device::Cuda(ordinal) => Driver::bandwidth_of(ordinal).unwrap_or(0.0),
     };
     devices.iter().map(of_device).collect()
@@ -136,10 +144,11 @@ mod tests {
         };
         let devices = [Device::Cpu, Device::Emulator];
         assert_eq!(speeds(&[Device::Cpu; 3], &facts(), &worker), [1.0; 3]);
+        assert_eq!(speeds(&[Device::Node(0), Device::Node(1)], &facts(), &worker), [1.0; 2]);
         assert!(speeds(&devices, &facts(), &worker).iter().all(|rate| *rate > 1e6));
         let cache = RateCache::new(folder.path(), Duration::ZERO);
         for (device, inference_rps) in devices.into_iter().zip([500.0, 20.0]) {
-            let key = Key::of(&facts(), device, 1);
+            let key = Key::of(&facts(), &[device], 1);
             let rates = Capacity { inference_rps, forward_rps: 1.0 };
             let measured = || Ok::<_, std::convert::Infallible>(rates);
             cache.rates(&key, Freshness::Kept, measured).unwrap();

@@ -5,6 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use model::header::HeaderError;
+use model::shards::ShareError;
 use shared::block::Span;
 use shared::exit::ExitReason;
 
@@ -98,6 +99,14 @@ pub enum PrepareError {
         path: PathBuf,
         /// What is wrong with the model.
         reason: String,
+    },
+    /// The blocks cannot be shared by the ranks of a group.
+    #[error("the blocks of {model} cannot be shared by the devices of a group: {source}")]
+    Unshared {
+        /// The model.
+        model: String,
+        /// Why.
+        source: ShareError,
     },
     /// A tensor is missing, of a wrong shape or type, or holds numbers that are none.
     #[error("{path:?}: tensor {tensor} {reason}")]

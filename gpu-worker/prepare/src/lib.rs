@@ -19,6 +19,7 @@ mod error;
 #[allow(dead_code, reason = "shared with the tests of package `gpu-worker`")]
 #[path = "../../src/fixtures.rs"]
 mod fixtures;
+mod groups;
 #[cfg(test)]
 #[allow(dead_code, reason = "shared with the tests of package `gpu-worker`")]
 #[path = "../../src/harness/process.rs"]

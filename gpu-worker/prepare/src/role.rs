@@ -17,6 +17,7 @@ use tracing::{debug, error, info, warn};
 
 use crate::devices::{self, device_memory};
 use crate::error::PrepareError;
+use crate::groups;
 use crate::inspect::Inspected;
 use crate::progress::Tracker;
 
@@ -72,6 +73,7 @@ fn serve(ends: &Ends) -> Result<(), Ending> {
     let inspected = Inspected::new(&init.config)?;
     let facts = inspected.facts.clone();
     report_memory(ends, &init, &inspected)?;
+    report_shares(ends, &init, &inspected)?;
     info!(model = facts.name, model_type = facts.model_type, dtype = %facts.dtype, blocks = facts.num_blocks, "model inspected");
     let cuts = report_rates(ends, &init, &inspected)?;
     // The phase comes first: a supervisor that has the facts counts on heartbeats.
@@ -109,19 +111,41 @@ fn report_memory(ends: &Ends, init: &Init, inspected: &Inspected) -> Result<(), 
     send(ends, FromPrepare::Devices(memory))
 }
 
+/// Reports what each rank holds of a block, where several devices share it.
+fn report_shares(ends: &Ends, init: &Init, inspected: &Inspected) -> Result<(), Ending> {
+    if init.world_size < 2 {
+        return Ok(());
+    }
+    let groups = init.devices.chunks(init.world_size).map(|devices| {
+        let rates = devices::speeds(devices, &inspected.facts, &init.worker);
+        let names = devices::names(devices, &init.worker);
+        let ranks = groups::shares(inspected, &names, &rates)?;
+        info!(?devices, ?ranks, "shared the blocks among the ranks of a group");
+        Ok(ranks)
+    });
+    let groups = groups.collect::<Result<Vec<_>, PrepareError>>()?;
+    for (device, _) in
+        init.devices.iter().zip(groups.iter().flatten()).filter(|(_, rank)| rank.is_slow)
+    {
+        warn!(%device, "the inputs of its matrices are cut beside multiples of 64: it computes slowly");
+    }
+    send(ends, FromPrepare::Groups(groups))
+}
+
 /// Reports the throughput of an earlier start, and the relative speeds of several devices with the
 /// cuts that were saved for them. Returns where the cuts are saved.
 fn report_rates(ends: &Ends, init: &Init, inspected: &Inspected) -> Result<CutFile, Ending> {
-    let Init { config, devices, worker, .. } = init;
+    let Init { config, devices, world_size, worker, .. } = init;
     let facts = &inspected.facts;
     if let Some(folder) = worker.rates_dir.as_ref().filter(|_| !worker.measure_anew) {
         let cache = RateCache::new(folder, Duration::ZERO);
-        let rates = cache.kept(facts, devices, worker);
+        let rates = cache.kept(facts, devices, *world_size, worker);
         if let Some(kept) = rates.and_then(|rates| slowest(&rates)) {
             send(ends, FromPrepare::Kept(kept))?;
         }
     }
-    let cuts = CutFile::new(&config.cache_dir, facts, &devices::names(devices, worker));
+    let names = devices::group_names(devices, *world_size, worker);
+    let cuts = CutFile::new(&config.cache_dir, facts, &names);
     if devices.len() > 1 {
         let rates = devices::speeds(devices, facts, worker);
         info!(?rates, "compared the speeds of the devices");
@@ -176,15 +200,16 @@ struct Init {
     config: PrepareConfig,
     board: BoardWriter,
     devices: Vec<Device>,
+    world_size: usize,
     worker: WorkerConfig,
 }
 
 /// Receives the first message. `None`: a drain came instead.
 fn init(ends: &Ends) -> Result<Option<Init>, Ending> {
     match ends.receiver.recv() {
-        Ok(ToPrepare::Init { config, board, devices, worker, fds }) => {
+        Ok(ToPrepare::Init { config, board, devices, world_size, worker, fds }) => {
             let board = open_board(ends, &board, fds)?;
-            Ok(Some(Init { config, board, devices, worker }))
+            Ok(Some(Init { config, board, devices, world_size, worker }))
         }
         Ok(ToPrepare::Drain) => Ok(None),
         Ok(ToPrepare::Span { .. }) => Err(out_of_order("Init")),

@@ -94,6 +94,7 @@ impl Worker {
             },
             measure: start.measure,
             warpgroups: Warpgroups::Missing,
+            group: None,
             fds,
         };
         self.down.send(ToWorker::Init(Box::new(init))).unwrap();

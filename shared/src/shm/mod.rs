@@ -45,6 +45,8 @@ pub mod doorbell;
 #[cfg(not(loom))]
 pub mod kv;
 #[cfg(not(loom))]
+pub mod local;
+#[cfg(not(loom))]
 pub mod pair;
 #[cfg(not(loom))]
 pub mod segment;

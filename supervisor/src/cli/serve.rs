@@ -4,12 +4,14 @@
 //! | module | flags about |
 //! | --- | --- |
 //! | this one | the model, its blocks, devices |
+//! | [`devices`] | devices and their groups |
 //! | [`hub`] | downloads |
 //! | [`network`] | peers and announcements |
 //! | [`limits`] | what clients may take |
 //! | [`supervision`] | processes |
 //! | [`petals`] | what changes nothing here |
 
+mod devices;
 mod hub;
 mod limits;
 mod network;
@@ -17,7 +19,6 @@ mod petals;
 mod supervision;
 
 use std::path::PathBuf;
-use std::thread::available_parallelism;
 
 use clap::Args;
 use shared::block::{Span, is_prefix};
@@ -27,9 +28,11 @@ use shared::config::{
 };
 use shared::dtype::DType;
 
-use super::values::{devices, model_or_last};
+use super::values::model_or_last;
 use super::{DEFAULT_LOG, Env, LogArgs, runtime_dir};
 
+use devices::Devices;
+pub(crate) use devices::threads;
 pub(super) use network::addresses;
 pub use petals::{NO_EFFECT, notes};
 
@@ -75,10 +78,17 @@ struct ModelArgs {
     /// Serve exactly these blocks and never move
     #[arg(long, value_name = "START:END")]
     block_indices: Option<Span>,
-    /// Devices, one worker each: cpu, cuda:N, or a list such as cuda:0,cuda:1 [default: every CUDA
-    /// device that passes `sepal selftest --quick`, else cpu]
+    /// Devices, one worker each: cpu, cpu:N (a NUMA node), cuda:N, or a list such as cuda:0,cuda:1
+    /// [default: every CUDA device that passes `sepal selftest --quick`, else cpu]
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
+    /// Devices that share every block, as one group (tensor parallelism), such as cpu:0 cpu:1
+    #[arg(long, num_args = 1.., value_name = "DEVICE", conflicts_with = "device")]
+    tensor_parallel_devices: Vec<String>,
+    /// Devices of a group that shares every block: cuts the devices of --device into groups, each of
+    /// which serves a part of the blocks [default: 1, each device serves blocks of its own]
+    #[arg(long, value_name = "N", conflicts_with = "tensor_parallel_devices", value_parser = clap::value_parser!(u32).range(1..=15))]
+    tensor_parallel_size: Option<u32>,
     /// Type of hidden states and unquantized weights: auto, float32, bfloat16 or float16; auto is
     /// the type of the checkpoint, bfloat16 if that is float32
     #[arg(long, value_name = "TYPE", default_value = "auto")]
@@ -110,10 +120,7 @@ struct ModelArgs {
 
 /// Turns flags and environment into settings.
 pub fn resolve(mut args: ServeArgs, env: Env<'_>) -> Result<ServeConfig, String> {
-    let named = match args.unused.tensor_parallel_devices.join(",") {
-        none if none.is_empty() => args.model.device.as_deref().map(serving_devices).transpose()?,
-        several => Some(serving_devices(&several)?),
-    };
+    let Devices { named, world_size } = args.model.devices()?;
     let automatic = match named {
         Some(_) => None,
         None => {
@@ -135,7 +142,7 @@ pub fn resolve(mut args: ServeArgs, env: Env<'_>) -> Result<ServeConfig, String>
     }
     Ok(ServeConfig {
         worker: WorkerConfig {
-            threads: threads(args.model.threads, devices.len()),
+            threads: threads(args.model.threads, &devices),
             fault: args.supervision.inject_fault,
             rates_dir: Some(prepare.cache_dir.clone()),
             measure_anew: matches!(netd.throughput, Throughput::Anew | Throughput::DryRun),
@@ -143,6 +150,7 @@ pub fn resolve(mut args: ServeArgs, env: Env<'_>) -> Result<ServeConfig, String>
             device_bytes: args.limits.device_memory,
         },
         devices,
+        world_size,
         automatic,
         warpgroups: Vec::new(),
         sample_timeout: args.supervision.sample_timeout,
@@ -157,6 +165,22 @@ pub fn resolve(mut args: ServeArgs, env: Env<'_>) -> Result<ServeConfig, String>
         runtime_dir: args.supervision.runtime_dir.unwrap_or_else(|| runtime_dir(env)),
         log: args.log.resolve(env, DEFAULT_LOG),
     })
+}
+
+/// Why blocks are not shared yet.
+fn check_served(devices: Devices) -> Result<Devices, String> {
+    match devices.world_size {
+        1 => Ok(devices),
+        _ => Err("tensor parallelism is not available yet: name the devices with --device, and each serves a part of the blocks".to_owned()),
+    }
+}
+
+impl ModelArgs {
+    fn devices(&self) -> Result<Devices, String> {
+        let listed = &self.tensor_parallel_devices;
+        let read = Devices::read(self.device.as_deref(), listed, self.tensor_parallel_size);
+        read.and_then(check_served)
+    }
 }
 
 impl ServeArgs {
@@ -244,17 +268,6 @@ fn span(block_indices: Option<Span>, num_blocks: Option<u32>) -> SpanChoice {
     }
 }
 
-fn serving_devices(text: &str) -> Result<Vec<Device>, String> {
-    let devices = devices(text).map_err(|why| format!("invalid --device {text}: {why}"))?;
-    if devices.len() > MAX_DEVICES {
-        return Err(format!(
-            "--device lists {} devices: expected at most {MAX_DEVICES}",
-            devices.len()
-        ));
-    }
-    Ok(devices)
-}
-
 fn throughput(text: &str) -> Result<Throughput, String> {
     match text {
         "auto" => Ok(Throughput::Measure),
@@ -323,13 +336,6 @@ fn arena_bytes(asked: u64) -> Result<u64, String> {
     } else {
         Ok(asked)
     }
-}
-
-/// Threads of each of `workers` workers.
-pub(crate) fn threads(asked: Option<u32>, workers: usize) -> u32 {
-    let cores = available_parallelism().map_or(1, usize::from);
-    let share = u32::try_from(cores / workers.max(1)).unwrap_or(1).max(1);
-    asked.filter(|threads| *threads > 0).unwrap_or(share)
 }
 
 fn cache_dir(env: Env<'_>) -> PathBuf {

@@ -309,14 +309,15 @@ fn without_a_device_what_was_asked_for_is_kept_until_there_is_one() {
 }
 
 #[test]
-fn devices_for_tensor_parallelism_share_the_span() {
-    let Ok(Command::Serve { config, notes }) =
-        run("serve m --tensor_parallel_devices cpu cpu", &[])
-    else {
-        panic!()
-    };
-    assert_eq!(config.devices, [Device::Cpu, Device::Cpu]);
-    assert!(notes.iter().any(|note| note.contains("blocks are not split")), "{notes:?}");
+fn devices_that_share_blocks_are_refused_until_they_serve() {
+    for line in ["--tensor_parallel_devices cpu cpu", "--device cpu,cpu --tensor_parallel_size 2"] {
+        let refused = refusal(&format!("serve m {line}"));
+        assert!(refused.contains("tensor parallelism is not available yet"), "{refused}");
+    }
+    let alone = serve("m --tensor_parallel_devices cuda:1");
+    assert_eq!((&alone.devices[..], alone.world_size), (&[Device::Cuda(1)][..], 1));
+    let both = refusal("serve m --device cpu --tensor_parallel_devices cpu cpu");
+    assert!(both.contains("cannot be used with"), "{both}");
 }
 
 #[test]

@@ -46,12 +46,14 @@ pub fn device(text: &str) -> Result<Device, String> {
         "" => Some(0),
         ordinal => ordinal.strip_prefix(':')?.parse().ok(),
     };
+    let node = |text: &str| text.strip_prefix("cpu:")?.parse().ok().map(Device::Node);
     match text.trim() {
         "cpu" => Ok(Device::Cpu),
         "emu" => Ok(Device::Emulator),
         other => cuda(other)
             .map(Device::Cuda)
-            .ok_or_else(|| format!("unknown device {other:?}: expected cpu or cuda:N")),
+            .or_else(|| node(other))
+            .ok_or_else(|| format!("unknown device {other:?}: expected cpu, cpu:N or cuda:N")),
     }
 }
 

@@ -6,13 +6,15 @@ use std::path::PathBuf;
 
 use shared::block::Span;
 use shared::causes::with_causes;
-use shared::config::{Device, Throughput};
+use shared::config::{Device, ServeConfig, Throughput};
 use shared::control::{
-    Capacity, FdTag, LinkInit, NetdInit, ToNetd, ToPrepare, ToWorker, WorkerInit, WorkerUp,
+    Capacity, FdTag, GroupInit, LinkInit, NetdInit, ToNetd, ToPrepare, ToWorker, WorkerInit,
+    WorkerUp,
 };
 use shared::exit::ExitReason;
-use shared::ids::Generation;
-use shared::model::ModelFacts;
+use shared::ids::{Generation, Rank};
+use shared::model::{ModelFacts, RankShare};
+use shared::shm::group::GroupShape;
 use shared::shm::pair::{PairError, RingIdentity};
 use shared::warpgroups::Warpgroups;
 use tracing::warn;
@@ -22,7 +24,7 @@ use crate::channel::Message;
 use crate::child_process::slot_of;
 use crate::instance::Instance;
 use crate::plan::Placement;
-use crate::segments::{KvChoice, MakeError};
+use crate::segments::{EXCHANGE_VALUES, KvChoice, MakeError, PLAN_LOG_BYTES};
 use crate::tree::{ChildId, Down, Event, ExitStatus, Init};
 
 impl Driver<'_> {
@@ -108,7 +110,9 @@ impl Driver<'_> {
         let Some(child) = self.processes.get_mut(index) else {
             return Ok(true);
         };
-        let Placement { worker, span, .. } = placement;
+        let (Some(worker), span) = (placement.workers().next(), placement.span) else {
+            return Ok(true);
+        };
         let kv_survives = self.segments.kv_survives(worker);
         let identity = rings_of(worker, generation, child.generation);
         let Some(rings) = self.segments.rings(identity) else {
@@ -144,6 +148,7 @@ impl Driver<'_> {
                         config: self.config.prepare.clone(),
                         board: seat,
                         devices: self.config.devices.clone(),
+                        world_size: self.config.world_size,
                         worker: self.config.worker.clone(),
                         fds,
                     })
@@ -152,8 +157,8 @@ impl Driver<'_> {
             Init::Netd { previous_addrs, served, retired } => {
                 self.init_netd(index, previous_addrs, served, retired)
             }
-            Init::Worker { placement, whole, facts, by_warps } => {
-                self.init_worker(index, placement, (whole, facts), by_warps)
+            Init::Worker { placement, rank, whole, facts, by_warps } => {
+                self.init_worker(index, &placement, rank, (whole, facts), by_warps)
             }
         }
     }
@@ -191,48 +196,79 @@ impl Driver<'_> {
     fn init_worker(
         &mut self,
         index: usize,
-        placement: Placement,
+        placement: &Placement,
+        rank: Rank,
         (whole, facts): (Span, ModelFacts),
         by_warps: bool,
     ) -> Result<bool, MakeError> {
-        let Some(child) = self.processes.get_mut(index) else {
+        let Some(child) = self.processes.get(index) else {
             return Ok(true);
         };
-        let Placement { worker, device, span } = placement;
-        let (board, generation) = (child.seat(self.liveness.heartbeat), child.generation);
+        let (at, span) = (usize::from(rank.0), placement.span);
+        let found = placement.workers().nth(at).zip(placement.devices.get(at).copied());
+        let Some((worker, device)) = found else {
+            return Ok(true);
+        };
+        let (generation, slot) = (child.generation, slot_of(child.id));
+        let group = match placement.devices.len() {
+            1 => None,
+            _ => Some(group_init(&self.config, placement, self.tree.ranks())?),
+        };
+        let of_rank = group.as_ref().and_then(|group| group.shares.get(at));
+        let pages_of = of_rank.map_or_else(|| facts.clone(), |rank| facts.of_rank(rank));
         let limits = self.config.netd.limits(&facts);
         let kv_pages = limits.kv_pages();
-        let gradient_bytes = facts.gradient_bytes(limits.max_batch_size);
-        let warpgroups = warpgroups_of(&self.config.warpgroups, device, by_warps);
         let choice = KvChoice::of(device, self.config.worker.kv_mirror);
-        let bytes = |survives| facts.kv_segment_bytes_if(survives, span, kv_pages);
-        let shown = self.segments.board.try_clone().map_err(MakeError::Descriptor)?;
-        let kv = self.segments.kv(self.instance, worker, choice, bytes)?;
-        let kv_survives = kv.survives;
-        let init = |fds| WorkerInit {
-            board,
+        let bytes = |survives| pages_of.kv_segment_bytes_if(survives, span, kv_pages);
+        let kv_survives = self.segments.kv(self.instance, worker, choice, bytes)?.survives;
+        let init = WorkerInit {
+            board: child.seat(self.liveness.heartbeat),
             generation,
             worker,
             device,
             span,
             kv_pages,
-            gradient_bytes,
+            gradient_bytes: facts.gradient_bytes(limits.max_batch_size),
             kv_survives,
             manifest: manifest_of(self.instance, whole),
             model: facts.clone(),
             config: self.config.worker.clone(),
             measure: !matches!(self.config.netd.throughput, Throughput::Fixed(_)),
-            warpgroups: warpgroups.clone(),
-            fds,
+            warpgroups: warpgroups_of(&self.config.warpgroups, device, by_warps),
+            group,
+            fds: FdTag(0),
         };
-        let delivered = child.deliver(&[kv.segment.as_fd(), shown.as_fd()], |fds| {
-            Message::Worker(ToWorker::Init(Box::new(init(fds))))
-        });
-        if let Err(error) = self.segments.board.set_span(slot_of(child.id), span) {
+        let delivered = self.deliver_init(index, init)?;
+        if let Err(error) = self.segments.board.set_span(slot, span) {
             warn!(%error, "cannot write a span to the board");
         }
         self.facts = Some(facts);
         Ok(delivered)
+    }
+
+    /// Tells a worker `init`, with the descriptors that belong to it.
+    fn deliver_init(&mut self, index: usize, mut init: WorkerInit) -> Result<bool, MakeError> {
+        let Some(child) = self.processes.get_mut(index) else {
+            return Ok(true);
+        };
+        let kv = self.segments.made_kv(init.worker).ok_or(MakeError::TooLarge(0))?;
+        let kv = kv.segment.try_clone().map_err(MakeError::Descriptor)?;
+        let shown = self.segments.board.try_clone().map_err(MakeError::Descriptor)?;
+        let own = [kv.as_fd(), shown.as_fd()];
+        let Some(group) = init.group.take() else {
+            return Ok(child.deliver(&own, |fds| {
+                Message::Worker(ToWorker::Init(Box::new(WorkerInit { fds, ..init })))
+            }));
+        };
+        let shape = GroupShape::of(&group, init.worker, init.generation);
+        let made = self.segments.group(self.instance, &shape)?;
+        let segment = made.try_clone().map_err(MakeError::Descriptor)?;
+        let bells = made.doorbells().map_err(MakeError::Descriptor)?;
+        let common: Vec<_> = std::iter::once(&segment).chain(&bells).map(AsFd::as_fd).collect();
+        Ok(child.deliver_two(&common, &own, |common, fds| {
+            let group = Some(GroupInit { fds: common, ..group });
+            Message::Worker(ToWorker::Init(Box::new(WorkerInit { fds, group, ..init })))
+        }))
     }
 
     fn link(&mut self, index: usize, netd: Generation) -> Result<bool, MakeError> {
@@ -249,6 +285,11 @@ impl Driver<'_> {
             .arena(self.instance, netd, arena_bytes)?
             .try_clone()
             .map_err(MakeError::Descriptor)?;
+        if worker.rank != Rank(0) {
+            return Ok(child.deliver(&[arena.as_fd()], |fds| {
+                Message::Worker(ToWorker::Link(link_init(identity, arena_bytes, fds)))
+            }));
+        }
         let rings = self.segments.make_rings(self.instance, identity)?;
         let pair = rings.pair.try_clone().map_err(MakeError::Descriptor)?;
         let fds = [arena.as_fd(), pair.as_fd(), rings.submission.as_fd(), rings.completion.as_fd()];
@@ -256,6 +297,24 @@ impl Driver<'_> {
             Message::Worker(ToWorker::Link(link_init(identity, arena_bytes, fds)))
         }))
     }
+}
+
+/// What every rank of a group is told of it.
+fn group_init(
+    config: &ServeConfig,
+    placement: &Placement,
+    ranks: &[Vec<RankShare>],
+) -> Result<GroupInit, MakeError> {
+    let shares = ranks.get(placement.share).filter(|of| of.len() == placement.devices.len());
+    let threads = config.devices.len() * config.worker.threads.max(1) as usize;
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    Ok(GroupInit {
+        shares: shares.cloned().ok_or(MakeError::NoShares(placement.group))?,
+        exchange_values: EXCHANGE_VALUES,
+        log_bytes: PLAN_LOG_BYTES,
+        may_spin: threads <= cores,
+        fds: FdTag(0),
+    })
 }
 
 fn link_init(identity: RingIdentity, arena_bytes: u64, fds: FdTag) -> LinkInit {
@@ -268,7 +327,7 @@ fn link_init(identity: RingIdentity, arena_bytes: u64, fds: FdTag) -> LinkInit {
 fn warpgroups_of(known: &[(Device, Warpgroups)], device: Device, by_warps: bool) -> Warpgroups {
     let found = known.iter().find(|(known, _)| *known == device);
     match (device, found) {
-        (Device::Cpu | Device::Emulator, _) => Warpgroups::Missing,
+        (Device::Cpu | Device::Node(_) | Device::Emulator, _) => Warpgroups::Missing,
         (Device::Cuda(_), _) if by_warps => {
             Warpgroups::Failed("an earlier process of this worker failed on its device".to_owned())
         }

@@ -4,6 +4,7 @@ use shared::block::Span;
 use shared::config::{Device, LogFormat};
 use shared::control::{FromPrepare, Rating};
 use shared::ids::Generation;
+use shared::model::RankShare;
 use shared::shm::board::ChildState;
 use tracing::{error, info, warn};
 
@@ -48,7 +49,10 @@ impl Driver<'_> {
         let why = (!why.is_empty()).then_some(tracing::field::display(why));
         if matches!(
             state,
-            Lifecycle::Backoff { .. } | Lifecycle::Held { .. } | Lifecycle::Unkillable
+            Lifecycle::Reaped
+                | Lifecycle::Backoff { .. }
+                | Lifecycle::Held { .. }
+                | Lifecycle::Unkillable
         ) {
             warn!(child = %id, generation = generation.0, why, "{}", state.name());
         } else {
@@ -118,14 +122,26 @@ impl Driver<'_> {
     }
 
     fn device_names(&self) -> String {
-        let names: Vec<String> = self.config.devices.iter().map(Device::to_string).collect();
-        names.join(", ")
+        let groups = self.config.devices.chunks(self.config.world_size.max(1));
+        let name = |devices: &[Device]| {
+            let names: Vec<String> = devices.iter().map(Device::to_string).collect();
+            names.join(" + ")
+        };
+        groups.map(name).collect::<Vec<_>>().join(", ")
     }
 
     fn memory_text(&self, span: Span, facts: &shared::model::ModelFacts) -> String {
         let limits = self.config.netd.limits(facts);
         let weights = facts.block_bytes.saturating_mul(span.block_count() as u64);
-        let cache = facts.kv_segment_bytes(span, limits.kv_pages()) as u64;
+        let cache = match self.tree.ranks().first() {
+            Some(ranks) => {
+                let bytes = |rank: &RankShare| {
+                    facts.of_rank(rank).kv_segment_bytes(span, limits.kv_pages()) as u64
+                };
+                ranks.iter().map(bytes).sum()
+            }
+            None => facts.kv_segment_bytes(span, limits.kv_pages()) as u64,
+        };
         format!(
             "{} of weights ({}), {} for the KV cache ({} tokens per block)",
             indicatif::HumanBytes(weights),
@@ -178,7 +194,7 @@ fn board_state(state: Lifecycle) -> ChildState {
         Lifecycle::Starting { .. } => ChildState::Starting,
         Lifecycle::Ready { .. } => ChildState::Ready,
         Lifecycle::Draining { .. } => ChildState::Draining,
-        Lifecycle::Backoff { .. } => ChildState::Backoff,
+        Lifecycle::Reaped | Lifecycle::Backoff { .. } => ChildState::Backoff,
         Lifecycle::Held { .. } | Lifecycle::Unkillable => ChildState::Held,
         Lifecycle::Gone => ChildState::Gone,
     }
@@ -186,7 +202,8 @@ fn board_state(state: Lifecycle) -> ChildState {
 
 fn happened(state: Lifecycle, why: &str) -> Option<Happened<'_>> {
     match state {
-        Lifecycle::Waiting | Lifecycle::Gone => None,
+        // What follows is shown when its whole group is reaped.
+        Lifecycle::Waiting | Lifecycle::Reaped | Lifecycle::Gone => None,
         Lifecycle::Starting { .. } => Some(Happened::Started),
         Lifecycle::Ready { .. } => Some(Happened::Ready),
         Lifecycle::Draining { .. } => Some(Happened::Draining),

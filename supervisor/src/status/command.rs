@@ -89,7 +89,7 @@ fn report(live: &LiveInstance) -> Option<Result<InstanceReport, StatusError>> {
 mod tests {
     use shared::block::Span;
     use shared::control::Role;
-    use shared::ids::{Generation, GroupId, WorkerId};
+    use shared::ids::{Generation, GroupId, Rank, WorkerId, WorldSize};
     use shared::shm::board::{ChildState, Occupant};
 
     use super::*;
@@ -147,6 +147,26 @@ mod tests {
         );
         let row = text.lines().last().unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
         assert_eq!(row, "gpu-worker 0.0 4711 3 ready idle 4:8 0 2");
+    }
+
+    #[test]
+    fn ranks_of_a_group_are_shown_with_its_size() {
+        let (mut options, mut server) = server();
+        let (group, world_size) = (GroupId(0), WorldSize(2));
+        for rank in [0, 1] {
+            let worker = Some(WorkerId { group, rank: Rank(rank), world_size });
+            let occupant = Occupant { role: Role::Worker, generation: Generation(3), worker };
+            server.segments.board.assign(2 + u32::from(rank), &occupant).unwrap();
+        }
+        let text = shown(&options, &mut server).unwrap();
+        for name in ["gpu-worker 0.0 of 2 ranks", "gpu-worker 0.1 of 2 ranks"] {
+            assert!(text.contains(name), "{text}");
+        }
+        options.json = true;
+        let value: serde_json::Value =
+            serde_json::from_str(&shown(&options, &mut server).unwrap()).unwrap();
+        let rank = &value[0]["children"][1];
+        assert_eq!((&rank["worker"], &rank["world_size"]), (&"0.1".into(), &2.into()));
     }
 
     #[test]

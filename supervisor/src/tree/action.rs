@@ -6,7 +6,7 @@ use shared::block::Span;
 use shared::config::{RestartConfig, SpanChoice};
 use shared::control::{Capacity, DeathCause, FromNetd, FromPrepare, FromWorker};
 use shared::exit::ExitReason;
-use shared::ids::{Generation, WorkerId};
+use shared::ids::{Generation, GroupId, Rank, WorkerId};
 use shared::model::ModelFacts;
 
 use super::child::{Beat, ChildId, ExitStatus, Lifecycle};
@@ -20,7 +20,7 @@ pub struct Policy {
     pub restart: RestartConfig,
     /// How long netd may take to end.
     pub drain_timeout: Duration,
-    /// Devices and their shares of the span.
+    /// Groups of devices and their shares of the span.
     pub shares: Vec<Share>,
     /// How earlier starts cut the model among them.
     pub cuts: Vec<Vec<u32>>,
@@ -78,21 +78,22 @@ pub enum Down {
     Fits(u32),
     /// To netd: the model.
     Model(ModelFacts),
-    /// To a worker: serve the new rings shared with this netd.
+    /// To a worker: serve the new rings shared with this netd; to a rank other than 0: read from its
+    /// arena.
     Link {
         /// Generation of netd.
         netd: Generation,
     },
-    /// To netd: a worker acknowledged its rings.
+    /// To netd: a worker acknowledged its rings, and the other ranks of its group their arena.
     WorkerUp {
-        /// The worker's part of the plan.
+        /// The part of the plan of the worker, or of its group.
         placement: Placement,
         /// Its generation.
         generation: Generation,
         /// What it measured.
         capacity: Capacity,
     },
-    /// To netd: a worker is dead and reaped.
+    /// To netd: a worker, and with it its group, is dead and reaped.
     WorkerDown {
         /// Which.
         worker: WorkerId,
@@ -141,8 +142,10 @@ pub enum Init {
     },
     /// For a worker.
     Worker {
-        /// Its part of the plan.
+        /// The part of the plan of its group.
         placement: Placement,
+        /// Its rank in the group.
+        rank: Rank,
         /// The blocks of the instance that its own are a part of: their manifest names its files.
         whole: Span,
         /// The model.
@@ -170,6 +173,10 @@ pub enum Action {
         /// Generation of netd.
         netd: Generation,
     },
+    /// Every wait in this group of several workers is to fail: one of them is dead, or about to be.
+    AbortGroup(GroupId, Generation),
+    /// All workers of this group of several are reaped: their common segment is of no more use.
+    DropGroup(GroupId, Generation),
     /// This worker has ended for good: its kv segment is of no more use.
     DropWorker(WorkerId),
     /// See whether workers of these blocks fit into memory beside the present ones, and say so with

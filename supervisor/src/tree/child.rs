@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use shared::config::RestartConfig;
 use shared::control::DeathCause;
 use shared::exit::{ExitReason, Verdict};
-use shared::ids::{Generation, WorkerId};
+use shared::ids::{Generation, Rank, WorkerId};
 
 /// Time after which a process that was sent SIGKILL and is still there counts as unkillable.
 pub const KILL_PATIENCE: Duration = Duration::from_secs(10);
@@ -47,6 +47,7 @@ impl fmt::Display for ChildId {
 ///               |                     |
 ///               +--> Held             |     (reaped, not to be started again)
 ///  Starting | Ready | Draining -> Unkillable  (SIGKILL without effect)
+///  Starting | Ready | Draining -> Reaped      (until the other ranks of the group are reaped too)
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lifecycle {
@@ -67,6 +68,8 @@ pub enum Lifecycle {
         /// When patience ends.
         until: Instant,
     },
+    /// Reaped, while other ranks of its group are not.
+    Reaped,
     /// Reaped; to be started again.
     Backoff {
         /// When.
@@ -91,6 +94,7 @@ impl Lifecycle {
             Lifecycle::Starting { .. } => "starting",
             Lifecycle::Ready { .. } => "ready",
             Lifecycle::Draining { .. } => "draining",
+            Lifecycle::Reaped => "reaped",
             Lifecycle::Backoff { .. } => "backoff",
             Lifecycle::Held { .. } => "held",
             Lifecycle::Unkillable => "unkillable",
@@ -149,6 +153,8 @@ pub struct Beat {
     pub progress: u64,
     /// How long the counter may stand still now; `None` while another timeout holds.
     pub limit: Option<Duration>,
+    /// The rank of its group that it waits for.
+    pub waits_for: Option<Rank>,
 }
 
 /// What follows a death.
@@ -198,9 +204,14 @@ struct Stillness {
 impl Child {
     /// A child that was never started.
     pub fn new(id: ChildId) -> Child {
+        Child::after(id, Generation(0))
+    }
+
+    /// A child whose first generation is the one after `last`.
+    pub fn after(id: ChildId, last: Generation) -> Child {
         Child {
             id,
-            generation: Generation(0),
+            generation: last,
             state: Lifecycle::Waiting,
             alive: false,
             killed: None,
@@ -328,6 +339,11 @@ impl Child {
         };
         self.still = Some(Stillness { progress: beat.progress, stood, seen: now });
         beat.limit.filter(|&limit| stood > limit).map(|_| stood)
+    }
+
+    /// For how long its counter has not moved.
+    pub fn stood(&self) -> Duration {
+        self.still.map_or(Duration::ZERO, |still| still.stood)
     }
 
     /// When something is due if nothing happens.

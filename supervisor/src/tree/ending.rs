@@ -51,22 +51,40 @@ impl Tree {
         self.moving = None;
         out.extend(complaint.map(Action::Complain));
         let ids: Vec<_> = self.children().map(|child| child.id).collect();
-        for id in ids {
-            let Some(child) = self.child_mut(id) else {
-                continue;
-            };
-            match child.state {
-                Lifecycle::Waiting | Lifecycle::Backoff { .. } => child.state = Lifecycle::Gone,
-                Lifecycle::Starting { .. } => {
-                    self.kill(id, "no longer needed".to_owned(), now, out)
-                }
-                _ => {}
-            }
-        }
+        ids.into_iter().for_each(|id| self.give_up(id, now, out));
         self.drain(ChildId::Prepare, now + SHORT_DRAIN.min(self.policy.drain_timeout), out);
         self.drain(ChildId::Netd, now + self.policy.drain_timeout, out);
     }
 
+    /// A child that does not serve is not needed any more. One that serves goes on.
+    pub(super) fn give_up(&mut self, id: ChildId, now: Instant, out: &mut Vec<Action>) {
+        let Some(child) = self.child_mut(id) else {
+            return;
+        };
+        match child.state {
+            Lifecycle::Waiting | Lifecycle::Backoff { .. } => child.state = Lifecycle::Gone,
+            Lifecycle::Starting { .. } => self.kill(id, "no longer needed".to_owned(), now, out),
+            _ => {}
+        }
+    }
+
+    /// Has a group finish what its rank 0 has accepted. The other ranks are told when rank 0 is
+    /// reaped, as it needs them until then.
+    pub(super) fn drain_group(&mut self, id: GroupId, until: Instant, out: &mut Vec<Action>) {
+        let Some(group) = self.group_mut(id).filter(|group| group.is_ready()) else {
+            return;
+        };
+        let state = Lifecycle::Draining { until };
+        for worker in &mut group.workers {
+            let child = &mut worker.child;
+            child.state = state;
+            let (child, generation) = (child.id, child.generation);
+            out.push(Action::Show { child, generation, state, why: String::new() });
+        }
+        out.extend(group.leader().map(|leader| Action::Tell(leader.child.id, Down::Drain)));
+    }
+
+    /// Has netd or prepare finish.
     pub(super) fn drain(&mut self, id: ChildId, until: Instant, out: &mut Vec<Action>) {
         let Some(child) = self.child_mut(id) else {
             return;
@@ -89,8 +107,8 @@ impl Tree {
         if netd_gone && !ending.workers_told {
             ending.workers_told = true;
             let until = now + SHORT_DRAIN.min(self.policy.drain_timeout);
-            let ids: Vec<_> = self.workers.iter().map(|worker| worker.child.id).collect();
-            ids.into_iter().for_each(|id| self.drain(id, until, out));
+            let ids: Vec<_> = self.groups.iter().map(Group::id).collect();
+            ids.into_iter().for_each(|id| self.drain_group(id, until, out));
         }
         let Some(ending) = &self.ending else { return };
         if all_gone {

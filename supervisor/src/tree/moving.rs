@@ -16,31 +16,18 @@
 use std::time::Instant;
 
 use shared::block::Span;
-use shared::control::Capacity;
 use shared::exit::ExitReason;
-use shared::ids::{Generation, GroupId, WorkerId};
+use shared::ids::{Generation, GroupId};
 
-use super::{Action, Child, ChildId, Down, Lifecycle, SHORT_DRAIN, Tree, Worker};
+use super::group::{Assignment, Group};
+use super::{Action, ChildId, Down, Lifecycle, SHORT_DRAIN, Tree};
 use crate::plan::Placement;
 
-/// Groups of workers on the board: those that serve and their successors.
-const MAX_GROUPS: u16 = 30;
+/// Workers on the board: those that serve and their successors.
+const MAX_WORKERS: u16 = 30;
 
 /// Left spans that a new netd is told of; records of older ones have expired.
 const MAX_RETIRED: usize = 8;
-
-/// What a worker is there for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Assignment {
-    /// Its blocks are served.
-    Serving,
-    /// Its blocks are those of the move.
-    Coming,
-    /// Its blocks were left; sessions go on.
-    Leaving,
-    /// Not wanted any more; it goes from the tree once it is reaped.
-    Dropped,
-}
 
 /// How far a move is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,7 +58,7 @@ impl Tree {
         let busy = self.moving.is_some()
             || self.prepare.alive
             || !self.prepared
-            || self.workers.iter().any(|w| w.assignment != Assignment::Serving);
+            || self.groups.iter().any(|group| group.assignment != Assignment::Serving);
         let refused = if self.ending.is_some() || !self.was_online {
             Some("the server is not online, or is stopping")
         } else if busy {
@@ -131,20 +118,15 @@ impl Tree {
     }
 
     fn load(&mut self, span: Span, assignment: Assignment, now: Instant, out: &mut Vec<Action>) {
-        let new: Vec<Worker> = self
-            .placements(span)
-            .into_iter()
-            .zip(self.free_groups())
-            .map(|(placement, group)| {
-                let worker = WorkerId::solo(group);
-                let mut new = Worker::new(Placement { worker, ..placement }, span, assignment);
-                new.child.generation = self.last_generation(worker);
-                new
-            })
-            .collect();
-        let ids: Vec<_> = new.iter().map(|worker| worker.child.id).collect();
-        self.workers.extend(new);
-        ids.into_iter().for_each(|id| self.spawn(id, now, out));
+        let new = |(placement, group): (Placement, GroupId)| {
+            let placement = Placement { group, ..placement };
+            Group::new(placement, span, assignment, self.last_generation(group))
+        };
+        let new: Vec<Group> =
+            self.placements(span).into_iter().zip(self.free_groups()).map(new).collect();
+        let ids: Vec<_> = new.iter().map(Group::id).collect();
+        self.groups.extend(new);
+        ids.into_iter().for_each(|id| self.spawn_group(id, now, out));
     }
 
     /// netd has announced the new place: the workers of the old one keep their sessions.
@@ -152,8 +134,8 @@ impl Tree {
         let Some(_) = self.moving.take_if(|m| m.to == to && m.step == Step::Loading) else {
             return;
         };
-        for worker in &mut self.workers {
-            worker.assignment = match worker.assignment {
+        for group in &mut self.groups {
+            group.assignment = match group.assignment {
                 Assignment::Coming => Assignment::Serving,
                 Assignment::Serving => Assignment::Leaving,
                 other => other,
@@ -237,10 +219,9 @@ impl Tree {
         match id {
             ChildId::Prepare => self.prepares_move(),
             ChildId::Netd => false,
-            ChildId::Worker(_) => self
-                .workers
-                .iter()
-                .any(|worker| worker.child.id == id && worker.assignment == Assignment::Coming),
+            ChildId::Worker(worker) => {
+                self.group(worker.group).is_some_and(|group| group.assignment == Assignment::Coming)
+            }
         }
     }
 
@@ -265,15 +246,14 @@ impl Tree {
 
     /// Takes out of the tree who was dropped and has ended, and starts who waits for that.
     pub(super) fn sweep(&mut self, now: Instant, out: &mut Vec<Action>) {
-        let over =
-            |worker: &mut Worker| worker.assignment == Assignment::Dropped && !worker.child.alive;
-        for worker in self.workers.extract_if(.., over) {
-            let (id, generation) = (worker.placement.worker, worker.child.generation);
+        let over = |group: &mut Group| group.assignment == Assignment::Dropped && !group.is_alive();
+        for group in self.groups.extract_if(.., over) {
+            let (id, generation) = (group.id(), group.generation());
             self.last_generations.retain(|(other, _)| *other != id);
             self.last_generations.push((id, generation));
-            out.push(Action::DropWorker(id));
+            out.extend(group.workers.iter().map(|worker| Action::DropWorker(worker.id)));
         }
-        let over = self.workers.iter().all(|w| w.child.state == Lifecycle::Unkillable);
+        let over = self.groups.iter().all(Group::is_stuck);
         let waiting = |moving: &mut Move| moving.step == Step::Ending && over;
         if let Some(Move { to, .. }) = self.moving.take_if(waiting) {
             self.load(to, Assignment::Serving, now, out);
@@ -289,21 +269,13 @@ impl Tree {
 
     fn drop_workers(&mut self, assignment: Assignment, now: Instant, out: &mut Vec<Action>) {
         let mut ids = Vec::new();
-        for worker in self.workers.iter_mut().filter(|w| w.assignment == assignment) {
-            worker.assignment = Assignment::Dropped;
-            ids.push(worker.child.id);
+        for group in self.groups.iter_mut().filter(|group| group.assignment == assignment) {
+            group.assignment = Assignment::Dropped;
+            ids.push((group.id(), group.children().map(|child| child.id).collect::<Vec<_>>()));
         }
-        for id in ids {
-            let Some(child) = self.child_mut(id) else {
-                continue;
-            };
-            match child.state {
-                Lifecycle::Waiting | Lifecycle::Backoff { .. } => child.state = Lifecycle::Gone,
-                Lifecycle::Starting { .. } => {
-                    self.kill(id, "no longer needed".to_owned(), now, out)
-                }
-                _ => self.drain(id, now + SHORT_DRAIN.min(self.policy.drain_timeout), out),
-            }
+        for (group, workers) in ids {
+            workers.into_iter().for_each(|id| self.give_up(id, now, out));
+            self.drain_group(group, now + SHORT_DRAIN.min(self.policy.drain_timeout), out);
         }
     }
 
@@ -315,31 +287,15 @@ impl Tree {
     }
 
     fn free_groups(&self) -> Vec<GroupId> {
-        let used = |group: &GroupId| {
-            self.workers.iter().any(|worker| worker.placement.worker.group == *group)
-        };
-        (0..MAX_GROUPS).map(GroupId).filter(|group| !used(group)).collect()
+        let used = |id: &GroupId| self.group(*id).is_some();
+        let sizes = self.policy.shares.iter().map(|share| share.devices.len());
+        // All groups are of one size.
+        let size = u16::try_from(sizes.max().unwrap_or(1)).unwrap_or(u16::MAX);
+        (0..MAX_WORKERS / size.max(1)).map(GroupId).filter(|group| !used(group)).collect()
     }
 
-    fn last_generation(&self, id: WorkerId) -> Generation {
+    fn last_generation(&self, id: GroupId) -> Generation {
         let last = self.last_generations.iter().find(|(other, _)| *other == id);
         last.map_or(Generation(0), |(_, generation)| *generation)
-    }
-}
-
-impl Worker {
-    /// A worker that was never started, of the instance's blocks `whole`.
-    pub(super) fn new(placement: Placement, whole: Span, assignment: Assignment) -> Worker {
-        Worker {
-            child: Child::new(ChildId::Worker(placement.worker)),
-            placement,
-            whole,
-            assignment,
-            capacity: Capacity::default(),
-            by_warps: false,
-            linking: None,
-            linked: None,
-            told: None,
-        }
     }
 }

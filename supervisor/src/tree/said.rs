@@ -20,6 +20,7 @@ impl Tree {
         match message {
             // The driver keeps it for netd.
             FromPrepare::Kept(_) => {}
+            FromPrepare::Groups(ranks) => self.policy.memory.ranks = ranks,
             // Told anew for a move, when the present workers have most of it.
             FromPrepare::Devices(devices) => {
                 if self.policy.memory.devices.is_empty() {
@@ -29,8 +30,10 @@ impl Tree {
             FromPrepare::Speeds { rates, cuts } => {
                 // Workers have their blocks for life.
                 if self.span.is_none() {
-                    for (share, rate) in self.policy.shares.iter_mut().zip(rates) {
-                        share.rate = rate;
+                    let mut rates = rates.into_iter();
+                    for share in &mut self.policy.shares {
+                        // Ranks share each block, so that their speeds add up.
+                        share.rate = rates.by_ref().take(share.devices.len()).sum();
                     }
                     self.policy.cuts = cuts;
                 }
@@ -53,11 +56,11 @@ impl Tree {
             FromPrepare::Prepared if self.prepares_move() => self.move_prepared(out),
             FromPrepare::Prepared if self.span.is_some() => {
                 self.prepared = true;
-                let waiting = |worker: &&Worker| worker.child.state == Lifecycle::Waiting;
-                let ids: Vec<_> =
-                    self.workers.iter().filter(waiting).map(|worker| worker.child.id).collect();
+                let waiting = |child: &Child| child.state == Lifecycle::Waiting;
+                let groups = self.groups.iter().filter(|group| group.children().all(waiting));
+                let ids: Vec<_> = groups.map(Group::id).collect();
                 if self.ending.is_none() {
-                    ids.into_iter().for_each(|id| self.spawn(id, now, out));
+                    ids.into_iter().for_each(|id| self.spawn_group(id, now, out));
                 }
             }
             FromPrepare::Prepared => {}
@@ -110,20 +113,13 @@ impl Tree {
                     return;
                 };
                 worker.capacity = capacity;
-                let span = worker.placement.span;
+                let Some(span) = self.group(id.group).map(|group| group.placement.span) else {
+                    return;
+                };
                 self.set_ready(ChildId::Worker(id), now, format!("blocks {span}"), out);
                 self.link_all(out);
             }
-            FromWorker::Linked { netd_generation } => {
-                let Some(worker) = self.worker_mut(id) else {
-                    return;
-                };
-                if worker.linking == Some(netd_generation) && worker.linked != Some(netd_generation)
-                {
-                    worker.linked = Some(netd_generation);
-                    self.tell_up(id, out);
-                }
-            }
+            FromWorker::Linked { netd_generation } => self.linked(id, netd_generation, out),
             FromWorker::Failed { message, .. } => {
                 if let Some(worker) = self.worker_mut(id) {
                     worker.child.complaint = Some(message);

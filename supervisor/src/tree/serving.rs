@@ -5,13 +5,12 @@
 use std::time::Instant;
 
 use shared::block::Span;
-use shared::config::{Device, SpanChoice};
-use shared::control::DeathCause;
+use shared::config::SpanChoice;
 use shared::exit::ExitReason;
-use shared::ids::{Generation, WorkerId};
+use shared::ids::{Generation, GroupId, WorkerId};
 
-use super::moving::Assignment;
-use super::{Action, ChildId, Down, Lifecycle, Policy, Tree, Worker};
+use super::group::{Assignment, Group};
+use super::{Action, ChildId, Down, Policy, Tree};
 use crate::plan::{self, Placement};
 
 impl Tree {
@@ -27,7 +26,7 @@ impl Tree {
             out.push(Action::Tell(ChildId::Netd, Down::Fits(self.fits)));
         }
         out.push(Action::Tell(ChildId::Netd, Down::Model(facts.clone())));
-        let ids: Vec<_> = self.workers.iter().map(|worker| worker.placement.worker).collect();
+        let ids: Vec<_> = self.groups.iter().map(Group::id).collect();
         ids.into_iter().for_each(|id| self.tell_up(id, out));
         self.shrink_netd(out);
     }
@@ -45,25 +44,25 @@ impl Tree {
             return;
         }
         (self.span, self.netd_span) = (Some(span), Some(span));
-        self.workers = self
-            .placements(span)
-            .into_iter()
-            .map(|placement| Worker::new(placement, span, Assignment::Serving))
-            .collect();
-        if self.workers.len() < self.policy.shares.len() {
-            let (blocks, devices) = (span.block_count(), self.policy.shares.len());
+        let new = |placement| Group::new(placement, span, Assignment::Serving, Generation(0));
+        self.groups = self.placements(span).into_iter().map(new).collect();
+        if self.groups.len() < self.policy.shares.len() {
+            let (blocks, shares) = (span.block_count(), self.policy.shares.len());
+            let what = match self.groups.iter().any(Group::has_several) {
+                true => "groups of devices",
+                false => "devices",
+            };
             out.push(Action::Complain(format!(
-                "{devices} devices share {blocks} blocks: the last devices stay unused"
+                "{shares} {what} share {blocks} blocks: the last {what} stay unused"
             )));
         }
         self.order_span(out);
     }
 
-    /// How the blocks of `span` are cut among the devices.
+    /// How the blocks of `span` are cut among the groups of devices.
     pub(crate) fn placements(&self, span: Span) -> Vec<Placement> {
         let Policy { shares, memory, cuts, .. } = &self.policy;
-        let devices: Vec<Device> = shares.iter().map(|share| share.device).collect();
-        let most = self.facts.as_ref().map(|facts| memory.most_per_device(facts, &devices));
+        let most = self.facts.as_ref().map(|facts| memory.most_per_group(facts, shares));
         plan::cut(span, shares, &most.unwrap_or_default(), cuts)
     }
 
@@ -77,63 +76,65 @@ impl Tree {
         }
     }
 
-    /// Gives every ready worker rings to the present netd, unless it has them. A new netd gets new
-    /// rings at its start: they need no more of it than its generation.
+    /// Gives every ready group rings to the present netd, unless it has them: its rank 0, after the
+    /// other ranks acknowledged the arena. A new netd gets new rings at its start: they need no more
+    /// of it than its generation.
     pub(super) fn link_all(&mut self, out: &mut Vec<Action>) {
         if !self.netd.is_reachable() || self.ending.is_some() {
             return;
         }
         let netd = self.netd.generation;
-        for worker in &mut self.workers {
-            if worker.child.is_ready() && worker.linking != Some(netd) {
+        for group in self.groups.iter_mut().filter(|group| group.is_ready()) {
+            let Some((leader, others)) = group.workers.split_first_mut() else {
+                continue;
+            };
+            let others_linked = others.iter().all(|worker| worker.linked == Some(netd));
+            let due = match others_linked {
+                true => std::slice::from_mut(leader),
+                false => others,
+            };
+            for worker in due.iter_mut().filter(|worker| worker.linking != Some(netd)) {
                 worker.linking = Some(netd);
                 out.push(Action::Tell(worker.child.id, Down::Link { netd }));
             }
         }
     }
 
-    pub(super) fn tell_up(&mut self, id: WorkerId, out: &mut Vec<Action>) {
-        let knows_model = self.netd.is_ready() && self.said.has_model;
-        let netd = Some(self.netd.generation);
+    /// A worker acknowledged its rings or its arena.
+    pub(super) fn linked(&mut self, id: WorkerId, netd: Generation, out: &mut Vec<Action>) {
         let Some(worker) = self.worker_mut(id) else {
             return;
         };
-        if knows_model && worker.linked == netd && worker.told != netd && worker.child.is_ready() {
-            worker.told = netd;
-            let (placement, generation, capacity) =
-                (worker.placement, worker.child.generation, worker.capacity);
-            out.push(Action::Tell(
-                ChildId::Netd,
-                Down::WorkerUp { placement, generation, capacity },
-            ));
+        if worker.linking == Some(netd) && worker.linked != Some(netd) {
+            worker.linked = Some(netd);
+            self.link_all(out);
+            self.tell_up(id.group, out);
+        }
+    }
+
+    pub(super) fn tell_up(&mut self, id: GroupId, out: &mut Vec<Action>) {
+        let knows_model = self.netd.is_ready() && self.said.has_model;
+        let netd = Some(self.netd.generation);
+        let Some(group) = self.group_mut(id) else {
+            return;
+        };
+        let linked = group.workers.iter().all(|worker| worker.linked == netd);
+        if !(knows_model && linked && group.told != netd && group.is_ready()) {
+            return;
+        }
+        group.told = netd;
+        let (placement, generation) = (group.placement.clone(), group.generation());
+        if let Some(capacity) = group.leader().map(|leader| leader.capacity) {
+            let up = Down::WorkerUp { placement, generation, capacity };
+            out.push(Action::Tell(ChildId::Netd, up));
         }
     }
 
     /// netd was reaped: nobody uses its rings any more.
     pub(super) fn unlink_all(&mut self, out: &mut Vec<Action>) {
         self.said.has_model = false;
-        for worker in &mut self.workers {
-            drop_rings(worker, out);
-        }
-    }
-
-    pub(super) fn worker_down(&mut self, id: WorkerId, cause: DeathCause, out: &mut Vec<Action>) {
-        let tell = self.netd.alive && self.said.has_model && self.netd.killed.is_none();
-        let netd = self.netd.generation;
-        let Some(worker) = self.worker_mut(id) else {
-            return;
-        };
-        let restarting = matches!(worker.child.state, Lifecycle::Backoff { .. });
-        let generation = worker.child.generation;
-        // netd must hear of the end of what it knows, and that nobody comes in place of what it may
-        // wait for.
-        let known = worker.told == Some(netd);
-        drop_rings(worker, out);
-        if tell && (known || !restarting) {
-            out.push(Action::Tell(
-                ChildId::Netd,
-                Down::WorkerDown { worker: id, generation, cause, restarting },
-            ));
+        for group in &mut self.groups {
+            group.drop_rings(out);
         }
     }
 
@@ -147,11 +148,14 @@ impl Tree {
         out: &mut Vec<Action>,
     ) {
         let netd = Some(self.netd.generation);
+        if self.group(id.group).is_none_or(|group| group.told != netd) {
+            return;
+        }
         let Some(worker) = self.worker_mut(id) else {
             return;
         };
         let child = &mut worker.child;
-        if worker.told == netd && child.is(generation) && child.killed.is_none() {
+        if child.is(generation) && child.killed.is_none() {
             child.guilty = true;
             self.kill(ChildId::Worker(id), message, now, out);
         }
@@ -169,18 +173,22 @@ impl Tree {
 
     /// The blocks that this instance can serve: the longest part of the plan without lost devices.
     pub(super) fn rest(&self) -> Option<Span> {
-        let serves = |worker: &&Worker| {
-            worker.assignment == Assignment::Serving
-                && !matches!(worker.child.state, Lifecycle::Held { .. } | Lifecycle::Unkillable)
-        };
-        plan::longest_rest(self.workers.iter().filter(serves).map(|worker| worker.placement.span))
+        let serves = |group: &&Group| group.assignment == Assignment::Serving && group.is_lasting();
+        plan::longest_rest(self.groups.iter().filter(serves).map(|group| group.placement.span))
     }
 }
 
-fn drop_rings(worker: &mut Worker, out: &mut Vec<Action>) {
-    if let Some(netd) = worker.linking.take() {
-        let (worker, generation) = (worker.placement.worker, worker.child.generation);
-        out.push(Action::DropRings { worker, generation, netd });
+impl Group {
+    /// Its rings, and the arena of the other ranks, are of no more use.
+    pub(super) fn drop_rings(&mut self, out: &mut Vec<Action>) {
+        for worker in &mut self.workers {
+            let netd = worker.linking.take();
+            worker.linked = None;
+            if let (Some(netd), 0) = (netd, worker.id.rank.0) {
+                let (worker, generation) = (worker.id, worker.child.generation);
+                out.push(Action::DropRings { worker, generation, netd });
+            }
+        }
+        self.told = None;
     }
-    (worker.linked, worker.told) = (None, None);
 }

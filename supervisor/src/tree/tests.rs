@@ -1,7 +1,7 @@
 use shared::config::{Device, RestartConfig};
-use shared::control::{DeathCause, DeviceMemory};
+use shared::control::{Capacity, DeathCause, DeviceMemory};
 use shared::dtype::DType;
-use shared::ids::GroupId;
+use shared::ids::{GroupId, Rank, WorldSize};
 
 use self::invariants::Witness;
 use std::time::Duration;
@@ -11,6 +11,7 @@ use crate::plan::Share;
 use crate::sizing::Memory;
 
 mod deaths;
+mod groups;
 mod invariants;
 mod moves;
 mod start;
@@ -35,7 +36,7 @@ fn policy(devices: usize) -> Policy {
     Policy {
         restart,
         drain_timeout: 20 * SEC,
-        shares: vec![Share { device: Device::Cpu, rate: 1.0 }; devices],
+        shares: Share::groups(&vec![Device::Cpu; devices], 1),
         cuts: Vec::new(),
         span: SpanChoice::All,
         memory: memory(None),
@@ -52,6 +53,7 @@ fn memory(available_bytes: Option<u64>) -> Memory {
         netd,
         kv_mirror: shared::config::KvMirror::Auto,
         devices: Vec::new(),
+        ranks: Vec::new(),
     }
 }
 
@@ -75,6 +77,16 @@ fn facts() -> ModelFacts {
 
 fn worker(group: u16) -> ChildId {
     ChildId::Worker(WorkerId::solo(GroupId(group)))
+}
+
+/// A rank of the first of groups of two.
+fn rank(rank: u16) -> ChildId {
+    rank_of(0, rank)
+}
+
+fn rank_of(group: u16, rank: u16) -> ChildId {
+    let (group, rank) = (GroupId(group), Rank(rank));
+    ChildId::Worker(WorkerId { group, rank, world_size: WorldSize(2) })
 }
 
 fn span(start: u32, end: u32) -> Span {
@@ -138,9 +150,49 @@ impl Rig {
         self.say(NETD, Up::Netd(FromNetd::Listening { peer_id: "Qm".into(), addrs }))
     }
 
+    /// A tree of `groups` groups of two devices.
+    fn of_groups(groups: usize) -> Rig {
+        let mut policy = policy(0);
+        policy.shares = Share::groups(&vec![Device::Cpu; 2 * groups], 2);
+        Rig { tree: Tree::new(policy), ..Rig::new(0) }
+    }
+
+    /// Both ranks of a group become ready and link.
+    fn group_ready(&mut self, group: u16) -> &mut Rig {
+        for index in [0, 1] {
+            let ready = FromWorker::Ready(Capacity::default());
+            self.say(rank_of(group, index), Up::Worker(ready));
+        }
+        self.group_links(group)
+    }
+
+    fn group_links(&mut self, group: u16) -> &mut Rig {
+        let netd_generation = self.generation(NETD);
+        for index in [1, 0] {
+            let linked = FromWorker::Linked { netd_generation };
+            self.say(rank_of(group, index), Up::Worker(linked));
+        }
+        self
+    }
+
+    /// Groups of two devices, from the start until clients can come.
+    fn groups_online(groups: u16) -> Rig {
+        let mut rig = Rig::of_groups(usize::from(groups)).prepared();
+        rig.die(PREPARE, ExitStatus::Code(0));
+        (0..groups).for_each(|group| {
+            rig.group_ready(group);
+        });
+        rig.say(NETD, Up::Netd(FromNetd::Online));
+        rig
+    }
+
     /// Start until the workers load.
     fn until_prepared(devices: usize) -> Rig {
-        let mut rig = Rig::new(devices);
+        Rig::new(devices).prepared()
+    }
+
+    fn prepared(self) -> Rig {
+        let mut rig = self;
         rig.on(Event::Start);
         rig.netd_listens();
         rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));

@@ -12,16 +12,17 @@ use ipc_channel::ipc::IpcSender;
 use shared::block::Span;
 use shared::bootstrap::{Bootstrap, ControlEnds};
 use shared::control::{
-    Capacity, FromNetd, FromPrepare, FromWorker, LinkInit, Role, ToNetd, ToPrepare, ToWorker,
-    WorkerInit, WorkerUp,
+    Capacity, FromNetd, FromPrepare, FromWorker, GroupInit, LinkInit, Role, ToNetd, ToPrepare,
+    ToWorker, WorkerInit, WorkerUp,
 };
 use shared::dtype::DType;
 use shared::exit::ExitReason;
 use shared::ids::WorkerId;
-use shared::model::ModelFacts;
+use shared::model::{ModelFacts, RankShare};
 use shared::shm::arena::ArenaMap;
 use shared::shm::board::{BoardWriter, Phase};
 use shared::shm::doorbell::{Doorbell, Wake};
+use shared::shm::group::{GroupMap, GroupShape, Member, WaitPolicy};
 use shared::shm::kv::KvMap;
 use shared::shm::pair::{RingIdentity, RingPair};
 use shared::shm::segment::MemfdSegment;
@@ -73,7 +74,13 @@ fn prepare(bootstrap: Bootstrap) -> ExitReason {
                 });
                 return reason;
             }
-            Ok(ToPrepare::Init { config, .. }) => say(FromPrepare::Inspected(facts(&config.model))),
+            Ok(ToPrepare::Init { config, devices, world_size, .. }) => {
+                if world_size > 1 {
+                    let group = (0..world_size).map(|_| share(world_size)).collect::<Vec<_>>();
+                    say(FromPrepare::Groups(vec![group; devices.len() / world_size]));
+                }
+                say(FromPrepare::Inspected(facts(&config.model)));
+            }
             Ok(ToPrepare::Span { manifest, .. }) => {
                 std::fs::write(manifest, "{}").unwrap();
                 say(FromPrepare::Prepared);
@@ -83,6 +90,12 @@ fn prepare(bootstrap: Bootstrap) -> ExitReason {
             Err(_) => return ExitReason::ParentGone,
         }
     }
+}
+
+/// What each rank of a group of `ranks` holds.
+fn share(ranks: usize) -> RankShare {
+    let part = 4 / ranks as u32;
+    RankShare { heads: part, kv_heads: part, columns: 64, block_bytes: 1 << 20, is_slow: false }
 }
 
 fn facts(name: &str) -> ModelFacts {
@@ -179,11 +192,22 @@ fn worker(bootstrap: Bootstrap) -> ExitReason {
     loop {
         match ends.receiver.recv() {
             Ok(ToWorker::Init(init)) => {
+                let member = init.group.as_ref().map(|group| join(&init, group, &ends));
                 let mut fds = ends.descriptors.recv(init.fds, 2, PATIENCE).unwrap();
                 let board = fds.pop().unwrap();
                 mark_kv(&init, fds.pop().unwrap());
                 me = Some(init.worker);
+                if let Some(member) = member {
+                    meet(member, &init);
+                }
                 follow_script(&init, board, &ends.sender);
+            }
+            Ok(ToWorker::Link(link)) if me.is_some_and(|me| me.rank.0 > 0) => {
+                let mut fds = ends.descriptors.recv(link.fds, 1, PATIENCE).unwrap();
+                open_arena(fds.remove(0), link.arena_bytes);
+                info!("got the arena of netd generation={}", link.netd_generation);
+                let netd_generation = link.netd_generation;
+                ends.sender.send(FromWorker::Linked { netd_generation }).unwrap();
             }
             Ok(ToWorker::Link(link)) => {
                 let mut fds = ends.descriptors.recv(link.fds, 4, PATIENCE).unwrap().into_iter();
@@ -201,6 +225,42 @@ fn worker(bootstrap: Bootstrap) -> ExitReason {
             Ok(ToWorker::Drain) => return ExitReason::Clean,
             Err(_) => return ExitReason::ParentGone,
         }
+    }
+}
+
+/// Opens the group of which this worker is a rank.
+fn join(
+    init: &WorkerInit,
+    group: &GroupInit,
+    ends: &ControlEnds<ToWorker, FromWorker>,
+) -> Arc<GroupMap> {
+    let count = 1 + usize::from(init.worker.world_size.0);
+    let mut fds = ends.descriptors.recv(group.fds, count, PATIENCE).unwrap();
+    let segment = fds.remove(0);
+    let shape = GroupShape::of(group, init.worker, init.generation);
+    GroupMap::open(segment, fds, &shape, init.worker.rank).unwrap()
+}
+
+/// Exchanges a sum with the other ranks: all of them have the same segment. Then waits for others
+/// in a thread of its own, until the group is aborted.
+fn meet(map: Arc<GroupMap>, init: &WorkerInit) {
+    let policy = WaitPolicy {
+        spin: Duration::ZERO,
+        interval: Duration::from_millis(50),
+        heartbeat: Box::new(|| ()),
+    };
+    let mut member = Member::new(&map, policy).unwrap();
+    let mut values = [f32::from(init.worker.rank.0) + 1.0];
+    member.all_reduce(&mut values).unwrap();
+    let expected: u16 = (1..=init.worker.world_size.0).sum();
+    assert_eq!(values, [f32::from(expected)]);
+    info!("met the other ranks, generation={}", init.generation);
+    if init.worker.rank.0 == 0 {
+        // Rank 1 never answers.
+        std::thread::spawn(move || {
+            let end = member.all_reduce(&mut values);
+            info!("waited for the other ranks: {end:?}");
+        });
     }
 }
 
@@ -235,7 +295,11 @@ fn follow_script(init: &WorkerInit, board: OwnedFd, supervisor: &IpcSender<FromW
 
 /// The first value of the cache is the generation that wrote last.
 fn mark_kv(init: &WorkerInit, fd: OwnedFd) {
-    let bytes = init.model.kv_segment_bytes(init.span, init.kv_pages);
+    let model = match &init.group {
+        Some(group) => init.model.of_rank(&group.shares[usize::from(init.worker.rank.0)]),
+        None => init.model.clone(),
+    };
+    let bytes = model.kv_segment_bytes(init.span, init.kv_pages);
     let mut kv = KvMap::map(&MemfdSegment::from_fd("sepal-kv", fd, bytes).unwrap()).unwrap();
     let values = kv.values_mut::<u64>();
     info!("kv held the mark of generation {}", values[0]);

@@ -39,6 +39,7 @@ pub fn config(script: &str) -> ServeConfig {
         instance: None,
         runtime_dir: PathBuf::new(),
         devices: vec![Device::Cpu, Device::Cpu],
+        world_size: 1,
         automatic: None,
         warpgroups: vec![],
         sample_timeout: minute,

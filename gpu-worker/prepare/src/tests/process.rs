@@ -14,6 +14,14 @@ fn child() {
 }
 
 fn started(config: &PrepareConfig) -> (Seat, Spawned<ToPrepare, FromPrepare>) {
+    started_on(config, &[Device::Cpu], 1)
+}
+
+fn started_on(
+    config: &PrepareConfig,
+    devices: &[Device],
+    world_size: usize,
+) -> (Seat, Spawned<ToPrepare, FromPrepare>) {
     let seat = Seat::of(Role::Prepare, Generation(1));
     let spawned = spawn(Role::Prepare, Generation(1), "tests::process::child");
     let board = seat.board.try_clone().unwrap();
@@ -21,7 +29,8 @@ fn started(config: &PrepareConfig) -> (Seat, Spawned<ToPrepare, FromPrepare>) {
     let init = ToPrepare::Init {
         config: config.clone(),
         board: seat.seat.clone(),
-        devices: vec![Device::Cpu],
+        devices: devices.to_vec(),
+        world_size,
         worker: WorkerConfig {
             rates_dir: Some(config.cache_dir.clone()),
             ..WorkerConfig::default()
@@ -67,6 +76,54 @@ fn the_process_tells_facts_then_progress_then_that_the_manifest_is_there() {
     assert_eq!(manifest.missing_block(span(0, 3)), Some(BlockIndex(0)));
     let progress = seat.board.view().child_snapshot(0).unwrap().progress;
     assert!(progress >= 2 * 9, "one per tensor, not {progress}");
+}
+
+#[test]
+fn the_process_tells_what_each_rank_holds_and_tells_the_same_at_every_start() {
+    let place = place(None);
+    write_model(place.folder(), &llama_config(2), &llama_tensors(2, DType::F32));
+    let told = |devices: &[Device], world_size| {
+        let (_seat, prepare) = started_on(&place.config, devices, world_size);
+        let groups = loop {
+            match prepare.up.try_recv_timeout(DEADLINE).expect("a message in time") {
+                FromPrepare::Groups(groups) => break groups,
+                FromPrepare::Inspected(_) => panic!("the shares come before the facts"),
+                _ => {}
+            }
+        };
+        let facts = loop {
+            match prepare.up.try_recv_timeout(DEADLINE).expect("a message in time") {
+                FromPrepare::Inspected(facts) => break facts,
+                _ => continue,
+            }
+        };
+        (groups, facts)
+    };
+    let (groups, facts) = told(&[Device::Cpu; 4], 2);
+    let [first, second] = &groups[..] else { panic!("{groups:?}") };
+    assert_eq!(first, second);
+    let [one, other] = &first[..] else { panic!("{first:?}") };
+    assert_eq!(one.heads + other.heads, facts.attention_heads);
+    let bytes = one.block_bytes + other.block_bytes;
+    // Norms are on both ranks.
+    assert!(bytes > facts.block_bytes && bytes < facts.block_bytes * 11 / 10, "{bytes} {facts:?}");
+    assert!(place.config.cache_dir.join("sepal_shares_v1.json").is_file());
+    assert_eq!(told(&[Device::Cpu; 2], 2).0, std::slice::from_ref(first));
+}
+
+#[test]
+fn blocks_that_cannot_be_shared_are_refused_before_anything_else_is_told() {
+    let place = place(None);
+    write_model(place.folder(), &llama_config(1), &llama_tensors(1, DType::F32));
+    let (_seat, mut prepare) = started_on(&place.config, &[Device::Cpu; 15], 15);
+    match prepare.up.try_recv_timeout(DEADLINE).unwrap() {
+        FromPrepare::Failed { reason, message } => {
+            assert_eq!(reason, ExitReason::BadConfig);
+            assert!(message.contains("query heads cannot be shared by 15 ranks"), "{message}");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(wait(&mut prepare.process).code(), Some(2));
 }
 
 #[test]

@@ -37,7 +37,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::ids::{Generation, GroupId, Rank, WorldSize};
+use crate::control::GroupInit;
+use crate::ids::{Generation, GroupId, Rank, WorkerId, WorldSize};
 use crate::shm::layout::Line;
 use crate::shm::sync::{AtomicU64, Claim, Ordering};
 
@@ -100,6 +101,17 @@ pub struct ShapeError {
 }
 
 impl GroupShape {
+    /// The shape of a generation of the group of `worker`, which is told of it in `init`.
+    pub fn of(init: &GroupInit, worker: WorkerId, generation: Generation) -> GroupShape {
+        GroupShape {
+            group: worker.group,
+            generation,
+            world_size: worker.world_size,
+            exchange_values: init.exchange_values,
+            log_bytes: init.log_bytes,
+        }
+    }
+
     /// Checks every bound.
     ///
     /// # Errors

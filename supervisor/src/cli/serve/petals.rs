@@ -31,10 +31,6 @@ pub struct UnusedArgs {
     /// No effect: prefill is cut at fixed positions, and its memory does not grow with the prompt
     #[arg(long, value_name = "BYTES")]
     max_chunk_size_bytes: Option<u64>,
-    /// No effect: blocks are not split; the devices serve a part of the span each, as with
-    /// --device
-    #[arg(long, num_args = 1.., value_name = "DEVICE", conflicts_with = "device")]
-    pub(super) tensor_parallel_devices: Vec<String>,
     /// No effect: Sepal runs no Python modules
     #[arg(long, value_name = "FILE")]
     custom_module_path: Option<PathBuf>,

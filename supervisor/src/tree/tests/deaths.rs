@@ -181,7 +181,7 @@ fn the_last_worker_that_is_held_ends_the_run() {
 
 fn beat(rig: &mut Rig, progress: u64, limit: Option<Duration>) -> Vec<ChildId> {
     let generation = rig.generation(worker(0));
-    rig.on(Event::Beat(worker(0), generation, Beat { progress, limit })).killed()
+    rig.on(Event::Beat(worker(0), generation, Beat { progress, limit, waits_for: None })).killed()
 }
 
 #[test]
@@ -263,7 +263,7 @@ fn a_drain_is_limited_by_its_own_deadline_alone() {
     let generation = rig.generation(NETD);
     for _ in 0..10 {
         rig.now += SEC;
-        let still = Beat { progress: 7, limit: Some(5 * SEC) };
+        let still = Beat { progress: 7, limit: Some(5 * SEC), waits_for: None };
         assert!(rig.on(Event::Beat(NETD, generation, still)).killed().is_empty());
     }
     assert_eq!(rig.wait(10 * SEC).killed(), [NETD]);

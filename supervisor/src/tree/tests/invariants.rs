@@ -20,6 +20,14 @@ pub(super) struct Witness {
     links: Vec<(ChildId, Generation, Generation)>,
     rings: Vec<(ChildId, Generation, Generation)>,
     finished: bool,
+    aborted: Vec<(GroupId, Generation)>,
+}
+
+fn group_of(id: ChildId) -> Option<GroupId> {
+    match id {
+        ChildId::Worker(worker) => Some(worker.group),
+        ChildId::Prepare | ChildId::Netd => None,
+    }
 }
 
 impl Witness {
@@ -28,7 +36,26 @@ impl Witness {
         match action {
             Action::Spawn(id, generation) => {
                 assert!(self.live.iter().all(|(live, _)| live != id), "two live processes of {id}");
+                let of_group = |(live, of): &&(ChildId, Generation)| {
+                    of != generation && group_of(*id).is_some() && group_of(*live) == group_of(*id)
+                };
+                assert_eq!(self.live.iter().find(of_group), None, "left of the last generation");
                 self.live.push((*id, *generation));
+            }
+            Action::AbortGroup(group, generation) => {
+                let ranks = self
+                    .live
+                    .iter()
+                    .filter(|(live, of)| of == generation && group_of(*live) == Some(*group));
+                assert!(ranks.count() > 0, "nobody is left to see the abort");
+                assert!(!self.aborted.contains(&(*group, *generation)), "aborted twice");
+                self.aborted.push((*group, *generation));
+            }
+            Action::DropGroup(group, generation) => {
+                let of_group = |(live, of): &(ChildId, Generation)| {
+                    of == generation && group_of(*live) == Some(*group)
+                };
+                assert!(!self.live.iter().any(of_group), "the segment is still used");
             }
             Action::Kill(id, generation, _) => {
                 assert!(self.live.contains(&(*id, *generation)), "kill of the reaped {id}")
@@ -66,16 +93,23 @@ impl Witness {
                 let link = (to, generation, *netd);
                 assert!(!self.links.contains(&link), "rings used twice: {link:?}");
                 self.links.push(link);
-                self.rings.push(link);
+                if let ChildId::Worker(WorkerId { rank: Rank(0), .. }) = to {
+                    self.rings.push(link);
+                }
             }
             Down::WorkerUp { placement, generation, .. } => {
-                assert!(self.live.contains(&(ChildId::Worker(placement.worker), *generation)));
+                for worker in placement.workers() {
+                    assert!(
+                        self.live.contains(&(ChildId::Worker(worker), *generation)),
+                        "{worker}"
+                    );
+                }
             }
             Down::WorkerDown { worker, generation, .. } => {
-                assert!(
-                    !self.live.contains(&(ChildId::Worker(*worker), *generation)),
-                    "down before the reap"
-                );
+                let of_group = |(live, of): &(ChildId, Generation)| {
+                    of == generation && group_of(*live) == Some(worker.group)
+                };
+                assert!(!self.live.iter().any(of_group), "down before all of it is reaped");
             }
             _ => {}
         }
@@ -83,7 +117,12 @@ impl Witness {
 }
 
 fn any_child() -> impl Strategy<Value = ChildId> {
-    prop_oneof![Just(PREPARE), Just(NETD), (0u16..6).prop_map(worker)]
+    prop_oneof![
+        2 => Just(PREPARE),
+        2 => Just(NETD),
+        1 => (0u16..6).prop_map(worker),
+        1 => (0u16..4, 0u16..2).prop_map(|(group, rank)| rank_of(group, rank)),
+    ]
 }
 
 fn any_end() -> impl Strategy<Value = ExitStatus> {
@@ -131,6 +170,13 @@ fn any_up() -> impl Strategy<Value = (ChildId, Up)> {
         (0u16..6, 1u32..4).prop_map(|(group, netd)| {
             (worker(group), Up::Worker(FromWorker::Linked { netd_generation: Generation(netd) }))
         }),
+        (0u16..4, 0u16..2).prop_map(|(group, rank)| {
+            (rank_of(group, rank), Up::Worker(FromWorker::Ready(Capacity::default())))
+        }),
+        (0u16..4, 0u16..2, 1u32..4).prop_map(|(group, rank, netd)| {
+            let linked = FromWorker::Linked { netd_generation: Generation(netd) };
+            (rank_of(group, rank), Up::Worker(linked))
+        }),
     ]
 }
 
@@ -144,7 +190,7 @@ fn any_event() -> impl Strategy<Value = (Event, u32)> {
         1 => any_child().prop_map(move |id| Event::Closed(id, none)),
         1 => any_child().prop_map(move |id| Event::Unruly(id, none, "loud")),
         3 => (any_child(), 0u64..2)
-            .prop_map(move |(id, progress)| Event::Beat(id, none, Beat { progress, limit: Some(2 * SEC) })),
+            .prop_map(move |(id, progress)| Event::Beat(id, none, Beat { progress, limit: Some(2 * SEC), waits_for: (progress == 1).then_some(Rank(0)) })),
         1 => Just(Event::Stop),
         4 => Just(Event::Tick),
         6 => (0u32..2, prop::bool::weighted(0.8)).prop_map(|(start, fits)| {
@@ -179,9 +225,7 @@ proptest! {
 
     #[test]
     fn no_run_of_events_breaks_the_invariants(
-        devices in 1usize..4,
-        begin in 0u8..4,
-        events in prop::collection::vec((any_event(), any_pause(), prop::bool::weighted(0.95)), 1..200),
+        (devices, begin, events) in (1usize..4, 0u8..4, any_events())
     ) {
         let mut rig = match begin {
             0 => Rig::new(devices),
@@ -189,43 +233,93 @@ proptest! {
             2 => Rig::online(devices),
             _ => {
                 let mut rig = Rig::online(devices);
-                rig.say(NETD, Up::Netd(FromNetd::Move(span(1, 5))));
-                rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
-                rig.die(PREPARE, ExitStatus::Code(0));
-                rig.on(Event::Room(span(1, 5), None));
+                rig.begin_to_load();
                 rig
             }
         };
-        rig.tree.policy.restart.max_restarts = 10;
         if begin == 0 {
             rig.on(Event::Start);
         }
+        rig.goes_through(events)?;
+    }
+
+    #[test]
+    fn no_run_of_events_breaks_the_invariants_of_groups(
+        (groups, begin, events) in (1u16..3, 0u8..4, any_events())
+    ) {
+        let mut rig = match begin {
+            0 => Rig::of_groups(groups.into()),
+            1 => Rig::of_groups(groups.into()).prepared(),
+            2 => Rig::groups_online(groups),
+            _ => {
+                let mut rig = Rig::groups_online(groups);
+                rig.begin_to_load();
+                rig
+            }
+        };
+        if begin == 0 {
+            rig.on(Event::Start);
+        }
+        rig.goes_through(events)?;
+    }
+}
+
+/// Events, each after a pause, and whether what is killed by it ends at once.
+type Events = Vec<((Event, u32), Duration, bool)>;
+
+fn any_events() -> impl Strategy<Value = Events> {
+    prop::collection::vec((any_event(), any_pause(), prop::bool::weighted(0.95)), 1..200)
+}
+
+impl Rig {
+    /// A move until the new workers load.
+    fn begin_to_load(&mut self) {
+        self.say(NETD, Up::Netd(FromNetd::Move(span(1, 5))));
+        self.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
+        self.die(PREPARE, ExitStatus::Code(0));
+        self.on(Event::Room(span(1, 5), None));
+    }
+
+    /// Takes in `events` and a stop at the end, after which every process is reaped.
+    fn goes_through(&mut self, events: Events) -> Result<(), TestCaseError> {
+        self.tree.policy.restart.max_restarts = 10;
         for ((event, stale), pause, obedient) in events {
-            rig.now += pause;
-            let live: Vec<_> = rig.tree.live().collect();
+            self.now += pause;
+            let live: Vec<_> = self.tree.live().collect();
             let generation = |id| {
                 let present = live.iter().find(|(live, _)| *live == id);
                 Generation(present.map_or(1, |(_, generation)| generation.0).saturating_sub(stale))
             };
-            rig.on(with_generation(event, generation));
-            while let Some(Action::Kill(id, generation, _)) =
-                rig.last.iter().find(|action| obedient && matches!(action, Action::Kill(..))).cloned()
-            {
-                rig.on(Event::Ended(id, generation, SIGKILL));
+            self.on(with_generation(event, generation));
+            let mut killed = self.killed_now();
+            while obedient && !killed.is_empty() {
+                let (id, generation) = killed.remove(0);
+                self.on(Event::Ended(id, generation, SIGKILL));
+                killed.extend(self.killed_now());
             }
-            let due = rig.tree.deadline();
+            let due = self.tree.deadline();
             prop_assert!(
-                rig.tree.finished || due.is_none_or(|due| due > rig.now),
+                self.tree.finished || due.is_none_or(|due| due > self.now),
                 "a deadline that has passed would spin the loop"
             );
         }
         // Whatever happened, a stop with every process reaped comes to an end.
-        rig.on(Event::Stop);
+        self.on(Event::Stop);
         for _ in 0..8 {
-            for (id, generation) in rig.tree.live().collect::<Vec<_>>() {
-                rig.on(Event::Ended(id, generation, SIGKILL));
+            for (id, generation) in self.tree.live().collect::<Vec<_>>() {
+                self.on(Event::Ended(id, generation, SIGKILL));
             }
         }
-        prop_assert!(rig.witness.finished);
+        prop_assert!(self.witness.finished);
+        Ok(())
+    }
+
+    /// The processes that the last event had killed.
+    fn killed_now(&self) -> Vec<(ChildId, Generation)> {
+        let kill = |action: &Action| match action {
+            Action::Kill(id, generation, _) => Some((*id, *generation)),
+            _ => None,
+        };
+        self.last.iter().filter_map(kill).collect()
     }
 }

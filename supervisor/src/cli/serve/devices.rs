@@ -1,0 +1,177 @@
+//! Flags about devices: which serve, and which of them share every block (tensor parallelism).
+//! Source: petals `server/server.py` (`tensor_parallel_devices`).
+//!
+//! # Discrepancies
+//! Petals has one group of all its `--tensor_parallel_devices`, and so has Sepal;
+//! `--tensor_parallel_size` makes several of the devices of `--device`, which Petals cannot.
+
+use std::thread::available_parallelism;
+
+use shared::config::Device;
+use shared::numa;
+
+use super::MAX_DEVICES;
+use crate::cli::values;
+
+/// The devices that were named, and how many of them in a row are a group.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Devices {
+    /// In the order of the flags; `None` if they are to be chosen.
+    pub named: Option<Vec<Device>>,
+    /// Devices of a group.
+    pub world_size: usize,
+}
+
+impl Devices {
+    /// Reads `--device`, `--tensor_parallel_devices` and `--tensor_parallel_size`, of which the first
+    /// two exclude each other.
+    pub fn read(
+        device: Option<&str>,
+        tensor_parallel: &[String],
+        size: Option<u32>,
+    ) -> Result<Devices, String> {
+        let size = size.map_or(1, |size| size as usize);
+        let (named, world_size) = if !tensor_parallel.is_empty() {
+            let named = serving("--tensor_parallel_devices", &tensor_parallel.join(","))?;
+            let count = named.len();
+            (Some(named), count)
+        } else {
+            (device.map(|list| serving("--device", list)).transpose()?, size)
+        };
+        if world_size > 1 {
+            let devices = named.as_deref().ok_or_else(|| {
+                format!("--tensor_parallel_size {size} needs the devices: name them with --device")
+            })?;
+            check_groups(devices, world_size)?;
+        }
+        Ok(Devices { named, world_size })
+    }
+}
+
+/// Whether groups of so many devices can be made of these.
+fn check_groups(devices: &[Device], world_size: usize) -> Result<(), String> {
+    if !devices.len().is_multiple_of(world_size) {
+        return Err(format!(
+            "invalid --tensor_parallel_size {world_size}: expected a divisor of the number of devices, {}",
+            devices.len()
+        ));
+    }
+    match devices.iter().find(|device| !device.is_processor()) {
+        Some(device) => Err(format!(
+            "{device} cannot share blocks with another device: tensor parallelism works on cpu and cpu:N so far"
+        )),
+        None => Ok(()),
+    }
+}
+
+fn serving(flag: &str, list: &str) -> Result<Vec<Device>, String> {
+    let devices = values::devices(list).map_err(|why| format!("invalid {flag} {list}: {why}"))?;
+    if devices.len() > MAX_DEVICES {
+        return Err(format!(
+            "{flag} lists {} devices: expected at most {MAX_DEVICES}",
+            devices.len()
+        ));
+    }
+    check_nodes(&devices, &numa::nodes())?;
+    Ok(devices)
+}
+
+/// Refuses NUMA nodes that this machine does not have.
+fn check_nodes(devices: &[Device], nodes: &[u32]) -> Result<(), String> {
+    let missing = |device: &&Device| matches!(device, Device::Node(n) if !nodes.contains(n));
+    let Some(device) = devices.iter().find(missing) else {
+        return Ok(());
+    };
+    let names: Vec<String> = nodes.iter().map(|node| format!("cpu:{node}")).collect();
+    Err(format!("{device} does not exist: the NUMA nodes of this machine are {}", names.join(", ")))
+}
+
+/// Compute threads of each worker on `devices`: the cores, divided by the workers that share them.
+pub fn threads(asked: Option<u32>, devices: &[Device]) -> u32 {
+    let cores_of = |node| numa::cores(node).map(|cores| cores.len());
+    threads_of(asked, devices, available_parallelism().map_or(1, usize::from), cores_of)
+}
+
+fn threads_of(
+    asked: Option<u32>,
+    devices: &[Device],
+    cores: usize,
+    cores_of: impl Fn(u32) -> Option<usize>,
+) -> u32 {
+    let share = |device: &Device| match device {
+        Device::Node(node) => {
+            let workers = devices.iter().filter(|other| *other == device).count();
+            cores_of(*node).map_or(cores, |of_node| of_node.min(cores)) / workers
+        }
+        _ => cores / devices.len(),
+    };
+    let least = devices.iter().map(share).min().unwrap_or(cores);
+    let least = u32::try_from(least).unwrap_or(1).max(1);
+    asked.filter(|threads| *threads > 0).unwrap_or(least)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(device: &str, tensor_parallel: &str, size: u32) -> Result<Devices, String> {
+        let listed: Vec<String> = tensor_parallel.split_whitespace().map(str::to_owned).collect();
+        Devices::read(
+            Some(device).filter(|list| !list.is_empty()),
+            &listed,
+            Some(size).filter(|size| *size > 0),
+        )
+    }
+
+    #[test]
+    fn tensor_parallel_devices_are_one_group() {
+        let two = Devices { named: Some(vec![Device::Cpu; 2]), world_size: 2 };
+        assert_eq!(read("", "cpu cpu", 0), Ok(two));
+        let one = Devices { named: Some(vec![Device::Cuda(1)]), world_size: 1 };
+        assert_eq!(read("", "cuda:1", 0), Ok(one));
+        assert_eq!(read("", "", 0), Ok(Devices { named: None, world_size: 1 }));
+    }
+
+    #[test]
+    fn a_size_cuts_the_devices_into_groups() {
+        let four = Devices { named: Some(vec![Device::Cpu; 4]), world_size: 2 };
+        assert_eq!(read("cpu,cpu,cpu,cpu", "", 2), Ok(four));
+        let odd = read("cpu,cpu,cpu", "", 2).unwrap_err();
+        assert!(odd.contains("divisor of the number of devices, 3"), "{odd}");
+        assert!(read("", "", 2).unwrap_err().contains("--device"));
+    }
+
+    #[test]
+    fn devices_with_memory_of_their_own_share_no_blocks_yet() {
+        for refused in [read("", "cuda:0 cuda:1", 0), read("emu,emu", "", 2)] {
+            let refused = refused.unwrap_err();
+            assert!(refused.contains("tensor parallelism works on cpu"), "{refused}");
+        }
+        assert!(read("cuda:0,cuda:1", "", 0).is_ok());
+    }
+
+    #[test]
+    fn nodes_that_do_not_exist_are_refused_by_name() {
+        let devices = [Device::Node(0), Device::Node(3)];
+        let refused = check_nodes(&devices, &[0, 1]).unwrap_err();
+        assert_eq!(
+            refused,
+            "cpu:3 does not exist: the NUMA nodes of this machine are cpu:0, cpu:1"
+        );
+        assert_eq!(check_nodes(&devices, &[0, 3]), Ok(()));
+        assert!(read("", "cpu:0 cpu:60000", 0).unwrap_err().starts_with("cpu:60000 does not"));
+    }
+
+    #[test]
+    fn workers_divide_the_cores_that_they_share() {
+        let of_node = |node| [8, 4].get(node as usize).copied();
+        let threads = |devices: &[Device]| threads_of(None, devices, 12, of_node);
+        assert_eq!(threads(&[Device::Cpu]), 12);
+        assert_eq!(threads(&[Device::Cpu; 2]), 6);
+        assert_eq!(threads(&[Device::Cpu; 20]), 1);
+        assert_eq!(threads(&[Device::Node(0)]), 8);
+        assert_eq!(threads(&[Device::Node(0), Device::Node(1)]), 4);
+        assert_eq!(threads(&[Device::Node(0); 4]), 2);
+        assert_eq!(threads_of(Some(3), &[Device::Node(0); 4], 12, of_node), 3);
+    }
+}
