@@ -184,6 +184,19 @@ impl<'w, B: DeviceBackend> Engine<'w, B> {
         self.backend.unit_limits(self.whole)
     }
 
+    /// What rank 0 of the group decides, on all ranks; in a group of one what is given.
+    ///
+    /// # Errors
+    /// [`EngineError::Op`] when the exchange fails.
+    pub fn agree(&mut self, is_so: bool) -> Result<bool, EngineError> {
+        let mut word = self.backend.buffer(1);
+        self.backend.upload(&[if is_so { 1.0 } else { 0.0 }], &mut word)?;
+        self.backend.broadcast(&mut word, 1)?;
+        let mut told = [0.0];
+        self.backend.download(&word, &mut told)?;
+        Ok(told[0] != 0.0)
+    }
+
     /// Bytes of one page of one block.
     pub fn page_bytes(&self) -> usize {
         self.kv_shape.layout.page_bytes()

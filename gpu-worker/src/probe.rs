@@ -22,7 +22,8 @@ const STEPS: usize = 100;
 /// Longest sequence.
 const TOKENS: usize = 1024;
 
-/// Measures the first block. `progress` is called after each repetition.
+/// Measures the first block. `progress` is called after each repetition. In a group all ranks
+/// measure at once, and rank 0 decides how often; its result is that of all of them.
 ///
 /// # Errors
 /// [`EngineError`] when the block refuses, which its checks exclude.
@@ -32,27 +33,27 @@ pub fn measure<B: DeviceBackend>(
 ) -> Result<Capacity, EngineError> {
     let pages: Vec<PageId> = (0..TOKENS.div_ceil(PAGE_TOKENS) as u32).map(PageId).collect();
     let unit = engine.forward_tokens();
-    let mut pass = |prefix: usize, tokens: usize| -> Result<Duration, EngineError> {
+    let mut pass = |engine: &mut Engine<'_, B>, prefix: usize, tokens: usize| {
         let mut hidden = noise(tokens * engine.hidden_size());
         let rows = [StepRow { tokens, prefix, pages: &pages }];
         let start = Instant::now();
         engine.trial(&rows, &mut hidden, pages.len())?;
         let elapsed = start.elapsed();
         progress();
-        Ok(elapsed)
+        Ok::<_, EngineError>(elapsed)
     };
     // Reads the weights from the disk, if need be.
-    pass(0, 1)?;
+    pass(engine, 0, 1)?;
     let (mut steps, mut spent) = (0, Duration::ZERO);
-    while steps < STEPS && spent < BUDGET / 3 {
-        spent += pass(steps, 1)?;
+    while engine.agree(steps < STEPS && spent < BUDGET / 3)? {
+        spent += pass(engine, steps, 1)?;
         steps += 1;
     }
     let inference_rps = steps as f64 / seconds(spent);
     // In units as those in which real sequences are computed.
     let (mut tokens, mut spent) = (0, Duration::ZERO);
-    while tokens < TOKENS && spent < BUDGET / 2 {
-        spent += pass(tokens, unit)?;
+    while engine.agree(tokens < TOKENS && spent < BUDGET / 2)? {
+        spent += pass(engine, tokens, unit)?;
         tokens += unit;
     }
     engine.trim();

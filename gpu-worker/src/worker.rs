@@ -2,14 +2,14 @@
 //! thread becomes the executor; one thread beside it reads the control channel, since a message may
 //! wait while the device computes.
 
+mod control;
 mod group;
 
 use std::os::fd::OwnedFd;
-use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::Arc;
 use std::time::Duration;
 
 use ipc_channel::IpcError;
-use ipc_channel::ipc::IpcReceiver;
 use kernels::Cpu;
 use kernels::cuda::driver::Driver;
 #[cfg(feature = "emu")]
@@ -17,13 +17,13 @@ use kernels::cuda::emu::Emu;
 use kernels::cuda::{Cuda, Gpu};
 use kernels::ops::{DeviceFailure, OpError};
 use shared::bootstrap::{Bootstrap, ControlEnds, DescriptorSocket};
-use shared::config::Device;
-use shared::control::{Capacity, FromWorker, LinkInit, ToWorker, WorkerInit};
+use shared::config::{Device, FaultPlan};
+use shared::control::{Capacity, FromWorker, ToWorker, WorkerInit};
 use shared::exit::ExitReason;
-use shared::ids::{Generation, WorkerId};
+use shared::ids::Rank;
 use shared::job::JobLimits;
 use shared::shm::board::{BoardWriter, Phase};
-use shared::shm::doorbell::Doorbell;
+use shared::shm::group::Member;
 use shared::shm::kv::KvMap;
 use shared::shm::segment::MemfdSegment;
 use shared::warpgroups::Warpgroups;
@@ -31,17 +31,19 @@ use tracing::{debug, error, info, warn};
 
 use crate::block::WeightsError;
 use crate::device::DeviceBackend;
-use crate::engine::{Engine, EngineError, EngineShape};
-use crate::executor::{Command, Executor, Exit};
+use crate::engine::{BlockForm, Engine, EngineError, EngineShape};
+use crate::executor::{Executor, Exit, Follower};
 use crate::fault::Faults;
-use crate::link::{LINK_DESCRIPTORS, Link, LinkError};
 use crate::node;
 use crate::probe;
 use crate::weights::map::{MapError, MappedWeights, guard};
+use control::Rings;
+use group::Group;
 use kernels::cuda::scratch;
 use model::BlockSpec;
 use model::manifest::Manifest;
 use model::rates::{self, Freshness, Key, RateCache, ThroughputError};
+use model::shards::Shard;
 use model::sizing::{graph_block_bytes, shortage, unit_tokens, work_bytes};
 use shared::causes::with_causes;
 
@@ -56,10 +58,6 @@ const RATES_PATIENCE: Duration = Duration::from_secs(20);
 
 /// Descriptors are sent before the message that names them.
 const DESCRIPTOR_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Messages of the supervisor that may wait for the end of a unit; more make the control thread
-/// wait.
-const MAX_COMMANDS: usize = 16;
 
 /// Runs the role until it is drained, fails, or the parent is gone.
 pub fn run(bootstrap: Bootstrap) -> ExitReason {
@@ -82,12 +80,19 @@ pub fn run(bootstrap: Bootstrap) -> ExitReason {
 
 fn serve(ends: ControlEnds<ToWorker, FromWorker>) -> Exit {
     match ends.receiver.recv() {
+        Ok(ToWorker::Init(init)) if init.group.is_some() && !init.device.is_processor() => Exit {
+            reason: ExitReason::BadConfig,
+            message: format!("{} cannot share blocks with another device", init.device),
+        },
         Ok(ToWorker::Init(init)) => match init.device {
             Device::Cpu | Device::Node(_) => run_on(
                 &init,
                 ends,
                 |start| {
-                    let cpu = Cpu::new(start.threads);
+                    let mut cpu = Cpu::new(start.threads);
+                    if let Some(member) = start.member.take() {
+                        cpu.join(member);
+                    }
                     info!(threads = start.threads, isa = ?cpu.isa(), "computing on the CPU");
                     Ok(cpu)
                 },
@@ -167,6 +172,8 @@ struct Start<'a> {
     threads: usize,
     spec: &'a BlockSpec,
     weights: &'a MappedWeights,
+    /// What the device exchanges sums with, as a rank of a group.
+    member: Option<Member>,
 }
 
 /// The worker from loading to the end, over the backend that `open` makes. `warm_up` makes a device
@@ -174,27 +181,28 @@ struct Start<'a> {
 fn run_on<B: DeviceBackend>(
     init: &WorkerInit,
     ends: ControlEnds<ToWorker, FromWorker>,
-    open: impl FnOnce(&Start<'_>) -> Result<B, Exit>,
+    open: impl FnOnce(&mut Start<'_>) -> Result<B, Exit>,
     warm_up: impl FnOnce(&mut Engine<'_, B>) -> Result<(), EngineError>,
 ) -> Exit {
     let run = || {
-        let group = group::open(init, &ends.descriptors)?;
+        let map = group::open(init, &ends.descriptors)?;
         let (kv, board) = segments(init, &ends.descriptors)?;
-        if group.is_some() {
-            let message = "tensor parallelism is not available yet".to_owned();
-            return Err(Exit { reason: ExitReason::BadConfig, message });
-        }
         if let Device::Node(node) = init.device {
             let bad = |message| Exit { reason: ExitReason::BadConfig, message };
             node::stay_on(node).map_err(bad)?;
         }
+        let group = map.map(|map| Group::new(map, init, &board));
         board.enter(Phase::Loading, LOADING_LIMIT);
         watch_weights(&ends)?;
-        let (spec, weights) = load(init, &board)?;
+        let manifest = read_manifest(init)?;
+        let spec = BlockSpec::from_config(&manifest.config).map_err(|e| bad(&e))?;
+        let shard = group::shard(init, &spec)?;
+        let weights = map_weights(init, &manifest, shard.as_ref(), &board)?;
         let kv = map_kv(init, kv)?;
         let threads = rates::threads(&init.config);
-        let start = Start { threads, spec: &spec, weights: &weights };
-        let backend = open(&start)?;
+        let member = group.as_ref().map(Group::member).transpose()?;
+        let mut start = Start { threads, spec: &spec, weights: &weights, member };
+        let backend = open(&mut start)?;
         let shape = EngineShape {
             span: init.span,
             dtype: init.model.dtype,
@@ -203,19 +211,23 @@ fn run_on<B: DeviceBackend>(
             kv_survives: init.kv_survives,
         };
         let before = private_bytes();
+        let form = BlockForm { whole: &spec, shard: shard.as_ref() };
         let mut engine =
-            Engine::new(backend, &spec, &weights, kv, shape).map_err(|e| unplaced(&e))?;
+            Engine::new(backend, form, &weights, kv, shape).map_err(|e| unplaced(&e))?;
         warm_up(&mut engine).map_err(|e| unplaced(&e))?;
-        // Weights are mapped as they are stored; what the process has of its own is what it copied
-        // out of them.
-        let private = private_bytes().saturating_sub(before);
-        let [(_, plain), (_, int8), (_, nf4)] = weights.bytes_by_format();
-        let adapters = weights.adapter_bytes();
-        info!(plain, int8, nf4, adapters, private, "weights in bytes by format");
-        info!(span = %init.span, device = %init.device, weights_bytes = weights.bytes(), kv_pages = init.kv_pages, "weights loaded");
-        Ok(worker(engine, init, board, threads, ends))
+        log_weights(init, &weights, private_bytes().saturating_sub(before));
+        Ok(worker(engine, init, board, group, ends))
     };
     run().unwrap_or_else(|end| end)
+}
+
+/// Weights are mapped as they are stored; what the process has of its own (`private` bytes) is what
+/// it copied out of them.
+fn log_weights(init: &WorkerInit, weights: &MappedWeights, private: u64) {
+    let [(_, plain), (_, int8), (_, nf4)] = weights.bytes_by_format();
+    let (adapters, copied) = (weights.adapter_bytes(), weights.copied_bytes());
+    info!(plain, int8, nf4, adapters, private, copied, "weights in bytes by format");
+    info!(span = %init.span, device = %init.device, weights_bytes = weights.bytes(), kv_pages = init.kv_pages, "weights loaded");
 }
 
 /// Has the supervisor told why, should a mapped file be cut short.
@@ -310,15 +322,17 @@ fn unplaced(error: &EngineError) -> Exit {
 fn worker<B: DeviceBackend>(
     mut engine: Engine<'_, B>,
     init: &WorkerInit,
-    board: BoardWriter,
-    threads: usize,
+    board: Arc<BoardWriter>,
+    group: Option<Group>,
     ends: ControlEnds<ToWorker, FromWorker>,
 ) -> Exit {
     let mut capacity = Capacity::default();
     if init.measure {
         board.enter(Phase::Measuring, MEASURING_LIMIT);
-        capacity = match measured(&mut engine, init, &board, threads) {
+        capacity = match measured(&mut engine, init, &board) {
             Ok(capacity) => capacity,
+            // Another rank failed, or this one is at fault for all.
+            Err(failure @ EngineError::Op(OpError::Group(_))) => return failure.into(),
             Err(failure) => return bad(&failure),
         };
         info!(
@@ -327,32 +341,30 @@ fn worker<B: DeviceBackend>(
             "measured throughput"
         );
     }
-    let executor =
-        Executor::new(engine, limits(init), Faults::new(init.config.fault, init.generation), board);
-    let ControlEnds { receiver, sender, descriptors, .. } = ends;
-    if sender.send(FromWorker::Ready(capacity)).is_err() {
+    let is_here = |plan: &FaultPlan| plan.rank.is_none_or(|rank| rank == init.worker.rank.0);
+    let faults = Faults::new(init.config.fault.filter(is_here), init.generation);
+    if ends.sender.send(FromWorker::Ready(capacity)).is_err() {
         return Exit { reason: ExitReason::ParentGone, message: String::new() };
     }
-    let (commands, inbox) = sync_channel(MAX_COMMANDS);
-    let control = Control {
-        commands,
-        descriptors,
-        worker: init.worker,
-        generation: init.generation,
-        bell: None,
+    let limits = limits(init);
+    let serve = || match group {
+        Some(group) if init.worker.rank != Rank(0) => {
+            let plans = group.reader()?;
+            let (inbox, sender) = control::start(init, ends, group.opener())?;
+            let follower = Follower::new(engine, limits, faults, board, plans);
+            Ok(follower.run(&inbox, |message| drop(sender.send(message))))
+        }
+        group => {
+            let mut executor = Executor::new(engine, limits, faults, board);
+            if let Some(group) = &group {
+                executor = executor.publishing(group.writer()?);
+            }
+            let (inbox, sender) = control::start(init, ends, Rings::default())?;
+            Ok(executor.run(&inbox, |message| drop(sender.send(message))))
+        }
     };
-    let spawned = std::thread::Builder::new()
-        .name("control".to_owned())
-        .spawn(move || control.listen(&receiver));
-    match spawned {
-        // A message that cannot be sent means that the parent is gone, which the control thread
-        // tells.
-        Ok(_) => executor.run(&inbox, |message| drop(sender.send(message))),
-        Err(failure) => Exit {
-            reason: ExitReason::Failed,
-            message: format!("cannot start the control thread: {failure}"),
-        },
-    }
+    // A message that cannot be sent means that the parent is gone, which the control thread tells.
+    serve().unwrap_or_else(|end: Exit| end)
 }
 
 /// Bytes of memory that are this process's alone; 0 where the system does not tell.
@@ -363,31 +375,50 @@ fn private_bytes() -> u64 {
     kilobytes.unwrap_or(0) << 10
 }
 
-/// What a block does on this device: kept from an earlier start, unless there is none or the
-/// operator wants it measured.
+/// What a block does on this device, or on all devices of the group together: kept from an earlier
+/// start, unless there is none or the operator wants it measured. Rank 0 decides; the trials of all
+/// ranks are the same.
 fn measured<B: DeviceBackend>(
     engine: &mut Engine<'_, B>,
     init: &WorkerInit,
     board: &BoardWriter,
-    threads: usize,
 ) -> Result<Capacity, EngineError> {
-    let Some(folder) = &init.config.rates_dir else {
-        return probe::measure(engine, || board.progress());
-    };
-    let key = Key::of(&init.model, &[init.device], threads);
-    let freshness = match init.config.measure_anew {
-        true => Freshness::Measured,
-        false => Freshness::Kept,
-    };
-    let cache = RateCache::new(folder, RATES_PATIENCE);
-    match cache.rates(&key, freshness, || probe::measure(engine, || board.progress())) {
-        Ok(capacity) => Ok(capacity),
-        Err(ThroughputError::Measurement(failure)) => Err(failure),
-        Err(failure) => {
-            warn!(error = with_causes(&failure), "cannot save the measured throughput");
-            probe::measure(engine, || board.progress())
-        }
+    if init.worker.rank != Rank(0) {
+        return match engine.agree(false)? {
+            true => probe::measure(engine, || board.progress()),
+            false => Ok(Capacity::default()),
+        };
     }
+    let mut has_measured = false;
+    let mut measure = |engine: &mut Engine<'_, B>| {
+        has_measured = true;
+        engine.agree(true)?;
+        probe::measure(engine, || board.progress())
+    };
+    let measured = match &init.config.rates_dir {
+        None => measure(engine),
+        Some(folder) => {
+            let devices = group::devices(init);
+            let key = Key::of(&init.model, devices, rates::threads(&init.config));
+            let freshness = match init.config.measure_anew {
+                true => Freshness::Measured,
+                false => Freshness::Kept,
+            };
+            let cache = RateCache::new(folder, RATES_PATIENCE);
+            match cache.rates(&key, freshness, || measure(engine)) {
+                Ok(capacity) => Ok(capacity),
+                Err(ThroughputError::Measurement(failure)) => Err(failure),
+                Err(failure) => {
+                    warn!(error = with_causes(&failure), "cannot save the measured throughput");
+                    measure(engine)
+                }
+            }
+        }
+    };
+    if !has_measured {
+        engine.agree(false)?;
+    }
+    measured
 }
 
 fn limits(init: &WorkerInit) -> JobLimits {
@@ -401,7 +432,7 @@ fn limits(init: &WorkerInit) -> JobLimits {
     }
 }
 
-fn load(init: &WorkerInit, board: &BoardWriter) -> Result<(BlockSpec, MappedWeights), Exit> {
+fn read_manifest(init: &WorkerInit) -> Result<Manifest, Exit> {
     let manifest = Manifest::read(&init.manifest).map_err(|e| bad(&e))?;
     if manifest.model != init.model {
         let message = format!(
@@ -410,28 +441,37 @@ fn load(init: &WorkerInit, board: &BoardWriter) -> Result<(BlockSpec, MappedWeig
         );
         return Err(Exit { reason: ExitReason::BadConfig, message });
     }
-    let spec = BlockSpec::from_config(&manifest.config).map_err(|e| bad(&e))?;
-    let weights = MappedWeights::map(&manifest, init.span, || board.progress()).map_err(|e| {
+    Ok(manifest)
+}
+
+fn map_weights(
+    init: &WorkerInit,
+    manifest: &Manifest,
+    shard: Option<&Shard>,
+    board: &BoardWriter,
+) -> Result<MappedWeights, Exit> {
+    let mapped = MappedWeights::map_shard(manifest, init.span, shard, || board.progress());
+    mapped.map_err(|e| {
         // What is gone or changed stays so; a disk that failed once may answer the next time.
         let gone = !matches!(&e, MapError::File { source, .. } if source.kind() != std::io::ErrorKind::NotFound);
         Exit { reason: if gone { ExitReason::BadConfig } else { ExitReason::Failed }, message: with_causes(&e) }
-    })?;
-    Ok((spec, weights))
+    })
 }
 
 /// The descriptor of the kv segment, and the worker's seat on the board.
 fn segments(
     init: &WorkerInit,
     descriptors: &DescriptorSocket,
-) -> Result<(OwnedFd, BoardWriter), Exit> {
+) -> Result<(OwnedFd, Arc<BoardWriter>), Exit> {
     let fds = descriptors.recv(init.fds, 2, DESCRIPTOR_TIMEOUT).map_err(|e| mismatch(&e))?;
     let [kv, board] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| out_of_order())?;
     let board = BoardWriter::open(board, &init.board, init.generation);
-    Ok((kv, board.map_err(|e| mismatch(&e))?))
+    Ok((kv, Arc::new(board.map_err(|e| mismatch(&e))?)))
 }
 
 fn map_kv(init: &WorkerInit, fd: OwnedFd) -> Result<KvMap, Exit> {
-    let bytes = init.model.kv_segment_bytes_if(init.kv_survives, init.span, init.kv_pages);
+    let bytes =
+        group::kv_facts(init).kv_segment_bytes_if(init.kv_survives, init.span, init.kv_pages);
     let segment = MemfdSegment::from_fd("sepal-kv", fd, bytes).map_err(|e| mismatch(&e))?;
     KvMap::map(&segment).map_err(|e| {
         let reason = match e.is_out_of_memory() {
@@ -448,61 +488,6 @@ fn mismatch(error: &dyn std::error::Error) -> Exit {
 
 fn bad(error: &dyn std::error::Error) -> Exit {
     Exit { reason: ExitReason::BadConfig, message: with_causes(error) }
-}
-
-/// The control thread: turns messages of the supervisor into commands and wakes the executor.
-struct Control {
-    commands: SyncSender<Command>,
-    descriptors: DescriptorSocket,
-    worker: WorkerId,
-    generation: Generation,
-    /// The bell on which the executor sleeps.
-    bell: Option<Doorbell>,
-}
-
-impl Control {
-    fn listen(mut self, receiver: &IpcReceiver<ToWorker>) {
-        loop {
-            let (command, next_bell) = match receiver.recv() {
-                Ok(ToWorker::Link(init)) => match self.open(&init) {
-                    Ok((link, bell)) => (Command::Link(Box::new(link)), Some(bell)),
-                    Err(failure) => {
-                        (Command::End(ExitReason::ProtocolMismatch, with_causes(&failure)), None)
-                    }
-                },
-                Ok(ToWorker::Drain) => (Command::Drain, None),
-                Ok(ToWorker::Init(_)) => (end(out_of_order()), None),
-                Err(failure) => (end(lost(&failure)), None),
-            };
-            let last = matches!(command, Command::End(..));
-            // The executor may sleep on the old bell until it has seen the command, and on the new
-            // one after that.
-            if self.commands.send(command).is_err() || self.ring().is_err() || last {
-                return;
-            }
-            if next_bell.is_some() {
-                self.bell = next_bell;
-            }
-        }
-    }
-
-    fn open(&self, init: &LinkInit) -> Result<(Link, Doorbell), LinkError> {
-        let fds: Vec<OwnedFd> = self
-            .descriptors
-            .recv(init.fds, LINK_DESCRIPTORS, DESCRIPTOR_TIMEOUT)
-            .map_err(|e| LinkError::Doorbell(std::io::Error::other(e)))?;
-        let link = Link::open(init, self.worker, self.generation, fds)?;
-        let bell = Doorbell::from_fd(link.submission_bell.try_clone()?)?;
-        Ok((link, bell))
-    }
-
-    fn ring(&self) -> std::io::Result<()> {
-        self.bell.as_ref().map_or(Ok(()), Doorbell::ring)
-    }
-}
-
-fn end(end: Exit) -> Command {
-    Command::End(end.reason, end.message)
 }
 
 #[cfg(test)]

@@ -354,6 +354,8 @@ pub struct FaultPlan {
     pub job: u64,
     /// In how many generations of the worker.
     pub times: u32,
+    /// In which rank of a group; `None` = in all.
+    pub rank: Option<u16>,
 }
 
 /// What an injected fault does.

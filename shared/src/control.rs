@@ -267,6 +267,8 @@ pub struct WorkerInit {
 /// What a worker needs to join a group of several.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct GroupInit {
+    /// The devices, in the order of ranks.
+    pub devices: Vec<Device>,
     /// What each rank holds of a block, in the order of ranks.
     pub shares: Vec<RankShare>,
     /// Values of an exchange buffer.

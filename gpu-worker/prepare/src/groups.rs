@@ -48,7 +48,7 @@ fn of_rank(inspected: &Inspected, shard: &Shard) -> RankShare {
 fn block_bytes(inspected: &Inspected, shard: &Shard) -> u64 {
     let facts = &inspected.facts;
     let weights = shard.weight_bytes(facts.quant_type, |quant, part| {
-        quant::stored_bytes(quant, facts.dtype, part.rows, part.columns.len())
+        quant::slice_bytes(quant, facts.dtype, part.whole, part.rows, part.columns)
     });
     let element = Adapter::served_dtype(facts).size_bytes() as u64;
     let held = |slice: Slice, whole: [usize; 2]| {

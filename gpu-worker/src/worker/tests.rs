@@ -203,7 +203,7 @@ fn with_fault(
     point: FaultPoint,
 ) -> ExitStatus {
     let kv = kv_segment(model.facts());
-    let plan = FaultPlan { action, point, job: 1, times: 1 };
+    let plan = FaultPlan { action, point, job: 1, times: 1, rank: None };
     let (mut worker, _) = Start { fault: Some(plan), ..Start::new(model, &kv, 1) }.ready();
     let mut netd = worker.link(1);
     let (mut session, mut free) = (Session::new(), shuffled_pages());

@@ -167,19 +167,10 @@ pub fn resolve(mut args: ServeArgs, env: Env<'_>) -> Result<ServeConfig, String>
     })
 }
 
-/// Why blocks are not shared yet.
-fn check_served(devices: Devices) -> Result<Devices, String> {
-    match devices.world_size {
-        1 => Ok(devices),
-        _ => Err("tensor parallelism is not available yet: name the devices with --device, and each serves a part of the blocks".to_owned()),
-    }
-}
-
 impl ModelArgs {
     fn devices(&self) -> Result<Devices, String> {
         let listed = &self.tensor_parallel_devices;
-        let read = Devices::read(self.device.as_deref(), listed, self.tensor_parallel_size);
-        read.and_then(check_served)
+        Devices::read(self.device.as_deref(), listed, self.tensor_parallel_size)
     }
 }
 

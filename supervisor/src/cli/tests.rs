@@ -205,12 +205,23 @@ fn several_devices_share_the_cores() {
 #[test]
 fn faults_read_as_they_are_documented() {
     let fault = |text: &str| serve(&format!("m --inject_fault {text}")).worker.fault;
-    let expected =
-        FaultPlan { action: FaultAction::Kill, point: FaultPoint::Block(2), job: 5, times: 3 };
+    let expected = FaultPlan {
+        action: FaultAction::Kill,
+        point: FaultPoint::Block(2),
+        job: 5,
+        times: 3,
+        rank: None,
+    };
     assert_eq!(fault("kill@block:2#5x3"), Some(expected));
-    let expected =
-        FaultPlan { action: FaultAction::Hang, point: FaultPoint::Taken, job: 0, times: 1 };
+    let expected = FaultPlan {
+        action: FaultAction::Hang,
+        point: FaultPoint::Taken,
+        job: 0,
+        times: 1,
+        rank: None,
+    };
     assert_eq!(fault("hang@taken#0"), Some(expected));
+    assert_eq!(fault("hang@taken#0r1"), Some(FaultPlan { rank: Some(1), ..expected }));
     for bad in
         ["kill", "kill@taken", "melt@taken#1", "kill@block:#1", "kill@taken#x", "kill@taken#1xx"]
     {
@@ -309,11 +320,13 @@ fn without_a_device_what_was_asked_for_is_kept_until_there_is_one() {
 }
 
 #[test]
-fn devices_that_share_blocks_are_refused_until_they_serve() {
+fn devices_that_share_blocks_are_a_group() {
     for line in ["--tensor_parallel_devices cpu cpu", "--device cpu,cpu --tensor_parallel_size 2"] {
-        let refused = refusal(&format!("serve m {line}"));
-        assert!(refused.contains("tensor parallelism is not available yet"), "{refused}");
+        let config = serve(&format!("m {line}"));
+        assert_eq!((&config.devices[..], config.world_size), (&[Device::Cpu; 2][..], 2));
     }
+    let refused = refusal("serve m --tensor_parallel_devices cuda:0 cuda:1");
+    assert!(refused.contains("tensor parallelism works on cpu"), "{refused}");
     let alone = serve("m --tensor_parallel_devices cuda:1");
     assert_eq!((&alone.devices[..], alone.world_size), (&[Device::Cuda(1)][..], 1));
     let both = refusal("serve m --device cpu --tensor_parallel_devices cpu cpu");

@@ -93,16 +93,20 @@ fn unit_bytes(unit: &str) -> Option<u64> {
     step.checked_pow(u32::try_from(power).ok()? + 1)
 }
 
-/// `ACTION@POINT#JOB[xTIMES]`, for example `kill@block:2#5x3`.
+/// `ACTION@POINT#JOB[xTIMES][rRANK]`, for example `kill@block:2#5x3`.
 pub fn fault(text: &str) -> Result<FaultPlan, String> {
     let form = || {
-        "expected ACTION@POINT#JOB[xTIMES] with ACTION kill, abort or hang and POINT taken, copies, block:N, output or \
+        "expected ACTION@POINT#JOB[xTIMES][rRANK] with ACTION kill, abort or hang and POINT taken, copies, block:N, output or \
          completion, for example kill@block:2#5x3"
             .to_owned()
     };
     let plan = || {
         let (action, rest) = text.split_once('@')?;
         let (point, rest) = rest.split_once('#')?;
+        let (rest, rank) = match rest.split_once('r') {
+            Some((rest, rank)) => (rest, Some(rank.parse().ok()?)),
+            None => (rest, None),
+        };
         let (job, times) = rest.split_once('x').unwrap_or((rest, "1"));
         let action = match action {
             "kill" => FaultAction::Kill,
@@ -117,7 +121,8 @@ pub fn fault(text: &str) -> Result<FaultPlan, String> {
             "completion" => FaultPoint::Completion,
             block => FaultPoint::Block(block.strip_prefix("block:")?.parse().ok()?),
         };
-        Some(FaultPlan { action, point, job: job.parse().ok()?, times: times.parse().ok()? })
+        let (job, times) = (job.parse().ok()?, times.parse().ok()?);
+        Some(FaultPlan { action, point, job, times, rank })
     };
     plan().ok_or_else(form)
 }

@@ -309,6 +309,7 @@ fn group_init(
     let threads = config.devices.len() * config.worker.threads.max(1) as usize;
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
     Ok(GroupInit {
+        devices: placement.devices.clone(),
         shares: shares.cloned().ok_or(MakeError::NoShares(placement.group))?,
         exchange_values: EXCHANGE_VALUES,
         log_bytes: PLAN_LOG_BYTES,

@@ -1,0 +1,202 @@
+//! Two ranks that share every block: they compute what one worker does, and the death of either
+//! costs no session a bit.
+
+mod harness;
+
+use std::time::Duration;
+
+use harness::demo::{Golden, demo_model, golden};
+use harness::peer::{Peer, fed_back, noise};
+use harness::{Sepal, alive, generate, wait_for};
+use hivemind::wire::tensor::{WireDtype, dummy_tensor};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+const HIDDEN: usize = 192;
+const BLOCKS: std::ops::Range<u32> = 0..8;
+
+/// Sums in another order than that of one worker.
+const ROUNDING: f32 = 2e-4;
+
+fn serve(devices: &[&str], more: &[&str]) -> Sepal {
+    Sepal::serve(&demo_model(), "demo", &[&["--torch_dtype", "float32"], devices, more].concat())
+}
+
+fn serve_group(more: &[&str]) -> Sepal {
+    serve(&["--tensor_parallel_devices", "cpu", "cpu"], more)
+}
+
+/// The process of a rank.
+fn rank(sepal: &Sepal, rank: usize) -> Pid {
+    let name = format!("0.{rank}");
+    wait_for("a ready rank", || {
+        let status = sepal.status();
+        let children = status.pointer("/0/children")?.as_array()?;
+        let is_rank = |child: &&serde_json::Value| {
+            child["worker"] == name.as_str() && child["state"] == "ready"
+        };
+        let pid = children.iter().find(is_rank)?["pid"].as_i64()?;
+        Some(Pid::from_raw(i32::try_from(pid).ok()?))
+    })
+}
+
+/// A session that feeds its outputs back, so that one wrong bit anywhere changes everything after
+/// it: a prompt, then decode steps of two rows, every third of which swaps or shares rows.
+async fn run_session(addr: &str, seed: u32, steps: usize) -> Vec<Vec<f32>> {
+    let peer = Peer::connect(addr, "demo").await;
+    let mut session = peer.session(BLOCKS, 21 + steps as u32).await;
+    let mut outputs =
+        vec![session.step(noise(&[2, 21, HIDDEN], seed), None).await.expect("prefill")];
+    for step in 0..steps {
+        let (hidden, order) = fed_back(outputs.last().unwrap(), HIDDEN, step);
+        let output = session.step_with(hidden, None, dummy_tensor(WireDtype::F32), order).await;
+        outputs.push(output.expect("a decode step"));
+    }
+    session.close().await;
+    outputs
+}
+
+fn assert_close(got: &[f32], expected: &[f32]) {
+    assert_eq!(got.len(), expected.len());
+    let most = expected.iter().fold(0f32, |most, value| most.max(value.abs()));
+    let apart = got.iter().zip(expected).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
+    assert!(apart <= ROUNDING * most, "{apart} apart, of values up to {most}");
+}
+
+/// Names that this server has in /dev/shm.
+fn names_in_shm(sepal: &Sepal) -> Vec<String> {
+    let ours = format!("sepal-mapping-{}-", sepal.pid());
+    let entries = std::fs::read_dir("/dev/shm").unwrap();
+    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    names.filter(|name| name.starts_with(&ours)).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_ranks_compute_what_one_worker_does() {
+    let one = serve(&["--device", "cpu"], &[]);
+    let two = serve_group(&[]);
+    let input = noise(&[3, 40, HIDDEN], 5);
+    let (alone, shared) = (
+        Peer::connect(&one.addr(), "demo").await.forward(BLOCKS, input.clone()).await.unwrap(),
+        Peer::connect(&two.addr(), "demo").await.forward(BLOCKS, input).await.unwrap(),
+    );
+    assert_close(&shared, &alone);
+    let (alone, shared) =
+        (run_session(&one.addr(), 3, 0).await, run_session(&two.addr(), 3, 0).await);
+    assert_close(&shared[0], &alone[0]);
+    assert_ne!(rank(&two, 0), rank(&two, 1));
+    assert!(names_in_shm(&two).is_empty());
+    assert_eq!(one.terminate().code(), Some(0));
+    assert_eq!(two.terminate().code(), Some(0));
+}
+
+#[test]
+fn two_ranks_continue_texts_as_transformers_does() {
+    let sepal = serve_group(&["--throughput", "auto"]);
+    for Golden { prompt, text, .. } in golden("float32") {
+        assert_eq!(
+            generate(&sepal, &demo_model(), "demo", "float32", &prompt, 200),
+            text,
+            "{prompt}"
+        );
+    }
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_groups_serve_a_part_of_the_blocks_each() {
+    let devices = ["--device", "cpu,cpu,cpu,cpu", "--tensor_parallel_size", "2"];
+    let (two, one) = (serve(&devices, &["--threads", "1"]), serve_group(&[]));
+    let (apart, whole) =
+        (run_session(&two.addr(), 4, 4).await, run_session(&one.addr(), 4, 4).await);
+    assert!(apart == whole, "the bits depend on the cut of a block alone");
+    assert_eq!(two.terminate().code(), Some(0));
+    assert_eq!(one.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rank_killed_at_any_point_of_a_job_changes_nothing() {
+    let calm = serve_group(&[]);
+    let expected = run_session(&calm.addr(), 1, 6).await;
+    assert_eq!(calm.terminate().code(), Some(0));
+    for fault in [
+        "kill@taken#2r1",
+        "kill@copies#3r0",
+        "kill@block:0#2r1",
+        "kill@block:4#3r0",
+        "abort@block:7#2r1",
+        "kill@block:3#0r1",
+        "kill@output#2r0",
+        "kill@block:2#2",
+    ] {
+        let sepal = serve_group(&["--inject_fault", fault]);
+        let (netd, ranks) = (sepal.netd(), [rank(&sepal, 0), rank(&sepal, 1)]);
+        let got = run_session(&sepal.addr(), 1, 6).await;
+        assert!(got == expected, "{fault}: results differ from an undisturbed run");
+        assert_ne!([rank(&sepal, 0), rank(&sepal, 1)], ranks, "{fault}: the fault never struck");
+        assert_eq!(sepal.netd(), netd, "{fault}");
+        assert!(names_in_shm(&sepal).is_empty());
+        assert_eq!(sepal.terminate().code(), Some(0), "{fault}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ranks_killed_at_random_times_change_nothing() {
+    const STEPS: usize = 120;
+    let sepal = serve_group(&["--max_restarts", "1000"]);
+    let addr = sepal.addr();
+    let expected = run_session(&addr, 9, STEPS).await;
+    let netd = sepal.netd();
+    let running = tokio::spawn(async move {
+        let mut runs = Vec::new();
+        for _ in 0..3 {
+            runs.push(run_session(&addr, 9, STEPS).await);
+        }
+        runs
+    });
+    let (mut kills, mut seed) = (0, 4711u64);
+    while kills < 8 && !running.is_finished() {
+        seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        tokio::time::sleep(Duration::from_millis(20 + (seed >> 33) % 120)).await;
+        let victim = rank(&sepal, kills % 2);
+        let other = rank(&sepal, 1 - kills % 2);
+        kills += usize::from(kill(victim, Signal::SIGKILL).is_ok());
+        if kills.is_multiple_of(4) {
+            // Two at once; the other may be dead by now.
+            let _ = kill(other, Signal::SIGKILL);
+        }
+        tokio::task::spawn_blocking(move || {
+            wait_for("the ranks to die", || (!alive(victim) && !alive(other)).then_some(()));
+        })
+        .await
+        .unwrap();
+    }
+    for got in running.await.unwrap() {
+        assert!(got == expected, "results differ from an undisturbed run");
+    }
+    assert!(kills >= 4, "only {kills} kills");
+    assert_eq!(sepal.netd(), netd);
+    assert!(names_in_shm(&sepal).is_empty());
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_frozen_rank_is_to_blame_and_the_session_goes_on() {
+    for frozen in [0, 1] {
+        let sepal = serve_group(&["--hang_timeout", "2"]);
+        let addr = sepal.addr();
+        let expected = run_session(&addr, 2, 40).await;
+        let victim = rank(&sepal, frozen);
+        let running = {
+            let addr = addr.clone();
+            tokio::spawn(async move { run_session(&addr, 2, 40).await })
+        };
+        tokio::time::sleep(Duration::from_millis(30)).await;
+        kill(victim, Signal::SIGSTOP).unwrap();
+        assert!(running.await.unwrap() == expected, "rank {frozen}: results differ");
+        let hung = sepal.wait_line("hangs: no progress", 1);
+        assert!(hung.contains(&format!("gpu-worker 0.{frozen}")), "{hung}");
+        assert_eq!(sepal.log().matches("hangs: no progress").count(), 1, "{}", sepal.log());
+        assert_eq!(sepal.terminate().code(), Some(0));
+    }
+}
