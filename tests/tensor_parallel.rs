@@ -92,7 +92,13 @@ async fn two_ranks_compute_what_one_worker_does() {
 
 #[test]
 fn two_ranks_continue_texts_as_transformers_does() {
-    let sepal = serve_group(&["--throughput", "auto"]);
+    // Its throughput is measured.
+    let model = demo_model();
+    let mut args = vec!["serve", model.to_str().expect("UTF-8"), "--dht_prefix", "demo"];
+    args.extend(["--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--new_swarm", "--threads", "1"]);
+    args.extend(["--torch_dtype", "float32", "--tensor_parallel_devices", "cpu", "cpu"]);
+    let sepal = Sepal::start(&args);
+    sepal.wait_online();
     for Golden { prompt, text, .. } in golden("float32") {
         assert_eq!(
             generate(&sepal, &demo_model(), "demo", "float32", &prompt, 200),
@@ -106,7 +112,7 @@ fn two_ranks_continue_texts_as_transformers_does() {
 #[tokio::test(flavor = "multi_thread")]
 async fn two_groups_serve_a_part_of_the_blocks_each() {
     let devices = ["--device", "cpu,cpu,cpu,cpu", "--tensor_parallel_size", "2"];
-    let (two, one) = (serve(&devices, &["--threads", "1"]), serve_group(&[]));
+    let (two, one) = (serve(&devices, &[]), serve_group(&[]));
     let (apart, whole) =
         (run_session(&two.addr(), 4, 4).await, run_session(&one.addr(), 4, 4).await);
     assert!(apart == whole, "the bits depend on the cut of a block alone");

@@ -104,12 +104,15 @@ impl Opener for Arenas {
     }
 }
 
+/// Where the executor's commands come from, and where its messages go.
+type Channels<L> = (Receiver<Command<L>>, IpcSender<FromWorker>);
+
 /// Starts the thread. Gives what the executor obeys, and where it answers.
 pub(super) fn start<O: Opener>(
     init: &WorkerInit,
     ends: ControlEnds<ToWorker, FromWorker>,
     opener: O,
-) -> Result<(Receiver<Command<O::Link>>, IpcSender<FromWorker>), Exit> {
+) -> Result<Channels<O::Link>, Exit> {
     let ControlEnds { receiver, sender, descriptors, .. } = ends;
     let (commands, inbox) = sync_channel(MAX_COMMANDS);
     let of = (init.worker, init.generation);

@@ -10,7 +10,7 @@ use ipc_channel::ipc::{IpcReceiver, IpcSender};
 use shared::config::{FaultAction, FaultPlan, FaultPoint, WorkerConfig};
 use shared::control::{FdTag, Role};
 use shared::dtype::DType;
-use shared::ids::PageId;
+use shared::ids::{Generation, PageId};
 use shared::job::PageCopy;
 use shared::shm::board::ChildSnapshot;
 

@@ -57,6 +57,20 @@ pub fn stored_bytes(outputs: usize, inputs: usize) -> Option<usize> {
         .checked_add((4 * (groups.div_ceil(SUPER_GROUP) + 1)).next_multiple_of(PART_ALIGNMENT))
 }
 
+/// Group of the whole matrix that a row of a slice begins with; no part of the loops over whole
+/// matrices, which would be slower for it.
+///
+/// # Safety
+/// `starts` has the row.
+#[allow(unsafe_code, reason = "the innermost loop of a matrix product asks for it")]
+#[cold]
+unsafe fn first_group(starts: &[u8], output: usize) -> usize {
+    let start = starts.as_ptr().cast::<u64>().wrapping_add(output);
+    // SAFETY: the caller knows that it is there.
+    let start = u64::from_le(unsafe { start.read_unaligned() });
+    start as usize / GROUP
+}
+
 /// The parts of a stored matrix, or of a slice of one.
 #[derive(Clone, Copy, Debug)]
 pub struct Parts<'a> {
@@ -193,12 +207,8 @@ impl<'a> Parts<'a> {
         let code = unsafe { *self.absmax.get_unchecked(held) };
         let named = match self.rows {
             Rows::Running { first, .. } => first + held,
-            Rows::Cut { starts, .. } => {
-                let start = starts.as_ptr().cast::<u64>().wrapping_add(output);
-                // SAFETY: `cut` counted one start per row.
-                let start = u64::from_le(unsafe { start.read_unaligned() });
-                start as usize / GROUP + group
-            }
+            // SAFETY: `cut` counted one start per row.
+            Rows::Cut { starts, .. } => group + unsafe { first_group(starts, output) },
         };
         let second = self.absmax2.as_ptr().cast::<f32>().wrapping_add(named / SUPER_GROUP);
         // SAFETY: `absmax2` has the second scales of all groups of the whole matrix, in which `new`
