@@ -84,59 +84,63 @@ fn serve(ends: ControlEnds<ToWorker, FromWorker>) -> Exit {
             reason: ExitReason::BadConfig,
             message: format!("{} cannot share blocks with another device", init.device),
         },
-        Ok(ToWorker::Init(init)) => match init.device {
-            Device::Cpu | Device::Node(_) => run_on(
-                &init,
-                ends,
-                |start| {
-                    let mut cpu = Cpu::new(start.threads);
-                    if let Some(member) = start.member.take() {
-                        cpu.join(member);
-                    }
-                    info!(threads = start.threads, isa = ?cpu.isa(), "computing on the CPU");
-                    Ok(cpu)
-                },
-                |_| Ok(()),
-            ),
-            Device::Cuda(ordinal) => run_on(
-                &init,
-                ends,
-                |start| {
-                    let cuda = open_cuda(ordinal, &init.warpgroups)?;
-                    check_memory(&cuda, &init, start)?;
-                    Ok(cuda)
-                },
-                |engine| {
-                    engine.rehearse()?;
-                    engine.record_steps()
-                },
-            ),
-            #[cfg(feature = "emu")]
-            Device::Emulator => run_on(
-                &init,
-                ends,
-                |start| {
-                    let cuda = with_products(Cuda::new(emulator(&init, start.threads)))?;
-                    check_memory(&cuda, &init, start)?;
-                    Ok(cuda)
-                },
-                |engine| {
-                    // Rehearsing takes the emulator a while.
-                    if init.config.device_bytes.is_some() {
-                        engine.rehearse()?;
-                    }
-                    engine.record_steps()
-                },
-            ),
-            #[cfg(not(feature = "emu"))]
-            Device::Emulator => Exit {
-                reason: ExitReason::BadConfig,
-                message: "device emu is not available: this build has no emulator".to_owned(),
-            },
-        },
+        Ok(ToWorker::Init(init)) => serve_on_device(&init, ends),
         Ok(ToWorker::Drain) => Exit { reason: ExitReason::Clean, message: String::new() },
         Ok(ToWorker::Link(_)) => out_of_order(),
         Err(failure) => lost(&failure),
+    }
+}
+
+fn serve_on_device(init: &WorkerInit, ends: ControlEnds<ToWorker, FromWorker>) -> Exit {
+    match init.device {
+        Device::Cpu | Device::Node(_) => run_on(
+            init,
+            ends,
+            |start| {
+                let mut cpu = Cpu::new(start.threads);
+                if let Some(member) = start.member.take() {
+                    cpu.join(member);
+                }
+                info!(threads = start.threads, isa = ?cpu.isa(), "computing on the CPU");
+                Ok(cpu)
+            },
+            |_| Ok(()),
+        ),
+        Device::Cuda(ordinal) => run_on(
+            init,
+            ends,
+            |start| {
+                let cuda = open_cuda(ordinal, &init.warpgroups)?;
+                check_memory(&cuda, init, start)?;
+                Ok(cuda)
+            },
+            |engine| {
+                engine.rehearse()?;
+                engine.record_steps()
+            },
+        ),
+        #[cfg(feature = "emu")]
+        Device::Emulator => run_on(
+            init,
+            ends,
+            |start| {
+                let cuda = with_products(Cuda::new(emulator(init, start.threads)))?;
+                check_memory(&cuda, init, start)?;
+                Ok(cuda)
+            },
+            |engine| {
+                // Rehearsing takes the emulator a while.
+                if init.config.device_bytes.is_some() {
+                    engine.rehearse()?;
+                }
+                engine.record_steps()
+            },
+        ),
+        #[cfg(not(feature = "emu"))]
+        Device::Emulator => Exit {
+            reason: ExitReason::BadConfig,
+            message: "device emu is not available: this build has no emulator".to_owned(),
+        },
     }
 }
 

@@ -8,10 +8,24 @@
 use model::sizing::{Machine, Need};
 use shared::config::{Device, KvMirror, NetdConfig, SpanChoice};
 use shared::control::DeviceMemory;
+use shared::job::MAX_BODY_BYTES;
 use shared::model::{ModelFacts, RankShare};
 
 use crate::plan::Share;
-use crate::segments::group_bytes;
+
+/// Values of the exchange buffers of a group: 1 MiB each, of which two stay in a second-level cache.
+/// Longer messages cross in pieces.
+pub const EXCHANGE_VALUES: usize = 1 << 18;
+
+/// Bytes of the plan log of a group: the largest body of a job, and records for as long as it is
+/// computed.
+pub const PLAN_LOG_BYTES: usize = 2 * MAX_BODY_BYTES;
+
+/// Bytes of the segment that the ranks of a group share.
+pub fn group_bytes(world_size: usize) -> u64 {
+    let buffers = 2 * world_size * EXCHANGE_VALUES * size_of::<f32>();
+    (buffers + PLAN_LOG_BYTES) as u64
+}
 
 /// The memory that an instance may use.
 #[derive(Clone, Debug)]

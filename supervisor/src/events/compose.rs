@@ -24,7 +24,8 @@ use crate::channel::Message;
 use crate::child_process::slot_of;
 use crate::instance::Instance;
 use crate::plan::Placement;
-use crate::segments::{EXCHANGE_VALUES, KvChoice, MakeError, PLAN_LOG_BYTES};
+use crate::segments::{KvChoice, MakeError};
+use crate::sizing::{EXCHANGE_VALUES, PLAN_LOG_BYTES};
 use crate::tree::{ChildId, Down, Event, ExitStatus, Init};
 
 impl Driver<'_> {
