@@ -27,11 +27,9 @@ use shared::model::ModelFacts;
 
 use crate::spec::{BlockSpec, Experts, GatedMlp, LinearSpec, Mlp, Position, Qkv};
 
+pub use shared::shm::group::MAX_RANKS;
 pub use shares::{ShareError, Shares};
 pub use slice::{Slice, SliceShape};
-
-/// Most ranks of a group: the devices of one large machine.
-pub const MAX_RANKS: usize = 16;
 
 /// Cuts of inputs fall on multiples of this where possible: the weights of an NF4 group, and of a
 /// step of the fast products.
