@@ -15,13 +15,13 @@ use super::FileMap;
 #[derive(Debug)]
 pub(super) struct Held {
     tensor: TensorEntry,
-    part: Part,
+    part: HeldPart,
     /// Bytes that belong to the part; shared ones counted.
     bytes: u64,
 }
 
 #[derive(Debug)]
-enum Part {
+enum HeldPart {
     /// Mapped.
     All,
     /// Mapped: elements of a vector.
@@ -41,17 +41,17 @@ impl Held {
         let columns = || 0..whole.inputs();
         let copied = |rows: &[Range<usize>], columns| WeightSlice::new(whole, rows, columns);
         let part = match slice {
-            Slice::All => Part::All,
+            Slice::All => HeldPart::All,
             Slice::None => return None,
             Slice::Rows(ranges) => match (&ranges[..], is_vector) {
-                ([one], true) => Part::Elements(one.clone()),
-                ([one], false) => Part::Rows(one.clone()),
-                (several, true) => Part::Copied(WeightSlice::elements(whole, several)?),
-                (several, false) => Part::Copied(copied(several, columns())?),
+                ([one], true) => HeldPart::Elements(one.clone()),
+                ([one], false) => HeldPart::Rows(one.clone()),
+                (several, true) => HeldPart::Copied(WeightSlice::elements(whole, several)?),
+                (several, false) => HeldPart::Copied(copied(several, columns())?),
             },
             Slice::Columns(columns) => {
                 let all = 0..whole.outputs();
-                Part::Copied(copied(std::slice::from_ref(&all), columns.clone())?)
+                HeldPart::Copied(copied(std::slice::from_ref(&all), columns.clone())?)
             }
         };
         let of = slice.of(&shape)?;
@@ -68,21 +68,21 @@ impl Held {
 
     fn of<'a>(&'a self, file: &'a FileMap) -> Option<WeightView<'a>> {
         match &self.part {
-            Part::All => whole(file, &self.tensor),
-            Part::Elements(range) => {
+            HeldPart::All => whole(file, &self.tensor),
+            HeldPart::Elements(range) => {
                 let (dtype, size) = (self.tensor.dtype, self.tensor.dtype.size_bytes());
                 let bytes = whole(file, &self.tensor)?.row(0)?;
                 let own = range.start.checked_mul(size)?..range.end.checked_mul(size)?;
                 WeightView::new(dtype, 1, range.len(), bytes.get(own)?).ok()
             }
-            Part::Rows(range) => whole(file, &self.tensor)?.rows(range.clone()),
-            Part::Copied(slice) => slice.view(),
+            HeldPart::Rows(range) => whole(file, &self.tensor)?.rows(range.clone()),
+            HeldPart::Copied(slice) => slice.view(),
         }
     }
 
     /// Asks the kernel to read what is mapped ahead.
     pub(super) fn read_ahead(&self, file: &FileMap) {
-        if !matches!(self.part, Part::Copied(_))
+        if !matches!(self.part, HeldPart::Copied(_))
             && let Some(view) = self.of(file)
         {
             file.read_ahead(view.bytes());
@@ -102,8 +102,8 @@ impl Held {
     /// Bytes of a copy.
     pub(super) fn copied_bytes(&self) -> u64 {
         match &self.part {
-            Part::Copied(slice) => slice.len() as u64,
-            Part::All | Part::Elements(_) | Part::Rows(_) => 0,
+            HeldPart::Copied(slice) => slice.len() as u64,
+            HeldPart::All | HeldPart::Elements(_) | HeldPart::Rows(_) => 0,
         }
     }
 }
