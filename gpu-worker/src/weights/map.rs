@@ -1,5 +1,5 @@
 //! Weights where they lie: the files that the manifest names, mapped read-only. A rank of a group
-//! copies what of its shard does not lie in one piece ([`held`]); nothing else is ever copied.
+//! copies what of its shard does not lie in one piece (`held.rs`); nothing else is ever copied.
 //! Pages of memory that hold weights belong to the page cache, so that a restarted worker finds
 //! them there, and several workers share them.
 //!
