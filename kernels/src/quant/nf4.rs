@@ -57,20 +57,6 @@ pub fn stored_bytes(outputs: usize, inputs: usize) -> Option<usize> {
         .checked_add((4 * (groups.div_ceil(SUPER_GROUP) + 1)).next_multiple_of(PART_ALIGNMENT))
 }
 
-/// Group of the whole matrix that a row of a slice begins with; no part of the loops over whole
-/// matrices, which would be slower for it.
-///
-/// # Safety
-/// `starts` has the row.
-#[allow(unsafe_code, reason = "the innermost loop of a matrix product asks for it")]
-#[cold]
-unsafe fn first_group(starts: &[u8], output: usize) -> usize {
-    let start = starts.as_ptr().cast::<u64>().wrapping_add(output);
-    // SAFETY: the caller knows that it is there.
-    let start = u64::from_le(unsafe { start.read_unaligned() });
-    start as usize / GROUP
-}
-
 /// The parts of a stored matrix, or of a slice of one.
 #[derive(Clone, Copy, Debug)]
 pub struct Parts<'a> {
@@ -173,6 +159,11 @@ impl<'a> Parts<'a> {
         }
     }
 
+    /// Whether it is a slice in memory of its own.
+    pub fn is_cut(&self) -> bool {
+        matches!(self.rows, Rows::Cut { .. })
+    }
+
     /// Whether each row begins and ends with a group: what fast paths take.
     pub fn is_grouped(&self) -> bool {
         self.inputs.is_multiple_of(GROUP)
@@ -196,19 +187,30 @@ impl<'a> Parts<'a> {
     }
 
     /// [`scale`](Self::scale) of group `group` of row `output`, which begins and ends with a group.
+    /// Of matrices that [are not cut](Self::is_cut), a loop without `CUT` is a tenth faster.
     ///
     /// # Safety
-    /// The matrix [`is_grouped`](Self::is_grouped) and has that row, and a row that group.
+    /// The matrix [`is_grouped`](Self::is_grouped) and has that row, and a row that group; without
+    /// `CUT` it is not cut.
     #[allow(unsafe_code, reason = "the innermost loop of a matrix product asks for it")]
     #[inline(always)]
-    pub(crate) unsafe fn scale_unchecked(&self, output: usize, group: usize) -> f32 {
+    pub(crate) unsafe fn scale_unchecked<const CUT: bool>(
+        &self,
+        output: usize,
+        group: usize,
+    ) -> f32 {
         let held = output * (self.inputs / GROUP) + group;
         // SAFETY: `absmax` has the groups of all rows.
         let code = unsafe { *self.absmax.get_unchecked(held) };
         let named = match self.rows {
             Rows::Running { first, .. } => first + held,
-            // SAFETY: `cut` counted one start per row.
-            Rows::Cut { starts, .. } => group + unsafe { first_group(starts, output) },
+            Rows::Cut { starts, .. } if CUT => {
+                let start = starts.as_ptr().cast::<u64>().wrapping_add(output);
+                // SAFETY: `cut` counted one start per row.
+                let start = u64::from_le(unsafe { start.read_unaligned() });
+                start as usize / GROUP + group
+            }
+            Rows::Cut { .. } => held,
         };
         let second = self.absmax2.as_ptr().cast::<f32>().wrapping_add(named / SUPER_GROUP);
         // SAFETY: `absmax2` has the second scales of all groups of the whole matrix, in which `new`

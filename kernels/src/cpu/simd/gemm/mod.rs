@@ -134,39 +134,43 @@ impl<'w> LikeProducts<'_, '_, 'w> {
 
     fn nf4(&mut self) {
         #[cfg(target_arch = "x86_64")]
-        let (dtype, inputs) = (self.dtype, self.inputs);
-        #[cfg(target_arch = "x86_64")]
-        let has_groups = self
-            .args
-            .parts
-            .iter()
-            .all(|part| nf4_parts(part.weight).is_some_and(|parts| parts.is_grouped()));
-        match (self.isa, self.dtype) {
-            #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512Bf16, DType::Bf16) if has_groups => {
-                self.multiply::<pairs::Pairs, _>(|weight| {
-                    nf4_parts(weight).map(|parts| pairs::Nf4 { parts, inputs })
-                });
+        {
+            let all = |is: fn(&quant::nf4::Parts<'_>) -> bool| {
+                let mut parts = self.args.parts.iter();
+                parts.all(|part| nf4_parts(part.weight).is_some_and(|parts| is(&parts)))
+            };
+            let (has_groups, is_whole) = (all(|p| p.is_grouped()), all(|p| !p.is_cut()));
+            match has_groups && self.isa != Isa::Portable {
+                true if is_whole => return self.grouped_nf4::<false>(),
+                true => return self.grouped_nf4::<true>(),
+                false => {}
             }
+        }
+        match self.isa {
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512Bf16 | Isa::Avx512 | Isa::Avx2, DType::Bf16) if has_groups => {
-                self.multiply::<Float<__m256>, _>(|weight| {
-                    nf4_parts(weight).map(|parts| nf4::Nf4Bf16 { parts, inputs })
-                });
-            }
-            #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512Bf16 | Isa::Avx512 | Isa::Avx2, _) if has_groups => {
-                self.multiply::<Float<__m256>, _>(|weight| {
-                    nf4_parts(weight).map(|parts| nf4::Nf4 { parts, inputs, dtype })
-                });
-            }
-            #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512Bf16 | Isa::Avx512, _) => {
+            Isa::Avx512Bf16 | Isa::Avx512 => {
                 self.multiply::<Float<__m512>, _>(|weight| Some(View(weight)));
             }
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx2, _) => self.multiply::<Float<__m256>, _>(|weight| Some(View(weight))),
+            Isa::Avx2 => self.multiply::<Float<__m256>, _>(|weight| Some(View(weight))),
             _ => self.multiply::<Float<Plain>, _>(|weight| Some(View(weight))),
+        }
+    }
+
+    /// NF4 whose rows are whole groups; without `CUT`, no matrix is cut.
+    #[cfg(target_arch = "x86_64")]
+    fn grouped_nf4<const CUT: bool>(&mut self) {
+        let (dtype, inputs) = (self.dtype, self.inputs);
+        match (self.isa, dtype) {
+            (Isa::Avx512Bf16, DType::Bf16) => self.multiply::<pairs::Pairs, _>(|weight| {
+                nf4_parts(weight).map(|parts| pairs::Nf4::<CUT> { parts, inputs })
+            }),
+            (_, DType::Bf16) => self.multiply::<Float<__m256>, _>(|weight| {
+                nf4_parts(weight).map(|parts| nf4::Nf4Bf16::<CUT> { parts, inputs })
+            }),
+            _ => self.multiply::<Float<__m256>, _>(|weight| {
+                nf4_parts(weight).map(|parts| nf4::Nf4::<CUT> { parts, inputs, dtype })
+            }),
         }
     }
 
