@@ -66,6 +66,7 @@ finish() {
 ended() {
     local status=$? failed=$stage
     close_stage >/dev/null
+    [ -z "${venv:-}" ] || kill "$venv" 2>/dev/null || true
     printf '%s%-10s %5d s\n' "$table" total $SECONDS
     if [ $status -ne 0 ] && [ -n "$failed" ]; then
         printf '==> stage %s failed with status %d after %d s\n' "$failed" $status $SECONDS >&2
