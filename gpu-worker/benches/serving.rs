@@ -3,10 +3,10 @@
 //! by the number of rows.
 //!
 //!     cargo bench -p gpu-worker --bench serving -- [SECONDS] [--sessions N] [--think MILLISECONDS]
-//! [--only tiny]
+//! [--only tiny|products]
 //!
 //! `--only tiny` measures a step of a tiny model instead, with pauses as between the steps of one
-//! client.
+//! client; `--only products` what blocks cost in each format: one row, 16, and a prefill.
 //!
 //! Four Llama blocks of hidden size 2048 (184 M parameters) behind the worker's own schedule, in
 //! one thread as in the executor; rings and network are left out. A session sends its next step
@@ -52,6 +52,12 @@ fn main() {
     if arguments.iter().any(|a| a == "tiny") {
         return;
     }
+    if arguments.iter().any(|a| a == "products") {
+        for (dtype, quant) in FORMATS {
+            Worker::new(&Bytes::new(spec(LARGE), dtype, quant), threads).products(quant);
+        }
+        return;
+    }
     for quant in [QuantType::None, QuantType::Int8, QuantType::Nf4] {
         let bytes = Bytes::new(spec(LARGE), DType::Bf16, quant);
         let mut worker = Worker::new(&bytes, threads);
@@ -63,6 +69,14 @@ fn main() {
         }
     }
 }
+
+const FORMATS: [(DType, QuantType); 5] = [
+    (DType::Bf16, QuantType::None),
+    (DType::Bf16, QuantType::Int8),
+    (DType::Bf16, QuantType::Nf4),
+    (DType::F16, QuantType::None),
+    (DType::F32, QuantType::None),
+];
 
 /// Hidden size, intermediate size, blocks, heads and kv heads.
 type Sizes = [usize; 5];
@@ -214,16 +228,7 @@ impl<'w> Worker<'w> {
         for count in [1, 2, 4, 8, 16, 32] {
             let tables: Vec<_> = (0..count).map(table).collect();
             let rows: Vec<_> = tables.iter().map(|pages| decode(pages)).collect();
-            let mut hidden = vec![0.5; count * self.spec.hidden];
-            let (mut least, began) = (f64::MAX, Instant::now());
-            while began.elapsed() < Duration::from_secs(2) {
-                let start = Instant::now();
-                for block in 0..BLOCKS {
-                    hidden.fill(0.5);
-                    self.forward(block, &rows, &mut hidden);
-                }
-                least = least.min(start.elapsed().as_secs_f64());
-            }
+            let least = self.least(&rows, Duration::from_secs(2));
             alone = if count == 1 { least } else { alone };
             println!(
                 "{quant}: {count:2} rows {:8.2} ms {:8.1} steps/s, {:.2} x one row",
@@ -232,6 +237,38 @@ impl<'w> Worker<'w> {
                 count as f64 * alone / least
             );
         }
+    }
+
+    /// All blocks with one row, with 16, and with a prefill.
+    fn products(&mut self, quant: QuantType) {
+        let tables: Vec<_> = (0..16).map(table).collect();
+        let rows: Vec<_> = tables.iter().map(|pages| decode(pages)).collect();
+        let prefill = [StepRow { tokens: TOKENS, prefix: 0, pages: &tables[0] }];
+        let [one, many, prefill] =
+            [&rows[..1], &rows, &prefill].map(|rows| self.least(rows, Duration::from_millis(700)));
+        println!(
+            "{} {quant}: 1 row {:.2} ms, 16 rows {:.2} ms, a prefill of {TOKENS} tokens {:.1} ms",
+            self.dtype,
+            one * 1e3,
+            many * 1e3,
+            prefill * 1e3
+        );
+    }
+
+    /// Seconds of one pass of the rows through all blocks: the least of those that fit into a time.
+    fn least(&mut self, rows: &[StepRow<'_>], time: Duration) -> f64 {
+        let tokens: usize = rows.iter().map(|row| row.tokens).sum();
+        let mut hidden = vec![0.5; tokens * self.spec.hidden];
+        let (mut least, began) = (f64::MAX, Instant::now());
+        while began.elapsed() < time {
+            let start = Instant::now();
+            for block in 0..BLOCKS {
+                hidden.fill(0.5);
+                self.forward(block, rows, &mut hidden);
+            }
+            least = least.min(start.elapsed().as_secs_f64());
+        }
+        least
     }
 
     /// Serves sessions, and a job of `background` after the other, for some time.
