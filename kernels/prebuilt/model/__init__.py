@@ -1,0 +1,1 @@
+"""What ../budget.py computes from compiled kernels: instructions, pipes, memory and times."""

@@ -1,0 +1,214 @@
+"""What a launch costs on a device: clocks of every pipe, bytes, and its time."""
+
+import collections
+import dataclasses
+import hashlib
+import pathlib
+import pickle
+
+from . import launch, latency, pipes, warp
+
+# Between the end of a kernel and the start of the next one in a graph. Source: Spector et al., "Look
+# Ma, No Bubbles" (Hazy Research, 2025): 1.3 us on an H100, kernels that do nothing.
+GAP_US = 1.3
+REGISTERS = 65536
+
+
+@dataclasses.dataclass
+class Cost:
+    """Clocks are means over the multiprocessors of a device."""
+
+    spec: object
+    clocks: dict
+    l2_bytes: float
+    memory_clocks: float
+    time_us: float
+    # Clocks of one warp that runs alone, and how many CTAs follow each other.
+    alone: float
+    waves: float
+    # {pipe or what is counted: per CTA} of the hottest loop, and its share of the instructions.
+    loop: dict
+    # {instruction: executions} of that loop.
+    mix: dict
+    assumed: int
+
+    @property
+    def busiest(self):
+        return max(pipes.PIPES, key=lambda pipe: self.clocks[pipe])
+
+
+class Meter:
+    """Runs launches once per architecture and keeps what they executed."""
+
+    def __init__(self, images, manifest, folder=None):
+        self.images, self.manifest, self.folder = images, manifest, folder
+        self.programs, self.traces, self.costs, self.timers = {}, {}, {}, {}
+
+    def kernel(self, spec, architecture):
+        names = sorted(kernels_of(self.manifest, spec.image))
+        return self.images.kernels(spec.image, architecture, names)[spec.kernel]
+
+    def program(self, spec, architecture):
+        key = (spec.kernel, architecture)
+        if key not in self.programs:
+            self.programs[key] = warp.Program(self.kernel(spec, architecture))
+        return self.programs[key]
+
+    def trace(self, spec, architecture):
+        """[(CTAs that it stands for, warps of a CTA that it stands for, Trace)]."""
+        counts = [(ctas, warps) for _, ctas in spec.ctas for _, warps in spec.warps]
+        return [(*count, trace) for count, trace in zip(counts, self.ran(spec, architecture))]
+
+    def ran(self, spec, architecture):
+        """The traces of the CTAs and warps that are run, in their order."""
+        identity = spec.alike or (spec.grid, spec.parameters)
+        which = [cta for cta, _ in spec.ctas], [number for number, _ in spec.warps]
+        key = (spec.kernel, architecture, repr((identity, which)))
+        if key not in self.traces:
+            self.traces[key] = self.kept(key, lambda: self.run(spec, architecture))
+        return self.traces[key]
+
+    def kept(self, key, make):
+        """The result of `make` for these programs and this kernel, from the folder if it has it."""
+        if self.folder is None:
+            return make()
+        source = self.manifest_entry(key[0])
+        digest = hashlib.sha256((SOURCES + repr((key, source))).encode()).hexdigest()[:24]
+        path = self.folder / digest
+        if path.exists():
+            return pickle.loads(path.read_bytes())
+        made = make()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{id(made)}")
+        fresh.write_bytes(pickle.dumps(made))
+        fresh.replace(path)
+        return made
+
+    def manifest_entry(self, kernel):
+        return next(image["source"] for image in self.manifest.values() if kernel in image["kernels"])
+
+    def run(self, spec, architecture):
+        program = self.program(spec, architecture)
+        constants = program.kernel.constants
+        made = launch.Launch(architecture, spec.grid, spec.cta, spec.parameters, constants)
+        traces = []
+        for cta, _ in spec.ctas:
+            for number, _ in spec.warps:
+                trace = warp.Trace()
+                program.run(made, cta, number, trace)
+                traces.append(trace)
+        return traces
+
+    def cost(self, spec, device):
+        """The `Cost` of a launch."""
+        traces = self.trace(spec, device.architecture)
+        kernel = self.kernel(spec, device.architecture)
+        key = (spec.kernel, device.architecture)
+        if key not in self.costs:
+            self.costs[key] = pipes.Costs(kernel, device.architecture)
+            self.timers[key] = latency.Timer(kernel)
+        costs = self.costs[key]
+        total, bytes_read, bytes_all, alone = collections.Counter(), 0, 0, 0.0
+        for ctas, warps, trace in traces:
+            for pipe, clocks in costs.of(trace, device).items():
+                total[pipe] += ctas * warps * clocks
+            for sectors in trace.requests.sectors.values():
+                bytes_all += ctas * warps * 32 * sectors
+            alone = max(alone, self.alone(spec, device, trace, self.timers[key]))
+        total["l2"] = bytes_all / device.l2_bytes_per_clock
+        mean = collections.Counter({p: c / device.multiprocessors for p, c in total.items()})
+        memory = spec.memory_bytes / device.bytes_per_clock / device.multiprocessors
+        time, waves = self.time(spec, device, mean, working(costs, traces), alone)
+        loop, mix = hottest(kernel, costs, traces, device)
+        assumed = len(set().union(*(trace.assumed for _, _, trace in traces)))
+        return Cost(spec, mean, bytes_all, memory, time, alone, waves, loop, mix, assumed)
+
+    def alone(self, spec, device, trace, timer):
+        """Clocks of the first warp of a trace when nothing else runs."""
+        pointers = [p for p in spec.parameters if isinstance(p, launch.Buffer)]
+        far = device.memory_latency * device.clock
+        clocks = [0.0, *(far if p.is_streamed else device.l2_latency for p in pointers)]
+
+        def latency_of(number):
+            if number < 0:
+                return latency.CACHED
+            return clocks[number] if number < len(clocks) else device.l2_latency
+
+        waits = {at: [latency_of(n) for n in list_] for at, list_ in trace.requests.waits.items()}
+        return timer.clocks(trace.path, waits)
+
+    def time(self, spec, device, mean, working, alone):
+        """Microseconds of a launch, with the gap before it, and its waves of CTAs.
+
+        CTAs run in waves of as many as the device holds. A wave takes the time of the busiest pipe
+        of the multiprocessors with the most CTAs, of memory, or of a warp that runs alone.
+        """
+        held = self.held(spec, device)
+        slots = held * device.multiprocessors
+        clocks, left = 0.0, working
+        while left > 0:
+            now = min(left, slots)
+            share = now / working
+            on_one = -(-now // device.multiprocessors)
+            evenly = now / device.multiprocessors
+            busiest = max(mean[pipe] for pipe in pipes.PIPES) * share * on_one / evenly
+            rate = device.reached
+            if spec.in_flight:
+                rate = min(rate, now * spec.in_flight / (device.memory_latency * 1e-6))
+            transfer = spec.memory_bytes * share / rate * device.hertz
+            clocks += max(busiest, transfer, alone)
+            left -= now
+        fill = device.memory_latency if spec.memory_bytes else 0.0
+        time = clocks / device.clock + fill + GAP_US
+        return time, working / slots
+
+    def held(self, spec, device):
+        """CTAs that a multiprocessor holds at a time."""
+        use = self.manifest[spec.image]["kernels"][spec.kernel][device.architecture]
+        warps = -(-spec.cta[0] // 32)
+        of_warp = -(-use["registers"] * 32 // 256) * 256
+        by_registers = REGISTERS // of_warp // 4 * 4 // warps if warps >= 4 else REGISTERS // of_warp
+        # The system takes 1 KiB of shared memory per CTA.
+        by_shared = (device.shared << 10) // (spec.shared + use["shared"] + 1024)
+        return max(1, min(by_registers, by_shared, device.warps // warps, device.ctas))
+
+
+def kernels_of(manifest, image):
+    """The kernels of an image that a bf16 model uses."""
+    return [name for name in manifest[image]["kernels"] if "_f16" not in name and "_f32" not in name]
+
+
+def hottest(kernel, costs, traces, device):
+    """The loop with the most instructions: its clocks and instructions over all CTAs."""
+    best, mix = {}, {}
+    for loop in kernel.loops:
+        total, ops = collections.Counter(), collections.Counter()
+        for ctas, warps, trace in traces:
+            ran = loop & trace.blocks.keys()
+            if not ran:
+                continue
+            for pipe, clocks in costs.of(trace, device, loop).items():
+                total[pipe] += ctas * warps * clocks
+            for start in ran:
+                for one in kernel.code[start : kernel.blocks[start]]:
+                    name = ".".join([one.op, *one.mods])
+                    ops[name] += ctas * warps * trace.blocks[start]
+        if total["instructions"] > best.get("instructions", 0):
+            best, mix = dict(total), dict(ops)
+    return best, mix
+
+
+def working(costs, traces):
+    """CTAs with work; others end at once."""
+    sizes = collections.Counter()
+    for ctas, warps, trace in traces:
+        instructions = sum(costs.blocks[at]["instructions"] * n for at, n in trace.blocks.items())
+        sizes[instructions] += ctas / len([t for t in traces if t[0] == ctas])
+    most = max(sizes)
+    return round(sum(count for size, count in sizes.items() if size * 20 > most))
+
+
+SOURCES = "".join(
+    path.read_text() for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))
+    if path.name in ("sass.py", "lanes.py", "semantics.py", "warp.py", "memory.py", "launch.py")
+)

@@ -1,0 +1,120 @@
+"""Reads the images of the parent folder and disassembles them.
+
+The disassembler and zstandard are pinned packages from PyPI (no compiler). Kernels that were read
+are kept beside the tools, by the hash of their cubin, so that a second run takes a second.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import pickle
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+
+from . import sass
+
+HERE = pathlib.Path(__file__).resolve().parent
+PREBUILT = HERE.parent
+PACKAGES = ["nvidia-cuda-nvdisasm==13.5.37", "zstandard==0.25.0"]
+
+
+def tools_folder():
+    target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", PREBUILT.parents[1] / "target"))
+    return (target / "cuda-disassembler").resolve()
+
+
+def install(tools):
+    """Installs the disassembler unless exactly these packages are there."""
+    stamp = tools / "packages"
+    if not stamp.exists() or stamp.read_text() != "\n".join(PACKAGES):
+        subprocess.run([sys.executable, "-m", "venv", "--clear", tools], check=True)
+        pip = [tools / "bin/pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, *PACKAGES], check=True)
+        stamp.write_text("\n".join(PACKAGES))
+    site = next((tools / "lib").glob("python3.*")) / "site-packages"
+    if str(site) not in sys.path:
+        sys.path.append(str(site))
+    return site / "nvidia/cu13/bin/nvdisasm"
+
+
+def manifest():
+    return json.loads((PREBUILT / "manifest.json").read_text())["images"]
+
+
+def sections(op):
+    """{name: bytes} of an image (build.py, packed)."""
+    import zstandard
+
+    data = zstandard.ZstdDecompressor().decompress(
+        (PREBUILT / f"{op}.zst").read_bytes(), max_output_size=1 << 30
+    )
+    (count,), at, found = struct.unpack_from("<I", data), 4, {}
+    for _ in range(count):
+        name, size = struct.unpack_from("<II", data, at)
+        at += 8
+        found[data[at : at + name].decode()] = data[at + name : at + name + size]
+        at += name + size
+    return found
+
+
+def constants(cubin, kernel):
+    """{bank: bytes}: the constants that the compiler keeps beside a kernel.
+
+    Source of the layout: the ELF-64 object file format; sections `.nv.constantBANK.KERNEL`.
+    """
+    offset, size, count, names = (
+        struct.unpack_from("<Q", cubin, 0x28)[0],
+        *struct.unpack_from("<HHH", cubin, 0x3A),
+    )
+    heads = [struct.unpack_from("<IIQQQQ", cubin, offset + size * at) for at in range(count)]
+    strings, found = heads[names][4], {}
+    for name, _, _, _, at, length in heads:
+        end = cubin.index(b"\0", strings + name)
+        text = cubin[strings + name : end].decode()
+        if match := re.fullmatch(rf"\.nv\.constant(\d+)\.{kernel}", text):
+            found[int(match[1])] = cubin[at : at + length]
+    return {bank: data for bank, data in found.items() if bank != 0}
+
+
+class Images:
+    """Kernels by image, architecture and name."""
+
+    def __init__(self, tools=None):
+        self.tools = tools or tools_folder()
+        self.nvdisasm = install(self.tools)
+        self.kept = {}
+
+    def kernels(self, op, architecture, names):
+        """Those kernels of an image: {name: Kernel}."""
+        key = (op, architecture)
+        if key not in self.kept:
+            self.kept[key] = sections(op)[f"sm_{architecture}"]
+        cubin = self.kept[key]
+        form = hashlib.sha256((HERE / "sass.py").read_bytes()).hexdigest()[:8]
+        digest = hashlib.sha256(cubin + form.encode() + repr(names).encode()).hexdigest()[:24]
+        path = self.tools / "kernels" / digest
+        if path.exists():
+            return pickle.loads(path.read_bytes())
+        found = sass.kernels(self.disassembly(cubin), set(names).__contains__)
+        if lost := set(names) - found.keys():
+            raise KeyError(f"{op}.zst for sm_{architecture} has no kernel {' '.join(sorted(lost))}")
+        for name, kernel in found.items():
+            kernel.constants = constants(cubin, name)
+        path.parent.mkdir(exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        fresh.write_bytes(pickle.dumps(found))
+        fresh.replace(path)
+        return found
+
+    def disassembly(self, cubin):
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(cubin)
+            file.flush()
+            # Without control-flow analysis, as in build.py.
+            command = [self.nvdisasm, "-c", "-ndf", file.name]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout

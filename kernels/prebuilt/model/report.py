@@ -1,0 +1,108 @@
+"""The tables of kernels/cuda/README.md."""
+
+import pathlib
+
+from . import limits, shapes
+from .cost import GAP_US
+from .devices import DEVICES, UNCHECKED
+
+README = pathlib.Path(__file__).resolve().parents[2] / "cuda" / "README.md"
+BEGIN = "<!-- written by kernels/prebuilt/budget.py --write -->"
+END = "<!-- end of what budget.py writes -->"
+
+
+def tables(results):
+    """Markdown between the marks."""
+    return "\n".join(
+        [BEGIN, "", *times(results), "", *shares(results), "", *devices(results), "", END]
+    )
+
+
+def times(results):
+    head = [f"{label(quant)}, {rows}" for quant in shapes.FORMATS for rows in shapes.ROWS]
+    lines = [
+        "Computed times of one block in us, by format and rows; and computed shares of the reached"
+        " bandwidth by decode",
+        "attention of one row, its launches included:",
+        "",
+        "| Device | " + " | ".join(head) + " | 32k tokens | 128k tokens |",
+        "| --- |" + " --: |" * (len(head) + 2),
+    ]
+    for name, result in results.items():
+        cells = [
+            f"{result['block_us'][quant][str(rows)]:.0f}"
+            for quant in shapes.FORMATS
+            for rows in shapes.ROWS
+        ]
+        cells += [f"{100 * part['share']:.0f} %" for part in result["attention"].values()]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def shares(results):
+    families = list(next(iter(results.values()))["families"])
+    head = [f"{family}, {rows}" for family in families for rows in shapes.ROWS]
+    lines = [
+        "Computed clocks of the busiest pipe in percent of the clocks that memory leaves, by kernel"
+        f" family and rows (goal {limits.GOAL}; limits",
+        f"{limits.LIMITS[1]} for 1 and 8 rows, {limits.LIMITS[32]} for 32; **bold** is above its"
+        " limit and held by `ceilings.json`):",
+        "",
+        "| Device | " + " | ".join(head) + " |",
+        "| --- |" + " --: |" * len(head),
+    ]
+    for name, result in results.items():
+        cells = []
+        for family in families:
+            for rows in shapes.ROWS:
+                part = result["families"][family][str(rows)]
+                percent = -int(-100 * part["share"] // 1)
+                cell = f"{percent} {part['busiest']}"
+                is_above = percent > limits.LIMITS[rows] and name not in UNCHECKED
+                cells.append(f"**{cell}**" if is_above else cell)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def devices(results):
+    lines = [
+        "What is taken for the devices (sources: `prebuilt/model/devices.py`):",
+        "",
+        "| Device | Compute capability | SMs | Clock (MHz) | Bandwidth (GB/s) | Reached | L2 (B/clock)"
+        " | mma (products/clock/SM) |",
+        "| --- | --- | --: | --: | --: | --: | --: | --: |",
+    ]
+    for name in results:
+        device = DEVICES[name]
+        capability = device.architecture.rstrip("a")
+        capability = f"{capability[:-1]}.{capability[-1]}"
+        lines.append(
+            f"| {name} | {capability} | {device.multiprocessors} | {device.clock:,} |"
+            f" {device.bandwidth:,} | {100 * device.share:.0f} % | {device.l2_bytes:,} |"
+            f" {device.tensor_rate:,} |"
+        )
+    return lines
+
+
+def label(quant):
+    return {"nf4": "NF4", "int8": "INT8"}.get(quant, quant)
+
+
+def current():
+    """The tables that the README has, and the text around them."""
+    text = README.read_text()
+    before, rest = text.split(BEGIN, 1)
+    inside, after = rest.split(END, 1)
+    return before, BEGIN + inside + END, after
+
+
+def write(results):
+    before, _, after = current()
+    README.write_text(before + tables(results) + after)
+
+
+def is_current(results):
+    return current()[1] == tables(results)
+
+
+ASSUMED_GAP = GAP_US

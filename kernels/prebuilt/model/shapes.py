@@ -1,0 +1,252 @@
+"""The launches of a decode step of a Llama-70B-shaped block, as kernels/src launches them.
+
+Hidden 8192, 64 query heads and 8 KV heads of 128, MLP 28672, bf16 arithmetic and KV cache. Rows are
+sessions with one new token each and `context` positions, the new one included.
+
+Sizes of tiles come from the manifest of the images; `gemv`, `splits` and `norm_threads` are
+kernels/src/tuning.rs's functions (COPIED), the order of launches gpu-worker/src/block/forward.rs's.
+"""
+
+import dataclasses
+
+from .launch import Buffer, Wide
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 8192, 64, 8, 128, 28672
+GROUP = HEADS // KV_HEADS
+PAGE_TOKENS = 16
+FORMATS = ["nf4", "int8", "bf16"]
+KERNEL_FORMAT = {"nf4": "nf4", "int8": "int8", "bf16": "plain"}
+ROWS = [1, 8, 32]
+CONTEXT = 2048
+
+# Functions of kernels/src/tuning.rs that are written again here, and a hash of their text: whoever
+# changes one changes it here, too (test_budget.py).
+COPIED = {
+    "cuda_gemv": "",
+    "cuda_attention_splits": "",
+    "cuda_norm_threads": "",
+}
+
+
+@dataclasses.dataclass
+class Spec:
+    """One launch."""
+
+    name: str
+    family: str
+    image: str
+    kernel: str
+    grid: tuple
+    cta: tuple
+    shared: int
+    parameters: list
+    # Which CTAs and which of their warps stand for how many.
+    ctas: list
+    warps: list
+    # Bytes that must come from the device's memory, and weights among them.
+    memory_bytes: int = 0
+    weights: int = 0
+    # Bytes that a CTA has in flight while it waits for memory.
+    in_flight: int = 0
+    # Launches of a kernel with the same `alike` have the same CTAs.
+    alike: tuple = ()
+
+
+def ceil(a, b):
+    return -(-a // b)
+
+
+def gemv(outputs, rows, is_nf4, multiprocessors, shared_bytes, exports):
+    """tuning::cuda_gemv: (m, n, stages, bytes of shared memory, bytes of a stage)."""
+    m = 2 if outputs >= 32 * multiprocessors else 1
+    n = 1 if rows <= 8 else 2 if rows <= 16 else 4
+    table = exports["TABLES_NF4"] if is_nf4 else 0
+    stage = exports["STAGE_PER_TILE"] * m
+    left = max(0, min(shared_bytes, 112 << 10) - table)
+    stages = min(max(left // stage, 2), 4)
+    return m, n, stages, table + stages * stage, stage
+
+
+def splits(multiprocessors, pairs):
+    """tuning::cuda_attention_splits."""
+    return min(max(ceil(2 * 6 * max(multiprocessors, 1), max(pairs, 1)), 1), 1024)
+
+
+def norm_threads(width):
+    """tuning::cuda_norm_threads."""
+    return min(max(ceil(ceil(width, 8), 32) * 32, 32), 512)
+
+
+def matrix_bytes(quant, outputs, inputs):
+    """Bytes of a stored matrix; NF4: codes, scales of 64, their scales of 256 groups."""
+    weights = outputs * inputs
+    if quant == "nf4":
+        return weights // 2 + weights // 64 + 4 * ceil(weights, 64 * 256)
+    if quant == "int8":
+        return weights + 4 * outputs
+    return 2 * weights
+
+
+def products(manifest, device, name, quant, rows, inputs, outputs):
+    """One launch of linear_gemv.cu over up to 3 matrices."""
+    exports = manifest["linear_gemv"]["exports"]
+    m, n, stages, shared, stage = gemv(
+        sum(outputs), rows, quant == "nf4", device.multiprocessors, device.shared_cta << 10, exports
+    )
+    parameters = []
+    for number in range(3):
+        if number < len(outputs):
+            weight = Buffer(f"weight{number}", is_streamed=True)
+            parameters += [weight, None, Buffer(f"out{number}"), outputs[number]]
+        else:
+            parameters += [None, None, None, 0]
+    tiles = sum(ceil(count, 16 * m) for count in outputs)
+    warps = exports["CTA_THREADS"] // 32
+    return Spec(
+        name=name,
+        family=f"linear_{quant}",
+        image="linear_gemv",
+        kernel=f"linear_gemv_{KERNEL_FORMAT[quant]}_bf16_m{m}n{n}",
+        grid=(tiles, 1, 1),
+        cta=(exports["CTA_THREADS"], 1, 1),
+        shared=shared,
+        parameters=[*parameters, Buffer("x"), inputs, rows, stages],
+        ctas=[((0, 0, 0), tiles)],
+        warps=[(0, 1), (1, warps - 1)],
+        memory_bytes=sum(matrix_bytes(quant, count, inputs) for count in outputs),
+        weights=sum(outputs) * inputs,
+        in_flight=(stages - 1) * stage,
+        alike=(inputs, rows, stages),
+    )
+
+
+def batch(rows, context):
+    """The words of a step (kernels/src/cuda/batch.rs): every row has one new token, the last."""
+    pages = ceil(context, PAGE_TOKENS)
+    tiles = ceil(context, 64)
+    arrays = [
+        list(range(rows)),
+        [context - 1] * rows,
+        [context - 1] * rows,
+        [row * pages for row in range(rows)],
+        list(range(rows * pages)),
+        list(range(rows + 1)),
+    ]
+    words, at = [rows, rows], 2 + len(arrays)
+    for array in arrays:
+        words.append(at)
+        at += len(array)
+    for array in arrays:
+        words += array
+    return Buffer("batch", tuple(words + [row * tiles for row in range(rows)]))
+
+
+def attention(manifest, device, rows, context):
+    """attention_decode and attention_join."""
+    exports = manifest["attention_decode"]["exports"]
+    shared, keys = exports[f"SHARED_D{HEAD_DIM}"], exports["TILE_KEYS"]
+    words, tiles = batch(rows, context), ceil(context, keys)
+    split, pairs = splits(device.multiprocessors, KV_HEADS * rows), KV_HEADS * rows
+    extra = tiles % split
+    samples = [((0, 0, 0), extra * pairs), ((extra, 0, 0), (split - extra) * pairs)]
+    workspace, window = Buffer("workspace"), 0xFFFFFFFF
+    pages = Buffer("pages", is_streamed=True)
+    scores = [1.0 / HEAD_DIM**0.5, 0.0, window]
+    decode = Spec(
+        name="attention_decode",
+        family="attention",
+        image="attention_decode",
+        kernel=f"attention_decode_bf16_d{HEAD_DIM}",
+        grid=(split, KV_HEADS, rows),
+        cta=(32, 1, 1),
+        shared=shared,
+        parameters=[Buffer("q"), pages, words, None, workspace, KV_HEADS, GROUP, *scores],
+        ctas=[sample for sample in samples if sample[1]],
+        warps=[(0, 1)],
+        memory_bytes=rows * context * KV_HEADS * HEAD_DIM * 4,
+        in_flight=shared,
+    )
+    join = Spec(
+        name="attention_join",
+        family="other",
+        image="attention_decode",
+        kernel="attention_join",
+        grid=(HEADS, rows, 1),
+        cta=(HEAD_DIM // 4, 1, 1),
+        shared=0,
+        parameters=[workspace, words, Buffer("out"), None, HEAD_DIM, window],
+        ctas=[((0, 0, 0), HEADS * rows)],
+        warps=[(0, 1)],
+    )
+    return [decode, join]
+
+
+def norm(manifest, rows):
+    threads = norm_threads(HIDDEN)
+    return Spec(
+        name="rmsnorm_add",
+        family="other",
+        image="rmsnorm",
+        kernel="rmsnorm_add_bf16",
+        grid=(rows, 1, 1),
+        cta=(threads, 1, 1),
+        shared=manifest["rmsnorm"]["exports"]["SHARED"],
+        parameters=[*map(Buffer, ("x", "y")), Buffer("weight", (), True), Buffer("out"), HIDDEN]
+        + [1e-5],
+        ctas=[((0, 0, 0), rows)],
+        warps=[(0, 1), (1, threads // 32 - 1)],
+        memory_bytes=4 * HIDDEN,
+    )
+
+
+def rope_append(rows, context):
+    buffers = [Buffer(name) for name in ("q", "k", "v", "table")]
+    pages = [Buffer("pages"), Buffer("mirror")]
+    return Spec(
+        name="rope_append",
+        family="other",
+        image="rope",
+        kernel="rope_append_bf16",
+        grid=(rows, 1, 1),
+        cta=(512, 1, 1),
+        shared=0,
+        parameters=[*buffers, batch(rows, context), *pages, HEADS, KV_HEADS, HEAD_DIM],
+        ctas=[((0, 0, 0), rows)],
+        warps=[(0, 1), (1, 15)],
+    )
+
+
+def silu_mul(rows):
+    count = ceil(rows * MLP, 1024)
+    return Spec(
+        name="silu_mul",
+        family="other",
+        image="silu_mul",
+        kernel="silu_mul_bf16",
+        grid=(count, 1, 1),
+        cta=(256, 1, 1),
+        shared=0,
+        parameters=[Buffer("gate"), Buffer("up"), Wide(rows * MLP)],
+        ctas=[((0, 0, 0), count)],
+        warps=[(0, 1), (1, 7)],
+    )
+
+
+def block(manifest, device, quant, rows, context=CONTEXT):
+    """The launches of a block in their order."""
+
+    def product(name, inputs, *outputs):
+        return products(manifest, device, name, quant, rows, inputs, outputs)
+
+    kv = KV_HEADS * HEAD_DIM
+    return [
+        norm(manifest, rows),
+        product("qkv", HIDDEN, HIDDEN, kv, kv),
+        rope_append(rows, context),
+        *attention(manifest, device, rows, context),
+        product("o", HIDDEN, HIDDEN),
+        norm(manifest, rows),
+        product("gate_up", HIDDEN, MLP, MLP),
+        silu_mul(rows),
+        product("down", MLP, HIDDEN),
+    ]
