@@ -7,9 +7,10 @@ import pathlib
 import pickle
 
 from . import launch, latency, pipes, warp
+from .images import store
 
-# Between the end of a kernel and the start of the next one in a graph. Source: Spector et al., "Look
-# Ma, No Bubbles" (Hazy Research, 2025): 1.3 us on an H100, kernels that do nothing.
+# Between the end of a kernel and the start of the next one in a graph. Source: Spector et al.,
+# "Look Ma, No Bubbles" (Hazy Research, 2025): 1.3 us on an H100, kernels that do nothing.
 GAP_US = 1.3
 REGISTERS = 65536
 
@@ -42,11 +43,10 @@ class Meter:
 
     def __init__(self, images, manifest, folder=None):
         self.images, self.manifest, self.folder = images, manifest, folder
-        self.programs, self.traces, self.costs, self.timers = {}, {}, {}, {}
+        self.programs, self.traces, self.costs, self.timers, self.lone = {}, {}, {}, {}, {}
 
     def kernel(self, spec, architecture):
-        names = sorted(kernels_of(self.manifest, spec.image))
-        return self.images.kernels(spec.image, architecture, names)[spec.kernel]
+        return self.images.kernel(spec.image, architecture, spec.kernel)
 
     def program(self, spec, architecture):
         key = (spec.kernel, architecture)
@@ -78,14 +78,13 @@ class Meter:
         if path.exists():
             return pickle.loads(path.read_bytes())
         made = make()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(f".{id(made)}")
-        fresh.write_bytes(pickle.dumps(made))
-        fresh.replace(path)
+        store(path, made)
         return made
 
     def manifest_entry(self, kernel):
-        return next(image["source"] for image in self.manifest.values() if kernel in image["kernels"])
+        return next(
+            image["source"] for image in self.manifest.values() if kernel in image["kernels"]
+        )
 
     def run(self, spec, architecture):
         program = self.program(spec, architecture)
@@ -108,7 +107,7 @@ class Meter:
             self.costs[key] = pipes.Costs(kernel, device.architecture)
             self.timers[key] = latency.Timer(kernel)
         costs = self.costs[key]
-        total, bytes_read, bytes_all, alone = collections.Counter(), 0, 0, 0.0
+        total, bytes_all, alone = collections.Counter(), 0, 0.0
         for ctas, warps, trace in traces:
             for pipe, clocks in costs.of(trace, device).items():
                 total[pipe] += ctas * warps * clocks
@@ -124,7 +123,14 @@ class Meter:
         return Cost(spec, mean, bytes_all, memory, time, alone, waves, loop, mix, assumed)
 
     def alone(self, spec, device, trace, timer):
-        """Clocks of the first warp of a trace when nothing else runs."""
+        """Clocks of the warp of a trace when nothing else runs."""
+        key = (id(trace), device.memory_latency * device.clock, device.l2_latency)
+        if key not in self.lone:
+            self.lone[key] = self.lone_clocks(spec, device, trace, timer)
+        return self.lone[key]
+
+    @staticmethod
+    def lone_clocks(spec, device, trace, timer):
         pointers = [p for p in spec.parameters if isinstance(p, launch.Buffer)]
         far = device.memory_latency * device.clock
         clocks = [0.0, *(far if p.is_streamed else device.l2_latency for p in pointers)]
@@ -167,15 +173,12 @@ class Meter:
         use = self.manifest[spec.image]["kernels"][spec.kernel][device.architecture]
         warps = -(-spec.cta[0] // 32)
         of_warp = -(-use["registers"] * 32 // 256) * 256
-        by_registers = REGISTERS // of_warp // 4 * 4 // warps if warps >= 4 else REGISTERS // of_warp
+        by_registers = (
+            REGISTERS // of_warp // 4 * 4 // warps if warps >= 4 else REGISTERS // of_warp
+        )
         # The system takes 1 KiB of shared memory per CTA.
         by_shared = (device.shared << 10) // (spec.shared + use["shared"] + 1024)
         return max(1, min(by_registers, by_shared, device.warps // warps, device.ctas))
-
-
-def kernels_of(manifest, image):
-    """The kernels of an image that a bf16 model uses."""
-    return [name for name in manifest[image]["kernels"] if "_f16" not in name and "_f32" not in name]
 
 
 def hottest(kernel, costs, traces, device):
@@ -209,6 +212,8 @@ def working(costs, traces):
 
 
 SOURCES = "".join(
-    path.read_text() for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))
-    if path.name in ("sass.py", "lanes.py", "semantics.py", "warp.py", "memory.py", "launch.py")
+    path.read_text()
+    for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))
+    if path.name
+    in ("sass.py", "lanes.py", "semantics.py", "operands.py", "warp.py", "memory.py", "launch.py")
 )

@@ -86,29 +86,35 @@ class Images:
     def __init__(self, tools=None):
         self.tools = tools or tools_folder()
         self.nvdisasm = install(self.tools)
-        self.kept = {}
+        self.cubins, self.texts, self.found = {}, {}, {}
 
-    def kernels(self, op, architecture, names):
-        """Those kernels of an image: {name: Kernel}."""
-        key = (op, architecture)
-        if key not in self.kept:
-            self.kept[key] = sections(op)[f"sm_{architecture}"]
-        cubin = self.kept[key]
-        form = hashlib.sha256((HERE / "sass.py").read_bytes()).hexdigest()[:8]
-        digest = hashlib.sha256(cubin + form.encode() + repr(names).encode()).hexdigest()[:24]
-        path = self.tools / "kernels" / digest
+    def kernel(self, op, architecture, name):
+        """A kernel of an image."""
+        key = (op, architecture, name)
+        if key not in self.found:
+            self.found[key] = self.kept(op, architecture, name)
+        return self.found[key]
+
+    def kept(self, op, architecture, name):
+        if op not in self.cubins:
+            self.cubins[op] = sections(op)
+        cubin = self.cubins[op][f"sm_{architecture}"]
+        source = cubin + name.encode() + (HERE / "sass.py").read_bytes()
+        path = self.tools / "kernels" / hashlib.sha256(source).hexdigest()[:24]
         if path.exists():
             return pickle.loads(path.read_bytes())
-        found = sass.kernels(self.disassembly(cubin), set(names).__contains__)
-        if lost := set(names) - found.keys():
-            raise KeyError(f"{op}.zst for sm_{architecture} has no kernel {' '.join(sorted(lost))}")
-        for name, kernel in found.items():
-            kernel.constants = constants(cubin, name)
-        path.parent.mkdir(exist_ok=True)
-        fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_bytes(pickle.dumps(found))
-        fresh.replace(path)
-        return found
+        kernel = self.read(op, architecture, name, cubin)
+        store(path, kernel)
+        return kernel
+
+    def read(self, op, architecture, name, cubin):
+        """Disassembles the image, once, and parses a kernel."""
+        if (op, architecture) not in self.texts:
+            self.texts[op, architecture] = sass.parts(self.disassembly(cubin))
+        parts = self.texts[op, architecture]
+        if name not in parts:
+            raise KeyError(f"{op}.zst for sm_{architecture} has no kernel {name}")
+        return sass.Kernel(name, *sass.read(parts[name]), constants(cubin, name))
 
     def disassembly(self, cubin):
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -118,3 +124,11 @@ class Images:
             command = [self.nvdisasm, "-c", "-ndf", file.name]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
         return done.stdout
+
+
+def store(path, value):
+    """Writes a file that another process may write at the same time."""
+    path.parent.mkdir(exist_ok=True)
+    fresh = path.with_suffix(f".{os.getpid()}")
+    fresh.write_bytes(pickle.dumps(value))
+    fresh.replace(path)

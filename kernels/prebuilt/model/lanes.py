@@ -16,14 +16,25 @@ WIDE = 0xFFFFFFFFFFFFFFFF
 
 def apply(function, *values):
     """`function` of each lane."""
-    if any(value is None for value in values):
-        return None
-    if not any(type(value) is list for value in values):
+    lists = 0
+    for value in values:
+        if value is None:
+            return None
+        lists += type(value) is list
+    if not lists:
         return function(*values)
-    return [
-        function(*lane)
-        for lane in zip(*(v if type(v) is list else [v] * LANES for v in values))
-    ]
+    # One or two values, the most frequent, without a tuple per lane.
+    if len(values) == 1:
+        return [function(a) for a in values[0]]
+    if len(values) == 2:
+        first, second = values
+        if lists == 2:
+            return [function(a, b) for a, b in zip(first, second)]
+        if type(first) is list:
+            return [function(a, second) for a in first]
+        return [function(first, b) for b in second]
+    columns = [value if type(value) is list else (value,) * LANES for value in values]
+    return list(map(function, *columns))
 
 
 def lane(value, index):
@@ -57,9 +68,7 @@ def logic(table, a, b, c):
     out = 0
     for index in range(8):
         if table >> index & 1:
-            out |= (
-                (a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c)
-            )
+            out |= (a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c)
     return out & MASK
 
 

@@ -5,7 +5,7 @@ those of arXiv 2208.11174 (A100) and 2402.13499 (Hopper), rounded; other devices
 alike. Copies to shared memory end with the group that LDGDEPBAR closes; DEPBAR waits for groups.
 """
 
-from . import semantics
+from . import operands
 from .pipes import ALU, FP32, HEAVY, XU
 
 FIXED = {"LDS": 30, "LDSM": 33, "SHFL": 25, "S2R": 20, "S2UR": 20, "LDC": 40, "BAR": 30}
@@ -37,11 +37,11 @@ class Timer:
 
     @staticmethod
     def facts(at, one):
-        read = [*semantics.uses(one), *([one.guard] if one.guard else [])]
+        read = [*operands.uses(one), *([one.guard] if one.guard else [])]
         left = None
         if one.op == "DEPBAR" and one.operands[-1].kind == "immediate":
             left = one.operands[-1].value
-        return at, one.op, read, semantics.results(one)[0], latency_of(one), left
+        return at, one.op, read, operands.results(one)[0], latency_of(one), left
 
     def clocks(self, path, waits):
         """Clocks of a path of blocks; `waits` has the latencies of each load's executions."""

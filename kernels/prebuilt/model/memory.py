@@ -124,7 +124,9 @@ def in_shared(size, active, addresses):
 @functools.lru_cache(maxsize=200_000)
 def in_lines(size, active, addresses):
     """Wavefronts of a request to global memory."""
-    return sum(len({address >> 7 for address in group}) for group in groups(size, active, addresses))
+    return sum(
+        len({address >> 7 for address in group}) for group in groups(size, active, addresses)
+    )
 
 
 def groups(size, active, addresses):

@@ -3,7 +3,6 @@
 import pathlib
 
 from . import limits, shapes
-from .cost import GAP_US
 from .devices import DEVICES, UNCHECKED
 
 README = pathlib.Path(__file__).resolve().parents[2] / "cuda" / "README.md"
@@ -56,7 +55,7 @@ def shares(results):
         for family in families:
             for rows in shapes.ROWS:
                 part = result["families"][family][str(rows)]
-                percent = -int(-100 * part["share"] // 1)
+                percent = limits.percent(part)
                 cell = f"{percent} {part['busiest']}"
                 is_above = percent > limits.LIMITS[rows] and name not in UNCHECKED
                 cells.append(f"**{cell}**" if is_above else cell)
@@ -68,8 +67,8 @@ def devices(results):
     lines = [
         "What is taken for the devices (sources: `prebuilt/model/devices.py`):",
         "",
-        "| Device | Compute capability | SMs | Clock (MHz) | Bandwidth (GB/s) | Reached | L2 (B/clock)"
-        " | mma (products/clock/SM) |",
+        "| Device | Compute capability | SMs | Clock (MHz) | Bandwidth (GB/s) | Reached"
+        " | L2 (B/clock) | mma (products/clock/SM) |",
         "| --- | --- | --: | --: | --: | --: | --: | --: |",
     ]
     for name in results:
@@ -103,6 +102,3 @@ def write(results):
 
 def is_current(results):
     return current()[1] == tables(results)
-
-
-ASSUMED_GAP = GAP_US

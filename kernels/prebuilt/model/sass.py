@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import re
 
-LINE = re.compile(r"\s+/\*([0-9a-f]+)\*/\s+(?:@(!?)(U?P\w+)\s+)?([A-Z][A-Z0-9_.]*)\s*([^;]*)")
+LINE = re.compile(r"\s+/\*([0-9a-f]+)\*/\s+(?:@(!?)(U?P\w+)\s+)?([A-Z][A-Z0-9_.x]*)\s*([^;]*)")
 NAME = re.compile(r"([-~!|]*)(U?[RP](?:\d+|Z|T)|B\d+|PR)((?:\.\w+)*)\|?$")
 CONSTANT = re.compile(r"([-~|]*)c\[(0x[0-9a-f]+)\]\[(?:(U?R\d+)\+?)?(0x[0-9a-f]+)?\]\|?(?:\.\w+)*$")
 SCALES = {"X4": 4, "X8": 8, "X16": 16}
@@ -132,14 +132,10 @@ def components(edges):
     return found
 
 
-def kernels(text, wanted):
-    """The kernels of a disassembly whose name `wanted` accepts: {name: Kernel}."""
-    found = {}
-    for part in re.split(r"^\.text\.(?=\w+:)", text, flags=re.M)[1:]:
-        name = part[: part.index(":")]
-        if wanted(name):
-            found[name] = Kernel(name, *read(part))
-    return found
+def parts(text):
+    """The text of each kernel of a disassembly."""
+    found = re.split(r"^\.text\.(?=\w+:)", text, flags=re.M)[1:]
+    return {part[: part.index(":")]: part for part in found}
 
 
 def read(text):

@@ -9,7 +9,7 @@ fall through, unless it goes around the call of a subroutine; `Trace.assumed` li
 import collections
 import dataclasses
 
-from . import lanes, memory, semantics
+from . import lanes, memory, operands, semantics
 
 # Visits of a branch that depends on unknown values, after which it is taken: a spin loop.
 MOST_UNKNOWN = 64
@@ -57,14 +57,14 @@ def relevant(kernel):
 def facts_of(one):
     """Registers written; read to compute them; read whether or not the results matter."""
     guard = {one.guard} if one.guard else set()
-    written = set(semantics.results(one)[0])
+    written = set(operands.results(one)[0])
     if one.op in MEMORY:
         addresses = {
             name
             for operand in one.operands
             if operand.kind == "memory"
             for term, _, is_wide in operand.terms
-            for name in semantics.numbered(term, 2 if is_wide else 1)
+            for name in operands.numbered(term, 2 if is_wide else 1)
         }
         # Copies have a predicate behind their addresses.
         last = one.operands[-1]
@@ -75,7 +75,7 @@ def facts_of(one):
         return written, set(), guard | {o.name for o in one.operands if o.kind == "predicate"}
     if semantics.maker(one) is None:
         return written, guard, set()
-    return written, set(semantics.uses(one)) | guard, set()
+    return written, set(operands.uses(one)) | guard, set()
 
 
 class Program:
@@ -97,7 +97,7 @@ class Program:
 
     def run(self, launch, cta, warp, trace):
         """Runs a warp of a CTA and adds to `trace`."""
-        Run(self, semantics.State(launch, cta, warp), trace).go()
+        Run(self, operands.State(launch, cta, warp), trace).go()
         trace.requests.end()
 
 
@@ -159,7 +159,7 @@ class Run:
         value = 1
         for operand in one.operands:
             if operand.kind == "predicate":
-                value = semantics.reader(operand)(self.state)
+                value = operands.reader(operand)(self.state)
         bits = both(lanes.bits_of(value), guard_of(one, self.state))
         if bits is None:
             self.trace.assumed.add(one.address)
@@ -212,8 +212,8 @@ def access(at, one, is_chosen):
     where = [o for o in one.operands if o.kind == "memory"]
     reads = [address_of(operand) for operand in where]
     extra = one.operands[-1] if one.op == "LDGSTS" else None
-    extra = semantics.reader(extra) if extra is not None and extra.kind == "predicate" else None
-    names = semantics.results(one)[0]
+    extra = operands.reader(extra) if extra is not None and extra.kind == "predicate" else None
+    names = operands.results(one)[0]
 
     def step(state, mask, is_whole, trace):
         bits = guard_of(one, state)
@@ -244,7 +244,7 @@ def address_of(operand):
     """A function State -> byte address."""
 
     def term(name, factor, is_wide):
-        pair = semantics.numbered(name, 2)
+        pair = operands.numbered(name, 2)
         if is_wide and pair:
             low, high = pair
             return lambda state: lanes.apply(
