@@ -71,6 +71,14 @@ def find_sepal():
     raise ServerFailed(f"no executable at {' or '.join(candidates)}: build it, or name it in $SEPAL")
 
 
+def find_emulator():
+    """An executable with emulated CUDA devices."""
+    path = os.environ.get("SEPAL_EMU") or os.path.join(ROOT, "target", "debug", "sepal")
+    if not os.access(path, os.X_OK):
+        raise ServerFailed(f"no executable at {path}: cargo build --features emu, or name a build with emulated devices in $SEPAL_EMU")
+    return os.path.abspath(path)
+
+
 def find_example(name, sepal):
     """An example of the Rust client, built beside `sepal` or with the tests."""
     folder = os.path.dirname(sepal)

@@ -38,7 +38,15 @@ class Sepal:
         return [self.binary, "serve", spec.model, "--dht_prefix", spec.prefix, *swarm,
                 "--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--identity_path", spec.identity,
                 "--block_indices", f"{spec.start}:{spec.end}", "--torch_dtype", spec.dtype, "--throughput", "1",
-                *(["--adapters", *spec.adapters] if spec.adapters else []), *spec.flags]
+                *(["--adapters", *spec.adapters] if spec.adapters else []),
+                *(["--tensor_parallel_devices", *spec.devices] if spec.devices else []), *spec.flags]
+
+
+class Emulating(Sepal):
+    """A build with emulated CUDA devices; their kernels take seconds for what a device does in milliseconds."""
+
+    name = "sepal-emu"
+    online_timeout = 180
 
 
 class RealPetals:
@@ -68,11 +76,12 @@ class RealPetals:
 
 
 class Spec:
-    """What one server shall serve: blocks start..end of a model folder."""
+    """What one server shall serve: blocks start..end of a model folder. Ours shares them among `devices`, if there are any."""
 
-    def __init__(self, model, prefix, start, end, dtype, identity, peers=(), adapters=(), flags=()):
+    def __init__(self, model, prefix, start, end, dtype, identity, peers=(), adapters=(), flags=(), devices=()):
         self.model, self.prefix, self.start, self.end, self.dtype = model, prefix, start, end, dtype
         self.identity, self.peers, self.adapters, self.flags = identity, list(peers), list(adapters), list(flags)
+        self.devices = list(devices)
 
 
 class Running:
