@@ -1,16 +1,4 @@
-//! What sessions see of the schedule: sizes of the batches, steps per second, and the time of a
-//! step with and without a prefill and a backward in the background. Beside it, what a block costs
-//! by the number of rows.
-//!
-//!     cargo bench -p gpu-worker --bench serving -- [SECONDS] [--sessions N] [--think MILLISECONDS]
-//! [--only tiny|products]
-//!
-//! `--only tiny` measures a step of a tiny model instead, with pauses as between the steps of one
-//! client; `--only products` what blocks cost in each format: one row, 16, and a prefill.
-//!
-//! Four Llama blocks of hidden size 2048 (184 M parameters) behind the worker's own schedule, in
-//! one thread as in the executor; rings and network are left out. A session sends its next step
-//! some time after the answer: what a client and a network take.
+//! What an executor has, without its link, and what is measured on it.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -20,130 +8,15 @@ use gpu_worker::block::{
 };
 use gpu_worker::kv::page_layout;
 use gpu_worker::schedule::{Class, JobKey, JobShape, Schedule, Unit};
-use kernels::{Cpu, DType, KvPages, QuantType, StepRow, WeightView, quant};
+use kernels::{Cpu, DType, KvPages, QuantType, StepRow, WeightView};
 use model::BlockSpec;
-use serde_json::json;
 use shared::ids::PageId;
 use shared::model::PAGE_TOKENS;
 
-const BLOCKS: usize = 4;
-/// Position of every decode step.
-const PREFIX: usize = 128;
-/// Tokens of a prefill or backward in the background.
-const TOKENS: usize = 512;
-/// Where the engine cuts sequences of this model, and gradients.
-const PIECE: usize = 4;
-const BACK_PIECE: usize = 16;
-
-fn main() {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let after = |flag: &str| {
-        let place = arguments.iter().position(|a| a == flag)?;
-        arguments.get(place + 1)?.parse::<u64>().ok()
-    };
-    let seconds = arguments.first().and_then(|a| a.parse().ok()).unwrap_or(5);
-    let sessions = after("--sessions").unwrap_or(16);
-    let think = Duration::from_millis(after("--think").unwrap_or(3));
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
-    println!("{threads} threads, load {}", load.trim());
-    let tiny = Bytes::new(spec(TINY), DType::F32, QuantType::None);
-    Worker::new(&tiny, threads).alone(think);
-    if arguments.iter().any(|a| a == "tiny") {
-        return;
-    }
-    if arguments.iter().any(|a| a == "products") {
-        for (dtype, quant) in FORMATS {
-            Worker::new(&Bytes::new(spec(LARGE), dtype, quant), threads).products(quant);
-        }
-        return;
-    }
-    for quant in [QuantType::None, QuantType::Int8, QuantType::Nf4] {
-        let bytes = Bytes::new(spec(LARGE), DType::Bf16, quant);
-        let mut worker = Worker::new(&bytes, threads);
-        worker.rows(quant);
-        if quant == QuantType::None {
-            for background in [None, Some(Class::Prefill), Some(Class::Backward)] {
-                worker.serve(background, sessions, think, Duration::from_secs(seconds));
-            }
-        }
-    }
-}
-
-const FORMATS: [(DType, QuantType); 5] = [
-    (DType::Bf16, QuantType::None),
-    (DType::Bf16, QuantType::Int8),
-    (DType::Bf16, QuantType::Nf4),
-    (DType::F16, QuantType::None),
-    (DType::F32, QuantType::None),
-];
-
-/// Hidden size, intermediate size, blocks, heads and kv heads.
-type Sizes = [usize; 5];
-
-const LARGE: Sizes = [2048, 5632, BLOCKS, 32, 8];
-/// That of the interop tests.
-const TINY: Sizes = [128, 352, 6, 4, 2];
-
-fn spec([hidden, intermediate, blocks, heads, kv_heads]: Sizes) -> BlockSpec {
-    let config = json!({
-        "model_type": "llama", "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": blocks,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-    });
-    BlockSpec::from_config(&config).expect("a Llama")
-}
-
-/// Shape and bytes of a tensor.
-type Stored = (Vec<usize>, Vec<u8>);
-
-/// Stored tensors of each block, by name.
-struct Bytes {
-    spec: BlockSpec,
-    dtype: DType,
-    quant: QuantType,
-    tensors: Vec<BTreeMap<String, Stored>>,
-}
-
-impl Bytes {
-    fn new(spec: BlockSpec, dtype: DType, quant: QuantType) -> Bytes {
-        let tensors = (0..spec.num_blocks).map(|block| {
-            let tensors = spec.tensors(block).into_iter().map(|tensor| {
-                let (outputs, inputs) = sides(&tensor.shape);
-                let quant = kept(quant, outputs);
-                let size = quant::stored_bytes(quant, dtype, outputs, inputs);
-                // Small numbers of both signs; the scales of quantized matrices among them.
-                let words = (0..size.expect("a size") / 2).map(|i| 0x3a00 | (i % 251) as u16);
-                let bytes = words.flat_map(u16::to_le_bytes).collect();
-                (tensor.name, (tensor.shape, bytes))
-            });
-            tensors.collect()
-        });
-        let tensors = tensors.collect();
-        Bytes { spec, dtype, quant, tensors }
-    }
-
-    fn view(&self, block: usize, name: &str) -> Option<WeightView<'_>> {
-        let (shape, bytes) = self.tensors[block].get(name)?;
-        let (outputs, inputs) = sides(shape);
-        let quant = kept(self.quant, outputs);
-        WeightView::quantized(quant, self.dtype, outputs, inputs, bytes).ok()
-    }
-}
-
-/// Vectors are single rows, and are never quantized.
-fn sides(shape: &[usize]) -> (usize, usize) {
-    match *shape {
-        [outputs, inputs] => (outputs, inputs),
-        _ => (1, shape.iter().product()),
-    }
-}
-
-fn kept(quant: QuantType, outputs: usize) -> QuantType {
-    if outputs == 1 { QuantType::None } else { quant }
-}
+use crate::{BACK_PIECE, BLOCKS, PIECE, PREFIX, TOKENS};
 
 /// What an executor has, without its link.
-struct Worker<'w> {
+pub struct Worker<'w> {
     spec: &'w BlockSpec,
     dtype: DType,
     cpu: Cpu,
@@ -161,7 +34,7 @@ enum BenchJob {
 }
 
 /// Pages of session `index`; the background comes after all of them.
-fn table(index: usize) -> Vec<PageId> {
+pub fn table(index: usize) -> Vec<PageId> {
     let per_session = (PREFIX + 1).div_ceil(PAGE_TOKENS);
     let first = index * per_session;
     (first..first + TOKENS / PAGE_TOKENS)
@@ -170,28 +43,25 @@ fn table(index: usize) -> Vec<PageId> {
 }
 
 impl<'w> Worker<'w> {
-    fn new(bytes: &'w Bytes, threads: usize) -> Worker<'w> {
-        let mut cpu = Cpu::new(threads);
-        let count = bytes.tensors.len();
-        let blocks = (0..count).map(|block| {
-            BlockWeights::new(&mut cpu, &bytes.spec, bytes.dtype, |name| bytes.view(block, name))
+    /// A worker of blocks of `spec` whose tensors `view` finds by block and name.
+    pub fn new<'v: 'w>(
+        spec: &'w BlockSpec,
+        dtype: DType,
+        mut cpu: Cpu,
+        view: impl Fn(usize, &str) -> Option<WeightView<'v>>,
+    ) -> Worker<'w> {
+        let blocks = (0..spec.num_blocks).map(|block| {
+            BlockWeights::new(&mut cpu, spec, dtype, |name| view(block, name))
                 .expect("all tensors are there")
         });
         let blocks = blocks.collect();
         let (work, gradients) = (Workspace::new(&mut cpu), GradientWork::new(&mut cpu));
-        let page_bytes = page_layout(&bytes.spec, bytes.dtype).page_bytes();
-        Worker {
-            spec: &bytes.spec,
-            dtype: bytes.dtype,
-            cpu,
-            blocks,
-            work,
-            gradients,
-            pages: vec![vec![0; 1024 * page_bytes]; count],
-        }
+        let page_bytes = page_layout(spec, dtype).page_bytes();
+        let pages = vec![vec![0; 1024 * page_bytes]; spec.num_blocks];
+        Worker { spec, dtype, cpu, blocks, work, gradients, pages }
     }
 
-    fn forward(&mut self, block: usize, rows: &[StepRow<'_>], hidden: &mut [f32]) {
+    pub fn forward(&mut self, block: usize, rows: &[StepRow<'_>], hidden: &mut [f32]) {
         let mut pages = KvPages::new(page_layout(self.spec, self.dtype), &mut self.pages[block]);
         let input = BlockInput { rows, prompts: &[], adapters: &[], lengths: &[] };
         let (cpu, weights) = (&mut self.cpu, &self.blocks[block]);
@@ -200,7 +70,7 @@ impl<'w> Worker<'w> {
     }
 
     /// One session's steps of all blocks, one after the other with pauses.
-    fn alone(&mut self, pause: Duration) {
+    pub fn alone(&mut self, pause: Duration) {
         let pages = table(0);
         let (rows, mut times) = ([decode(&pages)], Vec::new());
         let mut hidden = vec![0.5; self.spec.hidden];
@@ -223,12 +93,12 @@ impl<'w> Worker<'w> {
     }
 
     /// Steps of all blocks by the number of rows: the least time of many.
-    fn rows(&mut self, quant: QuantType) {
+    pub fn rows(&mut self, quant: QuantType) {
         let mut alone = f64::MAX;
         for count in [1, 2, 4, 8, 16, 32] {
             let tables: Vec<_> = (0..count).map(table).collect();
             let rows: Vec<_> = tables.iter().map(|pages| decode(pages)).collect();
-            let least = self.least(&rows, Duration::from_secs(2));
+            let least = self.least(&rows, Duration::from_secs(2), |_| ());
             alone = if count == 1 { least } else { alone };
             println!(
                 "{quant}: {count:2} rows {:8.2} ms {:8.1} steps/s, {:.2} x one row",
@@ -240,12 +110,12 @@ impl<'w> Worker<'w> {
     }
 
     /// All blocks with one row, with 16, and with a prefill.
-    fn products(&mut self, quant: QuantType) {
+    pub fn products(&mut self, quant: QuantType) {
         let tables: Vec<_> = (0..16).map(table).collect();
         let rows: Vec<_> = tables.iter().map(|pages| decode(pages)).collect();
         let prefill = [StepRow { tokens: TOKENS, prefix: 0, pages: &tables[0] }];
-        let [one, many, prefill] =
-            [&rows[..1], &rows, &prefill].map(|rows| self.least(rows, Duration::from_millis(700)));
+        let [one, many, prefill] = [&rows[..1], &rows, &prefill]
+            .map(|rows| self.least(rows, Duration::from_millis(700), |_| ()));
         println!(
             "{} {quant}: 1 row {:.2} ms, 16 rows {:.2} ms, a prefill of {TOKENS} tokens {:.1} ms",
             self.dtype,
@@ -256,13 +126,19 @@ impl<'w> Worker<'w> {
     }
 
     /// Seconds of one pass of the rows through all blocks: the least of those that fit into a time.
-    fn least(&mut self, rows: &[StepRow<'_>], time: Duration) -> f64 {
+    pub fn least(
+        &mut self,
+        rows: &[StepRow<'_>],
+        time: Duration,
+        mut before_block: impl FnMut(usize),
+    ) -> f64 {
         let tokens: usize = rows.iter().map(|row| row.tokens).sum();
         let mut hidden = vec![0.5; tokens * self.spec.hidden];
         let (mut least, began) = (f64::MAX, Instant::now());
         while began.elapsed() < time {
             let start = Instant::now();
-            for block in 0..BLOCKS {
+            for block in 0..self.blocks.len() {
+                before_block(block);
                 hidden.fill(0.5);
                 self.forward(block, rows, &mut hidden);
             }
@@ -272,7 +148,13 @@ impl<'w> Worker<'w> {
     }
 
     /// Serves sessions, and a job of `background` after the other, for some time.
-    fn serve(&mut self, background: Option<Class>, sessions: u64, think: Duration, time: Duration) {
+    pub fn serve(
+        &mut self,
+        background: Option<Class>,
+        sessions: u64,
+        think: Duration,
+        time: Duration,
+    ) {
         let (mut schedule, mut jobs) = (Schedule::default(), BTreeMap::new());
         let mut ready: Vec<Option<Instant>> = (0..sessions).map(|_| Some(Instant::now())).collect();
         let (mut sizes, mut waits) = (BTreeMap::<usize, u64>::new(), Vec::new());
@@ -415,7 +297,7 @@ impl<'w> Worker<'w> {
     }
 }
 
-fn decode(pages: &[PageId]) -> StepRow<'_> {
+pub fn decode(pages: &[PageId]) -> StepRow<'_> {
     StepRow { tokens: 1, prefix: PREFIX, pages }
 }
 
