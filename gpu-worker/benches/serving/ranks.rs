@@ -61,8 +61,9 @@ fn compare(bytes: &Bytes, quant: QuantType) {
         for (kind, name) in names {
             let ([mut one, mut two], mut ratios) = ([f64::MAX; 2], Vec::new());
             for _ in 0..ROUNDS {
-                let apart = turn(&mut alone, kind, |_| ());
-                let together = turn(&mut leader, kind, |block| publish(&mut plans, kind, block));
+                let apart = pass_seconds(&mut alone, kind, |_| ());
+                let together =
+                    pass_seconds(&mut leader, kind, |block| publish(&mut plans, kind, block));
                 (one, two) = (one.min(apart), two.min(together));
                 ratios.push(apart / together);
             }
@@ -81,7 +82,7 @@ fn compare(bytes: &Bytes, quant: QuantType) {
 }
 
 /// The least time of a pass of some kind through all blocks.
-fn turn(worker: &mut Worker<'_>, kind: usize, before_block: impl FnMut(usize)) -> f64 {
+fn pass_seconds(worker: &mut Worker<'_>, kind: usize, before_block: impl FnMut(usize)) -> f64 {
     on_rows(kind, |rows| worker.least(rows, KINDS[kind].1, before_block))
 }
 

@@ -63,10 +63,10 @@ impl Bytes {
 pub struct Held<'b> {
     bytes: &'b Bytes,
     /// Of each block, by name; `None` for what is held whole.
-    parts: Vec<BTreeMap<String, Part>>,
+    parts: Vec<BTreeMap<String, HeldPart>>,
 }
 
-enum Part {
+enum HeldPart {
     Rows(Range<usize>),
     Copied(WeightSlice),
 }
@@ -76,10 +76,10 @@ impl<'b> Held<'b> {
         let part = |block: usize, name: &str| {
             let whole = bytes.view(block, name)?;
             match shard.slice(name)? {
-                Slice::Rows(rows) => Some(Part::Rows(rows.first()?.clone())),
+                Slice::Rows(rows) => Some(HeldPart::Rows(rows.first()?.clone())),
                 Slice::Columns(columns) => {
                     let rows = 0..whole.outputs();
-                    WeightSlice::new(whole, from_ref(&rows), columns.clone()).map(Part::Copied)
+                    WeightSlice::new(whole, from_ref(&rows), columns.clone()).map(HeldPart::Copied)
                 }
                 Slice::All | Slice::None => None,
             }
@@ -94,8 +94,8 @@ impl<'b> Held<'b> {
     pub fn view(&self, block: usize, name: &str) -> Option<WeightView<'_>> {
         match self.parts[block].get(name) {
             None => self.bytes.view(block, name),
-            Some(Part::Rows(rows)) => self.bytes.view(block, name)?.rows(rows.clone()),
-            Some(Part::Copied(slice)) => slice.view(),
+            Some(HeldPart::Rows(rows)) => self.bytes.view(block, name)?.rows(rows.clone()),
+            Some(HeldPart::Copied(slice)) => slice.view(),
         }
     }
 }
