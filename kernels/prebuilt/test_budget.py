@@ -96,6 +96,7 @@ class Parser(unittest.TestCase):
             ("STG.E.64 desc[UR14][R12.64], R20", [], ["R12", "R13", "R20", "R21"]),
             ("FCHK P1, R33, R0", ["P1"], ["R33", "R0"]),
             ("VOTE.ANY R1, PT, P0", ["R1"], ["P0"]),
+            ("SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR18], R4", ["P0"], ["UR18", "R4"]),
         ]:
             with self.subTest(text):
                 self.assertEqual(operands.results(one(text))[0], results)
@@ -137,6 +138,8 @@ class Lanes(unittest.TestCase):
             ("ISETP.GE.U32.AND.EX P0, PT, R1, R2, PT, P3", {"R1": 4, "R2": 4, "P3": 0}, {"P0": 0}),
             ("SEL R0, R1, 0x5, !P0", {"R1": 1, "P0": 1}, {"R0": 5}),
             ("VIADDMNMX.U32 R0, R1, R2, R3, PT", {"R1": 5, "R2": 6, "R3": 10}, {"R0": 10}),
+            ("VIMNMX.U32 R0, PT, PT, R1, 0x3e0, !PT", {"R1": 5}, {"R0": 0x3E0}),
+            ("VIMNMX R0, R1, 0x3, PT", {"R1": full}, {"R0": full}),
             ("PLOP3.LUT P0, PT, P1, P2, PT, 0x80, 0x8", {"P1": 1, "P2": 0}, {"P0": 0}),
             ("P2R R0, PR, RZ, 0x5", {"P0": 1, "P1": 1, "P2": 0}, {"R0": 1}),
             ("R2P PR, R1, 0x3", {"R1": 2}, {"P0": 0, "P1": 1}),
@@ -304,6 +307,13 @@ class Counts(unittest.TestCase):
         self.assertEqual(meter.held(spec, DEVICES["H200"]), 4)
         use["registers"] = 24
         self.assertEqual(meter.held(spec, DEVICES["H200"]), 8)
+
+    def test_a_kernel_that_does_not_read_its_bytes_is_refused(self):
+        spec = shapes.Spec("", "", "image", "kernel", (1, 1, 1), (32, 1, 1), 0, [], [], [], 1000)
+        cost.expect_bytes(spec, DEVICES["H200"], 1010)
+        for reached in (0, 900, 2000):
+            with self.assertRaises(ValueError):
+                cost.expect_bytes(spec, DEVICES["H200"], reached)
 
     def test_the_last_wave_of_ctas_takes_a_whole_wave(self):
         use = {"registers": 128, "shared": 0}

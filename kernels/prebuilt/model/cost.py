@@ -13,6 +13,7 @@ from .images import store
 # "Look Ma, No Bubbles" (Hazy Research, 2025): 1.3 us on an H100, kernels that do nothing.
 GAP_US = 1.3
 REGISTERS = 65536
+BULK = {"UBLKCP", "UTMALDG"}
 
 
 @dataclasses.dataclass
@@ -93,7 +94,7 @@ class Meter:
         traces = []
         for cta, _ in spec.ctas:
             for number, _ in spec.warps:
-                trace = warp.Trace()
+                trace = warp.Trace(streamed=made.streamed())
                 program.run(made, cta, number, trace)
                 traces.append(trace)
         return traces
@@ -107,13 +108,22 @@ class Meter:
             self.costs[key] = pipes.Costs(kernel, device.architecture)
             self.timers[key] = latency.Timer(kernel)
         costs = self.costs[key]
-        total, bytes_all, alone = collections.Counter(), 0, 0.0
+        total, bytes_all, streamed, alone = collections.Counter(), 0, 0, 0.0
         for ctas, warps, trace in traces:
             for pipe, clocks in costs.of(trace, device).items():
                 total[pipe] += ctas * warps * clocks
-            for sectors in trace.requests.sectors.values():
+            for (number, _), sectors in trace.requests.sectors.items():
                 bytes_all += ctas * warps * 32 * sectors
-            alone = max(alone, self.alone(spec, device, trace, self.timers[key]))
+                streamed += ctas * warps * 32 * sectors * (number in trace.streamed)
+            alone = max(alone, self.alone(device, trace, self.timers[key]))
+        # Bulk copies, which have no lanes, bring the rest: 128 bytes of shared memory per clock.
+        in_bulk = max(0, spec.memory_bytes - streamed)
+        if spec.family == "other" or not BULK & {one.op for one in kernel.code}:
+            in_bulk = 0
+        if spec.family != "other" and not in_bulk:
+            expect_bytes(spec, device, streamed)
+        bytes_all += in_bulk
+        total["lsu"] += in_bulk / 128
         total["l2"] = bytes_all / device.l2_bytes_per_clock
         mean = collections.Counter({p: c / device.multiprocessors for p, c in total.items()})
         memory = spec.memory_bytes / device.bytes_per_clock / device.multiprocessors
@@ -122,23 +132,23 @@ class Meter:
         assumed = len(set().union(*(trace.assumed for _, _, trace in traces)))
         return Cost(spec, mean, bytes_all, memory, time, alone, waves, loop, mix, assumed)
 
-    def alone(self, spec, device, trace, timer):
+    def alone(self, device, trace, timer):
         """Clocks of the warp of a trace when nothing else runs."""
         key = (id(trace), device.memory_latency * device.clock, device.l2_latency)
         if key not in self.lone:
-            self.lone[key] = self.lone_clocks(spec, device, trace, timer)
+            self.lone[key] = self.lone_clocks(device, trace, timer)
         return self.lone[key]
 
     @staticmethod
-    def lone_clocks(spec, device, trace, timer):
-        pointers = [p for p in spec.parameters if isinstance(p, launch.Buffer)]
+    def lone_clocks(device, trace, timer):
         far = device.memory_latency * device.clock
-        clocks = [0.0, *(far if p.is_streamed else device.l2_latency for p in pointers)]
 
         def latency_of(number):
             if number < 0:
                 return latency.CACHED
-            return clocks[number] if number < len(clocks) else device.l2_latency
+            if number == 0:
+                return 0.0
+            return far if number in trace.streamed else device.l2_latency
 
         waits = {at: [latency_of(n) for n in list_] for at, list_ in trace.requests.waits.items()}
         return timer.clocks(trace.path, waits)
@@ -179,6 +189,16 @@ class Meter:
         # The system takes 1 KiB of shared memory per CTA.
         by_shared = (device.shared << 10) // (spec.shared + use["shared"] + 1024)
         return max(1, min(by_registers, by_shared, device.warps // warps, device.ctas))
+
+
+def expect_bytes(spec, device, streamed):
+    """Refuses a launch that does not read what its shape says: then it was not run right."""
+    if not 0.99 * spec.memory_bytes <= streamed <= 1.1 * spec.memory_bytes:
+        raise ValueError(
+            f"{spec.kernel} for sm_{device.architecture}, {spec.name}: its addresses reach"
+            f" {streamed} bytes of weights, keys and values, expected {spec.memory_bytes}: an"
+            " instruction is missing or wrong in model/semantics.py, or model/shapes.py is wrong"
+        )
 
 
 def hottest(kernel, costs, traces, device):

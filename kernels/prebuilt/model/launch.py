@@ -82,5 +82,9 @@ class Launch:
         at = (address & (1 << BUFFER_SHIFT) - 1) // 4
         return buffer.words[at] if buffer and at < len(buffer.words) else None
 
+    def streamed(self):
+        """The numbers of the buffers that come from the device's memory."""
+        return {at for at, buffer in enumerate(self.buffers, 1) if buffer.is_streamed}
+
     def buffer(self, number):
         return self.buffers[number - 1] if 0 < number <= len(self.buffers) else None

@@ -2,7 +2,8 @@
 
 A request of W bytes per lane is served in groups of 128 / W lanes. A group takes a wavefront per
 128-byte line of global memory that it touches, and in shared memory as many as the most words that
-fall into one bank (32 banks of 4 bytes). So 16 bytes per lane take at least 4 wavefronts.
+fall into one bank (32 banks of 4 bytes). So 16 bytes per lane take at least 4 wavefronts. A copy
+from global to shared memory (LDGSTS) takes those of both.
 Source: NVIDIA, "Nsight Compute Profiling Guide", Memory Tables (wavefronts, tags); "CUDA C++
 Programming Guide", Shared Memory of compute capabilities 5.x to 12.0.
 """

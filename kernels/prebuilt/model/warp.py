@@ -25,6 +25,8 @@ class Trace:
     # The blocks in their order, for latencies.
     path: list = dataclasses.field(default_factory=list)
     assumed: set = dataclasses.field(default_factory=set)
+    # Buffers of the launch that come from the device's memory.
+    streamed: set = dataclasses.field(default_factory=set)
 
 
 def relevant(kernel):
