@@ -308,6 +308,10 @@ class Counts(unittest.TestCase):
         use["registers"] = 24
         self.assertEqual(meter.held(spec, DEVICES["H200"]), 8)
 
+    def test_ctas_fill_the_slots_that_end_first(self):
+        self.assertEqual(cost.makespan([(10.0, 3)], 2), 20.0)
+        self.assertEqual(cost.makespan([(5.0, 2), (10.0, 1)], 2), 10.0)
+
     def test_a_kernel_that_does_not_read_its_bytes_is_refused(self):
         spec = shapes.Spec("", "", "image", "kernel", (1, 1, 1), (32, 1, 1), 0, [], [], [], 1000)
         cost.expect_bytes(spec, DEVICES["H200"], 1010)
@@ -323,7 +327,7 @@ class Counts(unittest.TestCase):
         def clocks(ctas):
             spec = shapes.Spec("", "", "image", "kernel", (ctas, 1, 1), (256, 1, 1), 0, [], [], [])
             mean = dict.fromkeys(pipes.PIPES, 0.0) | {"alu": 1000 * ctas / device.multiprocessors}
-            time, waves = meter.time(spec, device, mean, ctas, 0.0)
+            time, waves = meter.time(spec, device, mean, ctas, [(0.0, ctas)])
             return round((time - cost.GAP_US) * device.clock), waves
 
         self.assertEqual(clocks(132), (1000, 0.5))

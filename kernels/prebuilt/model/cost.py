@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import hashlib
+import heapq
 import pathlib
 import pickle
 
@@ -108,14 +109,13 @@ class Meter:
             self.costs[key] = pipes.Costs(kernel, device.architecture)
             self.timers[key] = latency.Timer(kernel)
         costs = self.costs[key]
-        total, bytes_all, streamed, alone = collections.Counter(), 0, 0, 0.0
+        total, bytes_all, streamed = collections.Counter(), 0, 0
         for ctas, warps, trace in traces:
             for pipe, clocks in costs.of(trace, device).items():
                 total[pipe] += ctas * warps * clocks
             for (number, _), sectors in trace.requests.sectors.items():
                 bytes_all += ctas * warps * 32 * sectors
                 streamed += ctas * warps * 32 * sectors * (number in trace.streamed)
-            alone = max(alone, self.alone(device, trace, self.timers[key]))
         # Bulk copies, which have no lanes, bring the rest: 128 bytes of shared memory per clock.
         in_bulk = max(0, spec.memory_bytes - streamed)
         if spec.family == "other" or not BULK & {one.op for one in kernel.code}:
@@ -127,10 +127,21 @@ class Meter:
         total["l2"] = bytes_all / device.l2_bytes_per_clock
         mean = collections.Counter({p: c / device.multiprocessors for p, c in total.items()})
         memory = spec.memory_bytes / device.bytes_per_clock / device.multiprocessors
+        alone = self.of_ctas(spec, device, traces, self.timers[key])
         time, waves = self.time(spec, device, mean, working(costs, traces), alone)
         loop, mix = hottest(kernel, costs, traces, device)
         assumed = len(set().union(*(trace.assumed for _, _, trace in traces)))
-        return Cost(spec, mean, bytes_all, memory, time, alone, waves, loop, mix, assumed)
+        most = max(clocks for clocks, _ in alone)
+        return Cost(spec, mean, bytes_all, memory, time, most, waves, loop, mix, assumed)
+
+    def of_ctas(self, spec, device, traces, timer):
+        """[(clocks of the slowest warp of a CTA when nothing else runs, such CTAs)]."""
+        run = len(spec.warps)
+        ctas = [traces[at : at + run] for at in range(0, len(traces), run)]
+        return [
+            (max(self.alone(device, trace, timer) for _, _, trace in cta), cta[0][0])
+            for cta in ctas
+        ]
 
     def alone(self, device, trace, timer):
         """Clocks of the warp of a trace when nothing else runs."""
@@ -154,13 +165,13 @@ class Meter:
         return timer.clocks(trace.path, waits)
 
     def time(self, spec, device, mean, working, alone):
-        """Microseconds of a launch, with the gap before it, and its waves of CTAs.
+        """Microseconds of a launch, with the gap before it, and its waves of CTAs with work.
 
         CTAs run in waves of as many as the device holds. A wave takes the time of the busiest pipe
-        of the multiprocessors with the most CTAs, of memory, or of a warp that runs alone.
+        of the multiprocessors with the most CTAs, or of memory. All waves take at least as long as
+        the CTAs of `alone` would if each ran at the speed of a warp that runs alone.
         """
-        held = self.held(spec, device)
-        slots = held * device.multiprocessors
+        slots = self.held(spec, device) * device.multiprocessors
         clocks, left = 0.0, working
         while left > 0:
             now = min(left, slots)
@@ -172,10 +183,10 @@ class Meter:
             if spec.in_flight:
                 rate = min(rate, now * spec.in_flight / (device.memory_latency * 1e-6))
             transfer = spec.memory_bytes * share / rate * device.hertz
-            clocks += max(busiest, transfer, alone)
+            clocks += max(busiest, transfer)
             left -= now
         fill = device.memory_latency if spec.memory_bytes else 0.0
-        time = clocks / device.clock + fill + GAP_US
+        time = max(clocks, makespan(alone, slots)) / device.clock + fill + GAP_US
         return time, working / slots
 
     def held(self, spec, device):
@@ -189,6 +200,15 @@ class Meter:
         # The system takes 1 KiB of shared memory per CTA.
         by_shared = (device.shared << 10) // (spec.shared + use["shared"] + 1024)
         return max(1, min(by_registers, by_shared, device.warps // warps, device.ctas))
+
+
+def makespan(jobs, slots):
+    """The time of jobs [(time, count)] on so many slots, the longest first."""
+    ends = [0.0] * slots
+    for time, count in sorted(jobs, reverse=True):
+        for _ in range(count):
+            heapq.heapreplace(ends, ends[0] + time)
+    return max(ends)
 
 
 def expect_bytes(spec, device, streamed):
