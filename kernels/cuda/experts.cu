@@ -196,15 +196,15 @@ EXPERTS_GATHER(f16)
 #define EXPERTS_GENERIC(F, f, T)                                                                   \
     extern "C" __global__ void __launch_bounds__(256) experts_generic_##f##_##T(                   \
         EXPERTS, const float* x, float* out /* [pairs, outputs] */, uint32_t which,                \
-        uint32_t by_token, uint32_t outputs, uint32_t inputs) {                                    \
+        uint32_t layout, uint32_t by_token, uint32_t outputs, uint32_t inputs) {                   \
         const Lists lists = lists_of(words, tokens, chosen, experts);                              \
         const uint32_t pair = blockIdx.x, output = blockIdx.y * 8 + threadIdx.x / 32;              \
         if (pair >= lists.count[0] || output >= outputs) return;                                   \
         const size_t row = by_token ? lists.pair_token[pair] : pair;                               \
         const uint8_t* weight =                                                                    \
             reinterpret_cast<const uint8_t*>(matrices[lists.pair_expert[pair] * 3 + which]);       \
-        linear_generic<F, T>(weight, x + row * inputs, nullptr, out + (size_t)pair * outputs,      \
-                             output, outputs, inputs, 1);                                          \
+        linear_generic<F, T>(weight, layout, x + row * inputs, nullptr,                            \
+                             out + (size_t)pair * outputs, output, outputs, inputs, 1);            \
     }
 #define EXPERTS_GENERIC_DTYPES(F, f)                                                               \
     EXPERTS_GENERIC(F, f, f32) EXPERTS_GENERIC(F, f, bf16) EXPERTS_GENERIC(F, f, f16)

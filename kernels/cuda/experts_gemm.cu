@@ -22,7 +22,7 @@
 template <class F, class T>
 __device__ __forceinline__ void experts_gemm(const uint64_t* matrices, const Lists& lists,
                                              const T* x, float* out0, float* out1, uint32_t which,
-                                             uint32_t outputs, uint32_t inputs) {
+                                             uint32_t layout, uint32_t outputs, uint32_t inputs) {
     if (blockIdx.x >= lists.count[1]) return;
     const uint32_t expert = lists.tile_expert[blockIdx.x], first = lists.tile_first[blockIdx.x];
     const uint32_t tiles = (outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS,
@@ -32,16 +32,17 @@ __device__ __forceinline__ void experts_gemm(const uint64_t* matrices, const Lis
     product.bias = nullptr;
     product.out = second ? out1 : out0;
     product.outputs = outputs;
+    product.layout = layout;
     product.tile = blockIdx.y - second * tiles;
     linear_gemm<F, T>(product, x, inputs, first, lists.start[expert + 1]);
 }
 
 #define EXPERTS_GEMM(F, f, T)                                                                      \
-    extern "C" __global__ void __launch_bounds__(256, 1)                                           \
-        experts_gemm_##f##_##T(EXPERTS, const T* __restrict__ x, float* out0, float* out1,         \
-                               uint32_t which, uint32_t outputs, uint32_t inputs) {                \
+    extern "C" __global__ void __launch_bounds__(256, 1) experts_gemm_##f##_##T(                   \
+        EXPERTS, const T* __restrict__ x, float* out0, float* out1, uint32_t which,                \
+        uint32_t layout, uint32_t outputs, uint32_t inputs) {                                      \
         experts_gemm<F, T>(matrices, lists_of(words, tokens, chosen, experts), x, out0, out1,      \
-                           which, outputs, inputs);                                                \
+                           which, layout, outputs, inputs);                                        \
     }
 EXPERTS_GEMM(Nf4, nf4, bf16)
 EXPERTS_GEMM(Nf4, nf4, f16)

@@ -23,8 +23,8 @@
 template <class F, class T, int N>
 __device__ __forceinline__ void experts_gemv(const uint64_t* matrices, const Lists& lists,
                                              const float* x, float* out0, float* out1,
-                                             uint32_t which, uint32_t by_token, uint32_t outputs,
-                                             uint32_t inputs, uint32_t stages) {
+                                             uint32_t which, uint32_t layout, uint32_t by_token,
+                                             uint32_t outputs, uint32_t inputs, uint32_t stages) {
     constexpr int M = 2;
     if (blockIdx.y >= lists.count[1]) return;
     const uint32_t expert = lists.tile_expert[blockIdx.y], first = lists.tile_first[blockIdx.y];
@@ -35,6 +35,7 @@ __device__ __forceinline__ void experts_gemv(const uint64_t* matrices, const Lis
     product.bias = nullptr;
     product.out = (second ? out1 : out0) + (size_t)first * outputs;
     product.outputs = outputs;
+    product.layout = layout;
     product.tile = blockIdx.x - second * tiles;
     Gathered rows_of;
     rows_of.list = by_token ? lists.pair_token : nullptr;
@@ -45,10 +46,10 @@ __device__ __forceinline__ void experts_gemv(const uint64_t* matrices, const Lis
 #define EXPERTS_GEMV(F, f, T, N)                                                                   \
     extern "C" __global__ void __launch_bounds__(WARPS * 32, N == 1 ? 2 : 1)                       \
         experts_gemv_##f##_##T##_n##N(EXPERTS, const float* x, float* out0, float* out1,           \
-                                      uint32_t which, uint32_t by_token, uint32_t outputs,         \
-                                      uint32_t inputs, uint32_t stages) {                          \
+                                      uint32_t which, uint32_t layout, uint32_t by_token,          \
+                                      uint32_t outputs, uint32_t inputs, uint32_t stages) {        \
         experts_gemv<F, T, N>(matrices, lists_of(words, tokens, chosen, experts), x, out0, out1,   \
-                              which, by_token, outputs, inputs, stages);                           \
+                              which, layout, by_token, outputs, inputs, stages);                   \
     }
 #define EXPERTS_GEMV_SIZES(F, f, T)                                                                \
     EXPERTS_GEMV(F, f, T, 1)                                                                       \

@@ -53,30 +53,31 @@ extern "C" __global__ void __launch_bounds__(256)
 template <class F, class T, uint32_t ROWS, uint32_t STAGES>
 __device__ __forceinline__ void experts_grad(const uint64_t* matrices, const Lists& lists,
                                              const bf16* grad, float* out, uint32_t which,
-                                             uint32_t outputs, uint32_t inputs, uint32_t padded) {
+                                             uint32_t layout, uint32_t outputs, uint32_t inputs,
+                                             uint32_t padded) {
     if (blockIdx.x >= lists.count[1]) return;
     const uint32_t expert = lists.tile_expert[blockIdx.x], first = lists.tile_first[blockIdx.x];
     linear_grad<F, T, ROWS, STAGES>(reinterpret_cast<const uint8_t*>(matrices[expert * 3 + which]),
-                                    grad, out, outputs, inputs, first, lists.start[expert + 1],
-                                    blockIdx.y * TILE_INPUTS, padded);
+                                    layout, grad, out, outputs, inputs, first,
+                                    lists.start[expert + 1], blockIdx.y * TILE_INPUTS, padded);
 }
 
 #define EXPERTS_GRAD(F, f, T)                                                                      \
-    extern "C" __global__ void __launch_bounds__(256, 2)                                           \
-        experts_grad_gemm_##f##_##T(EXPERTS, const bf16* __restrict__ grad /* [pairs, padded] */,  \
-                                    float* __restrict__ out /* [pairs, inputs] */, uint32_t which, \
-                                    uint32_t outputs, uint32_t inputs, uint32_t padded) {          \
+    extern "C" __global__ void __launch_bounds__(256, 2) experts_grad_gemm_##f##_##T(              \
+        EXPERTS, const bf16* __restrict__ grad /* [pairs, padded] */,                              \
+        float* __restrict__ out /* [pairs, inputs] */, uint32_t which, uint32_t layout,            \
+        uint32_t outputs, uint32_t inputs, uint32_t padded) {                                      \
         experts_grad<F, T, GEMM_ROWS, GEMM_STAGES>(matrices,                                       \
                                                    lists_of(words, tokens, chosen, experts), grad, \
-                                                   out, which, outputs, inputs, padded);           \
+                                                   out, which, layout, outputs, inputs, padded);   \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(256)                                              \
-        experts_grad_gemv_##f##_##T(EXPERTS, const bf16* __restrict__ grad /* [pairs, padded] */,  \
-                                    float* __restrict__ out /* [pairs, inputs] */, uint32_t which, \
-                                    uint32_t outputs, uint32_t inputs, uint32_t padded) {          \
-        experts_grad<F, T, GEMV_ROWS, GEMV_STAGES<F>>(matrices,                                    \
-                                                      lists_of(words, tokens, chosen, experts),    \
-                                                      grad, out, which, outputs, inputs, padded);  \
+    extern "C" __global__ void __launch_bounds__(256) experts_grad_gemv_##f##_##T(                 \
+        EXPERTS, const bf16* __restrict__ grad /* [pairs, padded] */,                              \
+        float* __restrict__ out /* [pairs, inputs] */, uint32_t which, uint32_t layout,            \
+        uint32_t outputs, uint32_t inputs, uint32_t padded) {                                      \
+        experts_grad<F, T, GEMV_ROWS, GEMV_STAGES<F>>(                                             \
+            matrices, lists_of(words, tokens, chosen, experts), grad, out, which, layout, outputs, \
+            inputs, padded);                                                                       \
     }
 EXPERTS_GRAD(Plain, plain, bf16)
 EXPERTS_GRAD(Plain, plain, f16)

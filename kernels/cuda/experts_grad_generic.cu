@@ -14,14 +14,14 @@
 #define EXPERTS_GRAD_GENERIC(F, f, T)                                                              \
     extern "C" __global__ void __launch_bounds__(256, 2) experts_grad_generic_##f##_##T(           \
         EXPERTS, const float* __restrict__ grad, float* __restrict__ out /* [pairs, inputs] */,    \
-        uint32_t which, uint32_t by_token, uint32_t outputs, uint32_t inputs) {                    \
+        uint32_t which, uint32_t layout, uint32_t by_token, uint32_t outputs, uint32_t inputs) {   \
         const Lists lists = lists_of(words, tokens, chosen, experts);                              \
         if (blockIdx.y >= lists.count[1]) return;                                                  \
         const uint32_t expert = lists.tile_expert[blockIdx.y],                                     \
                        first = lists.tile_first[blockIdx.y];                                       \
         linear_grad_generic<F, T>(reinterpret_cast<const uint8_t*>(matrices[expert * 3 + which]),  \
-                                  grad, by_token ? lists.pair_token : nullptr, out, outputs,       \
-                                  inputs, first, lists.start[expert + 1],                          \
+                                  layout, grad, by_token ? lists.pair_token : nullptr, out,        \
+                                  outputs, inputs, first, lists.start[expert + 1],                 \
                                   blockIdx.x * TILE_INPUTS);                                       \
     }
 #define EXPERTS_GRAD_GENERIC_DTYPES(F, f)                                                          \

@@ -181,19 +181,21 @@ __device__ __forceinline__ float output_scale(const uint8_t* bytes, uint32_t out
 // values; gate and up). A missing matrix has no outputs. Tiles of outputs are numbered across the
 // matrices.
 struct LinearProduct {
-    const uint8_t* weight; // as stored, aligned to 16
-    const float* bias;     // [outputs], or null
-    float* out;            // [rows, outputs]
-    uint32_t outputs, tile;
+    const uint8_t* weight;          // as stored, aligned to 16
+    const float* bias;              // [outputs], or null
+    float* out;                     // [rows, outputs]
+    uint32_t outputs, layout, tile; // layout: of NF4 alone (nf4_parts)
 };
 
 #define LINEAR_PRODUCTS                                                                            \
-    const uint8_t *weight0, const float *bias0, float *out0, uint32_t outputs0,                    \
+    const uint8_t *weight0, const float *bias0, float *out0, uint32_t outputs0, uint32_t layout0,  \
         const uint8_t *weight1, const float *bias1, float *out1, uint32_t outputs1,                \
-        const uint8_t *weight2, const float *bias2, float *out2, uint32_t outputs2
+        uint32_t layout1, const uint8_t *weight2, const float *bias2, float *out2,                 \
+        uint32_t outputs2, uint32_t layout2
 #define LINEAR_PRODUCT(tile, tile_outputs)                                                         \
-    product_of(tile, tile_outputs, {weight0, bias0, out0, outputs0, 0},                            \
-               {weight1, bias1, out1, outputs1, 0}, {weight2, bias2, out2, outputs2, 0})
+    product_of(tile, tile_outputs, {weight0, bias0, out0, outputs0, layout0, 0},                   \
+               {weight1, bias1, out1, outputs1, layout1, 0},                                       \
+               {weight2, bias2, out2, outputs2, layout2, 0})
 
 // The matrix that tile `tile` belongs to.
 __device__ __forceinline__ LinearProduct product_of(uint32_t tile, uint32_t outputs,

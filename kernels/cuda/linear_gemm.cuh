@@ -106,7 +106,8 @@ __device__ __forceinline__ void linear_gemm(const LinearProduct& product, const 
     __shared__ Nf4Parts parts; // where they take no registers
     uint32_t scale_row = 0;
     if constexpr (IS_NF4) {
-        if (threadIdx.x == 0) parts = nf4_parts(product.weight, product.outputs, inputs);
+        if (threadIdx.x == 0)
+            parts = nf4_parts(product.weight, product.outputs, inputs, product.layout);
         fill_nf4_table<T>(table);
         dynamic[threadIdx.x] = NF4_DYNAMIC[threadIdx.x];
         __syncthreads();
@@ -122,7 +123,7 @@ __device__ __forceinline__ void linear_gemm(const LinearProduct& product, const 
         if (!IS_NF4 || threadIdx.x >= TILE_OUTPUTS || block >= blocks) return;
         const uint32_t index = scale_row + block;
         code = parts.absmax[index];
-        coarse = parts.absmax2[index / NF4_SUPER_GROUP];
+        coarse = parts.absmax2[index >> parts.shift];
     };
     auto put_scale = [&](uint32_t block) {
         if (!IS_NF4 || threadIdx.x >= TILE_OUTPUTS || block >= blocks) return;

@@ -108,10 +108,10 @@ template <class F, class T, int M, int N, class Rows> struct SegmentGemv {
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int high = 0; high < 2; high++) {
-                    const size_t index =
-                        (size_t)output(m, high) * (inputs / NF4_GROUP) + (valid ? group : 0);
+                    const uint32_t index =
+                        output(m, high) * (inputs / NF4_GROUP) + (valid ? group : 0);
                     codes[m][high] = parts.absmax[index];
-                    absmax2[m][high] = parts.absmax2[index / NF4_SUPER_GROUP];
+                    absmax2[m][high] = parts.absmax2[index >> parts.shift];
                 }
         }
     }
@@ -271,7 +271,7 @@ __device__ __forceinline__ void linear_gemv(const LinearProduct& product, const 
     }
     // The tables are filled while the first copies run.
     if constexpr (same_type<F, Nf4>::value) {
-        gemv.parts = nf4_parts(product.weight, product.outputs, inputs);
+        gemv.parts = nf4_parts(product.weight, product.outputs, inputs, product.layout);
         fill_nf4_table<T>(table);
         dynamic[threadIdx.x] = NF4_DYNAMIC[threadIdx.x];
         __syncthreads();

@@ -13,14 +13,15 @@
 #include "linear_generic.cuh"
 
 #define LINEAR_GENERIC(F, f, T)                                                                    \
-    extern "C" __global__ void __launch_bounds__(256) linear_generic_##f##_##T(                    \
-        const uint8_t* __restrict__ weight, const float* __restrict__ x /* [rows, inputs] */,      \
-        const float* __restrict__ bias /* [outputs] or null */,                                    \
-        float* __restrict__ out /* [rows, outputs] */, uint32_t outputs, uint32_t inputs,          \
-        uint32_t rows) {                                                                           \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        linear_generic_##f##_##T(const uint8_t* __restrict__ weight, uint32_t layout,              \
+                                 const float* __restrict__ x /* [rows, inputs] */,                 \
+                                 const float* __restrict__ bias /* [outputs] or null */,           \
+                                 float* __restrict__ out /* [rows, outputs] */, uint32_t outputs,  \
+                                 uint32_t inputs, uint32_t rows) {                                 \
         const uint32_t first = blockIdx.y * ROWS, output = blockIdx.x * 8 + threadIdx.x / 32;      \
         if (output < outputs)                                                                      \
-            linear_generic<F, T>(weight, x + (size_t)first * inputs, bias,                         \
+            linear_generic<F, T>(weight, layout, x + (size_t)first * inputs, bias,                 \
                                  out + (size_t)first * outputs, output, outputs, inputs,           \
                                  min(rows - first, (uint32_t)ROWS));                               \
     }

@@ -39,20 +39,21 @@
 // gemv: each CTA takes segment blockIdx.z and writes its sums to matrix blockIdx.z of `out`.
 #define LINEAR_GRAD(F, f, T)                                                                       \
     extern "C" __global__ void __launch_bounds__(256, 2) linear_grad_gemm_##f##_##T(               \
-        const uint8_t* __restrict__ weight, const bf16* __restrict__ grad /* [rows, padded] */,    \
-        float* out /* [rows, inputs] */, uint32_t outputs, uint32_t inputs, uint32_t rows,         \
-        uint32_t padded, uint32_t segment) {                                                       \
-        linear_grad<F, T, GEMM_ROWS, GEMM_STAGES>(weight, grad, out, outputs, inputs,              \
+        const uint8_t* __restrict__ weight, uint32_t layout,                                       \
+        const bf16* __restrict__ grad /* [rows, padded] */, float* out /* [rows, inputs] */,       \
+        uint32_t outputs, uint32_t inputs, uint32_t rows, uint32_t padded, uint32_t segment) {     \
+        linear_grad<F, T, GEMM_ROWS, GEMM_STAGES>(weight, layout, grad, out, outputs, inputs,      \
                                                   blockIdx.x * GEMM_ROWS, rows,                    \
                                                   blockIdx.y * TILE_INPUTS, padded, segment);      \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(256) linear_grad_gemv_##f##_##T(                  \
-        const uint8_t* __restrict__ weight, const bf16* __restrict__ grad /* [rows, padded] */,    \
+        const uint8_t* __restrict__ weight, uint32_t layout,                                       \
+        const bf16* __restrict__ grad /* [rows, padded] */,                                        \
         float* out /* [segments, rows, inputs] */, uint32_t outputs, uint32_t inputs,              \
         uint32_t rows, uint32_t padded, uint32_t segment) {                                        \
         out += (size_t)blockIdx.z * rows * inputs;                                                 \
         linear_grad<F, T, GEMV_ROWS, GEMV_STAGES<F>>(                                              \
-            weight, grad, out, outputs, inputs, blockIdx.x * GEMV_ROWS, rows,                      \
+            weight, layout, grad, out, outputs, inputs, blockIdx.x * GEMV_ROWS, rows,              \
             blockIdx.y * TILE_INPUTS, padded, segment, blockIdx.z);                                \
     }
 LINEAR_GRAD(Plain, plain, bf16)

@@ -98,10 +98,11 @@ __device__ __forceinline__ void decode_tile(unsigned char* tile, const unsigned 
 // summed from zero, and the sums are added from first to last. A CTA processes all segments, or
 // only segment `only`, whose sums it writes to `out` for linear_grad_join.
 template <class F, class T, uint32_t ROWS, uint32_t STAGES>
-__device__ __forceinline__ void linear_grad(const uint8_t* bytes, const bf16* grad, float* out,
-                                            uint32_t outputs, uint32_t inputs, uint32_t first_row,
-                                            uint32_t rows, uint32_t first_input, uint32_t padded,
-                                            uint32_t segment = ~0u, uint32_t only = ~0u) {
+__device__ __forceinline__ void linear_grad(const uint8_t* bytes, uint32_t layout, const bf16* grad,
+                                            float* out, uint32_t outputs, uint32_t inputs,
+                                            uint32_t first_row, uint32_t rows, uint32_t first_input,
+                                            uint32_t padded, uint32_t segment = ~0u,
+                                            uint32_t only = ~0u) {
     SMEM_DYN(shared);
     typedef WeightLayout<F, T> W;
     constexpr bool IS_NF4 = same_type<F, Nf4>::value;
@@ -145,7 +146,7 @@ __device__ __forceinline__ void linear_grad(const uint8_t* bytes, const bf16* gr
     };
     Nf4Parts parts = {};
     if constexpr (IS_NF4) {
-        parts = nf4_parts(bytes, outputs, inputs);
+        parts = nf4_parts(bytes, outputs, inputs, layout);
         fill_nf4_table<bf16>(table);
         dynamic[threadIdx.x] = NF4_DYNAMIC[threadIdx.x];
     }
@@ -159,7 +160,7 @@ __device__ __forceinline__ void linear_grad(const uint8_t* bytes, const bf16* gr
         if (!IS_NF4 || output >= outputs || input >= inputs) return;
         const size_t group = ((size_t)output * inputs + input) / NF4_GROUP;
         code = parts.absmax[group];
-        coarse = parts.absmax2[group / NF4_SUPER_GROUP];
+        coarse = parts.absmax2[group >> parts.shift];
     };
     auto scale = [&]() {
         return IS_NF4 ? nf4_scale(dynamic, (uint8_t)code, coarse, parts.offset) *

@@ -14,11 +14,12 @@
 #include "linear_grad_generic.cuh"
 
 #define LINEAR_GRAD_GENERIC(F, f, T)                                                               \
-    extern "C" __global__ void __launch_bounds__(256) linear_grad_generic_##f##_##T(               \
-        const uint8_t* __restrict__ weight, const float* __restrict__ grad /* [rows, outputs] */,  \
-        float* __restrict__ out /* [rows, inputs] */, uint32_t outputs, uint32_t inputs,           \
-        uint32_t rows) {                                                                           \
-        linear_grad_generic<F, T>(weight, grad, nullptr, out, outputs, inputs,                     \
+    extern "C" __global__ void __launch_bounds__(256, 3)                                           \
+        linear_grad_generic_##f##_##T(const uint8_t* __restrict__ weight, uint32_t layout,         \
+                                      const float* __restrict__ grad /* [rows, outputs] */,        \
+                                      float* __restrict__ out /* [rows, inputs] */,                \
+                                      uint32_t outputs, uint32_t inputs, uint32_t rows) {          \
+        linear_grad_generic<F, T>(weight, layout, grad, nullptr, out, outputs, inputs,             \
                                   blockIdx.y * TILE_ROWS, rows, blockIdx.x * TILE_INPUTS);         \
     }
 #define LINEAR_GRAD_GENERIC_DTYPES(F, f)                                                           \

@@ -56,8 +56,8 @@
                                uint32_t inputs, uint32_t rows) {                                   \
         LinearProduct product = LINEAR_PRODUCT(blockIdx.y, TILE_OUTPUTS);                          \
         if (product.outputs == 0)                                                                  \
-            product = {weight0, bias0, out0, outputs0,                                             \
-                       blockIdx.y}; /* fills a cluster: past the end of a matrix */                \
+            product = {weight0, bias0,     out0, outputs0,                                         \
+                       layout0, blockIdx.y}; /* fills a cluster: past the end of a matrix */       \
         const uint32_t first = blockIdx.x * TILE_ROWS;                                             \
         linear_wgmma<F, T>(product, x, inputs, blockIdx.x,                                         \
                            product.out + (size_t)first * product.outputs, rows - first);           \

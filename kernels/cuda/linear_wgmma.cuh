@@ -92,11 +92,11 @@ struct ScaleCopies {
     uint32_t codes;
     float second[2];
 
-    // Starts to read the scales of blocks `block` to `block` + 4. Past the last block the values
-    // belong to other blocks and are not used.
-    __device__ __forceinline__ void prefetch(const LinearProduct& product, uint32_t inputs,
-                                             uint32_t block) {
-        const Nf4Parts parts = nf4_parts(product.weight, product.outputs, inputs);
+    // Starts to read the scales of blocks `block` to `block` + 4; `layout` is the product's. Past
+    // the last block the values belong to other blocks and are not used.
+    __device__ __forceinline__ void prefetch(const LinearProduct& product, uint32_t layout,
+                                             uint32_t inputs, uint32_t block) {
+        const Nf4Parts parts = nf4_parts(product.weight, product.outputs, inputs, layout);
         const uint32_t blocks = inputs / BLOCK_INPUTS,
                        output = min(product.tile * TILE_OUTPUTS + threadIdx.x % TILE_OUTPUTS,
                                     product.outputs - 1);
@@ -106,7 +106,7 @@ struct ScaleCopies {
             const uint32_t index =
                 output * blocks + min(block + threadIdx.x / TILE_OUTPUTS * 2 + i, blocks - 1);
             codes |= (uint32_t)parts.absmax[index] << i * 8;
-            second[i] = parts.absmax2[index / NF4_SUPER_GROUP];
+            second[i] = parts.absmax2[index >> parts.shift];
         }
     }
     // Computes the scales and stores them at [4, TILE_OUTPUTS]; `offset` is that of the matrix.
@@ -185,6 +185,8 @@ __device__ __forceinline__ void linear_wgmma(const LinearProduct& product, const
     uint64_t* full = reinterpret_cast<uint64_t*>(ring - 1024); // [STAGES]: x of the stage is there
     uint64_t* empty = full + STAGES; // [STAGES]: all CTAs of the cluster have done with it
     float* offset = reinterpret_cast<float*>(full + 16); // of the scales
+    // The product's layout, where it takes no register in the loop.
+    uint32_t* layout = reinterpret_cast<uint32_t*>(offset + 1);
     const uint8_t* x_from = reinterpret_cast<const uint8_t*>(x) + (size_t)tile * blocks * X_STAGE;
     WeightCopies<F> weights(product, inputs);
     // Producer of x: one thread expects a whole block and multicasts this CTA's share of it to all
@@ -216,10 +218,13 @@ __device__ __forceinline__ void linear_wgmma(const LinearProduct& product, const
         for (uint32_t s = 0; s < min(blocks, STAGES - 2u); s++) copy_x(s, s);
     ScaleCopies prefetched = {};
     if constexpr (IS_NF4<F>) {
-        prefetched.prefetch(product, inputs, 0);
+        prefetched.prefetch(product, product.layout, inputs, 0);
         fill_nf4_table<T>(reinterpret_cast<uint32_t*>(table));
         dynamic[threadIdx.x] = NF4_DYNAMIC[threadIdx.x];
-        if (threadIdx.x == 0) *offset = nf4_parts(product.weight, product.outputs, inputs).offset;
+        if (threadIdx.x == 0) {
+            *offset = nf4_parts(product.weight, product.outputs, inputs, product.layout).offset;
+            *layout = product.layout;
+        }
         __syncthreads();
         prefetched.template store<T>(scales, dynamic, *offset);
     }
@@ -322,7 +327,7 @@ __device__ __forceinline__ void linear_wgmma(const LinearProduct& product, const
     // because the compiler tracks none across iterations of a loop.
     auto chunk = [&](uint32_t block, bool first, auto count) {
         constexpr int COUNT = decltype(count)::value;
-        if constexpr (IS_NF4<F>) prefetched.prefetch(product, inputs, block + CHUNK);
+        if constexpr (IS_NF4<F>) prefetched.prefetch(product, *layout, inputs, block + CHUNK);
 #pragma unroll
         for (int u = 0; u < COUNT; u++) {
             if constexpr (IS_NF4<F>) {

@@ -3,7 +3,7 @@
 #pragma once
 #include "common.cuh"
 
-// Weights that share a scale, and groups that share a second scale.
+// Weights that share a scale, and groups of a whole matrix that share a second scale.
 #define NF4_GROUP       64
 #define NF4_SUPER_GROUP 256
 // Bytes of a copy of NF4_DYNAMIC.
@@ -154,22 +154,62 @@ __device__ __forceinline__ size_t aligned_end(size_t bytes) {
     return (bytes + PART_ALIGNMENT - 1) / PART_ALIGNMENT * PART_ALIGNMENT;
 }
 
-// The sections of a stored matrix `[outputs, inputs]`.
+// The sections of a matrix `[outputs, inputs]` whose rows follow each other: a whole matrix, or a
+// slice whose rows are whole groups (kernels/src/quant/slice.rs).
 struct Nf4Parts {
     const uint8_t* codes;  // two weights a byte, the first in the upper half
     const uint8_t* absmax; // [groups], codes of the dynamic map
-    const float* absmax2;  // [groups / 256]
+    const float* absmax2;  // [groups >> shift]
     float offset;
+    uint32_t shift; // 2^shift groups share a second scale: 8 of a whole matrix
 };
 
-__device__ __forceinline__ Nf4Parts nf4_parts(const uint8_t* bytes, size_t outputs, size_t inputs) {
+// `layout` is what the host says of a matrix (nf4::Parts::layout): the shift, or NF4_RAGGED.
+#define NF4_RAGGED 16
+
+__device__ __forceinline__ Nf4Parts nf4_parts(const uint8_t* bytes, size_t outputs, size_t inputs,
+                                              uint32_t layout) {
     const size_t weights = outputs * inputs, groups = (weights + NF4_GROUP - 1) / NF4_GROUP;
     Nf4Parts parts;
     parts.codes = bytes;
     parts.absmax = bytes + aligned_end((weights + 1) / 2);
     parts.absmax2 = reinterpret_cast<const float*>(parts.absmax + aligned_end(groups));
-    parts.offset = parts.absmax2[(groups + NF4_SUPER_GROUP - 1) / NF4_SUPER_GROUP];
+    parts.offset = parts.absmax2[(groups + (1u << layout) - 1) >> layout];
+    parts.shift = layout;
     return parts;
+}
+
+// Any matrix: of a slice that cuts groups, each row begins with a byte and has the scales of all
+// groups that it touches.
+struct Nf4Matrix {
+    Nf4Parts parts;
+    const uint64_t* starts; // ragged: which weight of the whole matrix each row begins with
+    size_t inputs;
+};
+
+__device__ __forceinline__ size_t nf4_ragged_groups(size_t inputs) {
+    return (inputs + NF4_GROUP - 1) / NF4_GROUP + 1;
+}
+
+__device__ __forceinline__ Nf4Matrix nf4_matrix(const uint8_t* bytes, size_t outputs, size_t inputs,
+                                                uint32_t layout) {
+    Nf4Matrix matrix;
+    matrix.inputs = inputs;
+    if (layout != NF4_RAGGED) {
+        matrix.parts = nf4_parts(bytes, outputs, inputs, layout);
+        matrix.starts = nullptr;
+        return matrix;
+    }
+    Nf4Parts& parts = matrix.parts;
+    parts.codes = bytes;
+    parts.absmax = bytes + aligned_end(outputs * ((inputs + 1) / 2));
+    const uint8_t* starts = parts.absmax + aligned_end(outputs * nf4_ragged_groups(inputs));
+    matrix.starts = reinterpret_cast<const uint64_t*>(starts);
+    const float* last = reinterpret_cast<const float*>(starts + aligned_end(outputs * 8));
+    parts.offset = last[0];
+    parts.absmax2 = last + 1; // of the whole matrix
+    parts.shift = 8;
+    return matrix;
 }
 
 // Scale from its code and second scale, computed as on the host: a product, then a sum, each
@@ -179,11 +219,20 @@ __device__ __forceinline__ float nf4_scale(const float* dynamic, uint8_t code, f
     return __fadd_rn(__fmul_rn(dynamic[code], absmax2), offset);
 }
 
-// Weight `index` in f32, before any rounding.
-__device__ __forceinline__ float nf4_weight(const Nf4Parts& parts, size_t index) {
-    const uint8_t byte = parts.codes[index / 2];
-    const size_t group = index / NF4_GROUP;
-    const float scale = nf4_scale(NF4_DYNAMIC, parts.absmax[group],
-                                  parts.absmax2[group / NF4_SUPER_GROUP], parts.offset);
-    return NF4_LEVELS[index % 2 == 0 ? byte >> 4 : byte & 15] * scale;
+// Weight `input` of row `output` in f32, before any rounding.
+__device__ __forceinline__ float nf4_weight(const Nf4Matrix& matrix, size_t output, size_t input) {
+    const Nf4Parts& parts = matrix.parts;
+    // Place of the weight among the codes, its group where that names a second scale, and the place
+    // of its scale.
+    size_t place = output * matrix.inputs + input, group = place / NF4_GROUP, held = group;
+    if (matrix.starts) {
+        const size_t start = matrix.starts[output];
+        place = output * ((matrix.inputs + 1) / 2) * 2 + input;
+        group = (start + input) / NF4_GROUP;
+        held = output * nf4_ragged_groups(matrix.inputs) + group - start / NF4_GROUP;
+    }
+    const uint8_t byte = parts.codes[place / 2];
+    const float scale = nf4_scale(NF4_DYNAMIC, parts.absmax[held],
+                                  parts.absmax2[group >> parts.shift], parts.offset);
+    return NF4_LEVELS[place % 2 == 0 ? byte >> 4 : byte & 15] * scale;
 }

@@ -6,7 +6,7 @@ use shared::config::QuantType;
 use shared::dtype::DType;
 
 use crate::quant::nf4::{self, GROUP, START_BYTES};
-use crate::quant::slice::{row_groups, slice_bytes};
+use crate::quant::slice::{row_groups, shift, slice_bytes};
 use crate::quant::{self, PART_ALIGNMENT, pad};
 use crate::tensor::{Format, WeightView};
 
@@ -18,9 +18,19 @@ pub struct WeightSlice {
     outputs: usize,
     inputs: usize,
     bytes: Vec<u8>,
-    /// Of NF4: groups of a row, and bytes of the second scales.
+    /// Of NF4.
+    layout: Layout,
+}
+
+/// How a slice of NF4 lies.
+#[derive(Clone, Copy, Debug, Default)]
+struct Layout {
+    /// Groups of a row.
     groups: usize,
+    /// Second scales.
     seconds: usize,
+    /// How many groups share a second scale, as a power of two; `None` where groups are cut.
+    shift: Option<u32>,
 }
 
 impl WeightSlice {
@@ -31,13 +41,27 @@ impl WeightSlice {
         rows: &[Range<usize>],
         columns: Range<usize>,
     ) -> Option<WeightSlice> {
-        let (outputs, inputs) = (rows.iter().map(Range::len).sum::<usize>(), columns.len());
         let is_there = |range: &Range<usize>, end| range.start < range.end && range.end <= end;
         let all_there = rows.iter().all(|range| is_there(range, whole.outputs()))
             && is_there(&columns, whole.inputs());
-        if !all_there || outputs == 0 || whole.is_slice() {
+        if !all_there || rows.is_empty() || whole.is_slice() {
             return None;
         }
+        WeightSlice::copy(whole, rows, columns)
+    }
+
+    /// Copies a slice whose parts lie apart, as rows of a larger matrix do.
+    pub(crate) fn gathered(view: WeightView<'_>) -> Option<WeightSlice> {
+        let all = 0..view.outputs();
+        WeightSlice::copy(view, std::slice::from_ref(&all), 0..view.inputs())
+    }
+
+    fn copy(
+        whole: WeightView<'_>,
+        rows: &[Range<usize>],
+        columns: Range<usize>,
+    ) -> Option<WeightSlice> {
+        let (outputs, inputs) = (rows.iter().map(Range::len).sum::<usize>(), columns.len());
         let quant = match whole.format() {
             Format::Plain => QuantType::None,
             Format::Int8(_) => QuantType::Int8,
@@ -45,15 +69,9 @@ impl WeightSlice {
         };
         let shape = [whole.outputs(), whole.inputs()];
         let len = slice_bytes(quant, whole.dtype(), shape, outputs, columns.clone())?;
-        let mut slice = WeightSlice {
-            quant,
-            dtype: whole.dtype(),
-            outputs,
-            inputs,
-            bytes: Vec::with_capacity(len),
-            groups: 0,
-            seconds: 0,
-        };
+        let (dtype, bytes) = (whole.dtype(), Vec::with_capacity(len));
+        let layout = Layout::default();
+        let mut slice = WeightSlice { quant, dtype, outputs, inputs, bytes, layout };
         let rows = || rows.iter().cloned().flatten();
         match whole.format() {
             Format::Plain => {
@@ -77,7 +95,7 @@ impl WeightSlice {
             Format::Nf4(parts) => slice.nf4(&parts, whole.inputs(), rows, columns)?,
         }
         // A whole matrix of NF4, copied, is longer than one as it is stored.
-        debug_assert!(slice.bytes.len() == len || outputs == shape[0] && inputs == shape[1]);
+        debug_assert!(slice.bytes.len() == len || [outputs, inputs] == shape);
         slice.view().is_some().then_some(slice)
     }
 
@@ -91,7 +109,8 @@ impl WeightSlice {
             bytes.extend(all.get(start..end)?);
         }
         let (quant, inputs) = (QuantType::None, bytes.len() / size);
-        let slice = WeightSlice { quant, dtype, outputs: 1, inputs, bytes, groups: 0, seconds: 0 };
+        let layout = Layout::default();
+        let slice = WeightSlice { quant, dtype, outputs: 1, inputs, bytes, layout };
         slice.view().is_some().then_some(slice)
     }
 
@@ -102,25 +121,39 @@ impl WeightSlice {
         rows: impl Fn() -> R,
         columns: Range<usize>,
     ) -> Option<()> {
-        self.groups = row_groups(whole_inputs, &columns);
-        self.seconds = whole.absmax2.len();
-        let start = |row: usize| row * whole_inputs + columns.start;
+        let groups = row_groups(whole_inputs, &columns);
+        let shift = shift(whole_inputs, &columns);
+        let seconds = match shift {
+            Some(shift) => (self.outputs * groups).div_ceil(1 << shift),
+            None => whole.absmax2.len() / 4,
+        };
+        self.layout = Layout { groups, seconds, shift };
         let bytes = &mut self.bytes;
-        for start in rows().map(start) {
-            whole.copy_codes(start, columns.len(), bytes)?;
+        for row in rows() {
+            whole.copy_codes(row, &columns, bytes)?;
         }
         pad(bytes);
-        for start in rows().map(start) {
-            let groups = start / GROUP..(start + columns.len()).div_ceil(GROUP);
-            let end = bytes.len() + self.groups;
-            bytes.extend(whole.absmax.get(groups)?);
+        for row in rows() {
+            let end = bytes.len() + groups;
+            bytes.extend(whole.absmax_of(row, &columns)?);
             bytes.resize(end, 0);
         }
         pad(bytes);
-        bytes.extend(whole.absmax2);
+        let Some(shift) = shift else {
+            let start = |row: usize| whole.named(row, columns.start) as u64;
+            bytes.extend(rows().flat_map(|row| start(row).to_le_bytes()));
+            pad(bytes);
+            bytes.extend(whole.offset.to_le_bytes());
+            bytes.extend(whole.absmax2);
+            pad(bytes);
+            return Some(());
+        };
+        for row in rows() {
+            for first in columns.clone().step_by(GROUP << shift) {
+                bytes.extend(whole.absmax2_of(row, first)?);
+            }
+        }
         bytes.extend(whole.offset.to_le_bytes());
-        pad(bytes);
-        bytes.extend(rows().flat_map(|row| (start(row) as u64).to_le_bytes()));
         pad(bytes);
         Some(())
     }
@@ -132,6 +165,7 @@ impl WeightSlice {
         if self.quant != QuantType::Nf4 {
             return WeightView::quantized(self.quant, dtype, outputs, inputs, bytes).ok();
         }
+        let Layout { groups, seconds, shift } = self.layout;
         let mut rest = bytes;
         let mut next = |len: usize| {
             let (part, behind) =
@@ -140,12 +174,21 @@ impl WeightSlice {
             part.get(..len)
         };
         let codes = next(outputs * inputs.div_ceil(2))?;
-        let absmax = next(outputs * self.groups)?;
-        let (absmax2, offset) = next(self.seconds + 4)?.split_at_checked(self.seconds)?;
-        let starts = next(outputs * START_BYTES)?;
-        let whole = (absmax2, quant::f32_at(offset, 0));
-        let parts = nf4::Parts::cut(whole, inputs, self.groups, [codes, absmax, starts])?;
-        Some(WeightView::slice(dtype, [outputs, inputs], bytes, Format::Nf4(parts)))
+        let absmax = next(outputs * groups)?;
+        let parts = match shift {
+            Some(shift) => {
+                let (absmax2, offset) = next(4 * (seconds + 1))?.split_at_checked(4 * seconds)?;
+                let offset = quant::f32_at(offset, 0);
+                nf4::Parts::grouped(inputs, shift, [codes, absmax, absmax2], offset)?
+            }
+            None => {
+                let starts = next(outputs * START_BYTES)?;
+                let (offset, absmax2) = next(4 * (seconds + 1))?.split_at_checked(4)?;
+                let whole = (absmax2, quant::f32_at(offset, 0));
+                nf4::Parts::ragged(whole, inputs, groups, [codes, absmax, starts])?
+            }
+        };
+        Some(WeightView::copied(dtype, [outputs, inputs], bytes, parts))
     }
 
     /// Bytes that it holds.

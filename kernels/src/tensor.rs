@@ -16,7 +16,18 @@ pub struct WeightView<'a> {
     inputs: usize,
     bytes: &'a [u8],
     format: Format<'a>,
-    is_slice: bool,
+    parts: Parts,
+}
+
+/// Where the parts of a quantized matrix lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Parts {
+    /// As those of a whole matrix.
+    Whole,
+    /// Apart: of rows of a larger matrix.
+    Apart,
+    /// As in a copied slice.
+    Copied,
 }
 
 /// How a matrix is stored.
@@ -53,7 +64,8 @@ impl<'a> WeightView<'a> {
     ) -> Result<Self, WrongSize> {
         let wanted = outputs.checked_mul(inputs).and_then(|n| n.checked_mul(dtype.size_bytes()));
         if wanted == Some(bytes.len()) && !bytes.is_empty() {
-            Ok(WeightView { dtype, outputs, inputs, bytes, format: Format::Plain, is_slice: false })
+            let (format, parts) = (Format::Plain, Parts::Whole);
+            Ok(WeightView { dtype, outputs, inputs, bytes, format, parts })
         } else {
             Err(WrongSize { dtype, outputs, inputs, bytes: bytes.len() })
         }
@@ -77,53 +89,60 @@ impl<'a> WeightView<'a> {
             QuantType::Nf4 => nf4::Parts::new(outputs, inputs, bytes).map(Format::Nf4),
         };
         let format = format.filter(|_| outputs > 0 && inputs > 0);
-        let view = |format| WeightView { dtype, outputs, inputs, bytes, format, is_slice: false };
+        let parts = Parts::Whole;
+        let view = |format| WeightView { dtype, outputs, inputs, bytes, format, parts };
         format.map(view).ok_or(WrongSize { dtype, outputs, inputs, bytes: bytes.len() })
     }
 
-    /// A slice of a quantized matrix, whose parts do not lie as those of a whole one: `format` has
-    /// the rows and columns of `shape`.
-    pub(crate) fn slice(
+    /// A copied slice of an NF4 matrix; the parts have the rows and columns of `shape`.
+    pub(crate) fn copied(
         dtype: DType,
         [outputs, inputs]: [usize; 2],
         bytes: &'a [u8],
-        format: Format<'a>,
+        parts: nf4::Parts<'a>,
     ) -> WeightView<'a> {
-        WeightView { dtype, outputs, inputs, bytes, format, is_slice: true }
+        let format = Format::Nf4(parts);
+        WeightView { dtype, outputs, inputs, bytes, format, parts: Parts::Copied }
     }
 
     /// Some rows of the matrix where they lie: their values are those of the whole. `None` when they
     /// are not all there, there are none, or this is a slice itself.
     pub fn rows(&self, range: Range<usize>) -> Option<WeightView<'a>> {
         let (outputs, inputs) = (range.len(), self.inputs);
-        if range.is_empty() || range.end > self.outputs || self.is_slice {
+        if range.is_empty() || range.end > self.outputs || self.is_slice() {
             return None;
         }
         if outputs == self.outputs {
             return Some(*self);
         }
-        let shape = [outputs, inputs];
-        Some(match self.format {
+        let (bytes, format) = match self.format {
             Format::Plain => {
                 let row = self.row_bytes();
                 let bytes = self.bytes.get(range.start * row..range.end * row)?;
-                WeightView::new(self.dtype, outputs, inputs, bytes).ok()?
+                return WeightView::new(self.dtype, outputs, inputs, bytes).ok();
             }
             Format::Int8(parts) => {
                 let parts = parts.rows(range, inputs)?;
-                WeightView::slice(self.dtype, shape, parts.codes, Format::Int8(parts))
+                (parts.codes, Format::Int8(parts))
             }
             Format::Nf4(parts) => {
                 let parts = parts.rows(range)?;
-                WeightView::slice(self.dtype, shape, parts.codes, Format::Nf4(parts))
+                (parts.codes, Format::Nf4(parts))
             }
-        })
+        };
+        Some(WeightView { outputs, bytes, format, parts: Parts::Apart, ..*self })
     }
 
     /// Whether it is a slice of a quantized matrix, whose parts lie in their own way: see
     /// [`format`](Self::format).
     pub fn is_slice(&self) -> bool {
-        self.is_slice
+        self.parts != Parts::Whole
+    }
+
+    /// Whether its parts lie apart, between those of other rows: [`bytes`](Self::bytes) are not all
+    /// of it.
+    pub(crate) fn lies_apart(&self) -> bool {
+        self.parts == Parts::Apart
     }
 
     /// How it is stored.
@@ -146,8 +165,8 @@ impl<'a> WeightView<'a> {
         self.inputs
     }
 
-    /// All bytes: row-major numbers, or the parts of a quantized matrix; of one that
-    /// [is a slice](Self::is_slice), from the codes on.
+    /// All bytes: row-major numbers, or the parts of a quantized matrix; of rows of a larger
+    /// quantized matrix the codes alone.
     pub fn bytes(&self) -> &'a [u8] {
         self.bytes
     }

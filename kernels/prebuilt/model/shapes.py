@@ -93,13 +93,14 @@ def products(manifest, device, name, quant, rows, inputs, outputs):
     m, n, stages, shared, stage = gemv(
         sum(outputs), rows, quant == "nf4", device.multiprocessors, device.shared_cta << 10, exports
     )
-    parameters = []
+    # NF4: 256 groups share a second scale (nf4.cuh).
+    parameters, layout = [], 8 if quant == "nf4" else 0
     for number in range(3):
         if number < len(outputs):
             weight = Buffer(f"weight{number}", is_streamed=True)
-            parameters += [weight, None, Buffer(f"out{number}"), outputs[number]]
+            parameters += [weight, None, Buffer(f"out{number}"), outputs[number], layout]
         else:
-            parameters += [None, None, None, 0]
+            parameters += [None, None, None, 0, 0]
     tiles = sum(ceil(count, 16 * m) for count in outputs)
     warps = exports["CTA_THREADS"] // 32
     return Spec(

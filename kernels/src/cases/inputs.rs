@@ -1,5 +1,6 @@
 //! Inputs of cases: the same in every run.
 
+use super::slices::Part;
 use super::*;
 
 pub(super) const DTYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
@@ -55,12 +56,14 @@ pub(super) struct Matrix {
     aligned: OnceCell<Vec<u8>>,
     /// The same behind one byte.
     unaligned: OnceCell<Vec<u8>>,
+    /// Of a slice; the bytes are those of the whole matrix.
+    pub(super) part: Option<Part>,
 }
 
 impl Matrix {
     pub(super) fn new(quant: QuantType, dtype: DType, (inputs, outputs): (usize, usize)) -> Matrix {
         let (aligned, unaligned) = (OnceCell::new(), OnceCell::new());
-        Matrix { quant, dtype, inputs, outputs, aligned, unaligned }
+        Matrix { quant, dtype, inputs, outputs, aligned, unaligned, part: None }
     }
 
     /// What it stands for, as a plain matrix of f32.
@@ -72,16 +75,21 @@ impl Matrix {
         }
         let size = (self.inputs, self.outputs);
         let decoded = Matrix::new(QuantType::None, DType::F32, size);
-        let bytes = encode(QuantType::None, DType::F32, self.inputs, &values);
-        decoded.aligned.get_or_init(|| bytes);
-        decoded
+        decoded.of_values(&values)
+    }
+
+    /// The matrix with these values, of a slice those of the whole matrix.
+    pub(super) fn of_values(self, values: &[f32]) -> Matrix {
+        let (inputs, _) = self.stored_size();
+        self.aligned.get_or_init(|| encode(self.quant, self.dtype, inputs, values));
+        self
     }
 
     /// Its bytes, at an odd address if wanted.
     pub(super) fn bytes(&self, is_unaligned: bool) -> &[u8] {
         let aligned = || {
-            let values = noise(1, self.inputs * self.outputs);
-            encode(self.quant, self.dtype, self.inputs, &values)
+            let (inputs, outputs) = self.stored_size();
+            encode(self.quant, self.dtype, inputs, &noise(1, inputs * outputs))
         };
         let aligned = self.aligned.get_or_init(aligned);
         if !is_unaligned {
@@ -91,16 +99,18 @@ impl Matrix {
         &self.unaligned.get_or_init(behind)[1..]
     }
 
-    pub(super) fn view<'b>(&self, bytes: &'b [u8]) -> WeightView<'b> {
-        view(self.quant, self.dtype, (self.inputs, self.outputs), bytes)
+    pub(super) fn view<'b>(&'b self, bytes: &'b [u8]) -> WeightView<'b> {
+        let stored = view(self.quant, self.dtype, self.stored_size(), bytes);
+        self.part.as_ref().map_or(stored, |part| part.view(stored))
     }
 
-    /// Bytes that it takes.
+    /// Bytes that a whole matrix takes.
     pub(super) fn len(&self) -> usize {
         crate::quant::stored_bytes(self.quant, self.dtype, self.outputs, self.inputs).unwrap_or(0)
     }
 
     pub(super) fn name(&self) -> String {
-        format!("{} {} {}x{}", self.dtype, self.quant, self.outputs, self.inputs)
+        let part = self.part.as_ref().map_or_else(String::new, Part::name);
+        format!("{} {} {}x{}{part}", self.dtype, self.quant, self.outputs, self.inputs)
     }
 }

@@ -1,5 +1,6 @@
 //! Matrix products, alone and several of one input.
 
+use super::slices::{Part, slices};
 use super::*;
 
 /// (inputs, outputs): one, odd, a block, off a tile, off a group of NF4, off a segment, several
@@ -41,6 +42,7 @@ const CLUSTERS: [((usize, usize, usize), Class); 8] = [
 /// Matrices and rows of the cases of products and of their gradients.
 pub(super) fn matrices(class: Class) -> Vec<(Matrix, usize)> {
     let sizes = class.select(&SIZES).into_iter();
+    let slices = slices(class);
     let of = |size: (usize, usize)| {
         FORMATS.into_iter().flat_map(move |quant| {
             let dtypes = dtypes_of(class, size.0).into_iter();
@@ -49,7 +51,7 @@ pub(super) fn matrices(class: Class) -> Vec<(Matrix, usize)> {
             })
         })
     };
-    sizes.flat_map(of).collect()
+    sizes.flat_map(of).chain(slices).collect()
 }
 
 /// Types of a case: all, or one that tiles take and one that they do not.
@@ -91,7 +93,10 @@ impl Case for LinearCase {
     const HAS_ALTERNATIVES: bool = true;
 
     fn cases(class: Class) -> Vec<Self> {
-        let of = |(weight, rows)| LinearCase { weight, rows, has_bias: true };
+        let of = |(weight, rows): (Matrix, usize)| {
+            let has_bias = weight.part.is_none();
+            LinearCase { weight, rows, has_bias }
+        };
         let mut cases: Vec<_> = matrices(class).into_iter().map(of).collect();
         let formats = if class == Class::Smallest { &FORMATS[2..] } else { &FORMATS };
         let clusters = CLUSTERS.into_iter().filter(|(_, at)| *at <= class);
@@ -159,6 +164,18 @@ impl Case for LinearCase {
         })?;
         Ok(vec![bench.take(&out, rows * outputs)?])
     }
+
+    fn check<B: Subject>(&self, bench: &mut Bench<'_, B>, expected: &[Vec<f32>]) -> Outcome {
+        let all = check_rows(self, bench, expected, |bench, rows| self.run(bench, rows))?;
+        if let Some(weight) = self.weight.whole() {
+            // Rows of a matrix have the bits that they have among all.
+            let whole = LinearCase { weight, rows: self.rows, has_bias: self.has_bias };
+            if let Some(own) = self.weight.own_outputs(&whole.run(bench, 0..self.rows)?[0]) {
+                bench.same(&all[0], &own)?;
+            }
+        }
+        Ok(all)
+    }
 }
 
 /// Few bits of the sum; on a device also the rounding of each NF4 weight, which goes another way
@@ -225,10 +242,16 @@ impl Case for ProductsCase {
         };
         let of = |quant: &QuantType| {
             let quant = *quant;
-            outputs.iter().map(move |outputs| {
+            let cases = outputs.iter().map(move |outputs| {
                 let of = |outputs| Matrix::new(quant, DType::Bf16, (INPUTS, outputs));
                 ProductsCase { weights: outputs.map(of).to_vec(), rows: 40 }
-            })
+            });
+            // As of a rank: its heads, and a key/value head that every rank has.
+            let part = Part::new((2 * INPUTS, 70), &[3..40, 50..63], INPUTS..2 * INPUTS);
+            let heads = Matrix::slice(quant, DType::Bf16, part);
+            let whole = Matrix::new(quant, DType::Bf16, (INPUTS, 9));
+            let slices = ProductsCase { weights: vec![heads, whole], rows: 40 };
+            cases.chain((quant != QuantType::None).then_some(slices))
         };
         formats.iter().flat_map(of).collect()
     }

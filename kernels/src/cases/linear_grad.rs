@@ -29,10 +29,6 @@ impl LinearGradCase {
         })?;
         Ok(vec![bench.take(&out, rows * inputs)?])
     }
-
-    fn is_tiled(&self) -> bool {
-        tuning::cuda_linear_is_tiled(self.weight.dtype, self.weight.inputs)
-    }
 }
 
 impl Case for LinearGradCase {
@@ -65,7 +61,7 @@ impl Case for LinearGradCase {
         match arithmetic {
             // Gradients and weights that are not bfloat16 are rounded to it where tensor cores
             // multiply them.
-            Arithmetic::TensorCores if self.is_tiled() => 6e-3,
+            Arithmetic::TensorCores if self.weight.is_tiled() => 6e-3,
             Arithmetic::TensorCores => 2e-6,
             // Gradients may be rounded to bfloat16.
             _ if self.weight.dtype == DType::Bf16 => 4e-3,
@@ -83,7 +79,7 @@ impl Case for LinearGradCase {
     }
 
     fn check<B: Subject>(&self, bench: &mut Bench<'_, B>, expected: &[Vec<f32>]) -> Outcome {
-        let segments = if self.is_tiled() { B::SEGMENTS } else { &[None] };
+        let segments = if self.weight.is_tiled() { B::SEGMENTS } else { &[None] };
         let mut all = Vec::new();
         for &segment in segments {
             all.extend(check_rows(self, bench, expected, |bench, rows| {
@@ -97,6 +93,13 @@ impl Case for LinearGradCase {
             let plain = LinearGradCase { weight: self.weight.decoded(), rows: self.rows };
             let plain = plain.run(bench, 0..self.rows)?;
             bench.all_same(&all, &plain)?;
+        }
+        if let Some(weight) = self.weight.whole() {
+            // Columns of a matrix have the bits that they have among all.
+            let whole = LinearGradCase { weight, rows: self.rows };
+            if let Some(own) = self.weight.own_inputs(&whole.run(bench, 0..self.rows)?[0]) {
+                bench.same(&all[0], &own)?;
+            }
         }
         Ok(all)
     }

@@ -1,13 +1,24 @@
 //! A mixture of experts behind the logits of its router, with and without adapters, and its
 //! gradient.
 
+use super::slices::Part;
 use super::*;
 
 /// Tokens, experts, experts of a token, hidden size, size between gate and down.
 type Sizes = (usize, usize, usize, usize, usize);
 
 /// Gate, up and down of two experts, and the two factors of each adapter of each of the three.
-type Stored = ([[Vec<u8>; 2]; 3], [[[Vec<u8>; 2]; 3]; 3]);
+type Stored = ([[Matrix; 2]; 3], [[[Vec<u8>; 2]; 3]; 3]);
+
+/// Of the experts of a rank: the first of its columns, and the columns of all ranks.
+type Share = (usize, usize);
+
+/// Columns that begin and end with groups; that cut groups; and that do so only where they end.
+const SLICES: [((Sizes, Share), Class); 3] = [
+    (((35, 2, 1, 64, 128), (64, 256)), Class::Smallest),
+    (((5, 4, 3, 128, 70), (31, 150)), Class::Smallest),
+    (((140, 2, 2, 64, 64), (96, 192)), Class::Quick),
+];
 
 /// A few rows; rows past a tile of GEMV, and past one of GEMM; widths that tiles do not take, one of
 /// them, or neither.
@@ -39,6 +50,7 @@ pub(super) struct MixtureCase {
     dtype: DType,
     is_adapted: bool,
     is_measured: bool,
+    share: Option<Share>,
     stored: OnceCell<Stored>,
 }
 
@@ -77,6 +89,7 @@ impl MixtureCase {
             dtype,
             is_adapted,
             is_measured,
+            share: None,
             stored: OnceCell::new(),
         })
     }
@@ -94,11 +107,27 @@ impl MixtureCase {
         })
     }
 
-    /// A matrix of values that keep the size of what they are multiplied with.
-    fn encode(&self, seed: u64, quant: QuantType, (inputs, outputs): (usize, usize)) -> Vec<u8> {
-        let size = (3.0 / inputs as f32).sqrt();
-        let values: Vec<f32> = noise(seed, inputs * outputs).iter().map(|v| v * size).collect();
-        encode(quant, self.dtype, inputs, &values)
+    /// A factor of an adapter.
+    fn factor(&self, seed: u64, (inputs, outputs): (usize, usize)) -> Vec<u8> {
+        encode(QuantType::None, self.dtype, inputs, &scaled(seed, (inputs, outputs)))
+    }
+
+    /// Matrix `which` of an expert.
+    fn expert(&self, which: usize, seed: u64) -> Matrix {
+        let (quant, dtype, (inputs, outputs)) = (self.quant, self.dtype, self.sides()[which]);
+        let matrix = match (self.share, which) {
+            (None, _) => Matrix::new(quant, dtype, (inputs, outputs)),
+            (Some((first, all)), 2) => {
+                let (rows, columns) = (0..outputs, first..first + inputs);
+                Matrix::slice(quant, dtype, Part::new((all, outputs), &[rows], columns))
+            }
+            (Some((first, all)), _) => {
+                let rows = first..first + outputs;
+                Matrix::slice(quant, dtype, Part::new((inputs, all), &[rows], 0..inputs))
+            }
+        };
+        let values = scaled(seed, matrix.stored_size());
+        matrix.of_values(&values)
     }
 
     fn stored(&self) -> &Stored {
@@ -107,11 +136,10 @@ impl MixtureCase {
             let adapters = sides.map(|(inputs, outputs)| {
                 RANKS.map(|rank| {
                     let seed = (inputs + rank) as u64;
-                    let a = self.encode(seed, QuantType::None, (inputs, rank));
-                    [a, self.encode(seed + 1, QuantType::None, (rank, outputs))]
+                    [self.factor(seed, (inputs, rank)), self.factor(seed + 1, (rank, outputs))]
                 })
             });
-            (sides.map(|side| [1, 2].map(|seed| self.encode(seed, self.quant, side))), adapters)
+            ([0, 1, 2].map(|which| [1, 2].map(|seed| self.expert(which, seed))), adapters)
         })
     }
 
@@ -120,18 +148,19 @@ impl MixtureCase {
         bench: &mut Bench<'a, B>,
     ) -> Result<Loaded<'w, B>, Failure> {
         let (sides, bytes) = (self.sides(), self.bytes());
-        let matrices = [0, 1, 2].map(|which| {
-            let mut all = bench.weights(bytes[which], || &self.stored().0[which][0]);
-            all.extend((!self.is_measured).then(|| &self.stored().0[which][1][..]));
-            all
-        });
+        let matrices = [0, 1, 2]
+            .map(|which| bench.weights(bytes[which], || self.stored().0[which][0].bytes(false)));
         let mut experts = Vec::new();
         for number in 0..self.experts {
-            // Taken in different orders, so that an expert is not its neighbour.
             let mut matrix = |which: usize| {
-                let all = &matrices[which];
-                let at = if self.is_measured { number * 3 + which } else { number >> which };
-                bench.matrix(view(self.quant, self.dtype, sides[which], all[at % all.len()]))
+                if self.is_measured {
+                    let all = &matrices[which];
+                    let bytes = all[(number * 3 + which) % all.len()];
+                    return bench.matrix(view(self.quant, self.dtype, sides[which], bytes));
+                }
+                // Taken in different orders, so that an expert is not its neighbour.
+                let matrix = &self.stored().0[which][(number >> which) % 2];
+                bench.matrix(matrix.view(matrix.bytes(false)))
             };
             experts.push(Expert { gate: matrix(0)?, up: matrix(1)?, down: matrix(2)? });
         }
@@ -258,6 +287,12 @@ impl MixtureCase {
     }
 }
 
+/// Values that keep the size of what they are multiplied with.
+fn scaled(seed: u64, (inputs, outputs): (usize, usize)) -> Vec<f32> {
+    let size = (3.0 / inputs as f32).sqrt();
+    noise(seed, inputs * outputs).iter().map(|v| v * size).collect()
+}
+
 impl Case for MixtureCase {
     fn cases(class: Class) -> Vec<Self> {
         let dtypes: &[DType] = if class == Class::Smallest { &[DType::Bf16] } else { &DTYPES };
@@ -273,6 +308,12 @@ impl Case for MixtureCase {
                         all.extend(MixtureCase::pair(shape, (quant, dtype), true, false));
                     }
                 }
+            }
+        }
+        for ((shape, share), _) in SLICES.into_iter().filter(|(_, at)| *at <= class) {
+            for quant in FORMATS.into_iter().skip(1) {
+                let pair = MixtureCase::pair(shape, (quant, DType::Bf16), true, false);
+                all.extend(pair.map(|case| MixtureCase { share: Some(share), ..case }));
             }
         }
         all
@@ -297,7 +338,13 @@ impl Case for MixtureCase {
     fn shape(&self) -> String {
         let MixtureCase { tokens, experts, chosen, hidden, middle, quant, dtype, .. } = self;
         let adapters = if self.is_adapted { " adapters" } else { "" };
-        format!("{dtype} {quant} {chosen} of {experts} {hidden}x{middle}{adapters} tokens {tokens}")
+        let share = match self.share {
+            Some((first, all)) => format!(" from {first} of {all}"),
+            None => String::new(),
+        };
+        format!(
+            "{dtype} {quant} {chosen} of {experts} {hidden}x{middle}{share}{adapters} tokens {tokens}"
+        )
     }
 
     fn rows(&self) -> usize {

@@ -25,6 +25,7 @@ mod quantize;
 mod reference;
 mod route;
 mod shapes;
+mod slices;
 mod subject;
 #[cfg(test)]
 mod tests;

@@ -1,10 +1,11 @@
 //! The experts of a block as launches read them: the addresses of all their matrices in device
 //! memory.
 
-use super::matrix::Parts;
+use shared::config::QuantType;
+
 use super::{Cuda, Gpu, Matrix, Memory};
+use crate::ops::OpError;
 use crate::ops::experts::{Expert, ExpertSizes, sizes_of};
-use crate::ops::{MatrixShape, OpError};
 
 /// Most experts of a block.
 pub(super) const MAX_EXPERTS: usize = 256;
@@ -47,30 +48,21 @@ impl<G: Gpu> Cuda<G> {
         if all.len() > MAX_EXPERTS {
             return Err(wrong("more than 256 experts"));
         }
-        let quant = all.first().map(|expert| expert.gate.quant());
-        let alike = |expert: &Expert<Matrix<G>>| {
-            let three = [&expert.gate, &expert.up, &expert.down];
-            three.iter().all(|m| Some(m.quant()) == quant)
+        let kinds = |expert: &Expert<Matrix<G>>| {
+            [&expert.gate, &expert.up, &expert.down].map(|m| (m.quant(), m.layout(), m.is_tiled()))
         };
-        if !all.iter().all(alike) {
-            return Err(wrong("the matrices of the experts are stored in different formats"));
+        let first = all.first().map(kinds);
+        let is_one = |[gate, up, down]: [(QuantType, usize, bool); 3]| gate == up && up.0 == down.0;
+        if !first.is_none_or(is_one) || !all.iter().all(|expert| Some(kinds(expert)) == first) {
+            return Err(wrong("the matrices of the experts are stored or cut in different ways"));
         }
         let addresses: Vec<u8> = all
             .iter()
             .flat_map(|expert| [&expert.gate, &expert.up, &expert.down])
-            .flat_map(|matrix| start_of(matrix).to_le_bytes())
+            .flat_map(|matrix| matrix.start().0.to_le_bytes())
             .collect();
         let mut table = self.reserve(addresses.len())?;
         self.upload_bytes(&addresses, &mut table, 0)?;
         Ok(Experts { all, sizes, table })
-    }
-}
-
-/// Where the bytes of a matrix begin.
-fn start_of<G: Gpu>(matrix: &Matrix<G>) -> u64 {
-    debug_assert!(matrix.inputs() > 0, "a matrix has sides");
-    match matrix.parts() {
-        Parts::Plain { values } => values.0,
-        Parts::Int8 { codes, .. } | Parts::Nf4 { codes, .. } => codes.0,
     }
 }

@@ -1,4 +1,5 @@
-//! Weight matrices in device memory, in the bytes in which they are stored (see [`crate::quant`]).
+//! Weight matrices in device memory, in the bytes in which they are stored (see [`crate::quant`]);
+//! slices in those of [`crate::quant::slice`].
 
 use std::sync::Arc;
 
@@ -10,6 +11,7 @@ use super::gpu::Gpu;
 use super::memory::Memory;
 use crate::ops::MatrixShape;
 use crate::tensor::{Format, WeightView};
+use crate::tuning;
 
 /// A matrix `[outputs, inputs]` on the device; cheap to clone.
 #[derive(Debug)]
@@ -42,14 +44,12 @@ pub enum Parts {
     },
     /// NF4 with scales quantized in turn.
     Nf4 {
-        /// Two weights a byte, the first in the upper half.
+        /// Two weights a byte, the first in the upper half; the other parts follow.
         codes: Address,
-        /// `uint8_t`, one per 64 weights.
-        absmax: Address,
-        /// `float`, one per 256 groups.
-        absmax2: Address,
-        /// Added to every scale.
-        offset: f32,
+        /// How rows and second scales lie: `nf4_matrix` in `nf4.cuh`.
+        layout: u32,
+        /// Whether each row begins and ends with a group of 64.
+        is_grouped: bool,
     },
 }
 
@@ -61,12 +61,9 @@ impl<G: Gpu> Matrix<G> {
         let parts = match view.format() {
             Format::Plain => Parts::Plain { values: start },
             Format::Int8(parts) => Parts::Int8 { codes: at(parts.codes), absmax: at(parts.absmax) },
-            Format::Nf4(parts) => Parts::Nf4 {
-                codes: at(parts.codes),
-                absmax: at(parts.absmax),
-                absmax2: at(parts.absmax2),
-                offset: parts.offset,
-            },
+            Format::Nf4(parts) => {
+                Parts::Nf4 { codes: start, layout: parts.layout(), is_grouped: parts.is_grouped() }
+            }
         };
         Matrix(Arc::new(Stored {
             dtype: view.dtype(),
@@ -89,6 +86,25 @@ impl<G: Gpu> Matrix<G> {
     /// Where its parts lie.
     pub fn parts(&self) -> Parts {
         self.0.parts
+    }
+
+    /// Where its bytes begin.
+    pub(super) fn start(&self) -> Address {
+        self.0.memory.address()
+    }
+
+    /// Of NF4, how its rows and second scales lie, as kernels take it.
+    pub(super) fn layout(&self) -> usize {
+        match self.0.parts {
+            Parts::Nf4 { layout, .. } => layout as usize,
+            Parts::Plain { .. } | Parts::Int8 { .. } => 0,
+        }
+    }
+
+    /// Whether the tensor-core kernels take it.
+    pub(super) fn is_tiled(&self) -> bool {
+        let is_grouped = !matches!(self.0.parts, Parts::Nf4 { is_grouped: false, .. });
+        is_grouped && tuning::cuda_linear_is_tiled(self.0.dtype, self.0.inputs)
     }
 
     /// Bytes on the device.

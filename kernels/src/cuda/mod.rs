@@ -43,6 +43,7 @@ pub use step::Recorded;
 
 use crate::kv::StepRow;
 use crate::ops::{OpError, check_len};
+use crate::slice::WeightSlice;
 use crate::tensor::WeightView;
 use memory::Pool;
 
@@ -81,6 +82,9 @@ enum Recording {
 
 /// Is told the name of a kernel before it is launched.
 pub type Watch = fn(&'static str);
+
+/// Rows whose parts are not all there, which [`WeightView::rows`] never makes.
+const APART: OpError = OpError::Shape { op: "matrix", what: "the parts of the rows do not fit" };
 
 /// Arrays of constants that are kept.
 const MAX_CONSTANTS: usize = 32;
@@ -182,16 +186,18 @@ impl<G: Gpu> Cuda<G> {
         self.noted(done)
     }
 
-    /// Copies a matrix to the device, as it is stored.
+    /// Copies a matrix to the device, as it is stored; rows of a larger quantized matrix as a slice
+    /// in memory of its own.
     ///
     /// # Errors
     /// When the device has no memory for it, or fails.
     pub fn matrix(&mut self, weight: WeightView<'_>) -> Result<Matrix<G>, OpError> {
         self.host("a new matrix")?;
-        if weight.is_slice() {
-            let what = "a slice of a quantized matrix is not supported on CUDA devices";
-            return Err(OpError::Shape { op: "matrix", what });
-        }
+        let gathered = weight.lies_apart().then(|| WeightSlice::gathered(weight));
+        let weight = match &gathered {
+            Some(slice) => slice.as_ref().and_then(WeightSlice::view).ok_or(APART)?,
+            None => weight,
+        };
         let memory = self.pool.take_exactly(weight.bytes().len())?;
         // SAFETY: the memory is of that length.
         let done = unsafe { self.gpu.write(weight.bytes(), memory.address()) };

@@ -20,7 +20,12 @@ pub const GROUP: usize = 64;
 /// Groups that share a second scale.
 pub const SUPER_GROUP: usize = 256;
 
-/// Bytes that say where a row of a slice begins.
+/// Groups that share a second scale in a whole matrix, as a power of two.
+pub(crate) const SHIFT: u32 = SUPER_GROUP.trailing_zeros();
+/// What [`Parts::layout`] says of a slice that cuts groups.
+const RAGGED: u32 = 16;
+
+/// Bytes that say where a row of a slice that cuts groups begins.
 pub(crate) const START_BYTES: usize = size_of::<u64>();
 
 /// Value of each code (bitsandbytes `get_4bit_type("nf4")`).
@@ -64,23 +69,28 @@ pub struct Parts<'a> {
     pub codes: &'a [u8],
     /// Codes of the groups' scales.
     pub absmax: &'a [u8],
-    /// f32, little-endian: second scales of the whole matrix.
+    /// f32, little-endian: second scales.
     pub absmax2: &'a [u8],
     /// Added to every scale.
     pub offset: f32,
     /// Weights of a row.
     inputs: usize,
     rows: Rows<'a>,
+    /// Which group of those that `absmax2` counts is the first one here.
+    first: usize,
+    /// `1 << shift` groups share a second scale.
+    shift: u32,
 }
 
-/// How rows lie in `codes` and `absmax`, and among the groups of the whole matrix.
+/// How rows lie in `codes` and `absmax`.
 #[derive(Clone, Copy, Debug)]
 enum Rows<'a> {
-    /// One behind the other, groups over their ends, as in the whole matrix: the first group here
-    /// is its group `first`, and the first `phase` weights of that belong to the row before.
-    Running { first: usize, phase: usize },
-    /// A slice in memory of its own: see [`slice`](super::slice).
-    Cut {
+    /// One behind the other, groups over their ends. The first `phase` weights of the first group
+    /// belong to a row before.
+    Running { phase: usize },
+    /// Each begins with a byte and has the scales of all groups that it touches: a slice that cuts
+    /// groups, in memory of its own (see [`slice`](super::slice)).
+    Ragged {
         /// Groups of a row.
         groups: usize,
         /// u64 `[rows]`, little-endian: which weight of the whole matrix a row begins with.
@@ -106,13 +116,15 @@ impl<'a> Parts<'a> {
             absmax2,
             offset: f32_at(offset, 0),
             inputs,
-            rows: Rows::Running { first: 0, phase: 0 },
+            rows: Rows::Running { phase: 0 },
+            first: 0,
+            shift: SHIFT,
         })
     }
 
     /// Some rows of a whole matrix where they lie; `None` when they are not all there.
     pub(crate) fn rows(&self, range: Range<usize>) -> Option<Parts<'a>> {
-        let Rows::Running { first: 0, phase: 0 } = self.rows else {
+        let (Rows::Running { phase: 0 }, 0, SHIFT) = (self.rows, self.first, self.shift) else {
             return None;
         };
         let (start, end) = (range.start * self.inputs, range.end.checked_mul(self.inputs)?);
@@ -120,101 +132,105 @@ impl<'a> Parts<'a> {
         Some(Parts {
             codes: self.codes.get(first * GROUP / 2..end.div_ceil(2))?,
             absmax: self.absmax.get(first..last)?,
-            rows: Rows::Running { first, phase: start % GROUP },
+            rows: Rows::Running { phase: start % GROUP },
+            first,
             ..*self
         })
     }
 
-    /// Rows of their own from the parts of a [slice](super::slice) of `whole`: `codes`, `absmax`
+    /// Rows of whole groups from the parts of a [slice](super::slice), of whose groups
+    /// `1 << shift` share a second scale. `None` when the parts are not those of one number of
+    /// groups.
+    pub(crate) fn grouped(
+        inputs: usize,
+        shift: u32,
+        [codes, absmax, absmax2]: [&'a [u8]; 3],
+        offset: f32,
+    ) -> Option<Parts<'a>> {
+        let rows = Rows::Running { phase: 0 };
+        let fits = codes.len() == absmax.len().checked_mul(GROUP / 2)?
+            && absmax2.len() == absmax.len().div_ceil(1usize.checked_shl(shift)?).checked_mul(4)?;
+        fits.then_some(Parts { codes, absmax, absmax2, offset, inputs, rows, first: 0, shift })
+    }
+
+    /// Rows from the parts of a [slice](super::slice) that cuts groups of `whole`: `codes`, `absmax`
     /// and `starts`. `None` when these are not of one number of rows, or name a group that `whole`
     /// does not have.
-    pub(crate) fn cut(
+    pub(crate) fn ragged(
         whole: (&'a [u8], f32),
         inputs: usize,
         groups: usize,
         [codes, absmax, starts]: [&'a [u8]; 3],
     ) -> Option<Parts<'a>> {
-        let ((absmax2, offset), rows) = (whole, starts.len() / START_BYTES);
-        let parts =
-            Parts { codes, absmax, absmax2, offset, inputs, rows: Rows::Cut { groups, starts } };
+        let ((absmax2, offset), count) = (whole, starts.len() / START_BYTES);
+        let rows = Rows::Ragged { groups, starts };
+        let parts = Parts { codes, absmax, absmax2, offset, inputs, rows, first: 0, shift: SHIFT };
         let is_there = |row: usize| {
             let last = (parts.start(row) as usize).checked_add(inputs.checked_sub(1)?)?;
             let named = last / GROUP / SUPER_GROUP < absmax2.len() / 4;
             let held = last / GROUP - parts.start(row) as usize / GROUP < groups;
             (named && held).then_some(())
         };
-        let fits = codes.len() == rows * inputs.div_ceil(2) && absmax.len() == rows * groups;
-        (fits && (0..rows).all(|row| is_there(row).is_some())).then_some(parts)
+        let fits = codes.len() == count * inputs.div_ceil(2) && absmax.len() == count * groups;
+        (fits && (0..count).all(|row| is_there(row).is_some())).then_some(parts)
     }
 
-    /// Which weight of the whole matrix row `output` begins with.
+    /// Which weight row `output` begins with, of those whose groups `absmax2` counts.
     #[inline(always)]
     fn start(&self, output: usize) -> u64 {
         match self.rows {
-            Rows::Running { first, phase } => (first * GROUP + phase + output * self.inputs) as u64,
-            Rows::Cut { starts, .. } => {
+            Rows::Running { phase } => (self.first * GROUP + phase + output * self.inputs) as u64,
+            Rows::Ragged { starts, .. } => {
                 let bytes = starts.get(output * START_BYTES..(output + 1) * START_BYTES);
                 bytes.and_then(|b| b.try_into().ok()).map_or(u64::MAX, u64::from_le_bytes)
             }
         }
     }
 
-    /// Whether it is a slice in memory of its own.
-    pub fn is_cut(&self) -> bool {
-        matches!(self.rows, Rows::Cut { .. })
-    }
-
     /// Whether each row begins and ends with a group: what fast paths take.
     pub fn is_grouped(&self) -> bool {
-        self.inputs.is_multiple_of(GROUP)
-            && match self.rows {
-                Rows::Running { phase, .. } => phase == 0,
-                Rows::Cut { groups, .. } => groups * GROUP == self.inputs,
-            }
+        let Rows::Running { phase } = self.rows else {
+            return false;
+        };
+        phase == 0 && self.inputs.is_multiple_of(GROUP)
+    }
+
+    /// How the parts of a matrix that has memory of its own lie, as `nf4_matrix` in `nf4.cuh` takes
+    /// it.
+    pub(crate) fn layout(&self) -> u32 {
+        match self.rows {
+            Rows::Running { .. } => self.shift,
+            Rows::Ragged { .. } => RAGGED,
+        }
     }
 
     /// Scale of the group of weight `input` of row `output`.
     #[inline(always)]
     pub fn scale(&self, output: usize, input: usize) -> f32 {
         let start = self.start(output) as usize;
-        let (first, group) = (start / GROUP, (start + input) / GROUP);
+        let group = (start + input) / GROUP;
         let held = match self.rows {
-            Rows::Running { first, .. } => group - first,
-            Rows::Cut { groups, .. } => output * groups + group - first,
+            Rows::Running { .. } => group - self.first,
+            Rows::Ragged { groups, .. } => output * groups + group - start / GROUP,
         };
-        DYNAMIC[self.absmax[held] as usize] * f32_at(self.absmax2, group / SUPER_GROUP)
+        DYNAMIC[self.absmax[held] as usize] * f32_at(self.absmax2, group >> self.shift)
             + self.offset
     }
 
     /// [`scale`](Self::scale) of group `group` of row `output`, which begins and ends with a group.
-    /// Of matrices that [are not cut](Self::is_cut), a loop without `CUT` is a tenth faster.
     ///
     /// # Safety
-    /// The matrix [`is_grouped`](Self::is_grouped) and has that row, and a row that group; without
-    /// `CUT` it is not cut.
+    /// The matrix [`is_grouped`](Self::is_grouped) and has that row, and a row that group.
     #[allow(unsafe_code, reason = "the innermost loop of a matrix product asks for it")]
     #[inline(always)]
-    pub(crate) unsafe fn scale_unchecked<const CUT: bool>(
-        &self,
-        output: usize,
-        group: usize,
-    ) -> f32 {
+    pub(crate) unsafe fn scale_unchecked(&self, output: usize, group: usize) -> f32 {
         let held = output * (self.inputs / GROUP) + group;
         // SAFETY: `absmax` has the groups of all rows.
         let code = unsafe { *self.absmax.get_unchecked(held) };
-        let named = match self.rows {
-            Rows::Running { first, .. } => first + held,
-            Rows::Cut { starts, .. } if CUT => {
-                let start = starts.as_ptr().cast::<u64>().wrapping_add(output);
-                // SAFETY: `cut` counted one start per row.
-                let start = u64::from_le(unsafe { start.read_unaligned() });
-                start as usize / GROUP + group
-            }
-            Rows::Cut { .. } => held,
-        };
-        let second = self.absmax2.as_ptr().cast::<f32>().wrapping_add(named / SUPER_GROUP);
-        // SAFETY: `absmax2` has the second scales of all groups of the whole matrix, in which `new`
-        // or `cut` found this one.
+        let second = (self.first + held) >> self.shift;
+        let second = self.absmax2.as_ptr().cast::<f32>().wrapping_add(second);
+        // SAFETY: `absmax2` has the second scales of all groups that it counts, among them those
+        // that `new`, `rows` or `grouped` found here.
         let second = f32::from_bits(u32::from_le(unsafe { second.read_unaligned() }.to_bits()));
         DYNAMIC[code as usize] * second + self.offset
     }
@@ -223,8 +239,8 @@ impl<'a> Parts<'a> {
     #[inline(always)]
     fn place(&self, output: usize, input: usize) -> usize {
         match self.rows {
-            Rows::Running { phase, .. } => phase + output * self.inputs + input,
-            Rows::Cut { .. } => 2 * output * self.inputs.div_ceil(2) + input,
+            Rows::Running { phase } => phase + output * self.inputs + input,
+            Rows::Ragged { .. } => 2 * output * self.inputs.div_ceil(2) + input,
         }
     }
 
@@ -236,9 +252,28 @@ impl<'a> Parts<'a> {
         if place.is_multiple_of(2) { byte >> 4 } else { byte & 15 }
     }
 
-    /// Appends the codes of `len` weights from weight `start` of a whole matrix on, the last byte
-    /// padded with a zero.
-    pub(crate) fn copy_codes(&self, start: usize, len: usize, to: &mut Vec<u8>) -> Option<()> {
+    /// Weight `input` of row `output`.
+    #[inline(always)]
+    pub fn weight(&self, output: usize, input: usize) -> f32 {
+        LEVELS[self.code(output, input) as usize] * self.scale(output, input)
+    }
+}
+
+/// What a copy of some columns of a row takes; the matrix is none that cuts groups.
+impl<'a> Parts<'a> {
+    /// Which weight of the whole matrix weight `input` of row `output` is.
+    pub(crate) fn named(&self, output: usize, input: usize) -> usize {
+        self.start(output) as usize + input
+    }
+
+    /// Appends the codes of the columns, from a byte on, the last byte padded with a zero.
+    pub(crate) fn copy_codes(
+        &self,
+        output: usize,
+        columns: &Range<usize>,
+        to: &mut Vec<u8>,
+    ) -> Option<()> {
+        let (start, len) = (self.place(output, columns.start), columns.len());
         let codes = self.codes.get(start / 2..(start + len).div_ceil(2))?;
         if start.is_multiple_of(2) {
             to.extend(codes);
@@ -254,10 +289,17 @@ impl<'a> Parts<'a> {
         Some(())
     }
 
-    /// Weight `input` of row `output`.
-    #[inline(always)]
-    pub fn weight(&self, output: usize, input: usize) -> f32 {
-        LEVELS[self.code(output, input) as usize] * self.scale(output, input)
+    /// The codes of the scales of all groups that the columns touch.
+    pub(crate) fn absmax_of(&self, output: usize, columns: &Range<usize>) -> Option<&'a [u8]> {
+        let [start, end] = [columns.start, columns.end].map(|input| self.named(output, input));
+        let first = (start / GROUP).checked_sub(self.first)?;
+        self.absmax.get(first..end.div_ceil(GROUP).checked_sub(self.first)?)
+    }
+
+    /// The second scale, four bytes, of the group of weight `input` of row `output`.
+    pub(crate) fn absmax2_of(&self, output: usize, input: usize) -> Option<&'a [u8]> {
+        let at = 4 * ((self.named(output, input) / GROUP) >> self.shift);
+        self.absmax2.get(at..at + 4)
     }
 }
 

@@ -3,18 +3,27 @@
 //! those of the whole matrix, to the last bit.
 //!
 //! Plain numbers and INT8 have the layout of a smaller matrix, since the scale of an INT8 row is that
-//! of the whole row. Groups of NF4 run over the ends of rows, and cuts go through them:
+//! of the whole row. A slice of NF4 has it too where rows and cuts begin and end with groups, but for
+//! the second scales: those of `1 << shift` groups are one number, which may be there several times.
+//! `shift` is the largest for which that many neighbours here are neighbours in the whole matrix:
+//!
+//! ```text
+//! codes    u8  [rows, inputs / 2]
+//! absmax   u8  [rows, inputs / 64]
+//! absmax2  f32 [groups >> shift]
+//! offset   f32                        as in the whole matrix
+//! ```
+//! Elsewhere cuts go through groups, and groups run over the ends of rows:
 //!
 //! ```text
 //! codes    u8  [rows, (inputs + 1) / 2]   each row begins with a byte
 //! absmax   u8  [rows, groups]             the groups that a row touches, zeros behind them
-//! absmax2  f32 [whole groups / 256]       as in the whole matrix
-//! offset   f32                            as there
 //! starts   u64 [rows]                     which weight of the whole matrix the row begins with
+//! offset   f32                            as in the whole matrix
+//! absmax2  f32 [whole groups / 256]       as there
 //! ```
-//! The group of a weight, and its second scale, follow from its place in the whole matrix. Where cuts
-//! fall on groups, a row has `inputs / 64` of them, and fast paths read the slice as they read a
-//! matrix.
+//! The group of a weight, and its second scale, then follow from its place in the whole matrix. Fast
+//! paths take slices of whole groups as they take matrices.
 
 use std::ops::Range;
 
@@ -24,8 +33,9 @@ use shared::dtype::DType;
 use super::nf4::{self, GROUP, SUPER_GROUP};
 use super::{PART_ALIGNMENT, int8, stored_bytes};
 
-/// Bytes of a [`WeightSlice`](crate::slice::WeightSlice), or more than are read of rows where they
-/// [lie](crate::WeightView::rows): `rows` rows and some columns of a matrix `[outputs, inputs]`. `None` when that is no size.
+/// Bytes of a [`WeightSlice`](crate::slice::WeightSlice) and of its copy on a device, or more than
+/// are read of rows where they [lie](crate::WeightView::rows): `rows` rows and some columns of a
+/// matrix `[outputs, inputs]`. `None` when that is no size.
 pub fn slice_bytes(
     quant: QuantType,
     dtype: DType,
@@ -40,14 +50,16 @@ pub fn slice_bytes(
         QuantType::None => rows.checked_mul(columns.len())?.checked_mul(dtype.size_bytes()),
         QuantType::Int8 => int8::stored_bytes(rows, columns.len()),
         QuantType::Nf4 => {
-            let seconds = outputs.checked_mul(inputs)?.div_ceil(GROUP).div_ceil(SUPER_GROUP);
-            let groups = row_groups(inputs, &columns);
-            let parts = [
-                rows.checked_mul(columns.len().div_ceil(2))?,
-                rows.checked_mul(groups)?,
-                seconds.checked_add(1)?.checked_mul(4)?,
-                rows.checked_mul(nf4::START_BYTES)?,
-            ];
+            let groups = rows.checked_mul(row_groups(inputs, &columns))?;
+            let codes = rows.checked_mul(columns.len().div_ceil(2))?;
+            let (starts, seconds) = match shift(inputs, &columns) {
+                Some(shift) => (0, groups.div_ceil(1 << shift)),
+                None => {
+                    let whole = outputs.checked_mul(inputs)?.div_ceil(GROUP);
+                    (rows.checked_mul(nf4::START_BYTES)?, whole.div_ceil(SUPER_GROUP))
+                }
+            };
+            let parts = [codes, groups, starts, seconds.checked_add(1)?.checked_mul(4)?];
             parts.into_iter().try_fold(0usize, |sum, part| {
                 sum.checked_add(part.checked_next_multiple_of(PART_ALIGNMENT)?)
             })
@@ -55,12 +67,20 @@ pub fn slice_bytes(
     }
 }
 
+/// How many groups of these columns share a second scale, as a power of two, where rows of `inputs`
+/// weights and their columns begin and end with groups; `None` elsewhere.
+pub(crate) fn shift(inputs: usize, columns: &Range<usize>) -> Option<u32> {
+    let ends = [inputs, columns.start, columns.end];
+    let is_grouped = ends.iter().all(|end| end.is_multiple_of(GROUP));
+    let common = ends.iter().fold(SUPER_GROUP, |common, end| common | (end / GROUP));
+    is_grouped.then(|| common.trailing_zeros())
+}
+
 /// Groups that a row of these columns of rows of `inputs` weights touches at most; exactly its own
 /// where all cuts fall on groups.
 pub(crate) fn row_groups(inputs: usize, columns: &Range<usize>) -> usize {
-    let is_border = |at: usize| at.is_multiple_of(GROUP);
-    match is_border(inputs) && is_border(columns.start) && is_border(columns.end) {
-        true => columns.len() / GROUP,
-        false => columns.len().div_ceil(GROUP) + 1,
+    match shift(inputs, columns) {
+        Some(_) => columns.len() / GROUP,
+        None => columns.len().div_ceil(GROUP) + 1,
     }
 }

@@ -143,6 +143,31 @@ fn gradient(weight: WeightView<'_>, grad: &[f32], rows: usize) -> Vec<f32> {
     out
 }
 
+/// What a rank plans for a slice is what the slice takes of a device.
+#[cfg(feature = "emu")]
+#[test]
+fn a_slice_takes_the_planned_bytes_of_a_device() {
+    let mut cuda = crate::cuda::Cuda::new(crate::cuda::emu::Emu::new(1));
+    for (quant, inputs) in QUANTS.iter().flat_map(|quant| [320, 202].map(|inputs| (*quant, inputs)))
+    {
+        let bytes = stored(quant, DType::Bf16, 90, inputs);
+        let whole = WeightView::quantized(quant, DType::Bf16, 90, inputs, &bytes).unwrap();
+        let copies = [([7..80, 82..90], 0..inputs), ([0..40, 40..90], 64..192)];
+        for (rows, columns) in copies {
+            let slice = WeightSlice::new(whole, &rows, columns.clone()).unwrap();
+            let count = slice.view().unwrap().outputs();
+            let planned = slice_bytes(quant, DType::Bf16, [90, inputs], count, columns);
+            let taken = cuda.matrix(slice.view().unwrap()).unwrap().bytes();
+            assert_eq!(Some(taken), planned, "{quant} {inputs} copied");
+        }
+        for rows in [0..31, 31..90, 0..90] {
+            let planned = slice_bytes(quant, DType::Bf16, [90, inputs], rows.len(), 0..inputs);
+            let taken = cuda.matrix(whole.rows(rows).unwrap()).unwrap().bytes();
+            assert_eq!(Some(taken), planned, "{quant} {inputs} in place");
+        }
+    }
+}
+
 /// Outputs of a product, and inputs of its gradient, depend on their own row or column alone: they
 /// keep their bits wherever the matrix is cut for others. Sums over what is cut are near.
 #[test]

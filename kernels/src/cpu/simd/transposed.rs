@@ -80,7 +80,7 @@ pub(super) unsafe fn multiply<'a>(
             run(pool, scratch, args, Int8 { parts, inputs }, scale);
         }
         Format::Nf4(parts) if parts.is_grouped() => {
-            run(pool, scratch, args, Nf4::<true> { parts, inputs }, None::<fn(usize) -> f32>);
+            run(pool, scratch, args, Nf4 { parts, inputs }, None::<fn(usize) -> f32>);
         }
         Format::Nf4(_) => return Some(args),
     }

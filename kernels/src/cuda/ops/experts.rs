@@ -10,7 +10,7 @@ use super::{by_dtype, convert, elementwise};
 use crate::cuda::adapters::OfRows;
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Adapters, Address, Cuda, Experts, Floats, Gpu, Launch, Matrix, Params};
-use crate::ops::experts::ExpertSizes;
+use crate::ops::experts::{Expert, ExpertSizes};
 use crate::ops::lora::AdapterSizes;
 use crate::ops::{ExpertAdapters, MatrixShape, Mixture, OpError, Route};
 use crate::sizes;
@@ -32,7 +32,7 @@ pub(crate) fn launch<G: Gpu>(
         return Ok(());
     };
     let step = (args.tokens, args.chosen);
-    let plan = Plan::new(args.experts, &like.gate, step, args.workspace.lists, true);
+    let plan = Plan::new(args.experts, like, step, args.workspace.lists, true);
     let group = Group {
         logits: &mut *args.logits,
         of_tokens: args.adapters.as_ref().map(|a| (a.of_tokens, a.count)),
@@ -133,8 +133,8 @@ const PAIR_ADAPTER: usize = 3;
 
 /// What all products of a step share.
 pub(super) struct Plan<'a, G: Gpu> {
-    /// The matrix that all others are like.
-    pub(super) like: &'a Matrix<G>,
+    /// One that all others are like.
+    like: &'a Expert<Matrix<G>>,
     pub(super) sizes: ExpertSizes,
     pub(super) tokens: usize,
     pub(super) chosen: usize,
@@ -151,7 +151,7 @@ impl<'a, G: Gpu> Plan<'a, G> {
     /// `has_gemm`, tiles are those of the GEMV kernels.
     pub(super) fn new(
         experts: &Experts<G>,
-        like: &'a Matrix<G>,
+        like: &'a Expert<Matrix<G>>,
         (tokens, chosen): (usize, usize),
         lists: &Floats,
         has_gemm: bool,
@@ -170,6 +170,11 @@ impl<'a, G: Gpu> Plan<'a, G> {
             table: experts.table().address(),
             lists: lists.address(),
         }
+    }
+
+    /// Matrix `which` of an expert that all others are like: 0 gate, 1 up, 2 down.
+    pub(super) fn like(&self, which: usize) -> &'a Matrix<G> {
+        [&self.like.gate, &self.like.up, &self.like.down][which.min(2)]
     }
 
     /// Outputs and inputs of matrix `which`: 0 gate, 1 up, 2 down.
@@ -240,10 +245,11 @@ impl<'a, G: Gpu> Plan<'a, G> {
     ) -> Result<(), OpError> {
         let (outputs, inputs) = self.sides(which);
         let params = self.lists(Params::new().address(self.table));
-        if !tuning::cuda_linear_is_tiled(self.like.dtype(), inputs) {
+        let like = self.like(which);
+        if !like.is_tiled() {
             return outs.into_iter().zip(which..).try_for_each(|(out, which)| {
                 let launch = Launch {
-                    kernel: by_format(GENERIC, self.like),
+                    kernel: by_format(GENERIC, like),
                     grid: [ctas(self.pairs()), ctas(outputs.div_ceil(sizes::experts::OUTPUTS)), 1],
                     cta: [256, 1, 1],
                     shared_bytes: 0,
@@ -251,6 +257,7 @@ impl<'a, G: Gpu> Plan<'a, G> {
                         .read(x)
                         .address(out)
                         .count(which)
+                        .count(like.layout())
                         .count(usize::from(by_token))
                         .count(outputs)
                         .count(inputs),
@@ -269,12 +276,12 @@ impl<'a, G: Gpu> Plan<'a, G> {
         let sizes = tuning::cuda_gemv(
             usize::MAX,
             self.tokens.min(self.tile_rows),
-            self.like.quant() == QuantType::Nf4,
+            like.quant() == QuantType::Nf4,
             device.multiprocessors as usize,
             device.shared_bytes as usize,
         );
         let launch = Launch {
-            kernel: by_kind(GEMV, self.like)[usize::from(sizes.n > 1)],
+            kernel: by_kind(GEMV, like)[usize::from(sizes.n > 1)],
             grid: [ctas(N * outputs.div_ceil(32)), ctas(self.tiles), 1],
             cta: [ctas(sizes::experts_gemv::CTA_THREADS), 1, 1],
             shared_bytes: ctas(sizes.shared_bytes),
@@ -283,6 +290,7 @@ impl<'a, G: Gpu> Plan<'a, G> {
                 .address(first)
                 .address(second)
                 .count(which)
+                .count(like.layout())
                 .count(usize::from(by_token))
                 .count(outputs)
                 .count(inputs)
@@ -300,7 +308,8 @@ impl<'a, G: Gpu> Plan<'a, G> {
         [first, second]: [Address; 2],
         (products, which, outputs, inputs): (usize, usize, usize, usize),
     ) -> Result<(), OpError> {
-        let is_f16 = self.like.dtype() == DType::F16;
+        let like = self.like(which);
+        let is_f16 = like.dtype() == DType::F16;
         let len = self.pairs().saturating_mul(inputs);
         let rounded = cuda.scratch(len.saturating_mul(2))?;
         if by_token {
@@ -318,14 +327,14 @@ impl<'a, G: Gpu> Plan<'a, G> {
             let convert = ["convert_f32_bf16", "convert_f32_f16"][usize::from(is_f16)];
             convert::launch(cuda, convert, x.address(), rounded.address(), len)?;
         }
-        let shared_bytes = match self.like.quant() {
+        let shared_bytes = match like.quant() {
             QuantType::None => sizes::experts_gemm::SHARED_PLAIN,
             QuantType::Int8 => sizes::experts_gemm::SHARED_INT8,
             QuantType::Nf4 => sizes::experts_gemm::SHARED_NF4,
         };
         let output_tiles = products * outputs.div_ceil(sizes::experts_gemm::TILE_OUTPUTS);
         let launch = Launch {
-            kernel: by_kind(GEMM, self.like),
+            kernel: by_kind(GEMM, like),
             grid: [ctas(self.tiles), ctas(output_tiles), 1],
             cta: [256, 1, 1],
             shared_bytes: ctas(shared_bytes),
@@ -335,6 +344,7 @@ impl<'a, G: Gpu> Plan<'a, G> {
                 .address(first)
                 .address(second)
                 .count(which)
+                .count(like.layout())
                 .count(outputs)
                 .count(inputs),
         };

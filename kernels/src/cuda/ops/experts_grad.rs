@@ -29,9 +29,8 @@ pub(crate) fn launch<G: Gpu>(
     };
     let MixtureGradWorkspace { gate, up, grad, given: [given, part], weights, shares, lists } =
         args.workspace;
-    let is_tiled = |inputs| tuning::cuda_linear_is_tiled(like.gate.dtype(), inputs);
-    let all_tiled = is_tiled(sizes.hidden) && is_tiled(sizes.middle);
-    let plan = Plan::new(args.experts, &like.gate, (tokens, chosen), lists, all_tiled);
+    let all_tiled = [&like.gate, &like.up, &like.down].iter().all(|m| m.is_tiled());
+    let plan = Plan::new(args.experts, like, (tokens, chosen), lists, all_tiled);
     cuda.copy(args.logits, weights, tokens * sizes.experts)?;
     let group = Group {
         logits: &mut *weights,
@@ -116,8 +115,7 @@ impl<G: Gpu> Plan<'_, G> {
         (grad, by_token): (&Floats, bool),
         (out, which): (&mut Floats, usize),
     ) -> Result<(), OpError> {
-        let (_, inputs) = self.sides(which);
-        match tuning::cuda_linear_is_tiled(self.like.dtype(), inputs) {
+        match self.like(which).is_tiled() {
             true => self.tiled_gradient(cuda, (grad, by_token), &mut *out, which)?,
             false => self.generic_gradient(cuda, (grad, by_token), &mut *out, which)?,
         }
@@ -140,7 +138,7 @@ impl<G: Gpu> Plan<'_, G> {
         out: &mut Floats,
         which: usize,
     ) -> Result<(), OpError> {
-        let (outputs, inputs) = self.sides(which);
+        let ((outputs, inputs), like) = (self.sides(which), self.like(which));
         let padded = outputs.next_multiple_of(sizes::experts_grad::STEP);
         let bytes = tuning::cuda_linear_grad_workspace(outputs, self.pairs());
         let rounded = cuda.scratch(bytes)?;
@@ -155,7 +153,7 @@ impl<G: Gpu> Plan<'_, G> {
                 .address(rounded.address())
                 .count(which)
                 .count(usize::from(by_token))
-                .count(usize::from(self.like.quant() == QuantType::Int8))
+                .count(usize::from(like.quant() == QuantType::Int8))
                 .count(outputs)
                 .count(inputs)
                 .count(padded),
@@ -164,7 +162,7 @@ impl<G: Gpu> Plan<'_, G> {
         // that `grad` holds.
         unsafe { cuda.launch(round)? };
         let is_gemv = self.tile_rows == tuning::CUDA_EXPERT_ROWS.0;
-        let (kernel, shared_bytes) = tiled_kernel(self.like.quant(), self.like.dtype(), is_gemv);
+        let (kernel, shared_bytes) = tiled_kernel(like.quant(), like.dtype(), is_gemv);
         let product = Launch {
             kernel,
             grid: [ctas(self.tiles), ctas(inputs.div_ceil(sizes::experts_grad::TILE_INPUTS)), 1],
@@ -174,6 +172,7 @@ impl<G: Gpu> Plan<'_, G> {
                 .address(rounded.address())
                 .write(out)
                 .count(which)
+                .count(like.layout())
                 .count(outputs)
                 .count(inputs)
                 .count(padded),
@@ -190,9 +189,9 @@ impl<G: Gpu> Plan<'_, G> {
         out: &mut Floats,
         which: usize,
     ) -> Result<(), OpError> {
-        let (outputs, inputs) = self.sides(which);
+        let ((outputs, inputs), like) = (self.sides(which), self.like(which));
         let launch = Launch {
-            kernel: by_format(GENERIC, self.like),
+            kernel: by_format(GENERIC, like),
             grid: [
                 ctas(inputs.div_ceil(sizes::experts_grad_generic::TILE_INPUTS)),
                 ctas(self.tiles),
@@ -205,6 +204,7 @@ impl<G: Gpu> Plan<'_, G> {
                 .read(grad)
                 .write(out)
                 .count(which)
+                .count(like.layout())
                 .count(usize::from(by_token))
                 .count(outputs)
                 .count(inputs),

@@ -4,7 +4,6 @@ use shared::config::QuantType;
 use shared::dtype::DType;
 
 use crate::cuda::gpu::ctas;
-use crate::cuda::matrix::Parts;
 use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Matrix, Params};
 use crate::ops::{Linear, MatrixShape, OpError, Product, Products};
 use crate::sizes;
@@ -44,8 +43,8 @@ pub(crate) fn launch_products<G: Gpu>(
     };
     let together =
         parts.len() <= MAX_PRODUCTS && parts.iter().all(|product| is_alike(&product.weight));
-    let is_tiled = tuning::cuda_linear_is_tiled(first.dtype(), first.inputs());
-    if !together || !is_tiled {
+    let all_tiled = parts.iter().all(|product| product.weight.is_tiled());
+    if !together || !all_tiled {
         if let [product] = parts {
             return generic(cuda, x, rows, product);
         }
@@ -60,14 +59,6 @@ pub(crate) fn launch_products<G: Gpu>(
         gemm_by_warpgroups(cuda, x, rows, &first, parts)
     } else {
         gemm(cuda, x, rows, &first, parts)
-    }
-}
-
-/// Where the bytes of a matrix begin.
-pub(super) fn bytes_of<G: Gpu>(matrix: &Matrix<G>) -> Address {
-    match matrix.parts() {
-        Parts::Plain { values } => values,
-        Parts::Int8 { codes, .. } | Parts::Nf4 { codes, .. } => codes,
     }
 }
 
@@ -98,7 +89,8 @@ fn generic<G: Gpu>(
         cta: [256, 1, 1],
         shared_bytes: 0,
         params: Params::new()
-            .address(bytes_of(weight))
+            .address(weight.start())
+            .count(weight.layout())
             .read(x)
             .read_optional(product.bias)
             .write(product.out)
@@ -116,14 +108,15 @@ fn params_of<G: Gpu>(products: &mut [Product<'_, Floats, Matrix<G>>]) -> Params 
     let mut params = Params::new();
     for product in products.iter_mut() {
         params = params
-            .address(bytes_of(&product.weight))
+            .address(product.weight.start())
             .read_optional(product.bias)
             .write(product.out)
-            .count(product.weight.outputs());
+            .count(product.weight.outputs())
+            .count(product.weight.layout());
     }
     for _ in products.len()..MAX_PRODUCTS {
         let nowhere = Address(0);
-        params = params.address(nowhere).address(nowhere).address(nowhere).count(0);
+        params = params.address(nowhere).address(nowhere).address(nowhere).count(0).count(0);
     }
     params
 }

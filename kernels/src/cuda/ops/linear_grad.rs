@@ -3,7 +3,7 @@
 use shared::config::QuantType;
 use shared::dtype::DType;
 
-use super::linear::{by_format, bytes_of};
+use super::linear::by_format;
 use crate::cuda::gpu::ctas;
 use crate::cuda::matrix::Parts;
 use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Matrix, Memory, Params};
@@ -19,8 +19,7 @@ pub(crate) fn launch<G: Gpu>(
     if args.rows == 0 {
         return Ok(());
     }
-    let (dtype, inputs) = (args.weight.dtype(), args.weight.inputs());
-    match tuning::cuda_linear_is_tiled(dtype, inputs) {
+    match args.weight.is_tiled() {
         true => {
             let segment = tuning::cuda_linear_grad_segment(args.weight.outputs());
             tiled(cuda, args, segment)
@@ -61,7 +60,8 @@ pub(crate) fn tiled<G: Gpu>(
         cta: [256, 1, 1],
         shared_bytes: ctas(shared_bytes),
         params: Params::new()
-            .address(bytes_of(weight))
+            .address(weight.start())
+            .count(weight.layout())
             .address(rounded.address())
             .address(to)
             .count(weight.outputs())
@@ -137,7 +137,8 @@ fn generic<G: Gpu>(
         cta: [256, 1, 1],
         shared_bytes: ctas(sizes::linear_grad_generic::SHARED),
         params: Params::new()
-            .address(bytes_of(weight))
+            .address(weight.start())
+            .count(weight.layout())
             .read(args.grad)
             .write(args.out)
             .count(weight.outputs())

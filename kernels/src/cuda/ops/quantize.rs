@@ -3,7 +3,6 @@
 use shared::config::QuantType;
 
 use super::by_dtype;
-use super::linear::bytes_of;
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Matrix, Params};
 use crate::ops::{MatrixShape, OpError, check_len};
@@ -34,7 +33,7 @@ pub(crate) fn launch<G: Gpu>(
     match quant {
         QuantType::None => {
             // SAFETY: both hold so many bytes, and a buffer is not a matrix.
-            let copied = unsafe { cuda.gpu.copy(bytes_of(from), to, bytes) };
+            let copied = unsafe { cuda.gpu.copy(from.start(), to, bytes) };
             cuda.noted(copied)
         }
         QuantType::Int8 => int8(cuda, from, to),
@@ -51,7 +50,7 @@ fn int8<G: Gpu>(cuda: &mut Cuda<G>, from: &Matrix<G>, to: Address) -> Result<(),
         cta: [256, 1, 1],
         shared_bytes: ctas(sizes::quantize::MAXIMA_SHARED),
         params: Params::new()
-            .address(bytes_of(from))
+            .address(from.start())
             .address(to)
             .address(to.offset(codes.next_multiple_of(PART_ALIGNMENT)))
             .count(from.inputs()),
@@ -74,7 +73,7 @@ fn nf4<G: Gpu>(cuda: &mut Cuda<G>, from: &Matrix<G>, to: Address) -> Result<(), 
         cta: [256, 1, 1],
         shared_bytes: 0,
         params: Params::new()
-            .address(bytes_of(from))
+            .address(from.start())
             .address(to)
             .address(largest.address())
             .wide(weights),

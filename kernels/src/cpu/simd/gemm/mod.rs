@@ -135,15 +135,11 @@ impl<'w> LikeProducts<'_, '_, 'w> {
     fn nf4(&mut self) {
         #[cfg(target_arch = "x86_64")]
         {
-            let all = |is: fn(&quant::nf4::Parts<'_>) -> bool| {
-                let mut parts = self.args.parts.iter();
-                parts.all(|part| nf4_parts(part.weight).is_some_and(|parts| is(&parts)))
+            let has_groups = |part: &Product<'_, [f32], WeightView<'_>>| {
+                nf4_parts(part.weight).is_some_and(|parts| parts.is_grouped())
             };
-            let (has_groups, is_whole) = (all(|p| p.is_grouped()), all(|p| !p.is_cut()));
-            match has_groups && self.isa != Isa::Portable {
-                true if is_whole => return self.grouped_nf4::<false>(),
-                true => return self.grouped_nf4::<true>(),
-                false => {}
+            if self.isa != Isa::Portable && self.args.parts.iter().all(has_groups) {
+                return self.grouped_nf4();
             }
         }
         match self.isa {
@@ -157,19 +153,19 @@ impl<'w> LikeProducts<'_, '_, 'w> {
         }
     }
 
-    /// NF4 whose rows are whole groups; without `CUT`, no matrix is cut.
+    /// NF4 whose rows are whole groups.
     #[cfg(target_arch = "x86_64")]
-    fn grouped_nf4<const CUT: bool>(&mut self) {
+    fn grouped_nf4(&mut self) {
         let (dtype, inputs) = (self.dtype, self.inputs);
         match (self.isa, dtype) {
             (Isa::Avx512Bf16, DType::Bf16) => self.multiply::<pairs::Pairs, _>(|weight| {
-                nf4_parts(weight).map(|parts| pairs::Nf4::<CUT> { parts, inputs })
+                nf4_parts(weight).map(|parts| pairs::Nf4 { parts, inputs })
             }),
             (_, DType::Bf16) => self.multiply::<Float<__m256>, _>(|weight| {
-                nf4_parts(weight).map(|parts| nf4::Nf4Bf16::<CUT> { parts, inputs })
+                nf4_parts(weight).map(|parts| nf4::Nf4Bf16 { parts, inputs })
             }),
             _ => self.multiply::<Float<__m256>, _>(|weight| {
-                nf4_parts(weight).map(|parts| nf4::Nf4::<CUT> { parts, inputs, dtype })
+                nf4_parts(weight).map(|parts| nf4::Nf4 { parts, inputs, dtype })
             }),
         }
     }

@@ -20,14 +20,14 @@ const STEP: usize = 8;
 /// NF4 whose rows are whole groups of 64: always decoded first, a group by a table of its sixteen
 /// weights in two registers.
 #[derive(Clone, Copy)]
-pub(super) struct Nf4<'a, const CUT: bool> {
+pub(super) struct Nf4<'a> {
     pub(super) parts: nf4::Parts<'a>,
     pub(super) inputs: usize,
     /// To which weights are rounded.
     pub(super) dtype: DType,
 }
 
-impl<const CUT: bool> Source<Float<__m256>> for Nf4<'_, CUT> {
+impl Source<Float<__m256>> for Nf4<'_> {
     const ORDER: [u8; 64] = IN_ORDER;
     const SHARED_FROM: usize = 1;
 
@@ -51,7 +51,7 @@ impl<const CUT: bool> Source<Float<__m256>> for Nf4<'_, CUT> {
         for (start, to) in range.step_by(nf4::GROUP).zip(to.chunks_exact_mut(nf4::GROUP)) {
             let first = output * self.inputs + start;
             // SAFETY: the group of 64 exists, as its weights do.
-            let scale = unsafe { self.parts.scale_unchecked::<CUT>(output, start / nf4::GROUP) };
+            let scale = unsafe { self.parts.scale_unchecked(output, start / nf4::GROUP) };
             let mut table = nf4::LEVELS;
             convert::with_rounding!(self.dtype, round => for level in table.iter_mut() {
                 *level = round(*level * scale);
@@ -89,12 +89,12 @@ impl<const CUT: bool> Source<Float<__m256>> for Nf4<'_, CUT> {
 /// [`Nf4`] of bfloat16: two tables of bytes, of which 32 codes are looked up at a time. What
 /// unpacks them leaves the order to the inputs.
 #[derive(Clone, Copy)]
-pub(super) struct Nf4Bf16<'a, const CUT: bool> {
+pub(super) struct Nf4Bf16<'a> {
     pub(super) parts: nf4::Parts<'a>,
     pub(super) inputs: usize,
 }
 
-impl<const CUT: bool> Source<Float<__m256>> for Nf4Bf16<'_, CUT> {
+impl Source<Float<__m256>> for Nf4Bf16<'_> {
     // Even weights, then odd ones; of each 32 bytes of codes two times four, 16 apart.
     const ORDER: [u8; 64] = {
         let mut order = [0; 64];
@@ -127,7 +127,7 @@ impl<const CUT: bool> Source<Float<__m256>> for Nf4Bf16<'_, CUT> {
         for (start, to) in range.step_by(nf4::GROUP).zip(to.chunks_exact_mut(nf4::GROUP)) {
             let first = output * self.inputs + start;
             // SAFETY: the group of 64 exists, as its weights do.
-            let scale = unsafe { self.parts.scale_unchecked::<CUT>(output, start / nf4::GROUP) };
+            let scale = unsafe { self.parts.scale_unchecked(output, start / nf4::GROUP) };
             let [low, high] = byte_tables(scale);
             let codes = self.parts.codes.as_ptr().wrapping_add(first / 2);
             // SAFETY: the group has 32 bytes of codes.

@@ -256,12 +256,12 @@ impl Source<Pairs> for Int8<'_> {
 /// NF4 whose rows are whole groups of 64: the sixteen levels times the group's scale, rounded to
 /// bfloat16, are a table in a register.
 #[derive(Clone, Copy)]
-pub(in crate::cpu::simd) struct Nf4<'a, const CUT: bool> {
+pub(in crate::cpu::simd) struct Nf4<'a> {
     pub(in crate::cpu::simd) parts: nf4::Parts<'a>,
     pub(in crate::cpu::simd) inputs: usize,
 }
 
-impl<const CUT: bool> Source<Pairs> for Nf4<'_, CUT> {
+impl Source<Pairs> for Nf4<'_> {
     // The first vector is made of the upper halves of the bytes, the second of the lower ones.
     const ORDER: [u8; STEP] = {
         let mut order = [0; STEP];
@@ -282,7 +282,7 @@ impl<const CUT: bool> Source<Pairs> for Nf4<'_, CUT> {
         // SAFETY: 32 bytes of the row, as the caller promises.
         let bytes = _mm512_cvtepu8_epi16(unsafe { _mm256_loadu_si256(p.cast()) });
         // SAFETY: the group of 64 exists, as its weights do.
-        let scale = unsafe { self.parts.scale_unchecked::<CUT>(output, at / STEP) };
+        let scale = unsafe { self.parts.scale_unchecked(output, at / STEP) };
         // SAFETY: sixteen f32.
         let levels = unsafe { _mm512_loadu_ps(nf4::LEVELS.as_ptr()) };
         let table = _mm512_cvtneps_pbh(_mm512_mul_ps(levels, _mm512_set1_ps(scale)));
