@@ -361,6 +361,14 @@ class Shapes(unittest.TestCase):
                         self.assertEqual(sum(count for _, count in spec.warps), threads // 32)
                         self.assertEqual(sum(count for _, count in spec.ctas), ctas)
 
+    def test_parameters_lie_where_the_kernel_declares_them(self):
+        parameters = [1, launch.Buffer("x"), 2.0, launch.Wide(1 << 40)]
+        made = launch.Launch("80", (1, 1, 1), (32, 1, 1), parameters, {0: bytes(0x160 + 32)})
+        words = [made.constant(0, 0x160 + at) for at in (0, 8, 12, 16, 24, 28)]
+        self.assertEqual(words, [1, 0, 1 << memory.BUFFER_SHIFT - 32, 0x40000000, 0, 1 << 8])
+        with self.assertRaises(ValueError):
+            launch.Launch("80", (1, 1, 1), (32, 1, 1), parameters[:3], {0: bytes(0x160 + 32)})
+
     def test_a_block_of_70b_has_its_bytes(self):
         specs = shapes.block(self.manifest, DEVICES["H200"], "nf4", 1)
         self.assertEqual(sum(spec.weights for spec in specs), 855_638_016)

@@ -62,7 +62,7 @@ def sections(op):
 
 
 def constants(cubin, kernel):
-    """{bank: bytes}: the constants that the compiler keeps beside a kernel.
+    """{bank: bytes}: the constants that the compiler keeps beside a kernel; bank 0 has parameters.
 
     Source of the layout: the ELF-64 object file format; sections `.nv.constantBANK.KERNEL`.
     """
@@ -77,7 +77,7 @@ def constants(cubin, kernel):
         text = cubin[strings + name : end].decode()
         if match := re.fullmatch(rf"\.nv\.constant(\d+)\.{kernel}", text):
             found[int(match[1])] = cubin[at : at + length]
-    return {bank: data for bank, data in found.items() if bank != 0}
+    return found
 
 
 class Images:
@@ -99,7 +99,8 @@ class Images:
         if op not in self.cubins:
             self.cubins[op] = sections(op)
         cubin = self.cubins[op][f"sm_{architecture}"]
-        source = cubin + name.encode() + (HERE / "sass.py").read_bytes()
+        programs = [(HERE / program).read_bytes() for program in ("sass.py", "images.py")]
+        source = cubin + name.encode() + b"".join(programs)
         path = self.tools / "kernels" / hashlib.sha256(source).hexdigest()[:24]
         if path.exists():
             return pickle.loads(path.read_bytes())

@@ -52,6 +52,12 @@ class Launch:
             for part in range(size // 4):
                 self.words[at + 4 * part] = value >> (32 * part) & 0xFFFFFFFF
             at += size
+        declared = len(constants.get(0, b""))
+        if declared and declared != at:
+            raise ValueError(
+                f"{at - parameter_at} bytes of parameters, the kernel declares"
+                f" {declared - parameter_at}: change model/shapes.py as the backend launches it"
+            )
 
     def encoded(self, parameter):
         """Bytes and bits of a parameter; buffers get addresses far apart."""
