@@ -3,7 +3,8 @@
 //   gradient: t = B^T grad, out += scale A^T t, all f32
 //
 // Shapes: x, out, grad f32 [rows, inputs or outputs]; A [rank, inputs], B [outputs, rank] of f32,
-//   bf16 or f16, which is also round_a; middle f32 [rows, pitch] holds t.
+//   bf16 or f16, which is also round_a; middle f32 [rows, pitch] holds
+//   t before it is rounded: ranks of a group sum it between the two launches.
 // Reference: kernels/src/ops/lora.rs.
 // Adapters of rows: a list in device memory names the adapter of each row, so that one recorded
 //   launch serves every assignment. A second list may name the row of x (or grad) that a row takes:
@@ -125,7 +126,6 @@ __device__ __forceinline__ void neighbours(const T* row, uint32_t i, uint32_t wi
 
 // Adds the sums of the threads of a CTA, 4 elements of t of 8 rows each, and writes those of the
 // rows of `mask`.
-template <class T>
 __device__ __forceinline__ void put_sums(const float (&sum)[RANKS][ROWS], float* scratch,
                                          float* middle, uint32_t mask, uint32_t at, uint32_t rank,
                                          uint32_t first, uint32_t pitch) {
@@ -146,7 +146,7 @@ __device__ __forceinline__ void put_sums(const float (&sum)[RANKS][ROWS], float*
 #pragma unroll
         for (uint32_t w = 0; w < WARPS; w++)
             total = __fadd_rn(total, scratch[threadIdx.x * WARPS + w]);
-        middle[(size_t)(first + r) * pitch + at + k] = rounded<T>(total);
+        middle[(size_t)(first + r) * pitch + at + k] = total;
     }
     __syncthreads(); // scratch is read
 }
@@ -177,7 +177,7 @@ __device__ __forceinline__ void down(const Adapter& adapter, const float* x, con
             }
         }
     }
-    put_sums<T>(sum, scratch, middle, mask, at, adapter.rank, first, pitch);
+    put_sums(sum, scratch, middle, mask, at, adapter.rank, first, pitch);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -201,15 +201,18 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// Copies t of the rows of `mask` to shared memory, with zeros from `rank` to a multiple of 8.
+// Copies t of the rows of `mask`, rounded, to shared memory, with zeros from `rank` to a multiple
+// of 8.
 __device__ __forceinline__ void load_middle(const float* middle, float* t, uint32_t mask,
-                                            uint32_t first, uint32_t rank, uint32_t pitch) {
+                                            uint32_t first, uint32_t rank, uint32_t pitch,
+                                            uint32_t dtype) {
     const uint32_t padded = (rank + RANK_STEP - 1) / RANK_STEP * RANK_STEP;
 #pragma unroll
     for (uint32_t r = 0; r < ROWS; r++) {
         if (!(mask >> r & 1)) continue;
         for (uint32_t i = threadIdx.x; i < padded; i += blockDim.x)
-            t[r * padded + i] = i < rank ? middle[(size_t)(first + r) * pitch + i] : 0.0f;
+            t[r * padded + i] =
+                i < rank ? rounded_as(dtype, middle[(size_t)(first + r) * pitch + i]) : 0.0f;
     }
     __syncthreads();
 }
@@ -252,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(256)
     while (left) {
         const uint32_t mask = next_rows(row_adapter, first, left, number);
         const Adapter adapter = table[number];
-        load_middle(middle, t, mask, first, adapter.rank, pitch);
+        load_middle(middle, t, mask, first, adapter.rank, pitch, adapter.dtype);
         if (output < outputs && adapter.rank > 0) {
             if (adapter.dtype == 0)
                 up<float>(adapter, t, out, mask, first, output, outputs, round);
@@ -284,7 +287,7 @@ __device__ __forceinline__ void grad_down(const Adapter& adapter, const float* g
             for (uint32_t k = 0; k < RANKS; k++) sum[k][r] = __fmaf_rn(own, w[k], sum[k][r]);
         }
     }
-    put_sums<float>(sum, scratch, middle, mask, at, adapter.rank, first, pitch);
+    put_sums(sum, scratch, middle, mask, at, adapter.rank, first, pitch);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -342,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(256)
     while (left) {
         const uint32_t mask = next_rows(row_adapter, first, left, number);
         const Adapter adapter = table[number];
-        load_middle(middle, t, mask, first, adapter.rank, pitch);
+        load_middle(middle, t, mask, first, adapter.rank, pitch, 0);
         if (input < inputs && adapter.rank > 0) {
             if (adapter.dtype == 0)
                 grad_up<float>(adapter, t, out, mask, first, input, inputs);

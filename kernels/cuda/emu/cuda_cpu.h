@@ -313,6 +313,28 @@ static inline uint4 ld_stream16(const void* at) {
     return value;
 }
 
+// Words that other devices read and write: other processes, or other threads of this one.
+static inline void st_release_sys(uint64_t* at, uint64_t value) {
+    __atomic_store_n(at, value, __ATOMIC_RELEASE);
+}
+static inline uint64_t ld_acquire_sys(const uint64_t* at) {
+    return __atomic_load_n(at, __ATOMIC_ACQUIRE);
+}
+static inline void st_relaxed_sys(uint64_t* at, uint64_t value) {
+    __atomic_store_n(at, value, __ATOMIC_RELAXED);
+}
+static inline uint64_t ld_relaxed_sys(const uint64_t* at) {
+    return __atomic_load_n(at, __ATOMIC_RELAXED);
+}
+static inline float4 ld_peer16(const float4* at) {
+    emu::check_aligned(at, 16, "ld_peer16 from a misaligned address");
+    return *at;
+}
+static inline uint64_t nanoseconds() { return emu::nanoseconds(); }
+static inline void pause_between_looks(uint32_t looks) {
+    if (emu::current->lane == 0) emu::let_others_run(looks);
+}
+
 // --- the table of kernels of a file --------------------------------------------------------------
 
 namespace emu {

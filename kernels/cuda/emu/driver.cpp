@@ -11,10 +11,15 @@
 //     parameters, threads, clusters, registers, static and dynamic shared memory.
 //   - A thread that records may not allocate, free, wait, or copy from pageable memory: such a call
 //     fails and invalidates the recording.
+//   - Memory for other processes is a memfd. It is mapped in whole granules and reached after
+//     cuMemSetAccess, which fails for memory of a device that this one does not reach. A descriptor
+//     of anything else, of another size, or of a process that has ended is refused.
 //   - An error from 700 on is sticky: every later call reports it.
 //
 // Settings from the environment:
 //   EMU_CUDA_ARCH (90), EMU_CUDA_DEVICES (1), EMU_CUDA_MEMORY (bytes of each device, 8 GiB)
+//   EMU_CUDA_PEERS (1)               0: devices do not reach each other's memory
+//   EMU_CUDA_SHARING (1)             0: memory cannot be exported as a descriptor
 //   EMU_CUDA_VERSION (12000)         the version of CUDA that the driver supports
 //   EMU_CUDA_FAIL=CALL:ERROR:AFTER   the call of that name fails after AFTER successes
 //   EMU_CUDA_FAIL_ONCE=FILE          it fails in the one process that creates the file
@@ -23,9 +28,11 @@
 // Source of the rules: CUDA Driver API reference; CUDA C++ programming guide, "Stream capture" and
 // "Prohibited and unhandled operations".
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -60,6 +67,7 @@ enum : int {
     OUT_OF_RESOURCES = 701,
     ALREADY_REGISTERED = 712,
     NOT_REGISTERED = 713,
+    NOT_SUPPORTED = 801,
     CAPTURE_UNSUPPORTED = 900,
     CAPTURE_INVALIDATED = 901,
     INVALID_CLUSTER_SIZE = 912,
@@ -100,6 +108,23 @@ thread_local Device* current;
 std::vector<Device> devices;
 std::vector<Stream*> streams;
 std::map<uint64_t, uint64_t> host; // pinned and registered ranges
+
+// Memory that can be exported, by its handle, and reserved addresses with what is mapped there.
+struct Allocation {
+    int descriptor;
+    int device;
+    uint64_t bytes;
+    bool is_own; // this process made it
+};
+struct Range {
+    uint64_t bytes;
+    bool is_mapped = false, is_own = false;
+    int device = -1;
+};
+std::map<uint64_t, Allocation> allocations;
+std::map<uint64_t, Range> reserved;
+uint64_t last_handle;
+const uint64_t GRANULARITY = 65536;
 
 uint64_t setting(const char* name, uint64_t otherwise) {
     const char* text = getenv(name);
@@ -315,6 +340,10 @@ API cuDeviceGetAttribute(int* value, int which, int) {
         case 97: // MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
             *value = (int)shared_bytes();
             return OK;
+        case 102: // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        case 103: // HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+            *value = (int)setting("EMU_CUDA_SHARING", 1);
+            return OK;
         default:
             complain("cuDeviceGetAttribute", "an attribute that is not emulated");
             return INVALID_VALUE;
@@ -414,6 +443,144 @@ API cuMemHostGetDevicePointer_v2(uint64_t* address, void* start, unsigned) {
     BEGIN(true);
     if (!is_host(start, 1)) return INVALID_VALUE;
     *address = (uint64_t)start;
+    return OK;
+}
+
+// --- memory of several processes -----------------------------------------------------------------
+
+// The head of CUmemAllocationProp, and CUmemAccessDesc.
+struct Properties {
+    int type, handle_types, location_type, device;
+};
+struct Access {
+    int location_type, device, flags;
+};
+enum { PINNED = 1, ON_DEVICE = 1, READWRITE = 3, AS_DESCRIPTOR = 1 };
+
+API cuDeviceCanAccessPeer(int* can, int device, int peer) {
+    BEGIN(false);
+    int count = (int)devices.size();
+    if (device < 0 || device >= count || peer < 0 || peer >= count) return INVALID_DEVICE;
+    *can = device != peer && setting("EMU_CUDA_PEERS", 1);
+    return OK;
+}
+API cuMemGetAllocationGranularity(size_t* bytes, const Properties* of, int) {
+    BEGIN(false);
+    if (of->type != PINNED || of->location_type != ON_DEVICE) return INVALID_VALUE;
+    *bytes = GRANULARITY;
+    return OK;
+}
+API cuMemCreate(uint64_t* handle, size_t bytes, const Properties* of, unsigned long long flags) {
+    BEGIN(false);
+    if (of->type != PINNED || of->location_type != ON_DEVICE || flags) return INVALID_VALUE;
+    if (of->device < 0 || (size_t)of->device >= devices.size()) return INVALID_DEVICE;
+    if (!bytes || bytes % GRANULARITY) return INVALID_VALUE;
+    if (of->handle_types & AS_DESCRIPTOR && !setting("EMU_CUDA_SHARING", 1)) return NOT_SUPPORTED;
+    Device& device = devices[(size_t)of->device];
+    if (bytes > setting("EMU_CUDA_MEMORY", 8ull << 30) - device.taken) return OUT_OF_MEMORY;
+    char name[64];
+    snprintf(name, sizeof name, "emulated memory of device %d of process %d", of->device, getpid());
+    int descriptor = memfd_create(name, MFD_CLOEXEC);
+    if (descriptor < 0 || ftruncate(descriptor, (off_t)bytes)) return OUT_OF_MEMORY;
+    device.taken += bytes;
+    allocations[*handle = ++last_handle] = {descriptor, of->device, bytes, true};
+    return OK;
+}
+API cuMemRelease(uint64_t handle) {
+    BEGIN(false);
+    auto found = allocations.find(handle);
+    if (found == allocations.end()) return INVALID_VALUE;
+    close(found->second.descriptor);
+    allocations.erase(found);
+    return OK;
+}
+API cuMemExportToShareableHandle(void* descriptor, uint64_t handle, int type,
+                                 unsigned long long flags) {
+    BEGIN(false);
+    auto found = allocations.find(handle);
+    if (found == allocations.end() || type != AS_DESCRIPTOR || flags) return INVALID_VALUE;
+    int copy = fcntl(found->second.descriptor, F_DUPFD_CLOEXEC, 0);
+    if (copy < 0) return INVALID_VALUE;
+    memcpy(descriptor, &copy, sizeof copy);
+    return OK;
+}
+API cuMemImportFromShareableHandle(uint64_t* handle, void* descriptor, int type) {
+    BEGIN(false);
+    if (type != AS_DESCRIPTOR) return INVALID_VALUE;
+    int copy = fcntl((int)(intptr_t)descriptor, F_DUPFD_CLOEXEC, 0);
+    if (copy < 0) return INVALID_VALUE;
+    char path[64], name[128];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", copy);
+    ssize_t length = readlink(path, name, sizeof name - 1);
+    name[length < 0 ? 0 : length] = 0;
+    struct stat size;
+    int device, process;
+    if (sscanf(name, "/memfd:emulated memory of device %d of process %d", &device, &process) != 2 ||
+        fstat(copy, &size) || kill(process, 0)) {
+        close(copy);
+        return complain("cuMemImportFromShareableHandle",
+                        "not memory of a device of a process that runs");
+    }
+    allocations[*handle = ++last_handle] = {copy, device, (uint64_t)size.st_size, false};
+    return OK;
+}
+API cuMemAddressReserve(uint64_t* at, size_t bytes, size_t, uint64_t, unsigned long long) {
+    BEGIN(false);
+    if (!bytes || bytes % GRANULARITY) return INVALID_VALUE;
+    void* start =
+        mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (start == MAP_FAILED) return OUT_OF_MEMORY;
+    reserved[*at = (uint64_t)start] = Range{bytes};
+    return OK;
+}
+API cuMemAddressFree(uint64_t at, size_t bytes) {
+    BEGIN(false);
+    auto found = reserved.find(at);
+    if (found == reserved.end() || found->second.bytes != bytes || found->second.is_mapped)
+        return INVALID_VALUE;
+    munmap(pointer<void>(at), bytes);
+    reserved.erase(found);
+    return OK;
+}
+API cuMemMap(uint64_t at, size_t bytes, size_t offset, uint64_t handle, unsigned long long flags) {
+    BEGIN(false);
+    auto range = reserved.find(at);
+    auto found = allocations.find(handle);
+    if (range == reserved.end() || found == allocations.end() || range->second.is_mapped ||
+        range->second.bytes != bytes || found->second.bytes != bytes || offset || flags)
+        return INVALID_VALUE;
+    const Allocation& memory = found->second;
+    if (mmap(pointer<void>(at), bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+             memory.descriptor, 0) == MAP_FAILED)
+        return OUT_OF_MEMORY;
+    range->second.is_mapped = true;
+    range->second.is_own = memory.is_own;
+    range->second.device = memory.device;
+    return OK;
+}
+API cuMemSetAccess(uint64_t at, size_t bytes, const Access* access, size_t count) {
+    BEGIN(true);
+    auto range = reserved.find(at);
+    if (range == reserved.end() || !range->second.is_mapped || range->second.bytes != bytes ||
+        count != 1 || access->location_type != ON_DEVICE || access->flags != READWRITE)
+        return INVALID_VALUE;
+    if (access->device < 0 || (size_t)access->device >= devices.size() ||
+        (access->device != range->second.device && !setting("EMU_CUDA_PEERS", 1)))
+        return INVALID_DEVICE;
+    devices[(size_t)access->device].memory[at] = bytes;
+    return OK;
+}
+API cuMemUnmap(uint64_t at, size_t bytes) {
+    BEGIN(false);
+    auto range = reserved.find(at);
+    if (range == reserved.end() || !range->second.is_mapped || range->second.bytes != bytes)
+        return INVALID_VALUE;
+    if (int error = run_everything()) return error;
+    mmap(pointer<void>(at), bytes, PROT_NONE,
+         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    for (auto& device : devices) device.memory.erase(at);
+    if (range->second.is_own) devices[(size_t)range->second.device].taken -= bytes;
+    range->second = Range{bytes};
     return OK;
 }
 

@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <chrono>
 #include <mutex>
 #include <thread>
 
@@ -189,6 +190,22 @@ EMU_NO_TSAN unsigned barrier(bool vote, unsigned line) {
         wait(me, &cta->generation, generation, "__syncthreads");
     EMU_ACQUIRE(cta);
     return cta->result;
+}
+
+// --- flags of other devices ----------------------------------------------------------------------
+
+void let_others_run(unsigned looks) {
+    if (looks <= 16) {
+        std::this_thread::yield();
+    } else {
+        unsigned microseconds = std::min(10 * (looks - 16), 200u);
+        std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
+    }
+}
+
+uint64_t nanoseconds() {
+    return (uint64_t)std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
 }
 
 EMU_NO_TSAN void note_copy(const void* to) {

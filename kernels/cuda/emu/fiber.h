@@ -218,6 +218,11 @@ const Message* meet(unsigned mask, const char* what, const void* words, size_t b
 // Waits for the threads of the CTA; returns how many voted.
 unsigned barrier(bool vote, unsigned line);
 
+// Lets other threads and processes have this core before a thread looks again at a flag of another
+// device: the more it has looked, the longer.
+void let_others_run(unsigned looks);
+uint64_t nanoseconds();
+
 // Notes that this thread has copied 16 bytes to `to`.
 void note_copy(const void* to);
 

@@ -13,6 +13,7 @@ mod class;
 mod coverage;
 mod cuda;
 mod elementwise;
+mod exchange;
 mod heads;
 mod inputs;
 mod linear;

@@ -137,6 +137,11 @@ mod kernels {
         check_named(cuda_operations(), &["wgmma"], check_emulated);
     }
 
+    #[test]
+    fn exchanges_equal_sums_in_the_order_of_ranks() {
+        check_named(cuda_operations(), &["exchange"], check_emulated);
+    }
+
     /// With even seeds what is overwritten before others are done with it shows.
     #[test]
     fn copies_to_clusters_may_come_at_once_and_in_any_order() {

@@ -87,13 +87,12 @@ impl<G: Gpu> Backend for Cuda<G> {
         Cuda::copy(self, from, to, len)
     }
 
-    fn all_reduce(&mut self, _parts: &mut [&mut Floats], _len: usize) -> Result<(), OpError> {
-        // Groups of CUDA devices are refused when a worker starts: this is a group of one.
-        Ok(())
+    fn all_reduce(&mut self, parts: &mut [&mut Floats], len: usize) -> Result<(), OpError> {
+        ops::exchange::all_reduce(self, parts, len)
     }
 
-    fn broadcast(&mut self, _values: &mut Floats, _len: usize) -> Result<(), OpError> {
-        Ok(())
+    fn broadcast(&mut self, values: &mut Floats, len: usize) -> Result<(), OpError> {
+        ops::exchange::broadcast(self, values, len)
     }
 
     fn rmsnorm(&mut self, args: Rmsnorm<'_, Floats>) -> Result<(), OpError> {

@@ -2,6 +2,7 @@
 //! (`emu`). Work is enqueued and done in one order; the host waits in [`Gpu::read`] and
 //! [`Gpu::wait`].
 
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use super::address::{Address, Floats};
@@ -41,6 +42,9 @@ pub enum GpuError {
         /// Its number.
         code: u32,
     },
+    /// Memory of another process cannot be used.
+    #[error("cannot map device memory of another process: {0}")]
+    NotShared(&'static str),
     /// A kernel failed while each launch was waited for.
     #[error("kernel {kernel}")]
     Kernel {
@@ -297,6 +301,38 @@ pub trait Gpu: Send + Sync + 'static {
     /// # Errors
     /// The driver's.
     fn seconds(&self, begin: &Self::Event, end: &Self::Event) -> Result<f64, GpuError>;
+
+    /// What tells this device from all others, whatever its number is in another process.
+    ///
+    /// # Errors
+    /// The driver's.
+    fn uuid(&self) -> Result<[u8; 16], GpuError>;
+
+    /// Whether this device can use memory that the device of `uuid` shares. False when this process
+    /// does not see that device.
+    fn reaches(&self, uuid: [u8; 16]) -> bool;
+
+    /// Memory of at least `bytes` bytes (not 0) of unspecified content, aligned to 256, and a
+    /// descriptor with which other processes map it. `None` where the driver has no such memory.
+    ///
+    /// # Errors
+    /// [`GpuError::OutOfMemory`], or the driver's.
+    fn share(&self, bytes: usize) -> Result<Option<(Address, OwnedFd)>, GpuError>;
+
+    /// Maps memory of which another process [`share`](Self::share)d as many bytes; this device
+    /// reads and writes it from now on.
+    ///
+    /// # Errors
+    /// [`GpuError::NotShared`], or the driver's, when the descriptor is something else, or the
+    /// device does not reach that memory.
+    fn map_shared(&self, memory: BorrowedFd<'_>, bytes: usize) -> Result<Address, GpuError>;
+
+    /// Undoes [`share`](Self::share) or [`map_shared`](Self::map_shared). The memory lives as long
+    /// as one process maps it.
+    ///
+    /// # Safety
+    /// One of them returned `at` for as many bytes, and no pending work uses the memory.
+    unsafe fn unmap_shared(&self, at: Address, bytes: usize);
 
     /// Free and total bytes of device memory.
     ///

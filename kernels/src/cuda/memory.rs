@@ -113,6 +113,11 @@ impl<G: Gpu> Pool<G> {
         })
     }
 
+    /// Whether sizes are exact and nothing is cached.
+    pub(super) fn is_exact(&self) -> bool {
+        self.is_exact
+    }
+
     /// Memory of at least `bytes` bytes: from its size class, or else the smallest larger cached
     /// one. Small requests leave large memory to others.
     pub(super) fn take(self: &Arc<Pool<G>>, bytes: usize) -> Result<Memory<G>, GpuError> {

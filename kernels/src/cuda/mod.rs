@@ -20,12 +20,14 @@ pub mod driver;
 pub mod emu;
 pub mod experts;
 pub mod gpu;
+pub mod group;
 pub mod matrix;
 pub mod memory;
 pub(crate) mod ops;
 pub mod pages;
 mod peaks;
 pub mod scratch;
+mod sharing;
 pub mod step;
 
 use std::sync::Arc;
@@ -63,6 +65,8 @@ pub struct Cuda<G: Gpu> {
     fixed: Option<step::Fixed<G>>,
     recording: Recording,
     launches: u64,
+    /// The other ranks, if blocks are shared with some.
+    group: group::Membership<G>,
     /// Whether products of many rows go to warpgroups.
     by_warpgroups: bool,
     /// Whether nothing may be launched for warpgroups, although the device has them.
@@ -113,6 +117,7 @@ impl<G: Gpu> Cuda<G> {
             fixed: None,
             recording: Recording::Off,
             launches: 0,
+            group: group::Membership::Alone,
             by_warpgroups: false,
             gave_warpgroups_up: false,
             watch: None,
@@ -167,7 +172,8 @@ impl<G: Gpu> Cuda<G> {
         check_len("download", "from", from.len(), 1, to.len())?;
         // SAFETY: `from` is a live buffer, at least as long.
         let done = unsafe { self.gpu.read(from.address(), bytes_of_mut(to)) };
-        self.noted(done)
+        self.noted(done)?;
+        self.check_group()
     }
 
     /// Copies the first `len` values of `from` to the start of `to`.
@@ -257,7 +263,8 @@ impl<G: Gpu> Cuda<G> {
         check_len("download", "from", from.bytes(), 1, at.saturating_add(to.len()))?;
         // SAFETY: checked to lie within `from`.
         let done = unsafe { self.gpu.read(from.address().offset(at), to) };
-        self.noted(done)
+        self.noted(done)?;
+        self.check_group()
     }
 
     /// Copies `bytes` bytes within `memory`, from byte `from` to byte `to` on.
@@ -290,7 +297,8 @@ impl<G: Gpu> Cuda<G> {
     pub fn wait(&mut self) -> Result<(), OpError> {
         self.host("a wait")?;
         let done = self.gpu.wait();
-        self.noted(done)
+        self.noted(done)?;
+        self.check_group()
     }
 
     /// [`Gpu::register`].

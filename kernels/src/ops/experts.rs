@@ -263,7 +263,7 @@ impl Primitives for Definitions {
 }
 
 /// Which matrix of an expert is the last; gate and up come before it.
-pub(super) const DOWN: usize = 2;
+pub(crate) const DOWN: usize = 2;
 
 /// The definition of [`Mixture`].
 pub fn reference(

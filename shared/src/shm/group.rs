@@ -3,8 +3,9 @@
 //!
 //! ```text
 //!   supervisor   Group        makes the segment and a doorbell per rank; aborts; sees who waits for whom
-//!   every rank   GroupMap     the mapped segment; made once per process, shared by the two below
+//!   every rank   GroupMap     the mapped segment; made once per process, shared by the others
 //!                Member       all_reduce and broadcast, on the thread that computes
+//!                DeviceArea   what the kernels of a CUDA device use in the place of a Member
 //!   rank 0       PlanWriter   publishes records of bytes
 //!   other ranks  PlanReader   read every record, in order
 //! ```
@@ -32,6 +33,8 @@ use std::io;
 use crate::ids::Rank;
 
 mod bytes;
+#[cfg(not(loom))]
+mod device;
 mod epochs;
 mod layout;
 mod log;
@@ -45,7 +48,11 @@ mod modelled;
 #[cfg(loom)]
 use modelled as map;
 
-pub use layout::{GroupShape, MAX_EXCHANGE_VALUES, MAX_LOG_BYTES, MAX_RANKS, ShapeError};
+#[cfg(not(loom))]
+pub use device::DeviceArea;
+pub use layout::{
+    DEVICE_FLAG_BYTES, GroupShape, MAX_EXCHANGE_VALUES, MAX_LOG_BYTES, MAX_RANKS, ShapeError,
+};
 pub use log::{PlanPosition, PlanReader, PlanWriter};
 pub use map::GroupMap;
 #[cfg(not(loom))]
@@ -86,6 +93,12 @@ pub enum GroupError {
         theirs: u64,
         /// The operation of this rank.
         ours: u64,
+    },
+    /// The device of this rank met one that executes a different operation.
+    #[error("rank {rank} runs another operation than the device of this rank")]
+    Misled {
+        /// The other rank.
+        rank: Rank,
     },
     /// A record is longer than the plan log.
     #[error("record of {bytes} bytes exceeds the {limit_bytes} bytes of the plan log")]

@@ -50,7 +50,7 @@
 use super::sync::{AtomicU64, Claim};
 
 /// Version of everything in this file, and of the layout of groups.
-pub const LAYOUT_VERSION: u64 = 4;
+pub const LAYOUT_VERSION: u64 = 5;
 
 /// First word of a ring segment: `SEPALRNG`, big-endian.
 pub const RING_MAGIC: u64 = u64::from_be_bytes(*b"SEPALRNG");

@@ -18,9 +18,9 @@ pub(super) type Status = u32;
 pub(super) const OUT_OF_MEMORY: Status = 2;
 
 macro_rules! functions {
-    ($($name:ident($($argument:ident: $type:ty),*);)*) => {
-        /// Names of all functions here, which a driver must have.
-        pub(super) const NAMES: &[&str] = &[$(stringify!($name)),*];
+    ($(#[$doc:meta])* $names:ident: $($name:ident($($argument:ident: $type:ty),*);)*) => {
+        $(#[$doc])*
+        pub(super) const $names: &[&str] = &[$(stringify!($name)),*];
         $(
         /// The driver's function of this name.
         ///
@@ -48,6 +48,8 @@ fn find<F: Copy>(name: &str) -> F {
 }
 
 functions! {
+    /// Functions that a driver must have.
+    NAMES:
     cuCtxSetCurrent(context: CUcontext);
     cuDeviceGet(device: *mut CUdevice, ordinal: c_int);
     cuDeviceGetAttribute(value: *mut c_int, which: CUdevice_attribute, device: CUdevice);
@@ -97,4 +99,50 @@ functions! {
     cuStreamCreate(stream: *mut CUstream, flags: c_uint);
     cuStreamEndCapture(stream: CUstream, graph: *mut CUgraph);
     cuStreamSynchronize(stream: CUstream);
+}
+
+functions! {
+    /// Functions that share memory with other processes; called only where a driver has all of them.
+    SHARING_NAMES:
+    cuDeviceCanAccessPeer(can: *mut c_int, device: CUdevice, peer: CUdevice);
+    cuMemAddressFree(at: CUdeviceptr, bytes: usize);
+    cuMemAddressReserve(
+        at: *mut CUdeviceptr,
+        bytes: usize,
+        alignment: usize,
+        wanted: CUdeviceptr,
+        flags: c_ulonglong
+    );
+    cuMemCreate(
+        handle: *mut CUmemGenericAllocationHandle,
+        bytes: usize,
+        properties: *const CUmemAllocationProp,
+        flags: c_ulonglong
+    );
+    cuMemExportToShareableHandle(
+        descriptor: *mut c_void,
+        handle: CUmemGenericAllocationHandle,
+        kind: CUmemAllocationHandleType,
+        flags: c_ulonglong
+    );
+    cuMemGetAllocationGranularity(
+        bytes: *mut usize,
+        properties: *const CUmemAllocationProp,
+        which: CUmemAllocationGranularity_flags
+    );
+    cuMemImportFromShareableHandle(
+        handle: *mut CUmemGenericAllocationHandle,
+        descriptor: *mut c_void,
+        kind: CUmemAllocationHandleType
+    );
+    cuMemMap(
+        at: CUdeviceptr,
+        bytes: usize,
+        offset: usize,
+        handle: CUmemGenericAllocationHandle,
+        flags: c_ulonglong
+    );
+    cuMemRelease(handle: CUmemGenericAllocationHandle);
+    cuMemSetAccess(at: CUdeviceptr, bytes: usize, access: *const CUmemAccessDesc, count: usize);
+    cuMemUnmap(at: CUdeviceptr, bytes: usize);
 }

@@ -12,9 +12,11 @@ pub mod host;
 pub mod images;
 pub mod probe;
 mod ring;
+mod sharing;
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -33,6 +35,9 @@ use ring::{HALF, Ring};
 
 /// One CUDA device.
 pub struct Driver {
+    device: cu::CUdevice,
+    /// Whether memory can be shared with other processes.
+    shares_memory: bool,
     context: cu::CUcontext,
     stream: cu::CUstream,
     kernels: Kernels,
@@ -99,7 +104,9 @@ impl Driver {
     /// [`OpenError`].
     pub fn open(ordinal: u32) -> Result<Driver, OpenError> {
         let (device, properties) = find(ordinal)?;
-        Driver::start(device, properties).map_err(|source| OpenError::Call { ordinal, source })
+        let shares_memory = probe::probe()?.shares_memory;
+        Driver::start(device, properties, shares_memory)
+            .map_err(|source| OpenError::Call { ordinal, source })
     }
 
     /// What device `ordinal` is, without opening it: no context is made, no kernel is loaded.
@@ -117,12 +124,7 @@ impl Driver {
     /// [`OpenError`].
     pub fn uuid_of(ordinal: u32) -> Result<[u8; 16], OpenError> {
         let (device, _) = find(ordinal)?;
-        let mut uuid = cu::CUuuid { bytes: [0; 16] };
-        // SAFETY: a place for a uuid.
-        let status = unsafe { cu::cuDeviceGetUuid_v2(&raw mut uuid, device) };
-        check("cuDeviceGetUuid_v2", status)
-            .map_err(|source| OpenError::Call { ordinal, source })?;
-        Ok(uuid.bytes.map(|byte| byte as u8))
+        sharing::uuid(device).map_err(|source| OpenError::Call { ordinal, source })
     }
 
     /// Bytes per second that the memory of device `ordinal` is made for: two transfers a clock over
@@ -165,7 +167,11 @@ impl Driver {
         measured.map_err(|source| OpenError::Call { ordinal, source })
     }
 
-    fn start(device: cu::CUdevice, mut properties: Properties) -> Result<Driver, GpuError> {
+    fn start(
+        device: cu::CUdevice,
+        mut properties: Properties,
+        shares_memory: bool,
+    ) -> Result<Driver, GpuError> {
         let mut context = std::ptr::null_mut();
         // SAFETY: a device of this driver, and a place for its context.
         let status = unsafe { cu::cuDevicePrimaryCtxRetain(&raw mut context, device) };
@@ -179,6 +185,8 @@ impl Driver {
         let kernels = Kernels::load(properties.architecture, properties.shared_bytes)?;
         properties.image.clone_from(&kernels.source);
         Ok(Driver {
+            device,
+            shares_memory,
             context,
             stream,
             kernels,
@@ -385,6 +393,38 @@ impl Gpu for Driver {
         let status = unsafe { cu::cuEventElapsedTime(&raw mut milliseconds, begin.0, end.0) };
         check("cuEventElapsedTime", status)?;
         Ok(f64::from(milliseconds) / 1e3)
+    }
+
+    fn uuid(&self) -> Result<[u8; 16], GpuError> {
+        sharing::uuid(self.device)
+    }
+
+    fn reaches(&self, uuid: [u8; 16]) -> bool {
+        // What the driver does not answer is no.
+        self.shares_memory && sharing::reaches(self.device, uuid).unwrap_or(false)
+    }
+
+    fn share(&self, bytes: usize) -> Result<Option<(Address, OwnedFd)>, GpuError> {
+        self.bind()?;
+        if !self.shares_memory || !sharing::can_export(self.device)? {
+            return Ok(None);
+        }
+        sharing::export(self.device, bytes).map(Some)
+    }
+
+    fn map_shared(&self, memory: BorrowedFd<'_>, bytes: usize) -> Result<Address, GpuError> {
+        self.bind()?;
+        if !self.shares_memory {
+            return Err(GpuError::NotShared("the driver lacks functions for it"));
+        }
+        sharing::import(self.device, memory, bytes)
+    }
+
+    unsafe fn unmap_shared(&self, at: Address, bytes: usize) {
+        if self.bind().is_ok() {
+            // SAFETY: the caller's.
+            unsafe { sharing::unmap(self.device, at, bytes) };
+        }
     }
 
     fn memory(&self) -> Result<(usize, usize), GpuError> {

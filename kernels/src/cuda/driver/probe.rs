@@ -7,7 +7,7 @@ use std::ffi::{c_char, c_int, c_uint};
 
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
-use super::calls::NAMES;
+use super::calls::{NAMES, SHARING_NAMES};
 use super::error;
 
 /// Names under which the driver is looked for, in the order in which cudarc does it.
@@ -17,7 +17,7 @@ const LIBRARIES: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
 /// CUDA 11.4 and later.
 const FIRST: [&str; 3] = ["cuInit", "cuDriverGetVersion", "cuDeviceGetCount"];
 
-/// Every function of the driver that this crate calls.
+/// Every function that a driver must have.
 fn functions() -> impl Iterator<Item = &'static str> {
     FIRST.into_iter().chain(NAMES.iter().copied())
 }
@@ -70,6 +70,8 @@ pub struct Found {
     pub version: u32,
     /// Devices.
     pub devices: u32,
+    /// Whether it has the functions that share memory with other processes.
+    pub shares_memory: bool,
 }
 
 /// Starts the driver, if there is one.
@@ -99,12 +101,13 @@ fn open(path: &str) -> Result<Library, String> {
 }
 
 fn start(library: Library) -> Result<Found, NoCuda> {
-    for name in functions() {
+    let has = |name: &str| {
         // SAFETY: only the presence of the symbol matters.
         let symbol = unsafe { library.get::<*const ()>(name.as_bytes()) };
-        if symbol.is_err() {
-            return Err(NoCuda::NoFunction(name));
-        }
+        symbol.is_ok()
+    };
+    if let Some(missing) = functions().find(|name| !has(name)) {
+        return Err(NoCuda::NoFunction(missing));
     }
     let status = call_number(&library, "cuInit", 0)?;
     if status != 0 {
@@ -117,6 +120,7 @@ fn start(library: Library) -> Result<Found, NoCuda> {
     let found = Found {
         version: ask(&library, "cuDriverGetVersion")?,
         devices: ask(&library, "cuDeviceGetCount")?,
+        shares_memory: SHARING_NAMES.iter().all(|name| has(name)),
     };
     if found.devices == 0 {
         return Err(NoCuda::NoSuchDevice { ordinal: 0, count: 0 });
@@ -166,6 +170,11 @@ mod tests {
 
     /// A driver library of the given functions, each returning its number.
     fn fake(folder: &Path, functions: &[(&str, u32)]) -> Library {
+        fake_with(folder, functions, "")
+    }
+
+    /// The same with further functions in C.
+    fn fake_with(folder: &Path, functions: &[(&str, u32)], others: &str) -> Library {
         let source = folder.join("fake.c");
         let body: String = functions
             .iter()
@@ -175,7 +184,7 @@ mod tests {
                 )
             })
             .collect();
-        std::fs::write(&source, body).unwrap();
+        std::fs::write(&source, body + others).unwrap();
         let library = folder.join("libcuda.so.1");
         let compiled =
             Command::new("cc").args(["-shared", "-fPIC", "-o"]).args([&library, &source]).status();
@@ -207,6 +216,23 @@ mod tests {
             assert!(message.starts_with("no CUDA device: cuInit: "), "{message}");
             assert!(message.contains(wanted), "{message}");
         }
+    }
+
+    #[test]
+    fn a_driver_that_shares_no_memory_starts() {
+        let source = |functions: &[(&str, u32)]| {
+            let folder = tempfile::tempdir().unwrap();
+            let one = "int cuDeviceGetCount(int* out) { *out = 1; return 0; }\n";
+            let functions: Vec<_> =
+                functions.iter().filter(|f| f.0 != "cuDeviceGetCount").copied().collect();
+            start(fake_with(folder.path(), &functions, one)).unwrap().shares_memory
+        };
+        let sharing = SHARING_NAMES.iter().map(|name| (*name, 0));
+        let mut functions: Vec<_> = all(0).into_iter().chain(sharing).collect();
+        assert!(source(&functions));
+        functions.retain(|(name, _)| *name != "cuMemSetAccess");
+        assert!(!source(&functions));
+        assert!(!source(&all(0)));
     }
 
     #[test]

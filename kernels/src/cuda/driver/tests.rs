@@ -1,6 +1,7 @@
 //! The driver's side of the backend on a `libcuda.so` whose device is the emulator
 //! (`kernels/cuda/emu/driver.cpp`), which is stricter and later than a driver.
 
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::OnceLock;
 
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
@@ -180,4 +181,50 @@ fn memory_of_the_host_is_reached_while_it_is_registered() {
     unsafe { driver.unregister(at) };
     // SAFETY: as before.
     unsafe { driver.register(pages.as_mut_ptr(), 8192) }.unwrap();
+}
+
+#[test]
+fn shared_memory_is_one_memory_wherever_it_is_mapped() {
+    let driver = open();
+    let bytes = 70_000;
+    let (before, _) = driver.memory().unwrap();
+    let (at, fd) = driver.share(bytes).unwrap().expect("this driver shares memory");
+    let other = driver.map_shared(fd.as_fd(), bytes).unwrap();
+    assert_ne!(at, other);
+    let written: Vec<u8> = (0..bytes).map(|byte| byte as u8).collect();
+    // SAFETY: so many bytes were shared.
+    unsafe { driver.write(&written, at) }.unwrap();
+    let mut got = vec![0; bytes];
+    // SAFETY: as above.
+    unsafe { driver.read(other, &mut got) }.unwrap();
+    assert_eq!(got, written);
+    assert!(driver.reaches(Driver::uuid_of(0).unwrap()));
+    assert!(!driver.reaches(*b"emulated card  1"), "this process does not see it");
+    for address in [at, other] {
+        // SAFETY: mapped above, and nothing uses it any more.
+        unsafe { driver.unmap_shared(address, bytes) };
+    }
+    assert_eq!(driver.memory().unwrap().0, before, "nothing is left");
+}
+
+#[test]
+fn what_is_not_shared_memory_of_this_size_is_refused() {
+    let driver = open();
+    let (at, fd) = driver.share(70_000).unwrap().expect("this driver shares memory");
+    let refused = |fd: BorrowedFd<'_>, bytes| {
+        let error = driver.map_shared(fd, bytes).unwrap_err().to_string();
+        assert!(error.contains("CUDA_ERROR_INVALID_VALUE"), "{error}");
+        error
+    };
+    assert!(refused(fd.as_fd(), 140_000).starts_with("cuMemMap"), "another size");
+    let null = std::fs::File::open("/dev/null").unwrap();
+    assert!(refused(null.as_fd(), 70_000).starts_with("cuMemImportFromShareableHandle"));
+    // No process has this number: the one whose memory it would be has ended.
+    let name = format!("emulated memory of device 0 of process {}", i32::MAX);
+    let flags = nix::sys::memfd::MFdFlags::MFD_CLOEXEC;
+    let dead = nix::sys::memfd::memfd_create(name.as_str(), flags).unwrap();
+    nix::unistd::ftruncate(&dead, 131_072).unwrap();
+    assert!(refused(dead.as_fd(), 70_000).starts_with("cuMemImportFromShareableHandle"));
+    // SAFETY: mapped above, and nothing uses it any more.
+    unsafe { driver.unmap_shared(at, 70_000) };
 }

@@ -1,12 +1,17 @@
 //! The emulator as a device: `kernels/cuda/emu` runs the same `.cu` files on the CPU. A launch
 //! returns after the kernel has run. Device memory is host memory at the same address. For tests;
-//! the feature `emu` builds it and needs g++.
+//! the feature `emu` builds it and needs g++. Memory that processes share is a memfd.
 
 use std::alloc::Layout;
+use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use shared::shm::arena::ArenaMap;
+use shared::shm::segment::MemfdSegment;
 
 use super::address::Address;
 use super::gpu::{Gpu, GpuError, Launch, Properties};
@@ -51,8 +56,21 @@ pub struct Emu {
     properties: Properties,
     memory_bytes: usize,
     taken_bytes: AtomicUsize,
+    /// Its number among the emulated devices, and whether it reaches the memory of others.
+    ordinal: u32,
+    has_peers: bool,
+    /// Memory that is shared with other devices, by its address.
+    shared: Mutex<HashMap<u64, Mapped>>,
     /// What was enqueued since the recording began, while there is one.
     recorded: Mutex<Option<Vec<Command>>>,
+}
+
+/// Memory that several emulated devices map.
+#[derive(Debug)]
+struct Mapped {
+    memory: ArenaMap,
+    /// Whether this device made it.
+    is_own: bool,
 }
 
 /// What can be recorded.
@@ -94,6 +112,9 @@ impl Emu {
             adds_backwards: false,
             memory_bytes: MEMORY_BYTES,
             taken_bytes: AtomicUsize::new(0),
+            ordinal: 0,
+            has_peers: true,
+            shared: Mutex::default(),
             recorded: Mutex::default(),
             properties: Properties {
                 name: "emulator".to_owned(),
@@ -123,6 +144,20 @@ impl Emu {
         self
     }
 
+    /// The same as device `ordinal` of several.
+    #[must_use]
+    pub fn with_ordinal(mut self, ordinal: u32) -> Emu {
+        self.ordinal = ordinal;
+        self
+    }
+
+    /// The same as a device that reaches the memory of other devices, as it does by default, or not.
+    #[must_use]
+    pub fn with_peers(mut self, has_peers: bool) -> Emu {
+        self.has_peers = has_peers;
+        self
+    }
+
     /// The same as a device whose warpgroups round otherwise than its warps.
     #[must_use]
     pub fn with_other_rounding(mut self) -> Emu {
@@ -130,6 +165,37 @@ impl Emu {
         self
     }
 }
+
+impl Emu {
+    /// Takes as many bytes of the device's memory, if there are so many.
+    fn take(&self, bytes: usize) -> Result<(), GpuError> {
+        let more = |taken: usize| {
+            let taken = taken.checked_add(bytes)?;
+            (taken <= self.memory_bytes).then_some(taken)
+        };
+        let taken = self.taken_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
+        taken.map(|_| ()).map_err(|_| GpuError::OutOfMemory { bytes })
+    }
+
+    fn give_back(&self, bytes: usize) {
+        self.taken_bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Keeps a mapping until it is undone; its address.
+    fn keep(&self, mapped: Mapped, bytes: usize) -> Result<Address, GpuError> {
+        let start = mapped.memory.pointer(0, bytes);
+        let start = start.map_err(|_| GpuError::NotShared("it is shorter"))?;
+        let at = Address(start.expose_provenance() as u64);
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner).insert(at.0, mapped);
+        Ok(at)
+    }
+}
+
+/// What `/proc/PID/maps` shows of memory that emulated devices share.
+const SHARED_NAME: &str = "sepal-emulated-memory";
+
+/// What the identity of every emulated device begins with; its ordinal follows.
+const UUID: [u8; 16] = *b"emulator no \0\0\0\0";
 
 /// Memory of a device that nobody has limited.
 const MEMORY_BYTES: usize = 8 << 30;
@@ -160,14 +226,7 @@ impl Gpu for Emu {
     fn allocate(&self, bytes: usize) -> Result<Address, GpuError> {
         let layout = Layout::from_size_align(bytes, ALIGNMENT)
             .map_err(|_| GpuError::OutOfMemory { bytes })?;
-        let refused = GpuError::OutOfMemory { bytes };
-        let more = |taken: usize| {
-            let taken = taken.checked_add(bytes)?;
-            (taken <= self.memory_bytes).then_some(taken)
-        };
-        self.taken_bytes
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, more)
-            .map_err(|_| refused)?;
+        self.take(bytes)?;
         // SAFETY: `bytes` is not 0, as the trait says.
         let start = unsafe { std::alloc::alloc(layout) };
         if start.is_null() {
@@ -181,7 +240,7 @@ impl Gpu for Emu {
 
     unsafe fn release(&self, at: Address, bytes: usize) {
         if let Ok(layout) = Layout::from_size_align(bytes, ALIGNMENT) {
-            self.taken_bytes.fetch_sub(bytes, Ordering::Relaxed);
+            self.give_back(bytes);
             // SAFETY: allocated above with this layout, says the caller.
             unsafe { std::alloc::dealloc(pointer(at), layout) };
         }
@@ -292,6 +351,54 @@ impl Gpu for Emu {
 
     fn seconds(&self, begin: &Instant, end: &Instant) -> Result<f64, GpuError> {
         Ok(end.saturating_duration_since(*begin).as_secs_f64())
+    }
+
+    fn uuid(&self) -> Result<[u8; 16], GpuError> {
+        let mut uuid = UUID;
+        uuid[12..].copy_from_slice(&self.ordinal.to_le_bytes());
+        Ok(uuid)
+    }
+
+    fn reaches(&self, uuid: [u8; 16]) -> bool {
+        self.uuid() == Ok(uuid) || self.has_peers && uuid[..12] == UUID[..12]
+    }
+
+    fn share(&self, bytes: usize) -> Result<Option<(Address, OwnedFd)>, GpuError> {
+        self.take(bytes)?;
+        let made = MemfdSegment::create(SHARED_NAME, bytes).ok().and_then(|segment| {
+            let fd = segment.try_clone().ok()?;
+            Some((ArenaMap::map(&segment).ok()?, fd))
+        });
+        let Some((memory, fd)) = made else {
+            self.give_back(bytes);
+            return Err(GpuError::OutOfMemory { bytes });
+        };
+        let at = self.keep(Mapped { memory, is_own: true }, bytes)?;
+        // SAFETY: as many bytes of a fresh mapping.
+        unsafe { pointer(at).write_bytes(0xff, bytes) };
+        Ok(Some((at, fd)))
+    }
+
+    fn map_shared(&self, memory: BorrowedFd<'_>, bytes: usize) -> Result<Address, GpuError> {
+        if !self.has_peers {
+            return Err(GpuError::NotShared("this device reaches no other device"));
+        }
+        let refused = |_| GpuError::NotShared("the descriptor is not memory of this size");
+        let fd = memory
+            .try_clone_to_owned()
+            .map_err(|_| GpuError::NotShared("the process is out of descriptors"))?;
+        let segment = MemfdSegment::from_fd(SHARED_NAME, fd, bytes).map_err(refused)?;
+        let memory = ArenaMap::map(&segment).map_err(refused)?;
+        self.keep(Mapped { memory, is_own: false }, bytes)
+    }
+
+    unsafe fn unmap_shared(&self, at: Address, bytes: usize) {
+        let mut all = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(mapped) = all.remove(&at.0)
+            && mapped.is_own
+        {
+            self.give_back(bytes);
+        }
     }
 
     fn memory(&self) -> Result<(usize, usize), GpuError> {

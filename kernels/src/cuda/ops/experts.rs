@@ -6,13 +6,13 @@ use shared::dtype::DType;
 
 use super::linear::by_format;
 use super::lora::Rows;
-use super::{by_dtype, convert, elementwise};
+use super::{by_dtype, convert, elementwise, exchange};
 use crate::cuda::adapters::OfRows;
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Adapters, Address, Cuda, Experts, Floats, Gpu, Launch, Matrix, Params};
-use crate::ops::experts::{Expert, ExpertSizes};
+use crate::ops::experts::{DOWN, Expert, ExpertSizes};
 use crate::ops::lora::AdapterSizes;
-use crate::ops::{ExpertAdapters, MatrixShape, Mixture, OpError, Route};
+use crate::ops::{ExpertAdapters, Inputs, MatrixShape, Mixture, OpError, Route};
 use crate::sizes;
 use crate::tuning;
 
@@ -33,6 +33,8 @@ pub(crate) fn launch<G: Gpu>(
     };
     let step = (args.tokens, args.chosen);
     let plan = Plan::new(args.experts, like, step, args.workspace.lists, true);
+    // Ranks of a group on different devices may have other bits: the logits of rank 0 decide.
+    exchange::broadcast(cuda, args.logits, args.tokens * sizes.experts)?;
     let group = Group {
         logits: &mut *args.logits,
         of_tokens: args.adapters.as_ref().map(|a| (a.of_tokens, a.count)),
@@ -51,6 +53,7 @@ pub(crate) fn launch<G: Gpu>(
     // SAFETY: `check` has made sure that both hold the middle of all pairs.
     unsafe { elementwise(cuda, by_dtype(names, args.round), len, params)? };
     plan.product(cuda, (workspace.gate, false), [workspace.given.address()], 2)?;
+    exchange::all_reduce(cuda, &mut [&mut *workspace.given], plan.pairs() * sizes.hidden)?;
     let x = (&*workspace.gate, false);
     plan.adapt(cuda, adapters, x, (&mut *workspace.given, 2), round)?;
     let names = ["experts_combine_f32", "experts_combine_bf16", "experts_combine_f16"];
@@ -217,9 +220,10 @@ impl<'a, G: Gpu> Plan<'a, G> {
             return Ok(());
         };
         let rows = self.adapted(by_token);
+        let inputs = if which == DOWN { Inputs::Cut } else { Inputs::Whole };
         // SAFETY: `check` has made sure of inputs, outputs and middle of all pairs, and the lists
         // name tokens that `x` holds.
-        unsafe { rows.add(cuda, table, (x, out), adapters.middle, round) }
+        unsafe { rows.add(cuda, table, (x, inputs), out, adapters.middle, round) }
     }
 
     /// The pairs as rows of adapters, their input being of tokens or of pairs.

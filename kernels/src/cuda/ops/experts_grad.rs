@@ -4,6 +4,7 @@
 use shared::config::QuantType;
 use shared::dtype::DType;
 
+use super::exchange;
 use super::experts::{Group, Plan, found};
 use super::linear::by_format;
 use crate::cuda::gpu::ctas;
@@ -31,6 +32,8 @@ pub(crate) fn launch<G: Gpu>(
         args.workspace;
     let all_tiled = [&like.gate, &like.up, &like.down].iter().all(|m| m.is_tiled());
     let plan = Plan::new(args.experts, like, (tokens, chosen), lists, all_tiled);
+    // Of a group, the logits of rank 0 decide.
+    exchange::broadcast(cuda, args.logits, tokens * sizes.experts)?;
     cuda.copy(args.logits, weights, tokens * sizes.experts)?;
     let group = Group {
         logits: &mut *weights,
@@ -47,15 +50,17 @@ pub(crate) fn launch<G: Gpu>(
     plan.gradient(cuda, &mut adapters, (gate, false), (&mut *given, 0))?;
     plan.gradient(cuda, &mut adapters, (up, false), (&mut *part, 1))?;
     plan.combine_gradients(cuda, [given, part], args.out)?;
+    exchange::all_reduce(cuda, &mut [&mut *shares], tokens * sizes.experts)?;
     let route = RouteGrad {
-        logits: args.logits,
+        logits: &mut *args.logits,
         grad: &*shares,
         tokens,
         experts: sizes.experts,
         chosen,
         round,
     };
-    super::route::launch_grad(cuda, route)
+    super::route::launch_grad(cuda, route)?;
+    exchange::broadcast(cuda, args.logits, tokens * sizes.experts)
 }
 
 impl<G: Gpu> Plan<'_, G> {

@@ -1,9 +1,10 @@
 //! Launches `lora.cu`.
 
+use super::exchange;
 use crate::cuda::adapters::{OfRows, code};
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Adapters, Address, Cuda, Floats, Gpu, Launch, Params};
-use crate::ops::{Adapt, AdaptGrad, OpError};
+use crate::ops::{Adapt, AdaptGrad, Inputs, OpError};
 use crate::sizes::lora::{DOWN_SHARED, RANK_STEP, RANKS, ROWS, UP_SHARED_PER_RANK};
 use shared::dtype::DType;
 
@@ -21,7 +22,9 @@ pub(crate) fn launch<G: Gpu>(
         count: args.of_rows.len(),
     };
     // SAFETY: `check` has made sure that input, middle and output hold all rows.
-    unsafe { rows.add(cuda, args.adapters, (args.x, args.out), args.middle, args.round) }
+    unsafe {
+        rows.add(cuda, args.adapters, (args.x, args.inputs), args.out, args.middle, args.round)
+    }
 }
 
 pub(crate) fn launch_grad<G: Gpu>(
@@ -53,7 +56,8 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    /// Adds what adapters make of the rows of `x` to `out`.
+    /// Adds what adapters make of the rows of `x` to `out`. Ranks of a group that have parts of the
+    /// inputs sum the middle.
     ///
     /// # Safety
     /// The lists hold `count` words; `x` holds the rows that they name, `out` and `middle` `count`
@@ -62,7 +66,8 @@ impl Rows {
         self,
         cuda: &mut Cuda<G>,
         adapters: &Adapters<G>,
-        (x, out): (&Floats, &mut Floats),
+        (x, inputs): (&Floats, Inputs),
+        out: &mut Floats,
         middle: &mut Floats,
         round: DType,
     ) -> Result<(), OpError> {
@@ -70,6 +75,9 @@ impl Rows {
         let down = self.down("lora_down", adapters, (x, sizes.inputs), middle);
         // SAFETY: the caller's; the table names matrices that it keeps.
         unsafe { cuda.launch(down)? };
+        if inputs == Inputs::Cut {
+            exchange::all_reduce(cuda, &mut [&mut *middle], self.count * sizes.rank)?;
+        }
         let up = self.up("lora_up", adapters, middle, (out, sizes.outputs));
         let params = up.params.count(code(round) as usize);
         // SAFETY: as above.

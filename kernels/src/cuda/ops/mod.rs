@@ -5,6 +5,7 @@ pub(crate) mod add;
 pub(crate) mod attention;
 pub(crate) mod attention_grad;
 pub(crate) mod convert;
+pub(crate) mod exchange;
 pub(crate) mod experts;
 pub(crate) mod experts_grad;
 pub(crate) mod fused;

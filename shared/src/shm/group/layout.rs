@@ -16,6 +16,9 @@
 //!         | exchange buffers               |  of rank 0: even epochs, odd epochs; of rank 1: ...
 //!         | world x 2 x exchange_values    |  each begins at a page; written by its rank
 //!         +--------------------------------+
+//!         | exchange memory of devices     |  of rank 0, of rank 1, ...: flags, then two buffers; see device
+//!         | world x device_bytes           |  used where devices do not reach each other's memory
+//!         +--------------------------------+
 //!         | plan log             log_bytes |  word i lives at i % words     written by rank 0
 //!         +--------------------------------+
 //! ```
@@ -33,7 +36,8 @@
 //! | word of `Sleep` | value | left by |
 //! | --- | --- | --- |
 //! | exchange, log | 0 = awake; r + 1 = asleep, or about to be, until rank r publishes | the rank, or whoever rings it -> 0 |
-//! | waits_for | 0 = none; r + 1 = it waits for rank r, asleep or between two sleeps | the rank alone |
+//! | waits_for | 0 = none; r + 1 = it waits for rank r, asleep or between two sleeps | the rank or its device |
+//! | misled | 0; r + 1 = its device found that rank r runs another operation | the device of the rank |
 
 use serde::{Deserialize, Serialize};
 
@@ -66,7 +70,11 @@ pub(super) const WORD_BYTES: usize = size_of::<u64>();
 const PAGE_BYTES: usize = 4096;
 
 /// Bytes before the exchange buffers.
-const CONTROL_BYTES: usize = 8192;
+pub(super) const CONTROL_BYTES: usize = 8192;
+
+/// Bytes of the flags at the start of the exchange memory of a device: a word for each of 16 ranks
+/// and 64 CTAs.
+pub const DEVICE_FLAG_BYTES: usize = 16 * 64 * 8;
 
 /// What a group is, as the supervisor says it. Everything else in a segment is bounded by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -135,7 +143,7 @@ impl GroupShape {
     }
 
     /// Number of ranks, as a count.
-    pub(super) fn world(&self) -> usize {
+    pub fn world(&self) -> usize {
         self.world_size.0.into()
     }
 
@@ -151,9 +159,20 @@ impl GroupShape {
         CONTROL_BYTES + (rank * PARITIES + parity) * buffer_bytes
     }
 
+    /// Bytes of the memory through which the device of one rank exchanges: flags, and two buffers.
+    pub fn device_bytes(&self) -> usize {
+        let buffer_bytes = self.exchange_bytes().next_multiple_of(PAGE_BYTES);
+        DEVICE_FLAG_BYTES + PARITIES * buffer_bytes
+    }
+
+    /// Where the exchange memory of the device of `rank` begins.
+    pub(super) fn device_offset(&self, rank: usize) -> usize {
+        self.buffer_offset(self.world(), 0) + rank * self.device_bytes()
+    }
+
     /// Where the plan log begins.
     pub(super) fn log_offset(&self) -> usize {
-        self.buffer_offset(self.world(), 0)
+        self.device_offset(self.world())
     }
 
     /// Words of the plan log.
@@ -191,13 +210,14 @@ pub struct Published {
     pub(super) operations: [AtomicU64; PARITIES],
 }
 
-/// For what a rank sleeps or waits: 0, or a rank plus 1.
+/// For what a rank sleeps or waits, and who misled it: 0, or a rank plus 1.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub struct Sleep {
     pub(super) exchange: AtomicU64,
     pub(super) log: AtomicU64,
     pub(super) waits_for: AtomicU64,
+    pub(super) misled: AtomicU64,
 }
 
 /// The words of one rank.
@@ -245,7 +265,7 @@ impl Control {
         let line = || Line { value: word() };
         let rank = |_| RankShared {
             published: Published { epoch: word(), operations: [word(), word()] },
-            sleep: Sleep { exchange: word(), log: word(), waits_for: word() },
+            sleep: Sleep { exchange: word(), log: word(), waits_for: word(), misled: word() },
             log_cursor: line(),
         };
         let ranks = std::array::from_fn(rank);
@@ -268,6 +288,7 @@ mod pinned {
     const _: () = assert!(size_of::<Control>() == 6528);
     const _: () = assert!(size_of::<Control>() <= CONTROL_BYTES);
     const _: () = assert!(CONTROL_BYTES.is_multiple_of(PAGE_BYTES));
+    const _: () = assert!(DEVICE_FLAG_BYTES.is_multiple_of(PAGE_BYTES));
     // A mapping starts at a page, so that no alignment in it may exceed the smallest page.
     const _: () = assert!(align_of::<Control>() <= PAGE_BYTES);
 }

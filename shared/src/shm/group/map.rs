@@ -181,6 +181,14 @@ impl GroupMap {
         Doorbell::from_fd(self.bells[self.rank].try_clone()?)
     }
 
+    /// Address of `len` bytes at `offset` of the segment.
+    ///
+    /// # Panics
+    /// When they exceed it.
+    pub(super) fn at(&self, offset: usize, len: usize) -> NonNull<u8> {
+        self.memory.at(offset, len)
+    }
+
     /// The words before the exchange buffers.
     pub(super) fn control(&self) -> &Control {
         self.memory.control()

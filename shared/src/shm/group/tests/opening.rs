@@ -43,7 +43,9 @@ fn the_largest_shape_has_a_size() {
         ..shape(2, 8)
     };
     assert_eq!(largest.check(), Ok(()));
-    assert_eq!(largest.segment_bytes(), 8192 + 32 * (16 << 20) + (64 << 20));
+    // Buffers of the processors, those of the devices with their flags, and the log.
+    let (buffers, flags) = (32 * (16 << 20), 16 * DEVICE_FLAG_BYTES);
+    assert_eq!(largest.segment_bytes(), 8192 + 2 * buffers + flags + (64 << 20));
 }
 
 #[test]
@@ -134,4 +136,37 @@ fn no_copy_leaves_its_buffer() {
     let shape = shape(2, 5);
     let group = create(&shape);
     open(&group, &shape, 0).read(1, 0, 4, &mut [0; 17]);
+}
+
+#[test]
+fn a_device_finds_its_words_and_the_memory_of_all_ranks() {
+    let shape = shape(3, 8);
+    let group = create(&shape);
+    let [first, area] = [0, 1].map(|rank| DeviceArea::new(open(&group, &shape, rank)));
+    let (start, bytes) = area.words();
+    let [aborted, waits_for, misled] = area.word_offsets();
+    let store = |offset: usize, value: u64| {
+        assert!(offset.is_multiple_of(8) && offset + 8 <= bytes);
+        let word = start.as_ptr().wrapping_add(offset).cast::<u64>();
+        // SAFETY: inside the words, which are atomics, as a device writes them.
+        unsafe { word.write_volatile(value) };
+    };
+    assert_eq!(area.check().map_err(|e| e.to_string()), Ok(()));
+    store(waits_for, 3);
+    assert_eq!(group.waits(), [None, Some(Rank(2)), None]);
+    store(misled, 1);
+    assert!(matches!(area.check(), Err(GroupError::Misled { rank: Rank(0) })));
+    store(misled, u64::MAX);
+    assert!(matches!(area.check(), Err(GroupError::Misled { .. })));
+    store(misled, 0);
+    store(aborted, 1);
+    assert!(matches!(area.check(), Err(GroupError::Aborted)));
+    assert!(matches!(first.check(), Err(GroupError::Aborted)));
+
+    let (memory, bytes) = area.exchange_memory();
+    assert_eq!(bytes, 3 * shape.device_bytes());
+    assert_eq!(shape.device_bytes(), DEVICE_FLAG_BYTES + 2 * 4096);
+    // SAFETY: inside the memory, of which only the devices of these ranks have addresses.
+    let words = unsafe { std::slice::from_raw_parts(memory.as_ptr(), bytes) };
+    assert!(words.iter().all(|byte| *byte == 0), "flags begin at 0");
 }
