@@ -12,7 +12,8 @@ use std::process::Command;
 use std::sync::Arc;
 
 use harness::demo::{demo_model, run_session};
-use harness::{SEPAL, Sepal, alive, children_of, command_line, serve_args, wait_for};
+use harness::golden::{self, Golden};
+use harness::{SEPAL, Sepal, alive, children_of, command_line, rank, serve_args, wait_for};
 use kernels::cuda::emu::DRIVER_FOLDER;
 use nix::sys::signal::{Signal, kill};
 
@@ -104,6 +105,66 @@ async fn two_cards_share_the_blocks() {
         .collect();
     assert_eq!(spans, ["0:4", "4:8"]);
     assert_eq!(two.terminate().code(), Some(0));
+}
+
+/// Starts two ranks of a tiny Llama.
+fn start_ranks(devices: &str, settings: &[(&str, &str)]) -> Sepal {
+    let model = Golden::of("llama").folder;
+    let flags = ["--new_swarm", "--device", devices, "--tensor_parallel_size", "2"];
+    let types = ["--torch_dtype", "float32", "--quant_type", "none"];
+    let args = serve_args(&model, "golden", &[&flags[..], &types].concat());
+    let sepal = Sepal::start_by(with_driver(settings), folder(), &args);
+    sepal.wait_online();
+    sepal
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_cards_share_every_block_with_peer_access_and_without() {
+    const JOINED: &str = "exchanging sums with the other ranks";
+    let emulator = start_ranks("emu:0,emu:1", &[]);
+    let expected = golden::run_session(&emulator.addr(), STEPS, |_| ()).await;
+    assert_eq!(emulator.terminate().code(), Some(0));
+    let folder = folder();
+    let struck = folder.path().join("struck");
+    let struck = struck.to_str().expect("UTF-8");
+    let two = ("EMU_CUDA_DEVICES", "2");
+    let (device, host) =
+        ("path=device memory", "no peer access between all devices path=host memory");
+    // The last: one of the ranks cannot map the memory of the other.
+    let cases = [
+        ("cuda:0,cuda:1", &[two][..], device),
+        ("cuda:0,cuda:1", &[two, ("EMU_CUDA_PEERS", "0")], host),
+        ("cuda:0,cuda:1", &[two, ("EMU_CUDA_SHARING", "0")], host),
+        ("cuda:0,cuda:0", &[], device),
+        (
+            "cuda:0,cuda:1",
+            &[
+                two,
+                ("EMU_CUDA_FAIL", "cuMemImportFromShareableHandle:999:0"),
+                ("EMU_CUDA_FAIL_ONCE", struck),
+            ],
+            host,
+        ),
+    ];
+    for (devices, settings, path) in cases {
+        let sepal = start_ranks(devices, settings);
+        let first = rank(&sepal, 1);
+        let got = golden::run_session(&sepal.addr(), STEPS, |step| {
+            if step == 2 {
+                kill(rank(&sepal, 1), Signal::SIGKILL).expect("a rank");
+            }
+        })
+        .await;
+        assert_ne!(rank(&sepal, 1), first, "{settings:?}: the rank was replaced");
+        assert!(got == expected, "{devices}, {settings:?}: the bits differ");
+        let log = sepal.log();
+        let lines: Vec<&str> = log.lines().filter(|line| line.contains(JOINED)).collect();
+        assert!(lines[..2].iter().all(|line| line.contains(path)), "{settings:?}: {lines:?}");
+        let crowded = log.matches("ranks of a group share one CUDA device").count();
+        assert_eq!(crowded, usize::from(devices == "cuda:0,cuda:0"), "{log}");
+        assert_eq!(sepal.terminate().code(), Some(0));
+    }
+    assert!(std::path::Path::new(struck).exists(), "the fault never struck");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -127,7 +127,7 @@ fn blocks_are_as_many_as_the_memory_of_the_device_holds() {
         "8 blocks of ",
         "of weights + ",
         "for work memory",
-        "on emu, and 64.0 MiB of its memory are free",
+        "on emu:0, and 64.0 MiB of its memory are free",
         "--num_blocks",
     ] {
         assert!(log.contains(part), "{part}: {log}");

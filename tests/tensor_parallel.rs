@@ -7,10 +7,9 @@ use std::time::Duration;
 
 use harness::demo::{Golden, demo_model, golden};
 use harness::peer::{Peer, fed_back, noise};
-use harness::{Sepal, alive, generate, wait_for};
+use harness::{Sepal, alive, generate, rank, wait_for};
 use hivemind::wire::tensor::{WireDtype, dummy_tensor};
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 
 const HIDDEN: usize = 192;
 const BLOCKS: std::ops::Range<u32> = 0..8;
@@ -24,20 +23,6 @@ fn serve(devices: &[&str], more: &[&str]) -> Sepal {
 
 fn serve_group(more: &[&str]) -> Sepal {
     serve(&["--tensor_parallel_devices", "cpu", "cpu"], more)
-}
-
-/// The process of a rank.
-fn rank(sepal: &Sepal, rank: usize) -> Pid {
-    let name = format!("0.{rank}");
-    wait_for("a ready rank", || {
-        let status = sepal.status();
-        let children = status.pointer("/0/children")?.as_array()?;
-        let is_rank = |child: &&serde_json::Value| {
-            child["worker"] == name.as_str() && child["state"] == "ready"
-        };
-        let pid = children.iter().find(is_rank)?["pid"].as_i64()?;
-        Some(Pid::from_raw(i32::try_from(pid).ok()?))
-    })
 }
 
 /// A session that feeds its outputs back, so that one wrong bit anywhere changes everything after

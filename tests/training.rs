@@ -4,17 +4,15 @@
 
 mod harness;
 
-use std::path::{Path, PathBuf};
-
 use client::batch::{Gradients, backward, forward, forward_kept};
 use client::chain::{Chain, ChainError, Step};
 use client::states::{Hidden, Prompts};
 use client::swarm::{Swarm, SwarmConfig};
 use harness::demo::demo_model;
+use harness::golden::{Golden, close};
 use harness::peer::noise;
 use harness::{Dht, Sepal};
 use hivemind::p2p::PeerId;
-use safetensors::SafeTensors;
 use shared::dtype::DType;
 
 const F32: [&str; 2] = ["--torch_dtype", "float32"];
@@ -44,59 +42,9 @@ fn prompts(blocks: usize, rows: usize, tokens: usize, width: usize, seed: u32) -
     }
 }
 
-/// The golden data of two blocks, made by transformers.
-struct Golden {
-    folder: PathBuf,
-    bytes: Vec<u8>,
-}
-
-impl Golden {
-    fn llama() -> Golden {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/blocks/llama");
-        let bytes = std::fs::read(folder.join("expected.safetensors")).unwrap();
-        Golden { folder, bytes }
-    }
-
-    fn tensor(&self, name: &str) -> (Vec<usize>, Vec<u8>) {
-        let all = SafeTensors::deserialize(&self.bytes).unwrap();
-        let tensor = all.tensor(name).unwrap();
-        (tensor.shape().to_vec(), tensor.data().to_vec())
-    }
-
-    fn states(&self, name: &str) -> Hidden {
-        let (shape, bytes) = self.tensor(name);
-        let [rows, tokens, _] = shape[..] else {
-            panic!("{name} has shape {shape:?}");
-        };
-        Hidden { dtype: DType::F32, rows, tokens, bytes: bytes.into() }
-    }
-
-    fn prompts(&self, name: &str) -> Prompts {
-        let (shape, bytes) = self.tensor(name);
-        let [blocks, rows, tokens, _] = shape[..] else {
-            panic!("{name} has shape {shape:?}");
-        };
-        Prompts { dtype: DType::F32, blocks, rows, tokens, bytes: bytes.into() }
-    }
-}
-
-fn close(what: &str, got: &[u8], want: &[u8]) {
-    let values = |bytes: &[u8]| -> Vec<f32> {
-        let elements = bytes.as_chunks().0.iter();
-        elements.map(|b| f32::from_le_bytes(*b)).collect()
-    };
-    let (got, want) = (values(got), values(want));
-    assert_eq!(got.len(), want.len(), "{what}");
-    let largest = want.iter().fold(0.0f32, |most, v| most.max(v.abs()));
-    for (at, (got, want)) in got.iter().zip(&want).enumerate() {
-        let error = (got - want).abs();
-        assert!(error <= 1e-4 * largest, "{what} {at}: {got} is not {want}");
-    }
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn gradients_through_a_chain_of_two_are_those_of_pytorch() {
-    let golden = Golden::llama();
+    let golden = Golden::of("llama");
     let more = |span| [&F32[..], &["--block_indices", span]].concat();
     let first = Sepal::serve(&golden.folder, "golden", &more("0:1"));
     let _second = Sepal::join(&first, &golden.folder, "golden", &more("1:2"));

@@ -431,6 +431,7 @@ pub(crate) fn first_block() -> Vec<BlockIndex> {
 /// What a device is planned to need beside weights and pages.
 #[cfg(feature = "emu")]
 pub(crate) fn planned_work(spec: &BlockSpec) -> u64 {
-    let scratch = kernels::cuda::scratch::planned_bytes(&spec.dimensions(), unit_tokens(spec));
-    work_bytes(spec, scratch)
+    let tokens = unit_tokens(spec);
+    let scratch = kernels::cuda::scratch::planned_bytes(&spec.dimensions(), tokens);
+    work_bytes(spec, tokens, scratch)
 }

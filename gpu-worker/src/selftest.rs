@@ -58,12 +58,12 @@ pub fn run_command(
             }
         }
         #[cfg(feature = "emu")]
-        Device::Emulator => {
+        Device::Emulator(_) => {
             let threads = std::thread::available_parallelism().map_or(1, usize::from);
             on_device(Cuda::new(Emu::new(threads)), None, Class::Quick, true, out)
         }
         #[cfg(not(feature = "emu"))]
-        Device::Emulator => Err(Ended {
+        Device::Emulator(_) => Err(Ended {
             reason: ExitReason::BadConfig,
             message: "device emu is not available: this build has no emulator".to_owned(),
         }),

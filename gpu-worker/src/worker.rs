@@ -4,6 +4,7 @@
 
 mod control;
 mod group;
+mod peers;
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -23,7 +24,6 @@ use shared::exit::ExitReason;
 use shared::ids::Rank;
 use shared::job::JobLimits;
 use shared::shm::board::{BoardWriter, Phase};
-use shared::shm::group::Member;
 use shared::shm::kv::KvMap;
 use shared::shm::segment::MemfdSegment;
 use shared::warpgroups::Warpgroups;
@@ -44,7 +44,7 @@ use model::BlockSpec;
 use model::manifest::Manifest;
 use model::rates::{self, Freshness, Key, RateCache, ThroughputError};
 use model::shards::Shard;
-use model::sizing::{graph_block_bytes, shortage, unit_tokens, work_bytes};
+use model::sizing::{Sharing, graph_block_bytes, shortage, unit_tokens, work_bytes};
 use shared::causes::with_causes;
 
 /// Longest time without progress while weights are mapped: one file system that does not answer.
@@ -80,10 +80,6 @@ pub fn run(bootstrap: Bootstrap) -> ExitReason {
 
 fn serve(ends: ControlEnds<ToWorker, FromWorker>) -> Exit {
     match ends.receiver.recv() {
-        Ok(ToWorker::Init(init)) if init.group.is_some() && !init.device.is_processor() => Exit {
-            reason: ExitReason::BadConfig,
-            message: format!("{} cannot share blocks with another device", init.device),
-        },
         Ok(ToWorker::Init(init)) => serve_on_device(&init, ends),
         Ok(ToWorker::Drain) => Exit { reason: ExitReason::Clean, message: String::new() },
         Ok(ToWorker::Link(_)) => out_of_order(),
@@ -98,36 +94,33 @@ fn serve_on_device(init: &WorkerInit, ends: ControlEnds<ToWorker, FromWorker>) -
             ends,
             |start| {
                 let mut cpu = Cpu::new(start.threads);
-                if let Some(member) = start.member.take() {
-                    cpu.join(member);
+                if let Some(group) = start.group {
+                    cpu.join(group.member()?);
                 }
                 info!(threads = start.threads, isa = ?cpu.isa(), "computing on the CPU");
                 Ok(cpu)
             },
+            |_, _, _| Ok(()),
             |_| Ok(()),
         ),
         Device::Cuda(ordinal) => run_on(
             init,
             ends,
-            |start| {
-                let cuda = open_cuda(ordinal, &init.warpgroups)?;
-                check_memory(&cuda, init, start)?;
-                Ok(cuda)
-            },
+            |start| joined(open_cuda(ordinal, &init.warpgroups)?, start),
+            |cuda, form, weights| check_memory(cuda, init, form, weights),
             |engine| {
                 engine.rehearse()?;
                 engine.record_steps()
             },
         ),
         #[cfg(feature = "emu")]
-        Device::Emulator => run_on(
+        Device::Emulator(ordinal) => run_on(
             init,
             ends,
             |start| {
-                let cuda = with_products(Cuda::new(emulator(init, start.threads)))?;
-                check_memory(&cuda, init, start)?;
-                Ok(cuda)
+                joined(with_products(Cuda::new(emulator(init, ordinal, start.threads)))?, start)
             },
+            |cuda, form, weights| check_memory(cuda, init, form, weights),
             |engine| {
                 // Rehearsing takes the emulator a while.
                 if init.config.device_bytes.is_some() {
@@ -137,11 +130,19 @@ fn serve_on_device(init: &WorkerInit, ends: ControlEnds<ToWorker, FromWorker>) -
             },
         ),
         #[cfg(not(feature = "emu"))]
-        Device::Emulator => Exit {
+        Device::Emulator(_) => Exit {
             reason: ExitReason::BadConfig,
-            message: "device emu is not available: this build has no emulator".to_owned(),
+            message: format!("device {} is not available: this build has no emulator", init.device),
         },
     }
+}
+
+/// A device that exchanges with those of the other ranks, if there are any.
+fn joined<G: Gpu>(mut cuda: Cuda<G>, start: &Start<'_>) -> Result<Cuda<G>, Exit> {
+    if let Some(group) = start.group {
+        group.join(&mut cuda)?;
+    }
+    Ok(cuda)
 }
 
 fn out_of_order() -> Exit {
@@ -163,8 +164,8 @@ fn lost(failure: &IpcError) -> Exit {
 
 /// An emulator with the memory that the settings give it.
 #[cfg(feature = "emu")]
-fn emulator(init: &WorkerInit, threads: usize) -> Emu {
-    let emu = Emu::new(threads);
+fn emulator(init: &WorkerInit, ordinal: u32, threads: usize) -> Emu {
+    let emu = Emu::new(threads).with_ordinal(ordinal);
     match init.config.device_bytes {
         Some(bytes) => emu.with_memory(usize::try_from(bytes).unwrap_or(usize::MAX)),
         None => emu,
@@ -174,39 +175,39 @@ fn emulator(init: &WorkerInit, threads: usize) -> Emu {
 /// What is known when a device is opened.
 struct Start<'a> {
     threads: usize,
-    spec: &'a BlockSpec,
-    weights: &'a MappedWeights,
-    /// What the device exchanges sums with, as a rank of a group.
-    member: Option<Member>,
+    /// The group of which this worker is a rank.
+    group: Option<&'a Group>,
 }
 
-/// The worker from loading to the end, over the backend that `open` makes. `warm_up` makes a device
-/// ready to serve at full speed.
+/// The worker from loading to the end, over the backend that `open` makes. Before its weights are
+/// loaded, `check` refuses what will not fit. `warm_up` makes a device ready to serve at full speed.
 fn run_on<B: DeviceBackend>(
     init: &WorkerInit,
     ends: ControlEnds<ToWorker, FromWorker>,
-    open: impl FnOnce(&mut Start<'_>) -> Result<B, Exit>,
+    open: impl FnOnce(&Start<'_>) -> Result<B, Exit>,
+    check: impl FnOnce(&B, BlockForm<'_>, &MappedWeights) -> Result<(), Exit>,
     warm_up: impl FnOnce(&mut Engine<'_, B>) -> Result<(), EngineError>,
 ) -> Exit {
     let run = || {
-        let map = group::open(init, &ends.descriptors)?;
+        let joining = group::open(init, &ends.descriptors)?;
         let (kv, board) = segments(init, &ends.descriptors)?;
         if let Device::Node(node) = init.device {
             let bad = |message| Exit { reason: ExitReason::BadConfig, message };
             node::stay_on(node).map_err(bad)?;
         }
-        let group = map.map(|map| Group::new(map, init, &board));
+        let group = joining.map(|joining| Group::new(joining, init, &board));
         board.enter(Phase::Loading, LOADING_LIMIT);
         watch_weights(&ends)?;
         let manifest = read_manifest(init)?;
         let spec = BlockSpec::from_config(&manifest.config).map_err(|e| bad(&e))?;
         let shard = group::shard(init, &spec)?;
-        let weights = map_weights(init, &manifest, shard.as_ref(), &board)?;
-        let kv = map_kv(init, kv)?;
+        let form = BlockForm { whole: &spec, shard: shard.as_ref() };
+        // Before the weights, so that ranks wait for each other no longer than devices take to open.
         let threads = rates::threads(&init.config);
-        let member = group.as_ref().map(Group::member).transpose()?;
-        let mut start = Start { threads, spec: &spec, weights: &weights, member };
-        let backend = open(&mut start)?;
+        let backend = open(&Start { threads, group: group.as_ref() })?;
+        let weights = map_weights(init, &manifest, shard.as_ref(), &board)?;
+        check(&backend, form, &weights)?;
+        let kv = map_kv(init, kv)?;
         let shape = EngineShape {
             span: init.span,
             dtype: init.model.dtype,
@@ -215,7 +216,6 @@ fn run_on<B: DeviceBackend>(
             kv_survives: init.kv_survives,
         };
         let before = private_bytes();
-        let form = BlockForm { whole: &spec, shard: shard.as_ref() };
         let mut engine =
             Engine::new(backend, form, &weights, kv, shape).map_err(|e| unplaced(&e))?;
         warm_up(&mut engine).map_err(|e| unplaced(&e))?;
@@ -286,18 +286,26 @@ fn with_products<G: Gpu>(mut cuda: Cuda<G>) -> Result<Cuda<G>, Exit> {
 }
 
 /// Refuses weights and pages that do not fit into the memory of the device, before any is taken.
-fn check_memory<G: Gpu>(cuda: &Cuda<G>, init: &WorkerInit, start: &Start<'_>) -> Result<(), Exit> {
-    let Start { spec, weights, .. } = start;
+fn check_memory<G: Gpu>(
+    cuda: &Cuda<G>,
+    init: &WorkerInit,
+    form: BlockForm<'_>,
+    weights: &MappedWeights,
+) -> Result<(), Exit> {
     let Ok((free, _)) = cuda.gpu().memory() else {
         return Ok(());
     };
     let free = free as u64;
     let free = init.config.device_bytes.map_or(free, |most| most.min(free));
-    let kv = init.model.kv_segment_bytes(init.span, init.kv_pages) as u64;
+    let facts = group::kv_facts(init);
+    let kv = facts.kv_segment_bytes(init.span, init.kv_pages) as u64;
     let stored = weights.bytes().saturating_add(weights.adapter_bytes());
-    let graphs = graph_block_bytes(&init.model) * init.span.block_count() as u64;
-    let scratch = scratch::planned_bytes(&spec.dimensions(), unit_tokens(spec));
-    let work = work_bytes(spec, scratch).saturating_add(graphs);
+    let blocks = init.span.block_count() as u64;
+    let sharing = form.shard.map_or(Sharing::Alone, |_| Sharing::InGroup);
+    let graphs = graph_block_bytes(&facts, sharing).saturating_mul(blocks);
+    let (spec, tokens) = (form.spec(), unit_tokens(form.whole));
+    let scratch = scratch::planned_bytes(&spec.dimensions(), tokens);
+    let work = work_bytes(spec, tokens, scratch).saturating_add(graphs);
     match shortage(free, stored, kv, work) {
         None => Ok(()),
         Some(why) => Err(Exit {
@@ -307,7 +315,7 @@ fn check_memory<G: Gpu>(cuda: &Cuda<G>, init: &WorkerInit, start: &Start<'_>) ->
     }
 }
 
-/// Why weights or pages are not where they should be.
+/// Why weights or pages are not where they should be, or a device is not ready.
 fn unplaced(error: &EngineError) -> Exit {
     let source = match error {
         EngineError::Op(source) => Some(source),
@@ -317,6 +325,7 @@ fn unplaced(error: &EngineError) -> Exit {
     let reason = match source {
         Some(OpError::Device(DeviceFailure::OutOfMemory { .. })) => ExitReason::OutOfMemory,
         Some(OpError::Device(_)) => ExitReason::DeviceLost,
+        Some(OpError::Group(failure)) => return failure.clone().into(),
         _ => ExitReason::BadConfig,
     };
     Exit { reason, message: with_causes(error) }
@@ -335,9 +344,7 @@ fn worker<B: DeviceBackend>(
         board.enter(Phase::Measuring, MEASURING_LIMIT);
         capacity = match measured(&mut engine, init, &board) {
             Ok(capacity) => capacity,
-            // Another rank failed, or this one is at fault for all.
-            Err(failure @ EngineError::Op(OpError::Group(_))) => return failure.into(),
-            Err(failure) => return bad(&failure),
+            Err(failure) => return unplaced(&failure),
         };
         info!(
             inference_rps = capacity.inference_rps,

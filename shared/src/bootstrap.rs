@@ -32,6 +32,7 @@
 
 mod descriptors;
 mod logging;
+mod peers;
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
@@ -50,6 +51,7 @@ use crate::exit::ExitReason;
 
 pub use descriptors::{DescriptorError, DescriptorSocket, MAX_BUNDLE};
 pub use logging::{Identity, LogError, init_logging};
+pub use peers::{MAX_PEER_BYTES, PeerError, PeerMessage, PeerSocket};
 
 /// How long a child waits for its birth; the parent writes it before the child is started.
 const BIRTH_TIMEOUT: Duration = Duration::from_secs(10);

@@ -71,8 +71,9 @@ pub enum Device {
     Node(u32),
     /// The CUDA device with this ordinal.
     Cuda(u32),
-    /// The emulator of a CUDA device on the processor, in builds that have it: for tests.
-    Emulator,
+    /// An emulated CUDA device on the processor (`emu:N`), in builds that have the emulator: for
+    /// tests.
+    Emulator(u32),
 }
 
 impl Device {
@@ -80,7 +81,7 @@ impl Device {
     pub fn is_processor(self) -> bool {
         match self {
             Device::Cpu | Device::Node(_) => true,
-            Device::Cuda(_) | Device::Emulator => false,
+            Device::Cuda(_) | Device::Emulator(_) => false,
         }
     }
 
@@ -100,7 +101,7 @@ impl std::fmt::Display for Device {
             Device::Cpu => f.write_str("cpu"),
             Device::Node(n) => write!(f, "cpu:{n}"),
             Device::Cuda(n) => write!(f, "cuda:{n}"),
-            Device::Emulator => f.write_str("emu"),
+            Device::Emulator(n) => write!(f, "emu:{n}"),
         }
     }
 }

@@ -279,8 +279,18 @@ pub struct GroupInit {
     /// waits for another.
     pub may_spin: bool,
     /// Tag of its descriptors, which are sent before those of the message: the segment of this
-    /// generation, the doorbells of all ranks in their order.
+    /// generation, the doorbells of all ranks in their order, and where
+    /// [`has_sockets`](Self::has_sockets) the ends of the sockets to all other ranks in their order
+    /// ([`PeerSocket`](crate::bootstrap::PeerSocket)).
     pub fds: FdTag,
+}
+
+impl GroupInit {
+    /// Whether the ranks have sockets to each other: only where their devices have memory of their
+    /// own, of which each tells the others.
+    pub fn has_sockets(&self) -> bool {
+        self.devices.iter().any(|device| !device.is_processor())
+    }
 }
 
 /// One end of a pair of rings.

@@ -60,6 +60,9 @@ pub struct RankShare {
     pub columns: u32,
     /// Bytes of its part of one block's weights, as [`ModelFacts::block_bytes`].
     pub block_bytes: u64,
+    /// Bytes of those that a worker copies out of the files that hold the block. They are in the
+    /// memory of the machine, also where the device has its own.
+    pub copied_bytes: u64,
     /// Whether its products are slow because of where the block is cut.
     pub is_slow: bool,
 }

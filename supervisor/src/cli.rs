@@ -9,7 +9,7 @@ mod serve;
 mod show;
 mod values;
 
-pub(crate) use serve::{MAX_DEVICES, threads};
+pub(crate) use serve::{MAX_DEVICES, crowded, threads};
 
 use std::ffi::OsString;
 use std::io::IsTerminal;
@@ -339,7 +339,7 @@ enum Commands {
 
 #[derive(Debug, Args)]
 struct SelftestArgs {
-    /// Device to test: cuda:N, cpu (measured only), or emu in builds with the emulator
+    /// Device to test: cuda:N, cpu (measured only), or emu:N in builds with the emulator
     #[arg(long, default_value = "cuda:0", value_parser = values::device)]
     device: Device,
 

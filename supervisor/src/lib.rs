@@ -68,6 +68,9 @@ pub fn serve(mut config: ServeConfig, notes: &[String]) -> ExitReason {
     config.netd.identity_path.get_or_insert_with(|| instance.folder().join("identity"));
     let (version, pid) = (env!("CARGO_PKG_VERSION"), std::process::id());
     info!(instance = instance.name(), pid, version, model = config.prepare.model, "serving");
+    for device in cli::crowded(&config.devices, config.world_size) {
+        warn!(%device, "ranks of a group share one CUDA device: they compute in turns");
+    }
     let outcome = events::run(config, &instance).unwrap_or_else(|error| events::Outcome {
         reason: error.exit_reason(),
         complaint: Some(with_causes(&error)),

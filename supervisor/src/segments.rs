@@ -7,12 +7,15 @@
 //! | arena (memfd) | with a generation of netd | when the next one begins |
 //! | kv (memfd) | with the first generation of a worker | at the end, or when its blocks were left: it outlives the worker |
 //! | group, a doorbell per rank | with a generation of a group of several workers | when all of them are reaped |
+//! | a socket per two ranks of devices | with the group | each end when its rank has it |
 //! | rings, two doorbells | with a pair of generations (worker, netd) | when one of the two is reaped |
 
 use std::io;
+use std::os::fd::OwnedFd;
 
+use shared::bootstrap::PeerSocket;
 use shared::config::{Device, KvMirror};
-use shared::ids::{Generation, GroupId, WorkerId};
+use shared::ids::{Generation, GroupId, Rank, WorkerId};
 use shared::shm::board::{Board, BoardError};
 use shared::shm::doorbell::Doorbell;
 use shared::shm::group::{Group, GroupMapError, GroupShape};
@@ -44,6 +47,9 @@ pub enum MakeError {
     /// A doorbell.
     #[error("cannot create a doorbell")]
     Doorbell(#[source] io::Error),
+    /// A socket between two ranks.
+    #[error("cannot create a socket between the ranks of a group")]
+    Socket(#[source] io::Error),
     /// A descriptor to hand on.
     #[error("cannot duplicate the descriptor of a segment")]
     Descriptor(#[source] io::Error),
@@ -87,6 +93,22 @@ pub struct Rings {
     pub completion: Doorbell,
 }
 
+/// What the ranks of a generation of a group share.
+#[derive(Debug)]
+struct Shared {
+    shape: GroupShape,
+    group: Group,
+    /// By rank the ends of its sockets to the others, until it gets them; none before the first
+    /// rank asks.
+    sockets: Vec<Vec<OwnedFd>>,
+}
+
+impl Shared {
+    fn is_of(&self, group: GroupId, generation: Generation) -> bool {
+        (self.shape.group, self.shape.generation) == (group, generation)
+    }
+}
+
 /// All segments of a run.
 #[derive(Debug)]
 pub struct Segments {
@@ -95,7 +117,7 @@ pub struct Segments {
     arena: Option<(Generation, MemfdSegment)>,
     kv: Vec<Kv>,
     rings: Vec<Rings>,
-    groups: Vec<(GroupShape, Group)>,
+    groups: Vec<Shared>,
 }
 
 impl Segments {
@@ -175,28 +197,57 @@ impl Segments {
     /// # Errors
     /// [`MakeError::Group`].
     pub fn group(&mut self, instance: &Instance, shape: &GroupShape) -> Result<&Group, MakeError> {
-        let index = match self.groups.iter().position(|(made, _)| made == shape) {
+        Ok(&self.shared(instance, shape)?.group)
+    }
+
+    /// The ends of the sockets of `rank` of a generation of a group to its other ranks, in their
+    /// order. Each rank gets them once: no other process holds them, so that the others see its
+    /// end.
+    ///
+    /// # Errors
+    /// [`MakeError::Group`] or [`MakeError::Socket`].
+    pub fn take_sockets(
+        &mut self,
+        instance: &Instance,
+        shape: &GroupShape,
+        rank: Rank,
+    ) -> Result<Vec<OwnedFd>, MakeError> {
+        let shared = self.shared(instance, shape)?;
+        if shared.sockets.is_empty() {
+            let ranks = usize::from(shape.world_size.0);
+            shared.sockets = sockets(ranks).map_err(MakeError::Socket)?;
+        }
+        let own = shared.sockets.get_mut(usize::from(rank.0));
+        Ok(own.map(std::mem::take).unwrap_or_default())
+    }
+
+    fn shared(
+        &mut self,
+        instance: &Instance,
+        shape: &GroupShape,
+    ) -> Result<&mut Shared, MakeError> {
+        let index = match self.groups.iter().position(|made| made.shape == *shape) {
             Some(index) => index,
             None => {
                 let GroupShape { group, generation, .. } = shape;
                 let name = instance.segment(&format!("group.{group}.w{generation}"));
-                self.groups.push((*shape, Group::create(&name, shape)?));
+                let group = Group::create(&name, shape)?;
+                self.groups.push(Shared { shape: *shape, group, sockets: Vec::new() });
                 self.groups.len() - 1
             }
         };
-        self.groups.get(index).map(|(_, group)| group).ok_or(MakeError::TooLarge(0))
+        self.groups.get_mut(index).ok_or(MakeError::TooLarge(0))
     }
 
     /// What the ranks of a generation of a group share, if it was made.
     pub fn made_group(&self, group: GroupId, generation: Generation) -> Option<&Group> {
-        let is =
-            |(made, _): &&(GroupShape, Group)| (made.group, made.generation) == (group, generation);
-        self.groups.iter().find(is).map(|(_, group)| group)
+        let made = self.groups.iter().find(|made| made.is_of(group, generation));
+        made.map(|made| &made.group)
     }
 
     /// Drops what the ranks of a generation of a group shared.
     pub fn drop_group(&mut self, group: GroupId, generation: Generation) {
-        self.groups.retain(|(made, _)| (made.group, made.generation) != (group, generation));
+        self.groups.retain(|made| !made.is_of(group, generation));
     }
 
     /// Makes the rings of a pair of generations.
@@ -233,6 +284,21 @@ impl Segments {
     }
 }
 
+/// A socket for every two of `ranks`: by rank, its ends of those to the others in their order.
+fn sockets(ranks: usize) -> io::Result<Vec<Vec<OwnedFd>>> {
+    let mut ends: Vec<Vec<OwnedFd>> = (0..ranks).map(|_| Vec::new()).collect();
+    // Every rank gets those to lower ranks first, in their order, since the outer loop is over the
+    // lower one.
+    for lower in 0..ranks {
+        for higher in lower + 1..ranks {
+            let (one, other) = PeerSocket::pair()?;
+            ends[lower].push(one);
+            ends[higher].push(other);
+        }
+    }
+    Ok(ends)
+}
+
 /// Where the KV pages of a worker are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvChoice {
@@ -250,7 +316,7 @@ impl KvChoice {
     pub fn of(device: Device, asked: KvMirror) -> KvChoice {
         match device {
             Device::Cpu | Device::Node(_) => KvChoice::Segment,
-            Device::Cuda(_) | Device::Emulator => KvChoice::Mirrored(asked),
+            Device::Cuda(_) | Device::Emulator(_) => KvChoice::Mirrored(asked),
         }
     }
 
@@ -349,6 +415,42 @@ mod tests {
     }
 
     #[test]
+    fn every_two_ranks_are_connected_once_and_no_end_is_kept() {
+        let (_dir, instance, mut segments) = segments();
+        let shape = GroupShape {
+            group: GroupId(0),
+            generation: Generation(1),
+            world_size: shared::ids::WorldSize(3),
+            exchange_values: 16,
+            log_bytes: 64,
+        };
+        let mut take = |rank| -> Vec<PeerSocket> {
+            let ends = segments.take_sockets(&instance, &shape, Rank(rank)).unwrap();
+            ends.into_iter().map(PeerSocket::from).collect()
+        };
+        let (ranks, again) = ([take(0), take(1), take(2)], take(1));
+        assert!(again.is_empty());
+        let others = |rank: usize| (0..3usize).filter(move |other| *other != rank);
+        for (rank, sockets) in ranks.iter().enumerate() {
+            for (socket, other) in sockets.iter().zip(others(rank)) {
+                socket.send(&[rank as u8, other as u8], None).unwrap();
+            }
+        }
+        let soon = std::time::Duration::from_secs(1);
+        for (rank, sockets) in ranks.iter().enumerate() {
+            for (socket, other) in sockets.iter().zip(others(rank)) {
+                let got = socket.recv(soon).unwrap().unwrap().bytes;
+                assert_eq!(got, [other as u8, rank as u8]);
+            }
+        }
+        let [first, second, _third] = ranks;
+        drop(second);
+        let gone = first[0].recv(soon).unwrap_err();
+        assert!(matches!(gone, shared::bootstrap::PeerError::Closed), "{gone}");
+        assert!(first[1].recv(std::time::Duration::ZERO).unwrap().is_none());
+    }
+
+    #[test]
     fn rings_exist_until_one_end_is_dead() {
         let (_dir, instance, mut segments) = segments();
         let rings = segments.make_rings(&instance, identity(1, 1)).unwrap().pair.try_clone();
@@ -377,7 +479,7 @@ mod tests {
         };
         assert!(survives(Device::Cpu, KvMirror::Off, Some(0)));
         assert!(survives(Device::Cuda(0), KvMirror::On, Some(0)));
-        assert!(!survives(Device::Emulator, KvMirror::Off, Some(u64::MAX)));
+        assert!(!survives(Device::Emulator(0), KvMirror::Off, Some(u64::MAX)));
         assert!(survives(Device::Cuda(0), KvMirror::Auto, Some(6 << 30)));
         assert!(!survives(Device::Cuda(0), KvMirror::Auto, Some((6 << 30) - 1)));
     }

@@ -5,7 +5,7 @@
 //! Petals counts on all the memory of a device, whoever else uses it, wants `--num_blocks` on a
 //! CPU, and checks nothing that the operator asked for.
 
-use model::sizing::{Machine, Need};
+use model::sizing::{Machine, Need, Sharing};
 use shared::config::{Device, KvMirror, NetdConfig, SpanChoice};
 use shared::control::DeviceMemory;
 use shared::job::MAX_BODY_BYTES;
@@ -27,6 +27,10 @@ pub fn group_bytes(world_size: usize) -> u64 {
     (buffers + PLAN_LOG_BYTES) as u64
 }
 
+/// Bytes of a device through which it exchanges with those of other ranks: two buffers and their
+/// flags, in pages of 2 MiB.
+const DEVICE_EXCHANGE_BYTES: u64 = 4 << 20;
+
 /// The memory that an instance may use.
 #[derive(Clone, Debug)]
 pub struct Memory {
@@ -41,8 +45,16 @@ pub struct Memory {
     /// Devices with memory of their own, once prepare has told of them.
     pub devices: Vec<DeviceMemory>,
     /// Where blocks are shared by the ranks of groups, once prepare has told: what each rank of each
-    /// group holds of one. All of them are processors.
+    /// group holds of one. All of them are processors, or all have memory of their own.
     pub ranks: Vec<Vec<RankShare>>,
+}
+
+/// What the memory of devices holds of a group of them; most groups are a single device.
+struct Held<'a> {
+    /// The one that holds the fewest blocks, or shares of them.
+    device: &'a DeviceMemory,
+    need: Need,
+    blocks: u32,
 }
 
 impl Memory {
@@ -61,13 +73,14 @@ impl Memory {
         };
         let page = |rank: &RankShare| facts.of_rank(rank).kv_page_bytes() as u64;
         let pages = u64::from(limits.kv_pages());
+        let kv = || most(&|rank| pages.saturating_mul(page(rank)));
+        let (weights, kv) = match (self.devices.is_empty(), self.kv_mirror) {
+            (true, _) => (most(&|rank| rank.block_bytes), kv()),
+            (false, KvMirror::On) => (most(&|rank| rank.copied_bytes), kv()),
+            (false, _) => (most(&|rank| rank.copied_bytes), 0),
+        };
         let common = self.ranks.iter().map(|ranks| group_bytes(ranks.len()));
-        Need {
-            weights: most(&|rank| rank.block_bytes),
-            kv: most(&|rank| pages.saturating_mul(page(rank))),
-            fixed: common.fold(whole.fixed, u64::saturating_add),
-            ..whole
-        }
+        Need { weights, kv, fixed: common.fold(whole.fixed, u64::saturating_add), ..whole }
     }
 
     fn machine(&self) -> Machine {
@@ -79,9 +92,39 @@ impl Memory {
         }
     }
 
-    /// What blocks need of the memory of a device.
-    fn device_need(&self, facts: &ModelFacts, device: &DeviceMemory) -> Need {
-        Need::of_device(facts, &self.netd.limits(facts), device.work_bytes)
+    /// What blocks need of the memory of a device, or of that of a rank which has a share of each.
+    fn device_need(
+        &self,
+        facts: &ModelFacts,
+        device: &DeviceMemory,
+        share: Option<&RankShare>,
+    ) -> Need {
+        let limits = self.netd.limits(facts);
+        match share {
+            None => Need::of_device(facts, &limits, device.work_bytes, Sharing::Alone),
+            Some(share) => {
+                let work = device.work_bytes.saturating_add(DEVICE_EXCHANGE_BYTES);
+                Need::of_device(&facts.of_rank(share), &limits, work, Sharing::InGroup)
+            }
+        }
+    }
+
+    /// What each group on devices with memory of their own holds, in the order of the groups.
+    fn held<'a>(&'a self, facts: &ModelFacts) -> Vec<Held<'a>> {
+        let held = |(device, share): (&'a DeviceMemory, Option<&RankShare>)| {
+            let need = self.device_need(facts, device, share);
+            Held { device, need, blocks: need.most_blocks(device.free_bytes) }
+        };
+        if self.ranks.is_empty() {
+            return self.devices.iter().map(|device| held((device, None))).collect();
+        }
+        let mut devices = self.devices.iter();
+        let of_group = |ranks: &Vec<RankShare>| {
+            let ranks = ranks.iter().map(Some);
+            let all = devices.by_ref().take(ranks.len()).zip(ranks).map(held);
+            all.min_by_key(|rank| rank.blocks)
+        };
+        self.ranks.iter().filter_map(of_group).collect()
     }
 
     /// Most blocks that the processors hold together, beside `elsewhere` blocks on devices.
@@ -103,9 +146,8 @@ impl Memory {
             return Ok(facts.num_blocks);
         };
         let need = self.need(facts);
-        let held =
-            |device: &DeviceMemory| self.device_need(facts, device).most_blocks(device.free_bytes);
-        let on_devices = self.devices.iter().map(held).fold(0, u32::saturating_add);
+        let held = self.held(facts);
+        let on_devices = held.iter().map(|of| of.blocks).fold(0, u32::saturating_add);
         let is_mixed = !self.devices.is_empty() && (self.devices.len() as u64) < self.workers;
         let mut most = match is_mixed {
             true => self.processor_blocks(facts, on_devices).saturating_add(on_devices),
@@ -121,15 +163,14 @@ impl Memory {
             let arithmetic = arithmetic(&need, wanted, "arena and processes");
             format!("{arithmetic}, and {} are available", mib(available))
         });
-        let smallest = self.devices.iter().min_by_key(|device| held(device));
-        if let Some(device) = smallest.filter(|_| !is_mixed) {
-            let fits = if held(device) == 0 { 0 } else { on_devices.min(facts.num_blocks) };
+        let smallest = held.iter().min_by_key(|of| of.blocks);
+        if let Some(of) = smallest.filter(|_| !is_mixed) {
+            let fits = if of.blocks == 0 { 0 } else { on_devices.min(facts.num_blocks) };
             if wanted > fits && fits < most {
-                let need = self.device_need(facts, device);
-                let share = u64::from(wanted).div_ceil(self.workers.max(1));
+                let share = u64::from(wanted).div_ceil(held.len() as u64);
                 let share = u32::try_from(share).unwrap_or(u32::MAX);
-                let arithmetic = arithmetic(&need, share, "work memory");
-                let (name, free) = (device.device, mib(device.free_bytes));
+                let arithmetic = arithmetic(&of.need, share, "work memory");
+                let (name, free) = (of.device.device, mib(of.device.free_bytes));
                 refusal =
                     Some(format!("{arithmetic} on {name}, and {free} of its memory are free"));
             }
@@ -174,6 +215,9 @@ impl Memory {
                 groups.iter().flat_map(|group| group.devices.iter().copied()).collect();
             return self.most_per_device(facts, &devices);
         }
+        if !self.devices.is_empty() {
+            return self.held(facts).iter().map(|of| of.blocks.min(facts.num_blocks)).collect();
+        }
         let count = u32::try_from(groups.len().max(1)).unwrap_or(u32::MAX);
         let available = self.available_bytes.unwrap_or(u64::MAX);
         let each = self.need(facts).most_blocks(available) / count;
@@ -183,7 +227,7 @@ impl Memory {
     fn most_per_device(&self, facts: &ModelFacts, devices: &[Device]) -> Vec<u32> {
         let held = |device: &Device| {
             let memory = self.devices.iter().find(|memory| memory.device == *device)?;
-            let most = self.device_need(facts, memory).most_blocks(memory.free_bytes);
+            let most = self.device_need(facts, memory, None).most_blocks(memory.free_bytes);
             Some(most.min(facts.num_blocks))
         };
         let held: Vec<Option<u32>> = devices.iter().map(held).collect();
@@ -451,6 +495,7 @@ pub(crate) mod tests {
             kv_heads,
             columns: 14336,
             block_bytes: mib << 20,
+            copied_bytes: 60 << 20,
             is_slow: false,
         };
         let whole = Memory { workers: 2, ..memory(0) };
@@ -478,6 +523,51 @@ pub(crate) mod tests {
         let two = Memory { available_bytes: Some(of_two.total(6)), ..two };
         let shares = Share::groups(&[Device::Cpu; 4], 2);
         assert_eq!(two.most_per_group(&facts, &shares), [3, 3]);
+    }
+
+    #[test]
+    fn a_group_on_devices_needs_a_share_of_each() {
+        let facts = llama_70b();
+        let rank = |kv_heads, mib: u64| RankShare {
+            heads: 8 * kv_heads,
+            kv_heads,
+            columns: 3584 * kv_heads,
+            block_bytes: mib << 20,
+            copied_bytes: 60 << 20,
+            is_slow: false,
+        };
+        // A quarter and three quarters: pages of 16 and 48 KiB, 102 launches of recorded steps.
+        let block = |kv_heads: u64, mib: u64| ((mib + 12 * kv_heads) << 20) + 102 * 65536;
+        let fixed = |kv_heads: u64| (256 + 100 + 4 + 14 * kv_heads) << 20;
+        let card = |ordinal, free_bytes| DeviceMemory {
+            device: Device::Cuda(ordinal),
+            free_bytes,
+            work_bytes: 100 << 20,
+        };
+        let with = |small: u64, large: u64| Memory {
+            workers: 2,
+            devices: vec![
+                card(0, fixed(2) + small * block(2, 111)),
+                card(1, fixed(6) + large * block(6, 331)),
+            ],
+            ranks: vec![vec![rank(2, 111), rank(6, 331)]],
+            ..memory(64 << 30)
+        };
+        let groups = Share::groups(&[Device::Cuda(0), Device::Cuda(1)], 2);
+        for (small, large, most) in [(9, 7, 7), (5, 7, 5), (200, 100, 80)] {
+            let of = with(small, large);
+            assert_eq!(of.fit(SpanChoice::All, &facts), Ok(most));
+            assert_eq!(of.most_per_group(&facts, &groups), [most]);
+        }
+        let refusal = with(9, 7).fit(SpanChoice::Count(8), &facts).unwrap_err();
+        let part = "8 x (331.0 MiB of weights + 72.0 MiB of KV cache + 6.4 MiB of recorded steps) + 444.0 MiB for work memory";
+        assert!(refusal.contains(part) && refusal.contains("on cuda:1"), "{refusal}");
+        assert!(refusal.contains("7 would fit"), "{refusal}");
+        // What the workers copy out of the files is in the memory of the machine, and a mirror of
+        // all pages that must be.
+        let need = |kv_mirror| Memory { kv_mirror, ..with(9, 7) }.need(&facts);
+        assert_eq!((need(KvMirror::Auto).weights, need(KvMirror::Auto).kv), (120 << 20, 0));
+        assert_eq!(need(KvMirror::On).kv, 96 << 20);
     }
 
     #[test]

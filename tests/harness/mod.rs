@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test file uses its own part of the harness")]
 
 pub mod demo;
+pub mod golden;
 pub mod lab;
 pub mod peer;
 
@@ -21,6 +22,20 @@ pub const DEADLINE: Duration = Duration::from_secs(360);
 
 /// The executable under test.
 pub const SEPAL: &str = env!("CARGO_BIN_EXE_sepal");
+
+/// The process of a rank of the first group, once it is ready.
+pub fn rank(sepal: &Sepal, rank: usize) -> Pid {
+    let name = format!("0.{rank}");
+    wait_for("a ready rank", || {
+        let status = sepal.status();
+        let children = status.pointer("/0/children")?.as_array()?;
+        let is_rank = |child: &&serde_json::Value| {
+            child["worker"] == name.as_str() && child["state"] == "ready"
+        };
+        let pid = children.iter().find(is_rank)?["pid"].as_i64()?;
+        Some(Pid::from_raw(i32::try_from(pid).ok()?))
+    })
+}
 
 /// Polls `ready` until it gives a value.
 ///

@@ -200,7 +200,7 @@ pub fn device_name(device: Device, threads: usize) -> String {
             models.sort();
             format!("{device} of {}", models.join(", "))
         }
-        Device::Emulator => format!("emulator, {threads} threads"),
+        Device::Emulator(_) => format!("emulator, {threads} threads"),
     }
 }
 
@@ -297,7 +297,7 @@ mod tests {
             adapters: Vec::new(),
         };
         let worker = WorkerConfig { threads: 3, ..WorkerConfig::default() };
-        let devices = [Device::Cpu, Device::Emulator];
+        let devices = [Device::Cpu, Device::Emulator(0)];
         let kept = || cache.kept(&model, &devices, 1, &worker);
         assert_eq!(kept(), None);
         let slower = Capacity { forward_rps: 1.0, ..RATES };

@@ -5,7 +5,7 @@
 
 mod need;
 
-pub use need::{GRAPH_LAUNCH_BYTES, Machine, Need, graph_block_bytes};
+pub use need::{GRAPH_LAUNCH_BYTES, Machine, Need, Sharing, graph_block_bytes};
 use shared::job::JobKind;
 use shared::model::{MAX_STEP_TOKENS, PAGE_TOKENS};
 
@@ -50,11 +50,13 @@ const RESIDENT_BYTES: usize = 256 << 20;
 const UNIT_BYTES: [usize; 2] = [192 << 20, 384 << 20];
 const MOST_UNIT_TOKENS: usize = 1024;
 
-/// Bytes that a worker takes of its device for its largest units, forward and backward: every
-/// buffer of both passes at once, and `scratch_bytes` of the operations themselves (package
-/// `kernels`, `cuda::scratch::planned_bytes`).
-pub fn work_bytes(spec: &BlockSpec, scratch_bytes: u64) -> u64 {
-    let [forward_rows, back_rows] = unit_tokens(spec);
+/// Bytes that a worker takes of its device for its largest units, forward and backward, of so many
+/// tokens ([`unit_tokens`] of whole blocks): every buffer of both passes at once, and
+/// `scratch_bytes` of the operations themselves (package `kernels`,
+/// `cuda::scratch::planned_bytes`). `spec` is that of the blocks as they run on the device: whole, or
+/// the share of a rank.
+pub fn work_bytes(spec: &BlockSpec, unit_tokens: [usize; 2], scratch_bytes: u64) -> u64 {
+    let [forward_rows, back_rows] = unit_tokens;
     let forward = forward_width(spec);
     let gradients = (spec.hidden + 2 * spec.kv_heads * spec.head_dim) * resident_tokens(spec);
     let floats = (forward + spec.hidden) * forward_rows
@@ -105,7 +107,8 @@ pub fn resident_bytes(spec: &BlockSpec, kind: JobKind) -> usize {
 }
 
 /// Most tokens of a unit other than decode steps, on a device with memory of its own: there, and on
-/// the way back. At least a piece, and as many as the buffers of a pass have room for.
+/// the way back. At least a piece, and as many as the buffers of a pass have room for. Of whole
+/// blocks, so that all ranks of a group plan for the same units.
 pub fn unit_tokens(spec: &BlockSpec) -> [usize; 2] {
     let forward = forward_width(spec) + spec.hidden;
     let back = forward + back_width(spec);
@@ -207,7 +210,7 @@ mod tests {
         assert_eq!(unit_tokens(&llama()), [256, 256]);
         // 256 tokens forward and backward; scratch memory; 192 MiB of hidden states; 80 MiB of
         // gradients, 8 MiB of pages of forward, 256 MiB of pages and inputs of jobs without cache.
-        let work = |scratch| work_bytes(&llama(), scratch);
+        let work = |scratch| work_bytes(&llama(), unit_tokens(&llama()), scratch);
         assert!(work(0) > 700 << 20 && work(0) < 1200 << 20, "{}", work(0));
         assert_eq!(work(800 << 20) - work(0), 1000 << 20, "buffers are rounded up");
     }

@@ -16,30 +16,36 @@ use shared::model::ModelFacts;
 const EMULATED_BYTES: u64 = 8 << 30;
 
 /// Memory of those of `devices` that have their own, of which no worker is to take more than
-/// `most_bytes`.
+/// `most_bytes`. `held` is what each device runs of the blocks of `whole`: their share, of ranks of
+/// groups. Workers on one CUDA device have equal parts of its memory.
 ///
 /// # Errors
 /// When a device cannot be asked.
 pub fn device_memory(
     devices: &[Device],
     most_bytes: Option<u64>,
-    spec: &BlockSpec,
+    whole: &BlockSpec,
+    held: impl Fn(usize) -> BlockSpec,
 ) -> Result<Vec<DeviceMemory>, (u32, OpenError)> {
-    let scratch = scratch::planned_bytes(&spec.dimensions(), unit_tokens(spec));
+    let tokens = unit_tokens(whole);
     let mut found = Vec::new();
-    for &device in devices {
+    for (index, &device) in devices.iter().enumerate() {
         let free = match device {
             Device::Cpu | Device::Node(_) => continue,
-            Device::Emulator => EMULATED_BYTES,
+            // Each worker has an emulator of its own.
+            Device::Emulator(_) => EMULATED_BYTES,
             Device::Cuda(ordinal) => {
                 let (free, _) = Driver::memory_of(ordinal).map_err(|e| (ordinal, e))?;
-                free as u64
+                let workers = devices.iter().filter(|other| **other == device).count();
+                free as u64 / workers.max(1) as u64
             }
         };
+        let spec = held(index);
+        let scratch = scratch::planned_bytes(&spec.dimensions(), tokens);
         found.push(DeviceMemory {
             device,
             free_bytes: most_bytes.map_or(free, |most| most.min(free)),
-            work_bytes: work_bytes(spec, scratch),
+            work_bytes: work_bytes(&spec, tokens, scratch),
         });
     }
     Ok(found)
@@ -61,8 +67,12 @@ pub fn names(devices: &[Device], worker: &WorkerConfig) -> Vec<String> {
 pub fn speeds(devices: &[Device], facts: &ModelFacts, worker: &WorkerConfig) -> Vec<f64> {
     let first = devices.first();
     let is_first = |device: &Device| Some(device) == first;
-    // Workers on the processor have as many threads each.
-    if devices.iter().all(|device| device.is_processor()) || devices.iter().all(is_first) {
+    let is_emulated = |device: &Device| matches!(device, Device::Emulator(_));
+    // Workers on the processor have as many threads each, emulated devices too.
+    if devices.iter().all(|device| device.is_processor())
+        || devices.iter().all(is_emulated)
+        || devices.iter().all(is_first)
+    {
         return vec![1.0; devices.len()];
     }
     let folder = worker.rates_dir.as_ref().filter(|_| !worker.measure_anew);
@@ -71,7 +81,7 @@ pub fn speeds(devices: &[Device], facts: &ModelFacts, worker: &WorkerConfig) -> 
         return rates.iter().map(|rate| rate.inference_rps).collect();
     }
     let of_device = |&device: &Device| match device {
-        Device::Cpu | Device::Node(_) | Device::Emulator => processor_bandwidth(threads(worker)),
+        Device::Cpu | Device::Node(_) | Device::Emulator(_) => processor_bandwidth(threads(worker)),
         Device::Cuda(ordinal) => Driver::bandwidth_of(ordinal).unwrap_or(0.0),
     };
     devices.iter().map(of_device).collect()
@@ -107,12 +117,12 @@ mod tests {
     #[test]
     fn the_emulator_has_what_it_is_given_and_the_processor_is_left_out() {
         let spec = BlockSpec::from_config(&llama_config(1)).unwrap();
-        let devices = [Device::Cpu, Device::Emulator];
+        let devices = [Device::Cpu, Device::Emulator(0)];
         for (most, wanted) in [(None, 8 << 30), (Some(1 << 30), 1 << 30), (Some(1 << 40), 8 << 30)]
         {
-            let found = device_memory(&devices, most, &spec).unwrap();
+            let found = device_memory(&devices, most, &spec, |_| spec.clone()).unwrap();
             assert_eq!(found.len(), 1);
-            assert_eq!((found[0].device, found[0].free_bytes), (Device::Emulator, wanted));
+            assert_eq!((found[0].device, found[0].free_bytes), (Device::Emulator(0), wanted));
         }
     }
 
@@ -142,9 +152,11 @@ mod tests {
             threads: 1,
             ..WorkerConfig::default()
         };
-        let devices = [Device::Cpu, Device::Emulator];
+        let devices = [Device::Cpu, Device::Emulator(0)];
         assert_eq!(speeds(&[Device::Cpu; 3], &facts(), &worker), [1.0; 3]);
         assert_eq!(speeds(&[Device::Node(0), Device::Node(1)], &facts(), &worker), [1.0; 2]);
+        let emulated = [Device::Emulator(0), Device::Emulator(1)];
+        assert_eq!(speeds(&emulated, &facts(), &worker), [1.0; 2]);
         assert!(speeds(&devices, &facts(), &worker).iter().all(|rate| *rate > 1e6));
         let cache = RateCache::new(folder.path(), Duration::ZERO);
         for (device, inference_rps) in devices.into_iter().zip([500.0, 20.0]) {

@@ -10,16 +10,16 @@ use crate::adapter::Adapter;
 use crate::error::PrepareError;
 use crate::inspect::Inspected;
 
-/// What each rank of a group holds of a block; `devices` are the names of its devices, `rates` their
-/// relative speeds.
+/// The shard of a block that each rank of a group holds; `devices` are the names of its devices,
+/// `rates` their relative speeds.
 ///
 /// # Errors
 /// [`PrepareError::Unshared`] when the blocks cannot be shared by so many ranks.
-pub fn shares(
+pub fn shards(
     inspected: &Inspected,
     devices: &[String],
     rates: &[f64],
-) -> Result<Vec<RankShare>, PrepareError> {
+) -> Result<Vec<Shard>, PrepareError> {
     let Inspected { facts, spec, cache_dir, .. } = inspected;
     let refused = |source: ShareError| PrepareError::Unshared { model: facts.name.clone(), source };
     let file = ShareFile::new(cache_dir, facts, devices);
@@ -28,11 +28,11 @@ pub fn shares(
     let known = |rate: f64| if rate.is_finite() && rate > 0.0 { rate } else { 1.0 };
     let capacities: Vec<f64> = rates.iter().map(|&rate| known(rate)).collect();
     let shares = file.shares(fits, || Shares::by_capacity(spec, &capacities)).map_err(refused)?;
-    let shards = shares.shards(spec).map_err(refused)?;
-    Ok(shards.iter().map(|shard| of_rank(inspected, shard)).collect())
+    shares.shards(spec).map_err(refused)
 }
 
-fn of_rank(inspected: &Inspected, shard: &Shard) -> RankShare {
+/// What a rank holds of a block, in numbers.
+pub fn of_rank(inspected: &Inspected, shard: &Shard) -> RankShare {
     // Each is a part of what the facts of the whole model hold in 32 bits.
     let count = |part: usize| u32::try_from(part).unwrap_or(u32::MAX);
     RankShare {
@@ -40,8 +40,19 @@ fn of_rank(inspected: &Inspected, shard: &Shard) -> RankShare {
         kv_heads: count(shard.kv_heads.len()),
         columns: count(shard.columns.len()),
         block_bytes: block_bytes(inspected, shard),
+        copied_bytes: copied_bytes(inspected, shard),
         is_slow: shard.is_slow(),
     }
+}
+
+/// Bytes of the rank's share of a block's own weights that do not lie in one piece. Those of
+/// adapters are small beside them.
+fn copied_bytes(inspected: &Inspected, shard: &Shard) -> u64 {
+    let facts = &inspected.facts;
+    let copied = shard.copied_bytes(facts.quant_type, |quant, part| {
+        quant::slice_bytes(quant, facts.dtype, part.whole, part.rows, part.columns)
+    });
+    copied.unwrap_or(u64::MAX)
 }
 
 /// Bytes of the rank's share of a block with its parts of all adapters.

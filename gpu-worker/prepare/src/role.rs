@@ -6,12 +6,14 @@ use std::time::{Duration, Instant};
 use ipc_channel::TryRecvError;
 use model::cuts::CutFile;
 use model::rates::{RateCache, slowest};
+use model::shards::Shard;
 use shared::block::Span;
 use shared::bootstrap::{Bootstrap, ControlEnds};
 use shared::causes::with_causes;
 use shared::config::{Device, PrepareConfig, WorkerConfig};
 use shared::control::{BoardSeat, FdTag, FromPrepare, ToPrepare};
 use shared::exit::ExitReason;
+use shared::model::RankShare;
 use shared::shm::board::{BoardWriter, Phase};
 use tracing::{debug, error, info, warn};
 
@@ -72,8 +74,8 @@ fn serve(ends: &Ends) -> Result<(), Ending> {
     board.enter(Phase::Preparing, TENSOR_LIMIT);
     let inspected = Inspected::new(&init.config)?;
     let facts = inspected.facts.clone();
-    report_memory(ends, &init, &inspected)?;
-    report_shares(ends, &init, &inspected)?;
+    let shards = report_shares(ends, &init, &inspected)?;
+    report_memory(ends, &init, &inspected, &shards)?;
     info!(model = facts.name, model_type = facts.model_type, dtype = %facts.dtype, blocks = facts.num_blocks, "model inspected");
     let cuts = report_rates(ends, &init, &inspected)?;
     // The phase comes first: a supervisor that has the facts counts on heartbeats.
@@ -94,9 +96,17 @@ fn serve(ends: &Ends) -> Result<(), Ending> {
     make_ready(ends, board, inspected, span, &path)
 }
 
-/// Reports the memory of each device that has its own.
-fn report_memory(ends: &Ends, init: &Init, inspected: &Inspected) -> Result<(), Ending> {
-    let memory = device_memory(&init.devices, init.worker.device_bytes, &inspected.spec);
+/// Reports the memory of each device that has its own. `shards` are those of all ranks, none where
+/// each device has whole blocks.
+fn report_memory(
+    ends: &Ends,
+    init: &Init,
+    inspected: &Inspected,
+    shards: &[Shard],
+) -> Result<(), Ending> {
+    let whole = &inspected.spec;
+    let held = |index: usize| shards.get(index).map_or(whole, |shard| &shard.spec).clone();
+    let memory = device_memory(&init.devices, init.worker.device_bytes, whole, held);
     let memory = memory.map_err(|(ordinal, failure)| {
         let (reason, message) = failure.told(ordinal);
         Ending::Failed(reason, message)
@@ -111,25 +121,30 @@ fn report_memory(ends: &Ends, init: &Init, inspected: &Inspected) -> Result<(), 
     send(ends, FromPrepare::Devices(memory))
 }
 
-/// Reports what each rank holds of a block, where several devices share it.
-fn report_shares(ends: &Ends, init: &Init, inspected: &Inspected) -> Result<(), Ending> {
+/// Reports what each rank holds of a block, where several devices share it. Returns the shards of
+/// all ranks.
+fn report_shares(ends: &Ends, init: &Init, inspected: &Inspected) -> Result<Vec<Shard>, Ending> {
     if init.world_size < 2 {
-        return Ok(());
+        return Ok(Vec::new());
     }
-    let groups = init.devices.chunks(init.world_size).map(|devices| {
+    let (mut shards, mut groups) = (Vec::new(), Vec::new());
+    for devices in init.devices.chunks(init.world_size) {
         let rates = devices::speeds(devices, &inspected.facts, &init.worker);
         let names = devices::names(devices, &init.worker);
-        let ranks = groups::shares(inspected, &names, &rates)?;
+        let of_group = groups::shards(inspected, &names, &rates)?;
+        let ranks: Vec<RankShare> =
+            of_group.iter().map(|shard| groups::of_rank(inspected, shard)).collect();
         info!(?devices, ?ranks, "shared the blocks among the ranks of a group");
-        Ok(ranks)
-    });
-    let groups = groups.collect::<Result<Vec<_>, PrepareError>>()?;
+        groups.push(ranks);
+        shards.extend(of_group);
+    }
     for (device, _) in
         init.devices.iter().zip(groups.iter().flatten()).filter(|(_, rank)| rank.is_slow)
     {
         warn!(%device, "the inputs of its matrices are cut beside multiples of 64: it computes slowly");
     }
-    send(ends, FromPrepare::Groups(groups))
+    send(ends, FromPrepare::Groups(groups))?;
+    Ok(shards)
 }
 
 /// Reports the throughput of an earlier start, and the relative speeds of several devices with the

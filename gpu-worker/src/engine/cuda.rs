@@ -51,7 +51,7 @@ impl<G: Gpu> Engine<'_, Cuda<G>> {
     fn reserve(&mut self) -> Result<(), EngineError> {
         let spec = self.spec;
         let largest_rank = self.blocks.iter().map(BlockWeights::largest_rank).max().unwrap_or(0);
-        let [forward, back] = unit_tokens(spec);
+        let [forward, back] = unit_tokens(self.whole);
         let cuda = &mut self.backend;
         self.passes.reserve(cuda, spec, back, largest_rank)?;
         self.work.grow(cuda, spec, forward, largest_rank);
@@ -80,7 +80,7 @@ impl<G: Gpu> Engine<'_, Cuda<G>> {
         let (dtype, all) = (self.shape.dtype, 0..self.blocks.len());
         let unit = StepUnit::new(self.spec, dtype, &self.blocks, all);
         let (cuda, cache) = (&mut self.backend, &mut self.cache);
-        Ok(self.steps.record(cuda, cache, self.kv_shape, &unit)?)
+        Ok(self.steps.record(cuda, cache, self.kv_shape, (&unit, self.whole.heads))?)
     }
 }
 

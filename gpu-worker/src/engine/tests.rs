@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use kernels::cuda::Cuda;
 use kernels::cuda::emu::Emu;
 use model::BlockSpec;
-use model::sizing::{GRAPH_LAUNCH_BYTES, graph_block_bytes};
+use model::sizing::{GRAPH_LAUNCH_BYTES, Sharing, graph_block_bytes};
 use serde_json::json;
 use shared::block::BlockIndex;
 use shared::config::QuantType;
@@ -305,7 +305,7 @@ fn memory_is_planned_for_every_recorded_launch() {
         let mut bench = Bench::new(&model, &weights, 1);
         bench.engine.record_steps().unwrap();
         let launches = bench.engine.steps.recorded_launches();
-        let planned = u64::from(BLOCKS) * graph_block_bytes(model.facts());
+        let planned = u64::from(BLOCKS) * graph_block_bytes(model.facts(), Sharing::Alone);
         assert!(launches > 0 && launches * GRAPH_LAUNCH_BYTES <= planned, "{launches}");
     }
 }

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use kernels::ops::OpError;
+use kernels::ops::{GroupFailure, OpError};
 use shared::causes::with_causes;
 use shared::exit::ExitReason;
 use shared::shm::group::GroupError;
@@ -53,6 +53,15 @@ impl From<GroupError> for Exit {
     }
 }
 
+impl From<GroupFailure> for Exit {
+    fn from(failure: GroupFailure) -> Exit {
+        match failure {
+            GroupFailure::Aborted => GroupError::Aborted.into(),
+            fault => Exit::failed(OpError::Group(fault).to_string()),
+        }
+    }
+}
+
 impl From<OpError> for Exit {
     fn from(error: OpError) -> Exit {
         EngineError::from(error).into()
@@ -66,7 +75,7 @@ impl From<EngineError> for Exit {
                 reason: ExitReason::DeviceLost,
                 message: format!("the device failed: {failure}"),
             },
-            EngineError::Op(failure @ OpError::Group(_)) => Exit::failed(failure.to_string()),
+            EngineError::Op(OpError::Group(failure)) => failure.into(),
             other => Exit::failed(format!("cannot compute a job that passed its checks: {other}")),
         }
     }

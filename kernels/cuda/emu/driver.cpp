@@ -2,8 +2,8 @@
 // as on a GPU: the probe, the loader of images, streams, events, graphs, registered memory. It is
 // stricter than a driver, and as late as one may be:
 //
-//   - Enqueued work runs when a thread waits for it, not before: a host that reads or overwrites
-//     too early gets wrong numbers. Copies from pinned or registered memory read it then; other
+//   - Enqueued work runs when a thread waits for it or asks whether it is done, not before: a host
+//     that reads or overwrites too early gets wrong numbers. Copies from pinned or registered memory read it then; other
 //     host memory is read at the call.
 //   - Each copy and fill must be inside memory that is allocated, pinned or registered; otherwise
 //     it is error 700, as on a GPU.
@@ -35,6 +35,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <functional>
@@ -63,6 +64,7 @@ enum : int {
     NO_BINARY = 209,
     INVALID_HANDLE = 400,
     NOT_FOUND = 500,
+    NOT_READY = 600,
     ILLEGAL_ADDRESS = 700,
     OUT_OF_RESOURCES = 701,
     ALREADY_REGISTERED = 712,
@@ -224,6 +226,20 @@ template <class F> int run_until(Stream* stream, F done) {
 }
 int run_all(Stream* stream) {
     return run_until(stream, [] { return false; });
+}
+
+// Whether work has been asked for that a thread of its own runs now: a kernel may wait for other
+// processes meanwhile, and whoever asked goes on.
+std::atomic<bool> runs_beside;
+template <class F> int ask(Stream* stream, F done) {
+    if (stream->waiting.empty() || done()) return OK;
+    runs_beside = true;
+    std::thread([=] {
+        std::lock_guard<std::recursive_mutex> guard(lock);
+        run_until(stream, done);
+        runs_beside = false;
+    }).detach();
+    return NOT_READY;
 }
 int run_everything() {
     for (auto* stream : streams)
@@ -718,6 +734,14 @@ API cuStreamSynchronize(void* stream) {
     OUTSIDE_RECORDINGS();
     return run_all(of);
 }
+API cuStreamQuery(void* stream) {
+    if (runs_beside) return NOT_READY;
+    BEGIN(true);
+    auto* of = static_cast<Stream*>(stream);
+    if (!of || of->device != current) return INVALID_HANDLE;
+    OUTSIDE_RECORDINGS();
+    return ask(of, [] { return false; });
+}
 API cuEventCreate(void** event, unsigned) {
     BEGIN(true);
     *event = new Event;
@@ -750,10 +774,16 @@ API cuEventSynchronize(void* event) {
     auto* of = static_cast<Event*>(event);
     return of->stream ? run_until(of->stream, [&] { return of->is_done; }) : (int)OK;
 }
+API cuEventQuery(void* event) {
+    if (runs_beside) return NOT_READY;
+    BEGIN(true);
+    auto* of = static_cast<Event*>(event);
+    return of->stream ? ask(of->stream, [=] { return of->is_done; }) : (int)OK;
+}
 API cuEventElapsedTime(float* milliseconds, void* start, void* end) {
     BEGIN(true);
     auto *from = static_cast<Event*>(start), *to = static_cast<Event*>(end);
-    if (!from->is_done || !to->is_done) return 600; // NOT_READY
+    if (!from->is_done || !to->is_done) return NOT_READY;
     *milliseconds = (float)((to->seconds - from->seconds) * 1e3);
     return OK;
 }

@@ -178,6 +178,9 @@ pub(super) fn ctas(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)
 }
 
+/// Is called while the host waits: it shows that the process lives.
+pub type Pulse = Box<dyn Fn() + Send + Sync>;
+
 /// Operations of a device. They are enqueued and done in the order of the calls.
 pub trait Gpu: Send + Sync + 'static {
     /// A point in the order of enqueued work.
@@ -289,6 +292,10 @@ pub trait Gpu: Send + Sync + 'static {
     /// # Errors
     /// The driver's, also those of earlier launches.
     fn wait(&self) -> Result<(), GpuError>;
+
+    /// Has `pulse` called again and again while the host waits for the device, which may wait for
+    /// other devices. The first one stays.
+    fn pulse(&self, pulse: Pulse);
 
     /// Records an event at this point of the order.
     ///

@@ -136,6 +136,11 @@ impl<G: Gpu> Cuda<G> {
         &self.gpu
     }
 
+    /// Has `pulse` called while the host waits for the device: [`Gpu::pulse`].
+    pub fn pulse(&self, pulse: gpu::Pulse) {
+        self.gpu.pulse(pulse);
+    }
+
     /// What the device was asked for so far.
     pub fn taken(&self) -> Taken {
         self.pool.taken()

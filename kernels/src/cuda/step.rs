@@ -32,8 +32,8 @@ const MAX_STEP_PAGES: usize = 1 << 18;
 #[derive(Debug)]
 pub(super) struct Fixed<G: Gpu> {
     words: Memory<G>,
-    /// Bytes of one tile of attention: product, maximum and sum of every head.
-    tile_bytes: usize,
+    /// Tiles of attention for whose results there is memory.
+    tiles: usize,
     pub(super) workspace: Memory<G>,
     /// Whether operations read the step from here.
     on: bool,
@@ -57,26 +57,28 @@ impl<G: Gpu> Recorded<G> {
 
 impl<G: Gpu> Cuda<G> {
     /// Reserves the memory of recorded steps over a pool of `pages` pages for each block, of
-    /// attention with `heads` heads of `head_dim`.
+    /// attention with `heads` heads of `head_dim`, of `whole_heads` that whole blocks have: the ranks
+    /// of a group record the same steps.
     ///
     /// # Errors
     /// When the device has no memory for them.
     pub fn open_steps(
         &mut self,
-        heads: usize,
+        [heads, whole_heads]: [usize; 2],
         head_dim: usize,
         pages: usize,
     ) -> Result<(), OpError> {
         let named = pages.saturating_mul(MAX_STEP_TOKENS).min(MAX_STEP_PAGES);
         let words = MAX_STEP_TOKENS + batch::words(MAX_STEP_TOKENS, MAX_STEP_TOKENS) + named;
         let words = self.reserve(4 * words)?;
-        let tile_bytes = heads * (head_dim + 4) * 4;
+        // Of one tile: product, maximum and sum of every head.
+        let tile_bytes = |heads: usize| heads * (head_dim + 4) * 4;
         // Every position of the pool once, and a tile that each row has begun; rows that share more
         // take turns outside recordings.
         let tiles = pages.div_ceil(batch::TILE_TOKENS / PAGE_TOKENS) + 2 * MAX_STEP_TOKENS;
-        let bytes = tiles.saturating_mul(tile_bytes);
-        let workspace = self.reserve(bytes.min(CUDA_STEP_WORKSPACE_BYTES))?;
-        self.fixed = Some(Fixed { words, tile_bytes, workspace, on: false });
+        let tiles = tiles.min(CUDA_STEP_WORKSPACE_BYTES / tile_bytes(whole_heads.max(1)));
+        let workspace = self.reserve(tiles * tile_bytes(heads))?;
+        self.fixed = Some(Fixed { words, tiles, workspace, on: false });
         Ok(())
     }
 
@@ -94,9 +96,7 @@ impl<G: Gpu> Cuda<G> {
         let Some(fixed) = &self.fixed else {
             return Ok(false);
         };
-        let tiles = batch::tiles(rows);
-        let fits = total_tokens(rows) <= MAX_STEP_TOKENS
-            && tiles.saturating_mul(fixed.tile_bytes) <= fixed.workspace.bytes();
+        let fits = total_tokens(rows) <= MAX_STEP_TOKENS && batch::tiles(rows) <= fixed.tiles;
         let (at, room) = (fixed.words.address(), fixed.words.bytes());
         let mut words = std::mem::take(&mut self.words);
         let written = batch::write(rows, &mut words);

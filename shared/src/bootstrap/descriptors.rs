@@ -15,8 +15,9 @@ use nix::sys::socket::{
 
 use crate::control::{Birth, FdTag};
 
-/// Most descriptors in one bundle (the largest today has three).
-pub const MAX_BUNDLE: usize = 16;
+/// Most descriptors in one bundle. The largest is that of a group of 15 ranks: its segment, 15
+/// doorbells, 14 sockets.
+pub const MAX_BUNDLE: usize = 32;
 
 /// Longest birth in bytes; it holds two names, a filter and a few numbers.
 const MAX_BIRTH_BYTES: usize = 16 * 1024;
@@ -60,6 +61,12 @@ impl From<OwnedFd> for DescriptorSocket {
     }
 }
 
+impl From<DescriptorSocket> for OwnedFd {
+    fn from(socket: DescriptorSocket) -> OwnedFd {
+        socket.0
+    }
+}
+
 impl AsFd for DescriptorSocket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
@@ -96,7 +103,7 @@ impl DescriptorSocket {
 
     /// Reads the first packet.
     pub(super) fn recv_birth(&self, timeout: Duration) -> io::Result<Birth> {
-        self.wait_readable(timeout).map_err(io::Error::other)?;
+        wait_readable(self.0.as_fd(), timeout).map_err(io::Error::other)?;
         let mut bytes = vec![0; MAX_BIRTH_BYTES + 1];
         let len = recv(self.0.as_raw_fd(), &mut bytes, MsgFlags::MSG_DONTWAIT)?;
         if len > MAX_BIRTH_BYTES {
@@ -115,14 +122,7 @@ impl DescriptorSocket {
         if fds.len() > MAX_BUNDLE {
             return Err(DescriptorError::TooMany(fds.len()));
         }
-        let raw: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
-        let rights = [ControlMessage::ScmRights(&raw)];
-        let control = if raw.is_empty() { &[][..] } else { &rights[..] };
-        let bytes = tag.0.to_le_bytes();
-        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
-        sendmsg::<UnixAddr>(self.0.as_raw_fd(), &[IoSlice::new(&bytes)], control, flags, None)
-            .map_err(sort_error)?;
-        Ok(())
+        send_packet(self.0.as_fd(), &tag.0.to_le_bytes(), fds)
     }
 
     /// Takes the next bundle, which must be the `count` descriptors sent under `tag`; they are
@@ -138,7 +138,7 @@ impl DescriptorSocket {
         count: usize,
         timeout: Duration,
     ) -> Result<Vec<OwnedFd>, DescriptorError> {
-        self.wait_readable(timeout)?;
+        wait_readable(self.0.as_fd(), timeout)?;
         let (got_tag, fds) = self.recv_bundle()?;
         if got_tag == Some(tag.0) && fds.len() == count {
             Ok(fds)
@@ -149,39 +149,78 @@ impl DescriptorSocket {
 
     fn recv_bundle(&self) -> Result<(Option<u64>, Vec<OwnedFd>), DescriptorError> {
         let mut bytes = [0; 8];
-        let mut iov = [IoSliceMut::new(&mut bytes)];
-        let mut space = nix::cmsg_space!([RawFd; MAX_BUNDLE]);
-        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
-        let message = recvmsg::<UnixAddr>(self.0.as_raw_fd(), &mut iov, Some(&mut space), flags)
-            .map_err(sort_error)?;
-        let (len, flags) = (message.bytes, message.flags);
-        let mut fds = Vec::new();
-        for control in message.cmsgs().map_err(sort_error)? {
-            if let ControlMessageOwned::ScmRights(raw) = control {
-                // SAFETY: the kernel has just made these descriptors for this process and nothing
-                // else knows them.
-                fds.extend(raw.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
-            }
-        }
-        if len == 0 && fds.is_empty() {
-            return Err(DescriptorError::Closed);
-        }
-        let whole = len == 8 && !flags.intersects(MsgFlags::MSG_TRUNC | MsgFlags::MSG_CTRUNC);
-        Ok((whole.then(|| u64::from_le_bytes(bytes)), fds))
+        let packet = recv_packet(self.0.as_fd(), &mut bytes)?;
+        let is_tag = packet.is_whole && packet.len == bytes.len();
+        Ok((is_tag.then(|| u64::from_le_bytes(bytes)), packet.fds))
     }
+}
 
-    fn wait_readable(&self, timeout: Duration) -> Result<(), DescriptorError> {
-        let deadline = Instant::now() + timeout;
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let millis = PollTimeout::try_from(left.as_millis().saturating_add(1))
-                .unwrap_or(PollTimeout::MAX);
-            match poll(&mut [PollFd::new(self.as_fd(), PollFlags::POLLIN)], millis) {
-                Ok(0) | Err(nix::errno::Errno::EINTR) if Instant::now() < deadline => {}
-                Ok(0) => return Err(DescriptorError::TimedOut),
-                Ok(_) => return Ok(()),
-                Err(e) => return Err(DescriptorError::Os(e.into())),
-            }
+/// A packet that was taken from a socket.
+pub(super) struct Packet {
+    /// Bytes that were filled.
+    pub(super) len: usize,
+    /// Its descriptors, close-on-exec; some may be lost where the packet is not whole.
+    pub(super) fds: Vec<OwnedFd>,
+    /// Whether nothing of it was cut off.
+    pub(super) is_whole: bool,
+}
+
+/// Sends a packet without waiting; the caller keeps its own copies of the descriptors.
+pub(super) fn send_packet(
+    socket: BorrowedFd<'_>,
+    bytes: &[u8],
+    fds: &[BorrowedFd<'_>],
+) -> Result<(), DescriptorError> {
+    let raw: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+    let rights = [ControlMessage::ScmRights(&raw)];
+    let control = if raw.is_empty() { &[][..] } else { &rights[..] };
+    let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+    sendmsg::<UnixAddr>(socket.as_raw_fd(), &[IoSlice::new(bytes)], control, flags, None)
+        .map_err(sort_error)?;
+    Ok(())
+}
+
+/// Takes the next packet without waiting; `bytes` are filled with as many of its bytes as fit.
+pub(super) fn recv_packet(
+    socket: BorrowedFd<'_>,
+    bytes: &mut [u8],
+) -> Result<Packet, DescriptorError> {
+    let mut iov = [IoSliceMut::new(bytes)];
+    let mut space = nix::cmsg_space!([RawFd; MAX_BUNDLE]);
+    let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
+    let message = recvmsg::<UnixAddr>(socket.as_raw_fd(), &mut iov, Some(&mut space), flags)
+        .map_err(sort_error)?;
+    let (len, flags) = (message.bytes, message.flags);
+    let mut fds = Vec::new();
+    for control in message.cmsgs().map_err(sort_error)? {
+        if let ControlMessageOwned::ScmRights(raw) = control {
+            // SAFETY: the kernel has just made these descriptors for this process and nothing
+            // else knows them.
+            fds.extend(raw.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
+        }
+    }
+    if len == 0 && fds.is_empty() {
+        return Err(DescriptorError::Closed);
+    }
+    let is_whole = !flags.intersects(MsgFlags::MSG_TRUNC | MsgFlags::MSG_CTRUNC);
+    Ok(Packet { len, fds, is_whole })
+}
+
+/// Waits until there is a packet, or the other end is closed.
+pub(super) fn wait_readable(
+    socket: BorrowedFd<'_>,
+    timeout: Duration,
+) -> Result<(), DescriptorError> {
+    let deadline = Instant::now() + timeout;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let millis =
+            PollTimeout::try_from(left.as_millis().saturating_add(1)).unwrap_or(PollTimeout::MAX);
+        match poll(&mut [PollFd::new(socket, PollFlags::POLLIN)], millis) {
+            Ok(0) | Err(nix::errno::Errno::EINTR) if Instant::now() < deadline => {}
+            Ok(0) => return Err(DescriptorError::TimedOut),
+            Ok(_) => return Ok(()),
+            Err(e) => return Err(DescriptorError::Os(e.into())),
         }
     }
 }

@@ -32,7 +32,7 @@ use super::values::model_or_last;
 use super::{DEFAULT_LOG, Env, LogArgs, runtime_dir};
 
 use devices::Devices;
-pub(crate) use devices::threads;
+pub(crate) use devices::{crowded, threads};
 pub(super) use network::addresses;
 pub use petals::{NO_EFFECT, notes};
 
@@ -82,7 +82,8 @@ struct ModelArgs {
     /// [default: every CUDA device that passes `sepal selftest --quick`, else cpu]
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
-    /// Devices that share every block, as one group (tensor parallelism), such as cpu:0 cpu:1
+    /// Devices of one kind that share every block, as one group (tensor parallelism), such as
+    /// cuda:0 cuda:1 or cpu:0 cpu:1
     #[arg(long, num_args = 1.., value_name = "DEVICE", conflicts_with = "device")]
     tensor_parallel_devices: Vec<String>,
     /// Devices of a group that shares every block: cuts the devices of --device into groups, each of

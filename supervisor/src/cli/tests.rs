@@ -113,6 +113,7 @@ fn what_petals_does_and_this_version_does_not_is_refused_in_a_sentence() {
         ("--compression ZIP", "MEANSTD_16BIT"),
         ("--device cuda:x", "cuda:N"),
         ("--device mps", "cuda:N"),
+        ("--device emu:", "cuda:N"),
         ("--torch_dtype int4", "int4"),
         ("--token x --use_auth_token", "cannot be used with"),
         ("--use_auth_token", "huggingface-cli login"),
@@ -325,8 +326,10 @@ fn devices_that_share_blocks_are_a_group() {
         let config = serve(&format!("m {line}"));
         assert_eq!((&config.devices[..], config.world_size), (&[Device::Cpu; 2][..], 2));
     }
-    let refused = refusal("serve m --tensor_parallel_devices cuda:0 cuda:1");
-    assert!(refused.contains("tensor parallelism works on cpu"), "{refused}");
+    let emulated = serve("m --tensor_parallel_devices emu emu:1");
+    assert_eq!(emulated.devices, [Device::Emulator(0), Device::Emulator(1)]);
+    let refused = refusal("serve m --tensor_parallel_devices cpu cuda:1");
+    assert!(refused.contains("name devices of one kind"), "{refused}");
     let alone = serve("m --tensor_parallel_devices cuda:1");
     assert_eq!((&alone.devices[..], alone.world_size), (&[Device::Cuda(1)][..], 1));
     let both = refusal("serve m --device cpu --tensor_parallel_devices cpu cpu");

@@ -42,19 +42,21 @@ pub fn devices(text: &str) -> Result<Vec<Device>, String> {
 
 /// One device.
 pub fn device(text: &str) -> Result<Device, String> {
-    let cuda = |text: &str| match text.strip_prefix("cuda")? {
+    let text = text.trim();
+    // Without a number it is the first one.
+    let numbered = |kind: &str| match text.strip_prefix(kind)? {
         "" => Some(0),
         ordinal => ordinal.strip_prefix(':')?.parse().ok(),
     };
-    let node = |text: &str| text.strip_prefix("cpu:")?.parse().ok().map(Device::Node);
-    match text.trim() {
-        "cpu" => Ok(Device::Cpu),
-        "emu" => Ok(Device::Emulator),
-        other => cuda(other)
+    let node = || text.strip_prefix("cpu:")?.parse().ok().map(Device::Node);
+    let found = match text {
+        "cpu" => Some(Device::Cpu),
+        _ => numbered("cuda")
             .map(Device::Cuda)
-            .or_else(|| node(other))
-            .ok_or_else(|| format!("unknown device {other:?}: expected cpu, cpu:N or cuda:N")),
-    }
+            .or_else(|| numbered("emu").map(Device::Emulator))
+            .or_else(node),
+    };
+    found.ok_or_else(|| format!("unknown device {text:?}: expected cpu, cpu:N or cuda:N"))
 }
 
 /// A size in bytes: a number, or one with a unit such as `512MiB` or `1.5 GB`, as

@@ -265,7 +265,12 @@ impl Driver<'_> {
         let made = self.segments.group(self.instance, &shape)?;
         let segment = made.try_clone().map_err(MakeError::Descriptor)?;
         let bells = made.doorbells().map_err(MakeError::Descriptor)?;
-        let common: Vec<_> = std::iter::once(&segment).chain(&bells).map(AsFd::as_fd).collect();
+        let sockets = match group.has_sockets() {
+            true => self.segments.take_sockets(self.instance, &shape, init.worker.rank)?,
+            false => Vec::new(),
+        };
+        let common = std::iter::once(&segment).chain(&bells).chain(&sockets);
+        let common: Vec<_> = common.map(AsFd::as_fd).collect();
         Ok(child.deliver_two(&common, &own, |common, fds| {
             let group = Some(GroupInit { fds: common, ..group });
             Message::Worker(ToWorker::Init(Box::new(WorkerInit { fds, group, ..init })))
@@ -329,7 +334,7 @@ fn link_init(identity: RingIdentity, arena_bytes: u64, fds: FdTag) -> LinkInit {
 fn warpgroups_of(known: &[(Device, Warpgroups)], device: Device, by_warps: bool) -> Warpgroups {
     let found = known.iter().find(|(known, _)| *known == device);
     match (device, found) {
-        (Device::Cpu | Device::Node(_) | Device::Emulator, _) => Warpgroups::Missing,
+        (Device::Cpu | Device::Node(_) | Device::Emulator(_), _) => Warpgroups::Missing,
         (Device::Cuda(_), _) if by_warps => {
             Warpgroups::Failed("an earlier process of this worker failed on its device".to_owned())
         }

@@ -95,7 +95,14 @@ fn prepare(bootstrap: Bootstrap) -> ExitReason {
 /// What each rank of a group of `ranks` holds.
 fn share(ranks: usize) -> RankShare {
     let part = 4 / ranks as u32;
-    RankShare { heads: part, kv_heads: part, columns: 64, block_bytes: 1 << 20, is_slow: false }
+    RankShare {
+        heads: part,
+        kv_heads: part,
+        columns: 64,
+        block_bytes: 1 << 20,
+        copied_bytes: 0,
+        is_slow: false,
+    }
 }
 
 fn facts(name: &str) -> ModelFacts {

@@ -94,7 +94,27 @@ impl Shard {
         quant: QuantType,
         bytes: impl Fn(QuantType, SliceShape) -> Option<usize>,
     ) -> Option<u64> {
-        self.slices.iter().try_fold(0u64, |sum, (name, (shape, slice))| {
+        self.sum_bytes(quant, bytes, |_| true)
+    }
+
+    /// Those of [`weight_bytes`](Self::weight_bytes) that do not lie in one piece where the block is
+    /// stored.
+    pub fn copied_bytes(
+        &self,
+        quant: QuantType,
+        bytes: impl Fn(QuantType, SliceShape) -> Option<usize>,
+    ) -> Option<u64> {
+        self.sum_bytes(quant, bytes, Slice::is_copied)
+    }
+
+    fn sum_bytes(
+        &self,
+        quant: QuantType,
+        bytes: impl Fn(QuantType, SliceShape) -> Option<usize>,
+        counts: impl Fn(&Slice) -> bool,
+    ) -> Option<u64> {
+        let mut slices = self.slices.iter().filter(|(_, (_, slice))| counts(slice));
+        slices.try_fold(0u64, |sum, (name, (shape, slice))| {
             let bytes = match slice.of(shape) {
                 Some(part) => bytes(self.spec.quant_of(name, shape.len(), quant), part)?,
                 None => 0,

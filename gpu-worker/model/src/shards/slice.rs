@@ -50,6 +50,15 @@ impl Slice {
         }
     }
 
+    /// Whether it is no piece of the stored tensor, and has to be copied together.
+    pub fn is_copied(&self) -> bool {
+        match self {
+            Slice::All | Slice::None => false,
+            Slice::Rows(ranges) => ranges.len() > 1,
+            Slice::Columns(_) => true,
+        }
+    }
+
     /// Whether it has all of `rows` rows.
     pub(super) fn is_all(&self, rows: usize) -> bool {
         match self {

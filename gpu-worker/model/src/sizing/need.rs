@@ -53,12 +53,18 @@ pub struct Machine {
 
 impl Need {
     /// What blocks need of the memory of a device, whose worker takes `work_bytes` for the largest
-    /// unit ([`work_bytes`](super::work_bytes)).
-    pub fn of_device(facts: &ModelFacts, limits: &Limits, work_bytes: u64) -> Need {
+    /// unit ([`work_bytes`](super::work_bytes)). Of a rank of a group, `facts` are those of its share
+    /// ([`ModelFacts::of_rank`]).
+    pub fn of_device(
+        facts: &ModelFacts,
+        limits: &Limits,
+        work_bytes: u64,
+        sharing: Sharing,
+    ) -> Need {
         Need {
             weights: facts.block_bytes,
             kv: kv_block_bytes(facts, limits),
-            graphs: graph_block_bytes(facts),
+            graphs: graph_block_bytes(facts, sharing),
             fixed: DEVICE_BYTES
                 .saturating_add(work_bytes)
                 .saturating_add(request_bytes(facts, limits)),
@@ -125,11 +131,33 @@ impl Need {
     }
 }
 
+/// Whether a device has whole blocks, or shares them with the other ranks of a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sharing {
+    /// Whole blocks.
+    Alone,
+    /// A share of each: its sums cross to the other ranks, by launches of their own.
+    InGroup,
+}
+
+/// Launches of a recorded decode step of one block: at most so many, and so many with adapters.
+const LAUNCHES: [u64; 2] = [14, 30];
+
+/// Exchanges of a decode step of one block, each a launch: what `o` and `down` give, and of a mixture
+/// the choice of rank 0; with adapters also what lies between the factors of those of `o` and
+/// `down`.
+const EXCHANGES: [u64; 2] = [3, 5];
+
 /// Bytes that the recorded decode steps of one block take of a CUDA device at most: recordings for
-/// 1, 2, 4 ... 32 tokens of up to 14 launches, and where there are adapters as many again of up to
-/// 30, at [`GRAPH_LAUNCH_BYTES`] each.
-pub fn graph_block_bytes(facts: &ModelFacts) -> u64 {
-    let launches = if facts.adapters.is_empty() { 14 } else { 14 + 30 };
+/// 1, 2, 4 ... 32 tokens, and where there are adapters as many again with them, at
+/// [`GRAPH_LAUNCH_BYTES`] a launch.
+pub fn graph_block_bytes(facts: &ModelFacts, sharing: Sharing) -> u64 {
+    let exchanges = match sharing {
+        Sharing::Alone => [0, 0],
+        Sharing::InGroup => EXCHANGES,
+    };
+    let [plain, adapted] = [LAUNCHES[0] + exchanges[0], LAUNCHES[1] + exchanges[1]];
+    let launches = if facts.adapters.is_empty() { plain } else { plain + adapted };
     6 * launches * GRAPH_LAUNCH_BYTES
 }
 
@@ -241,19 +269,21 @@ mod tests {
 
     #[test]
     fn a_device_holds_blocks_recordings_and_the_largest_request() {
-        let need = Need::of_device(&llama_70b(), &LIMITS, 100 << 20);
+        let need = Need::of_device(&llama_70b(), &LIMITS, 100 << 20, Sharing::Alone);
         // 84 launches of recorded steps take 64 KiB each. 8192 tokens of a request take 512 + 256
         // pages of 64 KiB, and 64 MiB of sums.
         let fixed = (256 + 100 + 48 + 64) << 20;
         assert_eq!(need, Need { weights: 440 << 20, kv: KV, graphs: 84 << 16, fixed });
         let facts = ModelFacts { adapters: vec!["lora".into()], ..llama_70b() };
-        assert_eq!(graph_block_bytes(&facts), 264 << 16, "steps with adapters have 30 launches");
+        let graphs = |sharing| graph_block_bytes(&facts, sharing);
+        assert_eq!(graphs(Sharing::Alone), 264 << 16, "steps with adapters have 30 launches");
+        assert_eq!(graphs(Sharing::InGroup), 312 << 16, "and 3 + 5 exchanges");
     }
 
     #[test]
     fn sizes_beyond_all_memory_saturate() {
         let facts = ModelFacts { block_bytes: u64::MAX, ..llama_70b() };
-        let need = Need::of_device(&facts, &LIMITS, u64::MAX);
+        let need = Need::of_device(&facts, &LIMITS, u64::MAX, Sharing::InGroup);
         assert_eq!((need.total(80), need.most_blocks(u64::MAX)), (u64::MAX, 0));
     }
 }

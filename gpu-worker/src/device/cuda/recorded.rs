@@ -83,7 +83,8 @@ impl<G: Gpu> RecordedSteps<G> {
     }
 
     /// Records the steps of all blocks of a span and all numbers of tokens, so that none is
-    /// recorded while clients wait. `unit` names all blocks and no job.
+    /// recorded while clients wait. `unit` names all blocks and no job; whole blocks have
+    /// `whole_heads` heads.
     ///
     /// # Errors
     /// [`OpError`] when the device has no memory, or fails.
@@ -92,12 +93,13 @@ impl<G: Gpu> RecordedSteps<G> {
         cuda: &mut Cuda<G>,
         cache: &mut <Cuda<G> as DeviceBackend>::Cache,
         shape: KvShape,
-        unit: &StepUnit<'_, '_, Cuda<G>>,
+        (unit, whole_heads): (&StepUnit<'_, '_, Cuda<G>>, usize),
     ) -> Result<(), OpError> {
         if shape.pages == 0 {
             return Ok(());
         }
-        cuda.open_steps(unit.spec.heads, shape.layout.head_dim, shape.pages)?;
+        let heads = [unit.spec.heads, whole_heads];
+        cuda.open_steps(heads, shape.layout.head_dim, shape.pages)?;
         let before = free_bytes(cuda);
         let recordings = self.recordings.insert(Recordings::new(cuda, unit)?);
         let kinds: &[bool] = if recordings.adapted { &[false, true] } else { &[false] };

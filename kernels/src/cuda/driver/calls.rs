@@ -17,6 +17,9 @@ pub(super) type Status = u32;
 /// Error `CUDA_ERROR_OUT_OF_MEMORY`.
 pub(super) const OUT_OF_MEMORY: Status = 2;
 
+/// Error `CUDA_ERROR_NOT_READY`: what was asked for is not done yet.
+pub(super) const NOT_READY: Status = 600;
+
 macro_rules! functions {
     ($(#[$doc:meta])* $names:ident: $($name:ident($($argument:ident: $type:ty),*);)*) => {
         $(#[$doc])*
@@ -60,6 +63,7 @@ functions! {
     cuEventCreate(event: *mut CUevent, flags: c_uint);
     cuEventDestroy_v2(event: CUevent);
     cuEventElapsedTime(milliseconds: *mut f32, start: CUevent, end: CUevent);
+    cuEventQuery(event: CUevent);
     cuEventRecord(event: CUevent, stream: CUstream);
     cuEventSynchronize(event: CUevent);
     cuFuncGetAttribute(value: *mut c_int, which: CUfunction_attribute, function: CUfunction);
@@ -98,6 +102,7 @@ functions! {
     cuStreamBeginCapture_v2(stream: CUstream, mode: CUstreamCaptureMode);
     cuStreamCreate(stream: *mut CUstream, flags: c_uint);
     cuStreamEndCapture(stream: CUstream, graph: *mut CUgraph);
+    cuStreamQuery(stream: CUstream);
     cuStreamSynchronize(stream: CUstream);
 }
 

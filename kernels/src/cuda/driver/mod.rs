@@ -13,6 +13,7 @@ pub mod images;
 pub mod probe;
 mod ring;
 mod sharing;
+mod waiting;
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
@@ -25,13 +26,14 @@ use shared::causes::with_causes;
 use shared::exit::ExitReason;
 
 use super::address::Address;
-use super::gpu::{Gpu, GpuError, Launch, Properties};
+use super::gpu::{Gpu, GpuError, Launch, Properties, Pulse};
 use error::check;
 use host::Registered;
 use images::Kernels;
 use probe::NoCuda;
 pub use ring::Event;
 use ring::{HALF, Ring};
+use waiting::Waiting;
 
 /// One CUDA device.
 pub struct Driver {
@@ -44,6 +46,7 @@ pub struct Driver {
     properties: Properties,
     ring: Mutex<Ring>,
     registered: Mutex<Vec<Registered>>,
+    waiting: Waiting,
 }
 
 // SAFETY: handles of the driver may be used from any thread; each call makes the context current on
@@ -193,6 +196,7 @@ impl Driver {
             properties,
             ring: Mutex::new(Ring::new()?),
             registered: Mutex::default(),
+            waiting: Waiting::default(),
         })
     }
 
@@ -257,7 +261,7 @@ impl Gpu for Driver {
             return self.wait();
         }
         let mut ring = self.ring();
-        let room = ring.room(from.len(), self.stream)?;
+        let room = ring.room(from.len(), self.stream, &self.waiting)?;
         // SAFETY: `room` begins so many bytes of the ring that no copy reads any more.
         unsafe { room.copy_from_nonoverlapping(from.as_ptr(), from.len()) };
         // SAFETY: the caller's for the device; the ring keeps the bytes until the copy is done.
@@ -282,7 +286,7 @@ impl Gpu for Driver {
             return self.wait();
         }
         let mut ring = self.ring();
-        let room = ring.room(to.len(), self.stream)?;
+        let room = ring.room(to.len(), self.stream, &self.waiting)?;
         // SAFETY: the caller's for the device; `room` begins so many bytes that nobody else uses
         // before the wait is over.
         let status = unsafe {
@@ -376,8 +380,14 @@ impl Gpu for Driver {
     fn wait(&self) -> Result<(), GpuError> {
         self.bind()?;
         // SAFETY: the stream of this context.
-        let status = unsafe { cu::cuStreamSynchronize(self.stream) };
+        let ask = || unsafe { cu::cuStreamQuery(self.stream) };
+        // SAFETY: as above.
+        let status = self.waiting.wait(ask, || unsafe { cu::cuStreamSynchronize(self.stream) });
         check("cuStreamSynchronize", status)
+    }
+
+    fn pulse(&self, pulse: Pulse) {
+        self.waiting.pulse(pulse);
     }
 
     fn record(&self) -> Result<Event, GpuError> {
@@ -387,7 +397,7 @@ impl Gpu for Driver {
 
     fn seconds(&self, begin: &Event, end: &Event) -> Result<f64, GpuError> {
         self.bind()?;
-        end.wait()?;
+        end.wait(&self.waiting)?;
         let mut milliseconds = 0.0f32;
         // SAFETY: events of this context that were recorded.
         let status = unsafe { cu::cuEventElapsedTime(&raw mut milliseconds, begin.0, end.0) };

@@ -5,6 +5,7 @@ use super::calls as cu;
 
 use super::error::check;
 use super::host::Pinned;
+use super::waiting::Waiting;
 use crate::cuda::gpu::GpuError;
 
 /// Bytes of each half of the ring: two hundred rows of hidden states of width 8192.
@@ -24,13 +25,18 @@ impl Ring {
     }
 
     /// Room for `bytes` bytes, at most [`HALF`].
-    pub(super) fn room(&mut self, bytes: usize, stream: cu::CUstream) -> Result<*mut u8, GpuError> {
+    pub(super) fn room(
+        &mut self,
+        bytes: usize,
+        stream: cu::CUstream,
+        waiting: &Waiting,
+    ) -> Result<*mut u8, GpuError> {
         if self.used + bytes > HALF {
             self.done[self.half] = Some(Event::record(stream)?);
             self.half = 1 - self.half;
             self.used = 0;
             if let Some(event) = self.done[self.half].take() {
-                event.wait()?;
+                event.wait(waiting)?;
             }
         }
         let at = self.half * HALF + self.used;
@@ -62,9 +68,11 @@ impl Event {
         Ok(event)
     }
 
-    pub(super) fn wait(&self) -> Result<(), GpuError> {
+    pub(super) fn wait(&self, waiting: &Waiting) -> Result<(), GpuError> {
         // SAFETY: an event that was recorded.
-        let status = unsafe { cu::cuEventSynchronize(self.0) };
+        let ask = || unsafe { cu::cuEventQuery(self.0) };
+        // SAFETY: as above.
+        let status = waiting.wait(ask, || unsafe { cu::cuEventSynchronize(self.0) });
         check("cuEventSynchronize", status)
     }
 }

@@ -6,15 +6,15 @@ use std::alloc::Layout;
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use shared::shm::arena::ArenaMap;
 use shared::shm::segment::MemfdSegment;
 
 use super::address::Address;
-use super::gpu::{Gpu, GpuError, Launch, Properties};
+use super::gpu::{Gpu, GpuError, Launch, Properties, Pulse};
 
 unsafe extern "C" {
     #[cfg(test)]
@@ -63,6 +63,7 @@ pub struct Emu {
     shared: Mutex<HashMap<u64, Mapped>>,
     /// What was enqueued since the recording began, while there is one.
     recorded: Mutex<Option<Vec<Command>>>,
+    pulse: EmuPulse,
 }
 
 /// Memory that several emulated devices map.
@@ -72,6 +73,19 @@ struct Mapped {
     /// Whether this device made it.
     is_own: bool,
 }
+
+/// What is called while a kernel runs that may wait for other devices.
+#[derive(Default)]
+struct EmuPulse(OnceLock<Pulse>);
+
+impl std::fmt::Debug for EmuPulse {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("EmuPulse").field(&self.0.get().is_some()).finish()
+    }
+}
+
+/// Longest time between two beats of the pulse.
+const BEAT: Duration = Duration::from_millis(1);
 
 /// What can be recorded.
 #[allow(clippy::large_enum_variant, reason = "nearly all of them are launches")]
@@ -116,6 +130,7 @@ impl Emu {
             has_peers: true,
             shared: Mutex::default(),
             recorded: Mutex::default(),
+            pulse: EmuPulse::default(),
             properties: Properties {
                 name: "emulator".to_owned(),
                 architecture: 90,
@@ -189,6 +204,71 @@ impl Emu {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner).insert(at.0, mapped);
         Ok(at)
     }
+
+    /// Runs a kernel.
+    ///
+    /// # Safety
+    /// That of [`Gpu::launch`].
+    unsafe fn run(&self, mut launch: Launch) -> Result<(), GpuError> {
+        let kernel = launch.kernel;
+        let bad = |what| GpuError::BadLaunch { kernel, what };
+        let name = CString::new(kernel).map_err(|_| GpuError::NoKernel(kernel))?;
+        let sizes = launch.params.sizes().to_vec();
+        let mut params: Vec<*mut c_void> =
+            launch.params.words().iter_mut().map(|word| std::ptr::from_mut(word).cast()).collect();
+        let count = c_uint::try_from(sizes.len()).unwrap_or(c_uint::MAX);
+        // SAFETY: arrays of the lengths that are named with them, which live until the call
+        // returns; what the parameters point to is the caller's.
+        let status = unsafe {
+            sepal_emu_launch(
+                name.as_ptr(),
+                launch.grid.as_ptr(),
+                launch.cta.as_ptr(),
+                launch.shared_bytes,
+                params.as_mut_ptr(),
+                sizes.as_ptr(),
+                count,
+                self.threads,
+                self.order,
+                self.adds_backwards,
+            )
+        };
+        match status {
+            0 => Ok(()),
+            1 => Err(GpuError::NoKernel(kernel)),
+            2 => Err(bad("the parameters are not those of its declaration")),
+            4 => Err(bad("a grid that its clusters do not fill")),
+            _ => Err(bad("a grid, a CTA or shared memory beyond what devices have")),
+        }
+    }
+
+    /// Runs a kernel on another thread, and beats here meanwhile.
+    ///
+    /// # Safety
+    /// That of [`Gpu::launch`].
+    unsafe fn run_beside(&self, launch: Launch, pulse: &Pulse) -> Result<(), GpuError> {
+        let waiting = std::thread::current();
+        let is_done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let running = scope.spawn(|| {
+                // SAFETY: the caller's.
+                let done = unsafe { self.run(launch) };
+                is_done.store(true, Ordering::Release);
+                waiting.unpark();
+                done
+            });
+            while !is_done.load(Ordering::Acquire) {
+                std::thread::park_timeout(BEAT);
+                pulse();
+            }
+            running.join().expect("a kernel ends the process rather than its thread")
+        })
+    }
+}
+
+/// Whether a kernel may wait for other devices.
+fn waits_for_others(kernel: &str) -> bool {
+    kernel.starts_with("exchange_")
 }
 
 /// What `/proc/PID/maps` shows of memory that emulated devices share.
@@ -282,42 +362,21 @@ impl Gpu for Emu {
 
     unsafe fn unregister(&self, _at: Address) {}
 
-    unsafe fn launch(&self, mut launch: Launch) -> Result<(), GpuError> {
-        let kernel = launch.kernel;
-        let bad = |what| GpuError::BadLaunch { kernel, what };
+    unsafe fn launch(&self, launch: Launch) -> Result<(), GpuError> {
         if launch.params.too_large() {
-            return Err(bad("a parameter does not fit"));
+            let what = "a parameter does not fit";
+            return Err(GpuError::BadLaunch { kernel: launch.kernel, what });
         }
         if self.is_recorded(Command::Launch(launch)) {
             return Ok(());
         }
-        let name = CString::new(kernel).map_err(|_| GpuError::NoKernel(kernel))?;
-        let sizes = launch.params.sizes().to_vec();
-        let mut params: Vec<*mut c_void> =
-            launch.params.words().iter_mut().map(|word| std::ptr::from_mut(word).cast()).collect();
-        let count = c_uint::try_from(sizes.len()).unwrap_or(c_uint::MAX);
-        // SAFETY: arrays of the lengths that are named with them, which live until the call
-        // returns; what the parameters point to is the caller's.
-        let status = unsafe {
-            sepal_emu_launch(
-                name.as_ptr(),
-                launch.grid.as_ptr(),
-                launch.cta.as_ptr(),
-                launch.shared_bytes,
-                params.as_mut_ptr(),
-                sizes.as_ptr(),
-                count,
-                self.threads,
-                self.order,
-                self.adds_backwards,
-            )
-        };
-        match status {
-            0 => Ok(()),
-            1 => Err(GpuError::NoKernel(kernel)),
-            2 => Err(bad("the parameters are not those of its declaration")),
-            4 => Err(bad("a grid that its clusters do not fill")),
-            _ => Err(bad("a grid, a CTA or shared memory beyond what devices have")),
+        match self.pulse.0.get() {
+            // SAFETY: the caller's.
+            Some(pulse) if waits_for_others(launch.kernel) => unsafe {
+                self.run_beside(launch, pulse)
+            },
+            // SAFETY: the caller's.
+            _ => unsafe { self.run(launch) },
         }
     }
 
@@ -343,6 +402,10 @@ impl Gpu for Emu {
 
     fn wait(&self) -> Result<(), GpuError> {
         Ok(())
+    }
+
+    fn pulse(&self, pulse: Pulse) {
+        let _ = self.pulse.0.set(pulse);
     }
 
     fn record(&self) -> Result<Instant, GpuError> {

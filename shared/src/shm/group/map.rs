@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
+use super::GroupError;
 use super::layout::{Control, GROUP_MAGIC, GroupShape, LogWord, ShapeError, rank_id};
 use crate::ids::Rank;
 use crate::shm::layout::LAYOUT_VERSION;
@@ -164,6 +165,31 @@ impl GroupMap {
     pub fn ring(&self, rank: Rank) -> io::Result<()> {
         let none = || io::Error::new(io::ErrorKind::InvalidInput, format!("no rank {rank}"));
         self.bells.get(usize::from(rank.0)).ok_or_else(none)?.ring()
+    }
+
+    /// Fails once the supervisor ended the group, for waits outside of exchanges and the log. Any
+    /// thread may ask.
+    ///
+    /// # Errors
+    /// [`GroupError::Aborted`].
+    pub fn check_abort(&self) -> Result<(), GroupError> {
+        // Nothing is published with the word.
+        match self.control().aborted.value.load(Ordering::Relaxed) {
+            0 => Ok(()),
+            _ => Err(GroupError::Aborted),
+        }
+    }
+
+    /// Shows the supervisor for whom this rank waits outside of exchanges and the log; `None`: for
+    /// no rank any more.
+    pub fn show_wait(&self, on: Option<Rank>) {
+        let word = on.map_or(0, |rank| u64::from(rank.0) + 1);
+        self.control().ranks[self.rank].sleep.waits_for.store(word, Ordering::Relaxed);
+    }
+
+    /// Whether this rank, or its device, waits for another rank.
+    pub fn is_waiting(&self) -> bool {
+        self.control().ranks[self.rank].sleep.waits_for.load(Ordering::Relaxed) != 0
     }
 
     /// What the group is.

@@ -56,12 +56,38 @@ fn check_groups(devices: &[Device], world_size: usize) -> Result<(), String> {
             devices.len()
         ));
     }
-    match devices.iter().find(|device| !device.is_processor()) {
-        Some(device) => Err(format!(
-            "{device} cannot share blocks with another device: tensor parallelism works on cpu and cpu:N so far"
+    let first = devices.first().map(|device| kind(*device));
+    match devices.iter().find(|device| Some(kind(**device)) != first) {
+        Some(other) => Err(format!(
+            "{other} cannot share blocks with {}: name devices of one kind for tensor parallelism, only cpu and cpu:N, or only cuda:N",
+            devices.first().copied().unwrap_or(*other)
         )),
         None => Ok(()),
     }
+}
+
+/// What a device is; those of a group are of one kind, so that what they exchange lies in memory
+/// that all of them reach.
+fn kind(device: Device) -> &'static str {
+    match device {
+        Device::Cpu | Device::Node(_) => "processor",
+        Device::Cuda(_) => "CUDA device",
+        Device::Emulator(_) => "emulated device",
+    }
+}
+
+/// CUDA devices that have several ranks of one group, for the log: each is named once.
+pub fn crowded(devices: &[Device], world_size: usize) -> Vec<Device> {
+    let mut crowded = Vec::new();
+    for group in devices.chunks(world_size.max(1)) {
+        for (rank, device) in group.iter().enumerate() {
+            let is_again = group[..rank].contains(device) && !crowded.contains(device);
+            if is_again && matches!(device, Device::Cuda(_)) {
+                crowded.push(*device);
+            }
+        }
+    }
+    crowded
 }
 
 fn serving(flag: &str, list: &str) -> Result<Vec<Device>, String> {
@@ -142,12 +168,27 @@ mod tests {
     }
 
     #[test]
-    fn devices_with_memory_of_their_own_share_no_blocks_yet() {
-        for refused in [read("", "cuda:0 cuda:1", 0), read("emu,emu", "", 2)] {
-            let refused = refused.unwrap_err();
-            assert!(refused.contains("tensor parallelism works on cpu"), "{refused}");
+    fn devices_of_a_group_are_of_one_kind() {
+        for allowed in ["cuda:0 cuda:1", "cuda cuda:0", "emu emu:1", "cpu cpu"] {
+            let read = read("", allowed, 0).unwrap();
+            assert_eq!((read.named.unwrap().len(), read.world_size), (2, 2), "{allowed}");
         }
-        assert!(read("cuda:0,cuda:1", "", 0).is_ok());
+        for mixed in ["cpu cuda:1", "cuda:0 emu:0", "emu cpu"] {
+            let refused = read("", mixed, 0).unwrap_err();
+            assert!(refused.contains("name devices of one kind"), "{refused}");
+        }
+        let refused = read("cuda:0,cuda:1,cpu,cpu", "", 2).unwrap_err();
+        assert!(refused.starts_with("cpu cannot share blocks with cuda:0"), "{refused}");
+        assert!(read("cuda:0,cpu,emu:3", "", 0).is_ok());
+    }
+
+    #[test]
+    fn a_card_with_several_ranks_of_a_group_is_named_once() {
+        let one = [Device::Cuda(1); 3];
+        assert_eq!(crowded(&one, 3), [Device::Cuda(1)]);
+        assert_eq!(crowded(&one, 1), []);
+        assert_eq!(crowded(&[Device::Cuda(0), Device::Cuda(1)], 2), []);
+        assert_eq!(crowded(&[Device::Cpu; 2], 2), []);
     }
 
     #[test]

@@ -100,7 +100,7 @@ fn what_devices_hold_counts_once_however_often_prepare_tells() {
     rig.tree.policy.memory.workers = 1;
     let device = |free_bytes| {
         Up::Prepare(FromPrepare::Devices(vec![DeviceMemory {
-            device: Device::Emulator,
+            device: Device::Emulator(0),
             free_bytes,
             work_bytes: 0,
         }]))
