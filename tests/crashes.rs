@@ -5,30 +5,10 @@ mod harness;
 
 use std::time::Duration;
 
-use harness::demo::demo_model;
-use harness::peer::{Peer, Session, fed_back, noise};
-use harness::{Sepal, wait_for};
-use hivemind::wire::tensor::{WireDtype, dummy_tensor};
+use harness::peer::{Peer, Session, noise};
+use harness::session::{BLOCKS, HIDDEN, run_session, serve};
+use harness::wait_for;
 use nix::sys::signal::{Signal, kill};
-
-const HIDDEN: usize = 192;
-const BLOCKS: std::ops::Range<u32> = 0..8;
-
-/// A session that feeds its outputs back, so that one wrong bit anywhere changes everything after
-/// it: a prompt of 21 tokens, then decode steps of two rows, every third of which swaps or shares
-/// rows as beam search does.
-async fn run_session(peer: &Peer, seed: u32, steps: usize) -> Vec<Vec<f32>> {
-    let mut session = peer.session(BLOCKS, 21 + steps as u32).await;
-    let mut outputs =
-        vec![session.step(noise(&[2, 21, HIDDEN], seed), None).await.expect("prefill")];
-    for step in 0..steps {
-        let (hidden, order) = fed_back(outputs.last().unwrap(), HIDDEN, step);
-        let output = session.step_with(hidden, None, dummy_tensor(WireDtype::F32), order).await;
-        outputs.push(output.expect("a decode step"));
-    }
-    session.close().await;
-    outputs
-}
 
 async fn run_sessions(addr: &str, count: u32, steps: usize) -> Vec<Vec<Vec<f32>>> {
     let tasks: Vec<_> = (0..count)
@@ -44,10 +24,6 @@ async fn run_sessions(addr: &str, count: u32, steps: usize) -> Vec<Vec<Vec<f32>>
         all.push(task.await.expect("a session"));
     }
     all
-}
-
-fn serve(more: &[&str]) -> Sepal {
-    Sepal::serve(&demo_model(), "demo", &[&["--torch_dtype", "float32"], more].concat())
 }
 
 #[tokio::test(flavor = "multi_thread")]

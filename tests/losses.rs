@@ -1,19 +1,18 @@
 //! What may be lost: a worker for good, after which the rest goes on being served, by the same
-//! netd, to the sessions that are open; and files of the cache, but not those that a worker maps.
+//! netd, to the sessions that are open; a rank of a group for good, whose blocks the other ranks serve
+//! then; and files of the cache, but not those that a worker maps.
 
 mod harness;
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-use harness::demo::demo_model;
 use harness::peer::{Peer, noise};
+use harness::session::{HIDDEN, assert_close, rank, serve};
 use harness::{Sepal, wait_for};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use prepare::disk_cache::DiskCache;
-
-const HIDDEN: usize = 192;
 
 /// The worker that serves `span`, once it is ready.
 fn worker_with(sepal: &Sepal, span: &str) -> Pid {
@@ -24,10 +23,6 @@ fn worker_with(sepal: &Sepal, span: &str) -> Pid {
             children.iter().find(|child| child["span"] == span && child["state"] == "ready")?;
         i32::try_from(worker["pid"].as_i64()?).ok().map(Pid::from_raw)
     })
-}
-
-fn serve(more: &[&str]) -> Sepal {
-    Sepal::serve(&demo_model(), "demo", &[&["--torch_dtype", "float32"], more].concat())
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -58,6 +53,82 @@ async fn when_a_worker_is_lost_for_good_the_rest_stays_served_with_its_sessions(
     assert!(error.contains("does not serve"), "{error}");
     assert!(peer.forward(0..4, next()).await.is_ok());
     assert_eq!(sepal.netd(), netd, "the same netd");
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_left_of_a_group_serves_its_blocks_until_nothing_is_left() {
+    let three = ["--tensor_parallel_devices", "cpu", "cpu", "cpu", "--max_restarts", "0"];
+    let mut sepal = serve(&three);
+    let netd = sepal.netd();
+    let peer = Peer::connect(&sepal.addr(), "demo").await;
+    let input = || noise(&[2, 7, HIDDEN], 3);
+    let next = || noise(&[2, 1, HIDDEN], 4);
+    let mut outputs = Vec::new();
+    for (size, online) in [(3, 1), (2, 2), (1, 3)] {
+        sepal.wait_line("state=ONLINE", online);
+        let mut session = peer.session(0..8, 16).await;
+        outputs.push(session.step(input(), None).await.unwrap());
+        kill(rank(&sepal, if size == 3 { "0.1" } else { "0.0" }, size), Signal::SIGKILL).unwrap();
+        if size > 1 {
+            sepal.wait_line("state=ONLINE", online + 1);
+            let error = session.step(next(), None).await.unwrap_err().to_string();
+            assert!(error.contains("open a new session"), "{error}");
+            assert_eq!(sepal.netd(), netd, "the same netd");
+        }
+    }
+    for output in &outputs[1..] {
+        assert_close(output, &outputs[0]);
+    }
+    let log = sepal.log();
+    for sentence in [
+        "rank 1 of group 0 (cpu) is not restarted: SIGKILL; cpu + cpu share blocks 0:8 from now on",
+        "rank 0 of group 0 (cpu) is not restarted: SIGKILL; cpu serves blocks 0:8 from now on",
+    ] {
+        assert!(log.contains(sentence), "{log}");
+    }
+    assert_eq!(sepal.wait().code(), Some(15), "{log}");
+    let log = sepal.log();
+    assert!(log.contains("gpu-worker 0.0 is not restarted: SIGKILL"), "{log}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_group_that_loses_a_rank_does_not_disturb_the_others() {
+    let devices = ["--device", "cpu,cpu,cpu,cpu", "--tensor_parallel_size", "2"];
+    let sepal = serve(&[&devices[..], &["--max_restarts", "0"]].concat());
+    let peer = Peer::connect(&sepal.addr(), "demo").await;
+    let prompt = || noise(&[1, 5, HIDDEN], 1);
+    let next = || noise(&[1, 1, HIDDEN], 2);
+    let mut undisturbed = peer.session(0..4, 16).await;
+    let mut on_both = peer.session(0..8, 16).await;
+    let (first, both) = (
+        undisturbed.step(prompt(), None).await.unwrap(),
+        on_both.step(prompt(), None).await.unwrap(),
+    );
+    let ranks = [rank(&sepal, "0.0", 2), rank(&sepal, "0.1", 2)];
+    kill(rank(&sepal, "1.1", 2), Signal::SIGKILL).unwrap();
+    let line = sepal.wait_line("state=ONLINE", 2);
+    assert!(line.contains("span=0:8"), "{line}");
+    let second = undisturbed.step(next(), None).await.unwrap();
+    assert!(on_both.step(next(), None).await.is_err());
+    assert_eq!([rank(&sepal, "0.0", 2), rank(&sepal, "0.1", 2)], ranks);
+    let mut again = peer.session(0..4, 16).await;
+    assert_eq!(again.step(prompt(), None).await.unwrap(), first);
+    assert_eq!(again.step(next(), None).await.unwrap(), second);
+    let mut again = peer.session(0..8, 16).await;
+    assert_close(&again.step(prompt(), None).await.unwrap(), &both);
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_device_that_fails_at_every_start_is_left_out() {
+    let devices = ["--tensor_parallel_devices", "cpu", "cpu", "--max_restarts", "2"];
+    let fault = ["--inject_fault", "abort@start#0x100r1"];
+    let sepal = serve(&[&devices[..], &fault].concat());
+    let peer = Peer::connect(&sepal.addr(), "demo").await;
+    assert!(peer.forward(0..8, noise(&[1, 5, HIDDEN], 1)).await.is_ok());
+    let log = sepal.log();
+    assert!(log.contains("rank 1 of group 0 (cpu) is not restarted: SIGABRT"), "{log}");
     assert_eq!(sepal.terminate().code(), Some(0));
 }
 

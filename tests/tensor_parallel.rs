@@ -6,46 +6,18 @@ mod harness;
 use std::time::Duration;
 
 use harness::demo::{Golden, demo_model, golden};
-use harness::peer::{Peer, fed_back, noise};
-use harness::{Sepal, alive, generate, rank, wait_for};
-use hivemind::wire::tensor::{WireDtype, dummy_tensor};
+use harness::peer::{Peer, noise};
+use harness::session::{BLOCKS, HIDDEN, assert_close, serve};
+use harness::{Sepal, alive, generate, rank, session, wait_for};
 use nix::sys::signal::{Signal, kill};
-
-const HIDDEN: usize = 192;
-const BLOCKS: std::ops::Range<u32> = 0..8;
-
-/// Sums in another order than that of one worker.
-const ROUNDING: f32 = 2e-4;
-
-fn serve(devices: &[&str], more: &[&str]) -> Sepal {
-    Sepal::serve(&demo_model(), "demo", &[&["--torch_dtype", "float32"], devices, more].concat())
-}
+use nix::unistd::Pid;
 
 fn serve_group(more: &[&str]) -> Sepal {
-    serve(&["--tensor_parallel_devices", "cpu", "cpu"], more)
+    serve(&[&["--tensor_parallel_devices", "cpu", "cpu"], more].concat())
 }
 
-/// A session that feeds its outputs back, so that one wrong bit anywhere changes everything after
-/// it: a prompt, then decode steps of two rows, every third of which swaps or shares rows.
 async fn run_session(addr: &str, seed: u32, steps: usize) -> Vec<Vec<f32>> {
-    let peer = Peer::connect(addr, "demo").await;
-    let mut session = peer.session(BLOCKS, 21 + steps as u32).await;
-    let mut outputs =
-        vec![session.step(noise(&[2, 21, HIDDEN], seed), None).await.expect("prefill")];
-    for step in 0..steps {
-        let (hidden, order) = fed_back(outputs.last().unwrap(), HIDDEN, step);
-        let output = session.step_with(hidden, None, dummy_tensor(WireDtype::F32), order).await;
-        outputs.push(output.expect("a decode step"));
-    }
-    session.close().await;
-    outputs
-}
-
-fn assert_close(got: &[f32], expected: &[f32]) {
-    assert_eq!(got.len(), expected.len());
-    let most = expected.iter().fold(0f32, |most, value| most.max(value.abs()));
-    let apart = got.iter().zip(expected).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
-    assert!(apart <= ROUNDING * most, "{apart} apart, of values up to {most}");
+    session::run_session(&Peer::connect(addr, "demo").await, seed, steps).await
 }
 
 /// Names that this server has in /dev/shm.
@@ -58,7 +30,7 @@ fn names_in_shm(sepal: &Sepal) -> Vec<String> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn two_ranks_compute_what_one_worker_does() {
-    let one = serve(&["--device", "cpu"], &[]);
+    let one = serve(&["--device", "cpu"]);
     let two = serve_group(&[]);
     let input = noise(&[3, 40, HIDDEN], 5);
     let (alone, shared) = (
@@ -97,7 +69,7 @@ fn two_ranks_continue_texts_as_transformers_does() {
 #[tokio::test(flavor = "multi_thread")]
 async fn two_groups_serve_a_part_of_the_blocks_each() {
     let devices = ["--device", "cpu,cpu,cpu,cpu", "--tensor_parallel_size", "2"];
-    let (two, one) = (serve(&devices, &[]), serve_group(&[]));
+    let (two, one) = (serve(&devices), serve_group(&[]));
     let (apart, whole) =
         (run_session(&two.addr(), 4, 4).await, run_session(&one.addr(), 4, 4).await);
     assert!(apart == whole, "the bits depend on the cut of a block alone");

@@ -18,7 +18,7 @@ use kernels::cuda::emu::Emu;
 use kernels::cuda::{Cuda, Gpu};
 use kernels::ops::{DeviceFailure, OpError};
 use shared::bootstrap::{Bootstrap, ControlEnds, DescriptorSocket};
-use shared::config::{Device, FaultPlan};
+use shared::config::{Device, FaultPlan, FaultPoint};
 use shared::control::{Capacity, FromWorker, ToWorker, WorkerInit};
 use shared::exit::ExitReason;
 use shared::ids::Rank;
@@ -191,6 +191,7 @@ fn run_on<B: DeviceBackend>(
     let run = || {
         let joining = group::open(init, &ends.descriptors)?;
         let (kv, board) = segments(init, &ends.descriptors)?;
+        faults(init).at(0, FaultPoint::Start);
         if let Device::Node(node) = init.device {
             let bad = |message| Exit { reason: ExitReason::BadConfig, message };
             node::stay_on(node).map_err(bad)?;
@@ -352,8 +353,7 @@ fn worker<B: DeviceBackend>(
             "measured throughput"
         );
     }
-    let is_here = |plan: &FaultPlan| plan.rank.is_none_or(|rank| rank == init.worker.rank.0);
-    let faults = Faults::new(init.config.fault.filter(is_here), init.generation);
+    let faults = faults(init);
     if ends.sender.send(FromWorker::Ready(capacity)).is_err() {
         return Exit { reason: ExitReason::ParentGone, message: String::new() };
     }
@@ -376,6 +376,12 @@ fn worker<B: DeviceBackend>(
     };
     // A message that cannot be sent means that the parent is gone, which the control thread tells.
     serve().unwrap_or_else(|end: Exit| end)
+}
+
+/// The fault that this worker is to inflict on itself.
+fn faults(init: &WorkerInit) -> Faults {
+    let is_here = |plan: &FaultPlan| plan.rank.is_none_or(|rank| rank == init.worker.rank.0);
+    Faults::new(init.config.fault.filter(is_here), init.generation)
 }
 
 /// Bytes of memory that are this process's alone; 0 where the system does not tell.

@@ -5,7 +5,7 @@
 //!   Model ─> limits, span ─> ProposedSpan                   announced JOINING
 //!   WorkerUp* until the span is covered ─> Online           announced ONLINE, sessions are admitted
 //!   WorkerDown{restarting} ─> jobs wait, clients see a pause
-//!   WorkerDown{!restarting}, Unkillable ─> sessions on it fail
+//!   WorkerDown{!restarting}, Unkillable ─> sessions on it fail; a WorkerUp of the same blocks ─> announced again
 //!   a move to other blocks ─> see `moving`
 //!   Shrink ─> the blocks that are lost announced OFFLINE, the rest ONLINE; sessions on the rest go on
 //!   Drain ─> announced OFFLINE, running steps finish ─> exit 0
@@ -442,6 +442,7 @@ impl Daemon {
             ToNetd::WorkerDown { worker, generation, cause, restarting } => {
                 let all = self.all_workers();
                 all.for_each(|of| of.down(worker, generation, cause, restarting));
+                self.ups.retain(|up| restarting || up.worker != worker);
                 self.forget_left();
             }
             ToNetd::WorkerUnkillable { worker, generation } => {

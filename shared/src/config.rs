@@ -373,6 +373,8 @@ pub enum FaultAction {
 /// Where in a job a fault strikes: between any two of its effects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FaultPoint {
+    /// At the start, before the device is opened; of no job.
+    Start,
     /// Taken from the ring, nothing done.
     Taken,
     /// After the page copies.

@@ -4,6 +4,7 @@
 //!
 //! ```text
 //! prepare:  Init -> Inspected -> Span -> Progress* -> Prepared -> exit 0
+//!           for what is left of a group after a loss: Init (of this group) -> Groups, Inspected -> Drain -> exit 0
 //! netd:     Init -> Listening -> Fits? -> Model -> ProposedSpan -> (WorkerUp | WorkerDown | Shrink | a move)* -> Drain -> exit 0
 //! a move:   Move -> WorkerUp of the new blocks -> Moved -> Vacated; without memory for both Move -> MakeRoom -> Vacated -> WorkerUp of the
 //!           new blocks -> Online; or MoveFailed, or Stays
@@ -103,10 +104,9 @@ pub enum ToPrepare {
         config: PrepareConfig,
         /// Where to report progress.
         board: BoardSeat,
-        /// The devices that will serve, for what they hold and what is kept of them.
-        devices: Vec<Device>,
-        /// How many devices in a row are a group.
-        world_size: usize,
+        /// The devices that will serve, in their groups and in the order of ranks, for what they hold
+        /// and what is kept of them.
+        groups: Vec<Vec<Device>>,
         /// Settings of their workers.
         worker: WorkerConfig,
         /// Tag of the descriptors.
@@ -189,7 +189,8 @@ pub enum FromPrepare {
     /// Memory of the devices that have their own; before the facts.
     Devices(Vec<DeviceMemory>),
     /// Of devices in groups of several, before the facts: what each rank of each group holds of a
-    /// block. Decided at the first start, and the same at every later one.
+    /// block; nothing for a group of one device. Decided at the first start, and the same at every
+    /// later one.
     Groups(Vec<Vec<RankShare>>),
     /// Of several devices, before the facts: their relative speeds, and how earlier starts cut the
     /// model among them (blocks of each group of devices).

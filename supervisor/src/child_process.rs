@@ -39,6 +39,8 @@ pub struct ChildProcess {
     pub id: ChildId,
     /// Its generation.
     pub generation: Generation,
+    /// Its slot on the board.
+    pub slot: u32,
     /// The process.
     pub process: Process,
     /// Its control channel.
@@ -71,13 +73,14 @@ impl ChildProcess {
     pub fn start(
         id: ChildId,
         generation: Generation,
+        slot: u32,
         log: &LogConfig,
         board: &Board,
         wake: &Wake,
     ) -> Result<ChildProcess, StartError> {
         let system = |source| StartError::System { child: id, source };
         let (role, worker) = (role_of(id), worker_of(id));
-        board.assign(slot_of(id), &Occupant { role, generation, worker })?;
+        board.assign(slot, &Occupant { role, generation, worker })?;
         let channel = Channel::open(role, wake).map_err(system)?;
         let (descriptors, theirs) = DescriptorSocket::pair().map_err(system)?;
         let birth = Birth {
@@ -96,10 +99,11 @@ impl ChildProcess {
             channel.abandon();
             system(source)
         })?;
-        board.set_pid(slot_of(id), process.pid())?;
+        board.set_pid(slot, process.pid())?;
         Ok(ChildProcess {
             id,
             generation,
+            slot,
             process,
             channel,
             end: None,
@@ -112,7 +116,7 @@ impl ChildProcess {
 
     /// Where the child reports, and how often.
     pub fn seat(&self, heartbeat: Duration) -> BoardSeat {
-        BoardSeat { slot: slot_of(self.id), heartbeat }
+        BoardSeat { slot: self.slot, heartbeat }
     }
 
     /// Sends `fds`, then the message made with their tag. False means that the child does not keep
@@ -163,13 +167,15 @@ impl ChildProcess {
     }
 }
 
-/// The child's slot on the board.
-pub fn slot_of(id: ChildId) -> u32 {
+/// The child's slot on the board, where groups have at most `ranks` ranks.
+pub fn slot_of(id: ChildId, ranks: usize) -> u32 {
     match id {
         ChildId::Prepare => 0,
         ChildId::Netd => 1,
-        ChildId::Worker(WorkerId { group, rank, world_size }) => {
-            2 + u32::from(group.0) * u32::from(world_size.0) + u32::from(rank.0)
+        ChildId::Worker(WorkerId { group, rank, .. }) => {
+            let ranks = u32::try_from(ranks.max(1)).unwrap_or(u32::MAX);
+            let first = u32::from(group.0).saturating_mul(ranks).saturating_add(2);
+            first.saturating_add(rank.0.into())
         }
     }
 }

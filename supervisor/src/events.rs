@@ -328,7 +328,7 @@ impl<'a> Driver<'a> {
         self.next_reading = now + self.liveness.pace;
         self.status.resume();
         for child in self.processes.iter().filter(|child| child.end.is_none()) {
-            let Some(shown) = self.segments.board.view().child_snapshot(slot_of(child.id)) else {
+            let Some(shown) = self.segments.board.view().child_snapshot(child.slot) else {
                 continue;
             };
             let beat = Beat {
@@ -389,10 +389,11 @@ impl<'a> Driver<'a> {
     /// shows only when a worker takes it, and is then the worker's failure.
     fn no_room(&self, span: shared::block::Span) -> Option<String> {
         let facts = self.facts.as_ref()?;
-        let with_memory = self.config.devices.iter().filter(|device| !device.is_processor());
+        let devices = self.tree.shares().iter().flat_map(|share| &share.devices);
+        let with_memory = devices.clone().filter(|device| !device.is_processor());
         let memory = Memory {
             available_bytes: sizing::available_bytes(),
-            workers: self.config.devices.len() as u64,
+            workers: devices.count() as u64,
             netd: self.config.netd.clone(),
             kv_mirror: self.config.worker.kv_mirror,
             devices: with_memory
@@ -409,10 +410,16 @@ impl<'a> Driver<'a> {
         )
     }
 
+    /// The child's slot on the board.
+    fn slot_of(&self, id: ChildId) -> u32 {
+        slot_of(id, self.tree.most_ranks())
+    }
+
     fn spawn(&mut self, id: ChildId, generation: Generation) {
         match ChildProcess::start(
             id,
             generation,
+            self.slot_of(id),
             &self.config.log,
             &self.segments.board,
             &self.wake,

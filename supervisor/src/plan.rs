@@ -15,6 +15,11 @@ pub struct Share {
     pub rate: f64,
 }
 
+/// Devices that serve together, as a person reads them.
+pub fn names(devices: &[Device]) -> String {
+    devices.iter().map(Device::to_string).collect::<Vec<_>>().join(" + ")
+}
+
 impl Share {
     /// `devices` in groups of `world_size`, all of one speed.
     pub fn groups(devices: &[Device], world_size: usize) -> Vec<Share> {

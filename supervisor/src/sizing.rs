@@ -45,7 +45,8 @@ pub struct Memory {
     /// Devices with memory of their own, once prepare has told of them.
     pub devices: Vec<DeviceMemory>,
     /// Where blocks are shared by the ranks of groups, once prepare has told: what each rank of each
-    /// group holds of one. All of them are processors, or all have memory of their own.
+    /// group holds of one, nothing where a group is a single worker. All of them are processors, or all
+    /// have memory of their own.
     pub ranks: Vec<Vec<RankShare>>,
 }
 
@@ -62,25 +63,33 @@ impl Memory {
     pub fn need(&self, facts: &ModelFacts) -> Need {
         let limits = self.netd.limits(facts);
         let whole = Need::of_machine(facts, &limits, &self.machine());
-        if self.ranks.is_empty() {
+        if !self.has_ranks() {
             return whole;
         }
         // A block is in one group: the one that needs the most for it decides.
-        let most = |bytes: &dyn Fn(&RankShare) -> u64| {
-            let of_group =
-                |ranks: &Vec<RankShare>| ranks.iter().map(bytes).fold(0, u64::saturating_add);
+        let most = |bytes: &dyn Fn(&RankShare) -> u64, of_single: u64| {
+            let of_group = |ranks: &Vec<RankShare>| match ranks.is_empty() {
+                true => of_single,
+                false => ranks.iter().map(bytes).fold(0, u64::saturating_add),
+            };
             self.ranks.iter().map(of_group).max().unwrap_or(0)
         };
         let page = |rank: &RankShare| facts.of_rank(rank).kv_page_bytes() as u64;
         let pages = u64::from(limits.kv_pages());
-        let kv = || most(&|rank| pages.saturating_mul(page(rank)));
+        let kv = || most(&|rank| pages.saturating_mul(page(rank)), whole.kv);
         let (weights, kv) = match (self.devices.is_empty(), self.kv_mirror) {
-            (true, _) => (most(&|rank| rank.block_bytes), kv()),
-            (false, KvMirror::On) => (most(&|rank| rank.copied_bytes), kv()),
-            (false, _) => (most(&|rank| rank.copied_bytes), 0),
+            (true, _) => (most(&|rank| rank.block_bytes, whole.weights), kv()),
+            (false, KvMirror::On) => (most(&|rank| rank.copied_bytes, whole.weights), kv()),
+            (false, _) => (most(&|rank| rank.copied_bytes, whole.weights), 0),
         };
-        let common = self.ranks.iter().map(|ranks| group_bytes(ranks.len()));
+        let several = self.ranks.iter().filter(|ranks| !ranks.is_empty());
+        let common = several.map(|ranks| group_bytes(ranks.len()));
         Need { weights, kv, fixed: common.fold(whole.fixed, u64::saturating_add), ..whole }
+    }
+
+    /// Whether ranks share blocks.
+    fn has_ranks(&self) -> bool {
+        self.ranks.iter().any(|ranks| !ranks.is_empty())
     }
 
     fn machine(&self) -> Machine {
@@ -210,7 +219,7 @@ impl Memory {
     /// Most blocks that each of `groups` holds, at most all of the model. Those of processors share
     /// the memory of the machine evenly.
     pub fn most_per_group(&self, facts: &ModelFacts, groups: &[Share]) -> Vec<u32> {
-        if self.ranks.is_empty() {
+        if !self.has_ranks() {
             let devices: Vec<Device> =
                 groups.iter().flat_map(|group| group.devices.iter().copied()).collect();
             return self.most_per_device(facts, &devices);

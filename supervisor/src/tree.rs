@@ -12,6 +12,7 @@
 //! death of netd:      reap -> pause -> next generation, new arena; every worker is linked again, and only what a worker
 //!                     acknowledged is told to the new netd
 //! a device is lost for good:  netd is told the longest rest of the span (Shrink) and goes on with it; nothing is left: the end
+//! ... of a group:  the devices that are left serve its blocks, see `remainder`
 //! nonsense in the rings of a worker (netd BrokenRings):  it is killed, and is to blame
 //! a move to other blocks:  see `moving`
 //! end:     netd drains, then the workers; who does not in time is killed
@@ -30,6 +31,7 @@ mod deaths;
 mod ending;
 mod group;
 mod moving;
+mod remainder;
 mod said;
 mod serving;
 
@@ -49,6 +51,8 @@ use ending::{Ending, SHORT_DRAIN};
 use group::{Group, Worker};
 use moving::Move;
 
+use crate::plan::Share;
+
 /// What netd said in its present generation.
 #[derive(Debug, Default)]
 struct NetdSaid {
@@ -65,6 +69,8 @@ pub struct Tree {
     netd: Child,
     said: NetdSaid,
     groups: Vec<Group>,
+    /// Devices of the largest group at the start.
+    most_ranks: usize,
     facts: Option<ModelFacts>,
     /// Most blocks that memory holds.
     fits: u32,
@@ -74,6 +80,8 @@ pub struct Tree {
     /// The span that the present netd serves or was told to.
     netd_span: Option<Span>,
     moving: Option<Move>,
+    /// The group for which prepare runs: its devices share blocks anew.
+    asked: Option<GroupId>,
     /// Where it was before the present place, until that is online; when both had no room beside
     /// each other.
     came_from: Option<Span>,
@@ -88,7 +96,9 @@ pub struct Tree {
 impl Tree {
     /// A tree in which nothing was started.
     pub fn new(policy: Policy) -> Tree {
+        let sizes = policy.shares.iter().map(|share| share.devices.len());
         Tree {
+            most_ranks: sizes.max().unwrap_or(1),
             policy,
             prepare: Child::new(ChildId::Prepare),
             netd: Child::new(ChildId::Netd),
@@ -101,6 +111,7 @@ impl Tree {
             was_online: false,
             netd_span: None,
             moving: None,
+            asked: None,
             came_from: None,
             retired: Vec::new(),
             last_generations: Vec::new(),
@@ -114,10 +125,20 @@ impl Tree {
         self.groups.iter().map(|group| group.workers.len()).sum()
     }
 
-    /// What the ranks of each group hold of a block, once prepare has told; empty where all groups
-    /// are a single worker.
+    /// What the ranks of each group hold of a block, once prepare has told; nothing for a group that
+    /// is a single worker.
     pub fn ranks(&self) -> &[Vec<RankShare>] {
         &self.policy.memory.ranks
+    }
+
+    /// Devices of the largest group at the start, of which no later one has more.
+    pub fn most_ranks(&self) -> usize {
+        self.most_ranks
+    }
+
+    /// The groups of devices that serve.
+    pub fn shares(&self) -> &[Share] {
+        &self.policy.shares
     }
 
     /// Takes in one event and says what to do now.
@@ -155,6 +176,7 @@ impl Tree {
         }
         self.check_times(now, &mut out);
         self.sweep(now, &mut out);
+        self.ask_shares(now, &mut out);
         self.check_end(now, &mut out);
         out
     }
@@ -200,7 +222,7 @@ impl Tree {
     /// Starts prepare or netd.
     fn spawn(&mut self, id: ChildId, now: Instant, out: &mut Vec<Action>) {
         let init = match id {
-            ChildId::Prepare => Init::Prepare,
+            ChildId::Prepare => Init::Prepare(self.groups_to_prepare()),
             ChildId::Netd => {
                 let previous_addrs = std::mem::take(&mut self.said).addrs;
                 self.said.addrs.clone_from(&previous_addrs);

@@ -6,6 +6,7 @@ pub mod demo;
 pub mod golden;
 pub mod lab;
 pub mod peer;
+pub mod session;
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;

@@ -135,13 +135,12 @@ impl RateCache {
         Ok(rates)
     }
 
-    /// What is kept for each group of `world_size` of `devices`, with workers of these settings;
-    /// `None` unless all have been measured.
-    pub fn kept(
+    /// What is kept for each of these groups of devices, with workers of these settings; `None` unless
+    /// all have been measured.
+    pub fn kept<'a>(
         &self,
         model: &ModelFacts,
-        devices: &[Device],
-        world_size: usize,
+        groups: impl IntoIterator<Item = &'a [Device]>,
         worker: &WorkerConfig,
     ) -> Option<Vec<Capacity>> {
         let entries: BTreeMap<String, Capacity> = self.file.read();
@@ -150,7 +149,7 @@ impl RateCache {
             let key = Key::of(model, devices, threads).text();
             entries.get(&key).copied().filter(is_usable)
         };
-        devices.chunks(world_size.max(1)).map(of).collect()
+        groups.into_iter().map(of).collect()
     }
 
     /// Locks until the file is dropped.
@@ -298,7 +297,7 @@ mod tests {
         };
         let worker = WorkerConfig { threads: 3, ..WorkerConfig::default() };
         let devices = [Device::Cpu, Device::Emulator(0)];
-        let kept = || cache.kept(&model, &devices, 1, &worker);
+        let kept = || cache.kept(&model, devices.chunks(1), &worker);
         assert_eq!(kept(), None);
         let slower = Capacity { forward_rps: 1.0, ..RATES };
         for (device, rates) in devices.into_iter().zip([RATES, slower]) {
@@ -310,7 +309,7 @@ mod tests {
         assert_eq!(slowest(&[RATES, slower]), Some(slower));
         let other = WorkerConfig::default();
         let other = WorkerConfig { threads: 5, ..other };
-        assert_eq!(cache.kept(&model, &devices, 1, &other), None);
+        assert_eq!(cache.kept(&model, devices.chunks(1), &other), None);
     }
 
     #[test]

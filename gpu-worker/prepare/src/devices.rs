@@ -51,10 +51,9 @@ pub fn device_memory(
     Ok(found)
 }
 
-/// Names of the groups of `world_size` of `devices`.
-pub fn group_names(devices: &[Device], world_size: usize, worker: &WorkerConfig) -> Vec<String> {
-    let groups = devices.chunks(world_size.max(1));
-    groups.map(|group| names(group, worker).join(" + ")).collect()
+/// Names of groups of devices.
+pub fn group_names(groups: &[Vec<Device>], worker: &WorkerConfig) -> Vec<String> {
+    groups.iter().map(|group| names(group, worker).join(" + ")).collect()
 }
 
 /// Names of `devices`, with what else changes their speed.
@@ -77,7 +76,7 @@ pub fn speeds(devices: &[Device], facts: &ModelFacts, worker: &WorkerConfig) -> 
     }
     let folder = worker.rates_dir.as_ref().filter(|_| !worker.measure_anew);
     let cache = folder.map(|folder| RateCache::new(folder, Duration::ZERO));
-    if let Some(rates) = cache.and_then(|cache| cache.kept(facts, devices, 1, worker)) {
+    if let Some(rates) = cache.and_then(|cache| cache.kept(facts, devices.chunks(1), worker)) {
         return rates.iter().map(|rate| rate.inference_rps).collect();
     }
     let of_device = |&device: &Device| match device {

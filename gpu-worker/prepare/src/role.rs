@@ -88,7 +88,7 @@ fn serve(ends: &Ends) -> Result<(), Ending> {
         Err(_) => return Err(Ending::ParentGone),
     };
     board.enter(Phase::Preparing, TENSOR_LIMIT);
-    if init.devices.len() > 1
+    if init.groups.iter().flatten().count() > 1
         && let Err(error) = cuts.keep(&cut)
     {
         warn!(%error, "cannot save the cut among the devices; a restart decides anew");
@@ -96,17 +96,20 @@ fn serve(ends: &Ends) -> Result<(), Ending> {
     make_ready(ends, board, inspected, span, &path)
 }
 
-/// Reports the memory of each device that has its own. `shards` are those of all ranks, none where
-/// each device has whole blocks.
+/// Reports the memory of each device that has its own. `shards` are those of all ranks, in the order
+/// of the devices; none where a device has whole blocks.
 fn report_memory(
     ends: &Ends,
     init: &Init,
     inspected: &Inspected,
-    shards: &[Shard],
+    shards: &[Option<Shard>],
 ) -> Result<(), Ending> {
     let whole = &inspected.spec;
-    let held = |index: usize| shards.get(index).map_or(whole, |shard| &shard.spec).clone();
-    let memory = device_memory(&init.devices, init.worker.device_bytes, whole, held);
+    let held = |index: usize| {
+        let shard = shards.get(index).and_then(Option::as_ref);
+        shard.map_or(whole, |shard| &shard.spec).clone()
+    };
+    let memory = device_memory(&init.groups.concat(), init.worker.device_bytes, whole, held);
     let memory = memory.map_err(|(ordinal, failure)| {
         let (reason, message) = failure.told(ordinal);
         Ending::Failed(reason, message)
@@ -123,25 +126,32 @@ fn report_memory(
 
 /// Reports what each rank holds of a block, where several devices share it. Returns the shards of
 /// all ranks.
-fn report_shares(ends: &Ends, init: &Init, inspected: &Inspected) -> Result<Vec<Shard>, Ending> {
-    if init.world_size < 2 {
+fn report_shares(
+    ends: &Ends,
+    init: &Init,
+    inspected: &Inspected,
+) -> Result<Vec<Option<Shard>>, Ending> {
+    if init.groups.iter().all(|devices| devices.len() < 2) {
         return Ok(Vec::new());
     }
     let (mut shards, mut groups) = (Vec::new(), Vec::new());
-    for devices in init.devices.chunks(init.world_size) {
+    for devices in &init.groups {
+        if devices.len() < 2 {
+            shards.push(None);
+            groups.push(Vec::new());
+            continue;
+        }
         let rates = devices::speeds(devices, &inspected.facts, &init.worker);
         let names = devices::names(devices, &init.worker);
         let of_group = groups::shards(inspected, &names, &rates)?;
         let ranks: Vec<RankShare> =
             of_group.iter().map(|shard| groups::of_rank(inspected, shard)).collect();
         info!(?devices, ?ranks, "shared the blocks among the ranks of a group");
+        for (device, _) in devices.iter().zip(&ranks).filter(|(_, rank)| rank.is_slow) {
+            warn!(%device, "the inputs of its matrices are cut beside multiples of 64: it computes slowly");
+        }
         groups.push(ranks);
-        shards.extend(of_group);
-    }
-    for (device, _) in
-        init.devices.iter().zip(groups.iter().flatten()).filter(|(_, rank)| rank.is_slow)
-    {
-        warn!(%device, "the inputs of its matrices are cut beside multiples of 64: it computes slowly");
+        shards.extend(of_group.into_iter().map(Some));
     }
     send(ends, FromPrepare::Groups(groups))?;
     Ok(shards)
@@ -150,19 +160,20 @@ fn report_shares(ends: &Ends, init: &Init, inspected: &Inspected) -> Result<Vec<
 /// Reports the throughput of an earlier start, and the relative speeds of several devices with the
 /// cuts that were saved for them. Returns where the cuts are saved.
 fn report_rates(ends: &Ends, init: &Init, inspected: &Inspected) -> Result<CutFile, Ending> {
-    let Init { config, devices, world_size, worker, .. } = init;
+    let Init { config, groups, worker, .. } = init;
     let facts = &inspected.facts;
     if let Some(folder) = worker.rates_dir.as_ref().filter(|_| !worker.measure_anew) {
         let cache = RateCache::new(folder, Duration::ZERO);
-        let rates = cache.kept(facts, devices, *world_size, worker);
+        let rates = cache.kept(facts, groups.iter().map(Vec::as_slice), worker);
         if let Some(kept) = rates.and_then(|rates| slowest(&rates)) {
             send(ends, FromPrepare::Kept(kept))?;
         }
     }
-    let names = devices::group_names(devices, *world_size, worker);
+    let names = devices::group_names(groups, worker);
     let cuts = CutFile::new(&config.cache_dir, facts, &names);
+    let devices = groups.concat();
     if devices.len() > 1 {
-        let rates = devices::speeds(devices, facts, worker);
+        let rates = devices::speeds(&devices, facts, worker);
         info!(?rates, "compared the speeds of the devices");
         send(ends, FromPrepare::Speeds { rates, cuts: cuts.read() })?;
     }
@@ -214,17 +225,16 @@ fn next_order(ends: &Ends, board: &BoardWriter) -> Result<ToPrepare, Ending> {
 struct Init {
     config: PrepareConfig,
     board: BoardWriter,
-    devices: Vec<Device>,
-    world_size: usize,
+    groups: Vec<Vec<Device>>,
     worker: WorkerConfig,
 }
 
 /// Receives the first message. `None`: a drain came instead.
 fn init(ends: &Ends) -> Result<Option<Init>, Ending> {
     match ends.receiver.recv() {
-        Ok(ToPrepare::Init { config, board, devices, world_size, worker, fds }) => {
+        Ok(ToPrepare::Init { config, board, groups, worker, fds }) => {
             let board = open_board(ends, &board, fds)?;
-            Ok(Some(Init { config, board, devices, world_size, worker }))
+            Ok(Some(Init { config, board, groups, worker }))
         }
         Ok(ToPrepare::Drain) => Ok(None),
         Ok(ToPrepare::Span { .. }) => Err(out_of_order("Init")),

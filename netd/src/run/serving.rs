@@ -3,7 +3,8 @@
 use super::*;
 
 impl Daemon {
-    /// Links a worker; true if that made the server ready for clients.
+    /// Links a worker; true if that made the server ready for clients, also again after a worker of
+    /// these blocks was lost for good.
     pub(super) fn worker_up(&mut self, up: WorkerUp, fds: Vec<OwnedFd>) -> Result<bool, Fatal> {
         let mismatch = |what: String| Fatal { reason: ExitReason::ProtocolMismatch, message: what };
         let Ok([rings, submission, completion]) = <[_; control::WORKER_FDS]>::try_from(fds) else {
@@ -11,6 +12,7 @@ impl Daemon {
         };
         let bell = |fd| Doorbell::from_fd(fd).map_err(|error| mismatch(error.to_string()));
         let workers = self.workers_of(&up);
+        let is_new = !workers.knows(up.worker);
         if let Err(error) = workers.up(&up, rings, bell(submission)?, bell(completion)?) {
             warn!(worker = %up.worker, %error, "cannot link a worker");
             return Ok(false);
@@ -21,8 +23,15 @@ impl Daemon {
         }
         self.ups.retain(|other| other.worker != up.worker);
         self.ups.push(up);
-        if self.online.borrow().is_some() || !self.workers.cover(self.offer.span) {
+        if !self.workers.cover(self.offer.span) {
             return Ok(false);
+        }
+        if self.online.borrow().is_some() {
+            if is_new && !self.switching {
+                // It is another worker than the one that was announced.
+                self.announced.renew(&self.offer, &self.joined, &self.ups);
+            }
+            return Ok(is_new);
         }
         Ok(self.may_go_online())
     }

@@ -119,13 +119,13 @@ impl Workers {
         span.blocks().all(|b| links.iter().any(|link| link.span().contains(b) && link.is_up()))
     }
 
-    /// How often workers of these blocks have lost the KV pages of all sessions. A session whose
-    /// number has changed has none.
+    /// How often workers of these blocks have lost the KV pages of all sessions; a worker that took
+    /// the place of another has none of its pages. A session whose number has changed has none.
     pub fn kv_losses(&self, blocks: &[BlockIndex]) -> u64 {
         self.links()
             .iter()
             .filter(|link| blocks.iter().any(|block| link.span().contains(*block)))
-            .map(|link| link.kv_losses())
+            .map(|link| link.kv_losses() + 1)
             .sum()
     }
 
@@ -191,7 +191,9 @@ impl Workers {
     fn hop(&self, blocks: &[BlockIndex], from: usize) -> Option<(Arc<Link>, usize)> {
         let links = self.links();
         let first = blocks.get(from)?;
-        let link = links.iter().find(|link| link.span().contains(*first))?;
+        let mut of_block = links.iter().filter(|link| link.span().contains(*first));
+        // A worker that is gone may have been replaced.
+        let link = of_block.clone().find(|link| !link.is_gone()).or_else(|| of_block.next())?;
         let own = blocks[from..].iter().take_while(|block| link.span().contains(**block)).count();
         Some((link.clone(), from + own))
     }

@@ -98,8 +98,8 @@ fn unit_bytes(unit: &str) -> Option<u64> {
 /// `ACTION@POINT#JOB[xTIMES][rRANK]`, for example `kill@block:2#5x3`.
 pub fn fault(text: &str) -> Result<FaultPlan, String> {
     let form = || {
-        "expected ACTION@POINT#JOB[xTIMES][rRANK] with ACTION kill, abort or hang and POINT taken, copies, block:N, output or \
-         completion, for example kill@block:2#5x3"
+        "expected ACTION@POINT#JOB[xTIMES][rRANK] with ACTION kill, abort or hang and POINT start, taken, copies, block:N, \
+         output or completion, for example kill@block:2#5x3"
             .to_owned()
     };
     let plan = || {
@@ -117,6 +117,7 @@ pub fn fault(text: &str) -> Result<FaultPlan, String> {
             _ => return None,
         };
         let point = match point {
+            "start" => FaultPoint::Start,
             "taken" => FaultPoint::Taken,
             "copies" => FaultPoint::Copies,
             "output" => FaultPoint::Output,

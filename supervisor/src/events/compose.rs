@@ -6,14 +6,14 @@ use std::path::PathBuf;
 
 use shared::block::Span;
 use shared::causes::with_causes;
-use shared::config::{Device, ServeConfig, Throughput};
+use shared::config::{Device, Throughput};
 use shared::control::{
     Capacity, FdTag, GroupInit, LinkInit, NetdInit, ToNetd, ToPrepare, ToWorker, WorkerInit,
     WorkerUp,
 };
 use shared::exit::ExitReason;
 use shared::ids::{Generation, Rank};
-use shared::model::{ModelFacts, RankShare};
+use shared::model::ModelFacts;
 use shared::shm::group::GroupShape;
 use shared::shm::pair::{PairError, RingIdentity};
 use shared::warpgroups::Warpgroups;
@@ -21,7 +21,6 @@ use tracing::warn;
 
 use super::{Driver, rings_of};
 use crate::channel::Message;
-use crate::child_process::slot_of;
 use crate::instance::Instance;
 use crate::plan::Placement;
 use crate::segments::{KvChoice, MakeError};
@@ -138,7 +137,7 @@ impl Driver<'_> {
 
     fn init(&mut self, index: usize, init: Init) -> Result<bool, MakeError> {
         match init {
-            Init::Prepare => {
+            Init::Prepare(groups) => {
                 let Some(child) = self.processes.get_mut(index) else {
                     return Ok(true);
                 };
@@ -148,8 +147,7 @@ impl Driver<'_> {
                     Message::Prepare(ToPrepare::Init {
                         config: self.config.prepare.clone(),
                         board: seat,
-                        devices: self.config.devices.clone(),
-                        world_size: self.config.world_size,
+                        groups,
                         worker: self.config.worker.clone(),
                         fds,
                     })
@@ -210,10 +208,10 @@ impl Driver<'_> {
         let Some((worker, device)) = found else {
             return Ok(true);
         };
-        let (generation, slot) = (child.generation, slot_of(child.id));
+        let (generation, slot) = (child.generation, child.slot);
         let group = match placement.devices.len() {
             1 => None,
-            _ => Some(group_init(&self.config, placement, self.tree.ranks())?),
+            _ => Some(self.group_init(placement)?),
         };
         let of_rank = group.as_ref().and_then(|group| group.shares.get(at));
         let pages_of = of_rank.map_or_else(|| facts.clone(), |rank| facts.of_rank(rank));
@@ -245,6 +243,23 @@ impl Driver<'_> {
         }
         self.facts = Some(facts);
         Ok(delivered)
+    }
+
+    /// What every rank of a group is told of it.
+    fn group_init(&self, placement: &Placement) -> Result<GroupInit, MakeError> {
+        let shares = self.tree.ranks().get(placement.share);
+        let shares = shares.filter(|of| of.len() == placement.devices.len());
+        let workers: usize = self.tree.shares().iter().map(|share| share.devices.len()).sum();
+        let threads = workers * self.config.worker.threads.max(1) as usize;
+        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+        Ok(GroupInit {
+            devices: placement.devices.clone(),
+            shares: shares.cloned().ok_or(MakeError::NoShares(placement.group))?,
+            exchange_values: EXCHANGE_VALUES,
+            log_bytes: PLAN_LOG_BYTES,
+            may_spin: threads <= cores,
+            fds: FdTag(0),
+        })
     }
 
     /// Tells a worker `init`, with the descriptors that belong to it.
@@ -303,25 +318,6 @@ impl Driver<'_> {
             Message::Worker(ToWorker::Link(link_init(identity, arena_bytes, fds)))
         }))
     }
-}
-
-/// What every rank of a group is told of it.
-fn group_init(
-    config: &ServeConfig,
-    placement: &Placement,
-    ranks: &[Vec<RankShare>],
-) -> Result<GroupInit, MakeError> {
-    let shares = ranks.get(placement.share).filter(|of| of.len() == placement.devices.len());
-    let threads = config.devices.len() * config.worker.threads.max(1) as usize;
-    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-    Ok(GroupInit {
-        devices: placement.devices.clone(),
-        shares: shares.cloned().ok_or(MakeError::NoShares(placement.group))?,
-        exchange_values: EXCHANGE_VALUES,
-        log_bytes: PLAN_LOG_BYTES,
-        may_spin: threads <= cores,
-        fds: FdTag(0),
-    })
 }
 
 fn link_init(identity: RingIdentity, arena_bytes: u64, fds: FdTag) -> LinkInit {

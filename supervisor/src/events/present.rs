@@ -1,7 +1,7 @@
 //! What the operator sees of the run: the log, or the screen of a terminal in its place.
 
 use shared::block::Span;
-use shared::config::{Device, LogFormat};
+use shared::config::LogFormat;
 use shared::control::{FromPrepare, Rating};
 use shared::ids::Generation;
 use shared::model::RankShare;
@@ -9,7 +9,7 @@ use shared::shm::board::ChildState;
 use tracing::{error, info, warn};
 
 use super::Driver;
-use crate::child_process::slot_of;
+use crate::plan;
 use crate::terminal::{Happened, Screen, Summary};
 use crate::tree::{ChildId, Lifecycle};
 
@@ -37,7 +37,7 @@ impl Driver<'_> {
         state: Lifecycle,
         why: &str,
     ) {
-        if let Err(error) = self.segments.board.set_state(slot_of(id), board_state(state)) {
+        if let Err(error) = self.segments.board.set_state(self.slot_of(id), board_state(state)) {
             warn!(child = %id, %error, "cannot write a state to the board");
         }
         if let Some(screen) = &mut self.screen {
@@ -122,18 +122,14 @@ impl Driver<'_> {
     }
 
     fn device_names(&self) -> String {
-        let groups = self.config.devices.chunks(self.config.world_size.max(1));
-        let name = |devices: &[Device]| {
-            let names: Vec<String> = devices.iter().map(Device::to_string).collect();
-            names.join(" + ")
-        };
-        groups.map(name).collect::<Vec<_>>().join(", ")
+        let shares = self.tree.shares().iter();
+        shares.map(|share| plan::names(&share.devices)).collect::<Vec<_>>().join(", ")
     }
 
     fn memory_text(&self, span: Span, facts: &shared::model::ModelFacts) -> String {
         let limits = self.config.netd.limits(facts);
         let weights = facts.block_bytes.saturating_mul(span.block_count() as u64);
-        let cache = match self.tree.ranks().first() {
+        let cache = match self.tree.ranks().iter().find(|ranks| !ranks.is_empty()) {
             Some(ranks) => {
                 let bytes = |rank: &RankShare| {
                     facts.of_rank(rank).kv_segment_bytes(span, limits.kv_pages()) as u64

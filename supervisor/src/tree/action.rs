@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use shared::block::Span;
-use shared::config::{RestartConfig, SpanChoice};
+use shared::config::{Device, RestartConfig, SpanChoice};
 use shared::control::{Capacity, DeathCause, FromNetd, FromPrepare, FromWorker};
 use shared::exit::ExitReason;
 use shared::ids::{Generation, GroupId, Rank, WorkerId};
@@ -129,8 +129,8 @@ pub enum Down {
 /// The variable part of a role's first message.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Init {
-    /// For prepare.
-    Prepare,
+    /// For prepare: the devices in their groups.
+    Prepare(Vec<Vec<Device>>),
     /// For netd.
     Netd {
         /// Where the generation before listened.

@@ -24,7 +24,10 @@ impl Tree {
         }
         let restart = self.policy.restart;
         let is_done = self.ending.is_some()
-            || (id == ChildId::Prepare && self.prepared && !self.prepares_move());
+            || (id == ChildId::Prepare
+                && self.prepared
+                && !self.prepares_move()
+                && self.asked_for().is_none());
         let Some(child) = self.child_mut(id) else {
             return;
         };
@@ -35,9 +38,13 @@ impl Tree {
         let (generation, state) = (child.generation, child.state);
         let why = why_of(&end.to_string(), said.as_deref(), state);
         out.push(Action::Show { child: id, generation, state, why });
-        if id == ChildId::Netd {
-            self.netd_lost(now, out);
-            self.unlink_all(out);
+        match id {
+            ChildId::Netd => {
+                self.netd_lost(now, out);
+                self.unlink_all(out);
+            }
+            ChildId::Prepare if is_done => self.asked = None,
+            ChildId::Prepare | ChildId::Worker(_) => {}
         }
         if let Lifecycle::Held { reason } = state {
             let complaint = complaint_of(id, &end.to_string(), said);
@@ -94,12 +101,19 @@ impl Tree {
 
     /// All workers of a group are reaped.
     fn group_ended(&mut self, id: GroupId, now: Instant, out: &mut Vec<Action>) {
-        let is_ending = self.ending.is_some();
+        let (is_ending, window) = (self.ending.is_some(), self.policy.restart.window);
         let Some(group) = self.group_mut(id) else {
             return;
         };
         let is_done = is_ending || group.assignment == Assignment::Dropped;
         let (Some(next), Some(death)) = (group.next(), group.culprit_death().cloned()) else {
+            return;
+        };
+        group.blame(now, window);
+        if self.group(id).is_some_and(|group| self.leaves_remainder(group, next)) {
+            return self.go_on_with_fewer(id, &death, now, out);
+        }
+        let Some(group) = self.group_mut(id) else {
             return;
         };
         let deaths = || group.workers.iter().filter_map(|worker| worker.death.as_ref());
@@ -127,7 +141,7 @@ impl Tree {
     }
 
     /// Tells netd that all of a group is reaped.
-    fn group_down(&mut self, id: GroupId, cause: DeathCause, out: &mut Vec<Action>) {
+    pub(super) fn group_down(&mut self, id: GroupId, cause: DeathCause, out: &mut Vec<Action>) {
         let tell = self.netd.alive && self.said.has_model && self.netd.killed.is_none();
         let netd = self.netd.generation;
         let Some(group) = self.group_mut(id) else {
@@ -156,6 +170,9 @@ impl Tree {
         now: Instant,
         out: &mut Vec<Action>,
     ) {
+        if id == ChildId::Prepare && self.asked_for().is_some() {
+            return self.shares_refused(reason, complaint, now, out);
+        }
         if self.fails_move(id) {
             self.give_up_move(&complaint, true, now, out);
             return self.check_rest(reason, now, out);

@@ -1,6 +1,8 @@
 //! The workers that serve one span together: what the tree keeps of them. Most groups have a single
 //! worker. A group is started as one and ends as one; netd knows it by its rank 0.
 
+use std::time::{Duration, Instant};
+
 use shared::block::Span;
 use shared::control::{Capacity, DeathCause};
 use shared::ids::{Generation, GroupId, Rank, WorkerId};
@@ -38,6 +40,8 @@ pub(super) struct Worker {
     pub(super) linked: Option<Generation>,
     /// How it ended, while other ranks of its group were not reaped.
     pub(super) death: Option<Death>,
+    /// When generations of its group ended for it.
+    pub(super) blamed: Vec<Instant>,
 }
 
 /// How a worker ended.
@@ -67,6 +71,8 @@ pub(super) struct Group {
     pub(super) culprit: Option<usize>,
     /// Whether the waits of this generation were told to fail.
     pub(super) is_aborted: bool,
+    /// Whether prepare has yet to say how its devices share a block.
+    pub(super) awaits_shares: bool,
 }
 
 impl Group {
@@ -87,6 +93,7 @@ impl Group {
             linking: None,
             linked: None,
             death: None,
+            blamed: Vec::new(),
         };
         let workers = placement.workers().map(worker).collect();
         Group {
@@ -97,6 +104,7 @@ impl Group {
             told: None,
             culprit: None,
             is_aborted: false,
+            awaits_shares: false,
         }
     }
 
@@ -142,6 +150,28 @@ impl Group {
         let lost =
             |child: &Child| matches!(child.state, Lifecycle::Held { .. } | Lifecycle::Unkillable);
         !self.children().any(lost)
+    }
+
+    /// Whether its blocks count as served.
+    pub(super) fn is_served(&self) -> bool {
+        self.assignment == Assignment::Serving && self.is_lasting()
+    }
+
+    /// Notes for which worker this generation ended. What is longer ago than `window` counts no more.
+    pub(super) fn blame(&mut self, now: Instant, window: Duration) {
+        for worker in &mut self.workers {
+            worker.blamed.retain(|&at| now.duration_since(at) <= window);
+        }
+        if let Some(worker) = self.culprit.and_then(|culprit| self.workers.get_mut(culprit)) {
+            worker.blamed.push(now);
+        }
+    }
+
+    /// Index of the worker for which most generations ended; of equal ones the last one.
+    pub(super) fn most_to_blame(&self) -> usize {
+        let culprit = self.culprit.unwrap_or_default();
+        let most = |index: &usize| (self.workers[*index].blamed.len(), *index == culprit);
+        (0..self.workers.len()).max_by_key(most).unwrap_or(culprit)
     }
 
     /// Whether nothing is left of it but processes that do not die.

@@ -58,6 +58,7 @@ impl Tree {
         let busy = self.moving.is_some()
             || self.prepare.alive
             || !self.prepared
+            || self.asked.is_some()
             || self.groups.iter().any(|group| group.assignment != Assignment::Serving);
         let refused = if self.ending.is_some() || !self.was_online {
             Some("the server is not online, or is stopping")
@@ -288,9 +289,7 @@ impl Tree {
 
     fn free_groups(&self) -> Vec<GroupId> {
         let used = |id: &GroupId| self.group(*id).is_some();
-        let sizes = self.policy.shares.iter().map(|share| share.devices.len());
-        // All groups are of one size.
-        let size = u16::try_from(sizes.max().unwrap_or(1)).unwrap_or(u16::MAX);
+        let size = u16::try_from(self.most_ranks).unwrap_or(u16::MAX);
         (0..MAX_WORKERS / size.max(1)).map(GroupId).filter(|group| !used(group)).collect()
     }
 

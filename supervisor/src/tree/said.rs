@@ -20,7 +20,7 @@ impl Tree {
         match message {
             // The driver keeps it for netd.
             FromPrepare::Kept(_) => {}
-            FromPrepare::Groups(ranks) => self.policy.memory.ranks = ranks,
+            FromPrepare::Groups(ranks) => self.take_shares(ranks),
             // Told anew for a move, when the present workers have most of it.
             FromPrepare::Devices(devices) => {
                 if self.policy.memory.devices.is_empty() {
@@ -38,17 +38,16 @@ impl Tree {
                     self.policy.cuts = cuts;
                 }
             }
+            FromPrepare::Inspected(_) if self.asked_for().is_some() => {
+                if let Some(id) = self.asked {
+                    self.shares_told(id, now, out);
+                }
+            }
             FromPrepare::Inspected(facts) => {
-                let fits = check_choice(self.policy.span, &facts)
-                    .and_then(|()| self.policy.memory.fit(self.policy.span, &facts));
-                match fits {
-                    Ok(blocks) => self.fits = blocks,
-                    Err(complaint) => {
-                        return self.end(ExitReason::BadConfig, Some(complaint), now, out);
-                    }
+                if let Err(complaint) = self.take_facts(facts) {
+                    return self.end(ExitReason::BadConfig, Some(complaint), now, out);
                 }
                 self.set_ready(ChildId::Prepare, now, String::new(), out);
-                self.facts.get_or_insert(facts);
                 self.give_model(out);
             }
             // The driver shows it.
@@ -57,7 +56,8 @@ impl Tree {
             FromPrepare::Prepared if self.span.is_some() => {
                 self.prepared = true;
                 let waiting = |child: &Child| child.state == Lifecycle::Waiting;
-                let groups = self.groups.iter().filter(|group| group.children().all(waiting));
+                let is_due = |group: &&Group| !group.awaits_shares && group.children().all(waiting);
+                let groups = self.groups.iter().filter(is_due);
                 let ids: Vec<_> = groups.map(Group::id).collect();
                 if self.ending.is_none() {
                     ids.into_iter().for_each(|id| self.spawn_group(id, now, out));
@@ -65,6 +65,27 @@ impl Tree {
             }
             FromPrepare::Prepared => {}
             FromPrepare::Failed { message, .. } => self.prepare.complaint = Some(message),
+        }
+    }
+
+    /// Checks the blocks asked for against the model, when it is told for the first time.
+    fn take_facts(&mut self, facts: ModelFacts) -> Result<(), String> {
+        if self.facts.is_none() {
+            check_choice(self.policy.span, &facts)?;
+            self.fits = self.policy.memory.fit(self.policy.span, &facts)?;
+            self.facts = Some(facts);
+        }
+        Ok(())
+    }
+
+    /// Workers hold their shares for life, so later ones of the same groups change nothing.
+    fn take_shares(&mut self, told: Vec<Vec<RankShare>>) {
+        let asked = self.asked_for().map(|group| group.placement.share);
+        let ranks = &mut self.policy.memory.ranks;
+        if ranks.is_empty() {
+            *ranks = told;
+        } else if let Some(of_asked) = asked.and_then(|share| ranks.get_mut(share)) {
+            *of_asked = told.into_iter().next().unwrap_or_default();
         }
     }
 

@@ -173,8 +173,8 @@ impl Tree {
 
     /// The blocks that this instance can serve: the longest part of the plan without lost devices.
     pub(super) fn rest(&self) -> Option<Span> {
-        let serves = |group: &&Group| group.assignment == Assignment::Serving && group.is_lasting();
-        plan::longest_rest(self.groups.iter().filter(serves).map(|group| group.placement.span))
+        let served = self.groups.iter().filter(|group| group.is_served());
+        plan::longest_rest(served.map(|group| group.placement.span))
     }
 }
 

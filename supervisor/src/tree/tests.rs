@@ -14,6 +14,7 @@ mod deaths;
 mod groups;
 mod invariants;
 mod moves;
+mod remainders;
 mod start;
 mod stops;
 

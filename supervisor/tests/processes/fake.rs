@@ -74,10 +74,10 @@ fn prepare(bootstrap: Bootstrap) -> ExitReason {
                 });
                 return reason;
             }
-            Ok(ToPrepare::Init { config, devices, world_size, .. }) => {
-                if world_size > 1 {
-                    let group = (0..world_size).map(|_| share(world_size)).collect::<Vec<_>>();
-                    say(FromPrepare::Groups(vec![group; devices.len() / world_size]));
+            Ok(ToPrepare::Init { config, groups, .. }) => {
+                if groups.iter().any(|devices| devices.len() > 1) {
+                    let of = |devices: &Vec<_>| vec![share(devices.len()); devices.len()];
+                    say(FromPrepare::Groups(groups.iter().map(of).collect()));
                 }
                 say(FromPrepare::Inspected(facts(&config.model)));
             }

@@ -29,8 +29,7 @@ fn started_on(
     let init = ToPrepare::Init {
         config: config.clone(),
         board: seat.seat.clone(),
-        devices: devices.to_vec(),
-        world_size,
+        groups: devices.chunks(world_size).map(<[Device]>::to_vec).collect(),
         worker: WorkerConfig {
             rates_dir: Some(config.cache_dir.clone()),
             ..WorkerConfig::default()

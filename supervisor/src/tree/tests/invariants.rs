@@ -21,6 +21,7 @@ pub(super) struct Witness {
     rings: Vec<(ChildId, Generation, Generation)>,
     finished: bool,
     aborted: Vec<(GroupId, Generation)>,
+    told: Vec<Down>,
 }
 
 fn group_of(id: ChildId) -> Option<GroupId> {
@@ -31,6 +32,11 @@ fn group_of(id: ChildId) -> Option<GroupId> {
 }
 
 impl Witness {
+    /// What netd was told, from the beginning.
+    pub(super) fn told_netd(&self) -> Vec<Down> {
+        self.told.clone()
+    }
+
     pub(super) fn see(&mut self, action: &Action) {
         assert!(!self.finished, "nothing follows the end: {action:?}");
         match action {
@@ -88,6 +94,9 @@ impl Witness {
             self.live.iter().find(|(id, _)| *id == to).map(|(_, generation)| *generation);
         let generation =
             generation.unwrap_or_else(|| panic!("{to} does not live and is told {down:?}"));
+        if to == NETD {
+            self.told.push(down.clone());
+        }
         match down {
             Down::Link { netd } => {
                 let link = (to, generation, *netd);

@@ -72,7 +72,10 @@ fn new_workers_start_beside_the_old_ones_which_go_when_their_sessions_are_over()
     let mut rig = Rig::online_at_half(1);
     rig.netd_says(FromNetd::Move(span(4, 8)));
     assert_eq!(rig.spawned(), [(PREPARE, 2)]);
-    assert_eq!(rig.told(PREPARE), [&Down::Init(Init::Prepare), &Down::Span(span(4, 8))]);
+    assert_eq!(
+        rig.told(PREPARE),
+        [&Down::Init(Init::Prepare(vec![vec![Device::Cpu]])), &Down::Span(span(4, 8))]
+    );
     rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
     rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
     rig.die(PREPARE, ExitStatus::Code(0));

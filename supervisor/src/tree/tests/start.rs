@@ -79,7 +79,10 @@ fn prepare_that_dies_early_is_started_again_and_gets_its_span_again() {
     rig.say(NETD, Up::Netd(FromNetd::ProposedSpan(span(0, 8))));
     rig.die(PREPARE, SIGKILL);
     assert_eq!(rig.spawned(), [(PREPARE, 2)]);
-    assert_eq!(rig.told(PREPARE), [&Down::Init(Init::Prepare), &Down::Span(span(0, 8))]);
+    assert_eq!(
+        rig.told(PREPARE),
+        [&Down::Init(Init::Prepare(vec![vec![Device::Cpu]])), &Down::Span(span(0, 8))]
+    );
 }
 
 #[test]
