@@ -48,6 +48,22 @@ async fn two_ranks_compute_what_one_worker_does() {
 }
 
 #[test]
+fn status_shows_what_each_rank_has_and_that_it_is_slow() {
+    // Three heads of 32 on each rank: neither cut of the inputs of `o` is at a multiple of 64.
+    let sepal = serve_group(&[]);
+    let status = sepal.status();
+    for rank in ["0.0", "0.1"] {
+        let children = status[0]["children"].as_array().unwrap();
+        let child = children.iter().find(|child| child["worker"] == rank).unwrap();
+        let share = &child["share"];
+        assert_eq!((&child["device"], &share["heads"]), (&"cpu".into(), &3.into()), "{status}");
+        assert_eq!((&share["columns"], &share["is_slow"]), (&256.into(), &true.into()));
+        assert!(child["note"].as_str().unwrap().contains("multiples of 64"), "{status}");
+    }
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[test]
 fn two_ranks_continue_texts_as_transformers_does() {
     // Its throughput is measured.
     let model = demo_model();
@@ -162,4 +178,48 @@ async fn a_frozen_rank_is_to_blame_and_the_session_goes_on() {
         assert_eq!(sepal.log().matches("hangs: no progress").count(), 1, "{}", sepal.log());
         assert_eq!(sepal.terminate().code(), Some(0));
     }
+}
+
+/// What `/proc` tells of the mappings of a process that contain `what`: their policy, and pages by
+/// node.
+fn placed(pid: Pid, what: &str) -> Vec<(String, String)> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/numa_maps")).unwrap_or_default();
+    let lines = text.lines().filter(|line| line.contains(what));
+    let of = |line: &str| {
+        let mut words = line.split_whitespace().skip(1).map(str::to_owned);
+        let policy = words.next().unwrap_or_default();
+        (policy, words.filter(|word| word.starts_with('N')).collect::<Vec<_>>().join(" "))
+    };
+    lines.map(of).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ranks_on_a_node_have_weights_and_pages_in_its_memory() {
+    let node = shared::numa::nodes()[0];
+    let device = format!("cpu:{node}");
+    let sepal = serve(&["--tensor_parallel_devices", &device, &device]);
+    let plain = serve_group(&[]);
+    let got = run_session(&sepal.addr(), 6, 3).await;
+    assert!(got == run_session(&plain.addr(), 6, 3).await, "a copy has other bits");
+    let log = sepal.log();
+    let copies = |log: &str| -> Vec<u64> {
+        let fields = log.lines().filter_map(|line| line.split(" copied=").nth(1));
+        fields.map(|field| field.parse().expect("a number")).collect()
+    };
+    // Everything, not only what is cut by columns.
+    assert!(copies(&log).iter().all(|bytes| *bytes > 6_000_000), "{log}");
+    assert!(copies(&plain.log()).iter().all(|bytes| *bytes < 6_000_000), "{}", plain.log());
+    for index in [0, 1] {
+        let pages = placed(rank(&sepal, index), "kv.");
+        let has_pages = |(_, nodes): &&(String, String)| !nodes.is_empty();
+        let Some((policy, nodes)) = pages.iter().find(has_pages) else {
+            // A kernel without NUMA tells nothing.
+            assert!(!std::path::Path::new("/proc/self/numa_maps").exists(), "{pages:?}");
+            continue;
+        };
+        assert!(policy.starts_with("prefer") && policy.ends_with(&format!(":{node}")), "{policy}");
+        assert!(nodes.starts_with(&format!("N{node}=")) && !nodes.contains(' '), "{nodes}");
+    }
+    assert_eq!(sepal.terminate().code(), Some(0));
+    assert_eq!(plain.terminate().code(), Some(0));
 }

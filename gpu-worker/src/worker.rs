@@ -36,7 +36,7 @@ use crate::executor::{Executor, Exit, Follower};
 use crate::fault::Faults;
 use crate::node;
 use crate::probe;
-use crate::weights::map::{MapError, MappedWeights, guard};
+use crate::weights::map::{Keep, MapError, MappedWeights, guard};
 use control::Rings;
 use group::Group;
 use kernels::cuda::scratch;
@@ -467,7 +467,11 @@ fn map_weights(
     shard: Option<&Shard>,
     board: &BoardWriter,
 ) -> Result<MappedWeights, Exit> {
-    let mapped = MappedWeights::map_shard(manifest, init.span, shard, || board.progress());
+    let keep = match init.device {
+        Device::Node(_) => Keep::Copied,
+        _ => Keep::Mapped,
+    };
+    let mapped = MappedWeights::map_shard(manifest, init.span, shard, keep, || board.progress());
     mapped.map_err(|e| {
         // What is gone or changed stays so; a disk that failed once may answer the next time.
         let gone = !matches!(&e, MapError::File { source, .. } if source.kind() != std::io::ErrorKind::NotFound);

@@ -1,4 +1,4 @@
-//! The NUMA nodes of this machine: which there are, and their cores.
+//! The NUMA nodes of this machine: which there are, their cores and their memory.
 
 use std::path::Path;
 
@@ -21,6 +21,24 @@ pub fn nodes() -> Vec<u32> {
 pub fn cores(node: u32) -> Option<Vec<u32>> {
     let path = Path::new(NODES).join(format!("node{node}/cpulist"));
     numbers(&std::fs::read_to_string(path).ok()?)
+}
+
+/// Bytes of a node that are free or can be freed: those of the page cache count as free. `None` when
+/// the machine does not tell.
+pub fn free_bytes(node: u32) -> Option<u64> {
+    let path = Path::new(NODES).join(format!("node{node}/meminfo"));
+    free_of(&std::fs::read_to_string(path).ok()?)
+}
+
+/// The same of a node's `meminfo`.
+fn free_of(meminfo: &str) -> Option<u64> {
+    let kilobytes = |name: &str| {
+        let line = meminfo.lines().find(|line| line.contains(name))?;
+        line.split(':').nth(1)?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()
+    };
+    let cached = [" Active(file):", " Inactive(file):", " SReclaimable:"];
+    let cached = cached.iter().filter_map(|name| kilobytes(name)).fold(0, u64::saturating_add);
+    kilobytes(" MemFree:")?.saturating_add(cached).checked_mul(1024)
 }
 
 /// The numbers of a list such as `0-3,8`.
@@ -50,6 +68,22 @@ mod tests {
         for bad in ["x", "3-1", "0-4000000000", "1-"] {
             assert_eq!(numbers(bad), None, "{bad}");
         }
+    }
+
+    #[test]
+    fn what_a_node_can_free_counts_as_free() {
+        let text = "Node 0 MemTotal: 90 kB\nNode 0 MemFree:    8 kB\nNode 0 Active: 70 kB\n\
+                    Node 0 Active(anon): 9 kB\nNode 0 Active(file): 16 kB\nNode 0 Inactive(file): 2 kB\n\
+                    Node 0 SReclaimable: 1 kB\n";
+        assert_eq!(free_of(text), Some(27 * 1024));
+        assert_eq!(free_of("Node 0 MemFree: 3 kB\n"), Some(3 * 1024));
+        for bad in ["", "Node 0 MemFree: x kB", "Node 0 MemFree: 3", "Node 0 MemFree:"] {
+            assert_eq!(free_of(bad), None, "{bad}");
+        }
+        if cores(nodes()[0]).is_some() {
+            assert!(free_bytes(nodes()[0]).is_some_and(|free| free > 0));
+        }
+        assert_eq!(free_bytes(60_000), None);
     }
 
     #[test]

@@ -138,6 +138,7 @@ impl<'a> Driver<'a> {
                 netd: config.netd.clone(),
                 kv_mirror: config.worker.kv_mirror,
                 devices: Vec::new(),
+                nodes: sizing::node_memory(&config.devices),
                 ranks: Vec::new(),
             },
             pace: liveness.pace,
@@ -190,7 +191,8 @@ impl<'a> Driver<'a> {
             }
             if ready.status {
                 let board = self.segments.board.view();
-                self.status.answer(|| InstanceReport::of(board.snapshot()));
+                let held = |worker| self.tree.has(worker);
+                self.status.answer(|| InstanceReport::of(board.snapshot(), held));
             }
             while ready.signal && matches!(self.signals.read_signal(), Ok(Some(_))) {
                 self.pending.push_back(Event::Stop);
@@ -399,6 +401,7 @@ impl<'a> Driver<'a> {
             devices: with_memory
                 .map(|&device| DeviceMemory { device, free_bytes: 0, work_bytes: 0 })
                 .collect(),
+            nodes: Vec::new(),
             ranks: self.tree.ranks().to_vec(),
         };
         let blocks = |span: shared::block::Span| span.block_count() as u64;

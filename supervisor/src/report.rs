@@ -5,6 +5,9 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use shared::config::Device;
+use shared::ids::WorkerId;
+use shared::model::RankShare;
 use shared::shm::board::{BoardSnapshot, ChildSnapshot, Trouble};
 
 /// One instance, as `--json` shows it.
@@ -30,6 +33,15 @@ pub struct ChildReport {
     /// Workers of its group, if it is one of several.
     #[serde(default)]
     pub world_size: Option<u16>,
+    /// The device that it owns.
+    #[serde(default)]
+    pub device: Option<String>,
+    /// What it holds of every block, as a rank of a group.
+    #[serde(default)]
+    pub share: Option<RankShare>,
+    /// What the operator should know of it.
+    #[serde(default)]
+    pub note: Option<String>,
     /// Its process id; 0 before it was spawned.
     pub pid: u32,
     /// How often it was started.
@@ -62,22 +74,42 @@ pub struct ChildReport {
     pub peer_id: Option<String>,
 }
 
+/// What a worker has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Held {
+    /// Its device.
+    pub device: Device,
+    /// Its part of every block, as a rank of a group.
+    pub share: Option<RankShare>,
+}
+
+/// What is said of a rank whose inputs are cut beside multiples of 64.
+const SLOW: &str = "its products are slow: their inputs are not cut at multiples of 64";
+
 impl InstanceReport {
-    /// What a board shows.
-    pub fn of(board: BoardSnapshot) -> InstanceReport {
+    /// What a board shows, of workers that have what `held` says.
+    pub fn of(board: BoardSnapshot, held: impl Fn(WorkerId) -> Option<Held>) -> InstanceReport {
         let BoardSnapshot { instance, supervisor_pid, started_unix_s, children } = board;
-        let children = children.into_iter().map(child).collect();
+        let report = |of: ChildSnapshot| {
+            let held = of.worker.and_then(&held);
+            child(of, held)
+        };
+        let children = children.into_iter().map(report).collect();
         InstanceReport { instance, supervisor_pid, started_unix_s, children }
     }
 }
 
-fn child(child: ChildSnapshot) -> ChildReport {
+fn child(child: ChildSnapshot, held: Option<Held>) -> ChildReport {
+    let share = held.and_then(|held| held.share);
     let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
     let troubles = Trouble::ALL.into_iter().map(|trouble| trouble.name().to_owned());
     ChildReport {
         role: child.role.map_or("unknown", |role| role.name()).to_owned(),
         worker: child.worker.map(|worker| worker.to_string()),
         world_size: child.worker.map(|worker| worker.world_size.0).filter(|size| *size > 1),
+        device: held.map(|held| held.device.to_string()),
+        share,
+        note: share.filter(|share| share.is_slow).map(|_| SLOW.to_owned()),
         pid: child.pid,
         generation: child.generation.0,
         restarts: child.generation.0.saturating_sub(1),
@@ -96,35 +128,28 @@ fn child(child: ChildSnapshot) -> ChildReport {
     }
 }
 
-/// Columns as wide as their widest cell.
+/// Columns as wide as their widest cell, and the notes below them.
 pub fn table(report: &InstanceReport) -> String {
-    let heads =
-        ["ROLE", "PID", "GEN", "STATE", "PHASE", "SPAN", "JOBS", "RESTARTS"].map(str::to_owned);
-    let row = |child: &ChildReport| {
-        let role = match &child.worker {
-            Some(worker) => match child.world_size {
-                Some(size) => format!("{} {worker} of {size} ranks", child.role),
-                None => format!("{} {worker}", child.role),
-            },
-            None => child.role.clone(),
-        };
-        [
-            role,
-            child.pid.to_string(),
-            child.generation.to_string(),
-            child.state.clone(),
-            child.phase.clone(),
-            child.span.clone().unwrap_or_else(|| "-".to_owned()),
-            child.jobs_done.to_string(),
-            child.restarts.to_string(),
-        ]
-    };
-    let rows: Vec<[String; 8]> =
-        std::iter::once(heads).chain(report.children.iter().map(row)).collect();
-    let width = |column: usize| {
-        rows.iter().filter_map(|row| row.get(column)).map(String::len).max().unwrap_or(0)
-    };
-    let widths: Vec<usize> = (0..8).map(width).collect();
+    let mut heads = vec!["ROLE", "PID", "GEN", "STATE", "PHASE", "SPAN", "DEVICE"];
+    let has_ranks = report.children.iter().any(|child| child.share.is_some());
+    heads.extend(has_ranks.then_some("SHARE"));
+    heads.extend(["JOBS", "RESTARTS"]);
+    let heads = heads.into_iter().map(str::to_owned).collect();
+    let rows = report.children.iter().map(|child| cells(child, has_ranks));
+    let rows: Vec<Vec<String>> = std::iter::once(heads).chain(rows).collect();
+    let mut text = title(report);
+    text.push('\n');
+    push_rows(&rows, &mut text);
+    for child in &report.children {
+        if let Some(note) = &child.note {
+            // Writing to a String cannot fail.
+            let _ = writeln!(text, "{}: {note}", name(child));
+        }
+    }
+    text
+}
+
+fn title(report: &InstanceReport) -> String {
     let mut text =
         format!("instance {}, supervisor pid {}", report.instance, report.supervisor_pid);
     for netd in report.children.iter().filter(|child| child.peer_id.is_some()) {
@@ -135,12 +160,46 @@ pub fn table(report: &InstanceReport) -> String {
             let _ = write!(text, ", {name} {count}");
         }
     }
-    text.push('\n');
-    for row in &rows {
+    text
+}
+
+fn name(child: &ChildReport) -> String {
+    match &child.worker {
+        Some(worker) => match child.world_size {
+            Some(size) => format!("{} {worker} of {size} ranks", child.role),
+            None => format!("{} {worker}", child.role),
+        },
+        None => child.role.clone(),
+    }
+}
+
+fn cells(child: &ChildReport, has_ranks: bool) -> Vec<String> {
+    let or_none = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".to_owned());
+    let share =
+        child.share.map(|share| format!("{} heads, {} columns", share.heads, share.columns));
+    let mut cells = vec![
+        name(child),
+        child.pid.to_string(),
+        child.generation.to_string(),
+        child.state.clone(),
+        child.phase.clone(),
+        or_none(&child.span),
+        or_none(&child.device),
+    ];
+    cells.extend(has_ranks.then(|| or_none(&share)));
+    cells.extend([child.jobs_done.to_string(), child.restarts.to_string()]);
+    cells
+}
+
+fn push_rows(rows: &[Vec<String>], text: &mut String) {
+    let width = |column: usize| {
+        rows.iter().filter_map(|row| row.get(column)).map(String::len).max().unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..rows.first().map_or(0, Vec::len)).map(width).collect();
+    for row in rows {
         let cells: Vec<String> =
             row.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}")).collect();
         text.push_str(cells.join("  ").trim_end());
         text.push('\n');
     }
-    text
 }

@@ -5,6 +5,8 @@
 //! Petals counts on all the memory of a device, whoever else uses it, wants `--num_blocks` on a
 //! CPU, and checks nothing that the operator asked for.
 
+mod nodes;
+
 use model::sizing::{Machine, Need, Sharing};
 use shared::config::{Device, KvMirror, NetdConfig, SpanChoice};
 use shared::control::DeviceMemory;
@@ -12,6 +14,8 @@ use shared::job::MAX_BODY_BYTES;
 use shared::model::{ModelFacts, RankShare};
 
 use crate::plan::Share;
+
+pub use nodes::{NodeMemory, node_memory};
 
 /// Values of the exchange buffers of a group: 1 MiB each, of which two stay in a second-level cache.
 /// Longer messages cross in pieces.
@@ -44,6 +48,8 @@ pub struct Memory {
     pub kv_mirror: KvMirror,
     /// Devices with memory of their own, once prepare has told of them.
     pub devices: Vec<DeviceMemory>,
+    /// The NUMA nodes of workers that stay on one.
+    pub nodes: Vec<NodeMemory>,
     /// Where blocks are shared by the ranks of groups, once prepare has told: what each rank of each
     /// group holds of one, nothing where a group is a single worker. All of them are processors, or all
     /// have memory of their own.
@@ -129,6 +135,9 @@ impl Memory {
         }
         let mut devices = self.devices.iter();
         let of_group = |ranks: &Vec<RankShare>| {
+            if ranks.is_empty() {
+                return devices.next().map(|device| held((device, None)));
+            }
             let ranks = ranks.iter().map(Some);
             let all = devices.by_ref().take(ranks.len()).zip(ranks).map(held);
             all.min_by_key(|rank| rank.blocks)
@@ -163,12 +172,8 @@ impl Memory {
             false => need.most_blocks(available),
         };
         most = most.min(facts.num_blocks);
-        let wanted = match choice {
-            SpanChoice::Fixed(span) => span.end().0 - span.start().0,
-            SpanChoice::Count(count) => count.min(facts.num_blocks),
-            SpanChoice::All => 1.min(facts.num_blocks),
-        };
-        let mut refusal = (wanted > most).then(|| {
+        let wanted = wanted(choice, facts);
+        let mut refused = (wanted > most).then(|| {
             let arithmetic = arithmetic(&need, wanted, "arena and processes");
             format!("{arithmetic}, and {} are available", mib(available))
         });
@@ -180,19 +185,14 @@ impl Memory {
                 let share = u32::try_from(share).unwrap_or(u32::MAX);
                 let arithmetic = arithmetic(&of.need, share, "work memory");
                 let (name, free) = (of.device.device, mib(of.device.free_bytes));
-                refusal =
+                refused =
                     Some(format!("{arithmetic} on {name}, and {free} of its memory are free"));
             }
             most = most.min(fits);
         }
-        match refusal {
+        match refused {
             None => Ok(most),
-            Some(arithmetic) => Err(format!(
-                "{wanted} {} of {} need {arithmetic}: {most} would fit; \
-                 serve fewer blocks (--num_blocks), lower --attn_cache_tokens or --arena_size, or give --quant_type nf4",
-                if wanted == 1 { "block" } else { "blocks" },
-                facts.name,
-            )),
+            Some(arithmetic) => Err(refusal(wanted, facts, &arithmetic, most)),
         }
     }
 
@@ -219,6 +219,12 @@ impl Memory {
     /// Most blocks that each of `groups` holds, at most all of the model. Those of processors share
     /// the memory of the machine evenly.
     pub fn most_per_group(&self, facts: &ModelFacts, groups: &[Share]) -> Vec<u32> {
+        let by_machine = self.most_by_machine(facts, groups);
+        let on_nodes = |index| self.most_on_nodes(facts, groups, index);
+        by_machine.into_iter().enumerate().map(|(index, most)| most.min(on_nodes(index))).collect()
+    }
+
+    fn most_by_machine(&self, facts: &ModelFacts, groups: &[Share]) -> Vec<u32> {
         if !self.has_ranks() {
             let devices: Vec<Device> =
                 groups.iter().flat_map(|group| group.devices.iter().copied()).collect();
@@ -246,6 +252,24 @@ impl Memory {
         let each = (self.processor_blocks(facts, elsewhere) / processors).min(facts.num_blocks);
         held.into_iter().map(|most| most.unwrap_or(each)).collect()
     }
+}
+
+/// Fewest blocks that are of use for what was asked for.
+fn wanted(choice: SpanChoice, facts: &ModelFacts) -> u32 {
+    match choice {
+        SpanChoice::Fixed(span) => span.end().0 - span.start().0,
+        SpanChoice::Count(count) => count.min(facts.num_blocks),
+        SpanChoice::All => 1.min(facts.num_blocks),
+    }
+}
+
+/// Why so many blocks are not served, and what to do.
+fn refusal(wanted: u32, facts: &ModelFacts, arithmetic: &str, most: u32) -> String {
+    let (blocks, name) = (if wanted == 1 { "block" } else { "blocks" }, &facts.name);
+    format!(
+        "{wanted} {blocks} of {name} need {arithmetic}: {most} would fit; \
+         serve fewer blocks (--num_blocks), lower --attn_cache_tokens or --arena_size, or give --quant_type nf4"
+    )
 }
 
 /// The sum for so many blocks, as a person would write it; `what` names what does not depend on
@@ -334,19 +358,20 @@ pub(crate) mod tests {
         }
     }
 
-    fn memory(available_bytes: u64) -> Memory {
+    pub(super) fn memory(available_bytes: u64) -> Memory {
         Memory {
             available_bytes: Some(available_bytes),
             workers: 1,
             netd: netd_config(),
             kv_mirror: KvMirror::Auto,
             devices: Vec::new(),
+            nodes: Vec::new(),
             ranks: Vec::new(),
         }
     }
 
     /// Llama-2-70B in NF4, as stored.
-    fn llama_70b() -> ModelFacts {
+    pub(super) fn llama_70b() -> ModelFacts {
         ModelFacts {
             name: "llama-70b".into(),
             repository: None,

@@ -52,6 +52,7 @@ use group::{Group, Worker};
 use moving::Move;
 
 use crate::plan::Share;
+use crate::report::Held;
 
 /// What netd said in its present generation.
 #[derive(Debug, Default)]
@@ -139,6 +140,16 @@ impl Tree {
     /// The groups of devices that serve.
     pub fn shares(&self) -> &[Share] {
         &self.policy.shares
+    }
+
+    /// The device of a worker that there is, and its part of every block.
+    pub fn has(&self, id: WorkerId) -> Option<Held> {
+        let group =
+            self.group(id.group).filter(|group| group.workers.iter().any(|w| w.id == id))?;
+        let (rank, share) = (usize::from(id.rank.0), group.placement.share);
+        let ranks = self.ranks().get(share).filter(|ranks| ranks.len() == group.workers.len());
+        let device = *group.placement.devices.get(rank)?;
+        Some(Held { device, share: ranks.and_then(|ranks| ranks.get(rank).copied()) })
     }
 
     /// Takes in one event and says what to do now.

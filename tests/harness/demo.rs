@@ -7,41 +7,24 @@ use client::chain::Chain;
 use client::local::LocalModel;
 use client::states::Hidden;
 use client::swarm::{Swarm, SwarmConfig};
-use hivemind::wire::tensor::{WireDtype, dummy_tensor};
 
-use super::peer::{Peer, fed_back, noise};
+use super::peer::Peer;
+use super::session::run_session_with;
 use super::{DEADLINE, Sepal};
 
-/// Width of its hidden states, its blocks, and tokens of the prompt of [`run_session`].
+/// Width of its hidden states, its blocks, and tokens of the prompt of sessions.
 pub const HIDDEN: usize = 192;
 pub const BLOCKS: std::ops::Range<u32> = 0..8;
-pub const PROMPT: usize = 19;
+pub const PROMPT: usize = 21;
 
 /// Its folder: a trained Llama of eight blocks with its tokenizer.
 pub fn demo_model() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("client/model")
 }
 
-/// A prompt of two rows, then steps that feed the outputs back and swap or share rows now and then,
-/// so that one wrong bit changes everything after it. Before each step, `between` may do harm.
-pub async fn run_session(
-    addr: &str,
-    steps: usize,
-    mut between: impl FnMut(usize),
-) -> Vec<Vec<f32>> {
-    let peer = Peer::connect(addr, "demo").await;
-    let mut session = peer.session(BLOCKS, (PROMPT + steps) as u32).await;
-    let prompt = noise(&[2, PROMPT, HIDDEN], 5);
-    let mut outputs = vec![session.step(prompt, None).await.expect("prefill")];
-    for step in 0..steps {
-        between(step);
-        let (hidden, order) = fed_back(outputs.last().unwrap(), HIDDEN, step);
-        let none = dummy_tensor(WireDtype::F32);
-        let output = session.step_with(hidden, None, none, order).await;
-        outputs.push(output.expect("a decode step"));
-    }
-    session.close().await;
-    outputs
+/// A session of its own peer, [as here](run_session_with).
+pub async fn run_session(addr: &str, steps: usize, between: impl FnMut(usize)) -> Vec<Vec<f32>> {
+    run_session_with(&Peer::connect(addr, "demo").await, 5, steps, between).await
 }
 
 /// A greedy continuation by transformers.

@@ -1,5 +1,6 @@
 //! Weights where they lie: the files that the manifest names, mapped read-only. A rank of a group
-//! copies what of its shard does not lie in one piece (`held.rs`); nothing else is ever copied.
+//! copies what of its shard does not lie in one piece (`held.rs`), a worker on a NUMA node everything
+//! ([`Keep`]); nothing else is ever copied.
 //! Pages of memory that hold weights belong to the page cache, so that a restarted worker finds
 //! them there, and several workers share them.
 //!
@@ -65,9 +66,19 @@ pub enum MapError {
     },
 }
 
+/// Where weights lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keep {
+    /// In the page cache, as far as they lie there in one piece.
+    Mapped,
+    /// In memory of this process, which is of its NUMA node if it [stays](crate::node::stay_on) there.
+    Copied,
+}
+
 /// The mapped weights of a span.
 #[derive(Debug)]
 pub struct MappedWeights {
+    keep: Keep,
     files: BTreeMap<u32, FileMap>,
     blocks: BTreeMap<u32, BTreeMap<String, Held>>,
     adapters: Vec<BTreeMap<u32, BTreeMap<String, HeldAdapter>>>,
@@ -92,11 +103,11 @@ impl MappedWeights {
         span: Span,
         mapped: impl FnMut(),
     ) -> Result<MappedWeights, MapError> {
-        MappedWeights::map_shard(manifest, span, None, mapped)
+        MappedWeights::map_shard(manifest, span, None, Keep::Mapped, mapped)
     }
 
-    /// [`map`](Self::map) of what the rank of `shard` holds: rows that follow each other are mapped
-    /// where they lie, other parts of matrices are copied.
+    /// [`map`](Self::map) of what the rank of `shard` holds: unless all is to be copied, rows that
+    /// follow each other are mapped where they lie, and other parts of matrices are copied.
     ///
     /// # Errors
     /// As there.
@@ -104,9 +115,11 @@ impl MappedWeights {
         manifest: &Manifest,
         span: Span,
         shard: Option<&Shard>,
+        keep: Keep,
         mut mapped: impl FnMut(),
     ) -> Result<MappedWeights, MapError> {
         let mut weights = MappedWeights {
+            keep,
             files: BTreeMap::new(),
             blocks: BTreeMap::new(),
             adapters: manifest.adapters.iter().map(|_| BTreeMap::new()).collect(),
@@ -199,7 +212,7 @@ impl MappedWeights {
         }
         self.file(manifest, tensor.file).ok_or_else(bad)??;
         let file = self.files.get(&tensor.file).ok_or_else(bad)?;
-        let held = Held::new(file, tensor, slice).ok_or_else(bad)?;
+        let held = Held::new(file, tensor, slice, self.keep).ok_or_else(bad)?;
         held.read_ahead(file);
         Ok(Some(held))
     }

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ::model::shards::{Shard, Shares, Slice, SliceShape};
-use gpu_worker::weights::map::MappedWeights;
+use gpu_worker::weights::map::{Keep, MappedWeights};
 use kernels::quant::slice_bytes;
 use shared::ids::{Generation, GroupId, Rank, WorldSize};
 use shared::shm::group::{Group, GroupMap, GroupShape, Member, WaitPolicy};
@@ -66,9 +66,12 @@ impl Model {
             let map = GroupMap::open(segment, bells, &shape, rank).unwrap();
             let mut cpu = Cpu::new(1);
             cpu.join(Member::new(&map, policy()).unwrap());
+            // The second rank is on a NUMA node, as it were.
+            let keep = if shard.rank == 1 { Keep::Copied } else { Keep::Mapped };
             let weights =
-                MappedWeights::map_shard(&self.manifest, self.span, Some(shard), || ()).unwrap();
-            self.check_bytes(shard, &weights);
+                MappedWeights::map_shard(&self.manifest, self.span, Some(shard), keep, || ());
+            let weights = weights.unwrap();
+            self.check_bytes(shard, keep, &weights);
             Runner::new(self, &shard.spec, &weights, cpu).results()
         };
         thread::scope(|scope| {
@@ -78,7 +81,7 @@ impl Model {
     }
 
     /// A rank holds what is planned for it, and copies what does not lie in one piece.
-    fn check_bytes(&self, shard: &Shard, weights: &MappedWeights) {
+    fn check_bytes(&self, shard: &Shard, keep: Keep, weights: &MappedWeights) {
         let blocks = self.spec.num_blocks as u64;
         let bytes = |quant, part: SliceShape| {
             slice_bytes(quant, self.dtype, part.whole, part.rows, part.columns)
@@ -86,6 +89,10 @@ impl Model {
         // Vectors of a checkpoint in the block dtype: those of the golden data are.
         let planned = shard.weight_bytes(self.quant, bytes).unwrap() * blocks;
         assert_eq!(weights.bytes(), planned, "{} rank {}", self.name, shard.rank);
+        if keep == Keep::Copied {
+            let all = weights.bytes() + weights.adapter_bytes();
+            return assert_eq!(weights.copied_bytes(), all, "{}", self.name);
+        }
         let is_copied = |slice: &Slice| match slice {
             Slice::Columns(_) => true,
             Slice::Rows(ranges) => ranges.len() > 1,

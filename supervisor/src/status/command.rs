@@ -88,12 +88,15 @@ fn report(live: &LiveInstance) -> Option<Result<InstanceReport, StatusError>> {
 #[cfg(test)]
 mod tests {
     use shared::block::Span;
+    use shared::config::Device;
     use shared::control::Role;
     use shared::ids::{Generation, GroupId, Rank, WorkerId, WorldSize};
+    use shared::model::RankShare;
     use shared::shm::board::{ChildState, Occupant};
 
     use super::*;
     use crate::instance::Instance;
+    use crate::report::Held;
     use crate::segments::Segments;
     use crate::status::StatusSocket;
 
@@ -107,7 +110,10 @@ mod tests {
             });
             while !asking.is_finished() {
                 let board = server.segments.board.view();
-                server.socket.answer(|| InstanceReport::of(board.snapshot()));
+                let held = |worker| {
+                    server.held.iter().find(|(of, _)| *of == worker).map(|(_, held)| *held)
+                };
+                server.socket.answer(|| InstanceReport::of(board.snapshot(), held));
             }
             asking.join().unwrap()
         })
@@ -119,6 +125,7 @@ mod tests {
         _instance: Instance,
         segments: Segments,
         socket: StatusSocket,
+        held: Vec<(WorkerId, Held)>,
     }
 
     fn server() -> (StatusOptions, Server) {
@@ -134,7 +141,8 @@ mod tests {
         let socket = StatusSocket::bind(&instance.status_socket()).unwrap();
         let options =
             StatusOptions { instance: None, runtime_dir: dir.path().to_owned(), json: false };
-        (options, Server { _dir: dir, _instance: instance, segments, socket })
+        let held = vec![(WorkerId::solo(GroupId(0)), Held { device: Device::Cpu, share: None })];
+        (options, Server { _dir: dir, _instance: instance, segments, socket, held })
     }
 
     #[test]
@@ -146,7 +154,7 @@ mod tests {
             "{text}"
         );
         let row = text.lines().last().unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
-        assert_eq!(row, "gpu-worker 0.0 4711 3 ready idle 4:8 0 2");
+        assert_eq!(row, "gpu-worker 0.0 4711 3 ready idle 4:8 cpu 0 2");
     }
 
     #[test]
@@ -154,7 +162,11 @@ mod tests {
         let (mut options, mut server) = server();
         let (group, world_size) = (GroupId(0), WorldSize(2));
         for rank in [0, 1] {
-            let worker = Some(WorkerId { group, rank: Rank(rank), world_size });
+            let id = WorkerId { group, rank: Rank(rank), world_size };
+            let is_slow = rank == 1;
+            let share = RankShare { heads: 3, kv_heads: 1, columns: 256, block_bytes: 7, is_slow };
+            server.held.push((id, Held { device: Device::Node(rank.into()), share: Some(share) }));
+            let worker = Some(id);
             let occupant = Occupant { role: Role::Worker, generation: Generation(3), worker };
             server.segments.board.assign(2 + u32::from(rank), &occupant).unwrap();
         }
@@ -162,11 +174,25 @@ mod tests {
         for name in ["gpu-worker 0.0 of 2 ranks", "gpu-worker 0.1 of 2 ranks"] {
             assert!(text.contains(name), "{text}");
         }
+        let lines: Vec<String> = text
+            .lines()
+            .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
+            .collect();
+        assert!(lines[3].contains("4:8 cpu:0 3 heads, 256 columns 0 2"), "{text}");
+        let notes: Vec<&str> = text.lines().filter(|line| line.contains("slow")).collect();
+        let [note] = notes[..] else { panic!("{text}") };
+        assert!(note.starts_with("gpu-worker 0.1 of 2 ranks: its products are slow"), "{text}");
         options.json = true;
         let value: serde_json::Value =
             serde_json::from_str(&shown(&options, &mut server).unwrap()).unwrap();
         let rank = &value[0]["children"][1];
         assert_eq!((&rank["worker"], &rank["world_size"]), (&"0.1".into(), &2.into()));
+        assert_eq!((&rank["device"], &rank["share"]["heads"]), (&"cpu:1".into(), &3.into()));
+        let notes = [0, 1].map(|rank| value[0]["children"][rank]["note"].as_str());
+        assert!(
+            notes[0].is_none() && notes[1].is_some_and(|note| note.contains("64")),
+            "{notes:?}"
+        );
     }
 
     #[test]

@@ -84,7 +84,13 @@ impl Tree {
 
     /// The plan from now on: without rank `lost` of what is now `placement`.
     fn share_without(&mut self, placement: &Placement, lost: usize) {
+        let before = self.policy.shares.iter().take(placement.share);
+        let before: usize = before.map(|share| share.devices.len()).sum();
         let memory = &mut self.policy.memory;
+        // Either all devices are there, in their order, or none.
+        if memory.devices.len() as u64 == memory.workers && before + lost < memory.devices.len() {
+            memory.devices.remove(before + lost);
+        }
         memory.workers = memory.workers.saturating_sub(1);
         let mut kept = 1.0;
         if let Some(ranks) = memory.ranks.get_mut(placement.share) {

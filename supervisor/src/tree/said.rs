@@ -72,7 +72,9 @@ impl Tree {
     fn take_facts(&mut self, facts: ModelFacts) -> Result<(), String> {
         if self.facts.is_none() {
             check_choice(self.policy.span, &facts)?;
-            self.fits = self.policy.memory.fit(self.policy.span, &facts)?;
+            let Policy { span, memory, shares, .. } = &self.policy;
+            let on_nodes = memory.fit_nodes(*span, &facts, shares)?;
+            self.fits = memory.fit(*span, &facts)?.min(on_nodes);
             self.facts = Some(facts);
         }
         Ok(())

@@ -54,6 +54,7 @@ fn memory(available_bytes: Option<u64>) -> Memory {
         netd,
         kv_mirror: shared::config::KvMirror::Auto,
         devices: Vec::new(),
+        nodes: Vec::new(),
         ranks: Vec::new(),
     }
 }

@@ -110,6 +110,20 @@ impl Need {
         }
     }
 
+    /// What blocks need of the memory of a NUMA node from workers with these shares of them: copies of
+    /// the weights, and pages. `facts` are those of the whole model.
+    pub fn of_node(facts: &ModelFacts, limits: &Limits, shares: &[ModelFacts]) -> Need {
+        let sum = |bytes: &dyn Fn(&ModelFacts) -> u64| {
+            shares.iter().map(bytes).fold(0, u64::saturating_add)
+        };
+        Need {
+            weights: sum(&|share| share.block_bytes),
+            kv: sum(&|share| kv_block_bytes(share, limits)),
+            graphs: 0,
+            fixed: sum(&|_| worker_bytes(facts, limits)),
+        }
+    }
+
     /// Bytes for so many blocks.
     pub fn total(&self, blocks: u64) -> u64 {
         self.per_block().saturating_mul(blocks).saturating_add(self.fixed)
@@ -168,11 +182,15 @@ fn kv_block_bytes(facts: &ModelFacts, limits: &Limits) -> u64 {
 
 /// What the processes need of the memory of the machine, however many blocks they serve.
 fn machine_bytes(facts: &ModelFacts, limits: &Limits, machine: &Machine) -> u64 {
-    let worker = WORKER_BYTES
-        .saturating_add(facts.gradient_bytes(limits.max_batch_size))
-        .saturating_add(states_bytes(facts, limits));
-    let workers = machine.workers.saturating_mul(worker);
+    let workers = machine.workers.saturating_mul(worker_bytes(facts, limits));
     machine.arena_bytes.saturating_add(PROCESSES_BYTES).saturating_add(workers)
+}
+
+/// What a worker on processors needs beside weights and KV cache.
+fn worker_bytes(facts: &ModelFacts, limits: &Limits) -> u64 {
+    WORKER_BYTES
+        .saturating_add(facts.gradient_bytes(limits.max_batch_size))
+        .saturating_add(states_bytes(facts, limits))
 }
 
 /// Bytes that a worker takes for the largest requests, however many blocks they go through, in f32:

@@ -1,5 +1,5 @@
-//! What is held of one tensor: all of it or some rows where they lie in the file, or a copy of other
-//! parts.
+//! What is held of one tensor: all of it or some rows where they lie in the file, a copy of other
+//! parts, or a copy of whatever it is.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -9,7 +9,7 @@ use kernels::{QuantType, WeightSlice, WeightView};
 use model::manifest::TensorEntry;
 use model::shards::Slice;
 
-use super::FileMap;
+use super::{FileMap, Keep};
 
 /// What is held of one tensor.
 #[derive(Debug)]
@@ -29,13 +29,21 @@ enum HeldPart {
     /// Mapped: rows that follow each other.
     Rows(Range<usize>),
     Copied(WeightSlice),
+    /// All, copied as it is stored.
+    CopiedWhole(Vec<u8>),
 }
 
 impl Held {
     /// Holds `slice` of `tensor` in `file`. `None` when the tensor does not lie in the file, does not
     /// fit its shape, or the slice has none of it or more than it.
-    pub(super) fn new(file: &FileMap, tensor: &TensorEntry, slice: &Slice) -> Option<Held> {
-        let whole = whole(file, tensor)?;
+    pub(super) fn new(
+        file: &FileMap,
+        tensor: &TensorEntry,
+        slice: &Slice,
+        keep: Keep,
+    ) -> Option<Held> {
+        let stored = file.bytes(tensor)?;
+        let whole = whole(stored, tensor)?;
         let shape: Vec<usize> = tensor.shape.iter().map_while(|&n| n.try_into().ok()).collect();
         let is_vector = shape.len() == 1;
         let columns = || 0..whole.inputs();
@@ -54,6 +62,16 @@ impl Held {
                 HeldPart::Copied(copied(std::slice::from_ref(&all), columns.clone())?)
             }
         };
+        let part = match (keep, part) {
+            (Keep::Copied, HeldPart::All) => HeldPart::CopiedWhole(stored.to_vec()),
+            (Keep::Copied, HeldPart::Elements(one)) => {
+                HeldPart::Copied(WeightSlice::elements(whole, std::slice::from_ref(&one))?)
+            }
+            (Keep::Copied, HeldPart::Rows(one)) => {
+                HeldPart::Copied(copied(std::slice::from_ref(&one), columns())?)
+            }
+            (Keep::Mapped | Keep::Copied, part) => part,
+        };
         let of = slice.of(&shape)?;
         let bytes = slice_bytes(tensor.quant, tensor.dtype, of.whole, of.rows, of.columns)?;
         let held = Held { tensor: tensor.clone(), part, bytes: bytes as u64 };
@@ -68,21 +86,24 @@ impl Held {
 
     fn of<'a>(&'a self, file: &'a FileMap) -> Option<WeightView<'a>> {
         match &self.part {
-            HeldPart::All => whole(file, &self.tensor),
+            HeldPart::All => whole(file.bytes(&self.tensor)?, &self.tensor),
             HeldPart::Elements(range) => {
                 let (dtype, size) = (self.tensor.dtype, self.tensor.dtype.size_bytes());
-                let bytes = whole(file, &self.tensor)?.row(0)?;
+                let bytes = whole(file.bytes(&self.tensor)?, &self.tensor)?.row(0)?;
                 let own = range.start.checked_mul(size)?..range.end.checked_mul(size)?;
                 WeightView::new(dtype, 1, range.len(), bytes.get(own)?).ok()
             }
-            HeldPart::Rows(range) => whole(file, &self.tensor)?.rows(range.clone()),
+            HeldPart::Rows(range) => {
+                whole(file.bytes(&self.tensor)?, &self.tensor)?.rows(range.clone())
+            }
             HeldPart::Copied(slice) => slice.view(),
+            HeldPart::CopiedWhole(bytes) => whole(bytes, &self.tensor),
         }
     }
 
     /// Asks the kernel to read what is mapped ahead.
     pub(super) fn read_ahead(&self, file: &FileMap) {
-        if !matches!(self.part, HeldPart::Copied(_))
+        if self.copied_bytes() == 0
             && let Some(view) = self.of(file)
         {
             file.read_ahead(view.bytes());
@@ -103,18 +124,19 @@ impl Held {
     pub(super) fn copied_bytes(&self) -> u64 {
         match &self.part {
             HeldPart::Copied(slice) => slice.len() as u64,
+            HeldPart::CopiedWhole(bytes) => bytes.len() as u64,
             HeldPart::All | HeldPart::Elements(_) | HeldPart::Rows(_) => 0,
         }
     }
 }
 
-/// The whole tensor as a matrix; a vector is one row.
-fn whole<'a>(file: &'a FileMap, tensor: &TensorEntry) -> Option<WeightView<'a>> {
+/// The whole tensor, stored in `bytes`, as a matrix; a vector is one row.
+fn whole<'a>(bytes: &'a [u8], tensor: &TensorEntry) -> Option<WeightView<'a>> {
     let (outputs, inputs) = match tensor.shape.as_slice() {
         [inputs] => (1, *inputs),
         [outputs, inputs] => (*outputs, *inputs),
         _ => return None,
     };
     let (outputs, inputs) = (usize::try_from(outputs).ok()?, usize::try_from(inputs).ok()?);
-    WeightView::quantized(tensor.quant, tensor.dtype, outputs, inputs, file.bytes(tensor)?).ok()
+    WeightView::quantized(tensor.quant, tensor.dtype, outputs, inputs, bytes).ok()
 }
