@@ -14,6 +14,7 @@ use client::states::Hidden;
 use client::swarm::SwarmConfig;
 use harness::demo::demo_model;
 use harness::peer::{Peer, Session, noise};
+use harness::session::{HIDDEN, SHAPES};
 use harness::{Sepal, children_of, command_line, generate, wait_for};
 use hivemind::dht::driver::{Dht, DhtConfig};
 use hivemind::dht::storage::StorageLimits;
@@ -22,7 +23,6 @@ use hivemind::wire::records::ServerState;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-const HIDDEN: usize = 192;
 const FIRST: Range<u32> = 0..4;
 const PROMPT: &str = "Once upon a time";
 
@@ -48,12 +48,13 @@ struct Swarm {
 
 impl Swarm {
     fn start() -> Swarm {
-        Swarm::with_spare(&[])
+        Swarm::with_spare(SHAPES[0], &[])
     }
 
-    fn with_spare(more: &[&'static str]) -> Swarm {
+    /// All servers on `devices`, the spare one with `more`.
+    fn with_spare(devices: &[&'static str], more: &[&'static str]) -> Swarm {
         let model = demo_model();
-        let with = |more: &[&'static str]| [&EAGER, more].concat();
+        let with = |more: &[&'static str]| [&EAGER, devices, more].concat();
         let first = Sepal::serve(&model, "demo", &with(&["--block_indices", "0:4"]));
         let second = Sepal::join(&first, &model, "demo", &with(&["--block_indices", "4:8"]));
         let spare =
@@ -93,7 +94,14 @@ async fn step(session: &mut Session, number: u32) -> Vec<f32> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_spare_server_fills_a_hole_and_its_sessions_go_on() {
-    let swarm = Swarm::start();
+    for (devices, workers) in SHAPES.into_iter().zip(1..) {
+        fills_a_hole(devices, workers).await;
+    }
+}
+
+/// All servers on `devices`, with so many workers each.
+async fn fills_a_hole(devices: &[&'static str], workers: usize) {
+    let swarm = Swarm::with_spare(devices, &[]);
     let expected_text = swarm.text();
     let calm = Peer::connect(&swarm.first.addr(), "demo").await;
     let peer = Peer::connect(&swarm.spare.addr(), "demo").await;
@@ -105,6 +113,7 @@ async fn a_spare_server_fills_a_hole_and_its_sessions_go_on() {
         number += 1;
     }
     let old = workers_of(&swarm.spare);
+    assert_eq!(old.len(), workers);
     let netd = swarm.spare.netd();
     swarm.second.kill();
     while !swarm.spare.log().contains("span=4:8") {
@@ -114,7 +123,7 @@ async fn a_spare_server_fills_a_hole_and_its_sessions_go_on() {
         tokio::time::sleep(std::time::Duration::from_millis(200)).await;
     }
     // A kill of the worker that was left changes nothing for its session either.
-    kill(old[0], Signal::SIGKILL).unwrap();
+    kill(old[workers - 1], Signal::SIGKILL).unwrap();
     for _ in 0..3 {
         assert_eq!(step(&mut session, number).await, step(&mut undisturbed, number).await);
         number += 1;
@@ -123,7 +132,9 @@ async fn a_spare_server_fills_a_hole_and_its_sessions_go_on() {
     assert_eq!(swarm.text(), expected_text, "the chain is whole again");
     session.close().await;
     swarm.spare.wait_line("previous blocks released", 1);
-    wait_for("the old worker to end", || (workers_of(&swarm.spare).len() == 1).then_some(()));
+    wait_for("the old workers to end", || {
+        (workers_of(&swarm.spare).len() == workers).then_some(())
+    });
     let error = peer.forward(FIRST, noise(&[1, 1, HIDDEN], 1)).await.unwrap_err();
     assert!(error.to_string().contains("does not serve"), "{error}");
     assert_eq!(swarm.spare.terminate().code(), Some(0));
@@ -211,7 +222,7 @@ async fn without_memory_for_both_the_old_blocks_are_left_first_and_no_client_see
         "--session_timeout",
         "8",
     ];
-    let swarm = Swarm::with_spare(&LIMITS);
+    let swarm = Swarm::with_spare(SHAPES[0], &LIMITS);
     let expected_text = swarm.text();
     let mut client = client::swarm::Swarm::join(SwarmConfig {
         initial_peers: vec![swarm.first.addr().parse().unwrap()],

@@ -223,3 +223,88 @@ async fn ranks_on_a_node_have_weights_and_pages_in_its_memory() {
     assert_eq!(sepal.terminate().code(), Some(0));
     assert_eq!(plain.terminate().code(), Some(0));
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_mirror_may_be_asked_for_and_changes_nothing_on_processors() {
+    for mirror in ["on", "off", "auto"] {
+        let fault = ["--kv_mirror", mirror, "--inject_fault", "kill@block:2#3r1"];
+        for devices in session::SHAPES {
+            let sepal = serve(&[devices, &fault[..2]].concat());
+            let expected = run_session(&sepal.addr(), 8, 3).await;
+            assert_eq!(sepal.terminate().code(), Some(0));
+            let sepal = serve(&[devices, &fault].concat());
+            assert!(run_session(&sepal.addr(), 8, 3).await == expected, "{devices:?} {mirror}");
+            let strikes = usize::from(devices.len() > 2);
+            assert_eq!(sepal.log().matches("injecting a fault").count(), strikes);
+            assert_eq!(sepal.terminate().code(), Some(0));
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn adapters_are_cut_with_their_matrices() {
+    const WIDTH: usize = 48;
+    let golden = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    let (model, adapter) = (golden.join("blocks/llama"), golden.join("adapters/llama.all"));
+    let adapter = adapter.to_str().expect("UTF-8 path");
+    let more = ["--torch_dtype", "float32", "--adapters", adapter];
+    let mut outputs = Vec::new();
+    for devices in session::SHAPES {
+        let sepal = Sepal::serve(&model, "golden", &[&more[..], devices].concat());
+        let mut of_shape = Vec::new();
+        for chosen in [None, Some(adapter)] {
+            let peer = Peer::connect(&sepal.addr(), "golden").await.with_adapter(chosen);
+            of_shape.push(peer.forward(0..2, noise(&[2, 9, WIDTH], 1)).await.expect("forward"));
+            let mut session = peer.session(0..2, 16).await;
+            of_shape.push(session.step(noise(&[1, 9, WIDTH], 2), None).await.expect("prefill"));
+            if devices.len() > 2 {
+                kill(rank(&sepal, usize::from(chosen.is_some())), Signal::SIGKILL).unwrap();
+            }
+            of_shape.push(session.step(noise(&[1, 1, WIDTH], 3), None).await.expect("a step"));
+            session.close().await;
+        }
+        assert_ne!(of_shape[0], of_shape[3], "the adapter adds something");
+        outputs.push(of_shape);
+        assert_eq!(sepal.terminate().code(), Some(0));
+    }
+    for (group, single) in outputs[1].iter().zip(&outputs[0]) {
+        assert_close(group, single);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "a measurement"]
+async fn measure_the_time_from_a_death_to_the_next_token() {
+    const KILLS: usize = 25;
+    for devices in session::SHAPES {
+        let sepal = serve(&[devices, &["--max_restarts", "100000"]].concat());
+        let peer = Peer::connect(&sepal.addr(), "demo").await;
+        let size = devices.len() - 1;
+        for index in 0..size {
+            let mut session = peer.session(BLOCKS, 2000).await;
+            session.step(noise(&[1, 21, HIDDEN], 1), None).await.expect("prefill");
+            let mut step = async || {
+                let start = std::time::Instant::now();
+                session.step(noise(&[1, 1, HIDDEN], 2), None).await.expect("a step");
+                start.elapsed()
+            };
+            let (mut calm, mut killed) = (Vec::new(), Vec::new());
+            for _ in 0..KILLS {
+                let victim = session::rank(&sepal, &format!("0.{index}"), size as u64);
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                calm.push(step().await);
+                kill(victim, Signal::SIGKILL).expect("the rank is there");
+                killed.push(step().await);
+            }
+            calm.sort();
+            killed.sort();
+            let (p50, most) = (killed[KILLS / 2], killed[KILLS - 1]);
+            let calm = calm[KILLS / 2];
+            println!(
+                "rank {index} of {size}: {p50:.1?} from the death to the next token (p50), \
+                 {most:.1?} (max of {KILLS}); {calm:.1?} for an undisturbed step (p50)"
+            );
+        }
+        assert_eq!(sepal.terminate().code(), Some(0));
+    }
+}

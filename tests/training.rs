@@ -11,6 +11,7 @@ use client::swarm::{Swarm, SwarmConfig};
 use harness::demo::demo_model;
 use harness::golden::{Golden, close};
 use harness::peer::noise;
+use harness::session::SHAPES;
 use harness::{Dht, Sepal};
 use hivemind::p2p::PeerId;
 use shared::dtype::DType;
@@ -44,8 +45,14 @@ fn prompts(blocks: usize, rows: usize, tokens: usize, width: usize, seed: u32) -
 
 #[tokio::test(flavor = "multi_thread")]
 async fn gradients_through_a_chain_of_two_are_those_of_pytorch() {
+    for devices in SHAPES {
+        gradients_are_those_of_pytorch(devices).await;
+    }
+}
+
+async fn gradients_are_those_of_pytorch(devices: &[&str]) {
     let golden = Golden::of("llama");
-    let more = |span| [&F32[..], &["--block_indices", span]].concat();
+    let more = |span| [&F32[..], devices, &["--block_indices", span]].concat();
     let first = Sepal::serve(&golden.folder, "golden", &more("0:1"));
     let _second = Sepal::join(&first, &golden.folder, "golden", &more("1:2"));
     let mut swarm = join(&first.addr(), "golden", 2).await;
@@ -119,8 +126,14 @@ async fn a_server_that_dies_before_the_backward_pass_is_replaced_and_the_gradien
 /// and is replaced. The same steps on a session that nothing happened to have the same bits.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_session_that_was_rolled_back_and_reordered_goes_on_after_a_failover() {
+    for devices in SHAPES {
+        rolled_back_and_reordered(devices).await;
+    }
+}
+
+async fn rolled_back_and_reordered(devices: &[&str]) {
     const WIDTH: usize = 192;
-    let more = |span| [&F32[..], &["--block_indices", span]].concat();
+    let more = |span| [&F32[..], devices, &["--block_indices", span]].concat();
     let dht = Dht::start();
     let serve = |span| Sepal::join_at(&dht.addr, &demo_model(), "demo", &more(span));
     let [first, second] = ["0:4", "4:8"].map(serve);

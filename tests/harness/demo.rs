@@ -7,9 +7,9 @@ use client::chain::Chain;
 use client::local::LocalModel;
 use client::states::Hidden;
 use client::swarm::{Swarm, SwarmConfig};
+use hivemind::wire::tensor::{WireDtype, dummy_tensor};
 
-use super::peer::Peer;
-use super::session::run_session_with;
+use super::peer::{Peer, fed_back, noise};
 use super::{DEADLINE, Sepal};
 
 /// Width of its hidden states, its blocks, and tokens of the prompt of sessions.
@@ -25,6 +25,29 @@ pub fn demo_model() -> PathBuf {
 /// A session of its own peer, [as here](run_session_with).
 pub async fn run_session(addr: &str, steps: usize, between: impl FnMut(usize)) -> Vec<Vec<f32>> {
     run_session_with(&Peer::connect(addr, "demo").await, 5, steps, between).await
+}
+
+/// A session that feeds its outputs back, so that one wrong bit anywhere changes everything after
+/// it: a prompt of 21 tokens, then decode steps of two rows, every third of which swaps or shares
+/// rows as beam search does. Before each step, `between` may do harm.
+pub async fn run_session_with(
+    peer: &Peer,
+    seed: u32,
+    steps: usize,
+    mut between: impl FnMut(usize),
+) -> Vec<Vec<f32>> {
+    let mut session = peer.session(BLOCKS, (PROMPT + steps) as u32).await;
+    let mut outputs =
+        vec![session.step(noise(&[2, PROMPT, HIDDEN], seed), None).await.expect("prefill")];
+    for step in 0..steps {
+        between(step);
+        let (hidden, order) = fed_back(outputs.last().unwrap(), HIDDEN, step);
+        let none = dummy_tensor(WireDtype::F32);
+        let output = session.step_with(hidden, None, none, order).await;
+        outputs.push(output.expect("a decode step"));
+    }
+    session.close().await;
+    outputs
 }
 
 /// A greedy continuation by transformers.

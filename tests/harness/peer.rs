@@ -19,6 +19,8 @@ pub struct Peer {
     pub p2p: P2p,
     pub server: PeerId,
     prefix: String,
+    /// The LoRA adapter that requests choose.
+    adapter: Option<String>,
     sessions: AtomicU64,
 }
 
@@ -27,6 +29,7 @@ pub struct Session {
     stream: RpcStream,
     uids: String,
     id: String,
+    adapter: Option<String>,
     max_length: u32,
     step: u64,
 }
@@ -47,7 +50,13 @@ impl Peer {
         .await
         .expect("start a peer");
         let server = p2p.connect(addr).await.expect("connect to the server");
-        Peer { p2p, server, prefix: prefix.to_owned(), sessions: AtomicU64::new(0) }
+        let sessions = AtomicU64::new(0);
+        Peer { p2p, server, prefix: prefix.to_owned(), adapter: None, sessions }
+    }
+
+    /// The same, with requests that choose an adapter.
+    pub fn with_adapter(self, adapter: Option<&str>) -> Peer {
+        Peer { adapter: adapter.map(str::to_owned), ..self }
     }
 
     /// Opens a session over `blocks`.
@@ -59,7 +68,8 @@ impl Peer {
             .expect("open a session");
         let number = self.sessions.fetch_add(1, Ordering::Relaxed);
         let id = format!("{}-{number}", self.p2p.peer_id());
-        Session { stream, uids: uid::chain(&self.prefix, blocks), id, max_length, step: 0 }
+        let (uids, adapter) = (uid::chain(&self.prefix, blocks), self.adapter.clone());
+        Session { stream, uids, id, adapter, max_length, step: 0 }
     }
 
     /// A forward request over `blocks`.
@@ -67,7 +77,7 @@ impl Peer {
         let request = ExpertRequest {
             uid: uid::chain(&self.prefix, blocks),
             tensors: vec![hidden, dummy_tensor(WireDtype::F32)],
-            metadata: encode_batch_metadata(None, 2).into(),
+            metadata: encode_batch_metadata(self.adapter.as_deref(), 2).into(),
         };
         let bytes = request.encode_to_vec().into();
         let answer = self.p2p.call_unary(self.server, names::FORWARD, bytes, DEADLINE).await?;
@@ -99,7 +109,7 @@ impl Session {
         let metadata = StepMetadata {
             session_id: &self.id,
             step_id: &step_id,
-            open: (self.step == 0).then_some((self.max_length, None)),
+            open: (self.step == 0).then_some((self.max_length, self.adapter.as_deref())),
             next_servers: &[],
             start_from_position: position,
             wants_times: false,

@@ -8,7 +8,8 @@
 //! bounded by the piece, the sums and the pages, whatever the length. Gradients are f32 throughout.
 //!
 //! A rank of a group takes the gradient through its shard. What it has of a gradient that enters
-//! q/k/v, or gate and up, and their adapters, is a summand: the ranks sum each half at its end.
+//! q/k/v, or gate and up, and their adapters, is a summand: the ranks sum each half at its end, and both halves
+//! of a parallel block at once.
 //!
 //! ```text
 //! Sequential  h = x + A(n(x)), y = h + M(m(h))          dh = g + m'(M'(g)),             dx = dh + n'(A'(dh))
@@ -175,9 +176,9 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
         })
     }
 
-    /// Sums what the ranks have of a gradient of the hidden states.
-    fn sum(&mut self, x: &mut B::Floats) -> Result<(), OpError> {
-        self.pass.backend.all_reduce(&mut [x], self.pass.tokens * self.pass.spec.hidden)
+    /// Sums what the ranks have of gradients of the hidden states, in one exchange.
+    fn sum(&mut self, parts: &mut [&mut B::Floats]) -> Result<(), OpError> {
+        self.pass.backend.all_reduce(parts, self.pass.tokens * self.pass.spec.hidden)
     }
 
     fn add(&mut self, x: &mut B::Floats, y: &B::Floats) -> Result<(), OpError> {

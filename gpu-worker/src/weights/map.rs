@@ -71,7 +71,7 @@ pub enum MapError {
 pub enum Keep {
     /// In the page cache, as far as they lie there in one piece.
     Mapped,
-    /// In memory of this process, which is of its NUMA node if it [stays](crate::node::stay_on) there.
+    /// In memory of this process, taken from its NUMA node.
     Copied,
 }
 

@@ -110,7 +110,7 @@ mod tests {
             });
             while !asking.is_finished() {
                 let board = server.segments.board.view();
-                let held = |worker| {
+                let held = |worker: WorkerId| {
                     server.held.iter().find(|(of, _)| *of == worker).map(|(_, held)| *held)
                 };
                 server.socket.answer(|| InstanceReport::of(board.snapshot(), held));

@@ -43,8 +43,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
         }
         self.rotate_back(heads, work)?;
         self.norm_heads(fed, heads, work)?;
-        self.project(work, out)?;
-        self.sum(out)
+        self.project(work, out)
     }
 
     /// Rows of the sums that are the tokens of this piece.

@@ -3,8 +3,8 @@
 use super::*;
 
 impl<B: Backend> Backward<'_, '_, '_, B> {
-    /// Gradient of the MLP: `grad` of its output, `out` of its input `fed`. What its activation
-    /// takes is `given`, or computed of `fed` into `of`.
+    /// Gradient of the MLP: `grad` of its output, `out` what this rank has of that of its input `fed`;
+    /// of a mixture all. What its activation takes is `given`, or computed of `fed` into `of`.
     pub(super) fn mlp(
         &mut self,
         fed: &B::Floats,
@@ -27,8 +27,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
                 self.linear(grad, &mlp.down, tokens, &mut work.grad)?;
                 self.gated_input(mlp, tokens, [&mut *gate, up], &work.grad, &mut work.part)?;
                 self.linear(gate, &mlp.gate, tokens, out)?;
-                self.add(out, &work.part)?;
-                self.sum(out)
+                self.add(out, &work.part)
             }
             MlpWeights::Plain { activation, up, down } => {
                 let [given, _] = given;
@@ -46,8 +45,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
                     len: tokens * self.pass.spec.mlp.intermediate(),
                     kind: *activation,
                 })?;
-                self.linear(&work.grad, up, tokens, out)?;
-                self.sum(out)
+                self.linear(&work.grad, up, tokens, out)
             }
             MlpWeights::Experts { router, chosen, experts, together, adapters } => {
                 self.pass.linear(fed, router, tokens, &mut work.logits)?;
@@ -74,7 +72,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
                     round: weights.dtype,
                 })?;
                 // The router is whole on every rank.
-                self.sum(out)?;
+                self.sum(&mut [&mut *out])?;
                 self.linear(&work.logits, router, tokens, &mut work.part)?;
                 self.add(out, &work.part)
             }

@@ -85,9 +85,19 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
         let given = [piece.saved.gate.take(), piece.saved.up.take()];
         let work = (&mut *piece.forward_middle, &mut *piece.middle);
         self.mlp(fed, gradient, given, work, piece.aside)?;
-        self.attention_branch(&mut piece, gradient, false, pages)?;
+        self.attention_part(&mut piece, gradient, false, pages)?;
+        match mlp_norm {
+            _ if !self.mlp_is_part() => self.sum(&mut [&mut *piece.branch])?,
+            Some(_) => self.sum(&mut [&mut *piece.branch, &mut *piece.aside])?,
+            // Both go through one norm, so that their sum crosses.
+            None => {
+                self.add(piece.branch, piece.aside)?;
+                self.sum(&mut [&mut *piece.branch])?;
+            }
+        }
         match mlp_norm {
             Some(norm) => self.norm(piece.before, norm, piece.aside)?,
+            None if self.mlp_is_part() => {}
             None => self.add(piece.branch, piece.aside)?,
         }
         self.norm(piece.before, &weights.attention_norm, piece.branch)?;
@@ -125,12 +135,34 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
     fn mlp_branch(&mut self, piece: &mut Piece<'_, B>, grad: &B::Floats) -> Result<(), OpError> {
         let given = [piece.saved.gate.take(), piece.saved.up.take()];
         let work = (&mut *piece.forward_middle, &mut *piece.middle);
-        self.mlp(piece.fed, grad, given, work, piece.branch)
+        self.mlp(piece.fed, grad, given, work, piece.branch)?;
+        match self.mlp_is_part() {
+            true => self.sum(&mut [&mut *piece.branch]),
+            false => Ok(()),
+        }
+    }
+
+    /// Whether the gradient of the MLP's input is what one rank has of it. Of a mixture it is whole, as
+    /// its router is.
+    fn mlp_is_part(&self) -> bool {
+        !matches!(self.pass.weights.mlp, MlpWeights::Experts { .. })
     }
 
     /// Gradient of attention's input, into `branch`. `is_attended`: attention was recomputed, and
     /// its output is at hand.
     fn attention_branch(
+        &mut self,
+        piece: &mut Piece<'_, B>,
+        grad: &B::Floats,
+        is_attended: bool,
+        pages: &mut B::Pages<'_>,
+    ) -> Result<(), OpError> {
+        self.attention_part(piece, grad, is_attended, pages)?;
+        self.sum(&mut [&mut *piece.branch])
+    }
+
+    /// What this rank has of it.
+    fn attention_part(
         &mut self,
         piece: &mut Piece<'_, B>,
         grad: &B::Floats,
