@@ -5,8 +5,9 @@ mod harness;
 
 use std::time::Duration;
 
+use harness::demo::{BLOCKS, HIDDEN};
 use harness::peer::{Peer, Session, noise};
-use harness::session::{BLOCKS, HIDDEN, run_session, serve};
+use harness::session::{run_session, serve};
 use harness::wait_for;
 use nix::sys::signal::{Signal, kill};
 

@@ -7,8 +7,9 @@ mod harness;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
+use harness::demo::HIDDEN;
 use harness::peer::{Peer, noise};
-use harness::session::{HIDDEN, assert_close, rank, serve};
+use harness::session::{assert_close, rank, serve};
 use harness::{Sepal, wait_for};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;

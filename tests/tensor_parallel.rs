@@ -5,9 +5,9 @@ mod harness;
 
 use std::time::Duration;
 
-use harness::demo::{Golden, demo_model, golden};
+use harness::demo::{BLOCKS, Golden, HIDDEN, demo_model, golden};
 use harness::peer::{Peer, noise};
-use harness::session::{BLOCKS, HIDDEN, assert_close, serve};
+use harness::session::{assert_close, serve};
 use harness::{Sepal, alive, generate, rank, session, wait_for};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;

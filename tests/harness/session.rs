@@ -2,7 +2,6 @@
 
 use nix::unistd::Pid;
 
-pub use super::demo::{BLOCKS, HIDDEN, PROMPT};
 use super::demo::{demo_model, run_session_with};
 use super::peer::Peer;
 use super::{Sepal, wait_for};
