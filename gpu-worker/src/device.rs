@@ -88,11 +88,12 @@ pub trait DeviceBackend: Backend + Sized {
     /// How large units of blocks of this spec may be.
     fn unit_limits(&self, spec: &BlockSpec) -> UnitLimits;
 
-    /// Waits until all operations that were enqueued are done.
+    /// Waits until all operations that were enqueued are done. What they appended to `cache` outlives
+    /// the worker then, if anything does.
     ///
     /// # Errors
     /// The device's.
-    fn synchronize(&mut self) -> Result<(), OpError>;
+    fn synchronize(&mut self, cache: &mut Self::Cache) -> Result<(), OpError>;
 
     /// Makes an arena ready for transfers.
     fn open_arena(&mut self, arena: &Arc<ArenaMap>) -> Self::Arena;

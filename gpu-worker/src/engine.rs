@@ -267,7 +267,7 @@ impl<'w, B: DeviceBackend> Engine<'w, B> {
     /// # Errors
     /// The device's.
     pub fn synchronize(&mut self) -> Result<(), EngineError> {
-        Ok(self.backend.synchronize()?)
+        Ok(self.backend.synchronize(&mut self.cache)?)
     }
 }
 

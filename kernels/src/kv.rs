@@ -31,9 +31,14 @@ impl PageLayout {
         self.head_dim * self.dtype.size_bytes()
     }
 
+    /// Bytes of the keys and values of one position: what a token adds to one block.
+    pub fn slot_bytes(&self) -> usize {
+        self.kv_heads * 2 * self.vector_bytes()
+    }
+
     /// Bytes of one page of one block.
     pub fn page_bytes(&self) -> usize {
-        self.kv_heads * 2 * PAGE_TOKENS * self.vector_bytes()
+        PAGE_TOKENS * self.slot_bytes()
     }
 }
 
@@ -109,6 +114,14 @@ impl<'a> KvPages<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Puts the keys and values of one position, `[kv_heads, 2, head_dim]`, in a slot of a page.
+    pub(crate) fn write(&mut self, page: usize, slot: usize, vectors: &[u8]) {
+        let vector = self.layout.vector_bytes().max(1);
+        for (index, from) in vectors.chunks_exact(vector).enumerate() {
+            self.slot_mut(page, index / 2, index % 2, slot).copy_from_slice(from);
+        }
     }
 
     /// Keys of one head in one page: `[PAGE_TOKENS, head_dim]`.

@@ -62,6 +62,7 @@ pub fn work_bytes(spec: &BlockSpec, unit_tokens: [usize; 2], scratch_bytes: u64)
     let floats = (forward + spec.hidden) * forward_rows
         + (forward + back_width(spec)) * back_rows
         + gradients
+        + 2 * spec.kv_heads * spec.head_dim * forward_rows.max(BATCH_TOKENS)
         + (forward + 2 * spec.hidden) * MAX_STEP_TOKENS;
     let kinds = [JobKind::Forward, JobKind::Backward];
     let resident: usize = kinds.iter().map(|&kind| resident_bytes(spec, kind)).sum();

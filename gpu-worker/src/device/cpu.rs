@@ -50,7 +50,7 @@ impl DeviceBackend for Cpu {
         UnitLimits { times: UnitTimes::PROCESSOR, tokens: [usize::MAX; 2] }
     }
 
-    fn synchronize(&mut self) -> Result<(), OpError> {
+    fn synchronize(&mut self, _cache: &mut HostCache) -> Result<(), OpError> {
         // Operations of the processor return when they are done.
         Ok(())
     }

@@ -47,8 +47,8 @@ impl<G: Gpu> DeviceBackend for Cuda<G> {
         UnitLimits { times, tokens: unit_tokens(spec) }
     }
 
-    fn synchronize(&mut self) -> Result<(), OpError> {
-        self.wait()
+    fn synchronize(&mut self, cache: &mut cuda::Cache<G>) -> Result<(), OpError> {
+        cache.settle(self)
     }
 
     fn open_arena(&mut self, arena: &Arc<ArenaMap>) -> CudaArena<G> {
@@ -65,7 +65,11 @@ impl<G: Gpu> DeviceBackend for Cuda<G> {
         segment: Option<KvMap>,
     ) -> Result<cuda::Cache<G>, OpError> {
         let KvShape { layout, blocks, pages } = shape;
-        cuda::Cache::open(self, layout, blocks, pages, segment)
+        let cache = cuda::Cache::open(self, layout, blocks, pages, segment)?;
+        if let Some(failure) = cache.slow_mirror() {
+            warn!(%failure, "device cannot write host memory, mirroring the KV cache more slowly");
+        }
+        Ok(cache)
     }
 
     fn cached<'c>(

@@ -56,6 +56,7 @@ impl<G: Gpu> Engine<'_, Cuda<G>> {
         self.passes.reserve(cuda, spec, back, largest_rank)?;
         self.work.grow(cuda, spec, forward, largest_rank);
         self.steps.reserve(cuda, BATCH_TOKENS * spec.hidden);
+        self.cache.reserve(cuda, forward.max(BATCH_TOKENS))?;
         let positions = self.kv_shape.pages * PAGE_TOKENS;
         let scratch = scratch_bytes(&spec.dimensions(), [forward, back], positions);
         // All at once, given back to the pool when all are there. The first is where units work on

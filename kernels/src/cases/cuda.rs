@@ -5,11 +5,11 @@ use crate::cuda::ops::wgmma::{Args, COLUMNS, launch};
 use crate::cuda::ops::{attention_grad, linear_grad, quantize, route};
 use crate::cuda::{Buffer, Cuda, Floats, Gpu, Matrix, Pages};
 
-/// Pages and their mirror.
+/// Pages, and an outbox that has a slot for as many tokens as they have.
 #[derive(Debug)]
 pub struct PageMemory<G: Gpu> {
     pages: Buffer<G>,
-    mirror: Buffer<G>,
+    outbox: Buffer<G>,
     bytes: usize,
 }
 
@@ -39,21 +39,28 @@ impl<G: Gpu> Subject for Cuda<G> {
         for buffer in &mut both {
             self.upload(&words, buffer)?;
         }
-        let [pages, mirror] = both;
-        Ok(PageMemory { pages, mirror, bytes: bytes.len() })
+        let [pages, outbox] = both;
+        Ok(PageMemory { pages, outbox, bytes: bytes.len() })
     }
 
     fn pages<'p>(memory: &'p mut PageMemory<G>, layout: PageLayout) -> Pages<'p> {
-        Pages::over(layout, &memory.pages, Some(&memory.mirror), memory.bytes)
+        Pages::over(layout, &memory.pages, &memory.outbox, memory.bytes)
     }
 
-    fn page_bytes(&mut self, memory: &PageMemory<G>) -> Result<[Vec<u8>; 2], OpError> {
+    fn page_bytes(
+        &mut self,
+        memory: &PageMemory<G>,
+        layout: PageLayout,
+        rows: &[StepRow<'_>],
+    ) -> Result<[Vec<u8>; 2], OpError> {
         let mut read = |from: &Buffer<G>| -> Result<Vec<u8>, OpError> {
             let mut words = vec![0.0; memory.bytes / 4];
             self.download(from, &mut words)?;
             Ok(words.iter().flat_map(|v| v.to_le_bytes()).collect())
         };
-        Ok([read(&memory.pages)?, read(&memory.mirror)?])
+        let (pages, mut appended) = (read(&memory.pages)?, read(&memory.outbox)?);
+        appended.truncate(total_tokens(rows) * layout.slot_bytes());
+        Ok([pages, appended])
     }
 
     fn route(&mut self, args: Route<'_, Floats>) -> Result<(), OpError> {

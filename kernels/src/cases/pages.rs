@@ -244,7 +244,7 @@ impl Batch {
     }
 }
 
-/// The bytes of pages and of their mirror as numbers.
+/// The bytes of pages, and of what was appended, as numbers.
 fn numbers(bytes: [Vec<u8>; 2]) -> Vec<Vec<f32>> {
     bytes.map(|bytes| bytes.into_iter().map(f32::from).collect()).into()
 }
@@ -292,7 +292,7 @@ impl Case for KvAppendCase {
         if batch.is_measured {
             return Ok(Vec::new());
         }
-        let bytes = bench.device.page_bytes(&memory);
+        let bytes = bench.device.page_bytes(&memory, batch.layout, &rows);
         Ok(numbers(bench.op(bytes)?))
     }
 }
@@ -334,7 +334,7 @@ impl Case for RopeAppendCase {
                 device.rope_append(RopeAppend { q, k, v, table, rows, group, pages })
             })?;
         }
-        let bytes = bench.device.page_bytes(&memory);
+        let bytes = bench.device.page_bytes(&memory, batch.layout, &rows);
         let mut all = numbers(bench.op(bytes)?);
         all.push(bench.take(&q, len * group)?);
         Ok(all)

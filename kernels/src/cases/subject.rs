@@ -39,8 +39,14 @@ pub trait Subject: Backend {
     fn page_memory(&mut self, bytes: &[u8]) -> Result<Self::PageMemory, OpError>;
     /// The pages in `memory`.
     fn pages<'p>(memory: &'p mut Self::PageMemory, layout: PageLayout) -> Self::Pages<'p>;
-    /// The bytes of the pages and of their mirror; where there is none, of the pages twice.
-    fn page_bytes(&mut self, memory: &Self::PageMemory) -> Result<[Vec<u8>; 2], OpError>;
+    /// The bytes of the pages, and the keys and values that were appended for `rows`: of each token
+    /// `[kv_heads, 2, head_dim]`.
+    fn page_bytes(
+        &mut self,
+        memory: &Self::PageMemory,
+        layout: PageLayout,
+        rows: &[StepRow<'_>],
+    ) -> Result<[Vec<u8>; 2], OpError>;
 
     /// The router alone, which is part of [`Backend::mixture`].
     fn route(&mut self, args: Route<'_, Self::Floats>) -> Result<(), OpError>;
@@ -84,8 +90,24 @@ macro_rules! host_memory {
             KvPages::new(layout, memory)
         }
 
-        fn page_bytes(&mut self, memory: &Vec<u8>) -> Result<[Vec<u8>; 2], OpError> {
-            Ok([memory.clone(), memory.clone()])
+        fn page_bytes(
+            &mut self,
+            memory: &Vec<u8>,
+            layout: PageLayout,
+            rows: &[StepRow<'_>],
+        ) -> Result<[Vec<u8>; 2], OpError> {
+            let (mut bytes, mut appended) = (memory.clone(), Vec::new());
+            let mut pages = KvPages::new(layout, &mut bytes);
+            for row in rows {
+                for position in row.prefix..row.prefix + row.tokens {
+                    let (page, slot) = row.locate(position);
+                    for vector in 0..2 * layout.kv_heads {
+                        let vector = pages.slot_mut(page, vector / 2, vector % 2, slot);
+                        appended.extend_from_slice(vector);
+                    }
+                }
+            }
+            Ok([memory.clone(), appended])
         }
 
         fn route(&mut self, args: Route<'_, [f32]>) -> Result<(), OpError> {

@@ -2,7 +2,7 @@
 //! `common.cuh`.
 //!
 //! ```text
-//! 0 rows   1 tokens   2 at of token_row   3 of token_position   4 of row_prefix   5 of row_table   6 of pages   7 of row_start
+//! 0 rows   1 tokens   2 at of token_row   3 of token_position   4 of row_prefix   5 of row_table   6 of pages   7 of row_start   8 first_slot
 //! token_row [tokens]   token_position [tokens]   row_prefix [rows]   row_table [rows]   pages   row_start [rows + 1]   token_tile [tokens]
 //! ```
 
@@ -10,7 +10,7 @@ use crate::kv::{PAGE_TOKENS, StepRow, total_tokens};
 use crate::ops::OpError;
 
 /// Words before the arrays.
-const HEADER: usize = 8;
+const HEADER: usize = 9;
 
 /// Positions of a tile of `attention_decode.cu`; `token_tile` counts tiles of its workspace.
 pub(super) const TILE_TOKENS: usize = crate::sizes::attention_decode::TILE_KEYS;
@@ -29,12 +29,17 @@ pub(super) fn tiles(rows: &[StepRow<'_>]) -> usize {
     rows.iter().map(of).sum()
 }
 
-/// Writes the words of `rows` into `words`. Only the pages that positions need are listed.
+/// Writes the words of `rows` into `words`, for a unit that begins with the block `first` of its
+/// span. Only the pages that positions need are listed.
 ///
 /// # Errors
 /// When a number does not fit a word; rows that name pages they do not have are the caller's to
 /// refuse.
-pub(super) fn write(rows: &[StepRow<'_>], words: &mut Vec<u32>) -> Result<(), OpError> {
+pub(super) fn write(
+    rows: &[StepRow<'_>],
+    first: usize,
+    words: &mut Vec<u32>,
+) -> Result<(), OpError> {
     let tokens = total_tokens(rows);
     let arrays = [tokens, tokens, rows.len(), rows.len()];
     words.clear();
@@ -46,6 +51,7 @@ pub(super) fn write(rows: &[StepRow<'_>], words: &mut Vec<u32>) -> Result<(), Op
     }
     let pages: usize = rows.iter().map(used).sum();
     words.extend([word(at)?, word(at.saturating_add(pages))?]);
+    words.push(word(first.saturating_mul(tokens))?);
     for (index, row) in rows.iter().enumerate() {
         words.extend(std::iter::repeat_n(word(index)?, row.tokens));
     }
@@ -103,8 +109,9 @@ mod tests {
             StepRow { tokens: 1, prefix: 0, pages: &second },
         ];
         let mut words = vec![1];
-        write(&rows, &mut words).unwrap();
+        write(&rows, 5, &mut words).unwrap();
         assert_eq!(words[..2], [2, 3]);
+        assert_eq!(words[8], 5 * 3);
         let array = |n: usize, len: usize| &words[words[2 + n] as usize..][..len];
         assert_eq!(array(0, 3), [0, 0, 1]);
         assert_eq!(array(1, 3), [15, 16, 0]);

@@ -2,23 +2,25 @@
 //! worker.
 //!
 //! ```text
-//! append    the kernel writes keys and values to the page and, over the bus, to the same offset of the mirror
-//! answer    is given after a download, which waits for the kernels: what a client was told is in the mirror
+//! append    the kernel writes keys and values to the page, and to the outbox of the mirror
+//! answer    is given after `settle`, which copies what was appended: what a client was told is in the mirror
 //! restart   nothing is on the device; a page is copied from the mirror when a row first reads it
 //! ```
-//! The mirror holds at any time what the pages hold, so that copying a page from it once more
+//! After `settle` the mirror holds what the pages hold, so that copying a page from it once more
 //! changes nothing. Without a mirror nothing is written to the host, and what the pages held ends
 //! with the worker: whoever submits jobs must then never name what an earlier one wrote.
 
 use shared::ids::PageId;
 use shared::shm::kv::KvMap;
 
-use super::address::Address;
-use super::gpu::Gpu;
+use super::gpu::{Gpu, GpuError};
 use super::memory::Memory;
 use super::{Cuda, Pages};
-use crate::kv::{KvPages, PAGE_TOKENS, PageLayout, StepRow, check_rows};
+use crate::kv::{PAGE_TOKENS, PageLayout, StepRow, check_rows};
 use crate::ops::OpError;
+use mirror::Mirror;
+
+mod mirror;
 
 /// Pages of all blocks of a span.
 #[derive(Debug)]
@@ -28,43 +30,9 @@ pub struct Cache<G: Gpu> {
     pages: usize,
     /// `[blocks, pages]` pages.
     memory: Memory<G>,
-    mirror: Option<Mirror>,
+    mirror: Option<Mirror<G>>,
     /// Which pages the device holds, `[blocks, pages]`.
     ready: Vec<bool>,
-}
-
-/// Pages in host memory, shaped as those on the device.
-#[derive(Debug)]
-struct Mirror {
-    /// Registered with the device, which `cuda` keeps open longer than this lives.
-    segment: KvMap,
-    /// Where the device finds it.
-    address: Address,
-}
-
-impl Mirror {
-    /// Makes `bytes` bytes of the segment writable for the device.
-    fn open<G: Gpu>(
-        cuda: &mut Cuda<G>,
-        mut segment: KvMap,
-        bytes: usize,
-    ) -> Result<Mirror, OpError> {
-        let found = segment.len_bytes();
-        if found < bytes {
-            return Err(OpError::Short {
-                op: "kv cache",
-                what: "the segment",
-                has: found,
-                needs: bytes,
-            });
-        }
-        let start = segment.values_mut::<u8>().as_mut_ptr();
-        // SAFETY: the mapping lives in `segment`, which is dropped by the end of the process or
-        // after the device is idle (see Drop); references into it are made only while
-        // nothing is enqueued.
-        let address = unsafe { cuda.register(start, bytes) }?;
-        Ok(Mirror { segment, address })
-    }
 }
 
 impl<G: Gpu> Cache<G> {
@@ -72,7 +40,7 @@ impl<G: Gpu> Cache<G> {
     /// when there is one, which is as large at least.
     ///
     /// # Errors
-    /// When the segment is smaller, or the device has no memory or cannot reach the segment.
+    /// When the segment is smaller, or the device has no memory.
     pub fn open(
         cuda: &mut Cuda<G>,
         layout: PageLayout,
@@ -83,7 +51,7 @@ impl<G: Gpu> Cache<G> {
         let count = blocks.saturating_mul(pages);
         let bytes = count.saturating_mul(layout.page_bytes());
         let memory = cuda.reserve(bytes)?;
-        let mirror = segment.map(|segment| Mirror::open(cuda, segment, bytes));
+        let mirror = segment.map(|segment| Mirror::open(cuda, layout, [blocks, pages], segment));
         Ok(Cache {
             layout,
             blocks,
@@ -92,6 +60,31 @@ impl<G: Gpu> Cache<G> {
             mirror: mirror.transpose()?,
             ready: vec![false; count],
         })
+    }
+
+    /// Takes the memory of units of `tokens` tokens of a block that are no recorded steps.
+    ///
+    /// # Errors
+    /// When the device has none.
+    pub fn reserve(&mut self, cuda: &mut Cuda<G>, tokens: usize) -> Result<(), OpError> {
+        self.mirror.as_mut().map_or(Ok(()), |mirror| mirror.reserve(cuda, tokens))
+    }
+
+    /// Why mirroring is slower than it could be, if it is: the host does not let the device write
+    /// its memory.
+    pub fn slow_mirror(&self) -> Option<&GpuError> {
+        self.mirror.as_ref().and_then(Mirror::is_slow)
+    }
+
+    /// Waits for all that was enqueued. What it appended is in the mirror then.
+    ///
+    /// # Errors
+    /// When the device fails or failed.
+    pub fn settle(&mut self, cuda: &mut Cuda<G>) -> Result<(), OpError> {
+        match &mut self.mirror {
+            None => cuda.wait(),
+            Some(mirror) => mirror.deliver(cuda),
+        }
     }
 
     /// Pages of the block at `index`, those of the prefixes of `rows` on the device.
@@ -119,10 +112,10 @@ impl<G: Gpu> Cache<G> {
         }
         let bytes = self.pages * self.layout.page_bytes();
         let pages = Pages::new(self.layout, &mut self.memory, index * bytes, bytes);
-        Ok(match &self.mirror {
+        Ok(match &mut self.mirror {
             None => pages,
-            // SAFETY: the mirror is registered and shaped as the pages.
-            Some(mirror) => unsafe { pages.mirrored(mirror.address.offset(index * bytes)) },
+            // SAFETY: the outlet has a slot for each token of `rows`, and lives as long as `self`.
+            Some(mirror) => unsafe { pages.with_outlet(mirror.outlet(cuda, index, rows)?) },
         })
     }
 
@@ -141,12 +134,8 @@ impl<G: Gpu> Cache<G> {
         let Some(mirror) = &mut self.mirror else {
             return self.copy_on_device(cuda, index, copies);
         };
-        // The device writes the mirror too; from here on it has nothing to write.
-        cuda.wait()?;
-        let bytes = self.pages * self.layout.page_bytes();
-        let block = mirror.segment.values_mut::<u8>();
-        let block = block.get_mut(index * bytes..(index + 1) * bytes);
-        let mut pages = KvPages::new(self.layout, block.unwrap_or_default());
+        mirror.deliver(cuda)?;
+        let mut pages = mirror.block(index);
         for &(source, destination, tokens) in copies {
             pages.copy(source, destination, tokens)?;
             // Read from the mirror when it is next needed.
@@ -184,9 +173,8 @@ impl<G: Gpu> Cache<G> {
         let Some(mirror) = &self.mirror else {
             return Ok(());
         };
-        cuda.wait()?;
-        let page = mirror.segment.page::<u8>(self.layout.page_bytes(), entry).unwrap_or_default();
-        cuda.upload_bytes(page, &mut self.memory, entry * self.layout.page_bytes())
+        let at = entry * self.layout.page_bytes();
+        cuda.upload_bytes(mirror.page(entry), &mut self.memory, at)
     }
 
     fn check_block(&self, index: usize) -> Result<(), OpError> {
@@ -219,14 +207,13 @@ mod tests {
         kv_append::launch(cuda, args).unwrap();
     }
 
-    fn page(cache: &Cache<Emu>, cuda: &mut Cuda<Emu>, entry: usize) -> (Vec<u8>, Vec<u8>) {
+    fn page(cache: &mut Cache<Emu>, cuda: &mut Cuda<Emu>, entry: usize) -> (Vec<u8>, Vec<u8>) {
+        cache.settle(cuda).unwrap();
         let bytes = LAYOUT.page_bytes();
         let mut device = vec![0; bytes];
         let at = entry * bytes;
         cuda.download_bytes(&cache.memory, at, &mut device).unwrap();
-        let mirror =
-            cache.mirror.as_ref().unwrap().segment.page::<u8>(bytes, entry).unwrap().to_vec();
-        (device, mirror)
+        (device, cache.mirror.as_ref().unwrap().page(entry).to_vec())
     }
 
     #[test]
@@ -239,7 +226,7 @@ mod tests {
         let map = || KvMap::map(&segment).unwrap();
         let mut cache = Cache::open(&mut cuda, LAYOUT, 2, 4, Some(map())).unwrap();
         append(&mut cuda, &mut cache, row(0, 17), 1.5);
-        let before = page(&cache, &mut cuda, 4 + 3);
+        let before = page(&mut cache, &mut cuda, 4 + 3);
         assert_eq!(before.0, before.1);
         // The second page, of which one token was written.
         cache.copy(&mut cuda, 1, &[(PageId(0), PageId(2), 1)]).unwrap();
@@ -247,14 +234,14 @@ mod tests {
         // The next worker: nothing on the device until a row reads it.
         let mut cuda = Cuda::new(Emu::new(1));
         let mut cache = Cache::open(&mut cuda, LAYOUT, 2, 4, Some(map())).unwrap();
-        assert_ne!(page(&cache, &mut cuda, 4 + 3).0, before.0);
+        assert_ne!(page(&mut cache, &mut cuda, 4 + 3).0, before.0);
         append(&mut cuda, &mut cache, row(17, 1), 2.5);
-        assert_eq!(page(&cache, &mut cuda, 4 + 3), before);
-        let (device, mirror) = page(&cache, &mut cuda, 4);
+        assert_eq!(page(&mut cache, &mut cuda, 4 + 3), before);
+        let (device, mirror) = page(&mut cache, &mut cuda, 4);
         let token = LAYOUT.vector_bytes();
         assert_eq!(device[..2 * token], mirror[..2 * token]);
         assert_eq!(device[token..token + 4], 2.5f32.to_le_bytes());
-        let copied = page(&cache, &mut cuda, 4 + 2).1;
+        let copied = page(&mut cache, &mut cuda, 4 + 2).1;
         assert_eq!(copied[..token], device[..token]);
         assert!(cache.block(&mut cuda, 2, &[]).is_err());
     }

@@ -306,17 +306,6 @@ impl<G: Gpu> Cuda<G> {
         self.check_group()
     }
 
-    /// [`Gpu::register`].
-    ///
-    /// # Safety
-    /// That of [`Gpu::register`].
-    unsafe fn register(&mut self, start: *mut u8, bytes: usize) -> Result<Address, OpError> {
-        self.health()?;
-        // SAFETY: the caller's.
-        let done = unsafe { self.gpu.register(start, bytes) };
-        self.noted(done)
-    }
-
     /// Words of the host on the device, for one operation, as [`scratch`](Self::scratch).
     ///
     /// # Errors
@@ -373,7 +362,7 @@ impl<G: Gpu> Cuda<G> {
             return Ok(fixed.batch());
         }
         let mut words = std::mem::take(&mut self.words);
-        batch::write(rows, &mut words)?;
+        batch::write(rows, 0, &mut words)?;
         if let Some((kept, memory)) = &mut self.batch
             && *kept == words
         {

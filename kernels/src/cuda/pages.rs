@@ -9,13 +9,24 @@ use super::memory::Memory;
 use crate::kv::PageLayout;
 use crate::ops::PagePool;
 
+/// Where kernels put a second copy of what they append (`outbox.cuh`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Outlet {
+    /// The outbox; [`Address`] 0 when there is none.
+    pub address: Address,
+    /// The block of the span, where the step says which one its unit begins with; else 0.
+    pub block: usize,
+}
+
+const NO_OUTLET: Outlet = Outlet { address: Address(0), block: 0 };
+
 /// All pages of one block, borrowed from the memory of the pool.
 #[derive(Debug)]
 pub struct Pages<'k> {
     layout: PageLayout,
     pages: usize,
     address: Address,
-    mirror: Option<Address>,
+    outlet: Outlet,
     lent: PhantomData<&'k mut ()>,
 }
 
@@ -36,40 +47,39 @@ impl<'k> Pages<'k> {
             layout,
             pages: bytes / layout.page_bytes().max(1),
             address: memory.address().offset(start),
-            mirror: None,
+            outlet: NO_OUTLET,
             lent: PhantomData,
         }
     }
 
-    /// Pages over the first `bytes` bytes of a buffer, mirrored in those of another.
+    /// Pages over the first `bytes` bytes of a buffer. What is appended goes to `outbox` too, which
+    /// has a slot for each token.
     ///
     /// # Panics
-    /// When one is shorter.
+    /// When the buffer is shorter.
     pub(crate) fn over(
         layout: PageLayout,
         memory: &'k Floats,
-        mirror: Option<&'k Floats>,
+        outbox: &'k Floats,
         bytes: usize,
     ) -> Self {
-        for memory in mirror.into_iter().chain([memory]) {
-            assert!(bytes <= memory.len() * 4, "pages beyond their memory");
-        }
+        assert!(bytes <= memory.len() * 4, "pages beyond their memory");
         Pages {
             layout,
             pages: bytes / layout.page_bytes().max(1),
             address: memory.address(),
-            mirror: mirror.map(Floats::address),
+            outlet: Outlet { address: outbox.address(), block: 0 },
             lent: PhantomData,
         }
     }
 
-    /// Writes go to `mirror` too: host memory that the device can write, as long as these pages.
+    /// What is appended goes to `outlet` too.
     ///
     /// # Safety
-    /// It is registered with the device, and stays so while these pages are used.
+    /// It has a slot for each token that is appended, and lives while these pages are used.
     #[must_use]
-    pub unsafe fn mirrored(mut self, mirror: Address) -> Self {
-        self.mirror = Some(mirror);
+    pub(super) unsafe fn with_outlet(mut self, outlet: Outlet) -> Self {
+        self.outlet = outlet;
         self
     }
 
@@ -78,9 +88,9 @@ impl<'k> Pages<'k> {
         self.address
     }
 
-    /// Where page 0 of the mirror begins; [`Address`] 0 when there is none.
-    pub fn mirror(&self) -> Address {
-        self.mirror.unwrap_or(Address(0))
+    /// Where what is appended goes too.
+    pub fn outlet(&self) -> Outlet {
+        self.outlet
     }
 }
 

@@ -17,6 +17,7 @@ use shared::model::MAX_STEP_TOKENS;
 use super::address::Address;
 use super::gpu::Gpu;
 use super::memory::{Memory, Pool};
+use super::pages::Outlet;
 use super::{Cuda, Pages, Recording, batch, bytes_of};
 use crate::kv::{PAGE_TOKENS, StepRow, total_tokens};
 use crate::ops::OpError;
@@ -37,6 +38,8 @@ pub(super) struct Fixed<G: Gpu> {
     pub(super) workspace: Memory<G>,
     /// Whether operations read the step from here.
     on: bool,
+    /// The block of the span that the unit begins with.
+    pub(super) first: usize,
 }
 
 /// Launches that were recorded.
@@ -44,7 +47,7 @@ pub(super) struct Fixed<G: Gpu> {
 pub struct Recorded<G: Gpu> {
     graph: G::Graph,
     launches: u64,
-    pages: (Address, Address),
+    pages: (Address, Outlet),
     pool: Arc<Pool<G>>,
 }
 
@@ -78,12 +81,13 @@ impl<G: Gpu> Cuda<G> {
         let tiles = pages.div_ceil(batch::TILE_TOKENS / PAGE_TOKENS) + 2 * MAX_STEP_TOKENS;
         let tiles = tiles.min(CUDA_STEP_WORKSPACE_BYTES / tile_bytes(whole_heads.max(1)));
         let workspace = self.reserve(tiles * tile_bytes(heads))?;
-        self.fixed = Some(Fixed { words, tiles, workspace, on: false });
+        self.fixed = Some(Fixed { words, tiles, workspace, on: false, first: 0 });
         Ok(())
     }
 
     /// Writes the rows of the next step, and which adapter each goes through (empty: none), to
-    /// their fixed memory. False: they do not fit, and nothing was written.
+    /// their fixed memory, for a unit that begins with the block `first` of the span. False: they do
+    /// not fit, and nothing was written.
     ///
     /// # Errors
     /// When a number does not fit a word, or the device fails.
@@ -91,15 +95,17 @@ impl<G: Gpu> Cuda<G> {
         &mut self,
         rows: &[StepRow<'_>],
         adapters: &[Option<u32>],
+        first: usize,
     ) -> Result<bool, OpError> {
         self.host("a step")?;
-        let Some(fixed) = &self.fixed else {
+        let Some(fixed) = &mut self.fixed else {
             return Ok(false);
         };
         let fits = total_tokens(rows) <= MAX_STEP_TOKENS && batch::tiles(rows) <= fixed.tiles;
         let (at, room) = (fixed.words.address(), fixed.words.bytes());
         let mut words = std::mem::take(&mut self.words);
-        let written = batch::write(rows, &mut words);
+        let written = batch::write(rows, first, &mut words);
+        fixed.first = first;
         words.splice(0..0, adapter_words(rows, adapters));
         let fits = fits && 4 * words.len() <= room;
         let done = match (&written, fits) {
@@ -137,7 +143,7 @@ impl<G: Gpu> Cuda<G> {
         enqueue: impl FnOnce(&mut Cuda<G>, &mut Pages<'_>) -> Result<(), OpError>,
     ) -> Result<Option<Recorded<G>>, OpError> {
         self.host("a recording")?;
-        let place = (pages.address(), pages.mirror());
+        let place = (pages.address(), pages.outlet());
         if self.gpu.begin_recording().is_err() {
             return Ok(None);
         }
@@ -166,7 +172,7 @@ impl<G: Gpu> Cuda<G> {
     /// When the pages are others, or the device fails.
     pub fn replay(&mut self, recorded: &Recorded<G>, pages: &mut Pages<'_>) -> Result<(), OpError> {
         self.host("a replay")?;
-        if recorded.pages != (pages.address(), pages.mirror())
+        if recorded.pages != (pages.address(), pages.outlet())
             || !Arc::ptr_eq(&recorded.pool, &self.pool)
         {
             let (op, what) = ("replay", "the launches were recorded over other pages");

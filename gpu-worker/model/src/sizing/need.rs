@@ -7,7 +7,7 @@
 
 use shared::config::KvMirror;
 use shared::limits::{Limits, POOL_ROWS};
-use shared::model::{ModelFacts, PAGE_TOKENS};
+use shared::model::{MAX_STEP_TOKENS, ModelFacts, PAGE_TOKENS};
 
 /// What supervisor, netd and prepare need beside the arena (measured: 60 MB together).
 const PROCESSES_BYTES: u64 = 96 << 20;
@@ -32,7 +32,7 @@ pub struct Need {
     pub weights: u64,
     /// KV cache of one block.
     pub kv: u64,
-    /// Recorded decode steps of one block.
+    /// Recorded decode steps of one block, and what the largest appends.
     pub graphs: u64,
     /// Whatever the number of blocks is.
     pub fixed: u64,
@@ -64,7 +64,7 @@ impl Need {
         Need {
             weights: facts.block_bytes,
             kv: kv_block_bytes(facts, limits),
-            graphs: graph_block_bytes(facts, sharing),
+            graphs: graph_block_bytes(facts, sharing).saturating_add(step_kv_bytes(facts)),
             fixed: DEVICE_BYTES
                 .saturating_add(work_bytes)
                 .saturating_add(request_bytes(facts, limits)),
@@ -173,6 +173,11 @@ pub fn graph_block_bytes(facts: &ModelFacts, sharing: Sharing) -> u64 {
     let [plain, adapted] = [LAUNCHES[0] + exchanges[0], LAUNCHES[1] + exchanges[1]];
     let launches = if facts.adapters.is_empty() { plain } else { plain + adapted };
     6 * launches * GRAPH_LAUNCH_BYTES
+}
+
+/// What the largest recorded step appends to one block, on its way to the mirror.
+fn step_kv_bytes(facts: &ModelFacts) -> u64 {
+    MAX_STEP_TOKENS.div_ceil(PAGE_TOKENS) as u64 * facts.kv_page_bytes() as u64
 }
 
 /// KV cache of one block.
@@ -288,10 +293,11 @@ mod tests {
     #[test]
     fn a_device_holds_blocks_recordings_and_the_largest_request() {
         let need = Need::of_device(&llama_70b(), &LIMITS, 100 << 20, Sharing::Alone);
-        // 84 launches of recorded steps take 64 KiB each. 8192 tokens of a request take 512 + 256
+        // 84 launches of recorded steps take 64 KiB each, and so do 16 of the 32 tokens that a step
+        // appends. 8192 tokens of a request take 512 + 256
         // pages of 64 KiB, and 64 MiB of sums.
         let fixed = (256 + 100 + 48 + 64) << 20;
-        assert_eq!(need, Need { weights: 440 << 20, kv: KV, graphs: 84 << 16, fixed });
+        assert_eq!(need, Need { weights: 440 << 20, kv: KV, graphs: 86 << 16, fixed });
         let facts = ModelFacts { adapters: vec!["lora".into()], ..llama_70b() };
         let graphs = |sharing| graph_block_bytes(&facts, sharing);
         assert_eq!(graphs(Sharing::Alone), 264 << 16, "steps with adapters have 30 launches");

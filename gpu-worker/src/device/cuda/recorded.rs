@@ -108,7 +108,7 @@ impl<G: Gpu> RecordedSteps<G> {
             while tokens <= MAX_STEP_TOKENS {
                 // A step of no rows: kernels run through and write nothing but what the next step
                 // writes anew.
-                cuda.set_step(&[], &[])?;
+                cuda.set_step(&[], &[], unit.blocks.start)?;
                 let (rows, lengths, prompts) = (&[][..], &[][..], &[][..]);
                 let step = FixedStep { rows, lengths, tokens, adapted, prompts };
                 recordings.run(cuda, cache, unit, &step)?;
@@ -162,7 +162,7 @@ impl<G: Gpu> StepRunner<Cuda<G>> for RecordedSteps<G> {
             Some(recordings)
                 if (1..=MAX_STEP_TOKENS).contains(&tokens)
                     && (!adapted || recordings.adapted)
-                    && cuda.set_step(&unit.rows, &unit.adapters)? =>
+                    && cuda.set_step(&unit.rows, &unit.adapters, unit.blocks.start)? =>
             {
                 recordings
             }

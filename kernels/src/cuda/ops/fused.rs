@@ -65,7 +65,8 @@ pub(crate) fn rope_append<G: Gpu>(
             .read(args.table)
             .address(batch)
             .address(args.pages.address())
-            .address(args.pages.mirror())
+            .address(args.pages.outlet().address)
+            .count(args.pages.outlet().block)
             .count(heads)
             .count(layout.kv_heads)
             .count(head_dim),

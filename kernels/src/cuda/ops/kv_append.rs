@@ -32,11 +32,12 @@ pub(crate) fn launch<G: Gpu>(
             .read(args.values)
             .address(batch)
             .address(args.pages.address())
-            .address(args.pages.mirror())
+            .address(args.pages.outlet().address)
+            .count(args.pages.outlet().block)
             .count(layout.kv_heads)
             .count(layout.head_dim),
     };
     // SAFETY: `check` has made sure that keys and values hold all tokens and that every page that
-    // they go to exists; the mirror is as long as the pages.
+    // they go to exists; the outbox has a slot for each of them.
     unsafe { cuda.launch(launch) }
 }
