@@ -32,7 +32,7 @@ pub fn node_memory(devices: &[Device]) -> Vec<NodeMemory> {
 }
 
 /// What a group finds on one node.
-struct Place {
+struct OnNode {
     memory: NodeMemory,
     /// What its ranks there need.
     need: Need,
@@ -55,8 +55,8 @@ impl Memory {
             return Ok(facts.num_blocks);
         }
         let least = (0..groups.len()).map(|index| self.least_place(facts, groups, index));
-        let least: Vec<Option<Place>> = least.collect();
-        let held = |place: &Option<Place>| place.as_ref().map_or(u32::MAX, |place| place.most);
+        let least: Vec<Option<OnNode>> = least.collect();
+        let held = |place: &Option<OnNode>| place.as_ref().map_or(u32::MAX, |place| place.most);
         let most = least.iter().map(held).fold(0, u32::saturating_add).min(facts.num_blocks);
         let (wanted, tightest) = (wanted(choice, facts), least.iter().flatten());
         let Some(place) = tightest.min_by_key(|place| place.most).filter(|_| wanted > most) else {
@@ -77,7 +77,7 @@ impl Memory {
 
     /// Where the fewest blocks of a group fit; `None` if it has no rank on a node whose memory is
     /// known. Groups on one node share its memory evenly.
-    fn least_place(&self, facts: &ModelFacts, groups: &[Share], index: usize) -> Option<Place> {
+    fn least_place(&self, facts: &ModelFacts, groups: &[Share], index: usize) -> Option<OnNode> {
         let limits = self.netd.limits(facts);
         let group = groups.get(index)?;
         let places = self.nodes.iter().filter_map(|memory| {
@@ -95,7 +95,7 @@ impl Memory {
             let here = groups.iter().filter(|group| group.devices.iter().any(is_here)).count();
             let need = Need::of_node(facts, &limits, &shares);
             let most = need.most_blocks(memory.free_bytes / here.max(1) as u64);
-            Some(Place { memory: *memory, need, most })
+            Some(OnNode { memory: *memory, need, most })
         });
         places.min_by_key(|place| place.most)
     }

@@ -178,7 +178,7 @@ mod tests {
             .lines()
             .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
             .collect();
-        assert!(lines[3].contains("4:8 cpu:0 3 heads, 256 columns 0 2"), "{text}");
+        assert!(lines[3].contains("cpu:1 3 heads, 256 columns 0 2"), "{text}");
         let notes: Vec<&str> = text.lines().filter(|line| line.contains("slow")).collect();
         let [note] = notes[..] else { panic!("{text}") };
         assert!(note.starts_with("gpu-worker 0.1 of 2 ranks: its products are slow"), "{text}");
