@@ -1,6 +1,6 @@
 //! Inputs of cases: the same in every run.
 
-use super::slices::Part;
+use super::slices::Slice;
 use super::*;
 
 pub(super) const DTYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
@@ -57,7 +57,7 @@ pub(super) struct Matrix {
     /// The same behind one byte.
     unaligned: OnceCell<Vec<u8>>,
     /// Of a slice; the bytes are those of the whole matrix.
-    pub(super) part: Option<Part>,
+    pub(super) part: Option<Slice>,
 }
 
 impl Matrix {
@@ -110,7 +110,7 @@ impl Matrix {
     }
 
     pub(super) fn name(&self) -> String {
-        let part = self.part.as_ref().map_or_else(String::new, Part::name);
+        let part = self.part.as_ref().map_or_else(String::new, Slice::name);
         format!("{} {} {}x{}{part}", self.dtype, self.quant, self.outputs, self.inputs)
     }
 }

@@ -1,6 +1,6 @@
 //! Matrix products, alone and several of one input.
 
-use super::slices::{Part, slices};
+use super::slices::{Slice, slices};
 use super::*;
 
 /// (inputs, outputs): one, odd, a block, off a tile, off a group of NF4, off a segment, several
@@ -247,7 +247,7 @@ impl Case for ProductsCase {
                 ProductsCase { weights: outputs.map(of).to_vec(), rows: 40 }
             });
             // As of a rank: its heads, and a key/value head that every rank has.
-            let part = Part::new((2 * INPUTS, 70), &[3..40, 50..63], INPUTS..2 * INPUTS);
+            let part = Slice::new((2 * INPUTS, 70), &[3..40, 50..63], INPUTS..2 * INPUTS);
             let heads = Matrix::slice(quant, DType::Bf16, part);
             let whole = Matrix::new(quant, DType::Bf16, (INPUTS, 9));
             let slices = ProductsCase { weights: vec![heads, whole], rows: 40 };

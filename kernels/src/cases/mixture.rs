@@ -1,7 +1,7 @@
 //! A mixture of experts behind the logits of its router, with and without adapters, and its
 //! gradient.
 
-use super::slices::Part;
+use super::slices::Slice;
 use super::*;
 
 /// Tokens, experts, experts of a token, hidden size, size between gate and down.
@@ -119,11 +119,11 @@ impl MixtureCase {
             (None, _) => Matrix::new(quant, dtype, (inputs, outputs)),
             (Some((first, all)), 2) => {
                 let (rows, columns) = (0..outputs, first..first + inputs);
-                Matrix::slice(quant, dtype, Part::new((all, outputs), &[rows], columns))
+                Matrix::slice(quant, dtype, Slice::new((all, outputs), &[rows], columns))
             }
             (Some((first, all)), _) => {
                 let rows = first..first + outputs;
-                Matrix::slice(quant, dtype, Part::new((inputs, all), &[rows], 0..inputs))
+                Matrix::slice(quant, dtype, Slice::new((inputs, all), &[rows], 0..inputs))
             }
         };
         let values = scaled(seed, matrix.stored_size());

@@ -26,7 +26,7 @@ const CUTS: [(Cut, Class); 10] = [
 
 /// What of a whole matrix is taken.
 #[derive(Clone, Debug)]
-pub(super) struct Part {
+pub(super) struct Slice {
     whole: (usize, usize),
     rows: Vec<Range<usize>>,
     columns: Range<usize>,
@@ -34,9 +34,13 @@ pub(super) struct Part {
     copy: OnceCell<Option<WeightSlice>>,
 }
 
-impl Part {
-    pub(super) fn new(whole: (usize, usize), rows: &[Range<usize>], columns: Range<usize>) -> Part {
-        Part { whole, rows: rows.to_vec(), columns, copy: OnceCell::new() }
+impl Slice {
+    pub(super) fn new(
+        whole: (usize, usize),
+        rows: &[Range<usize>],
+        columns: Range<usize>,
+    ) -> Slice {
+        Slice { whole, rows: rows.to_vec(), columns, copy: OnceCell::new() }
     }
 
     /// (inputs, outputs) of the slice.
@@ -64,7 +68,7 @@ impl Part {
 
 impl Matrix {
     /// A slice of a matrix.
-    pub(super) fn slice(quant: QuantType, dtype: DType, part: Part) -> Matrix {
+    pub(super) fn slice(quant: QuantType, dtype: DType, part: Slice) -> Matrix {
         let mut matrix = Matrix::new(quant, dtype, part.size());
         matrix.part = Some(part);
         matrix
@@ -78,7 +82,7 @@ impl Matrix {
     /// Whether it is NF4 some of whose rows begin or end within a group.
     fn cuts_groups(&self) -> bool {
         let ends = match &self.part {
-            Some(Part { whole, columns, .. }) => [whole.0, columns.start, columns.end],
+            Some(Slice { whole, columns, .. }) => [whole.0, columns.start, columns.end],
             None => [self.inputs; 3],
         };
         self.quant == QuantType::Nf4 && ends.iter().any(|end| !end.is_multiple_of(GROUP))
@@ -99,7 +103,7 @@ impl Matrix {
     /// The outputs of its products, of those of the whole matrix; `None` when columns are missing,
     /// with which sums are others.
     pub(super) fn own_outputs(&self, of_whole: &[f32]) -> Option<Vec<f32>> {
-        let Part { whole: (inputs, outputs), rows, columns, .. } = self.part.as_ref()?;
+        let Slice { whole: (inputs, outputs), rows, columns, .. } = self.part.as_ref()?;
         let own = |all: &[f32]| rows.iter().flat_map(|rows| all[rows.clone()].to_vec()).collect();
         (*columns == (0..*inputs))
             .then(|| of_whole.chunks(*outputs).flat_map::<Vec<_>, _>(own).collect())
@@ -107,7 +111,7 @@ impl Matrix {
 
     /// The gradients of its inputs, of those of the whole matrix; `None` when rows are missing.
     pub(super) fn own_inputs(&self, of_whole: &[f32]) -> Option<Vec<f32>> {
-        let Part { whole: (inputs, outputs), rows, columns, .. } = self.part.as_ref()?;
+        let Slice { whole: (inputs, outputs), rows, columns, .. } = self.part.as_ref()?;
         let own = |all: &[f32]| all[columns.clone()].to_vec();
         (*rows == [0..*outputs]).then(|| of_whole.chunks(*inputs).flat_map(own).collect())
     }
@@ -119,7 +123,7 @@ pub(super) fn slices(class: Class) -> Vec<(Matrix, usize)> {
     let quants = if smallest { &FORMATS[2..] } else { &FORMATS[1..] };
     let dtypes = if smallest { &DTYPES[1..2] } else { &DTYPES[..] };
     let of = |(whole, rows, columns): &Cut| {
-        let part = Part::new(*whole, rows, columns.clone());
+        let part = Slice::new(*whole, rows, columns.clone());
         let kinds =
             quants.iter().flat_map(|quant| dtypes.iter().map(move |dtype| (*quant, *dtype)));
         let slices = kinds.map(|(quant, dtype)| (Matrix::slice(quant, dtype, part.clone()), 35));
