@@ -44,7 +44,7 @@ impl<G: Gpu> Subject for Cuda<G> {
     }
 
     fn pages<'p>(memory: &'p mut PageMemory<G>, layout: PageLayout) -> Pages<'p> {
-        Pages::over(layout, &memory.pages, &memory.outbox, memory.bytes)
+        Pages::over(layout, &memory.pages, Some(&memory.outbox), memory.bytes)
     }
 
     fn page_bytes(

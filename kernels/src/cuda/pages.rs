@@ -60,7 +60,7 @@ impl<'k> Pages<'k> {
     pub(crate) fn over(
         layout: PageLayout,
         memory: &'k Floats,
-        outbox: &'k Floats,
+        outbox: Option<&'k Floats>,
         bytes: usize,
     ) -> Self {
         assert!(bytes <= memory.len() * 4, "pages beyond their memory");
@@ -68,7 +68,8 @@ impl<'k> Pages<'k> {
             layout,
             pages: bytes / layout.page_bytes().max(1),
             address: memory.address(),
-            outlet: Outlet { address: outbox.address(), block: 0 },
+            outlet: outbox
+                .map_or(NO_OUTLET, |outbox| Outlet { address: outbox.address(), block: 0 }),
             lent: PhantomData,
         }
     }

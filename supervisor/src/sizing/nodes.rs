@@ -109,7 +109,14 @@ mod tests {
     use super::*;
 
     fn rank(mib: u64) -> RankShare {
-        RankShare { heads: 32, kv_heads: 4, columns: 14336, block_bytes: mib << 20, is_slow: false }
+        RankShare {
+            heads: 32,
+            kv_heads: 4,
+            columns: 14336,
+            block_bytes: mib << 20,
+            copied_bytes: 0,
+            is_slow: false,
+        }
     }
 
     /// Groups of two devices, with so many MiB on nodes 0 and 1.

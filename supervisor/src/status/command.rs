@@ -164,7 +164,14 @@ mod tests {
         for rank in [0, 1] {
             let id = WorkerId { group, rank: Rank(rank), world_size };
             let is_slow = rank == 1;
-            let share = RankShare { heads: 3, kv_heads: 1, columns: 256, block_bytes: 7, is_slow };
+            let share = RankShare {
+                heads: 3,
+                kv_heads: 1,
+                columns: 256,
+                block_bytes: 7,
+                copied_bytes: 0,
+                is_slow,
+            };
             server.held.push((id, Held { device: Device::Node(rank.into()), share: Some(share) }));
             let worker = Some(id);
             let occupant = Occupant { role: Role::Worker, generation: Generation(3), worker };

@@ -15,7 +15,14 @@ fn ranks(count: u32) -> Vec<RankShare> {
     let part = 12 / count;
     let bytes = u64::from(part) << 16;
     vec![
-        RankShare { heads: part, kv_heads: part, columns: 64, block_bytes: bytes, is_slow: false };
+        RankShare {
+            heads: part,
+            kv_heads: part,
+            columns: 64,
+            block_bytes: bytes,
+            copied_bytes: 0,
+            is_slow: false
+        };
         count as usize
     ]
 }
