@@ -133,10 +133,11 @@ def batch(rows, context):
         list(range(rows * pages)),
         list(range(rows + 1)),
     ]
-    words, at = [rows, rows], 2 + len(arrays)
+    words, at = [rows, rows], 3 + len(arrays)
     for array in arrays:
         words.append(at)
         at += len(array)
+    words.append(0)
     for array in arrays:
         words += array
     return Buffer("batch", tuple(words + [row * tiles for row in range(rows)]))
@@ -202,7 +203,7 @@ def norm(manifest, rows):
 
 def rope_append(rows, context):
     buffers = [Buffer(name) for name in ("q", "k", "v", "table")]
-    pages = [Buffer("pages"), Buffer("mirror")]
+    pages = [Buffer("pages"), Buffer("outbox"), 0]
     return Spec(
         name="rope_append",
         family="other",

@@ -140,7 +140,7 @@ fn more_memory_than_there_is_and_launches_that_do_not_fit_are_refused() {
     let good = addition(at, at);
     let mut product = Params::new();
     for _ in 0..3 {
-        product = product.address(at).address(at).address(at).count(0);
+        product = product.address(at).address(at).address(at).count(0).count(0);
     }
     for bad in [
         // Not a whole cluster.
@@ -186,15 +186,16 @@ fn memory_of_the_host_is_reached_while_it_is_registered() {
 #[test]
 fn shared_memory_is_one_memory_wherever_it_is_mapped() {
     let driver = open();
-    let bytes = 70_000;
+    // More than other tests take meanwhile.
+    let (bytes, used) = (1 << 30, 70_000);
     let (before, _) = driver.memory().unwrap();
     let (at, fd) = driver.share(bytes).unwrap().expect("this driver shares memory");
     let other = driver.map_shared(fd.as_fd(), bytes).unwrap();
     assert_ne!(at, other);
-    let written: Vec<u8> = (0..bytes).map(|byte| byte as u8).collect();
+    let written: Vec<u8> = (0..used).map(|byte| byte as u8).collect();
     // SAFETY: so many bytes were shared.
     unsafe { driver.write(&written, at) }.unwrap();
-    let mut got = vec![0; bytes];
+    let mut got = vec![0; used];
     // SAFETY: as above.
     unsafe { driver.read(other, &mut got) }.unwrap();
     assert_eq!(got, written);
@@ -204,7 +205,7 @@ fn shared_memory_is_one_memory_wherever_it_is_mapped() {
         // SAFETY: mapped above, and nothing uses it any more.
         unsafe { driver.unmap_shared(address, bytes) };
     }
-    assert_eq!(driver.memory().unwrap().0, before, "nothing is left");
+    assert!(driver.memory().unwrap().0 > before - bytes, "nothing is left");
 }
 
 #[test]

@@ -69,7 +69,7 @@ fn a_grid_that_clusters_do_not_fill_is_refused() {
     let mut params = Params::new();
     for _ in 0..3 {
         params = params.address(nowhere).address(nowhere).address(nowhere);
-        params = params.count(128);
+        params = params.count(128).count(0);
     }
     let params = params.address(nowhere).count(64).count(40);
     let refused = launch("linear_wgmma_nf4_bf16", 256, params);
