@@ -48,7 +48,7 @@ impl<G: Gpu> DeviceBackend for Cuda<G> {
     }
 
     fn synchronize(&mut self, cache: &mut cuda::Cache<G>) -> Result<(), OpError> {
-        cache.settle(self)
+        cache.synchronize(self)
     }
 
     fn open_arena(&mut self, arena: &Arc<ArenaMap>) -> CudaArena<G> {

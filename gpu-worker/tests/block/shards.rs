@@ -2,6 +2,8 @@
 //! in every way, cut for 2, 3 and 4 ranks, from the manifest on. What a rank maps and copies is what
 //! its shard names.
 
+#[cfg(feature = "emu")]
+mod devices;
 mod model;
 mod runner;
 

@@ -3,10 +3,10 @@
 //!
 //! ```text
 //! append    the kernel writes keys and values to the page, and to the outbox of the mirror
-//! answer    is given after `settle`, which copies what was appended: what a client was told is in the mirror
+//! answer    is given after `synchronize`, which copies what was appended: what a client was told is in the mirror
 //! restart   nothing is on the device; a page is copied from the mirror when a row first reads it
 //! ```
-//! After `settle` the mirror holds what the pages hold, so that copying a page from it once more
+//! After `synchronize` the mirror holds what the pages hold, so that copying a page from it once more
 //! changes nothing. Without a mirror nothing is written to the host, and what the pages held ends
 //! with the worker: whoever submits jobs must then never name what an earlier one wrote.
 
@@ -80,7 +80,7 @@ impl<G: Gpu> Cache<G> {
     ///
     /// # Errors
     /// When the device fails or failed.
-    pub fn settle(&mut self, cuda: &mut Cuda<G>) -> Result<(), OpError> {
+    pub fn synchronize(&mut self, cuda: &mut Cuda<G>) -> Result<(), OpError> {
         match &mut self.mirror {
             None => cuda.wait(),
             Some(mirror) => mirror.deliver(cuda),
@@ -208,7 +208,7 @@ mod tests {
     }
 
     fn page(cache: &mut Cache<Emu>, cuda: &mut Cuda<Emu>, entry: usize) -> (Vec<u8>, Vec<u8>) {
-        cache.settle(cuda).unwrap();
+        cache.synchronize(cuda).unwrap();
         let bytes = LAYOUT.page_bytes();
         let mut device = vec![0; bytes];
         let at = entry * bytes;
