@@ -44,7 +44,7 @@ use model::BlockSpec;
 use model::manifest::Manifest;
 use model::rates::{self, Freshness, Key, RateCache, ThroughputError};
 use model::shards::Shard;
-use model::sizing::{Sharing, graph_block_bytes, shortage, unit_tokens, work_bytes};
+use model::sizing::{Sharing, graph_block_bytes, shortage, step_kv_bytes, unit_tokens, work_bytes};
 use shared::causes::with_causes;
 
 /// Longest time without progress while weights are mapped: one file system that does not answer.
@@ -303,7 +303,8 @@ fn check_memory<G: Gpu>(
     let stored = weights.bytes().saturating_add(weights.adapter_bytes());
     let blocks = init.span.block_count() as u64;
     let sharing = form.shard.map_or(Sharing::Alone, |_| Sharing::InGroup);
-    let graphs = graph_block_bytes(&facts, sharing).saturating_mul(blocks);
+    let steps = graph_block_bytes(&facts, sharing).saturating_add(step_kv_bytes(&facts));
+    let graphs = steps.saturating_mul(blocks);
     let (spec, tokens) = (form.spec(), unit_tokens(form.whole));
     let scratch = scratch::planned_bytes(&spec.dimensions(), tokens);
     let work = work_bytes(spec, tokens, scratch).saturating_add(graphs);

@@ -308,6 +308,8 @@ struct Daemon {
     leaving: Option<Leaving>,
     /// Whether the new place is being announced.
     switching: bool,
+    /// A worker came in place of one that was announced, since the last announcement.
+    has_new: bool,
     hold_off: HoldOff,
     /// The offer before this one, until this one is online; when both had no room beside each
     /// other.
@@ -372,6 +374,7 @@ impl Daemon {
             coming: None,
             leaving: None,
             switching: false,
+            has_new: false,
             hold_off: HoldOff::default(),
             came_from: None,
             present,

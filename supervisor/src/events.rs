@@ -219,7 +219,10 @@ impl<'a> Driver<'a> {
     /// What the driver itself needs of what a child says.
     fn heard(&mut self, up: &Up) {
         match up {
-            Up::Prepare(FromPrepare::Kept(capacity)) => self.kept = Some(*capacity),
+            // That of all groups; what is told later may be of one alone.
+            Up::Prepare(FromPrepare::Kept(capacity)) => {
+                self.kept = self.kept.or(Some(*capacity));
+            }
             Up::Prepare(message) => self.heard_prepare(message),
             Up::Netd(FromNetd::Rated(rating)) => {
                 self.tell_rating(rating);

@@ -147,7 +147,9 @@ impl Tree {
         let group =
             self.group(id.group).filter(|group| group.workers.iter().any(|w| w.id == id))?;
         let (rank, share) = (usize::from(id.rank.0), group.placement.share);
-        let ranks = self.ranks().get(share).filter(|ranks| ranks.len() == group.workers.len());
+        let is_told =
+            |ranks: &&Vec<RankShare>| !group.awaits_shares && ranks.len() == group.workers.len();
+        let ranks = self.ranks().get(share).filter(is_told);
         let device = *group.placement.devices.get(rank)?;
         Some(Held { device, share: ranks.and_then(|ranks| ranks.get(rank).copied()) })
     }

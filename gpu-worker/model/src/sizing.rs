@@ -5,7 +5,7 @@
 
 mod need;
 
-pub use need::{GRAPH_LAUNCH_BYTES, Machine, Need, Sharing, graph_block_bytes};
+pub use need::{GRAPH_LAUNCH_BYTES, Machine, Need, Sharing, graph_block_bytes, step_kv_bytes};
 use shared::job::JobKind;
 use shared::model::{MAX_STEP_TOKENS, PAGE_TOKENS};
 

@@ -15,8 +15,9 @@ use shared::shm::group::{GroupError, GroupMap};
 
 use crate::executor::Exit;
 
-/// Longest wait for the message of another rank. All ranks open their devices at the same time.
-const PEER_LIMIT: Duration = Duration::from_secs(60);
+/// Longest wait for the message of another rank. Longer than a rank may load without a beat, so that
+/// the supervisor ends the one that is waited for before this one gives up.
+const PEER_LIMIT: Duration = Duration::from_secs(180);
 
 /// Between two looks at the abort of the group.
 const POLL: Duration = Duration::from_millis(20);

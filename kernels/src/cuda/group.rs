@@ -162,8 +162,9 @@ impl<G: Gpu> Cuda<G> {
     /// When the device has no memory for it, or fails.
     pub fn offer(&mut self, map: &Arc<GroupMap>) -> Result<Offer, OpError> {
         self.host("an offer")?;
-        let made = SharedMemory::new(&self.gpu, map.shape().device_bytes());
-        let (memory, fd) = self.noted(made)?.unzip();
+        // What cannot be shared is no fault: `reach` says no then, and all ranks use host memory.
+        let made = SharedMemory::new(&self.gpu, map.shape().device_bytes()).unwrap_or(None);
+        let (memory, fd) = made.unzip();
         if let Some(memory) = &memory {
             // Before another rank can write a flag.
             // SAFETY: the memory begins with the flags.
@@ -257,14 +258,23 @@ impl<G: Gpu> Cuda<G> {
         mut parts: Parts<G>,
         least: usize,
     ) -> Result<(), OpError> {
-        if let Err(error) = parts.register_words(&self.gpu, &area) {
-            parts.undo(&*self.gpu);
-            return Err(error);
-        }
+        let mut make = || {
+            let table = self.reserve(size_of::<u64>() * sizes::TABLE_WORDS)?;
+            let state = self.reserve(size_of::<u32>() * sizes::STATE_WORDS)?;
+            parts.register_words(&self.gpu, &area)?;
+            Ok::<_, OpError>((table, state))
+        };
+        let (table, state) = match make() {
+            Ok(made) => made,
+            Err(error) => {
+                parts.undo(&*self.gpu);
+                return Err(error);
+            }
+        };
         let words: Vec<u8> = parts.table.iter().flat_map(|at| at.0.to_le_bytes()).collect();
         let mut member = Member {
-            table: self.reserve(words.len())?,
-            state: self.reserve(4 * sizes::STATE_WORDS)?,
+            table,
+            state,
             lanes: Lanes::new(area.map().shape().device_bytes(), least),
             gpu: Arc::clone(&self.gpu),
             area,

@@ -21,14 +21,16 @@ impl Daemon {
             self.coming_up(up);
             return Ok(false);
         }
+        self.has_new |= is_new;
         self.ups.retain(|other| other.worker != up.worker);
         self.ups.push(up);
         if !self.workers.cover(self.offer.span) {
             return Ok(false);
         }
+        // It is another worker than the one that was announced.
+        let is_new = std::mem::take(&mut self.has_new);
         if self.online.borrow().is_some() {
             if is_new && !self.switching {
-                // It is another worker than the one that was announced.
                 self.announced.renew(&self.offer, &self.joined, &self.ups);
             }
             return Ok(is_new);

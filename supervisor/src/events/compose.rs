@@ -113,7 +113,8 @@ impl Driver<'_> {
         let (Some(worker), span) = (placement.workers().next(), placement.span) else {
             return Ok(true);
         };
-        let kv_survives = self.segments.kv_survives(worker);
+        // A step goes on from the pages of all ranks.
+        let kv_survives = placement.workers().all(|worker| self.segments.kv_survives(worker));
         let identity = rings_of(worker, generation, child.generation);
         let Some(rings) = self.segments.rings(identity) else {
             return Ok(true);

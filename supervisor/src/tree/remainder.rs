@@ -3,8 +3,9 @@
 //!
 //! ```text
 //! the group has ended as often as it may -> the rank for which it ended most often is left out
-//!   one device is left:   it serves alone, at once
-//!   several are left:     prepare decides their shares: Init of this group -> Groups, Inspected -> Drain
+//!   one processor is left:   it serves alone, at once
+//!   other devices are left:  prepare decides their shares, and what their units need:
+//!                            Init of this group -> Groups, Devices, Inspected -> Drain
 //!   -> workers of as many of the blocks as fit -> linked, netd WorkerUp: announced again
 //! ```
 //! The group keeps its name and gets other workers: none of their KV pages is one of the workers before
@@ -66,7 +67,7 @@ impl Tree {
         let mut placement = group.placement.clone();
         let device = placement.devices.remove(lost);
         let mut next = Group::new(placement, group.whole, Assignment::Serving, generation);
-        next.awaits_shares = next.has_several();
+        next.awaits_shares = next.has_several() || !self.policy.memory.devices.is_empty();
         let of_left = group.workers.iter().enumerate().filter(|(rank, _)| *rank != lost);
         for (worker, (_, before)) in next.workers.iter_mut().zip(of_left) {
             worker.by_warps = before.by_warps;
@@ -97,8 +98,12 @@ impl Tree {
             let heads = |rank: &shared::model::RankShare| f64::from(rank.heads);
             let all: f64 = ranks.iter().map(heads).sum();
             kept = 1.0 - ranks.get(lost).map_or(0.0, heads) / all.max(1.0);
-            // Until prepare has decided again these are the shares of no group.
-            ranks.clear();
+            // Until prepare has decided again these are the shares of no group, but so many.
+            match placement.devices.len() {
+                0 | 1 => ranks.clear(),
+                _ if lost < ranks.len() => drop(ranks.remove(lost)),
+                _ => {}
+            }
         }
         if let Some(share) = self.policy.shares.get_mut(placement.share) {
             share.devices.clone_from(&placement.devices);

@@ -2,6 +2,8 @@
 
 use std::time::Instant;
 
+use shared::control::DeviceMemory;
+
 use super::*;
 
 impl Tree {
@@ -21,12 +23,7 @@ impl Tree {
             // The driver keeps it for netd.
             FromPrepare::Kept(_) => {}
             FromPrepare::Groups(ranks) => self.take_shares(ranks),
-            // Told anew for a move, when the present workers have most of it.
-            FromPrepare::Devices(devices) => {
-                if self.policy.memory.devices.is_empty() {
-                    self.policy.memory.devices = devices;
-                }
-            }
+            FromPrepare::Devices(devices) => self.take_devices(devices),
             FromPrepare::Speeds { rates, cuts } => {
                 // Workers have their blocks for life.
                 if self.span.is_none() {
@@ -78,6 +75,22 @@ impl Tree {
             self.facts = Some(facts);
         }
         Ok(())
+    }
+
+    /// Free memory counts as of the start: told anew, the present workers have most of it. What units
+    /// need depends on the shares, and changes with those of the group that prepare was asked for.
+    fn take_devices(&mut self, told: Vec<DeviceMemory>) {
+        let asked = self.asked_for().map(|group| group.placement.share);
+        let devices = &mut self.policy.memory.devices;
+        if devices.is_empty() {
+            *devices = told;
+        } else if let Some(share) = asked {
+            let before = self.policy.shares.iter().take(share);
+            let before: usize = before.map(|share| share.devices.len()).sum();
+            for (known, told) in devices.iter_mut().skip(before).zip(told) {
+                known.work_bytes = told.work_bytes;
+            }
+        }
     }
 
     /// Workers hold their shares for life, so later ones of the same groups change nothing.

@@ -176,7 +176,7 @@ pub fn graph_block_bytes(facts: &ModelFacts, sharing: Sharing) -> u64 {
 }
 
 /// What the largest recorded step appends to one block, on its way to the mirror.
-fn step_kv_bytes(facts: &ModelFacts) -> u64 {
+pub fn step_kv_bytes(facts: &ModelFacts) -> u64 {
     MAX_STEP_TOKENS.div_ceil(PAGE_TOKENS) as u64 * facts.kv_page_bytes() as u64
 }
 

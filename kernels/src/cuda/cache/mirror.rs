@@ -66,7 +66,8 @@ impl<G: Gpu> Mirror<G> {
     /// Why what was appended is copied more slowly than it could be, if it is: the host lets the
     /// device not reach the staging.
     pub(super) fn is_slow(&self) -> Option<&GpuError> {
-        self.steps.staging.failure.as_ref()
+        let boxes = [&self.steps, &self.others];
+        boxes.into_iter().find_map(|outbox| outbox.staging.failure.as_ref())
     }
 
     /// Where the tokens of `rows` go that are appended to the block at `index` next.

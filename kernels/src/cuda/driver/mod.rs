@@ -252,6 +252,8 @@ impl Gpu for Driver {
         }
         self.bind()?;
         if from.len() > HALF {
+            // The driver may block on memory that is not pinned: wait where the pulse is called.
+            self.wait()?;
             // SAFETY: the caller's for the device; the host's bytes are there until the wait below
             // is over.
             let status = unsafe {
@@ -277,6 +279,8 @@ impl Gpu for Driver {
         }
         self.bind()?;
         if to.len() > HALF {
+            // As in `write`.
+            self.wait()?;
             // SAFETY: the caller's for the device; the host's bytes are borrowed until the wait
             // below is over.
             let status = unsafe {
