@@ -1,5 +1,6 @@
 //! Groups that lose a device for good: the others serve their blocks.
 
+use shared::control::DeviceMemory;
 use shared::model::RankShare;
 
 use super::*;
@@ -247,6 +248,26 @@ fn prepare_that_dies_is_asked_again() {
     rig.die(PREPARE, SIGKILL).wait(SEC);
     assert_eq!((rig.spawned().len(), rig.told(PREPARE)), (1, vec![&asked(&[0, 2])]));
     assert_eq!(spawns(&rig.shares_told(2)), [of(0, 0, 2), of(0, 1, 2)]);
+}
+
+#[test]
+fn prepare_tells_what_the_units_of_a_device_that_is_left_need() {
+    let card = |ordinal, work_bytes| DeviceMemory {
+        device: Device::Cuda(ordinal),
+        free_bytes: 1 << 40,
+        work_bytes,
+    };
+    let mut rig = online(2, 2);
+    let memory = &mut rig.tree.policy.memory;
+    (memory.workers, memory.devices) = (4, (0..4).map(|ordinal| card(ordinal, 10)).collect());
+    let actions = rig.loses(1, 0, 2);
+    assert_eq!(spawns(&actions), [PREPARE], "also for a device that is alone");
+    rig.say(PREPARE, Up::Prepare(FromPrepare::Devices(vec![card(3, 25)])));
+    rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+    assert_eq!(spawns(&rig.last), [of(1, 0, 1)]);
+    let needs: Vec<u64> =
+        rig.tree.policy.memory.devices.iter().map(|device| device.work_bytes).collect();
+    assert_eq!(needs, [10, 10, 25]);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::os::fd::AsFd;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Mutex;
 
 use super::*;
 use crate::bootstrap::DescriptorSocket;
@@ -55,7 +55,7 @@ fn dying_rank() {
 }
 
 /// Sums until the abort, and counts in `sums`.
-fn sum_until_aborted(member: &mut Member, sums: &AtomicUsize) {
+fn sum_until_aborted(member: &mut Member, sums: &Mutex<usize>) {
     for round in 0.. {
         let mut values = values(0, round, LEN);
         match member.all_reduce(&mut values) {
@@ -63,7 +63,7 @@ fn sum_until_aborted(member: &mut Member, sums: &AtomicUsize) {
             Err(GroupError::Aborted) => return,
             Err(error) => panic!("{error}"),
         }
-        sums.store(round + 1, Ordering::SeqCst);
+        *sums.lock().unwrap() += 1;
     }
     unreachable!("the other rank dies");
 }
@@ -75,14 +75,14 @@ fn a_rank_killed_within_a_sum_leaves_the_other_to_the_abort() {
         let shape = shape(2, LEN);
         let group = create(&shape);
         let mut member = member(&group, &shape, 0);
-        let sums = AtomicUsize::new(0);
+        let sums = Mutex::new(0);
         thread::scope(|scope| {
             let summing = scope.spawn(|| sum_until_aborted(&mut member, &sums));
             let status = run_child(&group, stores);
             assert_eq!(status.signal(), Some(9), "after {stores} stores: {status}");
             let start = Instant::now();
             // A sleeper that was woken says that it waits until it runs.
-            while sums.load(Ordering::SeqCst) < WHOLE || group.waits()[0] != Some(Rank(1)) {
+            while *sums.lock().unwrap() < WHOLE || group.waits()[0] != Some(Rank(1)) {
                 assert!(start.elapsed() < DEADLINE, "rank 0 does not wait");
                 thread::yield_now();
             }
