@@ -93,7 +93,7 @@ without_warnings() {
 interop() {
     local log=$target/interop.log status=0 sepal=$target/release/sepal
     [ -x "$sepal" ] || sepal=$target/debug/sepal
-    SEPAL=$sepal tests/interop/run --out "$target/interop" "$@" | tee "$log" || status=$?
+    SEPAL=$sepal SEPAL_EMU=$target/debug/sepal tests/interop/run --out "$target/interop" "$@" | tee "$log" || status=$?
     summary=$(tail -n 1 "$log")
     return $status
 }
