@@ -208,6 +208,14 @@ impl Sepal {
         serde_json::from_slice(&out.stdout).expect("sepal status --json prints JSON")
     }
 
+    /// The blocks of each worker, as `sepal status` tells them.
+    pub fn spans(&self) -> Vec<String> {
+        let status = self.status();
+        let children = status.pointer("/0/children").and_then(|children| children.as_array());
+        let workers = children.into_iter().flatten().filter(|child| child["role"] == "gpu-worker");
+        workers.filter_map(|worker| worker["span"].as_str()).map(str::to_owned).collect()
+    }
+
     /// Sends a signal to the supervisor alone.
     pub fn signal(&self, signal: Signal) {
         kill(self.pid(), signal).expect("signal the supervisor");

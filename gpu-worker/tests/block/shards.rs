@@ -37,6 +37,17 @@ struct Whole {
     bounds: [f64; 3],
 }
 
+/// The group of these ranks.
+fn shape_of(shards: &[Shard]) -> GroupShape {
+    GroupShape {
+        group: GroupId(0),
+        generation: Generation(1),
+        world_size: WorldSize(shards.len().try_into().unwrap()),
+        exchange_values: EXCHANGE_VALUES,
+        log_bytes: 64,
+    }
+}
+
 impl Model {
     /// The whole block, on one thread.
     fn whole(&self) -> Whole {
@@ -54,13 +65,7 @@ impl Model {
 
     /// Every rank of a group, a thread each.
     fn group(&self, shards: &[Shard]) -> Vec<Results> {
-        let shape = GroupShape {
-            group: GroupId(0),
-            generation: Generation(1),
-            world_size: WorldSize(shards.len().try_into().unwrap()),
-            exchange_values: EXCHANGE_VALUES,
-            log_bytes: 64,
-        };
+        let shape = shape_of(shards);
         let group = Group::create("sepal-test-shards", &shape).unwrap();
         let rank = |shard: &Shard| {
             let (segment, bells) = (group.try_clone().unwrap(), group.doorbells().unwrap());

@@ -78,7 +78,7 @@ impl PeerSocket {
     /// The next message, if one comes within `timeout`.
     ///
     /// # Errors
-    /// [`PeerError`]; what came with a malformed message is closed.
+    /// [`PeerError`], also for a message that no rank sends.
     pub fn recv(&self, timeout: Duration) -> Result<Option<PeerMessage>, PeerError> {
         match wait_readable(self.0.as_fd(), timeout) {
             Err(DescriptorError::TimedOut) => return Ok(None),
