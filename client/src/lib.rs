@@ -11,6 +11,7 @@ pub mod health;
 pub mod history;
 pub mod load;
 pub mod local;
+pub mod probe;
 pub mod routing;
 pub mod sampling;
 pub mod session;

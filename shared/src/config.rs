@@ -533,6 +533,21 @@ pub struct DemoConfig {
     pub keep: bool,
 }
 
+/// Settings of `sepal probe`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProbeConfig {
+    /// Addresses of the server; all end in its PeerID.
+    pub peers: Vec<String>,
+    /// Prefix of the model's module uids.
+    pub dht_prefix: String,
+    /// Its blocks.
+    pub blocks: std::ops::Range<u32>,
+    /// Width of the hidden states.
+    pub hidden_size: u32,
+    /// The process that waits for the outcome.
+    pub parent: u32,
+}
+
 /// Form of a log line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LogFormat {

@@ -18,8 +18,9 @@ use std::time::Duration;
 
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use shared::block::Span;
 use shared::config::{
-    DemoConfig, Device, DhtNodeConfig, GenerateConfig, LogConfig, LogFormat, ServeConfig,
+    DemoConfig, Device, DhtNodeConfig, GenerateConfig, LogConfig, LogFormat, ProbeConfig, ServeConfig,
 };
 use shared::control::Role;
 use shared::exit::ExitReason;
@@ -99,6 +100,8 @@ pub enum Command {
         /// That process.
         parent: u32,
     },
+    /// Take a step through a server, for the process that started this one.
+    Probe(ProbeConfig),
     /// Be a child of a supervisor.
     Role {
         /// Which.
@@ -218,6 +221,13 @@ fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
         }
         Commands::CudaDevices(args) => Command::CudaDevices { parent: args.parent },
         Commands::Sample(args) => Command::Sample { ordinal: args.ordinal, parent: args.parent },
+        Commands::Probe(args) => Command::Probe(ProbeConfig {
+            peers: args.peers,
+            dht_prefix: args.dht_prefix,
+            blocks: args.blocks.start().0..args.blocks.end().0,
+            hidden_size: args.hidden_size,
+            parent: args.parent,
+        }),
         Commands::Netd(args) => role(Role::Netd, args),
         Commands::GpuWorker(args) => role(Role::Worker, args),
         Commands::Prepare(args) => role(Role::Prepare, args),
@@ -326,6 +336,9 @@ enum Commands {
     /// List the CUDA devices, for a supervisor
     #[command(hide = true, name = "cuda_devices")]
     CudaDevices(CudaDevicesArgs),
+    /// Take a step through a server, for a supervisor
+    #[command(hide = true)]
+    Probe(ProbeArgs),
     /// Be the network daemon of a supervisor
     #[command(hide = true)]
     Netd(RoleArgs),
@@ -365,6 +378,26 @@ struct SampleArgs {
     #[arg(long)]
     ordinal: u32,
     /// The process that waits for the answer
+    #[arg(long)]
+    parent: u32,
+}
+
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+struct ProbeArgs {
+    /// Addresses of the server
+    #[arg(long, num_args = 1.., required = true)]
+    peers: Vec<String>,
+    /// Prefix under which it announces the model
+    #[arg(long)]
+    dht_prefix: String,
+    /// Its blocks
+    #[arg(long)]
+    blocks: Span,
+    /// Width of the hidden states
+    #[arg(long)]
+    hidden_size: u32,
+    /// The process that waits for the outcome
     #[arg(long)]
     parent: u32,
 }

@@ -14,7 +14,7 @@
 //! busy, is repeated at the next start.
 
 mod sample;
-mod subprocess;
+pub(crate) mod subprocess;
 mod verdict;
 
 use std::path::Path;

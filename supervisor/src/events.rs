@@ -13,6 +13,7 @@
 mod compose;
 mod liveness;
 mod present;
+mod service;
 
 use std::collections::VecDeque;
 use std::io;
@@ -40,6 +41,8 @@ use crate::plan::Share;
 use crate::report::InstanceReport;
 use crate::segments::{MakeError, Segments};
 use crate::sizing::{self, Memory};
+use crate::devices::subprocess::Subprocess;
+use crate::service::Service;
 use crate::status::StatusSocket;
 use crate::terminal::Screen;
 use crate::tree::{Action, Beat, ChildId, Event, ExitStatus, Policy, Tree, Up};
@@ -50,6 +53,9 @@ const MESSAGES_PER_ROUND: usize = 64;
 /// How long the channel of a reaped process may take to run dry; its reader has only to read what
 /// the kernel holds.
 const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// Time between two looks at the step that makes the run ready.
+const PROBE_PACE: Duration = Duration::from_millis(50);
 
 /// Runs the tree of `config` to its end.
 ///
@@ -111,6 +117,12 @@ struct Driver<'a> {
     signals: SignalFd,
     liveness: Liveness,
     next_reading: Instant,
+    /// A service manager that wants to hear of the run.
+    service: Option<Service>,
+    /// The step before the run is called ready, or why there is none.
+    probe: Option<Result<Subprocess, String>>,
+    /// Where clients reach this server.
+    addrs: Vec<String>,
     finished: Option<ExitReason>,
 }
 
@@ -171,6 +183,9 @@ impl<'a> Driver<'a> {
             signals,
             liveness,
             next_reading: now + liveness.pace,
+            service: Service::of_environment(now),
+            probe: None,
+            addrs: Vec::new(),
             finished: None,
             config,
             instance,
@@ -200,6 +215,7 @@ impl<'a> Driver<'a> {
             self.reap(&ready.ended)?;
             self.report_ends();
             self.read_board();
+            self.serve_manager();
             self.pending.push_back(Event::Tick);
         }
     }
@@ -261,7 +277,10 @@ impl<'a> Driver<'a> {
     fn timeout(&self) -> PollTimeout {
         let words =
             self.processes.iter().filter_map(|child| Some(child.end.as_ref()?.1 + LAST_WORDS));
-        let due = self.tree.deadline().into_iter().chain(words).chain([self.next_reading]).min();
+        let service = self.service.as_ref().and_then(Service::deadline);
+        let probe = self.probe.as_ref().map(|_| Instant::now() + PROBE_PACE);
+        let due = self.tree.deadline().into_iter().chain(words).chain(service).chain(probe);
+        let due = due.chain([self.next_reading]).min();
         let left = due.unwrap_or(self.next_reading).saturating_duration_since(Instant::now());
         // Rounded up, so that the loop does not spin through the last millisecond.
         let millis = if left.is_zero() { 0 } else { left.as_millis().saturating_add(1) };
@@ -343,6 +362,7 @@ impl<'a> Driver<'a> {
             };
             self.pending.push_back(Event::Beat(child.id, child.generation, beat));
         }
+        self.show_service();
     }
 
     /// The rank that a worker of a group of several waits for.
@@ -385,6 +405,7 @@ impl<'a> Driver<'a> {
             Action::Online { span, peer_id, addrs } => {
                 self.span = Some(span);
                 self.announce(span, &peer_id, &addrs);
+                self.service_online(&addrs);
             }
             Action::Finish(reason) => self.finished = Some(reason),
         }

@@ -12,6 +12,7 @@
 //! | [`cli`] | flags and environment |
 //! | [`devices`] | the devices that serve when none was named, and what is known of their warpgroups |
 //! | [`status`], [`report`] | `sepal status` with the socket that it asks, and what it shows |
+//! | [`service`] | what a service manager such as systemd is told |
 //! | [`terminal`] | what a person at a terminal sees in place of the log |
 #![deny(unsafe_code)]
 
@@ -24,6 +25,7 @@ pub mod instance;
 pub mod plan;
 pub mod report;
 pub mod segments;
+pub mod service;
 pub mod sizing;
 pub mod spawn;
 pub mod status;

@@ -3,7 +3,7 @@
 
 use std::process::ExitCode;
 
-use client::{demo, generate};
+use client::{demo, generate, probe};
 use gpu_worker::{inventory, sample, selftest};
 use netd::dht_node;
 use shared::bootstrap::{Bootstrap, Identity, init_logging};
@@ -26,6 +26,7 @@ fn main() -> ExitCode {
         }
         Command::CudaDevices { parent } => inventory::run_command(parent),
         Command::Sample { ordinal, parent } => sample::run_command(ordinal, parent),
+        Command::Probe(config) => probe::run_command(&config),
         Command::Role { role, bootstrap } => child(role, bootstrap),
         Command::ShowConfig(text) => {
             print!("{text}");

@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use shared::config::Device;
+use shared::control::Role;
 use shared::ids::WorkerId;
 use shared::model::RankShare;
-use shared::shm::board::{BoardSnapshot, ChildSnapshot, Trouble};
+use shared::shm::board::{BoardSnapshot, ChildSnapshot, ChildState, Trouble};
 
 /// One instance, as `--json` shows it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -96,6 +97,28 @@ impl InstanceReport {
         };
         let children = children.into_iter().map(report).collect();
         InstanceReport { instance, supervisor_pid, started_unix_s, children }
+    }
+}
+
+impl InstanceReport {
+    /// The same in a line, for a service manager.
+    pub fn line(&self) -> String {
+        let of = |role: Role| self.children.iter().filter(move |child| child.role == role.name());
+        let sum = |role, value: fn(&ChildReport) -> u64| of(role).map(value).sum::<u64>();
+        let ready = |child: &&ChildReport| child.state == ChildState::Ready.name();
+        let (workers, sessions) =
+            (of(Role::Worker).count(), sum(Role::Netd, |netd| netd.sessions_open));
+        if workers == 0 {
+            let phase = of(Role::Prepare).next().map_or("starting", |prepare| &prepare.phase);
+            return format!("preparing the model: {phase}");
+        }
+        let restarts = |child: &ChildReport| u64::from(child.restarts);
+        format!(
+            "{} of {workers} workers ready, netd {}, {sessions} sessions, {} restarts",
+            of(Role::Worker).filter(ready).count(),
+            of(Role::Netd).next().map_or("not started", |netd| &netd.state),
+            sum(Role::Worker, restarts) + sum(Role::Netd, restarts),
+        )
     }
 }
 

@@ -42,6 +42,8 @@ impl Process {
             .arg(role.name())
             .arg("--bootstrap")
             .arg(bootstrap.as_raw_fd().to_string())
+            // Of the supervisor alone.
+            .env_remove("NOTIFY_SOCKET")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .spawn()?;

@@ -204,6 +204,17 @@ impl Tree {
         self.children().filter(|child| child.alive).map(|child| (child.id, child.generation))
     }
 
+    /// Whether the run makes progress: no child stands still although it was killed. One that only
+    /// stands still is killed before.
+    pub fn goes_on(&self) -> bool {
+        !self.children().any(|child| child.alive && child.killed.is_some())
+    }
+
+    /// Whether the run is about to end.
+    pub fn is_ending(&self) -> bool {
+        self.ending.is_some()
+    }
+
     fn children(&self) -> impl Iterator<Item = &Child> {
         [&self.prepare, &self.netd].into_iter().chain(self.groups.iter().flat_map(Group::children))
     }

@@ -46,6 +46,7 @@ impl Subprocess {
         // The file that runs now, even when its path was replaced.
         let mut command = Command::new("/proc/self/exe");
         command.arg0(format!("sepal: {}", arguments.join(" ")));
+        command.env_remove("NOTIFY_SOCKET");
         command.args(arguments).args(["--parent", &std::process::id().to_string()]);
         Subprocess::of(command, limit)
             .map_err(|error| format!("no process for `sepal {}`: {error}", arguments.join(" ")))
@@ -60,6 +61,24 @@ impl Subprocess {
             .stderr(errors.try_clone()?)
             .spawn()?;
         Ok(Subprocess { child, deadline: Instant::now() + limit, text, errors })
+    }
+
+    /// Its end, once it has ended; kills it once its time is over.
+    pub fn poll(&mut self) -> Option<Result<Output, String>> {
+        self.polled().map_err(|error| format!("its process is out of reach: {error}")).transpose()
+    }
+
+    fn polled(&mut self) -> io::Result<Option<Output>> {
+        let status = self.child.try_wait()?;
+        if status.is_none() && Instant::now() < self.deadline {
+            return Ok(None);
+        }
+        if status.is_none() {
+            self.child.kill()?;
+            wait(&mut self.child, Instant::now() + KILL_PATIENCE)?;
+        }
+        let (text, errors) = (self.text.try_clone()?, self.errors.try_clone()?);
+        Ok(Some(Output { status, text: read(text)?, errors: read(errors)? }))
     }
 
     /// Waits for its end, or kills it once its time is over.
@@ -82,6 +101,21 @@ impl Subprocess {
             errors += "\nits process cannot be killed and may keep memory of the device";
         }
         Ok(Output { status, text, errors })
+    }
+}
+
+impl Output {
+    /// Why the process failed, if it did: what it wrote last.
+    ///
+    /// # Errors
+    /// That sentence.
+    pub fn complaint(&self) -> Result<(), String> {
+        let last = self.errors.lines().rev().find(|line| !line.is_empty());
+        match self.status {
+            Some(status) if status.success() => Ok(()),
+            Some(status) => Err(last.map_or_else(|| status.to_string(), str::to_owned)),
+            None => Err("it did not end in time".to_owned()),
+        }
     }
 }
 

@@ -1,0 +1,100 @@
+//! `sepal probe`: one token through a server, as a client would send it. The supervisor takes such a
+//! step before it says that the server is ready.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use hivemind::p2p::{Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Traversal};
+use shared::bootstrap::die_with_parent;
+use shared::causes::with_causes;
+use shared::config::ProbeConfig;
+use shared::dtype::DType;
+use shared::exit::ExitReason;
+
+use crate::routing::Leg;
+use crate::session::{ServerSession, SessionError, StepInput};
+use crate::states::Hidden;
+
+/// Time to reach the server.
+const REACH_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Why the step failed.
+#[derive(Debug, thiserror::Error)]
+enum ProbeError {
+    #[error("invalid --peers {0:?}: expected a multiaddr that ends in /p2p/PEER_ID")]
+    BadAddress(String),
+    #[error("the server cannot be reached")]
+    Unreachable(#[from] P2pError),
+    #[error("a step through blocks {start}:{end} failed")]
+    Step { start: u32, end: u32, source: SessionError },
+    #[error("a step through blocks {start}:{end} gave values that are not finite")]
+    NotFinite { start: u32, end: u32 },
+    #[error("no runtime for the network")]
+    Runtime(#[from] std::io::Error),
+}
+
+/// Sends zeros through all blocks of the server and reads the answer; ends with its parent.
+pub fn run_command(config: &ProbeConfig) -> ExitReason {
+    if let Err(error) = die_with_parent(config.parent) {
+        eprintln!("{error}");
+        return error.exit_reason();
+    }
+    match probe(config) {
+        Ok(()) => ExitReason::Clean,
+        Err(error) => {
+            eprintln!("{}", with_causes(&error));
+            ExitReason::Failed
+        }
+    }
+}
+
+fn probe(config: &ProbeConfig) -> Result<(), ProbeError> {
+    let addresses: Vec<Multiaddr> = config.peers.iter().map(address).collect::<Result<_, _>>()?;
+    let named = config.peers.first().cloned().unwrap_or_default();
+    let server = addresses.iter().find_map(peer).ok_or(ProbeError::BadAddress(named))?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let (p2p, _nothing_is_served) = P2p::start(P2pConfig {
+            keypair: Keypair::generate_ed25519(),
+            listen: Vec::new(),
+            announce: Vec::new(),
+            initial_peers: addresses,
+            kad_server: false,
+            protocols: Vec::new(),
+            traversal: Traversal::NONE,
+            startup_timeout: REACH_TIMEOUT,
+        })
+        .await?;
+        let stepped = step(&p2p, server, config).await;
+        p2p.shutdown().await;
+        stepped
+    })
+}
+
+async fn step(p2p: &P2p, peer: PeerId, config: &ProbeConfig) -> Result<(), ProbeError> {
+    let Range { start, end } = config.blocks;
+    let failed = |source| ProbeError::Step { start, end, source };
+    let leg = Leg { peer, blocks: config.blocks.clone() };
+    let mut session =
+        ServerSession::open(p2p, &config.dht_prefix, leg, 1).await.map_err(failed)?;
+    let width = config.hidden_size as usize;
+    let bytes = vec![0; width * DType::F32.size_bytes()].into();
+    let hidden = Hidden { dtype: DType::F32, rows: 1, tokens: 1, bytes };
+    let (output, _) = session.step(&StepInput::plain(&hidden, "probe")).await.map_err(failed)?;
+    session.close().await.map_err(failed)?;
+    match output.last_f32().iter().all(|value| value.is_finite()) {
+        true => Ok(()),
+        false => Err(ProbeError::NotFinite { start, end }),
+    }
+}
+
+fn address(text: &String) -> Result<Multiaddr, ProbeError> {
+    text.parse().map_err(|_| ProbeError::BadAddress(text.clone()))
+}
+
+fn peer(address: &Multiaddr) -> Option<PeerId> {
+    match address.iter().last() {
+        Some(Protocol::P2p(peer)) => Some(peer),
+        _ => None,
+    }
+}
