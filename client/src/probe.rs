@@ -75,8 +75,7 @@ async fn step(p2p: &P2p, peer: PeerId, config: &ProbeConfig) -> Result<(), Probe
     let Range { start, end } = config.blocks;
     let failed = |source| ProbeError::Step { start, end, source };
     let leg = Leg { peer, blocks: config.blocks.clone() };
-    let mut session =
-        ServerSession::open(p2p, &config.dht_prefix, leg, 1).await.map_err(failed)?;
+    let mut session = ServerSession::open(p2p, &config.dht_prefix, leg, 1).await.map_err(failed)?;
     let width = config.hidden_size as usize;
     let bytes = vec![0; width * DType::F32.size_bytes()].into();
     let hidden = Hidden { dtype: DType::F32, rows: 1, tokens: 1, bytes };

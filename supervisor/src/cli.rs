@@ -20,7 +20,8 @@ use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use shared::block::Span;
 use shared::config::{
-    DemoConfig, Device, DhtNodeConfig, GenerateConfig, LogConfig, LogFormat, ProbeConfig, ServeConfig,
+    DemoConfig, Device, DhtNodeConfig, GenerateConfig, LogConfig, LogFormat, ProbeConfig,
+    ServeConfig,
 };
 use shared::control::Role;
 use shared::exit::ExitReason;

@@ -36,13 +36,13 @@ use tracing::{error, warn};
 
 use crate::channel::{Heard, Wake};
 use crate::child_process::{ChildProcess, slot_of};
+use crate::devices::subprocess::Subprocess;
 use crate::instance::Instance;
 use crate::plan::Share;
 use crate::report::InstanceReport;
 use crate::segments::{MakeError, Segments};
-use crate::sizing::{self, Memory};
-use crate::devices::subprocess::Subprocess;
 use crate::service::Service;
+use crate::sizing::{self, Memory};
 use crate::status::StatusSocket;
 use crate::terminal::Screen;
 use crate::tree::{Action, Beat, ChildId, Event, ExitStatus, Policy, Tree, Up};

@@ -2,7 +2,10 @@
 //! while netd or a worker is down.
 
 use std::io::{self, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
+use nix::unistd::{Gid, Uid, geteuid, setegid, seteuid, setgroups};
 use shared::causes::with_causes;
 use shared::exit::ExitReason;
 
@@ -24,18 +27,36 @@ enum StatusError {
         #[source]
         source: io::Error,
     },
+    #[error("cannot act as the user of the runtime folder")]
+    Owner(#[source] io::Error),
     #[error("cannot write the report")]
     Output(#[from] io::Error),
 }
 
 /// Prints the report to standard output; errors go to standard error.
 pub fn run(options: &StatusOptions) -> ExitReason {
-    match print(options, &mut io::stdout().lock()) {
+    let shown = become_owner(&options.runtime_dir)
+        .map_err(|errno| StatusError::Owner(errno.into()))
+        .and_then(|()| print(options, &mut io::stdout().lock()));
+    match shown {
         Ok(()) => ExitReason::Clean,
         Err(error) => {
             eprintln!("sepal: {}", with_causes(&error));
             ExitReason::Failed
         }
+    }
+}
+
+/// Root sees the instances of a service as their user, whose folder is trusted by nobody else.
+fn become_owner(dir: &Path) -> nix::Result<()> {
+    let owner = std::fs::symlink_metadata(dir).ok().filter(|meta| meta.is_dir());
+    match owner {
+        Some(owner) if geteuid().is_root() && owner.uid() != 0 => {
+            setgroups(&[])?;
+            setegid(Gid::from_raw(owner.gid()))?;
+            seteuid(Uid::from_raw(owner.uid()))
+        }
+        _ => Ok(()),
     }
 }
 
