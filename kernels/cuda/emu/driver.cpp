@@ -35,6 +35,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <deque>
@@ -97,6 +98,7 @@ struct Function {
     const emu::Kernel* kernel;
     emu::KernelInfo info;
     unsigned most_dynamic = 48 * 1024;
+    int carveout = -1; // percent of the largest shared memory, or the driver's choice
 };
 struct Module {
     std::map<std::string, std::unique_ptr<Function>> functions;
@@ -272,6 +274,16 @@ int complain(const char* name, const char* what) {
     return INVALID_VALUE;
 }
 
+// CTAs of a launch that a multiprocessor holds with this much shared memory, of which each takes a
+// KiB for itself.
+unsigned resident(const Function& function, unsigned threads, unsigned dynamic, unsigned shared) {
+    unsigned warps = (threads + 31) / 32,
+             registers = warps * ((function.info.registers * 32 + 255) / 256 * 256),
+             by_registers = registers ? 65536 / registers : 64,
+             by_shared = shared / (dynamic + function.info.static_shared + 1024);
+    return std::min(std::min(by_registers, 64 / warps), std::min(by_shared, 16u));
+}
+
 // Whether a card could run the launch.
 int check_launch(const Function& function, const unsigned (&grid)[3], const unsigned (&cta)[3],
                  unsigned dynamic) {
@@ -293,6 +305,13 @@ int check_launch(const Function& function, const unsigned (&grid)[3], const unsi
         return complain(name, "more dynamic shared memory than the function may have");
     if (dynamic + function.info.static_shared > shared_bytes())
         return complain(name, "more shared memory than a CTA has");
+    // A multiprocessor has a KiB more than a CTA may have. Without a preference that a card must
+    // follow, it may give just what one CTA needs.
+    unsigned most = shared_bytes() + 1024, one = dynamic + function.info.static_shared + 1024,
+             preferred = function.carveout < 0 ? 0 : most / 100 * (unsigned)function.carveout;
+    if (function.carveout != 100 && resident(function, threads, dynamic, std::max(preferred, one)) <
+                                        resident(function, threads, dynamic, most))
+        return complain(name, "fewer CTAs than fit, for want of a shared memory carveout");
     // A warp takes registers in pieces of 256.
     if (warps * ((function.info.registers * 32 + 255) / 256 * 256) > 65536) {
         complain(name, "more registers than a multiprocessor has");
@@ -686,6 +705,11 @@ API cuFuncGetAttribute(int* value, int which, void* function) {
 API cuFuncSetAttribute(void* function, int which, int value) {
     BEGIN(true);
     auto* of = static_cast<Function*>(function);
+    if (which == 9) { // PREFERRED_SHARED_MEMORY_CARVEOUT
+        if (value < -1 || value > 100) return INVALID_VALUE;
+        of->carveout = value;
+        return OK;
+    }
     if (which != 8)
         return complain("cuFuncSetAttribute",
                         "an attribute that is not emulated"); // MAX_DYNAMIC_SHARED_SIZE_BYTES

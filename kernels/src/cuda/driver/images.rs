@@ -131,12 +131,24 @@ fn function(
     let status = unsafe { cu::cuFuncGetAttribute(&raw mut own, attribute, function) };
     check("cuFuncGetAttribute", status)?;
     let dynamic = i32::try_from(shared_bytes).unwrap_or(0).saturating_sub(own);
-    let attribute = cu::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-    // SAFETY: a function of a loaded module.
-    let status = unsafe { cu::cuFuncSetAttribute(function, attribute, dynamic) };
-    check("cuFuncSetAttribute", status)?;
+    use cu::CUfunction_attribute as Attribute;
+    for (attribute, value) in [
+        (Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, dynamic),
+        (Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CARVEOUT_PERCENT),
+    ] {
+        // SAFETY: a function of a loaded module.
+        let status = unsafe { cu::cuFuncSetAttribute(function, attribute, value) };
+        check("cuFuncSetAttribute", status)?;
+    }
     Ok(function)
 }
+
+/// Share of a multiprocessor's memory that is shared memory instead of L1 cache: the most that the
+/// device has. The driver's own choice may leave room for one CTA where two fit, such as two of 97
+/// KiB on an H200. All kernels prefer the same share, because a multiprocessor drains before it
+/// changes the share, so that a launch could not begin beside the end of the one before it. Kernels
+/// stream weights, keys and values past L1.
+const CARVEOUT_PERCENT: i32 = 100;
 
 #[cfg(test)]
 mod tests {

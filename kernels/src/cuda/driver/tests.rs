@@ -162,6 +162,24 @@ fn more_memory_than_there_is_and_launches_that_do_not_fit_are_refused() {
 }
 
 #[test]
+fn a_kernel_that_prefers_no_carveout_is_refused_where_more_of_its_ctas_would_fit() {
+    let driver = open();
+    let at = driver.allocate(256).unwrap();
+    let launch = addition(at, at);
+    let function = driver.kernels.find(launch.kernel).unwrap();
+    let attribute = cu::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+    for (percent, is_refused) in [(-1, true), (0, true), (100, false)] {
+        // SAFETY: a function of a loaded module, which this test alone uses.
+        let status = unsafe { cu::cuFuncSetAttribute(function, attribute, percent) };
+        assert_eq!(status, 0, "{percent}");
+        // SAFETY: 256 bytes.
+        let launched = unsafe { driver.launch(addition(at, at)) };
+        assert_eq!(launched.is_err(), is_refused, "{percent}");
+    }
+    driver.wait().unwrap();
+}
+
+#[test]
 fn memory_of_the_host_is_reached_while_it_is_registered() {
     let driver = open();
     let mut pages = vec![7u8; 8192];
