@@ -198,16 +198,17 @@ const SAMPLING: &str = "sampling warpgroups";
 async fn a_server_whose_warpgroups_fault_or_hang_serves_by_warps() {
     let calm = serve("cuda:0", &[]);
     let expected = run(&calm, |_| ()).await;
-    assert!(calm.log().contains("by warpgroups"), "{}", calm.log());
+    let how = "products of many rows and attention of many tokens how=by warpgroups";
+    assert!(calm.log().contains(how), "{}", calm.log());
     assert_eq!(calm.log().matches(SAMPLING).count(), 1, "{}", calm.log());
     assert_eq!(calm.terminate().code(), Some(0));
     let cases = [
         (
-            "linear_wgmma_plain:719",
+            "linear_wgmma_plain_bf16:719",
             "its process ended with exit status: 10 after launching linear_wgmma_plain_bf16",
         ),
         (
-            "linear_wgmma_plain:hang",
+            "linear_wgmma_plain_bf16:hang",
             "it did not end within 8s after launching linear_wgmma_plain_bf16",
         ),
     ];
@@ -225,11 +226,15 @@ async fn a_server_whose_warpgroups_fault_or_hang_serves_by_warps() {
             let children: Vec<_> = children_of(sepal.pid()).into_iter().map(command_line).collect();
             assert_eq!(children.len(), 2, "netd and the worker: {children:?}");
             let log = sepal.log();
-            for part in
-                ["warpgroups are not used", "`sepal selftest --device cuda:0` tells more", what]
-            {
+            let alone = "by warpgroups, except by warps: linear_wgmma_plain_bf16 (";
+            let cost = "takes up to 2.0 times as long (computed)";
+            let more = "`sepal selftest --device cuda:0` tells more";
+            for part in ["warpgroups are not used", alone, what, cost, more] {
                 assert_eq!(log.matches(part).count(), 1, "{faulty}, {part}: {log}");
             }
+            assert!(!log.contains("), "), "no other kernel falls back: {log}");
+            let status = sepal.status().to_string();
+            assert!(status.contains(&format!("prefill {alone}")), "{status}");
             assert_eq!(log.matches(SAMPLING).count(), settings.len(), "{faulty}: {log}");
             assert_eq!(sepal.terminate().code(), Some(0));
         }
@@ -247,7 +252,7 @@ fn a_verdict_about_warpgroups_is_kept_for_its_device_driver_and_build() {
         assert_eq!(sepal.terminate().code(), Some(0));
         (!log.contains("warpgroups are not used"), log.matches(SAMPLING).count())
     };
-    let faulty = [("EMU_CUDA_FAULTY", "attention_wgmma:719")];
+    let faulty = [("EMU_CUDA_FAULTY", "attention_wgmma_bf16_d128:719")];
     assert_eq!(starts(with_driver(&faulty)), (false, 1));
     assert_eq!(starts(with_driver(&[])), (false, 0), "the verdict is kept");
     // Another driver.
@@ -276,7 +281,7 @@ fn a_verdict_about_warpgroups_is_kept_for_its_device_driver_and_build() {
 /// A sample is taken before the supervisor has anything to drain.
 #[test]
 fn a_signal_ends_the_supervisor_during_a_sample_and_the_sample_with_it() {
-    let settings = [("EMU_CUDA_FAULTY", "linear_wgmma_plain:hang")];
+    let settings = [("EMU_CUDA_FAULTY", "linear_wgmma_plain_bf16:hang")];
     let mut sepal = start("cuda:0", &settings, &["--sample_timeout", "1000"]);
     let sample = wait_for("the sample", || {
         let children = children_of(sepal.pid());
@@ -292,25 +297,43 @@ fn a_signal_ends_the_supervisor_during_a_sample_and_the_sample_with_it() {
 fn a_card_without_warpgroups_is_not_sampled() {
     let sepal = serve("cuda:0", &[("EMU_CUDA_ARCH", "89")]);
     let log = sepal.log();
-    assert!(log.contains("products of many rows how=by warps"), "{log}");
+    assert!(log.contains("attention of many tokens how=by warps\n"), "{log}");
     assert!(!log.contains(SAMPLING), "{log}");
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+/// A kernel falls back alone, also one of another format and dtype, and its worker lives on.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_format_whose_kernel_faults_is_served_by_warps() {
+    let flags = ["--quant_type", "int8", "--torch_dtype", "float16"];
+    let calm = start("cuda:0", &[], &flags);
+    calm.wait_online();
+    let expected = run(&calm, |_| ()).await;
+    assert_eq!(calm.terminate().code(), Some(0));
+    let settings = [("EMU_CUDA_FAULTY", "linear_wgmma_int8_f16:719")];
+    let sepal = start("cuda:0", &settings, &flags);
+    sepal.wait_online();
+    let first = sepal.worker();
+    let got = run(&sepal, |_| ()).await;
+    assert!(got == expected, "results differ");
+    assert_eq!(sepal.worker(), first, "the worker was replaced");
+    let log = sepal.log();
+    let alone = "by warpgroups, except by warps: linear_wgmma_int8_f16 (";
+    assert!(log.contains(alone) && !log.contains("), "), "{log}");
     assert_eq!(sepal.terminate().code(), Some(0));
 }
 
 /// What a sample does not show ends a process of the worker once.
 #[tokio::test(flavor = "multi_thread")]
 async fn after_a_fault_of_its_device_a_worker_goes_by_warps() {
-    let flags = ["--quant_type", "int8", "--torch_dtype", "float16"];
-    let calm = start("cuda:0", &[], &flags);
-    calm.wait_online();
-    let expected = run(&calm, |_| ()).await;
-    assert_eq!(calm.terminate().code(), Some(0));
-    // No kernel of the sample.
-    let settings = [("EMU_CUDA_FAULTY", "linear_wgmma_int8_f16:719")];
-    let sepal = start("cuda:0", &settings, &flags);
-    sepal.wait_online();
-    let got = run(&sepal, |_| ()).await;
-    assert!(got == expected, "results differ");
+    let folder = folder();
+    let struck = folder.path().join("struck");
+    let settings = [
+        ("EMU_CUDA_FAIL", "cuGraphLaunch:719:12"),
+        ("EMU_CUDA_FAIL_ONCE", struck.to_str().expect("UTF-8")),
+    ];
+    let sepal = serve("cuda:0", &settings);
+    run(&sepal, |_| ()).await;
     let log = sepal.log();
     for part in
         ["CUDA_ERROR_LAUNCH_FAILED (719)", "an earlier process of this worker failed on its device"]
@@ -330,7 +353,7 @@ fn selftest_names_the_kernel_of_warpgroups_that_fails() {
     assert_eq!(done.status.code(), Some(10), "{table}{said}");
     let fault = "kernel linear_wgmma_nf4_bf16: cuStreamSynchronize: CUDA_ERROR_LAUNCH_FAILED (719)";
     for part in [
-        "by warps, not by warpgroups: the sample failed: its process ended with exit status: 10",
+        "by warpgroups, except by warps: linear_wgmma_nf4_bf16 (its process ended with exit status: 10",
         fault,
     ] {
         assert!(table.contains(part), "{part}: {table}");
@@ -345,7 +368,7 @@ fn selftest_names_the_kernel_of_warpgroups_that_fails() {
 #[test]
 fn a_sample_is_taken_for_whoever_waits_for_it_alone() {
     let done = with_driver(&[])
-        .args(["sample", "--ordinal", "0", "--parent", "1"])
+        .args(["sample", "--ordinal", "0", "--kernels", "linear_wgmma_nf4_bf16", "--parent", "1"])
         .output()
         .expect("the executable");
     assert_eq!(done.status.code(), Some(13), "{}", text(&done.stderr));
@@ -425,20 +448,33 @@ fn without_a_device_every_card_that_passes_its_test_serves() {
 }
 
 #[test]
+fn without_a_device_a_card_serves_whose_warpgroups_fail_in_part() {
+    let settings = [("EMU_CUDA_FAULTY", "linear_wgmma_nf4_bf16:719")];
+    let sepal = start_automatically(&folder(), &settings);
+    sepal.wait_online();
+    let log = sepal.log();
+    for part in ["devices=\"cuda:0\"", "by warpgroups, except by warps: linear_wgmma_nf4_bf16 ("] {
+        assert!(log.contains(part), "{part}: {log}");
+    }
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[test]
 fn without_a_device_the_cpu_serves_where_no_card_passes_its_test() {
     let folder = folder();
-    let settings = [("EMU_CUDA_FAULTY", "linear_wgmma_nf4:719")];
+    // No kernel of a sample.
+    let settings = [("EMU_CUDA_FAULTY", "layernorm:719")];
     for _ in 0..2 {
         let sepal = start_automatically(&folder, &settings);
         sepal.wait_online();
         let log = sepal.log();
-        for part in ["serving on the CPU", "device not used", "after launching linear_wgmma_nf4"] {
+        for part in ["serving on the CPU", "device not used", "kinds of operations are wrong"] {
             assert!(log.contains(part), "{part}: {log}");
         }
         assert_eq!(sepal.terminate().code(), Some(0));
     }
     let kept = std::fs::read_dir(folder.path().join("cache/selftest")).expect("kept").count();
-    assert_eq!(kept, 1, "one verdict");
+    assert_eq!(kept, 2, "one verdict about warpgroups and one about all kernels");
     let old = start_automatically(&folder, &[("EMU_CUDA_ARCH", "75")]);
     old.wait_online();
     assert!(old.log().contains("compute capability 7.5"), "{}", old.log());

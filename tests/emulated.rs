@@ -201,7 +201,7 @@ fn selftest_checks_every_kernel_and_measures_every_operation() {
     assert!(!table.contains("WRONG"), "{table}");
     for row in [
         "matrix peak",
-        "products of many rows by warpgroups",
+        "products of many rows and attention of many tokens by warpgroups",
         "by warps (mma.sync)",
         "linear bfloat16 nf4 128x256 rows 1 ",
         "attention bfloat16 2/1x128 39+1 x 3 ",

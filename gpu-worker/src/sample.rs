@@ -1,12 +1,13 @@
-//! The hidden command `sepal sample`: whether the warpgroups of a device may be used.
+//! The hidden command `sepal sample`: which kernels for warpgroups of a device may be used.
 //!
 //! The sample itself is `kernels/src/cuda/agree.rs`. A kernel that faults leaves its process with a
 //! device that fails every later call, and a kernel that hangs keeps its process waiting. So this
 //! process does nothing else. The supervisor starts it, waits for a limited time, and keeps what
-//! came of it (`supervisor/src/devices/sample.rs`).
+//! came of it; what was left open after a fault is sampled by another such process
+//! (`supervisor/src/devices/sample.rs`).
 //!
-//! Standard output has lines of JSON, [`SampleLine`]: each kernel before it is launched, and the
-//! outcome in the last line. Standard error has what went wrong.
+//! Standard output has lines of JSON, [`SampleLine`]: which kernel is sampled next, each kernel
+//! before it is launched, and what was found. Standard error has what went wrong.
 
 use kernels::cuda::Cuda;
 use kernels::cuda::driver::Driver;
@@ -14,20 +15,17 @@ use kernels::ops::{DeviceFailure, OpError};
 use shared::bootstrap::die_with_parent;
 use shared::causes::with_causes;
 use shared::exit::ExitReason;
-use shared::warpgroups::{SampleLine, Warpgroups};
+use shared::warpgroups::{SampleLine, WarpgroupKernels};
 
-/// Takes the sample on device `ordinal` for process `parent`, with which this process ends, and
-/// prints the outcome.
-pub fn run_command(ordinal: u32, parent: u32) -> ExitReason {
+/// Takes the samples of `kernels` on device `ordinal` for process `parent`, with which this process
+/// ends, and prints what it finds.
+pub fn run_command(ordinal: u32, kernels: WarpgroupKernels, parent: u32) -> ExitReason {
     let _ = nix::sys::prctl::set_name(c"sepal-sample");
     let done = die_with_parent(parent)
         .map_err(|failure| (failure.exit_reason(), with_causes(&failure)))
-        .and_then(|()| take(ordinal));
+        .and_then(|()| take(ordinal, kernels));
     match done {
-        Ok(found) => {
-            print(&SampleLine::Found(found));
-            ExitReason::Clean
-        }
+        Ok(()) => ExitReason::Clean,
         Err((reason, message)) => {
             eprintln!("{message}");
             reason
@@ -35,11 +33,11 @@ pub fn run_command(ordinal: u32, parent: u32) -> ExitReason {
     }
 }
 
-fn take(ordinal: u32) -> Result<Warpgroups, (ExitReason, String)> {
+fn take(ordinal: u32, kernels: WarpgroupKernels) -> Result<(), (ExitReason, String)> {
     let driver = Driver::open(ordinal).map_err(|failure| failure.told(ordinal))?;
     let mut cuda = Cuda::new(driver);
     cuda.watch(Some(|kernel| print(&SampleLine::Launches(kernel.to_owned()))));
-    cuda.choose_products().map_err(|failure| {
+    cuda.sample_warpgroups(kernels, |line| print(&line)).map_err(|failure| {
         let reason = match &failure {
             OpError::Device(DeviceFailure::OutOfMemory { .. }) => ExitReason::OutOfMemory,
             _ => ExitReason::DeviceLost,

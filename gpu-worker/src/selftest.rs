@@ -16,7 +16,7 @@ use kernels::ops::OpError;
 use shared::bootstrap::die_with_parent;
 use shared::config::Device;
 use shared::exit::ExitReason;
-use shared::warpgroups::Warpgroups;
+use shared::warpgroups::{WarpgroupKernels, Warpgroups};
 
 use crate::engine::EngineError;
 use crate::node;
@@ -30,12 +30,12 @@ const MATRIX_ITERATIONS: usize = 20_000;
 
 /// Checks and measures `device`, and prints to standard output; the smallest cases only if
 /// `is_quick`. Ends with `parent`, if there is one. Then nobody reads measurements, which are left
-/// out, and the parent knows that a sample of warpgroups does no harm here; else `sample` has
-/// another process take it on a CUDA device.
+/// out, and the parent knows that samples of kernels for warpgroups do no harm here, except those
+/// of `skipped`; else `sample` has other processes take them on a CUDA device.
 pub fn run_command(
     device: Device,
     is_quick: bool,
-    parent: Option<u32>,
+    (parent, skipped): (Option<u32>, WarpgroupKernels),
     sample: fn(u32) -> Warpgroups,
 ) -> ExitReason {
     if let Some(Err(error)) = parent.map(die_with_parent) {
@@ -53,7 +53,11 @@ pub fn run_command(
         Device::Cuda(ordinal) => {
             let found = parent.is_none().then(|| sample(ordinal));
             match Driver::open(ordinal) {
-                Ok(driver) => on_device(Cuda::new(driver), found, class, parent.is_none(), out),
+                Ok(driver) => {
+                    let mut cuda = Cuda::new(driver);
+                    cuda.leave_alone(skipped);
+                    on_device(cuda, found, class, parent.is_none(), out)
+                }
                 Err(failure) => Err(Ended::new(ExitReason::BadConfig, &failure)),
             }
         }
@@ -120,8 +124,8 @@ fn on_processor(is_quick: bool, out: &mut impl Write) -> Result<(), Ended> {
     blocks::measure(&mut cpu, &Shapes::SMALL, Steps::SMALL, &mut table)
 }
 
-/// Without warpgroups where they failed, which then is what is wrong with the device. Where nothing
-/// was found about them, the sample is taken here.
+/// Without the kernels for warpgroups that failed, which then is what is wrong with the device.
+/// Where nothing was found about them, the samples are taken here.
 fn on_device<G: Gpu>(
     mut cuda: Cuda<G>,
     found: Option<Warpgroups>,
@@ -144,18 +148,24 @@ fn on_device<G: Gpu>(
         None => cuda.choose_products()?,
     };
     cuda.follow(&warpgroups);
-    writeln!(out, "products of many rows {warpgroups}")?;
+    writeln!(out, "products of many rows and attention of many tokens {warpgroups}")?;
     check(&mut cuda, class, out)?;
     if is_measured {
         measure(&mut cuda, class, out)?;
     }
-    match warpgroups {
-        Warpgroups::Failed(why) => Err(Ended {
-            reason: ExitReason::DeviceLost,
-            message: format!("warpgroups fail on this device; all else is right: {why}"),
-        }),
-        Warpgroups::Missing | Warpgroups::SameBits | Warpgroups::OtherBits => Ok(()),
+    let failed = warpgroups.failed().map(|(kernel, why)| format!("{kernel}: {why}"));
+    let mut failed: Vec<String> = failed.collect();
+    if let Warpgroups::Unknown(why) = &warpgroups {
+        failed.push(why.clone());
     }
+    if failed.is_empty() {
+        return Ok(());
+    }
+    let message = format!(
+        "warpgroups fail on this device, and warps take their place; all else is right: {}",
+        failed.join("; ")
+    );
+    Err(Ended { reason: ExitReason::DeviceLost, message })
 }
 
 /// Every operation against its reference.
@@ -198,13 +208,14 @@ fn measure<G: Gpu>(cuda: &mut Cuda<G>, class: Class, out: &mut impl Write) -> Re
     table.operations(cuda, &all, &shapes, &|_| true)?;
     blocks::measure(cuda, &shapes, steps, &mut table)?;
     // Where products of many rows go to warpgroups: what warps take for them.
-    if !cuda.use_warpgroups(false) {
+    let used = cuda.use_warpgroups(WarpgroupKernels::NONE);
+    if used.is_empty() {
         return Ok(());
     }
     writeln!(table.out, "by warps (mma.sync) instead of warpgroups (wgmma):")?;
     let rows = format!("rows {}", shapes.rows.last().copied().unwrap_or(0));
     let is_wanted = |name: &str| name.starts_with("linear ") && name.ends_with(&rows);
     let done = table.operations(cuda, &all, &shapes, &is_wanted);
-    cuda.use_warpgroups(true);
+    cuda.use_warpgroups(used);
     done
 }

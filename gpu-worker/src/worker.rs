@@ -265,12 +265,12 @@ fn open_cuda(ordinal: u32, warpgroups: &Warpgroups) -> Result<Cuda<Driver>, Exit
         image = found.image,
         "opened a CUDA device"
     );
-    match warpgroups {
-        Warpgroups::Failed(why) => warn!(
-            why,
-            "warpgroups are not used: prefill is slower, results are the same; `sepal selftest --device cuda:{ordinal}` tells more"
+    match warpgroups.falls_back() {
+        true => warn!(
+            how = %warpgroups,
+            "some warpgroups are not used: prefill is slower, results are the same; `sepal selftest --device cuda:{ordinal}` tells more"
         ),
-        how => info!(%how, "products of many rows"),
+        false => info!(how = %warpgroups, "products of many rows and attention of many tokens"),
     }
     Ok(cuda)
 }

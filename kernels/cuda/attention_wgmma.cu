@@ -8,8 +8,8 @@
 // Grid: tiles of 128 queries of a row (query = token * group + head of the group) x kv heads x
 //   rows. Tiles that see most keys come first.
 // CTA: two warpgroups of 64 queries each share tiles of 64 keys and values. cp.async fills a ring
-//   of stages; rows of 128 bytes are swizzled, so that tensor cores read keys by rows and values by
-//   columns. Queries, scores and weights stay in registers.
+//   of stages; rows are swizzled, so that tensor cores read keys by rows of 128 bytes and values by
+//   columns, in rows of 128, 64 or 32 bytes that D fills (WGMMA_ROW). Queries, scores and weights stay in registers.
 // Pipeline: a warpgroup issues the product of tile t with its values together with the scores of
 //   tile t + 1, merges the former while the latter runs, then computes the softmax of the scores.
 //   The first warpgroup does so after the barrier of a tile, the second one before it: while one of
@@ -33,11 +33,13 @@
 #define QUERIES 128
 #define STAGES  4
 
-// Layout of a stage: a tile of keys, then the values; pieces of 64 dimensions, [64 keys, 128 bytes]
-// each.
+// Layout of a stage: a tile of keys, parts of 64 dimensions, [64 keys, 128 bytes] each; then the
+// values, parts of [64 keys, ROW bytes] each.
 template <int D> struct StageLayout {
-    static constexpr uint32_t PIECE = TILE_KEYS * 128, HALF = (D + 63) / 64 * PIECE,
-                              STAGE = 2 * HALF;
+    static constexpr uint32_t PART = TILE_KEYS * 128, KEYS = (D + 63) / 64 * PART,
+                              ROW = WGMMA_ROW<D>, VALUE_PART = TILE_KEYS * ROW,
+                              STAGE = KEYS + TILE_KEYS * D * 2;
+    static_assert(STAGE % 1024 == 0, "tiles begin at multiples of 1024");
 };
 // Shared memory: STAGES stages.
 template <int D> constexpr uint32_t SHARED = STAGES * StageLayout<D>::STAGE;
@@ -48,23 +50,31 @@ EXPORT(SHARED_D96, SHARED<96>);
 EXPORT(SHARED_D112, SHARED<112>);
 EXPORT(SHARED_D128, SHARED<128>);
 
-// Copies keys and values of positions first .. first + 64 of a row, with zeros from `end` on.
+// Copies keys and values of positions first .. first + 64 of a row, with zeros from `end` on. Where
+// rows of values are shorter than 128 bytes, eight lanes copy such rows of neighbouring keys, whose
+// 128 bytes have no bank conflict.
 template <int D, class T>
 __device__ __forceinline__ void copy_stage(unsigned char* to, const T* pages, const uint32_t* table,
                                            uint32_t kv_heads, uint32_t head, uint32_t first,
                                            uint32_t end) {
-    constexpr uint32_t PIECES = D / 8;
+    typedef StageLayout<D> Layout;
+    constexpr uint32_t PIECES = D / 8, IN_ROW = Layout::ROW / 16;
 #pragma unroll
     for (uint32_t i = threadIdx.x; i < TILE_KEYS * PIECES; i += 2 * 128) {
-        const uint32_t key = i / PIECES, piece = i % PIECES, position = first + key;
+        constexpr bool BY_PARTS = Layout::ROW < 128;
+        const uint32_t key = BY_PARTS ? i / IN_ROW % TILE_KEYS : i / PIECES,
+                       piece = BY_PARTS ? i / (IN_ROW * TILE_KEYS) * IN_ROW + i % IN_ROW
+                                        : i % PIECES,
+                       position = first + key;
         const bool valid = position < end;
         const T* from = pages;
         if (valid)
             from += vector_at(table[position / PAGE_TOKENS], kv_heads, head, 0, position, D) +
                     piece * 8;
-        unsigned char* at = to + piece / 8 * StageLayout<D>::PIECE + wgmma_piece(key, piece % 8);
-        cp_async16(at, from, valid);
-        cp_async16(at + StageLayout<D>::HALF, valid ? from + PAGE_TOKENS * D : from, valid);
+        cp_async16(to + piece / 8 * Layout::PART + wgmma_piece(key, piece % 8), from, valid);
+        cp_async16(to + Layout::KEYS + piece / IN_ROW * Layout::VALUE_PART +
+                       wgmma_piece<Layout::ROW>(key, piece % IN_ROW),
+                   valid ? from + PAGE_TOKENS * D : from, valid);
     }
 }
 
@@ -126,7 +136,7 @@ __device__ __forceinline__ void attention_wgmma(const float* q, const T* pages,
 #pragma unroll
         for (int i = 0; i < D / 16; i++)
             wgmma<T, 64>(reinterpret_cast<float (&)[32]>(s), queries.q[i],
-                         keys + i / 4 * (StageLayout<D>::PIECE / 16) + i % 4 * 2, i > 0);
+                         keys + i / 4 * (StageLayout<D>::PART / 16) + i % 4 * 2, i > 0);
         wgmma_commit();
     };
     cp_wait<STAGES - 2>();
@@ -144,11 +154,11 @@ __device__ __forceinline__ void attention_wgmma(const float* q, const T* pages,
         copy(tile + STAGES - 1);
         if (!is_second) softmax_tile<D, T>(weights, s, queries, tile * TILE_KEYS, scoring);
         const uint64_t values =
-            wgmma_columns(stage_of(tile) + StageLayout<D>::HALF, StageLayout<D>::PIECE);
+            wgmma_columns<D>(stage_of(tile) + StageLayout<D>::KEYS, StageLayout<D>::VALUE_PART);
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < TILE_KEYS / 16; j++)
-            wgmma<T, D, true>(tile_out, weights.p[j], values + j * 128, j > 0);
+            wgmma<T, D, true>(tile_out, weights.p[j], values + j * StageLayout<D>::ROW, j > 0);
         wgmma_commit();
         score(tile + 1); // after the last tile of no use
         float old_share[2], new_share[2];

@@ -17,7 +17,8 @@ EXPORT(SHARED, 128 * 64 * 2);
 template <class T, int N, bool COLUMNS>
 __device__ __forceinline__ void product(const T* a, const T* b, float* out, uint32_t inputs) {
     SMEM_DYN(tile);
-    constexpr uint32_t ROWS = COLUMNS ? 64 : N, PIECES = COLUMNS ? N / 8 : 8;
+    constexpr uint32_t ROWS = COLUMNS ? 64 : N, PIECES = COLUMNS ? N / 8 : 8,
+                       ROW = COLUMNS ? WGMMA_ROW<N> : 128, IN_ROW = ROW / 16;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4,
                    row = warp * 16 + g;
     float d[N / 2];
@@ -26,7 +27,8 @@ __device__ __forceinline__ void product(const T* a, const T* b, float* out, uint
             const uint32_t r = i / PIECES, piece = i % PIECES;
             const T* from = COLUMNS ? b + (size_t)(block + r) * N + piece * 8
                                     : b + (size_t)r * inputs + block + piece * 8;
-            cp_async16(tile + piece / 8 * 64 * 128 + wgmma_piece(r, piece % 8), from);
+            cp_async16(tile + piece / IN_ROW * 64 * ROW + wgmma_piece<ROW>(r, piece % IN_ROW),
+                       from);
         }
         cp_commit();
         cp_wait<0>();
@@ -45,7 +47,7 @@ __device__ __forceinline__ void product(const T* a, const T* b, float* out, uint
 #pragma unroll
         for (int s = 0; s < 4; s++) {
             const uint64_t at =
-                COLUMNS ? wgmma_columns(tile, 64 * 128) + s * 128 : wgmma_rows(tile) + s * 2;
+                COLUMNS ? wgmma_columns<N>(tile, 64 * ROW) + s * ROW : wgmma_rows(tile) + s * 2;
             wgmma<T, N, COLUMNS>(d, fragments[s], at, block + s > 0);
         }
         wgmma_commit();

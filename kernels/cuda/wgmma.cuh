@@ -191,11 +191,14 @@ __device__ __forceinline__ void wgmma_f16(float (&d)[N / 2], const uint32_t (&a)
 }
 #endif
 
-// Descriptors of B with the 128-byte swizzle: bits 4 to 6 of an address are XORed with its bits 7
-// to 9. `tile` is shared memory at a multiple of 1024. The writer of B stores piece p (16 bytes) of
-// row r at wgmma_piece(r, p). Descriptors count units of 16 bytes: + 64 is 1,024 bytes further.
+// Descriptors of B with a swizzle: rows of BYTES (128, 64 or 32) follow each other, and the number
+// of a piece of 16 bytes in its row is XORed with the bits of the address from bit 7 on. `tile` is
+// shared memory at a multiple of 1024. The writer of B stores piece p of row r at
+// wgmma_piece<BYTES>(r, p). Descriptors count units of 16 bytes: + 64 is 1,024 bytes further.
+// Source: PTX ISA 9.7.15.5.1, canonical layouts.
+template <uint32_t BYTES = 128>
 __device__ __forceinline__ uint32_t wgmma_piece(uint32_t row, uint32_t piece) {
-    return row * 128 + (piece ^ row % 8) * 16;
+    return row * BYTES + (piece ^ row / (128 / BYTES) % (BYTES / 16)) * 16;
 }
 
 // Inputs are contiguous ("K-major", as in mma.sync): row n of 128 bytes holds 64 inputs of column
@@ -204,12 +207,18 @@ __device__ __forceinline__ uint64_t wgmma_rows(const void* tile) {
     return (uint64_t)(smem_address(tile) >> 4 & 0x3fff) | (uint64_t)1 << 16 |
            (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
-// Columns are contiguous ("MN-major"): row k of 128 bytes holds 64 columns of input k, and rows
-// follow each other. Columns from 64 on begin `next` bytes further (a multiple of 1024). The next
-// 16 inputs: + 128; the next 64 columns: + next / 16. For products with COLUMNS.
+// Bytes of a row of contiguous columns, of a product of N: a canonical layout has whole rows. So 64
+// and 128 columns take the swizzle of 128 bytes, 96 that of 64, 80 and 112 that of 32.
+template <int N> constexpr uint32_t WGMMA_ROW = N % 64 == 0 ? 128 : N % 32 == 0 ? 64 : 32;
+
+// Columns are contiguous ("MN-major"): row k of WGMMA_ROW<N> bytes holds columns of input k, and
+// rows follow each other. Columns that do not fit into a row begin `next` bytes further (a multiple
+// of 1024). The next 16 inputs: + WGMMA_ROW<N>. For products with COLUMNS.
+template <int N>
 __device__ __forceinline__ uint64_t wgmma_columns(const void* tile, uint32_t next) {
+    constexpr uint64_t SWIZZLE = WGMMA_ROW<N> == 128 ? 1 : WGMMA_ROW<N> == 64 ? 2 : 3;
     return (uint64_t)(smem_address(tile) >> 4 & 0x3fff) | (uint64_t)(next >> 4) << 16 |
-           (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+           (uint64_t)(8 * WGMMA_ROW<N> >> 4) << 32 | SWIZZLE << 62;
 }
 
 // bf16 or f16.

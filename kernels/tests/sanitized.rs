@@ -18,6 +18,7 @@ use std::time::Instant;
 use kernels::cases::{Class, cuda_operations, never_launched};
 use kernels::cuda::emu::{self, Emu};
 use kernels::cuda::{Cuda, Gpu, Launch, Params};
+use shared::warpgroups::WarpgroupKernels;
 
 /// What this program was built with.
 const SANITIZER: Option<&str> = option_env!("SEPAL_EMU_SANITIZE");
@@ -49,10 +50,11 @@ static LAUNCHED: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
 const FAULTY: &str = "--faulty";
 
 /// Products of a warpgroup that are wrong, and what the emulator says of them.
-const FAULTY_PRODUCTS: [(&str, &str); 3] = [
+const FAULTY_PRODUCTS: [(&str, &str); 4] = [
     ("faulty_wgmma_proxy", "copied without fence_proxy_async"),
     ("faulty_wgmma_wait", "registers of A were changed"),
     ("faulty_wgmma_warps", "issue different products"),
+    ("faulty_wgmma_layout", "do not fill the rows of their swizzle"),
 ];
 
 /// Two CTAs that copy to each other: what is wrong, and with which order it is seen.
@@ -109,7 +111,7 @@ fn main() {
 /// How many were run.
 fn run_checks(arguments: &[String], order: u64) -> usize {
     let mut cuda = Cuda::exact(Emu::with_order(THREADS, order));
-    cuda.use_warpgroups(true);
+    cuda.use_warpgroups(WarpgroupKernels::ALL);
     cuda.watch(Some(|kernel| {
         LAUNCHED.lock().expect("nobody panics").insert(kernel);
     }));

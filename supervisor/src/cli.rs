@@ -25,6 +25,7 @@ use shared::config::{
 };
 use shared::control::Role;
 use shared::exit::ExitReason;
+use shared::warpgroups::{WarpgroupKernel, WarpgroupKernels};
 
 use layers::{LayerError, Layered};
 use values::{check_maddrs, model_or_last, seconds};
@@ -88,6 +89,8 @@ pub enum Command {
         is_quick: bool,
         /// The process that waits for the outcome and with which the test ends.
         parent: Option<u32>,
+        /// Kernels for warpgroups that it must not launch.
+        skipped: WarpgroupKernels,
     },
     /// List the CUDA devices, for the process that started this one.
     CudaDevices {
@@ -98,6 +101,8 @@ pub enum Command {
     Sample {
         /// Number of the CUDA device.
         ordinal: u32,
+        /// Of which kernels.
+        kernels: WarpgroupKernels,
         /// That process.
         parent: u32,
     },
@@ -218,10 +223,14 @@ fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
             json: args.json,
         }),
         Commands::Selftest(args) => {
-            Command::SelfTest { device: args.device, is_quick: args.quick, parent: args.parent }
+            Command::SelfTest {
+                device: args.device,
+                is_quick: args.quick,
+                parent: args.parent,
+                skipped: args.skip.into_iter().collect(),
+            }
         }
         Commands::CudaDevices(args) => Command::CudaDevices { parent: args.parent },
-        Commands::Sample(args) => Command::Sample { ordinal: args.ordinal, parent: args.parent },
         Commands::Probe(args) => Command::Probe(ProbeConfig {
             peers: args.peers,
             dht_prefix: args.dht_prefix,
@@ -229,6 +238,11 @@ fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
             hidden_size: args.hidden_size,
             parent: args.parent,
         }),
+        Commands::Sample(args) => Command::Sample {
+            ordinal: args.ordinal,
+            kernels: args.kernels.into_iter().collect(),
+            parent: args.parent,
+        },
         Commands::Netd(args) => role(Role::Netd, args),
         Commands::GpuWorker(args) => role(Role::Worker, args),
         Commands::Prepare(args) => role(Role::Prepare, args),
@@ -364,6 +378,10 @@ struct SelftestArgs {
     /// End with this process, the parent
     #[arg(long, value_name = "PID", hide = true)]
     parent: Option<u32>,
+
+    /// Kernels for warpgroups not to launch
+    #[arg(long, value_delimiter = ',', value_parser = values::warpgroup_kernel, hide = true)]
+    skip: Vec<WarpgroupKernel>,
 }
 
 #[derive(Debug, Args)]
@@ -378,6 +396,9 @@ struct SampleArgs {
     /// Number of the CUDA device
     #[arg(long)]
     ordinal: u32,
+    /// Kernels for warpgroups to compare
+    #[arg(long, value_delimiter = ',', value_parser = values::warpgroup_kernel, required = true)]
+    kernels: Vec<WarpgroupKernel>,
     /// The process that waits for the answer
     #[arg(long)]
     parent: u32,

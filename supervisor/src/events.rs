@@ -207,7 +207,10 @@ impl<'a> Driver<'a> {
             if ready.status {
                 let board = self.segments.board.view();
                 let held = |worker| self.tree.has(worker);
-                self.status.answer(|| InstanceReport::of(board.snapshot(), held));
+                let warpgroups = &self.config.warpgroups;
+                self.status.answer(|| {
+                    InstanceReport::of(board.snapshot(), held).with_warpgroups(warpgroups)
+                });
             }
             while ready.signal && matches!(self.signals.read_signal(), Ok(Some(_))) {
                 self.pending.push_back(Event::Stop);

@@ -21,12 +21,14 @@ fn main() -> ExitCode {
     code(match command {
         Command::Serve { config, notes } => supervisor::serve(*config, &notes),
         Command::Status(options) => supervisor::status::run(&options),
-        Command::SelfTest { device, is_quick, parent } => {
-            selftest::run_command(device, is_quick, parent, devices::sample)
+        Command::SelfTest { device, is_quick, parent, skipped } => {
+            selftest::run_command(device, is_quick, (parent, skipped), devices::sample)
         }
         Command::CudaDevices { parent } => inventory::run_command(parent),
-        Command::Sample { ordinal, parent } => sample::run_command(ordinal, parent),
         Command::Probe(config) => probe::run_command(&config),
+        Command::Sample { ordinal, kernels, parent } => {
+            sample::run_command(ordinal, kernels, parent)
+        }
         Command::Role { role, bootstrap } => child(role, bootstrap),
         Command::ShowConfig(text) => {
             print!("{text}");

@@ -10,6 +10,7 @@ use shared::control::Role;
 use shared::ids::WorkerId;
 use shared::model::RankShare;
 use shared::shm::board::{BoardSnapshot, ChildSnapshot, ChildState, Trouble};
+use shared::warpgroups::Warpgroups;
 
 /// One instance, as `--json` shows it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -98,7 +99,32 @@ impl InstanceReport {
         let children = children.into_iter().map(report).collect();
         InstanceReport { instance, supervisor_pid, started_unix_s, children }
     }
+
+    /// Notes beside each worker which kernels for warpgroups its device does without, as samples
+    /// before this run found.
+    pub fn with_warpgroups(mut self, known: &[(Device, Warpgroups)]) -> InstanceReport {
+        for child in &mut self.children {
+            let of_child = |(device, _): &&(Device, Warpgroups)| {
+                child.device.as_deref() == Some(&device.to_string())
+            };
+            let Some((_, found)) = known.iter().find(of_child) else {
+                continue;
+            };
+            if found.falls_back() {
+                let text = format!("prefill {found}");
+                let note = text.chars().take(MAX_NOTE_CHARS).collect();
+                child.note = Some(match child.note.take() {
+                    Some(other) => format!("{other}; {note}"),
+                    None => note,
+                });
+            }
+        }
+        self
+    }
 }
+
+/// Characters of what is noted of warpgroups.
+const MAX_NOTE_CHARS: usize = 1000;
 
 impl InstanceReport {
     /// The same in a line, for a service manager.

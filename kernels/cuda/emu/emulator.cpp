@@ -219,15 +219,19 @@ EMU_NO_TSAN void note_copy(const void* to) {
 
 static const uint32_t IN_FLIGHT = 0xffc0dead; // NaN
 
-// What wgmma_rows and wgmma_columns make: no base offset, groups of 8 rows 1,024 bytes apart, whole
-// rows of 128 bytes.
+// The canonical layouts with a swizzle (PTX ISA 9.7.15.5.1): no base offset, groups of 8 rows follow
+// each other. Contiguous columns fill whole rows; contiguous inputs begin at a multiple of 16 of
+// them.
 static void check_descriptor(const Product& product) {
     uint64_t b = product.b;
     uint32_t start = (uint32_t)(b & 0x3fff) << 4, leading = (uint32_t)(b >> 16 & 0x3fff) << 4;
-    if (b >> 62 != 1 || (b >> 32 & 0x3fffffff) != 1024 >> 4 || (b & 0xc000c000))
+    const uint32_t row = row_bytes_of(product), group = 8 * row;
+    if (!row || (b >> 32 & 0x3fffffff) != group >> 4 || (b & 0xc000c000))
         die("wgmma with a descriptor of another layout");
-    if (start & 0x380) die("wgmma of a tile that does not begin at a multiple of 1024 bytes");
-    if (product.is_columns ? start & 0x7f || leading & 0x3ff : (start & 0x7f) > 96)
+    if (start % group >= row) die("wgmma of a tile that does not begin with a group of 8 rows");
+    if (product.is_columns && product.columns % (row / 2))
+        die("wgmma of columns that do not fill the rows of their swizzle");
+    if (product.is_columns ? start % row || leading % group : start % 32)
         die("wgmma of a tile that is misaligned");
 }
 

@@ -50,6 +50,18 @@ extern "C" __global__ void faulty_wgmma_warps(float* __restrict__ out /* [64] */
     faulty_wgmma<true, true, false>(out);
 }
 
+// 80 columns in rows of 64, of which the second is not filled: no canonical layout.
+extern "C" __global__ void faulty_wgmma_layout(float* __restrict__ out /* [64] */, uint32_t) {
+    SMEM_DYN(tile); // a row of each half
+    uint32_t a[4] = {};
+    float d[40] = {};
+    wgmma_fence();
+    wgmma_bf16<80, true>(d, a, wgmma_columns<128>(tile, 64 * 64), false);
+    wgmma_commit();
+    wgmma_wait<0>(d);
+    out[threadIdx.x % 64] = d[0];
+}
+
 // Two CTAs of a cluster. CTA 0 copies a tile of zeros to both, both multiply it, and CTA 0 copies
 // one of ones to its place, when both have done with it.
 enum Fault { NONE, NOT_MADE, NOT_KNOWN, NOT_FREED, NOT_AWAITED, NOT_THERE };

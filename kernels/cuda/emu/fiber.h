@@ -243,16 +243,24 @@ void wait_barrier(const void* at, unsigned phase);
 void cluster_arrive();
 void cluster_wait();
 
+// Bytes of a row of a tile of B, by the swizzle that bits 62 and 63 of the descriptor name: 128, 64
+// or 32; 0 for a descriptor without a swizzle.
+static inline uint32_t row_bytes_of(const Product& product) {
+    const uint32_t swizzle = (uint32_t)(product.b >> 62);
+    return swizzle ? 256u >> swizzle : 0;
+}
+
 // Offset in shared memory of element [k, n] of B: the canonical layouts of PTX ISA 9.7.15.5.1, then
 // the swizzle on the bits of the address.
 static inline uint32_t address_of(const Product& product, uint32_t k, uint32_t n) {
     const uint32_t start = (uint32_t)(product.b & 0x3fff) << 4,
                    leading = (uint32_t)(product.b >> 16 & 0x3fff) << 4,
                    stride = (uint32_t)(product.b >> 32 & 0x3fff) << 4;
-    const uint32_t at = product.is_columns
-                            ? start + n % 64 * 2 + n / 64 * leading + k % 8 * 128 + k / 8 * stride
-                            : start + n % 8 * 128 + n / 8 * stride + k * 2;
-    return at ^ (at >> 7 & 7) << 4;
+    const uint32_t row = row_bytes_of(product), width = row / 2;
+    const uint32_t at = product.is_columns ? start + n % width * 2 + n / width * leading +
+                                                 k % 8 * row + k / 8 * stride
+                                           : start + n % 8 * row + n / 8 * stride + k * 2;
+    return at ^ (at >> 7 & (row / 16 - 1)) << 4;
 }
 
 // A kernel in the table of its file.

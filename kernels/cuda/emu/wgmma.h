@@ -4,8 +4,7 @@
 //   - a group does not begin with wgmma_fence
 //   - a thread ends, or changes registers of A or D, while products run
 //   - warps of a warpgroup issue different products, or one more than another
-//   - a descriptor names memory that does not exist, or a layout other than those of wgmma_rows and
-//     wgmma_columns
+//   - a descriptor names memory that does not exist, or is no canonical layout with a swizzle
 //   - cp_async16 wrote B and the writing thread has not called fence_proxy_async since; ordinary
 //     stores are not tracked
 // Bulk copies run when a thread waits for their barrier or, with an even seed of the order of

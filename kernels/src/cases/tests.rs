@@ -94,7 +94,7 @@ fn check_emulated(operation: &Operation<crate::cuda::Cuda<crate::cuda::emu::Emu>
 #[cfg(feature = "emu")]
 fn emulator(seed: u64) -> crate::cuda::Cuda<crate::cuda::emu::Emu> {
     let mut cuda = crate::cuda::Cuda::new(crate::cuda::emu::Emu::with_order(2, seed));
-    cuda.use_warpgroups(true);
+    cuda.use_warpgroups(shared::warpgroups::WarpgroupKernels::ALL);
     cuda
 }
 
@@ -120,7 +120,7 @@ mod kernels {
     fn the_smallest_cases_launch_every_kernel() {
         static LAUNCHED: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
         let mut cuda = Cuda::exact(Emu::new(2));
-        cuda.use_warpgroups(true);
+        cuda.use_warpgroups(shared::warpgroups::WarpgroupKernels::ALL);
         cuda.watch(Some(|kernel| {
             LAUNCHED.lock().unwrap().insert(kernel);
         }));

@@ -4,9 +4,11 @@
 //! They add the same numbers in the same order of steps, but how tensor cores align, cut and round
 //! within a step is documented for neither. A row's bits may not depend on its batch mates, and few
 //! rows always go to warps; so products of many rows and attention of many tokens go to warpgroups
-//! only where a sample of both is the same both ways. The choice depends on the device alone, never
-//! on load. A process of its own takes the sample, since a kernel that faults or hangs takes its
-//! process with it; a worker only follows what was found.
+//! only where a sample is the same both ways. Each format and dtype of products, and each head
+//! dimension and dtype of attention, has a kernel and a sample of its own and is decided by itself.
+//! The choice depends on the device alone, never on load. A process of its own takes the samples,
+//! since a kernel that faults or hangs takes its process with it; a worker only follows what was
+//! found.
 
 mod attention;
 
@@ -14,7 +16,9 @@ use std::sync::Arc;
 
 use shared::config::QuantType;
 use shared::dtype::DType;
-use shared::warpgroups::Warpgroups;
+use shared::warpgroups::{
+    SampleLine, Verdict, Verdicts, WarpgroupKernel, WarpgroupKernels, Warpgroups,
+};
 
 use super::ops::linear;
 use super::{Cuda, Gpu, Matrix};
@@ -29,61 +33,92 @@ const ROWS: usize = 40;
 const INPUTS: usize = 1088;
 
 impl<G: Gpu> Cuda<G> {
-    /// Computes a sample both ways and takes warpgroups for products of many rows and attention of
-    /// many tokens if all bits are the same. What it found is never [`Warpgroups::Failed`].
+    /// Takes the samples of all kernels that may be launched, and follows what they show. What it
+    /// found is never a failure.
     ///
     /// # Errors
-    /// When the device has no memory for the sample, or fails.
+    /// When the device has no memory for a sample, or fails.
     pub fn choose_products(&mut self) -> Result<Warpgroups, OpError> {
-        if !self.has_warpgroups() {
+        if !self.gpu.properties().has_wgmma() {
             return Ok(Warpgroups::Missing);
         }
+        let mut verdicts = Verdicts::new();
+        let harmless = self.harmless_warpgroups();
+        self.sample_warpgroups(harmless, |line| {
+            if let SampleLine::Found(kernel, verdict) = line {
+                verdicts.insert(kernel, verdict);
+            }
+        })?;
+        let found = Warpgroups::Sampled(verdicts);
+        self.follow(&found);
+        Ok(found)
+    }
+
+    /// Computes a sample for each of `kernels` by warps and by warpgroups, one after the other, and
+    /// tells when one begins and what it showed.
+    ///
+    /// # Errors
+    /// When the device has no memory for a sample, or fails.
+    pub fn sample_warpgroups(
+        &mut self,
+        kernels: WarpgroupKernels,
+        mut tell: impl FnMut(SampleLine),
+    ) -> Result<(), OpError> {
         // With a pool of its own, which leaves no memory behind.
         let mut sampled = Cuda::with_pool(Arc::clone(&self.gpu), true);
         sampled.watch(self.watch);
-        let mut is_same = true;
-        for (quant, dtype) in [
-            (QuantType::None, DType::Bf16),
-            (QuantType::None, DType::F16),
-            (QuantType::Int8, DType::Bf16),
-            (QuantType::Nf4, DType::Bf16),
-            (QuantType::Nf4, DType::F16),
-        ] {
-            let [warps, warpgroups] = sampled.both_ways(quant, dtype)?;
-            is_same &= are_same(&warps, &warpgroups);
+        for kernel in kernels.iter() {
+            tell(SampleLine::Samples(kernel));
+            let [warps, warpgroups] = match kernel {
+                WarpgroupKernel::Product(quant, dtype) => sampled.both_ways(quant, dtype),
+                WarpgroupKernel::Attention(head_dim, dtype) => {
+                    sampled.attention_both_ways(attention::case(head_dim.into(), dtype))
+                }
+            }?;
+            let verdict = match are_same(&warps, &warpgroups) {
+                true => Verdict::SameBits,
+                false => Verdict::OtherBits,
+            };
+            tell(SampleLine::Found(kernel, verdict));
         }
-        for case in attention::CASES {
-            let [warps, warpgroups] = sampled.attention_both_ways(case)?;
-            is_same &= are_same(&warps, &warpgroups);
-        }
-        self.by_warpgroups = is_same;
-        Ok(match is_same {
-            true => Warpgroups::SameBits,
-            false => Warpgroups::OtherBits,
-        })
+        Ok(())
     }
 
-    /// Follows what another process found on this device. Where warpgroups failed, nothing is
-    /// launched for them from now on, not even for comparisons.
+    /// Follows what was found on this device. A kernel for warpgroups that failed, or of which
+    /// nothing is known, is not launched from now on, not even for comparisons.
     pub fn follow(&mut self, found: &Warpgroups) {
-        self.gave_warpgroups_up |= matches!(found, Warpgroups::Failed(_));
-        self.by_warpgroups = *found == Warpgroups::SameBits && self.has_warpgroups();
+        if *found != Warpgroups::Missing {
+            self.harmless = found.harmless();
+        }
+        self.warpgroups = match self.gpu.properties().has_wgmma() {
+            true => found.used(),
+            false => WarpgroupKernels::NONE,
+        };
     }
 
-    /// Whether the device has warpgroups that may be used.
-    pub fn has_warpgroups(&self) -> bool {
-        self.gpu.properties().has_wgmma() && !self.gave_warpgroups_up
+    /// Does without these kernels for warpgroups.
+    pub fn leave_alone(&mut self, kernels: WarpgroupKernels) {
+        self.harmless = self.harmless.without(kernels);
+        self.warpgroups = self.warpgroups.without(kernels);
     }
 
-    /// Whether products of many rows go to warpgroups.
-    pub fn uses_warpgroups(&self) -> bool {
-        self.by_warpgroups
+    /// The kernels for warpgroups that the device has and that may be launched.
+    pub fn harmless_warpgroups(&self) -> WarpgroupKernels {
+        match self.gpu.properties().has_wgmma() {
+            true => self.harmless,
+            false => WarpgroupKernels::NONE,
+        }
     }
 
-    /// Sends products of many rows to warpgroups or to warps, for comparisons; what it was before.
-    /// A device that has no warpgroups refuses the products.
-    pub fn use_warpgroups(&mut self, on: bool) -> bool {
-        std::mem::replace(&mut self.by_warpgroups, on)
+    /// The kernels for warpgroups that are used.
+    pub fn used_warpgroups(&self) -> WarpgroupKernels {
+        self.warpgroups
+    }
+
+    /// Uses these kernels for warpgroups instead of those for warps, for comparisons; the ones that
+    /// were used before. A device that has no warpgroups refuses their launches.
+    pub fn use_warpgroups(&mut self, kernels: WarpgroupKernels) -> WarpgroupKernels {
+        std::mem::replace(&mut self.warpgroups, kernels)
     }
 
     /// The product of the sample by warps and by warpgroups.
@@ -113,7 +148,10 @@ impl<G: Gpu> Cuda<G> {
         outputs: usize,
         by_warpgroups: bool,
     ) -> Result<Vec<f32>, OpError> {
-        self.by_warpgroups = by_warpgroups;
+        self.warpgroups = match by_warpgroups {
+            true => WarpgroupKernels::ALL,
+            false => WarpgroupKernels::NONE,
+        };
         let (mut on_device, mut out) = (self.buffer(x.len()), self.buffer(ROWS * outputs));
         self.upload(x, &mut on_device)?;
         let args = Linear {
@@ -208,53 +246,111 @@ mod emulated {
     use super::*;
     use crate::cuda::emu::Emu;
 
+    /// The same verdict about every kernel.
+    fn all(verdict: &Verdict) -> Warpgroups {
+        let each = |kernel| (kernel, verdict.clone());
+        Warpgroups::Sampled(WarpgroupKernel::ALL.into_iter().map(each).collect())
+    }
+
     #[test]
     fn warpgroups_are_used_where_a_sample_is_the_same() {
         let mut cuda = Cuda::new(Emu::new(2));
         let before = cuda.taken();
-        assert_eq!(cuda.choose_products().unwrap(), Warpgroups::SameBits);
-        assert!(cuda.uses_warpgroups());
+        assert_eq!(cuda.choose_products().unwrap(), all(&Verdict::SameBits));
+        assert_eq!(cuda.used_warpgroups(), WarpgroupKernels::ALL);
         assert_eq!(cuda.taken(), before, "the sample leaves no memory behind");
     }
 
     #[test]
-    fn attention_is_the_same_both_ways_and_shows_another_rounding() {
-        let mut same = Cuda::new(Emu::new(2));
-        let mut other = Cuda::new(Emu::new(2).with_other_rounding());
-        for case in attention::CASES {
-            let [warps, warpgroups] = same.attention_both_ways(case).unwrap();
-            assert!(warps.iter().all(|v| v.is_finite()), "{case:?}");
-            assert!(are_same(&warps, &warpgroups), "{case:?}");
-            let [warps, warpgroups] = other.attention_both_ways(case).unwrap();
-            assert!(!are_same(&warps, &warpgroups), "{case:?}");
+    fn each_sample_is_the_same_both_ways_and_shows_another_rounding() {
+        let (mut same, mut other) =
+            (Cuda::new(Emu::new(2)), Cuda::new(Emu::new(2).with_other_rounding()));
+        for kernel in WarpgroupKernel::ALL {
+            let mut verdicts = Vec::new();
+            let mut note = |line| {
+                if let SampleLine::Found(of, verdict) = line {
+                    verdicts.push((of, verdict));
+                }
+            };
+            let one = [kernel].into_iter().collect();
+            same.sample_warpgroups(one, &mut note).unwrap();
+            other.sample_warpgroups(one, &mut note).unwrap();
+            let expected = [(kernel, Verdict::SameBits), (kernel, Verdict::OtherBits)];
+            assert_eq!(verdicts, expected);
+            if let WarpgroupKernel::Attention(head_dim, dtype) = kernel {
+                let case = attention::case(head_dim.into(), dtype);
+                let values = same.attention_both_ways(case).unwrap();
+                assert!(values.iter().flatten().all(|v| v.is_finite()), "{kernel}");
+            }
+        }
+    }
+
+    #[test]
+    fn each_sample_launches_the_kernel_that_it_is_about_and_no_other_of_warpgroups() {
+        static LAUNCHED: std::sync::Mutex<Vec<&str>> = std::sync::Mutex::new(Vec::new());
+        let mut cuda = Cuda::new(Emu::new(2));
+        cuda.watch(Some(|kernel| LAUNCHED.lock().unwrap().push(kernel)));
+        for kernel in WarpgroupKernel::ALL {
+            cuda.sample_warpgroups([kernel].into_iter().collect(), |_| ()).unwrap();
+            let launched = std::mem::take(&mut *LAUNCHED.lock().unwrap());
+            let is_other = |name: &&&str| name.contains("_wgmma_") && !name.contains("_wgmma_x_");
+            let of_warpgroups: Vec<_> = launched.iter().filter(is_other).collect();
+            assert_eq!(of_warpgroups, [&kernel.to_string()]);
         }
     }
 
     #[test]
     fn warps_are_used_where_a_sample_differs_or_there_are_no_warpgroups() {
         let mut cuda = Cuda::new(Emu::new(2).with_other_rounding());
-        assert_eq!(cuda.choose_products().unwrap(), Warpgroups::OtherBits);
-        assert!(!cuda.uses_warpgroups());
+        assert_eq!(cuda.choose_products().unwrap(), all(&Verdict::OtherBits));
+        assert_eq!(cuda.used_warpgroups(), WarpgroupKernels::NONE);
         let mut cuda = Cuda::new(Emu::new(2).with_architecture(80));
         assert_eq!(cuda.choose_products().unwrap(), Warpgroups::Missing);
-        assert!(!cuda.uses_warpgroups());
+        assert_eq!(cuda.used_warpgroups(), WarpgroupKernels::NONE);
     }
 
     #[test]
-    fn what_was_found_is_followed_as_far_as_the_device_has_warpgroups() {
-        for (found, is_used, has_them) in [
-            (Warpgroups::SameBits, true, true),
-            (Warpgroups::OtherBits, false, true),
-            (Warpgroups::Missing, false, true),
-            (Warpgroups::Failed("it faults".to_owned()), false, false),
-        ] {
-            let mut cuda = Cuda::new(Emu::new(2));
-            cuda.follow(&found);
-            let is = (cuda.uses_warpgroups(), cuda.has_warpgroups());
-            assert_eq!(is, (is_used, has_them), "{found}");
-        }
+    fn what_was_found_is_followed_kernel_by_kernel() {
+        let [plain, f16, int8, ..] = WarpgroupKernel::ALL;
+        let failed = Verdict::Failed("it faults".to_owned());
+        let some = [(plain, Verdict::SameBits), (f16, Verdict::OtherBits), (int8, failed)];
+        let found = Warpgroups::Sampled(some.into_iter().collect());
+        let mut cuda = Cuda::new(Emu::new(2));
+        cuda.follow(&found);
+        assert_eq!(cuda.used_warpgroups(), [plain].into_iter().collect());
+        assert_eq!(cuda.harmless_warpgroups(), [plain, f16].into_iter().collect());
+        cuda.leave_alone([plain].into_iter().collect());
+        assert_eq!(cuda.used_warpgroups(), WarpgroupKernels::NONE);
+        assert_eq!(cuda.harmless_warpgroups(), [f16].into_iter().collect());
+        let mut cuda = Cuda::new(Emu::new(2));
+        cuda.follow(&Warpgroups::Unknown("no sample was taken".to_owned()));
+        assert_eq!(cuda.harmless_warpgroups(), WarpgroupKernels::NONE);
         let mut old = Cuda::new(Emu::new(2).with_architecture(80));
-        old.follow(&Warpgroups::SameBits);
-        assert!(!old.uses_warpgroups());
+        old.follow(&all(&Verdict::SameBits));
+        assert_eq!(old.used_warpgroups(), WarpgroupKernels::NONE);
+    }
+
+    #[test]
+    fn a_kernel_that_falls_back_takes_no_other_with_it() {
+        static LAUNCHED: std::sync::Mutex<Vec<&str>> = std::sync::Mutex::new(Vec::new());
+        let mut cuda = Cuda::new(Emu::new(2));
+        let [plain, ..] = WarpgroupKernel::ALL;
+        cuda.use_warpgroups(WarpgroupKernels::ALL.without([plain].into_iter().collect()));
+        cuda.watch(Some(|kernel| LAUNCHED.lock().unwrap().push(kernel)));
+        let weights = numbers(1, 128, 64, DType::Bf16);
+        let x = numbers(2, ROWS, 64, DType::Bf16);
+        for (dtype, expected) in [(DType::Bf16, "linear_gemm_"), (DType::F16, "linear_wgmma_")] {
+            let mut bytes = vec![0; weights.len() * 2];
+            convert::from_f32(dtype, &weights, &mut bytes);
+            let view = WeightView::quantized(QuantType::None, dtype, 128, 64, &bytes).unwrap();
+            let matrix = cuda.matrix(view).unwrap();
+            let (mut on_device, mut out) = (cuda.buffer(x.len()), cuda.buffer(ROWS * 128));
+            cuda.upload(&x, &mut on_device).unwrap();
+            let (x, out) = (&*on_device, &mut *out);
+            let args = Linear { x, weight: matrix, bias: None, out, rows: ROWS };
+            linear::launch(&mut cuda, args).unwrap();
+            let launched = std::mem::take(&mut *LAUNCHED.lock().unwrap());
+            assert!(launched.iter().any(|name| name.starts_with(expected)), "{launched:?}");
+        }
     }
 }

@@ -43,6 +43,8 @@ pub use memory::{Buffer, Memory, Taken};
 pub use pages::Pages;
 pub use step::Recorded;
 
+use shared::warpgroups::WarpgroupKernels;
+
 use crate::kv::StepRow;
 use crate::ops::{OpError, check_len};
 use crate::slice::WeightSlice;
@@ -67,10 +69,10 @@ pub struct Cuda<G: Gpu> {
     launches: u64,
     /// The other ranks, if blocks are shared with some.
     group: group::Membership<G>,
-    /// Whether products of many rows go to warpgroups.
-    by_warpgroups: bool,
-    /// Whether nothing may be launched for warpgroups, although the device has them.
-    gave_warpgroups_up: bool,
+    /// The kernels for warpgroups that are used instead of those for warps.
+    warpgroups: WarpgroupKernels,
+    /// Those that may be launched, if the device has warpgroups.
+    harmless: WarpgroupKernels,
     /// Whom to tell of each launch.
     watch: Option<Watch>,
 }
@@ -118,8 +120,8 @@ impl<G: Gpu> Cuda<G> {
             recording: Recording::Off,
             launches: 0,
             group: group::Membership::Alone,
-            by_warpgroups: false,
-            gave_warpgroups_up: false,
+            warpgroups: WarpgroupKernels::NONE,
+            harmless: WarpgroupKernels::ALL,
             watch: None,
         }
     }

@@ -37,7 +37,7 @@ impl<G: Gpu> Cuda<G> {
     /// # Errors
     /// When the device fails.
     pub fn matrix_rate(&mut self, iterations: usize) -> Result<f64, OpError> {
-        let (kernel, per_warp, shared_bytes) = match self.has_warpgroups() {
+        let (kernel, per_warp, shared_bytes) = match !self.harmless_warpgroups().is_empty() {
             true => {
                 ("peak_wgmma_bf16", WARPGROUP_CHAINS * WARPGROUP_FLOPS, sizes::peak_wgmma::SHARED)
             }

@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use shared::config::{Device, FaultAction, FaultPlan, FaultPoint, LogFormat};
+use shared::warpgroups::WarpgroupKernel;
 
 /// Longest duration of a flag: a year. Sums with points in time then never overflow.
 const MAX_SECONDS: f64 = 365.0 * 86400.0;
@@ -15,6 +16,11 @@ pub fn seconds(text: &str) -> Result<Duration, String> {
         .filter(|seconds| (0.001..=MAX_SECONDS).contains(seconds))
         .map(Duration::from_secs_f64)
         .ok_or_else(|| "expected a number of seconds, at least 0.001".to_owned())
+}
+
+/// A kernel for warpgroups, by its name.
+pub fn warpgroup_kernel(text: &str) -> Result<WarpgroupKernel, String> {
+    WarpgroupKernel::try_from(text.to_owned())
 }
 
 /// A part of a whole, above 0 and at most 1.

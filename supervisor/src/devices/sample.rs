@@ -1,19 +1,23 @@
-//! What is known of the warpgroups of devices: from an earlier start, or from `sepal sample`, a
-//! process for each device. Kernels that fault or hang there can stop nothing else.
+//! What is known of the kernels for warpgroups of devices: from an earlier start, or from
+//! `sepal sample`, a process for each device. Kernels that fault or hang there can stop nothing
+//! else, and cost only themselves: another process samples the kernels that were left.
 //!
 //! A verdict is kept also when a kernel failed: it would fail again. A process that ended for
-//! another reason (it was killed, the device was busy or had no memory) has found nothing, so the
-//! next start tries again.
+//! another reason (it was killed, the device was busy or had no memory) has found nothing about the
+//! kernels that were left, so the next start tries those again.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use nix::libc;
+use serde::{Deserialize, Serialize};
 use shared::config::Device;
 use shared::control::CudaDevice;
 use shared::exit::ExitReason;
-use shared::warpgroups::{SampleLine, Warpgroups};
+use shared::warpgroups::{
+    SampleLine, Verdict, Verdicts, WarpgroupKernel, WarpgroupKernels, Warpgroups,
+};
 use tracing::info;
 
 use super::subprocess::{Output, Subprocess};
@@ -21,6 +25,12 @@ use super::verdict::{Subject, sentence};
 
 /// The kind of the verdict.
 const KIND: &str = "warpgroups";
+
+/// Version of [`Kept`]. A file of another version holds nothing.
+const VERSION: u32 = 2;
+
+/// Kernels that may hang at one start. What is left then is sampled at the next start.
+const MAX_HANGS: u32 = 2;
 
 /// A device whose warpgroups are asked about.
 pub struct Candidate<'a> {
@@ -39,86 +49,182 @@ impl Candidate<'_> {
     }
 }
 
-/// What is known of the warpgroups of `devices`, in their order. Samples run all at once, each for
-/// at most `limit`; verdicts are read from and written to `folder`.
+/// What a file keeps.
+#[derive(Serialize, Deserialize)]
+struct Kept {
+    version: u32,
+    verdicts: Verdicts,
+}
+
+/// What is known of the warpgroups of `devices`, in their order. Devices are sampled at once, each
+/// process for at most `limit`; verdicts are read from and written to `folder`.
 pub fn warpgroups(folder: &Path, devices: &[Candidate<'_>], limit: Duration) -> Vec<Warpgroups> {
-    let started: Vec<_> = devices.iter().map(|device| start(folder, device, limit)).collect();
-    let finish = |(device, started)| finish(folder, device, started, limit);
-    devices.iter().zip(started).map(finish).collect()
+    let known = devices.iter().map(|device| known(folder, device));
+    let mut known: Vec<_> = known.collect();
+    let since = Instant::now();
+    run(&mut known, limit);
+    let finish = |(device, sampling)| finish(folder, device, sampling, since);
+    devices.iter().zip(known).map(finish).collect()
 }
 
 /// Of one device, found out anew.
 pub fn sample(ordinal: u32, limit: Duration) -> Warpgroups {
-    match process(ordinal, limit).and_then(Subprocess::finish) {
-        Ok(output) => judge(&output, limit).0,
-        Err(why) => failed(&why),
-    }
+    let mut one = [Sampling::new(ordinal, Verdicts::new())];
+    run(&mut one, limit);
+    let [one] = one;
+    one.outcome()
 }
 
-/// What is known already, or a sample on its way.
-enum Started {
-    Known(Warpgroups),
-    Sample(Result<Subprocess, String>, Instant),
+/// Names in one argument.
+pub fn names(kernels: WarpgroupKernels) -> String {
+    kernels.iter().map(|kernel| kernel.to_string()).collect::<Vec<_>>().join(",")
 }
 
-fn start(folder: &Path, device: &Candidate<'_>, limit: Duration) -> Started {
-    if !device.found.has_warpgroups {
-        return Started::Known(Warpgroups::Missing);
+/// What is known of a device so far.
+struct Sampling {
+    ordinal: u32,
+    verdicts: Verdicts,
+    /// Kernels without a verdict.
+    left: WarpgroupKernels,
+    /// Why they stay so.
+    stopped: Option<String>,
+    hangs: u32,
+    /// Whether a process was asked.
+    is_new: bool,
+}
+
+impl Sampling {
+    fn new(ordinal: u32, verdicts: Verdicts) -> Sampling {
+        let judged = verdicts.keys().copied().collect();
+        let left = WarpgroupKernels::ALL.without(judged);
+        Sampling { ordinal, verdicts, left, stopped: None, hangs: 0, is_new: false }
     }
-    if let Some(known) = device.subject.read(folder, KIND) {
-        if matches!(known, Warpgroups::Failed(_)) {
-            let path = device.subject.path(folder, KIND);
-            info!(device = %device.device(), path = %path.display(), "warpgroups failed at an earlier start; without this file they are tried again");
+
+    fn is_open(&self) -> bool {
+        self.stopped.is_none() && !self.left.is_empty()
+    }
+
+    fn note(&mut self, kernel: WarpgroupKernel, verdict: Verdict) {
+        self.left = self.left.without([kernel].into_iter().collect());
+        self.verdicts.insert(kernel, verdict);
+    }
+
+    /// Learns from the end of a process that was asked about what was left.
+    fn learn(&mut self, output: &Output, limit: Duration) {
+        let (mut sampled, mut launched) = (None, None);
+        let lines = output.text.lines().filter_map(|line| serde_json::from_str(line).ok());
+        for line in lines {
+            match line {
+                SampleLine::Samples(kernel) => (sampled, launched) = (Some(kernel), None),
+                SampleLine::Launches(name) => launched = Some(name),
+                SampleLine::Found(_, Verdict::Failed(_)) => (),
+                SampleLine::Found(kernel, verdict) => {
+                    if sampled == Some(kernel) && self.left.contains(kernel) {
+                        self.note(kernel, verdict);
+                    }
+                    sampled = None;
+                }
+            }
         }
-        return Started::Known(known);
+        if output.status.is_some_and(|status| status.success()) && self.left.is_empty() {
+            return;
+        }
+        let why = why(output, launched.as_deref(), limit);
+        match sampled.filter(|kernel| self.left.contains(*kernel)) {
+            Some(kernel) if launched.is_some() && blames_the_kernel(output) => {
+                self.note(kernel, Verdict::Failed(why));
+                self.hangs += u32::from(output.status.is_none());
+                if self.hangs == MAX_HANGS && !self.left.is_empty() {
+                    self.stopped = Some(format!("{MAX_HANGS} other kernels hung"));
+                }
+            }
+            _ => self.stopped = Some(why),
+        }
     }
-    let name = &device.found.name;
-    info!(device = %device.device(), name, "sampling warpgroups, once for this driver and build");
-    Started::Sample(process(device.ordinal, limit), Instant::now())
+
+    fn outcome(mut self) -> Warpgroups {
+        match self.stopped {
+            Some(why) if self.verdicts.is_empty() => {
+                Warpgroups::Unknown(sentence(&format!("the sample failed: {why}")))
+            }
+            Some(why) => {
+                let first = self.left.iter().next();
+                let why = Verdict::Failed(sentence(&format!("not sampled: {why}")));
+                self.verdicts.extend(first.map(|kernel| (kernel, why)));
+                Warpgroups::Sampled(self.verdicts)
+            }
+            None => Warpgroups::Sampled(self.verdicts),
+        }
+    }
 }
 
-fn finish(folder: &Path, device: &Candidate<'_>, started: Started, limit: Duration) -> Warpgroups {
-    let (process, since) = match started {
-        Started::Known(known) => return known,
-        Started::Sample(process, since) => (process, since),
-    };
-    let (found, is_verdict) = match process.and_then(Subprocess::finish) {
-        Ok(output) => judge(&output, limit),
-        Err(why) => (failed(&why), false),
-    };
-    let passed = !matches!(found, Warpgroups::Failed(_));
-    info!(device = %device.device(), passed, took = ?since.elapsed(), "warpgroups sampled");
-    if is_verdict {
-        device.subject.write(folder, KIND, &found);
+/// Asks processes until each device has its verdicts or stops. Each round ends with a verdict more
+/// or a stop.
+fn run(all: &mut [Sampling], limit: Duration) {
+    loop {
+        let open = all.iter_mut().filter(|sampling| sampling.is_open());
+        let asked = open.map(|sampling| (process(sampling, limit), sampling));
+        let asked: Vec<_> = asked.collect();
+        if asked.is_empty() {
+            return;
+        }
+        for (process, sampling) in asked {
+            sampling.is_new = true;
+            match process.and_then(Subprocess::finish) {
+                Ok(output) => sampling.learn(&output, limit),
+                Err(why) => sampling.stopped = Some(why),
+            }
+        }
+    }
+}
+
+fn process(sampling: &Sampling, limit: Duration) -> Result<Subprocess, String> {
+    let (ordinal, kernels) = (sampling.ordinal.to_string(), names(sampling.left));
+    Subprocess::start(&["sample", "--ordinal", &ordinal, "--kernels", &kernels], limit)
+}
+
+/// What an earlier start found.
+fn known(folder: &Path, device: &Candidate<'_>) -> Sampling {
+    let kept = device.subject.read::<Kept>(folder, KIND).filter(|kept| kept.version == VERSION);
+    let mut sampling =
+        Sampling::new(device.ordinal, kept.map(|kept| kept.verdicts).unwrap_or_default());
+    if !device.found.has_warpgroups {
+        sampling.left = WarpgroupKernels::NONE;
+        return sampling;
+    }
+    if sampling.verdicts.values().any(|verdict| matches!(verdict, Verdict::Failed(_))) {
+        let path = device.subject.path(folder, KIND);
+        info!(device = %device.device(), path = %path.display(), "warpgroups failed at an earlier start; without this file they are tried again");
+    }
+    if sampling.is_open() {
+        let (name, kernels) = (&device.found.name, sampling.left.iter().count());
+        info!(device = %device.device(), name, kernels, "sampling warpgroups, once for this driver and build");
+    }
+    sampling
+}
+
+fn finish(folder: &Path, device: &Candidate<'_>, sampling: Sampling, since: Instant) -> Warpgroups {
+    if !device.found.has_warpgroups {
+        return Warpgroups::Missing;
+    }
+    if !sampling.is_new {
+        return sampling.outcome();
+    }
+    let verdicts = sampling.verdicts.clone();
+    let found = sampling.outcome();
+    let used = found.used().iter().count();
+    info!(device = %device.device(), used, took = ?since.elapsed(), "warpgroups sampled");
+    if !verdicts.is_empty() {
+        device.subject.write(folder, KIND, Kept { version: VERSION, verdicts });
     }
     found
 }
 
-fn process(ordinal: u32, limit: Duration) -> Result<Subprocess, String> {
-    Subprocess::start(&["sample", "--ordinal", &ordinal.to_string()], limit)
-}
-
-fn failed(why: &str) -> Warpgroups {
-    Warpgroups::Failed(sentence(&format!("the sample failed: {why}")))
-}
-
-/// The outcome by the end of a sample, and whether it will be the same the next time.
-fn judge(output: &Output, limit: Duration) -> (Warpgroups, bool) {
-    let lines: Vec<SampleLine> =
-        output.text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
-    let has_passed = output.status.is_some_and(|status| status.success());
-    if let (true, Some(SampleLine::Found(found))) = (has_passed, lines.last())
-        && !matches!(found, Warpgroups::Failed(_))
-    {
-        return (found.clone(), true);
-    }
-    let launched = lines.iter().rev().find_map(|line| match line {
-        SampleLine::Launches(kernel) => Some(kernel),
-        SampleLine::Found(_) => None,
-    });
+/// Why a process gave not all verdicts, in a sentence.
+fn why(output: &Output, launched: Option<&str>, limit: Duration) -> String {
     let mut why = match output.status {
         None => format!("it did not end within {limit:?}"),
-        Some(status) if has_passed => format!("it gave no answer ({status})"),
+        Some(status) if status.success() => format!("it gave no answer ({status})"),
         Some(status) => format!("its process ended with {status}"),
     };
     if let Some(kernel) = launched {
@@ -128,7 +234,7 @@ fn judge(output: &Output, limit: Duration) -> (Warpgroups, bool) {
     if !errors.is_empty() {
         why += &format!(": {errors}");
     }
-    (failed(&why), launched.is_some() && blames_the_kernel(output))
+    sentence(&why)
 }
 
 /// Whether a process that had launched a kernel ended as one whose kernel failed.
@@ -148,71 +254,101 @@ mod tests {
     use super::*;
 
     const LONG: Duration = Duration::from_secs(60);
+    const FIRST: WarpgroupKernel = WarpgroupKernel::ALL[0];
+    const SECOND: WarpgroupKernel = WarpgroupKernel::ALL[1];
 
-    /// A launch, as the process tells it.
-    const LAUNCH: &str = r#"echo '{"Launches":"linear_wgmma_bf16"}'"#;
+    fn echo(line: &SampleLine) -> String {
+        format!("echo '{}'", serde_json::to_string(line).unwrap())
+    }
 
-    fn judged(script: &str) -> (Warpgroups, bool) {
-        judge(&output_of(script, LONG), LONG)
+    /// A sample that begins and launches a kernel, as the process tells it.
+    fn begun(kernel: WarpgroupKernel) -> String {
+        let launch = SampleLine::Launches(format!("{kernel}_of_a_sample"));
+        format!("{}; {}", echo(&SampleLine::Samples(kernel)), echo(&launch))
+    }
+
+    fn found(kernel: WarpgroupKernel) -> String {
+        format!("{}; {}", begun(kernel), echo(&SampleLine::Found(kernel, Verdict::OtherBits)))
+    }
+
+    fn learned_from(output: &Output) -> Sampling {
+        let mut sampling = Sampling::new(0, Verdicts::new());
+        sampling.learn(output, LONG);
+        sampling
+    }
+
+    fn learned(script: &str) -> Sampling {
+        learned_from(&output_of(script, LONG))
     }
 
     #[test]
-    fn only_the_last_line_of_a_process_that_ends_well_is_an_outcome() {
-        for found in [Warpgroups::Missing, Warpgroups::SameBits, Warpgroups::OtherBits] {
-            let line = serde_json::to_string(&SampleLine::Found(found.clone())).unwrap();
-            let script = format!("{LAUNCH}; echo '{line}'");
-            assert_eq!(judged(&script), (found, true));
-            for bad in [
-                format!("{script}; exit 10"),
-                format!("{script}; kill -SEGV $$"),
-                format!("{script}; {LAUNCH}"),
-                format!("{LAUNCH}; echo '{line}x'"),
-            ] {
-                assert!(matches!(judged(&bad).0, Warpgroups::Failed(_)), "{bad}");
-            }
-        }
-        let claims = r#"echo '{"Found":{"Failed":"by its own word"}}'"#;
-        for bad in ["", "echo nonsense", claims] {
-            let (found, is_verdict) = judged(bad);
-            assert!(!is_verdict, "{bad}");
-            assert!(found.to_string().contains("it gave no answer"), "{found}");
-        }
+    fn a_fault_costs_the_kernel_that_was_sampled_alone() {
+        let script = format!("{}; {}; echo 'a fault' >&2; exit 10", found(FIRST), begun(SECOND));
+        let sampling = learned(&script);
+        let why = format!(
+            "its process ended with exit status: 10 after launching {SECOND}_of_a_sample: a fault"
+        );
+        let expected = [(FIRST, Verdict::OtherBits), (SECOND, Verdict::Failed(why))];
+        assert_eq!(sampling.verdicts, expected.into_iter().collect());
+        assert!(sampling.is_open(), "another process samples the others");
+        assert_eq!(sampling.left.iter().count(), WarpgroupKernel::ALL.len() - 2);
+        let sampling = learned(&format!("{}; kill -SEGV $$", begun(FIRST)));
+        let text = format!("{:?}", sampling.verdicts);
+        assert!(sampling.is_open() && text.contains("signal: 11 (SIGSEGV)"), "{text}");
     }
 
     #[test]
-    fn a_kernel_that_failed_is_named_and_the_verdict_is_kept() {
-        let (found, is_verdict) = judged(&format!("{LAUNCH}; echo 'a fault' >&2; exit 10"));
-        let why = "the sample failed: its process ended with exit status: 10 after launching \
-                   linear_wgmma_bf16: a fault";
-        assert_eq!((found, is_verdict), (Warpgroups::Failed(why.to_owned()), true));
-        let (found, is_verdict) = judged(&format!("{LAUNCH}; kill -SEGV $$"));
-        assert!(is_verdict && found.to_string().contains("signal: 11 (SIGSEGV)"), "{found}");
-        let hangs = Output { status: None, ..output_of(LAUNCH, LONG) };
-        let (found, is_verdict) = judge(&hangs, LONG);
-        let why = "it did not end within 60s after launching linear_wgmma_bf16";
-        assert!(is_verdict && found.to_string().contains(why), "{found}");
+    fn kernels_that_hang_end_the_samples_of_a_start() {
+        let hangs = |kernel| Output { status: None, ..output_of(&begun(kernel), LONG) };
+        let mut sampling = learned_from(&hangs(FIRST));
+        assert!(sampling.is_open());
+        sampling.learn(&hangs(SECOND), LONG);
+        assert!(!sampling.is_open() && sampling.verdicts.len() == 2);
+        let text = sampling.outcome().to_string();
+        for part in [
+            "it did not end within 60s after launching linear_wgmma_plain_f16_of_a_sample",
+            "linear_wgmma_int8_bf16 (not sampled: 2 other kernels hung)",
+            "linear_wgmma_int8_f16 (not sampled)",
+        ] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
     }
 
     #[test]
     fn what_is_not_the_fault_of_a_kernel_is_tried_again() {
         for script in [
             // No memory; killed from outside; no device, before any launch.
-            format!("{LAUNCH}; exit 11"),
-            format!("{LAUNCH}; kill -KILL $$"),
+            format!("{}; exit 11", begun(FIRST)),
+            format!("{}; kill -KILL $$", begun(FIRST)),
+            echo(&SampleLine::Samples(FIRST)) + "; exit 10",
             "exit 10".to_owned(),
             "kill -SEGV $$".to_owned(),
+            // No answer, or one that is not about what was sampled.
+            String::new(),
+            "echo nonsense".to_owned(),
+            begun(FIRST),
+            echo(&SampleLine::Found(FIRST, Verdict::SameBits)),
+            format!("{}; {}", begun(SECOND), echo(&SampleLine::Found(FIRST, Verdict::SameBits))),
         ] {
-            let (found, is_verdict) = judged(&script);
-            assert!(matches!(found, Warpgroups::Failed(_)) && !is_verdict, "{script}");
+            let sampling = learned(&script);
+            assert!(!sampling.is_open() && sampling.verdicts.is_empty(), "{script}");
+            assert!(matches!(sampling.outcome(), Warpgroups::Unknown(_)), "{script}");
         }
         let hangs = Output { status: None, ..output_of("", LONG) };
-        assert!(!judge(&hangs, LONG).1, "a driver that hangs");
+        assert!(learned_from(&hangs).verdicts.is_empty(), "a driver that hangs");
+        let own = SampleLine::Found(FIRST, Verdict::Failed("by its own word".to_owned()));
+        let claims = learned(&format!("{}; {}", begun(FIRST), echo(&own)));
+        assert!(claims.verdicts.is_empty());
+        let some = learned(&format!("{}; {}; exit 11", found(FIRST), begun(SECOND)));
+        assert_eq!(some.verdicts.len(), 1, "what was found before is kept");
+        assert!(!some.is_open());
     }
 
     #[test]
     fn a_sentence_without_end_is_cut() {
-        let (found, _) = judged("head -c 60000 /dev/zero | tr '\\0' x >&2; exit 10");
-        assert!(found.to_string().len() < 1000, "{}", found.to_string().len());
+        let script = format!("{}; head -c 60000 /dev/zero | tr '\\0' x >&2; exit 10", begun(FIRST));
+        let text = learned(&script).outcome().to_string();
+        assert!(text.len() < 2000, "{}", text.len());
     }
 
     #[test]
@@ -220,13 +356,35 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let has =
             |has_warpgroups| CudaDevice { name: "H200".to_owned(), uuid: [7; 16], has_warpgroups };
-        let known = Warpgroups::Failed("it faulted".to_owned());
-        subject("H200", 12_080).write(folder.path(), KIND, &known);
+        let each = |kernel| (kernel, Verdict::SameBits);
+        let mut verdicts: Verdicts = WarpgroupKernel::ALL.into_iter().map(each).collect();
+        verdicts.insert(FIRST, Verdict::Failed("it faulted".to_owned()));
+        let kept = Kept { version: VERSION, verdicts: verdicts.clone() };
+        subject("H200", 12_080).write(folder.path(), KIND, &kept);
         let (new, old) = (has(true), has(false));
         let candidate = |found| Candidate { ordinal: 0, found, subject: subject("H200", 12_080) };
         // A process would be this program of tests, which gives no answer.
         let devices = [candidate(&new), candidate(&old)];
         let found = warpgroups(folder.path(), &devices, LONG);
-        assert_eq!(found, [known, Warpgroups::Missing]);
+        assert_eq!(found, [Warpgroups::Sampled(verdicts), Warpgroups::Missing]);
+    }
+
+    #[test]
+    fn a_file_of_another_version_holds_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let found = CudaDevice { name: "H200".to_owned(), uuid: [7; 16], has_warpgroups: true };
+        let subject = subject("H200", 12_080);
+        let device = Candidate { ordinal: 0, found: &found, subject: subject.clone() };
+        let verdicts = Verdicts::from([(FIRST, Verdict::SameBits)]);
+        let left = |device: &Candidate<'_>| known(folder.path(), device).left.iter().count();
+        let all = WarpgroupKernel::ALL.len();
+        for (version, expected) in [(VERSION, all - 1), (VERSION - 1, all), (VERSION + 1, all)] {
+            let kept = Kept { version, verdicts: verdicts.clone() };
+            subject.write(folder.path(), KIND, &kept);
+            assert_eq!(left(&device), expected, "{version}");
+        }
+        // One verdict for all kernels, without a version.
+        subject.write(folder.path(), KIND, "SameBits");
+        assert_eq!(left(&device), all);
     }
 }

@@ -16,7 +16,7 @@ use shared::files::write_atomically;
 use tracing::warn;
 
 /// A longer file is not ours.
-const MAX_FILE_BYTES: u64 = 16 << 10;
+const MAX_FILE_BYTES: u64 = 64 << 10;
 
 /// Characters of a sentence in a verdict.
 const MAX_SENTENCE_CHARS: usize = 400;

@@ -333,10 +333,10 @@ fn warpgroups_of(known: &[(Device, Warpgroups)], device: Device, by_warps: bool)
     match (device, found) {
         (Device::Cpu | Device::Node(_) | Device::Emulator(_), _) => Warpgroups::Missing,
         (Device::Cuda(_), _) if by_warps => {
-            Warpgroups::Failed("an earlier process of this worker failed on its device".to_owned())
+            Warpgroups::Unknown("an earlier process of this worker failed on its device".to_owned())
         }
         (Device::Cuda(_), Some((_, found))) => found.clone(),
-        (Device::Cuda(_), None) => Warpgroups::Failed("no sample was taken".to_owned()),
+        (Device::Cuda(_), None) => Warpgroups::Unknown("no sample was taken".to_owned()),
     }
 }
 
@@ -360,15 +360,19 @@ fn make_reason(error: &MakeError) -> ExitReason {
 
 #[cfg(test)]
 mod tests {
+    use shared::warpgroups::{Verdict, WarpgroupKernel};
+
     use super::*;
 
     #[test]
     fn a_worker_goes_by_warpgroups_only_where_they_passed_and_none_of_its_processes_failed() {
-        let known = [(Device::Cuda(1), Warpgroups::SameBits)];
+        let each = |kernel| (kernel, Verdict::SameBits);
+        let same = Warpgroups::Sampled(WarpgroupKernel::ALL.into_iter().map(each).collect());
+        let known = [(Device::Cuda(1), same.clone())];
         let told = |device, by_warps| warpgroups_of(&known, device, by_warps);
-        assert_eq!(told(Device::Cuda(1), false), Warpgroups::SameBits);
+        assert_eq!(told(Device::Cuda(1), false), same);
         for (device, by_warps) in [(Device::Cuda(1), true), (Device::Cuda(0), false)] {
-            assert!(matches!(told(device, by_warps), Warpgroups::Failed(_)), "{device}");
+            assert!(matches!(told(device, by_warps), Warpgroups::Unknown(_)), "{device}");
         }
         assert_eq!(told(Device::Cpu, true), Warpgroups::Missing);
     }

@@ -25,22 +25,15 @@ pub(super) struct Case {
     pub has_slopes: bool,
 }
 
-/// Every head dimension; a row longer than the ring of tiles, a window and slopes.
-pub(super) const CASES: [Case; 5] = [
-    case(DType::Bf16, 64, 270, usize::MAX, true),
-    case(DType::F16, 80, 30, usize::MAX, false),
-    case(DType::Bf16, 96, 70, 50, false),
-    case(DType::F16, 112, 70, usize::MAX, true),
-    case(DType::Bf16, 128, 70, usize::MAX, false),
-];
-
-const fn case(
-    dtype: DType,
-    head_dim: usize,
-    prefix: usize,
-    window: usize,
-    has_slopes: bool,
-) -> Case {
+/// The case of a kernel: among all, a row longer than the ring of tiles, a window and slopes.
+pub(super) fn case(head_dim: usize, dtype: DType) -> Case {
+    let (prefix, window, has_slopes) = match (head_dim, dtype) {
+        (64, DType::Bf16) | (128, DType::F16) => (270, usize::MAX, true),
+        (80, _) => (30, usize::MAX, dtype == DType::Bf16),
+        (96, _) => (70, 50, dtype == DType::F16),
+        (112, _) => (70, usize::MAX, true),
+        _ => (70, usize::MAX, false),
+    };
     Case { dtype, head_dim, prefix, window, has_slopes }
 }
 

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::OnceLock;
 
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
-use shared::warpgroups::Warpgroups;
+use shared::warpgroups::WarpgroupKernels;
 
 use super::*;
 use crate::cases::{Class, cuda_operations};
@@ -27,7 +27,7 @@ fn open() -> Driver {
 #[test]
 fn every_kernel_of_the_images_equals_its_reference() {
     let mut cuda = Cuda::new(open());
-    cuda.use_warpgroups(true);
+    cuda.use_warpgroups(WarpgroupKernels::ALL);
     for operation in cuda_operations::<Driver>() {
         let cases = operation.check(std::slice::from_mut(&mut cuda), Class::Smallest);
         assert!(cases.unwrap_or_else(|e| panic!("{}: {e:?}", operation.name)) > 0);
@@ -36,8 +36,8 @@ fn every_kernel_of_the_images_equals_its_reference() {
 
 #[test]
 fn products_of_the_images_go_to_warpgroups() {
-    let agreement = Cuda::new(open()).choose_products();
-    assert_eq!(agreement.unwrap(), Warpgroups::SameBits);
+    let agreement = Cuda::new(open()).choose_products().unwrap();
+    assert_eq!(agreement.used(), WarpgroupKernels::ALL, "{agreement}");
 }
 
 #[test]

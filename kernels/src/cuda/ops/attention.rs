@@ -2,6 +2,7 @@
 //! `attention_generic.cu`.
 
 use shared::dtype::DType;
+use shared::warpgroups::WarpgroupKernel;
 
 use super::by_dtype;
 use crate::cuda::batch;
@@ -21,7 +22,9 @@ pub(crate) fn launch<G: Gpu>(
     cuda: &mut Cuda<G>,
     args: Attention<'_, Floats, Pages<'_>>,
 ) -> Result<(), OpError> {
-    let by_warpgroups = cuda.uses_warpgroups();
+    let layout = args.pages.layout();
+    let kernel = WarpgroupKernel::attention(layout.head_dim, layout.dtype);
+    let by_warpgroups = kernel.is_some_and(|kernel| cuda.used_warpgroups().contains(kernel));
     launch_by(cuda, args, by_warpgroups)
 }
 

@@ -2,6 +2,7 @@
 
 use shared::config::QuantType;
 use shared::dtype::DType;
+use shared::warpgroups::WarpgroupKernel;
 
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Matrix, Params};
@@ -55,11 +56,16 @@ pub(crate) fn launch_products<G: Gpu>(
     }
     if rows <= tuning::CUDA_GEMV_ROWS {
         gemv(cuda, x, rows, &first, parts)
-    } else if cuda.uses_warpgroups() {
+    } else if cuda.used_warpgroups().contains(by_warpgroups(&first)) {
         gemm_by_warpgroups(cuda, x, rows, &first, parts)
     } else {
         gemm(cuda, x, rows, &first, parts)
     }
+}
+
+/// The kernel for warpgroups that multiplies many rows with a tiled matrix.
+fn by_warpgroups<G: Gpu>(matrix: &Matrix<G>) -> WarpgroupKernel {
+    WarpgroupKernel::Product(matrix.quant(), matrix.dtype())
 }
 
 /// The variant of a kernel for a format and a dtype: `[plain, int8, nf4]` of `[f32, bf16, f16]`.
