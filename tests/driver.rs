@@ -5,6 +5,8 @@
 //!     cargo test --features emu --test driver
 #![cfg(feature = "emu")]
 
+#[path = "driver/failures.rs"]
+mod failures;
 mod harness;
 
 use std::os::unix::process::ExitStatusExt;
@@ -74,7 +76,7 @@ async fn a_card_gives_the_bits_of_the_emulator_and_its_worker_may_be_killed() {
     let expected = run(&emulator, |_| ()).await;
     assert_eq!(emulator.terminate().code(), Some(0));
     // The second may not write memory of the host: its KV cache is mirrored through other memory.
-    for settings in [&[][..], &[("EMU_CUDA_FAIL", "cuMemHostRegister_v2:2:0")]] {
+    for settings in [&[][..], &[("EMU_CUDA_REGISTER", "0")]] {
         let sepal = serve("cuda:0", settings);
         let first = sepal.worker();
         let got = run(&sepal, |step| {

@@ -21,8 +21,12 @@
 //   EMU_CUDA_PEERS (1)               0: devices do not reach each other's memory
 //   EMU_CUDA_SHARING (1)             0: memory cannot be exported as a descriptor
 //   EMU_CUDA_VERSION (12000)         the version of CUDA that the driver supports
-//   EMU_CUDA_FAIL=CALL:ERROR:AFTER   the call of that name fails after AFTER successes
+//   EMU_CUDA_FAIL=CALL:ERROR:AFTER   the call of that name fails after AFTER successes; may be a
+//                                    list with commas
 //   EMU_CUDA_FAIL_ONCE=FILE          it fails in the one process that creates the file
+//   EMU_CUDA_FAIL_FOLDER=FOLDER      a call with a file of its name in FOLDER removes it and fails
+//                                    with the error that is in it
+//   EMU_CUDA_REGISTER=BYTES          larger pieces of host memory are not registered
 //   EMU_CUDA_FAULTY=NAME:ERROR       each kernel whose name contains NAME ends with that error
 //   EMU_CUDA_FAULTY=NAME:hang        each such kernel never ends
 // Source of the rules: CUDA Driver API reference; CUDA C++ programming guide, "Stream capture" and
@@ -141,22 +145,53 @@ unsigned shared_bytes() {
     return (of == 80 ? 163 : of == 90 || of == 100 ? 227 : 99) * 1024;
 }
 
-// Whether this call is the one that EMU_CUDA_FAIL names, and its error.
-int planned_failure(const char* call) {
-    static const char* plan = getenv("EMU_CUDA_FAIL");
-    static uint64_t calls;
-    size_t length = strlen(call);
-    if (!plan || strncmp(plan, call, length) || plan[length] != ':') return OK;
-    char* rest;
-    int error = (int)strtol(plan + length + 1, &rest, 10);
-    uint64_t after = *rest == ':' ? strtoull(rest + 1, nullptr, 10) : 0;
-    if (calls++ != after) return OK;
-    if (const char* file = getenv("EMU_CUDA_FAIL_ONCE")) {
-        int made = open(file, O_CREAT | O_EXCL | O_WRONLY, 0600);
-        if (made < 0) return OK;
-        close(made);
+// Whether there is a file for this call, and the error in it. Of those that read it, one removes it
+// and fails.
+int failure_by_file(const char* call) {
+    static const char* folder = getenv("EMU_CUDA_FAIL_FOLDER");
+    if (!folder) return OK;
+    const std::string path = std::string(folder) + "/" + call;
+    FILE* file = fopen(path.c_str(), "r");
+    if (!file) return OK;
+    char text[16] = {};
+    size_t length = fread(text, 1, sizeof text - 1, file);
+    fclose(file);
+    return length && !unlink(path.c_str()) ? atoi(text) : OK;
+}
+
+struct Plan {
+    std::string call;
+    int error;
+    uint64_t after, calls;
+};
+std::vector<Plan> read_plans() {
+    std::vector<Plan> plans;
+    for (const char* at = getenv("EMU_CUDA_FAIL"); at && *at;) {
+        const char* colon = strchr(at, ':');
+        if (!colon) break;
+        char* rest;
+        int error = (int)strtol(colon + 1, &rest, 10);
+        uint64_t after = *rest == ':' ? strtoull(rest + 1, &rest, 10) : 0;
+        plans.push_back({std::string(at, colon), error, after, 0});
+        at = *rest == ',' ? rest + 1 : nullptr;
     }
-    return error;
+    return plans;
+}
+
+// Whether this call is one that the settings have fail, and its error.
+int planned_failure(const char* call) {
+    if (int error = failure_by_file(call)) return error;
+    static std::vector<Plan> plans = read_plans();
+    for (Plan& plan : plans) {
+        if (plan.call != call || plan.calls++ != plan.after) continue;
+        if (const char* file = getenv("EMU_CUDA_FAIL_ONCE")) {
+            int made = open(file, O_CREAT | O_EXCL | O_WRONLY, 0600);
+            if (made < 0) return OK;
+            close(made);
+        }
+        return plan.error;
+    }
+    return OK;
 }
 
 // How EMU_CUDA_FAULTY has this kernel end.
@@ -334,6 +369,8 @@ API cuInit(unsigned) {
     return OK;
 }
 API cuDriverGetVersion(int* version) {
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    if (int error = planned_failure("cuDriverGetVersion")) return error;
     *version = (int)setting("EMU_CUDA_VERSION", 12000);
     return OK;
 }
@@ -457,6 +494,7 @@ API cuMemHostRegister_v2(void* start, size_t bytes, unsigned) {
     BEGIN(true);
     OUTSIDE_RECORDINGS();
     if (!start || !bytes) return INVALID_VALUE;
+    if (bytes > setting("EMU_CUDA_REGISTER", ~0ull)) return OUT_OF_MEMORY;
     auto next = host.upper_bound((uint64_t)start + bytes - 1);
     if (next != host.begin()) {
         --next;
@@ -823,10 +861,12 @@ API cuStreamBeginCapture_v2(void* stream, int) {
     return OK;
 }
 API cuStreamEndCapture(void* stream, void** graph) {
-    BEGIN(true);
     auto* of = static_cast<Stream*>(stream);
-    if (!of || !of->records) return INVALID_VALUE;
-    of->records = false;
+    // A failure ends the recording, too.
+    const bool has_recorded = of && of->records;
+    if (of) of->records = false;
+    BEGIN(true);
+    if (!has_recorded) return INVALID_VALUE;
     if (of->is_spoilt) return CAPTURE_INVALIDATED;
     *graph = new Graph(std::move(of->recorded));
     return OK;

@@ -1,6 +1,7 @@
 //! The arena as a device reaches it: its first part is registered, so that hidden states are copied
 //! by the device itself, without a stop in pinned memory on the way.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use shared::dtype::DType;
@@ -11,6 +12,7 @@ use super::address::{Address, Floats};
 use super::gpu::{Gpu, GpuError};
 use super::memory::Memory;
 use super::ops::convert;
+use super::registered::HostMemory;
 use super::{Cuda, OpError, check_len};
 
 /// Most bytes that are registered: they are pinned, so they take memory whether they are used or
@@ -20,11 +22,9 @@ const MAX_BYTES: u64 = 64 << 20;
 /// The part of an arena that the device reaches; the arena stays mapped as long as this lives.
 #[derive(Debug)]
 pub struct MappedArena<G: Gpu> {
-    gpu: Arc<G>,
+    // Dropped before the mapping.
+    registered: HostMemory<G>,
     map: Arc<ArenaMap>,
-    /// Nothing is registered where the host does not allow it.
-    start: Option<Address>,
-    bytes: u64,
 }
 
 /// Why a tensor was not moved.
@@ -39,41 +39,29 @@ pub enum MoveError {
 }
 
 impl<G: Gpu> MappedArena<G> {
-    /// Registers the beginning of `arena`; where that fails, all goes through pinned memory.
+    /// Registers the beginning of `arena`; what the host does not allow goes through pinned memory.
+    /// The error says why, if that is anything of the beginning.
     pub fn new(cuda: &Cuda<G>, arena: &Arc<ArenaMap>) -> (MappedArena<G>, Option<GpuError>) {
-        let bytes = arena.len().min(MAX_BYTES);
-        let len = usize::try_from(bytes).unwrap_or(0);
-        let gpu = Arc::clone(&cuda.gpu);
-        let registered = match arena.pointer(0, len) {
-            // SAFETY: the mapping lives in `arena`, which is kept as long as it is registered, and
-            // nobody has references into an arena.
-            Ok(start) => unsafe { gpu.register(start, len) }.map(Some),
-            Err(_) => Ok(None),
+        let len = usize::try_from(arena.len().min(MAX_BYTES)).unwrap_or(0);
+        let (start, len) = match arena.pointer(0, len) {
+            Ok(start) => (start, len),
+            Err(_) => (std::ptr::null_mut(), 0),
         };
-        let (start, failure) = match registered {
-            Ok(start) => (start, None),
-            Err(failure) => (None, Some(failure)),
-        };
-        let map = Arc::clone(arena);
-        (MappedArena { gpu, map, start, bytes }, failure)
+        // SAFETY: the mapping lives in `arena`, which is kept as long as it is registered, and
+        // nobody has references into an arena.
+        let registered = unsafe { HostMemory::new(&cuda.gpu, start, len) };
+        let failure = registered.failure().cloned();
+        (MappedArena { registered, map: Arc::clone(arena) }, failure)
     }
 
-    /// The address of the `len` bytes at `offset`, if the device reaches them.
-    fn address_of(&self, offset: u64, len: usize) -> Option<Address> {
-        let end = offset.checked_add(len as u64)?;
-        let start = self.start.filter(|_| end <= self.bytes)?;
-        Some(start.offset(usize::try_from(offset).ok()?))
-    }
-}
-
-impl<G: Gpu> Drop for MappedArena<G> {
-    fn drop(&mut self) {
-        // A device that does not answer any more does not read any more.
-        let _ = self.gpu.wait();
-        if let Some(start) = self.start {
-            // SAFETY: registered by `new`; nothing is enqueued.
-            unsafe { self.gpu.unregister(start) };
-        }
+    /// Addresses of the `len` bytes at `offset`, if the device reaches them.
+    fn pieces(
+        &self,
+        offset: u64,
+        len: usize,
+    ) -> Option<impl Iterator<Item = (Address, Range<usize>)>> {
+        let start = usize::try_from(offset).ok()?;
+        self.registered.pieces(start..start.checked_add(len)?)
     }
 }
 
@@ -93,11 +81,14 @@ impl<G: Gpu> Cuda<G> {
     ) -> Result<(), MoveError> {
         check_len("load", "to", to.len(), 1, len)?;
         let bytes = len * dtype.size_bytes();
-        match arena.address_of(offset, bytes) {
-            Some(from) => Ok(self.widen_from(dtype, len, to, |cuda, at| {
-                // SAFETY: `widen_from` names memory of so many bytes, and `address_of` registered ones.
-                let copied = unsafe { cuda.gpu.copy(from, at, bytes) };
-                cuda.noted(copied)
+        match arena.pieces(offset, bytes) {
+            Some(mut pieces) => Ok(self.widen_from(dtype, len, to, |cuda, to| {
+                pieces.try_for_each(|(from, at)| {
+                    // SAFETY: `widen_from` names memory of all the bytes, and a piece registered
+                    // ones.
+                    let copied = unsafe { cuda.gpu.copy(from, to.offset(at.start), at.len()) };
+                    cuda.noted(copied)
+                })
             })?),
             None => {
                 let mut values = vec![0u8; bytes];
@@ -122,11 +113,13 @@ impl<G: Gpu> Cuda<G> {
     ) -> Result<(), MoveError> {
         check_len("store", "from", from.len(), 1, len)?;
         let bytes = len * dtype.size_bytes();
-        match arena.address_of(offset, bytes) {
-            Some(to) => Ok(self.narrow_to(from, len, dtype, |cuda, at| {
-                // SAFETY: as in `load`.
-                let copied = unsafe { cuda.gpu.copy(at, to, bytes) };
-                cuda.noted(copied)
+        match arena.pieces(offset, bytes) {
+            Some(mut pieces) => Ok(self.narrow_to(from, len, dtype, |cuda, from| {
+                pieces.try_for_each(|(to, at)| {
+                    // SAFETY: as in `load`.
+                    let copied = unsafe { cuda.gpu.copy(from.offset(at.start), to, at.len()) };
+                    cuda.noted(copied)
+                })
             })?),
             None => {
                 let mut values = vec![0u8; bytes];

@@ -26,6 +26,7 @@ pub mod memory;
 pub(crate) mod ops;
 pub mod pages;
 mod peaks;
+mod registered;
 pub mod scratch;
 mod sharing;
 pub mod step;

@@ -7,16 +7,14 @@
 //! So no kernel waits for the bus, and only the staging is pinned. What a unit appended is in the
 //! segment when the host has waited for it ([`Mirror::deliver`]).
 
-use std::sync::Arc;
-
 use shared::model::MAX_STEP_TOKENS;
 use shared::shm::kv::KvMap;
 
 use crate::cuda::Cuda;
-use crate::cuda::address::Address;
 use crate::cuda::gpu::{Gpu, GpuError};
 use crate::cuda::memory::Memory;
 use crate::cuda::pages::Outlet;
+use crate::cuda::registered::HostMemory;
 use crate::kv::{KvPages, PageLayout, StepRow, total_tokens};
 use crate::ops::OpError;
 
@@ -67,7 +65,7 @@ impl<G: Gpu> Mirror<G> {
     /// device not reach the staging.
     pub(super) fn is_slow(&self) -> Option<&GpuError> {
         let boxes = [&self.steps, &self.others];
-        boxes.into_iter().find_map(|outbox| outbox.staging.failure.as_ref())
+        boxes.into_iter().find_map(|outbox| outbox.staging.registered.failure())
     }
 
     /// Where the tokens of `rows` go that are appended to the block at `index` next.
@@ -184,25 +182,25 @@ impl<G: Gpu> Outbox<G> {
     /// Enqueues the way of what is in it to the staging.
     fn fetch(&mut self, cuda: &mut Cuda<G>, slot_bytes: usize) -> Result<(), OpError> {
         let bytes = self.used * slot_bytes;
-        match self.staging.address {
-            _ if bytes == 0 => Ok(()),
-            Some(to) => {
-                let from = self.memory.address();
-                // SAFETY: both hold so many bytes; the staging is read after a wait alone.
-                let copied = unsafe { cuda.gpu.copy(from, to, bytes) };
-                cuda.noted(copied)
-            }
-            None => cuda.download_bytes(&self.memory, 0, &mut self.staging.bytes_mut()[..bytes]),
+        let reached = bytes.min(self.staging.registered.bytes());
+        for (to, at) in self.staging.registered.pieces(0..reached).into_iter().flatten() {
+            let from = self.memory.address().offset(at.start);
+            // SAFETY: both hold so many bytes; the staging is read after a wait alone.
+            let copied = unsafe { cuda.gpu.copy(from, to, at.len()) };
+            cuda.noted(copied)?;
         }
+        if reached == bytes {
+            return Ok(());
+        }
+        cuda.download_bytes(&self.memory, reached, &mut self.staging.bytes_mut()[reached..bytes])
     }
 }
 
 /// Host memory that the device reaches, where the host allows it.
 struct Staging<G: Gpu> {
-    gpu: Arc<G>,
+    // Dropped before the pages.
+    registered: HostMemory<G>,
     pages: Vec<HostPage>,
-    address: Option<Address>,
-    failure: Option<GpuError>,
 }
 
 /// A page of host memory: what is pinned is whole pages.
@@ -212,18 +210,12 @@ struct HostPage([u8; 4096]);
 
 impl<G: Gpu> Staging<G> {
     fn new(cuda: &Cuda<G>, bytes: usize) -> Staging<G> {
-        let gpu = Arc::clone(&cuda.gpu);
         let mut pages = vec![HostPage([0; 4096]); bytes.div_ceil(4096)];
         let (start, len) = (pages.as_mut_ptr().cast(), size_of_val(&pages[..]));
-        // SAFETY: the pages live until `drop` has undone it, and are read and written through
+        // SAFETY: the pages live longer than what is registered, and are read and written through
         // `self` alone, while nothing is enqueued that writes them.
-        let registered = (len > 0).then(|| unsafe { gpu.register(start, len) });
-        let (address, failure) = match registered {
-            None => (None, None),
-            Some(Ok(address)) => (Some(address), None),
-            Some(Err(failure)) => (None, Some(failure)),
-        };
-        Staging { gpu, pages, address, failure }
+        let registered = unsafe { HostMemory::new(&cuda.gpu, start, len) };
+        Staging { registered, pages }
     }
 
     fn bytes(&self) -> &[u8] {
@@ -236,17 +228,6 @@ impl<G: Gpu> Staging<G> {
         let (start, len) = (self.pages.as_mut_ptr().cast(), size_of_val(&self.pages[..]));
         // SAFETY: as in `bytes`.
         unsafe { std::slice::from_raw_parts_mut(start, len) }
-    }
-}
-
-impl<G: Gpu> Drop for Staging<G> {
-    fn drop(&mut self) {
-        if let Some(address) = self.address {
-            // A device that does not answer any more does not write any more.
-            let _ = self.gpu.wait();
-            // SAFETY: registered by `new`; nothing is enqueued.
-            unsafe { self.gpu.unregister(address) };
-        }
     }
 }
 

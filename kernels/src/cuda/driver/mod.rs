@@ -86,6 +86,11 @@ pub enum OpenError {
     },
 }
 
+/// Names of all functions of the driver that are called on some device.
+pub fn functions() -> impl Iterator<Item = &'static str> {
+    probe::all_functions()
+}
+
 impl OpenError {
     /// Why a process that needs device `ordinal` ends: the reason, and a sentence for the operator.
     pub fn told(&self, ordinal: u32) -> (ExitReason, String) {

@@ -22,6 +22,11 @@ fn functions() -> impl Iterator<Item = &'static str> {
     FIRST.into_iter().chain(NAMES.iter().copied())
 }
 
+/// Every function of the driver that is called, if it has those that share memory.
+pub(super) fn all_functions() -> impl Iterator<Item = &'static str> {
+    functions().chain(SHARING_NAMES.iter().copied())
+}
+
 /// Why there is no CUDA device.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoCuda {

@@ -59,6 +59,10 @@ pub struct Emu {
     /// Its number among the emulated devices, and whether it reaches the memory of others.
     ordinal: u32,
     has_peers: bool,
+    /// Most bytes that one call registers, and all together.
+    most_registered: [usize; 2],
+    /// Bytes that are registered, by their address.
+    registered: Mutex<HashMap<u64, usize>>,
     /// Memory that is shared with other devices, by its address.
     shared: Mutex<HashMap<u64, Mapped>>,
     /// What was enqueued since the recording began, while there is one.
@@ -128,6 +132,8 @@ impl Emu {
             taken_bytes: AtomicUsize::new(0),
             ordinal: 0,
             has_peers: true,
+            most_registered: [usize::MAX; 2],
+            registered: Mutex::default(),
             shared: Mutex::default(),
             recorded: Mutex::default(),
             pulse: EmuPulse::default(),
@@ -170,6 +176,13 @@ impl Emu {
     #[must_use]
     pub fn with_peers(mut self, has_peers: bool) -> Emu {
         self.has_peers = has_peers;
+        self
+    }
+
+    /// The same on a host that registers at most `once` bytes at once and `in_all` in all.
+    #[must_use]
+    pub fn with_registrations(mut self, once: usize, in_all: usize) -> Emu {
+        self.most_registered = [once, in_all];
         self
     }
 
@@ -356,11 +369,21 @@ impl Gpu for Emu {
         Ok(())
     }
 
-    unsafe fn register(&self, start: *mut u8, _bytes: usize) -> Result<Address, GpuError> {
-        Ok(Address(start.expose_provenance() as u64))
+    unsafe fn register(&self, start: *mut u8, bytes: usize) -> Result<Address, GpuError> {
+        let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
+        let [once, in_all] = self.most_registered;
+        let before: usize = registered.values().sum();
+        if bytes > once || before.saturating_add(bytes) > in_all {
+            return Err(GpuError::OutOfMemory { bytes });
+        }
+        let at = start.expose_provenance() as u64;
+        registered.insert(at, bytes);
+        Ok(Address(at))
     }
 
-    unsafe fn unregister(&self, _at: Address) {}
+    unsafe fn unregister(&self, at: Address) {
+        self.registered.lock().unwrap_or_else(PoisonError::into_inner).remove(&at.0);
+    }
 
     unsafe fn launch(&self, launch: Launch) -> Result<(), GpuError> {
         if launch.params.too_large() {
