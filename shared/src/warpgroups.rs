@@ -316,12 +316,18 @@ mod tests {
     fn every_kernel_has_a_name_that_is_read_again() {
         for kernel in WarpgroupKernel::ALL {
             let line = serde_json::to_string(&SampleLine::Samples(kernel)).unwrap();
-            assert_eq!(serde_json::from_str::<SampleLine>(&line).unwrap(), SampleLine::Samples(kernel));
+            assert_eq!(
+                serde_json::from_str::<SampleLine>(&line).unwrap(),
+                SampleLine::Samples(kernel)
+            );
             assert_eq!(WarpgroupKernels::from_iter([kernel]).iter().collect::<Vec<_>>(), [kernel]);
         }
         assert_eq!(WarpgroupKernel::named("linear_wgmma_nf4"), None);
         assert_eq!(WarpgroupKernels::ALL.iter().count(), WarpgroupKernel::ALL.len());
-        let (large, odd) = (WarpgroupKernel::attention(256, DType::Bf16), WarpgroupKernel::attention(128, DType::F32));
+        let (large, odd) = (
+            WarpgroupKernel::attention(256, DType::Bf16),
+            WarpgroupKernel::attention(128, DType::F32),
+        );
         assert_eq!((large, odd), (None, None));
         let verdicts = sampled(&[]);
         let text = serde_json::to_string(&verdicts).unwrap();
