@@ -14,9 +14,11 @@
 // Traffic: the weights of the chosen experts once per 32 rows. 2 of 8 experts of Mixtral 8x7B are
 //   187 MB in NF4, computed 43 us at the 4.3 TB/s of an H200.
 // Variants: N 1 for up to 8 tokens in all, else 4. Limits: as linear_gemv.cu.
-// expects experts_gemv_*: only LDGSTS.128; loop HMMA LDGSTS LDG.128; loop no LDG.64 LDG.U16 STG
-// expects experts_gemv_plain_*: no LDG.U8 LD.U8
-// expects experts_gemv_int8_*: no LDG.U8 LD.U8
+// expects experts_gemv_*: only LDGSTS.128; loop HMMA LDGSTS LDG.128; loop no LDG.64 STG; no LDG.U8
+// expects experts_gemv_*: no LD.U8
+// expects experts_gemv_nf4_*: loop LDS.128
+// expects experts_gemv_plain_*: no LDG.U16 LD.U16
+// expects experts_gemv_int8_*: no LDG.U16 LD.U16
 #include "experts.cuh"
 #include "linear_gemv.cuh"
 

@@ -71,7 +71,7 @@ __device__ __forceinline__ void experts_grad(const uint64_t* matrices, const Lis
                                                    lists_of(words, tokens, chosen, experts), grad, \
                                                    out, which, layout, outputs, inputs, padded);   \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(256) experts_grad_gemv_##f##_##T(                 \
+    extern "C" __global__ void __launch_bounds__(256, 1) experts_grad_gemv_##f##_##T(              \
         EXPERTS, const bf16* __restrict__ grad /* [pairs, padded] */,                              \
         float* __restrict__ out /* [pairs, inputs] */, uint32_t which, uint32_t layout,            \
         uint32_t outputs, uint32_t inputs, uint32_t padded) {                                      \

@@ -74,16 +74,16 @@ template <class T> __device__ __forceinline__ void fill_nf4_table(uint32_t* tabl
 
 // --- fragments -----------------------------------------------------------------------------------
 
-// The 16 inputs of one row and block that a lane reads.
-template <class F> struct RowFragment;
-template <> struct RowFragment<Nf4> {
-    uint2 v;
+// What a lane reads of a block: its 16 inputs of rows g and g + 8.
+template <class F> struct Fragment;
+template <> struct Fragment<Nf4> {
+    uint4 v; // 8 bytes of row g, then of row g + 8 (nf4.cuh)
 };
-template <> struct RowFragment<Int8> {
-    uint4 v;
+template <> struct Fragment<Int8> {
+    uint4 low, high;
 };
-template <> struct RowFragment<Plain> {
-    uint4 v[2];
+template <> struct Fragment<Plain> {
+    uint4 low[2], high[2];
 };
 
 // Converts the codes of 4 inputs to two pairs: a byte becomes the low bits of the f32 2^23 + 128 +
@@ -100,26 +100,33 @@ __device__ __forceinline__ void widen_int8(uint32_t word, uint32_t& first, uint3
     second = pack<T>(c, d);
 }
 
-// The fragments of 4 steps of rows g and g + 8. `table` is the NF4 table, offset to this lane's
-// bank.
+// The pair of levels of byte `byte` of `word`. `bank` is 4 x this lane. The address takes one shift
+// and one logical instruction: byte x 128 plus the bank.
+__device__ __forceinline__ uint32_t nf4_pair(const unsigned char* table, uint32_t bank,
+                                             uint32_t word, int byte) {
+    const uint32_t at = byte == 0 ? word << 7 : word >> (byte * 8 - 7);
+    return *reinterpret_cast<const uint32_t*>(table + ((at & 0x7f80) | bank));
+}
+
+// The fragments of 4 steps of rows g and g + 8. `table` is the NF4 table.
 template <class T>
-__device__ __forceinline__ void fragments(uint32_t (&a)[4][4], const RowFragment<Nf4>& low,
-                                          const RowFragment<Nf4>& high, const uint32_t* table) {
+__device__ __forceinline__ void fragments(uint32_t (&a)[4][4], const Fragment<Nf4>& from,
+                                          const unsigned char* table) {
+    const uint32_t bank = threadIdx.x % 32 * 4;
 #pragma unroll
     for (int s = 0; s < 4; s++) {
-        const uint32_t l = (s < 2 ? low.v.x : low.v.y) >> (s % 2 * 16),
-                       h = (s < 2 ? high.v.x : high.v.y) >> (s % 2 * 16);
-        a[s][0] = table[(l & 255) * 32];
-        a[s][1] = table[(h & 255) * 32];
-        a[s][2] = table[(l >> 8 & 255) * 32];
-        a[s][3] = table[(h >> 8 & 255) * 32];
+        const uint32_t low = s < 2 ? from.v.x : from.v.y, high = s < 2 ? from.v.z : from.v.w;
+        a[s][0] = nf4_pair(table, bank, low, s % 2 * 2);
+        a[s][1] = nf4_pair(table, bank, high, s % 2 * 2);
+        a[s][2] = nf4_pair(table, bank, low, s % 2 * 2 + 1);
+        a[s][3] = nf4_pair(table, bank, high, s % 2 * 2 + 1);
     }
 }
 template <class T>
-__device__ __forceinline__ void fragments(uint32_t (&a)[4][4], const RowFragment<Int8>& low,
-                                          const RowFragment<Int8>& high, const uint32_t*) {
-    const uint32_t l[4] = {low.v.x, low.v.y, low.v.z, low.v.w},
-                   h[4] = {high.v.x, high.v.y, high.v.z, high.v.w};
+__device__ __forceinline__ void fragments(uint32_t (&a)[4][4], const Fragment<Int8>& from,
+                                          const unsigned char*) {
+    const uint32_t l[4] = {from.low.x, from.low.y, from.low.z, from.low.w},
+                   h[4] = {from.high.x, from.high.y, from.high.z, from.high.w};
 #pragma unroll
     for (int s = 0; s < 4; s++) {
         widen_int8<T>(l[s], a[s][0], a[s][2]);
@@ -127,11 +134,11 @@ __device__ __forceinline__ void fragments(uint32_t (&a)[4][4], const RowFragment
     }
 }
 template <class T>
-__device__ __forceinline__ void fragments(uint32_t (&a)[4][4], const RowFragment<Plain>& low,
-                                          const RowFragment<Plain>& high, const uint32_t*) {
+__device__ __forceinline__ void fragments(uint32_t (&a)[4][4], const Fragment<Plain>& from,
+                                          const unsigned char*) {
 #pragma unroll
     for (int s = 0; s < 4; s++) {
-        const uint4 l = low.v[s / 2], h = high.v[s / 2];
+        const uint4 l = from.low[s / 2], h = from.high[s / 2];
         a[s][0] = s % 2 ? l.z : l.x;
         a[s][1] = s % 2 ? h.z : h.x;
         a[s][2] = s % 2 ? l.w : l.y;
@@ -158,8 +165,8 @@ __device__ __forceinline__ void add_block(float (&sum)[4], const uint32_t (&a)[4
     }
 }
 
-// Bytes of a row; and the factor of a finished sum of an output, the scale of an INT8 row (absmax /
-// 127).
+// Bytes of a row, of formats that are not tiled; and the factor of a finished sum of an output, the
+// scale of an INT8 row (absmax / 127).
 template <class F> __device__ __forceinline__ size_t row_bytes(uint32_t inputs) {
     return (size_t)inputs / BLOCK_INPUTS * F::BLOCK_BYTES;
 }
@@ -181,10 +188,10 @@ __device__ __forceinline__ float output_scale(const uint8_t* bytes, uint32_t out
 // values; gate and up). A missing matrix has no outputs. Tiles of outputs are numbered across the
 // matrices.
 struct LinearProduct {
-    const uint8_t* weight;          // as stored, aligned to 16
+    const uint8_t* weight;          // as stored, NF4 in tiles (nf4.cuh); aligned to 16
     const float* bias;              // [outputs], or null
     float* out;                     // [rows, outputs]
-    uint32_t outputs, layout, tile; // layout: of NF4 alone (nf4_parts)
+    uint32_t outputs, layout, tile; // layout: of NF4 alone (nf4_tiles)
 };
 
 #define LINEAR_PRODUCTS                                                                            \

@@ -27,23 +27,32 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t piece) {
     return row * 128 + (piece ^ (row & 1)) * 16;
 }
 
-__device__ __forceinline__ void read(RowFragment<Nf4>& fragment, const unsigned char* stage,
-                                     uint32_t row, uint32_t q) {
-    fragment.v = *reinterpret_cast<const uint2*>(stage + row * 32 + q * 8);
+// Reads what lane `lane` needs of strip `strip` of 16 outputs.
+__device__ __forceinline__ void read(Fragment<Nf4>& fragment, const unsigned char* stage,
+                                     uint32_t strip, uint32_t lane) {
+    fragment.v = *reinterpret_cast<const uint4*>(stage + strip * NF4_TILE_BYTES + lane * 16);
 }
-__device__ __forceinline__ void read(RowFragment<Int8>& fragment, const unsigned char* stage,
-                                     uint32_t row, uint32_t q) {
-    fragment.v = *reinterpret_cast<const uint4*>(stage + row * 64 + q * 16);
+__device__ __forceinline__ void read(Fragment<Int8>& fragment, const unsigned char* stage,
+                                     uint32_t strip, uint32_t lane) {
+    const unsigned char* at = stage + (strip * 16 + lane / 4) * 64 + lane % 4 * 16;
+    fragment.low = *reinterpret_cast<const uint4*>(at);
+    fragment.high = *reinterpret_cast<const uint4*>(at + 8 * 64);
 }
-__device__ __forceinline__ void read(RowFragment<Plain>& fragment, const unsigned char* stage,
-                                     uint32_t row, uint32_t q) {
-    fragment.v[0] = *reinterpret_cast<const uint4*>(stage + swizzled(row, q * 2));
-    fragment.v[1] = *reinterpret_cast<const uint4*>(stage + swizzled(row, q * 2 + 1));
+__device__ __forceinline__ void read(Fragment<Plain>& fragment, const unsigned char* stage,
+                                     uint32_t strip, uint32_t lane) {
+    const uint32_t row = strip * 16 + lane / 4;
+#pragma unroll
+    for (uint32_t i = 0; i < 2; i++) {
+        const uint32_t piece = lane % 4 * 2 + i;
+        fragment.low[i] = *reinterpret_cast<const uint4*>(stage + swizzled(row, piece));
+        fragment.high[i] = *reinterpret_cast<const uint4*>(stage + swizzled(row + 8, piece));
+    }
 }
 
 // Producer: sources of this thread's pieces of the next block. The pieces have equal distances, so
-// one address each is enough for weights and x.
+// one address each is enough for weights and x. Of NF4 each warp has a strip, and a lane its piece.
 template <class F, class T> struct Copies {
+    static constexpr bool IS_NF4 = same_type<F, Nf4>::value;
     static constexpr uint32_t W_STAGE = TILE_OUTPUTS * F::BLOCK_BYTES;
     static constexpr uint32_t PIECES = F::BLOCK_BYTES / 16, W_STEP = 256 / PIECES, X_STEP = 32;
 
@@ -52,9 +61,13 @@ template <class F, class T> struct Copies {
 
     __device__ __forceinline__ Copies(const LinearProduct& product, const T* from, uint32_t inputs,
                                       uint32_t first, uint32_t rows) {
-        const uint32_t output = product.tile * TILE_OUTPUTS + threadIdx.x / PIECES,
+        const uint32_t output = product.tile * TILE_OUTPUTS +
+                                (IS_NF4 ? threadIdx.x / 32 * NF4_STRIP : threadIdx.x / PIECES),
                        row = first + threadIdx.x / 8;
-        w = product.weight + output * row_bytes<F>(inputs) + threadIdx.x % PIECES * 16;
+        if constexpr (IS_NF4)
+            w = product.weight + output * row_bytes<F>(inputs) + threadIdx.x % 32 * 16;
+        else
+            w = product.weight + output * row_bytes<F>(inputs) + threadIdx.x % PIECES * 16;
         x = reinterpret_cast<const uint8_t*>(from + (size_t)row * inputs) + threadIdx.x % 8 * 16;
         w_left = output < product.outputs ? product.outputs - output : 0;
         x_left = row < rows ? rows - row : 0;
@@ -77,7 +90,7 @@ template <class F, class T> struct Copies {
             cp_async16(x_ring + stage * X_STAGE + swizzled(row, threadIdx.x % 8),
                        x + i * X_STEP * inputs * (uint32_t)sizeof(T), i * X_STEP < x_left);
         }
-        w += F::BLOCK_BYTES;
+        w += IS_NF4 ? NF4_TILE_BYTES : F::BLOCK_BYTES;
         x += BLOCK_INPUTS * sizeof(T);
     }
 };
@@ -89,7 +102,6 @@ __device__ __forceinline__ void linear_gemm(const LinearProduct& product, const 
     SMEM_DYN(shared);
     constexpr bool IS_NF4 = same_type<F, Nf4>::value;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-    uint32_t* table = reinterpret_cast<uint32_t*>(shared);
     float* dynamic = reinterpret_cast<float*>(shared + NF4_TABLE_BYTES);
     float* scales = dynamic + 256;
     unsigned char* w_ring = shared + TABLES<F>;
@@ -103,17 +115,20 @@ __device__ __forceinline__ void linear_gemm(const LinearProduct& product, const 
         if (s < blocks) copies.next(w_ring, x_ring, s, inputs);
         cp_commit();
     }
-    __shared__ Nf4Parts parts; // where they take no registers
-    uint32_t scale_row = 0;
+    __shared__ Nf4Tiles tiles; // where they take no registers
+    // The first scale code of this thread's output, and its number.
+    const uint8_t* scale_codes = nullptr;
+    uint32_t scale_output = 0;
     if constexpr (IS_NF4) {
         if (threadIdx.x == 0)
-            parts = nf4_parts(product.weight, product.outputs, inputs, product.layout);
-        fill_nf4_table<T>(table);
+            tiles = nf4_tiles(product.weight, product.outputs, inputs, product.layout);
+        fill_nf4_table<T>(reinterpret_cast<uint32_t*>(shared));
         dynamic[threadIdx.x] = NF4_DYNAMIC[threadIdx.x];
         __syncthreads();
-        scale_row =
-            min(product.tile * TILE_OUTPUTS + threadIdx.x % TILE_OUTPUTS, product.outputs - 1) *
-            blocks;
+        scale_output =
+            min(product.tile * TILE_OUTPUTS + threadIdx.x % TILE_OUTPUTS, product.outputs - 1);
+        const uint32_t in_strip = scale_output % NF4_STRIP;
+        scale_codes = tiles.absmax_at(scale_output / NF4_STRIP, 0, in_strip % 8 * 4) + in_strip / 8;
     }
     // Code and second scale of this thread's output, read one block before the scale is computed to
     // hide the latency of memory.
@@ -121,14 +136,13 @@ __device__ __forceinline__ void linear_gemm(const LinearProduct& product, const 
     float coarse = 0.0f;
     auto fetch = [&](uint32_t block) {
         if (!IS_NF4 || threadIdx.x >= TILE_OUTPUTS || block >= blocks) return;
-        const uint32_t index = scale_row + block;
-        code = parts.absmax[index];
-        coarse = parts.absmax2[index >> parts.shift];
+        code = scale_codes[block / NF4_CHUNK * NF4_CHUNK_BYTES + block % NF4_CHUNK * 2];
+        coarse = tiles.second(scale_output, block);
     };
     auto put_scale = [&](uint32_t block) {
         if (!IS_NF4 || threadIdx.x >= TILE_OUTPUTS || block >= blocks) return;
         const float scale =
-            nf4_scale(dynamic, (uint8_t)code, coarse, parts.offset) * (1.0f / nf4_factor<T>());
+            nf4_scale(dynamic, (uint8_t)code, coarse, tiles.offset) * (1.0f / nf4_factor<T>());
         scales[block % 2 * TILE_OUTPUTS + threadIdx.x] = scale;
     };
     fetch(0);
@@ -153,10 +167,9 @@ __device__ __forceinline__ void linear_gemm(const LinearProduct& product, const 
         float scale[2][2] = {{1.0f, 1.0f}, {1.0f, 1.0f}};
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-            RowFragment<F> low, high;
-            read(low, w_stage, w_row + m * 16, q);
-            read(high, w_stage, w_row + m * 16 + 8, q);
-            fragments<T>(a[m], low, high, table + lane);
+            Fragment<F> fragment;
+            read(fragment, w_stage, warp % 4 * 2 + m, lane);
+            fragments<T>(a[m], fragment, shared);
             if constexpr (IS_NF4) {
                 scale[m][0] = scales[block % 2 * TILE_OUTPUTS + w_row + m * 16];
                 scale[m][1] = scales[block % 2 * TILE_OUTPUTS + w_row + m * 16 + 8];

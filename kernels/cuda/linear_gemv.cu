@@ -6,7 +6,7 @@
 // Grid: tiles of 16 M outputs over all matrices.
 // CTA: 8 warps; split-K: warp w computes segment w of the inputs for all outputs of the tile. A
 //   warp fills its own ring of `stages` stages in shared memory, 128 bytes of each row per stage
-//   (cp.async of 16 bytes), and multiplies them with 8 N rows of x. The first barrier comes in the
+//   (cp.async of 16 bytes; NF4 lies in tiles, see nf4.cuh), and multiplies them with 8 N rows of x. The first barrier comes in the
 //   epilogue, which adds the sums of the segments.
 // Traffic: each weight once. A 70B block has 442 MB in NF4, computed 103 us at the 4.3 TB/s of an
 //   H200. At 0.7 us of latency this rate needs 23 KB in flight per multiprocessor; 8 warps x 2 to 3
@@ -18,9 +18,10 @@
 //   else 2; N 1, 2, 4 for up to 8, 16, 32 rows. All variants and linear_gemm.cu give the same bits.
 // Limits: inputs a multiple of 64, matrices aligned to 16 bytes. Everything else:
 //   linear_generic.cu.
-// expects linear_gemv_*: only LDGSTS.128; loop HMMA LDGSTS LDG.128; loop no LDG.64 LDG.U16 STG
-// expects linear_gemv_plain_*: loop only LDG.128; no LDG.U8
-// expects linear_gemv_int8_*: loop only LDG.128; no LDG.U8
+// expects linear_gemv_*: only LDGSTS.128; loop HMMA LDGSTS LDG.128; loop no LDG.64 STG; no LDG.U8
+// expects linear_gemv_nf4_*: loop LDS.128
+// expects linear_gemv_plain_*: loop only LDG.128
+// expects linear_gemv_int8_*: loop only LDG.128
 #include "linear_gemv.cuh"
 
 #define LINEAR_GEMV(F, f, T, M, N)                                                                 \

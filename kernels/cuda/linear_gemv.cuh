@@ -6,7 +6,7 @@
 #define WARPS    8
 #define MAX_ROWS 32
 
-// Bytes of a row per stage (8 pieces of 16), and blocks in them.
+// Bytes of a row per stage, and blocks in them.
 #define CHUNK_BYTES 128
 template <class F> struct Chunk {
     static constexpr uint32_t BLOCKS = CHUNK_BYTES / F::BLOCK_BYTES;
@@ -23,29 +23,34 @@ EXPORT(MAX_ROWS, MAX_ROWS);
 EXPORT(TABLES_NF4, TABLES<Nf4>);
 EXPORT(STAGE_PER_TILE, WARPS* WARP_STAGE);
 
-// Offset of piece `piece` of row `row` in a stage. The swizzle keeps lanes that read together (4
-// rows of 32 bytes, 2 of 64, or 2 of every second piece) on different banks.
+// Offset of piece `piece` of row `row` in a stage of rows. The swizzle keeps lanes that read
+// together (2 rows of 64 bytes, or of every second piece) on different banks.
 template <class F> __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t piece) {
-    const uint32_t mask = same_type<F, Nf4>::value    ? (row & 3) * 2
-                          : same_type<F, Int8>::value ? (row & 1) * 4
-                                                      : row & 1;
+    const uint32_t mask = same_type<F, Int8>::value ? (row & 1) * 4 : row & 1;
     return row * CHUNK_BYTES + (piece ^ mask) * 16;
 }
 
-// Reads what lane q of a quad needs of block `block` of row `row`.
-__device__ __forceinline__ void read(RowFragment<Nf4>& fragment, const unsigned char* stage,
-                                     uint32_t row, uint32_t block, uint32_t q) {
-    fragment.v =
-        *reinterpret_cast<const uint2*>(stage + swizzled<Nf4>(row, block * 2 + q / 2) + q % 2 * 8);
+// Reads what lane `lane` needs of block `block` of the chunk, of tile m.
+__device__ __forceinline__ void read(Fragment<Nf4>& fragment, const unsigned char* stage, int m,
+                                     uint32_t block, uint32_t lane) {
+    fragment.v = *reinterpret_cast<const uint4*>(stage + (m * NF4_CHUNK + block) * NF4_TILE_BYTES +
+                                                 lane * 16);
 }
-__device__ __forceinline__ void read(RowFragment<Int8>& fragment, const unsigned char* stage,
-                                     uint32_t row, uint32_t block, uint32_t q) {
-    fragment.v = *reinterpret_cast<const uint4*>(stage + swizzled<Int8>(row, block * 4 + q));
+__device__ __forceinline__ void read(Fragment<Int8>& fragment, const unsigned char* stage, int m,
+                                     uint32_t block, uint32_t lane) {
+    const uint32_t row = m * 16 + lane / 4, piece = block * 4 + lane % 4;
+    fragment.low = *reinterpret_cast<const uint4*>(stage + swizzled<Int8>(row, piece));
+    fragment.high = *reinterpret_cast<const uint4*>(stage + swizzled<Int8>(row + 8, piece));
 }
-__device__ __forceinline__ void read(RowFragment<Plain>& fragment, const unsigned char* stage,
-                                     uint32_t row, uint32_t, uint32_t q) {
-    fragment.v[0] = *reinterpret_cast<const uint4*>(stage + swizzled<Plain>(row, q * 2));
-    fragment.v[1] = *reinterpret_cast<const uint4*>(stage + swizzled<Plain>(row, q * 2 + 1));
+__device__ __forceinline__ void read(Fragment<Plain>& fragment, const unsigned char* stage, int m,
+                                     uint32_t, uint32_t lane) {
+    const uint32_t row = m * 16 + lane / 4;
+#pragma unroll
+    for (uint32_t i = 0; i < 2; i++) {
+        const uint32_t piece = lane % 4 * 2 + i;
+        fragment.low[i] = *reinterpret_cast<const uint4*>(stage + swizzled<Plain>(row, piece));
+        fragment.high[i] = *reinterpret_cast<const uint4*>(stage + swizzled<Plain>(row + 8, piece));
+    }
 }
 
 // The rows of x are the rows of the product (linear_gemv.cu).
@@ -67,17 +72,18 @@ struct Gathered {
 
 // The GEMV of one warp over its segment.
 template <class F, class T, int M, int N, class Rows> struct SegmentGemv {
-    const uint8_t* rows[M * 4]; // where this lane's rows of a copy begin, with its piece
+    // Where this lane's rows of a copy begin, with its piece; of NF4, where each strip begins.
+    const uint8_t* rows[same_type<F, Nf4>::value ? M : M * 4];
     const uint8_t* weight;
     const float* x;
-    const uint32_t* table;
+    const unsigned char* table;
     const float* dynamic;
     unsigned char* ring;
-    Nf4Parts parts;
+    Nf4Tiles tiles;
     uint32_t inputs, outputs, first, tokens, lane;
     uint32_t
         offset[Rows::GATHERED ? N : 1]; // where this lane's tokens begin in x, if they are listed
-    uint8_t codes[M][2]; // of the group of this lane of the quad, in the chunk that comes next
+    uint32_t codes[M]; // of the block of this lane of the quad, in the chunk that comes next
     float absmax2[M][2];
     float scales[M][2];
 
@@ -87,32 +93,48 @@ template <class F, class T, int M, int N, class Rows> struct SegmentGemv {
         return wanted < outputs ? wanted : outputs - 1;
     }
 
-    __device__ __forceinline__ void copy(uint32_t stage, uint32_t from, uint32_t end) {
-        unsigned char* to = ring + stage * (M * WARP_STAGE);
-        const uint32_t piece = lane % 8;
-        // `from + ...` is the first input of this lane's piece. A piece holds 32, 16 or 8 inputs
-        // and never crosses the end.
-        const bool valid = from + piece * (Chunk<F>::INPUTS / 8) < end;
-        const size_t offset = (size_t)(from / BLOCK_INPUTS) * F::BLOCK_BYTES;
-#pragma unroll
-        for (int i = 0; i < M * 4; i++)
-            cp_async16(to + swizzled<F>(i * 4 + lane / 8, piece), valid ? rows[i] + offset : weight,
-                       valid);
+    // The strip of tile m; past the end, the last strip again.
+    __device__ __forceinline__ uint32_t strip(int m) const {
+        return min(first / NF4_STRIP + m, nf4_strips(outputs) - 1);
     }
 
-    __device__ __forceinline__ void fetch_scales(uint32_t from, uint32_t end) {
+    __device__ __forceinline__ void copy(uint32_t stage, uint32_t from, uint32_t end) {
+        unsigned char* to = ring + stage * (M * WARP_STAGE);
         if constexpr (same_type<F, Nf4>::value) {
-            const uint32_t group = from / NF4_GROUP + lane % 4;
-            const bool valid = group * NF4_GROUP < end;
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
-                for (int high = 0; high < 2; high++) {
-                    const uint32_t index =
-                        output(m, high) * (inputs / NF4_GROUP) + (valid ? group : 0);
-                    codes[m][high] = parts.absmax[index];
-                    absmax2[m][high] = parts.absmax2[index >> parts.shift];
+                for (uint32_t block = 0; block < Chunk<F>::BLOCKS; block++) {
+                    const uint32_t at = (m * NF4_CHUNK + block) * NF4_TILE_BYTES + lane * 16;
+                    const bool valid = from + block * BLOCK_INPUTS < end;
+                    const size_t offset = (size_t)(from / BLOCK_INPUTS + block) * NF4_TILE_BYTES;
+                    cp_async16(to + at, valid ? rows[m] + offset : weight, valid);
                 }
+        } else {
+            const uint32_t piece = lane % 8;
+            // `from + ...` is the first input of this lane's piece. A piece holds 16 or 8 inputs
+            // and never crosses the end.
+            const bool valid = from + piece * (Chunk<F>::INPUTS / 8) < end;
+            const size_t offset = (size_t)(from / BLOCK_INPUTS) * F::BLOCK_BYTES;
+#pragma unroll
+            for (int i = 0; i < M * 4; i++)
+                cp_async16(to + swizzled<F>(i * 4 + lane / 8, piece),
+                           valid ? rows[i] + offset : weight, valid);
+        }
+    }
+
+    __device__ __forceinline__ void fetch_scales(uint32_t from) {
+        if constexpr (same_type<F, Nf4>::value) {
+            const uint32_t first = from / BLOCK_INPUTS,
+                           block = min(first + lane % 4, tiles.blocks - 1);
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                codes[m] = *reinterpret_cast<const uint16_t*>(
+                    tiles.absmax_at(strip(m), first / NF4_CHUNK, lane));
+#pragma unroll
+                for (int high = 0; high < 2; high++)
+                    absmax2[m][high] = tiles.second(output(m, high), block);
+            }
         }
     }
 
@@ -122,9 +144,9 @@ template <class F, class T, int M, int N, class Rows> struct SegmentGemv {
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int high = 0; high < 2; high++)
-                    scales[m][high] =
-                        nf4_scale(dynamic, codes[m][high], absmax2[m][high], parts.offset) *
-                        (1.0f / nf4_factor<T>());
+                    scales[m][high] = nf4_scale(dynamic, (uint8_t)(codes[m] >> high * 8),
+                                                absmax2[m][high], tiles.offset) *
+                                      (1.0f / nf4_factor<T>());
         }
     }
 
@@ -154,11 +176,10 @@ template <class F, class T, int M, int N, class Rows> struct SegmentGemv {
             }
 #pragma unroll
         for (int m = 0; m < M; m++) {
-            RowFragment<F> low, high;
-            read(low, stage, m * 16 + lane / 4, block, lane % 4);
-            read(high, stage, m * 16 + 8 + lane / 4, block, lane % 4);
+            Fragment<F> fragment;
+            read(fragment, stage, m, block, lane);
             uint32_t a[4][4];
-            fragments<T>(a, low, high, table);
+            fragments<T>(a, fragment, table);
             float low_scale = 1.0f, high_scale = 1.0f;
             if constexpr (same_type<F, Nf4>::value) {
                 low_scale = __shfl_sync(~0u, scales[m][0], (lane & 28) | block);
@@ -178,7 +199,7 @@ template <class F, class T, int M, int N, class Rows> struct SegmentGemv {
         constexpr uint32_t STEP = Chunk<F>::INPUTS;
         float4 next[N][4];
         fetch_inputs(next, start);
-        fetch_scales(start, end);
+        fetch_scales(start);
         uint32_t stage = 0;
         for (uint32_t from = start; from < end; from += STEP) {
             // Producer: copies the chunk `stages - 1` ahead into the stage that was read last.
@@ -186,7 +207,7 @@ template <class F, class T, int M, int N, class Rows> struct SegmentGemv {
             if (ahead < end) copy(stage == 0 ? stages - 1 : stage - 1, ahead, end);
             cp_commit();
             compute_scales();
-            if (from + STEP < end) fetch_scales(from + STEP, end);
+            if (from + STEP < end) fetch_scales(from + STEP);
             if (stages == 4)
                 cp_wait<3>();
             else if (stages == 3)
@@ -237,13 +258,12 @@ __device__ __forceinline__ void linear_gemv(const LinearProduct& product, const 
     SMEM_DYN(shared);
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     constexpr uint32_t STAGE = M * WARP_STAGE;
-    uint32_t* table = reinterpret_cast<uint32_t*>(shared);
     float* dynamic = reinterpret_cast<float*>(shared + NF4_TABLE_BYTES);
 
     SegmentGemv<F, T, M, N, Rows> gemv;
     gemv.weight = product.weight;
     gemv.x = x;
-    gemv.table = table + lane;
+    gemv.table = shared;
     gemv.dynamic = dynamic;
     gemv.ring = shared + TABLES<F> + warp * stages * STAGE;
     gemv.inputs = inputs;
@@ -256,11 +276,17 @@ __device__ __forceinline__ void linear_gemv(const LinearProduct& product, const 
         for (int n = 0; n < N; n++)
             gemv.offset[n] = n * 8 + lane / 4 < tokens ? rows[n * 8 + lane / 4] * inputs : 0;
     }
+    if constexpr (same_type<F, Nf4>::value) {
+        gemv.tiles = nf4_tiles(product.weight, product.outputs, inputs, product.layout);
 #pragma unroll
-    for (int i = 0; i < M * 4; i++) {
-        const uint32_t wanted = gemv.first + i * 4 + lane / 8,
-                       row = wanted < product.outputs ? wanted : product.outputs - 1;
-        gemv.rows[i] = product.weight + row * row_bytes<F>(inputs) + lane % 8 * 16;
+        for (int m = 0; m < M; m++) gemv.rows[m] = gemv.tiles.codes_at(gemv.strip(m), 0, lane);
+    } else {
+#pragma unroll
+        for (int i = 0; i < M * 4; i++) {
+            const uint32_t wanted = gemv.first + i * 4 + lane / 8,
+                           row = wanted < product.outputs ? wanted : product.outputs - 1;
+            gemv.rows[i] = product.weight + row * row_bytes<F>(inputs) + lane % 8 * 16;
+        }
     }
 
     const uint32_t segment = segment_inputs(inputs), start = min(warp * segment, inputs),
@@ -271,8 +297,7 @@ __device__ __forceinline__ void linear_gemv(const LinearProduct& product, const 
     }
     // The tables are filled while the first copies run.
     if constexpr (same_type<F, Nf4>::value) {
-        gemv.parts = nf4_parts(product.weight, product.outputs, inputs, product.layout);
-        fill_nf4_table<T>(table);
+        fill_nf4_table<T>(reinterpret_cast<uint32_t*>(shared));
         dynamic[threadIdx.x] = NF4_DYNAMIC[threadIdx.x];
         __syncthreads();
     }

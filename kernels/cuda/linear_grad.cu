@@ -46,7 +46,7 @@
                                                   blockIdx.x * GEMM_ROWS, rows,                    \
                                                   blockIdx.y * TILE_INPUTS, padded, segment);      \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(256) linear_grad_gemv_##f##_##T(                  \
+    extern "C" __global__ void __launch_bounds__(256, 1) linear_grad_gemv_##f##_##T(               \
         const uint8_t* __restrict__ weight, uint32_t layout,                                       \
         const bf16* __restrict__ grad /* [rows, padded] */,                                        \
         float* out /* [segments, rows, inputs] */, uint32_t outputs, uint32_t inputs,              \

@@ -15,9 +15,12 @@
 template <class F> constexpr uint32_t GEMV_STAGES = same_type<F, Plain>::value ? 8 : 10;
 
 // Offsets of piece `piece` (8 numbers): of output `output` in a tile of weights, and of row `row`
-// in a stage of gradients.
-__device__ __forceinline__ uint32_t weight_at(uint32_t output, uint32_t piece) {
-    return output * (TILE_INPUTS * 2) + (piece ^ (output & 7) ^ (piece >> 3)) * 16;
+// in a stage of gradients. The swizzle keeps 8 neighbouring outputs and the pieces of an output on
+// different banks; of NF4 also every second piece of outputs 8 apart, which threads decode
+// together.
+template <class F> __device__ __forceinline__ uint32_t weight_at(uint32_t output, uint32_t piece) {
+    const uint32_t apart = same_type<F, Nf4>::value ? output >> 3 & 1 : 0;
+    return output * (TILE_INPUTS * 2) + (piece ^ (output & 7) ^ apart ^ (piece >> 3)) * 16;
 }
 __device__ __forceinline__ uint32_t grad_at(uint32_t row, uint32_t piece) {
     return row * (STEP * 2) + (piece ^ (row >> 1 & 3)) * 16;
@@ -56,18 +59,30 @@ EXPORT(GEMV_SHARED_PLAIN_F16, (GEMV_SHARED<Plain, f16>));
 EXPORT(GEMV_SHARED_INT8, (GEMV_SHARED<Int8, bf16>));
 EXPORT(GEMV_SHARED_NF4, (GEMV_SHARED<Nf4, bf16>));
 
-// Decodes 16 weights of this thread (output thread / 8, inputs from 16 (thread % 8) on) from a
-// stage into a tile.
+// Which weights of a tile this thread decodes: of output `output`, 16 from input 16 `sixteen` on. A
+// stage of NF4 has [2 strips, 2 blocks, 32 lanes, 2 rows] of 8 bytes (nf4.cuh).
+template <class F> struct Own {
+    static constexpr bool IS_NF4 = same_type<F, Nf4>::value;
+    const uint32_t output = IS_NF4 ? threadIdx.x / 128 * NF4_STRIP + threadIdx.x % 2 * 8 +
+                                         threadIdx.x / 8 % 8
+                                   : threadIdx.x / 8,
+                   sixteen =
+                       IS_NF4 ? threadIdx.x / 64 % 2 * 4 + threadIdx.x / 2 % 4 : threadIdx.x % 8;
+};
+
+// Decodes this thread's weights from a stage into a tile.
 template <class F, class T>
 __device__ __forceinline__ void decode_tile(unsigned char* tile, const unsigned char* stage,
-                                            const uint32_t* table, float scale) {
-    const uint32_t output = threadIdx.x / 8, sixteen = threadIdx.x % 8;
+                                            const unsigned char* table, float scale) {
+    const Own<F> own;
+    const uint32_t output = own.output, sixteen = own.sixteen;
     uint32_t decoded[8];
     if constexpr (same_type<F, Nf4>::value) {
         const uint2 codes = *reinterpret_cast<const uint2*>(stage + threadIdx.x * 8);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const uint32_t pair = table[((i < 4 ? codes.x : codes.y) >> (i % 4 * 8) & 255) * 32];
+            const uint32_t pair =
+                nf4_pair(table, threadIdx.x % 32 * 4, i < 4 ? codes.x : codes.y, i % 4);
             decoded[i] = pack<bf16>(__fmul_rn(__uint_as_float(pair << 16), scale),
                                     __fmul_rn(__uint_as_float(pair & 0xffff0000u), scale));
         }
@@ -78,18 +93,19 @@ __device__ __forceinline__ void decode_tile(unsigned char* tile, const unsigned 
         widen_int8<bf16>(codes.z, decoded[4], decoded[5]);
         widen_int8<bf16>(codes.w, decoded[6], decoded[7]);
     } else {
-        const uint4 low = *reinterpret_cast<const uint4*>(stage + weight_at(output, sixteen * 2));
+        const uint4 low =
+            *reinterpret_cast<const uint4*>(stage + weight_at<F>(output, sixteen * 2));
         const uint4 high =
-            *reinterpret_cast<const uint4*>(stage + weight_at(output, sixteen * 2 + 1));
+            *reinterpret_cast<const uint4*>(stage + weight_at<F>(output, sixteen * 2 + 1));
         const uint32_t halves[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
         for (int i = 0; i < 8; i++)
             decoded[i] = pack<bf16>(widen(__ushort_as_half((unsigned short)halves[i])),
                                     widen(__ushort_as_half((unsigned short)(halves[i] >> 16))));
     }
-    *reinterpret_cast<uint4*>(tile + weight_at(output, sixteen * 2)) =
+    *reinterpret_cast<uint4*>(tile + weight_at<F>(output, sixteen * 2)) =
         make_uint4(decoded[0], decoded[1], decoded[2], decoded[3]);
-    *reinterpret_cast<uint4*>(tile + weight_at(output, sixteen * 2 + 1)) =
+    *reinterpret_cast<uint4*>(tile + weight_at<F>(output, sixteen * 2 + 1)) =
         make_uint4(decoded[4], decoded[5], decoded[6], decoded[7]);
 }
 
@@ -110,10 +126,26 @@ __device__ __forceinline__ void linear_grad(const uint8_t* bytes, uint32_t layou
     constexpr int INPUT_WARPS = ROWS == 128 ? 4 : 8, M = ROWS == 128 ? 4 : 2,
                   N = TILE_INPUTS / INPUT_WARPS / 8;
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint32_t* table = reinterpret_cast<uint32_t*>(shared);
     float* dynamic = reinterpret_cast<float*>(shared + NF4_TABLE_BYTES);
     unsigned char *tiles = shared + W::TABLE, *w_ring = tiles + W::TILES,
                   *g_ring = w_ring + STAGES * W::STAGE;
+    // NF4: the scale of this thread's weights of step 0, its code and its group.
+    const Own<F> own;
+    const uint32_t blocks = inputs / BLOCK_INPUTS;
+    uint32_t code_at = 0, group = 0;
+    Nf4Tiles matrix = {};
+    __shared__ float offset; // where it takes no register
+    if constexpr (IS_NF4) {
+        matrix = nf4_tiles(bytes, outputs, inputs, layout);
+        const uint32_t block = first_input / BLOCK_INPUTS + own.sixteen / 4,
+                       row = own.output % NF4_STRIP;
+        code_at = (uint32_t)(matrix.absmax_at(own.output / NF4_STRIP, block / NF4_CHUNK,
+                                              row % 8 * 4 + block % NF4_CHUNK) -
+                             matrix.absmax) +
+                  row / 8;
+        group = own.output * blocks + block;
+        if (threadIdx.x == 0) offset = matrix.offset;
+    }
     // First step and the step past the last one.
     const uint32_t begin = only == ~0u ? 0 : only * segment,
                    steps = only == ~0u ? padded / STEP : min(begin + segment, padded / STEP);
@@ -124,14 +156,25 @@ __device__ __forceinline__ void linear_grad(const uint8_t* bytes, uint32_t layou
         unsigned char *to_w = w_ring + step % STAGES * W::STAGE,
                       *to_g = g_ring + step % STAGES * G_STAGE;
         constexpr uint32_t ROW = W::BYTES / 2; // pieces of 16 bytes of an output
+        if constexpr (IS_NF4) {
+            // Each of the first 4 warps copies a block of a strip.
+            const bool valid = step * STEP + warp / 2 * NF4_STRIP < outputs &&
+                               first_input + warp % 2 * BLOCK_INPUTS < inputs;
+            if (warp < W::STAGE / NF4_TILE_BYTES)
+                cp_async16(to_w + threadIdx.x * 16,
+                           valid ? matrix.codes_at(step * (STEP / NF4_STRIP) + warp / 2,
+                                                   first_input / BLOCK_INPUTS + warp % 2, lane)
+                                 : bytes,
+                           valid);
+        }
 #pragma unroll
-        for (uint32_t i = threadIdx.x; i < STEP * ROW; i += 256) {
+        for (uint32_t i = threadIdx.x; !IS_NF4 && i < STEP * ROW; i += 256) {
             const uint32_t output = step * STEP + i / ROW, piece = i % ROW,
                            input = first_input + piece * (256 / W::BYTES);
             const bool valid = output < outputs && input < inputs;
             const size_t from =
                 ((size_t)output * inputs + input) / 16 * W::BYTES + (input % 16) * 2;
-            cp_async16(to_w + (same_type<F, Plain>::value ? weight_at(i / ROW, piece) : i * 16),
+            cp_async16(to_w + (same_type<F, Plain>::value ? weight_at<F>(i / ROW, piece) : i * 16),
                        valid ? bytes + from : bytes, valid);
         }
 #pragma unroll
@@ -144,10 +187,8 @@ __device__ __forceinline__ void linear_grad(const uint8_t* bytes, uint32_t layou
                 valid);
         }
     };
-    Nf4Parts parts = {};
     if constexpr (IS_NF4) {
-        parts = nf4_parts(bytes, outputs, inputs, layout);
-        fill_nf4_table<bf16>(table);
+        fill_nf4_table<bf16>(reinterpret_cast<uint32_t*>(shared));
         dynamic[threadIdx.x] = NF4_DYNAMIC[threadIdx.x];
     }
     // Code and second scale of this thread's weights, read one step before the scale is computed to
@@ -155,17 +196,16 @@ __device__ __forceinline__ void linear_grad(const uint8_t* bytes, uint32_t layou
     uint32_t code = 0;
     float coarse = 0.0f;
     auto fetch = [&](uint32_t step) {
-        const uint32_t output = step * STEP + threadIdx.x / 8,
-                       input = first_input + threadIdx.x % 8 * 16;
-        if (!IS_NF4 || output >= outputs || input >= inputs) return;
-        const size_t group = ((size_t)output * inputs + input) / NF4_GROUP;
-        code = parts.absmax[group];
-        coarse = parts.absmax2[group >> parts.shift];
+        if (!IS_NF4 || step * STEP + own.output >= outputs ||
+            first_input + own.sixteen * 16 >= inputs)
+            return;
+        code = matrix.absmax_at(step * (STEP / NF4_STRIP), 0, 0)[code_at];
+        coarse = matrix.absmax2[(group + step * STEP * blocks) >> layout];
     };
     auto scale = [&]() {
-        return IS_NF4 ? nf4_scale(dynamic, (uint8_t)code, coarse, parts.offset) *
-                            (1.0f / nf4_factor<bf16>())
-                      : 1.0f;
+        return IS_NF4
+                   ? nf4_scale(dynamic, (uint8_t)code, coarse, offset) * (1.0f / nf4_factor<bf16>())
+                   : 1.0f;
     };
 
     for (uint32_t s = begin; s < begin + STAGES - 1; s++) {
@@ -177,7 +217,7 @@ __device__ __forceinline__ void linear_grad(const uint8_t* bytes, uint32_t layou
         cp_wait<STAGES - 2>();
         __syncthreads();
         decode_tile<F, T>(tiles + begin % 2 * (W::TILES / 2), w_ring + begin % STAGES * W::STAGE,
-                          table + lane, scale());
+                          shared, scale());
         if (begin + 1 < steps) fetch(begin + 1);
     }
     for (uint32_t from = begin, until; from < steps; from = until) {
@@ -195,10 +235,10 @@ __device__ __forceinline__ void linear_grad(const uint8_t* bytes, uint32_t layou
                 constexpr uint32_t TILE = W::TILES / 2;
                 w = tiles + step % 2 * TILE;
                 if (step + 1 < steps) {
-                    const float own = scale();
+                    const float factor = scale();
                     if (step + 2 < steps) fetch(step + 2);
                     decode_tile<F, T>(tiles + (step + 1) % 2 * TILE,
-                                      w_ring + (step + 1) % STAGES * W::STAGE, table + lane, own);
+                                      w_ring + (step + 1) % STAGES * W::STAGE, shared, factor);
                 }
             }
 #pragma unroll
@@ -211,8 +251,8 @@ __device__ __forceinline__ void linear_grad(const uint8_t* bytes, uint32_t layou
 #pragma unroll
                 for (int n = 0; n < N; n += 2) {
                     uint32_t b[4];
-                    ldsm4_t(b, w + weight_at(k * 16 + lane % 16,
-                                             warp % INPUT_WARPS * N + n + lane / 16));
+                    ldsm4_t(b, w + weight_at<F>(k * 16 + lane % 16,
+                                                warp % INPUT_WARPS * N + n + lane / 16));
 #pragma unroll
                     for (int m = 0; m < M; m++) {
                         mma<bf16>(sum[m][n], a[m], b[0], b[1]);

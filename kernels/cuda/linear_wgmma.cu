@@ -32,7 +32,7 @@
 //   cores:
 //   shared memory   x: 256 to read, 128 to write. Weights: NF4 128 of look-ups + 64, INT8 128,
 //                   bf16 256. In all 576, 512 and 640: 0.89 of the peak for NF4, 0.80 for bf16
-//   instructions    NF4: 230 per warp (64 FFMA, 20 LDS, 8 HGMMA), 460 of 512 cycles per scheduler
+//   instructions    NF4: 225 per warp (64 FFMA, 18 LDS, 8 HGMMA), 450 of 512 cycles per scheduler
 //   L2              NF4 12 KiB, INT8 16, bf16 20: 24, 32 and 40 bytes per cycle at the peak.
 //                   With the published 25 to 31 of an H100: NF4 is not bound, INT8 at 0.78 to
 //                   0.97 of the peak, bf16 at 0.62 to 0.78. Without clusters: 0.62 to 0.78, 0.52

@@ -18,7 +18,7 @@ template <class F> constexpr uint32_t W_STAGE = TILE_OUTPUTS * F::BLOCK_BYTES;
 // explains the numbers.
 template <class F> constexpr uint32_t CLUSTER = same_type<F, Plain>::value ? 4 : 2;
 // Blocks of a chunk: straight-line code in which products overlap.
-#define CHUNK 4
+#define CHUNK NF4_CHUNK
 // Bytes before the ring: barriers; for NF4 also the table of levels, the dynamic map and the scales
 // of two chunks. All of them are multiples of 1024.
 template <class F>
@@ -41,25 +41,30 @@ __device__ __forceinline__ uint32_t swizzled_piece(uint32_t row, uint32_t piece)
     return row * 128 + (piece ^ (row & 1)) * 16;
 }
 
-__device__ __forceinline__ void read_fragment(RowFragment<Nf4>& fragment,
-                                              const unsigned char* stage, uint32_t row,
-                                              uint32_t q) {
-    fragment.v = *reinterpret_cast<const uint2*>(stage + row * 32 + q * 8);
+// Reads what this lane needs of its warp's strip of 16 outputs.
+__device__ __forceinline__ void read_fragment(Fragment<Nf4>& fragment, const unsigned char* stage) {
+    fragment.v = *reinterpret_cast<const uint4*>(stage + threadIdx.x * 16);
 }
-__device__ __forceinline__ void read_fragment(RowFragment<Int8>& fragment,
-                                              const unsigned char* stage, uint32_t row,
-                                              uint32_t q) {
-    fragment.v = *reinterpret_cast<const uint4*>(stage + row * 64 + q * 16);
+__device__ __forceinline__ void read_fragment(Fragment<Int8>& fragment,
+                                              const unsigned char* stage) {
+    const uint32_t row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+    const unsigned char* at = stage + row * 64 + threadIdx.x % 4 * 16;
+    fragment.low = *reinterpret_cast<const uint4*>(at);
+    fragment.high = *reinterpret_cast<const uint4*>(at + 8 * 64);
 }
-__device__ __forceinline__ void read_fragment(RowFragment<Plain>& fragment,
-                                              const unsigned char* stage, uint32_t row,
-                                              uint32_t q) {
-    fragment.v[0] = *reinterpret_cast<const uint4*>(stage + swizzled_piece(row, q * 2));
-    fragment.v[1] = *reinterpret_cast<const uint4*>(stage + swizzled_piece(row, q * 2 + 1));
+__device__ __forceinline__ void read_fragment(Fragment<Plain>& fragment,
+                                              const unsigned char* stage) {
+    const uint32_t row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (uint32_t i = 0; i < 2; i++) {
+        const uint32_t piece = threadIdx.x % 4 * 2 + i;
+        fragment.low[i] = *reinterpret_cast<const uint4*>(stage + swizzled_piece(row, piece));
+        fragment.high[i] = *reinterpret_cast<const uint4*>(stage + swizzled_piece(row + 8, piece));
+    }
 }
 
 // Producer of weights: the source of this thread's pieces of the next block. The pieces have equal
-// distances, so one address is enough.
+// distances, so one address is enough. Of NF4 each warp has a strip, and a lane its piece.
 template <class F> struct WeightCopies {
     static constexpr uint32_t PIECES = F::BLOCK_BYTES / 16, STEP = 256 / PIECES;
 
@@ -68,11 +73,12 @@ template <class F> struct WeightCopies {
         to; // outputs of the tile that exist, from this thread's first on; place in a stage
 
     __device__ __forceinline__ WeightCopies(const LinearProduct& product, uint32_t inputs) {
-        const uint32_t row = threadIdx.x / PIECES, output = product.tile * TILE_OUTPUTS + row;
-        from = product.weight + output * row_bytes<F>(inputs) + threadIdx.x % PIECES * 16;
+        const uint32_t row = IS_NF4<F> ? threadIdx.x / 32 * NF4_STRIP : threadIdx.x / PIECES,
+                       piece = IS_NF4<F> ? threadIdx.x % 32 : threadIdx.x % PIECES,
+                       output = product.tile * TILE_OUTPUTS + row;
+        from = product.weight + output * row_bytes<F>(inputs) + piece * 16;
         left = output < product.outputs ? product.outputs - output : 0;
-        to = same_type<F, Plain>::value ? swizzled_piece(row, threadIdx.x % PIECES)
-                                        : threadIdx.x * 16;
+        to = same_type<F, Plain>::value ? swizzled_piece(row, piece) : threadIdx.x * 16;
     }
 
     // Copies the weights of the next block, with zeros for outputs past the end. STEP is even, so
@@ -82,68 +88,39 @@ template <class F> struct WeightCopies {
         for (uint32_t i = 0; i < PIECES / 2; i++)
             cp_async16(stage + to + i * STEP * F::BLOCK_BYTES,
                        from + i * STEP * (uint32_t)row_bytes<F>(inputs), i * STEP < left);
-        from += F::BLOCK_BYTES;
+        from += IS_NF4<F> ? NF4_TILE_BYTES : F::BLOCK_BYTES;
     }
 };
 
-// Scales of the outputs of a tile for a chunk of 4 blocks. Each thread computes two: one output,
-// two blocks.
+// Scales of the outputs of a tile for a chunk of 4 blocks. Each thread computes two: lane 4 g + q
+// of the warp of a strip those of block q and rows g and g + 8.
 struct ScaleCopies {
     uint32_t codes;
     float second[2];
 
-    // Starts to read the scales of blocks `block` to `block` + 4; `layout` is the product's. Past
-    // the last block the values belong to other blocks and are not used.
+    // Starts to read the scales of blocks `block` to `block` + 4, a chunk; `layout` is the
+    // product's. Past the last block the values belong to other blocks and are not used.
     __device__ __forceinline__ void prefetch(const LinearProduct& product, uint32_t layout,
                                              uint32_t inputs, uint32_t block) {
-        const Nf4Parts parts = nf4_parts(product.weight, product.outputs, inputs, layout);
-        const uint32_t blocks = inputs / BLOCK_INPUTS,
-                       output = min(product.tile * TILE_OUTPUTS + threadIdx.x % TILE_OUTPUTS,
-                                    product.outputs - 1);
-        codes = 0;
-#pragma unroll
-        for (uint32_t i = 0; i < 2; i++) {
-            const uint32_t index =
-                output * blocks + min(block + threadIdx.x / TILE_OUTPUTS * 2 + i, blocks - 1);
-            codes |= (uint32_t)parts.absmax[index] << i * 8;
-            second[i] = parts.absmax2[index >> parts.shift];
-        }
-    }
-    // Computes the scales and stores them at [4, TILE_OUTPUTS]; `offset` is that of the matrix.
-    template <class T>
-    __device__ __forceinline__ void store(float* to, const float* dynamic, float offset) const {
+        const Nf4Tiles tiles = nf4_tiles(product.weight, product.outputs, inputs, layout);
+        const uint32_t lane = threadIdx.x % 32, last = product.outputs - 1,
+                       first = product.tile * TILE_OUTPUTS + threadIdx.x / 32 * NF4_STRIP;
+        codes = *reinterpret_cast<const uint16_t*>(tiles.absmax_at(
+            min(first, last) / NF4_STRIP, min(block / NF4_CHUNK, tiles.chunks - 1), lane));
 #pragma unroll
         for (uint32_t i = 0; i < 2; i++)
-            to[threadIdx.x * 2 - threadIdx.x % TILE_OUTPUTS + i * TILE_OUTPUTS] =
-                nf4_scale(dynamic, (uint8_t)(codes >> i * 8), second[i], offset) *
-                (1.0f / nf4_factor<T>());
+            second[i] = tiles.second(min(first + lane / 4 + i * 8, last),
+                                     min(block + lane % 4, tiles.blocks - 1));
+    }
+    // Computes the scales and stores them at [256 threads, 2]; `offset` is that of the matrix.
+    template <class T>
+    __device__ __forceinline__ void store(float* to, const float* dynamic, float offset) const {
+        const float low = nf4_scale(dynamic, (uint8_t)codes, second[0], offset),
+                    high = nf4_scale(dynamic, (uint8_t)(codes >> 8), second[1], offset);
+        reinterpret_cast<float2*>(to)[threadIdx.x] =
+            make_float2(low * (1.0f / nf4_factor<T>()), high * (1.0f / nf4_factor<T>()));
     }
 };
-
-// Decodes the same fragments as fragments() in linear.cuh. Addresses of table look-ups take one
-// shift and one logical instruction: byte x 128 plus this lane's bank.
-template <class T, class F>
-__device__ __forceinline__ void make_fragments(uint32_t (&a)[4][4], const RowFragment<F>& low,
-                                               const RowFragment<F>& high,
-                                               const unsigned char* table) {
-    if constexpr (IS_NF4<F>) {
-        const uint32_t bank = threadIdx.x % 32 * 4;
-        auto pair = [&](uint32_t word, int byte) {
-            const uint32_t at = byte == 0 ? word << 7 : word >> (byte * 8 - 7);
-            return *reinterpret_cast<const uint32_t*>(table + ((at & 0x7f80) | bank));
-        };
-#pragma unroll
-        for (int s = 0; s < 4; s++) {
-            const uint32_t l = s < 2 ? low.v.x : low.v.y, h = s < 2 ? high.v.x : high.v.y;
-            a[s][0] = pair(l, s % 2 * 2);
-            a[s][1] = pair(h, s % 2 * 2);
-            a[s][2] = pair(l, s % 2 * 2 + 1);
-            a[s][3] = pair(h, s % 2 * 2 + 1);
-        }
-    } else {
-        fragments<T>(a, low, high, nullptr);
-    }
-}
 
 // Copies piece `number` of x, 8 inputs of a row, into the tiles. Step s of a block takes inputs 4 s
 // .. 4 s + 3 of each 16 (linear.cuh): the first two are elements 2 q, 2 q + 1 of the step, the
@@ -222,7 +199,7 @@ __device__ __forceinline__ void linear_wgmma(const LinearProduct& product, const
         fill_nf4_table<T>(reinterpret_cast<uint32_t*>(table));
         dynamic[threadIdx.x] = NF4_DYNAMIC[threadIdx.x];
         if (threadIdx.x == 0) {
-            *offset = nf4_parts(product.weight, product.outputs, inputs, product.layout).offset;
+            *offset = nf4_tiles(product.weight, product.outputs, inputs, product.layout).offset;
             *layout = product.layout;
         }
         __syncthreads();
@@ -235,10 +212,9 @@ __device__ __forceinline__ void linear_wgmma(const LinearProduct& product, const
     float low = 1.0f, high = 1.0f; // scales of this block, of outputs g and g + 8
     auto load_fragments = [&](uint32_t (&to)[4][4]) {
         const unsigned char* at = ring + stage * STAGE + X_STAGE;
-        RowFragment<F> l, h;
-        read_fragment(l, at, w_row, q);
-        read_fragment(h, at, w_row + 8, q);
-        make_fragments<T>(to, l, h, table);
+        Fragment<F> fragment;
+        read_fragment(fragment, at);
+        fragments<T>(to, fragment, table);
     };
     cp_wait<STAGES - 2>();
     __syncthreads();
@@ -276,8 +252,11 @@ __device__ __forceinline__ void linear_wgmma(const LinearProduct& product, const
             if (threadIdx.x == 0) copy_x(block + STAGES - 2, next);
         }
         if constexpr (IS_NF4<F>) {
-            low = scales[block % (2 * CHUNK) * TILE_OUTPUTS + w_row];
-            high = scales[block % (2 * CHUNK) * TILE_OUTPUTS + w_row + 8];
+            const float* chunk = scales + block / CHUNK % 2 * CHUNK * TILE_OUTPUTS;
+            const float2 both = reinterpret_cast<const float2*>(
+                chunk)[threadIdx.x - threadIdx.x % 4 + block % CHUNK];
+            low = both.x;
+            high = both.y;
         }
         next = freed;
         freed = stage;

@@ -1,5 +1,5 @@
-// NF4 on the device: the tables of kernels/src/quant/nf4.rs (a test compares them) and the layout
-// of a stored matrix.
+// NF4 on the device: the tables of kernels/src/quant/nf4.rs (a test compares them), the layout of a
+// stored matrix, and that of a tiled one.
 #pragma once
 #include "common.cuh"
 
@@ -154,8 +154,8 @@ __device__ __forceinline__ size_t aligned_end(size_t bytes) {
     return (bytes + PART_ALIGNMENT - 1) / PART_ALIGNMENT * PART_ALIGNMENT;
 }
 
-// The sections of a matrix `[outputs, inputs]` whose rows follow each other: a whole matrix, or a
-// slice whose rows are whole groups (kernels/src/quant/slice.rs).
+// The sections of a stored matrix `[outputs, inputs]` whose rows follow each other: a whole matrix,
+// or a slice whose rows are whole groups (kernels/src/quant/slice.rs). Generic kernels read it.
 struct Nf4Parts {
     const uint8_t* codes;  // two weights a byte, the first in the upper half
     const uint8_t* absmax; // [groups], codes of the dynamic map
@@ -179,8 +179,70 @@ __device__ __forceinline__ Nf4Parts nf4_parts(const uint8_t* bytes, size_t outpu
     return parts;
 }
 
-// Any matrix: of a slice that cuts groups, each row begins with a byte and has the scales of all
-// groups that it touches.
+// --- tiled matrices ------------------------------------------------------------------------------
+
+// Layout of a matrix for tensor cores: one of 16-bit arithmetic whose rows are whole groups.
+// repack.cu makes it from the stored bytes when a matrix is uploaded. Outputs are padded to strips
+// of 16. Lane l = 4 g + q of a warp has inputs 16 q .. 16 q + 15 of each block of 64, of rows g and
+// g + 8 of a strip:
+//   codes    u8  [strips, blocks, 32 lanes, 16]   8 bytes of row g, then 8 of row g + 8
+//   absmax   u8  [strips, chunks, 32 lanes, 2]    lane 4 g + q: block 4 c + q of chunk c, rows g
+//                                                 and g + 8
+//   absmax2  f32 [groups >> shift]                as stored: groups are numbered row by row
+//   offset   f32                                  as stored
+// So a lane reads the codes of a block with one load of 16 bytes, and a warp 512 bytes in a row.
+// Padding is zero and its products are not written.
+#define NF4_STRIP       16
+#define NF4_TILE_BYTES  512 // codes of a strip and a block
+#define NF4_CHUNK       4   // blocks of a chunk of scales
+#define NF4_CHUNK_BYTES 64  // codes of the scales of a strip and a chunk
+
+struct Nf4Tiles {
+    const uint8_t *codes, *absmax;
+    const float* absmax2;
+    float offset;
+    uint32_t shift, blocks, chunks;
+
+    // Codes of lane `lane` of block `block`.
+    __device__ __forceinline__ const uint8_t* codes_at(uint32_t strip, uint32_t block,
+                                                       uint32_t lane) const {
+        return codes + ((size_t)strip * blocks + block) * NF4_TILE_BYTES + lane * 16;
+    }
+    // Scale codes of lane `lane` of a chunk: two bytes.
+    __device__ __forceinline__ const uint8_t* absmax_at(uint32_t strip, uint32_t chunk,
+                                                        uint32_t lane) const {
+        return absmax + ((size_t)strip * chunks + chunk) * NF4_CHUNK_BYTES + lane * 2;
+    }
+    // Second scale of block `block` of a row that exists.
+    __device__ __forceinline__ float second(uint32_t output, uint32_t block) const {
+        return absmax2[(output * blocks + block) >> shift];
+    }
+};
+
+__device__ __forceinline__ uint32_t nf4_strips(uint32_t outputs) {
+    return (outputs + NF4_STRIP - 1) / NF4_STRIP;
+}
+
+// The sections of a tiled matrix; `layout` is its shift.
+__device__ __forceinline__ Nf4Tiles nf4_tiles(const uint8_t* bytes, uint32_t outputs,
+                                              uint32_t inputs, uint32_t layout) {
+    Nf4Tiles tiles;
+    const uint32_t strips = nf4_strips(outputs);
+    tiles.blocks = inputs / NF4_GROUP;
+    tiles.chunks = (tiles.blocks + NF4_CHUNK - 1) / NF4_CHUNK;
+    tiles.codes = bytes;
+    tiles.absmax = bytes + (size_t)strips * tiles.blocks * NF4_TILE_BYTES;
+    tiles.absmax2 = reinterpret_cast<const float*>(tiles.absmax +
+                                                   (size_t)strips * tiles.chunks * NF4_CHUNK_BYTES);
+    tiles.offset = tiles.absmax2[(outputs * tiles.blocks + (1u << layout) - 1) >> layout];
+    tiles.shift = layout;
+    return tiles;
+}
+
+// --- any matrix ----------------------------------------------------------------------------------
+
+// Any matrix in the stored layout: of a slice that cuts groups, each row begins with a byte and has
+// the scales of all groups that it touches.
 struct Nf4Matrix {
     Nf4Parts parts;
     const uint64_t* starts; // ragged: which weight of the whole matrix each row begins with

@@ -125,6 +125,11 @@ pub fn cuda_linear_is_tiled(dtype: DType, inputs: usize) -> bool {
     dtype != DType::F32 && inputs.is_multiple_of(64)
 }
 
+/// Bytes of a stored NF4 matrix that `repack.cu` turns into tiles at a time, unless a strip of 16
+/// outputs has more: device memory beside the matrix while it is uploaded. Pieces fit in a half of
+/// the driver's staging.
+pub const CUDA_REPACK_BYTES: usize = 4 << 20;
+
 /// Bytes of workspace of `linear_grad.cu` for the rounded gradients of `rows` rows of `outputs`
 /// outputs.
 pub fn cuda_linear_grad_workspace(outputs: usize, rows: usize) -> usize {

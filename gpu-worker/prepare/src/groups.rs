@@ -59,7 +59,7 @@ fn copied_bytes(inspected: &Inspected, shard: &Shard) -> u64 {
 fn block_bytes(inspected: &Inspected, shard: &Shard) -> u64 {
     let facts = &inspected.facts;
     let weights = shard.weight_bytes(facts.quant_type, |quant, part| {
-        quant::slice_bytes(quant, facts.dtype, part.whole, part.rows, part.columns)
+        quant::held_bytes(quant, facts.dtype, part.whole, part.rows, part.columns)
     });
     let element = Adapter::served_dtype(facts).size_bytes() as u64;
     let held = |slice: Slice, whole: [usize; 2]| {

@@ -104,7 +104,8 @@ fn block_bytes(spec: &BlockSpec, stored: Stored) -> u64 {
             [outputs, inputs] => (*outputs, *inputs),
             other => (1, other.iter().product()),
         };
-        quant::stored_bytes(quant, stored.dtype, outputs, inputs).unwrap_or(usize::MAX) as u64
+        let held = quant::held_bytes(quant, stored.dtype, [outputs, inputs], outputs, 0..inputs);
+        held.unwrap_or(usize::MAX) as u64
     };
     let tensors = spec.tensors(0).into_iter();
     tensors.map(bytes).fold(0, u64::saturating_add)

@@ -78,10 +78,12 @@ def norm_threads(width):
 
 
 def matrix_bytes(quant, outputs, inputs):
-    """Bytes of a stored matrix; NF4: codes, scales of 64, their scales of 256 groups."""
+    """Bytes of a matrix on the device; NF4: tiles of codes and of scales of 64 (nf4.cuh), and their
+    scales of 256 groups."""
     weights = outputs * inputs
     if quant == "nf4":
-        return weights // 2 + weights // 64 + 4 * ceil(weights, 64 * 256)
+        strips, blocks = ceil(outputs, 16), inputs // 64
+        return strips * (blocks * 512 + ceil(blocks, 4) * 64) + 4 * ceil(weights, 64 * 256)
     if quant == "int8":
         return weights + 4 * outputs
     return 2 * weights

@@ -24,6 +24,7 @@ mod norms;
 mod pages;
 mod quantize;
 mod reference;
+mod repack;
 mod route;
 mod shapes;
 mod slices;

@@ -138,6 +138,11 @@ mod kernels {
     }
 
     #[test]
+    fn tiles_hold_the_stored_bytes() {
+        check_named(cuda_operations(), &["repack"], check_emulated);
+    }
+
+    #[test]
     fn exchanges_equal_sums_in_the_order_of_ranks() {
         check_named(cuda_operations(), &["exchange"], check_emulated);
     }

@@ -1,5 +1,5 @@
-//! Weight matrices in device memory, in the bytes in which they are stored (see [`crate::quant`]);
-//! slices in those of [`crate::quant::slice`].
+//! Weight matrices in device memory: in the bytes in which they are stored (see [`crate::quant`]),
+//! slices in those of [`crate::quant::slice`], and NF4 for tensor cores in tiles (`nf4.cuh`).
 
 use std::sync::Arc;
 
@@ -23,6 +23,7 @@ struct Stored<G: Gpu> {
     outputs: usize,
     inputs: usize,
     parts: Parts,
+    is_tiled: bool,
     memory: Memory<G>,
 }
 
@@ -46,30 +47,27 @@ pub enum Parts {
     Nf4 {
         /// Two weights a byte, the first in the upper half; the other parts follow.
         codes: Address,
-        /// How rows and second scales lie: `nf4_matrix` in `nf4.cuh`.
+        /// How rows and second scales lie: `nf4_matrix` and `nf4_tiles` in `nf4.cuh`.
         layout: u32,
-        /// Whether each row begins and ends with a group of 64.
-        is_grouped: bool,
     },
 }
 
 impl<G: Gpu> Matrix<G> {
-    /// `view`, whose bytes were copied to `memory`.
+    /// `view`, whose bytes were copied to `memory`, NF4 that [`is_tiled`] in tiles.
     pub(super) fn new(view: &WeightView<'_>, memory: Memory<G>) -> Matrix<G> {
         let start = memory.address();
         let at = |part: &[u8]| start.offset(part.as_ptr().addr() - view.bytes().as_ptr().addr());
         let parts = match view.format() {
             Format::Plain => Parts::Plain { values: start },
             Format::Int8(parts) => Parts::Int8 { codes: at(parts.codes), absmax: at(parts.absmax) },
-            Format::Nf4(parts) => {
-                Parts::Nf4 { codes: start, layout: parts.layout(), is_grouped: parts.is_grouped() }
-            }
+            Format::Nf4(parts) => Parts::Nf4 { codes: start, layout: parts.layout() },
         };
         Matrix(Arc::new(Stored {
             dtype: view.dtype(),
             outputs: view.outputs(),
             inputs: view.inputs(),
             parts,
+            is_tiled: is_tiled(view),
             memory,
         }))
     }
@@ -103,14 +101,20 @@ impl<G: Gpu> Matrix<G> {
 
     /// Whether the tensor-core kernels take it.
     pub(super) fn is_tiled(&self) -> bool {
-        let is_grouped = !matches!(self.0.parts, Parts::Nf4 { is_grouped: false, .. });
-        is_grouped && tuning::cuda_linear_is_tiled(self.0.dtype, self.0.inputs)
+        self.0.is_tiled
     }
 
     /// Bytes on the device.
     pub fn bytes(&self) -> usize {
         self.0.memory.bytes()
     }
+}
+
+/// Whether the tensor-core kernels take a matrix: 16-bit arithmetic, rows of whole blocks, and of NF4
+/// rows that begin and end with a group.
+pub(super) fn is_tiled(view: &WeightView<'_>) -> bool {
+    let cuts_groups = matches!(view.format(), Format::Nf4(parts) if !parts.is_grouped());
+    !cuts_groups && tuning::cuda_linear_is_tiled(view.dtype(), view.inputs())
 }
 
 impl<G: Gpu> Clone for Matrix<G> {

@@ -49,7 +49,8 @@ use shared::warpgroups::WarpgroupKernels;
 use crate::kv::StepRow;
 use crate::ops::{OpError, check_len};
 use crate::slice::WeightSlice;
-use crate::tensor::WeightView;
+use crate::tensor::{Format, WeightView};
+use crate::tuning;
 use memory::Pool;
 
 /// The CUDA backend over a device.
@@ -200,8 +201,8 @@ impl<G: Gpu> Cuda<G> {
         self.noted(done)
     }
 
-    /// Copies a matrix to the device, as it is stored; rows of a larger quantized matrix as a slice
-    /// in memory of its own.
+    /// Copies a matrix to the device, as it is stored, but NF4 for tensor cores in tiles; rows of a
+    /// larger quantized matrix as a slice in memory of its own.
     ///
     /// # Errors
     /// When the device has no memory for it, or fails.
@@ -212,10 +213,19 @@ impl<G: Gpu> Cuda<G> {
             Some(slice) => slice.as_ref().and_then(WeightSlice::view).ok_or(APART)?,
             None => weight,
         };
-        let memory = self.pool.take_exactly(weight.bytes().len())?;
-        // SAFETY: the memory is of that length.
-        let done = unsafe { self.gpu.write(weight.bytes(), memory.address()) };
-        self.noted(done)?;
+        let memory = match weight.format() {
+            Format::Nf4(parts) if matrix::is_tiled(&weight) => {
+                let shape = [weight.outputs(), weight.inputs()];
+                ops::repack::upload(self, &parts, shape, tuning::CUDA_REPACK_BYTES)?
+            }
+            Format::Plain | Format::Int8(_) | Format::Nf4(_) => {
+                let memory = self.pool.take_exactly(weight.bytes().len())?;
+                // SAFETY: the memory is of that length.
+                let done = unsafe { self.gpu.write(weight.bytes(), memory.address()) };
+                self.noted(done)?;
+                memory
+            }
+        };
         Ok(Matrix::new(&weight, memory))
     }
 

@@ -9,11 +9,11 @@ use crate::tuning;
 /// the limit of [`tuning`].
 const PLANNED_POSITIONS: usize = 32 << 10;
 
-/// Bytes of all scratch memory for units of at most `unit_tokens` tokens, forward and backward, and
-/// of recorded decode steps.
+/// Bytes of all scratch memory for units of at most `unit_tokens` tokens, forward and backward, of
+/// recorded decode steps, and of the upload of weights, which may stay in the pool.
 pub fn planned_bytes(block: &BlockDimensions, unit_tokens: [usize; 2]) -> u64 {
     let units: usize = scratch_bytes(block, unit_tokens, PLANNED_POSITIONS).iter().sum();
-    (units + tuning::CUDA_STEP_WORKSPACE_BYTES) as u64
+    (units + tuning::CUDA_STEP_WORKSPACE_BYTES + tuning::CUDA_REPACK_BYTES) as u64
 }
 
 /// Scratch buffers that operations of units of at most `unit_tokens` tokens, forward and backward,
@@ -86,7 +86,7 @@ mod tests {
         assert_eq!(scratch[5], 32 * 28672 * 2 * 4, "two segments of the matrix with most inputs");
         assert_eq!(scratch[6], 64 << 20);
         assert_eq!(scratch[7..], [0, 0]);
-        let planned: usize = scratch.iter().sum::<usize>() + (128 << 20);
+        let planned: usize = scratch.iter().sum::<usize>() + (128 << 20) + (4 << 20);
         assert_eq!(planned_bytes(&block, [256, 256]), planned as u64);
         let parallel = BlockDimensions { is_parallel: true, ..block };
         assert_eq!(scratch_bytes(&parallel, [256, 256], 16)[7..], [8 << 20, 64 << 10]);

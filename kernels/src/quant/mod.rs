@@ -1,10 +1,11 @@
 //! Formats of quantized matrices: how they lie in memory, how they are made from numbers, and what
 //! they mean.
 //!
-//! A quantized matrix is one range of bytes, the same on every device: codes first, then scales,
-//! each part beginning at a multiple of [`PART_ALIGNMENT`], to which the end is padded too. The
-//! codes and scales are those of bitsandbytes (0.41.1, which Petals pins), byte for byte; only
-//! their place side by side is ours.
+//! A quantized matrix is stored as one range of bytes: codes first, then scales, each part beginning
+//! at a multiple of [`PART_ALIGNMENT`], to which the end is padded too. The codes and scales are
+//! those of bitsandbytes (0.41.1, which Petals pins), byte for byte; only their place side by side is
+//! ours. CUDA devices have NF4 matrices of whole groups in an order of their own
+//! (`kernels/cuda/nf4.cuh`).
 //!
 //! # Discrepancies
 //! - Petals converts weights to float16 before it quantizes them. We quantize the numbers as they
@@ -19,7 +20,7 @@ pub mod slice;
 use shared::config::QuantType;
 use shared::dtype::DType;
 
-pub use slice::slice_bytes;
+pub use slice::{held_bytes, slice_bytes};
 
 /// Each part of a quantized matrix begins at a multiple of this.
 pub const PART_ALIGNMENT: usize = 64;

@@ -9,11 +9,13 @@
 //! weight   = LEVELS[code] * (DYNAMIC[absmax] * absmax2 + offset), in f32, then rounded to the block dtype
 //! ```
 //!
-//! 4.127 bits per weight. Divisions above round up; the last group may be short.
+//! 4.127 bits per weight. Divisions above round up; the last group may be short. A CUDA device has
+//! matrices of whole groups in another layout (`kernels/cuda/nf4.cuh`).
 
 use std::ops::Range;
 
 use super::{PART_ALIGNMENT, f32_at, pad};
+use crate::sizes::repack as tiles;
 
 /// Weights of a group.
 pub const GROUP: usize = 64;
@@ -60,6 +62,26 @@ pub fn stored_bytes(outputs: usize, inputs: usize) -> Option<usize> {
     codes
         .checked_add(absmax)?
         .checked_add((4 * (groups.div_ceil(SUPER_GROUP) + 1)).next_multiple_of(PART_ALIGNMENT))
+}
+
+/// Bytes of a matrix of whole groups as tensor cores read it (`nf4.cuh`): of the codes, of those of
+/// the scales, and of the second scales with the offset. `1 << shift` groups share a second scale.
+/// `None` when that is no size.
+pub(crate) fn tiled_sections(outputs: usize, inputs: usize, shift: u32) -> Option<[usize; 3]> {
+    let (strips, blocks) = (outputs.div_ceil(tiles::STRIP), inputs / GROUP);
+    let groups = outputs.checked_mul(blocks)?;
+    let seconds = groups.div_ceil(1usize.checked_shl(shift)?).checked_add(1)?;
+    Some([
+        strips.checked_mul(blocks)?.checked_mul(tiles::TILE_BYTES)?,
+        strips.checked_mul(blocks.div_ceil(tiles::CHUNK))?.checked_mul(tiles::CHUNK_BYTES)?,
+        seconds.checked_mul(4)?.checked_next_multiple_of(PART_ALIGNMENT)?,
+    ])
+}
+
+/// The sum of [`tiled_sections`].
+pub(crate) fn tiled_bytes(outputs: usize, inputs: usize, shift: u32) -> Option<usize> {
+    let sections = tiled_sections(outputs, inputs, shift)?;
+    sections.into_iter().try_fold(0usize, usize::checked_add)
 }
 
 /// The parts of a stored matrix, or of a slice of one.

@@ -33,9 +33,9 @@ use shared::dtype::DType;
 use super::nf4::{self, GROUP, SUPER_GROUP};
 use super::{PART_ALIGNMENT, int8, stored_bytes};
 
-/// Bytes of a [`WeightSlice`](crate::slice::WeightSlice) and of its copy on a device, or more than
-/// are read of rows where they [lie](crate::WeightView::rows): `rows` rows and some columns of a
-/// matrix `[outputs, inputs]`. `None` when that is no size.
+/// Bytes of a [`WeightSlice`](crate::slice::WeightSlice), or more than are read of rows where they
+/// [lie](crate::WeightView::rows): `rows` rows and some columns of a matrix `[outputs, inputs]`.
+/// `None` when that is no size.
 pub fn slice_bytes(
     quant: QuantType,
     dtype: DType,
@@ -64,6 +64,29 @@ pub fn slice_bytes(
                 sum.checked_add(part.checked_next_multiple_of(PART_ALIGNMENT)?)
             })
         }
+    }
+}
+
+/// Bytes that plans count for the same in the memory of any device: the larger of
+/// [`slice_bytes`] and of what a CUDA device has, which pads NF4 of whole groups to tiles. `None` when
+/// that is no size.
+pub fn held_bytes(
+    quant: QuantType,
+    dtype: DType,
+    [outputs, inputs]: [usize; 2],
+    rows: usize,
+    columns: Range<usize>,
+) -> Option<usize> {
+    let stored = slice_bytes(quant, dtype, [outputs, inputs], rows, columns.clone())?;
+    let shift = match shift(inputs, &columns) {
+        Some(_) if rows == outputs && columns == (0..inputs) => Some(nf4::SHIFT),
+        other => other,
+    };
+    match (quant, shift) {
+        (QuantType::Nf4, Some(shift)) => {
+            Some(stored.max(nf4::tiled_bytes(rows, columns.len(), shift)?))
+        }
+        _ => Some(stored),
     }
 }
 

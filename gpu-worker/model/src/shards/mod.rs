@@ -88,7 +88,7 @@ impl Shard {
 
     /// Bytes of the rank's share of one block's weights when matrices are stored as `quant`;
     /// `None` when that is no size. `bytes` tells those of one tensor (package `kernels`,
-    /// `quant::slice_bytes`).
+    /// `quant::held_bytes`).
     pub fn weight_bytes(
         &self,
         quant: QuantType,

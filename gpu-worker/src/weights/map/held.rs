@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use kernels::quant::slice_bytes;
+use kernels::quant::held_bytes;
 use kernels::{QuantType, WeightSlice, WeightView};
 use model::manifest::TensorEntry;
 use model::shards::Slice;
@@ -73,7 +73,7 @@ impl Held {
             (Keep::Mapped | Keep::Copied, part) => part,
         };
         let of = slice.of(&shape)?;
-        let bytes = slice_bytes(tensor.quant, tensor.dtype, of.whole, of.rows, of.columns)?;
+        let bytes = held_bytes(tensor.quant, tensor.dtype, of.whole, of.rows, of.columns)?;
         let held = Held { tensor: tensor.clone(), part, bytes: bytes as u64 };
         held.of(file)?;
         Some(held)

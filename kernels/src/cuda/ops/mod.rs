@@ -18,6 +18,7 @@ pub(crate) mod lora;
 pub(crate) mod norm_grad;
 pub(crate) mod qkv;
 pub(crate) mod quantize;
+pub(crate) mod repack;
 pub(crate) mod rmsnorm;
 pub(crate) mod rope;
 pub(crate) mod route;
