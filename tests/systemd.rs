@@ -146,6 +146,7 @@ async fn an_instance_starts_serves_survives_and_stops() {
     kill(supervisor, Signal::SIGKILL).expect("the supervisor is there");
     wait_for("another supervisor", || (machine.show(UNIT, "NRestarts") == "1").then_some(()));
     wait_for("ready", || (machine.show(UNIT, "ActiveState") == "active").then_some(()));
+    assert_eq!(netd.len(), 1, "{netd:?}");
     assert!(netd.iter().all(|pid| !alive(*pid)), "a child outlived its supervisor");
     let (addr, again) = machine.addr();
     assert_eq!(again, peer);
@@ -184,6 +185,8 @@ fn wrong_settings_are_not_tried_again() {
     assert!(refused.is_err(), "{refused:?}");
     assert_eq!(machine.show("sepal@wrong.service", "ExecMainStatus"), "2");
     assert_eq!(machine.show("sepal@wrong.service", "NRestarts"), "0");
+    let unknown = machine.systemctl(&["start", "sepal@unknown.service"]);
+    assert!(unknown.is_err_and(|why| why.contains("Assertion failed")), "no configuration");
 }
 
 #[test]

@@ -50,8 +50,8 @@ pub fn run_command(config: &ProbeConfig) -> ExitReason {
 
 fn probe(config: &ProbeConfig) -> Result<(), ProbeError> {
     let addresses: Vec<Multiaddr> = config.peers.iter().map(address).collect::<Result<_, _>>()?;
-    let named = config.peers.first().cloned().unwrap_or_default();
-    let server = addresses.iter().find_map(peer).ok_or(ProbeError::BadAddress(named))?;
+    let named = || ProbeError::BadAddress(config.peers.join(" "));
+    let server = addresses.iter().find_map(peer).ok_or_else(named)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let (p2p, _nothing_is_served) = P2p::start(P2pConfig {

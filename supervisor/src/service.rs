@@ -5,17 +5,21 @@
 //! ```text
 //! starting --online--> probing --step came back--> ready --stop--> stopping
 //!                        ^  |
-//!                        +--+ step failed: again after PROBE_PAUSE
+//!                        +--+ step failed: again after PAUSE
 //! ```
-//! [`Service`] is pure but for the socket; [`crate::events`] takes the steps and feeds it.
+//! What could not be sent is sent again after PAUSE. [`Service`] is pure but for the socket;
+//! [`crate::events`] takes the steps and feeds it.
+
+mod socket;
 
 use std::time::{Duration, Instant};
 
-use sd_notify::NotifyState;
 use tracing::{info, warn};
 
-/// Pause after a step that failed.
-const PROBE_PAUSE: Duration = Duration::from_secs(5);
+use socket::Manager;
+
+/// Pause after a step that failed, and after a message that nobody took.
+const PAUSE: Duration = Duration::from_secs(2);
 
 /// Longest STATUS in bytes; a line of `systemctl status` shows no more.
 const MAX_STATUS: usize = 400;
@@ -36,31 +40,44 @@ enum Stage {
 
 /// What a service manager was told.
 #[derive(Debug)]
-pub struct Service {
+pub struct Service<M = Manager> {
+    manager: M,
     stage: Stage,
+    /// The stage that the manager knows: READY or STOPPING.
+    told: Option<Stage>,
     status: String,
     /// Between two signs of life: half of what the manager waits.
     pace: Option<Duration>,
     next_feed: Instant,
-    /// Whether the last message could not be sent.
-    is_mute: bool,
+    /// When what could not be sent is tried again.
+    again_at: Option<Instant>,
+}
+
+/// Takes messages, without waiting.
+pub trait Listener {
+    /// Whether `message` was taken.
+    fn tell(&mut self, message: &str) -> std::io::Result<()>;
 }
 
 impl Service {
     /// The service that this process is, if a service manager wants to hear of it.
     pub fn of_environment(now: Instant) -> Option<Service> {
-        std::env::var_os("NOTIFY_SOCKET")?;
-        Some(Service::new(sd_notify::watchdog_enabled(), now))
+        let manager = Manager::of_environment()?;
+        Some(Service::new(manager, socket::patience(), now))
     }
+}
 
+impl<M: Listener> Service<M> {
     /// A service that starts, whose manager ends it after `patience` without a sign of life.
-    fn new(patience: Option<Duration>, now: Instant) -> Service {
+    fn new(manager: M, patience: Option<Duration>, now: Instant) -> Service<M> {
         Service {
+            manager,
             stage: Stage::Starting,
+            told: None,
             status: String::new(),
             pace: patience.map(|patience| patience / 2),
             next_feed: now,
-            is_mute: false,
+            again_at: None,
         }
     }
 
@@ -89,10 +106,9 @@ impl Service {
             Ok(()) => {
                 self.stage = Stage::Ready;
                 info!("ready: a step went through the server and back");
-                self.tell(&[NotifyState::Ready]);
             }
             Err(why) => {
-                self.stage = Stage::Online { probe_at: now + PROBE_PAUSE };
+                self.stage = Stage::Online { probe_at: now + PAUSE };
                 warn!(why, "not ready: a step through the server failed, trying again");
             }
         }
@@ -100,35 +116,45 @@ impl Service {
 
     /// The run ends.
     pub fn stopping(&mut self) {
-        if self.stage != Stage::Stopping {
-            self.stage = Stage::Stopping;
-            self.tell(&[NotifyState::Stopping]);
-        }
+        self.stage = Stage::Stopping;
+    }
+
+    /// Whether the run ends.
+    pub fn is_stopping(&self) -> bool {
+        self.stage == Stage::Stopping
     }
 
     /// Tells `status`, if it is news.
-    pub fn show(&mut self, status: String) {
+    pub fn show(&mut self, status: String, now: Instant) {
         let mut status = match self.stage {
             Stage::Online { .. } | Stage::Probing => format!("trying a step; {status}"),
             Stage::Stopping => format!("stopping; {status}"),
             Stage::Starting | Stage::Ready => status,
         };
         status.truncate(status.floor_char_boundary(MAX_STATUS));
-        if status != self.status {
-            self.tell(&[NotifyState::Status(&status)]);
+        if status != self.status && self.tell(&format!("STATUS={status}"), now) {
             self.status = status;
         }
     }
 
-    /// Gives a sign of life when one is due. `goes_on` says whether the run makes progress.
+    /// Tells the stage, and gives a sign of life when one is due. `goes_on` says whether the run
+    /// makes progress.
     pub fn feed(&mut self, goes_on: bool, now: Instant) {
+        let news = match self.stage {
+            Stage::Ready => Some("READY=1"),
+            Stage::Stopping => Some("STOPPING=1"),
+            _ => None,
+        };
+        if let Some(news) = news.filter(|_| self.told != Some(self.stage))
+            && self.tell(news, now)
+        {
+            self.told = Some(self.stage);
+        }
         let Some(pace) = self.pace.filter(|_| now >= self.next_feed) else {
             return;
         };
-        if goes_on {
-            self.next_feed = now + pace;
-            self.tell(&[NotifyState::Watchdog]);
-        }
+        let is_fed = goes_on && self.tell("WATCHDOG=1", now);
+        self.next_feed = now + if is_fed { pace } else { pace.min(PAUSE) };
     }
 
     /// When something is due.
@@ -137,19 +163,26 @@ impl Service {
             Stage::Online { probe_at } => Some(probe_at),
             _ => None,
         };
-        self.pace.map(|_| self.next_feed).into_iter().chain(probe).min()
+        let feed = self.pace.map(|_| self.next_feed);
+        feed.into_iter().chain(probe).chain(self.again_at).min()
     }
 
     /// A manager that does not listen costs a warning, not the run.
-    fn tell(&mut self, news: &[NotifyState<'_>]) {
-        match sd_notify::notify(news) {
-            Ok(()) => self.is_mute = false,
-            Err(error) if !self.is_mute => {
-                warn!(%error, "the service manager does not listen at NOTIFY_SOCKET, going on");
-                self.is_mute = true;
-            }
-            Err(_) => {}
+    fn tell(&mut self, news: &str, now: Instant) -> bool {
+        if self.again_at.is_some_and(|at| now < at) {
+            return false;
         }
+        let was_mute = self.again_at.is_some();
+        match self.manager.tell(news) {
+            Ok(()) => self.again_at = None,
+            Err(error) => {
+                self.again_at = Some(now + PAUSE);
+                if !was_mute {
+                    warn!(%error, "the service manager does not listen at NOTIFY_SOCKET, going on");
+                }
+            }
+        }
+        self.again_at.is_none()
     }
 }
 
@@ -157,51 +190,99 @@ impl Service {
 mod tests {
     use super::*;
 
+    /// What was told; deaf: takes nothing.
+    #[derive(Default)]
+    struct Heard {
+        lines: Vec<String>,
+        is_deaf: bool,
+    }
+
+    impl Listener for Heard {
+        fn tell(&mut self, message: &str) -> std::io::Result<()> {
+            if self.is_deaf {
+                return Err(std::io::ErrorKind::WouldBlock.into());
+            }
+            self.lines.push(message.to_owned());
+            Ok(())
+        }
+    }
+
+    fn service(patience: Option<Duration>, now: Instant) -> Service<Heard> {
+        Service::new(Heard::default(), patience, now)
+    }
+
     #[test]
     fn ready_comes_after_a_step_and_a_failed_step_is_taken_again() {
         let start = Instant::now();
-        let mut service = Service::new(None, start);
+        let mut service = service(None, start);
         assert!(!service.starts_probe(start), "nothing is online");
         service.online(start);
         assert!(service.starts_probe(start) && !service.starts_probe(start), "one step at a time");
         service.probed(Err("refused".to_owned()), start);
         let next = service.deadline().expect("a step is due");
         assert!(next > start && !service.starts_probe(start) && service.starts_probe(next));
+        service.feed(true, next);
+        assert!(service.manager.lines.is_empty());
         service.probed(Ok(()), next);
-        assert_eq!(service.stage, Stage::Ready);
+        service.feed(true, next);
+        service.feed(true, next);
+        assert_eq!(service.manager.lines, ["READY=1"]);
         service.online(next);
-        assert!(!service.starts_probe(next + PROBE_PAUSE), "ready is said once");
+        assert!(!service.starts_probe(next + PAUSE), "ready is said once");
     }
 
     #[test]
     fn signs_of_life_keep_half_of_the_patience_and_stop_with_the_progress() {
         let (start, patience) = (Instant::now(), Duration::from_secs(10));
-        let mut service = Service::new(Some(patience), start);
+        let mut service = service(Some(patience), start);
         assert_eq!(service.deadline(), Some(start));
         service.feed(true, start);
         assert_eq!(service.deadline(), Some(start + patience / 2));
         let late = start + patience;
         service.feed(false, late);
-        assert_eq!(service.deadline(), Some(start + patience / 2), "still due");
-        service.feed(true, late);
-        assert_eq!(service.deadline(), Some(late + patience / 2));
+        assert_eq!(service.manager.lines.len(), 1);
+        assert_eq!(service.deadline(), Some(late + PAUSE), "looked at again, and not at once");
+        service.feed(true, late + PAUSE);
+        assert_eq!(service.manager.lines, ["WATCHDOG=1", "WATCHDOG=1"]);
+    }
+
+    #[test]
+    fn what_nobody_took_is_told_again() {
+        let start = Instant::now();
+        let mut service = service(Some(Duration::from_secs(60)), start);
+        service.manager.is_deaf = true;
+        service.online(start);
+        assert!(service.starts_probe(start));
+        service.probed(Ok(()), start);
+        service.feed(true, start);
+        service.show("x".to_owned(), start);
+        let again = service.deadline().expect("a try");
+        assert!(again > start);
+        service.manager.is_deaf = false;
+        service.feed(true, start);
+        assert!(service.manager.lines.is_empty(), "not at once");
+        service.feed(true, again);
+        service.show("x".to_owned(), again);
+        assert_eq!(service.manager.lines, ["READY=1", "WATCHDOG=1", "STATUS=x"]);
     }
 
     #[test]
     fn a_step_that_ends_after_the_stop_changes_nothing() {
         let start = Instant::now();
-        let mut service = Service::new(None, start);
+        let mut service = service(None, start);
         service.online(start);
         assert!(service.starts_probe(start));
         service.stopping();
         service.probed(Ok(()), start);
-        assert_eq!(service.stage, Stage::Stopping);
+        service.feed(true, start);
+        assert_eq!(service.manager.lines, ["STOPPING=1"]);
     }
 
     #[test]
     fn a_long_status_is_cut_between_characters() {
-        let mut service = Service::new(None, Instant::now());
-        service.show("ä".repeat(MAX_STATUS));
+        let now = Instant::now();
+        let mut service = service(None, now);
+        service.show("ä".repeat(MAX_STATUS), now);
         assert!(service.status.len() <= MAX_STATUS && service.status.ends_with('ä'));
     }
 }

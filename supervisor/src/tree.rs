@@ -204,10 +204,15 @@ impl Tree {
         self.children().filter(|child| child.alive).map(|child| (child.id, child.generation))
     }
 
-    /// Whether the run makes progress: no child stands still although it was killed. One that only
-    /// stands still is killed before.
+    /// Whether the run makes progress: nobody waits for a child to die, and some group or netd can
+    /// serve. A child that only stands still is killed before, and one that cannot be killed is left
+    /// out as long as others serve.
     pub fn goes_on(&self) -> bool {
-        !self.children().any(|child| child.alive && child.killed.is_some())
+        let dies = |child: &Child| child.alive && child.killed.is_some();
+        let is_left = |child: &Child| child.state == Lifecycle::Unkillable;
+        let groups = !self.groups.is_empty()
+            && self.groups.iter().all(|group| group.children().any(is_left));
+        !groups && !is_left(&self.netd) && !self.children().any(|c| dies(c) && !is_left(c))
     }
 
     /// Whether the run is about to end.

@@ -23,6 +23,7 @@ const MAX_OUTPUT_BYTES: u64 = 64 << 10;
 pub struct Subprocess {
     child: Child,
     deadline: Instant,
+    is_killed: bool,
     text: File,
     errors: File,
 }
@@ -60,10 +61,10 @@ impl Subprocess {
             .stdout(text.try_clone()?)
             .stderr(errors.try_clone()?)
             .spawn()?;
-        Ok(Subprocess { child, deadline: Instant::now() + limit, text, errors })
+        Ok(Subprocess { child, deadline: Instant::now() + limit, is_killed: false, text, errors })
     }
 
-    /// Its end, once it has ended; kills it once its time is over.
+    /// Its end, once it has ended; kills it once its time is over. Never waits.
     pub fn poll(&mut self) -> Option<Result<Output, String>> {
         self.polled().map_err(|error| format!("its process is out of reach: {error}")).transpose()
     }
@@ -73,10 +74,14 @@ impl Subprocess {
         if status.is_none() && Instant::now() < self.deadline {
             return Ok(None);
         }
-        if status.is_none() {
+        if status.is_none() && !self.is_killed {
             self.child.kill()?;
-            wait(&mut self.child, Instant::now() + KILL_PATIENCE)?;
+            self.is_killed = true;
         }
+        if status.is_none() && Instant::now() < self.deadline + KILL_PATIENCE {
+            return Ok(None);
+        }
+        let status = status.filter(|_| !self.is_killed);
         let (text, errors) = (self.text.try_clone()?, self.errors.try_clone()?);
         Ok(Some(Output { status, text: read(text)?, errors: read(errors)? }))
     }

@@ -3,6 +3,8 @@
 
 use std::time::{Duration, Instant};
 
+use shared::control::Role;
+
 use crate::devices::subprocess::Subprocess;
 use crate::report::InstanceReport;
 
@@ -23,7 +25,12 @@ impl Driver<'_> {
     /// Starts or ends the step, and tells what is due.
     pub(super) fn serve_manager(&mut self) {
         let now = Instant::now();
-        if self.service.as_mut().is_some_and(|service| service.starts_probe(now)) {
+        let Some(service) = &mut self.service else { return };
+        if self.tree.is_ending() {
+            service.stopping();
+            self.probe = None;
+        }
+        if service.starts_probe(now) {
             self.probe = Some(self.start_probe());
         }
         let outcome = self.probe.as_mut().and_then(|probe| match probe {
@@ -38,9 +45,6 @@ impl Driver<'_> {
         if let Some(outcome) = outcome {
             service.probed(outcome, now);
         }
-        if self.tree.is_ending() {
-            service.stopping();
-        }
         service.feed(goes_on, now);
     }
 
@@ -49,7 +53,7 @@ impl Driver<'_> {
         let Some(service) = &mut self.service else { return };
         let board = self.segments.board.view();
         let held = |worker| self.tree.has(worker);
-        service.show(InstanceReport::of(board.snapshot(), held).line());
+        service.show(InstanceReport::of(board.snapshot(), held).line(), Instant::now());
     }
 
     /// A client of its own process, which sends a token through all blocks.
@@ -58,12 +62,46 @@ impl Driver<'_> {
             return Err("the model is not known yet".to_owned());
         };
         let prefix = self.config.netd.dht_prefix.as_ref().or(facts.dht_prefix.as_ref());
-        let prefix = prefix.ok_or("the model has no DHT prefix")?;
+        let prefix = format!("--dht_prefix={}", prefix.ok_or("the model has no DHT prefix")?);
         let (blocks, width) = (span.to_string(), facts.hidden_size.to_string());
+        let children = self.segments.board.view().snapshot().children;
+        let netd = children.into_iter().find(|child| child.role == Some(Role::Netd));
+        let known = netd.and_then(|netd| netd.net_port.zip(netd.peer_id));
+        let own = known.map_or_else(Vec::new, |(port, peer)| {
+            local_addresses(&self.config.netd.host_maddrs, port, &peer)
+        });
         let mut arguments =
-            vec!["probe", "--dht_prefix", prefix, "--blocks", &blocks, "--hidden_size", &width];
-        arguments.push("--peers");
-        arguments.extend(self.addrs.iter().map(String::as_str));
+            vec!["probe", &prefix, "--blocks", &blocks, "--hidden_size", &width, "--peers"];
+        arguments.extend(own.iter().chain(&self.addrs).map(String::as_str));
         Subprocess::start(&arguments, PROBE_TIMEOUT)
+    }
+}
+
+/// Where a server that listens on `hosts` is reached from this machine. Its announced addresses may
+/// lead back here only through a router that does not do that.
+fn local_addresses(hosts: &[String], port: u16, peer: &str) -> Vec<String> {
+    let local = |host: &String| {
+        let parts: Vec<&str> = host.split('/').collect();
+        let ["", net, address, "tcp", _] = parts[..] else { return None };
+        let address = match address {
+            "0.0.0.0" => "127.0.0.1",
+            "::" => "::1",
+            address => address,
+        };
+        Some(format!("/{net}/{address}/tcp/{port}/p2p/{peer}"))
+    };
+    hosts.iter().filter_map(local).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_is_reached_where_it_listens() {
+        let hosts = ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0", "/ip4/10.0.0.5/tcp/31337", "/dns/x"];
+        let found = local_addresses(&hosts.map(str::to_owned), 31337, "Qm");
+        let wanted = ["/ip4/127.0.0.1/", "/ip6/::1/", "/ip4/10.0.0.5/"];
+        assert_eq!(found, wanted.map(|start| format!("{start}tcp/31337/p2p/Qm")));
     }
 }

@@ -27,8 +27,12 @@ enum StatusError {
         #[source]
         source: io::Error,
     },
-    #[error("cannot act as the user of the runtime folder")]
-    Owner(#[source] io::Error),
+    #[error("cannot act as the owner of {dir}; run sepal status as that user")]
+    Owner {
+        dir: String,
+        #[source]
+        source: io::Error,
+    },
     #[error("cannot write the report")]
     Output(#[from] io::Error),
 }
@@ -36,7 +40,10 @@ enum StatusError {
 /// Prints the report to standard output; errors go to standard error.
 pub fn run(options: &StatusOptions) -> ExitReason {
     let shown = become_owner(&options.runtime_dir)
-        .map_err(|errno| StatusError::Owner(errno.into()))
+        .map_err(|errno| StatusError::Owner {
+            dir: options.runtime_dir.display().to_string(),
+            source: errno.into(),
+        })
         .and_then(|()| print(options, &mut io::stdout().lock()));
     match shown {
         Ok(()) => ExitReason::Clean,
