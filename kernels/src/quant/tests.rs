@@ -113,3 +113,18 @@ fn nf4_takes_4_127_bits_a_weight_and_int8_little_more_than_8() {
     assert!(bits(QuantType::Nf4) < 4.128, "{}", bits(QuantType::Nf4));
     assert!(bits(QuantType::Int8) < 8.01, "{}", bits(QuantType::Int8));
 }
+
+#[test]
+fn plans_count_the_padding_of_tiles() {
+    let held = |quant, inputs: usize, columns: std::ops::Range<usize>| {
+        held_bytes(quant, DType::Bf16, [37, inputs], 37, columns).unwrap()
+    };
+    // 3 strips; 5 blocks in 2 chunks of scales; one second scale and the offset.
+    assert_eq!(held(QuantType::Nf4, 320, 0..320), 3 * 5 * 512 + 3 * 2 * 64 + 64);
+    // A slice of 2 blocks of 10: its 74 groups have 37 second scales.
+    assert_eq!(held(QuantType::Nf4, 640, 128..256), 3 * 2 * 512 + 3 * 64 + 192);
+    for (quant, columns) in [(QuantType::Nf4, 1..320), (QuantType::Int8, 0..320)] {
+        let stored = slice_bytes(quant, DType::Bf16, [37, 320], 37, columns.clone());
+        assert_eq!(Some(held(quant, 320, columns)), stored, "what is not tiled is as stored");
+    }
+}

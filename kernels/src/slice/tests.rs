@@ -147,6 +147,7 @@ fn gradient(weight: WeightView<'_>, grad: &[f32], rows: usize) -> Vec<f32> {
 #[cfg(feature = "emu")]
 #[test]
 fn a_slice_takes_the_planned_bytes_of_a_device() {
+    use crate::quant::held_bytes;
     let mut cuda = crate::cuda::Cuda::new(crate::cuda::emu::Emu::new(1));
     for (quant, inputs) in QUANTS.iter().flat_map(|quant| [320, 202].map(|inputs| (*quant, inputs)))
     {
@@ -156,12 +157,12 @@ fn a_slice_takes_the_planned_bytes_of_a_device() {
         for (rows, columns) in copies {
             let slice = WeightSlice::new(whole, &rows, columns.clone()).unwrap();
             let count = slice.view().unwrap().outputs();
-            let planned = slice_bytes(quant, DType::Bf16, [90, inputs], count, columns);
+            let planned = held_bytes(quant, DType::Bf16, [90, inputs], count, columns);
             let taken = cuda.matrix(slice.view().unwrap()).unwrap().bytes();
             assert_eq!(Some(taken), planned, "{quant} {inputs} copied");
         }
         for rows in [0..31, 31..90, 0..90] {
-            let planned = slice_bytes(quant, DType::Bf16, [90, inputs], rows.len(), 0..inputs);
+            let planned = held_bytes(quant, DType::Bf16, [90, inputs], rows.len(), 0..inputs);
             let taken = cuda.matrix(whole.rows(rows).unwrap()).unwrap().bytes();
             assert_eq!(Some(taken), planned, "{quant} {inputs} in place");
         }
