@@ -107,13 +107,29 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], u
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Reads 16 bytes of global memory that are used once: past L1, evicted first from L2. Aligned to
+// Reads 16 bytes of global memory that are used once, past the first-level cache. Aligned to
 // 16.
 __device__ __forceinline__ uint4 ld_stream16(const void* at) {
     uint4 value;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::evict_first.v4.u32 {%0,%1,%2,%3}, [%4];\n"
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];\n"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                  : "l"(at));
     return value;
+}
+// The same through L1, for neighbours that another load of this warp reads next.
+__device__ __forceinline__ uint4 ld_once16(const void* at) {
+    uint4 value;
+    asm volatile("ld.global.nc.L1::evict_first.v4.u32 {%0,%1,%2,%3}, [%4];\n"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(at));
+    return value;
+}
+
+// Four bytes of b:a. Digit i of `selector` names byte i: of a from 0 on, of b from 4 on; 8 more
+// fill the byte with its highest bit.
+__device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
+    uint32_t result;
+    asm("prmt.b32 %0, %1, %2, %3;\n" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
+    return result;
 }
 #endif

@@ -16,6 +16,7 @@
 // The async proxy reads B: its writer calls fence_proxy_async() after the write (after cp_wait for
 // cp_async16), then all threads meet at a barrier.
 #pragma once
+#include "cluster.cuh"
 #include "pairs.cuh"
 
 #ifdef CUDA_CPU
@@ -89,26 +90,6 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t phase) 
         : "memory");
 }
 
-// Clusters (__cluster_dims__): CTAs that run at the same time and access each other's shared
-// memory; equal addresses mean equal offsets. The rank numbers the CTAs of a cluster. All their
-// threads call cluster_arrive, then cluster_wait, which waits for all arrivals: once before a
-// peer's memory is accessed, after the barriers were initialised and fence_barrier_init was called;
-// and once before a CTA ends that a peer may still access. Neither these calls nor barrier_arrive
-// publish stores to a peer, which would need a fence of all memory at each arrival. CTAs only
-// exchange bulk copies, and the fact that products have completed (wgmma_wait) and their B may be
-// overwritten. CUTLASS's ClusterBarrier does the same. cluster_arrive does not wait for an earlier
-// barrier_arrive: a CTA waits for all arrivals at its barriers before it ends.
-__device__ __forceinline__ uint32_t cluster_rank() {
-    uint32_t rank; // read anew each time, which is cheaper than a register that is kept
-    asm volatile("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
-    return rank;
-}
-__device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory");
-}
 // One arrival at this barrier in CTA `rank` of the cluster, which may be this one.
 __device__ __forceinline__ void barrier_arrive(uint64_t* barrier, uint32_t rank) {
     asm volatile(

@@ -312,6 +312,15 @@ static inline uint4 ld_stream16(const void* at) {
     memcpy(&value, at, 16);
     return value;
 }
+static inline uint4 ld_once16(const void* at) {
+    emu::check_aligned(at, 16, "ld_once16 from a misaligned address");
+    uint4 value;
+    memcpy(&value, at, 16);
+    return value;
+}
+static inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
+    return __byte_perm(a, b, selector);
+}
 
 // Words that other devices read and write: other processes, or other threads of this one.
 static inline void st_release_sys(uint64_t* at, uint64_t value) {

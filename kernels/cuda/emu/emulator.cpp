@@ -339,6 +339,12 @@ EMU_NO_TSAN static void* place_in(unsigned rank, const void* at) {
     return own->cluster->ctas[rank]->shared + ((const unsigned char*)at - own->shared);
 }
 
+EMU_NO_TSAN void* in_cluster(unsigned rank, const void* at) {
+    void* there = place_in(rank, at);
+    if (!current->cta->cluster->ctas[rank]->live) die("a store to a CTA that has ended");
+    return there;
+}
+
 // The barrier of CTA `rank`, for something that comes to it.
 EMU_NO_TSAN static BulkBarrier& reach_barrier(const void* at, unsigned rank) {
     void* there = place_in(rank, at);

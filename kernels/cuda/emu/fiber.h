@@ -240,6 +240,8 @@ void arrive(const void* at, unsigned rank, unsigned bytes);
 // To the same places in CTAs 0 .. `ctas` - 1 of the cluster.
 void copy_bulk(const BulkCopy& copy, const void* at, unsigned ctas);
 void wait_barrier(const void* at, unsigned phase);
+// The place in CTA `rank` of the cluster, which runs, that `at` is in this one.
+void* in_cluster(unsigned rank, const void* at);
 void cluster_arrive();
 void cluster_wait();
 

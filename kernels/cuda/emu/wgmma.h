@@ -35,9 +35,6 @@ static inline void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_
 static inline void barrier_wait(uint64_t* barrier, uint32_t phase) {
     emu::wait_barrier(barrier, phase);
 }
-static inline uint32_t cluster_rank() { return emu::current->cta->rank; }
-static inline void cluster_arrive() { emu::cluster_arrive(); }
-static inline void cluster_wait() { emu::cluster_wait(); }
 static inline void barrier_arrive(uint64_t* barrier, uint32_t rank) {
     emu::arrive(barrier, rank, 0);
 }

@@ -22,7 +22,7 @@ CONTEXT = 2048
 # Functions of kernels/src/tuning.rs that are written again here, and a hash of their text: whoever
 # changes one changes it here, too (test_budget.py).
 COPIED = {
-    "cuda_gemv": "e97b7e3572f9af9e",
+    "cuda_gemv": "6a9c9493e53b1c2f",
     "cuda_attention_splits": "8ef67cb2fca2861a",
     "cuda_norm_threads": "763dd56a63855c00",
 }
@@ -56,15 +56,41 @@ def ceil(a, b):
     return -(-a // b)
 
 
-def gemv(outputs, rows, is_nf4, multiprocessors, shared_bytes, exports):
-    """tuning::cuda_gemv: (m, n, stages, bytes of shared memory, bytes of a stage)."""
-    m = 2 if outputs >= 32 * multiprocessors else 1
-    n = 1 if rows <= 8 else 2 if rows <= 16 else 4
-    table = exports["TABLES_NF4"] if is_nf4 else 0
-    stage = exports["STAGE_PER_TILE"] * m
-    left = max(0, min(shared_bytes, 112 << 10) - table)
-    stages = min(max(left // stage, 2), 4)
-    return m, n, stages, table + stages * stage, stage
+@dataclasses.dataclass
+class Gemv:
+    """Sizes of a launch of linear_gemv.cu or linear_cluster.cu."""
+
+    image: str
+    rows: int
+    grid: int
+    ctas: int
+    window: int
+    shared: int
+
+
+def gemv(strips, inputs, rows, is_nf4, may_cluster, multiprocessors, shared_bytes, manifest):
+    """tuning::cuda_gemv."""
+    exports = manifest["linear_gemv"]["exports"]
+    segments, tile = exports["SEGMENTS"], exports["TILE_BYTES"]
+    variant = next(at for at, most in enumerate([1, 8, 16, 32]) if rows <= most)
+    has_clusters = may_cluster and inputs > 256 * (segments - 1)
+    ctas = manifest["linear_cluster"]["exports"]["CLUSTER"] if has_clusters else 1
+    units = max(multiprocessors // 16 * 4 if has_clusters else multiprocessors, 1)
+    row = [exports["ROW_BYTES"], tile, 2 * tile, 4 * tile][variant]
+    block, segment = segments // ctas * row, ceil(ceil(inputs, 256), segments) * 4
+    table = exports["TABLE_NF4"] if is_nf4 else 0
+    left, sums = max(shared_bytes - table, 0), exports["SUM_BYTES"]
+    fit = max(left - sums, 0) // block
+    if fit >= segment:
+        window, held = segment, segment * block + sums
+    elif has_clusters:
+        window, held = max(fit, 1), max(fit, 1) * block + sums
+    else:
+        window = min(max(left // block, 1), segment - 1)
+        held = max(window * block, sums)
+    image = "linear_cluster" if has_clusters else "linear_gemv"
+    grid = min(max(strips, 1), units) * ctas
+    return Gemv(image, [1, 8, 16, 32][variant], grid, ctas, window, table + held)
 
 
 def splits(multiprocessors, pairs):
@@ -90,10 +116,12 @@ def matrix_bytes(quant, outputs, inputs):
 
 
 def products(manifest, device, name, quant, rows, inputs, outputs):
-    """One launch of linear_gemv.cu over up to 3 matrices."""
+    """One launch of linear_gemv.cu or linear_cluster.cu over up to 3 matrices."""
     exports = manifest["linear_gemv"]["exports"]
-    m, n, stages, shared, stage = gemv(
-        sum(outputs), rows, quant == "nf4", device.multiprocessors, device.shared_cta << 10, exports
+    strips = sum(ceil(count, exports["STRIP"]) for count in outputs)
+    sizes = gemv(
+        *(strips, inputs, rows, quant == "nf4", device.architecture == "90a"),
+        *(device.multiprocessors, device.shared_cta << 10, manifest),
     )
     # NF4: 256 groups share a second scale (nf4.cuh).
     parameters, layout = [], 8 if quant == "nf4" else 0
@@ -103,23 +131,29 @@ def products(manifest, device, name, quant, rows, inputs, outputs):
             parameters += [weight, None, Buffer(f"out{number}"), outputs[number], layout]
         else:
             parameters += [None, None, None, 0, 0]
-    tiles = sum(ceil(count, 16 * m) for count in outputs)
     warps = exports["CTA_THREADS"] // 32
+    # Units of CTAs by their numbers of strips; the first of each stands for the others.
+    units, of_strips = sizes.grid // sizes.ctas, {}
+    for unit in range(units):
+        count = strips * (unit + 1) // units - strips * unit // units
+        of_strips.setdefault(count, []).append(unit)
     return Spec(
         name=name,
         family=f"linear_{quant}",
-        image="linear_gemv",
-        kernel=f"linear_gemv_{KERNEL_FORMAT[quant]}_bf16_m{m}n{n}",
-        grid=(tiles, 1, 1),
+        image=sizes.image,
+        kernel=f"{sizes.image}_{KERNEL_FORMAT[quant]}_bf16_r{sizes.rows}",
+        grid=(sizes.grid, 1, 1),
         cta=(exports["CTA_THREADS"], 1, 1),
-        shared=shared,
-        parameters=[*parameters, Buffer("x"), inputs, rows, stages],
-        ctas=[((0, 0, 0), tiles)],
-        warps=[(0, 1), (1, warps - 1)],
+        shared=sizes.shared,
+        parameters=[*parameters, Buffer("x"), inputs, rows, sizes.window],
+        ctas=[
+            ((same[0] * sizes.ctas + rank, 0, 0), len(same))
+            for same in of_strips.values()
+            for rank in range(sizes.ctas)
+        ],
+        warps=[(number, 1) for number in range(warps)],
         memory_bytes=sum(matrix_bytes(quant, count, inputs) for count in outputs),
         weights=sum(outputs) * inputs,
-        in_flight=(stages - 1) * stage,
-        alike=(inputs, rows, stages),
     )
 
 

@@ -23,7 +23,7 @@ pub fn never_launched<'n>(
 fn family_of(kernel: &str) -> String {
     let is_variant = |part: &str| {
         let is_size = part.contains(|c: char| c.is_ascii_digit())
-            && part.chars().all(|c| matches!(c, 'd' | 'm' | 'n' | '0'..='9'));
+            && part.chars().all(|c| matches!(c, 'd' | 'm' | 'n' | 'r' | '0'..='9'));
         is_size || ["f32", "bf16", "f16"].contains(&part)
     };
     let parts: Vec<&str> = kernel.split('_').filter(|part| !is_variant(part)).collect();
@@ -41,8 +41,8 @@ mod tests {
             "add_bf16",
             "attention_decode_bf16_d64",
             "attention_decode_bf16_d128",
-            "linear_gemv_nf4_bf16_m1n2",
-            "linear_gemv_int8_bf16_m1n2",
+            "linear_gemv_nf4_bf16_r16",
+            "linear_gemv_int8_bf16_r16",
             "peak_mma_bf16",
         ];
         let launched = BTreeSet::from(["add_bf16", "attention_decode_bf16_d128"]);

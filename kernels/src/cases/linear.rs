@@ -100,6 +100,12 @@ impl Case for LinearCase {
         let mut cases: Vec<_> = matrices(class).into_iter().map(of).collect();
         let formats = if class == Class::Smallest { &FORMATS[2..] } else { &FORMATS };
         let clusters = CLUSTERS.into_iter().filter(|(_, at)| *at <= class);
+        // The fewest inputs that clusters share by segments, and a strip that is not whole.
+        cases.extend(formats.iter().map(|&quant| LinearCase {
+            weight: Matrix::new(quant, DType::Bf16, (7 * 256 + 64, 20)),
+            rows: 33,
+            has_bias: true,
+        }));
         cases.extend(clusters.flat_map(|((tiles, blocks, rows), _)| {
             let size = (blocks * 64, tiles * 128 - 5);
             formats.iter().map(move |&quant| LinearCase {

@@ -370,6 +370,12 @@ pub struct Properties {
 }
 
 impl Properties {
+    /// Whether the device runs clusters of CTAs (`kernels/cuda/linear_cluster.cu`, whose image has
+    /// compute capability 9.0 alone).
+    pub fn has_clusters(&self) -> bool {
+        self.architecture == 90
+    }
+
     /// Whether the device has warpgroup products (`kernels/cuda/wgmma.cuh`): compute capability
     /// 9.0.
     pub fn has_wgmma(&self) -> bool {
