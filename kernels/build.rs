@@ -241,6 +241,7 @@ mod images {
             );
         }
         table += "];\n";
+        table += &format!("const WAITING: &[&str] = &{:?};\n", waiting(images));
         let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets it"));
         std::fs::write(out.join("images.rs"), table).expect("OUT_DIR can be written");
         std::fs::write(out.join("sizes.rs"), sizes(images)).expect("OUT_DIR can be written");
@@ -255,6 +256,25 @@ mod images {
                 "cargo:warning={stale} images of kernels are missing or older than their sources: run kernels/prebuilt/build.py"
             );
         }
+    }
+
+    /// Kernels that wait for earlier launches, sorted: on all architectures of their image that have
+    /// such a wait.
+    fn waiting(images: &serde_json::Map<String, Value>) -> Vec<&str> {
+        let mut all = Vec::new();
+        for (kernel, uses) in
+            images.values().flat_map(|image| image["kernels"].as_object()).flatten()
+        {
+            let uses = uses.as_object().expect("uses by architecture");
+            let able = uses.iter().filter(|(of, _)| !["80", "86", "89"].contains(&of.as_str()));
+            let waits: Vec<bool> = able.map(|(_, used)| used["waits"] == true).collect();
+            assert!(waits.windows(2).all(|two| two[0] == two[1]), "{kernel} waits on some only");
+            if waits.first() == Some(&true) {
+                all.push(kernel.as_str());
+            }
+        }
+        all.sort_unstable();
+        all
     }
 
     /// The constants that each source exports, for `src/sizes.rs`.

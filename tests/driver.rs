@@ -93,6 +93,24 @@ async fn a_card_gives_the_bits_of_the_emulator_and_its_worker_may_be_killed() {
     }
 }
 
+/// A driver that overlaps no launches, and one that is too old to record that they overlap.
+#[tokio::test(flavor = "multi_thread")]
+async fn without_overlapping_launches_a_card_gives_the_same_bits() {
+    const REFUSED: &str = "driver overlaps no launches";
+    let sepal = serve("cuda:0", &[]);
+    let expected = run(&sepal, |_| ()).await;
+    assert!(!sepal.log().contains(REFUSED), "{}", sepal.log());
+    assert_eq!(sepal.terminate().code(), Some(0));
+    for (setting, warnings) in
+        [(("EMU_CUDA_FAIL", "cuLaunchKernelEx:1:0"), 1), (("EMU_CUDA_VERSION", "12020"), 0)]
+    {
+        let sepal = serve("cuda:0", &[setting]);
+        assert!(run(&sepal, |_| ()).await == expected, "{setting:?}: results differ");
+        assert_eq!(sepal.log().matches(REFUSED).count(), warnings, "{setting:?}");
+        assert_eq!(sepal.terminate().code(), Some(0));
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn two_cards_share_the_blocks() {
     let settings = [("EMU_CUDA_DEVICES", "2")];

@@ -7,8 +7,11 @@
 // Traffic: 12 bytes per element.
 // expects add_*: LDG.128 STG.128
 #include "common.cuh"
+#include "pdl.cuh"
 
 template <class T> __device__ __forceinline__ void add(float* x, const float* y, uint64_t len) {
+    pdl_launch();
+    pdl_wait();
     const uint64_t at = ((uint64_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
     const bool aligned = ((reinterpret_cast<size_t>(x) | reinterpret_cast<size_t>(y)) & 15) == 0;
     if (aligned && at + 4 <= len) {

@@ -3,9 +3,11 @@
 //
 // Order of sums: keys are processed in tiles of 64 whose positions begin at multiples of 64. A tile
 //   is computed by itself: its scores, their maximum, exp(score - maximum) rounded to T, the sum of
-//   the unrounded exponentials, and their product with the values. merge() below adds tiles from
-//   first to last. A tile that a query does not see changes no bit. So a token's bits depend
-//   neither on the other tokens of the batch, nor on where a sequence was cut, nor on the kernel.
+//   the unrounded exponentials, and their product with the values. Tiles form groups of GROUP_TILES
+//   whose positions begin at multiples of 1,024. merge() below adds the tiles of a group from first
+//   to last, beginning with nothing, then the groups in the same way. A tile or group that a query
+//   does not see changes no bit. So a token's bits depend neither on the other tokens of the batch,
+//   nor on where a sequence was cut, nor on the kernel.
 //
 // A query is a pair of a token and a head of the group; queries of one kv head share its keys, so 8
 // heads of one token fill half of the 16 rows of an mma.
@@ -19,7 +21,8 @@
 
 #define TILE_KEYS 64
 EXPORT(TILE_KEYS, TILE_KEYS);
-#define LOG2_E 1.44269504f
+#define GROUP_TILES 16
+#define LOG2_E      1.44269504f
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
 #endif
@@ -245,6 +248,36 @@ __device__ __forceinline__ float merged(float old_value, float old_share, float 
                                         float new_share) {
     return __fmaf_rn(old_value, old_share, __fmul_rn(new_value, new_share));
 }
+
+// The earlier groups of the two queries of a thread, merged. Kernels of prefill keep them in memory
+// between groups, since registers hold no second product: maxima and sums in shared memory of this
+// thread's own, the product in `out`, where each thread reads and writes its own elements.
+struct Groups {
+    float top[2], sum[2];
+    bool is_begun; // whether there are any
+
+    __device__ __forceinline__ Groups(const float4* kept, bool begun) : is_begun(begun) {
+        const float4 v = begun ? *kept : make_float4(-INFINITY, -INFINITY, 0.0f, 0.0f);
+        top[0] = v.x, top[1] = v.y, sum[0] = v.z, sum[1] = v.w;
+    }
+    __device__ __forceinline__ void keep(float4* kept) const {
+        *kept = make_float4(top[0], top[1], sum[0], sum[1]);
+    }
+    // Adds a group of one of the two queries; its shares in the product.
+    __device__ __forceinline__ void add(int high, float group_top, float group_sum,
+                                        float& old_share, float& new_share) {
+        merge(top[high], group_top, old_share, new_share);
+        sum[high] = merged(sum[high], old_share, group_sum, new_share);
+    }
+    // The product at two neighbouring dimensions with that of a group; `out` has the earlier one.
+    __device__ __forceinline__ float2 product(const float* out, float a, float b, float old_share,
+                                              float new_share) const {
+        const float2 old =
+            is_begun ? *reinterpret_cast<const float2*>(out) : make_float2(0.0f, 0.0f);
+        return make_float2(merged(old.x, old_share, a, new_share),
+                           merged(old.y, old_share, b, new_share));
+    }
+};
 
 // Logarithm of the sum of the exponentials of a query's scores, which the gradient needs.
 __device__ __forceinline__ float logsum_of(float top, float sum) {

@@ -11,6 +11,7 @@
 // Local memory: the arguments of the score function, which is not inlined.
 // expects attention_generic_*: may LDL STL
 #include "pages.cuh"
+#include "pdl.cuh"
 
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
@@ -48,6 +49,8 @@ __device__ __forceinline__ void attention_generic(const float* q, const T* pages
                                                   uint32_t group, uint32_t head_dim, float divisor,
                                                   float alibi_scale, uint32_t window) {
     SMEM_DYN(shared);
+    pdl_launch();
+    pdl_wait();
     float *query = reinterpret_cast<float*>(shared), *scratch = query + head_dim,
           *results = scratch + 64;
     const Batch batch = batch_of(words);

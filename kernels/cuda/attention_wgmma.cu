@@ -9,7 +9,8 @@
 //   rows. Tiles that see most keys come first.
 // CTA: two warpgroups of 64 queries each share tiles of 64 keys and values. cp.async fills a ring
 //   of stages; rows are swizzled, so that tensor cores read keys by rows of 128 bytes and values by
-//   columns, in rows of 128, 64 or 32 bytes that D fills (WGMMA_ROW). Queries, scores and weights stay in registers.
+//   columns, in rows of 128, 64 or 32 bytes that D fills (WGMMA_ROW). Queries, scores and weights
+//   stay in registers. The product of earlier groups of tiles waits in `out`.
 // Pipeline: a warpgroup issues the product of tile t with its values together with the scores of
 //   tile t + 1, merges the former while the latter runs, then computes the softmax of the scores.
 //   The first warpgroup does so after the barrier of a tile, the second one before it: while one of
@@ -41,8 +42,9 @@ template <int D> struct StageLayout {
                               STAGE = KEYS + TILE_KEYS * D * 2;
     static_assert(STAGE % 1024 == 0, "tiles begin at multiples of 1024");
 };
-// Shared memory: STAGES stages.
-template <int D> constexpr uint32_t SHARED = STAGES * StageLayout<D>::STAGE;
+// Shared memory: STAGES stages; what each thread keeps of earlier groups.
+template <int D> constexpr uint32_t RING = STAGES * StageLayout<D>::STAGE;
+template <int D> constexpr uint32_t SHARED = RING<D> + 2 * QUERIES * 16;
 EXPORT(QUERIES, QUERIES);
 EXPORT(SHARED_D64, SHARED<64>);
 EXPORT(SHARED_D80, SHARED<80>);
@@ -130,6 +132,31 @@ __device__ __forceinline__ void attention_wgmma(const float* q, const T* pages,
     float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, o[D / 2] = {}, tile_out[D / 2],
           s[8][4];
     Weights weights;
+    float4* kept = reinterpret_cast<float4*>(shared + RING<D>) + threadIdx.x;
+    // Adds the group at hand to the earlier ones, and writes the product: for the next group, or
+    // divided by the sum.
+    auto end_group = [&](uint32_t tile, bool is_last) {
+        Groups groups(kept, tile / GROUP_TILES > first_tile / GROUP_TILES);
+#pragma unroll
+        for (int high = 0; high < 2; high++) {
+            float old_share, new_share;
+            groups.add(high, top[high], sum[high], old_share, new_share);
+            const uint32_t query = query_of(high);
+            if (query > last_query) continue;
+            const float total = groups.sum[high];
+            if (is_last && logsum && lane % 4 == 0)
+                logsum[offset_of(query) / D] = logsum_of(groups.top[high], total);
+            float* to = out + offset_of(query) + lane % 4 * 2;
+#pragma unroll
+            for (int n = 0; n < D / 8; n++) {
+                float2 pair = groups.product(to + n * 8, o[n * 4 + high * 2],
+                                             o[n * 4 + high * 2 + 1], old_share, new_share);
+                if (is_last) pair.x = __fdiv_rn(pair.x, total), pair.y = __fdiv_rn(pair.y, total);
+                *reinterpret_cast<float2*>(to + n * 8) = pair;
+            }
+        }
+        groups.keep(kept);
+    };
     auto score = [&](uint32_t tile) {
         const uint64_t keys = wgmma_rows(stage_of(tile));
         wgmma_fence();
@@ -172,21 +199,16 @@ __device__ __forceinline__ void attention_wgmma(const float* q, const T* pages,
         for (int i = 0; i < D / 2; i++)
             o[i] = merged(o[i], old_share[i / 2 % 2], tile_out[i], new_share[i / 2 % 2]);
         wgmma_wait<0>(reinterpret_cast<float (&)[32]>(s));
-    }
-    cp_wait<0>();
+        if (tile % GROUP_TILES == GROUP_TILES - 1 && tile + 1 < tiles) {
+            end_group(tile, false);
 #pragma unroll
-    for (int high = 0; high < 2; high++) {
-        const uint32_t query = query_of(high);
-        if (query > last_query) continue;
-        if (logsum && lane % 4 == 0) logsum[offset_of(query) / D] = logsum_of(top[high], sum[high]);
-        float* to = out + offset_of(query) + lane % 4 * 2;
+            for (int high = 0; high < 2; high++) top[high] = -INFINITY, sum[high] = 0.0f;
 #pragma unroll
-        for (int n = 0; n < D / 8; n++) {
-            const float a = __fdiv_rn(o[n * 4 + high * 2], sum[high]),
-                        b = __fdiv_rn(o[n * 4 + high * 2 + 1], sum[high]);
-            *reinterpret_cast<float2*>(to + n * 8) = make_float2(a, b);
+            for (int i = 0; i < D / 2; i++) o[i] = 0.0f;
         }
     }
+    cp_wait<0>();
+    end_group(tiles - 1, true);
 }
 
 #define ATTENTION_WGMMA(D, T)                                                                      \

@@ -58,6 +58,7 @@
 // Limits: 16 ranks; below 2^29 groups of 4 values.
 // expects exchange_*: LDG.128.STRONG.SYS LDG.64.STRONG.SYS STG.64.STRONG.SYS STG.128 MEMBAR
 #include "common.cuh"
+#include "pdl.cuh"
 #include "peers.cuh"
 
 #define THREADS   256
@@ -312,6 +313,8 @@ __device__ __forceinline__ bool copy_of_first(Lane& lane, const Message& message
 
 // Runs `exchange` for the chunks of this lane, then keeps its epoch.
 template <class Exchange> __device__ __forceinline__ void run(EXCHANGE, const Exchange& exchange) {
+    pdl_launch();
+    pdl_wait();
     Lane lane = {table, state, rank, world, capacity, state[blockIdx.x]};
     const bool has_ended = *reinterpret_cast<volatile uint32_t*>(state + STATE_ENDED) != 0;
     if (__syncthreads_or(has_ended)) return;

@@ -25,6 +25,7 @@
 #include "experts.cuh"
 #include "linear_generic.cuh"
 #include "pairs.cuh"
+#include "pdl.cuh"
 #include "route.cuh"
 
 #define GROUP_WARPS 16
@@ -59,6 +60,8 @@ __device__ __forceinline__ void group(float* logits, uint32_t* words, const uint
                                       uint32_t chosen, uint32_t experts, uint32_t adapters,
                                       uint32_t tile_rows, uint32_t is_routed) {
     SMEM_DYN(shared);
+    pdl_launch();
+    pdl_wait();
     uint32_t *counts = reinterpret_cast<uint32_t*>(shared), *starts = counts + experts + 1;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, thread = threadIdx.x;
     const uint32_t there = batch ? min(batch[1], tokens) : tokens;
@@ -125,6 +128,8 @@ __device__ __forceinline__ void group(float* logits, uint32_t* words, const uint
 // Gathers rows of `width`, a multiple of 8, for experts_gemm.cu.
 template <class T>
 __device__ __forceinline__ void take(const Lists& lists, const float* x, T* out, uint32_t width) {
+    pdl_launch();
+    pdl_wait();
     if (blockIdx.x >= lists.count[0]) return;
     const float4* from =
         reinterpret_cast<const float4*>(x + (size_t)lists.pair_token[blockIdx.x] * width);
@@ -139,6 +144,8 @@ __device__ __forceinline__ void take(const Lists& lists, const float* x, T* out,
 template <class T>
 __device__ __forceinline__ void combine(const Lists& lists, const float* x, float* out,
                                         uint32_t chosen, uint32_t width) {
+    pdl_launch();
+    pdl_wait();
     const uint32_t token = blockIdx.x;
     const uint32_t* pairs = lists.token_pair + (size_t)token * chosen;
     const uint32_t first = (blockIdx.y * blockDim.x + threadIdx.x) * 4;

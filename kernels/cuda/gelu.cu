@@ -8,6 +8,7 @@
 // Traffic: 8 bytes per element, 12 for the gradient.
 // expects gelu_*: LDG.128 STG.128
 #include "common.cuh"
+#include "pdl.cuh"
 
 struct Tanh {
     static __device__ __forceinline__ float value(float x) {
@@ -29,6 +30,8 @@ struct Erf {
 };
 
 template <class Form, class T> __device__ __forceinline__ void gelu(float* x, uint64_t len) {
+    pdl_launch();
+    pdl_wait();
     const uint64_t at = ((uint64_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
     if (at + 4 <= len) {
         float4 v = reinterpret_cast<const float4*>(x)[at / 4];

@@ -8,6 +8,7 @@
 // Traffic: keys and values once in, once or twice out. A token of a 70B block: 8 KB in, 8 KB out.
 // expects kv_append_*: LDG.128 STG.128
 #include "outbox.cuh"
+#include "pdl.cuh"
 
 template <class T> struct alignas(sizeof(T) * 8 > 16 ? 16 : sizeof(T) * 8) Eight {
     T v[8];
@@ -17,10 +18,14 @@ template <class T>
 __device__ __forceinline__ void kv_append(const float* keys, const float* values,
                                           const uint32_t* words, T* pages, T* outbox,
                                           uint32_t block, uint32_t kv_heads, uint32_t head_dim) {
+    pdl_launch();
     const Batch batch = batch_of(words);
     const uint32_t piece = head_dim % 8 == 0 ? 8 : 1, per_head = head_dim / piece;
     const uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= (uint64_t)batch.tokens * kv_heads * per_head * 2) return;
+    if (i >= (uint64_t)batch.tokens * kv_heads * per_head * 2) {
+        pdl_wait();
+        return;
+    }
     const uint32_t half = (uint32_t)(i / per_head % 2),
                    head = (uint32_t)(i / per_head / 2 % kv_heads);
     const uint32_t token = (uint32_t)(i / per_head / 2 / kv_heads),
@@ -31,6 +36,7 @@ __device__ __forceinline__ void kv_append(const float* keys, const float* values
                       at;
     const size_t out = outbox_at(words, block, token, kv_heads, head, half, head_dim) + at;
     const float* from = (half ? values : keys) + ((size_t)token * kv_heads + head) * head_dim + at;
+    pdl_wait();
     if (piece == 8) {
         const float4 a = reinterpret_cast<const float4*>(from)[0],
                      b = reinterpret_cast<const float4*>(from)[1];

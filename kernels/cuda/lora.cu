@@ -21,6 +21,7 @@
 // expects lora_up: LD.128; no LDL STL
 // expects lora_grad_*: no LDL STL
 #include "common.cuh"
+#include "pdl.cuh"
 
 #define ROWS  8
 #define RANKS 4
@@ -185,6 +186,8 @@ extern "C" __global__ void __launch_bounds__(256)
               const float* __restrict__ x /* [rows, inputs] */,
               float* __restrict__ middle /* [rows, pitch] */, uint32_t inputs, uint32_t pitch) {
     SMEM_DYN(shared);
+    pdl_launch();
+    pdl_wait();
     float* scratch = reinterpret_cast<float*>(shared);
     const uint32_t at = blockIdx.x * RANKS, first = blockIdx.y * ROWS;
     uint32_t left = adapted(row_adapter, adapters, first, there ? min(*there, rows) : rows), number;
@@ -249,6 +252,8 @@ extern "C" __global__ void __launch_bounds__(256)
             float* __restrict__ out /* [rows, outputs] */, uint32_t outputs, uint32_t pitch,
             uint32_t round /* dtype of the block */) {
     SMEM_DYN(shared);
+    pdl_launch();
+    pdl_wait();
     float* t = reinterpret_cast<float*>(shared);
     const uint32_t output = blockIdx.x * blockDim.x + threadIdx.x, first = blockIdx.y * ROWS;
     uint32_t left = adapted(row_adapter, adapters, first, there ? min(*there, rows) : rows), number;

@@ -6,6 +6,7 @@
 // Grid: one thread per element of the fused tensor. Traffic: 8 bytes per element.
 // expects *_qkv: no LDL STL
 #include "common.cuh"
+#include "pdl.cuh"
 
 // Where element `i` of the fused tensor lies outside of it.
 __device__ __forceinline__ float* offset_of(uint64_t i, float* q, float* k, float* v,
@@ -22,6 +23,8 @@ extern "C" __global__ void __launch_bounds__(256)
               float* __restrict__ q /* [heads, group, head_dim] */,
               float* __restrict__ k /* [heads, head_dim] */, float* __restrict__ v /* as k */,
               uint32_t heads /* tokens * kv_heads */, uint32_t group, uint32_t head_dim) {
+    pdl_launch();
+    pdl_wait();
     const uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < (uint64_t)heads * (group + 2) * head_dim)
         *offset_of(i, q, k, v, group, head_dim) = fused[i];

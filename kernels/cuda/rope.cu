@@ -8,11 +8,13 @@
 // rope: x f32 [tokens, heads, d] in place; one thread per 4 pairs, or per pair if d/2 is not a
 //   multiple of 4.
 // rope_append: queries in place as in rope; rotated keys, and values, into the pages of their rows
-//   and into the outbox (outbox.cuh) where the pages are mirrored. One launch instead of three.
+//   and into the outbox (outbox.cuh) where the pages are mirrored. One launch instead of three: a
+//   CTA per token and kv head, a pair per thread. Angles and the page come before pdl_wait.
 // Traffic: x once in, once out. A token of a 70B block: 36 KB in, 40 KB out.
 // expects rope_bf16: LDG.128 STG.128
 // expects rope_*: no LDL STL
 #include "outbox.cuh"
+#include "pdl.cuh"
 
 template <class T>
 __device__ __forceinline__ void rope_table(const uint32_t* words, const float* frequencies,
@@ -29,6 +31,10 @@ __device__ __forceinline__ void rope_table(const uint32_t* words, const float* f
     out[(size_t)token * 2 * half + at] = rounded<T>(cosine);
     out[(size_t)token * 2 * half + half + at] = rounded<T>(sine);
 }
+
+// Most threads of rope_append.
+#define APPEND_THREADS 640
+EXPORT(APPEND_THREADS, APPEND_THREADS);
 
 // Products are rounded before they are added, also in f32.
 template <class T>
@@ -63,44 +69,54 @@ __device__ __forceinline__ void rope(float* x, const float* table, uint32_t toke
     }
 }
 
-// One CTA per token; its threads process pairs of query heads, then of key heads, then values.
+// One CTA per token and kv head; its threads process pairs of the query heads that read it, then of
+// the key, with the values.
 template <class T>
 __device__ __forceinline__ void rope_append(float* q, const float* k, const float* v,
                                             const float* table, const uint32_t* words, T* pages,
-                                            T* outbox, uint32_t block, uint32_t heads,
-                                            uint32_t kv_heads, uint32_t head_dim) {
+                                            T* outbox, uint32_t block, uint32_t kv_heads,
+                                            uint32_t group, uint32_t head_dim) {
+    pdl_launch();
     const Batch batch = batch_of(words);
-    const uint32_t token = blockIdx.x, half = head_dim / 2;
-    if (token >= batch.tokens) return; // recorded for more
-    const float *cosine = table + (size_t)token * head_dim, *sine = cosine + half;
-    q += (size_t)token * heads * head_dim;
-    k += (size_t)token * kv_heads * head_dim;
-    v += (size_t)token * kv_heads * head_dim;
-    for (uint32_t i = threadIdx.x; i < heads * half; i += blockDim.x) {
-        const uint32_t at = i % half;
-        float* head = q + i / half * head_dim;
-        rotate<T>(head[at], head[at + half], cosine[at], sine[at]);
+    const uint32_t token = blockIdx.x, head = blockIdx.y, half = head_dim / 2;
+    if (token >= batch.tokens) { // recorded for more
+        pdl_wait();
+        return;
     }
+    const float *cosines = table + (size_t)token * head_dim, *sines = cosines + half;
     const uint32_t position = batch.token_position[token],
                    page = page_of(batch, batch.token_row[token], position);
-    for (uint32_t i = threadIdx.x; i < kv_heads * half; i += blockDim.x) {
-        const uint32_t at = i % half, head = i / half;
-        float a = k[head * head_dim + at], b = k[head * head_dim + at + half];
-        rotate<T>(a, b, cosine[at], sine[at]);
-        const size_t key = vector_at(page, kv_heads, head, 0, position, head_dim),
-                     value = vector_at(page, kv_heads, head, 1, position, head_dim);
-        const T stored[4] = {narrow<T>(a), narrow<T>(b), narrow<T>(v[head * head_dim + at]),
-                             narrow<T>(v[head * head_dim + at + half])};
+    const size_t key = vector_at(page, kv_heads, head, 0, position, head_dim),
+                 value = vector_at(page, kv_heads, head, 1, position, head_dim),
+                 out = outbox_at(words, block, token, kv_heads, head, 0, head_dim);
+    q += ((size_t)token * kv_heads + head) * group * head_dim;
+    k += ((size_t)token * kv_heads + head) * head_dim;
+    v += ((size_t)token * kv_heads + head) * head_dim;
+    // Angles of the first pair of this thread, most often the only one.
+    const uint32_t first = threadIdx.x % half;
+    float cosine = cosines[first], sine = sines[first];
+    pdl_wait();
+    for (uint32_t i = threadIdx.x; i < (group + 1) * half; i += blockDim.x) {
+        const uint32_t at = i % half;
+        if (i != threadIdx.x) cosine = cosines[at], sine = sines[at];
+        if (i < group * half) {
+            float* from = q + i / half * head_dim + at;
+            rotate<T>(from[0], from[half], cosine, sine);
+            continue;
+        }
+        float a = k[at], b = k[at + half];
+        rotate<T>(a, b, cosine, sine);
+        const T stored[4] = {narrow<T>(a), narrow<T>(b), narrow<T>(v[at]), narrow<T>(v[at + half])};
         pages[key + at] = stored[0];
         pages[key + at + half] = stored[1];
         pages[value + at] = stored[2];
         pages[value + at + half] = stored[3];
         if (outbox) {
-            T* out = outbox + outbox_at(words, block, token, kv_heads, head, 0, head_dim) + at;
-            out[0] = stored[0];
-            out[half] = stored[1];
-            out[head_dim] = stored[2];
-            out[head_dim + half] = stored[3];
+            T* slot = outbox + out + at;
+            slot[0] = stored[0];
+            slot[half] = stored[1];
+            slot[head_dim] = stored[2];
+            slot[head_dim + half] = stored[3];
         }
     }
 }
@@ -118,14 +134,14 @@ __device__ __forceinline__ void rope_append(float* q, const float* k, const floa
                  uint32_t heads, uint32_t head_dim, float sign /* -1: rotate back */) {            \
         rope<T>(x, table, tokens, heads, head_dim, sign);                                          \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(512)                                              \
+    extern "C" __global__ void __launch_bounds__(APPEND_THREADS)                                   \
         rope_append_##T(float* __restrict__ q /* [tokens, heads, head_dim] */,                     \
                         const float* __restrict__ k /* [tokens, kv_heads, head_dim] */,            \
                         const float* __restrict__ v /* as k */, const float* __restrict__ table,   \
                         const uint32_t* __restrict__ batch, T* __restrict__ pages,                 \
-                        T* __restrict__ outbox /* or null */, uint32_t block, uint32_t heads,      \
-                        uint32_t kv_heads, uint32_t head_dim) {                                    \
-        rope_append<T>(q, k, v, table, batch, pages, outbox, block, heads, kv_heads, head_dim);    \
+                        T* __restrict__ outbox /* or null */, uint32_t block, uint32_t kv_heads,   \
+                        uint32_t group, uint32_t head_dim) {                                       \
+        rope_append<T>(q, k, v, table, batch, pages, outbox, block, kv_heads, group, head_dim);    \
     }
 ROPE(f32)
 ROPE(bf16)

@@ -8,11 +8,14 @@
 // gather: one CTA per row; rows once in, once out.
 // expects route_*: no LDL STL
 // expects gather: LDG.128 STG.128
+#include "pdl.cuh"
 #include "route.cuh"
 
 template <class T>
 __device__ __forceinline__ void route(float* logits, uint32_t tokens, uint32_t experts,
                                       uint32_t count) {
+    pdl_launch();
+    pdl_wait();
     const uint32_t token = blockIdx.x * 4 + threadIdx.x / 32;
     if (token < tokens) route_token<T>(logits + (size_t)token * experts, experts, count);
 }

@@ -8,6 +8,7 @@
 // Traffic: 12 bytes per element, 20 for the gradient.
 // expects silu_mul_*: LDG.128 STG.128
 #include "common.cuh"
+#include "pdl.cuh"
 
 template <class T> __device__ __forceinline__ float activated(float gate, float up) {
     const float x = rounded<T>(gate);
@@ -16,6 +17,8 @@ template <class T> __device__ __forceinline__ float activated(float gate, float 
 
 template <class T>
 __device__ __forceinline__ void silu_mul(float* gate, const float* up, uint64_t len) {
+    pdl_launch();
+    pdl_wait();
     const uint64_t at = ((uint64_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
     if (at + 4 <= len) {
         float4 a = reinterpret_cast<const float4*>(gate)[at / 4];

@@ -16,7 +16,8 @@ Rust (EXPORT in ptx.h), and registers, shared memory and stack of every kernel.
 
 A build fails when a kernel spills registers, when ptxas serializes wgmma, when the instructions of
 a kernel differ from those that its source expects (expects.py), or when nvcc 13.0.88, the second
-front end, refuses a source.
+front end, refuses a source. manifest.json also says which kernels wait for earlier launches
+(pdl_wait in pdl.cuh) on the architectures that have such a wait.
 
 --check builds anew and compares byte for byte. Images that are not named are compared by the hash
 of their sources. --check --since REF builds only the images whose sources or bytes differ from the
@@ -399,6 +400,8 @@ def disassemble(site, source, op, architecture, folder, uses):
     if done.returncode != 0:
         sys.exit(f"disassemble {op} for sm_{architecture}:\n{done.stderr}")
     stacks = {name: use["stack"] for name, use in uses.items()}
+    for name in expects.waiting(done.stdout):
+        uses[name]["waits"] = True
     if wrong := expects.violations(source, done.stdout, stacks):
         lines = "\n  ".join(sorted(wrong))
         sys.exit(f"{op}.cu for sm_{architecture} differs from its expectations:\n  {lines}")

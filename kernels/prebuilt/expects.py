@@ -66,6 +66,11 @@ def disassembled(text):
     }
 
 
+def waiting(text):
+    """The kernels of a disassembly that wait for earlier launches (griddepcontrol.wait)."""
+    return [name for name, (code, _) in disassembled(text).items() if "ACQBULK" in code]
+
+
 def in_loops(code, labels):
     """Instructions from which a tensor-core product is reached that leads to them again."""
     after, before = [[] for _ in code], [[] for _ in code]

@@ -64,6 +64,21 @@ def computed(text, **registers):
     return semantics.compiled(one(text))(state)
 
 
+class Special(unittest.TestCase):
+    def test_threads_of_a_cta_in_two_dimensions_are_numbered_by_rows(self):
+        made = launch.Launch("80", (1, 1, 1), (20, 8, 1), [], {})
+        special = operands.State(made, (0, 0, 0), 1).special
+        self.assertEqual(special["SR_TID.X"][:10], [12, 13, 14, 15, 16, 17, 18, 19, 0, 1])
+        self.assertEqual(special["SR_TID.Y"][7:9], [1, 2])
+        made = launch.Launch("80", (1, 1, 1), (32, 8, 1), [], {})
+        self.assertEqual(operands.State(made, (0, 0, 0), 3).special["SR_TID.Y"], 3)
+
+    def test_a_shuffle_by_index_gives_the_value_of_a_lane(self):
+        made = computed("SHFL.IDX PT, R1, R2, 0x3, 0x1f", R2=list(range(32)))
+        self.assertEqual(made, {"R1": 3})
+        self.assertEqual(computed("SHFL.BFLY PT, R1, R2, 0x1, 0x1f", R2=5), {"R1": None})
+
+
 class Parser(unittest.TestCase):
     def test_blocks_end_at_branches_and_begin_at_labels(self):
         found = kernel(LOOP)
@@ -164,7 +179,7 @@ class Lanes(unittest.TestCase):
     def test_lanes_are_computed_one_by_one(self):
         found = computed("IADD3 R0, R1, 0x1, R2", R1=list(range(32)), R2=[10] * 32)["R0"]
         self.assertEqual(found[:3], [11, 12, 13])
-        self.assertIsNone(computed("IADD3 R0, R1, R2, RZ", R1=list(range(32)))["R0"])
+        self.assertIsNone(computed("IADD3 R0, R1, R2, RZ", R1=list(range(32)), R2=None)["R0"])
 
 
 class Memory(unittest.TestCase):
@@ -295,6 +310,28 @@ class Counts(unittest.TestCase):
         self.assertTrue(5000 < slow < 5300, slow)
         self.assertTrue(timer.clocks(trace.path, {5: [30.0] * 5}) < 400)
 
+    def test_a_launch_that_overlaps_the_one_before_it_begins_at_its_wait(self):
+        text = LOOP.replace("FSETP.GT.AND P3, PT, R10, RZ, PT", "ACQBULK")
+        timer = latency.Timer(kernel(text))
+        trace = traced(text, [launch.Buffer("x"), 5])
+        waits = {5: [1000.0] * 5}
+        self.assertTrue(timer.clocks(trace.path, waits) > 5000)
+        self.assertTrue(timer.clocks(trace.path, waits, True) < 10)
+
+    def test_a_launch_overlaps_one_that_lets_it_start_only_if_it_waits(self):
+        seen = []
+
+        class Meter(cost.Meter):
+            def has(self, spec, device, op):
+                return op in spec
+
+            def cost(self, spec, device, overlaps=False):
+                seen.append(overlaps)
+
+        both = {"ACQBULK", "PREEXIT"}
+        Meter(None, None).costs_of([both, both, {"ACQBULK"}, {"ACQBULK"}, {"PREEXIT"}], None)
+        self.assertEqual(seen, [False, True, True, False, False])
+
     def test_registers_and_shared_memory_limit_ctas(self):
         use = {"registers": 128, "shared": 0}
         manifest = {"image": {"kernels": {"kernel": {"90a": use}}}}
@@ -327,7 +364,7 @@ class Counts(unittest.TestCase):
         def clocks(ctas):
             spec = shapes.Spec("", "", "image", "kernel", (ctas, 1, 1), (256, 1, 1), 0, [], [], [])
             mean = dict.fromkeys(pipes.PIPES, 0.0) | {"alu": 1000 * ctas / device.multiprocessors}
-            time, waves = meter.time(spec, device, mean, ctas, [(0.0, ctas)])
+            time, waves = meter.time(spec, device, mean, ctas, [(0.0, ctas)], False)
             return round((time - cost.GAP_US) * device.clock), waves
 
         self.assertEqual(clocks(132), (1000, 0.5))

@@ -220,9 +220,17 @@ static inline void check_aligned(const void* at, unsigned bytes, const char* wha
 static inline void cp_async16(void* to, const void* from, bool valid = true) {
     emu::check_aligned(to, 16, "cp_async16 to a misaligned address");
     emu::check_aligned(from, 16, "cp_async16 from a misaligned address");
+    if (emu::current->cta->is_rehearsal) {
+        if (valid)
+            memcpy(to, from, 16);
+        else
+            memset(to, 0, 16);
+        return;
+    }
     emu::current->open.push_back({to, from, 16, valid ? 16u : 0u});
 }
 static inline void cp_commit() {
+    if (emu::current->cta->is_rehearsal) return;
     emu::current->groups.push_back(std::move(emu::current->open));
     emu::current->open.clear();
 }
@@ -321,6 +329,9 @@ static inline uint4 ld_once16(const void* at) {
 static inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
     return __byte_perm(a, b, selector);
 }
+
+static inline void pdl_wait() { emu::wait_for_earlier_launches(); }
+static inline void pdl_launch() {}
 
 // Words that other devices read and write: other processes, or other threads of this one.
 static inline void st_release_sys(uint64_t* at, uint64_t value) {

@@ -9,6 +9,8 @@
 //     it is error 700, as on a GPU.
 //   - A kernel needs a loaded image that contains it. A launch must respect the compiled kernel:
 //     parameters, threads, clusters, registers, static and dynamic shared memory.
+//   - Launches that may start early (programmatic stream serialization) are checked as fiber.h says,
+//     by their state before the launch that the run of them follows.
 //   - A thread that records may not allocate, free, wait, or copy from pageable memory: such a call
 //     fails and invalidates the recording.
 //   - Memory for other processes is a memfd. It is mapped in whole granules and reached after
@@ -20,7 +22,7 @@
 //   EMU_CUDA_ARCH (90), EMU_CUDA_DEVICES (1), EMU_CUDA_MEMORY (bytes of each device, 8 GiB)
 //   EMU_CUDA_PEERS (1)               0: devices do not reach each other's memory
 //   EMU_CUDA_SHARING (1)             0: memory cannot be exported as a descriptor
-//   EMU_CUDA_VERSION (12000)         the version of CUDA that the driver supports
+//   EMU_CUDA_VERSION (12040)         the version of CUDA that the driver supports
 //   EMU_CUDA_FAIL=CALL:ERROR:AFTER   the call of that name fails after AFTER successes; may be a
 //                                    list with commas
 //   EMU_CUDA_FAIL_ONCE=FILE          it fails in the one process that creates the file
@@ -74,13 +76,23 @@ enum : int {
     OUT_OF_RESOURCES = 701,
     ALREADY_REGISTERED = 712,
     NOT_REGISTERED = 713,
+    LAUNCH_FAILED = 719,
     NOT_SUPPORTED = 801,
     CAPTURE_UNSUPPORTED = 900,
     CAPTURE_INVALIDATED = 901,
     INVALID_CLUSTER_SIZE = 912,
 };
 
-typedef std::function<int()> Command;
+// Enqueued work. A launch that may start early has `rehearse`; a kernel that other launches may
+// start before the end of is a launch.
+struct Command {
+    std::function<int(uint64_t)> run;
+    std::function<uint64_t()> rehearse;
+    bool is_launch = false;
+    uint64_t state = 0; // what `rehearse` gave before the launches that it may overlap
+    Command() = default;
+    template <class F> Command(F work) : run([=](uint64_t) { return work(); }) {}
+};
 struct Device {
     int references = 0;
     uint64_t taken = 0;
@@ -133,6 +145,7 @@ std::map<uint64_t, Allocation> allocations;
 std::map<uint64_t, Range> reserved;
 uint64_t last_handle;
 const uint64_t GRANULARITY = 65536;
+const uint64_t VERSION = 12040;
 
 uint64_t setting(const char* name, uint64_t otherwise) {
     const char* text = getenv(name);
@@ -257,7 +270,12 @@ template <class F> int run_until(Stream* stream, F done) {
     while (!stream->waiting.empty() && !done()) {
         Command command = std::move(stream->waiting.front());
         stream->waiting.pop_front();
-        if (int error = command()) return broken = error;
+        if (command.is_launch && !command.rehearse)
+            for (auto& next : stream->waiting) {
+                if (!next.rehearse) break;
+                if (!next.state) next.state = next.rehearse();
+            }
+        if (int error = command.run(command.state)) return broken = error;
     }
     return OK;
 }
@@ -371,7 +389,7 @@ API cuInit(unsigned) {
 API cuDriverGetVersion(int* version) {
     std::lock_guard<std::recursive_mutex> guard(lock);
     if (int error = planned_failure("cuDriverGetVersion")) return error;
-    *version = (int)setting("EMU_CUDA_VERSION", 12000);
+    *version = (int)setting("EMU_CUDA_VERSION", VERSION);
     return OK;
 }
 API cuDeviceGetCount(int* count) {
@@ -756,29 +774,82 @@ API cuFuncSetAttribute(void* function, int which, int value) {
     of->most_dynamic = (unsigned)value;
     return OK;
 }
-API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned cx, unsigned cy,
-                   unsigned cz, unsigned dynamic, void* stream, void** params, void** extra) {
-    BEGIN(true);
-    if (!function || extra) return INVALID_HANDLE;
+// The head of CUlaunchConfig, and CUlaunchAttribute.
+struct LaunchConfig {
+    unsigned grid[3], cta[3], dynamic;
+    void* stream;
+    const struct LaunchAttribute* attributes;
+    unsigned count;
+};
+struct LaunchAttribute {
+    int id;
+    char padding[4];
+    union {
+        int number;
+        char bytes[64];
+    } value;
+};
+const int PROGRAMMATIC_STREAM_SERIALIZATION = 6;
+
+static int launch(const LaunchConfig& config, void* function, void** params, bool is_early) {
     const Function& of = *static_cast<Function*>(function);
-    unsigned grid[3] = {gx, gy, gz}, cta[3] = {cx, cy, cz};
-    if (int error = check_launch(of, grid, cta, dynamic)) return error;
+    if (int error = check_launch(of, config.grid, config.cta, config.dynamic)) return error;
     // A parameter is what it is at the call.
     std::vector<uint64_t> words(of.kernel->count);
     for (unsigned i = 0; i < of.kernel->count; i++)
         memcpy(&words[i], params[i], of.kernel->sizes[i]);
     const emu::Kernel* kernel = of.kernel;
-    return enqueue(static_cast<Stream*>(stream), [=] {
+    auto pointers_to = [](std::vector<uint64_t>& words) {
+        std::vector<void*> pointers;
+        for (auto& word : words) pointers.push_back(&word);
+        return pointers;
+    };
+    Command command;
+    command.is_launch = true;
+    command.run = [=](uint64_t state) {
         if (int error = planned_fault(kernel->name)) return error;
         std::vector<uint64_t> own = words;
-        std::vector<void*> pointers;
-        for (auto& word : own) pointers.push_back(&word);
-        unsigned grid[3] = {gx, gy, gz}, size[3] = {cx, cy, cz},
-                 threads = std::thread::hardware_concurrency();
-        int status = sepal_emu_launch(kernel->name, grid, size, dynamic, pointers.data(),
-                                      kernel->sizes, kernel->count, threads, 1, false);
-        return status ? complain(kernel->name, "the emulator refuses the launch") : (int)OK;
-    });
+        int status = sepal_emu_launch(kernel->name, config.grid, config.cta, config.dynamic,
+                                      pointers_to(own).data(), kernel->sizes, kernel->count,
+                                      std::thread::hardware_concurrency(), 1, false,
+                                      is_early ? &state : nullptr);
+        if (status < 5) return status ? complain(kernel->name, "the emulator refuses it") : (int)OK;
+        complain(kernel->name, status == 5 ? "reads before pdl_wait what an earlier launch wrote"
+                                           : "a thread ends without pdl_wait");
+        return (int)LAUNCH_FAILED;
+    };
+    if (is_early)
+        command.rehearse = [=] {
+            std::vector<uint64_t> own = words;
+            return sepal_emu_rehearse(kernel->name, config.grid, config.cta, config.dynamic,
+                                      pointers_to(own).data(), kernel->sizes, kernel->count);
+        };
+    return enqueue(static_cast<Stream*>(config.stream), std::move(command));
+}
+
+API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned cx, unsigned cy,
+                   unsigned cz, unsigned dynamic, void* stream, void** params, void** extra) {
+    BEGIN(true);
+    if (!function || extra) return INVALID_HANDLE;
+    return launch({{gx, gy, gz}, {cx, cy, cz}, dynamic, stream, nullptr, 0}, function, params,
+                  false);
+}
+API cuLaunchKernelEx(const void* config, void* function, void** params, void** extra) {
+    BEGIN(true);
+    if (!function || extra) return INVALID_HANDLE;
+    const LaunchConfig& of = *static_cast<const LaunchConfig*>(config);
+    bool is_early = false;
+    for (unsigned i = 0; i < of.count; i++) {
+        const LaunchAttribute& attribute = of.attributes[i];
+        if (attribute.id != PROGRAMMATIC_STREAM_SERIALIZATION) return INVALID_VALUE;
+        if (architecture() < 90) return NOT_SUPPORTED;
+        // From this version on, a recording keeps that a launch may start early.
+        if (static_cast<Stream*>(of.stream)->records &&
+            setting("EMU_CUDA_VERSION", VERSION) < 12030)
+            return CAPTURE_UNSUPPORTED;
+        is_early = attribute.value.number != 0;
+    }
+    return launch(of, function, params, is_early);
 }
 
 // --- streams, events, graphs ---------------------------------------------------------------------
@@ -878,8 +949,13 @@ API cuGraphInstantiateWithFlags(void** ready, void* graph, unsigned long long) {
 }
 API cuGraphLaunch(void* ready, void* stream) {
     BEGIN(true);
-    for (auto& command : *static_cast<Graph*>(ready))
-        if (int error = enqueue(static_cast<Stream*>(stream), command)) return error;
+    // A graph begins when all before it is done.
+    bool is_first = true;
+    for (Command command : *static_cast<Graph*>(ready)) {
+        if (is_first) command.rehearse = nullptr;
+        is_first = false;
+        if (int error = enqueue(static_cast<Stream*>(stream), std::move(command))) return error;
+    }
     return OK;
 }
 API cuGraphDestroy(void* graph) {

@@ -122,6 +122,8 @@ EMU_NO_TSAN static void wait(Fiber* me, const unsigned* counter, unsigned value,
     me->where = where;
     if (*counter == value) {
         Fiber* next = pick(me);
+        // The others are at pdl_wait: that is the end of a rehearsal.
+        if (!next && me->cta->is_rehearsal) next = &me->cta->cluster->host;
         if (!next) die("deadlock: a barrier in divergent code, or lanes missing from a mask");
         go(me, next);
     }
@@ -190,6 +192,12 @@ EMU_NO_TSAN unsigned barrier(bool vote, unsigned line) {
         wait(me, &cta->generation, generation, "__syncthreads");
     EMU_ACQUIRE(cta);
     return cta->result;
+}
+
+EMU_NO_TSAN void wait_for_earlier_launches() {
+    static const unsigned never = 0;
+    current->has_waited = true;
+    if (current->cta->is_rehearsal) wait(current, &never, 0, "pdl_wait");
 }
 
 // --- flags of other devices ----------------------------------------------------------------------
@@ -486,6 +494,7 @@ EMU_NO_TSAN static void entry() {
     cta->body(cta->params);
     check_waited(*me);
     me->finished = true;
+    if (!me->has_waited) cta->has_not_waited = true;
     me->open.clear();
     me->groups.clear();
     cta->warps[me->warp].exited |= 1u << me->lane;
@@ -498,6 +507,7 @@ EMU_NO_TSAN static void entry() {
     if (--cluster->live && cluster->arrived == cluster->live) pass_cluster_barrier(cluster);
     if (!cluster->live) go(me, &cluster->host);
     Fiber* next = pick(me);
+    if (!next && cta->is_rehearsal) next = &cluster->host;
     if (!next) die("deadlock: threads have exited that others wait for");
     go(me, next);
     __builtin_unreachable();
@@ -511,6 +521,7 @@ EMU_NO_TSAN static void start_fiber(Cta& cta, unsigned number) {
     f.wgmma.is_fenced = false;
     f.wgmma.issued = 0;
     f.proxy_fences = 0;
+    f.has_waited = false;
     f.is_between = false;
     f.thread = {number % cta.size.x, number / cta.size.x % cta.size.y,
                 number / cta.size.x / cta.size.y};
@@ -603,6 +614,8 @@ struct Launch {
     void** params;
     uint64_t order;
     bool adds_backwards;
+    // Whether a thread has ended without pdl_wait.
+    std::atomic<bool> has_not_waited{false};
 };
 
 static void seat_fibers(Room& room, size_t count) {
@@ -644,12 +657,13 @@ static void seat_cta(const Launch& launch, Room& room, Cluster& cluster) {
     cta.adds_backwards = launch.adds_backwards;
     cta.shared = room.shared;
     cta.shared_bytes = launch.shared_bytes;
+    cta.is_rehearsal = cta.has_not_waited = false;
     seat_fibers(room, (size_t)launch.size.x * launch.size.y * launch.size.z);
     cluster.ctas.push_back(&cta);
 }
 
 // Runs clusters of the launch until `next` is past the last.
-static void work(const Launch& launch, std::atomic<size_t>& next, size_t clusters) {
+static void work(Launch& launch, std::atomic<size_t>& next, size_t clusters) {
     const unsigned (&size)[3] = launch.kernel->cluster;
     Cluster cluster;
     cluster.order = launch.order;
@@ -669,10 +683,13 @@ static void work(const Launch& launch, std::atomic<size_t>& next, size_t cluster
         }
         run_cluster(cluster);
     }
-    for (Room* room : rooms) give_room(room);
+    for (Room* room : rooms) {
+        if (room->cta.has_not_waited) launch.has_not_waited = true;
+        give_room(room);
+    }
 }
 
-static void run(const Launch& launch, unsigned threads) {
+static void run(Launch& launch, unsigned threads) {
     const unsigned (&size)[3] = launch.kernel->cluster;
     size_t clusters =
         (size_t)(launch.grid.x / size[0]) * (launch.grid.y / size[1]) * (launch.grid.z / size[2]);
@@ -683,6 +700,71 @@ static void run(const Launch& launch, unsigned threads) {
     work(launch, next, clusters);
     for (auto& thread : others) thread.join();
 }
+
+// --- launches that may start early ---------------------------------------------------------------
+
+#if !defined(EMU_TSAN) && !defined(EMU_ASAN)
+// Bytes of a stack that are part of the state; what lies deeper is not looked at.
+static const size_t STATE_BYTES = 4096;
+static std::mutex rehearsal_lock;
+
+static uint64_t hashed(uint64_t hash, const void* from, size_t bytes) {
+    for (size_t i = 0; i + 8 <= bytes; i += 8) {
+        uint64_t word;
+        memcpy(&word, static_cast<const char*>(from) + i, 8);
+        hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
+        hash ^= hash >> 29;
+    }
+    return hash;
+}
+
+// All that the stacks may point to has the same address in each rehearsal: the room, the cluster
+// and the parameters.
+static uint64_t rehearse(const Kernel& kernel, const unsigned* grid, const unsigned* size,
+                         unsigned shared_bytes, void** params) {
+    static Room* room = take_room();
+    static Cluster cluster;
+    static uint64_t words[64];
+    static void* pointers[64];
+    if (kernel.count > 64 || kernel.cluster[0] * kernel.cluster[1] * kernel.cluster[2] > 1)
+        return 0;
+    for (unsigned i = 0; i < kernel.count; i++) {
+        memcpy(&words[i], params[i], kernel.sizes[i]);
+        pointers[i] = &words[i];
+    }
+    Launch launch;
+    launch.kernel = &kernel;
+    launch.grid = dim3(grid[0], grid[1], grid[2]);
+    launch.size = dim3(size[0], size[1], size[2]);
+    launch.shared_bytes = shared_bytes;
+    launch.params = pointers;
+    launch.adds_backwards = false;
+    Cta& cta = room->cta;
+    cta.fibers.reserve(MAX_THREADS);
+    cta.warps.reserve(MAX_THREADS / 32);
+    cluster.ctas.clear();
+    seat_cta(launch, *room, cluster);
+    cta.is_rehearsal = true;
+    cta.index = {0, 0, 0};
+    for (auto& fiber : cta.fibers) memset(fiber.stack + STACK_BYTES - STATE_BYTES, 0, STATE_BYTES);
+    start_cta(cta);
+    cluster.order = 1;
+    cluster.arrived = 0;
+    cluster.live = cta.live;
+    cluster.host.cta = &cta;
+    cluster.host.finished = false;
+    current = &cluster.host;
+    go(&cluster.host, &cta.fibers[0]);
+    uint64_t hash = hashed(1, cta.shared, cta.shared_bytes);
+    for (auto& fiber : cta.fibers) {
+        const char* top = fiber.stack + STACK_BYTES;
+        const char* from =
+            std::max(static_cast<const char*>(fiber.stack_pointer), top - STATE_BYTES);
+        if (!fiber.finished) hash = hashed(hash, from, (size_t)(top - from));
+    }
+    return hash | 1;
+}
+#endif
 
 // Written by build.rs: one table per .cu file.
 extern const Table* const tables[];
@@ -725,10 +807,12 @@ extern "C" bool sepal_emu_export(unsigned index, const char** source, const char
 // Runs a kernel to its end. `params[i]` points to parameter i, of `sizes[i]` bytes. Returns 0; 1
 // when there is no such kernel; 2 when the parameters are not of its number and sizes; 3 when a
 // device would refuse the grid, the CTA or the shared memory; 4 when clusters do not fill the grid.
+// Of a launch that may start early, 5 when it reads what earlier ones wrote before pdl_wait, 6 when
+// a thread ends without pdl_wait.
 extern "C" int sepal_emu_launch(const char* name, const unsigned* grid, const unsigned* cta,
                                 unsigned shared_bytes, void** params, const unsigned* sizes,
                                 unsigned count, unsigned threads, uint64_t order,
-                                bool adds_backwards) {
+                                bool adds_backwards, const uint64_t* early) {
     const emu::Kernel* kernel = emu::find(name);
     if (!kernel) return 1;
     if (kernel->count != count || !std::equal(sizes, sizes + count, kernel->sizes)) return 2;
@@ -742,6 +826,9 @@ extern "C" int sepal_emu_launch(const char* name, const unsigned* grid, const un
     bool is_filled = cluster[0] * cluster[1] * cluster[2] <= emu::MAX_CLUSTER;
     for (int i = 0; i < 3; i++) is_filled = is_filled && grid[i] % cluster[i] == 0;
     if (!is_filled) return 4;
+    if (early && *early &&
+        sepal_emu_rehearse(name, grid, cta, shared_bytes, params, sizes, count) != *early)
+        return 5;
     emu::Launch launch{kernel,
                        dim3(grid[0], grid[1], grid[2]),
                        dim3(cta[0], cta[1], cta[2]),
@@ -750,5 +837,22 @@ extern "C" int sepal_emu_launch(const char* name, const unsigned* grid, const un
                        order,
                        adds_backwards};
     emu::run(launch, threads ? threads : 1);
+    return early && launch.has_not_waited ? 6 : 0;
+}
+
+// Not with a sanitizer, which has other stacks.
+extern "C" uint64_t sepal_emu_rehearse(const char* name, const unsigned* grid, const unsigned* cta,
+                                       unsigned shared_bytes, void** params, const unsigned* sizes,
+                                       unsigned count) {
+#if defined(EMU_TSAN) || defined(EMU_ASAN)
     return 0;
+#else
+    const emu::Kernel* kernel = emu::find(name);
+    const uint64_t threads = (uint64_t)cta[0] * cta[1] * cta[2];
+    if (!kernel || kernel->count != count || !std::equal(sizes, sizes + count, kernel->sizes) ||
+        !threads || threads > emu::MAX_THREADS || shared_bytes > emu::MAX_SHARED_BYTES)
+        return 0;
+    std::lock_guard<std::mutex> guard(emu::rehearsal_lock);
+    return emu::rehearse(*kernel, grid, cta, shared_bytes, params);
+#endif
 }

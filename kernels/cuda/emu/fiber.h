@@ -10,8 +10,12 @@
 //   - a barrier can never complete
 //   - threads of a CTA wait at barriers of different source lines
 //   - an address is misaligned
-// It fills dynamic shared memory with NaN before each CTA. It performs asynchronous copies and
-// products of warpgroups (wgmma.h) as late as it may, so that a missing wait gives a wrong result.
+// A launch that may start early (pdl_wait in pdl.cuh) is refused when one of its threads ends
+// without pdl_wait, or when its first CTA is in another state at pdl_wait than it would have been
+// before the earlier launches ran: then it has read what they wrote. sepal_emu_rehearse runs that
+// CTA to this point and gives its state: stacks and shared memory. It fills dynamic shared memory
+// with NaN before each CTA. It performs asynchronous copies and products of warpgroups (wgmma.h) as
+// late as it may, so that a missing wait gives a wrong result.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -102,6 +106,8 @@ struct Fiber {
     std::vector<std::vector<AsyncCopy>> groups;
     Products wgmma;
     unsigned proxy_fences = 0;
+    // Whether it has called pdl_wait.
+    bool has_waited = false;
     // Whether it has arrived at the barrier of the cluster and not waited, and how often that had
     // been passed.
     bool is_between = false;
@@ -203,6 +209,8 @@ struct Cta {
     // Whether warpgroups add the 16 products of a step from the last to the first: a device on
     // which they round otherwise than warps.
     bool adds_backwards = false;
+    // Whether it runs to pdl_wait only, and whether a thread has ended without calling it.
+    bool is_rehearsal = false, has_not_waited = false;
 };
 
 // The fiber that runs on this OS thread.
@@ -217,6 +225,9 @@ const Message* meet(unsigned mask, const char* what, const void* words, size_t b
 
 // Waits for the threads of the CTA; returns how many voted.
 unsigned barrier(bool vote, unsigned line);
+
+// pdl_wait.
+void wait_for_earlier_launches();
 
 // Lets other threads and processes have this core before a thread looks again at a flag of another
 // device: the more it has looked, the longer.
@@ -290,9 +301,15 @@ struct Table {
 
 } // namespace emu
 
+// The state of the first CTA of a launch at pdl_wait if it ran now; 0: not known.
+extern "C" uint64_t sepal_emu_rehearse(const char* name, const unsigned* grid, const unsigned* cta,
+                                       unsigned shared_bytes, void** params, const unsigned* sizes,
+                                       unsigned count);
+
 // Runs a kernel by its name; 0, or why it was refused. Defined in emulator.cpp, called from Rust
-// and by driver.cpp.
+// and by driver.cpp. `early`: of a launch that may start early, the state that sepal_emu_rehearse
+// gave before the earlier launches, or 0; null for any other launch.
 extern "C" int sepal_emu_launch(const char* name, const unsigned* grid, const unsigned* cta,
                                 unsigned shared_bytes, void** params, const unsigned* sizes,
                                 unsigned count, unsigned threads, uint64_t order,
-                                bool adds_backwards);
+                                bool adds_backwards, const uint64_t* early);

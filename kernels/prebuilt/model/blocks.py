@@ -42,7 +42,8 @@ def of_device(meter, device):
     for quant in shapes.FORMATS:
         for rows in shapes.ROWS:
             specs = shapes.block(meter.manifest, device, quant, rows)
-            costs = [meter.cost(spec, device) for spec in specs]
+            # The last launch of the block before is like that of this one.
+            costs = meter.costs_of([specs[-1], *specs], device)[1:]
             result["block_us"][quant][str(rows)] = round(sum(c.time_us for c in costs), 1)
             result["launches"][quant][str(rows)] = [launch(c) for c in costs]
             for family in {c.spec.family for c in costs} - {"other"}:
@@ -82,7 +83,7 @@ def share(costs):
 def attention(meter, device, context):
     """Time of attention of one row and its share of the bandwidth that is reached."""
     specs = shapes.attention(meter.manifest, device, 1, context)
-    costs = [meter.cost(spec, device) for spec in specs]
+    costs = meter.costs_of(specs, device)
     time = sum(found.time_us for found in costs)
     ideal = sum(found.spec.memory_bytes for found in costs) / device.reached * 1e6
     names = {found.spec.name: round(found.time_us, 1) for found in costs}

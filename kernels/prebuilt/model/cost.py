@@ -13,6 +13,11 @@ from .images import store
 # Between the end of a kernel and the start of the next one in a graph. Source: Spector et al.,
 # "Look Ma, No Bubbles" (Hazy Research, 2025): 1.3 us on an H100, kernels that do nothing.
 GAP_US = 1.3
+# The same where the kernel waits for the one before it by itself (griddepcontrol.wait) and that
+# one lets it start (griddepcontrol.launch_dependents): 0.96 us less. Source:
+# pegainfer-project/pegainfer, issue 569, comment of 2026-07-06: empty kernels in a CUDA graph at
+# 1,755 MHz.
+EARLY_GAP_US = 0.34
 REGISTERS = 65536
 BULK = {"UBLKCP", "UTMALDG"}
 
@@ -100,8 +105,25 @@ class Meter:
                 traces.append(trace)
         return traces
 
-    def cost(self, spec, device):
-        """The `Cost` of a launch."""
+    def has(self, spec, device, op):
+        """Whether the kernel of a launch has an instruction."""
+        return any(one.op == op for one in self.kernel(spec, device.architecture).code)
+
+    def costs_of(self, specs, device):
+        """The `Cost` of each of several launches that follow each other in a graph."""
+        found, before = [], None
+        for spec in specs:
+            overlaps = (
+                before is not None
+                and self.has(before, device, "PREEXIT")
+                and self.has(spec, device, "ACQBULK")
+            )
+            found.append(self.cost(spec, device, overlaps))
+            before = spec
+        return found
+
+    def cost(self, spec, device, overlaps=False):
+        """The `Cost` of a launch, which may overlap the one before it."""
         traces = self.trace(spec, device.architecture)
         kernel = self.kernel(spec, device.architecture)
         key = (spec.kernel, device.architecture)
@@ -127,31 +149,31 @@ class Meter:
         total["l2"] = bytes_all / device.l2_bytes_per_clock
         mean = collections.Counter({p: c / device.multiprocessors for p, c in total.items()})
         memory = spec.memory_bytes / device.bytes_per_clock / device.multiprocessors
-        alone = self.of_ctas(spec, device, traces, self.timers[key])
-        time, waves = self.time(spec, device, mean, working(costs, traces), alone)
+        alone = self.of_ctas(spec, device, traces, self.timers[key], overlaps)
+        time, waves = self.time(spec, device, mean, working(costs, traces), alone, overlaps)
         loop, mix = hottest(kernel, costs, traces, device)
         assumed = len(set().union(*(trace.assumed for _, _, trace in traces)))
         most = max(clocks for clocks, _ in alone)
         return Cost(spec, mean, bytes_all, memory, time, most, waves, loop, mix, assumed)
 
-    def of_ctas(self, spec, device, traces, timer):
+    def of_ctas(self, spec, device, traces, timer, overlaps):
         """[(clocks of the slowest warp of a CTA when nothing else runs, such CTAs)]."""
         run = len(spec.warps)
         ctas = [traces[at : at + run] for at in range(0, len(traces), run)]
         return [
-            (max(self.alone(device, trace, timer) for _, _, trace in cta), cta[0][0])
+            (max(self.alone(device, trace, timer, overlaps) for _, _, trace in cta), cta[0][0])
             for cta in ctas
         ]
 
-    def alone(self, device, trace, timer):
+    def alone(self, device, trace, timer, overlaps):
         """Clocks of the warp of a trace when nothing else runs."""
-        key = (id(trace), device.memory_latency * device.clock, device.l2_latency)
+        key = (id(trace), device.memory_latency * device.clock, device.l2_latency, overlaps)
         if key not in self.lone:
-            self.lone[key] = self.lone_clocks(device, trace, timer)
+            self.lone[key] = self.lone_clocks(device, trace, timer, overlaps)
         return self.lone[key]
 
     @staticmethod
-    def lone_clocks(device, trace, timer):
+    def lone_clocks(device, trace, timer, overlaps):
         far = device.memory_latency * device.clock
 
         def latency_of(number):
@@ -162,9 +184,9 @@ class Meter:
             return far if number in trace.streamed else device.l2_latency
 
         waits = {at: [latency_of(n) for n in list_] for at, list_ in trace.requests.waits.items()}
-        return timer.clocks(trace.path, waits)
+        return timer.clocks(trace.path, waits, overlaps)
 
-    def time(self, spec, device, mean, working, alone):
+    def time(self, spec, device, mean, working, alone, overlaps):
         """Microseconds of a launch, with the gap before it, and its waves of CTAs with work.
 
         CTAs run in waves of as many as the device holds. A wave takes the time of the busiest pipe
@@ -185,14 +207,17 @@ class Meter:
             transfer = spec.memory_bytes * share / rate * device.hertz
             clocks += max(busiest, transfer)
             left -= now
-        fill = device.memory_latency if spec.memory_bytes else 0.0
-        time = max(clocks, makespan(alone, slots)) / device.clock + fill + GAP_US
+        # Loads of the memory that streams come before the wait only if the launch overlaps.
+        is_late = spec.memory_bytes and not (overlaps and spec.loads_early)
+        fill = device.memory_latency if is_late else 0.0
+        gap = EARLY_GAP_US if overlaps else GAP_US
+        time = max(clocks, makespan(alone, slots)) / device.clock + fill + gap
         return time, working / slots
 
     def held(self, spec, device):
         """CTAs that a multiprocessor holds at a time."""
         use = self.manifest[spec.image]["kernels"][spec.kernel][device.architecture]
-        warps = -(-spec.cta[0] // 32)
+        warps = -(-(spec.cta[0] * spec.cta[1] * spec.cta[2]) // 32)
         of_warp = -(-use["registers"] * 32 // 256) * 256
         by_registers = (
             REGISTERS // of_warp // 4 * 4 // warps if warps >= 4 else REGISTERS // of_warp

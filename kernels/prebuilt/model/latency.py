@@ -43,12 +43,20 @@ class Timer:
             left = one.operands[-1].value
         return at, one.op, read, operands.results(one)[0], latency_of(one), left
 
-    def clocks(self, path, waits):
-        """Clocks of a path of blocks; `waits` has the latencies of each load's executions."""
+    def clocks(self, path, waits, overlaps=False):
+        """Clocks of a path of blocks; `waits` has the latencies of each load's executions.
+
+        Where a launch `overlaps` the one before it, its clocks begin at its wait (ACQBULK): what
+        comes before runs beside the last launch, and loads from there have arrived.
+        """
+        begin = 0.0
         ready, now, last, groups, copies = {}, 0.0, 0.0, [], 0.0
         waits = {at: iter(latencies) for at, latencies in waits.items()}
         for start in path:
             for at, op, read, written, latency, left in self.blocks[start]:
+                if op == "ACQBULK" and overlaps:
+                    now = max([now, copies, *ready.values()])
+                    begin, last = now, now
                 for name in read:
                     if ready.get(name, 0.0) > now:
                         now = ready[name]
@@ -67,4 +75,4 @@ class Timer:
                         ready[name] = done
                     last = max(last, done)
                 now += 1.0
-        return max(now, last, copies)
+        return max(now, last, copies) - begin

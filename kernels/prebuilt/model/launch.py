@@ -42,6 +42,7 @@ class Launch:
     def __init__(self, architecture, grid, cta, parameters, constants):
         parameter_at, cta_at, grid_at = LAYOUTS[architecture]
         self.words, self.buffers, self.constants = {}, [], constants
+        self.cta = cta
         for base, sizes in ((cta_at, cta), (grid_at, grid)):
             for axis, size in enumerate(sizes):
                 self.words[base + 4 * axis] = size

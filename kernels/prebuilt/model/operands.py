@@ -78,7 +78,9 @@ def uses(one):
             for name, _, is_wide in operand.terms:
                 names += numbered(name, 2 if is_wide else 1)
         elif operand.kind == "register":
-            count = 2 if operand.is_wide or "64" in one.mods or "WIDE" in one.mods else 1
+            # The summand of IMAD.HI has 64 bits, too.
+            wide = {"64", "WIDE"} & set(one.mods) or one.op == "IMAD" and "HI" in one.mods
+            count = 2 if operand.is_wide or wide else 1
             if one.op in STORES:
                 count = width(one)
             if one.op.endswith("MMA"):
@@ -93,12 +95,16 @@ class State:
     """Registers of a warp; constants and special registers of its launch."""
 
     def __init__(self, launch, cta, warp):
-        self.registers = {"RZ": 0, "URZ": 0, "PT": 1, "UPT": 1}
+        # What nobody has written may have any value: compilers keep predicates in the bits of a
+        # register that they never set as a whole.
+        self.registers = {f"R{number}": 0 for number in range(255)}
+        self.registers |= {"RZ": 0, "URZ": 0, "PT": 1, "UPT": 1}
         self.launch = launch
         tid = [warp * 32 + index for index in range(lanes.LANES)]
+        x, y = launch.cta[:2]
         self.special = {
-            "SR_TID.X": tid,
-            "SR_TID.Y": 0,
+            "SR_TID.X": [at % x for at in tid],
+            "SR_TID.Y": tid[0] // x if x % lanes.LANES == 0 else [at // x % y for at in tid],
             "SR_TID.Z": 0,
             "SR_LANEID": list(range(lanes.LANES)),
             "SR_CgaCtaId": 0,

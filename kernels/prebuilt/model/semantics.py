@@ -293,6 +293,21 @@ def special(one, operands):
     return lambda state: [state.special.get(operands[0].text)]
 
 
+def shuffle(one, operands):
+    """SHFL.IDX: the value of the lane that each lane names."""
+    if "IDX" not in one.mods:
+        return None
+    read, of = reader(operands[0]), reader(operands[1])
+
+    def run(state):
+        values = read(state)
+        if values is None:
+            return [None, None]
+        return [None, apply(lambda at: lanes.lane(values, at % lanes.LANES), of(state))]
+
+    return run
+
+
 def vote(one, operands):
     read = reader(operands[-1])
 
@@ -345,6 +360,7 @@ TABLE = {
     "S2UR": special,
     "CS2R": special,
     "VOTE": vote,
+    "SHFL": shuffle,
     "I2F": lambda one, operands: of_lane(lanes.float_of_int(one.mods))(one, operands),
     "F2I": of_lane(lanes.int_of_float),
     "POPC": of_lane(lambda value: value.bit_count()),

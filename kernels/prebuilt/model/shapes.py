@@ -48,6 +48,8 @@ class Spec:
     weights: int = 0
     # Bytes that a CTA has in flight while it waits for memory.
     in_flight: int = 0
+    # Whether CTAs load what streams before they wait for the launch before.
+    loads_early: bool = False
     # Launches of a kernel with the same `alike` have the same CTAs.
     alike: tuple = ()
 
@@ -185,7 +187,11 @@ def attention(manifest, device, rows, context):
     shared, keys = exports[f"SHARED_D{HEAD_DIM}"], exports["TILE_KEYS"]
     words, tiles = batch(rows, context), ceil(context, keys)
     split, pairs = splits(device.multiprocessors, KV_HEADS * rows), KV_HEADS * rows
-    extra = tiles % split
+    # CTAs take single tiles, or groups of them (by_groups in attention_decode.cu).
+    groups = ceil(tiles, exports["GROUP_TILES"])
+    has_groups = groups > 1 and groups * exports["GROUP_SHARE"] >= split
+    units = groups if has_groups else tiles
+    extra = units % split
     samples = [((0, 0, 0), extra * pairs), ((extra, 0, 0), (split - extra) * pairs)]
     workspace, window = Buffer("workspace"), 0xFFFFFFFF
     pages = Buffer("pages", is_streamed=True)
@@ -203,18 +209,26 @@ def attention(manifest, device, rows, context):
         warps=[(0, 1)],
         memory_bytes=rows * context * KV_HEADS * HEAD_DIM * 4,
         in_flight=shared,
+        loads_early=True,
     )
+    mergers, threads = exports["MERGERS"], HEAD_DIM // 4
+    first = min(mergers, groups)
     join = Spec(
         name="attention_join",
         family="other",
         image="attention_decode",
         kernel="attention_join",
         grid=(HEADS, rows, 1),
-        cta=(HEAD_DIM // 4, 1, 1),
-        shared=0,
-        parameters=[workspace, words, Buffer("out"), None, HEAD_DIM, window],
+        cta=(threads, mergers, 1),
+        shared=exports["JOIN_SHARED_BASE"] + exports["JOIN_SHARED_PER_DIM"] * HEAD_DIM,
+        parameters=[workspace, words, Buffer("out"), None, HEAD_DIM, GROUP, window, split],
         ctas=[((0, 0, 0), HEADS * rows)],
-        warps=[(0, 1)],
+        # A warp is a row of threads; the first one also merges the groups.
+        warps=[
+            (0, 1),
+            *[(1, first - 1)][: first > 1],
+            *[(first, mergers - first)][: first < mergers],
+        ],
     )
     return [decode, join]
 
@@ -240,17 +254,18 @@ def norm(manifest, rows):
 def rope_append(rows, context):
     buffers = [Buffer(name) for name in ("q", "k", "v", "table")]
     pages = [Buffer("pages"), Buffer("outbox"), 0]
+    threads = ceil((GROUP + 1) * HEAD_DIM // 2, 32) * 32
     return Spec(
         name="rope_append",
         family="other",
         image="rope",
         kernel="rope_append_bf16",
-        grid=(rows, 1, 1),
-        cta=(512, 1, 1),
+        grid=(rows, KV_HEADS, 1),
+        cta=(threads, 1, 1),
         shared=0,
-        parameters=[*buffers, batch(rows, context), *pages, HEADS, KV_HEADS, HEAD_DIM],
-        ctas=[((0, 0, 0), rows)],
-        warps=[(0, 1), (1, 15)],
+        parameters=[*buffers, batch(rows, context), *pages, KV_HEADS, GROUP, HEAD_DIM],
+        ctas=[((0, 0, 0), rows * KV_HEADS)],
+        warps=[(0, threads // 32 - 2), (threads // 32 - 1, 2)],
     )
 
 

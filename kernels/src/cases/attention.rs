@@ -4,6 +4,13 @@ use super::*;
 
 pub(super) struct AttentionCase(Batch);
 
+/// A long session in a decode step of as many others as there may be.
+const LONG: [(usize, usize); 32] = {
+    let mut rows = [(3, 1); 32];
+    rows[5] = (2_303, 1);
+    rows
+};
+
 /// Sessions in a decode step.
 const DECODE: [(usize, usize); 7] = [(0, 1), (15, 1), (16, 1), (40, 1), (3, 1), (31, 1), (47, 1)];
 
@@ -21,7 +28,15 @@ impl Case for AttentionCase {
             // The smallest batch that goes to the kernels for many tokens, with two tiles of keys.
             Class::Smallest => all.push(of(1, 64, &[(40, 33)])),
             Class::Quick => (),
-            _ => all.extend([of(2, 32, &DECODE), of(2, 64, &DECODE), of(2, 64, &[(0, 67)])]),
+            _ => all.extend([
+                of(2, 32, &DECODE),
+                of(2, 64, &DECODE),
+                of(2, 64, &[(0, 67)]),
+                // Three groups of tiles: by the kernels for many tokens, each alone by the one for
+                // few, and by CTAs that take whole groups.
+                of(1, 64, &[(2040, 40)]),
+                of(2, 64, &LONG),
+            ]),
         }
         all.into_iter().map(AttentionCase).collect()
     }

@@ -264,6 +264,20 @@ pub trait Gpu: Send + Sync + 'static {
     /// [`GpuError::NoKernel`], [`GpuError::BadLaunch`], or the driver's.
     unsafe fn launch(&self, launch: Launch) -> Result<(), GpuError>;
 
+    /// [`launch`](Self::launch) for a kernel that waits for earlier launches by itself: it may start
+    /// while they run. A device that cannot do that launches it like any other.
+    ///
+    /// # Safety
+    /// That of [`launch`](Self::launch). No launch since the last other command has written what
+    /// the kernel reads before it waits.
+    ///
+    /// # Errors
+    /// Those of [`launch`](Self::launch).
+    unsafe fn launch_early(&self, launch: Launch) -> Result<(), GpuError>;
+
+    /// Why the device has refused to start launches early; all others since were not.
+    fn early_refusal(&self) -> Option<GpuError>;
+
     /// Records instead of running, until [`end_recording`](Self::end_recording). Only launches,
     /// fills and copies within the device may be enqueued meanwhile, and no memory is
     /// allocated.

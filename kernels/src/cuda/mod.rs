@@ -77,6 +77,8 @@ pub struct Cuda<G: Gpu> {
     harmless: WarpgroupKernels,
     /// Whom to tell of each launch.
     watch: Option<Watch>,
+    /// Whether the next launch waits for the end of all before it, whatever its kernel does.
+    in_order: bool,
 }
 
 /// Whether launches are recorded instead of run.
@@ -125,6 +127,7 @@ impl<G: Gpu> Cuda<G> {
             warpgroups: WarpgroupKernels::NONE,
             harmless: WarpgroupKernels::ALL,
             watch: None,
+            in_order: false,
         }
     }
 
@@ -400,8 +403,14 @@ impl<G: Gpu> Cuda<G> {
         if let Some(watch) = self.watch {
             watch(launch.kernel);
         }
-        // SAFETY: the caller's.
-        let mut done = unsafe { self.gpu.launch(launch) };
+        let in_order = std::mem::take(&mut self.in_order);
+        let mut done = match driver::images::waits(launch.kernel) && !in_order {
+            // SAFETY: the caller's. Kernels read only constants and the step's words and tables
+            // before they wait: `end_before_next` was called after a table was launched.
+            true => unsafe { self.gpu.launch_early(launch) },
+            // SAFETY: the caller's.
+            false => unsafe { self.gpu.launch(launch) },
+        };
         if self.watch.is_some() && self.recording == Recording::Off {
             done = done.and_then(|()| self.gpu.wait());
             done = done.map_err(|source| GpuError::Kernel {
@@ -410,6 +419,17 @@ impl<G: Gpu> Cuda<G> {
             });
         }
         self.noted(done)
+    }
+
+    /// Has the next launch wait until all before it have ended: kernels after it may read what those
+    /// wrote before they wait.
+    fn end_before_next(&mut self) {
+        self.in_order = true;
+    }
+
+    /// Why the device does not start launches before earlier ones end, although it could.
+    pub fn early_refusal(&self) -> Option<String> {
+        self.gpu.early_refusal().map(|error| error.to_string())
     }
 
     /// Refuses what the host does while launches are recorded.

@@ -117,6 +117,9 @@ impl<G: Gpu> RecordedSteps<G> {
         }
         cuda.wait()?;
         recordings.tell(before, free_bytes(cuda));
+        if let Some(failure) = cuda.early_refusal() {
+            warn!(%failure, "driver overlaps no launches, decode steps are slower");
+        }
         Ok(())
     }
 

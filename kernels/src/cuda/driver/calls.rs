@@ -107,6 +107,17 @@ functions! {
 }
 
 functions! {
+    /// The function for launches that may start early; called only where a driver has it.
+    EARLY_NAMES:
+    cuLaunchKernelEx(
+        config: *const CUlaunchConfig,
+        function: CUfunction,
+        parameters: *mut *mut c_void,
+        extra: *mut *mut c_void
+    );
+}
+
+functions! {
     /// Functions that share memory with other processes; called only where a driver has all of them.
     SHARING_NAMES:
     cuDeviceCanAccessPeer(can: *mut c_int, device: CUdevice, peer: CUdevice);

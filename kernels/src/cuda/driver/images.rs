@@ -30,6 +30,12 @@ pub(super) struct Kernels {
     pub(super) source: String,
 }
 
+/// Whether a kernel waits for all earlier launches by itself (`pdl_wait` in `pdl.cuh`), on devices
+/// that have such a wait.
+pub(crate) fn waits(kernel: &str) -> bool {
+    WAITING.binary_search(&kernel).is_ok()
+}
+
 /// Names of all kernels that the images have.
 pub fn names() -> impl Iterator<Item = &'static str> {
     IMAGES.iter().flat_map(|image| image.kernels).copied()
@@ -53,6 +59,13 @@ impl Kernels {
             }
         }
         Ok(Kernels { functions, source })
+    }
+
+    /// Whether these images wait where [`waits`] says so: those of compute capability 9.0 and later,
+    /// but not PTX, which is for 8.0.
+    pub(super) fn wait(&self) -> bool {
+        let number = self.source.trim_start_matches("sm_").trim_end_matches('a').parse::<u32>();
+        number.is_ok_and(|architecture| architecture >= 90)
     }
 
     pub(super) fn find(&self, name: &'static str) -> Result<cu::CUfunction, GpuError> {
@@ -207,6 +220,16 @@ mod tests {
         }
         let own = [("ptx".to_owned(), Vec::new()), ("sm_87".to_owned(), Vec::new())];
         assert_eq!(choose(&own, 87).unwrap().0, "sm_87");
+    }
+
+    #[test]
+    fn launches_start_early_with_cubins_that_wait_only() {
+        let wait =
+            |source: &str| Kernels { functions: HashMap::new(), source: source.to_owned() }.wait();
+        assert!(["sm_90a", "sm_100", "sm_120"].into_iter().all(wait));
+        assert!(!["sm_80", "sm_89", "ptx"].into_iter().any(wait));
+        assert!(["rmsnorm_bf16", "rmsnorm_add_bf16", "attention_join"].into_iter().all(waits));
+        assert!(!["rope_table_bf16", "convert_f32_bf16"].into_iter().any(waits));
     }
 
     #[test]

@@ -18,7 +18,7 @@ mod waiting;
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use calls as cu;
@@ -40,6 +40,9 @@ pub struct Driver {
     device: cu::CUdevice,
     /// Whether memory can be shared with other processes.
     shares_memory: bool,
+    /// Whether launches may start early, and what the driver said when it refused one.
+    launches_early: bool,
+    refusal: OnceLock<GpuError>,
     context: cu::CUcontext,
     stream: cu::CUstream,
     kernels: Kernels,
@@ -112,8 +115,8 @@ impl Driver {
     /// [`OpenError`].
     pub fn open(ordinal: u32) -> Result<Driver, OpenError> {
         let (device, properties) = find(ordinal)?;
-        let shares_memory = probe::probe()?.shares_memory;
-        Driver::start(device, properties, shares_memory)
+        let found = probe::probe()?;
+        Driver::start(device, properties, found)
             .map_err(|source| OpenError::Call { ordinal, source })
     }
 
@@ -178,7 +181,7 @@ impl Driver {
     fn start(
         device: cu::CUdevice,
         mut properties: Properties,
-        shares_memory: bool,
+        found: probe::Found,
     ) -> Result<Driver, GpuError> {
         let mut context = std::ptr::null_mut();
         // SAFETY: a device of this driver, and a place for its context.
@@ -194,7 +197,9 @@ impl Driver {
         properties.image.clone_from(&kernels.source);
         Ok(Driver {
             device,
-            shares_memory,
+            shares_memory: found.shares_memory,
+            launches_early: found.launches_early && kernels.wait(),
+            refusal: OnceLock::new(),
             context,
             stream,
             kernels,
@@ -217,8 +222,75 @@ impl Driver {
         Ok(())
     }
 
+    /// Enqueues a launch, which may start early or not.
+    ///
+    /// # Safety
+    /// That of [`Gpu::launch`] or [`Gpu::launch_early`].
+    unsafe fn enqueue(&self, mut launch: Launch, is_early: bool) -> Result<(), GpuError> {
+        let kernel = launch.kernel;
+        if launch.params.too_large() {
+            let what = "a parameter does not fit";
+            return Err(GpuError::BadLaunch { kernel, what });
+        }
+        self.bind()?;
+        let function = self.kernels.find(kernel)?;
+        let mut pointers = [std::ptr::null_mut::<c_void>(); super::gpu::MAX_PARAMS];
+        for (pointer, word) in pointers.iter_mut().zip(launch.params.words()) {
+            *pointer = std::ptr::from_mut(word).cast();
+        }
+        let ([gx, gy, gz], [cx, cy, cz]) = (launch.grid, launch.cta);
+        let (none, shared_bytes) = (std::ptr::null_mut(), launch.shared_bytes);
+        if !is_early {
+            // SAFETY: the caller's for what the parameters mean; the driver copies them before it
+            // returns.
+            let status = unsafe {
+                cu::cuLaunchKernel(
+                    function,
+                    gx,
+                    gy,
+                    gz,
+                    cx,
+                    cy,
+                    cz,
+                    shared_bytes,
+                    self.stream,
+                    pointers.as_mut_ptr(),
+                    none,
+                )
+            };
+            return check(kernel, status);
+        }
+        let mut attribute = early();
+        let config = cu::CUlaunchConfig {
+            gridDimX: gx,
+            gridDimY: gy,
+            gridDimZ: gz,
+            blockDimX: cx,
+            blockDimY: cy,
+            blockDimZ: cz,
+            sharedMemBytes: shared_bytes,
+            hStream: self.stream,
+            attrs: &raw mut attribute,
+            numAttrs: 1,
+        };
+        // SAFETY: as above; the driver copies the attribute, too.
+        let status = unsafe {
+            cu::cuLaunchKernelEx(&raw const config, function, pointers.as_mut_ptr(), none)
+        };
+        check(kernel, status)
+    }
+
     fn ring(&self) -> MutexGuard<'_, Ring> {
         self.ring.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What has a launch start before those before it end. In a recording it becomes a programmatic edge.
+fn early() -> cu::CUlaunchAttribute {
+    cu::CUlaunchAttribute {
+        id: cu::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: cu::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
     }
 }
 
@@ -340,37 +412,30 @@ impl Gpu for Driver {
         }
     }
 
-    unsafe fn launch(&self, mut launch: Launch) -> Result<(), GpuError> {
-        let kernel = launch.kernel;
-        if launch.params.too_large() {
-            let what = "a parameter does not fit";
-            return Err(GpuError::BadLaunch { kernel, what });
+    unsafe fn launch(&self, launch: Launch) -> Result<(), GpuError> {
+        // SAFETY: the caller's.
+        unsafe { self.enqueue(launch, false) }
+    }
+
+    unsafe fn launch_early(&self, launch: Launch) -> Result<(), GpuError> {
+        if !self.launches_early || self.refusal.get().is_some() {
+            // SAFETY: the caller's.
+            return unsafe { self.enqueue(launch, false) };
         }
-        self.bind()?;
-        let function = self.kernels.find(kernel)?;
-        let mut pointers = [std::ptr::null_mut::<c_void>(); super::gpu::MAX_PARAMS];
-        for (pointer, word) in pointers.iter_mut().zip(launch.params.words()) {
-            *pointer = std::ptr::from_mut(word).cast();
+        // SAFETY: the caller's.
+        match unsafe { self.enqueue(launch, true) } {
+            // From 700 on the error is that of an earlier launch, and final.
+            Err(error @ GpuError::Driver { code: ..700 | 800..900, .. }) => {
+                let _ = self.refusal.set(error);
+                // SAFETY: the caller's.
+                unsafe { self.enqueue(launch, false) }
+            }
+            done => done,
         }
-        let ([gx, gy, gz], [cx, cy, cz]) = (launch.grid, launch.cta);
-        // SAFETY: the caller's for what the parameters mean; the driver copies them before it
-        // returns.
-        let status = unsafe {
-            cu::cuLaunchKernel(
-                function,
-                gx,
-                gy,
-                gz,
-                cx,
-                cy,
-                cz,
-                launch.shared_bytes,
-                self.stream,
-                pointers.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
-        };
-        check(kernel, status)
+    }
+
+    fn early_refusal(&self) -> Option<GpuError> {
+        self.refusal.get().cloned()
     }
 
     fn begin_recording(&self) -> Result<(), GpuError> {

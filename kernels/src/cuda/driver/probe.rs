@@ -7,7 +7,7 @@ use std::ffi::{c_char, c_int, c_uint};
 
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
-use super::calls::{NAMES, SHARING_NAMES};
+use super::calls::{EARLY_NAMES, NAMES, SHARING_NAMES};
 use super::error;
 
 /// Names under which the driver is looked for, in the order in which cudarc does it.
@@ -77,7 +77,13 @@ pub struct Found {
     pub devices: u32,
     /// Whether it has the functions that share memory with other processes.
     pub shares_memory: bool,
+    /// Whether launches may start before earlier ones end, recorded ones included.
+    pub launches_early: bool,
 }
+
+/// The version of CUDA from which a recording keeps that a launch may start early. Source: CUDA
+/// 12.3, programmatic dependent launch edges of graphs (`cudaGraphEdgeData`).
+const EARLY_VERSION: u32 = 12_030;
 
 /// Starts the driver, if there is one.
 ///
@@ -122,10 +128,12 @@ fn start(library: Library) -> Result<Found, NoCuda> {
             hint: error::hint(status),
         });
     }
+    let version = ask(&library, "cuDriverGetVersion")?;
     let found = Found {
-        version: ask(&library, "cuDriverGetVersion")?,
+        version,
         devices: ask(&library, "cuDeviceGetCount")?,
         shares_memory: SHARING_NAMES.iter().all(|name| has(name)),
+        launches_early: version >= EARLY_VERSION && EARLY_NAMES.iter().all(|name| has(name)),
     };
     if found.devices == 0 {
         return Err(NoCuda::NoSuchDevice { ordinal: 0, count: 0 });

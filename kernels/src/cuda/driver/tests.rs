@@ -247,3 +247,52 @@ fn what_is_not_shared_memory_of_this_size_is_refused() {
     // SAFETY: mapped above, and nothing uses it any more.
     unsafe { driver.unmap_shared(at, 70_000) };
 }
+
+/// In a process of its own: the error stays.
+#[test]
+fn a_launch_that_starts_too_early_fails_on_the_stand_in() {
+    const CHILD: &str = "SEPAL_STARTS_TOO_EARLY";
+    if std::env::var_os(CHILD).is_some() {
+        return start_too_early();
+    }
+    let test = "cuda::driver::tests::a_launch_that_starts_too_early_fails_on_the_stand_in";
+    let done = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", test, "--nocapture"])
+        .env(CHILD, "1")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success(), "{said}");
+    assert!(said.contains("rmsnorm_f32: reads before pdl_wait what an earlier launch wrote"));
+}
+
+/// A norm whose weights the launch before it writes.
+fn start_too_early() {
+    let driver = open();
+    let at = driver.allocate(64 * 4).unwrap();
+    let launch = Launch {
+        kernel: "add_f32",
+        grid: [1, 1, 1],
+        cta: [256, 1, 1],
+        shared_bytes: 0,
+        params: Params::new().address(at).address(at).wide(64),
+    };
+    let norm = Launch {
+        kernel: "rmsnorm_f32",
+        cta: [32, 1, 1],
+        shared_bytes: 128,
+        params: Params::new().address(at).address(at).address(at).count(64).float(0.0),
+        ..launch
+    };
+    let ones: Vec<u8> = std::iter::repeat_n(1f32.to_le_bytes(), 64).flatten().collect();
+    // SAFETY: so many bytes were allocated.
+    unsafe { driver.write(&ones, at) }.unwrap();
+    driver.wait().unwrap();
+    // SAFETY: 64 values were allocated.
+    unsafe { driver.launch(launch) }.unwrap();
+    // SAFETY: none: that it reads too early is to be seen.
+    unsafe { driver.launch_early(norm) }.unwrap();
+    let failed = driver.wait().unwrap_err();
+    assert!(matches!(failed, GpuError::Driver { code: 719, .. }), "{failed}");
+    assert_eq!(driver.early_refusal(), None);
+}

@@ -36,7 +36,17 @@ unsafe extern "C" {
         threads: c_uint,
         order: u64,
         adds_backwards: bool,
+        early: *const u64,
     ) -> c_int;
+    fn sepal_emu_rehearse(
+        name: *const c_char,
+        grid: *const c_uint,
+        cta: *const c_uint,
+        shared_bytes: c_uint,
+        params: *mut *mut c_void,
+        sizes: *const c_uint,
+        count: c_uint,
+    ) -> u64;
 }
 
 /// Where a `libcuda.so` lies whose devices are the emulator (`kernels/cuda/emu/driver.cpp`): a
@@ -96,6 +106,8 @@ const BEAT: Duration = Duration::from_millis(1);
 #[derive(Clone, Copy, Debug)]
 enum Command {
     Launch(Launch),
+    /// A launch that may start early.
+    Early(Launch),
     Copy(Address, Address, usize),
     Fill(Address, u8, usize),
 }
@@ -218,11 +230,11 @@ impl Emu {
         Ok(at)
     }
 
-    /// Runs a kernel.
+    /// Runs a kernel; `early` as in [`enqueue`](Self::enqueue).
     ///
     /// # Safety
     /// That of [`Gpu::launch`].
-    unsafe fn run(&self, mut launch: Launch) -> Result<(), GpuError> {
+    unsafe fn run(&self, mut launch: Launch, early: Option<u64>) -> Result<(), GpuError> {
         let kernel = launch.kernel;
         let bad = |what| GpuError::BadLaunch { kernel, what };
         let name = CString::new(kernel).map_err(|_| GpuError::NoKernel(kernel))?;
@@ -244,6 +256,7 @@ impl Emu {
                 self.threads,
                 self.order,
                 self.adds_backwards,
+                early.as_ref().map_or(std::ptr::null(), std::ptr::from_ref),
             )
         };
         match status {
@@ -251,7 +264,29 @@ impl Emu {
             1 => Err(GpuError::NoKernel(kernel)),
             2 => Err(bad("the parameters are not those of its declaration")),
             4 => Err(bad("a grid that its clusters do not fill")),
+            5 => Err(bad("it reads before pdl_wait what an earlier launch wrote")),
+            6 => Err(bad("it may start early, and a thread ends without pdl_wait")),
             _ => Err(bad("a grid, a CTA or shared memory beyond what devices have")),
+        }
+    }
+
+    /// Runs a kernel, or refuses it. Of one that may start early, `early` has the state at its wait
+    /// before the launches that it may overlap, or 0.
+    ///
+    /// # Safety
+    /// That of [`Gpu::launch`].
+    unsafe fn enqueue(&self, launch: Launch, early: Option<u64>) -> Result<(), GpuError> {
+        if launch.params.too_large() {
+            let what = "a parameter does not fit";
+            return Err(GpuError::BadLaunch { kernel: launch.kernel, what });
+        }
+        match self.pulse.0.get() {
+            // SAFETY: the caller's.
+            Some(pulse) if waits_for_others(launch.kernel) => unsafe {
+                self.run_beside(launch, early, pulse)
+            },
+            // SAFETY: the caller's.
+            _ => unsafe { self.run(launch, early) },
         }
     }
 
@@ -259,13 +294,18 @@ impl Emu {
     ///
     /// # Safety
     /// That of [`Gpu::launch`].
-    unsafe fn run_beside(&self, launch: Launch, pulse: &Pulse) -> Result<(), GpuError> {
+    unsafe fn run_beside(
+        &self,
+        launch: Launch,
+        early: Option<u64>,
+        pulse: &Pulse,
+    ) -> Result<(), GpuError> {
         let waiting = std::thread::current();
         let is_done = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let running = scope.spawn(|| {
                 // SAFETY: the caller's.
-                let done = unsafe { self.run(launch) };
+                let done = unsafe { self.run(launch, early) };
                 is_done.store(true, Ordering::Release);
                 waiting.unpark();
                 done
@@ -276,6 +316,33 @@ impl Emu {
             }
             running.join().expect("a kernel ends the process rather than its thread")
         })
+    }
+}
+
+/// The state of a launch at its wait, if it began now; 0: not known.
+///
+/// # Safety
+/// That of [`Gpu::launch`].
+unsafe fn rehearse(mut launch: Launch) -> u64 {
+    let Ok(name) = CString::new(launch.kernel) else {
+        return 0;
+    };
+    let sizes = launch.params.sizes().to_vec();
+    let mut params: Vec<*mut c_void> =
+        launch.params.words().iter_mut().map(|word| std::ptr::from_mut(word).cast()).collect();
+    let count = c_uint::try_from(sizes.len()).unwrap_or(c_uint::MAX);
+    // SAFETY: arrays of the lengths that are named with them, which live until the call returns;
+    // what the parameters point to is the caller's.
+    unsafe {
+        sepal_emu_rehearse(
+            name.as_ptr(),
+            launch.grid.as_ptr(),
+            launch.cta.as_ptr(),
+            launch.shared_bytes,
+            params.as_mut_ptr(),
+            sizes.as_ptr(),
+            count,
+        )
     }
 }
 
@@ -386,21 +453,27 @@ impl Gpu for Emu {
     }
 
     unsafe fn launch(&self, launch: Launch) -> Result<(), GpuError> {
-        if launch.params.too_large() {
-            let what = "a parameter does not fit";
-            return Err(GpuError::BadLaunch { kernel: launch.kernel, what });
-        }
         if self.is_recorded(Command::Launch(launch)) {
             return Ok(());
         }
-        match self.pulse.0.get() {
+        // SAFETY: the caller's.
+        unsafe { self.enqueue(launch, None) }
+    }
+
+    unsafe fn launch_early(&self, launch: Launch) -> Result<(), GpuError> {
+        if self.properties.architecture < 90 {
             // SAFETY: the caller's.
-            Some(pulse) if waits_for_others(launch.kernel) => unsafe {
-                self.run_beside(launch, pulse)
-            },
-            // SAFETY: the caller's.
-            _ => unsafe { self.run(launch) },
+            return unsafe { self.launch(launch) };
         }
+        if self.is_recorded(Command::Early(launch)) {
+            return Ok(());
+        }
+        // SAFETY: the caller's.
+        unsafe { self.enqueue(launch, Some(0)) }
+    }
+
+    fn early_refusal(&self) -> Option<GpuError> {
+        None
     }
 
     fn begin_recording(&self) -> Result<(), GpuError> {
@@ -413,14 +486,33 @@ impl Gpu for Emu {
     }
 
     unsafe fn replay(&self, graph: &Graph) -> Result<(), GpuError> {
-        graph.0.iter().try_for_each(|command| match *command {
-            // SAFETY: the caller's.
-            Command::Launch(launch) => unsafe { self.launch(launch) },
-            // SAFETY: the caller's.
-            Command::Copy(from, to, bytes) => unsafe { self.copy(from, to, bytes) },
-            // SAFETY: the caller's.
-            Command::Fill(at, value, bytes) => unsafe { self.fill(at, value, bytes) },
-        })
+        let mut states = vec![0; graph.0.len()];
+        for (at, command) in graph.0.iter().enumerate() {
+            // The first command of a graph waits for all before it, as a launch after a copy does.
+            let is_after_launch =
+                at > 0 && matches!(graph.0[at - 1], Command::Launch(_) | Command::Early(_));
+            match *command {
+                Command::Early(launch) if is_after_launch => {
+                    // SAFETY: the caller's.
+                    unsafe { self.enqueue(launch, Some(states[at])) }?;
+                }
+                Command::Launch(launch) | Command::Early(launch) => {
+                    let mut rest = states.iter_mut().zip(&graph.0).skip(at + 1);
+                    while let Some((state, Command::Early(next))) = rest.next() {
+                        // SAFETY: the caller's.
+                        *state = unsafe { rehearse(*next) };
+                    }
+                    let early = matches!(command, Command::Early(_)).then_some(0);
+                    // SAFETY: the caller's.
+                    unsafe { self.enqueue(launch, early) }?;
+                }
+                // SAFETY: the caller's.
+                Command::Copy(from, to, bytes) => unsafe { self.copy(from, to, bytes) }?,
+                // SAFETY: the caller's.
+                Command::Fill(at, value, bytes) => unsafe { self.fill(at, value, bytes) }?,
+            }
+        }
+        Ok(())
     }
 
     fn wait(&self) -> Result<(), GpuError> {
@@ -503,5 +595,7 @@ impl Gpu for Emu {
     }
 }
 
+#[cfg(test)]
+mod early_tests;
 #[cfg(test)]
 mod tests;

@@ -177,15 +177,20 @@ fn decode<G: Gpu>(
     let join = Launch {
         kernel: "attention_join",
         grid: [ctas(common.heads), ctas(common.tokens), 1],
-        cta: [ctas(layout.head_dim / 4), 1, 1],
-        shared_bytes: 0,
+        cta: [ctas(layout.head_dim / 4), ctas(sizes::attention_decode::MERGERS), 1],
+        shared_bytes: ctas(
+            sizes::attention_decode::JOIN_SHARED_BASE
+                + sizes::attention_decode::JOIN_SHARED_PER_DIM * layout.head_dim,
+        ),
         params: Params::new()
             .address(workspace)
             .address(common.batch)
             .write(args.out)
             .address(common.logsum)
             .count(layout.head_dim)
-            .count(common.window),
+            .count(args.group)
+            .count(common.window)
+            .count(splits),
     };
     // SAFETY: as above; it reads the tiles that a token sees, which the kernel before has written.
     unsafe { cuda.launch(join) }

@@ -53,10 +53,12 @@ pub(crate) fn rope_append<G: Gpu>(
     }
     let batch = cuda.batch(args.rows)?;
     let names = ["rope_append_f32", "rope_append_bf16", "rope_append_f16"];
+    let pairs = (args.group + 1) * (head_dim / 2);
+    let threads = pairs.next_multiple_of(32).min(sizes::rope::APPEND_THREADS);
     let launch = Launch {
         kernel: by_dtype(names, layout.dtype),
-        grid: [ctas(tokens), 1, 1],
-        cta: [512, 1, 1],
+        grid: [ctas(tokens), ctas(layout.kv_heads), 1],
+        cta: [ctas(threads), 1, 1],
         shared_bytes: 0,
         params: Params::new()
             .write(args.q)
@@ -67,8 +69,8 @@ pub(crate) fn rope_append<G: Gpu>(
             .address(args.pages.address())
             .address(args.pages.outlet().address)
             .count(args.pages.outlet().block)
-            .count(heads)
             .count(layout.kv_heads)
+            .count(args.group)
             .count(head_dim),
     };
     // SAFETY: the checks have made sure that queries, keys, values and the table hold all tokens

@@ -26,7 +26,10 @@ pub(crate) fn launch_table<G: Gpu>(
         params: Params::new().address(batch).address(frequencies).write(args.out).count(half),
     };
     // SAFETY: `check` has made sure that `out` holds a table of all tokens.
-    unsafe { cuda.launch(launch) }
+    unsafe { cuda.launch(launch)? }
+    // All blocks read the table before they wait.
+    cuda.end_before_next();
+    Ok(())
 }
 
 pub(crate) fn launch<G: Gpu>(cuda: &mut Cuda<G>, args: Rope<'_, Floats>) -> Result<(), OpError> {
