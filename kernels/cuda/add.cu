@@ -30,8 +30,7 @@ template <class T> __device__ __forceinline__ void add(float* x, const float* y,
 
 #define ADD(T)                                                                                     \
     extern "C" __global__ void __launch_bounds__(256)                                              \
-        add_##T(float* __restrict__ x /* [len] */, const float* __restrict__ y /* [len] */,        \
-                uint64_t len) {                                                                    \
+        add_##T(float* __restrict__ x /* [len] */, const float* y /* [len] */, uint64_t len) {     \
         add<T>(x, y, len);                                                                         \
     }
 ADD(f32)

@@ -303,7 +303,7 @@ struct Merged {
 };
 
 extern "C" __global__ void __launch_bounds__(64 * MERGERS, 1)
-    attention_join(const float* __restrict__ workspace /* [tiles, heads, head_dim + 4] */,
+    attention_join(const float* workspace /* [tiles, heads, head_dim + 4] */,
                    const uint32_t* __restrict__ words /* batch */,
                    float* __restrict__ out /* [tokens, heads, head_dim] */,
                    float* __restrict__ logsum /* [tokens, heads] or null */, uint32_t head_dim,
@@ -355,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(64 * MERGERS, 1)
 
 #define ATTENTION_DECODE(D, T)                                                                     \
     extern "C" __global__ void __launch_bounds__(32, 8) attention_decode_##T##_d##D(               \
-        const float* __restrict__ q /* [tokens, heads, D] */, const T* __restrict__ pages,         \
+        const float* q /* [tokens, heads, D] */, const T* __restrict__ pages,                      \
         const uint32_t* __restrict__ batch,                                                        \
         const float* __restrict__ slopes /* [heads] or null */, float* __restrict__ workspace,     \
         uint32_t kv_heads, uint32_t group, float inverse_divisor, float alibi_scale,               \

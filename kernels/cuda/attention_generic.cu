@@ -111,7 +111,7 @@ __device__ __forceinline__ void attention_generic(const float* q, const T* pages
 
 #define ATTENTION_GENERIC(T)                                                                       \
     extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_generic_##T(                \
-        const float* __restrict__ q /* [tokens, heads, head_dim] */, const T* __restrict__ pages,  \
+        const float* q /* [tokens, heads, head_dim] */, const T* __restrict__ pages,               \
         const uint32_t* __restrict__ batch,                                                        \
         const float* __restrict__ slopes /* [heads] or null */,                                    \
         float* __restrict__ out /* as q */,                                                        \

@@ -65,8 +65,8 @@ __device__ __forceinline__ void copy_stage(unsigned char* to, const T* pages, co
     for (uint32_t i = threadIdx.x; i < TILE_KEYS * PIECES; i += 2 * 128) {
         constexpr bool BY_PARTS = Layout::ROW < 128;
         const uint32_t key = BY_PARTS ? i / IN_ROW % TILE_KEYS : i / PIECES,
-                       piece = BY_PARTS ? i / (IN_ROW * TILE_KEYS) * IN_ROW + i % IN_ROW
-                                        : i % PIECES,
+                       piece =
+                           BY_PARTS ? i / (IN_ROW * TILE_KEYS) * IN_ROW + i % IN_ROW : i % PIECES,
                        position = first + key;
         const bool valid = position < end;
         const T* from = pages;

@@ -51,11 +51,11 @@ __device__ __forceinline__ void kv_append(const float* keys, const float* values
 }
 
 #define KV_APPEND(T)                                                                               \
-    extern "C" __global__ void __launch_bounds__(256) kv_append_##T(                               \
-        const float* __restrict__ keys /* [tokens, kv_heads, head_dim] */,                         \
-        const float* __restrict__ values /* as keys */, const uint32_t* __restrict__ batch,        \
-        T* __restrict__ pages, T* __restrict__ outbox /* or null */, uint32_t block,               \
-        uint32_t kv_heads, uint32_t head_dim) {                                                    \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        kv_append_##T(const float* keys /* [tokens, kv_heads, head_dim] */,                        \
+                      const float* values /* as keys */, const uint32_t* __restrict__ batch,       \
+                      T* __restrict__ pages, T* __restrict__ outbox /* or null */, uint32_t block, \
+                      uint32_t kv_heads, uint32_t head_dim) {                                      \
         kv_append<T>(keys, values, batch, pages, outbox, block, kv_heads, head_dim);               \
     }
 KV_APPEND(f32)

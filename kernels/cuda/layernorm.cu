@@ -127,12 +127,11 @@ __device__ __forceinline__ void layernorm(float* x, const float* y, const float*
         uint32_t width, float eps) {                                                               \
         layernorm<T, false>(x, nullptr, weight, bias, out, width, eps);                            \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(512)                                              \
-        layernorm_add_##T(float* x /* [rows, width], becomes the sum */,                           \
-                          const float* __restrict__ y /* [rows, width] */,                         \
-                          const float* __restrict__ weight /* [width] */,                          \
-                          const float* __restrict__ bias /* [width] */,                            \
-                          float* out /* [rows, width] */, uint32_t width, float eps) {             \
+    extern "C" __global__ void __launch_bounds__(512) layernorm_add_##T(                           \
+        float* x /* [rows, width], becomes the sum */, const float* y /* [rows, width] */,         \
+        const float* __restrict__ weight /* [width] */,                                            \
+        const float* __restrict__ bias /* [width] */, float* out /* [rows, width] */,              \
+        uint32_t width, float eps) {                                                               \
         layernorm<T, true>(x, y, weight, bias, out, width, eps);                                   \
     }
 LAYERNORM(f32)

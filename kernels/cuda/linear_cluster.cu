@@ -22,8 +22,7 @@ EXPORT(CLUSTER, CLUSTER);
 
 #define LINEAR_CLUSTER(F, f, T, r, N, ONE)                                                         \
     extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(WARPS * 32, 1)    \
-        linear_cluster_##f##_##T##_r##r(LINEAR_PRODUCTS,                                           \
-                                        const float* __restrict__ x /* [rows, inputs] */,          \
+        linear_cluster_##f##_##T##_r##r(LINEAR_PRODUCTS, const float* x /* [rows, inputs] */,      \
                                         uint32_t inputs, uint32_t rows, uint32_t window) {         \
         const Products products = LINEAR_ALL;                                                      \
         linear_stream<F, T, N, ONE, SEGMENTS / CLUSTER>(products, x, inputs, rows, window);        \

@@ -22,9 +22,9 @@
 #include "linear_stream.cuh"
 
 #define LINEAR_GEMV(F, f, T, r, N, ONE)                                                            \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) linear_gemv_##f##_##T##_r##r(      \
-        LINEAR_PRODUCTS, const float* __restrict__ x /* [rows, inputs] */, uint32_t inputs,        \
-        uint32_t rows, uint32_t window) {                                                          \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)                                    \
+        linear_gemv_##f##_##T##_r##r(LINEAR_PRODUCTS, const float* x /* [rows, inputs] */,         \
+                                     uint32_t inputs, uint32_t rows, uint32_t window) {            \
         const Products products = LINEAR_ALL;                                                      \
         linear_stream<F, T, N, ONE, SEGMENTS>(products, x, inputs, rows, window);                  \
     }

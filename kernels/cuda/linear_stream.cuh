@@ -3,6 +3,7 @@
 #pragma once
 #include "cluster.cuh"
 #include "linear_source.cuh"
+#include "pdl.cuh"
 
 #define WARPS    8
 #define MAX_ROWS 32
@@ -74,8 +75,9 @@ template <int GROUPS> struct Share {
 template <class F, class T, int N, bool ONE, int S> struct Stream {
     // With 32 rows tensor cores are busier than the table, and registers are few.
     static constexpr bool COMPUTES = N < 4;
-    static constexpr int UNROLLED =
-        N == 1 ? CHUNK_BLOCKS : AHEAD<F, N> > STRIPS ? AHEAD<F, N> / STRIPS : 1;
+    static constexpr int UNROLLED = N == 1                 ? CHUNK_BLOCKS
+                                    : AHEAD<F, N> > STRIPS ? AHEAD<F, N> / STRIPS
+                                                           : 1;
     static constexpr int GROUPS = WARPS / S;
     static constexpr int CTAS = SEGMENTS / S;
     static constexpr uint32_t BLOCK_X = ONE ? ROW_BYTES : N * TILE_BYTES;
@@ -105,14 +107,14 @@ template <class F, class T, int N, bool ONE, int S> struct Stream {
         load_chunk = 0;
 #pragma unroll
         for (int m = 0; m < STRIPS; m++)
-            if (m < own.y) strips[m].open(products.of(own.x + m), inputs, start, lane);
+            if ((uint32_t)m < own.y) strips[m].open(products.of(own.x + m), inputs, start, lane);
         fetch_scales();
     }
     __device__ __forceinline__ void fetch_scales() {
         if (load_chunk * CHUNK_BLOCKS >= blocks) return;
 #pragma unroll
         for (int m = 0; m < STRIPS; m++)
-            if (m < load_count)
+            if ((uint32_t)m < load_count)
                 strips[m].fetch_scales(start + load_chunk * CHUNK_BLOCKS, inputs / BLOCK_INPUTS,
                                        lane);
     }
@@ -135,7 +137,7 @@ template <class F, class T, int N, bool ONE, int S> struct Stream {
     __device__ __forceinline__ void load(int m, int block) {
         const int strip = (m + AHEAD<F, N>) % STRIPS,
                   of = (block + (m + AHEAD<F, N>) / STRIPS) % CHUNK_BLOCKS;
-        if (strip < load_count && load_chunk * CHUNK_BLOCKS + of < blocks)
+        if ((uint32_t)strip < load_count && load_chunk * CHUNK_BLOCKS + (uint32_t)of < blocks)
             strips[strip].load(waiting(m, block), of);
     }
 
@@ -150,7 +152,7 @@ template <class F, class T, int N, bool ONE, int S> struct Stream {
     __device__ __forceinline__ void load_first() {
 #pragma unroll
         for (int step = 0; step < AHEAD<F, N>; step++)
-            if (step % STRIPS < load_count && step / STRIPS < blocks)
+            if ((uint32_t)step % STRIPS < load_count && (uint32_t)step / STRIPS < blocks)
                 strips[step % STRIPS].load(waiting(step % STRIPS, step / STRIPS), step / STRIPS);
     }
 
@@ -252,7 +254,7 @@ template <class F, class T, int N, bool ONE, int S> struct Stream {
             float scales[STRIPS][2];
 #pragma unroll
             for (int m = 0; m < STRIPS; m++)
-                if (FULL || m < count) strips[m].template scales<T>(scales[m], levels);
+                if (FULL || (uint32_t)m < count) strips[m].template scales<T>(scales[m], levels);
             const uint32_t from = chunk * CHUNK_BLOCKS;
 #pragma unroll(UNROLLED)
             for (int block = 0; block < CHUNK_BLOCKS; block++) {
@@ -306,7 +308,7 @@ template <class F, class T, int N, bool ONE, int S> struct Stream {
             float2* to = reinterpret_cast<float2*>(sums) + segment() * (SUM_OUTPUTS * 4) + lane;
 #pragma unroll
             for (int m = 0; m < STRIPS; m++)
-                if (m < count && (!ONE || lane % 4 == 0))
+                if ((uint32_t)m < count && (!ONE || lane % 4 == 0))
 #pragma unroll
                     for (int high = 0; high < 2; high++) {
                         const float2 two =
@@ -334,6 +336,7 @@ template <class F, class T, int N, bool ONE, int S> struct Stream {
 template <class F, class T, int N, bool ONE, int S>
 __device__ __forceinline__ void linear_stream(const Products& products, const float* x,
                                               uint32_t inputs, uint32_t rows, uint32_t window) {
+    pdl_launch();
     SMEM_DYN(shared);
     using Warp = Stream<F, T, N, ONE, S>;
     Warp warp(products, gridDim.x / Warp::CTAS);
@@ -363,6 +366,7 @@ __device__ __forceinline__ void linear_stream(const Products& products, const fl
         __syncthreads();
         warp.levels.open(shared, Warp::COMPUTES);
     }
+    pdl_wait(); // from here on activations are read and results are written
     for (uint32_t pass = 0; pass < warp.share.passes; pass++) {
         float sum[STRIPS][N][4] = {};
         const uint32_t count = warp.share.of(pass, warp.group).y;

@@ -183,8 +183,8 @@ __device__ __forceinline__ void down(const Adapter& adapter, const float* x, con
 
 extern "C" __global__ void __launch_bounds__(256)
     lora_down(ADAPTERS, const uint32_t* __restrict__ row_of /* [rows] or null */,
-              const float* __restrict__ x /* [rows, inputs] */,
-              float* __restrict__ middle /* [rows, pitch] */, uint32_t inputs, uint32_t pitch) {
+              const float* x /* [rows, inputs] */, float* __restrict__ middle /* [rows, pitch] */,
+              uint32_t inputs, uint32_t pitch) {
     SMEM_DYN(shared);
     pdl_launch();
     pdl_wait();
@@ -248,7 +248,7 @@ __device__ __forceinline__ void up(const Adapter& adapter, const float* t, float
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    lora_up(ADAPTERS, const float* __restrict__ middle /* [rows, pitch] */,
+    lora_up(ADAPTERS, const float* middle /* [rows, pitch] */,
             float* __restrict__ out /* [rows, outputs] */, uint32_t outputs, uint32_t pitch,
             uint32_t round /* dtype of the block */) {
     SMEM_DYN(shared);
@@ -341,7 +341,7 @@ __device__ __forceinline__ void grad_up(const Adapter& adapter, const float* t, 
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    lora_grad_up(ADAPTERS, const float* __restrict__ middle /* [rows, pitch] */,
+    lora_grad_up(ADAPTERS, const float* middle /* [rows, pitch] */,
                  float* __restrict__ out /* [rows, inputs] */, uint32_t inputs, uint32_t pitch) {
     SMEM_DYN(shared);
     float* t = reinterpret_cast<float*>(shared);

@@ -10,7 +10,9 @@
 // a thread may only touch memory that no kernel of a step writes: weights, constants, the rows of
 // the step, keys and values of earlier steps. Every thread calls it, on every path: a launch ends
 // only when those before it have, so that the launch after it waits for all of them by waiting for
-// one. Source: PTX ISA, griddepcontrol; CUDA C++ Programming Guide, Programmatic Dependent Launch.
+// one. What earlier launches write has no `const __restrict__` pointer: loads through one may move
+// before the wait. Source: PTX ISA, griddepcontrol; CUDA C++ Programming Guide, Programmatic
+// Dependent Launch.
 __device__ __forceinline__ void pdl_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;\n" ::: "memory");

@@ -19,7 +19,7 @@ __device__ __forceinline__ float* offset_of(uint64_t i, float* q, float* k, floa
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    split_qkv(const float* __restrict__ fused /* [heads, group + 2, head_dim] */,
+    split_qkv(const float* fused /* [heads, group + 2, head_dim] */,
               float* __restrict__ q /* [heads, group, head_dim] */,
               float* __restrict__ k /* [heads, head_dim] */, float* __restrict__ v /* as k */,
               uint32_t heads /* tokens * kv_heads */, uint32_t group, uint32_t head_dim) {

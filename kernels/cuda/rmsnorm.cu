@@ -115,11 +115,10 @@ __device__ __forceinline__ void rmsnorm(float* x, const float* y, const float* _
         float* __restrict__ out /* [rows, width] */, uint32_t width, float eps) {                  \
         rmsnorm<T, false>(x, nullptr, weight, out, width, eps);                                    \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(512)                                              \
-        rmsnorm_add_##T(float* x /* [rows, width], becomes the sum */,                             \
-                        const float* __restrict__ y /* [rows, width] */,                           \
-                        const float* __restrict__ weight /* [width] */,                            \
-                        float* __restrict__ out /* [rows, width] */, uint32_t width, float eps) {  \
+    extern "C" __global__ void __launch_bounds__(512) rmsnorm_add_##T(                             \
+        float* x /* [rows, width], becomes the sum */, const float* y /* [rows, width] */,         \
+        const float* __restrict__ weight /* [width] */,                                            \
+        float* __restrict__ out /* [rows, width] */, uint32_t width, float eps) {                  \
         rmsnorm<T, true>(x, y, weight, out, width, eps);                                           \
     }
 RMSNORM(f32)

@@ -134,13 +134,12 @@ __device__ __forceinline__ void rope_append(float* q, const float* k, const floa
                  uint32_t heads, uint32_t head_dim, float sign /* -1: rotate back */) {            \
         rope<T>(x, table, tokens, heads, head_dim, sign);                                          \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(APPEND_THREADS)                                   \
-        rope_append_##T(float* __restrict__ q /* [tokens, heads, head_dim] */,                     \
-                        const float* __restrict__ k /* [tokens, kv_heads, head_dim] */,            \
-                        const float* __restrict__ v /* as k */, const float* __restrict__ table,   \
-                        const uint32_t* __restrict__ batch, T* __restrict__ pages,                 \
-                        T* __restrict__ outbox /* or null */, uint32_t block, uint32_t kv_heads,   \
-                        uint32_t group, uint32_t head_dim) {                                       \
+    extern "C" __global__ void __launch_bounds__(APPEND_THREADS) rope_append_##T(                  \
+        float* __restrict__ q /* [tokens, heads, head_dim] */,                                     \
+        const float* k /* [tokens, kv_heads, head_dim] */, const float* v /* as k */,              \
+        const float* __restrict__ table, const uint32_t* __restrict__ batch,                       \
+        T* __restrict__ pages, T* __restrict__ outbox /* or null */, uint32_t block,               \
+        uint32_t kv_heads, uint32_t group, uint32_t head_dim) {                                    \
         rope_append<T>(q, k, v, table, batch, pages, outbox, block, kv_heads, group, head_dim);    \
     }
 ROPE(f32)

@@ -48,8 +48,7 @@ __device__ __forceinline__ void route_grad(float* logits, const float* grad, uin
 
 // out[i] = x[index[i]]
 extern "C" __global__ void __launch_bounds__(256)
-    gather(const float* __restrict__ x /* [rows, width] */,
-           const uint32_t* __restrict__ index /* [count] */,
+    gather(const float* x /* [rows, width] */, const uint32_t* __restrict__ index /* [count] */,
            float* __restrict__ out /* [count, width] */, uint32_t width) {
     x += (size_t)index[blockIdx.x] * width;
     out += (size_t)blockIdx.x * width;

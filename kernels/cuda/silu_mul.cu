@@ -57,9 +57,8 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 #define SILU_MUL(T)                                                                                \
-    extern "C" __global__ void __launch_bounds__(256)                                              \
-        silu_mul_##T(float* __restrict__ gate /* [len] */,                                         \
-                     const float* __restrict__ up /* [len] */, uint64_t len) {                     \
+    extern "C" __global__ void __launch_bounds__(256) silu_mul_##T(                                \
+        float* __restrict__ gate /* [len] */, const float* up /* [len] */, uint64_t len) {         \
         silu_mul<T>(gate, up, len);                                                                \
     }
 SILU_MUL(f32)

@@ -227,9 +227,9 @@ EMU_NO_TSAN void note_copy(const void* to) {
 
 static const uint32_t IN_FLIGHT = 0xffc0dead; // NaN
 
-// The canonical layouts with a swizzle (PTX ISA 9.7.15.5.1): no base offset, groups of 8 rows follow
-// each other. Contiguous columns fill whole rows; contiguous inputs begin at a multiple of 16 of
-// them.
+// The canonical layouts with a swizzle (PTX ISA 9.7.15.5.1): no base offset, groups of 8 rows
+// follow each other. Contiguous columns fill whole rows; contiguous inputs begin at a multiple of
+// 16 of them.
 static void check_descriptor(const Product& product) {
     uint64_t b = product.b;
     uint32_t start = (uint32_t)(b & 0x3fff) << 4, leading = (uint32_t)(b >> 16 & 0x3fff) << 4;

@@ -47,12 +47,11 @@ fn norm(x: Address, weight: Address, out: Address) -> Launch {
 fn replay(emu: &Emu, launches: &[Launch]) -> Result<(), GpuError> {
     emu.begin_recording().unwrap();
     for (at, launch) in launches.iter().enumerate() {
-        // SAFETY: buffers of `WIDTH` values, which live on.
-        let recorded = unsafe {
-            match at {
-                0 => emu.launch(*launch),
-                _ => emu.launch_early(*launch),
-            }
+        let recorded = match at {
+            // SAFETY: buffers of `WIDTH` values, which live on.
+            0 => unsafe { emu.launch(*launch) },
+            // SAFETY: as above.
+            _ => unsafe { emu.launch_early(*launch) },
         };
         recorded.unwrap();
     }
