@@ -48,7 +48,7 @@ const FEW_GRAPHS: &str = "recorded only some decode steps";
 const NO_SAMPLE: &str = "no sample was taken";
 
 /// Functions that every server needs.
-const CALLS: [(&str, Start, Service); 42] = [
+const CALLS: [(&str, Start, Service); 43] = [
     ("cuInit", Start::Refused, Service::Unused),
     ("cuDriverGetVersion", Start::Refused, Service::Unused),
     ("cuDeviceGetCount", Start::Refused, Service::Unused),
@@ -72,6 +72,8 @@ const CALLS: [(&str, Start, Service); 42] = [
     ("cuGraphInstantiateWithFlags", Start::Warned(FEW_GRAPHS), Service::Unused),
     ("cuGraphLaunch", Start::Unused, Service::Replaced),
     ("cuLaunchKernel", Start::Refused, Service::Replaced),
+    // From compute capability 9.0 on; tests/driver.rs says what comes of a refusal.
+    ("cuLaunchKernelEx", Start::Unused, Service::Unused),
     ("cuMemAlloc_v2", Start::Serves, Service::Unused),
     ("cuMemFreeHost", Start::Serves, Service::Unused),
     ("cuMemFree_v2", Start::Serves, Service::Unused),

@@ -3,14 +3,14 @@
 // stricter than a driver, and as late as one may be:
 //
 //   - Enqueued work runs when a thread waits for it or asks whether it is done, not before: a host
-//     that reads or overwrites too early gets wrong numbers. Copies from pinned or registered memory read it then; other
-//     host memory is read at the call.
+//     that reads or overwrites too early gets wrong numbers. Copies from pinned or registered
+//     memory read it then; other host memory is read at the call.
 //   - Each copy and fill must be inside memory that is allocated, pinned or registered; otherwise
 //     it is error 700, as on a GPU.
 //   - A kernel needs a loaded image that contains it. A launch must respect the compiled kernel:
 //     parameters, threads, clusters, registers, static and dynamic shared memory.
-//   - Launches that may start early (programmatic stream serialization) are checked as fiber.h says,
-//     by their state before the launch that the run of them follows.
+//   - Launches that may start early (programmatic stream serialization) are checked as fiber.h
+//     says, by their state before the launch that the run of them follows.
 //   - A thread that records may not allocate, free, wait, or copy from pageable memory: such a call
 //     fails and invalidates the recording.
 //   - Memory for other processes is a memfd. It is mapped in whole granules and reached after
@@ -934,8 +934,12 @@ API cuStreamBeginCapture_v2(void* stream, int) {
 API cuStreamEndCapture(void* stream, void** graph) {
     auto* of = static_cast<Stream*>(stream);
     // A failure ends the recording, too.
-    const bool has_recorded = of && of->records;
-    if (of) of->records = false;
+    bool has_recorded = false;
+    if (of) {
+        std::lock_guard<std::recursive_mutex> held(lock);
+        has_recorded = of->records;
+        of->records = false;
+    }
     BEGIN(true);
     if (!has_recorded) return INVALID_VALUE;
     if (of->is_spoilt) return CAPTURE_INVALIDATED;

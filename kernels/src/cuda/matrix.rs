@@ -45,7 +45,8 @@ pub enum Parts {
     },
     /// NF4 with scales quantized in turn.
     Nf4 {
-        /// Two weights a byte, the first in the upper half; the other parts follow.
+        /// Two weights a byte, the first in the upper half; the other parts follow. A tiled matrix has them
+        /// in the order of `Nf4Tiles` in `nf4.cuh`.
         codes: Address,
         /// How rows and second scales lie: `nf4_matrix` and `nf4_tiles` in `nf4.cuh`.
         layout: u32,

@@ -40,6 +40,9 @@ impl<G: Gpu> HostMemory<G> {
         }
         // SAFETY: the caller's.
         let is_whole = unsafe { memory.register(start, 0..bytes) };
+        if !is_whole && bytes <= PART_BYTES {
+            return memory;
+        }
         let mut at = 0;
         while !is_whole && at < bytes {
             let end = bytes.min(at + PART_BYTES);

@@ -131,7 +131,7 @@ impl Sampling {
         }
         let why = why(output, launched.as_deref(), limit);
         match sampled.filter(|kernel| self.left.contains(*kernel)) {
-            Some(kernel) if launched.is_some() && blames_the_kernel(output) => {
+            Some(kernel) if launched.as_deref().is_some_and(is_its_own) && blames_the_kernel(output) => {
                 self.note(kernel, Verdict::Failed(why));
                 self.hangs += u32::from(output.status.is_none());
                 if self.hangs == MAX_HANGS && !self.left.is_empty() {
@@ -156,6 +156,12 @@ impl Sampling {
             None => Warpgroups::Sampled(self.verdicts),
         }
     }
+}
+
+/// Whether a launch is of a kernel for warpgroups. A sample launches kernels for warps, too, whose
+/// faults say nothing of it.
+fn is_its_own(launched: &str) -> bool {
+    ["linear_wgmma", "attention_wgmma"].iter().any(|name| launched.starts_with(name))
 }
 
 /// Asks processes until each device has its verdicts or stops. Each round ends with a verdict more
@@ -321,6 +327,12 @@ mod tests {
             format!("{}; exit 11", begun(FIRST)),
             format!("{}; kill -KILL $$", begun(FIRST)),
             echo(&SampleLine::Samples(FIRST)) + "; exit 10",
+            // A kernel for warps.
+            format!(
+                "{}; {}; exit 10",
+                echo(&SampleLine::Samples(FIRST)),
+                echo(&SampleLine::Launches("linear_gemm_plain_bf16".to_owned()))
+            ),
             "exit 10".to_owned(),
             "kill -SEGV $$".to_owned(),
             // No answer, or one that is not about what was sampled.
