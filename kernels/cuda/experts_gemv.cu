@@ -28,6 +28,8 @@ __device__ __forceinline__ void experts_gemv(const uint64_t* matrices, const Lis
                                              uint32_t which, uint32_t layout, uint32_t by_token,
                                              uint32_t outputs, uint32_t inputs, uint32_t stages) {
     constexpr int M = 2;
+    pdl_launch();
+    pdl_wait();
     if (blockIdx.y >= lists.count[1]) return;
     const uint32_t expert = lists.tile_expert[blockIdx.y], first = lists.tile_first[blockIdx.y];
     const uint32_t rows = min(lists.start[expert + 1] - first, (uint32_t)N * 8);

@@ -1,14 +1,21 @@
-// GEMV for 1 to 32 rows on clusters of CTAs: linear_gemv.cu, but each of the 4 CTAs of a cluster
-// takes two of the 8 segments of the inputs, for four times as many outputs.
+// GEMV for 1 to 32 rows on clusters of CTAs, compute capability 9.0: out = round(x) weight^T +
+// bias.
 //
-// Why: a CTA that has all inputs reads all of x. With 8 rows of f32 that is as much as 62 outputs
-// of
-//   NF4, the share of a multiprocessor in a matrix of 8,192. Here a CTA reads a quarter of x, and
-//   holds it in shared memory, for 16 strips at a time.
-// Shapes, reference, order of sums, variants, limits: as linear_gemv.cu, and 8 segments.
-// Grid: clusters that the device certainly holds (kernels/src/tuning.rs).
-// CTA: 8 warps: 4 groups with the same activations and different strips, for each of 2 segments.
+// Shapes, reference, order of sums: as linear_gemv.cu, with inputs of 8 segments.
+// Grid: clusters of 4 CTAs, as many as the device certainly holds (kernels/src/tuning.rs). A
+// cluster
+//   has the same number of neighbouring strips of 16 outputs as the others, or one less. Each of
+//   its CTAs takes two of the 8 segments, so it reads a quarter of x.
+// CTA: 8 warps: 4 groups with the same activations and different strips, 4 at a time, for each of
+//   the 2 segments. A warp loads weights from memory into registers, 16 bytes per lane, some steps
+//   ahead and across passes (linear_source.cuh). Activations are rounded once, in the order of the
+//   fragments, into shared memory: all of a segment where they fit, else `window` blocks at a time.
 //   Sums go to the CTA of the cluster that has the number of the group; it adds and writes them.
+// Codes of NF4: a look-up takes one PRMT and one LDS. With up to 16 rows a quarter of the codes is
+//   decoded by arithmetic, which balances load/store and integer units.
+// Traffic: each weight once; x once per cluster if it fits into shared memory, else once per pass.
+// Variants: for 1, 8, 16 and 32 rows. All variants and linear_gemm.cu give the same bits.
+// Limits: as linear_gemv.cu, and matrices smaller than 4 GiB.
 // Barriers: cluster_wait before sums are stored: all CTAs have started, and have written the sums
 //   before these. cluster_wait after that: all sums are there. cluster_wait at the end: no peer
 //   stores to this CTA any more. Every thread passes all of them equally often, for the CTAs of a

@@ -3,39 +3,45 @@
 // Shapes: x f32 [rows, inputs]; up to 3 matrices [outputs, inputs] (NF4, INT8, bf16, f16) with the
 //   same inputs; out f32 [rows, outputs]. T is the dtype to which x is rounded.
 // Reference: kernels/src/ops/linear.rs. Order of sums: linear.cuh.
-// Grid: as many CTAs as multiprocessors, if there are as many strips of 16 outputs. A CTA has the
-//   same number of neighbouring strips as the others, or one less, in passes of up to 4.
-// CTA: 8 warps. Warp w multiplies segment w of the inputs with the strips of a pass. It loads
-//   weights from memory into registers, 16 bytes per lane, some steps ahead and across passes
-//   (linear_source.cuh). Activations are rounded once, in the order of the fragments, into shared
-//   memory: all of a segment where they fit, else a window of `window` blocks at a time. The sums
-//   of the segments meet in shared memory at the end of a pass.
-// Traffic: each weight once; x once per CTA if it fits into shared memory, else once per pass.
-// Expected bound (computed, an H200 and one row of NF4): memory leaves 227 clocks for 8,192
-// weights;
-//   load/store takes 32 for weights, 96 for look-ups, 16 for scales, 16 for activations. A quarter
-//   of the codes is decoded without the table, which balances load/store and integer arithmetic.
-// Variants: for 1, 8, 16 and 32 rows. All variants and linear_gemm.cu give the same bits.
-// Limits: inputs a multiple of 64, matrices aligned to 16 bytes and smaller than 4 GiB. Everything
-//   else: linear_generic.cu.
-// expects linear_gemv_*: HMMA; loop HMMA LDG.128; no LDGSTS
-#include "linear_stream.cuh"
+// Grid: tiles of 16 M outputs over all matrices.
+// CTA: 8 warps; split-K: warp w computes segment w of the inputs for all outputs of the tile. A
+//   warp fills its own ring of `stages` stages in shared memory, 128 bytes of each row per stage
+//   (cp.async of 16 bytes; NF4 lies in tiles, see nf4.cuh), and multiplies them with 8 N rows of x.
+//   The first barrier comes in the epilogue, which adds the sums of the segments.
+// Traffic: each weight once. A 70B block has 442 MB in NF4, computed 103 us at the 4.3 TB/s of an
+//   H200. At 0.7 us of latency this rate needs 23 KB in flight per multiprocessor; 8 warps x 2 to 3
+//   stages x 2 or 4 KB are 32 to 96 KB.
+// Expected bound (computed): a 16 x 16 step of NF4 takes 7 cycles of shared memory at M = 2 (4 of
+//   table look-ups, 1 + 1 of weights in and out, 0.5 of scales, 1 / M of activations), and 4.3 TB/s
+//   leave 7. Tensor cores: 0.14 N mma per cycle of about 0.6.
+// Variants: M 1 for matrices so small that tiles of 32 outputs would leave multiprocessors idle,
+//   else 2; N 1, 2, 4 for up to 8, 16, 32 rows. All variants and linear_gemm.cu give the same bits.
+//   linear_cluster.cu does the same on compute capability 9.0 where there are 8 segments.
+// Limits: inputs a multiple of 64, matrices aligned to 16 bytes. Everything else:
+//   linear_generic.cu.
+// expects linear_gemv_*: only LDGSTS.128; loop HMMA LDGSTS LDG.128; loop no LDG.64 STG; no LDG.U8
+// expects linear_gemv_nf4_*: loop LDS.128
+// expects linear_gemv_plain_*: loop only LDG.128
+// expects linear_gemv_int8_*: loop only LDG.128
+#include "linear_gemv.cuh"
 
-#define LINEAR_GEMV(F, f, T, r, N, ONE)                                                            \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)                                    \
-        linear_gemv_##f##_##T##_r##r(LINEAR_PRODUCTS, const float* x /* [rows, inputs] */,         \
-                                     uint32_t inputs, uint32_t rows, uint32_t window) {            \
-        const Products products = LINEAR_ALL;                                                      \
-        linear_stream<F, T, N, ONE, SEGMENTS>(products, x, inputs, rows, window);                  \
+#define LINEAR_GEMV(F, f, T, M, N)                                                                 \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, N == 1 ? 2 : 1)                       \
+        linear_gemv_##f##_##T##_m##M##n##N(LINEAR_PRODUCTS, const float* x /* [rows, inputs] */,   \
+                                           uint32_t inputs, uint32_t rows, uint32_t stages) {      \
+        linear_gemv<F, T, M, N>(LINEAR_PRODUCT(blockIdx.x, M * 16), x, Contiguous(), inputs, rows, \
+                                stages);                                                           \
     }
-#define LINEAR_GEMV_ROWS(F, f, T)                                                                  \
-    LINEAR_GEMV(F, f, T, 1, 1, true)                                                               \
-    LINEAR_GEMV(F, f, T, 8, 1, false)                                                              \
-    LINEAR_GEMV(F, f, T, 16, 2, false)                                                             \
-    LINEAR_GEMV(F, f, T, 32, 4, false)
-LINEAR_GEMV_ROWS(Nf4, nf4, bf16)
-LINEAR_GEMV_ROWS(Nf4, nf4, f16)
-LINEAR_GEMV_ROWS(Int8, int8, bf16)
-LINEAR_GEMV_ROWS(Int8, int8, f16)
-LINEAR_GEMV_ROWS(Plain, plain, bf16)
-LINEAR_GEMV_ROWS(Plain, plain, f16)
+#define LINEAR_GEMV_SIZES(F, f, T)                                                                 \
+    LINEAR_GEMV(F, f, T, 1, 1)                                                                     \
+    LINEAR_GEMV(F, f, T, 1, 2)                                                                     \
+    LINEAR_GEMV(F, f, T, 1, 4)                                                                     \
+    LINEAR_GEMV(F, f, T, 2, 1)                                                                     \
+    LINEAR_GEMV(F, f, T, 2, 2)                                                                     \
+    LINEAR_GEMV(F, f, T, 2, 4)
+LINEAR_GEMV_SIZES(Nf4, nf4, bf16)
+LINEAR_GEMV_SIZES(Nf4, nf4, f16)
+LINEAR_GEMV_SIZES(Int8, int8, bf16)
+LINEAR_GEMV_SIZES(Int8, int8, f16)
+LINEAR_GEMV_SIZES(Plain, plain, bf16)
+LINEAR_GEMV_SIZES(Plain, plain, f16)

@@ -2,6 +2,7 @@
 // which rows and matrices a CTA has.
 #pragma once
 #include "linear.cuh"
+#include "pdl.cuh"
 
 #define WARPS    8
 #define MAX_ROWS 32
@@ -255,6 +256,7 @@ template <class F, class T, int M, int N, class Rows>
 __device__ __forceinline__ void linear_gemv(const LinearProduct& product, const float* x,
                                             const Rows& rows, uint32_t inputs, uint32_t tokens,
                                             uint32_t stages) {
+    if constexpr (!Rows::GATHERED) pdl_launch();
     SMEM_DYN(shared);
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     constexpr uint32_t STAGE = M * WARP_STAGE;
@@ -301,6 +303,8 @@ __device__ __forceinline__ void linear_gemv(const LinearProduct& product, const 
         dynamic[threadIdx.x] = NF4_DYNAMIC[threadIdx.x];
         __syncthreads();
     }
+    // Lists of rows come from earlier launches, so experts have waited.
+    if constexpr (!Rows::GATHERED) pdl_wait();
     float sum[M][N][4] = {};
     if (start < end) gemv.run(sum, start, end, stages);
     cp_wait<0>();

@@ -1,5 +1,5 @@
 // Products of 1 to 32 rows by CTAs that stay on their multiprocessor: every weight goes from memory
-// to registers once. linear_gemv.cu says how CTAs share the work.
+// to registers once. linear_cluster.cu says how CTAs share the work.
 #pragma once
 #include "cluster.cuh"
 #include "linear_source.cuh"

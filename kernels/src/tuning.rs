@@ -161,11 +161,46 @@ pub fn cuda_linear_grad_sums(outputs: usize, inputs: usize, rows: usize) -> usiz
     }
 }
 
-/// Sizes of a launch of `linear_gemv.cu`, or of `linear_cluster.cu`.
+/// Sizes of a launch of `linear_gemv.cu`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CudaGemv {
-    /// Whether clusters share the inputs, as `linear_cluster.cu` does.
-    pub has_clusters: bool,
+    /// Tiles of 16 outputs of a CTA: 1 or 2.
+    pub m: usize,
+    /// Tiles of 8 rows: 1, 2 or 4.
+    pub n: usize,
+    /// Pipeline stages of a warp: 2 to 4.
+    pub stages: usize,
+    /// Dynamic shared memory of a CTA.
+    pub shared_bytes: usize,
+}
+
+/// Sizes for `outputs` outputs in all and up to [`CUDA_GEMV_ROWS`] rows, on a device with
+/// `multiprocessors` and `shared_bytes` of shared memory per CTA. Two tiles of outputs halve the
+/// reads of activations, if every multiprocessor still gets a CTA. Two CTAs of up to 112 KiB fit an
+/// H200, one an RTX. None of this changes a result. Not measured on a device yet.
+pub fn cuda_gemv(
+    outputs: usize,
+    rows: usize,
+    is_nf4: bool,
+    multiprocessors: usize,
+    shared_bytes: usize,
+) -> CudaGemv {
+    use sizes::linear_gemv::{STAGE_PER_TILE, TABLES_NF4};
+    let m = if outputs >= 32 * multiprocessors { 2 } else { 1 };
+    let n = match rows {
+        0..=8 => 1,
+        9..=16 => 2,
+        _ => 4,
+    };
+    let table_bytes = if is_nf4 { TABLES_NF4 } else { 0 };
+    let left = shared_bytes.min(112 << 10).saturating_sub(table_bytes);
+    let stages = (left / (STAGE_PER_TILE * m)).clamp(2, 4);
+    CudaGemv { m, n, stages, shared_bytes: table_bytes + stages * STAGE_PER_TILE * m }
+}
+
+/// Sizes of a launch of `linear_cluster.cu`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CudaCluster {
     /// Number of the variant: for 1, 8, 16 or 32 rows.
     pub variant: usize,
     /// CTAs.
@@ -176,68 +211,38 @@ pub struct CudaGemv {
     pub shared_bytes: usize,
 }
 
+/// Whether `linear_cluster.cu` takes products of so many inputs: its CTAs share 8 segments.
+pub fn cuda_may_cluster(inputs: usize) -> bool {
+    inputs > 256 * (sizes::linear_cluster::SEGMENTS - 1)
+}
+
 /// Sizes for `strips` strips of 16 outputs in all and up to [`CUDA_GEMV_ROWS`] rows of `inputs`
-/// inputs, on a device with `multiprocessors`, `shared_bytes` of shared memory per CTA and, where
-/// `may_cluster`, clusters. A multiprocessor gets one CTA. Clusters take part of the inputs each,
-/// once there are 8 segments. A cluster needs multiprocessors of one processing cluster; 16 of one
+/// inputs, on a device with `multiprocessors` and `shared_bytes` of shared memory per CTA. A
+/// multiprocessor gets one CTA. A cluster needs multiprocessors of one processing cluster; 16 of one
 /// are taken for granted, so a few may stay idle. None of this changes a result. Not measured on a
 /// device yet.
-pub fn cuda_gemv(
+pub fn cuda_cluster(
     (strips, inputs, rows): (usize, usize, usize),
     is_nf4: bool,
-    may_cluster: bool,
     multiprocessors: usize,
     shared_bytes: usize,
-) -> CudaGemv {
-    use sizes::linear_gemv::{ROW_BYTES, SEGMENTS, SUM_BYTES, TABLE_NF4, TILE_BYTES};
+) -> CudaCluster {
+    use sizes::linear_cluster::{CLUSTER, ROW_BYTES, SEGMENTS, SUM_BYTES, TABLE_NF4, TILE_BYTES};
     let variant = match rows {
         0..=1 => 0,
         2..=8 => 1,
         9..=16 => 2,
         _ => 3,
     };
-    let has_clusters = may_cluster && inputs > 256 * (SEGMENTS - 1);
-    let (ctas, units) = match has_clusters {
-        true => (sizes::linear_cluster::CLUSTER, (multiprocessors / 16 * 4).max(1)),
-        false => (1, multiprocessors.max(1)),
-    };
+    let units = (multiprocessors / 16 * (16 / CLUSTER)).max(1);
     let row_bytes = [ROW_BYTES, TILE_BYTES, 2 * TILE_BYTES, 4 * TILE_BYTES][variant];
-    let block_bytes = SEGMENTS / ctas * row_bytes;
+    let block_bytes = SEGMENTS / CLUSTER * row_bytes;
     let segment = inputs.div_ceil(256).div_ceil(SEGMENTS) * 4;
     let table_bytes = if is_nf4 { TABLE_NF4 } else { 0 };
-    let left = shared_bytes.saturating_sub(table_bytes);
-    let fit = left.saturating_sub(SUM_BYTES) / block_bytes;
-    let (window, held) = match (fit >= segment, has_clusters) {
-        (true, _) => (segment, segment * block_bytes + SUM_BYTES),
-        (false, true) => (fit.max(1), fit.max(1) * block_bytes + SUM_BYTES),
-        // The sums take the place of the activations.
-        (false, false) => {
-            let window = (left / block_bytes).clamp(1, segment - 1);
-            (window, (window * block_bytes).max(SUM_BYTES))
-        }
-    };
-    let grid = strips.clamp(1, units) * ctas;
-    CudaGemv { has_clusters, variant, grid, window, shared_bytes: table_bytes + held }
-}
-
-/// Sizes of a launch of `experts_gemv.cu`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CudaExpertsGemv {
-    /// Pipeline stages of a warp: 2 to 4.
-    pub stages: usize,
-    /// Dynamic shared memory of a CTA.
-    pub shared_bytes: usize,
-}
-
-/// Sizes on a device with `shared_bytes` of shared memory per CTA. Two CTAs of up to 112 KiB fit an
-/// H200, one an RTX. None of this changes a result. Not measured on a device yet.
-pub fn cuda_experts_gemv(is_nf4: bool, shared_bytes: usize) -> CudaExpertsGemv {
-    use sizes::experts_gemv::{STAGE_PER_TILE, TABLES_NF4};
-    let stage = 2 * STAGE_PER_TILE;
-    let table_bytes = if is_nf4 { TABLES_NF4 } else { 0 };
-    let left = shared_bytes.min(112 << 10).saturating_sub(table_bytes);
-    let stages = (left / stage).clamp(2, 4);
-    CudaExpertsGemv { stages, shared_bytes: table_bytes + stages * stage }
+    let left = shared_bytes.saturating_sub(table_bytes + SUM_BYTES);
+    let window = (left / block_bytes).clamp(1, segment);
+    let shared_bytes = table_bytes + window * block_bytes + SUM_BYTES;
+    CudaCluster { variant, grid: strips.clamp(1, units) * CLUSTER, window, shared_bytes }
 }
 
 /// Most rows of one expert in a tile of `experts_gemv.cu`, and in one of `experts_gemm.cu`.
@@ -343,31 +348,24 @@ mod tests {
     }
 
     #[test]
-    fn decode_products_fit_the_device_and_cover_the_strips() {
-        // (inputs, multiprocessors, KiB per CTA, clusters) of H200, A100, RTX 3060; a tiny matrix.
-        for (inputs, multiprocessors, kib, may_cluster) in [
-            (8192, 132, 227, true),
-            (28672, 108, 163, false),
-            (28672, 28, 99, false),
-            (64, 4, 99, true),
-        ] {
+    fn products_of_clusters_fit_the_device() {
+        // An H200; the fewest inputs.
+        for (inputs, multiprocessors) in [(8192, 132), (28672, 132), (1856, 4)] {
             for rows in [1, 2, 8, 9, 16, 17, 32] {
                 for is_nf4 in [false, true] {
                     let shape = (512, inputs, rows);
-                    let sizes = cuda_gemv(shape, is_nf4, may_cluster, multiprocessors, kib << 10);
+                    let sizes = cuda_cluster(shape, is_nf4, multiprocessors, 227 << 10);
                     let segment = inputs.div_ceil(256).div_ceil(8) * 4;
-                    assert!(sizes.shared_bytes <= kib << 10, "{shape:?}: {sizes:?}");
+                    assert!(sizes.shared_bytes <= 227 << 10, "{shape:?}: {sizes:?}");
                     assert!((1..=segment).contains(&sizes.window), "{shape:?}: {sizes:?}");
-                    assert!(sizes.grid <= multiprocessors, "{shape:?}: {sizes:?}");
+                    assert!(sizes.grid <= multiprocessors.next_multiple_of(4), "{shape:?}");
                     assert!([1, 8, 16, 32][sizes.variant] >= rows);
-                    assert_eq!(sizes.has_clusters, may_cluster && inputs > 1792);
                 }
             }
         }
-        // Clusters of 4 leave the multiprocessors idle that do not fill a group of 16.
-        assert_eq!(cuda_gemv((512, 8192, 1), true, true, 132, 227 << 10).grid, 128);
-        // One row of a whole matrix stays in shared memory of every device.
-        assert_eq!(cuda_gemv((512, 8192, 1), true, false, 28, 99 << 10).window, 16);
+        // The multiprocessors that do not fill a group of 16 stay idle.
+        assert_eq!(cuda_cluster((512, 8192, 1), true, 132, 227 << 10).grid, 128);
+        assert!(!cuda_may_cluster(1792) && cuda_may_cluster(1856));
     }
 
     #[test]

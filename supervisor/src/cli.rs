@@ -222,14 +222,12 @@ fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
             runtime_dir: args.runtime_dir.unwrap_or_else(|| runtime_dir(env)),
             json: args.json,
         }),
-        Commands::Selftest(args) => {
-            Command::SelfTest {
-                device: args.device,
-                is_quick: args.quick,
-                parent: args.parent,
-                skipped: args.skip.into_iter().collect(),
-            }
-        }
+        Commands::Selftest(args) => Command::SelfTest {
+            device: args.device,
+            is_quick: args.quick,
+            parent: args.parent,
+            skipped: args.skip.into_iter().collect(),
+        },
         Commands::CudaDevices(args) => Command::CudaDevices { parent: args.parent },
         Commands::Probe(args) => Command::Probe(ProbeConfig {
             peers: args.peers,

@@ -22,7 +22,8 @@ CONTEXT = 2048
 # Functions of kernels/src/tuning.rs that are written again here, and a hash of their text: whoever
 # changes one changes it here, too (test_budget.py).
 COPIED = {
-    "cuda_gemv": "6a9c9493e53b1c2f",
+    "cuda_gemv": "e97b7e3572f9af9e",
+    "cuda_cluster": "513ef614594dce7f",
     "cuda_attention_splits": "8ef67cb2fca2861a",
     "cuda_norm_threads": "763dd56a63855c00",
 }
@@ -58,11 +59,21 @@ def ceil(a, b):
     return -(-a // b)
 
 
-@dataclasses.dataclass
-class Gemv:
-    """Sizes of a launch of linear_gemv.cu or linear_cluster.cu."""
+def gemv(outputs, rows, is_nf4, multiprocessors, shared_bytes, exports):
+    """tuning::cuda_gemv: (m, n, stages, bytes of shared memory, bytes of a stage)."""
+    m = 2 if outputs >= 32 * multiprocessors else 1
+    n = 1 if rows <= 8 else 2 if rows <= 16 else 4
+    table = exports["TABLES_NF4"] if is_nf4 else 0
+    stage = exports["STAGE_PER_TILE"] * m
+    left = max(0, min(shared_bytes, 112 << 10) - table)
+    stages = min(max(left // stage, 2), 4)
+    return m, n, stages, table + stages * stage, stage
 
-    image: str
+
+@dataclasses.dataclass
+class Cluster:
+    """Sizes of a launch of linear_cluster.cu."""
+
     rows: int
     grid: int
     ctas: int
@@ -70,29 +81,18 @@ class Gemv:
     shared: int
 
 
-def gemv(strips, inputs, rows, is_nf4, may_cluster, multiprocessors, shared_bytes, manifest):
-    """tuning::cuda_gemv."""
-    exports = manifest["linear_gemv"]["exports"]
-    segments, tile = exports["SEGMENTS"], exports["TILE_BYTES"]
+def cluster(strips, inputs, rows, is_nf4, multiprocessors, shared_bytes, exports):
+    """tuning::cuda_cluster."""
+    segments, tile, ctas = exports["SEGMENTS"], exports["TILE_BYTES"], exports["CLUSTER"]
     variant = next(at for at, most in enumerate([1, 8, 16, 32]) if rows <= most)
-    has_clusters = may_cluster and inputs > 256 * (segments - 1)
-    ctas = manifest["linear_cluster"]["exports"]["CLUSTER"] if has_clusters else 1
-    units = max(multiprocessors // 16 * 4 if has_clusters else multiprocessors, 1)
+    units = max(multiprocessors // 16 * (16 // ctas), 1)
     row = [exports["ROW_BYTES"], tile, 2 * tile, 4 * tile][variant]
     block, segment = segments // ctas * row, ceil(ceil(inputs, 256), segments) * 4
-    table = exports["TABLE_NF4"] if is_nf4 else 0
-    left, sums = max(shared_bytes - table, 0), exports["SUM_BYTES"]
-    fit = max(left - sums, 0) // block
-    if fit >= segment:
-        window, held = segment, segment * block + sums
-    elif has_clusters:
-        window, held = max(fit, 1), max(fit, 1) * block + sums
-    else:
-        window = min(max(left // block, 1), segment - 1)
-        held = max(window * block, sums)
-    image = "linear_cluster" if has_clusters else "linear_gemv"
-    grid = min(max(strips, 1), units) * ctas
-    return Gemv(image, [1, 8, 16, 32][variant], grid, ctas, window, table + held)
+    table, sums = exports["TABLE_NF4"] if is_nf4 else 0, exports["SUM_BYTES"]
+    left = max(shared_bytes - table - sums, 0)
+    window = min(max(left // block, 1), segment)
+    shared = table + window * block + sums
+    return Cluster([1, 8, 16, 32][variant], min(max(strips, 1), units) * ctas, ctas, window, shared)
 
 
 def splits(multiprocessors, pairs):
@@ -117,13 +117,47 @@ def matrix_bytes(quant, outputs, inputs):
     return 2 * weights
 
 
-def products(manifest, device, name, quant, rows, inputs, outputs):
-    """One launch of linear_gemv.cu or linear_cluster.cu over up to 3 matrices."""
+def of_tiles(manifest, device, name, quant, rows, inputs, outputs):
+    """One launch of linear_gemv.cu over up to 3 matrices."""
     exports = manifest["linear_gemv"]["exports"]
+    m, n, stages, shared, stage = gemv(
+        sum(outputs), rows, quant == "nf4", device.multiprocessors, device.shared_cta << 10, exports
+    )
+    # NF4: 256 groups share a second scale (nf4.cuh).
+    parameters, layout = [], 8 if quant == "nf4" else 0
+    for number in range(3):
+        if number < len(outputs):
+            weight = Buffer(f"weight{number}", is_streamed=True)
+            parameters += [weight, None, Buffer(f"out{number}"), outputs[number], layout]
+        else:
+            parameters += [None, None, None, 0, 0]
+    tiles = sum(ceil(count, 16 * m) for count in outputs)
+    warps = exports["CTA_THREADS"] // 32
+    return Spec(
+        name=name,
+        family=f"linear_{quant}",
+        image="linear_gemv",
+        kernel=f"linear_gemv_{KERNEL_FORMAT[quant]}_bf16_m{m}n{n}",
+        grid=(tiles, 1, 1),
+        cta=(exports["CTA_THREADS"], 1, 1),
+        shared=shared,
+        parameters=[*parameters, Buffer("x"), inputs, rows, stages],
+        ctas=[((0, 0, 0), tiles)],
+        warps=[(0, 1), (1, warps - 1)],
+        memory_bytes=sum(matrix_bytes(quant, count, inputs) for count in outputs),
+        weights=sum(outputs) * inputs,
+        in_flight=(stages - 1) * stage,
+        alike=(inputs, rows, stages),
+    )
+
+
+def of_clusters(manifest, device, name, quant, rows, inputs, outputs):
+    """One launch of linear_cluster.cu over up to 3 matrices."""
+    exports = manifest["linear_cluster"]["exports"]
     strips = sum(ceil(count, exports["STRIP"]) for count in outputs)
-    sizes = gemv(
-        *(strips, inputs, rows, quant == "nf4", device.architecture == "90a"),
-        *(device.multiprocessors, device.shared_cta << 10, manifest),
+    sizes = cluster(
+        *(strips, inputs, rows, quant == "nf4", device.multiprocessors),
+        *(device.shared_cta << 10, exports),
     )
     # NF4: 256 groups share a second scale (nf4.cuh).
     parameters, layout = [], 8 if quant == "nf4" else 0
@@ -142,8 +176,8 @@ def products(manifest, device, name, quant, rows, inputs, outputs):
     return Spec(
         name=name,
         family=f"linear_{quant}",
-        image=sizes.image,
-        kernel=f"{sizes.image}_{KERNEL_FORMAT[quant]}_bf16_r{sizes.rows}",
+        image="linear_cluster",
+        kernel=f"linear_cluster_{KERNEL_FORMAT[quant]}_bf16_r{sizes.rows}",
         grid=(sizes.grid, 1, 1),
         cta=(exports["CTA_THREADS"], 1, 1),
         shared=sizes.shared,
@@ -157,6 +191,14 @@ def products(manifest, device, name, quant, rows, inputs, outputs):
         memory_bytes=sum(matrix_bytes(quant, count, inputs) for count in outputs),
         weights=sum(outputs) * inputs,
     )
+
+
+def products(manifest, device, name, quant, rows, inputs, outputs):
+    """One launch over up to 3 matrices, as kernels/src/cuda/ops/linear.rs chooses it."""
+    segments = manifest["linear_cluster"]["exports"]["SEGMENTS"]
+    may_cluster = device.architecture == "90a" and inputs > 256 * (segments - 1)
+    make = of_clusters if may_cluster else of_tiles
+    return make(manifest, device, name, quant, rows, inputs, outputs)
 
 
 def batch(rows, context):

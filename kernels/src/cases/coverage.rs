@@ -41,8 +41,8 @@ mod tests {
             "add_bf16",
             "attention_decode_bf16_d64",
             "attention_decode_bf16_d128",
-            "linear_gemv_nf4_bf16_r16",
-            "linear_gemv_int8_bf16_r16",
+            "linear_gemv_nf4_bf16_m1n2",
+            "linear_gemv_int8_bf16_m1n2",
             "peak_mma_bf16",
         ];
         let launched = BTreeSet::from(["add_bf16", "attention_decode_bf16_d128"]);

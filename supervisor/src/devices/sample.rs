@@ -131,7 +131,9 @@ impl Sampling {
         }
         let why = why(output, launched.as_deref(), limit);
         match sampled.filter(|kernel| self.left.contains(*kernel)) {
-            Some(kernel) if launched.as_deref().is_some_and(is_its_own) && blames_the_kernel(output) => {
+            Some(kernel)
+                if launched.as_deref().is_some_and(is_its_own) && blames_the_kernel(output) =>
+            {
                 self.note(kernel, Verdict::Failed(why));
                 self.hangs += u32::from(output.status.is_none());
                 if self.hangs == MAX_HANGS && !self.left.is_empty() {

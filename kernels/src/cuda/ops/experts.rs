@@ -276,11 +276,16 @@ impl<'a, G: Gpu> Plan<'a, G> {
             return self.gemm(cuda, (x, by_token), [first, second], (N, which, outputs, inputs));
         }
         let device = cuda.gpu().properties();
-        let sizes =
-            tuning::cuda_experts_gemv(like.quant() == QuantType::Nf4, device.shared_bytes as usize);
-        let is_large = self.tokens.min(self.tile_rows) > 8;
+        // Two tiles of outputs whatever their number, for all experts together have many.
+        let sizes = tuning::cuda_gemv(
+            usize::MAX,
+            self.tokens.min(self.tile_rows),
+            like.quant() == QuantType::Nf4,
+            device.multiprocessors as usize,
+            device.shared_bytes as usize,
+        );
         let launch = Launch {
-            kernel: by_kind(GEMV, like)[usize::from(is_large)],
+            kernel: by_kind(GEMV, like)[usize::from(sizes.n > 1)],
             grid: [ctas(N * outputs.div_ceil(32)), ctas(self.tiles), 1],
             cta: [ctas(sizes::experts_gemv::CTA_THREADS), 1, 1],
             shared_bytes: ctas(sizes.shared_bytes),

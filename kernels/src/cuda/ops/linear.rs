@@ -140,10 +140,56 @@ fn gemv<G: Gpu>(
     products: &mut [Product<'_, Floats, Matrix<G>>],
 ) -> Result<(), OpError> {
     let device = cuda.gpu().properties();
+    if device.has_clusters() && tuning::cuda_may_cluster(like.inputs()) {
+        return gemv_by_clusters(cuda, x, rows, like, products);
+    }
+    let outputs = products.iter().map(|p| p.weight.outputs()).sum();
     let sizes = tuning::cuda_gemv(
-        (tiles(products, sizes::linear_gemv::STRIP), like.inputs(), rows),
+        outputs,
+        rows,
         like.quant() == QuantType::Nf4,
-        device.has_clusters(),
+        device.multiprocessors as usize,
+        device.shared_bytes as usize,
+    );
+    let launch = Launch {
+        kernel: gemv_kernel(like, sizes),
+        grid: [ctas(tiles(products, 16 * sizes.m)), 1, 1],
+        cta: [ctas(sizes::linear_gemv::CTA_THREADS), 1, 1],
+        shared_bytes: ctas(sizes.shared_bytes),
+        params: params_of(products).read(x).count(like.inputs()).count(rows).count(sizes.stages),
+    };
+    // SAFETY: as in `generic`; the matrices begin at multiples of 256, their rows are whole blocks.
+    unsafe { cuda.launch(launch) }
+}
+
+fn gemv_kernel<G: Gpu>(like: &Matrix<G>, sizes: tuning::CudaGemv) -> &'static str {
+    let format = match like.quant() {
+        QuantType::None => 0,
+        QuantType::Int8 => 1,
+        QuantType::Nf4 => 2,
+    };
+    let dtype = if like.dtype() == DType::F16 { 1 } else { 0 };
+    let m = if sizes.m == 2 { 1 } else { 0 };
+    let n = match sizes.n {
+        1 => 0,
+        2 => 1,
+        _ => 2,
+    };
+    GEMV[format][dtype][m][n]
+}
+
+/// The same on clusters of CTAs.
+fn gemv_by_clusters<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    x: &Floats,
+    rows: usize,
+    like: &Matrix<G>,
+    products: &mut [Product<'_, Floats, Matrix<G>>],
+) -> Result<(), OpError> {
+    let device = cuda.gpu().properties();
+    let sizes = tuning::cuda_cluster(
+        (tiles(products, sizes::linear_cluster::STRIP), like.inputs(), rows),
+        like.quant() == QuantType::Nf4,
         device.multiprocessors as usize,
         device.shared_bytes as usize,
     );
@@ -154,13 +200,13 @@ fn gemv<G: Gpu>(
     };
     let is_f16 = usize::from(like.dtype() == DType::F16);
     let launch = Launch {
-        kernel: GEMV[usize::from(sizes.has_clusters)][format][is_f16][sizes.variant],
+        kernel: BY_CLUSTERS[format][is_f16][sizes.variant],
         grid: [ctas(sizes.grid), 1, 1],
-        cta: [ctas(sizes::linear_gemv::CTA_THREADS), 1, 1],
+        cta: [ctas(sizes::linear_cluster::CTA_THREADS), 1, 1],
         shared_bytes: ctas(sizes.shared_bytes),
         params: params_of(products).read(x).count(like.inputs()).count(rows).count(sizes.window),
     };
-    // SAFETY: as in `generic`; the matrices begin at multiples of 256, their rows are whole blocks.
+    // SAFETY: as in `gemv`.
     unsafe { cuda.launch(launch) }
 }
 
@@ -263,8 +309,25 @@ const GENERIC: [[&str; 3]; 3] = [
     ["linear_generic_nf4_f32", "linear_generic_nf4_bf16", "linear_generic_nf4_f16"],
 ];
 
-/// By whether CTAs form clusters, format, dtype and rows.
-const GEMV: [[[[&str; 4]; 2]; 3]; 2] = {
+/// By format, dtype, tiles of outputs and tiles of rows.
+const GEMV: [[[[&str; 3]; 2]; 2]; 3] = {
+    macro_rules! sizes {
+        ($name:literal) => {
+            [
+                [concat!($name, "_m1n1"), concat!($name, "_m1n2"), concat!($name, "_m1n4")],
+                [concat!($name, "_m2n1"), concat!($name, "_m2n2"), concat!($name, "_m2n4")],
+            ]
+        };
+    }
+    [
+        [sizes!("linear_gemv_plain_bf16"), sizes!("linear_gemv_plain_f16")],
+        [sizes!("linear_gemv_int8_bf16"), sizes!("linear_gemv_int8_f16")],
+        [sizes!("linear_gemv_nf4_bf16"), sizes!("linear_gemv_nf4_f16")],
+    ]
+};
+
+/// By format, dtype and rows.
+const BY_CLUSTERS: [[[&str; 4]; 2]; 3] = {
     macro_rules! rows {
         ($name:literal) => {
             [
@@ -276,15 +339,8 @@ const GEMV: [[[[&str; 4]; 2]; 3]; 2] = {
         };
     }
     [
-        [
-            [rows!("linear_gemv_plain_bf16"), rows!("linear_gemv_plain_f16")],
-            [rows!("linear_gemv_int8_bf16"), rows!("linear_gemv_int8_f16")],
-            [rows!("linear_gemv_nf4_bf16"), rows!("linear_gemv_nf4_f16")],
-        ],
-        [
-            [rows!("linear_cluster_plain_bf16"), rows!("linear_cluster_plain_f16")],
-            [rows!("linear_cluster_int8_bf16"), rows!("linear_cluster_int8_f16")],
-            [rows!("linear_cluster_nf4_bf16"), rows!("linear_cluster_nf4_f16")],
-        ],
+        [rows!("linear_cluster_plain_bf16"), rows!("linear_cluster_plain_f16")],
+        [rows!("linear_cluster_int8_bf16"), rows!("linear_cluster_int8_f16")],
+        [rows!("linear_cluster_nf4_bf16"), rows!("linear_cluster_nf4_f16")],
     ]
 };
