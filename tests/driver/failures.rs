@@ -28,8 +28,6 @@ enum Start {
 enum Service {
     /// The worker is replaced, and the session gets the same bits.
     Replaced,
-    /// The session gets the same bits from the same worker.
-    Serves,
     /// Steps do not call the function.
     Unused,
 }

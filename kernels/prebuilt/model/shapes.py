@@ -168,6 +168,7 @@ def of_clusters(manifest, device, name, quant, rows, inputs, outputs):
         else:
             parameters += [None, None, None, 0, 0]
     warps = exports["CTA_THREADS"] // 32
+    of_group = exports["SEGMENTS"] // sizes.ctas
     # Units of CTAs by their numbers of strips; the first of each stands for the others.
     units, of_strips = sizes.grid // sizes.ctas, {}
     for unit in range(units):
@@ -182,12 +183,11 @@ def of_clusters(manifest, device, name, quant, rows, inputs, outputs):
         cta=(exports["CTA_THREADS"], 1, 1),
         shared=sizes.shared,
         parameters=[*parameters, Buffer("x"), inputs, rows, sizes.window],
+        # The CTAs of a cluster have the same work, and so have the warps of a group.
         ctas=[
-            ((same[0] * sizes.ctas + rank, 0, 0), len(same))
-            for same in of_strips.values()
-            for rank in range(sizes.ctas)
+            ((same[0] * sizes.ctas, 0, 0), len(same) * sizes.ctas) for same in of_strips.values()
         ],
-        warps=[(number, 1) for number in range(warps)],
+        warps=[(number, of_group) for number in range(0, warps, of_group)],
         memory_bytes=sum(matrix_bytes(quant, count, inputs) for count in outputs),
         weights=sum(outputs) * inputs,
     )
