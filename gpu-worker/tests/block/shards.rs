@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use ::model::shards::{Shard, Shares, Slice, SliceShape};
 use gpu_worker::weights::map::{Keep, MappedWeights};
-use kernels::quant::slice_bytes;
+use kernels::quant::{held_bytes, slice_bytes};
 use shared::ids::{Generation, GroupId, Rank, WorldSize};
 use shared::shm::group::{Group, GroupMap, GroupShape, Member, WaitPolicy};
 
@@ -90,14 +90,18 @@ impl Model {
     /// A rank holds what is planned for it, and copies what does not lie in one piece.
     fn check_bytes(&self, shard: &Shard, keep: Keep, weights: &MappedWeights) {
         let blocks = self.spec.num_blocks as u64;
+        let held = |quant, part: SliceShape| {
+            held_bytes(quant, self.dtype, part.whole, part.rows, part.columns)
+        };
         let bytes = |quant, part: SliceShape| {
             slice_bytes(quant, self.dtype, part.whole, part.rows, part.columns)
         };
         // Vectors of a checkpoint in the block dtype: those of the golden data are.
-        let planned = shard.weight_bytes(self.quant, bytes).unwrap() * blocks;
+        let planned = shard.weight_bytes(self.quant, held).unwrap() * blocks;
         assert_eq!(weights.bytes(), planned, "{} rank {}", self.name, shard.rank);
         if keep == Keep::Copied {
-            let all = weights.bytes() + weights.adapter_bytes();
+            let all = shard.weight_bytes(self.quant, bytes).unwrap() * blocks;
+            let all = all + weights.adapter_bytes();
             return assert_eq!(weights.copied_bytes(), all, "{}", self.name);
         }
         let is_copied = |slice: &Slice| match slice {

@@ -101,7 +101,7 @@ impl Case for LinearCase {
         let formats = if class == Class::Smallest { &FORMATS[2..] } else { &FORMATS };
         let clusters = CLUSTERS.into_iter().filter(|(_, at)| *at <= class);
         // The fewest inputs that clusters share by segments, and a strip that is not whole.
-        cases.extend(formats.iter().map(|&quant| LinearCase {
+        cases.extend(FORMATS.map(|quant| LinearCase {
             weight: Matrix::new(quant, DType::Bf16, (7 * 256 + 64, 20)),
             rows: 33,
             has_bias: true,

@@ -168,7 +168,8 @@ mod tests {
     use super::*;
 
     /// Images of kernels that use what other architectures do not have.
-    const HOPPER_ONLY: [&str; 4] = ["attention_wgmma", "linear_wgmma", "peak_wgmma", "wgmma"];
+    const HOPPER_ONLY: [&str; 5] =
+        ["attention_wgmma", "linear_cluster", "linear_wgmma", "peak_wgmma", "wgmma"];
 
     #[test]
     fn every_image_has_a_cubin_for_each_architecture_and_its_kernels_in_the_ptx() {
