@@ -51,7 +51,11 @@ pub fn run_command(
             Err(message) => Err(Ended { reason: ExitReason::BadConfig, message }),
         },
         Device::Cuda(ordinal) => {
-            let found = parent.is_none().then(|| sample(ordinal));
+            let has_none = Driver::properties_of(ordinal).is_ok_and(|found| !found.has_wgmma());
+            let found = parent.is_none().then(|| match has_none {
+                true => Warpgroups::Missing,
+                false => sample(ordinal),
+            });
             match Driver::open(ordinal) {
                 Ok(driver) => {
                     let mut cuda = Cuda::new(driver);

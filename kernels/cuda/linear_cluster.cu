@@ -1,7 +1,8 @@
 // GEMV for 1 to 32 rows on clusters of CTAs, compute capability 9.0: out = round(x) weight^T +
 // bias.
 //
-// Shapes, reference, order of sums: as linear_gemv.cu, with inputs of 8 segments.
+// Shapes, reference, order of sums: as linear_gemv.cu, with more than 1,792 inputs. With fewer than
+//   8 segments some CTAs have less to do.
 // Grid: clusters of 4 CTAs, as many as the device certainly holds (kernels/src/tuning.rs). A
 // cluster
 //   has the same number of neighbouring strips of 16 outputs as the others, or one less. Each of

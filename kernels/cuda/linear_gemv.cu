@@ -16,7 +16,7 @@
 //   leave 7. Tensor cores: 0.14 N mma per cycle of about 0.6.
 // Variants: M 1 for matrices so small that tiles of 32 outputs would leave multiprocessors idle,
 //   else 2; N 1, 2, 4 for up to 8, 16, 32 rows. All variants and linear_gemm.cu give the same bits.
-//   linear_cluster.cu does the same on compute capability 9.0 where there are 8 segments.
+//   linear_cluster.cu does the same on compute capability 9.0 for more than 1,792 inputs.
 // Limits: inputs a multiple of 64, matrices aligned to 16 bytes. Everything else:
 //   linear_generic.cu.
 // expects linear_gemv_*: only LDGSTS.128; loop HMMA LDGSTS LDG.128; loop no LDG.64 STG; no LDG.U8

@@ -230,7 +230,7 @@ template <class F, class T, int N, bool ONE, int S> struct Stream {
 #pragma unroll
         for (int m = 0; m < STRIPS; m++) {
             uint32_t a[4][4];
-            const bool exists = FULL || m < count;
+            const bool exists = FULL || (uint32_t)m < count;
             if (exists) decode<T, COMPUTES>(a, waiting(m, block), levels);
             if (m > 0 && block * STRIPS + m + AHEAD<F, N> == STEPS) advance();
             load(m, block);
@@ -273,7 +273,7 @@ template <class F, class T, int N, bool ONE, int S> struct Stream {
     __device__ __forceinline__ void write(uint2 own, uint32_t n) {
         const uint32_t segments = (inputs + segment_inputs(inputs) - 1) / segment_inputs(inputs),
                        at = threadIdx.x / 4, pair = threadIdx.x % 4;
-        if (at >= own.y * STRIP || ONE && pair > 0) return;
+        if (at >= own.y * STRIP || (ONE && pair > 0)) return;
         const LinearProduct product = products.of(own.x + at / STRIP);
         const uint32_t output = product.tile * STRIP + at % STRIP;
         if (output >= product.outputs) return;
@@ -357,10 +357,11 @@ __device__ __forceinline__ void linear_stream(const Products& products, const fl
     warp.chunks = segment / CHUNK_BLOCKS;
     warp.staged = 0;
     warp.load_pass = 0;
+    // Nothing is published: peers only learn that this CTA has started.
+    if constexpr (Warp::CTAS > 1) cluster_arrive();
     // The first weights are on their way while the tables are filled.
     warp.open_pass();
     warp.load_first();
-    if constexpr (Warp::CTAS > 1) cluster_release();
     if constexpr (same_type<F, Nf4>::value) {
         fill_tables<T>(shared);
         __syncthreads();

@@ -46,8 +46,8 @@ struct Adapter {
 // Adapters of rows: the table, the adapter of each row (a number past the table means none), and
 // the number of rows, if only the device knows it.
 #define ADAPTERS                                                                                   \
-    const Adapter *__restrict__ table, const uint32_t *__restrict__ row_adapter /* [rows] */,      \
-        const uint32_t *__restrict__ there /* or null */, uint32_t adapters, uint32_t rows
+    const Adapter *__restrict__ table, const uint32_t *row_adapter /* [rows] */,                   \
+        const uint32_t *there /* or null */, uint32_t adapters, uint32_t rows
 
 __device__ __forceinline__ float rounded_as(uint32_t dtype, float v) {
     return dtype == 0 ? v : dtype == 1 ? rounded<bf16>(v) : rounded<f16>(v);
@@ -182,7 +182,7 @@ __device__ __forceinline__ void down(const Adapter& adapter, const float* x, con
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    lora_down(ADAPTERS, const uint32_t* __restrict__ row_of /* [rows] or null */,
+    lora_down(ADAPTERS, const uint32_t* row_of /* [rows] or null */,
               const float* x /* [rows, inputs] */, float* __restrict__ middle /* [rows, pitch] */,
               uint32_t inputs, uint32_t pitch) {
     SMEM_DYN(shared);

@@ -211,7 +211,7 @@ pub struct CudaCluster {
     pub shared_bytes: usize,
 }
 
-/// Whether `linear_cluster.cu` takes products of so many inputs: its CTAs share 8 segments.
+/// Whether `linear_cluster.cu` takes products of so many inputs: its CTAs share up to 8 segments.
 pub fn cuda_may_cluster(inputs: usize) -> bool {
     inputs > 256 * (sizes::linear_cluster::SEGMENTS - 1)
 }

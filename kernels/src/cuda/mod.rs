@@ -405,8 +405,9 @@ impl<G: Gpu> Cuda<G> {
         }
         let in_order = std::mem::take(&mut self.in_order);
         let mut done = match driver::images::waits(launch.kernel) && !in_order {
-            // SAFETY: the caller's. Kernels read only constants and the step's words and tables
-            // before they wait: `end_before_next` was called after a table was launched.
+            // SAFETY: the caller's. Before they wait, kernels read only weights, constants, the step's
+            // words and tables, and keys of earlier steps: `end_before_next` was called after a launch
+            // that writes such.
             true => unsafe { self.gpu.launch_early(launch) },
             // SAFETY: the caller's.
             false => unsafe { self.gpu.launch(launch) },

@@ -22,9 +22,9 @@ fn functions() -> impl Iterator<Item = &'static str> {
     FIRST.into_iter().chain(NAMES.iter().copied())
 }
 
-/// Every function of the driver that is called, if it has those that share memory.
+/// Every function of the driver that is called, if it has those for early launches and shared memory.
 pub(super) fn all_functions() -> impl Iterator<Item = &'static str> {
-    functions().chain(SHARING_NAMES.iter().copied())
+    functions().chain(EARLY_NAMES.iter().copied()).chain(SHARING_NAMES.iter().copied())
 }
 
 /// Why there is no CUDA device.

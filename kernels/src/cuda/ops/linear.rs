@@ -140,7 +140,9 @@ fn gemv<G: Gpu>(
     products: &mut [Product<'_, Floats, Matrix<G>>],
 ) -> Result<(), OpError> {
     let device = cuda.gpu().properties();
-    if device.has_clusters() && tuning::cuda_may_cluster(like.inputs()) {
+    // Distances within a matrix have 32 bits there.
+    let are_near = products.iter().all(|p| p.weight.bytes() < 1 << 32);
+    if device.has_clusters() && are_near && tuning::cuda_may_cluster(like.inputs()) {
         return gemv_by_clusters(cuda, x, rows, like, products);
     }
     let outputs = products.iter().map(|p| p.weight.outputs()).sum();

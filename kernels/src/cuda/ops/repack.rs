@@ -46,6 +46,8 @@ pub(crate) fn upload<G: Gpu>(
     // SAFETY: `tiled_sections` counts the second scales of all groups and the offset.
     let done = unsafe { cuda.gpu.write(&seconds, at) };
     cuda.noted(done)?;
+    // Products read weights before they wait for earlier launches.
+    cuda.end_before_next();
     Ok(memory)
 }
 
