@@ -59,19 +59,13 @@ impl Manager {
     }
 }
 
-/// As from a machine that peers reach at another address: nothing comes back from there.
-const ANNOUNCED: &str = "/ip4/192.0.2.1/tcp/1";
-
 fn start(dir: Arc<tempfile::TempDir>, socket: &Path, watchdog: Option<Duration>) -> Sepal {
     let mut command = Command::new(SEPAL);
     command.env("NOTIFY_SOCKET", socket);
     if let Some(watchdog) = watchdog {
         command.env("WATCHDOG_USEC", watchdog.as_micros().to_string());
     }
-    let mut more = vec!["--new_swarm", "--torch_dtype", "float32", "--hang_timeout", "2"];
-    if watchdog.is_none() {
-        more.extend(["--announce_maddrs", ANNOUNCED, "--skip_reachability_check"]);
-    }
+    let more = ["--new_swarm", "--torch_dtype", "float32", "--hang_timeout", "2"];
     Sepal::start_by(command, dir, &serve_args(&demo_model(), "demo", &more))
 }
 

@@ -49,7 +49,8 @@ pub fn run_command(config: &ProbeConfig) -> ExitReason {
 }
 
 fn probe(config: &ProbeConfig) -> Result<(), ProbeError> {
-    let addresses: Vec<Multiaddr> = config.peers.iter().map(address).collect::<Result<_, _>>()?;
+    let addresses: Vec<Multiaddr> =
+        config.peers.iter().map(|text| address(text)).collect::<Result<_, _>>()?;
     let named = || ProbeError::BadAddress(config.peers.join(" "));
     let server = addresses.iter().find_map(peer).ok_or_else(named)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -87,8 +88,8 @@ async fn step(p2p: &P2p, peer: PeerId, config: &ProbeConfig) -> Result<(), Probe
     }
 }
 
-fn address(text: &String) -> Result<Multiaddr, ProbeError> {
-    text.parse().map_err(|_| ProbeError::BadAddress(text.clone()))
+fn address(text: &str) -> Result<Multiaddr, ProbeError> {
+    text.parse().map_err(|_| ProbeError::BadAddress(text.to_owned()))
 }
 
 fn peer(address: &Multiaddr) -> Option<PeerId> {

@@ -69,6 +69,47 @@ impl FromStr for DType {
     }
 }
 
+/// How the matrices of blocks are stored and computed with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum QuantType {
+    /// In the block dtype.
+    #[default]
+    None,
+    /// Eight bits with a scale per row.
+    Int8,
+    /// Four bits (NF4) with scales for groups of 64.
+    Nf4,
+}
+
+impl QuantType {
+    /// The name in Petals' records and flags.
+    pub const fn name(self) -> &'static str {
+        match self {
+            QuantType::None => "none",
+            QuantType::Int8 => "int8",
+            QuantType::Nf4 => "nf4",
+        }
+    }
+}
+
+impl std::fmt::Display for QuantType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for QuantType {
+    type Err = String;
+
+    /// Upper or lower case (`petals.cli.run_server` takes the names of its enum in any).
+    fn from_str(name: &str) -> Result<QuantType, String> {
+        [QuantType::None, QuantType::Int8, QuantType::Nf4]
+            .into_iter()
+            .find(|quant| quant.name().eq_ignore_ascii_case(name))
+            .ok_or_else(|| "expected none, int8 or nf4".to_owned())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -7,8 +7,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::QuantType;
-use crate::dtype::DType;
+use crate::dtype::{DType, QuantType};
 
 /// A kernel for warpgroups that another kernel, for warps (`mma.sync`), can replace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

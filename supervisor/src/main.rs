@@ -26,8 +26,8 @@ fn main() -> ExitCode {
         }
         Command::CudaDevices { parent } => inventory::run_command(parent),
         Command::Probe(config) => probe::run_command(&config),
-        Command::Sample { ordinal, kernels, parent } => {
-            sample::run_command(ordinal, kernels, parent)
+        Command::Sample { ordinal, kernels: of, parent } => {
+            sample::run_command(ordinal, of, parent)
         }
         Command::Role { role, bootstrap } => child(role, bootstrap),
         Command::ShowConfig(text) => {

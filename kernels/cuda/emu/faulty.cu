@@ -28,7 +28,7 @@ template <bool IS_FENCED, bool IS_WAITED, bool IS_ONE> static void faulty_wgmma(
     uint32_t a[4] = {};
     float d[32] = {};
     wgmma_fence();
-    wgmma_bf16<64>(d, a, wgmma_rows(tile) + (IS_ONE ? 0 : threadIdx.x / 32), false);
+    wgmma_bf16<64>(d, a, wgmma_rows(tile) + (IS_ONE ? 0 : threadIdx.x / 32 * 2), false);
     wgmma_commit();
     if (!IS_WAITED) a[0] = 1;
     wgmma_wait<0>(d);

@@ -26,7 +26,7 @@ use super::verdict::{Subject, sentence};
 /// The kind of the verdict.
 const KIND: &str = "warpgroups";
 
-/// Version of [`Kept`]. A file of another version holds nothing.
+/// Version of [`Stored`]. A file of another version holds nothing.
 const VERSION: u32 = 2;
 
 /// Kernels that may hang at one start. What is left then is sampled at the next start.
@@ -51,7 +51,7 @@ impl Candidate<'_> {
 
 /// What a file keeps.
 #[derive(Serialize, Deserialize)]
-struct Kept {
+struct Stored {
     version: u32,
     verdicts: Verdicts,
 }
@@ -193,7 +193,7 @@ fn process(sampling: &Sampling, limit: Duration) -> Result<Subprocess, String> {
 
 /// What an earlier start found.
 fn known(folder: &Path, device: &Candidate<'_>) -> Sampling {
-    let kept = device.subject.read::<Kept>(folder, KIND).filter(|kept| kept.version == VERSION);
+    let kept = device.subject.read::<Stored>(folder, KIND).filter(|kept| kept.version == VERSION);
     let mut sampling =
         Sampling::new(device.ordinal, kept.map(|kept| kept.verdicts).unwrap_or_default());
     if !device.found.has_warpgroups {
@@ -223,7 +223,7 @@ fn finish(folder: &Path, device: &Candidate<'_>, sampling: Sampling, since: Inst
     let used = found.used().iter().count();
     info!(device = %device.device(), used, took = ?since.elapsed(), "warpgroups sampled");
     if !verdicts.is_empty() {
-        device.subject.write(folder, KIND, Kept { version: VERSION, verdicts });
+        device.subject.write(folder, KIND, Stored { version: VERSION, verdicts });
     }
     found
 }
@@ -373,7 +373,7 @@ mod tests {
         let each = |kernel| (kernel, Verdict::SameBits);
         let mut verdicts: Verdicts = WarpgroupKernel::ALL.into_iter().map(each).collect();
         verdicts.insert(FIRST, Verdict::Failed("it faulted".to_owned()));
-        let kept = Kept { version: VERSION, verdicts: verdicts.clone() };
+        let kept = Stored { version: VERSION, verdicts: verdicts.clone() };
         subject("H200", 12_080).write(folder.path(), KIND, &kept);
         let (new, old) = (has(true), has(false));
         let candidate = |found| Candidate { ordinal: 0, found, subject: subject("H200", 12_080) };
@@ -393,7 +393,7 @@ mod tests {
         let left = |device: &Candidate<'_>| known(folder.path(), device).left.iter().count();
         let all = WarpgroupKernel::ALL.len();
         for (version, expected) in [(VERSION, all - 1), (VERSION - 1, all), (VERSION + 1, all)] {
-            let kept = Kept { version, verdicts: verdicts.clone() };
+            let kept = Stored { version, verdicts: verdicts.clone() };
             subject.write(folder.path(), KIND, &kept);
             assert_eq!(left(&device), expected, "{version}");
         }

@@ -72,7 +72,8 @@ impl Driver<'_> {
         });
         let mut arguments =
             vec!["probe", &prefix, "--blocks", &blocks, "--hidden_size", &width, "--peers"];
-        arguments.extend(own.iter().chain(&self.addrs).map(String::as_str));
+        let addresses = if own.is_empty() { &self.addrs } else { &own };
+        arguments.extend(addresses.iter().map(String::as_str));
         Subprocess::start(&arguments, PROBE_TIMEOUT)
     }
 }
