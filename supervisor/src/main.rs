@@ -16,9 +16,9 @@ use supervisor::devices;
 fn main() -> ExitCode {
     let command = match cli::parse(std::env::args_os(), &|name| std::env::var(name).ok()) {
         Ok(command) => command,
-        Err(error) => return code(error.report()),
+        Err(error) => return ExitCode::from(error.report().code()),
     };
-    code(match command {
+    let reason = match command {
         Command::Serve { config, notes } => supervisor::serve(*config, &notes),
         Command::Status(options) => supervisor::status::run(&options),
         Command::SelfTest { device, is_quick, parent, skipped } => {
@@ -42,7 +42,8 @@ fn main() -> ExitCode {
             with_log(&log, "generate", || generate::run_command(&config))
         }
         Command::Demo(config, log) => with_log(&log, "demo", || demo::run_command(&config)),
-    })
+    };
+    ExitCode::from(reason.code())
 }
 
 fn child(role: Role, bootstrap: i32) -> ExitReason {
@@ -74,8 +75,4 @@ fn with_log(log: &LogConfig, role: &'static str, run: impl FnOnce() -> ExitReaso
             ExitReason::BadConfig
         }
     }
-}
-
-fn code(reason: ExitReason) -> ExitCode {
-    ExitCode::from(reason.code())
 }
