@@ -111,6 +111,57 @@ async fn without_overlapping_launches_a_card_gives_the_same_bits() {
     }
 }
 
+/// UUIDs of the emulated cards: `emulated card` and their number, in ASCII.
+const UUIDS: [&str; 2] =
+    ["GPU-656d756c-6174-6564-2063-617264202030", "GPU-656d756c-6174-6564-2063-617264202031"];
+
+#[test]
+fn a_card_is_found_by_its_uuid_and_an_ambiguous_one_is_refused() {
+    let settings = [("EMU_CUDA_DEVICES", "2")];
+    let sepal = serve(&format!("cuda:{}", UUIDS[1]), &settings);
+    let status = sepal.status();
+    let children = status.pointer("/0/children").and_then(|children| children.as_array());
+    let mut workers = children.into_iter().flatten().filter(|child| child["role"] == "gpu-worker");
+    assert_eq!(workers.next().map(|worker| &worker["device"]), Some(&"cuda:1".into()), "{status}");
+    // Devices are counted along the bus, whatever the driver's default.
+    let environment = std::fs::read(format!("/proc/{}/environ", sepal.worker())).expect("/proc");
+    let order = b"CUDA_DEVICE_ORDER=PCI_BUS_ID";
+    assert!(environment.split(|byte| *byte == 0).any(|variable| variable == order));
+    assert_eq!(sepal.terminate().code(), Some(0));
+
+    for (uuid, said) in [("GPU-656d", "more than one"), ("GPU-07", "no CUDA device")] {
+        let mut refused = start(&format!("cuda:{uuid}"), &settings, &[]);
+        assert_eq!(refused.wait().code(), Some(2), "{}", refused.log());
+        let log = refused.log();
+        assert!(log.contains(said) && UUIDS.iter().all(|uuid| log.contains(uuid)), "{log}");
+    }
+}
+
+#[test]
+fn the_doctor_tests_the_cards() {
+    let folder = folder();
+    let checkup = |device: &str, settings: &[(&str, &str)]| {
+        let out = with_driver(settings)
+            .args(["doctor", "--offline", "--json", "--device", device])
+            .env("XDG_RUNTIME_DIR", folder.path())
+            .env("SEPAL_CACHE", folder.path().join("cache"))
+            .output()
+            .expect("run sepal doctor");
+        let findings: serde_json::Value = serde_json::from_slice(&out.stdout).expect("JSON");
+        let findings = findings.as_array().expect("a list").clone();
+        let of_devices = findings.into_iter().find(|finding| finding["check"] == "devices");
+        let finding = of_devices.expect("the check of the devices");
+        (finding["status"].clone(), finding["found"].as_str().unwrap_or_default().to_owned())
+    };
+    let (status, found) = checkup("cuda:0", &[]);
+    assert_eq!(status, "ok", "{found}");
+    assert!(found.contains("cuda:0") && found.contains("passes its test"), "{found}");
+    let (status, found) = checkup("cuda:1", &[]);
+    assert_eq!(status, "problem", "{found}");
+    let (status, found) = checkup("cuda:GPU-07", &[]);
+    assert!(status == "problem" && found.contains("GPU-07"), "{found}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn two_cards_share_the_blocks() {
     let settings = [("EMU_CUDA_DEVICES", "2")];

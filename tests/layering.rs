@@ -89,6 +89,8 @@ const UNSAFE_IN: &[&str] = &[
 /// benchmarks, whose two sides are processes.
 const PROCESSES_IN: &[&str] = &[
     "supervisor/src/devices/subprocess.rs",
+    // Asks journald for a bug report.
+    "supervisor/src/doctor/journal.rs",
     "supervisor/src/spawn.rs",
     "client/src/demo.rs",
     "gpu-worker/src/harness/",
@@ -125,7 +127,7 @@ const REFERENCE_LAYER: &[&str] = &[
 const LONGEST_FILE: usize = 800;
 
 /// The composition root only chooses a role.
-const LONGEST_MAIN: usize = 80;
+const LONGEST_MAIN: usize = 100;
 
 #[test]
 fn crates_depend_only_along_the_allowed_edges() {

@@ -43,7 +43,7 @@ async fn when_a_worker_is_lost_for_good_the_rest_stays_served_with_its_sessions(
     assert_eq!(on_rest.step(prompt(), None).await.unwrap(), expected[0]);
     on_both.step(prompt(), None).await.unwrap();
 
-    kill(lost, Signal::SIGKILL).unwrap();
+    kill(lost, Signal::SIGABRT).unwrap();
     let line = sepal.wait_line("state=ONLINE", 2);
     assert!(line.contains("span=0:4"), "{line}");
 
@@ -54,6 +54,37 @@ async fn when_a_worker_is_lost_for_good_the_rest_stays_served_with_its_sessions(
     assert!(error.contains("does not serve"), "{error}");
     assert!(peer.forward(0..4, next()).await.is_ok());
     assert_eq!(sepal.netd(), netd, "the same netd");
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_device_that_was_put_aside_is_tried_again_while_sessions_on_the_rest_go_on() {
+    let sepal = serve(&["--device", "cpu,cpu", "--max_restarts", "0", "--retry_after", "1"]);
+    let (netd, lost) = (sepal.netd(), worker_with(&sepal, "4:8"));
+    let peer = Peer::connect(&sepal.addr(), "demo").await;
+    let prompt = || noise(&[1, 5, HIDDEN], 1);
+    let next = || noise(&[1, 1, HIDDEN], 2);
+    let mut whole = peer.session(0..8, 16).await;
+    let expected =
+        [whole.step(prompt(), None).await.unwrap(), whole.step(next(), None).await.unwrap()];
+    whole.close().await;
+    let mut on_rest = peer.session(0..4, 16).await;
+    let first = on_rest.step(prompt(), None).await.unwrap();
+
+    kill(lost, Signal::SIGABRT).unwrap();
+    let line = sepal.wait_line("state=ONLINE", 2);
+    assert!(line.contains("span=0:4"), "{line}");
+    let line = sepal.wait_line("state=ONLINE", 3);
+    assert!(line.contains("span=0:8"), "{line}");
+    assert!(sepal.log().contains("its device is tried again in 1 s"), "{}", sepal.log());
+
+    assert_eq!(sepal.netd(), netd, "the same netd");
+    on_rest.step(next(), None).await.unwrap();
+    let mut whole = peer.session(0..8, 16).await;
+    assert_eq!(whole.step(prompt(), None).await.unwrap(), expected[0]);
+    assert_eq!(whole.step(next(), None).await.unwrap(), expected[1]);
+    let mut again = peer.session(0..4, 16).await;
+    assert_eq!(again.step(prompt(), None).await.unwrap(), first);
     assert_eq!(sepal.terminate().code(), Some(0));
 }
 
@@ -70,7 +101,7 @@ async fn what_is_left_of_a_group_serves_its_blocks_until_nothing_is_left() {
         sepal.wait_line("state=ONLINE", online);
         let mut session = peer.session(0..8, 16).await;
         outputs.push(session.step(input(), None).await.unwrap());
-        kill(rank(&sepal, if size == 3 { "0.1" } else { "0.0" }, size), Signal::SIGKILL).unwrap();
+        kill(rank(&sepal, if size == 3 { "0.1" } else { "0.0" }, size), Signal::SIGABRT).unwrap();
         if size > 1 {
             sepal.wait_line("state=ONLINE", online + 1);
             let error = session.step(next(), None).await.unwrap_err().to_string();
@@ -83,14 +114,14 @@ async fn what_is_left_of_a_group_serves_its_blocks_until_nothing_is_left() {
     }
     let log = sepal.log();
     for sentence in [
-        "rank 1 of group 0 (cpu) is not restarted: SIGKILL; cpu + cpu share blocks 0:8 from now on",
-        "rank 0 of group 0 (cpu) is not restarted: SIGKILL; cpu serves blocks 0:8 from now on",
+        "rank 1 of group 0 (cpu) is not restarted: SIGABRT; cpu + cpu share blocks 0:8 from now on",
+        "rank 0 of group 0 (cpu) is not restarted: SIGABRT; cpu serves blocks 0:8 from now on",
     ] {
         assert!(log.contains(sentence), "{log}");
     }
     assert_eq!(sepal.wait().code(), Some(15), "{log}");
     let log = sepal.log();
-    assert!(log.contains("gpu-worker 0.0 is not restarted: SIGKILL"), "{log}");
+    assert!(log.contains("gpu-worker 0.0 is not restarted: SIGABRT"), "{log}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -107,7 +138,7 @@ async fn a_group_that_loses_a_rank_does_not_disturb_the_others() {
         on_both.step(prompt(), None).await.unwrap(),
     );
     let ranks = [rank(&sepal, "0.0", 2), rank(&sepal, "0.1", 2)];
-    kill(rank(&sepal, "1.1", 2), Signal::SIGKILL).unwrap();
+    kill(rank(&sepal, "1.1", 2), Signal::SIGABRT).unwrap();
     let line = sepal.wait_line("state=ONLINE", 2);
     assert!(line.contains("span=0:8"), "{line}");
     let second = undisturbed.step(next(), None).await.unwrap();

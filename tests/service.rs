@@ -35,7 +35,9 @@ impl Manager {
             let text = std::str::from_utf8(&bytes[..len]).expect("messages are UTF-8");
             for line in text.lines() {
                 let (name, value) = line.split_once('=').expect("NAME=VALUE");
-                let known = ["READY", "STATUS", "STOPPING", "WATCHDOG"].contains(&name);
+                let known =
+                    ["READY", "STATUS", "STOPPING", "WATCHDOG", "RELOADING", "MONOTONIC_USEC"]
+                        .contains(&name);
                 assert!(known && !value.is_empty(), "{line:?}");
                 self.heard.push((Instant::now(), line.to_owned()));
             }
@@ -146,5 +148,43 @@ async fn nothing_is_left_of_the_step() {
     };
     let children: Vec<String> = children_of(sepal.pid()).iter().map(names).collect();
     assert!(!children.iter().any(|name| name.contains("probe")), "{children:?}");
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[test]
+fn settings_are_read_again_on_sighup_and_what_needs_a_restart_is_named() {
+    let dir = Arc::new(tempfile::tempdir().expect("temporary folder"));
+    let path = dir.path().join("notify");
+    let mut manager = Manager::at(&path);
+    let file = dir.path().join("server.toml");
+    let write = |text: &str| std::fs::write(&file, text).expect("write the settings");
+    write("max_restarts = 0\n");
+    let mut command = Command::new(SEPAL);
+    command.env("NOTIFY_SOCKET", &path);
+    let config = file.display().to_string();
+    let more = ["--new_swarm", "--torch_dtype", "float32", "--config", &config];
+    let sepal = Sepal::start_by(command, dir.clone(), &serve_args(&demo_model(), "demo", &more));
+    manager.wait("READY=1");
+
+    write("max_restarts = 7\nnum_blocks = 2\n");
+    sepal.signal(Signal::SIGHUP);
+    manager.wait("RELOADING=1");
+    let line = sepal.wait_line("settings read again", 1);
+    assert!(line.contains("max_restarts") && !line.contains("num_blocks"), "{line}");
+    let line = sepal.wait_line("need a restart", 1);
+    assert!(line.contains("num_blocks"), "{line}");
+    wait_for("READY again", || {
+        manager.listen();
+        (manager.count("READY=1") == 2).then_some(())
+    });
+    // It may fail now: with the limit of the start the run would end.
+    let before = sepal.worker();
+    kill(before, Signal::SIGABRT).expect("kill the worker");
+    wait_for("another worker", || (sepal.worker() != before).then_some(()));
+
+    write("max_restart = 7\n");
+    sepal.signal(Signal::SIGHUP);
+    let line = sepal.wait_line("cannot read the settings again", 1);
+    assert!(line.contains("max_restart") && line.contains("keeps its own"), "{line}");
     assert_eq!(sepal.terminate().code(), Some(0));
 }

@@ -18,6 +18,7 @@ use nix::unistd::Pid;
 use serde::Deserialize;
 use shared::causes::with_causes;
 use shared::config::{DemoConfig, GenerateConfig};
+use shared::escape::escaped;
 use shared::exit::ExitReason;
 use tokio::sync::watch;
 
@@ -245,7 +246,7 @@ pub fn run_command(config: &DemoConfig) -> ExitReason {
     match run(config, &mut std::io::stdout()) {
         Ok(()) => ExitReason::Clean,
         Err(error) => {
-            eprintln!("sepal: {}", with_causes(&error));
+            eprintln!("sepal: {}", escaped(&with_causes(&error)));
             ExitReason::Failed
         }
     }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use hivemind::p2p::{Multiaddr, PeerId};
 use shared::causes::with_causes;
 use shared::config::GenerateConfig;
+use shared::escape::escaped;
 use shared::exit::ExitReason;
 
 use crate::chain::{Chain, ChainError};
@@ -242,6 +243,6 @@ pub fn run_command(config: &GenerateConfig) -> ExitReason {
 
 /// Prints the error with its causes and maps it to an exit code.
 fn fail(error: &GenerateError) -> ExitReason {
-    eprintln!("sepal: {}", with_causes(error));
+    eprintln!("sepal: {}", escaped(&with_causes(error)));
     error.exit_reason()
 }

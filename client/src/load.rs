@@ -161,6 +161,7 @@ async fn node(server: &Multiaddr) -> Result<(P2p, PeerId), P2pError> {
         protocols: Vec::new(),
         traversal: Traversal::CLIENT,
         startup_timeout: CALL_TIMEOUT,
+        max_upload_bytes_per_s: None,
     })
     .await?;
     let peer = p2p.connect(server.clone()).await?;

@@ -64,6 +64,7 @@ fn probe(config: &ProbeConfig) -> Result<(), ProbeError> {
             protocols: Vec::new(),
             traversal: Traversal::NONE,
             startup_timeout: REACH_TIMEOUT,
+            max_upload_bytes_per_s: None,
         })
         .await?;
         let stepped = step(&p2p, server, config).await;

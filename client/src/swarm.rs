@@ -107,6 +107,7 @@ impl Swarm {
             protocols: Vec::new(),
             traversal: Traversal::CLIENT,
             startup_timeout: config.startup_timeout,
+            max_upload_bytes_per_s: None,
         })
         .await?;
         let dht = Dht::start(

@@ -99,6 +99,7 @@ impl Model {
             model,
             dtype: Some(dtype),
             quant_type: quant,
+            is_quant_named: false,
             adapters: (0..adapters)
                 .map(|seed| {
                     let folder = dir.path().join(format!("adapter-{seed}"));

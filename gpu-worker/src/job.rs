@@ -7,8 +7,9 @@ use kernels::StepRow;
 use shared::ids::PageId;
 use shared::job::{JobBody, JobKind, SlotRef};
 use shared::model::PAGE_TOKENS;
+use shared::shm::board::WorkKind;
 
-use crate::schedule::{Class, DECODE_TOKENS, JobShape};
+use crate::schedule::{Class, JobShape};
 
 /// Consecutive tokens of one row that are never cut further.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +41,21 @@ impl JobPlan {
             JobKind::Forward | JobKind::Backward => scratch_tables(&body),
         };
         JobPlan { body, pieces, scratch_tables }
+    }
+
+    /// What kind of work it is, for the counters of the worker.
+    pub fn kind(&self) -> WorkKind {
+        match self.body.kind {
+            JobKind::Step if is_decode(&self.body) => WorkKind::Decode,
+            JobKind::Step => WorkKind::Prefill,
+            JobKind::Forward => WorkKind::Forward,
+            JobKind::Backward => WorkKind::Backward,
+        }
+    }
+
+    /// Tokens of all its rows.
+    pub fn all_tokens(&self) -> u64 {
+        u64::from(self.body.batch) * u64::from(self.body.tokens)
     }
 
     /// What the schedule must know.
@@ -236,7 +252,7 @@ impl JobPlan {
 }
 
 fn is_decode(body: &JobBody) -> bool {
-    u64::from(body.batch) * u64::from(body.tokens) <= DECODE_TOKENS as u64
+    shared::job::is_decode(body.batch, body.tokens)
 }
 
 /// Cuts the rows of a job at multiples of `piece_tokens` in absolute position, so that where a row

@@ -20,6 +20,7 @@ pub mod fault;
 #[cfg(test)]
 #[allow(dead_code, reason = "shared with the tests of package `prepare`")]
 mod fixtures;
+mod gauges;
 #[cfg(test)]
 mod harness;
 pub mod inventory;

@@ -53,9 +53,8 @@ pub const BULK_PATIENCE: Duration = Duration::from_millis(500);
 /// [`BULK_PATIENCE`]: what makes an eighth.
 const DECODE_SHARE: u32 = 7;
 
-/// A step of at most this many tokens over all its rows is a decode step: it is cheaper to run than
-/// to cut.
-pub const DECODE_TOKENS: usize = 32;
+/// Most tokens of a decode step ([`shared::job::is_decode`]).
+pub const DECODE_TOKENS: usize = shared::job::DECODE_TOKENS as usize;
 
 /// Units of other decode steps that one waits through before it goes first: several passes over a
 /// large model.

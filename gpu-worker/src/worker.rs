@@ -34,6 +34,7 @@ use crate::device::DeviceBackend;
 use crate::engine::{BlockForm, Engine, EngineError, EngineShape};
 use crate::executor::{Executor, Exit, Follower};
 use crate::fault::Faults;
+use crate::gauges;
 use crate::node;
 use crate::probe;
 use crate::weights::map::{Keep, MapError, MappedWeights, guard};
@@ -198,6 +199,9 @@ fn run_on<B: DeviceBackend>(
         }
         let group = joining.map(|joining| Group::new(joining, init, &board));
         board.enter(Phase::Loading, LOADING_LIMIT);
+        if let Device::Cuda(ordinal) = init.device {
+            gauges::watch(ordinal, Arc::clone(&board));
+        }
         watch_weights(&ends)?;
         let manifest = read_manifest(init)?;
         let spec = BlockSpec::from_config(&manifest.config).map_err(|e| bad(&e))?;

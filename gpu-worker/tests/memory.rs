@@ -82,6 +82,7 @@ fn a_loaded_span_takes_its_weights_as_stored_and_at_most_a_tenth_more() {
             model: model.to_str().unwrap().to_owned(),
             dtype: Some(DType::Bf16),
             quant_type,
+            is_quant_named: false,
             adapters: Vec::new(),
             hub: HubConfig::default(),
             cache_dir: root.path().join("cache"),

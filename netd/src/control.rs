@@ -19,7 +19,7 @@ const DESCRIPTOR_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Of a linked worker: rings, doorbell of the submission ring, doorbell of the completion ring.
 pub const WORKER_FDS: usize = 3;
-/// The arena and the board.
+/// The arena and the board; behind them comes the socket for metrics, if there is one.
 pub const INIT_FDS: usize = 2;
 
 /// A message of the supervisor with its descriptors.
@@ -111,7 +111,7 @@ fn read<E: Display>(
 /// Which descriptors belong to a message.
 fn bundle(message: &ToNetd) -> Option<(FdTag, usize)> {
     match message {
-        ToNetd::Init(init) => Some((init.fds, INIT_FDS)),
+        ToNetd::Init(init) => Some((init.fds, INIT_FDS + usize::from(init.has_metrics))),
         ToNetd::WorkerUp(up) => Some((up.link.fds, WORKER_FDS)),
         ToNetd::Fits(_)
         | ToNetd::Kept(_)
@@ -121,6 +121,9 @@ fn bundle(message: &ToNetd) -> Option<(FdTag, usize)> {
         | ToNetd::Shrink(_)
         | ToNetd::MoveFailed { .. }
         | ToNetd::MakeRoom(_)
+        | ToNetd::Grow(_)
+        | ToNetd::Pause { .. }
+        | ToNetd::Resume(_)
         | ToNetd::Drain => None,
     }
 }

@@ -86,6 +86,7 @@ pub async fn start(config: &DhtNodeConfig) -> Result<Joined, Fatal> {
         },
         check_reachability: false,
         startup_timeout: config.startup_timeout,
+        max_upload_bytes_per_s: None,
     };
     let started = join::start(&settings, Vec::new()).await;
     let (p2p, inbound) = started.map_err(|error| {

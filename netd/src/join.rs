@@ -85,6 +85,8 @@ pub struct NodeSettings {
     pub check_reachability: bool,
     /// Time to listen and to reach a first peer.
     pub startup_timeout: Duration,
+    /// Most bytes per second that it sends to all peers together.
+    pub max_upload_bytes_per_s: Option<u64>,
 }
 
 /// Joins as `init` says. RPCs on blocks are refused until `service` has one.
@@ -112,6 +114,8 @@ pub async fn join(
         },
         check_reachability: true,
         startup_timeout: config.startup_timeout,
+        // Settings are at least a bit per second and at most a billion megabits.
+        max_upload_bytes_per_s: config.max_upload_bits_per_s.map(|bits| (bits / 8.0) as u64),
     };
     let protocols = rpc::protocols();
     let (p2p, inbound) = match kept_port(&settings.listen, &init.previous_addrs) {
@@ -154,6 +158,7 @@ pub async fn start(
         protocols,
         traversal: settings.traversal,
         startup_timeout: settings.startup_timeout,
+        max_upload_bytes_per_s: settings.max_upload_bytes_per_s,
     })
     .await
 }
@@ -197,7 +202,7 @@ pub async fn enter(
 }
 
 /// Hands requests of the DHT to its node, once there is one.
-fn serve_dht(
+pub(crate) fn serve_dht(
     joined: watch::Receiver<Option<Dht>>,
 ) -> impl Fn(PeerId, &'static str, Bytes, UnaryResponder) {
     move |peer, protocol, request, responder| {
@@ -213,7 +218,8 @@ fn serve_dht(
     }
 }
 
-fn start_dht(p2p: &P2p, settings: &NodeSettings, client_mode: bool) -> Dht {
+/// Starts a DHT node on `p2p`, which joins when it is told to.
+pub(crate) fn start_dht(p2p: &P2p, settings: &NodeSettings, client_mode: bool) -> Dht {
     let config = DhtConfig {
         client_mode,
         initial_peers: settings.initial_peers.clone(),

@@ -13,18 +13,22 @@
 //! - [`swarm`]: who serves what, and what this server says of itself
 //! - [`rpc`]: the transformer RPCs; [`sessions`]: KV budget, pages, page tables
 //! - [`workers`]: jobs in flight, and what becomes of them when a worker dies
-//! - [`run`]: the daemon's life; [`dht_node`]: `sepal dht`
+//! - [`telemetry`]: what is counted of the work; `metrics` shows it to Prometheus
+//! - [`run`]: the daemon's life; [`dht_node`]: `sepal dht`; [`checkup`]: the network checks of `sepal doctor`
 #![forbid(unsafe_code)]
 
+pub mod checkup;
 mod control;
 pub mod dht_node;
 pub mod fatal;
 mod http;
 pub mod join;
+mod metrics;
 mod offer;
 mod pings;
 pub mod rpc;
 pub mod run;
 pub mod sessions;
 pub mod swarm;
+pub mod telemetry;
 pub mod workers;

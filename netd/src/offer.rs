@@ -11,6 +11,8 @@ use shared::config::{SpanChoice, Throughput};
 use shared::control::{Capacity, NetdInit, Rating, WorkerUp};
 use shared::limits::Limits;
 use shared::network::NetworkRate;
+use shared::shm::board::{self, Announcement};
+use shared::throughput::{self, Rates, Reach, network_rps};
 use tokio::task::{AbortHandle, JoinHandle};
 use tracing::{info, warn};
 
@@ -21,7 +23,6 @@ use crate::join::Joined;
 use crate::pings::Neighbourhood;
 use crate::swarm::announce::{self, AnnounceConfig, ServerStatus};
 use crate::swarm::rebalance::{self, without};
-use crate::swarm::throughput::{Rates, Reach, combine, network_rps};
 
 /// What is offered.
 #[derive(Clone, Debug)]
@@ -168,6 +169,19 @@ impl Offer {
         }
     }
 
+    /// What the records of a server with these workers say.
+    pub fn announced(&self, ups: &[WorkerUp], state: Announcement) -> board::Announced {
+        let record = self.record(ups);
+        board::Announced {
+            state,
+            span: Some(self.span),
+            throughput: record.throughput,
+            inference_rps: record.inference_rps.unwrap_or(0.0),
+            forward_rps: record.forward_rps.unwrap_or(0.0),
+            network_rps: record.network_rps.unwrap_or(0.0),
+        }
+    }
+
     /// The record of a server with these workers. Without any it is that of one that joins: with
     /// what was measured earlier, or as fast as its network alone, so that the others see that
     /// its blocks are taken.
@@ -193,14 +207,8 @@ impl Offer {
             false => Reach::Direct,
         };
         let blocks = self.span.end().0 - self.span.start().0;
-        let throughput = match self.throughput {
-            Throughput::Fixed(throughput) => throughput,
-            Throughput::Measure | Throughput::Anew | Throughput::DryRun => {
-                combine(&rates, blocks, reach)
-            }
-        };
         ServerInfo {
-            throughput,
+            throughput: throughput::announced(self.throughput, &rates, blocks, reach),
             forward_rps,
             inference_rps,
             network_rps: self.tells_network().then_some(network_rps),

@@ -8,10 +8,12 @@
 //!   WorkerDown{!restarting}, Unkillable ─> sessions on it fail; a WorkerUp of the same blocks ─> announced again
 //!   a move to other blocks ─> see `moving`
 //!   Shrink ─> the blocks that are lost announced OFFLINE, the rest ONLINE; sessions on the rest go on
+//!   Pause, Resume ─> see `moving`
 //!   Drain ─> announced OFFLINE, running steps finish ─> exit 0
 //!   control channel closed ─> exit "parent gone"
 //! ```
 
+mod figures;
 mod messages;
 mod moving;
 mod serving;
@@ -39,12 +41,15 @@ use tracing::{debug, error, info, warn};
 use crate::control::{self, FromSupervisor, Inbox, Outbox};
 use crate::fatal::Fatal;
 use crate::join::{self, Joined};
+use crate::metrics;
 use crate::offer::{self, Offer};
 use crate::rpc::{Service, ServiceParts, Timeouts, reply};
 use crate::sessions::admission::KvMemory;
 use crate::sessions::pool::Pool;
+use crate::sessions::pressure::MemoryPressure;
 use crate::sessions::queue::WaitQueue;
-use crate::swarm::rebalance;
+use crate::swarm::{coverage, rebalance};
+use crate::telemetry::Telemetry;
 use crate::workers::Workers;
 use crate::workers::arena::{self, ArenaMemory};
 use crate::workers::link::Broken;
@@ -147,7 +152,8 @@ async fn daemon(inbox: Inbox, outbox: &Outbox) -> Stop {
 
 async fn serve(inbox: Inbox, outbox: &Outbox) -> Result<Infallible, Stop> {
     let mut messages = Messages::new(inbox);
-    let FromSupervisor { message, fds } = messages.next().await.ok_or(Stop::ParentGone)?;
+    let FromSupervisor { message, mut fds } = messages.next().await.ok_or(Stop::ParentGone)?;
+    let metrics = (fds.len() > control::INIT_FDS).then(|| fds.pop()).flatten();
     let (ToNetd::Init(init), Ok([arena, board])) =
         (message, <[_; control::INIT_FDS]>::try_from(fds))
     else {
@@ -155,12 +161,16 @@ async fn serve(inbox: Inbox, outbox: &Outbox) -> Result<Infallible, Stop> {
         return Err(Fatal { reason: ExitReason::ProtocolMismatch, message }.into());
     };
     let board = Arc::new(open_board(&init, board)?);
+    let telemetry = Arc::new(Telemetry::on(board.clone()));
     let (online, service) = watch::channel(None);
-    tokio::spawn(show_figures(board.clone(), service.clone()));
+    tokio::spawn(figures::show(telemetry.clone(), service.clone()));
+    if let Some(socket) = metrics {
+        metrics::start(socket, telemetry.clone(), service.clone());
+    }
     let map = map_arena(&init, arena)?;
     // Before the swarm is joined: the supervisor watches from the beginning.
     tokio::select! {
-        end = join_and_offer(&mut messages, outbox, init, map, &board, (online, service)) => end,
+        end = join_and_offer(&mut messages, outbox, init, map, &telemetry, (online, service)) => end,
         never = beat(&board) => match never {},
     }
 }
@@ -173,16 +183,20 @@ async fn join_and_offer(
     outbox: &Outbox,
     init: Box<NetdInit>,
     map: ArenaMap,
-    board: &BoardWriter,
+    telemetry: &Arc<Telemetry>,
     (online, service): Announced,
 ) -> Result<Infallible, Stop> {
     let joined = messages.meanwhile(join::join(&init, service)).await??;
-    board.set_net_port(joined.port());
-    if let Err(error) = board.set_peer_id(&joined.peer_id) {
-        warn!(%error, "cannot write the PeerID to the board");
+    if let Some(board) = telemetry.board() {
+        board.set_net_port(joined.port());
+        if let Err(error) = board.set_peer_id(&joined.peer_id) {
+            warn!(%error, "cannot write the PeerID to the board");
+        }
     }
     let p2p = joined.p2p.clone();
-    let stop = offer_blocks(messages, outbox, *init, joined, map, online).await;
+    telemetry.entered(p2p.clone(), joined.dht.clone());
+    let shown = (map, telemetry.clone());
+    let stop = offer_blocks(messages, outbox, *init, joined, shown, online).await;
     p2p.shutdown().await;
     Err(stop)
 }
@@ -193,7 +207,7 @@ async fn offer_blocks(
     outbox: &Outbox,
     mut init: NetdInit,
     joined: Joined,
-    map: ArenaMap,
+    (map, telemetry): (ArenaMap, Arc<Telemetry>),
     online: watch::Sender<Option<Arc<Service>>>,
 ) -> Stop {
     let (peer_id, addrs) = (joined.peer_id.clone(), joined.addrs.clone());
@@ -221,7 +235,7 @@ async fn offer_blocks(
         Err(stop) => return stop,
     };
     outbox.send(FromNetd::ProposedSpan(offer.span)).await;
-    match Daemon::new(init, facts, offer, joined, map, online) {
+    match Daemon::new(init, facts, offer, joined, (map, telemetry), online) {
         Ok(daemon) => daemon.run(messages, outbox).await,
         Err(fatal) => fatal.into(),
     }
@@ -256,23 +270,11 @@ async fn beat(board: &BoardWriter) -> Infallible {
     }
 }
 
-/// Shows on the board what the service does.
-async fn show_figures(board: Arc<BoardWriter>, service: watch::Receiver<Option<Arc<Service>>>) {
-    let mut interval = tokio::time::interval(FIGURES_INTERVAL);
-    let mut steps = 0;
-    loop {
-        interval.tick().await;
-        let Some(service) = service.borrow().clone() else {
-            continue;
-        };
-        board.set_sessions_open(service.open_sessions() as u64);
-        board.set_kv_tokens_free(service.kv.figures().tokens_available);
-        board.set_troubles(service.all_troubles());
-        let figures = service.stats.figures();
-        if figures.count != steps {
-            steps = figures.count;
-            debug!(steps, p50 = ?figures.p50, p99 = ?figures.p99, "step latency in this server");
-        }
+/// Shows a person who looks how well the blocks of the model are served.
+fn watch_coverage(offer: &Offer, facts: &ModelFacts, joined: &Joined, telemetry: &Telemetry) {
+    if let (false, Some(board)) = (offer.is_dry_run(), telemetry.board()) {
+        let model = (offer.prefix.clone(), facts.num_blocks);
+        tokio::spawn(coverage::keep(joined.dht.clone(), model, board.clone()));
     }
 }
 
@@ -321,6 +323,13 @@ struct Daemon {
     progress: mpsc::Sender<Progress>,
     progressed: mpsc::Receiver<Progress>,
     standing: Watched,
+    /// Whether the operator has paused the instance.
+    is_paused: bool,
+    /// The present span with the blocks of workers that are gone and may come back.
+    whole: Span,
+    /// Whether the machine is short of memory.
+    memory: MemoryPressure,
+    telemetry: Arc<Telemetry>,
     /// Why it cannot go on.
     fatal: Option<Fatal>,
 }
@@ -331,7 +340,7 @@ impl Daemon {
         facts: ModelFacts,
         offer: Offer,
         joined: Joined,
-        map: ArenaMap,
+        (map, telemetry): (ArenaMap, Arc<Telemetry>),
         online: watch::Sender<Option<Arc<Service>>>,
     ) -> Result<Daemon, Fatal> {
         let compression = init.config.compression;
@@ -346,7 +355,7 @@ impl Daemon {
         let plan = arena::plan(init.arena_bytes, row_bytes)
             .map_err(|error| Fatal::bad_config(error.to_string()))?;
         let (workers, broken) = Workers::new(ArenaMemory::new(map, plan));
-        let announced = match offer.is_dry_run() {
+        let announced = match offer.is_dry_run() || init.paused {
             true => offer::Announced::none(),
             false => offer.announce_joining(&joined),
         };
@@ -368,8 +377,13 @@ impl Daemon {
             let shown = present.subscribe();
             tokio::spawn(rebalance::watch(joined.dht.clone(), balance, shown, wish));
         }
+        watch_coverage(&offer, &facts, &joined, &telemetry);
         Ok(Daemon {
             standing,
+            is_paused: init.paused,
+            memory: MemoryPressure::of_this_process(),
+            whole: init.whole.unwrap_or(offer.span),
+            telemetry,
             fatal: None,
             coming: None,
             leaving: None,
@@ -416,6 +430,7 @@ impl Daemon {
                 }
                 _ = figures.tick() => {
                     self.update_figures();
+                    self.watch_memory();
                     self.renew();
                     self.look_at_leaving(outbox).await;
                     self.show_present();
@@ -454,9 +469,16 @@ impl Daemon {
                 self.forget_left();
             }
             ToNetd::MakeRoom(to) => self.must_make_room(to),
+            ToNetd::Pause { patience } => self.pause(patience, outbox).await,
+            ToNetd::Resume(span) => self.resume(span),
             ToNetd::MoveFailed { to, why } => self.move_failed(to, &why),
             ToNetd::Shrink(rest) => {
                 if self.shrink(rest).await {
+                    outbox.send(FromNetd::Online).await;
+                }
+            }
+            ToNetd::Grow(span) => {
+                if self.grow(span) {
                     outbox.send(FromNetd::Online).await;
                 }
             }
@@ -465,7 +487,8 @@ impl Daemon {
                 return Err(Stop::Drained);
             }
             other @ (ToNetd::Init(_) | ToNetd::Fits(_) | ToNetd::Kept(_) | ToNetd::Model(_)) => {
-                let expected = "WorkerUp, WorkerDown, Shrink, MoveFailed or Drain";
+                let expected =
+                    "WorkerUp, WorkerDown, Shrink, Grow, MoveFailed, Pause, Resume or Drain";
                 return Err(unexpected(&other, expected).into());
             }
         }
@@ -474,4 +497,4 @@ impl Daemon {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -95,6 +95,23 @@ impl Span {
     }
 }
 
+/// The longest run of blocks among ascending numbers, the first of several; `None` without any.
+pub fn longest_run(blocks: impl IntoIterator<Item = u32>) -> Option<Span> {
+    let mut runs: Vec<Span> = Vec::new();
+    for block in blocks {
+        // No model has a block beyond the largest number.
+        let Ok(one) = Span::new(block, block.saturating_add(1)) else {
+            break;
+        };
+        match runs.last_mut().filter(|run| run.end == block) {
+            Some(run) => run.end = one.end,
+            None => runs.push(one),
+        }
+    }
+    // Of equal ones, `max_by_key` gives the last.
+    runs.into_iter().rev().max_by_key(|run| run.block_count())
+}
+
 impl fmt::Display for Span {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}", self.start, self.end)
@@ -184,6 +201,20 @@ mod tests {
             (4, Some(3), None)
         );
         assert_eq!(span.to_string(), "2:6");
+    }
+
+    #[test]
+    fn the_longest_run_is_the_first_of_equal_ones() {
+        let run = |blocks: &[u32]| {
+            longest_run(blocks.iter().copied()).map_or("none".to_owned(), |run| run.to_string())
+        };
+        assert_eq!(run(&[0, 1, 4, 5, 8]), "0:2");
+        assert_eq!(run(&[1, 3, 4, 5]), "3:6");
+        assert_eq!(run(&[7]), "7:8");
+        assert_eq!(
+            (run(&[]), run(&[MAX_BLOCKS, u32::MAX])),
+            ("none".to_owned(), "none".to_owned())
+        );
     }
 
     #[test]

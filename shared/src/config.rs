@@ -2,6 +2,9 @@
 //! checked and filled in with defaults once, in `supervisor::cli`; nothing here means "decide
 //! later" except what only the model can tell.
 
+mod tools;
+
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -11,6 +14,7 @@ use crate::block::Span;
 use crate::dtype::DType;
 pub use crate::dtype::QuantType;
 use crate::warpgroups::Warpgroups;
+pub use tools::{CacheAction, CacheConfig, ConvertConfig, PruneConfig};
 
 /// Everything `sepal serve` was asked to do.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -24,6 +28,9 @@ pub struct ServeConfig {
     /// How many devices in a row serve their part of the span together, as a group
     /// (`--tensor_parallel_size`); divides the number of devices.
     pub world_size: usize,
+    /// Positions in `devices` of CUDA devices that were named by UUID, each with its first digits;
+    /// their numbers are found out at the start.
+    pub uuids: Vec<(usize, UuidPrefix)>,
     /// What was asked for beside no device. The devices are then chosen at the start, and `devices`
     /// holds what serves where there is no other.
     pub automatic: Option<AutomaticDevices>,
@@ -48,6 +55,8 @@ pub struct ServeConfig {
     pub max_memory_bytes: Option<u64>,
     /// Open files allowed to each process (`--increase_file_limit`); 0 leaves the limit as it is.
     pub file_limit: u64,
+    /// Where metrics are served (`--metrics`); `None` = nowhere.
+    pub metrics: Option<SocketAddr>,
     /// Process that started this run and whose end, however it comes, drains it (`--end_with`). It
     /// must have started the run from its main thread; another parent means that it has ended
     /// already.
@@ -105,6 +114,55 @@ impl std::fmt::Display for Device {
             Device::Emulator(n) => write!(f, "emu:{n}"),
         }
     }
+}
+
+/// The first digits of the UUID of a CUDA device, as the driver's tools write it:
+/// `GPU-5d5ba0d6-4d3c-...`, in hexadecimal without dashes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UuidPrefix(String);
+
+impl UuidPrefix {
+    /// Whether a device with these bytes is meant.
+    pub fn is_of(&self, uuid: &[u8; 16]) -> bool {
+        let digits: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+        digits.starts_with(&self.0)
+    }
+}
+
+impl std::str::FromStr for UuidPrefix {
+    type Err = String;
+
+    /// `GPU-` and at least one hexadecimal digit; letters of either case, dashes anywhere.
+    fn from_str(text: &str) -> Result<UuidPrefix, String> {
+        let rest =
+            text.get(..4).filter(|start| start.eq_ignore_ascii_case("GPU-")).map(|_| &text[4..]);
+        let digits: String = rest
+            .unwrap_or_default()
+            .chars()
+            .filter(|c| *c != '-')
+            .map(|c| c.to_ascii_lowercase())
+            .collect();
+        match (1..=32).contains(&digits.len()) && digits.chars().all(|c| c.is_ascii_hexdigit()) {
+            true => Ok(UuidPrefix(digits)),
+            false => Err(
+                "expected a UUID as nvidia-smi -L shows it, or its beginning, such as GPU-5d5ba0d6"
+                    .to_owned(),
+            ),
+        }
+    }
+}
+
+impl std::fmt::Display for UuidPrefix {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "GPU-{}", self.0)
+    }
+}
+
+/// A UUID as the driver's tools write it.
+pub fn shown_uuid(uuid: &[u8; 16]) -> String {
+    let digits: Vec<String> = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+    let part = |range: std::ops::Range<usize>| digits[range].concat();
+    format!("GPU-{}-{}-{}-{}-{}", part(0..4), part(4..6), part(6..8), part(8..10), part(10..16))
 }
 
 /// Which blocks to serve.
@@ -209,6 +267,9 @@ pub struct NetdConfig {
     /// What the network carries each way, in bits per second, if the operator says so; otherwise
     /// it is measured.
     pub link_bits_per_s: Option<f64>,
+    /// Most bits per second that are sent to all peers together (`--max_upload_mbps`); `None` for no
+    /// limit.
+    pub max_upload_bits_per_s: Option<f64>,
     /// A service to measure the network with, by download and upload address; `None` asks servers
     /// of the swarm.
     pub network_test: Option<(String, String)>,
@@ -356,6 +417,8 @@ pub struct PrepareConfig {
     pub dtype: Option<DType>,
     /// How matrices are to be stored.
     pub quant_type: QuantType,
+    /// Whether the operator named that; else a model that is stored in another way stays as it is.
+    pub is_quant_named: bool,
     /// LoRA adapters: folders in PEFT layout or Hub repository ids, by the names that requests
     /// choose them with.
     pub adapters: Vec<String>,
@@ -410,10 +473,14 @@ pub struct RestartConfig {
     pub backoff_min: Duration,
     /// Longest pause.
     pub backoff_max: Duration,
-    /// More deaths of one child than this within `window` end the run.
+    /// More deaths of one child than this within `window` end the run, or put its device aside while
+    /// others serve. What kills a worker from outside does not count.
     pub max_restarts: u32,
     /// The window of `max_restarts`.
     pub window: Duration,
+    /// After which pause a device that was put aside is tried again; doubles with each failure.
+    /// `None` = never.
+    pub retry_after: Option<Duration>,
     /// A child that makes no progress for this long is killed, whether it has work or not.
     pub hang_timeout: Duration,
     /// A child must have reported ready within this time after its start.
@@ -518,4 +585,24 @@ pub enum LogFormat {
     Text,
     /// One JSON object a line.
     Json,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_uuid_is_meant_by_any_of_its_beginnings() {
+        let uuid: [u8; 16] = std::array::from_fn(|n| 0x5d + n as u8);
+        let shown = shown_uuid(&uuid);
+        assert_eq!(shown, "GPU-5d5e5f60-6162-6364-6566-6768696a6b6c");
+        let is_of = |text: &str| text.parse::<UuidPrefix>().map(|prefix| prefix.is_of(&uuid));
+        for text in [&*shown, &shown.to_uppercase(), "GPU-5d5e5f60", "gpu-5", "GPU-5d5e5f6061"] {
+            assert_eq!(is_of(text), Ok(true), "{text}");
+        }
+        assert_eq!(is_of("GPU-5d5f"), Ok(false));
+        for text in ["", "GPU-", "GPU-xyz", "5d5e", "GPÜ-5", &format!("{shown}0"), "GPU--"] {
+            assert!(is_of(text).unwrap_err().contains("nvidia-smi -L"), "{text}");
+        }
+    }
 }

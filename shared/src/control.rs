@@ -8,6 +8,7 @@
 //! netd:     Init -> Listening -> Fits? -> Model -> ProposedSpan -> (WorkerUp | WorkerDown | Shrink | a move)* -> Drain -> exit 0
 //! a move:   Move -> WorkerUp of the new blocks -> Moved -> Vacated; without memory for both Move -> MakeRoom -> Vacated -> WorkerUp of the
 //!           new blocks -> Online; or MoveFailed, or Stays
+//! a pause:  Pause -> Vacated -> WorkerDown of all workers -> Resume -> WorkerUp -> Online
 //! worker:   Init -> Ready -> (Link -> Linked)* -> Drain -> exit 0
 //! ```
 //!
@@ -386,6 +387,9 @@ pub enum ToNetd {
     },
     /// Workers are gone for good: serve and announce these blocks only.
     Shrink(Span),
+    /// A worker that was gone is up again: serve and announce these blocks, which hold the present
+    /// ones.
+    Grow(Span),
     /// There is no memory for the new workers beside the present ones: announce the new place as
     /// joining, end the sessions, say `Vacated`. The new workers are told with `WorkerUp` then.
     MakeRoom(Span),
@@ -396,6 +400,14 @@ pub enum ToNetd {
         /// Why, for the log.
         why: String,
     },
+    /// The operator wants the devices: announce OFFLINE, refuse new sessions, end those that are
+    /// open after `patience`, say `Vacated`. The connections stay.
+    Pause {
+        /// How long open sessions may go on.
+        patience: Duration,
+    },
+    /// The pause is over: announce these blocks as joining. Their workers are told with `WorkerUp`.
+    Resume(Span),
     /// Announce OFFLINE, finish the sessions' running steps, exit.
     Drain,
 }
@@ -415,10 +427,16 @@ pub struct NetdInit {
     pub arena_bytes: u64,
     /// Span served by an earlier generation; kept, since the weights are loaded.
     pub served: Option<Span>,
+    /// The span with the blocks of devices that were put aside and may come back.
+    pub whole: Option<Span>,
     /// Spans that earlier generations announced and that are not served any more: their records
     /// are taken back.
     pub retired: Vec<Span>,
-    /// Tag of the descriptors.
+    /// Whether the operator has paused the instance: nothing is announced before `Resume`.
+    pub paused: bool,
+    /// Whether a listening socket for metrics comes as the last descriptor.
+    pub has_metrics: bool,
+    /// Tag of the descriptors: arena, board, and the socket.
     pub fds: FdTag,
 }
 

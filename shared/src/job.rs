@@ -26,8 +26,10 @@ use crate::ids::{Generation, GroupId, JobId, PageId, Rank, WorkerId, WorldSize};
 use crate::model::PAGE_TOKENS;
 
 mod body;
+mod decode;
 
 pub use body::{Prompts, SlotRef};
+pub use decode::{DECODE_TOKENS, is_decode};
 
 /// Words of a ring entry.
 pub const ENTRY_WORDS: usize = 8;

@@ -3,12 +3,23 @@
 //! `run_dht`, with the same names and defaults; a dash in the name of a flag means the same as an
 //! underscore. `FLAGS.md` beside this crate lists each with the test of its effect.
 
+mod cache;
+mod convert;
+mod doctor;
 mod file;
+mod generated;
 mod layers;
+mod operate;
+mod plan;
+mod reread;
 mod serve;
 mod show;
 mod values;
 
+pub use doctor::DoctorOptions;
+pub use generated::{Generated, make};
+pub use plan::PlanOptions;
+pub use reread::Settings;
 pub(crate) use serve::{MAX_DEVICES, crowded, threads};
 
 use std::ffi::OsString;
@@ -19,14 +30,16 @@ use std::time::Duration;
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use shared::block::Span;
+use shared::bootstrap::{Identity, init_logging};
 use shared::config::{
-    DemoConfig, Device, DhtNodeConfig, GenerateConfig, LogConfig, LogFormat, ProbeConfig,
-    ServeConfig,
+    CacheConfig, ConvertConfig, DemoConfig, Device, DhtNodeConfig, GenerateConfig, LogConfig,
+    LogFormat, ProbeConfig, ServeConfig,
 };
 use shared::control::Role;
 use shared::exit::ExitReason;
 use shared::warpgroups::{WarpgroupKernel, WarpgroupKernels};
 
+use crate::status::{OrderOptions, Request, StatusOptions};
 use layers::{LayerError, Layered};
 use values::{check_maddrs, model_or_last, seconds};
 
@@ -36,6 +49,9 @@ const DEFAULT_LOG: &str = "info,libp2p_swarm=warn,libp2p_kad=error";
 
 /// The same for a person at a terminal, whom the supervisor tells what matters.
 const TERMINAL_LOG: &str = "warn,libp2p_kad=error";
+
+/// The same for a command whose answer is what it prints.
+const QUIET_LOG: &str = "warn";
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -66,6 +82,12 @@ pub enum Command {
     },
     /// Print the settings of `serve`, which are in this text.
     ShowConfig(String),
+    /// Say what `serve` would do with these settings.
+    Plan(Box<PlanOptions>),
+    /// Work on the cache folder.
+    Cache(CacheConfig),
+    /// Convert a model ahead of time.
+    Convert(ConvertConfig, LogConfig),
     /// Run a bootstrap node.
     Dht {
         /// Settings.
@@ -81,6 +103,14 @@ pub enum Command {
     Demo(DemoConfig, LogConfig),
     /// Show what runs.
     Status(StatusOptions),
+    /// Give an order to a running instance.
+    Order(OrderOptions),
+    /// Write manual pages, or print completions for a shell.
+    Generated(Generated),
+    /// The same, live on a terminal.
+    Top(StatusOptions),
+    /// Check the machine, the network and the settings.
+    Doctor(Box<DoctorOptions>),
     /// Check and measure a device.
     SelfTest {
         /// Which.
@@ -117,17 +147,6 @@ pub enum Command {
     },
 }
 
-/// Settings of `sepal status`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StatusOptions {
-    /// Which instance; `None` = all.
-    pub instance: Option<String>,
-    /// Folder of the instances.
-    pub runtime_dir: PathBuf,
-    /// Print JSON instead of a table.
-    pub json: bool,
-}
-
 /// Flags that cannot be followed, or a request for help; prints itself.
 #[derive(Debug)]
 pub struct CliError(clap::Error);
@@ -156,7 +175,7 @@ impl std::fmt::Display for CliError {
 pub type Env<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 /// Subcommands whose settings may also come from the environment and a file.
-const LAYERED: [&str; 3] = ["serve", "config", "dht"];
+const LAYERED: [&str; 5] = ["serve", "config", "plan", "dht", "doctor"];
 
 /// Reads the command line `args`, whose first element is the name of the program, the environment,
 /// and the file of settings that they name or that lies in the working directory.
@@ -174,7 +193,10 @@ fn parse_in(
     env: Env<'_>,
 ) -> Result<Command, CliError> {
     let mut cli = Sepal::command();
-    let args = args.into_iter().map(underscored).collect();
+    let args: Vec<OsString> = args.into_iter().map(underscored).collect();
+    if doctor::is_asked(&args) {
+        return doctor::parse(&mut cli, &args, env, folder);
+    }
     let layered =
         layers::read(&mut cli, args, &LAYERED, env, folder).map_err(|error| match error {
             LayerError::Clap(error) => CliError(error),
@@ -184,14 +206,18 @@ fn parse_in(
     let explained = |message| CliError::new(layered.explain(message));
     match sepal.command {
         Commands::Serve(args) => Ok(Command::Serve {
-            config: Box::new(serve::resolve(*args, env).map_err(explained)?),
+            config: Box::new(serve::resolve(*args, env, DEFAULT_LOG).map_err(explained)?),
             notes: notes(&cli, &layered),
         }),
         Commands::Config(args) => {
-            let config = serve::resolve(*args, env).map_err(explained)?;
+            let config = serve::resolve(*args, env, DEFAULT_LOG).map_err(explained)?;
             let text =
                 cli.find_subcommand("config").map(|command| show::text(command, &layered, &config));
             Ok(Command::ShowConfig(text.unwrap_or_default()))
+        }
+        Commands::Plan(args) => {
+            let notes = notes(&cli, &layered);
+            plan::resolve(*args, env, notes).map(Command::Plan).map_err(explained)
         }
         Commands::Dht(args) => {
             let (config, log) = dht(args, env).map_err(explained)?;
@@ -207,21 +233,43 @@ pub fn log_notes(notes: &[String]) {
     notes.iter().for_each(|note| tracing::warn!("{note}"));
 }
 
+/// Runs a command that logs as `role`.
+pub fn with_log(
+    log: &LogConfig,
+    role: &'static str,
+    run: impl FnOnce() -> ExitReason,
+) -> ExitReason {
+    match init_logging(log, Identity { role, worker: None, generation: None }) {
+        Ok(()) => run(),
+        Err(error) => {
+            eprintln!("sepal: {error}");
+            ExitReason::BadConfig
+        }
+    }
+}
+
 /// The subcommands that read flags alone.
 fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
     let role = |role, args: RoleArgs| Command::Role { role, bootstrap: args.bootstrap };
     Ok(match command {
         Commands::Generate(args) => generate(args, env)?,
+        Commands::Cache(args) => Command::Cache(cache::resolve(args, env)?),
+        Commands::Convert(args) => {
+            let (config, log) = convert::resolve(*args, env)?;
+            Command::Convert(config, log)
+        }
         Commands::Demo(args) => {
             let (prompt, max_new_tokens, keep) = (args.prompt, args.max_new_tokens, args.keep);
             let config = DemoConfig { prompt, max_new_tokens, keep };
             Command::Demo(config, args.log.resolve(env, "warn"))
         }
-        Commands::Status(args) => Command::Status(StatusOptions {
-            instance: args.instance,
-            runtime_dir: args.runtime_dir.unwrap_or_else(|| runtime_dir(env)),
-            json: args.json,
-        }),
+        Commands::Status(args) => Command::Status(args.options(env)),
+        Commands::Top(args) => Command::Top(args.options(env)),
+        Commands::Pause(args) => Command::Order(args.order(env)),
+        Commands::Resume(args) => Command::Order(args.order(Request::Resume, env)),
+        Commands::Restart(args) => Command::Order(args.order(env)),
+        Commands::Man(args) => Command::Generated(Generated::Manual(args.out)),
+        Commands::Completions(args) => Command::Generated(Generated::Completions(args.shell)),
         Commands::Selftest(args) => Command::SelfTest {
             device: args.device,
             is_quick: args.quick,
@@ -244,7 +292,11 @@ fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
         Commands::Netd(args) => role(Role::Netd, args),
         Commands::GpuWorker(args) => role(Role::Worker, args),
         Commands::Prepare(args) => role(Role::Prepare, args),
-        Commands::Serve(_) | Commands::Config(_) | Commands::Dht(_) => {
+        Commands::Serve(_)
+        | Commands::Config(_)
+        | Commands::Plan(_)
+        | Commands::Dht(_)
+        | Commands::Doctor(_) => {
             return Err("this command reads settings from several places".to_owned());
         }
     })
@@ -333,6 +385,13 @@ enum Commands {
     Serve(Box<serve::ServeArgs>),
     /// Print the settings that serve would use with these flags, and where each comes from
     Config(Box<serve::ServeArgs>),
+    /// Say what serve would do with these flags, without fetching weights: bytes, blocks that fit,
+    /// throughput and download for each format and device
+    Plan(Box<plan::PlanArgs>),
+    /// List, delete, check or export what the cache folder holds
+    Cache(cache::CacheArgs),
+    /// Quantize a model ahead of time into a folder that `sepal serve DIR` maps at once
+    Convert(Box<convert::ConvertArgs>),
     /// Run a bootstrap node that other peers join through
     Dht(DhtArgs),
     /// Generate text through the swarm (Llama models)
@@ -340,7 +399,23 @@ enum Commands {
     /// Start a private swarm with a small model and generate text through it
     Demo(DemoArgs),
     /// Show the processes of running instances
-    Status(StatusArgs),
+    Status(operate::StatusArgs),
+    /// End the sessions and workers of a running instance, so that its devices are free; it stays connected
+    Pause(operate::PauseArgs),
+    /// Start the workers of a paused instance again
+    Resume(operate::InstanceArgs),
+    /// Replace the process of a worker; its sessions go on
+    Restart(operate::RestartArgs),
+    /// Print completions for a shell
+    Completions(CompletionsArgs),
+    /// Write manual pages
+    #[command(hide = true)]
+    Man(ManArgs),
+    /// Watch running instances on the terminal: sessions, speed, restarts, the swarm
+    Top(operate::InstanceArgs),
+    /// Check the machine, the network and the settings that serve would use with these flags
+    #[command(after_help = doctor::AFTER_HELP)]
+    Doctor(Box<doctor::DoctorArgs>),
     /// Check every kernel of a device against a reference, then measure operations and blocks
     Selftest(SelftestArgs),
     /// Compare warpgroups with warps on a device, for a supervisor
@@ -561,18 +636,17 @@ struct DemoArgs {
 }
 
 #[derive(Debug, Args)]
-#[command(rename_all = "snake_case")]
-struct StatusArgs {
-    /// Show this instance only
-    #[arg(long, value_name = "NAME")]
-    instance: Option<String>,
-    /// Folder of the instances [default: $XDG_RUNTIME_DIR/sepal or /tmp/sepal-UID]
+struct CompletionsArgs {
+    /// The shell
+    shell: clap_complete::Shell,
+}
+
+#[derive(Debug, Args)]
+struct ManArgs {
+    /// Folder to write them to; created if missing
     #[arg(long, value_name = "DIR")]
-    runtime_dir: Option<PathBuf>,
-    /// Print JSON instead of a table
-    #[arg(long)]
-    json: bool,
+    out: PathBuf,
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

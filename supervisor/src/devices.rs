@@ -20,8 +20,8 @@ mod verdict;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use shared::config::{AutomaticDevices, Device, ServeConfig};
-use shared::control::CudaDevices;
+use shared::config::{AutomaticDevices, Device, ServeConfig, shown_uuid};
+use shared::control::{CudaDevice, CudaDevices};
 use shared::exit::ExitReason;
 use shared::warpgroups::{WarpgroupKernels, Warpgroups};
 use tracing::{info, warn};
@@ -44,13 +44,17 @@ const SAMPLE_TIMEOUT: Duration = Duration::from_secs(60);
 const KIND: &str = "selftest";
 
 /// Fills in the devices of `config`, and the settings that depend on them, unless devices were
-/// named; and what is known of the warpgroups of its CUDA devices.
-pub fn choose(config: &mut ServeConfig) {
+/// named; the numbers of those named by UUID; and what is known of the warpgroups of its CUDA devices.
+///
+/// # Errors
+/// A sentence, when a UUID names no device or several.
+pub fn choose(config: &mut ServeConfig) -> Result<(), String> {
+    number(config)?;
     let folder = config.prepare.cache_dir.join("selftest");
     let limit = config.sample_timeout;
     let Some(AutomaticDevices { threads: asked, quant_type }) = config.automatic.take() else {
         config.warpgroups = of_named(&folder, &config.devices, limit);
-        return;
+        return Ok(());
     };
     match usable(&folder, limit) {
         Ok(found) => {
@@ -59,7 +63,7 @@ pub fn choose(config: &mut ServeConfig) {
         }
         Err(why) => {
             info!(device = %Device::Cpu, why, "no device was named, serving on the CPU");
-            return;
+            return Ok(());
         }
     }
     let default = Device::default_quant_type(&config.devices);
@@ -71,6 +75,116 @@ pub fn choose(config: &mut ServeConfig) {
         devices,
         quant_type, "no device was named, serving on the CUDA devices that passed their test"
     );
+    Ok(())
+}
+
+/// Gives the devices of `config` that were named by UUID the numbers that the driver gives them.
+///
+/// # Errors
+/// A sentence, when a UUID names no device or several.
+pub fn number(config: &mut ServeConfig) -> Result<(), String> {
+    if config.uuids.is_empty() {
+        return Ok(());
+    }
+    let list = list().map_err(|why| format!("no device can be found by its UUID: {why}"))?;
+    numbered(config, &list)
+}
+
+fn numbered(config: &mut ServeConfig, list: &CudaDevices) -> Result<(), String> {
+    for (position, uuid) in std::mem::take(&mut config.uuids) {
+        let all = (0..).zip(&list.devices).filter_map(|(n, found)| Some((n, found.as_ref().ok()?)));
+        let all: Vec<(u32, &CudaDevice)> = all.collect();
+        let meant: Vec<u32> =
+            all.iter().filter(|(_, found)| uuid.is_of(&found.uuid)).map(|(n, _)| *n).collect();
+        let [ordinal] = meant[..] else {
+            let many = if meant.is_empty() { "no" } else { "more than one" };
+            let list =
+                all.iter().map(|(n, found)| format!("cuda:{n} is {}", shown_uuid(&found.uuid)));
+            return Err(format!(
+                "{many} CUDA device has a UUID that begins with {uuid}: {}",
+                list.collect::<Vec<_>>().join(", ")
+            ));
+        };
+        if let Some(device) = config.devices.get_mut(position) {
+            *device = Device::Cuda(ordinal);
+        }
+        info!(device = %Device::Cuda(ordinal), %uuid, "device found by its UUID");
+    }
+    Ok(())
+}
+
+/// A CUDA device as `sepal doctor` finds it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Examined {
+    /// Which.
+    pub device: Device,
+    /// Its name; empty if it has none to tell.
+    pub name: String,
+    /// Why it cannot be used.
+    pub fault: Option<String>,
+    /// Whether it was tested, now or before.
+    pub is_tested: bool,
+}
+
+/// Looks at the CUDA devices among `devices`, or at all of them if it is `None`: what the driver says,
+/// and what a self-test finds. Verdicts are read from `folder` and kept there. Devices whose names are
+/// in `in_use` are not tested: servers may fill their memory.
+///
+/// # Errors
+/// When the driver lists none.
+pub fn examine(
+    folder: &Path,
+    devices: Option<&[Device]>,
+    in_use: &[String],
+    limit: Duration,
+) -> Result<Vec<Examined>, String> {
+    let list = list()?;
+    let is_asked = |device: &Device| devices.is_none_or(|devices| devices.contains(device));
+    let candidates = candidates(&list).filter(|one| is_asked(&one.device()));
+    let (used, free): (Vec<_>, Vec<_>) =
+        candidates.partition(|one| in_use.contains(&one.device().to_string()));
+    let sampled = sample::warpgroups(folder, &free, limit);
+    let mut found: Vec<Examined> = free
+        .iter()
+        .zip(sampled)
+        .map(|(candidate, warpgroups)| Examined {
+            device: candidate.device(),
+            name: candidate.found.name.clone(),
+            fault: tested(folder, candidate, &warpgroups),
+            is_tested: true,
+        })
+        .collect();
+    found.extend(used.iter().map(|candidate| untested(folder, candidate)));
+    let all = (0..).map(Device::Cuda).zip(&list.devices).filter(|(device, _)| is_asked(device));
+    found.extend(all.filter_map(|(device, found)| {
+        let fault = Some(found.as_ref().err()?.clone());
+        Some(Examined { device, name: String::new(), fault, is_tested: true })
+    }));
+    let is_listed = |device: &&Device| found.iter().any(|one| one.device == **device);
+    let asked = devices.unwrap_or_default().iter();
+    let missing: Vec<Device> = asked
+        .filter(|device| matches!(device, Device::Cuda(_)) && !is_listed(device))
+        .copied()
+        .collect();
+    let absent = |device| Examined {
+        device,
+        name: String::new(),
+        fault: Some(format!("the driver lists {} devices", list.devices.len())),
+        is_tested: true,
+    };
+    found.extend(missing.into_iter().map(absent));
+    Ok(found)
+}
+
+/// A device that is in use, by an earlier test if there is one.
+fn untested(folder: &Path, candidate: &Candidate<'_>) -> Examined {
+    let known: Option<Option<String>> = candidate.subject.read(folder, KIND);
+    Examined {
+        device: candidate.device(),
+        name: candidate.found.name.clone(),
+        is_tested: known.is_some(),
+        fault: known.flatten(),
+    }
 }
 
 /// What `sepal selftest` must know of a device before it tests it: the outcome of new samples.
@@ -203,8 +317,6 @@ mod tests {
     use std::os::unix::process::ExitStatusExt;
     use std::process::ExitStatus;
 
-    use shared::control::CudaDevice;
-
     use super::*;
 
     fn output(code: i32, errors: &str) -> Output {
@@ -225,6 +337,31 @@ mod tests {
         let killed = Output { status: Some(ExitStatus::from_raw(9)), ..output(0, "") };
         let (fault, is_verdict) = judge(&killed);
         assert!(fault.unwrap().contains("SIGKILL") && !is_verdict);
+    }
+
+    #[test]
+    fn devices_named_by_uuid_get_their_numbers() {
+        let found = |last| CudaDevice {
+            name: "H200".to_owned(),
+            uuid: std::array::from_fn(|n| if n == 15 { last } else { 7 }),
+            has_warpgroups: true,
+        };
+        let devices = vec![Err("too old".to_owned()), Ok(found(1)), Ok(found(2))];
+        let list = CudaDevices { driver_version: 12_080, devices };
+        let of = |uuid: &str| {
+            let mut config = crate::cli::tests::serve("m --device cpu,cuda:GPU-0,cuda:0");
+            config.uuids = vec![(1, uuid.parse().unwrap())];
+            numbered(&mut config, &list).map(|()| config.devices)
+        };
+        let whole = "GPU-07070707-0707-0707-0707-070707070702";
+        assert_eq!(of(whole), Ok(vec![Device::Cpu, Device::Cuda(2), Device::Cuda(0)]));
+        let both = of("GPU-07").unwrap_err();
+        assert!(
+            both.contains("more than one") && both.contains(&format!("cuda:2 is {whole}")),
+            "{both}"
+        );
+        let none = of("GPU-08").unwrap_err();
+        assert!(none.starts_with("no CUDA device has a UUID that begins with GPU-08"), "{none}");
     }
 
     #[test]

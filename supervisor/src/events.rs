@@ -3,7 +3,7 @@
 //!
 //! - the signalfd of SIGINT, SIGTERM and SIGHUP, which are blocked for the whole process;
 //! - an eventfd that the readers of control channels ring;
-//! - the socket that `sepal status` asks;
+//! - the socket that `sepal status` and orders come over;
 //! - one pidfd per process, readable once the process has ended;
 //!
 //! until the tree's next deadline or the next reading of the board. The end of a process is
@@ -12,7 +12,9 @@
 
 mod compose;
 mod liveness;
+mod operator;
 mod present;
+mod reload;
 mod service;
 
 use std::collections::VecDeque;
@@ -36,10 +38,12 @@ use tracing::{error, warn};
 
 use crate::channel::{Heard, Wake};
 use crate::child_process::{ChildProcess, slot_of};
+use crate::cli::Settings;
 use crate::devices::subprocess::Subprocess;
 use crate::instance::Instance;
-use crate::plan::Share;
-use crate::report::InstanceReport;
+use crate::metrics::MetricsSocket;
+use crate::placement::Share;
+use crate::restarts::Deaths;
 use crate::segments::{MakeError, Segments};
 use crate::service::Service;
 use crate::sizing::{self, Memory};
@@ -115,6 +119,8 @@ struct Driver<'a> {
     wake: Wake,
     status: StatusSocket,
     signals: SignalFd,
+    /// The settings at the start, and those taken over since.
+    settings: Option<Settings>,
     liveness: Liveness,
     next_reading: Instant,
     /// A service manager that wants to hear of the run.
@@ -123,6 +129,10 @@ struct Driver<'a> {
     probe: Option<Result<Subprocess, String>>,
     /// Where clients reach this server.
     addrs: Vec<String>,
+    /// The socket that netd answers requests for metrics on.
+    metrics: MetricsSocket,
+    /// Why children died.
+    deaths: Deaths,
     finished: Option<ExitReason>,
 }
 
@@ -144,15 +154,7 @@ impl<'a> Driver<'a> {
             shares: Share::groups(&config.devices, config.world_size),
             cuts: Vec::new(),
             span: config.netd.span,
-            memory: Memory {
-                available_bytes: sizing::within(sizing::available_bytes(), config.max_memory_bytes),
-                workers: config.devices.len() as u64,
-                netd: config.netd.clone(),
-                kv_mirror: config.worker.kv_mirror,
-                devices: Vec::new(),
-                nodes: sizing::node_memory(&config.devices),
-                ranks: Vec::new(),
-            },
+            memory: Memory::of(&config),
             pace: liveness.pace,
         };
         // Before anything is made that has to be removed: from here on a signal ends the run in
@@ -181,11 +183,14 @@ impl<'a> Driver<'a> {
                 .map_err(|e| LoopError::System("create the status socket", e))?,
             wake: Wake::new().map_err(|e| LoopError::System("make an eventfd", e))?,
             signals,
+            settings: reload::settings().ok(),
             liveness,
             next_reading: now + liveness.pace,
             service: Service::of_environment(now),
             probe: None,
             addrs: Vec::new(),
+            metrics: MetricsSocket::new(config.metrics),
+            deaths: Deaths::default(),
             finished: None,
             config,
             instance,
@@ -205,15 +210,15 @@ impl<'a> Driver<'a> {
                 self.hear();
             }
             if ready.status {
-                let board = self.segments.board.view();
-                let held = |worker| self.tree.has(worker);
-                let warpgroups = &self.config.warpgroups;
-                self.status.answer(|| {
-                    InstanceReport::of(board.snapshot(), held).with_warpgroups(warpgroups)
-                });
+                self.serve_operator();
             }
-            while ready.signal && matches!(self.signals.read_signal(), Ok(Some(_))) {
-                self.pending.push_back(Event::Stop);
+            while ready.signal
+                && let Ok(Some(signal)) = self.signals.read_signal()
+            {
+                match i32::try_from(signal.ssi_signo) {
+                    Ok(nix::libc::SIGHUP) => self.hung_up(),
+                    _ => self.pending.push_back(Event::Stop),
+                }
             }
             self.reap(&ready.ended)?;
             self.report_ends();
@@ -256,8 +261,9 @@ impl<'a> Driver<'a> {
             PollFd::new(self.signals.as_fd(), PollFlags::POLLIN),
             PollFd::new(self.wake.as_fd(), PollFlags::POLLIN),
         ];
-        let status = self.status.waits_on();
-        fds.extend(status.map(|socket| PollFd::new(socket, PollFlags::POLLIN)));
+        let before = fds.len();
+        fds.extend(self.status.waits_on().map(|socket| PollFd::new(socket, PollFlags::POLLIN)));
+        let callers = fds.len() - before;
         let alive = |child: &&ChildProcess| child.end.is_none();
         fds.extend(
             self.processes
@@ -271,7 +277,7 @@ impl<'a> Driver<'a> {
         }
         let mut ready = fds.iter().map(|fd| fd.any().unwrap_or(false));
         let (signal, wake) = (ready.next().unwrap_or(false), ready.next().unwrap_or(false));
-        let status = status.is_some() && ready.next().unwrap_or(false);
+        let status = ready.by_ref().take(callers).fold(false, |any, ready| any | ready);
         let ended =
             self.processes.iter().map(|child| child.end.is_none() && ready.next().unwrap_or(false));
         Ok(Ready { signal, wake, status, ended: ended.collect() })
@@ -342,6 +348,7 @@ impl<'a> Driver<'a> {
         for child in self.processes.extract_if(.., over) {
             if let Some((end, _)) = child.end {
                 let end = child.fault.unwrap_or(end);
+                self.deaths.died(child.id, child.generation, &end);
                 self.pending.push_back(Event::Ended(child.id, child.generation, end));
             }
         }
@@ -354,6 +361,9 @@ impl<'a> Driver<'a> {
         }
         self.next_reading = now + self.liveness.pace;
         self.status.resume();
+        if self.processes.iter().all(|child| child.end.is_none()) {
+            self.deaths.look();
+        }
         for child in self.processes.iter().filter(|child| child.end.is_none()) {
             let Some(shown) = self.segments.board.view().child_snapshot(child.slot) else {
                 continue;
@@ -410,6 +420,7 @@ impl<'a> Driver<'a> {
                 self.announce(span, &peer_id, &addrs);
                 self.service_online(&addrs);
             }
+            Action::Paused => self.show_paused(),
             Action::Finish(reason) => self.finished = Some(reason),
         }
     }
@@ -446,6 +457,9 @@ impl<'a> Driver<'a> {
     }
 
     fn spawn(&mut self, id: ChildId, generation: Generation) {
+        if let (true, Some(death)) = (generation > Generation(1), self.deaths.last(id)) {
+            self.segments.board.count_restart(id.role(), death.reason);
+        }
         match ChildProcess::start(
             id,
             generation,
@@ -467,6 +481,7 @@ impl<'a> Driver<'a> {
 
     fn kill(&mut self, id: ChildId, generation: Generation, why: &str) {
         self.note_kill(id, generation, why);
+        self.deaths.killing(id, generation, why);
         let is = |child: &&ChildProcess| {
             child.id == id && child.generation == generation && child.end.is_none()
         };

@@ -8,11 +8,16 @@
 //! | [`events`] | the poll loop that drives it |
 //! | [`child_process`], [`channel`], [`spawn`], [`segments`] | one child, its control channel, its process; shared memory |
 //! | [`instance`] | the name of a run, and what tells a live run from a dead one |
-//! | [`plan`], [`sizing`] | which device serves which blocks, and how many fit |
+//! | [`placement`], [`sizing`] | which device serves which blocks, and how many fit |
+//! | [`plan`] | `sepal plan`: what a run would serve |
 //! | [`cli`] | flags and environment |
 //! | [`devices`] | the devices that serve when none was named, and what is known of their warpgroups |
 //! | [`status`], [`report`] | `sepal status` with the socket that it asks, and what it shows |
+//! | [`metrics`] | the listening socket of `--metrics`, which netd answers |
+//! | [`restarts`] | why children were started again |
+//! | [`doctor`] | `sepal doctor` |
 //! | [`service`] | what a service manager such as systemd is told |
+//! | [`top`] | `sepal top`, the live view on a terminal |
 //! | [`terminal`] | what a person at a terminal sees in place of the log |
 #![deny(unsafe_code)]
 
@@ -20,16 +25,21 @@ pub mod channel;
 pub mod child_process;
 pub mod cli;
 pub mod devices;
+pub mod doctor;
 pub mod events;
 pub mod instance;
+pub mod metrics;
+pub mod placement;
 pub mod plan;
 pub mod report;
+pub mod restarts;
 pub mod segments;
 pub mod service;
 pub mod sizing;
 pub mod spawn;
 pub mod status;
 pub mod terminal;
+pub mod top;
 pub mod tree;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -52,7 +62,10 @@ pub fn serve(mut config: ServeConfig, notes: &[String]) -> ExitReason {
         return ExitReason::BadConfig;
     }
     cli::log_notes(notes);
-    devices::choose(&mut config);
+    if let Err(why) = devices::choose(&mut config) {
+        error!("{why}");
+        return ExitReason::BadConfig;
+    }
     let instance = match Instance::claim(&config.runtime_dir, config.instance.as_deref()) {
         Ok(instance) => instance,
         Err(error) => {

@@ -6,11 +6,11 @@ use std::process::ExitCode;
 use client::{demo, generate, probe};
 use gpu_worker::{inventory, sample, selftest};
 use netd::dht_node;
-use shared::bootstrap::{Bootstrap, Identity, init_logging};
-use shared::config::LogConfig;
+use prepare::{cache, convert};
+use shared::bootstrap::Bootstrap;
 use shared::control::Role;
 use shared::exit::ExitReason;
-use supervisor::cli::{self, Command};
+use supervisor::cli::{self, Command, with_log};
 use supervisor::devices;
 
 fn main() -> ExitCode {
@@ -20,8 +20,18 @@ fn main() -> ExitCode {
     };
     let reason = match command {
         Command::Serve { config, notes } => supervisor::serve(*config, &notes),
+        Command::Plan(options) => supervisor::plan::run(*options, prepare::survey_model),
+        Command::Cache(config) => cache::run_command(&config),
+        Command::Convert(config, log) => {
+            with_log(&log, "convert", || convert::run_command(&config))
+        }
         Command::Status(options) => supervisor::status::run(&options),
+        Command::Order(options) => supervisor::status::run_order(&options),
+        Command::Generated(what) => cli::make(&what),
+        Command::Top(options) => supervisor::top::run(&options),
+        Command::Doctor(options) => supervisor::doctor::run(&options, netd::checkup::OBSERVERS),
         Command::SelfTest { device, is_quick, parent, skipped } => {
+            supervisor::spawn::count_along_bus();
             selftest::run_command(device, is_quick, (parent, skipped), devices::sample)
         }
         Command::CudaDevices { parent } => inventory::run_command(parent),
@@ -64,15 +74,4 @@ fn child(role: Role, bootstrap: i32) -> ExitReason {
 fn print_addresses(addrs: &[String]) {
     println!("Others join this swarm through any of these addresses:");
     addrs.iter().for_each(|addr| println!("  --initial_peers {addr}"));
-}
-
-fn with_log(log: &LogConfig, role: &'static str, run: impl FnOnce() -> ExitReason) -> ExitReason {
-    let identity = Identity { role, worker: None, generation: None };
-    match init_logging(log, identity) {
-        Ok(()) => run(),
-        Err(error) => {
-            eprintln!("sepal: {error}");
-            ExitReason::BadConfig
-        }
-    }
 }

@@ -1,266 +1,243 @@
-//! Which group of devices serves which part of the span: pure arithmetic, no processes. Most groups
-//! are a single device.
+//! `sepal plan`: what `sepal serve` would do with the same settings, before anything is fetched or
+//! loaded. The decision is that of `serve`: [`Memory::served`] and [`Memory::placements`] over a
+//! [`Survey`](model::survey::Survey), and the throughput is what netd announces
+//! ([`shared::throughput`]). Only what is printed is decided here.
+//!
+//! The survey is taken in this process by a function of package `prepare` that the caller gives:
+//! files from outside are parsed there, and a malformed one ends nothing but this command.
 
-use shared::block::Span;
-use shared::config::Device;
-use shared::ids::{GroupId, Rank, WorkerId, WorldSize};
+mod report;
+mod table;
 
-/// A group of devices that can serve, and how fast it is beside the others.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Share {
-    /// The devices, in the order of ranks.
-    pub devices: Vec<Device>,
-    /// Relative speed; equal speeds get equal parts. Values that are not positive and finite count
-    /// as 1.
-    pub rate: f64,
+use std::io::{self, Write};
+
+use model::survey::{FormatSurvey, ModelSurvey, Source, SurveyFailure, SurveyRequest};
+use shared::block::{Span, longest_run};
+use shared::config::{Device, NetdConfig, QuantType, ServeConfig, SpanChoice, Throughput};
+use shared::control::Capacity;
+use shared::exit::ExitReason;
+use shared::network::NetworkRate;
+use shared::throughput::{Rates, Reach, announced, network_rps};
+
+pub use report::{FormatPlan, GroupPlan, Plan, RateOrigin, VERSION};
+
+use crate::cli::{PlanOptions, log_notes, with_log};
+use crate::devices;
+use crate::placement::{Placement, Share};
+use crate::sizing::{GroupFit, Memory};
+use crate::spawn::count_along_bus;
+
+/// Takes a survey: `prepare::survey_model`.
+pub type Surveyor = fn(SurveyRequest<'_>) -> Result<ModelSurvey, SurveyFailure>;
+
+/// Prints the plan to standard output; errors go to standard error. Ends with
+/// [`ExitReason::BadConfig`] when `serve` would refuse every format.
+pub fn run(options: PlanOptions, surveyor: Surveyor) -> ExitReason {
+    let log = options.config.log.clone();
+    with_log(&log, "plan", || print(options, surveyor))
 }
 
-/// Devices that serve together, as a person reads them.
-pub fn names(devices: &[Device]) -> String {
-    devices.iter().map(Device::to_string).collect::<Vec<_>>().join(" + ")
-}
-
-impl Share {
-    /// `devices` in groups of `world_size`, all of one speed.
-    pub fn groups(devices: &[Device], world_size: usize) -> Vec<Share> {
-        let groups = devices.chunks(world_size.max(1));
-        groups.map(|devices| Share { devices: devices.to_vec(), rate: 1.0 }).collect()
-    }
-}
-
-/// A group of workers that is to exist: its devices and its blocks, for life.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Placement {
-    /// Its name; groups count from 0 in the order of the devices.
-    pub group: GroupId,
-    /// Its place among the groups of devices.
-    pub share: usize,
-    /// Its devices, in the order of ranks.
-    pub devices: Vec<Device>,
-    /// Its blocks.
-    pub span: Span,
-}
-
-impl Placement {
-    /// The workers, in the order of ranks. netd knows the group by the first.
-    pub fn workers(&self) -> impl Iterator<Item = WorkerId> {
-        let count = u16::try_from(self.devices.len()).unwrap_or(u16::MAX);
-        let (group, world_size) = (self.group, WorldSize(count));
-        (0..count).map(move |rank| WorkerId { group, rank: Rank(rank), world_size })
-    }
-}
-
-/// Cuts `span` into contiguous parts, in the order of the groups: as an earlier start did
-/// (`decided`, blocks of each group), if that still fits, else by [`share_out`]. `most` is the
-/// number of blocks that the memory of each group holds.
-pub fn cut(span: Span, shares: &[Share], most: &[u32], decided: &[Vec<u32>]) -> Vec<Placement> {
-    let blocks = span.block_count();
-    let holds = |(index, count): (usize, &u32)| most.get(index).is_none_or(|most| count <= most);
-    let known = decided.iter().find(|cut| {
-        let total: u64 = cut.iter().map(|&count| u64::from(count)).sum();
-        let used = shares.len().min(blocks);
-        total == blocks as u64 && cut.len() == used && cut.iter().enumerate().all(holds)
-    });
-    let counts = match known {
-        Some(cut) => cut.iter().map(|&count| count as usize).collect(),
-        None => share_out(blocks, shares, most),
+fn print(options: PlanOptions, surveyor: Surveyor) -> ExitReason {
+    count_along_bus();
+    log_notes(&options.notes);
+    let plan = match make(options.config, &options.formats, surveyor) {
+        Ok(plan) => plan,
+        Err((reason, message)) => {
+            eprintln!("sepal: {message}");
+            return reason;
+        }
     };
-    let mut start = 0;
-    let mut placements = Vec::with_capacity(counts.len());
-    for (index, (share, count)) in shares.iter().zip(counts).enumerate() {
-        placements.extend(placement(index, share, span, start..start + count));
-        start += count;
+    let text = match options.json {
+        true => serde_json::to_string_pretty(&plan).map(|json| json + "\n").unwrap_or_default(),
+        false => table::text(&plan),
+    };
+    if let Err(error) = io::stdout().lock().write_all(text.as_bytes()) {
+        eprintln!("sepal: cannot write the plan: {error}");
+        return ExitReason::Failed;
     }
-    placements
+    match plan.formats.iter().all(|format| format.refusal.is_some()) {
+        true => ExitReason::BadConfig,
+        false => ExitReason::Clean,
+    }
 }
 
-/// Blocks of each group: in proportion to their rates, but no more than the memory of a group
-/// holds, and at least one. When there are fewer blocks than groups, the last groups get none and
-/// are left out. If all groups together hold too little, memory does not count.
-pub fn share_out(blocks: usize, shares: &[Share], most: &[u32]) -> Vec<usize> {
-    let used = shares.get(..shares.len().min(blocks)).unwrap_or(shares);
-    let limit = |index: usize| most.get(index).map_or(blocks, |&most| (most as usize).max(1));
-    let mut limits: Vec<usize> = (0..used.len()).map(limit).collect();
-    if limits.iter().fold(0, |sum: usize, &limit| sum.saturating_add(limit)) < blocks {
-        limits.fill(blocks);
+/// Chooses devices as `serve` does, surveys, and plans.
+fn make(
+    mut config: ServeConfig,
+    formats: &[QuantType],
+    surveyor: Surveyor,
+) -> Result<Plan, SurveyFailure> {
+    devices::choose(&mut config).map_err(|why| (ExitReason::BadConfig, why))?;
+    let groups: Vec<Vec<Device>> =
+        config.devices.chunks(config.world_size.max(1)).map(<[Device]>::to_vec).collect();
+    let survey = surveyor(SurveyRequest {
+        prepare: &config.prepare,
+        groups: &groups,
+        worker: &config.worker,
+        formats,
+        choice: config.netd.span,
+    })?;
+    Ok(plan(&config, &Memory::of(&config), &survey, NetworkRate::known(&config.netd)))
+}
+
+/// What a run with these settings would serve in each surveyed format, `memory` being what it may
+/// use before its devices were surveyed.
+pub fn plan(
+    config: &ServeConfig,
+    memory: &Memory,
+    survey: &ModelSurvey,
+    network: NetworkRate,
+) -> Plan {
+    let planner = Planner { config, memory, survey, network };
+    let facts = survey.formats.first().map(|format| &format.survey.facts);
+    let limits = facts.map(|facts| config.netd.limits(facts));
+    Plan {
+        version: VERSION,
+        model: facts.map_or_else(String::new, |facts| facts.name.clone()),
+        model_type: facts.map_or_else(String::new, |facts| facts.model_type.clone()),
+        commit: match &survey.source {
+            Source::Folder => None,
+            Source::Hub { commit } => Some(commit.clone()),
+        },
+        model_blocks: facts.map_or(0, |facts| facts.num_blocks),
+        dtype: facts.map_or("", |facts| facts.dtype.name()).to_owned(),
+        attn_cache_tokens: limits.map_or(0, |limits| limits.attn_cache_tokens),
+        memory_bytes: memory.available_bytes,
+        network_mbps: network.mbps(),
+        network_source: network.source.to_string(),
+        formats: survey.formats.iter().map(|format| planner.format(format)).collect(),
     }
-    let mut counts = in_proportion(blocks, used);
-    // What exceeds the memory of one group goes, block by block, to the one that is the least busy
-    // with one more.
-    while let Some(over) = (0..used.len()).find(|&index| counts[index] > limits[index]) {
-        let busy = |index: &usize| (counts[*index] + 1) as f64 / rate(&used[*index]);
-        let fits = (0..used.len()).filter(|&index| counts[index] < limits[index]);
-        let Some(next) = fits.min_by(|a, b| busy(a).total_cmp(&busy(b))) else {
-            break;
+}
+
+struct Planner<'a> {
+    config: &'a ServeConfig,
+    memory: &'a Memory,
+    survey: &'a ModelSurvey,
+    network: NetworkRate,
+}
+
+impl Planner<'_> {
+    fn format(&self, format: &FormatSurvey) -> FormatPlan {
+        let survey = &format.survey;
+        let facts = &survey.facts;
+        let choice = self.config.netd.span;
+        let memory = self.memory.clone().surveyed(survey);
+        let mut shares = Share::groups(&self.config.devices, self.config.world_size);
+        let mut cuts: &[Vec<u32>] = &[];
+        if let Some(speeds) = &survey.speeds {
+            Share::set_rates(&mut shares, &speeds.rates);
+            cuts = &speeds.cuts;
+        }
+        let served = memory.served(choice, facts, &shares).map(|blocks| blocks.min(self.held()));
+        let span = span(choice, served.as_ref().copied().unwrap_or(0));
+        let cut = |span| memory.placements(span, Some(facts), &shares, cuts);
+        let placements = span.map(cut).unwrap_or_default();
+        let fits = memory.fits(facts, &shares);
+        let blocks = span.map_or(0, |span| span.end().0 - span.start().0);
+        let (capacity, origin) = self.capacity(format);
+        let network_rps =
+            network_rps(self.network.bits_per_s, self.network.bits_per_s, facts.hidden_size);
+        let download_bytes = match (choice, span) {
+            (SpanChoice::Fixed(span), Some(_)) => self.survey.download_bytes(span),
+            _ => self.survey.most_download_bytes(blocks),
         };
-        counts[over] -= 1;
-        counts[next] += 1;
-    }
-    counts
-}
-
-fn rate(share: &Share) -> f64 {
-    if share.rate.is_finite() && share.rate > 0.0 { share.rate } else { 1.0 }
-}
-
-fn in_proportion(blocks: usize, used: &[Share]) -> Vec<usize> {
-    let total: f64 = used.iter().map(rate).sum();
-    let (mut start, mut seen) = (0, 0.0);
-    let mut counts = Vec::with_capacity(used.len());
-    for (index, share) in used.iter().enumerate() {
-        seen += rate(share);
-        let after = used.len() - index - 1;
-        let wanted = (blocks as f64 * seen / total).round() as usize;
-        let end = if after == 0 { blocks } else { wanted.clamp(start + 1, blocks - after) };
-        counts.push(end - start);
-        start = end;
-    }
-    counts
-}
-
-fn placement(
-    index: usize,
-    share: &Share,
-    whole: Span,
-    part: std::ops::Range<usize>,
-) -> Option<Placement> {
-    let group = GroupId(u16::try_from(index).ok()?);
-    let start = whole.start().0 + u32::try_from(part.start).ok()?;
-    let end = whole.start().0 + u32::try_from(part.end).ok()?;
-    let (devices, span) = (share.devices.clone(), Span::new(start, end).ok()?);
-    Some(Placement { group, share: index, devices, span })
-}
-
-/// The longest run of blocks that the spans in `parts` cover without a gap; of equal ones the
-/// first. This is what an instance can still announce when some of its devices are lost for good,
-/// since a peer announces one span.
-pub fn longest_rest(parts: impl IntoIterator<Item = Span>) -> Option<Span> {
-    let mut parts: Vec<Span> = parts.into_iter().collect();
-    parts.sort_by_key(|span| (span.start(), span.end()));
-    let mut runs: Vec<Span> = Vec::new();
-    for part in parts {
-        match runs.last_mut() {
-            Some(run) if part.start() <= run.end() => {
-                let end = run.end().0.max(part.end().0);
-                *run = Span::new(run.start().0, end).unwrap_or(*run);
-            }
-            _ => runs.push(part),
+        FormatPlan {
+            quant_type: format.quant_type.name().to_owned(),
+            // One alone was named, or is that of a folder that was converted.
+            is_default: self.survey.formats.len() == 1
+                || format.quant_type == self.config.prepare.quant_type,
+            block_bytes: facts.block_bytes,
+            kv_token_bytes: facts.kv_token_bytes() as u64,
+            blocks,
+            refusal: served.err(),
+            throughput_rps: self.throughput(capacity, network_rps, blocks),
+            throughput_origin: origin,
+            estimate_basis: match origin {
+                RateOrigin::Estimated => format.estimate.as_ref().map(|of| of.basis.clone()),
+                _ => None,
+            },
+            inference_rps: capacity.map(|capacity| capacity.inference_rps),
+            forward_rps: capacity.map(|capacity| capacity.forward_rps),
+            network_rps,
+            download_bytes,
+            download_s: download_bytes as f64 * 8.0 / self.download_bits_per_s(),
+            groups: group_plans(&shares, &fits, &placements),
         }
     }
-    runs.into_iter().reduce(
-        |best, run| {
-            if run.block_count() > best.block_count() { run } else { best }
-        },
-    )
+
+    /// Most blocks that one server finds side by side: a folder may hold some blocks of its model
+    /// alone.
+    fn held(&self) -> u32 {
+        let run = longest_run(self.survey.blocks.keys().copied());
+        run.map_or(u32::MAX, |run| run.end().0 - run.start().0)
+    }
+
+    /// The speed of the slowest group, and how it is known.
+    fn capacity(&self, format: &FormatSurvey) -> (Option<Capacity>, RateOrigin) {
+        let estimate = format.estimate.as_ref().map(|estimate| estimate.capacity);
+        let (capacity, origin) = match (format.survey.kept, estimate) {
+            (Some(kept), _) => (Some(kept), RateOrigin::Measured),
+            (None, Some(estimate)) => (Some(estimate), RateOrigin::Estimated),
+            (None, None) => (None, RateOrigin::Unknown),
+        };
+        match self.config.netd.throughput {
+            Throughput::Fixed(_) => (capacity, RateOrigin::Given),
+            _ => (capacity, origin),
+        }
+    }
+
+    /// What netd would announce if peers can dial it, and nothing was lost.
+    /// A limit of uploads does not slow downloads.
+    fn download_bits_per_s(&self) -> f64 {
+        let rate = match self.config.netd.max_upload_bits_per_s {
+            None => self.network,
+            Some(_) => {
+                let unlimited =
+                    NetdConfig { max_upload_bits_per_s: None, ..self.config.netd.clone() };
+                NetworkRate::known(&unlimited)
+            }
+        };
+        rate.bits_per_s.max(1.0)
+    }
+
+    fn throughput(&self, capacity: Option<Capacity>, network_rps: f64, blocks: u32) -> Option<f64> {
+        let asked = self.config.netd.throughput;
+        if blocks == 0 || (capacity.is_none() && !matches!(asked, Throughput::Fixed(_))) {
+            return None;
+        }
+        let Capacity { inference_rps, forward_rps } = capacity.unwrap_or_default();
+        let rates = Rates { inference_rps, forward_rps, network_rps };
+        Some(announced(asked, &rates, blocks, Reach::Direct))
+    }
+}
+
+/// The blocks that are asked for, or so many; `None` when it is not one.
+fn span(choice: SpanChoice, blocks: u32) -> Option<Span> {
+    match choice {
+        _ if blocks == 0 => None,
+        SpanChoice::Fixed(span) => Some(span),
+        // The swarm decides where they begin.
+        SpanChoice::Count(_) | SpanChoice::All => Span::new(0, blocks).ok(),
+    }
+}
+
+fn group_plans(shares: &[Share], fits: &[GroupFit], placements: &[Placement]) -> Vec<GroupPlan> {
+    let of_group = |(index, (share, fit)): (usize, (&Share, &GroupFit))| {
+        let placement = placements.iter().find(|placement| placement.share == index);
+        let blocks = placement.map_or(0, |placement| placement.span.block_count());
+        GroupPlan {
+            devices: share.devices.iter().map(Device::to_string).collect(),
+            free_bytes: fit.free_bytes,
+            weights_bytes: fit.need.weights,
+            kv_bytes: fit.need.kv,
+            recorded_bytes: fit.need.graphs,
+            workspace_bytes: fit.need.fixed,
+            most_blocks: fit.most,
+            blocks: u32::try_from(blocks).unwrap_or(u32::MAX),
+        }
+    };
+    shares.iter().zip(fits).enumerate().map(of_group).collect()
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn span(start: u32, end: u32) -> Span {
-        Span::new(start, end).unwrap()
-    }
-
-    fn shares(rates: &[f64]) -> Vec<Share> {
-        rates.iter().map(|&rate| Share { devices: vec![Device::Cpu], rate }).collect()
-    }
-
-    /// The spans of devices without a limit, decided for the first time.
-    fn spans(span: Span, rates: &[f64]) -> Vec<String> {
-        let placements = cut(span, &shares(rates), &[], &[]);
-        placements.iter().map(|placement| placement.span.to_string()).collect()
-    }
-
-    #[test]
-    fn equal_devices_get_equal_parts_in_order() {
-        assert_eq!(spans(span(4, 12), &[1.0, 1.0]), ["4:8", "8:12"]);
-        assert_eq!(spans(span(0, 7), &[0.0, f64::NAN, 1.0]), ["0:2", "2:5", "5:7"]);
-    }
-
-    #[test]
-    fn a_faster_device_gets_more_but_every_device_gets_some() {
-        assert_eq!(spans(span(0, 8), &[3.0, 1.0]), ["0:6", "6:8"]);
-        assert_eq!(spans(span(0, 3), &[100.0, 1.0, 1.0]), ["0:1", "1:2", "2:3"]);
-        // Four H200 (4.8 TB/s) beside an A100 (2.0 TB/s).
-        let rates = [4.8e12, 4.8e12, 4.8e12, 4.8e12, 2e12];
-        assert_eq!(share_out(80, &shares(&rates), &[]), [18, 18, 18, 18, 8]);
-    }
-
-    #[test]
-    fn what_exceeds_the_memory_of_a_device_goes_to_those_with_most_time() {
-        let devices = shares(&[3.0, 1.0, 2.0]);
-        assert_eq!(share_out(12, &devices, &[20, 20, 20]), [6, 2, 4]);
-        assert_eq!(share_out(12, &devices, &[3, 20, 20]), [3, 3, 6]);
-        assert_eq!(share_out(12, &devices, &[3, 2, 7]), [3, 2, 7]);
-        assert_eq!(share_out(12, &devices, &[3, 2, 6]), [6, 2, 4], "memory does not suffice");
-    }
-
-    #[test]
-    fn an_earlier_decision_holds_as_long_as_it_fits() {
-        let devices = shares(&[1.0, 1.0]);
-        let counts = |blocks, most: &[u32], decided: &[Vec<u32>]| -> Vec<usize> {
-            let placements = cut(span(0, blocks), &devices, most, decided);
-            placements.iter().map(|placement| placement.span.block_count()).collect()
-        };
-        let decided = [vec![5, 3], vec![12, 4]];
-        assert_eq!(counts(16, &[16, 16], &decided), [12, 4]);
-        assert_eq!(counts(8, &[16, 16], &decided), [5, 3]);
-        assert_eq!(counts(10, &[16, 16], &decided), [5, 5], "decided for the first time");
-        assert_eq!(counts(16, &[11, 16], &decided), [8, 8], "another process took memory");
-        assert_eq!(counts(16, &[16, 16], &[vec![16], vec![8, 4, 4]]), [8, 8]);
-    }
-
-    #[test]
-    fn groups_of_devices_get_parts_like_single_ones() {
-        let devices = [0, 1, 2, 3].map(Device::Cuda);
-        let placements = cut(span(0, 8), &Share::groups(&devices, 2), &[], &[]);
-        let [first, second] = &placements[..] else { panic!("{placements:?}") };
-        assert_eq!((&first.devices[..], first.span), (&devices[..2], span(0, 4)));
-        assert_eq!((&second.devices[..], second.span), (&devices[2..], span(4, 8)));
-        let workers: Vec<String> = second.workers().map(|worker| worker.to_string()).collect();
-        assert_eq!(workers, ["1.0", "1.1"]);
-        assert!(second.workers().all(|worker| worker.world_size == WorldSize(2)));
-        assert_eq!(Share::groups(&devices, 1).len(), 4);
-    }
-
-    #[test]
-    fn devices_without_a_block_are_left_out() {
-        assert_eq!(spans(span(0, 1), &[1.0, 1.0]), ["0:1"]);
-        assert_eq!(spans(span(0, 1), &[]), [""; 0]);
-    }
-
-    #[test]
-    fn the_longest_contiguous_rest_is_what_remains() {
-        assert_eq!(longest_rest([span(0, 4), span(8, 16)]), Some(span(8, 16)));
-        assert_eq!(longest_rest([span(4, 8), span(0, 4), span(12, 16)]), Some(span(0, 8)));
-        assert_eq!(longest_rest([]), None);
-    }
-
-    proptest! {
-        #[test]
-        fn every_block_is_placed_exactly_once_and_fits_if_it_can(
-            start in 0u32..100,
-            len in 1u32..200,
-            devices in prop::collection::vec((-1.0f64..50.0, 1u32..100), 1..20),
-        ) {
-            let whole = span(start, start + len);
-            let (rates, most): (Vec<f64>, Vec<u32>) = devices.into_iter().unzip();
-            let placements = cut(whole, &shares(&rates), &most, &[]);
-            prop_assert_eq!(longest_rest(placements.iter().map(|p| p.span)), Some(whole));
-            let blocks: usize = placements.iter().map(|p| p.span.block_count()).sum();
-            prop_assert_eq!(blocks, whole.block_count());
-            let held: u32 = most.iter().take(placements.len()).sum();
-            let fits = |(p, most): (&Placement, &u32)| p.span.block_count() <= *most as usize;
-            prop_assert!(held < len || placements.iter().zip(&most).all(fits));
-            // The same cut again, from what was kept of it.
-            let counts: Vec<u32> = placements.iter().map(|p| p.span.block_count() as u32).collect();
-            let slow = shares(&vec![1.0; rates.len()]);
-            if held >= len {
-                prop_assert_eq!(cut(whole, &slow, &most, &[counts]), placements);
-            }
-        }
-    }
-}
+mod tests;

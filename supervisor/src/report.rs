@@ -2,18 +2,24 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use shared::config::Device;
 use shared::control::Role;
+use shared::escape::Escaped;
 use shared::ids::WorkerId;
 use shared::model::RankShare;
 use shared::shm::board::{BoardSnapshot, ChildSnapshot, ChildState, Trouble};
 use shared::warpgroups::Warpgroups;
 
+pub mod figures;
+
+use figures::{BatchReport, DeviceReport, Figures, WorkReport};
+
 /// One instance, as `--json` shows it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct InstanceReport {
     /// Its name.
     pub instance: String,
@@ -21,13 +27,23 @@ pub struct InstanceReport {
     pub supervisor_pid: u32,
     /// When the supervisor started, seconds since 1970.
     pub started_unix_s: u64,
+    /// Whether clients can come.
+    pub ready: bool,
+    /// Whether the operator has paused it: no, draining or paused.
+    pub pause: String,
     /// Its children: prepare, netd, workers.
     pub children: Vec<ChildReport>,
+    /// Sessions, the last minute, restarts, the swarm.
+    #[serde(default)]
+    pub figures: Figures,
 }
 
 /// One child, as `--json` shows it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ChildReport {
+    /// Which child it is, in the process of the supervisor.
+    #[serde(skip)]
+    pub id: Option<(Role, Option<WorkerId>)>,
     /// Its role.
     pub role: String,
     /// Which worker, if it is one: its group and its rank.
@@ -50,6 +66,9 @@ pub struct ChildReport {
     pub generation: u32,
     /// How often it was started again.
     pub restarts: u32,
+    /// How it died last.
+    #[serde(default)]
+    pub last_death: Option<String>,
     /// Its state.
     pub state: String,
     /// The blocks it serves.
@@ -64,6 +83,15 @@ pub struct ChildReport {
     pub queued_us: u64,
     /// Time that those jobs were computed, in all.
     pub computed_us: u64,
+    /// The same by kind of work, of those kinds that there were (workers).
+    #[serde(default)]
+    pub work: Vec<WorkReport>,
+    /// Decode units by their size (workers).
+    #[serde(default)]
+    pub batches: Vec<BatchReport>,
+    /// How its device is, where NVML tells (workers).
+    #[serde(default)]
+    pub device_figures: Option<DeviceReport>,
     /// Sessions open (netd).
     pub sessions_open: u64,
     /// Tokens of KV cache not leased (netd).
@@ -85,19 +113,71 @@ pub struct Held {
     pub share: Option<RankShare>,
 }
 
+/// Whether the instance is paused.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Pause {
+    /// It serves, or is about to.
+    #[default]
+    No,
+    /// Sessions and workers end.
+    Draining,
+    /// No worker is left.
+    Paused,
+}
+
+impl Pause {
+    /// One word for reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Pause::No => "no",
+            Pause::Draining => "draining",
+            Pause::Paused => "paused",
+        }
+    }
+}
+
+/// What the operator may expect of an instance.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Standing {
+    /// Whether clients can come: it is announced, netd runs, and all workers of its blocks do.
+    pub ready: bool,
+    /// Whether it is paused.
+    pub pause: Pause,
+}
+
 /// What is said of a rank whose inputs are cut beside multiples of 64.
 const SLOW: &str = "its products are slow: their inputs are not cut at multiples of 64";
 
 impl InstanceReport {
     /// What a board shows, of workers that have what `held` says.
-    pub fn of(board: BoardSnapshot, held: impl Fn(WorkerId) -> Option<Held>) -> InstanceReport {
-        let BoardSnapshot { instance, supervisor_pid, started_unix_s, children } = board;
+    pub fn of(
+        board: BoardSnapshot,
+        standing: Standing,
+        held: impl Fn(WorkerId) -> Option<Held>,
+    ) -> InstanceReport {
+        let figures = Figures::of(&board);
+        let BoardSnapshot { instance, supervisor_pid, started_unix_s, children, .. } = board;
         let report = |of: ChildSnapshot| {
             let held = of.worker.and_then(&held);
             child(of, held)
         };
         let children = children.into_iter().map(report).collect();
-        InstanceReport { instance, supervisor_pid, started_unix_s, children }
+        let Standing { ready, pause } = standing;
+        let pause = pause.name().to_owned();
+        InstanceReport { instance, supervisor_pid, started_unix_s, ready, pause, children, figures }
+    }
+
+    /// Adds how each child died last, and where metrics are served.
+    pub fn with_deaths(
+        mut self,
+        last: impl Fn(Role, Option<WorkerId>) -> Option<String>,
+        metrics: Option<SocketAddr>,
+    ) -> InstanceReport {
+        for child in &mut self.children {
+            child.last_death = child.id.and_then(|(role, worker)| last(role, worker));
+        }
+        self.figures.metrics = metrics.map(|addr| addr.to_string());
+        self
     }
 
     /// Notes beside each worker which kernels for warpgroups its device does without, as samples
@@ -134,6 +214,9 @@ impl InstanceReport {
         let ready = |child: &&ChildReport| child.state == ChildState::Ready.name();
         let (workers, sessions) =
             (of(Role::Worker).count(), sum(Role::Netd, |netd| netd.sessions_open));
+        if self.pause == Pause::Paused.name() {
+            return "paused; sepal resume starts the workers again".to_owned();
+        }
         if workers == 0 {
             let phase = of(Role::Prepare).next().map_or("starting", |prepare| &prepare.phase);
             return format!("preparing the model: {phase}");
@@ -152,7 +235,9 @@ fn child(child: ChildSnapshot, held: Option<Held>) -> ChildReport {
     let share = held.and_then(|held| held.share);
     let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
     let troubles = Trouble::ALL.into_iter().map(|trouble| trouble.name().to_owned());
+    let all = child.work.all();
     ChildReport {
+        id: child.role.map(|role| (role, child.worker)),
         role: child.role.map_or("unknown", |role| role.name()).to_owned(),
         worker: child.worker.map(|worker| worker.to_string()),
         world_size: child.worker.map(|worker| worker.world_size.0).filter(|size| *size > 1),
@@ -166,9 +251,13 @@ fn child(child: ChildSnapshot, held: Option<Held>) -> ChildReport {
         span: child.span.map(|span| span.to_string()),
         phase: child.phase.name().to_owned(),
         progress: child.progress,
-        jobs_done: child.jobs_done,
-        queued_us: micros(child.queued),
-        computed_us: micros(child.computed),
+        last_death: None,
+        jobs_done: all.jobs,
+        queued_us: micros(all.queued),
+        computed_us: micros(all.computed),
+        work: figures::work(&child.work),
+        batches: figures::batches(&child.work),
+        device_figures: figures::device(&child.work.device),
         sessions_open: child.sessions_open,
         kv_tokens_free: child.kv_tokens_free,
         troubles: troubles.zip(child.troubles).collect(),
@@ -192,7 +281,7 @@ pub fn table(report: &InstanceReport) -> String {
     for child in &report.children {
         if let Some(note) = &child.note {
             // Writing to a String cannot fail.
-            let _ = writeln!(text, "{}: {note}", name(child));
+            let _ = writeln!(text, "{}: {}", name(child), Escaped(note));
         }
     }
     text
@@ -201,10 +290,15 @@ pub fn table(report: &InstanceReport) -> String {
 fn title(report: &InstanceReport) -> String {
     let mut text =
         format!("instance {}, supervisor pid {}", report.instance, report.supervisor_pid);
+    if report.pause != Pause::No.name() {
+        // Writing to a String cannot fail.
+        let _ = write!(text, ", {}", report.pause);
+    }
     for netd in report.children.iter().filter(|child| child.peer_id.is_some()) {
         let (peer_id, port) = (netd.peer_id.as_deref().unwrap_or_default(), netd.port.unwrap_or(0));
         // Writing to a String cannot fail.
-        let _ = write!(text, ", peer {peer_id}, port {port}, sessions {}", netd.sessions_open);
+        let (peer_id, sessions) = (Escaped(peer_id), netd.sessions_open);
+        let _ = write!(text, ", peer {peer_id}, port {port}, sessions {sessions}");
         for (name, count) in netd.troubles.iter().filter(|(_, count)| **count > 0) {
             let _ = write!(text, ", {name} {count}");
         }

@@ -114,6 +114,16 @@ impl<M: Listener> Service<M> {
         }
     }
 
+    /// The settings are read again; READY follows with the next sign of life.
+    pub fn reloading(&mut self, now: Instant) {
+        if self.stage == Stage::Ready && self.told == Some(Stage::Ready) {
+            let micros = monotonic_micros();
+            if self.tell(&format!("RELOADING=1\nMONOTONIC_USEC={micros}"), now) {
+                self.told = None;
+            }
+        }
+    }
+
     /// The run ends.
     pub fn stopping(&mut self) {
         self.stage = Stage::Stopping;
@@ -186,6 +196,12 @@ impl<M: Listener> Service<M> {
     }
 }
 
+/// The time that systemd compares with its own, in microseconds.
+fn monotonic_micros() -> u128 {
+    use nix::time::{ClockId, clock_gettime};
+    clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(0, |time| Duration::from(time).as_micros())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -229,6 +245,27 @@ mod tests {
         assert_eq!(service.manager.lines, ["READY=1"]);
         service.online(next);
         assert!(!service.starts_probe(next + PAUSE), "ready is said once");
+    }
+
+    #[test]
+    fn a_reload_is_told_between_two_ready() {
+        let now = Instant::now();
+        let mut service = service(None, now);
+        service.reloading(now);
+        assert!(service.manager.lines.is_empty(), "it is not ready yet");
+        service.online(now);
+        assert!(service.starts_probe(now));
+        service.probed(Ok(()), now);
+        service.feed(true, now);
+        service.reloading(now);
+        service.feed(true, now);
+        service.feed(true, now);
+        let [ready, reloading, again] = &service.manager.lines[..] else {
+            panic!("{:?}", service.manager.lines)
+        };
+        assert_eq!((ready.as_str(), again.as_str()), ("READY=1", "READY=1"));
+        let micros = reloading.strip_prefix("RELOADING=1\nMONOTONIC_USEC=").expect("a time");
+        assert!(micros.parse::<u64>().is_ok_and(|micros| micros > 0));
     }
 
     #[test]

@@ -5,7 +5,10 @@
 //! Petals counts on all the memory of a device, whoever else uses it, wants `--num_blocks` on a
 //! CPU, and checks nothing that the operator asked for.
 
+mod decide;
 mod nodes;
+
+use std::path::PathBuf;
 
 use model::sizing::{Machine, Need, Sharing};
 use shared::config::{Device, KvMirror, NetdConfig, SpanChoice};
@@ -13,8 +16,9 @@ use shared::control::DeviceMemory;
 use shared::job::MAX_BODY_BYTES;
 use shared::model::{ModelFacts, RankShare};
 
-use crate::plan::Share;
+use crate::placement::Share;
 
+pub use decide::GroupFit;
 pub use nodes::{NodeMemory, node_memory};
 
 /// Values of the exchange buffers of a group: 1 MiB each, of which two stay in a second-level cache.
@@ -301,23 +305,21 @@ fn mib(bytes: u64) -> String {
 /// cache as free, and what is left of the limit of each control group around us.
 pub fn available_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let free = meminfo(&text)?;
+    let left = |folder: PathBuf| {
+        let read = |name: &str| std::fs::read_to_string(folder.join(name)).ok();
+        group_left(read("memory.max"), read("memory.current"), read("memory.stat"))
+    };
+    Some(control_groups().filter_map(left).fold(meminfo(&text)?, u64::min))
+}
+
+/// Folders of the control groups around this process, the innermost first.
+pub fn control_groups() -> impl Iterator<Item = PathBuf> {
+    const ROOT: &str = "/sys/fs/cgroup";
     let group = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let path = group.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or("/").to_owned();
-    let mut folder = std::path::PathBuf::from(format!("/sys/fs/cgroup{path}"));
-    let mut least = free;
-    while folder.starts_with("/sys/fs/cgroup") {
-        let read = |name: &str| std::fs::read_to_string(folder.join(name)).ok();
-        if let Some(left) =
-            group_left(read("memory.max"), read("memory.current"), read("memory.stat"))
-        {
-            least = least.min(left);
-        }
-        if !folder.pop() {
-            break;
-        }
-    }
-    Some(least)
+    let inner = PathBuf::from(format!("{ROOT}{path}"));
+    let outer = |folder: &PathBuf| folder.parent().map(PathBuf::from);
+    std::iter::successors(Some(inner), outer).take_while(|folder| folder.starts_with(ROOT))
 }
 
 fn meminfo(text: &str) -> Option<u64> {

@@ -21,6 +21,26 @@ use shared::control::Role;
 
 use crate::tree::ExitStatus;
 
+/// The variable that has the driver of CUDA count devices along the PCI bus, as its tools do, and not
+/// by speed.
+pub const DEVICE_ORDER: (&str, &str) = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
+
+/// Has this process count CUDA devices as the children of a supervisor do: it starts itself again, in
+/// place, with [`DEVICE_ORDER`]. For commands that open the driver themselves, before they do.
+pub fn count_along_bus() {
+    let (name, order) = DEVICE_ORDER;
+    if std::env::var_os(name).is_some_and(|set| set == order) {
+        return;
+    }
+    let mut args = std::env::args_os();
+    let mut command = Command::new("/proc/self/exe");
+    if let Some(title) = args.next() {
+        command.arg0(title);
+    }
+    let error = command.args(args).env(name, order).exec();
+    eprintln!("sepal: devices are counted in the order of the driver, not of the PCI bus: {error}");
+}
+
 /// A child process that was not reaped yet; its process id therefore names nobody else.
 #[derive(Debug)]
 pub struct Process {
@@ -44,6 +64,7 @@ impl Process {
             .arg(bootstrap.as_raw_fd().to_string())
             // Of the supervisor alone.
             .env_remove("NOTIFY_SOCKET")
+            .env(DEVICE_ORDER.0, DEVICE_ORDER.1)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .spawn()?;
@@ -94,7 +115,8 @@ impl AsFd for Process {
     }
 }
 
-fn pidfd_open(pid: Pid) -> io::Result<OwnedFd> {
+/// A descriptor that names a process.
+pub(crate) fn pidfd_open(pid: Pid) -> io::Result<OwnedFd> {
     // SAFETY: the call takes two integers and touches no memory of this process.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid.as_raw(), 0) };
     let fd = i32::try_from(fd).unwrap_or(-1);

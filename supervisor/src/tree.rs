@@ -12,9 +12,11 @@
 //! death of netd:      reap -> pause -> next generation, new arena; every worker is linked again, and only what a worker
 //!                     acknowledged is told to the new netd
 //! a device is lost for good:  netd is told the longest rest of the span (Shrink) and goes on with it; nothing is left: the end
+//! a device that fails too often is put aside and tried again, see `aside`
 //! ... of a group:  the devices that are left serve its blocks, see `remainder`
 //! nonsense in the rings of a worker (netd BrokenRings):  it is killed, and is to blame
 //! a move to other blocks:  see `moving`
+//! a pause:  see `pausing`
 //! end:     netd drains, then the workers; who does not in time is killed
 //! ```
 //!
@@ -26,33 +28,35 @@
 //! - the tree finishes only when no process is left, but for unkillable ones.
 
 mod action;
+mod aside;
 mod child;
 mod deaths;
 mod ending;
 mod group;
 mod moving;
+mod pausing;
 mod remainder;
 mod said;
 mod serving;
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use shared::block::Span;
-use shared::config::SpanChoice;
+use shared::config::RestartConfig;
 use shared::control::{FromNetd, FromPrepare, FromWorker};
 use shared::exit::ExitReason;
 use shared::ids::{Generation, GroupId, WorkerId};
 use shared::model::{ModelFacts, RankShare};
 
-pub use action::{Action, Down, Event, Init, Policy, Up};
+pub use action::{Action, Down, Event, Init, Order, Policy, Up};
 pub use child::{Beat, ChildId, ExitStatus, Lifecycle};
 use child::{Child, Next};
 use ending::{Ending, SHORT_DRAIN};
 use group::{Group, Worker};
 use moving::Move;
 
-use crate::plan::Share;
-use crate::report::Held;
+use crate::placement::Share;
+use crate::report::{Held, Pause, Standing};
 
 /// What netd said in its present generation.
 #[derive(Debug, Default)]
@@ -81,6 +85,9 @@ pub struct Tree {
     /// The span that the present netd serves or was told to.
     netd_span: Option<Span>,
     moving: Option<Move>,
+    pause: Pause,
+    /// Whether the present netd was told of a pause.
+    netd_is_paused: bool,
     /// The group for which prepare runs: its devices share blocks anew.
     asked: Option<GroupId>,
     /// Where it was before the present place, until that is online; when both had no room beside
@@ -112,6 +119,8 @@ impl Tree {
             was_online: false,
             netd_span: None,
             moving: None,
+            pause: Pause::No,
+            netd_is_paused: false,
             asked: None,
             came_from: None,
             retired: Vec::new(),
@@ -154,6 +163,11 @@ impl Tree {
         Some(Held { device, share: ranks.and_then(|ranks| ranks.get(rank).copied()) })
     }
 
+    /// Other limits hold from now on.
+    pub fn set_limits(&mut self, restart: RestartConfig, drain_timeout: Duration) {
+        (self.policy.restart, self.policy.drain_timeout) = (restart, drain_timeout);
+    }
+
     /// Takes in one event and says what to do now.
     pub fn on(&mut self, event: Event, now: Instant) -> Vec<Action> {
         let mut out = Vec::new();
@@ -165,6 +179,7 @@ impl Tree {
                 self.spawn(ChildId::Prepare, now, &mut out);
                 self.spawn(ChildId::Netd, now, &mut out);
             }
+            Event::Ordered(order) => self.ordered(order, now, &mut out),
             Event::Stop => self.stop(now, &mut out),
             Event::Tick => {}
             Event::Said(id, generation, up) if self.is(id, generation) => {
@@ -196,7 +211,8 @@ impl Tree {
 
     /// When [`Event::Tick`] is due at the latest.
     pub fn deadline(&self) -> Option<Instant> {
-        self.children().filter_map(|child| child.deadline(&self.policy.restart)).min()
+        let due = self.children().filter_map(|child| child.deadline(&self.policy.restart));
+        due.chain(self.next_trial().map(|(at, _)| at)).min()
     }
 
     /// Children with a live process, and its generation.
@@ -256,7 +272,14 @@ impl Tree {
                 let previous_addrs = std::mem::take(&mut self.said).addrs;
                 self.said.addrs.clone_from(&previous_addrs);
                 self.netd_span = self.present();
-                Init::Netd { previous_addrs, served: self.netd_span, retired: self.retired.clone() }
+                self.netd_is_paused = self.pause != Pause::No;
+                Init::Netd {
+                    previous_addrs,
+                    served: self.netd_span,
+                    whole: self.span,
+                    retired: self.retired.clone(),
+                    paused: self.netd_is_paused,
+                }
             }
             ChildId::Worker(worker) => return self.spawn_group(worker.group, now, out),
         };

@@ -46,6 +46,7 @@ impl Peer {
             protocols: vec![],
             traversal: Traversal::CLIENT,
             startup_timeout: DEADLINE,
+            max_upload_bytes_per_s: None,
         })
         .await
         .expect("start a peer");

@@ -13,6 +13,7 @@ use serde::Deserialize;
 
 use crate::error::PrepareError;
 use crate::torch;
+use shared::hold::hold;
 
 /// An index and the single file that is there without one, in the order of preference (petals
 /// `server/from_pretrained.py`).
@@ -83,11 +84,21 @@ impl Checkpoint {
         })
     }
 
-    /// A checkpoint of one safetensors file, which need not be there.
-    pub(crate) fn single(folder: &Path) -> Checkpoint {
+    /// A checkpoint of one file, which need not be there.
+    pub(crate) fn single(folder: &Path, file: &'static str) -> Checkpoint {
         Checkpoint {
             folder: folder.to_owned(),
-            files: Files::Single(FORMATS[0].1),
+            files: Files::Single(file),
+            open: BTreeMap::new(),
+            adopted: BTreeMap::new(),
+        }
+    }
+
+    /// A checkpoint without a tensor, of a folder that holds converted blocks.
+    pub(crate) fn empty(folder: &Path) -> Checkpoint {
+        Checkpoint {
+            folder: folder.to_owned(),
+            files: Files::Index { name: "sepal.json", of_tensors: BTreeMap::new() },
             open: BTreeMap::new(),
             adopted: BTreeMap::new(),
         }
@@ -214,9 +225,8 @@ pub(crate) fn open(path: &Path) -> Result<CheckpointFile, PrepareError> {
     };
     let real = path.canonicalize().map_err(missing)?;
     let file = File::open(&real).map_err(|e| PrepareError::read(path, e))?;
-    // Keeps the file from being deleted for room; without the lock it may go, and is downloaded
-    // again.
-    let _ = file.try_lock_shared();
+    // Keeps the file from being deleted for room.
+    hold(&file, &real).map_err(|e| PrepareError::read(path, e))?;
     let entry = FileEntry::of(&real, &file).map_err(|e| PrepareError::read(path, e))?;
     let is_pickled = path.extension().is_some_and(|e| e == "bin" || e == "pt");
     let header = if is_pickled {

@@ -87,7 +87,7 @@ pub fn speeds(devices: &[Device], facts: &ModelFacts, worker: &WorkerConfig) -> 
 }
 
 /// Bytes per second that the processor reads with so many threads, all of them at once.
-fn processor_bandwidth(threads: usize) -> f64 {
+pub fn processor_bandwidth(threads: usize) -> f64 {
     const BYTES: usize = 256 << 20;
     const PASSES: usize = 3;
     let words = vec![1u64; BYTES / size_of::<u64>()];

@@ -18,6 +18,7 @@ use tracing::{info, warn};
 
 use crate::error::PrepareError;
 use crate::progress::{Progress, Watch};
+use crate::temporary::is_being_written;
 
 /// Left free on the disk (petals `utils/disk_cache.py`, `DEFAULT_MARGIN` of 1 GiB).
 const MARGIN_BYTES: u64 = 1 << 30;
@@ -36,16 +37,26 @@ pub struct DiskCache {
 }
 
 /// A file that may be deleted.
-struct CachedFile {
-    path: PathBuf,
-    bytes: u64,
-    used: SystemTime,
+pub struct CachedFile {
+    /// Its path.
+    pub path: PathBuf,
+    /// Its length.
+    pub bytes: u64,
+    /// When it was used last.
+    pub used: SystemTime,
 }
 
 impl DiskCache {
     /// The cache in `folder`, which may take `max_bytes`.
     pub fn new(folder: &Path, max_bytes: Option<u64>) -> DiskCache {
         DiskCache { folder: folder.to_owned(), max_bytes }
+    }
+
+    /// All files of models in the folder.
+    pub fn files(&self) -> Vec<CachedFile> {
+        let mut files = Vec::new();
+        collect(&self.folder, 0, &mut files);
+        files
     }
 
     /// The lock of the folder, held until the file is dropped.
@@ -68,8 +79,7 @@ impl DiskCache {
     pub fn make_room(&self, needed_bytes: u64, watch: &mut Watch<'_>) -> Result<(), PrepareError> {
         let _lock = self.lock(watch)?;
         let free = free_bytes(&self.folder).saturating_sub(MARGIN_BYTES);
-        let mut kept = Vec::new();
-        collect(&self.folder, 0, &mut kept);
+        let mut kept = self.files();
         let cached: u64 = kept.iter().map(|file| file.bytes).sum();
         let mut available = match self.max_bytes {
             Some(max) => free.min(max.saturating_sub(cached)),
@@ -83,7 +93,7 @@ impl DiskCache {
             }
             // The lock is held until the file is gone: whoever maps it meanwhile sees that.
             if let Some(_lock) = evictable(file)
-                && remove(file)
+                && remove(&file.path)
             {
                 available = available.saturating_add(file.bytes);
                 removed += 1;
@@ -157,22 +167,63 @@ fn collect(folder: &Path, depth: usize, kept: &mut Vec<CachedFile>) {
 }
 
 /// The file with a lock of ours, unless somebody else holds one. Small files of the Hub stay:
-/// without config and index nothing serves offline.
+/// without config and index nothing serves offline. Files that are being written stay too.
 fn evictable(file: &CachedFile) -> Option<File> {
-    let of_the_hub = file.path.parent().is_some_and(|parent| parent.ends_with("blobs"));
-    let worth_it = !of_the_hub || file.bytes >= SMALL_BYTES;
+    let worth_it = !is_small(&file.path, file.bytes) && !is_being_written(&file.path);
     let open = File::open(&file.path).ok().filter(|_| worth_it)?;
     open.try_lock().ok().map(|()| open)
 }
 
+/// Whether it is a file of the Hub such as config or index, without which nothing serves offline.
+pub fn is_small(path: &Path, bytes: u64) -> bool {
+    path.parent().is_some_and(|parent| parent.ends_with("blobs")) && bytes < SMALL_BYTES
+}
+
+/// Whether somebody holds a lock on a file; one that cannot be opened is nobody's.
+pub fn is_in_use(path: &Path) -> bool {
+    let locked = File::open(path).map(|file| file.try_lock());
+    matches!(locked, Ok(Err(TryLockError::WouldBlock)))
+}
+
+/// Deletes a file, unless somebody holds a lock on it; whether it is gone.
+pub fn delete(path: &Path) -> bool {
+    let Ok(file) = File::open(path) else {
+        return false;
+    };
+    // The lock is held until the file is gone: whoever maps it meanwhile sees that.
+    file.try_lock().is_ok() && remove(path)
+}
+
+/// Removes folders of models in which nothing is left.
+pub fn remove_empty_folders(folder: &Path) {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        let is_ours = name.starts_with("models--") || name == "prepared";
+        if is_ours && entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            remove_empty(&entry.path(), 0);
+        }
+    }
+}
+
+fn remove_empty(folder: &Path, depth: usize) {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        if depth < MAX_DEPTH && entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            remove_empty(&entry.path(), depth + 1);
+        }
+    }
+    // Refused while something is in it.
+    let _ = std::fs::remove_dir(folder);
+}
+
 /// Deletes a file, and the links of snapshots that pointed to it.
-fn remove(file: &CachedFile) -> bool {
-    if let Err(error) = std::fs::remove_file(&file.path) {
-        warn!(path = %file.path.display(), %error, "cannot delete a cached file");
+fn remove(path: &Path) -> bool {
+    if let Err(error) = std::fs::remove_file(path) {
+        warn!(path = %path.display(), %error, "cannot delete a cached file");
         return false;
     }
     let blobs =
-        file.path.parent().filter(|parent| parent.file_name().is_some_and(|name| name == "blobs"));
+        path.parent().filter(|parent| parent.file_name().is_some_and(|name| name == "blobs"));
     if let Some(model) = blobs.and_then(Path::parent) {
         remove_dangling(&model.join("snapshots"), 0);
     }
@@ -190,7 +241,8 @@ fn remove_dangling(folder: &Path, depth: usize) {
     }
 }
 
-fn free_bytes(folder: &Path) -> u64 {
+/// Bytes that are free on the disk of a folder.
+pub fn free_bytes(folder: &Path) -> u64 {
     nix::sys::statvfs::statvfs(folder).map_or(u64::MAX, |disk| {
         let (blocks, size): (u64, u64) = (disk.blocks_available(), disk.fragment_size());
         blocks.saturating_mul(size)

@@ -3,6 +3,7 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use model::header::HeaderError;
 use model::shards::ShareError;
@@ -76,6 +77,19 @@ pub enum PrepareError {
         /// The cache folder.
         folder: PathBuf,
     },
+    /// A folder does not fit on its disk.
+    #[error(
+        "{needed_bytes} bytes are needed and {free_bytes} are free on the disk of {folder:?}; free some, or give --out on \
+         another disk"
+    )]
+    NoSpace {
+        /// What is to be written.
+        needed_bytes: u64,
+        /// What there is.
+        free_bytes: u64,
+        /// A folder of the disk.
+        folder: PathBuf,
+    },
     /// A file of the model cannot be read.
     #[error("cannot read {path:?}: {source}")]
     Read {
@@ -138,6 +152,26 @@ pub enum PrepareError {
         /// Why.
         source: io::Error,
     },
+    /// Another process works in the cache folder.
+    #[error(
+        "the cache folder {folder:?} is in use by another process, likely a download, for more than {} s; try again when it \
+         has ended",
+        waited.as_secs()
+    )]
+    Busy {
+        /// The cache folder.
+        folder: PathBuf,
+        /// How long it was waited for.
+        waited: Duration,
+    },
+    /// A device cannot be used.
+    #[error("{message}")]
+    Device {
+        /// For the exit code.
+        reason: ExitReason,
+        /// What is wrong and what to do.
+        message: String,
+    },
     /// Told to stop.
     #[error("told to stop before the model was ready")]
     Stopped,
@@ -153,8 +187,11 @@ impl PrepareError {
     pub fn exit_reason(&self) -> ExitReason {
         match self {
             PrepareError::Read { .. } | PrepareError::Write { .. } => ExitReason::Failed,
-            PrepareError::Hub { lasting: false, .. } => ExitReason::Failed,
+            PrepareError::Hub { lasting: false, .. } | PrepareError::Busy { .. } => {
+                ExitReason::Failed
+            }
             PrepareError::Unreachable { .. } => ExitReason::Unreachable,
+            PrepareError::Device { reason, .. } => *reason,
             PrepareError::Stopped => ExitReason::Clean,
             _ => ExitReason::BadConfig,
         }

@@ -14,8 +14,9 @@
 //! the index of `main` whatever the revision.
 
 mod blocks;
+mod sources;
 #[cfg(test)]
-mod stand_in;
+pub(crate) mod stand_in;
 #[cfg(test)]
 mod tests;
 
@@ -41,6 +42,7 @@ use crate::checkpoint::Checkpoint;
 use crate::disk_cache::DiskCache;
 use crate::error::PrepareError;
 use crate::progress::{Progress, Watch};
+use crate::quiet::open_quietly;
 use crate::repository::{map_repo, repo_folder};
 
 /// An index and the single file that is there without one, in the order of Petals
@@ -76,6 +78,8 @@ pub struct Hub {
     commit: String,
     disk: DiskCache,
     headers: BTreeMap<String, Header>,
+    /// Lengths of files that were asked for.
+    sizes: BTreeMap<String, u64>,
     pauses: Pauses,
 }
 
@@ -83,6 +87,15 @@ impl std::fmt::Debug for Hub {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Hub").field("name", &self.name).field("commit", &self.commit).finish()
     }
+}
+
+/// What becomes of the weights of a model that is looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Weights {
+    /// They are fetched as they are needed.
+    Fetched,
+    /// Not a byte of them is fetched.
+    Left,
 }
 
 /// How long to wait between two tries.
@@ -171,6 +184,7 @@ impl Hub {
             commit: String::new(),
             disk: DiskCache::new(&cache, config.hub.max_disk_bytes),
             headers: BTreeMap::new(),
+            sizes: BTreeMap::new(),
             pauses,
             name,
         };
@@ -191,12 +205,17 @@ impl Hub {
         self.root.join("snapshots").join(&self.commit)
     }
 
+    /// Commit of the revision that was asked for.
+    pub fn commit(&self) -> &str {
+        &self.commit
+    }
+
     /// The checkpoint, without a file of it yet: of the four names of Petals the first that the
-    /// model has.
+    /// model has. A pickled one that is a single file is downloaded, unless its `weights` are left.
     ///
     /// # Errors
     /// [`PrepareError::Hub`] when it has none.
-    pub fn checkpoint(&mut self) -> Result<Checkpoint, PrepareError> {
+    pub fn checkpoint(&mut self, weights: Weights) -> Result<Checkpoint, PrepareError> {
         for (index, single) in FORMATS {
             match self.small_file(index) {
                 Ok(_) => return Checkpoint::find(&self.snapshot()),
@@ -206,8 +225,8 @@ impl Hub {
             if !self.has(single)? {
                 continue;
             }
-            if is_ranged(single) {
-                return Ok(Checkpoint::single(&self.snapshot()));
+            if is_ranged(single) || weights == Weights::Left {
+                return Ok(Checkpoint::single(&self.snapshot(), single));
             }
             self.whole_file(single, &mut |_| Ok(()))?;
             return Checkpoint::find(&self.snapshot());
@@ -537,14 +556,14 @@ fn commit_of(path: &Path) -> Option<String> {
 
 /// Whether a file of the cache has the SHA-256 that its blob is named after. Names of another form
 /// say nothing.
-fn sum_fits(path: &Path, watch: &mut Watch<'_>) -> Result<bool, PrepareError> {
+pub fn sum_fits(path: &Path, watch: &mut Watch<'_>) -> Result<bool, PrepareError> {
     let read = |e| PrepareError::read(path, e);
     let blob = path.canonicalize().map_err(read)?;
     let name = blob.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     if name.len() != 64 || !name.chars().all(|c| c.is_ascii_hexdigit()) {
         return Ok(true);
     }
-    let (mut file, mut sum) = (std::fs::File::open(&blob).map_err(read)?, Sha256::new());
+    let (mut file, mut sum) = (open_quietly(&blob).map_err(read)?, Sha256::new());
     let mut piece = vec![0; 1 << 20];
     loop {
         let length = file.read(&mut piece).map_err(read)?;

@@ -1,6 +1,7 @@
 //! What config.json says: the form of the blocks, the facts that other processes need, and the
 //! dtype to serve in.
 
+use std::fs::File;
 use std::path::PathBuf;
 
 use kernels::quant;
@@ -13,10 +14,13 @@ use shared::model::ModelFacts;
 
 use crate::adapter::Adapter;
 use crate::checkpoint::{Checkpoint, read_bounded};
+use crate::converted::Converted;
 use crate::error::PrepareError;
-use crate::hub::Hub;
+use crate::folder::FolderRecord;
+use crate::hub::{Hub, Weights};
 use crate::locate::ModelFolder;
 use crate::repository::default_dht_prefix;
+use crate::store::FORMAT_VERSION;
 
 /// Longest accepted config.json; published ones have a few kilobytes.
 const MAX_CONFIG_BYTES: u64 = 4 << 20;
@@ -34,6 +38,12 @@ pub struct Inspected {
     /// Where the checkpoint comes from, unless from a folder.
     pub(crate) hub: Option<Hub>,
     pub(crate) cache_dir: PathBuf,
+    /// Where config.json is.
+    pub(crate) folder: PathBuf,
+    /// What Sepal wrote of a folder that it made.
+    pub(crate) record: Option<FolderRecord>,
+    /// Prepared files of the span that was made ready last: open, with a lock each.
+    pub(crate) _held: Vec<File>,
 }
 
 impl Inspected {
@@ -43,6 +53,19 @@ impl Inspected {
     /// [`PrepareError`] with one sentence for the operator: no such model, an unknown model type,
     /// no weights.
     pub fn new(config: &PrepareConfig) -> Result<Inspected, PrepareError> {
+        Inspected::open(config, Weights::Fetched)
+    }
+
+    /// The same without a byte of the model's weights: for what headers alone tell
+    /// (`survey_model`).
+    ///
+    /// # Errors
+    /// As [`Inspected::new`].
+    pub fn headers_only(config: &PrepareConfig) -> Result<Inspected, PrepareError> {
+        Inspected::open(config, Weights::Left)
+    }
+
+    fn open(config: &PrepareConfig, weights: Weights) -> Result<Inspected, PrepareError> {
         let (folder, mut hub) = ModelFolder::locate(config)?;
         let path = folder.path.join("config.json");
         let json = read_bounded(&path, MAX_CONFIG_BYTES)?;
@@ -50,28 +73,59 @@ impl Inspected {
         let value: Value =
             serde_json::from_slice(&json).map_err(|e| unsupported(format!("is no JSON: {e}")))?;
         let spec = BlockSpec::from_config(&value).map_err(|e| unsupported(e.to_string()))?;
-        let dtype = match config.dtype {
-            Some(dtype) => dtype,
-            None => checkpoint_dtype(&value).map_err(unsupported)?,
+        let converted = match &folder.record {
+            Some(record) => record.served_format(&folder.path, FORMAT_VERSION, config)?,
+            None => None,
+        };
+        let dtype = match (converted, config.dtype) {
+            (Some((_, dtype)), _) | (None, Some(dtype)) => dtype,
+            (None, None) => checkpoint_dtype(&value).map_err(unsupported)?,
         };
         let checkpoint = match &mut hub {
-            Some(hub) => hub.checkpoint()?,
+            Some(hub) => hub.checkpoint(weights)?,
+            None if converted.is_some() => Checkpoint::empty(&folder.path),
             None => Checkpoint::find(&folder.path)?,
         };
         let cache_dir = std::path::absolute(&config.cache_dir)
             .map_err(|e| PrepareError::read(&config.cache_dir, e))?;
-        let stored = Stored { dtype, quant: config.quant_type };
-        let mut facts = facts(&folder, &value, &spec, stored).map_err(unsupported)?;
+        let mut facts = facts(&folder, &value, &spec, dtype).map_err(unsupported)?;
         let adapters: Vec<Adapter> = config
             .adapters
             .iter()
             .map(|name| Adapter::open(name, config, &spec))
             .collect::<Result<_, _>>()?;
-        let served = Adapter::served_dtype(&facts);
-        let added = adapters.iter().map(|adapter| adapter.block_bytes(served));
-        facts.block_bytes = added.fold(facts.block_bytes, u64::saturating_add);
         facts.adapters.clone_from(&config.adapters);
-        Ok(Inspected { facts, spec, config: value, checkpoint, adapters, hub, cache_dir })
+        let (record, folder) = (folder.record, folder.path);
+        let mut inspected = Inspected {
+            facts,
+            spec,
+            config: value,
+            checkpoint,
+            adapters,
+            hub,
+            cache_dir,
+            folder,
+            record,
+            _held: Vec::new(),
+        };
+        inspected.store_as(converted.map_or(config.quant_type, |(quant, _)| quant));
+        Ok(inspected)
+    }
+
+    /// The folder, if its blocks were converted already.
+    pub(crate) fn converted(&self) -> Option<Converted<'_>> {
+        let record = self.record.as_ref().filter(|record| record.format.is_some())?;
+        let Inspected { spec, facts, folder, .. } = self;
+        Some(Converted { folder, record, spec, facts })
+    }
+
+    /// Stores matrices as `quant` from now on.
+    pub fn store_as(&mut self, quant: QuantType) {
+        self.facts.quant_type = quant;
+        let own = block_bytes(&self.spec, Stored { dtype: self.facts.dtype, quant });
+        let served = Adapter::served_dtype(&self.facts);
+        let added = self.adapters.iter().map(|adapter| adapter.block_bytes(served));
+        self.facts.block_bytes = added.fold(own, u64::saturating_add);
     }
 }
 
@@ -115,7 +169,7 @@ fn facts(
     folder: &ModelFolder,
     config: &Value,
     spec: &BlockSpec,
-    stored: Stored,
+    dtype: DType,
 ) -> Result<ModelFacts, String> {
     let model_type =
         config.get("model_type").and_then(Value::as_str).unwrap_or_default().to_owned();
@@ -138,9 +192,9 @@ fn facts(
         attention_heads: size("num_attention_heads", spec.heads)?,
         kv_heads: size("num_key_value_heads", spec.kv_heads)?,
         head_dim: size("head_dim", spec.head_dim)?,
-        dtype: stored.dtype,
-        quant_type: stored.quant,
-        block_bytes: block_bytes(spec, stored),
+        dtype,
+        quant_type: QuantType::None,
+        block_bytes: 0,
         adapters: Vec::new(),
     })
 }

@@ -11,14 +11,20 @@
 #![forbid(unsafe_code)]
 
 mod adapter;
+pub mod cache;
 mod checkpoint;
+pub mod convert;
+mod converted;
 mod devices;
 pub mod disk_cache;
 mod error;
+mod estimate;
+mod files;
 #[cfg(test)]
 #[allow(dead_code, reason = "shared with the tests of package `gpu-worker`")]
 #[path = "../../src/fixtures.rs"]
 mod fixtures;
+mod folder;
 mod groups;
 #[cfg(test)]
 #[allow(dead_code, reason = "shared with the tests of package `gpu-worker`")]
@@ -28,11 +34,16 @@ mod hub;
 mod inspect;
 mod locate;
 mod progress;
+mod quiet;
 mod ready;
 mod repository;
 mod role;
 mod source;
+mod staging;
 mod store;
+mod survey;
+mod table;
+mod temporary;
 mod torch;
 
 pub use error::PrepareError;
@@ -40,6 +51,7 @@ pub use inspect::Inspected;
 pub use locate::ModelFolder;
 pub use progress::Progress;
 pub use role::run;
+pub use survey::survey_model;
 
 #[cfg(test)]
 mod tests;

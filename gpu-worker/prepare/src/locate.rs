@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use shared::config::PrepareConfig;
 
 use crate::error::PrepareError;
+use crate::folder::FolderRecord;
 use crate::hub::Hub;
 use crate::repository::is_repo_id;
 
@@ -19,6 +20,8 @@ pub struct ModelFolder {
     pub name: String,
     /// Repository id when it came from the Hub.
     pub repo: Option<String>,
+    /// What Sepal wrote of the folder, if Sepal wrote it.
+    pub record: Option<FolderRecord>,
 }
 
 impl ModelFolder {
@@ -35,8 +38,10 @@ impl ModelFolder {
             let name = whole
                 .file_name()
                 .map_or_else(|| model.to_owned(), |n| n.to_string_lossy().into_owned());
-            let folder = ModelFolder { path: whole, name, repo: None };
-            return Ok((folder, None));
+            let record = FolderRecord::read(&whole)?;
+            let name = record.as_ref().map_or(name, |record| record.model.clone());
+            let repo = record.as_ref().and_then(|record| record.repository.clone());
+            return Ok((ModelFolder { path: whole, name, repo, record }, None));
         }
         if !is_repo_id(model) {
             return Err(PrepareError::NoFolder(model.chars().take(200).collect()));
@@ -46,6 +51,7 @@ impl ModelFolder {
             path: hub.snapshot(),
             name: hub.name().to_owned(),
             repo: Some(hub.name().to_owned()),
+            record: None,
         };
         Ok((folder, Some(hub)))
     }

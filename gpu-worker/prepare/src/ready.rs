@@ -3,39 +3,23 @@
 
 use std::collections::BTreeMap;
 
-use model::TensorSpec;
-use model::manifest::{
-    AdapterBlocks, AdapterEntry, FileEntry, MANIFEST_VERSION, Manifest, TensorEntry,
-};
+use model::manifest::{AdapterBlocks, AdapterEntry, MANIFEST_VERSION, Manifest, TensorEntry};
 use shared::block::{BlockIndex, Span};
 use shared::dtype::DType;
 use tracing::warn;
 
 use crate::adapter::Adapter;
 use crate::error::PrepareError;
+use crate::files::Files;
 use crate::inspect::Inspected;
 use crate::progress::Progress;
-use crate::source::SourceTensor;
+use crate::source::{SourceTensor, Wanted};
 use crate::store::{Prepared, StorePlace, stored_form};
-
-/// The files of a manifest under construction.
-#[derive(Default)]
-struct Files(Vec<FileEntry>);
-
-impl Files {
-    fn index(&mut self, entry: &FileEntry) -> u32 {
-        let position = self.0.iter().position(|f| f == entry).unwrap_or_else(|| {
-            self.0.push(entry.clone());
-            self.0.len() - 1
-        });
-        u32::try_from(position).expect("a model has fewer files than blocks times tensors")
-    }
-}
 
 impl Inspected {
     /// Checks all blocks of `span`, converts what needs it, and describes where everything lies.
     /// `progress` is called before each block, after each tensor and during downloads; its error
-    /// stops the work.
+    /// stops the work. Prepared files stay marked as in use as long as this value lives.
     ///
     /// # Errors
     /// [`PrepareError`], which names the file, the tensor and what is wrong with it.
@@ -46,6 +30,9 @@ impl Inspected {
     ) -> Result<Manifest, PrepareError> {
         if span.end().0 > self.facts.num_blocks {
             return Err(PrepareError::BadSpan { span, num_blocks: self.facts.num_blocks });
+        }
+        if let Some(record) = &self.record {
+            record.check_span(&self.folder, span)?;
         }
         let total = span.end().0 - span.start().0;
         let (mut files, mut blocks) = (Files::default(), BTreeMap::new());
@@ -58,14 +45,55 @@ impl Inspected {
                 parts.insert(block.0, own);
             }
         }
+        let (files, held) = files.into_parts();
+        self._held = held;
         Ok(Manifest {
             version: MANIFEST_VERSION,
             model: self.facts.clone(),
             config: self.config.clone(),
-            files: files.0,
+            files,
             blocks,
             adapters,
         })
+    }
+
+    /// The tensors of a block under the names that they have in the checkpoint.
+    pub(crate) fn wanted(&mut self, block: BlockIndex) -> Result<Vec<Wanted>, PrepareError> {
+        let mut wanted: Vec<Wanted> =
+            self.spec.tensors(block.0 as usize).into_iter().map(Wanted::from).collect();
+        for tensor in &mut wanted {
+            tensor.full_name = self.checkpoint.name_of(&tensor.full_name)?;
+        }
+        Ok(wanted)
+    }
+
+    /// Makes the tensors of a block available in the checkpoint.
+    pub(crate) fn fetch(
+        &mut self,
+        block: BlockIndex,
+        progress: &mut impl FnMut(Progress) -> Result<(), PrepareError>,
+    ) -> Result<Vec<Wanted>, PrepareError> {
+        let wanted = self.wanted(block)?;
+        if let Some(hub) = &mut self.hub {
+            let names: Vec<String> = wanted.iter().map(|t| t.full_name.clone()).collect();
+            hub.fetch(&mut self.checkpoint, block.0, &names, progress)?;
+        }
+        wanted.iter().try_for_each(|t| self.checkpoint.open(&t.full_name))?;
+        Ok(wanted)
+    }
+
+    /// The tensors of a block that was fetched, each with how it is to be stored.
+    pub(crate) fn sources<'a>(
+        &'a self,
+        wanted: &'a [Wanted],
+    ) -> Result<Vec<SourceTensor<'a>>, PrepareError> {
+        let source = |t: &'a Wanted| {
+            let found = self.checkpoint.tensor(&t.full_name)?;
+            let tensor = SourceTensor::new(&t.name, &t.full_name, &t.shape, found)?;
+            let quant = self.facts.quant_type;
+            Ok(tensor.stored_as(self.spec.quant_of(&t.name, t.shape.len(), quant)))
+        };
+        wanted.iter().map(source).collect()
     }
 
     fn block(
@@ -74,25 +102,13 @@ impl Inspected {
         files: &mut Files,
         progress: &mut impl FnMut(Progress) -> Result<(), PrepareError>,
     ) -> Result<BTreeMap<String, TensorEntry>, PrepareError> {
-        let mut wanted: Vec<Wanted> =
-            self.spec.tensors(block.0 as usize).into_iter().map(Wanted::from).collect();
-        for tensor in &mut wanted {
-            tensor.full_name = self.checkpoint.name_of(&tensor.full_name)?;
+        if let Some(converted) = self.converted() {
+            let tensors = converted.block(block, files)?;
+            converted.check(block, &self.cache_dir, files, progress)?;
+            return Ok(tensors);
         }
-        if let Some(hub) = &mut self.hub {
-            let names: Vec<String> = wanted.iter().map(|t| t.full_name.clone()).collect();
-            hub.fetch(&mut self.checkpoint, block.0, &names, progress)?;
-        }
-        wanted.iter().try_for_each(|t| self.checkpoint.open(&t.full_name))?;
-        let sources = wanted
-            .iter()
-            .map(|t| {
-                let found = self.checkpoint.tensor(&t.full_name)?;
-                let tensor = SourceTensor::new(&t.name, &t.full_name, &t.shape, found)?;
-                let quant = self.facts.quant_type;
-                Ok(tensor.stored_as(self.spec.quant_of(&t.name, t.shape.len(), quant)))
-            })
-            .collect::<Result<Vec<_>, PrepareError>>()?;
+        let wanted = self.fetch(block, progress)?;
+        let sources = self.sources(&wanted)?;
         let dtype = self.facts.dtype;
         let place = StorePlace::new(&self.cache_dir, &self.facts.name, block, dtype, &sources);
         stored(&place, dtype, &sources, files, progress)
@@ -152,23 +168,15 @@ fn stored(
             Err(error) => return Err(error),
         },
     };
-    sources
+    let entries: Result<_, PrepareError> = sources
         .iter()
         .map(|t| Ok((t.name.to_owned(), entry(t, dtype, prepared.as_ref(), files)?)))
-        .collect()
-}
-
-struct Wanted {
-    name: String,
-    full_name: String,
-    shape: Vec<u64>,
-}
-
-impl From<TensorSpec> for Wanted {
-    fn from(spec: TensorSpec) -> Wanted {
-        let shape = spec.shape.iter().map(|&side| side as u64).collect();
-        Wanted { name: spec.name, full_name: spec.full_name, shape }
+        .collect();
+    // In use for as long as this process runs, so that workers find it.
+    if let Some(prepared) = prepared {
+        files.keep(prepared.file);
     }
+    entries
 }
 
 /// Where the tensor is to be mapped from.
@@ -193,7 +201,7 @@ fn entry(
     let len = tensor.stored_bytes(dtype).unwrap_or(u64::MAX);
     let found = prepared.and_then(|p| {
         let info = p.header.tensors.get(tensor.name)?;
-        let (word, stored_shape) = stored_form(tensor, dtype, len);
+        let (word, stored_shape) = stored_form(tensor.quant, dtype, tensor.shape, len);
         let fits = info.dtype == word && info.shape == stored_shape && info.bytes() == len;
         fits.then_some((p, p.header.data_start + info.data_offsets.0))
     });

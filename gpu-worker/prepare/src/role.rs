@@ -4,24 +4,20 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ipc_channel::TryRecvError;
-use model::cuts::CutFile;
-use model::rates::{RateCache, slowest};
-use model::shards::Shard;
+use model::survey::{Speeds, Survey};
 use shared::block::Span;
 use shared::bootstrap::{Bootstrap, ControlEnds};
 use shared::causes::with_causes;
 use shared::config::{Device, PrepareConfig, WorkerConfig};
 use shared::control::{BoardSeat, FdTag, FromPrepare, ToPrepare};
 use shared::exit::ExitReason;
-use shared::model::RankShare;
 use shared::shm::board::{BoardWriter, Phase};
 use tracing::{debug, error, info, warn};
 
-use crate::devices::{self, device_memory};
 use crate::error::PrepareError;
-use crate::groups;
 use crate::inspect::Inspected;
 use crate::progress::Tracker;
+use crate::survey::survey;
 
 /// Longest time without progress: one tensor of the largest models (a few GB) from a slow disk.
 const TENSOR_LIMIT: Duration = Duration::from_secs(300);
@@ -73,14 +69,10 @@ fn serve(ends: &Ends) -> Result<(), Ending> {
     let board = &init.board;
     board.enter(Phase::Preparing, TENSOR_LIMIT);
     let inspected = Inspected::new(&init.config)?;
-    let facts = inspected.facts.clone();
-    let shards = report_shares(ends, &init, &inspected)?;
-    report_memory(ends, &init, &inspected, &shards)?;
+    let (survey, cuts) = survey(&inspected, &init.groups, &init.worker)?;
+    let facts = &survey.facts;
     info!(model = facts.name, model_type = facts.model_type, dtype = %facts.dtype, blocks = facts.num_blocks, "model inspected");
-    let cuts = report_rates(ends, &init, &inspected)?;
-    // The phase comes first: a supervisor that has the facts counts on heartbeats.
-    board.enter(Phase::Idle, Duration::ZERO);
-    send(ends, FromPrepare::Inspected(facts))?;
+    report(ends, board, survey)?;
     let (span, path, cut) = match next_order(ends, board) {
         Ok(ToPrepare::Span { span, manifest, cut }) => (span, manifest, cut),
         Ok(ToPrepare::Drain) => return Ok(()),
@@ -96,88 +88,24 @@ fn serve(ends: &Ends) -> Result<(), Ending> {
     make_ready(ends, board, inspected, span, &path)
 }
 
-/// Reports the memory of each device that has its own. `shards` are those of all ranks, in the order
-/// of the devices; none where a device has whole blocks.
-fn report_memory(
-    ends: &Ends,
-    init: &Init,
-    inspected: &Inspected,
-    shards: &[Option<Shard>],
-) -> Result<(), Ending> {
-    let whole = &inspected.spec;
-    let held = |index: usize| {
-        let shard = shards.get(index).and_then(Option::as_ref);
-        shard.map_or(whole, |shard| &shard.spec).clone()
-    };
-    let memory = device_memory(&init.groups.concat(), init.worker.device_bytes, whole, held);
-    let memory = memory.map_err(|(ordinal, failure)| {
-        let (reason, message) = failure.told(ordinal);
-        Ending::Failed(reason, message)
-    })?;
-    for one in &memory {
-        let (free_bytes, work_bytes) = (one.free_bytes, one.work_bytes);
-        info!(device = %one.device, free_bytes, work_bytes, "measured device memory");
+/// Reports what is known before the blocks are: the facts come last.
+fn report(ends: &Ends, board: &BoardWriter, survey: Survey) -> Result<(), Ending> {
+    let Survey { facts, ranks, devices, kept, speeds } = survey;
+    if !ranks.is_empty() {
+        send(ends, FromPrepare::Groups(ranks))?;
     }
-    if memory.is_empty() {
-        return Ok(());
+    if !devices.is_empty() {
+        send(ends, FromPrepare::Devices(devices))?;
     }
-    send(ends, FromPrepare::Devices(memory))
-}
-
-/// Reports what each rank holds of a block, where several devices share it. Returns the shards of
-/// all ranks.
-fn report_shares(
-    ends: &Ends,
-    init: &Init,
-    inspected: &Inspected,
-) -> Result<Vec<Option<Shard>>, Ending> {
-    if init.groups.iter().all(|devices| devices.len() < 2) {
-        return Ok(Vec::new());
+    if let Some(kept) = kept {
+        send(ends, FromPrepare::Kept(kept))?;
     }
-    let (mut shards, mut groups) = (Vec::new(), Vec::new());
-    for devices in &init.groups {
-        if devices.len() < 2 {
-            shards.push(None);
-            groups.push(Vec::new());
-            continue;
-        }
-        let rates = devices::speeds(devices, &inspected.facts, &init.worker);
-        let names = devices::names(devices, &init.worker);
-        let of_group = groups::shards(inspected, &names, &rates)?;
-        let ranks: Vec<RankShare> =
-            of_group.iter().map(|shard| groups::of_rank(inspected, shard)).collect();
-        info!(?devices, ?ranks, "shared the blocks among the ranks of a group");
-        for (device, _) in devices.iter().zip(&ranks).filter(|(_, rank)| rank.is_slow) {
-            warn!(%device, "the inputs of its matrices are cut beside multiples of 64: it computes slowly");
-        }
-        groups.push(ranks);
-        shards.extend(of_group.into_iter().map(Some));
+    if let Some(Speeds { rates, cuts }) = speeds {
+        send(ends, FromPrepare::Speeds { rates, cuts })?;
     }
-    send(ends, FromPrepare::Groups(groups))?;
-    Ok(shards)
-}
-
-/// Reports the throughput of an earlier start, and the relative speeds of several devices with the
-/// cuts that were saved for them. Returns where the cuts are saved.
-fn report_rates(ends: &Ends, init: &Init, inspected: &Inspected) -> Result<CutFile, Ending> {
-    let Init { config, groups, worker, .. } = init;
-    let facts = &inspected.facts;
-    if let Some(folder) = worker.rates_dir.as_ref().filter(|_| !worker.measure_anew) {
-        let cache = RateCache::new(folder, Duration::ZERO);
-        let rates = cache.kept(facts, groups.iter().map(Vec::as_slice), worker);
-        if let Some(kept) = rates.and_then(|rates| slowest(&rates)) {
-            send(ends, FromPrepare::Kept(kept))?;
-        }
-    }
-    let names = devices::group_names(groups, worker);
-    let cuts = CutFile::new(&config.cache_dir, facts, &names);
-    let devices = groups.concat();
-    if devices.len() > 1 {
-        let rates = devices::speeds(&devices, facts, worker);
-        info!(?rates, "compared the speeds of the devices");
-        send(ends, FromPrepare::Speeds { rates, cuts: cuts.read() })?;
-    }
-    Ok(cuts)
+    // The phase comes first: a supervisor that has the facts counts on heartbeats.
+    board.enter(Phase::Idle, Duration::ZERO);
+    send(ends, FromPrepare::Inspected(facts))
 }
 
 /// Downloads and converts the blocks of `span`, and writes their manifest to `path`. Stops at the

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::path::Path;
 
 use kernels::quant;
+use model::TensorSpec;
 use model::header::TensorInfo;
 use model::manifest::FileEntry;
 use shared::config::QuantType;
@@ -11,6 +12,24 @@ use shared::dtype::DType;
 
 use crate::checkpoint::CheckpointFile;
 use crate::error::PrepareError;
+
+/// A tensor that a block needs.
+#[derive(Clone, Debug)]
+pub struct Wanted {
+    /// Name within the block.
+    pub name: String,
+    /// Name in the checkpoint.
+    pub full_name: String,
+    /// Shape, slowest dimension first.
+    pub shape: Vec<u64>,
+}
+
+impl From<TensorSpec> for Wanted {
+    fn from(spec: TensorSpec) -> Wanted {
+        let shape = spec.shape.iter().map(|&side| side as u64).collect();
+        Wanted { name: spec.name, full_name: spec.full_name, shape }
+    }
+}
 
 /// One tensor of a block in a checkpoint file.
 #[derive(Debug)]
@@ -39,6 +58,49 @@ pub struct SourceTensor<'a> {
     pub quant: QuantType,
 }
 
+/// Type and number of elements of the tensor `full_name` that a header describes, which must have
+/// `shape`; `shown` is the file, for messages.
+///
+/// # Errors
+/// [`PrepareError::BadTensor`] as [`SourceTensor::new`].
+pub fn checked(
+    info: &TensorInfo,
+    shape: &[u64],
+    full_name: &str,
+    shown: &Path,
+) -> Result<(DType, u64), PrepareError> {
+    let bad = |reason: String| PrepareError::bad_tensor(shown, full_name, reason);
+    let dtype = info.block_dtype().ok_or_else(|| {
+        let shown: String = info.dtype.chars().take(20).collect();
+        bad(format!("has type {shown:?}; only F32, BF16 and F16 are supported"))
+    })?;
+    if info.shape != shape {
+        return Err(bad(format!("has shape {:?}, config.json asks for {shape:?}", info.shape)));
+    }
+    let elements = info.block_elements(dtype).ok_or_else(|| {
+        bad(format!(
+            "has {} bytes, which do not fit its shape {:?} of {}",
+            info.bytes(),
+            info.shape,
+            info.dtype
+        ))
+    })?;
+    Ok((dtype, elements))
+}
+
+/// Bytes of a tensor of this shape as stored, in `dtype` or quantized; `None` when that is no size.
+pub fn stored_bytes(quant: QuantType, dtype: DType, shape: &[u64]) -> Option<u64> {
+    let side = |side: &u64| usize::try_from(*side).ok();
+    let bytes = match shape {
+        [outputs, inputs] => quant::stored_bytes(quant, dtype, side(outputs)?, side(inputs)?),
+        _ => {
+            let elements = shape.iter().try_fold(1u64, |n, side| n.checked_mul(*side))?;
+            quant::stored_bytes(QuantType::None, dtype, 1, side(&elements)?)
+        }
+    };
+    u64::try_from(bytes?).ok()
+}
+
 impl<'a> SourceTensor<'a> {
     /// The tensor `full_name`, which must have `shape`.
     ///
@@ -51,22 +113,7 @@ impl<'a> SourceTensor<'a> {
         shape: &[u64],
         (file, info): (&'a CheckpointFile, &'a TensorInfo),
     ) -> Result<SourceTensor<'a>, PrepareError> {
-        let bad = |reason: String| PrepareError::bad_tensor(&file.shown, full_name, reason);
-        let dtype = info.block_dtype().ok_or_else(|| {
-            let shown: String = info.dtype.chars().take(20).collect();
-            bad(format!("has type {shown:?}; only F32, BF16 and F16 are supported"))
-        })?;
-        if info.shape != shape {
-            return Err(bad(format!("has shape {:?}, config.json asks for {shape:?}", info.shape)));
-        }
-        let elements = info.block_elements(dtype).ok_or_else(|| {
-            bad(format!(
-                "has {} bytes, which do not fit its shape {:?} of {}",
-                info.bytes(),
-                info.shape,
-                info.dtype
-            ))
-        })?;
+        let (dtype, elements) = checked(info, shape, full_name, &file.shown)?;
         Ok(SourceTensor {
             name,
             full_name,
@@ -89,14 +136,7 @@ impl<'a> SourceTensor<'a> {
 
     /// Bytes as stored, in `dtype` or quantized; `None` when that is no size.
     pub fn stored_bytes(&self, dtype: DType) -> Option<u64> {
-        let side = |side: &u64| usize::try_from(*side).ok();
-        let bytes = match self.shape {
-            [outputs, inputs] => {
-                quant::stored_bytes(self.quant, dtype, side(outputs)?, side(inputs)?)
-            }
-            _ => quant::stored_bytes(QuantType::None, dtype, 1, side(&self.elements)?),
-        };
-        u64::try_from(bytes?).ok()
+        stored_bytes(self.quant, dtype, self.shape)
     }
 
     /// Whether it can be served from where it lies: not to be quantized, same type, aligned to its

@@ -4,17 +4,19 @@
 //! it exists only after *all* tensors of the block were checked. A block whose tensors are served
 //! from the checkpoint itself gets a file without tensors, the mark that they were checked.
 
+mod check;
+
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::{self, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use kernels::ops::convert;
 use kernels::quant::{int8, nf4};
 use model::header::{Header, dtype_word};
 use model::manifest::FileEntry;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 use shared::block::BlockIndex;
 use shared::config::QuantType;
 use shared::dtype::DType;
@@ -23,18 +25,25 @@ use shared::files::write_atomically;
 use crate::disk_cache::touch;
 use crate::error::PrepareError;
 use crate::source::SourceTensor;
+use crate::temporary::remove_abandoned;
+use shared::hold::hold;
+
+pub use check::check;
 
 /// Raised when the content of prepared files changes for the same source.
-const FORMAT_VERSION: u32 = 2;
+pub const FORMAT_VERSION: u32 = 2;
 
 /// Key of the identity in the metadata.
 const IDENTITY: &str = "sepal.identity";
 
+/// Key of the SHA-256 of the data in the metadata. Files of earlier versions have none.
+const SUM: &str = "sepal.sha256";
+
+/// Length of a SHA-256 in hexadecimal digits.
+const SUM_DIGITS: usize = 64;
+
 /// Bytes of a source read at a time; a multiple of every element size.
 const PIECE_BYTES: usize = 1 << 20;
-
-/// Age of a temporary file that nobody writes any more; one block is written in minutes at most.
-const ABANDONED: Duration = Duration::from_secs(24 * 3600);
 
 /// Data starts at a multiple of this in the file: a cache line, which is also what vector loads
 /// like.
@@ -47,15 +56,37 @@ pub struct Prepared {
     pub entry: FileEntry,
     /// Its tensors.
     pub header: Header,
+    /// The open file: in use while it is.
+    pub file: File,
 }
 
 /// What identifies a prepared file.
-#[derive(Debug, Serialize)]
-struct Identity<'a> {
-    format: u32,
-    block: u32,
-    dtype: &'static str,
-    tensors: BTreeMap<&'a str, (&'a FileEntry, u64, QuantType)>,
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Identity {
+    /// [`FORMAT_VERSION`] of the writer.
+    pub format: u32,
+    /// The block.
+    pub block: u32,
+    /// Type of hidden states and of what is not quantized.
+    pub dtype: String,
+    /// File, first byte and format of every tensor.
+    pub tensors: BTreeMap<String, (FileEntry, u64, QuantType)>,
+}
+
+impl Identity {
+    /// What a prepared file says of itself.
+    pub fn of(header: &Header) -> Option<Identity> {
+        serde_json::from_str(header.metadata.get(IDENTITY)?).ok()
+    }
+}
+
+/// Which tensors a prepared file holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Holds {
+    /// Those that cannot be served from where they lie.
+    Converted,
+    /// All of them.
+    All,
 }
 
 /// The name and identity of the prepared file of a block.
@@ -63,6 +94,7 @@ struct Identity<'a> {
 pub struct StorePlace {
     path: PathBuf,
     identity: String,
+    holds: Holds,
 }
 
 impl StorePlace {
@@ -74,10 +106,17 @@ impl StorePlace {
         dtype: DType,
         tensors: &[SourceTensor<'_>],
     ) -> StorePlace {
-        let tensors = tensors.iter().map(|t| (t.name, (t.file, t.offset, t.quant))).collect();
-        let identity =
-            Identity { format: FORMAT_VERSION, block: block.0, dtype: dtype.name(), tensors };
-        let identity = serde_json::to_string(&identity).unwrap_or_default();
+        StorePlace::in_cache(cache_dir, model, block, dtype, identity(block, dtype, tensors))
+    }
+
+    /// The file of this identity in `cache_dir`.
+    fn in_cache(
+        cache_dir: &Path,
+        model: &str,
+        block: BlockIndex,
+        dtype: DType,
+        identity: String,
+    ) -> StorePlace {
         let model: String = model
             .chars()
             .map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' })
@@ -86,17 +125,34 @@ impl StorePlace {
         StorePlace {
             path: cache_dir.join("prepared").join(format!("m-{model}")).join(name),
             identity,
+            holds: Holds::Converted,
         }
+    }
+
+    /// The file for `block`, made of `tensors` and holding all of them, at `path` in a folder that may
+    /// go to another machine: a sum stands for its identity, which names files of this one.
+    pub fn whole(
+        path: PathBuf,
+        block: BlockIndex,
+        dtype: DType,
+        tensors: &[SourceTensor<'_>],
+    ) -> StorePlace {
+        let identity = hex(&Sha256::digest(identity(block, dtype, tensors)));
+        StorePlace { path, identity, holds: Holds::All }
     }
 
     /// The finished file, if it is there, whole, and made from the same source.
     pub fn reuse(&self) -> Option<Prepared> {
         let file = File::open(&self.path).ok()?;
+        hold(&file, &self.path).ok()?;
         touch(&self.path);
         let entry = FileEntry::of(&self.path, &file).ok()?;
         let header = Header::read(&file, entry.len).ok()?;
-        (header.metadata.get(IDENTITY) == Some(&self.identity))
-            .then_some(Prepared { entry, header })
+        (header.metadata.get(IDENTITY) == Some(&self.identity)).then_some(Prepared {
+            entry,
+            header,
+            file,
+        })
     }
 
     /// Checks every tensor of `tensors` and writes those that need conversion to `dtype`. `done` is
@@ -111,28 +167,33 @@ impl StorePlace {
         tensors: &[SourceTensor<'_>],
         mut done: impl FnMut(u64) -> Result<(), PrepareError>,
     ) -> Result<Prepared, PrepareError> {
-        for tensor in tensors.iter().filter(|t| t.usable_as(dtype)) {
+        let is_held = |t: &SourceTensor<'_>| self.holds == Holds::All || !t.usable_as(dtype);
+        for tensor in tensors.iter().filter(|t| !is_held(t)) {
             read_pieces(tensor, |_| Ok(()))?;
             done(tensor.len)?;
         }
-        let mut converted: Vec<_> = tensors.iter().filter(|t| !t.usable_as(dtype)).collect();
+        let mut converted: Vec<_> = tensors.iter().filter(|t| is_held(t)).collect();
         // Quantized ones have whole cache lines: first, so that all of them begin with one.
         converted.sort_by_key(|t| t.quant == QuantType::None);
         let mut failure = None;
-        let head = head(&self.identity, dtype, &converted);
+        let head = |sum: &str| head(&self.identity, sum, dtype, &converted);
         let folder = self.path.parent().unwrap_or(Path::new("."));
         remove_abandoned(folder);
         let written = std::fs::create_dir_all(folder).and_then(|()| {
             write_atomically(&self.path, |file| {
-                file.write_all(&head)?;
-                for tensor in converted {
-                    let one = convert_into(file, tensor, dtype).and_then(|()| done(tensor.len));
-                    if let Err(error) = one {
+                // The sum is known at the end, and as long as these zeros.
+                file.write_all(&head(&"0".repeat(SUM_DIGITS)))?;
+                let mut summed = Summed { file, sum: Sha256::new() };
+                for tensor in &converted {
+                    let one = convert_into(&mut summed, tensor, dtype);
+                    if let Err(error) = one.and_then(|()| done(tensor.len)) {
                         failure = Some(error);
                         return Err(io::ErrorKind::Other.into());
                     }
                 }
-                Ok(())
+                let sum = hex(&summed.sum.finalize());
+                file.seek(SeekFrom::Start(0))?;
+                file.write_all(&head(&sum))
             })
         });
         if let Some(error) = failure {
@@ -148,24 +209,43 @@ impl StorePlace {
     }
 }
 
-/// Type and shape of a tensor in a prepared file; `len` is its length there.
+/// Type and shape of a tensor of this shape in a prepared file; `len` is its length there.
 pub(crate) fn stored_form(
-    tensor: &SourceTensor<'_>,
+    quant: QuantType,
     dtype: DType,
+    shape: &[u64],
     len: u64,
 ) -> (&'static str, Vec<u64>) {
-    match tensor.quant {
-        QuantType::None => (dtype_word(dtype), tensor.shape.to_vec()),
+    match quant {
+        QuantType::None => (dtype_word(dtype), shape.to_vec()),
         QuantType::Int8 | QuantType::Nf4 => ("U8", vec![len]),
     }
 }
 
+/// A file that sums up what is written to it.
+struct Summed<'a> {
+    file: &'a mut File,
+    sum: Sha256,
+}
+
+impl Write for Summed<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.file.write(bytes)?;
+        self.sum.update(bytes.get(..written).unwrap_or_default());
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
 fn convert_into(
-    file: &mut File,
+    file: &mut Summed<'_>,
     tensor: &SourceTensor<'_>,
     dtype: DType,
 ) -> Result<(), PrepareError> {
-    let write = |file: &mut File, bytes: &[u8]| {
+    let write = |file: &mut Summed<'_>, bytes: &[u8]| {
         file.write_all(bytes).map_err(|e| PrepareError::write(Path::new("prepared block"), e))
     };
     if tensor.quant == QuantType::None {
@@ -250,27 +330,36 @@ fn all_finite(dtype: DType, bytes: &[u8]) -> bool {
     }
 }
 
-/// Removes temporary files that killed processes left: those that nobody has written to for
-/// [`ABANDONED`]. Nothing depends on its success.
-fn remove_abandoned(folder: &Path) {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    for entry in entries.filter(|e| e.file_name().to_string_lossy().ends_with(".tmp")) {
-        let age = entry.metadata().and_then(|m| m.modified()).map(|at| at.elapsed());
-        if age.is_ok_and(|age| age.is_ok_and(|age| age > ABANDONED)) {
-            let _ = std::fs::remove_file(entry.path());
-        }
-    }
+/// What a file for `block` is made from, as text.
+fn identity(block: BlockIndex, dtype: DType, tensors: &[SourceTensor<'_>]) -> String {
+    let of = |t: &SourceTensor<'_>| (t.name.to_owned(), (t.file.clone(), t.offset, t.quant));
+    identity_text(block, dtype, tensors.iter().map(of).collect())
 }
 
-/// Length and header of a file with `tensors` in `dtype`, one after the other.
-fn head(identity: &str, dtype: DType, tensors: &[&SourceTensor<'_>]) -> Vec<u8> {
+fn identity_text(
+    block: BlockIndex,
+    dtype: DType,
+    tensors: BTreeMap<String, (FileEntry, u64, QuantType)>,
+) -> String {
+    let (format, dtype) = (FORMAT_VERSION, dtype.name().to_owned());
+    let identity = Identity { format, block: block.0, dtype, tensors };
+    serde_json::to_string(&identity).unwrap_or_default()
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Length and header of a file with `tensors` in `dtype`, one after the other, whose data have this
+/// sum.
+fn head(identity: &str, sum: &str, dtype: DType, tensors: &[&SourceTensor<'_>]) -> Vec<u8> {
     let mut json = serde_json::Map::new();
-    json.insert("__metadata__".into(), serde_json::json!({ IDENTITY: identity }));
+    json.insert("__metadata__".into(), serde_json::json!({ IDENTITY: identity, SUM: sum }));
     let mut at = 0u64;
     for tensor in tensors {
         let len = tensor.stored_bytes(dtype).unwrap_or(u64::MAX);
         let end = at.saturating_add(len);
-        let (word, shape) = stored_form(tensor, dtype, len);
+        let (word, shape) = stored_form(tensor.quant, dtype, tensor.shape, len);
         let value = serde_json::json!({ "dtype": word, "shape": shape, "data_offsets": [at, end] });
         json.insert(tensor.name.to_owned(), value);
         at = end;

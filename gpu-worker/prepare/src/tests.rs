@@ -39,6 +39,7 @@ fn place(dtype: Option<DType>) -> TinyModel {
         model,
         dtype,
         quant_type: QuantType::None,
+        is_quant_named: false,
         adapters: Vec::new(),
         cache_dir: root.path().join("cache"),
         hub: shared::config::HubConfig::default(),

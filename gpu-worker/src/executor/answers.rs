@@ -182,7 +182,8 @@ impl<B: DeviceBackend> Executor<'_, B> {
         };
         let until = self.publisher.until_now();
         self.answers.queue.push_back(Answer { completion, number: Some(job.number), until });
-        self.execution.board.job_done(queue_ns, compute_ns);
+        let plan = &job.plan;
+        self.execution.board.job_done(plan.kind(), plan.all_tokens(), queue_ns, compute_ns);
         self.post_answers(link)?;
         Ok(())
     }

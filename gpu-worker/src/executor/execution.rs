@@ -9,7 +9,7 @@ use nix::time::{ClockId, clock_gettime};
 use shared::config::FaultPoint;
 use shared::job::JobError;
 use shared::shm::arena::ArenaMap;
-use shared::shm::board::{BoardWriter, Phase};
+use shared::shm::board::{BoardWriter, Phase, WorkKind};
 use shared::shm::segment::OutOfBounds;
 
 use super::Exit;
@@ -65,7 +65,12 @@ impl<'w, B: DeviceBackend> Execution<'w, B> {
 
     /// Runs a unit of jobs that have begun. The device is done after the next wait for it.
     pub(super) fn unit(&mut self, unit: &Unit) -> Result<(), Exit> {
-        Ok(self.engine.unit(unit, &mut self.jobs)?)
+        self.engine.unit(unit, &mut self.jobs)?;
+        let plans = || unit.members.iter().filter_map(|of| Some(&self.jobs.get(&of.job)?.plan));
+        if plans().all(|plan| plan.kind() == WorkKind::Decode) {
+            self.board.decoded(plans().map(|plan| u64::from(plan.body.batch)).sum());
+        }
+        Ok(())
     }
 
     /// A unit took a job along: past the blocks, unless pieces are left.

@@ -16,7 +16,6 @@
 
 pub mod guard;
 mod held;
-mod hold;
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -291,7 +290,7 @@ impl FileMap {
         if now != *entry {
             return Err(changed());
         }
-        hold::in_use(&file, &entry.path).map_err(|e| failed("lock", e))?;
+        shared::hold::hold(&file, &entry.path).map_err(|e| failed("lock", e))?;
         let len =
             usize::try_from(entry.len).ok().and_then(NonZeroUsize::new).ok_or_else(changed)?;
         // SAFETY: a new mapping at an address of the kernel's choice touches no other memory.

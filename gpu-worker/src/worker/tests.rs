@@ -328,7 +328,7 @@ fn a_second_netd_is_linked_after_the_first() {
     let body = second.job(shared::job::JobKind::Forward, &model.limits(), 1, &input(3, 1));
     second.call(&body).unwrap();
     let seen = worker.seen();
-    assert_eq!(seen.jobs_done, 1);
+    assert_eq!(seen.work.all().jobs, 1);
     assert_eq!(worker.drain().code(), Some(0));
 }
 

@@ -57,6 +57,7 @@ impl Loaded {
             model: model.to_str().unwrap().to_owned(),
             dtype: dtype.or(config["torch_dtype"].as_str().map(|name| name.parse().unwrap())),
             quant_type,
+            is_quant_named: false,
             adapters: adapters.iter().map(path).collect(),
             hub: Default::default(),
             cache_dir: cache.path().to_owned(),

@@ -69,7 +69,7 @@ pub async fn measure(core: usize) {
     });
     let status = client.await.expect("the client").expect("the client");
     assert!(status.success(), "the client failed");
-    let figures = service.stats.figures();
+    let figures = service.telemetry.figures();
     let (p50, p99) = (micros(figures.p50), micros(figures.p99));
     println!("  {:<28}{p50:>10.0}{p99:>10.0}   {} steps", "inside the server", figures.count);
     server.shutdown().await;
@@ -108,6 +108,7 @@ fn service(workers: Workers, p2p: P2p, draining: watch::Receiver<bool>) -> Servi
         p2p,
         dht_client_mode: false,
         draining,
+        telemetry: Arc::default(),
     })
 }
 
@@ -127,6 +128,7 @@ async fn node(
         protocols: if serves { all } else { Vec::new() },
         traversal: Traversal::NONE,
         startup_timeout: LIMIT,
+        max_upload_bytes_per_s: None,
     })
     .await
     .expect("a node")

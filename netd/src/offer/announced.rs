@@ -5,6 +5,7 @@ use std::time::Duration;
 use hivemind::dht::driver::Dht;
 use hivemind::wire::records::ServerState;
 use shared::control::WorkerUp;
+use shared::shm::board::Announcement;
 use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinHandle};
 use tokio::time::Instant;
@@ -43,6 +44,19 @@ enum Phase {
 }
 
 impl Announced {
+    /// What peers are told now.
+    pub fn state(&self) -> Announcement {
+        match &self.phase {
+            Phase::Joining { .. } => Announcement::Joining,
+            Phase::Announcing { status, .. } => match status.borrow().state {
+                ServerState::Online => Announcement::Online,
+                ServerState::Joining => Announcement::Joining,
+                ServerState::Offline => Announcement::Offline,
+            },
+            Phase::Ended => Announcement::Nothing,
+        }
+    }
+
     /// From JOINING to ONLINE.
     pub fn online(
         &mut self,

@@ -5,10 +5,10 @@ use std::time::Duration;
 use hivemind::view;
 use hivemind::wire::records::{ModelInfo, ServerInfo, ServerState};
 use shared::block::{BlockIndex, Span, is_prefix};
-use shared::config::{NetdConfig, SpanChoice, Throughput};
+use shared::config::SpanChoice;
 use shared::control::{Capacity, NetdInit};
 use shared::model::ModelFacts;
-use shared::network::{Link, NetworkRate, RateFile};
+use shared::network::NetworkRate;
 use tracing::{info, warn};
 
 use super::{Offer, Standing};
@@ -68,19 +68,13 @@ pub async fn choose(init: &NetdInit, facts: &ModelFacts, joined: &Joined) -> Res
         limits: init.config.limits(facts),
         config,
         throughput: init.config.throughput,
-        standing: Standing { network: known_rate(&init.config), using_relay: joined.relayed_now() },
+        standing: Standing {
+            network: NetworkRate::known(&init.config),
+            using_relay: joined.relayed_now(),
+        },
         kept: Capacity::default(),
         hidden_size: facts.hidden_size,
     })
-}
-
-/// What is known of the network without asking anybody.
-fn known_rate(config: &NetdConfig) -> NetworkRate {
-    let link = Link::of_system();
-    let file = config.rates_dir.as_deref().map(RateFile::new);
-    let takes_kept = config.throughput == Throughput::Measure;
-    let kept = file.filter(|_| takes_kept).and_then(|file| file.kept(&link));
-    NetworkRate::of(config.link_bits_per_s, kept, &link)
 }
 
 fn prefix(init: &NetdInit, facts: &ModelFacts) -> Result<String, Fatal> {

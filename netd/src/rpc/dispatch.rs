@@ -102,5 +102,5 @@ impl Router {
 }
 
 fn not_yet() -> Failure {
-    Failure::runtime("this server does not serve any block yet")
+    Failure::runtime("this server does not serve any block now: it starts or is paused")
 }

@@ -150,7 +150,9 @@ impl From<NoMemory> for Failure {
             NoMemory::BadBlock(_) => Trouble::Malformed,
             NoMemory::TooLarge { .. } => Trouble::TooLarge,
             NoMemory::OverShare { .. } => Trouble::OverShare,
-            NoMemory::Immediately { .. } | NoMemory::TimedOut { .. } => Trouble::NoMemory,
+            NoMemory::Immediately { .. } | NoMemory::TimedOut { .. } | NoMemory::Pressure => {
+                Trouble::NoMemory
+            }
         };
         Failure::runtime(error.to_string()).counted(trouble)
     }

@@ -40,6 +40,7 @@ use crate::sessions::admission::Lease;
 use crate::sessions::pool::KvRequest;
 use crate::sessions::session::Session;
 use crate::sessions::table::SessionTables;
+use crate::telemetry::ShownSession;
 use crate::workers::job::Caller;
 use crate::workers::link::{JobFailure, JobTimes};
 
@@ -106,6 +107,16 @@ struct Open {
     registered: Registered,
     /// The service of the blocks that were left, if they are its own.
     before: Option<Arc<Service>>,
+    /// Its row in what is shown of this server.
+    shown: ShownSession,
+}
+
+/// An answer that was computed, and what is counted of it.
+struct Answer {
+    response: ExpertResponse,
+    times: JobTimes,
+    /// Tokens per row; 0 if nothing was computed.
+    tokens: u32,
 }
 
 async fn run(
@@ -128,9 +139,12 @@ async fn run(
     // A first message without tensors opens nothing. What was pushed has tensors.
     while !next.request.tensors.is_empty() {
         let step = answer_step(service, &mut open, &next);
-        if let Some(response) = requests.watch(step).await?? {
-            let bytes = Bytes::from(response.encode_to_vec());
-            service.stats.record(next.arrived.elapsed());
+        if let Some(answer) = requests.watch(step).await?? {
+            let bytes = Bytes::from(answer.response.encode_to_vec());
+            let session = &open.session;
+            let total = next.arrived.elapsed();
+            service.telemetry.step(total, answer.times, session.batch, answer.tokens);
+            open.shown.stepped(session.tables.prefix());
             writer.send(bytes).await.map_err(|_| SessionEnd::Gone)?;
         }
         // The bytes of this message are not held any more while the next one is waited for.
@@ -205,7 +219,9 @@ async fn admit(service: &Service, peer: PeerId, first: &StepMessage) -> Result<O
     let lease = service.kv.take(peer, kv, asked.min(service.timeouts.max_alloc)).await?;
     let tables = SessionTables::new(batch as usize, max_length, lease.pages());
     let kv_losses = service.workers.kv_losses(&blocks);
+    let shown = service.telemetry.session(&blocks, batch, max_length);
     Ok(Open {
+        shown,
         session: Session::new(blocks, adapter, batch, tables, kv_losses),
         lease: Arc::new(lease),
         structure: metadata.args_structure.clone(),
@@ -221,7 +237,7 @@ async fn answer_step(
     service: &Service,
     open: &mut Open,
     next: &StepMessage,
-) -> Result<Option<ExpertResponse>, Failure> {
+) -> Result<Option<Answer>, Failure> {
     let before = open.before.clone();
     let service = before.as_deref().unwrap_or(service);
     let step_id = next.metadata.step_id.as_deref();
@@ -229,10 +245,11 @@ async fn answer_step(
         return Ok(None);
     }
     match compute_step(service, open, next).await {
-        Ok((output, spent)) => {
+        Ok((output, spent, tokens)) => {
             let wants_times = next.metadata.wants_times;
             let metadata = if wants_times { times(next, spent) } else { Bytes::new() };
-            Ok(Some(ExpertResponse { tensors: vec![output], metadata }))
+            let response = ExpertResponse { tensors: vec![output], metadata };
+            Ok(Some(Answer { response, times: spent, tokens }))
         }
         Err(failure) if next.was_pushed => {
             service.troubles.count(Trouble::Push);
@@ -244,11 +261,12 @@ async fn answer_step(
     }
 }
 
+/// The output of a step, how long its job took, and its tokens per row.
 async fn compute_step(
     service: &Service,
     open: &mut Open,
     next: &StepMessage,
-) -> Result<(Tensor, JobTimes), Failure> {
+) -> Result<(Tensor, JobTimes, u32), Failure> {
     let StepMessage { request, metadata, .. } = next;
     let session = &mut open.session;
     let start = metadata.start_from_position;
@@ -256,7 +274,7 @@ async fn compute_step(
     if arguments.hidden.is_dummy() {
         let position = session.tables.check(start, 0)?;
         session.tables.roll_back(position);
-        return Ok((service.echo(&arguments.hidden)?, JobTimes::default()));
+        return Ok((service.echo(&arguments.hidden)?, JobTimes::default(), 0));
     }
     let route = (session.blocks.clone(), session.adapter);
     let mut job = service.job(JobKind::Step, route, &arguments, open.caller)?;
@@ -265,6 +283,7 @@ async fn compute_step(
         return Err(Failure::bad(text));
     }
     check_kv(service, session)?;
+    let tokens = job.tokens;
     job.plan = session.tables.begin(start, job.tokens, arguments.hypo_ids.as_deref())?;
     job.lease = Some(open.lease.clone());
     let computed = service.compute(job, &arguments).await;
@@ -276,7 +295,7 @@ async fn compute_step(
             if arguments.prompts.is_none() {
                 service.onward.push(metadata, &output, &request.tensors);
             }
-            Ok((output, times))
+            Ok((output, times, tokens))
         }
         Err(failure) => {
             session.tables.abort();
@@ -316,8 +335,7 @@ struct Requests<'a> {
 
 impl Requests<'_> {
     /// The next message; `None` after the caller's end of input, or a message without tensors that
-    /// ends the open session. May be dropped and called again
-    /// without loss.
+    /// ends the open session. May be dropped and called again without loss.
     async fn next(&mut self) -> Result<Option<StepMessage>, SessionEnd> {
         while self.ahead.is_none() && self.broken.is_none() && !self.ended {
             self.read().await;

@@ -22,7 +22,6 @@ mod push;
 mod registry;
 pub mod reply;
 mod request;
-mod stats;
 mod troubles;
 mod whole;
 
@@ -43,13 +42,13 @@ use shared::shm::layout::TROUBLES;
 use tokio::sync::watch;
 
 use crate::sessions::admission::KvMemory;
+use crate::telemetry::Telemetry;
 use crate::workers::Workers;
 use budget::PeerBudget;
 pub use failure::Failure;
 use onward::Onward;
 use order::Order;
 use registry::Registry;
-pub use stats::{StepFigures, StepStats};
 pub use troubles::Troubles;
 
 /// What we call ourselves in records and `rpc_info`: the version of Petals whose behaviour this is.
@@ -115,8 +114,8 @@ pub struct Service {
     pub kv: KvMemory,
     /// How long things may take.
     pub timeouts: Timeouts,
-    /// Time of steps inside this server.
-    pub stats: StepStats,
+    /// What is counted of its work.
+    pub telemetry: Arc<Telemetry>,
     /// Requests that were not served as asked.
     pub troubles: Arc<Troubles>,
     /// The order of large jobs.
@@ -167,6 +166,8 @@ pub struct ServiceParts {
     pub dht_client_mode: bool,
     /// Turns true when the server is ending.
     pub draining: watch::Receiver<bool>,
+    /// What is counted of its work.
+    pub telemetry: Arc<Telemetry>,
 }
 
 impl Service {
@@ -189,6 +190,7 @@ impl Service {
             p2p,
             dht_client_mode,
             draining,
+            telemetry,
         } = parts;
         let onward = Onward::new(p2p, &prefix, timeouts.request, troubles.clone());
         let max_request_bytes = request_bytes(&facts, &limits, span);
@@ -199,7 +201,7 @@ impl Service {
             workers,
             kv,
             timeouts,
-            stats: StepStats::default(),
+            telemetry,
             troubles,
             order: Order::default(),
             compression: reply::wire(compression),
@@ -242,10 +244,10 @@ impl Service {
         self.before.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Serves only `rest` from now on: the workers of the other blocks are gone. Sessions on those
-    /// fail with their next step.
-    pub fn shrink(&self, rest: Span) {
-        *self.span.lock().unwrap_or_else(PoisonError::into_inner) = rest;
+    /// Serves `span` from now on, a part of the blocks of its pool: the workers of the others are
+    /// gone. Sessions on those fail with their next step.
+    pub fn serve(&self, span: Span) {
+        *self.span.lock().unwrap_or_else(PoisonError::into_inner) = span;
     }
 
     /// Requests that were not served as asked, in the order of [`Trouble::ALL`], those included
@@ -267,6 +269,19 @@ impl Service {
     /// Sessions that are open.
     pub fn open_sessions(&self) -> usize {
         self.registry.open()
+    }
+
+    /// Whether clients can come: all blocks have a worker, and the server is not ending.
+    ///
+    /// # Errors
+    /// With what is missing, in a sentence.
+    pub fn ready(&self) -> Result<(), &'static str> {
+        let span = *self.span.lock().unwrap_or_else(PoisonError::into_inner);
+        match (*self.draining.borrow(), self.workers.cover(span)) {
+            (true, _) => Err("the server is draining"),
+            (false, false) => Err("blocks wait for their worker"),
+            (false, true) => Ok(()),
+        }
     }
 
     /// RPCs that are being served, sessions included. A drain waits for them.

@@ -1,7 +1,7 @@
 //! Requests that were not served as asked, counted by kind. The board shows the counts (`sepal
 //! status`).
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use shared::shm::board::Trouble;
 use shared::shm::layout::TROUBLES;
@@ -9,18 +9,20 @@ use shared::shm::layout::TROUBLES;
 /// The counts of one run.
 #[derive(Debug, Default)]
 pub struct Troubles {
-    counts: Mutex<[u64; TROUBLES]>,
+    counts: [AtomicU64; TROUBLES],
 }
 
 impl Troubles {
     /// Counts one.
     pub fn count(&self, trouble: Trouble) {
-        self.counts.lock().unwrap_or_else(PoisonError::into_inner)[trouble as usize] += 1;
+        if let Some(count) = self.counts.get(trouble as usize) {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     /// All counts, in the order of [`Trouble::ALL`].
     pub fn counts(&self) -> [u64; TROUBLES] {
-        *self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+        self.counts.each_ref().map(|count| count.load(Ordering::Relaxed))
     }
 
     /// The count of one kind.

@@ -8,7 +8,7 @@ use hivemind::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
 use hivemind::wire::metadata::RequestMetadata;
 use hivemind::wire::stream_parts::{self, PART_BYTES, PartAssembler, PartLimits};
 use prost::Message;
-use shared::shm::board::Trouble;
+use shared::shm::board::{Trouble, WorkKind};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::timeout;
 
@@ -172,8 +172,15 @@ async fn answer(
     let metadata = RequestMetadata::parse(&request.metadata, name)?;
     let adapter = service.adapter(&metadata)?;
     let request = Request { peer, blocks, tensors: &request.tensors, metadata, adapter };
-    match rpc {
-        Rpc::Forward => forward::forward(service, &request).await.map(|output| vec![output]),
-        Rpc::Backward => backward::backward(service, &request).await,
-    }
+    let (kind, tensors) = match rpc {
+        Rpc::Forward => (WorkKind::Forward, vec![forward::forward(service, &request).await?]),
+        Rpc::Backward => (WorkKind::Backward, backward::backward(service, &request).await?),
+    };
+    // The answer has the shape of the hidden states: [batch, tokens, hidden].
+    let tokens = match tensors.first().map(|output| output.size.as_slice()) {
+        Some([batch, tokens, _]) => u64::from(*batch) * u64::from(*tokens),
+        _ => 0,
+    };
+    service.telemetry.answered(kind, tokens);
+    Ok(tensors)
 }

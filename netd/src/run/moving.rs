@@ -6,6 +6,7 @@
 //!       yes ─> a new service takes new sessions, the old one keeps its own ─> announced (see `Announced::move_to`) ─> Moved
 //!   MakeRoom ─> harmless? ─> what is left announced OFFLINE, the rest JOINING; the old service ends in its time ─> Vacated, WorkerUp*, Online
 //!   MoveFailed ─> JOINING taken back, the next wish has to wait
+//!   Pause ─> announced OFFLINE, new sessions refused; those that are open end in their time ─> Vacated, Resume ─> JOINING, WorkerUp*, Online
 //!   the old service has no callers and nobody hears of it any more, or its time is over ─> Vacated
 //! ```
 //!
@@ -123,7 +124,7 @@ impl Daemon {
             return;
         }
         let offer = self.offer.at(to);
-        let joining = offer.announce_coming(&self.joined, self.offer.span, &self.ups);
+        let joining = offer.announce_coming(&self.joined, self.offer.span, &self.present_ups());
         self.coming = Some(Coming {
             offer,
             workers: Arc::new(self.workers.beside()),
@@ -141,6 +142,7 @@ impl Daemon {
         if let Some(back) = self.came_from.take_if(|_| self.offer.span == to) {
             warn!(%to, why, from = %back.span, "move failed, serving the previous blocks again");
             let from = std::mem::replace(&mut self.offer, back);
+            self.whole = self.offer.span;
             self.workers = Arc::new(self.workers.beside());
             self.ups.clear();
             self.start_anew(&from);
@@ -159,7 +161,9 @@ impl Daemon {
 
     /// Whose worker this is. New ones belong to the move, if there is one.
     pub(super) fn workers_of(&self, up: &WorkerUp) -> Arc<Workers> {
-        let leaving = self.leaving.as_ref().map(|leaving| &leaving.workers);
+        // Names of workers that are to go may be used again already.
+        let leaving = self.leaving.as_ref().filter(|leaving| !leaving.vacated);
+        let leaving = leaving.map(|leaving| &leaving.workers);
         let coming = self.coming.as_ref().map(|coming| &coming.workers);
         let known = [Some(&self.workers), leaving, coming]
             .into_iter()
@@ -252,6 +256,7 @@ impl Daemon {
         };
         coming.joining.abort();
         let from = std::mem::replace(&mut self.offer, coming.offer);
+        self.whole = self.offer.span;
         let workers = std::mem::replace(&mut self.workers, coming.workers);
         let draining = std::mem::replace(&mut self.draining, watch::Sender::new(false));
         self.ups.clear();
@@ -286,6 +291,7 @@ impl Daemon {
         };
         coming.joining.abort();
         let from = std::mem::replace(&mut self.offer, coming.offer);
+        self.whole = self.offer.span;
         let workers = std::mem::replace(&mut self.workers, coming.workers);
         self.ups = coming.ups;
         let draining = std::mem::replace(&mut self.draining, watch::Sender::new(false));
@@ -338,6 +344,37 @@ impl Daemon {
         }
         leaving.vacated = true;
         outbox.send(FromNetd::Vacated).await;
+    }
+
+    /// The operator wants the devices: goes OFFLINE, refuses new sessions, and gives those that are
+    /// open `patience`.
+    pub(super) async fn pause(&mut self, patience: Duration, outbox: &Outbox) {
+        self.is_paused = true;
+        self.announced.offline();
+        let next = Arc::new(self.workers.beside());
+        let workers = std::mem::replace(&mut self.workers, next);
+        self.ups.clear();
+        let Some(service) = self.online.send_replace(None) else {
+            outbox.send(FromNetd::Vacated).await;
+            return;
+        };
+        info!(patience_s = patience.as_secs(), sessions = service.open_sessions(), "pausing");
+        let draining = std::mem::replace(&mut self.draining, watch::Sender::new(false));
+        let takes_until = Instant::now();
+        let ends_at = takes_until + patience;
+        self.leaving =
+            Some(Leaving { service, workers, draining, takes_until, ends_at, vacated: false });
+        self.look_at_leaving(outbox).await;
+        self.show_present();
+    }
+
+    /// The pause is over: workers of `span` are about to come.
+    pub(super) fn resume(&mut self, span: Span) {
+        info!(%span, "resuming");
+        self.is_paused = false;
+        self.announced.stop();
+        (self.offer, self.whole) = (self.offer.at(span), span);
+        self.announced = self.offer.announce_joining(&self.joined);
     }
 
     /// A worker has ended for good; the blocks that were left are forgotten with the last of

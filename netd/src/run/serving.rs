@@ -31,17 +31,27 @@ impl Daemon {
         let is_new = std::mem::take(&mut self.has_new);
         if self.online.borrow().is_some() {
             if is_new && !self.switching {
-                self.announced.renew(&self.offer, &self.joined, &self.ups);
+                let ups = self.present_ups();
+                self.announced.renew(&self.offer, &self.joined, &ups);
             }
             return Ok(is_new);
         }
         Ok(self.may_go_online())
     }
 
+    /// The workers of the blocks that are offered now. Others are up, but cut off by a worker that is
+    /// gone.
+    pub(super) fn present_ups(&self) -> Vec<WorkerUp> {
+        let offered = |up: &&WorkerUp| up.span.blocks().any(|b| self.offer.span.contains(b));
+        self.ups.iter().filter(offered).cloned().collect()
+    }
+
     pub(super) fn service_parts(&self) -> ServiceParts {
-        let pages = self.ups.iter().map(|up| up.kv_pages).min().unwrap_or(0);
+        let pages = self.present_ups().iter().map(|up| up.kv_pages).min().unwrap_or(0);
         let limits = self.offer.limits;
-        let pool = Pool::new(self.offer.span, pages, limits.attn_cache_tokens);
+        let holds = self.offer.span.blocks().all(|block| self.whole.contains(block));
+        let span = if holds { self.whole } else { self.offer.span };
+        let pool = Pool::new(span, pages, limits.attn_cache_tokens);
         let queue = WaitQueue::new(pool, self.init.config.max_kv_share);
         let kv = KvMemory::new(queue, self.facts.kv_token_bytes() as u64);
         ServiceParts {
@@ -57,6 +67,7 @@ impl Daemon {
             p2p: self.joined.p2p.clone(),
             dht_client_mode: self.joined.using_relay,
             draining: self.draining.subscribe(),
+            telemetry: self.telemetry.clone(),
         }
     }
 
@@ -65,7 +76,7 @@ impl Daemon {
         let left = service.kv.figures().tokens_left;
         self.online.send_replace(Some(Arc::new(service)));
         self.came_from = None;
-        self.announced.online(&self.offer, &self.joined, &self.ups, left);
+        self.announced.online(&self.offer, &self.joined, &self.present_ups(), left);
         info!(span = %self.offer.span, prefix = self.offer.prefix, "serving");
         self.measure_network();
     }
@@ -78,19 +89,22 @@ impl Daemon {
             // Said of the blocks that this server has left by now.
             return false;
         }
+        if self.is_paused {
+            // What follows the pause is told at its end.
+            return false;
+        }
         warn!(span = %self.offer.span, %rest, "workers lost, serving the remaining blocks");
         let service = self.online.borrow().clone();
         if let Some(service) = &service {
-            service.shrink(rest);
+            service.serve(rest);
         }
         self.offer = self.offer.at(rest);
         // The blocks that are lost are taken back before the rest is announced again.
         self.announced.end(Instant::now() + FAREWELL).await;
-        self.ups.retain(|up| up.span.blocks().any(|block| rest.contains(block)));
         match service {
             Some(service) => {
                 let left = service.kv.figures().tokens_left;
-                self.announced.online(&self.offer, &self.joined, &self.ups, left);
+                self.announced.online(&self.offer, &self.joined, &self.present_ups(), left);
                 true
             }
             None if self.workers.cover(rest) => self.may_go_online(),
@@ -101,7 +115,46 @@ impl Daemon {
         }
     }
 
+    /// A worker that was gone is up again: `span` is announced and served from now on. True if clients
+    /// can come to it.
+    pub(super) fn grow(&mut self, span: Span) -> bool {
+        let holds = |outer: Span, inner: Span| inner.blocks().all(|block| outer.contains(block));
+        if self.switching
+            || self.is_paused
+            || !holds(self.whole, span)
+            || !holds(span, self.offer.span)
+        {
+            return false;
+        }
+        info!(from = %self.offer.span, to = %span, "a worker is back, serving more blocks");
+        self.offer = self.offer.at(span);
+        self.announced.stop();
+        let Some(service) = self.online.borrow().clone() else {
+            self.announced = self.offer.announce_joining(&self.joined);
+            return self.workers.cover(span) && self.may_go_online();
+        };
+        service.serve(span);
+        let left = service.kv.figures().tokens_left;
+        self.announced.online(&self.offer, &self.joined, &self.present_ups(), left);
+        true
+    }
+
+    /// Takes no new sessions while the machine is short of memory.
+    pub(super) fn watch_memory(&mut self) {
+        if let Some(figures) = self.memory.look() {
+            match self.memory.is_short() {
+                true => warn!(figures, "short of memory, refusing new sessions"),
+                false => info!(figures, "memory is back, taking new sessions"),
+            }
+        }
+        if let Some(service) = self.online.borrow().as_ref() {
+            service.kv.close(self.memory.is_short());
+        }
+    }
+
     pub(super) fn update_figures(&self) {
+        self.telemetry
+            .set_announced(self.offer.announced(&self.present_ups(), self.announced.state()));
         if let Some(service) = self.online.borrow().as_ref() {
             self.announced.cache_tokens_left(service.kv.figures().tokens_left);
         }

@@ -94,6 +94,9 @@ impl Daemon {
     /// The workers cover the span: goes online, unless something has to be known first. True if
     /// clients can come.
     pub(super) fn may_go_online(&mut self) -> bool {
+        if self.is_paused {
+            return false;
+        }
         if self.offer.is_dry_run() {
             self.measure_network();
             return false;
@@ -130,7 +133,9 @@ impl Daemon {
     /// nobody asks for its rate.
     pub(super) fn measure_network(&mut self) {
         let config = &self.init.config;
-        let is_given = self.standing.network.source == RateSource::Operator;
+        // Who limits what is sent wants no measurement that sends as much as it can.
+        let is_limited = config.max_upload_bits_per_s.is_some();
+        let is_given = is_limited || self.standing.network.source == RateSource::Operator;
         if self.standing.measuring || !self.offer.tells_network() {
             return;
         }
@@ -181,7 +186,7 @@ impl Daemon {
         }
         if self.offer.is_dry_run() {
             self.offer.set_standing(self.standing_now());
-            let rating = self.offer.rating(&self.ups);
+            let rating = self.offer.rating(&self.present_ups());
             outbox.send(FromNetd::Rated(rating)).await;
         }
     }
@@ -205,7 +210,8 @@ impl Daemon {
             info!(way, "server is accessible");
         }
         self.offer.set_standing(now);
-        self.announced.renew(&self.offer, &self.joined, &self.ups);
+        let ups = self.present_ups();
+        self.announced.renew(&self.offer, &self.joined, &ups);
         self.standing.renewed_at = Some(Instant::now());
     }
 }

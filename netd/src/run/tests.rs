@@ -41,7 +41,7 @@ struct Supervisor {
 
 const ARENA_BYTES: u64 = 4 << 20;
 
-fn config(folder: &Path, initial_peers: Vec<String>) -> NetdConfig {
+pub(crate) fn config(folder: &Path, initial_peers: Vec<String>) -> NetdConfig {
     NetdConfig {
         dht_prefix: Some(rig::PREFIX.into()),
         host_maddrs: vec!["/ip4/127.0.0.1/tcp/0".into()],
@@ -53,6 +53,7 @@ fn config(folder: &Path, initial_peers: Vec<String>) -> NetdConfig {
         throughput: Throughput::Measure,
         compression: shared::config::Compression::None,
         link_bits_per_s: None,
+        max_upload_bits_per_s: None,
         network_test: None,
         rates_dir: None,
         monitor: None,
@@ -102,6 +103,7 @@ impl Supervisor {
     ) -> Supervisor {
         let board = Board::create("test", 0).unwrap();
         let mut init = NetdInit {
+            has_metrics: false,
             board: BoardSeat { slot: 0, heartbeat: Duration::from_millis(100) },
             generation: Generation(1),
             config,
@@ -109,6 +111,8 @@ impl Supervisor {
             arena_bytes: ARENA_BYTES,
             served: None,
             retired: Vec::new(),
+            whole: None,
+            paused: false,
             fds: FdTag(1),
         };
         change(&mut init);
@@ -217,7 +221,7 @@ async fn a_server_goes_from_joining_to_online_to_offline() {
     let peer = peer_id.parse().unwrap();
     let early = ExpertUid::default().encode_to_vec();
     let early = node.p2p.call_unary(peer, names::INFO, early.into(), DEADLINE).await;
-    assert!(early.unwrap_err().to_string().contains("does not serve any block yet"));
+    assert!(early.unwrap_err().to_string().contains("does not serve any block now"));
 
     supervisor.tell(ToNetd::Model(facts()), Vec::new()).await;
     let span = Span::new(0, BLOCKS).unwrap();

@@ -36,6 +36,7 @@ struct Inner {
 struct AdmissionState {
     queue: WaitQueue,
     waiting: HashMap<Ticket, oneshot::Sender<Lease>>,
+    waits: KvWaits,
 }
 
 /// KV memory held by a session and its jobs.
@@ -101,6 +102,9 @@ pub enum NoMemory {
         /// What it may hold now.
         most: u64,
     },
+    /// The machine is short of memory.
+    #[error("this server is short of memory and takes no new sessions now: try another server")]
+    Pressure,
     /// A block that is not here, or twice.
     #[error("{0}")]
     BadBlock(Refusal),
@@ -113,15 +117,36 @@ pub struct KvFigures {
     pub tokens_available: u64,
     /// `cache_tokens_left` of the DHT record.
     pub tokens_left: u64,
+    /// Free and held token-blocks together.
+    pub tokens_total: u64,
     /// Sessions that wait for memory.
     pub waiting: usize,
+}
+
+/// Sessions that had to wait for memory so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KvWaits {
+    /// Those that have got it, have given up, or are gone.
+    pub count: u64,
+    /// How long they waited.
+    pub time: Duration,
 }
 
 impl KvMemory {
     /// Memory behind `queue`; `token_bytes` is `ModelFacts::kv_token_bytes`.
     pub fn new(queue: WaitQueue, token_bytes: u64) -> KvMemory {
-        let state = Mutex::new(AdmissionState { queue, waiting: HashMap::new() });
+        let state = Mutex::new(AdmissionState {
+            queue,
+            waiting: HashMap::new(),
+            waits: KvWaits::default(),
+        });
         KvMemory { inner: Arc::new(Inner { state, token_bytes }) }
+    }
+
+    /// While the machine is short of memory: refuses new sessions, and leaves in the queue those that
+    /// wait.
+    pub fn close(&self, is_closed: bool) {
+        self.inner.change(|queue| queue.close(is_closed, Instant::now()));
     }
 
     /// Takes memory for `peer`, waiting for at most `timeout`; a timeout of zero never waits. A
@@ -135,6 +160,9 @@ impl KvMemory {
         request: KvRequest,
         timeout: Duration,
     ) -> Result<Lease, NoMemory> {
+        if self.inner.lock().queue.is_closed() {
+            return Err(NoMemory::Pressure);
+        }
         let bytes = request.token_blocks().saturating_mul(self.inner.token_bytes);
         let now = Instant::now();
         if timeout.is_zero() {
@@ -156,12 +184,13 @@ impl KvMemory {
                 Err(refusal) => return Err(self.no_memory(bytes, refusal)),
             }
         };
-        let entry = QueueEntry { ticket, memory: &self.inner };
+        let entry = QueueEntry { ticket, since: now, memory: &self.inner };
         let outcome = tokio::time::timeout(timeout, self.wait(&mut receiver)).await;
         drop(entry);
         // A lease may have come between the end of the wait and leaving the queue.
         match (outcome, receiver.try_recv()) {
             (Ok(Some(lease)), _) | (_, Ok(lease)) => Ok(lease),
+            _ if self.inner.lock().queue.is_closed() => Err(NoMemory::Pressure),
             _ => Err(NoMemory::TimedOut { bytes, seconds: timeout.as_secs_f64() }),
         }
     }
@@ -183,8 +212,14 @@ impl KvMemory {
         KvFigures {
             tokens_available: state.queue.pool().free(),
             tokens_left: state.queue.pool().cache_tokens_left(),
+            tokens_total: state.queue.pool().budget(),
             waiting: state.queue.waiting(),
         }
+    }
+
+    /// Waits until now.
+    pub fn waits(&self) -> KvWaits {
+        self.inner.lock().waits
     }
 
     fn lease(&self, peer: PeerId, grant: Grant) -> Lease {
@@ -207,16 +242,22 @@ impl KvMemory {
     }
 }
 
-/// A place in the queue, left on drop.
+/// A place in the queue, left on drop, also when the caller is gone and its future with it.
 struct QueueEntry<'a> {
     ticket: Ticket,
+    since: Instant,
     memory: &'a Arc<Inner>,
 }
 
 impl Drop for QueueEntry<'_> {
     fn drop(&mut self) {
-        self.memory.lock().waiting.remove(&self.ticket);
         let now = Instant::now();
+        {
+            let mut state = self.memory.lock();
+            state.waiting.remove(&self.ticket);
+            state.waits.count += 1;
+            state.waits.time += now.saturating_duration_since(self.since);
+        }
         self.memory.change(|queue| queue.leave(self.ticket, now));
     }
 }
@@ -247,96 +288,4 @@ impl Inner {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::sessions::pool::Pool;
-    use shared::block::{BlockIndex, Span};
-
-    const DEADLINE: Duration = Duration::from_secs(30);
-
-    fn memory() -> KvMemory {
-        KvMemory::new(WaitQueue::new(Pool::new(Span::new(0, 1).unwrap(), 4096, 1024), 1.0), 4)
-    }
-
-    fn request(tokens: u32) -> KvRequest {
-        KvRequest { blocks: vec![BlockIndex(0)], rows: 1, max_length: tokens }
-    }
-
-    #[tokio::test]
-    async fn texts_name_bytes_as_petals_does() {
-        let memory = memory();
-        let _held = memory.take(PeerId::random(), request(1000), Duration::ZERO).await.unwrap();
-        let text = |error: NoMemory| error.to_string();
-        assert_eq!(
-            text(memory.take(PeerId::random(), request(100), Duration::ZERO).await.unwrap_err()),
-            "Could not allocate 400 bytes immediately: out of memory"
-        );
-        assert_eq!(
-            text(
-                memory
-                    .take(PeerId::random(), request(100), Duration::from_millis(5))
-                    .await
-                    .unwrap_err()
-            ),
-            "Server's attention cache is full, failed to allocate 400 bytes in 0.005 seconds"
-        );
-        assert_eq!(
-            text(memory.take(PeerId::random(), request(2000), DEADLINE).await.unwrap_err()),
-            "Could not allocate 8000 bytes, max cache size = 4096 bytes"
-        );
-        assert_eq!(memory.figures().waiting, 0);
-    }
-
-    #[tokio::test]
-    async fn a_waiter_gets_what_a_dropped_lease_held() {
-        let memory = memory();
-        let held = memory.take(PeerId::random(), request(1000), Duration::ZERO).await.unwrap();
-        let waiter = tokio::spawn({
-            let memory = memory.clone();
-            async move { memory.take(PeerId::random(), request(500), DEADLINE).await }
-        });
-        while memory.figures().waiting == 0 {
-            tokio::task::yield_now().await;
-        }
-        drop(held);
-        let lease = waiter.await.unwrap().unwrap();
-        assert_eq!(memory.figures().tokens_available, 524);
-        drop(lease);
-        assert_eq!(memory.figures().tokens_available, 1024);
-    }
-
-    #[tokio::test]
-    async fn a_peer_over_its_share_is_told_what_it_holds_and_may_hold() {
-        let memory = memory();
-        let (greedy, modest) = (PeerId::random(), PeerId::random());
-        let held = memory.take(greedy, request(600), Duration::ZERO).await.unwrap();
-        let more = memory.take(greedy, request(400), Duration::ZERO).await.unwrap();
-        assert!(memory.take(modest, request(300), Duration::ZERO).await.is_err());
-        drop(more);
-        let refused = memory.take(greedy, request(100), Duration::ZERO).await;
-        assert_eq!(
-            refused.unwrap_err().to_string(),
-            "Could not allocate 400 bytes: this peer holds 2400 bytes of the server's attention cache, and may hold 2048 now"
-        );
-        let _modest = memory.take(modest, request(300), Duration::ZERO).await.unwrap();
-        drop(held);
-    }
-
-    #[tokio::test]
-    async fn a_cancelled_waiter_leaves_nothing_behind() {
-        let memory = memory();
-        let held = memory.take(PeerId::random(), request(1000), Duration::ZERO).await.unwrap();
-        let waiter = tokio::spawn({
-            let memory = memory.clone();
-            async move { memory.take(PeerId::random(), request(500), DEADLINE).await }
-        });
-        while memory.figures().waiting == 0 {
-            tokio::task::yield_now().await;
-        }
-        waiter.abort();
-        assert!(waiter.await.unwrap_err().is_cancelled());
-        assert_eq!(memory.figures().waiting, 0);
-        drop(held);
-        assert_eq!(memory.figures().tokens_available, 1024);
-    }
-}
+mod tests;

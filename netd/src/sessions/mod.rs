@@ -17,6 +17,7 @@ pub mod admission;
 pub mod fair;
 pub mod fair_permits;
 pub mod pool;
+pub mod pressure;
 pub mod queue;
 pub mod session;
 pub mod shares;

@@ -52,6 +52,8 @@ pub struct WaitQueue {
     shares: Shares,
     waiting: Vec<Waiting>,
     tickets: u64,
+    /// Whether those that wait are granted nothing.
+    is_closed: bool,
 }
 
 /// What became of a request that is willing to wait.
@@ -75,6 +77,7 @@ impl WaitQueue {
             pool,
             waiting: Vec::new(),
             tickets: 0,
+            is_closed: false,
         }
     }
 
@@ -86,6 +89,18 @@ impl WaitQueue {
     /// Requests that wait.
     pub fn waiting(&self) -> usize {
         self.waiting.len()
+    }
+
+    /// Whether those that wait are granted nothing now.
+    pub fn is_closed(&self) -> bool {
+        self.is_closed
+    }
+
+    /// Stops grants to those that wait, or resumes them.
+    #[must_use = "grants are in use until they are given back"]
+    pub fn close(&mut self, is_closed: bool, now: Instant) -> Granted {
+        self.is_closed = is_closed;
+        self.serve(now)
     }
 
     /// Grants `request` of `peer` now or never.
@@ -153,6 +168,9 @@ impl WaitQueue {
     #[must_use = "grants are in use until they are given back"]
     pub fn serve(&mut self, now: Instant) -> Granted {
         let mut granted = Vec::new();
+        if self.is_closed {
+            return granted;
+        }
         let mut at = 0;
         while let Some(waiting) = self.waiting.get(at) {
             let (peer, asked) = (waiting.peer, waiting.request.token_blocks());

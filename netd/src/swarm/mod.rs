@@ -1,9 +1,10 @@
 //! The swarm as this server sees it, and this server as the swarm sees it: who serves which blocks
 //! ([`hivemind::view`]), which blocks are worth serving ([`placement`]), when to move there ([`rebalance`]),
-//! our own records ([`announce`]), whether others can dial us ([`reachability`], [`monitor`]), and
+//! our own records ([`announce`]), how well blocks are served ([`coverage`]), whether others can dial us ([`reachability`], [`monitor`]), and
 //! what our network carries ([`rate`]).
 
 pub mod announce;
+pub mod coverage;
 pub mod monitor;
 pub mod placement;
 pub mod rate;
@@ -11,4 +12,3 @@ pub mod reachability;
 pub mod rebalance;
 #[cfg(test)]
 mod simulation;
-pub mod throughput;

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use reqwest::Client;
 use serde::Deserialize;
+use shared::escape::escaped;
 use tracing::{info, warn};
 
 use crate::http;
@@ -100,9 +101,8 @@ async fn ask(client: &Client, url: &str, peer_id: &str) -> Result<Answer, String
 
 /// The text of Petals.
 fn advice(answer: &Answer) -> String {
-    let shown = answer.message.chars().take(MAX_MESSAGE);
-    let shown = shown.map(|c| if c.is_control() { ' ' } else { c });
-    let message: String = shown.collect();
+    let message: String = answer.message.chars().take(MAX_MESSAGE).collect();
+    let message = escaped(&message);
     // What a stranger says goes into a command line only if it is an address.
     let ip = match answer.your_ip.parse::<IpAddr>() {
         Ok(ip) => ip.to_string(),
@@ -162,7 +162,7 @@ mod tests {
             assert_eq!(monitor.requests().len(), 3);
             assert!(
                 message.starts_with(
-                    "Server has not become reachable from the Internet: dial  [31mfailed!"
+                    r"Server has not become reachable from the Internet: dial \u{1b}[31mfailed!"
                 ),
                 "{message}"
             );

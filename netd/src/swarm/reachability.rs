@@ -228,6 +228,7 @@ async fn is_there(peer: PeerId, addrs: Vec<SocketAddr>) -> bool {
         protocols: Vec::new(),
         traversal: Traversal::NONE,
         startup_timeout: SELF_CHECK_TIMEOUT,
+        max_upload_bytes_per_s: None,
     });
     let Ok((probe, _serves_nothing)) = probe.await else {
         return false;

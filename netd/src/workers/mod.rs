@@ -89,7 +89,9 @@ impl Workers {
         submission: Doorbell,
         completion: Doorbell,
     ) -> Result<(), LinkError> {
-        let link = self.link(up.worker).unwrap_or_else(|| self.add(up.worker, up.span));
+        // One that was gone for good comes back as another, which has none of its pages.
+        let known = self.link(up.worker).filter(|link| !link.is_gone());
+        let link = known.unwrap_or_else(|| self.add(up.worker, up.span));
         link.up(up, rings, submission, completion)
     }
 
@@ -199,12 +201,13 @@ impl Workers {
     }
 
     fn link(&self, worker: WorkerId) -> Option<Arc<Link>> {
-        self.links().iter().find(|link| link.worker() == worker).cloned()
+        self.links().iter().rev().find(|link| link.worker() == worker).cloned()
     }
 
     fn add(&self, worker: WorkerId, span: Span) -> Arc<Link> {
         let mut links = self.links.write().unwrap_or_else(PoisonError::into_inner);
-        debug_assert!(links.len() < MAX_WORKERS, "the supervisor has fewer seats");
+        let present = links.iter().filter(|link| !link.is_gone()).count();
+        debug_assert!(present < MAX_WORKERS, "the supervisor has fewer seats");
         let link = Arc::new(Link::new(worker, span, links.len() as u16, self.broken.clone()));
         links.push(link.clone());
         link

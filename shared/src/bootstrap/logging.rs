@@ -8,7 +8,7 @@
 //! {"time":"...","level":"INFO","role":"gpu-worker","rank":"0.0","generation":2,"pid":71,"target":"...","message":"serving","span":"0:16"}
 //! ```
 
-use std::fmt;
+use std::fmt::{self, Write as _};
 use std::io::{self, IsTerminal};
 
 use serde_json::{Map, Value};
@@ -21,6 +21,7 @@ use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
 use crate::config::{LogConfig, LogFormat};
+use crate::escape::{Escaping, escaped_json};
 use crate::ids::{Generation, WorkerId};
 
 /// Who writes the lines of this process.
@@ -98,7 +99,7 @@ where
 {
     fn format_event(
         &self,
-        ctx: &FmtContext<'_, S, N>,
+        _: &FmtContext<'_, S, N>,
         mut out: Writer<'_>,
         event: &Event<'_>,
     ) -> fmt::Result {
@@ -107,7 +108,7 @@ where
             LogFormat::Text => self.text_prefix(&mut out, event.metadata())?,
             LogFormat::Json => return self.json(out, event),
         }
-        ctx.field_format().format_fields(out.by_ref(), event)?;
+        self.fields(&mut out, event)?;
         writeln!(out)
     }
 }
@@ -147,6 +148,14 @@ impl Lines {
         write!(out, " {}: ", metadata.target())
     }
 
+    /// The message and the fields, in one line: what peers say is in some of them.
+    fn fields(&self, out: &mut Writer<'_>, event: &Event<'_>) -> fmt::Result {
+        let is_coloured = out.has_ansi_escapes();
+        let mut fields = TextFields { out, is_coloured, is_first: true, result: Ok(()) };
+        event.record(&mut fields);
+        fields.result
+    }
+
     /// Role and worker.
     fn write_process(&self, out: &mut Writer<'_>) -> fmt::Result {
         out.write_str(self.identity.role)?;
@@ -172,7 +181,7 @@ impl Lines {
         line.insert("pid".into(), std::process::id().into());
         line.insert("target".into(), event.metadata().target().into());
         event.record(&mut Fields(&mut line));
-        writeln!(out, "{}", Value::Object(line))
+        writeln!(out, "{}", escaped_json(&Value::Object(line).to_string()))
     }
 }
 
@@ -187,6 +196,43 @@ fn write_coloured(out: &mut Writer<'_>, level: &Level, text: &str) -> fmt::Resul
     match out.has_ansi_escapes() {
         true => write!(out, "\x1b[{colour}m{text}\x1b[0m"),
         false => out.write_str(text),
+    }
+}
+
+/// Writes the fields of an event as text, each escaped.
+struct TextFields<'a, 'w> {
+    out: &'a mut Writer<'w>,
+    is_coloured: bool,
+    is_first: bool,
+    result: fmt::Result,
+}
+
+impl TextFields<'_, '_> {
+    fn write(&mut self, field: &Field, value: &dyn fmt::Debug) -> fmt::Result {
+        if !std::mem::take(&mut self.is_first) {
+            self.out.write_char(' ')?;
+        }
+        match (field.name(), self.is_coloured) {
+            ("message", _) => {}
+            (name, true) => write!(self.out, "\x1b[3m{name}\x1b[0m\x1b[2m=\x1b[0m")?,
+            (name, false) => write!(self.out, "{name}=")?,
+        }
+        write!(Escaping(&mut *self.out), "{value:?}")
+    }
+}
+
+impl Visit for TextFields<'_, '_> {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        if self.result.is_ok() {
+            self.result = self.write(field, value);
+        }
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        match field.name() {
+            "message" => self.record_debug(field, &format_args!("{value}")),
+            _ => self.record_debug(field, &value),
+        }
     }
 }
 
@@ -274,6 +320,27 @@ mod tests {
     fn a_line_for_a_terminal_has_no_stamps() {
         let line = logged(LogFormat::Terminal, || tracing::warn!(path = %"/x", "disk is slow"));
         assert_eq!(line, "warning: gpu-worker 1.0: disk is slow path=/x\n");
+    }
+
+    #[test]
+    fn what_a_peer_says_stays_in_its_line() {
+        let name = "x\n2026-01-01 ERROR forged\x1b[2J\u{202e}";
+        for format in [LogFormat::Text, LogFormat::Terminal, LogFormat::Json] {
+            let text = logged_with(format, true, || {
+                tracing::warn!(name, shown = %name, debug = ?name, "peer is called {name}");
+            });
+            assert_eq!(text.lines().count(), 1, "{text:?}");
+            let shown = text.replace("\x1b[2K", "").contains("\x1b[2J");
+            assert!(!shown && !text.contains("\n2026"), "{text:?}");
+            assert!(!text.contains('\u{202e}'), "{text:?}");
+            if format == LogFormat::Json {
+                let value: Value = serde_json::from_str(&text).unwrap();
+                assert_eq!(value["name"], name, "whoever reads it gets what was said");
+            } else {
+                let said = r"peer is called x\n2026-01-01 ERROR forged\u{1b}[2J\u{202e}";
+                assert!(text.contains(said), "{text:?}");
+            }
+        }
     }
 
     #[test]

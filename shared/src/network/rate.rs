@@ -18,6 +18,8 @@ pub enum RateSource {
     Url,
     /// The speed of the link, which is less than what was measured or assumed.
     Link,
+    /// What the operator allows (`--max_upload_mbps`), which is less than the rest.
+    Upload,
     /// Nothing was measured.
     Assumed,
 }
@@ -29,6 +31,7 @@ impl std::fmt::Display for RateSource {
             RateSource::Peers => "measured with servers of the swarm",
             RateSource::Url => "measured with --network_test_url",
             RateSource::Link => "the speed of the link",
+            RateSource::Upload => "given by --max_upload_mbps",
             RateSource::Assumed => "assumed, nothing was measured yet",
         })
     }
@@ -60,6 +63,14 @@ impl NetworkRate {
         }
     }
 
+    /// The same, but no more than the operator lets this machine send.
+    pub fn at_most(self, upload_bits_per_s: Option<f64>) -> NetworkRate {
+        match upload_bits_per_s.filter(|most| *most < self.bits_per_s) {
+            Some(bits_per_s) => NetworkRate { bits_per_s, source: RateSource::Upload },
+            None => self,
+        }
+    }
+
     /// Megabits per second, for people.
     pub fn mbps(&self) -> f64 {
         (self.bits_per_s / 1e4).round() / 1e2
@@ -86,5 +97,8 @@ mod tests {
         assert_eq!(rate(None, Some(PEERS), slow), (1e7, RateSource::Link));
         assert_eq!(rate(None, None, fast), (1e8, RateSource::Assumed));
         assert_eq!(rate(None, None, slow), (1e7, RateSource::Link));
+        let upload = NetworkRate { bits_per_s: 2e7, source: RateSource::Upload };
+        assert_eq!((PEERS.at_most(Some(2e7)), PEERS.at_most(Some(5e8))), (upload, PEERS));
+        assert_eq!(PEERS.at_most(None), PEERS);
     }
 }

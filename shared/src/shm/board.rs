@@ -7,9 +7,12 @@
 //! | --- | --- | --- |
 //! | header | supervisor ([`Board`]) | once, at creation |
 //! | seat (role, pid, generation, worker, state, span) | supervisor ([`Board`]) | at changes of state |
+//! | restarts by role and reason | supervisor ([`Board`]) | at deaths |
 //! | report (phase, progress, counters, PeerID, port) | the child in the seat ([`BoardWriter`]) | as it works |
+//! | work (jobs, tokens, times, batches, device) | the worker in the seat | as it works |
+//! | sessions, last minute, swarm, announcement | netd | per step; each second |
 //!
-//! Between two children, after the reap of the first, the supervisor zeroes the report. Fields are
+//! Between two children, after the reap of the first, the supervisor zeroes what the child wrote. Fields are
 //! read one by one: a snapshot is not a transaction, except that all of a child's fields are of one
 //! generation. Numbers are counters and gauges for people and for the watchdog; nothing is decided
 //! from them that could lose data.
@@ -21,8 +24,8 @@ use std::time::Duration;
 use nix::time::{ClockId, clock_gettime};
 
 use super::layout::{
-    BOARD_MAGIC, BOARD_SLOTS, BoardLayout, ChildSlot, LAYOUT_VERSION, ReportPart, TEXT_BYTES,
-    TROUBLES, Text,
+    BOARD_MAGIC, BOARD_SLOTS, BoardLayout, ChildSlot, LAYOUT_VERSION, RESTART_REASONS, ROLES,
+    ReportPart, TEXT_BYTES, TROUBLES, Text,
 };
 use super::segment::{SegmentError, SmallSegment};
 use super::sync::{AtomicU64, Ordering, fence};
@@ -30,12 +33,19 @@ use crate::block::Span;
 use crate::control::{BoardSeat, Role};
 use crate::ids::{Generation, GroupId, Rank, WorkerId, WorldSize};
 
+mod netd;
 mod view;
 mod words;
+mod work;
 mod writer;
 
-pub use view::{BoardSnapshot, BoardView, ChildSnapshot};
-pub use words::{ChildState, Phase, Trouble};
+pub use netd::{
+    Announced, BlockCoverage, Coverage, Minute, NetdFigures, NetdSnapshot, Quantiles, SessionShape,
+    SessionSnapshot,
+};
+pub use view::{BoardSnapshot, BoardView, ChildSnapshot, Restarts};
+pub use words::{Announcement, ChildState, Phase, RestartReason, StepPart, Trouble, WorkKind};
+pub use work::{BATCH_BOUNDS, DeviceFigures, WorkCounts, WorkSnapshot};
 pub use writer::BoardWriter;
 
 /// The board in `/proc/PID/maps` and in messages.
@@ -132,6 +142,10 @@ impl Board {
         // the fence in BoardView::child_snapshot().
         fence(Ordering::Release);
         child.report.reset();
+        child.work.reset();
+        if occupant.role == Role::Netd {
+            self.view.layout().netd.reset();
+        }
         let worker = occupant.worker.unwrap_or_else(|| WorkerId::solo(GroupId(0)));
         seat.role.store(role_word(occupant.role), Ordering::Relaxed);
         seat.pid.store(0, Ordering::Relaxed);
@@ -158,6 +172,19 @@ impl Board {
     pub fn vacate(&self, slot: u32) -> Result<(), BoardError> {
         self.view.child(slot)?.seat.generation.store(0, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Counts a restart.
+    pub fn count_restart(&self, role: Role, reason: RestartReason) {
+        let counts = self.view.layout().supervisor.restarts.get(role_index(role));
+        if let Some(count) = counts.and_then(|row| row.get(reason as usize)) {
+            writer::add(count, 1);
+        }
+    }
+
+    /// A person asks how the swarm looks.
+    pub fn viewed(&self) {
+        self.view.layout().supervisor.viewed_ns.store(monotonic_ns(), Ordering::Relaxed);
     }
 
     /// Shows the process id of the child at `slot`.
@@ -240,10 +267,14 @@ fn check_text(text: &str) -> Result<(), BoardError> {
 }
 
 fn role_word(role: Role) -> u64 {
+    role_index(role) as u64 + 1
+}
+
+fn role_index(role: Role) -> usize {
     match role {
-        Role::Netd => 1,
-        Role::Worker => 2,
-        Role::Prepare => 3,
+        Role::Netd => 0,
+        Role::Worker => 1,
+        Role::Prepare => 2,
     }
 }
 

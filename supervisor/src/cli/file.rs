@@ -6,6 +6,9 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
+use toml::Spanned;
+use toml::de::{DeInteger, DeString, DeTable, DeValue};
+
 /// Longest accepted file.
 const MAX_BYTES: u64 = 1 << 20;
 
@@ -17,6 +20,8 @@ pub struct Setting {
     pub name: String,
     /// Its values; several for a list, `true` or `false` for a switch.
     pub values: Vec<String>,
+    /// Its line in the file, from 1 on; 0 for a setting of no file.
+    pub line: usize,
 }
 
 /// All settings in the file at `path`.
@@ -42,48 +47,67 @@ pub fn read(path: &Path) -> Result<Vec<Setting>, String> {
 }
 
 fn toml(text: &str) -> Result<Vec<Setting>, String> {
-    let table: toml::Table = text.parse().map_err(|error: toml::de::Error| error.to_string())?;
-    let setting = |(name, value): (String, toml::Value)| {
-        let values = match value {
-            toml::Value::Array(items) => items.iter().map(|item| scalar(&name, item)).collect(),
-            value => scalar(&name, &value).map(|value| vec![value]),
+    let table = DeTable::parse(text).map_err(|error| error.to_string())?;
+    let line = |at: usize| 1 + text.bytes().take(at).filter(|byte| *byte == b'\n').count();
+    let setting = |(name, value): (Spanned<DeString<'_>>, Spanned<DeValue<'_>>)| {
+        let (line, name) = (line(name.span().start), name.into_inner().into_owned());
+        let values = match value.into_inner() {
+            DeValue::Array(items) => items.iter().map(|item| scalar(item.get_ref())).collect(),
+            value => scalar(&value).map(|value| vec![value]),
         };
-        values.map(|values| Setting { name: name.replace('-', "_"), values })
+        match values {
+            Ok(values) => Ok(Setting { name: name.replace('-', "_"), values, line }),
+            Err(why) => Err(format!("line {line}: {name} is a {why}")),
+        }
     };
-    table.into_iter().map(setting).collect()
+    let mut settings: Vec<Setting> =
+        table.into_inner().into_iter().map(setting).collect::<Result<_, _>>()?;
+    settings.sort_by_key(|setting| setting.line);
+    Ok(settings)
 }
 
-fn scalar(name: &str, value: &toml::Value) -> Result<String, String> {
+/// A value as a flag would take it, or what it is and what was expected.
+fn scalar(value: &DeValue<'_>) -> Result<String, String> {
     match value {
-        toml::Value::String(text) => Ok(text.clone()),
-        toml::Value::Integer(number) => Ok(number.to_string()),
-        toml::Value::Float(number) => Ok(number.to_string()),
-        toml::Value::Boolean(on) => Ok(on.to_string()),
+        DeValue::String(text) => Ok(text.clone().into_owned()),
+        DeValue::Integer(number) => Ok(integer(number)),
+        DeValue::Float(number) => Ok(number.to_string()),
+        DeValue::Boolean(on) => Ok(on.to_string()),
         other => Err(format!(
-            "{name} is a {}: expected a string, a number, true, false, or a list of strings",
+            "{}: expected a string, a number, true, false, or a list of strings",
             other.type_str()
         )),
     }
 }
 
+/// In decimal, as flags take numbers; one beyond 64 bits stays as it is written.
+fn integer(number: &DeInteger<'_>) -> String {
+    match i64::from_str_radix(number.as_str(), number.radix()) {
+        Ok(value) => value.to_string(),
+        Err(_) => number.to_string(),
+    }
+}
+
 fn lines(text: &str) -> Result<Vec<Setting>, String> {
     let is_setting =
-        |line: &&str| !line.is_empty() && !line.starts_with(['#', ';']) && !line.starts_with("---");
-    text.lines().map(str::trim).filter(is_setting).map(line).collect()
+        |line: &str| !line.is_empty() && !line.starts_with(['#', ';']) && !line.starts_with("---");
+    let numbered = (1..).zip(text.lines().map(str::trim));
+    let settings = numbered.filter(|(_, text)| is_setting(text));
+    settings.map(|(number, text)| line(number, text)).collect()
 }
 
 /// `name: value`, `name = value`, `name value`, or `name` alone for a switch; `[a, b]` is a list.
-fn line(line: &str) -> Result<Setting, String> {
+fn line(number: usize, line: &str) -> Result<Setting, String> {
     if line.starts_with('[') {
         return Err(format!(
-            "invalid line {line:?}: sections are not supported; expected lines `name: value`, or a .toml file"
+            "invalid line {number}, {line:?}: sections are not supported; expected lines `name: value`, or a .toml file"
         ));
     }
     let end = line.find(|c: char| ":=;#".contains(c) || c.is_whitespace()).unwrap_or(line.len());
     let (name, rest) = line.split_at(end);
     let name = name.trim_start_matches('-').replace('-', "_");
     if name.is_empty() {
-        return Err(format!("invalid line {line:?}: expected `name: value`"));
+        return Err(format!("invalid line {number}, {line:?}: expected `name: value`"));
     }
     let value =
         without_comment(rest.trim_start_matches(|c: char| ":=".contains(c) || c.is_whitespace()));
@@ -97,7 +121,7 @@ fn line(line: &str) -> Result<Setting, String> {
         (None, "") => vec!["true".to_owned()],
         (None, value) => vec![unquoted(value).to_owned()],
     };
-    Ok(Setting { name, values })
+    Ok(Setting { name, values, line: number })
 }
 
 /// The value without a comment, which white space sets apart.
@@ -120,28 +144,34 @@ fn unquoted(value: &str) -> &str {
 mod tests {
     use super::*;
 
-    fn setting(name: &str, values: &[&str]) -> Setting {
+    fn setting(line: usize, name: &str, values: &[&str]) -> Setting {
         let values = values.iter().map(|value| (*value).to_owned()).collect();
-        Setting { name: name.to_owned(), values }
+        Setting { name: name.to_owned(), values, line }
     }
 
     #[test]
     fn toml_and_lines_say_the_same() {
-        let expected = [
-            setting("block_indices", &["0:4"]),
-            setting("initial_peers", &["/ip4/1.2.3.4/tcp/5", "/ip4/1.2.3.4/tcp/6"]),
-            setting("new_swarm", &["false"]),
-            setting("port", &["31330"]),
-            setting("throughput", &["2.5"]),
-        ];
+        let expected = |first: usize| {
+            [
+                setting(first, "block_indices", &["0:4"]),
+                setting(first + 1, "initial_peers", &["/ip4/1.2.3.4/tcp/5", "/ip4/1.2.3.4/tcp/6"]),
+                setting(first + 2, "new_swarm", &["false"]),
+                setting(first + 3, "port", &["31330"]),
+            ]
+        };
         let text = "block-indices = '0:4'\ninitial_peers = ['/ip4/1.2.3.4/tcp/5', \"/ip4/1.2.3.4/tcp/6\"]\nnew_swarm = false\n\
-                    port = 31330 # a comment\nthroughput = 2.5\n";
-        assert_eq!(toml(text).unwrap(), expected);
+                    port = 31_330 # a comment\nthroughput = 2.5\n";
+        let read = toml(text).unwrap();
+        assert_eq!(read[..4], expected(1));
+        assert_eq!(read[4], setting(5, "throughput", &["2.5"]));
         let text = "---\n# comment\nblock-indices: 0:4\ninitial_peers: [/ip4/1.2.3.4/tcp/5, '/ip4/1.2.3.4/tcp/6']\n\
                     new_swarm = false\n--port 31330 # a comment\n; more\nthroughput = \"2.5\"\n";
-        assert_eq!(lines(text).unwrap(), expected);
-        assert_eq!(lines("new_swarm").unwrap(), [setting("new_swarm", &["true"])]);
-        assert_eq!(lines("public_name: a#b").unwrap(), [setting("public_name", &["a#b"])]);
+        let read = lines(text).unwrap();
+        assert_eq!(read[..4], expected(3));
+        assert_eq!(read[4], setting(8, "throughput", &["2.5"]));
+        assert_eq!(lines("new_swarm").unwrap(), [setting(1, "new_swarm", &["true"])]);
+        assert_eq!(lines("public_name: a#b").unwrap(), [setting(1, "public_name", &["a#b"])]);
+        assert_eq!(toml("\nport = 0x10").unwrap(), [setting(2, "port", &["16"])]);
     }
 
     #[test]
@@ -155,8 +185,10 @@ mod tests {
             why
         };
         assert!(refusal("a.toml", "port = ").contains("line 1"));
-        assert!(refusal("b.toml", "[network]\nport = 1").contains("network is a table"));
-        assert!(refusal("c.yml", "[network]\nport: 1").contains("sections"));
+        let table = refusal("b.toml", "port = 1\n[network]\nport = 1");
+        assert!(table.contains("line 2: network is a table"), "{table}");
+        let section = refusal("c.yml", "\n[network]\nport: 1");
+        assert!(section.contains("line 2") && section.contains("sections"), "{section}");
         assert!(refusal("d.yml", ": 1").contains("name: value"));
         assert!(refusal("e.yml", &"a: 1\n".repeat(1 << 18)).contains("longer"));
         assert!(read(&folder.path().join("none.toml")).unwrap_err().contains("none.toml"));

@@ -37,8 +37,8 @@ pub enum Origin {
     Flag,
     /// This variable.
     Env(String),
-    /// This file.
-    File(PathBuf),
+    /// This line of this file.
+    File(PathBuf, usize),
     /// Nobody gave it.
     Default,
 }
@@ -48,7 +48,7 @@ impl std::fmt::Display for Origin {
         match self {
             Origin::Flag => f.write_str("flag"),
             Origin::Env(name) => f.write_str(name),
-            Origin::File(path) => write!(f, "{}", path.display()),
+            Origin::File(path, line) => write!(f, "{}:{line}", path.display()),
             Origin::Default => f.write_str("default"),
         }
     }
@@ -129,6 +129,18 @@ pub fn read(
     Ok(Layered { matches, lower, file })
 }
 
+/// The file that [`read`] reads for these arguments, whatever is in it.
+pub fn file_of(
+    cli: &mut Command,
+    args: &[OsString],
+    env: Env<'_>,
+    folder: &Path,
+) -> Option<PathBuf> {
+    let matches = cli.try_get_matches_from_mut(args).ok()?;
+    let (name, given) = matches.subcommand()?;
+    config_file(cli.find_subcommand(name)?, given, env, folder)
+}
+
 /// The file to read: the one given, else [`DEFAULT_FILE`] if it exists and the command takes files
 /// at all.
 fn config_file(
@@ -177,7 +189,7 @@ impl<'a> Merge<'a> {
             });
             if let Some((name, value)) = value {
                 let values = if self.is_list(&id) { split(&value) } else { vec![value] };
-                found.push((Setting { name: id, values }, Origin::Env(name)));
+                found.push((Setting { name: id, values, line: 0 }, Origin::Env(name)));
             }
         }
         self.add(found)
@@ -185,7 +197,10 @@ impl<'a> Merge<'a> {
 
     fn file(&mut self, path: &Path) -> Result<(), LayerError> {
         let settings = file::read(path).map_err(LayerError::Other)?;
-        let from = |setting| (setting, Origin::File(path.to_owned()));
+        let from = |setting: Setting| {
+            let line = setting.line;
+            (setting, Origin::File(path.to_owned(), line))
+        };
         self.add(settings.into_iter().map(from).collect())
     }
 
@@ -197,8 +212,9 @@ impl<'a> Merge<'a> {
             let Some(arg) = self.settable().find(|arg| is_called(arg, &setting.name)).cloned()
             else {
                 return Err(LayerError::Other(format!(
-                    "{origin}: there is no setting {:?}; see sepal serve --help",
-                    setting.name
+                    "{origin}: there is no setting {:?}; {}",
+                    setting.name,
+                    self.advice(&setting.name)
                 )));
             };
             let id = arg.get_id().to_string();
@@ -227,9 +243,19 @@ impl<'a> Merge<'a> {
     fn settable(&self) -> impl Iterator<Item = &Arg> {
         let unset = |arg: &&Arg| {
             let id = arg.get_id().as_str();
-            arg.get_long().is_some() && !arg.is_hide_set() && !["help", "config"].contains(&id)
+            arg.get_long().is_some() && !arg.is_hide_set() && !is_of_command_line(id)
         };
         self.command.get_arguments().filter(unset)
+    }
+
+    /// What to do about a name that no setting has.
+    fn advice(&self, name: &str) -> String {
+        let names = self.settable().filter_map(|arg| arg.get_long()).chain([MODEL.0]);
+        match nearest(name, names) {
+            Some(near) => format!("did you mean {near}?"),
+            None if is_of_command_line(name) => "it is for the command line alone".to_owned(),
+            None => format!("see sepal {} --help", self.command.get_name()),
+        }
     }
 
     fn is_list(&self, id: &str) -> bool {
@@ -252,6 +278,19 @@ impl<'a> Merge<'a> {
         };
         self.given.iter().any(taken_by)
     }
+}
+
+/// Whether only the command line has a flag: it is not a setting of a server.
+pub fn is_of_command_line(id: &str) -> bool {
+    ["help", "config", "json", "bundle", "log_file"].contains(&id)
+}
+
+/// The name that was probably meant: the nearest one, if a third of the letters at most are others.
+fn nearest<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let name = name.to_lowercase();
+    let distance = |near: &str| strsim::osa_distance(&name, near);
+    let near = names.min_by_key(|near| (distance(near), *near))?;
+    (distance(near) <= name.chars().count().div_ceil(3).min(4)).then_some(near)
 }
 
 fn takes_many(arg: &Arg) -> bool {

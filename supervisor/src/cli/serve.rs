@@ -29,10 +29,11 @@ use shared::config::{
 use shared::dtype::DType;
 
 use super::values::model_or_last;
-use super::{DEFAULT_LOG, Env, LogArgs, runtime_dir};
+use super::{Env, LogArgs, runtime_dir};
 
 use devices::Devices;
 pub(crate) use devices::{crowded, threads};
+pub(super) use hub::{HubArgs, checked_revision};
 pub(super) use network::addresses;
 pub use petals::{NO_EFFECT, notes};
 
@@ -78,7 +79,8 @@ struct ModelArgs {
     /// Serve exactly these blocks and never move
     #[arg(long, value_name = "START:END")]
     block_indices: Option<Span>,
-    /// Devices, one worker each: cpu, cpu:N (a NUMA node), cuda:N, or a list such as cuda:0,cuda:1
+    /// Devices, one worker each: cpu, cpu:N (a NUMA node), cuda:N in the order of the PCI bus,
+    /// cuda:GPU-UUID or the beginning of a UUID (nvidia-smi -L), or a list such as cuda:0,cuda:1
     /// [default: every CUDA device that passes `sepal selftest --quick`, else cpu]
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
@@ -119,9 +121,19 @@ struct ModelArgs {
     dht_prefix: Option<String>,
 }
 
-/// Turns flags and environment into settings.
-pub fn resolve(mut args: ServeArgs, env: Env<'_>) -> Result<ServeConfig, String> {
-    let Devices { named, world_size } = args.model.devices()?;
+/// Turns flags and environment into settings; `default_log` is what is logged unless they say.
+pub fn resolve(args: ServeArgs, env: Env<'_>, default_log: &str) -> Result<ServeConfig, String> {
+    resolve_for(args, env, default_log, None)
+}
+
+/// The same, with `model` if none was named.
+pub fn resolve_for(
+    mut args: ServeArgs,
+    env: Env<'_>,
+    default_log: &str,
+    model: Option<String>,
+) -> Result<ServeConfig, String> {
+    let Devices { named, uuids, world_size } = args.model.devices()?;
     let automatic = match named {
         Some(_) => None,
         None => {
@@ -129,7 +141,7 @@ pub fn resolve(mut args: ServeArgs, env: Env<'_>) -> Result<ServeConfig, String>
         }
     };
     let devices = named.unwrap_or_else(|| vec![Device::Cpu]);
-    let prepare = args.prepare(&devices, env)?;
+    let prepare = args.prepare(&devices, env, model)?;
     let asked_for_peers = !args.network.initial_peers.is_empty();
     let mut netd = args.netd()?;
     netd.rates_dir = Some(prepare.cache_dir.clone());
@@ -152,6 +164,7 @@ pub fn resolve(mut args: ServeArgs, env: Env<'_>) -> Result<ServeConfig, String>
         },
         devices,
         world_size,
+        uuids,
         automatic,
         warpgroups: Vec::new(),
         sample_timeout: args.supervision.sample_timeout,
@@ -161,10 +174,11 @@ pub fn resolve(mut args: ServeArgs, env: Env<'_>) -> Result<ServeConfig, String>
         drain_timeout: args.supervision.drain_timeout,
         max_memory_bytes: args.limits.max_memory,
         file_limit: args.limits.increase_file_limit,
+        metrics: args.supervision.metrics,
         end_with: args.supervision.end_with,
         instance: args.supervision.instance,
         runtime_dir: args.supervision.runtime_dir.unwrap_or_else(|| runtime_dir(env)),
-        log: args.log.resolve(env, DEFAULT_LOG),
+        log: args.log.resolve(env, default_log),
     })
 }
 
@@ -184,19 +198,26 @@ impl ServeArgs {
         self.model.quant_type.as_ref().map(parse).transpose()
     }
 
-    fn prepare(&mut self, devices: &[Device], env: Env<'_>) -> Result<PrepareConfig, String> {
-        let quant_type = self.quant_type()?.unwrap_or(Device::default_quant_type(devices));
+    fn prepare(
+        &mut self,
+        devices: &[Device],
+        env: Env<'_>,
+        otherwise: Option<String>,
+    ) -> Result<PrepareConfig, String> {
+        let named = self.quant_type()?;
+        let quant_type = named.unwrap_or(Device::default_quant_type(devices));
         let (model, network) = (&mut self.model, &mut self.network);
         let name = model.model.take().or(model.converted_model_name_or_path.take());
         let mut lists =
             [&mut network.initial_peers, &mut network.host_maddrs, &mut network.announce_maddrs];
-        let name = model_or_last(name, &mut lists).ok_or(
+        let name = model_or_last(name, &mut lists).or(otherwise).ok_or(
             "no model given: name a repository of the Hub or a folder, as in sepal serve MODEL",
         )?;
         Ok(PrepareConfig {
             model: name,
             dtype: dtype(&model.torch_dtype)?,
             quant_type,
+            is_quant_named: named.is_some(),
             adapters: adapters(std::mem::take(&mut model.adapters))?,
             cache_dir: model.cache_dir.take().unwrap_or_else(|| cache_dir(env)),
             hub: HubConfig::default(),
@@ -217,7 +238,8 @@ impl ServeArgs {
             use_auto_relay: !network.no_auto_relay,
             span: span(model.block_indices, model.num_blocks),
             throughput: throughput(&model.throughput)?,
-            link_bits_per_s: network.network_mbps.map(link_bits_per_s).transpose()?,
+            link_bits_per_s: bits_per_s("--network_mbps", network.network_mbps)?,
+            max_upload_bits_per_s: bits_per_s("--max_upload_mbps", network.max_upload_mbps)?,
             network_test: network.network_test()?,
             rates_dir: None,
             monitor,
@@ -274,13 +296,13 @@ fn throughput(text: &str) -> Result<Throughput, String> {
     }
 }
 
-/// Bits per second of a network that carries so many megabits.
-fn link_bits_per_s(mbps: f64) -> Result<f64, String> {
-    match mbps.is_finite() && mbps > 0.0 && mbps < 1e9 {
-        true => Ok(mbps * 1e6),
-        false => Err(format!(
-            "invalid --network_mbps {mbps}: expected a positive number of megabits per second"
-        )),
+/// Bits per second of so many megabits: at least a thousand.
+fn bits_per_s(flag: &str, mbps: Option<f64>) -> Result<Option<f64>, String> {
+    match mbps {
+        Some(mbps) if !(1e-3..1e9).contains(&mbps) => {
+            Err(format!("invalid {flag} {mbps}: expected a positive number of megabits per second"))
+        }
+        mbps => Ok(mbps.map(|mbps| mbps * 1e6)),
     }
 }
 
@@ -330,7 +352,7 @@ fn arena_bytes(asked: u64) -> Result<u64, String> {
     }
 }
 
-fn cache_dir(env: Env<'_>) -> PathBuf {
+pub(super) fn cache_dir(env: Env<'_>) -> PathBuf {
     let given = |name| env(name).filter(|dir| !dir.is_empty()).map(PathBuf::from);
     given("SEPAL_CACHE").or_else(|| given("PETALS_CACHE")).unwrap_or_else(|| {
         given("HOME").unwrap_or_else(|| PathBuf::from("/tmp")).join(".cache/sepal")

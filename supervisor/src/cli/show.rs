@@ -3,9 +3,9 @@
 
 use clap::{Arg, ArgAction, Command};
 use shared::config::{ServeConfig, SpanChoice, Throughput};
-use shared::network::{Link, NetworkRate, RateFile};
+use shared::network::NetworkRate;
 
-use super::layers::{Layered, Origin};
+use super::layers::{Layered, Origin, is_of_command_line};
 
 /// Settings that are never shown.
 const SECRET: [&str; 1] = ["token"];
@@ -24,8 +24,8 @@ pub fn text(command: &Command, layered: &Layered, config: &ServeConfig) -> Strin
         &model_origin(layered),
     ));
     let shown = |arg: &&Arg| {
-        let other =
-            ["help", "config", "converted_model_name_or_path"].contains(&arg.get_id().as_str());
+        let id = arg.get_id().as_str();
+        let other = is_of_command_line(id) || id == "converted_model_name_or_path";
         arg.get_long().is_some() && !arg.is_hide_set() && !other
     };
     let mut heading = None;
@@ -108,11 +108,7 @@ fn in_force(id: &str, config: &ServeConfig) -> String {
     if id != "network_mbps" {
         return String::new();
     }
-    let link = Link::of_system();
-    let file = netd.rates_dir.as_deref().map(RateFile::new);
-    let takes_kept = netd.throughput == Throughput::Measure;
-    let kept = file.filter(|_| takes_kept).and_then(|file| file.kept(&link));
-    let rate = NetworkRate::of(None, kept, &link);
+    let rate = NetworkRate::known(netd);
     format!("; in force: {} ({})", rate.mbps(), rate.source)
 }
 

@@ -18,7 +18,7 @@ fn run(line: &str, env: &[(&str, &str)]) -> Result<Command, String> {
     parse(args, &env).map_err(|error| error.to_string())
 }
 
-fn serve(line: &str) -> ServeConfig {
+pub(crate) fn serve(line: &str) -> ServeConfig {
     match run(&format!("serve {line}"), &[]) {
         Ok(Command::Serve { config, .. }) => *config,
         other => panic!("{line}: {other:?}"),

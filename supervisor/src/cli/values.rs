@@ -1,6 +1,7 @@
 //! Values of flags, each read into its finished type with an error that names the value and what to
 //! give.
 
+use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use shared::config::{Device, FaultAction, FaultPlan, FaultPoint, LogFormat};
@@ -18,6 +19,41 @@ pub fn seconds(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| "expected a number of seconds, at least 0.001".to_owned())
 }
 
+/// Seconds, or 0 for never.
+pub fn pause(text: &str) -> Result<Duration, String> {
+    match text.parse() {
+        Ok(0.0) => Ok(Duration::ZERO),
+        _ => seconds(text).map_err(|error| format!("{error}, or 0 for never")),
+    }
+}
+
+/// A time that open sessions may take: whole seconds, 0 for none.
+pub fn patience(text: &str) -> Result<Duration, String> {
+    let most = crate::status::MAX_PATIENCE;
+    let time = text.parse().ok().map(Duration::from_secs).filter(|time| *time <= most);
+    time.ok_or_else(|| format!("expected whole seconds, 0 to {}", most.as_secs()))
+}
+
+/// An age: a whole number of seconds, or with a unit: `12h`, `30d`, `8w`.
+pub fn age(text: &str) -> Result<Duration, String> {
+    let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(end);
+    let seconds = match unit {
+        "" | "s" => Some(1),
+        "m" | "min" => Some(60),
+        "h" => Some(3600),
+        "d" => Some(86400),
+        "w" => Some(7 * 86400),
+        _ => None,
+    };
+    let whole: Option<u64> = number.parse().ok();
+    whole
+        .zip(seconds)
+        .and_then(|(whole, seconds)| whole.checked_mul(seconds))
+        .map(Duration::from_secs)
+        .ok_or_else(|| "expected an age such as 12h, 30d or 8w".to_owned())
+}
+
 /// A kernel for warpgroups, by its name.
 pub fn warpgroup_kernel(text: &str) -> Result<WarpgroupKernel, String> {
     WarpgroupKernel::try_from(text.to_owned())
@@ -31,6 +67,15 @@ pub fn share(text: &str) -> Result<f64, String> {
         .ok_or_else(|| "expected a number above 0 and at most 1".to_owned())
 }
 
+/// Where metrics are served: a port of loopback, or an address with a port. A name is not looked up.
+pub fn metrics_addr(text: &str) -> Result<SocketAddr, String> {
+    let loopback = || text.parse().ok().map(|port: u16| (Ipv4Addr::LOCALHOST, port).into());
+    text.parse().ok().or_else(loopback).ok_or_else(|| {
+        "expected a port such as 9464, or an IP address with a port such as 127.0.0.1:9464 or [::]:9464"
+            .to_owned()
+    })
+}
+
 /// `terminal`, `text` or `json`.
 pub fn log_format(text: &str) -> Result<LogFormat, String> {
     match text {
@@ -39,11 +84,6 @@ pub fn log_format(text: &str) -> Result<LogFormat, String> {
         "json" => Ok(LogFormat::Json),
         _ => Err("expected terminal, text or json".to_owned()),
     }
-}
-
-/// A list of devices, separated by commas.
-pub fn devices(text: &str) -> Result<Vec<Device>, String> {
-    text.split(',').map(device).collect()
 }
 
 /// One device.
@@ -167,6 +207,32 @@ pub fn is_maddr(text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_port_alone_is_one_of_loopback_and_names_are_refused() {
+        for (text, expected) in [
+            ("9464", "127.0.0.1:9464"),
+            ("0", "127.0.0.1:0"),
+            ("0.0.0.0:9464", "0.0.0.0:9464"),
+            ("[::1]:9464", "[::1]:9464"),
+        ] {
+            assert_eq!(metrics_addr(text).map(|addr| addr.to_string()).as_deref(), Ok(expected));
+        }
+        for text in ["", "70000", "-1", "localhost:9464", "127.0.0.1", ":9464", "::1", "9464 "] {
+            let error = metrics_addr(text).unwrap_err();
+            assert!(error.contains("a port such as 9464"), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn ages_have_units() {
+        for (text, seconds) in [("90", 90), ("5min", 300), ("12h", 43_200), ("2w", 1_209_600)] {
+            assert_eq!(age(text), Ok(Duration::from_secs(seconds)), "{text}");
+        }
+        for bad in ["", "d", "-1d", "1.5h", "3x", "99999999999999999999w", "9999999999999999999w"] {
+            assert!(age(bad).unwrap_err().contains("30d"), "{bad}");
+        }
+    }
 
     #[test]
     fn sizes_read_as_by_humanfriendly() {

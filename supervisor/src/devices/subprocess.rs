@@ -10,6 +10,8 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::spawn::DEVICE_ORDER;
+
 /// How long a killed process is waited for; one that the driver holds back is left alone.
 const KILL_PATIENCE: Duration = Duration::from_secs(5);
 
@@ -48,6 +50,7 @@ impl Subprocess {
         let mut command = Command::new("/proc/self/exe");
         command.arg0(format!("sepal: {}", arguments.join(" ")));
         command.env_remove("NOTIFY_SOCKET");
+        command.env(DEVICE_ORDER.0, DEVICE_ORDER.1);
         command.args(arguments).args(["--parent", &std::process::id().to_string()]);
         Subprocess::of(command, limit)
             .map_err(|error| format!("no process for `sepal {}`: {error}", arguments.join(" ")))

@@ -22,7 +22,7 @@ use tracing::warn;
 use super::{Driver, rings_of};
 use crate::channel::Message;
 use crate::instance::Instance;
-use crate::plan::Placement;
+use crate::placement::Placement;
 use crate::segments::{KvChoice, MakeError};
 use crate::sizing::{EXCHANGE_VALUES, PLAN_LOG_BYTES};
 use crate::tree::{ChildId, Down, Event, ExitStatus, Init};
@@ -72,7 +72,10 @@ impl Driver<'_> {
                 child.tell(Message::Prepare(ToPrepare::Span { span, manifest, cut }))
             }
             Down::Shrink(rest) => child.tell(Message::Netd(ToNetd::Shrink(rest))),
+            Down::Grow(span) => child.tell(Message::Netd(ToNetd::Grow(span))),
             Down::MakeRoom(to) => child.tell(Message::Netd(ToNetd::MakeRoom(to))),
+            Down::Pause(patience) => child.tell(Message::Netd(ToNetd::Pause { patience })),
+            Down::Resume(span) => child.tell(Message::Netd(ToNetd::Resume(span))),
             Down::MoveFailed { to, why } => {
                 child.tell(Message::Netd(ToNetd::MoveFailed { to, why }))
             }
@@ -154,8 +157,8 @@ impl Driver<'_> {
                     })
                 }))
             }
-            Init::Netd { previous_addrs, served, retired } => {
-                self.init_netd(index, previous_addrs, served, retired)
+            Init::Netd { previous_addrs, served, whole, retired, paused } => {
+                self.init_netd(index, previous_addrs, (served, whole, retired), paused)
             }
             Init::Worker { placement, rank, whole, facts, by_warps } => {
                 self.init_worker(index, &placement, rank, (whole, facts), by_warps)
@@ -167,8 +170,8 @@ impl Driver<'_> {
         &mut self,
         index: usize,
         previous_addrs: Vec<String>,
-        served: Option<Span>,
-        retired: Vec<Span>,
+        (served, whole, retired): (Option<Span>, Option<Span>, Vec<Span>),
+        paused: bool,
     ) -> Result<bool, MakeError> {
         let Some(child) = self.processes.get_mut(index) else {
             return Ok(true);
@@ -178,15 +181,22 @@ impl Driver<'_> {
         let arena_bytes = config.arena_bytes;
         let shown = self.segments.board.try_clone().map_err(MakeError::Descriptor)?;
         let arena = self.segments.arena(self.instance, generation, arena_bytes)?;
-        Ok(child.deliver(&[arena.as_fd(), shown.as_fd()], |fds| {
+        let metrics = self.metrics.for_netd().map_err(MakeError::Descriptor)?;
+        let has_metrics = metrics.is_some();
+        let own = [arena.as_fd(), shown.as_fd()].into_iter();
+        let own: Vec<_> = own.chain(metrics.as_ref().map(AsFd::as_fd)).collect();
+        Ok(child.deliver(&own, |fds| {
             let init = NetdInit {
+                has_metrics,
                 board,
                 generation,
                 config,
                 previous_addrs,
                 arena_bytes,
                 served,
+                whole,
                 retired,
+                paused,
                 fds,
             };
             Message::Netd(ToNetd::Init(Box::new(init)))

@@ -9,7 +9,7 @@ use shared::shm::board::ChildState;
 use tracing::{error, info, warn};
 
 use super::Driver;
-use crate::plan;
+use crate::placement;
 use crate::terminal::{Happened, Screen, Summary};
 use crate::tree::{ChildId, Lifecycle};
 
@@ -123,7 +123,7 @@ impl Driver<'_> {
 
     fn device_names(&self) -> String {
         let shares = self.tree.shares().iter();
-        shares.map(|share| plan::names(&share.devices)).collect::<Vec<_>>().join(", ")
+        shares.map(|share| placement::names(&share.devices)).collect::<Vec<_>>().join(", ")
     }
 
     fn memory_text(&self, span: Span, facts: &shared::model::ModelFacts) -> String {

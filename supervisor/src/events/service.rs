@@ -5,10 +5,8 @@ use std::time::{Duration, Instant};
 
 use shared::control::Role;
 
+use super::{Driver, operator};
 use crate::devices::subprocess::Subprocess;
-use crate::report::InstanceReport;
-
-use super::Driver;
 
 /// Longest time of the step: a server under load lets it wait for the KV cache.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(60);
@@ -51,9 +49,8 @@ impl Driver<'_> {
     /// Tells the manager what `sepal status` says, in a line.
     pub(super) fn show_service(&mut self) {
         let Some(service) = &mut self.service else { return };
-        let board = self.segments.board.view();
-        let held = |worker| self.tree.has(worker);
-        service.show(InstanceReport::of(board.snapshot(), held).line(), Instant::now());
+        let report = operator::report(&self.segments, &self.tree, &self.config);
+        service.show(report.line(), Instant::now());
     }
 
     /// A client of its own process, which sends a token through all blocks.

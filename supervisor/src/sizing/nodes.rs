@@ -7,7 +7,7 @@ use shared::model::ModelFacts;
 use shared::numa;
 
 use super::{Memory, arithmetic, mib, refusal, wanted};
-use crate::plan::Share;
+use crate::placement::Share;
 
 /// What a NUMA node has for workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -9,14 +9,13 @@ use nix::unistd::{Gid, Uid, geteuid, setegid, seteuid, setgroups};
 use shared::causes::with_causes;
 use shared::exit::ExitReason;
 
-use super::ask;
-use crate::cli::StatusOptions;
+use super::{StatusOptions, ask};
 use crate::instance::{InstanceError, LiveInstance, live_instances};
 use crate::report::{InstanceReport, table};
 
-/// Why there is nothing to show.
+/// Why there is nothing to show, or an order was not followed.
 #[derive(Debug, thiserror::Error)]
-enum StatusError {
+pub(crate) enum StatusError {
     #[error(transparent)]
     Instance(#[from] InstanceError),
     #[error("no instance {name} runs in {dir}; running: {running}")]
@@ -27,7 +26,13 @@ enum StatusError {
         #[source]
         source: io::Error,
     },
-    #[error("cannot act as the owner of {dir}; run sepal status as that user")]
+    #[error("several instances run in {dir}: {running}; name one with --instance")]
+    Several { dir: String, running: String },
+    #[error("no instance runs in {0}")]
+    None(String),
+    #[error("instance {name}: {error}")]
+    Refused { name: String, error: String },
+    #[error("cannot act as the owner of {dir}; run this command as that user")]
     Owner {
         dir: String,
         #[source]
@@ -39,13 +44,12 @@ enum StatusError {
 
 /// Prints the report to standard output; errors go to standard error.
 pub fn run(options: &StatusOptions) -> ExitReason {
-    let shown = become_owner(&options.runtime_dir)
-        .map_err(|errno| StatusError::Owner {
-            dir: options.runtime_dir.display().to_string(),
-            source: errno.into(),
-        })
-        .and_then(|()| print(options, &mut io::stdout().lock()));
-    match shown {
+    ended(as_owner(&options.runtime_dir).and_then(|()| print(options, &mut io::stdout().lock())))
+}
+
+/// The exit reason of a command; an error goes to standard error.
+pub(super) fn ended(outcome: Result<(), StatusError>) -> ExitReason {
+    match outcome {
         Ok(()) => ExitReason::Clean,
         Err(error) => {
             eprintln!("sepal: {}", with_causes(&error));
@@ -54,8 +58,19 @@ pub fn run(options: &StatusOptions) -> ExitReason {
     }
 }
 
+/// Root becomes the user whose instances are in `dir`.
+///
+/// # Errors
+/// When the system does not allow that.
+pub(super) fn as_owner(dir: &Path) -> Result<(), StatusError> {
+    become_owner(dir).map_err(|errno| StatusError::Owner {
+        dir: dir.display().to_string(),
+        source: errno.into(),
+    })
+}
+
 /// Root sees the instances of a service as their user, whose folder is trusted by nobody else.
-fn become_owner(dir: &Path) -> nix::Result<()> {
+pub(crate) fn become_owner(dir: &Path) -> nix::Result<()> {
     let owner = std::fs::symlink_metadata(dir).ok().filter(|meta| meta.is_dir());
     match owner {
         Some(owner) if geteuid().is_root() && owner.uid() != 0 => {
@@ -69,7 +84,13 @@ fn become_owner(dir: &Path) -> nix::Result<()> {
 
 fn print(options: &StatusOptions, out: &mut impl Write) -> Result<(), StatusError> {
     let instances = wanted(options)?;
-    let reports = instances.iter().filter_map(report).collect::<Result<Vec<_>, _>>()?;
+    let reports = instances
+        .iter()
+        .filter_map(|live| report(live, options.ready))
+        .collect::<Result<Vec<_>, _>>()?;
+    if options.ready {
+        return check_ready(options, &reports);
+    }
     if options.json {
         serde_json::to_writer_pretty(&mut *out, &reports).map_err(io::Error::from)?;
         writeln!(out)?;
@@ -83,13 +104,27 @@ fn print(options: &StatusOptions, out: &mut impl Write) -> Result<(), StatusErro
     Ok(())
 }
 
-fn wanted(options: &StatusOptions) -> Result<Vec<LiveInstance>, StatusError> {
+/// Whether clients can come to all that runs.
+fn check_ready(options: &StatusOptions, reports: &[InstanceReport]) -> Result<(), StatusError> {
+    if reports.is_empty() {
+        return Err(StatusError::None(options.runtime_dir.display().to_string()));
+    }
+    match reports.iter().find(|report| !report.ready) {
+        None => Ok(()),
+        Some(report) => {
+            let (name, line) = (report.instance.clone(), report.line());
+            Err(StatusError::Refused { name, error: format!("not ready: {line}") })
+        }
+    }
+}
+
+/// The instances that were asked for.
+pub(crate) fn wanted(options: &StatusOptions) -> Result<Vec<LiveInstance>, StatusError> {
     let live = live_instances(&options.runtime_dir)?;
     let Some(name) = &options.instance else {
         return Ok(live);
     };
-    let names: Vec<&str> = live.iter().map(|live| live.name.as_str()).collect();
-    let running = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+    let running = running(&live);
     match live.iter().find(|live| live.name == *name) {
         Some(live) => Ok(vec![live.clone()]),
         None => {
@@ -99,9 +134,33 @@ fn wanted(options: &StatusOptions) -> Result<Vec<LiveInstance>, StatusError> {
     }
 }
 
+/// The one instance that an order is for.
+///
+/// # Errors
+/// When there is none of that name, or no name is given and there is not exactly one.
+pub(crate) fn only(instance: Option<&str>, dir: &Path) -> Result<LiveInstance, StatusError> {
+    let live = live_instances(dir)?;
+    let (running, dir) = (running(&live), dir.display().to_string());
+    let mut found = live.into_iter().filter(|live| instance.is_none_or(|name| live.name == name));
+    match (found.next(), found.next(), instance) {
+        (Some(one), None, _) => Ok(one),
+        (Some(_), Some(_), _) => Err(StatusError::Several { dir, running }),
+        (None, _, Some(name)) => Err(StatusError::NoSuch { name: name.to_owned(), dir, running }),
+        (None, _, None) => Err(StatusError::None(dir)),
+    }
+}
+
+fn running(live: &[LiveInstance]) -> String {
+    let names: Vec<&str> = live.iter().map(|live| live.name.as_str()).collect();
+    if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+}
+
 /// What an instance tells of itself; `None` while it starts or ends.
-fn report(live: &LiveInstance) -> Option<Result<InstanceReport, StatusError>> {
-    match ask(&live.status_socket) {
+pub(crate) fn report(
+    live: &LiveInstance,
+    brief: bool,
+) -> Option<Result<InstanceReport, StatusError>> {
+    match ask(&live.status_socket, brief) {
         Ok(report) => Some(Ok(report)),
         Err(error)
             if [io::ErrorKind::NotFound, io::ErrorKind::ConnectionRefused]
@@ -125,8 +184,9 @@ mod tests {
     use super::*;
     use crate::instance::Instance;
     use crate::report::Held;
+    use crate::report::Standing;
     use crate::segments::Segments;
-    use crate::status::StatusSocket;
+    use crate::status::{Answer, StatusSocket};
 
     /// What is printed while a supervisor tells of `segments`.
     fn shown(options: &StatusOptions, server: &mut Server) -> Result<String, StatusError> {
@@ -141,7 +201,10 @@ mod tests {
                 let held = |worker: WorkerId| {
                     server.held.iter().find(|(of, _)| *of == worker).map(|(_, held)| *held)
                 };
-                server.socket.answer(|| InstanceReport::of(board.snapshot(), held));
+                server.socket.answer(|_| {
+                    let report = InstanceReport::of(board.snapshot(), Standing::default(), held);
+                    Answer::Report(Box::new(report))
+                });
             }
             asking.join().unwrap()
         })
@@ -167,8 +230,12 @@ mod tests {
         segments.board.set_state(2, ChildState::Ready).unwrap();
         segments.board.set_span(2, Span::new(4, 8).unwrap()).unwrap();
         let socket = StatusSocket::bind(&instance.status_socket()).unwrap();
-        let options =
-            StatusOptions { instance: None, runtime_dir: dir.path().to_owned(), json: false };
+        let options = StatusOptions {
+            instance: None,
+            runtime_dir: dir.path().to_owned(),
+            ready: false,
+            json: false,
+        };
         let held = vec![(WorkerId::solo(GroupId(0)), Held { device: Device::Cpu, share: None })];
         (options, Server { _dir: dir, _instance: instance, segments, socket, held })
     }
@@ -238,7 +305,18 @@ mod tests {
             serde_json::from_str(&shown(&options, &mut server).unwrap()).unwrap();
         let mut keys: Vec<_> = value[0].as_object().unwrap().keys().collect();
         keys.sort();
-        assert_eq!(keys, ["children", "instance", "started_unix_s", "supervisor_pid"]);
+        assert_eq!(
+            keys,
+            [
+                "children",
+                "figures",
+                "instance",
+                "pause",
+                "ready",
+                "started_unix_s",
+                "supervisor_pid"
+            ]
+        );
         let child = &value[0]["children"][0];
         assert_eq!((&value[0]["instance"], &child["pid"]), (&"x".into(), &4711.into()));
         assert_eq!((&child["span"], &child["restarts"]), (&"4:8".into(), &2.into()));

@@ -10,7 +10,7 @@ use shared::ids::{Generation, GroupId, Rank, WorkerId};
 use shared::model::ModelFacts;
 
 use super::child::{Beat, ChildId, ExitStatus, Lifecycle};
-use crate::plan::{Placement, Share};
+use crate::placement::{Placement, Share};
 use crate::sizing::Memory;
 
 /// What the tree needs to know of the configuration.
@@ -61,10 +61,24 @@ pub enum Event {
     Beat(ChildId, Generation, Beat),
     /// The answer to [`Action::AskRoom`]: why there is no room, if there is none.
     Room(Span, Option<String>),
+    /// The operator asks for something that [`Tree::refusal`](super::Tree::refusal) has nothing
+    /// against.
+    Ordered(Order),
     /// SIGTERM or SIGINT.
     Stop,
     /// Time passed.
     Tick,
+}
+
+/// What the operator may ask of a running instance.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// End the sessions within this time and the workers after them, and stay connected.
+    Pause(Duration),
+    /// Start the workers again.
+    Resume,
+    /// Replace the process of a worker, with its group.
+    Restart(WorkerId),
 }
 
 /// What is to be told to a child; the driver adds names and descriptors.
@@ -113,8 +127,14 @@ pub enum Down {
     },
     /// To netd: serve only these blocks from now on.
     Shrink(Span),
+    /// To netd: serve these blocks again, some of which were lost.
+    Grow(Span),
     /// To netd: there is no memory for the move beside the present workers.
     MakeRoom(Span),
+    /// To netd: end the sessions within this time, and let the devices go.
+    Pause(Duration),
+    /// To netd: these blocks are served again.
+    Resume(Span),
     /// To netd: the move that it asked for is off.
     MoveFailed {
         /// Where it would have gone.
@@ -137,8 +157,12 @@ pub enum Init {
         previous_addrs: Vec<String>,
         /// Span of workers that are loaded or loading.
         served: Option<Span>,
+        /// The same with the blocks of devices that are tried again.
+        whole: Option<Span>,
         /// Spans announced earlier in this run that are not served any more.
         retired: Vec<Span>,
+        /// Whether the operator has paused the instance.
+        paused: bool,
     },
     /// For a worker.
     Worker {
@@ -206,6 +230,8 @@ pub enum Action {
         /// Its full addresses.
         addrs: Vec<String>,
     },
+    /// The pause has begun: no worker is left, and the devices are free.
+    Paused,
     /// No process is left; return this.
     Finish(ExitReason),
 }

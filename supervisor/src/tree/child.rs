@@ -6,7 +6,7 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use shared::config::RestartConfig;
-use shared::control::DeathCause;
+use shared::control::{DeathCause, Role};
 use shared::exit::{ExitReason, Verdict};
 use shared::ids::{Generation, Rank, WorkerId};
 
@@ -25,6 +25,26 @@ pub enum ChildId {
     Netd,
     /// A worker.
     Worker(WorkerId),
+}
+
+impl ChildId {
+    /// The child of this role; a worker needs its id.
+    pub fn of(role: Role, worker: Option<WorkerId>) -> Option<ChildId> {
+        match role {
+            Role::Prepare => Some(ChildId::Prepare),
+            Role::Netd => Some(ChildId::Netd),
+            Role::Worker => worker.map(ChildId::Worker),
+        }
+    }
+
+    /// Its role.
+    pub fn role(self) -> Role {
+        match self {
+            ChildId::Prepare => Role::Prepare,
+            ChildId::Netd => Role::Netd,
+            ChildId::Worker(_) => Role::Worker,
+        }
+    }
 }
 
 impl fmt::Display for ChildId {
@@ -182,11 +202,15 @@ pub struct Child {
     /// Whether it was killed for what it did to others: then it, and perhaps its work, is to
     /// blame.
     pub guilty: bool,
+    /// Whether it was killed for nobody's fault: on request, or with a rank that was killed so.
+    pub excused: bool,
     /// What it said about its own failure.
     pub complaint: Option<String>,
     closed: Option<Instant>,
     ready_since: Option<Instant>,
     deaths: VecDeque<Instant>,
+    /// Deaths that do not count.
+    kills: VecDeque<Instant>,
     /// Deaths in a row that were its own fault.
     failures: u32,
     still: Option<Stillness>,
@@ -216,10 +240,12 @@ impl Child {
             alive: false,
             killed: None,
             guilty: false,
+            excused: false,
             complaint: None,
             closed: None,
             ready_since: None,
             deaths: VecDeque::new(),
+            kills: VecDeque::new(),
             failures: 0,
             still: None,
         }
@@ -232,11 +258,18 @@ impl Child {
         self.alive = true;
         self.killed = None;
         self.guilty = false;
+        self.excused = false;
         self.complaint = None;
         self.closed = None;
         self.ready_since = None;
         self.still = None;
         self.generation
+    }
+
+    /// Its failures so far count no more.
+    pub fn forget_deaths(&mut self) {
+        self.deaths.clear();
+        self.failures = 0;
     }
 
     /// Whether `generation` is a process that exists.
@@ -270,7 +303,9 @@ impl Child {
     }
 
     /// Its process was reaped. Decides what follows, for a child that is wanted:
-    /// - no restart when trying again cannot help, or after too many deaths within the window;
+    /// - no restart when trying again cannot help, or after too many deaths within the window, of
+    ///   which those of a worker by a signal from outside do not count; too many of those only make
+    ///   the pause long;
     /// - a restart at once after a kill from outside, and after the first failure of one that had
     ///   served: nothing speaks against the next try;
     /// - else one after a pause that doubles with each failure in a row; a life longer than the
@@ -281,9 +316,16 @@ impl Child {
         if reason.verdict() == Verdict::Hold {
             return Next::Hold(reason);
         }
-        self.deaths.push_back(now);
+        if self.counts(end) {
+            self.deaths.push_back(now);
+        } else {
+            self.kills.push_back(now);
+        }
         while self.deaths.front().is_some_and(|&death| now.duration_since(death) > policy.window) {
             self.deaths.pop_front();
+        }
+        while self.kills.front().is_some_and(|&kill| now.duration_since(kill) > policy.window) {
+            self.kills.pop_front();
         }
         if self.deaths.len() > usize::try_from(policy.max_restarts).unwrap_or(usize::MAX) {
             return Next::Hold(ExitReason::RestartLimit);
@@ -294,6 +336,10 @@ impl Child {
             Some(served) if served > policy.window => 1,
             _ => self.failures.saturating_add(1),
         };
+        if self.kills.len() > usize::try_from(policy.max_restarts).unwrap_or(usize::MAX) {
+            // Whatever kills it does so again and again.
+            return Next::Restart(now + policy.backoff_max);
+        }
         let doublings = match self.failures {
             0 => return Next::Restart(now),
             1 if served.is_some() => return Next::Restart(now),
@@ -302,6 +348,14 @@ impl Child {
         Next::Restart(
             now + policy.backoff_min.saturating_mul(1 << doublings).min(policy.backoff_max),
         )
+    }
+
+    /// Whether a death speaks against the child: not that of a worker by a signal from outside, or on
+    /// request.
+    pub fn counts(&self, end: &ExitStatus) -> bool {
+        let is_signal = matches!(end, ExitStatus::Signal(_)) && self.killed.is_none();
+        let from_outside = is_signal && self.cause(end) == DeathCause::Outside;
+        !(self.excused || (from_outside && matches!(self.id, ChildId::Worker(_))))
     }
 
     /// Whose fault the death is: nobody's, when the child was killed from outside or by us for

@@ -77,7 +77,9 @@ impl Tree {
             end: end.to_string(),
             said: child.complaint.clone().or_else(|| not_started(end)),
             was_unkillable: before == Lifecycle::Unkillable,
+            counts: child.counts(end),
         };
+        let excused = !death.counts;
         worker.by_warps |= end.reason() == ExitReason::DeviceLost;
         let (child_id, generation) = (child.id, child.generation);
         let why = why_of(&death.end, death.said.as_deref(), Lifecycle::Reaped);
@@ -95,7 +97,7 @@ impl Tree {
             let others = group.children().filter(|child| child.alive && child.killed.is_none());
             out.extend(others.map(|child| Action::Tell(child.id, Down::Drain)));
         } else {
-            end_group(group, &format!("rank {rank} of its group ended"), now, out);
+            end_group(group, &format!("rank {rank} of its group ended"), excused, now, out);
         }
     }
 
@@ -106,9 +108,12 @@ impl Tree {
             return;
         };
         let is_done = is_ending || group.assignment == Assignment::Dropped;
-        let (Some(next), Some(death)) = (group.next(), group.culprit_death().cloned()) else {
+        let (Some(mut next), Some(death)) = (group.next(), group.culprit_death().cloned()) else {
             return;
         };
+        if let (true, Next::Restart(_)) = (group.is_on_trial, next) {
+            next = Next::Hold(ExitReason::RestartLimit);
+        }
         group.blame(now, window);
         if self.group(id).is_some_and(|group| self.leaves_remainder(group, next)) {
             return self.go_on_with_fewer(id, &death, now, out);
@@ -135,7 +140,10 @@ impl Tree {
         let culprit = group.workers.get(culprit).map(|worker| worker.child.id);
         self.group_down(id, death.cause, out);
         if let (Lifecycle::Held { reason }, Some(culprit)) = (state, culprit) {
-            let complaint = complaint_of(culprit, &death.end, death.said);
+            let mut complaint = complaint_of(culprit, &death.end, death.said);
+            if let Some(pause) = self.put_aside(id, reason, now) {
+                complaint += &format!("; its device is tried again in {} s", pause.as_secs());
+            }
             self.held(culprit, reason, complaint, now, out);
         }
     }
@@ -243,6 +251,7 @@ impl Tree {
             return;
         }
         child.killed = Some(now);
+        let excused = child.excused;
         let kill = Action::Kill(id, child.generation, why);
         let ChildId::Worker(worker) = id else {
             return out.push(kill);
@@ -252,11 +261,13 @@ impl Tree {
             // The abort comes first: no rank is to compute with what a dead one left.
             abort(group, out);
             out.push(kill);
-            end_group(group, &format!("rank {} of its group is killed", worker.rank), now, out);
+            let why = format!("rank {} of its group is killed", worker.rank);
+            end_group(group, &why, excused, now, out);
         }
     }
 
     pub(super) fn check_times(&mut self, now: Instant, out: &mut Vec<Action>) {
+        self.try_again(now, out);
         let restart = self.policy.restart;
         let ids: Vec<_> = self.children().map(|child| child.id).collect();
         for id in ids {
@@ -320,13 +331,14 @@ fn abort(group: &mut Group, out: &mut Vec<Action>) {
     }
 }
 
-/// Ends the workers of a group that are left: they are of no use without the others.
-fn end_group(group: &mut Group, why: &str, now: Instant, out: &mut Vec<Action>) {
+/// Ends the workers of a group that are left: they are of no use without the others. Their ends count
+/// if that of the other does (not `excused`), as the limit is one of the group.
+fn end_group(group: &mut Group, why: &str, excused: bool, now: Instant, out: &mut Vec<Action>) {
     abort(group, out);
     for worker in &mut group.workers {
         let child = &mut worker.child;
         if child.alive && child.killed.is_none() {
-            child.killed = Some(now);
+            (child.killed, child.excused) = (Some(now), excused);
             out.push(Action::Kill(child.id, child.generation, why.to_owned()));
         }
     }

@@ -8,7 +8,7 @@ use shared::control::{Capacity, DeathCause};
 use shared::ids::{Generation, GroupId, Rank, WorkerId};
 
 use super::child::{Child, ChildId, Lifecycle, Next};
-use crate::plan::Placement;
+use crate::placement::Placement;
 
 /// What a group is there for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,6 +54,8 @@ pub(super) struct Death {
     /// What it said about its failure.
     pub(super) said: Option<String>,
     pub(super) was_unkillable: bool,
+    /// Whether it speaks against its device.
+    pub(super) counts: bool,
 }
 
 /// The workers of one span and how far their link to netd is.
@@ -73,6 +75,17 @@ pub(super) struct Group {
     pub(super) is_aborted: bool,
     /// Whether prepare has yet to say how its devices share a block.
     pub(super) awaits_shares: bool,
+    /// When it is tried again after it was put aside, and after which pause.
+    pub(super) aside: Option<Aside>,
+    /// Whether it was put aside and has not served since.
+    pub(super) is_on_trial: bool,
+}
+
+/// A device that was put aside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Aside {
+    pub(super) until: Instant,
+    pub(super) pause: Duration,
 }
 
 impl Group {
@@ -105,6 +118,8 @@ impl Group {
             culprit: None,
             is_aborted: false,
             awaits_shares: false,
+            aside: None,
+            is_on_trial: false,
         }
     }
 
@@ -154,7 +169,7 @@ impl Group {
 
     /// Whether its blocks count as served.
     pub(super) fn is_served(&self) -> bool {
-        self.assignment == Assignment::Serving && self.is_lasting()
+        self.assignment == Assignment::Serving && self.is_lasting() && !self.is_on_trial
     }
 
     /// Notes for which worker this generation ended. What is longer ago than `window` counts no more.
@@ -162,7 +177,9 @@ impl Group {
         for worker in &mut self.workers {
             worker.blamed.retain(|&at| now.duration_since(at) <= window);
         }
-        if let Some(worker) = self.culprit.and_then(|culprit| self.workers.get_mut(culprit)) {
+        let culprit = self.culprit.and_then(|culprit| self.workers.get_mut(culprit));
+        let counts = |worker: &&mut Worker| worker.death.as_ref().is_some_and(|death| death.counts);
+        if let Some(worker) = culprit.filter(counts) {
             worker.blamed.push(now);
         }
     }

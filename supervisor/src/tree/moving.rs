@@ -16,12 +16,14 @@
 use std::time::Instant;
 
 use shared::block::Span;
+use shared::control::DeathCause;
 use shared::exit::ExitReason;
 use shared::ids::{Generation, GroupId};
 
 use super::group::{Assignment, Group};
 use super::{Action, ChildId, Down, Lifecycle, SHORT_DRAIN, Tree};
-use crate::plan::Placement;
+use crate::placement::Placement;
+use crate::report::Pause;
 
 /// Workers on the board: those that serve and their successors.
 const MAX_WORKERS: u16 = 30;
@@ -64,6 +66,8 @@ impl Tree {
             Some("the server is not online, or is stopping")
         } else if busy {
             Some("another move is in progress")
+        } else if self.pause != Pause::No {
+            Some("the instance is paused")
         } else if !self.facts.as_ref().is_some_and(known) {
             Some("the model has no such blocks")
         } else {
@@ -119,15 +123,21 @@ impl Tree {
     }
 
     fn load(&mut self, span: Span, assignment: Assignment, now: Instant, out: &mut Vec<Action>) {
+        let ids = self.add_groups(span, assignment);
+        ids.into_iter().for_each(|id| self.spawn_group(id, now, out));
+    }
+
+    /// Groups for all of `span`, none of which was started.
+    pub(super) fn add_groups(&mut self, span: Span, assignment: Assignment) -> Vec<GroupId> {
         let new = |(placement, group): (Placement, GroupId)| {
             let placement = Placement { group, ..placement };
             Group::new(placement, span, assignment, self.last_generation(group))
         };
         let new: Vec<Group> =
             self.placements(span).into_iter().zip(self.free_groups()).map(new).collect();
-        let ids: Vec<_> = new.iter().map(Group::id).collect();
+        let ids = new.iter().map(Group::id).collect();
         self.groups.extend(new);
-        ids.into_iter().for_each(|id| self.spawn_group(id, now, out));
+        ids
     }
 
     /// netd has announced the new place: the workers of the old one keep their sessions.
@@ -154,7 +164,7 @@ impl Tree {
     pub(super) fn vacated(&mut self, now: Instant, out: &mut Vec<Action>) {
         match self.moving {
             Some(Move { to, step: Step::Emptying }) => {
-                self.came_from = self.span;
+                self.came_from = self.span.filter(|span| *span != to);
                 self.replace_all(to, now, out);
             }
             _ => self.drop_workers(Assignment::Leaving, now, out),
@@ -162,7 +172,7 @@ impl Tree {
     }
 
     /// Ends all workers; those of `to` start when they are gone.
-    fn replace_all(&mut self, to: Span, now: Instant, out: &mut Vec<Action>) {
+    pub(super) fn replace_all(&mut self, to: Span, now: Instant, out: &mut Vec<Action>) {
         if let Some(from) = self.span.replace(to) {
             self.retire(from);
         }
@@ -237,7 +247,12 @@ impl Tree {
     /// netd is dead: a move that it did not finish is off, and sessions of the old blocks are gone
     /// with their connections.
     pub(super) fn netd_lost(&mut self, now: Instant, out: &mut Vec<Action>) {
-        if self.moving.is_some_and(|moving| moving.step != Step::Ending) {
+        if let (Some(Move { to, step: Step::Emptying }), Pause::Draining) =
+            (self.moving, self.pause)
+        {
+            // The sessions ended with netd.
+            self.replace_all(to, now, out);
+        } else if self.moving.is_some_and(|moving| moving.step != Step::Ending) {
             self.give_up_move("netd ended", false, now, out);
         }
         // The next netd is told one place, and knows no way back.
@@ -255,6 +270,9 @@ impl Tree {
             out.extend(group.workers.iter().map(|worker| Action::DropWorker(worker.id)));
         }
         let over = self.groups.iter().all(Group::is_stuck);
+        if over && self.stays_paused(out) {
+            return;
+        }
         let waiting = |moving: &mut Move| moving.step == Step::Ending && over;
         if let Some(Move { to, .. }) = self.moving.take_if(waiting) {
             self.load(to, Assignment::Serving, now, out);
@@ -275,7 +293,12 @@ impl Tree {
             ids.push((group.id(), group.children().map(|child| child.id).collect::<Vec<_>>()));
         }
         for (group, workers) in ids {
+            let waits = self.group(group).is_some_and(Group::is_restarting);
             workers.into_iter().for_each(|id| self.give_up(id, now, out));
+            if waits {
+                // netd waits for its next generation.
+                self.group_down(group, DeathCause::Outside, out);
+            }
             self.drain_group(group, now + SHORT_DRAIN.min(self.policy.drain_timeout), out);
         }
     }

@@ -23,7 +23,7 @@ use shared::model::ModelFacts;
 use super::group::{Assignment, Death, Group};
 use super::moving::Step;
 use super::{Action, ChildId, Lifecycle, Next, SHORT_DRAIN, Tree};
-use crate::plan::{self, Placement};
+use crate::placement::{self, Placement};
 
 impl Tree {
     /// Whether a group that has ended so goes on with fewer devices.
@@ -151,7 +151,7 @@ impl Tree {
         let Some((group, facts)) = self.group(id).zip(self.facts.as_ref()) else {
             return;
         };
-        let devices = plan::names(&group.placement.devices);
+        let devices = placement::names(&group.placement.devices);
         let Some(span) = self.part_that_fits(group, facts) else {
             let blocks = group.placement.span;
             let why = format!("no block of {blocks} fits into the memory of {devices}");
@@ -178,7 +178,7 @@ impl Tree {
         };
         let parts = [Span::new(end - count, end), Span::new(start, start + count)];
         let served = |part: &Span| {
-            let rest = plan::longest_rest(others().chain([*part]));
+            let rest = placement::longest_rest(others().chain([*part]));
             rest.map_or(0, |rest| rest.block_count())
         };
         parts.into_iter().filter_map(Result::ok).max_by_key(served)
@@ -226,7 +226,7 @@ fn complaint(id: GroupId, rank: usize, lost: Device, death: &Death, left: &Place
     let verb = if left.devices.len() == 1 { "serves" } else { "share" };
     format!(
         "rank {rank} of group {id} ({lost}) is not restarted: {end}; {} {verb} blocks {} from now on",
-        plan::names(&left.devices),
+        placement::names(&left.devices),
         left.span
     )
 }

@@ -27,11 +27,7 @@ impl Tree {
             FromPrepare::Speeds { rates, cuts } => {
                 // Workers have their blocks for life.
                 if self.span.is_none() {
-                    let mut rates = rates.into_iter();
-                    for share in &mut self.policy.shares {
-                        // Ranks share each block, so that their speeds add up.
-                        share.rate = rates.by_ref().take(share.devices.len()).sum();
-                    }
+                    Share::set_rates(&mut self.policy.shares, &rates);
                     self.policy.cuts = cuts;
                 }
             }
@@ -68,10 +64,8 @@ impl Tree {
     /// Checks the blocks asked for against the model, when it is told for the first time.
     fn take_facts(&mut self, facts: ModelFacts) -> Result<(), String> {
         if self.facts.is_none() {
-            check_choice(self.policy.span, &facts)?;
             let Policy { span, memory, shares, .. } = &self.policy;
-            let on_nodes = memory.fit_nodes(*span, &facts, shares)?;
-            self.fits = memory.fit(*span, &facts)?.min(on_nodes);
+            self.fits = memory.served(*span, &facts, shares)?;
             self.facts = Some(facts);
         }
         Ok(())
@@ -183,16 +177,5 @@ impl Tree {
                 why,
             });
         }
-    }
-}
-
-/// Whether the blocks asked for exist.
-fn check_choice(choice: SpanChoice, facts: &ModelFacts) -> Result<(), String> {
-    match choice {
-        SpanChoice::Fixed(span) if span.end().0 > facts.num_blocks => Err(format!(
-            "invalid --block_indices {span}: expected a range within 0:{}, the blocks of {}",
-            facts.num_blocks, facts.name
-        )),
-        _ => Ok(()),
     }
 }

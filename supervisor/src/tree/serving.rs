@@ -2,7 +2,7 @@
 //! between each worker and the present netd, and what is left when a worker is lost for good.
 //! Another part of [`Tree`].
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use shared::block::Span;
 use shared::config::SpanChoice;
@@ -11,7 +11,7 @@ use shared::ids::{Generation, GroupId, WorkerId};
 
 use super::group::{Assignment, Group};
 use super::{Action, ChildId, Down, Policy, Tree};
-use crate::plan::{self, Placement};
+use crate::placement::{self, Placement};
 
 impl Tree {
     /// Tells netd the model once both are there, and then of every worker that had been linked
@@ -26,6 +26,7 @@ impl Tree {
             out.push(Action::Tell(ChildId::Netd, Down::Fits(self.fits)));
         }
         out.push(Action::Tell(ChildId::Netd, Down::Model(facts.clone())));
+        self.tell_pause(Duration::ZERO, out);
         let ids: Vec<_> = self.groups.iter().map(Group::id).collect();
         ids.into_iter().for_each(|id| self.tell_up(id, out));
         self.shrink_netd(out);
@@ -62,8 +63,7 @@ impl Tree {
     /// How the blocks of `span` are cut among the groups of devices.
     pub(crate) fn placements(&self, span: Span) -> Vec<Placement> {
         let Policy { shares, memory, cuts, .. } = &self.policy;
-        let most = self.facts.as_ref().map(|facts| memory.most_per_group(facts, shares));
-        plan::cut(span, shares, &most.unwrap_or_default(), cuts)
+        memory.placements(span, self.facts.as_ref(), shares, cuts)
     }
 
     pub(super) fn order_span(&self, out: &mut Vec<Action>) {
@@ -127,6 +127,7 @@ impl Tree {
         if let Some(capacity) = group.leader().map(|leader| leader.capacity) {
             let up = Down::WorkerUp { placement, generation, capacity };
             out.push(Action::Tell(ChildId::Netd, up));
+            self.passed_trial(id, out);
         }
     }
 
@@ -174,7 +175,7 @@ impl Tree {
     /// The blocks that this instance can serve: the longest part of the plan without lost devices.
     pub(super) fn rest(&self) -> Option<Span> {
         let served = self.groups.iter().filter(|group| group.is_served());
-        plan::longest_rest(served.map(|group| group.placement.span))
+        placement::longest_rest(served.map(|group| group.placement.span))
     }
 }
 

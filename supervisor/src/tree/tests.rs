@@ -1,4 +1,4 @@
-use shared::config::{Device, RestartConfig};
+use shared::config::{Device, RestartConfig, SpanChoice};
 use shared::control::{Capacity, DeathCause, DeviceMemory};
 use shared::dtype::DType;
 use shared::ids::{GroupId, Rank, WorldSize};
@@ -7,13 +7,15 @@ use self::invariants::Witness;
 use std::time::Duration;
 
 use super::*;
-use crate::plan::Share;
+use crate::placement::Share;
 use crate::sizing::Memory;
 
+mod asides;
 mod deaths;
 mod groups;
 mod invariants;
 mod moves;
+mod pauses;
 mod remainders;
 mod start;
 mod stops;
@@ -31,6 +33,7 @@ fn policy(devices: usize) -> Policy {
         backoff_max: 10 * SEC,
         max_restarts: 3,
         window: 60 * SEC,
+        retry_after: Some(100 * SEC),
         hang_timeout: 5 * SEC,
         start_timeout: 30 * SEC,
     };

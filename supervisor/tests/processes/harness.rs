@@ -36,10 +36,12 @@ pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
 pub fn config(script: &str) -> ServeConfig {
     let minute = Duration::from_secs(60);
     ServeConfig {
+        metrics: None,
         instance: None,
         runtime_dir: PathBuf::new(),
         devices: vec![Device::Cpu, Device::Cpu],
         world_size: 1,
+        uuids: Vec::new(),
         automatic: None,
         warpgroups: vec![],
         sample_timeout: minute,
@@ -54,6 +56,7 @@ pub fn config(script: &str) -> ServeConfig {
             throughput: Throughput::Fixed(1.0),
             compression: shared::config::Compression::None,
             link_bits_per_s: None,
+            max_upload_bits_per_s: None,
             network_test: None,
             rates_dir: None,
             monitor: None,
@@ -80,6 +83,7 @@ pub fn config(script: &str) -> ServeConfig {
             model: script.into(),
             dtype: None,
             quant_type: shared::config::QuantType::None,
+            is_quant_named: false,
             adapters: Vec::new(),
             cache_dir: PathBuf::new(),
             hub: shared::config::HubConfig::default(),
@@ -90,6 +94,7 @@ pub fn config(script: &str) -> ServeConfig {
             backoff_max: Duration::from_millis(200),
             max_restarts: 20,
             window: minute,
+            retry_after: None,
             hang_timeout: Duration::from_secs(20),
             start_timeout: minute,
         },
@@ -194,7 +199,7 @@ impl Server {
         let live = live_instances(&self.runtime_dir()).unwrap();
         let ours =
             live.into_iter().find(|live| live.name == self.instance).expect("the instance lives");
-        status::ask(&ours.status_socket).unwrap().children
+        status::ask(&ours.status_socket, false).unwrap().children
     }
 
     fn child(&self, name: &str) -> Option<ChildReport> {

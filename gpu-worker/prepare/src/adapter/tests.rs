@@ -63,6 +63,7 @@ impl Trial {
             model: self.root.path().join("tiny").to_str().unwrap().to_owned(),
             dtype: None,
             quant_type,
+            is_quant_named: false,
             adapters: adapters.iter().map(|a| (*a).to_owned()).collect(),
             hub: Default::default(),
             cache_dir: self.root.path().join("cache"),

@@ -26,28 +26,34 @@ use crate::progress::{Progress, Watch};
 const ALIGNMENT: usize = 64;
 
 /// A tensor and where it lies on the Hub.
-struct RemoteTensor {
-    name: String,
-    file: String,
-    info: TensorInfo,
+pub(super) struct RemoteTensor {
+    pub(super) name: String,
+    pub(super) file: String,
+    pub(super) info: TensorInfo,
     /// First byte in the file.
     start: u64,
 }
 
 impl RemoteTensor {
-    fn len(&self) -> u64 {
+    pub(super) fn len(&self) -> u64 {
         self.info.bytes()
     }
 }
 
 impl Hub {
-    fn blocks_folder(&self) -> PathBuf {
+    /// The folder of the files of blocks.
+    pub(super) fn blocks_folder(&self) -> PathBuf {
         self.root.join("sepal").join(&self.commit)
     }
 
     /// Whether any block was downloaded.
     pub(super) fn has_blocks(&self) -> bool {
         std::fs::read_dir(self.blocks_folder()).is_ok_and(|mut entries| entries.next().is_some())
+    }
+
+    /// The file of a block.
+    pub(super) fn block_path(&self, block: u32) -> PathBuf {
+        self.blocks_folder().join(format!("block-{block}.safetensors"))
     }
 
     /// The file of a block, downloaded if need be.
@@ -58,23 +64,17 @@ impl Hub {
         tensors: &[String],
         watch: &mut Watch<'_>,
     ) -> Result<PathBuf, PrepareError> {
-        let path = self.blocks_folder().join(format!("block-{block}.safetensors"));
+        let path = self.block_path(block);
         if path.is_file() {
             touch(&path);
             return Ok(path);
         }
         if self.offline {
-            let cache = self.root.parent().unwrap_or(&self.root).to_owned();
-            return Err(PrepareError::NotDownloaded {
-                repo: self.name.clone(),
-                looked: path,
-                cache,
-            });
+            return Err(self.not_downloaded(path));
         }
         let parts = self.parts(checkpoint, tensors, watch)?;
         let head = head(&parts);
-        let total =
-            parts.iter().map(RemoteTensor::len).fold(head.len() as u64, u64::saturating_add);
+        let total = file_bytes(&head, &parts);
         let write = |error| PrepareError::write(&path, error);
         let folder = self.blocks_folder();
         std::fs::create_dir_all(&folder).map_err(write)?;
@@ -145,7 +145,7 @@ impl Hub {
     }
 
     /// Where the tensors lie, in the order of their files and of their places in them.
-    fn parts(
+    pub(super) fn parts(
         &mut self,
         checkpoint: &Checkpoint,
         tensors: &[String],
@@ -204,8 +204,13 @@ impl Hub {
     }
 }
 
+/// Length of a file of `parts` that begins with `head`.
+pub(super) fn file_bytes(head: &[u8], parts: &[RemoteTensor]) -> u64 {
+    parts.iter().map(RemoteTensor::len).fold(head.len() as u64, u64::saturating_add)
+}
+
 /// The header of the block file.
-fn head(parts: &[RemoteTensor]) -> Vec<u8> {
+pub(super) fn head(parts: &[RemoteTensor]) -> Vec<u8> {
     let mut at = 0u64;
     let mut entries = BTreeMap::new();
     for part in parts {

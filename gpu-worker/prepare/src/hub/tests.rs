@@ -39,6 +39,7 @@ fn site() -> Site {
         model: "org/tiny".to_owned(),
         dtype: None,
         quant_type: QuantType::None,
+        is_quant_named: false,
         adapters: Vec::new(),
         cache_dir: cache.path().to_owned(),
         hub: HubConfig {
@@ -85,7 +86,7 @@ impl Site {
 
     fn fetch_with(&self, pauses: Pauses, block: u32) -> Result<(), PrepareError> {
         let mut hub = Hub::with_pauses(&self.config, pauses)?;
-        let mut checkpoint = hub.checkpoint()?;
+        let mut checkpoint = hub.checkpoint(Weights::Fetched)?;
         let spec = Inspected::new(&self.config)?.spec;
         let names: Vec<String> =
             spec.tensors(block as usize).into_iter().map(|t| t.full_name).collect();

@@ -111,6 +111,7 @@ impl Model {
             model: folder.to_str().unwrap().to_owned(),
             dtype: dtype.or(config_of(folder)["torch_dtype"].as_str().map(|d| d.parse().unwrap())),
             quant_type: quant,
+            is_quant_named: false,
             adapters: adapters.iter().map(path).collect(),
             hub: Default::default(),
             cache_dir: cache.path().to_owned(),

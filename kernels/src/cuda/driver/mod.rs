@@ -153,6 +153,26 @@ impl Driver {
         Ok(2e3 * f64::from(kilohertz) * f64::from(bits) / 8.0)
     }
 
+    /// Multiplications and additions per second on bfloat16 that the tensor cores of device `ordinal`
+    /// are made for: those of a multiprocessor per clock by architecture, without sparsity.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn matrix_rate_of(ordinal: u32) -> Result<f64, OpenError> {
+        let (device, properties) = find(ordinal)?;
+        let clock = cu::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE;
+        let kilohertz =
+            attribute(device, clock).map_err(|source| OpenError::Call { ordinal, source })?;
+        // Data sheets of A100, H100, B200; cards for workstations and games have 512 or 1024.
+        let per_clock = match properties.architecture {
+            80 => 2048.0,
+            90 => 4096.0,
+            100..=109 => 8192.0,
+            _ => 512.0,
+        };
+        Ok(1e3 * f64::from(kilohertz) * f64::from(properties.multiprocessors) * per_clock)
+    }
+
     /// Free and total bytes of device `ordinal`, as a process finds them that has opened it: what
     /// the driver takes for a context is not free.
     ///

@@ -25,6 +25,7 @@ use libp2p::{Multiaddr, PeerId};
 use prost::Message;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 use thiserror::Error;
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
@@ -99,6 +100,38 @@ pub struct Dht {
     node_info: NodeInfo,
     initial_peers: Arc<[Multiaddr]>,
     rejoined: watch::Receiver<u64>,
+    counts: Arc<Counts>,
+}
+
+/// What a node has done so far, and what it holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DhtFigures {
+    /// Nodes in the routing table.
+    pub nodes: u64,
+    /// Keys kept for the swarm.
+    pub records: u64,
+    /// Bytes kept for the swarm.
+    pub record_bytes: u64,
+    /// Keys that were looked up.
+    pub lookups: u64,
+    /// Items that were written.
+    pub stores: u64,
+    /// Calls to other nodes.
+    pub calls: u64,
+    /// Those of them that came to nothing.
+    pub failed_calls: u64,
+}
+
+/// Figures as the task counts them. It alone writes; anybody reads without asking it.
+#[derive(Debug, Default)]
+struct Counts {
+    nodes: AtomicU64,
+    records: AtomicU64,
+    record_bytes: AtomicU64,
+    lookups: AtomicU64,
+    stores: AtomicU64,
+    calls: AtomicU64,
+    failed_calls: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -158,9 +191,12 @@ impl Dht {
             rejoin_at: Instant::now(),
             rejoin_pause: REJOIN_MIN,
             rejoined: rejoined_sender,
+            counts: Arc::default(),
         };
+        let counts = driver.counts.clone();
         tokio::spawn(driver.run(queue));
-        Self { commands, p2p, node_info, initial_peers: config.initial_peers.into(), rejoined }
+        let initial_peers = config.initial_peers.into();
+        Self { commands, p2p, node_info, initial_peers, rejoined, counts }
     }
 
     /// How often the node has found initial peers again after they, or it, had been away: what it
@@ -247,6 +283,21 @@ impl Dht {
         self.ask(|reply| Command::Stats { reply }).await
     }
 
+    /// What the node has done and holds, as of about a second ago; waits for nothing.
+    #[must_use]
+    pub fn figures(&self) -> DhtFigures {
+        let load = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        DhtFigures {
+            nodes: load(&self.counts.nodes),
+            records: load(&self.counts.records),
+            record_bytes: load(&self.counts.record_bytes),
+            lookups: load(&self.counts.lookups),
+            stores: load(&self.counts.stores),
+            calls: load(&self.counts.calls),
+            failed_calls: load(&self.counts.failed_calls),
+        }
+    }
+
     /// The peers in the routing table.
     ///
     /// # Errors
@@ -316,6 +367,7 @@ struct Driver {
     rejoin_at: Instant,
     rejoin_pause: Duration,
     rejoined: watch::Sender<u64>,
+    counts: Arc<Counts>,
 }
 
 enum Waiter {
@@ -337,9 +389,13 @@ impl Driver {
                     Some(command) => self.command(command),
                     None => return,
                 },
-                Some((call, response)) = self.calls.next() => self.feed(Event::Answered { call, response }),
+                Some((call, response)) = self.calls.next() => {
+                    add(&self.counts.failed_calls, usize::from(response.is_none()));
+                    self.feed(Event::Answered { call, response });
+                }
                 _ = tick.tick() => {
                     self.feed(Event::Tick);
+                    self.show();
                     self.rejoin_if_lost();
                 }
                 // An initial peer may have come back as another node, which knows nothing of this one.
@@ -365,10 +421,12 @@ impl Driver {
                 self.feed(Event::Join { id, peers });
             }
             Command::Get { keys, latest, reply } => {
+                add(&self.counts.lookups, keys.len());
                 let id = self.operation(Waiter::Get(reply));
                 self.feed(Event::Get { id, keys, latest });
             }
             Command::Store { items, reply } => {
+                add(&self.counts.stores, items.len());
                 let id = self.operation(Waiter::Store(reply));
                 self.feed(Event::Store { id, items });
             }
@@ -452,7 +510,17 @@ impl Driver {
         }
     }
 
+    /// Shows what the node holds.
+    fn show(&self) {
+        let storage = self.node.storage();
+        let set = |count: &AtomicU64, value: usize| count.store(value as u64, Ordering::Relaxed);
+        set(&self.counts.nodes, self.node.table().len());
+        set(&self.counts.records, storage.len());
+        set(&self.counts.record_bytes, storage.bytes());
+    }
+
     fn call(&self, call: CallId, peer: PeerId, request: Request) {
+        add(&self.counts.calls, 1);
         let (p2p, permits) = (self.p2p.clone(), Arc::clone(&self.permits));
         let task = async move {
             let _permit = permits.acquire_owned().await;
@@ -479,6 +547,10 @@ impl Driver {
         self.next_id += 1;
         self.next_id
     }
+}
+
+fn add(count: &AtomicU64, more: usize) {
+    count.fetch_add(more as u64, Ordering::Relaxed);
 }
 
 fn encode_request(request: &Request) -> (&'static str, Bytes) {

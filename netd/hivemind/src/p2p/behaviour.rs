@@ -28,6 +28,8 @@ use super::{
     },
     rpc_streams,
     serve::Inbound,
+    traffic::Traffic,
+    upload::{LimitedYamux, UploadLimit},
 };
 
 /// How the node introduces itself.
@@ -55,19 +57,22 @@ pub(super) fn swarm(
     config: &P2pConfig,
     limits: &Arc<InboundLimits>,
     inbound: mpsc::Sender<Inbound>,
+    traffic: &Arc<Traffic>,
 ) -> Result<Swarm<NodeBehaviour>, P2pError> {
     let make = |key: &Keypair, relay_client: relay::client::Behaviour| {
-        let rpc = rpc_streams::Behaviour::new(Arc::clone(limits), inbound);
+        let rpc = rpc_streams::Behaviour::new(Arc::clone(limits), inbound, Arc::clone(traffic));
         behaviour(config, key.public(), rpc, relay_client)
     };
     let through_relays = (noise::Config::new, tls::Config::new);
+    let limit = config.max_upload_bytes_per_s.map(UploadLimit::new);
+    let limited = || LimitedYamux { yamux: yamux::Config::default(), limit: limit.clone() };
     let with_tcp = || {
         SwarmBuilder::with_existing_identity(config.keypair.clone())
             .with_tokio()
             .with_tcp(
                 tcp::Config::default().nodelay(true),
                 (noise::Config::new, tls::Config::new),
-                yamux::Config::default,
+                limited,
             )
             .map_err(|error| P2pError::Transport(error.to_string()))
     };

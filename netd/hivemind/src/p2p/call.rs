@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use libp2p::{PeerId, Stream};
+use libp2p::PeerId;
 use tokio::{
     sync::oneshot,
     time::{Instant, timeout_at},
@@ -16,7 +16,9 @@ use super::{
     limits::{CallGuard, LINGER_TIMEOUT},
     node::P2p,
     rpc_streams::OpenStream,
-    serve, unary,
+    serve,
+    traffic::Stream,
+    unary,
 };
 
 impl P2p {

@@ -23,6 +23,8 @@ pub struct P2pConfig {
     pub traversal: Traversal,
     /// How long listening and reaching the first of `initial_peers` may take.
     pub startup_timeout: Duration,
+    /// Bytes per second that it sends to all peers together; `None` for no limit.
+    pub max_upload_bytes_per_s: Option<u64>,
 }
 
 /// What a node does about NATs and firewalls. Dialling peers behind relays always works.

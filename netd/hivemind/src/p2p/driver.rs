@@ -3,7 +3,7 @@
 
 use std::{
     collections::{HashMap, HashSet},
-    sync::Arc,
+    sync::{Arc, atomic::Ordering},
     time::Duration,
 };
 
@@ -36,6 +36,7 @@ use super::{
     reach::Reach,
     relays::Relays,
     rpc_streams::OpenStream,
+    traffic::Traffic,
 };
 
 mod dialable;
@@ -98,6 +99,8 @@ pub(super) struct DriverParts {
     pub forwarded: watch::Sender<Option<bool>>,
     /// Counts initial peers that were connected again.
     pub reconnected: watch::Sender<u64>,
+    /// Shows what passes the node.
+    pub traffic: Arc<Traffic>,
 }
 
 /// State of the task.
@@ -122,6 +125,7 @@ pub(super) struct Driver {
     reachable: watch::Sender<Option<bool>>,
     forwarded: watch::Sender<Option<bool>>,
     reconnected: watch::Sender<u64>,
+    traffic: Arc<Traffic>,
     /// Who waits for a peer to say where it can be dialled.
     introductions: Vec<(PeerId, oneshot::Sender<Introduction>)>,
 }
@@ -171,6 +175,7 @@ impl Driver {
             reachable: parts.reachable,
             forwarded: parts.forwarded,
             reconnected: parts.reconnected,
+            traffic: parts.traffic,
             introductions: Vec::new(),
         };
         driver.tell_listening();
@@ -314,6 +319,7 @@ impl Driver {
 
     fn on_connected(&mut self, peer: PeerId, connection: ConnectionId, endpoint: &ConnectedPoint) {
         debug!(%peer, ?endpoint, "connected");
+        self.show_peers();
         self.connections.established(connection, peer, endpoint, Instant::now());
         self.note_reached(endpoint);
         for initial in &mut self.initial_peers {
@@ -334,12 +340,18 @@ impl Driver {
 
     fn on_disconnected(&mut self, peer: PeerId, connection: ConnectionId) {
         self.connections.closed(connection);
+        self.show_peers();
         if !self.swarm.is_connected(&peer) {
             self.introductions.retain(|(waiting, _)| *waiting != peer);
             for initial in &mut self.initial_peers {
                 initial.lost |= initial.peer == Some(peer);
             }
         }
+    }
+
+    fn show_peers(&self) {
+        let peers = self.swarm.network_info().num_peers() as u64;
+        self.traffic.peers.store(peers, Ordering::Relaxed);
     }
 
     fn on_listening(&mut self, listener: ListenerId, address: Multiaddr) {
@@ -375,6 +387,9 @@ impl Driver {
                 connection_id,
                 info,
             }) => self.on_identified(peer_id, connection_id, info),
+            NodeBehaviourEvent::RelayService(relay::Event::CircuitReqAccepted { .. }) => {
+                self.traffic.circuits.fetch_add(1, Ordering::Relaxed);
+            }
             // The first failure in a row is not even told.
             NodeBehaviourEvent::Ping(ping::Event { peer, connection, result: Err(failure) })
                 if !matches!(failure, ping::Failure::Unsupported) =>

@@ -38,7 +38,9 @@ mod rpc_streams;
 mod serve;
 #[cfg(test)]
 mod tests;
+mod traffic;
 mod unary;
+mod upload;
 
 pub use libp2p::{Multiaddr, PeerId, identity::Keypair, multiaddr::Protocol};
 
@@ -52,5 +54,6 @@ pub use self::{
     limits::InboundFigures,
     node::P2p,
     serve::{Inbound, InboundReader, InboundStream, InboundWriter, UnaryResponder},
+    traffic::{PathFigures, TrafficFigures},
     unary::MAX_UNARY_BYTES,
 };

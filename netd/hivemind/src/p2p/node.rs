@@ -19,6 +19,7 @@ use super::{
     error::P2pError,
     limits::{COMMAND_QUEUE, Calls, INBOUND_QUEUE, InboundFigures, InboundLimits},
     serve::Inbound,
+    traffic::{Traffic, TrafficFigures},
 };
 
 /// A running node. Clones are handles of the same node, which ends when all are dropped.
@@ -32,6 +33,7 @@ pub struct P2p {
     reachable: watch::Receiver<Option<bool>>,
     forwarded: watch::Receiver<Option<bool>>,
     reconnected: watch::Receiver<u64>,
+    traffic: Arc<Traffic>,
 }
 
 impl P2p {
@@ -47,7 +49,8 @@ impl P2p {
         let (inbound_sender, inbound) = mpsc::channel(INBOUND_QUEUE);
         let limits = InboundLimits::new(config.protocols.clone());
         let asks_router = behaviour::asks_router(&config);
-        let mut swarm = behaviour::swarm(&config, &limits, inbound_sender)?;
+        let traffic = Arc::<Traffic>::default();
+        let mut swarm = behaviour::swarm(&config, &limits, inbound_sender, &traffic)?;
         let peer_id = *swarm.local_peer_id();
         let listeners = listen(&mut swarm, &config.listen)?;
         for addr in &config.announce {
@@ -80,11 +83,21 @@ impl P2p {
                 reachable: reachable_sender,
                 forwarded: forwarded_sender,
                 reconnected: reconnected_sender,
+                traffic: Arc::clone(&traffic),
             },
         );
         tokio::spawn(driver.run());
-        let node =
-            Self { peer_id, commands, calls, limits, relayed, reachable, forwarded, reconnected };
+        let node = Self {
+            peer_id,
+            commands,
+            calls,
+            limits,
+            relayed,
+            reachable,
+            forwarded,
+            reconnected,
+            traffic,
+        };
         if timeout_at(deadline, listens).await.is_err() {
             let addr = config.listen.first().cloned().unwrap_or_else(Multiaddr::empty);
             let reason = "the system reports no address of it in time".to_owned();
@@ -134,6 +147,11 @@ impl P2p {
     /// RPCs of peers that came to nothing, by reason.
     pub fn inbound_figures(&self) -> InboundFigures {
         self.limits.figures()
+    }
+
+    /// Peers, bytes and circuits; waits for nothing.
+    pub fn figures(&self) -> TrafficFigures {
+        self.traffic.figures()
     }
 
     /// Counts records of the DHT that peers sent or keep and that are dropped, beside the RPCs that

@@ -33,16 +33,18 @@ use tokio::sync::{mpsc, oneshot};
 use tracing::debug;
 
 use super::{
+    addresses::is_relayed,
     error::CallError,
     limits::{InboundLimits, MAX_OPENING_STREAMS, NEGOTIATION_TIMEOUT},
     serve::{self, Inbound},
+    traffic::{Path, Stream as Counted, Traffic},
 };
 
 /// Asks a connection for a stream. A dropped `reply` means that the connection closed meanwhile.
 pub(super) struct OpenStream {
     pub peer: PeerId,
     pub protocol: &'static str,
-    pub reply: oneshot::Sender<Result<Stream, CallError>>,
+    pub reply: oneshot::Sender<Result<Counted, CallError>>,
 }
 
 impl fmt::Debug for OpenStream {
@@ -59,11 +61,16 @@ pub(super) struct Behaviour {
     requests: VecDeque<OpenStream>,
     /// Connections of each peer that do not go through a relay.
     direct: HashMap<PeerId, HashSet<ConnectionId>>,
+    traffic: Arc<Traffic>,
 }
 
 impl Behaviour {
-    pub(super) fn new(limits: Arc<InboundLimits>, inbound: mpsc::Sender<Inbound>) -> Self {
-        Self { limits, inbound, requests: VecDeque::new(), direct: HashMap::new() }
+    pub(super) fn new(
+        limits: Arc<InboundLimits>,
+        inbound: mpsc::Sender<Inbound>,
+        traffic: Arc<Traffic>,
+    ) -> Self {
+        Self { limits, inbound, requests: VecDeque::new(), direct: HashMap::new(), traffic }
     }
 
     /// Offers these protocols no more.
@@ -82,9 +89,14 @@ impl Behaviour {
         self.limits.serves(peer)
     }
 
-    fn handler(&self, peer: PeerId) -> Handler {
+    fn handler(&self, peer: PeerId, is_relayed: bool) -> Handler {
+        let path = match is_relayed {
+            true => &self.traffic.relayed,
+            false => &self.traffic.direct,
+        };
         Handler {
             peer,
+            path: Arc::clone(path),
             limits: Arc::clone(&self.limits),
             inbound: self.inbound.clone(),
             requests: VecDeque::new(),
@@ -101,21 +113,21 @@ impl NetworkBehaviour for Behaviour {
         &mut self,
         _: ConnectionId,
         peer: PeerId,
-        _: &Multiaddr,
-        _: &Multiaddr,
+        local: &Multiaddr,
+        remote: &Multiaddr,
     ) -> Result<THandler<Self>, ConnectionDenied> {
-        Ok(self.handler(peer))
+        Ok(self.handler(peer, is_relayed(local) || is_relayed(remote)))
     }
 
     fn handle_established_outbound_connection(
         &mut self,
         _: ConnectionId,
         peer: PeerId,
-        _: &Multiaddr,
+        addr: &Multiaddr,
         _: Endpoint,
         _: PortUse,
     ) -> Result<THandler<Self>, ConnectionDenied> {
-        Ok(self.handler(peer))
+        Ok(self.handler(peer, is_relayed(addr)))
     }
 
     fn on_swarm_event(&mut self, event: FromSwarm) {
@@ -164,6 +176,8 @@ impl NetworkBehaviour for Behaviour {
 #[derive(Debug)]
 pub(super) struct Handler {
     peer: PeerId,
+    /// Counts the bytes of its streams.
+    path: Arc<Path>,
     limits: Arc<InboundLimits>,
     inbound: mpsc::Sender<Inbound>,
     requests: VecDeque<OpenStream>,
@@ -216,6 +230,7 @@ impl ConnectionHandler for Handler {
                 info,
             }) => {
                 self.opening = self.opening.saturating_sub(1);
+                let stream = Counted::counted(stream, Arc::clone(&self.path));
                 answer(info, |_, _| Ok(stream));
             }
             ConnectionEvent::DialUpgradeError(DialUpgradeError { info, error }) => {
@@ -233,6 +248,7 @@ impl Handler {
         let peer = self.peer;
         match self.limits.admit(peer, name) {
             Some((kind, permit)) => {
+                let stream = Counted::counted(stream, Arc::clone(&self.path));
                 let task = serve::accept(kind, peer, name, stream, permit, self.inbound.clone());
                 tokio::spawn(task);
             }
@@ -244,7 +260,7 @@ impl Handler {
 /// Answers a request; nobody may be waiting any more.
 fn answer(
     request: OpenStream,
-    outcome: impl FnOnce(PeerId, &'static str) -> Result<Stream, CallError>,
+    outcome: impl FnOnce(PeerId, &'static str) -> Result<Counted, CallError>,
 ) {
     let result = outcome(request.peer, request.protocol);
     drop(request.reply.send(result));

@@ -7,7 +7,7 @@ use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use futures::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadHalf, WriteHalf};
-use libp2p::{PeerId, Stream};
+use libp2p::PeerId;
 use tokio::{
     sync::mpsc,
     time::{Instant, timeout, timeout_at},
@@ -22,6 +22,7 @@ use super::{
         CALLER_END_TIMEOUT, InboundLimits, LINGER_TIMEOUT, Permit, UNARY_REQUEST_TIMEOUT,
         WRITE_STALL_TIMEOUT,
     },
+    traffic::Stream,
     unary::{self, UnaryError},
 };
 

@@ -59,6 +59,7 @@ fn config(initial_peers: Vec<Multiaddr>) -> P2pConfig {
         protocols: vec![spec(UNARY, ProtocolKind::Unary), spec(STREAM, ProtocolKind::Stream)],
         traversal: Traversal::NONE,
         startup_timeout: CALL,
+        max_upload_bytes_per_s: None,
     }
 }
 
@@ -131,6 +132,26 @@ fn unary_calls_are_answered_in_both_directions() {
         let large = Bytes::from(vec![7; MAX_UNARY_BYTES - 200]);
         let answer = callee.call_unary(caller.peer_id(), UNARY, large.clone(), CALL).await;
         assert_eq!(answer, Ok(large));
+    });
+}
+
+#[test]
+fn a_node_sends_no_faster_than_it_may_and_receives_as_fast_as_it_can() {
+    block_on(async {
+        let slow = P2pConfig { max_upload_bytes_per_s: Some(1_000_000), ..config(Vec::new()) };
+        let (callee, inbound) = P2p::start(slow).await.expect("start");
+        echo(inbound);
+        let (caller, _inbound) = start(vec![full_address(&callee).await]).await;
+        let request = Bytes::from(vec![7; 300_000]);
+        let started = Instant::now();
+        let calls =
+            [(); 2].map(|()| caller.call_unary(callee.peer_id(), UNARY, request.clone(), CALL));
+        for answer in futures::future::join_all(calls).await {
+            assert!(answer.expect("an answer") == request);
+        }
+        // 600 kB, less what the bucket holds at first.
+        let least = Duration::from_millis(550);
+        assert!(started.elapsed() >= least, "{:?}", started.elapsed());
     });
 }
 

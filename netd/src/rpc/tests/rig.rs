@@ -156,6 +156,7 @@ async fn node(
         protocols: if listen { all } else { Vec::new() },
         traversal: Traversal::NONE,
         startup_timeout: DEADLINE,
+        max_upload_bytes_per_s: None,
     };
     P2p::start(config).await.unwrap()
 }
@@ -212,6 +213,7 @@ impl Rig {
             p2p: server.clone(),
             dht_client_mode: false,
             draining: drained,
+            telemetry: Arc::default(),
         }));
         let (_, serving) = watch::channel(Some(service.clone()));
         let router = Router {

@@ -32,7 +32,7 @@ async fn a_session_remembers_its_tokens_and_gives_its_memory_back() {
     session.close().await;
     until(|| rig.service.kv.figures() == before && rig.service.open_sessions() == 0).await;
     assert_eq!(rig.service.workers.arena().slots_in_use(), 0);
-    assert_eq!(rig.service.stats.figures().count, 18);
+    assert_eq!(rig.service.telemetry.figures().count, 18);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -362,7 +362,7 @@ async fn time_of_a_step_in_this_server_is_recorded() {
     for step in 1..1000 {
         session.step(hidden(1, &[1.0]), Some(step), None).await.unwrap();
     }
-    let figures = rig.service.stats.figures();
+    let figures = rig.service.telemetry.figures();
     assert_eq!(figures.count, 1000);
     println!("step in the server: {figures:?}");
     session.close().await;

@@ -115,6 +115,14 @@ async fn what_the_operator_says_is_announced_and_nothing_is_measured() {
     let online = until_state(&node, &peer_id, ServerState::Online).await;
     assert_eq!((online.network_rps, online.throughput), (Some(1.0), 1.0));
 
+    // What may be sent bounds it, and whoever bounds it is spared the measurement.
+    let mut bounded = Supervisor::new(node.addrs.clone(), |init| {
+        init.config.max_upload_bits_per_s = Some(2e6);
+    });
+    let peer_id = proposed(&mut bounded).await;
+    let joining = until_state(&node, &peer_id, ServerState::Joining).await;
+    assert_eq!(joining.network_rps, Some(2e6 / (16.0 * HIDDEN as f64)));
+
     // Beside a given throughput the network does not matter, as in Petals.
     let mut fixed = Supervisor::new(node.addrs.clone(), |init| {
         init.config.throughput = Throughput::Fixed(7.0);
@@ -195,7 +203,7 @@ async fn tapped(inbox: Inbox, outbox: Outbox, tap: oneshot::Sender<P2p>) -> Stop
     let (online, service) = watch::channel(None);
     let joined = join::join(&init, service).await.unwrap();
     tap.send(joined.p2p.clone()).unwrap();
-    offer_blocks(&mut messages, &outbox, *init, joined, map, online).await
+    offer_blocks(&mut messages, &outbox, *init, joined, (map, Arc::default()), online).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

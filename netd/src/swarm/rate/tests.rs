@@ -39,6 +39,7 @@ async fn start(initial_peers: Vec<Multiaddr>, protocols: Vec<ProtocolSpec>) -> N
         protocols,
         traversal: Traversal::NONE,
         startup_timeout: DEADLINE,
+        max_upload_bytes_per_s: None,
     })
     .await
     .unwrap();
@@ -143,6 +144,7 @@ fn callers_that_break_the_protocol_get_nothing_and_hostile_answers_count_for_not
             protocols: vec![protocol()],
             traversal: Traversal::NONE,
             startup_timeout: DEADLINE,
+            max_upload_bytes_per_s: None,
         })
         .await
         .unwrap();

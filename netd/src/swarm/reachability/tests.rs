@@ -26,6 +26,7 @@ fn config(initial_peers: Vec<Multiaddr>) -> P2pConfig {
         protocols: vec![protocol()],
         traversal: Traversal::NONE,
         startup_timeout: DEADLINE,
+        max_upload_bytes_per_s: None,
     }
 }
 

@@ -1,6 +1,7 @@
 use std::sync::atomic::AtomicBool;
 use std::thread;
 
+use super::super::layout::{COVERED_BLOCKS, SESSION_ROWS, STEP_PARTS};
 use super::*;
 
 const WORKER: Occupant = Occupant {
@@ -9,6 +10,9 @@ const WORKER: Occupant = Occupant {
     worker: Some(WorkerId { group: GroupId(1), rank: Rank(2), world_size: WorldSize(4) }),
 };
 const NETD: Occupant = Occupant { role: Role::Netd, generation: Generation(1), worker: None };
+
+const SESSION: SessionShape =
+    SessionShape { number: 7, first_block: 4, blocks: 8, rows: 2, max_length: 128 };
 
 fn writer(board: &Board, slot: u32, generation: u32) -> Result<BoardWriter, BoardError> {
     let seat = BoardSeat { slot, heartbeat: Duration::from_millis(100) };
@@ -34,8 +38,12 @@ fn what_supervisor_and_children_write_everybody_reads() {
     let before = monotonic_ns();
     worker.enter(Phase::Unit, Duration::from_millis(1500));
     worker.progress();
-    worker.job_done(10, 200);
-    worker.job_done(20, 300);
+    worker.job_done(WorkKind::Decode, 1, 10, 200);
+    worker.job_done(WorkKind::Prefill, 8, 20, 300);
+    worker.decoded(1);
+    worker.decoded(65);
+    let device = DeviceFigures { memory: Some((3, 4)), celsius: Some(0), milliwatts: None };
+    worker.set_device(&device);
 
     let snapshot = BoardView::open(board.try_clone().unwrap()).unwrap().snapshot();
 
@@ -56,10 +64,14 @@ fn what_supervisor_and_children_write_everybody_reads() {
     assert_eq!((worker.state, worker.phase, worker.progress), (ChildState::Ready, Phase::Unit, 2));
     assert_eq!(worker.phase_limit, Duration::from_millis(1500));
     assert!((before..=monotonic_ns()).contains(&worker.phase_started_ns));
+    let all = worker.work.all();
     assert_eq!(
-        (worker.jobs_done, worker.queued.as_nanos(), worker.computed.as_nanos()),
-        (2, 30, 500)
+        (all.jobs, all.tokens, all.queued.as_nanos(), all.computed.as_nanos()),
+        (2, 9, 30, 500)
     );
+    assert_eq!(worker.work.kinds[WorkKind::Prefill as usize].tokens, 8);
+    assert_eq!((worker.work.batches, worker.work.batch_rows), ([1, 0, 0, 0, 0, 0, 0, 1], 66));
+    assert_eq!(worker.work.device, device);
 }
 
 #[test]
@@ -70,7 +82,11 @@ fn a_new_occupant_starts_from_nothing() {
     board.set_span(1, Span::new(0, 2).unwrap()).unwrap();
     let seat = writer(&board, 1, 1).unwrap();
     seat.enter(Phase::Reactor, Duration::from_secs(1));
-    seat.job_done(1, 1);
+    seat.job_done(WorkKind::Decode, 1, 1, 1);
+    seat.decoded(1);
+    seat.open_session(0, &SESSION);
+    seat.set_figures(&NetdFigures { peers: 3, ..NetdFigures::default() });
+    seat.set_coverage(&[BlockCoverage::default(); 3]);
     seat.set_peer_id("peer").unwrap();
     seat.set_net_port(1);
 
@@ -78,7 +94,11 @@ fn a_new_occupant_starts_from_nothing() {
 
     let child = board.view().child_snapshot(1).unwrap();
     assert_eq!((child.generation, child.pid, child.span), (Generation(2), 0, None));
-    assert_eq!((child.phase, child.progress, child.jobs_done), (Phase::Idle, 0, 0));
+    assert_eq!(
+        (child.phase, child.progress, child.work),
+        (Phase::Idle, 0, WorkSnapshot::default())
+    );
+    assert_eq!(board.view().netd(), NetdSnapshot::default());
     assert_eq!((child.peer_id, child.net_port), (None, None));
     board.vacate(1).unwrap();
     assert_eq!(board.view().child_snapshot(1), None);
@@ -127,7 +147,20 @@ fn any_bytes_on_the_board_can_be_read() {
             &report.phase_limit_ms,
         ];
         let text = report.peer_id.words.iter().chain([&report.peer_id.len]);
-        for word in words.into_iter().chain(rest).chain(text) {
+        let netd = &board.view.layout().netd;
+        let figures = &netd.figures;
+        let figures = [
+            &figures.announced_state,
+            &figures.announced_blocks,
+            &figures.throughput,
+            &figures.model_blocks,
+            &figures.covered_ns,
+            &child.work.kelvin,
+        ];
+        let session = &netd.sessions[3];
+        let session = [&session.number, &session.started_ns, &session.blocks, &session.length];
+        let netd = figures.into_iter().chain(session).chain(&netd.coverage);
+        for word in words.into_iter().chain(rest).chain(text).chain(netd) {
             word.store(filler, Ordering::Relaxed);
         }
 
@@ -138,6 +171,9 @@ fn any_bytes_on_the_board_can_be_read() {
             (None, Phase::Unknown, ChildState::Unknown)
         );
         assert_eq!((snapshot.span, snapshot.peer_id), (None, None));
+        let netd = board.view().netd();
+        assert_eq!((netd.sessions.len(), netd.figures.announced.state), (1, Announcement::Nothing));
+        assert!(netd.figures.announced.throughput.is_finite());
     }
 }
 
@@ -172,4 +208,87 @@ fn a_snapshot_never_mixes_generations() {
         reading.join().unwrap();
     });
     assert_eq!(board.view().child_snapshot(0).unwrap().generation, Generation(GENERATIONS));
+}
+
+#[test]
+fn sessions_figures_and_the_swarm_are_read_as_netd_shows_them() {
+    let board = Board::create("demo", 0).unwrap();
+    board.assign(0, &NETD).unwrap();
+    let netd = writer(&board, 0, 1).unwrap();
+    netd.open_session(SESSION_ROWS - 1, &SESSION);
+    netd.stepped(SESSION_ROWS - 1, 9, 2);
+    netd.set_rate(SESSION_ROWS - 1, 1500);
+    netd.open_session(0, &SessionShape { number: 8, ..SESSION });
+    // There is no such row: nothing happens.
+    netd.open_session(SESSION_ROWS, &SESSION);
+    let quantiles = Quantiles { p50: Duration::from_millis(3), p99: Duration::from_millis(5) };
+    let announced = Announced {
+        state: Announcement::Online,
+        span: Span::new(4, 12).ok(),
+        throughput: 12.5,
+        ..Announced::default()
+    };
+    let minute = Minute { steps: 5, quantiles: [quantiles; STEP_PARTS], ..Minute::default() };
+    let figures = NetdFigures { minute, announced, peers: 3, ..NetdFigures::default() };
+    netd.set_figures(&figures);
+    netd.set_coverage(&[BlockCoverage { servers: 2, throughput: 1.5 }; 300]);
+    assert_eq!(netd.viewed_ago(), None);
+    board.viewed();
+    assert!(netd.viewed_ago().is_some());
+
+    let shown = board.view().netd();
+
+    assert_eq!(shown.figures, figures);
+    let [old, new] = shown.sessions[..] else { panic!("{:?}", shown.sessions) };
+    assert_eq!((old.shape, old.length, old.steps, old.rate_milli), (SESSION, 9, 2, 1500));
+    assert_eq!((new.shape.number, new.length), (8, 0));
+    assert_eq!(
+        shown.coverage.blocks,
+        [BlockCoverage { servers: 2, throughput: 1.5 }; COVERED_BLOCKS]
+    );
+    netd.close_session(0);
+    netd.close_session(SESSION_ROWS - 1);
+    assert_eq!(board.view().netd().sessions, []);
+}
+
+#[test]
+fn restarts_are_counted_by_role_and_reason_over_all_children() {
+    let board = Board::create("demo", 0).unwrap();
+    board.count_restart(Role::Worker, RestartReason::Signal);
+    board.count_restart(Role::Worker, RestartReason::Signal);
+    board.count_restart(Role::Netd, RestartReason::Hang);
+    board.assign(5, &WORKER).unwrap();
+    let restarts = board.view().snapshot().restarts;
+    assert_eq!(restarts.of(Role::Worker, RestartReason::Signal), 2);
+    assert_eq!(restarts.of(Role::Netd, RestartReason::Hang), 1);
+    assert_eq!(restarts.of(Role::Netd, RestartReason::Signal), 0);
+}
+
+#[test]
+fn a_session_row_never_mixes_two_sessions() {
+    const SESSIONS: u32 = 5_000;
+    let board = Board::create("demo", 0).unwrap();
+    board.assign(0, &NETD).unwrap();
+    let netd = writer(&board, 0, 1).unwrap();
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                for session in board.view().netd().sessions {
+                    let shape = session.shape;
+                    assert_eq!(
+                        (u64::from(shape.rows), u64::from(shape.blocks)),
+                        (shape.number, shape.number)
+                    );
+                }
+            }
+        });
+        for number in 1..=SESSIONS {
+            netd.open_session(
+                0,
+                &SessionShape { number: number.into(), rows: number, blocks: number, ..SESSION },
+            );
+        }
+        done.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
 }

@@ -9,7 +9,7 @@ pub struct BoardView {
 }
 
 /// All of the board at about one time.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct BoardSnapshot {
     /// Name of the instance.
     pub instance: String,
@@ -19,6 +19,22 @@ pub struct BoardSnapshot {
     pub started_unix_s: u64,
     /// The seats that are taken.
     pub children: Vec<ChildSnapshot>,
+    /// Restarts by role and reason.
+    pub restarts: Restarts,
+    /// What netd alone tells.
+    pub netd: NetdSnapshot,
+}
+
+/// Restarts since the supervisor started, by role and reason.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Restarts([[u64; RESTART_REASONS]; ROLES]);
+
+impl Restarts {
+    /// How often a child of this role was started again for this reason.
+    pub fn of(&self, role: Role, reason: RestartReason) -> u64 {
+        let row = self.0.get(role_index(role));
+        row.and_then(|row| row.get(reason as usize)).copied().unwrap_or(0)
+    }
 }
 
 /// One child at about one time.
@@ -46,12 +62,8 @@ pub struct ChildSnapshot {
     pub phase_started_ns: u64,
     /// How long the progress counter may stand still in a phase of the start; zero = for ever.
     pub phase_limit: Duration,
-    /// Jobs answered.
-    pub jobs_done: u64,
-    /// Time that those jobs waited in the worker, in all.
-    pub queued: Duration,
-    /// Time that those jobs were computed, in all.
-    pub computed: Duration,
+    /// What it computed (workers).
+    pub work: WorkSnapshot,
     /// Sessions open (netd).
     pub sessions_open: u64,
     /// Tokens of KV cache not leased (netd).
@@ -92,7 +104,20 @@ impl BoardView {
             supervisor_pid: narrow(header.supervisor_pid.load(Ordering::Relaxed)),
             started_unix_s: header.started_unix_s.load(Ordering::Relaxed),
             children: slots.filter_map(|slot| self.child_snapshot(slot)).collect(),
+            restarts: self.restarts(),
+            netd: NetdSnapshot::of(&self.layout().netd),
         }
+    }
+
+    /// What netd alone tells.
+    pub fn netd(&self) -> NetdSnapshot {
+        NetdSnapshot::of(&self.layout().netd)
+    }
+
+    /// Restarts by role and reason.
+    pub fn restarts(&self) -> Restarts {
+        let counts = &self.layout().supervisor.restarts;
+        Restarts(counts.each_ref().map(|row| row.each_ref().map(|n| n.load(Ordering::Relaxed))))
     }
 
     /// The child at `slot`; `None` for a vacant seat, one that is being taken right now, and a slot
@@ -152,9 +177,7 @@ fn read_child(slot: u32, generation: u32, child: &ChildSlot) -> ChildSnapshot {
         progress: load(&report.progress),
         phase_started_ns: load(&report.phase_started_ns),
         phase_limit: Duration::from_millis(load(&report.phase_limit_ms)),
-        jobs_done: load(&report.jobs_done),
-        queued: Duration::from_nanos(load(&report.queue_ns)),
-        computed: Duration::from_nanos(load(&report.compute_ns)),
+        work: WorkSnapshot::of(&child.work),
         sessions_open: load(&report.sessions_open),
         kv_tokens_free: load(&report.kv_tokens_free),
         troubles: report.troubles.each_ref().map(load),
@@ -171,6 +194,11 @@ fn role_from_word(word: u64) -> Option<Role> {
 /// build.
 pub(super) fn narrow(word: u64) -> u32 {
     u32::try_from(word).unwrap_or(u32::MAX)
+}
+
+/// The upper and the lower half of a word.
+pub(super) fn split(word: u64) -> (u32, u32) {
+    (narrow(word >> 32), narrow(word & u64::from(u32::MAX)))
 }
 
 fn narrow_u16(word: u64) -> u16 {

@@ -1,5 +1,6 @@
 //! What the words of the board mean.
 
+use super::super::layout::{RESTART_REASONS, STEP_PARTS, WORK_KINDS};
 use super::TROUBLES;
 
 /// Declares the words of one kind, each with its value and its name in reports.
@@ -120,3 +121,85 @@ words! {
 }
 
 const _: () = assert!(Trouble::ALL.len() == TROUBLES, "the board has a word for each");
+
+words! {
+    /// Kinds of work, as workers count them.
+    enum WorkKind: usize {
+        /// Steps of few tokens ([`crate::job::is_decode`]), which are batched.
+        Decode = 0, "decode";
+        /// Steps of many tokens.
+        Prefill = 1, "prefill";
+        /// Forward passes without cache.
+        Forward = 2, "forward";
+        /// Gradients.
+        Backward = 3, "backward";
+    }
+}
+
+words! {
+    /// Parts of the time that a step spends in the server.
+    enum StepPart: usize {
+        /// From the last byte of the request until the answer is ready to be sent.
+        Total = 0, "total";
+        /// What of that netd spends on the messages: reading and converting the request, handing
+        /// the job over, converting and writing the answer. Total less the two below.
+        Network = 1, "network";
+        /// Waiting in the workers.
+        Queue = 2, "queue";
+        /// Being computed.
+        Compute = 3, "compute";
+    }
+}
+
+words! {
+    /// Why a child was started again.
+    enum RestartReason: usize {
+        /// Somebody outside sent it a signal.
+        Signal = 0, "signal";
+        /// The kernel ran out of memory and killed it, or it got no memory.
+        OutOfMemory = 1, "out_of_memory";
+        /// It stood still, and the supervisor killed it.
+        Hang = 2, "hang";
+        /// It crashed: a fault of its own ended it by a signal.
+        Crash = 3, "crash";
+        /// Its device failed.
+        Device = 4, "device";
+        /// It said why it cannot go on, and ended.
+        Exit = 5, "exit";
+        /// Another rank of its group ended.
+        Group = 6, "group";
+        /// Anything else: it could not be started, or broke its control channel.
+        Other = 7, "other";
+    }
+}
+
+words! {
+    /// What the server tells the swarm of itself.
+    enum Announcement: u64 {
+        /// Nothing.
+        Nothing = 0, "nothing";
+        /// It will serve soon.
+        Joining = 1, "joining";
+        /// Clients can come.
+        Online = 2, "online";
+        /// It leaves.
+        Offline = 3, "offline";
+    }
+}
+
+#[expect(clippy::derivable_impls, reason = "the macro passes no attributes of words on")]
+impl Default for Announcement {
+    fn default() -> Announcement {
+        Announcement::Nothing
+    }
+}
+
+impl Announcement {
+    pub(super) fn from_word(word: u64) -> Announcement {
+        Self::ALL.into_iter().find(|&state| state as u64 == word).unwrap_or(Announcement::Nothing)
+    }
+}
+
+const _: () = assert!(WorkKind::ALL.len() == WORK_KINDS, "the board has words for each");
+const _: () = assert!(StepPart::ALL.len() == STEP_PARTS, "the board has words for each");
+const _: () = assert!(RestartReason::ALL.len() == RESTART_REASONS, "the board has words for each");

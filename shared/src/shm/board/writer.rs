@@ -60,14 +60,6 @@ impl BoardWriter {
         add(&self.report().progress, 1);
     }
 
-    /// One job was answered that had waited for `queue_ns` and was computed for `compute_ns`.
-    pub fn job_done(&self, queue_ns: u64, compute_ns: u64) {
-        let report = self.report();
-        add(&report.queue_ns, queue_ns);
-        add(&report.compute_ns, compute_ns);
-        add(&report.jobs_done, 1);
-    }
-
     /// Shows the number of open sessions.
     pub fn set_sessions_open(&self, sessions: u64) {
         self.report().sessions_open.store(sessions, Ordering::Relaxed);
@@ -98,8 +90,17 @@ impl BoardWriter {
         self.report().peer_id.publish(peer_id)
     }
 
+    /// Everything on the board, as others show it too.
+    pub fn view(&self) -> &BoardView {
+        &self.view
+    }
+
+    pub(super) fn child(&self) -> &ChildSlot {
+        self.view.child(self.slot).expect("open() found the slot")
+    }
+
     fn report(&self) -> &ReportPart {
-        &self.view.child(self.slot).expect("open() found the slot").report
+        &self.child().report
     }
 }
 
@@ -110,9 +111,6 @@ impl ReportPart {
             &self.progress,
             &self.phase_started_ns,
             &self.phase_limit_ms,
-            &self.jobs_done,
-            &self.queue_ns,
-            &self.compute_ns,
             &self.sessions_open,
             &self.kv_tokens_free,
             &self.net_port,
@@ -125,6 +123,6 @@ impl ReportPart {
 }
 
 /// Adds to a counter that this process alone writes.
-fn add(counter: &AtomicU64, amount: u64) {
+pub(super) fn add(counter: &AtomicU64, amount: u64) {
     counter.store(counter.load(Ordering::Relaxed).wrapping_add(amount), Ordering::Relaxed);
 }

@@ -7,17 +7,22 @@
 
 use std::thread::available_parallelism;
 
-use shared::config::Device;
+use shared::config::{Device, UuidPrefix};
 use shared::numa;
 
 use super::MAX_DEVICES;
 use crate::cli::values;
+
+/// Stands for a device that was named by UUID until its number is known.
+const UNNUMBERED: Device = Device::Cuda(u32::MAX);
 
 /// The devices that were named, and how many of them in a row are a group.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Devices {
     /// In the order of the flags; `None` if they are to be chosen.
     pub named: Option<Vec<Device>>,
+    /// Which of them were named by UUID: their numbers are found out at the start.
+    pub uuids: Vec<(usize, UuidPrefix)>,
     /// Devices of a group.
     pub world_size: usize,
 }
@@ -33,10 +38,14 @@ impl Devices {
         let size = size.map_or(1, |size| size as usize);
         let (named, world_size) = if !tensor_parallel.is_empty() {
             let named = serving("--tensor_parallel_devices", &tensor_parallel.join(","))?;
-            let count = named.len();
+            let count = named.devices.len();
             (Some(named), count)
         } else {
             (device.map(|list| serving("--device", list)).transpose()?, size)
+        };
+        let (named, uuids) = match named {
+            Some(Listed { devices, uuids }) => (Some(devices), uuids),
+            None => (None, Vec::new()),
         };
         if world_size > 1 {
             let devices = named.as_deref().ok_or_else(|| {
@@ -44,7 +53,7 @@ impl Devices {
             })?;
             check_groups(devices, world_size)?;
         }
-        Ok(Devices { named, world_size })
+        Ok(Devices { named, uuids, world_size })
     }
 }
 
@@ -90,8 +99,26 @@ pub fn crowded(devices: &[Device], world_size: usize) -> Vec<Device> {
     crowded
 }
 
-fn serving(flag: &str, list: &str) -> Result<Vec<Device>, String> {
-    let devices = values::devices(list).map_err(|why| format!("invalid {flag} {list}: {why}"))?;
+/// What a list of devices names.
+#[derive(Debug, Default)]
+struct Listed {
+    devices: Vec<Device>,
+    uuids: Vec<(usize, UuidPrefix)>,
+}
+
+/// The devices of a list, and which of them are named by UUID.
+fn serving(flag: &str, list: &str) -> Result<Listed, String> {
+    let invalid = |why| format!("invalid {flag} {list}: {why}");
+    let Listed { mut devices, mut uuids } = Listed::default();
+    for (position, name) in list.split(',').enumerate() {
+        match name.trim().strip_prefix("cuda:").filter(|name| name.contains('-')) {
+            Some(uuid) => {
+                uuids.push((position, uuid.parse().map_err(invalid)?));
+                devices.push(UNNUMBERED);
+            }
+            None => devices.push(values::device(name).map_err(invalid)?),
+        }
+    }
     if devices.len() > MAX_DEVICES {
         return Err(format!(
             "{flag} lists {} devices: expected at most {MAX_DEVICES}",
@@ -99,7 +126,7 @@ fn serving(flag: &str, list: &str) -> Result<Vec<Device>, String> {
         ));
     }
     check_nodes(&devices, &numa::nodes())?;
-    Ok(devices)
+    Ok(Listed { devices, uuids })
 }
 
 /// Refuses NUMA nodes that this machine does not have.
@@ -151,16 +178,37 @@ mod tests {
 
     #[test]
     fn tensor_parallel_devices_are_one_group() {
-        let two = Devices { named: Some(vec![Device::Cpu; 2]), world_size: 2 };
+        let of = |devices: Vec<Device>, world_size| Devices {
+            named: Some(devices),
+            uuids: Vec::new(),
+            world_size,
+        };
+        let two = of(vec![Device::Cpu; 2], 2);
         assert_eq!(read("", "cpu cpu", 0), Ok(two));
-        let one = Devices { named: Some(vec![Device::Cuda(1)]), world_size: 1 };
+        let one = of(vec![Device::Cuda(1)], 1);
         assert_eq!(read("", "cuda:1", 0), Ok(one));
-        assert_eq!(read("", "", 0), Ok(Devices { named: None, world_size: 1 }));
+        let none = Devices { named: None, uuids: Vec::new(), world_size: 1 };
+        assert_eq!(read("", "", 0), Ok(none));
+    }
+
+    #[test]
+    fn devices_may_be_named_by_uuid() {
+        let found = read("cuda:0, cuda:GPU-5d5e,cuda:gpu-01", "", 0).unwrap();
+        let numbered = [Device::Cuda(0), UNNUMBERED, UNNUMBERED];
+        assert_eq!(found.named.as_deref(), Some(&numbered[..]));
+        let uuids = [(1, "GPU-5d5e".parse().unwrap()), (2, "GPU-01".parse().unwrap())];
+        assert_eq!(found.uuids, uuids);
+        assert_eq!(read("", "cuda:GPU-1 cuda:GPU-2", 0).unwrap().world_size, 2);
+        for bad in ["cuda:GPU-", "cuda:GPU-xyz", "cuda:5d5e-1"] {
+            let refused = read(bad, "", 0).unwrap_err();
+            assert!(refused.contains(bad) && refused.contains("nvidia-smi -L"), "{refused}");
+        }
     }
 
     #[test]
     fn a_size_cuts_the_devices_into_groups() {
-        let four = Devices { named: Some(vec![Device::Cpu; 4]), world_size: 2 };
+        let named = Some(vec![Device::Cpu; 4]);
+        let four = Devices { named, uuids: Vec::new(), world_size: 2 };
         assert_eq!(read("cpu,cpu,cpu,cpu", "", 2), Ok(four));
         let odd = read("cpu,cpu,cpu", "", 2).unwrap_err();
         assert!(odd.contains("divisor of the number of devices, 3"), "{odd}");

@@ -89,8 +89,8 @@ fn is_on(text: &str) -> bool {
     ["1", "on", "yes", "true"].contains(&text.to_lowercase().as_str())
 }
 
-/// A name that is safe in a path and an address.
-fn checked_revision(text: String) -> Result<String, String> {
+/// A revision that is safe in a path and an address.
+pub fn checked_revision(text: String) -> Result<String, String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./".contains(c);
     let safe = !text.is_empty() && text.len() <= MAX_REVISION_BYTES && text.chars().all(plain);
     let inside = !text.starts_with(['/', '-', '.']) && !text.ends_with('/') && !text.contains("..");

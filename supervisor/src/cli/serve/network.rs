@@ -53,6 +53,10 @@ pub struct NetworkArgs {
     /// and kept for a week; before that 100, or the speed of the link if lower]
     #[arg(long, value_name = "MBPS")]
     pub(super) network_mbps: Option<f64>,
+    /// Maximum of what this server sends to all its peers together, in megabits per second. It also
+    /// bounds the announced throughput, and the network is not measured [default: no limit]
+    #[arg(long, value_name = "MBPS")]
+    pub(super) max_upload_mbps: Option<f64>,
     /// Measure the network with this service instead of servers of the swarm: a URL to download
     /// from, and a second one to upload to if it differs
     #[arg(long, num_args = 1..=2, value_name = "URL", conflicts_with = "network_mbps")]

@@ -1,12 +1,13 @@
 //! Flags of `serve` about its own processes; Petals has none of them.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
 use shared::config::{FaultPlan, RestartConfig};
 
-use crate::cli::values::{fault, seconds};
+use crate::cli::values::{self, fault, metrics_addr, seconds};
 
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case", next_help_heading = "Supervision")]
@@ -32,9 +33,17 @@ pub struct SupervisionArgs {
     /// Window of --max_restarts, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     pub(super) restart_window: Duration,
+    /// Time after which a device that was put aside (--max_restarts) is tried again, in seconds; doubles
+    /// with each failure, up to an hour; 0 = never
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = values::pause)]
+    pub(super) retry_after: Duration,
     /// Log statistics in hivemind's format with this period, in seconds [default: never]
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub(super) stats_report_interval: Option<Duration>,
+    /// Serve metrics for Prometheus at /metrics, with /livez and /readyz, at this address; a port
+    /// alone is one of 127.0.0.1 [default: none]
+    #[arg(long, value_name = "ADDR", value_parser = metrics_addr)]
+    pub(super) metrics: Option<SocketAddr>,
     /// A fault that each worker inflicts on itself: ACTION@POINT#JOB[xTIMES]
     #[arg(long, value_name = "FAULT", hide = true, value_parser = fault)]
     pub(super) inject_fault: Option<FaultPlan>,
@@ -55,6 +64,7 @@ impl SupervisionArgs {
             backoff_max: Duration::from_secs(30),
             max_restarts: self.max_restarts,
             window: self.restart_window,
+            retry_after: Some(self.retry_after).filter(|pause| !pause.is_zero()),
             hang_timeout: self.hang_timeout,
             start_timeout: self.start_timeout,
         }

@@ -68,6 +68,12 @@ fn the_network_is_measured_unless_the_operator_knows_better() {
         assert!(error.contains("--network_"), "{bad}: {error}");
     }
     assert!(run(&format!("serve m --network_mbps 5 --network_test_url {down}"), &[]).is_err());
+    assert_eq!(default.max_upload_bits_per_s, None);
+    assert_eq!(netd("--max_upload_mbps 2.5").max_upload_bits_per_s, Some(2.5e6));
+    for bad in ["0", "-1", "nan", "inf", "1e12"] {
+        let error = run(&format!("serve m --max_upload_mbps={bad}"), &[]).unwrap_err();
+        assert!(error.contains("invalid --max_upload_mbps"), "{bad}: {error}");
+    }
 
     let folder = tempfile::tempdir().unwrap();
     let shown = |more: &str| {

@@ -58,14 +58,14 @@ fn config_shows_each_setting_and_where_it_comes_from_and_reads_it_back() {
         ("model", "model = \"m\" # flag".to_owned()),
         ("port", "port = 31330 # flag".to_owned()),
         ("public_name", r#"public_name = "a \"name\" \\" # SEPAL_PUBLIC_NAME"#.to_owned()),
-        ("step_timeout", format!("step_timeout = 7 # {}", file.display())),
+        ("step_timeout", format!("step_timeout = 7 # {}:1", file.display())),
         ("update_period", "update_period = 120 # default".to_owned()),
         ("expiration", "expiration = 240 # default".to_owned()),
         ("new_swarm", "new_swarm = false # default".to_owned()),
         ("cache_dir", "cache_dir = \"/h/.cache/sepal\" # default".to_owned()),
         (
             "announce_maddrs",
-            format!("announce_maddrs = [\"/ip4/1.2.3.4/tcp/5\"] # {}", file.display()),
+            format!("announce_maddrs = [\"/ip4/1.2.3.4/tcp/5\"] # {}:2", file.display()),
         ),
     ] {
         assert_eq!(line_of(&text, name), expected);
@@ -112,6 +112,56 @@ fn a_wrong_value_is_refused_with_the_place_it_comes_from() {
     let (_folder, file) = folder_with("s.toml", "num_blocks = 2\nblock_indices = '0:2'\n");
     let error = refused(&format!("serve m --config {}", file.display()), &[]);
     assert!(error.contains("cannot be used with"), "{error}");
+}
+
+#[test]
+fn an_unknown_setting_is_named_with_its_line_and_the_nearest_one() {
+    let refused = |name: &str, text: &str| {
+        let (_folder, file) = folder_with(name, text);
+        run(&format!("serve m --config {}", file.display()), &[]).expect_err(text)
+    };
+    for (name, text, expected) in [
+        (
+            "a.toml",
+            "port = 1\n\nnum-bloks = 2\n",
+            "a.toml:3: there is no setting \"num_bloks\"; did you mean num_blocks?",
+        ),
+        (
+            "a.yml",
+            "# ours\nNum_Blocks: 2\n",
+            "a.yml:2: there is no setting \"Num_Blocks\"; did you mean num_blocks?",
+        ),
+        ("a.yml", "intial_peer: /ip4/1.2.3.4/tcp/5\n", "did you mean initial_peers?"),
+        ("a.yml", "modle: gpt2\n", "did you mean model?"),
+        (
+            "a.yml",
+            "colour: red\n",
+            "a.yml:1: there is no setting \"colour\"; see sepal serve --help",
+        ),
+        (
+            "a.yml",
+            "config: b.yml\n",
+            "a.yml:1: there is no setting \"config\"; it is for the command line alone",
+        ),
+        (
+            "a.toml",
+            "port = 1\nnew_swarm = \"perhaps\"\n",
+            "a.toml:2: new_swarm is a switch; give true or false",
+        ),
+    ] {
+        let error = refused(name, text);
+        assert!(error.contains(expected), "{text:?}: {error}");
+    }
+    // Values that are wrong are named with their line too, whoever finds out.
+    for (text, value, line) in [
+        ("model = 'm'\nport = 99999\n", "99999", "port is set by"),
+        ("model = 'm'\nnetwork_mbps = -3\n", "-3", "network_mbps is set by"),
+        ("model = 'm'\nquant_type = 'nf5'\n", "nf5", "quant_type is set by"),
+    ] {
+        let error = refused("v.toml", text);
+        let place = error.contains("v.toml:2");
+        assert!(place && error.contains(value) && error.contains(line), "{text:?}: {error}");
+    }
 }
 
 #[test]

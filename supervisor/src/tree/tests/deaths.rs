@@ -161,13 +161,22 @@ fn a_worker_that_wrote_nonsense_is_killed_once_and_is_to_blame() {
 }
 
 #[test]
-fn kills_from_outside_are_followed_by_a_restart_at_once_up_to_the_limit() {
+fn kills_from_outside_are_followed_by_a_restart_at_once_without_limit() {
     let mut rig = Rig::online(1);
     for _ in 0..3 {
         assert_eq!(rig.die(worker(0), SIGKILL).spawned().len(), 1);
         rig.worker_ready(0);
     }
-    rig.die(worker(0), SIGKILL);
+    for _ in 0..30 {
+        assert!(rig.die(worker(0), SIGKILL).spawned().is_empty(), "something kills it for good");
+        assert_eq!(rig.wait(10 * SEC).spawned().len(), 1);
+        rig.worker_ready(0);
+    }
+    rig.wait(61 * SEC);
+    for _ in 0..3 {
+        rig.die(worker(0), SIGSEGV).wait(10 * SEC).worker_ready(0);
+    }
+    rig.die(worker(0), SIGSEGV);
     assert_eq!(rig.state(worker(0)), Lifecycle::Held { reason: ExitReason::RestartLimit });
 }
 

@@ -138,12 +138,22 @@ fn a_rank_that_dies_during_the_pause_of_its_group_is_no_new_death() {
     let mut rig = Rig::groups_online(1);
     rig.tree.policy.restart.max_restarts = 2;
     for _ in 0..2 {
-        rig.die(rank(0), SIGKILL).die(rank(1), SIGKILL);
+        rig.die(rank(0), SIGSEGV).die(rank(1), SIGKILL).wait(10 * SEC);
         rig.group_ready(0);
     }
     // The budget is that of the group, however many of its ranks end.
-    rig.die(rank(1), SIGKILL).die(rank(0), SIGKILL);
-    assert_eq!(rig.told(NETD), [&down(3, DeathCause::Outside, false)]);
+    rig.die(rank(1), SIGSEGV).die(rank(0), SIGKILL);
+    assert_eq!(rig.told(NETD), [&down(3, DeathCause::SelfInflicted, false)]);
+}
+
+#[test]
+fn ranks_that_are_killed_from_outside_put_no_group_aside() {
+    let mut rig = Rig::groups_online(1);
+    for _ in 0..10 {
+        rig.die(rank(0), SIGKILL).die(rank(1), SIGKILL).wait(10 * SEC);
+        rig.group_ready(0);
+    }
+    assert_eq!(rig.tree.rest(), Some(span(0, 8)));
 }
 
 #[test]

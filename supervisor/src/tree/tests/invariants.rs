@@ -73,6 +73,9 @@ impl Witness {
                     self.rings.iter().position(|&made| made == rings).expect("rings that exist");
                 self.rings.remove(index);
             }
+            Action::Paused => {
+                assert!(self.live.iter().all(|(id, _)| group_of(*id).is_none()), "paused");
+            }
             Action::Finish(_) => {
                 self.finished = true;
                 let left = |(worker, of_worker, of_netd): &(ChildId, Generation, Generation)| {
@@ -200,6 +203,7 @@ fn any_event() -> impl Strategy<Value = (Event, u32)> {
         1 => any_child().prop_map(move |id| Event::Unruly(id, none, "loud")),
         3 => (any_child(), 0u64..2)
             .prop_map(move |(id, progress)| Event::Beat(id, none, Beat { progress, limit: Some(2 * SEC), waits_for: (progress == 1).then_some(Rank(0)) })),
+        2 => any_order().prop_map(Event::Ordered),
         1 => Just(Event::Stop),
         4 => Just(Event::Tick),
         6 => (0u32..2, prop::bool::weighted(0.8)).prop_map(|(start, fits)| {
@@ -207,6 +211,14 @@ fn any_event() -> impl Strategy<Value = (Event, u32)> {
         }),
     ];
     (event, prop_oneof![9 => Just(0u32), 1 => 1u32..3])
+}
+
+fn any_order() -> impl Strategy<Value = Order> {
+    prop_oneof![
+        2 => (0u64..3).prop_map(|patience| Order::Pause(Duration::from_secs(patience))),
+        2 => Just(Order::Resume),
+        1 => (0u16..4).prop_map(|group| Order::Restart(WorkerId::solo(GroupId(group)))),
+    ]
 }
 
 fn with_generation(event: Event, of: impl Fn(ChildId) -> Generation) -> Event {

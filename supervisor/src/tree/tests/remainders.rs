@@ -63,7 +63,7 @@ impl Rig {
 
     /// A rank dies, and the others of its group after it. All actions.
     fn loses(&mut self, group: u16, lost: u16, size: u16) -> Vec<Action> {
-        self.die(of(group, lost, size), SIGKILL);
+        self.die(of(group, lost, size), SIGSEGV);
         let mut actions = self.last.clone();
         for rank in (0..size).filter(|rank| *rank != lost) {
             self.die(of(group, rank, size), SIGKILL);
@@ -105,7 +105,7 @@ fn the_devices_that_are_left_share_the_blocks_as_prepare_decides() {
     assert!(matches!(told[..], [Down::WorkerDown { restarting: false, .. }]), "{told:?}");
     assert_eq!(rig.last.iter().filter(|a| matches!(a, Action::DropWorker(_))).count(), 3);
     let complaint = rig.complaints()[0];
-    assert!(complaint.contains("rank 1 of group 0 (cpu:1) is not restarted: SIGKILL"));
+    assert!(complaint.contains("rank 1 of group 0 (cpu:1) is not restarted: SIGSEGV"));
     assert!(complaint.ends_with("cpu:0 + cpu:2 share blocks 0:8 from now on"), "{complaint}");
 
     let actions = rig.shares_told(2);
@@ -124,10 +124,10 @@ fn the_devices_that_are_left_share_the_blocks_as_prepare_decides() {
     assert_eq!(rig.tree.ranks(), [vec![]]);
     rig.worker_ready(0);
     assert!(matches!(rig.told(NETD)[..], [Down::WorkerUp { .. }]));
-    rig.die(worker(0), SIGKILL);
+    rig.die(worker(0), SIGSEGV);
     assert_eq!(rig.told(NETD).last(), Some(&&Down::Drain));
     let [complaint] = rig.complaints()[..] else { panic!("{:?}", rig.complaints()) };
-    assert_eq!(complaint, "gpu-worker 0.0 is not restarted: SIGKILL");
+    assert_eq!(complaint, "gpu-worker 0.0 is not restarted: SIGSEGV");
     assert_eq!(rig.die(NETD, ExitStatus::Code(0)).finished(), Some(ExitReason::RestartLimit));
 }
 
@@ -138,7 +138,7 @@ fn the_rank_for_which_the_group_ended_most_often_is_left_out() {
         rig.tree.policy.restart.max_restarts = 2;
         for rank in [blamed, blamed] {
             rig.loses(0, rank, 3);
-            rig.comes_up(0, 3);
+            rig.wait(SEC).comes_up(0, 3);
         }
         rig.loses(0, last, 3);
         let left: Vec<u32> = (0..3).filter(|node| *node != lost).collect();
@@ -152,12 +152,12 @@ fn faults_of_long_ago_do_not_count() {
     rig.tree.policy.restart.max_restarts = 2;
     for _ in 0..2 {
         rig.loses(0, 1, 3);
-        rig.comes_up(0, 3);
+        rig.wait(SEC).comes_up(0, 3);
     }
     rig.wait(100 * SEC);
     for _ in 0..2 {
         rig.loses(0, 2, 3);
-        rig.comes_up(0, 3);
+        rig.wait(SEC).comes_up(0, 3);
     }
     rig.loses(0, 0, 3);
     assert_eq!(rig.told(PREPARE), [&asked(&[0, 1])]);
@@ -242,7 +242,7 @@ fn prepare_that_dies_is_asked_again() {
     rig.tree.policy.restart.max_restarts = 3;
     for _ in 0..3 {
         rig.loses(0, 1, 3);
-        rig.comes_up(0, 3);
+        rig.wait(SEC).comes_up(0, 3);
     }
     rig.loses(0, 1, 3);
     rig.die(PREPARE, SIGKILL).wait(SEC);

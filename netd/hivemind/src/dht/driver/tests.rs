@@ -31,6 +31,7 @@ async fn start(
         protocols: if client_mode { Vec::new() } else { protocols() },
         traversal: Traversal::NONE,
         startup_timeout: DEADLINE,
+        max_upload_bytes_per_s: None,
     };
     let (p2p, mut inbound) = P2p::start(config).await.expect("p2p starts");
     let address =

@@ -1,4 +1,4 @@
-//! A file that is mapped is in use: a shared lock on it keeps other instances from deleting it to
+//! A file of the cache that is in use: a shared lock on it keeps other instances from deleting it to
 //! make room (`prepare::disk_cache`), so that the next worker finds it again. The lock lives as
 //! long as the open file.
 
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use tracing::debug;
 
-/// Who has it alone is about to delete it, which takes no time.
+/// A file is locked exclusively to delete it or to see whether it is in use, which takes no time.
 const LONGEST_WAIT: Duration = Duration::from_secs(2);
 const PERIOD: Duration = Duration::from_millis(10);
 
@@ -19,14 +19,14 @@ const PERIOD: Duration = Duration::from_millis(10);
 /// # Errors
 /// [`io::ErrorKind::NotFound`] if it was deleted meanwhile. Where files cannot be locked (some
 /// network file systems) it is used all the same.
-pub fn in_use(file: &File, path: &Path) -> io::Result<()> {
+pub fn hold(file: &File, path: &Path) -> io::Result<()> {
     let end = Instant::now() + LONGEST_WAIT;
     loop {
         match file.try_lock_shared() {
             Ok(()) => break,
             Err(TryLockError::WouldBlock) if Instant::now() < end => std::thread::sleep(PERIOD),
             Err(error) => {
-                debug!(path = %path.display(), %error, "cannot lock a mapped file");
+                debug!(path = %path.display(), %error, "cannot lock a file of a model");
                 break;
             }
         }
@@ -42,18 +42,41 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_look_at_whether_a_file_is_in_use_is_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("block");
+        std::fs::write(&path, "weights").unwrap();
+        let [ours, looking, evicting] = std::array::from_fn(|_| File::open(&path).unwrap());
+        looking.try_lock().unwrap();
+        let holds = std::thread::spawn({
+            let path = path.clone();
+            move || hold(&ours, &path).map(|()| ours)
+        });
+        std::thread::sleep(5 * PERIOD);
+        drop(looking);
+        let ours = holds.join().unwrap().unwrap();
+        assert!(evicting.try_lock().is_err(), "it is in use");
+        drop(ours);
+        evicting.try_lock().unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let late = evicting.try_clone().unwrap();
+        drop(evicting);
+        assert_eq!(hold(&late, &path).unwrap_err().kind(), io::ErrorKind::NotFound);
+    }
+
+    #[test]
     fn a_file_that_was_deleted_while_its_lock_was_waited_for_is_not_used() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("block");
         std::fs::write(&path, "weights").unwrap();
         let [ours, evicting, later] = std::array::from_fn(|_| File::open(&path).unwrap());
-        in_use(&ours, &path).unwrap();
+        hold(&ours, &path).unwrap();
         assert!(evicting.try_lock().is_err(), "it is in use");
         drop(ours);
         evicting.try_lock().unwrap();
         let waits = std::thread::spawn({
             let path = path.clone();
-            move || in_use(&later, &path).unwrap_err().kind()
+            move || hold(&later, &path).unwrap_err().kind()
         });
         std::fs::remove_file(&path).unwrap();
         drop(evicting);

@@ -1,8 +1,10 @@
-//! What a server announces as its throughput, from measured rates. The workers measure and keep
-//! what a block does on their device (`gpu-worker/model/src/rates.rs`); the network is measured by
-//! [`super::rate`]. Source: `petals/server/throughput.py`.
+//! What a server announces as its throughput, from measured rates: netd announces it, `sepal plan`
+//! foretells it. The workers measure and keep what a block does on their device
+//! (`gpu-worker/model/src/rates.rs`); netd measures the network. Source:
+//! `petals/server/throughput.py`.
 
-use shared::network::ASSUMED_BITS_PER_S;
+use crate::config::Throughput;
+use crate::network::ASSUMED_BITS_PER_S;
 
 /// Share of the network's rate that is left behind a relay.
 const RELAY_SHARE: f64 = 0.2;
@@ -53,6 +55,18 @@ pub fn combine(rates: &Rates, block_count: u32, reach: Reach) -> f64 {
     (rates.forward_rps / average_blocks).min(network)
 }
 
+/// The throughput that a server announces: what the operator says (`--throughput RPS`), else
+/// [`combine`].
+#[must_use]
+pub fn announced(asked: Throughput, rates: &Rates, block_count: u32, reach: Reach) -> f64 {
+    match asked {
+        Throughput::Fixed(throughput) => throughput,
+        Throughput::Measure | Throughput::Anew | Throughput::DryRun => {
+            combine(rates, block_count, reach)
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -68,6 +82,8 @@ mod tests {
         near(combine(&RATES, 46, Reach::Relayed), 1525.9);
         assert_eq!(combine(&RATES, 1, Reach::Direct), RATES.network_rps);
         assert_eq!(network_rps(1e9, 2e8, 8192), 2e8 / 131_072.0);
+        assert_eq!(announced(Throughput::Fixed(7.0), &RATES, 46, Reach::Direct), 7.0);
+        near(announced(Throughput::Measure, &RATES, 46, Reach::Direct), 2042.6);
     }
 
     #[test]

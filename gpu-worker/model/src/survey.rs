@@ -1,0 +1,167 @@
+//! What is known of a model and of the devices that are to serve it, before any weight is fetched or
+//! loaded: prepare finds it out, and the supervisor decides by it which blocks are served, in `sepal
+//! serve` and in `sepal plan` alike.
+
+use std::collections::BTreeMap;
+
+use shared::block::Span;
+use shared::config::{Device, PrepareConfig, QuantType, SpanChoice, WorkerConfig};
+use shared::control::{Capacity, DeviceMemory};
+use shared::exit::ExitReason;
+use shared::model::{ModelFacts, RankShare};
+
+use crate::cuts::Cut;
+
+/// What is to be surveyed.
+#[derive(Clone, Copy, Debug)]
+pub struct SurveyRequest<'a> {
+    /// The model.
+    pub prepare: &'a PrepareConfig,
+    /// The devices, in groups that share every block.
+    pub groups: &'a [Vec<Device>],
+    /// Settings of their workers.
+    pub worker: &'a WorkerConfig,
+    /// The formats to survey it in.
+    pub formats: &'a [QuantType],
+    /// Which blocks may be served.
+    pub choice: SpanChoice,
+}
+
+/// Why there is no survey: the reason for an exit code, and a sentence for the operator.
+pub type SurveyFailure = (ExitReason, String);
+
+/// A model in one format, on some devices.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Survey {
+    /// The model.
+    pub facts: ModelFacts,
+    /// What each rank of each group holds of a block; nothing for a group of one device, and no
+    /// groups where no group has several.
+    pub ranks: Vec<Vec<RankShare>>,
+    /// The devices with memory of their own.
+    pub devices: Vec<DeviceMemory>,
+    /// What workers measured at an earlier start, the slowest group.
+    pub kept: Option<Capacity>,
+    /// Of several devices: their relative speeds.
+    pub speeds: Option<Speeds>,
+}
+
+/// The relative speeds of several devices.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Speeds {
+    /// In the order of the devices.
+    pub rates: Vec<f64>,
+    /// How earlier starts cut the model among them.
+    pub cuts: Vec<Cut>,
+}
+
+/// A model in every format that was asked for, and its checkpoint.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelSurvey {
+    /// Where it comes from: a folder, or a repository with its commit.
+    pub source: Source,
+    /// One for each format.
+    pub formats: Vec<FormatSurvey>,
+    /// What the surveyed blocks take of the checkpoint.
+    pub blocks: BTreeMap<u32, BlockSource>,
+}
+
+/// Where a checkpoint comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// A folder of this machine.
+    Folder,
+    /// The Hub, at this commit.
+    Hub {
+        /// The commit.
+        commit: String,
+    },
+}
+
+/// A model in one format, with an estimate of its speed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FormatSurvey {
+    /// How matrices are stored.
+    pub quant_type: QuantType,
+    /// What decides over the blocks.
+    pub survey: Survey,
+    /// The speed of the slowest group as far as it can be computed; `None` where nothing is known.
+    pub estimate: Option<Estimate>,
+}
+
+/// A speed that nobody measured on this model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Estimate {
+    /// The speed.
+    pub capacity: Capacity,
+    /// What it is computed from, for people.
+    pub basis: String,
+}
+
+/// What one block takes of the checkpoint.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct BlockSource {
+    /// Bytes of its tensors as they are stored.
+    pub stored_bytes: u64,
+    /// What must be fetched for it: names and bytes of files. Blocks may share a file.
+    pub missing: BTreeMap<String, u64>,
+}
+
+impl ModelSurvey {
+    /// Bytes to fetch for the blocks of `span`, each file once.
+    pub fn download_bytes(&self, span: Span) -> u64 {
+        let blocks = self.blocks.range(span.start().0..span.end().0);
+        let files: BTreeMap<&str, u64> = blocks
+            .flat_map(|(_, block)| &block.missing)
+            .map(|(name, bytes)| (name.as_str(), *bytes))
+            .collect();
+        files.values().fold(0, |sum, bytes| sum.saturating_add(*bytes))
+    }
+
+    /// Most bytes to fetch for `count` blocks in a row among those that were surveyed.
+    pub fn most_download_bytes(&self, count: u32) -> u64 {
+        let first = self.blocks.keys().next().copied().unwrap_or(0);
+        let end = self.blocks.keys().next_back().map_or(0, |last| last.saturating_add(1));
+        let spans = (first..end).filter_map(|start| {
+            let stop = start.checked_add(count).filter(|stop| *stop <= end)?;
+            Span::new(start, stop).ok()
+        });
+        spans.map(|span| self.download_bytes(span)).max().unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn block(missing: &[(&str, u64)]) -> BlockSource {
+        let missing = missing.iter().map(|(name, bytes)| ((*name).to_owned(), *bytes)).collect();
+        BlockSource { stored_bytes: 10, missing }
+    }
+
+    #[test]
+    fn files_count_once_and_the_worst_place_decides() {
+        let blocks = [
+            block(&[("a", 100)]),
+            block(&[("a", 100), ("b", 50)]),
+            block(&[("b", 50)]),
+            block(&[]),
+            block(&[("c", u64::MAX)]),
+        ];
+        let survey = ModelSurvey {
+            source: Source::Folder,
+            formats: Vec::new(),
+            blocks: (0..).zip(blocks).collect(),
+        };
+        let span = |start, end| survey.download_bytes(Span::new(start, end).unwrap());
+        assert_eq!((span(0, 1), span(0, 2), span(0, 3), span(3, 4)), (100, 150, 150, 0));
+        assert_eq!(span(0, 5), u64::MAX);
+        assert_eq!(survey.most_download_bytes(1), u64::MAX);
+        let first = ModelSurvey {
+            blocks: survey.blocks.range(..4).map(|(k, v)| (*k, v.clone())).collect(),
+            ..survey
+        };
+        assert_eq!((first.most_download_bytes(2), first.most_download_bytes(4)), (150, 150));
+        assert_eq!((first.most_download_bytes(0), first.most_download_bytes(5)), (0, 0));
+    }
+}

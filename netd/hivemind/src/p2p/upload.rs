@@ -1,0 +1,308 @@
+//! The limit of what a node sends to all its peers together (`--max_upload_mbps`): every byte of every
+//! connection but the first hundreds of its handshake goes through one [`Pacer`].
+//!
+//! ```text
+//!   yamux of a connection ── poll_write ──> Limited ── ask ──> Pacer (one for the node)
+//!                                              │  waits           │ release, at the time it names
+//!                                              <── waker ──── task of the limit
+//! ```
+//!
+//! The limit lies under the multiplexer, which cuts streams into frames of 16 KiB and takes turns
+//! among them, and over the encryption, so that a circuit through a relay is counted once, where it
+//! leaves the machine.
+
+mod pacer;
+
+use std::collections::HashMap;
+use std::io;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::task::{Context, Poll, Waker};
+use std::time::Instant;
+
+use futures::io::{AsyncRead, AsyncWrite};
+use libp2p::core::UpgradeInfo;
+use libp2p::core::upgrade::{InboundConnectionUpgrade, OutboundConnectionUpgrade};
+use libp2p::yamux;
+use tokio::sync::Notify;
+
+use pacer::{Grant, Pacer, Share, Ticket};
+
+/// The limit of a node; clones are the same limit.
+#[derive(Clone, Debug)]
+pub(super) struct UploadLimit(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<Waiters>,
+    /// Told when somebody begins to wait, and when the limit is dropped.
+    changed: Arc<Notify>,
+}
+
+#[derive(Debug)]
+struct Waiters {
+    pacer: Pacer,
+    /// Who waits.
+    wakers: HashMap<Ticket, Waker>,
+    /// Who need not wait any longer, with its bytes.
+    served: HashMap<Ticket, usize>,
+}
+
+impl UploadLimit {
+    /// A limit of so many bytes per second. To be called within a tokio runtime.
+    pub(super) fn new(bytes_per_s: u64) -> UploadLimit {
+        let pacer = Pacer::new(bytes_per_s, Instant::now());
+        let state = Waiters { pacer, wakers: HashMap::new(), served: HashMap::new() };
+        let changed = Arc::new(Notify::new());
+        let shared = Arc::new(Shared { state: Mutex::new(state), changed: changed.clone() });
+        tokio::spawn(serve(Arc::downgrade(&shared), changed));
+        UploadLimit(shared)
+    }
+}
+
+impl Shared {
+    fn with<T>(&self, access: impl FnOnce(&mut Waiters) -> T) -> T {
+        access(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        self.changed.notify_one();
+    }
+}
+
+/// Wakes those who waited when there is something for them; sleeps otherwise.
+async fn serve(shared: Weak<Shared>, changed: Arc<Notify>) {
+    loop {
+        let next = match shared.upgrade() {
+            None => return,
+            Some(shared) => shared.with(|state| {
+                let (served, next) = state.pacer.release(Instant::now());
+                for (ticket, bytes) in served {
+                    state.served.insert(ticket, bytes);
+                    if let Some(waker) = state.wakers.remove(&ticket) {
+                        waker.wake();
+                    }
+                }
+                next
+            }),
+        };
+        match next {
+            Some(at) => tokio::time::sleep_until(at.into()).await,
+            None => changed.notified().await,
+        }
+    }
+}
+
+/// A connection whose writes are limited.
+#[derive(Debug)]
+pub(super) struct Limited<C> {
+    inner: C,
+    limit: Option<UploadLimit>,
+    share: Share,
+    /// Bytes that it may send now.
+    granted: usize,
+    /// Its place in the queue.
+    ticket: Option<Ticket>,
+}
+
+impl<C> Limited<C> {
+    /// Bytes that may be sent now, of `wanted`.
+    fn poll_grant(&mut self, context: &Context<'_>, wanted: usize) -> Poll<usize> {
+        let Some(UploadLimit(shared)) = &self.limit else {
+            return Poll::Ready(wanted);
+        };
+        if self.granted == 0 {
+            let (share, ticket) = (&mut self.share, &mut self.ticket);
+            let granted = shared.with(|state| {
+                let waits = match *ticket {
+                    Some(ticket) => ticket,
+                    None => match state.pacer.ask(share, wanted, Instant::now()) {
+                        Grant::Now(bytes) => return Some(bytes),
+                        Grant::Wait(ticket) => ticket,
+                    },
+                };
+                let served = state.served.remove(&waits);
+                *ticket = served.is_none().then_some(waits);
+                if served.is_none() {
+                    state.wakers.insert(waits, context.waker().clone());
+                }
+                served
+            });
+            match granted {
+                Some(bytes) => self.granted = bytes,
+                None => {
+                    shared.changed.notify_one();
+                    return Poll::Pending;
+                }
+            }
+        }
+        Poll::Ready(self.granted.min(wanted))
+    }
+
+    /// Of the bytes granted, so many were sent: the rest is for others.
+    fn spend(&mut self, sent: usize) {
+        let left = std::mem::take(&mut self.granted).saturating_sub(sent);
+        if let Some(UploadLimit(shared)) = self.limit.as_ref().filter(|_| left > 0) {
+            shared.with(|state| state.pacer.give_back(left));
+        }
+    }
+}
+
+impl<C> Drop for Limited<C> {
+    fn drop(&mut self) {
+        self.spend(0);
+        if let (Some(UploadLimit(shared)), Some(ticket)) = (&self.limit, self.ticket) {
+            shared.with(|state| {
+                state.wakers.remove(&ticket);
+                match state.served.remove(&ticket) {
+                    Some(bytes) => state.pacer.give_back(bytes),
+                    None => state.pacer.forget(ticket),
+                }
+            });
+        }
+    }
+}
+
+impl<C: AsyncRead + Unpin> AsyncRead for Limited<C> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut [u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.inner).poll_read(context, buffer)
+    }
+}
+
+impl<C: AsyncWrite + Unpin> AsyncWrite for Limited<C> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        if buffer.is_empty() {
+            return Pin::new(&mut self.inner).poll_write(context, buffer);
+        }
+        let Poll::Ready(length) = self.poll_grant(context, buffer.len()) else {
+            return Poll::Pending;
+        };
+        let part = buffer.get(..length).unwrap_or(buffer);
+        let written = Pin::new(&mut self.inner).poll_write(context, part);
+        // A connection that takes nothing now keeps its chunk until it does.
+        if let Poll::Ready(outcome) = &written {
+            let sent = outcome.as_ref().copied().unwrap_or(0);
+            self.spend(sent);
+        }
+        written
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.inner).poll_flush(context)
+    }
+
+    fn poll_close(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.inner).poll_close(context)
+    }
+}
+
+/// Yamux over connections whose writes are limited, if there is a limit.
+#[derive(Clone, Debug)]
+pub(super) struct LimitedYamux {
+    pub(super) yamux: yamux::Config,
+    pub(super) limit: Option<UploadLimit>,
+}
+
+impl LimitedYamux {
+    fn connection<C>(self, inner: C) -> (yamux::Config, Limited<C>) {
+        let LimitedYamux { yamux, limit } = self;
+        (yamux, Limited { inner, limit, share: Share::default(), granted: 0, ticket: None })
+    }
+}
+
+impl UpgradeInfo for LimitedYamux {
+    type Info = <yamux::Config as UpgradeInfo>::Info;
+    type InfoIter = <yamux::Config as UpgradeInfo>::InfoIter;
+
+    fn protocol_info(&self) -> Self::InfoIter {
+        self.yamux.protocol_info()
+    }
+}
+
+impl<C> InboundConnectionUpgrade<C> for LimitedYamux
+where
+    C: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
+    type Output = <yamux::Config as InboundConnectionUpgrade<Limited<C>>>::Output;
+    type Error = <yamux::Config as InboundConnectionUpgrade<Limited<C>>>::Error;
+    type Future = <yamux::Config as InboundConnectionUpgrade<Limited<C>>>::Future;
+
+    fn upgrade_inbound(self, socket: C, info: Self::Info) -> Self::Future {
+        let (yamux, connection) = self.connection(socket);
+        yamux.upgrade_inbound(connection, info)
+    }
+}
+
+impl<C> OutboundConnectionUpgrade<C> for LimitedYamux
+where
+    C: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
+    type Output = <yamux::Config as OutboundConnectionUpgrade<Limited<C>>>::Output;
+    type Error = <yamux::Config as OutboundConnectionUpgrade<Limited<C>>>::Error;
+    type Future = <yamux::Config as OutboundConnectionUpgrade<Limited<C>>>::Future;
+
+    fn upgrade_outbound(self, socket: C, info: Self::Info) -> Self::Future {
+        let (yamux, connection) = self.connection(socket);
+        yamux.upgrade_outbound(connection, info)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use futures::AsyncWriteExt;
+    use futures::future::join_all;
+
+    use super::*;
+
+    fn limited(limit: &UploadLimit) -> Limited<Vec<u8>> {
+        let yamux = LimitedYamux { yamux: yamux::Config::default(), limit: Some(limit.clone()) };
+        yamux.connection(Vec::new()).1
+    }
+
+    #[tokio::test]
+    async fn connections_together_send_no_faster_than_the_limit() {
+        let limit = UploadLimit::new(1_000_000);
+        let start = Instant::now();
+        let mut connections: Vec<_> = (0..4).map(|_| limited(&limit)).collect();
+        let data: Vec<u8> = (0..50_000).map(|n| (n % 251) as u8).collect();
+        join_all(connections.iter_mut().map(|connection| connection.write_all(&data))).await;
+        let least = Duration::from_millis(160);
+        assert!(start.elapsed() >= least, "{:?} for 200 kB", start.elapsed());
+        assert!(connections.iter().all(|connection| connection.inner == data));
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_is_dropped_while_it_waits_holds_nobody_up() {
+        let limit = UploadLimit::new(100_000);
+        let (mut gone, mut stays) = (limited(&limit), limited(&limit));
+        let data = vec![7; 20_000];
+        let given_up = tokio::time::timeout(Duration::from_millis(30), gone.write_all(&data));
+        assert!(given_up.await.is_err(), "20 kB take 200 ms");
+        drop(gone);
+        stays.write_all(&data).await.unwrap();
+        assert_eq!(stays.inner, data);
+        limit.0.with(|state| assert!(state.wakers.is_empty() && state.served.is_empty()));
+    }
+
+    #[tokio::test]
+    async fn without_a_limit_everything_goes_at_once() {
+        let yamux = LimitedYamux { yamux: yamux::Config::default(), limit: None };
+        let mut free = yamux.connection(Vec::new()).1;
+        let data = vec![1; 1 << 20];
+        let context = &mut Context::from_waker(Waker::noop());
+        let written = Pin::new(&mut free).poll_write(context, &data);
+        assert!(matches!(written, Poll::Ready(Ok(length)) if length == data.len()));
+    }
+}

@@ -1,0 +1,331 @@
+//! Who may send how much, and when: a token bucket over all connections with fair queueing. Pure;
+//! the time is passed in.
+//!
+//! Tokens are bytes. While there are some, whoever asks is served at once, up to [`CHUNK`] bytes.
+//! Otherwise requests wait in the order of their finish tags. The start tag of a request is the finish
+//! tag of the connection's request before it, or the virtual time if that is more; its finish tag is
+//! the start tag plus its bytes. The virtual time is the least start tag of the requests that wait.
+//!
+//! So busy connections get the same share. A small request of a connection that was idle, such as the
+//! answer of a decode step, has the least finish tag: it waits for the chunk that is being sent, and
+//! for requests that are smaller still. This holds for any number of busy connections. Order by start
+//! tags would put a newcomer behind all busy connections with the same start tag, up to a round.
+//!
+//! Frame headers of yamux are written on their own. They are charged and do not wait, or a small answer
+//! would wait for one chunk before its header and for another before its body.
+//!
+//! Source: WF2Q+ (Bennett, Zhang 1997), without its test whether a request is eligible.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+/// Bytes given at once at most; a frame of yamux.
+pub const CHUNK: usize = 16 << 10;
+
+/// Bytes given at once at least: a packet.
+const LEAST_CHUNK: usize = 1 << 10;
+
+/// Requests of at most so many bytes do not wait: frame headers (12 bytes) and pings.
+const HEADER: usize = 64;
+
+/// How long a chunk of a slow network may take, and how much unused time is made up for.
+const SLICE: Duration = Duration::from_millis(20);
+
+/// Names a request that waits.
+pub type Ticket = u64;
+
+/// Whether a connection may send.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Grant {
+    /// So many bytes, now.
+    Now(usize),
+    /// Later; [`Pacer::release`] says when.
+    Wait(Ticket),
+}
+
+/// What a connection was given so far, on the scale of all of them.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Share {
+    /// Where its next request begins.
+    end: u64,
+}
+
+/// A request in the queue.
+#[derive(Clone, Copy, Debug)]
+struct Waiting {
+    /// Its start tag.
+    start: u64,
+    bytes: usize,
+}
+
+/// The bucket and the queue.
+#[derive(Debug)]
+pub struct Pacer {
+    bytes_per_s: f64,
+    /// Bytes that may be sent; below 0 while a chunk that was given is paid off.
+    tokens: f64,
+    /// When `tokens` was right.
+    at: Instant,
+    /// Virtual time.
+    now: u64,
+    tickets: Ticket,
+    /// The requests that wait, by finish tag.
+    queue: BTreeMap<(u64, Ticket), Waiting>,
+    /// Start tags of the requests that wait.
+    starts: BTreeSet<(u64, Ticket)>,
+}
+
+impl Pacer {
+    /// A full bucket of so many bytes per second, at least one.
+    pub fn new(bytes_per_s: u64, at: Instant) -> Pacer {
+        let bytes_per_s = bytes_per_s.max(1) as f64;
+        let (queue, starts) = (BTreeMap::new(), BTreeSet::new());
+        let mut pacer = Pacer { bytes_per_s, tokens: 0.0, at, now: 0, tickets: 0, queue, starts };
+        pacer.tokens = pacer.most();
+        pacer
+    }
+
+    /// Bytes that the bucket holds.
+    fn most(&self) -> f64 {
+        (self.bytes_per_s * SLICE.as_secs_f64()).max(LEAST_CHUNK as f64)
+    }
+
+    /// Bytes that are given at once.
+    fn chunk(&self) -> usize {
+        // Within the bounds of a chunk, so nothing is cut.
+        (self.most() as usize).clamp(LEAST_CHUNK, CHUNK)
+    }
+
+    fn fill(&mut self, now: Instant) {
+        let passed = now.saturating_duration_since(self.at).as_secs_f64();
+        self.tokens = (self.tokens + passed * self.bytes_per_s).min(self.most());
+        self.at = self.at.max(now);
+    }
+
+    /// A connection wants to send `bytes`.
+    pub fn ask(&mut self, share: &mut Share, bytes: usize, now: Instant) -> Grant {
+        let bytes = bytes.min(self.chunk());
+        let start = share.end.max(self.now);
+        share.end = start.saturating_add(bytes as u64);
+        self.fill(now);
+        if self.queue.is_empty() && self.tokens > 0.0 {
+            self.tokens -= bytes as f64;
+            self.now = start;
+            return Grant::Now(bytes);
+        }
+        // The debt has a bound, so that headers alone cannot exceed the limit either.
+        if bytes <= HEADER && self.tokens > -2.0 * self.chunk() as f64 {
+            self.tokens -= bytes as f64;
+            return Grant::Now(bytes);
+        }
+        self.tickets += 1;
+        self.queue.insert((share.end, self.tickets), Waiting { start, bytes });
+        self.starts.insert((start, self.tickets));
+        Grant::Wait(self.tickets)
+    }
+
+    /// The requests that may be served now with their bytes, in order, and when to ask again if
+    /// others wait.
+    pub fn release(&mut self, now: Instant) -> (Vec<(Ticket, usize)>, Option<Instant>) {
+        self.fill(now);
+        let mut served = Vec::new();
+        while self.tokens > 0.0
+            && let Some(((_, ticket), Waiting { start, bytes })) = self.queue.pop_first()
+        {
+            // The request that is served counts: its connection asks again only later.
+            let least = self.starts.first().map_or(start, |(least, _)| *least);
+            self.starts.remove(&(start, ticket));
+            self.now = self.now.max(least);
+            self.tokens -= bytes as f64;
+            served.push((ticket, bytes));
+        }
+        // A little later than the last debt is paid, so that there is a token then.
+        let paid = Duration::from_secs_f64((1.0 - self.tokens.min(0.0)) / self.bytes_per_s);
+        (served, (!self.queue.is_empty()).then(|| self.at + paid))
+    }
+
+    /// A connection did not send so many of its bytes.
+    pub fn give_back(&mut self, bytes: usize) {
+        self.tokens = (self.tokens + bytes as f64).min(self.most());
+    }
+
+    /// A connection that waited is gone.
+    pub fn forget(&mut self, ticket: Ticket) {
+        self.queue.retain(|(_, waiting), _| *waiting != ticket);
+        self.starts.retain(|(_, waiting)| *waiting != ticket);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+
+    const MB_PER_S: u64 = 1_000_000;
+
+    /// Connections that want to send so many bytes, served until `time` has passed; the bytes that
+    /// each has sent, and when each was done.
+    struct Run {
+        sent: Vec<usize>,
+        done: Vec<Option<Duration>>,
+    }
+
+    fn run(bytes_per_s: u64, wants: &[(Duration, usize)], time: Duration) -> Run {
+        let start = Instant::now();
+        let mut pacer = Pacer::new(bytes_per_s, start);
+        let mut shares = vec![Share::default(); wants.len()];
+        let mut waiting: HashMap<Ticket, usize> = HashMap::new();
+        let mut run = Run { sent: vec![0; wants.len()], done: vec![None; wants.len()] };
+        let mut idle: Vec<usize> = (0..wants.len()).collect();
+        let mut now = start;
+        while now < start + time {
+            let (served, next) = pacer.release(now);
+            for (ticket, bytes) in served {
+                let connection = waiting.remove(&ticket).unwrap();
+                run.sent[connection] += bytes;
+                idle.push(connection);
+            }
+            let asks = |c: &usize| wants[*c].0 <= now - start && run.done[*c].is_none();
+            let (ready, later): (Vec<usize>, Vec<usize>) = idle.into_iter().partition(asks);
+            idle = later;
+            let mut went = false;
+            for connection in ready {
+                let left = wants[connection].1 - run.sent[connection];
+                if left == 0 {
+                    run.done[connection] = Some(now - start);
+                    continue;
+                }
+                match pacer.ask(&mut shares[connection], left, now) {
+                    Grant::Now(bytes) => {
+                        run.sent[connection] += bytes;
+                        idle.push(connection);
+                        went = true;
+                    }
+                    Grant::Wait(ticket) => drop(waiting.insert(ticket, connection)),
+                }
+            }
+            if !went {
+                now = next
+                    .unwrap_or(now + Duration::from_millis(1))
+                    .min(now + Duration::from_millis(1))
+                    .max(now + Duration::from_micros(50));
+            }
+        }
+        run
+    }
+
+    #[test]
+    fn no_more_goes_out_than_allowed_and_no_less_is_used() {
+        for rate in [20_000, MB_PER_S, 125 * MB_PER_S] {
+            let second = Duration::from_secs(1);
+            let run = run(rate, &[(Duration::ZERO, usize::MAX / 2); 3], second);
+            let sent: usize = run.sent.iter().sum();
+            let most = rate as f64 * 1.02 + 2.0 * CHUNK as f64;
+            assert!((sent as f64) <= most, "{rate}: {sent}");
+            assert!(sent as f64 >= rate as f64 * 0.95, "{rate}: {sent}");
+        }
+    }
+
+    #[test]
+    fn connections_that_send_much_get_the_same() {
+        let run = run(MB_PER_S, &[(Duration::ZERO, usize::MAX / 2); 4], Duration::from_secs(2));
+        let (least, most) = (run.sent.iter().min().unwrap(), run.sent.iter().max().unwrap());
+        assert!(most - least <= 2 * CHUNK, "{:?}", run.sent);
+    }
+
+    #[test]
+    fn a_small_answer_goes_before_bulk_that_came_first() {
+        let late = Duration::from_millis(500);
+        let mut wants = vec![(Duration::ZERO, usize::MAX / 2); 8];
+        wants.push((late, 4096));
+        let run = run(MB_PER_S, &wants, Duration::from_secs(1));
+        let waited = run.done[8].unwrap() - late;
+        // A chunk of another connection, and its own.
+        let chunks = Duration::from_secs_f64(2.5 * CHUNK as f64 / MB_PER_S as f64);
+        assert!(waited <= chunks, "{waited:?}");
+    }
+
+    /// Bytes of others that are sent before the 4 KB of a newcomer, which asks after so many grants to
+    /// `busy` connections. These begin at the same tag, or at tags that are spread over a chunk.
+    fn bytes_before_a_newcomer(busy: usize, grants: usize, is_spread: bool) -> usize {
+        let mut now = Instant::now();
+        let mut pacer = Pacer::new(MB_PER_S, now);
+        let mut shares = vec![Share::default(); busy];
+        let mut waiting: HashMap<Ticket, usize> = HashMap::new();
+        let first = |n: usize| if is_spread { (n + 1) * CHUNK / busy } else { CHUNK };
+        let mut ready: Vec<(usize, usize)> = (0..busy).map(|n| (n, first(n))).collect();
+        let (mut granted, mut before, mut small) = (0, 0, None);
+        loop {
+            while let Some((connection, bytes)) = ready.pop() {
+                // As yamux writes: a header, and then a body.
+                pacer.ask(&mut shares[connection], 12, now);
+                match pacer.ask(&mut shares[connection], bytes, now) {
+                    Grant::Now(_) => ready.push((connection, CHUNK)),
+                    Grant::Wait(ticket) => drop(waiting.insert(ticket, connection)),
+                }
+            }
+            if granted >= grants && small.is_none() {
+                let mut share = Share::default();
+                assert_eq!(pacer.ask(&mut share, 12, now), Grant::Now(12), "a header waits");
+                let Grant::Wait(ticket) = pacer.ask(&mut share, 4096, now) else { return 0 };
+                small = Some(ticket);
+            }
+            let (served, next) = pacer.release(now);
+            for (ticket, bytes) in served {
+                if small == Some(ticket) {
+                    return before;
+                }
+                granted += 1;
+                before += if small.is_some() { bytes } else { 0 };
+                ready.extend(waiting.remove(&ticket).map(|connection| (connection, CHUNK)));
+            }
+            now = next.unwrap_or(now);
+        }
+    }
+
+    #[test]
+    fn a_newcomer_waits_for_at_most_one_chunk_in_any_phase_of_a_round() {
+        for busy in [8, 64] {
+            for (grants, is_spread) in (busy..3 * busy).flat_map(|n| [(n, false), (n, true)]) {
+                let before = bytes_before_a_newcomer(busy, grants, is_spread);
+                assert!(before <= CHUNK, "{busy} busy, {grants} grants, {is_spread}: {before}");
+            }
+        }
+    }
+
+    #[test]
+    fn headers_do_not_wait_while_the_debt_is_small() {
+        let start = Instant::now();
+        let mut pacer = Pacer::new(MB_PER_S, start);
+        let mut share = Share::default();
+        let headers =
+            (0..10_000).take_while(|_| matches!(pacer.ask(&mut share, 12, start), Grant::Now(12)));
+        // The bucket of 20 ms, and a debt of two chunks.
+        assert!((4000..=4400).contains(&headers.count()));
+    }
+
+    #[test]
+    fn a_connection_that_was_silent_saves_nothing_up() {
+        let late = Duration::from_millis(500);
+        let wants = [(Duration::ZERO, usize::MAX / 2), (late, usize::MAX / 2)];
+        let run = run(MB_PER_S, &wants, Duration::from_millis(1500));
+        let alone = 500_000;
+        let shared = run.sent[0] - alone;
+        assert!(shared.abs_diff(run.sent[1]) <= 3 * CHUNK, "{:?}", run.sent);
+    }
+
+    #[test]
+    fn what_was_not_sent_is_given_back_and_who_is_gone_waits_no_more() {
+        let start = Instant::now();
+        let mut pacer = Pacer::new(MB_PER_S, start);
+        let (mut one, mut two) = (Share::default(), Share::default());
+        assert_eq!(pacer.ask(&mut one, CHUNK, start), Grant::Now(CHUNK));
+        assert_eq!(pacer.ask(&mut one, CHUNK, start), Grant::Now(CHUNK));
+        let Grant::Wait(ticket) = pacer.ask(&mut one, CHUNK, start) else { panic!("empty") };
+        let Grant::Wait(gone) = pacer.ask(&mut two, CHUNK, start) else { panic!("empty") };
+        pacer.forget(gone);
+        pacer.give_back(2 * CHUNK);
+        assert_eq!(pacer.release(start), (vec![(ticket, CHUNK)], None));
+    }
+}

@@ -1,0 +1,283 @@
+//! What the Hub says of itself, of the token and of the model. It is somebody else's service: each
+//! answer is bounded in bytes and time.
+
+use std::time::{Duration, SystemTime};
+
+use futures::StreamExt;
+use reqwest::{Client, Response, StatusCode, header};
+use serde::Deserialize;
+use shared::causes::root_cause;
+use shared::checkup::{HubFacts, HubQuestion, ModelState, TokenState};
+
+use super::date::unix_seconds;
+use crate::http;
+
+/// The public Hub (`huggingface_hub`, `constants.py`, `_HF_DEFAULT_ENDPOINT`).
+const PUBLIC: &str = "https://huggingface.co";
+/// Time for one request.
+const REQUEST_LIMIT: Duration = Duration::from_secs(8);
+/// Longest round trip after which the Hub's clock counts: an answer that is late on one way only makes
+/// an error of half of it.
+const MAX_ROUND_TRIP: Duration = Duration::from_secs(2);
+/// The largest models have some hundred files.
+const MAX_ANSWER_BYTES: usize = 4 << 20;
+/// Characters of an account's name that are shown.
+const MAX_NAME: usize = 100;
+/// Endings of files with weights, in the order in which they are taken (`prepare`).
+const WEIGHTS: [&str; 2] = [".safetensors", ".bin"];
+
+/// Asks the Hub; the three answers are waited for together.
+pub(super) fn observe(question: &HubQuestion) -> Result<HubFacts, String> {
+    let failed = |error: std::io::Error| format!("cannot start a request: {error}");
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+    let client = http::client(REQUEST_LIMIT).map_err(|error| error.to_string())?;
+    runtime.block_on(Asker { client, question }.ask())
+}
+
+struct Asker<'a> {
+    client: Client,
+    question: &'a HubQuestion,
+}
+
+/// The model's entry in the Hub's interface.
+#[derive(Deserialize)]
+struct Listing {
+    #[serde(default)]
+    siblings: Vec<Sibling>,
+}
+
+#[derive(Deserialize)]
+struct Sibling {
+    rfilename: String,
+    #[serde(default)]
+    size: Option<u64>,
+}
+
+#[derive(Deserialize)]
+struct Account {
+    name: String,
+}
+
+impl Asker<'_> {
+    async fn ask(&self) -> Result<HubFacts, String> {
+        let (clock, token, model, model_bytes) =
+            tokio::join!(self.clock(), self.token(), self.model(), self.model_bytes());
+        let (endpoint, clock_ahead_s) = (self.endpoint().to_owned(), clock?);
+        Ok(HubFacts { endpoint, clock_ahead_s, token, model, model_bytes })
+    }
+
+    fn endpoint(&self) -> &str {
+        self.question.hub.endpoint.as_deref().unwrap_or(PUBLIC).trim_end_matches('/')
+    }
+
+    /// Whether the Hub answers at all, and how far its clock is behind ours.
+    async fn clock(&self) -> Result<Option<f64>, String> {
+        // The first request also resolves the name and opens a connection, which takes the time of
+        // the request alone. The second one uses that connection.
+        let first = self.client.head(self.endpoint()).send().await;
+        drop(first.map_err(|error| why(&error))?);
+        let sent = now();
+        let second = self.client.head(self.endpoint()).send();
+        let Ok(Ok(answer)) = tokio::time::timeout(MAX_ROUND_TRIP, second).await else {
+            return Ok(None);
+        };
+        let middle = (sent + now()) / 2.0;
+        // Of a cache, which keeps the date of an earlier answer.
+        if answer.headers().contains_key(header::AGE) {
+            return Ok(None);
+        }
+        let date = answer.headers().get(header::DATE).and_then(|date| date.to_str().ok());
+        // A date is cut to whole seconds.
+        Ok(date.and_then(unix_seconds).map(|date| middle - (date as f64 + 0.5)))
+    }
+
+    async fn token(&self) -> Option<TokenState> {
+        self.question.hub.token.as_ref()?;
+        let url = format!("{}/api/whoami-v2", self.endpoint());
+        Some(match self.get(&url).await {
+            Ok((StatusCode::OK, body)) => match serde_json::from_slice::<Account>(&body) {
+                Ok(account) => TokenState::Valid(account.name.chars().take(MAX_NAME).collect()),
+                Err(error) => TokenState::Unknown(format!("cannot read its answer: {error}")),
+            },
+            Ok((StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN, _)) => TokenState::Refused,
+            Ok((status, _)) => TokenState::Unknown(format!("it answered with status {status}")),
+            Err(why) => TokenState::Unknown(why),
+        })
+    }
+
+    /// Whether the model's config can be read, which is the first thing that a start reads.
+    async fn model(&self) -> Option<ModelState> {
+        let model = self.question.model.as_deref()?;
+        let url = format!("{}/{model}/resolve/{}/config.json", self.endpoint(), self.revision());
+        let sent = self.request(self.client.head(url)).send().await;
+        Some(match sent.map(|answer| answer.status()) {
+            Ok(status) if status.is_success() || status.is_redirection() => ModelState::Readable,
+            Ok(StatusCode::NOT_FOUND) => ModelState::Missing,
+            Ok(StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) => ModelState::Forbidden,
+            Ok(status) => ModelState::Unknown(format!("it answered with status {status}")),
+            Err(error) => ModelState::Unknown(why(&error)),
+        })
+    }
+
+    /// Bytes of the weights, of the first format that the model has; `None` if the Hub does not say.
+    async fn model_bytes(&self) -> Option<u64> {
+        let model = self.question.model.as_deref()?;
+        let revision = self.revision();
+        let url = format!("{}/api/models/{model}/revision/{revision}?blobs=true", self.endpoint());
+        let (status, body) = self.get(&url).await.ok()?;
+        let listing: Listing =
+            serde_json::from_slice(&body).ok().filter(|_| status.is_success())?;
+        let sum = |ending: &str| {
+            let of = listing.siblings.iter().filter(|file| file.rfilename.ends_with(ending));
+            of.filter_map(|file| file.size).fold(0, u64::saturating_add)
+        };
+        WEIGHTS.into_iter().map(sum).find(|bytes| *bytes > 0)
+    }
+
+    fn revision(&self) -> &str {
+        self.question.hub.revision.as_deref().unwrap_or("main")
+    }
+
+    fn request(&self, request: reqwest::RequestBuilder) -> reqwest::RequestBuilder {
+        match &self.question.hub.token {
+            Some(token) => request.bearer_auth(token.reveal()),
+            None => request,
+        }
+    }
+
+    async fn get(&self, url: &str) -> Result<(StatusCode, Vec<u8>), String> {
+        let answer = self.request(self.client.get(url)).send().await;
+        let answer = answer.map_err(|error| why(&error))?;
+        Ok((answer.status(), body(answer).await?))
+    }
+}
+
+async fn body(answer: Response) -> Result<Vec<u8>, String> {
+    let (mut body, mut pieces) = (Vec::new(), answer.bytes_stream());
+    while let Some(piece) = pieces.next().await {
+        let piece = piece.map_err(|error| why(&error))?;
+        if body.len() + piece.len() > MAX_ANSWER_BYTES {
+            return Err(format!("its answer has more than {MAX_ANSWER_BYTES} bytes"));
+        }
+        body.extend_from_slice(&piece);
+    }
+    Ok(body)
+}
+
+fn why(error: &reqwest::Error) -> String {
+    match error.is_timeout() {
+        true => "no answer in time".to_owned(),
+        false => root_cause(error),
+    }
+}
+
+fn now() -> f64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    since.map_or(0.0, |since| since.as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use shared::config::{HubConfig, Secret};
+
+    use super::*;
+    use crate::http::stand_in::{StandIn, answer};
+
+    const DATE: &str = "Sun, 06 Nov 1994 08:49:37 GMT";
+
+    /// An answer with [`DATE`] and this header.
+    fn dated(header: &str) -> Option<Vec<u8>> {
+        let head = format!("HTTP/1.1 200 OK\r\nDate: {DATE}\r\n{header}\r\n");
+        Some(format!("{head}Connection: close\r\nContent-Length: 0\r\n\r\n").into())
+    }
+
+    /// Asks a Hub that answers each path as `status` says.
+    fn asked(
+        token: Option<&str>,
+        status: impl Fn(&str) -> Option<Vec<u8>> + Send + Sync + 'static,
+    ) -> Result<HubFacts, String> {
+        let runtime = tokio::runtime::Runtime::new().unwrap();
+        let hub = runtime.block_on(StandIn::start(move |_, path| status(path)));
+        let config = HubConfig {
+            endpoint: Some(format!("{}/", hub.url)),
+            token: token.map(Secret::new),
+            ..HubConfig::default()
+        };
+        let question = HubQuestion { hub: config, model: Some("org/name".to_owned()) };
+        observe(&question)
+    }
+
+    #[test]
+    fn a_hub_that_knows_token_and_model_tells_them_its_clock_and_the_size() {
+        let facts = asked(Some("hf_good"), |path| {
+            match path {
+                "/api/whoami-v2" => answer("200 OK", br#"{"name": "ada", "more": [1]}"#),
+                "/api/models/org/name/revision/main?blobs=true" => answer(
+                    "200 OK",
+                    br#"{"siblings": [{"rfilename": "a.safetensors", "size": 5}, {"rfilename": "b.bin", "size": 9},
+                        {"rfilename": "c.safetensors", "size": 7}, {"rfilename": "README.md"}]}"#,
+                ),
+                "/" => dated("Server: a"),
+                "/org/name/resolve/main/config.json" => answer("200 OK", b""),
+                _ => answer("404 Not Found", b""),
+            }
+        });
+        let facts = facts.unwrap();
+        assert_eq!(facts.token, Some(TokenState::Valid("ada".to_owned())));
+        assert_eq!((facts.model, facts.model_bytes), (Some(ModelState::Readable), Some(12)));
+        let ahead = now() - 784_111_777.0;
+        assert!(facts.clock_ahead_s.is_some_and(|s| (s - ahead).abs() < 60.0), "{ahead}");
+    }
+
+    #[test]
+    fn only_a_prompt_answer_of_the_hub_itself_tells_the_time() {
+        let clock = |slow: usize, header: &'static str| {
+            let count = AtomicUsize::new(0);
+            let facts = asked(None, move |path| {
+                if path == "/" && count.fetch_add(1, Ordering::Relaxed) == slow {
+                    std::thread::sleep(MAX_ROUND_TRIP + Duration::from_millis(500));
+                }
+                dated(header)
+            });
+            facts.unwrap().clock_ahead_s
+        };
+        let ahead = clock(0, "Server: a").map(|ahead| now() - 784_111_777.0 - ahead);
+        assert!(ahead.is_some_and(|error| error.abs() < 1.5), "a slow first answer: {ahead:?}");
+        assert_eq!(clock(1, "Server: a"), None, "a slow second answer");
+        assert_eq!(clock(9, "Age: 7"), None);
+    }
+
+    #[test]
+    fn refusals_are_told_apart_and_nonsense_is_no_answer() {
+        for (status, token, model) in [
+            ("401 Unauthorized", TokenState::Refused, ModelState::Forbidden),
+            ("403 Forbidden", TokenState::Refused, ModelState::Forbidden),
+            (
+                "404 Not Found",
+                TokenState::Unknown("it answered with status 404 Not Found".into()),
+                ModelState::Missing,
+            ),
+        ] {
+            let facts = asked(Some("hf_bad"), move |_| answer(status, b""));
+            let facts = facts.unwrap();
+            assert_eq!((facts.token, facts.model), (Some(token), Some(model)), "{status}");
+            assert_eq!(facts.model_bytes, None);
+        }
+        let facts = asked(None, |_| answer("200 OK", b"<html>"));
+        let facts = facts.unwrap();
+        assert_eq!((facts.token, facts.model_bytes), (None, None), "no token, no question");
+        let endless = vec![b' '; 2 * MAX_ANSWER_BYTES];
+        let facts = asked(Some("hf_x"), move |_| answer("200 OK", &endless));
+        assert!(matches!(facts.unwrap().token, Some(TokenState::Unknown(_))));
+    }
+
+    #[test]
+    fn a_hub_that_is_down_is_an_error() {
+        let hub = HubConfig { endpoint: Some("http://127.0.0.1:1".into()), ..HubConfig::default() };
+        let question = HubQuestion { hub, model: None };
+        assert!(observe(&question).unwrap_err().to_lowercase().contains("refused"));
+    }
+}

@@ -1,0 +1,66 @@
+//! SIGHUP: reads the settings again. What can change while the server runs does; the rest is named.
+
+use std::time::Instant;
+
+use shared::config::LogFormat;
+use tracing::{info, warn};
+
+use super::Driver;
+use crate::cli::Settings;
+use crate::tree::Event;
+
+/// Settings that a running server takes over.
+const TAKEN_OVER: [&str; 5] =
+    ["drain_timeout", "max_restarts", "restart_window", "retry_after", "start_timeout"];
+
+/// The settings of this process as they are now.
+pub(super) fn settings() -> Result<Settings, String> {
+    let args: Vec<_> = std::env::args_os().collect();
+    let env = |name: &str| std::env::var(name).ok();
+    Settings::read(&args, &env).map_err(|error| error.to_string())
+}
+
+impl Driver<'_> {
+    /// A terminal that closes ends the run; anybody else who sends SIGHUP changed the settings.
+    pub(super) fn hung_up(&mut self) {
+        if self.config.log.format == LogFormat::Terminal {
+            return self.pending.push_back(Event::Stop);
+        }
+        let now = Instant::now();
+        if let Some(service) = &mut self.service {
+            service.reloading(now);
+        }
+        match settings() {
+            Ok(settings) => self.take_over(settings),
+            Err(error) => {
+                let error = error.trim().trim_start_matches("error: ");
+                warn!("cannot read the settings again, the running server keeps its own: {error}");
+            }
+        }
+    }
+
+    fn take_over(&mut self, settings: Settings) {
+        let Some(before) = &self.settings else {
+            return warn!("cannot tell which settings changed: restart to apply them");
+        };
+        let changed = settings.changed(before);
+        let (taken, others): (Vec<String>, Vec<String>) =
+            changed.into_iter().partition(|name| TAKEN_OVER.contains(&name.as_str()));
+        let restart = settings.config.restart;
+        // Children beat as often as they were told at their start.
+        let hang_timeout = self.config.restart.hang_timeout;
+        self.config.restart = shared::config::RestartConfig { hang_timeout, ..restart };
+        self.config.drain_timeout = settings.config.drain_timeout;
+        self.tree.set_limits(self.config.restart, self.config.drain_timeout);
+        match (taken.is_empty(), others.is_empty()) {
+            (true, true) => info!("settings read again: nothing changed"),
+            (false, _) => info!(changed = %taken.join(", "), "settings read again"),
+            (true, false) => {}
+        }
+        if !others.is_empty() {
+            let others = others.join(", ");
+            return warn!(changed = %others, "these settings need a restart of the server");
+        }
+        self.settings = Some(settings);
+    }
+}
