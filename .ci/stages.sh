@@ -7,6 +7,8 @@ export CARGO_TARGET_DIR=$target CARGO_INCREMENTAL=0 CARGO_TERM_COLOR=never CARGO
 unset RUSTFLAGS RUSTDOCFLAGS RUSTC_WORKSPACE_WRAPPER
 
 stage= began=0 table= summary= scratch=
+# The release build of this call, if a stage made one: that of an earlier call may be older than its sources.
+release=
 
 # One line: what processes of ours and tests leave in folders that belong to all.
 shared_files() {
@@ -89,11 +91,11 @@ without_warnings() {
     return $status
 }
 
-# Runs the interop scenarios; the closing line is kept for the end.
+# Runs the interop scenarios against the release build of this call, if there is one, else the debug build; the closing line is kept
+# for the end.
 interop() {
-    local log=$target/interop.log status=0 sepal=$target/release/sepal
-    [ -x "$sepal" ] || sepal=$target/debug/sepal
-    SEPAL=$sepal SEPAL_EMU=$target/debug/sepal tests/interop/run --out "$target/interop" "$@" | tee "$log" || status=$?
+    local log=$target/interop.log status=0
+    SEPAL=${release:-$target/debug/sepal} SEPAL_EMU=$target/debug/sepal tests/interop/run --out "$target/interop" "$@" | tee "$log" || status=$?
     summary=$(tail -n 1 "$log")
     return $status
 }
