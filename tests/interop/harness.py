@@ -80,9 +80,9 @@ def find_emulator():
 
 
 def find_example(name, sepal):
-    """An example of the Rust client, built beside `sepal` or with the tests."""
-    folder = os.path.dirname(sepal)
-    candidates = [os.path.join(folder, "examples", name), os.path.join(folder, "..", "debug", "examples", name)]
+    """An example of the Rust client, built beside `sepal`, or with the tests: beside the executable with emulated devices."""
+    tests = os.environ.get("SEPAL_EMU") or os.path.join(ROOT, "target", "debug", "sepal")
+    candidates = [os.path.join(os.path.dirname(path), "examples", name) for path in (sepal, tests)]
     for path in candidates:
         if os.access(path, os.X_OK):
             return os.path.abspath(path)
