@@ -12,7 +12,7 @@ use shared::ids::{Generation, WorkerId};
 use shared::shm::board::{Board, BoardError, Occupant};
 
 use crate::channel::{Channel, Message, Wake};
-use crate::spawn::Process;
+use crate::spawn::{Process, TITLE};
 use crate::tree::{ChildId, ExitStatus};
 
 /// Why a child could not be started.
@@ -196,5 +196,5 @@ fn worker_of(id: ChildId) -> Option<WorkerId> {
 }
 
 fn title_of(id: ChildId, generation: Generation) -> String {
-    format!("sepal: {id} gen {generation}")
+    format!("{TITLE}{id} gen {generation}")
 }

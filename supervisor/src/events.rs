@@ -40,6 +40,7 @@ use crate::channel::{Heard, Wake};
 use crate::child_process::{ChildProcess, slot_of};
 use crate::cli::Settings;
 use crate::devices::subprocess::Subprocess;
+use crate::feed::Feed;
 use crate::instance::Instance;
 use crate::metrics::MetricsSocket;
 use crate::placement::Share;
@@ -61,13 +62,17 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Time between two looks at the step that makes the run ready.
 const PROBE_PACE: Duration = Duration::from_millis(50);
 
-/// Runs the tree of `config` to its end.
+/// Runs the tree of `config` to its end; tells `feed` what happens.
 ///
 /// # Errors
 /// When the loop itself cannot go on: descriptors are used up or the board cannot be made. Children
 /// die with the process.
-pub fn run(config: ServeConfig, instance: &Instance) -> Result<Outcome, LoopError> {
-    Driver::new(config, instance)?.run()
+pub fn run(
+    config: ServeConfig,
+    instance: &Instance,
+    feed: &mut Option<Feed>,
+) -> Result<Outcome, LoopError> {
+    Driver::new(config, instance, feed)?.run()
 }
 
 /// How a run ended.
@@ -114,6 +119,8 @@ struct Driver<'a> {
     span: Option<shared::block::Span>,
     /// What a person at a terminal sees in place of the log.
     screen: Option<Screen>,
+    /// The program that started this run, if it wants to hear of it.
+    feed: &'a mut Option<Feed>,
     /// What the operator must do, the latest sentence of the tree.
     complaint: Option<String>,
     wake: Wake,
@@ -146,7 +153,11 @@ struct Ready {
 }
 
 impl<'a> Driver<'a> {
-    fn new(config: ServeConfig, instance: &'a Instance) -> Result<Driver<'a>, LoopError> {
+    fn new(
+        config: ServeConfig,
+        instance: &'a Instance,
+        feed: &'a mut Option<Feed>,
+    ) -> Result<Driver<'a>, LoopError> {
         let liveness = Liveness::of(config.restart.hang_timeout);
         let policy = Policy {
             restart: config.restart,
@@ -178,6 +189,7 @@ impl<'a> Driver<'a> {
             kept: None,
             span: None,
             screen: Self::screen_for(config.log.format, &config.prepare.model),
+            feed,
             complaint: None,
             status: StatusSocket::bind(&instance.status_socket())
                 .map_err(|e| LoopError::System("create the status socket", e))?,

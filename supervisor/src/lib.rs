@@ -14,6 +14,7 @@
 //! | [`devices`] | the devices that serve when none was named, and what is known of their warpgroups |
 //! | [`status`], [`report`] | `sepal status` with the socket that it asks, and what it shows |
 //! | [`metrics`] | the listening socket of `--metrics`, which netd answers |
+//! | [`feed`] | what happens, for the program that started the server |
 //! | [`restarts`] | why children were started again |
 //! | [`doctor`] | `sepal doctor` |
 //! | [`service`] | what a service manager such as systemd is told |
@@ -27,6 +28,7 @@ pub mod cli;
 pub mod devices;
 pub mod doctor;
 pub mod events;
+pub mod feed;
 pub mod instance;
 pub mod metrics;
 pub mod placement;
@@ -49,29 +51,45 @@ use shared::config::ServeConfig;
 use shared::exit::ExitReason;
 use tracing::{debug, error, info, warn};
 
+use crate::events::Outcome;
+use crate::feed::Feed;
 use crate::instance::Instance;
 
 /// Runs an instance to its end: returns when every child is reaped and every segment removed. Call
 /// it on the main thread of a process that does nothing else: it blocks SIGINT, SIGTERM and SIGHUP
 /// for good, and children die with the thread. `notes` are logged first; what goes wrong is in the
 /// log.
-pub fn serve(mut config: ServeConfig, notes: &[String]) -> ExitReason {
+pub fn serve(config: ServeConfig, notes: &[String]) -> ExitReason {
     let identity = Identity { role: "supervisor", worker: None, generation: None };
     if let Err(error) = init_logging(&config.log, identity) {
         eprintln!("sepal: {}", with_causes(&error));
         return ExitReason::BadConfig;
     }
     cli::log_notes(notes);
+    let mut feed = config.events.then(Feed::to_stdout).transpose().unwrap_or_else(|error| {
+        warn!(%error, "no thread for --events: nothing is printed");
+        None
+    });
+    let Outcome { reason, complaint } = run(config, &mut feed);
+    // The last line says what to do.
+    if let Some(complaint) = &complaint {
+        error!("{complaint}");
+    }
+    if let Some(feed) = feed {
+        feed.end(reason, complaint.as_deref());
+    }
+    reason
+}
+
+/// Runs an instance once there is a log.
+fn run(mut config: ServeConfig, feed: &mut Option<Feed>) -> Outcome {
+    let failed = |reason, complaint| Outcome { reason, complaint: Some(complaint) };
     if let Err(why) = devices::choose(&mut config) {
-        error!("{why}");
-        return ExitReason::BadConfig;
+        return failed(ExitReason::BadConfig, why);
     }
     let instance = match Instance::claim(&config.runtime_dir, config.instance.as_deref()) {
         Ok(instance) => instance,
-        Err(error) => {
-            error!("{}", with_causes(&error));
-            return error.exit_reason();
-        }
+        Err(error) => return failed(error.exit_reason(), with_causes(&error)),
     };
     // Sockets of starting children go into our own folder, where a later start finds what a killed
     // run left. Only the first server of a process can say so; for others they stay in the
@@ -86,17 +104,10 @@ pub fn serve(mut config: ServeConfig, notes: &[String]) -> ExitReason {
     for device in cli::crowded(&config.devices, config.world_size) {
         warn!(%device, "ranks of a group share one CUDA device: they compute in turns");
     }
-    let outcome = events::run(config, &instance).unwrap_or_else(|error| events::Outcome {
-        reason: error.exit_reason(),
-        complaint: Some(with_causes(&error)),
-    });
-    let reason = outcome.reason;
-    info!(%reason, code = reason.code(), "ended");
-    // The last line says what to do.
-    if let Some(complaint) = outcome.complaint {
-        error!("{complaint}");
-    }
-    reason
+    let outcome = events::run(config, &instance, feed)
+        .unwrap_or_else(|error| failed(error.exit_reason(), with_causes(&error)));
+    info!(reason = %outcome.reason, code = outcome.reason.code(), "ended");
+    outcome
 }
 
 /// Sets the soft limit of open files to `wanted`, which children inherit (`run_server.py`,

@@ -1,77 +1,8 @@
-//! Composition root of `sepal`: which subcommand runs which role. Everything else is in the crates.
+//! The executable `sepal`: all that it does is in the library beside it, which other programs use too.
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;
 
-use client::{demo, generate, probe};
-use gpu_worker::{inventory, sample, selftest};
-use netd::dht_node;
-use prepare::{cache, convert};
-use shared::bootstrap::Bootstrap;
-use shared::control::Role;
-use shared::exit::ExitReason;
-use supervisor::cli::{self, Command, with_log};
-use supervisor::devices;
-
 fn main() -> ExitCode {
-    let command = match cli::parse(std::env::args_os(), &|name| std::env::var(name).ok()) {
-        Ok(command) => command,
-        Err(error) => return ExitCode::from(error.report().code()),
-    };
-    let reason = match command {
-        Command::Serve { config, notes } => supervisor::serve(*config, &notes),
-        Command::Plan(options) => supervisor::plan::run(*options, prepare::survey_model),
-        Command::Cache(config) => cache::run_command(&config),
-        Command::Convert(config, log) => {
-            with_log(&log, "convert", || convert::run_command(&config))
-        }
-        Command::Status(options) => supervisor::status::run(&options),
-        Command::Order(options) => supervisor::status::run_order(&options),
-        Command::Generated(what) => cli::make(&what),
-        Command::Top(options) => supervisor::top::run(&options),
-        Command::Doctor(options) => supervisor::doctor::run(&options, netd::checkup::OBSERVERS),
-        Command::SelfTest { device, is_quick, parent, skipped } => {
-            supervisor::spawn::count_along_bus();
-            selftest::run_command(device, is_quick, (parent, skipped), devices::sample)
-        }
-        Command::CudaDevices { parent } => inventory::run_command(parent),
-        Command::Probe(config) => probe::run_command(&config),
-        Command::Sample { ordinal, kernels: of, parent } => {
-            sample::run_command(ordinal, of, parent)
-        }
-        Command::Role { role, bootstrap } => child(role, bootstrap),
-        Command::ShowConfig(text) => {
-            print!("{text}");
-            ExitReason::Clean
-        }
-        Command::Dht { config, log, notes } => with_log(&log, "dht", || {
-            cli::log_notes(&notes);
-            dht_node::run(config, print_addresses)
-        }),
-        Command::Generate(config, log) => {
-            with_log(&log, "generate", || generate::run_command(&config))
-        }
-        Command::Demo(config, log) => with_log(&log, "demo", || demo::run_command(&config)),
-    };
-    ExitCode::from(reason.code())
-}
-
-fn child(role: Role, bootstrap: i32) -> ExitReason {
-    let bootstrap = match Bootstrap::from_fd(bootstrap, role) {
-        Ok(bootstrap) => bootstrap,
-        Err(error) => {
-            eprintln!("sepal {}: {error}", role.name());
-            return error.exit_reason();
-        }
-    };
-    match role {
-        Role::Netd => netd::run::run(bootstrap),
-        Role::Worker => gpu_worker::run(bootstrap),
-        Role::Prepare => prepare::run(bootstrap),
-    }
-}
-
-fn print_addresses(addrs: &[String]) {
-    println!("Others join this swarm through any of these addresses:");
-    addrs.iter().for_each(|addr| println!("  --initial_peers {addr}"));
+    ExitCode::from(sepal::run_command(std::env::args_os()).code())
 }

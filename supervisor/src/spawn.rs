@@ -6,10 +6,11 @@
 //! kernel delivers PR_SET_PDEATHSIG when the *thread* that spawned them ends.
 #![allow(unsafe_code, reason = "pidfd_open has no safe wrapper")]
 
+use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
-use std::process::{Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
@@ -24,6 +25,29 @@ use crate::tree::ExitStatus;
 /// The variable that has the driver of CUDA count devices along the PCI bus, as its tools do, and not
 /// by speed.
 pub const DEVICE_ORDER: (&str, &str) = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
+
+/// How the titles of all processes of a server begin, which `ps` shows. A program that hosts a server
+/// tells by it that it was started as one of them.
+pub const TITLE: &str = "sepal: ";
+
+/// Starts this executable as `sepal ARGUMENTS...` for the program that it is a part of. Returns the
+/// process and its standard output. Ctrl-C of a terminal does not reach it.
+///
+/// # Errors
+/// When the system refuses a process.
+pub fn hosted(arguments: &[OsString], log: Stdio) -> io::Result<(Child, ChildStdout)> {
+    let mut child = Command::new("/proc/self/exe")
+        .arg0(format!("{TITLE}server of {}", std::process::id()))
+        .args(arguments)
+        .env_remove("NOTIFY_SOCKET")
+        .process_group(0)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(log)
+        .spawn()?;
+    let output = child.stdout.take().ok_or_else(|| io::Error::other("no pipe for its events"))?;
+    Ok((child, output))
+}
 
 /// Has this process count CUDA devices as the children of a supervisor do: it starts itself again, in
 /// place, with [`DEVICE_ORDER`]. For commands that open the driver themselves, before they do.

@@ -175,6 +175,7 @@ pub fn resolve_for(
         max_memory_bytes: args.limits.max_memory,
         file_limit: args.limits.increase_file_limit,
         metrics: args.supervision.metrics,
+        events: args.supervision.events,
         end_with: args.supervision.end_with,
         instance: args.supervision.instance,
         runtime_dir: args.supervision.runtime_dir.unwrap_or_else(|| runtime_dir(env)),

@@ -10,7 +10,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::spawn::DEVICE_ORDER;
+use crate::spawn::{DEVICE_ORDER, TITLE};
 
 /// How long a killed process is waited for; one that the driver holds back is left alone.
 const KILL_PATIENCE: Duration = Duration::from_secs(5);
@@ -48,7 +48,7 @@ impl Subprocess {
     pub fn start(arguments: &[&str], limit: Duration) -> Result<Subprocess, String> {
         // The file that runs now, even when its path was replaced.
         let mut command = Command::new("/proc/self/exe");
-        command.arg0(format!("sepal: {}", arguments.join(" ")));
+        command.arg0(format!("{TITLE}{}", arguments.join(" ")));
         command.env_remove("NOTIFY_SOCKET");
         command.env(DEVICE_ORDER.0, DEVICE_ORDER.1);
         command.args(arguments).args(["--parent", &std::process::id().to_string()]);

@@ -9,6 +9,7 @@ use shared::shm::board::ChildState;
 use tracing::{error, info, warn};
 
 use super::Driver;
+use crate::feed::{Event, ProcessState};
 use crate::placement;
 use crate::terminal::{Happened, Screen, Summary};
 use crate::tree::{ChildId, Lifecycle};
@@ -21,6 +22,9 @@ impl Driver<'_> {
 
     /// Follows what prepare does.
     pub(super) fn heard_prepare(&mut self, message: &FromPrepare) {
+        if let (FromPrepare::Progress(progress), Some(feed)) = (message, &mut *self.feed) {
+            feed.tell(&Event::from(*progress));
+        }
         let Some(screen) = &mut self.screen else { return };
         match message {
             FromPrepare::Progress(progress) => screen.progress(progress),
@@ -39,6 +43,10 @@ impl Driver<'_> {
     ) {
         if let Err(error) = self.segments.board.set_state(self.slot_of(id), board_state(state)) {
             warn!(child = %id, %error, "cannot write a state to the board");
+        }
+        if let (Some(feed), Some(state)) = (&mut *self.feed, process_state(state)) {
+            let (name, generation, why) = (id.to_string(), generation.0, why.to_owned());
+            feed.tell(&Event::Process { name, generation, state, why });
         }
         if let Some(screen) = &mut self.screen {
             if let Some(happened) = happened(state, why) {
@@ -75,6 +83,9 @@ impl Driver<'_> {
     pub(super) fn complain(&mut self, text: String) {
         if self.span.is_some() {
             error!("{text}");
+            if let Some(feed) = &mut *self.feed {
+                feed.tell(&Event::Complaint { text: text.clone() });
+            }
         }
         self.complaint = Some(text);
     }
@@ -82,6 +93,10 @@ impl Driver<'_> {
     /// Clients can come.
     pub(super) fn announce(&mut self, span: Span, peer_id: &str, addrs: &[String]) {
         info!(state = %"ONLINE", %span, peer_id = %peer_id, addrs = %addrs.join(" "), "online");
+        if let Some(feed) = &mut *self.feed {
+            let (peer_id, addrs) = (peer_id.to_owned(), addrs.to_vec());
+            feed.tell(&Event::Online { span, peer_id, addrs });
+        }
         let summary = self.summary(span, peer_id, addrs);
         if let Some(screen) = &mut self.screen {
             screen.online(&summary);
@@ -193,6 +208,18 @@ fn board_state(state: Lifecycle) -> ChildState {
         Lifecycle::Reaped | Lifecycle::Backoff { .. } => ChildState::Backoff,
         Lifecycle::Held { .. } | Lifecycle::Unkillable => ChildState::Held,
         Lifecycle::Gone => ChildState::Gone,
+    }
+}
+
+fn process_state(state: Lifecycle) -> Option<ProcessState> {
+    match state {
+        Lifecycle::Waiting | Lifecycle::Reaped => None,
+        Lifecycle::Starting { .. } => Some(ProcessState::Starting),
+        Lifecycle::Ready { .. } => Some(ProcessState::Ready),
+        Lifecycle::Draining { .. } => Some(ProcessState::Draining),
+        Lifecycle::Backoff { .. } => Some(ProcessState::Restarting),
+        Lifecycle::Held { .. } | Lifecycle::Unkillable => Some(ProcessState::Lost),
+        Lifecycle::Gone => Some(ProcessState::Ended),
     }
 }
 

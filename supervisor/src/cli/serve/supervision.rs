@@ -44,6 +44,9 @@ pub struct SupervisionArgs {
     /// alone is one of 127.0.0.1 [default: none]
     #[arg(long, value_name = "ADDR", value_parser = metrics_addr)]
     pub(super) metrics: Option<SocketAddr>,
+    /// Print what happens to the server on standard output, as lines of JSON
+    #[arg(long)]
+    pub(super) events: bool,
     /// A fault that each worker inflicts on itself: ACTION@POINT#JOB[xTIMES]
     #[arg(long, value_name = "FAULT", hide = true, value_parser = fault)]
     pub(super) inject_fault: Option<FaultPlan>,

@@ -1,0 +1,79 @@
+//! Composition root of `sepal`: which subcommand runs which role. Everything else is in the crates.
+
+use std::ffi::OsString;
+
+use client::{demo, generate, probe};
+use gpu_worker::{inventory, sample, selftest};
+use netd::dht_node;
+use prepare::{cache, convert};
+use shared::bootstrap::Bootstrap;
+use shared::control::Role;
+use shared::exit::ExitReason;
+use supervisor::cli::{self, Command, with_log};
+use supervisor::devices;
+
+/// Runs `sepal` with these arguments, of which the first is the program's name; says why it ended.
+///
+/// What is wrong with an argument is printed. Call it on the main thread of a process that does nothing
+/// else.
+pub fn run_command(arguments: impl Iterator<Item = OsString>) -> ExitReason {
+    let command = match cli::parse(arguments, &|name| std::env::var(name).ok()) {
+        Ok(command) => command,
+        Err(error) => return error.report(),
+    };
+    match command {
+        Command::Serve { config, notes } => supervisor::serve(*config, &notes),
+        Command::Plan(options) => supervisor::plan::run(*options, prepare::survey_model),
+        Command::Cache(config) => cache::run_command(&config),
+        Command::Convert(config, log) => {
+            with_log(&log, "convert", || convert::run_command(&config))
+        }
+        Command::Status(options) => supervisor::status::run(&options),
+        Command::Order(options) => supervisor::status::run_order(&options),
+        Command::Generated(what) => cli::make(&what),
+        Command::Top(options) => supervisor::top::run(&options),
+        Command::Doctor(options) => supervisor::doctor::run(&options, netd::checkup::OBSERVERS),
+        Command::SelfTest { device, is_quick, parent, skipped } => {
+            supervisor::spawn::count_along_bus();
+            selftest::run_command(device, is_quick, (parent, skipped), devices::sample)
+        }
+        Command::CudaDevices { parent } => inventory::run_command(parent),
+        Command::Probe(config) => probe::run_command(&config),
+        Command::Sample { ordinal, kernels: of, parent } => {
+            sample::run_command(ordinal, of, parent)
+        }
+        Command::Role { role, bootstrap } => child(role, bootstrap),
+        Command::ShowConfig(text) => {
+            print!("{text}");
+            ExitReason::Clean
+        }
+        Command::Dht { config, log, notes } => with_log(&log, "dht", || {
+            cli::log_notes(&notes);
+            dht_node::run(config, print_addresses)
+        }),
+        Command::Generate(config, log) => {
+            with_log(&log, "generate", || generate::run_command(&config))
+        }
+        Command::Demo(config, log) => with_log(&log, "demo", || demo::run_command(&config)),
+    }
+}
+
+fn child(role: Role, bootstrap: i32) -> ExitReason {
+    let bootstrap = match Bootstrap::from_fd(bootstrap, role) {
+        Ok(bootstrap) => bootstrap,
+        Err(error) => {
+            eprintln!("sepal {}: {error}", role.name());
+            return error.exit_reason();
+        }
+    };
+    match role {
+        Role::Netd => netd::run::run(bootstrap),
+        Role::Worker => gpu_worker::run(bootstrap),
+        Role::Prepare => prepare::run(bootstrap),
+    }
+}
+
+fn print_addresses(addrs: &[String]) {
+    println!("Others join this swarm through any of these addresses:");
+    addrs.iter().for_each(|addr| println!("  --initial_peers {addr}"));
+}
