@@ -15,7 +15,8 @@ use client::states::{Hidden, Prompts};
 use client::swarm::{Swarm, SwarmConfig};
 use harness::demo::{BLOCKS, HIDDEN, PROMPT, demo_model, run_session};
 use harness::peer::{Peer, noise};
-use harness::{SEPAL, Sepal, serve_args};
+use harness::session::assert_close;
+use harness::{SEPAL, Sepal, serve_args, wait_for};
 use nix::sys::signal::{Signal, kill};
 use shared::dtype::DType;
 
@@ -62,6 +63,43 @@ async fn without_a_mirror_a_death_ends_the_sessions_and_the_same_tokens_give_the
     let again = run_session(&sepal.addr(), 3, |_| ()).await;
     assert_ne!(sepal.worker(), first, "the worker was replaced");
     assert!(again == expected, "results differ after a replay");
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+/// The device of the one worker, once it is ready.
+fn device(sepal: &Sepal) -> Option<String> {
+    let status = sepal.status();
+    let mut children = status.pointer("/0/children")?.as_array()?.iter();
+    let worker = children.find(|child| child["role"] == "gpu-worker")?;
+    (worker["state"] == "ready").then(|| worker["device"].as_str().map(str::to_owned))?
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_fallback_serves_for_a_device_that_fails_until_it_works_again() {
+    let flags = ["--fallback_device", "cpu", "--max_restarts", "0", "--retry_after", "1"];
+    let sepal = serve_with("emu", &flags);
+    let netd = sepal.netd();
+    let expected = run_session(&sepal.addr(), 3, |_| ()).await;
+    let peer = Peer::connect(&sepal.addr(), "demo").await;
+    let mut session = peer.session(BLOCKS, (PROMPT + 3) as u32).await;
+    session.step(noise(&[2, PROMPT, HIDDEN], 5), None).await.expect("prefill");
+    kill(sepal.worker(), Signal::SIGABRT).expect("the worker is there");
+    sepal.wait_line("cpu serves blocks 0:8 in its place", 1);
+    wait_for("the fallback", || device(&sepal).filter(|device| device == "cpu"));
+    let lost = session.step(noise(&[2, 1, HIDDEN], 6), None).await.expect_err("other pages");
+    assert!(lost.to_string().contains("open a new session"), "{lost}");
+    // An open session keeps the fallback: its blocks do not return under it.
+    let mut session = peer.session(BLOCKS, (PROMPT + 3) as u32).await;
+    let on_processor = session.step(noise(&[2, PROMPT, HIDDEN], 5), None).await.expect("prefill");
+    assert_close(&on_processor, &expected[0]);
+    sepal.wait_line("emu:0 works again", 1);
+    session.step(noise(&[2, 1, HIDDEN], 6), None).await.expect("a step on the fallback");
+    assert_eq!(device(&sepal).as_deref(), Some("cpu"));
+    session.close().await;
+    wait_for("the device", || device(&sepal).filter(|device| device == "emu:0"));
+    let again = run_session(&sepal.addr(), 3, |_| ()).await;
+    assert!(again == expected, "results differ on the device that came back");
+    assert_eq!(sepal.netd(), netd, "the same netd");
     assert_eq!(sepal.terminate().code(), Some(0));
 }
 

@@ -57,6 +57,8 @@ pub struct ServeConfig {
     pub file_limit: u64,
     /// Where metrics are served (`--metrics`); `None` = nowhere.
     pub metrics: Option<SocketAddr>,
+    /// The processor that serves the blocks of a device that keeps failing (`--fallback_device`).
+    pub fallback: Option<Device>,
     /// Whether events are printed on standard output (`--events`).
     pub events: bool,
     /// Process that started this run and whose end, however it comes, drains it (`--end_with`). It

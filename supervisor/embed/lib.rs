@@ -64,6 +64,10 @@ use std::os::unix::ffi::OsStrExt;
 ///
 /// Call it first in `main`, before the program starts threads or a runtime and reads its arguments. A
 /// program that hosts a server and does not call it would start itself again as itself.
+#[allow(
+    clippy::disallowed_methods,
+    reason = "the role has returned; the rest of the host is not to run"
+)]
 pub fn init() {
     let title = std::env::args_os().next().unwrap_or_default();
     if title.as_bytes().starts_with(TITLE.as_bytes()) {

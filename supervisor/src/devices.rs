@@ -241,6 +241,31 @@ fn usable(folder: &Path, limit: Duration) -> Result<Vec<(Device, Warpgroups)>, S
     }
 }
 
+/// A test of a device in a process of its own.
+pub struct Examination(Result<Option<Subprocess>, String>);
+
+impl Examination {
+    /// Starts one. A processor needs none.
+    pub fn start(device: Device) -> Examination {
+        let named = device.to_string();
+        let arguments = ["selftest", "--quick", "--device", &named];
+        let test = || Subprocess::start(&arguments, TEST_TIMEOUT);
+        Examination((!device.is_processor()).then(test).transpose())
+    }
+
+    /// What is wrong with the device, if anything is, once the test has ended. Never waits.
+    pub fn poll(&mut self) -> Option<Option<String>> {
+        match &mut self.0 {
+            Ok(None) => Some(None),
+            Err(why) => Some(Some(why.clone())),
+            Ok(Some(process)) => process.poll().map(|end| match end {
+                Ok(output) => judge(&output).0,
+                Err(why) => Some(why),
+            }),
+        }
+    }
+}
+
 /// What the driver says about its devices.
 fn list() -> Result<CudaDevices, String> {
     let output = Subprocess::start(&["cuda_devices"], LIST_TIMEOUT)?.finish()?;

@@ -11,6 +11,7 @@
 //! when its channel has run dry.
 
 mod compose;
+mod examine;
 mod liveness;
 mod operator;
 mod present;
@@ -28,7 +29,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use shared::causes::with_causes;
-use shared::config::ServeConfig;
+use shared::config::{Device, ServeConfig};
 use shared::control::{Capacity, DeviceMemory, FromNetd, FromPrepare};
 use shared::exit::ExitReason;
 use shared::ids::{Generation, GroupId, Rank, WorkerId};
@@ -39,6 +40,7 @@ use tracing::{error, warn};
 use crate::channel::{Heard, Wake};
 use crate::child_process::{ChildProcess, slot_of};
 use crate::cli::Settings;
+use crate::devices::Examination;
 use crate::devices::subprocess::Subprocess;
 use crate::feed::Feed;
 use crate::instance::Instance;
@@ -59,7 +61,7 @@ const MESSAGES_PER_ROUND: usize = 64;
 /// the kernel holds.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// Time between two looks at the step that makes the run ready.
+/// Time between two looks at the step that makes the run ready, and at tests of devices.
 const PROBE_PACE: Duration = Duration::from_millis(50);
 
 /// Runs the tree of `config` to its end; tells `feed` what happens.
@@ -134,6 +136,8 @@ struct Driver<'a> {
     service: Option<Service>,
     /// The step before the run is called ready, or why there is none.
     probe: Option<Result<Subprocess, String>>,
+    /// Tests of devices that failed.
+    examinations: Vec<(Device, Examination)>,
     /// Where clients reach this server.
     addrs: Vec<String>,
     /// The socket that netd answers requests for metrics on.
@@ -165,6 +169,7 @@ impl<'a> Driver<'a> {
             shares: Share::groups(&config.devices, config.world_size),
             cuts: Vec::new(),
             span: config.netd.span,
+            fallback: config.fallback,
             memory: Memory::of(&config),
             pace: liveness.pace,
         };
@@ -200,6 +205,7 @@ impl<'a> Driver<'a> {
             next_reading: now + liveness.pace,
             service: Service::of_environment(now),
             probe: None,
+            examinations: Vec::new(),
             addrs: Vec::new(),
             metrics: MetricsSocket::new(config.metrics),
             deaths: Deaths::default(),
@@ -236,6 +242,7 @@ impl<'a> Driver<'a> {
             self.report_ends();
             self.read_board();
             self.serve_manager();
+            self.follow_examinations();
             self.pending.push_back(Event::Tick);
         }
     }
@@ -299,7 +306,8 @@ impl<'a> Driver<'a> {
         let words =
             self.processes.iter().filter_map(|child| Some(child.end.as_ref()?.1 + LAST_WORDS));
         let service = self.service.as_ref().and_then(Service::deadline);
-        let probe = self.probe.as_ref().map(|_| Instant::now() + PROBE_PACE);
+        let is_probing = self.probe.is_some() || !self.examinations.is_empty();
+        let probe = is_probing.then(|| Instant::now() + PROBE_PACE);
         let due = self.tree.deadline().into_iter().chain(words).chain(service).chain(probe);
         let due = due.chain([self.next_reading]).min();
         let left = due.unwrap_or(self.next_reading).saturating_duration_since(Instant::now());
@@ -388,6 +396,7 @@ impl<'a> Driver<'a> {
             self.pending.push_back(Event::Beat(child.id, child.generation, beat));
         }
         self.show_service();
+        self.look_for_sessions();
     }
 
     /// The rank that a worker of a group of several waits for.
@@ -422,6 +431,7 @@ impl<'a> Driver<'a> {
                 let why_not = self.no_room(span);
                 self.pending.push_back(Event::Room(span, why_not));
             }
+            Action::Examine(device) => self.examine(device),
             Action::Note(text) => warn!("{text}"),
             Action::Show { child, generation, state, why } => {
                 self.show(child, generation, state, &why)

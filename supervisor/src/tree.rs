@@ -12,7 +12,7 @@
 //! death of netd:      reap -> pause -> next generation, new arena; every worker is linked again, and only what a worker
 //!                     acknowledged is told to the new netd
 //! a device is lost for good:  netd is told the longest rest of the span (Shrink) and goes on with it; nothing is left: the end
-//! a device that fails too often is put aside and tried again, see `aside`
+//! a device that fails too often is put aside and tried again, see `aside`; or another takes its blocks over, see `fallback`
 //! ... of a group:  the devices that are left serve its blocks, see `remainder`
 //! nonsense in the rings of a worker (netd BrokenRings):  it is killed, and is to blame
 //! a move to other blocks:  see `moving`
@@ -32,6 +32,7 @@ mod aside;
 mod child;
 mod deaths;
 mod ending;
+mod fallback;
 mod group;
 mod moving;
 mod pausing;
@@ -199,6 +200,8 @@ impl Tree {
             Event::Beat(id, generation, beat) if self.is(id, generation) => {
                 self.beat(id, beat, now, &mut out)
             }
+            Event::Examined(device, fault) => self.examined(device, fault, now, &mut out),
+            Event::Idle => self.idle(now, &mut out),
             Event::Room(span, why_not) => self.room(span, why_not, now, &mut out),
             _ => {}
         }
@@ -212,7 +215,8 @@ impl Tree {
     /// When [`Event::Tick`] is due at the latest.
     pub fn deadline(&self) -> Option<Instant> {
         let due = self.children().filter_map(|child| child.deadline(&self.policy.restart));
-        due.chain(self.next_trial().map(|(at, _)| at)).min()
+        let trials = [self.next_trial(), self.next_examination()].into_iter().flatten();
+        due.chain(trials.map(|(at, _)| at)).min()
     }
 
     /// Children with a live process, and its generation.

@@ -76,6 +76,13 @@ pub fn metrics_addr(text: &str) -> Result<SocketAddr, String> {
     })
 }
 
+/// A processor, or the part of it at a NUMA node.
+pub fn processor(text: &str) -> Result<Device, String> {
+    let expected = "expected cpu or cpu:N";
+    let device = device(text).map_err(|_| expected.to_owned())?;
+    Some(device).filter(|device| device.is_processor()).ok_or_else(|| expected.to_owned())
+}
+
 /// `terminal`, `text` or `json`.
 pub fn log_format(text: &str) -> Result<LogFormat, String> {
     match text {

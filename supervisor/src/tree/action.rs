@@ -26,6 +26,8 @@ pub struct Policy {
     pub cuts: Vec<Vec<u32>>,
     /// The blocks asked for.
     pub span: SpanChoice,
+    /// The device that serves in the place of one that keeps failing.
+    pub fallback: Option<Device>,
     /// What they may take.
     pub memory: Memory,
     /// Usual time between two readings of the board.
@@ -61,6 +63,10 @@ pub enum Event {
     Beat(ChildId, Generation, Beat),
     /// The answer to [`Action::AskRoom`]: why there is no room, if there is none.
     Room(Span, Option<String>),
+    /// The answer to [`Action::Examine`]: what is wrong with the device, if anything is.
+    Examined(Device, Option<String>),
+    /// No session is open.
+    Idle,
     /// The operator asks for something that [`Tree::refusal`](super::Tree::refusal) has nothing
     /// against.
     Ordered(Order),
@@ -206,6 +212,8 @@ pub enum Action {
     /// See whether workers of these blocks fit into memory beside the present ones, and say so with
     /// [`Event::Room`].
     AskRoom(Span),
+    /// Test this device, and say what is wrong with it with [`Event::Examined`].
+    Examine(Device),
     /// A child changed its state: show and log it.
     Show {
         /// Which.

@@ -15,7 +15,7 @@ use super::group::{Aside, Assignment};
 use super::*;
 
 /// Longest pause before a device is tried again.
-const MAX_PAUSE: Duration = Duration::from_secs(3600);
+pub(super) const MAX_PAUSE: Duration = Duration::from_secs(3600);
 
 impl Tree {
     /// Notes when a group that is held for this reason is tried again; the pause, if it is.
@@ -25,8 +25,8 @@ impl Tree {
         reason: ExitReason,
         now: Instant,
     ) -> Option<Duration> {
-        let first = self.policy.restart.retry_after?;
         let others = self.groups.iter().any(|group| group.id() != id && group.is_served());
+        let pause = self.next_pause(self.group(id)?.aside, now)?;
         let group = self.group_mut(id)?;
         let serves = group.assignment == Assignment::Serving && !group.has_several();
         let failed_often = reason == ExitReason::RestartLimit;
@@ -34,10 +34,6 @@ impl Tree {
             group.aside = None;
             return None;
         }
-        // One that has served for so long since begins anew.
-        let recent = group.aside.filter(|aside| now < aside.until + MAX_PAUSE);
-        let doubled = recent.map(|aside| aside.pause.saturating_mul(2));
-        let pause = doubled.unwrap_or(first).min(MAX_PAUSE.max(first));
         group.aside = Some(Aside { until: now + pause, pause });
         group.is_on_trial = true;
         Some(pause)

@@ -115,6 +115,12 @@ impl Tree {
             next = Next::Hold(ExitReason::RestartLimit);
         }
         group.blame(now, window);
+        if self.returned(id, &death, now, out) {
+            return;
+        }
+        if let Some(place) = self.group(id).and_then(|group| self.falls_back(group, next)) {
+            return self.go_on_elsewhere(id, place, &death, now, out);
+        }
         if self.group(id).is_some_and(|group| self.leaves_remainder(group, next)) {
             return self.go_on_with_fewer(id, &death, now, out);
         }
@@ -268,6 +274,7 @@ impl Tree {
 
     pub(super) fn check_times(&mut self, now: Instant, out: &mut Vec<Action>) {
         self.try_again(now, out);
+        self.examine(now, out);
         let restart = self.policy.restart;
         let ids: Vec<_> = self.children().map(|child| child.id).collect();
         for id in ids {

@@ -4,6 +4,7 @@
 use std::time::{Duration, Instant};
 
 use shared::block::Span;
+use shared::config::Device;
 use shared::control::{Capacity, DeathCause};
 use shared::ids::{Generation, GroupId, Rank, WorkerId};
 
@@ -75,7 +76,9 @@ pub(super) struct Group {
     pub(super) is_aborted: bool,
     /// Whether prepare has yet to say how its devices share a block.
     pub(super) awaits_shares: bool,
-    /// When it is tried again after it was put aside, and after which pause.
+    /// The device whose blocks it serves as the fallback.
+    pub(super) origin: Option<Origin>,
+    /// When it, or its origin, is tried again after it was put aside, and after which pause.
     pub(super) aside: Option<Aside>,
     /// Whether it was put aside and has not served since.
     pub(super) is_on_trial: bool,
@@ -86,6 +89,28 @@ pub(super) struct Group {
 pub(super) struct Aside {
     pub(super) until: Instant,
     pub(super) pause: Duration,
+}
+
+/// The device whose blocks a fallback serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Origin {
+    pub(super) device: Device,
+    /// Its blocks.
+    pub(super) span: Span,
+    pub(super) step: Comeback,
+}
+
+/// How far a device is on its way back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Comeback {
+    /// It is left alone until its pause is over.
+    Resting,
+    /// The driver examines it.
+    Examined,
+    /// It works; its blocks return once no session is open.
+    Passed,
+    /// The worker of the fallback is being killed for it.
+    Returning,
 }
 
 impl Group {
@@ -118,6 +143,7 @@ impl Group {
             culprit: None,
             is_aborted: false,
             awaits_shares: false,
+            origin: None,
             aside: None,
             is_on_trial: false,
         }

@@ -91,7 +91,7 @@ impl Tree {
                 let known = self.groups.iter().flat_map(|group| &group.workers);
                 let found = known.map(|worker| worker.id);
                 let found = found.into_iter().find(|w| (w.group, w.rank) == (id.group, id.rank));
-                if let Some(id) = found {
+                if let Some(id) = found.filter(|id| !self.return_blocks(id.group, now, out)) {
                     if let Some(worker) = self.worker_mut(id) {
                         worker.child.excused = true;
                     }

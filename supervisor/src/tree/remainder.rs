@@ -28,13 +28,16 @@ use crate::placement::{self, Placement};
 impl Tree {
     /// Whether a group that has ended so goes on with fewer devices.
     pub(super) fn leaves_remainder(&self, group: &Group, next: Next) -> bool {
-        let leaves =
-            matches!(self.moving.map(|moving| moving.step), Some(Step::Emptying | Step::Ending));
         next == Next::Hold(ExitReason::RestartLimit)
             && group.has_several()
             && group.assignment == Assignment::Serving
-            && !leaves
+            && !self.leaves_present()
             && self.ending.is_none()
+    }
+
+    /// Whether a move has begun to leave the present blocks.
+    pub(super) fn leaves_present(&self) -> bool {
+        matches!(self.moving.map(|moving| moving.step), Some(Step::Emptying | Step::Ending))
     }
 
     /// Replaces a group whose processes are reaped by one without the device that is lost.
@@ -45,35 +48,18 @@ impl Tree {
         now: Instant,
         out: &mut Vec<Action>,
     ) {
-        if self.moving.is_some() {
-            self.give_up_move("a device was lost", true, now, out);
-        }
-        let Some(group) = self.group_mut(id) else {
-            return;
-        };
-        let generation = group.generation();
-        let lost = group.most_to_blame();
-        for worker in &mut group.workers {
-            worker.child.state = Lifecycle::Gone;
-            let (child, state) = (worker.child.id, worker.child.state);
-            out.push(Action::Show { child, generation, state, why: death.end.clone() });
-        }
-        out.push(Action::DropGroup(id, generation));
-        self.group_down(id, death.cause, out);
-        let Some(group) = self.groups.iter_mut().find(|group| group.id() == id) else {
-            return;
-        };
-        out.extend(group.workers.iter().map(|worker| Action::DropWorker(worker.id)));
-        let mut placement = group.placement.clone();
-        let device = placement.devices.remove(lost);
-        let mut next = Group::new(placement, group.whole, Assignment::Serving, generation);
-        next.awaits_shares = next.has_several() || !self.policy.memory.devices.is_empty();
-        let of_left = group.workers.iter().enumerate().filter(|(rank, _)| *rank != lost);
+        let Some(group) = self.group(id) else { return };
+        let (lost, mut devices) = (group.most_to_blame(), group.placement.devices.clone());
+        let device = devices.remove(lost);
+        let Some(before) = self.succeed(id, devices, death, now, out) else { return };
+        let have_memory = !self.policy.memory.devices.is_empty();
+        let Some(next) = self.group_mut(id) else { return };
+        next.awaits_shares = next.has_several() || have_memory;
+        let of_left = before.workers.iter().enumerate().filter(|(rank, _)| *rank != lost);
         for (worker, (_, before)) in next.workers.iter_mut().zip(of_left) {
             worker.by_warps = before.by_warps;
         }
         let (placement, awaits) = (next.placement.clone(), next.awaits_shares);
-        *group = next;
         let text = complaint(id, lost, device, death, &placement);
         // A complaint before the first announcement is told at the end of the run alone.
         out.push(if self.was_online { Action::Complain(text) } else { Action::Note(text) });
@@ -81,6 +67,37 @@ impl Tree {
         if !awaits {
             self.start_remainder(id, now, out);
         }
+    }
+
+    /// Replaces a group whose processes are reaped by one on other devices, which is not started yet.
+    /// Returns the one before.
+    pub(super) fn succeed(
+        &mut self,
+        id: GroupId,
+        devices: Vec<Device>,
+        death: &Death,
+        now: Instant,
+        out: &mut Vec<Action>,
+    ) -> Option<Group> {
+        if self.moving.is_some() {
+            self.give_up_move("a device was lost", true, now, out);
+        }
+        let group = self.group_mut(id)?;
+        let generation = group.generation();
+        for worker in &mut group.workers {
+            worker.child.state = Lifecycle::Gone;
+            let (child, state) = (worker.child.id, worker.child.state);
+            out.push(Action::Show { child, generation, state, why: death.end.clone() });
+        }
+        if group.has_several() {
+            out.push(Action::DropGroup(id, generation));
+        }
+        self.group_down(id, death.cause, out);
+        let group = self.groups.iter_mut().find(|group| group.id() == id)?;
+        out.extend(group.workers.iter().map(|worker| Action::DropWorker(worker.id)));
+        let placement = Placement { devices, ..group.placement.clone() };
+        let next = Group::new(placement, group.whole, Assignment::Serving, generation);
+        Some(std::mem::replace(group, next))
     }
 
     /// The plan from now on: without rank `lost` of what is now `placement`.
@@ -152,7 +169,7 @@ impl Tree {
             return;
         };
         let devices = placement::names(&group.placement.devices);
-        let Some(span) = self.part_that_fits(group, facts) else {
+        let Some(span) = self.part_that_fits(group, &group.placement.devices, facts) else {
             let blocks = group.placement.span;
             let why = format!("no block of {blocks} fits into the memory of {devices}");
             return self.drop_remainder(id, ExitReason::OutOfMemory, why, now, out);
@@ -164,11 +181,20 @@ impl Tree {
         self.spawn_group(id, now, out);
     }
 
-    /// The blocks of `group` that its devices hold: those at one end, of which more stay served
+    /// The blocks of `group` that `devices` hold: those at one end, of which more stay served
     /// together with the other groups.
-    fn part_that_fits(&self, group: &Group, facts: &ModelFacts) -> Option<Span> {
+    pub(super) fn part_that_fits(
+        &self,
+        group: &Group,
+        devices: &[Device],
+        facts: &ModelFacts,
+    ) -> Option<Span> {
         let Placement { span, share, .. } = group.placement;
-        let most = self.policy.memory.most_per_group(facts, &self.policy.shares);
+        let mut shares = self.policy.shares.clone();
+        if let Some(share) = shares.get_mut(share) {
+            share.devices = devices.to_vec();
+        }
+        let most = self.policy.memory.most_per_group(facts, &shares);
         let count = most.get(share).copied().unwrap_or(u32::MAX);
         let (start, end) = (span.start().0, span.end().0);
         let count = count.min(end - start);

@@ -12,6 +12,7 @@ use crate::sizing::Memory;
 
 mod asides;
 mod deaths;
+mod fallbacks;
 mod groups;
 mod invariants;
 mod moves;
@@ -43,6 +44,7 @@ fn policy(devices: usize) -> Policy {
         shares: Share::groups(&vec![Device::Cpu; devices], 1),
         cuts: Vec::new(),
         span: SpanChoice::All,
+        fallback: None,
         memory: memory(None),
         pace: SEC,
     }

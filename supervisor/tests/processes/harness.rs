@@ -101,6 +101,7 @@ pub fn config(script: &str) -> ServeConfig {
         log: LogConfig { filter: "info".into(), format: LogFormat::Text },
         drain_timeout: Duration::from_secs(30),
         file_limit: 512,
+        fallback: None,
         events: false,
         end_with: None,
     }

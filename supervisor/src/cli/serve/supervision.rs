@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use shared::config::{FaultPlan, RestartConfig};
+use shared::config::{Device, FaultPlan, RestartConfig};
 
-use crate::cli::values::{self, fault, metrics_addr, seconds};
+use crate::cli::values::{self, fault, metrics_addr, processor, seconds};
 
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case", next_help_heading = "Supervision")]
@@ -37,6 +37,10 @@ pub struct SupervisionArgs {
     /// with each failure, up to an hour; 0 = never
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = values::pause)]
     pub(super) retry_after: Duration,
+    /// Processor (cpu or cpu:N) that serves the blocks of a device that keeps failing, as many as fit
+    /// in memory, until the device passes its self-test again [default: none, its blocks are OFFLINE]
+    #[arg(long, value_name = "DEVICE", value_parser = processor)]
+    pub(super) fallback_device: Option<Device>,
     /// Log statistics in hivemind's format with this period, in seconds [default: never]
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub(super) stats_report_interval: Option<Duration>,

@@ -205,6 +205,10 @@ fn any_event() -> impl Strategy<Value = (Event, u32)> {
             .prop_map(move |(id, progress)| Event::Beat(id, none, Beat { progress, limit: Some(2 * SEC), waits_for: (progress == 1).then_some(Rank(0)) })),
         2 => any_order().prop_map(Event::Ordered),
         1 => Just(Event::Stop),
+        2 => prop::bool::ANY.prop_map(|passed| {
+            Event::Examined(Device::Cpu, (!passed).then(|| "no answer".to_owned()))
+        }),
+        2 => Just(Event::Idle),
         4 => Just(Event::Tick),
         6 => (0u32..2, prop::bool::weighted(0.8)).prop_map(|(start, fits)| {
             Event::Room(span(start, start + 4), (!fits).then(|| "no room".to_owned()))
@@ -246,7 +250,7 @@ proptest! {
 
     #[test]
     fn no_run_of_events_breaks_the_invariants(
-        (devices, begin, events) in (1usize..4, 0u8..4, any_events())
+        (devices, begin, falls_back, events) in (1usize..4, 0u8..4, prop::bool::ANY, any_events())
     ) {
         let mut rig = match begin {
             0 => Rig::new(devices),
@@ -258,6 +262,7 @@ proptest! {
                 rig
             }
         };
+        rig.tree.policy.fallback = falls_back.then_some(Device::Node(0));
         if begin == 0 {
             rig.on(Event::Start);
         }
