@@ -5,7 +5,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use hivemind::names;
-use hivemind::p2p::{CallError, Keypair, Multiaddr, P2p, P2pConfig, PeerId, RpcStream, Traversal};
+use hivemind::p2p::{
+    CallError, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, RpcStream, Traversal,
+};
 use hivemind::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
 use hivemind::wire::metadata::{StepMetadata, encode_batch_metadata};
 use hivemind::wire::tensor::{ShapeLimits, WireDtype, WireTensor, dummy_tensor, raw_tensor};
@@ -36,6 +38,11 @@ pub struct Session {
 
 impl Peer {
     pub async fn connect(addr: &str, prefix: &str) -> Peer {
+        Peer::try_connect(addr, prefix).await.expect("connect to the server")
+    }
+
+    /// The same with a server that may be away.
+    pub async fn try_connect(addr: &str, prefix: &str) -> Result<Peer, P2pError> {
         let addr: Multiaddr = addr.parse().expect("multiaddr");
         let (p2p, _inbound) = P2p::start(P2pConfig {
             keypair: Keypair::generate_ed25519(),
@@ -48,11 +55,10 @@ impl Peer {
             startup_timeout: DEADLINE,
             max_upload_bytes_per_s: None,
         })
-        .await
-        .expect("start a peer");
-        let server = p2p.connect(addr).await.expect("connect to the server");
+        .await?;
+        let server = p2p.connect(addr).await?;
         let sessions = AtomicU64::new(0);
-        Peer { p2p, server, prefix: prefix.to_owned(), adapter: None, sessions }
+        Ok(Peer { p2p, server, prefix: prefix.to_owned(), adapter: None, sessions })
     }
 
     /// The same, with requests that choose an adapter.
@@ -62,15 +68,20 @@ impl Peer {
 
     /// Opens a session over `blocks`.
     pub async fn session(&self, blocks: Range<u32>, max_length: u32) -> Session {
-        let stream = self
-            .p2p
-            .open_stream(self.server, names::INFERENCE, DEADLINE)
-            .await
-            .expect("open a session");
+        self.try_session(blocks, max_length).await.expect("open a session")
+    }
+
+    /// The same with a server that may be away.
+    pub async fn try_session(
+        &self,
+        blocks: Range<u32>,
+        max_length: u32,
+    ) -> Result<Session, CallError> {
+        let stream = self.p2p.open_stream(self.server, names::INFERENCE, DEADLINE).await?;
         let number = self.sessions.fetch_add(1, Ordering::Relaxed);
         let id = format!("{}-{number}", self.p2p.peer_id());
         let (uids, adapter) = (uid::chain(&self.prefix, blocks), self.adapter.clone());
-        Session { stream, uids, id, adapter, max_length, step: 0 }
+        Ok(Session { stream, uids, id, adapter, max_length, step: 0 })
     }
 
     /// A forward request over `blocks`.
