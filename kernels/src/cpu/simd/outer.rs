@@ -40,13 +40,18 @@ pub(super) struct Sums {
     pub(super) is_new: bool,
 }
 
-/// Memory to prefetch while a tile computes.
+/// Memory to prefetch while a tile computes: weights into the second-level cache, and sums of the
+/// next tile into the first-level cache.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ahead {
-    /// First byte.
-    pub(super) start: *const u8,
-    /// Bytes for each step.
-    pub(super) step_bytes: usize,
+    /// First byte of the weights.
+    pub(super) weights: *const u8,
+    /// Bytes of weights for each step.
+    pub(super) weight_bytes: usize,
+    /// First byte of the sums.
+    pub(super) sums: *const u8,
+    /// Bytes of sums for each step.
+    pub(super) sum_bytes: usize,
 }
 
 /// Where a block of decoded weights goes in a panel.
@@ -281,11 +286,15 @@ unsafe fn tile<V: Outer, const R: usize>(
             }
         }
     }
-    let (mut a, mut b, mut asked) = (a, b, ahead.start);
+    let (mut a, mut b) = (a, b);
+    let Ahead { weights: mut asked, sums: mut asked_sums, weight_bytes, sum_bytes } = ahead;
     for _ in 0..steps {
         // SAFETY: prefetching reads nothing.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(asked.cast()) };
-        asked = asked.wrapping_add(ahead.step_bytes);
+        // SAFETY: as above.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(asked_sums.cast()) };
+        (asked, asked_sums) =
+            (asked.wrapping_add(weight_bytes), asked_sums.wrapping_add(sum_bytes));
         let mut weights = [V::ZERO; WIDTH];
         for w in 0..WIDTH {
             // SAFETY: a step of the panel.

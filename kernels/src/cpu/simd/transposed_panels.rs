@@ -185,7 +185,9 @@ fn add<V: Outer>(
     let (steps, first, is_new) = (chunk.len(), shared.rows.run(&chunk, 0, &tile), chunk.start == 0);
     let x = &shared.packed[first..first + count * steps];
     let panel = &panel[..steps * width];
-    let ahead = Ahead { start: panel.as_ptr().cast(), step_bytes: 0 };
+    // Rows that are widened prefetch the weights; a tile has nothing to prefetch.
+    let none = panel.as_ptr().cast();
+    let ahead = Ahead { weights: none, weight_bytes: 0, sums: none, sum_bytes: 0 };
     if columns.len() == width {
         let all = (count - 1) * inputs + width;
         let start = tile.start * inputs + columns.start;

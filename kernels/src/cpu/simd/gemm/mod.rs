@@ -10,7 +10,9 @@
 //!
 //! Pairs multiply matrices whose arithmetic is bfloat16. Every element of the output has one
 //! accumulator vector that walks the inputs from first to last, and one fixed tree that sums its
-//! lanes: the same bits in every tile, piece and thread ([`blocking`]).
+//! lanes: the same bits in every tile, piece and thread ([`blocking`]). For more than 32 rows, f32
+//! products go over packed panels in vectors of the whole instruction set, with the same bits
+//! ([`panels`]).
 
 mod arithmetic;
 mod blocking;
