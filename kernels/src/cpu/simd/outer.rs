@@ -302,7 +302,9 @@ unsafe fn tile<V: Outer, const R: usize>(
         }
         for r in 0..R {
             // SAFETY: a number of the step.
-            let x = unsafe { V::splat(a.wrapping_add(r).read()) };
+            let x = unsafe { a.wrapping_add(r).read() };
+            // SAFETY: the machine has the instruction set.
+            let x = unsafe { V::splat(x) };
             for w in 0..WIDTH {
                 // SAFETY: the machine has the instruction set.
                 sums[r][w] = unsafe { weights[w].mul_add(x, sums[r][w]) };
