@@ -106,6 +106,15 @@ impl Case for LinearCase {
             rows: 33,
             has_bias: true,
         }));
+        if class.takes(Class::Full) {
+            // More rows than share a decoded panel on a CPU.
+            let panels = FORMATS.map(|quant| LinearCase {
+                weight: Matrix::new(quant, DType::F32, (64, 33)),
+                rows: crate::tuning::PANEL_GROUP_ROWS + 18,
+                has_bias: true,
+            });
+            cases.extend(panels);
+        }
         cases.extend(clusters.flat_map(|((tiles, blocks, rows), _)| {
             let size = (blocks * 64, tiles * 128 - 5);
             formats.iter().map(move |&quant| LinearCase {

@@ -307,6 +307,19 @@ impl<'a, T> Disjoint<'a, T> {
         // overlaps.
         unsafe { std::slice::from_raw_parts_mut(first, length) }
     }
+
+    /// Where the elements `start..start + length` begin, for a kernel that writes some of them.
+    ///
+    /// # Panics
+    /// When the range is not inside the slice.
+    pub(crate) fn pointer(&self, start: usize, length: usize) -> *mut T {
+        assert!(
+            start <= self.length && length <= self.length - start,
+            "part {start}+{length} of {}",
+            self.length
+        );
+        self.start.wrapping_add(start)
+    }
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
 //! Gradients of matrix products, norms and activations.
 //!
 //! A product with a transposed matrix of bfloat16 is in [`super::transposed`] where the machine has
-//! products of pairs. Other products are summed over the rows of the matrix from first to last:
+//! products of pairs. Other products are summed over the rows of the matrix from first to last: by
+//! tiles of outer products ([`super::transposed_panels`]), or for few rows with the same bits here:
 //! every thread adds multiples of some rows, widened to f32, to its own columns. Of a plain matrix
 //! each thread widens its own columns; rows of a quantized matrix are decoded by all threads
 //! together.
@@ -10,6 +11,8 @@
 //! Floors: `2 * rows * outputs * inputs` operations over the f32 rate for products; the bytes read
 //! and written over the bandwidth of memory for norms and activations.
 
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::{__m256, __m512};
 use std::cell::RefCell;
 use std::ops::Range;
 
@@ -20,6 +23,8 @@ use super::elementwise::{moments, normal, tanh_weight};
 use super::lanes::{LANES, dot, exp, mul_add, tree_sum};
 #[cfg(target_arch = "x86_64")]
 use super::transposed::multiply;
+#[cfg(target_arch = "x86_64")]
+use super::transposed_panels;
 use super::{Isa, Scratch, per_isa};
 use crate::cpu::pool::{Disjoint, Pool};
 use crate::ops::{GeluGrad, GeluKind, LinearGrad, NormGrad, SiluMulGrad, convert};
@@ -66,6 +71,20 @@ pub(in crate::cpu) fn linear_grad(
         },
         _ => args,
     };
+    #[cfg(target_arch = "x86_64")]
+    if tuning::gradient_takes_panels(args.rows) {
+        match isa {
+            // SAFETY: `Isa` values come from `Isa::available`, which saw these features.
+            Isa::Avx512Bf16 | Isa::Avx512 => unsafe {
+                return transposed_panels::multiply::<__m512>(pool, scratch, args);
+            },
+            // SAFETY: as above.
+            Isa::Avx2 => unsafe {
+                return transposed_panels::multiply::<__m256>(pool, scratch, args);
+            },
+            Isa::Portable => {}
+        }
+    }
     let (inputs, outputs, rows) = (args.weight.inputs(), args.weight.outputs(), args.rows);
     args.out[..rows * inputs].fill(0.0);
     if let Format::Plain = args.weight.format() {

@@ -4,6 +4,7 @@
 //! mod.rs                  instruction sets, scratch memory
 //! gemm/ attention/        dispatch, kernels, shapes          elementwise gradient   kernels
 //! transposed              gradient of products by bfloat16 pairs
+//! outer transposed_panels tiles of outer products in f32, gradient of products by them
 //! vector bf16 lanes line  vectors of each instruction set, plain lanes, cache lines
 //! ```
 //! Products are register tiles over one abstraction of vectors ([`gemm`]); other operations are
@@ -20,7 +21,11 @@ mod gradient;
 mod lanes;
 mod line;
 #[cfg(target_arch = "x86_64")]
+mod outer;
+#[cfg(target_arch = "x86_64")]
 mod transposed;
+#[cfg(target_arch = "x86_64")]
+mod transposed_panels;
 mod vector;
 
 pub(super) use attention::{attention, attention_grad};

@@ -54,6 +54,9 @@ pub(in crate::cpu::simd) trait Arithmetic:
     const CHUNK: usize;
     /// Zero in every lane.
     const ZERO: Self::Accumulator;
+    /// Whether products of many rows go over packed panels (`panels`): decoded weights are f32, an
+    /// accumulator is one vector of them, and lane `c` sums inputs `c`, `c + STEP`, ...
+    const HAS_PANELS: bool;
 
     /// Returns zeroed accumulators of one tile.
     fn tile_sums() -> Self::TileSums;

@@ -31,7 +31,7 @@ pub(super) struct Float<V>(PhantomData<V>);
 macro_rules! float {
     (
         $vector:ty, sets [$($set:ident),*], $(target $features:literal,)? accumulators $accumulators:literal, rows $rows:literal,
-        tiles $tiles:literal, work |$row_bytes:ident, $inputs:ident, $of:ident| $work:expr
+        tiles $tiles:literal, panels $panels:literal, work |$row_bytes:ident, $inputs:ident, $of:ident| $work:expr
     ) => {
         impl Arithmetic for Float<$vector> {
             type Vector = $vector;
@@ -46,6 +46,7 @@ macro_rules! float {
             const HALVES: usize = 1;
             const ACCUMULATORS: usize = $accumulators;
             const TILE_ROWS: usize = $rows;
+            const HAS_PANELS: bool = $panels;
             // With four rows of weights and those of the inputs half of the first-level cache.
             const CHUNK: usize = 512;
             const ZERO: $vector = <$vector>::ZERO;
@@ -155,13 +156,13 @@ macro_rules! float {
 // What widening takes counts as reading f32.
 #[cfg(target_arch = "x86_64")]
 float!(__m256, sets [Avx512Bf16, Avx512, Avx2], target "avx2,fma,f16c", accumulators 12, rows 3,
-    tiles 64,
+    tiles 64, panels true,
     work |_row_bytes, inputs, rows| (2 * inputs, 2 * rows));
 #[cfg(target_arch = "x86_64")]
 float!(__m512, sets [Avx512Bf16, Avx512],
-    target "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", accumulators 24, rows 6, tiles 16,
+    target "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", accumulators 24, rows 6, tiles 16, panels true,
     work |row_bytes, inputs, rows| (row_bytes.max(2 * inputs), rows));
-float!(Plain, sets [Avx512Bf16, Avx512, Avx2, Portable], accumulators 1, rows 1, tiles 128,
+float!(Plain, sets [Avx512Bf16, Avx512, Avx2, Portable], accumulators 1, rows 1, tiles 128, panels false,
     work |_row_bytes, inputs, rows| (2 * inputs, 2 * rows));
 
 /// Returns the order of a source if it is another one than that of the inputs.

@@ -10,15 +10,19 @@
 //!
 //! Pairs multiply matrices whose arithmetic is bfloat16. Every element of the output has one
 //! accumulator vector that walks the inputs from first to last, and one fixed tree that sums its
-//! lanes: the same bits in every tile, piece and thread ([`blocking`]).
+//! lanes: the same bits in every tile, piece and thread ([`blocking`]). For more than 32 rows, f32
+//! products go over packed panels in vectors of the whole instruction set, with the same bits
+//! ([`panels`]).
 
 mod arithmetic;
 mod blocking;
 mod float;
 #[cfg(target_arch = "x86_64")]
-mod nf4;
+pub(super) mod nf4;
 #[cfg(target_arch = "x86_64")]
 pub(super) mod pairs;
+#[cfg(target_arch = "x86_64")]
+mod panels;
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{__m256, __m512};
@@ -38,6 +42,8 @@ use crate::ops::{Linear, Product, Products};
 #[cfg(target_arch = "x86_64")]
 use crate::quant::{self, int8};
 use crate::tensor::{Format, WeightView};
+#[cfg(target_arch = "x86_64")]
+use crate::tuning;
 
 /// One matrix product.
 pub(in crate::cpu) fn linear(
@@ -202,6 +208,22 @@ impl<'w> LikeProducts<'_, '_, 'w> {
         });
         let operands = operands.collect::<Vec<_>>();
         let x = (self.args.x, rows, inputs);
+        #[cfg(target_arch = "x86_64")]
+        if A::HAS_PANELS && tuning::linear_takes_panels(rows, inputs) {
+            let (pool, panels) = (&mut *self.pool, &mut self.scratch.panels);
+            match self.isa {
+                // SAFETY: the machine has `isa`, which the arithmetic and the vectors need; a view
+                // holds all rows of its shape.
+                Isa::Avx512Bf16 | Isa::Avx512 => unsafe {
+                    return panels::multiply::<__m512, A, S>(pool, panels, dtype, x, &operands);
+                },
+                // SAFETY: as above.
+                Isa::Avx2 => unsafe {
+                    return panels::multiply::<__m256, A, S>(pool, panels, dtype, x, &operands);
+                },
+                Isa::Portable => {}
+            }
+        }
         // SAFETY: the machine has `isa`, which the arithmetic names; a view holds all rows of its
         // shape.
         unsafe { multiply::<A, S>(self.pool, &mut self.scratch.panels, dtype, x, &operands) };

@@ -20,11 +20,28 @@ const STEP: usize = 8;
 /// NF4 whose rows are whole groups of 64: always decoded first, a group by a table of its sixteen
 /// weights in two registers.
 #[derive(Clone, Copy)]
-pub(super) struct Nf4<'a> {
-    pub(super) parts: nf4::Parts<'a>,
-    pub(super) inputs: usize,
+pub(in crate::cpu::simd) struct Nf4<'a> {
+    pub(in crate::cpu::simd) parts: nf4::Parts<'a>,
+    pub(in crate::cpu::simd) inputs: usize,
     /// To which weights are rounded.
-    pub(super) dtype: DType,
+    pub(in crate::cpu::simd) dtype: DType,
+}
+
+impl Nf4<'_> {
+    /// Decodes weights `range` of row `output`, whole groups, in their order.
+    ///
+    /// # Safety
+    /// The machine has AVX2, FMA and F16C; the weights exist.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    pub(in crate::cpu::simd) unsafe fn widen(
+        self,
+        output: usize,
+        range: Range<usize>,
+        to: &mut [Line],
+    ) {
+        // SAFETY: as the caller says.
+        unsafe { Source::<Float<__m256>>::decode(self, output, range, to) };
+    }
 }
 
 impl Source<Float<__m256>> for Nf4<'_> {

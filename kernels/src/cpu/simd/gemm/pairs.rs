@@ -42,6 +42,7 @@ impl Arithmetic for Pairs {
     const HALVES: usize = 2;
     const ACCUMULATORS: usize = ACCUMULATORS;
     const TILE_ROWS: usize = 6;
+    const HAS_PANELS: bool = false;
     const CHUNK: usize = tuning::PACKED_CHUNK;
     // SAFETY: sixteen f32 zeros.
     const ZERO: __m512 = unsafe { std::mem::transmute::<[f32; 16], __m512>([0.0; 16]) };
