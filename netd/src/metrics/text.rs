@@ -241,7 +241,11 @@ fn network(telemetry: &Telemetry, out: &mut Output<'_>) -> fmt::Result {
     let help = "Calls to other nodes of the DHT";
     out.counter("sepal_dht_calls", help, dht.calls as f64)?;
     let help = "Calls to other nodes of the DHT that came to nothing";
-    out.counter("sepal_dht_failed_calls", help, dht.failed_calls as f64)
+    out.counter("sepal_dht_failed_calls", help, dht.failed_calls as f64)?;
+    let help = "Records of this server that a DHT node refused, since somebody else wrote a later one in its name";
+    out.counter("sepal_dht_refused_renewals", help, dht.refused_renewals as f64)?;
+    let help = "Records of others that were dropped to make room in the DHT store";
+    out.counter("sepal_dht_evicted_records", help, dht.evicted as f64)
 }
 
 /// The supervisor's part.

@@ -3,6 +3,7 @@
 use bytes::Bytes;
 use hivemind::names;
 use hivemind::p2p::PeerId;
+use hivemind::wire::fields;
 use hivemind::wire::messages::{ExpertRequest, Tensor};
 use hivemind::wire::metadata::RequestMetadata;
 use prost::Message;
@@ -11,6 +12,9 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
 use super::Failure;
+
+/// Fields of a request: its uids, its metadata and its tensors, of which no RPC uses more than three.
+const MAX_FIELDS: usize = 64;
 
 /// A request whose blocks are served and whose metadata is read.
 #[derive(Debug)]
@@ -68,6 +72,9 @@ impl StepMessage {
 
 /// The request behind a message.
 pub(super) fn decode(message: Bytes) -> Result<ExpertRequest, Failure> {
+    if !fields::has_at_most(&message, MAX_FIELDS) {
+        return Err(Failure::bad(format!("a request has at most {MAX_FIELDS} fields and tensors")));
+    }
     ExpertRequest::decode(message)
         .map_err(|error| Failure::bad(format!("cannot read the request: {error}")))
 }

@@ -3,10 +3,9 @@
 
 use super::id::DhtId;
 use super::routing::{BUCKET_SIZE, RoutingTable};
-use super::storage::{Item, Storage, Stored};
+use super::storage::{Item, Owner, Storage, Stored};
 use crate::wire::messages::{FindRequest, FindResult, ResultType, StoreRequest};
 use bytes::Bytes;
-use libp2p::PeerId;
 
 /// Items of one store; Petals' own nodes send all that a newcomer should keep at once.
 pub(super) const MAX_ITEMS: usize = 1024;
@@ -14,13 +13,15 @@ pub(super) const MAX_ITEMS: usize = 1024;
 const MAX_FOUND_KEYS: usize = 256;
 /// Bytes of values in one response: the message must stay under 4 MiB, neighbours included.
 const MAX_FOUND_BYTES: usize = 2 << 20;
+/// Bytes of values that one find looks at, so that asking again and again for the largest key ends.
+const MAX_COPIED_BYTES: usize = 32 << 20;
 
-/// Stores what a request of `from` holds: one flag per item.
+/// Stores what a request of `owner` holds: one flag per item.
 ///
 /// # Errors
 /// The text for the caller, if lists are not aligned, too long, or an item is malformed.
 pub(super) fn store(
-    from: PeerId,
+    owner: &Owner,
     request: &StoreRequest,
     storage: &mut Storage,
     cache: &mut Storage,
@@ -47,8 +48,8 @@ pub(super) fn store(
         let key = DhtId::from_wire(key).ok_or_else(malformed)?;
         let item = Item::from_wire(tag, value, *expiration).ok_or_else(malformed)?;
         store_ok.push(match in_cache {
-            true => cache.store_evicting(Some(from), key, item, now),
-            false => storage.store_for(Some(from), key, item, now),
+            true => cache.store_for(owner, key, item, now),
+            false => storage.store_for(owner, key, item, now),
         });
     }
     Ok(store_ok)
@@ -69,9 +70,13 @@ pub(super) fn find(
         return Err(format!("ValueError('cannot find more than {MAX_FOUND_KEYS} keys at once')"));
     }
     let mut bytes_left = MAX_FOUND_BYTES;
+    let mut copied_bytes_left = MAX_COPIED_BYTES;
     let find_one = |key: &Bytes| {
         let key = DhtId::from_wire(key)?;
-        let found = best_of(stores, &key, now);
+        let bytes: usize = stores.iter().map(|store| store.bytes_under(&key)).sum();
+        copied_bytes_left = copied_bytes_left.saturating_sub(bytes);
+        let may_copy = bytes_left > 0 && copied_bytes_left > 0;
+        let found = may_copy.then(|| best_of(stores, &key, now)).flatten();
         let nearest = table.nearest(&key, BUCKET_SIZE, caller);
         let mut result = FindResult {
             nearest_node_ids: nearest
@@ -102,8 +107,11 @@ pub(super) fn find(
         .ok_or_else(|| "ValueError('malformed key')".into())
 }
 
-/// Whichever store's value ends later.
+/// What both stores have, united.
 pub(super) fn best_of(stores: [&Storage; 2], key: &DhtId, now: f64) -> Option<Stored> {
     let found = stores.into_iter().filter_map(|store| store.find(key, now));
-    found.reduce(|best, other| if other.expiration() > best.expiration() { other } else { best })
+    found.reduce(|mut best, other| {
+        best.merge(other);
+        best
+    })
 }

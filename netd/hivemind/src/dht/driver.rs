@@ -17,6 +17,7 @@ use super::routing::Contact;
 use super::storage::{Item, StorageLimits, Stored};
 use crate::names::{DHT_FIND, DHT_PING, DHT_STORE};
 use crate::p2p::{CallError, P2p, ProtocolKind, ProtocolSpec};
+use crate::wire::fields;
 use crate::wire::messages::{FindRequest, NodeInfo, PingRequest, StoreRequest};
 use bytes::Bytes;
 use futures::future::{BoxFuture, FutureExt, join_all};
@@ -29,7 +30,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 use thiserror::Error;
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
-use tracing::{debug, info};
+use tracing::{debug, info, warn};
 
 /// How long a call may take, call-backs included (`wait_timeout` of hivemind).
 const CALL_TIMEOUT: Duration = Duration::from_secs(3);
@@ -37,6 +38,9 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(3);
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a get or store may take: several rounds of dead nodes.
 const OPERATION_TIMEOUT: Duration = Duration::from_secs(120);
+/// Fields of one request, elements of its lists counted one by one: the longest is a store of 1,024
+/// items.
+const MAX_FIELDS: usize = 6 * 1024;
 /// Commands that wait for the task; more make their senders wait.
 const COMMAND_QUEUE: usize = 256;
 /// Calls under way; more wait.
@@ -120,6 +124,10 @@ pub struct DhtFigures {
     pub calls: u64,
     /// Those of them that came to nothing.
     pub failed_calls: u64,
+    /// Records of our own that a node refused since it had a later one under our name.
+    pub refused_renewals: u64,
+    /// Records dropped for lack of space.
+    pub evicted: u64,
 }
 
 /// Figures as the task counts them. It alone writes; anybody reads without asking it.
@@ -132,6 +140,8 @@ struct Counts {
     stores: AtomicU64,
     calls: AtomicU64,
     failed_calls: AtomicU64,
+    refused_renewals: AtomicU64,
+    evicted: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -295,6 +305,8 @@ impl Dht {
             stores: load(&self.counts.stores),
             calls: load(&self.counts.calls),
             failed_calls: load(&self.counts.failed_calls),
+            refused_renewals: load(&self.counts.refused_renewals),
+            evicted: load(&self.counts.evicted),
         }
     }
 
@@ -317,6 +329,9 @@ impl Dht {
         peer: PeerId,
         request: Bytes,
     ) -> Result<Bytes, String> {
+        if !fields::has_at_most(&request, MAX_FIELDS) {
+            return Err(format!("ValueError('a request has at most {MAX_FIELDS} fields')"));
+        }
         let malformed =
             |error: prost::DecodeError| format!("ValueError('cannot read the request: {error}')");
         let request = match protocol {
@@ -409,10 +424,10 @@ impl Driver {
             Command::Inbound { peer, request, reply } => {
                 let id = InboundId(self.id());
                 self.inbound.insert(id, reply);
-                let refused_before = self.node.storage().refused();
-                self.feed(Event::Inbound { id, from: peer, request });
-                let refused = self.node.storage().refused();
-                self.p2p.count_bad_records(refused - refused_before);
+                let refused_before = self.node.refused();
+                let net = self.p2p.net_of(&peer);
+                self.feed(Event::Inbound { id, from: peer, net, request });
+                self.p2p.count_bad_records(self.node.refused() - refused_before);
             }
             Command::Join { peers, reply } => {
                 self.join_peers.clone_from(&peers);
@@ -517,6 +532,11 @@ impl Driver {
         set(&self.counts.nodes, self.node.table().len());
         set(&self.counts.records, storage.len());
         set(&self.counts.record_bytes, storage.bytes());
+        self.counts.evicted.store(storage.evicted(), Ordering::Relaxed);
+        let refused = self.node.refused_renewals();
+        if self.counts.refused_renewals.swap(refused, Ordering::Relaxed) < refused {
+            warn!(refused, "DHT nodes hold records under our PeerID that we did not write");
+        }
     }
 
     fn call(&self, call: CallId, peer: PeerId, request: Request) {

@@ -10,7 +10,7 @@
 
 use super::id::{DhtId, Distance};
 use super::routing::{BUCKET_SIZE, Contact};
-use super::storage::Stored;
+use super::storage::{Stored, tag_of};
 use libp2p::PeerId;
 use std::collections::{BTreeMap, HashSet};
 
@@ -225,7 +225,8 @@ impl Search {
             candidate.state = CandidateState::Answered;
         }
         self.add(answer.nearest, own);
-        let Some(found) = answer.found else { return };
+        let Some(mut found) = answer.found else { return };
+        found.heard_from(&tag_of(&contact.peer_id));
         let later = self.found.as_ref().is_none_or(|old| found.expiration() > old.expiration());
         if later {
             self.source = Some(contact.node_id);

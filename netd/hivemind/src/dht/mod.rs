@@ -12,8 +12,8 @@
 //!                        └── lookup, one per operation      answer   replies to requests of others
 //! ```
 //!
-//! Nothing here is signed: anybody may overwrite any record, and every count and size that a peer
-//! controls is bounded. Source: `hivemind/dht/{node,protocol,routing,storage,traverse}.py`. Times
+//! Nothing here is signed: anybody may claim anything. A peer is believed about itself before others
+//! are believed about it, and every count and size that a peer controls is bounded. Source: `hivemind/dht/{node,protocol,routing,storage,traverse}.py`. Times
 //! are Unix seconds as `f64`, as on the wire.
 
 mod answer;

@@ -17,7 +17,8 @@ use super::answer;
 use super::id::DhtId;
 use super::lookup::{Answer, FindCall, KeyResult, Lookup, Wanted};
 use super::routing::{BUCKET_SIZE, Contact, RoutingTable, Seen};
-use super::storage::{Dictionary, Item, Storage, StorageLimits, Stored, Timed};
+use super::storage::{Dictionary, Item, Owner, Storage, StorageLimits, Stored, Timed};
+use crate::p2p::Net;
 use crate::wire::messages::{
     FindRequest, FindResponse, FindResult, NodeInfo, PingRequest, PingResponse, ResultType,
     StoreRequest, StoreResponse,
@@ -29,11 +30,15 @@ use thiserror::Error;
 
 mod blacklist;
 mod events;
+mod renewal;
 mod store;
+mod welcome;
 
 use blacklist::Blacklist;
 pub use events::*;
+use renewal::Refusal;
 use store::StoreRounds;
+use welcome::Welcomes;
 
 /// Nodes that keep each value.
 pub const REPLICAS: usize = 5;
@@ -41,8 +46,6 @@ pub const REPLICAS: usize = 5;
 pub const MAX_CLOCK_SKEW_S: f64 = 3.0;
 /// Call-backs of pings under way; more are answered "not available".
 const MAX_CALL_BACKS: usize = 256;
-/// Stored keys that are looked through when a new node appears.
-const MAX_WELCOME_KEYS: usize = 1024;
 /// Seconds between sweeps of the stores.
 const SWEEP_PERIOD_S: f64 = 10.0;
 
@@ -69,6 +72,8 @@ pub struct Node {
     storage: Storage,
     cache: Storage,
     blacklist: Blacklist,
+    welcomes: Welcomes,
+    refused_renewals: u64,
     calls: HashMap<CallId, Pending>,
     operations: HashMap<OperationId, Operation>,
     call_backs: usize,
@@ -95,6 +100,14 @@ enum Purpose {
     Join(OperationId),
     Find(OperationId, FindCall),
     Store(OperationId, Vec<usize>),
+    /// What a node has that refused a record of our own.
+    Contest(Refusal),
+    /// The same record once more, with a later expiration.
+    Renewal(OperationId, usize),
+    /// Whether a newcomer is who it claims to be.
+    Welcome {
+        claimed: DhtId,
+    },
 }
 
 #[derive(Debug)]
@@ -117,9 +130,11 @@ impl Node {
     pub fn new(config: NodeConfig) -> Self {
         Self {
             table: RoutingTable::new(config.own.node_id),
-            storage: Storage::new(config.limits),
-            cache: Storage::new(config.limits),
+            storage: Storage::new(config.limits, config.own.peer_id),
+            cache: Storage::new(config.limits, config.own.peer_id),
             blacklist: Blacklist::default(),
+            welcomes: Welcomes::default(),
+            refused_renewals: 0,
             calls: HashMap::new(),
             operations: HashMap::new(),
             call_backs: 0,
@@ -142,6 +157,18 @@ impl Node {
         &self.storage
     }
 
+    /// Items of others refused so far, by the main store and the cache.
+    #[must_use]
+    pub fn refused(&self) -> u64 {
+        self.storage.refused() + self.cache.refused()
+    }
+
+    /// Records of our own that a node refused since it had a later one under our name.
+    #[must_use]
+    pub fn refused_renewals(&self) -> u64 {
+        self.refused_renewals
+    }
+
     /// How we name ourselves in messages.
     #[must_use]
     pub fn node_info(&self) -> NodeInfo {
@@ -152,7 +179,9 @@ impl Node {
     /// Takes an event that happened at `now` (Unix seconds).
     pub fn on(&mut self, event: Event, now: f64) -> Vec<Action> {
         match event {
-            Event::Inbound { id, from, request } => self.on_inbound(id, from, request, now),
+            Event::Inbound { id, from, net, request } => {
+                self.on_inbound(id, (from, net), request, now);
+            }
             Event::Answered { call, response } => self.on_answered(call, response, now),
             Event::Join { id, peers } => self.join(id, peers, now),
             Event::Get { id, keys, latest } => {
@@ -176,12 +205,19 @@ impl Node {
             self.storage.drop_expired(now);
             self.cache.drop_expired(now);
             self.blacklist.drop_expired(now);
+            self.welcomes.drop_expired(now);
         }
     }
 
     // Requests of others.
 
-    fn on_inbound(&mut self, id: InboundId, from: PeerId, request: Request, now: f64) {
+    fn on_inbound(
+        &mut self,
+        id: InboundId,
+        (from, net): (PeerId, Net),
+        request: Request,
+        now: f64,
+    ) {
         let info = match &request {
             Request::Ping(request) => &request.peer,
             Request::Store(request) => &request.peer,
@@ -194,15 +230,13 @@ impl Node {
                 _ => Ok(self.pong(false, now)),
             },
             Request::Store(request) => {
-                answer::store(from, &request, &mut self.storage, &mut self.cache, now).map(
-                    |store_ok| {
-                        Response::Store(StoreResponse {
-                            auth: None,
-                            store_ok,
-                            peer: Some(self.node_info()),
-                        })
-                    },
-                )
+                let owner = Owner::peer(from, net);
+                let stored =
+                    answer::store(&owner, &request, &mut self.storage, &mut self.cache, now);
+                stored.map(|store_ok| {
+                    let peer = Some(self.node_info());
+                    Response::Store(StoreResponse { auth: None, store_ok, peer })
+                })
             }
             Request::Find(request) => {
                 let stores = [&self.storage, &self.cache];
@@ -217,7 +251,10 @@ impl Node {
         };
         self.actions.push(Action::Reply { id, response });
         if let Some(node_id) = caller {
-            self.met(Contact { node_id, peer_id: from }, now);
+            let contact = Contact { node_id, peer_id: from };
+            if self.met(contact, now) {
+                self.introduce(contact, now);
+            }
         }
     }
 
@@ -258,7 +295,12 @@ impl Node {
         }
         match (&response, node_id) {
             (None, _) => self.table.remove(&peer),
-            (Some(_), Some(node_id)) => self.met(Contact { node_id, peer_id: peer }, now),
+            (Some(_), Some(node_id)) => {
+                let contact = Contact { node_id, peer_id: peer };
+                if self.met(contact, now) {
+                    self.meet(contact, now);
+                }
+            }
             (Some(_), None) => {}
         }
         match pending.purpose {
@@ -270,36 +312,24 @@ impl Node {
             }
             Purpose::Join(id) => self.on_join_answer(id, peer, pending.sent_at, response, now),
             Purpose::Find(id, call) => self.on_find_answer(id, peer, &call, response, now),
-            Purpose::Store(id, items) => self.on_store_answer(id, &items, response, now),
+            Purpose::Store(id, items) => self.on_store_answer(id, peer, &items, response, now),
+            Purpose::Contest(refusal) => self.on_contest_answer(peer, refusal, response, now),
+            Purpose::Renewal(id, index) => self.on_renewal_answer(id, index, response, now),
+            Purpose::Welcome { claimed } => {
+                if node_id == Some(claimed) {
+                    self.welcome(Contact { node_id: claimed, peer_id: peer }, now);
+                }
+            }
         }
     }
 
-    /// Updates the routing table with a node heard of first hand; a new one gets what it should
-    /// keep.
-    fn met(&mut self, contact: Contact, now: f64) {
+    /// Updates the routing table with a node heard of first hand; whether it is new to us.
+    fn met(&mut self, contact: Contact, now: f64) -> bool {
         let is_new = !self.table.contains(&contact) && contact.node_id != self.config.own.node_id;
-        let welcome = if is_new { self.welcome_items(&contact.node_id, now) } else { Vec::new() };
         if let Seen::Full(Some(old)) = self.table.seen(contact) {
             self.ping(old.peer_id, false, Purpose::Background, now);
         }
-        for request in self.store_requests(welcome, false) {
-            self.call(contact.peer_id, Request::Store(request.0), Purpose::Background, now);
-        }
-    }
-
-    /// Items for which `new` is among the nearest while we are the nearest of the nodes before it.
-    fn welcome_items(&self, new: &DhtId, now: f64) -> Vec<(usize, DhtId, Item)> {
-        let own = &self.config.own.node_id;
-        let belongs = |key: &&DhtId| {
-            let neighbours = self.table.nearest(key, REPLICAS, Some(own));
-            let (Some(nearest), Some(farthest)) = (neighbours.first(), neighbours.last()) else {
-                return true;
-            };
-            new.distance(key) < farthest.node_id.distance(key)
-                && own.distance(key) < nearest.node_id.distance(key)
-        };
-        let keys = self.storage.keys().take(MAX_WELCOME_KEYS).filter(belongs);
-        keys.filter_map(|key| Some((0, *key, self.storage.find(key, now)?.into()))).collect()
+        is_new
     }
 
     fn ping(&mut self, peer: PeerId, validate: bool, purpose: Purpose, now: f64) {
@@ -466,7 +496,7 @@ impl Node {
                 self.call(nearest.peer_id, Request::Store(request.0), Purpose::Background, now);
             }
         }
-        self.cache.store_evicting(None, result.key, item, now);
+        self.cache.store_for(&Owner::copies(self.config.own.peer_id), result.key, item, now);
     }
 }
 

@@ -7,6 +7,7 @@ use super::node::{
 };
 use super::routing::Contact;
 use super::storage::{Item, StorageLimits, Stored, Timed};
+use crate::p2p::Net;
 use crate::wire::msgpack::Value;
 use libp2p::PeerId;
 use std::collections::{BTreeMap, HashMap};
@@ -173,7 +174,11 @@ impl Swarm {
                 let id = self.serial();
                 self.inbound.insert(id, (node, call));
                 let delay = self.latency_us();
-                self.push(delay, callee, Event::Inbound { id: InboundId(id), from, request });
+                self.push(
+                    delay,
+                    callee,
+                    Event::Inbound { id: InboundId(id), from, net: Net::Unknown, request },
+                );
             }
             Action::Reply { id, response } => {
                 let (caller, call) = self.inbound.remove(&id.0).expect("request");

@@ -1,26 +1,28 @@
 //! What a node keeps for the swarm: values with expiration times, and dictionaries of such values.
-//! Source: `hivemind/dht/storage.py` and `hivemind/utils/timed_storage.py`; acceptance rules are
-//! theirs exactly.
+//! Source: `hivemind/dht/storage.py` and `hivemind/utils/timed_storage.py`.
 //!
 //! # Discrepancies
-//! Python bounds nothing. Here [`StorageLimits`] bound keys, subkeys, bytes, bytes of one peer and
-//! how far in the future a value may expire; what exceeds them is refused as if it had come too
-//! late, and counted.
+//! Python bounds nothing and believes the last writer. Here
+//! - An expiration more than 30 days ahead, or none, is refused.
+//! - [`StorageLimits`] bound entries, bytes, and bytes of one peer. A full store evicts from the
+//!   largest peer of the largest IP net the entry that ends first; our own records stay.
+//! - An expiration more than [`StorageLimits::max_horizon_s`] ahead is cut to that.
+//! - What a peer stores under its own PeerID replaces what others stored there, whatever the
+//!   expirations; others cannot replace it while it lives. Nobody but we store under our PeerID.
+//! - A single value does not replace a dictionary that holds an entry of the peer it names.
 
 use super::id::DhtId;
-use crate::wire::msgpack::{EXT_DHT_DICTIONARY, Limits, Value};
+use crate::p2p::Net;
+use crate::wire::msgpack::Value;
 use bytes::Bytes;
 use libp2p::PeerId;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 
-mod charges;
+mod ledger;
+mod values;
 
-use charges::Charges;
-
-/// Subkey tag of a regular value: msgpack's nil.
-pub const REGULAR_TAG: &[u8] = &[0xc0];
-/// Subkey tag of a whole dictionary: no bytes.
-pub const DICTIONARY_TAG: &[u8] = &[];
+use ledger::{Account, Ledger};
+pub use values::{DICTIONARY_TAG, Dictionary, Item, REGULAR_TAG, Stored, Timed};
 
 /// Bounds of one store.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -36,7 +38,8 @@ pub struct StorageLimits {
     /// Bytes of the values and subkeys that one peer has stored here. A peer also brings copies of
     /// others' records, when it makes room for a new node.
     pub max_peer_bytes: usize,
-    /// Seconds from now to the latest expiration. Petals writes records for minutes.
+    /// Seconds from now to the latest expiration of what others store; a later one is cut. Petals
+    /// writes records for four minutes and renews them every two.
     pub max_horizon_s: f64,
 }
 
@@ -48,221 +51,46 @@ impl Default for StorageLimits {
             max_value_bytes: 64 << 10,
             max_total_bytes: 64 << 20,
             max_peer_bytes: 8 << 20,
-            max_horizon_s: 30.0 * 86_400.0,
+            max_horizon_s: 15.0 * 60.0,
         }
     }
 }
 
-/// A value and when it ends, Unix seconds.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Timed {
-    /// msgpack of the value.
-    pub value: Bytes,
-    /// When it ends.
-    pub expiration: f64,
+/// An expiration further ahead is no expiration but a wrong clock: it is refused, not cut.
+const MAX_AHEAD_S: f64 = 30.0 * 86_400.0;
+
+/// Bytes that an entry is charged beside its content: what the store and its indexes take for it,
+/// measured with entries of one byte, so that many small ones are not free.
+const ENTRY_OVERHEAD: usize = 640;
+
+/// The subkey tag under which a peer announces itself: its PeerID in base58.
+#[must_use]
+pub fn tag_of(peer: &PeerId) -> Bytes {
+    Value::str(peer.to_base58()).encode().into()
 }
 
-/// Several values under one key, by subkey.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Dictionary {
-    /// By the msgpack form of the subkey.
-    entries: BTreeMap<Bytes, Timed>,
-    /// Latest expiration of any entry that ever was in it.
-    latest: f64,
+/// Who brings an item.
+#[derive(Clone, Debug)]
+pub struct Owner {
+    /// Who is charged; `None`: we.
+    account: Option<Account>,
+    /// Whether [`StorageLimits::max_peer_bytes`] holds.
+    bounded: bool,
+    /// The subkey about which it speaks first hand.
+    tag: Bytes,
 }
 
-/// What is stored under a key.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Stored {
-    /// One value.
-    Regular(Timed),
-    /// Values by subkey.
-    Dictionary(Dictionary),
-}
-
-impl Dictionary {
-    /// A dictionary of one entry.
+impl Owner {
+    /// A peer that is connected from `net`.
     #[must_use]
-    pub fn single(tag: Bytes, entry: Timed) -> Self {
-        Self { latest: entry.expiration, entries: BTreeMap::from([(tag, entry)]) }
+    pub fn peer(peer: PeerId, net: Net) -> Self {
+        Self { account: Some((net, peer)), bounded: true, tag: tag_of(&peer) }
     }
 
-    /// The entries by the msgpack form of their subkeys.
-    pub fn iter(&self) -> impl Iterator<Item = (&Bytes, &Timed)> {
-        self.entries.iter()
-    }
-
-    /// Reads extension 0x50 with its payload `[maxsize, latest expiration, [[subkey, value,
-    /// expiration], ...]]`.
+    /// Copies that we made of what others answered: evicted like theirs, charged to one account.
     #[must_use]
-    pub fn decode(bytes: &[u8]) -> Option<Self> {
-        let Ok(Value::Ext(EXT_DHT_DICTIONARY, payload)) = Value::decode(bytes, Limits::DICTIONARY)
-        else {
-            return None;
-        };
-        let payload = Value::decode(&payload, Limits::DICTIONARY).ok()?;
-        let [_max_size, Value::Float(latest), entries] = payload.as_sequence()? else {
-            return None;
-        };
-        let mut dictionary = Self { entries: BTreeMap::new(), latest: *latest };
-        for entry in entries.as_sequence()? {
-            let [subkey, Value::Bin(value), Value::Float(expiration)] = entry.as_sequence()? else {
-                return None;
-            };
-            let timed = Timed { value: value.clone().into(), expiration: *expiration };
-            dictionary.merge_entry(subkey.encode().into(), timed);
-        }
-        dictionary.latest.is_finite().then_some(dictionary)
-    }
-
-    /// Writes extension 0x50, without a maximal size.
-    #[must_use]
-    pub fn encode(&self) -> Bytes {
-        let entry = |(tag, timed): (&Bytes, &Timed)| {
-            let subkey = Value::decode(tag, Limits::SMALL).unwrap_or(Value::Nil);
-            Value::List(vec![
-                subkey,
-                Value::Bin(timed.value.to_vec()),
-                Value::Float(timed.expiration),
-            ])
-        };
-        let entries = Value::List(self.entries.iter().map(entry).collect());
-        let payload =
-            Value::List(vec![Value::Float(f64::INFINITY), Value::Float(self.latest), entries]);
-        Value::Ext(EXT_DHT_DICTIONARY, payload.encode()).encode().into()
-    }
-
-    /// Takes an entry unless one of the same or a later expiration is there.
-    fn merge_entry(&mut self, tag: Bytes, timed: Timed) -> bool {
-        self.latest = self.latest.max(timed.expiration);
-        match self.entries.get_mut(&tag) {
-            Some(old) if old.expiration >= timed.expiration => false,
-            Some(old) => {
-                *old = timed;
-                true
-            }
-            None => {
-                self.entries.insert(tag, timed);
-                true
-            }
-        }
-    }
-
-    fn drop_expired(&mut self, now: f64) {
-        self.entries.retain(|_, entry| entry.expiration >= now);
-    }
-}
-
-impl Stored {
-    /// When all of it has ended.
-    #[must_use]
-    pub fn expiration(&self) -> f64 {
-        match self {
-            Self::Regular(timed) => timed.expiration,
-            Self::Dictionary(dictionary) => dictionary.latest,
-        }
-    }
-
-    /// Unites what two nodes returned for one key: entries of dictionaries by newest expiration,
-    /// otherwise whichever ends later.
-    pub fn merge(&mut self, other: Self) {
-        match (self, other) {
-            (Self::Dictionary(mine), Self::Dictionary(theirs)) => {
-                for (tag, timed) in theirs.entries {
-                    mine.merge_entry(tag, timed);
-                }
-                mine.latest = mine.latest.max(theirs.latest);
-            }
-            (mine, theirs) if theirs.expiration() > mine.expiration() => *mine = theirs,
-            _ => {}
-        }
-    }
-
-    /// Without what has ended; `None` if nothing is left.
-    #[must_use]
-    pub fn live(mut self, now: f64) -> Option<Self> {
-        if let Self::Dictionary(dictionary) = &mut self {
-            dictionary.drop_expired(now);
-            if dictionary.entries.is_empty() {
-                return None;
-            }
-        }
-        (self.expiration() >= now).then_some(self)
-    }
-
-    /// The subkey tag and the bytes with which this is sent to another node.
-    #[must_use]
-    pub fn to_wire(&self) -> (Bytes, Bytes) {
-        match self {
-            Self::Regular(timed) => (Bytes::from_static(REGULAR_TAG), timed.value.clone()),
-            Self::Dictionary(dictionary) => {
-                (Bytes::from_static(DICTIONARY_TAG), dictionary.encode())
-            }
-        }
-    }
-
-    fn bytes(&self) -> usize {
-        match self {
-            Self::Regular(timed) => ENTRY_OVERHEAD + timed.value.len(),
-            Self::Dictionary(dictionary) => {
-                let entry =
-                    |(tag, timed): (&Bytes, &Timed)| ENTRY_OVERHEAD + tag.len() + timed.value.len();
-                ENTRY_OVERHEAD + dictionary.entries.iter().map(entry).sum::<usize>()
-            }
-        }
-    }
-}
-
-/// Bytes that an entry is charged beside its content, so that empty values are not free.
-const ENTRY_OVERHEAD: usize = 128;
-
-/// One item that somebody wants stored.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Item {
-    /// One value.
-    Regular(Timed),
-    /// One entry of a dictionary; the tag is the msgpack form of the subkey.
-    Entry(Bytes, Timed),
-    /// A whole dictionary.
-    Dictionary(Dictionary),
-}
-
-impl Item {
-    /// An item from a store request; `None` if its bytes are malformed. The tag is brought to the
-    /// one form that our own writer makes.
-    #[must_use]
-    pub fn from_wire(tag: &Bytes, value: &Bytes, expiration: f64) -> Option<Self> {
-        let timed = Timed { value: value.clone(), expiration };
-        match &tag[..] {
-            REGULAR_TAG => Some(Self::Regular(timed)),
-            DICTIONARY_TAG => Dictionary::decode(value).map(Self::Dictionary),
-            tag => {
-                Some(Self::Entry(Value::decode(tag, Limits::SMALL).ok()?.encode().into(), timed))
-            }
-        }
-    }
-
-    /// The subkey tag, the bytes and the expiration of a store request.
-    #[must_use]
-    pub fn to_wire(&self) -> (Bytes, Bytes, f64) {
-        match self {
-            Self::Regular(timed) => {
-                (Bytes::from_static(REGULAR_TAG), timed.value.clone(), timed.expiration)
-            }
-            Self::Entry(tag, timed) => (tag.clone(), timed.value.clone(), timed.expiration),
-            Self::Dictionary(dictionary) => {
-                (Bytes::from_static(DICTIONARY_TAG), dictionary.encode(), dictionary.latest)
-            }
-        }
-    }
-}
-
-impl From<Stored> for Item {
-    fn from(stored: Stored) -> Self {
-        match stored {
-            Stored::Regular(timed) => Self::Regular(timed),
-            Stored::Dictionary(dictionary) => Self::Dictionary(dictionary),
-        }
+    pub fn copies(own: PeerId) -> Self {
+        Self { account: Some((Net::Unknown, own)), bounded: false, tag: Bytes::new() }
     }
 }
 
@@ -270,17 +98,20 @@ impl From<Stored> for Item {
 #[derive(Debug)]
 pub struct Storage {
     limits: StorageLimits,
+    own: Owner,
     items: HashMap<DhtId, Stored>,
-    bytes: usize,
-    charges: Charges,
+    ledger: Ledger,
     refused: u64,
+    evicted: u64,
 }
 
 impl Storage {
-    /// An empty store.
+    /// An empty store of the node `own`.
     #[must_use]
-    pub fn new(limits: StorageLimits) -> Self {
-        Self { limits, items: HashMap::new(), bytes: 0, charges: Charges::default(), refused: 0 }
+    pub fn new(limits: StorageLimits, own: PeerId) -> Self {
+        let own = Owner { account: None, bounded: false, tag: tag_of(&own) };
+        let (items, ledger) = (HashMap::new(), Ledger::default());
+        Self { limits, own, items, ledger, refused: 0, evicted: 0 }
     }
 
     /// Keys held, some perhaps expired.
@@ -298,13 +129,25 @@ impl Storage {
     /// Bytes held, with a fixed charge per entry.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        self.bytes
+        self.ledger.bytes()
     }
 
-    /// Items refused so far because a bound was reached.
+    /// Bytes held under one key.
+    #[must_use]
+    pub fn bytes_under(&self, key: &DhtId) -> usize {
+        self.ledger.under(key)
+    }
+
+    /// Items refused so far because of a bound, or because they spoke in our name.
     #[must_use]
     pub fn refused(&self) -> u64 {
         self.refused
+    }
+
+    /// Entries dropped so far to make room for others.
+    #[must_use]
+    pub fn evicted(&self) -> u64 {
+        self.evicted
     }
 
     /// The keys held.
@@ -320,199 +163,173 @@ impl Storage {
 
     /// Stores an item of our own if the rules accept it.
     pub fn store(&mut self, key: DhtId, item: Item, now: f64) -> bool {
-        self.store_for(None, key, item, now)
+        let own = self.own.clone();
+        self.store_for(&own, key, item, now)
     }
 
-    /// Stores an item that a peer brings if the rules accept it and the peer has room left; `None`:
-    /// our own.
-    pub fn store_for(&mut self, owner: Option<PeerId>, key: DhtId, item: Item, now: f64) -> bool {
+    /// Stores an item that `owner` brings if the rules accept it and the owner's share allows it.
+    /// Of a dictionary, each entry on its own; whether all were accepted.
+    pub fn store_for(&mut self, owner: &Owner, key: DhtId, item: Item, now: f64) -> bool {
+        self.drop_expired(now);
         match item {
-            Item::Regular(timed) => self.store_regular(owner, key, timed, now),
-            Item::Entry(tag, timed) => self.store_entry(owner, key, tag, timed, now),
-            // Python stops at the first refusal as well.
-            Item::Dictionary(dictionary) => dictionary
-                .entries
-                .into_iter()
-                .all(|(tag, timed)| self.store_entry(owner, key, tag, timed, now)),
+            Item::Regular(timed) => self.store_one(owner, key, None, timed, now),
+            Item::Entry(tag, timed) => self.store_one(owner, key, Some(tag), timed, now),
+            Item::Dictionary(dictionary) => {
+                let entries = dictionary.entries.into_iter();
+                let store =
+                    |all, (tag, timed)| self.store_one(owner, key, Some(tag), timed, now) && all;
+                entries.fold(true, store)
+            }
         }
     }
 
     /// Drops everything that has ended.
     pub fn drop_expired(&mut self, now: f64) {
-        let keys: Vec<_> = self.items.keys().copied().collect();
-        for key in keys {
-            self.drop_expired_under(&key, now);
+        while let Some((key, tag)) = self.ledger.ended(now) {
+            self.remove(&key, &tag);
         }
     }
 
-    /// Stores an item as [`Self::store_for`] does, but makes room by dropping what ends soonest:
-    /// how a cache stores.
-    pub fn store_evicting(
+    /// Stores one value (`tag`: of an entry).
+    fn store_one(
         &mut self,
-        owner: Option<PeerId>,
+        owner: &Owner,
         key: DhtId,
-        item: Item,
+        tag: Option<Bytes>,
+        mut timed: Timed,
         now: f64,
     ) -> bool {
-        let bytes = match &item {
-            Item::Regular(timed) => timed.value.len(),
-            Item::Entry(tag, timed) => tag.len() + timed.value.len(),
-            Item::Dictionary(dictionary) => dictionary
-                .iter()
-                .map(|(tag, timed)| ENTRY_OVERHEAD + tag.len() + timed.value.len())
-                .sum(),
-        };
-        while !self.is_empty() && self.is_full(&key, bytes + 2 * ENTRY_OVERHEAD) {
-            self.evict_one();
-        }
-        self.store_for(owner, key, item, now)
-    }
-
-    fn evict_one(&mut self) {
-        let soonest =
-            self.items.iter().min_by(|a, b| a.1.expiration().total_cmp(&b.1.expiration()));
-        if let Some(key) = soonest.map(|(key, _)| *key) {
-            self.put(key, None);
-        }
-    }
-
-    /// Whether `bytes` more under `key` would exceed the limits.
-    fn is_full(&self, key: &DhtId, bytes: usize) -> bool {
-        let is_new = !self.items.contains_key(key);
-        (is_new && self.items.len() >= self.limits.max_keys)
-            || self.bytes + bytes > self.limits.max_total_bytes
-    }
-
-    fn store_regular(&mut self, owner: Option<PeerId>, key: DhtId, timed: Timed, now: f64) -> bool {
-        self.drop_expired_under(&key, now);
-        let later = self.items.get(&key).is_none_or(|old| old.expiration() < timed.expiration);
-        if !later || !self.admits(owner.as_ref(), &key, &[], &timed, now) {
+        let ours = owner.account.is_none();
+        // False for what is no number.
+        let possible = timed.expiration <= now + MAX_AHEAD_S;
+        if !possible {
+            self.refused += 1;
             return false;
         }
-        let charged = ENTRY_OVERHEAD + timed.value.len();
-        self.put(key, Some(Stored::Regular(timed)));
-        self.charges.charge(owner, key, Bytes::new(), charged);
+        if !ours && timed.expiration > now + self.limits.max_horizon_s {
+            timed.expiration = now + self.limits.max_horizon_s;
+        }
+        if timed.expiration < now {
+            return false;
+        }
+        let in_our_name = !ours && tag.as_ref() == Some(&self.own.tag);
+        if in_our_name {
+            self.refused += 1;
+            return false;
+        }
+        let first_hand = tag.as_ref() == Some(&owner.tag);
+        let charged_tag = tag.clone().unwrap_or_default();
+        let bytes = ENTRY_OVERHEAD + charged_tag.len() + timed.value.len();
+        if !self.is_newer(&key, tag.as_ref(), &timed, first_hand) {
+            return false;
+        }
+        if !self.fits(owner, &key, &charged_tag, &timed)
+            || !self.make_room(owner, &key, tag.as_ref(), first_hand, bytes)
+        {
+            self.refused += 1;
+            return false;
+        }
+        let expiration = timed.expiration;
+        self.put(key, tag, timed, first_hand);
+        self.ledger.record(owner.account, (key, charged_tag), bytes, expiration);
         true
     }
 
-    fn store_entry(
-        &mut self,
-        owner: Option<PeerId>,
-        key: DhtId,
-        tag: Bytes,
-        timed: Timed,
-        now: f64,
-    ) -> bool {
-        self.drop_expired_under(&key, now);
-        if !self.admits(owner.as_ref(), &key, &tag, &timed, now) {
-            return false;
-        }
-        let charged = ENTRY_OVERHEAD + tag.len() + timed.value.len();
-        let charged_tag = tag.clone();
-        let accepted = self.merge_entry(key, tag, timed);
-        if accepted {
-            self.charges.charge(owner, key, charged_tag, charged);
-        }
-        accepted
-    }
-
-    fn merge_entry(&mut self, key: DhtId, tag: Bytes, timed: Timed) -> bool {
-        match self.items.get_mut(&key) {
-            Some(Stored::Dictionary(dictionary)) => {
-                let old = dictionary.entries.get(&tag).map(|entry| entry.value.len());
-                if old.is_none() && dictionary.entries.len() >= self.limits.max_subkeys {
-                    self.refused += 1;
-                    return false;
-                }
-                let (tag_bytes, value_bytes) = (tag.len(), timed.value.len());
-                let accepted = dictionary.merge_entry(tag, timed);
-                if accepted {
-                    let freed = old.unwrap_or(0);
-                    let added =
-                        value_bytes + if old.is_none() { ENTRY_OVERHEAD + tag_bytes } else { 0 };
-                    self.bytes = (self.bytes + added).saturating_sub(freed);
-                }
-                accepted
-            }
-            Some(Stored::Regular(old)) if old.expiration >= timed.expiration => false,
-            _ => {
-                self.put(key, Some(Stored::Dictionary(Dictionary::single(tag, timed))));
-                true
+    /// Whether what is there gives way to this.
+    fn is_newer(&self, key: &DhtId, tag: Option<&Bytes>, timed: &Timed, first_hand: bool) -> bool {
+        match (self.items.get(key), tag) {
+            (None, _) => true,
+            (Some(Stored::Regular(old)), _) => first_hand || old.expiration < timed.expiration,
+            (Some(Stored::Dictionary(old)), Some(tag)) => old.accepts(tag, timed, first_hand),
+            (Some(Stored::Dictionary(old)), None) => {
+                !old.has_first_hand() && old.latest < timed.expiration
             }
         }
     }
 
-    /// The bounds, and the rule that nothing already ended is stored.
-    fn admits(
+    /// Whether the value, and what its owner holds with it, are within their bounds. What it would
+    /// replace is the owner's own only if the owner had stored that, too.
+    fn fits(&self, owner: &Owner, key: &DhtId, tag: &Bytes, timed: &Timed) -> bool {
+        let bytes = ENTRY_OVERHEAD + tag.len() + timed.value.len();
+        let within_share = |account: &Account| {
+            let held = self.ledger.held_by(account) - self.ledger.of(account, key, tag);
+            !owner.bounded || held + bytes <= self.limits.max_peer_bytes
+        };
+        timed.value.len().max(tag.len()) <= self.limits.max_value_bytes
+            && bytes <= self.limits.max_total_bytes
+            && owner.account.as_ref().is_none_or(within_share)
+    }
+
+    /// Evicts until there is room; whether there is.
+    fn make_room(
         &mut self,
-        owner: Option<&PeerId>,
+        owner: &Owner,
         key: &DhtId,
-        tag: &[u8],
-        timed: &Timed,
-        now: f64,
+        tag: Option<&Bytes>,
+        first_hand: bool,
+        bytes: usize,
     ) -> bool {
-        let size = timed.value.len().max(tag.len());
-        let new_bytes = 2 * ENTRY_OVERHEAD + timed.value.len() + tag.len();
-        let within = timed.expiration <= now + self.limits.max_horizon_s
-            && size <= self.limits.max_value_bytes
-            && self.bytes + new_bytes <= self.limits.max_total_bytes
-            && (self.items.contains_key(key) || self.items.len() < self.limits.max_keys)
-            && owner.is_none_or(|owner| {
-                // What the item would replace is the peer's own only if the peer had stored that,
-                // too.
-                let replaced = self.charges.of(owner, key, tag);
-                self.charges.held_by(owner) - replaced + new_bytes <= self.limits.max_peer_bytes
-            });
-        self.refused += u64::from(!within);
-        within && timed.expiration >= now
+        if let (Some(Stored::Dictionary(dictionary)), Some(tag)) = (self.items.get(key), tag)
+            && !dictionary.entries.contains_key(tag)
+            && dictionary.entries.len() >= self.limits.max_subkeys
+        {
+            let evicted = first_hand.then(|| dictionary.first_of_others()).flatten();
+            let Some(evicted) = evicted else {
+                return false;
+            };
+            self.remove(key, &evicted);
+            self.evicted += 1;
+        }
+        loop {
+            let is_new = !self.items.contains_key(key);
+            let full = (is_new && self.items.len() >= self.limits.max_keys)
+                || self.ledger.bytes() + bytes > self.limits.max_total_bytes;
+            if !full {
+                return true;
+            }
+            let victim = match &owner.account {
+                Some(account) => self.ledger.victim(account, bytes),
+                None => self.ledger.victim_for_us(),
+            };
+            let Some((key, tag)) = victim else {
+                return false;
+            };
+            self.remove(&key, &tag);
+            self.evicted += 1;
+        }
     }
 
-    fn drop_expired_under(&mut self, key: &DhtId, now: f64) {
-        let Some(stored) = self.items.get_mut(key) else {
-            return;
-        };
-        let gone = match stored {
-            Stored::Regular(timed) => timed.expiration < now,
-            Stored::Dictionary(dictionary) => {
-                let before: usize = dictionary.entries.len();
-                let expired = |(tag, timed): (&Bytes, &Timed)| {
-                    if timed.expiration < now {
-                        ENTRY_OVERHEAD + tag.len() + timed.value.len()
-                    } else {
-                        0
-                    }
+    fn put(&mut self, key: DhtId, tag: Option<Bytes>, timed: Timed, first_hand: bool) {
+        match (self.items.get_mut(&key), tag) {
+            (Some(Stored::Dictionary(dictionary)), Some(tag)) => {
+                dictionary.merge_entry(tag, timed, first_hand);
+            }
+            (_, tag) => {
+                let new = match tag {
+                    None => Stored::Regular(timed),
+                    Some(tag) => Stored::Dictionary(Dictionary::single(tag, timed, first_hand)),
                 };
-                let freed: usize = dictionary.entries.iter().map(expired).sum();
-                if freed > 0 {
-                    let ended = |(_, timed): &(&Bytes, &Timed)| timed.expiration < now;
-                    for (tag, _) in dictionary.entries.iter().filter(ended) {
-                        self.charges.release(key, tag);
+                match self.items.insert(key, new) {
+                    Some(Stored::Regular(_)) => self.ledger.release(&key, &Bytes::new()),
+                    Some(Stored::Dictionary(old)) => {
+                        old.entries.keys().for_each(|tag| self.ledger.release(&key, tag));
                     }
-                    dictionary.drop_expired(now);
-                    self.bytes = self.bytes.saturating_sub(freed);
+                    None => {}
                 }
-                before > 0 && dictionary.entries.is_empty()
             }
-        };
-        if gone {
-            self.put(*key, None);
         }
     }
 
-    fn put(&mut self, key: DhtId, stored: Option<Stored>) {
-        let added = stored.as_ref().map_or(0, Stored::bytes);
-        let old = match stored {
-            Some(stored) => self.items.insert(key, stored),
-            None => self.items.remove(&key),
+    /// Takes one value out (an empty tag: a regular one).
+    fn remove(&mut self, key: &DhtId, tag: &Bytes) {
+        self.ledger.release(key, tag);
+        let any_left = match self.items.get_mut(key) {
+            Some(Stored::Dictionary(dictionary)) => dictionary.remove(tag),
+            Some(Stored::Regular(_)) | None => false,
         };
-        match &old {
-            Some(Stored::Regular(_)) => self.charges.release(&key, &[]),
-            Some(Stored::Dictionary(dictionary)) => {
-                dictionary.entries.keys().for_each(|tag| self.charges.release(&key, tag))
-            }
-            None => {}
+        if !any_left {
+            self.items.remove(key);
         }
-        self.bytes = (self.bytes + added).saturating_sub(old.as_ref().map_or(0, Stored::bytes));
     }
 }
 

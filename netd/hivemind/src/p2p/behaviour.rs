@@ -19,12 +19,13 @@ use super::{
     addresses::{Scope, ip_of, peer_of},
     config::{P2pConfig, Traversal},
     error::P2pError,
+    gate,
     limits::{
         BOOTSTRAP_PERIOD, CONNECTION_TIMEOUT, IDLE_CONNECTION_TIMEOUT, InboundLimits,
         LOOKUP_TIMEOUT, MAX_CIRCUIT_BYTES, MAX_CIRCUIT_DURATION, MAX_CIRCUITS,
         MAX_CIRCUITS_PER_PEER, MAX_CONNECTIONS, MAX_CONNECTIONS_PER_PEER, MAX_INBOUND_CONNECTIONS,
-        MAX_NEGOTIATING_STREAMS, MAX_PENDING_CONNECTIONS, MAX_RESERVATIONS,
-        MAX_RESERVATIONS_PER_PEER, PING_PERIOD,
+        MAX_NEGOTIATING_STREAMS, MAX_PENDING_INBOUND, MAX_PENDING_OUTBOUND, MAX_RESERVATIONS,
+        MAX_RESERVATIONS_PER_PEER, MAX_STREAMS_PER_CONNECTION, PING_PERIOD,
     },
     rpc_streams,
     serve::Inbound,
@@ -41,6 +42,7 @@ const PROTOCOL_VERSION: &str = "/sepal/1";
 #[derive(NetworkBehaviour)]
 pub(super) struct NodeBehaviour {
     limits: connection_limits::Behaviour,
+    gate: gate::Behaviour,
     pub identify: identify::Behaviour,
     pub ping: ping::Behaviour,
     pub kad: kad::Behaviour<kad::store::MemoryStore>,
@@ -65,7 +67,7 @@ pub(super) fn swarm(
     };
     let through_relays = (noise::Config::new, tls::Config::new);
     let limit = config.max_upload_bytes_per_s.map(UploadLimit::new);
-    let limited = || LimitedYamux { yamux: yamux::Config::default(), limit: limit.clone() };
+    let limited = || LimitedYamux { yamux: bounded_yamux(), limit: limit.clone() };
     let with_tcp = || {
         SwarmBuilder::with_existing_identity(config.keypair.clone())
             .with_tokio()
@@ -84,7 +86,7 @@ pub(super) fn swarm(
     // A machine without a resolver configuration can still serve peers with plain addresses.
     let swarm = match with_tcp()?.with_dns() {
         Ok(builder) => builder
-            .with_relay_client(through_relays, yamux::Config::default)
+            .with_relay_client(through_relays, bounded_yamux)
             .map_err(|error| P2pError::Transport(error.to_string()))?
             .with_behaviour(make)
             .map_err(|error| P2pError::Transport(error.to_string()))?
@@ -95,7 +97,7 @@ pub(super) fn swarm(
             tracing::warn!(%error, "no DNS resolver is configured, DNS addresses may fail");
             with_tcp()?
                 .with_dns_config(dns::ResolverConfig::default(), dns::ResolverOpts::default())
-                .with_relay_client(through_relays, yamux::Config::default)
+                .with_relay_client(through_relays, bounded_yamux)
                 .map_err(|error| P2pError::Transport(error.to_string()))?
                 .with_behaviour(make)
                 .map_err(|error| P2pError::Transport(error.to_string()))?
@@ -122,6 +124,7 @@ fn behaviour(
         .with_hide_listen_addrs(!config.announce.is_empty());
     NodeBehaviour {
         limits: connection_limits::Behaviour::new(connection_bounds()),
+        gate: gate::Behaviour::default(),
         identify: identify::Behaviour::new(identify),
         ping: ping::Behaviour::new(
             ping::Config::new().with_interval(PING_PERIOD).with_timeout(PING_PERIOD),
@@ -134,6 +137,12 @@ fn behaviour(
         autonat: Toggle::from(autonat(traversal, peer)),
         upnp: Toggle::from(asks_router(config).then(upnp::tokio::Behaviour::default)),
     }
+}
+
+fn bounded_yamux() -> yamux::Config {
+    let mut config = yamux::Config::default();
+    config.set_max_num_streams(MAX_STREAMS_PER_CONNECTION);
+    config
 }
 
 /// Circuits for others, within bounds. Off until the driver knows that others can dial this node.
@@ -172,8 +181,8 @@ fn connection_bounds() -> connection_limits::ConnectionLimits {
         .with_max_established(Some(MAX_CONNECTIONS))
         .with_max_established_incoming(Some(MAX_INBOUND_CONNECTIONS))
         .with_max_established_per_peer(Some(MAX_CONNECTIONS_PER_PEER))
-        .with_max_pending_incoming(Some(MAX_PENDING_CONNECTIONS))
-        .with_max_pending_outgoing(Some(MAX_PENDING_CONNECTIONS))
+        .with_max_pending_incoming(Some(MAX_PENDING_INBOUND))
+        .with_max_pending_outgoing(Some(MAX_PENDING_OUTBOUND))
 }
 
 /// Kademlia for peer routing. Records of others are never stored: nothing of Petals uses them.

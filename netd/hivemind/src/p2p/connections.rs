@@ -7,7 +7,10 @@ use tokio::time::Instant;
 
 use super::{
     addresses::{Scope, ip_of, is_dialable, scope, without_peer},
-    limits::{MAX_ADDRESSES_PER_PEER, TRIM_ABOVE_CONNECTIONS, TRIM_GRACE},
+    limits::{
+        CROWDED_ABOVE_CONNECTIONS, CROWDED_GRACE, MAX_ADDRESSES_PER_PEER, TRIM_ABOVE_CONNECTIONS,
+        TRIM_GRACE,
+    },
 };
 
 /// What is known first hand of a peer that is connected.
@@ -113,8 +116,10 @@ impl Connections {
         addrs
     }
 
-    /// Connections to close because there are more than [`TRIM_ABOVE_CONNECTIONS`]: the oldest of
-    /// those that nobody uses and that are not brand new.
+    /// Connections to close because there are more than [`TRIM_ABOVE_CONNECTIONS`], of those that
+    /// nobody uses and that are not brand new: first strangers, who have not even introduced
+    /// themselves, then the oldest. Where it is crowded, a connection is no longer new after
+    /// [`CROWDED_GRACE`].
     pub(super) fn surplus(
         &self,
         now: Instant,
@@ -124,15 +129,17 @@ impl Connections {
         if surplus == 0 {
             return Vec::new();
         }
-        let mut idle: Vec<(Instant, ConnectionId)> = self
+        let crowded = self.open.len() > CROWDED_ABOVE_CONNECTIONS;
+        let grace = if crowded { CROWDED_GRACE } else { TRIM_GRACE };
+        let mut idle: Vec<(bool, Instant, ConnectionId)> = self
             .open
             .iter()
-            .filter(|(_, connection)| now.duration_since(connection.since) >= TRIM_GRACE)
+            .filter(|(_, connection)| now.duration_since(connection.since) >= grace)
             .filter(|(_, connection)| !is_used(&connection.peer))
-            .map(|(id, connection)| (connection.since, *id))
+            .map(|(id, connection)| (connection.announced.is_some(), connection.since, *id))
             .collect();
         idle.sort_unstable();
-        idle.into_iter().map(|(_, id)| id).take(surplus).collect()
+        idle.into_iter().map(|(_, _, id)| id).take(surplus).collect()
     }
 }
 
@@ -214,5 +221,24 @@ mod tests {
             connections.closed(id);
         }
         assert!(connections.surplus(later, |_| false).is_empty(), "few enough");
+    }
+
+    #[test]
+    fn a_crowd_of_young_strangers_goes_before_those_who_introduced_themselves() {
+        let mut connections = Connections::default();
+        let start = Instant::now();
+        let endpoint = listened("/ip4/127.0.0.1/tcp/5");
+        for number in 0..768 {
+            let id = ConnectionId::new_unchecked(number);
+            connections.established(id, PeerId::random(), &endpoint, start);
+            if number < 100 {
+                connections.introduced(id, &[]);
+            }
+        }
+        assert!(connections.surplus(start + CROWDED_GRACE / 2, |_| false).is_empty());
+        let surplus = connections.surplus(start + CROWDED_GRACE, |_| false);
+        assert_eq!(surplus.len(), 768 - TRIM_ABOVE_CONNECTIONS);
+        let known = (0..100).map(ConnectionId::new_unchecked);
+        assert!(known.into_iter().all(|id| !surplus.contains(&id)));
     }
 }

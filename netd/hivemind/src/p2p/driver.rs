@@ -24,13 +24,13 @@ use tokio::{
 use tracing::{debug, info, warn};
 
 use super::{
-    addresses::{is_public, is_relayed, peer_of, without_peer},
+    addresses::{ip_of, is_public, is_relayed, peer_of, without_peer},
     behaviour::{NodeBehaviour, NodeBehaviourEvent, dial_address},
     config::Traversal,
     connections::{Connections, Introduction},
     error::{P2pError, brief},
     limits::{
-        Calls, MAX_WAITING_FOR_INTRODUCTIONS, REDIAL_MAX, REDIAL_MIN, RELAY_PERIOD,
+        Calls, InboundLimits, MAX_WAITING_FOR_INTRODUCTIONS, REDIAL_MAX, REDIAL_MIN, RELAY_PERIOD,
         SHUTDOWN_TIMEOUT,
     },
     reach::Reach,
@@ -88,6 +88,8 @@ pub(super) struct DriverParts {
     /// Told when all of them have one.
     pub listening: oneshot::Sender<()>,
     pub calls: Arc<Calls>,
+    /// Told where peers are.
+    pub limits: Arc<InboundLimits>,
     pub traversal: Traversal,
     /// Whether the addresses to announce were given.
     pub announces: bool,
@@ -115,6 +117,7 @@ pub(super) struct Driver {
     dials: HashMap<ConnectionId, (Multiaddr, oneshot::Sender<Result<PeerId, P2pError>>)>,
     connections: Connections,
     calls: Arc<Calls>,
+    limits: Arc<InboundLimits>,
     reach: Reach,
     traversal: Traversal,
     announces: bool,
@@ -166,6 +169,7 @@ impl Driver {
             dials: HashMap::new(),
             connections: Connections::default(),
             calls: parts.calls,
+            limits: parts.limits,
             reach: Reach::default(),
             traversal: parts.traversal,
             announces: parts.announces,
@@ -200,7 +204,10 @@ impl Driver {
                     Some(command) => self.on_command(command),
                     None => return self.shut_down().await,
                 },
-                _ = redial.tick() => self.redial_initial_peers(),
+                _ = redial.tick() => {
+                    self.redial_initial_peers();
+                    self.trim();
+                }
                 _ = relays.tick() => self.reserve(),
             }
         }
@@ -321,6 +328,11 @@ impl Driver {
         debug!(%peer, ?endpoint, "connected");
         self.show_peers();
         self.connections.established(connection, peer, endpoint, Instant::now());
+        if !endpoint.is_relayed()
+            && let Some(ip) = ip_of(endpoint.get_remote_address())
+        {
+            self.limits.nets().connected(peer, ip);
+        }
         self.note_reached(endpoint);
         for initial in &mut self.initial_peers {
             if endpoint.is_dialer() && *endpoint.get_remote_address() == initial.addr {
@@ -342,6 +354,7 @@ impl Driver {
         self.connections.closed(connection);
         self.show_peers();
         if !self.swarm.is_connected(&peer) {
+            self.limits.nets().gone(&peer);
             self.introductions.retain(|(waiting, _)| *waiting != peer);
             for initial in &mut self.initial_peers {
                 initial.lost |= initial.peer == Some(peer);

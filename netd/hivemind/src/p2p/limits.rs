@@ -9,7 +9,11 @@ use std::{
 
 use libp2p::PeerId;
 
-use super::config::{ProtocolKind, ProtocolSpec};
+use super::{
+    config::{ProtocolKind, ProtocolSpec},
+    nets::{Net, Nets},
+    pools::{PoolBounds, Pools, Reservation},
+};
 
 /// Connections in total. p2pd trims its own at 512.
 pub(super) const MAX_CONNECTIONS: u32 = 1024;
@@ -24,8 +28,19 @@ pub(super) const TRIM_GRACE: Duration = Duration::from_secs(120);
 /// How often a connection is probed, and how long an answer may take: a dead machine says nothing,
 /// and a slow link may have megabytes queued before the probe.
 pub(super) const PING_PERIOD: Duration = Duration::from_secs(30);
-/// Connections in their handshake, each way.
-pub(super) const MAX_PENDING_CONNECTIONS: u32 = 128;
+/// Our own dials under way.
+pub(super) const MAX_PENDING_OUTBOUND: u32 = 128;
+/// Inbound connections in their handshake: silent ones stay for [`CONNECTION_TIMEOUT`], some KiB
+/// each, and a hundred new ones a second must leave the others in.
+pub(super) const MAX_PENDING_INBOUND: u32 = 1536;
+/// Inbound connections in their handshake of one public IP net.
+pub(super) const MAX_PENDING_CONNECTIONS_PER_NET: usize = 48;
+/// Inbound connections of one public IP net: clients behind one NAT share it.
+pub(super) const MAX_CONNECTIONS_PER_NET: usize = 128;
+/// With more connections than this, young ones are closed, too.
+pub(super) const CROWDED_ABOVE_CONNECTIONS: usize = 576;
+/// The age from which a connection is closed when it is crowded.
+pub(super) const CROWDED_GRACE: Duration = Duration::from_secs(3);
 /// Streams of one connection whose protocol is still being negotiated.
 pub(super) const MAX_NEGOTIATING_STREAMS: usize = 128;
 /// Negotiation of one stream, as in go-libp2p.
@@ -48,6 +63,12 @@ pub(super) const INBOUND_QUEUE: usize = 256;
 /// A unary request must be complete by then: 4 MiB over a slow link. Tests wait for it.
 pub(super) const UNARY_REQUEST_TIMEOUT: Duration =
     Duration::from_secs(if cfg!(test) { 8 } else { 60 });
+/// Bytes of unary requests that are read or not yet answered. One peer may have eight of the
+/// largest at once, an IP net sixteen; more wait unread.
+pub(super) const UNARY_BYTES: PoolBounds =
+    PoolBounds { total: 128 << 20, net: 64 << 20, peer: 32 << 20 };
+/// Streams of one connection: with a window of 256 KiB each, what a peer may send unread.
+pub(super) const MAX_STREAMS_PER_CONNECTION: usize = 256;
 /// A write that makes no progress for this long has failed. Tests wait for it.
 pub(super) const WRITE_STALL_TIMEOUT: Duration =
     Duration::from_secs(if cfg!(test) { 8 } else { 60 });
@@ -116,6 +137,8 @@ pub struct InboundFigures {
 pub(super) struct InboundLimits {
     protocols: Box<[ProtocolSpec]>,
     counts: Mutex<Counts>,
+    nets: Nets,
+    pools: Arc<Pools>,
 }
 
 #[derive(Debug, Default)]
@@ -128,7 +151,12 @@ struct Counts {
 
 impl InboundLimits {
     pub(super) fn new(protocols: Vec<ProtocolSpec>) -> Arc<Self> {
-        Arc::new(Self { protocols: protocols.into(), counts: Mutex::default() })
+        Arc::new(Self {
+            protocols: protocols.into(),
+            counts: Mutex::default(),
+            nets: Nets::default(),
+            pools: Pools::new(UNARY_BYTES),
+        })
     }
 
     /// The names that are offered to peers.
@@ -136,6 +164,17 @@ impl InboundLimits {
         let counts = self.lock();
         let names = self.protocols.iter().map(|spec| spec.name);
         names.filter(|name| !counts.withdrawn.contains(name)).collect()
+    }
+
+    /// Reserves bytes for a request of a peer, as soon as there is room.
+    pub(super) async fn reserve(&self, peer: PeerId, bytes: usize) -> Reservation {
+        let net: Net = self.nets.of(&peer);
+        self.pools.reserve(peer, net, bytes).await
+    }
+
+    /// Where connected peers are.
+    pub(super) fn nets(&self) -> &Nets {
+        &self.nets
     }
 
     /// What was refused so far.

@@ -28,10 +28,13 @@ mod connections;
 mod driver;
 mod error;
 mod frame;
+mod gate;
 pub mod identity;
 mod limits;
 mod messages;
+mod nets;
 mod node;
+mod pools;
 mod reach;
 mod relays;
 mod rpc_streams;
@@ -52,6 +55,7 @@ pub use self::{
     error::{CallError, InboundError, P2pError},
     frame::DEFAULT_MAX_FRAME_BYTES,
     limits::InboundFigures,
+    nets::Net,
     node::P2p,
     serve::{Inbound, InboundReader, InboundStream, InboundWriter, UnaryResponder},
     traffic::{PathFigures, TrafficFigures},

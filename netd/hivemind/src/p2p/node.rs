@@ -18,6 +18,7 @@ use super::{
     driver::{Command, Driver, DriverParts},
     error::P2pError,
     limits::{COMMAND_QUEUE, Calls, INBOUND_QUEUE, InboundFigures, InboundLimits},
+    nets::Net,
     serve::Inbound,
     traffic::{Traffic, TrafficFigures},
 };
@@ -77,6 +78,7 @@ impl P2p {
                 listeners,
                 listening,
                 calls: Arc::clone(&calls),
+                limits: Arc::clone(&limits),
                 traversal: config.traversal,
                 announces: !config.announce.is_empty(),
                 relayed: relayed_sender,
@@ -106,6 +108,12 @@ impl P2p {
         node.join(initial_peers, deadline).await?;
         info!(%peer_id, "network node started");
         Ok((node, inbound))
+    }
+
+    /// The IP net that a peer is connected from.
+    #[must_use]
+    pub fn net_of(&self, peer: &PeerId) -> Net {
+        self.limits.nets().of(peer)
     }
 
     /// The identity of the node.

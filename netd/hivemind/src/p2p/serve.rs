@@ -22,6 +22,7 @@ use super::{
         CALLER_END_TIMEOUT, InboundLimits, LINGER_TIMEOUT, Permit, UNARY_REQUEST_TIMEOUT,
         WRITE_STALL_TIMEOUT,
     },
+    pools::Reservation,
     traffic::Stream,
     unary::{self, UnaryError},
 };
@@ -62,8 +63,11 @@ pub(super) async fn accept(
 ) {
     let rpc = match kind {
         ProtocolKind::Unary => {
-            let request = timeout(UNARY_REQUEST_TIMEOUT, unary::read_request(&mut stream));
-            let request = match request.await {
+            let limits = Arc::clone(permit.limits());
+            let reserve = |bytes| async move { limits.reserve(peer, bytes).await };
+            let request = unary::read_request(&mut stream, reserve);
+            let request = timeout(UNARY_REQUEST_TIMEOUT, request);
+            let (request, held) = match request.await {
                 Ok(Ok(request)) => request,
                 Ok(Err(error)) => {
                     permit.limits().count(|figures| match error {
@@ -78,7 +82,8 @@ pub(super) async fn accept(
                     return debug!(%peer, protocol, "request timed out");
                 }
             };
-            let responder = UnaryResponder { stream, call_id: request.call_id, permit };
+            let call_id = request.call_id;
+            let responder = UnaryResponder { stream, call_id, permit, _held: held };
             Inbound::Unary { peer, protocol, request: request.data, responder }
         }
         ProtocolKind::Stream => {
@@ -95,6 +100,8 @@ pub struct UnaryResponder {
     stream: Stream,
     call_id: Bytes,
     permit: Permit,
+    /// The bytes of the request.
+    _held: Reservation,
 }
 
 impl UnaryResponder {

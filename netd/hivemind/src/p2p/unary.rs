@@ -94,18 +94,25 @@ fn encode(call_id: Bytes, call: Call) -> Result<Vec<u8>, CallError> {
     Ok(message.encode_length_delimited_to_vec())
 }
 
-/// Reads one request.
-pub(super) async fn read_request<R>(reader: &mut R) -> Result<Request, UnaryError>
+/// Reads one request. Once its length is known, `reserve` has to agree before more is read; what it
+/// returns is handed on.
+pub(super) async fn read_request<R, F, T>(
+    reader: &mut R,
+    reserve: impl FnOnce(usize) -> F,
+) -> Result<(Request, T), UnaryError>
 where
     R: AsyncRead + Unpin,
+    F: Future<Output = T>,
 {
-    let message = decode(read_message(reader).await?)?;
+    let (mut buffer, start, length) = read_length(reader).await?;
+    let held = reserve(length).await;
+    let message = decode(read_rest(reader, &mut buffer, start, length).await?)?;
     if message.call_id.len() != CALL_ID_BYTES {
         return Err(UnaryError::Malformed("call id is not 16 bytes long"));
     }
     match message.call {
         Some(Call::Request(request)) => {
-            Ok(Request { call_id: message.call_id, data: request.data })
+            Ok((Request { call_id: message.call_id, data: request.data }, held))
         }
         _ => Err(UnaryError::Malformed("not a request")),
     }
@@ -141,26 +148,53 @@ fn decode(message: Bytes) -> Result<PersistentConnectionRequest, UnaryError> {
 
 /// Reads one message. What follows it, which nobody sends, may be read and lost.
 async fn read_message<R: AsyncRead + Unpin>(reader: &mut R) -> Result<Bytes, UnaryError> {
+    let (mut buffer, start, length) = read_length(reader).await?;
+    read_rest(reader, &mut buffer, start, length).await
+}
+
+/// Reads until the length is known: what was read, where the message starts, and how long it is.
+async fn read_length<R: AsyncRead + Unpin>(
+    reader: &mut R,
+) -> Result<(BytesMut, usize, usize), UnaryError> {
     let mut buffer = BytesMut::new();
     loop {
-        let (start, end) = match length_of(&buffer)? {
-            Some((start, length)) => (start, start + length),
-            None => (0, usize::MAX),
-        };
-        if buffer.len() >= end {
-            let mut message = buffer.split_to(end);
-            return Ok(message.split_off(start).freeze());
+        if let Some((start, length)) = length_of(&buffer)? {
+            return Ok((buffer, start, length));
         }
-        // Never more ahead than was received, or one read.
-        let filled = buffer.len();
-        let step = (end - filled).min(filled.max(READ_BYTES));
-        buffer.resize(filled + step, 0);
-        let count = reader.read(buffer.get_mut(filled..).unwrap_or_default()).await?;
-        buffer.truncate(filled + count);
-        if count == 0 {
-            return Err(UnaryError::Io(io::ErrorKind::UnexpectedEof.into()));
-        }
+        fill(reader, &mut buffer, READ_BYTES).await?;
     }
+}
+
+/// Reads the rest of a message.
+async fn read_rest<R: AsyncRead + Unpin>(
+    reader: &mut R,
+    buffer: &mut BytesMut,
+    start: usize,
+    length: usize,
+) -> Result<Bytes, UnaryError> {
+    let end = start + length;
+    while buffer.len() < end {
+        // Never more ahead than was received, or one read.
+        let step = (end - buffer.len()).min(buffer.len().max(READ_BYTES));
+        fill(reader, buffer, step).await?;
+    }
+    Ok(buffer.split_to(end).split_off(start).freeze())
+}
+
+/// Reads once, at most `step` bytes.
+async fn fill<R: AsyncRead + Unpin>(
+    reader: &mut R,
+    buffer: &mut BytesMut,
+    step: usize,
+) -> Result<(), UnaryError> {
+    let filled = buffer.len();
+    buffer.resize(filled + step, 0);
+    let count = reader.read(buffer.get_mut(filled..).unwrap_or_default()).await?;
+    buffer.truncate(filled + count);
+    if count == 0 {
+        return Err(UnaryError::Io(io::ErrorKind::UnexpectedEof.into()));
+    }
+    Ok(())
 }
 
 /// Where the message starts and how long it is, once its varint is complete.
@@ -188,6 +222,24 @@ mod tests {
     use crate::p2p::tests::{block_on, framing_vector};
 
     const CALL_ID: [u8; 16] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
+
+    async fn read_request(reader: &mut &[u8]) -> Result<Request, UnaryError> {
+        super::read_request(reader, async |_| ()).await.map(|(request, ())| request)
+    }
+
+    #[test]
+    fn nothing_beyond_the_first_read_is_taken_before_its_length_is_reserved() {
+        let message = [&[0x80, 0x80, 0x80, 0x02][..], &vec![0; MAX_UNARY_BYTES]].concat();
+        let mut reader = message.as_slice();
+        let mut asked = 0;
+        let reading = super::read_request(&mut reader, |bytes| {
+            asked = bytes;
+            std::future::pending::<()>()
+        });
+        assert!(futures::FutureExt::now_or_never(reading).is_none(), "no pool has room");
+        assert_eq!(asked, MAX_UNARY_BYTES);
+        assert!(reader.len() >= message.len() - READ_BYTES);
+    }
 
     fn golden(name: &str) -> Vec<u8> {
         framing_vector("unary", name, "stream_bytes_hex")

@@ -6,6 +6,7 @@
 //! can make it panic. The wire's "expert" names end in this module.
 
 pub mod compression;
+pub mod fields;
 pub mod keys;
 pub mod messages;
 pub mod metadata;

@@ -44,6 +44,8 @@ pub enum Event {
         id: InboundId,
         /// Authenticated caller.
         from: PeerId,
+        /// Where it is connected from.
+        net: Net,
         /// Its request.
         request: Request,
     },

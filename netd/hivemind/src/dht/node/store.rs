@@ -6,10 +6,10 @@ use super::super::answer::MAX_ITEMS;
 use super::super::id::DhtId;
 use super::super::lookup::KeyResult;
 use super::super::routing::Contact;
-use super::super::storage::Item;
+use super::super::storage::{Item, tag_of};
 use super::{
-    Action, BTreeMap, Bytes, Node, Operation, OperationId, PeerId, Purpose, REPLICAS, Request,
-    Response,
+    Action, BTreeMap, Bytes, Node, Operation, OperationId, PeerId, Purpose, REPLICAS, Refusal,
+    Request, Response,
 };
 use crate::wire::messages::StoreRequest;
 use std::collections::VecDeque;
@@ -85,6 +85,21 @@ impl StoreRounds {
         placing.responded += usize::from(accepted.is_some());
         placing.accepted += usize::from(accepted == Some(true));
     }
+
+    /// Notes that a node which had refused an item was asked once more.
+    pub(super) fn renewed(&mut self, index: usize, accepted: bool) {
+        self.calls = self.calls.saturating_sub(1);
+        if let Some(placing) = self.items.get_mut(index) {
+            placing.accepted += usize::from(accepted);
+        }
+    }
+
+    /// An item, if it is an entry under `tag`.
+    fn of(&self, index: usize, tag: &Bytes) -> Option<(DhtId, Item)> {
+        let placing = self.items.get(index)?;
+        let is_own = matches!(&placing.item, Item::Entry(other, _) if other == tag);
+        is_own.then(|| (placing.key, placing.item.clone()))
+    }
 }
 
 impl Node {
@@ -123,6 +138,7 @@ impl Node {
     pub(super) fn on_store_answer(
         &mut self,
         id: OperationId,
+        peer: PeerId,
         indexes: &[usize],
         response: Option<Response>,
         now: f64,
@@ -137,8 +153,20 @@ impl Node {
             }
             _ => Vec::new(),
         };
-        for (position, index) in indexes.iter().enumerate() {
-            rounds.placed(*index, flags.get(position).copied());
+        let own_tag = tag_of(&self.config.own.peer_id);
+        let mut refusals = Vec::new();
+        for (position, &index) in indexes.iter().enumerate() {
+            let accepted = flags.get(position).copied();
+            rounds.placed(index, accepted);
+            if accepted == Some(false)
+                && let Some((key, item)) = rounds.of(index, &own_tag)
+            {
+                rounds.calls += 1;
+                refusals.push(Refusal { id, index, key, item });
+            }
+        }
+        for refusal in refusals {
+            self.contest(peer, refusal, now);
         }
         self.advance_store(id, now);
     }

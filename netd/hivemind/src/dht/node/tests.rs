@@ -23,7 +23,7 @@ fn info(contact: &Contact) -> Option<NodeInfo> {
 
 fn ping(from: &Contact, validate: bool) -> Event {
     let request = Request::Ping(PingRequest { auth: None, peer: info(from), validate });
-    Event::Inbound { id: InboundId(7), from: from.peer_id, request }
+    Event::Inbound { id: InboundId(7), from: from.peer_id, net: Net::Unknown, request }
 }
 
 fn pong(from: &Contact, dht_time: f64, available: bool) -> Option<Response> {
@@ -82,7 +82,10 @@ fn client_calls_leave_no_trace() {
     let (mut node, caller) = (node(), contact(1));
     let request =
         Request::Ping(PingRequest { auth: None, peer: Some(NodeInfo::default()), validate: true });
-    let actions = node.on(Event::Inbound { id: InboundId(1), from: caller.peer_id, request }, NOW);
+    let actions = node.on(
+        Event::Inbound { id: InboundId(1), from: caller.peer_id, net: Net::Unknown, request },
+        NOW,
+    );
     assert!(matches!(&actions[..], [Action::Reply { .. }]));
     assert!(node.table().is_empty());
 }
@@ -123,9 +126,13 @@ fn new_neighbour_receives_what_it_should_keep() {
         node.on(Event::Store { id: OperationId(1), items: (0..10).map(item).collect() }, NOW);
     assert!(matches!(&actions[..], [Action::Stored { accepted, .. }] if *accepted == [1; 10]));
     let actions = node.on(ping(&newcomer, false), NOW);
-    let [Action::Reply { .. }, Action::Call { peer, request: Request::Store(request), .. }] =
-        &actions[..]
+    let [Action::Reply { .. }, Action::Call { call, request: Request::Ping(_), .. }] = &actions[..]
     else {
+        panic!("it is called back first: {actions:?}")
+    };
+    let response = pong(&newcomer, NOW, false);
+    let actions = node.on(Event::Answered { call: *call, response }, NOW);
+    let [Action::Call { peer, request: Request::Store(request), .. }] = &actions[..] else {
         panic!("{actions:?}")
     };
     assert_eq!((*peer, request.keys.len()), (newcomer.peer_id, 10));
@@ -137,8 +144,9 @@ fn new_neighbour_receives_what_it_should_keep() {
 fn misaligned_and_malformed_requests_are_refused() {
     let mut node = node();
     let mut refused = |request| {
-        let actions =
-            node.on(Event::Inbound { id: InboundId(1), from: PeerId::random(), request }, NOW);
+        let event =
+            Event::Inbound { id: InboundId(1), from: PeerId::random(), net: Net::Unknown, request };
+        let actions = node.on(event, NOW);
         matches!(&actions[..], [Action::Reply { response: Err(_), .. }])
     };
     let key = Bytes::copy_from_slice(&[1; 20]);
@@ -166,6 +174,7 @@ fn misaligned_and_malformed_requests_are_refused() {
 fn cache_makes_room_and_is_read_when_it_is_newer() {
     let limits = StorageLimits { max_keys: 2, ..StorageLimits::default() };
     let mut node = Node::new(NodeConfig { limits, ..config(0) });
+    let from = PeerId::random();
     let mut store = |n: u8, expiration: f64, in_cache: bool| {
         let request = StoreRequest {
             keys: vec![DhtId::of_bytes(&[n]).0.to_vec().into()],
@@ -176,8 +185,8 @@ fn cache_makes_room_and_is_read_when_it_is_newer() {
             ..StoreRequest::default()
         };
         let request = Request::Store(request);
-        let actions =
-            node.on(Event::Inbound { id: InboundId(1), from: PeerId::random(), request }, NOW);
+        let event = Event::Inbound { id: InboundId(1), from, net: Net::Unknown, request };
+        let actions = node.on(event, NOW);
         match &actions[..] {
             [Action::Reply { response: Ok(Response::Store(response)), .. }] => response.store_ok[0],
             other => panic!("{other:?}"),
@@ -198,6 +207,100 @@ fn cache_makes_room_and_is_read_when_it_is_newer() {
     assert_eq!((find(1), find(2), find(3)), (Some(NOW + 9.0), None, Some(NOW + 7.0)));
 }
 
+/// Pings with ever new node ids from one connection: the store is sent once, to an id that answers.
+#[test]
+fn made_up_node_ids_draw_nothing() {
+    let mut node = node();
+    let value = |n: u32| Timed { value: vec![n as u8; 8000].into(), expiration: NOW + 60.0 };
+    let item = |n: u32| (DhtId::of_bytes(&n.to_be_bytes()), Item::Regular(value(n)));
+    node.on(Event::Store { id: OperationId(1), items: (0..500).map(item).collect() }, NOW);
+    let peer_id = PeerId::random();
+    let mut calls = Vec::new();
+    for n in 1..16 {
+        let claimed = Contact { peer_id, ..contact(n) };
+        let actions = node.on(ping(&claimed, false), NOW);
+        calls.extend(actions.into_iter().filter(|action| matches!(action, Action::Call { .. })));
+    }
+    let (call, _, request) = only_call(calls);
+    assert!(matches!(request, Request::Ping(_)));
+    let response = pong(&Contact { peer_id, ..contact(99) }, NOW, false);
+    let actions = node.on(Event::Answered { call, response }, NOW);
+    let stored =
+        |action: &&Action| matches!(action, Action::Call { request: Request::Store(_), .. });
+    assert_eq!(actions.iter().filter(stored).count(), 0, "another id than it claimed");
+}
+
+#[test]
+fn welcomes_stay_within_their_bytes() {
+    let mut node = node();
+    let value = || Timed { value: vec![7; 60_000].into(), expiration: NOW + 60.0 };
+    let item = |n: u32| (DhtId::of_bytes(&n.to_be_bytes()), Item::Regular(value()));
+    node.on(Event::Store { id: OperationId(1), items: (0..500).map(item).collect() }, NOW);
+    let mut bytes = 0;
+    for n in 1..60 {
+        let newcomer = contact(n);
+        let mut actions = node.on(ping(&newcomer, false), NOW);
+        while let Some(action) = actions.pop() {
+            match action {
+                Action::Call { call, peer, request: Request::Ping(_) }
+                    if peer == newcomer.peer_id =>
+                {
+                    let response = pong(&newcomer, NOW, false);
+                    actions.extend(node.on(Event::Answered { call, response }, NOW));
+                }
+                Action::Call { request: Request::Store(request), .. } => {
+                    bytes += request.values.iter().map(Bytes::len).sum::<usize>();
+                }
+                _ => {}
+            }
+        }
+    }
+    println!("59 newcomers drew {bytes} bytes of 30,000,000 each");
+    assert!((1_000_000..=16 << 20).contains(&bytes), "{bytes}");
+}
+
+/// A node that believes the last writer holds a forged record of ours that ends in 29 days.
+#[test]
+fn refused_renewal_is_answered_by_a_newer_one() {
+    let (mut node, holder) = (node(), contact(1));
+    node.on(ping(&holder, false), NOW);
+    let own = crate::dht::storage::tag_of(&node.config.own.peer_id);
+    let key = DhtId::of_text("model.0");
+    let item = Item::Entry(own.clone(), Timed { value: "true".into(), expiration: NOW + 240.0 });
+    let event = Event::Store { id: OperationId(1), items: vec![(key, item)] };
+    let (call, ..) = only_call(node.on(event, NOW));
+    let found = |found: Option<Dictionary>| {
+        let mut result = FindResult::default();
+        if let Some(found) = found {
+            result.set_type(ResultType::FoundDictionary);
+            (result.value, result.expiration_time) = (found.encode(), NOW + 1.0);
+        }
+        Some(Response::Find(FindResponse { auth: None, results: vec![result], peer: None }))
+    };
+    let stored = |ok: bool| {
+        Some(Response::Store(StoreResponse { auth: None, store_ok: vec![ok], peer: None }))
+    };
+    let (call, _, request) =
+        only_call(node.on(Event::Answered { call, response: found(None) }, NOW));
+    assert!(matches!(request, Request::Store(_)));
+    let (call, _, request) =
+        only_call(node.on(Event::Answered { call, response: stored(false) }, NOW));
+    assert!(matches!(request, Request::Find(_)), "{request:?}");
+    let end = NOW + 29.0 * 86_400.0;
+    let forged = Dictionary::single(own, Timed { value: "forged".into(), expiration: end }, false);
+    let event = Event::Answered { call, response: found(Some(forged)) };
+    let (call, peer, request) = only_call(node.on(event, NOW));
+    let Request::Store(request) = request else { panic!("{request:?}") };
+    assert_eq!((peer, &request.values[0][..]), (holder.peer_id, &b"true"[..]));
+    assert_eq!(request.expiration_time, [end + 1.0]);
+    let actions = node.on(Event::Answered { call, response: stored(true) }, NOW);
+    assert!(
+        matches!(&actions[..], [Action::Stored { accepted, .. }] if *accepted == [2]),
+        "{actions:?}"
+    );
+    assert_eq!(node.refused_renewals(), 1);
+}
+
 proptest! {
     #[test]
     fn no_request_from_the_wire_panics(bytes in prop::collection::vec(any::<u8>(), 0..300), kind in 0u8..3) {
@@ -208,7 +311,7 @@ proptest! {
             _ => FindRequest::decode(&bytes[..]).map(Request::Find),
         };
         if let Ok(request) = request {
-            node().on(Event::Inbound { id: InboundId(1), from: PeerId::random(), request }, NOW);
+            node().on(Event::Inbound { id: InboundId(1), from: PeerId::random(), net: Net::Unknown, request }, NOW);
         }
     }
 

@@ -1,8 +1,11 @@
 use super::*;
 use crate::wire::golden;
 use proptest::prelude::*;
+use std::net::Ipv4Addr;
+use std::sync::LazyLock;
 
 const NOW: f64 = 1_000.0;
+static OWN: LazyLock<PeerId> = LazyLock::new(PeerId::random);
 
 fn key() -> DhtId {
     DhtId::of_text("key")
@@ -21,7 +24,7 @@ fn entry(subkey: &str, value: &'static [u8], expiration: f64) -> Item {
 }
 
 fn storage() -> Storage {
-    Storage::new(StorageLimits::default())
+    Storage::new(StorageLimits::default(), *OWN)
 }
 
 fn values(stored: &Stored) -> Vec<&[u8]> {
@@ -86,12 +89,13 @@ fn entries_of_a_dictionary_live_apart() {
 }
 
 #[test]
-fn whole_dictionary_is_merged_and_stops_at_the_first_refusal() {
+fn whole_dictionary_is_merged_entry_by_entry() {
     let mut storage = storage();
     storage.store(key(), entry("a", b"1", NOW + 5.0), NOW);
-    let mut incoming = Dictionary::single(Value::str("b").encode().into(), timed(b"2", NOW + 2.0));
+    let mut incoming =
+        Dictionary::single(Value::str("b").encode().into(), timed(b"2", NOW + 2.0), false);
     assert!(storage.store(key(), Item::Dictionary(incoming.clone()), NOW));
-    incoming.merge_entry(Value::str("a").encode().into(), timed(b"old", NOW + 4.0));
+    incoming.merge_entry(Value::str("a").encode().into(), timed(b"old", NOW + 4.0), false);
     assert!(!storage.store(key(), Item::Dictionary(incoming), NOW));
     assert_eq!(found(&storage, NOW), [b"1", b"2"]);
 }
@@ -102,14 +106,13 @@ fn what_exceeds_a_bound_or_never_expires_is_refused_and_counted() {
         max_keys: 2,
         max_subkeys: 2,
         max_value_bytes: 10,
-        max_total_bytes: 4096,
-        max_peer_bytes: 4096,
+        max_total_bytes: 4 * ENTRY_OVERHEAD,
+        max_peer_bytes: 4 * ENTRY_OVERHEAD,
         max_horizon_s: 100.0,
     };
-    let mut storage = Storage::new(limits);
+    let mut storage = Storage::new(limits, *OWN);
     let number = |n: u32| DhtId::of_bytes(&n.to_be_bytes());
     assert!(!storage.store(number(0), regular(b"12345678901", NOW + 1.0), NOW));
-    assert!(!storage.store(number(0), regular(b"x", NOW + 101.0), NOW));
     assert!(!storage.store(number(0), regular(b"x", f64::NAN), NOW));
     assert!(!storage.store(number(0), regular(b"x", f64::INFINITY), NOW));
     assert!(storage.store(number(0), entry("a", b"x", NOW + 1.0), NOW));
@@ -117,7 +120,7 @@ fn what_exceeds_a_bound_or_never_expires_is_refused_and_counted() {
     assert!(!storage.store(number(0), entry("c", b"x", NOW + 1.0), NOW));
     assert!(storage.store(number(1), regular(b"x", NOW + 1.0), NOW));
     assert!(!storage.store(number(2), regular(b"x", NOW + 1.0), NOW));
-    assert_eq!(storage.refused(), 6);
+    assert_eq!(storage.refused(), 5);
     storage.drop_expired(NOW + 2.0);
     assert_eq!((storage.len(), storage.bytes()), (0, 0));
 }
@@ -131,9 +134,9 @@ fn merge_keeps_the_newest_entry_of_each_subkey() {
                 (Value::str(*subkey).encode().into(), timed(value, *expiration));
             match &mut all {
                 Some(all) => {
-                    all.merge_entry(tag, timed);
+                    all.merge_entry(tag, timed, false);
                 }
-                None => all = Some(Dictionary::single(tag, timed)),
+                None => all = Some(Dictionary::single(tag, timed, false)),
             }
         }
         Stored::Dictionary(all.unwrap())
@@ -144,9 +147,11 @@ fn merge_keeps_the_newest_entry_of_each_subkey() {
     assert_eq!(values(&merged.clone().live(2.0).unwrap()), [b"3", b"2"]);
     assert_eq!(merged.clone().live(10.0), None);
     merged.merge(Stored::Regular(timed(b"r", 8.5)));
-    assert_eq!(values(&merged).len(), 3);
     merged.merge(Stored::Regular(timed(b"r", 9.5)));
-    assert_eq!(values(&merged), [b"r"]);
+    assert_eq!(values(&merged).len(), 3, "one value hides no dictionary");
+    let mut regular = Stored::Regular(timed(b"r", 9.5));
+    regular.merge(merged);
+    assert_eq!(values(&regular).len(), 3);
 }
 
 proptest! {
@@ -172,7 +177,8 @@ proptest! {
             let expiration = now + f64::from(life);
             let item = if is_regular { regular(b"value", expiration) } else { entry(&"s".repeat(subkey.into()), b"val", expiration) };
             storage.store(DhtId::of_bytes(&[number]), item, now);
-            prop_assert_eq!(storage.bytes(), storage.items.values().map(Stored::bytes).sum::<usize>());
+            prop_assert!(storage.ledger.is_consistent());
+            prop_assert_eq!(storage.bytes(), bytes_of(&storage));
         }
         storage.drop_expired(now + 100.0);
         prop_assert_eq!((storage.bytes(), storage.len()), (0, 0));
@@ -181,12 +187,13 @@ proptest! {
 
 #[test]
 fn one_peer_cannot_fill_the_store_and_gets_its_room_back() {
-    let limits = StorageLimits { max_peer_bytes: 4 * ENTRY_OVERHEAD, ..StorageLimits::default() };
-    let mut storage = Storage::new(limits);
+    let limits =
+        StorageLimits { max_peer_bytes: 2 * ENTRY_OVERHEAD + 50, ..StorageLimits::default() };
+    let mut storage = Storage::new(limits, *OWN);
     let (greedy, other) = (PeerId::random(), PeerId::random());
     let number = |n: u8| DhtId::of_bytes(&[n]);
     let store = |storage: &mut Storage, who, n, item, now| {
-        storage.store_for(Some(who), number(n), item, now)
+        storage.store_for(&Owner::peer(who, Net::Unknown), number(n), item, now)
     };
     let item = |end: f64| entry("s", b"value", NOW + end);
     assert!(store(&mut storage, greedy, 0, item(10.0), NOW));
@@ -202,8 +209,127 @@ fn one_peer_cannot_fill_the_store_and_gets_its_room_back() {
     assert!(store(&mut storage, greedy, 4, item(20.0), NOW));
     // When all has ended, nobody is charged.
     storage.drop_expired(NOW + 30.0);
-    assert_eq!((storage.len(), storage.bytes(), storage.charges.peers()), (0, 0, 0));
+    assert_eq!((storage.len(), storage.bytes(), storage.ledger.peers()), (0, 0, 0));
     assert!(store(&mut storage, greedy, 0, regular(b"r", NOW + 50.0), NOW + 30.0));
     assert!(store(&mut storage, greedy, 0, entry("s", b"v", NOW + 51.0), NOW + 30.0));
-    assert_eq!(storage.charges.held_by(&greedy), ENTRY_OVERHEAD + 3);
+    assert_eq!(storage.ledger.held_by(&(Net::Unknown, greedy)), ENTRY_OVERHEAD + 3);
+}
+
+/// Bytes of all entries, counted anew.
+fn bytes_of(storage: &Storage) -> usize {
+    let of = |stored: &Stored| match stored {
+        Stored::Regular(timed) => ENTRY_OVERHEAD + timed.value.len(),
+        Stored::Dictionary(dictionary) => dictionary
+            .iter()
+            .map(|(tag, timed)| ENTRY_OVERHEAD + tag.len() + timed.value.len())
+            .sum(),
+    };
+    storage.items.values().map(of).sum()
+}
+
+fn address(last: u8) -> Net {
+    Net::V4(Ipv4Addr::new(5, 6, 7, last))
+}
+
+/// A record under the PeerID of `peer`.
+fn record(peer: &PeerId, value: &'static [u8], expiration: f64) -> Item {
+    Item::Entry(tag_of(peer), timed(value, expiration))
+}
+
+#[test]
+fn what_a_peer_says_of_itself_beats_what_others_say_of_it() {
+    let mut storage = storage();
+    let (server, liar) = (PeerId::random(), PeerId::random());
+    let [honest, forged] = [server, liar].map(|peer| Owner::peer(peer, address(1)));
+    assert!(storage.store_for(&forged, key(), record(&server, b"forged", NOW + 800.0), NOW));
+    assert!(storage.store_for(&honest, key(), record(&server, b"true", NOW + 240.0), NOW));
+    assert_eq!(found(&storage, NOW), [b"true"]);
+    assert!(!storage.store_for(&forged, key(), record(&server, b"forged", NOW + 900.0), NOW));
+    let whole = Dictionary::single(tag_of(&server), timed(b"forged", NOW + 900.0), false);
+    assert!(!storage.store_for(&forged, key(), Item::Dictionary(whole), NOW));
+    assert!(!storage.store_for(&forged, key(), regular(b"forged", NOW + 900.0), NOW));
+    assert!(storage.store_for(&honest, key(), record(&server, b"newer", NOW + 360.0), NOW + 1.0));
+    assert_eq!(found(&storage, NOW), [b"newer"]);
+    // A single value that came first does not keep the dictionary out.
+    let other = DhtId::of_text("other");
+    assert!(storage.store_for(&forged, other, regular(b"forged", NOW + 900.0), NOW));
+    assert!(storage.store_for(&honest, other, record(&server, b"true", NOW + 240.0), NOW));
+    // Nor does the word of a peer outlive its record.
+    assert!(storage.store_for(&forged, key(), record(&server, b"copy", NOW + 800.0), NOW + 361.0));
+    assert!(storage.ledger.is_consistent());
+}
+
+#[test]
+fn nobody_else_stores_under_our_own_name() {
+    let mut storage = storage();
+    let liar = Owner::peer(PeerId::random(), address(1));
+    assert!(!storage.store_for(&liar, key(), record(&OWN, b"forged", NOW + 800.0), NOW));
+    assert!(storage.store(key(), record(&OWN, b"true", NOW + 240.0), NOW));
+    let copies = Owner::copies(*OWN);
+    assert!(!storage.store_for(&copies, key(), record(&OWN, b"forged", NOW + 800.0), NOW));
+    assert_eq!((found(&storage, NOW), storage.refused()), (vec![b"true".to_vec()], 2));
+}
+
+#[test]
+fn expirations_far_ahead_are_cut_but_our_own_are_not() {
+    let mut storage = storage();
+    let month = NOW + 29.0 * 86_400.0;
+    let peer = Owner::peer(PeerId::random(), address(1));
+    assert!(storage.store_for(&peer, key(), entry("s", b"x", month), NOW));
+    assert_eq!(storage.find(&key(), NOW).unwrap().expiration(), NOW + 900.0);
+    assert!(storage.store(DhtId::of_text("own"), entry("s", b"x", month), NOW));
+    storage.drop_expired(NOW + 901.0);
+    assert_eq!(storage.len(), 1);
+}
+
+#[test]
+fn full_store_evicts_from_the_largest_holder_and_keeps_our_own() {
+    let limits = StorageLimits { max_keys: 20, ..StorageLimits::default() };
+    let mut storage = Storage::new(limits, *OWN);
+    let number = |n: u8| DhtId::of_bytes(&[n]);
+    assert!(storage.store(number(0), entry("own", b"x", NOW + 1.0), NOW));
+    // Eight PeerIDs of one address fill the store.
+    for n in 1..20 {
+        let owner = Owner::peer(PeerId::random(), address(1));
+        assert!(storage.store_for(&owner, number(n), regular(b"x", NOW + 800.0), NOW));
+    }
+    let honest = Owner::peer(PeerId::random(), address(2));
+    for n in 20..28 {
+        assert!(storage.store_for(&honest, number(n), regular(b"y", NOW + 240.0), NOW));
+    }
+    assert_eq!((storage.len(), storage.evicted()), (20, 8));
+    let left = |from: u8, to: u8| (from..to).filter(|n| storage.find(&number(*n), NOW).is_some());
+    assert_eq!((left(20, 28).count(), left(1, 20).count(), left(0, 1).count()), (8, 11, 1));
+    assert!(storage.ledger.is_consistent());
+}
+
+#[test]
+fn full_dictionary_takes_what_a_peer_says_of_itself() {
+    let limits = StorageLimits { max_subkeys: 2, ..StorageLimits::default() };
+    let mut storage = Storage::new(limits, *OWN);
+    let liar = Owner::peer(PeerId::random(), address(1));
+    for value in [b"1", b"2"] {
+        let forged = record(&PeerId::random(), value, NOW + 800.0);
+        assert!(storage.store_for(&liar, key(), forged, NOW));
+    }
+    assert!(!storage.store_for(&liar, key(), record(&PeerId::random(), b"3", NOW + 900.0), NOW));
+    let server = PeerId::random();
+    let honest = Owner::peer(server, address(2));
+    assert!(storage.store_for(&honest, key(), record(&server, b"true", NOW + 240.0), NOW));
+    assert_eq!(storage.evicted(), 1);
+}
+
+/// A stranger's attempt to block the store by making it look at everything, again and again.
+#[test]
+fn storing_into_a_full_store_takes_no_look_at_all_keys() {
+    let limits = StorageLimits { max_keys: 10_000, ..StorageLimits::default() };
+    let mut storage = Storage::new(limits, *OWN);
+    let owner = Owner::peer(PeerId::random(), address(1));
+    let started = std::time::Instant::now();
+    for n in 0u32..60_000 {
+        let item = regular(b"x", NOW + 100.0 + f64::from(n) / 1000.0);
+        storage.store_for(&owner, DhtId::of_bytes(&n.to_be_bytes()), item, NOW);
+    }
+    println!("60,000 stores, 50,000 of them into a full store: {:?}", started.elapsed());
+    assert_eq!((storage.len(), storage.evicted()), (10_000, 50_000));
 }

@@ -1,0 +1,85 @@
+//! A node that refuses our own record has a later one under our name, and we did not write it.
+//! Nodes that believe the last writer (hivemind's) are told again with a later expiration: they are
+//! asked what they have, and get ours with an expiration one second after it.
+
+use super::super::id::DhtId;
+use super::super::storage::{Item, Stored, Timed, tag_of};
+use super::{
+    Bytes, FindRequest, Node, Operation, OperationId, PeerId, Purpose, Request, Response,
+    parse_result,
+};
+
+/// Seconds ahead to which a renewal goes at most. Beyond that, a forged record stays until it ends.
+const MAX_AHEAD_S: f64 = 60.0 * 86_400.0;
+
+/// A record of ours that one node refused.
+#[derive(Clone, Debug)]
+pub(super) struct Refusal {
+    pub id: OperationId,
+    pub index: usize,
+    pub key: DhtId,
+    pub item: Item,
+}
+
+impl Node {
+    /// Asks a node that refused a record of our own what it has instead.
+    pub(super) fn contest(&mut self, peer: PeerId, refusal: Refusal, now: f64) {
+        self.refused_renewals += 1;
+        let keys = vec![Bytes::copy_from_slice(&refusal.key.0)];
+        let request = FindRequest { auth: None, keys, peer: Some(self.node_info()) };
+        self.call(peer, Request::Find(request), Purpose::Contest(refusal), now);
+    }
+
+    /// Stores the record again, later than what the node has.
+    pub(super) fn on_contest_answer(
+        &mut self,
+        peer: PeerId,
+        refusal: Refusal,
+        response: Option<Response>,
+        now: f64,
+    ) {
+        let found = match response {
+            Some(Response::Find(response)) => response.results.into_iter().next(),
+            _ => None,
+        };
+        let theirs = found.and_then(|found| parse_result(found).found);
+        let tag = tag_of(&self.config.own.peer_id);
+        let later = match (theirs, &refusal.item) {
+            (Some(Stored::Dictionary(theirs)), Item::Entry(_, ours)) => {
+                let entry = theirs.iter().find(|(other, _)| **other == tag);
+                entry
+                    .map(|(_, theirs)| theirs.expiration + 1.0)
+                    .filter(|at| *at > ours.expiration && *at <= now + MAX_AHEAD_S)
+                    .map(|at| Timed { value: ours.value.clone(), expiration: at })
+            }
+            _ => None,
+        };
+        let items = later.map(|later| vec![(0, refusal.key, Item::Entry(tag, later))]);
+        let mut requests = self.store_requests(items.unwrap_or_default(), false);
+        match requests.pop() {
+            Some((request, _)) => {
+                let purpose = Purpose::Renewal(refusal.id, refusal.index);
+                self.call(peer, Request::Store(request), purpose, now);
+            }
+            None => self.on_renewal_answer(refusal.id, refusal.index, None, now),
+        }
+    }
+
+    /// Notes whether the node took the later record.
+    pub(super) fn on_renewal_answer(
+        &mut self,
+        id: OperationId,
+        index: usize,
+        response: Option<Response>,
+        now: f64,
+    ) {
+        let accepted = match response {
+            Some(Response::Store(response)) => response.store_ok == [true],
+            _ => false,
+        };
+        if let Some(Operation::Storing(rounds)) = self.operations.get_mut(&id) {
+            rounds.renewed(index, accepted);
+        }
+        self.advance_store(id, now);
+    }
+}

@@ -1,0 +1,258 @@
+//! Values of the DHT as they are stored, merged and sent: single ones, and dictionaries by subkey.
+
+use crate::wire::msgpack::{EXT_DHT_DICTIONARY, Limits, Value};
+use bytes::Bytes;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Subkey tag of a regular value: msgpack's nil.
+pub const REGULAR_TAG: &[u8] = &[0xc0];
+/// Subkey tag of a whole dictionary: no bytes.
+pub const DICTIONARY_TAG: &[u8] = &[];
+
+/// A value and when it ends, Unix seconds.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Timed {
+    /// msgpack of the value.
+    pub value: Bytes,
+    /// When it ends.
+    pub expiration: f64,
+}
+
+/// Several values under one key, by subkey.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Dictionary {
+    /// By the msgpack form of the subkey.
+    pub(super) entries: BTreeMap<Bytes, Timed>,
+    /// Subkeys whose entries came from the very peer that they name.
+    first_hand: BTreeSet<Bytes>,
+    /// Latest expiration of any entry that ever was in it.
+    pub(super) latest: f64,
+}
+
+/// What is stored under a key.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Stored {
+    /// One value.
+    Regular(Timed),
+    /// Values by subkey.
+    Dictionary(Dictionary),
+}
+
+impl Dictionary {
+    /// A dictionary of one entry, `first_hand` if the peer that it names brought it.
+    #[must_use]
+    pub fn single(tag: Bytes, entry: Timed, first_hand: bool) -> Self {
+        let mut single = Self {
+            entries: BTreeMap::new(),
+            first_hand: BTreeSet::new(),
+            latest: entry.expiration,
+        };
+        single.merge_entry(tag, entry, first_hand);
+        single
+    }
+
+    /// The entries by the msgpack form of their subkeys.
+    pub fn iter(&self) -> impl Iterator<Item = (&Bytes, &Timed)> {
+        self.entries.iter()
+    }
+
+    /// Reads extension 0x50 with its payload `[maxsize, latest expiration, [[subkey, value,
+    /// expiration], ...]]`.
+    #[must_use]
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        let Ok(Value::Ext(EXT_DHT_DICTIONARY, payload)) = Value::decode(bytes, Limits::DICTIONARY)
+        else {
+            return None;
+        };
+        let payload = Value::decode(&payload, Limits::DICTIONARY).ok()?;
+        let [_max_size, Value::Float(latest), entries] = payload.as_sequence()? else {
+            return None;
+        };
+        let mut dictionary =
+            Self { entries: BTreeMap::new(), first_hand: BTreeSet::new(), latest: *latest };
+        for entry in entries.as_sequence()? {
+            let [subkey, Value::Bin(value), Value::Float(expiration)] = entry.as_sequence()? else {
+                return None;
+            };
+            let timed = Timed { value: value.clone().into(), expiration: *expiration };
+            dictionary.merge_entry(subkey.encode().into(), timed, false);
+        }
+        dictionary.latest.is_finite().then_some(dictionary)
+    }
+
+    /// Writes extension 0x50, without a maximal size.
+    #[must_use]
+    pub fn encode(&self) -> Bytes {
+        let entry = |(tag, timed): (&Bytes, &Timed)| {
+            let subkey = Value::decode(tag, Limits::SMALL).unwrap_or(Value::Nil);
+            Value::List(vec![
+                subkey,
+                Value::Bin(timed.value.to_vec()),
+                Value::Float(timed.expiration),
+            ])
+        };
+        let entries = Value::List(self.entries.iter().map(entry).collect());
+        let payload =
+            Value::List(vec![Value::Float(f64::INFINITY), Value::Float(self.latest), entries]);
+        Value::Ext(EXT_DHT_DICTIONARY, payload.encode()).encode().into()
+    }
+
+    /// Whether [`Self::merge_entry`] would take this entry.
+    pub(super) fn accepts(&self, tag: &Bytes, timed: &Timed, first_hand: bool) -> bool {
+        match (self.entries.get(tag), self.first_hand.contains(tag), first_hand) {
+            (None, ..) | (Some(_), false, true) => true,
+            (Some(_), true, false) => false,
+            (Some(old), ..) => old.expiration < timed.expiration,
+        }
+    }
+
+    /// Takes an entry unless one of the same or a later expiration is there. What a peer says of
+    /// itself (`first_hand`) replaces what others say, and never the other way round.
+    pub(super) fn merge_entry(&mut self, tag: Bytes, timed: Timed, first_hand: bool) -> bool {
+        if !self.accepts(&tag, &timed, first_hand) {
+            return false;
+        }
+        self.latest = self.latest.max(timed.expiration);
+        if first_hand {
+            self.first_hand.insert(tag.clone());
+        }
+        self.entries.insert(tag, timed);
+        true
+    }
+
+    /// Takes an entry out; whether any are left.
+    pub(super) fn remove(&mut self, tag: &Bytes) -> bool {
+        self.entries.remove(tag);
+        self.first_hand.remove(tag);
+        !self.entries.is_empty()
+    }
+
+    /// Whether any entry came from the peer that it names.
+    pub(super) fn has_first_hand(&self) -> bool {
+        !self.first_hand.is_empty()
+    }
+
+    /// The entry that ends first of those that others than the named peer brought.
+    pub(super) fn first_of_others(&self) -> Option<Bytes> {
+        let others = self.entries.iter().filter(|(tag, _)| !self.first_hand.contains(*tag));
+        let first = others.min_by(|a, b| a.1.expiration.total_cmp(&b.1.expiration));
+        first.map(|(tag, _)| tag.clone())
+    }
+
+    fn drop_expired(&mut self, now: f64) {
+        self.entries.retain(|_, entry| entry.expiration >= now);
+        self.first_hand.retain(|tag| self.entries.contains_key(tag));
+    }
+}
+
+impl Stored {
+    /// When all of it has ended.
+    #[must_use]
+    pub fn expiration(&self) -> f64 {
+        match self {
+            Self::Regular(timed) => timed.expiration,
+            Self::Dictionary(dictionary) => dictionary.latest,
+        }
+    }
+
+    /// Marks the entry under `tag` as what its own peer said: the node that answered was that peer.
+    pub fn heard_from(&mut self, tag: &Bytes) {
+        if let Self::Dictionary(dictionary) = self
+            && dictionary.entries.contains_key(tag)
+        {
+            dictionary.first_hand.insert(tag.clone());
+        }
+    }
+
+    /// Unites what two nodes returned for one key: entries of dictionaries by newest expiration,
+    /// those of the named peers themselves first, otherwise whichever ends later. A single value
+    /// never replaces a dictionary, so that one node cannot hide the entries of all others.
+    pub fn merge(&mut self, other: Self) {
+        match (self, other) {
+            (Self::Dictionary(mine), Self::Dictionary(mut theirs)) => {
+                mine.latest = mine.latest.max(theirs.latest);
+                for (tag, timed) in std::mem::take(&mut theirs.entries) {
+                    let first_hand = theirs.first_hand.contains(&tag);
+                    mine.merge_entry(tag, timed, first_hand);
+                }
+            }
+            (mine @ Self::Regular(_), theirs @ Self::Dictionary(_)) => *mine = theirs,
+            (Self::Dictionary(_), Self::Regular(_)) => {}
+            (mine, theirs) if theirs.expiration() > mine.expiration() => *mine = theirs,
+            _ => {}
+        }
+    }
+
+    /// Without what has ended; `None` if nothing is left.
+    #[must_use]
+    pub fn live(mut self, now: f64) -> Option<Self> {
+        if let Self::Dictionary(dictionary) = &mut self {
+            dictionary.drop_expired(now);
+            if dictionary.entries.is_empty() {
+                return None;
+            }
+        }
+        (self.expiration() >= now).then_some(self)
+    }
+
+    /// The subkey tag and the bytes with which this is sent to another node.
+    #[must_use]
+    pub fn to_wire(&self) -> (Bytes, Bytes) {
+        match self {
+            Self::Regular(timed) => (Bytes::from_static(REGULAR_TAG), timed.value.clone()),
+            Self::Dictionary(dictionary) => {
+                (Bytes::from_static(DICTIONARY_TAG), dictionary.encode())
+            }
+        }
+    }
+}
+
+/// One item that somebody wants stored.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Item {
+    /// One value.
+    Regular(Timed),
+    /// One entry of a dictionary; the tag is the msgpack form of the subkey.
+    Entry(Bytes, Timed),
+    /// A whole dictionary.
+    Dictionary(Dictionary),
+}
+
+impl Item {
+    /// An item from a store request; `None` if its bytes are malformed. The tag is brought to the
+    /// one form that our own writer makes.
+    #[must_use]
+    pub fn from_wire(tag: &Bytes, value: &Bytes, expiration: f64) -> Option<Self> {
+        let timed = Timed { value: value.clone(), expiration };
+        match &tag[..] {
+            REGULAR_TAG => Some(Self::Regular(timed)),
+            DICTIONARY_TAG => Dictionary::decode(value).map(Self::Dictionary),
+            tag => {
+                Some(Self::Entry(Value::decode(tag, Limits::SMALL).ok()?.encode().into(), timed))
+            }
+        }
+    }
+
+    /// The subkey tag, the bytes and the expiration of a store request.
+    #[must_use]
+    pub fn to_wire(&self) -> (Bytes, Bytes, f64) {
+        match self {
+            Self::Regular(timed) => {
+                (Bytes::from_static(REGULAR_TAG), timed.value.clone(), timed.expiration)
+            }
+            Self::Entry(tag, timed) => (tag.clone(), timed.value.clone(), timed.expiration),
+            Self::Dictionary(dictionary) => {
+                (Bytes::from_static(DICTIONARY_TAG), dictionary.encode(), dictionary.latest)
+            }
+        }
+    }
+}
+
+impl From<Stored> for Item {
+    fn from(stored: Stored) -> Self {
+        match stored {
+            Stored::Regular(timed) => Self::Regular(timed),
+            Stored::Dictionary(dictionary) => Self::Dictionary(dictionary),
+        }
+    }
+}
