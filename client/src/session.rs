@@ -213,7 +213,7 @@ impl ServerSession {
         let end = Instant::now() + MAX_PATIENCE.min(Duration::from_millis(grace));
         let mut pause = FIRST_PAUSE;
         while Instant::now() < end {
-            self.redial().await;
+            redial(&self.p2p, self.leg.peer, &self.addresses).await;
             let open = self.p2p.open_stream(self.leg.peer, names::INFERENCE, RESUME_TIMEOUT);
             error = match open.await {
                 Ok(stream) => {
@@ -234,20 +234,6 @@ impl ServerSession {
             pause = (pause * 3 / 2).min(LONGEST_PAUSE);
         }
         Err(error)
-    }
-
-    /// Connects to the addresses that are known, without a look-up.
-    async fn redial(&self) {
-        let dial = |addr: &Multiaddr| {
-            let full = addr.clone().with_p2p(self.leg.peer).unwrap_or_else(|addr| addr);
-            Box::pin(self.p2p.connect(full))
-        };
-        let dials: Vec<_> = self.addresses.iter().map(dial).collect();
-        if !dials.is_empty() {
-            let first = futures::future::select_ok(dials);
-            // Without a connection, opening the stream tells why.
-            let _ = tokio::time::timeout(RESUME_TIMEOUT, first).await;
-        }
     }
 
     fn request(
@@ -307,5 +293,18 @@ fn is_broken(error: &SessionError) -> bool {
             matches!(error, CallError::Closed | CallError::Unreachable { .. } | CallError::Timeout(_))
         }
         _ => false,
+    }
+}
+
+/// Connects to a peer at addresses that are known, without a look-up.
+async fn redial(p2p: &P2p, peer: PeerId, addresses: &[Multiaddr]) {
+    let dial = |addr: &Multiaddr| {
+        let full = addr.clone().with_p2p(peer).unwrap_or_else(|addr| addr);
+        Box::pin(p2p.connect(full))
+    };
+    let dials: Vec<_> = addresses.iter().map(dial).collect();
+    if !dials.is_empty() {
+        // Without a connection, opening the stream tells why.
+        let _ = tokio::time::timeout(RESUME_TIMEOUT, futures::future::select_ok(dials)).await;
     }
 }
