@@ -104,8 +104,15 @@ impl<'a> Chain<'a> {
     /// [`ChainError`] when a block has no server that answers.
     pub async fn open(swarm: &'a mut Swarm, max_length: u32) -> Result<Chain<'a>, ChainError> {
         let blocks = 0..swarm.num_blocks();
-        let mut chain =
-            Chain { swarm, links: Vec::new(), max_length, position: 0, prompts: None, rows: 0, sent_again: 0 };
+        let mut chain = Chain {
+            swarm,
+            links: Vec::new(),
+            max_length,
+            position: 0,
+            prompts: None,
+            rows: 0,
+            sent_again: 0,
+        };
         chain.links = chain.connect(blocks).await?;
         Ok(chain)
     }

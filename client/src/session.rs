@@ -290,7 +290,10 @@ fn is_broken(error: &SessionError) -> bool {
         SessionError::Closed => true,
         SessionError::Call(CallError::Remote(text)) => text.contains(NOT_SERVING),
         SessionError::Call(error) => {
-            matches!(error, CallError::Closed | CallError::Unreachable { .. } | CallError::Timeout(_))
+            matches!(
+                error,
+                CallError::Closed | CallError::Unreachable { .. } | CallError::Timeout(_)
+            )
         }
         _ => false,
     }

@@ -159,7 +159,9 @@ async fn serve(inbox: Inbox, outbox: &Outbox) -> Result<Infallible, Stop> {
     let (ToNetd::Init(init), Ok([arena, board, sessions])) =
         (message, <[_; control::INIT_FDS]>::try_from(fds))
     else {
-        let message = "the supervisor's first message is not Init with arena, board and session records".to_owned();
+        let message =
+            "the supervisor's first message is not Init with arena, board and session records"
+                .to_owned();
         return Err(Fatal { reason: ExitReason::ProtocolMismatch, message }.into());
     };
     let board = Arc::new(open_board(&init, board)?);

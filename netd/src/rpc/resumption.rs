@@ -182,9 +182,8 @@ impl Resumption {
 
     fn look(&self, peer: PeerId, id: &str, hash: &[u8; 32], takeover: &Arc<Notify>) -> Looked {
         let mut lot = self.lock();
-        let is_it = |entry: &Entry| {
-            (entry.peer, entry.id.as_str(), &entry.secret_hash) == (peer, id, hash)
-        };
+        let is_it =
+            |entry: &Entry| (entry.peer, entry.id.as_str(), &entry.secret_hash) == (peer, id, hash);
         let Some(index) = lot.entries().find(|(_, entry)| is_it(entry)).map(|(at, _)| at) else {
             return Looked::Unknown;
         };
@@ -197,7 +196,9 @@ impl Resumption {
                 Looked::NotYet
             }
             // A job of the old stream may still write.
-            State::Parked { session, .. } if Arc::strong_count(&session.lease) > 1 => Looked::NotYet,
+            State::Parked { session, .. } if Arc::strong_count(&session.lease) > 1 => {
+                Looked::NotYet
+            }
             State::Parked { .. } => {
                 let left = Duration::from_nanos(entry.deadline_ns.saturating_sub(monotonic_ns()));
                 let state = std::mem::replace(&mut entry.state, State::Open(takeover.clone()));
@@ -354,7 +355,8 @@ impl Parked {
     /// Checks that the session can go on over `blocks` of `service`.
     pub(super) fn check(&self, service: &Service, blocks: &[BlockIndex]) -> Result<(), Failure> {
         if self.session.blocks != blocks || !Arc::ptr_eq(&self.workers, &service.workers) {
-            let text = "this session ran other blocks; open a new session and send its tokens again";
+            let text =
+                "this session ran other blocks; open a new session and send its tokens again";
             return Err(Failure::runtime(text));
         }
         Ok(())

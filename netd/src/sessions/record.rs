@@ -82,8 +82,7 @@ impl Record {
         let id = String::from_utf8(reader.bytes(MAX_ID_BYTES)?.to_vec()).ok()?;
         let peer = PeerId::from_bytes(reader.bytes(MAX_PEER_BYTES)?).ok()?;
         let secret_hash = reader.array()?;
-        let [kv_version, last_step, deadline_ns] =
-            [reader.long()?, reader.long()?, reader.long()?];
+        let [kv_version, last_step, deadline_ns] = [reader.long()?, reader.long()?, reader.long()?];
         let [adapter, max_length, prefix] = [reader.word()?, reader.word()?, reader.word()?];
         let blocks = reader.words(MAX_BLOCKS)?.into_iter().map(BlockIndex).collect();
         let pages = reader.words(MAX_PAGES)?.into_iter().map(PageId).collect();

@@ -39,7 +39,15 @@ impl Session {
         tables: SessionTables,
         kv_losses: u64,
     ) -> Session {
-        Session { blocks, adapter, batch, tables, kv_losses, last_step: 0, seen: SeenSteps::default() }
+        Session {
+            blocks,
+            adapter,
+            batch,
+            tables,
+            kv_losses,
+            last_step: 0,
+            seen: SeenSteps::default(),
+        }
     }
 
     /// Notes a step id; false if the step came before and is to be ignored without an answer

@@ -50,9 +50,8 @@ fn restored_tables_go_on_as_the_tables_before_and_forged_ones_are_refused() {
     before.begin(None, 1, Some(&[1, 1, 0])).unwrap();
     before.commit();
     let (rows, pages) = (before.rows().to_vec(), before.pages.clone());
-    let restore = |rows: Vec<Vec<u32>>, prefix, length| {
-        SessionTables::restore(rows, prefix, length, &pages)
-    };
+    let restore =
+        |rows: Vec<Vec<u32>>, prefix, length| SessionTables::restore(rows, prefix, length, &pages);
     let mut after = restore(rows.clone(), 22, 100).unwrap();
     let plans = [&mut before, &mut after].map(|of| of.begin(Some(17), 9, Some(&[2, 0, 0])));
     let [one, other] = plans.map(Result::unwrap);
