@@ -93,6 +93,7 @@ pub struct Chain<'a> {
     prompts: Option<(Prompts, Vec<usize>)>,
     /// Rows of all steps; zero before the first.
     rows: usize,
+    sent_again: usize,
 }
 
 impl<'a> Chain<'a> {
@@ -103,8 +104,15 @@ impl<'a> Chain<'a> {
     /// [`ChainError`] when a block has no server that answers.
     pub async fn open(swarm: &'a mut Swarm, max_length: u32) -> Result<Chain<'a>, ChainError> {
         let blocks = 0..swarm.num_blocks();
-        let mut chain =
-            Chain { swarm, links: Vec::new(), max_length, position: 0, prompts: None, rows: 0 };
+        let mut chain = Chain {
+            swarm,
+            links: Vec::new(),
+            max_length,
+            position: 0,
+            prompts: None,
+            rows: 0,
+            sent_again: 0,
+        };
         chain.links = chain.connect(blocks).await?;
         Ok(chain)
     }
@@ -112,6 +120,16 @@ impl<'a> Chain<'a> {
     /// The servers in order, with their blocks.
     pub fn legs(&self) -> impl Iterator<Item = (PeerId, std::ops::Range<u32>)> + '_ {
         self.links.iter().map(|link| (link.session.leg().peer, link.session.leg().blocks.clone()))
+    }
+
+    /// Tokens that servers were sent again in place of others that failed.
+    pub fn sent_again(&self) -> usize {
+        self.sent_again
+    }
+
+    /// How often present servers were come back to after their connections broke.
+    pub fn resumed(&self) -> u32 {
+        self.links.iter().map(|link| link.session.resumed()).sum()
     }
 
     /// Tokens of the session so far.
@@ -195,7 +213,9 @@ impl<'a> Chain<'a> {
                 Err(error) => {
                     failures += 1;
                     let history = self.replace(at, error, failures).await?;
+                    let now = part.tokens;
                     flowing = history.replay(order, part);
+                    self.sent_again += flowing.tokens - now;
                 }
             }
         }

@@ -3,10 +3,12 @@
 
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use hivemind::names;
-use hivemind::p2p::{CallError, P2p, PeerId, RpcStream};
+use hivemind::p2p::{CallError, Multiaddr, P2p, PeerId, RpcStream};
 use hivemind::wire::messages::{ExpertRequest, ExpertResponse};
 use hivemind::wire::metadata::StepMetadata;
+use hivemind::wire::resumption::{NOT_SERVING, Resumable, Secret};
 use hivemind::wire::step_times::StepTimes;
 use hivemind::wire::tensor::{TensorError, WireDtype, dummy_tensor, raw_tensor};
 use hivemind::wire::uid;
@@ -18,8 +20,20 @@ use crate::states::{AnswerError, Hidden, Prompts};
 /// Time to open a stream to a server.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// Time to open a stream to a server that was there a moment ago.
+const RESUME_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// Time for one step on one server, as in Petals' client.
 const STEP_TIMEOUT: Duration = Duration::from_secs(180);
+
+/// How long a client tries to come back to a server whose connection broke, at most.
+const MAX_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Pause after the first failed try to come back; grows by half with each.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+
+/// Longest of these pauses.
+const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 
 /// Why a step on a server failed.
 #[derive(Debug, thiserror::Error)]
@@ -92,6 +106,12 @@ pub struct ServerSession {
     max_length: u32,
     position: u32,
     opened: bool,
+    p2p: P2p,
+    /// Where the server was reached.
+    addresses: Vec<Multiaddr>,
+    /// With what the session is resumed, if the server keeps it.
+    resumable: Option<Resumable>,
+    resumed: u32,
 }
 
 impl ServerSession {
@@ -108,7 +128,20 @@ impl ServerSession {
         let stream = p2p.open_stream(leg.peer, names::INFERENCE, CONNECT_TIMEOUT).await?;
         let uids = uid::chain(prefix, leg.blocks.clone());
         let session_id = uuid::Uuid::new_v4().to_string();
-        Ok(ServerSession { leg, uids, session_id, stream, max_length, position: 0, opened: false })
+        let addresses = p2p.known_addresses(leg.peer).await;
+        Ok(ServerSession {
+            leg,
+            uids,
+            session_id,
+            stream,
+            max_length,
+            position: 0,
+            opened: false,
+            p2p: p2p.clone(),
+            addresses,
+            resumable: None,
+            resumed: 0,
+        })
     }
 
     /// The server and the blocks it runs.
@@ -119,6 +152,11 @@ impl ServerSession {
     /// Tokens in the server's cache.
     pub fn position(&self) -> u32 {
         self.position
+    }
+
+    /// How often it was resumed after its connection broke.
+    pub fn resumed(&self) -> u32 {
+        self.resumed
     }
 
     /// Forgets the tokens from `position` on; the server is told with the next step.
@@ -134,17 +172,22 @@ impl ServerSession {
         &mut self,
         input: &StepInput<'_>,
     ) -> Result<(Hidden, StepTiming), SessionError> {
-        let request = self.request(input)?;
         let began = Instant::now();
-        self.stream.send(request.encode_to_vec().into()).await?;
-        let answer = tokio::time::timeout(STEP_TIMEOUT, self.stream.recv())
-            .await
-            .map_err(|_| SessionError::Timeout(STEP_TIMEOUT))??
-            .ok_or(SessionError::Closed)?;
+        let secret = self.resumable.as_ref().map(|kept| kept.secret);
+        let request = self.request(input, None)?.encode_to_vec();
+        let answer = match (self.ask(request).await, secret) {
+            (Err(error), Some(secret)) if is_broken(&error) => {
+                tracing::debug!(peer = %self.leg.peer, %error, "connection broke, resuming");
+                let request = self.request(input, Some(&secret))?.encode_to_vec();
+                self.resume(request, error).await?
+            }
+            (answer, _) => answer?,
+        };
         let total = began.elapsed();
         let response = ExpertResponse::decode(answer)?;
         let output = Hidden::read(response.tensors.first(), input.hidden)?;
         self.opened = true;
+        self.resumable = Resumable::decode(&response.metadata).or(self.resumable);
         self.position += u32::try_from(input.hidden.tokens).unwrap_or(u32::MAX);
         let times = StepTimes::decode(&response.metadata);
         let queue = Duration::from_nanos(times.queue_ns);
@@ -152,7 +195,52 @@ impl ServerSession {
         Ok((output, StepTiming { total, queue, compute }))
     }
 
-    fn request(&self, input: &StepInput<'_>) -> Result<ExpertRequest, SessionError> {
+    async fn ask(&mut self, request: Vec<u8>) -> Result<Bytes, SessionError> {
+        self.stream.send(request.into()).await?;
+        let answer = tokio::time::timeout(STEP_TIMEOUT, self.stream.recv()).await;
+        let answer = answer.map_err(|_| SessionError::Timeout(STEP_TIMEOUT))??;
+        answer.ok_or(SessionError::Closed)
+    }
+
+    /// Comes back to the same server with the step that has no answer, over new connections until
+    /// one holds or the patience is over. `error`: how the last connection broke.
+    async fn resume(
+        &mut self,
+        request: Vec<u8>,
+        mut error: SessionError,
+    ) -> Result<Bytes, SessionError> {
+        let grace = self.resumable.map_or(0, |kept| kept.grace_ms);
+        let end = Instant::now() + MAX_PATIENCE.min(Duration::from_millis(grace));
+        let mut pause = FIRST_PAUSE;
+        while Instant::now() < end {
+            redial(&self.p2p, self.leg.peer, &self.addresses).await;
+            let open = self.p2p.open_stream(self.leg.peer, names::INFERENCE, RESUME_TIMEOUT);
+            error = match open.await {
+                Ok(stream) => {
+                    self.stream = stream;
+                    match self.ask(request.clone()).await {
+                        Ok(answer) => {
+                            self.resumed += 1;
+                            tracing::info!(peer = %self.leg.peer, "session resumed");
+                            return Ok(answer);
+                        }
+                        Err(error) if is_broken(&error) => error,
+                        Err(error) => return Err(error),
+                    }
+                }
+                Err(error) => error.into(),
+            };
+            tokio::time::sleep(pause).await;
+            pause = (pause * 3 / 2).min(LONGEST_PAUSE);
+        }
+        Err(error)
+    }
+
+    fn request(
+        &self,
+        input: &StepInput<'_>,
+        secret: Option<&Secret>,
+    ) -> Result<ExpertRequest, SessionError> {
         let metadata = StepMetadata {
             session_id: &self.session_id,
             step_id: input.step_id,
@@ -160,6 +248,10 @@ impl ServerSession {
             next_servers: &[],
             start_from_position: Some(self.position),
             wants_times: true,
+        };
+        let metadata = match secret.is_some() || !self.opened {
+            true => metadata.encode_resumable(secret),
+            false => metadata.encode(),
         };
         let prompts = match &input.prompts {
             Some(prompts) => prompts.message()?,
@@ -175,7 +267,7 @@ impl ServerSession {
         Ok(ExpertRequest {
             uid: self.uids.clone(),
             tensors: vec![input.hidden.message()?, prompts, hypo_ids],
-            metadata: metadata.encode().into(),
+            metadata: metadata.into(),
         })
     }
 
@@ -189,5 +281,33 @@ impl ServerSession {
         while self.stream.recv().await?.is_some() {}
         self.stream.close().await;
         Ok(())
+    }
+}
+
+/// Whether another connection may help: the server is gone, or starts.
+fn is_broken(error: &SessionError) -> bool {
+    match error {
+        SessionError::Closed => true,
+        SessionError::Call(CallError::Remote(text)) => text.contains(NOT_SERVING),
+        SessionError::Call(error) => {
+            matches!(
+                error,
+                CallError::Closed | CallError::Unreachable { .. } | CallError::Timeout(_)
+            )
+        }
+        _ => false,
+    }
+}
+
+/// Connects to a peer at addresses that are known, without a look-up.
+async fn redial(p2p: &P2p, peer: PeerId, addresses: &[Multiaddr]) {
+    let dial = |addr: &Multiaddr| {
+        let full = addr.clone().with_p2p(peer).unwrap_or_else(|addr| addr);
+        Box::pin(p2p.connect(full))
+    };
+    let dials: Vec<_> = addresses.iter().map(dial).collect();
+    if !dials.is_empty() {
+        // Without a connection, opening the stream tells why.
+        let _ = tokio::time::timeout(RESUME_TIMEOUT, futures::future::select_ok(dials)).await;
     }
 }

@@ -19,8 +19,9 @@ const DESCRIPTOR_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Of a linked worker: rings, doorbell of the submission ring, doorbell of the completion ring.
 pub const WORKER_FDS: usize = 3;
-/// The arena and the board; behind them comes the socket for metrics, if there is one.
-pub const INIT_FDS: usize = 2;
+/// The arena, the board and the session records; behind them comes the socket for metrics, if there
+/// is one.
+pub const INIT_FDS: usize = 3;
 
 /// A message of the supervisor with its descriptors.
 #[derive(Debug)]

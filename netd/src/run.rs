@@ -34,6 +34,7 @@ use shared::shm::arena::ArenaMap;
 use shared::shm::board::{BoardWriter, Phase};
 use shared::shm::doorbell::Doorbell;
 use shared::shm::segment::MemfdSegment;
+use shared::shm::sessions::{SESSIONS_BYTES, SessionRecords};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, MissedTickBehavior};
 use tracing::{debug, error, info, warn};
@@ -43,6 +44,7 @@ use crate::fatal::Fatal;
 use crate::join::{self, Joined};
 use crate::metrics;
 use crate::offer::{self, Offer};
+use crate::rpc::resumption::Resumption;
 use crate::rpc::{Service, ServiceParts, Timeouts, reply};
 use crate::sessions::admission::KvMemory;
 use crate::sessions::pool::Pool;
@@ -154,10 +156,12 @@ async fn serve(inbox: Inbox, outbox: &Outbox) -> Result<Infallible, Stop> {
     let mut messages = Messages::new(inbox);
     let FromSupervisor { message, mut fds } = messages.next().await.ok_or(Stop::ParentGone)?;
     let metrics = (fds.len() > control::INIT_FDS).then(|| fds.pop()).flatten();
-    let (ToNetd::Init(init), Ok([arena, board])) =
+    let (ToNetd::Init(init), Ok([arena, board, sessions])) =
         (message, <[_; control::INIT_FDS]>::try_from(fds))
     else {
-        let message = "the supervisor's first message is not Init with arena and board".to_owned();
+        let message =
+            "the supervisor's first message is not Init with arena, board and session records"
+                .to_owned();
         return Err(Fatal { reason: ExitReason::ProtocolMismatch, message }.into());
     };
     let board = Arc::new(open_board(&init, board)?);
@@ -168,9 +172,11 @@ async fn serve(inbox: Inbox, outbox: &Outbox) -> Result<Infallible, Stop> {
         metrics::start(socket, telemetry.clone(), service.clone());
     }
     let map = map_arena(&init, arena)?;
+    let records = map_records(sessions);
+    let resumption = Resumption::new(records, init.config.session_grace);
     // Before the swarm is joined: the supervisor watches from the beginning.
     tokio::select! {
-        end = join_and_offer(&mut messages, outbox, init, map, &telemetry, (online, service)) => end,
+        end = join_and_offer(&mut messages, outbox, init, (map, resumption), &telemetry, (online, service)) => end,
         never = beat(&board) => match never {},
     }
 }
@@ -182,7 +188,7 @@ async fn join_and_offer(
     messages: &mut Messages,
     outbox: &Outbox,
     init: Box<NetdInit>,
-    map: ArenaMap,
+    map: (ArenaMap, Resumption),
     telemetry: &Arc<Telemetry>,
     (online, service): Announced,
 ) -> Result<Infallible, Stop> {
@@ -207,7 +213,7 @@ async fn offer_blocks(
     outbox: &Outbox,
     mut init: NetdInit,
     joined: Joined,
-    (map, telemetry): (ArenaMap, Arc<Telemetry>),
+    (map, telemetry): ((ArenaMap, Resumption), Arc<Telemetry>),
     online: watch::Sender<Option<Arc<Service>>>,
 ) -> Stop {
     let (peer_id, addrs) = (joined.peer_id.clone(), joined.addrs.clone());
@@ -255,6 +261,14 @@ fn map_arena(init: &NetdInit, fd: OwnedFd) -> Result<ArenaMap, Fatal> {
     let segment = MemfdSegment::from_fd("sepal-arena", fd, bytes);
     let map = segment.and_then(|segment| ArenaMap::map(&segment));
     map.map_err(|error| Fatal { reason: ExitReason::OutOfMemory, message: error.to_string() })
+}
+
+/// Without the records netd serves all the same, and keeps no session for its client.
+fn map_records(fd: OwnedFd) -> Option<SessionRecords> {
+    let segment = MemfdSegment::from_fd("sepal-sessions", fd, SESSIONS_BYTES);
+    let map = segment.and_then(|segment| SessionRecords::map(&segment));
+    map.inspect_err(|error| warn!(%error, "cannot map the session records, keeping no sessions"))
+        .ok()
 }
 
 /// Shows on the board that the reactor works: polled by its main task, and each heartbeat goes
@@ -330,6 +344,8 @@ struct Daemon {
     /// Whether the machine is short of memory.
     memory: MemoryPressure,
     telemetry: Arc<Telemetry>,
+    /// Sessions that can be resumed, over all services of a run.
+    resumption: Resumption,
     /// Why it cannot go on.
     fatal: Option<Fatal>,
 }
@@ -340,7 +356,7 @@ impl Daemon {
         facts: ModelFacts,
         offer: Offer,
         joined: Joined,
-        (map, telemetry): (ArenaMap, Arc<Telemetry>),
+        ((map, resumption), telemetry): ((ArenaMap, Resumption), Arc<Telemetry>),
         online: watch::Sender<Option<Arc<Service>>>,
     ) -> Result<Daemon, Fatal> {
         let compression = init.config.compression;
@@ -384,6 +400,7 @@ impl Daemon {
             memory: MemoryPressure::of_this_process(),
             whole: init.whole.unwrap_or(offer.span),
             telemetry,
+            resumption,
             fatal: None,
             coming: None,
             leaving: None,

@@ -318,6 +318,9 @@ pub struct NetdConfig {
     pub session_timeout: Duration,
     /// Longest silence between two steps.
     pub step_timeout: Duration,
+    /// How long a session that can be resumed is kept after its stream broke or netd died; zero
+    /// keeps none.
+    pub session_grace: Duration,
     /// Time to start listening and reach a first peer.
     pub startup_timeout: Duration,
     /// Bytes of the arena shared with the workers.

@@ -354,7 +354,7 @@ pub struct Rating {
 /// Supervisor to netd.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum ToNetd {
-    /// Start listening. Descriptors under `fds`: the arena, the board.
+    /// Start listening. Descriptors under `fds`: the arena, the board, the session records.
     Init(Box<NetdInit>),
     /// No more than so many blocks fit into memory. Comes before `Model`, and only if the whole
     /// model was asked for.
@@ -436,7 +436,7 @@ pub struct NetdInit {
     pub paused: bool,
     /// Whether a listening socket for metrics comes as the last descriptor.
     pub has_metrics: bool,
-    /// Tag of the descriptors: arena, board, and the socket.
+    /// Tag of the descriptors: arena, board, session records, and the socket.
     pub fds: FdTag,
 }
 
@@ -451,6 +451,8 @@ pub struct WorkerUp {
     pub kv_pages: u32,
     /// Whether the next generation finds the pages of this one.
     pub kv_survives: bool,
+    /// Which pages it has: the same number from two generations means the same pages.
+    pub kv_version: u64,
     /// What it measured.
     pub capacity: Capacity,
     /// The rings.

@@ -4,6 +4,7 @@
 //! | segment | made | dropped |
 //! | --- | --- | --- |
 //! | board | at the start | at the end |
+//! | session records (memfd) | at the start | at the end: they outlive netd |
 //! | arena (memfd) | with a generation of netd | when the next one begins |
 //! | kv (memfd) | with the first generation of a worker | at the end, or when its blocks were left: it outlives the worker |
 //! | group, a doorbell per rank | with a generation of a group of several workers | when all of them are reaped |
@@ -21,6 +22,7 @@ use shared::shm::doorbell::Doorbell;
 use shared::shm::group::{Group, GroupMapError, GroupShape};
 use shared::shm::pair::{PairError, RingIdentity, RingPair};
 use shared::shm::segment::{MemfdSegment, SegmentError};
+use shared::shm::sessions::SESSIONS_BYTES;
 use tracing::{info, warn};
 
 use crate::instance::Instance;
@@ -77,6 +79,8 @@ pub struct Kv {
     worker: WorkerId,
     /// Whether the pages of a generation are there for the next; the same for all of them.
     pub survives: bool,
+    /// Tells this segment from all others of the run.
+    number: u32,
     /// The segment; of no use where the pages do not survive.
     pub segment: MemfdSegment,
 }
@@ -114,20 +118,32 @@ impl Shared {
 pub struct Segments {
     /// The board.
     pub board: Board,
+    /// Records of the sessions of netd, whatever its generation.
+    pub sessions: MemfdSegment,
     arena: Option<(Generation, MemfdSegment)>,
     kv: Vec<Kv>,
+    kv_made: u32,
     rings: Vec<Rings>,
     groups: Vec<Shared>,
 }
 
 impl Segments {
-    /// Makes the board.
+    /// Makes the board and the segment of session records.
     ///
     /// # Errors
-    /// [`MakeError::Board`] when the system refuses.
+    /// [`MakeError::Board`] or [`MakeError::Segment`] when the system refuses.
     pub fn new(instance: &Instance, started_unix_s: u64) -> Result<Segments, MakeError> {
         let board = Board::create(instance.name(), started_unix_s)?;
-        Ok(Segments { board, arena: None, kv: Vec::new(), rings: Vec::new(), groups: Vec::new() })
+        let sessions = MemfdSegment::create(&instance.segment("sessions"), SESSIONS_BYTES)?;
+        Ok(Segments {
+            board,
+            sessions,
+            arena: None,
+            kv: Vec::new(),
+            kv_made: 0,
+            rings: Vec::new(),
+            groups: Vec::new(),
+        })
     }
 
     /// The arena of a generation of netd, made if this is its first use; the one before is dropped.
@@ -170,7 +186,9 @@ impl Segments {
                 let bytes = bytes(survives);
                 check_memory(worker, bytes as u64)?;
                 let name = instance.segment(&format!("kv.{worker}"));
-                self.kv.push(Kv { worker, survives, segment: MemfdSegment::create(&name, bytes)? });
+                let segment = MemfdSegment::create(&name, bytes)?;
+                self.kv_made += 1;
+                self.kv.push(Kv { worker, survives, number: self.kv_made, segment });
                 self.kv.len() - 1
             }
         };
@@ -185,6 +203,15 @@ impl Segments {
     /// Whether the KV pages of a worker survive it.
     pub fn kv_survives(&self, worker: WorkerId) -> bool {
         self.made_kv(worker).is_none_or(|kv| kv.survives)
+    }
+
+    /// Which pages a generation of a worker has: another number where it does not have those of an
+    /// earlier one.
+    pub fn kv_version(&self, worker: WorkerId, generation: Generation) -> u64 {
+        self.made_kv(worker).map_or(0, |kv| {
+            let generation = if kv.survives { 0 } else { generation.0 };
+            u64::from(kv.number) << 32 | u64::from(generation)
+        })
     }
 
     /// Drops the kv segment of a worker that has ended for good.

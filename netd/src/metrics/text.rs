@@ -146,6 +146,15 @@ fn requests(telemetry: &Telemetry, service: Option<&Service>, out: &mut Output<'
     out.gauge("sepal_sessions", "Inference sessions that are open", None, open as f64)?;
     let opened = telemetry.sessions_opened() as f64;
     out.counter("sepal_sessions_opened", "Inference sessions that were admitted", opened)?;
+    let kept = service.map(|service| service.resumption.figures()).unwrap_or_default();
+    let help = "Sessions without a stream that are kept for their clients";
+    out.gauge("sepal_sessions_parked", help, None, kept.parked as f64)?;
+    let help = "Sessions that their clients resumed";
+    out.counter("sepal_sessions_resumed", help, kept.resumed as f64)?;
+    let help = "Sessions taken over from a network daemon that died";
+    out.counter("sepal_sessions_restored", help, kept.restored as f64)?;
+    let help = "Parked sessions that were freed before their clients came";
+    out.counter("sepal_sessions_expired", help, kept.expired as f64)?;
     let ready = service.is_some_and(|service| service.ready().is_ok());
     out.gauge(
         "sepal_ready",

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use hivemind::names;
 use hivemind::p2p::{Inbound, InboundStream, PeerId, UnaryResponder};
+use hivemind::wire::resumption::NOT_SERVING;
 use tokio::sync::{mpsc, watch};
 
 use super::whole::{self, Rpc};
@@ -102,5 +103,5 @@ impl Router {
 }
 
 fn not_yet() -> Failure {
-    Failure::runtime("this server does not serve any block now: it starts or is paused")
+    Failure::runtime(NOT_SERVING)
 }

@@ -23,20 +23,22 @@ use bytes::Bytes;
 use hivemind::p2p::{InboundError, InboundReader, InboundStream, InboundWriter, PeerId};
 use hivemind::wire::messages::{ExpertResponse, Tensor};
 use hivemind::wire::metadata::ArgsStructure;
+use hivemind::wire::resumption::Secret;
 use hivemind::wire::step_times::StepTimes;
 use prost::Message;
 use shared::job::{JobKind, MAX_ROWS};
 use shared::shm::board::Trouble;
-use tokio::sync::OwnedSemaphorePermit;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::sync::{Notify, OwnedSemaphorePermit};
+use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tracing::debug;
 
 use super::budget::COUNTED_BYTES;
 use super::compute::Arguments;
 use super::registry::Registered;
 use super::request::{StepMessage, decode};
+use super::resumption::Slot;
 use super::{Failure, Service};
-use crate::sessions::admission::Lease;
+use crate::sessions::admission::{Lease, NoMemory};
 use crate::sessions::pool::KvRequest;
 use crate::sessions::session::Session;
 use crate::sessions::table::SessionTables;
@@ -75,12 +77,22 @@ pub async fn serve(service: &Service, peer: PeerId, stream: InboundStream) {
         is_open: false,
     };
     let deadline = Instant::now() + service.timeouts.session;
-    let session = run(service, &mut requests, &mut writer);
-    let end = match timeout_at(deadline, session).await {
-        Ok(Err(end)) => end,
-        Ok(Ok(())) => SessionEnd::Closed,
-        Err(_) => SessionEnd::Failed(Failure::timeout()),
+    let (mut open, takeover) = (None, Arc::new(Notify::new()));
+    let session = run(service, &mut requests, &mut writer, (&mut open, &takeover));
+    let end = tokio::select! {
+        end = timeout_at(deadline, session) => match end {
+            Ok(Err(end)) => end,
+            Ok(Ok(())) => SessionEnd::Closed,
+            Err(_) => SessionEnd::Failed(Failure::timeout()),
+        },
+        // Its client resumes the session on another stream.
+        () = takeover.notified() => SessionEnd::Gone,
     };
+    let open = open.filter(|_| matches!(end, SessionEnd::Gone));
+    if open.is_some_and(|open| open.park(service)) {
+        debug!(%peer, "session parked");
+        return;
+    }
     match end {
         SessionEnd::Gone => {
             service.troubles.count(Trouble::Abandoned);
@@ -107,8 +119,29 @@ struct Open {
     registered: Registered,
     /// The service of the blocks that were left, if they are its own.
     before: Option<Arc<Service>>,
+    /// Where it is kept when the stream breaks, if its client can resume it.
+    slot: Option<Slot>,
+    /// When it ends at the latest.
+    ends: Instant,
     /// Its row in what is shown of this server.
     shown: ShownSession,
+}
+
+impl Open {
+    /// Keeps the session for its client; false if it cannot be resumed.
+    fn park(self, service: &Service) -> bool {
+        let Open { session, lease, registered, before, slot, .. } = self;
+        // The client may come back with the same id at once.
+        drop(registered);
+        let slot = slot.filter(|slot| before.is_none() && slot.secret.is_none());
+        slot.map(|slot| slot.park(session, lease, service.workers.clone())).is_some()
+    }
+
+    /// Writes what a later netd needs; a session that does not fit is not kept.
+    fn record(&mut self, service: &Service) {
+        let (session, lease) = (&self.session, &self.lease);
+        self.slot = self.slot.take().filter(|slot| slot.record(service, session, lease));
+    }
 }
 
 /// An answer that was computed, and what is counted of it.
@@ -123,6 +156,7 @@ async fn run(
     service: &Service,
     requests: &mut Requests<'_>,
     writer: &mut InboundWriter,
+    (slot, takeover): (&mut Option<Open>, &Arc<Notify>),
 ) -> Result<(), SessionEnd> {
     let mut draining = service.draining.clone();
     let first = tokio::select! {
@@ -133,13 +167,15 @@ async fn run(
     let Some(mut next) = silence(service, first)? else {
         return Ok(());
     };
-    let opening = admit(service, requests.peer, &next);
-    let mut open = requests.watch(opening).await??;
+    let opening = admit(service, requests.peer, &next, takeover);
+    let open = slot.insert(requests.watch(opening).await??);
     requests.is_open = true;
     // A first message without tensors opens nothing. What was pushed has tensors.
     while !next.request.tensors.is_empty() {
-        let step = answer_step(service, &mut open, &next);
+        let step = answer_step(service, open, &next);
         if let Some(answer) = requests.watch(step).await?? {
+            open.record(service);
+            let answer = answer.telling(open.slot.as_mut());
             let bytes = Bytes::from(answer.response.encode_to_vec());
             let session = &open.session;
             let total = next.arrived.elapsed();
@@ -153,6 +189,7 @@ async fn run(
             message = timeout(service.timeouts.step, requests.next()) => silence(service, message)?,
             pushed = open.registered.pushed() => Some(pushed),
             _ = draining.wait_for(|draining| *draining) => return Err(ending().into()),
+            () = sleep_until(open.ends) => return Err(Failure::timeout().into()),
             () = left(&open.before) => return Err(ending().into()),
         };
         let Some(message) = message else {
@@ -189,8 +226,82 @@ fn ending() -> Failure {
     Failure::runtime("this server is shutting down")
 }
 
-async fn admit(service: &Service, peer: PeerId, first: &StepMessage) -> Result<Open, Failure> {
+impl Answer {
+    /// The same answer; the first of a session that can be resumed tells its secret.
+    fn telling(mut self, slot: Option<&mut Slot>) -> Answer {
+        if let Some(told) = slot.and_then(Slot::tell) {
+            self.response.metadata = told.add_to(&self.response.metadata).into();
+        }
+        self
+    }
+}
+
+/// Goes on with a session that was parked here.
+async fn resume(
+    service: &Service,
+    peer: PeerId,
+    first: &StepMessage,
+    (secret, takeover): (&Secret, &Arc<Notify>),
+) -> Result<Open, Failure> {
     let StepMessage { request, metadata, .. } = first;
+    let blocks = service.blocks(&request.uid)?;
+    let adapter = service.adapter(metadata)?;
+    let id = metadata.session_id.as_deref();
+    let (slot, parked, left) = service.resumption.claim(peer, id, secret, takeover).await?;
+    parked.check(service, &blocks)?;
+    let (session, lease) = (parked.session, parked.lease);
+    if session.adapter != adapter {
+        return Err(Failure::bad("this session has another adapter"));
+    }
+    let registered = service.registry.register(id, &blocks);
+    let registered =
+        registered.ok_or_else(|| Failure::bad("the session id is in use by another session"))?;
+    let length = session.tables.max_length();
+    debug!(%peer, prefix = session.tables.prefix(), "session resumed");
+    Ok(Open {
+        shown: service.telemetry.session(&blocks, session.batch, length),
+        session,
+        lease,
+        structure: metadata.args_structure.clone(),
+        caller: Caller { peer, points: metadata.points, compression: service.compression },
+        registered,
+        before: None,
+        slot: Some(slot),
+        ends: Instant::now() + left,
+    })
+}
+
+/// KV memory for a session that opens. Parked sessions give way, those of the peer itself where it
+/// has its share.
+async fn take_kv(
+    service: &Service,
+    peer: PeerId,
+    kv: KvRequest,
+    wait: Duration,
+) -> Result<Lease, NoMemory> {
+    while service.resumption.figures().parked > 0 {
+        let evicted = match service.kv.take(peer, kv.clone(), Duration::ZERO).await {
+            Err(NoMemory::Immediately { .. }) => service.resumption.evict(None),
+            Err(NoMemory::OverShare { .. }) => service.resumption.evict(Some(peer)),
+            taken => return taken,
+        };
+        if !evicted {
+            break;
+        }
+    }
+    service.kv.take(peer, kv, wait).await
+}
+
+async fn admit(
+    service: &Service,
+    peer: PeerId,
+    first: &StepMessage,
+    takeover: &Arc<Notify>,
+) -> Result<Open, Failure> {
+    let StepMessage { request, metadata, .. } = first;
+    if let Some(secret) = &metadata.resume {
+        return resume(service, peer, first, (secret, takeover)).await;
+    }
     let before = service.before(&request.uid);
     let service = before.as_deref().unwrap_or(service);
     let blocks = service.blocks(&request.uid)?;
@@ -216,7 +327,10 @@ async fn admit(service: &Service, peer: PeerId, first: &StepMessage) -> Result<O
     })?;
     let kv = KvRequest { blocks: blocks.clone(), rows: batch, max_length };
     let asked = Duration::try_from_secs_f64(metadata.alloc_timeout_s).unwrap_or(Duration::MAX);
-    let lease = service.kv.take(peer, kv, asked.min(service.timeouts.max_alloc)).await?;
+    let lease = take_kv(service, peer, kv, asked.min(service.timeouts.max_alloc)).await?;
+    let lasts = service.timeouts.session;
+    let slot = metadata.wants_resumption && before.is_none();
+    let slot = slot.then(|| service.resumption.open(peer, id, lasts, takeover)).flatten();
     let tables = SessionTables::new(batch as usize, max_length, lease.pages());
     let kv_losses = service.workers.kv_losses(&blocks);
     let shown = service.telemetry.session(&blocks, batch, max_length);
@@ -228,6 +342,8 @@ async fn admit(service: &Service, peer: PeerId, first: &StepMessage) -> Result<O
         caller: Caller { peer, points: metadata.points, compression: service.compression },
         registered,
         before: before.clone(),
+        slot,
+        ends: Instant::now() + lasts,
     })
 }
 
@@ -274,6 +390,7 @@ async fn compute_step(
     if arguments.hidden.is_dummy() {
         let position = session.tables.check(start, 0)?;
         session.tables.roll_back(position);
+        session.computed(None);
         return Ok((service.echo(&arguments.hidden)?, JobTimes::default(), 0));
     }
     let route = (session.blocks.clone(), session.adapter);
@@ -284,7 +401,15 @@ async fn compute_step(
     }
     check_kv(service, session)?;
     let tokens = job.tokens;
-    job.plan = session.tables.begin(start, job.tokens, arguments.hypo_ids.as_deref())?;
+    // A step that comes again finds the rows in its order.
+    let step_id = metadata.step_id.as_deref();
+    let hypo_ids = arguments.hypo_ids.as_deref().filter(|_| !session.was_last(step_id));
+    let prefix = session.tables.prefix();
+    job.plan = session.tables.begin(start, job.tokens, hypo_ids)?;
+    if let Some(slot) = open.slot.as_ref().filter(|_| session.tables.prefix() < prefix) {
+        // What it writes over is not to be believed if netd dies meanwhile.
+        slot.record(service, session, &open.lease);
+    }
     job.lease = Some(open.lease.clone());
     let computed = service.compute(job, &arguments).await;
     // Lost before the job was submitted, the pages that it read were those of nobody.
@@ -292,6 +417,7 @@ async fn compute_step(
     match computed {
         Ok((output, times)) => {
             session.tables.commit();
+            session.computed(step_id);
             if arguments.prompts.is_none() {
                 service.onward.push(metadata, &output, &request.tensors);
             }

@@ -22,6 +22,7 @@ mod push;
 mod registry;
 pub mod reply;
 mod request;
+pub mod resumption;
 mod troubles;
 mod whole;
 
@@ -49,6 +50,7 @@ pub use failure::Failure;
 use onward::Onward;
 use order::Order;
 use registry::Registry;
+use resumption::Resumption;
 pub use troubles::Troubles;
 
 /// What we call ourselves in records and `rpc_info`: the version of Petals whose behaviour this is.
@@ -133,6 +135,8 @@ pub struct Service {
     span: Mutex<Span>,
     max_request_bytes: u64,
     registry: Registry,
+    /// Sessions that can be resumed.
+    pub resumption: Resumption,
     budget: PeerBudget,
     /// The service of the blocks that this server has just left.
     before: Mutex<Weak<Service>>,
@@ -168,6 +172,8 @@ pub struct ServiceParts {
     pub draining: watch::Receiver<bool>,
     /// What is counted of its work.
     pub telemetry: Arc<Telemetry>,
+    /// Sessions that can be resumed.
+    pub resumption: Resumption,
 }
 
 impl Service {
@@ -191,6 +197,7 @@ impl Service {
             dht_client_mode,
             draining,
             telemetry,
+            resumption,
         } = parts;
         let onward = Onward::new(p2p, &prefix, timeouts.request, troubles.clone());
         let max_request_bytes = request_bytes(&facts, &limits, span);
@@ -212,6 +219,7 @@ impl Service {
             span: Mutex::new(span),
             max_request_bytes,
             registry: Registry::default(),
+            resumption,
             budget: PeerBudget::new(2 * max_request_bytes),
             before: Mutex::default(),
         }

@@ -354,6 +354,7 @@ impl Daemon {
         let next = Arc::new(self.workers.beside());
         let workers = std::mem::replace(&mut self.workers, next);
         self.ups.clear();
+        self.resumption.clear();
         let Some(service) = self.online.send_replace(None) else {
             outbox.send(FromNetd::Vacated).await;
             return;

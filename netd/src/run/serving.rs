@@ -68,11 +68,13 @@ impl Daemon {
             dht_client_mode: self.joined.using_relay,
             draining: self.draining.subscribe(),
             telemetry: self.telemetry.clone(),
+            resumption: self.resumption.clone(),
         }
     }
 
     pub(super) fn go_online(&mut self) {
         let service = Service::new(self.service_parts());
+        self.resumption.restore(&service);
         let left = service.kv.figures().tokens_left;
         self.online.send_replace(Some(Arc::new(service)));
         self.came_from = None;
@@ -149,6 +151,7 @@ impl Daemon {
         }
         if let Some(service) = self.online.borrow().as_ref() {
             service.kv.close(self.memory.is_short());
+            self.resumption.sweep(service.kv.figures().waiting > 0);
         }
     }
 

@@ -15,6 +15,7 @@ use shared::control::{BoardSeat, DeathCause, FdTag, Role};
 use shared::ids::{Generation, GroupId, WorkerId};
 use shared::shm::board::{Board, Occupant};
 use shared::shm::pair::RingIdentity;
+use shared::shm::sessions::SESSIONS_BYTES;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
@@ -72,6 +73,7 @@ pub(crate) fn config(folder: &Path, initial_peers: Vec<String>) -> NetdConfig {
         request_timeout: DEADLINE,
         session_timeout: 3 * DEADLINE,
         step_timeout: 2 * DEADLINE,
+        session_grace: DEADLINE,
         startup_timeout: DEADLINE,
         arena_bytes: ARENA_BYTES,
     }
@@ -121,7 +123,9 @@ impl Supervisor {
         let arena = MemfdSegment::create("sepal-nettest-arena", ARENA_BYTES as usize).unwrap();
         let (to, inbox) = mpsc::channel(8);
         let (outbox, from) = mpsc::channel(8);
-        let fds = vec![arena.try_clone().unwrap(), board.try_clone().unwrap()];
+        let sessions = MemfdSegment::create("sepal-nettest-sessions", SESSIONS_BYTES).unwrap();
+        let fds = [arena.try_clone(), board.try_clone(), sessions.try_clone()];
+        let fds = fds.map(Result::unwrap).into();
         to.try_send(FromSupervisor { message: ToNetd::Init(Box::new(init)), fds }).unwrap();
         let netd = run(inbox, Outbox::of(outbox));
         let memory = Arc::default();

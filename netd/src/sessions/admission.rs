@@ -206,6 +206,20 @@ impl KvMemory {
         }
     }
 
+    /// Takes for `peer` the pages that a session of it held under another netd.
+    ///
+    /// # Errors
+    /// [`Refusal`]; nothing is taken then.
+    pub fn retake(
+        &self,
+        peer: PeerId,
+        request: &KvRequest,
+        pages: &[PageId],
+    ) -> Result<Lease, Refusal> {
+        let grant = self.inner.lock().queue.retake(peer, request, pages)?;
+        Ok(self.lease(peer, grant))
+    }
+
     /// Figures now.
     pub fn figures(&self) -> KvFigures {
         let state = self.inner.lock();

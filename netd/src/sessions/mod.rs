@@ -8,6 +8,7 @@
 //!   shares      how much of it one peer may take                pure
 //!   pool        budget and pages of every block                   pure
 //!   table       page tables of one session, copy on write         pure
+//!   record      a session as bytes that outlive netd              pure
 //!   session     one session between its steps                     pure
 //!   fair        whose large request is computed next              pure
 //!   fair_permits  waits for that                                    (async driver over fair)
@@ -19,6 +20,7 @@ pub mod fair_permits;
 pub mod pool;
 pub mod pressure;
 pub mod queue;
+pub mod record;
 pub mod session;
 pub mod shares;
 pub mod table;

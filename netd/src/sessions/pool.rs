@@ -180,6 +180,30 @@ impl Pool {
         Ok(Grant { pages, blocks, token_blocks: asked })
     }
 
+    /// Takes these pages for `request`, whose session held them before.
+    ///
+    /// # Errors
+    /// [`Refusal::NotNow`] when they are not as many as `request` takes, not ascending, beyond the
+    /// pool or in use, and as [`Self::take`]; nothing is taken then.
+    pub fn retake(&mut self, request: &KvRequest, pages: &[PageId]) -> Result<Grant, Refusal> {
+        let blocks = self.check(request)?;
+        let asked = request.token_blocks();
+        let is_ascending = pages.is_sorted_by(|one, next| one < next);
+        let is_inside = pages.last().is_none_or(|last| last.0 < self.pages);
+        let fits = asked <= self.free() && pages.len() as u64 == request.pages();
+        let is_free = |page: &PageId| {
+            blocks.iter().all(|&b| self.in_use[b][page.0 as usize / 64] >> (page.0 % 64) & 1 == 0)
+        };
+        if !(fits && is_ascending && is_inside && pages.iter().all(is_free)) {
+            return Err(Refusal::NotNow { asked, free: self.free() });
+        }
+        for &block in &blocks {
+            pages.iter().for_each(|page| set(&mut self.in_use[block], *page));
+        }
+        self.used += asked;
+        Ok(Grant { pages: pages.to_vec(), blocks, token_blocks: asked })
+    }
+
     /// Takes memory back.
     pub fn give_back(&mut self, grant: Grant) {
         for &block in &grant.blocks {
@@ -288,6 +312,24 @@ mod tests {
             let refused = pool.take(&KvRequest { blocks, rows: 1, max_length: 1 });
             assert!(matches!(refused, Err(Refusal::BadBlock(_))));
         }
+    }
+
+    #[test]
+    fn pages_of_a_session_are_retaken_as_they_were_or_not_at_all() {
+        let wanted = request(2..4, 1, 17);
+        let ids = |pages: &[u32]| pages.iter().copied().map(PageId).collect::<Vec<_>>();
+        let mut pool = Pool::new(span(), 10, 100);
+        for wrong in [&[3, 5][..], &[3, 5, 5], &[5, 3, 7], &[3, 5, 10], &[3, 5, u32::MAX]] {
+            assert!(pool.retake(&wanted, &ids(wrong)).is_err(), "{wrong:?}");
+        }
+        let held = pool.retake(&wanted, &ids(&[3, 5, 7])).unwrap();
+        assert_eq!(pool.free(), 400 - 34);
+        assert!(pool.retake(&request(3..5, 1, 17), &ids(&[0, 1, 7])).is_err(), "in use");
+        let other = pool.retake(&request(4..6, 1, 17), &ids(&[3, 5, 7])).unwrap();
+        assert_eq!(pool.take(&wanted).unwrap().pages(), ids(&[0, 1, 2]));
+        pool.give_back(other);
+        pool.give_back(held);
+        assert!(pool.retake(&request(2..7, 1, 17), &ids(&[3, 5, 7])).is_err(), "not served");
     }
 
     #[test]

@@ -15,6 +15,7 @@
 use std::time::Instant;
 
 use hivemind::p2p::PeerId;
+use shared::ids::PageId;
 
 use super::pool::{Grant, KvRequest, Pool, Refusal};
 use super::shares::{Moment, Over, Shares};
@@ -145,6 +146,22 @@ impl WaitQueue {
         self.shares.waits(peer, request.token_blocks());
         self.waiting.push(Waiting { ticket, peer, request, overtaken: 0 });
         Ok(Admission::Queued(ticket))
+    }
+
+    /// Grants `peer` the pages that a session of it held before. Only before anything else is
+    /// granted: nobody waits then.
+    ///
+    /// # Errors
+    /// [`Refusal`]; nothing is taken then.
+    pub fn retake(
+        &mut self,
+        peer: PeerId,
+        request: &KvRequest,
+        pages: &[PageId],
+    ) -> Result<Grant, Refusal> {
+        let grant = self.pool.retake(request, pages)?;
+        self.shares.granted(peer, grant.token_blocks());
+        Ok(grant)
     }
 
     /// Takes memory of `peer` back and grants what fits now to those that wait.

@@ -25,6 +25,8 @@ pub struct Session {
     pub tables: SessionTables,
     /// How often the workers of its blocks had lost their KV pages when it began.
     pub kv_losses: u64,
+    /// Hash of the id of the last step that was answered; 0 before the first.
+    pub last_step: u64,
     seen: SeenSteps,
 }
 
@@ -37,13 +39,37 @@ impl Session {
         tables: SessionTables,
         kv_losses: u64,
     ) -> Session {
-        Session { blocks, adapter, batch, tables, kv_losses, seen: SeenSteps::default() }
+        Session {
+            blocks,
+            adapter,
+            batch,
+            tables,
+            kv_losses,
+            last_step: 0,
+            seen: SeenSteps::default(),
+        }
     }
 
     /// Notes a step id; false if the step came before and is to be ignored without an answer
     /// (petals `handler.py`, `rpc_inference`).
     pub fn is_new_step(&mut self, step_id: Option<&str>) -> bool {
         step_id.is_none_or(|id| self.seen.insert(id))
+    }
+
+    /// Notes that a step was computed.
+    pub fn computed(&mut self, step_id: Option<&str>) {
+        self.last_step = step_id.map_or(0, stable_hash);
+    }
+
+    /// Whether the last step that was computed had this id: it comes again when its answer was lost
+    /// with the stream, and the rows are in its order already.
+    pub fn was_last(&self, step_id: Option<&str>) -> bool {
+        step_id.is_some_and(|id| self.last_step == stable_hash(id))
+    }
+
+    /// Forgets all steps that were noted: a client that comes back may send the last one again.
+    pub fn forget_steps(&mut self) {
+        self.seen = SeenSteps::default();
     }
 
     /// Forgets a step that was noted and could not be computed: another copy of it may come.
@@ -83,6 +109,12 @@ impl SeenSteps {
         }
         true
     }
+}
+
+/// FNV-1a: the same in every build, and never 0 but by chance.
+fn stable_hash(id: &str) -> u64 {
+    let mix = |sum: u64, byte: u8| (sum ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    id.bytes().fold(0xcbf2_9ce4_8422_2325, mix).max(1)
 }
 
 fn hash(id: &str) -> u64 {

@@ -17,6 +17,8 @@ use shared::ids::PageId;
 use shared::job::PageCopy;
 use shared::model::PAGE_TOKENS;
 
+use super::pool::KvRequest;
+
 /// Why a step cannot be planned. The texts go to the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TableError {
@@ -108,6 +110,49 @@ impl SessionTables {
             max_length,
             pending: None,
         }
+    }
+
+    /// The tables of a session that another netd served: `rows` name, by index into `pages`, where
+    /// its first `prefix` tokens lie. `None` unless every index is one of `pages`, each row has the
+    /// pages of `prefix` tokens and no more, and a page that rows share has one position in all.
+    pub fn restore(
+        rows: Vec<Vec<u32>>,
+        prefix: u32,
+        max_length: u32,
+        pages: &[PageId],
+    ) -> Option<SessionTables> {
+        let length = (prefix as usize).div_ceil(PAGE_TOKENS);
+        let mut refs = vec![0u32; pages.len()];
+        let mut positions = vec![None; pages.len()];
+        let request = KvRequest { blocks: Vec::new(), rows: rows.len() as u32, max_length };
+        if prefix > max_length || pages.len() as u64 != request.pages() {
+            return None;
+        }
+        for row in &rows {
+            if row.len() != length {
+                return None;
+            }
+            for (position, &page) in row.iter().enumerate() {
+                *refs.get_mut(page as usize)? += 1;
+                if *positions.get_mut(page as usize)?.get_or_insert(position) != position {
+                    return None;
+                }
+            }
+        }
+        let is_free = |page: &u32| refs.get(*page as usize) == Some(&0);
+        let free = (0..pages.len() as u32).rev().filter(is_free).collect();
+        let pages = pages.to_vec();
+        Some(SessionTables { pages, refs, free, rows, prefix, max_length, pending: None })
+    }
+
+    /// The pages of each row up to the last token that was answered, as indexes into those granted.
+    pub fn rows(&self) -> &[Vec<u32>] {
+        &self.rows
+    }
+
+    /// Largest number of tokens per row.
+    pub fn max_length(&self) -> u32 {
+        self.max_length
     }
 
     /// Tokens in the cache.

@@ -96,6 +96,8 @@ struct LinkState {
     /// Whether the next generation finds the KV pages of this one, and how often they were lost.
     kv_survives: bool,
     kv_losses: u64,
+    /// Which pages the generation has that was up last.
+    kv_version: u64,
 }
 
 #[derive(Debug)]
@@ -155,6 +157,7 @@ impl Link {
                 stale: 0,
                 kv_survives: true,
                 kv_losses: 0,
+                kv_version: 0,
             }),
         }
     }
@@ -182,6 +185,11 @@ impl Link {
     /// How often the KV pages of all sessions were lost.
     pub fn kv_losses(&self) -> u64 {
         self.lock().kv_losses
+    }
+
+    /// Which pages the worker has ([`WorkerUp::kv_version`]).
+    pub fn kv_version(&self) -> u64 {
+        self.lock().kv_version
     }
 
     /// Completions that no job in flight was waiting for.
@@ -258,6 +266,7 @@ impl Link {
                 old.task.abort();
             }
             state.kv_survives = up.kv_survives;
+            state.kv_version = up.kv_version;
             state.recovery.up();
             self.submit(&mut state)
         };

@@ -131,6 +131,18 @@ impl Workers {
             .sum()
     }
 
+    /// Which pages the workers of these blocks have: the same number as under an earlier netd means
+    /// the same pages.
+    pub fn kv_version(&self, blocks: &[BlockIndex]) -> u64 {
+        let links = self.links();
+        let of_blocks = blocks.iter().map(|block| {
+            let mut own = links.iter().rev().filter(|link| link.span().contains(*block));
+            own.find(|link| !link.is_gone()).map_or(0, |link| link.kv_version())
+        });
+        let mix = |sum: u64, version: u64| (sum ^ version).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        of_blocks.fold(1, |sum, version| mix(sum.rotate_left(23), version))
+    }
+
     /// Completions that no job was waiting for, over all workers.
     pub fn stale_completions(&self) -> u64 {
         self.links().iter().map(|link| link.stale_completions()).sum()

@@ -5,6 +5,7 @@
 //!   board     supervisor owns; every child writes a slot      arena   netd allocates; netd and workers copy in and out
 //!   rings     one per (worker, its generation, netd's)        kv      one per worker; that worker alone maps it
 //!   group     one per group of several ranks and its generation; each rank writes its own part
+//!   sessions  one per run; the present netd alone maps it
 //! ```
 //!
 //! All are sealed memfds, passed by descriptor; see [`segment`].
@@ -50,3 +51,5 @@ pub mod local;
 pub mod pair;
 #[cfg(not(loom))]
 pub mod segment;
+#[cfg(not(loom))]
+pub mod sessions;

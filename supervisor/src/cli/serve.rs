@@ -261,6 +261,7 @@ impl ServeArgs {
             request_timeout: limits.request_timeout,
             session_timeout: limits.session_timeout,
             step_timeout: limits.step_timeout,
+            session_grace: limits.session_grace,
             startup_timeout: network.daemon_startup_timeout,
             arena_bytes: arena_bytes(limits.arena_size)?,
         })

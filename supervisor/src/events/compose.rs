@@ -118,6 +118,10 @@ impl Driver<'_> {
         };
         // A step goes on from the pages of all ranks.
         let kv_survives = placement.workers().all(|worker| self.segments.kv_survives(worker));
+        let mix = |version: u64, worker| {
+            version.rotate_left(7) ^ self.segments.kv_version(worker, generation)
+        };
+        let kv_version = placement.workers().fold(0, mix);
         let identity = rings_of(worker, generation, child.generation);
         let Some(rings) = self.segments.rings(identity) else {
             return Ok(true);
@@ -133,6 +137,7 @@ impl Driver<'_> {
                 span,
                 kv_pages,
                 kv_survives,
+                kv_version,
                 capacity,
                 link: link_init(identity, arena_bytes, fds),
             }))
@@ -180,10 +185,11 @@ impl Driver<'_> {
         let config = self.config.netd.clone();
         let arena_bytes = config.arena_bytes;
         let shown = self.segments.board.try_clone().map_err(MakeError::Descriptor)?;
+        let sessions = self.segments.sessions.try_clone().map_err(MakeError::Descriptor)?;
         let arena = self.segments.arena(self.instance, generation, arena_bytes)?;
         let metrics = self.metrics.for_netd().map_err(MakeError::Descriptor)?;
         let has_metrics = metrics.is_some();
-        let own = [arena.as_fd(), shown.as_fd()].into_iter();
+        let own = [arena.as_fd(), shown.as_fd(), sessions.as_fd()].into_iter();
         let own: Vec<_> = own.chain(metrics.as_ref().map(AsFd::as_fd)).collect();
         Ok(child.deliver(&own, |fds| {
             let init = NetdInit {

@@ -131,7 +131,7 @@ fn netd(bootstrap: Bootstrap) -> ExitReason {
     loop {
         match ends.receiver.recv() {
             Ok(ToNetd::Init(init)) => {
-                let fd = ends.descriptors.recv(init.fds, 2, PATIENCE).unwrap().remove(0);
+                let fd = ends.descriptors.recv(init.fds, 3, PATIENCE).unwrap().remove(0);
                 open_arena(fd, init.arena_bytes);
                 served = init.served;
                 if let Some(span) = served {

@@ -75,6 +75,7 @@ pub fn config(script: &str) -> ServeConfig {
             request_timeout: minute,
             session_timeout: minute,
             step_timeout: minute,
+            session_grace: minute,
             startup_timeout: minute,
             arena_bytes: 1 << 20,
         },

@@ -32,3 +32,12 @@ pub const QUEUE_NS: &str = "queue_ns";
 pub const COMPUTE_NS: &str = "compute_ns";
 /// In an answer: nanoseconds between the last byte of the request and the first of the answer.
 pub const SERVER_NS: &str = "server_ns";
+
+/// Whether a Sepal client can resume the session that begins. Other servers ignore the key.
+pub const SEPAL_RESUMABLE: &str = "sepal_resumable";
+/// The secret of the session that a Sepal client resumes.
+pub const SEPAL_RESUME: &str = "sepal_resume";
+/// In the first answer of a session that can be resumed: its secret.
+pub const SEPAL_SECRET: &str = "sepal_secret";
+/// In the same answer: milliseconds for which the session is kept.
+pub const SEPAL_GRACE_MS: &str = "sepal_grace_ms";

@@ -13,6 +13,7 @@ use thiserror::Error;
 
 use super::keys;
 use super::msgpack::{Limits, MsgpackError, Value};
+use super::resumption::{self, Secret};
 use crate::names;
 
 /// Most characters of a session or step id (they are UUIDs).
@@ -180,6 +181,10 @@ pub struct RequestMetadata {
     pub alloc_timeout_s: f64,
     /// Whether the answer shall tell where the time of the step went.
     pub wants_times: bool,
+    /// Whether the client can resume the session.
+    pub wants_resumption: bool,
+    /// The secret of the session that the client resumes.
+    pub resume: Option<Secret>,
     /// Overrides the compression of the reply; see [`Self::output_compression`].
     output_compression: Option<Vec<i128>>,
     raw: Vec<(Value, Value)>,
@@ -211,6 +216,9 @@ impl RequestMetadata {
             pushed: key(keys::PUSHED).is_some_and(|value| *value == Value::Bool(true)),
             alloc_timeout_s: key(keys::ALLOC_TIMEOUT).map_or(Ok(0.0), alloc_timeout)?,
             wants_times: key(keys::SEPAL_TIMING).is_some_and(|value| *value == Value::Bool(true)),
+            wants_resumption: key(keys::SEPAL_RESUMABLE)
+                .is_some_and(|value| *value == Value::Bool(true)),
+            resume: key(keys::SEPAL_RESUME).map(resume).transpose()?,
             output_compression: key(keys::OUTPUT_COMPRESSION).map(compressions).transpose()?,
             raw: Vec::new(),
         };
@@ -247,7 +255,14 @@ impl RequestMetadata {
     /// servers.
     #[must_use]
     pub fn for_push(&self, session_id: &str, rest: &[NextServer]) -> Vec<u8> {
-        let replaced = [keys::SESSION_ID, keys::NEXT_SERVERS, keys::PUSHED];
+        let replaced = [
+            keys::SESSION_ID,
+            keys::NEXT_SERVERS,
+            keys::PUSHED,
+            // What this server alone may know.
+            keys::SEPAL_RESUMABLE,
+            keys::SEPAL_RESUME,
+        ];
         let kept =
             |(key, _): &&(Value, Value)| !replaced.iter().any(|name| key.as_str() == Some(name));
         let mut entries: Vec<_> = self.raw.iter().filter(kept).cloned().collect();
@@ -293,6 +308,21 @@ impl StepMetadata<'_> {
     /// The bytes that Petals' client sends, which never asks for times.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
+        encode_map(self.entries())
+    }
+
+    /// The same from a client that can resume the session, or with its secret resumes it.
+    #[must_use]
+    pub fn encode_resumable(&self, secret: Option<&Secret>) -> Vec<u8> {
+        let mut entries = self.entries();
+        entries.push(match secret {
+            Some(secret) => (keys::SEPAL_RESUME, Value::Bin(secret.to_vec())),
+            None => (keys::SEPAL_RESUMABLE, Value::Bool(true)),
+        });
+        encode_map(entries)
+    }
+
+    fn entries(&self) -> Vec<(&'static str, Value)> {
         let mut entries = vec![
             (keys::SESSION_ID, Value::str(self.session_id)),
             (keys::STEP_ID, Value::str(self.step_id)),
@@ -313,7 +343,7 @@ impl StepMetadata<'_> {
         if self.wants_times {
             entries.push((keys::SEPAL_TIMING, Value::Bool(true)));
         }
-        encode_map(entries)
+        entries
     }
 }
 
@@ -373,6 +403,15 @@ fn max_length(value: &Value) -> Result<i64, MetadataError> {
 fn position(value: &Value) -> Result<u64, MetadataError> {
     let position = integer(value).and_then(|position| u64::try_from(position).ok());
     position.ok_or_else(|| bad_key(keys::START_FROM_POSITION, "an int of at least 0", value))
+}
+
+fn resume(value: &Value) -> Result<Secret, MetadataError> {
+    // The text does not repeat what may be a secret.
+    resumption::secret(value).ok_or_else(|| MetadataError::BadKey {
+        key: keys::SEPAL_RESUME,
+        expected: "32 bytes",
+        got: "another value".to_owned(),
+    })
 }
 
 fn alloc_timeout(value: &Value) -> Result<f64, MetadataError> {

@@ -12,6 +12,7 @@ pub mod messages;
 pub mod metadata;
 pub mod msgpack;
 pub mod records;
+pub mod resumption;
 pub mod rpc_info;
 pub mod step_times;
 pub mod stream_parts;

@@ -214,6 +214,7 @@ impl Rig {
             dht_client_mode: false,
             draining: drained,
             telemetry: Arc::default(),
+            resumption: crate::rpc::resumption::Resumption::new(None, Duration::ZERO),
         }));
         let (_, serving) = watch::channel(Some(service.clone()));
         let router = Router {
@@ -384,6 +385,7 @@ pub fn link_worker(
         span,
         kv_pages: KV_PAGES,
         kv_survives: !memory.orders.loses_kv.load(Ordering::SeqCst),
+        kv_version: 1,
         capacity,
         link,
     };

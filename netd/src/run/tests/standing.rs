@@ -203,7 +203,15 @@ async fn tapped(inbox: Inbox, outbox: Outbox, tap: oneshot::Sender<P2p>) -> Stop
     let (online, service) = watch::channel(None);
     let joined = join::join(&init, service).await.unwrap();
     tap.send(joined.p2p.clone()).unwrap();
-    offer_blocks(&mut messages, &outbox, *init, joined, (map, Arc::default()), online).await
+    offer_blocks(
+        &mut messages,
+        &outbox,
+        *init,
+        joined,
+        ((map, Resumption::new(None, Duration::ZERO)), Arc::default()),
+        online,
+    )
+    .await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -42,6 +42,38 @@ fn tables(rows: u32, max_length: u32) -> SessionTables {
     SessionTables::new(rows as usize, max_length, &ids)
 }
 
+#[test]
+fn restored_tables_go_on_as_the_tables_before_and_forged_ones_are_refused() {
+    let mut before = tables(3, 100);
+    before.begin(None, 21, None).unwrap();
+    before.commit();
+    before.begin(None, 1, Some(&[1, 1, 0])).unwrap();
+    before.commit();
+    let (rows, pages) = (before.rows().to_vec(), before.pages.clone());
+    let restore =
+        |rows: Vec<Vec<u32>>, prefix, length| SessionTables::restore(rows, prefix, length, &pages);
+    let mut after = restore(rows.clone(), 22, 100).unwrap();
+    let plans = [&mut before, &mut after].map(|of| of.begin(Some(17), 9, Some(&[2, 0, 0])));
+    let [one, other] = plans.map(Result::unwrap);
+    assert_eq!((one.prefix, &one.copies.len()), (other.prefix, &other.copies.len()));
+    check_plan(&other, 9);
+    let mut twice = rows.clone();
+    twice[0][1] = twice[0][0];
+    let mut beyond = rows.clone();
+    beyond[2][0] = pages.len() as u32;
+    for (wrong, prefix, length) in [
+        (twice, 22, 100),
+        (beyond, 22, 100),
+        (rows.clone(), 33, 100),
+        (rows.clone(), 16, 100),
+        (rows.clone(), 22, 21),
+        (rows.clone(), 22, 1000),
+        (rows[1..].to_vec(), 22, 100),
+    ] {
+        assert!(restore(wrong, prefix, length).is_none());
+    }
+}
+
 fn check_plan(plan: &StepPlan, tokens: u32) {
     let mut written = Vec::new();
     for table in &plan.tables {

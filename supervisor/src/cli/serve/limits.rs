@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use crate::cli::values::{seconds, share, size_bytes};
+use crate::cli::values::{pause, seconds, share, size_bytes};
 
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case", next_help_heading = "Limits")]
@@ -39,6 +39,10 @@ pub struct LimitArgs {
     /// Maximum time between two steps of a session, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = seconds)]
     pub(super) step_timeout: Duration,
+    /// Time that the KV cache of a session is kept after its connection broke or the network daemon
+    /// restarted, for a client that can resume it, in seconds; 0 keeps none
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = pause)]
+    pub(super) session_grace: Duration,
     /// Shared memory for tensors between the network daemon and the workers; allocated when used
     #[arg(long, value_name = "SIZE", default_value = "512MiB", value_parser = size_bytes)]
     pub(super) arena_size: u64,

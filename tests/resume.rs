@@ -1,0 +1,96 @@
+//! Sessions of our own client over the death of netd: the text goes on, and no token is sent again.
+
+mod harness;
+
+use std::time::{Duration, Instant};
+
+use client::chain::Chain;
+use client::local::LocalModel;
+use client::states::Hidden;
+use client::swarm::{Swarm, SwarmConfig};
+use harness::demo::{Golden, demo_model, golden};
+use harness::{DEADLINE, Sepal};
+use nix::sys::signal::{Signal, kill};
+
+/// What a text saw.
+struct Seen {
+    tokens: Vec<u32>,
+    longest: Duration,
+    sent_again: usize,
+    resumed: u32,
+}
+
+/// Generates greedily with our client; before each step `between` may do harm.
+async fn generate(sepal: &Sepal, golden: &Golden, mut between: impl FnMut(usize)) -> Seen {
+    let mut model = LocalModel::load(&demo_model(), None, 1).expect("the demo model");
+    let mut swarm = Swarm::join(SwarmConfig {
+        initial_peers: vec![sepal.addr().parse().expect("multiaddr")],
+        prefix: "demo".to_owned(),
+        num_blocks: model.num_blocks(),
+        startup_timeout: DEADLINE,
+    })
+    .await
+    .expect("join");
+    let length = golden.prompt_ids.len() + golden.ids.len();
+    let mut chain = Chain::open(&mut swarm, length as u32).await.expect("a chain");
+    let (mut tokens, mut longest) = (Vec::new(), Duration::ZERO);
+    let mut input = golden.prompt_ids.clone();
+    for step in 0..golden.ids.len() {
+        between(step);
+        let hidden = Hidden {
+            dtype: model.dtype(),
+            rows: 1,
+            tokens: input.len(),
+            bytes: model.embed(&input).expect("known tokens").into(),
+        };
+        let began = Instant::now();
+        let (output, _) = chain.step(hidden).await.expect("a step");
+        longest = longest.max(began.elapsed());
+        let logits = model.logits(&output.last_f32()).expect("logits");
+        let best = (0u32..).zip(logits).max_by(|(_, a), (_, b)| a.total_cmp(b));
+        let token = best.expect("a token").0;
+        tokens.push(token);
+        input = vec![token];
+    }
+    let (sent_again, resumed) = (chain.sent_again(), chain.resumed());
+    chain.close().await;
+    swarm.leave().await;
+    Seen { tokens, longest, sent_again, resumed }
+}
+
+fn serve(more: &[&str]) -> Sepal {
+    Sepal::serve(&demo_model(), "demo", &[&["--torch_dtype", "float32"], more].concat())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_text_goes_on_over_two_deaths_of_netd_and_nothing_is_sent_again() {
+    let sepal = serve(&[]);
+    let worker = sepal.worker();
+    let golden = golden("float32").remove(0);
+    let seen = generate(&sepal, &golden, |step| {
+        if step == 3 || step == 8 {
+            kill(sepal.netd(), Signal::SIGKILL).expect("netd is there");
+        }
+    })
+    .await;
+    println!("longest step over the deaths of netd: {:?}", seen.longest);
+    assert_eq!(seen.tokens, golden.ids);
+    assert_eq!((seen.sent_again, seen.resumed), (0, 2), "{}", sepal.log());
+    assert_eq!(sepal.worker(), worker);
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_a_grace_the_client_sends_its_tokens_again() {
+    let sepal = serve(&["--session_grace", "0"]);
+    let golden = golden("float32").remove(0);
+    let seen = generate(&sepal, &golden, |step| {
+        if step == 3 {
+            kill(sepal.netd(), Signal::SIGKILL).expect("netd is there");
+        }
+    })
+    .await;
+    assert_eq!(seen.tokens, golden.ids);
+    assert!(seen.sent_again > 0 && seen.resumed == 0);
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
