@@ -34,7 +34,9 @@ use crate::fixtures::{
 #[cfg(feature = "emu")]
 use model::sizing::{unit_tokens, work_bytes};
 use prepare::Inspected;
-pub(crate) use process::{DEADLINE, Seat, Spawned, as_child, spawn, unique, wait, worker_id};
+pub(crate) use process::{
+    DEADLINE, DownEnd, Seat, Spawned, UpEnd, as_child, spawn, unique, wait, worker_id,
+};
 
 /// Pages per block.
 pub(crate) const KV_PAGES: u32 = 64;

@@ -368,7 +368,9 @@ fn worker<B: DeviceBackend>(
             let plans = group.reader()?;
             let (inbox, sender) = control::start(init, ends, group.opener())?;
             let follower = Follower::new(engine, limits, faults, board, plans);
-            Ok(follower.run(&inbox, |message| drop(sender.send(message))))
+            Ok(follower.run(&inbox, |message| {
+                let _ = sender.send(message);
+            }))
         }
         group => {
             let mut executor = Executor::new(engine, limits, faults, board);
@@ -376,7 +378,9 @@ fn worker<B: DeviceBackend>(
                 executor = executor.publishing(group.writer()?);
             }
             let (inbox, sender) = control::start(init, ends, Rings::default())?;
-            Ok(executor.run(&inbox, |message| drop(sender.send(message))))
+            Ok(executor.run(&inbox, |message| {
+                let _ = sender.send(message);
+            }))
         }
     };
     // A message that cannot be sent means that the parent is gone, which the control thread tells.

@@ -30,6 +30,7 @@
 //! ```
 #![allow(unsafe_code, reason = "adopts an inherited descriptor and sets signal dispositions")]
 
+mod control;
 mod descriptors;
 mod logging;
 mod peers;
@@ -39,7 +40,7 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::linux::fs::MetadataExt;
 use std::time::Duration;
 
-use ipc_channel::ipc::{self, IpcReceiver, IpcSender};
+use ipc_channel::ipc::{IpcReceiver, IpcSender};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::signal::{SigHandler, Signal, signal};
 use nix::unistd::getppid;
@@ -49,6 +50,7 @@ use tracing::info;
 use crate::control::{Birth, Role};
 use crate::exit::ExitReason;
 
+pub use control::{Attach, Closed, ControlReceiver, ControlSender, FromChild, ToChild};
 pub use descriptors::{DescriptorError, DescriptorSocket, MAX_BUNDLE};
 pub use logging::{Identity, LogError, init_logging};
 pub use peers::{MAX_PEER_BYTES, PeerError, PeerMessage, PeerSocket};
@@ -118,10 +120,10 @@ pub struct Bootstrap {
 #[derive(Debug)]
 pub struct ControlEnds<Down, Up> {
     /// Messages from the supervisor, in order. Disconnected = the supervisor is gone.
-    pub receiver: IpcReceiver<Down>,
+    pub receiver: ControlReceiver<Down, Up>,
     /// Messages to the supervisor. May block when the supervisor does not read; never send from a
     /// reactor thread.
-    pub sender: IpcSender<Up>,
+    pub sender: ControlSender<Up>,
     /// Descriptors that belong to messages.
     pub descriptors: DescriptorSocket,
     /// Who this process is.
@@ -133,9 +135,9 @@ pub struct ControlEnds<Down, Up> {
 #[serde(bound = "")]
 pub struct Exchange<Down, Up> {
     /// Where the supervisor writes.
-    pub down: IpcSender<Down>,
+    pub down: IpcSender<ToChild<Down>>,
     /// Where the supervisor reads.
-    pub up: IpcReceiver<Up>,
+    pub up: IpcReceiver<FromChild<Up>>,
 }
 
 impl Bootstrap {
@@ -187,11 +189,8 @@ impl Bootstrap {
     {
         let Bootstrap { birth, descriptors } = self;
         let failed = |source| BootstrapError::Connect { name: birth.server.clone(), source };
-        let (down, receiver) = ipc::channel::<Down>().map_err(failed)?;
-        let (sender, up) = ipc::channel::<Up>().map_err(failed)?;
-        let server =
-            IpcSender::<Exchange<Down, Up>>::connect(birth.server.clone()).map_err(failed)?;
-        server.send(Exchange { down, up }).map_err(|e| failed(io::Error::other(e)))?;
+        let (receiver, sender) =
+            control::open(birth.server.clone(), &descriptors).map_err(failed)?;
         Ok(ControlEnds { receiver, sender, descriptors, birth })
     }
 }

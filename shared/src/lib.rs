@@ -5,6 +5,7 @@
 
 pub mod block;
 pub mod bootstrap;
+pub mod build;
 pub mod causes;
 pub mod checkup;
 pub mod config;

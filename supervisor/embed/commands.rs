@@ -11,6 +11,7 @@ use shared::control::Role;
 use shared::exit::ExitReason;
 use supervisor::cli::{self, Command, with_log};
 use supervisor::devices;
+use supervisor::handover::{self, HandoverOptions};
 
 /// Runs `sepal` with these arguments, of which the first is the program's name; says why it ended.
 ///
@@ -29,6 +30,8 @@ pub fn run_command(arguments: impl Iterator<Item = OsString>) -> ExitReason {
             with_log(&log, "convert", || convert::run_command(&config))
         }
         Command::Status(options) => supervisor::status::run(&options),
+        Command::Handover(HandoverOptions::Describe) => handover::describe(),
+        Command::Handover(HandoverOptions::Resume(state)) => supervisor::resume(state),
         Command::Order(options) => supervisor::status::run_order(&options),
         Command::Generated(what) => cli::make(&what),
         Command::Top(options) => supervisor::top::run(&options),

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use ipc_channel::ipc::{IpcOneShotServer, IpcReceiver, IpcSender};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use serde::{Deserialize, Serialize};
-use shared::bootstrap::Exchange;
+use shared::bootstrap::{Exchange, FromChild, ToChild};
 use shared::control::{Role, ToNetd, ToPrepare, ToWorker};
 
 use crate::tree::Up;
@@ -44,6 +44,8 @@ pub const MAX_MESSAGES_PER_S: u32 = 10_000;
 pub enum Heard {
     /// A message.
     Message(Up),
+    /// The child holds its messages back, as it was asked to; nothing follows until it goes on.
+    Held,
     /// The child closed its end, or never opened it; nothing follows.
     Closed,
     /// The child talked without end and is not listened to any more.
@@ -84,9 +86,9 @@ impl AsFd for Wake {
 /// Messages for a child, by its role.
 #[derive(Debug)]
 enum Outbox {
-    Prepare(SyncSender<ToPrepare>),
-    Netd(SyncSender<ToNetd>),
-    Worker(SyncSender<ToWorker>),
+    Prepare(SyncSender<ToChild<ToPrepare>>),
+    Netd(SyncSender<ToChild<ToNetd>>),
+    Worker(SyncSender<ToChild<ToWorker>>),
 }
 
 /// A message for a child.
@@ -131,10 +133,20 @@ impl Channel {
     /// its role.
     pub fn send(&self, message: Message) -> bool {
         match (&self.outbox, message) {
-            (Outbox::Prepare(outbox), Message::Prepare(message)) => put(outbox, message),
-            (Outbox::Netd(outbox), Message::Netd(message)) => put(outbox, message),
-            (Outbox::Worker(outbox), Message::Worker(message)) => put(outbox, message),
+            (Outbox::Prepare(outbox), Message::Prepare(message)) => put(outbox, message.into()),
+            (Outbox::Netd(outbox), Message::Netd(message)) => put(outbox, message.into()),
+            (Outbox::Worker(outbox), Message::Worker(message)) => put(outbox, message.into()),
             _ => false,
+        }
+    }
+
+    /// Asks the child to hold its messages back, which it acknowledges with [`Heard::Held`], or to go
+    /// on; false if it does not read.
+    pub fn hold(&self, holds: bool) -> bool {
+        match &self.outbox {
+            Outbox::Prepare(outbox) => put(outbox, held(holds)),
+            Outbox::Netd(outbox) => put(outbox, held(holds)),
+            Outbox::Worker(outbox) => put(outbox, held(holds)),
         }
     }
 
@@ -158,22 +170,26 @@ impl Channel {
     }
 }
 
+fn held<T>(holds: bool) -> ToChild<T> {
+    if holds { ToChild::Hold } else { ToChild::GoOn }
+}
+
 /// A message that cannot be put because the writer is gone is not the child's fault: its end is on
 /// the way.
 fn put<T>(outbox: &SyncSender<T>, message: T) -> bool {
     !matches!(outbox.try_send(message), Err(TrySendError::Full(_)))
 }
 
-fn open<Down, FromChild>(
+fn open<Down, Message>(
     wake: &Wake,
-    outbox: fn(SyncSender<Down>) -> Outbox,
-    wrap: fn(FromChild) -> Up,
+    outbox: fn(SyncSender<ToChild<Down>>) -> Outbox,
+    wrap: fn(Message) -> Up,
 ) -> io::Result<Channel>
 where
     Down: Serialize + for<'de> Deserialize<'de> + Send + 'static,
-    FromChild: Serialize + for<'de> Deserialize<'de> + Send + 'static,
+    Message: Serialize + for<'de> Deserialize<'de> + Send + 'static,
 {
-    let (server, name) = IpcOneShotServer::<Exchange<Down, FromChild>>::new()?;
+    let (server, name) = IpcOneShotServer::<Exchange<Down, Message>>::new()?;
     let (to_writer, from_loop) = sync_channel(OUTBOX);
     let (to_loop, inbox) = sync_channel(INBOX);
     let wake = wake.clone();
@@ -190,7 +206,10 @@ where
     Ok(Channel { outbox: outbox(to_writer), inbox, server: name })
 }
 
-fn spawn_writer<Down>(child: IpcSender<Down>, from_loop: Receiver<Down>) -> io::Result<()>
+fn spawn_writer<Down>(
+    child: IpcSender<ToChild<Down>>,
+    from_loop: Receiver<ToChild<Down>>,
+) -> io::Result<()>
 where
     Down: Serialize + Send + 'static,
 {
@@ -206,18 +225,21 @@ where
     Ok(())
 }
 
-fn read<FromChild>(
-    child: &IpcReceiver<FromChild>,
-    wrap: fn(FromChild) -> Up,
+fn read<Message>(
+    child: &IpcReceiver<FromChild<Message>>,
+    wrap: fn(Message) -> Up,
     to_loop: &SyncSender<Heard>,
     wake: &Wake,
 ) where
-    FromChild: Serialize + for<'de> Deserialize<'de>,
+    Message: Serialize + for<'de> Deserialize<'de>,
 {
     let mut budget = Budget::new(Instant::now());
     while let Ok(message) = child.recv() {
         let heard = if budget.spend(Instant::now()) {
-            Heard::Message(wrap(message))
+            match message {
+                FromChild::Message(message) => Heard::Message(wrap(message)),
+                FromChild::Held => Heard::Held,
+            }
         } else {
             Heard::Flooded
         };
@@ -260,7 +282,7 @@ mod tests {
 
     use super::*;
 
-    type Ends = (IpcReceiver<ToWorker>, IpcSender<FromWorker>);
+    type Ends = (IpcReceiver<ToChild<ToWorker>>, IpcSender<FromChild<FromWorker>>);
 
     fn connect(channel: &Channel) -> Ends {
         let (down, receiver) = ipc_channel::ipc::channel().unwrap();
@@ -298,8 +320,9 @@ mod tests {
         let channel = Channel::open(Role::Worker, &wake).unwrap();
         assert!(channel.send(Message::Worker(ToWorker::Drain)));
         let (receiver, sender) = connect(&channel);
-        assert!(matches!(receiver.recv().unwrap(), ToWorker::Drain));
-        sender.send(FromWorker::Linked { netd_generation: Generation(3) }).unwrap();
+        assert!(matches!(receiver.recv().unwrap(), ToChild::Message(ToWorker::Drain)));
+        let linked = FromWorker::Linked { netd_generation: Generation(3) };
+        sender.send(FromChild::Message(linked)).unwrap();
         let Heard::Message(Up::Worker(FromWorker::Linked { netd_generation })) =
             hear(&channel, &wake)
         else {

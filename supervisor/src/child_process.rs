@@ -5,13 +5,16 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
-use shared::bootstrap::{DescriptorSocket, build_id};
+use shared::bootstrap::{Attach, DescriptorSocket, build_id};
 use shared::config::LogConfig;
 use shared::control::{Birth, BoardSeat, FdTag, Role};
 use shared::ids::{Generation, WorkerId};
 use shared::shm::board::{Board, BoardError, Occupant};
 
+use tracing::warn;
+
 use crate::channel::{Channel, Message, Wake};
+use crate::handover::{Handed, HandedChild};
 use crate::spawn::{Process, TITLE};
 use crate::tree::{ChildId, ExitStatus};
 
@@ -49,6 +52,8 @@ pub struct ChildProcess {
     pub end: Option<(ExitStatus, Instant)>,
     /// Whether its control channel is closed.
     pub closed: bool,
+    /// Whether it holds its messages back.
+    pub is_held: bool,
     /// What kept it from beginning, on our side; takes the place of how it ended.
     pub fault: Option<ExitStatus>,
     descriptors: DescriptorSocket,
@@ -108,9 +113,58 @@ impl ChildProcess {
             channel,
             end: None,
             closed: false,
+            is_held: false,
             fault: None,
             descriptors,
             last_tag: 0,
+        })
+    }
+
+    /// Duplicates what the next executable needs of it.
+    ///
+    /// # Errors
+    /// When the process is out of descriptors.
+    pub fn hand_over(&self, handed: &mut Handed) -> io::Result<HandedChild> {
+        let (pid, pidfd) = self.process.try_clone()?;
+        Ok(HandedChild {
+            id: self.id,
+            generation: self.generation,
+            slot: self.slot,
+            pid,
+            pidfd: handed.put(pidfd),
+            descriptors: handed.put(self.descriptors.try_clone()?.into()),
+            last_tag: self.last_tag,
+        })
+    }
+
+    /// Goes on with a child of the executable before: tells it where its next channel is.
+    ///
+    /// # Errors
+    /// [`StartError::System`].
+    pub fn adopt(handed: HandedChild, wake: &Wake) -> Result<ChildProcess, StartError> {
+        let HandedChild { id, generation, slot, pid, mut pidfd, mut descriptors, last_tag } =
+            handed;
+        let system = |source| StartError::System { child: id, source };
+        let process = Process::adopt(pid, pidfd.take().map_err(system)?);
+        let descriptors = DescriptorSocket::from(descriptors.take().map_err(system)?);
+        let channel = Channel::open(role_of(id), wake).map_err(system)?;
+        if let Err(error) = descriptors.send_attach(&Attach { server: channel.server().to_owned() })
+        {
+            // It has ended, or is stuck: either shows soon.
+            warn!(child = %id, %error, "cannot tell a child where its next channel is");
+        }
+        Ok(ChildProcess {
+            id,
+            generation,
+            slot,
+            process,
+            channel,
+            end: None,
+            closed: false,
+            is_held: false,
+            fault: None,
+            descriptors,
+            last_tag,
         })
     }
 

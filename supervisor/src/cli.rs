@@ -39,6 +39,7 @@ use shared::control::Role;
 use shared::exit::ExitReason;
 use shared::warpgroups::{WarpgroupKernel, WarpgroupKernels};
 
+use crate::handover::HandoverOptions;
 use crate::status::{OrderOptions, Request, StatusOptions};
 use layers::{LayerError, Layered};
 use values::{check_maddrs, model_or_last, seconds};
@@ -138,6 +139,8 @@ pub enum Command {
     },
     /// Take a step through a server, for the process that started this one.
     Probe(ProbeConfig),
+    /// Take over from another executable of a supervisor.
+    Handover(HandoverOptions),
     /// Be a child of a supervisor.
     Role {
         /// Which.
@@ -268,6 +271,8 @@ fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
         Commands::Pause(args) => Command::Order(args.order(env)),
         Commands::Resume(args) => Command::Order(args.order(Request::Resume, env)),
         Commands::Restart(args) => Command::Order(args.order(env)),
+        Commands::Upgrade(args) => Command::Order(args.order(env)?),
+        Commands::Handover(args) => Command::Handover(args.options()),
         Commands::Man(args) => Command::Generated(Generated::Manual(args.out)),
         Commands::Completions(args) => Command::Generated(Generated::Completions(args.shell)),
         Commands::Selftest(args) => Command::SelfTest {
@@ -406,6 +411,11 @@ enum Commands {
     Resume(operate::InstanceArgs),
     /// Replace the process of a worker; its sessions go on
     Restart(operate::RestartArgs),
+    /// Have a running server go on with another executable; sessions continue
+    Upgrade(operate::UpgradeArgs),
+    /// Take over from another executable of a supervisor
+    #[command(hide = true)]
+    Handover(operate::HandoverArgs),
     /// Print completions for a shell
     Completions(CompletionsArgs),
     /// Write manual pages

@@ -17,10 +17,13 @@ mod operator;
 mod present;
 mod reload;
 mod service;
+mod upgrade;
 
 use std::collections::VecDeque;
+use std::ffi::OsString;
 use std::io;
 use std::os::fd::AsFd;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use liveness::Liveness;
@@ -77,6 +80,9 @@ pub fn run(
     Driver::new(config, instance, feed)?.run()
 }
 
+pub use upgrade::resume;
+use upgrade::{Upgrade, UpgradeNotes};
+
 /// How a run ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
@@ -84,6 +90,8 @@ pub struct Outcome {
     pub reason: ExitReason,
     /// What the operator must do, in one sentence, unless the run ended as it was asked to.
     pub complaint: Option<String>,
+    /// The executable that this process is to become now.
+    pub successor: Option<PathBuf>,
 }
 
 /// Why the poll loop could not go on.
@@ -105,6 +113,18 @@ impl LoopError {
             LoopError::Board(_) => ExitReason::OutOfMemory,
         }
     }
+}
+
+/// What a run is made of, made now or handed over by another executable.
+struct Parts {
+    tree: Tree,
+    pending: VecDeque<Event>,
+    processes: Vec<ChildProcess>,
+    segments: Segments,
+    status: StatusSocket,
+    metrics: MetricsSocket,
+    wake: Wake,
+    arguments: Vec<OsString>,
 }
 
 struct Driver<'a> {
@@ -138,6 +158,13 @@ struct Driver<'a> {
     probe: Option<Result<Subprocess, String>>,
     /// Tests of devices that failed.
     examinations: Vec<(Device, Examination)>,
+    /// An upgrade before the executable changes.
+    upgrade: Option<Upgrade>,
+    notes: UpgradeNotes,
+    /// Where this executable was found.
+    executable: Option<PathBuf>,
+    /// Arguments of this process, `sepal serve ...`.
+    arguments: Vec<OsString>,
     /// Where clients reach this server.
     addrs: Vec<String>,
     /// The socket that netd answers requests for metrics on.
@@ -162,7 +189,6 @@ impl<'a> Driver<'a> {
         instance: &'a Instance,
         feed: &'a mut Option<Feed>,
     ) -> Result<Driver<'a>, LoopError> {
-        let liveness = Liveness::of(config.restart.hang_timeout);
         let policy = Policy {
             restart: config.restart,
             drain_timeout: config.drain_timeout,
@@ -171,43 +197,68 @@ impl<'a> Driver<'a> {
             span: config.netd.span,
             fallback: config.fallback,
             memory: Memory::of(&config),
-            pace: liveness.pace,
+            pace: Liveness::of(config.restart.hang_timeout).pace,
         };
-        // Before anything is made that has to be removed: from here on a signal ends the run in
-        // order.
-        let signals = take_signals().map_err(|e| LoopError::System("take signals", e.into()))?;
-        let first = match config.end_with {
-            Some(parent) if !ends_with(parent)? => {
-                warn!(parent, "parent process is gone, stopping");
-                Event::Stop
-            }
-            _ => Event::Start,
-        };
-        let now = Instant::now();
         let started = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-        Ok(Driver {
+        let parts = Parts {
             tree: Tree::new(policy),
-            pending: VecDeque::from([first]),
+            pending: VecDeque::from([Event::Start]),
             processes: Vec::new(),
             segments: Segments::new(instance, started.map_or(0, |since| since.as_secs()))?,
+            status: StatusSocket::bind(&instance.status_socket())
+                .map_err(|e| LoopError::System("create the status socket", e))?,
+            metrics: MetricsSocket::new(config.metrics),
+            wake: Wake::new().map_err(|e| LoopError::System("make an eventfd", e))?,
+            arguments: std::env::args_os().collect(),
+        };
+        Driver::of_parts(config, instance, feed, parts)
+    }
+
+    /// A driver of what was made now, or handed over by another executable.
+    fn of_parts(
+        config: ServeConfig,
+        instance: &'a Instance,
+        feed: &'a mut Option<Feed>,
+        parts: Parts,
+    ) -> Result<Driver<'a>, LoopError> {
+        let liveness = Liveness::of(config.restart.hang_timeout);
+        // From here on a signal ends the run in order.
+        let signals = take_signals().map_err(|e| LoopError::System("take signals", e.into()))?;
+        let Parts { tree, mut pending, processes, segments, status, metrics, wake, arguments } =
+            parts;
+        if let Some(parent) = config.end_with
+            && !ends_with(parent)?
+        {
+            warn!(parent, "parent process is gone, stopping");
+            pending = VecDeque::from([Event::Stop]);
+        }
+        let now = Instant::now();
+        Ok(Driver {
+            tree,
+            pending,
+            processes,
+            segments,
             facts: None,
             kept: None,
             span: None,
             screen: Self::screen_for(config.log.format, &config.prepare.model),
             feed,
             complaint: None,
-            status: StatusSocket::bind(&instance.status_socket())
-                .map_err(|e| LoopError::System("create the status socket", e))?,
-            wake: Wake::new().map_err(|e| LoopError::System("make an eventfd", e))?,
+            status,
+            wake,
             signals,
-            settings: reload::settings().ok(),
+            settings: reload::settings(&arguments).ok(),
             liveness,
             next_reading: now + liveness.pace,
             service: Service::of_environment(now),
             probe: None,
             examinations: Vec::new(),
+            upgrade: None,
+            notes: UpgradeNotes::default(),
+            executable: std::env::current_exe().ok(),
+            arguments,
             addrs: Vec::new(),
-            metrics: MetricsSocket::new(config.metrics),
+            metrics,
             deaths: Deaths::default(),
             finished: None,
             config,
@@ -220,7 +271,7 @@ impl<'a> Driver<'a> {
             self.work_off();
             if let Some(reason) = self.finished {
                 let complaint = self.complaint.take().filter(|_| reason != ExitReason::Clean);
-                return Ok(Outcome { reason, complaint });
+                return Ok(Outcome { reason, complaint, successor: self.successor() });
             }
             let ready = self.sleep()?;
             if ready.wake {
@@ -243,12 +294,16 @@ impl<'a> Driver<'a> {
             self.read_board();
             self.serve_manager();
             self.follow_examinations();
+            self.follow_upgrade();
             self.pending.push_back(Event::Tick);
         }
     }
 
     /// Feeds the tree until it has nothing left to do.
     fn work_off(&mut self) {
+        if self.is_holding() {
+            return;
+        }
         while let Some(event) = self.pending.pop_front() {
             if let Event::Said(_, _, up) = &event {
                 self.heard(up);
@@ -306,7 +361,8 @@ impl<'a> Driver<'a> {
         let words =
             self.processes.iter().filter_map(|child| Some(child.end.as_ref()?.1 + LAST_WORDS));
         let service = self.service.as_ref().and_then(Service::deadline);
-        let is_probing = self.probe.is_some() || !self.examinations.is_empty();
+        let is_probing =
+            self.probe.is_some() || !self.examinations.is_empty() || self.upgrade.is_some();
         let probe = is_probing.then(|| Instant::now() + PROBE_PACE);
         let due = self.tree.deadline().into_iter().chain(words).chain(service).chain(probe);
         let due = due.chain([self.next_reading]).min();
@@ -330,6 +386,7 @@ impl<'a> Driver<'a> {
                     Some(Heard::Message(up)) => {
                         self.pending.push_back(Event::Said(id, generation, up));
                     }
+                    Some(Heard::Held) => child.is_held = true,
                     Some(Heard::Flooded) => {
                         self.pending.push_back(Event::Unruly(
                             id,
@@ -442,6 +499,7 @@ impl<'a> Driver<'a> {
                 self.announce(span, &peer_id, &addrs);
                 self.service_online(&addrs);
             }
+            Action::Upgraded => self.upgraded(),
             Action::Paused => self.show_paused(),
             Action::Finish(reason) => self.finished = Some(reason),
         }

@@ -15,6 +15,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -97,7 +98,7 @@ impl InstanceError {
 pub struct Instance {
     name: String,
     dir: PathBuf,
-    _lock: Flock<File>,
+    lock: Flock<File>,
 }
 
 /// A live instance that somebody else runs.
@@ -134,7 +135,36 @@ impl Instance {
             .and_then(|()| lock.write_all(pid.as_bytes()))
             .map_err(failed("write the lock of"))?;
         fs::DirBuilder::new().mode(0o700).create(&folder).map_err(failed("make folder"))?;
-        Ok(Instance { name, dir, _lock: lock })
+        Ok(Instance { name, dir, lock })
+    }
+
+    /// The instance that the executable before claimed; `lock` is the file whose lock it holds.
+    ///
+    /// # Errors
+    /// [`InstanceError`] when the lock is not held.
+    pub fn adopt(
+        runtime_dir: &Path,
+        name: String,
+        lock: OwnedFd,
+    ) -> Result<Instance, InstanceError> {
+        let dir = private_folder(runtime_dir)?;
+        let path = lock_of(&dir, &name);
+        // The lock is one of the open file, which this process never closed.
+        let lock = Flock::lock(File::from(lock), FlockArg::LockExclusiveNonblock);
+        let failed = |(_, errno): (File, Errno)| InstanceError::Io {
+            action: "take over the lock",
+            path,
+            source: errno.into(),
+        };
+        Ok(Instance { name, dir, lock: lock.map_err(failed)? })
+    }
+
+    /// Another descriptor of the file whose lock it holds.
+    ///
+    /// # Errors
+    /// When the process is out of descriptors.
+    pub fn lock(&self) -> io::Result<OwnedFd> {
+        Ok(self.lock.try_clone()?.into())
     }
 
     /// Its name.

@@ -13,6 +13,7 @@
 //! | [`cli`] | flags and environment |
 //! | [`devices`] | the devices that serve when none was named, and what is known of their warpgroups |
 //! | [`status`], [`report`] | `sepal status` with the socket that it asks, and what it shows |
+//! | [`handover`] | how one executable hands a run over to the next |
 //! | [`metrics`] | the listening socket of `--metrics`, which netd answers |
 //! | [`feed`] | what happens, for the program that started the server |
 //! | [`restarts`] | why children were started again |
@@ -29,8 +30,10 @@ pub mod devices;
 pub mod doctor;
 pub mod events;
 pub mod feed;
+pub mod handover;
 pub mod instance;
 pub mod metrics;
+mod moment;
 pub mod placement;
 pub mod plan;
 pub mod report;
@@ -44,6 +47,8 @@ pub mod terminal;
 pub mod top;
 pub mod tree;
 
+use std::ffi::OsString;
+
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use shared::bootstrap::{Identity, init_logging};
 use shared::causes::with_causes;
@@ -53,6 +58,7 @@ use tracing::{debug, error, info, warn};
 
 use crate::events::Outcome;
 use crate::feed::Feed;
+use crate::handover::State;
 use crate::instance::Instance;
 
 /// Runs an instance to its end: returns when every child is reaped and every segment removed. Call
@@ -66,11 +72,48 @@ pub fn serve(config: ServeConfig, notes: &[String]) -> ExitReason {
         return ExitReason::BadConfig;
     }
     cli::log_notes(notes);
-    let mut feed = config.events.then(Feed::to_stdout).transpose().unwrap_or_else(|error| {
+    let mut feed = feed_of(&config);
+    let outcome = run(config, &mut feed);
+    ended(outcome, feed, std::env::args_os().collect())
+}
+
+/// Goes on with the run that another executable handed over to this one, in this process, to its end.
+/// `state` is the number of the descriptor that it left.
+pub fn resume(state: i32) -> ExitReason {
+    let state = match handover::take(state) {
+        Ok(state) => state,
+        Err(error) => {
+            eprintln!("sepal: {}", with_causes(&error));
+            return ExitReason::ProtocolMismatch;
+        }
+    };
+    let identity = Identity { role: "supervisor", worker: None, generation: None };
+    if let Err(error) = init_logging(&state.config.log, identity) {
+        eprintln!("sepal: {}", with_causes(&error));
+        return ExitReason::BadConfig;
+    }
+    let mut feed = feed_of(&state.config);
+    let arguments = state.arguments.clone();
+    let outcome = go_on(state, &mut feed);
+    ended(outcome, feed, arguments)
+}
+
+fn feed_of(config: &ServeConfig) -> Option<Feed> {
+    config.events.then(Feed::to_stdout).transpose().unwrap_or_else(|error| {
         warn!(%error, "no thread for --events: nothing is printed");
         None
-    });
-    let Outcome { reason, complaint } = run(config, &mut feed);
+    })
+}
+
+/// The end of a run, or of its executable.
+fn ended(outcome: Outcome, feed: Option<Feed>, arguments: Vec<OsString>) -> ExitReason {
+    let Outcome { mut reason, mut complaint, successor } = outcome;
+    if let Some(path) = successor {
+        info!(path = %path.display(), "starting the new executable");
+        let error = handover::start_anew(&path, arguments);
+        reason = ExitReason::Failed;
+        complaint = Some(format!("cannot start {}: {error}", path.display()));
+    }
     // The last line says what to do.
     if let Some(complaint) = &complaint {
         error!("{complaint}");
@@ -81,9 +124,47 @@ pub fn serve(config: ServeConfig, notes: &[String]) -> ExitReason {
     reason
 }
 
+/// Runs what another executable handed over, once there is a log.
+fn go_on(mut state: State, feed: &mut Option<Feed>) -> Outcome {
+    let failed =
+        |reason, complaint| Outcome { reason, complaint: Some(complaint), successor: None };
+    let name = std::mem::take(&mut state.instance);
+    let lock = match state.lock.take() {
+        Ok(lock) => lock,
+        Err(error) => return failed(ExitReason::Failed, format!("no lock was left: {error}")),
+    };
+    let instance = match Instance::adopt(&state.config.runtime_dir, name, lock) {
+        Ok(instance) => instance,
+        Err(error) => return failed(error.exit_reason(), with_causes(&error)),
+    };
+    keep_sockets_in(&instance);
+    let (version, pid) = (env!("CARGO_PKG_VERSION"), std::process::id());
+    info!(instance = instance.name(), pid, version, before = state.build.version, "taking over");
+    finish(events::resume(state, &instance, feed))
+}
+
+fn finish(outcome: Result<Outcome, events::LoopError>) -> Outcome {
+    let outcome = outcome.unwrap_or_else(|error| Outcome {
+        reason: error.exit_reason(),
+        complaint: Some(with_causes(&error)),
+        successor: None,
+    });
+    info!(reason = %outcome.reason, code = outcome.reason.code(), "ended");
+    outcome
+}
+
+/// Sockets of starting children go into our own folder, where a later start finds what a killed run
+/// left. Only the first server of a process can say so; for others they stay in the system's folder.
+fn keep_sockets_in(instance: &Instance) {
+    if tempfile::env::override_temp_dir(&instance.folder()).is_err() {
+        debug!("temporary folder is set already");
+    }
+}
+
 /// Runs an instance once there is a log.
 fn run(mut config: ServeConfig, feed: &mut Option<Feed>) -> Outcome {
-    let failed = |reason, complaint| Outcome { reason, complaint: Some(complaint) };
+    let failed =
+        |reason, complaint| Outcome { reason, complaint: Some(complaint), successor: None };
     if let Err(why) = devices::choose(&mut config) {
         return failed(ExitReason::BadConfig, why);
     }
@@ -91,12 +172,7 @@ fn run(mut config: ServeConfig, feed: &mut Option<Feed>) -> Outcome {
         Ok(instance) => instance,
         Err(error) => return failed(error.exit_reason(), with_causes(&error)),
     };
-    // Sockets of starting children go into our own folder, where a later start finds what a killed
-    // run left. Only the first server of a process can say so; for others they stay in the
-    // system's folder.
-    if tempfile::env::override_temp_dir(&instance.folder()).is_err() {
-        debug!("temporary folder is set already");
-    }
+    keep_sockets_in(&instance);
     set_file_limit(config.file_limit);
     config.netd.identity_path.get_or_insert_with(|| instance.folder().join("identity"));
     let (version, pid) = (env!("CARGO_PKG_VERSION"), std::process::id());
@@ -104,10 +180,7 @@ fn run(mut config: ServeConfig, feed: &mut Option<Feed>) -> Outcome {
     for device in cli::crowded(&config.devices, config.world_size) {
         warn!(%device, "ranks of a group share one CUDA device: they compute in turns");
     }
-    let outcome = events::run(config, &instance, feed)
-        .unwrap_or_else(|error| failed(error.exit_reason(), with_causes(&error)));
-    info!(reason = %outcome.reason, code = outcome.reason.code(), "ended");
-    outcome
+    finish(events::run(config, &instance, feed))
 }
 
 /// Sets the soft limit of open files to `wanted`, which children inherit (`run_server.py`,

@@ -26,12 +26,26 @@ impl MetricsSocket {
         socket
     }
 
+    /// The socket that the executable before listened on.
+    pub fn adopt(asked_for: Option<SocketAddr>, listener: Option<OwnedFd>) -> MetricsSocket {
+        MetricsSocket { asked_for, listener: listener.map(TcpListener::from) }
+    }
+
     /// A descriptor for netd; `None` without a port.
     ///
     /// # Errors
     /// When the process is out of descriptors.
     pub fn for_netd(&mut self) -> io::Result<Option<OwnedFd>> {
         self.take();
+        let listener = self.listener.as_ref().map(TcpListener::try_clone).transpose()?;
+        Ok(listener.map(OwnedFd::from))
+    }
+
+    /// A descriptor for the next executable; `None` without a port.
+    ///
+    /// # Errors
+    /// When the process is out of descriptors.
+    pub fn try_clone(&self) -> io::Result<Option<OwnedFd>> {
         let listener = self.listener.as_ref().map(TcpListener::try_clone).transpose()?;
         Ok(listener.map(OwnedFd::from))
     }

@@ -1,12 +1,13 @@
 //! Which group of devices serves which part of the span: pure arithmetic, no processes. Most groups
 //! are a single device.
 
+use serde::{Deserialize, Serialize};
 use shared::block::Span;
 use shared::config::Device;
 use shared::ids::{GroupId, Rank, WorkerId, WorldSize};
 
 /// A group of devices that can serve, and how fast it is beside the others.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Share {
     /// The devices, in the order of ranks.
     pub devices: Vec<Device>,
@@ -38,7 +39,7 @@ impl Share {
 }
 
 /// A group of workers that is to exist: its devices and its blocks, for life.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Placement {
     /// Its name; groups count from 0 in the order of the devices.
     pub group: GroupId,

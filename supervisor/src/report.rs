@@ -6,6 +6,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use shared::bootstrap::build_id;
 use shared::config::Device;
 use shared::control::Role;
 use shared::escape::Escaped;
@@ -31,6 +32,15 @@ pub struct InstanceReport {
     pub ready: bool,
     /// Whether the operator has paused it: no, draining or paused.
     pub pause: String,
+    /// The build of its supervisor, which changes with an upgrade.
+    #[serde(default)]
+    pub build: String,
+    /// What an upgrade that is under way is doing.
+    #[serde(default)]
+    pub upgrade: Option<String>,
+    /// Why the last upgrade failed.
+    #[serde(default)]
+    pub upgrade_failure: Option<String>,
     /// Its children: prepare, netd, workers.
     pub children: Vec<ChildReport>,
     /// Sessions, the last minute, restarts, the swarm.
@@ -114,7 +124,7 @@ pub struct Held {
 }
 
 /// Whether the instance is paused.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Pause {
     /// It serves, or is about to.
     #[default]
@@ -164,7 +174,22 @@ impl InstanceReport {
         let children = children.into_iter().map(report).collect();
         let Standing { ready, pause } = standing;
         let pause = pause.name().to_owned();
-        InstanceReport { instance, supervisor_pid, started_unix_s, ready, pause, children, figures }
+        InstanceReport {
+            instance,
+            supervisor_pid,
+            started_unix_s,
+            ready,
+            pause,
+            build: build_id(),
+            children,
+            figures,
+            ..InstanceReport::default()
+        }
+    }
+
+    /// Adds what an upgrade is doing, and why the last one failed.
+    pub fn with_upgrade(self, stage: Option<String>, failure: Option<String>) -> InstanceReport {
+        InstanceReport { upgrade: stage, upgrade_failure: failure, ..self }
     }
 
     /// Adds how each child died last, and where metrics are served.

@@ -14,6 +14,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
+use serde::{Deserialize, Serialize};
 use shared::bootstrap::PeerSocket;
 use shared::config::{Device, KvMirror};
 use shared::ids::{Generation, GroupId, Rank, WorkerId};
@@ -25,6 +26,7 @@ use shared::shm::segment::{MemfdSegment, SegmentError};
 use shared::shm::sessions::SESSIONS_BYTES;
 use tracing::{info, warn};
 
+use crate::handover::{Fd, Handed};
 use crate::instance::Instance;
 use crate::sizing::available_bytes;
 
@@ -256,8 +258,7 @@ impl Segments {
         let index = match self.groups.iter().position(|made| made.shape == *shape) {
             Some(index) => index,
             None => {
-                let GroupShape { group, generation, .. } = shape;
-                let name = instance.segment(&format!("group.{group}.w{generation}"));
+                let name = group_name(instance, shape);
                 let group = Group::create(&name, shape)?;
                 self.groups.push(Shared { shape: *shape, group, sockets: Vec::new() });
                 self.groups.len() - 1
@@ -287,9 +288,7 @@ impl Segments {
         instance: &Instance,
         identity: RingIdentity,
     ) -> Result<&Rings, MakeError> {
-        let RingIdentity { worker, worker_generation, netd_generation } = identity;
-        let name =
-            instance.segment(&format!("rings.{worker}.w{worker_generation}.n{netd_generation}"));
+        let name = rings_name(instance, identity);
         let rings = Rings {
             identity,
             pair: RingPair::create(&name, &identity)?,
@@ -309,6 +308,123 @@ impl Segments {
     pub fn drop_rings(&mut self, identity: RingIdentity) {
         self.rings.retain(|rings| rings.identity != identity);
     }
+}
+
+/// All segments of a run, by descriptors that survive the change of the executable.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct HandedSegments {
+    board: Fd,
+    sessions: Fd,
+    arena: Option<(Generation, Fd, u64)>,
+    kv: Vec<HandedKv>,
+    kv_made: u32,
+    rings: Vec<(RingIdentity, [Fd; 3])>,
+    groups: Vec<(GroupShape, Vec<Fd>)>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct HandedKv {
+    worker: WorkerId,
+    survives: bool,
+    number: u32,
+    segment: Fd,
+    bytes: u64,
+}
+
+impl Segments {
+    /// Duplicates every descriptor for the next executable.
+    ///
+    /// # Errors
+    /// When the process is out of descriptors, or a rank has not taken its sockets yet.
+    pub fn hand_over(&self, handed: &mut Handed) -> io::Result<HandedSegments> {
+        let arena = self.arena.as_ref().map(|(generation, arena)| {
+            Ok::<_, io::Error>((*generation, handed.put(arena.try_clone()?), arena.len() as u64))
+        });
+        let kv = self.kv.iter().map(|kv| {
+            let (worker, survives, number) = (kv.worker, kv.survives, kv.number);
+            let (segment, bytes) = (handed.put(kv.segment.try_clone()?), kv.segment.len() as u64);
+            Ok(HandedKv { worker, survives, number, segment, bytes })
+        });
+        let (arena, kv) = (arena.transpose()?, kv.collect::<io::Result<_>>()?);
+        let rings = self.rings.iter().map(|rings| {
+            let bells = [rings.submission.try_clone()?, rings.completion.try_clone()?];
+            let [submission, completion] = bells.map(|bell| handed.put(bell));
+            Ok((rings.identity, [handed.put(rings.pair.try_clone()?), submission, completion]))
+        });
+        let rings = rings.collect::<io::Result<_>>()?;
+        let groups = self.groups.iter().map(|shared| {
+            if shared.sockets.iter().any(|left| !left.is_empty()) {
+                return Err(io::Error::other("a group is starting"));
+            }
+            let fds = std::iter::once(shared.group.try_clone()?).chain(shared.group.doorbells()?);
+            Ok((shared.shape, fds.map(|fd| handed.put(fd)).collect()))
+        });
+        let groups = groups.collect::<io::Result<_>>()?;
+        let (board, sessions) = (self.board.try_clone()?, self.sessions.try_clone()?);
+        let [board, sessions] = [board, sessions].map(|fd| handed.put(fd));
+        let kv_made = self.kv_made;
+        Ok(HandedSegments { board, sessions, arena, kv, kv_made, rings, groups })
+    }
+
+    /// The segments that the executable before handed over.
+    ///
+    /// # Errors
+    /// [`MakeError`] when one of them is not what was said.
+    pub fn adopt(instance: &Instance, handed: HandedSegments) -> Result<Segments, MakeError> {
+        let take = |mut fd: Fd| fd.take().map_err(MakeError::Descriptor);
+        let length = |bytes| usize::try_from(bytes).map_err(|_| MakeError::TooLarge(bytes));
+        let mut segments = Segments {
+            board: Board::adopt(take(handed.board)?)?,
+            sessions: MemfdSegment::from_fd(
+                &instance.segment("sessions"),
+                take(handed.sessions)?,
+                SESSIONS_BYTES,
+            )?,
+            arena: None,
+            kv: Vec::new(),
+            kv_made: handed.kv_made,
+            rings: Vec::new(),
+            groups: Vec::new(),
+        };
+        if let Some((netd, fd, bytes)) = handed.arena {
+            let name = instance.segment(&format!("arena.n{netd}"));
+            let arena = MemfdSegment::from_fd(&name, take(fd)?, length(bytes)?)?;
+            segments.arena = Some((netd, arena));
+        }
+        for HandedKv { worker, survives, number, segment, bytes } in handed.kv {
+            let name = instance.segment(&format!("kv.{worker}"));
+            let segment = MemfdSegment::from_fd(&name, take(segment)?, length(bytes)?)?;
+            segments.kv.push(Kv { worker, survives, number, segment });
+        }
+        for (identity, [pair, submission, completion]) in handed.rings {
+            let bell = |fd| Doorbell::from_fd(take(fd)?).map_err(MakeError::Doorbell);
+            segments.rings.push(Rings {
+                identity,
+                pair: RingPair::adopt(&rings_name(instance, identity), take(pair)?, &identity)?,
+                submission: bell(submission)?,
+                completion: bell(completion)?,
+            });
+        }
+        for (shape, fds) in handed.groups {
+            let mut fds = fds.into_iter().map(take);
+            let segment = fds.next().ok_or(MakeError::TooLarge(0))??;
+            let bells = fds.collect::<Result<Vec<_>, _>>()?;
+            let name = group_name(instance, &shape);
+            let group = Group::adopt(&name, &shape, segment, bells)?;
+            segments.groups.push(Shared { shape, group, sockets: Vec::new() });
+        }
+        Ok(segments)
+    }
+}
+
+fn rings_name(instance: &Instance, identity: RingIdentity) -> String {
+    let RingIdentity { worker, worker_generation, netd_generation } = identity;
+    instance.segment(&format!("rings.{worker}.w{worker_generation}.n{netd_generation}"))
+}
+
+fn group_name(instance: &Instance, shape: &GroupShape) -> String {
+    let GroupShape { group, generation, .. } = shape;
+    instance.segment(&format!("group.{group}.w{generation}"))
 }
 
 /// A socket for every two of `ranks`: by rank, its ends of those to the others in their order.

@@ -124,6 +124,16 @@ impl<M: Listener> Service<M> {
         }
     }
 
+    /// Whether the run was called ready.
+    pub fn is_ready(&self) -> bool {
+        self.stage == Stage::Ready
+    }
+
+    /// Another executable takes the run over; it tells READY again, once it was told.
+    pub fn taken_over(&mut self, was_ready: bool, now: Instant) {
+        self.stage = if was_ready { Stage::Ready } else { Stage::Online { probe_at: now } };
+    }
+
     /// The run ends.
     pub fn stopping(&mut self) {
         self.stage = Stage::Stopping;

@@ -11,6 +11,7 @@ mod nodes;
 use std::path::PathBuf;
 
 use model::sizing::{Machine, Need, Sharing};
+use serde::{Deserialize, Serialize};
 use shared::config::{Device, KvMirror, NetdConfig, SpanChoice};
 use shared::control::DeviceMemory;
 use shared::job::MAX_BODY_BYTES;
@@ -40,7 +41,7 @@ pub fn group_bytes(world_size: usize) -> u64 {
 const DEVICE_EXCHANGE_BYTES: u64 = 4 << 20;
 
 /// The memory that an instance may use.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Memory {
     /// Bytes that are free or can be freed; `None` when the system does not tell.
     pub available_bytes: Option<u64>,

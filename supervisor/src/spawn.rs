@@ -8,7 +8,7 @@
 
 use std::ffi::OsString;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdout, Command, Stdio};
 
@@ -65,6 +65,21 @@ pub fn count_along_bus() {
     eprintln!("sepal: devices are counted in the order of the driver, not of the PCI bus: {error}");
 }
 
+/// Takes a descriptor by its number, which this process was left by the executable before.
+///
+/// # Errors
+/// When there is none of that number, or it is one of the standard three.
+pub fn adopt(fd: RawFd) -> io::Result<OwnedFd> {
+    if fd <= 2 || std::fs::read_link(format!("/proc/self/fd/{fd}")).is_err() {
+        return Err(io::Error::new(io::ErrorKind::NotFound, format!("no descriptor {fd}")));
+    }
+    // SAFETY: the descriptor is open, was left to this process, and each number is taken once, by the
+    // one who finds it in the state of the executable before.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    fcntl(&fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))?;
+    Ok(fd)
+}
+
 /// A child process that was not reaped yet; its process id therefore names nobody else.
 #[derive(Debug)]
 pub struct Process {
@@ -73,6 +88,19 @@ pub struct Process {
 }
 
 impl Process {
+    /// A child of this process that the executable before started.
+    pub fn adopt(pid: i32, pidfd: OwnedFd) -> Process {
+        Process { pid: Pid::from_raw(pid), pidfd }
+    }
+
+    /// Another descriptor of the process, and its id.
+    ///
+    /// # Errors
+    /// When this process is out of descriptors.
+    pub fn try_clone(&self) -> io::Result<(i32, OwnedFd)> {
+        Ok((self.pid.as_raw(), self.pidfd.try_clone()?))
+    }
+
     /// Starts this executable as `role`. `title` is what `ps` shows, `bootstrap` the descriptor
     /// that the child inherits; all others are closed on exec. Standard input and output are
     /// /dev/null, standard error is ours.

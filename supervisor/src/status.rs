@@ -10,7 +10,7 @@ mod orders;
 mod request;
 
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -79,6 +79,24 @@ impl StatusSocket {
         let listener = UnixListener::bind(path)?;
         listener.set_nonblocking(true)?;
         Ok(StatusSocket { listener, is_paused: false, waiting: Vec::new() })
+    }
+
+    /// The socket that the executable before listened on.
+    ///
+    /// # Errors
+    /// When it is no socket.
+    pub fn adopt(listener: OwnedFd) -> io::Result<StatusSocket> {
+        let listener = UnixListener::from(listener);
+        listener.set_nonblocking(true)?;
+        Ok(StatusSocket { listener, is_paused: false, waiting: Vec::new() })
+    }
+
+    /// Another descriptor of the listening socket.
+    ///
+    /// # Errors
+    /// When the process is out of descriptors.
+    pub fn try_clone(&self) -> io::Result<OwnedFd> {
+        Ok(self.listener.try_clone()?.into())
     }
 
     /// The descriptors to wait on. After a failure to accept, connections wait until the next

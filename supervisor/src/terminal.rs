@@ -126,6 +126,12 @@ impl Screen {
         eprint!("{}", summary_text(summary));
     }
 
+    /// The run goes on from another executable: nothing of the start is shown.
+    pub fn taken_over(&mut self) {
+        self.is_online = true;
+        self.clear();
+    }
+
     /// One line about an event, with the time of day (UTC) once the server is ready.
     pub fn line(&self, text: &str) {
         let stamp = self.is_online.then(time_of_day).unwrap_or_default();

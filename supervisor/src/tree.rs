@@ -16,7 +16,7 @@
 //! ... of a group:  the devices that are left serve its blocks, see `remainder`
 //! nonsense in the rings of a worker (netd BrokenRings):  it is killed, and is to blame
 //! a move to other blocks:  see `moving`
-//! a pause:  see `pausing`
+//! a pause:  see `pausing`; another executable of the supervisor:  see `upgrade`
 //! end:     netd drains, then the workers; who does not in time is killed
 //! ```
 //!
@@ -39,9 +39,11 @@ mod pausing;
 mod remainder;
 mod said;
 mod serving;
+mod upgrade;
 
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
 use shared::block::Span;
 use shared::config::RestartConfig;
 use shared::control::{FromNetd, FromPrepare, FromWorker};
@@ -55,12 +57,13 @@ use child::{Child, Next};
 use ending::{Ending, SHORT_DRAIN};
 use group::{Group, Worker};
 use moving::Move;
+use upgrade::Replacing;
 
 use crate::placement::Share;
 use crate::report::{Held, Pause, Standing};
 
 /// What netd said in its present generation.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct NetdSaid {
     peer_id: String,
     addrs: Vec<String>,
@@ -68,7 +71,7 @@ struct NetdSaid {
 }
 
 /// The whole tree.
-#[derive(Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Tree {
     policy: Policy,
     prepare: Child,
@@ -87,6 +90,8 @@ pub struct Tree {
     netd_span: Option<Span>,
     moving: Option<Move>,
     pause: Pause,
+    /// Processes of the executable before that are still to be replaced.
+    replacing: Option<Replacing>,
     /// Whether the present netd was told of a pause.
     netd_is_paused: bool,
     /// The group for which prepare runs: its devices share blocks anew.
@@ -121,6 +126,7 @@ impl Tree {
             netd_span: None,
             moving: None,
             pause: Pause::No,
+            replacing: None,
             netd_is_paused: false,
             asked: None,
             came_from: None,
@@ -201,6 +207,7 @@ impl Tree {
                 self.beat(id, beat, now, &mut out)
             }
             Event::Examined(device, fault) => self.examined(device, fault, now, &mut out),
+            Event::HandedOver(patience) => self.handed_over(patience),
             Event::Idle => self.idle(now, &mut out),
             Event::Room(span, why_not) => self.room(span, why_not, now, &mut out),
             _ => {}
@@ -208,6 +215,7 @@ impl Tree {
         self.check_times(now, &mut out);
         self.sweep(now, &mut out);
         self.ask_shares(now, &mut out);
+        self.replace_next(now, &mut out);
         self.check_end(now, &mut out);
         out
     }
@@ -216,7 +224,7 @@ impl Tree {
     pub fn deadline(&self) -> Option<Instant> {
         let due = self.children().filter_map(|child| child.deadline(&self.policy.restart));
         let trials = [self.next_trial(), self.next_examination()].into_iter().flatten();
-        due.chain(trials.map(|(at, _)| at)).min()
+        due.chain(trials.map(|(at, _)| at)).chain(self.netd_due()).min()
     }
 
     /// Children with a live process, and its generation.

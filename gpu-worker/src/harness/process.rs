@@ -7,10 +7,11 @@ use std::sync::mpsc::sync_channel;
 use std::time::{Duration, Instant};
 
 use ipc_channel::ipc::{IpcOneShotServer, IpcReceiver, IpcSender};
+use ipc_channel::{IpcError, TryRecvError};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use shared::bootstrap::{Bootstrap, DescriptorSocket, Exchange, build_id};
+use shared::bootstrap::{Bootstrap, DescriptorSocket, Exchange, FromChild, ToChild, build_id};
 use shared::config::{LogConfig, LogFormat};
 use shared::control::{Birth, BoardSeat, Role};
 use shared::exit::ExitReason;
@@ -48,11 +49,32 @@ impl Seat {
 
 const FD_VARIABLE: &str = "SEPAL_TEST_BOOTSTRAP";
 
+/// Where the supervisor writes.
+pub(crate) struct DownEnd<Down>(pub(crate) IpcSender<ToChild<Down>>);
+
+impl<Down: Serialize> DownEnd<Down> {
+    pub(crate) fn send(&self, message: Down) -> Result<(), IpcError> {
+        self.0.send(ToChild::Message(message))
+    }
+}
+
+/// Where the supervisor reads.
+pub(crate) struct UpEnd<Up>(IpcReceiver<FromChild<Up>>);
+
+impl<Up: Serialize + DeserializeOwned> UpEnd<Up> {
+    pub(crate) fn try_recv_timeout(&self, patience: Duration) -> Result<Up, TryRecvError> {
+        match self.0.try_recv_timeout(patience)? {
+            FromChild::Message(message) => Ok(message),
+            FromChild::Held => panic!("nobody asked it to hold its messages back"),
+        }
+    }
+}
+
 /// A role as a process of its own, and the supervisor's ends of its channels.
 pub(crate) struct Spawned<Down, Up> {
     pub(crate) process: Child,
-    pub(crate) down: IpcSender<Down>,
-    pub(crate) up: IpcReceiver<Up>,
+    pub(crate) down: DownEnd<Down>,
+    pub(crate) up: UpEnd<Up>,
     pub(crate) descriptors: DescriptorSocket,
 }
 
@@ -87,7 +109,7 @@ where
     let (accepted, accept) = sync_channel(1);
     std::thread::spawn(move || accepted.send(server.accept().map(|(_, ends)| ends)));
     let Exchange { down, up } = accept.recv_timeout(DEADLINE).expect("the child connects").unwrap();
-    Spawned { process, down, up, descriptors }
+    Spawned { process, down: DownEnd(down), up: UpEnd(up), descriptors }
 }
 
 /// The body of the ignored test: this process is the child.

@@ -5,8 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
-use ipc_channel::ipc::{IpcReceiver, IpcSender};
-use shared::bootstrap::{ControlEnds, DescriptorSocket};
+use shared::bootstrap::{ControlEnds, ControlReceiver, ControlSender, DescriptorSocket};
 use shared::causes::with_causes;
 use shared::control::{FromWorker, LinkInit, ToWorker, WorkerInit};
 use shared::exit::ExitReason;
@@ -105,7 +104,7 @@ impl Opener for Arenas {
 }
 
 /// Where the executor's commands come from, and where its messages go.
-type Channels<L> = (Receiver<Command<L>>, IpcSender<FromWorker>);
+type Channels<L> = (Receiver<Command<L>>, ControlSender<FromWorker>);
 
 /// Starts the thread. Gives what the executor obeys, and where it answers.
 pub(super) fn start<O: Opener>(
@@ -137,7 +136,7 @@ struct Control<O: Opener> {
 }
 
 impl<O: Opener> Control<O> {
-    fn listen(mut self, receiver: &IpcReceiver<ToWorker>) {
+    fn listen(mut self, receiver: &ControlReceiver<ToWorker, FromWorker>) {
         loop {
             let command = match receiver.recv() {
                 Ok(ToWorker::Link(init)) => match self.open(&init) {

@@ -6,7 +6,6 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, ExitStatus};
 use std::time::Instant;
 
-use ipc_channel::ipc::{IpcReceiver, IpcSender};
 use shared::config::{FaultAction, FaultPlan, FaultPoint, WorkerConfig};
 use shared::control::{FdTag, Role};
 use shared::dtype::DType;
@@ -26,8 +25,8 @@ fn child() {
 /// A worker process and the supervisor's ends of its channels.
 struct Worker {
     process: Child,
-    down: IpcSender<ToWorker>,
-    up: IpcReceiver<FromWorker>,
+    down: DownEnd<ToWorker>,
+    up: UpEnd<FromWorker>,
     descriptors: DescriptorSocket,
     seat: Seat,
     generation: Generation,
@@ -339,7 +338,7 @@ fn a_worker_whose_supervisor_closes_the_channel_ends() {
     let (mut worker, _) = Start::new(&model, &kv, 1).ready();
     let _netd = worker.link(1);
     let (closed, _) = ipc_channel::ipc::channel().unwrap();
-    drop(std::mem::replace(&mut worker.down, closed));
+    drop(std::mem::replace(&mut worker.down, DownEnd(closed)));
     assert_eq!(worker.end().code(), Some(ExitReason::ParentGone.code().into()));
 }
 

@@ -105,9 +105,24 @@ impl<G: Gpu> Subject for Cuda<G> {
 /// All operations of a CUDA device.
 pub fn cuda_operations<G: Gpu>() -> Vec<Operation<Cuda<G>>> {
     let mut all = operations();
-    all.push(Operation { name: "wgmma", check: check_warpgroups, measure: |_, _, _| Ok(()) });
-    all.push(Operation { name: "repack", check: repack::check, measure: |_, _, _| Ok(()) });
-    all.push(Operation { name: "exchange", check: exchange::check, measure: |_, _, _| Ok(()) });
+    all.push(Operation {
+        name: "wgmma",
+        check: check_warpgroups,
+        measure: |_, _, _| Ok(()),
+        digest: |_, _, _, _| Ok(()),
+    });
+    all.push(Operation {
+        name: "repack",
+        check: repack::check,
+        measure: |_, _, _| Ok(()),
+        digest: |_, _, _, _| Ok(()),
+    });
+    all.push(Operation {
+        name: "exchange",
+        check: exchange::check,
+        measure: |_, _, _| Ok(()),
+        digest: |_, _, _, _| Ok(()),
+    });
     all
 }
 

@@ -12,6 +12,7 @@ mod case;
 mod class;
 mod coverage;
 mod cuda;
+mod digest;
 mod elementwise;
 mod exchange;
 mod heads;
@@ -43,6 +44,7 @@ use case::{Case, Outcome, check_rows};
 pub use class::{Class, Work};
 pub use coverage::never_launched;
 pub use cuda::cuda_operations;
+pub use digest::{Digest, GOLDEN};
 use inputs::{DTYPES, FORMATS, Matrix, encode, noise, rows_of, view};
 use pages::{Batch, Heads, frequencies};
 pub use reference::Reference;
@@ -75,6 +77,7 @@ pub struct Operation<B> {
     pub name: &'static str,
     check: fn(&str, &mut [B], Class) -> Result<usize, Failure>,
     measure: fn(&str, &mut B, &mut Measurement<'_>) -> Result<(), Failure>,
+    digest: fn(&str, &mut B, Class, &mut Digest) -> Result<(), Failure>,
 }
 
 impl<B> Operation<B> {
@@ -84,6 +87,14 @@ impl<B> Operation<B> {
     /// The first case that fails.
     pub fn check(&self, devices: &mut [B], class: Class) -> Result<usize, Failure> {
         (self.check)(self.name, devices, class)
+    }
+
+    /// Adds the bits of its cases up to a class to a digest.
+    ///
+    /// # Errors
+    /// The first case that fails.
+    pub fn digest(&self, device: &mut B, class: Class, digest: &mut Digest) -> Result<(), Failure> {
+        (self.digest)(self.name, device, class, digest)
     }
 
     /// Measures its cases of class [`Class::Measured`].
@@ -138,7 +149,12 @@ pub fn operations<B: Subject>() -> Vec<Operation<B>> {
 }
 
 fn of<B: Subject, C: Case>(names: &[&'static str]) -> impl Iterator<Item = Operation<B>> {
-    let of = |&name| Operation { name, check: check_cases::<B, C>, measure: measure_cases::<B, C> };
+    let of = |&name| Operation {
+        name,
+        check: check_cases::<B, C>,
+        measure: measure_cases::<B, C>,
+        digest: digest::digest_cases::<B, C>,
+    };
     names.iter().map(of).collect::<Vec<_>>().into_iter()
 }
 

@@ -13,14 +13,17 @@ use nix::sys::socket::{
     recv, recvmsg, send, sendmsg, socketpair,
 };
 
+use serde::{Deserialize, Serialize};
+
+use super::control::Attach;
 use crate::control::{Birth, FdTag};
 
 /// Most descriptors in one bundle. The largest is that of a group of 15 ranks: its segment, 15
 /// doorbells, 14 sockets.
 pub const MAX_BUNDLE: usize = 32;
 
-/// Longest birth in bytes; it holds two names, a filter and a few numbers.
-const MAX_BIRTH_BYTES: usize = 16 * 1024;
+/// Longest text in bytes: a birth holds two names, a filter and a few numbers.
+const MAX_TEXT_BYTES: usize = 16 * 1024;
 
 /// Why a bundle of descriptors could not be sent or taken.
 #[derive(Debug, thiserror::Error)]
@@ -85,15 +88,45 @@ impl DescriptorSocket {
         Ok((DescriptorSocket(ours), theirs))
     }
 
+    /// Another descriptor of the same end.
+    ///
+    /// # Errors
+    /// When the process has no descriptors left.
+    pub fn try_clone(&self) -> io::Result<DescriptorSocket> {
+        self.0.try_clone().map(DescriptorSocket)
+    }
+
     /// Writes the first packet, without waiting.
     ///
     /// # Errors
     /// When the birth is too long or the socket refuses it.
     pub fn send_birth(&self, birth: &Birth) -> io::Result<()> {
-        let bytes = serde_json::to_vec(birth)?;
-        if bytes.len() > MAX_BIRTH_BYTES {
+        self.send_text(birth)
+    }
+
+    /// Reads the first packet.
+    pub(super) fn recv_birth(&self, timeout: Duration) -> io::Result<Birth> {
+        self.recv_text(timeout)
+    }
+
+    /// Tells a child that holds its messages back where to send them, without waiting.
+    ///
+    /// # Errors
+    /// When the socket refuses it.
+    pub fn send_attach(&self, attach: &Attach) -> io::Result<()> {
+        self.send_text(attach)
+    }
+
+    /// Reads where the next channel is.
+    pub(super) fn recv_attach(&self, timeout: Duration) -> io::Result<Attach> {
+        self.recv_text(timeout)
+    }
+
+    fn send_text(&self, value: &impl Serialize) -> io::Result<()> {
+        let bytes = serde_json::to_vec(value)?;
+        if bytes.len() > MAX_TEXT_BYTES {
             return Err(io::Error::other(format!(
-                "a birth of {} bytes exceeds {MAX_BIRTH_BYTES}",
+                "a message of {} bytes exceeds {MAX_TEXT_BYTES}",
                 bytes.len()
             )));
         }
@@ -101,13 +134,12 @@ impl DescriptorSocket {
         Ok(())
     }
 
-    /// Reads the first packet.
-    pub(super) fn recv_birth(&self, timeout: Duration) -> io::Result<Birth> {
+    fn recv_text<T: for<'de> Deserialize<'de>>(&self, timeout: Duration) -> io::Result<T> {
         wait_readable(self.0.as_fd(), timeout).map_err(io::Error::other)?;
-        let mut bytes = vec![0; MAX_BIRTH_BYTES + 1];
+        let mut bytes = vec![0; MAX_TEXT_BYTES + 1];
         let len = recv(self.0.as_raw_fd(), &mut bytes, MsgFlags::MSG_DONTWAIT)?;
-        if len > MAX_BIRTH_BYTES {
-            return Err(io::Error::other("the birth is too long"));
+        if len > MAX_TEXT_BYTES {
+            return Err(io::Error::other("the message is too long"));
         }
         bytes.truncate(len);
         Ok(serde_json::from_slice(&bytes)?)

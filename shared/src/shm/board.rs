@@ -128,6 +128,16 @@ impl Board {
         Ok(board)
     }
 
+    /// The board that this process made before it became another executable, as it is.
+    ///
+    /// # Errors
+    /// [`BoardError::Segment`] when it cannot be mapped, [`BoardError::NoBoard`] when it is no board of
+    /// this build.
+    pub fn adopt(fd: OwnedFd) -> Result<Board, BoardError> {
+        let segment = SmallSegment::adopt(BOARD_NAME, fd, BOARD_BYTES)?;
+        Ok(Board { view: BoardView::checked(segment)? })
+    }
+
     /// Gives the seat at `slot` to a child that is about to be spawned. The child that sat there
     /// must have been reaped.
     ///

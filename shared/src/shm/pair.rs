@@ -12,13 +12,15 @@ use super::layout::{LAYOUT_VERSION, RING_MAGIC, RingPairLayout, RingShared};
 use super::ring::{Consumer, Producer};
 use super::segment::{SegmentError, SmallSegment};
 use super::sync::Ordering;
+use serde::{Deserialize, Serialize};
+
 use crate::ids::{Generation, GroupId, Rank, WorkerId, WorldSize};
 
 /// Bytes of a ring segment.
 pub const RING_PAIR_BYTES: usize = size_of::<RingPairLayout>();
 
 /// Whose rings these are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RingIdentity {
     /// The worker at one end.
     pub worker: WorkerId,
@@ -96,7 +98,19 @@ impl RingPair {
     /// [`PairError::Segment`] when it cannot be mapped, [`PairError::NoRings`] or
     /// [`PairError::Stale`] when it is not what was meant.
     pub fn open(fd: OwnedFd, expected: &RingIdentity) -> Result<RingPair, PairError> {
-        let pair = RingPair { segment: SmallSegment::open("sepal-rings", fd, RING_PAIR_BYTES)? };
+        RingPair::checked(SmallSegment::open("sepal-rings", fd, RING_PAIR_BYTES)?, expected)
+    }
+
+    /// Maps the pair that this process made before it became another executable.
+    ///
+    /// # Errors
+    /// As [`RingPair::open`].
+    pub fn adopt(name: &str, fd: OwnedFd, expected: &RingIdentity) -> Result<RingPair, PairError> {
+        RingPair::checked(SmallSegment::adopt(name, fd, RING_PAIR_BYTES)?, expected)
+    }
+
+    fn checked(segment: SmallSegment, expected: &RingIdentity) -> Result<RingPair, PairError> {
+        let pair = RingPair { segment };
         let header = &pair.layout().header;
         // SYNC POINT pair.magic: after this load the header is visible; pairs with the store in
         // create().

@@ -7,6 +7,7 @@ use clap::Args;
 
 use super::values::patience;
 use super::{Env, runtime_dir};
+use crate::handover::HandoverOptions;
 use crate::status::{OrderOptions, Request, StatusOptions};
 
 #[derive(Debug, Args)]
@@ -55,6 +56,42 @@ pub(super) struct RestartArgs {
     instance: InstanceArgs,
 }
 
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub(super) struct UpgradeArgs {
+    /// The new executable [default: the one at the path from which the server was started]
+    #[arg(long, value_name = "PATH")]
+    to: Option<PathBuf>,
+    #[command(flatten)]
+    instance: InstanceArgs,
+    /// How long open sessions may keep netd from being replaced, in seconds: it ends their connections
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = patience)]
+    patience: Duration,
+    /// Return at once instead of waiting until the new build serves
+    #[arg(long)]
+    no_wait: bool,
+}
+
+/// What a supervisor asks of the executable that it becomes.
+#[derive(Debug, Args)]
+pub(super) struct HandoverArgs {
+    /// Say which build this is, and whether it reads the state on standard input
+    #[arg(long, conflicts_with = "resume")]
+    describe: bool,
+    /// The descriptor of the state to go on with
+    #[arg(long, value_name = "FD", required_unless_present = "describe")]
+    resume: Option<i32>,
+    /// Arguments of the process, for whoever lists it
+    #[arg(last = true)]
+    arguments: Vec<std::ffi::OsString>,
+}
+
+impl HandoverArgs {
+    pub(super) fn options(self) -> HandoverOptions {
+        self.resume.map_or(HandoverOptions::Describe, HandoverOptions::Resume)
+    }
+}
+
 impl InstanceArgs {
     pub(super) fn options(self, env: Env<'_>) -> StatusOptions {
         let runtime_dir = self.runtime_dir.unwrap_or_else(|| runtime_dir(env));
@@ -78,6 +115,18 @@ impl PauseArgs {
     pub(super) fn order(self, env: Env<'_>) -> OrderOptions {
         let request = Request::Pause { patience_s: self.patience.as_secs() };
         OrderOptions { no_wait: self.no_wait, ..self.instance.order(request, env) }
+    }
+}
+
+impl UpgradeArgs {
+    pub(super) fn order(self, env: Env<'_>) -> Result<OrderOptions, String> {
+        let absolute = |path: PathBuf| {
+            std::path::absolute(&path)
+                .map_err(|error| format!("invalid --to {}: {error}", path.display()))
+        };
+        let path = self.to.map(absolute).transpose()?;
+        let request = Request::Upgrade { path, patience_s: self.patience.as_secs() };
+        Ok(OrderOptions { no_wait: self.no_wait, ..self.instance.order(request, env) })
     }
 }
 

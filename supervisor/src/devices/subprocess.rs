@@ -7,6 +7,7 @@
 use std::fs::File;
 use std::io::{self, Read, Seek};
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
@@ -56,14 +57,27 @@ impl Subprocess {
             .map_err(|error| format!("no process for `sepal {}`: {error}", arguments.join(" ")))
     }
 
+    /// Asks the executable at `path` which build it is, and whether it reads `state`.
+    ///
+    /// # Errors
+    /// A sentence, when it cannot be started.
+    pub fn describe(path: &Path, state: File, limit: Duration) -> Result<Subprocess, String> {
+        let mut command = Command::new(path);
+        command.arg0(format!("{TITLE}handover")).args(["handover", "--describe"]);
+        command.env_remove("NOTIFY_SOCKET").stdin(state);
+        Subprocess::with_input(command, limit)
+            .map_err(|error| format!("cannot start {}: {error}", path.display()))
+    }
+
     fn of(mut command: Command, limit: Duration) -> io::Result<Subprocess> {
+        command.stdin(Stdio::null());
+        Subprocess::with_input(command, limit)
+    }
+
+    fn with_input(mut command: Command, limit: Duration) -> io::Result<Subprocess> {
         // Files and not pipes: reading them never waits, and a process never waits for a reader.
         let (text, errors) = (tempfile::tempfile()?, tempfile::tempfile()?);
-        let child = command
-            .stdin(Stdio::null())
-            .stdout(text.try_clone()?)
-            .stderr(errors.try_clone()?)
-            .spawn()?;
+        let child = command.stdout(text.try_clone()?).stderr(errors.try_clone()?).spawn()?;
         Ok(Subprocess { child, deadline: Instant::now() + limit, is_killed: false, text, errors })
     }
 

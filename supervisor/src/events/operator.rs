@@ -1,12 +1,14 @@
 //! What the operator asks of the run, through the socket of [`crate::status`].
 
+use std::time::Duration;
+
 use shared::config::ServeConfig;
-use tracing::info;
+use tracing::{info, warn};
 
 use super::Driver;
 use crate::report::InstanceReport;
 use crate::segments::Segments;
-use crate::status::{Answer, Request};
+use crate::status::{Answer, MAX_PATIENCE, Request};
 use crate::tree::{ChildId, Event, Tree};
 
 /// What runs, as `sepal status` shows it.
@@ -19,18 +21,30 @@ pub(super) fn report(segments: &Segments, tree: &Tree, config: &ServeConfig) -> 
 impl Driver<'_> {
     /// Answers requests, and begins what they ask for.
     pub(super) fn serve_operator(&mut self) {
-        let Driver { status, segments, tree, config, pending, deaths, metrics, .. } = self;
+        let stage = self.upgrade_stage();
+        let is_holding = self.is_holding();
+        let mut wanted = None;
+        let Driver { status, segments, tree, config, pending, deaths, metrics, notes, .. } = self;
         let last = |role, worker| {
             let death = ChildId::of(role, worker).and_then(|id| deaths.last(id));
             death.map(|death| death.text.clone())
         };
         let mut has_ordered = false;
         status.answer(|request| match request.order() {
+            Ok(Some(_)) if is_holding => Answer::Refused { error: "busy: try again".to_owned() },
+            Ok(None) if matches!(request, Request::Upgrade { .. }) => match wanted.is_some() {
+                true => Answer::Refused { error: "busy: try again".to_owned() },
+                false => {
+                    wanted = Some(request);
+                    Answer::Accepted
+                }
+            },
             Ok(None) => {
                 if request == (Request::Report { brief: false }) {
                     segments.board.viewed();
                 }
                 let report = report(segments, tree, config).with_deaths(last, metrics.addr());
+                let report = report.with_upgrade(stage.clone(), notes.failure.clone());
                 Answer::Report(Box::new(report))
             }
             // The tree follows it at once, before it hears of another.
@@ -46,6 +60,13 @@ impl Driver<'_> {
             Ok(Some(_)) => Answer::Refused { error: "busy: try again".to_owned() },
             Err(error) => Answer::Refused { error },
         });
+        if let Some(Request::Upgrade { path, patience_s }) = wanted {
+            let patience = Duration::from_secs(patience_s).min(MAX_PATIENCE);
+            if let Err(why) = self.begin_upgrade(path, patience) {
+                warn!("no upgrade begins: {why}");
+                self.notes.failure = Some(why);
+            }
+        }
     }
 
     /// No worker is left, as the operator wanted.

@@ -1,6 +1,10 @@
-//! SIGHUP: reads the settings again. What can change while the server runs does; the rest is named.
+//! SIGHUP: reads the settings again. What can change while the server runs does; the rest is named. If
+//! another executable lies where this one was started from, the run is upgraded to it.
 
-use std::time::Instant;
+use std::ffi::OsString;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 use shared::config::LogFormat;
 use tracing::{info, warn};
@@ -13,11 +17,13 @@ use crate::tree::Event;
 const TAKEN_OVER: [&str; 5] =
     ["drain_timeout", "max_restarts", "restart_window", "retry_after", "start_timeout"];
 
-/// The settings of this process as they are now.
-pub(super) fn settings() -> Result<Settings, String> {
-    let args: Vec<_> = std::env::args_os().collect();
+/// How long open sessions may keep netd from being replaced after a reload, as with `sepal upgrade`.
+const UPGRADE_PATIENCE: Duration = Duration::from_secs(60);
+
+/// The settings that these arguments give now.
+pub(super) fn settings(args: &[OsString]) -> Result<Settings, String> {
     let env = |name: &str| std::env::var(name).ok();
-    Settings::read(&args, &env).map_err(|error| error.to_string())
+    Settings::read(args, &env).map_err(|error| error.to_string())
 }
 
 impl Driver<'_> {
@@ -30,13 +36,28 @@ impl Driver<'_> {
         if let Some(service) = &mut self.service {
             service.reloading(now);
         }
-        match settings() {
+        match settings(&self.arguments) {
             Ok(settings) => self.take_over(settings),
             Err(error) => {
                 let error = error.trim().trim_start_matches("error: ");
                 warn!("cannot read the settings again, the running server keeps its own: {error}");
             }
         }
+        if self.is_outdated()
+            && let Err(why) = self.begin_upgrade(None, UPGRADE_PATIENCE)
+        {
+            warn!("another executable was installed, but no upgrade begins: {why}");
+        }
+    }
+
+    /// Whether another executable lies where this one was started from.
+    fn is_outdated(&self) -> bool {
+        let identity = |path: &Path| {
+            let file = std::fs::metadata(path).ok()?;
+            Some((file.dev(), file.ino(), file.mtime()))
+        };
+        let installed = self.executable.as_deref().and_then(identity);
+        installed.is_some_and(|file| Some(file) != identity(Path::new("/proc/self/exe")))
     }
 
     fn take_over(&mut self, settings: Settings) {

@@ -22,9 +22,9 @@ impl Driver<'_> {
 
     /// Starts or ends the step, and tells what is due.
     pub(super) fn serve_manager(&mut self) {
-        let now = Instant::now();
+        let (now, is_leaving) = (Instant::now(), self.is_leaving());
         let Some(service) = &mut self.service else { return };
-        if self.tree.is_ending() {
+        if self.tree.is_ending() && !is_leaving {
             service.stopping();
             self.probe = None;
         }

@@ -2,6 +2,7 @@
 //! memory, and their KV pages lie there. The rest of [`super`] counts the memory of the whole machine.
 
 use model::sizing::Need;
+use serde::{Deserialize, Serialize};
 use shared::config::{Device, SpanChoice};
 use shared::model::ModelFacts;
 use shared::numa;
@@ -10,7 +11,7 @@ use super::{Memory, arithmetic, mib, refusal, wanted};
 use crate::placement::Share;
 
 /// What a NUMA node has for workers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeMemory {
     /// Which.
     pub node: u32,

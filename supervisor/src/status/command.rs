@@ -308,13 +308,16 @@ mod tests {
         assert_eq!(
             keys,
             [
+                "build",
                 "children",
                 "figures",
                 "instance",
                 "pause",
                 "ready",
                 "started_unix_s",
-                "supervisor_pid"
+                "supervisor_pid",
+                "upgrade",
+                "upgrade_failure"
             ]
         );
         let child = &value[0]["children"][0];

@@ -55,9 +55,47 @@ fn give(options: &OrderOptions) -> Result<(), StatusError> {
         Request::Restart { worker } => {
             println!("instance {}: restarting worker {worker}", live.name);
         }
+        Request::Upgrade { .. } if options.no_wait => println!("instance {}: upgrading", live.name),
+        Request::Upgrade { .. } => {
+            let build = wait_for_upgrade(&live)?;
+            println!("instance {}: upgraded, every process is of build {build}", live.name);
+        }
         Request::Report { .. } => {}
     }
     Ok(())
+}
+
+/// Waits until nothing is left to be upgraded; returns the build that runs then.
+fn wait_for_upgrade(live: &LiveInstance) -> Result<String, StatusError> {
+    let bar = ProgressBar::new_spinner();
+    let mut silent_since = None;
+    loop {
+        std::thread::sleep(LOOK_PERIOD);
+        bar.tick();
+        let report = match ask(&live.status_socket, true) {
+            Ok(report) => report,
+            // Between two executables that share nothing.
+            Err(source) => {
+                let since = *silent_since.get_or_insert_with(Instant::now);
+                if since.elapsed() < WORKERS_PATIENCE {
+                    continue;
+                }
+                return Err(StatusError::Silent { name: live.name.clone(), source });
+            }
+        };
+        silent_since = None;
+        if let Some(error) = report.upgrade_failure {
+            return Err(StatusError::Refused { name: live.name.clone(), error });
+        }
+        match report.upgrade {
+            Some(stage) => bar.set_message(stage),
+            None if report.ready => {
+                bar.finish_and_clear();
+                return Ok(report.build);
+            }
+            None => bar.set_message("starting"),
+        }
+    }
 }
 
 fn wait_for_pause(live: &LiveInstance, patience: Duration) -> Result<(), StatusError> {

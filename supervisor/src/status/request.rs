@@ -1,5 +1,6 @@
 //! What an operator may ask of a supervisor, and what is answered.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -33,6 +34,14 @@ pub enum Request {
         /// Its group and its rank, such as `0.0`.
         worker: String,
     },
+    /// Hand the run over to another executable.
+    Upgrade {
+        /// Its path; that of the running one if there is none.
+        #[serde(default)]
+        path: Option<PathBuf>,
+        /// How long sessions that cannot go on may hold it up, in seconds.
+        patience_s: u64,
+    },
 }
 
 /// What is answered.
@@ -58,7 +67,7 @@ impl Request {
     pub fn parse(line: &[u8]) -> Result<Request, String> {
         serde_json::from_slice(line).map_err(|error| {
             format!(
-                "invalid request: expected {{\"request\": \"report\" | \"pause\" | \"resume\" | \"restart\"}}: {error}"
+                "invalid request: expected {{\"request\": \"report\" | \"pause\" | \"resume\" | \"restart\" | \"upgrade\"}}: {error}"
             )
         })
     }
@@ -69,7 +78,8 @@ impl Request {
     /// A sentence, if a value makes no sense. `None` for a request that changes nothing.
     pub fn order(&self) -> Result<Option<Order>, String> {
         match self {
-            Request::Report { .. } => Ok(None),
+            // The driver carries out an upgrade.
+            Request::Report { .. } | Request::Upgrade { .. } => Ok(None),
             Request::Pause { patience_s } => {
                 let patience = Duration::from_secs(*patience_s);
                 match patience > MAX_PATIENCE {

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use shared::block::Span;
 use shared::config::{Device, RestartConfig, SpanChoice};
 use shared::control::{Capacity, DeathCause, FromNetd, FromPrepare, FromWorker};
@@ -14,7 +15,7 @@ use crate::placement::{Placement, Share};
 use crate::sizing::Memory;
 
 /// What the tree needs to know of the configuration.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Policy {
     /// When children are restarted.
     pub restart: RestartConfig,
@@ -35,7 +36,7 @@ pub struct Policy {
 }
 
 /// A message from a child.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Up {
     /// From prepare.
     Prepare(FromPrepare),
@@ -67,6 +68,9 @@ pub enum Event {
     Examined(Device, Option<String>),
     /// No session is open.
     Idle,
+    /// Another executable handed the run over to this one: its processes are to be replaced. netd waits
+    /// for so long until no session is open.
+    HandedOver(Duration),
     /// The operator asks for something that [`Tree::refusal`](super::Tree::refusal) has nothing
     /// against.
     Ordered(Order),
@@ -238,6 +242,8 @@ pub enum Action {
         /// Its full addresses.
         addrs: Vec<String>,
     },
+    /// All processes are of this executable.
+    Upgraded,
     /// The pause has begun: no worker is left, and the devices are free.
     Paused,
     /// No process is left; return this.

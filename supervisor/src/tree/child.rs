@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
 use shared::config::RestartConfig;
 use shared::control::{DeathCause, Role};
 use shared::exit::{ExitReason, Verdict};
@@ -17,7 +18,7 @@ pub const KILL_PATIENCE: Duration = Duration::from_secs(10);
 pub const CLOSED_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Which child.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ChildId {
     /// The reader of checkpoints.
     Prepare,
@@ -69,23 +70,26 @@ impl fmt::Display for ChildId {
 ///  Starting | Ready | Draining -> Unkillable  (SIGKILL without effect)
 ///  Starting | Ready | Draining -> Reaped      (until the other ranks of the group are reaped too)
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Lifecycle {
     /// Not to be started yet.
     Waiting,
     /// Spawned, not ready.
     Starting {
         /// Since when.
+        #[serde(with = "crate::moment")]
         since: Instant,
     },
     /// Serves.
     Ready {
         /// Since when.
+        #[serde(with = "crate::moment")]
         since: Instant,
     },
     /// Was told to finish.
     Draining {
         /// When patience ends.
+        #[serde(with = "crate::moment")]
         until: Instant,
     },
     /// Reaped, while other ranks of its group are not.
@@ -93,6 +97,7 @@ pub enum Lifecycle {
     /// Reaped; to be started again.
     Backoff {
         /// When.
+        #[serde(with = "crate::moment")]
         until: Instant,
     },
     /// Reaped; not started again.
@@ -124,7 +129,7 @@ impl Lifecycle {
 }
 
 /// How a process ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ExitStatus {
     /// It exited with this code.
     Code(i32),
@@ -178,16 +183,16 @@ pub struct Beat {
 }
 
 /// What follows a death.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Next {
     /// Start again then.
-    Restart(Instant),
+    Restart(#[serde(with = "crate::moment")] Instant),
     /// Do not start again.
     Hold(ExitReason),
 }
 
 /// One child.
-#[derive(Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Child {
     /// Which.
     pub id: ChildId,
@@ -198,6 +203,7 @@ pub struct Child {
     /// Whether a process exists that was not reaped.
     pub alive: bool,
     /// When it was sent SIGKILL.
+    #[serde(with = "crate::moment::option")]
     pub killed: Option<Instant>,
     /// Whether it was killed for what it did to others: then it, and perhaps its work, is to
     /// blame.
@@ -206,10 +212,14 @@ pub struct Child {
     pub excused: bool,
     /// What it said about its own failure.
     pub complaint: Option<String>,
+    #[serde(with = "crate::moment::option")]
     closed: Option<Instant>,
+    #[serde(with = "crate::moment::option")]
     ready_since: Option<Instant>,
+    #[serde(with = "crate::moment::list")]
     deaths: VecDeque<Instant>,
     /// Deaths that do not count.
+    #[serde(with = "crate::moment::list")]
     kills: VecDeque<Instant>,
     /// Deaths in a row that were its own fault.
     failures: u32,
@@ -217,11 +227,12 @@ pub struct Child {
 }
 
 /// A progress counter that does not move.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct Stillness {
     progress: u64,
     /// For how long it has not moved while the supervisor ran.
     stood: Duration,
+    #[serde(with = "crate::moment")]
     seen: Instant,
 }
 
@@ -318,7 +329,7 @@ impl Child {
         }
         if self.counts(end) {
             self.deaths.push_back(now);
-        } else {
+        } else if !self.excused {
             self.kills.push_back(now);
         }
         while self.deaths.front().is_some_and(|&death| now.duration_since(death) > policy.window) {

@@ -4,6 +4,7 @@
 use std::time::{Duration, Instant};
 
 use super::*;
+use serde::{Deserialize, Serialize};
 
 /// A second request to stop counts as impatience only after this time: `timeout` and some shells
 /// signal a process and its group at once.
@@ -13,9 +14,10 @@ const IMPATIENCE: Duration = Duration::from_millis(500);
 pub(super) const SHORT_DRAIN: Duration = Duration::from_secs(5);
 
 /// The end of the run.
-#[derive(Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Ending {
     pub(super) reason: ExitReason,
+    #[serde(with = "crate::moment")]
     pub(super) since: Instant,
     pub(super) forced: bool,
     pub(super) workers_told: bool,

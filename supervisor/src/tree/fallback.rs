@@ -126,11 +126,13 @@ impl Tree {
 
     /// Whether [`super::Event::Idle`] would change anything.
     pub fn waits_for_idle(&self) -> bool {
-        self.moving.is_none() && self.groups.iter().any(Group::may_return)
+        self.netd_awaits_idle()
+            || self.moving.is_none() && self.groups.iter().any(Group::may_return)
     }
 
     /// No session is open.
     pub(super) fn idle(&mut self, now: Instant, out: &mut Vec<Action>) {
+        self.hasten_netd(now);
         if self.ending.is_some() || self.moving.is_some() {
             return;
         }

@@ -3,6 +3,7 @@
 
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
 use shared::block::Span;
 use shared::config::Device;
 use shared::control::{Capacity, DeathCause};
@@ -12,7 +13,7 @@ use super::child::{Child, ChildId, Lifecycle, Next};
 use crate::placement::Placement;
 
 /// What a group is there for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Assignment {
     /// Its blocks are served.
     Serving,
@@ -25,7 +26,7 @@ pub(super) enum Assignment {
 }
 
 /// One rank of a group.
-#[derive(Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Worker {
     pub(super) child: Child,
     pub(super) id: WorkerId,
@@ -42,11 +43,12 @@ pub(super) struct Worker {
     /// How it ended, while other ranks of its group were not reaped.
     pub(super) death: Option<Death>,
     /// When generations of its group ended for it.
+    #[serde(with = "crate::moment::list")]
     pub(super) blamed: Vec<Instant>,
 }
 
 /// How a worker ended.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Death {
     pub(super) cause: DeathCause,
     pub(super) next: Next,
@@ -60,7 +62,7 @@ pub(super) struct Death {
 }
 
 /// The workers of one span and how far their link to netd is.
-#[derive(Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Group {
     pub(super) placement: Placement,
     /// The blocks of the instance that its own are a part of.
@@ -85,14 +87,15 @@ pub(super) struct Group {
 }
 
 /// A device that was put aside.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Aside {
+    #[serde(with = "crate::moment")]
     pub(super) until: Instant,
     pub(super) pause: Duration,
 }
 
 /// The device whose blocks a fallback serves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Origin {
     pub(super) device: Device,
     /// Its blocks.
@@ -101,7 +104,7 @@ pub(super) struct Origin {
 }
 
 /// How far a device is on its way back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Comeback {
     /// It is left alone until its pause is over.
     Resting,

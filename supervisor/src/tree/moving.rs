@@ -15,6 +15,7 @@
 
 use std::time::Instant;
 
+use serde::{Deserialize, Serialize};
 use shared::block::Span;
 use shared::control::DeathCause;
 use shared::exit::ExitReason;
@@ -32,7 +33,7 @@ const MAX_WORKERS: u16 = 30;
 const MAX_RETIRED: usize = 8;
 
 /// How far a move is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Step {
     /// prepare makes the blocks ready.
     Preparing,
@@ -47,7 +48,7 @@ pub(super) enum Step {
 }
 
 /// A move under way.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(super) struct Move {
     pub(super) to: Span,
     pub(super) step: Step,

@@ -43,7 +43,7 @@ impl Tree {
         }
     }
 
-    fn pause_refusal(&self) -> Option<&'static str> {
+    pub(super) fn pause_refusal(&self) -> Option<&'static str> {
         let moves = self.moving.is_some()
             || !self.prepared
             || self.prepare.state != Lifecycle::Gone

@@ -20,6 +20,7 @@ mod pauses;
 mod remainders;
 mod start;
 mod stops;
+mod upgrades;
 
 const MS: Duration = Duration::from_millis(1);
 const SEC: Duration = Duration::from_secs(1);

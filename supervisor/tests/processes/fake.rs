@@ -8,9 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use ipc_channel::ipc::IpcSender;
 use shared::block::Span;
-use shared::bootstrap::{Bootstrap, ControlEnds};
+use shared::bootstrap::{Bootstrap, ControlEnds, ControlSender};
 use shared::control::{
     Capacity, FromNetd, FromPrepare, FromWorker, GroupInit, LinkInit, Role, ToNetd, ToPrepare,
     ToWorker, WorkerInit, WorkerUp,
@@ -271,7 +270,7 @@ fn meet(map: Arc<GroupMap>, init: &WorkerInit) {
     }
 }
 
-fn follow_script(init: &WorkerInit, board: OwnedFd, supervisor: &IpcSender<FromWorker>) {
+fn follow_script(init: &WorkerInit, board: OwnedFd, supervisor: &ControlSender<FromWorker>) {
     let board = BoardWriter::open(board, &init.board, init.generation).unwrap();
     board.enter(Phase::Loading, Duration::from_secs(10));
     supervisor.send(FromWorker::Ready(Capacity::default())).unwrap();

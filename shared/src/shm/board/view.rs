@@ -83,7 +83,12 @@ impl BoardView {
     /// [`BoardError::Segment`] when it cannot be mapped, [`BoardError::NoBoard`] when it is no
     /// board of this build.
     pub(super) fn open(fd: OwnedFd) -> Result<BoardView, BoardError> {
-        let view = BoardView { segment: SmallSegment::open(BOARD_NAME, fd, BOARD_BYTES)? };
+        BoardView::checked(SmallSegment::open(BOARD_NAME, fd, BOARD_BYTES)?)
+    }
+
+    /// The view of a board in this segment, which was made earlier.
+    pub(super) fn checked(segment: SmallSegment) -> Result<BoardView, BoardError> {
+        let view = BoardView { segment };
         let header = &view.layout().header;
         // SYNC POINT board.magic: after this load the header is visible; pairs with the store in
         // Board::create().

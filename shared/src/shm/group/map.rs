@@ -81,6 +81,23 @@ impl Group {
         Ok(group)
     }
 
+    /// The group that this process made with `shape` before it became another executable.
+    ///
+    /// # Errors
+    /// [`GroupMapError`] when the segment or a doorbell is not what was made.
+    pub fn adopt(
+        name: &str,
+        shape: &GroupShape,
+        segment: OwnedFd,
+        bells: Vec<OwnedFd>,
+    ) -> Result<Group, GroupMapError> {
+        shape.check()?;
+        let segment = SmallSegment::adopt(name, segment, shape.segment_bytes())?;
+        let bells: io::Result<Vec<Doorbell>> = bells.into_iter().map(Doorbell::from_fd).collect();
+        let memory = Memory { segment, shape: *shape };
+        Ok(Group { memory, bells: bells.map_err(GroupMapError::Doorbell)? })
+    }
+
     /// Another descriptor of the segment, for a rank.
     ///
     /// # Errors

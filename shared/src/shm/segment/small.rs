@@ -49,6 +49,18 @@ impl SmallSegment {
         Ok(SmallSegment { memory: Memory::Made(shmem, sealed), len, name: name.to_owned() })
     }
 
+    /// Maps a segment that this process made before it became another executable. As at its creation,
+    /// descriptors of it can be handed on.
+    ///
+    /// # Errors
+    /// As [`MemfdSegment::from_fd`], and [`SegmentError::System`] when the system refuses.
+    pub fn adopt(name: &str, fd: OwnedFd, len: usize) -> Result<SmallSegment, SegmentError> {
+        let sealed = MemfdSegment::from_fd(name, fd, len)?;
+        let shmem = nameless_mapping(name, len)?;
+        lay_under(&shmem, &sealed)?;
+        Ok(SmallSegment { memory: Memory::Made(shmem, sealed), len, name: name.to_owned() })
+    }
+
     /// Maps the segment behind a descriptor that came from its maker; the descriptor is closed.
     /// `name` is for messages.
     ///

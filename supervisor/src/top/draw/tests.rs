@@ -85,6 +85,9 @@ fn report() -> InstanceReport {
         ..Figures::default()
     };
     InstanceReport {
+        build: "1".to_owned(),
+        upgrade: None,
+        upgrade_failure: None,
         ready: true,
         pause: "no".to_owned(),
         instance: "llama".into(),

@@ -1,0 +1,78 @@
+//! A digest of the bits of all operations, which tells whether two builds compute the same.
+
+use super::case::Case;
+use super::*;
+
+/// Digests of the smallest cases, by the name of the instruction set, for the present
+/// [`shared::build::NUMERICS`]. What `sepal upgrade` promises rests on them: a change of any bit raises
+/// that number.
+pub const GOLDEN: &[(&str, u64)] = &[];
+
+/// FNV-1a over the bits of numbers.
+pub struct Digest(u64);
+
+impl Default for Digest {
+    fn default() -> Digest {
+        Digest(0xcbf2_9ce4_8422_2325)
+    }
+}
+
+impl Digest {
+    fn feed(&mut self, outputs: &[Vec<f32>]) {
+        for value in outputs.iter().flatten() {
+            self.0 = (self.0 ^ u64::from(value.to_bits())).wrapping_mul(0x0000_0100_0000_01b3);
+        }
+    }
+
+    /// The digest of what was fed so far.
+    pub fn value(&self) -> u64 {
+        self.0
+    }
+}
+
+/// Feeds the outputs of all cases of an operation.
+pub(super) fn digest_cases<B: Subject, C: Case>(
+    name: &str,
+    device: &mut B,
+    class: Class,
+    digest: &mut Digest,
+) -> Result<(), Failure> {
+    for case in C::cases(class).into_iter().filter(|case| case.operation() == name) {
+        let mut bench = Bench::checking(&mut *device, &case.name(), class);
+        digest.feed(&case.run(&mut bench, 0..case.rows())?);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use shared::build::NUMERICS;
+
+    use super::*;
+    use crate::cpu::{Cpu, Isa};
+
+    fn of(isa: Isa) -> u64 {
+        let (mut cpu, mut digest) = (Cpu::with_isa(2, isa), Digest::default());
+        for operation in operations::<Cpu>() {
+            operation.digest(&mut cpu, Class::Smallest, &mut digest).expect(operation.name);
+        }
+        digest.value()
+    }
+
+    #[test]
+    fn results_are_those_of_this_numerics() {
+        let found = Isa::available().iter().map(|&isa| (format!("{isa:?}"), of(isa)));
+        let found: Vec<(String, u64)> = found.collect();
+        let lines = found.iter().map(|(name, digest)| format!("(\"{name}\", {digest:#018x}),"));
+        let lines = lines.collect::<Vec<_>>().join(" ");
+        for (name, digest) in &found {
+            let golden = GOLDEN.iter().find(|(known, _)| known == name).map(|(_, golden)| golden);
+            assert_eq!(
+                golden,
+                Some(digest),
+                "{name} computes other bits than NUMERICS {NUMERICS} promises: raise it in \
+                 shared/src/build.rs, and put into GOLDEN: {lines}"
+            );
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! How one executable of the supervisor hands a run over to the next, in the same process
+//! (`sepal upgrade`).
+//!
+//! ```text
+//! old    children hold their messages back (`shared::bootstrap::ToChild::Hold`)
+//!        State -> memfd; descriptors of segments, sockets and children lose close-on-exec
+//!        execv(NEW, [.., "handover", "--resume=FD", "--", ARGS of sepal serve])
+//! new    State <- memfd; maps segments, takes descriptors, tells each child where its next channel is
+//! ```
+//! The process keeps its id, so children stay its children, and locks and sockets stay with it. The new
+//! executable was asked before whether it can read such a state (`sepal handover --describe`).
+
+use std::ffi::{CString, OsString};
+use std::fs::File;
+use std::io::{self, Read, Seek, Write};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use serde::{Deserialize, Serialize};
+use shared::block::Span;
+use shared::build::Build;
+use shared::config::ServeConfig;
+use shared::control::Capacity;
+use shared::exit::ExitReason;
+use shared::ids::Generation;
+use shared::model::ModelFacts;
+
+use crate::segments::HandedSegments;
+use crate::spawn;
+use crate::tree::{ChildId, ExitStatus, Tree, Up};
+
+/// Longest state in bytes; that of a large run has some hundred kilobytes.
+const MAX_STATE_BYTES: u64 = 64 << 20;
+
+/// A descriptor that stays open while the executable changes, by its number.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Fd(RawFd);
+
+impl Fd {
+    /// Takes it over, in the next executable, once. It is close-on-exec from then on.
+    ///
+    /// # Errors
+    /// When there is no such descriptor, or it was taken.
+    pub fn take(&mut self) -> io::Result<OwnedFd> {
+        spawn::adopt(std::mem::replace(&mut self.0, -1))
+    }
+}
+
+/// Descriptors on their way to the next executable; closed if it does not come.
+#[derive(Debug, Default)]
+pub struct Handed(Vec<OwnedFd>);
+
+impl Handed {
+    /// Adds a descriptor of its own.
+    pub fn put(&mut self, fd: OwnedFd) -> Fd {
+        let number = fd.as_raw_fd();
+        self.0.push(fd);
+        Fd(number)
+    }
+
+    fn keep_open(&self) -> io::Result<()> {
+        for fd in &self.0 {
+            fcntl(fd, FcntlArg::F_SETFD(FdFlag::empty()))?;
+        }
+        Ok(())
+    }
+}
+
+/// A child process that goes on.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct HandedChild {
+    /// Which child.
+    pub id: ChildId,
+    /// Its generation.
+    pub generation: Generation,
+    /// Its slot on the board.
+    pub slot: u32,
+    /// Its process id.
+    pub pid: i32,
+    /// Its pidfd.
+    pub pidfd: Fd,
+    /// The socket for descriptors.
+    pub descriptors: Fd,
+    /// Tag of the last bundle that was sent to it.
+    pub last_tag: u64,
+}
+
+/// What had happened and was not told to the tree yet.
+#[derive(Debug, Serialize, Deserialize)]
+pub enum Pending {
+    /// A child spoke.
+    Said(ChildId, Generation, Up),
+    /// A child's process was reaped.
+    Ended(ChildId, Generation, ExitStatus),
+    /// A child closed its control channel.
+    Closed(ChildId, Generation),
+}
+
+/// A run on its way from one executable to the next.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct State {
+    /// The build before.
+    pub build: Build,
+    /// Arguments of the process, `sepal serve ...`.
+    pub arguments: Vec<OsString>,
+    /// The settings in force.
+    pub config: ServeConfig,
+    /// Name of the instance.
+    pub instance: String,
+    /// The file whose lock says that the instance runs.
+    pub lock: Fd,
+    /// The listening socket of `sepal status`.
+    pub status: Fd,
+    /// The listening socket of `--metrics`.
+    pub metrics: Option<Fd>,
+    /// The process tree.
+    pub tree: Tree,
+    /// Its processes.
+    pub children: Vec<HandedChild>,
+    /// What the tree has yet to hear.
+    pub pending: Vec<Pending>,
+    /// The shared memory.
+    pub segments: HandedSegments,
+    /// The model.
+    pub facts: Option<ModelFacts>,
+    /// What workers measured at an earlier start.
+    pub kept: Option<Capacity>,
+    /// The blocks that clients were told of.
+    pub span: Option<Span>,
+    /// Where clients reach the server.
+    pub addrs: Vec<String>,
+    /// Whether a service manager was told READY.
+    pub was_ready: bool,
+    /// How long open sessions may keep netd from being replaced.
+    pub patience: Duration,
+    /// Whether the instance was paused for the upgrade.
+    pub resumes: bool,
+}
+
+/// Why a state cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum StateError {
+    /// The file.
+    #[error("cannot read the state of the build before")]
+    File(#[from] io::Error),
+    /// Its size.
+    #[error("the state of the build before has {0} bytes: expected at most {MAX_STATE_BYTES}")]
+    TooLong(u64),
+    /// Its content.
+    #[error("the state of the build before means nothing to this one")]
+    Content(#[from] postcard::Error),
+}
+
+impl State {
+    /// Writes the state into a new memfd.
+    ///
+    /// # Errors
+    /// When the system refuses it.
+    pub fn write(&self) -> io::Result<File> {
+        let bytes = postcard::to_allocvec(self).map_err(io::Error::other)?;
+        let mut file = File::from(memfd_create("sepal-handover", MFdFlags::MFD_CLOEXEC)?);
+        file.write_all(&bytes)?;
+        file.rewind()?;
+        Ok(file)
+    }
+
+    /// Reads a state.
+    ///
+    /// # Errors
+    /// [`StateError`].
+    pub fn read(from: impl Read) -> Result<State, StateError> {
+        let mut bytes = Vec::new();
+        from.take(MAX_STATE_BYTES + 1).read_to_end(&mut bytes)?;
+        match bytes.len() as u64 {
+            long if long > MAX_STATE_BYTES => Err(StateError::TooLong(long)),
+            _ => Ok(postcard::from_bytes(&bytes)?),
+        }
+    }
+}
+
+/// What `sepal handover` is asked to do. Only a supervisor asks.
+#[derive(Debug, PartialEq, Eq)]
+pub enum HandoverOptions {
+    /// Say which build this is, and whether it can read the state on standard input.
+    Describe,
+    /// Go on with the run whose state is behind this descriptor.
+    Resume(RawFd),
+}
+
+/// A build and whether it can take a run over.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Description {
+    /// The build.
+    pub build: Build,
+    /// Whether it reads the state that it was shown.
+    pub reads_state: bool,
+}
+
+/// Prints the [`Description`] of this build as a line of JSON.
+pub fn describe() -> ExitReason {
+    let build = Build::this();
+    // Of another format, the same bytes may mean something else.
+    let read = State::read(io::stdin().lock());
+    let reads_state = read.is_ok_and(|state| state.build.format == build.format);
+    match serde_json::to_string(&Description { build, reads_state }) {
+        Ok(line) => {
+            println!("{line}");
+            ExitReason::Clean
+        }
+        Err(_) => ExitReason::Failed,
+    }
+}
+
+/// Takes the state behind an inherited descriptor.
+///
+/// # Errors
+/// [`StateError`].
+pub fn take(fd: RawFd) -> Result<State, StateError> {
+    State::read(File::from(Fd(fd).take()?))
+}
+
+/// Becomes the executable at `path`, which goes on with `state`. Returns only if that fails; then nothing
+/// has changed.
+pub fn become_next(path: &Path, state: &State, mut handed: Handed) -> io::Error {
+    let becoming = || {
+        let file = handed.put(OwnedFd::from(state.write()?));
+        let mut arguments = state.arguments.clone();
+        let title = if arguments.is_empty() { "sepal".into() } else { arguments.remove(0) };
+        let resume = format!("--resume={}", file.0).into();
+        let first = [title, "handover".into(), resume, "--".into()];
+        handed.keep_open()?;
+        execute(path, first.into_iter().chain(arguments))
+    };
+    match { becoming }() {
+        Ok(never) => match never {},
+        Err(error) => error,
+    }
+}
+
+/// Becomes the executable at `path` with these arguments, as a start of its own.
+pub fn start_anew(path: &Path, arguments: Vec<OsString>) -> io::Error {
+    match execute(path, arguments.into_iter()) {
+        Ok(never) => match never {},
+        Err(error) => error,
+    }
+}
+
+/// Unlike `Command::exec`, this keeps the blocked signals blocked: none is lost on the way.
+fn execute(
+    path: &Path,
+    arguments: impl Iterator<Item = OsString>,
+) -> io::Result<std::convert::Infallible> {
+    let text = |text: OsString| CString::new(text.into_vec()).map_err(io::Error::other);
+    let path = text(PathBuf::from(path).into_os_string())?;
+    let arguments = arguments.map(text).collect::<io::Result<Vec<_>>>()?;
+    Ok(nix::unistd::execv(&path, &arguments)?)
+}

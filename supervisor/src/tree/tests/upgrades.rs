@@ -1,0 +1,107 @@
+//! Another executable takes the run over: every process is replaced, one after the other.
+
+use super::*;
+
+/// How long sessions may hold netd up.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What the tree is after it went from one executable to the next.
+fn handed_over(mut rig: Rig) -> Rig {
+    assert_eq!(rig.tree.upgrade_waits_for(), None);
+    let bytes = postcard::to_allocvec(&rig.tree).unwrap();
+    rig.tree = postcard::from_bytes(&bytes).unwrap();
+    rig.on(Event::HandedOver(PATIENCE));
+    rig
+}
+
+impl Rig {
+    fn kills(&self) -> Vec<ChildId> {
+        let kill = |action: &Action| match action {
+            Action::Kill(id, ..) => Some(*id),
+            _ => None,
+        };
+        self.last.iter().filter_map(kill).collect()
+    }
+
+    fn is_upgraded(&self) -> bool {
+        self.last.contains(&Action::Upgraded)
+    }
+
+    /// A new netd listens, and every worker is linked to it.
+    fn netd_is_back(&mut self, workers: u16) -> &mut Rig {
+        self.netd_listens();
+        let netd_generation = self.generation(NETD);
+        for group in 0..workers {
+            self.say(worker(group), Up::Worker(FromWorker::Linked { netd_generation }));
+        }
+        self
+    }
+}
+
+#[test]
+fn workers_are_replaced_one_by_one_and_netd_last() {
+    let mut rig = handed_over(Rig::online(2));
+    assert_eq!(rig.kills(), [worker(0)]);
+    assert_eq!(rig.tree.replaces().unwrap(), "replacing the workers of group 0");
+    rig.die(worker(0), SIGKILL);
+    assert_eq!(rig.spawned().len(), 1, "at once");
+    assert!(rig.kills().is_empty(), "one at a time");
+    rig.worker_ready(0);
+    assert_eq!(rig.kills(), [worker(1)]);
+    rig.die(worker(1), SIGKILL).worker_ready(1);
+    assert!(rig.kills().is_empty(), "sessions are open");
+    assert!(rig.tree.waits_for_idle());
+    assert!(rig.wait(PATIENCE - SEC).kills().is_empty());
+    assert_eq!(rig.wait(SEC).kills(), [NETD]);
+    rig.die(NETD, SIGKILL);
+    assert!(!rig.is_upgraded());
+    rig.netd_is_back(2);
+    assert!(rig.is_upgraded(), "{:?}", rig.last);
+    assert_eq!(rig.tree.replaces(), None);
+    assert_eq!(rig.tree.upgrade_waits_for(), None, "once more");
+    assert!(rig.complaints().is_empty());
+}
+
+#[test]
+fn who_dies_meanwhile_is_new_already() {
+    let mut rig = handed_over(Rig::online(3));
+    rig.die(worker(1), SIGKILL).worker_ready(1);
+    rig.die(NETD, SIGKILL).netd_is_back(3);
+    rig.die(worker(0), SIGKILL).worker_ready(0);
+    assert_eq!(rig.kills(), [worker(2)], "worker 1 and netd are new");
+    rig.die(worker(2), SIGKILL).worker_ready(2);
+    assert!(rig.is_upgraded(), "{:?}", rig.last);
+}
+
+#[test]
+fn replacing_counts_for_no_limit() {
+    let mut rig = Rig::online(1);
+    for _ in 0..20 {
+        rig = handed_over(rig);
+        assert_eq!(rig.kills(), [worker(0)]);
+        rig.die(worker(0), SIGKILL).worker_ready(0);
+        assert_eq!(rig.on(Event::Idle).kills(), [NETD]);
+        rig.die(NETD, SIGKILL).netd_is_back(1);
+        assert!(rig.is_upgraded());
+    }
+    assert!(rig.finished().is_none());
+}
+
+#[test]
+fn an_upgrade_waits_for_processes_that_start() {
+    let mut rig = Rig::online(2);
+    rig.die(worker(1), SIGKILL);
+    assert!(rig.tree.upgrade_waits_for().unwrap().contains("group 1 is starting"));
+    rig.worker_ready(1);
+    assert_eq!(rig.tree.upgrade_waits_for(), None);
+    assert!(Rig::until_prepared(1).tree.upgrade_waits_for().is_some());
+    rig.on(Event::Stop);
+    assert!(rig.tree.upgrade_waits_for().unwrap().contains("stopping"));
+}
+
+#[test]
+fn a_stop_ends_the_replacement() {
+    let mut rig = handed_over(Rig::online(1));
+    rig.on(Event::Stop);
+    assert_eq!(rig.tree.replaces(), None);
+}
