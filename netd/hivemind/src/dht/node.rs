@@ -74,6 +74,8 @@ pub struct Node {
     blacklist: Blacklist,
     welcomes: Welcomes,
     refused_renewals: u64,
+    /// When our own latest record under each key ends.
+    said: HashMap<DhtId, f64>,
     calls: HashMap<CallId, Pending>,
     operations: HashMap<OperationId, Operation>,
     call_backs: usize,
@@ -135,6 +137,7 @@ impl Node {
             blacklist: Blacklist::default(),
             welcomes: Welcomes::default(),
             refused_renewals: 0,
+            said: HashMap::new(),
             calls: HashMap::new(),
             operations: HashMap::new(),
             call_backs: 0,
@@ -189,6 +192,7 @@ impl Node {
                 self.look(id, keys, sufficient, Goal::Get, now);
             }
             Event::Store { id, items } => {
+                self.note_own(&items, now);
                 let mut keys: Vec<_> = items.iter().map(|(key, _)| *key).collect();
                 keys.sort_unstable();
                 keys.dedup();
@@ -206,6 +210,7 @@ impl Node {
             self.cache.drop_expired(now);
             self.blacklist.drop_expired(now);
             self.welcomes.drop_expired(now);
+            self.said.retain(|_, end| *end >= now);
         }
     }
 

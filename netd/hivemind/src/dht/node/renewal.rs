@@ -1,6 +1,7 @@
 //! A node that refuses our own record has a later one under our name, and we did not write it.
 //! Nodes that believe the last writer (hivemind's) are told again with a later expiration: they are
-//! asked what they have, and get ours with an expiration one second after it.
+//! asked what they have, and get ours with an expiration one second after it. Only our latest record
+//! insists: one that was overtaken by a newer one of ours is rightly refused.
 
 use super::super::id::DhtId;
 use super::super::storage::{Item, Stored, Timed, tag_of};
@@ -22,8 +23,30 @@ pub(super) struct Refusal {
 }
 
 impl Node {
+    /// Notes which records of our own are the latest from now on.
+    pub(super) fn note_own(&mut self, items: &[(DhtId, Item)], now: f64) {
+        let own = tag_of(&self.config.own.peer_id);
+        for (key, item) in items {
+            if let Item::Entry(tag, timed) = item
+                && *tag == own
+                && timed.expiration >= now
+            {
+                self.said.insert(*key, timed.expiration);
+            }
+        }
+    }
+
+    /// Whether a record is still what we say. An older one that arrives late is rightly refused.
+    fn is_latest(&self, refusal: &Refusal) -> bool {
+        let Item::Entry(_, ours) = &refusal.item else { return false };
+        self.said.get(&refusal.key).is_none_or(|latest| ours.expiration >= *latest)
+    }
+
     /// Asks a node that refused a record of our own what it has instead.
     pub(super) fn contest(&mut self, peer: PeerId, refusal: Refusal, now: f64) {
+        if !self.is_latest(&refusal) {
+            return self.on_renewal_answer(refusal.id, refusal.index, None, now);
+        }
         self.refused_renewals += 1;
         let keys = vec![Bytes::copy_from_slice(&refusal.key.0)];
         let request = FindRequest { auth: None, keys, peer: Some(self.node_info()) };
@@ -44,7 +67,9 @@ impl Node {
         };
         let theirs = found.and_then(|found| parse_result(found).found);
         let tag = tag_of(&self.config.own.peer_id);
+        let is_latest = self.is_latest(&refusal);
         let later = match (theirs, &refusal.item) {
+            _ if !is_latest => None,
             (Some(Stored::Dictionary(theirs)), Item::Entry(_, ours)) => {
                 let entry = theirs.iter().find(|(other, _)| **other == tag);
                 entry

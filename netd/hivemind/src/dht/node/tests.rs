@@ -301,6 +301,59 @@ fn refused_renewal_is_answered_by_a_newer_one() {
     assert_eq!(node.refused_renewals(), 1);
 }
 
+/// Two records of ours travel at the same time: the older one arrives last, and gives way.
+#[test]
+fn an_older_record_of_ours_never_replaces_a_newer_one() {
+    let own_key = DhtId::of_text("model.0");
+    for newer_starts_before_the_question in [true, false] {
+        let (mut node, holder) = (node(), contact(1));
+        node.on(ping(&holder, false), NOW);
+        let own = crate::dht::storage::tag_of(&node.config.own.peer_id);
+        let entry = |value: &'static str, end: f64| {
+            (own_key, Item::Entry(own.clone(), Timed { value: value.into(), expiration: end }))
+        };
+        let nothing = |keys| {
+            let results = vec![FindResult::default(); keys];
+            Some(Response::Find(FindResponse { auth: None, results, peer: None }))
+        };
+        let stored = |ok: bool| {
+            Some(Response::Store(StoreResponse { auth: None, store_ok: vec![ok], peer: None }))
+        };
+        let joining = vec![entry("joining", NOW + 100.0)];
+        let (call, ..) =
+            only_call(node.on(Event::Store { id: OperationId(1), items: joining }, NOW));
+        let (first, _, request) =
+            only_call(node.on(Event::Answered { call, response: nothing(1) }, NOW));
+        assert!(matches!(request, Request::Store(_)));
+        let offline = vec![entry("offline", NOW + 101.0)];
+        let later = Event::Store { id: OperationId(2), items: offline };
+        let first = match newer_starts_before_the_question {
+            true => {
+                node.on(later, NOW);
+                node.on(Event::Answered { call: first, response: stored(false) }, NOW)
+            }
+            false => {
+                let asked = node.on(Event::Answered { call: first, response: stored(false) }, NOW);
+                let (question, _, request) = only_call(asked);
+                assert!(matches!(request, Request::Find(_)), "{request:?}");
+                node.on(later, NOW);
+                let mut result = FindResult::default();
+                result.set_type(ResultType::FoundDictionary);
+                let timed = Timed { value: "offline".into(), expiration: NOW + 101.0 };
+                let newer = Dictionary::single(own.clone(), timed, false);
+                (result.value, result.expiration_time) = (newer.encode(), NOW + 101.0);
+                let results = vec![result];
+                let found = Some(Response::Find(FindResponse { auth: None, results, peer: None }));
+                node.on(Event::Answered { call: question, response: found }, NOW)
+            }
+        };
+        let again = first.iter().any(|action| matches!(action, Action::Call { .. }));
+        assert!(!again, "{first:?}");
+        let ended = matches!(&first[..], [Action::Stored { id: OperationId(1), .. }]);
+        assert!(ended, "{first:?}");
+    }
+}
+
 proptest! {
     #[test]
     fn no_request_from_the_wire_panics(bytes in prop::collection::vec(any::<u8>(), 0..300), kind in 0u8..3) {
