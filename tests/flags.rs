@@ -100,7 +100,7 @@ fn a_dry_run_prints_what_would_be_announced_keeps_it_and_ends() {
     let known = ["measured with servers of the swarm", "the speed of the link"];
     assert!(known.iter().any(|how| line.contains(how)), "{line}");
     for file in ["sepal_throughput_v1.json", "sepal_network_v1.json"] {
-        assert!(Path::new(folder).join(file).exists(), "{file} is kept");
+        assert!(Path::new(folder).join("rates").join(file).exists(), "{file} is kept");
     }
     assert!(!dry.log().contains("state=ONLINE"));
 

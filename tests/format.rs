@@ -8,8 +8,9 @@ use shared::build::{FORMAT, FORMAT_SOURCES};
 
 /// Files and folders with types that cross between processes, or from one executable of the supervisor to
 /// the next.
-const TYPES: [&str; 7] = [
+const TYPES: [&str; 8] = [
     "shared/src",
+    "supervisor/src/handed.rs",
     "supervisor/src/handover.rs",
     "supervisor/src/placement.rs",
     "supervisor/src/segments.rs",
@@ -46,7 +47,7 @@ fn types(path: &Path) -> String {
                 _ => {}
             }
             // The list of traits closes the parenthesis that was split off.
-            (depth == -1 && *letter == '}') || (depth == -1 && *letter == ';')
+            depth == -1 && matches!(letter, '}' | ';')
         });
         rest[..end.map_or(rest.len(), |(at, _)| at)].to_owned()
     };

@@ -101,6 +101,7 @@ const PROCESSES_IN: &[&str] = &[
     "kernels/tests/",
     "netd/benches/",
     "shared/benches/",
+    "shared/src/sandbox/tests.rs",
     "shared/src/shm/group/tests/",
     "shared/src/shm/ring/tests.rs",
     "supervisor/tests/",

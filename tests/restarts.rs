@@ -56,7 +56,7 @@ fn measure(dir: &Arc<TempDir>) {
 
 /// Changes the kept rates of the processor and of the emulator.
 fn set_rates(dir: &Path, processor: f64, emulator: f64) {
-    let path = dir.join("cache/sepal_throughput_v1.json");
+    let path = dir.join("cache/rates/sepal_throughput_v1.json");
     let text = std::fs::read_to_string(&path).expect("kept rates");
     let mut rates: BTreeMap<String, Value> = serde_json::from_str(&text).expect("JSON");
     assert_eq!(rates.len(), 2, "{text}");

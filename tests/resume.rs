@@ -22,7 +22,8 @@ struct Seen {
 
 /// Generates greedily with our client; before each step `between` may do harm.
 async fn generate(sepal: &Sepal, golden: &Golden, mut between: impl FnMut(usize)) -> Seen {
-    let mut model = LocalModel::load(&demo_model(), Some(shared::dtype::DType::F32), 1).expect("the demo model");
+    let mut model = LocalModel::load(&demo_model(), Some(shared::dtype::DType::F32), 1)
+        .expect("the demo model");
     let mut swarm = Swarm::join(SwarmConfig {
         initial_peers: vec![sepal.addr().parse().expect("multiaddr")],
         prefix: "demo".to_owned(),

@@ -50,6 +50,8 @@ struct Tally {
     /// Times that netd was killed or replaced.
     netd_ends: AtomicU64,
     last_netd_end: Mutex<Option<Instant>>,
+    /// Whether netd is being replaced at a moment that only the server knows.
+    is_upgrading: AtomicBool,
     is_over: AtomicBool,
 }
 
@@ -164,7 +166,8 @@ async fn plain_sessions(addr: String, seed: u32, expected: Vec<Vec<f32>>, tally:
                 }
                 Err(failure) => failure,
             };
-            let netd_ended = tally.netd_ends.load(Ordering::SeqCst) != before;
+            let netd_ended = tally.is_upgrading.load(Ordering::SeqCst)
+                || tally.netd_ends.load(Ordering::SeqCst) != before;
             let count = match &failure {
                 Failure::Lost(text) | Failure::Unopened(text) if text.contains("crash") => {
                     &tally.suspects
@@ -216,7 +219,13 @@ fn blow(sepal: &Sepal, seed: u64, duration: Duration, tally: &Tally) -> BTreeMap
             // Noted before, so that no session ends with its netd and knows of no reason.
             tally.netd_ends();
         }
+        tally.is_upgrading.store(fault == Fault::Upgrade, Ordering::SeqCst);
         *done.entry(fault).or_default() += u32::from(strike(sepal, fault, group.as_ref()));
+        if fault == Fault::Upgrade {
+            // Counted before the mark goes.
+            tally.netd_ends();
+            tally.is_upgrading.store(false, Ordering::SeqCst);
+        }
     }
     done
 }

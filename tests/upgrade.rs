@@ -266,7 +266,7 @@ async fn a_build_of_another_format_starts_anew_in_the_same_process() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_reload_upgrades_once_another_executable_was_installed() {
     let dir = Arc::new(tempfile::tempdir().expect("temporary folder"));
-    let installed = another_build(dir.path(), "sepal");
+    let installed = another_build(dir.path(), "installed");
     let model = demo_model();
     let arguments = serve_args(&model, "demo", &["--new_swarm", "--device", "cpu"]);
     let server = Sepal::start_by(Command::new(&installed), dir.clone(), &arguments);
@@ -277,7 +277,7 @@ async fn a_reload_upgrades_once_another_executable_was_installed() {
     assert_eq!(children_of(pid), processes, "nothing else was installed");
 
     // As a package manager does it: the new file takes the name of the old one.
-    let next = another_build(dir.path(), "sepal.dpkg-new");
+    let next = another_build(dir.path(), "installed.dpkg-new");
     fs::rename(&next, &installed).expect("install");
     server.signal(Signal::SIGHUP);
     server.wait_line("upgraded: every process", 1);

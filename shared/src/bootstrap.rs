@@ -10,7 +10,8 @@
 //!    a child;
 //! 4. offers itself to the OOM killer before the supervisor, workers before netd;
 //! 5. starts logging, and makes every panic abort the process;
-//! 6. connects to the one-shot `ipc-channel` server named in the birth and hands over the far ends
+//! 6. enters its [`sandbox`](crate::sandbox), while it has one thread;
+//! 7. connects to the one-shot `ipc-channel` server named in the birth and hands over the far ends
 //!    of two channels.
 //!
 //! After that a closed control channel ([`ipc_channel::IpcError::Disconnected`]) means that the
@@ -49,6 +50,7 @@ use tracing::info;
 
 use crate::control::{Birth, Role};
 use crate::exit::ExitReason;
+use crate::sandbox::{self, SandboxError};
 
 pub use control::{Attach, Closed, ControlReceiver, ControlSender, FromChild, ToChild};
 pub use descriptors::{DescriptorError, DescriptorSocket, MAX_BUNDLE};
@@ -84,6 +86,9 @@ pub enum BootstrapError {
     /// The log filter is wrong.
     #[error(transparent)]
     Log(#[from] LogError),
+    /// The kernel cannot confine this process, and it was to be.
+    #[error(transparent)]
+    Sandbox(#[from] SandboxError),
     /// The control channel could not be made.
     #[error("cannot connect to the control channel {name:?}")]
     Connect {
@@ -99,7 +104,9 @@ impl BootstrapError {
     /// The reason with which the process should exit.
     pub fn exit_reason(&self) -> ExitReason {
         match self {
-            BootstrapError::NoSocket(_) | BootstrapError::Log(_) => ExitReason::BadConfig,
+            BootstrapError::NoSocket(_) | BootstrapError::Log(_) | BootstrapError::Sandbox(_) => {
+                ExitReason::BadConfig
+            }
             BootstrapError::Mismatch { .. } => ExitReason::ProtocolMismatch,
             BootstrapError::ParentGone(_) | BootstrapError::Connect { .. } => {
                 ExitReason::ParentGone
@@ -141,7 +148,7 @@ pub struct Exchange<Down, Up> {
 }
 
 impl Bootstrap {
-    /// Steps 1 to 5 of the module's list, for a process that was started as `role` with
+    /// Steps 1 to 6 of the module's list, for a process that was started as `role` with
     /// `--bootstrap fd`.
     ///
     /// # Errors
@@ -162,12 +169,14 @@ impl Bootstrap {
             generation: Some(birth.generation),
         };
         init_logging(&birth.log, identity)?;
+        let confined = sandbox::enter(role, &birth.confinement)?;
         let rank = birth.worker.map(tracing::field::display);
         info!(
             role = role.name(),
             rank,
             generation = birth.generation.0,
             pid = std::process::id(),
+            %confined,
             "started"
         );
         Ok(Bootstrap { birth, descriptors })
@@ -178,7 +187,7 @@ impl Bootstrap {
         &self.birth
     }
 
-    /// Step 6: makes the two control channels and hands their far ends to the supervisor.
+    /// Step 7: makes the two control channels and hands their far ends to the supervisor.
     ///
     /// # Errors
     /// [`BootstrapError::Connect`] when the supervisor does not listen any more.

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::block::Span;
 use crate::dtype::DType;
 pub use crate::dtype::QuantType;
+use crate::sandbox::SandboxMode;
 use crate::warpgroups::Warpgroups;
 pub use tools::{CacheAction, CacheConfig, ConvertConfig, PruneConfig};
 
@@ -48,6 +49,8 @@ pub struct ServeConfig {
     pub restart: RestartConfig,
     /// How every process logs.
     pub log: LogConfig,
+    /// Whether children are confined (`--sandbox`).
+    pub sandbox: SandboxMode,
     /// How long a drain may take before children are killed.
     pub drain_timeout: Duration,
     /// Memory that blocks, KV cache and processes may take (`--max_memory`); `None` = what is
@@ -440,6 +443,8 @@ pub struct PrepareConfig {
 pub struct HubConfig {
     /// Address of the Hub (`HF_ENDPOINT`); `None` = the public one.
     pub endpoint: Option<String>,
+    /// Whether that may be an address without encryption, beyond this machine.
+    pub is_plain_http_allowed: bool,
     /// What proves that the operator may read the model.
     pub token: Option<Secret>,
     /// Branch, tag or commit; `None` = `main`.

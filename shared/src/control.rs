@@ -38,33 +38,13 @@ use crate::exit::ExitReason;
 use crate::ids::{Generation, WorkerId};
 use crate::model::{ModelFacts, RankShare};
 use crate::network::NetworkRate;
+pub use crate::role::Role;
+use crate::sandbox::Confinement;
 use crate::warpgroups::Warpgroups;
 
 /// Tag of a bundle of descriptors on the descriptor socket; counts up from 1 for each child.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FdTag(pub u64);
-
-/// Role of a child process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Role {
-    /// The network daemon.
-    Netd,
-    /// A worker that owns one device.
-    Worker,
-    /// The short-lived reader of checkpoints.
-    Prepare,
-}
-
-impl Role {
-    /// The hidden subcommand of `sepal` that runs the role, and its name in logs.
-    pub fn name(self) -> &'static str {
-        match self {
-            Role::Netd => "netd",
-            Role::Worker => "gpu-worker",
-            Role::Prepare => "prepare",
-        }
-    }
-}
 
 /// What every child is told first, as JSON in the first packet of its descriptor socket.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -83,6 +63,8 @@ pub struct Birth {
     pub worker: Option<WorkerId>,
     /// How to log.
     pub log: LogConfig,
+    /// What it may touch.
+    pub confinement: Confinement,
 }
 
 /// Where a child reports to on the board, and how often. The descriptor of the board is the last one

@@ -21,6 +21,8 @@ pub mod limits;
 pub mod model;
 pub mod network;
 pub mod numa;
+pub mod role;
+pub mod sandbox;
 pub mod shm;
 pub mod throughput;
 pub mod warpgroups;

@@ -9,12 +9,14 @@ use shared::bootstrap::{Attach, DescriptorSocket, build_id};
 use shared::config::LogConfig;
 use shared::control::{Birth, BoardSeat, FdTag, Role};
 use shared::ids::{Generation, WorkerId};
+use shared::sandbox::Confinement;
 use shared::shm::board::{Board, BoardError, Occupant};
 
 use tracing::warn;
 
 use crate::channel::{Channel, Message, Wake};
-use crate::handover::{Handed, HandedChild};
+use crate::handed::Handed;
+use crate::handover::HandedChild;
 use crate::spawn::{Process, TITLE};
 use crate::tree::{ChildId, ExitStatus};
 
@@ -79,7 +81,7 @@ impl ChildProcess {
         id: ChildId,
         generation: Generation,
         slot: u32,
-        log: &LogConfig,
+        (log, confinement): (&LogConfig, Confinement),
         board: &Board,
         wake: &Wake,
     ) -> Result<ChildProcess, StartError> {
@@ -96,6 +98,7 @@ impl ChildProcess {
             generation,
             worker,
             log: log.clone(),
+            confinement,
         };
         let spawned = descriptors
             .send_birth(&birth)

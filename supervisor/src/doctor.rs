@@ -34,6 +34,7 @@ use shared::checkup::{HubFacts, HubQuestion, Observers, SwarmFacts};
 use shared::config::{NetdConfig, QuantType};
 use shared::escape::escaped_json;
 use shared::exit::ExitReason;
+use shared::sandbox::Support;
 
 use crate::cli::DoctorOptions;
 use check::{Finding, Pending, Status, Verdict, late};
@@ -112,6 +113,7 @@ fn examine(options: &DoctorOptions, observers: Observers) -> (Vec<Finding>, Vec<
     let mut findings = vec![
         Finding::new("settings", judge_settings(options)),
         Finding::new("kernel", system::judge_kernel(&system::kernel())),
+        Finding::new("sandbox", system::judge_sandbox(Support::of_this_kernel())),
         Finding::new("limits", system::judge_limits(&system::limits(config.file_limit))),
         Finding::new("shared memory", system::judge_shm(&system::shm(Path::new("/dev/shm")))),
         Finding::new("memory", system::judge_memory(system::memory())),

@@ -11,6 +11,7 @@
 //! when its channel has run dry.
 
 mod compose;
+mod confine;
 mod examine;
 mod liveness;
 mod operator;
@@ -103,6 +104,9 @@ pub enum LoopError {
     /// The board could not be made.
     #[error(transparent)]
     Board(#[from] MakeError),
+    /// The kernel cannot confine children as it was asked to.
+    #[error("{0}")]
+    Sandbox(String),
 }
 
 impl LoopError {
@@ -111,6 +115,7 @@ impl LoopError {
         match self {
             LoopError::System(..) => ExitReason::Failed,
             LoopError::Board(_) => ExitReason::OutOfMemory,
+            LoopError::Sandbox(_) => ExitReason::BadConfig,
         }
     }
 }
@@ -267,6 +272,7 @@ impl<'a> Driver<'a> {
     }
 
     fn run(mut self) -> Result<Outcome, LoopError> {
+        self.prepare_confinement().map_err(LoopError::Sandbox)?;
         loop {
             self.work_off();
             if let Some(reason) = self.finished {
@@ -544,7 +550,7 @@ impl<'a> Driver<'a> {
             id,
             generation,
             self.slot_of(id),
-            &self.config.log,
+            (&self.config.log, self.confinement(id)),
             &self.segments.board,
             &self.wake,
         ) {

@@ -3,22 +3,20 @@
 //!
 //! ```text
 //! old    children hold their messages back (`shared::bootstrap::ToChild::Hold`)
-//!        State -> memfd; descriptors of segments, sockets and children lose close-on-exec
+//!        state -> memfd; descriptors of segments, sockets and children lose close-on-exec
 //!        execv(NEW, [.., "handover", "--resume=FD", "--", ARGS of sepal serve])
-//! new    State <- memfd; maps segments, takes descriptors, tells each child where its next channel is
+//! new    state <- memfd; maps segments, takes descriptors, tells each child where its next channel is
 //! ```
 //! The process keeps its id, so children stay its children, and locks and sockets stay with it. The new
 //! executable was asked before whether it can read such a state (`sepal handover --describe`).
 
-use std::ffi::{CString, OsString};
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::os::unix::ffi::OsStringExt;
-use std::path::{Path, PathBuf};
+use std::os::fd::{OwnedFd, RawFd};
+use std::path::Path;
 use std::time::Duration;
 
-use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use serde::{Deserialize, Serialize};
 use shared::block::Span;
@@ -29,46 +27,13 @@ use shared::exit::ExitReason;
 use shared::ids::Generation;
 use shared::model::ModelFacts;
 
+use crate::handed::{Fd, Handed};
 use crate::segments::HandedSegments;
 use crate::spawn;
 use crate::tree::{ChildId, ExitStatus, Tree, Up};
 
 /// Longest state in bytes; that of a large run has some hundred kilobytes.
 const MAX_STATE_BYTES: u64 = 64 << 20;
-
-/// A descriptor that stays open while the executable changes, by its number.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct Fd(RawFd);
-
-impl Fd {
-    /// Takes it over, in the next executable, once. It is close-on-exec from then on.
-    ///
-    /// # Errors
-    /// When there is no such descriptor, or it was taken.
-    pub fn take(&mut self) -> io::Result<OwnedFd> {
-        spawn::adopt(std::mem::replace(&mut self.0, -1))
-    }
-}
-
-/// Descriptors on their way to the next executable; closed if it does not come.
-#[derive(Debug, Default)]
-pub struct Handed(Vec<OwnedFd>);
-
-impl Handed {
-    /// Adds a descriptor of its own.
-    pub fn put(&mut self, fd: OwnedFd) -> Fd {
-        let number = fd.as_raw_fd();
-        self.0.push(fd);
-        Fd(number)
-    }
-
-    fn keep_open(&self) -> io::Result<()> {
-        for fd in &self.0 {
-            fcntl(fd, FcntlArg::F_SETFD(FdFlag::empty()))?;
-        }
-        Ok(())
-    }
-}
 
 /// A child process that goes on.
 #[derive(Debug, Serialize, Deserialize)]
@@ -102,7 +67,7 @@ pub enum Pending {
 
 /// A run on its way from one executable to the next.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct State {
+pub struct Handover {
     /// The build before.
     pub build: Build,
     /// Arguments of the process, `sepal serve ...`.
@@ -143,7 +108,7 @@ pub struct State {
 
 /// Why a state cannot be read.
 #[derive(Debug, thiserror::Error)]
-pub enum StateError {
+pub enum HandoverError {
     /// The file.
     #[error("cannot read the state of the build before")]
     File(#[from] io::Error),
@@ -155,7 +120,7 @@ pub enum StateError {
     Content(#[from] postcard::Error),
 }
 
-impl State {
+impl Handover {
     /// Writes the state into a new memfd.
     ///
     /// # Errors
@@ -171,12 +136,12 @@ impl State {
     /// Reads a state.
     ///
     /// # Errors
-    /// [`StateError`].
-    pub fn read(from: impl Read) -> Result<State, StateError> {
+    /// [`HandoverError`].
+    pub fn read(from: impl Read) -> Result<Handover, HandoverError> {
         let mut bytes = Vec::new();
         from.take(MAX_STATE_BYTES + 1).read_to_end(&mut bytes)?;
         match bytes.len() as u64 {
-            long if long > MAX_STATE_BYTES => Err(StateError::TooLong(long)),
+            long if long > MAX_STATE_BYTES => Err(HandoverError::TooLong(long)),
             _ => Ok(postcard::from_bytes(&bytes)?),
         }
     }
@@ -204,7 +169,7 @@ pub struct Description {
 pub fn describe() -> ExitReason {
     let build = Build::this();
     // Of another format, the same bytes may mean something else.
-    let read = State::read(io::stdin().lock());
+    let read = Handover::read(io::stdin().lock());
     let reads_state = read.is_ok_and(|state| state.build.format == build.format);
     match serde_json::to_string(&Description { build, reads_state }) {
         Ok(line) => {
@@ -218,22 +183,22 @@ pub fn describe() -> ExitReason {
 /// Takes the state behind an inherited descriptor.
 ///
 /// # Errors
-/// [`StateError`].
-pub fn take(fd: RawFd) -> Result<State, StateError> {
-    State::read(File::from(Fd(fd).take()?))
+/// [`HandoverError`].
+pub fn take(fd: RawFd) -> Result<Handover, HandoverError> {
+    Handover::read(File::from(Fd::inherited(fd).take()?))
 }
 
 /// Becomes the executable at `path`, which goes on with `state`. Returns only if that fails; then nothing
 /// has changed.
-pub fn become_next(path: &Path, state: &State, mut handed: Handed) -> io::Error {
+pub fn become_next(path: &Path, state: &Handover, mut handed: Handed) -> io::Error {
     let becoming = || {
         let file = handed.put(OwnedFd::from(state.write()?));
         let mut arguments = state.arguments.clone();
         let title = if arguments.is_empty() { "sepal".into() } else { arguments.remove(0) };
-        let resume = format!("--resume={}", file.0).into();
+        let resume = format!("--resume={}", file.number()).into();
         let first = [title, "handover".into(), resume, "--".into()];
         handed.keep_open()?;
-        execute(path, first.into_iter().chain(arguments))
+        spawn::execute(path, first.into_iter().chain(arguments))
     };
     match { becoming }() {
         Ok(never) => match never {},
@@ -243,19 +208,8 @@ pub fn become_next(path: &Path, state: &State, mut handed: Handed) -> io::Error 
 
 /// Becomes the executable at `path` with these arguments, as a start of its own.
 pub fn start_anew(path: &Path, arguments: Vec<OsString>) -> io::Error {
-    match execute(path, arguments.into_iter()) {
+    match spawn::execute(path, arguments.into_iter()) {
         Ok(never) => match never {},
         Err(error) => error,
     }
-}
-
-/// Unlike `Command::exec`, this keeps the blocked signals blocked: none is lost on the way.
-fn execute(
-    path: &Path,
-    arguments: impl Iterator<Item = OsString>,
-) -> io::Result<std::convert::Infallible> {
-    let text = |text: OsString| CString::new(text.into_vec()).map_err(io::Error::other);
-    let path = text(PathBuf::from(path).into_os_string())?;
-    let arguments = arguments.map(text).collect::<io::Result<Vec<_>>>()?;
-    Ok(nix::unistd::execv(&path, &arguments)?)
 }

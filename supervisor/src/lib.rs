@@ -30,6 +30,7 @@ pub mod devices;
 pub mod doctor;
 pub mod events;
 pub mod feed;
+pub mod handed;
 pub mod handover;
 pub mod instance;
 pub mod metrics;
@@ -58,7 +59,7 @@ use tracing::{debug, error, info, warn};
 
 use crate::events::Outcome;
 use crate::feed::Feed;
-use crate::handover::State;
+use crate::handover::Handover;
 use crate::instance::Instance;
 
 /// Runs an instance to its end: returns when every child is reaped and every segment removed. Call
@@ -125,7 +126,7 @@ fn ended(outcome: Outcome, feed: Option<Feed>, arguments: Vec<OsString>) -> Exit
 }
 
 /// Runs what another executable handed over, once there is a log.
-fn go_on(mut state: State, feed: &mut Option<Feed>) -> Outcome {
+fn go_on(mut state: Handover, feed: &mut Option<Feed>) -> Outcome {
     let failed =
         |reason, complaint| Outcome { reason, complaint: Some(complaint), successor: None };
     let name = std::mem::take(&mut state.instance);

@@ -35,6 +35,9 @@ pub struct InstanceReport {
     /// The build of its supervisor, which changes with an upgrade.
     #[serde(default)]
     pub build: String,
+    /// What its children are confined to: off, nothing, files, system calls.
+    #[serde(default)]
+    pub sandbox: String,
     /// What an upgrade that is under way is doing.
     #[serde(default)]
     pub upgrade: Option<String>,
@@ -185,6 +188,11 @@ impl InstanceReport {
             figures,
             ..InstanceReport::default()
         }
+    }
+
+    /// Adds what children are confined to.
+    pub fn with_sandbox(self, sandbox: String) -> InstanceReport {
+        InstanceReport { sandbox, ..self }
     }
 
     /// Adds what an upgrade is doing, and why the last one failed.

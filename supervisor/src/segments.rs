@@ -26,7 +26,7 @@ use shared::shm::segment::{MemfdSegment, SegmentError};
 use shared::shm::sessions::SESSIONS_BYTES;
 use tracing::{info, warn};
 
-use crate::handover::{Fd, Handed};
+use crate::handed::{Fd, Handed};
 use crate::instance::Instance;
 use crate::sizing::available_bytes;
 

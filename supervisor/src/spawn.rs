@@ -6,10 +6,12 @@
 //! kernel delivers PR_SET_PDEATHSIG when the *thread* that spawned them ends.
 #![allow(unsafe_code, reason = "pidfd_open has no safe wrapper")]
 
-use std::ffi::OsString;
+use std::ffi::{CString, OsStr, OsString};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
 
 use nix::errno::Errno;
@@ -25,6 +27,39 @@ use crate::tree::ExitStatus;
 /// The variable that has the driver of CUDA count devices along the PCI bus, as its tools do, and not
 /// by speed.
 pub const DEVICE_ORDER: (&str, &str) = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
+
+/// Variables that children inherit: of logs, of the driver and its libraries, of the way to other hosts.
+/// Tokens and the sockets of a service manager are not among them.
+const INHERITED: [&str; 18] = [
+    "ALL_PROXY",
+    "HOME",
+    "HTTPS_PROXY",
+    "HTTP_PROXY",
+    "LANG",
+    "LANGUAGE",
+    "LD_LIBRARY_PATH",
+    "NO_COLOR",
+    "NO_PROXY",
+    "PATH",
+    "SSL_CERT_DIR",
+    "SSL_CERT_FILE",
+    "TMPDIR",
+    "TZ",
+    "all_proxy",
+    "http_proxy",
+    "https_proxy",
+    "no_proxy",
+];
+
+/// What the names of others that they inherit begin with.
+// The stand-in for the driver, which tests use, reads EMU_CUDA_*.
+const INHERITED_PREFIXES: [&str; 8] =
+    ["CUDA_", "EMU_CUDA_", "GLIBC_TUNABLES", "LC_", "MALLOC_", "NVIDIA_", "RUST_", "SEPAL_"];
+
+fn is_inherited(name: &OsStr) -> bool {
+    let starts = |prefix: &&str| name.as_bytes().starts_with(prefix.as_bytes());
+    INHERITED.iter().any(|known| name == *known) || INHERITED_PREFIXES.iter().any(starts)
+}
 
 /// How the titles of all processes of a server begin, which `ps` shows. A program that hosts a server
 /// tells by it that it was started as one of them.
@@ -80,6 +115,21 @@ pub fn adopt(fd: RawFd) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
+/// Has this process become the executable at `path`, with these arguments. Unlike `Command::exec`, this
+/// keeps the blocked signals blocked: none is lost on the way.
+///
+/// # Errors
+/// When the system refuses it; then nothing has changed.
+pub fn execute(
+    path: &Path,
+    arguments: impl Iterator<Item = OsString>,
+) -> io::Result<std::convert::Infallible> {
+    let text = |text: OsString| CString::new(text.into_vec()).map_err(io::Error::other);
+    let path = text(path.to_owned().into_os_string())?;
+    let arguments = arguments.map(text).collect::<io::Result<Vec<_>>>()?;
+    Ok(nix::unistd::execv(&path, &arguments)?)
+}
+
 /// A child process that was not reaped yet; its process id therefore names nobody else.
 #[derive(Debug)]
 pub struct Process {
@@ -114,8 +164,8 @@ impl Process {
             .arg(role.name())
             .arg("--bootstrap")
             .arg(bootstrap.as_raw_fd().to_string())
-            // Of the supervisor alone.
-            .env_remove("NOTIFY_SOCKET")
+            .env_clear()
+            .envs(std::env::vars_os().filter(|(name, _)| is_inherited(name)))
             .env(DEVICE_ORDER.0, DEVICE_ORDER.1)
             .stdin(Stdio::null())
             .stdout(Stdio::null())

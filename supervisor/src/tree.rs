@@ -45,7 +45,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use shared::block::Span;
-use shared::config::RestartConfig;
+use shared::config::{Device, RestartConfig};
 use shared::control::{FromNetd, FromPrepare, FromWorker};
 use shared::exit::ExitReason;
 use shared::ids::{Generation, GroupId, WorkerId};
@@ -156,6 +156,12 @@ impl Tree {
     /// The groups of devices that serve.
     pub fn shares(&self) -> &[Share] {
         &self.policy.shares
+    }
+
+    /// The device of a worker, and the blocks of the instance that it was started for.
+    pub fn placed(&self, id: WorkerId) -> Option<(Device, Span)> {
+        let group = self.group(id.group)?;
+        Some((*group.placement.devices.get(usize::from(id.rank.0))?, group.whole))
     }
 
     /// The device of a worker that there is, and its part of every block.

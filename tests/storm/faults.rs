@@ -112,7 +112,8 @@ pub fn strike(sepal: &Sepal, fault: Fault, group: Option<&MemoryGroup>) -> bool 
 /// Asks the server to hand over to the executable that it runs, and waits for it.
 fn upgrade(sepal: &Sepal) -> bool {
     let output = Command::new(SEPAL)
-        .arg("upgrade")
+        // Sessions are always open, so that waiting for their end gains nothing.
+        .args(["upgrade", "--patience", "1"])
         .env("XDG_RUNTIME_DIR", sepal.dir.path())
         .output()
         .expect("run sepal upgrade");

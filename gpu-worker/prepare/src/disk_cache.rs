@@ -86,6 +86,19 @@ impl DiskCache {
             None => free,
         };
         kept.sort_by_key(|file| file.used);
+        let refused = |available_bytes| PrepareError::NoRoom {
+            needed_bytes,
+            available_bytes,
+            max_bytes: self.max_bytes,
+            folder: self.folder.clone(),
+        };
+        // Nothing goes for what could not be had even then.
+        let candidates =
+            kept.iter().filter(|file| available < needed_bytes && evictable(file).is_some());
+        let could_be = candidates.fold(available, |sum, file| sum.saturating_add(file.bytes));
+        if could_be < needed_bytes {
+            return Err(refused(could_be));
+        }
         let mut removed = 0;
         for file in &kept {
             if available >= needed_bytes {
@@ -105,12 +118,7 @@ impl DiskCache {
         if available >= needed_bytes {
             return Ok(());
         }
-        Err(PrepareError::NoRoom {
-            needed_bytes,
-            available_bytes: available,
-            max_bytes: self.max_bytes,
-            folder: self.folder.clone(),
-        })
+        Err(refused(available))
     }
 }
 
@@ -288,11 +296,13 @@ mod tests {
                 && foreign.exists()
         );
         assert!(!link.is_symlink(), "a link to nothing stays behind");
+        let left = cache.files().len();
         let refused = cache.make_room(4_000_000, &mut |_| Ok(())).unwrap_err().to_string();
         assert!(
             refused.contains("4000000") && refused.contains("--max_disk_space 4194304"),
             "{refused}"
         );
+        assert_eq!(cache.files().len(), left, "nothing goes for what does not fit anyway");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Models of the Hugging Face Hub. Of a model only what the served blocks need is downloaded: its
-//! config and index into the hub's own cache layout (`models--ORG--NAME/{refs,blobs,snapshots}`, by
-//! `hf-hub`), and of its safetensors files the ranges with the tensors of each block, which
+//! config and index into the hub's own cache layout (`models--ORG--NAME/{refs,blobs,snapshots}`, see
+//! [`whole`]), and of its safetensors files the ranges with the tensors of each block, which
 //! [`blocks`] keeps as one file per block. Checkpoint files that are in the cache already
 //! are used as they are. Pickled checkpoints have no ranges: their files are downloaded whole and
 //! checked against the Hub's SHA-256.
@@ -14,36 +14,37 @@
 //! the index of `main` whatever the revision.
 
 mod blocks;
+mod describe;
 mod sources;
 #[cfg(test)]
 pub(crate) mod stand_in;
 #[cfg(test)]
 mod tests;
+mod whole;
 
 use std::collections::BTreeMap;
 use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures::StreamExt;
-use hf_hub::progress::{DownloadEvent, ProgressEvent, ProgressHandler};
 use hf_hub::repository::{HFRepository, RepoTypeModel};
 use hf_hub::{HFClient, HFError};
 use model::header::Header;
 use sha2::{Digest, Sha256};
 use shared::causes::with_causes;
 use shared::config::PrepareConfig;
-use tracing::{info, warn};
+use tracing::warn;
 
+use self::describe::Asker;
 use crate::checkpoint::Checkpoint;
 use crate::disk_cache::DiskCache;
 use crate::error::PrepareError;
 use crate::progress::{Progress, Watch};
 use crate::quiet::open_quietly;
 use crate::repository::{map_repo, repo_folder};
+use crate::source::Wanted;
 
 /// An index and the single file that is there without one, in the order of Petals
 /// (`server/from_pretrained.py`).
@@ -51,6 +52,8 @@ const FORMATS: [(&str, &str); 2] = [
     ("model.safetensors.index.json", "model.safetensors"),
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
 ];
+/// Where models are when no other place is named.
+const PUBLIC_HUB: &str = "https://huggingface.co";
 /// The first pause after a failure; each further one is twice as long.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 /// The longest pause.
@@ -62,13 +65,14 @@ const MAX_FAILURES: u32 = 8;
 const MAX_FIRST_FAILURES: u32 = 4;
 /// A connection that brings nothing for this long is dropped.
 const STALL: Duration = Duration::from_secs(30);
-/// Time between two looks at the progress of a whole file.
-const LOOK_PERIOD: Duration = Duration::from_millis(200);
+/// Config, index and tokenizer of the largest models are smaller.
+const SMALL_BYTES: u64 = 64 << 20;
 
 /// One model of the Hub at one revision.
 pub struct Hub {
     runtime: tokio::runtime::Runtime,
     repo: HFRepository<RepoTypeModel>,
+    asker: Asker,
     name: String,
     revision: String,
     offline: bool,
@@ -160,23 +164,23 @@ impl Hub {
             .enable_all()
             .build()
             .map_err(|error| started(format!("cannot start downloads: {error}")))?;
+        let refused = |reason: String| PrepareError::Hub { reason, lasting: true };
+        let endpoint = config.hub.endpoint.as_deref().unwrap_or(PUBLIC_HUB);
+        let asker = Asker::new(endpoint, &config.hub).map_err(refused)?;
         let mut client = HFClient::builder()
             .cache_dir(&cache)
             .retry_max_attempts(0)
-            .user_agent(concat!("sepal/", env!("CARGO_PKG_VERSION")));
-        if let Some(endpoint) = &config.hub.endpoint {
-            client = client.endpoint(endpoint);
-        }
+            .endpoint(endpoint)
+            .client(asker.downloads().map_err(refused)?);
         if let Some(token) = &config.hub.token {
             client = client.token(token.reveal());
         }
-        let client = client.build().map_err(|error| PrepareError::Hub {
-            reason: format!("HF_ENDPOINT: {error}"),
-            lasting: true,
-        })?;
+        let client =
+            client.build().map_err(|error| refused(format!("HF_ENDPOINT {endpoint}: {error}")))?;
         let (owner, short) = hf_hub::split_id(&name);
         let mut hub = Hub {
             repo: client.model(owner, short),
+            asker,
             runtime,
             revision: config.hub.revision.clone().unwrap_or_else(|| "main".to_owned()),
             offline: config.hub.offline,
@@ -188,10 +192,8 @@ impl Hub {
             pauses,
             name,
         };
-        let config_path = hub.small_file(first)?;
-        hub.commit = commit_of(&config_path).ok_or_else(|| {
-            hub.lasting(format!("{config_path:?} is in no snapshot of the cache"))
-        })?;
+        hub.find_commit(first)?;
+        hub.small_file(first)?;
         Ok(hub)
     }
 
@@ -202,7 +204,11 @@ impl Hub {
 
     /// Folder with config and index.
     pub fn snapshot(&self) -> PathBuf {
-        self.root.join("snapshots").join(&self.commit)
+        self.snapshot_of(&self.commit)
+    }
+
+    fn snapshot_of(&self, commit: &str) -> PathBuf {
+        self.root.join("snapshots").join(commit)
     }
 
     /// Commit of the revision that was asked for.
@@ -247,70 +253,19 @@ impl Hub {
         &mut self,
         checkpoint: &mut Checkpoint,
         block: u32,
-        tensors: &[String],
+        wanted: &[Wanted],
         watch: &mut Watch<'_>,
     ) -> Result<(), PrepareError> {
-        let mut files: Vec<String> = tensors
-            .iter()
-            .map(|tensor| checkpoint.file_of(tensor).map(str::to_owned))
-            .collect::<Result<_, _>>()?;
-        files.sort();
-        files.dedup();
+        let files = files_of(checkpoint, wanted)?;
         let snapshot = self.snapshot();
         if files.iter().all(|file| snapshot.join(file).is_file()) {
             return Ok(());
         }
         if files.iter().all(|file| is_ranged(file)) {
-            let path = self.block_file(checkpoint, block, tensors, watch)?;
-            return checkpoint.adopt(&path, tensors);
+            let path = self.block_file(checkpoint, block, wanted, watch)?;
+            return checkpoint.adopt(&path, &names(wanted));
         }
         files.iter().try_for_each(|file| self.whole_file(file, watch))
-    }
-
-    /// A file of the Hub's cache layout that has a few kilobytes: config, index.
-    fn small_file(&self, file: &str) -> Result<PathBuf, PrepareError> {
-        self.cached_file(file, &mut |_| Ok(()))
-    }
-
-    /// A file of the Hub's cache layout, of any size, downloaded if need be. What is interrupted
-    /// begins again.
-    fn cached_file(&self, file: &str, watch: &mut Watch<'_>) -> Result<PathBuf, PrepareError> {
-        let mut failures = 0;
-        loop {
-            match self.runtime.block_on(self.try_whole(file, watch)) {
-                Ok(path) => return Ok(path),
-                Err(Trouble::Ours(error)) => return Err(error),
-                Err(trouble) => self.pause(&mut failures, file, trouble, watch)?,
-            }
-        }
-    }
-
-    /// One try to get a whole file, given up when no byte of it comes for too long.
-    async fn try_whole(&self, file: &str, watch: &mut Watch<'_>) -> Result<PathBuf, Trouble> {
-        let revision = if self.commit.is_empty() { &self.revision } else { &self.commit };
-        let came = Arc::new(Came::default());
-        let request = self
-            .repo
-            .download_file()
-            .filename(file)
-            .revision(revision.as_str())
-            .local_files_only(self.offline)
-            .progress(came.clone())
-            .send();
-        let mut request = std::pin::pin!(request);
-        let (mut bytes, mut since) = (0, Instant::now());
-        loop {
-            if let Ok(result) = tokio::time::timeout(LOOK_PERIOD, &mut request).await {
-                return result.map_err(Trouble::Hub);
-            }
-            watch(Progress::Alive).map_err(Trouble::Ours)?;
-            let now = came.0.load(Ordering::Relaxed);
-            if now > bytes {
-                (bytes, since) = (now, Instant::now());
-            } else if since.elapsed() > 2 * self.pauses.stall {
-                return Err(Trouble::Stalled);
-            }
-        }
     }
 
     /// Whether the model has a file, by its first bytes.
@@ -394,32 +349,6 @@ impl Hub {
         })
     }
 
-    /// A whole file in the Hub's cache layout, checked against the sum that the Hub gave.
-    fn whole_file(&self, file: &str, watch: &mut Watch<'_>) -> Result<(), PrepareError> {
-        let path = self.snapshot().join(file);
-        if path.is_file() {
-            return Ok(());
-        }
-        let _lock = self.disk.lock(watch)?;
-        info!(file, "downloading a whole file: pickled checkpoints cannot be read in parts");
-        for _ in 0..2 {
-            let path = self.cached_file(file, watch)?;
-            if sum_fits(&path, watch)? {
-                return Ok(());
-            }
-            warn!(file, "downloaded file has another SHA-256 than the Hub's, retrying");
-            let blob = path.canonicalize().unwrap_or_else(|_| path.clone());
-            let _ = (std::fs::remove_file(&path), std::fs::remove_file(blob));
-        }
-        Err(PrepareError::Hub {
-            reason: format!(
-                "file {file} of {} does not have the SHA-256 that the Hub gives for it; check the connection or the mirror",
-                self.name
-            ),
-            lasting: false,
-        })
-    }
-
     /// Waits after a failure, or gives up.
     fn pause(
         &self,
@@ -464,7 +393,11 @@ impl Hub {
     /// What trying again cannot change.
     fn lasting_trouble(&self, file: &str, trouble: &Trouble) -> Option<PrepareError> {
         let Trouble::Hub(error) = trouble else {
-            return matches!(trouble, Trouble::NoRanges).then(|| self.lasting(format!("the Hub sends more of {file} than was asked for; give an endpoint that knows ranges, or a folder")));
+            return match trouble {
+                Trouble::NoRanges => Some(self.lasting(format!("the Hub sends more of {file} than was asked for; give an endpoint that knows ranges, or a folder"))),
+                Trouble::Answer(reason) => Some(self.lasting(reason.clone())),
+                _ => None,
+            };
         };
         let (name, revision) = (&self.name, &self.revision);
         Some(match error {
@@ -497,31 +430,16 @@ impl Hub {
     }
 }
 
-/// Bytes of a whole file that came so far.
-#[derive(Default)]
-struct Came(AtomicU64);
-
-impl ProgressHandler for Came {
-    fn on_progress(&self, event: &ProgressEvent) {
-        let bytes = match event {
-            ProgressEvent::Download(DownloadEvent::Progress { files }) => {
-                files.iter().map(|file| file.bytes_completed).max()
-            }
-            ProgressEvent::Download(DownloadEvent::AggregateProgress {
-                bytes_completed, ..
-            }) => Some(*bytes_completed),
-            _ => None,
-        };
-        self.0.fetch_max(bytes.unwrap_or(0), Ordering::Relaxed);
-    }
-}
-
 /// Why a download stopped.
 enum Trouble {
     /// The disk, or told to stop.
     Ours(PrepareError),
     /// The Hub or the way to it.
     Hub(HFError),
+    /// The way to the Hub.
+    Transit(String),
+    /// An answer that makes no sense, and will not the next time.
+    Answer(String),
     /// Nothing came for too long.
     Stalled,
     /// Fewer bytes came than asked for.
@@ -535,6 +453,7 @@ impl Trouble {
         match self {
             Trouble::Ours(error) => error.to_string(),
             Trouble::Hub(error) => with_causes(error),
+            Trouble::Transit(why) | Trouble::Answer(why) => why.clone(),
             Trouble::Stalled => "nothing came for too long".to_owned(),
             Trouble::CutShort => "the connection ended early".to_owned(),
             Trouble::NoRanges => "more came than was asked for".to_owned(),
@@ -542,16 +461,25 @@ impl Trouble {
     }
 }
 
+/// The files that hold tensors, each once.
+fn files_of(checkpoint: &Checkpoint, wanted: &[Wanted]) -> Result<Vec<String>, PrepareError> {
+    let mut files: Vec<String> = wanted
+        .iter()
+        .map(|tensor| checkpoint.file_of(&tensor.full_name).map(str::to_owned))
+        .collect::<Result<_, _>>()?;
+    files.sort();
+    files.dedup();
+    Ok(files)
+}
+
+/// Names of tensors in the checkpoint.
+fn names(wanted: &[Wanted]) -> Vec<String> {
+    wanted.iter().map(|tensor| tensor.full_name.clone()).collect()
+}
+
 /// Whether the tensors of a file can be read without the rest of it.
 fn is_ranged(file: &str) -> bool {
     file.ends_with(".safetensors")
-}
-
-/// The commit in `.../snapshots/COMMIT/config.json`.
-fn commit_of(path: &Path) -> Option<String> {
-    let commit = path.parent()?.file_name()?.to_str()?;
-    let plain = !commit.is_empty() && commit.chars().all(|c| c.is_ascii_alphanumeric());
-    plain.then(|| commit.to_owned())
 }
 
 /// Whether a file of the cache has the SHA-256 that its blob is named after. Names of another form
@@ -560,10 +488,16 @@ pub fn sum_fits(path: &Path, watch: &mut Watch<'_>) -> Result<bool, PrepareError
     let read = |e| PrepareError::read(path, e);
     let blob = path.canonicalize().map_err(read)?;
     let name = blob.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    sum_is(&blob, name, watch)
+}
+
+/// Whether a file has the SHA-256 `name`. Names of another form say nothing.
+fn sum_is(path: &Path, name: &str, watch: &mut Watch<'_>) -> Result<bool, PrepareError> {
+    let read = |e| PrepareError::read(path, e);
     if name.len() != 64 || !name.chars().all(|c| c.is_ascii_hexdigit()) {
         return Ok(true);
     }
-    let (mut file, mut sum) = (open_quietly(&blob).map_err(read)?, Sha256::new());
+    let (mut file, mut sum) = (open_quietly(path).map_err(read)?, Sha256::new());
     let mut piece = vec![0; 1 << 20];
     loop {
         let length = file.read(&mut piece).map_err(read)?;

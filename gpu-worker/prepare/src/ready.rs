@@ -75,8 +75,7 @@ impl Inspected {
     ) -> Result<Vec<Wanted>, PrepareError> {
         let wanted = self.wanted(block)?;
         if let Some(hub) = &mut self.hub {
-            let names: Vec<String> = wanted.iter().map(|t| t.full_name.clone()).collect();
-            hub.fetch(&mut self.checkpoint, block.0, &names, progress)?;
+            hub.fetch(&mut self.checkpoint, block.0, &wanted, progress)?;
         }
         wanted.iter().try_for_each(|t| self.checkpoint.open(&t.full_name))?;
         Ok(wanted)

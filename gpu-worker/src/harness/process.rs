@@ -16,6 +16,7 @@ use shared::config::{LogConfig, LogFormat};
 use shared::control::{Birth, BoardSeat, Role};
 use shared::exit::ExitReason;
 use shared::ids::{Generation, GroupId, WorkerId};
+use shared::sandbox::Confinement;
 use shared::shm::board::{Board, Occupant};
 
 /// Longest wait of any test.
@@ -95,6 +96,7 @@ where
         generation,
         worker: (role == Role::Worker).then(worker_id),
         log: LogConfig { filter: "off".into(), format: LogFormat::Text },
+        confinement: Confinement::default(),
     };
     descriptors.send_birth(&birth).unwrap();
     fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();

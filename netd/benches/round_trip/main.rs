@@ -227,6 +227,7 @@ impl Worker {
             span: Span::new(0, BLOCKS).expect("a span"),
             kv_pages: KV_PAGES,
             kv_survives: true,
+            kv_version: 0,
             capacity: Capacity::default(),
             link: LinkInit {
                 netd_generation: identity.netd_generation,

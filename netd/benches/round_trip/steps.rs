@@ -13,6 +13,7 @@ use hivemind::wire::metadata::StepMetadata;
 use hivemind::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
 use hivemind::wire::uid;
 use netd::rpc::dispatch::Router;
+use netd::rpc::resumption::Resumption;
 use netd::rpc::{Service, ServiceParts, Timeouts, protocols};
 use netd::sessions::admission::KvMemory;
 use netd::sessions::pool::Pool;
@@ -109,6 +110,7 @@ fn service(workers: Workers, p2p: P2p, draining: watch::Receiver<bool>) -> Servi
         dht_client_mode: false,
         draining,
         telemetry: Arc::default(),
+        resumption: Resumption::new(None, Duration::ZERO),
     })
 }
 

@@ -58,11 +58,11 @@ struct Entry {
     id: String,
     secret_hash: [u8; 32],
     deadline_ns: u64,
-    state: State,
+    standing: Standing,
 }
 
 #[derive(Debug)]
-enum State {
+enum Standing {
     /// Its stream is told to leave it.
     Open(Arc<Notify>),
     Parked {
@@ -150,7 +150,7 @@ impl Resumption {
             id,
             secret_hash: hash(&secret),
             deadline_ns: monotonic_ns().saturating_add(ends),
-            state: State::Open(takeover.clone()),
+            standing: Standing::Open(takeover.clone()),
         });
         Some(Slot { all: self.clone(), index, secret: Some(secret) })
     }
@@ -190,19 +190,20 @@ impl Resumption {
         let Some(entry) = lot.slots.get_mut(index).and_then(Option::as_mut) else {
             return Looked::Unknown;
         };
-        match &entry.state {
-            State::Open(stream) => {
+        match &entry.standing {
+            Standing::Open(stream) => {
                 stream.notify_one();
                 Looked::NotYet
             }
             // A job of the old stream may still write.
-            State::Parked { session, .. } if Arc::strong_count(&session.lease) > 1 => {
+            Standing::Parked { session, .. } if Arc::strong_count(&session.lease) > 1 => {
                 Looked::NotYet
             }
-            State::Parked { .. } => {
+            Standing::Parked { .. } => {
                 let left = Duration::from_nanos(entry.deadline_ns.saturating_sub(monotonic_ns()));
-                let state = std::mem::replace(&mut entry.state, State::Open(takeover.clone()));
-                let State::Parked { session, .. } = state else { return Looked::NotYet };
+                let state =
+                    std::mem::replace(&mut entry.standing, Standing::Open(takeover.clone()));
+                let Standing::Parked { session, .. } = state else { return Looked::NotYet };
                 lot.figures.resumed += 1;
                 let slot = Slot { all: self.clone(), index, secret: None };
                 Looked::Found(Box::new((slot, *session, left)))
@@ -320,8 +321,8 @@ impl Resumption {
         session.last_step = record.last_step;
         let (lease, workers) = (Arc::new(lease), service.workers.clone());
         let session = Box::new(Parked { session, lease, workers });
-        let state = State::Parked { since: Instant::now(), session };
-        Some(Entry { peer, id, secret_hash, deadline_ns, state })
+        let standing = Standing::Parked { since: Instant::now(), session };
+        Some(Entry { peer, id, secret_hash, deadline_ns, standing })
     }
 
     fn lock(&self) -> MutexGuard<'_, Lot> {
@@ -344,9 +345,9 @@ impl Lot {
 impl Entry {
     /// Since when it is parked.
     fn since(&self) -> Option<Instant> {
-        match self.state {
-            State::Open(_) => None,
-            State::Parked { since, .. } => Some(since),
+        match self.standing {
+            Standing::Open(_) => None,
+            Standing::Parked { since, .. } => Some(since),
         }
     }
 }
@@ -404,7 +405,7 @@ impl Slot {
         let session = Box::new(Parked { session, lease, workers });
         let mut lot = self.all.lock();
         if let Some(Some(entry)) = lot.slots.get_mut(self.index) {
-            entry.state = State::Parked { since: Instant::now(), session };
+            entry.standing = Standing::Parked { since: Instant::now(), session };
         }
     }
 }

@@ -16,9 +16,9 @@
 //! beside a writer. A record whose number, length or checksum is wrong is dropped.
 
 use std::ptr;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::segment::{Mapping, MemfdSegment, SegmentError, Sharing};
+use super::sync::{AtomicU64, Ordering};
 
 /// Records that fit. Each belongs to one session that asked for it.
 pub const SESSION_RECORDS: usize = 256;
@@ -122,7 +122,7 @@ impl SessionRecords {
         let word = self.mapping.at(offset as u64, 8).ok()?;
         // SAFETY: the word is inside the mapping, which lives as long as `self`; every offset here
         // is a multiple of 8 from a page; all bit patterns are values of an atomic.
-        Some(unsafe { AtomicU64::from_ptr(word.cast()) })
+        Some(unsafe { &*word.cast::<AtomicU64>() })
     }
 
     fn load(&self, offset: usize) -> Option<u64> {

@@ -144,7 +144,9 @@ pub fn resolve_for(
     let prepare = args.prepare(&devices, env, model)?;
     let asked_for_peers = !args.network.initial_peers.is_empty();
     let mut netd = args.netd()?;
-    netd.rates_dir = Some(prepare.cache_dir.clone());
+    // The one folder of the cache that netd and workers write to.
+    let rates_dir = prepare.cache_dir.join("rates");
+    netd.rates_dir = Some(rates_dir.clone());
     if netd.throughput == Throughput::DryRun {
         // Nobody is to see a server that ends in a moment. Peers that were named help to measure
         // the network.
@@ -157,7 +159,7 @@ pub fn resolve_for(
         worker: WorkerConfig {
             threads: threads(args.model.threads, &devices),
             fault: args.supervision.inject_fault,
-            rates_dir: Some(prepare.cache_dir.clone()),
+            rates_dir: Some(rates_dir),
             measure_anew: matches!(netd.throughput, Throughput::Anew | Throughput::DryRun),
             kv_mirror: kv_mirror(&args.limits.kv_mirror)?,
             device_bytes: args.limits.device_memory,
@@ -181,6 +183,7 @@ pub fn resolve_for(
         instance: args.supervision.instance,
         runtime_dir: args.supervision.runtime_dir.unwrap_or_else(|| runtime_dir(env)),
         log: args.log.resolve(env, default_log),
+        sandbox: args.supervision.sandbox,
     })
 }
 

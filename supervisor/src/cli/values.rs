@@ -5,6 +5,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use shared::config::{Device, FaultAction, FaultPlan, FaultPoint, LogFormat};
+use shared::sandbox::SandboxMode;
 use shared::warpgroups::WarpgroupKernel;
 
 /// Longest duration of a flag: a year. Sums with points in time then never overflow.
@@ -17,6 +18,11 @@ pub fn seconds(text: &str) -> Result<Duration, String> {
         .filter(|seconds| (0.001..=MAX_SECONDS).contains(seconds))
         .map(Duration::from_secs_f64)
         .ok_or_else(|| "expected a number of seconds, at least 0.001".to_owned())
+}
+
+/// Whether children are confined.
+pub fn sandbox(text: &str) -> Result<SandboxMode, String> {
+    text.parse()
 }
 
 /// Seconds, or 0 for never.

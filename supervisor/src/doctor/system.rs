@@ -5,6 +5,7 @@ use std::path::Path;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use nix::sys::statvfs::statvfs;
+use shared::sandbox::Support;
 use shared::shm::segment::MemfdSegment;
 
 use super::check::Verdict;
@@ -72,6 +73,17 @@ pub fn judge_kernel(facts: &KernelFacts) -> Verdict {
         false => Verdict::warning(
             format!("Linux {release} does not tell the pressure on memory (/proc/pressure/memory)"),
             "boot with psi=1, so that Sepal sees a lack of memory before the OOM killer does",
+        ),
+    }
+}
+
+/// Whether children can be confined.
+pub fn judge_sandbox(support: Support) -> Verdict {
+    match support.check() {
+        Ok(()) => Verdict::ok(format!("the kernel confines {support}")),
+        Err(error) => Verdict::warning(
+            format!("children are confined less than they could be: {error}"),
+            "use Linux 5.13 or newer with Landlock among its security modules (lsm=landlock,...)",
         ),
     }
 }

@@ -357,7 +357,7 @@ fn warpgroups_of(known: &[(Device, Warpgroups)], device: Device, by_warps: bool)
 }
 
 /// The manifest of a span of an instance: while it moves there are two.
-fn manifest_of(instance: &Instance, span: Span) -> PathBuf {
+pub(super) fn manifest_of(instance: &Instance, span: Span) -> PathBuf {
     let (start, end) = (span.start(), span.end());
     instance.folder().join(format!("manifest-{start}-{end}.json"))
 }

@@ -23,6 +23,7 @@ impl Driver<'_> {
     pub(super) fn serve_operator(&mut self) {
         let stage = self.upgrade_stage();
         let is_holding = self.is_holding();
+        let confined = self.confined();
         let mut wanted = None;
         let Driver { status, segments, tree, config, pending, deaths, metrics, notes, .. } = self;
         let last = |role, worker| {
@@ -44,7 +45,9 @@ impl Driver<'_> {
                     segments.board.viewed();
                 }
                 let report = report(segments, tree, config).with_deaths(last, metrics.addr());
-                let report = report.with_upgrade(stage.clone(), notes.failure.clone());
+                let report = report
+                    .with_sandbox(confined.clone())
+                    .with_upgrade(stage.clone(), notes.failure.clone());
                 Answer::Report(Box::new(report))
             }
             // The tree follows it at once, before it hears of another.

@@ -20,7 +20,8 @@ use crate::channel::Wake;
 use crate::child_process::ChildProcess;
 use crate::devices::subprocess::Subprocess;
 use crate::feed::Feed;
-use crate::handover::{self, Description, Handed, Pending, State};
+use crate::handed::Handed;
+use crate::handover::{self, Description, Handover, Pending};
 use crate::instance::Instance;
 use crate::metrics::MetricsSocket;
 use crate::segments::Segments;
@@ -296,10 +297,10 @@ impl Driver<'_> {
         handed: &mut Handed,
         patience: Duration,
         resumes: bool,
-    ) -> std::io::Result<State> {
+    ) -> std::io::Result<Handover> {
         let metrics = self.metrics.try_clone()?;
         let alive = self.processes.iter().filter(|child| child.end.is_none());
-        Ok(State {
+        Ok(Handover {
             build: Build::this(),
             arguments: self.arguments.clone(),
             config: self.config.clone(),
@@ -346,7 +347,7 @@ fn pending(event: &Event) -> Option<Pending> {
 /// # Errors
 /// As [`super::run`]. The children die with the process.
 pub fn resume(
-    state: State,
+    state: Handover,
     instance: &Instance,
     feed: &mut Option<Feed>,
 ) -> Result<super::Outcome, super::LoopError> {

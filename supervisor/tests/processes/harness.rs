@@ -103,6 +103,7 @@ pub fn config(script: &str) -> ServeConfig {
         drain_timeout: Duration::from_secs(30),
         file_limit: 512,
         fallback: None,
+        sandbox: shared::sandbox::SandboxMode::On,
         events: false,
         end_with: None,
     }

@@ -21,6 +21,7 @@ use crate::checkpoint::Checkpoint;
 use crate::disk_cache::{touch, wait_for_lock};
 use crate::error::PrepareError;
 use crate::progress::{Progress, Watch};
+use crate::source::{Wanted, checked};
 
 /// The data of a block file begins at a multiple of this.
 const ALIGNMENT: usize = 64;
@@ -61,7 +62,7 @@ impl Hub {
         &mut self,
         checkpoint: &Checkpoint,
         block: u32,
-        tensors: &[String],
+        wanted: &[Wanted],
         watch: &mut Watch<'_>,
     ) -> Result<PathBuf, PrepareError> {
         let path = self.block_path(block);
@@ -72,7 +73,7 @@ impl Hub {
         if self.offline {
             return Err(self.not_downloaded(path));
         }
-        let parts = self.parts(checkpoint, tensors, watch)?;
+        let parts = self.parts(checkpoint, wanted, watch)?;
         let head = head(&parts);
         let total = file_bytes(&head, &parts);
         let write = |error| PrepareError::write(&path, error);
@@ -144,15 +145,16 @@ impl Hub {
         Ok(())
     }
 
-    /// Where the tensors lie, in the order of their files and of their places in them.
+    /// Where the tensors lie, in the order of their files and of their places in them. Each has the
+    /// type, the shape and the size that the model needs.
     pub(super) fn parts(
         &mut self,
         checkpoint: &Checkpoint,
-        tensors: &[String],
+        wanted: &[Wanted],
         watch: &mut Watch<'_>,
     ) -> Result<Vec<RemoteTensor>, PrepareError> {
-        let mut parts = Vec::with_capacity(tensors.len());
-        for name in tensors {
+        let mut parts = Vec::with_capacity(wanted.len());
+        for Wanted { full_name: name, shape, .. } in wanted {
             let file = checkpoint.file_of(name)?.to_owned();
             if !self.headers.contains_key(&file) {
                 let header = self.header(&file, watch)?;
@@ -176,6 +178,7 @@ impl Hub {
                 let reason = format!("would end at byte {end}, which no file has");
                 return Err(PrepareError::bad_tensor(&path, name, reason));
             }
+            checked(&info, shape, name, &self.snapshot().join(&file))?;
             let start = data_start + begin;
             parts.push(RemoteTensor { name: name.clone(), file, info, start });
         }

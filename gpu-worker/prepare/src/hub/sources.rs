@@ -7,11 +7,11 @@ use std::path::PathBuf;
 use model::survey::BlockSource;
 
 use super::blocks::{RemoteTensor, file_bytes, head};
-use super::{Hub, Trouble, is_ranged};
+use super::{Hub, files_of, is_ranged, names};
 use crate::checkpoint::Checkpoint;
 use crate::error::PrepareError;
 use crate::progress::Watch;
-use crate::source::{Wanted, checked};
+use crate::source::Wanted;
 
 impl Hub {
     /// What must be fetched for `block`; `None` when the files that hold it are in the cache, where
@@ -26,13 +26,7 @@ impl Hub {
         wanted: &[Wanted],
         watch: &mut Watch<'_>,
     ) -> Result<Option<BlockSource>, PrepareError> {
-        let names: Vec<String> = wanted.iter().map(|tensor| tensor.full_name.clone()).collect();
-        let mut files: Vec<String> = names
-            .iter()
-            .map(|tensor| checkpoint.file_of(tensor).map(str::to_owned))
-            .collect::<Result<_, _>>()?;
-        files.sort();
-        files.dedup();
+        let mut files = files_of(checkpoint, wanted)?;
         let snapshot = self.snapshot();
         files.retain(|file| !snapshot.join(file).is_file());
         if files.is_empty() {
@@ -43,17 +37,12 @@ impl Hub {
         }
         let path = self.block_path(block);
         if path.is_file() {
-            return checkpoint.adopt(&path, &names).map(|()| None);
+            return checkpoint.adopt(&path, &names(wanted)).map(|()| None);
         }
         if self.offline {
             return Err(self.not_downloaded(path));
         }
-        let parts = self.parts(checkpoint, &names, watch)?;
-        for part in &parts {
-            let shape = wanted.iter().find(|tensor| tensor.full_name == part.name);
-            let shape = shape.map_or(&[][..], |tensor| &tensor.shape);
-            checked(&part.info, shape, &part.name, &snapshot.join(&part.file))?;
-        }
+        let parts = self.parts(checkpoint, wanted, watch)?;
         let partial = path.with_extension("safetensors.partial");
         let done = std::fs::metadata(partial).map_or(0, |stat| stat.len());
         let left = file_bytes(&head(&parts), &parts).saturating_sub(done);
@@ -77,29 +66,12 @@ impl Hub {
             }
             let bytes = match self.sizes.get(&file) {
                 Some(bytes) => *bytes,
-                None => self.file_size(&file, watch)?,
+                None => self.describe_patiently(&file, watch)?.bytes,
             };
             self.sizes.insert(file.clone(), bytes);
             missing.insert(file, bytes);
         }
         Ok(BlockSource { stored_bytes: 0, missing })
-    }
-
-    /// Length of a file, by a request for its head.
-    fn file_size(&self, file: &str, watch: &mut Watch<'_>) -> Result<u64, PrepareError> {
-        let mut failures = 0;
-        loop {
-            let request =
-                self.repo.get_file_metadata().filepath(file).revision(&self.commit).send();
-            let asked = self.runtime.block_on(async {
-                let answer = tokio::time::timeout(2 * self.pauses.stall, request).await;
-                answer.map_err(|_| Trouble::Stalled)?.map_err(Trouble::Hub)
-            });
-            match asked {
-                Ok(found) => return Ok(found.file_size),
-                Err(trouble) => self.pause(&mut failures, file, trouble, watch)?,
-            }
-        }
     }
 
     /// Why a file is not to be had without a download.

@@ -37,6 +37,10 @@ pub struct Troubles {
     pub slow: Option<(usize, Duration)>,
     /// Ranges are answered with the whole file.
     pub no_ranges: bool,
+    /// The commit that it names instead of [`COMMIT`].
+    pub commit: Option<String>,
+    /// What it names the content instead of its sum.
+    pub etag: Option<String>,
 }
 
 #[derive(Default)]
@@ -133,6 +137,8 @@ fn answer(mut stream: TcpStream, state: &Mutex<Served>) -> Option<()> {
     let mut sum = Sha256::new();
     sum.update(if state.troubles.wrong_sums { b"other" } else { body.as_slice() });
     let etag: String = sum.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+    let etag = state.troubles.etag.clone().unwrap_or(etag);
+    let commit = state.troubles.commit.clone().unwrap_or_else(|| COMMIT.to_owned());
     let range = request.range.filter(|_| !state.troubles.no_ranges);
     let part = match &range {
         Some(range) => body.get(range.start as usize..(range.end as usize).min(body.len()))?,
@@ -141,7 +147,7 @@ fn answer(mut stream: TcpStream, state: &Mutex<Served>) -> Option<()> {
     let status = if range.is_some() { "206 Partial Content" } else { "200 OK" };
     write!(
         stream,
-        "HTTP/1.1 {status}\r\nContent-Length: {}\r\nX-Repo-Commit: {COMMIT}\r\nETag: \"{etag}\"\r\nAccept-Ranges: bytes\r\nConnection: close\r\n\r\n",
+        "HTTP/1.1 {status}\r\nContent-Length: {}\r\nX-Repo-Commit: {commit}\r\nETag: \"{etag}\"\r\nAccept-Ranges: bytes\r\nConnection: close\r\n\r\n",
         part.len()
     )
     .ok()?;

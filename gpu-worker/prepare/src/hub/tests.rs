@@ -88,9 +88,9 @@ impl Site {
         let mut hub = Hub::with_pauses(&self.config, pauses)?;
         let mut checkpoint = hub.checkpoint(Weights::Fetched)?;
         let spec = Inspected::new(&self.config)?.spec;
-        let names: Vec<String> =
-            spec.tensors(block as usize).into_iter().map(|t| t.full_name).collect();
-        hub.fetch(&mut checkpoint, block, &names, &mut |_| Ok(()))
+        let wanted: Vec<Wanted> =
+            spec.tensors(block as usize).into_iter().map(Wanted::from).collect();
+        hub.fetch(&mut checkpoint, block, &wanted, &mut |_| Ok(()))
     }
 }
 
@@ -264,8 +264,8 @@ fn a_file_with_another_sum_than_the_hub_gives_is_not_taken() {
     let pickled = Site { hub: StandIn::serve("org/tiny", site.model.path()), ..site };
     let mut config = pickled.config.clone();
     config.hub.endpoint = Some(pickled.hub.endpoint.clone());
-    pickled.hub.trouble(|troubles| troubles.wrong_sums = true);
     let hub = Hub::with_pauses(&config, QUICK).unwrap();
+    pickled.hub.trouble(|troubles| troubles.wrong_sums = true);
     let error = hub.whole_file("pytorch_model.bin", &mut |_| Ok(())).unwrap_err();
     assert!(error.to_string().contains("SHA-256"), "{error}");
     let fetched = |hub: &Hub| hub.snapshot().join("pytorch_model.bin").is_file();
@@ -347,4 +347,96 @@ fn an_adapter_comes_whole() {
     assert_eq!(std::fs::read(found.join("adapter_model.bin")).unwrap(), [1; 5000]);
     let absent = Hub::adapter(&config, "me/none", "adapter_config.json", &weights).unwrap_err();
     assert!(absent.to_string().contains("me/none"), "{absent}");
+}
+
+/// All files and links below a folder.
+fn all_below(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let below = |path: PathBuf| match path.is_dir() && !path.is_symlink() {
+        true => all_below(&path),
+        false => vec![path],
+    };
+    entries.flat_map(|entry| below(entry.path())).collect()
+}
+
+#[test]
+fn a_mirror_cannot_choose_where_files_are_written() {
+    let root = tempfile::tempdir().unwrap();
+    let precious = root.path().join("config.json");
+    std::fs::write(&precious, "mine").unwrap();
+    let up = "../".repeat(20);
+    let outside = format!("{up}{}", root.path().join("planted").display());
+    let absolute = root.path().join("planted").display().to_string();
+    for name in [outside.as_str(), absolute.as_str(), "..", ".", "a/../../b", "config.json", "zz"] {
+        for is_commit in [true, false] {
+            let mut site = site();
+            site.config.cache_dir = root.path().join("cache");
+            site.hub.trouble(|troubles| match is_commit {
+                true => troubles.commit = Some(name.to_owned()),
+                false => troubles.etag = Some(name.to_owned()),
+            });
+            let error = Hub::with_pauses(&site.config, QUICK).unwrap_err();
+            assert!(error.to_string().contains("hexadecimal"), "{name}: {error}");
+        }
+    }
+    assert_eq!(all_below(root.path()), std::slice::from_ref(&precious), "nothing was written");
+    assert_eq!(std::fs::read_to_string(precious).unwrap(), "mine");
+}
+
+#[test]
+fn a_mirror_that_names_another_shape_evicts_nothing() {
+    let site = site();
+    let other = site.cache.path().join("models--org--other/sepal/c/block-0.safetensors");
+    std::fs::create_dir_all(other.parent().unwrap()).unwrap();
+    std::fs::write(&other, vec![0; 2 << 20]).unwrap();
+    let path = site.model.path().join("model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    let header = Header::read(&std::fs::File::open(&path).unwrap(), bytes.len() as u64).unwrap();
+    let side = 1u64 << 24;
+    let mut at = 0;
+    let mut entries = BTreeMap::new();
+    for name in header.tensors.keys() {
+        let range = [at, at + 2 * side * side];
+        entries.insert(
+            name.clone(),
+            serde_json::json!({"dtype": "BF16", "shape": [side, side], "data_offsets": range}),
+        );
+        at = range[1];
+    }
+    let json = serde_json::to_vec(&entries).unwrap();
+    std::fs::write(&path, [&(json.len() as u64).to_le_bytes()[..], &json].concat()).unwrap();
+    let hub = StandIn::serve("org/tiny", site.model.path());
+    let mut config = site.config.clone();
+    config.hub.endpoint = Some(hub.endpoint.clone());
+    let site = Site { config, hub, ..site };
+    let error = site.fetch_with(QUICK, 0).unwrap_err();
+    assert!(error.to_string().contains("config.json asks for"), "{error}");
+    assert!(other.exists(), "nothing was evicted for it");
+}
+
+#[test]
+fn a_file_that_claims_to_be_small_and_is_not_is_refused() {
+    let site = site();
+    let big = std::fs::File::create(site.model.path().join("config.json")).unwrap();
+    big.set_len(SMALL_BYTES + 1).unwrap();
+    let hub = StandIn::serve("org/tiny", site.model.path());
+    let mut config = site.config.clone();
+    config.hub.endpoint = Some(hub.endpoint.clone());
+    let error = Hub::with_pauses(&config, QUICK).unwrap_err();
+    assert!(error.to_string().contains("67108865 bytes, the limit is"), "{error}");
+}
+
+#[test]
+fn the_commit_that_was_found_is_used_when_the_hub_cannot_be_reached() {
+    let site = site();
+    drop(Hub::with_pauses(&site.config, QUICK).unwrap());
+    site.hub.trouble(|troubles| troubles.unavailable = usize::MAX);
+    let hub = Hub::with_pauses(&site.config, QUICK).unwrap();
+    assert_eq!(hub.commit(), COMMIT);
+    let refs = site.cache.path().join("models--org--tiny/refs/main");
+    assert_eq!(std::fs::read_to_string(&refs).unwrap(), COMMIT);
+    // What it says is no path either.
+    std::fs::write(refs, "../../../../etc").unwrap();
+    let error = Hub::with_pauses(&site.config, QUICK).unwrap_err();
+    assert!(matches!(error, PrepareError::Unreachable { .. }), "{error}");
 }

@@ -35,6 +35,10 @@ pub struct HubArgs {
     /// Download nothing; use files from earlier downloads [env: HF_HUB_OFFLINE]
     #[arg(long)]
     offline: bool,
+    /// Accept an address of the Hub in HF_ENDPOINT that is not encrypted (http://) on other machines than
+    /// this one; whoever is on the way can then change what is downloaded
+    #[arg(long)]
+    allow_plain_http: bool,
 }
 
 impl HubArgs {
@@ -44,6 +48,7 @@ impl HubArgs {
         let on = |name| given(name).is_some_and(|text| is_on(&text));
         Ok(HubConfig {
             endpoint: given("HF_ENDPOINT"),
+            is_plain_http_allowed: self.allow_plain_http,
             token: token(self.token, self.use_auth_token, env)?.map(Secret::new),
             revision: self.revision.map(checked_revision).transpose()?,
             offline: self.offline || on("HF_HUB_OFFLINE"),

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 use shared::config::{Device, FaultPlan, RestartConfig};
+use shared::sandbox::SandboxMode;
 
 use crate::cli::values::{self, fault, metrics_addr, processor, seconds};
 
@@ -37,6 +38,10 @@ pub struct SupervisionArgs {
     /// with each failure, up to an hour; 0 = never
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = values::pause)]
     pub(super) retry_after: Duration,
+    /// Confine the processes that meet peers and models to what their work needs, by Landlock and
+    /// seccomp: off, on (as far as the kernel can), or require (else do not start)
+    #[arg(long, value_name = "off|on|require", default_value = "on", value_parser = values::sandbox)]
+    pub(super) sandbox: SandboxMode,
     /// Processor (cpu or cpu:N) that serves the blocks of a device that keeps failing, as many as fit
     /// in memory, until the device passes its self-test again [default: none, its blocks are OFFLINE]
     #[arg(long, value_name = "DEVICE", value_parser = processor)]

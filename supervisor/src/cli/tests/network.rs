@@ -36,9 +36,9 @@ fn throughput_is_kept_measured_again_or_only_measured() {
     assert_eq!((config.netd.throughput, config.worker.measure_anew), (Throughput::Measure, false));
     assert_eq!(
         (config.netd.link_bits_per_s, config.worker.rates_dir),
-        (Some(1e9), Some("/c".into()))
+        (Some(1e9), Some("/c/rates".into()))
     );
-    assert_eq!(config.netd.rates_dir, Some("/c".into()));
+    assert_eq!(config.netd.rates_dir, Some("/c/rates".into()));
     let config = serve("m --throughput eval");
     assert_eq!((config.netd.throughput, config.worker.measure_anew), (Throughput::Anew, true));
     assert_eq!(config.netd.initial_peers.len(), 6);

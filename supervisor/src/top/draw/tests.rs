@@ -86,6 +86,7 @@ fn report() -> InstanceReport {
     };
     InstanceReport {
         build: "1".to_owned(),
+        sandbox: String::new(),
         upgrade: None,
         upgrade_failure: None,
         ready: true,

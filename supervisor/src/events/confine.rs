@@ -1,0 +1,91 @@
+//! What each child may touch: the files of its work, beside what its role may
+//! ([`shared::sandbox::table`]).
+
+use std::path::PathBuf;
+
+use model::manifest::Manifest;
+use shared::block::Span;
+use shared::config::Device;
+use shared::sandbox::{Confinement, SandboxMode, Support};
+use tracing::{info, warn};
+
+use super::Driver;
+use super::compose::manifest_of;
+use crate::tree::ChildId;
+
+impl Driver<'_> {
+    /// Says once what children are held to, and makes the folders that they write to.
+    ///
+    /// # Errors
+    /// One sentence when the sandbox is required and the kernel has none.
+    pub(super) fn prepare_confinement(&self) -> Result<(), String> {
+        let (mode, support) = (self.config.sandbox, Support::of_this_kernel());
+        match (mode, support.check()) {
+            (SandboxMode::Off, _) => warn!("children are not confined (--sandbox off)"),
+            (SandboxMode::Require, Err(error)) => {
+                return Err(format!("--sandbox require: {error}"));
+            }
+            (SandboxMode::On, Err(error)) => warn!(confined = %support, "{error}"),
+            (_, Ok(())) => info!(confined = %support, "children are confined"),
+        }
+        let rates = self.config.netd.rates_dir.iter().chain(&self.config.worker.rates_dir);
+        for folder in rates.chain([&self.config.prepare.cache_dir]) {
+            if let Err(error) = std::fs::create_dir_all(folder) {
+                warn!(folder = %folder.display(), %error, "cannot make a folder of the cache");
+            }
+        }
+        Ok(())
+    }
+
+    /// How children are held, for `sepal status`.
+    pub(super) fn confined(&self) -> String {
+        match self.config.sandbox {
+            SandboxMode::Off => "off".to_owned(),
+            SandboxMode::On | SandboxMode::Require => Support::of_this_kernel().to_string(),
+        }
+    }
+
+    /// What a child may touch.
+    pub(super) fn confinement(&self, id: ChildId) -> Confinement {
+        let mode = self.config.sandbox;
+        let cache = self.config.prepare.cache_dir.clone();
+        let has_driver = |device: &Device| !device.is_processor();
+        match id {
+            ChildId::Prepare => Confinement {
+                mode,
+                readable: Vec::new(),
+                writable: vec![cache, self.instance.folder()],
+                has_driver: self.config.devices.iter().any(has_driver),
+            },
+            ChildId::Netd => {
+                let identity = self.config.netd.identity_path.clone();
+                let made = identity.clone().filter(|path| path.exists());
+                let new = identity.filter(|path| !path.exists());
+                let home = new.and_then(|path| Some(path.parent()?.to_owned()));
+                let rates = self.config.netd.rates_dir.clone();
+                Confinement {
+                    mode,
+                    readable: made.into_iter().collect(),
+                    writable: rates.into_iter().chain(home).collect(),
+                    has_driver: false,
+                }
+            }
+            ChildId::Worker(worker) => {
+                let placed = self.tree.placed(worker);
+                Confinement {
+                    mode,
+                    readable: placed.map(|(_, whole)| self.weights_of(whole)).unwrap_or_default(),
+                    writable: self.config.worker.rates_dir.clone().into_iter().collect(),
+                    has_driver: placed.is_some_and(|(device, _)| has_driver(&device)),
+                }
+            }
+        }
+    }
+
+    /// The files of the weights of `whole`. What is missing, the worker names.
+    fn weights_of(&self, whole: Span) -> Vec<PathBuf> {
+        let path = manifest_of(self.instance, whole);
+        let files = Manifest::read(&path).map(|manifest| manifest.files).unwrap_or_default();
+        files.into_iter().map(|file| file.path).chain([path]).collect()
+    }
+}

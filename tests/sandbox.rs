@@ -1,0 +1,64 @@
+//! What the processes of a running server are held to, seen from outside.
+
+mod harness;
+
+use std::process::Command;
+use std::sync::Arc;
+
+use harness::demo::demo_model;
+use harness::{SEPAL, Sepal, children_of, serve_args};
+use nix::unistd::Pid;
+
+const SECRET: &str = "hf_a_secret_of_the_operator";
+
+fn start(more: &[&str]) -> Sepal {
+    let dir = Arc::new(tempfile::tempdir().expect("temporary folder"));
+    let mut command = Command::new(SEPAL);
+    command.env("HF_TOKEN", SECRET).env("NOT_FOR_CHILDREN", SECRET);
+    let model = demo_model();
+    Sepal::start_by(command, dir, &serve_args(&model, "demo", &[&["--new_swarm"], more].concat()))
+}
+
+/// A number in /proc/PID/status.
+fn figure(pid: Pid, name: &str) -> u32 {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("status");
+    let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    line.unwrap_or_else(|| panic!("{name} in {text}")).trim().parse().expect("a number")
+}
+
+fn environment(pid: Pid) -> String {
+    let bytes = std::fs::read(format!("/proc/{pid}/environ")).expect("environment");
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[test]
+fn children_are_confined_and_know_no_secret() {
+    for mode in [&[][..], &["--sandbox", "require"]] {
+        let sepal = start(mode);
+        sepal.wait_online();
+        assert_eq!(sepal.status()["sandbox"], "files and system calls");
+        assert!(sepal.log().contains("children are confined"), "{}", sepal.log());
+        let children = children_of(sepal.pid());
+        assert_eq!(children.len(), 2, "netd and a worker");
+        for child in children {
+            assert_eq!((figure(child, "Seccomp"), figure(child, "NoNewPrivs")), (2, 1), "{child}");
+            assert_eq!(figure(child, "Seccomp_filters"), 2, "{child}");
+            let environment = environment(child);
+            assert!(!environment.contains(SECRET), "{environment}");
+        }
+        assert_eq!(figure(sepal.pid(), "Seccomp"), 0, "the supervisor starts others");
+        assert_eq!(sepal.terminate().code(), Some(0));
+    }
+}
+
+#[test]
+fn the_sandbox_can_be_switched_off_and_the_log_says_so() {
+    let sepal = start(&["--sandbox", "off"]);
+    sepal.wait_online();
+    assert_eq!(sepal.status()["sandbox"], "off");
+    assert!(sepal.log().contains("--sandbox off"), "{}", sepal.log());
+    for child in children_of(sepal.pid()) {
+        assert_eq!(figure(child, "Seccomp"), 0, "{child}");
+    }
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
