@@ -1,0 +1,221 @@
+//! Attacks on a running server, each beside a genuine client that must notice nothing but a delay. Each
+//! prints what the processes of the server used.
+
+#[path = "hostile/beside.rs"]
+mod beside;
+mod harness;
+#[path = "hostile/wire.rs"]
+mod wire;
+
+use std::net::{SocketAddr, TcpStream};
+use std::time::{Duration, SystemTime};
+
+use beside::beside;
+use bytes::Bytes;
+use harness::demo::{BLOCKS, HIDDEN, demo_model};
+use harness::peer::{Peer, noise};
+use harness::{DEADLINE, Sepal};
+use hivemind::dht::id::DhtId;
+use hivemind::dht::storage::tag_of;
+use hivemind::names;
+use hivemind::p2p::{CallError, Keypair, PeerId};
+use hivemind::wire::messages::{NodeInfo, PingRequest, StoreRequest, StoreResponse};
+use prost::Message;
+use wire::Wire;
+
+const PREFIX: &str = "demo";
+/// Longest message of a unary call.
+const UNARY_BYTES: usize = 4 << 20;
+
+fn serve() -> Sepal {
+    Sepal::serve(&demo_model(), PREFIX, &[])
+}
+
+/// Where the server listens, without its name.
+fn socket_of(addr: &str) -> SocketAddr {
+    let parts: Vec<&str> = addr.split('/').collect();
+    let [_, "ip4", ip, "tcp", port, ..] = parts[..] else { panic!("{addr}") };
+    format!("{ip}:{port}").parse().expect("an address")
+}
+
+fn now() -> f64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).expect("a clock").as_secs_f64()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_that_never_end_hold_what_one_peer_may_hold() {
+    let sepal = serve();
+    let addr = sepal.addr();
+    let (harm, opened) = beside(&sepal, "736 requests that lack their last byte", async {
+        let keypair = Keypair::generate_ed25519();
+        let mut request = vec![0x80, 0x80, 0x80, 0x02];
+        request.resize(request.len() + UNARY_BYTES - 1, 0);
+        let (mut wires, mut saying) = (Vec::new(), Vec::new());
+        for _ in 0..4 {
+            wires.extend(Wire::connect(&addr, &keypair).await.map(std::sync::Arc::new));
+        }
+        let (request, count) = (std::sync::Arc::new(request), wires.len());
+        for number in 0..736 {
+            let Some(wire) = wires.get(number % count.max(1)).cloned() else { break };
+            let request = request.clone();
+            saying.push(tokio::spawn(async move {
+                let said = wire.say(names::FORWARD, &request);
+                tokio::time::timeout(Duration::from_secs(6), said).await.ok().flatten()
+            }));
+        }
+        let mut streams = Vec::new();
+        for said in saying {
+            streams.extend(said.await.expect("no panic"));
+        }
+        streams.len()
+    })
+    .await;
+    println!("  {opened} of 736 requests were read to their last byte but one");
+    assert!(harm.netd_mib < 256, "{harm}");
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_message_of_empty_tensors_costs_no_more_than_its_bytes() {
+    let sepal = serve();
+    let peer = Peer::connect(&sepal.addr(), PREFIX).await;
+    let (harm, ()) = beside(&sepal, "sixteen messages of empty tensors", async {
+        // Field 2 of ExpertRequest is a list of tensors.
+        let message: Bytes = [0x12, 0x00].repeat(UNARY_BYTES / 2 - 512).into();
+        for protocol in [names::FORWARD, names::BACKWARD] {
+            for _ in 0..8 {
+                let answer = peer.p2p.call_unary(peer.server, protocol, message.clone(), DEADLINE);
+                let error = answer.await.expect_err("such a request makes no sense");
+                assert!(matches!(error, CallError::Remote(_)), "{error}");
+            }
+        }
+    })
+    .await;
+    assert!(harm.netd_mib < 64, "{harm}");
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+/// Stores `items` entries of `bytes` under keys that no other call uses.
+async fn store(
+    peer: &Peer,
+    round: usize,
+    items: usize,
+    bytes: usize,
+) -> Result<Vec<bool>, CallError> {
+    let key = |n: usize| {
+        Bytes::from(DhtId::of_text(&format!("{}-{round}-{n}", peer.p2p.peer_id())).0.to_vec())
+    };
+    let request = StoreRequest {
+        auth: None,
+        keys: (0..items).map(key).collect(),
+        subkeys: vec![Bytes::from_static(&[0xc0]); items],
+        values: vec![vec![0; bytes].into(); items],
+        expiration_time: vec![now() + 600.0; items],
+        in_cache: vec![false; items],
+        peer: None,
+    };
+    let request = request.encode_to_vec().into();
+    let answer = peer.p2p.call_unary(peer.server, names::DHT_STORE, request, DEADLINE).await?;
+    Ok(StoreResponse::decode(answer).expect("an answer").store_ok)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_full_store_stands_still_for_nobody_and_welcomes_no_stranger_twice() {
+    let sepal = serve();
+    let mut peers = Vec::new();
+    for _ in 0..8 {
+        peers.push(std::sync::Arc::new(Peer::connect(&sepal.addr(), PREFIX).await));
+    }
+    let (harm, ()) = beside(&sepal, "eight peers fill the DHT", async {
+        let filling: Vec<_> = peers
+            .iter()
+            .cloned()
+            .map(|peer| {
+                tokio::spawn(async move {
+                    for round in 0..24 {
+                        // Refused or evicted: either is fine.
+                        let _ = store(&peer, round, 1000, 300).await;
+                    }
+                })
+            })
+            .collect();
+        for filled in filling {
+            filled.await.expect("no panic");
+        }
+    })
+    .await;
+    assert!(harm.netd_mib < 256, "{harm}");
+
+    let (harm, ()) = beside(&sepal, "60 pings with fresh node ids", async {
+        let peer = &peers[0];
+        for number in 0..60 {
+            let node_id = Bytes::from(DhtId::of_text(&format!("stranger {number}")).0.to_vec());
+            let peer_info = Some(NodeInfo { node_id });
+            let ping = PingRequest { auth: None, peer: peer_info, validate: false };
+            let request = ping.encode_to_vec().into();
+            let answer = peer.p2p.call_unary(peer.server, names::DHT_PING, request, DEADLINE);
+            answer.await.expect("pings are answered");
+        }
+    })
+    .await;
+    assert!(harm.netd_mib < 64, "{harm}");
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nobody_speaks_in_the_name_of_a_server() {
+    let sepal = serve();
+    let peer = Peer::connect(&sepal.addr(), PREFIX).await;
+    let server: PeerId = peer.server;
+    let (_, store_ok) = beside(&sepal, "a record that says that the server is offline", async {
+        let count = BLOCKS.len();
+        // [state = OFFLINE, throughput] as msgpack.
+        let offline = Bytes::from_static(&[0x92, 0x00, 0xcb, 0, 0, 0, 0, 0, 0, 0, 0]);
+        let key = |block: u32| Bytes::from(DhtId::of_text(&format!("{PREFIX}.{block}")).0.to_vec());
+        let request = StoreRequest {
+            auth: None,
+            keys: BLOCKS.map(key).collect(),
+            subkeys: vec![tag_of(&server); count],
+            values: vec![offline; count],
+            expiration_time: vec![now() + 29.0 * 86_400.0; count],
+            in_cache: vec![false; count],
+            peer: None,
+        };
+        let request = request.encode_to_vec().into();
+        let answer = peer.p2p.call_unary(server, names::DHT_STORE, request, DEADLINE).await;
+        StoreResponse::decode(answer.expect("an answer")).expect("an answer").store_ok
+    })
+    .await;
+    assert!(!store_ok.is_empty() && store_ok.iter().all(|ok| !ok), "{store_ok:?}");
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connections_that_say_nothing_lock_nobody_out() {
+    let sepal = serve();
+    let (addr, socket) = (sepal.addr(), socket_of(&sepal.addr()));
+    let (harm, ()) = beside(&sepal, "silent and idle connections", async {
+        let mut silent = Vec::new();
+        for _ in 0..300 {
+            silent.extend(TcpStream::connect_timeout(&socket, Duration::from_secs(1)));
+        }
+        let mut idle = Vec::new();
+        for _ in 0..150 {
+            let keypair = Keypair::generate_ed25519();
+            let connecting =
+                tokio::time::timeout(Duration::from_secs(5), Wire::connect(&addr, &keypair));
+            idle.extend(connecting.await.ok().flatten());
+        }
+        println!("  {} silent and {} idle connections", silent.len(), idle.len());
+        for _ in 0..5 {
+            let late = Peer::connect(&addr, PREFIX).await;
+            let mut session = late.session(BLOCKS, 8).await;
+            let hidden = noise(&[2, 1, HIDDEN], 1);
+            session.step(hidden, None).await.expect("a newcomer gets a session");
+            session.close().await;
+        }
+    })
+    .await;
+    assert!(harm.netd_mib < 256, "{harm}");
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
