@@ -177,17 +177,16 @@ fn mapped(pid: Pid, folder: &std::path::Path) -> BTreeSet<PathBuf> {
 fn weights_that_a_worker_maps_are_not_deleted_to_make_room() {
     let sepal = serve(&["--quant_type", "int8", "--block_indices", "0:2"]);
     let folder = sepal.dir.path().join("cache").canonicalize().unwrap();
-    let evict = || {
-        let cache = DiskCache::new(&folder, Some(0));
-        let refused = cache.make_room(1 << 60, &mut |_| Ok(()));
-        assert!(refused.unwrap_err().to_string().contains("--max_disk_space"));
-    };
+    // The cache is full, and then wants to hold so many bytes more.
+    let cached =
+        || DiskCache::new(&folder, None).files().iter().map(|file| file.bytes).sum::<u64>();
+    let evict = |more| DiskCache::new(&folder, Some(cached())).make_room(more, &mut |_| Ok(()));
     let worker = worker_with(&sepal, "0:2");
     let files = mapped(worker, &folder);
     assert!(files.len() >= 2, "{files:?}");
     let unused = folder.join("prepared/of-nobody");
     std::fs::write(&unused, "x").unwrap();
-    evict();
+    evict(1).expect("room for a byte");
     assert!(!unused.exists(), "what nobody uses goes");
     assert!(files.iter().all(|file| file.exists()), "{files:?}");
 
@@ -196,11 +195,12 @@ fn weights_that_a_worker_maps_are_not_deleted_to_make_room() {
         Some(worker_with(&sepal, "0:2")).filter(|pid| *pid != worker)
     });
     assert_eq!(mapped(next, &folder), files);
-    evict();
+    let refused = evict(1).expect_err("all that is left is in use").to_string();
+    assert!(refused.contains("--max_disk_space"), "{refused}");
     assert!(files.iter().all(|file| file.exists()), "{files:?}");
     let dir = sepal.dir.clone();
     assert_eq!(sepal.terminate().code(), Some(0));
-    evict();
+    evict(cached()).expect("nobody uses anything");
     assert!(files.iter().all(|file| !file.exists()), "{files:?}");
     drop(dir);
 }

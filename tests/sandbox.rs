@@ -36,7 +36,7 @@ fn children_are_confined_and_know_no_secret() {
     for mode in [&[][..], &["--sandbox", "require"]] {
         let sepal = start(mode);
         sepal.wait_online();
-        assert_eq!(sepal.status()["sandbox"], "files and system calls");
+        assert_eq!(sepal.status()[0]["sandbox"], "files and system calls");
         assert!(sepal.log().contains("children are confined"), "{}", sepal.log());
         let children = children_of(sepal.pid());
         assert_eq!(children.len(), 2, "netd and a worker");
@@ -55,7 +55,7 @@ fn children_are_confined_and_know_no_secret() {
 fn the_sandbox_can_be_switched_off_and_the_log_says_so() {
     let sepal = start(&["--sandbox", "off"]);
     sepal.wait_online();
-    assert_eq!(sepal.status()["sandbox"], "off");
+    assert_eq!(sepal.status()[0]["sandbox"], "off");
     assert!(sepal.log().contains("--sandbox off"), "{}", sepal.log());
     for child in children_of(sepal.pid()) {
         assert_eq!(figure(child, "Seccomp"), 0, "{child}");

@@ -12,6 +12,7 @@ use hivemind::p2p::{
     UnaryResponder, identity,
 };
 use shared::causes::with_causes;
+use shared::config::NetdConfig;
 use shared::control::NetdInit;
 use shared::exit::ExitReason;
 use shared::ids::Generation;
@@ -87,6 +88,14 @@ pub struct NodeSettings {
     pub startup_timeout: Duration,
     /// Most bytes per second that it sends to all peers together.
     pub max_upload_bytes_per_s: Option<u64>,
+}
+
+/// Makes the key that `--identity_path` names, if it is not there: the daemon may read it, but not
+/// write beside it. What fails, the daemon says.
+pub fn make_identity(config: &NetdConfig) {
+    if let Some(path) = &config.identity_path {
+        let _ = identity::load_or_create(path);
+    }
 }
 
 /// Joins as `init` says. RPCs on blocks are refused until `service` has one.

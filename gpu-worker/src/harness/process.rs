@@ -16,7 +16,7 @@ use shared::config::{LogConfig, LogFormat};
 use shared::control::{Birth, BoardSeat, Role};
 use shared::exit::ExitReason;
 use shared::ids::{Generation, GroupId, WorkerId};
-use shared::sandbox::Confinement;
+use shared::sandbox::{Confinement, SandboxMode};
 use shared::shm::board::{Board, Occupant};
 
 /// Longest wait of any test.
@@ -96,7 +96,7 @@ where
         generation,
         worker: (role == Role::Worker).then(worker_id),
         log: LogConfig { filter: "off".into(), format: LogFormat::Text },
-        confinement: Confinement::default(),
+        confinement: Confinement { mode: SandboxMode::Off, ..Confinement::default() },
     };
     descriptors.send_birth(&birth).unwrap();
     fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();

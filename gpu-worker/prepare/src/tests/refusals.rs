@@ -71,7 +71,7 @@ const BAD_FOLDERS: &[BadFolder] = &[
     (
         "huge header",
         |f| std::fs::write(f.join("model.safetensors"), u64::MAX.to_le_bytes()).unwrap(),
-        &["model.safetensors", "header", "100000000"],
+        &["model.safetensors", "header", "16777216"],
     ),
     (
         "header of garbage",

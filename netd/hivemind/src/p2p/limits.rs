@@ -63,6 +63,10 @@ pub(super) const INBOUND_QUEUE: usize = 256;
 /// A unary request must be complete by then: 4 MiB over a slow link. Tests wait for it.
 pub(super) const UNARY_REQUEST_TIMEOUT: Duration =
     Duration::from_secs(if cfg!(test) { 8 } else { 60 });
+/// A unary request of which nothing came for this long is given up: what is reserved for it is missing to
+/// others. Tests wait for it.
+pub(super) const UNARY_STALL_TIMEOUT: Duration =
+    Duration::from_secs(if cfg!(test) { 4 } else { 10 });
 /// Bytes of unary requests that are read or not yet answered. One peer may have eight of the
 /// largest at once, an IP net sixteen; more wait unread.
 pub(super) const UNARY_BYTES: PoolBounds =

@@ -39,6 +39,7 @@ mod reach;
 mod relays;
 mod rpc_streams;
 mod serve;
+mod steady;
 #[cfg(test)]
 mod tests;
 mod traffic;

@@ -3,7 +3,7 @@
 //! Every inbound stream has a task of its own until its request is with the handler. A stream
 //! counts against the bounds of its protocol until it has lingered out.
 
-use std::{sync::Arc, time::Duration};
+use std::{io::ErrorKind, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use futures::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadHalf, WriteHalf};
@@ -20,9 +20,10 @@ use super::{
     frame::{self, Frame, FrameError, FrameReader},
     limits::{
         CALLER_END_TIMEOUT, InboundLimits, LINGER_TIMEOUT, Permit, UNARY_REQUEST_TIMEOUT,
-        WRITE_STALL_TIMEOUT,
+        UNARY_STALL_TIMEOUT, WRITE_STALL_TIMEOUT,
     },
     pools::Reservation,
+    steady::Steady,
     traffic::Stream,
     unary::{self, UnaryError},
 };
@@ -65,15 +66,18 @@ pub(super) async fn accept(
         ProtocolKind::Unary => {
             let limits = Arc::clone(permit.limits());
             let reserve = |bytes| async move { limits.reserve(peer, bytes).await };
-            let request = unary::read_request(&mut stream, reserve);
+            let mut steady = Steady::new(&mut stream, UNARY_STALL_TIMEOUT);
+            let request = unary::read_request(&mut steady, reserve);
             let request = timeout(UNARY_REQUEST_TIMEOUT, request);
             let (request, held) = match request.await {
                 Ok(Ok(request)) => request,
                 Ok(Err(error)) => {
-                    permit.limits().count(|figures| match error {
+                    permit.limits().count(|figures| match &error {
                         UnaryError::TooLarge(_) => figures.too_large += 1,
                         UnaryError::Malformed(_) => figures.malformed += 1,
-                        UnaryError::Io(_) => {}
+                        UnaryError::Io(error) => {
+                            figures.too_slow += u64::from(error.kind() == ErrorKind::TimedOut);
+                        }
                     });
                     return debug!(%peer, protocol, %error, "cannot read a request");
                 }

@@ -3,7 +3,7 @@
 
 use futures::io::AsyncWriteExt as _;
 
-use super::super::limits::{UNARY_REQUEST_TIMEOUT, WRITE_STALL_TIMEOUT};
+use super::super::limits::{UNARY_REQUEST_TIMEOUT, UNARY_STALL_TIMEOUT, WRITE_STALL_TIMEOUT};
 use super::*;
 
 /// A connected pair whose callee answers unary calls and hands out streams.
@@ -69,6 +69,18 @@ fn a_unary_request_that_trickles_is_given_up_and_counted() {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         assert!(begin.elapsed() >= UNARY_REQUEST_TIMEOUT);
+        others_are_served(&callee, inbound).await;
+    });
+}
+
+#[test]
+fn a_unary_request_that_stops_in_the_middle_is_given_up_before_its_time() {
+    block_on(async {
+        let (attacker, callee, inbound) = attacked().await;
+        let begin = Instant::now();
+        let _stream = unary_with(&attacker, &callee, &[0x80, 0x80, 0x40, 1, 2, 3]).await;
+        until(|| async { callee.inbound_figures().too_slow == 1 }).await;
+        assert!((UNARY_STALL_TIMEOUT..UNARY_REQUEST_TIMEOUT).contains(&begin.elapsed()));
         others_are_served(&callee, inbound).await;
     });
 }
