@@ -17,7 +17,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::Deserialize;
 use shared::causes::with_causes;
-use shared::config::{DemoConfig, GenerateConfig};
+use shared::config::{DemoConfig, GenerateConfig, SamplingConfig};
 use shared::escape::escaped;
 use shared::exit::ExitReason;
 use tokio::sync::watch;
@@ -272,10 +272,9 @@ fn run(config: &DemoConfig, out: &mut impl Write) -> Result<(), DemoError> {
         prompt: prompt.to_owned(),
         dtype: None,
         max_new_tokens: config.max_new_tokens,
-        temperature: None,
-        top_k: None,
-        top_p: None,
-        seed: None,
+        sampling: SamplingConfig::default(),
+        stop: Vec::new(),
+        speculate: 0,
         stats: false,
         startup_timeout: START_TIMEOUT,
     };

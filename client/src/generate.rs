@@ -11,10 +11,12 @@ use shared::escape::escaped;
 use shared::exit::ExitReason;
 
 use crate::chain::{Chain, ChainError};
+use crate::drafts::Drafts;
 use crate::local::{LocalModel, LocalModelError};
-use crate::sampling::{Sampler, SamplingConfig, SamplingError};
+use crate::sampling::{Sampler, SamplingError};
 use crate::session::StepTiming;
 use crate::states::Hidden;
+use crate::stops::Stops;
 use crate::swarm::{Swarm, SwarmConfig, SwarmError};
 use crate::text::{TextCodec, TextError, TextStream};
 
@@ -75,7 +77,7 @@ impl GenerateError {
 }
 
 /// What a generation did.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Report {
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
@@ -87,19 +89,31 @@ pub struct Report {
     pub prefill: StepTiming,
     /// Times of all later steps, summed.
     pub decode: StepTiming,
+    /// Steps after the first.
+    pub decode_steps: u32,
+    /// Tokens that were guessed.
+    pub guessed: u64,
+    /// Those of them that were right.
+    pub accepted: u64,
     /// Wall time from the first step to the last token.
     pub elapsed: Duration,
 }
 
 impl Report {
-    /// Steps after the first.
-    pub fn decode_steps(&self) -> u32 {
-        u32::try_from(self.tokens.len().saturating_sub(1)).unwrap_or(u32::MAX)
+    /// Notes a step that carried so many guesses.
+    fn count(&mut self, spent: StepTiming, guesses: usize) {
+        self.guessed += guesses as u64;
+        if self.tokens.is_empty() {
+            self.prefill = spent;
+        } else {
+            self.decode += spent;
+            self.decode_steps += 1;
+        }
     }
 
     /// Lines for people: route, speed, and where the time of a step went.
     pub fn lines(&self) -> Vec<String> {
-        let steps = self.decode_steps().max(1);
+        let steps = self.decode_steps.max(1);
         let per_step = |d: Duration| d.as_secs_f64() * 1e3 / f64::from(steps);
         let network = self.decode.total.saturating_sub(self.decode.queue + self.decode.compute);
         let speed = self.tokens.len() as f64 / self.elapsed.as_secs_f64().max(1e-9);
@@ -121,6 +135,15 @@ impl Report {
             per_step(self.decode.queue),
             per_step(self.decode.compute)
         ));
+        if self.guessed > 0 {
+            let decoded = self.tokens.len().saturating_sub(1) as f64;
+            lines.push(format!(
+                "{:.2} tokens per step: {} of {} guessed tokens were right",
+                decoded / f64::from(steps),
+                self.accepted,
+                self.guessed
+            ));
+        }
         lines
     }
 }
@@ -135,12 +158,7 @@ pub async fn generate(
 ) -> Result<Report, GenerateError> {
     let mut model = LocalModel::load(&config.model, config.dtype, LOCAL_THREADS)?;
     let codec = TextCodec::load(&config.model, model.bos())?;
-    let mut sampler = Sampler::new(SamplingConfig {
-        temperature: config.temperature,
-        top_k: config.top_k,
-        top_p: config.top_p,
-        seed: config.seed,
-    })?;
+    let mut sampler = Sampler::new(config.sampling.clone())?;
     let prompt = codec.encode(&config.prompt)?;
     if config.prompt.is_empty() || prompt.is_empty() {
         return Err(GenerateError::EmptyPrompt);
@@ -153,13 +171,24 @@ pub async fn generate(
         startup_timeout: config.startup_timeout,
     })
     .await?;
-    let mut stream = TextStream::new(&codec, &prompt);
-    let report =
-        run(&mut swarm, &mut model, &mut sampler, &prompt, config.max_new_tokens, |token| {
-            on_text(&stream.push(token)?)?;
-            Ok(())
-        })
-        .await;
+    let (mut stream, mut stops) = (TextStream::new(&codec, &prompt), Stops::new(&config.stop));
+    sampler.hear(&prompt);
+    let task = Continuation {
+        prompt: &prompt,
+        max_new_tokens: config.max_new_tokens,
+        drafts: Drafts::new(config.speculate),
+    };
+    let mut is_over = false;
+    let report = decode(&mut swarm, &mut model, &mut sampler, task, |token| {
+        let (text, over) = stops.push(&stream.push(token)?);
+        is_over = over;
+        on_text(&text)?;
+        Ok(!over)
+    })
+    .await;
+    if !is_over && report.is_ok() {
+        on_text(&stops.rest())?;
+    }
     swarm.leave().await;
     report
 }
@@ -169,28 +198,43 @@ fn addresses(texts: &[String]) -> Result<Vec<Multiaddr>, GenerateError> {
     texts.iter().map(parse).collect()
 }
 
-/// The loop of tokens over an open chain.
-async fn run(
+/// What [`decode`] is to do.
+#[derive(Debug)]
+pub struct Continuation<'a> {
+    /// Tokens to go on from.
+    pub prompt: &'a [u32],
+    /// Most tokens to add.
+    pub max_new_tokens: u32,
+    /// Guesses of what comes.
+    pub drafts: Drafts,
+}
+
+/// Adds tokens to a prompt until one ends the text, `on_token` says that it is enough, or there are as
+/// many as there may be. Guesses change how many steps that takes, and no token.
+///
+/// # Errors
+/// [`GenerateError`].
+pub async fn decode(
     swarm: &mut Swarm,
     model: &mut LocalModel,
     sampler: &mut Sampler,
-    prompt: &[u32],
-    max_new_tokens: u32,
-    mut on_token: impl FnMut(u32) -> Result<(), GenerateError>,
+    mut task: Continuation<'_>,
+    mut on_token: impl FnMut(u32) -> Result<bool, GenerateError>,
 ) -> Result<Report, GenerateError> {
-    let max_length = u32::try_from(prompt.len()).unwrap_or(u32::MAX).saturating_add(max_new_tokens);
+    let most = task.max_new_tokens;
+    let max_length = u32::try_from(task.prompt.len()).unwrap_or(u32::MAX).saturating_add(most);
     let mut chain = Chain::open(swarm, max_length).await?;
-    let mut report = Report {
-        prompt_tokens: prompt.len(),
-        tokens: Vec::new(),
-        legs: Vec::new(),
-        prefill: StepTiming::default(),
-        decode: StepTiming::default(),
-        elapsed: Duration::ZERO,
-    };
+    let mut report = Report { prompt_tokens: task.prompt.len(), ..Report::default() };
     let began = Instant::now();
-    let mut input = prompt.to_vec();
-    while report.tokens.len() < max_new_tokens as usize {
+    let (mut text, mut input) = (task.prompt.to_vec(), task.prompt.to_vec());
+    let mut goes_on = most > 0;
+    while goes_on {
+        // The first step carries the prompt alone; the last token of a step is chosen behind its guesses.
+        let left = (most as usize).saturating_sub(report.tokens.len() + 1);
+        let limit = if report.tokens.is_empty() { 0 } else { left };
+        let guesses = task.drafts.guess(&text, limit);
+        let kept = chain.position() as usize + input.len();
+        input.extend(&guesses);
         let hidden = Hidden {
             dtype: model.dtype(),
             rows: 1,
@@ -198,18 +242,29 @@ async fn run(
             bytes: model.embed(&input)?.into(),
         };
         let (output, spent) = chain.step(hidden).await?;
-        match report.tokens.is_empty() {
-            true => report.prefill = spent,
-            false => report.decode += spent,
+        report.count(spent, guesses.len());
+        let states = output.last(guesses.len() + 1).to_f32();
+        let mut right = 0;
+        for state in states.chunks(model.hidden_size()) {
+            let logits = model.logits(state)?;
+            let token =
+                sampler.choose(logits).ok_or(GenerateError::NoToken(report.tokens.len()))?;
+            report.tokens.push(token);
+            text.push(token);
+            goes_on =
+                !model.is_eos(token) && on_token(token)? && report.tokens.len() < most as usize;
+            let is_right = guesses.get(right) == Some(&token);
+            right += usize::from(is_right);
+            if !goes_on || !is_right {
+                break;
+            }
         }
-        let logits = model.logits(&output.last_f32())?;
-        let token = sampler.choose(logits).ok_or(GenerateError::NoToken(report.tokens.len()))?;
-        report.tokens.push(token);
-        if model.is_eos(token) {
-            break;
+        report.accepted += right as u64;
+        task.drafts.learn(guesses.len(), right);
+        if right < guesses.len() {
+            chain.roll_back(u32::try_from(kept + right).unwrap_or(u32::MAX))?;
         }
-        on_token(token)?;
-        input = vec![token];
+        input = text.last().copied().into_iter().collect();
     }
     report.elapsed = began.elapsed();
     report.legs = chain.legs().collect();

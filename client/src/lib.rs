@@ -5,7 +5,10 @@
 pub mod batch;
 mod calls;
 pub mod chain;
+mod checkpoint;
 pub mod demo;
+pub mod drafts;
+mod ends;
 pub mod generate;
 pub mod health;
 pub mod history;
@@ -16,5 +19,6 @@ pub mod routing;
 pub mod sampling;
 pub mod session;
 pub mod states;
+pub mod stops;
 pub mod swarm;
 pub mod text;

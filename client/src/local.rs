@@ -1,73 +1,39 @@
 //! The part of the model that a client runs itself: token embeddings, the final norm and the head,
 //! read from the model folder. Only these tensors are read; the blocks are the servers' part.
 
-use std::collections::HashMap;
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use kernels::ops::{Linear, Rmsnorm};
+use kernels::ops::{Layernorm, Linear, OpError, Rmsnorm};
 use kernels::{Backend, Cpu, WeightView};
-use model::header::{Header, HeaderError};
+use model::{BlockSpec, Norm};
 use serde::Deserialize;
+use serde_json::Value;
 use shared::dtype::DType;
 
-/// Why the local part of a model cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum LocalModelError {
-    /// A file is missing or unreadable.
-    #[error(
-        "cannot read {path}; give a model folder in Hugging Face layout with safetensors files"
-    )]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// A JSON file does not parse.
-    #[error("cannot parse {path}")]
-    Parse {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: serde_json::Error,
-    },
-    /// A checkpoint file has no header that can be used.
-    #[error("{path} {source}")]
-    Header {
-        /// The file.
-        path: PathBuf,
-        /// Why; continues the sentence.
-        source: HeaderError,
-    },
-    /// The content makes no sense.
-    #[error("{path}: {reason}")]
-    Content {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong, and the value.
-        reason: String,
-    },
-}
+pub use crate::checkpoint::LocalModelError;
+use crate::checkpoint::{Checkpoint, Matrix, parse, read};
+use crate::ends::Ends;
 
-/// Fields of config.json that the client needs.
+/// Fields of config.json that the client needs, beside those of the blocks.
 #[derive(Debug, Deserialize)]
 struct Config {
     model_type: String,
-    hidden_size: usize,
-    num_hidden_layers: u32,
     vocab_size: usize,
-    #[serde(default = "default_eps")]
-    rms_norm_eps: f32,
     #[serde(default)]
-    tie_word_embeddings: bool,
+    tie_word_embeddings: Option<bool>,
     #[serde(default)]
     bos_token_id: Option<u32>,
     #[serde(default)]
     eos_token_id: Option<OneOrMany>,
     #[serde(default)]
     dht_prefix: Option<String>,
+}
+
+/// What generation_config.json says beside it.
+#[derive(Debug, Default, Deserialize)]
+struct GenerationDefaults {
+    #[serde(default)]
+    eos_token_id: Option<OneOrMany>,
 }
 
 /// `eos_token_id` is a number or a list of numbers.
@@ -78,42 +44,58 @@ enum OneOrMany {
     Many(Vec<u32>),
 }
 
-fn default_eps() -> f32 {
-    1e-6
+/// A scale, and a bias where the norm has one.
+struct NormWeights {
+    weight: Vec<f32>,
+    bias: Option<Vec<f32>>,
 }
 
-struct Matrix {
-    dtype: DType,
-    rows: usize,
-    columns: usize,
-    bytes: Vec<u8>,
-}
-
-impl Matrix {
-    /// The same numbers in `dtype`, rounded to nearest even.
-    fn cast(self, dtype: Option<DType>) -> Matrix {
-        let Some(dtype) = dtype.filter(|dtype| *dtype != self.dtype) else {
-            return self;
+impl NormWeights {
+    fn read(
+        checkpoint: &Checkpoint,
+        names: &[&str],
+        norm: &Norm,
+        width: usize,
+    ) -> Result<NormWeights, LocalModelError> {
+        let of = |part: &str| {
+            let names: Vec<String> = names.iter().map(|name| format!("{name}.{part}")).collect();
+            checkpoint.vector(&names.iter().map(String::as_str).collect::<Vec<_>>(), width)
         };
-        let mut bytes = vec![0; self.rows * self.columns * dtype.size_bytes()];
-        let rows = self.bytes.chunks(self.columns * self.dtype.size_bytes());
-        let mut values = vec![0.0; self.columns];
-        for (row, out) in rows.zip(bytes.chunks_mut(self.columns * dtype.size_bytes())) {
-            kernels::ops::convert::to_f32(self.dtype, row, &mut values);
-            kernels::ops::convert::from_f32(dtype, &values, out);
+        let bias = matches!(norm, Norm::Layer { .. }).then(|| of("bias")).transpose()?;
+        Ok(NormWeights { weight: of("weight")?, bias })
+    }
+
+    /// Norms `x` `[rows, width]` into `out`, rounded to `round`.
+    fn apply(
+        &self,
+        cpu: &mut Cpu,
+        eps: f32,
+        (x, out): (&[f32], &mut [f32]),
+        round: DType,
+    ) -> Result<(), OpError> {
+        let (weight, width) = (&self.weight[..], self.weight.len());
+        let rows = x.len() / width.max(1);
+        match &self.bias {
+            None => cpu.rmsnorm(Rmsnorm { x, weight, out, rows, width, eps, round }),
+            Some(bias) => {
+                cpu.layernorm(Layernorm { x, weight, bias, out, rows, width, eps, round })
+            }
         }
-        Matrix { dtype, bytes, ..self }
     }
 }
 
 /// Embeddings, final norm and head of a model, on the CPU.
 pub struct LocalModel {
     config: Config,
+    spec: BlockSpec,
     path: PathBuf,
     embedding: Matrix,
-    norm: Vec<f32>,
+    /// The norm behind the embeddings (BLOOM).
+    embedding_norm: Option<NormWeights>,
+    norm: NormWeights,
     /// `None` when the head shares the embedding's matrix.
     head: Option<Matrix>,
+    eos: Vec<u32>,
     cpu: Cpu,
     normed: Vec<f32>,
     logits: Vec<f32>,
@@ -131,34 +113,40 @@ impl LocalModel {
         threads: usize,
     ) -> Result<LocalModel, LocalModelError> {
         let path = folder.join("config.json");
-        let config: Config = parse(&path, &read(&path)?)?;
         let bad = |reason: String| LocalModelError::Content { path: path.clone(), reason };
-        if config.model_type != "llama" {
-            return Err(bad(format!(
-                "model type {:?} has no client yet; the client knows llama",
-                config.model_type
-            )));
+        let value: Value = parse(&path, &read(&path)?)?;
+        let spec = BlockSpec::from_config(&value).map_err(|error| bad(error.to_string()))?;
+        let config: Config = serde_json::from_value(value)
+            .map_err(|source| LocalModelError::Parse { path: path.clone(), source })?;
+        let ends = Ends::of(&config.model_type).ok_or_else(|| {
+            bad(format!("model type {:?} has blocks, but no client yet", config.model_type))
+        })?;
+        if config.vocab_size == 0 {
+            return Err(bad("vocab_size must not be 0".to_owned()));
         }
-        if config.hidden_size == 0 || config.vocab_size == 0 || config.num_hidden_layers == 0 {
-            return Err(bad(
-                "hidden_size, vocab_size and num_hidden_layers must not be 0".to_owned()
-            ));
-        }
-        let shape = [config.vocab_size, config.hidden_size];
+        let (width, norm) = (spec.hidden, &spec.norm);
+        let shape = [config.vocab_size, width];
         let checkpoint = Checkpoint::open(folder)?;
-        let embedding = checkpoint.matrix("model.embed_tokens.weight", shape)?.cast(dtype);
-        let norm = checkpoint.vector("model.norm.weight", config.hidden_size)?;
-        let head = match config.tie_word_embeddings {
+        let embedding = checkpoint.matrix(ends.embedding, shape)?.cast(dtype);
+        let embedding_norm = (!ends.embedding_norm.is_empty())
+            .then(|| NormWeights::read(&checkpoint, ends.embedding_norm, norm, width))
+            .transpose()?;
+        let final_norm = NormWeights::read(&checkpoint, ends.norm, norm, width)?;
+        let head = match config.tie_word_embeddings.unwrap_or(ends.is_tied) {
             true => None,
-            false => Some(checkpoint.matrix("lm_head.weight", shape)?.cast(dtype)),
+            false => Some(checkpoint.matrix(ends.head, shape)?.cast(dtype)),
         };
-        let (normed, logits) = (vec![0.0; config.hidden_size], vec![0.0; config.vocab_size]);
+        let eos = eos_of(folder, config.eos_token_id.as_ref())?;
+        let (normed, logits) = (vec![0.0; width], vec![0.0; config.vocab_size]);
         Ok(LocalModel {
             config,
+            spec,
             path,
             embedding,
-            norm,
+            embedding_norm,
+            norm: final_norm,
             head,
+            eos,
             cpu: Cpu::new(threads),
             normed,
             logits,
@@ -167,12 +155,12 @@ impl LocalModel {
 
     /// Width of the hidden states.
     pub fn hidden_size(&self) -> usize {
-        self.config.hidden_size
+        self.spec.hidden
     }
 
     /// Blocks of the whole model.
     pub fn num_blocks(&self) -> u32 {
-        self.config.num_hidden_layers
+        u32::try_from(self.spec.num_blocks).unwrap_or(u32::MAX)
     }
 
     /// Token that starts a sequence.
@@ -182,11 +170,12 @@ impl LocalModel {
 
     /// Whether `token` ends a text.
     pub fn is_eos(&self, token: u32) -> bool {
-        match &self.config.eos_token_id {
-            Some(OneOrMany::One(id)) => *id == token,
-            Some(OneOrMany::Many(ids)) => ids.contains(&token),
-            None => false,
-        }
+        self.eos.contains(&token)
+    }
+
+    /// Tokens of the vocabulary.
+    pub fn vocabulary(&self) -> usize {
+        self.config.vocab_size
     }
 
     /// DHT prefix that the model folder names.
@@ -203,30 +192,38 @@ impl LocalModel {
     ///
     /// # Errors
     /// A token outside the vocabulary.
-    pub fn embed(&self, tokens: &[u32]) -> Result<Vec<u8>, LocalModelError> {
+    pub fn embed(&mut self, tokens: &[u32]) -> Result<Vec<u8>, LocalModelError> {
+        let failed = |reason: String| LocalModelError::Content { path: self.path.clone(), reason };
         let table = self.view(&self.embedding)?;
         let mut out = Vec::with_capacity(tokens.len() * table.row_bytes());
         for &token in tokens {
-            let row = table.row(token as usize).ok_or_else(|| LocalModelError::Content {
-                path: self.path.clone(),
-                reason: format!(
-                    "token {token} is outside the vocabulary of {}",
-                    self.config.vocab_size
-                ),
+            let row = table.row(token as usize).ok_or_else(|| {
+                let size = self.config.vocab_size;
+                failed(format!("token {token} is outside the vocabulary of {size}"))
             })?;
             out.extend_from_slice(row);
         }
+        let Some(norm) = &self.embedding_norm else {
+            return Ok(out);
+        };
+        let (dtype, path) = (self.embedding.dtype, self.path.clone());
+        let mut x = vec![0.0; tokens.len() * self.spec.hidden];
+        kernels::ops::convert::to_f32(dtype, &out, &mut x);
+        let mut normed = vec![0.0; x.len()];
+        norm.apply(&mut self.cpu, self.spec.norm.eps(), (&x, &mut normed), dtype)
+            .map_err(|error| LocalModelError::Content { path, reason: error.to_string() })?;
+        kernels::ops::convert::from_f32(dtype, &normed, &mut out);
         Ok(out)
     }
 
     /// Logits `[vocabulary]` for one token's hidden state `[hidden]` as the last block left it,
-    /// rounded to the dtype of the head as in transformers (`LlamaForCausalLM` and Petals'
+    /// rounded to the dtype of the head as in transformers (`...ForCausalLM` and Petals'
     /// `LMHead`), so that ties fall the same way.
     ///
     /// # Errors
     /// A hidden state of another width.
     pub fn logits(&mut self, hidden: &[f32]) -> Result<&[f32], LocalModelError> {
-        let width = self.config.hidden_size;
+        let width = self.spec.hidden;
         let failed = |reason: String| LocalModelError::Content { path: self.path.clone(), reason };
         if hidden.len() != width {
             return Err(failed(format!(
@@ -237,16 +234,9 @@ impl LocalModel {
         let matrix = self.head.as_ref().unwrap_or(&self.embedding);
         let weight = WeightView::new(matrix.dtype, matrix.rows, matrix.columns, &matrix.bytes)
             .map_err(|e| failed(e.to_string()))?;
-        let norm = Rmsnorm {
-            x: hidden,
-            weight: &self.norm,
-            out: &mut self.normed,
-            rows: 1,
-            width,
-            eps: self.config.rms_norm_eps,
-            round: matrix.dtype,
-        };
-        self.cpu.rmsnorm(norm).map_err(|e| failed(e.to_string()))?;
+        self.norm
+            .apply(&mut self.cpu, self.spec.norm.eps(), (hidden, &mut self.normed), matrix.dtype)
+            .map_err(|e| failed(e.to_string()))?;
         let head =
             Linear { x: &self.normed[..], weight, bias: None, out: &mut self.logits[..], rows: 1 };
         self.cpu.linear(head).map_err(|e| failed(e.to_string()))?;
@@ -272,95 +262,19 @@ impl std::fmt::Debug for LocalModel {
     }
 }
 
-fn read(path: &Path) -> Result<Vec<u8>, LocalModelError> {
-    std::fs::read(path).map_err(|source| LocalModelError::Read { path: path.to_owned(), source })
-}
-
-fn parse<'a, T: Deserialize<'a>>(path: &Path, bytes: &'a [u8]) -> Result<T, LocalModelError> {
-    serde_json::from_slice(bytes)
-        .map_err(|source| LocalModelError::Parse { path: path.to_owned(), source })
-}
-
-/// The safetensors files of a folder: one, or those of an index.
-struct Checkpoint {
-    folder: PathBuf,
-    /// File of each tensor; empty when there is a single file.
-    index: HashMap<String, String>,
-}
-
-#[derive(Deserialize)]
-struct Index {
-    weight_map: HashMap<String, String>,
-}
-
-impl Checkpoint {
-    fn open(folder: &Path) -> Result<Checkpoint, LocalModelError> {
-        let path = folder.join("model.safetensors.index.json");
-        let index = match path.exists() {
-            true => parse::<Index>(&path, &read(&path)?)?.weight_map,
-            false => HashMap::new(),
-        };
-        Ok(Checkpoint { folder: folder.to_owned(), index })
-    }
-
-    fn file_of(&self, tensor: &str) -> Result<PathBuf, LocalModelError> {
-        if self.index.is_empty() {
-            return Ok(self.folder.join("model.safetensors"));
-        }
-        let path = self.folder.join("model.safetensors.index.json");
-        match self.index.get(tensor) {
-            Some(name) if !name.contains('/') => Ok(self.folder.join(name)),
-            Some(name) => Err(LocalModelError::Content {
-                path,
-                reason: format!("names the file {name:?} outside the folder"),
-            }),
-            None => Err(LocalModelError::Content {
-                path,
-                reason: format!("does not name the tensor {tensor}"),
-            }),
-        }
-    }
-
-    fn matrix(&self, name: &str, [rows, columns]: [usize; 2]) -> Result<Matrix, LocalModelError> {
-        let (dtype, bytes) = self.tensor(name, &[rows, columns])?;
-        Ok(Matrix { dtype, rows, columns, bytes })
-    }
-
-    fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, LocalModelError> {
-        let (dtype, bytes) = self.tensor(name, &[len])?;
-        let mut out = vec![0.0; len];
-        kernels::ops::convert::to_f32(dtype, &bytes, &mut out);
-        Ok(out)
-    }
-
-    fn tensor(&self, name: &str, shape: &[usize]) -> Result<(DType, Vec<u8>), LocalModelError> {
-        let path = self.file_of(name)?;
-        let bad = |reason: String| LocalModelError::Content { path: path.clone(), reason };
-        let io = |source| LocalModelError::Read { path: path.clone(), source };
-        let file = File::open(&path).map_err(io)?;
-        let file_bytes = file.metadata().map_err(io)?.len();
-        let header = Header::read(&file, file_bytes)
-            .map_err(|source| LocalModelError::Header { path: path.clone(), source })?;
-        let info = header.tensors.get(name).ok_or_else(|| bad(format!("has no tensor {name}")))?;
-        let dtype = info.block_dtype().ok_or_else(|| {
-            bad(format!(
-                "tensor {name} is of type {:.20}; float32, bfloat16 or float16 is needed",
-                info.dtype
-            ))
-        })?;
-        let has_shape = info.shape.iter().copied().eq(shape.iter().map(|&side| side as u64));
-        if !has_shape || info.block_elements(dtype).is_none() {
-            return Err(bad(format!(
-                "tensor {name} has shape {:?} in {} bytes instead of {shape:?}",
-                info.shape,
-                info.bytes()
-            )));
-        }
-        // The header lies within the file, and so does the tensor.
-        let mut bytes = vec![0; info.bytes() as usize];
-        file.read_exact_at(&mut bytes, header.data_start + info.data_offsets.0).map_err(io)?;
-        Ok((dtype, bytes))
-    }
+/// Tokens that end a text: those of generation_config.json, as transformers takes them, else those of
+/// config.json.
+fn eos_of(folder: &Path, config: Option<&OneOrMany>) -> Result<Vec<u32>, LocalModelError> {
+    let path = folder.join("generation_config.json");
+    let defaults: GenerationDefaults = match path.exists() {
+        true => parse(&path, &read(&path)?)?,
+        false => GenerationDefaults::default(),
+    };
+    Ok(match defaults.eos_token_id.as_ref().or(config) {
+        Some(OneOrMany::One(id)) => vec![*id],
+        Some(OneOrMany::Many(ids)) => ids.clone(),
+        None => Vec::new(),
+    })
 }
 
 #[cfg(test)]
@@ -416,5 +330,20 @@ mod tests {
         assert!(
             tensor("BF16", "[1024,192]", 2 * 1024 * 192).contains("no tensor model.norm.weight")
         );
+    }
+
+    #[test]
+    fn what_ends_a_text_is_what_generation_config_says() {
+        let folder = tempfile::tempdir().unwrap();
+        let both = [OneOrMany::One(7), OneOrMany::Many(vec![8, 9])];
+        assert!(eos_of(folder.path(), None).unwrap().is_empty());
+        assert_eq!(eos_of(folder.path(), Some(&both[1])).unwrap(), [8, 9]);
+        let path = folder.path().join("generation_config.json");
+        std::fs::write(&path, r#"{"eos_token_id": [1, 2], "top_p": 0.9}"#).unwrap();
+        assert_eq!(eos_of(folder.path(), Some(&both[0])).unwrap(), [1, 2]);
+        std::fs::write(&path, "{}").unwrap();
+        assert_eq!(eos_of(folder.path(), Some(&both[0])).unwrap(), [7]);
+        std::fs::write(&path, "[").unwrap();
+        assert!(eos_of(folder.path(), None).unwrap_err().to_string().contains("generation_config"));
     }
 }

@@ -10,7 +10,7 @@
 //!    a child;
 //! 4. offers itself to the OOM killer before the supervisor, workers before netd;
 //! 5. starts logging, and makes every panic abort the process;
-//! 6. enters its [`sandbox`](crate::sandbox), while it has one thread;
+//! 6. enters its [`sandbox`], while it has one thread;
 //! 7. connects to the one-shot `ipc-channel` server named in the birth and hands over the far ends
 //!    of two channels.
 //!

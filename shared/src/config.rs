@@ -547,18 +547,56 @@ pub struct GenerateConfig {
     pub dtype: Option<DType>,
     /// Most tokens to add.
     pub max_new_tokens: u32,
-    /// Divides the logits; `None` = greedy.
-    pub temperature: Option<f32>,
-    /// Keeps the most probable tokens only.
-    pub top_k: Option<usize>,
-    /// Keeps the smallest set of tokens with this probability.
-    pub top_p: Option<f32>,
-    /// Seed of the draws; `None` = from the system.
-    pub seed: Option<u64>,
+    /// How tokens are chosen.
+    pub sampling: SamplingConfig,
+    /// Texts before which the text ends.
+    pub stop: Vec<String>,
+    /// Most tokens that are guessed for one step (`--speculate`); 0 = none.
+    pub speculate: usize,
     /// Whether to print speed and the time of a step at the end.
     pub stats: bool,
     /// Time to reach the swarm and to find servers for all blocks.
     pub startup_timeout: Duration,
+}
+
+/// How tokens are chosen. The default is greedy.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SamplingConfig {
+    /// Divides the logits; `None` chooses greedily and ignores top-k, top-p, min-p and the seed.
+    pub temperature: Option<f32>,
+    /// Keeps the most probable tokens only.
+    pub top_k: Option<usize>,
+    /// Keeps the smallest set of tokens whose probabilities sum to at least this.
+    pub top_p: Option<f32>,
+    /// Keeps tokens that are at least this share as probable as the most probable one.
+    pub min_p: Option<f32>,
+    /// Divides the logits of tokens of the prompt and of the text, or multiplies negative ones; 1
+    /// = none.
+    pub repetition_penalty: f32,
+    /// Subtracted from the logit of a token for each time that it was said.
+    pub frequency_penalty: f32,
+    /// Subtracted from the logit of a token that was said.
+    pub presence_penalty: f32,
+    /// Added to the logits of tokens.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// Seed of the draws; `None` = from the system.
+    pub seed: Option<u64>,
+}
+
+impl Default for SamplingConfig {
+    fn default() -> SamplingConfig {
+        SamplingConfig {
+            temperature: None,
+            top_k: None,
+            top_p: None,
+            min_p: None,
+            repetition_penalty: 1.0,
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
+            logit_bias: Vec::new(),
+            seed: None,
+        }
+    }
 }
 
 /// Settings of `sepal demo`.

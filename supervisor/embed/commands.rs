@@ -23,7 +23,10 @@ pub fn run_command(arguments: impl Iterator<Item = OsString>) -> ExitReason {
         Err(error) => return error.report(),
     };
     match command {
-        Command::Serve { config, notes } => supervisor::serve(*config, &notes),
+        Command::Serve { config, notes } => {
+            netd::join::make_identity(&config.netd);
+            supervisor::serve(*config, &notes)
+        }
         Command::Plan(options) => supervisor::plan::run(*options, prepare::survey_model),
         Command::Cache(config) => cache::run_command(&config),
         Command::Convert(config, log) => {

@@ -33,7 +33,7 @@ use shared::block::Span;
 use shared::bootstrap::{Identity, init_logging};
 use shared::config::{
     CacheConfig, ConvertConfig, DemoConfig, Device, DhtNodeConfig, GenerateConfig, LogConfig,
-    LogFormat, ProbeConfig, ServeConfig,
+    LogFormat, ProbeConfig, SamplingConfig, ServeConfig,
 };
 use shared::control::Role;
 use shared::exit::ExitReason;
@@ -42,7 +42,7 @@ use shared::warpgroups::{WarpgroupKernel, WarpgroupKernels};
 use crate::handover::HandoverOptions;
 use crate::status::{OrderOptions, Request, StatusOptions};
 use layers::{LayerError, Layered};
-use values::{check_maddrs, model_or_last, seconds};
+use values::{check_maddrs, guesses, model_or_last, seconds, token_bias};
 
 /// What is logged unless the operator says otherwise. libp2p warns of things that are no trouble
 /// here, such as a new swarm without peers.
@@ -357,10 +357,19 @@ fn generate(mut args: GenerateArgs, env: Env<'_>) -> Result<Command, String> {
         prompt: args.prompt,
         dtype: serve::dtype(&args.torch_dtype)?,
         max_new_tokens: args.max_new_tokens,
-        temperature: args.temperature,
-        top_k: args.top_k,
-        top_p: args.top_p,
-        seed: args.seed,
+        sampling: SamplingConfig {
+            temperature: args.temperature,
+            top_k: args.top_k,
+            top_p: args.top_p,
+            min_p: args.min_p,
+            repetition_penalty: args.repetition_penalty,
+            frequency_penalty: args.frequency_penalty,
+            presence_penalty: args.presence_penalty,
+            logit_bias: args.logit_bias,
+            seed: args.seed,
+        },
+        stop: args.stop,
+        speculate: args.speculate,
         stats: args.stats,
         startup_timeout: args.startup_timeout,
     };
@@ -616,9 +625,31 @@ struct GenerateArgs {
     /// Sample from the most probable tokens whose probabilities sum to P
     #[arg(long, value_name = "P", requires = "temperature")]
     top_p: Option<f32>,
-    /// Seed of the sampling
+    /// Sample from tokens at least P times as probable as the most probable one
+    #[arg(long, value_name = "P", requires = "temperature")]
+    min_p: Option<f32>,
+    /// Seed of the sampling; the same seed gives the same text
     #[arg(long, value_name = "N", requires = "temperature")]
     seed: Option<u64>,
+    /// Divide the logits of tokens of the prompt and of the text by P; 1 does nothing
+    #[arg(long, value_name = "P", default_value_t = 1.0)]
+    repetition_penalty: f32,
+    /// Subtract P from the logit of a token for each time that it was generated, from -2 to 2
+    #[arg(long, value_name = "P", default_value_t = 0.0, allow_negative_numbers = true)]
+    frequency_penalty: f32,
+    /// Subtract P from the logit of a token that was generated, from -2 to 2
+    #[arg(long, value_name = "P", default_value_t = 0.0, allow_negative_numbers = true)]
+    presence_penalty: f32,
+    /// Add a bias from -100 to 100 to the logit of a token, by its number
+    #[arg(long, value_name = "TOKEN=BIAS", value_parser = token_bias)]
+    logit_bias: Vec<(u32, f32)>,
+    /// End the text before this one; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    /// Guess up to N next tokens from repetitions in the text, and compute them in one step; the text
+    /// stays the same. 0 guesses none
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = guesses)]
+    speculate: usize,
     /// Print speed and step times at the end
     #[arg(long)]
     stats: bool,

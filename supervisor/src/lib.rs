@@ -175,7 +175,8 @@ fn run(mut config: ServeConfig, feed: &mut Option<Feed>) -> Outcome {
     };
     keep_sockets_in(&instance);
     set_file_limit(config.file_limit);
-    config.netd.identity_path.get_or_insert_with(|| instance.folder().join("identity"));
+    // In a folder of its own, the one of the instance that netd may write to.
+    config.netd.identity_path.get_or_insert_with(|| instance.folder().join("netd/identity"));
     let (version, pid) = (env!("CARGO_PKG_VERSION"), std::process::id());
     info!(instance = instance.name(), pid, version, model = config.prepare.model, "serving");
     for device in cli::crowded(&config.devices, config.world_size) {

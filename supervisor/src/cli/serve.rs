@@ -37,6 +37,9 @@ pub(super) use hub::{HubArgs, checked_revision};
 pub(super) use network::addresses;
 pub use petals::{NO_EFFECT, notes};
 
+/// Most of the KV cache for one client of the public swarm: its clients are strangers to each other.
+const PUBLIC_KV_SHARE: f64 = 0.5;
+
 /// Most workers of an instance: the board has 32 seats, two of which are not for workers.
 pub(crate) const MAX_DEVICES: usize = 15;
 
@@ -234,6 +237,7 @@ impl ServeArgs {
             self.network.addresses()?;
         let (model, network, limits) = (&mut self.model, &mut self.network, &self.limits);
         let monitor = network.monitor(&initial_peers);
+        let is_public = network::is_public(&initial_peers);
         Ok(NetdConfig {
             dht_prefix: checked_prefix(model.dht_prefix.take())?,
             host_maddrs,
@@ -258,7 +262,11 @@ impl ServeArgs {
             mean_balance_check_period: network.mean_balance_check_period,
             inference_max_length: limits.inference_max_length,
             attn_cache_tokens: limits.attn_cache_tokens,
-            max_kv_share: limits.max_kv_share,
+            max_kv_share: limits.max_kv_share.unwrap_or(if is_public {
+                PUBLIC_KV_SHARE
+            } else {
+                1.0
+            }),
             max_batch_size: limits.max_batch_size,
             max_alloc_timeout: limits.max_alloc_timeout,
             request_timeout: limits.request_timeout,

@@ -252,10 +252,19 @@ fn the_other_commands_read_their_flags() {
     assert!(refusal("dht --port 1 --host_maddrs /ip4/1.2.3.4/tcp/5").contains("cannot be used"));
     let line = "generate m --initial_peers /ip4/1.2.3.4/tcp/5/p2p/Q --prompt Hi --temperature 0.7 --top_k 5 --stats";
     let Ok(Command::Generate(generate, _)) = run(line, &[]) else { panic!() };
+    let sampling = &generate.sampling;
     assert_eq!(
-        (generate.max_new_tokens, generate.temperature, generate.top_k),
-        (64, Some(0.7), Some(5))
+        (generate.max_new_tokens, sampling.temperature, sampling.top_k, generate.speculate),
+        (64, Some(0.7), Some(5), 8)
     );
+    let more = format!("{line} --logit_bias 5=-100 --logit_bias 6=1.5 --stop END --speculate 0");
+    let Ok(Command::Generate(generate, _)) = run(&more, &[]) else { panic!() };
+    assert_eq!(generate.sampling.logit_bias, [(5, -100.0), (6, 1.5)]);
+    assert_eq!((generate.stop, generate.speculate), (vec!["END".to_owned()], 0));
+    for (flag, part) in [("--logit_bias 5", "1234=-100"), ("--speculate 65", "0 to 64")] {
+        let refused = refusal(&format!("{line} {flag}"));
+        assert!(refused.contains(part), "{refused}");
+    }
     assert!(refusal("generate m --prompt Hi").contains("initial_peers"));
     let Ok(Command::Demo(demo, _)) = run("demo --keep", &[]) else { panic!() };
     assert!(demo.keep && demo.prompt.is_none());
@@ -381,7 +390,8 @@ fn memory_and_the_share_of_one_client_can_be_limited() {
     assert_eq!(config.netd.max_kv_share, 0.5);
     assert_eq!(config.max_memory_bytes, Some(4 << 30));
     let default = serve("m");
-    assert_eq!(default.netd.max_kv_share, 1.0);
+    assert_eq!(default.netd.max_kv_share, 0.5, "strangers share the public swarm");
+    assert_eq!(serve("m --new_swarm").netd.max_kv_share, 1.0);
     assert_eq!(default.max_memory_bytes, None);
     for bad in ["0", "1.5", "nan", "-1"] {
         let args = format!("serve m --max_kv_share={bad}");

@@ -11,6 +11,9 @@ use shared::warpgroups::WarpgroupKernel;
 /// Longest duration of a flag: a year. Sums with points in time then never overflow.
 const MAX_SECONDS: f64 = 365.0 * 86400.0;
 
+/// Most tokens that can be guessed for one step: each costs the servers a token.
+const MAX_GUESSES: usize = 64;
+
 /// A duration in seconds, fractions allowed, above 0.
 pub fn seconds(text: &str) -> Result<Duration, String> {
     let number: Option<f64> = text.parse().ok();
@@ -18,6 +21,20 @@ pub fn seconds(text: &str) -> Result<Duration, String> {
         .filter(|seconds| (0.001..=MAX_SECONDS).contains(seconds))
         .map(Duration::from_secs_f64)
         .ok_or_else(|| "expected a number of seconds, at least 0.001".to_owned())
+}
+
+/// The bias of a token: `TOKEN=BIAS`.
+pub fn token_bias(text: &str) -> Result<(u32, f32), String> {
+    let parsed = text.split_once('=').and_then(|(token, bias)| {
+        Some((token.parse().ok()?, bias.parse().ok().filter(|bias: &f32| bias.is_finite())?))
+    });
+    parsed.ok_or_else(|| "expected the number of a token and a bias, as in 1234=-100".to_owned())
+}
+
+/// Most tokens that are guessed for one step.
+pub fn guesses(text: &str) -> Result<usize, String> {
+    let number = text.parse().ok().filter(|number| *number <= MAX_GUESSES);
+    number.ok_or_else(|| format!("expected a number from 0 to {MAX_GUESSES}"))
 }
 
 /// Whether children are confined.

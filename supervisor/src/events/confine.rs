@@ -28,10 +28,11 @@ impl Driver<'_> {
             (SandboxMode::On, Err(error)) => warn!(confined = %support, "{error}"),
             (_, Ok(())) => info!(confined = %support, "children are confined"),
         }
+        let key = self.key_folder();
         let rates = self.config.netd.rates_dir.iter().chain(&self.config.worker.rates_dir);
-        for folder in rates.chain([&self.config.prepare.cache_dir]) {
+        for folder in rates.chain([&self.config.prepare.cache_dir]).chain(&key) {
             if let Err(error) = std::fs::create_dir_all(folder) {
-                warn!(folder = %folder.display(), %error, "cannot make a folder of the cache");
+                warn!(folder = %folder.display(), %error, "cannot make a folder");
             }
         }
         Ok(())
@@ -58,15 +59,12 @@ impl Driver<'_> {
                 has_driver: self.config.devices.iter().any(has_driver),
             },
             ChildId::Netd => {
-                let identity = self.config.netd.identity_path.clone();
-                let made = identity.clone().filter(|path| path.exists());
-                let new = identity.filter(|path| !path.exists());
-                let home = new.and_then(|path| Some(path.parent()?.to_owned()));
+                let key = self.config.netd.identity_path.clone().filter(|path| path.exists());
                 let rates = self.config.netd.rates_dir.clone();
                 Confinement {
                     mode,
-                    readable: made.into_iter().collect(),
-                    writable: rates.into_iter().chain(home).collect(),
+                    readable: key.into_iter().collect(),
+                    writable: rates.into_iter().chain(self.key_folder()).collect(),
                     has_driver: false,
                 }
             }
@@ -80,6 +78,12 @@ impl Driver<'_> {
                 }
             }
         }
+    }
+
+    /// Where netd makes its key when nobody has named one.
+    fn key_folder(&self) -> Option<PathBuf> {
+        let path = self.config.netd.identity_path.as_deref()?;
+        path.parent().filter(|folder| folder.starts_with(self.instance.folder())).map(Into::into)
     }
 
     /// The files of the weights of `whole`. What is missing, the worker names.

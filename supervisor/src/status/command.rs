@@ -314,6 +314,7 @@ mod tests {
                 "instance",
                 "pause",
                 "ready",
+                "sandbox",
                 "started_unix_s",
                 "supervisor_pid",
                 "upgrade",

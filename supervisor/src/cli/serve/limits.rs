@@ -16,9 +16,10 @@ pub struct LimitArgs {
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(super) attn_cache_tokens: Option<u32>,
     /// Maximum share of the KV cache for all sessions of one client, above 0 and at most 1. While
-    /// other clients wait, a client above its fair share gets no more
-    #[arg(long, value_name = "SHARE", default_value = "1", value_parser = share)]
-    pub(super) max_kv_share: f64,
+    /// other clients wait, a client above its fair share gets no more [default: 1, in the public
+    /// swarm 0.5]
+    #[arg(long, value_name = "SHARE", value_parser = share)]
+    pub(super) max_kv_share: Option<f64>,
     /// Mirror the KV cache of a GPU in host memory, so that sessions survive a crash of its worker:
     /// on, off, or auto (when it fits)
     #[arg(long, value_name = "on|off|auto", default_value = "auto")]

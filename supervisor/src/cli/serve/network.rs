@@ -18,6 +18,11 @@ const PUBLIC_INITIAL_PEERS: [&str; 6] = [
     "/ip4/159.203.156.48/tcp/31338/p2p/QmQGTqmM7NKjV6ggU1ZCap8zWiyKR89RViDXiqehSiCpY5",
 ];
 
+/// Whether these are the peers of the public swarm.
+pub fn is_public(initial_peers: &[String]) -> bool {
+    initial_peers == PUBLIC_INITIAL_PEERS
+}
+
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case", next_help_heading = "Network")]
 pub struct NetworkArgs {
@@ -145,7 +150,7 @@ impl NetworkArgs {
     /// and then and elsewhere whom the operator names (`server.py`,
     /// `should_validate_reachability`).
     pub fn monitor(&self, initial_peers: &[String]) -> Option<String> {
-        let public = (initial_peers == PUBLIC_INITIAL_PEERS).then(|| PUBLIC_MONITOR.to_owned());
+        let public = is_public(initial_peers).then(|| PUBLIC_MONITOR.to_owned());
         let asked = self.reachability_monitor.clone().or(public);
         asked.filter(|_| !self.skip_reachability_check)
     }

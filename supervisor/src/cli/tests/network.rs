@@ -76,6 +76,8 @@ fn the_network_is_measured_unless_the_operator_knows_better() {
     }
 
     let folder = tempfile::tempdir().unwrap();
+    let rates = folder.path().join("rates");
+    std::fs::create_dir(&rates).unwrap();
     let shown = |more: &str| {
         let line = format!("config m --new_swarm --cache_dir {} {more}", folder.path().display());
         match run(&line, &[]) {
@@ -93,7 +95,7 @@ fn the_network_is_measured_unless_the_operator_knows_better() {
     };
     says(shown(""), NetworkRate::of(None, None, &link));
     let kept = rate(5e6, RateSource::Peers);
-    RateFile::new(folder.path()).keep(&link, kept).unwrap();
+    RateFile::new(&rates).keep(&link, kept).unwrap();
     says(shown(""), kept);
     says(shown("--throughput eval"), NetworkRate::of(None, None, &link));
     assert!(shown("--network_mbps 7").contains("network_mbps = 7 "));

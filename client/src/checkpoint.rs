@@ -1,0 +1,182 @@
+//! Single tensors of a checkpoint folder: those that a client computes with itself.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use model::header::{Header, HeaderError};
+use serde::Deserialize;
+use shared::dtype::DType;
+
+/// Why the local part of a model cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum LocalModelError {
+    /// A file is missing or unreadable.
+    #[error(
+        "cannot read {path}; give a model folder in Hugging Face layout with safetensors files"
+    )]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A JSON file does not parse.
+    #[error("cannot parse {path}")]
+    Parse {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: serde_json::Error,
+    },
+    /// A checkpoint file has no header that can be used.
+    #[error("{path} {source}")]
+    Header {
+        /// The file.
+        path: PathBuf,
+        /// Why; continues the sentence.
+        source: HeaderError,
+    },
+    /// The content makes no sense.
+    #[error("{path}: {reason}")]
+    Content {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, and the value.
+        reason: String,
+    },
+}
+
+/// A matrix of the checkpoint, row-major.
+pub(crate) struct Matrix {
+    /// Type of the elements.
+    pub dtype: DType,
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub columns: usize,
+    /// The elements.
+    pub bytes: Vec<u8>,
+}
+
+impl Matrix {
+    /// The same numbers in `dtype`, rounded to nearest even.
+    pub fn cast(self, dtype: Option<DType>) -> Matrix {
+        let Some(dtype) = dtype.filter(|dtype| *dtype != self.dtype) else {
+            return self;
+        };
+        let mut bytes = vec![0; self.rows * self.columns * dtype.size_bytes()];
+        let rows = self.bytes.chunks(self.columns * self.dtype.size_bytes());
+        let mut values = vec![0.0; self.columns];
+        for (row, out) in rows.zip(bytes.chunks_mut(self.columns * dtype.size_bytes())) {
+            kernels::ops::convert::to_f32(self.dtype, row, &mut values);
+            kernels::ops::convert::from_f32(dtype, &values, out);
+        }
+        Matrix { dtype, bytes, ..self }
+    }
+}
+
+pub(crate) fn read(path: &Path) -> Result<Vec<u8>, LocalModelError> {
+    std::fs::read(path).map_err(|source| LocalModelError::Read { path: path.to_owned(), source })
+}
+
+pub(crate) fn parse<'a, T: Deserialize<'a>>(
+    path: &Path,
+    bytes: &'a [u8],
+) -> Result<T, LocalModelError> {
+    serde_json::from_slice(bytes)
+        .map_err(|source| LocalModelError::Parse { path: path.to_owned(), source })
+}
+
+/// The safetensors files of a folder: one, or those of an index.
+pub(crate) struct Checkpoint {
+    folder: PathBuf,
+    /// File of each tensor; empty when there is a single file.
+    index: HashMap<String, String>,
+}
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: HashMap<String, String>,
+}
+
+impl Checkpoint {
+    /// Reads the index, if there is one.
+    pub fn open(folder: &Path) -> Result<Checkpoint, LocalModelError> {
+        let path = folder.join("model.safetensors.index.json");
+        let index = match path.exists() {
+            true => parse::<Index>(&path, &read(&path)?)?.weight_map,
+            false => HashMap::new(),
+        };
+        Ok(Checkpoint { folder: folder.to_owned(), index })
+    }
+
+    fn file_of(&self, tensor: &str) -> Result<PathBuf, LocalModelError> {
+        if self.index.is_empty() {
+            return Ok(self.folder.join("model.safetensors"));
+        }
+        let path = self.folder.join("model.safetensors.index.json");
+        match self.index.get(tensor) {
+            Some(name) if !name.contains('/') => Ok(self.folder.join(name)),
+            Some(name) => Err(LocalModelError::Content {
+                path,
+                reason: format!("names the file {name:?} outside the folder"),
+            }),
+            None => Err(LocalModelError::Content {
+                path,
+                reason: format!("does not name the tensor {tensor}"),
+            }),
+        }
+    }
+
+    /// The matrix under the first of `names` that is there.
+    pub fn matrix(
+        &self,
+        names: &[&str],
+        [rows, columns]: [usize; 2],
+    ) -> Result<Matrix, LocalModelError> {
+        let (dtype, bytes) = self.tensor(names, &[rows, columns])?;
+        Ok(Matrix { dtype, rows, columns, bytes })
+    }
+
+    /// The vector under the first of `names` that is there, as f32.
+    pub fn vector(&self, names: &[&str], len: usize) -> Result<Vec<f32>, LocalModelError> {
+        let (dtype, bytes) = self.tensor(names, &[len])?;
+        let mut out = vec![0.0; len];
+        kernels::ops::convert::to_f32(dtype, &bytes, &mut out);
+        Ok(out)
+    }
+
+    fn tensor(&self, names: &[&str], shape: &[usize]) -> Result<(DType, Vec<u8>), LocalModelError> {
+        let listed = names.iter().find(|name| self.index.contains_key(**name));
+        let path = self.file_of(listed.or(names.first()).copied().unwrap_or_default())?;
+        let bad = |reason: String| LocalModelError::Content { path: path.clone(), reason };
+        let io = |source| LocalModelError::Read { path: path.clone(), source };
+        let file = File::open(&path).map_err(io)?;
+        let file_bytes = file.metadata().map_err(io)?.len();
+        let header = Header::read(&file, file_bytes)
+            .map_err(|source| LocalModelError::Header { path: path.clone(), source })?;
+        let found = names.iter().find_map(|name| Some((name, header.tensors.get(*name)?)));
+        let (name, info) =
+            found.ok_or_else(|| bad(format!("has no tensor {}", names.join(" or "))))?;
+        let dtype = info.block_dtype().ok_or_else(|| {
+            bad(format!(
+                "tensor {name} is of type {:.20}; float32, bfloat16 or float16 is needed",
+                info.dtype
+            ))
+        })?;
+        let has_shape = info.shape.iter().copied().eq(shape.iter().map(|&side| side as u64));
+        if !has_shape || info.block_elements(dtype).is_none() {
+            return Err(bad(format!(
+                "tensor {name} has shape {:?} in {} bytes instead of {shape:?}",
+                info.shape,
+                info.bytes()
+            )));
+        }
+        // The header lies within the file, and so does the tensor.
+        let mut bytes = vec![0; info.bytes() as usize];
+        file.read_exact_at(&mut bytes, header.data_start + info.data_offsets.0).map_err(io)?;
+        Ok((dtype, bytes))
+    }
+}
