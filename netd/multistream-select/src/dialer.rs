@@ -16,8 +16,8 @@ use crate::{
 
 /// Negotiates as the dialer: proposes `protocols` in their order until the remote confirms one.
 ///
-/// The future yields the confirmed name and the stream. With [`Version::V1Lazy`] the last name is
-/// taken as confirmed at once, see [`Negotiated`].
+/// The future yields the confirmed name and the stream. With [`Version::V1Lazy`], and for names
+/// without a leading slash, the last name is taken as confirmed at once, see [`Negotiated`].
 ///
 /// # Errors
 ///
@@ -79,7 +79,9 @@ where
                 DialerState::Propose { mut io } => {
                     let name = this.protocols.next().ok_or(NegotiationError::Failed)?;
                     io.queue(&Message::name(name.as_ref())?);
-                    if this.version == Version::V1Lazy && this.protocols.peek().is_none() {
+                    let is_lazy =
+                        this.version == Version::V1Lazy || !name.as_ref().starts_with('/');
+                    if is_lazy && this.protocols.peek().is_none() {
                         let expected = name.as_ref().to_owned();
                         let stream = Negotiated::expecting(io, expected, this.header_seen);
                         return Poll::Ready(Ok((name, stream)));

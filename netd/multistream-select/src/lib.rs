@@ -34,6 +34,9 @@
 //!
 //! - `ls` is answered with `na`, as go-multistream does; the stock crate sends a list.
 //! - Header and first answer of the listener leave in one write when the proposal is already there.
+//! - The last name is proposed lazily under [`Version::V1`] too if it has no leading slash. Such names
+//!   are RPCs of hivemind: their callers send the request at once and learn of a rejection when they
+//!   read the answer. libp2p's own protocols expect a rejection before the stream is theirs.
 //!
 //! Specification: <https://github.com/multiformats/multistream-select>,
 //! <https://github.com/libp2p/specs/blob/master/connections/README.md#protocol-negotiation>.
@@ -62,7 +65,8 @@ pub use self::{
 /// How a dialer negotiates. Both are the same on the wire; a listener need not know.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Version {
-    /// The dialer waits for the confirmation before any data is sent: one round trip.
+    /// The dialer waits for the confirmation before any data is sent: one round trip. Names without a
+    /// leading slash do not wait.
     #[default]
     V1,
     /// The dialer sends its last remaining name together with the first data and reads the

@@ -73,8 +73,8 @@ fn bare_names_are_agreed_on() {
 #[test]
 fn no_common_protocol_fails_on_both_sides() {
     let (near, far) = pipe(4096);
-    let dialer = async { dialer_select_proto(near, ["a", "b"], Version::V1).await.err() };
-    let listener = async { listener_select_proto(far, ["c"]).await.err() };
+    let dialer = async { dialer_select_proto(near, ["/a", "/b"], Version::V1).await.err() };
+    let listener = async { listener_select_proto(far, ["/c"]).await.err() };
     let (dialed, listened) = drive(join(dialer, listener));
     assert!(matches!(dialed, Some(NegotiationError::Failed)));
     assert!(matches!(listened, Some(NegotiationError::Failed)));
@@ -102,19 +102,27 @@ fn lazy_dialer_learns_of_the_rejection_when_it_reads() {
 
 #[test]
 fn lazy_proposal_leaves_with_the_first_data() {
-    let (near, mut far) = pipe(4096);
-    drive(async {
-        let (_, mut stream) =
-            dialer_select_proto(near, ["proto"], Version::V1Lazy).await.expect("settles at once");
-        stream.write_all(b"data").await.expect("write");
-        let mut seen = [0; 64];
-        let count = far.read(&mut seen).await.expect("read");
-        assert_eq!(&seen[..count], [HEADER, b"\x06proto\ndata"].concat());
-        far.write_all(&[HEADER, b"\x06proto\nreply"].concat()).await.expect("write");
-        let mut reply = [0; 5];
-        stream.read_exact(&mut reply).await.expect("confirmation is not data");
-        assert_eq!(&reply, b"reply");
-    });
+    // A name without a leading slash is proposed lazily under both versions.
+    let cases: [(&str, &[u8], Version); 3] = [
+        ("proto", b"\x06proto\n", Version::V1Lazy),
+        ("proto", b"\x06proto\n", Version::V1),
+        ("/proto", b"\x07/proto\n", Version::V1Lazy),
+    ];
+    for (name, proposal, version) in cases {
+        let (near, mut far) = pipe(4096);
+        drive(async {
+            let (_, mut stream) =
+                dialer_select_proto(near, [name], version).await.expect("settles at once");
+            stream.write_all(b"data").await.expect("write");
+            let mut seen = [0; 64];
+            let count = far.read(&mut seen).await.expect("read");
+            assert_eq!(&seen[..count], [HEADER, proposal, b"data"].concat());
+            far.write_all(&[HEADER, proposal, b"reply"].concat()).await.expect("write");
+            let mut reply = [0; 5];
+            stream.read_exact(&mut reply).await.expect("confirmation is not data");
+            assert_eq!(&reply, b"reply");
+        });
+    }
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! RPCs to peers: unary calls and RPC streams, over streams that the swarm's task opens.
 
-use std::time::Duration;
+use std::{io::ErrorKind, time::Duration};
 
 use bytes::Bytes;
 use libp2p::PeerId;
@@ -41,21 +41,26 @@ impl P2p {
         let _guard = self.calls.begin(peer);
         let call = async {
             let mut stream = self.open(peer, protocol).await?;
-            frame::write_all(&mut stream, &request).await?;
-            frame::flush(&mut stream).await?;
+            match frame::write_bytes(&mut stream, &request).await {
+                Err(error) if error.kind() == ErrorKind::TimedOut => return Err(CallError::Closed),
+                // A peer that rejected the protocol takes no request; its answer says so.
+                _ => {}
+            }
             // Our direction stays open until the answer is here: closing it would cancel the call.
-            let answer = unary::read_response(&mut stream, call_id).await;
+            let answer = unary::read_response(&mut stream, call_id, protocol).await;
             drop(serve::close(&mut stream).await);
             answer
         };
         timeout_at(deadline, call).await.map_err(|_| CallError::Timeout(timeout))?
     }
 
-    /// Opens an RPC stream to a peer, which is looked up by its id and dialled if need be.
+    /// Opens an RPC stream to a peer, which is looked up by its id and dialled if need be. The name of
+    /// the RPC leaves at once and nobody waits for its confirmation: whether the peer serves it shows
+    /// with the first answer.
     ///
     /// # Errors
     ///
-    /// [`CallError`]; `timeout` covers lookup, connection and negotiation.
+    /// [`CallError`]; `timeout` covers lookup and connection.
     pub async fn open_stream(
         &self,
         peer: PeerId,
@@ -64,9 +69,14 @@ impl P2p {
     ) -> Result<RpcStream, CallError> {
         let deadline = Instant::now() + timeout;
         let guard = self.calls.begin(peer);
-        let opened = timeout_at(deadline, self.open(peer, protocol)).await;
+        let opening = async {
+            let mut stream = self.open(peer, protocol).await?;
+            frame::flush(&mut stream).await?;
+            Ok::<_, CallError>(stream)
+        };
+        let opened = timeout_at(deadline, opening).await;
         let stream = opened.map_err(|_| CallError::Timeout(timeout))??;
-        Ok(RpcStream { frames: FrameReader::new(stream), _guard: guard })
+        Ok(RpcStream { frames: FrameReader::new(stream), protocol, _guard: guard })
     }
 
     /// A stream without any framing, for callers that keep to no protocol.
@@ -79,7 +89,7 @@ impl P2p {
         self.open(peer, protocol).await
     }
 
-    /// A negotiated stream. A connection that closes in the very moment is replaced once.
+    /// A stream. Its protocol is confirmed if the name has a leading slash. A connection that closes in the very moment is replaced once.
     async fn open(&self, peer: PeerId, protocol: &'static str) -> Result<Stream, CallError> {
         for _ in 0..2 {
             let (reply, opened) = oneshot::channel();
@@ -100,6 +110,7 @@ impl P2p {
 #[derive(Debug)]
 pub struct RpcStream {
     frames: FrameReader<Stream>,
+    protocol: &'static str,
     _guard: CallGuard,
 }
 
@@ -128,15 +139,17 @@ impl RpcStream {
     ///
     /// # Errors
     ///
-    /// [`CallError::Remote`] with the peer's error text, [`CallError::Closed`] if the stream ends
-    /// within an answer, others if the peer breaks the protocol. A connection that breaks
+    /// [`CallError::Remote`] with the peer's error text, [`CallError::NotSupported`] if the peer does
+    /// not serve the RPC, [`CallError::Closed`] if the stream ends within an answer, others if the
+    /// peer breaks the protocol. A connection that breaks
     /// between two answers cannot be told from a proper end.
     pub async fn recv(&mut self) -> Result<Option<Bytes>, CallError> {
         match self.frames.next().await {
             Ok(Some(Frame::Message(message))) => Ok(Some(message)),
             Ok(Some(Frame::Control(payload))) => Err(CallError::Remote(frame::error_text(payload))),
             Ok(None) => Ok(None),
-            Err(FrameError::Cut | FrameError::Io(_)) => Err(CallError::Closed),
+            Err(FrameError::Io(error)) => Err(CallError::of_stream(&error, self.protocol)),
+            Err(FrameError::Cut) => Err(CallError::Closed),
             Err(FrameError::Marker(_)) => Err(CallError::Malformed("unknown frame marker")),
             Err(FrameError::TooLarge { bytes, limit }) => Err(CallError::TooLarge { bytes, limit }),
         }

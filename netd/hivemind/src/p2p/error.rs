@@ -2,7 +2,7 @@
 
 use std::{io, time::Duration};
 
-use libp2p::{Multiaddr, PeerId, swarm::DialError};
+use libp2p::{Multiaddr, PeerId, core::upgrade::NegotiationError, swarm::DialError};
 use shared::causes::root_cause;
 
 /// The node could not be started, or cannot do what was asked.
@@ -107,9 +107,21 @@ pub enum InboundError {
 }
 
 impl From<io::Error> for CallError {
-    /// Any failure of the stream itself: there is nothing to tell them apart by.
+    /// Any failure of a stream whose protocol was confirmed: there is nothing to tell them apart by.
     fn from(_: io::Error) -> Self {
         Self::Closed
+    }
+}
+
+impl CallError {
+    /// A failure of a stream whose protocol was proposed together with the request: the peer may
+    /// have rejected it.
+    pub(super) fn of_stream(error: &io::Error, protocol: &'static str) -> Self {
+        let cause = error.get_ref().and_then(|cause| cause.downcast_ref());
+        match cause {
+            Some(NegotiationError::Failed) => Self::NotSupported(protocol),
+            _ => Self::Closed,
+        }
     }
 }
 

@@ -227,7 +227,15 @@ where
     head.extend_from_slice(&(payload.len() as u64).to_be_bytes());
     head.extend_from_slice(first);
     write_all(writer, &head).await?;
-    write_all(writer, rest).await?;
+    write_bytes(writer, rest).await
+}
+
+/// Writes everything and flushes, as long as the peer keeps taking bytes.
+pub(super) async fn write_bytes<W>(writer: &mut W, bytes: &[u8]) -> io::Result<()>
+where
+    W: AsyncWrite + Unpin,
+{
+    write_all(writer, bytes).await?;
     flush(writer).await
 }
 

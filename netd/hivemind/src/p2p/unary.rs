@@ -36,12 +36,12 @@ pub(super) enum UnaryError {
     Malformed(&'static str),
 }
 
-impl From<UnaryError> for CallError {
-    fn from(error: UnaryError) -> Self {
-        match error {
-            UnaryError::Io(_) => Self::Closed,
-            UnaryError::TooLarge(bytes) => Self::TooLarge { bytes, limit: MAX_UNARY_BYTES as u64 },
-            UnaryError::Malformed(what) => Self::Malformed(what),
+impl UnaryError {
+    fn of_call(self, protocol: &'static str) -> CallError {
+        match self {
+            Self::Io(error) => CallError::of_stream(&error, protocol),
+            Self::TooLarge(bytes) => CallError::TooLarge { bytes, limit: MAX_UNARY_BYTES as u64 },
+            Self::Malformed(what) => CallError::Malformed(what),
         }
     }
 }
@@ -118,15 +118,17 @@ where
     }
 }
 
-/// Reads the answer to `call_id`.
+/// Reads the answer to `call_id`, a call of `protocol`.
 pub(super) async fn read_response<R>(
     reader: &mut R,
     call_id: [u8; CALL_ID_BYTES],
+    protocol: &'static str,
 ) -> Result<Bytes, CallError>
 where
     R: AsyncRead + Unpin,
 {
-    let message = decode(read_message(reader).await?)?;
+    let message = read_message(reader).await.and_then(decode);
+    let message = message.map_err(|error| error.of_call(protocol))?;
     if message.call_id != call_id.as_slice() {
         return Err(CallError::Malformed("answer to another call"));
     }
@@ -221,6 +223,7 @@ mod tests {
     use crate::names;
     use crate::p2p::tests::{block_on, framing_vector};
 
+    const PROTOCOL: &str = names::DHT_PING;
     const CALL_ID: [u8; 16] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
 
     async fn read_request(reader: &mut &[u8]) -> Result<Request, UnaryError> {
@@ -264,7 +267,8 @@ mod tests {
     #[test]
     fn answers_have_the_bytes_of_p2pd() {
         let call_id = Bytes::from_static(&CALL_ID);
-        let read = |name: &str| block_on(read_response(&mut golden(name).as_slice(), CALL_ID));
+        let read =
+            |name: &str| block_on(read_response(&mut golden(name).as_slice(), CALL_ID, PROTOCOL));
 
         let data = read("response_ok").expect("data");
         assert_eq!(
@@ -283,7 +287,8 @@ mod tests {
 
     #[test]
     fn an_answer_to_another_call_is_refused() {
-        let result = block_on(read_response(&mut golden("response_ok").as_slice(), [9; 16]));
+        let result =
+            block_on(read_response(&mut golden("response_ok").as_slice(), [9; 16], PROTOCOL));
         assert!(matches!(result, Err(CallError::Malformed(_))));
     }
 
@@ -293,7 +298,7 @@ mod tests {
             |size: usize| encode_response(Bytes::from_static(&CALL_ID), Ok(vec![7; size].into()));
         let envelope = 28;
         let bytes = fits(MAX_UNARY_BYTES - envelope).expect("exactly the limit");
-        let data = block_on(read_response(&mut bytes.as_slice(), CALL_ID)).expect("read");
+        let data = block_on(read_response(&mut bytes.as_slice(), CALL_ID, PROTOCOL)).expect("read");
         assert_eq!(data.len(), MAX_UNARY_BYTES - envelope);
         assert!(matches!(fits(MAX_UNARY_BYTES - envelope + 1), Err(CallError::TooLarge { .. })));
     }
@@ -320,13 +325,13 @@ mod tests {
             let mut all = if head { vec![bytes.len() as u8] } else { Vec::new() };
             all.extend(bytes);
             drop(block_on(read_request(&mut all.as_slice())));
-            drop(block_on(read_response(&mut all.as_slice(), CALL_ID)));
+            drop(block_on(read_response(&mut all.as_slice(), CALL_ID, PROTOCOL)));
         }
 
         #[test]
         fn what_is_encoded_is_read(data in vec(any::<u8>(), 0..40_000)) {
             let bytes = encode_response(Bytes::from_static(&CALL_ID), Ok(data.clone().into())).expect("small");
-            let read = block_on(read_response(&mut bytes.as_slice(), CALL_ID));
+            let read = block_on(read_response(&mut bytes.as_slice(), CALL_ID, PROTOCOL));
             prop_assert_eq!(read, Ok(Bytes::from(data)));
         }
     }
