@@ -45,6 +45,31 @@ pub struct Answered {
     pub tokens: u64,
 }
 
+/// What became of a step that another server pushed to a session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PushedStep {
+    /// It came before the client's copy and was answered.
+    First,
+    /// It came after the client's copy and was dropped.
+    Late,
+    /// It came first, and the client's copy has other values.
+    Differs,
+}
+
+impl PushedStep {
+    /// All of them.
+    pub const ALL: [PushedStep; 3] = [PushedStep::First, PushedStep::Late, PushedStep::Differs];
+
+    /// As metrics name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            PushedStep::First => "first",
+            PushedStep::Late => "late",
+            PushedStep::Differs => "differs",
+        }
+    }
+}
+
 #[derive(Debug, Default)]
 struct AnsweredCounts {
     requests: AtomicU64,
@@ -56,6 +81,7 @@ struct AnsweredCounts {
 pub struct Telemetry {
     parts: [Histogram; STEP_PARTS],
     answered: [AnsweredCounts; WORK_KINDS],
+    pushed: [AtomicU64; PushedStep::ALL.len()],
     rows: Arc<Rows>,
     announced: Mutex<Announced>,
     swarm: OnceLock<(P2p, Dht)>,
@@ -102,6 +128,18 @@ impl Telemetry {
             counts.requests.fetch_add(1, Ordering::Relaxed);
             counts.tokens.fetch_add(tokens, Ordering::Relaxed);
         }
+    }
+
+    /// A pushed step came to this.
+    pub fn pushed(&self, outcome: PushedStep) {
+        if let Some(count) = self.pushed.get(outcome as usize) {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Pushed steps by what became of them, in the order of [`PushedStep::ALL`].
+    pub fn all_pushed(&self) -> [u64; PushedStep::ALL.len()] {
+        self.pushed.each_ref().map(|count| count.load(Ordering::Relaxed))
     }
 
     /// A session opens; it is shown until the value is dropped.

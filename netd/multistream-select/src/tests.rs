@@ -302,7 +302,7 @@ fn a_silent_remote_keeps_both_sides_waiting() {
     let (near, _silent) = pipe(64);
     let (_mute, far) = pipe(64);
     let never =
-        select(dialer_select_proto(near, ["a"], Version::V1), listener_select_proto(far, ["a"]));
+        select(dialer_select_proto(near, ["/a"], Version::V1), listener_select_proto(far, ["/a"]));
     pin_mut!(never);
     let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
     assert!(std::future::Future::poll(never, &mut cx).is_pending());

@@ -22,7 +22,7 @@ use shared::shm::board::{
 use tokio::sync::watch;
 
 use crate::rpc::Service;
-use crate::telemetry::Telemetry;
+use crate::telemetry::{PushedStep, Telemetry};
 
 /// Of the OpenMetrics text format.
 pub(super) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -128,6 +128,15 @@ fn steps(telemetry: &Telemetry, out: &mut Output<'_>) -> fmt::Result {
         help,
         None,
         answered().map(|(kind, of)| (label(kind), of.tokens as f64)),
+    )?;
+    let help = "Steps pushed by the server before: first (answered before the client's copy came), late (dropped), differs (from the client's copy)";
+    let pushed = PushedStep::ALL.into_iter().zip(telemetry.all_pushed());
+    let label = |outcome: PushedStep| vec![("outcome", outcome.name().to_owned())];
+    out.counters(
+        "sepal_pushed_steps",
+        help,
+        None,
+        pushed.map(|(outcome, count)| (label(outcome), count as f64)),
     )?;
     let help = "Time of a step in this server from its request to its answer, and its parts: network (messages and hand-over in netd), queue and compute (workers)";
     let mut family = out.family("sepal_step_duration", help, SECONDS, MetricType::Histogram)?;

@@ -34,7 +34,14 @@ impl PeerBudget {
         if bytes < COUNTED_BYTES {
             return None;
         }
-        let pieces = u32::try_from(bytes as u64 / PIECE_BYTES).unwrap_or(u32::MAX).min(self.pieces);
+        self.hold_any(peer, bytes).await
+    }
+
+    /// As [`Self::hold`], for messages that are kept beyond their handling: all of them count.
+    pub async fn hold_any(&self, peer: PeerId, bytes: usize) -> Option<OwnedSemaphorePermit> {
+        let pieces = u32::try_from((bytes as u64).div_ceil(PIECE_BYTES))
+            .unwrap_or(u32::MAX)
+            .min(self.pieces);
         let semaphore = {
             let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
             // Peers that hold nothing and wait for nothing are forgotten.

@@ -86,6 +86,9 @@ impl Router {
         if protocol == rate::PROTOCOL {
             return self.counterpart.serve(peer, stream).await;
         }
+        if protocol == names::PUSH_STREAM {
+            return push::serve(self.service, peer, stream).await;
+        }
         let service = self.service.borrow().clone();
         let _active = service.as_ref().map(|service| service.registry.enter());
         match (protocol, service) {

@@ -14,6 +14,7 @@ pub mod compute;
 pub mod dispatch;
 mod failure;
 mod forward;
+mod frames;
 mod inference;
 mod info;
 mod onward;
@@ -73,6 +74,7 @@ pub fn protocols() -> Vec<ProtocolSpec> {
         spec(names::BACKWARD_STREAM, ProtocolKind::Stream, 64, 256),
         spec(names::INFERENCE, ProtocolKind::Stream, 256, 1024),
         spec(names::PUSH, ProtocolKind::Unary, 256, 512),
+        spec(names::PUSH_STREAM, ProtocolKind::Stream, 256, 1024),
     ]
 }
 
@@ -199,7 +201,7 @@ impl Service {
             telemetry,
             resumption,
         } = parts;
-        let onward = Onward::new(p2p, &prefix, timeouts.request, troubles.clone());
+        let onward = Onward::new(p2p, &prefix, troubles.clone());
         let max_request_bytes = request_bytes(&facts, &limits, span);
         Service {
             prefix,

@@ -3,50 +3,80 @@
 //! states. The client's own copy stays the fallback: a push that fails, or finds no room among
 //! those under way, is counted and forgotten.
 //!
+//! ```text
+//!   the session's metadata names the next server
+//!     -> a connection and a standing stream (/sepal/push/1) are opened
+//!   a step was computed
+//!     stream open   -> one frame on it: no answer, no bound of unary calls
+//!     else          -> rpc_push: name and request in one piece, one one-way delay
+//! ```
+//!
 //! # Discrepancies
 //! Petals sends the prompts and hypo ids of the session's first message with every push; here they
-//! are those of the step. Blocks are named as the client numbers them, as in Petals.
+//! are those of the step. Blocks are named as the client numbers them, as in Petals. Outputs whose
+//! compression changes them again when the client compresses its copy are not pushed.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use hivemind::names;
-use hivemind::p2p::{P2p, PeerId};
-use hivemind::wire::messages::{ExpertRequest, Tensor};
+use hivemind::p2p::{MAX_UNARY_BYTES, P2p, PeerId, RpcStream};
+use hivemind::wire::messages::{Compression, ExpertRequest, Tensor};
 use hivemind::wire::metadata::{NextServer, RequestMetadata};
 use hivemind::wire::uid;
 use prost::Message;
 use shared::shm::board::Trouble;
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tracing::debug;
 
 use super::Failure;
 use super::troubles::Troubles;
 
-/// Pushes under way at once: as many as sessions can have steps under way. Each holds one output.
-const MAX_PUSHES: usize = 256;
+/// Bytes of pushes under way, of all sessions: outputs that the next servers have not taken yet.
+const MAX_PUSH_BYTES: usize = 256 << 20;
+/// Pushes are counted in pieces of this size.
+const PIECE_BYTES: usize = 1 << 10;
+/// Pushes of one session that wait for their stream.
+const MAX_WAITING: usize = 2;
+/// A push that takes longer has no use: the client has brought its copy.
+const PUSH_TIMEOUT: Duration = Duration::from_secs(10);
+/// Room for the envelope of a unary call.
+const ENVELOPE_BYTES: usize = 1 << 10;
+/// Next servers of one session, one after another: a client that names ever new ones aims dials.
+const MAX_HOPS: u32 = 8;
 
 /// Sends outputs on.
 #[derive(Debug)]
 pub struct Onward {
     p2p: P2p,
     prefix: String,
-    timeout: Duration,
     room: Arc<Semaphore>,
     troubles: Arc<Troubles>,
 }
 
+/// The way of one session's outputs to its next server. It ends with this value.
+#[derive(Debug)]
+pub struct NextHop {
+    peer: PeerId,
+    pushes: mpsc::Sender<Push>,
+    /// How many there were before it in the session.
+    count: u32,
+}
+
+/// One output under way.
+#[derive(Debug)]
+struct Push {
+    request: Bytes,
+    /// What it takes of all pushes.
+    _room: OwnedSemaphorePermit,
+}
+
 impl Onward {
-    /// Pushes from `p2p`, each for at most `timeout`.
-    pub fn new(p2p: P2p, prefix: &str, timeout: Duration, troubles: Arc<Troubles>) -> Onward {
-        Onward {
-            p2p,
-            prefix: prefix.to_owned(),
-            timeout,
-            room: Arc::new(Semaphore::new(MAX_PUSHES)),
-            troubles,
-        }
+    /// Pushes from `p2p`.
+    pub fn new(p2p: P2p, prefix: &str, troubles: Arc<Troubles>) -> Onward {
+        let room = Arc::new(Semaphore::new(MAX_PUSH_BYTES / PIECE_BYTES));
+        Onward { p2p, prefix: prefix.to_owned(), room, troubles }
     }
 
     /// The node that pushes.
@@ -54,24 +84,50 @@ impl Onward {
         &self.p2p
     }
 
+    /// Connects to the first of the next servers, if there is one, and opens a stream to it.
+    pub fn prepare(&self, metadata: &RequestMetadata) -> Option<NextHop> {
+        let next = metadata.next_servers.first()?;
+        let (peer, _) = self.addressee(next).ok()?;
+        Some(self.hop(peer, 0))
+    }
+
     /// Pushes `output` to the first of the step's next servers, in the background. `step` are the
     /// tensors of the step, of which those after the hidden states go along.
-    pub fn push(&self, metadata: &RequestMetadata, output: &Tensor, step: &[Tensor]) {
+    pub fn push(
+        &self,
+        hop: &mut Option<NextHop>,
+        metadata: &RequestMetadata,
+        output: &Tensor,
+        step: &[Tensor],
+    ) {
         let [next, rest @ ..] = metadata.next_servers.as_slice() else {
             return;
         };
-        let (peer, uid) = match self.addressee(next) {
-            Ok(found) => found,
-            Err(failure) => {
-                self.troubles.count(Trouble::Push);
-                debug!(%failure, "output not pushed");
-                return;
-            }
-        };
-        let Ok(room) = self.room.clone().try_acquire_owned() else {
-            self.troubles.count(Trouble::Push);
-            debug!(%peer, "too many pushes under way, output not pushed");
+        if !is_idempotent(output) {
             return;
+        }
+        if let Err(failure) = self.try_push(hop, (next, rest), metadata, output, step) {
+            self.troubles.count(Trouble::Push);
+            debug!(%failure, peer = next.peer_id, "output not pushed");
+        }
+    }
+
+    fn try_push(
+        &self,
+        hop: &mut Option<NextHop>,
+        (next, rest): (&NextServer, &[NextServer]),
+        metadata: &RequestMetadata,
+        output: &Tensor,
+        step: &[Tensor],
+    ) -> Result<(), Failure> {
+        let (peer, uid) = self.addressee(next)?;
+        let count = hop.as_ref().map_or(0, |hop| hop.count);
+        let hop = match hop {
+            Some(hop) if hop.peer == peer => hop,
+            _ if count >= MAX_HOPS => {
+                return Err(Failure::bad("the session has named too many next servers"));
+            }
+            _ => hop.insert(self.hop(peer, count + 1)),
         };
         let others = step.get(1..).unwrap_or_default().iter().cloned();
         let request = ExpertRequest {
@@ -79,15 +135,19 @@ impl Onward {
             tensors: std::iter::once(output.clone()).chain(others).collect(),
             metadata: metadata.for_push(&next.session_id, rest).into(),
         };
-        let (p2p, timeout, troubles) = (self.p2p.clone(), self.timeout, self.troubles.clone());
-        tokio::spawn(async move {
-            let bytes = Bytes::from(request.encode_to_vec());
-            if let Err(error) = p2p.call_unary(peer, names::PUSH, bytes, timeout).await {
-                troubles.count(Trouble::Push);
-                debug!(%peer, %error, "push failed");
-            }
-            drop(room);
-        });
+        let pieces = u32::try_from(request.encoded_len().div_ceil(PIECE_BYTES));
+        let room =
+            pieces.ok().and_then(|pieces| self.room.clone().try_acquire_many_owned(pieces).ok());
+        let room = room.ok_or_else(|| Failure::runtime("too many pushes are under way"))?;
+        let push = Push { request: request.encode_to_vec().into(), _room: room };
+        let sent = hop.pushes.try_send(push);
+        sent.map_err(|_| Failure::runtime("the pushes before it have not left yet"))
+    }
+
+    fn hop(&self, peer: PeerId, count: u32) -> NextHop {
+        let (pushes, queue) = mpsc::channel(MAX_WAITING);
+        tokio::spawn(carry(self.p2p.clone(), peer, queue, self.troubles.clone()));
+        NextHop { peer, pushes, count }
     }
 
     fn addressee(&self, next: &NextServer) -> Result<(PeerId, String), Failure> {
@@ -100,5 +160,61 @@ impl Onward {
             return Err(Failure::bad("next_servers names this server, or no blocks, or too many"));
         }
         Ok((peer, uid::chain(&self.prefix, next.start..next.end)))
+    }
+}
+
+/// Whether a client that decodes the output and encodes it again sends the same values.
+fn is_idempotent(output: &Tensor) -> bool {
+    let kinds = [Compression::None, Compression::Float16];
+    kinds.iter().any(|kind| output.compression == *kind as i32)
+}
+
+/// Carries the pushes of one session until it ends.
+async fn carry(p2p: P2p, peer: PeerId, mut queue: mpsc::Receiver<Push>, troubles: Arc<Troubles>) {
+    let mut standing: Option<RpcStream> = None;
+    let opening = p2p.open_stream(peer, names::PUSH_STREAM, PUSH_TIMEOUT);
+    let mut opening = std::pin::pin!(opening);
+    let mut is_opening = true;
+    loop {
+        tokio::select! {
+            opened = &mut opening, if is_opening => {
+                is_opening = false;
+                debug!(%peer, standing = opened.is_ok(), "way to the next server");
+                standing = opened.ok();
+            }
+            push = queue.recv() => {
+                let Some(push) = push else { break };
+                match send(&mut standing, &push).await {
+                    true => {}
+                    false => drop(tokio::spawn(call(p2p.clone(), peer, push, troubles.clone()))),
+                }
+            }
+        }
+    }
+    if let Some(stream) = standing {
+        stream.close().await;
+    }
+}
+
+/// Whether the standing stream, if there is one, took the push. One that fails is given up.
+async fn send(standing: &mut Option<RpcStream>, push: &Push) -> bool {
+    let Some(stream) = standing else {
+        return false;
+    };
+    let sent = tokio::time::timeout(PUSH_TIMEOUT, stream.send(push.request.clone())).await;
+    if !matches!(sent, Ok(Ok(()))) {
+        *standing = None;
+    }
+    standing.is_some()
+}
+
+async fn call(p2p: P2p, peer: PeerId, push: Push, troubles: Arc<Troubles>) {
+    if push.request.len() > MAX_UNARY_BYTES - ENVELOPE_BYTES {
+        return debug!(%peer, bytes = push.request.len(), "output exceeds a unary call, not pushed");
+    }
+    let request = push.request.clone();
+    if let Err(error) = p2p.call_unary(peer, names::PUSH, request, PUSH_TIMEOUT).await {
+        troubles.count(Trouble::Push);
+        debug!(%peer, %error, "push failed");
     }
 }

@@ -9,6 +9,7 @@ mod errors;
 #[expect(dead_code, reason = "the tests of the wire use the rest of it")]
 mod golden;
 mod hostile;
+mod pushes;
 mod recovery;
 pub(crate) mod rig;
 mod steps;

@@ -25,6 +25,9 @@ pub const ALLOC_TIMEOUT: &str = "alloc_timeout";
 pub const OUTPUT_COMPRESSION: &str = "output_compression";
 /// Whether a Sepal client asks for the times of a step. Other servers ignore the key.
 pub const SEPAL_TIMING: &str = "sepal_timing";
+/// Whether all tensors of a pushed step are those of that step, as Sepal servers push it. Petals servers push
+/// the beam order of a session's first step.
+pub const SEPAL_EXACT: &str = "sepal_exact";
 
 /// In an answer: nanoseconds between submission and the start of the work.
 pub const QUEUE_NS: &str = "queue_ns";

@@ -120,6 +120,12 @@ impl ArgsStructure {
         self.0.iter().map(find).collect()
     }
 
+    /// Whether each argument is the tensor at its own position.
+    #[must_use]
+    pub fn is_in_order(&self) -> bool {
+        self.0.iter().copied().eq(0..self.0.len())
+    }
+
     /// `((b"__T0", b"__T1", ...), {})`.
     #[must_use]
     pub fn to_value(&self) -> Value {
@@ -177,6 +183,8 @@ pub struct RequestMetadata {
     pub next_servers: Vec<NextServer>,
     /// Whether a server pushed this.
     pub pushed: bool,
+    /// Whether a pushed step has the tensors of this very step.
+    pub exact_push: bool,
     /// Seconds to wait for KV memory, at least 0; the caller caps it.
     pub alloc_timeout_s: f64,
     /// Whether the answer shall tell where the time of the step went.
@@ -214,6 +222,7 @@ impl RequestMetadata {
             start_from_position: key(keys::START_FROM_POSITION).map(position).transpose()?,
             next_servers: key(keys::NEXT_SERVERS).map_or(Ok(Vec::new()), next_servers)?,
             pushed: key(keys::PUSHED).is_some_and(|value| *value == Value::Bool(true)),
+            exact_push: key(keys::SEPAL_EXACT).is_some_and(|value| *value == Value::Bool(true)),
             alloc_timeout_s: key(keys::ALLOC_TIMEOUT).map_or(Ok(0.0), alloc_timeout)?,
             wants_times: key(keys::SEPAL_TIMING).is_some_and(|value| *value == Value::Bool(true)),
             wants_resumption: key(keys::SEPAL_RESUMABLE)
@@ -259,6 +268,7 @@ impl RequestMetadata {
             keys::SESSION_ID,
             keys::NEXT_SERVERS,
             keys::PUSHED,
+            keys::SEPAL_EXACT,
             // What this server alone may know.
             keys::SEPAL_RESUMABLE,
             keys::SEPAL_RESUME,
@@ -272,6 +282,7 @@ impl RequestMetadata {
             Value::List(rest.iter().map(NextServer::to_value).collect()),
         ));
         entries.push((Value::str(keys::PUSHED), Value::Bool(true)));
+        entries.push((Value::str(keys::SEPAL_EXACT), Value::Bool(true)));
         Value::Map(entries).encode()
     }
 }

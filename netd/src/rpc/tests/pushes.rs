@@ -1,0 +1,223 @@
+//! Pushed steps beside the client's copies: whichever comes first is computed, once, and they must
+//! be the same.
+
+use std::sync::atomic::Ordering;
+
+use hivemind::names;
+use hivemind::p2p::{P2p, RpcStream};
+use hivemind::wire::compression::encode;
+use hivemind::wire::keys;
+use hivemind::wire::messages::*;
+use hivemind::wire::msgpack::Value;
+use hivemind::wire::tensor::WireDtype;
+use prost::Message;
+use shared::shm::board::Trouble;
+
+use super::errors::with_key;
+use super::rig::*;
+use crate::telemetry::PushedStep;
+
+/// Another server, and its standing stream.
+async fn standing(rig: &Rig) -> (P2p, RpcStream) {
+    let stranger = rig.peer().await;
+    let stream = stranger.open_stream(rig.server, names::PUSH_STREAM, DEADLINE).await.unwrap();
+    (stranger, stream)
+}
+
+async fn push(stream: &mut RpcStream, request: &ExpertRequest) {
+    stream.send(request.encode_to_vec().into()).await.unwrap();
+}
+
+fn counts(rig: &Rig) -> [u64; PushedStep::ALL.len()] {
+    rig.service.telemetry.all_pushed()
+}
+
+fn holding(request: &ExpertRequest, states: Tensor) -> ExpertRequest {
+    let mut other = request.clone();
+    other.tensors[0] = states;
+    other
+}
+
+fn exact(request: &ExpertRequest) -> ExpertRequest {
+    with_key(request.clone(), keys::SEPAL_EXACT, Some(Value::Bool(true)))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_stream_carries_all_steps_of_a_session_and_copies_are_dropped() {
+    let rig = Rig::new().await;
+    let mut session = rig.session().await;
+    session.open(hidden(1, &[1.0]), 30).await.unwrap();
+    let (_stranger, mut stream) = standing(&rig).await;
+    let mut sum = 1.0;
+    for step in 0..6 {
+        let message = session.message(hidden(1, &[2.0]), None, None, None);
+        push(&mut stream, &message).await;
+        sum += 2.0;
+        assert_eq!(firsts(&session.answer().await.unwrap()), [sum + 4.0], "step {step}");
+        session.send(&message).await;
+    }
+    // The copy first: the push is dropped.
+    let message = session.message(hidden(1, &[2.0]), None, None, None);
+    assert_eq!(firsts(&session.ask(&message).await.unwrap()), [sum + 2.0 + 4.0]);
+    push(&mut stream, &message).await;
+    until(|| counts(&rig) == [6, 1, 0]).await;
+    assert_eq!(rig.service.troubles.of(Trouble::Push), 0);
+    session.close().await;
+    stream.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_copy_in_another_encoding_is_the_same_step() {
+    let rig = Rig::new().await;
+    let mut session = rig.session().await;
+    session.open(hidden(1, &[1.0]), 30).await.unwrap();
+    let (_stranger, mut stream) = standing(&rig).await;
+    let message = session.message(hidden(1, &[2.0]), None, None, None);
+    let raw = hidden(1, &[2.0]).buffer;
+    let half = encode(&[1, 1, HIDDEN], WireDtype::F32, raw, Compression::Float16).unwrap();
+    push(&mut stream, &holding(&message, half)).await;
+    assert_eq!(firsts(&session.answer().await.unwrap()), [7.0]);
+    session.send(&message).await;
+    assert_eq!(firsts(&session.step(hidden(1, &[1.0]), None, None).await.unwrap()), [8.0]);
+    assert_eq!(counts(&rig), [1, 0, 0]);
+    session.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_copy_that_differs_before_the_answer_has_left_is_computed() {
+    let rig = Rig::new().await;
+    let mut session = rig.session().await;
+    session.open(hidden(1, &[1.0]), 30).await.unwrap();
+    let (_stranger, mut stream) = standing(&rig).await;
+    let paused = &rig.memory().orders.paused;
+    let message = session.message(hidden(1, &[2.0]), None, None, None);
+    paused.store(true, Ordering::SeqCst);
+    push(&mut stream, &holding(&message, hidden(1, &[50.0]))).await;
+    until(|| rig.service.workers.arena().slots_in_use() > 0).await;
+    session.send(&message).await;
+    // The copy is read while the push is computed; nothing shows that from outside.
+    tokio::time::sleep(std::time::Duration::from_millis(200)).await;
+    paused.store(false, Ordering::SeqCst);
+    assert_eq!(firsts(&session.answer().await.unwrap()), [7.0]);
+    assert_eq!(counts(&rig), [0, 0, 1]);
+
+    // Pushes are not believed any more, also right ones; the client's steps go on.
+    let message = session.message(hidden(1, &[3.0]), None, None, None);
+    push(&mut stream, &message).await;
+    assert_eq!(firsts(&session.ask(&message).await.unwrap()), [10.0]);
+    assert_eq!(counts(&rig), [0, 0, 1]);
+    session.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_copy_that_differs_after_the_answer_ends_the_session() {
+    let rig = Rig::new().await;
+    let mut bystander = rig.session().await;
+    bystander.open(hidden(1, &[1.0]), 30).await.unwrap();
+    let (_stranger, mut stream) = standing(&rig).await;
+    type Change = fn(&ExpertRequest) -> ExpertRequest;
+    let changes: [Change; 3] = [
+        |message| holding(message, hidden(1, &[50.0])),
+        |message| with_key(message.clone(), keys::START_FROM_POSITION, Some(Value::Int(0))),
+        // A value that rounds to the same in no type.
+        |message| holding(message, hidden(1, &[2.000_001])),
+    ];
+    for (number, change) in changes.into_iter().enumerate() {
+        let mut session = rig.session().await;
+        session.open(hidden(1, &[1.0]), 30).await.unwrap();
+        let message = session.message(hidden(1, &[2.0]), None, None, None);
+        push(&mut stream, &change(&message)).await;
+        session.answer().await.unwrap();
+        let text = session.ask(&message).await.unwrap_err();
+        assert!(text.contains("pushed other values"), "change {number}: {text}");
+    }
+    assert_eq!(counts(&rig), [3, 0, 3]);
+    assert_eq!(firsts(&bystander.step(hidden(1, &[2.0]), None, None).await.unwrap()), [7.0]);
+    bystander.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_push_cannot_undo_tokens_of_the_session() {
+    let rig = Rig::new().await;
+    let mut session = rig.session().await;
+    session.open(hidden(1, &[1.0]), 30).await.unwrap();
+    let (_stranger, mut stream) = standing(&rig).await;
+    // Without hidden states it would only roll back.
+    let message = session.message(hidden(1, &[2.0]), None, None, None);
+    let empty =
+        Tensor { size: vec![1, 0, HIDDEN as u32], buffer: Default::default(), ..hidden(1, &[]) };
+    let back = with_key(holding(&message, empty), keys::START_FROM_POSITION, Some(Value::Int(0)));
+    push(&mut stream, &back).await;
+    until(|| rig.service.troubles.of(Trouble::Push) == 1).await;
+    assert_eq!(firsts(&session.ask(&message).await.unwrap()), [7.0]);
+    session.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn beams_are_pushed_only_by_those_who_push_their_order() {
+    let rig = Rig::new().await;
+    let mut session = rig.session().await;
+    session.open(hidden(2, &[1.0, 10.0]), 30).await.unwrap();
+    let (_stranger, mut stream) = standing(&rig).await;
+    let message = session.message(hidden(2, &[2.0, 2.0]), None, None, Some(&[1, 1]));
+    // A Petals server has the beam order of the first step.
+    let first_order = session.message(hidden(2, &[2.0, 2.0]), None, None, Some(&[0, 1]));
+    let mut of_petals = message.clone();
+    of_petals.tensors[2] = first_order.tensors[2].clone();
+    push(&mut stream, &of_petals).await;
+    assert_eq!(firsts(&session.ask(&message).await.unwrap()), [16.0, 16.0]);
+    assert_eq!(counts(&rig)[PushedStep::First as usize], 0);
+
+    let message = session.message(hidden(2, &[2.0, 3.0]), None, None, Some(&[0, 0]));
+    push(&mut stream, &exact(&message)).await;
+    assert_eq!(firsts(&session.answer().await.unwrap()), [18.0, 19.0]);
+    session.send(&message).await;
+    until(|| counts(&rig)[PushedStep::First as usize] == 1).await;
+    session.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_compresses_computes_the_copies_only() {
+    let compression = shared::config::Compression::Float16;
+    let rig = Rig::shaped(Shape { compression, ..Shape::default() }).await;
+    let mut session = rig.session().await;
+    session.open(hidden(1, &[1.0]), 30).await.unwrap();
+    let (_stranger, mut stream) = standing(&rig).await;
+    let message = session.message(hidden(1, &[2.0]), None, None, None);
+    push(&mut stream, &message).await;
+    session.ask(&message).await.unwrap();
+    assert_eq!(counts(&rig)[PushedStep::First as usize], 0);
+    session.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn garbage_ends_the_standing_stream_and_not_the_session() {
+    let rig = Rig::new().await;
+    let mut session = rig.session().await;
+    session.open(hidden(1, &[1.0]), 30).await.unwrap();
+    let (_stranger, mut stream) = standing(&rig).await;
+    stream.send(vec![0xff; 100].into()).await.unwrap();
+    assert!(stream.recv().await.is_err());
+    let (_stranger, mut stream) = standing(&rig).await;
+    let message = session.message(hidden(1, &[2.0]), None, None, None);
+    push(&mut stream, &ExpertRequest { uid: uids(1..2), ..message.clone() }).await;
+    assert!(stream.recv().await.unwrap_err().to_string().contains("other blocks"));
+    assert_eq!(firsts(&session.ask(&message).await.unwrap()), [7.0]);
+    session.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn steps_for_unknown_sessions_end_no_stream_and_a_drain_does() {
+    let rig = Rig::new().await;
+    let mut session = rig.session().await;
+    session.open(hidden(1, &[1.0]), 30).await.unwrap();
+    let (_stranger, mut stream) = standing(&rig).await;
+    let message = session.message(hidden(1, &[2.0]), None, None, None);
+    let unknown = with_key(message.clone(), keys::SESSION_ID, Some(Value::str("nobody")));
+    push(&mut stream, &unknown).await;
+    push(&mut stream, &message).await;
+    assert_eq!(firsts(&session.answer().await.unwrap()), [7.0]);
+    session.close().await;
+    rig.draining.send_replace(true);
+    assert!(!matches!(stream.recv().await, Ok(Some(_))));
+}
