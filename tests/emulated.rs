@@ -105,7 +105,7 @@ async fn the_fallback_serves_for_a_device_that_fails_until_it_works_again() {
 
 /// Gradients of inputs and prompts.
 async fn gradients(sepal: &Sepal, blocks: Range<u32>, tokens: usize) -> Gradients {
-    let mut swarm = Swarm::join(SwarmConfig {
+    let swarm = Swarm::join(SwarmConfig {
         initial_peers: vec![sepal.addr().parse().expect("an address")],
         prefix: "demo".to_owned(),
         num_blocks: BLOCKS.end,
@@ -124,8 +124,8 @@ async fn gradients(sepal: &Sepal, blocks: Range<u32>, tokens: usize) -> Gradient
         bytes: noise(&[blocks.len() * rows, 3, HIDDEN], 7).buffer,
     };
     let (_, kept) =
-        forward_kept(&mut swarm, blocks, &states(5), Some(&deep)).await.expect("forward");
-    let got = backward(&mut swarm, &kept, &states(6)).await;
+        forward_kept(&swarm, blocks, &states(5), Some(&deep)).await.expect("forward");
+    let got = backward(&swarm, &kept, &states(6)).await;
     swarm.leave().await;
     got.expect("gradients")
 }

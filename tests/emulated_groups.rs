@@ -31,7 +31,7 @@ async fn two_emulated_ranks_compute_what_transformers_does() {
         let sepal = serve(model, &TWO, &[]);
         let joined = sepal.wait_line("exchanging sums with the other ranks", 2);
         assert!(joined.contains("path=device memory"), "{joined}");
-        let mut swarm = Swarm::join(SwarmConfig {
+        let swarm = Swarm::join(SwarmConfig {
             initial_peers: vec![sepal.addr().parse().unwrap()],
             prefix: "golden".to_owned(),
             num_blocks: 2,
@@ -41,12 +41,12 @@ async fn two_emulated_ranks_compute_what_transformers_does() {
         .unwrap();
         let deep = golden.prompts("prompts");
         let (input, gradient) = (golden.states("input"), golden.states("output_gradient"));
-        let (output, _) = forward_kept(&mut swarm, 0..2, &input, None).await.unwrap();
+        let (output, _) = forward_kept(&swarm, 0..2, &input, None).await.unwrap();
         let (_, all) = golden.tensor("forward");
         close(model, &output.bytes, &all[all.len() / 2..]);
-        let (output, kept) = forward_kept(&mut swarm, 0..2, &input, Some(&deep)).await.unwrap();
+        let (output, kept) = forward_kept(&swarm, 0..2, &input, Some(&deep)).await.unwrap();
         close(model, &output.bytes, &golden.states("prompted").bytes);
-        let got = backward(&mut swarm, &kept, &gradient).await.unwrap();
+        let got = backward(&swarm, &kept, &gradient).await.unwrap();
         close(model, &got.inputs.bytes, &golden.states("prompted_input_gradient").bytes);
         close(model, &got.prompts.unwrap().bytes, &golden.prompts("prompt_gradient").bytes);
         swarm.leave().await;

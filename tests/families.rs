@@ -37,7 +37,7 @@ impl Family {
 
     async fn decode(&self, sampling: SamplingConfig, guesses: usize) -> Report {
         let mut model = LocalModel::load(&self.folder, None, 1).expect("the model");
-        let mut swarm = Swarm::join(SwarmConfig {
+        let swarm = Swarm::join(SwarmConfig {
             initial_peers: vec![self.sepal.addr().parse().expect("multiaddr")],
             prefix: format!("tiny-{}", self.name),
             num_blocks: model.num_blocks(),
@@ -50,7 +50,7 @@ impl Family {
         sampler.hear(&prompt);
         let task =
             Continuation { prompt: &prompt, max_new_tokens: 32, drafts: Drafts::new(guesses) };
-        let report = decode(&mut swarm, &mut model, &mut sampler, task, |_| Ok(true)).await;
+        let report = decode(&swarm, &mut model, &mut sampler, task, |_| Ok(true)).await;
         swarm.leave().await;
         report.unwrap_or_else(|error| panic!("{}: {error}", self.name))
     }

@@ -224,7 +224,7 @@ async fn without_memory_for_both_the_old_blocks_are_left_first_and_no_client_see
     ];
     let swarm = Swarm::with_spare(SHAPES[0], &LIMITS);
     let expected_text = swarm.text();
-    let mut client = client::swarm::Swarm::join(SwarmConfig {
+    let client = client::swarm::Swarm::join(SwarmConfig {
         initial_peers: vec![swarm.first.addr().parse().unwrap()],
         prefix: "demo".to_owned(),
         num_blocks: 8,
@@ -236,7 +236,7 @@ async fn without_memory_for_both_the_old_blocks_are_left_first_and_no_client_see
     let spare: hivemind::p2p::PeerId = swarm.spare.peer_id().parse().unwrap();
     client.refresh().await.unwrap();
     client.ban(first);
-    let mut chain = Chain::open(&mut client, 200).await.unwrap();
+    let mut chain = Chain::open(&client, 200).await.unwrap();
     assert_eq!(chain.legs().next().map(|(peer, _)| peer), Some(spare));
     let states = |number: u32| Hidden {
         dtype: shared::dtype::DType::F32,
@@ -298,7 +298,7 @@ async fn without_memory_for_both_the_old_blocks_are_left_first_and_no_client_see
         );
     }
     // The same steps on servers that nothing happened to have the same bits.
-    let mut again = Chain::open(&mut client, 200).await.unwrap();
+    let mut again = Chain::open(&client, 200).await.unwrap();
     for (number, output) in outputs.iter().enumerate() {
         let got = again.step(states(number as u32)).await.unwrap().0;
         assert!(got == *output, "step {number}");

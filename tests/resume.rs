@@ -24,7 +24,7 @@ struct Seen {
 async fn generate(sepal: &Sepal, golden: &Golden, mut between: impl FnMut(usize)) -> Seen {
     let mut model = LocalModel::load(&demo_model(), Some(shared::dtype::DType::F32), 1)
         .expect("the demo model");
-    let mut swarm = Swarm::join(SwarmConfig {
+    let swarm = Swarm::join(SwarmConfig {
         initial_peers: vec![sepal.addr().parse().expect("multiaddr")],
         prefix: "demo".to_owned(),
         num_blocks: model.num_blocks(),
@@ -33,7 +33,7 @@ async fn generate(sepal: &Sepal, golden: &Golden, mut between: impl FnMut(usize)
     .await
     .expect("join");
     let length = golden.prompt_ids.len() + golden.ids.len();
-    let mut chain = Chain::open(&mut swarm, length as u32).await.expect("a chain");
+    let mut chain = Chain::open(&swarm, length as u32).await.expect("a chain");
     let (mut tokens, mut longest) = (Vec::new(), Duration::ZERO);
     let mut input = golden.prompt_ids.clone();
     for step in 0..golden.ids.len() {

@@ -72,7 +72,7 @@ async fn batches_go_many_ways_and_survive_the_death_of_a_server() {
     let second = Sepal::join(&first, &demo_model(), "demo", &more("0:5"));
     let _third = Sepal::join(&first, &demo_model(), "demo", &more("5:8"));
     let peer = Peer::connect(&first.addr(), "demo").await;
-    let mut swarm = Swarm::join(SwarmConfig {
+    let swarm = Swarm::join(SwarmConfig {
         initial_peers: vec![first.addr().parse().unwrap()],
         prefix: "demo".to_owned(),
         num_blocks: 8,
@@ -93,12 +93,12 @@ async fn batches_go_many_ways_and_survive_the_death_of_a_server() {
     // Six pieces of two sequences, and one sequence that is streamed.
     let (many, long) = (batch(12, 400), batch(1, 1500));
     let want = peer.forward(0..8, noise(&[1, 1500, HIDDEN], 5)).await.unwrap();
-    let got = forward(&mut swarm, 0..8, &long, None).await.unwrap();
+    let got = forward(&swarm, 0..8, &long, None).await.unwrap();
     assert!(values(&got.bytes) == want, "streamed");
-    let whole = forward(&mut swarm, 0..8, &many, None).await.unwrap();
+    let whole = forward(&swarm, 0..8, &many, None).await.unwrap();
     drop(second);
     for _ in 0..3 {
-        let again = forward(&mut swarm, 0..8, &many, None).await.unwrap();
+        let again = forward(&swarm, 0..8, &many, None).await.unwrap();
         assert!(again == whole, "after the death of a server");
     }
     swarm.leave().await;

@@ -117,7 +117,7 @@ async fn plain(
 
 /// A session of our client, which survives the death of netd.
 async fn own(
-    swarm: &mut Swarm,
+    swarm: &Swarm,
     seed: u32,
     mut each: impl FnMut(Instant),
 ) -> Result<Vec<Vec<f32>>, String> {
@@ -188,9 +188,9 @@ async fn plain_sessions(addr: String, seed: u32, expected: Vec<Vec<f32>>, tally:
 }
 
 async fn own_sessions(addr: String, seed: u32, expected: Vec<Vec<f32>>, tally: Arc<Tally>) {
-    let mut swarm = join(&addr).await.expect("the swarm");
+    let swarm = join(&addr).await.expect("the swarm");
     while tally.goes_on() {
-        match own(&mut swarm, seed, |began| tally.step(began)).await {
+        match own(&swarm, seed, |began| tally.step(began)).await {
             Ok(outputs) => tally.ended(outputs == expected),
             Err(text) if text.contains("crash") => {
                 tally.suspects.fetch_add(1, Ordering::Relaxed);
@@ -244,14 +244,14 @@ async fn sixteen_sessions_in_a_storm_get_the_bits_of_a_calm() {
     let mut tasks = Vec::new();
     let tally = Arc::new(Tally::default());
     let peer = Peer::connect(&addr, "demo").await;
-    let mut swarm = join(&addr).await.expect("the swarm");
+    let swarm = join(&addr).await.expect("the swarm");
     let mut expected = Vec::new();
     for seed in 0..PLAIN {
         expected
             .push(plain(&peer, seed, |_| ()).await.unwrap_or_else(|_| panic!("a calm session")));
     }
     for seed in PLAIN..PLAIN + OWN {
-        expected.push(own(&mut swarm, seed, |_| ()).await.expect("a calm session"));
+        expected.push(own(&swarm, seed, |_| ()).await.expect("a calm session"));
     }
     swarm.leave().await;
     for (seed, expected) in (0..PLAIN + OWN).zip(expected) {

@@ -55,22 +55,22 @@ async fn gradients_are_those_of_pytorch(devices: &[&str]) {
     let more = |span| [&F32[..], devices, &["--block_indices", span]].concat();
     let first = Sepal::serve(&golden.folder, "golden", &more("0:1"));
     let _second = Sepal::join(&first, &golden.folder, "golden", &more("1:2"));
-    let mut swarm = join(&first.addr(), "golden", 2).await;
+    let swarm = join(&first.addr(), "golden", 2).await;
     let (input, gradient) = (golden.states("input"), golden.states("output_gradient"));
 
-    let (output, kept) = forward_kept(&mut swarm, 0..2, &input, None).await.unwrap();
+    let (output, kept) = forward_kept(&swarm, 0..2, &input, None).await.unwrap();
     assert_eq!(kept.legs().map(|legs| legs.len()).collect::<Vec<_>>(), [2]);
     let (_, all) = golden.tensor("forward");
     close("output", &output.bytes, &all[all.len() / 2..]);
-    let got = backward(&mut swarm, &kept, &gradient).await.unwrap();
+    let got = backward(&swarm, &kept, &gradient).await.unwrap();
     let want = golden.states("input_gradient");
     close("gradient of the input", &got.inputs.bytes, &want.bytes);
     assert_eq!(got.prompts, None);
 
     let deep = golden.prompts("prompts");
-    let (output, kept) = forward_kept(&mut swarm, 0..2, &input, Some(&deep)).await.unwrap();
+    let (output, kept) = forward_kept(&swarm, 0..2, &input, Some(&deep)).await.unwrap();
     close("prompted output", &output.bytes, &golden.states("prompted").bytes);
-    let got = backward(&mut swarm, &kept, &gradient).await.unwrap();
+    let got = backward(&swarm, &kept, &gradient).await.unwrap();
     let want = golden.states("prompted_input_gradient");
     close("gradient of the input", &got.inputs.bytes, &want.bytes);
     let (want, got) = (golden.prompts("prompt_gradient"), got.prompts.unwrap());
@@ -89,34 +89,34 @@ async fn a_server_that_dies_before_the_backward_pass_is_replaced_and_the_gradien
     let input = states(5, 300, WIDTH, 1);
     let gradient = states(5, 300, WIDTH, 2);
     let deep = prompts(8, 5, 3, WIDTH, 3);
-    let mut swarm = join(&whole.addr(), "demo", 8).await;
-    let (output, kept) = forward_kept(&mut swarm, 0..8, &input, Some(&deep)).await.unwrap();
-    let want = backward(&mut swarm, &kept, &gradient).await.unwrap();
+    let swarm = join(&whole.addr(), "demo", 8).await;
+    let (output, kept) = forward_kept(&swarm, 0..8, &input, Some(&deep)).await.unwrap();
+    let want = backward(&swarm, &kept, &gradient).await.unwrap();
     swarm.leave().await;
     drop(whole);
 
     let bottom = Sepal::serve(&demo_model(), "demo", &more("0:5"));
     let top = Sepal::join(&bottom, &demo_model(), "demo", &more("5:8"));
-    let mut swarm = join(&top.addr(), "demo", 8).await;
-    let (chained, kept) = forward_kept(&mut swarm, 0..8, &input, Some(&deep)).await.unwrap();
+    let swarm = join(&top.addr(), "demo", 8).await;
+    let (chained, kept) = forward_kept(&swarm, 0..8, &input, Some(&deep)).await.unwrap();
     assert!(chained == output, "a chain has the bits of one server");
     assert_eq!(kept.legs().map(|legs| legs.len()).collect::<Vec<_>>(), [2, 2]);
-    let got = backward(&mut swarm, &kept, &gradient).await.unwrap();
+    let got = backward(&swarm, &kept, &gradient).await.unwrap();
     assert!(got == want, "so have its gradients");
 
     let spare = Sepal::join(&top, &demo_model(), "demo", &more("0:2"));
     let _rest = Sepal::join(&top, &demo_model(), "demo", &more("2:5"));
     bottom.kill();
     swarm.refresh().await.unwrap();
-    let got = backward(&mut swarm, &kept, &gradient).await.unwrap();
+    let got = backward(&swarm, &kept, &gradient).await.unwrap();
     assert!(got == want, "after the loss of a server");
     // What was kept still names the lost server; a pass forward knows it no more.
-    let again = forward(&mut swarm, 0..8, &input, Some(&deep)).await.unwrap();
+    let again = forward(&swarm, 0..8, &input, Some(&deep)).await.unwrap();
     assert!(again == output, "forward after the loss");
     let lost: PeerId = bottom.peer_id().parse().unwrap();
-    let (_, kept) = forward_kept(&mut swarm, 0..8, &input, None).await.unwrap();
+    let (_, kept) = forward_kept(&swarm, 0..8, &input, None).await.unwrap();
     assert!(kept.legs().flatten().all(|(peer, _)| peer != lost));
-    let Gradients { inputs, .. } = backward(&mut swarm, &kept, &gradient).await.unwrap();
+    let Gradients { inputs, .. } = backward(&swarm, &kept, &gradient).await.unwrap();
     assert_eq!(inputs.shape(), input.shape());
     swarm.leave().await;
     drop(spare);
@@ -137,11 +137,11 @@ async fn rolled_back_and_reordered(devices: &[&str]) {
     let dht = Dht::start();
     let serve = |span| Sepal::join_at(&dht.addr, &demo_model(), "demo", &more(span));
     let [first, second] = ["0:4", "4:8"].map(serve);
-    let mut swarm = join(&dht.addr, "demo", 8).await;
-    let mut undisturbed_swarm = join(&dht.addr, "demo", 8).await;
-    let mut chain = Chain::open(&mut swarm, 64).await.unwrap();
+    let swarm = join(&dht.addr, "demo", 8).await;
+    let undisturbed_swarm = join(&dht.addr, "demo", 8).await;
+    let mut chain = Chain::open(&swarm, 64).await.unwrap();
     let used: Vec<PeerId> = chain.legs().map(|(peer, _)| peer).collect();
-    let mut undisturbed = Chain::open(&mut undisturbed_swarm, 64).await.unwrap();
+    let mut undisturbed = Chain::open(&undisturbed_swarm, 64).await.unwrap();
     let step = |tokens, seed, hypo_ids: Option<[i64; 3]>| Step {
         hidden: states(3, tokens, WIDTH, seed),
         hypo_ids: hypo_ids.map(Vec::from),

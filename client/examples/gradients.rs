@@ -62,15 +62,15 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let (input, gradient) = (states(&file, "input")?, states(&file, "output_gradient")?);
     let prompts = prompts(&file)?;
     let num_blocks = blocks.parse()?;
-    let mut swarm = Swarm::join(SwarmConfig {
+    let swarm = Swarm::join(SwarmConfig {
         initial_peers: vec![address.parse()?],
         prefix: prefix.clone(),
         num_blocks,
         startup_timeout: Duration::from_secs(60),
     })
     .await?;
-    let (output, kept) = forward_kept(&mut swarm, 0..num_blocks, &input, prompts.as_ref()).await?;
-    let got = backward(&mut swarm, &kept, &gradient).await?;
+    let (output, kept) = forward_kept(&swarm, 0..num_blocks, &input, prompts.as_ref()).await?;
+    let got = backward(&swarm, &kept, &gradient).await?;
     for (peer, blocks) in kept.legs().next().unwrap_or_default() {
         println!("{peer} {}:{}", blocks.start, blocks.end);
     }

@@ -13,7 +13,6 @@ use std::time::Duration;
 
 use futures::future::join_all;
 use hivemind::p2p::PeerId;
-use tokio::sync::Mutex;
 
 use crate::calls::Caller;
 pub use crate::calls::PassError;
@@ -95,7 +94,7 @@ pub struct Gradients {
 /// # Errors
 /// [`BatchError`] when a block has no server, or servers keep failing.
 pub async fn forward(
-    swarm: &mut Swarm,
+    swarm: &Swarm,
     blocks: Range<u32>,
     input: &Hidden,
     prompts: Option<&Prompts>,
@@ -108,7 +107,7 @@ pub async fn forward(
 /// # Errors
 /// As [`forward`].
 pub async fn forward_kept(
-    swarm: &mut Swarm,
+    swarm: &Swarm,
     blocks: Range<u32>,
     input: &Hidden,
     prompts: Option<&Prompts>,
@@ -136,7 +135,7 @@ pub async fn forward_kept(
 /// # Errors
 /// [`BatchError`] when a block has no server, or servers keep failing.
 pub async fn backward(
-    swarm: &mut Swarm,
+    swarm: &Swarm,
     kept: &SavedActivations,
     gradient: &Hidden,
 ) -> Result<Gradients, BatchError> {
@@ -182,17 +181,16 @@ struct Piece {
     done: Vec<Done>,
 }
 
-/// The swarm as pieces share it: only looking for a route, and noting failures, is done one at a
-/// time.
-struct Way<'a> {
-    swarm: Mutex<&'a mut Swarm>,
+/// The swarm as pieces share it.
+struct Way {
+    swarm: Swarm,
     caller: Caller,
 }
 
-impl Way<'_> {
-    fn new(swarm: &mut Swarm) -> Way<'_> {
+impl Way {
+    fn new(swarm: &Swarm) -> Way {
         let caller = Caller { p2p: swarm.p2p().clone(), prefix: swarm.prefix().to_owned() };
-        Way { swarm: Mutex::new(swarm), caller }
+        Way { swarm: swarm.clone(), caller }
     }
 
     /// Runs `states` through `blocks`; `prompts` begin with those of block `first`.
@@ -215,7 +213,7 @@ impl Way<'_> {
             let own = of_leg(prompts, &leg, first);
             match self.caller.forward(&leg, &states, own.as_ref()).await {
                 Ok(output) => {
-                    self.swarm.lock().await.trust(&leg.peer);
+                    self.swarm.trust(&leg.peer);
                     (at, failures) = (leg.blocks.end, 0);
                     let inputs = std::mem::replace(&mut states, output);
                     done.push(Done { leg, inputs });
@@ -243,7 +241,7 @@ impl Way<'_> {
             let pair = (&inputs, &gradient);
             match self.caller.backward(&leg, pair, own.as_ref()).await {
                 Ok((of_inputs, own)) => {
-                    self.swarm.lock().await.trust(&leg.peer);
+                    self.swarm.trust(&leg.peer);
                     failures = 0;
                     gradient = of_inputs;
                     of_prompts.extend(own.map(|own| (leg.blocks.start, own)));
@@ -266,7 +264,7 @@ impl Way<'_> {
     async fn route(&self, blocks: Range<u32>) -> Result<VecDeque<Leg<PeerId>>, BatchError> {
         let draw = rand::random();
         let purpose = Purpose::Batch { draw };
-        Ok(self.swarm.lock().await.route(blocks, purpose).await?.into())
+        Ok(self.swarm.route(blocks, purpose).await?.into())
     }
 
     /// Notes that a server failed, and waits before the next try, of which there are not endlessly
@@ -278,7 +276,7 @@ impl Way<'_> {
         failures: u32,
     ) -> Result<(), BatchError> {
         tracing::warn!(%peer, %error, "server failed, trying another");
-        self.swarm.lock().await.ban(peer);
+        self.swarm.ban(peer);
         if failures >= MAX_FAILURES {
             return Err(BatchError::Failed { failures, peer, source: Box::new(error) });
         }

@@ -5,6 +5,7 @@
 use std::time::Duration;
 
 use hivemind::p2p::PeerId;
+use hivemind::wire::metadata::NextServer;
 
 use crate::history::History;
 use crate::session::{ServerSession, SessionError, StepInput, StepTiming};
@@ -84,8 +85,8 @@ struct Link {
 }
 
 /// A session over a chain of servers.
-pub struct Chain<'a> {
-    swarm: &'a mut Swarm,
+pub struct Chain {
+    swarm: Swarm,
     links: Vec<Link>,
     max_length: u32,
     position: u32,
@@ -96,16 +97,16 @@ pub struct Chain<'a> {
     sent_again: usize,
 }
 
-impl<'a> Chain<'a> {
+impl Chain {
     /// Routes a session of at most `max_length` tokens through the swarm and opens it on every
     /// server.
     ///
     /// # Errors
     /// [`ChainError`] when a block has no server that answers.
-    pub async fn open(swarm: &'a mut Swarm, max_length: u32) -> Result<Chain<'a>, ChainError> {
+    pub async fn open(swarm: &Swarm, max_length: u32) -> Result<Chain, ChainError> {
         let blocks = 0..swarm.num_blocks();
         let mut chain = Chain {
-            swarm,
+            swarm: swarm.clone(),
             links: Vec::new(),
             max_length,
             position: 0,
@@ -181,6 +182,7 @@ impl<'a> Chain<'a> {
         let (mut flowing, mut timing, mut at, mut failures) =
             (step.hidden, StepTiming::default(), 0, 0);
         while at < self.links.len() {
+            let next_servers = self.next_servers(at);
             let link = &mut self.links[at];
             let blocks = link.session.leg().blocks.clone();
             // A server behind one that was replaced may be new, too: it gets the whole history from
@@ -201,6 +203,7 @@ impl<'a> Chain<'a> {
                 hypo_ids: step.hypo_ids.as_deref().filter(|_| !fresh),
                 prompts,
                 step_id: &step_id,
+                next_servers: if fresh { &[] } else { &next_servers },
             };
             match link.session.step(&input).await {
                 Ok((output, spent)) => {
@@ -221,6 +224,13 @@ impl<'a> Chain<'a> {
         }
         self.position = u32::try_from(after).unwrap_or(u32::MAX);
         Ok((flowing.last(tokens), timing))
+    }
+
+    /// The servers behind the one at `at` that have the session, so that outputs can be pushed to
+    /// them: each computes a step before this client has brought it there.
+    fn next_servers(&self, at: usize) -> Vec<NextServer> {
+        let behind = self.links.iter().skip(at + 1).map(|link| &link.session);
+        behind.take_while(|session| session.position() > 0).map(ServerSession::address).collect()
     }
 
     /// Checks a step, and returns its order of rows.

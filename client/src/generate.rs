@@ -164,7 +164,7 @@ pub async fn generate(
         return Err(GenerateError::EmptyPrompt);
     }
     let prefix = config.dht_prefix.clone().or_else(|| model.dht_prefix().map(str::to_owned));
-    let mut swarm = Swarm::join(SwarmConfig {
+    let swarm = Swarm::join(SwarmConfig {
         initial_peers: addresses(&config.initial_peers)?,
         prefix: prefix.ok_or(GenerateError::NoPrefix)?,
         num_blocks: model.num_blocks(),
@@ -179,7 +179,7 @@ pub async fn generate(
         drafts: Drafts::new(config.speculate),
     };
     let mut is_over = false;
-    let report = decode(&mut swarm, &mut model, &mut sampler, task, |token| {
+    let report = decode(&swarm, &mut model, &mut sampler, task, |token| {
         let (text, over) = stops.push(&stream.push(token)?);
         is_over = over;
         on_text(&text)?;
@@ -215,7 +215,7 @@ pub struct Continuation<'a> {
 /// # Errors
 /// [`GenerateError`].
 pub async fn decode(
-    swarm: &mut Swarm,
+    swarm: &Swarm,
     model: &mut LocalModel,
     sampler: &mut Sampler,
     mut task: Continuation<'_>,

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use hivemind::names;
 use hivemind::p2p::{CallError, Multiaddr, P2p, PeerId, RpcStream};
 use hivemind::wire::messages::{ExpertRequest, ExpertResponse};
-use hivemind::wire::metadata::StepMetadata;
+use hivemind::wire::metadata::{NextServer, StepMetadata};
 use hivemind::wire::resumption::{NOT_SERVING, Resumable, Secret};
 use hivemind::wire::step_times::StepTimes;
 use hivemind::wire::tensor::{TensorError, WireDtype, dummy_tensor, raw_tensor};
@@ -69,12 +69,14 @@ pub struct StepInput<'a> {
     pub prompts: Option<Prompts>,
     /// Names the step; the same on all servers.
     pub step_id: &'a str,
+    /// The servers that the output goes on to.
+    pub next_servers: &'a [NextServer],
 }
 
 impl<'a> StepInput<'a> {
     /// Hidden states and nothing else.
     pub fn plain(hidden: &'a Hidden, step_id: &'a str) -> StepInput<'a> {
-        StepInput { hidden, hypo_ids: None, prompts: None, step_id }
+        StepInput { hidden, hypo_ids: None, prompts: None, step_id, next_servers: &[] }
     }
 }
 
@@ -147,6 +149,16 @@ impl ServerSession {
     /// The server and the blocks it runs.
     pub fn leg(&self) -> &Leg<PeerId> {
         &self.leg
+    }
+
+    /// Where the server before pushes its outputs.
+    pub fn address(&self) -> NextServer {
+        NextServer {
+            peer_id: self.leg.peer.to_base58(),
+            session_id: self.session_id.clone(),
+            start: self.leg.blocks.start,
+            end: self.leg.blocks.end,
+        }
     }
 
     /// Tokens in the server's cache.
@@ -245,7 +257,7 @@ impl ServerSession {
             session_id: &self.session_id,
             step_id: input.step_id,
             open: (!self.opened).then_some((self.max_length, None)),
-            next_servers: &[],
+            next_servers: input.next_servers,
             start_from_position: Some(self.position),
             wants_times: true,
         };

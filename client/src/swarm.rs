@@ -2,6 +2,7 @@
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hivemind::dht::driver::{Dht, DhtConfig, DhtError};
@@ -74,11 +75,20 @@ pub enum Purpose {
     },
 }
 
-/// A client in the swarm.
+/// A client in the swarm. Clones are handles of the same client: sessions share what it knows.
+#[derive(Clone)]
 pub struct Swarm {
-    config: SwarmConfig,
+    config: Arc<SwarmConfig>,
     p2p: P2p,
     dht: Dht,
+    known: Arc<Mutex<Known>>,
+    /// Held while the records are read: others wait for the same reading.
+    reading: Arc<tokio::sync::Mutex<()>>,
+}
+
+/// What is known of the servers.
+#[derive(Default)]
+struct Known {
     servers: Vec<ServerSpan>,
     read_at: Option<Instant>,
     pings: Pings<PeerId>,
@@ -121,15 +131,24 @@ impl Swarm {
             },
         );
         dht.join().await?;
-        Ok(Swarm {
-            config,
-            p2p,
-            dht,
-            servers: Vec::new(),
-            read_at: None,
-            pings: Pings::default(),
-            bans: Bans::default(),
-        })
+        let (config, known, reading) = (Arc::new(config), Arc::default(), Arc::default());
+        Ok(Swarm { config, p2p, dht, known, reading })
+    }
+
+    /// The same swarm for another model.
+    #[must_use]
+    pub fn for_model(&self, prefix: String, num_blocks: u32) -> Swarm {
+        let config = SwarmConfig { prefix, num_blocks, ..(*self.config).clone() };
+        Swarm {
+            config: Arc::new(config),
+            known: Arc::default(),
+            reading: Arc::default(),
+            ..self.clone()
+        }
+    }
+
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The network node.
@@ -148,28 +167,38 @@ impl Swarm {
     }
 
     /// Servers that are ONLINE, as last read.
-    pub fn servers(&self) -> &[ServerSpan] {
-        &self.servers
+    pub fn servers(&self) -> Vec<ServerSpan> {
+        self.known().servers.clone()
     }
 
     /// Reads all records of the model and measures the way to some of its servers.
     ///
     /// # Errors
     /// [`SwarmError::Dht`].
-    pub async fn refresh(&mut self) -> Result<(), SwarmError> {
+    pub async fn refresh(&self) -> Result<(), SwarmError> {
+        let asked_at = Instant::now();
+        let _reading = self.reading.lock().await;
+        if self.known().read_at.is_some_and(|at| at >= asked_at) {
+            // Read by another meanwhile.
+            return Ok(());
+        }
         let blocks =
             view::read_blocks(&self.dht, &self.config.prefix, 0..self.config.num_blocks).await?;
-        self.servers = view::spans(&blocks, 0, ServerState::Online);
-        self.read_at = Some(Instant::now());
-        let now = Instant::now();
-        let mut asked: Vec<PeerId> = self.servers.iter().filter_map(peer).collect();
-        asked.sort_by_key(|peer| self.pings.seconds(peer, now).is_some());
-        asked.truncate(MAX_PINGED);
+        let asked = {
+            let now = Instant::now();
+            let mut known = self.known();
+            known.servers = view::spans(&blocks, 0, ServerState::Online);
+            known.read_at = Some(now);
+            let mut asked: Vec<PeerId> = known.servers.iter().filter_map(peer).collect();
+            asked.sort_by_key(|peer| known.pings.seconds(peer, now).is_some());
+            asked.truncate(MAX_PINGED);
+            asked
+        };
         let pings = asked.iter().map(|peer| self.dht.ping(*peer));
         for (peer, ping) in asked.iter().zip(futures::future::join_all(pings).await) {
             // A relayed server answers no DHT pings; its way is taken as unknown.
             if let Ok(ping) = ping {
-                self.pings.measured(*peer, ping.as_secs_f64(), Instant::now());
+                self.known().pings.measured(*peer, ping.as_secs_f64(), Instant::now());
             }
         }
         Ok(())
@@ -181,16 +210,17 @@ impl Swarm {
     /// # Errors
     /// [`SwarmError::Missing`] names the first block that nobody serves.
     pub async fn route(
-        &mut self,
+        &self,
         blocks: Range<u32>,
         purpose: Purpose,
     ) -> Result<Vec<Leg<PeerId>>, SwarmError> {
         let end = Instant::now() + self.config.startup_timeout;
-        if self.read_at.is_none_or(|at| at.elapsed() > REFRESH_PERIOD) {
+        let read_at = self.known().read_at;
+        if read_at.is_none_or(|at| at.elapsed() > REFRESH_PERIOD) {
             self.refresh().await?;
         }
         loop {
-            let candidates = self.candidates();
+            let candidates = self.known().candidates();
             let route = match purpose {
                 Purpose::Session { max_length } => {
                     let tokens = Some(u64::from(max_length));
@@ -218,24 +248,28 @@ impl Swarm {
     /// Routes around `peer` for a while; longer each time. When a block has no other server, the
     /// records are read anew before the next route (petals `sequence_manager.py`,
     /// `on_request_failure`).
-    pub fn ban(&mut self, peer: PeerId) {
+    pub fn ban(&self, peer: PeerId) {
         let now = Instant::now();
-        self.bans.failed(peer, now);
-        let left = self.candidates();
-        if left.iter().any(|c| self.bans.banned(&c.peer, now)) {
-            self.read_at = None;
+        let mut known = self.known();
+        known.bans.failed(peer, now);
+        let left = known.candidates();
+        if left.iter().any(|c| known.bans.banned(&c.peer, now)) {
+            known.read_at = None;
         }
     }
 
     /// Forgets the failures of `peer`: it has answered.
-    pub fn trust(&mut self, peer: &PeerId) {
-        self.bans.answered(peer);
+    pub fn trust(&self, peer: &PeerId) {
+        self.known().bans.answered(peer);
     }
 
-    /// Closes all connections.
+    /// Closes all connections, of all handles.
     pub async fn leave(&self) {
         self.p2p.shutdown().await;
     }
+}
+
+impl Known {
 
     /// Servers that are not banned, unless a block would be left without any: better a doubtful
     /// server than none.

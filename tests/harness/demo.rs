@@ -91,7 +91,7 @@ pub async fn follow(
     mut each: impl FnMut(u32, &[f32]),
 ) {
     let mut model = LocalModel::load(&demo_model(), None, 1).expect("the demo model");
-    let mut swarm = Swarm::join(SwarmConfig {
+    let swarm = Swarm::join(SwarmConfig {
         initial_peers: vec![sepal.addr().parse().expect("multiaddr")],
         prefix: "demo".to_owned(),
         num_blocks: model.num_blocks(),
@@ -101,7 +101,7 @@ pub async fn follow(
     .expect("join");
     for Golden { prompt_ids, ids, .. } in golden {
         let all = [prompt_ids.as_slice(), ids].concat();
-        let chain = Chain::open(&mut swarm, all.len() as u32).await;
+        let chain = Chain::open(&swarm, all.len() as u32).await;
         let mut chain = chain.expect("a chain");
         let mut fed = 0;
         for (at, token) in ids.iter().enumerate().take(most) {

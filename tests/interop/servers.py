@@ -36,7 +36,7 @@ class Sepal:
     def command(self, spec):
         swarm = ["--initial_peers", *spec.peers] if spec.peers else ["--new_swarm"]
         return [self.binary, "serve", spec.model, "--dht_prefix", spec.prefix, *swarm,
-                "--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--identity_path", spec.identity,
+                "--host_maddrs", f"/ip4/127.0.0.1/tcp/{spec.port}", "--identity_path", spec.identity,
                 "--block_indices", f"{spec.start}:{spec.end}", "--torch_dtype", spec.dtype, "--throughput", "1",
                 *(["--adapters", *spec.adapters] if spec.adapters else []),
                 *(["--tensor_parallel_devices", *spec.devices] if spec.devices else []), *spec.flags]
@@ -70,18 +70,19 @@ class RealPetals:
         swarm = ["--initial_peers", *spec.peers] if spec.peers else ["--new_swarm"]
         adapters = ["--adapters", *spec.adapters] if spec.adapters else []
         return [self.python, "-m", "petals.cli.run_server", spec.model, "--dht_prefix", spec.prefix, *swarm,
-                "--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--identity_path", spec.identity,
+                "--host_maddrs", f"/ip4/127.0.0.1/tcp/{spec.port}", "--identity_path", spec.identity,
                 "--block_indices", f"{spec.start}:{spec.end}", "--torch_dtype", spec.dtype, "--throughput", "1",
                 "--num_handlers", str(self.handlers), "--skip_reachability_check", *adapters, *spec.flags]
 
 
 class Spec:
-    """What one server shall serve: blocks start..end of a model folder. Ours shares them among `devices`, if there are any."""
+    """What one server shall serve: blocks start..end of a model folder. Ours shares them among `devices`, if there are any. A `port` of
+    0 is any that is free."""
 
-    def __init__(self, model, prefix, start, end, dtype, identity, peers=(), adapters=(), flags=(), devices=()):
+    def __init__(self, model, prefix, start, end, dtype, identity, peers=(), adapters=(), flags=(), devices=(), port=0):
         self.model, self.prefix, self.start, self.end, self.dtype = model, prefix, start, end, dtype
         self.identity, self.peers, self.adapters, self.flags = identity, list(peers), list(adapters), list(flags)
-        self.devices = list(devices)
+        self.devices, self.port = list(devices), port
 
 
 class Running:

@@ -60,7 +60,7 @@ pub struct Onward {
 pub struct NextHop {
     peer: PeerId,
     pushes: mpsc::Sender<Push>,
-    /// How many there were before it in the session.
+    /// How many the session has named.
     count: u32,
 }
 
@@ -84,18 +84,27 @@ impl Onward {
         &self.p2p
     }
 
-    /// Connects to the first of the next servers, if there is one, and opens a stream to it.
-    pub fn prepare(&self, metadata: &RequestMetadata) -> Option<NextHop> {
-        let next = metadata.next_servers.first()?;
-        let (peer, _) = self.addressee(next).ok()?;
-        Some(self.hop(peer, 0))
+    /// Connects to the first of a step's next servers, if there is one, and opens a stream to it,
+    /// while the step is computed.
+    pub fn prepare(&self, hop: &mut Option<NextHop>, metadata: &RequestMetadata) {
+        let next = metadata.next_servers.first().and_then(|next| self.addressee(next).ok());
+        let Some((peer, _)) = next else {
+            return;
+        };
+        let count = hop.as_ref().map_or(0, |hop| hop.count);
+        if hop.as_ref().is_none_or(|hop| hop.peer != peer && count < MAX_HOPS) {
+            let (pushes, queue) = mpsc::channel(MAX_WAITING);
+            tokio::spawn(carry(self.p2p.clone(), peer, queue, self.troubles.clone()));
+            *hop = Some(NextHop { peer, pushes, count: count + 1 });
+        }
     }
 
-    /// Pushes `output` to the first of the step's next servers, in the background. `step` are the
-    /// tensors of the step, of which those after the hidden states go along.
+    /// Pushes `output` to the first of the step's next servers, in the background, by the way that
+    /// was [prepared](Self::prepare). `step` are the tensors of the step, of which those after the
+    /// hidden states go along.
     pub fn push(
         &self,
-        hop: &mut Option<NextHop>,
+        hop: Option<&NextHop>,
         metadata: &RequestMetadata,
         output: &Tensor,
         step: &[Tensor],
@@ -114,21 +123,15 @@ impl Onward {
 
     fn try_push(
         &self,
-        hop: &mut Option<NextHop>,
+        hop: Option<&NextHop>,
         (next, rest): (&NextServer, &[NextServer]),
         metadata: &RequestMetadata,
         output: &Tensor,
         step: &[Tensor],
     ) -> Result<(), Failure> {
         let (peer, uid) = self.addressee(next)?;
-        let count = hop.as_ref().map_or(0, |hop| hop.count);
-        let hop = match hop {
-            Some(hop) if hop.peer == peer => hop,
-            _ if count >= MAX_HOPS => {
-                return Err(Failure::bad("the session has named too many next servers"));
-            }
-            _ => hop.insert(self.hop(peer, count + 1)),
-        };
+        let hop = hop.filter(|hop| hop.peer == peer);
+        let hop = hop.ok_or_else(|| Failure::bad("the session has named too many next servers"))?;
         let others = step.get(1..).unwrap_or_default().iter().cloned();
         let request = ExpertRequest {
             uid,
@@ -142,12 +145,6 @@ impl Onward {
         let push = Push { request: request.encode_to_vec().into(), _room: room };
         let sent = hop.pushes.try_send(push);
         sent.map_err(|_| Failure::runtime("the pushes before it have not left yet"))
-    }
-
-    fn hop(&self, peer: PeerId, count: u32) -> NextHop {
-        let (pushes, queue) = mpsc::channel(MAX_WAITING);
-        tokio::spawn(carry(self.p2p.clone(), peer, queue, self.troubles.clone()));
-        NextHop { peer, pushes, count }
     }
 
     fn addressee(&self, next: &NextServer) -> Result<(PeerId, String), Failure> {

@@ -53,7 +53,7 @@ async fn resume(
         before: None,
         slot: Some(slot),
         unconfirmed: Unconfirmed::default(),
-        next_hop: service.onward.prepare(metadata),
+        next_hop: None,
         ends: Instant::now() + left,
     })
 }
@@ -79,7 +79,7 @@ async fn take_kv(
     service.kv.take(peer, kv, wait).await
 }
 
-/// Admits the session that a first message asks for, and prepares the way to the next server.
+/// Admits the session that a first message asks for.
 ///
 /// # Errors
 /// With the text for the client.
@@ -135,7 +135,7 @@ pub(super) async fn admit(
         before: before.clone(),
         slot,
         unconfirmed: Unconfirmed::default(),
-        next_hop: service.onward.prepare(metadata),
+        next_hop: None,
         ends: Instant::now() + lasts,
     })
 }

@@ -106,6 +106,7 @@ async fn compute_step(
         return Err(Failure::bad(text));
     }
     check_kv(service, session)?;
+    service.onward.prepare(&mut open.next_hop, metadata);
     let tokens = job.tokens;
     // A step that comes again finds the rows in its order.
     let step_id = metadata.step_id.as_deref();
@@ -125,7 +126,7 @@ async fn compute_step(
             session.tables.commit();
             session.computed(step_id);
             if arguments.prompts.is_none() {
-                service.onward.push(&mut open.next_hop, metadata, &output, &request.tensors);
+                service.onward.push(open.next_hop.as_ref(), metadata, &output, &request.tensors);
             }
             Ok((output, times, tokens))
         }
