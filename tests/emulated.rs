@@ -123,8 +123,7 @@ async fn gradients(sepal: &Sepal, blocks: Range<u32>, tokens: usize) -> Gradient
         tokens: 3,
         bytes: noise(&[blocks.len() * rows, 3, HIDDEN], 7).buffer,
     };
-    let (_, kept) =
-        forward_kept(&swarm, blocks, &states(5), Some(&deep)).await.expect("forward");
+    let (_, kept) = forward_kept(&swarm, blocks, &states(5), Some(&deep)).await.expect("forward");
     let got = backward(&swarm, &kept, &states(6)).await;
     swarm.leave().await;
     got.expect("gradients")

@@ -5,9 +5,12 @@ mod harness;
 
 use std::path::{Path, PathBuf};
 
+use client::decoder::Continuation;
 use client::drafts::Drafts;
-use client::generate::{Continuation, Report, decode};
+use client::generate::decode;
+use client::head::Head;
 use client::local::LocalModel;
+use client::report::Report;
 use client::sampling::{Sampler, SamplingConfig};
 use client::swarm::{Swarm, SwarmConfig};
 use harness::{DEADLINE, Sepal};
@@ -36,7 +39,7 @@ impl Family {
     }
 
     async fn decode(&self, sampling: SamplingConfig, guesses: usize) -> Report {
-        let mut model = LocalModel::load(&self.folder, None, 1).expect("the model");
+        let model = LocalModel::load(&self.folder, None, 1).expect("the model");
         let swarm = Swarm::join(SwarmConfig {
             initial_peers: vec![self.sepal.addr().parse().expect("multiaddr")],
             prefix: format!("tiny-{}", self.name),
@@ -46,11 +49,11 @@ impl Family {
         .await
         .expect("the swarm");
         let prompt = self.tokens("prompt");
-        let mut sampler = Sampler::new(sampling).expect("settings");
-        sampler.hear(&prompt);
-        let task =
-            Continuation { prompt: &prompt, max_new_tokens: 32, drafts: Drafts::new(guesses) };
-        let report = decode(&swarm, &mut model, &mut sampler, task, |_| Ok(true)).await;
+        let sampler = Sampler::new(sampling).expect("settings");
+        let drafts = Drafts::new(guesses);
+        let task = Continuation { prompt, max_new_tokens: 32, drafts, top_logprobs: None };
+        let head = Head::start(model).expect("a thread");
+        let report = decode(&swarm, &head, sampler, task, |_| Ok(true)).await;
         swarm.leave().await;
         report.unwrap_or_else(|error| panic!("{}: {error}", self.name))
     }

@@ -33,11 +33,13 @@ const EDGES: &[(&str, &[&str])] = &[
     ("hivemind", &["shared"]),
     ("netd", &["hivemind", "shared"]),
     ("client", &["hivemind", "model", "kernels", "shared"]),
+    ("gateway", &["client", "hivemind", "shared"]),
     ("supervisor", &["model", "shared"]),
     (
         "sepal",
         &[
             "client",
+            "gateway",
             "gpu-worker",
             "hivemind",
             "kernels",
@@ -58,7 +60,7 @@ const TEST_EDGES: &[(&str, &str)] = &[("prepare", "gpu-worker"), ("gpu-worker", 
 const ONLY_IN: &[(&str, &[&str])] = &[
     // In prepare only under `hub`, whose library needs a reactor.
     // The root package has channels of tokio alone, for the programs that host a server.
-    ("tokio", &["hivemind", "netd", "client", "prepare", "sepal"]),
+    ("tokio", &["hivemind", "netd", "client", "gateway", "prepare", "sepal"]),
     ("libp2p", &["hivemind"]),
     ("cudarc", &["kernels"]),
 ];

@@ -38,6 +38,16 @@ pub enum ChainError {
         /// Its error.
         source: Box<SessionError>,
     },
+    /// A server takes no session of this length; others are not asked.
+    #[error("{peer} takes no session of {max_length} tokens: {text}")]
+    TooLong {
+        /// The server.
+        peer: PeerId,
+        /// The length.
+        max_length: u32,
+        /// What the server says.
+        text: String,
+    },
     /// The session is as long as it may be.
     #[error("the session holds {position} of {max_length} tokens and cannot take {tokens} more")]
     Full {
@@ -133,6 +143,11 @@ impl Chain {
         self.links.iter().map(|link| link.session.resumed()).sum()
     }
 
+    /// Most tokens of the session.
+    pub fn max_length(&self) -> u32 {
+        self.max_length
+    }
+
     /// Tokens of the session so far.
     pub fn position(&self) -> u32 {
         self.position
@@ -214,6 +229,10 @@ impl Chain {
                     at += 1;
                 }
                 Err(error) => {
+                    if let Some(text) = error.length_refused() {
+                        let (peer, max_length) = (link.session.leg().peer, self.max_length);
+                        return Err(ChainError::TooLong { peer, max_length, text });
+                    }
                     failures += 1;
                     let history = self.replace(at, error, failures).await?;
                     let now = part.tokens;

@@ -22,7 +22,8 @@ use shared::escape::escaped;
 use shared::exit::ExitReason;
 use tokio::sync::watch;
 
-use crate::generate::{GenerateError, Report, generate};
+use crate::generate::{GenerateError, generate};
+use crate::report::Report;
 
 /// The model: config.json, tokenizer.json and weights, carried in the executable.
 const MODEL: [(&str, &[u8]); 3] = [

@@ -2,20 +2,20 @@
 //! local.
 
 use std::io::Write;
-use std::time::{Duration, Instant};
 
-use hivemind::p2p::{Multiaddr, PeerId};
+use hivemind::p2p::Multiaddr;
 use shared::causes::with_causes;
 use shared::config::GenerateConfig;
 use shared::escape::escaped;
 use shared::exit::ExitReason;
 
 use crate::chain::{Chain, ChainError};
+use crate::decoder::{Continuation, DecodeError, Decoder};
 use crate::drafts::Drafts;
+use crate::head::Head;
 use crate::local::{LocalModel, LocalModelError};
+use crate::report::Report;
 use crate::sampling::{Sampler, SamplingError};
-use crate::session::StepTiming;
-use crate::states::Hidden;
 use crate::stops::Stops;
 use crate::swarm::{Swarm, SwarmConfig, SwarmError};
 use crate::text::{TextCodec, TextError, TextStream};
@@ -41,6 +41,9 @@ pub enum GenerateError {
     /// The servers.
     #[error(transparent)]
     Chain(#[from] ChainError),
+    /// A step of the text.
+    #[error(transparent)]
+    Decode(#[from] DecodeError),
     /// An address that cannot be read.
     #[error(
         "invalid --initial_peers {0:?}: expected a multiaddr such as /ip4/127.0.0.1/tcp/31337/p2p/PEER_ID"
@@ -54,11 +57,6 @@ pub enum GenerateError {
         "the model folder names no dht_prefix; give the one that the servers use with --dht_prefix"
     )]
     NoPrefix,
-    /// The head made nothing that could be sampled.
-    #[error(
-        "the logits after {0} tokens are not finite: a server of the chain computes wrong values"
-    )]
-    NoToken(usize),
     /// The output cannot be written.
     #[error("cannot write the text")]
     Output(#[from] std::io::Error),
@@ -69,82 +67,10 @@ impl GenerateError {
         match self {
             GenerateError::Swarm(_)
             | GenerateError::Chain(_)
-            | GenerateError::Output(_)
-            | GenerateError::NoToken(_) => ExitReason::Failed,
+            | GenerateError::Decode(_)
+            | GenerateError::Output(_) => ExitReason::Failed,
             _ => ExitReason::BadConfig,
         }
-    }
-}
-
-/// What a generation did.
-#[derive(Clone, Debug, Default)]
-pub struct Report {
-    /// Tokens of the prompt.
-    pub prompt_tokens: usize,
-    /// Tokens generated, the one that ends the text included.
-    pub tokens: Vec<u32>,
-    /// The servers in order, with their blocks.
-    pub legs: Vec<(PeerId, std::ops::Range<u32>)>,
-    /// Times of the first step, which runs the whole prompt.
-    pub prefill: StepTiming,
-    /// Times of all later steps, summed.
-    pub decode: StepTiming,
-    /// Steps after the first.
-    pub decode_steps: u32,
-    /// Tokens that were guessed.
-    pub guessed: u64,
-    /// Those of them that were right.
-    pub accepted: u64,
-    /// Wall time from the first step to the last token.
-    pub elapsed: Duration,
-}
-
-impl Report {
-    /// Notes a step that carried so many guesses.
-    fn count(&mut self, spent: StepTiming, guesses: usize) {
-        self.guessed += guesses as u64;
-        if self.tokens.is_empty() {
-            self.prefill = spent;
-        } else {
-            self.decode += spent;
-            self.decode_steps += 1;
-        }
-    }
-
-    /// Lines for people: route, speed, and where the time of a step went.
-    pub fn lines(&self) -> Vec<String> {
-        let steps = self.decode_steps.max(1);
-        let per_step = |d: Duration| d.as_secs_f64() * 1e3 / f64::from(steps);
-        let network = self.decode.total.saturating_sub(self.decode.queue + self.decode.compute);
-        let speed = self.tokens.len() as f64 / self.elapsed.as_secs_f64().max(1e-9);
-        let mut lines: Vec<String> = self
-            .legs
-            .iter()
-            .map(|(peer, b)| format!("server {peer}  blocks {}:{}", b.start, b.end))
-            .collect();
-        lines.push(format!(
-            "{} prompt tokens, {} new tokens, {speed:.1} tokens/s",
-            self.prompt_tokens,
-            self.tokens.len()
-        ));
-        lines.push(format!(
-            "one step {:.2} ms over {} servers: network {:.2} ms, queue {:.2} ms, compute {:.2} ms",
-            per_step(self.decode.total),
-            self.legs.len(),
-            per_step(network),
-            per_step(self.decode.queue),
-            per_step(self.decode.compute)
-        ));
-        if self.guessed > 0 {
-            let decoded = self.tokens.len().saturating_sub(1) as f64;
-            lines.push(format!(
-                "{:.2} tokens per step: {} of {} guessed tokens were right",
-                decoded / f64::from(steps),
-                self.accepted,
-                self.guessed
-            ));
-        }
-        lines
     }
 }
 
@@ -156,9 +82,9 @@ pub async fn generate(
     config: &GenerateConfig,
     mut on_text: impl FnMut(&str) -> std::io::Result<()>,
 ) -> Result<Report, GenerateError> {
-    let mut model = LocalModel::load(&config.model, config.dtype, LOCAL_THREADS)?;
+    let model = LocalModel::load(&config.model, config.dtype, LOCAL_THREADS)?;
     let codec = TextCodec::load(&config.model, model.bos())?;
-    let mut sampler = Sampler::new(config.sampling.clone())?;
+    let sampler = Sampler::new(config.sampling.clone())?;
     let prompt = codec.encode(&config.prompt)?;
     if config.prompt.is_empty() || prompt.is_empty() {
         return Err(GenerateError::EmptyPrompt);
@@ -172,14 +98,15 @@ pub async fn generate(
     })
     .await?;
     let (mut stream, mut stops) = (TextStream::new(&codec, &prompt), Stops::new(&config.stop));
-    sampler.hear(&prompt);
     let task = Continuation {
-        prompt: &prompt,
+        prompt,
         max_new_tokens: config.max_new_tokens,
         drafts: Drafts::new(config.speculate),
+        top_logprobs: None,
     };
+    let head = Head::start(model)?;
     let mut is_over = false;
-    let report = decode(&swarm, &mut model, &mut sampler, task, |token| {
+    let report = decode(&swarm, &head, sampler, task, |token| {
         let (text, over) = stops.push(&stream.push(token)?);
         is_over = over;
         on_text(&text)?;
@@ -198,76 +125,33 @@ fn addresses(texts: &[String]) -> Result<Vec<Multiaddr>, GenerateError> {
     texts.iter().map(parse).collect()
 }
 
-/// What [`decode`] is to do.
-#[derive(Debug)]
-pub struct Continuation<'a> {
-    /// Tokens to go on from.
-    pub prompt: &'a [u32],
-    /// Most tokens to add.
-    pub max_new_tokens: u32,
-    /// Guesses of what comes.
-    pub drafts: Drafts,
-}
-
-/// Adds tokens to a prompt until one ends the text, `on_token` says that it is enough, or there are as
-/// many as there may be. Guesses change how many steps that takes, and no token.
+/// Adds tokens to a prompt over a session of its own, until one ends the text, `on_token` says that it is
+/// enough, or there are as many as there may be.
 ///
 /// # Errors
 /// [`GenerateError`].
 pub async fn decode(
     swarm: &Swarm,
-    model: &mut LocalModel,
-    sampler: &mut Sampler,
-    mut task: Continuation<'_>,
+    head: &Head,
+    sampler: Sampler,
+    task: Continuation,
     mut on_token: impl FnMut(u32) -> Result<bool, GenerateError>,
 ) -> Result<Report, GenerateError> {
-    let most = task.max_new_tokens;
-    let max_length = u32::try_from(task.prompt.len()).unwrap_or(u32::MAX).saturating_add(most);
-    let mut chain = Chain::open(swarm, max_length).await?;
-    let mut report = Report { prompt_tokens: task.prompt.len(), ..Report::default() };
-    let began = Instant::now();
-    let (mut text, mut input) = (task.prompt.to_vec(), task.prompt.to_vec());
-    let mut goes_on = most > 0;
-    while goes_on {
-        // The first step carries the prompt alone; the last token of a step is chosen behind its guesses.
-        let left = (most as usize).saturating_sub(report.tokens.len() + 1);
-        let limit = if report.tokens.is_empty() { 0 } else { left };
-        let guesses = task.drafts.guess(&text, limit);
-        let kept = chain.position() as usize + input.len();
-        input.extend(&guesses);
-        let hidden = Hidden {
-            dtype: model.dtype(),
-            rows: 1,
-            tokens: input.len(),
-            bytes: model.embed(&input)?.into(),
-        };
-        let (output, spent) = chain.step(hidden).await?;
-        report.count(spent, guesses.len());
-        let states = output.last(guesses.len() + 1).to_f32();
-        let mut right = 0;
-        for state in states.chunks(model.hidden_size()) {
-            let logits = model.logits(state)?;
-            let token =
-                sampler.choose(logits).ok_or(GenerateError::NoToken(report.tokens.len()))?;
-            report.tokens.push(token);
-            text.push(token);
-            goes_on =
-                !model.is_eos(token) && on_token(token)? && report.tokens.len() < most as usize;
-            let is_right = guesses.get(right) == Some(&token);
-            right += usize::from(is_right);
-            if !goes_on || !is_right {
-                break;
+    let prompt = u32::try_from(task.prompt.len()).unwrap_or(u32::MAX);
+    let chain = Chain::open(swarm, prompt.saturating_add(task.max_new_tokens)).await?;
+    let mut decoder = Decoder::new(chain, head.clone(), sampler, task);
+    'text: loop {
+        let step = decoder.next().await?;
+        if step.is_empty() {
+            break;
+        }
+        for one in step {
+            if !one.is_eos && !on_token(one.token)? {
+                break 'text;
             }
         }
-        report.accepted += right as u64;
-        task.drafts.learn(guesses.len(), right);
-        if right < guesses.len() {
-            chain.roll_back(u32::try_from(kept + right).unwrap_or(u32::MAX))?;
-        }
-        input = text.last().copied().into_iter().collect();
     }
-    report.elapsed = began.elapsed();
-    report.legs = chain.legs().collect();
+    let (chain, _, report) = decoder.finish();
     chain.close().await;
     Ok(report)
 }

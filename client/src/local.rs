@@ -137,7 +137,6 @@ impl LocalModel {
             false => Some(checkpoint.matrix(ends.head, shape)?.cast(dtype)),
         };
         let eos = eos_of(folder, config.eos_token_id.as_ref())?;
-        let (normed, logits) = (vec![0.0; width], vec![0.0; config.vocab_size]);
         Ok(LocalModel {
             config,
             spec,
@@ -148,8 +147,8 @@ impl LocalModel {
             head,
             eos,
             cpu: Cpu::new(threads),
-            normed,
-            logits,
+            normed: Vec::new(),
+            logits: Vec::new(),
         })
     }
 
@@ -168,9 +167,14 @@ impl LocalModel {
         self.config.bos_token_id
     }
 
-    /// Whether `token` ends a text.
-    pub fn is_eos(&self, token: u32) -> bool {
-        self.eos.contains(&token)
+    /// Tokens that end a text.
+    pub fn eos(&self) -> &[u32] {
+        &self.eos
+    }
+
+    /// Its config.json.
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
     /// Tokens of the vocabulary.
@@ -216,7 +220,7 @@ impl LocalModel {
         Ok(out)
     }
 
-    /// Logits `[vocabulary]` for one token's hidden state `[hidden]` as the last block left it,
+    /// Logits `[rows, vocabulary]` for hidden states `[rows, hidden]` as the last block left them,
     /// rounded to the dtype of the head as in transformers (`...ForCausalLM` and Petals'
     /// `LMHead`), so that ties fall the same way.
     ///
@@ -225,20 +229,23 @@ impl LocalModel {
     pub fn logits(&mut self, hidden: &[f32]) -> Result<&[f32], LocalModelError> {
         let width = self.spec.hidden;
         let failed = |reason: String| LocalModelError::Content { path: self.path.clone(), reason };
-        if hidden.len() != width {
+        let rows = hidden.len() / width.max(1);
+        if rows == 0 || hidden.len() != rows * width {
             return Err(failed(format!(
                 "a server sent a hidden state of {} values, not {width}",
                 hidden.len()
             )));
         }
         let matrix = self.head.as_ref().unwrap_or(&self.embedding);
+        self.normed.resize(rows * width, 0.0);
+        self.logits.resize(rows * self.config.vocab_size, 0.0);
         let weight = WeightView::new(matrix.dtype, matrix.rows, matrix.columns, &matrix.bytes)
             .map_err(|e| failed(e.to_string()))?;
         self.norm
             .apply(&mut self.cpu, self.spec.norm.eps(), (hidden, &mut self.normed), matrix.dtype)
             .map_err(|e| failed(e.to_string()))?;
         let head =
-            Linear { x: &self.normed[..], weight, bias: None, out: &mut self.logits[..], rows: 1 };
+            Linear { x: &self.normed[..], weight, bias: None, out: &mut self.logits[..], rows };
         self.cpu.linear(head).map_err(|e| failed(e.to_string()))?;
         for logit in &mut self.logits {
             *logit = kernels::ops::convert::round(matrix.dtype, *logit);
@@ -289,7 +296,7 @@ mod tests {
     fn the_demo_model_embeds_and_has_logits() {
         let mut model = LocalModel::load(&demo(), None, 1).unwrap();
         assert_eq!((model.hidden_size(), model.num_blocks(), model.bos()), (192, 8, Some(0)));
-        assert!(model.is_eos(1) && !model.is_eos(0));
+        assert_eq!(model.eos(), [1]);
         assert_eq!(model.embed(&[0, 1023]).unwrap().len(), 2 * 192 * 2);
         assert!(model.embed(&[1024]).unwrap_err().to_string().contains("token 1024"));
         assert_eq!(model.logits(&[0.5; 192]).unwrap().len(), 1024);

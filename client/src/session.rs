@@ -58,6 +58,21 @@ pub enum SessionError {
     Tensor(#[from] TensorError),
 }
 
+impl SessionError {
+    /// What the server says, if it refuses the length of the session (petals `handler.py`,
+    /// `rpc_inference`).
+    pub fn length_refused(&self) -> Option<String> {
+        match self {
+            SessionError::Call(CallError::Remote(text))
+                if text.contains("Cannot allocate KV cache for") =>
+            {
+                Some(text.clone())
+            }
+            _ => None,
+        }
+    }
+}
+
 /// What a step runs on one server.
 #[derive(Clone, Debug)]
 pub struct StepInput<'a> {

@@ -90,6 +90,7 @@ pub struct Swarm {
 #[derive(Default)]
 struct Known {
     servers: Vec<ServerSpan>,
+    all_servers: Vec<ServerSpan>,
     read_at: Option<Instant>,
     pings: Pings<PeerId>,
     bans: Bans<PeerId>,
@@ -135,10 +136,12 @@ impl Swarm {
         Ok(Swarm { config, p2p, dht, known, reading })
     }
 
-    /// The same swarm for another model.
+    /// The same swarm for another model. A route waits at most `patience` for blocks that nobody
+    /// serves.
     #[must_use]
-    pub fn for_model(&self, prefix: String, num_blocks: u32) -> Swarm {
-        let config = SwarmConfig { prefix, num_blocks, ..(*self.config).clone() };
+    pub fn for_model(&self, prefix: String, num_blocks: u32, patience: Duration) -> Swarm {
+        let startup_timeout = patience;
+        let config = SwarmConfig { prefix, num_blocks, startup_timeout, ..(*self.config).clone() };
         Swarm {
             config: Arc::new(config),
             known: Arc::default(),
@@ -166,6 +169,18 @@ impl Swarm {
         self.config.num_blocks
     }
 
+    /// Servers that are ONLINE or JOINING, as last read.
+    pub fn all_servers(&self) -> Vec<ServerSpan> {
+        self.known().all_servers.clone()
+    }
+
+    /// The route that a session would take now and the estimated seconds of its steps; `None` if a
+    /// block has no server.
+    pub fn route_now(&self) -> Option<(Vec<Leg<PeerId>>, f64)> {
+        let candidates = self.known().candidates();
+        min_latency(&candidates, 0..self.config.num_blocks, None).ok()
+    }
+
     /// Servers that are ONLINE, as last read.
     pub fn servers(&self) -> Vec<ServerSpan> {
         self.known().servers.clone()
@@ -188,6 +203,7 @@ impl Swarm {
             let now = Instant::now();
             let mut known = self.known();
             known.servers = view::spans(&blocks, 0, ServerState::Online);
+            known.all_servers = view::spans(&blocks, 0, ServerState::Joining);
             known.read_at = Some(now);
             let mut asked: Vec<PeerId> = known.servers.iter().filter_map(peer).collect();
             asked.sort_by_key(|peer| known.pings.seconds(peer, now).is_some());
@@ -270,7 +286,6 @@ impl Swarm {
 }
 
 impl Known {
-
     /// Servers that are not banned, unless a block would be left without any: better a doubtful
     /// server than none.
     fn candidates(&self) -> Vec<Candidate<PeerId>> {

@@ -56,6 +56,21 @@ impl TextCodec {
         Ok(bos.into_iter().chain(ids.iter().copied()).collect())
     }
 
+    /// Tokens of a prompt in which special tokens are written out, as chat templates write them.
+    ///
+    /// # Errors
+    /// [`TextError::Tokenize`].
+    pub fn encode_rendered(&self, prompt: &str) -> Result<Vec<u32>, TextError> {
+        let encoding = self.tokenizer.encode(prompt, false);
+        let encoding = encoding.map_err(|e| TextError::Tokenize(e.to_string()))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// What a token reads as, alone; special tokens by their names.
+    pub fn piece(&self, token: u32) -> String {
+        self.tokenizer.decode(&[token], false).unwrap_or_default()
+    }
+
     /// Text of `tokens` without special tokens.
     ///
     /// # Errors

@@ -559,6 +559,58 @@ pub struct GenerateConfig {
     pub startup_timeout: Duration,
 }
 
+/// Settings of `sepal gateway`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GatewayConfig {
+    /// The models, each with its name.
+    pub models: Vec<GatewayModel>,
+    /// Peers of the swarm, for models that name none of their own.
+    pub initial_peers: Vec<String>,
+    /// Where to listen.
+    pub listen: SocketAddr,
+    /// Type of embeddings and heads; `None` = the checkpoint's.
+    pub dtype: Option<DType>,
+    /// Chat template in place of those of the models.
+    pub chat_template: Option<PathBuf>,
+    /// File of API keys, one a line; `None` lets everybody in.
+    pub api_keys: Option<PathBuf>,
+    /// Certificate chain and key, in PEM; `None` speaks plain HTTP.
+    pub tls: Option<(PathBuf, PathBuf)>,
+    /// Origins of web pages that may call the API; `*` for all.
+    pub cors_origins: Vec<String>,
+    /// Texts under way at once.
+    pub max_streams: usize,
+    /// Requests of one caller (API key, else IP address) in a minute; `None` = no limit.
+    pub requests_per_minute: Option<u32>,
+    /// Most bytes of a request.
+    pub max_body_bytes: usize,
+    /// Tokens of a text for which the request names no number.
+    pub default_max_tokens: u32,
+    /// Most tokens that are guessed for one step; 0 = none.
+    pub speculate: usize,
+    /// Sessions of ended texts that are kept for their next turn, for each model.
+    pub sessions_kept: usize,
+    /// How long they are kept.
+    pub session_idle: Duration,
+    /// How long a request waits for servers of all blocks.
+    pub route_timeout: Duration,
+    /// Time to reach the swarm.
+    pub startup_timeout: Duration,
+}
+
+/// A model that a gateway offers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GatewayModel {
+    /// Its name in the API.
+    pub name: String,
+    /// Folder in Hugging Face layout.
+    pub folder: PathBuf,
+    /// Prefix of the module uids; `None` = the folder's.
+    pub dht_prefix: Option<String>,
+    /// Peers of its swarm; none = those of the gateway.
+    pub initial_peers: Vec<String>,
+}
+
 /// How tokens are chosen. The default is greedy.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingConfig {

@@ -60,6 +60,9 @@ pub fn run_command(arguments: impl Iterator<Item = OsString>) -> ExitReason {
         Command::Generate(config, log) => {
             with_log(&log, "generate", || generate::run_command(&config))
         }
+        Command::Gateway(config, log) => {
+            with_log(&log, "gateway", || gateway::run_command(&config))
+        }
         Command::Demo(config, log) => with_log(&log, "demo", || demo::run_command(&config)),
     }
 }

@@ -7,6 +7,7 @@ mod cache;
 mod convert;
 mod doctor;
 mod file;
+mod gateway;
 mod generated;
 mod layers;
 mod operate;
@@ -32,8 +33,8 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use shared::block::Span;
 use shared::bootstrap::{Identity, init_logging};
 use shared::config::{
-    CacheConfig, ConvertConfig, DemoConfig, Device, DhtNodeConfig, GenerateConfig, LogConfig,
-    LogFormat, ProbeConfig, SamplingConfig, ServeConfig,
+    CacheConfig, ConvertConfig, DemoConfig, Device, DhtNodeConfig, GatewayConfig, GenerateConfig,
+    LogConfig, LogFormat, ProbeConfig, SamplingConfig, ServeConfig,
 };
 use shared::control::Role;
 use shared::exit::ExitReason;
@@ -100,6 +101,8 @@ pub enum Command {
     },
     /// Generate text through the swarm.
     Generate(GenerateConfig, LogConfig),
+    /// Answer OpenAI's API over models of a swarm.
+    Gateway(Box<GatewayConfig>, LogConfig),
     /// Start a private swarm and generate text through it.
     Demo(DemoConfig, LogConfig),
     /// Show what runs.
@@ -256,6 +259,10 @@ fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
     let role = |role, args: RoleArgs| Command::Role { role, bootstrap: args.bootstrap };
     Ok(match command {
         Commands::Generate(args) => generate(args, env)?,
+        Commands::Gateway(args) => {
+            let (config, log) = gateway::resolve(*args, env)?;
+            Command::Gateway(Box::new(config), log)
+        }
         Commands::Cache(args) => Command::Cache(cache::resolve(args, env)?),
         Commands::Convert(args) => {
             let (config, log) = convert::resolve(*args, env)?;
@@ -408,8 +415,10 @@ enum Commands {
     Convert(Box<convert::ConvertArgs>),
     /// Run a bootstrap node that other peers join through
     Dht(DhtArgs),
-    /// Generate text through the swarm (Llama models)
+    /// Generate text through the swarm
     Generate(GenerateArgs),
+    /// Answer OpenAI's API over models that a swarm serves, and show the swarm in a browser
+    Gateway(Box<gateway::GatewayArgs>),
     /// Start a private swarm with a small model and generate text through it
     Demo(DemoArgs),
     /// Show the processes of running instances

@@ -1,0 +1,204 @@
+//! `POST /v1/completions`.
+
+use std::time::SystemTime;
+
+use axum::Json;
+use axum::body::Bytes;
+use axum::extract::State;
+use axum::extract::rejection::BytesRejection;
+use axum::response::{IntoResponse, Response};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::Shared;
+use super::error::ApiError;
+use super::request::{self, Settings, unix_seconds};
+use super::stream::{self, Chunks};
+use super::texts::{self, TextEvent, Texts, Usage, Whole, finish_name};
+use crate::generation::TokenText;
+use crate::model::Model;
+
+#[derive(Debug, Deserialize)]
+struct Request {
+    model: String,
+    prompt: Prompt,
+    #[serde(default)]
+    echo: Option<bool>,
+    #[serde(default)]
+    suffix: Option<String>,
+    #[serde(default)]
+    best_of: Option<u32>,
+    #[serde(default)]
+    logprobs: Option<u32>,
+    #[serde(flatten)]
+    settings: Settings,
+}
+
+/// A text or its tokens, or a list of one of them.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum Prompt {
+    Text(String),
+    Tokens(Vec<u32>),
+    Texts(Vec<String>),
+    ListsOfTokens(Vec<Vec<u32>>),
+}
+
+impl Prompt {
+    fn tokens(self, model: &Model) -> Result<Vec<u32>, ApiError> {
+        let encode = |text: &str| {
+            let tokens = model.codec.encode(text);
+            tokens.map_err(|error| ApiError::bad(error.to_string(), Some("prompt")))
+        };
+        let several = || {
+            let text =
+                "several prompts in one request are not supported: send one request for each";
+            ApiError::bad(text.to_owned(), Some("prompt"))
+        };
+        match self {
+            Prompt::Text(text) if text.is_empty() => {
+                Err(ApiError::bad("the prompt is empty".into(), Some("prompt")))
+            }
+            Prompt::Text(text) => encode(&text),
+            Prompt::Tokens(tokens) => Ok(tokens),
+            Prompt::Texts(texts) => match texts.as_slice() {
+                [text] if !text.is_empty() => encode(text),
+                _ => Err(several()),
+            },
+            Prompt::ListsOfTokens(mut lists) => match lists.len() {
+                1 => Ok(lists.pop().unwrap_or_default()),
+                _ => Err(several()),
+            },
+        }
+    }
+}
+
+/// Answers one request.
+pub(super) async fn create(
+    State(shared): State<Shared>,
+    body: Result<Bytes, BytesRejection>,
+) -> Response {
+    let response = answer(&shared, body).await.unwrap_or_else(IntoResponse::into_response);
+    shared.engine.metrics.answered("completions", response.status().as_u16());
+    response
+}
+
+async fn answer(
+    shared: &Shared,
+    body: Result<Bytes, BytesRejection>,
+) -> Result<Response, ApiError> {
+    let request: Request = request::parse(body)?;
+    let model = request::model(&shared.engine, &request.model)?;
+    let unsupported = [
+        ("echo", request.echo == Some(true)),
+        ("suffix", request.suffix.is_some()),
+        (
+            "best_of",
+            request.best_of.is_some_and(|best| Some(best) != request.settings.n && best > 1),
+        ),
+    ];
+    if let Some((name, _)) = unsupported.into_iter().find(|(_, is_asked)| *is_asked) {
+        return Err(ApiError::bad(format!("{name} is not supported: leave it out"), Some(name)));
+    }
+    let prompt = request.prompt.tokens(model)?;
+    let settings = &request.settings;
+    let top = request.logprobs;
+    let asks = settings.asks(prompt, (model, shared.default_max_tokens), top)?;
+    let count = asks.len();
+    let texts = Texts::start(shared, model, asks)?;
+    let head = TextHead::of(model);
+    let names = top.is_some();
+    if settings.streams() {
+        return stream::respond(texts, TextChunks { head, names }, settings.tells_usage()).await;
+    }
+    let (all, usage) = texts::collect(texts, count).await?;
+    let choice = |(index, whole): (u32, Whole)| {
+        json!({
+            "index": index,
+            "text": whole.text,
+            "logprobs": names.then(|| logprobs(&whole.tokens)),
+            "finish_reason": whole.finish.map(finish_name),
+        })
+    };
+    let mut body = head.object((0..).zip(all).map(choice).collect());
+    body["usage"] = usage.to_json();
+    Ok(Json(body).into_response())
+}
+
+struct TextHead {
+    id: String,
+    created: u64,
+    model: String,
+}
+
+impl TextHead {
+    fn of(model: &Model) -> TextHead {
+        let id = format!("cmpl-{}", uuid::Uuid::new_v4().simple());
+        TextHead { id, created: unix_seconds(SystemTime::now()), model: model.name.clone() }
+    }
+
+    fn object(&self, choices: Vec<Value>) -> Value {
+        let TextHead { id, created, model } = self;
+        let object = "text_completion";
+        json!({"id": id, "object": object, "created": created, "model": model, "choices": choices})
+    }
+}
+
+struct TextChunks {
+    head: TextHead,
+    names: bool,
+}
+
+impl Chunks for TextChunks {
+    fn opening(&mut self) -> Vec<Value> {
+        Vec::new()
+    }
+
+    fn of(&mut self, part: &TextEvent) -> Vec<Value> {
+        let (index, text, tokens, finish) = match part {
+            TextEvent::Text { text, tokens, .. } if text.is_empty() && tokens.is_empty() => {
+                return Vec::new();
+            }
+            TextEvent::Text { index, text, tokens } => {
+                (*index, text.as_str(), tokens.as_slice(), None)
+            }
+            TextEvent::End { index, ended } => {
+                (*index, "", &[][..], Some(finish_name(ended.finish)))
+            }
+            TextEvent::Failed(_) => return Vec::new(),
+        };
+        let choice = json!({
+            "index": index,
+            "text": text,
+            "logprobs": self.names.then(|| logprobs(tokens)),
+            "finish_reason": finish,
+        });
+        vec![self.head.object(vec![choice])]
+    }
+
+    fn usage(&mut self, usage: Usage) -> Value {
+        let mut chunk = self.head.object(Vec::new());
+        chunk["usage"] = usage.to_json();
+        chunk
+    }
+}
+
+/// The older form of probabilities: parallel lists.
+fn logprobs(tokens: &[TokenText]) -> Value {
+    let texts: Vec<&str> = tokens.iter().map(|token| token.text.as_str()).collect();
+    let chosen: Vec<f32> = tokens.iter().map(|token| token.logprob).collect();
+    let top: Vec<Value> = tokens
+        .iter()
+        .map(|token| {
+            token.top.iter().map(|(text, logprob)| (text.clone(), json!(logprob))).collect()
+        })
+        .collect();
+    let mut at = 0;
+    let mut offset = |text: &str| {
+        let here = at;
+        at += text.chars().count();
+        here
+    };
+    let offsets: Vec<usize> = texts.iter().map(|text| offset(text)).collect();
+    json!({"tokens": texts, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets})
+}

@@ -1,0 +1,146 @@
+//! Errors in OpenAI's shape: one sentence, a type, the parameter, a code.
+
+use axum::Json;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use client::chain::ChainError;
+use client::decoder::DecodeError;
+use client::swarm::SwarmError;
+use serde_json::{Value, json};
+use shared::causes::with_causes;
+
+use crate::engine::Engine;
+use crate::generation::GenerationError;
+use crate::model::Model;
+
+/// Why a request is not served.
+#[derive(Debug)]
+pub struct ApiError {
+    status: StatusCode,
+    kind: &'static str,
+    code: Option<&'static str>,
+    param: Option<&'static str>,
+    message: String,
+    /// After how many seconds to try again.
+    retry_after: Option<u64>,
+}
+
+impl ApiError {
+    fn new(status: StatusCode, kind: &'static str, message: String) -> ApiError {
+        ApiError { status, kind, code: None, param: None, message, retry_after: None }
+    }
+
+    /// A request that cannot be served as it is; `param` is what is wrong with it.
+    pub fn bad(message: String, param: Option<&'static str>) -> ApiError {
+        let error = ApiError::new(StatusCode::BAD_REQUEST, "invalid_request_error", message);
+        ApiError { param, ..error }
+    }
+
+    /// A request with too many bytes.
+    pub fn too_large(message: String) -> ApiError {
+        ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "invalid_request_error", message)
+    }
+
+    /// Nothing has this name.
+    pub fn not_found(message: String) -> ApiError {
+        ApiError::new(StatusCode::NOT_FOUND, "invalid_request_error", message)
+    }
+
+    /// A model that is not offered.
+    pub fn unknown_model(name: &str, engine: &Engine) -> ApiError {
+        let known: Vec<&str> = engine.models().map(|model| model.name.as_str()).collect();
+        let name: String = name.chars().take(100).collect();
+        let text =
+            format!("the model {name:?} is not offered here; there are: {}", known.join(", "));
+        let error = ApiError::not_found(text);
+        ApiError { code: Some("model_not_found"), param: Some("model"), ..error }
+    }
+
+    /// No key, or one that is not known.
+    pub fn no_key() -> ApiError {
+        let text = "this gateway needs an API key: send it as Authorization: Bearer KEY".to_owned();
+        let error = ApiError::new(StatusCode::UNAUTHORIZED, "invalid_request_error", text);
+        ApiError { code: Some("invalid_api_key"), ..error }
+    }
+
+    /// Too much is asked for at once, or in a minute.
+    pub fn too_many(message: String, retry_after: u64) -> ApiError {
+        let error = ApiError::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message);
+        ApiError {
+            code: Some("rate_limit_exceeded"),
+            retry_after: Some(retry_after.max(1)),
+            ..error
+        }
+    }
+
+    /// A text that is longer than the model or its servers take.
+    pub fn too_long(message: String) -> ApiError {
+        let error = ApiError::bad(message, Some("messages"));
+        ApiError { code: Some("context_length_exceeded"), ..error }
+    }
+
+    fn unavailable(message: String) -> ApiError {
+        let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", message);
+        ApiError { code: Some("no_servers"), retry_after: Some(10), ..error }
+    }
+
+    fn internal(message: String) -> ApiError {
+        ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message)
+    }
+
+    /// What a text of `model` failed with.
+    pub fn of_text(error: &GenerationError, model: &Model) -> ApiError {
+        match error {
+            GenerationError::Sampling(error) => ApiError::bad(error.to_string(), None),
+            GenerationError::Decode(DecodeError::Chain(error)) => match error {
+                ChainError::Swarm(SwarmError::Missing { .. }) => ApiError::unavailable(hole(model)),
+                ChainError::TooLong { max_length, text, .. } => ApiError::too_long(format!(
+                    "prompt and answer have {max_length} tokens together, more than the servers take: {text}"
+                )),
+                other => ApiError::unavailable(with_causes(other)),
+            },
+            other => ApiError::internal(with_causes(other)),
+        }
+    }
+
+    /// The status of the answer.
+    pub fn status(&self) -> StatusCode {
+        self.status
+    }
+
+    /// The object that clients read.
+    pub fn body(&self) -> Value {
+        let ApiError { message, kind, param, code, .. } = self;
+        json!({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = (self.status, Json(self.body())).into_response();
+        if let Some(seconds) = self.retry_after {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        response
+    }
+}
+
+/// Which blocks of a model have no server, since when, and what would serve them.
+pub fn hole(model: &Model) -> String {
+    let holes = model.holes();
+    let Some(first) = holes.blocks.first() else {
+        return format!("the servers of {} cannot be reached right now; try again", model.name);
+    };
+    let ranges: Vec<String> =
+        holes.blocks.iter().map(|range| format!("{}:{}", range.start, range.end)).collect();
+    let since = holes.since.and_then(|since| since.elapsed().ok()).unwrap_or_default();
+    format!(
+        "no server of {} serves blocks {} (for {} s); this would: sepal serve MODEL --dht_prefix {} --block_indices {}:{} --initial_peers ...",
+        model.name,
+        ranges.join(", "),
+        since.as_secs(),
+        model.swarm.prefix(),
+        first.start,
+        first.end
+    )
+}

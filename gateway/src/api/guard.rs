@@ -1,0 +1,218 @@
+//! Who may call, and how often.
+
+use std::collections::{HashMap, HashSet};
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use axum::extract::{ConnectInfo, Request, State};
+use axum::http::{HeaderMap, header};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use sha2::{Digest, Sha256};
+
+use super::Shared;
+use super::error::ApiError;
+
+/// Callers whose rate is remembered; the longest silent ones are forgotten.
+const MAX_CALLERS: usize = 10_000;
+const MINUTE: Duration = Duration::from_secs(60);
+/// Shortest key: shorter ones can be guessed.
+const MIN_KEY_CHARS: usize = 16;
+
+/// Why the keys cannot be read.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot use the file of API keys {path}: {reason}")]
+pub struct KeysError {
+    path: PathBuf,
+    reason: String,
+}
+
+type Hash = [u8; 32];
+
+/// Who is counted together.
+#[derive(Clone, Copy, Debug, Hash, PartialEq, Eq)]
+enum Caller {
+    Key(Hash),
+    Address(IpAddr),
+}
+
+/// A bucket of requests that fills up within a minute.
+#[derive(Debug)]
+struct Bucket {
+    left: f64,
+    at: Instant,
+}
+
+/// Keys and rates.
+#[derive(Debug)]
+pub struct Guard {
+    /// SHA-256 of each key: looking one up tells nothing of the others.
+    keys: Option<HashSet<Hash>>,
+    per_minute: Option<u32>,
+    callers: Mutex<HashMap<Caller, Bucket>>,
+}
+
+impl Guard {
+    /// Reads the keys, one a line; empty lines and those that begin with `#` do not count.
+    ///
+    /// # Errors
+    /// [`KeysError`]: the file, no key in it, or one that is too short.
+    pub fn new(keys: Option<&Path>, per_minute: Option<u32>) -> Result<Guard, KeysError> {
+        let keys = keys.map(read_keys).transpose()?;
+        Ok(Guard { keys, per_minute, callers: Mutex::default() })
+    }
+
+    /// Lets a request in, or says why not.
+    fn admit(&self, headers: &HeaderMap, ip: IpAddr, now: Instant) -> Result<(), ApiError> {
+        let caller = match &self.keys {
+            None => Caller::Address(ip),
+            Some(keys) => {
+                let given =
+                    headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+                let given = given.and_then(|value| value.strip_prefix("Bearer "));
+                let hash: Hash = Sha256::digest(given.unwrap_or_default().trim()).into();
+                match keys.contains(&hash) {
+                    true => Caller::Key(hash),
+                    false => return Err(ApiError::no_key()),
+                }
+            }
+        };
+        let Some(per_minute) = self.per_minute else {
+            return Ok(());
+        };
+        self.count(caller, f64::from(per_minute), now).map_err(|seconds| {
+            let text =
+                format!("more than {per_minute} requests in a minute; try again in {seconds} s");
+            ApiError::too_many(text, seconds)
+        })
+    }
+
+    /// Takes one request from the caller's bucket; `Err` is when there will be one again.
+    fn count(&self, caller: Caller, per_minute: f64, now: Instant) -> Result<(), u64> {
+        let mut callers = self.callers.lock().unwrap_or_else(PoisonError::into_inner);
+        if callers.len() >= MAX_CALLERS && !callers.contains_key(&caller) {
+            callers.retain(|_, bucket| now.duration_since(bucket.at) < MINUTE);
+            if callers.len() >= MAX_CALLERS {
+                let oldest = callers.iter().min_by_key(|(_, bucket)| bucket.at);
+                let oldest = oldest.map(|(caller, _)| *caller);
+                oldest.map(|caller| callers.remove(&caller));
+            }
+        }
+        let bucket = callers.entry(caller).or_insert(Bucket { left: per_minute, at: now });
+        let gained =
+            now.duration_since(bucket.at).as_secs_f64() / MINUTE.as_secs_f64() * per_minute;
+        bucket.left = (bucket.left + gained).min(per_minute);
+        bucket.at = now;
+        if bucket.left < 1.0 {
+            let wait = (1.0 - bucket.left) / per_minute * MINUTE.as_secs_f64();
+            return Err(wait.ceil() as u64);
+        }
+        bucket.left -= 1.0;
+        Ok(())
+    }
+}
+
+fn read_keys(path: &Path) -> Result<HashSet<Hash>, KeysError> {
+    let failed = |reason: String| KeysError { path: path.to_owned(), reason };
+    let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
+    let mut keys = HashSet::new();
+    for (line, key) in (1..).zip(text.lines().map(str::trim)) {
+        if key.is_empty() || key.starts_with('#') {
+            continue;
+        }
+        if key.chars().count() < MIN_KEY_CHARS {
+            return Err(failed(format!(
+                "line {line}: a key has at least {MIN_KEY_CHARS} characters"
+            )));
+        }
+        keys.insert(Sha256::digest(key).into());
+    }
+    match keys.is_empty() {
+        true => Err(failed("it has no key; write one a line".to_owned())),
+        false => Ok(keys),
+    }
+}
+
+/// Lets requests in that the guard lets in.
+pub(super) async fn admit(
+    State(shared): State<Shared>,
+    ConnectInfo(address): ConnectInfo<SocketAddr>,
+    request: Request,
+    next: Next,
+) -> Response {
+    match shared.guard.admit(request.headers(), address.ip(), Instant::now()) {
+        Ok(()) => next.run(request).await,
+        Err(error) => {
+            shared.engine.metrics.answered("refused", error.status().as_u16());
+            error.into_response()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use axum::http::HeaderValue;
+
+    const HERE: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
+
+    fn bearer(key: &str) -> HeaderMap {
+        let value = HeaderValue::from_str(&format!("Bearer {key}")).unwrap();
+        HeaderMap::from_iter([(header::AUTHORIZATION, value)])
+    }
+
+    fn keys(text: &str) -> Result<Guard, KeysError> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("keys");
+        std::fs::write(&path, text).unwrap();
+        Guard::new(Some(&path), None)
+    }
+
+    #[test]
+    fn only_keys_of_the_file_are_let_in() {
+        let guard = keys("# of Ann\n0123456789abcdef\n\n  fedcba9876543210 \n").unwrap();
+        let admit = |headers| guard.admit(&headers, HERE, Instant::now());
+        assert!(admit(bearer("0123456789abcdef")).is_ok());
+        assert!(admit(bearer("fedcba9876543210")).is_ok());
+        for headers in [HeaderMap::new(), bearer(""), bearer("# of Ann"), bearer("0123456789abcde")]
+        {
+            assert_eq!(admit(headers).unwrap_err().status(), 401);
+        }
+    }
+
+    #[test]
+    fn files_without_keys_and_short_keys_are_refused() {
+        assert!(keys("# none\n").unwrap_err().to_string().contains("no key"));
+        assert!(keys("\nshort\n").unwrap_err().to_string().contains("line 2"));
+        assert!(Guard::new(Some(Path::new("/nonexistent")), None).is_err());
+    }
+
+    #[test]
+    fn a_caller_has_its_requests_of_a_minute_and_others_theirs() {
+        let guard = Guard::new(None, Some(3)).unwrap();
+        let now = Instant::now();
+        let admit =
+            |ip: IpAddr, at| guard.admit(&HeaderMap::new(), ip, now + Duration::from_secs(at));
+        for _ in 0..3 {
+            assert!(admit(HERE, 0).is_ok());
+        }
+        assert_eq!(admit(HERE, 0).unwrap_err().status(), 429);
+        assert!(admit("10.0.0.1".parse().unwrap(), 0).is_ok());
+        assert!(admit(HERE, 19).is_err());
+        assert!(admit(HERE, 21).is_ok());
+        assert!(admit(HERE, 22).is_err());
+    }
+
+    #[test]
+    fn the_number_of_callers_is_bounded() {
+        let guard = Guard::new(None, Some(1)).unwrap();
+        let now = Instant::now();
+        for number in 0..MAX_CALLERS as u32 + 50 {
+            let ip = IpAddr::from(number.to_be_bytes());
+            assert!(guard.admit(&HeaderMap::new(), ip, now).is_ok());
+        }
+        assert_eq!(guard.callers.lock().unwrap().len(), MAX_CALLERS);
+    }
+}

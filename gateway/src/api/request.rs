@@ -1,0 +1,259 @@
+//! What both kinds of completions have in common: reading the body, checking the settings.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use axum::body::Bytes;
+use axum::extract::rejection::BytesRejection;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use shared::config::SamplingConfig;
+
+use super::error::ApiError;
+use crate::engine::Engine;
+use crate::generation::Ask;
+use crate::model::Model;
+
+/// Most texts of one request.
+const MAX_CHOICES: u32 = 16;
+/// Most texts that end a text, and the longest of them.
+const MAX_STOPS: usize = 16;
+const MAX_STOP_BYTES: usize = 1 << 10;
+/// Most tokens with a bias, as in OpenAI's API.
+const MAX_BIASES: usize = 1024;
+/// Most tokens named beside each, as in OpenAI's API.
+pub const MAX_TOP_LOGPROBS: u32 = 20;
+const MAX_TEMPERATURE: f32 = 2.0;
+
+/// One text, or several.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+pub enum OneOrMany {
+    /// One.
+    One(String),
+    /// Several.
+    Many(Vec<String>),
+}
+
+/// The settings of a request that both endpoints have. Unknown ones are ignored, as clients send ever new
+/// ones; `null` is as if it were not there.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct Settings {
+    /// How many texts.
+    pub n: Option<u32>,
+    /// Whether pieces come as they are made.
+    pub stream: Option<bool>,
+    /// What else a stream tells.
+    pub stream_options: Option<StreamOptions>,
+    max_tokens: Option<i64>,
+    max_completion_tokens: Option<i64>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    top_k: Option<i64>,
+    min_p: Option<f32>,
+    frequency_penalty: Option<f32>,
+    presence_penalty: Option<f32>,
+    repetition_penalty: Option<f32>,
+    logit_bias: Option<BTreeMap<String, f32>>,
+    seed: Option<i64>,
+    stop: Option<OneOrMany>,
+}
+
+/// What else a stream tells.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct StreamOptions {
+    /// Whether its last chunk has the numbers of tokens.
+    pub include_usage: Option<bool>,
+}
+
+impl Settings {
+    /// Whether pieces come as they are made.
+    pub fn streams(&self) -> bool {
+        self.stream == Some(true)
+    }
+
+    /// Whether the last chunk of a stream has the numbers of tokens.
+    pub fn tells_usage(&self) -> bool {
+        self.stream_options.as_ref().and_then(|o| o.include_usage) == Some(true)
+    }
+
+    /// How many texts are asked for.
+    ///
+    /// # Errors
+    /// Out of range.
+    pub fn choices(&self) -> Result<u32, ApiError> {
+        match self.n.unwrap_or(1) {
+            n @ 1..=MAX_CHOICES => Ok(n),
+            n => Err(out_of_range("n", n, &format!("1 to {MAX_CHOICES}"))),
+        }
+    }
+
+    /// What is asked of each text: the same, but for the seed.
+    ///
+    /// # Errors
+    /// A setting out of range, a prompt that is empty or too long.
+    pub fn asks(
+        &self,
+        prompt: Vec<u32>,
+        (model, default_max_tokens): (&Model, u32),
+        top_logprobs: Option<u32>,
+    ) -> Result<Vec<Ask>, ApiError> {
+        if prompt.is_empty() {
+            return Err(ApiError::bad("the prompt is empty".into(), Some("prompt")));
+        }
+        let vocabulary = model.head.vocabulary();
+        if let Some(token) = prompt.iter().find(|token| **token as usize >= vocabulary) {
+            let text = format!("token {token} is outside the vocabulary of {vocabulary}");
+            return Err(ApiError::bad(text, Some("prompt")));
+        }
+        let max_new_tokens = self.max_new_tokens(prompt.len(), model, default_max_tokens)?;
+        let (sampling, stop) = (self.sampling()?, self.stops()?);
+        let top_logprobs = match top_logprobs {
+            Some(n) if n > MAX_TOP_LOGPROBS => {
+                return Err(out_of_range("top_logprobs", n, &format!("0 to {MAX_TOP_LOGPROBS}")));
+            }
+            n => n.map(|n| n as usize),
+        };
+        let prompt: Arc<[u32]> = prompt.into();
+        let ask = |choice: u32| Ask {
+            prompt: prompt.clone(),
+            max_new_tokens,
+            sampling: SamplingConfig {
+                seed: sampling.seed.map(|seed| seed.wrapping_add(u64::from(choice))),
+                ..sampling.clone()
+            },
+            stop: stop.clone(),
+            top_logprobs,
+        };
+        Ok((0..self.choices()?).map(ask).collect())
+    }
+
+    fn max_new_tokens(&self, prompt: usize, model: &Model, default: u32) -> Result<u32, ApiError> {
+        let prompt = u32::try_from(prompt).unwrap_or(u32::MAX);
+        let room = model.max_positions.map(|most| most.saturating_sub(prompt));
+        let asked = match self.max_completion_tokens.or(self.max_tokens) {
+            None => default.min(room.unwrap_or(default)),
+            Some(asked) => u32::try_from(asked).map_err(|_| {
+                out_of_range("max_tokens", asked, "a number from 1 to the length of the model")
+            })?,
+        };
+        if let Some(most) = model.max_positions
+            && (room.is_some_and(|room| asked > room) || room == Some(0))
+        {
+            return Err(ApiError::too_long(format!(
+                "the prompt has {prompt} tokens and the answer {asked} at most; {} takes {most} together",
+                model.name
+            )));
+        }
+        match asked {
+            0 => Err(out_of_range("max_tokens", 0, "1 or more")),
+            asked => Ok(asked),
+        }
+    }
+
+    fn sampling(&self) -> Result<SamplingConfig, ApiError> {
+        let temperature = self.temperature.unwrap_or(1.0);
+        if !(0.0..=MAX_TEMPERATURE).contains(&temperature) {
+            return Err(out_of_range(
+                "temperature",
+                temperature,
+                &format!("0 to {MAX_TEMPERATURE}"),
+            ));
+        }
+        let config = SamplingConfig {
+            temperature: (temperature > 0.0).then_some(temperature),
+            // -1 and 0 mean all tokens, as in vLLM.
+            top_k: self.top_k.and_then(|k| usize::try_from(k).ok()).filter(|k| *k > 0),
+            top_p: self.top_p,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty.unwrap_or(1.0),
+            frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
+            presence_penalty: self.presence_penalty.unwrap_or(0.0),
+            logit_bias: self.biases()?,
+            seed: self.seed.map(i64::cast_unsigned),
+        };
+        // The sampler names what is wrong.
+        client::sampling::Sampler::new(config.clone())
+            .map_err(|error| ApiError::bad(error.to_string(), None))?;
+        Ok(config)
+    }
+
+    fn biases(&self) -> Result<Vec<(u32, f32)>, ApiError> {
+        let biases = self.logit_bias.iter().flatten();
+        if biases.clone().count() > MAX_BIASES {
+            return Err(out_of_range(
+                "logit_bias",
+                "too many tokens",
+                &format!("{MAX_BIASES} at most"),
+            ));
+        }
+        let parse = |(token, bias): (&String, &f32)| match token.parse() {
+            Ok(token) => Ok((token, *bias)),
+            Err(_) => {
+                Err(out_of_range("logit_bias", format!("token {token:?}"), "numbers of tokens"))
+            }
+        };
+        biases.map(parse).collect()
+    }
+
+    fn stops(&self) -> Result<Vec<String>, ApiError> {
+        let stops = match self.stop.clone() {
+            None => Vec::new(),
+            Some(OneOrMany::One(stop)) => vec![stop],
+            Some(OneOrMany::Many(stops)) => stops,
+        };
+        if stops.len() > MAX_STOPS || stops.iter().any(|stop| stop.len() > MAX_STOP_BYTES) {
+            let limit = format!("at most {MAX_STOPS} texts of {MAX_STOP_BYTES} bytes");
+            return Err(out_of_range("stop", format!("{} texts", stops.len()), &limit));
+        }
+        Ok(stops)
+    }
+}
+
+/// A setting that cannot be used.
+pub fn out_of_range(name: &'static str, got: impl std::fmt::Display, expected: &str) -> ApiError {
+    ApiError::bad(format!("invalid {name} {got}: expected {expected}"), Some(name))
+}
+
+/// Reads a body.
+///
+/// # Errors
+/// Too many bytes, or not what is expected; the text says where.
+pub fn parse<T: DeserializeOwned>(body: Result<Bytes, BytesRejection>) -> Result<T, ApiError> {
+    let body = body.map_err(|rejection| ApiError::too_large(rejection.body_text()))?;
+    serde_json::from_slice(&body)
+        .map_err(|error| ApiError::bad(format!("cannot read the body as JSON: {error}"), None))
+}
+
+/// The model that a request names.
+///
+/// # Errors
+/// It is not offered here.
+pub fn model<'a>(engine: &'a Engine, name: &str) -> Result<&'a Arc<Model>, ApiError> {
+    engine.model(name).ok_or_else(|| ApiError::unknown_model(name, engine))
+}
+
+/// Refuses a form of answer that cannot be promised.
+///
+/// # Errors
+/// For any but plain text.
+pub fn check_format(format: Option<&Value>) -> Result<(), ApiError> {
+    let kind = format.and_then(|format| format.get("type")).and_then(Value::as_str);
+    match kind {
+        None | Some("text") => Ok(()),
+        Some(kind) => {
+            let kind: String = kind.chars().take(40).collect();
+            let text = format!("response_format {kind:?} is not supported here: leave it out");
+            Err(ApiError::bad(text, Some("response_format")))
+        }
+    }
+}
+
+/// Seconds since 1970.
+pub fn unix_seconds(at: SystemTime) -> u64 {
+    at.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}

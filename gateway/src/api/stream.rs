@@ -1,0 +1,84 @@
+//! Server-sent events: chunks as they are made, then `[DONE]`.
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::time::Duration;
+
+use axum::response::sse::{Event, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use futures::stream;
+use serde_json::Value;
+
+use super::error::ApiError;
+use super::texts::{TextEvent, Texts, Usage};
+
+/// A comment is sent if nothing was for this long, so that proxies keep the connection.
+const KEEP_ALIVE: Duration = Duration::from_secs(15);
+
+/// What a kind of completion makes of the parts of its texts.
+pub trait Chunks: Send + 'static {
+    /// What comes first.
+    fn opening(&mut self) -> Vec<Value>;
+    /// The chunks of a part that is no failure.
+    fn of(&mut self, part: &TextEvent) -> Vec<Value>;
+    /// The chunk of the numbers of tokens.
+    fn usage(&mut self, usage: Usage) -> Value;
+}
+
+struct Streaming<C> {
+    texts: Texts,
+    chunks: C,
+    tells_usage: bool,
+    ready: VecDeque<Event>,
+    has_ended: bool,
+}
+
+/// Answers with a stream. The first part is waited for, so that a request that fails has its status.
+///
+/// # Errors
+/// Of a text that fails before its first piece.
+pub async fn respond<C: Chunks>(
+    mut texts: Texts,
+    mut chunks: C,
+    tells_usage: bool,
+) -> Result<Response, ApiError> {
+    let first = match texts.next().await {
+        Some(TextEvent::Failed(error)) => return Err(error),
+        first => first,
+    };
+    let mut ready: VecDeque<Event> = chunks.opening().iter().map(event).collect();
+    ready.extend(first.iter().flat_map(|part| chunks.of(part)).map(|chunk| event(&chunk)));
+    let state = Streaming { texts, chunks, tells_usage, ready, has_ended: false };
+    let events = stream::unfold(state, async |mut state| {
+        while state.ready.is_empty() && !state.has_ended {
+            state.advance().await;
+        }
+        let event = state.ready.pop_front()?;
+        Some((Ok::<_, Infallible>(event), state))
+    });
+    let events = Sse::new(events).keep_alive(KeepAlive::new().interval(KEEP_ALIVE));
+    Ok(events.into_response())
+}
+
+impl<C: Chunks> Streaming<C> {
+    async fn advance(&mut self) {
+        match self.texts.next().await {
+            Some(TextEvent::Failed(error)) => {
+                self.has_ended = true;
+                self.ready.push_back(event(&error.body()));
+            }
+            Some(part) => self.ready.extend(self.chunks.of(&part).iter().map(event)),
+            None => {
+                self.has_ended = true;
+                if self.tells_usage {
+                    self.ready.push_back(event(&self.chunks.usage(self.texts.usage)));
+                }
+                self.ready.push_back(Event::default().data("[DONE]"));
+            }
+        }
+    }
+}
+
+fn event(chunk: &Value) -> Event {
+    Event::default().data(chunk.to_string())
+}

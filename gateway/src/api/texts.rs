@@ -1,0 +1,195 @@
+//! The texts of one request: all of them at once, in one queue.
+
+use std::sync::Arc;
+use std::task::Context;
+use std::time::Instant;
+
+use futures::StreamExt;
+use futures::stream::{self, BoxStream};
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
+
+use super::Shared;
+use super::error::ApiError;
+use crate::engine::Engine;
+use crate::generation::{Ask, Ended, Finish, Piece, TokenText, start};
+use crate::metrics::UnderWay;
+use crate::model::Model;
+
+/// A piece of one of the texts.
+pub enum TextEvent {
+    /// More of it.
+    Text {
+        /// Which.
+        index: u32,
+        /// What it adds.
+        text: String,
+        /// The tokens behind it, if they were asked for.
+        tokens: Vec<TokenText>,
+    },
+    /// Its end.
+    End {
+        /// Which.
+        index: u32,
+        /// How it ended.
+        ended: Ended,
+    },
+    /// The request fails.
+    Failed(ApiError),
+}
+
+/// Numbers of tokens.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Usage {
+    /// Of the prompt.
+    pub prompt: usize,
+    /// Of the prompt, held by an open session.
+    pub cached: usize,
+    /// Of all texts.
+    pub completion: usize,
+}
+
+impl Usage {
+    /// As OpenAI's API has it.
+    pub fn to_json(self) -> serde_json::Value {
+        let Usage { prompt, cached, completion } = self;
+        serde_json::json!({
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        })
+    }
+}
+
+/// The texts of a request under way. Dropping them ends their sessions.
+pub struct Texts {
+    parts: BoxStream<'static, (u32, Piece)>,
+    model: Arc<Model>,
+    engine: Arc<Engine>,
+    began: Instant,
+    has_begun: bool,
+    /// Texts that have not ended.
+    left: u32,
+    /// What was counted so far.
+    pub usage: Usage,
+    _under_way: Vec<(UnderWay, OwnedSemaphorePermit)>,
+}
+
+impl Texts {
+    /// Starts a text for each of `asks`.
+    ///
+    /// # Errors
+    /// Too many texts are under way.
+    pub fn start(shared: &Shared, model: &Arc<Model>, asks: Vec<Ask>) -> Result<Texts, ApiError> {
+        let engine = shared.engine.clone();
+        let slot = || {
+            let permit = engine.slots.clone().try_acquire_owned();
+            let text = "too many texts are under way here; try again in a few seconds".to_owned();
+            permit.map_err(|_| ApiError::too_many(text, 2))
+        };
+        let permits = asks.iter().map(|_| slot()).collect::<Result<Vec<_>, _>>()?;
+        let under_way = permits.into_iter().map(|permit| (engine.metrics.text(), permit)).collect();
+        let prompt = asks.first().map_or(0, |ask| ask.prompt.len());
+        let left = u32::try_from(asks.len()).unwrap_or(u32::MAX);
+        let queue = |(index, mut pieces): (u32, mpsc::Receiver<Piece>)| {
+            let next = move |cx: &mut Context<'_>| {
+                pieces.poll_recv(cx).map(|piece| piece.map(|piece| (index, piece)))
+            };
+            stream::poll_fn(next).boxed()
+        };
+        let texts = (0..).zip(asks.into_iter().map(|ask| start(model.clone(), ask)));
+        Ok(Texts {
+            parts: stream::select_all(texts.map(queue)).boxed(),
+            model: model.clone(),
+            engine,
+            began: Instant::now(),
+            has_begun: false,
+            left,
+            usage: Usage { prompt, ..Usage::default() },
+            _under_way: under_way,
+        })
+    }
+
+    /// The next piece of any text; `None` after the last.
+    pub async fn next(&mut self) -> Option<TextEvent> {
+        if self.left == 0 {
+            return None;
+        }
+        let Some((index, piece)) = self.parts.next().await else {
+            // A text that ended without a word: its task was stopped.
+            self.left = 0;
+            let text = "the gateway is shutting down".to_owned();
+            return Some(TextEvent::Failed(ApiError::too_many(text, 1)));
+        };
+        if !std::mem::replace(&mut self.has_begun, true) {
+            self.engine.metrics.first_text(self.began.elapsed());
+        }
+        Some(match piece {
+            Piece::Text { text, tokens } => TextEvent::Text { index, text, tokens },
+            Piece::End(ended) => {
+                self.left -= 1;
+                self.count(&ended);
+                TextEvent::End { index, ended }
+            }
+            Piece::Failed(error) => {
+                self.left = 0;
+                tracing::warn!(model = self.model.name, %error, "text failed");
+                TextEvent::Failed(ApiError::of_text(&error, &self.model))
+            }
+        })
+    }
+
+    fn count(&mut self, ended: &Ended) {
+        self.usage.cached = self.usage.cached.max(ended.cached_tokens);
+        self.usage.completion += ended.completion_tokens;
+        let (metrics, name) = (&self.engine.metrics, &self.model.name);
+        metrics.tokens(name, "prompt", self.usage.prompt);
+        metrics.tokens(name, "cached", ended.cached_tokens);
+        metrics.tokens(name, "completion", ended.completion_tokens);
+    }
+}
+
+/// Why a text ended, in the words of the API.
+pub fn finish_name(finish: Finish) -> &'static str {
+    match finish {
+        Finish::Stop => "stop",
+        Finish::Length => "length",
+    }
+}
+
+/// One text, whole.
+#[derive(Debug, Default)]
+pub struct Whole {
+    /// What it says.
+    pub text: String,
+    /// Its tokens, if they were asked for.
+    pub tokens: Vec<TokenText>,
+    /// Why it ended.
+    pub finish: Option<Finish>,
+}
+
+/// All texts, whole.
+///
+/// # Errors
+/// Of the first that fails.
+pub async fn collect(mut texts: Texts, count: usize) -> Result<(Vec<Whole>, Usage), ApiError> {
+    let mut all: Vec<Whole> = Vec::new();
+    all.resize_with(count, Whole::default);
+    while let Some(part) = texts.next().await {
+        match part {
+            TextEvent::Text { index, text, tokens } => {
+                if let Some(whole) = all.get_mut(index as usize) {
+                    whole.text.push_str(&text);
+                    whole.tokens.extend(tokens);
+                }
+            }
+            TextEvent::End { index, ended } => {
+                if let Some(whole) = all.get_mut(index as usize) {
+                    whole.finish = Some(ended.finish);
+                }
+            }
+            TextEvent::Failed(error) => return Err(error),
+        }
+    }
+    Ok((all, texts.usage))
+}

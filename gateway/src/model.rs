@@ -1,0 +1,200 @@
+//! One model that the gateway offers: its local part, its tokenizer and template, its swarm.
+
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+use client::chain::{Chain, ChainError};
+use client::head::Head;
+use client::local::{LocalModel, LocalModelError};
+use client::swarm::Swarm;
+use client::text::{TextCodec, TextError};
+use shared::config::{GatewayConfig, GatewayModel};
+
+use crate::conversations::Conversations;
+use crate::template::{ChatTemplate, TemplateError};
+
+/// Threads for the head of each model.
+const HEAD_THREADS: usize = 2;
+/// Sessions are as long as a multiple of this, so that a conversation can go on in them.
+const LENGTH_STEP: u32 = 512;
+/// How often the records of the servers are read.
+const REFRESH_PERIOD: Duration = Duration::from_secs(10);
+
+/// Why a model cannot be offered.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// The model folder.
+    #[error(transparent)]
+    Local(#[from] LocalModelError),
+    /// The tokenizer.
+    #[error(transparent)]
+    Text(#[from] TextError),
+    /// The chat template.
+    #[error(transparent)]
+    Template(#[from] TemplateError),
+    /// The thread of the head.
+    #[error("cannot start a thread for the head")]
+    Thread(#[from] std::io::Error),
+    /// No prefix is known.
+    #[error("the folder of model {0} names no dht_prefix; give it with --dht_prefix {0}=PREFIX")]
+    NoPrefix(String),
+}
+
+/// Blocks that no server serves, and since when.
+#[derive(Clone, Debug, Default)]
+pub struct Holes {
+    /// Ranges of blocks; empty if there is a route.
+    pub blocks: Vec<Range<u32>>,
+    /// When the first of them was found.
+    pub since: Option<SystemTime>,
+}
+
+/// The files of a model, before the swarm is entered.
+pub struct Local {
+    name: String,
+    head: Head,
+    codec: TextCodec,
+    template: Option<ChatTemplate>,
+    max_positions: Option<u32>,
+    /// Prefix of its module uids.
+    pub prefix: String,
+}
+
+impl Local {
+    /// Reads the files that `wanted` names.
+    ///
+    /// # Errors
+    /// [`ModelError`] names the file.
+    pub fn load(wanted: &GatewayModel, config: &GatewayConfig) -> Result<Local, ModelError> {
+        let model = LocalModel::load(&wanted.folder, config.dtype, HEAD_THREADS)?;
+        let prefix = wanted.dht_prefix.clone().or_else(|| model.dht_prefix().map(str::to_owned));
+        let prefix = prefix.ok_or_else(|| ModelError::NoPrefix(wanted.name.clone()))?;
+        let codec = TextCodec::load(&wanted.folder, model.bos())?;
+        let template = ChatTemplate::load(&wanted.folder, config.chat_template.as_deref())?;
+        let max_positions = max_positions(&wanted.folder);
+        let head = Head::start(model)?;
+        Ok(Local { name: wanted.name.clone(), head, codec, template, max_positions, prefix })
+    }
+
+    /// Blocks of the model.
+    pub fn num_blocks(&self) -> u32 {
+        self.head.num_blocks()
+    }
+
+    /// The model over a swarm.
+    pub fn over(self, swarm: Swarm, config: &GatewayConfig) -> Model {
+        let Local { name, head, codec, template, max_positions, prefix: _ } = self;
+        let all = 0..head.num_blocks();
+        let unknown = Holes { blocks: vec![all], since: Some(SystemTime::now()) };
+        Model {
+            name,
+            created: SystemTime::now(),
+            head,
+            codec,
+            template,
+            max_positions,
+            swarm,
+            conversations: Conversations::new(config.sessions_kept, config.session_idle),
+            speculate: config.speculate,
+            holes: Mutex::new(unknown),
+        }
+    }
+}
+
+/// A model that is offered.
+pub struct Model {
+    /// Its name in the API.
+    pub name: String,
+    /// When it was first offered.
+    pub created: SystemTime,
+    /// Embeddings, final norm and head.
+    pub head: Head,
+    /// The tokenizer.
+    pub codec: TextCodec,
+    /// The chat template, if the folder has one.
+    pub template: Option<ChatTemplate>,
+    /// Most tokens of a text, if the model says so.
+    pub max_positions: Option<u32>,
+    /// The servers.
+    pub swarm: Swarm,
+    /// Open sessions of earlier turns.
+    pub conversations: Conversations<Chain>,
+    /// Most tokens that are guessed for one step.
+    pub speculate: usize,
+    holes: Mutex<Holes>,
+}
+
+impl Model {
+    /// A session for `prompt` and `more` tokens, and how many tokens of the prompt it holds already.
+    ///
+    /// # Errors
+    /// [`ChainError`] if a block has no server.
+    pub async fn session(&self, prompt: &[u32], more: u32) -> Result<(Chain, usize), ChainError> {
+        if let Some((mut chain, common)) = self.conversations.take(prompt, more) {
+            chain.roll_back(u32::try_from(common).unwrap_or(u32::MAX))?;
+            return Ok((chain, common));
+        }
+        let needed = u32::try_from(prompt.len()).unwrap_or(u32::MAX).saturating_add(more);
+        let room = needed.checked_next_multiple_of(LENGTH_STEP).unwrap_or(needed);
+        let most = self.max_positions.map_or(room, |most| most.max(needed));
+        Ok((Chain::open(&self.swarm, room.min(most)).await?, 0))
+    }
+
+    /// Keeps the session of a text that has ended for its next turn.
+    pub async fn keep(&self, chain: Chain, tokens: Vec<u32>) {
+        for old in self.conversations.keep(chain, tokens, Instant::now()) {
+            old.close().await;
+        }
+    }
+
+    /// Blocks that nobody serves, as last read.
+    pub fn holes(&self) -> Holes {
+        self.holes.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Reads the records of the servers again and again, and closes sessions that are not used.
+    pub async fn keep_up(&self) {
+        loop {
+            if let Err(error) = self.swarm.refresh().await {
+                tracing::warn!(model = self.name, %error, "cannot read the servers' records");
+            }
+            self.find_holes();
+            for old in self.conversations.expired(Instant::now()) {
+                old.close().await;
+            }
+            tokio::time::sleep(REFRESH_PERIOD).await;
+        }
+    }
+
+    fn find_holes(&self) {
+        let servers = self.swarm.servers();
+        let covered =
+            |block: u32| servers.iter().any(|s| (s.start..s.end).contains(&(block as usize)));
+        let mut blocks: Vec<Range<u32>> = Vec::new();
+        for block in (0..self.head.num_blocks()).filter(|block| !covered(*block)) {
+            match blocks.last_mut() {
+                Some(last) if last.end == block => last.end += 1,
+                _ => blocks.push(block..block + 1),
+            }
+        }
+        let mut holes = self.holes.lock().unwrap_or_else(PoisonError::into_inner);
+        if holes.blocks.is_empty() != blocks.is_empty() {
+            holes.since = (!blocks.is_empty()).then(SystemTime::now);
+            let (model, missing) = (&self.name, format!("{blocks:?}"));
+            match blocks.is_empty() {
+                true => tracing::info!(model, "every block has a server"),
+                false => tracing::warn!(model, missing, "blocks have no server"),
+            }
+        }
+        holes.blocks = blocks;
+    }
+}
+
+/// Most positions that config.json names; models with ALiBi name none.
+fn max_positions(folder: &Path) -> Option<u32> {
+    let text = std::fs::read_to_string(folder.join("config.json")).ok()?;
+    let config: serde_json::Value = serde_json::from_str(&text).ok()?;
+    config.get("max_position_embeddings")?.as_u64()?.try_into().ok()
+}

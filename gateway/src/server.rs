@@ -1,0 +1,139 @@
+//! The process: loads the models, listens, and ends in order.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum_server::Handle;
+use axum_server::accept::DefaultAcceptor;
+use axum_server::tls_rustls::{RustlsAcceptor, RustlsConfig};
+use hyper_util::rt::TokioTimer;
+use shared::causes::with_causes;
+use shared::config::GatewayConfig;
+use shared::escape::escaped;
+use shared::exit::ExitReason;
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::api::{self, KeysError};
+use crate::engine::{Engine, EngineError};
+
+/// Threads for HTTP and the network; heads have their own.
+const THREADS: usize = 2;
+/// A caller has this long for the head of its request.
+const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
+/// Texts under way have this long to end after a signal.
+const DRAIN: Duration = Duration::from_secs(20);
+
+/// Why the gateway ends.
+#[derive(Debug, thiserror::Error)]
+enum GatewayError {
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    #[error(transparent)]
+    Keys(#[from] KeysError),
+    #[error("cannot listen on {address}; choose another address with --listen")]
+    Listen { address: SocketAddr, source: std::io::Error },
+    #[error("cannot use the certificate {certificate} with the key {key}; both must be PEM")]
+    Tls { certificate: PathBuf, key: PathBuf, source: std::io::Error },
+    #[error("cannot start the gateway")]
+    Runtime(#[from] std::io::Error),
+}
+
+impl GatewayError {
+    fn exit_reason(&self) -> ExitReason {
+        match self {
+            GatewayError::Engine(error) if !error.is_of_settings() => ExitReason::Failed,
+            GatewayError::Listen { .. } => ExitReason::Busy,
+            GatewayError::Runtime(_) => ExitReason::Failed,
+            _ => ExitReason::BadConfig,
+        }
+    }
+}
+
+/// Runs the gateway until SIGTERM or SIGINT.
+pub fn run_command(config: &GatewayConfig) -> ExitReason {
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build();
+    let ended = match runtime {
+        Ok(runtime) => runtime.block_on(run(config)),
+        Err(error) => Err(error.into()),
+    };
+    match ended {
+        Ok(()) => ExitReason::Clean,
+        Err(error) => {
+            eprintln!("sepal: {}", escaped(&with_causes(&error)));
+            error.exit_reason()
+        }
+    }
+}
+
+async fn run(config: &GatewayConfig) -> Result<(), GatewayError> {
+    let listener = std::net::TcpListener::bind(config.listen)
+        .map_err(|source| GatewayError::Listen { address: config.listen, source })?;
+    listener.set_nonblocking(true)?;
+    let address = listener.local_addr()?;
+    let tls = match &config.tls {
+        Some((certificate, key)) => Some(acceptor(certificate, key).await?),
+        None => None,
+    };
+    let engine = Arc::new(Engine::start(config).await?);
+    let router = api::router(engine.clone(), config)?;
+    for model in engine.models() {
+        let model = Arc::clone(model);
+        tokio::spawn(async move { model.keep_up().await });
+    }
+    let handle = Handle::new();
+    tokio::spawn(end_at_signal(handle.clone()));
+    let scheme = if tls.is_some() { "https" } else { "http" };
+    println!(
+        "The gateway answers at {scheme}://{address}/v1 and shows the swarm at {scheme}://{address}/"
+    );
+    tracing::info!(%address, scheme, "listening");
+    serve(listener, router, tls, handle).await?;
+    engine.leave().await;
+    Ok(())
+}
+
+async fn serve(
+    listener: std::net::TcpListener,
+    router: Router,
+    tls: Option<RustlsAcceptor<DefaultAcceptor>>,
+    handle: Handle<SocketAddr>,
+) -> Result<(), std::io::Error> {
+    let service = router.into_make_service_with_connect_info::<SocketAddr>();
+    let mut server = axum_server::from_tcp(listener)?.handle(handle);
+    server.http_builder().http1().timer(TokioTimer::new()).header_read_timeout(HEADER_TIMEOUT);
+    match tls {
+        None => server.serve(service).await,
+        Some(acceptor) => server.acceptor(acceptor).serve(service).await,
+    }
+}
+
+async fn acceptor(
+    certificate: &Path,
+    key: &Path,
+) -> Result<RustlsAcceptor<DefaultAcceptor>, GatewayError> {
+    // Fails if another part of the process has installed it already.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let config = RustlsConfig::from_pem_file(certificate, key).await.map_err(|source| {
+        let (certificate, key) = (certificate.to_owned(), key.to_owned());
+        GatewayError::Tls { certificate, key, source }
+    })?;
+    Ok(RustlsAcceptor::new(config))
+}
+
+/// Stops listening at the first signal; texts under way may end.
+async fn end_at_signal(handle: Handle<SocketAddr>) {
+    let signals = [SignalKind::terminate(), SignalKind::interrupt()].map(signal);
+    let [Ok(mut terminate), Ok(mut interrupt)] = signals else {
+        return tracing::error!("cannot wait for signals");
+    };
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+    tracing::info!("shutting down");
+    handle.graceful_shutdown(Some(DRAIN));
+}

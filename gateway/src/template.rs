@@ -1,0 +1,310 @@
+//! Chat templates of checkpoints: Jinja, as transformers' `apply_chat_template` runs them.
+//!
+//! A template is a file of a stranger. It runs without access to anything, with bounds on its steps and on
+//! what it writes.
+
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::Serde;
+use minijinja::{Environment, ErrorKind, Value, context};
+use serde::Deserialize;
+
+/// Steps that a template may take.
+const FUEL: u64 = 5_000_000;
+/// Bytes that a template may write.
+const MAX_BYTES: usize = 8 << 20;
+/// Largest file of a template or of tokenizer_config.json.
+const MAX_FILE_BYTES: u64 = 16 << 20;
+const NAME: &str = "chat_template";
+
+/// Why there is no prompt.
+#[derive(Debug, thiserror::Error)]
+pub enum TemplateError {
+    /// The file.
+    #[error("cannot read {path}: {reason}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The template does not compile.
+    #[error("the chat template in {path} is invalid: {reason}")]
+    Syntax {
+        /// Its file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The template refuses the messages, or fails on them.
+    #[error("the model's chat template refuses these messages: {0}")]
+    Render(String),
+}
+
+/// A special token: its text, or an object with it.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+enum Special {
+    Text(String),
+    Object { content: String },
+}
+
+impl Special {
+    fn text(&self) -> &str {
+        match self {
+            Special::Text(text) | Special::Object { content: text } => text,
+        }
+    }
+}
+
+/// One template, or several by name, of which `default` counts.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+enum Templates {
+    One(String),
+    Named(Vec<Named>),
+}
+
+#[derive(Clone, Debug, Deserialize)]
+struct Named {
+    name: String,
+    template: String,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct TokenizerConfig {
+    #[serde(default)]
+    chat_template: Option<Templates>,
+    #[serde(default)]
+    bos_token: Option<Special>,
+    #[serde(default)]
+    eos_token: Option<Special>,
+    #[serde(default)]
+    pad_token: Option<Special>,
+    #[serde(default)]
+    unk_token: Option<Special>,
+}
+
+/// A template that was compiled, with the special tokens that it may write.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    tokens: Value,
+}
+
+impl ChatTemplate {
+    /// The template of a model folder: `chat_template.jinja`, else that of tokenizer_config.json; or
+    /// `file`. `None` if the folder has none.
+    ///
+    /// # Errors
+    /// [`TemplateError`] names the file.
+    pub fn load(folder: &Path, file: Option<&Path>) -> Result<Option<ChatTemplate>, TemplateError> {
+        let path = folder.join("tokenizer_config.json");
+        let config: TokenizerConfig = match path.exists() {
+            false => TokenizerConfig::default(),
+            true => serde_json::from_str(&read(&path)?).map_err(|error| TemplateError::Read {
+                path: path.clone(),
+                reason: error.to_string(),
+            })?,
+        };
+        let beside = folder.join("chat_template.jinja");
+        let file = file.map(Path::to_owned).or_else(|| beside.exists().then_some(beside));
+        let (path, source) = match (file, &config.chat_template) {
+            (Some(file), _) => {
+                let source = read(&file)?;
+                (file, source)
+            }
+            (None, Some(Templates::One(source))) => (path, source.clone()),
+            (None, Some(Templates::Named(all))) => match all.iter().find(|t| t.name == "default") {
+                Some(found) => (path, found.template.clone()),
+                None => return Ok(None),
+            },
+            (None, None) => return Ok(None),
+        };
+        ChatTemplate::compile(path, source, &config).map(Some)
+    }
+
+    fn compile(
+        path: PathBuf,
+        source: String,
+        config: &TokenizerConfig,
+    ) -> Result<ChatTemplate, TemplateError> {
+        let mut environment = Environment::new();
+        // As transformers sets them.
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        let syntax = syntax.map_err(|error| TemplateError::Syntax {
+            path: path.clone(),
+            reason: error.to_string(),
+        })?;
+        environment.set_syntax(syntax);
+        environment.set_fuel(Some(FUEL));
+        environment
+            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        let raise = |text: String| -> Result<Value, minijinja::Error> {
+            Err(minijinja::Error::new(ErrorKind::InvalidOperation, text))
+        };
+        environment.add_function("raise_exception", raise);
+        environment
+            .add_template_owned(NAME, source)
+            .map_err(|error| TemplateError::Syntax { path, reason: error.to_string() })?;
+        let text =
+            |special: &Option<Special>| special.as_ref().map_or("", Special::text).to_owned();
+        let tokens = context! {
+            bos_token => text(&config.bos_token),
+            eos_token => text(&config.eos_token),
+            pad_token => text(&config.pad_token),
+            unk_token => text(&config.unk_token),
+        };
+        Ok(ChatTemplate { environment, tokens })
+    }
+
+    /// The prompt for `messages`, after which the assistant speaks. `tools` are those that it may call.
+    ///
+    /// # Errors
+    /// [`TemplateError::Render`] with what the template says.
+    pub fn prompt(
+        &self,
+        messages: &serde_json::Value,
+        tools: Option<&serde_json::Value>,
+    ) -> Result<String, TemplateError> {
+        let failed = |error: minijinja::Error| {
+            let text = match error.kind() {
+                ErrorKind::OutOfFuel => "it takes too many steps".to_owned(),
+                _ => error.detail().map_or_else(|| error.to_string(), str::to_owned),
+            };
+            TemplateError::Render(text)
+        };
+        let template = self.environment.get_template(NAME).map_err(failed)?;
+        let variables = context! {
+            messages => Value::from(Serde(messages)),
+            tools => tools.map(|tools| Value::from(Serde(tools))),
+            add_generation_prompt => true,
+            ..self.tokens.clone()
+        };
+        let mut out = Bounded { text: String::new() };
+        match template.render_captured_to(variables, &mut out) {
+            Ok(_) => Ok(out.text),
+            Err(_) if out.text.len() >= MAX_BYTES => {
+                Err(TemplateError::Render(format!("it writes more than {MAX_BYTES} bytes")))
+            }
+            Err(error) => Err(failed(error)),
+        }
+    }
+}
+
+/// Text up to [`MAX_BYTES`].
+struct Bounded {
+    text: String,
+}
+
+impl std::io::Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        let text = std::str::from_utf8(bytes)
+            .map_err(|_| std::io::Error::from(std::io::ErrorKind::InvalidData))?;
+        if self.text.len() + text.len() > MAX_BYTES {
+            let room = MAX_BYTES - self.text.len();
+            self.text.extend(std::iter::repeat_n('.', room));
+            return Err(std::io::ErrorKind::FileTooLarge.into());
+        }
+        self.text
+            .write_str(text)
+            .map_err(|_| std::io::Error::from(std::io::ErrorKind::InvalidData))?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+fn read(path: &Path) -> Result<String, TemplateError> {
+    let failed = |reason: String| TemplateError::Read { path: path.to_owned(), reason };
+    let length = std::fs::metadata(path).map_err(|error| failed(error.to_string()))?.len();
+    if length > MAX_FILE_BYTES {
+        return Err(failed(format!("it has {length} bytes, at most {MAX_FILE_BYTES} are read")));
+    }
+    std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// That of Llama 2, which uses methods of Python and refuses.
+    const LLAMA: &str = "{{ bos_token }}{% for message in messages %}\
+        {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+        {{ raise_exception('roles must alternate user/assistant') }}{% endif %}\
+        {% if message['role'] == 'user' %}{{ '[INST] ' + message['content'].strip() + ' [/INST]' }}\
+        {% else %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}";
+
+    fn folder(config: &serde_json::Value) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+        folder
+    }
+
+    fn of(template: &str) -> ChatTemplate {
+        let config = json!({"chat_template": template, "bos_token": "<s>", "eos_token": {"content": "</s>"}});
+        ChatTemplate::load(folder(&config).path(), None).unwrap().unwrap()
+    }
+
+    fn chat() -> serde_json::Value {
+        json!([{"role": "user", "content": " Hi "}, {"role": "assistant", "content": "Hello"},
+               {"role": "user", "content": "Bye"}])
+    }
+
+    #[test]
+    fn a_template_with_methods_of_python_makes_the_prompt() {
+        let prompt = of(LLAMA).prompt(&chat(), None).unwrap();
+        assert_eq!(prompt, "<s>[INST] Hi [/INST] Hello </s>[INST] Bye [/INST]");
+    }
+
+    #[test]
+    fn what_a_template_raises_is_the_error() {
+        let two = json!([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]);
+        let error = of(LLAMA).prompt(&two, None).unwrap_err().to_string();
+        assert!(error.contains("roles must alternate"), "{error}");
+        let broken = json!({"chat_template": "{% if %}"});
+        let error = ChatTemplate::load(folder(&broken).path(), None).unwrap_err().to_string();
+        assert!(error.contains("invalid") && error.contains("tokenizer_config.json"), "{error}");
+    }
+
+    #[test]
+    fn loops_and_floods_end() {
+        let endless =
+            "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}";
+        let error = of(endless).prompt(&chat(), None).unwrap_err().to_string();
+        assert!(error.contains("too many steps"), "{error}");
+        let flood = "{% for a in range(9999) %}{{ 'x' * 10000 }}{% endfor %}";
+        let error = of(flood).prompt(&chat(), None).unwrap_err().to_string();
+        assert!(error.contains("writes more than"), "{error}");
+    }
+
+    #[test]
+    fn tools_reach_the_template_and_several_templates_have_a_default() {
+        let config = json!({"chat_template": [
+            {"name": "tool_use", "template": "other"},
+            {"name": "default", "template": "{% if tools %}{{ tools[0].function.name }}{% endif %}!"},
+        ]});
+        let template = ChatTemplate::load(folder(&config).path(), None).unwrap().unwrap();
+        let tools = json!([{"type": "function", "function": {"name": "weather"}}]);
+        assert_eq!(template.prompt(&chat(), Some(&tools)).unwrap(), "weather!");
+        assert_eq!(template.prompt(&chat(), None).unwrap(), "!");
+    }
+
+    #[test]
+    fn a_file_beside_the_tokenizer_comes_first_and_none_is_none() {
+        let folder = folder(&json!({"chat_template": "inner"}));
+        std::fs::write(folder.path().join("chat_template.jinja"), "outer").unwrap();
+        let load = |file: Option<&Path>| ChatTemplate::load(folder.path(), file).unwrap().unwrap();
+        assert_eq!(load(None).prompt(&chat(), None).unwrap(), "outer");
+        let given = folder.path().join("given");
+        std::fs::write(&given, "given").unwrap();
+        assert_eq!(load(Some(&given)).prompt(&chat(), None).unwrap(), "given");
+        let empty = tempfile::tempdir().unwrap();
+        assert!(ChatTemplate::load(empty.path(), None).unwrap().is_none());
+    }
+}

@@ -1,0 +1,235 @@
+//! `sepal gateway`: OpenAI's API over models of a swarm.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::Args;
+use shared::config::{GatewayConfig, GatewayModel, LogConfig};
+
+use super::values::{check_maddrs, guesses, is_maddr, metrics_addr, pause, seconds, size_bytes};
+use super::{DEFAULT_LOG, Env, LogArgs, serve};
+
+const PROTECTION: &str = "Protection";
+
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct GatewayArgs {
+    /// Model folders in Hugging Face layout, each with tokenizer.json, embeddings and head; FOLDER, whose
+    /// last part is the name in the API, or NAME=FOLDER
+    #[arg(value_name = "MODEL")]
+    models: Vec<String>,
+    /// Peers of the swarm
+    #[arg(long, num_args = 1.., value_name = "MULTIADDR")]
+    initial_peers: Vec<String>,
+    /// A peer of the swarm of one model, in place of --initial_peers; may be given several times
+    #[arg(long, value_name = "NAME=MULTIADDR")]
+    peer_of: Vec<String>,
+    /// Prefix under which the servers announce a model, in place of that in its folder; for one of several
+    /// models, NAME=PREFIX
+    #[arg(long, value_name = "PREFIX")]
+    dht_prefix: Vec<String>,
+    /// Where to answer: a port of this machine, or an address with a port
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8080", value_parser = metrics_addr)]
+    listen: SocketAddr,
+    /// Type in which embeddings and head are computed: auto (as in the checkpoint), float32 or
+    /// bfloat16
+    #[arg(long, value_name = "DTYPE", default_value = "auto")]
+    torch_dtype: String,
+    /// Chat template (Jinja) in place of those of the models
+    #[arg(long, value_name = "FILE")]
+    chat_template: Option<PathBuf>,
+    /// Maximum number of tokens of a text whose request names none
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
+    max_tokens: u32,
+    /// Guess up to N next tokens from repetitions in the text, and compute them in one step; 0 guesses none
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = guesses)]
+    speculate: usize,
+    /// Sessions of each model that stay open after their text, so that a conversation sends its new tokens only
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    sessions_kept: usize,
+    /// How long such a session stays open without use, in seconds
+    #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = pause)]
+    session_idle: Duration,
+    /// File of API keys, one a line, at least 16 characters each; lines that begin with # do not count
+    /// [default: everybody may call]
+    #[arg(long, value_name = "FILE", help_heading = PROTECTION)]
+    api_keys: Option<PathBuf>,
+    /// Certificate chain (PEM) for HTTPS
+    #[arg(long, value_name = "FILE", requires = "tls_key", help_heading = PROTECTION)]
+    tls_cert: Option<PathBuf>,
+    /// Key of the certificate (PEM)
+    #[arg(long, value_name = "FILE", requires = "tls_cert", help_heading = PROTECTION)]
+    tls_key: Option<PathBuf>,
+    /// Origin of web pages that may call the API, such as https://chat.example.org; * for all
+    #[arg(long, value_name = "ORIGIN", help_heading = PROTECTION)]
+    cors_origin: Vec<String>,
+    /// Texts under way at once; more are refused
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=65536), help_heading = PROTECTION)]
+    max_streams: u32,
+    /// Requests of one caller (API key, else IP address) in a minute [default: no limit]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = PROTECTION)]
+    requests_per_minute: Option<u32>,
+    /// Largest request
+    #[arg(long, value_name = "BYTES", default_value = "8MiB", value_parser = size_bytes, help_heading = PROTECTION)]
+    max_body: u64,
+    /// How long a request waits for servers of all blocks, in seconds
+    #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
+    route_timeout: Duration,
+    /// Timeout for reaching the swarm, in seconds
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
+    startup_timeout: Duration,
+    #[command(flatten)]
+    log: LogArgs,
+}
+
+/// Turns flags into settings.
+pub fn resolve(mut args: GatewayArgs, env: Env<'_>) -> Result<(GatewayConfig, LogConfig), String> {
+    // `--initial_peers A B MODEL` takes the models along.
+    let first = args.initial_peers.iter().position(|text| !is_maddr(text));
+    let first = first.filter(|first| *first > 0).unwrap_or(args.initial_peers.len());
+    args.models.extend(args.initial_peers.split_off(first));
+    check_maddrs("--initial_peers", &args.initial_peers)?;
+    let mut models: Vec<GatewayModel> = Vec::new();
+    for text in &args.models {
+        let model = model(text)?;
+        if models.iter().any(|other| other.name == model.name) {
+            let name = &model.name;
+            return Err(format!(
+                "two models are called {name:?}; give one another name: NAME=FOLDER"
+            ));
+        }
+        models.push(model);
+    }
+    if models.is_empty() {
+        return Err("no model given: name a folder, as in sepal gateway MODEL".to_owned());
+    }
+    for text in &args.dht_prefix {
+        match (text.split_once('='), models.as_mut_slice()) {
+            (Some((name, prefix)), _) => {
+                named(&mut models, "--dht_prefix", name)?.dht_prefix = Some(prefix.to_owned());
+            }
+            (None, [only]) => only.dht_prefix = Some(text.clone()),
+            (None, _) => {
+                return Err(format!(
+                    "invalid --dht_prefix {text:?}: with several models, NAME=PREFIX"
+                ));
+            }
+        }
+    }
+    for text in &args.peer_of {
+        let (name, peer) = text
+            .split_once('=')
+            .ok_or_else(|| format!("invalid --peer_of {text:?}: expected NAME=MULTIADDR"))?;
+        check_maddrs("--peer_of", &[peer.to_owned()])?;
+        named(&mut models, "--peer_of", name)?.initial_peers.push(peer.to_owned());
+    }
+    if let Some(alone) = models.iter().find(|model| model.initial_peers.is_empty())
+        && args.initial_peers.is_empty()
+    {
+        let name = &alone.name;
+        return Err(format!(
+            "no peers for {name:?}: give --initial_peers, or --peer_of {name}=MULTIADDR"
+        ));
+    }
+    let config = GatewayConfig {
+        models,
+        initial_peers: args.initial_peers,
+        listen: args.listen,
+        dtype: serve::dtype(&args.torch_dtype)?,
+        chat_template: args.chat_template,
+        api_keys: args.api_keys,
+        tls: args.tls_cert.zip(args.tls_key),
+        cors_origins: args.cors_origin,
+        max_streams: args.max_streams as usize,
+        requests_per_minute: args.requests_per_minute,
+        max_body_bytes: usize::try_from(args.max_body).unwrap_or(usize::MAX),
+        default_max_tokens: args.max_tokens,
+        speculate: args.speculate,
+        sessions_kept: args.sessions_kept,
+        session_idle: args.session_idle,
+        route_timeout: args.route_timeout,
+        startup_timeout: args.startup_timeout,
+    };
+    Ok((config, args.log.resolve(env, DEFAULT_LOG)))
+}
+
+fn model(text: &str) -> Result<GatewayModel, String> {
+    let (name, folder) = match text.split_once('=') {
+        Some((name, folder)) => (Some(name.to_owned()), folder),
+        None => {
+            let last = Path::new(text).file_name();
+            (last.map(|name| name.to_string_lossy().into_owned()), text)
+        }
+    };
+    let name = name.filter(|name| !name.is_empty() && !folder.is_empty());
+    let name =
+        name.ok_or_else(|| format!("invalid model {text:?}: expected FOLDER or NAME=FOLDER"))?;
+    Ok(GatewayModel { name, folder: folder.into(), dht_prefix: None, initial_peers: Vec::new() })
+}
+
+fn named<'a>(
+    models: &'a mut [GatewayModel],
+    flag: &str,
+    name: &str,
+) -> Result<&'a mut GatewayModel, String> {
+    let known: Vec<String> = models.iter().map(|model| model.name.clone()).collect();
+    let found = models.iter_mut().find(|model| model.name == name);
+    found.ok_or_else(|| format!("invalid {flag} {name:?}: the models are {}", known.join(", ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: GatewayArgs,
+    }
+
+    fn parse(line: &str) -> Result<GatewayConfig, String> {
+        let words = std::iter::once("gateway").chain(line.split_whitespace());
+        let line = Line::try_parse_from(words).map_err(|error| error.to_string())?;
+        resolve(line.args, &|_| None).map(|(config, _)| config)
+    }
+
+    const PEER: &str = "/ip4/127.0.0.1/tcp/31337/p2p/A";
+
+    #[test]
+    fn models_have_names_prefixes_and_swarms_of_their_own() {
+        let line = format!(
+            "/models/llama b=/models/bloom --dht_prefix b=bloom-hf --peer_of b={PEER} --initial_peers {PEER}"
+        );
+        let config = parse(&line).unwrap();
+        let names: Vec<&str> = config.models.iter().map(|model| model.name.as_str()).collect();
+        assert_eq!(names, ["llama", "b"]);
+        assert_eq!(config.models[1].folder, Path::new("/models/bloom"));
+        assert_eq!(config.models[1].dht_prefix.as_deref(), Some("bloom-hf"));
+        assert_eq!(config.models[1].initial_peers, [PEER]);
+        assert!(config.models[0].initial_peers.is_empty());
+        let config =
+            parse(&format!("--initial_peers {PEER} /models/llama --dht_prefix p")).unwrap();
+        assert_eq!(config.models[0].dht_prefix.as_deref(), Some("p"));
+        assert_eq!(config.listen.to_string(), "127.0.0.1:8080");
+    }
+
+    #[test]
+    fn what_cannot_be_meant_is_refused_with_what_to_do() {
+        for (line, part) in [
+            (format!("--initial_peers {PEER}"), "no model given"),
+            ("m".to_owned(), "no peers for \"m\""),
+            (format!("m x/m --initial_peers {PEER}"), "two models"),
+            (format!("m n --dht_prefix p --initial_peers {PEER}"), "NAME=PREFIX"),
+            (format!("m --peer_of x={PEER} --initial_peers {PEER}"), "the models are m"),
+            (format!("=m --initial_peers {PEER}"), "NAME=FOLDER"),
+            (format!("m --tls_cert c --initial_peers {PEER}"), "--tls_key"),
+            (format!("m --listen nowhere --initial_peers {PEER}"), "a port such as"),
+        ] {
+            let error = parse(&line).unwrap_err();
+            assert!(error.contains(part), "{line}: {error}");
+        }
+    }
+}
