@@ -26,7 +26,7 @@ impl Gateway {
         let args = ["gateway", &model, "--dht_prefix", "demo", "--initial_peers", peer];
         let own = ["--listen", "0", "--torch_dtype", "float32"];
         let sepal = Sepal::start(&[&args[..], &own, more].concat());
-        let line = sepal.wait_line("listening", 1);
+        let line = sepal.wait_line("gateway answers", 1);
         let word = line.split(|c: char| c.is_whitespace() || "=\"".contains(c));
         let addr = word.into_iter().find(|word| word.starts_with("127.0.0.1:"));
         let gateway = Gateway { addr: addr.expect("an address").to_owned(), sepal };
@@ -279,7 +279,7 @@ fn keys_and_rates_are_held() {
     let args = ["gateway", &model, "--dht_prefix", "demo", "--initial_peers", &addr];
     let more = ["--listen", "0", "--api_keys", &keys, "--requests_per_minute", "3"];
     let process = Sepal::start(&[&args[..], &more].concat());
-    let line = process.wait_line("listening", 1);
+    let line = process.wait_line("gateway answers", 1);
     let word = line.split(|c: char| c.is_whitespace() || "=\"".contains(c));
     let addr = word.into_iter().find(|word| word.starts_with("127.0.0.1:")).unwrap().to_owned();
     let gateway = Gateway { sepal: process, addr };

@@ -90,7 +90,7 @@ async fn run(config: &GatewayConfig) -> Result<(), GatewayError> {
     println!(
         "The gateway answers at {scheme}://{address}/v1 and shows the swarm at {scheme}://{address}/"
     );
-    tracing::info!(%address, scheme, "listening");
+    tracing::info!(%address, scheme, "gateway answers");
     serve(listener, router, tls, handle).await?;
     engine.leave().await;
     Ok(())
