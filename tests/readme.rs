@@ -61,6 +61,7 @@ impl Reader {
                 "MODEL" => MODEL.to_owned(),
                 "ADDRESS" => self.servers.first().expect("a server runs").addr(),
                 _ if at > 0 && args[at - 1] == "--port" => free_port(),
+                _ if at > 0 && args[at - 1] == "--listen" => "0".to_owned(),
                 word => word.to_owned(),
             };
         }
@@ -92,6 +93,11 @@ impl Reader {
                 self.servers.push(server);
             }
             "dht" => self.bootstrap(&flags),
+            "gateway" => {
+                let gateway = Sepal::start_in(self.dir.clone(), &flags);
+                gateway.wait_line("gateway answers", 1);
+                assert_eq!(gateway.terminate().code(), Some(0));
+            }
             "generate" => {
                 let prompt = &args[1 + flags.iter().position(|f| *f == "--prompt").unwrap()];
                 let text = String::from_utf8(self.run(&args).stdout).expect("text is UTF-8");
