@@ -367,3 +367,54 @@ fn a_server_that_is_lost_within_a_stream_is_replaced_unseen() {
     assert!(lost);
     assert_eq!(text, calm);
 }
+
+#[test]
+fn chat_answers_as_the_gateway_does_and_carries_out_commands() {
+    let sepal = serve(&[]);
+    let dir = tempfile::tempdir().unwrap();
+    let template = template(dir.path());
+    let gateway = Gateway::start(&sepal.addr(), &["--chat_template", &template]);
+    let mut messages =
+        vec![json!({"role": "user", "content": "Tell me of a fox.\nAnd of the sea."})];
+    let mut said = Vec::new();
+    for _ in 0..2 {
+        let body =
+            json!({"model": "demo", "messages": messages, "max_tokens": 12, "temperature": 0});
+        let answer = gateway.done("/v1/chat/completions", &body);
+        said.push(answer["choices"][0]["message"]["content"].as_str().unwrap().to_owned());
+        messages.push(json!({"role": "assistant", "content": said.last()}));
+        messages.push(json!({"role": "user", "content": "Go on."}));
+    }
+    let saved = dir.path().join("saved.md");
+    let input = format!(
+        "/stats\nTell me of a fox.\\\nAnd of the sea.\n\nGo on.\n/stats\n/nonsense\n/save {}\n/clear\n",
+        saved.display()
+    );
+    let mut chat = std::process::Command::new(harness::SEPAL)
+        .args([
+            "chat",
+            "--initial_peers",
+            &sepal.addr(),
+            "--dht_prefix",
+            "demo",
+            "--temperature",
+            "0",
+        ])
+        .args(["--torch_dtype", "float32", "--max_tokens", "12", "--chat_template", &template])
+        .arg(demo_model())
+        .env("XDG_STATE_HOME", dir.path())
+        .stdin(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .expect("run sepal chat");
+    chat.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+    let out = chat.wait_with_output().expect("sepal chat ends");
+    assert!(out.status.success());
+    let text = String::from_utf8(out.stdout).expect("UTF-8");
+    assert!(text.starts_with("There is no answer yet.\n"), "{text}");
+    assert!(text.contains(&format!("{}\n{}\n", said[0], said[1])), "{text}\n{said:?}");
+    assert!(text.contains("tokens/s") && text.contains("blocks 0:8"), "{text}");
+    assert!(text.contains("/nonsense is no command") && !text.contains('\x1b'), "{text}");
+    let saved = std::fs::read_to_string(saved).expect("the saved conversation");
+    assert!(saved.contains("## user\n\nGo on.") && saved.contains(&said[1]), "{saved}");
+}

@@ -1,5 +1,5 @@
 //! `sepal gateway`: OpenAI's API over models that a swarm serves. Programs that speak this API use the
-//! swarm unchanged.
+//! swarm unchanged. `sepal chat` is a conversation on the terminal, on the same engine.
 //!
 //! ```text
 //!   HTTP (api) -> prompt by the chat template (template), tokens (model)
@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 mod api;
+pub mod chat;
 mod conversations;
 mod engine;
 mod generation;

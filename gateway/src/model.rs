@@ -42,6 +42,22 @@ pub enum ModelError {
     NoPrefix(String),
 }
 
+/// Why a conversation has no prompt.
+#[derive(Debug, thiserror::Error)]
+pub enum PromptError {
+    /// The folder has no template.
+    #[error(
+        "{0} has no chat template: use /v1/completions, or start the gateway with --chat_template FILE"
+    )]
+    NoTemplate(String),
+    /// The template refuses it.
+    #[error(transparent)]
+    Template(#[from] TemplateError),
+    /// The tokenizer.
+    #[error(transparent)]
+    Text(#[from] TextError),
+}
+
 /// Blocks that no server serves, and since when.
 #[derive(Clone, Debug, Default)]
 pub struct Holes {
@@ -127,6 +143,20 @@ pub struct Model {
 }
 
 impl Model {
+    /// The tokens of a conversation, after which the assistant speaks.
+    ///
+    /// # Errors
+    /// [`PromptError`].
+    pub fn chat_prompt(
+        &self,
+        messages: &serde_json::Value,
+        tools: Option<&serde_json::Value>,
+    ) -> Result<Vec<u32>, PromptError> {
+        let template = self.template.as_ref();
+        let template = template.ok_or_else(|| PromptError::NoTemplate(self.name.clone()))?;
+        Ok(self.codec.encode_rendered(&template.prompt(messages, tools)?)?)
+    }
+
     /// A session for `prompt` and `more` tokens, and how many tokens of the prompt it holds already.
     ///
     /// # Errors

@@ -598,6 +598,19 @@ pub struct GatewayConfig {
     pub startup_timeout: Duration,
 }
 
+/// Settings of `sepal chat`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ChatConfig {
+    /// The one model, its swarm, and bounds.
+    pub engine: GatewayConfig,
+    /// What the assistant is told first.
+    pub system: Option<String>,
+    /// How tokens are chosen.
+    pub sampling: SamplingConfig,
+    /// File of what was entered before; `None` = none.
+    pub history: Option<PathBuf>,
+}
+
 /// A model that a gateway offers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GatewayModel {

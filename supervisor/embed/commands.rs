@@ -63,6 +63,9 @@ pub fn run_command(arguments: impl Iterator<Item = OsString>) -> ExitReason {
         Command::Gateway(config, log) => {
             with_log(&log, "gateway", || gateway::run_command(&config))
         }
+        Command::Chat(config, log) => {
+            with_log(&log, "chat", || gateway::chat::run_command(&config))
+        }
         Command::Demo(config, log) => with_log(&log, "demo", || demo::run_command(&config)),
     }
 }

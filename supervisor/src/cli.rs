@@ -33,8 +33,8 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use shared::block::Span;
 use shared::bootstrap::{Identity, init_logging};
 use shared::config::{
-    CacheConfig, ConvertConfig, DemoConfig, Device, DhtNodeConfig, GatewayConfig, GenerateConfig,
-    LogConfig, LogFormat, ProbeConfig, SamplingConfig, ServeConfig,
+    CacheConfig, ChatConfig, ConvertConfig, DemoConfig, Device, DhtNodeConfig, GatewayConfig,
+    GenerateConfig, LogConfig, LogFormat, ProbeConfig, SamplingConfig, ServeConfig,
 };
 use shared::control::Role;
 use shared::exit::ExitReason;
@@ -103,6 +103,8 @@ pub enum Command {
     Generate(GenerateConfig, LogConfig),
     /// Answer OpenAI's API over models of a swarm.
     Gateway(Box<GatewayConfig>, LogConfig),
+    /// Talk to a model of a swarm.
+    Chat(Box<ChatConfig>, LogConfig),
     /// Start a private swarm and generate text through it.
     Demo(DemoConfig, LogConfig),
     /// Show what runs.
@@ -263,6 +265,10 @@ fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
             let (config, log) = gateway::resolve(*args, env)?;
             Command::Gateway(Box::new(config), log)
         }
+        Commands::Chat(args) => {
+            let (config, log) = gateway::resolve_chat(*args, env)?;
+            Command::Chat(Box::new(config), log)
+        }
         Commands::Cache(args) => Command::Cache(cache::resolve(args, env)?),
         Commands::Convert(args) => {
             let (config, log) = convert::resolve(*args, env)?;
@@ -419,6 +425,8 @@ enum Commands {
     Generate(GenerateArgs),
     /// Answer OpenAI's API over models that a swarm serves, and show the swarm in a browser
     Gateway(Box<gateway::GatewayArgs>),
+    /// Talk to a model that a swarm serves, on the terminal
+    Chat(Box<gateway::ChatArgs>),
     /// Start a private swarm with a small model and generate text through it
     Demo(DemoArgs),
     /// Show the processes of running instances

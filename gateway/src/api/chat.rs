@@ -17,7 +17,7 @@ use super::request::{self, Settings, unix_seconds};
 use super::stream::{self, Chunks};
 use super::texts::{self, TextEvent, Texts, Usage, finish_name};
 use crate::generation::TokenText;
-use crate::model::Model;
+use crate::model::{Model, PromptError};
 
 /// Most messages of a conversation.
 const MAX_MESSAGES: usize = 4096;
@@ -143,20 +143,13 @@ fn prompt(
         let text = format!("{} messages: expected 1 to {MAX_MESSAGES}", messages.len());
         return Err(ApiError::bad(text, Some("messages")));
     }
-    let template = model.template.as_ref().ok_or_else(|| {
-        let text = format!(
-            "{} has no chat template: use /v1/completions, or start the gateway with --chat_template FILE",
-            model.name
-        );
-        ApiError::bad(text, Some("model"))
-    })?;
     let messages: Result<Vec<Value>, ApiError> =
         messages.into_iter().map(Message::into_value).collect();
-    let text = template
-        .prompt(&Value::Array(messages?), tools.filter(|tools| !tools.is_null()))
-        .map_err(|error| ApiError::bad(error.to_string(), Some("messages")))?;
-    let tokens = model.codec.encode_rendered(&text);
-    tokens.map_err(|error| ApiError::bad(error.to_string(), Some("messages")))
+    let tools = tools.filter(|tools| !tools.is_null());
+    model.chat_prompt(&Value::Array(messages?), tools).map_err(|error| {
+        let param = if matches!(error, PromptError::NoTemplate(_)) { "model" } else { "messages" };
+        ApiError::bad(error.to_string(), Some(param))
+    })
 }
 
 /// What all chunks of an answer begin with.

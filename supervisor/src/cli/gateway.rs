@@ -1,14 +1,14 @@
-//! `sepal gateway`: OpenAI's API over models of a swarm.
+//! `sepal gateway`: OpenAI's API over models of a swarm. `sepal chat`: a conversation with one of them.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
-use shared::config::{GatewayConfig, GatewayModel, LogConfig};
+use shared::config::{ChatConfig, GatewayConfig, GatewayModel, LogConfig, SamplingConfig};
 
 use super::values::{check_maddrs, guesses, is_maddr, metrics_addr, pause, seconds, size_bytes};
-use super::{DEFAULT_LOG, Env, LogArgs, serve};
+use super::{DEFAULT_LOG, Env, LogArgs, QUIET_LOG, model_or_last, serve};
 
 const PROTECTION: &str = "Protection";
 
@@ -152,6 +152,95 @@ pub fn resolve(mut args: GatewayArgs, env: Env<'_>) -> Result<(GatewayConfig, Lo
         startup_timeout: args.startup_timeout,
     };
     Ok((config, args.log.resolve(env, DEFAULT_LOG)))
+}
+
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct ChatArgs {
+    /// Model folder in Hugging Face layout, with tokenizer.json, embeddings, head and chat template; required
+    model: Option<String>,
+    /// Peers of the swarm
+    #[arg(long, num_args = 1.., required = true, value_name = "MULTIADDR")]
+    initial_peers: Vec<String>,
+    /// Prefix under which the servers announce the model
+    #[arg(long, value_name = "PREFIX")]
+    dht_prefix: Option<String>,
+    /// Type in which embeddings and head are computed: auto (as in the checkpoint), float32 or
+    /// bfloat16
+    #[arg(long, value_name = "DTYPE", default_value = "auto")]
+    torch_dtype: String,
+    /// Chat template (Jinja) in place of that of the model
+    #[arg(long, value_name = "FILE")]
+    chat_template: Option<PathBuf>,
+    /// What the assistant is told first
+    #[arg(long, value_name = "TEXT")]
+    system: Option<String>,
+    /// Maximum number of tokens of an answer
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
+    max_tokens: u32,
+    /// Sample tokens at this temperature; 0 takes the most probable one
+    #[arg(long, value_name = "T", default_value_t = 0.7)]
+    temperature: f32,
+    /// Sample from the most probable tokens whose probabilities sum to P
+    #[arg(long, value_name = "P", default_value_t = 0.9)]
+    top_p: f32,
+    /// Seed of the sampling; the same seed gives the same answers
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+    /// Guess up to N next tokens from repetitions in the text, and compute them in one step; 0 guesses none
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = guesses)]
+    speculate: usize,
+    /// Timeout for reaching the swarm and finding servers for all blocks, in seconds
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
+    startup_timeout: Duration,
+    #[command(flatten)]
+    log: LogArgs,
+}
+
+/// Turns flags into settings of a conversation.
+pub fn resolve_chat(mut args: ChatArgs, env: Env<'_>) -> Result<(ChatConfig, LogConfig), String> {
+    let folder = model_or_last(args.model, &mut [&mut args.initial_peers])
+        .ok_or("no model given: name a folder, as in sepal chat MODEL")?;
+    check_maddrs("--initial_peers", &args.initial_peers)?;
+    if !(args.temperature >= 0.0) {
+        let given = args.temperature;
+        return Err(format!("invalid --temperature {given}: expected 0 or a positive number"));
+    }
+    let model = GatewayModel { dht_prefix: args.dht_prefix, ..model(&folder)? };
+    let engine = GatewayConfig {
+        models: vec![model],
+        initial_peers: args.initial_peers,
+        listen: SocketAddr::from(([127, 0, 0, 1], 0)),
+        dtype: serve::dtype(&args.torch_dtype)?,
+        chat_template: args.chat_template,
+        api_keys: None,
+        tls: None,
+        cors_origins: Vec::new(),
+        max_streams: 1,
+        requests_per_minute: None,
+        max_body_bytes: 0,
+        default_max_tokens: args.max_tokens,
+        speculate: args.speculate,
+        sessions_kept: 1,
+        session_idle: Duration::from_secs(240),
+        route_timeout: args.startup_timeout,
+        startup_timeout: args.startup_timeout,
+    };
+    let sampling = SamplingConfig {
+        temperature: (args.temperature > 0.0).then_some(args.temperature),
+        top_p: Some(args.top_p),
+        seed: args.seed,
+        ..SamplingConfig::default()
+    };
+    let config = ChatConfig { engine, system: args.system, sampling, history: history(env) };
+    Ok((config, args.log.resolve(env, QUIET_LOG)))
+}
+
+/// `$XDG_STATE_HOME/sepal/chat_history`, by default in `~/.local/state`.
+fn history(env: Env<'_>) -> Option<PathBuf> {
+    let given = |name| env(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let state = given("XDG_STATE_HOME").or_else(|| Some(given("HOME")?.join(".local/state")));
+    state.map(|state| state.join("sepal").join("chat_history"))
 }
 
 fn model(text: &str) -> Result<GatewayModel, String> {
