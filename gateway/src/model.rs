@@ -18,7 +18,7 @@ use crate::template::{ChatTemplate, TemplateError};
 /// Threads for the head of each model.
 const HEAD_THREADS: usize = 2;
 /// Sessions are as long as a multiple of this, so that a conversation can go on in them.
-const LENGTH_STEP: u32 = 512;
+const LENGTH_STEP: u32 = 128;
 /// How often the records of the servers are read.
 const REFRESH_PERIOD: Duration = Duration::from_secs(10);
 

@@ -202,7 +202,7 @@ pub fn resolve_chat(mut args: ChatArgs, env: Env<'_>) -> Result<(ChatConfig, Log
     let folder = model_or_last(args.model, &mut [&mut args.initial_peers])
         .ok_or("no model given: name a folder, as in sepal chat MODEL")?;
     check_maddrs("--initial_peers", &args.initial_peers)?;
-    if !(args.temperature >= 0.0) {
+    if args.temperature.is_nan() || args.temperature < 0.0 {
         let given = args.temperature;
         return Err(format!("invalid --temperature {given}: expected 0 or a positive number"));
     }
