@@ -78,9 +78,13 @@ impl Witness {
             }
             Action::Finish(_) => {
                 self.finished = true;
+                // The rings of a group stay until all of it is reaped, which never comes when a rank
+                // cannot be killed.
                 let left = |(worker, of_worker, of_netd): &(ChildId, Generation, Generation)| {
-                    self.live.contains(&(*worker, *of_worker))
-                        && self.live.contains(&(NETD, *of_netd))
+                    let is_mate = |(live, of): &(ChildId, Generation)| {
+                        of == of_worker && group_of(*live) == group_of(*worker)
+                    };
+                    self.live.iter().any(is_mate) && self.live.contains(&(NETD, *of_netd))
                 };
                 assert!(
                     self.rings.iter().all(left),
