@@ -35,6 +35,16 @@ struct Shared {
     engine: Arc<Engine>,
     guard: Arc<Guard>,
     default_max_tokens: u32,
+    max_body_bytes: usize,
+}
+
+impl Shared {
+    /// The answer to a request for a `kind` of text, counted.
+    fn answered(&self, kind: &'static str, answer: Result<Response, ApiError>) -> Response {
+        let response = answer.unwrap_or_else(IntoResponse::into_response);
+        self.engine.metrics.answered(kind, response.status().as_u16());
+        response
+    }
 }
 
 /// All routes over `engine`.
@@ -43,7 +53,8 @@ struct Shared {
 /// [`KeysError`] if the file of keys cannot be read.
 pub fn router(engine: Arc<Engine>, config: &GatewayConfig) -> Result<Router, KeysError> {
     let guard = Arc::new(Guard::new(config.api_keys.as_deref(), config.requests_per_minute)?);
-    let shared = Shared { engine, guard, default_max_tokens: config.default_max_tokens };
+    let GatewayConfig { default_max_tokens, max_body_bytes, .. } = *config;
+    let shared = Shared { engine, guard, default_max_tokens, max_body_bytes };
     let guarded = Router::new()
         .route("/v1/models", get(models))
         .route("/v1/models/{*name}", get(model))
@@ -52,7 +63,7 @@ pub fn router(engine: Arc<Engine>, config: &GatewayConfig) -> Result<Router, Key
         .route("/api/v1/state", get(state::snapshot))
         .route("/api/v1/events", get(state::events))
         .layer(middleware::from_fn_with_state(shared.clone(), guard::admit))
-        .layer(DefaultBodyLimit::max(config.max_body_bytes));
+        .layer(DefaultBodyLimit::disable());
     let open = Router::new()
         .route("/", get(page::page))
         .route("/livez", get(async || StatusCode::OK))

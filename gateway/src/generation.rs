@@ -171,7 +171,7 @@ async fn generate(
         return Ok(None);
     }
     let (chain, tokens, _) = decoder.finish();
-    model.keep(chain, tokens).await;
+    model.keep(chain, tokens);
     Ok(Some(Ended { finish, completion_tokens, cached_tokens }))
 }
 

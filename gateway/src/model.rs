@@ -21,6 +21,8 @@ const HEAD_THREADS: usize = 2;
 const LENGTH_STEP: u32 = 128;
 /// How often the records of the servers are read.
 const REFRESH_PERIOD: Duration = Duration::from_secs(10);
+/// How long the end of a session may take.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why a model cannot be offered.
 #[derive(Debug, thiserror::Error)]
@@ -173,10 +175,8 @@ impl Model {
     }
 
     /// Keeps the session of a text that has ended for its next turn.
-    pub async fn keep(&self, chain: Chain, tokens: Vec<u32>) {
-        for old in self.conversations.keep(chain, tokens, Instant::now()) {
-            old.close().await;
-        }
+    pub fn keep(&self, chain: Chain, tokens: Vec<u32>) {
+        close(self.conversations.keep(chain, tokens, Instant::now()));
     }
 
     /// Blocks that nobody serves, as last read.
@@ -191,9 +191,7 @@ impl Model {
                 tracing::warn!(model = self.name, %error, "cannot read the servers' records");
             }
             self.find_holes();
-            for old in self.conversations.expired(Instant::now()) {
-                old.close().await;
-            }
+            close(self.conversations.expired(Instant::now()));
             tokio::time::sleep(REFRESH_PERIOD).await;
         }
     }
@@ -219,6 +217,14 @@ impl Model {
             }
         }
         holes.blocks = blocks;
+    }
+}
+
+/// Ends sessions at their servers. Nobody waits for it: a server that does not answer has some time,
+/// after which the session is dropped.
+fn close(sessions: Vec<Chain>) {
+    for session in sessions {
+        tokio::spawn(tokio::time::timeout(CLOSE_TIMEOUT, session.close()));
     }
 }
 

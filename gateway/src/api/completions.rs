@@ -5,7 +5,6 @@ use std::time::SystemTime;
 use axum::Json;
 use axum::body::Bytes;
 use axum::extract::State;
-use axum::extract::rejection::BytesRejection;
 use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -74,19 +73,11 @@ impl Prompt {
 }
 
 /// Answers one request.
-pub(super) async fn create(
-    State(shared): State<Shared>,
-    body: Result<Bytes, BytesRejection>,
-) -> Response {
-    let response = answer(&shared, body).await.unwrap_or_else(IntoResponse::into_response);
-    shared.engine.metrics.answered("completions", response.status().as_u16());
-    response
+pub(super) async fn create(State(shared): State<Shared>, body: Bytes) -> Response {
+    shared.answered("completions", answer(&shared, &body).await)
 }
 
-async fn answer(
-    shared: &Shared,
-    body: Result<Bytes, BytesRejection>,
-) -> Result<Response, ApiError> {
+async fn answer(shared: &Shared, body: &Bytes) -> Result<Response, ApiError> {
     let request: Request = request::parse(body)?;
     let model = request::model(&shared.engine, &request.model)?;
     let unsupported = [

@@ -1,5 +1,7 @@
 //! Errors in OpenAI's shape: one sentence, a type, the parameter, a code.
 
+use std::time::Duration;
+
 use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -37,8 +39,15 @@ impl ApiError {
     }
 
     /// A request with too many bytes.
-    pub fn too_large(message: String) -> ApiError {
-        ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "invalid_request_error", message)
+    pub fn too_large(max_bytes: usize) -> ApiError {
+        let text = format!("the request has more than {max_bytes} bytes, which --max_body allows");
+        ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "invalid_request_error", text)
+    }
+
+    /// A request whose body does not come.
+    pub fn too_slow(limit: Duration) -> ApiError {
+        let text = format!("the body of the request did not come within {} s", limit.as_secs());
+        ApiError::new(StatusCode::REQUEST_TIMEOUT, "invalid_request_error", text)
     }
 
     /// Nothing has this name.

@@ -6,10 +6,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use axum::body::Body;
 use axum::extract::{ConnectInfo, Request, State};
 use axum::http::{HeaderMap, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
+use http_body_util::{BodyExt, LengthLimitError, Limited};
 use sha2::{Digest, Sha256};
 
 use super::Shared;
@@ -17,6 +19,8 @@ use super::error::ApiError;
 
 /// Callers whose rate is remembered; the longest silent ones are forgotten.
 const MAX_CALLERS: usize = 10_000;
+/// How long the body of a request may take.
+const BODY_TIMEOUT: Duration = Duration::from_secs(30);
 const MINUTE: Duration = Duration::from_secs(60);
 /// Shortest key: shorter ones can be guessed.
 const MIN_KEY_CHARS: usize = 16;
@@ -142,13 +146,30 @@ pub(super) async fn admit(
     request: Request,
     next: Next,
 ) -> Response {
-    match shared.guard.admit(request.headers(), address.ip(), Instant::now()) {
-        Ok(()) => next.run(request).await,
+    let admitted = shared.guard.admit(request.headers(), address.ip(), Instant::now());
+    let whole = match admitted {
+        Ok(()) => with_whole_body(request, shared.max_body_bytes).await,
+        Err(error) => Err(error),
+    };
+    match whole {
+        Ok(request) => next.run(request).await,
         Err(error) => {
             shared.engine.metrics.answered("refused", error.status().as_u16());
             error.into_response()
         }
     }
+}
+
+/// The request after all of its body has come: at most `max_bytes`, within [`BODY_TIMEOUT`].
+async fn with_whole_body(request: Request, max_bytes: usize) -> Result<Request, ApiError> {
+    let (head, body) = request.into_parts();
+    let reading = tokio::time::timeout(BODY_TIMEOUT, Limited::new(body, max_bytes).collect());
+    let read = reading.await.map_err(|_| ApiError::too_slow(BODY_TIMEOUT))?;
+    let body = read.map_err(|error| match error.is::<LengthLimitError>() {
+        true => ApiError::too_large(max_bytes),
+        false => ApiError::bad(format!("cannot read the body: {error}"), None),
+    })?;
+    Ok(Request::from_parts(head, Body::from(body.to_bytes())))
 }
 
 #[cfg(test)]

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::body::Bytes;
-use axum::extract::rejection::BytesRejection;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -223,9 +222,8 @@ pub fn out_of_range(name: &'static str, got: impl std::fmt::Display, expected: &
 ///
 /// # Errors
 /// Too many bytes, or not what is expected; the text says where.
-pub fn parse<T: DeserializeOwned>(body: Result<Bytes, BytesRejection>) -> Result<T, ApiError> {
-    let body = body.map_err(|rejection| ApiError::too_large(rejection.body_text()))?;
-    serde_json::from_slice(&body)
+pub fn parse<T: DeserializeOwned>(body: &Bytes) -> Result<T, ApiError> {
+    serde_json::from_slice(body)
         .map_err(|error| ApiError::bad(format!("cannot read the body as JSON: {error}"), None))
 }
 

@@ -147,7 +147,7 @@ struct Answer {
     /// Tokens per row; 0 if nothing was computed.
     tokens: u32,
     /// Where to roll back to if the step must be computed again; `None` if it wrote over tokens
-    /// that were there before.
+    /// that were there before, or changed the order of the rows.
     undo: Option<u32>,
 }
 
@@ -233,6 +233,8 @@ async fn contradicts(
     let undo = answer.undo.ok_or_else(step::overwritten)?;
     open.unconfirmed.distrust();
     open.session.tables.roll_back(undo);
+    // The copy is no step that comes again: its beam order counts.
+    open.session.computed(None);
     open.session.forget_step(pushed.metadata.step_id.as_deref());
     Ok(true)
 }

@@ -104,34 +104,8 @@ pub fn resolve(mut args: GatewayArgs, env: Env<'_>) -> Result<(GatewayConfig, Lo
     if models.is_empty() {
         return Err("no model given: name a folder, as in sepal gateway MODEL".to_owned());
     }
-    for text in &args.dht_prefix {
-        match (text.split_once('='), models.as_mut_slice()) {
-            (Some((name, prefix)), _) => {
-                named(&mut models, "--dht_prefix", name)?.dht_prefix = Some(prefix.to_owned());
-            }
-            (None, [only]) => only.dht_prefix = Some(text.clone()),
-            (None, _) => {
-                return Err(format!(
-                    "invalid --dht_prefix {text:?}: with several models, NAME=PREFIX"
-                ));
-            }
-        }
-    }
-    for text in &args.peer_of {
-        let (name, peer) = text
-            .split_once('=')
-            .ok_or_else(|| format!("invalid --peer_of {text:?}: expected NAME=MULTIADDR"))?;
-        check_maddrs("--peer_of", &[peer.to_owned()])?;
-        named(&mut models, "--peer_of", name)?.initial_peers.push(peer.to_owned());
-    }
-    if let Some(alone) = models.iter().find(|model| model.initial_peers.is_empty())
-        && args.initial_peers.is_empty()
-    {
-        let name = &alone.name;
-        return Err(format!(
-            "no peers for {name:?}: give --initial_peers, or --peer_of {name}=MULTIADDR"
-        ));
-    }
+    give_prefixes(&mut models, &args.dht_prefix)?;
+    give_peers(&mut models, &args.peer_of, !args.initial_peers.is_empty())?;
     let config = GatewayConfig {
         models,
         initial_peers: args.initial_peers,
@@ -152,6 +126,49 @@ pub fn resolve(mut args: GatewayArgs, env: Env<'_>) -> Result<(GatewayConfig, Lo
         startup_timeout: args.startup_timeout,
     };
     Ok((config, args.log.resolve(env, DEFAULT_LOG)))
+}
+
+/// Gives each model that `prefixes` name (`NAME=PREFIX`, or `PREFIX` of the only one) its prefix.
+fn give_prefixes(models: &mut [GatewayModel], prefixes: &[String]) -> Result<(), String> {
+    for text in prefixes {
+        match (text.split_once('='), &mut *models) {
+            (Some((name, prefix)), _) => {
+                named(models, "--dht_prefix", name)?.dht_prefix = Some(prefix.to_owned());
+            }
+            (None, [only]) => only.dht_prefix = Some(text.clone()),
+            (None, _) => {
+                return Err(format!(
+                    "invalid --dht_prefix {text:?}: with several models, NAME=PREFIX"
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Gives each model that `peers` name (`NAME=MULTIADDR`) a peer; each has one unless all
+/// `have_common` ones.
+fn give_peers(
+    models: &mut [GatewayModel],
+    peers: &[String],
+    have_common: bool,
+) -> Result<(), String> {
+    for text in peers {
+        let (name, peer) = text
+            .split_once('=')
+            .ok_or_else(|| format!("invalid --peer_of {text:?}: expected NAME=MULTIADDR"))?;
+        check_maddrs("--peer_of", &[peer.to_owned()])?;
+        named(models, "--peer_of", name)?.initial_peers.push(peer.to_owned());
+    }
+    if let Some(alone) = models.iter().find(|model| model.initial_peers.is_empty())
+        && !have_common
+    {
+        let name = &alone.name;
+        return Err(format!(
+            "no peers for {name:?}: give --initial_peers, or --peer_of {name}=MULTIADDR"
+        ));
+    }
+    Ok(())
 }
 
 #[derive(Debug, Args)]

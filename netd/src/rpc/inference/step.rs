@@ -46,13 +46,14 @@ pub(super) async fn answer_step(
     }
     let began = open.session.tables.prefix();
     match compute_step(service, open, next).await {
-        Ok((output, spent, tokens)) => {
+        Ok(Computed { output, times, tokens, is_reordered }) => {
             let wants_times = next.metadata.wants_times;
-            let metadata = if wants_times { times(next, spent) } else { Bytes::new() };
+            let metadata = if wants_times { told(next, times) } else { Bytes::new() };
             let response = ExpertResponse { tensors: vec![output], metadata };
             let start = next.metadata.start_from_position;
-            let undo = start.is_none_or(|start| start == u64::from(began)).then_some(began);
-            Ok(Some(Answer { response, times: spent, tokens, undo }))
+            let is_appended = start.is_none_or(|start| start == u64::from(began));
+            let undo = (is_appended && !is_reordered).then_some(began);
+            Ok(Some(Answer { response, times, tokens, undo }))
         }
         Err(failure) if next.was_pushed => {
             service.troubles.count(Trouble::Push);
@@ -80,12 +81,21 @@ fn can_take(service: &Service, session: &Session, pushed: &StepMessage) -> bool 
     is_exact && (session.batch == 1 || pushed.metadata.exact_push)
 }
 
-/// The output of a step, how long its job took, and its tokens per row.
+/// What came of one step.
+struct Computed {
+    output: Tensor,
+    times: JobTimes,
+    /// Per row; 0 if nothing was computed.
+    tokens: u32,
+    /// Whether the rows of the cache have another order than before.
+    is_reordered: bool,
+}
+
 async fn compute_step(
     service: &Service,
     open: &mut Open,
     next: &StepMessage,
-) -> Result<(Tensor, JobTimes, u32), Failure> {
+) -> Result<Computed, Failure> {
     let StepMessage { request, metadata, .. } = next;
     let session = &mut open.session;
     let start = metadata.start_from_position;
@@ -97,7 +107,8 @@ async fn compute_step(
         let position = session.tables.check(start, 0)?;
         session.tables.roll_back(position);
         session.computed(None);
-        return Ok((service.echo(&arguments.hidden)?, JobTimes::default(), 0));
+        let output = service.echo(&arguments.hidden)?;
+        return Ok(Computed { output, times: JobTimes::default(), tokens: 0, is_reordered: false });
     }
     let route = (session.blocks.clone(), session.adapter);
     let mut job = service.job(JobKind::Step, route, &arguments, open.caller)?;
@@ -128,7 +139,7 @@ async fn compute_step(
             if arguments.prompts.is_none() {
                 service.onward.push(open.next_hop.as_ref(), metadata, &output, &request.tensors);
             }
-            Ok((output, times, tokens))
+            Ok(Computed { output, times, tokens, is_reordered: hypo_ids.is_some() })
         }
         Err(failure) => {
             session.tables.abort();
@@ -146,7 +157,7 @@ fn check_kv(service: &Service, session: &Session) -> Result<(), Failure> {
 }
 
 /// The metadata of an answer to a client that asks for times.
-fn times(next: &StepMessage, spent: JobTimes) -> Bytes {
+fn told(next: &StepMessage, spent: JobTimes) -> Bytes {
     let server_ns = u64::try_from(next.arrived.elapsed().as_nanos()).unwrap_or(u64::MAX);
     let JobTimes { queue_ns, compute_ns } = spent;
     StepTimes { queue_ns, compute_ns, server_ns }.encode().into()

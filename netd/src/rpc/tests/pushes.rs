@@ -177,6 +177,35 @@ async fn beams_are_pushed_only_by_those_who_push_their_order() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_copy_with_another_beam_order_counts_or_ends_the_session() {
+    // Rows that were moved cannot be moved back; rows that stayed can.
+    for (pushed_order, is_mended) in [(None, true), (Some([0, 0]), false)] {
+        let rig = Rig::new().await;
+        let mut session = rig.session().await;
+        session.open(hidden(2, &[1.0, 10.0]), 30).await.unwrap();
+        let (_stranger, mut stream) = standing(&rig).await;
+        let message = session.message(hidden(2, &[2.0, 2.0]), None, None, Some(&[1, 1]));
+        let order = pushed_order.as_ref().map(|order| order.as_slice());
+        let pushed = session.message(hidden(2, &[2.0, 2.0]), None, None, order);
+        let mut other = message.clone();
+        other.tensors[2] = pushed.tensors[2].clone();
+        let paused = &rig.memory().orders.paused;
+        paused.store(true, Ordering::SeqCst);
+        push(&mut stream, &exact(&other)).await;
+        until(|| rig.service.workers.arena().slots_in_use() > 0).await;
+        session.send(&message).await;
+        // The copy is read while the push is computed; nothing shows that from outside.
+        tokio::time::sleep(std::time::Duration::from_millis(200)).await;
+        paused.store(false, Ordering::SeqCst);
+        let answer = session.answer().await;
+        match is_mended {
+            true => assert_eq!(firsts(&answer.unwrap()), [16.0, 16.0]),
+            false => assert!(answer.unwrap_err().contains("pushed other values")),
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_that_compresses_computes_the_copies_only() {
     let compression = shared::config::Compression::Float16;
     let rig = Rig::shaped(Shape { compression, ..Shape::default() }).await;
