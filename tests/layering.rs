@@ -24,6 +24,8 @@ use workspace::Workspace;
 /// What each crate may depend on within the workspace, in any kind of dependency.
 const EDGES: &[(&str, &[&str])] = &[
     ("shared", &[]),
+    // For tests alone; see TEST_EDGES.
+    ("fuzzing", &[]),
     // Reaches hivemind in the place of the crate of the same name, through `[patch.crates-io]`.
     ("multistream-select", &[]),
     ("kernels", &["shared"]),
@@ -53,8 +55,16 @@ const EDGES: &[(&str, &[&str])] = &[
 ];
 
 /// What the tests of a crate may depend on besides: prepare's map what it wrote as workers do, and
-/// the workers' serve models that prepare made ready.
-const TEST_EDGES: &[(&str, &str)] = &[("prepare", "gpu-worker"), ("gpu-worker", "prepare")];
+/// the workers' serve models that prepare made ready. Crates with decoders fuzz them.
+const TEST_EDGES: &[(&str, &str)] = &[
+    ("prepare", "gpu-worker"),
+    ("gpu-worker", "prepare"),
+    ("shared", "fuzzing"),
+    ("hivemind", "fuzzing"),
+    ("netd", "fuzzing"),
+    ("model", "fuzzing"),
+    ("prepare", "fuzzing"),
+];
 
 /// Families of packages (by prefix) that only these crates may name.
 const ONLY_IN: &[(&str, &[&str])] = &[
@@ -74,6 +84,7 @@ const UNSAFE_IN: &[&str] = &[
     "shared/src/bootstrap/",
     "shared/benches/ring/",
     "shared/tests/ring_allocations.rs",
+    "tests/fuzzing/src/allocator.rs",
     "supervisor/src/spawn.rs",
     "gpu-worker/src/weights/map.rs",
     "gpu-worker/src/weights/map/guard.rs",

@@ -14,6 +14,8 @@ pub mod dtype;
 pub mod escape;
 pub mod exit;
 pub mod files;
+#[cfg(all(test, not(loom)))]
+mod fuzz;
 pub mod hold;
 pub mod ids;
 pub mod job;

@@ -9,6 +9,8 @@
 pub mod cuts;
 mod error;
 mod family;
+#[cfg(test)]
+mod fuzz;
 pub mod header;
 pub mod manifest;
 pub mod rates;

@@ -12,6 +12,8 @@
 //! `rank_pattern`, `alpha_pattern` and everything it does not know.
 
 mod config;
+#[cfg(test)]
+mod fuzz;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -17,6 +17,8 @@
 pub mod admission;
 pub mod fair;
 pub mod fair_permits;
+#[cfg(test)]
+mod fuzz;
 pub mod pool;
 pub mod pressure;
 pub mod queue;

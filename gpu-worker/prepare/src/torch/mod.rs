@@ -13,6 +13,8 @@
 //! must lie within its storage. The format before 1.6 (a row of pickles without an archive) is
 //! refused.
 
+#[cfg(test)]
+mod fuzz;
 mod pickle;
 mod zip;
 

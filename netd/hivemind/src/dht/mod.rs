@@ -25,4 +25,6 @@ pub mod routing;
 pub mod storage;
 
 #[cfg(test)]
+mod fuzz;
+#[cfg(test)]
 mod simulation;

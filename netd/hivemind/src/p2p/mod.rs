@@ -28,6 +28,8 @@ mod connections;
 mod driver;
 mod error;
 mod frame;
+#[cfg(test)]
+mod fuzz;
 mod gate;
 pub mod identity;
 mod limits;

@@ -20,6 +20,8 @@ pub mod tensor;
 pub mod uid;
 
 #[cfg(test)]
+mod fuzz;
+#[cfg(test)]
 pub(crate) mod golden;
 #[cfg(test)]
 mod transcript_tests;
