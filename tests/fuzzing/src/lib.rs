@@ -3,7 +3,7 @@
 //! and by holding more memory than its bound.
 //!
 //! ```text
-//!   cargo test           corpus ─> edits that proptest draws ─────> decoder     short, reproducible
+//!   cargo test           corpus ─> edits that proptest draws ─────> decoder     10,000 runs
 //!   tests/fuzzing/run    corpus ─> libFuzzer, guided by coverage ─> decoder     as long as one likes
 //! ```
 //!
