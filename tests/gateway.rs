@@ -197,17 +197,21 @@ fn a_conversation_that_goes_on_sends_its_new_tokens_only_and_says_the_same() {
         Gateway::start(&sepal.addr(), &["--chat_template", &template, "--sessions_kept", "0"]);
     let path = "/v1/chat/completions";
     let mut messages = vec![json!({"role": "user", "content": "Tell me of a fox and the sea."})];
-    for turn in 0..3 {
+    for round in 0..3 {
         let body =
             json!({"model": "demo", "messages": messages, "max_tokens": 16, "temperature": 0});
         let answer = keeps.done(path, &body);
         let said = answer["choices"][0]["message"]["content"].as_str().unwrap().to_owned();
         let fresh = forgets.done(path, &body);
-        assert_eq!(fresh["choices"][0]["message"]["content"], said.as_str(), "turn {turn}");
+        assert_eq!(fresh["choices"][0]["message"]["content"], said.as_str(), "round {round}");
         let cached = |answer: &Value| {
             answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap()
         };
-        assert_eq!((cached(&answer) > 0, cached(&fresh)), (turn > 0, 0), "turn {turn}: {answer}");
+        assert_eq!(
+            (cached(&answer) > 0, cached(&fresh)),
+            (round > 0, 0),
+            "round {round}: {answer}"
+        );
         let mut streamed = String::new();
         keeps.stream(path, body, |chunk| {
             streamed += chunk["choices"][0]["delta"]["content"].as_str().unwrap_or("");
@@ -243,7 +247,7 @@ fn bad_requests_get_errors_in_the_shape_of_the_api_and_others_go_on() {
         (bad(json!({"echo": true})), 400, "echo"),
         (bad(json!({"logprobs": 99})), 400, "0 to 20"),
         (bad(long), 400, "2048"),
-        (bad(json!({"prompt": "x".repeat(80_000)})), 413, "limit"),
+        (bad(json!({"prompt": "x".repeat(80_000)})), 413, "more than 65536 bytes"),
         (
             (
                 "/v1/chat/completions",

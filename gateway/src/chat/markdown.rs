@@ -35,7 +35,7 @@ impl Markdown {
         let mut out = String::with_capacity(piece.len() + 16);
         for c in piece.chars().filter(|c| !c.is_control() || matches!(c, '\n' | '\t')) {
             if !self.held.is_empty() && !self.held.starts_with(c) {
-                self.settle(&mut out);
+                self.decide(&mut out);
             }
             let may_mark = match c {
                 '`' => true,
@@ -59,7 +59,7 @@ impl Markdown {
     /// What was held back, and the plain style.
     pub fn end(mut self) -> String {
         let mut out = String::new();
-        self.settle(&mut out);
+        self.decide(&mut out);
         if self.style != Style::Plain {
             out.push_str(PLAIN);
         }
@@ -67,7 +67,7 @@ impl Markdown {
     }
 
     /// Acts on marks that are complete.
-    fn settle(&mut self, out: &mut String) {
+    fn decide(&mut self, out: &mut String) {
         let held = std::mem::take(&mut self.held);
         let at_start = std::mem::replace(&mut self.is_line_start, false);
         match (held.as_str(), self.style) {

@@ -8,6 +8,7 @@
 //! ```
 //!
 //! Targets are tests called `fuzz_...`, so that they reach what is private to their crate.
+#![deny(unsafe_code)]
 
 mod allocator;
 #[cfg(feature = "libfuzzer")]

@@ -8,7 +8,7 @@ use prost::Message;
 use super::answer;
 use super::id::DhtId;
 use super::routing::RoutingTable;
-use super::storage::{Owner, Storage, StorageLimits};
+use super::storage::{Dictionary, Owner, Storage, StorageLimits, Stored};
 use crate::p2p::Net;
 use crate::wire::fields::has_at_most;
 use crate::wire::golden;
@@ -88,5 +88,20 @@ fn fuzz_finds() {
         let table = RoutingTable::new(own);
         let found = answer::find(&request, None, &table, [&storage, &storage], NOW);
         outcome(&found.map(|results| assert_eq!(results.len(), request.keys.len())))
+    });
+}
+
+#[test]
+fn fuzz_dictionaries_of_the_dht() {
+    let file = golden::file(golden::DHT_RECORDS);
+    let records = file["records"].as_array().expect("records").iter();
+    let found = records.filter(|record| record["find_result_value_hex"].is_string());
+    let found = found.map(|record| golden::bytes(record, "find_result_value_hex"));
+    let seeds = found.chain([golden::msgpack("DictionaryDHTValue")]);
+    Target::new("dht dictionaries", seeds).with_bound(1 << 20, 256).fuzz(move |input| {
+        let Some(dictionary) = Dictionary::decode(input) else { return "none".into() };
+        let again = Dictionary::decode(&dictionary.encode()).expect("our own bytes");
+        assert_eq!(again.iter().count(), dictionary.iter().count());
+        format!("{:?}", Stored::Dictionary(dictionary).live(1e9).is_some())
     });
 }

@@ -19,7 +19,6 @@ use super::step_times::StepTimes;
 use super::stream_parts::{PartAssembler, PartLimits};
 use super::tensor::{ShapeLimits, WireTensor};
 use super::uid::parse_chain;
-use crate::dht::storage::{Dictionary, Stored};
 use crate::names;
 
 /// Fields of a request, as netd counts them before it decodes.
@@ -135,10 +134,7 @@ fn fuzz_messages_of_the_dht() {
         let ping = decoded::<PingRequest>(input).is_some();
         let pong = decoded::<PingResponse>(input).is_some();
         let stored = decoded::<StoreResponse>(input).is_some();
-        let found = decoded::<FindResponse>(input).map(|found| {
-            let found = found.results.iter().map(|r| Dictionary::decode(&r.value).is_some());
-            found.collect::<Vec<_>>()
-        });
+        let found = decoded::<FindResponse>(input).map(|found| found.results.len());
         format!("{ping} {pong} {stored} {found:?}")
     });
 }
@@ -187,18 +183,6 @@ fn fuzz_announced_records() {
             assert!(ServerInfo::decode(&info.encode()).is_ok());
         }
         outcome(&info) + &outcome(&ModelInfo::decode(input))
-    });
-}
-
-#[test]
-fn fuzz_dictionaries_of_the_dht() {
-    let mut seeds = corpus(golden::DHT_RECORDS, "find_result_value_hex");
-    seeds.push(golden::msgpack("DictionaryDHTValue"));
-    Target::new("dht dictionaries", seeds).with_bound(1 << 20, 256).fuzz(move |input| {
-        let Some(dictionary) = Dictionary::decode(input) else { return "none".into() };
-        let again = Dictionary::decode(&dictionary.encode()).expect("our own bytes");
-        assert_eq!(again.iter().count(), dictionary.iter().count());
-        format!("{:?}", Stored::Dictionary(dictionary).live(1e9).is_some())
     });
 }
 
