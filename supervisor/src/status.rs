@@ -186,12 +186,21 @@ fn send(mut stream: &UnixStream, answer: &Answer) -> io::Result<()> {
 }
 
 /// Asks the supervisor that listens at `path` for its report; for the state of the instance alone
-/// if `brief`.
+/// if `brief`. Asks a second time when the supervisor replaces its executable meanwhile, which closes
+/// connections.
 ///
 /// # Errors
 /// When nobody listens there, or no report comes in time.
 pub fn ask(path: &Path, brief: bool) -> io::Result<InstanceReport> {
-    match order(path, &Request::Report { brief })? {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    let request = Request::Report { brief };
+    let answer = match order(path, &request) {
+        Err(error) if [BrokenPipe, ConnectionReset, UnexpectedEof].contains(&error.kind()) => {
+            order(path, &request)
+        }
+        answer => answer,
+    };
+    match answer? {
         Answer::Report(report) => Ok(*report),
         Answer::Accepted => Err(io::ErrorKind::InvalidData.into()),
         Answer::Refused { error } => Err(io::Error::other(error)),
@@ -225,6 +234,24 @@ mod tests {
             started_unix_s: 8,
             ..InstanceReport::default()
         }
+    }
+
+    #[test]
+    fn who_is_cut_off_once_asks_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("status");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        std::thread::scope(|scope| {
+            let asking = scope.spawn(|| ask(&path, true));
+            drop(listener.accept().unwrap());
+            let (mut stream, _) = listener.accept().unwrap();
+            // Bytes that nobody read would cut this one off too.
+            io::BufRead::read_line(&mut io::BufReader::new(&stream), &mut String::new()).unwrap();
+            let answer = Answer::Report(Box::new(report()));
+            stream.write_all(&serde_json::to_vec(&answer).unwrap()).unwrap();
+            drop(stream);
+            assert_eq!(asking.join().unwrap().unwrap().supervisor_pid, 7);
+        });
     }
 
     fn reporting(_: Request) -> Answer {
