@@ -14,7 +14,7 @@ use shared::causes::with_causes;
 use shared::config::GatewayConfig;
 use shared::escape::escaped;
 use shared::exit::ExitReason;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::api::{self, KeysError};
 use crate::engine::{Engine, EngineError};
@@ -85,7 +85,9 @@ async fn run(config: &GatewayConfig) -> Result<(), GatewayError> {
         tokio::spawn(async move { model.keep_up().await });
     }
     let handle = Handle::new();
-    tokio::spawn(end_at_signal(handle.clone()));
+    // From here on a signal ends the gateway in order; whoever reads the next line may send one.
+    let signals = [signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?];
+    tokio::spawn(end_at_signal(handle.clone(), signals));
     let scheme = if tls.is_some() { "https" } else { "http" };
     println!(
         "The gateway answers at {scheme}://{address}/v1 and shows the swarm at {scheme}://{address}/"
@@ -125,11 +127,8 @@ async fn acceptor(
 }
 
 /// Stops listening at the first signal; texts under way may end.
-async fn end_at_signal(handle: Handle<SocketAddr>) {
-    let signals = [SignalKind::terminate(), SignalKind::interrupt()].map(signal);
-    let [Ok(mut terminate), Ok(mut interrupt)] = signals else {
-        return tracing::error!("cannot wait for signals");
-    };
+async fn end_at_signal(handle: Handle<SocketAddr>, signals: [Signal; 2]) {
+    let [mut terminate, mut interrupt] = signals;
     tokio::select! {
         _ = terminate.recv() => {}
         _ = interrupt.recv() => {}

@@ -20,7 +20,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, PoisonError};
 
 use proptest::strategy::Strategy;
-use proptest::test_runner::{Config, TestCaseError, TestRunner};
+use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestRng, TestRunner};
 
 /// Inputs per target in the short form, unless `PROPTEST_CASES` says another number.
 const SHORT_RUNS: u32 = 10_000;
@@ -113,7 +113,9 @@ impl Target {
         let script = proptest::collection::vec(proptest::num::u8::ANY, 0..MAX_SCRIPT_BYTES);
         let inputs = script.prop_map(|script| mutation::input(&self.corpus, &script));
         let inputs = inputs.prop_map(Printed);
-        TestRunner::new(config)
+        // The same runs each time; new ones are libFuzzer's task.
+        let random = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
+        TestRunner::new_with_rng(config, random)
             .run(&inputs, |Printed(input)| run(&input).map_err(TestCaseError::fail))
             .map_err(|error| error.to_string())?;
         Ok(summary.into_inner().unwrap_or_else(PoisonError::into_inner))
