@@ -8,7 +8,7 @@ mod harness;
 mod wire;
 
 use std::net::{SocketAddr, TcpStream};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use beside::beside;
 use bytes::Bytes;
@@ -217,5 +217,47 @@ async fn connections_that_say_nothing_lock_nobody_out() {
     })
     .await;
     assert!(harm.netd_mib < 256, "{harm}");
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn silent_sessions_keep_nobody_out() {
+    /// Tokens per block; a session of the attacker has a sixteenth of them.
+    const TOKENS: u32 = 16 * 256;
+    let sepal = Sepal::serve(&demo_model(), PREFIX, &["--attn_cache_tokens", "4096"]);
+    let open = async |peer: &Peer, tokens| {
+        let mut session = peer.try_session(BLOCKS, tokens).await?;
+        session.step(noise(&[1, 1, HIDDEN], 1), None).await.map(|_| session)
+    };
+    let hoarder = Peer::connect(&sepal.addr(), PREFIX).await;
+    let mut held = Vec::new();
+    while let Ok(session) = open(&hoarder, TOKENS / 16).await {
+        held.push(session);
+    }
+    assert_eq!(held.len(), 16);
+    // A client of Petals does not wait for memory, and comes again.
+    let newcomer = Peer::connect(&sepal.addr(), PREFIX).await;
+    let began = Instant::now();
+    let mut session = loop {
+        match open(&newcomer, TOKENS / 4).await {
+            Ok(session) => break session,
+            Err(error) => assert!(began.elapsed() < DEADLINE, "{error}"),
+        }
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    };
+    println!("sixteen silent sessions: a newcomer was let in after {:?}", began.elapsed());
+    session.step(noise(&[1, 1, HIDDEN], 2), None).await.expect("the newcomer goes on");
+    let (mut ended, mut going_on) = (0, 0);
+    for session in &mut held {
+        match session.step(noise(&[1, 1, HIDDEN], 2), None).await {
+            Ok(_) => going_on += 1,
+            Err(error) => {
+                assert!(error.to_string().contains("was silent"), "{error}");
+                ended += 1;
+            }
+        }
+    }
+    assert_eq!((ended, going_on), (4, 12), "only what the newcomer needs");
+    session.close().await;
     assert_eq!(sepal.terminate().code(), Some(0));
 }

@@ -10,6 +10,7 @@ use hivemind::wire::tensor::TensorError;
 use shared::shm::board::Trouble;
 
 use crate::sessions::admission::NoMemory;
+use crate::sessions::giving_way::MAX_SILENCE;
 use crate::sessions::table::TableError;
 use crate::workers::arena::TooLarge;
 use crate::workers::gradients::NoRoute;
@@ -72,6 +73,15 @@ impl Failure {
     /// A request or session took too long; Python's text for that is empty.
     pub fn timeout() -> Failure {
         Failure { trouble: Trouble::TimedOut, class: "TimeoutError", text: String::new() }
+    }
+
+    /// A session that was silent while others wanted the memory that it held above its share.
+    pub fn gave_way() -> Failure {
+        Failure::runtime(format!(
+            "this session was silent for {} s and held more than a fair share of the server's attention cache, which others want: open it again",
+            MAX_SILENCE.as_secs()
+        ))
+        .counted(Trouble::OverShare)
     }
 
     /// The text for a stream: `str(exception)`. A `KeyError` quotes its name there.

@@ -194,6 +194,7 @@ async fn run(
                 open.unconfirmed.keep(next);
             }
         }
+        let waiting = open.lease.silence();
         // The bytes of a message that the client sent are not held while the next one is waited for.
         let message = tokio::select! {
             biased;
@@ -203,7 +204,9 @@ async fn run(
             // Where both are here, the client's copy counts.
             message = timeout(service.timeouts.step, requests.next()) => silence(service, message)?,
             pushed = open.registered.pushed(), if open.unconfirmed.takes_pushes() => Some(pushed),
+            () = waiting.gives_way() => return Err(Failure::gave_way().into()),
         };
+        drop(waiting);
         let Some(message) = message else {
             return Ok(());
         };

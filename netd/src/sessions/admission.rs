@@ -2,16 +2,21 @@
 //! memory; it goes back when the last holder drops it. Holders are the session and every job in
 //! flight that names its pages, so that pages are not given to another session before the job was
 //! answered or its worker reaped. A lease of a worker that cannot be killed is never dropped (see
-//! `workers::link`).
+//! `workers::link`). Where there is no memory for a request, silent sessions may be told to end
+//! ([`KvMemory::make_room`]).
+
+mod holders;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use hivemind::p2p::PeerId;
+use hivemind::p2p::{Net, PeerId};
 use shared::ids::PageId;
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 
+use self::holders::Holders;
+use super::giving_way::Claim;
 use super::pool::{Grant, KvRequest, Refusal};
 use super::queue::{Admission, Granted, Ticket, WaitQueue};
 
@@ -37,12 +42,14 @@ struct AdmissionState {
     queue: WaitQueue,
     waiting: HashMap<Ticket, oneshot::Sender<Lease>>,
     waits: KvWaits,
+    holders: Holders,
 }
 
 /// KV memory held by a session and its jobs.
 #[derive(Debug)]
 pub struct Lease {
     peer: PeerId,
+    number: u64,
     grant: Option<Grant>,
     memory: Arc<Inner>,
 }
@@ -52,12 +59,39 @@ impl Lease {
     pub fn pages(&self) -> &[PageId] {
         self.grant.as_ref().map_or(&[], Grant::pages)
     }
+
+    /// Its session waits for its client until the guard is dropped.
+    pub fn silence(&self) -> Silence<'_> {
+        let end = self.memory.lock().holders.falls_silent(self.number, Instant::now());
+        Silence { lease: self, end }
+    }
+}
+
+/// The time in which a session waits for its client.
+#[derive(Debug)]
+pub struct Silence<'a> {
+    lease: &'a Lease,
+    end: Arc<Notify>,
+}
+
+impl Silence<'_> {
+    /// Waits until the session must end because others want its memory.
+    pub async fn gives_way(&self) {
+        self.end.notified().await;
+    }
+}
+
+impl Drop for Silence<'_> {
+    fn drop(&mut self) {
+        self.lease.memory.lock().holders.speaks(self.lease.number);
+    }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
         if let Some(grant) = self.grant.take() {
             let (peer, now) = (self.peer, Instant::now());
+            self.memory.lock().holders.leave(self.number);
             self.memory.clone().change(|queue| queue.give_back(peer, grant, now));
         }
     }
@@ -139,6 +173,7 @@ impl KvMemory {
             queue,
             waiting: HashMap::new(),
             waits: KvWaits::default(),
+            holders: Holders::default(),
         });
         KvMemory { inner: Arc::new(Inner { state, token_bytes }) }
     }
@@ -175,7 +210,9 @@ impl KvMemory {
         let (ticket, mut receiver) = {
             let mut state = self.inner.lock();
             match state.queue.take_or_wait(peer, request, now) {
-                Ok(Admission::Granted(grant)) => return Ok(self.lease(peer, grant)),
+                Ok(Admission::Granted(grant)) => {
+                    return Ok(self.inner.lease(&mut state, peer, grant));
+                }
                 Ok(Admission::Queued(ticket)) => {
                     let (sender, receiver) = oneshot::channel();
                     state.waiting.insert(ticket, sender);
@@ -204,6 +241,21 @@ impl KvMemory {
                 Err(_) => self.inner.change(|queue| queue.serve(Instant::now())),
             }
         }
+    }
+
+    /// Where there is no memory for `request` of `peer` now: tells silent sessions to end that hold
+    /// more than their fair share ([`super::giving_way`]). Whether memory is about to come free.
+    pub fn make_room(
+        &self,
+        peer: PeerId,
+        request: &KvRequest,
+        net_of: impl Fn(&PeerId) -> Net,
+    ) -> bool {
+        let mut state = self.inner.lock();
+        let pool = state.queue.pool();
+        let (missing, budget) = (pool.missing(request), pool.budget());
+        let claim = Claim { net: net_of(&peer), peer, asked: request.token_blocks(), missing };
+        missing > 0 && state.holders.make_room(claim, budget, net_of, Instant::now())
     }
 
     /// Takes for `peer` the pages that a session of it held under another netd.
@@ -237,7 +289,7 @@ impl KvMemory {
     }
 
     fn lease(&self, peer: PeerId, grant: Grant) -> Lease {
-        Lease { peer, grant: Some(grant), memory: self.inner.clone() }
+        self.inner.lease(&mut self.inner.lock(), peer, grant)
     }
 
     fn no_memory(&self, bytes: u64, refusal: Refusal) -> NoMemory {
@@ -282,6 +334,11 @@ impl Inner {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn lease(self: &Arc<Self>, state: &mut AdmissionState, peer: PeerId, grant: Grant) -> Lease {
+        let number = state.holders.enter(peer, grant.token_blocks());
+        Lease { peer, number, grant: Some(grant), memory: self.clone() }
+    }
+
     /// Changes the queue and hands out what that granted. Leases that nobody takes come back here
     /// through their drop.
     fn change(self: &Arc<Self>, change: impl FnOnce(&mut WaitQueue) -> Granted) {
@@ -289,7 +346,7 @@ impl Inner {
         {
             let mut state = self.lock();
             for (ticket, peer, grant) in change(&mut state.queue) {
-                let lease = Lease { peer, grant: Some(grant), memory: self.clone() };
+                let lease = self.lease(&mut state, peer, grant);
                 granted.push((state.waiting.remove(&ticket), lease));
             }
         }

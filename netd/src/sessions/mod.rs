@@ -6,6 +6,7 @@
 //!   admission   who may hold KV memory, and who waits for it      (async driver over queue)
 //!   queue       order among those that wait                       pure
 //!   shares      how much of it one peer may take                pure
+//!   giving_way  which silent sessions end for others            pure
 //!   pool        budget and pages of every block                   pure
 //!   table       page tables of one session, copy on write         pure
 //!   record      a session as bytes that outlive netd              pure
@@ -19,6 +20,7 @@ pub mod fair;
 pub mod fair_permits;
 #[cfg(test)]
 mod fuzz;
+pub mod giving_way;
 pub mod pool;
 pub mod pressure;
 pub mod queue;

@@ -180,6 +180,19 @@ impl Pool {
         Ok(Grant { pages, blocks, token_blocks: asked })
     }
 
+    /// Token-blocks that must come free before `request` can be granted; at least one where pages
+    /// are missing, 0 if there is room.
+    pub fn missing(&self, request: &KvRequest) -> u64 {
+        let missing = request.token_blocks().saturating_sub(self.free());
+        let pages = request.pages() as usize;
+        match self.check(request) {
+            Ok(blocks) if missing == 0 => u64::from(self.lowest_free(&blocks, pages).is_none()),
+            Ok(_) => missing,
+            // Waiting cannot help.
+            Err(_) => 0,
+        }
+    }
+
     /// Takes these pages for `request`, whose session held them before.
     ///
     /// # Errors

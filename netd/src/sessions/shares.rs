@@ -5,8 +5,9 @@
 //! lately refused memory. A peer may take more, and alone it may take everything, but not while
 //! another has a *claim*: a request that waits, or was refused for lack of memory within
 //! [`CLAIM_LIFE`] (Petals' clients never wait, they come again), and that fits into the
-//! share of its own peer. So a client that is alone never notices, what is held is never taken
-//! away, and whoever holds more than its share gets no more until the others were served.
+//! share of its own peer. So a client that is alone never notices, and whoever holds more than its
+//! share gets no more until the others were served. What is held is taken away from silent sessions
+//! alone ([`super::giving_way`]).
 //!
 //! Besides, no peer ever holds more than the operator's `--max_kv_share` of the budget.
 

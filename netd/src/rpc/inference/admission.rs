@@ -1,5 +1,6 @@
 //! Opening a session, or going on with one that was parked.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use hivemind::wire::messages::Tensor;
 use hivemind::wire::resumption::Secret;
 use shared::job::MAX_ROWS;
 use tokio::sync::Notify;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 use tracing::debug;
 
 use super::Open;
@@ -58,8 +59,14 @@ async fn resume(
     })
 }
 
+/// How long a session that was told to end has for it.
+const CLEARING: Duration = Duration::from_secs(2);
+
+/// How often one that waits looks for sessions that fell silent meanwhile.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
+
 /// KV memory for a session that opens. Parked sessions give way, those of the peer itself where it
-/// has its share.
+/// has its share; then silent ones.
 async fn take_kv(
     service: &Service,
     peer: PeerId,
@@ -76,7 +83,15 @@ async fn take_kv(
             break;
         }
     }
-    service.kv.take(peer, kv, wait).await
+    let make_room = || service.kv.make_room(peer, &kv, |peer| service.onward.p2p().net_of(peer));
+    let wait = if make_room() { wait.max(CLEARING) } else { wait };
+    let mut taking = pin!(service.kv.take(peer, kv.clone(), wait));
+    loop {
+        match timeout(LOOK_AGAIN, &mut taking).await {
+            Ok(taken) => return taken,
+            Err(_) => drop(make_room()),
+        }
+    }
 }
 
 /// Admits the session that a first message asks for.

@@ -2,7 +2,7 @@
 //! and others are served.
 
 use std::sync::atomic::Ordering::SeqCst;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hivemind::names;
 use hivemind::p2p::CallError;
@@ -16,6 +16,7 @@ use shared::shm::board::Trouble;
 
 use super::rig::*;
 use crate::rpc::Timeouts;
+use crate::sessions::giving_way::MAX_SILENCE;
 
 fn forward(tokens: usize) -> ExpertRequest {
     ExpertRequest {
@@ -135,6 +136,39 @@ async fn a_peer_with_all_the_kv_memory_gets_no_more_while_another_wants_some() {
     for session in [more, others] {
         session.close().await;
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_silent_session_above_its_share_gives_way_to_another_peer() {
+    let rig = Rig::new().await;
+    let mut held = Vec::new();
+    for _ in 0..2 {
+        let mut session = rig.session().await;
+        session.open(hidden(1, &[1.0]), 8000).await.unwrap();
+        held.push(session);
+    }
+    let other = rig.peer().await;
+    let ask = async || {
+        let stream = other.open_stream(rig.server, names::INFERENCE, DEADLINE);
+        let mut session = Client::of(stream.await.unwrap());
+        let answer = session.open(hidden(1, &[1.0]), 4000).await;
+        answer.map(|_| session)
+    };
+    let text = ask().await.err().unwrap();
+    assert!(text.ends_with("immediately: out of memory"), "{text}");
+    // One of the two goes on, the other is silent.
+    let (mut silent, mut busy) = (held.remove(0), held.remove(0));
+    let until = Instant::now() + MAX_SILENCE + Duration::from_millis(100);
+    while Instant::now() < until {
+        busy.step(hidden(1, &[1.0]), None, None).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    ask().await.unwrap().close().await;
+    let text = silent.answer().await.unwrap_err();
+    assert!(text.contains("was silent for 5 s"), "{text}");
+    assert_eq!(rig.service.troubles.of(Trouble::OverShare), 1);
+    busy.step(hidden(1, &[1.0]), None, None).await.unwrap();
+    busy.close().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
