@@ -3,9 +3,11 @@ import contextlib
 import os
 import signal
 import subprocess
+import tempfile
 import time
 
 from servers import ServerFailed, processes_of_session
+from sweep import sweep
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
@@ -42,6 +44,22 @@ def run_to_end(command, log, deadline_s, environment, on_line=None):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         process.wait(10)
+
+
+@contextlib.contextmanager
+def own_folders():
+    """Temporary files and sockets of all processes go to a folder of this run, which is removed at the end.
+
+    What is killed leaves files: those of Petals wherever it made them, those of Sepal in the runtime folder until the next start.
+    """
+    with tempfile.TemporaryDirectory(prefix="sepal-", ignore_cleanup_errors=True) as folder:
+        os.environ["TMPDIR"] = folder
+        os.environ["XDG_RUNTIME_DIR"] = os.path.join(folder, "run")
+        os.mkdir(os.environ["XDG_RUNTIME_DIR"], 0o700)
+        try:
+            yield
+        finally:
+            sweep()
 
 
 def environment_for(out):
