@@ -97,6 +97,7 @@ fn settings(config: &NetdConfig) -> Result<NodeSettings, String> {
             autonat: false,
             auto_relay: config.use_auto_relay,
             upnp: config.use_upnp,
+            nearest: join::nearest(config),
             ..Traversal::SERVER
         },
         check_reachability: true,

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use hivemind::p2p::{Keypair, P2pError, Traversal, identity};
+use hivemind::p2p::{Keypair, P2pError, Scope, Traversal, identity};
 use shared::causes::with_causes;
 use shared::config::DhtNodeConfig;
 use shared::exit::ExitReason;
@@ -83,6 +83,7 @@ pub async fn start(config: &DhtNodeConfig) -> Result<Joined, Fatal> {
             autonat: true,
             auto_relay: config.use_relay && config.use_auto_relay,
             upnp: config.use_upnp,
+            nearest: Scope::Machine,
         },
         check_reachability: false,
         startup_timeout: config.startup_timeout,

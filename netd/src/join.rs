@@ -8,7 +8,7 @@ use hivemind::dht::driver::{self, Dht, DhtConfig, DhtError};
 use hivemind::dht::storage::StorageLimits;
 use hivemind::names;
 use hivemind::p2p::{
-    Inbound, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Traversal,
+    Inbound, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Scope, Traversal,
     UnaryResponder, identity,
 };
 use shared::causes::with_causes;
@@ -98,6 +98,14 @@ pub fn make_identity(config: &NetdConfig) {
     }
 }
 
+/// The nearest nets on which peers may have this server dial.
+pub fn nearest(config: &NetdConfig) -> Scope {
+    match config.dials_private_nets {
+        true => Scope::Machine,
+        false => Scope::World,
+    }
+}
+
 /// Joins as `init` says. RPCs on blocks are refused until `service` has one.
 ///
 /// # Errors
@@ -119,6 +127,7 @@ pub async fn join(
         traversal: Traversal {
             auto_relay: config.use_auto_relay,
             upnp: config.use_upnp,
+            nearest: nearest(config),
             ..Traversal::SERVER
         },
         check_reachability: true,

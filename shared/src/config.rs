@@ -287,6 +287,8 @@ pub struct NetdConfig {
     pub monitor: Option<String>,
     /// Whether a router is asked to forward the port (UPnP).
     pub use_upnp: bool,
+    /// Whether peers may have it dial addresses of private nets.
+    pub dials_private_nets: bool,
     /// Period of lines with what was computed since the last; `None` writes none.
     pub stats_report_interval: Option<Duration>,
     /// Free text in the record.

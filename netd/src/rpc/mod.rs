@@ -8,6 +8,7 @@
 //! requests wait in a queue that is fair among peers ([`order`]). What is not served as asked is counted by
 //! kind ([`Troubles`]).
 
+mod aims;
 mod backward;
 pub mod budget;
 pub mod compute;

@@ -17,11 +17,11 @@
 //! compression changes them again when the client compresses its copy are not pushed.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use hivemind::names;
-use hivemind::p2p::{MAX_UNARY_BYTES, P2p, PeerId, RpcStream};
+use hivemind::p2p::{CallError, MAX_UNARY_BYTES, P2p, PeerId, RpcStream};
 use hivemind::wire::messages::{Compression, ExpertRequest, Tensor};
 use hivemind::wire::metadata::{NextServer, RequestMetadata};
 use hivemind::wire::uid;
@@ -31,6 +31,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tracing::debug;
 
 use super::Failure;
+use super::aims::{Aims, Namer};
 use super::troubles::Troubles;
 
 /// Bytes of pushes under way, of all sessions: outputs that the next servers have not taken yet.
@@ -53,6 +54,7 @@ pub struct Onward {
     prefix: String,
     room: Arc<Semaphore>,
     troubles: Arc<Troubles>,
+    aims: Arc<Aims>,
 }
 
 /// The way of one session's outputs to its next server. It ends with this value.
@@ -76,7 +78,7 @@ impl Onward {
     /// Pushes from `p2p`.
     pub fn new(p2p: P2p, prefix: &str, troubles: Arc<Troubles>) -> Onward {
         let room = Arc::new(Semaphore::new(MAX_PUSH_BYTES / PIECE_BYTES));
-        Onward { p2p, prefix: prefix.to_owned(), room, troubles }
+        Onward { p2p, prefix: prefix.to_owned(), room, troubles, aims: Arc::default() }
     }
 
     /// The node that pushes.
@@ -84,17 +86,21 @@ impl Onward {
         &self.p2p
     }
 
-    /// Connects to the first of a step's next servers, if there is one, and opens a stream to it,
-    /// while the step is computed.
-    pub fn prepare(&self, hop: &mut Option<NextHop>, metadata: &RequestMetadata) {
+    /// Connects to the first of the next servers in a step of `client`, if there is one, and opens
+    /// a stream to it, while the step is computed.
+    pub fn prepare(&self, hop: &mut Option<NextHop>, client: PeerId, metadata: &RequestMetadata) {
         let next = metadata.next_servers.first().and_then(|next| self.addressee(next).ok());
         let Some((peer, _)) = next else {
             return;
         };
         let count = hop.as_ref().map_or(0, |hop| hop.count);
-        if hop.as_ref().is_none_or(|hop| hop.peer != peer && count < MAX_HOPS) {
+        let is_new = hop.as_ref().is_none_or(|hop| hop.peer != peer && count < MAX_HOPS);
+        let namer = Namer::of(client, self.p2p.net_of(&client));
+        if is_new && self.aims.aim(namer, Instant::now()) {
             let (pushes, queue) = mpsc::channel(MAX_WAITING);
-            tokio::spawn(carry(self.p2p.clone(), peer, queue, self.troubles.clone()));
+            let (aims, troubles) = (self.aims.clone(), self.troubles.clone());
+            let way = Way { p2p: self.p2p.clone(), peer, namer, aims, troubles };
+            tokio::spawn(way.carry(queue));
             *hop = Some(NextHop { peer, pushes, count: count + 1 });
         }
     }
@@ -131,7 +137,9 @@ impl Onward {
     ) -> Result<(), Failure> {
         let (peer, uid) = self.addressee(next)?;
         let hop = hop.filter(|hop| hop.peer == peer);
-        let hop = hop.ok_or_else(|| Failure::bad("the session has named too many next servers"))?;
+        let hop = hop.ok_or_else(|| {
+            Failure::bad("the session, or its client, has named too many next servers")
+        })?;
         let others = step.get(1..).unwrap_or_default().iter().cloned();
         let request = ExpertRequest {
             uid,
@@ -144,7 +152,11 @@ impl Onward {
         let room = room.ok_or_else(|| Failure::runtime("too many pushes are under way"))?;
         let push = Push { request: request.encode_to_vec().into(), _room: room };
         let sent = hop.pushes.try_send(push);
-        sent.map_err(|_| Failure::runtime("the pushes before it have not left yet"))
+        sent.map_err(|_| {
+            Failure::runtime(
+                "the pushes before it have not left yet, or the peer cannot be reached",
+            )
+        })
     }
 
     fn addressee(&self, next: &NextServer) -> Result<(PeerId, String), Failure> {
@@ -166,30 +178,54 @@ fn is_idempotent(output: &Tensor) -> bool {
     kinds.iter().any(|kind| output.compression == *kind as i32)
 }
 
-/// Carries the pushes of one session until it ends.
-async fn carry(p2p: P2p, peer: PeerId, mut queue: mpsc::Receiver<Push>, troubles: Arc<Troubles>) {
-    let mut standing: Option<RpcStream> = None;
-    let opening = p2p.open_stream(peer, names::PUSH_STREAM, PUSH_TIMEOUT);
-    let mut opening = std::pin::pin!(opening);
-    let mut is_opening = true;
-    loop {
-        tokio::select! {
-            opened = &mut opening, if is_opening => {
-                is_opening = false;
-                debug!(%peer, standing = opened.is_ok(), "way to the next server");
-                standing = opened.ok();
-            }
-            push = queue.recv() => {
-                let Some(push) = push else { break };
-                match send(&mut standing, &push).await {
-                    true => {}
-                    false => drop(tokio::spawn(call(p2p.clone(), peer, push, troubles.clone()))),
+/// To a next server.
+struct Way {
+    p2p: P2p,
+    peer: PeerId,
+    /// Who named it.
+    namer: Namer,
+    aims: Arc<Aims>,
+    troubles: Arc<Troubles>,
+}
+
+impl Way {
+    /// Carries the pushes of one session until it ends, or the next server cannot be reached.
+    async fn carry(self, mut queue: mpsc::Receiver<Push>) {
+        let Way { p2p, peer, .. } = &self;
+        let mut standing: Option<RpcStream> = None;
+        let opening = p2p.open_stream(*peer, names::PUSH_STREAM, PUSH_TIMEOUT);
+        let mut opening = std::pin::pin!(opening);
+        let mut is_opening = true;
+        loop {
+            tokio::select! {
+                opened = &mut opening, if is_opening => {
+                    is_opening = false;
+                    debug!(%peer, standing = opened.is_ok(), "way to the next server");
+                    if let Err(CallError::Unreachable { .. } | CallError::Timeout(_)) = opened {
+                        return self.give_up(queue);
+                    }
+                    self.aims.hit(self.namer);
+                    standing = opened.ok();
+                }
+                push = queue.recv() => {
+                    let Some(push) = push else { break };
+                    if !send(&mut standing, &push).await {
+                        tokio::spawn(call(p2p.clone(), *peer, push, self.troubles.clone()));
+                    }
                 }
             }
         }
+        if let Some(stream) = standing {
+            stream.close().await;
+        }
     }
-    if let Some(stream) = standing {
-        stream.close().await;
+
+    /// Pushes that wait are lost; those that come find the queue closed.
+    fn give_up(&self, mut queue: mpsc::Receiver<Push>) {
+        queue.close();
+        while queue.try_recv().is_ok() {
+            self.troubles.count(Trouble::Push);
+        }
     }
 }
 

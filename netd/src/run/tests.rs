@@ -59,6 +59,7 @@ pub(crate) fn config(folder: &Path, initial_peers: Vec<String>) -> NetdConfig {
         rates_dir: None,
         monitor: None,
         use_upnp: false,
+        dials_private_nets: true,
         stats_report_interval: None,
         public_name: Some("tests".into()),
         update_period: Duration::from_secs(120),

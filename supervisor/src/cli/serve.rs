@@ -253,6 +253,7 @@ impl ServeArgs {
             rates_dir: None,
             monitor,
             use_upnp: !network.no_upnp,
+            dials_private_nets: network.dials_private_nets(is_public),
             stats_report_interval: self.supervision.stats_report_interval,
             public_name: model.public_name.take(),
             compression: network.compression,

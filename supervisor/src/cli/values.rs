@@ -37,6 +37,15 @@ pub fn guesses(text: &str) -> Result<usize, String> {
     number.ok_or_else(|| format!("expected a number from 0 to {MAX_GUESSES}"))
 }
 
+/// `on` or `off`.
+pub fn on_off(text: &str) -> Result<bool, String> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err("expected on or off".to_owned()),
+    }
+}
+
 /// Whether children are confined.
 pub fn sandbox(text: &str) -> Result<SandboxMode, String> {
     text.parse()

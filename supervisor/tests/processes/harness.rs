@@ -61,6 +61,7 @@ pub fn config(script: &str) -> ServeConfig {
             rates_dir: None,
             monitor: None,
             use_upnp: false,
+            dials_private_nets: true,
             stats_report_interval: None,
             public_name: None,
             update_period: minute,

@@ -11,13 +11,14 @@ use libp2p::{
     identity::{Keypair, PublicKey},
     kad, noise, ping, relay,
     swarm::{NetworkBehaviour, behaviour::toggle::Toggle, dial_opts::DialOpts},
-    tcp, tls, upnp, yamux,
+    tls, upnp, yamux,
 };
 use tokio::sync::mpsc;
 
 use super::{
     addresses::{Scope, ip_of, peer_of},
     config::{P2pConfig, Traversal},
+    dials::DialGate,
     error::P2pError,
     gate,
     limits::{
@@ -30,6 +31,7 @@ use super::{
     rpc_streams,
     serve::Inbound,
     traffic::Traffic,
+    transport::transport,
     upload::{LimitedYamux, UploadLimit},
 };
 
@@ -67,15 +69,13 @@ pub(super) fn swarm(
     };
     let through_relays = (noise::Config::new, tls::Config::new);
     let limit = config.max_upload_bytes_per_s.map(UploadLimit::new);
-    let limited = || LimitedYamux { yamux: bounded_yamux(), limit: limit.clone() };
-    let with_tcp = || {
+    let gate = DialGate::new(config.traversal.nearest, &config.initial_peers);
+    let gated = || {
+        let muxer = LimitedYamux { yamux: bounded_yamux(), limit: limit.clone() };
+        let transport = transport(&config.keypair, muxer, Arc::clone(&gate))?;
         SwarmBuilder::with_existing_identity(config.keypair.clone())
             .with_tokio()
-            .with_tcp(
-                tcp::Config::default().nodelay(true),
-                (noise::Config::new, tls::Config::new),
-                limited,
-            )
+            .with_other_transport(|_| transport)
             .map_err(|error| P2pError::Transport(error.to_string()))
     };
     let bounds = |config: libp2p::swarm::Config| {
@@ -84,7 +84,7 @@ pub(super) fn swarm(
             .with_max_negotiating_inbound_streams(MAX_NEGOTIATING_STREAMS)
     };
     // A machine without a resolver configuration can still serve peers with plain addresses.
-    let swarm = match with_tcp()?.with_dns() {
+    let swarm = match gated()?.with_dns() {
         Ok(builder) => builder
             .with_relay_client(through_relays, bounded_yamux)
             .map_err(|error| P2pError::Transport(error.to_string()))?
@@ -95,7 +95,7 @@ pub(super) fn swarm(
             .build(),
         Err(error) => {
             tracing::warn!(%error, "no DNS resolver is configured, DNS addresses may fail");
-            with_tcp()?
+            gated()?
                 .with_dns_config(dns::ResolverConfig::default(), dns::ResolverOpts::default())
                 .with_relay_client(through_relays, bounded_yamux)
                 .map_err(|error| P2pError::Transport(error.to_string()))?

@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use libp2p::{Multiaddr, identity::Keypair};
 
+use super::addresses::Scope;
+
 /// What a node is to be.
 #[derive(Clone, Debug)]
 pub struct P2pConfig {
@@ -27,7 +29,7 @@ pub struct P2pConfig {
     pub max_upload_bytes_per_s: Option<u64>,
 }
 
-/// What a node does about NATs and firewalls. Dialling peers behind relays always works.
+/// What a node does about NATs and firewalls, and where it dials. Dialling peers behind relays always works.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Traversal {
     /// Whether it tries to replace a connection through a relay by a direct one (hole punching).
@@ -40,6 +42,9 @@ pub struct Traversal {
     pub auto_relay: bool,
     /// Whether it asks the router of its net to forward its port (UPnP).
     pub upnp: bool,
+    /// The nearest nets that it dials addresses on, initial peers apart: peers decide which
+    /// addresses those are.
+    pub nearest: Scope,
 }
 
 impl Traversal {
@@ -50,12 +55,19 @@ impl Traversal {
         autonat: false,
         auto_relay: false,
         upnp: false,
+        nearest: Scope::Machine,
     };
     /// A client: it reaches servers behind NATs and lends nothing.
     pub const CLIENT: Self = Self { use_relay: true, ..Self::NONE };
     /// A server or a bootstrap node.
-    pub const SERVER: Self =
-        Self { use_relay: true, relay_service: true, autonat: true, auto_relay: true, upnp: true };
+    pub const SERVER: Self = Self {
+        use_relay: true,
+        relay_service: true,
+        autonat: true,
+        auto_relay: true,
+        upnp: true,
+        nearest: Scope::Machine,
+    };
 }
 
 /// One RPC that a node serves.

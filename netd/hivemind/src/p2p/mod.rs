@@ -25,6 +25,7 @@ mod behaviour;
 mod call;
 mod config;
 mod connections;
+mod dials;
 mod driver;
 mod error;
 mod frame;
@@ -45,6 +46,7 @@ mod steady;
 #[cfg(test)]
 mod tests;
 mod traffic;
+mod transport;
 mod unary;
 mod upload;
 

@@ -117,7 +117,7 @@ async fn compute_step(
         return Err(Failure::bad(text));
     }
     check_kv(service, session)?;
-    service.onward.prepare(&mut open.next_hop, metadata);
+    service.onward.prepare(&mut open.next_hop, open.caller.peer, metadata);
     let tokens = job.tokens;
     // A step that comes again finds the rows in its order.
     let step_id = metadata.step_id.as_deref();

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use shared::config::Compression;
 
-use crate::cli::values::{check_maddrs, seconds};
+use crate::cli::values::{check_maddrs, on_off, seconds};
 
 /// Bootstrap peers of the public swarm (`petals/constants.py`, `PUBLIC_INITIAL_PEERS`).
 const PUBLIC_INITIAL_PEERS: [&str; 6] = [
@@ -76,6 +76,10 @@ pub struct NetworkArgs {
     /// Do not ask the router to forward the port (UPnP)
     #[arg(long)]
     pub(super) no_upnp: bool,
+    /// Whether peers may have this server dial addresses of private nets and of this machine: on or
+    /// off [default: on, in the public swarm off]
+    #[arg(long, value_name = "on|off", value_parser = on_off)]
+    pub(super) dial_private_nets: Option<bool>,
     /// Timeout for listening and for reaching a first peer, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     pub(super) daemon_startup_timeout: Duration,
@@ -128,6 +132,11 @@ pub struct Addresses {
 }
 
 impl NetworkArgs {
+    /// Strangers of the public swarm have no business on private nets.
+    pub(super) fn dials_private_nets(&self, is_public: bool) -> bool {
+        self.dial_private_nets.unwrap_or(!is_public)
+    }
+
     /// `run_server.py`: `--port` and `--public_ip` are short for multiaddrs.
     pub fn addresses(&mut self) -> Result<Addresses, String> {
         let announce_maddrs = std::mem::take(&mut self.announce_maddrs);

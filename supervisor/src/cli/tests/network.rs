@@ -120,6 +120,17 @@ fn the_monitor_is_asked_in_the_public_swarm_or_when_named() {
 }
 
 #[test]
+fn strangers_of_the_public_swarm_aim_no_dials_at_private_nets() {
+    let dials = |line: &str| serve(line).netd.dials_private_nets;
+    assert!(!dials("m"));
+    assert!(dials("m --dial_private_nets on"));
+    assert!(dials("m --new_swarm"));
+    assert!(dials("m --initial_peers /ip4/1.2.3.4/tcp/1"));
+    assert!(!dials("m --new_swarm --dial_private_nets off"));
+    assert!(run("serve m --dial_private_nets maybe", &[]).is_err());
+}
+
+#[test]
 fn the_router_is_asked_unless_told_otherwise_and_statistics_are_told_when_asked_for() {
     let netd = serve("m --new_swarm").netd;
     assert!(netd.use_upnp && netd.stats_report_interval.is_none());

@@ -34,6 +34,37 @@ async fn others_are_served(callee: &P2p, mut inbound: mpsc::Receiver<Inbound>) {
     assert_eq!(answer, Ok(Bytes::from_static(b"x")));
 }
 
+/// A port that takes connections, says nothing, and counts them.
+fn silent_port() -> (std::net::TcpListener, Multiaddr) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+    listener.set_nonblocking(true).expect("nonblocking");
+    let port = listener.local_addr().expect("an address").port();
+    (listener, format!("/ip4/127.0.0.1/tcp/{port}").parse().expect("an address"))
+}
+
+#[test]
+fn a_peer_that_announces_many_ports_aims_dials_at_few() {
+    block_on(async {
+        let (callee, _inbound) = start(Vec::new()).await;
+        let (listeners, announce): (Vec<_>, Vec<_>) = (0..16).map(|_| silent_port()).unzip();
+        let initial_peers = vec![full_address(&callee).await];
+        let liar = P2pConfig { announce: announce.clone(), ..config(initial_peers) };
+        let (liar, _inbound_of_liar) = P2p::start(liar).await.expect("a node");
+        let peer = liar.peer_id();
+        until(|| async { !callee.known_addresses(peer).await.is_empty() }).await;
+        let known = callee.known_addresses(peer).await;
+        assert!(known.iter().filter(|addr| announce.contains(addr)).count() > 8, "{known:?}");
+        liar.shutdown().await;
+        until(|| async { !callee.connected_peers().await.contains(&peer) }).await;
+        for _ in 0..3 {
+            let call = callee.call_unary(peer, UNARY, Bytes::new(), Duration::from_secs(1));
+            assert!(call.await.is_err());
+        }
+        let aimed = listeners.iter().filter(|listener| listener.accept().is_ok()).count();
+        assert!((1..=3).contains(&aimed), "{aimed} of 16 ports were dialled");
+    });
+}
+
 #[test]
 fn a_unary_request_beyond_the_cap_is_dropped_at_its_length_and_counted() {
     block_on(async {
