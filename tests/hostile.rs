@@ -20,6 +20,7 @@ use hivemind::dht::storage::tag_of;
 use hivemind::names;
 use hivemind::p2p::{CallError, Keypair, PeerId};
 use hivemind::wire::messages::{NodeInfo, PingRequest, StoreRequest, StoreResponse};
+use hivemind::wire::records::{ServerInfo, ServerState};
 use prost::Message;
 use wire::Wire;
 
@@ -259,5 +260,46 @@ async fn silent_sessions_keep_nobody_out() {
     }
     assert_eq!((ended, going_on), (4, 12), "only what the newcomer needs");
     session.close().await;
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+/// A record of a server that does not exist, and claims everything.
+fn fake(blocks: std::ops::Range<u32>) -> Bytes {
+    let mut info = ServerInfo::new(ServerState::Online, 1e9);
+    (info.start_block, info.end_block) = (Some(blocks.start.into()), Some(blocks.end.into()));
+    (info.inference_rps, info.forward_rps, info.network_rps) = (Some(1e9), Some(1e9), Some(1e9));
+    info.cache_tokens_left = Some(1 << 40);
+    info.encode().into()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_hundred_servers_that_do_not_exist_stop_no_client() {
+    let sepal = serve();
+    let peer = Peer::connect(&sepal.addr(), PREFIX).await;
+    let text = || harness::generate(&sepal, &demo_model(), PREFIX, "float32", "Once upon", 8);
+    let genuine = tokio::task::block_in_place(text);
+    let mut taken = 0;
+    for _ in 0..100 {
+        let nobody = tag_of(&PeerId::random());
+        let key = |block: u32| Bytes::from(DhtId::of_text(&format!("{PREFIX}.{block}")).0.to_vec());
+        let count = BLOCKS.len();
+        let request = StoreRequest {
+            auth: None,
+            keys: BLOCKS.map(key).collect(),
+            subkeys: vec![nobody; count],
+            values: vec![fake(BLOCKS); count],
+            expiration_time: vec![now() + 600.0; count],
+            in_cache: vec![false; count],
+            peer: None,
+        };
+        let request = request.encode_to_vec().into();
+        let answer = peer.p2p.call_unary(peer.server, names::DHT_STORE, request, DEADLINE).await;
+        let stored = StoreResponse::decode(answer.expect("an answer")).expect("an answer");
+        taken += usize::from(stored.store_ok.iter().all(|ok| *ok));
+    }
+    assert_eq!(taken, 100, "anyone can announce servers");
+    let began = Instant::now();
+    assert_eq!(tokio::task::block_in_place(text), genuine);
+    println!("a hundred records of nobody: a client began and ended within {:?}", began.elapsed());
     assert_eq!(sepal.terminate().code(), Some(0));
 }

@@ -223,8 +223,9 @@ impl Chain {
             match link.session.step(&input).await {
                 Ok((output, spent)) => {
                     timing += spent;
+                    let sent = part.tokens;
                     link.history.push(order, part);
-                    self.swarm.trust(&link.session.leg().peer);
+                    self.credit(at, sent, spent);
                     flowing = output;
                     at += 1;
                 }
@@ -243,6 +244,16 @@ impl Chain {
         }
         self.position = u32::try_from(after).unwrap_or(u32::MAX);
         Ok((flowing.last(tokens), timing))
+    }
+
+    /// The server at `at` has answered.
+    fn credit(&self, at: usize, tokens: usize, spent: StepTiming) {
+        let Some(leg) = self.links.get(at).map(|link| link.session.leg()) else { return };
+        self.swarm.trust(&leg.peer);
+        // Servers behind may have computed the step before they were asked: it was pushed.
+        if at == 0 && tokens == 1 {
+            self.swarm.note_rate(&leg.peer, leg.blocks.len(), spent.total);
+        }
     }
 
     /// The servers behind the one at `at` that have the session, so that outputs can be pushed to

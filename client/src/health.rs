@@ -15,6 +15,9 @@ const SMOOTHING: f64 = 0.2;
 /// A round trip that is older is measured anew before it counts.
 const PING_LIFE: Duration = Duration::from_secs(300);
 
+/// Servers whose rates are remembered.
+const MAX_RATES: usize = 1024;
+
 #[derive(Clone, Copy, Debug)]
 struct Ban {
     until: Instant,
@@ -89,6 +92,59 @@ impl<P: Eq + Hash> Pings<P> {
     }
 }
 
+/// Servers that have answered something lately: that they exist is more than a record says.
+#[derive(Debug)]
+pub struct Answers<P> {
+    last: HashMap<P, Instant>,
+}
+
+impl<P> Default for Answers<P> {
+    fn default() -> Answers<P> {
+        Answers { last: HashMap::new() }
+    }
+}
+
+impl<P: Eq + Hash> Answers<P> {
+    /// A server has answered.
+    pub fn heard(&mut self, peer: P, now: Instant) {
+        self.last.retain(|_, last| now.saturating_duration_since(*last) < PING_LIFE);
+        self.last.insert(peer, now);
+    }
+
+    /// Whether a server has answered within the life of a ping.
+    pub fn has_answered(&self, peer: &P, now: Instant) -> bool {
+        self.last.get(peer).is_some_and(|last| now.saturating_duration_since(*last) < PING_LIFE)
+    }
+}
+
+/// Seconds that a block takes for one token on each server, smoothed.
+#[derive(Debug)]
+pub struct Rates<P> {
+    seconds: HashMap<P, f64>,
+}
+
+impl<P> Default for Rates<P> {
+    fn default() -> Rates<P> {
+        Rates { seconds: HashMap::new() }
+    }
+}
+
+impl<P: Eq + Hash> Rates<P> {
+    /// A block took `seconds`.
+    pub fn measured(&mut self, peer: P, seconds: f64) {
+        if self.seconds.len() >= MAX_RATES && !self.seconds.contains_key(&peer) {
+            self.seconds.clear();
+        }
+        let smoothed = self.seconds.entry(peer).or_insert(seconds);
+        *smoothed = SMOOTHING * seconds + (1.0 - SMOOTHING) * *smoothed;
+    }
+
+    /// Blocks per second, if any were measured.
+    pub fn per_second(&self, peer: &P) -> Option<f64> {
+        self.seconds.get(peer).filter(|seconds| **seconds > 0.0).map(|seconds| seconds.recip())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -117,6 +173,21 @@ mod tests {
             now += BAN * (1 << MAX_DOUBLINGS);
         }
         assert!(!bans.banned(&'a', now));
+    }
+
+    #[test]
+    fn answers_grow_old_and_rates_are_smoothed() {
+        let (mut answers, mut rates, start) =
+            (Answers::default(), Rates::default(), Instant::now());
+        assert!(!answers.has_answered(&'a', start));
+        answers.heard('a', start);
+        assert!(answers.has_answered(&'a', start + 299 * S));
+        assert!(!answers.has_answered(&'a', start + 300 * S));
+        assert_eq!(rates.per_second(&'a'), None);
+        rates.measured('a', 0.5);
+        assert_eq!(rates.per_second(&'a'), Some(2.0));
+        rates.measured('a', 3.0);
+        assert_eq!(rates.per_second(&'a'), Some(1.0));
     }
 
     #[test]

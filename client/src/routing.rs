@@ -10,6 +10,11 @@
 //! (P, b) -> (Q, b)      P's span ends at b: ping(P, Q)/2 + overhead (+ penalty if Q lacks cache)
 //! (P, last) -> end      ping/2
 //! ```
+//!
+//! # Discrepancies
+//! Petals believes what records claim. Here a server that has not answered pays a penalty, the rate
+//! that was measured counts instead of a higher one that is claimed, claims are clipped, and a
+//! claimed ping between two servers is not less than the difference of their distances from here.
 
 use std::cmp::Ordering;
 use std::collections::{BinaryHeap, HashMap};
@@ -23,6 +28,11 @@ const UNKNOWN_HALF_PING_S: f64 = 0.15;
 const MAX_PING_S: f64 = 5.0;
 /// For a server whose cache is too small.
 const CACHE_PENALTY_S: f64 = 10.0;
+/// For a server that has not answered yet, nor was seen to be away: it may be a mere record.
+const STRANGER_PENALTY_S: f64 = 5.0;
+/// Most blocks per second that a record is believed: about what a block of the smallest models
+/// takes on the fastest devices.
+const MAX_RPS: f64 = 20_000.0;
 /// Weight of a server that does not answer pings, where the others have their number of blocks.
 const UNREACHABLE_WEIGHT: f64 = 1e-6;
 /// Blocks per second of a server that announces none.
@@ -35,14 +45,34 @@ pub struct Candidate<P> {
     pub peer: P,
     /// The blocks it serves.
     pub blocks: Range<u32>,
-    /// One-token steps of one block per second.
+    /// One-token steps of one block per second, as it announces them.
     pub inference_rps: Option<f64>,
+    /// The same as this client has measured it.
+    pub measured_rps: Option<f64>,
+    /// Whether it has answered anything lately.
+    pub has_answered: bool,
     /// Free cache as announced: tokens of K or V of one block.
     pub cache_tokens_left: Option<u64>,
     /// Round trip from the client, in seconds.
     pub ping_s: Option<f64>,
     /// Round trips to other servers as it announces them, in seconds.
     pub next_pings_s: HashMap<P, f64>,
+}
+
+impl<P: Eq + std::hash::Hash> Candidate<P> {
+    /// Steps of one block per second that are believed.
+    fn rps(&self) -> f64 {
+        let claimed = self.inference_rps.filter(|rps| *rps > 0.0).unwrap_or(DEFAULT_RPS);
+        claimed.min(self.measured_rps.unwrap_or(MAX_RPS)).min(MAX_RPS)
+    }
+
+    /// Round trip to another server, if it announces one.
+    fn ping_to(&self, other: &Candidate<P>) -> Option<f64> {
+        let claimed = *self.next_pings_s.get(&other.peer)?;
+        let known = |ping: Option<f64>| ping.filter(|seconds| seconds.is_finite());
+        let apart = known(self.ping_s).zip(known(other.ping_s)).map(|(a, b)| (a - b).abs());
+        Some(claimed.max(apart.unwrap_or(0.0)))
+    }
 }
 
 /// One leg of a route: these blocks run on this server.
@@ -102,6 +132,7 @@ pub fn max_throughput<P: Clone + Ord>(
         here.sort_by(|a, b| a.peer.cmp(&b.peer));
         let weight = |server: &&Candidate<P>| match server.ping_s {
             Some(ping) if ping.is_infinite() => UNREACHABLE_WEIGHT,
+            None if !server.has_answered => UNREACHABLE_WEIGHT,
             _ => f64::from(server.blocks.end - server.blocks.start),
         };
         let total: f64 = here.iter().map(weight).sum();
@@ -141,10 +172,11 @@ impl<P: Clone + Eq + std::hash::Hash + Ord> Graph<'_, P> {
         let need = self
             .cache_tokens
             .map(|n| n * 2 * u64::from(candidate.blocks.end - candidate.blocks.start));
-        match (need, candidate.cache_tokens_left) {
+        let of_cache = match (need, candidate.cache_tokens_left) {
             (Some(need), Some(left)) if need > left => CACHE_PENALTY_S,
             _ => 0.0,
-        }
+        };
+        of_cache + if candidate.has_answered { 0.0 } else { STRANGER_PENALTY_S }
     }
 
     fn first_nodes(&self) -> impl Iterator<Item = (Node, f64)> + '_ {
@@ -159,14 +191,13 @@ impl<P: Clone + Eq + std::hash::Hash + Ord> Graph<'_, P> {
     fn neighbours(&self, (server, block): Node) -> Vec<(Node, f64)> {
         let candidate = &self.servers[server];
         if block < self.end(server) {
-            let step = 1.0 / candidate.inference_rps.filter(|r| *r > 0.0).unwrap_or(DEFAULT_RPS);
-            return vec![((server, block + 1), step)];
+            return vec![((server, block + 1), 1.0 / candidate.rps())];
         }
         let next = |s: &usize| *s != server && self.servers[*s].blocks.contains(&block);
         (0..self.servers.len())
             .filter(next)
             .map(|s| {
-                let ping = candidate.next_pings_s.get(&self.servers[s].peer);
+                let ping = candidate.ping_to(&self.servers[s]);
                 ((s, block), self.enter(s, ping.map(|p| p.min(MAX_PING_S) / 2.0)))
             })
             .collect()
@@ -261,6 +292,8 @@ mod tests {
             peer,
             blocks,
             inference_rps: Some(rps),
+            measured_rps: None,
+            has_answered: true,
             cache_tokens_left: None,
             ping_s: Some(ping_ms / 1e3),
             next_pings_s: next.iter().map(|(p, ms)| (*p, ms / 1e3)).collect(),
@@ -290,6 +323,31 @@ mod tests {
         let (route, cost) = min_latency(&swarm(), 0..8, Some(63)).unwrap();
         assert_eq!(route, [leg(1, 0..4), leg(3, 4..8)]);
         assert!((cost - 0.163).abs() < 1e-9, "{cost}");
+    }
+
+    #[test]
+    fn what_a_record_claims_counts_less_than_what_is_known() {
+        let first = |servers: &[Candidate<u8>]| min_latency(servers, 0..8, None).unwrap().0;
+        let mut servers = vec![server(1, 0..8, 100.0, 50.0, &[])];
+        for peer in 2..100 {
+            let fake = server(peer, 0..8, 1e9, 0.0, &[]);
+            servers.push(Candidate { ping_s: None, has_answered: false, ..fake });
+        }
+        assert_eq!(first(&servers)[0].peer, 1, "who has answered before who has not");
+        assert!((0..100).all(|draw| max_throughput(&servers, 0..8, draw).unwrap()[0].peer == 1));
+        let mut servers = vec![server(1, 0..8, 1e9, 50.0, &[]), server(2, 0..8, 1e5, 49.0, &[])];
+        assert_eq!(first(&servers)[0].peer, 2, "claims are clipped");
+        servers[1].measured_rps = Some(100.0);
+        assert_eq!(first(&servers)[0].peer, 1, "what was measured counts");
+    }
+
+    #[test]
+    fn two_servers_are_not_nearer_to_each_other_than_their_distances_from_here_allow() {
+        let far = server(1, 0..4, 100.0, 400.0, &[(2, 0.0)]);
+        let near = server(2, 4..8, 100.0, 20.0, &[]);
+        assert_eq!(far.ping_to(&near), Some(0.38));
+        let unknown = Candidate { ping_s: None, ..near };
+        assert_eq!(far.ping_to(&unknown), Some(0.0));
     }
 
     #[test]

@@ -1,5 +1,8 @@
 //! The swarm as a client sees it: who serves what, how far away they are, who is banned for now.
 
+mod survey;
+
+use std::collections::HashSet;
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,15 +14,15 @@ use hivemind::p2p::{Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protoc
 use hivemind::view::{self, ServerSpan};
 use hivemind::wire::records::ServerState;
 
-use crate::health::{Bans, Pings};
+use crate::health::{Answers, Bans, Pings, Rates};
+use survey::MAX_SURVEYS;
+
 use crate::routing::{Candidate, Leg, MissingBlock, max_throughput, min_latency};
 
 /// Parallel calls of one lookup, as in Petals' client.
 const LOOKUP_WORKERS: usize = 32;
 /// Age at which the view is read anew, as in Petals' client.
 const REFRESH_PERIOD: Duration = Duration::from_secs(60);
-/// Servers that are pinged when the view is read: those that were not measured lately first.
-const MAX_PINGED: usize = 8;
 /// Pause between two looks at the DHT while a block has no server.
 const LOOK_AGAIN: Duration = Duration::from_millis(500);
 
@@ -94,6 +97,8 @@ struct Known {
     read_at: Option<Instant>,
     pings: Pings<PeerId>,
     bans: Bans<PeerId>,
+    answers: Answers<PeerId>,
+    rates: Rates<PeerId>,
 }
 
 impl Swarm {
@@ -200,23 +205,13 @@ impl Swarm {
         let blocks =
             view::read_blocks(&self.dht, &self.config.prefix, 0..self.config.num_blocks).await?;
         let asked = {
-            let now = Instant::now();
             let mut known = self.known();
             known.servers = view::spans(&blocks, 0, ServerState::Online);
             known.all_servers = view::spans(&blocks, 0, ServerState::Joining);
-            known.read_at = Some(now);
-            let mut asked: Vec<PeerId> = known.servers.iter().filter_map(peer).collect();
-            asked.sort_by_key(|peer| known.pings.seconds(peer, now).is_some());
-            asked.truncate(MAX_PINGED);
-            asked
+            known.read_at = Some(Instant::now());
+            known.to_ask(|_| true)
         };
-        let pings = asked.iter().map(|peer| self.dht.ping(*peer));
-        for (peer, ping) in asked.iter().zip(futures::future::join_all(pings).await) {
-            // A relayed server answers no DHT pings; its way is taken as unknown.
-            if let Ok(ping) = ping {
-                self.known().pings.measured(*peer, ping.as_secs_f64(), Instant::now());
-            }
-        }
+        self.survey(asked, 0..self.config.num_blocks).await;
         Ok(())
     }
 
@@ -235,17 +230,19 @@ impl Swarm {
         if read_at.is_none_or(|at| at.elapsed() > REFRESH_PERIOD) {
             self.refresh().await?;
         }
+        let (mut asked, mut surveys) = (HashSet::new(), 0);
         loop {
-            let candidates = self.known().candidates();
-            let route = match purpose {
-                Purpose::Session { max_length } => {
-                    let tokens = Some(u64::from(max_length));
-                    min_latency(&candidates, blocks.clone(), tokens).map(|(legs, _)| legs)
+            match self.find(blocks.clone(), purpose) {
+                Ok(legs) => {
+                    let strangers = self.known().strangers(&legs, &asked);
+                    if strangers.is_empty() || surveys == MAX_SURVEYS {
+                        return Ok(legs);
+                    }
+                    asked.extend(strangers.iter().copied());
+                    surveys += 1;
+                    self.survey(strangers, blocks.clone()).await;
+                    continue;
                 }
-                Purpose::Batch { draw } => max_throughput(&candidates, blocks.clone(), draw),
-            };
-            match route {
-                Ok(legs) => return Ok(legs),
                 Err(missing) if Instant::now() >= end => {
                     return Err(SwarmError::Missing {
                         prefix: self.config.prefix.clone(),
@@ -258,6 +255,17 @@ impl Swarm {
             }
             tokio::time::sleep(LOOK_AGAIN).await;
             self.refresh().await?;
+        }
+    }
+
+    /// The best route by what is known.
+    fn find(&self, blocks: Range<u32>, purpose: Purpose) -> Result<Vec<Leg<PeerId>>, MissingBlock> {
+        let candidates = self.known().candidates();
+        match purpose {
+            Purpose::Session { max_length } => {
+                min_latency(&candidates, blocks, Some(u64::from(max_length))).map(|(legs, _)| legs)
+            }
+            Purpose::Batch { draw } => max_throughput(&candidates, blocks, draw),
         }
     }
 
@@ -276,7 +284,17 @@ impl Swarm {
 
     /// Forgets the failures of `peer`: it has answered.
     pub fn trust(&self, peer: &PeerId) {
-        self.known().bans.answered(peer);
+        let mut known = self.known();
+        known.bans.answered(peer);
+        known.answers.heard(*peer, Instant::now());
+    }
+
+    /// `peer` took `spent` for a step of one token through so many blocks, the way included.
+    pub fn note_rate(&self, peer: &PeerId, blocks: usize, spent: Duration) {
+        let mut known = self.known();
+        let way = known.pings.seconds(peer, Instant::now()).filter(|ping| ping.is_finite());
+        let seconds = (spent.as_secs_f64() - way.unwrap_or(0.0)).max(0.0);
+        known.rates.measured(*peer, seconds / blocks.max(1) as f64);
     }
 
     /// Closes all connections, of all handles.
@@ -303,13 +321,15 @@ impl Known {
 
     fn candidate(&self, server: &ServerSpan) -> Option<Candidate<PeerId>> {
         let next = server.info.next_pings.iter().flatten();
-        let peer = peer(server)?;
+        let (peer, now) = (peer(server)?, Instant::now());
         Some(Candidate {
             peer,
             blocks: u32::try_from(server.start).ok()?..u32::try_from(server.end).ok()?,
             inference_rps: server.info.inference_rps,
+            measured_rps: self.rates.per_second(&peer),
+            has_answered: self.answers.has_answered(&peer, now),
             cache_tokens_left: server.info.cache_tokens_left,
-            ping_s: self.pings.seconds(&peer, Instant::now()),
+            ping_s: self.pings.seconds(&peer, now),
             next_pings_s: next
                 .filter_map(|(peer, ping)| Some((peer.parse().ok()?, *ping)))
                 .collect(),

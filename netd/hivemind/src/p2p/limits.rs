@@ -30,7 +30,7 @@ pub(super) const TRIM_GRACE: Duration = Duration::from_secs(120);
 pub(super) const PING_PERIOD: Duration = Duration::from_secs(30);
 /// Our own dials under way.
 pub(super) const MAX_PENDING_OUTBOUND: u32 = 128;
-/// Inbound connections in their handshake: silent ones stay for [`CONNECTION_TIMEOUT`], some KiB
+/// Inbound connections in their handshake: silent ones stay for [`FIRST_BYTE_TIMEOUT`], some KiB
 /// each, and a hundred new ones a second must leave the others in.
 pub(super) const MAX_PENDING_INBOUND: u32 = 1536;
 /// Inbound connections in their handshake of one public IP net.
@@ -47,6 +47,8 @@ pub(super) const MAX_NEGOTIATING_STREAMS: usize = 128;
 pub(super) const NEGOTIATION_TIMEOUT: Duration = Duration::from_secs(10);
 /// TCP, security and muxer handshake of one connection.
 pub(super) const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
+/// An inbound connection must say something by then: whoever dials speaks first.
+pub(super) const FIRST_BYTE_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long a connection without streams is kept: DHT traffic is sporadic, re-dialling costs a
 /// lookup.
 pub(super) const IDLE_CONNECTION_TIMEOUT: Duration = Duration::from_secs(3600);

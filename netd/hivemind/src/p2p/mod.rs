@@ -28,6 +28,7 @@ mod connections;
 mod dials;
 mod driver;
 mod error;
+mod first_byte;
 mod frame;
 #[cfg(test)]
 mod fuzz;

@@ -25,7 +25,7 @@ use libp2p::{
 };
 use tokio::time::Instant;
 
-use super::{dials::DialGate, error::P2pError, upload::LimitedYamux};
+use super::{dials::DialGate, error::P2pError, first_byte::FirstByte, upload::LimitedYamux};
 
 type Made = (PeerId, StreamMuxerBox);
 
@@ -41,6 +41,7 @@ pub(super) fn transport(
         tls: tls::Config::new(keypair).map_err(|error| failed(&error))?,
     };
     let inner = tcp::tokio::Transport::new(tcp::Config::default().nodelay(true))
+        .map(|socket, endpoint| FirstByte::of(socket, &endpoint))
         .upgrade(Version::V1Lazy)
         .authenticate(security)
         .multiplex(muxer)

@@ -3,7 +3,9 @@
 
 use futures::io::AsyncWriteExt as _;
 
-use super::super::limits::{UNARY_REQUEST_TIMEOUT, UNARY_STALL_TIMEOUT, WRITE_STALL_TIMEOUT};
+use super::super::limits::{
+    FIRST_BYTE_TIMEOUT, UNARY_REQUEST_TIMEOUT, UNARY_STALL_TIMEOUT, WRITE_STALL_TIMEOUT,
+};
 use super::*;
 
 /// A connected pair whose callee answers unary calls and hands out streams.
@@ -62,6 +64,27 @@ fn a_peer_that_announces_many_ports_aims_dials_at_few() {
         }
         let aimed = listeners.iter().filter(|listener| listener.accept().is_ok()).count();
         assert!((1..=3).contains(&aimed), "{aimed} of 16 ports were dialled");
+    });
+}
+
+#[test]
+fn an_inbound_connection_that_says_nothing_is_closed_after_three_seconds() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    block_on(async {
+        let (callee, inbound) = start(Vec::new()).await;
+        let addr = callee.listen_addrs().await.pop().expect("listens");
+        let socket = super::super::addresses::socket_addr(&addr).expect("an address of TCP");
+        let begin = Instant::now();
+        let mut silent = tokio::net::TcpStream::connect(socket).await.expect("connect");
+        let mut slow = tokio::net::TcpStream::connect(socket).await.expect("connect");
+        slow.write_all(&[19]).await.expect("the first byte of a negotiation");
+        let ended = timeout(CALL, silent.read(&mut [0; 64])).await.expect("closed in time");
+        assert!(!matches!(ended, Ok(1..)), "{ended:?}");
+        assert!(begin.elapsed() >= FIRST_BYTE_TIMEOUT);
+        // Who has begun has the time of a handshake.
+        let more = timeout(Duration::from_secs(1), slow.read(&mut [0; 64])).await;
+        assert!(!matches!(more, Ok(Ok(0) | Err(_))), "{more:?}");
+        others_are_served(&callee, inbound).await;
     });
 }
 
