@@ -243,6 +243,7 @@ impl<'a> Parts<'a> {
     ///
     /// # Safety
     /// The matrix [`is_grouped`](Self::is_grouped) and has that row, and a row that group.
+    #[cfg(target_arch = "x86_64")]
     #[allow(unsafe_code, reason = "the innermost loop of a matrix product asks for it")]
     #[inline(always)]
     pub(crate) unsafe fn scale_unchecked(&self, output: usize, group: usize) -> f32 {

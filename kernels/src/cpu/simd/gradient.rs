@@ -62,6 +62,8 @@ pub(in crate::cpu) fn linear_grad(
     scratch: &mut Scratch,
     args: LinearGrad<'_, [f32], WeightView<'_>>,
 ) {
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = scratch;
     #[cfg(target_arch = "x86_64")]
     let args = match (isa, args.weight.dtype()) {
         // SAFETY: `Isa` values come from `Isa::available`, which saw these features.

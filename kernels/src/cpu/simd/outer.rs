@@ -110,12 +110,6 @@ pub(super) trait Outer: Vector {
     /// Most rows of a tile.
     const ROWS: usize;
 
-    /// Puts a number in every lane.
-    unsafe fn splat(value: f32) -> Self;
-
-    /// Adds lane by lane.
-    unsafe fn add(self, other: Self) -> Self;
-
     /// Transposes a square of [`LANES`](Vector::LANES) vectors.
     unsafe fn transpose(square: &mut [Self; MOST_LANES]);
 
@@ -152,21 +146,9 @@ pub(super) trait Outer: Vector {
 
 /// Implements [`Outer`] for one vector.
 macro_rules! outer {
-    ($vector:ty, $features:literal, rows $rows:literal, $splat:ident, $add:ident, $transpose:ident) => {
+    ($vector:ty, $features:literal, rows $rows:literal, $transpose:ident) => {
         impl Outer for $vector {
             const ROWS: usize = $rows;
-
-            #[inline]
-            #[target_feature(enable = $features)]
-            unsafe fn splat(value: f32) -> Self {
-                $splat(value)
-            }
-
-            #[inline]
-            #[target_feature(enable = $features)]
-            unsafe fn add(self, other: Self) -> Self {
-                $add(self, other)
-            }
 
             #[inline]
             #[target_feature(enable = $features)]
@@ -230,9 +212,8 @@ macro_rules! outer {
     };
 }
 
-outer!(__m256, "avx2,fma,f16c", rows 6, _mm256_set1_ps, _mm256_add_ps, transpose256);
-outer!(__m512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", rows 12,
-    _mm512_set1_ps, _mm512_add_ps, transpose512);
+outer!(__m256, "avx2,fma,f16c", rows 6, transpose256);
+outer!(__m512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", rows 12, transpose512);
 
 /// [`Outer::tile`] of `rows` rows, at most [`Outer::ROWS`].
 ///

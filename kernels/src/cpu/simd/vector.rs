@@ -19,6 +19,8 @@ pub(super) trait Vector: Copy + Send + Sync + 'static {
     /// Zero in every lane.
     const ZERO: Self;
 
+    /// The same number in every lane.
+    unsafe fn splat(value: f32) -> Self;
     /// Loads f32 numbers.
     unsafe fn load(p: *const u8) -> Self;
     /// Loads bfloat16 numbers, widened.
@@ -26,11 +28,14 @@ pub(super) trait Vector: Copy + Send + Sync + 'static {
     /// Loads float16 numbers, widened.
     unsafe fn load_f16(p: *const u8) -> Self;
     /// Loads signed bytes as numbers.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "for vectors of x86-64"))]
     unsafe fn load_i8(p: *const u8) -> Self;
     /// Stores f32 numbers.
     unsafe fn store(self, p: *mut u8);
     /// Computes `self * b + sum`, rounded once where the instruction set has fused products.
     unsafe fn mul_add(self, b: Self, sum: Self) -> Self;
+    /// Sums lane by lane.
+    unsafe fn add(self, other: Self) -> Self;
     /// Sums the lanes of vectors `first`, `first + stride`, ... (`O` of them), each as a balanced
     /// tree: halves, quarters, eighths, pairs.
     unsafe fn totals<const O: usize>(sums: &[Self], first: usize, stride: usize) -> [f32; O];
@@ -40,7 +45,8 @@ pub(super) trait Vector: Copy + Send + Sync + 'static {
 #[cfg(target_arch = "x86_64")]
 macro_rules! vector {
     (
-        $vector:ty, $lanes:literal, $features:literal, $load:ident, $store:ident, $fmadd:ident, $totals:ident,
+        $vector:ty, $lanes:literal, $features:literal, $splat:ident, $load:ident, $store:ident,
+        $fmadd:ident, $add:ident, $totals:ident,
         halves $load_half:ident, $from_f16:ident, $from_u16:ident,
         bytes $load_bytes:ident, $from_i8:ident, integers $shift:ident, $as_floats:ident, $to_floats:ident
     ) => {
@@ -49,6 +55,12 @@ macro_rules! vector {
             const ZERO: Self =
                 // SAFETY: as many f32 zeros.
                 unsafe { std::mem::transmute::<[f32; $lanes], $vector>([0.0; $lanes]) };
+
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn splat(value: f32) -> Self {
+                $splat(value)
+            }
 
             #[inline]
             #[target_feature(enable = $features)]
@@ -94,6 +106,12 @@ macro_rules! vector {
 
             #[inline]
             #[target_feature(enable = $features)]
+            unsafe fn add(self, other: Self) -> Self {
+                $add(self, other)
+            }
+
+            #[inline]
+            #[target_feature(enable = $features)]
             unsafe fn totals<const O: usize>(
                 sums: &[Self],
                 first: usize,
@@ -106,12 +124,14 @@ macro_rules! vector {
 }
 
 #[cfg(target_arch = "x86_64")]
-vector!(__m256, 8, "avx2,fma,f16c", _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps, totals256,
+vector!(__m256, 8, "avx2,fma,f16c", _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps,
+    _mm256_fmadd_ps, _mm256_add_ps, totals256,
     halves _mm_loadu_si128, _mm256_cvtph_ps, _mm256_cvtepu16_epi32,
     bytes _mm_loadl_epi64, _mm256_cvtepi8_epi32,
     integers _mm256_slli_epi32, _mm256_castsi256_ps, _mm256_cvtepi32_ps);
 #[cfg(target_arch = "x86_64")]
-vector!(__m512, 16, "avx512f,avx512dq", _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps, totals512,
+vector!(__m512, 16, "avx512f,avx512dq", _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps,
+    _mm512_fmadd_ps, _mm512_add_ps, totals512,
     halves _mm256_loadu_si256, _mm512_cvtph_ps, _mm512_cvtepu16_epi32,
     bytes _mm_loadu_si128, _mm512_cvtepi8_epi32,
     integers _mm512_slli_epi32, _mm512_castsi512_ps, _mm512_cvtepi32_ps);
@@ -203,6 +223,11 @@ impl Vector for Plain {
     const ZERO: Self = Plain([0.0; LANES]);
 
     #[inline(always)]
+    unsafe fn splat(value: f32) -> Self {
+        Plain([value; LANES])
+    }
+
+    #[inline(always)]
     unsafe fn load(p: *const u8) -> Self {
         // SAFETY: as the caller says.
         unsafe { Plain::read(p, f32::from_ne_bytes) }
@@ -235,6 +260,11 @@ impl Vector for Plain {
     #[inline(always)]
     unsafe fn mul_add(self, b: Self, sum: Self) -> Self {
         Plain(std::array::from_fn(|i| mul_add::<FMA>(self.0[i], b.0[i], sum.0[i])))
+    }
+
+    #[inline(always)]
+    unsafe fn add(self, other: Self) -> Self {
+        Plain(std::array::from_fn(|i| self.0[i] + other.0[i]))
     }
 
     #[inline(always)]

@@ -13,9 +13,12 @@
 //! Floor: in decode the bytes of keys and values over the bandwidth of memory; in prefill
 //! `4 * heads * head_dim` operations per (query, key) pair over the f32 rate.
 
+use std::ops::Range;
+
 use super::shapes::{Forward, Outputs, QueryTile, softmax};
+use super::tiles::{add_weighted, dots};
 use crate::cpu::pool::Disjoint;
-use crate::cpu::simd::lanes::{LANES, dot, mul_add};
+use crate::cpu::simd::vector::Vector;
 use crate::kv::{PAGE_TOKENS, StepRow};
 use crate::ops::convert::with_rounding;
 use crate::ops::{Alibi, convert};
@@ -29,8 +32,11 @@ pub(super) struct Local {
 }
 
 /// Attention of one tile and one kv head.
+///
+/// # Safety
+/// The machine has the instruction set of `V`.
 #[inline(always)]
-pub(super) fn attend<const FMA: bool>(
+pub(super) unsafe fn attend<V: Vector, const FMA: bool>(
     args: &Forward<'_>,
     tile: QueryTile,
     head: usize,
@@ -46,9 +52,11 @@ pub(super) fn attend<const FMA: bool>(
     page.resize(PAGE_TOKENS * layout.head_dim, 0.0);
     // [tokens, group, positions]; what lies above a query's position is never read.
     weights.resize(weights.len().max(tile.tokens * args.group * piece.positions()), 0.0);
-    piece.scores::<FMA>(page, weights);
+    // SAFETY: as the caller says.
+    unsafe { piece.scores::<V, FMA>(page, weights) };
     piece.normalize::<FMA>(weights, outputs);
-    piece.sum_values::<FMA>(page, weights, outputs.0);
+    // SAFETY: as the caller says.
+    unsafe { piece.sum_values::<V, FMA>(page, weights, outputs.0) };
 }
 
 /// The queries of one tile and one kv head.
@@ -87,10 +95,23 @@ impl Piece<'_> {
         ((self.tile.index + token) * heads + self.head * self.args.group) * self.dim
     }
 
-    /// Where the scores of query `h` of a token lie.
+    /// Queries of the tile: those of a token lie together.
     #[inline(always)]
-    fn score_row(&self, token: usize, h: usize) -> usize {
-        (token * self.args.group + h) * self.positions()
+    fn count(&self) -> usize {
+        self.tile.tokens * self.args.group
+    }
+
+    /// Token and head of a query within the group.
+    #[inline(always)]
+    fn query(&self, number: usize) -> (usize, usize) {
+        (number / self.args.group, number % self.args.group)
+    }
+
+    /// Where a query lies among the inputs and outputs.
+    #[inline(always)]
+    fn place(&self, number: usize) -> usize {
+        let (token, h) = self.query(number);
+        self.queries(token) + h * self.dim
     }
 
     /// Positions that lie before the window of a token.
@@ -117,42 +138,66 @@ impl Piece<'_> {
 
     /// Writes the scores of all queries. `page` is room for one page in f32.
     #[inline(always)]
-    fn scores<const FMA: bool>(&self, page: &mut [f32], scores: &mut [f32]) {
-        let (args, dim, layout) = (self.args, self.dim, self.args.pages.layout());
+    unsafe fn scores<V: Vector, const FMA: bool>(&self, page: &mut [f32], scores: &mut [f32]) {
+        let (dim, layout) = (self.dim, self.args.pages.layout());
+        let positions = self.positions();
         for SeenPage { id, start, slots } in self.seen_pages() {
             let keys = &mut page[..slots * dim];
-            let stored = &args.pages.keys(id, self.head)[..slots * layout.vector_bytes()];
+            let stored = &self.args.pages.keys(id, self.head)[..slots * layout.vector_bytes()];
             convert::widen(layout.dtype, stored, keys);
-            for token in 0..self.tile.tokens {
-                let keys = &keys[..self.visible(token, start) * dim];
-                let q = &args.q[self.queries(token)..][..args.group * dim];
-                for (h, q) in q.chunks_exact(dim).enumerate() {
-                    let scores = &mut scores[self.score_row(token, h) + start..][..PAGE_TOKENS];
-                    self.page_scores::<FMA>(q, keys, (h, start), scores);
-                }
+            let mut number = 0;
+            while number < self.count() {
+                let rest = &mut scores[number * positions..];
+                number += if number + 2 <= self.count() {
+                    let (one, two) = rest.split_at_mut(positions);
+                    // SAFETY: as the caller says.
+                    unsafe { self.page_scores::<V, FMA, 2>(number, keys, start, &mut [one, two]) }
+                } else {
+                    // SAFETY: as above.
+                    unsafe { self.page_scores::<V, FMA, 1>(number, keys, start, &mut [rest]) }
+                };
             }
         }
     }
 
-    /// Scores of query `h` with the keys of the page at `start`.
+    /// Scores of `R` queries from `number` on with the keys of the page at `start`; `R`.
     #[inline(always)]
-    fn page_scores<const FMA: bool>(
+    unsafe fn page_scores<V: Vector, const FMA: bool, const R: usize>(
         &self,
-        q: &[f32],
+        number: usize,
         keys: &[f32],
-        (h, start): (usize, usize),
-        scores: &mut [f32],
-    ) {
+        start: usize,
+        scores: &mut [&mut [f32]; R],
+    ) -> usize {
+        let mut q = [&self.args.q[..0]; R];
+        let mut visible = 0;
+        for (r, q) in q.iter_mut().enumerate() {
+            *q = &self.args.q[self.place(number + r)..][..self.dim];
+            visible = visible.max(self.visible(self.query(number + r).0, start));
+        }
+        // What one of them does not see is written and not read.
+        let mut scores = scores.each_mut().map(|scores| &mut scores[start..][..PAGE_TOKENS]);
+        // SAFETY: as the caller says.
+        unsafe { dots::<V, FMA, R>(q, &keys[..visible * self.dim], &mut scores) };
+        for (r, scores) in scores.into_iter().enumerate() {
+            let (token, h) = self.query(number + r);
+            self.scale(&mut scores[..self.visible(token, start)], h, start);
+        }
+        R
+    }
+
+    /// Makes products of query `h` with the keys from `start` on its scores.
+    #[inline(always)]
+    fn scale(&self, scores: &mut [f32], h: usize, start: usize) {
         let (divisor, dtype) = (self.args.divisor, self.args.pages.layout().dtype);
-        let scores = scores.iter_mut().zip(keys.chunks_exact(self.dim));
         match self.args.alibi {
-            None => with_rounding!(dtype, round => for (score, key) in scores {
-                *score = round(round(dot::<FMA>(q, key)) / divisor);
+            None => with_rounding!(dtype, round => for score in scores {
+                *score = round(round(*score) / divisor);
             }),
             Some(Alibi { slopes, scale }) => {
                 let slope = slopes[self.head * self.args.group + h];
-                with_rounding!(dtype, round => for (p, (score, key)) in (start..).zip(scores) {
-                    *score = round(dot::<FMA>(q, key) / divisor + scale * round(slope * p as f32));
+                with_rounding!(dtype, round => for (p, score) in (start..).zip(scores) {
+                    *score = round(*score / divisor + scale * round(slope * p as f32));
                 })
             }
         }
@@ -165,7 +210,7 @@ impl Piece<'_> {
         for token in 0..self.tile.tokens {
             for h in 0..self.args.group {
                 let seen = self.unseen(token)..self.first + token + 1;
-                let scores = &mut weights[self.score_row(token, h)..][seen];
+                let scores = &mut weights[(token * self.args.group + h) * self.positions()..][seen];
                 let sum = with_rounding!(dtype, round => softmax::<FMA>(scores, round));
                 if let Some(logsum) = logsum {
                     let at = self.queries(token) / self.dim + h;
@@ -183,63 +228,63 @@ impl Piece<'_> {
 
     /// Adds the weighted values to the outputs. `page` is room for one page in f32.
     #[inline(always)]
-    fn sum_values<const FMA: bool>(
+    unsafe fn sum_values<V: Vector, const FMA: bool>(
         &self,
         page: &mut [f32],
         weights: &[f32],
         out: &Disjoint<'_, f32>,
     ) {
-        let (args, dim, layout) = (self.args, self.dim, self.args.pages.layout());
+        let (dim, layout) = (self.dim, self.args.pages.layout());
         for SeenPage { id, start, slots } in self.seen_pages() {
             let values = &mut page[..slots * dim];
-            let stored = &args.pages.values(id, self.head)[..slots * layout.vector_bytes()];
+            let stored = &self.args.pages.values(id, self.head)[..slots * layout.vector_bytes()];
             convert::widen(layout.dtype, stored, values);
-            for token in 0..self.tile.tokens {
-                let visible = self.visible(token, start);
-                let before = self.unseen(token).saturating_sub(start).min(visible);
-                // SAFETY: pieces differ in token or kv head, so their outputs do not overlap; the
-                // borrow ends with the token.
-                let out = unsafe { out.range(self.queries(token), args.group * dim) };
-                for (h, out) in out.chunks_exact_mut(dim).enumerate() {
-                    let weights = &weights[self.score_row(token, h) + start..][before..visible];
-                    add_values::<FMA>(weights, &values[before * dim..], out);
-                }
+            let values = &*values;
+            let mut number = 0;
+            while number < self.count() {
+                let of = |number| self.seen_slots(number, start);
+                // Queries of one token see the same.
+                number += if number + 2 <= self.count() && of(number) == of(number + 1) {
+                    // SAFETY: as the caller says.
+                    unsafe { self.page_values::<V, FMA, 2>(number, start, values, weights, out) }
+                } else {
+                    // SAFETY: as above.
+                    unsafe { self.page_values::<V, FMA, 1>(number, start, values, weights, out) }
+                };
             }
         }
     }
-}
 
-/// Adds the weighted values of some slots to `out`. Whole groups of lanes stay in registers over
-/// all slots.
-#[inline(always)]
-fn add_values<const FMA: bool>(weights: &[f32], values: &[f32], out: &mut [f32]) {
-    let dim = out.len();
-    let mut start = 0;
-    while start + LANES <= dim {
-        accumulate::<FMA, LANES>(weights, values, dim, start, out);
-        start += LANES;
+    /// Slots of the page at `start` that a query sees.
+    #[inline(always)]
+    fn seen_slots(&self, number: usize, start: usize) -> Range<usize> {
+        let token = self.query(number).0;
+        let visible = self.visible(token, start);
+        self.unseen(token).saturating_sub(start).min(visible)..visible
     }
-    while start < dim {
-        accumulate::<FMA, 1>(weights, values, dim, start, out);
-        start += 1;
-    }
-}
 
-#[inline(always)]
-fn accumulate<const FMA: bool, const WIDTH: usize>(
-    weights: &[f32],
-    values: &[f32],
-    dim: usize,
-    start: usize,
-    out: &mut [f32],
-) {
-    let out = &mut out[start..start + WIDTH];
-    let mut sums = [0.0; WIDTH];
-    sums.copy_from_slice(out);
-    for (value, weight) in values.chunks_exact(dim).zip(weights) {
-        for (sum, value) in sums.iter_mut().zip(&value[start..start + WIDTH]) {
-            *sum = mul_add::<FMA>(*weight, *value, *sum);
+    /// Adds the values of the page at `start` to `R` queries from `number` on, which see the same; `R`.
+    #[inline(always)]
+    unsafe fn page_values<V: Vector, const FMA: bool, const R: usize>(
+        &self,
+        number: usize,
+        start: usize,
+        values: &[f32],
+        weights: &[f32],
+        out: &Disjoint<'_, f32>,
+    ) -> usize {
+        let seen = self.seen_slots(number, start);
+        let mut own = [weights; R];
+        for (r, own) in own.iter_mut().enumerate() {
+            *own = &weights[(number + r) * self.positions() + start..][seen.clone()];
         }
+        // SAFETY: pieces differ in token or kv head, and queries of a piece in token or head, so their outputs
+        // do not overlap; the borrows end here.
+        let mut out =
+            std::array::from_fn(|r| unsafe { out.range(self.place(number + r), self.dim) });
+        let values = &values[seen.start * self.dim..seen.end * self.dim];
+        // SAFETY: as the caller says.
+        unsafe { add_weighted::<V, FMA, R>(own, values, &mut out) };
+        R
     }
-    out.copy_from_slice(&sums);
 }

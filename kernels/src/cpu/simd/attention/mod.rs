@@ -16,6 +16,7 @@ mod pairs;
 #[cfg(target_arch = "x86_64")]
 mod pairs_grad;
 mod shapes;
+mod tiles;
 
 use std::cell::RefCell;
 
@@ -25,11 +26,51 @@ use shared::dtype::DType;
 pub(super) use shapes::QueryTile;
 use shapes::{Backward, Forward, Outputs};
 
-use super::{Isa, Scratch, per_isa};
+use super::vector::Plain;
+use super::{Isa, Scratch};
 use crate::cpu::pool::{Disjoint, Pool};
-use crate::kv::{KvPages, PageLayout, StepRow};
+#[cfg(target_arch = "x86_64")]
+use crate::kv::PageLayout;
+use crate::kv::{KvPages, StepRow};
 use crate::ops::{Attention, AttentionGrad};
 use crate::tuning;
+
+/// Compiles the unsafe `$body::<VECTOR, FMA>(args)` once per instruction set and calls the one for `$isa`.
+macro_rules! per_vector {
+    ($isa:expr, $body:ident($($name:ident: $type:ty),* $(,)?)) => {{
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::x86_64::{__m256, __m512};
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+            fn avx512($($name: $type),*) {
+                // SAFETY: the function has the instructions.
+                unsafe { $body::<__m512, true>($($name),*) }
+            }
+            #[target_feature(enable = "avx2,fma,f16c")]
+            fn avx2($($name: $type),*) {
+                // SAFETY: as above.
+                unsafe { $body::<__m256, true>($($name),*) }
+            }
+            match $isa {
+                // SAFETY: `Isa` values come from `Isa::available`, which saw these features.
+                Isa::Avx512Bf16 | Isa::Avx512 => unsafe { avx512($($name),*) },
+                // SAFETY: as above.
+                Isa::Avx2 => unsafe { avx2($($name),*) },
+                // SAFETY: plain code.
+                Isa::Portable => unsafe { $body::<Plain, false>($($name),*) },
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        {
+            fn portable($($name: $type),*) {
+                // SAFETY: plain code.
+                unsafe { $body::<Plain, { cfg!(target_arch = "aarch64") }>($($name),*) }
+            }
+            let _ = $isa;
+            portable($($name),*)
+        }
+    }};
+}
 
 /// Scratch memory of a thread.
 #[derive(Default)]
@@ -50,12 +91,6 @@ thread_local! {
 #[cfg(target_arch = "x86_64")]
 fn has_pairs(isa: Isa, layout: PageLayout) -> bool {
     isa == Isa::Avx512Bf16 && layout.dtype == DType::Bf16 && pairs::takes(layout.head_dim)
-}
-
-/// Without vectors there are none.
-#[cfg(not(target_arch = "x86_64"))]
-fn has_pairs(_isa: Isa, _layout: PageLayout) -> bool {
-    false
 }
 
 /// Attention of new tokens over the pages of their rows.
@@ -80,6 +115,7 @@ pub(in crate::cpu) fn attention(
     };
     let out = Disjoint::new(args.out);
     let logsum = args.logsum.map(Disjoint::new);
+    #[cfg(target_arch = "x86_64")]
     let has_pairs = has_pairs(isa, layout);
     let piece = |index: usize| {
         let (tile, head) = (tiles[index / layout.kv_heads], index % layout.kv_heads);
@@ -93,7 +129,7 @@ pub(in crate::cpu) fn attention(
             }
             let local = &mut local.float;
             use float::attend;
-            per_isa!(isa, attend(args: &Forward<'_>, tile: QueryTile, head: usize, local: &mut float::Local, out: Outputs<'_, '_>))
+            per_vector!(isa, attend(args: &Forward<'_>, tile: QueryTile, head: usize, local: &mut float::Local, out: Outputs<'_, '_>))
         });
     };
     let pieces = tiles.len() * layout.kv_heads;
@@ -141,6 +177,7 @@ pub(in crate::cpu) fn attention_grad(
         k_grad: Disjoint::new(args.k_grad),
         v_grad: Disjoint::new(args.v_grad),
     };
+    #[cfg(target_arch = "x86_64")]
     let has_pairs = has_pairs(isa, args.pages.layout());
     pool.run(args.rows.len() * kv_heads, |index| {
         let (row, head) = (index / kv_heads, index % kv_heads);
@@ -154,7 +191,7 @@ pub(in crate::cpu) fn attention_grad(
             }
             let local = &mut local.float_grad;
             use float_grad::attend;
-            per_isa!(isa, attend(args: &Backward<'_>, row: usize, head: usize, local: &mut float_grad::Local))
+            per_vector!(isa, attend(args: &Backward<'_>, row: usize, head: usize, local: &mut float_grad::Local))
         });
     });
 }

@@ -56,6 +56,7 @@ pub(in crate::cpu::simd) trait Arithmetic:
     const ZERO: Self::Accumulator;
     /// Whether products of many rows go over packed panels (`panels`): decoded weights are f32, an
     /// accumulator is one vector of them, and lane `c` sums inputs `c`, `c + STEP`, ...
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "for vectors of x86-64"))]
     const HAS_PANELS: bool;
 
     /// Returns zeroed accumulators of one tile.
@@ -231,20 +232,15 @@ impl<A: Arithmetic> Source<A> for Decoded<'_> {
     }
 }
 
-/// Asks for the cache line at `p`: into the first-level cache for a single row, which reads each line
-/// once; into the second for more, whose inputs the first holds.
+/// Asks for the cache line at `p`, into the second-level cache: the next strip of a wide matrix does not fit
+/// the first beside the present one, which also holds the inputs.
 #[inline(always)]
-fn prefetch<const R: usize>(p: *const u8) {
+fn prefetch(p: *const u8) {
     #[cfg(target_arch = "x86_64")]
     {
-        use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
-        if R == 1 {
-            // SAFETY: a prefetch reads nothing, whatever the address; every x86-64 has it.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) };
-        } else {
-            // SAFETY: as above.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) };
-        }
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        // SAFETY: a prefetch reads nothing, whatever the address; every x86-64 has it.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) };
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = p;
@@ -287,7 +283,7 @@ pub(super) unsafe fn tile<A: Arithmetic, S: Source<A>, const O: usize, const R: 
     for step in steps.clone() {
         until = until.wrapping_add(ahead.step_bytes);
         while asked < until {
-            prefetch::<R>(asked);
+            prefetch(asked);
             asked = asked.wrapping_add(LINE);
         }
         let x = x.wrapping_add(step * R * A::STEP_BYTES);

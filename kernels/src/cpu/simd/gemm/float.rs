@@ -24,26 +24,37 @@ use crate::tuning::{self, Split};
 #[derive(Clone, Copy)]
 pub(super) struct Float<V>(PhantomData<V>);
 
-/// Implements [`Arithmetic`] for one vector: `accumulators` of a tile of at most `rows` rows fit its
+/// The same by groups of eight vectors of eight lanes, for matrices of which a group of 64 weights is decoded at
+/// once, in registers: single rows, which use what they decode once.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+pub(super) struct Groups;
+
+/// [`Groups`] where AVX-512 decodes them: the same vectors, sums and bits.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+pub(super) struct WideGroups;
+
+/// Implements [`Arithmetic`] for one vector, `halves` of them a step: `accumulators` of a tile of at most `rows` rows fit its
 /// registers beside the inputs and a weight, those of `tiles` tiles the first-level cache. `sets`
 /// have its instructions. `work`
 /// gives the bytes of an output and the rows that cost as much as what is computed.
 macro_rules! float {
     (
-        $vector:ty, sets [$($set:ident),*], $(target $features:literal,)? accumulators $accumulators:literal, rows $rows:literal,
+        $arithmetic:ty, $vector:ty, halves $halves:literal, sets [$($set:ident),*], $(target $features:literal,)? accumulators $accumulators:literal, rows $rows:literal,
         tiles $tiles:literal, panels $panels:literal, work |$row_bytes:ident, $inputs:ident, $of:ident| $work:expr
     ) => {
-        impl Arithmetic for Float<$vector> {
+        impl Arithmetic for $arithmetic {
             type Vector = $vector;
             type Accumulator = $vector;
-            type Weights = [$vector; 1];
+            type Weights = [$vector; $halves];
             type TileSums = [$vector; $accumulators];
             type GroupSums = [$vector; $accumulators * $tiles];
 
             const SETS: &'static [Isa] = &[$(Isa::$set),*];
-            const STEP: usize = <$vector>::LANES;
-            const STEP_BYTES: usize = 4 * <$vector>::LANES;
-            const HALVES: usize = 1;
+            const STEP: usize = $halves * <$vector>::LANES;
+            const STEP_BYTES: usize = 4 * Self::STEP;
+            const HALVES: usize = $halves;
             const ACCUMULATORS: usize = $accumulators;
             const TILE_ROWS: usize = $rows;
             const HAS_PANELS: bool = $panels;
@@ -94,16 +105,22 @@ macro_rules! float {
 
             #[inline]
             $(#[target_feature(enable = $features)])?
-            unsafe fn load_weights(p: *const u8) -> [$vector; 1] {
-                // SAFETY: as the caller says.
-                [unsafe { <$vector>::load(p) }]
+            unsafe fn load_weights(p: *const u8) -> [$vector; $halves] {
+                let mut weights = [<$vector>::ZERO; $halves];
+                for (half, weights) in weights.iter_mut().enumerate() {
+                    // SAFETY: as the caller says.
+                    *weights = unsafe { <$vector>::load(p.wrapping_add(4 * half * <$vector>::LANES)) };
+                }
+                weights
             }
 
             #[inline]
             $(#[target_feature(enable = $features)])?
-            unsafe fn store_weights([weights]: [$vector; 1], p: *mut u8) {
-                // SAFETY: as the caller says.
-                unsafe { weights.store(p) };
+            unsafe fn store_weights(weights: [$vector; $halves], p: *mut u8) {
+                for (half, weights) in weights.into_iter().enumerate() {
+                    // SAFETY: as the caller says.
+                    unsafe { weights.store(p.wrapping_add(4 * half * <$vector>::LANES)) };
+                }
             }
 
             #[inline]
@@ -155,14 +172,22 @@ macro_rules! float {
 
 // What widening takes counts as reading f32.
 #[cfg(target_arch = "x86_64")]
-float!(__m256, sets [Avx512Bf16, Avx512, Avx2], target "avx2,fma,f16c", accumulators 12, rows 3,
+float!(Float<__m256>, __m256, halves 1, sets [Avx512Bf16, Avx512, Avx2], target "avx2,fma,f16c", accumulators 12, rows 3,
     tiles 64, panels true,
     work |_row_bytes, inputs, rows| (2 * inputs, 2 * rows));
 #[cfg(target_arch = "x86_64")]
-float!(__m512, sets [Avx512Bf16, Avx512],
+float!(Groups, __m256, halves 8, sets [Avx512Bf16, Avx512, Avx2], target "avx2,fma,f16c", accumulators 12, rows 1,
+    tiles 1, panels false,
+    work |row_bytes, inputs, rows| (row_bytes.max(inputs), 2 * rows));
+#[cfg(target_arch = "x86_64")]
+float!(WideGroups, __m256, halves 8, sets [Avx512Bf16, Avx512],
+    target "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", accumulators 12, rows 1, tiles 1, panels false,
+    work |row_bytes, inputs, rows| (row_bytes.max(inputs), 2 * rows));
+#[cfg(target_arch = "x86_64")]
+float!(Float<__m512>, __m512, halves 1, sets [Avx512Bf16, Avx512],
     target "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", accumulators 24, rows 6, tiles 16, panels true,
     work |row_bytes, inputs, rows| (row_bytes.max(2 * inputs), rows));
-float!(Plain, sets [Avx512Bf16, Avx512, Avx2, Portable], accumulators 1, rows 1, tiles 128, panels false,
+float!(Float<Plain>, Plain, halves 1, sets [Avx512Bf16, Avx512, Avx2, Portable], accumulators 1, rows 1, tiles 128, panels false,
     work |_row_bytes, inputs, rows| (2 * inputs, 2 * rows));
 
 /// Returns the order of a source if it is another one than that of the inputs.
@@ -256,6 +281,7 @@ number!(
 number!(
     /// float16.
     F16, 2, shared from 2, load_f16);
+#[cfg(target_arch = "x86_64")]
 number!(
     /// Codes of INT8.
     Code, 1, shared from 2, load_i8);
@@ -277,6 +303,7 @@ impl<'a, N: Number> Stored<'a, N> {
     }
 }
 
+#[cfg(target_arch = "x86_64")]
 impl<'a> Stored<'a, Code> {
     /// The codes of INT8.
     #[cfg(target_arch = "x86_64")]

@@ -34,6 +34,8 @@ use arithmetic::Arithmetic;
 pub(super) use arithmetic::Source;
 use blocking::{Operand, multiply};
 use float::{Bf16, F16, F32, Float, Stored, View};
+#[cfg(target_arch = "x86_64")]
+use float::{Groups, WideGroups};
 
 use super::vector::{Plain, Vector};
 use super::{Isa, Scratch};
@@ -166,6 +168,17 @@ impl<'w> LikeProducts<'_, '_, 'w> {
         match (self.isa, dtype) {
             (Isa::Avx512Bf16, DType::Bf16) => self.multiply::<pairs::Pairs, _>(|weight| {
                 nf4_parts(weight).map(|parts| pairs::Nf4 { parts, inputs })
+            }),
+            (Isa::Avx512, DType::Bf16) if self.args.rows == 1 => {
+                self.multiply::<WideGroups, _>(|weight| {
+                    nf4_parts(weight).map(|parts| nf4::Nf4Bf16 { parts, inputs })
+                });
+            }
+            (_, DType::Bf16) if self.args.rows == 1 => self.multiply::<Groups, _>(|weight| {
+                nf4_parts(weight).map(|parts| nf4::Nf4Bf16 { parts, inputs })
+            }),
+            _ if self.args.rows == 1 => self.multiply::<Groups, _>(|weight| {
+                nf4_parts(weight).map(|parts| nf4::Nf4 { parts, inputs, dtype })
             }),
             (_, DType::Bf16) => self.multiply::<Float<__m256>, _>(|weight| {
                 nf4_parts(weight).map(|parts| nf4::Nf4Bf16 { parts, inputs })

@@ -1,7 +1,8 @@
-//! NF4 matrices as f32 products in AVX2 read them, decoded a group of 64 weights at a time.
+//! NF4 matrices as f32 products in vectors of eight lanes read them, a group of 64 weights at a time: for
+//! several rows decoded into lines that stay in the first-level cache, for one multiplied from registers.
 //!
-//! Floor: a GEMV reads 4.1 bits per weight, but decoding is the bound: per weight about one byte of
-//! table look-ups and one store of four bytes, to lines that stay in the first-level cache.
+//! Floor: a GEMV reads 4.1 bits per weight, but decoding is the bound, and for one row the chain of its sums:
+//! eight dependent products for each group of an output.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -9,7 +10,7 @@ use std::ops::Range;
 use shared::dtype::DType;
 
 use super::arithmetic::{IN_ORDER, Source};
-use super::float::Float;
+use super::float::{Float, Groups, WideGroups};
 use crate::cpu::simd::line::{Line, floats};
 use crate::ops::convert;
 use crate::quant::nf4;
@@ -17,8 +18,8 @@ use crate::quant::nf4;
 /// Weights of one vector.
 const STEP: usize = 8;
 
-/// NF4 whose rows are whole groups of 64: always decoded first, a group by a table of its sixteen
-/// weights in two registers.
+/// NF4 whose rows are whole groups of 64: a group is decoded by a table of its sixteen weights in two
+/// registers.
 #[derive(Clone, Copy)]
 pub(in crate::cpu::simd) struct Nf4<'a> {
     pub(in crate::cpu::simd) parts: nf4::Parts<'a>,
@@ -26,6 +27,94 @@ pub(in crate::cpu::simd) struct Nf4<'a> {
     /// To which weights are rounded.
     pub(in crate::cpu::simd) dtype: DType,
 }
+
+/// [`Nf4`] of bfloat16: tables of bytes or words, of which many codes are looked up at a time. What
+/// unpacks them leaves the order to the inputs.
+#[derive(Clone, Copy)]
+pub(super) struct Nf4Bf16<'a> {
+    pub(super) parts: nf4::Parts<'a>,
+    pub(super) inputs: usize,
+}
+
+/// Implements [`Source`] by groups: `$decode` gives the eight vectors of one.
+macro_rules! by_groups {
+    ($source:ident, $arithmetic:ty, order $order:expr, $features:literal, $decode:ident) => {
+        impl Source<$arithmetic> for $source<'_> {
+            const ORDER: [u8; 64] = $order;
+            const SHARED_FROM: usize = usize::MAX;
+
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn load(self, output: usize, at: usize) -> [__m256; 8] {
+                // SAFETY: as the caller says.
+                unsafe { self.$decode(output, at) }
+            }
+
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn load_tail(self, _output: usize, _at: usize, _left: usize) -> [__m256; 8] {
+                // Rows are whole groups: the dispatch takes no others.
+                [_mm256_setzero_ps(); 8]
+            }
+
+            fn row(self, output: usize) -> *const u8 {
+                self.parts.codes.as_ptr().wrapping_add(output * self.inputs / 2)
+            }
+
+            fn scale(self, _output: usize) -> f32 {
+                1.0
+            }
+        }
+    };
+}
+
+/// Implements [`Source`] of single vectors, which are always decoded first, by groups.
+macro_rules! decoded_first {
+    ($source:ident, order $order:expr) => {
+        impl Source<Float<__m256>> for $source<'_> {
+            const ORDER: [u8; 64] = $order;
+            const SHARED_FROM: usize = 1;
+
+            #[inline]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            unsafe fn load(self, _output: usize, _at: usize) -> [__m256; 1] {
+                [_mm256_setzero_ps()]
+            }
+
+            #[inline]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            unsafe fn load_tail(self, _output: usize, _at: usize, _left: usize) -> [__m256; 1] {
+                [_mm256_setzero_ps()]
+            }
+
+            #[target_feature(enable = "avx2,fma,f16c")]
+            unsafe fn decode(self, output: usize, range: Range<usize>, to: &mut [Line]) {
+                let groups = floats(to).chunks_exact_mut(nf4::GROUP);
+                for (start, to) in range.step_by(nf4::GROUP).zip(groups) {
+                    // SAFETY: the group exists, as its weights do.
+                    let weights = unsafe { self.group(output, start) };
+                    // SAFETY: as the caller says.
+                    unsafe { store(weights, to) };
+                }
+            }
+
+            fn row(self, output: usize) -> *const u8 {
+                Source::<Groups>::row(self, output)
+            }
+
+            fn scale(self, _output: usize) -> f32 {
+                1.0
+            }
+        }
+    };
+}
+
+by_groups!(Nf4, Groups, order IN_ORDER, "avx2,fma,f16c", group);
+by_groups!(Nf4Bf16, Groups, order BYTES_ORDER, "avx2,fma,f16c", group);
+by_groups!(Nf4Bf16, WideGroups, order BYTES_ORDER,
+    "avx512f,avx512bw,avx512vl,avx2,fma,f16c", wide_group);
+decoded_first!(Nf4, order IN_ORDER);
+decoded_first!(Nf4Bf16, order BYTES_ORDER);
 
 impl Nf4<'_> {
     /// Decodes weights `range` of row `output`, whole groups, in their order.
@@ -42,139 +131,139 @@ impl Nf4<'_> {
         // SAFETY: as the caller says.
         unsafe { Source::<Float<__m256>>::decode(self, output, range, to) };
     }
-}
 
-impl Source<Float<__m256>> for Nf4<'_> {
-    const ORDER: [u8; 64] = IN_ORDER;
-    const SHARED_FROM: usize = 1;
-
+    /// The group of row `output` that begins at input `at`.
+    ///
+    /// # Safety
+    /// As [`Nf4::widen`].
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn load(self, _output: usize, _at: usize) -> [__m256; 1] {
-        [_mm256_setzero_ps()]
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn load_tail(self, _output: usize, _at: usize, _left: usize) -> [__m256; 1] {
-        [_mm256_setzero_ps()]
-    }
-
-    #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn decode(self, output: usize, range: Range<usize>, to: &mut [Line]) {
-        let to = floats(to);
+    unsafe fn group(self, output: usize, at: usize) -> [__m256; 8] {
         // Places of the eight codes of four bytes; the upper half of a byte comes first.
         let shifts = _mm256_setr_epi32(4, 0, 12, 8, 20, 16, 28, 24);
-        for (start, to) in range.step_by(nf4::GROUP).zip(to.chunks_exact_mut(nf4::GROUP)) {
-            let first = output * self.inputs + start;
-            // SAFETY: the group of 64 exists, as its weights do.
-            let scale = unsafe { self.parts.scale_unchecked(output, start / nf4::GROUP) };
-            let mut table = nf4::LEVELS;
-            convert::with_rounding!(self.dtype, round => for level in table.iter_mut() {
-                *level = round(*level * scale);
-            });
-            // SAFETY: the first eight of sixteen f32.
-            let lower = unsafe { _mm256_loadu_ps(table.as_ptr()) };
-            // SAFETY: the last eight.
-            let upper = unsafe { _mm256_loadu_ps(table.as_ptr().wrapping_add(8)) };
-            let codes = self.parts.codes.as_ptr().wrapping_add(first / 2);
-            for (four, to) in to.chunks_exact_mut(STEP).enumerate() {
-                // SAFETY: the group has 32 bytes of codes.
-                let bytes = unsafe { codes.wrapping_add(4 * four).cast::<i32>().read_unaligned() };
-                let codes = _mm256_srlv_epi32(_mm256_set1_epi32(bytes), shifts);
-                let low = _mm256_permutevar8x32_ps(lower, codes);
-                let high = _mm256_permutevar8x32_ps(upper, codes);
-                // The fourth bit of a code is where the choice looks: the sign.
-                let is_high = _mm256_castsi256_ps(_mm256_slli_epi32::<28>(codes));
-                let weights = _mm256_blendv_ps(low, high, is_high);
-                // SAFETY: 8 elements.
-                unsafe { _mm256_storeu_ps(to.as_mut_ptr(), weights) };
-            }
-        }
-    }
-
-    fn row(self, output: usize) -> *const u8 {
-        let start = output * self.inputs / 2;
-        self.parts.codes.as_ptr().wrapping_add(start)
-    }
-
-    fn scale(self, _output: usize) -> f32 {
-        1.0
-    }
-}
-
-/// [`Nf4`] of bfloat16: two tables of bytes, of which 32 codes are looked up at a time. What
-/// unpacks them leaves the order to the inputs.
-#[derive(Clone, Copy)]
-pub(super) struct Nf4Bf16<'a> {
-    pub(super) parts: nf4::Parts<'a>,
-    pub(super) inputs: usize,
-}
-
-impl Source<Float<__m256>> for Nf4Bf16<'_> {
-    // Even weights, then odd ones; of each 32 bytes of codes two times four, 16 apart.
-    const ORDER: [u8; 64] = {
-        let mut order = [0; 64];
-        let mut position = 0;
-        while position < 64 {
-            let (odd, vector, lane) = (position / 32, position / 8 % 4, position % 8);
-            let byte = 4 * vector + lane % 4 + 16 * (lane / 4);
-            order[position] = (2 * byte + odd) as u8;
-            position += 1;
-        }
-        order
-    };
-    const SHARED_FROM: usize = 1;
-
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn load(self, _output: usize, _at: usize) -> [__m256; 1] {
-        [_mm256_setzero_ps()]
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn load_tail(self, _output: usize, _at: usize, _left: usize) -> [__m256; 1] {
-        [_mm256_setzero_ps()]
-    }
-
-    #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn decode(self, output: usize, range: Range<usize>, to: &mut [Line]) {
-        let to = floats(to);
-        for (start, to) in range.step_by(nf4::GROUP).zip(to.chunks_exact_mut(nf4::GROUP)) {
-            let first = output * self.inputs + start;
-            // SAFETY: the group of 64 exists, as its weights do.
-            let scale = unsafe { self.parts.scale_unchecked(output, start / nf4::GROUP) };
-            let [low, high] = byte_tables(scale);
-            let codes = self.parts.codes.as_ptr().wrapping_add(first / 2);
+        // SAFETY: the group of 64 exists, as its weights do.
+        let scale = unsafe { self.parts.scale_unchecked(output, at / nf4::GROUP) };
+        let mut table = nf4::LEVELS;
+        convert::with_rounding!(self.dtype, round => for level in table.iter_mut() {
+            *level = round(*level * scale);
+        });
+        // SAFETY: the first eight of sixteen f32.
+        let lower = unsafe { _mm256_loadu_ps(table.as_ptr()) };
+        // SAFETY: the last eight.
+        let upper = unsafe { _mm256_loadu_ps(table.as_ptr().wrapping_add(8)) };
+        let codes = self.parts.codes.as_ptr().wrapping_add((output * self.inputs + at) / 2);
+        let mut weights = [_mm256_setzero_ps(); 8];
+        for (four, weights) in weights.iter_mut().enumerate() {
             // SAFETY: the group has 32 bytes of codes.
-            let codes = unsafe { _mm256_loadu_si256(codes.cast()) };
-            let nibble = _mm256_set1_epi8(15);
-            let even = _mm256_and_si256(_mm256_srli_epi16::<4>(codes), nibble);
-            let odd = _mm256_and_si256(codes, nibble);
-            for (codes, to) in [even, odd].into_iter().zip(to.chunks_exact_mut(4 * STEP)) {
-                let (a, b) = (_mm256_shuffle_epi8(low, codes), _mm256_shuffle_epi8(high, codes));
-                let words = [_mm256_unpacklo_epi8(a, b), _mm256_unpackhi_epi8(a, b)];
-                for (words, to) in words.into_iter().zip(to.chunks_exact_mut(2 * STEP)) {
-                    let zero = _mm256_setzero_si256();
-                    let first = _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, words));
-                    let second = _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, words));
-                    // SAFETY: the first 8 of 16 elements.
-                    unsafe { _mm256_storeu_ps(to.as_mut_ptr(), first) };
-                    // SAFETY: the last 8.
-                    unsafe { _mm256_storeu_ps(to.as_mut_ptr().wrapping_add(STEP), second) };
-                }
-            }
+            let bytes = unsafe { codes.wrapping_add(4 * four).cast::<i32>().read_unaligned() };
+            let codes = _mm256_srlv_epi32(_mm256_set1_epi32(bytes), shifts);
+            let low = _mm256_permutevar8x32_ps(lower, codes);
+            let high = _mm256_permutevar8x32_ps(upper, codes);
+            // The fourth bit of a code is where the choice looks: the sign.
+            let is_high = _mm256_castsi256_ps(_mm256_slli_epi32::<28>(codes));
+            *weights = _mm256_blendv_ps(low, high, is_high);
         }
+        weights
+    }
+}
+
+/// Even weights, then odd ones; of each 32 bytes of codes two times four, 16 apart.
+const BYTES_ORDER: [u8; 64] = {
+    let mut order = [0; 64];
+    let mut position = 0;
+    while position < 64 {
+        let (odd, vector, lane) = (position / 32, position / 8 % 4, position % 8);
+        let byte = 4 * vector + lane % 4 + 16 * (lane / 4);
+        order[position] = (2 * byte + odd) as u8;
+        position += 1;
+    }
+    order
+};
+
+impl Nf4Bf16<'_> {
+    /// As [`Nf4::group`], in [`BYTES_ORDER`].
+    ///
+    /// # Safety
+    /// As there.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn group(self, output: usize, at: usize) -> [__m256; 8] {
+        // SAFETY: the group of 64 exists, as its weights do.
+        let scale = unsafe { self.parts.scale_unchecked(output, at / nf4::GROUP) };
+        let [low, high] = byte_tables(scale);
+        let codes = self.parts.codes.as_ptr().wrapping_add((output * self.inputs + at) / 2);
+        // SAFETY: the group has 32 bytes of codes.
+        let codes = unsafe { _mm256_loadu_si256(codes.cast()) };
+        let nibble = _mm256_set1_epi8(15);
+        let even = _mm256_and_si256(_mm256_srli_epi16::<4>(codes), nibble);
+        let odd = _mm256_and_si256(codes, nibble);
+        let mut weights = [_mm256_setzero_ps(); 8];
+        for (codes, weights) in [even, odd].into_iter().zip(weights.as_chunks_mut::<4>().0) {
+            let (a, b) = (_mm256_shuffle_epi8(low, codes), _mm256_shuffle_epi8(high, codes));
+            let zero = _mm256_setzero_si256();
+            let (first, second) = (_mm256_unpacklo_epi8(a, b), _mm256_unpackhi_epi8(a, b));
+            *weights = [
+                _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, first)),
+                _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, first)),
+                _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, second)),
+                _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, second)),
+            ];
+        }
+        weights
     }
 
-    fn row(self, output: usize) -> *const u8 {
-        let start = output * self.inputs / 2;
-        self.parts.codes.as_ptr().wrapping_add(start)
+    /// The same in AVX-512.
+    ///
+    /// # Safety
+    /// As [`Nf4::group`]; the machine has AVX-512 F, BW and VL.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma,f16c")]
+    unsafe fn wide_group(self, output: usize, at: usize) -> [__m256; 8] {
+        // SAFETY: the group of 64 exists, as its weights do.
+        let scale = unsafe { self.parts.scale_unchecked(output, at / nf4::GROUP) };
+        // SAFETY: sixteen f32.
+        let levels = unsafe { _mm512_loadu_ps(nf4::LEVELS.as_ptr()) };
+        let table = rounded16(_mm512_mul_ps(levels, _mm512_set1_ps(scale)));
+        let codes = self.parts.codes.as_ptr().wrapping_add((output * self.inputs + at) / 2);
+        // SAFETY: the group has 32 bytes of codes.
+        let codes = unsafe { _mm256_loadu_si256(codes.cast()) };
+        let zero = _mm256_setzero_si256();
+        // A look-up takes the lower four bits of a word: those of odd weights.
+        let odd = [_mm256_unpacklo_epi8(codes, zero), _mm256_unpackhi_epi8(codes, zero)];
+        let even = odd.map(|codes| _mm256_srli_epi16::<4>(codes));
+        let mut weights = [zero; 8];
+        for (codes, weights) in even.into_iter().chain(odd).zip(weights.as_chunks_mut::<2>().0) {
+            let words = _mm256_permutexvar_epi16(codes, table);
+            *weights = [_mm256_unpacklo_epi16(zero, words), _mm256_unpackhi_epi16(zero, words)];
+        }
+        weights.map(|weights| _mm256_castsi256_ps(weights))
     }
+}
 
-    fn scale(self, _output: usize) -> f32 {
-        1.0
+/// Sixteen numbers rounded to bfloat16: [`bf16_bits`](convert::bf16_bits) of each.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn rounded16(values: __m512) -> __m256i {
+    let bits = _mm512_castps_si512(values);
+    let upper = _mm512_srli_epi32::<16>(bits);
+    let even = _mm512_and_si512(upper, _mm512_set1_epi32(1));
+    let half = _mm512_add_epi32(even, _mm512_set1_epi32(0x7fff));
+    let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, half));
+    let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
+    let quiet = _mm512_mask_or_epi32(rounded, is_nan, upper, _mm512_set1_epi32(0x40));
+    _mm512_cvtepi32_epi16(quiet)
+}
+
+/// Stores the eight vectors of a group.
+///
+/// # Safety
+/// The machine has AVX2.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn store(weights: [__m256; 8], to: &mut [f32]) {
+    for (weights, to) in weights.into_iter().zip(to.chunks_exact_mut(STEP)) {
+        // SAFETY: 8 elements.
+        unsafe { _mm256_storeu_ps(to.as_mut_ptr(), weights) };
     }
 }
 
