@@ -31,6 +31,7 @@ async fn node(initial_peers: Vec<String>) -> Joined {
         use_relay: true,
         use_auto_relay: false,
         use_upnp: false,
+        dials_private_nets: true,
         refresh_period: DEADLINE,
         startup_timeout: DEADLINE,
     };

@@ -8,6 +8,7 @@ mod harness;
 mod wire;
 
 use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use beside::beside;
@@ -43,6 +44,33 @@ fn now() -> f64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).expect("a clock").as_secs_f64()
 }
 
+/// Says `request` on `streams` streams for each of `protocols`, as far as the server takes it within six seconds;
+/// how many were taken whole.
+async fn say_on_all(
+    wires: &[Arc<Wire>],
+    streams: usize,
+    protocols: &[&'static str],
+    request: Vec<u8>,
+) -> usize {
+    let request = Arc::new(request);
+    let mut saying = Vec::new();
+    for number in 0..streams {
+        for protocol in protocols.iter().copied() {
+            let Some(wire) = wires.get(number % wires.len().max(1)).cloned() else { return 0 };
+            let request = request.clone();
+            saying.push(tokio::spawn(async move {
+                let said = wire.say(protocol, &request);
+                tokio::time::timeout(Duration::from_secs(6), said).await.ok().flatten()
+            }));
+        }
+    }
+    let mut taken = Vec::new();
+    for said in saying {
+        taken.extend(said.await.expect("no panic"));
+    }
+    taken.len()
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_that_never_end_hold_what_one_peer_may_hold() {
     let sepal = serve();
@@ -51,28 +79,41 @@ async fn requests_that_never_end_hold_what_one_peer_may_hold() {
         let keypair = Keypair::generate_ed25519();
         let mut request = vec![0x80, 0x80, 0x80, 0x02];
         request.resize(request.len() + UNARY_BYTES - 1, 0);
-        let (mut wires, mut saying) = (Vec::new(), Vec::new());
+        let mut wires = Vec::new();
         for _ in 0..4 {
-            wires.extend(Wire::connect(&addr, &keypair).await.map(std::sync::Arc::new));
+            wires.extend(Wire::connect(&addr, &keypair).await.map(Arc::new));
         }
-        let (request, count) = (std::sync::Arc::new(request), wires.len());
-        for number in 0..736 {
-            let Some(wire) = wires.get(number % count.max(1)).cloned() else { break };
-            let request = request.clone();
-            saying.push(tokio::spawn(async move {
-                let said = wire.say(names::FORWARD, &request);
-                tokio::time::timeout(Duration::from_secs(6), said).await.ok().flatten()
-            }));
-        }
-        let mut streams = Vec::new();
-        for said in saying {
-            streams.extend(said.await.expect("no panic"));
-        }
-        streams.len()
+        say_on_all(&wires, 736, &[names::FORWARD], request).await
     })
     .await;
     println!("  {opened} of 736 requests were read to their last byte but one");
     assert!(harm.netd_mib < 256, "{harm}");
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn streams_that_never_end_hold_what_all_peers_may_hold() {
+    const PEERS: usize = 64;
+    let sepal = Sepal::serve(&demo_model(), PREFIX, &["--request_memory", "256MiB"]);
+    let addr = sepal.addr();
+    let (harm, opened) =
+        beside(&sepal, "512 frames of 64 peers that lack their last byte", async {
+            let mut frame = vec![0];
+            frame.extend((UNARY_BYTES as u64).to_be_bytes());
+            frame.resize(frame.len() + UNARY_BYTES - 1, 0);
+            let mut wires = Vec::new();
+            for _ in 0..PEERS {
+                let keypair = Keypair::generate_ed25519();
+                wires.extend(Wire::connect(&addr, &keypair).await.map(Arc::new));
+            }
+            assert!(wires.len() > PEERS / 2, "{} connections", wires.len());
+            let protocols = [names::INFERENCE, names::PUSH_STREAM];
+            say_on_all(&wires, 4 * PEERS, &protocols, frame).await
+        })
+        .await;
+    println!("  {opened} of 512 frames were read to their last byte but one");
+    // Two pools of 64 MiB, and what the connections hold unread.
+    assert!(harm.netd_mib < 352, "{harm}");
     assert_eq!(sepal.terminate().code(), Some(0));
 }
 
@@ -125,7 +166,7 @@ async fn a_full_store_stands_still_for_nobody_and_welcomes_no_stranger_twice() {
     let sepal = serve();
     let mut peers = Vec::new();
     for _ in 0..8 {
-        peers.push(std::sync::Arc::new(Peer::connect(&sepal.addr(), PREFIX).await));
+        peers.push(Arc::new(Peer::connect(&sepal.addr(), PREFIX).await));
     }
     let (harm, ()) = beside(&sepal, "eight peers fill the DHT", async {
         let filling: Vec<_> = peers

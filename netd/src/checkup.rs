@@ -13,7 +13,7 @@ use futures::future::join_all;
 use hivemind::dht::driver::unix_now;
 use hivemind::names;
 use hivemind::p2p::{
-    Inbound, Keypair, Multiaddr, P2p, P2pError, PeerId, Protocol, Traversal, identity,
+    Inbound, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Traversal, identity,
 };
 use hivemind::wire::messages::{PingRequest, PingResponse};
 use prost::Message;
@@ -97,12 +97,13 @@ fn settings(config: &NetdConfig) -> Result<NodeSettings, String> {
             autonat: false,
             auto_relay: config.use_auto_relay,
             upnp: config.use_upnp,
-            nearest: join::nearest(config),
+            nearest: join::nearest(config.dials_private_nets),
             ..Traversal::SERVER
         },
         check_reachability: true,
         startup_timeout: config.startup_timeout.min(JOIN_LIMIT),
         max_upload_bytes_per_s: None,
+        request_memory: P2pConfig::REQUEST_MEMORY,
     })
 }
 

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use hivemind::p2p::{Keypair, P2pError, Scope, Traversal, identity};
+use hivemind::p2p::{Keypair, P2pConfig, P2pError, Traversal, identity};
 use shared::causes::with_causes;
 use shared::config::DhtNodeConfig;
 use shared::exit::ExitReason;
@@ -83,11 +83,12 @@ pub async fn start(config: &DhtNodeConfig) -> Result<Joined, Fatal> {
             autonat: true,
             auto_relay: config.use_relay && config.use_auto_relay,
             upnp: config.use_upnp,
-            nearest: Scope::Machine,
+            nearest: join::nearest(config.dials_private_nets),
         },
         check_reachability: false,
         startup_timeout: config.startup_timeout,
         max_upload_bytes_per_s: None,
+        request_memory: P2pConfig::REQUEST_MEMORY,
     };
     let started = join::start(&settings, Vec::new()).await;
     let (p2p, inbound) = started.map_err(|error| {
@@ -129,6 +130,7 @@ pub(crate) mod tests {
             use_relay: true,
             use_auto_relay: false,
             use_upnp: false,
+            dials_private_nets: true,
             refresh_period: Duration::from_secs(30),
             startup_timeout: Duration::from_secs(20),
         }

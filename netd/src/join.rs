@@ -88,6 +88,8 @@ pub struct NodeSettings {
     pub startup_timeout: Duration,
     /// Most bytes per second that it sends to all peers together.
     pub max_upload_bytes_per_s: Option<u64>,
+    /// Bytes that requests of all peers together may hold.
+    pub request_memory: u64,
 }
 
 /// Makes the key that `--identity_path` names, if it is not there: the daemon may read it, but not
@@ -98,9 +100,9 @@ pub fn make_identity(config: &NetdConfig) {
     }
 }
 
-/// The nearest nets on which peers may have this server dial.
-pub fn nearest(config: &NetdConfig) -> Scope {
-    match config.dials_private_nets {
+/// The nearest nets on which peers may have this node dial.
+pub fn nearest(dials_private_nets: bool) -> Scope {
+    match dials_private_nets {
         true => Scope::Machine,
         false => Scope::World,
     }
@@ -127,13 +129,14 @@ pub async fn join(
         traversal: Traversal {
             auto_relay: config.use_auto_relay,
             upnp: config.use_upnp,
-            nearest: nearest(config),
+            nearest: nearest(config.dials_private_nets),
             ..Traversal::SERVER
         },
         check_reachability: true,
         startup_timeout: config.startup_timeout,
         // Settings are at least a bit per second and at most a billion megabits.
         max_upload_bytes_per_s: config.max_upload_bits_per_s.map(|bits| (bits / 8.0) as u64),
+        request_memory: config.request_memory,
     };
     let protocols = rpc::protocols();
     let (p2p, inbound) = match kept_port(&settings.listen, &init.previous_addrs) {
@@ -177,6 +180,7 @@ pub async fn start(
         traversal: settings.traversal,
         startup_timeout: settings.startup_timeout,
         max_upload_bytes_per_s: settings.max_upload_bytes_per_s,
+        request_memory: settings.request_memory,
     })
     .await
 }

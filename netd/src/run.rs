@@ -50,6 +50,7 @@ use crate::sessions::admission::KvMemory;
 use crate::sessions::pool::Pool;
 use crate::sessions::pressure::MemoryPressure;
 use crate::sessions::queue::WaitQueue;
+use crate::sessions::shares::NetOf;
 use crate::swarm::{coverage, rebalance};
 use crate::telemetry::Telemetry;
 use crate::workers::Workers;

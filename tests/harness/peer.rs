@@ -54,6 +54,7 @@ impl Peer {
             traversal: Traversal::CLIENT,
             startup_timeout: DEADLINE,
             max_upload_bytes_per_s: None,
+            request_memory: P2pConfig::REQUEST_MEMORY,
         })
         .await?;
         let server = p2p.connect(addr).await?;

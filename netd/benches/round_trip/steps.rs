@@ -18,6 +18,7 @@ use netd::rpc::{Service, ServiceParts, Timeouts, protocols};
 use netd::sessions::admission::KvMemory;
 use netd::sessions::pool::Pool;
 use netd::sessions::queue::WaitQueue;
+use netd::sessions::shares::NetOf;
 use netd::swarm::rate::serve::Counterpart;
 use netd::swarm::reachability::{self, Checker};
 use netd::workers::Workers;
@@ -98,7 +99,10 @@ fn service(workers: Workers, p2p: P2p, draining: watch::Receiver<bool>) -> Servi
     let pool = Pool::new(span, KV_PAGES, limits.attn_cache_tokens);
     Service::new(ServiceParts {
         prefix: PREFIX.into(),
-        kv: KvMemory::new(WaitQueue::new(pool, 1.0), facts.kv_token_bytes() as u64),
+        kv: KvMemory::new(
+            WaitQueue::new(pool, 1.0, NetOf::default()),
+            facts.kv_token_bytes() as u64,
+        ),
         facts,
         limits,
         span,
@@ -131,6 +135,7 @@ async fn node(
         traversal: Traversal::NONE,
         startup_timeout: LIMIT,
         max_upload_bytes_per_s: None,
+        request_memory: P2pConfig::REQUEST_MEMORY,
     })
     .await
     .expect("a node")

@@ -67,6 +67,7 @@ async fn start(initial_peers: Vec<Multiaddr>) -> Result<Dht, Failure> {
         traversal: Traversal::CLIENT,
         startup_timeout: Duration::from_secs(30),
         max_upload_bytes_per_s: None,
+        request_memory: P2pConfig::REQUEST_MEMORY,
     };
     let (p2p, mut inbound) = P2p::start(config).await?;
     for address in p2p.listen_addrs().await {

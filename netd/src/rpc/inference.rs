@@ -153,7 +153,7 @@ struct Answer {
 
 async fn run(
     service: &Service,
-    requests: &mut Requests<'_>,
+    requests: &mut Requests,
     writer: &mut InboundWriter,
     (slot, takeover): (&mut Option<Open>, &Arc<Notify>),
 ) -> Result<(), SessionEnd> {
@@ -168,7 +168,7 @@ async fn run(
     };
     let opening = admit(service, requests.peer, &next, takeover);
     let open = slot.insert(requests.watch(opening).await??);
-    requests.is_open = true;
+    requests.opened();
     // A first message without tensors opens nothing. What was pushed has tensors.
     while !next.request.tensors.is_empty() {
         let step = answer_step(service, open, &next);
@@ -220,7 +220,7 @@ async fn run(
 async fn contradicts(
     service: &Service,
     open: &mut Open,
-    requests: &Requests<'_>,
+    requests: &Requests,
     pushed: &StepMessage,
     answer: &Answer,
 ) -> Result<bool, Failure> {

@@ -3,19 +3,17 @@
 //!
 //! Semantics follow `petals/server/handler.py` and `block_functions.py`. Everything that a peer
 //! sends is bounded: concurrent streams per protocol and peer by [`protocols`], frames by
-//! [`Service::max_request_bytes`], bytes held per peer by [`budget`], batch, tokens and session
+//! [`Service::max_request_bytes`], the bytes that they hold by [`hivemind::p2p::Purpose`], batch, tokens and session
 //! length by the model's limits, KV memory by admission, arena memory by its queue. Large
 //! requests wait in a queue that is fair among peers ([`order`]). What is not served as asked is counted by
 //! kind ([`Troubles`]).
 
 mod aims;
 mod backward;
-pub mod budget;
 pub mod compute;
 pub mod dispatch;
 mod failure;
 mod forward;
-mod frames;
 mod inference;
 mod info;
 mod onward;
@@ -47,7 +45,6 @@ use tokio::sync::watch;
 use crate::sessions::admission::KvMemory;
 use crate::telemetry::Telemetry;
 use crate::workers::Workers;
-use budget::PeerBudget;
 pub use failure::Failure;
 use onward::Onward;
 use order::Order;
@@ -140,7 +137,6 @@ pub struct Service {
     registry: Registry,
     /// Sessions that can be resumed.
     pub resumption: Resumption,
-    budget: PeerBudget,
     /// The service of the blocks that this server has just left.
     before: Mutex<Weak<Service>>,
 }
@@ -202,8 +198,9 @@ impl Service {
             telemetry,
             resumption,
         } = parts;
-        let onward = Onward::new(p2p, &prefix, troubles.clone());
         let max_request_bytes = request_bytes(&facts, &limits, span);
+        p2p.make_room_for(max_request_bytes);
+        let onward = Onward::new(p2p, &prefix, troubles.clone());
         Service {
             prefix,
             facts,
@@ -223,7 +220,6 @@ impl Service {
             max_request_bytes,
             registry: Registry::default(),
             resumption,
-            budget: PeerBudget::new(2 * max_request_bytes),
             before: Mutex::default(),
         }
     }

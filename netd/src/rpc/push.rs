@@ -12,14 +12,13 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use hivemind::names;
-use hivemind::p2p::{InboundError, InboundStream, PeerId};
+use hivemind::p2p::{InboundError, InboundStream, PeerId, Purpose, Received};
 use hivemind::wire::keys;
 use hivemind::wire::metadata::RequestMetadata;
 use shared::shm::board::Trouble;
-use tokio::sync::{OwnedSemaphorePermit, watch};
+use tokio::sync::watch;
 use tracing::debug;
 
-use super::frames::CountedFrames;
 use super::registry::Pushed;
 use super::request::{StepMessage, decode};
 use super::{Failure, Service};
@@ -30,8 +29,13 @@ use super::{Failure, Service};
 /// Uids that are not served; metadata without a session id; a step without tensors, or over other
 /// blocks.
 pub async fn answer(service: &Service, peer: PeerId, request: Bytes) -> Result<Bytes, Failure> {
-    let held = service.budget.hold_any(peer, request.len()).await;
-    take(service, peer, request, held)
+    // A step that there is no room for is dropped: the client sends its own copy.
+    let Some(held) = service.onward.p2p().keep_push(peer, request.len()) else {
+        service.troubles.count(Trouble::Push);
+        debug!(%peer, bytes = request.len(), "no room for a pushed step");
+        return Ok(Bytes::new());
+    };
+    take(service, peer, Received { bytes: request, held: Some(held) })
 }
 
 /// Takes the pushed steps of one stream until it ends; nothing is answered. A step for
@@ -42,44 +46,35 @@ pub async fn serve(
     peer: PeerId,
     stream: InboundStream,
 ) {
-    let (reader, writer) = stream.into_split();
-    let mut frames = CountedFrames::new(reader, peer);
+    let (mut reader, writer) = stream.into_split();
+    reader.set_purpose(Purpose::Push);
     loop {
         let Some(service) = current.borrow().clone() else {
             return;
         };
+        reader.set_max_frame_bytes(service.max_request_bytes());
         let mut draining = service.draining.clone();
         let frame = tokio::select! {
-            frame = frames.next(&service) => frame,
+            frame = reader.recv() => frame,
             _ = draining.wait_for(|draining| *draining) => return,
         };
         let failure = match frame {
-            Ok(Some((bytes, held))) => {
-                let held = match held {
-                    None => service.budget.hold_any(peer, bytes.len()).await,
-                    held => held,
-                };
-                match take(&service, peer, bytes, held) {
-                    Ok(_) => continue,
-                    Err(failure) => failure,
-                }
-            }
-            Ok(None) => return writer.finish(frames.into_reader()).await,
+            Ok(Some(received)) => match take(&service, peer, received) {
+                Ok(_) => continue,
+                Err(failure) => failure,
+            },
+            Ok(None) => return writer.finish(reader).await,
             Err(InboundError::Cancelled) => return,
             Err(error) => error.into(),
         };
         service.troubles.count(failure.trouble());
-        return writer.fail(frames.into_reader(), &failure.stream_text()).await;
+        return writer.fail(reader, &failure.stream_text()).await;
     }
 }
 
-fn take(
-    service: &Service,
-    peer: PeerId,
-    request: Bytes,
-    held: Option<OwnedSemaphorePermit>,
-) -> Result<Bytes, Failure> {
-    let request = decode(request)?;
+fn take(service: &Service, peer: PeerId, received: Received) -> Result<Bytes, Failure> {
+    let Received { bytes, held } = received;
+    let request = decode(bytes)?;
     let before = service.before(&request.uid);
     let blocks = before.as_deref().unwrap_or(service).blocks(&request.uid)?;
     if request.metadata.is_empty() {

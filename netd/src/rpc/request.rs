@@ -1,14 +1,13 @@
-//! Requests as the handlers have them: decoded, and with what they take of their peer's budget.
+//! Requests as the handlers have them: decoded, and with the bytes that count for them.
 
 use bytes::Bytes;
 use hivemind::names;
-use hivemind::p2p::PeerId;
+use hivemind::p2p::{PeerId, Reservation};
 use hivemind::wire::fields;
 use hivemind::wire::messages::{ExpertRequest, Tensor};
 use hivemind::wire::metadata::RequestMetadata;
 use prost::Message;
 use shared::block::BlockIndex;
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
 use super::Failure;
@@ -42,8 +41,8 @@ pub struct StepMessage {
     pub arrived: Instant,
     /// Whether another server sent it.
     pub was_pushed: bool,
-    /// What it takes of the peer's budget, if it is large.
-    _held: Option<OwnedSemaphorePermit>,
+    /// What counts for it, if it is large.
+    _held: Option<Reservation>,
 }
 
 impl StepMessage {
@@ -54,17 +53,17 @@ impl StepMessage {
     pub fn sent(
         request: ExpertRequest,
         arrived: Instant,
-        held: Option<OwnedSemaphorePermit>,
+        held: Option<Reservation>,
     ) -> Result<StepMessage, Failure> {
         let metadata = RequestMetadata::parse(&request.metadata, names::INFERENCE)?;
         Ok(StepMessage { request, metadata, arrived, was_pushed: false, _held: held })
     }
 
-    /// A step that another server sent, with what it takes of that peer's budget.
+    /// A step that another server sent, with what counts for it.
     pub fn pushed(
         request: ExpertRequest,
         metadata: RequestMetadata,
-        held: Option<OwnedSemaphorePermit>,
+        held: Option<Reservation>,
     ) -> StepMessage {
         StepMessage { request, metadata, arrived: Instant::now(), was_pushed: true, _held: held }
     }

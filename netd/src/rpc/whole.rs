@@ -3,13 +3,15 @@
 
 use bytes::Bytes;
 use hivemind::names;
-use hivemind::p2p::{InboundError, InboundStream, PeerId, UnaryResponder};
+use hivemind::p2p::{
+    InboundError, InboundReader, InboundStream, PeerId, Purpose, Received, Reservation,
+    UnaryResponder,
+};
 use hivemind::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
 use hivemind::wire::metadata::RequestMetadata;
 use hivemind::wire::stream_parts::{self, PART_BYTES, PartAssembler, PartLimits};
 use prost::Message;
 use shared::shm::board::{Trouble, WorkKind};
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::timeout;
 
 use super::request::{Request, decode};
@@ -39,7 +41,6 @@ pub async fn serve_unary(
     mut responder: UnaryResponder,
 ) {
     let work = async {
-        let _held = service.budget.hold(peer, request.len()).await;
         let request = decode(request)?;
         let response = ExpertResponse {
             tensors: answer(service, rpc, peer, &request).await?,
@@ -62,7 +63,7 @@ pub async fn serve_stream(service: &Service, rpc: Rpc, peer: PeerId, stream: Inb
     let (mut reader, mut writer) = stream.into_split();
     reader.set_max_frame_bytes((PART_BYTES + FRAME_ROOM_BYTES) as u64);
     let work = async {
-        let (request, _held) = match collect(service, rpc, peer, &mut reader).await? {
+        let (request, _held) = match collect(service, rpc, &mut reader).await? {
             Some(collected) => collected,
             None => return Ok(None),
         };
@@ -92,15 +93,13 @@ pub async fn serve_stream(service: &Service, rpc: Rpc, peer: PeerId, stream: Inb
     }
 }
 
-/// The whole request, with its part of the peer's budget; `None` if the caller has gone. The budget
-/// is asked once, for what the first part says of its tensor, so that no two requests of a peer
-/// wait for each other's rest.
+/// The whole request, with what counts for it; `None` if the caller has gone. Room is asked for once,
+/// for what the first part says of its tensor, so that no two requests wait for each other's rest.
 async fn collect(
     service: &Service,
     rpc: Rpc,
-    peer: PeerId,
-    reader: &mut hivemind::p2p::InboundReader,
-) -> Result<Option<(ExpertRequest, Option<OwnedSemaphorePermit>)>, Failure> {
+    reader: &mut InboundReader,
+) -> Result<Option<(ExpertRequest, Option<Reservation>)>, Failure> {
     let most = usize::try_from(service.max_request_bytes()).unwrap_or(usize::MAX);
     let limits = PartLimits {
         max_tensors: MAX_TENSORS,
@@ -109,20 +108,22 @@ async fn collect(
     };
     let mut parts = PartAssembler::new(limits);
     let mut first: Option<ExpertRequest> = None;
-    let mut held = None;
+    let mut whole = None;
     loop {
-        let frame = match reader.recv().await {
-            Ok(Some(frame)) => frame,
+        let Received { bytes: frame, held } = match reader.recv().await {
+            Ok(Some(received)) => received,
             Ok(None) => break,
             Err(InboundError::Cancelled) => return Ok(None),
             Err(error) => return Err(error.into()),
         };
         let len = frame.len();
         let mut request = decode(frame)?;
-        if first.is_none() {
-            let whole = expected_bytes(rpc, &request).clamp(len, most.max(len));
-            held = service.budget.hold(peer, whole).await;
+        match &mut whole {
+            None => whole = Some(Whole::reserve(reader, rpc, &request, len, most).await),
+            Some(whole) => whole.received(len)?,
         }
+        // It is a part of what is reserved for the whole.
+        drop(held);
         for part in std::mem::take(&mut request.tensors) {
             parts.push(part)?;
         }
@@ -138,7 +139,43 @@ async fn collect(
         return Err(Failure::bad("the request is empty"));
     };
     let request = ExpertRequest { tensors: parts.finish(), ..first };
-    Ok(Some((request, held)))
+    Ok(Some((request, whole.map(|whole| whole.held))))
+}
+
+/// What is reserved for a streamed request, and how much of it has come.
+struct Whole {
+    held: Reservation,
+    reserved: usize,
+    received: usize,
+}
+
+impl Whole {
+    /// Reserves for a request of which the first part has come.
+    async fn reserve(
+        reader: &mut InboundReader,
+        rpc: Rpc,
+        first: &ExpertRequest,
+        received: usize,
+        most: usize,
+    ) -> Whole {
+        let reserved = expected_bytes(rpc, first).clamp(received, most.max(received));
+        reader.set_purpose(Purpose::Whole);
+        Whole { held: reader.reserve(reserved).await, reserved, received }
+    }
+
+    /// Counts another part. Prompts may take more than the first part let expect.
+    fn received(&mut self, bytes: usize) -> Result<(), Failure> {
+        self.received += bytes;
+        let more = self.received.saturating_sub(self.reserved);
+        if more > 0 && !self.held.try_grow(more) {
+            return Err(Failure::runtime(format!(
+                "no room for {} bytes of a request, {} were expected; try again, or send fewer rows",
+                self.received, self.reserved
+            )));
+        }
+        self.reserved = self.reserved.max(self.received);
+        Ok(())
+    }
 }
 
 /// Bytes of a streamed request by its first part: tensors like the first, as float32, and as much

@@ -52,7 +52,9 @@ impl Daemon {
         let holds = self.offer.span.blocks().all(|block| self.whole.contains(block));
         let span = if holds { self.whole } else { self.offer.span };
         let pool = Pool::new(span, pages, limits.attn_cache_tokens);
-        let queue = WaitQueue::new(pool, self.init.config.max_kv_share);
+        let p2p = self.joined.p2p.clone();
+        let net_of = NetOf::new(move |peer| p2p.net_of(peer));
+        let queue = WaitQueue::new(pool, self.init.config.max_kv_share, net_of);
         let kv = KvMemory::new(queue, self.facts.kv_token_bytes() as u64);
         ServiceParts {
             prefix: self.offer.prefix.clone(),

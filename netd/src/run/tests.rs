@@ -55,6 +55,7 @@ pub(crate) fn config(folder: &Path, initial_peers: Vec<String>) -> NetdConfig {
         compression: shared::config::Compression::None,
         link_bits_per_s: None,
         max_upload_bits_per_s: None,
+        request_memory: 256 << 20,
         network_test: None,
         rates_dir: None,
         monitor: None,
@@ -194,6 +195,7 @@ async fn bootstrap_node() -> Joined {
         use_relay: true,
         use_auto_relay: false,
         use_upnp: false,
+        dials_private_nets: true,
         refresh_period: DEADLINE,
         startup_timeout: DEADLINE,
     };

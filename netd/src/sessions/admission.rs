@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use hivemind::p2p::{Net, PeerId};
+use hivemind::p2p::PeerId;
 use shared::ids::PageId;
 use tokio::sync::{Notify, oneshot};
 
@@ -245,17 +245,13 @@ impl KvMemory {
 
     /// Where there is no memory for `request` of `peer` now: tells silent sessions to end that hold
     /// more than their fair share ([`super::giving_way`]). Whether memory is about to come free.
-    pub fn make_room(
-        &self,
-        peer: PeerId,
-        request: &KvRequest,
-        net_of: impl Fn(&PeerId) -> Net,
-    ) -> bool {
+    pub fn make_room(&self, peer: PeerId, request: &KvRequest) -> bool {
         let mut state = self.inner.lock();
-        let pool = state.queue.pool();
+        let (pool, net_of) = (state.queue.pool(), state.queue.net_of().clone());
         let (missing, budget) = (pool.missing(request), pool.budget());
-        let claim = Claim { net: net_of(&peer), peer, asked: request.token_blocks(), missing };
-        missing > 0 && state.holders.make_room(claim, budget, net_of, Instant::now())
+        let claim = Claim { net: net_of.net(&peer), peer, asked: request.token_blocks(), missing };
+        missing > 0
+            && state.holders.make_room(claim, budget, |peer| net_of.net(peer), Instant::now())
     }
 
     /// Takes for `peer` the pages that a session of it held under another netd.

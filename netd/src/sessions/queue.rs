@@ -18,7 +18,7 @@ use hivemind::p2p::PeerId;
 use shared::ids::PageId;
 
 use super::pool::{Grant, KvRequest, Pool, Refusal};
-use super::shares::{Moment, Over, Shares};
+use super::shares::{Moment, NetOf, Over, Shares};
 
 /// How often one waiting request may be passed.
 pub const MAX_OVERTAKEN: u32 = 16;
@@ -50,6 +50,7 @@ impl Waiting {
 #[derive(Debug)]
 pub struct WaitQueue {
     pool: Pool,
+    net_of: NetOf,
     shares: Shares,
     waiting: Vec<Waiting>,
     tickets: u64,
@@ -71,10 +72,12 @@ pub enum Admission {
 pub type Granted = Vec<(Ticket, PeerId, Grant)>;
 
 impl WaitQueue {
-    /// A queue before `pool` in which nobody waits; one peer may hold the part `max_share` of it.
-    pub fn new(pool: Pool, max_share: f64) -> WaitQueue {
+    /// A queue before `pool` in which nobody waits; one peer may hold the part `max_share` of it, and
+    /// `net_of` tells where peers are.
+    pub fn new(pool: Pool, max_share: f64, net_of: NetOf) -> WaitQueue {
         WaitQueue {
-            shares: Shares::new(pool.budget(), max_share),
+            shares: Shares::new(pool.budget(), max_share, net_of.clone()),
+            net_of,
             pool,
             waiting: Vec::new(),
             tickets: 0,
@@ -85,6 +88,11 @@ impl WaitQueue {
     /// The pool.
     pub fn pool(&self) -> &Pool {
         &self.pool
+    }
+
+    /// Where peers are.
+    pub fn net_of(&self) -> &NetOf {
+        &self.net_of
     }
 
     /// Requests that wait.
@@ -261,7 +269,7 @@ mod tests {
 
     fn rig() -> Rig {
         let pool = Pool::new(Span::new(0, 1).unwrap(), 4096, 1024);
-        Rig { queue: WaitQueue::new(pool, 1.0), now: Instant::now() }
+        Rig { queue: WaitQueue::new(pool, 1.0, NetOf::default()), now: Instant::now() }
     }
 
     fn request(tokens: u32) -> KvRequest {

@@ -229,6 +229,7 @@ async fn is_there(peer: PeerId, addrs: Vec<SocketAddr>) -> bool {
         traversal: Traversal::NONE,
         startup_timeout: SELF_CHECK_TIMEOUT,
         max_upload_bytes_per_s: None,
+        request_memory: P2pConfig::REQUEST_MEMORY,
     });
     let Ok((probe, _serves_nothing)) = probe.await else {
         return false;

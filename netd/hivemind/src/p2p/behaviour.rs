@@ -11,7 +11,7 @@ use libp2p::{
     identity::{Keypair, PublicKey},
     kad, noise, ping, relay,
     swarm::{NetworkBehaviour, behaviour::toggle::Toggle, dial_opts::DialOpts},
-    tls, upnp, yamux,
+    tls, upnp,
 };
 use tokio::sync::mpsc;
 
@@ -26,13 +26,14 @@ use super::{
         LOOKUP_TIMEOUT, MAX_CIRCUIT_BYTES, MAX_CIRCUIT_DURATION, MAX_CIRCUITS,
         MAX_CIRCUITS_PER_PEER, MAX_CONNECTIONS, MAX_CONNECTIONS_PER_PEER, MAX_INBOUND_CONNECTIONS,
         MAX_NEGOTIATING_STREAMS, MAX_PENDING_INBOUND, MAX_PENDING_OUTBOUND, MAX_RESERVATIONS,
-        MAX_RESERVATIONS_PER_PEER, MAX_STREAMS_PER_CONNECTION, PING_PERIOD,
+        MAX_RESERVATIONS_PER_PEER, PING_PERIOD,
     },
+    muxer::Multiplexing,
     rpc_streams,
     serve::Inbound,
     traffic::Traffic,
     transport::transport,
-    upload::{LimitedYamux, UploadLimit},
+    upload::UploadLimit,
 };
 
 /// How the node introduces itself.
@@ -71,13 +72,15 @@ pub(super) fn swarm(
     let limit = config.max_upload_bytes_per_s.map(UploadLimit::new);
     let gate = DialGate::new(config.traversal.nearest, &config.initial_peers);
     let gated = || {
-        let muxer = LimitedYamux { yamux: bounded_yamux(), limit: limit.clone() };
-        let transport = transport(&config.keypair, muxer, Arc::clone(&gate))?;
+        let upload = limit.clone();
+        let transport = transport(&config.keypair, upload, Arc::clone(limits), Arc::clone(&gate))?;
         SwarmBuilder::with_existing_identity(config.keypair.clone())
             .with_tokio()
             .with_other_transport(|_| transport)
             .map_err(|error| P2pError::Transport(error.to_string()))
     };
+    // Who relays it counts the connection; its streams count by protocol.
+    let relayed = || Multiplexing { upload: None, quota: None };
     let bounds = |config: libp2p::swarm::Config| {
         config
             .with_idle_connection_timeout(IDLE_CONNECTION_TIMEOUT)
@@ -86,7 +89,7 @@ pub(super) fn swarm(
     // A machine without a resolver configuration can still serve peers with plain addresses.
     let swarm = match gated()?.with_dns() {
         Ok(builder) => builder
-            .with_relay_client(through_relays, bounded_yamux)
+            .with_relay_client(through_relays, relayed)
             .map_err(|error| P2pError::Transport(error.to_string()))?
             .with_behaviour(make)
             .map_err(|error| P2pError::Transport(error.to_string()))?
@@ -97,7 +100,7 @@ pub(super) fn swarm(
             tracing::warn!(%error, "no DNS resolver is configured, DNS addresses may fail");
             gated()?
                 .with_dns_config(dns::ResolverConfig::default(), dns::ResolverOpts::default())
-                .with_relay_client(through_relays, bounded_yamux)
+                .with_relay_client(through_relays, relayed)
                 .map_err(|error| P2pError::Transport(error.to_string()))?
                 .with_behaviour(make)
                 .map_err(|error| P2pError::Transport(error.to_string()))?
@@ -137,12 +140,6 @@ fn behaviour(
         autonat: Toggle::from(autonat(traversal, peer)),
         upnp: Toggle::from(asks_router(config).then(upnp::tokio::Behaviour::default)),
     }
-}
-
-fn bounded_yamux() -> yamux::Config {
-    let mut config = yamux::Config::default();
-    config.set_max_num_streams(MAX_STREAMS_PER_CONNECTION);
-    config
 }
 
 /// Circuits for others, within bounds. Off until the driver knows that others can dial this node.

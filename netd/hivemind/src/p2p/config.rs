@@ -27,6 +27,13 @@ pub struct P2pConfig {
     pub startup_timeout: Duration,
     /// Bytes per second that it sends to all peers together; `None` for no limit.
     pub max_upload_bytes_per_s: Option<u64>,
+    /// Bytes that requests on streams may hold, all peers together.
+    pub request_memory: u64,
+}
+
+impl P2pConfig {
+    /// [`Self::request_memory`] of nodes that serve no blocks.
+    pub const REQUEST_MEMORY: u64 = 256 << 20;
 }
 
 /// What a node does about NATs and firewalls, and where it dials. Dialling peers behind relays always works.

@@ -96,6 +96,18 @@ pub enum InboundError {
     /// it with this text.
     #[error("malformed request: {0}")]
     Malformed(&'static str),
+    /// A frame came too slowly for what is reserved for it.
+    #[error(
+        "request came too slowly: {bytes} bytes within {within:?}, at least {least} are needed"
+    )]
+    TooSlow {
+        /// What came.
+        bytes: usize,
+        /// What had to come.
+        least: usize,
+        /// In which time.
+        within: Duration,
+    },
     /// A frame exceeds its bound and was not read.
     #[error("request of {bytes} bytes exceeds the limit of {limit} bytes")]
     TooLarge {

@@ -28,7 +28,7 @@ const HEADER_BYTES: usize = 9;
 const MESSAGE: u8 = 0;
 const CONTROL: u8 = 1;
 /// One read takes this much; also what yamux puts into one of its own frames.
-const READ_AHEAD_BYTES: usize = 16 * 1024;
+pub(super) const READ_AHEAD_BYTES: usize = 16 * 1024;
 /// First allocation for a payload; doubled as data arrives.
 const FIRST_PAYLOAD_BYTES: usize = 64 * 1024;
 
@@ -108,8 +108,30 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
         self.inner
     }
 
+    /// The length of the next frame, of whose payload no more than what was read ahead is here; `None`
+    /// if the stream ended between two frames. May be dropped, and called again for the same frame.
+    pub(super) async fn announced(&mut self) -> Result<Option<usize>, FrameError> {
+        loop {
+            if let Some(partial) = &self.partial {
+                return Ok(Some(partial.length));
+            }
+            self.partial = self.take_header()?;
+            if self.partial.is_none() && self.read_ahead().await? == 0 {
+                return if self.start == self.end { Ok(None) } else { Err(FrameError::Cut) };
+            }
+        }
+    }
+
+    /// Bytes of the frame that were received, its header apart.
+    pub(super) fn received(&self) -> usize {
+        self.partial.as_ref().map_or(0, |partial| partial.filled)
+    }
+
     /// The next frame; `None` if the stream ended between two frames.
     pub(super) async fn next(&mut self) -> Result<Option<Frame>, FrameError> {
+        if self.announced().await?.is_none() {
+            return Ok(None);
+        }
         loop {
             if let Some(done) = self.partial.take_if(|partial| partial.filled == partial.length) {
                 let payload = Bytes::from(done.payload);
@@ -119,11 +141,7 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
                 }));
             }
             let Some(partial) = &mut self.partial else {
-                self.partial = self.take_header()?;
-                if self.partial.is_none() && self.read_ahead().await? == 0 {
-                    return if self.start == self.end { Ok(None) } else { Err(FrameError::Cut) };
-                }
-                continue;
+                return Ok(None);
             };
             partial.grow();
             let room = partial.payload.get_mut(partial.filled..).unwrap_or_default();

@@ -11,8 +11,9 @@ use libp2p::PeerId;
 
 use super::{
     config::{ProtocolKind, ProtocolSpec},
-    nets::{Net, Nets},
-    pools::{PoolBounds, Pools, Reservation},
+    memory::{Purpose, RequestMemory},
+    nets::Nets,
+    pools::Ask,
 };
 
 /// Connections in total. p2pd trims its own at 512.
@@ -69,12 +70,18 @@ pub(super) const UNARY_REQUEST_TIMEOUT: Duration =
 /// others. Tests wait for it.
 pub(super) const UNARY_STALL_TIMEOUT: Duration =
     Duration::from_secs(if cfg!(test) { 4 } else { 10 });
-/// Bytes of unary requests that are read or not yet answered. One peer may have eight of the
-/// largest at once, an IP net sixteen; more wait unread.
-pub(super) const UNARY_BYTES: PoolBounds =
-    PoolBounds { total: 128 << 20, net: 64 << 20, peer: 32 << 20 };
-/// Streams of one connection: with a window of 256 KiB each, what a peer may send unread.
+/// What is reserved for the frames of a stream is missing to others: without a byte for so long, the
+/// stream is given up. While others wait for room it needs [`LEAST_FRAME_BYTES`] in that time. Tests
+/// wait for it.
+pub(super) const FRAME_STALL_TIMEOUT: Duration =
+    Duration::from_secs(if cfg!(test) { 2 } else { 10 });
+/// The least of a frame that must come in [`FRAME_STALL_TIMEOUT`] while others wait: 1 Mbit/s.
+pub(super) const LEAST_FRAME_BYTES: usize = 1250 << 10;
+/// Streams of one connection, each with a first window of 256 KiB.
 pub(super) const MAX_STREAMS_PER_CONNECTION: usize = 256;
+/// What the windows of all streams of one connection may grow by: a line of 1 Gbit/s with a round trip of
+/// 250 ms is full.
+pub(super) const MAX_WINDOW_GROWTH_BYTES: usize = 32 << 20;
 /// A write that makes no progress for this long has failed. Tests wait for it.
 pub(super) const WRITE_STALL_TIMEOUT: Duration =
     Duration::from_secs(if cfg!(test) { 8 } else { 60 });
@@ -127,7 +134,7 @@ pub struct InboundFigures {
     pub too_large: u64,
     /// A unary request whose bytes are not of the protocol.
     pub malformed: u64,
-    /// A unary request that was not complete in time.
+    /// A unary request that was not complete in time, or a frame that came too slowly.
     pub too_slow: u64,
     /// A frame of a stream beyond its bound, or of no known kind; its handler hears of it, too.
     pub bad_frames: u64,
@@ -144,7 +151,7 @@ pub(super) struct InboundLimits {
     protocols: Box<[ProtocolSpec]>,
     counts: Mutex<Counts>,
     nets: Nets,
-    pools: Arc<Pools>,
+    memory: RequestMemory,
 }
 
 #[derive(Debug, Default)]
@@ -156,12 +163,13 @@ struct Counts {
 }
 
 impl InboundLimits {
-    pub(super) fn new(protocols: Vec<ProtocolSpec>) -> Arc<Self> {
+    /// `memory`: bytes that frames of streams may take.
+    pub(super) fn new(protocols: Vec<ProtocolSpec>, memory: u64) -> Arc<Self> {
         Arc::new(Self {
             protocols: protocols.into(),
             counts: Mutex::default(),
             nets: Nets::default(),
-            pools: Pools::new(UNARY_BYTES),
+            memory: RequestMemory::new(memory),
         })
     }
 
@@ -172,10 +180,14 @@ impl InboundLimits {
         names.filter(|name| !counts.withdrawn.contains(name)).collect()
     }
 
-    /// Reserves bytes for a request of a peer, as soon as there is room.
-    pub(super) async fn reserve(&self, peer: PeerId, bytes: usize) -> Reservation {
-        let net: Net = self.nets.of(&peer);
-        self.pools.reserve(peer, net, bytes).await
+    /// Asks for bytes for what a peer sends.
+    pub(super) fn ask(&self, purpose: Purpose, peer: PeerId, bytes: usize) -> Ask {
+        self.memory.of(purpose).ask(peer, self.nets.of(&peer), bytes)
+    }
+
+    /// Bytes that requests hold.
+    pub(super) fn memory(&self) -> &RequestMemory {
+        &self.memory
     }
 
     /// Where connected peers are.
@@ -314,12 +326,15 @@ mod tests {
 
     #[test]
     fn both_bounds_hold_and_dropped_permits_are_free_again() {
-        let limits = InboundLimits::new(vec![ProtocolSpec {
-            name: "a",
-            kind: ProtocolKind::Unary,
-            max_inbound_per_peer: 2,
-            max_inbound_total: 3,
-        }]);
+        let limits = InboundLimits::new(
+            vec![ProtocolSpec {
+                name: "a",
+                kind: ProtocolKind::Unary,
+                max_inbound_per_peer: 2,
+                max_inbound_total: 3,
+            }],
+            1 << 20,
+        );
         let (one, two) = (PeerId::random(), PeerId::random());
         assert!(!limits.serves(&one));
         let first = limits.admit(one, "a").expect("free");

@@ -34,8 +34,11 @@ mod frame;
 mod fuzz;
 mod gate;
 pub mod identity;
+mod inbound_reader;
 mod limits;
+mod memory;
 mod messages;
+mod muxer;
 mod nets;
 mod node;
 mod pools;
@@ -60,10 +63,13 @@ pub use self::{
     connections::Introduction,
     error::{CallError, InboundError, P2pError},
     frame::DEFAULT_MAX_FRAME_BYTES,
+    inbound_reader::{InboundReader, Received},
     limits::InboundFigures,
+    memory::Purpose,
     nets::Net,
     node::P2p,
-    serve::{Inbound, InboundReader, InboundStream, InboundWriter, UnaryResponder},
+    pools::Reservation,
+    serve::{Inbound, InboundStream, InboundWriter, UnaryResponder},
     traffic::{PathFigures, TrafficFigures},
     unary::MAX_UNARY_BYTES,
 };

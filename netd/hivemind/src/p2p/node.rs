@@ -19,6 +19,7 @@ use super::{
     error::P2pError,
     limits::{COMMAND_QUEUE, Calls, INBOUND_QUEUE, InboundFigures, InboundLimits},
     nets::Net,
+    pools::Reservation,
     serve::Inbound,
     traffic::{Traffic, TrafficFigures},
 };
@@ -48,7 +49,7 @@ impl P2p {
     pub async fn start(config: P2pConfig) -> Result<(Self, mpsc::Receiver<Inbound>), P2pError> {
         let deadline = Instant::now() + config.startup_timeout;
         let (inbound_sender, inbound) = mpsc::channel(INBOUND_QUEUE);
-        let limits = InboundLimits::new(config.protocols.clone());
+        let limits = InboundLimits::new(config.protocols.clone(), config.request_memory);
         let asks_router = behaviour::asks_router(&config);
         let traffic = Arc::<Traffic>::default();
         let mut swarm = behaviour::swarm(&config, &limits, inbound_sender, &traffic)?;
@@ -114,6 +115,17 @@ impl P2p {
     #[must_use]
     pub fn net_of(&self, peer: &PeerId) -> Net {
         self.limits.nets().of(peer)
+    }
+
+    /// Makes room for one request of so many bytes, whatever [`P2pConfig::request_memory`] says.
+    pub fn make_room_for(&self, bytes: u64) {
+        self.limits.memory().make_room_for(bytes);
+    }
+
+    /// Counts a step that a peer pushed by a unary call and that is kept; `None` if there is no room.
+    #[must_use]
+    pub fn keep_push(&self, peer: PeerId, bytes: usize) -> Option<Reservation> {
+        self.limits.memory().keep_push(peer, self.net_of(&peer), bytes)
     }
 
     /// The identity of the node.

@@ -5,128 +5,159 @@
 //! ```text
 //!   process ──> net (an IPv4 address, an IPv6 /56) ──> peer        a reservation counts in all three
 //! ```
+//! Who finds no room waits. The one whose net holds the fewest bytes goes first, then the one whose
+//! peer does, then the one that came first; nobody overtakes it, however little they ask. The asks of one
+//! peer are served in their order.
+//!
 //! Loopback and private nets have no pool of their own: the operator's whole swarm may share one
 //! such address, and behind it nobody is a stranger.
 
+mod book;
+
 use std::{
-    collections::HashMap,
+    pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{Context, Poll},
 };
 
 use libp2p::PeerId;
-use tokio::sync::Notify;
+use tokio::sync::oneshot;
 
 use super::nets::Net;
+pub(super) use book::PoolBounds;
+use book::{Book, Claim};
 
-/// Bytes of each scope.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct PoolBounds {
-    /// Of all peers.
-    pub total: usize,
-    /// Of a public IP net.
-    pub net: usize,
-    /// Of one peer.
-    pub peer: usize,
-}
-
-/// What is reserved. Clones of the [`Arc`] are handles of the same pools.
+/// What is reserved, and who waits. Clones of the [`Arc`] are handles of the same pools.
 #[derive(Debug)]
 pub(super) struct Pools {
-    bounds: PoolBounds,
-    held: Mutex<Held>,
-    freed: Notify,
+    book: Mutex<Book<oneshot::Sender<()>>>,
 }
 
-#[derive(Debug, Default)]
-struct Held {
-    total: usize,
-    nets: HashMap<Net, usize>,
-    peers: HashMap<PeerId, usize>,
-}
-
-/// Bytes that count until it is dropped.
+/// Bytes of a request that count for its peer, its net and the process until it is dropped.
 #[derive(Debug)]
-pub(super) struct Reservation {
+pub struct Reservation {
     pools: Arc<Pools>,
-    peer: PeerId,
-    net: Net,
-    bytes: usize,
+    claim: Claim,
+}
+
+/// An ask for bytes, until it is granted. Dropping it gives up.
+#[derive(Debug)]
+pub(super) struct Ask {
+    pools: Arc<Pools>,
+    claim: Claim,
+    ticket: u64,
+    granted: oneshot::Receiver<()>,
+    is_over: bool,
 }
 
 impl Pools {
     pub(super) fn new(bounds: PoolBounds) -> Arc<Self> {
-        Arc::new(Self { bounds, held: Mutex::default(), freed: Notify::new() })
+        Arc::new(Self { book: Mutex::new(Book::new(bounds)) })
     }
 
-    /// Reserves now; `None` if any of the pools would overflow.
+    /// Asks for bytes. More than a whole pool counts as the whole of it.
+    pub(super) fn ask(self: &Arc<Self>, peer: PeerId, net: Net, bytes: usize) -> Ask {
+        let (grant, granted) = oneshot::channel();
+        let mut book = self.lock();
+        let claim = book.claim(peer, net, bytes);
+        let ticket = book.wait(claim, grant);
+        serve(&mut book);
+        drop(book);
+        Ask { pools: Arc::clone(self), claim, ticket, granted, is_over: false }
+    }
+
+    /// Reserves now; `None` if there is no room or somebody waits for it.
     pub(super) fn try_reserve(
         self: &Arc<Self>,
         peer: PeerId,
         net: Net,
         bytes: usize,
     ) -> Option<Reservation> {
-        let mut held = self.lock();
-        let of_net = held.nets.get(&net).copied().unwrap_or(0);
-        let of_peer = held.peers.get(&peer).copied().unwrap_or(0);
-        let fits = |held: usize, bound: usize| held.saturating_add(bytes) <= bound;
-        let net_bound = if net.is_public() { self.bounds.net } else { self.bounds.total };
-        if !fits(held.total, self.bounds.total)
-            || !fits(of_net, net_bound)
-            || !fits(of_peer, self.bounds.peer)
-        {
-            return None;
-        }
-        held.total += bytes;
-        held.nets.insert(net, of_net + bytes);
-        held.peers.insert(peer, of_peer + bytes);
-        Some(Reservation { pools: Arc::clone(self), peer, net, bytes })
+        let mut book = self.lock();
+        let claim = book.claim(peer, net, bytes);
+        let is_free = !book.someone_waits() && book.has_room(&claim);
+        is_free.then(|| {
+            book.take(&claim);
+            Reservation { pools: Arc::clone(self), claim }
+        })
     }
 
-    /// Reserves as soon as there is room. Dropping the future gives up.
-    pub(super) async fn reserve(
-        self: &Arc<Self>,
-        peer: PeerId,
-        net: Net,
-        bytes: usize,
-    ) -> Reservation {
-        loop {
-            // Before the attempt, so that what is freed in between is not missed.
-            let freed = self.freed.notified();
-            match self.try_reserve(peer, net, bytes) {
-                Some(reservation) => return reservation,
-                None => freed.await,
-            }
-        }
+    /// Whether an ask waits.
+    pub(super) fn someone_waits(&self) -> bool {
+        self.lock().someone_waits()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Held> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Makes room for one request of so many bytes in every pool.
+    pub(super) fn make_room_for(&self, bytes: usize) {
+        let mut book = self.lock();
+        book.raise(bytes);
+        serve(&mut book);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Book<oneshot::Sender<()>>> {
+        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Grants what there is room for. One that has given up meanwhile sees its ticket gone and gives
+/// the bytes back.
+fn serve(book: &mut Book<oneshot::Sender<()>>) {
+    while let Some(grant) = book.next() {
+        let _ = grant.send(());
+    }
+}
+
+impl Future for Ask {
+    type Output = Reservation;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Reservation> {
+        // The other end stays in the book until it grants.
+        Pin::new(&mut self.granted).poll(cx).map(|_| {
+            self.is_over = true;
+            Reservation { pools: Arc::clone(&self.pools), claim: self.claim }
+        })
+    }
+}
+
+impl Drop for Ask {
+    fn drop(&mut self) {
+        if self.is_over {
+            return;
+        }
+        let mut book = self.pools.lock();
+        if !book.forget(&self.claim, self.ticket) {
+            book.give_back(&self.claim);
+        }
+        serve(&mut book);
+    }
+}
+
+impl Reservation {
+    /// Counts so many more bytes; false, and nothing changes, if there is no room for them now.
+    #[must_use]
+    pub fn try_grow(&mut self, bytes: usize) -> bool {
+        let mut book = self.pools.lock();
+        let more = Claim { bytes, ..self.claim };
+        let fits = book.has_room(&more);
+        if fits {
+            book.take(&more);
+            self.claim.bytes += bytes;
+        }
+        fits
     }
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        let mut held = self.pools.lock();
-        held.total = held.total.saturating_sub(self.bytes);
-        release(&mut held.nets, self.net, self.bytes);
-        release(&mut held.peers, self.peer, self.bytes);
-        drop(held);
-        self.pools.freed.notify_waiters();
-    }
-}
-
-fn release<K: std::hash::Hash + Eq>(held: &mut HashMap<K, usize>, key: K, bytes: usize) {
-    if let std::collections::hash_map::Entry::Occupied(mut entry) = held.entry(key) {
-        *entry.get_mut() = entry.get().saturating_sub(bytes);
-        if *entry.get() == 0 {
-            entry.remove();
-        }
+        let mut book = self.pools.lock();
+        book.give_back(&self.claim);
+        serve(&mut book);
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
+    use futures::FutureExt;
 
     use super::*;
 
@@ -136,62 +167,49 @@ mod tests {
         Net::of([5, 6, 7, last].into())
     }
 
-    #[test]
-    fn each_scope_has_its_bound() {
-        let pools = Pools::new(BOUNDS);
-        let peers: Vec<PeerId> = (0..4).map(|_| PeerId::random()).collect();
-        let first = pools.try_reserve(peers[0], net(1), 40).expect("free");
-        assert!(pools.try_reserve(peers[0], net(1), 1).is_none(), "of one peer");
-        let _second = pools.try_reserve(peers[1], net(1), 20).expect("free");
-        assert!(pools.try_reserve(peers[2], net(1), 1).is_none(), "of one net");
-        let _third = pools.try_reserve(peers[2], net(2), 40).expect("free");
-        assert!(pools.try_reserve(peers[3], net(3), 1).is_none(), "of all");
-        drop(first);
-        let local = Net::of([127, 0, 0, 1].into());
-        assert!(pools.try_reserve(peers[3], local, 40).is_some(), "freed");
-    }
-
     #[tokio::test]
     async fn who_waits_is_served_when_bytes_are_freed() {
         let (pools, peer) = (Pools::new(BOUNDS), PeerId::random());
-        let held = pools.reserve(peer, net(1), 40).await;
-        let waiting = tokio::spawn({
-            let pools = Arc::clone(&pools);
-            async move { pools.reserve(peer, net(1), 40).await.bytes }
-        });
-        tokio::task::yield_now().await;
+        let held = pools.ask(peer, net(1), 40).await;
+        let mut waiting = pools.ask(peer, net(1), 40);
+        assert!((&mut waiting).now_or_never().is_none());
+        assert!(pools.someone_waits());
         drop(held);
-        assert_eq!(waiting.await.expect("served"), 40);
+        assert_eq!(waiting.await.claim.bytes, 40);
+        assert!(!pools.someone_waits());
     }
 
-    proptest! {
-        #[test]
-        fn sums_hold_and_everything_is_given_back(
-            steps in prop::collection::vec((0u8..3, 0usize..4, 0usize..50, any::<bool>()), 0..200),
-        ) {
-            let pools = Pools::new(BOUNDS);
-            let peers: Vec<PeerId> = (0..4).map(|_| PeerId::random()).collect();
-            let mut held: Vec<Reservation> = Vec::new();
-            for (number, peer, bytes, drops) in steps {
-                if drops && !held.is_empty() {
-                    held.remove(bytes % held.len());
-                }
-                held.extend(pools.try_reserve(peers[peer], net(number), bytes));
-                let sum = |of: &dyn Fn(&&Reservation) -> bool| -> usize {
-                    held.iter().filter(of).map(|one| one.bytes).sum()
-                };
-                prop_assert!(sum(&|_| true) <= BOUNDS.total);
-                prop_assert_eq!(sum(&|_| true), pools.lock().total);
-                for peer in &peers {
-                    prop_assert!(sum(&|one| one.peer == *peer) <= BOUNDS.peer);
-                }
-                for number in 0..3 {
-                    prop_assert!(sum(&|one| one.net == net(number)) <= BOUNDS.net);
-                }
-            }
-            held.clear();
-            let left = pools.lock();
-            prop_assert_eq!((left.total, left.peers.len()), (0, 0));
-        }
+    #[test]
+    fn asks_that_are_given_up_hold_nothing_whether_they_were_granted_or_not() {
+        let (pools, peers) = (Pools::new(BOUNDS), [PeerId::random(), PeerId::random()]);
+        let granted = pools.ask(peers[0], net(1), 40);
+        let waiting = pools.ask(peers[0], net(1), 40);
+        let behind = pools.ask(peers[0], net(1), 1);
+        drop(waiting);
+        drop(granted);
+        assert!(behind.now_or_never().is_some());
+        assert!(pools.try_reserve(peers[0], net(1), 40).is_some());
+        assert!(pools.try_reserve(peers[1], net(2), 40).is_some());
+    }
+
+    #[test]
+    fn reservations_grow_only_where_there_is_room() {
+        let (pools, peer) = (Pools::new(BOUNDS), PeerId::random());
+        let mut held = pools.try_reserve(peer, net(1), 30).expect("free");
+        assert!(held.try_grow(10));
+        assert!(!held.try_grow(1));
+        drop(held);
+        assert!(pools.try_reserve(peer, net(1), 40).is_some());
+    }
+
+    #[test]
+    fn the_largest_request_fits_once_it_is_known() {
+        let (pools, peer) = (Pools::new(BOUNDS), PeerId::random());
+        let whole = pools.ask(peer, net(1), 1000).now_or_never().expect("counts as a whole pool");
+        assert_eq!(whole.claim.bytes, 40);
+        drop(whole);
+        pools.make_room_for(1000);
+        let large = pools.ask(peer, net(1), 1000).now_or_never().expect("there is room");
+        assert_eq!(large.claim.bytes, 1000);
     }
 }

@@ -6,7 +6,7 @@
 use std::{io::ErrorKind, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use futures::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadHalf, WriteHalf};
+use futures::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt, WriteHalf};
 use libp2p::PeerId;
 use tokio::{
     sync::mpsc,
@@ -17,11 +17,13 @@ use tracing::debug;
 use super::{
     config::ProtocolKind,
     error::{CallError, InboundError},
-    frame::{self, Frame, FrameError, FrameReader},
+    frame,
+    inbound_reader::{InboundReader, Received, discard},
     limits::{
-        CALLER_END_TIMEOUT, InboundLimits, LINGER_TIMEOUT, Permit, UNARY_REQUEST_TIMEOUT,
-        UNARY_STALL_TIMEOUT, WRITE_STALL_TIMEOUT,
+        CALLER_END_TIMEOUT, LINGER_TIMEOUT, Permit, UNARY_REQUEST_TIMEOUT, UNARY_STALL_TIMEOUT,
+        WRITE_STALL_TIMEOUT,
     },
+    memory::Purpose,
     pools::Reservation,
     steady::Steady,
     traffic::Stream,
@@ -65,7 +67,7 @@ pub(super) async fn accept(
     let rpc = match kind {
         ProtocolKind::Unary => {
             let limits = Arc::clone(permit.limits());
-            let reserve = |bytes| async move { limits.reserve(peer, bytes).await };
+            let reserve = |bytes| limits.ask(Purpose::Unary, peer, bytes);
             let mut steady = Steady::new(&mut stream, UNARY_STALL_TIMEOUT);
             let request = unary::read_request(&mut steady, reserve);
             let request = timeout(UNARY_REQUEST_TIMEOUT, request);
@@ -91,7 +93,7 @@ pub(super) async fn accept(
             Inbound::Unary { peer, protocol, request: request.data, responder }
         }
         ProtocolKind::Stream => {
-            Inbound::Stream { peer, protocol, stream: InboundStream::new(stream, permit) }
+            Inbound::Stream { peer, protocol, stream: InboundStream::new(peer, stream, permit) }
         }
     };
     // Fails only when the daemon ends; the stream is reset then.
@@ -147,14 +149,6 @@ pub struct InboundStream {
     writer: InboundWriter,
 }
 
-/// The requests of a stream.
-#[derive(Debug)]
-pub struct InboundReader {
-    frames: FrameReader<ReadHalf<Stream>>,
-    ended: bool,
-    limits: Arc<InboundLimits>,
-}
-
 /// The answers of a stream.
 #[derive(Debug)]
 pub struct InboundWriter {
@@ -163,14 +157,10 @@ pub struct InboundWriter {
 }
 
 impl InboundStream {
-    fn new(stream: Stream, permit: Permit) -> Self {
+    fn new(peer: PeerId, stream: Stream, permit: Permit) -> Self {
         let (read, write) = stream.split();
         Self {
-            reader: InboundReader {
-                frames: FrameReader::new(read),
-                ended: false,
-                limits: Arc::clone(permit.limits()),
-            },
+            reader: InboundReader::new(peer, read, Arc::clone(permit.limits())),
             writer: InboundWriter { stream: write, permit },
         }
     }
@@ -180,7 +170,7 @@ impl InboundStream {
     /// # Errors
     ///
     /// As there.
-    pub async fn recv(&mut self) -> Result<Option<Bytes>, InboundError> {
+    pub async fn recv(&mut self) -> Result<Option<Received>, InboundError> {
         self.reader.recv().await
     }
 
@@ -207,46 +197,6 @@ impl InboundStream {
     /// back when the stream ends.
     pub fn into_split(self) -> (InboundReader, InboundWriter) {
         (self.reader, self.writer)
-    }
-}
-
-impl InboundReader {
-    /// The next request; `None` once the caller has sent its end of input. May be dropped and
-    /// called again without loss, and after `None`: it then waits for
-    /// [`InboundError::Cancelled`].
-    ///
-    /// # Errors
-    ///
-    /// [`InboundError::Cancelled`] if the caller has closed the stream or is gone, others if it
-    /// breaks the protocol. The stream has no further requests then.
-    pub async fn recv(&mut self) -> Result<Option<Bytes>, InboundError> {
-        if self.ended {
-            discard(self.frames.inner_mut()).await;
-            return Err(InboundError::Cancelled);
-        }
-        match self.frames.next().await {
-            Ok(Some(Frame::Message(message))) => Ok(Some(message)),
-            // Any control frame from a caller means end of input, whatever its text.
-            Ok(Some(Frame::Control(_))) => {
-                self.ended = true;
-                Ok(None)
-            }
-            Ok(None) | Err(FrameError::Cut | FrameError::Io(_)) => Err(InboundError::Cancelled),
-            Err(FrameError::Marker(_)) => {
-                self.limits.count(|figures| figures.bad_frames += 1);
-                Err(InboundError::Malformed("unknown frame marker"))
-            }
-            Err(FrameError::TooLarge { bytes, limit }) => {
-                self.limits.count(|figures| figures.bad_frames += 1);
-                Err(InboundError::TooLarge { bytes, limit })
-            }
-        }
-    }
-
-    /// Changes the bound of one request,
-    /// [`DEFAULT_MAX_FRAME_BYTES`](super::DEFAULT_MAX_FRAME_BYTES).
-    pub fn set_max_frame_bytes(&mut self, bytes: u64) {
-        self.frames.set_limit(bytes);
     }
 }
 
@@ -283,7 +233,7 @@ impl InboundWriter {
     /// writing, be it its end of input after the empty request that ends a session, then gets a
     /// broken pipe, and with it loses what it had not read yet.
     async fn end(self, mut reader: InboundReader) {
-        if reader.ended {
+        if reader.has_ended() {
             return self.close(reader).await;
         }
         tokio::spawn(async move {
@@ -301,11 +251,11 @@ impl InboundWriter {
 
 /// Reads requests until the caller's end of input, or its end of stream.
 async fn drain_requests(reader: &mut InboundReader) {
-    while !reader.ended && matches!(reader.recv().await, Ok(Some(_))) {}
+    while !reader.has_ended() && matches!(reader.recv().await, Ok(Some(_))) {}
 }
 
 fn rejoin(write: WriteHalf<Stream>, reader: InboundReader, permit: Permit) {
-    if let Ok(stream) = reader.frames.into_inner().reunite(write) {
+    if let Ok(stream) = reader.into_inner().reunite(write) {
         linger(stream, permit);
     }
 }
@@ -327,10 +277,4 @@ fn linger(mut stream: Stream, permit: Permit) {
 /// Waits for the end of the stream, at most so long.
 pub(super) async fn linger_for<R: AsyncRead + Unpin>(stream: &mut R, at_most: Duration) {
     drop(timeout_at(Instant::now() + at_most, discard(stream)).await);
-}
-
-/// Reads and forgets until the stream ends or fails.
-async fn discard<R: AsyncRead + Unpin>(stream: &mut R) {
-    let mut scratch = [0; 1024];
-    while matches!(stream.read(&mut scratch).await, Ok(1..)) {}
 }

@@ -15,6 +15,7 @@ use super::*;
 
 mod hostile;
 mod relayed;
+mod reserved;
 
 /// No wait in a test is longer; nothing is asserted about it.
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -60,6 +61,7 @@ fn config(initial_peers: Vec<Multiaddr>) -> P2pConfig {
         traversal: Traversal::NONE,
         startup_timeout: CALL,
         max_upload_bytes_per_s: None,
+        request_memory: P2pConfig::REQUEST_MEMORY,
     }
 }
 
@@ -86,6 +88,11 @@ async fn next_unary(inbound: &mut mpsc::Receiver<Inbound>) -> (PeerId, Bytes, Un
         Inbound::Unary { peer, protocol: UNARY, request, responder } => (peer, request, responder),
         other => panic!("{other:?}"),
     }
+}
+
+/// The message of what a reader gave.
+fn bytes(received: Result<Option<Received>, InboundError>) -> Result<Option<Bytes>, InboundError> {
+    received.map(|received| received.map(|received| received.bytes))
 }
 
 async fn next_stream(inbound: &mut mpsc::Receiver<Inbound>) -> InboundStream {
@@ -226,7 +233,7 @@ fn streams_carry_large_frames_both_ways() {
             let mut stream = next_stream(&mut inbound).await;
             let mut count = 0;
             while let Some(frame) = stream.recv().await.expect("caller is there") {
-                stream.send(frame).await.expect("caller reads");
+                stream.send(frame.bytes).await.expect("caller reads");
                 count += 1;
             }
             stream.finish().await;
@@ -277,7 +284,7 @@ fn a_stream_is_closed_after_the_caller_has_ended_its_input() {
         let server = async {
             let mut stream = next_stream(&mut inbound).await;
             let last = stream.recv().await.expect("first").expect("message");
-            stream.send(last).await.expect("caller reads");
+            stream.send(last.bytes).await.expect("caller reads");
             stream.finish().await;
         };
         let client = async {
@@ -307,13 +314,13 @@ fn a_stream_that_its_caller_leaves_is_cancelled_even_while_it_computes() {
                 stream.finish().await.expect("end");
             }
             let (mut reader, writer) = next_stream(&mut inbound).await.into_split();
-            assert_eq!(reader.recv().await, Ok(Some(Bytes::from_static(b"step"))));
+            assert_eq!(bytes(reader.recv().await), Ok(Some(Bytes::from_static(b"step"))));
             if ended {
-                assert_eq!(reader.recv().await, Ok(None));
+                assert_eq!(bytes(reader.recv().await), Ok(None));
             }
             let computing = std::future::pending::<()>();
             tokio::select! {
-                received = reader.recv() => assert_eq!(received, Err(InboundError::Cancelled)),
+                received = reader.recv() => assert_eq!(bytes(received), Err(InboundError::Cancelled)),
                 () = computing => unreachable!("pending"),
                 () = async { stream.close().await; std::future::pending().await } => {}
             }

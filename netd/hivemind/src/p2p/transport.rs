@@ -25,14 +25,24 @@ use libp2p::{
 };
 use tokio::time::Instant;
 
-use super::{dials::DialGate, error::P2pError, first_byte::FirstByte, upload::LimitedYamux};
+use super::{
+    addresses::ip_of,
+    dials::DialGate,
+    error::P2pError,
+    first_byte::FirstByte,
+    limits::InboundLimits,
+    muxer::{Multiplexing, Quota},
+    nets::Net,
+    upload::UploadLimit,
+};
 
 type Made = (PeerId, StreamMuxerBox);
 
 /// The transport of a node.
 pub(super) fn transport(
     keypair: &Keypair,
-    muxer: LimitedYamux,
+    upload: Option<UploadLimit>,
+    limits: Arc<InboundLimits>,
     gate: Arc<DialGate>,
 ) -> Result<GatedTransport, P2pError> {
     let failed = |error: &dyn std::fmt::Display| P2pError::Transport(error.to_string());
@@ -44,7 +54,10 @@ pub(super) fn transport(
         .map(|socket, endpoint| FirstByte::of(socket, &endpoint))
         .upgrade(Version::V1Lazy)
         .authenticate(security)
-        .multiplex(muxer)
+        .multiplex_ext(move |peer, endpoint| {
+            let net = ip_of(endpoint.get_remote_address()).map_or(Net::Unknown, Net::of);
+            Multiplexing { upload, quota: Some(Quota { limits, peer: *peer, net }) }
+        })
         .boxed();
     Ok(GatedTransport { inner, gate })
 }

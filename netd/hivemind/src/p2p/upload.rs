@@ -21,9 +21,6 @@ use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
 use futures::io::{AsyncRead, AsyncWrite};
-use libp2p::core::UpgradeInfo;
-use libp2p::core::upgrade::{InboundConnectionUpgrade, OutboundConnectionUpgrade};
-use libp2p::yamux;
 use tokio::sync::Notify;
 
 use pacer::{Grant, Pacer, Share, Ticket};
@@ -108,6 +105,11 @@ pub(super) struct Limited<C> {
 }
 
 impl<C> Limited<C> {
+    /// `inner`, within the limit if there is one.
+    pub(super) fn over(inner: C, limit: Option<UploadLimit>) -> Limited<C> {
+        Limited { inner, limit, share: Share::default(), granted: 0, ticket: None }
+    }
+
     /// Bytes that may be sent now, of `wanted`.
     fn poll_grant(&mut self, context: &Context<'_>, wanted: usize) -> Poll<usize> {
         let Some(UploadLimit(shared)) = &self.limit else {
@@ -206,57 +208,6 @@ impl<C: AsyncWrite + Unpin> AsyncWrite for Limited<C> {
     }
 }
 
-/// Yamux over connections whose writes are limited, if there is a limit.
-#[derive(Clone, Debug)]
-pub(super) struct LimitedYamux {
-    pub(super) yamux: yamux::Config,
-    pub(super) limit: Option<UploadLimit>,
-}
-
-impl LimitedYamux {
-    fn connection<C>(self, inner: C) -> (yamux::Config, Limited<C>) {
-        let LimitedYamux { yamux, limit } = self;
-        (yamux, Limited { inner, limit, share: Share::default(), granted: 0, ticket: None })
-    }
-}
-
-impl UpgradeInfo for LimitedYamux {
-    type Info = <yamux::Config as UpgradeInfo>::Info;
-    type InfoIter = <yamux::Config as UpgradeInfo>::InfoIter;
-
-    fn protocol_info(&self) -> Self::InfoIter {
-        self.yamux.protocol_info()
-    }
-}
-
-impl<C> InboundConnectionUpgrade<C> for LimitedYamux
-where
-    C: AsyncRead + AsyncWrite + Send + Unpin + 'static,
-{
-    type Output = <yamux::Config as InboundConnectionUpgrade<Limited<C>>>::Output;
-    type Error = <yamux::Config as InboundConnectionUpgrade<Limited<C>>>::Error;
-    type Future = <yamux::Config as InboundConnectionUpgrade<Limited<C>>>::Future;
-
-    fn upgrade_inbound(self, socket: C, info: Self::Info) -> Self::Future {
-        let (yamux, connection) = self.connection(socket);
-        yamux.upgrade_inbound(connection, info)
-    }
-}
-
-impl<C> OutboundConnectionUpgrade<C> for LimitedYamux
-where
-    C: AsyncRead + AsyncWrite + Send + Unpin + 'static,
-{
-    type Output = <yamux::Config as OutboundConnectionUpgrade<Limited<C>>>::Output;
-    type Error = <yamux::Config as OutboundConnectionUpgrade<Limited<C>>>::Error;
-    type Future = <yamux::Config as OutboundConnectionUpgrade<Limited<C>>>::Future;
-
-    fn upgrade_outbound(self, socket: C, info: Self::Info) -> Self::Future {
-        let (yamux, connection) = self.connection(socket);
-        yamux.upgrade_outbound(connection, info)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
@@ -267,8 +218,7 @@ mod tests {
     use super::*;
 
     fn limited(limit: &UploadLimit) -> Limited<Vec<u8>> {
-        let yamux = LimitedYamux { yamux: yamux::Config::default(), limit: Some(limit.clone()) };
-        yamux.connection(Vec::new()).1
+        Limited::over(Vec::new(), Some(limit.clone()))
     }
 
     #[tokio::test]
@@ -298,8 +248,7 @@ mod tests {
 
     #[tokio::test]
     async fn without_a_limit_everything_goes_at_once() {
-        let yamux = LimitedYamux { yamux: yamux::Config::default(), limit: None };
-        let mut free = yamux.connection(Vec::new()).1;
+        let mut free = Limited::over(Vec::new(), None);
         let data = vec![1; 1 << 20];
         let context = &mut Context::from_waker(Waker::noop());
         let written = Pin::new(&mut free).poll_write(context, &data);

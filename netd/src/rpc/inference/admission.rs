@@ -83,7 +83,7 @@ async fn take_kv(
             break;
         }
     }
-    let make_room = || service.kv.make_room(peer, &kv, |peer| service.onward.p2p().net_of(peer));
+    let make_room = || service.kv.make_room(peer, &kv);
     let wait = if make_room() { wait.max(CLEARING) } else { wait };
     let mut taking = pin!(service.kv.take(peer, kv.clone(), wait));
     loop {

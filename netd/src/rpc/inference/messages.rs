@@ -1,43 +1,41 @@
 //! The caller's messages of a session.
 
-use hivemind::p2p::{InboundError, InboundReader, PeerId};
+use hivemind::p2p::{InboundError, InboundReader, PeerId, Purpose};
 use tokio::time::Instant;
 
 use super::SessionEnd;
-use crate::rpc::frames::CountedFrames;
 use crate::rpc::request::{StepMessage, decode};
 use crate::rpc::{Failure, Service};
 
 /// The caller's messages. While a step is computed one more is read, so that the end of the stream
 /// is seen.
-pub(super) struct Requests<'a> {
-    service: &'a Service,
+pub(super) struct Requests {
     /// Who calls.
     pub peer: PeerId,
-    frames: CountedFrames,
+    reader: InboundReader,
     ahead: Option<Result<StepMessage, Failure>>,
     broken: Option<InboundError>,
     ended: bool,
     /// Whether the session was admitted.
-    pub is_open: bool,
+    is_open: bool,
 }
 
-impl<'a> Requests<'a> {
-    pub(super) fn new(service: &'a Service, peer: PeerId, reader: InboundReader) -> Requests<'a> {
-        Requests {
-            service,
-            peer,
-            frames: CountedFrames::new(reader, peer),
-            ahead: None,
-            broken: None,
-            ended: false,
-            is_open: false,
-        }
+impl Requests {
+    pub(super) fn new(service: &Service, peer: PeerId, mut reader: InboundReader) -> Requests {
+        reader.set_max_frame_bytes(service.max_request_bytes());
+        reader.set_purpose(Purpose::Opening);
+        Requests { peer, reader, ahead: None, broken: None, ended: false, is_open: false }
     }
 
     /// The stream, for closing it.
     pub(super) fn into_reader(self) -> InboundReader {
-        self.frames.into_reader()
+        self.reader
+    }
+
+    /// The session was admitted: what comes from now on are its steps.
+    pub(super) fn opened(&mut self) {
+        self.is_open = true;
+        self.reader.set_purpose(Purpose::Step);
     }
 
     /// The next message; `None` after the caller's end of input, or a message without tensors that
@@ -89,12 +87,13 @@ impl<'a> Requests<'a> {
     }
 
     async fn read(&mut self) {
-        match self.frames.next(self.service).await {
-            Ok(Some((message, held))) => {
+        match self.reader.recv().await {
+            Ok(Some(received)) => {
                 let arrived = Instant::now();
-                let message = decode(message);
-                self.ahead =
-                    Some(message.and_then(|request| StepMessage::sent(request, arrived, held)));
+                let message = decode(received.bytes);
+                self.ahead = Some(
+                    message.and_then(|request| StepMessage::sent(request, arrived, received.held)),
+                );
             }
             Ok(None) => self.ended = true,
             Err(error) => self.broken = Some(error),

@@ -39,6 +39,7 @@ use crate::rpc::{Service, ServiceParts, Timeouts, protocols};
 use crate::sessions::admission::KvMemory;
 use crate::sessions::pool::Pool;
 use crate::sessions::queue::WaitQueue;
+use crate::sessions::shares::NetOf;
 use crate::swarm::reachability::{self, Checker};
 use crate::workers::Workers;
 use crate::workers::arena::{self, ArenaMemory};
@@ -157,6 +158,7 @@ async fn node(
         traversal: Traversal::NONE,
         startup_timeout: DEADLINE,
         max_upload_bytes_per_s: None,
+        request_memory: P2pConfig::REQUEST_MEMORY,
     };
     P2p::start(config).await.unwrap()
 }
@@ -206,7 +208,10 @@ impl Rig {
             limits: shape.limits,
             span,
             workers: Arc::new(workers),
-            kv: KvMemory::new(WaitQueue::new(pool, 1.0), facts().kv_token_bytes() as u64),
+            kv: KvMemory::new(
+                WaitQueue::new(pool, 1.0, NetOf::default()),
+                facts().kv_token_bytes() as u64,
+            ),
             timeouts: shape.timeouts,
             compression: shape.compression,
             gradient_bytes: shape.gradient_bytes,

@@ -2,12 +2,16 @@
 
 use super::*;
 use crate::sessions::pool::Pool;
+use crate::sessions::shares::NetOf;
 use shared::block::{BlockIndex, Span};
 
 const DEADLINE: Duration = Duration::from_secs(30);
 
 fn memory() -> KvMemory {
-    KvMemory::new(WaitQueue::new(Pool::new(Span::new(0, 1).unwrap(), 4096, 1024), 1.0), 4)
+    KvMemory::new(
+        WaitQueue::new(Pool::new(Span::new(0, 1).unwrap(), 4096, 1024), 1.0, NetOf::default()),
+        4,
+    )
 }
 
 fn request(tokens: u32) -> KvRequest {

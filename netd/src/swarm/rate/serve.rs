@@ -120,7 +120,7 @@ async fn exchange(stream: InboundStream) -> Option<u64> {
     let (mut reader, mut writer) = stream.into_split();
     reader.set_max_frame_bytes(CHUNK_BYTES as u64);
     let mut word = async || match timeout(PATIENCE, reader.recv()).await {
-        Ok(Ok(Some(frame))) if frame.len() == 1 => frame.first().copied(),
+        Ok(Ok(Some(frame))) if frame.bytes.len() == 1 => frame.bytes.first().copied(),
         _ => None,
     };
     let way = word().await.filter(|way| [DOWN, UP].contains(way))?;
@@ -150,7 +150,7 @@ async fn receive(reader: &mut InboundReader, writer: &mut InboundWriter) -> Opti
     let (mut received, mut told) = (0u64, 0);
     while received < MAX_BYTES {
         match timeout_at(deadline, reader.recv()).await {
-            Ok(Ok(Some(frame))) => received += frame.len() as u64,
+            Ok(Ok(Some(frame))) => received += frame.bytes.len() as u64,
             Ok(Ok(None)) | Err(_) => break,
             Ok(Err(_)) => return None,
         }

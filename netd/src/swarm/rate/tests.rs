@@ -40,6 +40,7 @@ async fn start(initial_peers: Vec<Multiaddr>, protocols: Vec<ProtocolSpec>) -> N
         traversal: Traversal::NONE,
         startup_timeout: DEADLINE,
         max_upload_bytes_per_s: None,
+        request_memory: P2pConfig::REQUEST_MEMORY,
     })
     .await
     .unwrap();
@@ -145,6 +146,7 @@ fn callers_that_break_the_protocol_get_nothing_and_hostile_answers_count_for_not
             traversal: Traversal::NONE,
             startup_timeout: DEADLINE,
             max_upload_bytes_per_s: None,
+            request_memory: P2pConfig::REQUEST_MEMORY,
         })
         .await
         .unwrap();

@@ -27,6 +27,7 @@ fn config(initial_peers: Vec<Multiaddr>) -> P2pConfig {
         traversal: Traversal::NONE,
         startup_timeout: DEADLINE,
         max_upload_bytes_per_s: None,
+        request_memory: P2pConfig::REQUEST_MEMORY,
     }
 }
 

@@ -32,6 +32,7 @@ async fn start(
         traversal: Traversal::NONE,
         startup_timeout: DEADLINE,
         max_upload_bytes_per_s: None,
+        request_memory: P2pConfig::REQUEST_MEMORY,
     };
     let (p2p, mut inbound) = P2p::start(config).await.expect("p2p starts");
     let address =
