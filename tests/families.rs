@@ -51,7 +51,8 @@ impl Family {
         let prompt = self.tokens("prompt");
         let sampler = Sampler::new(sampling).expect("settings");
         let drafts = Drafts::new(guesses);
-        let task = Continuation { prompt, max_new_tokens: 32, drafts, top_logprobs: None };
+        let task =
+            Continuation { prompt, max_new_tokens: 32, drafts, grammar: None, top_logprobs: None };
         let head = Head::start(model).expect("a thread");
         let report = decode(&swarm, &head, sampler, task, |_| Ok(true)).await;
         swarm.leave().await;
@@ -61,7 +62,7 @@ impl Family {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn each_family_is_continued_as_by_transformers_with_guesses_and_without() {
-    for name in ["mistral", "bloom", "falcon"] {
+    for name in ["mistral", "bloom", "falcon", "qwen2", "qwen3", "mixtral"] {
         let family = Family::serve(name);
         let plain = family.decode(SamplingConfig::default(), 0).await;
         let steps = plain.decode_steps as usize;

@@ -188,6 +188,90 @@ fn settings_change_texts_as_they_say() {
 }
 
 #[test]
+fn a_small_model_guesses_and_the_text_stays_the_same() {
+    let sepal = serve(&[]);
+    let small = demo_model();
+    let small = small.to_str().expect("UTF-8");
+    let say = |more: &[&str]| {
+        let out = std::process::Command::new(harness::SEPAL)
+            .args(["generate", "--initial_peers", &sepal.addr(), "--dht_prefix", "demo"])
+            .args([
+                "--torch_dtype",
+                "float32",
+                "--prompt",
+                PROMPT,
+                "--max_new_tokens",
+                "40",
+                "--stats",
+            ])
+            .args([more, &[small]].concat())
+            .output()
+            .expect("run sepal generate");
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        (String::from_utf8(out.stdout).unwrap(), String::from_utf8(out.stderr).unwrap())
+    };
+    let (plain, _) = say(&["--speculate", "0"]);
+    let (drafted, stats) = say(&["--draft", small]);
+    assert_eq!(drafted, plain);
+    let tokens = stats.lines().find_map(|line| line.split_once(" tokens per step: "));
+    let (per_step, _) = tokens.expect(&stats);
+    assert!(per_step.parse::<f64>().unwrap() > 3.0, "a model guesses right for itself: {stats}");
+    let gateway = Gateway::start(&sepal.addr(), &["--draft", &format!("demo={small}")]);
+    let answer = gateway.done("/v1/completions", &completion(&json!({"max_tokens": 40})));
+    assert_eq!(format!("{PROMPT}{}", text(&answer)).trim_end(), plain.trim_end());
+    let eighths = Gateway::start(&sepal.addr(), &["--head_quant_type", "int8"]);
+    assert!(!text(&eighths.done("/v1/completions", &completion(&json!({})))).is_empty());
+}
+
+#[test]
+fn texts_have_the_form_that_is_asked_for() {
+    let sepal = serve(&[]);
+    let gateway = Gateway::start(&sepal.addr(), &["--speculate", "4"]);
+    let form = |schema: &Value| {
+        let json_schema = json!({"name": "answer", "strict": true, "schema": schema});
+        json!({"response_format": {"type": "json_schema", "json_schema": json_schema}, "max_tokens": 400})
+    };
+    let schema = json!({
+        "type": "object",
+        "properties": {
+            "animal": {"enum": ["fox", "hare", "owl"]},
+            "legs": {"type": "integer", "minimum": 2, "maximum": 4},
+            "wild": {"type": "boolean"},
+        },
+        "required": ["animal", "legs", "wild"],
+        "additionalProperties": false,
+    });
+    let mut several = completion(&form(&schema));
+    several["n"] = json!(4);
+    several["temperature"] = json!(1.5);
+    let answer = gateway.done("/v1/completions", &several);
+    for choice in answer["choices"].as_array().unwrap() {
+        let text = choice["text"].as_str().unwrap();
+        let value: Value = serde_json::from_str(text).expect(text);
+        assert!(["fox", "hare", "owl"].contains(&value["animal"].as_str().unwrap()), "{text}");
+        assert!((2..=4).contains(&value["legs"].as_i64().unwrap()), "{text}");
+        assert!(value["wild"].is_boolean(), "{text}");
+        assert_eq!(choice["finish_reason"], "stop");
+    }
+    let mut streamed = String::new();
+    let whole = text(&gateway.done("/v1/completions", &completion(&form(&schema))));
+    gateway.stream("/v1/completions", completion(&form(&schema)), |chunk| {
+        streamed += chunk["choices"][0]["text"].as_str().unwrap_or_default();
+    });
+    assert_eq!(streamed, whole);
+    let object = json!({"response_format": {"type": "json_object"}});
+    assert!(text(&gateway.done("/v1/completions", &completion(&object))).starts_with('{'));
+    for refused in [form(&json!({"type": "elephant"})), form(&json!(7))] {
+        let (status, answer) = gateway.post("/v1/completions", &completion(&refused));
+        assert_eq!(
+            (status, &answer["error"]["param"]),
+            (400, &json!("response_format")),
+            "{answer}"
+        );
+    }
+}
+
+#[test]
 fn a_conversation_that_goes_on_sends_its_new_tokens_only_and_says_the_same() {
     let sepal = serve(&[]);
     let dir = tempfile::tempdir().unwrap();

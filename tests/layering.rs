@@ -34,7 +34,7 @@ const EDGES: &[(&str, &[&str])] = &[
     ("gpu-worker", &["model", "kernels", "shared"]),
     ("hivemind", &["shared"]),
     ("netd", &["hivemind", "shared"]),
-    ("client", &["hivemind", "model", "kernels", "shared"]),
+    ("client", &["gpu-worker", "hivemind", "model", "kernels", "shared"]),
     ("gateway", &["client", "hivemind", "shared"]),
     ("supervisor", &["model", "shared"]),
     (

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Write tiny random models of several families, and how transformers continues a prompt with each.
 
-    python make.py OUT_DIR          needs torch, transformers (made with 4.34.1), safetensors, numpy
+    python make.py OUT_DIR [NAME ...]    needs torch, transformers, safetensors, numpy
+
+Made with transformers 4.34.1; qwen2, qwen3 and mixtral, which that does not know, with 4.51.3.
 
 Each folder holds config.json, model.safetensors (bfloat16 would hide errors: float32) and golden.json
 with the tokens of a prompt, of the greedy continuation, and of one with a repetition penalty. Weights come
@@ -33,6 +35,22 @@ MODELS = {
                  multi_query=True, parallel_attn=True, bias=False, alibi=False, hidden_dropout=0.0,
                  attention_dropout=0.0),
     ),
+    "qwen2": dict(
+        seed=24, config="Qwen2Config", model="Qwen2ForCausalLM", prefix="",
+        cfg=dict(SMALL, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                 max_position_embeddings=512, rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=True),
+    ),
+    "qwen3": dict(
+        seed=35, config="Qwen3Config", model="Qwen3ForCausalLM", prefix="",
+        cfg=dict(SMALL, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                 head_dim=16, max_position_embeddings=512, rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=False),
+    ),
+    "mixtral": dict(
+        seed=46, config="MixtralConfig", model="MixtralForCausalLM", prefix="",
+        cfg=dict(SMALL, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                 max_position_embeddings=512, rms_norm_eps=1e-5, rope_theta=1e6, num_local_experts=4,
+                 num_experts_per_tok=2, tie_word_embeddings=False),
+    ),
 }
 PROMPT = [1, 17, 42, 5, 80, 17, 42]
 NEW_TOKENS = 32
@@ -56,8 +74,9 @@ def fill(model, seed):
             parameter.copy_(torch.from_numpy(values))
 
 
-def main(out):
-    for name, spec in MODELS.items():
+def main(out, names):
+    for name in names or MODELS:
+        spec = MODELS[name]
         config = getattr(transformers, spec["config"])(**spec["cfg"])
         model = getattr(transformers, spec["model"])(config).eval()
         fill(model, spec["seed"])
@@ -84,7 +103,9 @@ def main(out):
             with torch.no_grad():
                 ids = model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW_TOKENS, do_sample=False,
                                      pad_token_id=0, eos_token_id=None, **more)
-            golden[key] = ids[0, len(PROMPT):].tolist()
+            ids = ids[0, len(PROMPT):].tolist()
+            # Newer versions go on behind the token that ends a text.
+            golden[key] = ids[:ids.index(2) + 1] if 2 in ids else ids
         with open(os.path.join(folder, "golden.json"), "w") as file:
             json.dump(golden, file)
             file.write("\n")
@@ -92,4 +113,4 @@ def main(out):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:])

@@ -5,9 +5,11 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use kernels::WeightView;
+use kernels::quant::{int8, nf4};
 use model::header::{Header, HeaderError};
 use serde::Deserialize;
-use shared::dtype::DType;
+use shared::dtype::{DType, QuantType};
 
 /// Why the local part of a model cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -56,6 +58,8 @@ pub(crate) struct Matrix {
     pub rows: usize,
     /// Columns.
     pub columns: usize,
+    /// How the elements are stored.
+    pub quant: QuantType,
     /// The elements.
     pub bytes: Vec<u8>,
 }
@@ -63,7 +67,8 @@ pub(crate) struct Matrix {
 impl Matrix {
     /// The same numbers in `dtype`, rounded to nearest even.
     pub fn cast(self, dtype: Option<DType>) -> Matrix {
-        let Some(dtype) = dtype.filter(|dtype| *dtype != self.dtype) else {
+        let is_other = |dtype: &DType| *dtype != self.dtype && self.quant == QuantType::None;
+        let Some(dtype) = dtype.filter(is_other) else {
             return self;
         };
         let mut bytes = vec![0; self.rows * self.columns * dtype.size_bytes()];
@@ -74,6 +79,23 @@ impl Matrix {
             kernels::ops::convert::from_f32(dtype, &values, out);
         }
         Matrix { dtype, bytes, ..self }
+    }
+
+    /// The same numbers rounded to `quant`; `None` if that is no other form.
+    pub fn quantize(&self, quant: QuantType) -> Option<Matrix> {
+        let values = || kernels::ops::convert::to_vec(self.dtype, &self.bytes);
+        let bytes = match (self.quant, quant) {
+            (QuantType::None, QuantType::Int8) => int8::encode(&values(), self.columns),
+            (QuantType::None, QuantType::Nf4) => nf4::encode(&values()),
+            _ => return None,
+        };
+        Some(Matrix { quant, bytes, ..*self })
+    }
+
+    /// To be computed with.
+    pub fn view(&self) -> Result<WeightView<'_>, String> {
+        let Matrix { dtype, rows, columns, quant, ref bytes } = *self;
+        WeightView::quantized(quant, dtype, rows, columns, bytes).map_err(|error| error.to_string())
     }
 }
 
@@ -112,7 +134,14 @@ impl Checkpoint {
         Ok(Checkpoint { folder: folder.to_owned(), index })
     }
 
+    /// The file with a tensor. Where the checkpoint is not there whole, `prepare` may have left the tensors of a
+    /// client in a file of their own.
     fn file_of(&self, tensor: &str) -> Result<PathBuf, LocalModelError> {
+        let (path, ends) = (self.whole_file_of(tensor)?, self.folder.join("ends.safetensors"));
+        Ok(if !path.exists() && ends.exists() { ends } else { path })
+    }
+
+    fn whole_file_of(&self, tensor: &str) -> Result<PathBuf, LocalModelError> {
         if self.index.is_empty() {
             return Ok(self.folder.join("model.safetensors"));
         }
@@ -137,7 +166,19 @@ impl Checkpoint {
         [rows, columns]: [usize; 2],
     ) -> Result<Matrix, LocalModelError> {
         let (dtype, bytes) = self.tensor(names, &[rows, columns])?;
-        Ok(Matrix { dtype, rows, columns, bytes })
+        Ok(Matrix { dtype, rows, columns, quant: QuantType::None, bytes })
+    }
+
+    /// The tensor of a block; a vector is a matrix of one row. Files of the part of a model without its head
+    /// leave out the first word of its name (`h.0` for `transformer.h.0`), as `prepare` knows.
+    pub fn block_tensor(&self, name: &str, shape: &[usize]) -> Result<Matrix, LocalModelError> {
+        const PARTS: [&str; 2] = ["transformer.", "model."];
+        let bare = PARTS.iter().find_map(|part| name.strip_prefix(part)).unwrap_or(name);
+        let others = PARTS.map(|part| format!("{part}{bare}"));
+        let (dtype, bytes) = self.tensor(&[name, bare, &others[0], &others[1]], shape)?;
+        let columns = shape.last().copied().unwrap_or_default();
+        let rows = shape.iter().rev().skip(1).product();
+        Ok(Matrix { dtype, rows, columns, quant: QuantType::None, bytes })
     }
 
     /// The vector under the first of `names` that is there, as f32.

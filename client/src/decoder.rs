@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use crate::chain::{Chain, ChainError};
 use crate::drafts::Drafts;
+use crate::grammar::{Grammar, GrammarError};
 use crate::head::Head;
 use crate::local::LocalModelError;
 use crate::report::Report;
@@ -25,6 +26,9 @@ pub enum DecodeError {
         "the logits after {0} tokens are not finite: a server of the chain computes wrong values"
     )]
     NoToken(usize),
+    /// The form of the text.
+    #[error(transparent)]
+    Grammar(#[from] GrammarError),
     /// The session holds the whole text already.
     #[error("there is no token to go on from")]
     NothingToSend,
@@ -39,6 +43,8 @@ pub struct Continuation {
     pub max_new_tokens: u32,
     /// Guesses of what comes.
     pub drafts: Drafts,
+    /// The form that the text is to have; any, if there is none.
+    pub grammar: Option<Grammar>,
     /// How many of the most probable tokens to name beside each chosen one; `None` computes no
     /// probabilities.
     pub top_logprobs: Option<usize>,
@@ -49,8 +55,10 @@ pub struct Continuation {
 pub struct Chosen {
     /// The token.
     pub token: u32,
-    /// Whether it ends the text.
+    /// Whether it ends the text and is no part of it.
     pub is_eos: bool,
+    /// Whether it is the last of a text whose form is complete.
+    pub completes: bool,
     /// Logarithms of probabilities, if they were asked for.
     pub logprobs: Option<Logprobs>,
 }
@@ -91,6 +99,7 @@ pub struct Decoder {
     head: Head,
     sampler: Sampler,
     drafts: Drafts,
+    grammar: Option<Grammar>,
     top_logprobs: Option<usize>,
     /// The prompt and what was chosen. The session holds all of it, or all but the end.
     text: Vec<u32>,
@@ -111,6 +120,7 @@ impl Decoder {
             head,
             sampler,
             drafts: task.drafts,
+            grammar: task.grammar,
             top_logprobs: task.top_logprobs,
             text: task.prompt,
             most,
@@ -138,12 +148,15 @@ impl Decoder {
         // The first step carries the prompt alone; the last token of a step is chosen behind its guesses.
         let left = self.most.saturating_sub(self.report.tokens.len() + 1);
         let limit = if self.report.tokens.is_empty() { 0 } else { left };
-        let guesses = self.drafts.guess(&self.text, limit);
+        let guesses = self.drafts.guess(&self.text, limit).await;
         let kept = position + input.len();
         input.extend(&guesses);
         let tokens = input.len();
         let bytes = self.head.embed(input).await?.into();
         let hidden = Hidden { dtype: self.head.dtype(), rows: 1, tokens, bytes };
+        if self.report.tokens.is_empty() {
+            self.drafts.read(&self.text);
+        }
         let (output, spent) = self.chain.step(hidden).await?;
         self.report.count(spent, guesses.len());
         let states = output.last(guesses.len() + 1).to_f32();
@@ -152,7 +165,7 @@ impl Decoder {
             let one = self.choose(state).await?;
             let is_right = guesses.get(right) == Some(&one.token);
             right += usize::from(is_right);
-            self.is_over = one.is_eos || self.report.tokens.len() >= self.most;
+            self.is_over = one.is_eos || one.completes || self.report.tokens.len() >= self.most;
             chosen.push(one);
             if self.is_over || !is_right {
                 break;
@@ -169,11 +182,23 @@ impl Decoder {
     async fn choose(&mut self, state: &[f32]) -> Result<Chosen, DecodeError> {
         let logits = self.head.logits(state.to_vec()).await?;
         let count = self.report.tokens.len();
-        let token = self.sampler.choose(&logits).ok_or(DecodeError::NoToken(count))?;
+        let none = DecodeError::NoToken(count);
+        let (token, completes) = match &mut self.grammar {
+            None => (self.sampler.choose(&logits).ok_or(none)?, false),
+            Some(grammar) if logits.iter().any(|logit| logit.is_finite()) => {
+                let mut allowed = logits.clone();
+                grammar.limit(&mut allowed)?;
+                let nothing = || GrammarError::Text("no token may come next".into());
+                let token = self.sampler.choose(&allowed).ok_or_else(nothing)?;
+                grammar.push(token)?;
+                (token, grammar.is_over())
+            }
+            Some(_) => return Err(none),
+        };
         self.report.tokens.push(token);
         self.text.push(token);
         let logprobs = self.top_logprobs.map(|count| Logprobs::of(&logits, token, count));
-        Ok(Chosen { token, is_eos: self.head.is_eos(token), logprobs })
+        Ok(Chosen { token, is_eos: self.head.is_eos(token), completes, logprobs })
     }
 
     /// The session, the tokens that it holds, and what was done. The text may have been ended before

@@ -17,7 +17,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::Deserialize;
 use shared::causes::with_causes;
-use shared::config::{DemoConfig, GenerateConfig, SamplingConfig};
+use shared::config::{DemoConfig, GenerateConfig, LocalConfig, SamplingConfig};
 use shared::escape::escaped;
 use shared::exit::ExitReason;
 use tokio::sync::watch;
@@ -271,11 +271,11 @@ fn run(config: &DemoConfig, out: &mut impl Write) -> Result<(), DemoError> {
         dht_prefix: Some(PREFIX.to_owned()),
         initial_peers: vec![first.addr.clone()],
         prompt: prompt.to_owned(),
-        dtype: None,
+        local: LocalConfig::default(),
+        draft: None,
         max_new_tokens: config.max_new_tokens,
         sampling: SamplingConfig::default(),
         stop: Vec::new(),
-        speculate: 0,
         stats: false,
         startup_timeout: START_TIMEOUT,
     };

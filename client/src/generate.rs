@@ -11,7 +11,7 @@ use shared::exit::ExitReason;
 
 use crate::chain::{Chain, ChainError};
 use crate::decoder::{Continuation, DecodeError, Decoder};
-use crate::drafts::Drafts;
+use crate::drafts::{DraftError, DraftModel, Drafts};
 use crate::head::Head;
 use crate::local::{LocalModel, LocalModelError};
 use crate::report::Report;
@@ -29,6 +29,9 @@ pub enum GenerateError {
     /// The model folder.
     #[error(transparent)]
     Model(#[from] LocalModelError),
+    /// The model that guesses.
+    #[error(transparent)]
+    Draft(#[from] DraftError),
     /// The tokenizer.
     #[error(transparent)]
     Text(#[from] TextError),
@@ -82,7 +85,12 @@ pub async fn generate(
     config: &GenerateConfig,
     mut on_text: impl FnMut(&str) -> std::io::Result<()>,
 ) -> Result<Report, GenerateError> {
-    let model = LocalModel::load(&config.model, config.dtype, LOCAL_THREADS)?;
+    let local = config.local;
+    let model = LocalModel::load(&config.model, local.dtype, LOCAL_THREADS)?;
+    let model = model.with_head(local.head)?;
+    let draft = config.draft.as_deref();
+    let draft = draft.map(|small| DraftModel::start(small, &config.model, LOCAL_THREADS));
+    let draft = draft.transpose()?;
     let codec = TextCodec::load(&config.model, model.bos())?;
     let sampler = Sampler::new(config.sampling.clone())?;
     let prompt = codec.encode(&config.prompt)?;
@@ -101,7 +109,8 @@ pub async fn generate(
     let task = Continuation {
         prompt,
         max_new_tokens: config.max_new_tokens,
-        drafts: Drafts::new(config.speculate),
+        drafts: Drafts::new(local.speculate).with_model(draft.as_ref()),
+        grammar: None,
         top_logprobs: None,
     };
     let head = Head::start(model)?;

@@ -78,6 +78,11 @@ impl Head {
         self.facts.dtype
     }
 
+    /// Tokens that end a text.
+    pub fn eos(&self) -> &[u32] {
+        &self.facts.eos
+    }
+
     /// Whether `token` ends a text.
     pub fn is_eos(&self, token: u32) -> bool {
         self.facts.eos.contains(&token)

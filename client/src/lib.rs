@@ -11,6 +11,7 @@ pub mod demo;
 pub mod drafts;
 mod ends;
 pub mod generate;
+pub mod grammar;
 pub mod head;
 pub mod health;
 pub mod history;

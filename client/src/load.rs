@@ -162,6 +162,7 @@ async fn node(server: &Multiaddr) -> Result<(P2p, PeerId), P2pError> {
         traversal: Traversal::CLIENT,
         startup_timeout: CALL_TIMEOUT,
         max_upload_bytes_per_s: None,
+        request_memory: P2pConfig::REQUEST_MEMORY,
     })
     .await?;
     let peer = p2p.connect(server.clone()).await?;

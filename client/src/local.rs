@@ -8,7 +8,7 @@ use kernels::{Backend, Cpu, WeightView};
 use model::{BlockSpec, Norm};
 use serde::Deserialize;
 use serde_json::Value;
-use shared::dtype::DType;
+use shared::dtype::{DType, QuantType};
 
 pub use crate::checkpoint::LocalModelError;
 use crate::checkpoint::{Checkpoint, Matrix, parse, read};
@@ -27,6 +27,8 @@ struct Config {
     eos_token_id: Option<OneOrMany>,
     #[serde(default)]
     dht_prefix: Option<String>,
+    #[serde(default)]
+    max_position_embeddings: Option<u32>,
 }
 
 /// What generation_config.json says beside it.
@@ -42,6 +44,43 @@ struct GenerationDefaults {
 enum OneOrMany {
     One(u32),
     Many(Vec<u32>),
+}
+
+/// The tensors that a client computes with, by config.json: the names of which a checkpoint has one for each, and
+/// its shape.
+///
+/// # Errors
+/// What is wrong with config.json, as the rest of a sentence.
+pub fn end_tensors(value: &Value) -> Result<Vec<(Vec<String>, Vec<u64>)>, String> {
+    let spec = BlockSpec::from_config(value).map_err(|error| error.to_string())?;
+    let config = Config::deserialize(value).map_err(|error| error.to_string())?;
+    let ends = config.ends()?;
+    let (rows, width) = (config.vocab_size as u64, spec.hidden as u64);
+    let is_tied = config.tie_word_embeddings.unwrap_or(ends.is_tied);
+    let mut tensors = vec![(owned(ends.embedding, ""), vec![rows, width])];
+    if !is_tied {
+        tensors.push((owned(ends.head, ""), vec![rows, width]));
+    }
+    let parts: &[&str] = match spec.norm {
+        Norm::Layer { .. } => &[".weight", ".bias"],
+        _ => &[".weight"],
+    };
+    for names in [ends.embedding_norm, ends.norm].into_iter().filter(|names| !names.is_empty()) {
+        tensors.extend(parts.iter().map(|part| (owned(names, part), vec![width])));
+    }
+    Ok(tensors)
+}
+
+fn owned(names: &[&str], part: &str) -> Vec<String> {
+    names.iter().map(|name| format!("{name}{part}")).collect()
+}
+
+impl Config {
+    fn ends(&self) -> Result<&'static Ends, String> {
+        Ends::of(&self.model_type).ok_or_else(|| {
+            format!("model type {:?} has blocks, but no client yet", self.model_type)
+        })
+    }
 }
 
 /// A scale, and a bias where the norm has one.
@@ -118,9 +157,7 @@ impl LocalModel {
         let spec = BlockSpec::from_config(&value).map_err(|error| bad(error.to_string()))?;
         let config: Config = serde_json::from_value(value)
             .map_err(|source| LocalModelError::Parse { path: path.clone(), source })?;
-        let ends = Ends::of(&config.model_type).ok_or_else(|| {
-            bad(format!("model type {:?} has blocks, but no client yet", config.model_type))
-        })?;
+        let ends = config.ends().map_err(bad)?;
         if config.vocab_size == 0 {
             return Err(bad("vocab_size must not be 0".to_owned()));
         }
@@ -150,6 +187,19 @@ impl LocalModel {
             normed: Vec::new(),
             logits: Vec::new(),
         })
+    }
+
+    /// The same with its head in `quant`, which is smaller and faster to multiply with; the embeddings stay as
+    /// they are.
+    ///
+    /// # Errors
+    /// Not a matrix that can be stored so.
+    pub fn with_head(mut self, quant: QuantType) -> Result<LocalModel, LocalModelError> {
+        let matrix = self.head.as_ref().unwrap_or(&self.embedding);
+        self.head = matrix.quantize(quant).or(self.head);
+        let head = self.head.as_ref().unwrap_or(&self.embedding);
+        self.view(head).map(drop)?;
+        Ok(self)
     }
 
     /// Width of the hidden states.
@@ -185,6 +235,15 @@ impl LocalModel {
     /// DHT prefix that the model folder names.
     pub fn dht_prefix(&self) -> Option<&str> {
         self.config.dht_prefix.as_deref()
+    }
+
+    /// Most tokens of a text; models with ALiBi name none.
+    pub fn max_positions(&self) -> Option<u32> {
+        self.config.max_position_embeddings
+    }
+
+    pub(crate) fn spec(&self) -> &BlockSpec {
+        &self.spec
     }
 
     /// Type of the hidden states that the client sends: that of the embeddings.
@@ -239,8 +298,7 @@ impl LocalModel {
         let matrix = self.head.as_ref().unwrap_or(&self.embedding);
         self.normed.resize(rows * width, 0.0);
         self.logits.resize(rows * self.config.vocab_size, 0.0);
-        let weight = WeightView::new(matrix.dtype, matrix.rows, matrix.columns, &matrix.bytes)
-            .map_err(|e| failed(e.to_string()))?;
+        let weight = matrix.view().map_err(failed)?;
         self.norm
             .apply(&mut self.cpu, self.spec.norm.eps(), (hidden, &mut self.normed), matrix.dtype)
             .map_err(|e| failed(e.to_string()))?;
@@ -254,9 +312,8 @@ impl LocalModel {
     }
 
     fn view<'a>(&self, matrix: &'a Matrix) -> Result<WeightView<'a>, LocalModelError> {
-        WeightView::new(matrix.dtype, matrix.rows, matrix.columns, &matrix.bytes).map_err(|e| {
-            LocalModelError::Content { path: self.path.clone(), reason: e.to_string() }
-        })
+        let failed = |reason| LocalModelError::Content { path: self.path.clone(), reason };
+        matrix.view().map_err(failed)
     }
 }
 
@@ -301,6 +358,30 @@ mod tests {
         assert!(model.embed(&[1024]).unwrap_err().to_string().contains("token 1024"));
         assert_eq!(model.logits(&[0.5; 192]).unwrap().len(), 1024);
         assert!(model.logits(&[0.5; 191]).unwrap_err().to_string().contains("191"));
+    }
+
+    #[test]
+    fn tensors_of_a_client_are_those_of_its_family() {
+        let names = |config: &Value| -> Vec<String> {
+            end_tensors(config).unwrap().into_iter().map(|(names, _)| names[0].clone()).collect()
+        };
+        let text = std::fs::read(demo().join("config.json")).unwrap();
+        let llama: Value = serde_json::from_slice(&text).unwrap();
+        let head =
+            (!llama["tie_word_embeddings"].as_bool().unwrap_or(false)).then_some("lm_head.weight");
+        let expected = [Some("model.embed_tokens.weight"), head, Some("model.norm.weight")];
+        assert_eq!(names(&llama), expected.into_iter().flatten().collect::<Vec<_>>());
+        let bloom = serde_json::json!({
+            "model_type": "bloom", "hidden_size": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100,
+            "layer_norm_epsilon": 1e-5,
+        });
+        let first = "transformer.word_embeddings";
+        let norms = [format!("{first}_layernorm"), "transformer.ln_f".to_owned()];
+        let mut expected = vec![format!("{first}.weight")];
+        expected.extend(norms.iter().flat_map(|n| [format!("{n}.weight"), format!("{n}.bias")]));
+        assert_eq!(names(&bloom), expected);
+        let unknown = end_tensors(&serde_json::json!({"model_type": "gpt2"})).unwrap_err();
+        assert!(unknown.contains("gpt2"), "{unknown}");
     }
 
     #[test]

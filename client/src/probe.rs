@@ -65,6 +65,7 @@ fn probe(config: &ProbeConfig) -> Result<(), ProbeError> {
             traversal: Traversal::NONE,
             startup_timeout: REACH_TIMEOUT,
             max_upload_bytes_per_s: None,
+            request_memory: P2pConfig::REQUEST_MEMORY,
         })
         .await?;
         let stepped = step(&p2p, server, config).await;

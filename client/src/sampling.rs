@@ -187,7 +187,7 @@ fn check(config: &SamplingConfig) -> Result<(), SamplingError> {
 }
 
 /// Index of the largest finite logit, the first of equals.
-fn argmax(logits: &[f32]) -> Option<u32> {
+pub(crate) fn argmax(logits: &[f32]) -> Option<u32> {
     (0u32..)
         .zip(logits)
         .filter(|(_, l)| l.is_finite())

@@ -10,9 +10,12 @@ use std::time::{Duration, Instant};
 
 use hivemind::dht::driver::{Dht, DhtConfig, DhtError};
 use hivemind::dht::storage::StorageLimits;
-use hivemind::p2p::{Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Traversal};
+use hivemind::p2p::{
+    Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Scope, Traversal,
+};
 use hivemind::view::{self, ServerSpan};
 use hivemind::wire::records::ServerState;
+use shared::public_swarm;
 
 use crate::health::{Answers, Bans, Pings, Rates};
 use survey::MAX_SURVEYS;
@@ -121,9 +124,10 @@ impl Swarm {
             initial_peers: config.initial_peers.clone(),
             kad_server: false,
             protocols: Vec::new(),
-            traversal: Traversal::CLIENT,
+            traversal: Traversal { nearest: nearest(&config.initial_peers), ..Traversal::CLIENT },
             startup_timeout: config.startup_timeout,
             max_upload_bytes_per_s: None,
+            request_memory: P2pConfig::REQUEST_MEMORY,
         })
         .await?;
         let dht = Dht::start(
@@ -339,4 +343,14 @@ impl Known {
 
 fn peer(server: &ServerSpan) -> Option<PeerId> {
     server.peer_id.parse().ok()
+}
+
+/// The nearest nets that records of servers may have a client dial: strangers of the public swarm have
+/// no business on private nets.
+fn nearest(initial_peers: &[Multiaddr]) -> Scope {
+    let peers: Vec<String> = initial_peers.iter().map(Multiaddr::to_string).collect();
+    match public_swarm::is_entered_through(&peers) {
+        true => Scope::World,
+        false => Scope::Machine,
+    }
 }

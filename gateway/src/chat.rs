@@ -190,6 +190,7 @@ impl Conversation {
             ));
         }
         let ask = Ask {
+            grammar: None,
             prompt: prompt.into(),
             max_new_tokens: self.config.engine.default_max_tokens.min(room),
             sampling: self.config.sampling.clone(),

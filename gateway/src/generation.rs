@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use client::decoder::{Continuation, DecodeError, Decoder, Logprobs};
-use client::drafts::Drafts;
+use client::grammar::Grammar;
 use client::sampling::{Sampler, SamplingError};
 use client::stops::Stops;
 use client::text::{TextError, TextStream};
@@ -20,7 +20,7 @@ pub const QUEUE: usize = 32;
 const STALL: Duration = Duration::from_secs(60);
 
 /// What is asked for.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Ask {
     /// Tokens to go on from.
     pub prompt: Arc<[u32]>,
@@ -30,6 +30,8 @@ pub struct Ask {
     pub sampling: SamplingConfig,
     /// Texts before which the text ends.
     pub stop: Vec<String>,
+    /// The form that the text is to have.
+    pub grammar: Option<Grammar>,
     /// How many of the most probable tokens to name beside each.
     pub top_logprobs: Option<usize>,
 }
@@ -48,7 +50,7 @@ pub struct TokenText {
 /// Why a text ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Finish {
-    /// By a token or a text that ends it.
+    /// By a token or a text that ends it, or because its form is complete.
     Stop,
     /// It is as long as it may be.
     Length,
@@ -125,7 +127,8 @@ async fn generate(
     let task = Continuation {
         prompt: ask.prompt.to_vec(),
         max_new_tokens: ask.max_new_tokens,
-        drafts: Drafts::new(model.speculate),
+        drafts: model.drafts(),
+        grammar: ask.grammar,
         top_logprobs: ask.top_logprobs,
     };
     let mut decoder = Decoder::new(chain, model.head.clone(), sampler, task);
@@ -147,7 +150,7 @@ async fn generate(
             let (shown, is_over) = stops.push(&stream.push(one.token)?);
             text.push_str(&shown);
             tokens.extend(one.logprobs.map(|of| named(model, one.token, &of)));
-            if is_over {
+            if is_over || one.completes {
                 finish = Finish::Stop;
                 break;
             }

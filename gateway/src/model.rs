@@ -1,15 +1,18 @@
 //! One model that the gateway offers: its local part, its tokenizer and template, its swarm.
 
 use std::ops::Range;
-use std::path::Path;
-use std::sync::{Mutex, PoisonError};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use client::chain::{Chain, ChainError};
+use client::drafts::{DraftError, DraftModel, Drafts};
+use client::grammar::{Grammar, GrammarError, Vocabulary};
 use client::head::Head;
 use client::local::{LocalModel, LocalModelError};
 use client::swarm::Swarm;
 use client::text::{TextCodec, TextError};
+use serde_json::Value;
 use shared::config::{GatewayConfig, GatewayModel};
 
 use crate::conversations::Conversations;
@@ -30,6 +33,9 @@ pub enum ModelError {
     /// The model folder.
     #[error(transparent)]
     Local(#[from] LocalModelError),
+    /// The model that guesses.
+    #[error(transparent)]
+    Draft(#[from] DraftError),
     /// The tokenizer.
     #[error(transparent)]
     Text(#[from] TextError),
@@ -72,10 +78,12 @@ pub struct Holes {
 /// The files of a model, before the swarm is entered.
 pub struct Local {
     name: String,
+    folder: PathBuf,
     head: Head,
     codec: TextCodec,
     template: Option<ChatTemplate>,
     max_positions: Option<u32>,
+    draft: Option<DraftModel>,
     /// Prefix of its module uids.
     pub prefix: String,
 }
@@ -86,14 +94,20 @@ impl Local {
     /// # Errors
     /// [`ModelError`] names the file.
     pub fn load(wanted: &GatewayModel, config: &GatewayConfig) -> Result<Local, ModelError> {
-        let model = LocalModel::load(&wanted.folder, config.dtype, HEAD_THREADS)?;
+        let local = config.local;
+        let model = LocalModel::load(&wanted.folder, local.dtype, HEAD_THREADS)?;
+        let model = model.with_head(local.head)?;
+        let draft = wanted.draft.as_deref();
+        let draft = draft.map(|small| DraftModel::start(small, &wanted.folder, HEAD_THREADS));
+        let draft = draft.transpose()?;
         let prefix = wanted.dht_prefix.clone().or_else(|| model.dht_prefix().map(str::to_owned));
         let prefix = prefix.ok_or_else(|| ModelError::NoPrefix(wanted.name.clone()))?;
         let codec = TextCodec::load(&wanted.folder, model.bos())?;
         let template = ChatTemplate::load(&wanted.folder, config.chat_template.as_deref())?;
-        let max_positions = max_positions(&wanted.folder);
+        let max_positions = model.max_positions();
         let head = Head::start(model)?;
-        Ok(Local { name: wanted.name.clone(), head, codec, template, max_positions, prefix })
+        let (name, folder) = (wanted.name.clone(), wanted.folder.clone());
+        Ok(Local { name, folder, head, codec, template, max_positions, draft, prefix })
     }
 
     /// Blocks of the model.
@@ -103,11 +117,12 @@ impl Local {
 
     /// The model over a swarm.
     pub fn over(self, swarm: Swarm, config: &GatewayConfig) -> Model {
-        let Local { name, head, codec, template, max_positions, prefix: _ } = self;
+        let Local { name, folder, head, codec, template, max_positions, draft, prefix: _ } = self;
         let all = 0..head.num_blocks();
         let unknown = Holes { blocks: vec![all], since: Some(SystemTime::now()) };
         Model {
             name,
+            folder,
             created: SystemTime::now(),
             head,
             codec,
@@ -115,7 +130,9 @@ impl Local {
             max_positions,
             swarm,
             conversations: Conversations::new(config.sessions_kept, config.session_idle),
-            speculate: config.speculate,
+            speculate: config.local.speculate,
+            draft,
+            vocabulary: OnceLock::new(),
             holes: Mutex::new(unknown),
         }
     }
@@ -125,6 +142,7 @@ impl Local {
 pub struct Model {
     /// Its name in the API.
     pub name: String,
+    folder: PathBuf,
     /// When it was first offered.
     pub created: SystemTime,
     /// Embeddings, final norm and head.
@@ -139,8 +157,10 @@ pub struct Model {
     pub swarm: Swarm,
     /// Open sessions of earlier turns.
     pub conversations: Conversations<Chain>,
-    /// Most tokens that are guessed for one step.
-    pub speculate: usize,
+    speculate: usize,
+    draft: Option<DraftModel>,
+    /// For texts of a form, once one was asked for.
+    vocabulary: OnceLock<Result<Vocabulary, GrammarError>>,
     holes: Mutex<Holes>,
 }
 
@@ -151,12 +171,34 @@ impl Model {
     /// [`PromptError`].
     pub fn chat_prompt(
         &self,
-        messages: &serde_json::Value,
-        tools: Option<&serde_json::Value>,
+        messages: &Value,
+        tools: Option<&Value>,
     ) -> Result<Vec<u32>, PromptError> {
         let template = self.template.as_ref();
         let template = template.ok_or_else(|| PromptError::NoTemplate(self.name.clone()))?;
         Ok(self.codec.encode_rendered(&template.prompt(messages, tools)?)?)
+    }
+
+    /// Guesses for one text.
+    pub fn drafts(&self) -> Drafts {
+        Drafts::new(self.speculate).with_model(self.draft.as_ref())
+    }
+
+    /// The form of a text: an object of JSON if there is no `schema`. The first call prepares the
+    /// vocabulary.
+    ///
+    /// # Errors
+    /// [`GrammarError`].
+    pub async fn grammar(self: &Arc<Self>, schema: Option<Value>) -> Result<Grammar, GrammarError> {
+        let model = self.clone();
+        let prepared = move || {
+            let load =
+                || Vocabulary::load(&model.folder, model.head.vocabulary(), model.head.eos());
+            let vocabulary = model.vocabulary.get_or_init(load);
+            vocabulary.as_ref().map_err(Clone::clone)?.grammar(schema.as_ref())
+        };
+        let stopped = |error| GrammarError::Schema(format!("{error}"));
+        tokio::task::spawn_blocking(prepared).await.map_err(stopped)?
     }
 
     /// A session for `prompt` and `more` tokens, and how many tokens of the prompt it holds already.
@@ -226,11 +268,4 @@ fn close(sessions: Vec<Chain>) {
     for session in sessions {
         tokio::spawn(tokio::time::timeout(CLOSE_TIMEOUT, session.close()));
     }
-}
-
-/// Most positions that config.json names; models with ALiBi name none.
-fn max_positions(folder: &Path) -> Option<u32> {
-    let text = std::fs::read_to_string(folder.join("config.json")).ok()?;
-    let config: serde_json::Value = serde_json::from_str(&text).ok()?;
-    config.get("max_position_embeddings")?.as_u64()?.try_into().ok()
 }

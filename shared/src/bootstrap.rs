@@ -54,7 +54,7 @@ use crate::sandbox::{self, SandboxError};
 
 pub use control::{Attach, Closed, ControlReceiver, ControlSender, FromChild, ToChild};
 pub use descriptors::{DescriptorError, DescriptorSocket, MAX_BUNDLE};
-pub use logging::{Identity, LogError, init_logging};
+pub use logging::{Identity, LogError, abort_on_panic, init_logging};
 pub use peers::{MAX_PEER_BYTES, PeerError, PeerMessage, PeerSocket};
 
 /// How long a child waits for its birth; the parent writes it before the child is started.
@@ -162,7 +162,7 @@ impl Bootstrap {
         show_role(role);
         ignore_terminal_signals()?;
         offer_to_oom_killer(role);
-        logging::abort_on_panic();
+        abort_on_panic();
         let identity = Identity {
             role: role.name(),
             worker: birth.worker,

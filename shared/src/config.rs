@@ -277,6 +277,8 @@ pub struct NetdConfig {
     /// Most bits per second that are sent to all peers together (`--max_upload_mbps`); `None` for no
     /// limit.
     pub max_upload_bits_per_s: Option<f64>,
+    /// Bytes that requests of all peers together may hold in netd before and while they are computed.
+    pub request_memory: u64,
     /// A service to measure the network with, by download and upload address; `None` asks servers
     /// of the swarm.
     pub network_test: Option<(String, String)>,
@@ -528,10 +530,21 @@ pub struct DhtNodeConfig {
     pub use_auto_relay: bool,
     /// Whether a router is asked to forward the port (UPnP).
     pub use_upnp: bool,
+    /// Whether peers may have it dial addresses of private nets.
+    pub dials_private_nets: bool,
     /// Period of the status lines and of the look-up that evicts dead peers.
     pub refresh_period: Duration,
     /// Time to listen and to reach a first peer.
     pub startup_timeout: Duration,
+}
+
+/// How the parts of a model that a client computes itself are downloaded, if they are in no folder.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FetchConfig {
+    /// Folder for downloads.
+    pub cache_dir: PathBuf,
+    /// How the Hub is asked.
+    pub hub: HubConfig,
 }
 
 /// Settings of `sepal generate`.
@@ -545,20 +558,31 @@ pub struct GenerateConfig {
     pub initial_peers: Vec<String>,
     /// Text to continue.
     pub prompt: String,
-    /// Type of embeddings and head; `None` = the checkpoint's.
-    pub dtype: Option<DType>,
+    /// What this machine computes itself.
+    pub local: LocalConfig,
+    /// Folder of a small model that guesses.
+    pub draft: Option<PathBuf>,
     /// Most tokens to add.
     pub max_new_tokens: u32,
     /// How tokens are chosen.
     pub sampling: SamplingConfig,
     /// Texts before which the text ends.
     pub stop: Vec<String>,
-    /// Most tokens that are guessed for one step (`--speculate`); 0 = none.
-    pub speculate: usize,
     /// Whether to print speed and the time of a step at the end.
     pub stats: bool,
     /// Time to reach the swarm and to find servers for all blocks.
     pub startup_timeout: Duration,
+}
+
+/// What a client computes itself, and guesses.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LocalConfig {
+    /// Type of embeddings and head; `None` = the checkpoint's.
+    pub dtype: Option<DType>,
+    /// How the head is stored.
+    pub head: QuantType,
+    /// Most tokens that are guessed for one step; 0 = none.
+    pub speculate: usize,
 }
 
 /// Settings of `sepal gateway`.
@@ -570,8 +594,8 @@ pub struct GatewayConfig {
     pub initial_peers: Vec<String>,
     /// Where to listen.
     pub listen: SocketAddr,
-    /// Type of embeddings and heads; `None` = the checkpoint's.
-    pub dtype: Option<DType>,
+    /// What this machine computes itself of each model.
+    pub local: LocalConfig,
     /// Chat template in place of those of the models.
     pub chat_template: Option<PathBuf>,
     /// File of API keys, one a line; `None` lets everybody in.
@@ -588,8 +612,6 @@ pub struct GatewayConfig {
     pub max_body_bytes: usize,
     /// Tokens of a text for which the request names no number.
     pub default_max_tokens: u32,
-    /// Most tokens that are guessed for one step; 0 = none.
-    pub speculate: usize,
     /// Sessions of ended texts that are kept for their next turn, for each model.
     pub sessions_kept: usize,
     /// How long they are kept.
@@ -624,6 +646,8 @@ pub struct GatewayModel {
     pub dht_prefix: Option<String>,
     /// Peers of its swarm; none = those of the gateway.
     pub initial_peers: Vec<String>,
+    /// Folder of a small model that guesses for it.
+    pub draft: Option<PathBuf>,
 }
 
 /// How tokens are chosen. The default is greedy.

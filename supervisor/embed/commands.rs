@@ -13,6 +13,8 @@ use supervisor::cli::{self, Command, with_log};
 use supervisor::devices;
 use supervisor::handover::{self, HandoverOptions};
 
+use crate::ends;
+
 /// Runs `sepal` with these arguments, of which the first is the program's name; says why it ended.
 ///
 /// What is wrong with an argument is printed. Call it on the main thread of a process that does nothing
@@ -57,15 +59,18 @@ pub fn run_command(arguments: impl Iterator<Item = OsString>) -> ExitReason {
             cli::log_notes(&notes);
             dht_node::run(config, print_addresses)
         }),
-        Command::Generate(config, log) => {
-            with_log(&log, "generate", || generate::run_command(&config))
-        }
-        Command::Gateway(config, log) => {
-            with_log(&log, "gateway", || gateway::run_command(&config))
-        }
-        Command::Chat(config, log) => {
-            with_log(&log, "chat", || gateway::chat::run_command(&config))
-        }
+        Command::Generate(mut config, fetch, log) => with_log(&log, "generate", || {
+            let models = [(&mut config.model, &mut config.dht_prefix)];
+            ends::fetched(models, &fetch).unwrap_or_else(|| generate::run_command(&config))
+        }),
+        Command::Gateway(mut config, fetch, log) => with_log(&log, "gateway", || {
+            let fetched = ends::fetched(ends::of_gateway(&mut config), &fetch);
+            fetched.unwrap_or_else(|| gateway::run_command(&config))
+        }),
+        Command::Chat(mut config, fetch, log) => with_log(&log, "chat", || {
+            let fetched = ends::fetched(ends::of_gateway(&mut config.engine), &fetch);
+            fetched.unwrap_or_else(|| gateway::chat::run_command(&config))
+        }),
         Command::Demo(config, log) => with_log(&log, "demo", || demo::run_command(&config)),
     }
 }

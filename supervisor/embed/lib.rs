@@ -46,6 +46,7 @@
 
 mod builder;
 mod commands;
+mod ends;
 mod server;
 
 pub use builder::{Builder, LogTo};

@@ -10,6 +10,7 @@ mod file;
 mod gateway;
 mod generated;
 mod layers;
+mod local;
 mod operate;
 mod plan;
 mod reread;
@@ -33,17 +34,19 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use shared::block::Span;
 use shared::bootstrap::{Identity, init_logging};
 use shared::config::{
-    CacheConfig, ChatConfig, ConvertConfig, DemoConfig, Device, DhtNodeConfig, GatewayConfig,
-    GenerateConfig, LogConfig, LogFormat, ProbeConfig, SamplingConfig, ServeConfig,
+    CacheConfig, ChatConfig, ConvertConfig, DemoConfig, Device, DhtNodeConfig, FetchConfig,
+    GatewayConfig, GenerateConfig, LogConfig, LogFormat, ProbeConfig, SamplingConfig, ServeConfig,
 };
 use shared::control::Role;
 use shared::exit::ExitReason;
+use shared::public_swarm;
 use shared::warpgroups::{WarpgroupKernel, WarpgroupKernels};
 
 use crate::handover::HandoverOptions;
 use crate::status::{OrderOptions, Request, StatusOptions};
 use layers::{LayerError, Layered};
-use values::{check_maddrs, guesses, model_or_last, seconds, token_bias};
+use local::{FetchArgs, LocalArgs};
+use values::{check_maddrs, model_or_last, seconds, token_bias};
 
 /// What is logged unless the operator says otherwise. libp2p warns of things that are no trouble
 /// here, such as a new swarm without peers.
@@ -100,11 +103,11 @@ pub enum Command {
         notes: Vec<String>,
     },
     /// Generate text through the swarm.
-    Generate(GenerateConfig, LogConfig),
+    Generate(GenerateConfig, FetchConfig, LogConfig),
     /// Answer OpenAI's API over models of a swarm.
-    Gateway(Box<GatewayConfig>, LogConfig),
+    Gateway(Box<GatewayConfig>, FetchConfig, LogConfig),
     /// Talk to a model of a swarm.
-    Chat(Box<ChatConfig>, LogConfig),
+    Chat(Box<ChatConfig>, FetchConfig, LogConfig),
     /// Start a private swarm and generate text through it.
     Demo(DemoConfig, LogConfig),
     /// Show what runs.
@@ -262,12 +265,12 @@ fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
     Ok(match command {
         Commands::Generate(args) => generate(args, env)?,
         Commands::Gateway(args) => {
-            let (config, log) = gateway::resolve(*args, env)?;
-            Command::Gateway(Box::new(config), log)
+            let (config, fetch, log) = gateway::resolve(*args, env)?;
+            Command::Gateway(Box::new(config), fetch, log)
         }
         Commands::Chat(args) => {
-            let (config, log) = gateway::resolve_chat(*args, env)?;
-            Command::Chat(Box::new(config), log)
+            let (config, fetch, log) = gateway::resolve_chat(*args, env)?;
+            Command::Chat(Box::new(config), fetch, log)
         }
         Commands::Cache(args) => Command::Cache(cache::resolve(args, env)?),
         Commands::Convert(args) => {
@@ -345,6 +348,7 @@ fn dht(args: DhtArgs, env: Env<'_>) -> Result<(DhtNodeConfig, LogConfig), String
     check_maddrs("--initial_peers", &args.initial_peers)?;
     let (host_maddrs, announce_maddrs) =
         serve::addresses(args.port, args.public_ip, args.host_maddrs, args.announce_maddrs)?;
+    let is_public = public_swarm::is_entered_through(&args.initial_peers);
     let config = DhtNodeConfig {
         initial_peers: args.initial_peers,
         host_maddrs,
@@ -353,6 +357,7 @@ fn dht(args: DhtArgs, env: Env<'_>) -> Result<(DhtNodeConfig, LogConfig), String
         use_relay: !args.no_relay,
         use_auto_relay: args.use_auto_relay,
         use_upnp: !args.no_upnp,
+        dials_private_nets: args.dial_private_nets.unwrap_or(!is_public),
         refresh_period: args.refresh_period,
         startup_timeout: args.startup_timeout,
     };
@@ -361,14 +366,16 @@ fn dht(args: DhtArgs, env: Env<'_>) -> Result<(DhtNodeConfig, LogConfig), String
 
 fn generate(mut args: GenerateArgs, env: Env<'_>) -> Result<Command, String> {
     let model = model_or_last(args.model, &mut [&mut args.initial_peers])
-        .ok_or("no model given: name a folder, as in sepal generate MODEL")?;
+        .ok_or("no model given: name a folder or a model of the Hub, as in sepal generate MODEL")?;
     check_maddrs("--initial_peers", &args.initial_peers)?;
+    let fetch = args.fetch.resolve(env)?;
     let config = GenerateConfig {
         model: model.into(),
         dht_prefix: args.dht_prefix,
         initial_peers: args.initial_peers,
         prompt: args.prompt,
-        dtype: serve::dtype(&args.torch_dtype)?,
+        local: args.local.resolve()?,
+        draft: args.draft,
         max_new_tokens: args.max_new_tokens,
         sampling: SamplingConfig {
             temperature: args.temperature,
@@ -382,11 +389,10 @@ fn generate(mut args: GenerateArgs, env: Env<'_>) -> Result<Command, String> {
             seed: args.seed,
         },
         stop: args.stop,
-        speculate: args.speculate,
         stats: args.stats,
         startup_timeout: args.startup_timeout,
     };
-    Ok(Command::Generate(config, args.log.resolve(env, "warn")))
+    Ok(Command::Generate(config, fetch, args.log.resolve(env, "warn")))
 }
 
 /// `$XDG_RUNTIME_DIR/sepal`, or a folder of the user's own in /tmp.
@@ -599,6 +605,10 @@ struct DhtArgs {
     /// Do not ask the router to forward the port (UPnP)
     #[arg(long)]
     no_upnp: bool,
+    /// Whether peers may have this node dial addresses of private nets and of this machine: on or
+    /// off [default: on, in the public swarm off]
+    #[arg(long, value_name = "on|off", value_parser = values::on_off)]
+    dial_private_nets: Option<bool>,
     /// No effect: peers are found through hivemind's DHT, not through IPFS
     #[arg(long, help_heading = serve::NO_EFFECT)]
     use_ipfs: bool,
@@ -615,7 +625,8 @@ struct DhtArgs {
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 struct GenerateArgs {
-    /// Model folder in Hugging Face layout, with tokenizer.json, embeddings and head; required
+    /// Model folder in Hugging Face layout, with tokenizer.json, embeddings and head, or a model of the Hub, of
+    /// which just these are downloaded; required
     model: Option<String>,
     /// Text to continue
     #[arg(long, short)]
@@ -626,10 +637,13 @@ struct GenerateArgs {
     /// Prefix under which the servers announce the model
     #[arg(long, value_name = "PREFIX")]
     dht_prefix: Option<String>,
-    /// Type in which embeddings and head are computed: auto (as in the checkpoint), float32 or
-    /// bfloat16
-    #[arg(long, value_name = "DTYPE", default_value = "auto")]
-    torch_dtype: String,
+    #[command(flatten)]
+    local: LocalArgs,
+    #[command(flatten)]
+    fetch: FetchArgs,
+    /// Folder of a small model of the same family that guesses next tokens on this machine
+    #[arg(long, value_name = "FOLDER")]
+    draft: Option<PathBuf>,
     /// Maximum number of tokens to generate
     #[arg(long, value_name = "N", default_value_t = 64)]
     max_new_tokens: u32,
@@ -663,10 +677,6 @@ struct GenerateArgs {
     /// End the text before this one; may be given several times
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// Guess up to N next tokens from repetitions in the text, and compute them in one step; the text
-    /// stays the same. 0 guesses none
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = guesses)]
-    speculate: usize,
     /// Print speed and step times at the end
     #[arg(long)]
     stats: bool,

@@ -4,5 +4,6 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
+    shared::bootstrap::abort_on_panic();
     ExitCode::from(sepal::run_command(std::env::args_os()).code())
 }

@@ -35,6 +35,12 @@ await point("completions", async () => {
   const done = await client.completions.create({ model: "demo", prompt: "Once upon a time", max_tokens: 8, temperature: 0 });
   assert.ok(done.choices[0].text.length > 0);
 });
+await point("chat.json_schema", async () => {
+  const schema = { type: "object", properties: { wild: { type: "boolean" } }, required: ["wild"], additionalProperties: false };
+  const format = { type: "json_schema", json_schema: { name: "answer", strict: true, schema } };
+  const done = await client.chat.completions.create({ ...ask, max_tokens: 200, response_format: format });
+  assert.equal(typeof JSON.parse(done.choices[0].message.content).wild, "boolean");
+});
 await point("errors", async () => {
   await assert.rejects(client.chat.completions.create({ ...ask, model: "gpt-4" }), OpenAI.NotFoundError);
   await assert.rejects(client.chat.completions.create({ ...ask, n: 0 }), OpenAI.BadRequestError);

@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from typing import Literal
 
 import openai
+import pydantic
 
 BASE = sys.argv[1]
 client = openai.OpenAI(base_url=BASE, api_key="none", max_retries=0)
@@ -79,10 +81,30 @@ def _():
     assert text and "".join(c.choices[0].text for c in client.completions.create(**ask, stream=True) if c.choices) == text
 
 
+class Animal(pydantic.BaseModel):
+    name: Literal["fox", "hare"]
+    legs: Literal[2, 4]
+
+
+@point("chat.json_schema")
+def _():
+    ask = {**ASK, "max_tokens": 300, "temperature": 1.0}
+    answer = client.chat.completions.parse(**ask, seed=3, response_format=Animal).choices[0]
+    assert answer.finish_reason == "stop" and answer.message.parsed.legs in (2, 4), answer
+
+
+@point("chat.json_object")
+def _():
+    text = client.chat.completions.create(**ASK, response_format={"type": "json_object"}).choices[0].message.content
+    assert text.startswith("{"), text
+
+
 @point("errors")
 def _():
     for change, kind, part in [({"model": "gpt-4"}, openai.NotFoundError, "not offered"),
                                ({"temperature": 9}, openai.BadRequestError, "temperature"),
+                               ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "elephant"}}}},
+                                openai.BadRequestError, "elephant"),
                                ({"max_tokens": 10**6}, openai.BadRequestError, "together")]:
         try:
             client.chat.completions.create(**{**ASK, **change})

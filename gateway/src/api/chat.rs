@@ -31,8 +31,6 @@ struct Request {
     logprobs: Option<bool>,
     #[serde(default)]
     top_logprobs: Option<u32>,
-    #[serde(default)]
-    response_format: Option<Value>,
     #[serde(flatten)]
     settings: Settings,
 }
@@ -95,13 +93,13 @@ pub(super) async fn create(State(shared): State<Shared>, body: Bytes) -> Respons
 
 async fn answer(shared: &Shared, body: &Bytes) -> Result<Response, ApiError> {
     let request: Request = request::parse(body)?;
-    request::check_format(request.response_format.as_ref())?;
     let model = request::model(&shared.engine, &request.model)?;
     let prompt = prompt(model, request.messages, request.tools.as_ref())?;
     let names = request.logprobs == Some(true);
     let top = names.then(|| request.top_logprobs.unwrap_or(0));
     let settings = &request.settings;
-    let asks = settings.asks(prompt, (model, shared.default_max_tokens), top)?;
+    let grammar = settings.grammar(model).await?;
+    let asks = settings.asks(prompt, grammar.as_ref(), (model, shared.default_max_tokens), top)?;
     let count = asks.len();
     let texts = Texts::start(shared, model, asks)?;
     let head = Head::of(model);

@@ -94,7 +94,8 @@ async fn answer(shared: &Shared, body: &Bytes) -> Result<Response, ApiError> {
     let prompt = request.prompt.tokens(model)?;
     let settings = &request.settings;
     let top = request.logprobs;
-    let asks = settings.asks(prompt, (model, shared.default_max_tokens), top)?;
+    let grammar = settings.grammar(model).await?;
+    let asks = settings.asks(prompt, grammar.as_ref(), (model, shared.default_max_tokens), top)?;
     let count = asks.len();
     let texts = Texts::start(shared, model, asks)?;
     let head = TextHead::of(model);

@@ -101,6 +101,9 @@ impl ApiError {
     pub fn of_text(error: &GenerationError, model: &Model) -> ApiError {
         match error {
             GenerationError::Sampling(error) => ApiError::bad(error.to_string(), None),
+            GenerationError::Decode(DecodeError::Grammar(error)) => {
+                ApiError::bad(error.to_string(), Some("response_format"))
+            }
             GenerationError::Decode(DecodeError::Chain(error)) => match error {
                 ChainError::Swarm(SwarmError::Missing { .. }) => ApiError::unavailable(hole(model)),
                 ChainError::TooLong { max_length, text, .. } => ApiError::too_long(format!(

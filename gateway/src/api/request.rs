@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::body::Bytes;
+use client::grammar::{Grammar, GrammarError};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -59,6 +60,22 @@ pub struct Settings {
     logit_bias: Option<BTreeMap<String, f32>>,
     seed: Option<i64>,
     stop: Option<OneOrMany>,
+    response_format: Option<ResponseFormat>,
+}
+
+/// The form of an answer.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+enum ResponseFormat {
+    Text,
+    JsonObject,
+    JsonSchema { json_schema: NamedSchema },
+}
+
+/// A schema; its name and its description say nothing to the gateway.
+#[derive(Clone, Debug, Deserialize)]
+struct NamedSchema {
+    schema: Value,
 }
 
 /// What else a stream tells.
@@ -91,6 +108,21 @@ impl Settings {
         }
     }
 
+    /// The form that each text is to have; `None` for any.
+    ///
+    /// # Errors
+    /// A schema that cannot be used, or a model whose tokenizer cannot.
+    pub async fn grammar(&self, model: &Arc<Model>) -> Result<Option<Grammar>, ApiError> {
+        let schema = match self.response_format.clone() {
+            None | Some(ResponseFormat::Text) => return Ok(None),
+            Some(ResponseFormat::JsonObject) => None,
+            Some(ResponseFormat::JsonSchema { json_schema }) => Some(json_schema.schema),
+        };
+        let refuse =
+            |error: GrammarError| ApiError::bad(error.to_string(), Some("response_format"));
+        model.grammar(schema).await.map(Some).map_err(refuse)
+    }
+
     /// What is asked of each text: the same, but for the seed.
     ///
     /// # Errors
@@ -98,6 +130,7 @@ impl Settings {
     pub fn asks(
         &self,
         prompt: Vec<u32>,
+        grammar: Option<&Grammar>,
         (model, default_max_tokens): (&Model, u32),
         top_logprobs: Option<u32>,
     ) -> Result<Vec<Ask>, ApiError> {
@@ -126,6 +159,7 @@ impl Settings {
                 ..sampling.clone()
             },
             stop: stop.clone(),
+            grammar: grammar.map(Grammar::another),
             top_logprobs,
         };
         Ok((0..self.choices()?).map(ask).collect())
@@ -233,22 +267,6 @@ pub fn parse<T: DeserializeOwned>(body: &Bytes) -> Result<T, ApiError> {
 /// It is not offered here.
 pub fn model<'a>(engine: &'a Engine, name: &str) -> Result<&'a Arc<Model>, ApiError> {
     engine.model(name).ok_or_else(|| ApiError::unknown_model(name, engine))
-}
-
-/// Refuses a form of answer that cannot be promised.
-///
-/// # Errors
-/// For any but plain text.
-pub fn check_format(format: Option<&Value>) -> Result<(), ApiError> {
-    let kind = format.and_then(|format| format.get("type")).and_then(Value::as_str);
-    match kind {
-        None | Some("text") => Ok(()),
-        Some(kind) => {
-            let kind: String = kind.chars().take(40).collect();
-            let text = format!("response_format {kind:?} is not supported here: leave it out");
-            Err(ApiError::bad(text, Some("response_format")))
-        }
-    }
 }
 
 /// Seconds since 1970.

@@ -15,6 +15,7 @@
 
 mod blocks;
 mod describe;
+mod ends;
 mod sources;
 #[cfg(test)]
 pub(crate) mod stand_in;

@@ -17,6 +17,7 @@ pub mod convert;
 mod converted;
 mod devices;
 pub mod disk_cache;
+pub mod ends;
 mod error;
 mod estimate;
 mod files;

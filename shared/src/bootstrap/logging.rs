@@ -77,12 +77,19 @@ pub fn init_logging(config: &LogConfig, identity: Identity) -> Result<(), LogErr
     Ok(())
 }
 
-/// Logs a panic with its place and aborts: a process with a broken invariant must not go on, and
-/// its parent restarts it.
-pub(super) fn abort_on_panic() {
-    std::panic::set_hook(Box::new(|info| {
+/// From here on a panic in any thread is logged, or printed while there is no log, and ends the process: one
+/// with a broken invariant must not go on, and its parent restarts it. For executables, not for libraries.
+///
+/// It is a hook, not the profile's `panic = "abort"`, so that all builds behave alike, and so that a library
+/// that is known to panic on bad input can be called behind a hook of its own (`client::grammar`).
+pub fn abort_on_panic() {
+    let print = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
         let thread = std::thread::current();
-        tracing::error!(thread = thread.name().unwrap_or("?"), "{info}");
+        match tracing::dispatcher::has_been_set() {
+            true => tracing::error!(thread = thread.name().unwrap_or("?"), "{info}"),
+            false => print(info),
+        }
         std::process::abort();
     }));
 }

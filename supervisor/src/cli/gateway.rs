@@ -5,18 +5,21 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
-use shared::config::{ChatConfig, GatewayConfig, GatewayModel, LogConfig, SamplingConfig};
+use shared::config::{
+    ChatConfig, FetchConfig, GatewayConfig, GatewayModel, LogConfig, SamplingConfig,
+};
 
-use super::values::{check_maddrs, guesses, is_maddr, metrics_addr, pause, seconds, size_bytes};
-use super::{DEFAULT_LOG, Env, LogArgs, QUIET_LOG, model_or_last, serve};
+use super::local::{FetchArgs, LocalArgs};
+use super::values::{check_maddrs, is_maddr, metrics_addr, pause, seconds, size_bytes};
+use super::{DEFAULT_LOG, Env, LogArgs, QUIET_LOG, model_or_last};
 
 const PROTECTION: &str = "Protection";
 
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct GatewayArgs {
-    /// Model folders in Hugging Face layout, each with tokenizer.json, embeddings and head; FOLDER, whose
-    /// last part is the name in the API, or NAME=FOLDER
+    /// Model folders in Hugging Face layout, each with tokenizer.json, embeddings and head, or models of the Hub, of
+    /// which just these are downloaded; MODEL, whose last part is the name in the API, or NAME=MODEL
     #[arg(value_name = "MODEL")]
     models: Vec<String>,
     /// Peers of the swarm
@@ -32,19 +35,20 @@ pub struct GatewayArgs {
     /// Where to answer: a port of this machine, or an address with a port
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8080", value_parser = metrics_addr)]
     listen: SocketAddr,
-    /// Type in which embeddings and head are computed: auto (as in the checkpoint), float32 or
-    /// bfloat16
-    #[arg(long, value_name = "DTYPE", default_value = "auto")]
-    torch_dtype: String,
+    #[command(flatten)]
+    local: LocalArgs,
+    #[command(flatten)]
+    fetch: FetchArgs,
+    /// Folder of a small model of the same family that guesses next tokens on this machine; for one of several
+    /// models, NAME=FOLDER
+    #[arg(long, value_name = "FOLDER")]
+    draft: Vec<String>,
     /// Chat template (Jinja) in place of those of the models
     #[arg(long, value_name = "FILE")]
     chat_template: Option<PathBuf>,
     /// Maximum number of tokens of a text whose request names none
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
-    /// Guess up to N next tokens from repetitions in the text, and compute them in one step; 0 guesses none
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = guesses)]
-    speculate: usize,
     /// Sessions of each model that stay open after their text, so that a conversation sends its new tokens only
     #[arg(long, value_name = "N", default_value_t = 16)]
     sessions_kept: usize,
@@ -84,7 +88,11 @@ pub struct GatewayArgs {
 }
 
 /// Turns flags into settings.
-pub fn resolve(mut args: GatewayArgs, env: Env<'_>) -> Result<(GatewayConfig, LogConfig), String> {
+pub fn resolve(
+    mut args: GatewayArgs,
+    env: Env<'_>,
+) -> Result<(GatewayConfig, FetchConfig, LogConfig), String> {
+    let fetch = args.fetch.resolve(env)?;
     // `--initial_peers A B MODEL` takes the models along.
     let first = args.initial_peers.iter().position(|text| !is_maddr(text));
     let first = first.filter(|first| *first > 0).unwrap_or(args.initial_peers.len());
@@ -102,15 +110,23 @@ pub fn resolve(mut args: GatewayArgs, env: Env<'_>) -> Result<(GatewayConfig, Lo
         models.push(model);
     }
     if models.is_empty() {
-        return Err("no model given: name a folder, as in sepal gateway MODEL".to_owned());
+        return Err(
+            "no model given: name a folder or a model of the Hub, as in sepal gateway MODEL"
+                .to_owned(),
+        );
     }
-    give_prefixes(&mut models, &args.dht_prefix)?;
+    each_named(&mut models, "--dht_prefix", &args.dht_prefix, |model, prefix| {
+        model.dht_prefix = Some(prefix.to_owned());
+    })?;
+    each_named(&mut models, "--draft", &args.draft, |model, folder| {
+        model.draft = Some(folder.into());
+    })?;
     give_peers(&mut models, &args.peer_of, !args.initial_peers.is_empty())?;
     let config = GatewayConfig {
         models,
         initial_peers: args.initial_peers,
         listen: args.listen,
-        dtype: serve::dtype(&args.torch_dtype)?,
+        local: args.local.resolve()?,
         chat_template: args.chat_template,
         api_keys: args.api_keys,
         tls: args.tls_cert.zip(args.tls_key),
@@ -119,27 +135,27 @@ pub fn resolve(mut args: GatewayArgs, env: Env<'_>) -> Result<(GatewayConfig, Lo
         requests_per_minute: args.requests_per_minute,
         max_body_bytes: usize::try_from(args.max_body).unwrap_or(usize::MAX),
         default_max_tokens: args.max_tokens,
-        speculate: args.speculate,
         sessions_kept: args.sessions_kept,
         session_idle: args.session_idle,
         route_timeout: args.route_timeout,
         startup_timeout: args.startup_timeout,
     };
-    Ok((config, args.log.resolve(env, DEFAULT_LOG)))
+    Ok((config, fetch, args.log.resolve(env, DEFAULT_LOG)))
 }
 
-/// Gives each model that `prefixes` name (`NAME=PREFIX`, or `PREFIX` of the only one) its prefix.
-fn give_prefixes(models: &mut [GatewayModel], prefixes: &[String]) -> Result<(), String> {
-    for text in prefixes {
+/// Gives each model that `values` name (`NAME=VALUE`, or `VALUE` of the only one) its value.
+fn each_named(
+    models: &mut [GatewayModel],
+    flag: &str,
+    values: &[String],
+    give: impl Fn(&mut GatewayModel, &str),
+) -> Result<(), String> {
+    for text in values {
         match (text.split_once('='), &mut *models) {
-            (Some((name, prefix)), _) => {
-                named(models, "--dht_prefix", name)?.dht_prefix = Some(prefix.to_owned());
-            }
-            (None, [only]) => only.dht_prefix = Some(text.clone()),
+            (Some((name, value)), _) => give(named(models, flag, name)?, value),
+            (None, [only]) => give(only, text),
             (None, _) => {
-                return Err(format!(
-                    "invalid --dht_prefix {text:?}: with several models, NAME=PREFIX"
-                ));
+                return Err(format!("invalid {flag} {text:?}: with several models, NAME=VALUE"));
             }
         }
     }
@@ -174,7 +190,8 @@ fn give_peers(
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct ChatArgs {
-    /// Model folder in Hugging Face layout, with tokenizer.json, embeddings, head and chat template; required
+    /// Model folder in Hugging Face layout, with tokenizer.json, embeddings, head and chat template, or a model of
+    /// the Hub, of which just these are downloaded; required
     model: Option<String>,
     /// Peers of the swarm
     #[arg(long, num_args = 1.., required = true, value_name = "MULTIADDR")]
@@ -182,10 +199,13 @@ pub struct ChatArgs {
     /// Prefix under which the servers announce the model
     #[arg(long, value_name = "PREFIX")]
     dht_prefix: Option<String>,
-    /// Type in which embeddings and head are computed: auto (as in the checkpoint), float32 or
-    /// bfloat16
-    #[arg(long, value_name = "DTYPE", default_value = "auto")]
-    torch_dtype: String,
+    #[command(flatten)]
+    local: LocalArgs,
+    #[command(flatten)]
+    fetch: FetchArgs,
+    /// Folder of a small model of the same family that guesses next tokens on this machine
+    #[arg(long, value_name = "FOLDER")]
+    draft: Option<PathBuf>,
     /// Chat template (Jinja) in place of that of the model
     #[arg(long, value_name = "FILE")]
     chat_template: Option<PathBuf>,
@@ -204,9 +224,6 @@ pub struct ChatArgs {
     /// Seed of the sampling; the same seed gives the same answers
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Guess up to N next tokens from repetitions in the text, and compute them in one step; 0 guesses none
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = guesses)]
-    speculate: usize,
     /// Timeout for reaching the swarm and finding servers for all blocks, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     startup_timeout: Duration,
@@ -215,20 +232,24 @@ pub struct ChatArgs {
 }
 
 /// Turns flags into settings of a conversation.
-pub fn resolve_chat(mut args: ChatArgs, env: Env<'_>) -> Result<(ChatConfig, LogConfig), String> {
+pub fn resolve_chat(
+    mut args: ChatArgs,
+    env: Env<'_>,
+) -> Result<(ChatConfig, FetchConfig, LogConfig), String> {
+    let fetch = args.fetch.resolve(env)?;
     let folder = model_or_last(args.model, &mut [&mut args.initial_peers])
-        .ok_or("no model given: name a folder, as in sepal chat MODEL")?;
+        .ok_or("no model given: name a folder or a model of the Hub, as in sepal chat MODEL")?;
     check_maddrs("--initial_peers", &args.initial_peers)?;
     if args.temperature.is_nan() || args.temperature < 0.0 {
         let given = args.temperature;
         return Err(format!("invalid --temperature {given}: expected 0 or a positive number"));
     }
-    let model = GatewayModel { dht_prefix: args.dht_prefix, ..model(&folder)? };
+    let model = GatewayModel { dht_prefix: args.dht_prefix, draft: args.draft, ..model(&folder)? };
     let engine = GatewayConfig {
         models: vec![model],
         initial_peers: args.initial_peers,
         listen: SocketAddr::from(([127, 0, 0, 1], 0)),
-        dtype: serve::dtype(&args.torch_dtype)?,
+        local: args.local.resolve()?,
         chat_template: args.chat_template,
         api_keys: None,
         tls: None,
@@ -237,7 +258,6 @@ pub fn resolve_chat(mut args: ChatArgs, env: Env<'_>) -> Result<(ChatConfig, Log
         requests_per_minute: None,
         max_body_bytes: 0,
         default_max_tokens: args.max_tokens,
-        speculate: args.speculate,
         sessions_kept: 1,
         session_idle: Duration::from_secs(240),
         route_timeout: args.startup_timeout,
@@ -250,7 +270,7 @@ pub fn resolve_chat(mut args: ChatArgs, env: Env<'_>) -> Result<(ChatConfig, Log
         ..SamplingConfig::default()
     };
     let config = ChatConfig { engine, system: args.system, sampling, history: history(env) };
-    Ok((config, args.log.resolve(env, QUIET_LOG)))
+    Ok((config, fetch, args.log.resolve(env, QUIET_LOG)))
 }
 
 /// `$XDG_STATE_HOME/sepal/chat_history`, by default in `~/.local/state`.
@@ -271,7 +291,13 @@ fn model(text: &str) -> Result<GatewayModel, String> {
     let name = name.filter(|name| !name.is_empty() && !folder.is_empty());
     let name =
         name.ok_or_else(|| format!("invalid model {text:?}: expected FOLDER or NAME=FOLDER"))?;
-    Ok(GatewayModel { name, folder: folder.into(), dht_prefix: None, initial_peers: Vec::new() })
+    Ok(GatewayModel {
+        name,
+        folder: folder.into(),
+        dht_prefix: None,
+        initial_peers: Vec::new(),
+        draft: None,
+    })
 }
 
 fn named<'a>(
@@ -287,6 +313,7 @@ fn named<'a>(
 #[cfg(test)]
 mod tests {
     use clap::Parser;
+    use shared::config::QuantType;
 
     use super::*;
 
@@ -299,7 +326,7 @@ mod tests {
     fn parse(line: &str) -> Result<GatewayConfig, String> {
         let words = std::iter::once("gateway").chain(line.split_whitespace());
         let line = Line::try_parse_from(words).map_err(|error| error.to_string())?;
-        resolve(line.args, &|_| None).map(|(config, _)| config)
+        resolve(line.args, &|_| None).map(|(config, ..)| config)
     }
 
     const PEER: &str = "/ip4/127.0.0.1/tcp/31337/p2p/A";
@@ -320,6 +347,13 @@ mod tests {
             parse(&format!("--initial_peers {PEER} /models/llama --dht_prefix p")).unwrap();
         assert_eq!(config.models[0].dht_prefix.as_deref(), Some("p"));
         assert_eq!(config.listen.to_string(), "127.0.0.1:8080");
+        let config = parse(&format!(
+            "a=/m/a b=/m/b --draft b=/m/tiny --head_quant_type nf4 --initial_peers {PEER}"
+        ));
+        let config = config.unwrap();
+        let drafts: Vec<_> = config.models.iter().map(|model| model.draft.as_deref()).collect();
+        assert_eq!(drafts, [None, Some(Path::new("/m/tiny"))]);
+        assert_eq!(config.local.head, QuantType::Nf4);
     }
 
     #[test]
@@ -328,7 +362,9 @@ mod tests {
             (format!("--initial_peers {PEER}"), "no model given"),
             ("m".to_owned(), "no peers for \"m\""),
             (format!("m x/m --initial_peers {PEER}"), "two models"),
-            (format!("m n --dht_prefix p --initial_peers {PEER}"), "NAME=PREFIX"),
+            (format!("m n --dht_prefix p --initial_peers {PEER}"), "NAME=VALUE"),
+            (format!("m n --draft d --initial_peers {PEER}"), "NAME=VALUE"),
+            (format!("m --head_quant_type int3 --initial_peers {PEER}"), "--head_quant_type int3"),
             (format!("m --peer_of x={PEER} --initial_peers {PEER}"), "the models are m"),
             (format!("=m --initial_peers {PEER}"), "NAME=FOLDER"),
             (format!("m --tls_cert c --initial_peers {PEER}"), "--tls_key"),

@@ -27,10 +27,11 @@ use shared::config::{
     ServeConfig, SpanChoice, Throughput, WorkerConfig,
 };
 use shared::dtype::DType;
+use shared::public_swarm;
 
 use super::values::model_or_last;
 use super::{Env, LogArgs, runtime_dir};
-
+use crate::sizing;
 use devices::Devices;
 pub(crate) use devices::{crowded, threads};
 pub(super) use hub::{HubArgs, checked_revision};
@@ -237,7 +238,7 @@ impl ServeArgs {
             self.network.addresses()?;
         let (model, network, limits) = (&mut self.model, &mut self.network, &self.limits);
         let monitor = network.monitor(&initial_peers);
-        let is_public = network::is_public(&initial_peers);
+        let is_public = public_swarm::is_entered_through(&initial_peers);
         Ok(NetdConfig {
             dht_prefix: checked_prefix(model.dht_prefix.take())?,
             host_maddrs,
@@ -249,11 +250,15 @@ impl ServeArgs {
             throughput: throughput(&model.throughput)?,
             link_bits_per_s: bits_per_s("--network_mbps", network.network_mbps)?,
             max_upload_bits_per_s: bits_per_s("--max_upload_mbps", network.max_upload_mbps)?,
+            request_memory: limits
+                .request_memory
+                .unwrap_or_else(|| request_memory(limits.max_memory)),
             network_test: network.network_test()?,
             rates_dir: None,
             monitor,
             use_upnp: !network.no_upnp,
-            dials_private_nets: network.dials_private_nets(is_public),
+            // Strangers of the public swarm have no business on private nets.
+            dials_private_nets: network.dial_private_nets.unwrap_or(!is_public),
             stats_report_interval: self.supervision.stats_report_interval,
             public_name: model.public_name.take(),
             compression: network.compression,
@@ -278,6 +283,12 @@ impl ServeArgs {
             arena_bytes: arena_bytes(limits.arena_size)?,
         })
     }
+}
+
+/// Memory for requests where nothing is said: a part of what may be used.
+fn request_memory(max_memory: Option<u64>) -> u64 {
+    let free = sizing::within(sizing::available_bytes(), max_memory).unwrap_or(0);
+    (free / 8).clamp(256 << 20, 8 << 30)
 }
 
 fn checked_prefix(prefix: Option<String>) -> Result<Option<String>, String> {

@@ -85,7 +85,7 @@ fn a_model_after_a_list_of_multiaddrs_is_the_model() {
         ("/models/llama", 1)
     );
     let line = "generate --initial_peers /dns4/a.b/tcp/5/p2p/Q folder --prompt Hi";
-    let Ok(Command::Generate(generate, _)) = run(line, &[]) else { panic!() };
+    let Ok(Command::Generate(generate, ..)) = run(line, &[]) else { panic!() };
     assert_eq!((generate.model, generate.initial_peers.len()), ("folder".into(), 1));
     assert!(
         refusal("generate --initial_peers /dns4/a.b/tcp/5/p2p/Q --prompt Hi").contains("MODEL")
@@ -251,16 +251,16 @@ fn the_other_commands_read_their_flags() {
     assert!(refusal("dht --public_ip 1.2.3.4").contains("--port"));
     assert!(refusal("dht --port 1 --host_maddrs /ip4/1.2.3.4/tcp/5").contains("cannot be used"));
     let line = "generate m --initial_peers /ip4/1.2.3.4/tcp/5/p2p/Q --prompt Hi --temperature 0.7 --top_k 5 --stats";
-    let Ok(Command::Generate(generate, _)) = run(line, &[]) else { panic!() };
+    let Ok(Command::Generate(generate, ..)) = run(line, &[]) else { panic!() };
     let sampling = &generate.sampling;
     assert_eq!(
-        (generate.max_new_tokens, sampling.temperature, sampling.top_k, generate.speculate),
+        (generate.max_new_tokens, sampling.temperature, sampling.top_k, generate.local.speculate),
         (64, Some(0.7), Some(5), 8)
     );
     let more = format!("{line} --logit_bias 5=-100 --logit_bias 6=1.5 --stop END --speculate 0");
-    let Ok(Command::Generate(generate, _)) = run(&more, &[]) else { panic!() };
+    let Ok(Command::Generate(generate, ..)) = run(&more, &[]) else { panic!() };
     assert_eq!(generate.sampling.logit_bias, [(5, -100.0), (6, 1.5)]);
-    assert_eq!((generate.stop, generate.speculate), (vec!["END".to_owned()], 0));
+    assert_eq!((generate.stop, generate.local.speculate), (vec!["END".to_owned()], 0));
     for (flag, part) in [("--logit_bias 5", "1234=-100"), ("--speculate 65", "0 to 64")] {
         let refused = refusal(&format!("{line} {flag}"));
         assert!(refused.contains(part), "{refused}");

@@ -65,7 +65,17 @@ impl Hub {
         wanted: &[Wanted],
         watch: &mut Watch<'_>,
     ) -> Result<PathBuf, PrepareError> {
-        let path = self.block_path(block);
+        self.piece(self.block_path(block), checkpoint, wanted, watch)
+    }
+
+    /// The file at `path` with some of the tensors, downloaded if need be.
+    pub(super) fn piece(
+        &mut self,
+        path: PathBuf,
+        checkpoint: &Checkpoint,
+        wanted: &[Wanted],
+        watch: &mut Watch<'_>,
+    ) -> Result<PathBuf, PrepareError> {
         if path.is_file() {
             touch(&path);
             return Ok(path);
@@ -94,7 +104,8 @@ impl Hub {
         }
         let done = resume(&mut file, &head).map_err(write)?.min(total);
         self.disk.make_room(total - done, watch)?;
-        info!(model = self.name, block, bytes = total, from = done, "downloading");
+        let piece = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        info!(model = self.name, piece, bytes = total, from = done, "downloading");
         let (start, mut now_done) = (Instant::now(), done);
         let skip = done.saturating_sub(head.len() as u64);
         self.write_parts(&mut file, &parts, skip, &mut |count| {
@@ -103,7 +114,7 @@ impl Hub {
         })?;
         let bytes = now_done - done;
         let mb_per_s = bytes as f64 / 1e6 / start.elapsed().as_secs_f64().max(1e-9);
-        info!(block, bytes, mb_per_s = (mb_per_s * 10.0).round() / 10.0, "downloaded");
+        info!(piece, bytes, mb_per_s = (mb_per_s * 10.0).round() / 10.0, "downloaded");
         file.sync_all().and_then(|()| std::fs::rename(&partial, &path)).map_err(write)?;
         Ok(path)
     }
@@ -156,13 +167,8 @@ impl Hub {
         let mut parts = Vec::with_capacity(wanted.len());
         for Wanted { full_name: name, shape, .. } in wanted {
             let file = checkpoint.file_of(name)?.to_owned();
-            if !self.headers.contains_key(&file) {
-                let header = self.header(&file, watch)?;
-                self.headers.insert(file.clone(), header);
-            }
-            let header = self.headers.get(&file);
-            let found = header
-                .and_then(|header| Some((header.tensors.get(name)?.clone(), header.data_start)));
+            let header = self.header_of(&file, watch)?;
+            let found = header.tensors.get(name).map(|info| (info.clone(), header.data_start));
             let (info, data_start) = found.ok_or_else(|| {
                 PrepareError::bad_tensor(
                     &self.snapshot().join(&file),
@@ -184,6 +190,19 @@ impl Hub {
         }
         parts.sort_by(|a, b| (&a.file, a.start).cmp(&(&b.file, b.start)));
         Ok(parts)
+    }
+
+    /// The header of a safetensors file on the Hub, which is read once.
+    pub(super) fn header_of(
+        &mut self,
+        file: &str,
+        watch: &mut Watch<'_>,
+    ) -> Result<&Header, PrepareError> {
+        if !self.headers.contains_key(file) {
+            let header = self.header(file, watch)?;
+            self.headers.insert(file.to_owned(), header);
+        }
+        Ok(&self.headers[file])
     }
 
     /// The header of a safetensors file on the Hub.

@@ -95,7 +95,8 @@ impl Hub {
         if !blob.is_file() {
             self.download(file, &found, &blob, watch)?;
         }
-        self.link(&path, &found.etag).map_err(|error| PrepareError::write(&path, error))?;
+        let target = Path::new("../../blobs").join(&found.etag);
+        self.link(&path, &target).map_err(|error| PrepareError::write(&path, error))?;
         Ok(path)
     }
 
@@ -193,13 +194,13 @@ impl Hub {
     }
 
     /// Puts a link to the blob `etag` at `path`, in one step for those who look.
-    fn link(&self, path: &Path, etag: &str) -> std::io::Result<()> {
+    pub(super) fn link(&self, path: &Path, target: &Path) -> std::io::Result<()> {
         let folder = path.parent().unwrap_or(&self.root);
         std::fs::create_dir_all(folder)?;
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let staged = folder.join(format!(".{name}.{}.tmp", std::process::id()));
         let _ = std::fs::remove_file(&staged);
-        std::os::unix::fs::symlink(Path::new("../../blobs").join(etag), &staged)?;
+        std::os::unix::fs::symlink(target, &staged)?;
         std::fs::rename(&staged, path)
     }
 

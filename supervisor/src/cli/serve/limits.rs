@@ -51,6 +51,11 @@ pub struct LimitArgs {
     /// and whether a move loads new blocks beside the old ones [default: the free memory]
     #[arg(long, value_name = "SIZE", value_parser = size_bytes)]
     pub(super) max_memory: Option<u64>,
+    /// Memory for requests of all peers together; one IP net may hold half, one peer a quarter, and
+    /// more wait unread. The largest request always fits [default: an eighth of the free memory, at
+    /// least 256MiB, at most 8GiB]
+    #[arg(long, value_name = "SIZE", value_parser = size_bytes)]
+    pub(super) request_memory: Option<u64>,
     /// Maximum memory that each worker takes of its GPU [default: the free memory]
     #[arg(long, value_name = "SIZE", value_parser = size_bytes)]
     pub(super) device_memory: Option<u64>,

@@ -5,23 +5,9 @@ use std::time::Duration;
 
 use clap::Args;
 use shared::config::Compression;
+use shared::public_swarm;
 
 use crate::cli::values::{check_maddrs, on_off, seconds};
-
-/// Bootstrap peers of the public swarm (`petals/constants.py`, `PUBLIC_INITIAL_PEERS`).
-const PUBLIC_INITIAL_PEERS: [&str; 6] = [
-    "/dns/bootstrap1.petals.dev/tcp/31337/p2p/QmedTaZXmULqwspJXz44SsPZyTNKxhnnFvYRajfH7MGhCY",
-    "/dns/bootstrap2.petals.dev/tcp/31338/p2p/QmQGTqmM7NKjV6ggU1ZCap8zWiyKR89RViDXiqehSiCpY5",
-    "/dns6/bootstrap1.petals.dev/tcp/31337/p2p/QmedTaZXmULqwspJXz44SsPZyTNKxhnnFvYRajfH7MGhCY",
-    "/dns6/bootstrap2.petals.dev/tcp/31338/p2p/QmQGTqmM7NKjV6ggU1ZCap8zWiyKR89RViDXiqehSiCpY5",
-    "/ip4/159.89.214.152/tcp/31337/p2p/QmedTaZXmULqwspJXz44SsPZyTNKxhnnFvYRajfH7MGhCY",
-    "/ip4/159.203.156.48/tcp/31338/p2p/QmQGTqmM7NKjV6ggU1ZCap8zWiyKR89RViDXiqehSiCpY5",
-];
-
-/// Whether these are the peers of the public swarm.
-pub fn is_public(initial_peers: &[String]) -> bool {
-    initial_peers == PUBLIC_INITIAL_PEERS
-}
 
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case", next_help_heading = "Network")]
@@ -132,11 +118,6 @@ pub struct Addresses {
 }
 
 impl NetworkArgs {
-    /// Strangers of the public swarm have no business on private nets.
-    pub(super) fn dials_private_nets(&self, is_public: bool) -> bool {
-        self.dial_private_nets.unwrap_or(!is_public)
-    }
-
     /// `run_server.py`: `--port` and `--public_ip` are short for multiaddrs.
     pub fn addresses(&mut self) -> Result<Addresses, String> {
         let announce_maddrs = std::mem::take(&mut self.announce_maddrs);
@@ -148,7 +129,9 @@ impl NetworkArgs {
         )?;
         let initial_peers = match (self.new_swarm, std::mem::take(&mut self.initial_peers)) {
             (true, _) => Vec::new(),
-            (false, peers) if peers.is_empty() => PUBLIC_INITIAL_PEERS.map(str::to_owned).to_vec(),
+            (false, peers) if peers.is_empty() => {
+                public_swarm::INITIAL_PEERS.map(str::to_owned).to_vec()
+            }
             (false, peers) => peers,
         };
         check_maddrs("--initial_peers", &initial_peers)?;
@@ -159,7 +142,8 @@ impl NetworkArgs {
     /// and then and elsewhere whom the operator names (`server.py`,
     /// `should_validate_reachability`).
     pub fn monitor(&self, initial_peers: &[String]) -> Option<String> {
-        let public = is_public(initial_peers).then(|| PUBLIC_MONITOR.to_owned());
+        let public =
+            public_swarm::is_entered_through(initial_peers).then(|| PUBLIC_MONITOR.to_owned());
         let asked = self.reachability_monitor.clone().or(public);
         asked.filter(|_| !self.skip_reachability_check)
     }

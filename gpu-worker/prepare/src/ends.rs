@@ -1,0 +1,88 @@
+//! The parts of a model that a client computes itself, in a folder: the one that was named, or one that is made of
+//! files and ranges of the Hub.
+
+use std::io::IsTerminal;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+use shared::config::{FetchConfig, PrepareConfig, QuantType};
+
+use crate::error::PrepareError;
+use crate::hub::Hub;
+use crate::progress::Progress;
+use crate::repository::{default_dht_prefix, is_repo_id};
+
+/// The file with the tensors of a client, where the folder has no whole checkpoint.
+pub const ENDS_FILE: &str = "ends.safetensors";
+
+/// A tensor that a client computes with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EndTensor {
+    /// Its names, of which a checkpoint has one.
+    pub names: Vec<String>,
+    /// Its shape, slowest dimension first.
+    pub shape: Vec<u64>,
+}
+
+/// Where a client reads a model from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EndsFolder {
+    /// The folder.
+    pub path: PathBuf,
+    /// The prefix that servers announce the model under by its name on the Hub; `None` for a folder, and where
+    /// config.json names one.
+    pub dht_prefix: Option<String>,
+}
+
+/// The folder of `model`: that folder, or one in the cache with what a client needs of this model of the Hub.
+/// `ends_of` tells by config.json which tensors those are. Shows progress on a terminal.
+///
+/// # Errors
+/// [`PrepareError`] with one sentence for the user.
+pub fn folder(
+    model: &Path,
+    fetch: &FetchConfig,
+    ends_of: impl FnOnce(&Value) -> Result<Vec<EndTensor>, String>,
+) -> Result<EndsFolder, PrepareError> {
+    let name = model.to_string_lossy();
+    if model.is_dir() || !is_repo_id(&name) {
+        // What is wrong with it, whoever reads it says.
+        return Ok(EndsFolder { path: model.to_owned(), dht_prefix: None });
+    }
+    let config = PrepareConfig {
+        model: name.clone().into_owned(),
+        dtype: None,
+        quant_type: QuantType::None,
+        is_quant_named: false,
+        adapters: Vec::new(),
+        cache_dir: fetch.cache_dir.clone(),
+        hub: fetch.hub.clone(),
+    };
+    let (is_seen, mut shown) = (std::io::stderr().is_terminal(), None);
+    let mut hub = Hub::open(&config)?;
+    let mut dht_prefix = None;
+    let by_config = |config: &Value| {
+        let text = |name| config.get(name).and_then(Value::as_str);
+        // The client itself reads what config.json says.
+        if text("dht_prefix").is_none() {
+            dht_prefix = default_dht_prefix(text("model_type").unwrap_or_default(), &name);
+        }
+        ends_of(config)
+    };
+    let path = hub.ends(by_config, &mut |progress| {
+        if let Progress::Download { done, total } = progress
+            && is_seen
+        {
+            let percent = done * 100 / total.max(1);
+            if shown.replace(percent) != Some(percent) {
+                let mb = total / 1_000_000;
+                eprint!("\rsepal: embeddings and head of {name}: {percent} % of {mb} MB");
+            }
+        }
+        Ok(())
+    });
+    if shown.is_some() {
+        eprintln!();
+    }
+    Ok(EndsFolder { path: path?, dht_prefix })
+}

@@ -1,0 +1,99 @@
+//! What a client computes itself (embeddings, last norm, head) and its small files: of the weights only those
+//! tensors are downloaded, into `models--ORG--NAME/sepal/COMMIT/ends.safetensors`, which the folder of the
+//! commit links to.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::{Hub, Weights, files_of, is_ranged};
+use crate::checkpoint::{Checkpoint, read_bounded};
+use crate::ends::{ENDS_FILE, EndTensor};
+use crate::error::PrepareError;
+use crate::progress::Watch;
+use crate::source::Wanted;
+
+/// Files beside the weights that a client reads if they are there; it needs the first.
+const SMALL_FILES: [&str; 5] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+];
+/// Longest accepted config.json.
+const MAX_CONFIG_BYTES: u64 = 4 << 20;
+
+impl Hub {
+    /// A folder with all that a client reads. `ends_of` tells by config.json which tensors those are.
+    ///
+    /// # Errors
+    /// As [`Hub::open`]; [`PrepareError::Unsupported`] with what `ends_of` says.
+    pub fn ends(
+        &mut self,
+        ends_of: impl FnOnce(&Value) -> Result<Vec<EndTensor>, String>,
+        watch: &mut Watch<'_>,
+    ) -> Result<PathBuf, PrepareError> {
+        let snapshot = self.snapshot();
+        let path = snapshot.join("config.json");
+        let json = read_bounded(&path, MAX_CONFIG_BYTES)?;
+        let unsupported = |reason| PrepareError::Unsupported { path: path.clone(), reason };
+        let value: Value = serde_json::from_slice(&json)
+            .map_err(|error| unsupported(format!("is no JSON: {error}")))?;
+        let ends = ends_of(&value).map_err(unsupported)?;
+        for (number, file) in SMALL_FILES.into_iter().enumerate() {
+            match self.small_file(file) {
+                Err(PrepareError::NotOnHub { .. } | PrepareError::NotDownloaded { .. })
+                    if number > 0 => {}
+                other => drop(other?),
+            }
+        }
+        let checkpoint = self.checkpoint(Weights::Left)?;
+        let link = snapshot.join(ENDS_FILE);
+        if self.offline && link.is_file() {
+            return Ok(snapshot);
+        }
+        let wanted = self.wanted_ends(&checkpoint, ends, watch)?;
+        let files = files_of(&checkpoint, &wanted)?;
+        if files.iter().all(|file| snapshot.join(file).is_file()) {
+            return Ok(snapshot);
+        }
+        let piece = self.blocks_folder().join(ENDS_FILE);
+        self.piece(piece, &checkpoint, &wanted, watch)?;
+        let target = Path::new("../../sepal").join(self.commit()).join(ENDS_FILE);
+        self.link(&link, &target).map_err(|error| PrepareError::write(&link, error))?;
+        Ok(snapshot)
+    }
+
+    /// The tensors by the names that this checkpoint has for them.
+    fn wanted_ends(
+        &mut self,
+        checkpoint: &Checkpoint,
+        ends: Vec<EndTensor>,
+        watch: &mut Watch<'_>,
+    ) -> Result<Vec<Wanted>, PrepareError> {
+        let mut wanted = Vec::with_capacity(ends.len());
+        for EndTensor { names, shape } in ends {
+            let mut found = None;
+            for name in &names {
+                let Ok(file) = checkpoint.file_of(name) else { continue };
+                if !is_ranged(file) {
+                    return Err(self.lasting(format!(
+                        "{} has its weights in {file}, and a client reads safetensors; give a folder that sepal convert or transformers has written",
+                        self.name
+                    )));
+                }
+                let file = file.to_owned();
+                if self.header_of(&file, watch)?.tensors.contains_key(name) {
+                    found = Some(name.clone());
+                    break;
+                }
+            }
+            let full_name = found.ok_or_else(|| {
+                self.lasting(format!("{} has no tensor {}", self.name, names.join(" or ")))
+            })?;
+            wanted.push(Wanted { name: full_name.clone(), full_name, shape });
+        }
+        Ok(wanted)
+    }
+}

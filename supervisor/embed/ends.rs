@@ -1,0 +1,43 @@
+//! Brings what a client computes itself into folders, before the client begins.
+
+use std::path::PathBuf;
+
+use client::local::end_tensors;
+use prepare::ends::{self, EndTensor};
+use shared::causes::with_causes;
+use shared::config::{FetchConfig, GatewayConfig};
+use shared::escape::escaped;
+use shared::exit::ExitReason;
+
+/// A model and the prefix that it is announced under.
+type Named<'a> = (&'a mut PathBuf, &'a mut Option<String>);
+
+/// The models of a gateway.
+pub fn of_gateway(config: &mut GatewayConfig) -> impl Iterator<Item = Named<'_>> {
+    config.models.iter_mut().map(|model| (&mut model.folder, &mut model.dht_prefix))
+}
+
+/// Puts in place of each model the folder with what a client needs of it. Why the command ends here, if something
+/// is wrong.
+pub fn fetched<'a>(
+    models: impl IntoIterator<Item = Named<'a>>,
+    fetch: &FetchConfig,
+) -> Option<ExitReason> {
+    for (model, prefix) in models {
+        let folder = ends::folder(model, fetch, |config| {
+            let tensors = end_tensors(config)?.into_iter();
+            Ok(tensors.map(|(names, shape)| EndTensor { names, shape }).collect())
+        });
+        match folder {
+            Ok(found) => {
+                *model = found.path;
+                *prefix = prefix.take().or(found.dht_prefix);
+            }
+            Err(error) => {
+                eprintln!("sepal: {}", escaped(&with_causes(&error)));
+                return Some(error.exit_reason());
+            }
+        }
+    }
+    None
+}
