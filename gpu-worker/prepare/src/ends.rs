@@ -9,20 +9,9 @@ use shared::config::{FetchConfig, PrepareConfig, QuantType};
 
 use crate::error::PrepareError;
 use crate::hub::Hub;
+pub use crate::hub::{ENDS_FILE, EndTensor};
 use crate::progress::Progress;
 use crate::repository::{default_dht_prefix, is_repo_id};
-
-/// The file with the tensors of a client, where the folder has no whole checkpoint.
-pub const ENDS_FILE: &str = "ends.safetensors";
-
-/// A tensor that a client computes with.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EndTensor {
-    /// Its names, of which a checkpoint has one.
-    pub names: Vec<String>,
-    /// Its shape, slowest dimension first.
-    pub shape: Vec<u64>,
-}
 
 /// Where a client reads a model from.
 #[derive(Clone, Debug, PartialEq, Eq)]

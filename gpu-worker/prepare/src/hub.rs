@@ -39,6 +39,7 @@ use shared::config::PrepareConfig;
 use tracing::warn;
 
 use self::describe::Asker;
+pub use self::ends::{ENDS_FILE, EndTensor};
 use crate::checkpoint::Checkpoint;
 use crate::disk_cache::DiskCache;
 use crate::error::PrepareError;

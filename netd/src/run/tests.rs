@@ -208,15 +208,24 @@ async fn record(node: &Joined, peer_id: &str, block: usize) -> Option<ServerInfo
 }
 
 async fn until_state(node: &Joined, peer_id: &str, state: ServerState) -> ServerInfo {
-    let look = async {
-        loop {
-            match record(node, peer_id, 1).await {
-                Some(info) if info.state == state => return info,
-                _ => tokio::time::sleep(Duration::from_millis(20)).await,
-            }
+    until_record(node, peer_id, |info| info.state == state).await
+}
+
+/// The record, as soon as it is as wanted.
+async fn until_record(
+    node: &Joined,
+    peer_id: &str,
+    wanted: impl Fn(&ServerInfo) -> bool,
+) -> ServerInfo {
+    let deadline = tokio::time::Instant::now() + 3 * DEADLINE;
+    loop {
+        let found = record(node, peer_id, 1).await;
+        match found {
+            Some(info) if wanted(&info) => return info,
+            last => assert!(tokio::time::Instant::now() < deadline, "still {last:?}"),
         }
-    };
-    tokio::time::timeout(DEADLINE, look).await.expect("the record appears in time")
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -8,10 +8,21 @@ use serde_json::Value;
 
 use super::{Hub, Weights, files_of, is_ranged};
 use crate::checkpoint::{Checkpoint, read_bounded};
-use crate::ends::{ENDS_FILE, EndTensor};
 use crate::error::PrepareError;
 use crate::progress::Watch;
 use crate::source::Wanted;
+
+/// The file with the tensors of a client, where the folder has no whole checkpoint.
+pub const ENDS_FILE: &str = "ends.safetensors";
+
+/// A tensor that a client computes with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EndTensor {
+    /// Its names, of which a checkpoint has one.
+    pub names: Vec<String>,
+    /// Its shape, slowest dimension first.
+    pub shape: Vec<u64>,
+}
 
 /// Files beside the weights that a client reads if they are there; it needs the first.
 const SMALL_FILES: [&str; 5] = [

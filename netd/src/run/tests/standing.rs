@@ -23,24 +23,6 @@ async fn proposed(supervisor: &mut Supervisor) -> String {
     peer_id
 }
 
-/// The record, as soon as it is as wanted.
-async fn until_record(
-    node: &Joined,
-    peer_id: &str,
-    wanted: impl Fn(&ServerInfo) -> bool,
-) -> ServerInfo {
-    let look = async {
-        loop {
-            match record(node, peer_id, 1).await {
-                Some(info) if wanted(&info) => return info,
-                _ => tokio::time::sleep(Duration::from_millis(20)).await,
-            }
-        }
-    };
-    let found = tokio::time::timeout(3 * DEADLINE, look).await;
-    found.expect("the record changes in time")
-}
-
 fn rps(network: NetworkRate) -> f64 {
     network.bits_per_s / (16.0 * HIDDEN as f64)
 }
