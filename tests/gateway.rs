@@ -8,7 +8,7 @@ use std::net::TcpStream;
 use std::path::Path;
 
 use harness::demo::demo_model;
-use harness::{DEADLINE, Sepal, generate, wait_for};
+use harness::{Sepal, generate, http, wait_for};
 use serde_json::{Value, json};
 
 const PROMPT: &str = "Once upon a time";
@@ -27,9 +27,7 @@ impl Gateway {
         let own = ["--listen", "0", "--torch_dtype", "float32"];
         let sepal = Sepal::start(&[&args[..], &own, more].concat());
         let line = sepal.wait_line("gateway answers", 1);
-        let word = line.split(|c: char| c.is_whitespace() || "=\"".contains(c));
-        let addr = word.into_iter().find(|word| word.starts_with("127.0.0.1:"));
-        let gateway = Gateway { addr: addr.expect("an address").to_owned(), sepal };
+        let gateway = Gateway { addr: http::address_in(&line), sepal };
         wait_for("the first look at the servers", || {
             let (_, state) = gateway.get("/api/v1/state");
             state.pointer("/models/0/servers/0").cloned()
@@ -37,24 +35,13 @@ impl Gateway {
         gateway
     }
 
-    /// Sends a request; the stream is where its answer comes. HTTP/1.0 has no chunks to take apart.
+    /// Sends a request; the stream is where its answer comes.
     fn send(&self, method: &str, path: &str, headers: &str, body: &str) -> TcpStream {
-        let mut stream = TcpStream::connect(&self.addr).expect("connect");
-        stream.set_read_timeout(Some(DEADLINE)).expect("a timeout");
-        let length = body.len();
-        let head = format!("{method} {path} HTTP/1.0\r\n{headers}Content-Length: {length}\r\n\r\n");
-        // A gateway that refuses what it has read so far may close before all is written.
-        let _ = stream.write_all(format!("{head}{body}").as_bytes());
-        stream
+        http::send(&self.addr, &http::request(method, path, headers, body))
     }
 
     fn ask(&self, method: &str, path: &str, headers: &str, body: &str) -> (u16, String) {
-        let mut answer = Vec::new();
-        let _ = self.send(method, path, headers, body).read_to_end(&mut answer);
-        let answer = String::from_utf8(answer).expect("UTF-8");
-        let status = answer.strip_prefix("HTTP/1.0 ").and_then(|rest| rest.get(..3)?.parse().ok());
-        let body = answer.split_once("\r\n\r\n").map_or("", |(_, body)| body);
-        (status.unwrap_or(0), body.to_owned())
+        http::exchange(&self.addr, &http::request(method, path, headers, body))
     }
 
     fn get(&self, path: &str) -> (u16, Value) {

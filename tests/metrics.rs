@@ -6,7 +6,7 @@ mod harness;
 mod openmetrics;
 
 use std::collections::BTreeSet;
-use std::io::{Read, Write};
+use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::Command;
@@ -14,29 +14,18 @@ use std::time::Duration;
 
 use client::load::{LoadConfig, run};
 use harness::demo::demo_model;
-use harness::{DEADLINE, Sepal, generate, serve_args, wait_for};
+use harness::{Sepal, generate, http, serve_args, wait_for};
 use nix::sys::signal::{Signal, kill};
 use openmetrics::Metrics;
 
 /// Where `sepal` serves metrics, by its log.
 fn endpoint(sepal: &Sepal) -> String {
-    let line = sepal.wait_line("metrics at /metrics", 1);
-    let word = line.split(|c: char| c.is_whitespace() || "(){}=".contains(c));
-    word.into_iter().find(|word| word.starts_with("127.0.0.1:")).expect("an address").to_owned()
+    http::address_in(&sepal.wait_line("metrics at /metrics", 1))
 }
 
 /// Sends `request` and returns the status and the body of the answer.
 fn ask(addr: &str, request: &str) -> (u16, String) {
-    let mut stream = TcpStream::connect(addr).expect("connect");
-    stream.set_read_timeout(Some(DEADLINE)).expect("a timeout");
-    // A server that refuses what it has read so far may close before all is written.
-    let _ = stream.write_all(request.as_bytes());
-    let mut answer = Vec::new();
-    let _ = stream.read_to_end(&mut answer);
-    let answer = String::from_utf8(answer).expect("UTF-8");
-    let status = answer.strip_prefix("HTTP/1.1 ").and_then(|rest| rest.get(..3)?.parse().ok());
-    let body = answer.split_once("\r\n\r\n").map_or("", |(_, body)| body);
-    (status.unwrap_or(0), body.to_owned())
+    http::exchange(addr, request.as_bytes())
 }
 
 fn get(addr: &str, path: &str) -> (u16, String) {
@@ -160,7 +149,7 @@ fn a_port_in_use_is_told_in_one_sentence_and_the_server_goes_on() {
     let other = TcpListener::bind("127.0.0.1:0").expect("bind");
     let addr = other.local_addr().expect("address").to_string();
     let sepal = Sepal::serve(&demo_model(), "demo", &["--metrics", &addr]);
-    let line = sepal.wait_line("cannot serve metrics", 1);
+    let line = sepal.wait_line("cannot listen on", 1);
     assert!(line.contains(&addr) && line.contains("give another --metrics"), "{line}");
     assert!(sepal.status()[0]["figures"]["metrics"].is_null());
     // netd takes the port as soon as it is free, when it is started again.

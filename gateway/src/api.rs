@@ -89,7 +89,7 @@ fn cors(origins: &[String]) -> CorsLayer {
 
 fn entry(model: &Model) -> serde_json::Value {
     let created = request::unix_seconds(model.created);
-    json!({"id": model.name, "object": "model", "created": created, "owned_by": "swarm"})
+    json!({"id": model.view.name, "object": "model", "created": created, "owned_by": "swarm"})
 }
 
 async fn models(State(shared): State<Shared>) -> Response {
@@ -105,8 +105,8 @@ async fn model(State(shared): State<Shared>, Path(name): Path<String>) -> Respon
 }
 
 async fn ready(State(shared): State<Shared>) -> Response {
-    let holes = shared.engine.models().filter(|model| !model.holes().blocks.is_empty());
-    let texts: Vec<String> = holes.map(|model| error::hole(model)).collect();
+    let holes = shared.engine.views().filter(|view| !view.holes().blocks.is_empty());
+    let texts: Vec<String> = holes.map(|view| error::hole(view)).collect();
     match texts.is_empty() {
         true => (StatusCode::OK, "ready\n").into_response(),
         false => (StatusCode::SERVICE_UNAVAILABLE, texts.join("\n") + "\n").into_response(),

@@ -74,10 +74,10 @@ async fn talk(config: &ChatConfig) -> Result<(), ChatError> {
         return Ok(());
     };
     if model.template.is_none() {
-        return Err(ChatError::NoTemplate(model.name.clone()));
+        return Err(ChatError::NoTemplate(model.view.name.clone()));
     }
     // The first step does not wait for the records; a failure shows when the first message is sent.
-    let _ = model.swarm.refresh().await;
+    let _ = model.view.swarm.refresh().await;
     let mut conversation = Conversation {
         model,
         config: config.clone(),
@@ -87,7 +87,7 @@ async fn talk(config: &ChatConfig) -> Result<(), ChatError> {
     };
     let mut input = Input::open(config.history.as_deref());
     if input.is_terminal() {
-        println!("Talking to {}. /help lists the commands.", conversation.model.name);
+        println!("Talking to {}. /help lists the commands.", conversation.model.view.name);
     }
     loop {
         let read = tokio::task::spawn_blocking(move || {
@@ -256,7 +256,7 @@ impl Conversation {
         } else {
             text += "; it was stopped";
         }
-        for leg in self.model.swarm.route_now().map(|(legs, _)| legs).unwrap_or_default() {
+        for leg in self.model.view.swarm.route_now().map(|(legs, _)| legs).unwrap_or_default() {
             text +=
                 &format!("\nserver {}  blocks {}:{}", leg.peer, leg.blocks.start, leg.blocks.end);
         }

@@ -4,11 +4,13 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use client::swarm::{Swarm, SwarmConfig, SwarmError};
-use shared::config::GatewayConfig;
+use shared::causes::with_causes;
+use shared::config::{GatewayConfig, GatewayModel};
 use tokio::sync::Semaphore;
 
 use crate::metrics::Metrics;
 use crate::model::{Local, Model, ModelError};
+use crate::view::View;
 
 /// Why the gateway does not start.
 #[derive(Debug, thiserror::Error)]
@@ -35,6 +37,7 @@ impl EngineError {
 
 /// What requests are served with.
 pub struct Engine {
+    views: Vec<Arc<View>>,
     models: BTreeMap<String, Arc<Model>>,
     /// Texts under way.
     pub slots: Arc<Semaphore>,
@@ -49,9 +52,9 @@ impl Engine {
     /// [`EngineError`]: one sentence that names what is wrong and what to do.
     pub async fn start(config: &GatewayConfig) -> Result<Engine, EngineError> {
         let mut joined: BTreeMap<Vec<String>, Swarm> = BTreeMap::new();
-        let mut models = BTreeMap::new();
+        let (mut views, mut models) = (Vec::new(), BTreeMap::new());
         for wanted in &config.models {
-            let local = Local::load(wanted, config)?;
+            let (blocks, local) = load(wanted, config)?;
             let peers = match wanted.initial_peers.is_empty() {
                 true => &config.initial_peers,
                 false => &wanted.initial_peers,
@@ -59,18 +62,26 @@ impl Engine {
             let swarm = match joined.get(peers) {
                 Some(swarm) => swarm.clone(),
                 None => {
-                    let swarm = join(config, peers, &local).await?;
+                    let swarm = join(config, peers, &blocks).await?;
                     joined.insert(peers.clone(), swarm.clone());
                     swarm
                 }
             };
-            let swarm =
-                swarm.for_model(local.prefix.clone(), local.num_blocks(), config.route_timeout);
-            tracing::info!(model = wanted.name, prefix = local.prefix, "model loaded");
-            models.insert(wanted.name.clone(), Arc::new(local.over(swarm, config)));
+            let swarm = swarm.for_model(blocks.prefix.clone(), blocks.count, config.route_timeout);
+            let view = Arc::new(View::new(wanted.name.clone(), swarm));
+            views.push(view.clone());
+            if let Some(local) = local {
+                tracing::info!(model = wanted.name, prefix = blocks.prefix, "model loaded");
+                models.insert(wanted.name.clone(), Arc::new(local.over(view, config)));
+            }
         }
         let slots = Arc::new(Semaphore::new(config.max_streams));
-        Ok(Engine { models, slots, metrics: Metrics::default() })
+        Ok(Engine { views, models, slots, metrics: Metrics::default() })
+    }
+
+    /// The servers of all models, of those too that are shown and not offered.
+    pub fn views(&self) -> impl Iterator<Item = &Arc<View>> {
+        self.views.iter()
     }
 
     /// The models, by name.
@@ -85,22 +96,48 @@ impl Engine {
 
     /// Closes all connections.
     pub async fn leave(&self) {
-        for model in self.models.values() {
-            model.swarm.leave().await;
+        for view in &self.views {
+            view.swarm.leave().await;
         }
+    }
+}
+
+/// The blocks of a model, by the names that servers announce.
+struct Blocks {
+    prefix: String,
+    count: u32,
+}
+
+/// Reads the files of a model. One that its own server shows and that cannot be used here is not
+/// offered: its servers are shown.
+fn load(
+    wanted: &GatewayModel,
+    config: &GatewayConfig,
+) -> Result<(Blocks, Option<Local>), EngineError> {
+    match (Local::load(wanted, config), &config.server, &wanted.dht_prefix) {
+        (Ok(local), ..) => {
+            let blocks = Blocks { prefix: local.prefix.clone(), count: local.num_blocks() };
+            Ok((blocks, Some(local)))
+        }
+        (Err(error), Some(server), Some(prefix)) => {
+            let why = with_causes(&error);
+            tracing::warn!(model = wanted.name, why, "the page has no chat");
+            Ok((Blocks { prefix: prefix.clone(), count: server.num_blocks }, None))
+        }
+        (Err(error), ..) => Err(error.into()),
     }
 }
 
 async fn join(
     config: &GatewayConfig,
     peers: &[String],
-    local: &Local,
+    blocks: &Blocks,
 ) -> Result<Swarm, EngineError> {
     let parse = |text: &String| text.parse().map_err(|_| EngineError::BadAddress(text.clone()));
     let swarm = Swarm::join(SwarmConfig {
         initial_peers: peers.iter().map(parse).collect::<Result<_, _>>()?,
-        prefix: local.prefix.clone(),
-        num_blocks: local.num_blocks(),
+        prefix: blocks.prefix.clone(),
+        num_blocks: blocks.count,
         startup_timeout: config.startup_timeout,
     });
     Ok(swarm.await?)

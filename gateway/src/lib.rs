@@ -20,5 +20,6 @@ mod metrics;
 mod model;
 mod server;
 mod template;
+mod view;
 
 pub use server::run_command;

@@ -1,8 +1,7 @@
-//! One model that the gateway offers: its local part, its tokenizer and template, its swarm.
+//! One model that the gateway offers: its local part, its tokenizer and template, its servers.
 
-use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 
 use client::chain::{Chain, ChainError};
@@ -10,20 +9,20 @@ use client::drafts::{DraftError, DraftModel, Drafts};
 use client::grammar::{Grammar, GrammarError, Vocabulary};
 use client::head::Head;
 use client::local::{LocalModel, LocalModelError};
-use client::swarm::Swarm;
 use client::text::{TextCodec, TextError};
 use serde_json::Value;
 use shared::config::{GatewayConfig, GatewayModel};
 
 use crate::conversations::Conversations;
 use crate::template::{ChatTemplate, TemplateError};
+use crate::view::View;
 
 /// Threads for the head of each model.
 const HEAD_THREADS: usize = 2;
 /// Sessions are as long as a multiple of this, so that a conversation can go on in them.
 const LENGTH_STEP: u32 = 128;
-/// How often the records of the servers are read.
-const REFRESH_PERIOD: Duration = Duration::from_secs(10);
+/// How often sessions that nobody uses are looked for.
+const IDLE_PERIOD: Duration = Duration::from_secs(10);
 /// How long the end of a session may take.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -66,18 +65,8 @@ pub enum PromptError {
     Text(#[from] TextError),
 }
 
-/// Blocks that no server serves, and since when.
-#[derive(Clone, Debug, Default)]
-pub struct Holes {
-    /// Ranges of blocks; empty if there is a route.
-    pub blocks: Vec<Range<u32>>,
-    /// When the first of them was found.
-    pub since: Option<SystemTime>,
-}
-
 /// The files of a model, before the swarm is entered.
 pub struct Local {
-    name: String,
     folder: PathBuf,
     head: Head,
     codec: TextCodec,
@@ -106,8 +95,8 @@ impl Local {
         let template = ChatTemplate::load(&wanted.folder, config.chat_template.as_deref())?;
         let max_positions = model.max_positions();
         let head = Head::start(model)?;
-        let (name, folder) = (wanted.name.clone(), wanted.folder.clone());
-        Ok(Local { name, folder, head, codec, template, max_positions, draft, prefix })
+        let folder = wanted.folder.clone();
+        Ok(Local { folder, head, codec, template, max_positions, draft, prefix })
     }
 
     /// Blocks of the model.
@@ -115,33 +104,29 @@ impl Local {
         self.head.num_blocks()
     }
 
-    /// The model over a swarm.
-    pub fn over(self, swarm: Swarm, config: &GatewayConfig) -> Model {
-        let Local { name, folder, head, codec, template, max_positions, draft, prefix: _ } = self;
-        let all = 0..head.num_blocks();
-        let unknown = Holes { blocks: vec![all], since: Some(SystemTime::now()) };
+    /// The model over the servers that `view` knows.
+    pub fn over(self, view: Arc<View>, config: &GatewayConfig) -> Model {
+        let Local { folder, head, codec, template, max_positions, draft, prefix: _ } = self;
         Model {
-            name,
+            view,
             folder,
             created: SystemTime::now(),
             head,
             codec,
             template,
             max_positions,
-            swarm,
             conversations: Conversations::new(config.sessions_kept, config.session_idle),
             speculate: config.local.speculate,
             draft,
             vocabulary: OnceLock::new(),
-            holes: Mutex::new(unknown),
         }
     }
 }
 
 /// A model that is offered.
 pub struct Model {
-    /// Its name in the API.
-    pub name: String,
+    /// Its name in the API, and its servers.
+    pub view: Arc<View>,
     folder: PathBuf,
     /// When it was first offered.
     pub created: SystemTime,
@@ -153,15 +138,12 @@ pub struct Model {
     pub template: Option<ChatTemplate>,
     /// Most tokens of a text, if the model says so.
     pub max_positions: Option<u32>,
-    /// The servers.
-    pub swarm: Swarm,
     /// Open sessions of earlier turns.
     pub conversations: Conversations<Chain>,
     speculate: usize,
     draft: Option<DraftModel>,
     /// For texts of a form, once one was asked for.
     vocabulary: OnceLock<Result<Vocabulary, GrammarError>>,
-    holes: Mutex<Holes>,
 }
 
 impl Model {
@@ -175,7 +157,7 @@ impl Model {
         tools: Option<&Value>,
     ) -> Result<Vec<u32>, PromptError> {
         let template = self.template.as_ref();
-        let template = template.ok_or_else(|| PromptError::NoTemplate(self.name.clone()))?;
+        let template = template.ok_or_else(|| PromptError::NoTemplate(self.view.name.clone()))?;
         Ok(self.codec.encode_rendered(&template.prompt(messages, tools)?)?)
     }
 
@@ -213,7 +195,7 @@ impl Model {
         let needed = u32::try_from(prompt.len()).unwrap_or(u32::MAX).saturating_add(more);
         let room = needed.checked_next_multiple_of(LENGTH_STEP).unwrap_or(needed);
         let most = self.max_positions.map_or(room, |most| most.max(needed));
-        Ok((Chain::open(&self.swarm, room.min(most)).await?, 0))
+        Ok((Chain::open(&self.view.swarm, room.min(most)).await?, 0))
     }
 
     /// Keeps the session of a text that has ended for its next turn.
@@ -221,44 +203,12 @@ impl Model {
         close(self.conversations.keep(chain, tokens, Instant::now()));
     }
 
-    /// Blocks that nobody serves, as last read.
-    pub fn holes(&self) -> Holes {
-        self.holes.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// Reads the records of the servers again and again, and closes sessions that are not used.
-    pub async fn keep_up(&self) {
+    /// Closes sessions that nobody has used for a while, again and again.
+    pub async fn close_idle(&self) {
         loop {
-            if let Err(error) = self.swarm.refresh().await {
-                tracing::warn!(model = self.name, %error, "cannot read the servers' records");
-            }
-            self.find_holes();
             close(self.conversations.expired(Instant::now()));
-            tokio::time::sleep(REFRESH_PERIOD).await;
+            tokio::time::sleep(IDLE_PERIOD).await;
         }
-    }
-
-    fn find_holes(&self) {
-        let servers = self.swarm.servers();
-        let covered =
-            |block: u32| servers.iter().any(|s| (s.start..s.end).contains(&(block as usize)));
-        let mut blocks: Vec<Range<u32>> = Vec::new();
-        for block in (0..self.head.num_blocks()).filter(|block| !covered(*block)) {
-            match blocks.last_mut() {
-                Some(last) if last.end == block => last.end += 1,
-                _ => blocks.push(block..block + 1),
-            }
-        }
-        let mut holes = self.holes.lock().unwrap_or_else(PoisonError::into_inner);
-        if holes.blocks.is_empty() != blocks.is_empty() {
-            holes.since = (!blocks.is_empty()).then(SystemTime::now);
-            let (model, missing) = (&self.name, format!("{blocks:?}"));
-            match blocks.is_empty() {
-                true => tracing::info!(model, "every block has a server"),
-                false => tracing::warn!(model, missing, "blocks have no server"),
-            }
-        }
-        holes.blocks = blocks;
     }
 }
 

@@ -1,6 +1,7 @@
 //! The process: loads the models, listens, and ends in order.
 
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,6 +11,7 @@ use axum_server::Handle;
 use axum_server::accept::DefaultAcceptor;
 use axum_server::tls_rustls::{RustlsAcceptor, RustlsConfig};
 use hyper_util::rt::TokioTimer;
+use shared::bootstrap::die_with_parent;
 use shared::causes::with_causes;
 use shared::config::GatewayConfig;
 use shared::escape::escaped;
@@ -52,8 +54,14 @@ impl GatewayError {
     }
 }
 
-/// Runs the gateway until SIGTERM or SIGINT.
+/// Runs the gateway until SIGTERM or SIGINT, or until the server ends that it belongs to.
 pub fn run_command(config: &GatewayConfig) -> ExitReason {
+    if let Some(server) = &config.server
+        && let Err(error) = die_with_parent(server.pid)
+    {
+        eprintln!("sepal: {error}");
+        return error.exit_reason();
+    }
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build();
     let ended = match runtime {
@@ -70,9 +78,7 @@ pub fn run_command(config: &GatewayConfig) -> ExitReason {
 }
 
 async fn run(config: &GatewayConfig) -> Result<(), GatewayError> {
-    let listener = std::net::TcpListener::bind(config.listen)
-        .map_err(|source| GatewayError::Listen { address: config.listen, source })?;
-    listener.set_nonblocking(true)?;
+    let listener = listen(config)?;
     let address = listener.local_addr()?;
     let tls = match &config.tls {
         Some((certificate, key)) => Some(acceptor(certificate, key).await?),
@@ -80,9 +86,13 @@ async fn run(config: &GatewayConfig) -> Result<(), GatewayError> {
     };
     let engine = Arc::new(Engine::start(config).await?);
     let router = api::router(engine.clone(), config)?;
+    for view in engine.views() {
+        let view = Arc::clone(view);
+        tokio::spawn(async move { view.keep_up().await });
+    }
     for model in engine.models() {
         let model = Arc::clone(model);
-        tokio::spawn(async move { model.keep_up().await });
+        tokio::spawn(async move { model.close_idle().await });
     }
     let handle = Handle::new();
     // From here on a signal ends the gateway in order; whoever reads the next line may send one.
@@ -98,8 +108,19 @@ async fn run(config: &GatewayConfig) -> Result<(), GatewayError> {
     Ok(())
 }
 
+/// The socket that callers come to. The supervisor of a server passes it in place of standard input.
+fn listen(config: &GatewayConfig) -> Result<TcpListener, GatewayError> {
+    let listener = match config.server {
+        Some(_) => TcpListener::from(std::io::stdin().as_fd().try_clone_to_owned()?),
+        None => TcpListener::bind(config.listen)
+            .map_err(|source| GatewayError::Listen { address: config.listen, source })?,
+    };
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
 async fn serve(
-    listener: std::net::TcpListener,
+    listener: TcpListener,
     router: Router,
     tls: Option<RustlsAcceptor<DefaultAcceptor>>,
     handle: Handle<SocketAddr>,

@@ -60,6 +60,8 @@ pub struct ServeConfig {
     pub file_limit: u64,
     /// Where metrics are served (`--metrics`); `None` = nowhere.
     pub metrics: Option<SocketAddr>,
+    /// Where the swarm's page is served (`--web`); `None` = nowhere.
+    pub web: Option<SocketAddr>,
     /// The processor that serves the blocks of a device that keeps failing (`--fallback_device`).
     pub fallback: Option<Device>,
     /// Whether events are printed on standard output (`--events`).
@@ -620,6 +622,17 @@ pub struct GatewayConfig {
     pub route_timeout: Duration,
     /// Time to reach the swarm.
     pub startup_timeout: Duration,
+    /// The server of this machine whose page this is; `None` for a gateway of its own.
+    pub server: Option<ShownServer>,
+}
+
+/// A server that has the page of its swarm shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ShownServer {
+    /// Its supervisor, whose end is the end of the page.
+    pub pid: u32,
+    /// Blocks of the model.
+    pub num_blocks: u32,
 }
 
 /// Settings of `sepal chat`.
@@ -726,6 +739,20 @@ pub enum LogFormat {
     Text,
     /// One JSON object a line.
     Json,
+}
+
+impl LogFormat {
+    /// All formats.
+    pub const ALL: [LogFormat; 3] = [LogFormat::Terminal, LogFormat::Text, LogFormat::Json];
+
+    /// Its name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            LogFormat::Terminal => "terminal",
+            LogFormat::Text => "text",
+            LogFormat::Json => "json",
+        }
+    }
 }
 
 #[cfg(test)]

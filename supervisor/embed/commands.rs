@@ -65,6 +65,8 @@ pub fn run_command(arguments: impl Iterator<Item = OsString>) -> ExitReason {
         }),
         Command::Gateway(mut config, fetch, log) => with_log(&log, "gateway", || {
             let fetched = ends::fetched(ends::of_gateway(&mut config), &fetch);
+            // The page of a server shows the swarm without a chat, too.
+            let fetched = fetched.filter(|_| config.server.is_none());
             fetched.unwrap_or_else(|| gateway::run_command(&config))
         }),
         Command::Chat(mut config, fetch, log) => with_log(&log, "chat", || {

@@ -48,7 +48,7 @@ use crate::devices::Examination;
 use crate::devices::subprocess::Subprocess;
 use crate::feed::Feed;
 use crate::instance::Instance;
-use crate::metrics::MetricsSocket;
+use crate::listener::{self, ListeningSocket};
 use crate::placement::Share;
 use crate::restarts::Deaths;
 use crate::segments::{MakeError, Segments};
@@ -57,6 +57,7 @@ use crate::sizing::{self, Memory};
 use crate::status::StatusSocket;
 use crate::terminal::Screen;
 use crate::tree::{Action, Beat, ChildId, Event, ExitStatus, Policy, Tree, Up};
+use crate::web::Web;
 
 /// Messages of one child that are taken in one round of the loop.
 const MESSAGES_PER_ROUND: usize = 64;
@@ -127,7 +128,8 @@ struct Parts {
     processes: Vec<ChildProcess>,
     segments: Segments,
     status: StatusSocket,
-    metrics: MetricsSocket,
+    metrics: ListeningSocket,
+    page: ListeningSocket,
     wake: Wake,
     arguments: Vec<OsString>,
 }
@@ -173,7 +175,9 @@ struct Driver<'a> {
     /// Where clients reach this server.
     addrs: Vec<String>,
     /// The socket that netd answers requests for metrics on.
-    metrics: MetricsSocket,
+    metrics: ListeningSocket,
+    /// The page of the swarm.
+    web: Web,
     /// Why children died.
     deaths: Deaths,
     finished: Option<ExitReason>,
@@ -212,7 +216,8 @@ impl<'a> Driver<'a> {
             segments: Segments::new(instance, started.map_or(0, |since| since.as_secs()))?,
             status: StatusSocket::bind(&instance.status_socket())
                 .map_err(|e| LoopError::System("create the status socket", e))?,
-            metrics: MetricsSocket::new(config.metrics),
+            metrics: ListeningSocket::new(listener::METRICS, config.metrics),
+            page: ListeningSocket::new(listener::PAGE, config.web),
             wake: Wake::new().map_err(|e| LoopError::System("make an eventfd", e))?,
             arguments: std::env::args_os().collect(),
         };
@@ -229,8 +234,8 @@ impl<'a> Driver<'a> {
         let liveness = Liveness::of(config.restart.hang_timeout);
         // From here on a signal ends the run in order.
         let signals = take_signals().map_err(|e| LoopError::System("take signals", e.into()))?;
-        let Parts { tree, mut pending, processes, segments, status, metrics, wake, arguments } =
-            parts;
+        let Parts { tree, mut pending, processes, segments, status, .. } = parts;
+        let Parts { metrics, page, wake, arguments, .. } = parts;
         if let Some(parent) = config.end_with
             && !ends_with(parent)?
         {
@@ -264,6 +269,7 @@ impl<'a> Driver<'a> {
             arguments,
             addrs: Vec::new(),
             metrics,
+            web: Web::new(page, now),
             deaths: Deaths::default(),
             finished: None,
             config,
@@ -301,6 +307,7 @@ impl<'a> Driver<'a> {
             self.serve_manager();
             self.follow_examinations();
             self.follow_upgrade();
+            self.follow_web();
             self.pending.push_back(Event::Tick);
         }
     }

@@ -82,6 +82,8 @@ pub struct Handover {
     pub status: Fd,
     /// The listening socket of `--metrics`.
     pub metrics: Option<Fd>,
+    /// The listening socket of `--web`.
+    pub page: Option<Fd>,
     /// The process tree.
     pub tree: Tree,
     /// Its processes.

@@ -14,7 +14,8 @@
 //! | [`devices`] | the devices that serve when none was named, and what is known of their warpgroups |
 //! | [`status`], [`report`] | `sepal status` with the socket that it asks, and what it shows |
 //! | [`handover`] | how one executable hands a run over to the next |
-//! | [`metrics`] | the listening socket of `--metrics`, which netd answers |
+//! | [`listener`] | the listening sockets of `--metrics` and `--web` |
+//! | [`web`] | the page of `--web`, which a gateway of its own process serves |
 //! | [`feed`] | what happens, for the program that started the server |
 //! | [`restarts`] | why children were started again |
 //! | [`doctor`] | `sepal doctor` |
@@ -33,7 +34,7 @@ pub mod feed;
 pub mod handed;
 pub mod handover;
 pub mod instance;
-pub mod metrics;
+pub mod listener;
 mod moment;
 pub mod placement;
 pub mod plan;
@@ -47,6 +48,7 @@ pub mod status;
 pub mod terminal;
 pub mod top;
 pub mod tree;
+pub mod web;
 
 use std::ffi::OsString;
 

@@ -200,16 +200,25 @@ impl InstanceReport {
         InstanceReport { upgrade: stage, upgrade_failure: failure, ..self }
     }
 
-    /// Adds how each child died last, and where metrics are served.
+    /// Adds where metrics and the page of the swarm are served.
+    pub fn with_addresses(
+        mut self,
+        metrics: Option<SocketAddr>,
+        web: Option<SocketAddr>,
+    ) -> InstanceReport {
+        self.figures.metrics = metrics.map(|addr| addr.to_string());
+        self.figures.web = web.map(|addr| addr.to_string());
+        self
+    }
+
+    /// Adds how each child died last.
     pub fn with_deaths(
         mut self,
         last: impl Fn(Role, Option<WorkerId>) -> Option<String>,
-        metrics: Option<SocketAddr>,
     ) -> InstanceReport {
         for child in &mut self.children {
             child.last_death = child.id.and_then(|(role, worker)| last(role, worker));
         }
-        self.figures.metrics = metrics.map(|addr| addr.to_string());
         self
     }
 

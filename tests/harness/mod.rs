@@ -4,6 +4,7 @@
 
 pub mod demo;
 pub mod golden;
+pub mod http;
 pub mod lab;
 pub mod peer;
 pub mod session;

@@ -151,7 +151,7 @@ struct Head {
 impl Head {
     fn of(model: &Model) -> Head {
         let id = format!("chatcmpl-{}", uuid::Uuid::new_v4().simple());
-        Head { id, created: unix_seconds(SystemTime::now()), model: model.name.clone() }
+        Head { id, created: unix_seconds(SystemTime::now()), model: model.view.name.clone() }
     }
 
     fn object(&self, object: &str, choices: Vec<Value>) -> Value {

@@ -126,7 +126,7 @@ struct TextHead {
 impl TextHead {
     fn of(model: &Model) -> TextHead {
         let id = format!("cmpl-{}", uuid::Uuid::new_v4().simple());
-        TextHead { id, created: unix_seconds(SystemTime::now()), model: model.name.clone() }
+        TextHead { id, created: unix_seconds(SystemTime::now()), model: model.view.name.clone() }
     }
 
     fn object(&self, choices: Vec<Value>) -> Value {

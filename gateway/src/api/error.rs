@@ -14,6 +14,7 @@ use shared::causes::with_causes;
 use crate::engine::Engine;
 use crate::generation::GenerationError;
 use crate::model::Model;
+use crate::view::View;
 
 /// Why a request is not served.
 #[derive(Debug)]
@@ -57,7 +58,7 @@ impl ApiError {
 
     /// A model that is not offered.
     pub fn unknown_model(name: &str, engine: &Engine) -> ApiError {
-        let known: Vec<&str> = engine.models().map(|model| model.name.as_str()).collect();
+        let known: Vec<&str> = engine.models().map(|model| model.view.name.as_str()).collect();
         let name: String = name.chars().take(100).collect();
         let text =
             format!("the model {name:?} is not offered here; there are: {}", known.join(", "));
@@ -105,7 +106,9 @@ impl ApiError {
                 ApiError::bad(error.to_string(), Some("response_format"))
             }
             GenerationError::Decode(DecodeError::Chain(error)) => match error {
-                ChainError::Swarm(SwarmError::Missing { .. }) => ApiError::unavailable(hole(model)),
+                ChainError::Swarm(SwarmError::Missing { .. }) => {
+                    ApiError::unavailable(hole(&model.view))
+                }
                 ChainError::TooLong { max_length, text, .. } => ApiError::too_long(format!(
                     "prompt and answer have {max_length} tokens together, more than the servers take: {text}"
                 )),
@@ -138,20 +141,20 @@ impl IntoResponse for ApiError {
 }
 
 /// Which blocks of a model have no server, since when, and what would serve them.
-pub fn hole(model: &Model) -> String {
-    let holes = model.holes();
+pub fn hole(view: &View) -> String {
+    let holes = view.holes();
     let Some(first) = holes.blocks.first() else {
-        return format!("the servers of {} cannot be reached right now; try again", model.name);
+        return format!("the servers of {} cannot be reached right now; try again", view.name);
     };
     let ranges: Vec<String> =
         holes.blocks.iter().map(|range| format!("{}:{}", range.start, range.end)).collect();
     let since = holes.since.and_then(|since| since.elapsed().ok()).unwrap_or_default();
     format!(
         "no server of {} serves blocks {} (for {} s); this would: sepal serve MODEL --dht_prefix {} --block_indices {}:{} --initial_peers ...",
-        model.name,
+        view.name,
         ranges.join(", "),
         since.as_secs(),
-        model.swarm.prefix(),
+        view.swarm.prefix(),
         first.start,
         first.end
     )

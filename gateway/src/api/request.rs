@@ -179,7 +179,7 @@ impl Settings {
         {
             return Err(ApiError::too_long(format!(
                 "the prompt has {prompt} tokens and the answer {asked} at most; {} takes {most} together",
-                model.name
+                model.view.name
             )));
         }
         match asked {

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use super::request::unix_seconds;
 use super::{Shared, error};
 use crate::engine::Engine;
-use crate::model::Model;
+use crate::view::View;
 
 /// How often the page is told.
 const PERIOD: Duration = Duration::from_secs(5);
@@ -40,13 +40,13 @@ pub(super) async fn events(State(shared): State<Shared>) -> Response {
 }
 
 fn state(engine: &Engine) -> Value {
-    let models: Vec<Value> = engine.models().map(|model| of_model(model)).collect();
+    let models: Vec<Value> = engine.views().map(|view| of_view(view, engine)).collect();
     json!({"at": unix_seconds(SystemTime::now()), "models": models})
 }
 
-fn of_model(model: &Model) -> Value {
-    let swarm = &model.swarm;
-    let holes = model.holes();
+fn of_view(view: &View, engine: &Engine) -> Value {
+    let (swarm, model) = (&view.swarm, engine.model(&view.name));
+    let holes = view.holes();
     let servers = swarm.all_servers();
     let shown: Vec<Value> = servers.iter().take(MAX_SERVERS).map(of_server).collect();
     let route = swarm.route_now().map(|(legs, seconds)| {
@@ -57,19 +57,19 @@ fn of_model(model: &Model) -> Value {
         let per_second = (seconds > 0.0).then(|| 1.0 / seconds);
         json!({"legs": legs, "step_seconds": seconds, "tokens_per_second": per_second})
     });
-    let missing = (!holes.blocks.is_empty()).then(|| error::hole(model));
+    let missing = (!holes.blocks.is_empty()).then(|| error::hole(view));
     json!({
-        "name": model.name,
+        "name": view.name,
         "dht_prefix": swarm.prefix(),
         "blocks": swarm.num_blocks(),
         "holes": holes.blocks.iter().map(|range| [range.start, range.end]).collect::<Vec<_>>(),
         "holes_since": holes.since.map(unix_seconds),
         "what_is_missing": missing,
-        "can_chat": model.template.is_some(),
+        "can_chat": model.is_some_and(|model| model.template.is_some()),
         "servers": shown,
         "servers_in_all": servers.len(),
         "route": route,
-        "sessions_kept": model.conversations.len(),
+        "sessions_kept": model.map_or(0, |model| model.conversations.len()),
     })
 }
 

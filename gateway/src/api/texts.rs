@@ -133,7 +133,7 @@ impl Texts {
             }
             Piece::Failed(error) => {
                 self.left = 0;
-                tracing::warn!(model = self.model.name, %error, "text failed");
+                tracing::warn!(model = self.model.view.name, %error, "text failed");
                 TextEvent::Failed(ApiError::of_text(&error, &self.model))
             }
         })
@@ -142,7 +142,7 @@ impl Texts {
     fn count(&mut self, ended: &Ended) {
         self.usage.cached = self.usage.cached.max(ended.cached_tokens);
         self.usage.completion += ended.completion_tokens;
-        let (metrics, name) = (&self.engine.metrics, &self.model.name);
+        let (metrics, name) = (&self.engine.metrics, &self.model.view.name);
         metrics.tokens(name, "prompt", self.usage.prompt);
         metrics.tokens(name, "cached", ended.cached_tokens);
         metrics.tokens(name, "completion", ended.completion_tokens);

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 use shared::config::{
-    ChatConfig, FetchConfig, GatewayConfig, GatewayModel, LogConfig, SamplingConfig,
+    ChatConfig, FetchConfig, GatewayConfig, GatewayModel, LogConfig, SamplingConfig, ShownServer,
 };
 
 use super::local::{FetchArgs, LocalArgs};
@@ -83,6 +83,12 @@ pub struct GatewayArgs {
     /// Timeout for reaching the swarm, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     startup_timeout: Duration,
+    /// Supervisor of the server whose page this is
+    #[arg(long, value_name = "PID", hide = true, requires = "num_blocks")]
+    of_server: Option<u32>,
+    /// Blocks of its model
+    #[arg(long, value_name = "N", hide = true)]
+    num_blocks: Option<u32>,
     #[command(flatten)]
     log: LogArgs,
 }
@@ -139,6 +145,10 @@ pub fn resolve(
         session_idle: args.session_idle,
         route_timeout: args.route_timeout,
         startup_timeout: args.startup_timeout,
+        server: args
+            .of_server
+            .zip(args.num_blocks)
+            .map(|(pid, num_blocks)| ShownServer { pid, num_blocks }),
     };
     Ok((config, fetch, args.log.resolve(env, DEFAULT_LOG)))
 }
@@ -262,6 +272,7 @@ pub fn resolve_chat(
         session_idle: Duration::from_secs(240),
         route_timeout: args.startup_timeout,
         startup_timeout: args.startup_timeout,
+        server: None,
     };
     let sampling = SamplingConfig {
         temperature: (args.temperature > 0.0).then_some(args.temperature),

@@ -181,6 +181,7 @@ pub fn resolve_for(
         max_memory_bytes: args.limits.max_memory,
         file_limit: args.limits.increase_file_limit,
         metrics: args.supervision.metrics,
+        web: args.supervision.web,
         fallback: args.supervision.fallback_device,
         events: args.supervision.events,
         end_with: args.supervision.end_with,

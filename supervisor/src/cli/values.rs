@@ -117,12 +117,8 @@ pub fn processor(text: &str) -> Result<Device, String> {
 
 /// `terminal`, `text` or `json`.
 pub fn log_format(text: &str) -> Result<LogFormat, String> {
-    match text {
-        "terminal" => Ok(LogFormat::Terminal),
-        "text" => Ok(LogFormat::Text),
-        "json" => Ok(LogFormat::Json),
-        _ => Err("expected terminal, text or json".to_owned()),
-    }
+    let named = LogFormat::ALL.into_iter().find(|format| format.name() == text);
+    named.ok_or_else(|| "expected terminal, text or json".to_owned())
 }
 
 /// One device.

@@ -187,7 +187,7 @@ impl Driver<'_> {
         let shown = self.segments.board.try_clone().map_err(MakeError::Descriptor)?;
         let sessions = self.segments.sessions.try_clone().map_err(MakeError::Descriptor)?;
         let arena = self.segments.arena(self.instance, generation, arena_bytes)?;
-        let metrics = self.metrics.for_netd().map_err(MakeError::Descriptor)?;
+        let metrics = self.metrics.for_child().map_err(MakeError::Descriptor)?;
         let has_metrics = metrics.is_some();
         let own = [arena.as_fd(), shown.as_fd(), sessions.as_fd()].into_iter();
         let own: Vec<_> = own.chain(metrics.as_ref().map(AsFd::as_fd)).collect();

@@ -25,7 +25,8 @@ impl Driver<'_> {
         let is_holding = self.is_holding();
         let confined = self.confined();
         let mut wanted = None;
-        let Driver { status, segments, tree, config, pending, deaths, metrics, notes, .. } = self;
+        let Driver { status, segments, tree, config, pending, deaths, metrics, web, notes, .. } =
+            self;
         let last = |role, worker| {
             let death = ChildId::of(role, worker).and_then(|id| deaths.last(id));
             death.map(|death| death.text.clone())
@@ -44,7 +45,8 @@ impl Driver<'_> {
                 if request == (Request::Report { brief: false }) {
                     segments.board.viewed();
                 }
-                let report = report(segments, tree, config).with_deaths(last, metrics.addr());
+                let report = report(segments, tree, config).with_deaths(last);
+                let report = report.with_addresses(metrics.addr(), web.addr());
                 let report = report
                     .with_sandbox(confined.clone())
                     .with_upgrade(stage.clone(), notes.failure.clone());

@@ -131,8 +131,9 @@ impl Driver<'_> {
             ("generate", generate),
             ("Petals", petals),
             ("status", format!("sepal status --instance {}", self.instance.name())),
-            ("stop", "Ctrl-C: sessions finish their running steps".to_owned()),
         ]);
+        lines.extend(self.config.web.map(|addr| ("page", format!("http://{addr}/"))));
+        lines.extend([("stop", "Ctrl-C: sessions finish their running steps".to_owned())]);
         Summary { title, lines }
     }
 

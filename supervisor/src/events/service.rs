@@ -1,12 +1,14 @@
 //! What the driver does for a service manager: takes the step that makes the run ready, and tells
-//! how it goes.
+//! how it goes. Also starts the page of the swarm, a client of this server as that step is.
 
 use std::time::{Duration, Instant};
 
 use shared::control::Role;
+use shared::model::ModelFacts;
 
 use super::{Driver, operator};
 use crate::devices::subprocess::Subprocess;
+use crate::web::Shown;
 
 /// Longest time of the step: a server under load lets it wait for the KV cache.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(60);
@@ -55,23 +57,54 @@ impl Driver<'_> {
 
     /// A client of its own process, which sends a token through all blocks.
     fn start_probe(&self) -> Result<Subprocess, String> {
-        let (Some(facts), Some(span)) = (&self.facts, self.span) else {
-            return Err("the model is not known yet".to_owned());
-        };
-        let prefix = self.config.netd.dht_prefix.as_ref().or(facts.dht_prefix.as_ref());
-        let prefix = format!("--dht_prefix={}", prefix.ok_or("the model has no DHT prefix")?);
+        let (facts, prefix) = self.known_model()?;
+        let span = self.span.ok_or("no blocks are served yet")?;
+        let prefix = format!("--dht_prefix={prefix}");
         let (blocks, width) = (span.to_string(), facts.hidden_size.to_string());
+        let peers = self.own_addresses();
+        let mut arguments =
+            vec!["probe", &prefix, "--blocks", &blocks, "--hidden_size", &width, "--peers"];
+        arguments.extend(peers.iter().map(String::as_str));
+        Subprocess::start(&arguments, PROBE_TIMEOUT)
+    }
+
+    /// Starts the page of the swarm once clients can come, and ends it with the run.
+    pub(super) fn follow_web(&mut self) {
+        let now = Instant::now();
+        if self.tree.is_ending() {
+            return self.web.stop(now);
+        }
+        self.web.look(now);
+        if self.addrs.is_empty() || !self.web.is_due(now) {
+            return;
+        }
+        let Ok((facts, prefix)) = self.known_model() else { return };
+        let shown = Shown {
+            prepare: &self.config.prepare,
+            prefix: &prefix.to_owned(),
+            num_blocks: facts.num_blocks,
+            peers: &self.own_addresses(),
+            log: &self.config.log,
+        };
+        self.web.start(&shown, now);
+    }
+
+    /// What is served, and under which prefix.
+    fn known_model(&self) -> Result<(&ModelFacts, &str), String> {
+        let facts = self.facts.as_ref().ok_or("the model is not known yet")?;
+        let prefix = self.config.netd.dht_prefix.as_ref().or(facts.dht_prefix.as_ref());
+        Ok((facts, prefix.ok_or("the model has no DHT prefix")?))
+    }
+
+    /// Where this server is reached from this machine.
+    fn own_addresses(&self) -> Vec<String> {
         let children = self.segments.board.view().snapshot().children;
         let netd = children.into_iter().find(|child| child.role == Some(Role::Netd));
         let known = netd.and_then(|netd| netd.net_port.zip(netd.peer_id));
         let own = known.map_or_else(Vec::new, |(port, peer)| {
             local_addresses(&self.config.netd.host_maddrs, port, &peer)
         });
-        let mut arguments =
-            vec!["probe", &prefix, "--blocks", &blocks, "--hidden_size", &width, "--peers"];
-        let addresses = if own.is_empty() { &self.addrs } else { &own };
-        arguments.extend(addresses.iter().map(String::as_str));
-        Subprocess::start(&arguments, PROBE_TIMEOUT)
+        if own.is_empty() { self.addrs.clone() } else { own }
     }
 }
 

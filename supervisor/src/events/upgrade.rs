@@ -20,10 +20,10 @@ use crate::channel::Wake;
 use crate::child_process::ChildProcess;
 use crate::devices::subprocess::Subprocess;
 use crate::feed::Feed;
-use crate::handed::Handed;
+use crate::handed::{Fd, Handed};
 use crate::handover::{self, Description, Handover, Pending};
 use crate::instance::Instance;
-use crate::metrics::MetricsSocket;
+use crate::listener::{self, ListeningSocket};
 use crate::segments::Segments;
 use crate::status::StatusSocket;
 use crate::tree::{Event, Order};
@@ -276,6 +276,8 @@ impl Driver<'_> {
         let state = self.state(&mut handed, upgrade.patience, resumes);
         let state = state.map_err(|error| format!("cannot hand over: {error}"))?;
         info!(path = %upgrade.path.display(), "handing over to the new executable");
+        // The next executable starts its own.
+        self.web.stop(Instant::now());
         let error = handover::become_next(&upgrade.path, &state, handed);
         Err(format!("it cannot be started: {error}"))
     }
@@ -298,7 +300,7 @@ impl Driver<'_> {
         patience: Duration,
         resumes: bool,
     ) -> std::io::Result<Handover> {
-        let metrics = self.metrics.try_clone()?;
+        let (metrics, page) = (self.metrics.try_clone()?, self.web.socket().try_clone()?);
         let alive = self.processes.iter().filter(|child| child.end.is_none());
         Ok(Handover {
             build: Build::this(),
@@ -308,6 +310,7 @@ impl Driver<'_> {
             lock: handed.put(self.instance.lock()?),
             status: handed.put(self.status.try_clone()?),
             metrics: metrics.map(|socket| handed.put(socket)),
+            page: page.map(|socket| handed.put(socket)),
             tree: self.tree.clone(),
             children: alive.map(|child| child.hand_over(handed)).collect::<Result<_, _>>()?,
             pending: self.pending.iter().filter_map(pending).collect(),
@@ -354,8 +357,11 @@ pub fn resume(
     let now = Instant::now();
     let system = |what| move |error| super::LoopError::System(what, error);
     let wake = Wake::new().map_err(system("make an eventfd"))?;
-    let metrics = state.metrics.map(|mut socket| socket.take()).transpose();
-    let metrics = metrics.map_err(system("take the socket of metrics over"))?;
+    let mut take = |socket: Option<Fd>| {
+        let taken = socket.map(|mut socket| socket.take()).transpose();
+        taken.map_err(system("take a listening socket over"))
+    };
+    let (metrics, page) = (take(state.metrics)?, take(state.page)?);
     let mut socket = state.status;
     let status = socket.take().and_then(StatusSocket::adopt);
     let segments = Segments::adopt(instance, state.segments)?;
@@ -386,7 +392,8 @@ pub fn resume(
         processes,
         segments,
         status: status.map_err(system("take the status socket over"))?,
-        metrics: MetricsSocket::adopt(state.config.metrics, metrics),
+        metrics: ListeningSocket::adopt(listener::METRICS, state.config.metrics, metrics),
+        page: ListeningSocket::adopt(listener::PAGE, state.config.web, page),
         wake,
         arguments: state.arguments,
     };

@@ -30,6 +30,8 @@ pub struct Figures {
     pub coverage: Option<CoverageReport>,
     /// Where metrics are served.
     pub metrics: Option<String>,
+    /// Where the page of the swarm is served, while it runs.
+    pub web: Option<String>,
 }
 
 /// What happened in the last minute, or since netd was started.
@@ -199,6 +201,7 @@ impl Figures {
             restarts: restarts(board),
             coverage: coverage(&netd.coverage),
             metrics: None,
+            web: None,
         }
     }
 }

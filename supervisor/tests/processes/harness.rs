@@ -37,6 +37,7 @@ pub fn config(script: &str) -> ServeConfig {
     let minute = Duration::from_secs(60);
     ServeConfig {
         metrics: None,
+        web: None,
         instance: None,
         runtime_dir: PathBuf::new(),
         devices: vec![Device::Cpu, Device::Cpu],

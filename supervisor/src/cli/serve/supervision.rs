@@ -53,6 +53,10 @@ pub struct SupervisionArgs {
     /// alone is one of 127.0.0.1 [default: none]
     #[arg(long, value_name = "ADDR", value_parser = metrics_addr)]
     pub(super) metrics: Option<SocketAddr>,
+    /// Show the swarm in a browser at this address: its servers, what is missing, and a chat; a port alone
+    /// is one of 127.0.0.1. The chat holds embeddings and head of the model in memory [default: none]
+    #[arg(long, value_name = "ADDR", value_parser = metrics_addr)]
+    pub(super) web: Option<SocketAddr>,
     /// Print what happens to the server on standard output, as lines of JSON
     #[arg(long)]
     pub(super) events: bool,

@@ -1,0 +1,168 @@
+//! The page of `--web`: `sepal gateway` as a process of its own, over this server's own address. It is no
+//! part of the tree: whatever becomes of it, the server serves.
+//!
+//! ```text
+//!   online --> started --ended--> pause (1 s, twice as long each time, at most a minute) --> started
+//! ```
+
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use shared::config::{LogConfig, PrepareConfig};
+use shared::exit::ExitReason;
+use tracing::{info, warn};
+
+use crate::listener::ListeningSocket;
+use crate::spawn::TITLE;
+
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+
+/// What the page is started with.
+pub struct Shown<'a> {
+    /// The model, and how the Hub is asked for it.
+    pub prepare: &'a PrepareConfig,
+    /// Prefix of its module uids.
+    pub prefix: &'a str,
+    /// Blocks of the model.
+    pub num_blocks: u32,
+    /// Where this server is reached from this machine.
+    pub peers: &'a [String],
+    /// How it logs.
+    pub log: &'a LogConfig,
+}
+
+/// The process that serves the page, where one was asked for.
+#[derive(Debug)]
+pub struct Web {
+    socket: ListeningSocket,
+    child: Option<Child>,
+    started: Instant,
+    /// Before the next start.
+    pause: Duration,
+    next_start: Instant,
+}
+
+impl Web {
+    /// No process yet.
+    pub fn new(socket: ListeningSocket, now: Instant) -> Web {
+        Web { socket, child: None, started: now, pause: FIRST_PAUSE, next_start: now }
+    }
+
+    /// Where the page is served.
+    pub fn socket(&self) -> &ListeningSocket {
+        &self.socket
+    }
+
+    /// Where the page is served, while its process runs.
+    pub fn addr(&self) -> Option<SocketAddr> {
+        self.socket.addr().filter(|_| self.child.is_some())
+    }
+
+    /// Whether the process is to be started.
+    pub fn is_due(&self, now: Instant) -> bool {
+        self.socket.is_wanted() && self.child.is_none() && now >= self.next_start
+    }
+
+    /// Starts the process.
+    pub fn start(&mut self, shown: &Shown<'_>, now: Instant) {
+        let spawned = match self.socket.for_child() {
+            Ok(Some(socket)) => command(socket, shown).spawn(),
+            // It has said why.
+            Ok(None) => return self.wait(now),
+            Err(error) => Err(error),
+        };
+        match spawned {
+            Ok(child) => {
+                info!(pid = child.id(), "the page of the swarm starts");
+                (self.child, self.started) = (Some(child), now);
+            }
+            Err(error) => self.failed(&error.to_string(), now),
+        }
+    }
+
+    /// Notes whether the process has ended.
+    pub fn look(&mut self, now: Instant) {
+        let ended = match self.child.as_mut().map(Child::try_wait) {
+            Some(Ok(Some(status))) => reason(status),
+            Some(Err(error)) => error.to_string(),
+            Some(Ok(None)) | None => return,
+        };
+        self.child = None;
+        if now >= self.started + LONGEST_PAUSE {
+            self.pause = FIRST_PAUSE;
+        }
+        self.failed(&ended, now);
+    }
+
+    /// Ends the process; it may be started again at once.
+    pub fn stop(&mut self, now: Instant) {
+        if let Some(mut child) = self.child.take() {
+            // It has ended already if this fails.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        self.next_start = now;
+    }
+
+    fn failed(&mut self, why: &str, now: Instant) {
+        let again_in_s = self.pause.as_secs();
+        warn!(why, again_in_s, "the page of the swarm ended, the server goes on");
+        self.wait(now);
+    }
+
+    fn wait(&mut self, now: Instant) {
+        self.next_start = now + self.pause;
+        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+    }
+}
+
+impl Drop for Web {
+    fn drop(&mut self) {
+        self.stop(Instant::now());
+    }
+}
+
+/// `sepal gateway` over the server at `shown.peers`, which finds the socket in place of its standard input.
+fn command(socket: OwnedFd, shown: &Shown<'_>) -> Command {
+    let Shown { prepare, prefix, num_blocks, peers, log } = shown;
+    let last = prepare.model.trim_end_matches('/').rsplit('/').next().unwrap_or_default();
+    let name = if last.is_empty() { "model".to_owned() } else { last.replace('=', "_") };
+    let mut command = Command::new("/proc/self/exe");
+    command
+        .arg0(format!("{TITLE}gateway"))
+        .env_remove("NOTIFY_SOCKET")
+        .stdin(Stdio::from(socket))
+        .stdout(Stdio::null())
+        .args(["gateway", &format!("{name}={}", prepare.model)])
+        .args(["--dht_prefix", &format!("{name}={prefix}")])
+        .args(["--of_server", &std::process::id().to_string()])
+        .args(["--num_blocks", &num_blocks.to_string()])
+        .args(["--log", &log.filter, "--log_format", log.format.name()])
+        .arg("--cache_dir")
+        .arg(&prepare.cache_dir)
+        .arg("--initial_peers")
+        .args(*peers);
+    let hub = &prepare.hub;
+    hub.revision.iter().for_each(|revision| drop(command.args(["--revision", revision])));
+    if hub.offline {
+        command.arg("--offline");
+    }
+    if hub.is_plain_http_allowed {
+        command.arg("--allow_plain_http");
+    }
+    if let Some(token) = &hub.token {
+        command.env("HF_TOKEN", token.reveal());
+    }
+    command
+}
+
+fn reason(status: ExitStatus) -> String {
+    match status.code().and_then(ExitReason::from_code) {
+        Some(reason) => reason.to_string(),
+        None => status.to_string(),
+    }
+}
