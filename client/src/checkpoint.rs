@@ -137,8 +137,8 @@ impl Checkpoint {
     /// The file with a tensor. Where the checkpoint is not there whole, `prepare` may have left the tensors of a
     /// client in a file of their own.
     fn file_of(&self, tensor: &str) -> Result<PathBuf, LocalModelError> {
-        let (path, ends) = (self.whole_file_of(tensor)?, self.folder.join("ends.safetensors"));
-        Ok(if !path.exists() && ends.exists() { ends } else { path })
+        let (path, own) = (self.whole_file_of(tensor)?, self.folder.join("client.safetensors"));
+        Ok(if !path.exists() && own.exists() { own } else { path })
     }
 
     fn whole_file_of(&self, tensor: &str) -> Result<PathBuf, LocalModelError> {

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use kernels::ops::{Layernorm, Linear, OpError, Rmsnorm};
 use kernels::{Backend, Cpu, WeightView};
+use model::header::NamedTensor;
 use model::{BlockSpec, Norm};
 use serde::Deserialize;
 use serde_json::Value;
@@ -46,33 +47,33 @@ enum OneOrMany {
     Many(Vec<u32>),
 }
 
-/// The tensors that a client computes with, by config.json: the names of which a checkpoint has one for each, and
-/// its shape.
+/// The tensors that a client computes with, by config.json: embeddings, head and last norm.
 ///
 /// # Errors
 /// What is wrong with config.json, as the rest of a sentence.
-pub fn end_tensors(value: &Value) -> Result<Vec<(Vec<String>, Vec<u64>)>, String> {
+pub fn client_tensors(value: &Value) -> Result<Vec<NamedTensor>, String> {
     let spec = BlockSpec::from_config(value).map_err(|error| error.to_string())?;
     let config = Config::deserialize(value).map_err(|error| error.to_string())?;
     let ends = config.ends()?;
     let (rows, width) = (config.vocab_size as u64, spec.hidden as u64);
     let is_tied = config.tie_word_embeddings.unwrap_or(ends.is_tied);
-    let mut tensors = vec![(owned(ends.embedding, ""), vec![rows, width])];
+    let mut tensors = vec![named(ends.embedding, "", &[rows, width])];
     if !is_tied {
-        tensors.push((owned(ends.head, ""), vec![rows, width]));
+        tensors.push(named(ends.head, "", &[rows, width]));
     }
     let parts: &[&str] = match spec.norm {
         Norm::Layer { .. } => &[".weight", ".bias"],
         _ => &[".weight"],
     };
     for names in [ends.embedding_norm, ends.norm].into_iter().filter(|names| !names.is_empty()) {
-        tensors.extend(parts.iter().map(|part| (owned(names, part), vec![width])));
+        tensors.extend(parts.iter().map(|part| named(names, part, &[width])));
     }
     Ok(tensors)
 }
 
-fn owned(names: &[&str], part: &str) -> Vec<String> {
-    names.iter().map(|name| format!("{name}{part}")).collect()
+fn named(names: &[&str], part: &str, shape: &[u64]) -> NamedTensor {
+    let names = names.iter().map(|name| format!("{name}{part}")).collect();
+    NamedTensor { names, shape: shape.to_vec() }
 }
 
 impl Config {
@@ -363,7 +364,7 @@ mod tests {
     #[test]
     fn tensors_of_a_client_are_those_of_its_family() {
         let names = |config: &Value| -> Vec<String> {
-            end_tensors(config).unwrap().into_iter().map(|(names, _)| names[0].clone()).collect()
+            client_tensors(config).unwrap().iter().map(|tensor| tensor.names[0].clone()).collect()
         };
         let text = std::fs::read(demo().join("config.json")).unwrap();
         let llama: Value = serde_json::from_slice(&text).unwrap();
@@ -380,7 +381,7 @@ mod tests {
         let mut expected = vec![format!("{first}.weight")];
         expected.extend(norms.iter().flat_map(|n| [format!("{n}.weight"), format!("{n}.bias")]));
         assert_eq!(names(&bloom), expected);
-        let unknown = end_tensors(&serde_json::json!({"model_type": "gpt2"})).unwrap_err();
+        let unknown = client_tensors(&serde_json::json!({"model_type": "gpt2"})).unwrap_err();
         assert!(unknown.contains("gpt2"), "{unknown}");
     }
 

@@ -13,7 +13,7 @@ use supervisor::cli::{self, Command, with_log};
 use supervisor::devices;
 use supervisor::handover::{self, HandoverOptions};
 
-use crate::ends;
+use crate::fetch;
 
 /// Runs `sepal` with these arguments, of which the first is the program's name; says why it ended.
 ///
@@ -61,16 +61,16 @@ pub fn run_command(arguments: impl Iterator<Item = OsString>) -> ExitReason {
         }),
         Command::Generate(mut config, fetch, log) => with_log(&log, "generate", || {
             let models = [(&mut config.model, &mut config.dht_prefix)];
-            ends::fetched(models, &fetch).unwrap_or_else(|| generate::run_command(&config))
+            fetch::fetched(models, &fetch).unwrap_or_else(|| generate::run_command(&config))
         }),
         Command::Gateway(mut config, fetch, log) => with_log(&log, "gateway", || {
-            let fetched = ends::fetched(ends::of_gateway(&mut config), &fetch);
+            let fetched = fetch::fetched(fetch::of_gateway(&mut config), &fetch);
             // The page of a server shows the swarm without a chat, too.
             let fetched = fetched.filter(|_| config.server.is_none());
             fetched.unwrap_or_else(|| gateway::run_command(&config))
         }),
         Command::Chat(mut config, fetch, log) => with_log(&log, "chat", || {
-            let fetched = ends::fetched(ends::of_gateway(&mut config.engine), &fetch);
+            let fetched = fetch::fetched(fetch::of_gateway(&mut config.engine), &fetch);
             fetched.unwrap_or_else(|| gateway::chat::run_command(&config))
         }),
         Command::Demo(config, log) => with_log(&log, "demo", || demo::run_command(&config)),

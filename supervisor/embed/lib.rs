@@ -46,7 +46,7 @@
 
 mod builder;
 mod commands;
-mod ends;
+mod fetch;
 mod server;
 
 pub use builder::{Builder, LogTo};

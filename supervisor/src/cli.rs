@@ -263,7 +263,7 @@ pub fn with_log(
 fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
     let role = |role, args: RoleArgs| Command::Role { role, bootstrap: args.bootstrap };
     Ok(match command {
-        Commands::Generate(args) => generate(args, env)?,
+        Commands::Generate(args) => generate(*args, env)?,
         Commands::Gateway(args) => {
             let (config, fetch, log) = gateway::resolve(*args, env)?;
             Command::Gateway(Box::new(config), fetch, log)
@@ -428,7 +428,7 @@ enum Commands {
     /// Run a bootstrap node that other peers join through
     Dht(DhtArgs),
     /// Generate text through the swarm
-    Generate(GenerateArgs),
+    Generate(Box<GenerateArgs>),
     /// Answer OpenAI's API over models that a swarm serves, and show the swarm in a browser
     Gateway(Box<gateway::GatewayArgs>),
     /// Talk to a model that a swarm serves, on the terminal

@@ -147,7 +147,9 @@ fn command(socket: OwnedFd, shown: &Shown<'_>) -> Command {
         .arg("--initial_peers")
         .args(*peers);
     let hub = &prepare.hub;
-    hub.revision.iter().for_each(|revision| drop(command.args(["--revision", revision])));
+    if let Some(revision) = &hub.revision {
+        command.args(["--revision", revision]);
+    }
     if hub.offline {
         command.arg("--offline");
     }

@@ -57,6 +57,15 @@ pub struct TensorInfo {
     pub data_offsets: (u64, u64),
 }
 
+/// A tensor that a checkpoint is to have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamedTensor {
+    /// Its names, of which a checkpoint has one.
+    pub names: Vec<String>,
+    /// Its shape, slowest dimension first.
+    pub shape: Vec<u64>,
+}
+
 /// A checked header.
 #[derive(Debug)]
 pub struct Header {

@@ -14,8 +14,8 @@
 //! the index of `main` whatever the revision.
 
 mod blocks;
+mod client_tensors;
 mod describe;
-mod ends;
 mod sources;
 #[cfg(test)]
 pub(crate) mod stand_in;
@@ -38,8 +38,8 @@ use shared::causes::with_causes;
 use shared::config::PrepareConfig;
 use tracing::warn;
 
+pub use self::client_tensors::CLIENT_FILE;
 use self::describe::Asker;
-pub use self::ends::{ENDS_FILE, EndTensor};
 use crate::checkpoint::Checkpoint;
 use crate::disk_cache::DiskCache;
 use crate::error::PrepareError;

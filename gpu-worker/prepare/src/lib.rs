@@ -13,11 +13,11 @@
 mod adapter;
 pub mod cache;
 mod checkpoint;
+pub mod client_tensors;
 pub mod convert;
 mod converted;
 mod devices;
 pub mod disk_cache;
-pub mod ends;
 mod error;
 mod estimate;
 mod files;

@@ -79,9 +79,10 @@ impl Driver<'_> {
             return;
         }
         let Ok((facts, prefix)) = self.known_model() else { return };
+        let prefix = prefix.to_owned();
         let shown = Shown {
             prepare: &self.config.prepare,
-            prefix: &prefix.to_owned(),
+            prefix: &prefix,
             num_blocks: facts.num_blocks,
             peers: &self.own_addresses(),
             log: &self.config.log,

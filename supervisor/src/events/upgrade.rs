@@ -357,7 +357,7 @@ pub fn resume(
     let now = Instant::now();
     let system = |what| move |error| super::LoopError::System(what, error);
     let wake = Wake::new().map_err(system("make an eventfd"))?;
-    let mut take = |socket: Option<Fd>| {
+    let take = |socket: Option<Fd>| {
         let taken = socket.map(|mut socket| socket.take()).transpose();
         taken.map_err(system("take a listening socket over"))
     };

@@ -14,7 +14,7 @@ use shared::files::write_atomically;
 use super::Said;
 use super::inventory::block_of;
 use crate::checkpoint::{Checkpoint, read_bounded};
-use crate::ends::ENDS_FILE;
+use crate::client_tensors::CLIENT_FILE;
 use crate::error::PrepareError;
 use crate::folder::{BlockFile, FolderRecord, RECORD};
 use crate::repository::{is_repo_id, map_repo, repo_folder};
@@ -96,7 +96,7 @@ impl Found {
         }
         found.commit = commit;
         found.files = files_in(&snapshot);
-        found.files.retain(|path| path.file_name().is_none_or(|name| name != ENDS_FILE));
+        found.files.retain(|path| path.file_name().is_none_or(|name| name != CLIENT_FILE));
         let of_blocks = files_in(&root.join("sepal").join(&found.commit));
         let complete = of_blocks
             .into_iter()

@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use client::local::end_tensors;
-use prepare::ends::{self, EndTensor};
+use client::local;
+use prepare::client_tensors;
 use shared::causes::with_causes;
 use shared::config::{FetchConfig, GatewayConfig};
 use shared::escape::escaped;
@@ -24,10 +24,7 @@ pub fn fetched<'a>(
     fetch: &FetchConfig,
 ) -> Option<ExitReason> {
     for (model, prefix) in models {
-        let folder = ends::folder(model, fetch, |config| {
-            let tensors = end_tensors(config)?.into_iter();
-            Ok(tensors.map(|(names, shape)| EndTensor { names, shape }).collect())
-        });
+        let folder = client_tensors::folder(model, fetch, local::client_tensors);
         match folder {
             Ok(found) => {
                 *model = found.path;

@@ -4,18 +4,19 @@
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 
+use model::header::NamedTensor;
 use serde_json::Value;
 use shared::config::{FetchConfig, PrepareConfig, QuantType};
 
 use crate::error::PrepareError;
+pub use crate::hub::CLIENT_FILE;
 use crate::hub::Hub;
-pub use crate::hub::{ENDS_FILE, EndTensor};
 use crate::progress::Progress;
 use crate::repository::{default_dht_prefix, is_repo_id};
 
 /// Where a client reads a model from.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EndsFolder {
+pub struct ClientFolder {
     /// The folder.
     pub path: PathBuf,
     /// The prefix that servers announce the model under by its name on the Hub; `None` for a folder, and where
@@ -24,19 +25,19 @@ pub struct EndsFolder {
 }
 
 /// The folder of `model`: that folder, or one in the cache with what a client needs of this model of the Hub.
-/// `ends_of` tells by config.json which tensors those are. Shows progress on a terminal.
+/// `tensors_of` tells by config.json which tensors those are. Shows progress on a terminal.
 ///
 /// # Errors
 /// [`PrepareError`] with one sentence for the user.
 pub fn folder(
     model: &Path,
     fetch: &FetchConfig,
-    ends_of: impl FnOnce(&Value) -> Result<Vec<EndTensor>, String>,
-) -> Result<EndsFolder, PrepareError> {
+    tensors_of: impl FnOnce(&Value) -> Result<Vec<NamedTensor>, String>,
+) -> Result<ClientFolder, PrepareError> {
     let name = model.to_string_lossy();
     if model.is_dir() || !is_repo_id(&name) {
         // What is wrong with it, whoever reads it says.
-        return Ok(EndsFolder { path: model.to_owned(), dht_prefix: None });
+        return Ok(ClientFolder { path: model.to_owned(), dht_prefix: None });
     }
     let config = PrepareConfig {
         model: name.clone().into_owned(),
@@ -56,9 +57,9 @@ pub fn folder(
         if text("dht_prefix").is_none() {
             dht_prefix = default_dht_prefix(text("model_type").unwrap_or_default(), &name);
         }
-        ends_of(config)
+        tensors_of(config)
     };
-    let path = hub.ends(by_config, &mut |progress| {
+    let path = hub.client_tensors(by_config, &mut |progress| {
         if let Progress::Download { done, total } = progress
             && is_seen
         {
@@ -73,5 +74,5 @@ pub fn folder(
     if shown.is_some() {
         eprintln!();
     }
-    Ok(EndsFolder { path: path?, dht_prefix })
+    Ok(ClientFolder { path: path?, dht_prefix })
 }

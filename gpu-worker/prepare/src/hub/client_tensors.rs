@@ -1,9 +1,10 @@
 //! What a client computes itself (embeddings, last norm, head) and its small files: of the weights only those
-//! tensors are downloaded, into `models--ORG--NAME/sepal/COMMIT/ends.safetensors`, which the folder of the
+//! tensors are downloaded, into `models--ORG--NAME/sepal/COMMIT/client.safetensors`, which the folder of the
 //! commit links to.
 
 use std::path::{Path, PathBuf};
 
+use model::header::NamedTensor;
 use serde_json::Value;
 
 use super::{Hub, Weights, files_of, is_ranged};
@@ -13,16 +14,7 @@ use crate::progress::Watch;
 use crate::source::Wanted;
 
 /// The file with the tensors of a client, where the folder has no whole checkpoint.
-pub const ENDS_FILE: &str = "ends.safetensors";
-
-/// A tensor that a client computes with.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EndTensor {
-    /// Its names, of which a checkpoint has one.
-    pub names: Vec<String>,
-    /// Its shape, slowest dimension first.
-    pub shape: Vec<u64>,
-}
+pub const CLIENT_FILE: &str = "client.safetensors";
 
 /// Files beside the weights that a client reads if they are there; it needs the first.
 const SMALL_FILES: [&str; 5] = [
@@ -36,13 +28,13 @@ const SMALL_FILES: [&str; 5] = [
 const MAX_CONFIG_BYTES: u64 = 4 << 20;
 
 impl Hub {
-    /// A folder with all that a client reads. `ends_of` tells by config.json which tensors those are.
+    /// A folder with all that a client reads. `tensors_of` tells by config.json which tensors those are.
     ///
     /// # Errors
-    /// As [`Hub::open`]; [`PrepareError::Unsupported`] with what `ends_of` says.
-    pub fn ends(
+    /// As [`Hub::open`]; [`PrepareError::Unsupported`] with what `tensors_of` says.
+    pub fn client_tensors(
         &mut self,
-        ends_of: impl FnOnce(&Value) -> Result<Vec<EndTensor>, String>,
+        tensors_of: impl FnOnce(&Value) -> Result<Vec<NamedTensor>, String>,
         watch: &mut Watch<'_>,
     ) -> Result<PathBuf, PrepareError> {
         let snapshot = self.snapshot();
@@ -51,7 +43,7 @@ impl Hub {
         let unsupported = |reason| PrepareError::Unsupported { path: path.clone(), reason };
         let value: Value = serde_json::from_slice(&json)
             .map_err(|error| unsupported(format!("is no JSON: {error}")))?;
-        let ends = ends_of(&value).map_err(unsupported)?;
+        let tensors = tensors_of(&value).map_err(unsupported)?;
         for (number, file) in SMALL_FILES.into_iter().enumerate() {
             match self.small_file(file) {
                 Err(PrepareError::NotOnHub { .. } | PrepareError::NotDownloaded { .. })
@@ -60,31 +52,31 @@ impl Hub {
             }
         }
         let checkpoint = self.checkpoint(Weights::Left)?;
-        let link = snapshot.join(ENDS_FILE);
+        let link = snapshot.join(CLIENT_FILE);
         if self.offline && link.is_file() {
             return Ok(snapshot);
         }
-        let wanted = self.wanted_ends(&checkpoint, ends, watch)?;
+        let wanted = self.wanted(&checkpoint, tensors, watch)?;
         let files = files_of(&checkpoint, &wanted)?;
         if files.iter().all(|file| snapshot.join(file).is_file()) {
             return Ok(snapshot);
         }
-        let piece = self.blocks_folder().join(ENDS_FILE);
+        let piece = self.blocks_folder().join(CLIENT_FILE);
         self.piece(piece, &checkpoint, &wanted, watch)?;
-        let target = Path::new("../../sepal").join(self.commit()).join(ENDS_FILE);
+        let target = Path::new("../../sepal").join(self.commit()).join(CLIENT_FILE);
         self.link(&link, &target).map_err(|error| PrepareError::write(&link, error))?;
         Ok(snapshot)
     }
 
     /// The tensors by the names that this checkpoint has for them.
-    fn wanted_ends(
+    fn wanted(
         &mut self,
         checkpoint: &Checkpoint,
-        ends: Vec<EndTensor>,
+        tensors: Vec<NamedTensor>,
         watch: &mut Watch<'_>,
     ) -> Result<Vec<Wanted>, PrepareError> {
-        let mut wanted = Vec::with_capacity(ends.len());
-        for EndTensor { names, shape } in ends {
+        let mut wanted = Vec::with_capacity(tensors.len());
+        for NamedTensor { names, shape } in tensors {
             let mut found = None;
             for name in &names {
                 let Ok(file) = checkpoint.file_of(name) else { continue };
