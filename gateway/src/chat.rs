@@ -226,6 +226,9 @@ impl Conversation {
                 None => break,
             }
         }
+        if ended.is_none() && said.is_empty() {
+            failure.get_or_insert_with(|| "stopped before the answer began".to_owned());
+        }
         print(&style.map(Markdown::end).unwrap_or_default())?;
         print("\n")?;
         let tokens = ended.map_or(tokens, |ended: Ended| ended.completion_tokens);
