@@ -24,7 +24,7 @@ mod step;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use hivemind::p2p::{InboundStream, InboundWriter, PeerId};
+use hivemind::p2p::{InboundStream, InboundWriter, PeerId, SessionMark};
 use hivemind::wire::messages::ExpertResponse;
 use hivemind::wire::metadata::ArgsStructure;
 use prost::Message;
@@ -121,6 +121,8 @@ struct Open {
     unconfirmed: Unconfirmed,
     /// The server that outputs are pushed to.
     next_hop: Option<NextHop>,
+    /// Keeps a place for the connection of the caller.
+    _mark: SessionMark,
 }
 
 impl Open {

@@ -35,6 +35,7 @@ mod fuzz;
 mod gate;
 pub mod identity;
 mod inbound_reader;
+mod known;
 mod limits;
 mod memory;
 mod messages;
@@ -64,6 +65,7 @@ pub use self::{
     error::{CallError, InboundError, P2pError},
     frame::DEFAULT_MAX_FRAME_BYTES,
     inbound_reader::{InboundReader, Received},
+    known::SessionMark,
     limits::InboundFigures,
     memory::Purpose,
     nets::Net,
