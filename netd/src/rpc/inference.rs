@@ -17,7 +17,7 @@
 //! session: the client's own copy decides. Petals never compares the two.
 
 mod admission;
-mod copies;
+pub(crate) mod copies;
 mod messages;
 mod step;
 

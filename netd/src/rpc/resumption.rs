@@ -36,7 +36,7 @@ use crate::sessions::table::SessionTables;
 use crate::workers::Workers;
 
 /// Most sessions of one peer that can be resumed, open and parked.
-const MAX_PER_PEER: usize = 32;
+pub(crate) const MAX_PER_PEER: usize = 32;
 /// How long a parked session is safe from those who want its memory.
 const SAFE: Duration = Duration::from_secs(2);
 /// How long a client waits for its own session to leave its old stream.

@@ -10,11 +10,11 @@ use bytes::Bytes;
 /// Items of one store; Petals' own nodes send all that a newcomer should keep at once.
 pub(super) const MAX_ITEMS: usize = 1024;
 /// Keys of one find; Petals' own nodes ask for 16 at most.
-const MAX_FOUND_KEYS: usize = 256;
+pub(super) const MAX_FOUND_KEYS: usize = 256;
 /// Bytes of values in one response: the message must stay under 4 MiB, neighbours included.
-const MAX_FOUND_BYTES: usize = 2 << 20;
+pub(super) const MAX_FOUND_BYTES: usize = 2 << 20;
 /// Bytes of values that one find looks at, so that asking again and again for the largest key ends.
-const MAX_COPIED_BYTES: usize = 32 << 20;
+pub(super) const MAX_COPIED_BYTES: usize = 32 << 20;
 
 /// Stores what a request of `owner` holds: one flag per item.
 ///

@@ -22,6 +22,7 @@
 
 mod addresses;
 mod behaviour;
+mod bounds;
 mod call;
 mod config;
 mod connections;
@@ -59,6 +60,7 @@ pub use libp2p::{Multiaddr, PeerId, identity::Keypair, multiaddr::Protocol};
 
 pub use self::{
     addresses::{Scope, ip_of},
+    bounds::{bounds, of_protocols},
     call::RpcStream,
     config::{P2pConfig, ProtocolKind, ProtocolSpec, Traversal},
     connections::Introduction,
