@@ -63,7 +63,7 @@ fn requests() -> Vec<Bound> {
                 bytes(answer::MAX_FOUND_BYTES),
                 bytes(answer::MAX_COPIED_BYTES)
             ),
-            "answered as not found",
+            "the largest entries are left out",
         ),
         Bound::new(
             "call-backs for peers that join",
