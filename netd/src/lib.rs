@@ -14,9 +14,11 @@
 //! - [`rpc`]: the transformer RPCs; [`sessions`]: KV budget, pages, page tables
 //! - [`workers`]: jobs in flight, and what becomes of them when a worker dies
 //! - [`telemetry`]: what is counted of the work; `metrics` shows it to Prometheus
+//! - [`bounds`]: what peers can make it hold or do, as data
 //! - [`run`]: the daemon's life; [`dht_node`]: `sepal dht`; [`checkup`]: the network checks of `sepal doctor`
 #![forbid(unsafe_code)]
 
+pub mod bounds;
 pub mod checkup;
 mod control;
 pub mod dht_node;

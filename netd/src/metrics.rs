@@ -12,7 +12,7 @@
 //! finds on the board what workers and supervisor counted; the counters of netd itself begin at zero,
 //! as Prometheus expects of a process that was started again.
 
-mod http;
+pub(crate) mod http;
 mod text;
 
 use std::os::fd::OwnedFd;

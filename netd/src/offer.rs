@@ -122,6 +122,7 @@ impl Offer {
         Neighbourhood {
             prefix: self.prefix.clone(),
             blocks: start + 1..(end + 1).min(total).max(start + 1),
+            before: start.checked_sub(1),
             own: self.config.peer_id.clone(),
             period: self.config.update_period,
         }

@@ -1,12 +1,12 @@
 //! Times to likely next servers, published so that clients can choose the chain that is fastest
-//! between its servers. Source: `ModuleAnnouncerThread` and `PingAggregator` in Petals
+//! between its servers. The node is told who the servers around are: it keeps places for them. Source: `ModuleAnnouncerThread` and `PingAggregator` in Petals
 //! (`server/server.py`, `utils/ping.py`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use hivemind::dht::driver::Dht;
-use hivemind::p2p::{CallError, PeerId};
+use hivemind::p2p::{CallError, P2p, PeerId};
 use hivemind::view::{self, BlockServers};
 use rand::seq::IteratorRandom;
 use tokio::sync::watch;
@@ -26,8 +26,10 @@ const LIFE: Duration = Duration::from_secs(300);
 pub struct Neighbourhood {
     /// Prefix of the model.
     pub prefix: String,
-    /// The blocks after our first one, up to the first after our last one.
+    /// The blocks after our first one, up to the first after our last one: their servers are pinged.
     pub blocks: std::ops::Range<u32>,
+    /// The block before our first one, if there is one: its servers push to us.
+    pub before: Option<u32>,
     /// This peer.
     pub own: String,
     /// Time between two rounds.
@@ -35,13 +37,21 @@ pub struct Neighbourhood {
 }
 
 /// Pings for ever and shows the times in `status`; they go out with the next announcement.
-pub async fn keep(dht: Dht, neighbourhood: Neighbourhood, status: watch::Sender<ServerStatus>) {
+pub async fn keep(
+    (dht, p2p): (Dht, P2p),
+    neighbourhood: Neighbourhood,
+    status: watch::Sender<ServerStatus>,
+) {
     let mut times = Times::default();
     loop {
-        let Neighbourhood { prefix, blocks, own, period } = &neighbourhood;
-        match view::read_blocks(&dht, prefix, blocks.clone()).await {
+        let Neighbourhood { prefix, blocks, before, own, period } = &neighbourhood;
+        let first = before.unwrap_or(blocks.start);
+        match view::read_blocks(&dht, prefix, first..blocks.end).await {
             Ok(servers) => {
-                let rounds = candidates(&servers, own).into_iter().map(|peer| ping(&dht, peer));
+                p2p.set_known_servers(peers(&servers));
+                let unpinged = blocks.start.abs_diff(first) as usize;
+                let pinged = servers.get(unpinged..).unwrap_or_default();
+                let rounds = candidates(pinged, own).into_iter().map(|peer| ping(&dht, peer));
                 for (peer, seconds) in futures::future::join_all(rounds).await {
                     times.record(peer, seconds, Instant::now());
                 }
@@ -56,6 +66,11 @@ pub async fn keep(dht: Dht, neighbourhood: Neighbourhood, status: watch::Sender<
         }
         tokio::time::sleep(*period).await;
     }
+}
+
+/// All servers of these blocks.
+fn peers(blocks: &[BlockServers]) -> impl Iterator<Item = PeerId> {
+    blocks.iter().flat_map(BTreeMap::keys).filter_map(|peer| peer.parse().ok())
 }
 
 /// Seconds to `peer`; infinite if it does not answer. Relayed servers do not serve the DHT, and

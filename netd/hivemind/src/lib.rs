@@ -11,10 +11,12 @@
 //! - [`wire`]: messages, msgpack, tensors, metadata and records against our own types
 //! - [`names`]: every RPC's name
 //! - [`view`]: who serves which blocks
+//! - [`bounds`]: what peers can make a node hold or do, as data
 //!
 //! Nothing here serves blocks or keeps sessions: netd and the client do that on top.
 #![forbid(unsafe_code)]
 
+pub mod bounds;
 pub mod dht;
 pub mod names;
 pub mod p2p;

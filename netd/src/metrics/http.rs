@@ -24,11 +24,11 @@ use tracing::debug;
 use super::text::Pages;
 
 /// Connections at once; more wait in the kernel.
-const MAX_CONNECTIONS: usize = 32;
+pub(crate) const MAX_CONNECTIONS: usize = 32;
 /// Connections at once of one address; more are closed. So one host alone cannot take all.
-const MAX_PER_ADDRESS: usize = 8;
+pub(crate) const MAX_PER_ADDRESS: usize = 8;
 /// Bytes of a request's head, and of what is buffered of a connection.
-const MAX_HEAD_BYTES: usize = 8 << 10;
+pub(crate) const MAX_HEAD_BYTES: usize = 8 << 10;
 /// Headers of a request.
 const MAX_HEADERS: usize = 64;
 /// Time for the head of a request.

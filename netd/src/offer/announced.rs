@@ -72,7 +72,8 @@ impl Announced {
         let first = status(ServerState::Online, Some(cache_tokens_left));
         let (status, receiver) = watch::channel(first);
         let announcer = Announcer::start(joined.dht.clone(), config, receiver);
-        let pings = pings::keep(joined.dht.clone(), offer.neighbourhood(), status.clone());
+        let node = (joined.dht.clone(), joined.p2p.clone());
+        let pings = pings::keep(node, offer.neighbourhood(), status.clone());
         let pings = Some(tokio::spawn(pings).abort_handle());
         self.phase = Phase::Announcing { status, announcer, pings };
     }

@@ -10,11 +10,11 @@ use hivemind::p2p::{Net, PeerId};
 
 /// Next servers that were not reached, of one client within [`MEMORY`]. A server that has just
 /// died is one.
-const MAX_MISSES: usize = 4;
+pub(crate) const MAX_MISSES: usize = 4;
 /// How long such a next server counts.
-const MEMORY: Duration = Duration::from_secs(60);
+pub(crate) const MEMORY: Duration = Duration::from_secs(60);
 /// Clients that are remembered.
-const MAX_CLIENTS: usize = 1024;
+pub(crate) const MAX_CLIENTS: usize = 1024;
 
 /// Who names next servers: a PeerID costs nothing, so that a public IP net counts as one client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -17,14 +17,14 @@
 //! session: the client's own copy decides. Petals never compares the two.
 
 mod admission;
-mod copies;
+pub(crate) mod copies;
 mod messages;
 mod step;
 
 use std::sync::Arc;
 
 use bytes::Bytes;
-use hivemind::p2p::{InboundStream, InboundWriter, PeerId};
+use hivemind::p2p::{InboundStream, InboundWriter, PeerId, SessionMark};
 use hivemind::wire::messages::ExpertResponse;
 use hivemind::wire::metadata::ArgsStructure;
 use prost::Message;
@@ -121,6 +121,8 @@ struct Open {
     unconfirmed: Unconfirmed,
     /// The server that outputs are pushed to.
     next_hop: Option<NextHop>,
+    /// Keeps a place for the connection of the caller.
+    _mark: SessionMark,
 }
 
 impl Open {

@@ -8,20 +8,20 @@
 //! requests wait in a queue that is fair among peers ([`order`]). What is not served as asked is counted by
 //! kind ([`Troubles`]).
 
-mod aims;
+pub(crate) mod aims;
 mod backward;
 pub mod compute;
 pub mod dispatch;
 mod failure;
 mod forward;
-mod inference;
+pub(crate) mod inference;
 mod info;
-mod onward;
+pub(crate) mod onward;
 pub mod order;
 mod push;
-mod registry;
+pub(crate) mod registry;
 pub mod reply;
-mod request;
+pub(crate) mod request;
 pub mod resumption;
 mod troubles;
 mod whole;

@@ -35,17 +35,17 @@ use super::aims::{Aims, Namer};
 use super::troubles::Troubles;
 
 /// Bytes of pushes under way, of all sessions: outputs that the next servers have not taken yet.
-const MAX_PUSH_BYTES: usize = 256 << 20;
+pub(crate) const MAX_PUSH_BYTES: usize = 256 << 20;
 /// Pushes are counted in pieces of this size.
 const PIECE_BYTES: usize = 1 << 10;
 /// Pushes of one session that wait for their stream.
-const MAX_WAITING: usize = 2;
+pub(crate) const MAX_WAITING: usize = 2;
 /// A push that takes longer has no use: the client has brought its copy.
-const PUSH_TIMEOUT: Duration = Duration::from_secs(10);
+pub(crate) const PUSH_TIMEOUT: Duration = Duration::from_secs(10);
 /// Room for the envelope of a unary call.
 const ENVELOPE_BYTES: usize = 1 << 10;
 /// Next servers of one session, one after another: a client that names ever new ones aims dials.
-const MAX_HOPS: u32 = 8;
+pub(crate) const MAX_HOPS: u32 = 8;
 
 /// Sends outputs on.
 #[derive(Debug)]

@@ -9,7 +9,7 @@ use tokio::sync::mpsc;
 use super::request::StepMessage;
 
 /// Steps pushed to one session and not taken yet; Python servers read ahead as many.
-const PUSHED_AHEAD: usize = 5;
+pub(crate) const PUSHED_AHEAD: usize = 5;
 
 /// All open sessions.
 #[derive(Clone, Debug, Default)]

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use super::Failure;
 
 /// Fields of a request: its uids, its metadata and its tensors, of which no RPC uses more than three.
-const MAX_FIELDS: usize = 64;
+pub(crate) const MAX_FIELDS: usize = 64;
 
 /// A request whose blocks are served and whose metadata is read.
 #[derive(Debug)]

@@ -36,7 +36,7 @@ use crate::sessions::table::SessionTables;
 use crate::workers::Workers;
 
 /// Most sessions of one peer that can be resumed, open and parked.
-const MAX_PER_PEER: usize = 32;
+pub(crate) const MAX_PER_PEER: usize = 32;
 /// How long a parked session is safe from those who want its memory.
 const SAFE: Duration = Duration::from_secs(2);
 /// How long a client waits for its own session to leave its old stream.
@@ -316,6 +316,8 @@ impl Resumption {
         }
         let request = KvRequest { blocks: blocks.clone(), rows, max_length: length };
         let lease = service.kv.retake(peer, &request, pages).ok()?;
+        // Its client comes back: a place is kept for the connection.
+        drop(service.onward.p2p().mark_session(peer));
         let losses = service.workers.kv_losses(&blocks);
         let mut session = Session::new(blocks, record.adapter, rows, tables, losses);
         session.last_step = record.last_step;

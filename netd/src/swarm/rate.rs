@@ -51,9 +51,9 @@ const GO: u8 = b'G';
 /// Bytes of a frame.
 const CHUNK_BYTES: usize = 64 << 10;
 /// Bytes of one transfer at most. Four servers fill a gigabit for a second.
-const MAX_BYTES: u64 = 32 << 20;
+pub(crate) const MAX_BYTES: u64 = 32 << 20;
 /// Time of one transfer at most: TCP and yamux have opened their windows after the first second.
-const MAX_TIME: Duration = Duration::from_secs(4);
+pub(crate) const MAX_TIME: Duration = Duration::from_secs(4);
 /// Received bytes between two answers.
 const ACK_BYTES: u64 = 256 << 10;
 

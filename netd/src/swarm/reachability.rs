@@ -43,15 +43,15 @@ const THRESHOLD: f64 = 0.5;
 /// How long all asking may take: three rounds of peers that say nothing.
 const CHECK_LIMIT: Duration = Duration::from_secs(30);
 /// Dials for others at once.
-const MAX_PROBES: usize = 8;
+pub(crate) const MAX_PROBES: usize = 8;
 /// A caller is served once in this time.
-const PROBE_PERIOD: Duration = Duration::from_secs(2);
+pub(crate) const PROBE_PERIOD: Duration = Duration::from_secs(2);
 /// After so long a peer answers the same caller again.
 pub const ASK_AGAIN: Duration = Duration::from_secs(3);
 /// Callers remembered.
 const MAX_RECENT: usize = 4096;
 /// Addresses dialled for one caller.
-const MAX_DIALLED: usize = 4;
+pub(crate) const MAX_DIALLED: usize = 4;
 /// How long a caller may take to say where it can be dialled.
 const INTRODUCTION_TIMEOUT: Duration = Duration::from_secs(2);
 

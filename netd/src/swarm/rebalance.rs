@@ -24,7 +24,7 @@ use super::placement::steady::Rebalancer;
 use super::placement::{Decision, StayReason, best_start_without};
 
 /// Servers that are looked at; more are a flood of records.
-const MAX_SERVERS: usize = 4096;
+pub(crate) const MAX_SERVERS: usize = 4096;
 /// Shortest pause between two looks.
 const MIN_PAUSE: Duration = Duration::from_secs(1);
 

@@ -10,11 +10,13 @@ use bytes::Bytes;
 /// Items of one store; Petals' own nodes send all that a newcomer should keep at once.
 pub(super) const MAX_ITEMS: usize = 1024;
 /// Keys of one find; Petals' own nodes ask for 16 at most.
-const MAX_FOUND_KEYS: usize = 256;
+pub(super) const MAX_FOUND_KEYS: usize = 256;
 /// Bytes of values in one response: the message must stay under 4 MiB, neighbours included.
-const MAX_FOUND_BYTES: usize = 2 << 20;
+pub(super) const MAX_FOUND_BYTES: usize = 2 << 20;
+/// Bytes of an encoded dictionary beside its entries, at most.
+const DICTIONARY_BYTES: usize = 64;
 /// Bytes of values that one find looks at, so that asking again and again for the largest key ends.
-const MAX_COPIED_BYTES: usize = 32 << 20;
+pub(super) const MAX_COPIED_BYTES: usize = 32 << 20;
 
 /// Stores what a request of `owner` holds: one flag per item.
 ///
@@ -86,7 +88,7 @@ pub(super) fn find(
             nearest_peer_ids: nearest.iter().map(|c| c.peer_id.to_bytes().into()).collect(),
             ..FindResult::default()
         };
-        if let Some(found) = found {
+        if let Some(found) = found.and_then(|found| within(found, bytes_left)) {
             let (_, value) = found.to_wire();
             if let Some(left) = bytes_left.checked_sub(value.len()) {
                 bytes_left = left;
@@ -107,6 +109,15 @@ pub(super) fn find(
         .ok_or_else(|| "ValueError('malformed key')".into())
 }
 
+/// What fits of a value. Large entries do not hide the small ones, which servers' records are.
+fn within(mut found: Stored, bytes: usize) -> Option<Stored> {
+    if let Stored::Dictionary(dictionary) = &mut found {
+        dictionary.shrink_to(bytes.saturating_sub(DICTIONARY_BYTES));
+        dictionary.iter().next()?;
+    }
+    Some(found)
+}
+
 /// What both stores have, united.
 pub(super) fn best_of(stores: [&Storage; 2], key: &DhtId, now: f64) -> Option<Stored> {
     let found = stores.into_iter().filter_map(|store| store.find(key, now));
@@ -114,4 +125,31 @@ pub(super) fn best_of(stores: [&Storage; 2], key: &DhtId, now: f64) -> Option<St
         best.merge(other);
         best
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::storage::{Dictionary, Timed};
+    use super::*;
+    use crate::wire::msgpack::Value;
+
+    #[test]
+    fn large_entries_under_a_key_do_not_hide_the_small_ones() {
+        let entry = |name: &str, bytes: usize| {
+            let timed = Timed { value: vec![7; bytes].into(), expiration: 1.0 };
+            (Bytes::from(Value::str(name).encode()), timed)
+        };
+        let (tag, record) = entry("server", 300);
+        let mut dictionary = Dictionary::single(tag.clone(), record, false);
+        for number in 0..4000 {
+            let (tag, junk) = entry(&number.to_string(), 1024);
+            dictionary.merge_entry(tag, junk, false);
+        }
+        assert!(dictionary.encode().len() > MAX_FOUND_BYTES);
+        let found = within(Stored::Dictionary(dictionary), MAX_FOUND_BYTES).expect("some fit");
+        assert!(found.to_wire().1.len() <= MAX_FOUND_BYTES);
+        let Stored::Dictionary(shown) = found else { panic!("{found:?}") };
+        assert!(shown.iter().any(|(other, _)| *other == tag));
+        assert!(within(Stored::Dictionary(shown), 100).is_none(), "nothing fits");
+    }
 }

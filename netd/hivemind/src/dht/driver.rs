@@ -33,18 +33,18 @@ use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tracing::{debug, info, warn};
 
 /// How long a call may take, call-backs included (`wait_timeout` of hivemind).
-const CALL_TIMEOUT: Duration = Duration::from_secs(3);
+pub(super) const CALL_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long a ping that measures may take (Petals' servers).
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a get or store may take: several rounds of dead nodes.
-const OPERATION_TIMEOUT: Duration = Duration::from_secs(120);
+pub(super) const OPERATION_TIMEOUT: Duration = Duration::from_secs(120);
 /// Fields of one request, elements of its lists counted one by one: the longest is a store of 1,024
 /// items.
-const MAX_FIELDS: usize = 6 * 1024;
+pub(super) const MAX_FIELDS: usize = 6 * 1024;
 /// Commands that wait for the task; more make their senders wait.
 const COMMAND_QUEUE: usize = 256;
 /// Calls under way; more wait.
-const MAX_CALLS: usize = 512;
+pub(super) const MAX_CALLS: usize = 512;
 /// Time between ticks of the node.
 const TICK: Duration = Duration::from_secs(1);
 /// First pause between attempts to find initial peers again that are no longer known; doubles.

@@ -5,12 +5,17 @@
 //! known; answers bring nearer nodes and values. One call asks one node about several keys. A
 //! lookup ends when every beam is exhausted, or earlier for a key whose value expires late enough.
 //!
+//! Where nodes contradict each other about an entry of a dictionary, the [`REPLICAS`] nearest ones
+//! decide by majority: announcements are stored at those, and they refuse what others say of a peer
+//! that spoke for itself. Anybody can write at nodes that are farther away.
+//!
 //! Pure: [`Lookup::next_call`] says whom to ask, the owner reports answers and failures. A node is
 //! asked once per key at most; peers that invent ever nearer nodes are stopped by [`MAX_VISITS`].
 
 use super::id::{DhtId, Distance};
+use super::node::REPLICAS;
 use super::routing::{BUCKET_SIZE, Contact};
-use super::storage::{Stored, tag_of};
+use super::storage::{Dictionary, Stored, tag_of};
 use libp2p::PeerId;
 use std::collections::{BTreeMap, HashSet};
 
@@ -84,6 +89,8 @@ struct Search {
     /// Nodes that failed, which must not come back.
     failed: HashSet<DhtId>,
     found: Option<Stored>,
+    /// What the nearest nodes that have entries answered.
+    nearest: BTreeMap<Distance, Dictionary>,
     source: Option<DhtId>,
     asked: usize,
     visits: usize,
@@ -178,6 +185,7 @@ impl Search {
             candidates: BTreeMap::new(),
             failed: HashSet::new(),
             found: wanted.known,
+            nearest: BTreeMap::new(),
             source: None,
             asked: 0,
             visits: 0,
@@ -231,6 +239,13 @@ impl Search {
         if later {
             self.source = Some(contact.node_id);
         }
+        if let Stored::Dictionary(dictionary) = &found {
+            let distance = contact.node_id.distance(&self.key);
+            self.nearest.insert(distance, dictionary.clone());
+            if self.nearest.len() > REPLICAS {
+                self.nearest.pop_last();
+            }
+        }
         match &mut self.found {
             Some(old) => old.merge(found),
             None => self.found = Some(found),
@@ -267,17 +282,20 @@ impl Search {
         self.found.as_ref().is_some_and(|found| found.expiration() >= sufficient)
     }
 
-    fn finish(self) -> KeyResult {
+    fn finish(mut self) -> KeyResult {
         let answered = self
             .candidates
             .into_values()
             .filter(|candidate| candidate.state == CandidateState::Answered);
-        KeyResult {
-            key: self.key,
-            found: self.found,
-            source: self.source,
-            nearest: answered.map(|candidate| candidate.contact).take(BEAM).collect(),
+        let nearest: Vec<Contact> =
+            answered.map(|candidate| candidate.contact).take(BEAM).collect();
+        if let Some(Stored::Dictionary(found)) = &mut self.found {
+            let distances = nearest.iter().take(REPLICAS).map(|c| c.node_id.distance(&self.key));
+            let voters: Vec<&Dictionary> =
+                distances.filter_map(|distance| self.nearest.get(&distance)).collect();
+            found.settle(&voters);
         }
+        KeyResult { key: self.key, found: self.found, source: self.source, nearest }
     }
 }
 
@@ -350,6 +368,33 @@ mod tests {
         let calls: Vec<_> = std::iter::from_fn(|| lookup.next_call(nobody)).collect();
         assert_eq!(calls.len(), 9, "3 nodes, 9 keys, 3 keys a call");
         assert!(calls.iter().all(|call| lookup.keys(call).len() == 3));
+    }
+
+    #[test]
+    fn the_nearest_nodes_decide_what_an_entry_is_and_later_claims_of_others_do_not() {
+        let tag = tag_of(&PeerId::random());
+        let entry = |value: &'static str, expiration: f64| {
+            let timed = Timed { value: value.into(), expiration };
+            Some(Stored::Dictionary(Dictionary::single(tag.clone(), timed, false)))
+        };
+        let mut lookup = lookup((0..15).map(contact).collect(), 1, f64::INFINITY, 20);
+        let calls: Vec<_> = std::iter::from_fn(|| lookup.next_call(nobody)).collect();
+        assert_eq!(calls.len(), 15);
+        for (number, call) in calls.iter().enumerate() {
+            let found = match number {
+                1 | 2 | 4 => entry("online", 50.0),
+                3 => None,
+                // One of the nearest lies, and so do all that are far.
+                _ => entry("offline", 1000.0),
+            };
+            lookup.on_answers(call, vec![Answer { found, nearest: vec![] }]);
+        }
+        let found = lookup.finish().remove(0).found;
+        let Some(Stored::Dictionary(dictionary)) = found else { panic!("{found:?}") };
+        assert_eq!(
+            dictionary.iter().next().map(|(_, timed)| &timed.value[..]),
+            Some(&b"online"[..])
+        );
     }
 
     #[test]

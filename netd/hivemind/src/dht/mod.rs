@@ -17,12 +17,15 @@
 //! are Unix seconds as `f64`, as on the wire.
 
 mod answer;
+mod bounds;
 pub mod driver;
 pub mod id;
 pub mod lookup;
 pub mod node;
 pub mod routing;
 pub mod storage;
+
+pub use bounds::bounds;
 
 #[cfg(test)]
 mod fuzz;

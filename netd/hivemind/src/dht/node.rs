@@ -32,7 +32,7 @@ mod blacklist;
 mod events;
 mod renewal;
 mod store;
-mod welcome;
+pub(super) mod welcome;
 
 use blacklist::Blacklist;
 pub use events::*;
@@ -45,7 +45,7 @@ pub const REPLICAS: usize = 5;
 /// Seconds by which clocks may differ.
 pub const MAX_CLOCK_SKEW_S: f64 = 3.0;
 /// Call-backs of pings under way; more are answered "not available".
-const MAX_CALL_BACKS: usize = 256;
+pub(super) const MAX_CALL_BACKS: usize = 256;
 /// Seconds between sweeps of the stores.
 const SWEEP_PERIOD_S: f64 = 10.0;
 

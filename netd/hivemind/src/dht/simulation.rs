@@ -12,6 +12,10 @@ use crate::wire::msgpack::Value;
 use libp2p::PeerId;
 use std::collections::{BTreeMap, HashMap};
 
+mod hostile;
+
+use hostile::{Lie, Shadow};
+
 const START: f64 = 1_700_000_000.0;
 const CALL_TIMEOUT_S: f64 = 3.0;
 /// The reply of a call that runs forever would be a bug: no operation takes this long.
@@ -23,7 +27,8 @@ struct Swarm {
     /// Events to come, by time in microseconds and order of creation.
     queue: BTreeMap<(u64, u64), (usize, Event)>,
     inbound: HashMap<u64, (usize, CallId)>,
-    open: HashMap<(usize, CallId), u64>,
+    /// The timeout of each call under way.
+    open: HashMap<(usize, CallId), (u64, u64)>,
     serial: u64,
     now_us: u64,
     /// Time of every message; `None`: each takes another.
@@ -31,6 +36,12 @@ struct Swarm {
     calls: usize,
     finds: usize,
     results: HashMap<u64, Outcome>,
+    /// Where nodes are; [`Net::Unknown`] unless it is said.
+    nets: HashMap<usize, Net>,
+    limits: StorageLimits,
+    /// Nodes that lie.
+    liars: HashMap<usize, Lie>,
+    shadow: Shadow,
 }
 
 #[derive(Debug)]
@@ -54,6 +65,10 @@ impl Swarm {
             calls: 0,
             finds: 0,
             results: HashMap::new(),
+            nets: HashMap::new(),
+            limits: StorageLimits::default(),
+            liars: HashMap::new(),
+            shadow: Shadow::default(),
         }
     }
 
@@ -84,20 +99,27 @@ impl Swarm {
         10_000 + self.serial().wrapping_mul(0x9e37_79b9_7f4a_7c15) % 80_000
     }
 
-    fn push(&mut self, delay_us: u64, node: usize, event: Event) -> u64 {
-        let serial = self.serial();
-        self.queue.insert((self.now_us + delay_us, serial), (node, event));
-        serial
+    fn push(&mut self, delay_us: u64, node: usize, event: Event) -> (u64, u64) {
+        let key = (self.now_us + delay_us, self.serial());
+        self.queue.insert(key, (node, event));
+        key
     }
 
     fn add(&mut self, client_mode: bool, through: Option<usize>) -> Result<usize, JoinError> {
         let number = self.nodes.len();
         let node_id = DhtId::of_bytes(format!("node {number}").as_bytes());
-        let mut multihash = vec![0x12, 32];
-        multihash.extend_from_slice(&[&node_id.0[..], &[0; 12]].concat());
-        let peer_id = PeerId::from_bytes(&multihash).expect("a sha2-256 multihash");
-        let own = Contact { node_id, peer_id };
-        let limits = StorageLimits::default();
+        self.add_as(node_id, client_mode, through)
+    }
+
+    fn add_as(
+        &mut self,
+        node_id: DhtId,
+        client_mode: bool,
+        through: Option<usize>,
+    ) -> Result<usize, JoinError> {
+        let number = self.nodes.len();
+        let own = Contact { node_id, peer_id: peer_of(&node_id) };
+        let limits = self.limits;
         self.nodes.push(Some(Node::new(NodeConfig {
             own,
             client_mode,
@@ -115,6 +137,11 @@ impl Swarm {
 
     fn peer(&self, number: usize) -> PeerId {
         *self.index.iter().find(|(_, index)| **index == number).expect("node").0
+    }
+
+    fn id(&self, number: usize) -> DhtId {
+        let info = self.nodes[number].as_ref().expect("lives").node_info();
+        DhtId::from_wire(&info.node_id).expect("an id")
     }
 
     /// Starts an operation at a node and runs the swarm until it ends.
@@ -147,7 +174,10 @@ impl Swarm {
         if let Event::Answered { call, .. } = &event
             && let Some(timeout) = self.open.remove(&(node, *call))
         {
-            self.queue.retain(|key, _| key.1 != timeout);
+            self.queue.remove(&timeout);
+        }
+        if self.overhear(node, &event) {
+            return;
         }
         let now = self.now();
         let actions = self.nodes[node].as_mut().map(|n| n.on(event, now)).unwrap_or_default();
@@ -174,14 +204,13 @@ impl Swarm {
                 let id = self.serial();
                 self.inbound.insert(id, (node, call));
                 let delay = self.latency_us();
-                self.push(
-                    delay,
-                    callee,
-                    Event::Inbound { id: InboundId(id), from, net: Net::Unknown, request },
-                );
+                let net = self.nets.get(&node).copied().unwrap_or(Net::Unknown);
+                self.push(delay, callee, Event::Inbound { id: InboundId(id), from, net, request });
             }
             Action::Reply { id, response } => {
-                let (caller, call) = self.inbound.remove(&id.0).expect("request");
+                let Some((caller, call)) = self.inbound.remove(&id.0) else {
+                    return;
+                };
                 let delay = self.latency_us();
                 if self.open.contains_key(&(caller, call)) {
                     self.push(delay, caller, Event::Answered { call, response: response.ok() });
@@ -213,6 +242,13 @@ impl Swarm {
             other => panic!("{other:?}"),
         }
     }
+}
+
+/// The PeerID that a node id gets.
+fn peer_of(node_id: &DhtId) -> PeerId {
+    let mut multihash = vec![0x12, 32];
+    multihash.extend_from_slice(&[&node_id.0[..], &[0; 12]].concat());
+    PeerId::from_bytes(&multihash).expect("a sha2-256 multihash")
 }
 
 fn texts(stored: Stored) -> Vec<(String, String)> {

@@ -57,11 +57,11 @@ impl Default for StorageLimits {
 }
 
 /// An expiration further ahead is no expiration but a wrong clock: it is refused, not cut.
-const MAX_AHEAD_S: f64 = 30.0 * 86_400.0;
+pub(super) const MAX_AHEAD_S: f64 = 30.0 * 86_400.0;
 
 /// Bytes that an entry is charged beside its content: what the store and its indexes take for it,
 /// measured with entries of one byte, so that many small ones are not free.
-const ENTRY_OVERHEAD: usize = 640;
+pub(super) const ENTRY_OVERHEAD: usize = 640;
 
 /// The subkey tag under which a peer announces itself: its PeerID in base58.
 #[must_use]

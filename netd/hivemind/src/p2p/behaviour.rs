@@ -20,13 +20,13 @@ use super::{
     config::{P2pConfig, Traversal},
     dials::DialGate,
     error::P2pError,
-    gate,
+    gate::{self, Places},
     limits::{
         BOOTSTRAP_PERIOD, CONNECTION_TIMEOUT, IDLE_CONNECTION_TIMEOUT, InboundLimits,
         LOOKUP_TIMEOUT, MAX_CIRCUIT_BYTES, MAX_CIRCUIT_DURATION, MAX_CIRCUITS,
-        MAX_CIRCUITS_PER_PEER, MAX_CONNECTIONS, MAX_CONNECTIONS_PER_PEER, MAX_INBOUND_CONNECTIONS,
-        MAX_NEGOTIATING_STREAMS, MAX_PENDING_INBOUND, MAX_PENDING_OUTBOUND, MAX_RESERVATIONS,
-        MAX_RESERVATIONS_PER_PEER, PING_PERIOD,
+        MAX_CIRCUITS_PER_PEER, MAX_CONNECTIONS_PER_PEER, MAX_NEGOTIATING_STREAMS,
+        MAX_PENDING_INBOUND, MAX_PENDING_OUTBOUND, MAX_RESERVATIONS, MAX_RESERVATIONS_PER_PEER,
+        PING_PERIOD,
     },
     muxer::Multiplexing,
     rpc_streams,
@@ -63,10 +63,12 @@ pub(super) fn swarm(
     limits: &Arc<InboundLimits>,
     inbound: mpsc::Sender<Inbound>,
     traffic: &Arc<Traffic>,
+    places: Places,
 ) -> Result<Swarm<NodeBehaviour>, P2pError> {
     let make = |key: &Keypair, relay_client: relay::client::Behaviour| {
         let rpc = rpc_streams::Behaviour::new(Arc::clone(limits), inbound, Arc::clone(traffic));
-        behaviour(config, key.public(), rpc, relay_client)
+        let gate = gate::Behaviour::new(Arc::clone(limits), places);
+        behaviour(config, key.public(), rpc, relay_client, (gate, places))
     };
     let through_relays = (noise::Config::new, tls::Config::new);
     let limit = config.max_upload_bytes_per_s.map(UploadLimit::new);
@@ -117,6 +119,7 @@ fn behaviour(
     key: PublicKey,
     rpc: rpc_streams::Behaviour,
     relay_client: relay::client::Behaviour,
+    (gate, places): (gate::Behaviour, Places),
 ) -> NodeBehaviour {
     let traversal = config.traversal;
     let peer = key.to_peer_id();
@@ -126,8 +129,8 @@ fn behaviour(
         .with_push_listen_addr_updates(true)
         .with_hide_listen_addrs(!config.announce.is_empty());
     NodeBehaviour {
-        limits: connection_limits::Behaviour::new(connection_bounds()),
-        gate: gate::Behaviour::default(),
+        limits: connection_limits::Behaviour::new(connection_bounds(places)),
+        gate,
         identify: identify::Behaviour::new(identify),
         ping: ping::Behaviour::new(
             ping::Config::new().with_interval(PING_PERIOD).with_timeout(PING_PERIOD),
@@ -173,10 +176,12 @@ pub(super) fn asks_router(config: &P2pConfig) -> bool {
     config.traversal.upnp && config.announce.is_empty() && config.listen.iter().any(leaves)
 }
 
-fn connection_bounds() -> connection_limits::ConnectionLimits {
+fn connection_bounds(places: Places) -> connection_limits::ConnectionLimits {
+    let bound = |places: usize| u32::try_from(places).ok();
     connection_limits::ConnectionLimits::default()
-        .with_max_established(Some(MAX_CONNECTIONS))
-        .with_max_established_incoming(Some(MAX_INBOUND_CONNECTIONS))
+        .with_max_established(bound(places.total))
+        .with_max_established_incoming(bound(places.inbound))
+        .with_max_established_outgoing(bound(places.outbound()))
         .with_max_established_per_peer(Some(MAX_CONNECTIONS_PER_PEER))
         .with_max_pending_incoming(Some(MAX_PENDING_INBOUND))
         .with_max_pending_outgoing(Some(MAX_PENDING_OUTBOUND))

@@ -7,6 +7,7 @@ use tokio::time::Instant;
 
 use super::{
     addresses::{Scope, ip_of, is_dialable, scope, without_peer},
+    known::Standing,
     limits::{
         CROWDED_ABOVE_CONNECTIONS, CROWDED_GRACE, MAX_ADDRESSES_PER_PEER, TRIM_ABOVE_CONNECTIONS,
         TRIM_GRACE,
@@ -117,13 +118,14 @@ impl Connections {
     }
 
     /// Connections to close because there are more than [`TRIM_ABOVE_CONNECTIONS`], of those that
-    /// nobody uses and that are not brand new: first strangers, who have not even introduced
-    /// themselves, then the oldest. Where it is crowded, a connection is no longer new after
+    /// nobody uses and that are not brand new: first strangers, those who have not even introduced
+    /// themselves before the others, then the oldest. Where it is crowded, a connection is no longer new after
     /// [`CROWDED_GRACE`].
     pub(super) fn surplus(
         &self,
         now: Instant,
         is_used: impl Fn(&PeerId) -> bool,
+        standing: impl Fn(&PeerId) -> Standing,
     ) -> Vec<ConnectionId> {
         let surplus = self.open.len().saturating_sub(TRIM_ABOVE_CONNECTIONS);
         if surplus == 0 {
@@ -131,15 +133,18 @@ impl Connections {
         }
         let crowded = self.open.len() > CROWDED_ABOVE_CONNECTIONS;
         let grace = if crowded { CROWDED_GRACE } else { TRIM_GRACE };
-        let mut idle: Vec<(bool, Instant, ConnectionId)> = self
+        let mut idle: Vec<(Standing, bool, Instant, ConnectionId)> = self
             .open
             .iter()
             .filter(|(_, connection)| now.duration_since(connection.since) >= grace)
             .filter(|(_, connection)| !is_used(&connection.peer))
-            .map(|(id, connection)| (connection.announced.is_some(), connection.since, *id))
+            .map(|(id, connection)| {
+                let is_introduced = connection.announced.is_some();
+                (standing(&connection.peer), is_introduced, connection.since, *id)
+            })
             .collect();
         idle.sort_unstable();
-        idle.into_iter().map(|(_, _, id)| id).take(surplus).collect()
+        idle.into_iter().map(|(.., id)| id).take(surplus).collect()
     }
 }
 
@@ -151,6 +156,10 @@ mod tests {
 
     fn addr(text: &str) -> Multiaddr {
         text.parse().expect("address")
+    }
+
+    fn strangers(_: &PeerId) -> Standing {
+        Standing::Stranger
     }
 
     fn dialed(text: &str) -> ConnectedPoint {
@@ -213,14 +222,14 @@ mod tests {
             peers.push(peer);
         }
         let (none, later) = (start + TRIM_GRACE / 2, start + TRIM_GRACE * 2);
-        assert!(connections.surplus(none, |_| false).is_empty(), "all are new");
-        assert!(connections.surplus(later, |_| true).is_empty(), "all are used");
-        let surplus = connections.surplus(later, |peer| *peer == peers[1]);
+        assert!(connections.surplus(none, |_| false, strangers).is_empty(), "all are new");
+        assert!(connections.surplus(later, |_| true, strangers).is_empty(), "all are used");
+        let surplus = connections.surplus(later, |peer| *peer == peers[1], strangers);
         assert_eq!(surplus, [0, 2, 3].map(ConnectionId::new_unchecked));
         for id in surplus {
             connections.closed(id);
         }
-        assert!(connections.surplus(later, |_| false).is_empty(), "few enough");
+        assert!(connections.surplus(later, |_| false, strangers).is_empty(), "few enough");
     }
 
     #[test]
@@ -235,10 +244,17 @@ mod tests {
                 connections.introduced(id, &[]);
             }
         }
-        assert!(connections.surplus(start + CROWDED_GRACE / 2, |_| false).is_empty());
-        let surplus = connections.surplus(start + CROWDED_GRACE, |_| false);
+        assert!(connections.surplus(start + CROWDED_GRACE / 2, |_| false, strangers).is_empty());
+        let known: Vec<PeerId> = (700..768)
+            .map(|number| connections.open[&ConnectionId::new_unchecked(number)].peer)
+            .collect();
+        let standing = |peer: &PeerId| match known.contains(peer) {
+            true => Standing::Server,
+            false => Standing::Stranger,
+        };
+        let surplus = connections.surplus(start + CROWDED_GRACE, |_| false, standing);
         assert_eq!(surplus.len(), 768 - TRIM_ABOVE_CONNECTIONS);
-        let known = (0..100).map(ConnectionId::new_unchecked);
-        assert!(known.into_iter().all(|id| !surplus.contains(&id)));
+        let kept = (0..100).chain(700..768).map(ConnectionId::new_unchecked);
+        assert!(kept.into_iter().all(|id| !surplus.contains(&id)));
     }
 }

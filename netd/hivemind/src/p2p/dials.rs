@@ -27,13 +27,13 @@ use super::{
 };
 
 /// How long a port counts that did not answer as a peer does.
-const MEMORY: Duration = Duration::from_secs(60);
+pub(super) const MEMORY: Duration = Duration::from_secs(60);
 /// Such ports of one peer at one IP address: a restarted server has another port.
-const MAX_PORTS_PER_PEER: usize = 3;
+pub(super) const MAX_PORTS_PER_PEER: usize = 3;
 /// Such ports of one public IP net: several servers may be behind one NAT.
-const MAX_PORTS_PER_NET: usize = 8;
+pub(super) const MAX_PORTS_PER_NET: usize = 8;
 /// Peers and nets with such ports.
-const MAX_TARGETS: usize = 4096;
+pub(super) const MAX_TARGETS: usize = 4096;
 /// Ports below are those of system services.
 const FIRST_USER_PORT: u16 = 1024;
 /// Ports of system services at which servers listen that must get through firewalls.

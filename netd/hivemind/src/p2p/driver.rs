@@ -206,6 +206,7 @@ impl Driver {
                 },
                 _ = redial.tick() => {
                     self.redial_initial_peers();
+                    self.limits.known().sweep(Instant::now());
                     self.trim();
                 }
                 _ = relays.tick() => self.reserve(),
@@ -488,12 +489,14 @@ impl Driver {
     /// Closes idle connections if there are too many.
     fn trim(&mut self) {
         let swarm = &self.swarm;
-        let surplus = self.connections.surplus(Instant::now(), |peer| {
+        let is_used = |peer: &PeerId| {
             swarm.behaviour().rpc.serves(peer)
                 || self.relays.uses(peer)
                 || self.calls.under_way(peer)
                 || self.initial_peers.iter().any(|initial| initial.peer == Some(*peer))
-        });
+        };
+        let standing = |peer: &PeerId| self.limits.known().standing(peer);
+        let surplus = self.connections.surplus(Instant::now(), is_used, standing);
         for id in surplus {
             debug!(?id, "too many connections, closing an idle one");
             self.swarm.close_connection(id);

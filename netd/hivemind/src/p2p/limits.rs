@@ -11,15 +11,31 @@ use libp2p::PeerId;
 
 use super::{
     config::{ProtocolKind, ProtocolSpec},
+    known::Known,
     memory::{Purpose, RequestMemory},
     nets::Nets,
     pools::Ask,
 };
 
 /// Connections in total. p2pd trims its own at 512.
-pub(super) const MAX_CONNECTIONS: u32 = 1024;
+pub(super) const MAX_CONNECTIONS: usize = 1024;
 /// Inbound connections; the rest is kept for ours.
-pub(super) const MAX_INBOUND_CONNECTIONS: u32 = 768;
+pub(super) const MAX_INBOUND_CONNECTIONS: usize = 768;
+/// The last inbound connections: for peers with a session alone.
+pub(super) const RESERVED_FOR_SESSIONS: usize = 64;
+/// The last inbound connections before those: for peers with a session and known servers.
+pub(super) const RESERVED_FOR_SERVERS: usize = 64;
+/// Reserved connections of one public IP net, also beyond [`MAX_CONNECTIONS_PER_NET`]: sessions and
+/// records of servers are cheap to those who want to fill the reserve.
+pub(super) const MAX_RESERVED_PER_NET: usize = 16;
+/// Peers that are remembered because of a session.
+pub(super) const MAX_SESSION_PEERS: usize = 1024;
+/// The same of one public IP net.
+pub(super) const MAX_SESSION_PEERS_PER_NET: usize = 32;
+/// How long a peer is remembered after its last session: longer than a client tries to come back.
+pub(super) const SESSION_PEER_MEMORY: Duration = Duration::from_secs(600);
+/// Servers of the model that are remembered.
+pub(super) const MAX_KNOWN_SERVERS: usize = 4096;
 /// Connections with one peer: both sides may dial at once, over several addresses.
 pub(super) const MAX_CONNECTIONS_PER_PEER: u32 = 8;
 /// With more connections than this, idle ones are closed. The same number as in p2pd.
@@ -34,8 +50,12 @@ pub(super) const MAX_PENDING_OUTBOUND: u32 = 128;
 /// Inbound connections in their handshake: silent ones stay for [`FIRST_BYTE_TIMEOUT`], some KiB
 /// each, and a hundred new ones a second must leave the others in.
 pub(super) const MAX_PENDING_INBOUND: u32 = 1536;
+/// The last of them: for IP nets of peers with a session.
+pub(super) const RESERVED_PENDING: usize = 128;
 /// Inbound connections in their handshake of one public IP net.
 pub(super) const MAX_PENDING_CONNECTIONS_PER_NET: usize = 48;
+/// The same where a peer with a session is or was.
+pub(super) const MAX_PENDING_CONNECTIONS_PER_KNOWN_NET: usize = 96;
 /// Inbound connections of one public IP net: clients behind one NAT share it.
 pub(super) const MAX_CONNECTIONS_PER_NET: usize = 128;
 /// With more connections than this, young ones are closed, too.
@@ -151,6 +171,7 @@ pub(super) struct InboundLimits {
     protocols: Box<[ProtocolSpec]>,
     counts: Mutex<Counts>,
     nets: Nets,
+    known: Arc<Known>,
     memory: RequestMemory,
 }
 
@@ -169,6 +190,7 @@ impl InboundLimits {
             protocols: protocols.into(),
             counts: Mutex::default(),
             nets: Nets::default(),
+            known: Arc::default(),
             memory: RequestMemory::new(memory),
         })
     }
@@ -193,6 +215,11 @@ impl InboundLimits {
     /// Where connected peers are.
     pub(super) fn nets(&self) -> &Nets {
         &self.nets
+    }
+
+    /// Peers that matter more than others.
+    pub(super) fn known(&self) -> &Arc<Known> {
+        &self.known
     }
 
     /// What was refused so far.

@@ -21,7 +21,7 @@ use super::{
 
 /// Bytes of unary requests that are read or not yet answered. One peer may have eight of the
 /// largest at once, an IP net sixteen; more wait unread.
-const UNARY_BYTES: PoolBounds = PoolBounds::of(128 << 20);
+pub(super) const UNARY_BYTES: PoolBounds = PoolBounds::of(128 << 20);
 /// The window of a stream at first, by the protocol.
 pub(super) const FIRST_WINDOW_BYTES: usize = 256 << 10;
 /// First windows of streams that peers open: 4096 streams, 1024 of one peer.

@@ -22,6 +22,7 @@
 
 mod addresses;
 mod behaviour;
+mod bounds;
 mod call;
 mod config;
 mod connections;
@@ -35,6 +36,7 @@ mod fuzz;
 mod gate;
 pub mod identity;
 mod inbound_reader;
+mod known;
 mod limits;
 mod memory;
 mod messages;
@@ -58,12 +60,14 @@ pub use libp2p::{Multiaddr, PeerId, identity::Keypair, multiaddr::Protocol};
 
 pub use self::{
     addresses::{Scope, ip_of},
+    bounds::{bounds, of_protocols},
     call::RpcStream,
     config::{P2pConfig, ProtocolKind, ProtocolSpec, Traversal},
     connections::Introduction,
     error::{CallError, InboundError, P2pError},
     frame::DEFAULT_MAX_FRAME_BYTES,
     inbound_reader::{InboundReader, Received},
+    known::SessionMark,
     limits::InboundFigures,
     memory::Purpose,
     nets::Net,

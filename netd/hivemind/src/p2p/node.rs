@@ -17,6 +17,8 @@ use super::{
     connections::Introduction,
     driver::{Command, Driver, DriverParts},
     error::P2pError,
+    gate::Places,
+    known::{SessionMark, Standing},
     limits::{COMMAND_QUEUE, Calls, INBOUND_QUEUE, InboundFigures, InboundLimits},
     nets::Net,
     pools::Reservation,
@@ -47,12 +49,20 @@ impl P2p {
     ///
     /// [`P2pError`]; its text tells an operator what to do.
     pub async fn start(config: P2pConfig) -> Result<(Self, mpsc::Receiver<Inbound>), P2pError> {
+        Self::start_with(config, Places::DEFAULT).await
+    }
+
+    /// The same with so many places for connections.
+    pub(super) async fn start_with(
+        config: P2pConfig,
+        places: Places,
+    ) -> Result<(Self, mpsc::Receiver<Inbound>), P2pError> {
         let deadline = Instant::now() + config.startup_timeout;
         let (inbound_sender, inbound) = mpsc::channel(INBOUND_QUEUE);
         let limits = InboundLimits::new(config.protocols.clone(), config.request_memory);
         let asks_router = behaviour::asks_router(&config);
         let traffic = Arc::<Traffic>::default();
-        let mut swarm = behaviour::swarm(&config, &limits, inbound_sender, &traffic)?;
+        let mut swarm = behaviour::swarm(&config, &limits, inbound_sender, &traffic, places)?;
         let peer_id = *swarm.local_peer_id();
         let listeners = listen(&mut swarm, &config.listen)?;
         for addr in &config.announce {
@@ -115,6 +125,24 @@ impl P2p {
     #[must_use]
     pub fn net_of(&self, peer: &PeerId) -> Net {
         self.limits.nets().of(peer)
+    }
+
+    /// A peer has a session here: when places for connections run out, the last ones are for it, until
+    /// some minutes after the mark is dropped.
+    #[must_use]
+    pub fn mark_session(&self, peer: PeerId) -> SessionMark {
+        self.limits.known().session(peer, self.net_of(&peer))
+    }
+
+    /// Whether a place is kept for connections of a peer.
+    #[must_use]
+    pub fn keeps_place_for(&self, peer: &PeerId) -> bool {
+        self.limits.known().standing(peer) > Standing::Stranger
+    }
+
+    /// Replaces the servers that are known: when places for connections run out, some are for them.
+    pub fn set_known_servers(&self, servers: impl IntoIterator<Item = PeerId>) {
+        self.limits.known().set_servers(servers);
     }
 
     /// Makes room for one request of so many bytes, whatever [`P2pConfig::request_memory`] says.

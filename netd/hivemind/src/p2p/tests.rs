@@ -13,6 +13,7 @@ use tokio::{
 
 use super::*;
 
+mod crowded;
 mod hostile;
 mod relayed;
 mod reserved;

@@ -55,6 +55,7 @@ async fn resume(
         slot: Some(slot),
         unconfirmed: Unconfirmed::default(),
         next_hop: None,
+        _mark: service.onward.p2p().mark_session(peer),
         ends: Instant::now() + left,
     })
 }
@@ -151,6 +152,7 @@ pub(super) async fn admit(
         slot,
         unconfirmed: Unconfirmed::default(),
         next_hop: None,
+        _mark: service.onward.p2p().mark_session(peer),
         ends: Instant::now() + lasts,
     })
 }

@@ -22,7 +22,7 @@ use crate::rpc::request::StepMessage;
 
 /// Pushed steps kept for their copies. The next step of a client starts after it has sent all
 /// copies of the one before, so that more than one is rare.
-const MAX_UNCONFIRMED: usize = 4;
+pub(crate) const MAX_UNCONFIRMED: usize = 4;
 
 /// Steps that were answered from a push and whose copies are outstanding.
 #[derive(Debug, Default)]

@@ -257,3 +257,18 @@ async fn trouble_is_counted_by_kind() {
     until(|| of(Trouble::Abandoned) == 1).await;
     assert_eq!(rig.service.troubles.counts().iter().sum::<u64>(), 4);
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_place_is_kept_for_the_client_of_a_session_and_not_for_one_that_was_refused() {
+    let rig = Rig::new().await;
+    let client = rig.client.peer_id();
+    let mut refused = rig.session().await;
+    refused.open(hidden(1, &[1.0]), 9000).await.unwrap_err();
+    assert!(!rig.node.keeps_place_for(&client));
+    let mut session = rig.session().await;
+    session.open(hidden(1, &[1.0]), 30).await.unwrap();
+    assert!(rig.node.keeps_place_for(&client));
+    drop(session);
+    until(|| rig.service.open_sessions() == 0).await;
+    assert!(rig.node.keeps_place_for(&client), "it may come back");
+}

@@ -14,13 +14,13 @@ use tracing::{debug, info};
 use super::{ACK_BYTES, AGREED, CHUNK_BYTES, DOWN, GO, MAX_BYTES, MAX_TIME, UP};
 
 /// Transfers at once.
-const MAX_AT_ONCE: usize = 4;
+pub(crate) const MAX_AT_ONCE: usize = 4;
 /// Transfers of one peer in [`PEER_PERIOD`]: one each way, and one more try.
-const MAX_PER_PEER: usize = 4;
+pub(crate) const MAX_PER_PEER: usize = 4;
 /// A peer's transfers are counted over this time.
-const PEER_PERIOD: Duration = Duration::from_secs(600);
+pub(crate) const PEER_PERIOD: Duration = Duration::from_secs(600);
 /// Transfers in an hour: 1 GiB, or 2.4 Mbit/s on average, whatever is asked.
-const MAX_PER_HOUR: usize = 32;
+pub(crate) const MAX_PER_HOUR: usize = 32;
 const HOUR: Duration = Duration::from_secs(3600);
 /// How long a caller may take to say what it wants, and to start.
 const PATIENCE: Duration = Duration::from_secs(12);

@@ -11,13 +11,13 @@ use std::collections::HashMap;
 /// Stored keys that are looked through when a new node appears.
 const MAX_WELCOME_KEYS: usize = 1024;
 /// Seconds until a peer is welcomed again.
-const WELCOME_PERIOD_S: f64 = 3600.0;
+pub(in crate::dht) const WELCOME_PERIOD_S: f64 = 3600.0;
 /// Peers whose welcome is remembered; while there are more, nobody is welcomed.
-const MAX_WELCOMED: usize = 16_384;
+pub(in crate::dht) const MAX_WELCOMED: usize = 16_384;
 /// Bytes of values for one newcomer.
-const MAX_WELCOME_BYTES: usize = 2 << 20;
+pub(in crate::dht) const MAX_WELCOME_BYTES: usize = 2 << 20;
 /// Bytes of values for all newcomers of one minute.
-const MAX_WELCOME_BYTES_PER_MINUTE: usize = 16 << 20;
+pub(in crate::dht) const MAX_WELCOME_BYTES_PER_MINUTE: usize = 16 << 20;
 
 /// Who was welcomed when, and what it cost in the current minute.
 #[derive(Debug, Default)]

@@ -9,6 +9,9 @@ pub const REGULAR_TAG: &[u8] = &[0xc0];
 /// Subkey tag of a whole dictionary: no bytes.
 pub const DICTIONARY_TAG: &[u8] = &[];
 
+/// Bytes that an entry takes in the encoded dictionary beside its value and its subkey, at most.
+const ENTRY_BYTES: usize = 24;
+
 /// A value and when it ends, Unix seconds.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Timed {
@@ -22,11 +25,11 @@ pub struct Timed {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Dictionary {
     /// By the msgpack form of the subkey.
-    pub(super) entries: BTreeMap<Bytes, Timed>,
+    pub(in crate::dht) entries: BTreeMap<Bytes, Timed>,
     /// Subkeys whose entries came from the very peer that they name.
     first_hand: BTreeSet<Bytes>,
     /// Latest expiration of any entry that ever was in it.
-    pub(super) latest: f64,
+    pub(in crate::dht) latest: f64,
 }
 
 /// What is stored under a key.
@@ -108,7 +111,12 @@ impl Dictionary {
 
     /// Takes an entry unless one of the same or a later expiration is there. What a peer says of
     /// itself (`first_hand`) replaces what others say, and never the other way round.
-    pub(super) fn merge_entry(&mut self, tag: Bytes, timed: Timed, first_hand: bool) -> bool {
+    pub(in crate::dht) fn merge_entry(
+        &mut self,
+        tag: Bytes,
+        timed: Timed,
+        first_hand: bool,
+    ) -> bool {
         if !self.accepts(&tag, &timed, first_hand) {
             return false;
         }
@@ -118,6 +126,41 @@ impl Dictionary {
         }
         self.entries.insert(tag, timed);
         true
+    }
+
+    /// Gives each entry the form that most of `voters` have, if any has the entry, and the later one
+    /// if as many have each. What a peer said of itself stays.
+    pub(in crate::dht) fn settle(&mut self, voters: &[&Self]) {
+        for (tag, entry) in &mut self.entries {
+            if self.first_hand.contains(tag) {
+                continue;
+            }
+            let versions = || voters.iter().filter_map(|voter| voter.entries.get(tag));
+            let votes = |version: &Timed| versions().filter(|other| *other == version).count();
+            let best = versions()
+                .max_by(|a, b| votes(a).cmp(&votes(b)).then(a.expiration.total_cmp(&b.expiration)));
+            if let Some(best) = best {
+                *entry = best.clone();
+            }
+        }
+    }
+
+    /// Drops the largest entries until the values and subkeys have at most so many bytes.
+    pub(in crate::dht) fn shrink_to(&mut self, bytes: usize) {
+        let size = |(tag, timed): (&Bytes, &Timed)| tag.len() + timed.value.len() + ENTRY_BYTES;
+        let mut total: usize = self.entries.iter().map(size).sum();
+        if total <= bytes {
+            return;
+        }
+        let mut sizes: Vec<(usize, Bytes)> =
+            self.entries.iter().map(|entry| (size(entry), entry.0.clone())).collect();
+        sizes.sort_unstable();
+        while total > bytes
+            && let Some((size, tag)) = sizes.pop()
+        {
+            total -= size;
+            self.remove(&tag);
+        }
     }
 
     /// Takes an entry out; whether any are left.
