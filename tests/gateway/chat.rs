@@ -84,7 +84,7 @@ fn ctrl_c_stops_the_answer_and_the_conversation_goes_on() {
     input.write_all(b"Go on.\n/stats\n").unwrap();
     // Nobody sees from outside when the answer is under way: pressed until it has stopped.
     let pid = Pid::from_raw(chat.id().cast_signed());
-    let (released, is_released) = mpsc::channel::<()>();
+    let (released, is_released) = mpsc::sync_channel::<()>(0);
     let pressing = std::thread::spawn(move || {
         while is_released.recv_timeout(Duration::from_millis(100)) == Err(RecvTimeoutError::Timeout)
         {

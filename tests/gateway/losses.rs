@@ -2,6 +2,7 @@
 
 use super::*;
 
+/// Sessions that are open on a server.
 fn sessions(sepal: &Sepal) -> u64 {
     let status = sepal.status();
     let open = status.pointer("/0/figures/sessions").and_then(Value::as_array);

@@ -104,8 +104,6 @@ fn a_hole_is_named_with_what_would_fill_it_and_the_page_escapes_what_servers_say
     drop(joined);
 }
 
-/// Sessions that are open on a server.
-
 /// A gateway that starts with these flags, without looking at its answers.
 fn started(peer: &str, more: &[&str]) -> Sepal {
     let model = format!("demo={}", demo_model().display());
