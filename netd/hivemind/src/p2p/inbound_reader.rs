@@ -172,7 +172,7 @@ fn uncounted(purpose: Purpose) -> usize {
         Purpose::Unary | Purpose::Opening | Purpose::Whole => READ_AHEAD_BYTES,
         Purpose::Step => UNCOUNTED_STEP_BYTES,
         // They are kept.
-        Purpose::Push | Purpose::Window => 0,
+        Purpose::Push | Purpose::Window | Purpose::Growth => 0,
     }
 }
 

@@ -99,9 +99,10 @@ pub(super) const FRAME_STALL_TIMEOUT: Duration =
 pub(super) const LEAST_FRAME_BYTES: usize = 1250 << 10;
 /// Streams of one connection, each with a first window of 256 KiB.
 pub(super) const MAX_STREAMS_PER_CONNECTION: usize = 256;
-/// What the windows of all streams of one connection may grow by: a line of 1 Gbit/s with a round trip of
-/// 250 ms is full.
-pub(super) const MAX_WINDOW_GROWTH_BYTES: usize = 32 << 20;
+/// What the window of one stream may grow by: a line of 1 Gbit/s with a round trip of 100 ms is full with 12.5 MB.
+pub(super) const MAX_WINDOW_GROWTH_OF_STREAM_BYTES: u32 = 16 << 20;
+/// What the windows of all streams of one connection may grow by. A stream takes at most half of what is left.
+pub(super) const MAX_WINDOW_GROWTH_BYTES: usize = 64 << 20;
 /// A write that makes no progress for this long has failed. Tests wait for it.
 pub(super) const WRITE_STALL_TIMEOUT: Duration =
     Duration::from_secs(if cfg!(test) { 8 } else { 60 });

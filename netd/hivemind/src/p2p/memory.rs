@@ -7,6 +7,7 @@
 //!   push         is kept until the client's copy of the step, which is a step
 //!   whole        a forward or backward request: waits for its computation
 //!   window       of streams that peers open, whether they send anything or not
+//!   growth       of windows beyond the first, while they are drained
 //!   unary        calls, and the first frame of a whole request until the rest of it has room
 //! ```
 
@@ -26,6 +27,8 @@ pub(super) const UNARY_BYTES: PoolBounds = PoolBounds::of(128 << 20);
 pub(super) const FIRST_WINDOW_BYTES: usize = 256 << 10;
 /// First windows of streams that peers open: 4096 streams, 1024 of one peer.
 pub(super) const WINDOW_BYTES: PoolBounds = PoolBounds::of(1 << 30);
+/// What windows have grown by: eight connections of one peer with a line of 1 Gbit/s each.
+pub(super) const GROWTH_BYTES: PoolBounds = PoolBounds::of(1 << 30);
 
 /// What bytes of a peer are for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +45,8 @@ pub enum Purpose {
     Whole,
     /// What a peer may send unread on a stream that it opened.
     Window,
+    /// What a peer may send unread beyond that, on streams whose readers drain.
+    Growth,
 }
 
 /// The pools of all purposes.
@@ -53,6 +58,7 @@ pub(super) struct RequestMemory {
     pushes: Arc<Pools>,
     wholes: Arc<Pools>,
     windows: Arc<Pools>,
+    growth: Arc<Pools>,
 }
 
 impl RequestMemory {
@@ -62,7 +68,16 @@ impl RequestMemory {
         let pools = || Pools::new(PoolBounds::of(quarter));
         let unary = Pools::new(UNARY_BYTES);
         let windows = Pools::new(WINDOW_BYTES);
-        Self { unary, opening: pools(), steps: pools(), pushes: pools(), wholes: pools(), windows }
+        let growth = Pools::new(GROWTH_BYTES);
+        Self {
+            unary,
+            opening: pools(),
+            steps: pools(),
+            pushes: pools(),
+            wholes: pools(),
+            windows,
+            growth,
+        }
     }
 
     pub(super) fn of(&self, purpose: Purpose) -> &Arc<Pools> {
@@ -73,6 +88,7 @@ impl RequestMemory {
             Purpose::Push => &self.pushes,
             Purpose::Whole => &self.wholes,
             Purpose::Window => &self.windows,
+            Purpose::Growth => &self.growth,
         }
     }
 

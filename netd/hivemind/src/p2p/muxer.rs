@@ -1,15 +1,32 @@
-//! Yamux over a connection whose writes are limited. `libp2p::yamux` sets no window but that of the
-//! protocol; here what a connection may leave unread is bounded: each stream that a peer opens counts
-//! with its first window in the pools of the peer, its net and the process ([`super::memory`]), and
-//! all windows of a connection together grow by no more than [`MAX_WINDOW_GROWTH_BYTES`].
+//! Yamux over a connection whose writes are limited, with windows that fill a long line and are memory that somebody answers for.
+//!
+//! ```text
+//!   Muxer ──── Link: the socket, frames in and out                       polled by the task of the connection
+//!     └─ Streams (shared, no I/O) ── Stream ── Window: what the peer may leave unread
+//!          └─ Substream, read and written by the tasks of the RPCs
+//! ```
+//!
+//! Each stream that a peer opens counts with its first window in the pools of the peer, its net and the process ([`super::memory`]).
+//! What windows grow by counts there, too, and all windows of a connection together grow by no more than
+//! [`MAX_WINDOW_GROWTH_BYTES`](super::limits::MAX_WINDOW_GROWTH_BYTES).
+
+mod header;
+mod link;
+mod stream;
+mod streams;
+mod substream;
+#[cfg(test)]
+mod tests;
+mod window;
 
 use std::{
     collections::VecDeque,
-    future::{Ready, ready},
+    future::{Ready, ready as now},
     io, iter,
     pin::Pin,
     sync::Arc,
-    task::{Context, Poll, Waker},
+    task::{Context, Poll, Waker, ready},
+    time::Instant,
 };
 
 use futures::io::{AsyncRead, AsyncWrite};
@@ -21,15 +38,19 @@ use libp2p::{
         upgrade::{InboundConnectionUpgrade, OutboundConnectionUpgrade},
     },
 };
-use yamux::{Connection, ConnectionError, Mode};
 
 use super::{
-    limits::{InboundLimits, MAX_STREAMS_PER_CONNECTION, MAX_WINDOW_GROWTH_BYTES},
+    limits::InboundLimits,
     memory::{FIRST_WINDOW_BYTES, Purpose},
     nets::Net,
     pools::Reservation,
     upload::{Limited, UploadLimit},
 };
+use link::{Link, Received};
+use streams::Streams;
+use substream::Shared;
+pub(super) use substream::Substream;
+use window::Growth;
 
 /// The name under which it is negotiated.
 const NAME: &str = "/yamux/1.0.0";
@@ -62,23 +83,19 @@ impl Quota {
         }
         admitted
     }
+
+    /// Bytes by which a window may grow; `None` if there is no room.
+    fn grow(&self, bytes: usize) -> Option<Reservation> {
+        self.limits.memory().of(Purpose::Growth).try_reserve(self.peer, self.net, bytes)
+    }
 }
 
 impl Multiplexing {
-    fn over<C>(self, socket: C, mode: Mode) -> Muxer<Limited<C>>
+    fn over<C>(self, socket: C, is_client: bool) -> Muxer<Limited<C>>
     where
         C: AsyncRead + AsyncWrite + Unpin,
     {
-        let mut config = yamux::Config::default();
-        let first_windows = MAX_STREAMS_PER_CONNECTION * FIRST_WINDOW_BYTES;
-        config.set_max_num_streams(MAX_STREAMS_PER_CONNECTION);
-        config.set_max_connection_receive_window(Some(first_windows + MAX_WINDOW_GROWTH_BYTES));
-        Muxer {
-            connection: Connection::new(Limited::over(socket, self.upload), config, mode),
-            quota: self.quota,
-            arrived: VecDeque::new(),
-            taker: None,
-        }
+        Muxer::new(Limited::over(socket, self.upload), self.quota, is_client)
     }
 }
 
@@ -100,7 +117,7 @@ where
     type Future = Ready<io::Result<Self::Output>>;
 
     fn upgrade_inbound(self, socket: C, _: Self::Info) -> Self::Future {
-        ready(Ok(self.over(socket, Mode::Server)))
+        now(Ok(self.over(socket, false)))
     }
 }
 
@@ -113,36 +130,87 @@ where
     type Future = Ready<io::Result<Self::Output>>;
 
     fn upgrade_outbound(self, socket: C, _: Self::Info) -> Self::Future {
-        ready(Ok(self.over(socket, Mode::Client)))
+        now(Ok(self.over(socket, true)))
     }
 }
 
 /// One connection.
 #[derive(Debug)]
 pub(super) struct Muxer<C> {
-    connection: Connection<C>,
+    link: Link<C>,
+    streams: Shared,
     quota: Option<Quota>,
-    /// Streams of the peer that came while nobody asked for one.
+    /// Streams of the peer that nobody has asked for yet.
     arrived: VecDeque<Substream>,
     /// Who asked for one in vain.
     taker: Option<Waker>,
 }
 
 impl<C: AsyncRead + AsyncWrite + Unpin> Muxer<C> {
-    /// Drives the connection until the peer opens a stream; `None` for one that is reset because there
-    /// is no room.
-    fn poll_arrival(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Option<Substream>>> {
-        self.connection.poll_next_inbound(cx).map(|next| {
-            let inner = next.unwrap_or(Err(ConnectionError::Closed)).map_err(io_error)?;
-            let window = match &self.quota {
-                None => None,
-                Some(quota) => match quota.admit() {
-                    Some(window) => Some(window),
-                    None => return Ok(None),
-                },
-            };
-            Ok(Some(Substream { inner, _window: window }))
-        })
+    fn new(socket: C, quota: Option<Quota>, is_client: bool) -> Self {
+        let streams = Streams::new(is_client, Growth::new(quota.clone()), Instant::now());
+        Self {
+            link: Link::new(socket),
+            streams: Shared::new(streams),
+            quota,
+            arrived: VecDeque::new(),
+            taker: None,
+        }
+    }
+
+    /// Sends and receives as much as goes. Streams go on only while this is called.
+    fn drive(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
+        self.streams.lock().drive_by(cx.waker());
+        let outcome = self.exchange(cx);
+        if outcome.is_err() {
+            self.streams.lock().end();
+        }
+        outcome
+    }
+
+    fn exchange(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
+        let streams = &self.streams;
+        let sent = self.link.poll_send(cx, |out| streams.lock().next_frame(out))?;
+        if streams.lock().is_choked() {
+            // Sending goes on first: its waker is registered, or there was no more to send.
+            if sent.is_ready() {
+                cx.waker().wake_by_ref();
+            }
+            return Ok(());
+        }
+        let (arrived, quota) = (&mut self.arrived, &self.quota);
+        let received = self.link.poll_receive(cx, |received| match received {
+            Received::Header(header) => {
+                let opened = streams.lock().begin(header)?;
+                if let Some(id) = opened {
+                    admit(id, streams, quota.as_ref(), arrived);
+                }
+                Ok(())
+            }
+            Received::Data(header, data, is_last) => {
+                streams.lock().receive(header, data, is_last);
+                Ok(())
+            }
+        })?;
+        if received.is_ready() {
+            cx.waker().wake_by_ref();
+        }
+        if !self.arrived.is_empty() {
+            self.taker.take().inspect(Waker::wake_by_ref);
+        }
+        // Answers to what was received: credit, pongs, resets.
+        let _ = self.link.poll_send(cx, |out| streams.lock().next_frame(out))?;
+        Ok(())
+    }
+}
+
+/// Keeps a stream that the peer opened until it is asked for; resets it if there is no room.
+fn admit(id: u32, streams: &Shared, quota: Option<&Quota>, arrived: &mut VecDeque<Substream>) {
+    let window = quota.map(Quota::admit);
+    let has_room = arrived.len() < MAX_ARRIVED && !matches!(window, Some(None));
+    let stream = Substream::new(id, streams.clone(), window.flatten());
+    if has_room {
+        arrived.push_back(stream);
     }
 }
 
@@ -151,160 +219,34 @@ impl<C: AsyncRead + AsyncWrite + Unpin> StreamMuxer for Muxer<C> {
     type Error = io::Error;
 
     fn poll_inbound(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<Substream>> {
-        if let Some(stream) = self.arrived.pop_front() {
-            return Poll::Ready(Ok(stream));
+        if self.arrived.is_empty() {
+            self.drive(cx)?;
         }
-        match self.poll_arrival(cx)? {
-            Poll::Ready(Some(stream)) => return Poll::Ready(Ok(stream)),
-            // Others have their turn before the next is refused.
-            Poll::Ready(None) => cx.waker().wake_by_ref(),
-            Poll::Pending => self.taker = Some(cx.waker().clone()),
+        let arrived = self.arrived.pop_front();
+        match arrived {
+            Some(stream) => Poll::Ready(Ok(stream)),
+            None => {
+                self.taker = Some(cx.waker().clone());
+                Poll::Pending
+            }
         }
-        Poll::Pending
     }
 
-    fn poll_outbound(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<io::Result<Substream>> {
-        let opened = self.connection.poll_new_outbound(cx);
-        opened.map(|opened| match opened {
-            Ok(inner) => Ok(Substream { inner, _window: None }),
-            Err(error) => Err(io_error(error)),
-        })
+    fn poll_outbound(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<Substream>> {
+        let opened = self.streams.lock().poll_open(cx);
+        opened.map_ok(|id| Substream::new(id, self.streams.clone(), None))
     }
 
     fn poll_close(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.connection.poll_close(cx).map_err(io_error)
+        let this = &mut *self;
+        this.streams.lock().say_goodbye();
+        let streams = &this.streams;
+        ready!(this.link.poll_send(cx, |out| streams.lock().next_frame(out)))?;
+        this.link.poll_close(cx)
     }
 
-    /// Streams go on only while the connection is driven, and that may bring new ones.
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<StreamMuxerEvent>> {
-        if let Poll::Ready(arrived) = self.poll_arrival(cx)? {
-            if let Some(stream) = arrived.filter(|_| self.arrived.len() < MAX_ARRIVED) {
-                self.arrived.push_back(stream);
-                self.taker.take().inspect(Waker::wake_by_ref);
-            }
-            // There may be more; other streams have their turn first.
-            cx.waker().wake_by_ref();
-        }
+        self.drive(cx)?;
         Poll::Pending
-    }
-}
-
-fn io_error(error: ConnectionError) -> io::Error {
-    match error {
-        ConnectionError::Io(error) => error,
-        other => io::Error::other(other),
-    }
-}
-
-/// One stream of a connection.
-#[derive(Debug)]
-pub(super) struct Substream {
-    inner: yamux::Stream,
-    /// What the peer may send on it unread.
-    _window: Option<Reservation>,
-}
-
-impl AsyncRead for Substream {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buffer: &mut [u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.inner).poll_read(cx, buffer)
-    }
-}
-
-impl AsyncWrite for Substream {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.inner).poll_write(cx, bytes)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.inner).poll_flush(cx)
-    }
-
-    fn poll_close(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.inner).poll_close(cx)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::future::poll_fn;
-
-    use futures::{
-        AsyncWriteExt,
-        future::{Either, select},
-    };
-    use libp2p::core::muxing::StreamMuxerExt;
-    use tokio_util::compat::TokioAsyncReadCompatExt;
-
-    use super::*;
-    use crate::p2p::tests::block_on;
-
-    /// Opens `count` streams from one end to the other, which knows the peer as `quota` says, and says a
-    /// byte on each; the streams that arrived.
-    async fn arrivals(quota: &Quota, count: usize) -> Vec<Substream> {
-        let (near, far) = tokio::io::duplex(1 << 20);
-        let free = Multiplexing { upload: None, quota: None };
-        let counted = Multiplexing { upload: None, quota: Some(quota.clone()) };
-        let mut caller = free.over(near.compat(), Mode::Client);
-        let mut callee = counted.over(far.compat(), Mode::Server);
-        let calling = async {
-            let mut opened = Vec::new();
-            for _ in 0..count {
-                let mut stream = poll_fn(|cx| caller.poll_outbound_unpin(cx)).await.expect("open");
-                let said = async {
-                    // A stream that was refused takes nothing.
-                    drop(stream.write_all(b"x").await);
-                    drop(stream.flush().await);
-                };
-                let driven = poll_fn(|cx| caller.poll_unpin(cx));
-                drop(select(Box::pin(said), Box::pin(driven)).await);
-                opened.push(stream);
-            }
-            poll_fn(|cx| caller.poll_unpin(cx)).await.expect("goes on");
-        };
-        let mut arrived = Vec::new();
-        let answering = async {
-            loop {
-                let next = poll_fn(|cx| callee.poll_inbound_unpin(cx));
-                let limit = std::time::Duration::from_millis(200);
-                match tokio::time::timeout(limit, next).await {
-                    Ok(stream) => arrived.push(stream.expect("goes on")),
-                    Err(_) => return,
-                }
-            }
-        };
-        match select(Box::pin(calling), Box::pin(answering)).await {
-            Either::Left(_) => panic!("the caller ended"),
-            Either::Right(_) => {}
-        }
-        arrived
-    }
-
-    #[test]
-    fn streams_count_for_their_peer_until_they_are_dropped() {
-        block_on(async {
-            let limits = InboundLimits::new(Vec::new(), 1 << 20);
-            let net = Net::of([5, 6, 7, 8].into());
-            let quota = Quota { limits: Arc::clone(&limits), peer: PeerId::random(), net };
-            let pools = limits.memory().of(Purpose::Window);
-            let most = crate::p2p::memory::WINDOW_BYTES.peer / FIRST_WINDOW_BYTES;
-            let held: Vec<_> = (0..most - 3).filter_map(|_| quota.admit()).collect();
-            assert_eq!(held.len(), most - 3);
-            let arrived = arrivals(&quota, 8).await;
-            assert_eq!(arrived.len(), 3);
-            assert_eq!(limits.figures().too_many, 5);
-            drop(arrived);
-            assert!(pools.try_reserve(quota.peer, net, 3 * FIRST_WINDOW_BYTES).is_some());
-        });
     }
 }

@@ -1,0 +1,217 @@
+//! Moves hidden states between two nodes and prints how long they took: `tests/swarm/line` runs it at both ends of a delayed line.
+//!
+//! `line_speed serve IP PORT` prints its address and serves until it is killed. `line_speed ask ADDRESS FRAMES BYTES WARM up|down` prints
+//! one line for each transfer: its name, bytes, nanoseconds, and the processor time that the two processes took in microseconds.
+//!
+//! A transfer is so many frames of so many bytes, one after the other on one RPC stream. It takes from the moment at which its sender
+//! begins to the moment at which its receiver has the last frame: both read the clock of the same machine. The delay of the line is
+//! still in it.
+
+#![forbid(unsafe_code)]
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use bytes::Bytes;
+use hivemind::p2p::{
+    Inbound, InboundStream, Keypair, P2p, P2pConfig, PeerId, ProtocolKind, ProtocolSpec, RpcStream,
+    Traversal,
+};
+use nix::sys::resource::{UsageWho, getrusage};
+use nix::sys::time::TimeValLike;
+use tokio::sync::mpsc;
+
+type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+/// The name of the RPC.
+const NAME: &str = "Line.states";
+const PATIENCE: Duration = Duration::from_secs(60);
+/// What requests may hold: the server's own bound is far from being reached by frames that are dropped at once.
+const REQUEST_MEMORY: u64 = 2 << 30;
+
+/// What the asker wants next on a stream.
+#[derive(Clone, Copy, Debug)]
+struct Order {
+    /// Whether the server is to receive.
+    is_up: bool,
+    frames: u32,
+    bytes: u32,
+}
+
+/// When something happened, and what processor time the process had taken by then.
+#[derive(Clone, Copy, Debug)]
+struct Mark {
+    at_ns: u64,
+    cpu_us: u64,
+}
+
+impl Order {
+    fn encode(self) -> Bytes {
+        let mut bytes = vec![u8::from(self.is_up)];
+        bytes.extend_from_slice(&self.frames.to_le_bytes());
+        bytes.extend_from_slice(&self.bytes.to_le_bytes());
+        bytes.into()
+    }
+
+    fn decode(bytes: &[u8]) -> Result<Order, Failure> {
+        match bytes {
+            &[is_up, a, b, c, d, e, f, g, h] => Ok(Order {
+                is_up: is_up == 1,
+                frames: u32::from_le_bytes([a, b, c, d]),
+                bytes: u32::from_le_bytes([e, f, g, h]),
+            }),
+            _ => Err("no order".into()),
+        }
+    }
+}
+
+impl Mark {
+    fn now() -> Result<Mark, Failure> {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH)?;
+        let usage = getrusage(UsageWho::RUSAGE_SELF)?;
+        let cpu = usage.user_time().num_microseconds() + usage.system_time().num_microseconds();
+        Ok(Mark { at_ns: u64::try_from(since.as_nanos())?, cpu_us: u64::try_from(cpu)? })
+    }
+
+    /// Two marks as one message.
+    fn encode(first: Mark, last: Mark) -> Bytes {
+        let numbers = [first.at_ns, first.cpu_us, last.at_ns, last.cpu_us];
+        numbers.iter().flat_map(|number| number.to_le_bytes()).collect()
+    }
+
+    fn decode(bytes: &[u8]) -> Result<(Mark, Mark), Failure> {
+        let (numbers, _) = bytes.as_chunks::<8>();
+        match numbers {
+            &[a, b, c, d] => {
+                let mark = |at, cpu| Mark {
+                    at_ns: u64::from_le_bytes(at),
+                    cpu_us: u64::from_le_bytes(cpu),
+                };
+                Ok((mark(a, b), mark(c, d)))
+            }
+            _ => Err("no marks".into()),
+        }
+    }
+}
+
+fn main() -> Result<(), Failure> {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()?
+        .block_on(run())
+}
+
+async fn run() -> Result<(), Failure> {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    match words.as_slice() {
+        ["serve", ip, port] => serve(&format!("/ip4/{ip}/tcp/{port}")).await,
+        ["ask", address, frames, bytes, warm, way] => {
+            let order =
+                Order { is_up: *way == "up", frames: frames.parse()?, bytes: bytes.parse()? };
+            ask(address, order, warm.parse()?).await
+        }
+        _ => Err("expected serve IP PORT, or ask ADDRESS FRAMES BYTES WARM up|down".into()),
+    }
+}
+
+async fn node(listen: Option<&str>) -> Result<(P2p, mpsc::Receiver<Inbound>), Failure> {
+    let config = P2pConfig {
+        keypair: Keypair::generate_ed25519(),
+        listen: listen.map(str::parse).into_iter().collect::<Result<_, _>>()?,
+        announce: Vec::new(),
+        initial_peers: Vec::new(),
+        kad_server: false,
+        protocols: vec![ProtocolSpec {
+            name: NAME,
+            kind: ProtocolKind::Stream,
+            max_inbound_per_peer: 16,
+            max_inbound_total: 16,
+        }],
+        traversal: Traversal::NONE,
+        startup_timeout: PATIENCE,
+        max_upload_bytes_per_s: None,
+        request_memory: REQUEST_MEMORY,
+    };
+    Ok(P2p::start(config).await?)
+}
+
+async fn serve(listen: &str) -> Result<(), Failure> {
+    let (node, mut inbound) = node(Some(listen)).await?;
+    println!("{listen}/p2p/{}", node.peer_id());
+    while let Some(rpc) = inbound.recv().await {
+        if let Inbound::Stream { stream, .. } = rpc {
+            tokio::spawn(async move {
+                if let Err(error) = answer(stream).await {
+                    eprintln!("a stream ended: {error}");
+                }
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Carries out the orders of one stream.
+async fn answer(mut stream: InboundStream) -> Result<(), Failure> {
+    while let Some(order) = stream.recv().await? {
+        let order = Order::decode(&order.bytes)?;
+        let frame = if order.is_up { Bytes::new() } else { states(order) };
+        let first = Mark::now()?;
+        for _ in 0..order.frames {
+            if order.is_up {
+                stream.recv().await?.ok_or("the stream ended")?;
+            } else {
+                stream.send(frame.clone()).await?;
+            }
+        }
+        stream.send(Mark::encode(first, Mark::now()?)).await?;
+    }
+    stream.finish().await;
+    Ok(())
+}
+
+async fn ask(address: &str, order: Order, warm: u32) -> Result<(), Failure> {
+    let (node, _inbound) = node(None).await?;
+    let peer = node.connect(address.parse()?).await?;
+    // The first exchanges of a new connection are not part of a prefill.
+    tokio::time::sleep(Duration::from_millis(800)).await;
+    let mut stream = open(&node, peer).await?;
+    transfer("cold", Order { frames: 1, ..order }, &mut stream).await?;
+    transfer("warm-up", Order { frames: warm, ..order }, &mut stream).await?;
+    transfer("same-stream", order, &mut stream).await?;
+    let mut fresh = open(&node, peer).await?;
+    transfer("new-stream", order, &mut fresh).await?;
+    transfer("prefill-on-new-stream", Order { frames: 1, ..order }, &mut open(&node, peer).await?)
+        .await
+}
+
+async fn open(node: &P2p, peer: PeerId) -> Result<RpcStream, Failure> {
+    Ok(node.open_stream(peer, NAME, PATIENCE).await?)
+}
+
+async fn transfer(name: &str, order: Order, stream: &mut RpcStream) -> Result<(), Failure> {
+    let frame = if order.is_up { states(order) } else { Bytes::new() };
+    stream.send(order.encode()).await?;
+    let first = Mark::now()?;
+    for _ in 0..order.frames {
+        if order.is_up {
+            stream.send(frame.clone()).await?;
+        } else {
+            stream.recv().await?.ok_or("the stream ended")?;
+        }
+    }
+    let last = Mark::now()?;
+    let theirs = Mark::decode(&stream.recv().await?.ok_or("the stream ended")?)?;
+    let (sender, receiver) =
+        if order.is_up { ((first, last), theirs) } else { (theirs, (first, last)) };
+    let nanoseconds = receiver.1.at_ns.saturating_sub(sender.0.at_ns);
+    let cpu = |(first, last): (Mark, Mark)| last.cpu_us - first.cpu_us;
+    let bytes = u64::from(order.frames) * u64::from(order.bytes);
+    println!("{name} {bytes} {nanoseconds} {} {}", cpu(sender), cpu(receiver));
+    Ok(())
+}
+
+/// A frame in the size of an order.
+fn states(order: Order) -> Bytes {
+    (0..order.bytes).map(|at| at.wrapping_mul(2_654_435_761).to_le_bytes()[3]).collect()
+}

@@ -1,0 +1,77 @@
+//! One stream of a connection, as its readers and writers see it.
+
+use std::{
+    io,
+    pin::Pin,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{Context, Poll},
+};
+
+use futures::io::{AsyncRead, AsyncWrite};
+
+use super::{super::pools::Reservation, streams::Streams};
+
+/// The streams of a connection, shared by its task and those of the streams.
+#[derive(Clone, Debug)]
+pub(super) struct Shared(Arc<Mutex<Streams>>);
+
+impl Shared {
+    pub(super) fn new(streams: Streams) -> Self {
+        Self(Arc::new(Mutex::new(streams)))
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Streams> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One stream of a connection. Dropping it resets the stream, unless both directions have ended.
+#[derive(Debug)]
+pub(in crate::p2p) struct Substream {
+    id: u32,
+    streams: Shared,
+    /// The first window of a stream that the peer opened.
+    _window: Option<Reservation>,
+}
+
+impl Substream {
+    pub(super) fn new(id: u32, streams: Shared, window: Option<Reservation>) -> Self {
+        Self { id, streams, _window: window }
+    }
+}
+
+impl Drop for Substream {
+    fn drop(&mut self) {
+        self.streams.lock().abandon(self.id);
+    }
+}
+
+impl AsyncRead for Substream {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut [u8],
+    ) -> Poll<io::Result<usize>> {
+        self.streams.lock().poll_read(self.id, cx, buffer)
+    }
+}
+
+impl AsyncWrite for Substream {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.streams.lock().poll_write(self.id, cx, bytes)
+    }
+
+    /// What was written leaves without being asked to.
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_close(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.streams.lock().finish(self.id);
+        Poll::Ready(Ok(()))
+    }
+}
