@@ -87,6 +87,8 @@ const UNSAFE_IN: &[&str] = &[
     // Counts allocations; calls libFuzzer.
     "tests/fuzzing/src/",
     "supervisor/src/spawn.rs",
+    // The page of `--web`, beside the tree.
+    "supervisor/src/web.rs",
     "gpu-worker/src/weights/map.rs",
     "gpu-worker/src/weights/map/guard.rs",
     "kernels/src/cuda/",
@@ -107,6 +109,8 @@ const PROCESSES_IN: &[&str] = &[
     // Asks journald for a bug report.
     "supervisor/src/doctor/journal.rs",
     "supervisor/src/spawn.rs",
+    // The page of `--web`, beside the tree.
+    "supervisor/src/web.rs",
     "client/src/demo.rs",
     "gpu-worker/src/harness/",
     "kernels/benches/",

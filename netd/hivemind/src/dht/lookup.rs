@@ -13,11 +13,13 @@
 //! asked once per key at most; peers that invent ever nearer nodes are stopped by [`MAX_VISITS`].
 
 use super::id::{DhtId, Distance};
-use super::node::REPLICAS;
 use super::routing::{BUCKET_SIZE, Contact};
 use super::storage::{Dictionary, Stored, tag_of};
 use libp2p::PeerId;
 use std::collections::{BTreeMap, HashSet};
+
+/// Nodes that keep each value.
+pub const REPLICAS: usize = 5;
 
 /// Nodes per key that a search keeps in view.
 pub const BEAM: usize = BUCKET_SIZE;
@@ -293,7 +295,7 @@ impl Search {
             let distances = nearest.iter().take(REPLICAS).map(|c| c.node_id.distance(&self.key));
             let voters: Vec<&Dictionary> =
                 distances.filter_map(|distance| self.nearest.get(&distance)).collect();
-            found.settle(&voters);
+            found.decide_by(&voters);
         }
         KeyResult { key: self.key, found: self.found, source: self.source, nearest }
     }

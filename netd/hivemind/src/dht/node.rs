@@ -15,7 +15,7 @@
 
 use super::answer;
 use super::id::DhtId;
-use super::lookup::{Answer, FindCall, KeyResult, Lookup, Wanted};
+use super::lookup::{Answer, FindCall, KeyResult, Lookup, REPLICAS, Wanted};
 use super::routing::{BUCKET_SIZE, Contact, RoutingTable, Seen};
 use super::storage::{Dictionary, Item, Owner, Storage, StorageLimits, Stored, Timed};
 use crate::p2p::Net;
@@ -40,8 +40,6 @@ use renewal::Refusal;
 use store::StoreRounds;
 use welcome::Welcomes;
 
-/// Nodes that keep each value.
-pub const REPLICAS: usize = 5;
 /// Seconds by which clocks may differ.
 pub const MAX_CLOCK_SKEW_S: f64 = 3.0;
 /// Call-backs of pings under way; more are answered "not available".

@@ -8,7 +8,8 @@ use super::{
     frame::DEFAULT_MAX_FRAME_BYTES,
     gate::Places,
     limits::*,
-    memory::{FIRST_WINDOW_BYTES, UNARY_BYTES, WINDOW_BYTES},
+    memory::{FIRST_WINDOW_BYTES, GROWTH_BYTES, UNARY_BYTES, WINDOW_BYTES},
+    muxer::MAX_ARRIVED,
     pools::PoolBounds,
     unary::MAX_UNARY_BYTES,
 };
@@ -131,9 +132,19 @@ fn streams() -> Vec<Bound> {
             "the stream is reset",
         ),
         Bound::new(
-            "growth of all windows of one connection",
-            bytes(MAX_WINDOW_GROWTH_BYTES),
+            "growth of windows while they are read",
+            format!(
+                "{} per stream, {} per connection, {}",
+                bytes(MAX_WINDOW_GROWTH_OF_STREAM_BYTES as usize),
+                bytes(MAX_WINDOW_GROWTH_BYTES),
+                pools(GROWTH_BYTES)
+            ),
             "windows stay as they are",
+        ),
+        Bound::new(
+            "streams of one connection that have arrived and are not taken",
+            count(MAX_ARRIVED),
+            "the stream is reset",
         ),
         Bound::new("RPCs on their way to their handler", count(INBOUND_QUEUE), "they wait unread"),
     ]

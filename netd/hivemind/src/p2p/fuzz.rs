@@ -1,9 +1,10 @@
-//! Fuzz target of the frames of RPC streams.
+//! Fuzz targets of the frames of RPC streams, and of those that connections consist of.
 
 use futures::{FutureExt, io::Cursor};
 use fuzzing::Target;
 
 use super::frame::{Frame, FrameReader, error_text};
+use super::muxer;
 use super::tests::framing_vector;
 
 #[test]
@@ -26,4 +27,12 @@ fn fuzz_frames() {
             }
         }
     });
+}
+
+#[test]
+fn fuzz_connections() {
+    // A header of 12 bytes opens a stream.
+    Target::new("connections", muxer::tests::frames())
+        .with_bound(2 << 20, 512)
+        .fuzz(muxer::tests::heard_of);
 }

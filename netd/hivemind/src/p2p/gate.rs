@@ -103,18 +103,18 @@ impl Places {
     }
 }
 
-/// Open connections, by net and kind of place.
+/// Open connections, by net and class.
 #[derive(Debug)]
 struct Counts {
     places: Places,
-    open: HashMap<ConnectionId, (Net, Place)>,
-    by_net: HashMap<(Net, Place), usize>,
-    by_place: HashMap<Place, usize>,
+    open: HashMap<ConnectionId, (Net, Class)>,
+    by_net: HashMap<(Net, Class), usize>,
+    by_class: HashMap<Class, usize>,
 }
 
-/// Which place a connection takes.
+/// which place a connection takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Place {
+enum Class {
     /// Inbound, in its handshake.
     Pending,
     /// Inbound, where everybody may be.
@@ -127,7 +127,7 @@ enum Place {
 
 impl Counts {
     fn new(places: Places) -> Self {
-        Self { places, open: HashMap::new(), by_net: HashMap::new(), by_place: HashMap::new() }
+        Self { places, open: HashMap::new(), by_net: HashMap::new(), by_class: HashMap::new() }
     }
 
     /// Admits a connection to its handshake. `is_known`: a peer with a session is or was in its net.
@@ -136,22 +136,22 @@ impl Counts {
             true => MAX_PENDING_CONNECTIONS_PER_KNOWN_NET,
             false => MAX_PENDING_CONNECTIONS_PER_NET,
         };
-        if has_bound(net) && self.of_net(net, Place::Pending) >= limit {
+        if has_bound(net) && self.of_net(net, Class::Pending) >= limit {
             return Err(Refused::NetFull { net, limit });
         }
         let limit = MAX_PENDING_INBOUND as usize - RESERVED_PENDING;
-        if !is_known && self.of(Place::Pending) >= limit {
+        if !is_known && self.of(Class::Pending) >= limit {
             return Err(Refused::Full { standing: Standing::Stranger, limit });
         }
-        self.put(id, net, Place::Pending);
+        self.put(id, net, Class::Pending);
         Ok(())
     }
 
     /// Admits a connection after its handshake.
     fn admit(&mut self, id: ConnectionId, net: Net, standing: Standing) -> Result<(), Refused> {
         self.closed(id);
-        let inbound = self.of(Place::General) + self.of(Place::Reserved);
-        let total = inbound + self.of(Place::Outbound);
+        let inbound = self.of(Class::General) + self.of(Class::Reserved);
+        let total = inbound + self.of(Class::Outbound);
         let fits = |standing| {
             let kept = self.places.kept_from(standing);
             inbound + kept < self.places.inbound && total + kept < self.places.total
@@ -160,52 +160,52 @@ impl Counts {
             let limit = self.places.inbound.saturating_sub(self.places.kept_from(standing));
             return Err(Refused::Full { standing, limit });
         }
-        let of_net = self.of_net(net, Place::General);
+        let of_net = self.of_net(net, Class::General);
         let net_is_full = has_bound(net) && of_net >= MAX_CONNECTIONS_PER_NET;
-        let place = match fits(Standing::Stranger) && !net_is_full {
-            true => Place::General,
+        let class = match fits(Standing::Stranger) && !net_is_full {
+            true => Class::General,
             false if standing == Standing::Stranger => {
                 return Err(Refused::NetFull { net, limit: MAX_CONNECTIONS_PER_NET });
             }
-            false => Place::Reserved,
+            false => Class::Reserved,
         };
-        let reserved = self.of_net(net, Place::Reserved);
-        if place == Place::Reserved && net.is_public() && reserved >= MAX_RESERVED_PER_NET {
+        let reserved = self.of_net(net, Class::Reserved);
+        if class == Class::Reserved && net.is_public() && reserved >= MAX_RESERVED_PER_NET {
             return Err(Refused::NetFull { net, limit: of_net + reserved });
         }
-        self.put(id, net, place);
+        self.put(id, net, class);
         Ok(())
     }
 
-    fn put(&mut self, id: ConnectionId, net: Net, place: Place) {
+    fn put(&mut self, id: ConnectionId, net: Net, class: Class) {
         self.closed(id);
-        *self.by_net.entry((net, place)).or_default() += 1;
-        *self.by_place.entry(place).or_default() += 1;
-        self.open.insert(id, (net, place));
+        *self.by_net.entry((net, class)).or_default() += 1;
+        *self.by_class.entry(class).or_default() += 1;
+        self.open.insert(id, (net, class));
     }
 
     /// A connection is gone, wherever it was.
     fn closed(&mut self, id: ConnectionId) {
-        let Some((net, place)) = self.open.remove(&id) else {
+        let Some((net, class)) = self.open.remove(&id) else {
             return;
         };
-        if let Some(count) = self.by_place.get_mut(&place) {
+        if let Some(count) = self.by_class.get_mut(&class) {
             *count = count.saturating_sub(1);
         }
-        if let Some(count) = self.by_net.get_mut(&(net, place)) {
+        if let Some(count) = self.by_net.get_mut(&(net, class)) {
             *count = count.saturating_sub(1);
             if *count == 0 {
-                self.by_net.remove(&(net, place));
+                self.by_net.remove(&(net, class));
             }
         }
     }
 
-    fn of(&self, place: Place) -> usize {
-        self.by_place.get(&place).copied().unwrap_or(0)
+    fn of(&self, class: Class) -> usize {
+        self.by_class.get(&class).copied().unwrap_or(0)
     }
 
-    fn of_net(&self, net: Net, place: Place) -> usize {
-        self.by_net.get(&(net, place)).copied().unwrap_or(0)
+    fn of_net(&self, net: Net, class: Class) -> usize {
+        self.by_net.get(&(net, class)).copied().unwrap_or(0)
     }
 }
 
@@ -268,7 +268,7 @@ impl NetworkBehaviour for Behaviour {
         _: Endpoint,
         _: PortUse,
     ) -> Result<THandler<Self>, ConnectionDenied> {
-        self.counts.put(id, net_of(addr), Place::Outbound);
+        self.counts.put(id, net_of(addr), Class::Outbound);
         Ok(dummy::ConnectionHandler)
     }
 
@@ -382,7 +382,7 @@ mod tests {
         }
         assert!(counts.admit(id(500), net(5, 1), Standing::Stranger).is_err());
         counts.admit(id(500), net(5, 1), Standing::Session).expect("reserved");
-        (0..pending).for_each(|n| counts.put(id(1000 + n), net(5, 1), Place::Pending));
+        (0..pending).for_each(|n| counts.put(id(1000 + n), net(5, 1), Class::Pending));
         assert!(counts.admit_pending(id(501), net(5, 1), false).is_err());
         counts.admit_pending(id(501), net(5, 1), true).expect("a session is there");
     }
@@ -401,7 +401,7 @@ mod tests {
     fn our_own_connections_do_not_shrink_the_reserve() {
         let mut counts = Counts::new(Places::DEFAULT);
         let outbound = Places::DEFAULT.outbound();
-        (0..outbound).for_each(|n| counts.put(id(n), net(8, 1), Place::Outbound));
+        (0..outbound).for_each(|n| counts.put(id(n), net(8, 1), Class::Outbound));
         assert!(counts.admit(id(5000), net(7, 1), Standing::Stranger).is_err());
         let reserved = RESERVED_FOR_SERVERS + RESERVED_FOR_SESSIONS;
         for number in 0..reserved {

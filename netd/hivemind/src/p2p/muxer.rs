@@ -16,7 +16,7 @@ mod stream;
 mod streams;
 mod substream;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 mod window;
 
 use std::{
@@ -55,7 +55,9 @@ use window::Growth;
 /// The name under which it is negotiated.
 const NAME: &str = "/yamux/1.0.0";
 /// Streams that have arrived and that nobody has taken yet; more are reset.
-const MAX_ARRIVED: usize = 256;
+pub(super) const MAX_ARRIVED: usize = 256;
+/// How often a connection that takes nothing any more is read from.
+const MAX_LAST_ROUNDS: usize = 16;
 
 /// What connections become when they are upgraded.
 #[derive(Clone, Debug)]
@@ -169,17 +171,45 @@ impl<C: AsyncRead + AsyncWrite + Unpin> Muxer<C> {
     }
 
     fn exchange(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
-        let streams = &self.streams;
-        let sent = self.link.poll_send(cx, |out| streams.lock().next_frame(out))?;
-        if streams.lock().is_choked() {
+        let sent = match self.send(cx) {
+            Poll::Ready(Err(error)) => {
+                // What the peer sent before it went away still counts.
+                for _ in 0..MAX_LAST_ROUNDS {
+                    if !matches!(self.receive(cx), Poll::Ready(Ok(()))) {
+                        break;
+                    }
+                }
+                return Err(error);
+            }
+            other => other,
+        };
+        if self.streams.lock().is_choked() {
             // Sending goes on first: its waker is registered, or there was no more to send.
             if sent.is_ready() {
                 cx.waker().wake_by_ref();
             }
             return Ok(());
         }
-        let (arrived, quota) = (&mut self.arrived, &self.quota);
-        let received = self.link.poll_receive(cx, |received| match received {
+        if self.receive(cx)?.is_ready() {
+            cx.waker().wake_by_ref();
+        }
+        if !self.arrived.is_empty() {
+            self.taker.take().inspect(Waker::wake_by_ref);
+        }
+        // Answers to what was received: credit, pongs, resets.
+        let _ = self.send(cx)?;
+        Ok(())
+    }
+
+    fn send(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let streams = &self.streams;
+        self.link.poll_send(cx, |out| streams.lock().next_frame(out))
+    }
+
+    /// Ready with `Ok` if there may be more.
+    fn receive(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let (streams, arrived, quota) = (&self.streams, &mut self.arrived, &self.quota);
+        self.link.poll_receive(cx, |received| match received {
             Received::Header(header) => {
                 let opened = streams.lock().begin(header)?;
                 if let Some(id) = opened {
@@ -191,16 +221,14 @@ impl<C: AsyncRead + AsyncWrite + Unpin> Muxer<C> {
                 streams.lock().receive(header, data, is_last);
                 Ok(())
             }
-        })?;
-        if received.is_ready() {
-            cx.waker().wake_by_ref();
-        }
-        if !self.arrived.is_empty() {
-            self.taker.take().inspect(Waker::wake_by_ref);
-        }
-        // Answers to what was received: credit, pongs, resets.
-        let _ = self.link.poll_send(cx, |out| streams.lock().next_frame(out))?;
-        Ok(())
+        })
+    }
+}
+
+impl<C> Drop for Muxer<C> {
+    /// Whoever still holds a stream of the connection sees its end.
+    fn drop(&mut self) {
+        self.streams.lock().end();
     }
 }
 
@@ -238,11 +266,9 @@ impl<C: AsyncRead + AsyncWrite + Unpin> StreamMuxer for Muxer<C> {
     }
 
     fn poll_close(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let this = &mut *self;
-        this.streams.lock().say_goodbye();
-        let streams = &this.streams;
-        ready!(this.link.poll_send(cx, |out| streams.lock().next_frame(out)))?;
-        this.link.poll_close(cx)
+        self.streams.lock().say_goodbye();
+        ready!(self.send(cx))?;
+        self.link.poll_close(cx)
     }
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<StreamMuxerEvent>> {

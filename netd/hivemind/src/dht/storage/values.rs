@@ -130,7 +130,7 @@ impl Dictionary {
 
     /// Gives each entry the form that most of `voters` have, if any has the entry, and the later one
     /// if as many have each. What a peer said of itself stays.
-    pub(in crate::dht) fn settle(&mut self, voters: &[&Self]) {
+    pub(in crate::dht) fn decide_by(&mut self, voters: &[&Self]) {
         for (tag, entry) in &mut self.entries {
             if self.first_hand.contains(tag) {
                 continue;

@@ -206,9 +206,10 @@ impl Stream {
     }
 
     /// What the peer is told when the stream is dropped: that it ends if the peer has ended it, else that it is reset. A peer that was
-    /// told of our end, or that never heard of the stream, is told nothing.
+    /// told of our end is told nothing, unless it waits for credit; nor is one that never heard of the stream.
     pub(super) fn last_words(&self, id: u32) -> Option<Header> {
-        if self.is_broken || self.is_finished || self.introduction == SYN {
+        let knows = self.is_finished && (self.has_theirs_ended || self.window.has_room());
+        if self.is_broken || knows || self.introduction == SYN {
             return None;
         }
         let flags = self.introduction | if self.has_theirs_ended { FIN } else { RST };

@@ -46,6 +46,9 @@ pub(super) struct Streams {
     growth: Growth,
     round_trip: RoundTrip,
     is_over: bool,
+    /// The last frame of the connection, which leaves after all others.
+    farewell: Option<Header>,
+    has_left: bool,
 }
 
 /// The shortest round trip that was measured.
@@ -71,6 +74,8 @@ impl Streams {
             growth,
             round_trip: RoundTrip { shortest: None, next: now, sent: None, count: 0 },
             is_over: false,
+            farewell: None,
+            has_left: false,
         }
     }
 
@@ -205,7 +210,12 @@ impl Streams {
                 return true;
             }
         }
-        false
+        let farewell = self.farewell.take().filter(|_| !self.has_left);
+        if let Some(header) = farewell {
+            self.has_left = true;
+            out.extend_from_slice(&header.encode());
+        }
+        farewell.is_some()
     }
 
     /// Measures the round trip: at first, and later with the next frames of a connection that carries something.
@@ -275,7 +285,8 @@ impl Streams {
     pub(super) fn abandon(&mut self, id: u32) {
         let Some(stream) = self.all.get_mut(&id) else { return };
         stream.abandon();
-        if self.is_over || !stream.has_more() {
+        let is_broken_off = self.is_over && self.farewell.is_none();
+        if is_broken_off || !stream.has_more() {
             self.conclude(id);
         }
     }
@@ -297,9 +308,9 @@ impl Streams {
         self.opener.take().inspect(Waker::wake_by_ref);
     }
 
-    /// The last frame of the connection. Nothing is written from now on.
+    /// Nothing is written from now on. What is queued leaves, and then the last frame of the connection.
     pub(super) fn say_goodbye(&mut self) {
-        self.control.push_back(Header::of(Kind::GoAway, 0, 0, 0));
+        self.farewell = Some(Header::of(Kind::GoAway, 0, 0, 0));
         self.end();
     }
 

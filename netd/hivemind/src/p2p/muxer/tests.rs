@@ -287,3 +287,131 @@ fn what_windows_grow_by_counts_for_the_peer_until_its_streams_end() {
     assert!(quota.grow(1 << 20).is_some());
     drop(held);
 }
+
+#[test]
+fn what_is_queued_leaves_before_the_connection_is_closed() {
+    block_on(async {
+        let (near, far) = tokio::io::duplex(10_000);
+        let mut caller = Muxer::new(near.compat(), None, true);
+        let mut callee = Muxer::new(far.compat(), None, false);
+        let mut stream = poll_fn(|cx| caller.poll_outbound_unpin(cx)).await.expect("open");
+        stream.write_all(&states(1, 100_000)).await.expect("queued");
+        stream.close().await.expect("finished");
+        drop(stream);
+        let closing = async move { poll_fn(|cx| caller.poll_close_unpin(cx)).await };
+        let hearing = async move {
+            let mut arrived = poll_fn(|cx| callee.poll_inbound_unpin(cx)).await.expect("arrives");
+            let rest = tokio::spawn(driven(callee));
+            let mut heard = Vec::new();
+            arrived.read_to_end(&mut heard).await.expect("read");
+            rest.await.expect("the connection ends");
+            heard
+        };
+        let (closed, heard) = futures::join!(closing, hearing);
+        closed.expect("close");
+        assert!(heard == states(1, 100_000), "{} bytes", heard.len());
+    });
+}
+
+#[test]
+fn whoever_holds_a_stream_of_a_connection_that_was_dropped_sees_its_end() {
+    block_on(async {
+        let (near, _far) = tokio::io::duplex(10_000);
+        let mut caller = Muxer::new(near.compat(), None, true);
+        let mut stream = poll_fn(|cx| caller.poll_outbound_unpin(cx)).await.expect("open");
+        let mut byte = [0];
+        let dropped = async { drop(caller) };
+        let (read, ()) = futures::join!(stream.read(&mut byte), dropped);
+        assert_eq!(read.expect("the end"), 0);
+        assert!(stream.write_all(b"x").await.is_err());
+    });
+}
+
+#[test]
+fn a_peer_that_waits_for_credit_of_a_stream_that_is_gone_is_told() {
+    let mut streams = Streams::new(false, Growth::new(None), Instant::now());
+    let mut end_of = |id: u32, sent: u32| {
+        streams.begin(Header::of(Kind::Data, SYN, id, sent)).expect("within the window");
+        streams.receive(Header::of(Kind::Data, 0, id, sent), vec![0; sent as usize], true);
+        streams.finish(id);
+        let mut out = Vec::new();
+        while streams.next_frame(&mut out) {}
+        streams.abandon(id);
+        out.clear();
+        while streams.next_frame(&mut out) {}
+        out
+    };
+    assert!(end_of(1, 1000).is_empty(), "it may send on, and learns of the end");
+    let told = end_of(3, FIRST_WINDOW_BYTES as u32);
+    let header = Header::decode(told.try_into().expect("a header")).expect("a frame");
+    assert!(header.has(super::header::RST) && header.stream == 3, "{header:?}");
+}
+
+/// A socket with all that the peer will ever send, which takes all that we send.
+struct Recorded<'a>(&'a [u8]);
+
+impl AsyncRead for Recorded<'_> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut [u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.0).poll_read(cx, buffer)
+    }
+}
+
+impl AsyncWrite for Recorded<'_> {
+    fn poll_write(self: Pin<&mut Self>, _: &mut Context<'_>, b: &[u8]) -> Poll<io::Result<usize>> {
+        Poll::Ready(Ok(b.len()))
+    }
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+    fn poll_close(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+}
+
+/// What becomes of a connection whose peer sends `bytes`; every other stream is read, and all are answered.
+pub(in crate::p2p) fn heard_of(bytes: &[u8]) -> String {
+    let mut cx = Context::from_waker(Waker::noop());
+    let mut muxer = Muxer::new(Recorded(bytes), Some(quota()), false);
+    let (mut streams, mut read) = (Vec::new(), 0);
+    loop {
+        match muxer.poll_inbound_unpin(&mut cx) {
+            Poll::Ready(Ok(stream)) => streams.push(stream),
+            Poll::Ready(Err(error)) => return format!("{} streams: {error}", streams.len()),
+            Poll::Pending => {}
+        }
+        let mut buffer = [0; 4096];
+        for stream in streams.iter_mut().step_by(2) {
+            if let Poll::Ready(Ok(count)) = Pin::new(&mut *stream).poll_read(&mut cx, &mut buffer) {
+                read += count;
+            }
+            let _ = Pin::new(stream).poll_write(&mut cx, &buffer[..16]);
+        }
+        if read % 3 == 2 {
+            streams.pop();
+        }
+    }
+}
+
+/// Frames as peers send them.
+pub(in crate::p2p) fn frames() -> Vec<Vec<u8>> {
+    let frame = |kind, flags, stream, length: u32, data: &[u8]| {
+        [&Header::of(kind, flags, stream, length).encode()[..], data].concat()
+    };
+    let open = frame(Kind::Window, SYN, 1, 0, b"");
+    let data = frame(Kind::Data, 0, 1, 5, b"hello");
+    let (fin, reset) = (super::header::FIN, super::header::RST);
+    let ended = frame(Kind::Data, fin, 1, 0, b"");
+    let again = frame(Kind::Data, SYN, 3, 3, b"abc");
+    let gone = frame(Kind::Window, reset, 3, 0, b"");
+    let ping = frame(Kind::Ping, SYN, 0, 9, b"");
+    let pong = frame(Kind::Ping, super::header::ACK, 0, 1, b"");
+    let credit = frame(Kind::Window, 0, 1, 1 << 20, b"");
+    let leave = frame(Kind::GoAway, 0, 0, 0, b"");
+    let all = [open, data, credit, pong, ping, again, gone, ended, leave];
+    let whole = all.concat();
+    all.into_iter().chain([whole]).collect()
+}

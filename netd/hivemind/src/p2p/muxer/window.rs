@@ -120,6 +120,11 @@ impl Window {
         credit
     }
 
+    /// Whether the peer may send anything now.
+    pub(super) fn has_room(&self) -> bool {
+        self.left > 0
+    }
+
     /// Gives back what the window has grown by.
     pub(super) fn end(&mut self, growth: &mut Growth) {
         growth.left += (self.size - FIRST_WINDOW) as usize;
