@@ -7,6 +7,7 @@ use hivemind::wire::records::{ModelInfo, ServerInfo, ServerState};
 use shared::block::{BlockIndex, Span, is_prefix};
 use shared::config::SpanChoice;
 use shared::control::{Capacity, NetdInit};
+use shared::limits::Limits;
 use shared::model::ModelFacts;
 use shared::network::NetworkRate;
 use tracing::{info, warn};
@@ -50,6 +51,7 @@ pub async fn choose(init: &NetdInit, facts: &ModelFacts, joined: &Joined) -> Res
         adapters: facts.adapters.clone(),
         ..ServerInfo::new(ServerState::Joining, 0.0)
     };
+    let limits = init.config.limits(facts);
     let config = AnnounceConfig {
         prefix: prefix.clone(),
         blocks: span.start().0..span.end().0,
@@ -61,11 +63,12 @@ pub async fn choose(init: &NetdInit, facts: &ModelFacts, joined: &Joined) -> Res
         info: record,
         update_period: init.config.update_period,
         expiration: init.config.expiration,
+        session_tokens: session_tokens(&limits, span),
     };
     Ok(Offer {
         span,
         prefix,
-        limits: init.config.limits(facts),
+        limits,
         config,
         throughput: init.config.throughput,
         standing: Standing {
@@ -75,6 +78,13 @@ pub async fn choose(init: &NetdInit, facts: &ModelFacts, joined: &Joined) -> Res
         kept: Capacity::default(),
         hidden_size: facts.hidden_size,
     })
+}
+
+/// What a session takes of the free cache that records tell: the longest one, or an eighth of the cache if
+/// that is less.
+fn session_tokens(limits: &Limits, span: Span) -> u64 {
+    let tokens = limits.inference_max_length.min(limits.attn_cache_tokens / 8);
+    2 * u64::from(tokens) * span.block_count() as u64
 }
 
 fn prefix(init: &NetdInit, facts: &ModelFacts) -> Result<String, Fatal> {

@@ -5,6 +5,7 @@
 //! ```text
 //!   status (watch) ── state changes ──> announce at once ─┐
 //!                     period passes ──> announce again  ──┴─> store_many: every block's uid, and the index of models
+//!                     a session's worth of cache came or went ──> announce again, after 10 s at the earliest
 //!                     Offline ────────> announce once, end
 //! ```
 
@@ -23,6 +24,9 @@ use tracing::{info, warn};
 
 /// Time to the next attempt after one that no node accepted.
 const RETRY_PERIOD: Duration = Duration::from_secs(5);
+
+/// Least time between two announcements for the sake of the free cache. Tests wait for it.
+const CACHE_PERIOD: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
 
 /// Longest wait for one store that something else waits for.
 const STORE_PATIENCE: Duration = Duration::from_secs(10);
@@ -44,6 +48,8 @@ pub struct AnnounceConfig {
     pub update_period: Duration,
     /// Life of a record.
     pub expiration: Duration,
+    /// Free cache that comes and goes with a session, keys and values counted apart.
+    pub session_tokens: u64,
 }
 
 /// What changes.
@@ -196,7 +202,7 @@ async fn run(
                 "announcing took longer than the update period"
             );
         }
-        let changed = status.wait_for(|new| new.state != current.state);
+        let changed = next_change(&mut status, &current, config.session_tokens, started);
         // The period ends, or the state changes; a sender that is gone means the server ends. Or
         // the node was away from the swarm, whose nodes may have lost these records
         // meanwhile.
@@ -205,6 +211,28 @@ async fn run(
             Ok(()) = rejoined.changed() => false,
         };
     }
+}
+
+/// Waits until the state is another than was told at `started`, or so much of the cache has come or gone
+/// since that clients choose otherwise. The error says that the sender is gone.
+async fn next_change(
+    status: &mut watch::Receiver<ServerStatus>,
+    told: &ServerStatus,
+    session_tokens: u64,
+    started: Instant,
+) -> Result<(), watch::error::RecvError> {
+    let is_other = |new: &ServerStatus| new.state != told.state;
+    if let Ok(changed) = timeout_at(started + CACHE_PERIOD, status.wait_for(is_other)).await {
+        return changed.map(drop);
+    }
+    let is_news = |new: &ServerStatus| is_other(new) || has_news(told, new, session_tokens);
+    status.wait_for(is_news).await.map(drop)
+}
+
+/// Whether a session's worth of cache has come or gone.
+fn has_news(told: &ServerStatus, new: &ServerStatus, session_tokens: u64) -> bool {
+    let (told, new) = (told.cache_tokens_left, new.cache_tokens_left);
+    told.zip(new).is_some_and(|(told, new)| told.abs_diff(new) >= session_tokens.max(1))
 }
 
 /// Stores the records; whether each was accepted somewhere.
@@ -243,6 +271,7 @@ mod tests {
             },
             update_period: Duration::from_secs(120),
             expiration: Duration::from_secs(240),
+            session_tokens: 100,
         }
     }
 
@@ -319,6 +348,28 @@ mod tests {
         }
         let blocks = read_blocks(&dht, "tiny", 2..3).await.unwrap();
         assert!(blocks[0].contains_key(&peer_id));
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_sessions_worth_of_cache_is_told_before_the_period_ends_and_less_is_not() {
+        let (dht, _) = node(Vec::new()).await;
+        let peer_id = hivemind::p2p::PeerId::random().to_base58();
+        let (sender, receiver) = watch::channel(status(ServerState::Online));
+        let announcer = Announcer::start(dht.clone(), config("tiny", &peer_id), receiver);
+        announcer.announced().wait_for(Option::is_some).await.unwrap();
+        let told = async || {
+            let blocks = read_blocks(&dht, "tiny", 2..3).await.unwrap();
+            blocks[0].get(&peer_id).and_then(|info| info.cache_tokens_left)
+        };
+        sender.send_modify(|status| status.cache_tokens_left = Some(450));
+        tokio::time::sleep(3 * CACHE_PERIOD).await;
+        assert_eq!(told().await, Some(512), "a change that matters to nobody");
+        sender.send_modify(|status| status.cache_tokens_left = Some(400));
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while told().await != Some(400) {
+            assert!(Instant::now() < deadline, "still {:?}", told().await);
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

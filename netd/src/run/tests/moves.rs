@@ -19,6 +19,7 @@ async fn publish_other(node: &Joined, peer_id: &str, state: ServerState) {
         info: ServerInfo::new(state, 10.0),
         update_period: DEADLINE,
         expiration: 10 * DEADLINE,
+        session_tokens: 1,
     };
     let status = ServerStatus { state, cache_tokens_left: None, next_pings: Vec::new() };
     assert!(announce::store_under(&node.dht, &config, &status, &[0, 1]).await);
