@@ -9,17 +9,22 @@
 use std::{
     collections::{HashMap, HashSet},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
 use libp2p::PeerId;
 use tokio::time::Instant;
 
-use super::{
-    limits::{
-        MAX_KNOWN_SERVERS, MAX_SESSION_PEERS, MAX_SESSION_PEERS_PER_NET, SESSION_PEER_MEMORY,
-    },
-    nets::Net,
-};
+use super::nets::Net;
+
+/// Servers of the model that are remembered.
+pub(super) const MAX_KNOWN_SERVERS: usize = 4096;
+/// Peers that are remembered because of a session.
+pub(super) const MAX_SESSION_PEERS: usize = 1024;
+/// The same of one public IP net.
+pub(super) const MAX_SESSION_PEERS_PER_NET: usize = 32;
+/// How long a peer is remembered after its last session: longer than a client tries to come back.
+pub(super) const SESSION_PEER_MEMORY: Duration = Duration::from_secs(600);
 
 /// How much a connection with a peer is worth to this node, the least first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

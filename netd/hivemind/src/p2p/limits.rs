@@ -28,14 +28,6 @@ pub(super) const RESERVED_FOR_SERVERS: usize = 64;
 /// Reserved connections of one public IP net, also beyond [`MAX_CONNECTIONS_PER_NET`]: sessions and
 /// records of servers are cheap to those who want to fill the reserve.
 pub(super) const MAX_RESERVED_PER_NET: usize = 16;
-/// Peers that are remembered because of a session.
-pub(super) const MAX_SESSION_PEERS: usize = 1024;
-/// The same of one public IP net.
-pub(super) const MAX_SESSION_PEERS_PER_NET: usize = 32;
-/// How long a peer is remembered after its last session: longer than a client tries to come back.
-pub(super) const SESSION_PEER_MEMORY: Duration = Duration::from_secs(600);
-/// Servers of the model that are remembered.
-pub(super) const MAX_KNOWN_SERVERS: usize = 4096;
 /// Connections with one peer: both sides may dial at once, over several addresses.
 pub(super) const MAX_CONNECTIONS_PER_PEER: u32 = 8;
 /// With more connections than this, idle ones are closed. The same number as in p2pd.
