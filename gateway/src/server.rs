@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum_server::Handle;
-use axum_server::accept::DefaultAcceptor;
+use axum_server::accept::NoDelayAcceptor;
 use axum_server::tls_rustls::{RustlsAcceptor, RustlsConfig};
 use hyper_util::rt::TokioTimer;
 use shared::bootstrap::die_with_parent;
@@ -122,14 +122,15 @@ fn listen(config: &GatewayConfig) -> Result<TcpListener, GatewayError> {
 async fn serve(
     listener: TcpListener,
     router: Router,
-    tls: Option<RustlsAcceptor<DefaultAcceptor>>,
+    tls: Option<RustlsAcceptor<NoDelayAcceptor>>,
     handle: Handle<SocketAddr>,
 ) -> Result<(), std::io::Error> {
     let service = router.into_make_service_with_connect_info::<SocketAddr>();
     let mut server = axum_server::from_tcp(listener)?.handle(handle);
     server.http_builder().http1().timer(TokioTimer::new()).header_read_timeout(HEADER_TIMEOUT);
     match tls {
-        None => server.serve(service).await,
+        // Pieces of a text are small, and none waits for the acknowledgement of the one before.
+        None => server.acceptor(NoDelayAcceptor::new()).serve(service).await,
         Some(acceptor) => server.acceptor(acceptor).serve(service).await,
     }
 }
@@ -137,14 +138,14 @@ async fn serve(
 async fn acceptor(
     certificate: &Path,
     key: &Path,
-) -> Result<RustlsAcceptor<DefaultAcceptor>, GatewayError> {
+) -> Result<RustlsAcceptor<NoDelayAcceptor>, GatewayError> {
     // Fails if another part of the process has installed it already.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let config = RustlsConfig::from_pem_file(certificate, key).await.map_err(|source| {
         let (certificate, key) = (certificate.to_owned(), key.to_owned());
         GatewayError::Tls { certificate, key, source }
     })?;
-    Ok(RustlsAcceptor::new(config))
+    Ok(RustlsAcceptor::new(config).acceptor(NoDelayAcceptor::new()))
 }
 
 /// Stops listening at the first signal; texts under way may end.
