@@ -11,22 +11,12 @@ from typing import Literal
 import openai
 import pydantic
 
+import points
+
 BASE = sys.argv[1]
 client = openai.OpenAI(base_url=BASE, api_key="none", max_retries=0)
 ASK = dict(model="demo", messages=[{"role": "user", "content": "Tell me of a fox."}], max_tokens=16, temperature=0)
-failed = 0
-
-
-def point(name):
-    def run(check):
-        global failed
-        try:
-            check()
-            print(f"ok   python.{name}", flush=True)
-        except Exception as error:
-            failed += 1
-            print(f"FAIL python.{name} {error!r}", flush=True)
-    return run
+point = points.of("python")
 
 
 def whole():
@@ -135,4 +125,4 @@ def _():
         assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
-sys.exit(1 if failed else 0)
+sys.exit(points.failed > 0)
