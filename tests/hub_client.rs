@@ -62,6 +62,32 @@ fn a_client_downloads_its_own_tensors_once_and_writes_the_same_text() {
 }
 
 #[test]
+fn a_pickled_checkpoint_is_read_from_a_folder_and_downloaded_once_from_the_hub() {
+    let sepal = Sepal::serve(&demo_model(), PREFIX, &[]);
+    let expected = harness::generate(&sepal, &demo_model(), PREFIX, "float32", PROMPT, 8);
+    let folder = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(demo_model()).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|end| end == "json") {
+            std::fs::copy(&path, folder.path().join(path.file_name().unwrap())).unwrap();
+        }
+    }
+    let (from, to) = (demo_model().join("model.safetensors"), "pytorch_model.bin");
+    harness::pickled::write(&from, &folder.path().join(to));
+    let local = harness::generate(&sepal, folder.path(), PREFIX, "float32", PROMPT, 8);
+    assert_eq!(local, expected);
+
+    let (hub, cache) = (StandIn::serve("org/demo", folder.path()), tempfile::tempdir().unwrap());
+    assert_eq!(text(&generate(&sepal, cache.path(), &hub.endpoint, &[])), expected);
+    assert!(hub.take_got().iter().any(|got| got.file == to));
+    assert_eq!(text(&generate(&sepal, cache.path(), &hub.endpoint, &[])), expected);
+    assert!(hub.take_got().iter().all(|got| got.file != to));
+    let offline = generate(&sepal, cache.path(), "http://127.0.0.1:9", &["--offline"]);
+    assert_eq!(text(&offline), expected);
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[test]
 fn a_model_that_cannot_be_had_is_named_in_one_sentence() {
     let sepal = Sepal::serve(&demo_model(), PREFIX, &[]);
     let empty = tempfile::tempdir().unwrap();

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use kernels::WeightView;
 use kernels::quant::{int8, nf4};
-use model::header::{Header, HeaderError};
+use model::header::{CHECKPOINTS, Header, HeaderError};
 use serde::Deserialize;
 use shared::dtype::{DType, QuantType};
 
@@ -16,7 +16,7 @@ use shared::dtype::{DType, QuantType};
 pub enum LocalModelError {
     /// A file is missing or unreadable.
     #[error(
-        "cannot read {path}; give a model folder in Hugging Face layout with safetensors files"
+        "cannot read {path}; give a model folder in Hugging Face layout, with the weights of the model"
     )]
     Read {
         /// The file.
@@ -111,9 +111,13 @@ pub(crate) fn parse<'a, T: Deserialize<'a>>(
         .map_err(|source| LocalModelError::Parse { path: path.to_owned(), source })
 }
 
-/// The safetensors files of a folder: one, or those of an index.
+/// The checkpoint files of a folder, of safetensors or of PyTorch: one, or those of an index.
 pub(crate) struct Checkpoint {
     folder: PathBuf,
+    /// Name of the index, whether it is there or not.
+    index_name: &'static str,
+    /// Name of the file that is there without one.
+    single: &'static str,
     /// File of each tensor; empty when there is a single file.
     index: HashMap<String, String>,
 }
@@ -126,12 +130,15 @@ struct Index {
 impl Checkpoint {
     /// Reads the index, if there is one.
     pub fn open(folder: &Path) -> Result<Checkpoint, LocalModelError> {
-        let path = folder.join("model.safetensors.index.json");
+        let here = |name: &str| folder.join(name).is_file();
+        let found = CHECKPOINTS.into_iter().find(|(index, single)| here(index) || here(single));
+        let (index_name, single) = found.unwrap_or(CHECKPOINTS[0]);
+        let path = folder.join(index_name);
         let index = match path.exists() {
             true => parse::<Index>(&path, &read(&path)?)?.weight_map,
             false => HashMap::new(),
         };
-        Ok(Checkpoint { folder: folder.to_owned(), index })
+        Ok(Checkpoint { folder: folder.to_owned(), index_name, single, index })
     }
 
     /// The file with a tensor. Where the checkpoint is not there whole, `prepare` may have left the tensors of a
@@ -143,9 +150,9 @@ impl Checkpoint {
 
     fn whole_file_of(&self, tensor: &str) -> Result<PathBuf, LocalModelError> {
         if self.index.is_empty() {
-            return Ok(self.folder.join("model.safetensors"));
+            return Ok(self.folder.join(self.single));
         }
-        let path = self.folder.join("model.safetensors.index.json");
+        let path = self.folder.join(self.index_name);
         match self.index.get(tensor) {
             Some(name) if !name.contains('/') => Ok(self.folder.join(name)),
             Some(name) => Err(LocalModelError::Content {
@@ -196,7 +203,7 @@ impl Checkpoint {
         let io = |source| LocalModelError::Read { path: path.clone(), source };
         let file = File::open(&path).map_err(io)?;
         let file_bytes = file.metadata().map_err(io)?.len();
-        let header = Header::read(&file, file_bytes)
+        let header = Header::of_checkpoint(&path, &file, file_bytes)
             .map_err(|source| LocalModelError::Header { path: path.clone(), source })?;
         let found = names.iter().find_map(|name| Some((name, header.tensors.get(*name)?)));
         let (name, info) =
@@ -215,7 +222,7 @@ impl Checkpoint {
                 info.bytes()
             )));
         }
-        // The header lies within the file, and so does the tensor.
+        // The header lies within the file, and so does the tensor; its length is that of its shape.
         let mut bytes = vec![0; info.bytes() as usize];
         file.read_exact_at(&mut bytes, header.data_start + info.data_offsets.0).map_err(io)?;
         Ok((dtype, bytes))

@@ -161,8 +161,10 @@ impl Decoder {
         self.report.count(spent, guesses.len());
         let states = output.last(guesses.len() + 1).to_f32();
         let mut right = 0;
-        for state in states.chunks(self.head.hidden_size()) {
-            let one = self.choose(state).await?;
+        // Together: the head's weights are read once.
+        let logits = self.head.logits(states).await?;
+        for logits in logits.chunks(self.head.vocabulary()) {
+            let one = self.choose(logits)?;
             let is_right = guesses.get(right) == Some(&one.token);
             right += usize::from(is_right);
             self.is_over = one.is_eos || one.completes || self.report.tokens.len() >= self.most;
@@ -179,14 +181,13 @@ impl Decoder {
         Ok(chosen)
     }
 
-    async fn choose(&mut self, state: &[f32]) -> Result<Chosen, DecodeError> {
-        let logits = self.head.logits(state.to_vec()).await?;
+    fn choose(&mut self, logits: &[f32]) -> Result<Chosen, DecodeError> {
         let count = self.report.tokens.len();
         let none = DecodeError::NoToken(count);
         let (token, completes) = match &mut self.grammar {
-            None => (self.sampler.choose(&logits).ok_or(none)?, false),
+            None => (self.sampler.choose(logits).ok_or(none)?, false),
             Some(grammar) if logits.iter().any(|logit| logit.is_finite()) => {
-                let mut allowed = logits.clone();
+                let mut allowed = logits.to_vec();
                 grammar.limit(&mut allowed)?;
                 let nothing = || GrammarError::Text("no token may come next".into());
                 let token = self.sampler.choose(&allowed).ok_or_else(nothing)?;
@@ -197,7 +198,7 @@ impl Decoder {
         };
         self.report.tokens.push(token);
         self.text.push(token);
-        let logprobs = self.top_logprobs.map(|count| Logprobs::of(&logits, token, count));
+        let logprobs = self.top_logprobs.map(|count| Logprobs::of(logits, token, count));
         Ok(Chosen { token, is_eos: self.head.is_eos(token), completes, logprobs })
     }
 

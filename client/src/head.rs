@@ -1,6 +1,7 @@
 //! The local part of a model on a thread of its own, so that many sessions share one copy of it and none
 //! blocks the reactor. Rows that wait are computed together.
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -18,7 +19,7 @@ type Reply<T> = oneshot::Sender<Result<T, LocalModelError>>;
 
 enum Request {
     Embed { tokens: Vec<u32>, reply: Reply<Vec<u8>> },
-    Logits { state: Vec<f32>, reply: Reply<Vec<f32>> },
+    Logits { states: Vec<f32>, reply: Reply<Vec<f32>> },
 }
 
 /// What is known of the model without asking its thread.
@@ -96,12 +97,12 @@ impl Head {
         self.ask(|reply| Request::Embed { tokens, reply }).await
     }
 
-    /// Logits `[vocabulary]` for one hidden state, see [`LocalModel::logits`].
+    /// Logits `[rows, vocabulary]` for hidden states `[rows, hidden]`, see [`LocalModel::logits`].
     ///
     /// # Errors
     /// As there.
-    pub async fn logits(&self, state: Vec<f32>) -> Result<Vec<f32>, LocalModelError> {
-        self.ask(|reply| Request::Logits { state, reply }).await
+    pub async fn logits(&self, states: Vec<f32>) -> Result<Vec<f32>, LocalModelError> {
+        self.ask(|reply| Request::Logits { states, reply }).await
     }
 
     async fn ask<T>(
@@ -119,43 +120,46 @@ impl Head {
 }
 
 fn run(mut model: LocalModel, mut queue: mpsc::Receiver<Request>) {
+    let width = model.hidden_size();
+    let is_whole = |states: &[f32]| !states.is_empty() && states.len().is_multiple_of(width);
     while let Some(first) = queue.blocking_recv() {
-        let (mut states, mut replies) = (Vec::new(), Vec::new());
+        let (mut all, mut replies) = (Vec::new(), Vec::new());
         let mut next = Some(first);
         while let Some(request) = next.take() {
             match request {
                 // A caller that has gone wants no answer.
                 Request::Embed { tokens, reply } => drop(reply.send(model.embed(&tokens))),
                 // Alone, it gets its error alone.
-                Request::Logits { state, reply } if state.len() != model.hidden_size() => {
-                    drop(reply.send(model.logits(&state).map(<[f32]>::to_vec)));
+                Request::Logits { states, reply } if !is_whole(&states) => {
+                    drop(reply.send(model.logits(&states).map(<[f32]>::to_vec)));
                 }
-                Request::Logits { state, reply } => {
-                    states.extend(state);
-                    replies.push(reply);
+                Request::Logits { states, reply } => {
+                    replies.push((all.len()..all.len() + states.len(), reply));
+                    all.extend(states);
                 }
             }
-            if replies.len() < MAX_ROWS {
+            if all.len() < MAX_ROWS * width {
                 next = queue.try_recv().ok();
             }
         }
-        answer(&mut model, &states, replies);
+        answer(&mut model, &all, replies);
     }
 }
 
 /// Computes rows together. A failure is told to each by computing it again.
-fn answer(model: &mut LocalModel, states: &[f32], replies: Vec<Reply<Vec<f32>>>) {
+fn answer(model: &mut LocalModel, states: &[f32], replies: Vec<(Range<usize>, Reply<Vec<f32>>)>) {
     let (width, vocabulary) = (model.hidden_size(), model.vocabulary());
     if replies.is_empty() {
         return;
     }
     let all = model.logits(states).map(<[f32]>::to_vec).unwrap_or_default();
-    for (row, reply) in replies.into_iter().enumerate() {
-        let logits = match all.get(row * vocabulary..(row + 1) * vocabulary) {
+    for (values, reply) in replies {
+        let rows = values.start / width * vocabulary..values.end / width * vocabulary;
+        let logits = match all.get(rows) {
             Some(logits) => Ok(logits.to_vec()),
             None => {
-                let state = states.get(row * width..(row + 1) * width).unwrap_or_default();
-                model.logits(state).map(<[f32]>::to_vec)
+                let states = states.get(values).unwrap_or_default();
+                model.logits(states).map(<[f32]>::to_vec)
             }
         };
         // As above.
@@ -182,6 +186,9 @@ mod tests {
         for (seed, row) in rows.into_iter().enumerate() {
             assert_eq!(row.unwrap(), alone.logits(&state(seed)).unwrap(), "row {seed}");
         }
+        let three = head.logits([state(1), state(2), state(3)].concat()).await.unwrap();
+        assert_eq!(three, alone.logits(&[state(1), state(2), state(3)].concat()).unwrap());
+        assert_eq!(three[..head.vocabulary()], *alone.logits(&state(1)).unwrap());
         assert_eq!(head.embed(vec![3, 4]).await.unwrap(), alone.embed(&[3, 4]).unwrap());
     }
 

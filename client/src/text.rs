@@ -80,6 +80,10 @@ impl TextCodec {
     }
 }
 
+/// Tokens before a text that goes on, of which the first characters of its next token may depend. As in
+/// text-generation-inference.
+const CONTEXT: usize = 8;
+
 /// Turns tokens into text as they come. Text is held back while its last character is incomplete (a
 /// character may take several tokens).
 #[derive(Debug)]
@@ -95,7 +99,8 @@ pub struct TextStream<'a> {
 impl<'a> TextStream<'a> {
     /// A stream that continues after `prompt`.
     pub fn new(codec: &'a TextCodec, prompt: &[u32]) -> TextStream<'a> {
-        TextStream { codec, tokens: prompt.to_vec(), context: 0, printed: prompt.len() }
+        let tokens = prompt[prompt.len().saturating_sub(CONTEXT)..].to_vec();
+        TextStream { codec, context: 0, printed: tokens.len(), tokens }
     }
 
     /// The text that `token` completes; empty while a character is incomplete.
@@ -106,7 +111,8 @@ impl<'a> TextStream<'a> {
         self.tokens.push(token);
         let before = self.codec.decode(&self.tokens[self.context..self.printed])?;
         let after = self.codec.decode(&self.tokens[self.context..])?;
-        match after.strip_prefix(before.as_str()) {
+        // A prompt of tokens can end in the middle of a character.
+        match after.strip_prefix(before.trim_end_matches('\u{fffd}')) {
             Some(new) if !new.ends_with('\u{fffd}') => {
                 self.context = self.printed;
                 self.printed = self.tokens.len();
@@ -138,6 +144,19 @@ mod tests {
         let mut stream = TextStream::new(&codec, &tokens[..3]);
         let rest: String = tokens[3..].iter().map(|t| stream.push(*t).unwrap()).collect();
         assert_eq!(codec.decode(&tokens[..3]).unwrap() + &rest, text);
+    }
+
+    #[test]
+    fn a_text_goes_on_in_the_middle_of_a_character_and_behind_a_long_prompt() {
+        let codec = codec();
+        let tokens = codec.encode("the sea ".repeat(50).as_str()).unwrap();
+        let fox = codec.encode("🦊 by the sea.").unwrap();
+        let cut =
+            (1..fox.len()).find(|cut| codec.decode(&fox[..*cut]).unwrap().contains('\u{fffd}'));
+        let cut = cut.expect("the character has several tokens");
+        let mut stream = TextStream::new(&codec, &[&tokens[..], &fox[1..cut]].concat());
+        let rest: String = fox[cut..].iter().map(|t| stream.push(*t).unwrap()).collect();
+        assert_eq!(rest, "🦊 by the sea.");
     }
 
     #[test]

@@ -4,6 +4,7 @@ mod chat;
 mod completions;
 mod error;
 mod guard;
+mod messages;
 mod page;
 mod request;
 mod state;

@@ -19,6 +19,7 @@ use self::markdown::Markdown;
 use crate::engine::{Engine, EngineError};
 use crate::generation::{Ask, Ended, Finish, Piece, start};
 use crate::model::Model;
+use crate::template::TemplateInput;
 
 const HELP: &str = "\
 /system TEXT  what the assistant is told first; without TEXT, nothing
@@ -165,7 +166,7 @@ impl Conversation {
     /// Sends a message and prints the answer as it comes. A failure is printed, and the message forgotten.
     async fn say(&mut self, text: String) -> Result<(), std::io::Error> {
         self.messages.push(json!({"role": "user", "content": text}));
-        let prompt = self.model.chat_prompt(&self.all_messages(), None);
+        let prompt = self.model.chat_prompt(&TemplateInput::of(self.all_messages()));
         let answer = match prompt {
             Ok(prompt) => self.answer(prompt).await?,
             Err(error) => Err(error.to_string()),

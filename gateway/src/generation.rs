@@ -61,10 +61,14 @@ pub enum Finish {
 pub struct Ended {
     /// Why.
     pub finish: Finish,
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
     /// Tokens that were added, the one that ends the text included.
     pub completion_tokens: usize,
     /// Tokens of the prompt that a session held already.
     pub cached_tokens: usize,
+    /// How long the servers took for the first step, which carries the rest of the prompt.
+    pub first_step: Duration,
 }
 
 /// Why there is no text.
@@ -173,9 +177,15 @@ async fn generate(
     {
         return Ok(None);
     }
-    let (chain, tokens, _) = decoder.finish();
+    let (chain, tokens, report) = decoder.finish();
     model.keep(chain, tokens);
-    Ok(Some(Ended { finish, completion_tokens, cached_tokens }))
+    Ok(Some(Ended {
+        finish,
+        prompt_tokens: report.prompt_tokens,
+        completion_tokens,
+        cached_tokens,
+        first_step: report.prefill.total,
+    }))
 }
 
 fn named(model: &Model, token: u32, of: &Logprobs) -> TokenText {

@@ -36,20 +36,24 @@ pub struct Metrics {
     tokens: Family<Kind, Counter>,
     streams: Gauge,
     first: Histogram,
+    first_step: Histogram,
 }
 
 impl Default for Metrics {
     fn default() -> Metrics {
         let mut registry = Registry::with_prefix("sepal_gateway");
         let (answers, tokens) = (Family::default(), Family::default());
-        let (streams, first) = (Gauge::default(), Histogram::new(SECONDS));
+        let streams = Gauge::default();
+        let (first, first_step) = (Histogram::new(SECONDS), Histogram::new(SECONDS));
         registry.register("requests", "Requests answered, by endpoint and status", answers.clone());
         let help = "Tokens: prompt, cached (of the prompt, held by an open session), completion";
         registry.register("tokens", help, tokens.clone());
         registry.register("texts", "Texts under way", streams.clone());
         let help = "Time from a request to its first piece of text";
         registry.register_with_unit("first_text", help, Unit::Seconds, first.clone());
-        Metrics { registry, answers, tokens, streams, first }
+        let help = "Time of the first step of a text, which carries the new tokens of its prompt";
+        registry.register_with_unit("first_step", help, Unit::Seconds, first_step.clone());
+        Metrics { registry, answers, tokens, streams, first, first_step }
     }
 }
 
@@ -68,6 +72,11 @@ impl Metrics {
     /// The first piece of a text came after this time.
     pub fn first_text(&self, after: Duration) {
         self.first.observe(after.as_secs_f64());
+    }
+
+    /// The servers took so long for the first step of a text.
+    pub fn first_step(&self, took: Duration) {
+        self.first_step.observe(took.as_secs_f64());
     }
 
     /// A text is under way until the value is dropped.

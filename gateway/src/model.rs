@@ -14,7 +14,7 @@ use serde_json::Value;
 use shared::config::{GatewayConfig, GatewayModel};
 
 use crate::conversations::Conversations;
-use crate::template::{ChatTemplate, TemplateError};
+use crate::template::{ChatTemplate, TemplateError, TemplateInput};
 use crate::view::View;
 
 /// Threads for the head of each model.
@@ -151,14 +151,10 @@ impl Model {
     ///
     /// # Errors
     /// [`PromptError`].
-    pub fn chat_prompt(
-        &self,
-        messages: &Value,
-        tools: Option<&Value>,
-    ) -> Result<Vec<u32>, PromptError> {
+    pub fn chat_prompt(&self, input: &TemplateInput) -> Result<Vec<u32>, PromptError> {
         let template = self.template.as_ref();
         let template = template.ok_or_else(|| PromptError::NoTemplate(self.view.name.clone()))?;
-        Ok(self.codec.encode_rendered(&template.prompt(messages, tools)?)?)
+        Ok(self.codec.encode_rendered(&template.prompt(input)?)?)
     }
 
     /// Guesses for one text.

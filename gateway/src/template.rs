@@ -3,11 +3,12 @@
 //! A template is a file of a stranger. It runs without access to anything, with bounds on its steps and on
 //! what it writes.
 
+mod python;
+
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::Serde;
 use minijinja::{Environment, ErrorKind, Value, context};
 use serde::Deserialize;
 
@@ -87,6 +88,25 @@ struct TokenizerConfig {
     unk_token: Option<Special>,
 }
 
+/// What a template makes a prompt of.
+#[derive(Clone, Debug)]
+pub struct TemplateInput {
+    /// The messages, each an object with `role` and `content`.
+    pub messages: Value,
+    /// The tools that the assistant may call; `none` without.
+    pub tools: Value,
+    /// An object with more variables of the template.
+    pub variables: Value,
+}
+
+impl TemplateInput {
+    /// Messages without tools.
+    pub fn of(messages: impl serde::Serialize) -> TemplateInput {
+        let messages = Value::from_serialize(messages);
+        TemplateInput { messages, tools: Value::from(()), variables: context! {} }
+    }
+}
+
 /// A template that was compiled, with the special tokens that it may write.
 #[derive(Debug)]
 pub struct ChatTemplate {
@@ -140,14 +160,9 @@ impl ChatTemplate {
         })?;
         environment.set_syntax(syntax);
         environment.set_fuel(Some(FUEL));
+        python::extend(&mut environment);
         environment
-            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        let raise = |text: String| -> Result<Value, minijinja::Error> {
-            Err(minijinja::Error::new(ErrorKind::InvalidOperation, text))
-        };
-        environment.add_function("raise_exception", raise);
-        environment
-            .add_template_owned(NAME, source)
+            .add_template_owned(NAME, python::without_marks(&source).into_owned())
             .map_err(|error| TemplateError::Syntax { path, reason: error.to_string() })?;
         let text =
             |special: &Option<Special>| special.as_ref().map_or("", Special::text).to_owned();
@@ -160,15 +175,11 @@ impl ChatTemplate {
         Ok(ChatTemplate { environment, tokens })
     }
 
-    /// The prompt for `messages`, after which the assistant speaks. `tools` are those that it may call.
+    /// The prompt for a conversation, after which the assistant speaks.
     ///
     /// # Errors
     /// [`TemplateError::Render`] with what the template says.
-    pub fn prompt(
-        &self,
-        messages: &serde_json::Value,
-        tools: Option<&serde_json::Value>,
-    ) -> Result<String, TemplateError> {
+    pub fn prompt(&self, input: &TemplateInput) -> Result<String, TemplateError> {
         let failed = |error: minijinja::Error| {
             let text = match error.kind() {
                 ErrorKind::OutOfFuel => "it takes too many steps".to_owned(),
@@ -177,11 +188,13 @@ impl ChatTemplate {
             TemplateError::Render(text)
         };
         let template = self.environment.get_template(NAME).map_err(failed)?;
+        let TemplateInput { messages, tools, variables } = input;
         let variables = context! {
-            messages => Value::from(Serde(messages)),
-            tools => tools.map(|tools| Value::from(Serde(tools))),
+            messages,
+            tools,
             add_generation_prompt => true,
-            ..self.tokens.clone()
+            ..self.tokens.clone(),
+            ..variables.clone()
         };
         let mut out = Bounded { text: String::new() };
         match template.render_captured_to(variables, &mut out) {
@@ -258,14 +271,14 @@ mod tests {
 
     #[test]
     fn a_template_with_methods_of_python_makes_the_prompt() {
-        let prompt = of(LLAMA).prompt(&chat(), None).unwrap();
+        let prompt = of(LLAMA).prompt(&TemplateInput::of(chat())).unwrap();
         assert_eq!(prompt, "<s>[INST] Hi [/INST] Hello </s>[INST] Bye [/INST]");
     }
 
     #[test]
     fn what_a_template_raises_is_the_error() {
         let two = json!([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]);
-        let error = of(LLAMA).prompt(&two, None).unwrap_err().to_string();
+        let error = of(LLAMA).prompt(&TemplateInput::of(two)).unwrap_err().to_string();
         assert!(error.contains("roles must alternate"), "{error}");
         let broken = json!({"chat_template": "{% if %}"});
         let error = ChatTemplate::load(folder(&broken).path(), None).unwrap_err().to_string();
@@ -276,10 +289,10 @@ mod tests {
     fn loops_and_floods_end() {
         let endless =
             "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}";
-        let error = of(endless).prompt(&chat(), None).unwrap_err().to_string();
+        let error = of(endless).prompt(&TemplateInput::of(chat())).unwrap_err().to_string();
         assert!(error.contains("too many steps"), "{error}");
         let flood = "{% for a in range(9999) %}{{ 'x' * 10000 }}{% endfor %}";
-        let error = of(flood).prompt(&chat(), None).unwrap_err().to_string();
+        let error = of(flood).prompt(&TemplateInput::of(chat())).unwrap_err().to_string();
         assert!(error.contains("writes more than"), "{error}");
     }
 
@@ -291,8 +304,18 @@ mod tests {
         ]});
         let template = ChatTemplate::load(folder(&config).path(), None).unwrap().unwrap();
         let tools = json!([{"type": "function", "function": {"name": "weather"}}]);
-        assert_eq!(template.prompt(&chat(), Some(&tools)).unwrap(), "weather!");
-        assert_eq!(template.prompt(&chat(), None).unwrap(), "!");
+        let with_tools =
+            TemplateInput { tools: Value::from_serialize(tools), ..TemplateInput::of(chat()) };
+        assert_eq!(template.prompt(&with_tools).unwrap(), "weather!");
+        assert_eq!(template.prompt(&TemplateInput::of(chat())).unwrap(), "!");
+    }
+
+    #[test]
+    fn variables_of_a_request_reach_the_template_and_replace_nothing() {
+        let template = of("{{ bos_token }}{{ enable_thinking }}{{ messages | length }}");
+        let variables = context! { enable_thinking => false, bos_token => "x", messages => 7 };
+        let input = TemplateInput { variables, ..TemplateInput::of(chat()) };
+        assert_eq!(template.prompt(&input).unwrap(), "<s>false3");
     }
 
     #[test]
@@ -300,10 +323,10 @@ mod tests {
         let folder = folder(&json!({"chat_template": "inner"}));
         std::fs::write(folder.path().join("chat_template.jinja"), "outer").unwrap();
         let load = |file: Option<&Path>| ChatTemplate::load(folder.path(), file).unwrap().unwrap();
-        assert_eq!(load(None).prompt(&chat(), None).unwrap(), "outer");
+        assert_eq!(load(None).prompt(&TemplateInput::of(chat())).unwrap(), "outer");
         let given = folder.path().join("given");
         std::fs::write(&given, "given").unwrap();
-        assert_eq!(load(Some(&given)).prompt(&chat(), None).unwrap(), "given");
+        assert_eq!(load(Some(&given)).prompt(&TemplateInput::of(chat())).unwrap(), "given");
         let empty = tempfile::tempdir().unwrap();
         assert!(ChatTemplate::load(empty.path(), None).unwrap().is_none());
     }

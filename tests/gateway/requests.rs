@@ -13,6 +13,13 @@ fn bad_requests_get_errors_in_the_shape_of_the_api_and_others_go_on() {
     let gateway = Gateway::start(&sepal.addr(), &["--max_body", "64KiB"]);
     let path = "/v1/completions";
     let bad = |more: Value| (path, completion(&more).to_string());
+    let chat = |more: Value| {
+        let mut body = json!({"model": "demo", "messages": [{"role": "user", "content": "x"}]});
+        for (name, value) in more.as_object().unwrap() {
+            body[name] = value.clone();
+        }
+        ("/v1/chat/completions", body.to_string())
+    };
     let long = json!({"prompt": vec![5; 2040], "max_tokens": 64});
     let cases = [
         (bad(json!({"model": "gpt-4"})), 404, "there are: demo"),
@@ -28,20 +35,17 @@ fn bad_requests_get_errors_in_the_shape_of_the_api_and_others_go_on() {
         (bad(json!({"frequency_penalty": 9})), 400, "frequency penalty 9"),
         (bad(json!({"prompt": ""})), 400, "empty"),
         (bad(json!({"prompt": [99999]})), 400, "outside the vocabulary"),
-        (bad(json!({"prompt": ["a", "b"]})), 400, "one request for each"),
+        (bad(json!({"prompt": ["a", ""]})), 400, "empty"),
+        (bad(json!({"prompt": vec!["a"; 17]})), 400, "17 prompts"),
+        (bad(json!({"prompt": ["a", "b", "c"], "n": 6})), 400, "3 prompts with n 6"),
         (bad(json!({"echo": true})), 400, "echo"),
         (bad(json!({"logprobs": 99})), 400, "0 to 20"),
         (bad(long), 400, "2048"),
         (bad(json!({"prompt": "x".repeat(80_000)})), 413, "more than 65536 bytes"),
-        (
-            (
-                "/v1/chat/completions",
-                json!({"model": "demo", "messages": [{"role": "user", "content": "x"}]})
-                    .to_string(),
-            ),
-            400,
-            "no chat template",
-        ),
+        (chat(json!({})), 400, "no chat template"),
+        (chat(json!({"tools": {"type": "function"}})), 400, "tools is a map"),
+        (chat(json!({"chat_template_kwargs": []})), 400, "chat_template_kwargs is a sequence"),
+        (chat(json!({"messages": [{"role": "user", "content": 7}]})), 400, "content is a number"),
         (("/v1/nothing", "{}".to_owned()), 404, "/v1/chat/completions"),
     ];
     for ((path, body), expected, part) in cases {

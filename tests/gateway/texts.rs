@@ -112,6 +112,39 @@ fn a_small_model_guesses_and_the_text_stays_the_same() {
 }
 
 #[test]
+fn several_prompts_of_one_request_get_their_own_texts_in_order() {
+    let sepal = serve(&[]);
+    let gateway = Gateway::start(&sepal.addr(), &[]);
+    let path = "/v1/completions";
+    let prompts = ["There was once a fox", "The sea was", "Once upon a time"];
+    let alone: Vec<Value> = prompts
+        .iter()
+        .map(|prompt| gateway.done(path, &completion(&json!({"prompt": prompt}))))
+        .collect();
+    let expected: Vec<String> = alone.iter().map(text).collect();
+    let several = completion(&json!({"prompt": prompts}));
+    let answer = gateway.done(path, &several);
+    let choices = answer["choices"].as_array().unwrap();
+    let got: Vec<&str> = choices.iter().map(|choice| choice["text"].as_str().unwrap()).collect();
+    assert_eq!(got, expected);
+    let tokens = |answer: &Value| answer["usage"]["prompt_tokens"].as_u64().unwrap();
+    assert_eq!(tokens(&answer), alone.iter().map(tokens).sum::<u64>());
+    let mut streamed = vec![String::new(); prompts.len()];
+    gateway.stream(path, several, |chunk| {
+        let choice = &chunk["choices"][0];
+        let index = usize::try_from(choice["index"].as_u64().unwrap()).unwrap();
+        streamed[index] += choice["text"].as_str().unwrap_or_default();
+    });
+    assert_eq!(streamed, expected);
+    let drawn = json!({"prompt": &prompts[..2], "n": 2, "temperature": 1.2, "seed": 7});
+    let indices = |answer: &Value| {
+        let choices = answer["choices"].as_array().unwrap().iter();
+        choices.map(|choice| choice["index"].as_u64().unwrap()).collect::<Vec<_>>()
+    };
+    assert_eq!(indices(&gateway.done(path, &completion(&drawn))), [0, 1, 2, 3]);
+}
+
+#[test]
 fn texts_have_the_form_that_is_asked_for() {
     let sepal = serve(&[]);
     let gateway = Gateway::start(&sepal.addr(), &["--speculate", "4"]);

@@ -7,6 +7,7 @@ pub mod golden;
 pub mod http;
 pub mod lab;
 pub mod peer;
+pub mod pickled;
 pub mod session;
 
 use std::io::{BufRead, BufReader};

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Turns of one conversation through a gateway: the first byte of an answer beside the time of a step. Prints one JSON object.
+"""Turns of one conversation through a gateway: the first byte of an answer, and how much of it is the step that carries the new tokens.
+Prints one JSON object.
 
     tests/openai/turns.py http://127.0.0.1:8080/v1 MODEL [--turns 20] [--tokens 12]
 
-The first turn opens the session, and is left out. Measure on a quiet machine; nothing is asserted about time. Uses the standard library alone.
+The first turn opens the session, and is left out. How long the servers took for the steps, the gateway's /metrics say; nobody else may
+use it meanwhile. Measure on a quiet machine; nothing is asserted about time. Uses the standard library alone.
 """
 import argparse
 import http.client
@@ -44,8 +46,18 @@ def turn(messages):
     return said, times[0] - began, [b - a for a, b in zip(times, times[1:])], cached
 
 
-messages, first, steps, cached = [], [], [], 0
+def first_steps():
+    """Seconds of all first steps of texts so far, and how many there were; `None` if the gateway does not tell."""
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    of = lambda name: next((float(line.split()[1]) for line in text.splitlines() if line.startswith(f"sepal_gateway_first_step_seconds_{name} ")), None)
+    return of("sum"), of("count")
+
+
+messages, first, steps, cached, before = [], [], [], 0, (None, None)
 for number in range(args.turns + 1):
+    if number == 1:
+        before = first_steps()
     messages.append(dict(role="user", content="Go on." if messages else "Tell me of a fox."))
     said, to_first, between, cached = turn(messages)
     messages.append(dict(role="assistant", content=said))
@@ -54,5 +66,10 @@ for number in range(args.turns + 1):
         steps += between
 ms = lambda seconds: round(1e3 * seconds, 2)
 step = statistics.median(steps)
-print(json.dumps(dict(turns=args.turns, cached_tokens_of_last=cached, first_ms_p50=ms(statistics.median(first)), first_ms_most=ms(max(first)),
-                      step_ms_p50=ms(step), first_less_step_ms_p50=ms(statistics.median(first) - step))))
+found = dict(turns=args.turns, cached_tokens_of_last=cached, first_ms_p50=ms(statistics.median(first)), first_ms_mean=ms(statistics.mean(first)),
+             first_ms_most=ms(max(first)), step_of_one_token_ms_p50=ms(step))
+after = first_steps()
+if None not in before:
+    of_step = (after[0] - before[0]) / (after[1] - before[1])
+    found.update(first_step_ms_mean=ms(of_step), first_less_first_step_ms_mean=ms(statistics.mean(first) - of_step))
+print(json.dumps(found))

@@ -7,83 +7,38 @@ use axum::Json;
 use axum::body::Bytes;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
+// Keeps the order of keys, which a template writes.
+use minijinja::Value as Variable;
+use minijinja::context;
+use minijinja::value::ValueKind;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::Shared;
 use super::error::ApiError;
+use super::messages;
 use super::request::{self, Settings, unix_seconds};
 use super::stream::{self, Chunks};
 use super::texts::{self, TextEvent, Texts, Usage, finish_name};
 use crate::generation::TokenText;
 use crate::model::{Model, PromptError};
-
-/// Most messages of a conversation.
-const MAX_MESSAGES: usize = 4096;
+use crate::template::TemplateInput;
 
 #[derive(Debug, Deserialize)]
 struct Request {
     model: String,
-    messages: Vec<Message>,
+    messages: Vec<Variable>,
     #[serde(default)]
-    tools: Option<Value>,
+    tools: Option<Variable>,
+    /// More variables of the template, as in vLLM's API.
+    #[serde(default)]
+    chat_template_kwargs: Option<Variable>,
     #[serde(default)]
     logprobs: Option<bool>,
     #[serde(default)]
     top_logprobs: Option<u32>,
     #[serde(flatten)]
     settings: Settings,
-}
-
-/// A message; whatever else it holds (names, tool calls) reaches the template.
-#[derive(Debug, Deserialize)]
-struct Message {
-    role: String,
-    #[serde(default)]
-    content: Content,
-    #[serde(flatten)]
-    more: serde_json::Map<String, Value>,
-}
-
-/// A text, or parts of which each is a text.
-#[derive(Debug, Default, Deserialize)]
-#[serde(untagged)]
-enum Content {
-    #[default]
-    None,
-    Text(String),
-    Parts(Vec<ContentPart>),
-}
-
-#[derive(Debug, Deserialize)]
-struct ContentPart {
-    #[serde(rename = "type")]
-    kind: String,
-    #[serde(default)]
-    text: Option<String>,
-}
-
-impl Message {
-    fn into_value(self) -> Result<Value, ApiError> {
-        let content = match self.content {
-            Content::None => Value::Null,
-            Content::Text(text) => Value::String(text),
-            Content::Parts(parts) => {
-                let text = |part: ContentPart| match (part.kind.as_str(), part.text) {
-                    ("text", Some(text)) => Ok(text),
-                    (kind, _) => Err(ApiError::bad(
-                        format!("a content part of type {kind:?} is not supported: only text is"),
-                        Some("messages"),
-                    )),
-                };
-                Value::String(parts.into_iter().map(text).collect::<Result<String, _>>()?)
-            }
-        };
-        let mut object = self.more;
-        object.insert("role".into(), self.role.into());
-        object.insert("content".into(), content);
-        Ok(Value::Object(object))
-    }
 }
 
 /// Answers one request.
@@ -94,12 +49,20 @@ pub(super) async fn create(State(shared): State<Shared>, body: Bytes) -> Respons
 async fn answer(shared: &Shared, body: &Bytes) -> Result<Response, ApiError> {
     let request: Request = request::parse(body)?;
     let model = request::model(&shared.engine, &request.model)?;
-    let prompt = prompt(model, request.messages, request.tools.as_ref())?;
+    let tools = given(request.tools, ValueKind::Seq, "tools")?;
+    let variables = given(request.chat_template_kwargs, ValueKind::Map, "chat_template_kwargs")?;
+    let input = TemplateInput {
+        messages: messages::readable(&request.messages)?.into_iter().collect(),
+        tools: tools.unwrap_or(Variable::from(())),
+        variables: variables.unwrap_or(context! {}),
+    };
+    let prompt = prompt(model, input).await?;
     let names = request.logprobs == Some(true);
     let top = names.then(|| request.top_logprobs.unwrap_or(0));
     let settings = &request.settings;
     let grammar = settings.grammar(model).await?;
-    let asks = settings.asks(prompt, grammar.as_ref(), (model, shared.default_max_tokens), top)?;
+    let asks =
+        settings.asks(vec![prompt], grammar.as_ref(), (model, shared.default_max_tokens), top)?;
     let count = asks.len();
     let texts = Texts::start(shared, model, asks)?;
     let head = Head::of(model);
@@ -122,20 +85,26 @@ async fn answer(shared: &Shared, body: &Bytes) -> Result<Response, ApiError> {
     Ok(Json(body).into_response())
 }
 
-/// The tokens of a conversation, after which the assistant speaks.
-fn prompt(
-    model: &Arc<Model>,
-    messages: Vec<Message>,
-    tools: Option<&Value>,
-) -> Result<Vec<u32>, ApiError> {
-    if messages.is_empty() || messages.len() > MAX_MESSAGES {
-        let text = format!("{} messages: expected 1 to {MAX_MESSAGES}", messages.len());
-        return Err(ApiError::bad(text, Some("messages")));
+/// What a request has under `name`, which must be of this kind if it is there.
+fn given(
+    value: Option<Variable>,
+    kind: ValueKind,
+    name: &'static str,
+) -> Result<Option<Variable>, ApiError> {
+    let value = value.filter(|value| !value.is_none());
+    match value.as_ref().map(Variable::kind) {
+        Some(other) if other != kind => {
+            Err(ApiError::bad(format!("{name} is a {other}: expected a {kind}"), Some(name)))
+        }
+        _ => Ok(value),
     }
-    let messages: Result<Vec<Value>, ApiError> =
-        messages.into_iter().map(Message::into_value).collect();
-    let tools = tools.filter(|tools| !tools.is_null());
-    model.chat_prompt(&Value::Array(messages?), tools).map_err(|error| {
+}
+
+/// The tokens of a conversation, after which the assistant speaks.
+async fn prompt(model: &Arc<Model>, input: TemplateInput) -> Result<Vec<u32>, ApiError> {
+    let model = model.clone();
+    let prompt = request::outside(move || model.chat_prompt(&input)).await?;
+    prompt.map_err(|error| {
         let param = if matches!(error, PromptError::NoTemplate(_)) { "model" } else { "messages" };
         ApiError::bad(error.to_string(), Some(param))
     })

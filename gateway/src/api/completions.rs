@@ -6,6 +6,7 @@ use axum::Json;
 use axum::body::Bytes;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
+use client::text::{TextCodec, TextError};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -33,7 +34,7 @@ struct Request {
     settings: Settings,
 }
 
-/// A text or its tokens, or a list of one of them.
+/// A text or its tokens, or several of them.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 enum Prompt {
@@ -44,30 +45,18 @@ enum Prompt {
 }
 
 impl Prompt {
-    fn tokens(self, model: &Model) -> Result<Vec<u32>, ApiError> {
-        let encode = |text: &str| {
-            let tokens = model.codec.encode(text);
-            tokens.map_err(|error| ApiError::bad(error.to_string(), Some("prompt")))
-        };
-        let several = || {
-            let text =
-                "several prompts in one request are not supported: send one request for each";
-            ApiError::bad(text.to_owned(), Some("prompt"))
+    /// The tokens of each prompt.
+    fn tokens(self, codec: &TextCodec) -> Result<Vec<Vec<u32>>, TextError> {
+        // Without a text there is nothing to begin with: the token that starts a sequence alone is no prompt.
+        let encode = |text: String| match text.is_empty() {
+            true => Ok(Vec::new()),
+            false => codec.encode(&text),
         };
         match self {
-            Prompt::Text(text) if text.is_empty() => {
-                Err(ApiError::bad("the prompt is empty".into(), Some("prompt")))
-            }
-            Prompt::Text(text) => encode(&text),
-            Prompt::Tokens(tokens) => Ok(tokens),
-            Prompt::Texts(texts) => match texts.as_slice() {
-                [text] if !text.is_empty() => encode(text),
-                _ => Err(several()),
-            },
-            Prompt::ListsOfTokens(mut lists) => match lists.len() {
-                1 => Ok(lists.pop().unwrap_or_default()),
-                _ => Err(several()),
-            },
+            Prompt::Text(text) => Ok(vec![encode(text)?]),
+            Prompt::Tokens(tokens) => Ok(vec![tokens]),
+            Prompt::Texts(texts) => texts.into_iter().map(encode).collect(),
+            Prompt::ListsOfTokens(lists) => Ok(lists),
         }
     }
 }
@@ -91,11 +80,13 @@ async fn answer(shared: &Shared, body: &Bytes) -> Result<Response, ApiError> {
     if let Some((name, _)) = unsupported.into_iter().find(|(_, is_asked)| *is_asked) {
         return Err(ApiError::bad(format!("{name} is not supported: leave it out"), Some(name)));
     }
-    let prompt = request.prompt.tokens(model)?;
+    let (prompt, local) = (request.prompt, model.clone());
+    let prompts = request::outside(move || prompt.tokens(&local.codec)).await?;
+    let prompts = prompts.map_err(|error| ApiError::bad(error.to_string(), Some("prompt")))?;
     let settings = &request.settings;
     let top = request.logprobs;
     let grammar = settings.grammar(model).await?;
-    let asks = settings.asks(prompt, grammar.as_ref(), (model, shared.default_max_tokens), top)?;
+    let asks = settings.asks(prompts, grammar.as_ref(), (model, shared.default_max_tokens), top)?;
     let count = asks.len();
     let texts = Texts::start(shared, model, asks)?;
     let head = TextHead::of(model);

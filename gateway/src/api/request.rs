@@ -16,7 +16,7 @@ use crate::engine::Engine;
 use crate::generation::Ask;
 use crate::model::Model;
 
-/// Most texts of one request.
+/// Most texts of one request, of all its prompts together.
 const MAX_CHOICES: u32 = 16;
 /// Most texts that end a text, and the longest of them.
 const MAX_STOPS: usize = 16;
@@ -123,26 +123,24 @@ impl Settings {
         model.grammar(schema).await.map(Some).map_err(refuse)
     }
 
-    /// What is asked of each text: the same, but for the seed.
+    /// What is asked of each text: for each prompt in turn `n` texts that differ in the seed.
     ///
     /// # Errors
-    /// A setting out of range, a prompt that is empty or too long.
+    /// A setting out of range, a prompt that is empty or too long, too many prompts.
     pub fn asks(
         &self,
-        prompt: Vec<u32>,
+        prompts: Vec<Vec<u32>>,
         grammar: Option<&Grammar>,
         (model, default_max_tokens): (&Model, u32),
         top_logprobs: Option<u32>,
     ) -> Result<Vec<Ask>, ApiError> {
-        if prompt.is_empty() {
-            return Err(ApiError::bad("the prompt is empty".into(), Some("prompt")));
-        }
-        let vocabulary = model.head.vocabulary();
-        if let Some(token) = prompt.iter().find(|token| **token as usize >= vocabulary) {
-            let text = format!("token {token} is outside the vocabulary of {vocabulary}");
+        let (count, choices) = (prompts.len(), self.choices()?);
+        if !(1..=(MAX_CHOICES / choices) as usize).contains(&count) {
+            let text = format!(
+                "{count} prompts with n {choices}: expected 1 to {MAX_CHOICES} texts in one request"
+            );
             return Err(ApiError::bad(text, Some("prompt")));
         }
-        let max_new_tokens = self.max_new_tokens(prompt.len(), model, default_max_tokens)?;
         let (sampling, stop) = (self.sampling()?, self.stops()?);
         let top_logprobs = match top_logprobs {
             Some(n) if n > MAX_TOP_LOGPROBS => {
@@ -150,19 +148,24 @@ impl Settings {
             }
             n => n.map(|n| n as usize),
         };
-        let prompt: Arc<[u32]> = prompt.into();
-        let ask = |choice: u32| Ask {
-            prompt: prompt.clone(),
-            max_new_tokens,
-            sampling: SamplingConfig {
-                seed: sampling.seed.map(|seed| seed.wrapping_add(u64::from(choice))),
-                ..sampling.clone()
-            },
-            stop: stop.clone(),
-            grammar: grammar.map(Grammar::another),
-            top_logprobs,
-        };
-        Ok((0..self.choices()?).map(ask).collect())
+        let mut asks = Vec::with_capacity(count * choices as usize);
+        for prompt in prompts {
+            check_prompt(&prompt, model.head.vocabulary())?;
+            let max_new_tokens = self.max_new_tokens(prompt.len(), model, default_max_tokens)?;
+            let prompt: Arc<[u32]> = prompt.into();
+            asks.extend((0..choices).map(|choice| Ask {
+                prompt: prompt.clone(),
+                max_new_tokens,
+                sampling: SamplingConfig {
+                    seed: sampling.seed.map(|seed| seed.wrapping_add(u64::from(choice))),
+                    ..sampling.clone()
+                },
+                stop: stop.clone(),
+                grammar: grammar.map(Grammar::another),
+                top_logprobs,
+            }));
+        }
+        Ok(asks)
     }
 
     fn max_new_tokens(&self, prompt: usize, model: &Model, default: u32) -> Result<u32, ApiError> {
@@ -245,6 +248,28 @@ impl Settings {
         }
         Ok(stops)
     }
+}
+
+fn check_prompt(prompt: &[u32], vocabulary: usize) -> Result<(), ApiError> {
+    let bad = |text: String| Err(ApiError::bad(text, Some("prompt")));
+    if prompt.is_empty() {
+        return bad("the prompt is empty".to_owned());
+    }
+    match prompt.iter().find(|token| **token as usize >= vocabulary) {
+        Some(token) => bad(format!("token {token} is outside the vocabulary of {vocabulary}")),
+        None => Ok(()),
+    }
+}
+
+/// Runs work whose time grows with a request outside of the reactor, so that other texts go on.
+///
+/// # Errors
+/// The gateway is shutting down.
+pub async fn outside<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, ApiError> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.map_err(|_| ApiError::too_many("the gateway is shutting down".to_owned(), 1))
 }
 
 /// A setting that cannot be used.

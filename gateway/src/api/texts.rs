@@ -40,9 +40,9 @@ pub enum TextEvent {
 /// Numbers of tokens.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Usage {
-    /// Of the prompt.
+    /// Of all prompts.
     pub prompt: usize,
-    /// Of the prompt, held by an open session.
+    /// Of these, held by open sessions.
     pub cached: usize,
     /// Of all texts.
     pub completion: usize,
@@ -89,7 +89,8 @@ impl Texts {
         };
         let permits = asks.iter().map(|_| slot()).collect::<Result<Vec<_>, _>>()?;
         let under_way = permits.into_iter().map(|permit| (engine.metrics.text(), permit)).collect();
-        let prompt = asks.first().map_or(0, |ask| ask.prompt.len());
+        let prompts = asks.chunk_by(|a, b| Arc::ptr_eq(&a.prompt, &b.prompt));
+        let prompt = prompts.filter_map(<[Ask]>::first).map(|ask| ask.prompt.len()).sum();
         let left = u32::try_from(asks.len()).unwrap_or(u32::MAX);
         let queue = |(index, mut pieces): (u32, mpsc::Receiver<Piece>)| {
             let next = move |cx: &mut Context<'_>| {
@@ -143,9 +144,10 @@ impl Texts {
         self.usage.cached = self.usage.cached.max(ended.cached_tokens);
         self.usage.completion += ended.completion_tokens;
         let (metrics, name) = (&self.engine.metrics, &self.model.view.name);
-        metrics.tokens(name, "prompt", self.usage.prompt);
+        metrics.tokens(name, "prompt", ended.prompt_tokens);
         metrics.tokens(name, "cached", ended.cached_tokens);
         metrics.tokens(name, "completion", ended.completion_tokens);
+        metrics.first_step(ended.first_step);
     }
 }
 

@@ -1,6 +1,6 @@
 //! What a model is, as data: the form of its blocks ([`BlockSpec`], filled in by a file per family),
 //! how much memory blocks and their computation need ([`sizing`]), how the ranks of a group share
-//! each block ([`shards`]), and the files that describe a model: checkpoint headers, the manifest of
+//! each block ([`shards`]), and the files that describe a model: checkpoint headers (of safetensors and of PyTorch), the manifest of
 //! prepared blocks, measured rates, how the blocks were cut among devices. A [`survey`] is what all of
 //! them say before anything is loaded. Supervisor, prepare and
 //! workers all count with this package; it computes no tensors and knows no device.
@@ -19,6 +19,7 @@ pub mod shards;
 pub mod sizing;
 mod spec;
 pub mod survey;
+pub mod torch;
 
 pub use error::SpecError;
 pub use family::dht_prefix;

@@ -7,20 +7,12 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use model::header::{Header, TensorInfo};
+use model::header::{CHECKPOINTS, Header, TensorInfo};
 use model::manifest::FileEntry;
 use serde::Deserialize;
 
 use crate::error::PrepareError;
-use crate::torch;
 use shared::hold::hold;
-
-/// An index and the single file that is there without one, in the order of preference (petals
-/// `server/from_pretrained.py`).
-const FORMATS: [(&str, &str); 2] = [
-    ("model.safetensors.index.json", "model.safetensors"),
-    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
-];
 
 /// Longest accepted index; that of a model with 126 blocks has a tenth of a megabyte.
 const MAX_INDEX_BYTES: u64 = 64 << 20;
@@ -69,7 +61,7 @@ impl Checkpoint {
     /// [`PrepareError::BadFile`] when there is none, or when the index is malformed.
     pub fn find(folder: &Path) -> Result<Checkpoint, PrepareError> {
         let here = |name: &str| folder.join(name).is_file();
-        let found = FORMATS.iter().find_map(|&(index, single)| match here(index) {
+        let found = CHECKPOINTS.iter().find_map(|&(index, single)| match here(index) {
             true => Some(
                 read_index(&folder.join(index))
                     .map(|of_tensors| Files::Index { name: index, of_tensors }),
@@ -228,12 +220,8 @@ pub(crate) fn open(path: &Path) -> Result<CheckpointFile, PrepareError> {
     // Keeps the file from being deleted for room.
     hold(&file, &real).map_err(|e| PrepareError::read(path, e))?;
     let entry = FileEntry::of(&real, &file).map_err(|e| PrepareError::read(path, e))?;
-    let is_pickled = path.extension().is_some_and(|e| e == "bin" || e == "pt");
-    let header = if is_pickled {
-        torch::read(&file, path, entry.len)?
-    } else {
-        Header::read(&file, entry.len).map_err(|e| PrepareError::header(path, e))?
-    };
+    let header = Header::of_checkpoint(path, &file, entry.len);
+    let header = header.map_err(|error| PrepareError::header(path, error))?;
     Ok(CheckpointFile { file, shown: path.to_owned(), entry, header })
 }
 
@@ -266,7 +254,7 @@ pub(crate) fn read_bounded(path: &Path, limit: u64) -> Result<Vec<u8>, PrepareEr
 }
 
 fn no_weights(folder: &Path) -> PrepareError {
-    let [(index, single), (pickled_index, pickled)] = FORMATS;
+    let [(index, single), (pickled_index, pickled)] = CHECKPOINTS;
     PrepareError::bad_file(
         folder,
         format!(

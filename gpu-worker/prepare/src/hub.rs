@@ -32,7 +32,7 @@ use std::time::Duration;
 use futures::StreamExt;
 use hf_hub::repository::{HFRepository, RepoTypeModel};
 use hf_hub::{HFClient, HFError};
-use model::header::Header;
+use model::header::{CHECKPOINTS, Header};
 use sha2::{Digest, Sha256};
 use shared::causes::with_causes;
 use shared::config::PrepareConfig;
@@ -48,12 +48,6 @@ use crate::quiet::open_quietly;
 use crate::repository::{map_repo, repo_folder};
 use crate::source::Wanted;
 
-/// An index and the single file that is there without one, in the order of Petals
-/// (`server/from_pretrained.py`).
-const FORMATS: [(&str, &str); 2] = [
-    ("model.safetensors.index.json", "model.safetensors"),
-    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
-];
 /// Where models are when no other place is named.
 const PUBLIC_HUB: &str = "https://huggingface.co";
 /// The first pause after a failure; each further one is twice as long.
@@ -224,7 +218,7 @@ impl Hub {
     /// # Errors
     /// [`PrepareError::Hub`] when it has none.
     pub fn checkpoint(&mut self, weights: Weights) -> Result<Checkpoint, PrepareError> {
-        for (index, single) in FORMATS {
+        for (index, single) in CHECKPOINTS {
             match self.small_file(index) {
                 Ok(_) => return Checkpoint::find(&self.snapshot()),
                 Err(PrepareError::NotOnHub { .. } | PrepareError::NotDownloaded { .. }) => {}
@@ -239,7 +233,7 @@ impl Hub {
             self.whole_file(single, &mut |_| Ok(()))?;
             return Checkpoint::find(&self.snapshot());
         }
-        let [(index, single), (pickled_index, pickled)] = FORMATS;
+        let [(index, single), (pickled_index, pickled)] = CHECKPOINTS;
         Err(self.lasting(format!(
             "model {} has none of {index}, {single}, {pickled_index} and {pickled}; give a model with weights",
             self.name

@@ -45,7 +45,6 @@ mod store;
 mod survey;
 mod table;
 mod temporary;
-mod torch;
 
 pub use error::PrepareError;
 pub use inspect::Inspected;

@@ -1,6 +1,6 @@
 //! What a client computes itself (embeddings, last norm, head) and its small files: of the weights only those
 //! tensors are downloaded, into `models--ORG--NAME/sepal/COMMIT/client.safetensors`, which the folder of the
-//! commit links to.
+//! commit links to. Pickled files that hold them are downloaded whole.
 
 use std::path::{Path, PathBuf};
 
@@ -8,7 +8,7 @@ use model::header::NamedTensor;
 use serde_json::Value;
 
 use super::{Hub, Weights, files_of, is_ranged};
-use crate::checkpoint::{Checkpoint, read_bounded};
+use crate::checkpoint::{Checkpoint, open, read_bounded};
 use crate::error::PrepareError;
 use crate::progress::Watch;
 use crate::source::Wanted;
@@ -80,14 +80,14 @@ impl Hub {
             let mut found = None;
             for name in &names {
                 let Ok(file) = checkpoint.file_of(name) else { continue };
-                if !is_ranged(file) {
-                    return Err(self.lasting(format!(
-                        "{} has its weights in {file}, and a client reads safetensors; give a folder that sepal convert or transformers has written",
-                        self.name
-                    )));
-                }
                 let file = file.to_owned();
-                if self.header_of(&file, watch)?.tensors.contains_key(name) {
+                let has_name = if is_ranged(&file) {
+                    self.header_of(&file, watch)?.tensors.contains_key(name)
+                } else {
+                    self.whole_file(&file, watch)?;
+                    open(&self.snapshot().join(&file))?.header.tensors.contains_key(name)
+                };
+                if has_name {
                     found = Some(name.clone());
                     break;
                 }

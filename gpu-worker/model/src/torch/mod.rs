@@ -20,13 +20,12 @@ mod zip;
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::path::Path;
+use std::os::unix::fs::FileExt;
 
-use model::header::{Header, TensorInfo};
 use pickle::{StoredTensor, storage_type};
 use zip::{Archive, ZipError};
 
-use super::error::PrepareError;
+use crate::header::{Header, HeaderError, TensorInfo};
 
 /// Longest accepted pickle: about 100 times that of a checkpoint file with a thousand tensors.
 const MAX_PICKLE_BYTES: u64 = 16 << 20;
@@ -39,20 +38,20 @@ const OLD_MAGIC: [u8; 14] =
 /// Why a file cannot be used, as the end of a sentence about it.
 type Reason = String;
 
-/// What `file` (`file_len` bytes long; `path` is for messages) holds, in the form of a safetensors
-/// header whose data begins at 0.
+/// What `file`, `file_len` bytes long, holds, in the form of a safetensors header whose data begins at
+/// 0.
 ///
 /// # Errors
-/// [`PrepareError::BadFile`] when it is no such file, was cut short or wants to import what tensors
-/// do not need, [`PrepareError::BadTensor`] for a tensor that does not lie in its storage,
-/// [`PrepareError::Read`] when it cannot be read.
-pub(super) fn read(file: &File, path: &Path, file_len: u64) -> Result<Header, PrepareError> {
-    let bad = |reason: Reason| PrepareError::bad_file(path, reason);
+/// [`HeaderError::File`] when it is no such file, was cut short or wants to import what tensors do not
+/// need, [`HeaderError::Tensor`] for a tensor that does not lie in its storage, [`HeaderError::Read`]
+/// when it cannot be read.
+pub fn read(file: &File, file_len: u64) -> Result<Header, HeaderError> {
+    let bad = |reason: Reason| HeaderError::File(reason);
     let failed = |error: ZipError| match error {
-        ZipError::Io(source) => PrepareError::read(path, source),
+        ZipError::Io(source) => HeaderError::Read(source),
         ZipError::Bad(reason) => bad(reason),
     };
-    refuse_old(file, path, file_len)?;
+    refuse_old(file, file_len)?;
     let archive = Archive::read(file, file_len).map_err(failed)?;
     let root = archive.root("data.pkl").map_err(bad)?;
     if let Some(order) = archive.bytes(file, &format!("{root}byteorder"), 16).map_err(failed)?
@@ -67,27 +66,25 @@ pub(super) fn read(file: &File, path: &Path, file_len: u64) -> Result<Header, Pr
     for (name, tensor) in pickle::tensors(&pickle).map_err(|e| bad(e.to_string()))? {
         let entry = archive.entry(&format!("{root}data/{}", tensor.key));
         let info = place(&tensor, entry).map_err(|reason| {
-            let shown: String = name.chars().take(200).collect();
-            PrepareError::bad_tensor(path, &shown, reason)
+            let name = name.chars().take(200).collect();
+            HeaderError::Tensor { name, reason }
         })?;
         tensors.insert(name, info);
     }
     Ok(Header { tensors, metadata: BTreeMap::new(), data_start: 0 })
 }
 
-fn refuse_old(file: &File, path: &Path, file_len: u64) -> Result<(), PrepareError> {
-    use std::os::unix::fs::FileExt;
+fn refuse_old(file: &File, file_len: u64) -> Result<(), HeaderError> {
     let mut first = [0; OLD_MAGIC.len()];
     if file_len < first.len() as u64 {
-        return Err(PrepareError::bad_file(
-            path,
-            format!("was cut short: {file_len} bytes are no checkpoint; download it again"),
-        ));
+        return Err(HeaderError::File(format!(
+            "was cut short: {file_len} bytes are no checkpoint; download it again"
+        )));
     }
-    file.read_exact_at(&mut first, 0).map_err(|e| PrepareError::read(path, e))?;
+    file.read_exact_at(&mut first, 0).map_err(HeaderError::Read)?;
     if first == OLD_MAGIC {
-        let reason = "has the format of torch before 1.6, which is not supported; load it with torch and save it again, or convert it to safetensors";
-        return Err(PrepareError::bad_file(path, reason));
+        let why = "has the format of torch before 1.6, which is not supported; load it with torch and save it again, or convert it to safetensors";
+        return Err(HeaderError::File(why.to_owned()));
     }
     Ok(())
 }
