@@ -111,9 +111,10 @@ impl<'a> TextStream<'a> {
         self.tokens.push(token);
         let before = self.codec.decode(&self.tokens[self.context..self.printed])?;
         let after = self.codec.decode(&self.tokens[self.context..])?;
-        // A prompt of tokens can end in the middle of a character.
-        match after.strip_prefix(before.trim_end_matches('\u{fffd}')) {
-            Some(new) if !new.ends_with('\u{fffd}') => {
+        // A prompt of tokens can end in the middle of a character, which then changes.
+        let whole = before.trim_end_matches('\u{fffd}');
+        match after.strip_prefix(before.as_str()).or_else(|| after.strip_prefix(whole)) {
+            Some(new) if !after.ends_with('\u{fffd}') => {
                 self.context = self.printed;
                 self.printed = self.tokens.len();
                 Ok(new.to_owned())

@@ -9,6 +9,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use minijinja::syntax::SyntaxConfig;
+use minijinja::value::Serde;
 use minijinja::{Environment, ErrorKind, Value, context};
 use serde::Deserialize;
 
@@ -102,7 +103,7 @@ pub struct TemplateInput {
 impl TemplateInput {
     /// Messages without tools.
     pub fn of(messages: impl serde::Serialize) -> TemplateInput {
-        let messages = Value::from_serialize(messages);
+        let messages = Value::from(Serde(messages));
         TemplateInput { messages, tools: Value::from(()), variables: context! {} }
     }
 }
@@ -193,8 +194,7 @@ impl ChatTemplate {
             messages,
             tools,
             add_generation_prompt => true,
-            ..self.tokens.clone(),
-            ..variables.clone()
+            ..context! { ..self.tokens.clone(), ..variables.clone() }
         };
         let mut out = Bounded { text: String::new() };
         match template.render_captured_to(variables, &mut out) {
@@ -305,7 +305,7 @@ mod tests {
         let template = ChatTemplate::load(folder(&config).path(), None).unwrap().unwrap();
         let tools = json!([{"type": "function", "function": {"name": "weather"}}]);
         let with_tools =
-            TemplateInput { tools: Value::from_serialize(tools), ..TemplateInput::of(chat()) };
+            TemplateInput { tools: Value::from(Serde(tools)), ..TemplateInput::of(chat()) };
         assert_eq!(template.prompt(&with_tools).unwrap(), "weather!");
         assert_eq!(template.prompt(&TemplateInput::of(chat())).unwrap(), "!");
     }
@@ -315,7 +315,7 @@ mod tests {
         let template = of("{{ bos_token }}{{ enable_thinking }}{{ messages | length }}");
         let variables = context! { enable_thinking => false, bos_token => "x", messages => 7 };
         let input = TemplateInput { variables, ..TemplateInput::of(chat()) };
-        assert_eq!(template.prompt(&input).unwrap(), "<s>false3");
+        assert_eq!(template.prompt(&input).unwrap(), "<s>False3");
     }
 
     #[test]

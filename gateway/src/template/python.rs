@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use std::io;
 use std::sync::LazyLock;
 
-use minijinja::value::Kwargs;
+use minijinja::value::{Kwargs, Serde};
 use minijinja::{Environment, Error, ErrorKind, Value};
 use regex::Regex;
 use serde::Serialize;
@@ -20,6 +20,8 @@ pub fn extend(environment: &mut Environment<'_>) {
     environment.add_function("raise_exception", raise_exception);
     environment.add_function("strftime_now", strftime_now);
     environment.add_filter("tojson", to_json);
+    // Not `none`, which Jinja's authors and minijinja see differently.
+    environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
 }
 
 fn invalid(text: impl Into<Cow<'static, str>>) -> Error {
@@ -41,7 +43,11 @@ fn strftime_now(form: &str) -> Result<String, Error> {
 /// `json.dumps(value, ensure_ascii=False, indent=..., separators=..., sort_keys=...)`.
 fn to_json(value: &Value, options: Kwargs) -> Result<Value, Error> {
     let indent: Option<usize> = options.get("indent")?;
-    let separators: Option<(String, String)> = options.get("separators")?;
+    let separators = match options.get::<Option<Vec<String>>>("separators")?.as_deref() {
+        None => (", ".to_owned(), ": ".to_owned()),
+        Some([item, key]) => (item.clone(), key.clone()),
+        Some(_) => return Err(invalid("tojson needs two separators")),
+    };
     let sorted: Option<bool> = options.get("sort_keys")?;
     // False by default there, and True is refused with the options that are unknown.
     if options.get::<Option<bool>>("ensure_ascii")? == Some(true) {
@@ -50,11 +56,14 @@ fn to_json(value: &Value, options: Kwargs) -> Result<Value, Error> {
     options.assert_all_used()?;
     let failed = |error: serde_json::Error| invalid(format!("no JSON can be made of it: {error}"));
     let value = match sorted {
-        // Its objects are sorted.
-        Some(true) => Value::from_serialize(serde_json::to_value(value).map_err(failed)?),
+        Some(true) => {
+            let mut json = serde_json::to_value(value).map_err(failed)?;
+            json.sort_all_objects();
+            Value::from(Serde(json))
+        }
         _ => value.clone(),
     };
-    let (item, key) = separators.unwrap_or_else(|| (", ".to_owned(), ": ".to_owned()));
+    let (item, key) = separators;
     let mut out = Vec::new();
     match indent {
         None => value.serialize(&mut Serializer::with_formatter(&mut out, OneLine { item, key })),
@@ -152,6 +161,13 @@ mod tests {
         assert!(year.parse::<u32>().is_ok_and(|year| year > 2020), "{year}");
         assert!(render("{{ strftime_now('%!') }}").is_err());
         assert!(render("{{ raise_exception('no') }}").unwrap_err().to_string().contains("no"));
+    }
+
+    #[test]
+    fn nothing_is_not_iterable() {
+        let template =
+            "{{ none is iterable }} {{ [] is iterable }} {{ 'x' is iterable }} {{ 7 is iterable }}";
+        assert_eq!(render(template).unwrap(), "False True True False");
     }
 
     #[test]
