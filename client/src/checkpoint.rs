@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 
 use kernels::WeightView;
 use kernels::quant::{int8, nf4};
-use model::header::{CHECKPOINTS, Header, HeaderError};
+use model::checkpoint::{CHECKPOINTS, header_of};
+use model::header::HeaderError;
 use serde::Deserialize;
 use shared::dtype::{DType, QuantType};
 
@@ -203,7 +204,7 @@ impl Checkpoint {
         let io = |source| LocalModelError::Read { path: path.clone(), source };
         let file = File::open(&path).map_err(io)?;
         let file_bytes = file.metadata().map_err(io)?.len();
-        let header = Header::of_checkpoint(&path, &file, file_bytes)
+        let header = header_of(&path, &file, file_bytes)
             .map_err(|source| LocalModelError::Header { path: path.clone(), source })?;
         let found = names.iter().find_map(|name| Some((name, header.tensors.get(*name)?)));
         let (name, info) =

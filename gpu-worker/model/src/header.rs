@@ -24,12 +24,9 @@ use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use shared::dtype::DType;
-
-use crate::torch;
 
 /// Longest accepted header. The largest published ones have less than 2 MB; the reference implementation
 /// takes 100 MB, which cost twenty times as much memory to read.
@@ -47,13 +44,6 @@ const MAX_QUOTED_CHARS: usize = 200;
 
 /// The entry that is no tensor.
 const METADATA: &str = "__metadata__";
-
-/// The index of a checkpoint and the single file that is there without one, in the order of preference
-/// (petals `server/from_pretrained.py`).
-pub const CHECKPOINTS: [(&str, &str); 2] = [
-    ("model.safetensors.index.json", "model.safetensors"),
-    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
-];
 
 /// What a header says of one tensor.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize)]
@@ -107,18 +97,6 @@ pub enum HeaderError {
 }
 
 impl Header {
-    /// Reads what the checkpoint file at `path` holds: one of PyTorch if its name ends with `.bin` or `.pt`,
-    /// else of safetensors.
-    ///
-    /// # Errors
-    /// As [`Header::read`] and [`torch::read`].
-    pub fn of_checkpoint(path: &Path, file: &File, file_len: u64) -> Result<Header, HeaderError> {
-        match path.extension().is_some_and(|end| end == "bin" || end == "pt") {
-            true => torch::read(file, file_len),
-            false => Header::read(file, file_len),
-        }
-    }
-
     /// Reads and checks the header of `file`, which is `file_len` bytes long.
     ///
     /// # Errors

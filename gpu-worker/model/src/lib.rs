@@ -1,11 +1,12 @@
 //! What a model is, as data: the form of its blocks ([`BlockSpec`], filled in by a file per family),
 //! how much memory blocks and their computation need ([`sizing`]), how the ranks of a group share
-//! each block ([`shards`]), and the files that describe a model: checkpoint headers (of safetensors and of PyTorch), the manifest of
+//! each block ([`shards`]), and the files that describe a model: checkpoint files (of safetensors and of PyTorch), the manifest of
 //! prepared blocks, measured rates, how the blocks were cut among devices. A [`survey`] is what all of
 //! them say before anything is loaded. Supervisor, prepare and
 //! workers all count with this package; it computes no tensors and knows no device.
 #![forbid(unsafe_code)]
 
+pub mod checkpoint;
 pub mod cuts;
 mod error;
 mod family;

@@ -7,7 +7,8 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use model::header::{CHECKPOINTS, Header, TensorInfo};
+use model::checkpoint::{CHECKPOINTS, header_of};
+use model::header::{Header, TensorInfo};
 use model::manifest::FileEntry;
 use serde::Deserialize;
 
@@ -220,7 +221,7 @@ pub(crate) fn open(path: &Path) -> Result<CheckpointFile, PrepareError> {
     // Keeps the file from being deleted for room.
     hold(&file, &real).map_err(|e| PrepareError::read(path, e))?;
     let entry = FileEntry::of(&real, &file).map_err(|e| PrepareError::read(path, e))?;
-    let header = Header::of_checkpoint(path, &file, entry.len);
+    let header = header_of(path, &file, entry.len);
     let header = header.map_err(|error| PrepareError::header(path, error))?;
     Ok(CheckpointFile { file, shown: path.to_owned(), entry, header })
 }
