@@ -20,30 +20,36 @@ struct Seen {
     resumed: u32,
 }
 
-/// Generates greedily with our client; before each step `between` may do harm.
-async fn generate(sepal: &Sepal, golden: &Golden, mut between: impl FnMut(usize)) -> Seen {
-    let mut model = LocalModel::load(&demo_model(), Some(shared::dtype::DType::F32), 1)
-        .expect("the demo model");
-    let swarm = Swarm::join(SwarmConfig {
+fn model() -> LocalModel {
+    LocalModel::load(&demo_model(), Some(shared::dtype::DType::F32), 1).expect("the demo model")
+}
+
+async fn join(sepal: &Sepal, model: &LocalModel) -> Swarm {
+    let joined = Swarm::join(SwarmConfig {
         initial_peers: vec![sepal.addr().parse().expect("multiaddr")],
         prefix: "demo".to_owned(),
         num_blocks: model.num_blocks(),
         startup_timeout: DEADLINE,
-    })
-    .await
-    .expect("join");
+    });
+    joined.await.expect("join")
+}
+
+fn states(model: &mut LocalModel, tokens: &[u32]) -> Hidden {
+    let bytes = model.embed(tokens).expect("known tokens").into();
+    Hidden { dtype: model.dtype(), rows: 1, tokens: tokens.len(), bytes }
+}
+
+/// Generates greedily with our client; before each step `between` may do harm.
+async fn generate(sepal: &Sepal, golden: &Golden, mut between: impl FnMut(usize)) -> Seen {
+    let mut model = model();
+    let swarm = join(sepal, &model).await;
     let length = golden.prompt_ids.len() + golden.ids.len();
     let mut chain = Chain::open(&swarm, length as u32).await.expect("a chain");
     let (mut tokens, mut longest) = (Vec::new(), Duration::ZERO);
     let mut input = golden.prompt_ids.clone();
     for step in 0..golden.ids.len() {
         between(step);
-        let hidden = Hidden {
-            dtype: model.dtype(),
-            rows: 1,
-            tokens: input.len(),
-            bytes: model.embed(&input).expect("known tokens").into(),
-        };
+        let hidden = states(&mut model, &input);
         let began = Instant::now();
         let (output, _) = chain.step(hidden).await.expect("a step");
         longest = longest.max(began.elapsed());
@@ -93,5 +99,21 @@ async fn without_a_grace_the_client_sends_its_tokens_again() {
     .await;
     assert_eq!(seen.tokens, golden.ids);
     assert!(seen.sent_again > 0 && seen.resumed == 0);
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_session_without_its_client_is_shown_as_parked_until_its_grace_is_over() {
+    let sepal = serve(&["--session_grace", "3"]);
+    let parked = || sepal.status().pointer("/0/figures/kv/parked")?.as_u64();
+    let mut model = model();
+    let swarm = join(&sepal, &model).await;
+    let mut chain = Chain::open(&swarm, 64).await.expect("a chain");
+    chain.step(states(&mut model, &[0, 5, 6])).await.expect("a step");
+    assert_eq!(parked(), Some(0));
+    swarm.leave().await;
+    harness::wait_for("a parked session", || (parked()? == 1).then_some(()));
+    harness::wait_for("the end of the grace", || (parked()? == 0).then_some(()));
+    drop(chain);
     assert_eq!(sepal.terminate().code(), Some(0));
 }

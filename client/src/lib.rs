@@ -9,7 +9,6 @@ mod checkpoint;
 pub mod decoder;
 pub mod demo;
 pub mod drafts;
-mod ends;
 pub mod generate;
 pub mod grammar;
 pub mod head;

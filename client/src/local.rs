@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use kernels::ops::{Layernorm, Linear, OpError, Rmsnorm};
 use kernels::{Backend, Cpu, WeightView};
-use model::header::NamedTensor;
+use model::client_tensors::ClientNames;
 use model::{BlockSpec, Norm};
 use serde::Deserialize;
 use serde_json::Value;
@@ -13,7 +13,6 @@ use shared::dtype::{DType, QuantType};
 
 pub use crate::checkpoint::LocalModelError;
 use crate::checkpoint::{Checkpoint, Matrix, parse, read};
-use crate::ends::Ends;
 
 /// Fields of config.json that the client needs, beside those of the blocks.
 #[derive(Debug, Deserialize)]
@@ -45,43 +44,6 @@ struct GenerationDefaults {
 enum OneOrMany {
     One(u32),
     Many(Vec<u32>),
-}
-
-/// The tensors that a client computes with, by config.json: embeddings, head and last norm.
-///
-/// # Errors
-/// What is wrong with config.json, as the rest of a sentence.
-pub fn client_tensors(value: &Value) -> Result<Vec<NamedTensor>, String> {
-    let spec = BlockSpec::from_config(value).map_err(|error| error.to_string())?;
-    let config = Config::deserialize(value).map_err(|error| error.to_string())?;
-    let ends = config.ends()?;
-    let (rows, width) = (config.vocab_size as u64, spec.hidden as u64);
-    let is_tied = config.tie_word_embeddings.unwrap_or(ends.is_tied);
-    let mut tensors = vec![named(ends.embedding, "", &[rows, width])];
-    if !is_tied {
-        tensors.push(named(ends.head, "", &[rows, width]));
-    }
-    let parts: &[&str] = match spec.norm {
-        Norm::Layer { .. } => &[".weight", ".bias"],
-        _ => &[".weight"],
-    };
-    for names in [ends.embedding_norm, ends.norm].into_iter().filter(|names| !names.is_empty()) {
-        tensors.extend(parts.iter().map(|part| named(names, part, &[width])));
-    }
-    Ok(tensors)
-}
-
-fn named(names: &[&str], part: &str, shape: &[u64]) -> NamedTensor {
-    let names = names.iter().map(|name| format!("{name}{part}")).collect();
-    NamedTensor { names, shape: shape.to_vec() }
-}
-
-impl Config {
-    fn ends(&self) -> Result<&'static Ends, String> {
-        Ends::of(&self.model_type).ok_or_else(|| {
-            format!("model type {:?} has blocks, but no client yet", self.model_type)
-        })
-    }
 }
 
 /// A scale, and a bias where the norm has one.
@@ -158,21 +120,21 @@ impl LocalModel {
         let spec = BlockSpec::from_config(&value).map_err(|error| bad(error.to_string()))?;
         let config: Config = serde_json::from_value(value)
             .map_err(|source| LocalModelError::Parse { path: path.clone(), source })?;
-        let ends = config.ends().map_err(bad)?;
+        let names = ClientNames::of(&config.model_type).map_err(bad)?;
         if config.vocab_size == 0 {
             return Err(bad("vocab_size must not be 0".to_owned()));
         }
         let (width, norm) = (spec.hidden, &spec.norm);
         let shape = [config.vocab_size, width];
         let checkpoint = Checkpoint::open(folder)?;
-        let embedding = checkpoint.matrix(ends.embedding, shape)?.cast(dtype);
-        let embedding_norm = (!ends.embedding_norm.is_empty())
-            .then(|| NormWeights::read(&checkpoint, ends.embedding_norm, norm, width))
+        let embedding = checkpoint.matrix(names.embedding, shape)?.cast(dtype);
+        let embedding_norm = (!names.embedding_norm.is_empty())
+            .then(|| NormWeights::read(&checkpoint, names.embedding_norm, norm, width))
             .transpose()?;
-        let final_norm = NormWeights::read(&checkpoint, ends.norm, norm, width)?;
-        let head = match config.tie_word_embeddings.unwrap_or(ends.is_tied) {
+        let final_norm = NormWeights::read(&checkpoint, names.norm, norm, width)?;
+        let head = match config.tie_word_embeddings.unwrap_or(names.is_tied) {
             true => None,
-            false => Some(checkpoint.matrix(ends.head, shape)?.cast(dtype)),
+            false => Some(checkpoint.matrix(names.head, shape)?.cast(dtype)),
         };
         let eos = eos_of(folder, config.eos_token_id.as_ref())?;
         Ok(LocalModel {
@@ -359,30 +321,6 @@ mod tests {
         assert!(model.embed(&[1024]).unwrap_err().to_string().contains("token 1024"));
         assert_eq!(model.logits(&[0.5; 192]).unwrap().len(), 1024);
         assert!(model.logits(&[0.5; 191]).unwrap_err().to_string().contains("191"));
-    }
-
-    #[test]
-    fn tensors_of_a_client_are_those_of_its_family() {
-        let names = |config: &Value| -> Vec<String> {
-            client_tensors(config).unwrap().iter().map(|tensor| tensor.names[0].clone()).collect()
-        };
-        let text = std::fs::read(demo().join("config.json")).unwrap();
-        let llama: Value = serde_json::from_slice(&text).unwrap();
-        let head =
-            (!llama["tie_word_embeddings"].as_bool().unwrap_or(false)).then_some("lm_head.weight");
-        let expected = [Some("model.embed_tokens.weight"), head, Some("model.norm.weight")];
-        assert_eq!(names(&llama), expected.into_iter().flatten().collect::<Vec<_>>());
-        let bloom = serde_json::json!({
-            "model_type": "bloom", "hidden_size": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100,
-            "layer_norm_epsilon": 1e-5,
-        });
-        let first = "transformer.word_embeddings";
-        let norms = [format!("{first}_layernorm"), "transformer.ln_f".to_owned()];
-        let mut expected = vec![format!("{first}.weight")];
-        expected.extend(norms.iter().flat_map(|n| [format!("{n}.weight"), format!("{n}.bias")]));
-        assert_eq!(names(&bloom), expected);
-        let unknown = client_tensors(&serde_json::json!({"model_type": "gpt2"})).unwrap_err();
-        assert!(unknown.contains("gpt2"), "{unknown}");
     }
 
     #[test]

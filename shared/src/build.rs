@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 /// Number of everything that processes of one instance exchange: layouts of segments, control messages,
 /// jobs, and the state that a supervisor hands over. Raise it when any of them changes; a test compares
 /// the sources with [`FORMAT_SOURCES`].
-pub const FORMAT: u32 = 3;
+pub const FORMAT: u32 = 4;
 
 /// Digest of the sources that define what [`FORMAT`] counts.
 pub const FORMAT_SOURCES: u64 = 0xa749_96b9_444b_7553;

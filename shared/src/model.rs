@@ -44,6 +44,8 @@ pub struct ModelFacts {
     pub quant_type: QuantType,
     /// Bytes of one block's weights as served, with its parts of all adapters.
     pub block_bytes: u64,
+    /// Bytes of what a client computes with: embeddings, head and last norm, as stored in `dtype`.
+    pub client_bytes: u64,
     /// Names of the adapters, as requests choose them; jobs name them by their index here.
     pub adapters: Vec<String>,
 }

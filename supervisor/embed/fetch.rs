@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use client::local;
 use prepare::client_tensors;
 use shared::causes::with_causes;
 use shared::config::{FetchConfig, GatewayConfig};
@@ -24,7 +23,7 @@ pub fn fetched<'a>(
     fetch: &FetchConfig,
 ) -> Option<ExitReason> {
     for (model, prefix) in models {
-        let folder = client_tensors::folder(model, fetch, local::client_tensors);
+        let folder = client_tensors::folder(model, fetch);
         match folder {
             Ok(found) => {
                 *model = found.path;

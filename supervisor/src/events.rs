@@ -10,6 +10,7 @@
 //! reported to the tree after everything the process had said: it is reaped at once, and reported
 //! when its channel has run dry.
 
+mod clients;
 mod compose;
 mod confine;
 mod examine;

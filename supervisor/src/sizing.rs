@@ -51,6 +51,8 @@ pub struct Memory {
     pub netd: NetdConfig,
     /// Whether KV caches of devices are kept here too.
     pub kv_mirror: KvMirror,
+    /// Whether the page of `--web` is served.
+    pub has_page: bool,
     /// Devices with memory of their own, once prepare has told of them.
     pub devices: Vec<DeviceMemory>,
     /// The NUMA nodes of workers that stay on one.
@@ -109,6 +111,7 @@ impl Memory {
             on_devices: self.devices.len() as u64,
             kv_mirror: self.kv_mirror,
             arena_bytes: self.netd.arena_bytes,
+            has_page: self.has_page,
         }
     }
 
@@ -367,6 +370,7 @@ pub(crate) mod tests {
             workers: 1,
             netd: netd_config(),
             kv_mirror: KvMirror::Auto,
+            has_page: false,
             devices: Vec::new(),
             nodes: Vec::new(),
             ranks: Vec::new(),
@@ -388,8 +392,19 @@ pub(crate) mod tests {
             dtype: DType::Bf16,
             quant_type: QuantType::Nf4,
             block_bytes: 440 << 20,
+            client_bytes: 0,
             adapters: vec![],
         }
+    }
+
+    #[test]
+    fn the_page_and_its_chat_take_memory_from_blocks() {
+        let facts = ModelFacts { client_bytes: 1000 << 20, ..llama_70b() };
+        let ten = memory((2464 + 10 * 536) << 20);
+        let most =
+            |memory: &Memory| memory.need(&facts).most_blocks(memory.available_bytes.unwrap());
+        // 1064 MiB are as much as two blocks, almost.
+        assert_eq!((most(&ten), most(&Memory { has_page: true, ..ten.clone() })), (10, 8));
     }
 
     #[test]

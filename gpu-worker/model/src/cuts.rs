@@ -164,6 +164,7 @@ mod tests {
             dtype: DType::Bf16,
             quant_type,
             block_bytes: 1,
+            client_bytes: 0,
             adapters: Vec::new(),
         }
     }

@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 pub mod checkpoint;
+pub mod client_tensors;
 pub mod cuts;
 mod error;
 mod family;

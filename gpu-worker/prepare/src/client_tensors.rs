@@ -4,7 +4,7 @@
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 
-use model::header::NamedTensor;
+use model::client_tensors::client_tensors;
 use serde_json::Value;
 use shared::config::{FetchConfig, PrepareConfig, QuantType};
 
@@ -25,15 +25,11 @@ pub struct ClientFolder {
 }
 
 /// The folder of `model`: that folder, or one in the cache with what a client needs of this model of the Hub.
-/// `tensors_of` tells by config.json which tensors those are. Shows progress on a terminal.
+/// Shows progress on a terminal.
 ///
 /// # Errors
 /// [`PrepareError`] with one sentence for the user.
-pub fn folder(
-    model: &Path,
-    fetch: &FetchConfig,
-    tensors_of: impl FnOnce(&Value) -> Result<Vec<NamedTensor>, String>,
-) -> Result<ClientFolder, PrepareError> {
+pub fn folder(model: &Path, fetch: &FetchConfig) -> Result<ClientFolder, PrepareError> {
     let name = model.to_string_lossy();
     if model.is_dir() || !is_repo_id(&name) {
         // What is wrong with it, whoever reads it says.
@@ -57,7 +53,7 @@ pub fn folder(
         if text("dht_prefix").is_none() {
             dht_prefix = default_dht_prefix(text("model_type").unwrap_or_default(), &name);
         }
-        tensors_of(config)
+        client_tensors(config)
     };
     let path = hub.client_tensors(by_config, &mut |progress| {
         if let Progress::Download { done, total } = progress

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::path::PathBuf;
 
 use kernels::quant;
+use model::client_tensors::client_bytes;
 use model::{BlockSpec, TensorSpec};
 use serde_json::Value;
 use shared::block::is_prefix;
@@ -195,6 +196,7 @@ fn facts(
         dtype,
         quant_type: QuantType::None,
         block_bytes: 0,
+        client_bytes: client_bytes(config, dtype),
         adapters: Vec::new(),
     })
 }

@@ -92,6 +92,7 @@ fn service(workers: Workers, p2p: P2p, draining: watch::Receiver<bool>) -> Servi
         dtype: DType::F32,
         quant_type: shared::config::QuantType::None,
         block_bytes: 1,
+        client_bytes: 0,
         adapters: Vec::new(),
     };
     let limits =

@@ -63,6 +63,7 @@ fn figures(telemetry: &Telemetry, service: Option<&Service>, minute: Minute) -> 
         minute,
         kv_tokens_total: kv.map_or(0, |kv| kv.tokens_total),
         kv_waiting: kv.map_or(0, |kv| kv.waiting as u64),
+        sessions_parked: service.map_or(0, |service| service.resumption.figures().parked),
         peers: telemetry.swarm().map_or(0, |(p2p, _)| p2p.figures().peers),
         announced: telemetry.announced(),
     }

@@ -295,6 +295,7 @@ pub struct FigureWords {
     pub(super) minute_units: AtomicU64,
     pub(super) kv_tokens_total: AtomicU64,
     pub(super) kv_waiting: AtomicU64,
+    pub(super) sessions_parked: AtomicU64,
     pub(super) peers: AtomicU64,
     pub(super) announced_state: AtomicU64,
     pub(super) announced_blocks: AtomicU64,
@@ -305,7 +306,7 @@ pub struct FigureWords {
     /// Blocks of the model, and when their servers were last read; zero = never.
     pub(super) model_blocks: AtomicU64,
     pub(super) covered_ns: AtomicU64,
-    _reserved: [AtomicU64; 8],
+    _reserved: [AtomicU64; 7],
 }
 
 /// What netd alone has to tell.

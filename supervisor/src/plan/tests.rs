@@ -34,6 +34,7 @@ fn facts(quant_type: QuantType, mib: u64) -> ModelFacts {
         dtype: DType::Bf16,
         quant_type,
         block_bytes: mib << 20,
+        client_bytes: 0,
         adapters: vec![],
     }
 }

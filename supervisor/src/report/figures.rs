@@ -94,6 +94,8 @@ pub struct KvReport {
     pub tokens_free: u64,
     /// Sessions that wait for some.
     pub waiting: u64,
+    /// Sessions that lost their connection, whose part is kept for `--session_grace`.
+    pub parked: u64,
 }
 
 /// What the server tells the swarm.
@@ -184,11 +186,17 @@ impl Figures {
     pub fn of(board: &BoardSnapshot) -> Figures {
         let netd = &board.netd;
         let tokens_free = board.children.iter().map(|child| child.kv_tokens_free).sum();
-        let NetdFigures { kv_tokens_total, kv_waiting, peers, announced, minute } = netd.figures;
+        let NetdFigures { kv_tokens_total, kv_waiting, sessions_parked, peers, announced, minute } =
+            netd.figures;
         Figures {
             minute: minute_report(&minute),
             sessions: netd.sessions.iter().map(session).collect(),
-            kv: KvReport { tokens_total: kv_tokens_total, tokens_free, waiting: kv_waiting },
+            kv: KvReport {
+                tokens_total: kv_tokens_total,
+                tokens_free,
+                waiting: kv_waiting,
+                parked: sessions_parked,
+            },
             peers,
             announced: AnnouncedReport {
                 state: announced.state.name().to_owned(),

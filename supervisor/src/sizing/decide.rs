@@ -29,6 +29,7 @@ impl Memory {
             workers: config.devices.len() as u64,
             netd: config.netd.clone(),
             kv_mirror: config.worker.kv_mirror,
+            has_page: config.web.is_some(),
             devices: Vec::new(),
             nodes: node_memory(&config.devices),
             ranks: Vec::new(),

@@ -59,6 +59,7 @@ fn memory(available_bytes: Option<u64>) -> Memory {
         workers: 2,
         netd,
         kv_mirror: shared::config::KvMirror::Auto,
+        has_page: false,
         devices: Vec::new(),
         nodes: Vec::new(),
         ranks: Vec::new(),
@@ -79,6 +80,7 @@ fn facts() -> ModelFacts {
         dtype: DType::F32,
         quant_type: shared::config::QuantType::None,
         block_bytes: 1 << 20,
+        client_bytes: 0,
         adapters: Vec::new(),
     }
 }

@@ -118,6 +118,7 @@ fn facts(name: &str) -> ModelFacts {
         dtype: DType::F32,
         quant_type: shared::config::QuantType::None,
         block_bytes: 1 << 20,
+        client_bytes: 0,
         adapters: Vec::new(),
     }
 }

@@ -12,6 +12,9 @@ use shared::model::{MAX_STEP_TOKENS, ModelFacts, PAGE_TOKENS};
 /// What supervisor, netd and prepare need beside the arena (measured: 60 MB together).
 const PROCESSES_BYTES: u64 = 96 << 20;
 
+/// What the process of the page needs beside the tensors of a client: tokenizer, connections, sessions.
+const PAGE_BYTES: u64 = 64 << 20;
+
 /// What a worker needs beside weights, KV cache, states of whole requests and what it keeps for
 /// gradients: the largest pieces, scores, code.
 const WORKER_BYTES: u64 = 96 << 20;
@@ -49,6 +52,8 @@ pub struct Machine {
     pub kv_mirror: KvMirror,
     /// Bytes of the arena.
     pub arena_bytes: u64,
+    /// Whether a page with a chat runs beside, which is a client of the model.
+    pub has_page: bool,
 }
 
 impl Need {
@@ -188,7 +193,9 @@ fn kv_block_bytes(facts: &ModelFacts, limits: &Limits) -> u64 {
 /// What the processes need of the memory of the machine, however many blocks they serve.
 fn machine_bytes(facts: &ModelFacts, limits: &Limits, machine: &Machine) -> u64 {
     let workers = machine.workers.saturating_mul(worker_bytes(facts, limits));
-    machine.arena_bytes.saturating_add(PROCESSES_BYTES).saturating_add(workers)
+    let page = if machine.has_page { PAGE_BYTES.saturating_add(facts.client_bytes) } else { 0 };
+    let others = machine.arena_bytes.saturating_add(PROCESSES_BYTES).saturating_add(page);
+    others.saturating_add(workers)
 }
 
 /// What a worker on processors needs beside weights and KV cache.
@@ -239,6 +246,7 @@ mod tests {
             dtype: DType::Bf16,
             quant_type: QuantType::Nf4,
             block_bytes: 440 << 20,
+            client_bytes: 0,
             adapters: vec![],
         }
     }
@@ -251,7 +259,8 @@ mod tests {
     const KV: u64 = 1536 * 65536;
 
     fn machine(workers: u64, on_devices: u64, kv_mirror: KvMirror) -> Need {
-        let machine = Machine { workers, on_devices, kv_mirror, arena_bytes: 512 << 20 };
+        let machine =
+            Machine { workers, on_devices, kv_mirror, arena_bytes: 512 << 20, has_page: false };
         Need::of_machine(&llama_70b(), &LIMITS, &machine)
     }
 
@@ -280,8 +289,13 @@ mod tests {
         assert_eq!(need(2, KvMirror::On), (0, KV));
         assert_eq!(need(1, KvMirror::Off), (220 << 20, KV / 2));
         assert_eq!(need(1, KvMirror::On), (220 << 20, KV));
-        let machine =
-            Machine { workers: 2, on_devices: 1, kv_mirror: KvMirror::On, arena_bytes: 0 };
+        let machine = Machine {
+            workers: 2,
+            on_devices: 1,
+            kv_mirror: KvMirror::On,
+            arena_bytes: 0,
+            has_page: false,
+        };
         let alone = Need::of_processors(&llama_70b(), &LIMITS, &machine, 0);
         let beside = Need::of_processors(&llama_70b(), &LIMITS, &machine, 3);
         assert_eq!((alone.weights, alone.kv), (440 << 20, KV));

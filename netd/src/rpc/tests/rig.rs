@@ -124,6 +124,7 @@ pub fn facts() -> ModelFacts {
         dtype: DType::F32,
         quant_type: shared::config::QuantType::None,
         block_bytes: 1,
+        client_bytes: 0,
         adapters: vec!["org/first".into(), "org/second".into()],
     }
 }

@@ -116,6 +116,8 @@ pub struct NetdFigures {
     pub kv_tokens_total: u64,
     /// Sessions that wait for KV cache.
     pub kv_waiting: u64,
+    /// Sessions without a stream whose KV cache is kept for a while.
+    pub sessions_parked: u64,
     /// Peers that are connected.
     pub peers: u64,
     /// What is announced.
@@ -198,6 +200,7 @@ fn figures(words: &FigureWords) -> NetdFigures {
         },
         kv_tokens_total: load(&words.kv_tokens_total),
         kv_waiting: load(&words.kv_waiting),
+        sessions_parked: load(&words.sessions_parked),
         peers: load(&words.peers),
         announced: Announced {
             state: Announcement::from_word(load(&words.announced_state)),
@@ -301,6 +304,7 @@ impl BoardWriter {
         }
         store(&words.kv_tokens_total, figures.kv_tokens_total);
         store(&words.kv_waiting, figures.kv_waiting);
+        store(&words.sessions_parked, figures.sessions_parked);
         store(&words.peers, figures.peers);
         let span = announced
             .span
@@ -351,6 +355,7 @@ impl NetdPart {
         let rest = [
             &figures.kv_tokens_total,
             &figures.kv_waiting,
+            &figures.sessions_parked,
             &figures.peers,
             &figures.announced_state,
             &figures.announced_blocks,

@@ -70,7 +70,7 @@ fn report() -> InstanceReport {
                 .into(),
         },
         sessions: (1..=40).map(session).collect(),
-        kv: KvReport { tokens_total: 65536, tokens_free: 32768, waiting: 1 },
+        kv: KvReport { tokens_total: 65536, tokens_free: 32768, waiting: 1, parked: 2 },
         peers: 17,
         announced: AnnouncedReport {
             state: "online".into(),
@@ -136,7 +136,7 @@ fn everything_that_matters_is_on_eighty_by_twenty_four() {
     assert!(lines[0].ends_with("throughput 120  peers 17"), "{all}");
     assert!(
         lines[1].starts_with(
-            "steps/s 10.0  tokens/s 11.5  batch 3.2  sessions 40  KV 50% of 65536, 1 waiting"
+            "steps/s 10.0  tokens/s 11.5  batch 3.2  sessions 40  KV 50% of 65536, 1 waiting, 2 parked"
         ),
         "{all}"
     );
