@@ -530,6 +530,8 @@ impl<'a> Driver<'a> {
             workers: devices.count() as u64,
             netd: self.config.netd.clone(),
             kv_mirror: self.config.worker.kv_mirror,
+            // It has what it takes already.
+            has_page: false,
             devices: with_memory
                 .map(|&device| DeviceMemory { device, free_bytes: 0, work_bytes: 0 })
                 .collect(),

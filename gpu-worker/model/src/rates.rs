@@ -293,6 +293,7 @@ mod tests {
             dtype: shared::dtype::DType::F32,
             quant_type: shared::config::QuantType::None,
             block_bytes: 1,
+            client_bytes: 0,
             adapters: Vec::new(),
         };
         let worker = WorkerConfig { threads: 3, ..WorkerConfig::default() };

@@ -214,6 +214,7 @@ mod tests {
             dtype: DType::Bf16,
             quant_type: shared::config::QuantType::None,
             block_bytes: 69_888,
+            client_bytes: 0,
             adapters: Vec::new(),
         };
         let worker = WorkerConfig::default();

@@ -296,6 +296,7 @@ fn the_memory_of_a_rank_is_its_share_and_what_every_rank_holds() {
         dtype: DType::Bf16,
         quant_type: QuantType::None,
         block_bytes: 1000,
+        client_bytes: 0,
         adapters: Vec::new(),
     };
     let own = shards[1].facts(&facts, 600);
