@@ -231,8 +231,13 @@ async fn the_blocks_that_are_chosen_fit_and_one_more_would_not() {
 
 #[test]
 fn selftest_checks_every_kernel_and_measures_every_operation() {
-    let done =
-        Command::new(SEPAL).args(["selftest", "--device", "emu"]).output().expect("the executable");
+    let folder = tempfile::tempdir().expect("a folder");
+    let report = folder.path().join("report.json");
+    let done = Command::new(SEPAL)
+        .args(["selftest", "--device", "emu", "--report"])
+        .arg(&report)
+        .output()
+        .expect("the executable");
     let table = String::from_utf8_lossy(&done.stdout);
     assert!(done.status.success(), "{table}");
     assert!(!table.contains("WRONG"), "{table}");
@@ -260,6 +265,28 @@ fn selftest_checks_every_kernel_and_measures_every_operation() {
     ] {
         assert!(table.contains(row), "{row}: {table}");
     }
+    let report: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(&report).expect("a report")).expect("JSON");
+    assert_eq!((&report["is_complete"], &report["failure"]), (&true.into(), &().into()));
+    let checks = report["checks"].as_array().expect("checks");
+    assert!(checks.iter().all(|check| check["failure"].is_null() && check["cases"] != 0));
+    assert_eq!(checks.len(), table.matches(" cases  right").count());
+    let measured = report["measured"].as_array().expect("rows");
+    assert!(measured.iter().any(|row| row["name"] == "block nf4 decode 40 x 3"));
+    assert!(measured.iter().all(|row| row["us"].as_f64() > Some(0.0)));
+    for figure in
+        ["copy_gb_s", "launch_us", "replayed_launch_us", "host_to_device_gb_s", "mirror_gb_s"]
+    {
+        assert!(report[figure].as_f64() > Some(0.0), "{figure}: {report}");
+    }
+    let nowhere = folder.path().join("missing/report.json");
+    let refused = Command::new(SEPAL)
+        .args(["selftest", "--device", "emu", "--report"])
+        .arg(&nowhere)
+        .output()
+        .expect("the executable");
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("missing/report.json"));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -2,15 +2,19 @@
 //! there, beside what the device gives at best. It needs the executable and a driver, nothing else.
 
 mod blocks;
+mod budget;
 mod measure;
+mod report;
 
 use std::io::Write;
+use std::path::Path;
 
 use kernels::Cpu;
 use kernels::cases::{Class, Shapes, cuda_operations, operations};
 use kernels::cuda::driver::Driver;
 #[cfg(feature = "emu")]
 use kernels::cuda::emu::Emu;
+use kernels::cuda::peaks::{HostRates, LaunchCosts};
 use kernels::cuda::{Cuda, Gpu};
 use kernels::ops::OpError;
 use shared::bootstrap::die_with_parent;
@@ -22,19 +26,25 @@ use crate::engine::EngineError;
 use crate::node;
 use blocks::Steps;
 use measure::{Peaks, Table};
+use report::{Check, Report};
 use shared::causes::with_causes;
 
 /// Bytes of the pieces that are copied for the bandwidth, and repetitions of products for the peak.
 const COPY_BYTES: usize = 1 << 30;
 const MATRIX_ITERATIONS: usize = 20_000;
+/// Bytes of the pieces that are copied to the host and back, and launches of which the cost is taken.
+const HOST_BYTES: usize = 64 << 20;
+const LAUNCHES: usize = 200;
 
 /// Checks and measures `device`, and prints to standard output; the smallest cases only if
 /// `is_quick`. Ends with `parent`, if there is one. Then nobody reads measurements, which are left
 /// out, and the parent knows that samples of kernels for warpgroups do no harm here, except those
-/// of `skipped`; else `sample` has other processes take them on a CUDA device.
+/// of `skipped`; else `sample` has other processes take them on a CUDA device. Everything that is found
+/// goes to the file `report` as well, as JSON.
 pub fn run_command(
     device: Device,
     is_quick: bool,
+    report: Option<&Path>,
     (parent, skipped): (Option<u32>, WarpgroupKernels),
     sample: fn(u32) -> Warpgroups,
 ) -> ExitReason {
@@ -42,12 +52,40 @@ pub fn run_command(
         eprintln!("sepal: {error}");
         return error.exit_reason();
     }
+    let unwritten = |error: std::io::Error| {
+        let path = report.unwrap_or(Path::new("")).display();
+        eprintln!("sepal: cannot write the report {path}: {error}");
+        ExitReason::BadConfig
+    };
+    let mut found = match Report::begin(report) {
+        Ok(found) => found,
+        Err(error) => return unwritten(error),
+    };
+    let done = test((device, is_quick), (parent, skipped), sample, &mut found);
+    if let Err(error) = found.end(done.as_ref().err().map(|ended| ended.message.as_str())) {
+        return unwritten(error);
+    }
+    match done {
+        Ok(()) => ExitReason::Clean,
+        Err(ended) => {
+            eprintln!("sepal: {}", ended.message);
+            ended.reason
+        }
+    }
+}
+
+fn test(
+    (device, is_quick): (Device, bool),
+    (parent, skipped): (Option<u32>, WarpgroupKernels),
+    sample: fn(u32) -> Warpgroups,
+    report: &mut Report,
+) -> Result<(), Ended> {
     let out = &mut std::io::stdout();
     let class = if is_quick { Class::Quick } else { Class::Served };
-    let done = match device {
-        Device::Cpu => on_processor(is_quick, out),
+    match device {
+        Device::Cpu => on_processor(is_quick, out, report),
         Device::Node(node) => match node::stay_on(node) {
-            Ok(()) => on_processor(is_quick, out),
+            Ok(()) => on_processor(is_quick, out, report),
             Err(message) => Err(Ended { reason: ExitReason::BadConfig, message }),
         },
         Device::Cuda(ordinal) => {
@@ -60,7 +98,7 @@ pub fn run_command(
                 Ok(driver) => {
                     let mut cuda = Cuda::new(driver);
                     cuda.leave_alone(skipped);
-                    on_device(cuda, found, class, parent.is_none(), out)
+                    on_device(cuda, found, (class, parent.is_none()), out, report)
                 }
                 Err(failure) => Err(Ended::new(ExitReason::BadConfig, &failure)),
             }
@@ -68,20 +106,13 @@ pub fn run_command(
         #[cfg(feature = "emu")]
         Device::Emulator(_) => {
             let threads = std::thread::available_parallelism().map_or(1, usize::from);
-            on_device(Cuda::new(Emu::new(threads)), None, Class::Quick, true, out)
+            on_device(Cuda::new(Emu::new(threads)), None, (Class::Quick, true), out, report)
         }
         #[cfg(not(feature = "emu"))]
         Device::Emulator(_) => Err(Ended {
             reason: ExitReason::BadConfig,
             message: "device emu is not available: this build has no emulator".to_owned(),
         }),
-    };
-    match done {
-        Ok(()) => ExitReason::Clean,
-        Err(ended) => {
-            eprintln!("sepal: {}", ended.message);
-            ended.reason
-        }
     }
 }
 
@@ -116,12 +147,14 @@ impl From<std::io::Error> for Ended {
 }
 
 /// The processor's operations are checked by its tests; here they are measured.
-fn on_processor(is_quick: bool, out: &mut impl Write) -> Result<(), Ended> {
+fn on_processor(is_quick: bool, out: &mut impl Write, report: &mut Report) -> Result<(), Ended> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let mut cpu = Cpu::new(threads);
-    writeln!(out, "processor, {threads} threads, {:?}", cpu.isa())?;
-    let mut table =
-        Table { peaks: Peaks::default(), repetitions: if is_quick { 1 } else { 5 }, out };
+    let name = format!("processor, {threads} threads, {:?}", cpu.isa());
+    writeln!(out, "{name}")?;
+    report.of_processor(name);
+    let repetitions = if is_quick { 1 } else { 5 };
+    let mut table = Table { peaks: Peaks::default(), repetitions, out, report };
     // Quantization is slow, and no part of serving.
     let is_wanted = |name: &str| !name.starts_with("quantize");
     table.operations(&mut cpu, &operations(), &Shapes::SMALL, &is_wanted)?;
@@ -133,11 +166,12 @@ fn on_processor(is_quick: bool, out: &mut impl Write) -> Result<(), Ended> {
 fn on_device<G: Gpu>(
     mut cuda: Cuda<G>,
     found: Option<Warpgroups>,
-    class: Class,
-    is_measured: bool,
+    (class, is_measured): (Class, bool),
     out: &mut impl Write,
+    report: &mut Report,
 ) -> Result<(), Ended> {
     let properties = cuda.gpu().properties().clone();
+    report.of_device(&properties, name_of(class));
     writeln!(
         out,
         "{}, compute capability {}.{}, {} multiprocessors, kernels: {}",
@@ -153,9 +187,10 @@ fn on_device<G: Gpu>(
     };
     cuda.follow(&warpgroups);
     writeln!(out, "products of many rows and attention of many tokens {warpgroups}")?;
-    check(&mut cuda, class, out)?;
+    report.decided(&warpgroups);
+    check(&mut cuda, class, out, report)?;
     if is_measured {
-        measure(&mut cuda, class, out)?;
+        measure(&mut cuda, class, out, report)?;
     }
     let failed = warpgroups.failed().map(|(kernel, why)| format!("{kernel}: {why}"));
     let mut failed: Vec<String> = failed.collect();
@@ -173,21 +208,33 @@ fn on_device<G: Gpu>(
 }
 
 /// Every operation against its reference.
-fn check<G: Gpu>(cuda: &mut Cuda<G>, class: Class, out: &mut impl Write) -> Result<(), Ended> {
+fn check<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    class: Class,
+    out: &mut impl Write,
+    report: &mut Report,
+) -> Result<(), Ended> {
     // A failure then names its kernel.
     cuda.watch(Some(|_| ()));
     let mut wrong = 0;
     for operation in cuda_operations::<G>() {
         // At once, as a kernel may never end.
-        write!(out, "{:20} {:8} ", operation.name, format!("{class:?}").to_lowercase())?;
+        write!(out, "{:20} {:8} ", operation.name, name_of(class))?;
         out.flush()?;
-        match operation.check(std::slice::from_mut(cuda), class) {
+        let checked = operation.check(std::slice::from_mut(cuda), class);
+        let checked = checked.map_err(|failure| with_causes(&failure));
+        match &checked {
             Ok(cases) => writeln!(out, "{cases:5} cases  right")?,
             Err(failure) => {
                 wrong += 1;
-                writeln!(out, "WRONG: {}", with_causes(&failure))?;
+                writeln!(out, "WRONG: {failure}")?;
             }
         }
+        report.checked(Check {
+            operation: operation.name.to_owned(),
+            cases: *checked.as_ref().unwrap_or(&0),
+            failure: checked.err(),
+        })?;
     }
     cuda.watch(None);
     match wrong {
@@ -199,15 +246,28 @@ fn check<G: Gpu>(cuda: &mut Cuda<G>, class: Class, out: &mut impl Write) -> Resu
     }
 }
 
-fn measure<G: Gpu>(cuda: &mut Cuda<G>, class: Class, out: &mut impl Write) -> Result<(), Ended> {
+fn name_of(class: Class) -> String {
+    format!("{class:?}").to_lowercase()
+}
+
+fn measure<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    class: Class,
+    out: &mut impl Write,
+    report: &mut Report,
+) -> Result<(), Ended> {
     let (bytes, iterations, shapes, steps, repetitions) = match class {
         Class::Served => (COPY_BYTES, MATRIX_ITERATIONS, Shapes::LARGE, Steps::LARGE, 50),
         _ => (1 << 20, 1, Shapes::TINY, Steps::TINY, 1),
     };
     let (rate, peak) = (cuda.copy_rate(bytes)?, cuda.matrix_rate(iterations)?);
     writeln!(out, "copy {:.0} GB/s, matrix peak {:.1} TFLOP/s", rate / 1e9, peak / 1e12)?;
+    let (launch, host) = (cuda.launch_costs(LAUNCHES)?, cuda.host_rates(bytes.min(HOST_BYTES))?);
+    host_line(launch, host, out)?;
+    report.peaks(rate, peak, launch, host);
+    report.save()?;
     let peaks = Peaks { bytes_per_s: Some(rate), flops_per_s: Some(peak) };
-    let mut table = Table { peaks, repetitions, out };
+    let mut table = Table { peaks, repetitions, out, report };
     let all = cuda_operations::<G>();
     table.operations(cuda, &all, &shapes, &|_| true)?;
     blocks::measure(cuda, &shapes, steps, &mut table)?;
@@ -222,4 +282,19 @@ fn measure<G: Gpu>(cuda: &mut Cuda<G>, class: Class, out: &mut impl Write) -> Re
     let done = table.operations(cuda, &all, &shapes, &is_wanted);
     cuda.use_warpgroups(used);
     done
+}
+
+/// What launches cost, and copies to the host and back.
+fn host_line(launch: LaunchCosts, host: HostRates, out: &mut impl Write) -> std::io::Result<()> {
+    let us = |seconds: f64| format!("{:.2} µs", seconds * 1e6);
+    let replayed = launch.replayed_s.map_or_else(|| "not possible".to_owned(), us);
+    let gb = |rate: f64| format!("{:.1} GB/s", rate / 1e9);
+    let mirror = host.to_registered.map_or_else(|| "not possible".to_owned(), gb);
+    writeln!(
+        out,
+        "launch {}, replayed {replayed}, to the device {}, back {}, to registered memory {mirror}",
+        us(launch.launch_s),
+        gb(host.to_device),
+        gb(host.from_device)
+    )
 }

@@ -11,7 +11,7 @@ the busiest pipe with the time that memory takes. The terms of the model and the
 ../cuda/README.md ("The budget") and at the head of each file of model/.
 
 --check fails when a pipe exceeds its limit (model/limits.py, ceilings.json), or when the tables of
-the README are not those of the images. --write writes the tables and lowers the ceilings.
+the README or budget.json are not those of the images. --write writes them and lowers the ceilings.
 --loops prints the instructions of the hottest loops per 8,192 weights.
 
 Needs Python 3.11 and, at its first run, PyPI: it installs a pinned disassembler, no compiler.
@@ -61,7 +61,7 @@ def check(results):
     if limits.lowered(results, known) != known:
         wrong.append("ceilings.json is higher than needed: run kernels/prebuilt/budget.py --write")
     if not report.is_current(results):
-        wrong.append("the tables of kernels/cuda/README.md are old: run budget.py --write")
+        wrong.append("kernels/cuda/README.md or budget.json is old: run budget.py --write")
     print("\n".join(wrong) or "every pipe is within its limit", file=sys.stderr)
     return 1 if wrong else 0
 

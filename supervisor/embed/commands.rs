@@ -41,9 +41,10 @@ pub fn run_command(arguments: impl Iterator<Item = OsString>) -> ExitReason {
         Command::Generated(what) => cli::make(&what),
         Command::Top(options) => supervisor::top::run(&options),
         Command::Doctor(options) => supervisor::doctor::run(&options, netd::checkup::OBSERVERS),
-        Command::SelfTest { device, is_quick, parent, skipped } => {
+        Command::SelfTest { device, is_quick, report, parent, skipped } => {
             supervisor::spawn::count_along_bus();
-            selftest::run_command(device, is_quick, (parent, skipped), devices::sample)
+            let (report, by) = (report.as_deref(), (parent, skipped));
+            selftest::run_command(device, is_quick, report, by, devices::sample)
         }
         Command::CudaDevices { parent } => inventory::run_command(parent),
         Command::Probe(config) => probe::run_command(&config),

@@ -126,6 +126,8 @@ pub enum Command {
         device: Device,
         /// Only the smallest cases.
         is_quick: bool,
+        /// The file that everything that is found goes to.
+        report: Option<PathBuf>,
         /// The process that waits for the outcome and with which the test ends.
         parent: Option<u32>,
         /// Kernels for warpgroups that it must not launch.
@@ -294,6 +296,7 @@ fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
         Commands::Selftest(args) => Command::SelfTest {
             device: args.device,
             is_quick: args.quick,
+            report: args.report,
             parent: args.parent,
             skipped: args.skip.into_iter().collect(),
         },
@@ -489,6 +492,10 @@ struct SelftestArgs {
     /// Run only the smallest cases: whether kernels load and give correct results
     #[arg(long)]
     quick: bool,
+
+    /// Also write everything that is found to FILE, as JSON, to be sent in
+    #[arg(long, value_name = "FILE")]
+    report: Option<PathBuf>,
 
     /// End with this process, the parent
     #[arg(long, value_name = "PID", hide = true)]

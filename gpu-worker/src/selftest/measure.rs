@@ -9,6 +9,7 @@ use kernels::ops::OpError;
 use shared::exit::ExitReason;
 
 use super::Ended;
+use super::report::Report;
 
 /// What a device gives at best, as measured in this run.
 #[derive(Clone, Copy, Debug, Default)]
@@ -25,6 +26,8 @@ pub(super) struct Table<'a, W> {
     /// Runs that are enqueued and waited for together.
     pub(super) repetitions: usize,
     pub(super) out: &'a mut W,
+    /// Where all of it is kept.
+    pub(super) report: &'a mut Report,
 }
 
 impl<W: Write> Table<'_, W> {
@@ -77,11 +80,14 @@ impl<W: Write> Table<'_, W> {
             Some(peak) if value > 0.0 => format!("{:4.0} %", 100.0 * value / peak),
             _ => "    -".to_owned(),
         };
+        let us = seconds * 1e6;
+        let work = (row.work.bytes, row.work.operations);
+        let computed = self.report.measured(&row.name, us, work);
+        let computed = computed.map_or_else(String::new, |us| format!("  computed {us:.0} µs"));
         writeln!(
             self.out,
-            "{:60} {:10.1} µs {:9.1} GB/s {} {:9.2} TFLOP/s {}",
+            "{:60} {us:10.1} µs {:9.1} GB/s {} {:9.2} TFLOP/s {}{computed}",
             row.name,
-            seconds * 1e6,
             bytes / 1e9,
             share(bytes, self.peaks.bytes_per_s),
             flops / 1e12,

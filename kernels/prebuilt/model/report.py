@@ -1,11 +1,13 @@
-"""The tables of kernels/cuda/README.md."""
+"""The tables of kernels/cuda/README.md, and the times in budget.json, which `sepal selftest` shows."""
 
+import json
 import pathlib
 
 from . import limits, shapes
 from .devices import DEVICES, UNCHECKED
 
 README = pathlib.Path(__file__).resolve().parents[2] / "cuda" / "README.md"
+TIMES = pathlib.Path(__file__).resolve().parents[1] / "budget.json"
 BEGIN = "<!-- written by kernels/prebuilt/budget.py --write -->"
 END = "<!-- end of what budget.py writes -->"
 
@@ -98,7 +100,20 @@ def current():
 def write(results):
     before, _, after = current()
     README.write_text(before + tables(results) + after)
+    TIMES.write_text(block_times(results))
 
 
 def is_current(results):
-    return current()[1] == tables(results)
+    return current()[1] == tables(results) and TIMES.read_text() == block_times(results)
+
+
+def block_times(results):
+    """Microseconds of whole blocks by device, format and rows."""
+    times = {
+        name: {
+            quant: {rows: round(us, 1) for rows, us in by_rows.items()}
+            for quant, by_rows in result["block_us"].items()
+        }
+        for name, result in results.items()
+    }
+    return json.dumps(times, indent=1) + "\n"

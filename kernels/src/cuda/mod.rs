@@ -25,13 +25,17 @@ pub mod matrix;
 pub mod memory;
 pub(crate) mod ops;
 pub mod pages;
-mod peaks;
+pub mod peaks;
 mod registered;
 pub mod scratch;
 mod sharing;
 pub mod step;
 
 use std::sync::Arc;
+
+/// What the budget of the kernels computes for whole blocks: JSON, microseconds by device, format and
+/// sessions (`kernels/prebuilt/budget.py --write`).
+pub const BUDGET: &str = include_str!("../../prebuilt/budget.json");
 
 pub use adapters::Adapters;
 pub use address::{Address, Floats};
