@@ -19,6 +19,7 @@ pub mod shards;
 pub mod sizing;
 mod spec;
 pub mod survey;
+pub mod weight_files;
 
 pub use error::SpecError;
 pub use family::dht_prefix;
