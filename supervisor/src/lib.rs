@@ -32,6 +32,8 @@ pub mod devices;
 pub mod doctor;
 pub mod events;
 pub mod feed;
+#[cfg(test)]
+mod fuzz;
 pub mod handed;
 pub mod handover;
 pub mod instance;

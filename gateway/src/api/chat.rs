@@ -22,22 +22,22 @@ use crate::model::{Model, PromptError};
 const MAX_MESSAGES: usize = 4096;
 
 #[derive(Debug, Deserialize)]
-struct Request {
+pub(super) struct Request {
     model: String,
-    messages: Vec<Message>,
+    pub(super) messages: Vec<Message>,
     #[serde(default)]
-    tools: Option<Value>,
+    pub(super) tools: Option<Value>,
     #[serde(default)]
     logprobs: Option<bool>,
     #[serde(default)]
     top_logprobs: Option<u32>,
     #[serde(flatten)]
-    settings: Settings,
+    pub(super) settings: Settings,
 }
 
 /// A message; whatever else it holds (names, tool calls) reaches the template.
 #[derive(Debug, Deserialize)]
-struct Message {
+pub(super) struct Message {
     role: String,
     #[serde(default)]
     content: Content,
@@ -132,13 +132,17 @@ fn prompt(
         let text = format!("{} messages: expected 1 to {MAX_MESSAGES}", messages.len());
         return Err(ApiError::bad(text, Some("messages")));
     }
-    let messages: Result<Vec<Value>, ApiError> =
-        messages.into_iter().map(Message::into_value).collect();
+    let messages = values(messages)?;
     let tools = tools.filter(|tools| !tools.is_null());
-    model.chat_prompt(&Value::Array(messages?), tools).map_err(|error| {
+    model.chat_prompt(&Value::Array(messages), tools).map_err(|error| {
         let param = if matches!(error, PromptError::NoTemplate(_)) { "model" } else { "messages" };
         ApiError::bad(error.to_string(), Some(param))
     })
+}
+
+/// Messages as templates see them.
+pub(super) fn values(messages: Vec<Message>) -> Result<Vec<Value>, ApiError> {
+    messages.into_iter().map(Message::into_value).collect()
 }
 
 /// What all chunks of an answer begin with.
