@@ -5,10 +5,10 @@ mod harness;
 
 use std::time::Duration;
 
-use harness::demo::{BLOCKS, HIDDEN};
+use harness::demo::{BLOCKS, HIDDEN, copy_of_demo_model, run_session_with};
 use harness::peer::{Peer, Session, noise};
-use harness::session::{run_session, serve};
-use harness::wait_for;
+use harness::session::{SHAPES, rank, run_session, serve};
+use harness::{Sepal, wait_for};
 use nix::sys::signal::{Signal, kill};
 
 async fn run_sessions(addr: &str, count: u32, steps: usize) -> Vec<Vec<Vec<f32>>> {
@@ -171,5 +171,71 @@ async fn a_span_cut_among_two_workers_survives_the_death_of_either() {
     assert_eq!(whole.terminate().code(), Some(0));
     let sepal = serve(&["--device", "cpu,cpu", "--inject_fault", "kill@block:1#4"]);
     assert!(run_sessions(&sepal.addr(), 2, 6).await == expected, "a death changes no bit");
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+/// The files of weights that a process maps.
+fn mapped_weights(pid: nix::unistd::Pid) -> Vec<String> {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    let weights = maps.lines().filter(|line| line.contains(".safetensors"));
+    weights.map(|line| line[line.find('/').unwrap()..].to_owned()).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_comes_back_when_the_folder_of_its_weights_is_gone() {
+    for (shape, ranks) in SHAPES.into_iter().zip(1..) {
+        let place = tempfile::tempdir().unwrap();
+        let folder = copy_of_demo_model(place.path());
+        let more = [&["--torch_dtype", "float32"], shape].concat();
+        let sepal = Sepal::serve(&folder, "demo", &more);
+        let peer = Peer::connect(&sepal.addr(), "demo").await;
+        let expected = run_session(&peer, 3, 8).await;
+
+        let netd = sepal.netd();
+        let got = run_session_with(&peer, 3, 8, |step| match step {
+            2 => {
+                std::fs::rename(&folder, place.path().join("elsewhere")).unwrap();
+                kill_worker(&sepal, ranks);
+            }
+            5 => {
+                std::fs::remove_dir_all(place.path().join("elsewhere")).unwrap();
+                std::fs::remove_dir_all(sepal.dir.path().join("cache")).unwrap();
+                kill_worker(&sepal, ranks);
+            }
+            _ => {}
+        });
+        assert!(got.await == expected, "{shape:?}: results differ from an undisturbed run");
+        let worker = rank(&sepal, ["0.0", "0.1"][ranks as usize - 1], ranks);
+        let mapped = mapped_weights(worker);
+        assert!(!mapped.is_empty(), "{worker} maps no weights");
+        assert!(mapped.iter().all(|path| path.ends_with("(deleted)")), "{mapped:?}");
+        assert_eq!(sepal.netd(), netd);
+        assert_eq!(sepal.terminate().code(), Some(0));
+    }
+}
+
+/// Kills the last rank of the only group and waits until it is gone.
+fn kill_worker(sepal: &Sepal, ranks: u64) {
+    let worker = rank(sepal, ["0.0", "0.1"][ranks as usize - 1], ranks);
+    kill(worker, Signal::SIGKILL).unwrap();
+    wait_for("the worker to die", || (!harness::alive(worker)).then_some(()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_posts_a_completion_twice_is_replaced_and_nothing_is_lost() {
+    let calm = serve(&[]);
+    let expected = run_sessions(&calm.addr(), 2, 6).await;
+    assert_eq!(calm.terminate().code(), Some(0));
+    let sepal = serve(&["--inject_fault", "repeat@completion#5"]);
+    let (netd, worker) = (sepal.netd(), sepal.worker());
+    let got = run_sessions(&sepal.addr(), 2, 6).await;
+    assert!(got == expected, "results differ from an undisturbed run");
+    wait_for("another worker", || (rank(&sepal, "0.0", 1) != worker).then_some(()));
+    assert_eq!(sepal.netd(), netd);
+    let status = sepal.status();
+    let children = status.pointer("/0/children").and_then(|all| all.as_array()).unwrap();
+    let worker = children.iter().find(|child| child["role"] == "gpu-worker").unwrap();
+    let death = worker["last_death"].to_string();
+    assert!(death.contains("which is not in flight"), "{death}");
     assert_eq!(sepal.terminate().code(), Some(0));
 }

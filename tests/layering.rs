@@ -64,6 +64,8 @@ const TEST_EDGES: &[(&str, &str)] = &[
     ("netd", "fuzzing"),
     ("model", "fuzzing"),
     ("prepare", "fuzzing"),
+    ("gateway", "fuzzing"),
+    ("supervisor", "fuzzing"),
 ];
 
 /// Families of packages (by prefix) that only these crates may name.

@@ -11,7 +11,7 @@ use std::process::{Command, Output};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use harness::demo::{BLOCKS, HIDDEN, demo_model, run_session};
+use harness::demo::{BLOCKS, HIDDEN, copy_of_demo_model, demo_model, run_session};
 use harness::peer::{Peer, noise};
 use harness::session::{SHAPES, serve};
 use harness::{SEPAL, Sepal, children_of, serve_args, wait_for};
@@ -283,5 +283,27 @@ async fn a_reload_upgrades_once_another_executable_was_installed() {
     server.wait_line("upgraded: every process", 1);
     assert_eq!(server.pid(), pid);
     all_run(&server, &installed);
+    assert_eq!(server.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn workers_of_the_next_build_load_weights_whose_folder_is_gone() {
+    let place = tempfile::tempdir().expect("a folder");
+    let folder = copy_of_demo_model(place.path());
+    let server = Sepal::serve(&folder, "demo", &["--torch_dtype", "float32"]);
+    let (addr, worker) = (server.addr(), server.worker());
+    let expected = run_session(&addr, 3, |_| ()).await;
+    fs::remove_dir_all(&folder).expect("remove the model");
+    fs::remove_dir_all(server.dir.path().join("cache")).expect("remove the cache");
+    let build = another_build(server.dir.path(), "sepal-next");
+    upgraded(&server, &build, &[]);
+    all_run(&server, &build);
+    wait_for_step(&server).await;
+    assert_ne!(server.worker(), worker);
+    assert_eq!(run_session(&addr, 3, |_| ()).await, expected);
+    // A worker that dies later is started by the new executable.
+    kill(server.worker(), Signal::SIGKILL).expect("kill");
+    wait_for_step(&server).await;
+    assert_eq!(run_session(&addr, 3, |_| ()).await, expected);
     assert_eq!(server.terminate().code(), Some(0));
 }

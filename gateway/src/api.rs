@@ -3,6 +3,8 @@
 mod chat;
 mod completions;
 mod error;
+#[cfg(test)]
+mod fuzz;
 mod guard;
 mod messages;
 mod page;

@@ -6,6 +6,7 @@ mod control;
 mod group;
 mod peers;
 
+use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,7 +20,7 @@ use kernels::cuda::{Cuda, Gpu};
 use kernels::ops::{DeviceFailure, OpError};
 use shared::bootstrap::{Bootstrap, ControlEnds, DescriptorSocket};
 use shared::config::{Device, FaultPlan, FaultPoint};
-use shared::control::{Capacity, FromWorker, ToWorker, WorkerInit};
+use shared::control::{Capacity, FromWorker, ToWorker, WeightsInit, WorkerInit};
 use shared::exit::ExitReason;
 use shared::ids::Rank;
 use shared::job::JobLimits;
@@ -46,6 +47,7 @@ use model::manifest::Manifest;
 use model::rates::{self, Freshness, Key, RateCache, ThroughputError};
 use model::shards::Shard;
 use model::sizing::{Sharing, graph_block_bytes, shortage, step_kv_bytes, unit_tokens, work_bytes};
+use model::weight_files::WeightFiles;
 use shared::causes::with_causes;
 
 /// Longest time without progress while weights are mapped: one file system that does not answer.
@@ -203,14 +205,14 @@ fn run_on<B: DeviceBackend>(
             gauges::watch(ordinal, Arc::clone(&board));
         }
         watch_weights(&ends)?;
-        let manifest = read_manifest(init)?;
+        let (manifest, files) = received_weights(init, &ends.descriptors)?;
         let spec = BlockSpec::from_config(&manifest.config).map_err(|e| bad(&e))?;
         let shard = group::shard(init, &spec)?;
         let form = BlockForm { whole: &spec, shard: shard.as_ref() };
         // Before the weights, so that ranks wait for each other no longer than devices take to open.
         let threads = rates::threads(&init.config);
         let backend = open(&Start { threads, group: group.as_ref() })?;
-        let weights = map_weights(init, &manifest, shard.as_ref(), &board)?;
+        let weights = map_weights(init, &manifest, files, shard.as_ref(), &board)?;
         check(&backend, form, &weights)?;
         let kv = map_kv(init, kv)?;
         let shape = EngineShape {
@@ -458,21 +460,28 @@ fn limits(init: &WorkerInit) -> JobLimits {
     }
 }
 
-fn read_manifest(init: &WorkerInit) -> Result<Manifest, Exit> {
-    let manifest = Manifest::read(&init.manifest).map_err(|e| bad(&e))?;
+/// The manifest and the files of this worker's blocks, which the supervisor opened.
+fn received_weights(
+    init: &WorkerInit,
+    descriptors: &DescriptorSocket,
+) -> Result<(Manifest, WeightFiles), Exit> {
+    let WeightsInit { manifest: path, files, fds } = &init.weights;
+    let received = descriptors.recv_all(*fds, files.len() + 1, DESCRIPTOR_TIMEOUT);
+    let mut received = received.map_err(|e| mismatch(&e))?.into_iter();
+    let manifest = File::from(received.next().ok_or_else(out_of_order)?);
+    let manifest = Manifest::read_open(&manifest, path).map_err(|e| bad(&e))?;
     if manifest.model != init.model {
-        let message = format!(
-            "manifest {:?} is of model {}, not of {}",
-            init.manifest, manifest.model.name, init.model.name
-        );
+        let (found, wanted) = (&manifest.model.name, &init.model.name);
+        let message = format!("manifest {path:?} is of model {found}, not of {wanted}");
         return Err(Exit { reason: ExitReason::BadConfig, message });
     }
-    Ok(manifest)
+    Ok((manifest, WeightFiles::received(files.iter().copied().zip(received))))
 }
 
 fn map_weights(
     init: &WorkerInit,
     manifest: &Manifest,
+    files: WeightFiles,
     shard: Option<&Shard>,
     board: &BoardWriter,
 ) -> Result<MappedWeights, Exit> {
@@ -480,11 +489,12 @@ fn map_weights(
         Device::Node(_) => Keep::Copied,
         _ => Keep::Mapped,
     };
-    let mapped = MappedWeights::map_shard(manifest, init.span, shard, keep, || board.progress());
+    let files = (init.span, files);
+    let mapped = MappedWeights::map_shard(manifest, files, shard, keep, || board.progress());
     mapped.map_err(|e| {
-        // What is gone or changed stays so; a disk that failed once may answer the next time.
-        let gone = !matches!(&e, MapError::File { source, .. } if source.kind() != std::io::ErrorKind::NotFound);
-        Exit { reason: if gone { ExitReason::BadConfig } else { ExitReason::Failed }, message: with_causes(&e) }
+        let is_passing = matches!(&e, MapError::File(failure) if failure.is_passing());
+        let reason = if is_passing { ExitReason::Failed } else { ExitReason::BadConfig };
+        Exit { reason, message: with_causes(&e) }
     })
 }
 

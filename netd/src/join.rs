@@ -8,14 +8,15 @@ use hivemind::dht::driver::{self, Dht, DhtConfig, DhtError};
 use hivemind::dht::storage::StorageLimits;
 use hivemind::names;
 use hivemind::p2p::{
-    Inbound, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Scope, Traversal,
-    UnaryResponder, identity,
+    Inbound, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, RELAY_PART_OF_NETWORK,
+    Scope, Traversal, UnaryResponder, identity,
 };
 use shared::causes::with_causes;
 use shared::config::NetdConfig;
 use shared::control::NetdInit;
 use shared::exit::ExitReason;
 use shared::ids::Generation;
+use shared::network::NetworkRate;
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 use tracing::{info, warn};
@@ -108,6 +109,13 @@ pub fn nearest(dials_private_nets: bool) -> Scope {
     }
 }
 
+/// Has circuits of others take a part of the network's speed at most.
+pub fn relay_within(p2p: &P2p, network: NetworkRate) {
+    // Between 1 bit and some Tbit per second: nothing that matters is cut.
+    let bytes_per_s = (network.bits_per_s / 8.0) as u64;
+    p2p.relay_at((bytes_per_s / RELAY_PART_OF_NETWORK).max(1));
+}
+
 /// Joins as `init` says. RPCs on blocks are refused until `service` has one.
 ///
 /// # Errors
@@ -153,6 +161,7 @@ pub async fn join(
         }
     }
     .map_err(|error| fatal(&error, init.generation))?;
+    relay_within(&p2p, NetworkRate::known(config));
     enter(p2p, inbound, &settings, service).await.map_err(|error| {
         let reason = first_time_config(init.generation);
         Fatal { reason, message: error.to_string() }

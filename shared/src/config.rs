@@ -405,6 +405,8 @@ pub enum FaultAction {
     Abort,
     /// Stop making progress.
     Hang,
+    /// Post the completion of the job twice, as no sound worker does.
+    Repeat,
 }
 
 /// Where in a job a fault strikes: between any two of its effects.

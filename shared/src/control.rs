@@ -201,7 +201,8 @@ pub enum FromPrepare {
 /// Supervisor to worker.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum ToWorker {
-    /// Load the span. Descriptors under `fds`: the kv segment, the board.
+    /// Load the span. Descriptors under `fds`: the kv segment, the board. Those of a group come before
+    /// them, those of the weights after them.
     Init(Box<WorkerInit>),
     /// Serve jobs from these rings; whatever older rings held is dropped. Descriptors under `fds`:
     /// arena, rings, doorbell of the submission ring, doorbell of the completion ring. To a rank
@@ -227,8 +228,8 @@ pub struct WorkerInit {
     pub span: Span,
     /// The model.
     pub model: ModelFacts,
-    /// The manifest that prepare wrote.
-    pub manifest: PathBuf,
+    /// The files of its weights.
+    pub weights: WeightsInit,
     /// Pages per block in the kv segment.
     pub kv_pages: u32,
     /// Whether the pages are in the kv segment too, and outlive the worker. Always, where the
@@ -245,6 +246,18 @@ pub struct WorkerInit {
     /// The group of several workers of which it is a rank.
     pub group: Option<GroupInit>,
     /// Tag of the descriptors.
+    pub fds: FdTag,
+}
+
+/// The files of a worker's weights, open: the worker opens no path.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct WeightsInit {
+    /// Where the manifest that prepare wrote was opened, for messages.
+    pub manifest: PathBuf,
+    /// Indexes in the manifest of the files that hold the worker's blocks.
+    pub files: Vec<u32>,
+    /// Tag of the descriptors, which are sent after those of the message: the manifest, then the files
+    /// in this order ([`recv_all`](crate::bootstrap::DescriptorSocket::recv_all)).
     pub fds: FdTag,
 }
 

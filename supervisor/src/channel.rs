@@ -2,11 +2,11 @@
 //!
 //! ```text
 //! poll loop --outbox (bounded)--> writer thread --IpcSender--> child
-//! poll loop <--inbox (bounded)--- reader thread <--IpcReceiver-- child
+//! poll loop <--inbox (bounded)--- reader thread <---Uplink------- child
 //!     ^------ wake (eventfd) ------'
 //! ```
 //!
-//! The reader first waits for the child to connect to the one-shot server, and starts the writer
+//! The reader takes packets of bounded length ([`Uplink`]). It first waits for the child to connect to the one-shot server, and starts the writer
 //! then; messages can be put into the outbox before that. A full outbox means a child that does not
 //! read; more than [`MAX_MESSAGES_PER_S`] messages mean a child that floods the channel, and the
 //! reader stops listening. Both ends close when the process is gone, whatever the other side does:
@@ -20,13 +20,16 @@ use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, TrySendError, sync_cha
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ipc_channel::ipc::{IpcOneShotServer, IpcReceiver, IpcSender};
+use ipc_channel::ipc::IpcSender;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use serde::{Deserialize, Serialize};
-use shared::bootstrap::{Exchange, FromChild, ToChild};
+use shared::bootstrap::{FromChild, ToChild};
+use shared::causes::with_causes;
 use shared::control::{Role, ToNetd, ToPrepare, ToWorker};
+use tracing::warn;
 
 use crate::tree::Up;
+use crate::uplink::{Listener, Refused, Uplink};
 
 /// Messages to a child that wait for it. A child reads at once; even a netd with every worker
 /// restarting gets fewer.
@@ -50,6 +53,8 @@ pub enum Heard {
     Closed,
     /// The child talked without end and is not listened to any more.
     Flooded,
+    /// The child sent what is no message, or none that is that long; nothing follows.
+    Garbled,
 }
 
 /// Wakes the poll loop.
@@ -189,21 +194,25 @@ where
     Down: Serialize + for<'de> Deserialize<'de> + Send + 'static,
     Message: Serialize + for<'de> Deserialize<'de> + Send + 'static,
 {
-    let (server, name) = IpcOneShotServer::<Exchange<Down, Message>>::new()?;
+    let listener = Listener::bind()?;
+    let server = listener.path().to_string_lossy().into_owned();
     let (to_writer, from_loop) = sync_channel(OUTBOX);
     let (to_loop, inbox) = sync_channel(INBOX);
     let wake = wake.clone();
     thread::Builder::new().name("control-reader".into()).spawn(move || {
-        if let Ok((_, exchange)) = server.accept()
-            && spawn_writer(exchange.down, from_loop).is_ok()
-        {
-            read(&exchange.up, wrap, &to_loop, &wake);
+        match listener.accept() {
+            Ok((down, up)) => {
+                if spawn_writer(down, from_loop).is_ok() {
+                    read(&up, wrap, &to_loop, &wake);
+                }
+            }
+            Err(refused) => refuse(&refused, &to_loop),
         }
         // Dropping the sender is what says "closed"; the poll loop has to look.
         drop(to_loop);
         wake.ring();
     })?;
-    Ok(Channel { outbox: outbox(to_writer), inbox, server: name })
+    Ok(Channel { outbox: outbox(to_writer), inbox, server })
 }
 
 fn spawn_writer<Down>(
@@ -225,8 +234,17 @@ where
     Ok(())
 }
 
+/// Tells of a child that sent what it must not. A channel that is closed or broken speaks for itself.
+fn refuse(refused: &Refused, to_loop: &SyncSender<Heard>) {
+    if !matches!(refused, Refused::Closed | Refused::System(_)) {
+        warn!(error = with_causes(refused), "refused what a child sent");
+        // A poll loop that is gone hears nothing.
+        let _ = to_loop.send(Heard::Garbled);
+    }
+}
+
 fn read<Message>(
-    child: &IpcReceiver<FromChild<Message>>,
+    child: &Uplink<Message>,
     wrap: fn(Message) -> Up,
     to_loop: &SyncSender<Heard>,
     wake: &Wake,
@@ -234,7 +252,11 @@ fn read<Message>(
     Message: Serialize + for<'de> Deserialize<'de>,
 {
     let mut budget = Budget::new(Instant::now());
-    while let Ok(message) = child.recv() {
+    loop {
+        let message = match child.recv() {
+            Ok(message) => message,
+            Err(refused) => return refuse(&refused, to_loop),
+        };
         let heard = if budget.spend(Instant::now()) {
             match message {
                 FromChild::Message(message) => Heard::Message(wrap(message)),
@@ -276,7 +298,9 @@ impl Budget {
 
 #[cfg(test)]
 mod tests {
+    use ipc_channel::ipc::IpcReceiver;
     use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+    use shared::bootstrap::Exchange;
     use shared::control::FromWorker;
     use shared::ids::Generation;
 

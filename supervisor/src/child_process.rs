@@ -6,6 +6,7 @@ use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use shared::bootstrap::{Attach, DescriptorSocket, build_id};
+use shared::causes::with_causes;
 use shared::config::LogConfig;
 use shared::control::{Birth, BoardSeat, FdTag, Role};
 use shared::ids::{Generation, WorkerId};
@@ -183,25 +184,24 @@ impl ChildProcess {
         fds: &[BorrowedFd<'_>],
         message: impl FnOnce(FdTag) -> Message,
     ) -> bool {
-        match self.bundle(fds) {
-            Bundled::Under(tag) => self.channel.send(message(tag)),
-            Bundled::Gone => true,
-            Bundled::Behind => false,
-        }
+        self.deliver_all([fds], |[tag]| message(tag))
     }
 
-    /// The same for a message with two bundles, of which `first` is sent first.
-    pub fn deliver_two(
+    /// The same for a message with several bundles, which are sent in this order.
+    pub fn deliver_all<const N: usize>(
         &mut self,
-        first: &[BorrowedFd<'_>],
-        second: &[BorrowedFd<'_>],
-        message: impl FnOnce(FdTag, FdTag) -> Message,
+        bundles: [&[BorrowedFd<'_>]; N],
+        message: impl FnOnce([FdTag; N]) -> Message,
     ) -> bool {
-        match self.bundle(first) {
-            Bundled::Under(tag) => self.deliver(second, |second| message(tag, second)),
-            Bundled::Gone => true,
-            Bundled::Behind => false,
+        let mut tags = [FdTag(0); N];
+        for (tag, fds) in tags.iter_mut().zip(bundles) {
+            *tag = match self.bundle(fds) {
+                Bundled::Under(tag) => tag,
+                Bundled::Gone => return true,
+                Bundled::Behind => return false,
+            };
         }
+        self.channel.send(message(tags))
     }
 
     fn bundle(&mut self, fds: &[BorrowedFd<'_>]) -> Bundled {
@@ -211,10 +211,14 @@ impl ChildProcess {
         }
         self.last_tag += 1;
         let tag = FdTag(self.last_tag);
-        match self.descriptors.send(tag, fds) {
+        match self.descriptors.send_all(tag, fds) {
             Ok(()) => Bundled::Under(tag),
             Err(DescriptorError::Closed) => Bundled::Gone,
-            Err(_) => Bundled::Behind,
+            Err(error) => {
+                let error = with_causes(&error);
+                warn!(child = %self.id, count = fds.len(), error, "cannot pass descriptors");
+                Bundled::Behind
+            }
         }
     }
 

@@ -402,8 +402,13 @@ fn generate(mut args: GenerateArgs, env: Env<'_>) -> Result<Command, String> {
 fn runtime_dir(env: Env<'_>) -> PathBuf {
     match env("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()) {
         Some(dir) => PathBuf::from(dir).join("sepal"),
-        None => PathBuf::from(format!("/tmp/sepal-{}", nix::unistd::geteuid())),
+        None => folder_in_tmp(),
     }
+}
+
+/// The folder of the user's own in /tmp.
+fn folder_in_tmp() -> PathBuf {
+    PathBuf::from(format!("/tmp/sepal-{}", nix::unistd::geteuid()))
 }
 
 /// Serves blocks of large language models to the Petals swarm.

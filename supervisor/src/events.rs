@@ -59,6 +59,7 @@ use crate::status::StatusSocket;
 use crate::terminal::Screen;
 use crate::tree::{Action, Beat, ChildId, Event, ExitStatus, Policy, Tree, Up};
 use crate::web::Web;
+use crate::weights::Weights;
 
 /// Messages of one child that are taken in one round of the loop.
 const MESSAGES_PER_ROUND: usize = 64;
@@ -128,6 +129,7 @@ struct Parts {
     pending: VecDeque<Event>,
     processes: Vec<ChildProcess>,
     segments: Segments,
+    weights: Weights,
     status: StatusSocket,
     metrics: ListeningSocket,
     page: ListeningSocket,
@@ -142,6 +144,7 @@ struct Driver<'a> {
     pending: VecDeque<Event>,
     processes: Vec<ChildProcess>,
     segments: Segments,
+    weights: Weights,
     facts: Option<ModelFacts>,
     /// What workers measured at an earlier start.
     kept: Option<Capacity>,
@@ -215,6 +218,7 @@ impl<'a> Driver<'a> {
             pending: VecDeque::from([Event::Start]),
             processes: Vec::new(),
             segments: Segments::new(instance, started.map_or(0, |since| since.as_secs()))?,
+            weights: Weights::default(),
             status: StatusSocket::bind(&instance.status_socket())
                 .map_err(|e| LoopError::System("create the status socket", e))?,
             metrics: ListeningSocket::new(listener::METRICS, config.metrics),
@@ -235,7 +239,7 @@ impl<'a> Driver<'a> {
         let liveness = Liveness::of(config.restart.hang_timeout);
         // From here on a signal ends the run in order.
         let signals = take_signals().map_err(|e| LoopError::System("take signals", e.into()))?;
-        let Parts { tree, mut pending, processes, segments, status, .. } = parts;
+        let Parts { tree, mut pending, processes, segments, weights, status, .. } = parts;
         let Parts { metrics, page, wake, arguments, .. } = parts;
         if let Some(parent) = config.end_with
             && !ends_with(parent)?
@@ -249,6 +253,7 @@ impl<'a> Driver<'a> {
             pending,
             processes,
             segments,
+            weights,
             facts: None,
             kept: None,
             span: None,
@@ -408,6 +413,13 @@ impl<'a> Driver<'a> {
                             "floods its control channel",
                         ));
                     }
+                    Some(Heard::Garbled) => {
+                        self.pending.push_back(Event::Unruly(
+                            id,
+                            generation,
+                            "sent garbage on its control channel",
+                        ));
+                    }
                     Some(Heard::Closed) => {
                         child.closed = true;
                         self.pending.push_back(Event::Closed(id, generation));
@@ -497,7 +509,10 @@ impl<'a> Driver<'a> {
             }
             Action::AbortGroup(group, generation) => self.abort_group(group, generation),
             Action::DropGroup(group, generation) => self.segments.drop_group(group, generation),
-            Action::DropWorker(worker) => self.segments.drop_kv(worker),
+            Action::DropWorker(worker) => {
+                self.segments.drop_kv(worker);
+                self.weights.keep(&self.tree.served_spans());
+            }
             Action::AskRoom(span) => {
                 let why_not = self.no_room(span);
                 self.pending.push_back(Event::Room(span, why_not));

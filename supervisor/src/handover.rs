@@ -31,6 +31,7 @@ use crate::handed::{Fd, Handed};
 use crate::segments::HandedSegments;
 use crate::spawn;
 use crate::tree::{ChildId, ExitStatus, Tree, Up};
+use crate::weights::HandedWeights;
 
 /// Longest state in bytes; that of a large run has some hundred kilobytes.
 const MAX_STATE_BYTES: u64 = 64 << 20;
@@ -92,6 +93,8 @@ pub struct Handover {
     pub pending: Vec<Pending>,
     /// The shared memory.
     pub segments: HandedSegments,
+    /// The files of the weights.
+    pub weights: Vec<HandedWeights>,
     /// The model.
     pub facts: Option<ModelFacts>,
     /// What workers measured at an earlier start.

@@ -219,7 +219,7 @@ pub fn live_instances(runtime_dir: &Path) -> Result<Vec<LiveInstance>, InstanceE
 
 /// Makes the folder if needed; it must be ours alone to write, since what lies in it is trusted.
 /// Others may look: what it holds is closed to them.
-fn private_folder(path: &Path) -> Result<PathBuf, InstanceError> {
+pub(crate) fn private_folder(path: &Path) -> Result<PathBuf, InstanceError> {
     let failed = |action| move |source| InstanceError::Io { action, path: path.to_owned(), source };
     if !path.exists() {
         let made = fs::DirBuilder::new().mode(0o700).recursive(true).create(path);

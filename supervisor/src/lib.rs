@@ -6,7 +6,7 @@
 //! | --- | --- |
 //! | [`tree`] | what to do: a pure state machine |
 //! | [`events`] | the poll loop that drives it |
-//! | [`child_process`], [`channel`], [`spawn`], [`segments`] | one child, its control channel, its process; shared memory |
+//! | [`child_process`], [`channel`], [`uplink`], [`spawn`], [`segments`] | one child, its control channel, its process; shared memory |
 //! | [`instance`] | the name of a run, and what tells a live run from a dead one |
 //! | [`placement`], [`sizing`] | which device serves which blocks, and how many fit |
 //! | [`plan`] | `sepal plan`: what a run would serve |
@@ -15,6 +15,7 @@
 //! | [`status`], [`report`] | `sepal status` with the socket that it asks, and what it shows |
 //! | [`handover`] | how one executable hands a run over to the next |
 //! | [`listener`] | the listening sockets of `--metrics` and `--web` |
+//! | [`weights`] | the files of the weights, open |
 //! | [`web`] | the page of `--web`, which a gateway of its own process serves |
 //! | [`feed`] | what happens, for the program that started the server |
 //! | [`restarts`] | why children were started again |
@@ -31,6 +32,8 @@ pub mod devices;
 pub mod doctor;
 pub mod events;
 pub mod feed;
+#[cfg(test)]
+mod fuzz;
 pub mod handed;
 pub mod handover;
 pub mod instance;
@@ -48,7 +51,9 @@ pub mod status;
 pub mod terminal;
 pub mod top;
 pub mod tree;
+pub mod uplink;
 pub mod web;
+pub mod weights;
 
 use std::ffi::OsString;
 

@@ -29,6 +29,7 @@ use tracing::{info, warn};
 use crate::handed::{Fd, Handed};
 use crate::instance::Instance;
 use crate::sizing::available_bytes;
+use crate::weights::WeightsError;
 
 /// Why a segment could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -48,6 +49,9 @@ pub enum MakeError {
     /// prepare, which decides it, has not told how a group shares a block.
     #[error("it is not known how the ranks of group {0} share a block")]
     NoShares(GroupId),
+    /// The files of the weights, which go with the segments of a worker.
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
     /// A doorbell.
     #[error("cannot create a doorbell")]
     Doorbell(#[source] io::Error),

@@ -378,7 +378,7 @@ pub(crate) mod tests {
     }
 
     /// Llama-2-70B in NF4, as stored.
-    pub(super) fn llama_70b() -> ModelFacts {
+    pub(crate) fn llama_70b() -> ModelFacts {
         ModelFacts {
             name: "llama-70b".into(),
             repository: None,

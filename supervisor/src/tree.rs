@@ -164,6 +164,12 @@ impl Tree {
         Some((*group.placement.devices.get(usize::from(id.rank.0))?, group.whole))
     }
 
+    /// The spans that workers were, are or will be started for, before and while each is cut among
+    /// devices.
+    pub fn served_spans(&self) -> Vec<Span> {
+        self.groups.iter().map(|group| group.whole).collect()
+    }
+
     /// The device of a worker that there is, and its part of every block.
     pub fn has(&self, id: WorkerId) -> Option<Held> {
         let group =

@@ -45,6 +45,10 @@ const TESTS: &[Test] = &[
     ),
     ("a_child_that_talks_without_end_is_replaced", a_child_that_talks_without_end_is_replaced),
     (
+        "a_child_that_sends_a_huge_message_is_replaced",
+        a_child_that_sends_a_huge_message_is_replaced,
+    ),
+    (
         "a_mistake_in_the_configuration_is_said_once_and_ends_the_run",
         a_mistake_in_the_configuration_is_said_once,
     ),
@@ -232,6 +236,16 @@ fn nothing_outlives_a_killed_supervisor() {
 fn a_child_that_talks_without_end_is_replaced() {
     let mut server = Server::start(&config("netd-floods"));
     server.wait_line("floods its control channel");
+    server.wait_generation("netd", 2);
+    server.wait_online();
+    server.signal(Signal::SIGTERM);
+    assert_eq!(server.wait(), Some(0));
+}
+
+fn a_child_that_sends_a_huge_message_is_replaced() {
+    let mut server = Server::start(&config("netd-rambles"));
+    server.wait_line("expected at most 131072");
+    server.wait_line("sent garbage on its control channel");
     server.wait_generation("netd", 2);
     server.wait_online();
     server.signal(Signal::SIGTERM);

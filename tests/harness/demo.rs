@@ -22,6 +22,18 @@ pub fn demo_model() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("client/model")
 }
 
+/// A copy of the demo model within `place`, which a test may move or delete.
+pub fn copy_of_demo_model(place: &Path) -> PathBuf {
+    let folder = place.join("model");
+    std::fs::create_dir(&folder).expect("a folder");
+    for file in std::fs::read_dir(demo_model()).expect("the demo model").flatten() {
+        if file.path().is_file() {
+            std::fs::copy(file.path(), folder.join(file.file_name())).expect("copy a file");
+        }
+    }
+    folder
+}
+
 /// A session of its own peer, [as here](run_session_with).
 pub async fn run_session(addr: &str, steps: usize, between: impl FnMut(usize)) -> Vec<Vec<f32>> {
     run_session_with(&Peer::connect(addr, "demo").await, 5, steps, between).await

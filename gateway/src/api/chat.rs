@@ -25,7 +25,7 @@ use crate::model::{Model, PromptError};
 use crate::template::TemplateInput;
 
 #[derive(Debug, Deserialize)]
-struct Request {
+pub(super) struct Request {
     model: String,
     messages: Vec<Variable>,
     #[serde(default)]
@@ -38,7 +38,21 @@ struct Request {
     #[serde(default)]
     top_logprobs: Option<u32>,
     #[serde(flatten)]
-    settings: Settings,
+    pub(super) settings: Settings,
+}
+
+impl Request {
+    /// What the template makes the prompt of; it can be taken once.
+    pub(super) fn input(&mut self) -> Result<TemplateInput, ApiError> {
+        let tools = given(self.tools.take(), ValueKind::Seq, "tools")?;
+        let variables = self.chat_template_kwargs.take();
+        let variables = given(variables, ValueKind::Map, "chat_template_kwargs")?;
+        Ok(TemplateInput {
+            messages: messages::readable(&self.messages)?.into_iter().collect(),
+            tools: tools.unwrap_or(Variable::from(())),
+            variables: variables.unwrap_or(context! {}),
+        })
+    }
 }
 
 /// Answers one request.
@@ -47,15 +61,9 @@ pub(super) async fn create(State(shared): State<Shared>, body: Bytes) -> Respons
 }
 
 async fn answer(shared: &Shared, body: &Bytes) -> Result<Response, ApiError> {
-    let request: Request = request::parse(body)?;
+    let mut request: Request = request::parse(body)?;
     let model = request::model(&shared.engine, &request.model)?;
-    let tools = given(request.tools, ValueKind::Seq, "tools")?;
-    let variables = given(request.chat_template_kwargs, ValueKind::Map, "chat_template_kwargs")?;
-    let input = TemplateInput {
-        messages: messages::readable(&request.messages)?.into_iter().collect(),
-        tools: tools.unwrap_or(Variable::from(())),
-        variables: variables.unwrap_or(context! {}),
-    };
+    let input = request.input()?;
     let prompt = prompt(model, input).await?;
     let names = request.logprobs == Some(true);
     let top = names.then(|| request.top_logprobs.unwrap_or(0));

@@ -19,7 +19,7 @@ use crate::generation::TokenText;
 use crate::model::Model;
 
 #[derive(Debug, Deserialize)]
-struct Request {
+pub(super) struct Request {
     model: String,
     prompt: Prompt,
     #[serde(default)]
@@ -31,7 +31,7 @@ struct Request {
     #[serde(default)]
     logprobs: Option<u32>,
     #[serde(flatten)]
-    settings: Settings,
+    pub(super) settings: Settings,
 }
 
 /// A text or its tokens, or several of them.

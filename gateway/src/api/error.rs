@@ -39,6 +39,12 @@ impl ApiError {
         ApiError { param, ..error }
     }
 
+    /// What is wrong, in a sentence.
+    #[cfg(test)]
+    pub(super) fn text(&self) -> &str {
+        &self.message
+    }
+
     /// A request with too many bytes.
     pub fn too_large(max_bytes: usize) -> ApiError {
         let text = format!("the request has more than {max_bytes} bytes, which --max_body allows");

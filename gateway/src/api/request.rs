@@ -168,6 +168,16 @@ impl Settings {
         Ok(asks)
     }
 
+    /// Checks all that depends on no model.
+    #[cfg(test)]
+    pub(super) fn checked(&self) -> Result<(), ApiError> {
+        let (choices, sampling, stops) = (self.choices()?, self.sampling()?, self.stops()?);
+        assert!((1..=MAX_CHOICES).contains(&choices));
+        assert!(sampling.logit_bias.len() <= MAX_BIASES);
+        assert!(stops.len() <= MAX_STOPS && stops.iter().all(|stop| stop.len() <= MAX_STOP_BYTES));
+        Ok(())
+    }
+
     fn max_new_tokens(&self, prompt: usize, model: &Model, default: u32) -> Result<u32, ApiError> {
         let prompt = u32::try_from(prompt).unwrap_or(u32::MAX);
         let room = model.max_positions.map(|most| most.saturating_sub(prompt));

@@ -22,6 +22,7 @@ pub mod sizing;
 mod spec;
 pub mod survey;
 pub mod torch;
+pub mod weight_files;
 
 pub use error::SpecError;
 pub use family::dht_prefix;

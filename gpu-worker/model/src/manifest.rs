@@ -8,8 +8,8 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, Read, Write};
-use std::os::unix::fs::MetadataExt;
+use std::io::{self, Write};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -146,14 +146,23 @@ impl Manifest {
     /// of this version.
     pub fn read(path: &Path) -> Result<Manifest, ManifestError> {
         let failed = |source| ManifestError::Io { action: "read", path: path.to_owned(), source };
+        Manifest::read_open(&File::open(path).map_err(failed)?, path)
+    }
+
+    /// Reads the manifest in `file`, which was opened at `path`. Processes that share the descriptor may
+    /// read at once: the position of the file stays as it is.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn read_open(file: &File, path: &Path) -> Result<Manifest, ManifestError> {
+        let failed = |source| ManifestError::Io { action: "read", path: path.to_owned(), source };
         let bad = |reason: String| ManifestError::Bad { path: path.to_owned(), reason };
-        let mut json = Vec::new();
-        File::open(path)
-            .and_then(|f| f.take(MAX_MANIFEST_BYTES + 1).read_to_end(&mut json))
-            .map_err(failed)?;
-        if json.len() as u64 > MAX_MANIFEST_BYTES {
+        let bytes = file.metadata().map_err(failed)?.len();
+        if bytes > MAX_MANIFEST_BYTES {
             return Err(bad(format!("it is longer than {MAX_MANIFEST_BYTES} bytes")));
         }
+        let mut json = vec![0; usize::try_from(bytes).unwrap_or(0)];
+        file.read_exact_at(&mut json, 0).map_err(failed)?;
         let manifest: Manifest = serde_json::from_slice(&json).map_err(|e| bad(e.to_string()))?;
         if manifest.version != MANIFEST_VERSION {
             return Err(bad(format!(

@@ -7,6 +7,7 @@ use gpu_worker::weights::map::{MapError, MappedWeights};
 use kernels::ops::convert;
 use kernels::{Cpu, KvPages, StepRow};
 use model::manifest::Manifest;
+use model::weight_files::WeightFileError;
 use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};

@@ -22,8 +22,8 @@ use crate::schedule::{Advance, JobKey, Unit};
 #[derive(Debug, Default)]
 pub(super) struct Answers {
     queue: VecDeque<Answer>,
-    /// Numbers of the jobs whose completions were just posted.
-    posted: Vec<u64>,
+    /// Numbers of the jobs whose completions were just posted, and these.
+    posted: Vec<(u64, Completion)>,
 }
 
 #[derive(Debug)]
@@ -79,7 +79,7 @@ impl Answers {
                 break;
             }
             match link.completions.push(answer.completion.encode()) {
-                Ok(()) => self.posted.extend(answer.number),
+                Ok(()) => self.posted.extend(answer.number.map(|n| (n, answer.completion))),
                 Err(PushError::Full(_)) => break,
                 Err(PushError::Corrupt(error)) => return Err(error.into()),
             }
@@ -100,8 +100,13 @@ impl<B: DeviceBackend> Executor<'_, B> {
         let is_posted = self.answers.post(link, &self.publisher)?;
         if is_posted {
             self.execution.board.progress();
-            for number in &self.answers.posted {
+            for (number, completion) in &self.answers.posted {
                 self.execution.faults.at(*number, FaultPoint::Completion);
+                if self.execution.faults.repeats(*number) {
+                    // A full ring spares it the lie.
+                    let _ = link.completions.push(completion.encode());
+                    link.completions.ring_if_sleeping(&link.completion_bell)?;
+                }
             }
         }
         Ok(is_posted)

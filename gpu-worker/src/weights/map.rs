@@ -4,9 +4,11 @@
 //! Pages of memory that hold weights belong to the page cache, so that a restarted worker finds
 //! them there, and several workers share them.
 //!
+//! A worker gets the files as descriptors, which the supervisor opened ([`WeightFiles`]).
+//!
 //! A file is mapped only if it is what prepare checked (length and time of modification). It must
 //! not be changed while it is mapped: prepared files never are (they are replaced by renaming, and
-//! stay while they are locked: `hold`), a checkpoint is the operator's; cutting one short while it
+//! stay while they are locked: `shared::hold`), a checkpoint is the operator's; cutting one short while it
 //! is served ends the worker with a sentence ([`guard`]), and the next start finds the
 //! file changed.
 #![allow(
@@ -20,15 +22,14 @@ mod held;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::fs::File;
-use std::io;
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
 use std::ptr::NonNull;
 
 use held::Held;
 use kernels::WeightView;
 use model::manifest::{AdapterEntry, FileEntry, Manifest, TensorEntry};
 use model::shards::{Shard, Slice};
+use model::weight_files::{self, WeightFileError, WeightFiles};
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, munmap};
 use shared::block::{BlockIndex, Span};
 use shared::config::QuantType;
@@ -38,20 +39,9 @@ use crate::block::AdapterView;
 /// Why weights could not be mapped. All of them mean that prepare must run again.
 #[derive(Debug, thiserror::Error)]
 pub enum MapError {
-    /// A file is gone or cannot be mapped.
-    #[error("cannot {action} weights file {path:?}")]
-    File {
-        /// What was attempted.
-        action: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        #[source]
-        source: io::Error,
-    },
-    /// A file is not the one that was checked.
-    #[error("weights file {0:?} changed since it was checked; start again")]
-    Changed(PathBuf),
+    /// A file is gone, is not the one that was checked, or cannot be mapped.
+    #[error(transparent)]
+    File(#[from] WeightFileError),
     /// The manifest says nothing of a block of the span.
     #[error("the manifest does not describe block {0}")]
     MissingBlock(BlockIndex),
@@ -78,6 +68,8 @@ pub enum Keep {
 #[derive(Debug)]
 pub struct MappedWeights {
     keep: Keep,
+    /// Open, and not mapped yet.
+    open: WeightFiles,
     files: BTreeMap<u32, FileMap>,
     blocks: BTreeMap<u32, BTreeMap<String, Held>>,
     adapters: Vec<BTreeMap<u32, BTreeMap<String, HeldAdapter>>>,
@@ -92,8 +84,8 @@ struct HeldAdapter {
 }
 
 impl MappedWeights {
-    /// Maps what `manifest` names for `span`, and asks the kernel to read it ahead. `mapped` is
-    /// called for each tensor.
+    /// Opens and maps what `manifest` names for `span`, and asks the kernel to read it ahead. `mapped`
+    /// is called for each tensor.
     ///
     /// # Errors
     /// [`MapError`], which names the file or the tensor.
@@ -102,23 +94,26 @@ impl MappedWeights {
         span: Span,
         mapped: impl FnMut(),
     ) -> Result<MappedWeights, MapError> {
-        MappedWeights::map_shard(manifest, span, None, Keep::Mapped, mapped)
+        let files = WeightFiles::open(manifest, span)?;
+        MappedWeights::map_shard(manifest, (span, files), None, Keep::Mapped, mapped)
     }
 
-    /// [`map`](Self::map) of what the rank of `shard` holds: unless all is to be copied, rows that
-    /// follow each other are mapped where they lie, and other parts of matrices are copied.
+    /// [`map`](Self::map) of what the rank of `shard` holds, from files that are open already: unless
+    /// all is to be copied, rows that follow each other are mapped where they lie, and other parts of
+    /// matrices are copied.
     ///
     /// # Errors
     /// As there.
     pub fn map_shard(
         manifest: &Manifest,
-        span: Span,
+        (span, open): (Span, WeightFiles),
         shard: Option<&Shard>,
         keep: Keep,
         mut mapped: impl FnMut(),
     ) -> Result<MappedWeights, MapError> {
         let mut weights = MappedWeights {
             keep,
+            open,
             files: BTreeMap::new(),
             blocks: BTreeMap::new(),
             adapters: manifest.adapters.iter().map(|_| BTreeMap::new()).collect(),
@@ -242,7 +237,8 @@ impl MappedWeights {
         if self.files.contains_key(&index) {
             return Some(Ok(()));
         }
-        Some(FileMap::open(entry).map(|file| {
+        let file = self.open.take(index)?;
+        Some(FileMap::new(file, entry).map(|file| {
             self.files.insert(index, file);
         }))
     }
@@ -271,7 +267,7 @@ struct FileMap {
     base: NonNull<u8>,
     len: usize,
     _known: guard::Known,
-    /// Held open for its lock ([`hold`]).
+    /// Held open for its lock (`shared::hold`).
     _file: File,
 }
 
@@ -282,20 +278,18 @@ unsafe impl Send for FileMap {}
 unsafe impl Sync for FileMap {}
 
 impl FileMap {
-    fn open(entry: &FileEntry) -> Result<FileMap, MapError> {
-        let failed = |action, source| MapError::File { action, path: entry.path.clone(), source };
-        let changed = || MapError::Changed(entry.path.clone());
-        let file = File::open(&entry.path).map_err(|e| failed("open", e))?;
-        let now = FileEntry::of(&entry.path, &file).map_err(|e| failed("look at", e))?;
-        if now != *entry {
-            return Err(changed());
-        }
-        shared::hold::hold(&file, &entry.path).map_err(|e| failed("lock", e))?;
-        let len =
-            usize::try_from(entry.len).ok().and_then(NonZeroUsize::new).ok_or_else(changed)?;
+    /// Maps a file. Its check is repeated: it may have been opened long ago.
+    fn new(file: File, entry: &FileEntry) -> Result<FileMap, MapError> {
+        weight_files::check(&file, entry)?;
+        let len = usize::try_from(entry.len).ok().and_then(NonZeroUsize::new);
+        let len = len.ok_or_else(|| WeightFileError::Changed(entry.path.clone()))?;
         // SAFETY: a new mapping at an address of the kernel's choice touches no other memory.
         let base = unsafe { mmap(None, len, ProtFlags::PROT_READ, MapFlags::MAP_SHARED, &file, 0) };
-        let base = base.map_err(|errno| failed("map", errno.into()))?;
+        let base = base.map_err(|errno| WeightFileError::File {
+            action: "map",
+            path: entry.path.clone(),
+            source: errno.into(),
+        })?;
         Ok(FileMap {
             base: base.cast(),
             len: len.get(),

@@ -73,6 +73,12 @@ impl Worker {
         let fds = self.next_tag();
         let board = self.seat.board.try_clone().unwrap();
         self.descriptors.send(fds, &[start.kv.as_fd(), board.as_fd()]).unwrap();
+        let weights = self.next_tag();
+        let paths = start.model.manifest.files.iter().map(|entry| &entry.path);
+        let paths = std::iter::once(&start.model.path).chain(paths);
+        let files: Vec<File> = paths.map(|path| File::open(path).unwrap()).collect();
+        let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        self.descriptors.send_all(weights, &files).unwrap();
         let init = WorkerInit {
             board: self.seat.seat.clone(),
             generation: self.generation,
@@ -80,7 +86,11 @@ impl Worker {
             device: start.device,
             span: span(),
             model: start.model.facts().clone(),
-            manifest: start.model.path.clone(),
+            weights: WeightsInit {
+                manifest: start.model.path.clone(),
+                files: (0..).take(start.model.manifest.files.len()).collect(),
+                fds: weights,
+            },
             kv_pages: KV_PAGES,
             gradient_bytes: shared::model::GRADIENT_BYTES,
             kv_survives: true,
@@ -214,7 +224,7 @@ fn with_fault(
     let job = netd.submit(&body);
     let status = match action {
         FaultAction::Hang => hang(worker),
-        FaultAction::Kill | FaultAction::Abort => worker.end(),
+        FaultAction::Kill | FaultAction::Abort | FaultAction::Repeat => worker.end(),
     };
     if point == FaultPoint::Completion {
         netd.answer(job).unwrap();
@@ -392,7 +402,7 @@ fn a_worker_that_cannot_serve_says_why_in_one_sentence() {
     assert_eq!(reason, ExitReason::BadConfig);
     assert!(message.contains("model.safetensors") && message.contains("changed"), "{message}");
 
-    std::fs::remove_file(&model.path).unwrap();
+    std::fs::write(&model.path, "{}").unwrap();
     let (reason, message) = failure(Start::new(&model, &kv, 1));
     assert_eq!(reason, ExitReason::BadConfig);
     assert!(message.contains("manifest.json"), "{message}");

@@ -11,6 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ::model::shards::{Shard, Shares, Slice, SliceShape};
+use ::model::weight_files::WeightFiles;
 use gpu_worker::weights::map::{Keep, MappedWeights};
 use kernels::quant::{held_bytes, slice_bytes};
 use shared::ids::{Generation, GroupId, Rank, WorldSize};
@@ -75,8 +76,9 @@ impl Model {
             cpu.join(Member::new(&map, policy()).unwrap());
             // The second rank is on a NUMA node, as it were.
             let keep = if shard.rank == 1 { Keep::Copied } else { Keep::Mapped };
-            let weights =
-                MappedWeights::map_shard(&self.manifest, self.span, Some(shard), keep, || ());
+            let files = WeightFiles::open(&self.manifest, self.span).unwrap();
+            let files = (self.span, files);
+            let weights = MappedWeights::map_shard(&self.manifest, files, Some(shard), keep, || ());
             let weights = weights.unwrap();
             self.check_bytes(shard, keep, &weights);
             Runner::new(self, &shard.spec, &weights, cpu).results()

@@ -21,6 +21,7 @@ use tracing::info;
 use super::moving::Progress;
 use super::{Daemon, Fatal};
 use crate::control::Outbox;
+use crate::join;
 use crate::offer::{Offer, Standing};
 use crate::swarm::{monitor, rate};
 
@@ -182,6 +183,7 @@ impl Daemon {
             if network != self.standing.network {
                 info!(mbps = network.mbps(), source = %network.source, "network rate");
             }
+            join::relay_within(&self.joined.p2p, network);
             self.standing.network = network;
         }
         if self.offer.is_dry_run() {

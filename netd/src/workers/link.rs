@@ -92,7 +92,6 @@ struct LinkState {
     rings: Option<RingEnds>,
     gone: bool,
     last_job: u64,
-    stale: u64,
     /// Whether the next generation finds the KV pages of this one, and how often they were lost.
     kv_survives: bool,
     kv_losses: u64,
@@ -105,6 +104,8 @@ struct InFlight {
     kind: JobKind,
     /// Where its body lies.
     body: SlotRef,
+    /// When it was submitted last.
+    submitted_ns: u64,
     holds: Arc<Holds>,
     reply: oneshot::Sender<Result<JobTimes, JobFailure>>,
     _permit: OwnedSemaphorePermit,
@@ -139,6 +140,22 @@ pub enum LinkError {
     },
 }
 
+/// What a sound worker never writes into its completion ring. It is killed, and its jobs in flight go
+/// to the next generation.
+#[derive(Debug, thiserror::Error)]
+enum Nonsense {
+    #[error(transparent)]
+    Ring(#[from] RingCorrupt),
+    #[error("completion ring has an entry that is no completion")]
+    NoCompletion,
+    #[error("completion of job {0} is of other generations than its rings")]
+    OtherGeneration(JobId),
+    #[error("completion of job {0}, which is not in flight")]
+    NotInFlight(JobId),
+    #[error("completion of job {id} claims {claimed} ns, {passed} ns after the job was submitted")]
+    Times { id: JobId, claimed: u64, passed: u64 },
+}
+
 impl Link {
     /// A link to `worker`, which serves `span` and is not up yet. `index` tells links apart in job
     /// ids. Rings that cannot be used any more are reported to `broken`.
@@ -154,7 +171,6 @@ impl Link {
                 rings: None,
                 gone: false,
                 last_job: u64::from(index) << 48,
-                stale: 0,
                 kv_survives: true,
                 kv_losses: 0,
                 kv_version: 0,
@@ -192,11 +208,6 @@ impl Link {
         self.lock().kv_version
     }
 
-    /// Completions that no job in flight was waiting for.
-    pub fn stale_completions(&self) -> u64 {
-        self.lock().stale
-    }
-
     /// Has the worker compute the job at `body`, over its deaths if need be. Waits while 256 jobs
     /// are in flight. A future that is dropped gives the job up if it was not submitted yet; else
     /// the worker finishes it and the answer is forgotten.
@@ -220,7 +231,7 @@ impl Link {
             }
             state.last_job += 1;
             let id = JobId(state.last_job);
-            state.jobs.insert(id, InFlight { kind, body, holds, reply, _permit });
+            state.jobs.insert(id, InFlight { kind, body, submitted_ns: 0, holds, reply, _permit });
             state.recovery.add(id);
             (id, self.submit(&mut state))
         };
@@ -307,7 +318,7 @@ impl Link {
             match self.take_completions(generation) {
                 Ok(true) => {}
                 Ok(false) => return,
-                Err(corrupt) => return self.give_up(&mut self.lock(), generation, &corrupt),
+                Err(nonsense) => return self.give_up(&mut self.lock(), generation, &nonsense),
             }
             let rung = async {
                 let mut ready = bell.readable().await?;
@@ -324,7 +335,7 @@ impl Link {
     }
 
     /// Answers every completed job and arms the bell; false once the generation is over.
-    fn take_completions(&self, generation: Generation) -> Result<bool, RingCorrupt> {
+    fn take_completions(&self, generation: Generation) -> Result<bool, Nonsense> {
         let mut state = self.lock();
         loop {
             state.drain()?;
@@ -400,7 +411,7 @@ impl LinkState {
     fn submit(&mut self) -> Result<Option<Arc<Doorbell>>, (Generation, &'static str)> {
         let mut pushed = false;
         while let Some(id) = self.recovery.take() {
-            let (Some(record), Some(end)) = (self.jobs.get(&id), &mut self.rings) else {
+            let (Some(record), Some(end)) = (self.jobs.get_mut(&id), &mut self.rings) else {
                 continue;
             };
             if record.reply.is_closed() {
@@ -408,6 +419,7 @@ impl LinkState {
                 self.jobs.remove(&id);
                 continue;
             }
+            record.submitted_ns = monotonic_ns();
             let descriptor = JobDescriptor {
                 id,
                 kind: record.kind,
@@ -415,7 +427,7 @@ impl LinkState {
                 worker_generation: end.identity.worker_generation,
                 netd_generation: end.identity.netd_generation,
                 body: record.body,
-                submitted_ns: monotonic_ns(),
+                submitted_ns: record.submitted_ns,
             };
             match end.submissions.push(descriptor.encode()) {
                 Ok(()) => pushed = true,
@@ -435,33 +447,41 @@ impl LinkState {
         Ok(bell.filter(|end| end.submissions.must_wake()).map(|end| end.bell.clone()))
     }
 
-    /// Answers what is in the completion ring.
-    fn drain(&mut self) -> Result<(), RingCorrupt> {
+    /// Answers what is in the completion ring, up to the first entry that no sound worker writes.
+    fn drain(&mut self) -> Result<(), Nonsense> {
         while let Some(end) = &mut self.rings {
             let Some(entry) = end.completions.pop()? else {
                 break;
             };
             let identity = end.identity;
-            let completion = Completion::decode(&entry).filter(|c| {
-                c.worker_generation == identity.worker_generation
-                    && c.netd_generation == identity.netd_generation
-                    && self.recovery.flies(c.id)
-            });
-            match completion {
-                None => self.stale += 1,
-                Some(Completion {
-                    id,
-                    result: Err(JobError::Draining | JobError::Stale { .. }),
-                    ..
-                }) => {
-                    self.recovery.returned(id);
-                }
-                Some(Completion { id, result, queue_ns, compute_ns, .. }) => {
-                    let times = result.map(|()| JobTimes { queue_ns, compute_ns });
-                    self.recovery.remove(id);
-                    self.answer(id, times.map_err(JobFailure::Refused));
-                }
+            let completion = Completion::decode(&entry).ok_or(Nonsense::NoCompletion)?;
+            self.check(&completion, &identity)?;
+            let Completion { id, result, queue_ns, compute_ns, .. } = completion;
+            if let Err(JobError::Draining | JobError::Stale { .. }) = result {
+                self.recovery.returned(id);
+                continue;
             }
+            let times = result.map(|()| JobTimes { queue_ns, compute_ns });
+            self.recovery.remove(id);
+            self.answer(id, times.map_err(JobFailure::Refused));
+        }
+        Ok(())
+    }
+
+    /// Whether a job of these rings can have ended so.
+    fn check(&self, completion: &Completion, rings: &RingIdentity) -> Result<(), Nonsense> {
+        let Completion { id, worker_generation, netd_generation, queue_ns, compute_ns, .. } =
+            *completion;
+        if (worker_generation, netd_generation) != (rings.worker_generation, rings.netd_generation)
+        {
+            return Err(Nonsense::OtherGeneration(id));
+        }
+        let record = self.jobs.get(&id).filter(|_| self.recovery.flies(id));
+        let record = record.ok_or(Nonsense::NotInFlight(id))?;
+        let claimed = queue_ns.saturating_add(compute_ns);
+        let passed = monotonic_ns().saturating_sub(record.submitted_ns);
+        if claimed > passed {
+            return Err(Nonsense::Times { id, claimed, passed });
         }
         Ok(())
     }
@@ -471,8 +491,10 @@ impl LinkState {
         if self.rings.as_ref().is_none_or(|end| end.identity.worker_generation != generation) {
             return;
         }
-        if let Err(corrupt) = self.drain() {
-            warn!(generation = generation.0, error = %corrupt, "lost completions of a dead worker");
+        // After nonsense, nothing that the worker wrote is believed.
+        let is_sound = self.rings.as_ref().is_some_and(|end| !end.broken);
+        if is_sound && let Err(nonsense) = self.drain() {
+            warn!(generation = generation.0, error = %nonsense, "lost completions of a dead worker");
         }
         if let Some(end) = self.rings.take() {
             end.task.abort();
@@ -527,3 +549,6 @@ fn ring(bell: Option<&Doorbell>) {
         error!(%error, "cannot ring the doorbell of a worker");
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -143,11 +143,6 @@ impl Workers {
         of_blocks.fold(1, |sum, version| mix(sum.rotate_left(23), version))
     }
 
-    /// Completions that no job was waiting for, over all workers.
-    pub fn stale_completions(&self) -> u64 {
-        self.links().iter().map(|link| link.stale_completions()).sum()
-    }
-
     /// Runs `job` through the workers of its blocks. The input and the prompts are written.
     /// Returns the slot that holds the result, which `holds` keeps.
     ///

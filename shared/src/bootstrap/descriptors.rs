@@ -18,9 +18,9 @@ use serde::{Deserialize, Serialize};
 use super::control::Attach;
 use crate::control::{Birth, FdTag};
 
-/// Most descriptors in one bundle. The largest is that of a group of 15 ranks: its segment, 15
-/// doorbells, 14 sockets.
-pub const MAX_BUNDLE: usize = 32;
+/// Most descriptors in one packet; the kernel takes 253. The largest bundle of one packet is that of a
+/// group of 15 ranks: its segment, 15 doorbells, 14 sockets. Files of weights come in several packets.
+pub const MAX_BUNDLE: usize = 128;
 
 /// Longest text in bytes: a birth holds two names, a filter and a few numbers.
 const MAX_TEXT_BYTES: usize = 16 * 1024;
@@ -177,6 +177,31 @@ impl DescriptorSocket {
         } else {
             Err(DescriptorError::Mismatch { tag: tag.0, count, got_tag, got_count: fds.len() })
         }
+    }
+
+    /// [`send`](Self::send) of any number of descriptors, in packets of [`MAX_BUNDLE`] under one tag.
+    ///
+    /// # Errors
+    /// As there. What was sent before the failure stays sent.
+    pub fn send_all(&self, tag: FdTag, fds: &[BorrowedFd<'_>]) -> Result<(), DescriptorError> {
+        fds.chunks(MAX_BUNDLE).try_for_each(|packet| self.send(tag, packet))
+    }
+
+    /// Takes what [`send_all`](Self::send_all) sent, which must be `count` descriptors.
+    ///
+    /// # Errors
+    /// As [`recv`](Self::recv), for each packet.
+    pub fn recv_all(
+        &self,
+        tag: FdTag,
+        count: usize,
+        timeout: Duration,
+    ) -> Result<Vec<OwnedFd>, DescriptorError> {
+        let mut fds = Vec::new();
+        while fds.len() < count {
+            fds.extend(self.recv(tag, MAX_BUNDLE.min(count - fds.len()), timeout)?);
+        }
+        Ok(fds)
     }
 
     fn recv_bundle(&self) -> Result<(Option<u64>, Vec<OwnedFd>), DescriptorError> {

@@ -18,10 +18,11 @@ mod network;
 mod petals;
 mod supervision;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use shared::block::{Span, is_prefix};
+use shared::causes::with_causes;
 use shared::config::{
     AutomaticDevices, Device, HubConfig, KvMirror, NetdConfig, PrepareConfig, QuantType,
     ServeConfig, SpanChoice, Throughput, WorkerConfig,
@@ -30,7 +31,8 @@ use shared::dtype::DType;
 use shared::public_swarm;
 
 use super::values::model_or_last;
-use super::{Env, LogArgs, runtime_dir};
+use super::{Env, LogArgs, folder_in_tmp, runtime_dir};
+use crate::instance::private_folder;
 use crate::sizing;
 use devices::Devices;
 pub(crate) use devices::{crowded, threads};
@@ -229,7 +231,7 @@ impl ServeArgs {
             quant_type,
             is_quant_named: named.is_some(),
             adapters: adapters(std::mem::take(&mut model.adapters))?,
-            cache_dir: model.cache_dir.take().unwrap_or_else(|| cache_dir(env)),
+            cache_dir: model.cache_dir.take().map_or_else(|| cache_dir(env), Ok)?,
             hub: HubConfig::default(),
         })
     }
@@ -379,9 +381,23 @@ fn arena_bytes(asked: u64) -> Result<u64, String> {
     }
 }
 
-pub(super) fn cache_dir(env: Env<'_>) -> PathBuf {
+/// The cache folder when no flag names one.
+pub(super) fn cache_dir(env: Env<'_>) -> Result<PathBuf, String> {
     let given = |name| env(name).filter(|dir| !dir.is_empty()).map(PathBuf::from);
-    given("SEPAL_CACHE").or_else(|| given("PETALS_CACHE")).unwrap_or_else(|| {
-        given("HOME").unwrap_or_else(|| PathBuf::from("/tmp")).join(".cache/sepal")
-    })
+    if let Some(named) = given("SEPAL_CACHE").or_else(|| given("PETALS_CACHE")) {
+        return Ok(named);
+    }
+    match given("HOME") {
+        Some(home) => Ok(home.join(".cache/sepal")),
+        None => cache_without_home(&folder_in_tmp()),
+    }
+}
+
+/// A cache in the user's own folder among those of others, if nobody else can write to it: what lies in
+/// the cache is served.
+pub(super) fn cache_without_home(own: &Path) -> Result<PathBuf, String> {
+    match private_folder(own) {
+        Ok(own) => Ok(own.join("cache")),
+        Err(error) => Err(format!("no --cache_dir and no HOME: {}", with_causes(&error))),
+    }
 }

@@ -173,6 +173,27 @@ fn flags_without_effect_are_accepted_and_noted() {
 }
 
 #[test]
+fn without_a_home_the_cache_is_in_a_folder_that_nobody_else_writes_to() {
+    use std::os::unix::fs::PermissionsExt;
+    let place = tempfile::tempdir().unwrap();
+    let own = place.path().join("sepal-7");
+    assert_eq!(serve::cache_without_home(&own), Ok(own.canonicalize().unwrap().join("cache")));
+    let mode = |mode| std::fs::set_permissions(&own, std::fs::Permissions::from_mode(mode));
+    assert_eq!(own.metadata().unwrap().permissions().mode() & 0o777, 0o700);
+    mode(0o777).unwrap();
+    let error = serve::cache_without_home(&own).unwrap_err();
+    assert!(error.contains("--cache_dir") && error.contains("has mode 777"), "{error}");
+    mode(0o700).unwrap();
+    let link = place.path().join("link");
+    std::os::unix::fs::symlink(&own, &link).unwrap();
+    assert!(serve::cache_without_home(&link).unwrap_err().contains("is not a folder"));
+    let Ok(Command::Serve { config, .. }) = run("serve m", &[("HOME", "/h")]) else { panic!() };
+    assert_eq!(config.prepare.cache_dir, PathBuf::from("/h/.cache/sepal"));
+    let Ok(Command::Serve { config, .. }) = run("serve m", &[("HOME", "")]) else { panic!() };
+    assert_eq!(config.prepare.cache_dir, folder_in_tmp().join("cache"));
+}
+
+#[test]
 fn folders_and_log_come_from_the_environment_unless_given() {
     let env = [("XDG_RUNTIME_DIR", "/run/user/7"), ("PETALS_CACHE", "/c"), ("SEPAL_LOG", "debug")];
     let Ok(Command::Serve { config, .. }) = run("serve m", &env) else { panic!() };
@@ -223,9 +244,18 @@ fn faults_read_as_they_are_documented() {
     };
     assert_eq!(fault("hang@taken#0"), Some(expected));
     assert_eq!(fault("hang@taken#0r1"), Some(FaultPlan { rank: Some(1), ..expected }));
-    for bad in
-        ["kill", "kill@taken", "melt@taken#1", "kill@block:#1", "kill@taken#x", "kill@taken#1xx"]
-    {
+    let repeat =
+        FaultPlan { action: FaultAction::Repeat, point: FaultPoint::Completion, ..expected };
+    assert_eq!(fault("repeat@completion#0"), Some(repeat));
+    for bad in [
+        "kill",
+        "kill@taken",
+        "melt@taken#1",
+        "kill@block:#1",
+        "kill@taken#x",
+        "kill@taken#1xx",
+        "repeat@taken#1",
+    ] {
         assert!(
             refusal(&format!("serve m --inject_fault {bad}")).contains("ACTION@POINT#JOB"),
             "{bad}"

@@ -179,7 +179,7 @@ fn unit_bytes(unit: &str) -> Option<u64> {
 /// `ACTION@POINT#JOB[xTIMES][rRANK]`, for example `kill@block:2#5x3`.
 pub fn fault(text: &str) -> Result<FaultPlan, String> {
     let form = || {
-        "expected ACTION@POINT#JOB[xTIMES][rRANK] with ACTION kill, abort or hang and POINT start, taken, copies, block:N, \
+        "expected ACTION@POINT#JOB[xTIMES][rRANK] with ACTION kill, abort, hang or (at completion) repeat and POINT start, taken, copies, block:N, \
          output or completion, for example kill@block:2#5x3"
             .to_owned()
     };
@@ -195,6 +195,7 @@ pub fn fault(text: &str) -> Result<FaultPlan, String> {
             "kill" => FaultAction::Kill,
             "abort" => FaultAction::Abort,
             "hang" => FaultAction::Hang,
+            "repeat" => FaultAction::Repeat,
             _ => return None,
         };
         let point = match point {
@@ -205,6 +206,9 @@ pub fn fault(text: &str) -> Result<FaultPlan, String> {
             "completion" => FaultPoint::Completion,
             block => FaultPoint::Block(block.strip_prefix("block:")?.parse().ok()?),
         };
+        if action == FaultAction::Repeat && point != FaultPoint::Completion {
+            return None;
+        }
         let (job, times) = (job.parse().ok()?, times.parse().ok()?);
         Some(FaultPlan { action, point, job, times, rank })
     };

@@ -1,5 +1,5 @@
 //! Composes the messages to children: adds to what the tree wants told the descriptors of shared
-//! memory, which are made here when first needed.
+//! memory and of weights, which are made or opened here when first needed.
 
 use std::os::fd::AsFd;
 use std::path::PathBuf;
@@ -8,8 +8,8 @@ use shared::block::Span;
 use shared::causes::with_causes;
 use shared::config::{Device, Throughput};
 use shared::control::{
-    Capacity, FdTag, GroupInit, LinkInit, NetdInit, ToNetd, ToPrepare, ToWorker, WorkerInit,
-    WorkerUp,
+    Capacity, FdTag, GroupInit, LinkInit, NetdInit, ToNetd, ToPrepare, ToWorker, WeightsInit,
+    WorkerInit, WorkerUp,
 };
 use shared::exit::ExitReason;
 use shared::ids::{Generation, Rank};
@@ -44,7 +44,7 @@ impl Driver<'_> {
                 if let Some(child) = self.processes.get_mut(index) {
                     child.fault = Some(end);
                 }
-                self.unruly(index, "cannot receive its shared memory");
+                self.unruly(index, "cannot receive its descriptors");
             }
         }
     }
@@ -237,6 +237,7 @@ impl Driver<'_> {
         let choice = KvChoice::of(device, self.config.worker.kv_mirror);
         let bytes = |survives| pages_of.kv_segment_bytes_if(survives, span, kv_pages);
         let kv_survives = self.segments.kv(self.instance, worker, choice, bytes)?.survives;
+        let manifest = manifest_of(self.instance, whole);
         let init = WorkerInit {
             board: child.seat(self.liveness.heartbeat),
             generation,
@@ -246,7 +247,7 @@ impl Driver<'_> {
             kv_pages,
             gradient_bytes: facts.gradient_bytes(limits.max_batch_size),
             kv_survives,
-            manifest: manifest_of(self.instance, whole),
+            weights: WeightsInit { manifest, files: Vec::new(), fds: FdTag(0) },
             model: facts.clone(),
             config: self.config.worker.clone(),
             measure: !matches!(self.config.netd.throughput, Throughput::Fixed(_)),
@@ -254,7 +255,7 @@ impl Driver<'_> {
             group,
             fds: FdTag(0),
         };
-        let delivered = self.deliver_init(index, init)?;
+        let delivered = self.deliver_init(index, whole, init)?;
         if let Err(error) = self.segments.board.set_span(slot, span) {
             warn!(%error, "cannot write a span to the board");
         }
@@ -280,7 +281,15 @@ impl Driver<'_> {
     }
 
     /// Tells a worker `init`, with the descriptors that belong to it.
-    fn deliver_init(&mut self, index: usize, mut init: WorkerInit) -> Result<bool, MakeError> {
+    fn deliver_init(
+        &mut self,
+        index: usize,
+        whole: Span,
+        mut init: WorkerInit,
+    ) -> Result<bool, MakeError> {
+        let open = self.weights.of(whole, &init.weights.manifest)?;
+        let (files, weights) = open.of_span(init.span);
+        init.weights.files = files;
         let Some(child) = self.processes.get_mut(index) else {
             return Ok(true);
         };
@@ -289,7 +298,8 @@ impl Driver<'_> {
         let shown = self.segments.board.try_clone().map_err(MakeError::Descriptor)?;
         let own = [kv.as_fd(), shown.as_fd()];
         let Some(group) = init.group.take() else {
-            return Ok(child.deliver(&own, |fds| {
+            return Ok(child.deliver_all([&own, &weights], |[fds, weights]| {
+                init.weights.fds = weights;
                 Message::Worker(ToWorker::Init(Box::new(WorkerInit { fds, ..init })))
             }));
         };
@@ -303,7 +313,8 @@ impl Driver<'_> {
         };
         let common = std::iter::once(&segment).chain(&bells).chain(&sockets);
         let common: Vec<_> = common.map(AsFd::as_fd).collect();
-        Ok(child.deliver_two(&common, &own, |common, fds| {
+        Ok(child.deliver_all([&common, &own, &weights], |[common, fds, weights]| {
+            init.weights.fds = weights;
             let group = Some(GroupInit { fds: common, ..group });
             Message::Worker(ToWorker::Init(Box::new(WorkerInit { fds, group, ..init })))
         }))
@@ -370,6 +381,7 @@ fn make_reason(error: &MakeError) -> ExitReason {
             ExitReason::OutOfMemory
         }
         MakeError::NoMemory { .. } | MakeError::TooLarge(_) => ExitReason::BadConfig,
+        MakeError::Weights(error) if !error.is_passing() => ExitReason::BadConfig,
         _ => ExitReason::Failed,
     }
 }

@@ -3,14 +3,11 @@
 
 use std::path::PathBuf;
 
-use model::manifest::Manifest;
-use shared::block::Span;
 use shared::config::Device;
 use shared::sandbox::{Confinement, SandboxMode, Support};
 use tracing::{info, warn};
 
 use super::Driver;
-use super::compose::manifest_of;
 use crate::tree::ChildId;
 
 impl Driver<'_> {
@@ -72,7 +69,8 @@ impl Driver<'_> {
                 let placed = self.tree.placed(worker);
                 Confinement {
                     mode,
-                    readable: placed.map(|(_, whole)| self.weights_of(whole)).unwrap_or_default(),
+                    // Weights come as descriptors.
+                    readable: Vec::new(),
                     writable: self.config.worker.rates_dir.clone().into_iter().collect(),
                     has_driver: placed.is_some_and(|(device, _)| has_driver(&device)),
                 }
@@ -84,12 +82,5 @@ impl Driver<'_> {
     fn key_folder(&self) -> Option<PathBuf> {
         let path = self.config.netd.identity_path.as_deref()?;
         path.parent().filter(|folder| folder.starts_with(self.instance.folder())).map(Into::into)
-    }
-
-    /// The files of the weights of `whole`. What is missing, the worker names.
-    fn weights_of(&self, whole: Span) -> Vec<PathBuf> {
-        let path = manifest_of(self.instance, whole);
-        let files = Manifest::read(&path).map(|manifest| manifest.files).unwrap_or_default();
-        files.into_iter().map(|file| file.path).chain([path]).collect()
     }
 }

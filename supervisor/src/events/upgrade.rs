@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use shared::build::Build;
 use tracing::{info, warn};
 
+use super::compose::manifest_of;
 use super::{Driver, Parts};
 use crate::channel::Wake;
 use crate::child_process::ChildProcess;
@@ -27,6 +28,7 @@ use crate::listener::{self, ListeningSocket};
 use crate::segments::Segments;
 use crate::status::StatusSocket;
 use crate::tree::{Event, Order};
+use crate::weights::Weights;
 
 /// Time for the new executable to say what it is.
 const DESCRIBE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -315,6 +317,7 @@ impl Driver<'_> {
             children: alive.map(|child| child.hand_over(handed)).collect::<Result<_, _>>()?,
             pending: self.pending.iter().filter_map(pending).collect(),
             segments: self.segments.hand_over(handed)?,
+            weights: self.weights.hand_over(handed)?,
             facts: self.facts.clone(),
             kept: self.kept,
             span: self.span,
@@ -365,6 +368,7 @@ pub fn resume(
     let mut socket = state.status;
     let status = socket.take().and_then(StatusSocket::adopt);
     let segments = Segments::adopt(instance, state.segments)?;
+    let weights = Weights::adopt(state.weights, |span| manifest_of(instance, span));
     let (mut processes, mut events) = (Vec::new(), Vec::new());
     for child in state.children {
         let (id, generation) = (child.id, child.generation);
@@ -391,6 +395,7 @@ pub fn resume(
         pending: events.into(),
         processes,
         segments,
+        weights: weights.map_err(system("take the files of the weights over"))?,
         status: status.map_err(system("take the status socket over"))?,
         metrics: ListeningSocket::adopt(listener::METRICS, state.config.metrics, metrics),
         page: ListeningSocket::adopt(listener::PAGE, state.config.web, page),

@@ -8,11 +8,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use model::manifest::{MANIFEST_VERSION, Manifest};
 use shared::block::Span;
 use shared::bootstrap::{Bootstrap, ControlEnds, ControlSender};
 use shared::control::{
     Capacity, FromNetd, FromPrepare, FromWorker, GroupInit, LinkInit, Role, ToNetd, ToPrepare,
-    ToWorker, WorkerInit, WorkerUp,
+    ToWorker, WeightsInit, WorkerInit, WorkerUp,
 };
 use shared::dtype::DType;
 use shared::exit::ExitReason;
@@ -63,6 +64,7 @@ fn prepare(bootstrap: Bootstrap) -> ExitReason {
     }
     let ends: ControlEnds<ToPrepare, FromPrepare> = bootstrap.connect().unwrap();
     let say = |message| ends.sender.send(message).unwrap();
+    let mut name = String::new();
     loop {
         match ends.receiver.recv() {
             Ok(ToPrepare::Init { config, .. }) if config.model == "prepare-refuses" => {
@@ -74,6 +76,7 @@ fn prepare(bootstrap: Bootstrap) -> ExitReason {
                 return reason;
             }
             Ok(ToPrepare::Init { config, groups, .. }) => {
+                name.clone_from(&config.model);
                 if groups.iter().any(|devices| devices.len() > 1) {
                     let of = |devices: &Vec<_>| vec![share(devices.len()); devices.len()];
                     say(FromPrepare::Groups(groups.iter().map(of).collect()));
@@ -81,7 +84,16 @@ fn prepare(bootstrap: Bootstrap) -> ExitReason {
                 say(FromPrepare::Inspected(facts(&config.model)));
             }
             Ok(ToPrepare::Span { manifest, .. }) => {
-                std::fs::write(manifest, "{}").unwrap();
+                Manifest {
+                    version: MANIFEST_VERSION,
+                    model: facts(&name),
+                    config: serde_json::Value::Null,
+                    files: Vec::new(),
+                    blocks: [].into(),
+                    adapters: Vec::new(),
+                }
+                .write(&manifest)
+                .unwrap();
                 say(FromPrepare::Prepared);
                 return ExitReason::Clean;
             }
@@ -144,6 +156,15 @@ fn netd(bootstrap: Bootstrap) -> ExitReason {
             Ok(ToNetd::Fits(_) | ToNetd::Kept(_)) => {}
             Ok(ToNetd::Model(facts)) => {
                 script = facts.name;
+                if script == "netd-rambles" && generation.0 == 1 {
+                    let message = "x".repeat(1 << 20);
+                    let reason = ExitReason::Failed;
+                    // The supervisor takes no more than the announcement.
+                    let _ = ends.sender.send(FromNetd::Failed { reason, message });
+                    loop {
+                        std::thread::park();
+                    }
+                }
                 if script == "netd-floods" && generation.0 == 1 {
                     loop {
                         say(FromNetd::ProposedSpan(Span::new(0, BLOCKS).unwrap()));
@@ -203,6 +224,10 @@ fn worker(bootstrap: Bootstrap) -> ExitReason {
                 let mut fds = ends.descriptors.recv(init.fds, 2, PATIENCE).unwrap();
                 let board = fds.pop().unwrap();
                 mark_kv(&init, fds.pop().unwrap());
+                let WeightsInit { manifest, files, fds } = &init.weights;
+                let weights = ends.descriptors.recv_all(*fds, files.len() + 1, PATIENCE).unwrap();
+                let file = std::fs::File::from(weights.into_iter().next().unwrap());
+                assert_eq!(Manifest::read_open(&file, manifest).unwrap().model, init.model);
                 me = Some(init.worker);
                 if let Some(member) = member {
                     meet(member, &init);

@@ -141,7 +141,7 @@ fn a_manifest_round_trips_and_a_changed_file_is_not_mapped() {
     std::fs::write(&checkpoint, bytes).unwrap();
     let changed = MappedWeights::map(&manifest, span(0, 1), || ()).unwrap_err();
     assert!(
-        matches!(&changed, MapError::Changed(p) if p.ends_with("model.safetensors")),
+        matches!(&changed, MapError::File(WeightFileError::Changed(p)) if p.ends_with("model.safetensors")),
         "{changed}"
     );
     std::fs::remove_file(&checkpoint).unwrap();

@@ -142,7 +142,7 @@ impl Model {
             cuda.join(map, others, has_peers).unwrap();
             let weights = MappedWeights::map_shard(
                 &self.manifest,
-                self.span,
+                (self.span, WeightFiles::open(&self.manifest, self.span).unwrap()),
                 Some(shard),
                 Keep::Mapped,
                 || (),

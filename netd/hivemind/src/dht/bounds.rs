@@ -34,7 +34,7 @@ fn records() -> Vec<Bound> {
         Bound::new(
             "entries under one DHT key",
             count(limits.max_subkeys),
-            "refused; first-hand ones replace others",
+            "first-hand ones replace others, then those of the net that has most there; else refused",
         ),
         Bound::new("a DHT value, and a subkey", bytes(limits.max_value_bytes), "refused"),
         Bound::new(
@@ -69,6 +69,11 @@ fn requests() -> Vec<Bound> {
             "call-backs for peers that join",
             count(node::MAX_CALL_BACKS),
             "answered as not reachable",
+        ),
+        Bound::new(
+            "callers that are pinged before they enter the routing table",
+            count(node::verify::MAX_VERIFYING),
+            "others wait for their next call",
         ),
         Bound::new("calls of the DHT under way", count(driver::MAX_CALLS), "they wait"),
         Bound::new(

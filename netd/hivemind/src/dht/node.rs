@@ -10,8 +10,9 @@
 //! ```
 //!
 //! Invariants: every [`Action::Call`] is answered by one [`Event::Answered`] (the driver's timeout
-//! sees to it), so every operation ends; every answer and request updates the routing table, a
-//! failed call removes the peer.
+//! sees to it), so every operation ends; every answer updates the routing table, a failed call removes
+//! the peer. A caller enters the table once it has answered a ping at the id that it claims
+//! (hivemind: at once).
 
 use super::answer;
 use super::id::DhtId;
@@ -32,12 +33,14 @@ mod blacklist;
 mod events;
 mod renewal;
 mod store;
+pub(super) mod verify;
 pub(super) mod welcome;
 
 use blacklist::Blacklist;
 pub use events::*;
 use renewal::Refusal;
 use store::StoreRounds;
+use verify::Verifying;
 use welcome::Welcomes;
 
 /// Seconds by which clocks may differ.
@@ -71,6 +74,7 @@ pub struct Node {
     cache: Storage,
     blacklist: Blacklist,
     welcomes: Welcomes,
+    verifying: Verifying,
     refused_renewals: u64,
     /// When our own latest record under each key ends.
     said: HashMap<DhtId, f64>,
@@ -104,8 +108,8 @@ enum Purpose {
     Contest(Refusal),
     /// The same record once more, with a later expiration.
     Renewal(OperationId, usize),
-    /// Whether a newcomer is who it claims to be.
-    Welcome {
+    /// Whether a caller is who it claims to be.
+    Verify {
         claimed: DhtId,
     },
 }
@@ -134,6 +138,7 @@ impl Node {
             cache: Storage::new(config.limits, config.own.peer_id),
             blacklist: Blacklist::default(),
             welcomes: Welcomes::default(),
+            verifying: Verifying::default(),
             refused_renewals: 0,
             said: HashMap::new(),
             calls: HashMap::new(),
@@ -254,10 +259,7 @@ impl Node {
         };
         self.actions.push(Action::Reply { id, response });
         if let Some(node_id) = caller {
-            let contact = Contact { node_id, peer_id: from };
-            if self.met(contact, now) {
-                self.introduce(contact, now);
-            }
+            self.called_by(Contact { node_id, peer_id: from }, now);
         }
     }
 
@@ -298,13 +300,13 @@ impl Node {
         }
         match (&response, node_id) {
             (None, _) => self.table.remove(&peer),
-            (Some(_), Some(node_id)) => {
+            (Some(_), Some(node_id)) if pending.purpose.admits(node_id) => {
                 let contact = Contact { node_id, peer_id: peer };
                 if self.met(contact, now) {
                     self.meet(contact, now);
                 }
             }
-            (Some(_), None) => {}
+            (Some(_), _) => {}
         }
         match pending.purpose {
             Purpose::Background => {}
@@ -318,11 +320,7 @@ impl Node {
             Purpose::Store(id, items) => self.on_store_answer(id, peer, &items, response, now),
             Purpose::Contest(refusal) => self.on_contest_answer(peer, refusal, response, now),
             Purpose::Renewal(id, index) => self.on_renewal_answer(id, index, response, now),
-            Purpose::Welcome { claimed } => {
-                if node_id == Some(claimed) {
-                    self.welcome(Contact { node_id: claimed, peer_id: peer }, now);
-                }
-            }
+            Purpose::Verify { claimed } => self.verified(peer, node_id == Some(claimed), now),
         }
     }
 

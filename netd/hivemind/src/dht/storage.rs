@@ -5,7 +5,9 @@
 //! Python bounds nothing and believes the last writer. Here
 //! - An expiration more than 30 days ahead, or none, is refused.
 //! - [`StorageLimits`] bound entries, bytes, and bytes of one peer. A full store evicts from the
-//!   largest peer of the largest IP net the entry that ends first; our own records stay.
+//!   largest peer of the largest IP net the entry that ends first; our own records stay. Under a full
+//!   key, a peer that speaks of itself takes the place of what others said, else of the entry that
+//!   ends first of the net that has most there.
 //! - An expiration more than [`StorageLimits::max_horizon_s`] ahead is cut to that.
 //! - What a peer stores under its own PeerID replaces what others stored there, whatever the
 //!   expirations; others cannot replace it while it lives. Nobody but we store under our PeerID.
@@ -18,6 +20,7 @@ use bytes::Bytes;
 use libp2p::PeerId;
 use std::collections::HashMap;
 
+mod crowd;
 mod ledger;
 mod values;
 
@@ -273,7 +276,11 @@ impl Storage {
             && !dictionary.entries.contains_key(tag)
             && dictionary.entries.len() >= self.limits.max_subkeys
         {
-            let evicted = first_hand.then(|| dictionary.first_of_others()).flatten();
+            let net = owner.account.map(|(net, _)| net);
+            let evicted = match first_hand {
+                true => dictionary.first_of_others().or_else(|| self.ledger.victim_under(key, net)),
+                false => None,
+            };
             let Some(evicted) = evicted else {
                 return false;
             };

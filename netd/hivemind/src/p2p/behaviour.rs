@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use libp2p::{
-    PeerId, Swarm, SwarmBuilder, autonat, connection_limits, dcutr, dns, identify,
+    PeerId, Swarm, SwarmBuilder, autonat, dcutr, dns, identify,
     identity::{Keypair, PublicKey},
     kad, noise, ping, relay,
     swarm::{NetworkBehaviour, behaviour::toggle::Toggle, dial_opts::DialOpts},
@@ -24,9 +24,8 @@ use super::{
     limits::{
         BOOTSTRAP_PERIOD, CONNECTION_TIMEOUT, IDLE_CONNECTION_TIMEOUT, InboundLimits,
         LOOKUP_TIMEOUT, MAX_CIRCUIT_BYTES, MAX_CIRCUIT_DURATION, MAX_CIRCUITS,
-        MAX_CIRCUITS_PER_PEER, MAX_CONNECTIONS_PER_PEER, MAX_NEGOTIATING_STREAMS,
-        MAX_PENDING_INBOUND, MAX_PENDING_OUTBOUND, MAX_RESERVATIONS, MAX_RESERVATIONS_PER_PEER,
-        PING_PERIOD,
+        MAX_CIRCUITS_PER_PEER, MAX_NEGOTIATING_STREAMS, MAX_RESERVATIONS,
+        MAX_RESERVATIONS_PER_PEER, PING_PERIOD,
     },
     muxer::Multiplexing,
     rpc_streams,
@@ -44,7 +43,6 @@ const PROTOCOL_VERSION: &str = "/sepal/1";
 /// Everything the swarm runs.
 #[derive(NetworkBehaviour)]
 pub(super) struct NodeBehaviour {
-    limits: connection_limits::Behaviour,
     gate: gate::Behaviour,
     pub identify: identify::Behaviour,
     pub ping: ping::Behaviour,
@@ -68,7 +66,7 @@ pub(super) fn swarm(
     let make = |key: &Keypair, relay_client: relay::client::Behaviour| {
         let rpc = rpc_streams::Behaviour::new(Arc::clone(limits), inbound, Arc::clone(traffic));
         let gate = gate::Behaviour::new(Arc::clone(limits), places);
-        behaviour(config, key.public(), rpc, relay_client, (gate, places))
+        behaviour(config, key.public(), rpc, relay_client, gate)
     };
     let through_relays = (noise::Config::new, tls::Config::new);
     let limit = config.max_upload_bytes_per_s.map(UploadLimit::new);
@@ -119,7 +117,7 @@ fn behaviour(
     key: PublicKey,
     rpc: rpc_streams::Behaviour,
     relay_client: relay::client::Behaviour,
-    (gate, places): (gate::Behaviour, Places),
+    gate: gate::Behaviour,
 ) -> NodeBehaviour {
     let traversal = config.traversal;
     let peer = key.to_peer_id();
@@ -129,7 +127,6 @@ fn behaviour(
         .with_push_listen_addr_updates(true)
         .with_hide_listen_addrs(!config.announce.is_empty());
     NodeBehaviour {
-        limits: connection_limits::Behaviour::new(connection_bounds(places)),
         gate,
         identify: identify::Behaviour::new(identify),
         ping: ping::Behaviour::new(
@@ -174,17 +171,6 @@ pub(super) fn asks_router(config: &P2pConfig) -> bool {
         ip_of(addr).is_some_and(|ip| ip.is_ipv4() && Scope::of(ip) != Scope::Machine)
     };
     config.traversal.upnp && config.announce.is_empty() && config.listen.iter().any(leaves)
-}
-
-fn connection_bounds(places: Places) -> connection_limits::ConnectionLimits {
-    let bound = |places: usize| u32::try_from(places).ok();
-    connection_limits::ConnectionLimits::default()
-        .with_max_established(bound(places.total))
-        .with_max_established_incoming(bound(places.inbound))
-        .with_max_established_outgoing(bound(places.outbound()))
-        .with_max_established_per_peer(Some(MAX_CONNECTIONS_PER_PEER))
-        .with_max_pending_incoming(Some(MAX_PENDING_INBOUND))
-        .with_max_pending_outgoing(Some(MAX_PENDING_OUTBOUND))
 }
 
 /// Kademlia for peer routing. Records of others are never stored: nothing of Petals uses them.

@@ -3,6 +3,7 @@
 use crate::bounds::{Bound, bytes, count, time};
 
 use super::{
+    circuits::{DEFAULT_RELAY_BYTES_PER_S, PEER_PART_OF_RELAY, RELAY_PART_OF_NETWORK},
     config::ProtocolSpec,
     dials::{MAX_PORTS_PER_NET, MAX_PORTS_PER_PEER, MAX_TARGETS, MEMORY as DIAL_MEMORY},
     frame::DEFAULT_MAX_FRAME_BYTES,
@@ -35,7 +36,7 @@ pub fn of_protocols(protocols: &[ProtocolSpec]) -> Vec<Bound> {
 fn connections() -> Vec<Bound> {
     let places = Places::DEFAULT;
     let reserved = places.for_sessions + places.for_servers;
-    let pending = MAX_PENDING_INBOUND as usize;
+    let pending = MAX_PENDING_INBOUND;
     vec![
         Bound::new("connections", count(places.total), "refused"),
         Bound::new("inbound connections", count(places.inbound), "closed after the handshake"),
@@ -50,7 +51,7 @@ fn connections() -> Vec<Bound> {
             "closed after the handshake",
         ),
         Bound::new("outbound connections", count(places.outbound()), "refused"),
-        Bound::new("connections of one peer", count(MAX_CONNECTIONS_PER_PEER as usize), "refused"),
+        Bound::new("connections of one peer", count(MAX_CONNECTIONS_PER_PEER), "refused"),
         Bound::new(
             "inbound connections of one public IP net",
             format!(
@@ -188,7 +189,7 @@ fn requests() -> Vec<Bound> {
 
 fn dials() -> Vec<Bound> {
     vec![
-        Bound::new("our own dials under way", count(MAX_PENDING_OUTBOUND as usize), "refused"),
+        Bound::new("our own dials under way", count(MAX_PENDING_OUTBOUND), "refused"),
         Bound::new(
             "ports without a peer that are dialled",
             format!(
@@ -225,6 +226,14 @@ fn relay() -> Vec<Bound> {
             "life and bytes of a circuit",
             format!("{}, {} in each direction", time(MAX_CIRCUIT_DURATION), bytes(circuit)),
             "closed",
+        ),
+        Bound::new(
+            "bytes of circuits per second",
+            format!(
+                "1/{RELAY_PART_OF_NETWORK} of the announced network speed, {} until it is known; of that 1/{PEER_PART_OF_RELAY} per peer",
+                bytes(usize::try_from(DEFAULT_RELAY_BYTES_PER_S).unwrap_or(usize::MAX)),
+            ),
+            "they wait",
         ),
         Bound::new(
             "peers remembered that offer to relay",

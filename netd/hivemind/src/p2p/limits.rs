@@ -10,6 +10,7 @@ use std::{
 use libp2p::PeerId;
 
 use super::{
+    circuits::CircuitRates,
     config::{ProtocolKind, ProtocolSpec},
     known::Known,
     memory::{Purpose, RequestMemory},
@@ -29,7 +30,7 @@ pub(super) const RESERVED_FOR_SERVERS: usize = 64;
 /// records of servers are cheap to those who want to fill the reserve.
 pub(super) const MAX_RESERVED_PER_NET: usize = 16;
 /// Connections with one peer: both sides may dial at once, over several addresses.
-pub(super) const MAX_CONNECTIONS_PER_PEER: u32 = 8;
+pub(super) const MAX_CONNECTIONS_PER_PEER: usize = 8;
 /// With more connections than this, idle ones are closed. The same number as in p2pd.
 pub(super) const TRIM_ABOVE_CONNECTIONS: usize = 512;
 /// A younger connection is not closed: its peer may be about to use it. As in p2pd.
@@ -38,10 +39,10 @@ pub(super) const TRIM_GRACE: Duration = Duration::from_secs(120);
 /// and a slow link may have megabytes queued before the probe.
 pub(super) const PING_PERIOD: Duration = Duration::from_secs(30);
 /// Our own dials under way.
-pub(super) const MAX_PENDING_OUTBOUND: u32 = 128;
+pub(super) const MAX_PENDING_OUTBOUND: usize = 128;
 /// Inbound connections in their handshake: silent ones stay for [`FIRST_BYTE_TIMEOUT`], some KiB
 /// each, and a hundred new ones a second must leave the others in.
-pub(super) const MAX_PENDING_INBOUND: u32 = 1536;
+pub(super) const MAX_PENDING_INBOUND: usize = 1536;
 /// The last of them: for IP nets of peers with a session.
 pub(super) const RESERVED_PENDING: usize = 128;
 /// Inbound connections in their handshake of one public IP net.
@@ -166,6 +167,7 @@ pub(super) struct InboundLimits {
     nets: Nets,
     known: Arc<Known>,
     memory: RequestMemory,
+    circuits: Arc<CircuitRates>,
 }
 
 #[derive(Debug, Default)]
@@ -185,6 +187,7 @@ impl InboundLimits {
             nets: Nets::default(),
             known: Arc::default(),
             memory: RequestMemory::new(memory),
+            circuits: Arc::default(),
         })
     }
 
@@ -193,6 +196,11 @@ impl InboundLimits {
         let counts = self.lock();
         let names = self.protocols.iter().map(|spec| spec.name);
         names.filter(|name| !counts.withdrawn.contains(name)).collect()
+    }
+
+    /// How fast circuits of others are.
+    pub(super) fn circuits(&self) -> &Arc<CircuitRates> {
+        &self.circuits
     }
 
     /// Asks for bytes for what a peer sends.

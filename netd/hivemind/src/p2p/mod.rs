@@ -24,6 +24,7 @@ mod addresses;
 mod behaviour;
 mod bounds;
 mod call;
+mod circuits;
 mod config;
 mod connections;
 mod dials;
@@ -62,6 +63,7 @@ pub use self::{
     addresses::{Scope, ip_of},
     bounds::{bounds, of_protocols},
     call::RpcStream,
+    circuits::RELAY_PART_OF_NETWORK,
     config::{P2pConfig, ProtocolKind, ProtocolSpec, Traversal},
     connections::Introduction,
     error::{CallError, InboundError, P2pError},

@@ -40,6 +40,7 @@ use libp2p::{
 };
 
 use super::{
+    circuits::{Pace, Relayed},
     limits::InboundLimits,
     memory::{FIRST_WINDOW_BYTES, Purpose},
     nets::Net,
@@ -84,6 +85,11 @@ impl Quota {
             self.limits.count(|figures| figures.too_many += 1);
         }
         admitted
+    }
+
+    /// Circuits that the peer opens are paced.
+    fn relayed(&self) -> Relayed {
+        Relayed { rates: Arc::clone(self.limits.circuits()), peer: self.peer }
     }
 
     /// Bytes by which a window may grow; `None` if there is no room.
@@ -235,8 +241,9 @@ impl<C> Drop for Muxer<C> {
 /// Keeps a stream that the peer opened until it is asked for; resets it if there is no room.
 fn admit(id: u32, streams: &Shared, quota: Option<&Quota>, arrived: &mut VecDeque<Substream>) {
     let window = quota.map(Quota::admit);
+    let pace = Pace::of(quota.map(Quota::relayed));
     let has_room = arrived.len() < MAX_ARRIVED && !matches!(window, Some(None));
-    let stream = Substream::new(id, streams.clone(), window.flatten());
+    let stream = Substream::new(id, streams.clone(), (window.flatten(), pace));
     if has_room {
         arrived.push_back(stream);
     }
@@ -262,7 +269,7 @@ impl<C: AsyncRead + AsyncWrite + Unpin> StreamMuxer for Muxer<C> {
 
     fn poll_outbound(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<Substream>> {
         let opened = self.streams.lock().poll_open(cx);
-        opened.map_ok(|id| Substream::new(id, self.streams.clone(), None))
+        opened.map_ok(|id| Substream::new(id, self.streams.clone(), (None, Pace::Free)))
     }
 
     fn poll_close(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

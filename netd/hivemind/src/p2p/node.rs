@@ -248,6 +248,12 @@ impl P2p {
         drop(self.send(Command::SetReachable { reachable }).await);
     }
 
+    /// Circuits through this node carry so many bytes per second from now on, all together; those of one
+    /// peer a quarter of that.
+    pub fn relay_at(&self, bytes_per_s: u64) {
+        self.limits.circuits().set(bytes_per_s);
+    }
+
     /// Offers these protocols no more.
     pub async fn withdraw(&self, protocols: Vec<&'static str>) {
         drop(self.send(Command::Withdraw { protocols }).await);

@@ -57,6 +57,28 @@ impl UploadLimit {
     }
 }
 
+impl UploadLimit {
+    /// Another rate from now on, in bytes per second.
+    pub(super) fn set_rate(&self, bytes_per_s: u64) {
+        self.0.with(|state| state.pacer.set_rate(bytes_per_s, Instant::now()));
+        self.0.changed.notify_one();
+    }
+
+    pub(super) fn downgrade(&self) -> WeakLimit {
+        WeakLimit(Arc::downgrade(&self.0))
+    }
+}
+
+/// A limit that ends with the last of those who share it.
+#[derive(Debug)]
+pub(super) struct WeakLimit(Weak<Shared>);
+
+impl WeakLimit {
+    pub(super) fn upgrade(&self) -> Option<UploadLimit> {
+        self.0.upgrade().map(UploadLimit)
+    }
+}
+
 impl Shared {
     fn with<T>(&self, access: impl FnOnce(&mut Waiters) -> T) -> T {
         access(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
@@ -86,16 +108,21 @@ async fn serve(shared: Weak<Shared>, changed: Arc<Notify>) {
             }),
         };
         match next {
-            Some(at) => tokio::time::sleep_until(at.into()).await,
+            // Another rate may make it earlier.
+            Some(at) => {
+                tokio::select! {
+                    () = tokio::time::sleep_until(at.into()) => {}
+                    () = changed.notified() => {}
+                }
+            }
             None => changed.notified().await,
         }
     }
 }
 
-/// A connection whose writes are limited.
+/// What one connection, or one direction of it, may send within a limit.
 #[derive(Debug)]
-pub(super) struct Limited<C> {
-    inner: C,
+pub(super) struct Allowance {
     limit: Option<UploadLimit>,
     share: Share,
     /// Bytes that it may send now.
@@ -104,14 +131,14 @@ pub(super) struct Limited<C> {
     ticket: Option<Ticket>,
 }
 
-impl<C> Limited<C> {
-    /// `inner`, within the limit if there is one.
-    pub(super) fn over(inner: C, limit: Option<UploadLimit>) -> Limited<C> {
-        Limited { inner, limit, share: Share::default(), granted: 0, ticket: None }
+impl Allowance {
+    /// Of `limit`, if there is one.
+    pub(super) fn of(limit: Option<UploadLimit>) -> Allowance {
+        Allowance { limit, share: Share::default(), granted: 0, ticket: None }
     }
 
     /// Bytes that may be sent now, of `wanted`.
-    fn poll_grant(&mut self, context: &Context<'_>, wanted: usize) -> Poll<usize> {
+    pub(super) fn poll_grant(&mut self, context: &Context<'_>, wanted: usize) -> Poll<usize> {
         let Some(UploadLimit(shared)) = &self.limit else {
             return Poll::Ready(wanted);
         };
@@ -144,7 +171,7 @@ impl<C> Limited<C> {
     }
 
     /// Of the bytes granted, so many were sent: the rest is for others.
-    fn spend(&mut self, sent: usize) {
+    pub(super) fn spend(&mut self, sent: usize) {
         let left = std::mem::take(&mut self.granted).saturating_sub(sent);
         if let Some(UploadLimit(shared)) = self.limit.as_ref().filter(|_| left > 0) {
             shared.with(|state| state.pacer.give_back(left));
@@ -152,7 +179,7 @@ impl<C> Limited<C> {
     }
 }
 
-impl<C> Drop for Limited<C> {
+impl Drop for Allowance {
     fn drop(&mut self) {
         self.spend(0);
         if let (Some(UploadLimit(shared)), Some(ticket)) = (&self.limit, self.ticket) {
@@ -164,6 +191,20 @@ impl<C> Drop for Limited<C> {
                 }
             });
         }
+    }
+}
+
+/// A connection whose writes are limited.
+#[derive(Debug)]
+pub(super) struct Limited<C> {
+    inner: C,
+    allowance: Allowance,
+}
+
+impl<C> Limited<C> {
+    /// `inner`, within the limit if there is one.
+    pub(super) fn over(inner: C, limit: Option<UploadLimit>) -> Limited<C> {
+        Limited { inner, allowance: Allowance::of(limit) }
     }
 }
 
@@ -186,7 +227,7 @@ impl<C: AsyncWrite + Unpin> AsyncWrite for Limited<C> {
         if buffer.is_empty() {
             return Pin::new(&mut self.inner).poll_write(context, buffer);
         }
-        let Poll::Ready(length) = self.poll_grant(context, buffer.len()) else {
+        let Poll::Ready(length) = self.allowance.poll_grant(context, buffer.len()) else {
             return Poll::Pending;
         };
         let part = buffer.get(..length).unwrap_or(buffer);
@@ -194,7 +235,7 @@ impl<C: AsyncWrite + Unpin> AsyncWrite for Limited<C> {
         // A connection that takes nothing now keeps its chunk until it does.
         if let Poll::Ready(outcome) = &written {
             let sent = outcome.as_ref().copied().unwrap_or(0);
-            self.spend(sent);
+            self.allowance.spend(sent);
         }
         written
     }

@@ -297,7 +297,6 @@ async fn sixty_four_sessions_run_at_once_and_do_not_mix() {
     }
     until(|| rig.service.open_sessions() == 0).await;
     assert_eq!(rig.service.kv.figures().tokens_available, 65536);
-    assert_eq!(rig.service.workers.stale_completions(), 0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

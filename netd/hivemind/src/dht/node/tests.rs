@@ -47,16 +47,67 @@ fn join_with(response: Option<Response>, peer: &Contact) -> Vec<Action> {
     node.on(Event::Answered { call, response }, NOW + 0.1)
 }
 
+/// Has a node meet a contact that calls it and answers its ping.
+fn acquaint(node: &mut Node, other: &Contact) {
+    let called = |action| match action {
+        Action::Call { call, .. } => Some(call),
+        _ => None,
+    };
+    let actions = node.on(ping(other, false), NOW);
+    let call = actions.into_iter().find_map(called).expect("a ping");
+    node.on(Event::Answered { call, response: pong(other, NOW, false) }, NOW);
+    assert!(node.table().contains(other));
+}
+
 #[test]
-fn plain_ping_is_answered_at_once_and_the_caller_is_known() {
-    let (mut node, caller) = (node(), contact(1));
-    let actions = node.on(ping(&caller, false), NOW);
-    let expected =
-        PingResponse { auth: None, peer: info(&node.config.own), dht_time: NOW, available: false };
-    assert!(
-        matches!(&actions[..], [Action::Reply { id: InboundId(7), response: Ok(Response::Ping(r)) }] if *r == expected)
-    );
-    assert!(node.table().contains(&caller));
+fn plain_ping_is_answered_at_once_and_its_caller_is_a_member_once_it_has_answered() {
+    for (answer_of, is_member) in [(Some(1), true), (Some(2), false), (None, false)] {
+        let (mut node, caller) = (node(), contact(1));
+        let mut actions = node.on(ping(&caller, false), NOW);
+        let expected = PingResponse {
+            auth: None,
+            peer: info(&node.config.own),
+            dht_time: NOW,
+            available: false,
+        };
+        let reply = actions.remove(0);
+        assert!(
+            matches!(&reply, Action::Reply { id: InboundId(7), response: Ok(Response::Ping(r)) } if *r == expected)
+        );
+        let (call, peer, request) = only_call(actions);
+        assert_eq!(peer, caller.peer_id);
+        assert!(matches!(request, Request::Ping(PingRequest { validate: false, .. })));
+        assert!(node.table().is_empty());
+        let again = node.on(ping(&caller, false), NOW);
+        assert_eq!(again.len(), 1, "one ping is enough: {again:?}");
+        let response = answer_of.and_then(|number| pong(&contact(number), NOW, false));
+        node.on(Event::Answered { call, response }, NOW);
+        assert_eq!(
+            (node.table().contains(&caller), node.table().len()),
+            (is_member, is_member.into())
+        );
+        let again = node.on(ping(&caller, false), NOW + 1.0);
+        assert_eq!(again.len(), 1, "a liar is left alone for a while: {again:?}");
+    }
+}
+
+#[test]
+fn callers_that_never_answer_draw_few_pings_and_keep_nobody_out() {
+    let mut node = node();
+    let mut pings = Vec::new();
+    for number in 1..1000 {
+        let actions = node.on(ping(&contact(number), false), NOW);
+        pings.extend(actions.into_iter().filter_map(|action| match action {
+            Action::Call { call, .. } => Some(call),
+            _ => None,
+        }));
+    }
+    assert_eq!((pings.len(), node.table().len()), (verify::MAX_VERIFYING, 0));
+    for call in pings {
+        node.on(Event::Answered { call, response: None }, NOW + 3.0);
+    }
+    acquaint(&mut node, &contact(1000));
+    assert_eq!(node.table().len(), 1);
 }
 
 #[test]
@@ -263,7 +314,7 @@ fn welcomes_stay_within_their_bytes() {
 #[test]
 fn refused_renewal_is_answered_by_a_newer_one() {
     let (mut node, holder) = (node(), contact(1));
-    node.on(ping(&holder, false), NOW);
+    acquaint(&mut node, &holder);
     let own = crate::dht::storage::tag_of(&node.config.own.peer_id);
     let key = DhtId::of_text("model.0");
     let item = Item::Entry(own.clone(), Timed { value: "true".into(), expiration: NOW + 240.0 });
@@ -307,7 +358,7 @@ fn an_older_record_of_ours_never_replaces_a_newer_one() {
     let own_key = DhtId::of_text("model.0");
     for newer_starts_before_the_question in [true, false] {
         let (mut node, holder) = (node(), contact(1));
-        node.on(ping(&holder, false), NOW);
+        acquaint(&mut node, &holder);
         let own = crate::dht::storage::tag_of(&node.config.own.peer_id);
         let entry = |value: &'static str, end: f64| {
             (own_key, Item::Entry(own.clone(), Timed { value: value.into(), expiration: end }))
@@ -371,7 +422,7 @@ proptest! {
     #[test]
     fn no_answer_from_the_wire_panics(value in prop::collection::vec(any::<u8>(), 0..80), kind in -1i32..4, id in prop::collection::vec(any::<u8>(), 0..40)) {
         let (mut node, peer) = (node(), contact(1));
-        node.on(ping(&peer, false), NOW);
+        acquaint(&mut node, &peer);
         let keys = vec![DhtId::of_text("k")];
         let (call, ..) = only_call(node.on(Event::Get { id: OperationId(1), keys, latest: true }, NOW));
         let result = FindResult {

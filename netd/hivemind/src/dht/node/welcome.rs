@@ -52,14 +52,6 @@ impl Welcomes {
 }
 
 impl Node {
-    /// A node that the table did not know has called: it is called back first.
-    pub(super) fn introduce(&mut self, contact: Contact, now: f64) {
-        if !self.storage.is_empty() && self.welcomes.admits(contact.peer_id, now) {
-            let purpose = Purpose::Welcome { claimed: contact.node_id };
-            self.ping(contact.peer_id, false, purpose, now);
-        }
-    }
-
     /// A node that the table did not know has answered a call of ours.
     pub(super) fn meet(&mut self, contact: Contact, now: f64) {
         if !self.storage.is_empty() && self.welcomes.admits(contact.peer_id, now) {
@@ -68,7 +60,7 @@ impl Node {
     }
 
     /// Sends a newcomer what it should keep.
-    pub(super) fn welcome(&mut self, contact: Contact, now: f64) {
+    fn welcome(&mut self, contact: Contact, now: f64) {
         let items = self.welcome_items(&contact.node_id, now);
         for (request, _) in self.store_requests(items, false) {
             self.call(contact.peer_id, Request::Store(request), Purpose::Background, now);

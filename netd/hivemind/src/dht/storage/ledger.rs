@@ -5,10 +5,12 @@
 //!   entries  (key, tag) ──> account, bytes, expiration
 //!   ends     all entries, the one that ends first in front             ──> what has ended
 //!   nets     net ──> bytes, peers ──> bytes, entries by expiration     ──> what is evicted
+//!   crowds   keys that are full ──> net ──> entries by expiration      ──> what gives way under a key
 //! ```
 //! Invariant: an entry is in `entries` and `ends`, and, unless it is our own, in its account.
 
 use super::super::id::DhtId;
+use super::crowd::{Crowd, Expiry};
 use crate::p2p::Net;
 use bytes::Bytes;
 use libp2p::PeerId;
@@ -16,30 +18,6 @@ use std::collections::{BTreeSet, HashMap};
 
 /// Who is charged for an entry.
 pub(super) type Account = (Net, PeerId);
-
-/// An expiration, in total order.
-#[derive(Clone, Copy, Debug)]
-struct Expiry(f64);
-
-impl Ord for Expiry {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        self.0.total_cmp(&other.0)
-    }
-}
-
-impl PartialOrd for Expiry {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl PartialEq for Expiry {
-    fn eq(&self, other: &Self) -> bool {
-        self.cmp(other).is_eq()
-    }
-}
-
-impl Eq for Expiry {}
 
 /// Entries, the one that ends first in front.
 type Ends = BTreeSet<(Expiry, DhtId, Bytes)>;
@@ -71,6 +49,7 @@ pub(super) struct Ledger {
     ends: Ends,
     nets: HashMap<Net, NetAccount>,
     sizes: BTreeSet<(usize, Net)>,
+    crowds: HashMap<DhtId, Crowd>,
     bytes: usize,
 }
 
@@ -115,6 +94,9 @@ impl Ledger {
                 peer.ends.insert(end.clone());
             });
         }
+        if let (Some((net, _)), Some(crowd)) = (account, self.crowds.get_mut(&key)) {
+            crowd.add(net, Expiry(expiration), tag.clone());
+        }
         self.ends.insert(end);
         self.entries.entry(key).or_default().insert(tag, Entry { account, bytes, expiration });
     }
@@ -139,13 +121,31 @@ impl Ledger {
                 peer.bytes = peer.bytes.saturating_sub(entry.bytes);
                 peer.ends.remove(&end);
             });
+            if let Some(crowd) = self.crowds.get_mut(key)
+                && !crowd.remove(account.0, Expiry(entry.expiration), tag)
+            {
+                self.crowds.remove(key);
+            }
         }
+    }
+
+    /// The entry under a full key that gives way to one more of a net (`None`: to our own), if the net
+    /// has fewer there than another.
+    pub(super) fn victim_under(&mut self, key: &DhtId, newcomer: Option<Net>) -> Option<Bytes> {
+        let tags = self.entries.get(key)?;
+        let crowd = self.crowds.entry(*key).or_insert_with(|| {
+            let charged = tags.iter().filter_map(|(tag, entry)| {
+                Some((entry.account?.0, Expiry(entry.expiration), tag.clone()))
+            });
+            Crowd::of(charged)
+        });
+        crowd.victim(newcomer)
     }
 
     /// An entry that has ended before `now`.
     pub(super) fn ended(&self, now: f64) -> Option<(DhtId, Bytes)> {
         let (expiry, key, tag) = self.ends.first()?;
-        (expiry.0 < now).then(|| (*key, tag.clone()))
+        expiry.is_before(now).then(|| (*key, tag.clone()))
     }
 
     /// What to evict so that `newcomer` may hold `bytes` more: the entry that ends first of the
@@ -214,7 +214,12 @@ impl Ledger {
         let peers = || self.nets.values().flat_map(|net| net.peers.values());
         let in_accounts: usize = peers().map(|peer| peer.ends.len()).sum();
         let bytes: usize = entries.iter().map(|e| e.bytes).sum();
+        let charged_under = |key: &DhtId| {
+            let tags = self.entries.get(key).into_iter().flat_map(HashMap::values);
+            tags.filter(|entry| entry.account.is_some()).count()
+        };
         self.ends.len() == entries.len()
+            && self.crowds.iter().all(|(key, crowd)| crowd.len() == charged_under(key))
             && self.bytes == bytes
             && (charged, charged) == (nets, peers().map(|peer| peer.bytes).sum())
             && in_accounts == entries.iter().filter(|e| e.account.is_some()).count()

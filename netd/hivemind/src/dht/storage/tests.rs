@@ -321,6 +321,58 @@ fn full_dictionary_takes_what_a_peer_says_of_itself() {
 
 /// A stranger's attempt to block the store by making it look at everything, again and again.
 #[test]
+fn the_entries_of_a_full_key_are_shared_among_nets() {
+    let limits = StorageLimits { max_subkeys: 8, ..StorageLimits::default() };
+    let mut storage = Storage::new(limits, *OWN);
+    let mut announce = |net: u8, expiration: f64| {
+        let peer = PeerId::random();
+        let stored = storage.store_for(
+            &Owner::peer(peer, address(net)),
+            key(),
+            record(&peer, b"x", expiration),
+            0.0,
+        );
+        assert!(storage.ledger.is_consistent());
+        stored.then_some(peer)
+    };
+    let attackers: Vec<_> = (0..8).map(|n| announce(1, 50.0 + f64::from(n)).unwrap()).collect();
+    assert!(announce(1, 90.0).is_none(), "the net has all there is");
+    let others: Vec<_> = std::iter::from_fn(|| announce(2, 90.0)).take(20).collect();
+    assert_eq!(others.len(), 4, "half each");
+    assert!(announce(1, 90.0).is_none() && announce(2, 90.0).is_none());
+    let third = announce(3, 90.0).expect("a third net has fewer");
+    let stored = storage.find(&key(), 0.0).unwrap();
+    let Stored::Dictionary(dictionary) = stored else { panic!() };
+    let has = |peer: &PeerId| dictionary.entries.contains_key(&tag_of(peer));
+    assert!(has(&third) && dictionary.entries.len() == 8);
+    assert!(attackers[..4].iter().all(|peer| !has(peer)), "those that end first went");
+    // What others say of a peer takes nobody's place.
+    let hearsay = record(&PeerId::random(), b"y", 90.0);
+    let teller = Owner::peer(PeerId::random(), address(4));
+    assert!(!storage.store_for(&teller, key(), hearsay, 0.0));
+    // Our own does.
+    let own = record(&OWN, b"z", 90.0);
+    assert!(storage.store(key(), own, 0.0) && storage.ledger.is_consistent());
+}
+
+#[test]
+fn an_older_record_of_a_peer_never_replaces_a_newer_one_of_its_own() {
+    let peer = PeerId::random();
+    let heard = |value: &'static [u8], expiration| {
+        let Item::Entry(tag, timed) = record(&peer, value, expiration) else { panic!() };
+        let mut stored = Stored::Dictionary(Dictionary::single(tag.clone(), timed, false));
+        stored.heard_from(&tag);
+        stored
+    };
+    for (mut first, second) in
+        [(heard(b"new", 60.0), heard(b"old", 50.0)), (heard(b"old", 50.0), heard(b"new", 60.0))]
+    {
+        first.merge(second);
+        assert_eq!(values(&first), [b"new"]);
+    }
+}
+
+#[test]
 fn storing_into_a_full_store_takes_no_look_at_all_keys() {
     let limits = StorageLimits { max_keys: 10_000, ..StorageLimits::default() };
     let mut storage = Storage::new(limits, *OWN);

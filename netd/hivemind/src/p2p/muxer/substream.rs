@@ -4,12 +4,15 @@ use std::{
     io,
     pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    task::{Context, Poll},
+    task::{Context, Poll, ready},
 };
 
 use futures::io::{AsyncRead, AsyncWrite};
 
-use super::{super::pools::Reservation, streams::Streams};
+use super::{
+    super::{circuits::Pace, pools::Reservation},
+    streams::Streams,
+};
 
 /// The streams of a connection, shared by its task and those of the streams.
 #[derive(Clone, Debug)]
@@ -32,11 +35,16 @@ pub(in crate::p2p) struct Substream {
     streams: Shared,
     /// The first window of a stream that the peer opened.
     _window: Option<Reservation>,
+    pace: Pace,
 }
 
 impl Substream {
-    pub(super) fn new(id: u32, streams: Shared, window: Option<Reservation>) -> Self {
-        Self { id, streams, _window: window }
+    pub(super) fn new(
+        id: u32,
+        streams: Shared,
+        (window, pace): (Option<Reservation>, Pace),
+    ) -> Self {
+        Self { id, streams, _window: window, pace }
     }
 }
 
@@ -48,21 +56,33 @@ impl Drop for Substream {
 
 impl AsyncRead for Substream {
     fn poll_read(
-        self: Pin<&mut Self>,
+        mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buffer: &mut [u8],
     ) -> Poll<io::Result<usize>> {
-        self.streams.lock().poll_read(self.id, cx, buffer)
+        let granted = ready!(self.pace.poll_read(cx, buffer.len()));
+        let part = buffer.get_mut(..granted).unwrap_or_default();
+        let read = self.streams.lock().poll_read(self.id, cx, part);
+        if let Poll::Ready(Ok(bytes)) = &read {
+            self.pace.read(*bytes);
+        }
+        read
     }
 }
 
 impl AsyncWrite for Substream {
     fn poll_write(
-        self: Pin<&mut Self>,
+        mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        self.streams.lock().poll_write(self.id, cx, bytes)
+        let granted = ready!(self.pace.poll_write(cx, bytes.len()));
+        let part = bytes.get(..granted).unwrap_or_default();
+        let written = self.streams.lock().poll_write(self.id, cx, part);
+        if let Poll::Ready(Ok(count)) = &written {
+            self.pace.wrote(part.get(..*count).unwrap_or_default());
+        }
+        written
     }
 
     /// What was written leaves without being asked to.

@@ -64,6 +64,42 @@ fn a_node_that_cannot_be_dialled_is_called_by_its_id_through_a_relay() {
 }
 
 #[test]
+fn a_circuit_is_no_faster_than_the_relay_lets_it_be() {
+    block_on(async {
+        let (relay, relay_inbound) = relay(Vec::new()).await;
+        echo(relay_inbound);
+        relay.relay_at(4_000_000_000);
+        let peers = vec![full_address(&relay).await];
+        let traversal = Traversal { use_relay: false, ..Traversal::SERVER };
+        let hidden = P2pConfig { listen: Vec::new(), traversal, ..config(peers.clone()) };
+        let (server, inbound) = P2p::start(hidden).await.expect("start");
+        server.set_reachable(false).await;
+        reserved(&server, 1).await;
+        echo(inbound);
+        let client = P2pConfig { traversal: Traversal::NONE, ..config(peers) };
+        let (client, _inbound) = P2p::start(client).await.expect("start");
+        let call = |bytes: usize| {
+            let request = Bytes::from(vec![7; bytes]);
+            let answer = client.call_unary(server.peer_id(), UNARY, request.clone(), CALL);
+            async move { answer.await == Ok(request) }
+        };
+        until(|| call(500_000)).await;
+        // The peer's quarter is 1 MB/s.
+        relay.relay_at(4_000_000);
+        let started = Instant::now();
+        assert!(call(500_000).await, "an answer");
+        // There and back, less what the bucket holds at first.
+        let least = Duration::from_millis(900);
+        assert!(started.elapsed() >= least, "{:?}", started.elapsed());
+        // What the relay itself answers is no circuit.
+        relay.relay_at(1);
+        let request = Bytes::from(vec![7; 500_000]);
+        let direct = client.call_unary(relay.peer_id(), UNARY, request.clone(), CALL);
+        assert_eq!(direct.await, Ok(request));
+    });
+}
+
+#[test]
 fn a_relay_that_dies_is_replaced_by_another() {
     block_on(async {
         let mut relays = vec![relay(Vec::new()).await];

@@ -85,6 +85,13 @@ impl Pacer {
         pacer
     }
 
+    /// Another rate from now on. What was given stays given.
+    pub fn set_rate(&mut self, bytes_per_s: u64, now: Instant) {
+        self.fill(now);
+        self.bytes_per_s = bytes_per_s.max(1) as f64;
+        self.tokens = self.tokens.min(self.most());
+    }
+
     /// Bytes that the bucket holds.
     fn most(&self) -> f64 {
         (self.bytes_per_s * SLICE.as_secs_f64()).max(LEAST_CHUNK as f64)

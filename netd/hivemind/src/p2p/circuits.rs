@@ -1,0 +1,264 @@
+//! How fast this node relays for others: all circuits together, and those of one peer. A circuit is a
+//! stream that a peer opens with the protocol [`HOP`]; what goes through it in both directions counts.
+//!
+//! ```text
+//!   peer ── hop stream ── Pace ── relay (libp2p copies) ── stop stream ── destination
+//!                          ├─ of the peer
+//!                          └─ of all circuits
+//! ```
+//! libp2p bounds number, life and bytes of circuits and has no rate. The multiplexer sees what this node
+//! answers when a protocol is agreed on, and paces the stream from then on: its reader and its writer
+//! wait, so that windows fill up and both ends of the circuit slow down.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    task::{Context, Poll},
+};
+
+use libp2p::PeerId;
+
+use super::upload::{Allowance, UploadLimit, WeakLimit};
+
+/// What all circuits relay per second until the speed of the network is known: a quarter of 100 Mbit/s.
+pub(super) const DEFAULT_RELAY_BYTES_PER_S: u64 = 100_000_000 / 8 / RELAY_PART_OF_NETWORK;
+/// Circuits get so large a part of the network's speed: a quarter.
+pub const RELAY_PART_OF_NETWORK: u64 = 4;
+/// The circuits of one peer get so large a part of that: a quarter.
+pub(super) const PEER_PART_OF_RELAY: u64 = 4;
+
+/// The protocol of a circuit, from the peer that asks for it.
+const HOP: &[u8] = b"/libp2p/circuit/relay/0.2.0/hop\n";
+/// What a listener says before it agrees on a protocol.
+const HEADER: &[u8] = b"/multistream/1.0.0\n";
+/// What it says to a protocol that it does not speak.
+const NOT_AVAILABLE: &[u8] = b"na\n";
+
+/// The rates of all circuits of a node.
+#[derive(Debug)]
+pub(super) struct CircuitRates {
+    bytes_per_s: AtomicU64,
+    limits: Mutex<Limits>,
+}
+
+#[derive(Debug, Default)]
+struct Limits {
+    /// Of all circuits, made for the first one.
+    all: Option<UploadLimit>,
+    /// Of those peers that have a circuit.
+    by_peer: HashMap<PeerId, WeakLimit>,
+}
+
+impl Default for CircuitRates {
+    fn default() -> Self {
+        Self { bytes_per_s: AtomicU64::new(DEFAULT_RELAY_BYTES_PER_S), limits: Mutex::default() }
+    }
+}
+
+/// What one peer may relay, of what all together may.
+fn of_peer(bytes_per_s: u64) -> u64 {
+    (bytes_per_s / PEER_PART_OF_RELAY).max(1)
+}
+
+impl CircuitRates {
+    /// All circuits together relay so many bytes per second from now on.
+    pub(super) fn set(&self, bytes_per_s: u64) {
+        self.bytes_per_s.store(bytes_per_s, Ordering::Relaxed);
+        let limits = self.limits.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(all) = &limits.all {
+            all.set_rate(bytes_per_s);
+        }
+        for limit in limits.by_peer.values().filter_map(WeakLimit::upgrade) {
+            limit.set_rate(of_peer(bytes_per_s));
+        }
+    }
+
+    /// The limits of a circuit that `peer` opens: its own, and that of all.
+    fn of(&self, peer: PeerId) -> [UploadLimit; 2] {
+        let bytes_per_s = self.bytes_per_s.load(Ordering::Relaxed);
+        let mut limits = self.limits.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = limits.all.get_or_insert_with(|| UploadLimit::new(bytes_per_s)).clone();
+        limits.by_peer.retain(|_, limit| limit.upgrade().is_some());
+        let known = limits.by_peer.get(&peer).and_then(WeakLimit::upgrade);
+        let own = known.unwrap_or_else(|| {
+            let own = UploadLimit::new(of_peer(bytes_per_s));
+            limits.by_peer.insert(peer, own.downgrade());
+            own
+        });
+        [own, all]
+    }
+
+    #[cfg(test)]
+    fn peers(&self) -> usize {
+        self.limits.lock().unwrap_or_else(PoisonError::into_inner).by_peer.len()
+    }
+}
+
+/// Whose circuits are paced, and by what.
+#[derive(Clone, Debug)]
+pub(super) struct Relayed {
+    pub(super) rates: Arc<CircuitRates>,
+    pub(super) peer: PeerId,
+}
+
+/// The pace of one stream that a peer opened.
+#[derive(Debug)]
+pub(super) enum Pace {
+    /// No protocol is agreed on yet.
+    Negotiating(Relayed, Answers),
+    /// It is no circuit.
+    Free,
+    /// It is one.
+    Circuit(Box<Circuit>),
+}
+
+/// Reads and writes of a circuit.
+#[derive(Debug)]
+pub(super) struct Circuit {
+    reads: [Allowance; 2],
+    writes: [Allowance; 2],
+}
+
+impl Pace {
+    /// That of a stream whose protocol is not agreed on yet; nobody's are paced without `relayed`.
+    pub(super) fn of(relayed: Option<Relayed>) -> Pace {
+        relayed.map_or(Pace::Free, |relayed| Pace::Negotiating(relayed, Answers::default()))
+    }
+
+    /// Bytes that may be read now, of `wanted`.
+    pub(super) fn poll_read(&mut self, cx: &Context<'_>, wanted: usize) -> Poll<usize> {
+        match self {
+            Pace::Circuit(circuit) => poll(&mut circuit.reads, cx, wanted),
+            Pace::Free | Pace::Negotiating(..) => Poll::Ready(wanted),
+        }
+    }
+
+    /// So many bytes were read.
+    pub(super) fn read(&mut self, bytes: usize) {
+        if let Pace::Circuit(circuit) = self {
+            circuit.reads.iter_mut().for_each(|allowance| allowance.spend(bytes));
+        }
+    }
+
+    /// Bytes that may be written now, of `wanted`.
+    pub(super) fn poll_write(&mut self, cx: &Context<'_>, wanted: usize) -> Poll<usize> {
+        match self {
+            Pace::Circuit(circuit) => poll(&mut circuit.writes, cx, wanted),
+            Pace::Free | Pace::Negotiating(..) => Poll::Ready(wanted),
+        }
+    }
+
+    /// These bytes were written.
+    pub(super) fn wrote(&mut self, bytes: &[u8]) {
+        let (relayed, is_hop) = match self {
+            Pace::Free => return,
+            Pace::Circuit(circuit) => {
+                return circuit
+                    .writes
+                    .iter_mut()
+                    .for_each(|allowance| allowance.spend(bytes.len()));
+            }
+            Pace::Negotiating(relayed, answers) => match answers.agreed(bytes) {
+                Some(is_hop) => (relayed, is_hop),
+                None => return,
+            },
+        };
+        *self = match is_hop {
+            true => {
+                let allowances = || relayed.rates.of(relayed.peer).map(|l| Allowance::of(Some(l)));
+                Pace::Circuit(Box::new(Circuit { reads: allowances(), writes: allowances() }))
+            }
+            false => Pace::Free,
+        };
+    }
+}
+
+/// The least that all limits grant. What the others grant beyond stays granted.
+fn poll(allowances: &mut [Allowance; 2], cx: &Context<'_>, wanted: usize) -> Poll<usize> {
+    let mut granted = wanted;
+    for allowance in allowances {
+        match allowance.poll_grant(cx, granted) {
+            Poll::Ready(bytes) => granted = bytes,
+            Poll::Pending => return Poll::Pending,
+        }
+    }
+    Poll::Ready(granted)
+}
+
+/// What this node has answered on a stream, up to the protocol.
+#[derive(Debug, Default)]
+pub(super) struct Answers(Vec<u8>);
+
+impl Answers {
+    /// Whether the circuit protocol was agreed on; `None` as long as none was.
+    fn agreed(&mut self, bytes: &[u8]) -> Option<bool> {
+        self.0.extend_from_slice(bytes);
+        loop {
+            let (message, end) = message(&self.0)?;
+            // A list of protocols ends with an empty line.
+            let is_answer =
+                message != HEADER && message != NOT_AVAILABLE && !message.ends_with(b"\n\n");
+            if is_answer {
+                return Some(message == HOP);
+            }
+            self.0.drain(..end);
+        }
+    }
+}
+
+/// The first message, whose length comes before it, and where it ends.
+fn message(bytes: &[u8]) -> Option<(&[u8], usize)> {
+    let mut length = 0usize;
+    for (index, byte) in bytes.iter().take(3).enumerate() {
+        length |= usize::from(byte & 0x7f) << (7 * index);
+        if byte & 0x80 == 0 {
+            let (start, end) = (index + 1, index + 1 + length);
+            return Some((bytes.get(start..end)?, end));
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn framed(messages: &[&[u8]]) -> Vec<u8> {
+        let framed = messages.iter().flat_map(|m| [&[m.len() as u8], *m].concat());
+        framed.collect()
+    }
+
+    #[test]
+    fn only_a_stream_that_becomes_a_circuit_is_paced() {
+        let cases: [(&[&[u8]], Option<bool>); 6] = [
+            (&[HEADER], None),
+            (&[HEADER, HOP], Some(true)),
+            (&[HEADER, b"DHTProtocol.rpc_find\n"], Some(false)),
+            (&[HEADER, NOT_AVAILABLE, NOT_AVAILABLE, HOP], Some(true)),
+            (&[HEADER, b"\x05/a/b\n\x20/libp2p/circuit/relay/0.2.0/hop\n\n", HOP], Some(true)),
+            (&[HEADER, NOT_AVAILABLE, b"/ipfs/ping/1.0.0\n"], Some(false)),
+        ];
+        for (messages, wanted) in cases {
+            let bytes = framed(messages);
+            assert_eq!(Answers::default().agreed(&bytes), wanted, "{messages:?}");
+            // However it is cut.
+            let mut answers = Answers::default();
+            let found = bytes.iter().map(|byte| answers.agreed(&[*byte])).find(Option::is_some);
+            assert_eq!(found.flatten(), wanted, "{messages:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn peers_are_forgotten_with_their_circuits() {
+        let rates = CircuitRates::default();
+        let kept = rates.of(PeerId::random());
+        for _ in 0..1000 {
+            drop(rates.of(PeerId::random()));
+        }
+        assert!(rates.peers() <= 2, "{} peers", rates.peers());
+        drop(kept);
+    }
+}

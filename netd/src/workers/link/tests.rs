@@ -1,0 +1,161 @@
+use std::time::Duration;
+
+use shared::control::{Capacity, FdTag, LinkInit};
+use shared::ids::GroupId;
+use shared::shm::arena::ArenaMap;
+use shared::shm::segment::MemfdSegment;
+use tokio::time::timeout;
+
+use super::super::arena::{ArenaMemory, SlotClass, plan};
+use super::*;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+const BODY: SlotRef = SlotRef { offset: 0, len: 64 };
+
+fn identity(generation: u32) -> RingIdentity {
+    RingIdentity {
+        worker: WorkerId::solo(GroupId(0)),
+        worker_generation: Generation(generation),
+        netd_generation: Generation(1),
+    }
+}
+
+/// The worker's ends of one generation's rings.
+struct Worker {
+    identity: RingIdentity,
+    jobs: Consumer<RingHandle>,
+    completions: Producer<RingHandle>,
+    bell: Doorbell,
+}
+
+impl Worker {
+    /// Links generation `generation`.
+    fn link(link: &Arc<Link>, generation: u32) -> Worker {
+        let identity = identity(generation);
+        let name = format!("sepal-test-link-{}-{generation}", std::process::id());
+        let pair = RingPair::create(&name, &identity).unwrap();
+        let end = RingPair::open(pair.try_clone().unwrap(), &identity).unwrap();
+        let (jobs, completions) = end.worker_end();
+        let (submission, completion) = (Doorbell::new().unwrap(), Doorbell::new().unwrap());
+        let bell = Doorbell::from_fd(completion.try_clone().unwrap()).unwrap();
+        let up = WorkerUp {
+            worker: identity.worker,
+            span: link.span(),
+            kv_pages: 8,
+            kv_survives: true,
+            kv_version: 1,
+            capacity: Capacity::default(),
+            link: LinkInit {
+                netd_generation: identity.netd_generation,
+                worker_generation: identity.worker_generation,
+                arena_bytes: 0,
+                fds: FdTag(0),
+            },
+        };
+        link.up(&up, pair.try_clone().unwrap(), submission, completion).unwrap();
+        Worker { identity, jobs, completions, bell }
+    }
+
+    /// The next job.
+    async fn take(&mut self) -> JobDescriptor {
+        let end = tokio::time::Instant::now() + PATIENCE;
+        loop {
+            if let Some(entry) = self.jobs.pop().unwrap() {
+                return JobDescriptor::decode(&entry).unwrap();
+            }
+            assert!(tokio::time::Instant::now() < end, "no job came");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+
+    fn completion(&self, id: JobId) -> Completion {
+        Completion {
+            id,
+            worker_generation: self.identity.worker_generation,
+            netd_generation: self.identity.netd_generation,
+            result: Ok(()),
+            queue_ns: 0,
+            compute_ns: 1,
+        }
+    }
+
+    fn post(&mut self, entry: shared::job::Entry) {
+        self.completions.push(entry).unwrap();
+        self.completions.ring_if_sleeping(&self.bell).unwrap();
+    }
+}
+
+/// What a worker posts in place of the completion of a job, and how it is named.
+type Lie = (fn(&mut Worker, JobId), &'static str);
+
+const LIES: [Lie; 6] = [
+    (|worker, _| worker.post([7; 8]), "no completion"),
+    (|worker, job| worker.post(worker.completion(JobId(job.0 + 1)).encode()), "not in flight"),
+    (
+        |worker, job| {
+            let completion = worker.completion(job);
+            worker.post(Completion { worker_generation: Generation(7), ..completion }.encode());
+        },
+        "other generations",
+    ),
+    (
+        |worker, job| {
+            let completion = worker.completion(job);
+            worker.post(Completion { netd_generation: Generation(7), ..completion }.encode());
+        },
+        "other generations",
+    ),
+    (
+        |worker, job| {
+            let completion = worker.completion(job);
+            worker.post(Completion { compute_ns: u64::MAX, queue_ns: 9, ..completion }.encode());
+        },
+        "after the job was submitted",
+    ),
+    (
+        // The true one after it is not believed either.
+        |worker, job| {
+            worker.post(worker.completion(JobId(3)).encode());
+            worker.post(worker.completion(job).encode());
+        },
+        "not in flight",
+    ),
+];
+
+async fn holds() -> Arc<Holds> {
+    let segment = MemfdSegment::create("sepal-test-link-arena", 64 << 20).unwrap();
+    let plan = plan(64 << 20, 1024).unwrap();
+    let arena = ArenaMemory::new(ArenaMap::map(&segment).unwrap(), plan);
+    let slots = arena.reserve(&[64], SlotClass::Decode).await.unwrap();
+    Arc::new(Holds { slots, pages: None })
+}
+
+#[tokio::test]
+async fn a_worker_that_lies_is_reported_and_its_jobs_go_to_the_next_generation() {
+    for (lie, named) in LIES {
+        let (broken, mut reports) = mpsc::channel(4);
+        let span = Span::new(0, 2).unwrap();
+        let link = Arc::new(Link::new(WorkerId::solo(GroupId(0)), span, 0, broken));
+        let mut worker = Worker::link(&link, 1);
+        let holds = holds().await;
+        let job = tokio::spawn({
+            let link = link.clone();
+            async move { link.run(JobKind::Step, BODY, holds).await }
+        });
+        let id = worker.take().await.id;
+        lie(&mut worker, id);
+        let report = timeout(PATIENCE, reports.recv()).await.expect(named).unwrap();
+        assert_eq!(report.generation, Generation(1));
+        assert!(report.message.contains(named), "{named}: {}", report.message);
+        assert!(!job.is_finished(), "{named}: what a liar says is no answer");
+
+        link.down(Generation(1), DeathCause::SelfInflicted, true);
+        let mut worker = Worker::link(&link, 2);
+        let again = worker.take().await;
+        assert_eq!((again.id, again.worker_generation), (id, Generation(2)), "{named}");
+        worker.post(worker.completion(id).encode());
+        let answer = timeout(PATIENCE, job).await.expect(named).unwrap();
+        assert_eq!(answer.unwrap().compute_ns, 1, "{named}");
+        assert!(reports.try_recv().is_err(), "{named}: the next generation is sound");
+    }
+}
