@@ -1,27 +1,30 @@
-//! When to move for real: upstream's rule with hysteresis and jitter, so that a hundred servers
-//! that see the same hole do not all jump into it. Pure: time is passed in.
+//! When to move for real: upstream's rule with hysteresis, and an order in which servers move, so that a thousand servers that see the
+//! same hole do not all jump into it. Pure: time is passed in.
 //!
 //! ```text
-//!   settled ── rule says move, own move helps ──> waiting (random time, longer in a large swarm)
+//!   settled ── rule says move, own move helps ──> waiting (longer, the more servers would help more)
 //!      ^                                              │ asked again when it is over, on a fresh view
 //!      ├── no longer wanted, since others moved ──────┤
 //!      └── moved (settling time doubles) <────────────┘ still wanted
 //! ```
 //!
-//! A server that moves announces its new place at once as joining, so those whose wait ends later
-//! see it and mostly stay.
+//! Every server ranks all servers by what one move of each would do for the blocks that lack throughput, and waits two seconds for each
+//! that would do more. So the few that help most move first, whoever looks first. A server that moves announces its new place at once as
+//! joining: those whose wait ends later see it and mostly stay. Whoever waits asks for a better swarm than whoever does not: a swarm that
+//! is out of balance is brought well beyond the point at which moves begin.
 
 use super::{
-    Decision, EPSILON, MoveReason, StayReason, best_start_without, block_throughput, lexicographic,
-    should_choose_other_blocks,
+    Decision, EPSILON, MoveReason, StayReason, Swarm, best_start_without, block_throughput,
+    lexicographic, should_choose_other_blocks,
 };
 use hivemind::view::ServerSpan;
 use rand::Rng;
 use std::time::Duration;
 
-/// Share of a wait that one server in the swarm adds: about what a neighbour needs to read the
-/// swarm and announce itself.
-const WAIT_PER_SERVER: Duration = Duration::from_secs(4);
+/// Wait for each server that would help more.
+const WAIT_PER_SERVER: Duration = Duration::from_secs(2);
+/// Moves begin below the quality that is asked for, and end at this share of the way from there to 1.
+const RELEASE: f64 = 0.25;
 /// Longest wait before a move.
 const MAX_WAIT: Duration = Duration::from_secs(600);
 /// Time without a move after a move, at first.
@@ -80,17 +83,21 @@ impl Rebalancer {
                 return self.stay(StayReason::NoGain);
             }
         }
-        let decision = should_choose_other_blocks(me, spans, block_count, self.quality, rng);
+        let quality = match self.waits_until {
+            Some(_) => self.quality + RELEASE * (1.0 - self.quality),
+            None => self.quality,
+        };
+        let decision = should_choose_other_blocks(me, spans, block_count, quality, rng);
         match decision {
             Decision::Stay(reason) => return self.stay(reason),
             Decision::Move(MoveReason::Forced) => return decision,
             Decision::Move(MoveReason::Quality(_)) => {}
         }
-        let longest =
-            WAIT_PER_SERVER.saturating_mul(u32::try_from(spans.len()).unwrap_or(u32::MAX));
-        let until = *self
-            .waits_until
-            .get_or_insert_with(|| now + longest.min(MAX_WAIT).mul_f64(rng.random_range(0.0..1.0)));
+        let until = *self.waits_until.get_or_insert_with(|| {
+            let better = servers_to_wait_for(me, spans, block_count, quality, rng);
+            let wait = WAIT_PER_SERVER.saturating_mul(u32::try_from(better).unwrap_or(u32::MAX));
+            now + wait.min(MAX_WAIT) + WAIT_PER_SERVER.mul_f64(rng.random_range(0.0..1.0))
+        });
         if now < until {
             return Decision::Stay(StayReason::Waiting);
         }
@@ -104,6 +111,38 @@ impl Rebalancer {
         self.waits_until = None;
         Decision::Stay(reason)
     }
+}
+
+/// How many servers should move before `me`: those whose one move would give the blocks that have too little more of what they lack.
+/// Of equal ones, a random number.
+fn servers_to_wait_for(
+    me: &str,
+    spans: &[ServerSpan],
+    block_count: usize,
+    quality: f64,
+    rng: &mut impl Rng,
+) -> usize {
+    let Some(mut swarm) = Swarm::read(spans, block_count, me) else {
+        return 0;
+    };
+    let enough = quality * swarm.mean();
+    let lack = |blocks: &[f64]| blocks.iter().map(|block| (enough - block).max(0.0)).sum::<f64>();
+    let present = lack(&swarm.throughput);
+    let gains: Vec<f64> = (0..swarm.servers.len())
+        .map(|server| {
+            let (start, before) = (swarm.servers[server].start, swarm.throughput.clone());
+            swarm.lift(server);
+            let best = swarm.best_start(server);
+            swarm.put_down(server, best);
+            let gain = present - lack(&swarm.throughput);
+            (swarm.servers[server].start, swarm.throughput) = (start, before);
+            gain
+        })
+        .collect();
+    let own = gains[swarm.me];
+    let better = gains.iter().filter(|gain| **gain > own + EPSILON).count();
+    let equal = gains.iter().filter(|gain| (**gain - own).abs() <= EPSILON).count();
+    better + rng.random_range(0..equal.max(1))
 }
 
 /// Whether the swarm is better after this one move: weakest block first, then the second weakest
@@ -198,6 +237,55 @@ mod tests {
         assert!(first >= MIN_SETTLING, "{first:?}");
         let second = time_of_move(&mut rebalancer, first, &uneven, &mut rng).unwrap();
         assert!(second - first >= MIN_SETTLING * 2, "{second:?}");
+    }
+
+    /// The same with a throughput each.
+    fn rated(places: &[(usize, usize, f64)]) -> Vec<ServerSpan> {
+        let mut rated =
+            spans(&places.iter().map(|(start, end, _)| (*start, *end)).collect::<Vec<_>>());
+        rated.iter_mut().zip(places).for_each(|(span, place)| span.info.throughput = place.2);
+        rated
+    }
+
+    #[test]
+    fn those_who_help_most_move_first_and_equal_ones_in_any_order() {
+        let hole = rated(&[(0, 4, 10.0), (0, 4, 30.0), (0, 4, 10.0), (4, 8, 5.0)]);
+        let mut seen = [[false; 4]; 4];
+        for seed in 0..50 {
+            let mut rng = StdRng::seed_from_u64(seed);
+            for (me, seen) in seen.iter_mut().enumerate() {
+                seen[servers_to_wait_for(&me.to_string(), &hole, 8, 0.75, &mut rng)] = true;
+            }
+        }
+        let second = [false, true, true, false];
+        assert_eq!(
+            seen,
+            [second, [true, false, false, false], second, [false, false, false, true]]
+        );
+        let mut rng = StdRng::seed_from_u64(1);
+        assert_eq!(servers_to_wait_for("9", &hole, 8, 0.75, &mut rng), 0);
+    }
+
+    #[test]
+    fn whoever_waits_brings_the_swarm_beyond_the_point_where_moves_begin() {
+        let first_half = [(0, 4, 4.0), (0, 4, 10.0), (0, 4, 10.0), (0, 4, 4.0)];
+        let with = |last: f64| rated(&[&first_half[..], &[(4, 8, last)]].concat());
+        let (bad, better, good) = (with(10.0), with(17.0), with(26.0));
+        let (mut rng, now) = (StdRng::seed_from_u64(1), MIN_SETTLING * 2);
+        let fresh = Rebalancer::new(0.75, Duration::ZERO);
+        // 17 of the 21 that could be.
+        let decision = fresh.clone().on_check(now, "0", &better, 8, &mut rng);
+        assert!(matches!(decision, Decision::Stay(StayReason::GoodEnough(_))), "{decision:?}");
+        let mut waiting = fresh;
+        assert_eq!(
+            waiting.on_check(now, "0", &bad, 8, &mut rng),
+            Decision::Stay(StayReason::Waiting)
+        );
+        let later = now + MAX_WAIT;
+        let enough = waiting.clone().on_check(later, "0", &good, 8, &mut rng);
+        assert!(matches!(enough, Decision::Stay(_)), "{enough:?}");
+        let decision = waiting.on_check(later, "0", &better, 8, &mut rng);
+        assert!(matches!(decision, Decision::Move(MoveReason::Quality(_))), "{decision:?}");
     }
 
     #[test]
