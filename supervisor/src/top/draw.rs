@@ -98,14 +98,13 @@ fn summary<'a>(name: &str, report: &InstanceReport, view: &View, width: u16) -> 
     let used = kv.tokens_total.saturating_sub(kv.tokens_free);
     let share = used as f64 * 100.0 / kv.tokens_total.max(1) as f64;
     let rates = format!(
-        "steps/s {}  tokens/s {}  batch {}  sessions {}  KV {share:.0}% of {}, {} waiting, {} parked ",
+        "steps/s {}  tokens/s {}  batch {}  sessions {}  KV {share:.0}% of {}, {} waiting ",
         number(minute.steps_per_s),
         number(minute.tokens_per_s),
         number(minute.mean_batch),
         report.children.iter().map(|child| child.sessions_open).sum::<u64>(),
         number(kv.tokens_total as f64),
         kv.waiting,
-        kv.parked,
     );
     let left = usize::from(width).saturating_sub(rates.chars().count());
     let graph = bars(view.history(), left.min(60));

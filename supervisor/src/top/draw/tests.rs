@@ -136,7 +136,7 @@ fn everything_that_matters_is_on_eighty_by_twenty_four() {
     assert!(lines[0].ends_with("throughput 120  peers 17"), "{all}");
     assert!(
         lines[1].starts_with(
-            "steps/s 10.0  tokens/s 11.5  batch 3.2  sessions 40  KV 50% of 65536, 1 waiting, 2 parked"
+            "steps/s 10.0  tokens/s 11.5  batch 3.2  sessions 40  KV 50% of 65536, 1 waiting"
         ),
         "{all}"
     );
