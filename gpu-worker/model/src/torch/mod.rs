@@ -1,14 +1,14 @@
 //! Checkpoint files of PyTorch (`torch.save`, format of torch 1.6 and later): a zip archive of a
 //! pickle, which says what tensors there are, and of their storages, which are served from where
 //! they lie. Nothing of the file is executed: the pickle is read by an interpreter of our own
-//! ([`pickle`]) that knows the few names which tensors need, and refuses every other.
+//! (`pickle.rs`) that knows the few names which tensors need, and refuses every other.
 //!
 //! ```text
 //! NAME/data.pkl     { tensor name: _rebuild_tensor_v2(storage KEY of TYPE, offset, shape, strides, ...) }
 //! NAME/data/KEY     bytes of a storage, stored (not compressed), little-endian
 //! NAME/byteorder    "little", in newer files
 //! ```
-//! A file is an allegation like any other. What it says is checked against the archive ([`zip`]),
+//! A file is an allegation like any other. What it says is checked against the archive (`zip.rs`),
 //! whose entries must be stored, distinct, inside the file and apart from each other, and a tensor
 //! must lie within its storage. The format before 1.6 (a row of pickles without an archive) is
 //! refused.
