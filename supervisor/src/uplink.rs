@@ -11,9 +11,11 @@
 //! The first packet goes on to a one-shot server of `ipc-channel` within this process, which alone can
 //! make an `IpcSender` of a descriptor.
 
+use std::fs::Permissions;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::marker::PhantomData;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use ipc_channel::SerDeError;
@@ -86,12 +88,13 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// A socket in a folder of its own.
+    /// A socket in a folder of its own, which others cannot enter whatever the umask is.
     ///
     /// # Errors
     /// When the process is out of descriptors, or the temporary folder cannot be written.
     pub fn bind() -> io::Result<Listener> {
-        let folder = tempfile::Builder::new().tempdir()?;
+        let own = Permissions::from_mode(0o700);
+        let folder = tempfile::Builder::new().permissions(own).tempdir()?;
         let socket =
             socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None)?;
         bind(socket.as_raw_fd(), &UnixAddr::new(&path_in(folder.path()))?)?;
