@@ -16,8 +16,8 @@ use model::header::{Header, TensorInfo, header_bytes};
 use serde_json::{Value, json};
 use tracing::info;
 
-use super::Hub;
-use crate::checkpoint::Checkpoint;
+use super::{Hub, is_ranged};
+use crate::checkpoint::{self, Checkpoint};
 use crate::disk_cache::{touch, wait_for_lock};
 use crate::error::PrepareError;
 use crate::progress::{Progress, Watch};
@@ -205,9 +205,13 @@ impl Hub {
         Ok(&self.headers[file])
     }
 
-    /// The header of a safetensors file on the Hub.
+    /// The header of a checkpoint file on the Hub. A pickled one is downloaded whole for it.
     fn header(&self, file: &str, watch: &mut Watch<'_>) -> Result<Header, PrepareError> {
         let path = self.snapshot().join(file);
+        if !is_ranged(file) {
+            self.whole_file(file, watch)?;
+            return Ok(checkpoint::open(&path)?.header);
+        }
         let mut bytes = Vec::new();
         let mut take = |piece: &[u8]| {
             bytes.extend_from_slice(piece);

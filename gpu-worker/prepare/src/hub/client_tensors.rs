@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use model::header::NamedTensor;
 use serde_json::Value;
 
-use super::{Hub, Weights, files_of, is_ranged};
-use crate::checkpoint::{Checkpoint, open, read_bounded};
+use super::{Hub, Weights, files_of};
+use crate::checkpoint::{Checkpoint, read_bounded};
 use crate::error::PrepareError;
 use crate::progress::Watch;
 use crate::source::Wanted;
@@ -81,13 +81,7 @@ impl Hub {
             for name in &names {
                 let Ok(file) = checkpoint.file_of(name) else { continue };
                 let file = file.to_owned();
-                let has_name = if is_ranged(&file) {
-                    self.header_of(&file, watch)?.tensors.contains_key(name)
-                } else {
-                    self.whole_file(&file, watch)?;
-                    open(&self.snapshot().join(&file))?.header.tensors.contains_key(name)
-                };
-                if has_name {
+                if self.header_of(&file, watch)?.tensors.contains_key(name) {
                     found = Some(name.clone());
                     break;
                 }
