@@ -1,4 +1,4 @@
-"""The tables of kernels/cuda/README.md, and the times in budget.json, which `sepal selftest` shows."""
+"""The tables of kernels/cuda/README.md, and budget.json, which `sepal selftest` shows."""
 
 import json
 import pathlib
