@@ -19,11 +19,16 @@ fn start(more: &[&str]) -> Sepal {
     Sepal::start_by(command, dir, &serve_args(&model, "demo", &[&["--new_swarm"], more].concat()))
 }
 
-/// A number in /proc/PID/status.
-fn figure(pid: Pid, name: &str) -> u32 {
+/// What a line of /proc/PID/status says.
+fn words(pid: Pid, name: &str) -> Vec<String> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("status");
     let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-    line.unwrap_or_else(|| panic!("{name} in {text}")).trim().parse().expect("a number")
+    let line = line.unwrap_or_else(|| panic!("{name} in {text}"));
+    line.split_whitespace().map(str::to_owned).collect()
+}
+
+fn figure(pid: Pid, name: &str) -> u32 {
+    words(pid, name)[0].parse().expect("a number")
 }
 
 fn environment(pid: Pid) -> String {
@@ -40,12 +45,24 @@ fn children_are_confined_and_know_no_secret() {
         assert!(sepal.log().contains("children are confined"), "{}", sepal.log());
         let children = children_of(sepal.pid());
         assert_eq!(children.len(), 2, "netd and a worker");
+        let mut users = Vec::new();
         for child in children {
             assert_eq!((figure(child, "Seccomp"), figure(child, "NoNewPrivs")), (2, 1), "{child}");
             assert_eq!(figure(child, "Seccomp_filters"), 2, "{child}");
+            let (user, rights) = (words(child, "Uid"), words(child, "CapPrm"));
+            if nix::unistd::geteuid().is_root() {
+                // Real, effective, saved, of files: a role's own, which netd and workers do not share.
+                assert!(user.iter().all(|user| user == &user[0]) && user[0] != "0", "{user:?}");
+                users.push(user);
+            }
+            let rights = u64::from_str_radix(&rights[0], 16).expect("a number");
+            // Of the superuser's rights: CAP_KILL, CAP_SETUID and CAP_SYS_ADMIN.
+            assert_eq!(rights & (1 << 5 | 1 << 7 | 1 << 21), 0, "{child}: {rights:x}");
             let environment = environment(child);
             assert!(!environment.contains(SECRET), "{environment}");
         }
+        users.dedup();
+        assert_ne!(users.len(), 1, "one user for two roles");
         assert_eq!(figure(sepal.pid(), "Seccomp"), 0, "the supervisor starts others");
         assert_eq!(sepal.terminate().code(), Some(0));
     }

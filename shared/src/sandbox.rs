@@ -1,5 +1,5 @@
 //! What each process of a server may do, and how the kernel holds it to that: Landlock for files,
-//! seccomp for system calls. A child enters its sandbox as the last step of its
+//! seccomp for system calls, a user of its own and few rights where the supervisor is the superuser. A child enters its sandbox as the last step of its
 //! [`bootstrap`](crate::bootstrap), before it reads a byte of a peer or of a model and before it has a
 //! second thread, so that nothing of it is outside.
 //!
@@ -8,6 +8,7 @@
 
 mod calls;
 mod files;
+mod rights;
 pub mod table;
 #[cfg(test)]
 mod tests;
@@ -71,6 +72,9 @@ pub enum SandboxError {
         "this kernel cannot filter system calls (seccomp {0}); give --sandbox on to go on without"
     )]
     Calls(String),
+    /// The rights of the superuser stay.
+    #[error("{0}; start sepal as another user, or give --sandbox off")]
+    Rights(String),
 }
 
 /// What the kernel of this machine can do.
@@ -127,6 +131,7 @@ pub fn enter(role: Role, confinement: &Confinement) -> Result<Support, SandboxEr
         (Err(error), SandboxMode::Require) => Err(error),
         (held, _) => Ok(held.is_ok()),
     };
+    rights::give_up(role, confinement).map_err(SandboxError::Rights)?;
     let files = required(files::restrict(role, confinement).map_err(SandboxError::Files))?;
     let calls = required(calls::filter(role, confinement).map_err(SandboxError::Calls))?;
     Ok(Support { files, calls })

@@ -1,6 +1,7 @@
 //! What each role may do. Everything else that the table names is refused with EPERM or EACCES; SECURITY.md
 //! shows it for people.
 
+use caps::Capability;
 use nix::libc;
 
 use crate::role::Role;
@@ -112,6 +113,30 @@ pub fn socket_families(role: Role, has_driver: bool) -> &'static [libc::c_int] {
         (Role::Netd | Role::Prepare, _) => {
             &[libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK]
         }
+    }
+}
+
+/// The user and group of a role where the supervisor is the superuser. No system gives these numbers to
+/// anybody (systemd, "Users, Groups, UIDs and GIDs on systemd Systems").
+pub fn user(role: Role) -> u32 {
+    match role {
+        Role::Netd => 60_600,
+        Role::Worker => 60_601,
+        Role::Prepare => 60_602,
+    }
+}
+
+/// Rights of the superuser that a role keeps if it is started with them. Files belong to the operator, and
+/// Landlock says which; netd listens on low ports if it is told to; a driver pins memory.
+pub fn rights(role: Role, has_driver: bool) -> &'static [Capability] {
+    use Capability::{
+        CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER, CAP_IPC_LOCK, CAP_NET_BIND_SERVICE,
+    };
+    match (role, has_driver) {
+        (Role::Netd, _) => &[CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_NET_BIND_SERVICE],
+        (Role::Worker, false) => &[CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH],
+        (Role::Worker, true) => &[CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_IPC_LOCK],
+        (Role::Prepare, _) => &[CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER],
     }
 }
 
