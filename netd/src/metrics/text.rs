@@ -245,6 +245,9 @@ fn network(telemetry: &Telemetry, out: &mut Output<'_>) -> fmt::Result {
     out.counters("sepal_network", help, BYTES, bytes)?;
     let help = "Circuits that peers opened through this server as their relay";
     out.counter("sepal_relayed_circuits", help, p2p.circuits as f64)?;
+    let help = "Bytes that these circuits carried, both directions together";
+    let bytes = [(Vec::new(), p2p.circuit_bytes as f64)];
+    out.counters("sepal_relayed", help, BYTES, bytes.into_iter())?;
     out.gauge("sepal_dht_nodes", "Nodes in the routing table of the DHT", None, dht.nodes as f64)?;
     let help = "Records of the DHT that this server keeps for the swarm";
     out.gauge("sepal_dht_records", help, None, dht.records as f64)?;

@@ -41,6 +41,8 @@ const NOT_AVAILABLE: &[u8] = b"na\n";
 #[derive(Debug)]
 pub(super) struct CircuitRates {
     bytes_per_s: AtomicU64,
+    /// What circuits have carried, both directions.
+    carried: AtomicU64,
     limits: Mutex<Limits>,
 }
 
@@ -54,7 +56,11 @@ struct Limits {
 
 impl Default for CircuitRates {
     fn default() -> Self {
-        Self { bytes_per_s: AtomicU64::new(DEFAULT_RELAY_BYTES_PER_S), limits: Mutex::default() }
+        Self {
+            bytes_per_s: AtomicU64::new(DEFAULT_RELAY_BYTES_PER_S),
+            carried: AtomicU64::new(0),
+            limits: Mutex::default(),
+        }
     }
 }
 
@@ -74,6 +80,11 @@ impl CircuitRates {
         for limit in limits.by_peer.values().filter_map(WeakLimit::upgrade) {
             limit.set_rate(of_peer(bytes_per_s));
         }
+    }
+
+    /// Bytes that circuits have carried, both directions together.
+    pub(super) fn carried(&self) -> u64 {
+        self.carried.load(Ordering::Relaxed)
     }
 
     /// The limits of a circuit that `peer` opens: its own, and that of all.
@@ -118,8 +129,26 @@ pub(super) enum Pace {
 /// Reads and writes of a circuit.
 #[derive(Debug)]
 pub(super) struct Circuit {
+    rates: Arc<CircuitRates>,
     reads: [Allowance; 2],
     writes: [Allowance; 2],
+}
+
+impl Circuit {
+    fn of(relayed: &Relayed) -> Circuit {
+        let allowances = || relayed.rates.of(relayed.peer).map(|l| Allowance::of(Some(l)));
+        Circuit { rates: relayed.rates.clone(), reads: allowances(), writes: allowances() }
+    }
+
+    fn read(&mut self, bytes: usize) {
+        self.rates.carried.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.reads.iter_mut().for_each(|allowance| allowance.spend(bytes));
+    }
+
+    fn wrote(&mut self, bytes: usize) {
+        self.rates.carried.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.writes.iter_mut().for_each(|allowance| allowance.spend(bytes));
+    }
 }
 
 impl Pace {
@@ -139,7 +168,7 @@ impl Pace {
     /// So many bytes were read.
     pub(super) fn read(&mut self, bytes: usize) {
         if let Pace::Circuit(circuit) = self {
-            circuit.reads.iter_mut().for_each(|allowance| allowance.spend(bytes));
+            circuit.read(bytes);
         }
     }
 
@@ -155,22 +184,14 @@ impl Pace {
     pub(super) fn wrote(&mut self, bytes: &[u8]) {
         let (relayed, is_hop) = match self {
             Pace::Free => return,
-            Pace::Circuit(circuit) => {
-                return circuit
-                    .writes
-                    .iter_mut()
-                    .for_each(|allowance| allowance.spend(bytes.len()));
-            }
+            Pace::Circuit(circuit) => return circuit.wrote(bytes.len()),
             Pace::Negotiating(relayed, answers) => match answers.agreed(bytes) {
                 Some(is_hop) => (relayed, is_hop),
                 None => return,
             },
         };
         *self = match is_hop {
-            true => {
-                let allowances = || relayed.rates.of(relayed.peer).map(|l| Allowance::of(Some(l)));
-                Pace::Circuit(Box::new(Circuit { reads: allowances(), writes: allowances() }))
-            }
+            true => Pace::Circuit(Box::new(Circuit::of(relayed))),
             false => Pace::Free,
         };
     }

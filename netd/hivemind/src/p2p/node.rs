@@ -199,7 +199,7 @@ impl P2p {
 
     /// Peers, bytes and circuits; waits for nothing.
     pub fn figures(&self) -> TrafficFigures {
-        self.traffic.figures()
+        self.traffic.figures(self.limits.circuits().carried())
     }
 
     /// Counts records of the DHT that peers sent or keep and that are dropped, beside the RPCs that

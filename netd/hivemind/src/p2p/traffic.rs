@@ -29,6 +29,8 @@ pub struct TrafficFigures {
     pub relayed: PathFigures,
     /// Circuits that this node has opened for others, as their relay.
     pub circuits: u64,
+    /// What those circuits carried, both directions together.
+    pub circuit_bytes: u64,
 }
 
 /// The counters of connections of one kind.
@@ -48,7 +50,7 @@ pub(super) struct Traffic {
 }
 
 impl Traffic {
-    pub(super) fn figures(&self) -> TrafficFigures {
+    pub(super) fn figures(&self, circuit_bytes: u64) -> TrafficFigures {
         let path = |path: &Path| PathFigures {
             received: path.received.load(Ordering::Relaxed),
             sent: path.sent.load(Ordering::Relaxed),
@@ -58,6 +60,7 @@ impl Traffic {
             direct: path(&self.direct),
             relayed: path(&self.relayed),
             circuits: self.circuits.load(Ordering::Relaxed),
+            circuit_bytes,
         }
     }
 }

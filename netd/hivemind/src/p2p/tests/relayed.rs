@@ -86,8 +86,12 @@ fn a_circuit_is_no_faster_than_the_relay_lets_it_be() {
         until(|| call(500_000)).await;
         // The peer's quarter is 1 MB/s.
         relay.relay_at(4_000_000);
+        let before = relay.figures().circuit_bytes;
         let started = Instant::now();
         assert!(call(500_000).await, "an answer");
+        let carried = relay.figures().circuit_bytes - before;
+        // Each way is read by the relay and written again, but only the peer's stream counts.
+        assert!((1_000_000..1_100_000).contains(&carried), "{carried} bytes");
         // There and back, less what the bucket holds at first.
         let least = Duration::from_millis(900);
         assert!(started.elapsed() >= least, "{:?}", started.elapsed());
@@ -96,6 +100,7 @@ fn a_circuit_is_no_faster_than_the_relay_lets_it_be() {
         let request = Bytes::from(vec![7; 500_000]);
         let direct = client.call_unary(relay.peer_id(), UNARY, request.clone(), CALL);
         assert_eq!(direct.await, Ok(request));
+        assert!(relay.figures().circuit_bytes < before + 1_200_000);
     });
 }
 
