@@ -2,6 +2,7 @@
 
 mod harness;
 
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use client::chain::Chain;
@@ -9,7 +10,7 @@ use client::local::LocalModel;
 use client::states::Hidden;
 use client::swarm::{Swarm, SwarmConfig};
 use harness::demo::{Golden, demo_model, golden};
-use harness::{DEADLINE, Sepal};
+use harness::{DEADLINE, SEPAL, Sepal};
 use nix::sys::signal::{Signal, kill};
 
 /// What a text saw.
@@ -84,6 +85,31 @@ async fn a_text_goes_on_over_two_deaths_of_netd_and_nothing_is_sent_again() {
     assert_eq!(seen.tokens, golden.ids);
     assert_eq!((seen.sent_again, seen.resumed), (0, 2), "{}", sepal.log());
     assert_eq!(sepal.worker(), worker);
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_text_goes_on_over_upgrades_and_nothing_is_sent_again() {
+    let sepal = serve(&[]);
+    let golden = golden("float32").remove(0);
+    let mut builds = Vec::new();
+    let seen = generate(&sepal, &golden, |step| {
+        if step == 3 || step == 8 {
+            let build = sepal.dir.path().join(format!("sepal-{step}"));
+            std::fs::copy(SEPAL, &build).expect("copy sepal");
+            let mut upgrade = Command::new(SEPAL);
+            upgrade.args(["upgrade", "--patience", "0", "--to"]).arg(&build);
+            let upgraded = upgrade.env("XDG_RUNTIME_DIR", sepal.dir.path()).output();
+            assert!(upgraded.expect("run sepal upgrade").status.success(), "{}", sepal.log());
+            builds.push(build);
+        }
+    })
+    .await;
+    let running = std::fs::read_link(format!("/proc/{}/exe", sepal.netd())).expect("netd");
+    assert_eq!(Some(&running), builds.last());
+    println!("longest step after an upgrade: {:?}", seen.longest);
+    assert_eq!(seen.tokens, golden.ids);
+    assert_eq!((seen.sent_again, seen.resumed), (0, 2), "{}", sepal.log());
     assert_eq!(sepal.terminate().code(), Some(0));
 }
 

@@ -139,6 +139,20 @@ async fn wait_for_step(server: &Sepal) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn sessions_that_end_with_netd_are_told_why_and_what_to_do() {
+    let server = serve(&[]);
+    let peer = Peer::connect(&server.addr(), "demo").await;
+    let mut session = peer.session(BLOCKS, 64).await;
+    session.step(noise(&[1, 4, HIDDEN], 1), None).await.expect("a step");
+    let waiting = tokio::spawn(async move { session.answer().await });
+    upgraded(&server, &another_build(server.dir.path(), "sepal-next"), &["--patience", "0"]);
+    let end = waiting.await.expect("a task").expect_err("an end").to_string();
+    assert!(end.contains("is being replaced: connect again"), "{end}");
+    assert!(!server.log().contains("state=OFFLINE"), "{}", server.log());
+    assert_eq!(server.terminate().code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn whoever_dies_during_an_upgrade_it_comes_to_its_end() {
     let server = serve(&["--device", "cpu,cpu"]);
     let expected = run_session(&server.addr(), 3, |_| ()).await;
@@ -250,17 +264,21 @@ async fn a_build_of_another_format_starts_anew_in_the_same_process() {
     let dir = tempfile::tempdir().expect("temporary folder");
     let key = dir.path().join("key");
     let key = key.to_str().expect("UTF-8");
-    let server = serve(&["--identity_path", key]);
-    let (pid, peer) = (server.pid(), server.peer_id());
-    let build = pretends(server.dir.path(), "other-format", "s/\"format\":[0-9]*/\"format\":9999/");
-    let output = upgrade(&server, &build, &["--patience", "0"]);
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{errors}\n{}", server.log());
-    server.wait_line("starts anew", 1);
-    let line = server.wait_line("state=ONLINE", 2);
-    assert!(line.contains(&peer), "the same PeerID: {line}");
-    assert_eq!(server.pid(), pid);
-    assert_eq!(server.terminate().code(), Some(0));
+    let identities: [&[&str]; 2] = [&[], &["--identity_path", key]];
+    for identity in identities {
+        let server = serve(identity);
+        let (pid, peer) = (server.pid(), server.peer_id());
+        let format = "s/\"format\":[0-9]*/\"format\":9999/";
+        let build = pretends(server.dir.path(), "other-format", format);
+        let output = upgrade(&server, &build, &["--patience", "0"]);
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{errors}\n{}", server.log());
+        server.wait_line("starts anew", 1);
+        let line = server.wait_line("state=ONLINE", 2);
+        assert!(line.contains(&peer), "the same PeerID: {line}");
+        assert_eq!(server.pid(), pid);
+        assert_eq!(server.terminate().code(), Some(0));
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -3,6 +3,7 @@
 mod harness;
 
 use std::fs;
+use std::io::Read;
 use std::net::TcpListener;
 use std::process::Command;
 
@@ -84,6 +85,50 @@ fn the_page_shows_its_server_chats_and_costs_the_server_nothing_when_it_dies() {
     let page = page_process(&sepal);
     assert_eq!(sepal.terminate().code(), Some(0));
     assert!(!harness::alive(page));
+}
+
+#[test]
+fn a_text_under_way_on_the_page_goes_on_over_an_upgrade() {
+    let folder = demo_model();
+    let sepal = Sepal::serve(&folder, "demo", &["--torch_dtype", "float32", "--web", "0"]);
+    let addr = address(&sepal);
+    let name = model(&addr)["name"].clone();
+    let body = json!({"model": name, "prompt": PROMPT, "max_tokens": 400, "temperature": 0,
+        "stream": true});
+    let ask = http::request("POST", "/v1/completions", "", &body.to_string());
+    let (status, expected) = http::exchange(&addr, &ask);
+    assert_eq!(status, 200, "{expected}");
+    let first = page_process(&sepal);
+    let mut stream = http::send(&addr, &ask);
+    let mut answer = vec![0; 2000];
+    stream.read_exact(&mut answer).expect("the beginning of a text");
+    // The rest waits for the next worker.
+    kill(sepal.worker(), Signal::SIGSTOP).expect("stop the worker");
+    let build = sepal.dir.path().join("another-build");
+    fs::copy(SEPAL, &build).expect("copy sepal");
+    let mut upgrade = Command::new(SEPAL);
+    upgrade.args(["upgrade", "--patience", "0", "--to"]).arg(&build);
+    let upgrade = upgrade.env("XDG_RUNTIME_DIR", sepal.dir.path()).output();
+    assert!(upgrade.expect("run sepal upgrade").status.success(), "{}", sepal.log());
+    stream.read_to_end(&mut answer).expect("the rest");
+    let answer = String::from_utf8(answer).expect("UTF-8");
+    let answer = answer.split_once("\r\n\r\n").expect("a body").1;
+    assert_eq!(text_of(answer), text_of(&expected));
+    wait_for("the process of the page to end", || (!harness::alive(first)).then_some(()));
+    assert_eq!(fs::read_link(format!("/proc/{}/exe", page_process(&sepal))).unwrap(), build);
+    model(&addr);
+    assert_eq!(sepal.terminate().code(), Some(0));
+}
+
+/// The text of a stream of completions.
+fn text_of(events: &str) -> String {
+    let events = events.lines().filter_map(|line| line.strip_prefix("data: {"));
+    let piece = |event: &str| -> String {
+        let event: Value = serde_json::from_str(&format!("{{{event}")).expect("JSON");
+        assert!(event.get("error").is_none(), "{event}");
+        event.pointer("/choices/0/text").and_then(Value::as_str).unwrap_or_default().to_owned()
+    };
+    events.map(piece).collect()
 }
 
 #[test]

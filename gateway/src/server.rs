@@ -11,7 +11,7 @@ use axum_server::Handle;
 use axum_server::accept::NoDelayAcceptor;
 use axum_server::tls_rustls::{RustlsAcceptor, RustlsConfig};
 use hyper_util::rt::TokioTimer;
-use shared::bootstrap::die_with_parent;
+use shared::bootstrap::{die_with_parent, hear_sigterm};
 use shared::causes::with_causes;
 use shared::config::GatewayConfig;
 use shared::escape::escaped;
@@ -57,7 +57,7 @@ impl GatewayError {
 /// Runs the gateway until SIGTERM or SIGINT, or until the server ends that it belongs to.
 pub fn run_command(config: &GatewayConfig) -> ExitReason {
     if let Some(server) = &config.server
-        && let Err(error) = die_with_parent(server.pid)
+        && let Err(error) = die_with_parent(server.pid).and_then(|()| hear_sigterm())
     {
         eprintln!("sepal: {error}");
         return error.exit_reason();

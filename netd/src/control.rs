@@ -125,6 +125,7 @@ fn bundle(message: &ToNetd) -> Option<(FdTag, usize)> {
         | ToNetd::Grow(_)
         | ToNetd::Pause { .. }
         | ToNetd::Resume(_)
+        | ToNetd::Replace
         | ToNetd::Drain => None,
     }
 }

@@ -9,6 +9,7 @@
 //!   a move to other blocks ─> see `moving`
 //!   Shrink ─> the blocks that are lost announced OFFLINE, the rest ONLINE; sessions on the rest go on
 //!   Pause, Resume ─> see `moving`
+//!   Replace ─> clients are told or come back, running steps finish ─> exit 0, the next generation takes over
 //!   Drain ─> announced OFFLINE, running steps finish ─> exit 0
 //!   control channel closed ─> exit "parent gone"
 //! ```
@@ -72,6 +73,11 @@ const FIGURES_INTERVAL: Duration = Duration::from_secs(1);
 const FAREWELL: Duration = Duration::from_secs(5);
 /// How long the last answers may take on their way.
 const LAST_WORDS: Duration = Duration::from_secs(1);
+/// How long running steps may take to finish before the next generation takes over: those of decoding
+/// do, and what is cut off is computed again.
+const REPLACE_LIMIT: Duration = Duration::from_millis(200);
+/// How long the last answers of one that is replaced may take on their way: nobody may wait for long.
+const REPLACE_WORDS: Duration = Duration::from_millis(50);
 /// How long running steps may take to finish in a drain. The supervisor has a limit of its own.
 const DRAIN_LIMIT: Duration = Duration::from_secs(60);
 
@@ -500,13 +506,16 @@ impl Daemon {
                     outbox.send(FromNetd::Online).await;
                 }
             }
+            ToNetd::Replace => {
+                self.step_aside().await;
+                return Err(Stop::Drained);
+            }
             ToNetd::Drain => {
                 self.drain().await;
                 return Err(Stop::Drained);
             }
             other @ (ToNetd::Init(_) | ToNetd::Fits(_) | ToNetd::Kept(_) | ToNetd::Model(_)) => {
-                let expected =
-                    "WorkerUp, WorkerDown, Shrink, Grow, MoveFailed, Pause, Resume or Drain";
+                let expected = "WorkerUp, WorkerDown, Shrink, Grow, MoveFailed, Pause, Resume, Replace or Drain";
                 return Err(unexpected(&other, expected).into());
             }
         }

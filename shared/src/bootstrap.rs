@@ -43,7 +43,7 @@ use std::time::Duration;
 
 use ipc_channel::ipc::{IpcReceiver, IpcSender};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
-use nix::sys::signal::{SigHandler, Signal, signal};
+use nix::sys::signal::{SigHandler, SigSet, Signal, signal};
 use nix::unistd::getppid;
 use serde::{Deserialize, Serialize};
 use tracing::info;
@@ -170,12 +170,15 @@ impl Bootstrap {
         };
         init_logging(&birth.log, identity)?;
         let confined = sandbox::enter(role, &birth.confinement)?;
+        // A process that changes its user is not killed with its parent any more.
+        die_with_parent(birth.parent_pid)?;
         let rank = birth.worker.map(tracing::field::display);
         info!(
             role = role.name(),
             rank,
             generation = birth.generation.0,
             pid = std::process::id(),
+            user = nix::unistd::geteuid().as_raw(),
             %confined,
             "started"
         );
@@ -259,6 +262,16 @@ pub fn die_with_parent(parent_pid: u32) -> Result<(), BootstrapError> {
     } else {
         Err(BootstrapError::ParentGone(parent_pid))
     }
+}
+
+/// Lets SIGTERM reach this process, whose parent blocks it and handed that down.
+///
+/// # Errors
+/// [`BootstrapError::Os`] when the system refuses.
+pub fn hear_sigterm() -> Result<(), BootstrapError> {
+    let mut mask = SigSet::empty();
+    mask.add(Signal::SIGTERM);
+    mask.thread_unblock().map_err(|e| BootstrapError::Os("take SIGTERM", e.into()))
 }
 
 /// The name in `top` and in core dumps, which would be `exe` after the path that was executed.

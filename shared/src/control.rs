@@ -403,6 +403,9 @@ pub enum ToNetd {
     },
     /// The pause is over: announce these blocks as joining. Their workers are told with `WorkerUp`.
     Resume(Span),
+    /// Another generation takes this one's place at once: finish running steps, keep sessions that can be
+    /// resumed, tell the clients of others, exit. Nothing is announced to the swarm.
+    Replace,
     /// Announce OFFLINE, finish the sessions' running steps, exit.
     Drain,
 }

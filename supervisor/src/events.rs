@@ -133,6 +133,7 @@ struct Parts {
     status: StatusSocket,
     metrics: ListeningSocket,
     page: ListeningSocket,
+    leaving_pages: Vec<i32>,
     wake: Wake,
     arguments: Vec<OsString>,
 }
@@ -223,6 +224,7 @@ impl<'a> Driver<'a> {
                 .map_err(|e| LoopError::System("create the status socket", e))?,
             metrics: ListeningSocket::new(listener::METRICS, config.metrics),
             page: ListeningSocket::new(listener::PAGE, config.web),
+            leaving_pages: Vec::new(),
             wake: Wake::new().map_err(|e| LoopError::System("make an eventfd", e))?,
             arguments: std::env::args_os().collect(),
         };
@@ -240,7 +242,7 @@ impl<'a> Driver<'a> {
         // From here on a signal ends the run in order.
         let signals = take_signals().map_err(|e| LoopError::System("take signals", e.into()))?;
         let Parts { tree, mut pending, processes, segments, weights, status, .. } = parts;
-        let Parts { metrics, page, wake, arguments, .. } = parts;
+        let Parts { metrics, page, leaving_pages, wake, arguments, .. } = parts;
         if let Some(parent) = config.end_with
             && !ends_with(parent)?
         {
@@ -275,7 +277,7 @@ impl<'a> Driver<'a> {
             arguments,
             addrs: Vec::new(),
             metrics,
-            web: Web::new(page, now),
+            web: Web::new(page, leaving_pages, now),
             deaths: Deaths::default(),
             finished: None,
             config,

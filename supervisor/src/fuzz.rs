@@ -85,6 +85,7 @@ fn state(line: &str) -> Vec<u8> {
         status: Fd::inherited(93),
         metrics: Some(Fd::inherited(94)),
         page: None,
+        leaving_pages: Vec::new(),
         children: vec![child],
         pending: vec![Pending::Said(ChildId::Netd, Generation(1), said)],
         segments: segments.hand_over(&mut handed).expect("descriptors"),

@@ -85,6 +85,8 @@ pub struct Handover {
     pub metrics: Option<Fd>,
     /// The listening socket of `--web`.
     pub page: Option<Fd>,
+    /// Processes of the page that end their texts and then themselves.
+    pub leaving_pages: Vec<i32>,
     /// The process tree.
     pub tree: Tree,
     /// Its processes.

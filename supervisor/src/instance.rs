@@ -6,12 +6,15 @@
 //!   NAME.lock             held (flock) by the supervisor of instance NAME for its life; its pid is inside
 //!   NAME.d/               manifests, a fresh identity, sockets of starting children; goes with the run
 //!   NAME.d/status         the socket that `sepal status` asks
+//!   PID.identity          the key of a run that process PID has ended to start another one ([`key`])
 //! ```
 //!
 //! Shared memory has no names; it ends with the processes that map it.
 //!
 //! The kernel drops a lock with its holder, however that died: a free lock is a dead run, and
 //! whoever finds one removes what that run left.
+
+mod key;
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -135,7 +138,9 @@ impl Instance {
             .and_then(|()| lock.write_all(pid.as_bytes()))
             .map_err(failed("write the lock of"))?;
         fs::DirBuilder::new().mode(0o700).create(&folder).map_err(failed("make folder"))?;
-        Ok(Instance { name, dir, lock })
+        let instance = Instance { name, dir, lock };
+        instance.take_key();
+        Ok(instance)
     }
 
     /// The instance that the executable before claimed; `lock` is the file whose lock it holds.
@@ -333,6 +338,7 @@ fn remove_dead(dir: &Path) -> Result<(), InstanceError> {
             remove_leftovers(dir, &name);
         }
     }
+    key::remove_orphans(dir);
     Ok(())
 }
 

@@ -148,15 +148,18 @@ fn go_on(mut state: Handover, feed: &mut Option<Feed>) -> Outcome {
     keep_sockets_in(&instance);
     let (version, pid) = (env!("CARGO_PKG_VERSION"), std::process::id());
     info!(instance = instance.name(), pid, version, before = state.build.version, "taking over");
-    finish(events::resume(state, &instance, feed))
+    finish(events::resume(state, &instance, feed), &instance)
 }
 
-fn finish(outcome: Result<Outcome, events::LoopError>) -> Outcome {
+fn finish(outcome: Result<Outcome, events::LoopError>, instance: &Instance) -> Outcome {
     let outcome = outcome.unwrap_or_else(|error| Outcome {
         reason: error.exit_reason(),
         complaint: Some(with_causes(&error)),
         successor: None,
     });
+    if outcome.successor.is_some() {
+        instance.leave_key();
+    }
     info!(reason = %outcome.reason, code = outcome.reason.code(), "ended");
     outcome
 }
@@ -182,14 +185,13 @@ fn run(mut config: ServeConfig, feed: &mut Option<Feed>) -> Outcome {
     };
     keep_sockets_in(&instance);
     set_file_limit(config.file_limit);
-    // In a folder of its own, the one of the instance that netd may write to.
-    config.netd.identity_path.get_or_insert_with(|| instance.folder().join("netd/identity"));
+    config.netd.identity_path.get_or_insert_with(|| instance.key());
     let (version, pid) = (env!("CARGO_PKG_VERSION"), std::process::id());
     info!(instance = instance.name(), pid, version, model = config.prepare.model, "serving");
     for device in cli::crowded(&config.devices, config.world_size) {
         warn!(%device, "ranks of a group share one CUDA device: they compute in turns");
     }
-    finish(events::run(config, &instance, feed))
+    finish(events::run(config, &instance, feed), &instance)
 }
 
 /// Sets the soft limit of open files to `wanted`, which children inherit (`run_server.py`,

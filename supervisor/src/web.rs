@@ -3,7 +3,10 @@
 //!
 //! ```text
 //!   online --> started --ended--> pause (1 s, twice as long each time, at most a minute) --> started
+//!                 |
+//!                 +--upgrade--> leaving: takes no new callers, ends its texts --ended, or LEAVE_TIMEOUT--> gone
 //! ```
+//! The process of the next executable listens beside one that leaves: both have the same socket.
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
@@ -11,6 +14,9 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::Pid;
 use shared::config::{LogConfig, PrepareConfig};
 use shared::exit::ExitReason;
 use tracing::{info, warn};
@@ -20,6 +26,9 @@ use crate::spawn::TITLE;
 
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+
+/// How long a process that leaves may take; a gateway gives its texts 20 s.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// What the page is started with.
 pub struct Shown<'a> {
@@ -40,6 +49,8 @@ pub struct Shown<'a> {
 pub struct Web {
     socket: ListeningSocket,
     child: Option<Child>,
+    /// Processes that end their texts, and how long they may.
+    leaving: Vec<(Pid, Instant)>,
     started: Instant,
     /// Before the next start.
     pause: Duration,
@@ -47,9 +58,11 @@ pub struct Web {
 }
 
 impl Web {
-    /// No process yet.
-    pub fn new(socket: ListeningSocket, now: Instant) -> Web {
-        Web { socket, child: None, started: now, pause: FIRST_PAUSE, next_start: now }
+    /// No process yet, but for those of the executable before that are `leaving`.
+    pub fn new(socket: ListeningSocket, leaving: Vec<i32>, now: Instant) -> Web {
+        let until = now + LEAVE_TIMEOUT;
+        let leaving = leaving.into_iter().map(|pid| (Pid::from_raw(pid), until)).collect();
+        Web { socket, child: None, leaving, started: now, pause: FIRST_PAUSE, next_start: now }
     }
 
     /// Where the page is served.
@@ -84,8 +97,30 @@ impl Web {
         }
     }
 
-    /// Notes whether the process has ended.
+    /// Has the process take no new callers and end once its texts have; another may be started at once.
+    pub fn retire(&mut self, now: Instant) {
+        if let Some(child) = self.child.take() {
+            let pid = Pid::from_raw(child.id().cast_signed());
+            // It has ended already if this fails.
+            let _ = kill(pid, Signal::SIGTERM);
+            self.leaving.push((pid, now + LEAVE_TIMEOUT));
+        }
+        self.next_start = now;
+    }
+
+    /// The processes that end their texts.
+    pub fn leaving(&self) -> Vec<i32> {
+        self.leaving.iter().map(|(pid, _)| pid.as_raw()).collect()
+    }
+
+    /// Notes which processes have ended.
     pub fn look(&mut self, now: Instant) {
+        self.leaving.retain(|(pid, until)| {
+            if now >= *until {
+                let _ = kill(*pid, Signal::SIGKILL);
+            }
+            matches!(waitpid(*pid, Some(WaitPidFlag::WNOHANG)), Ok(WaitStatus::StillAlive))
+        });
         let ended = match self.child.as_mut().map(Child::try_wait) {
             Some(Ok(Some(status))) => reason(status),
             Some(Err(error)) => error.to_string(),
@@ -98,8 +133,12 @@ impl Web {
         self.failed(&ended, now);
     }
 
-    /// Ends the process; it may be started again at once.
+    /// Ends all processes; one may be started again at once.
     pub fn stop(&mut self, now: Instant) {
+        for (pid, _) in self.leaving.drain(..) {
+            let _ = kill(pid, Signal::SIGKILL);
+            let _ = waitpid(pid, None);
+        }
         if let Some(mut child) = self.child.take() {
             // It has ended already if this fails.
             let _ = child.kill();

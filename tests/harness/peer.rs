@@ -139,6 +139,11 @@ impl Session {
     /// Sends one frame as it is.
     pub async fn raw(&mut self, frame: Vec<u8>) -> Result<Vec<f32>, CallError> {
         self.stream.send(frame.into()).await?;
+        self.answer().await
+    }
+
+    /// Waits for the next answer, or for what the server says instead.
+    pub async fn answer(&mut self) -> Result<Vec<f32>, CallError> {
         let answer =
             tokio::time::timeout(DEADLINE, self.stream.recv()).await.expect("an answer in time")?;
         let answer = answer.ok_or(CallError::Closed)?;

@@ -84,6 +84,13 @@ impl Failure {
         .counted(Trouble::OverShare)
     }
 
+    /// A session whose connection ends, since another network daemon takes over.
+    pub fn replaced() -> Failure {
+        Failure::runtime(
+            "the network daemon of this server is being replaced: connect again in a second and send the session's tokens again",
+        )
+    }
+
     /// The text for a stream: `str(exception)`. A `KeyError` quotes its name there.
     pub fn stream_text(&self) -> String {
         if self.class == "KeyError" { quoted(&self.text) } else { self.text.clone() }

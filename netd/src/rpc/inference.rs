@@ -54,6 +54,8 @@ enum SessionEnd {
     Closed,
     /// The caller has gone.
     Gone,
+    /// The next network daemon takes over.
+    Replaced,
     /// With an error for the caller.
     Failed(Failure),
 }
@@ -80,7 +82,7 @@ pub async fn serve(service: &Service, peer: PeerId, stream: InboundStream) {
         // Its client resumes the session on another stream.
         () = takeover.notified() => SessionEnd::Gone,
     };
-    let open = open.filter(|_| matches!(end, SessionEnd::Gone));
+    let open = open.filter(|_| matches!(end, SessionEnd::Gone | SessionEnd::Replaced));
     if open.is_some_and(|open| open.park(service)) {
         debug!(%peer, "session parked");
         return;
@@ -93,6 +95,10 @@ pub async fn serve(service: &Service, peer: PeerId, stream: InboundStream) {
         SessionEnd::Closed => {
             debug!(%peer, "session closed");
             writer.finish(requests.into_reader()).await;
+        }
+        // The next daemon does not know it.
+        SessionEnd::Replaced => {
+            writer.fail(requests.into_reader(), &Failure::replaced().stream_text()).await;
         }
         SessionEnd::Failed(failure) => {
             service.troubles.count(failure.trouble());
@@ -162,7 +168,7 @@ async fn run(
     let mut draining = service.draining.clone();
     let first = tokio::select! {
         biased;
-        _ = draining.wait_for(|draining| *draining) => return Err(ending().into()),
+        _ = draining.wait_for(|draining| *draining) => return Err(ending(service)),
         first = timeout(service.timeouts.step, requests.next()) => first,
     };
     let Some(mut next) = silence(service, first)? else {
@@ -200,9 +206,9 @@ async fn run(
         // The bytes of a message that the client sent are not held while the next one is waited for.
         let message = tokio::select! {
             biased;
-            _ = draining.wait_for(|draining| *draining) => return Err(ending().into()),
+            _ = draining.wait_for(|draining| *draining) => return Err(ending(service)),
             () = sleep_until(open.ends) => return Err(Failure::timeout().into()),
-            () = left(&open.before) => return Err(ending().into()),
+            () = left(&open.before) => return Err(ending(service)),
             // Where both are here, the client's copy counts.
             message = timeout(service.timeouts.step, requests.next()) => silence(service, message)?,
             pushed = open.registered.pushed(), if open.unconfirmed.takes_pushes() => Some(pushed),
@@ -266,8 +272,11 @@ async fn left(before: &Option<Arc<Service>>) {
     }
 }
 
-fn ending() -> Failure {
-    Failure::runtime("this server is shutting down")
+fn ending(service: &Service) -> SessionEnd {
+    match service.resumption.is_handed_over() {
+        true => SessionEnd::Replaced,
+        false => Failure::runtime("this server is shutting down").into(),
+    }
 }
 
 impl Answer {

@@ -87,6 +87,8 @@ struct Lot {
     slots: Vec<Option<Entry>>,
     figures: ResumptionFigures,
     restored: bool,
+    /// Another netd is about to read the records.
+    is_handed_over: bool,
 }
 
 /// What became of sessions that can be resumed.
@@ -115,7 +117,8 @@ impl Resumption {
     /// Keeps sessions for `grace` in `records`; without records or time it keeps none.
     pub fn new(records: Option<SessionRecords>, grace: Duration) -> Resumption {
         let slots = (0..SESSION_RECORDS).map(|_| None).collect();
-        let state = Lot { slots, figures: ResumptionFigures::default(), restored: false };
+        let figures = ResumptionFigures::default();
+        let state = Lot { slots, figures, restored: false, is_handed_over: false };
         Resumption(Arc::new(Inner { grace, records, state: Mutex::new(state) }))
     }
 
@@ -124,6 +127,16 @@ impl Resumption {
         let lot = self.lock();
         let parked = lot.entries().filter(|(_, entry)| entry.since().is_some()).count();
         ResumptionFigures { parked: parked as u64, ..lot.figures }
+    }
+
+    /// Another netd takes over what is parked from now on, and what is open.
+    pub fn hand_over(&self) {
+        self.lock().is_handed_over = true;
+    }
+
+    /// Whether another netd takes over.
+    pub(super) fn is_handed_over(&self) -> bool {
+        self.lock().is_handed_over
     }
 
     /// A slot for a session that opens, if there is one.
@@ -415,7 +428,9 @@ impl Slot {
 impl Drop for Slot {
     fn drop(&mut self) {
         let mut lot = self.all.lock();
-        if let Some(slot) = lot.slots.get_mut(self.index)
+        // One that is cut off goes on from its record.
+        if !lot.is_handed_over
+            && let Some(slot) = lot.slots.get_mut(self.index)
             && slot.as_ref().is_some_and(|entry| entry.since().is_none())
         {
             *slot = None;

@@ -41,7 +41,9 @@ impl Messages {
                 message = self.inbox.recv() => message.ok_or(Stop::ParentGone)?,
             };
             match message {
-                FromSupervisor { message: ToNetd::Drain, .. } => return Err(Stop::Drained),
+                FromSupervisor { message: ToNetd::Drain | ToNetd::Replace, .. } => {
+                    return Err(Stop::Drained);
+                }
                 FromSupervisor { message, .. } if self.early.len() == MAX_EARLY => {
                     return Err(unexpected(&message, "fewer messages").into());
                 }

@@ -388,11 +388,16 @@ impl Daemon {
         }
     }
 
-    /// Ends every session, also on blocks that were left, and takes back what a move announced.
-    pub(super) async fn end_moves(&mut self) {
+    /// Ends the sessions on blocks that were left.
+    pub(super) fn end_left(&self) {
         if let Some(leaving) = &self.leaving {
             leaving.draining.send_replace(true);
         }
+    }
+
+    /// Ends every session, also on blocks that were left, and takes back what a move announced.
+    pub(super) async fn end_moves(&mut self) {
+        self.end_left();
         if let Some(coming) = self.coming.take() {
             coming.joining.abort();
             let back = coming.offer.take_back(&self.joined, self.offer.span);

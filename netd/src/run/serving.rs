@@ -172,19 +172,31 @@ impl Daemon {
         self.end_moves().await;
         self.announced.offline();
         let service = self.online.borrow().clone();
-        let deadline = Instant::now() + DRAIN_LIMIT;
-        let sessions = async {
-            let Some(service) = service else { return };
-            let mut look = tokio::time::interval(Duration::from_millis(10));
-            if service.active() == 0 {
-                return;
-            }
-            while service.active() > 0 && Instant::now() < deadline {
-                look.tick().await;
-            }
-            // Sessions were ended with a text: their callers have a second to read it.
-            tokio::time::sleep(LAST_WORDS).await;
-        };
+        let sessions = ended(service, DRAIN_LIMIT, LAST_WORDS);
         tokio::join!(sessions, self.announced.end(Instant::now() + FAREWELL));
     }
+
+    /// Leaves place to the next generation of this daemon: clients that can resume their sessions find
+    /// them there, others are told to come back.
+    pub(super) async fn step_aside(&mut self) {
+        let service = self.online.send_replace(None);
+        let sessions = service.as_ref().map_or(0, |service| service.open_sessions());
+        info!(sessions, "another network daemon takes over, connections end");
+        self.resumption.hand_over();
+        self.end_left();
+        self.draining.send_replace(true);
+        ended(service, REPLACE_LIMIT, REPLACE_WORDS).await;
+    }
+}
+
+/// Waits until the RPCs of `service` have ended, not longer than `limit`. Sessions were ended with a text:
+/// their callers have the time of `words` to read it.
+async fn ended(service: Option<Arc<Service>>, limit: Duration, words: Duration) {
+    let Some(service) = service.filter(|service| service.active() > 0) else { return };
+    let deadline = Instant::now() + limit;
+    let mut look = tokio::time::interval(Duration::from_millis(10));
+    while service.active() > 0 && Instant::now() < deadline {
+        look.tick().await;
+    }
+    tokio::time::sleep(words).await;
 }

@@ -65,6 +65,7 @@ impl Driver<'_> {
                 ChildId::Netd => Message::Netd(ToNetd::Drain),
                 ChildId::Worker(_) => Message::Worker(ToWorker::Drain),
             }),
+            Down::Replace => child.tell(Message::Netd(ToNetd::Replace)),
             Down::Span(span) => {
                 let manifest = manifest_of(self.instance, span);
                 let counts = self.tree.placements(span).into_iter();

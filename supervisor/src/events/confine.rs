@@ -56,7 +56,9 @@ impl Driver<'_> {
                 has_driver: self.config.devices.iter().any(has_driver),
             },
             ChildId::Netd => {
-                let key = self.config.netd.identity_path.clone().filter(|path| path.exists());
+                // netd writes in its own folder, so a name there grants nothing: it may be a link.
+                let key = self.config.netd.identity_path.clone();
+                let key = key.filter(|path| path.exists() && self.key_folder().is_none());
                 let rates = self.config.netd.rates_dir.clone();
                 Confinement {
                     mode,

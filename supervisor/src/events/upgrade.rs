@@ -274,12 +274,12 @@ impl Driver<'_> {
         if let Some(service) = &mut self.service {
             service.reloading(Instant::now());
         }
+        // The next executable starts its own.
+        self.web.retire(Instant::now());
         let mut handed = Handed::default();
         let state = self.state(&mut handed, upgrade.patience, resumes);
         let state = state.map_err(|error| format!("cannot hand over: {error}"))?;
         info!(path = %upgrade.path.display(), "handing over to the new executable");
-        // The next executable starts its own.
-        self.web.stop(Instant::now());
         let error = handover::become_next(&upgrade.path, &state, handed);
         Err(format!("it cannot be started: {error}"))
     }
@@ -313,6 +313,7 @@ impl Driver<'_> {
             status: handed.put(self.status.try_clone()?),
             metrics: metrics.map(|socket| handed.put(socket)),
             page: page.map(|socket| handed.put(socket)),
+            leaving_pages: self.web.leaving(),
             tree: self.tree.clone(),
             children: alive.map(|child| child.hand_over(handed)).collect::<Result<_, _>>()?,
             pending: self.pending.iter().filter_map(pending).collect(),
@@ -399,6 +400,7 @@ pub fn resume(
         status: status.map_err(system("take the status socket over"))?,
         metrics: ListeningSocket::adopt(listener::METRICS, state.config.metrics, metrics),
         page: ListeningSocket::adopt(listener::PAGE, state.config.web, page),
+        leaving_pages: state.leaving_pages,
         wake,
         arguments: state.arguments,
     };

@@ -152,6 +152,8 @@ pub enum Down {
         /// Why.
         why: String,
     },
+    /// To netd: finish, another generation comes at once.
+    Replace,
     /// Finish.
     Drain,
 }

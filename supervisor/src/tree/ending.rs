@@ -88,6 +88,17 @@ impl Tree {
 
     /// Has netd or prepare finish.
     pub(super) fn drain(&mut self, id: ChildId, until: Instant, out: &mut Vec<Action>) {
+        self.finish_child(id, Down::Drain, until, out);
+    }
+
+    /// Has netd or prepare finish as `how` says.
+    pub(super) fn finish_child(
+        &mut self,
+        id: ChildId,
+        how: Down,
+        until: Instant,
+        out: &mut Vec<Action>,
+    ) {
         let Some(child) = self.child_mut(id) else {
             return;
         };
@@ -95,7 +106,7 @@ impl Tree {
             child.state = Lifecycle::Draining { until };
             let (generation, state) = (child.generation, child.state);
             out.push(Action::Show { child: id, generation, state, why: String::new() });
-            out.push(Action::Tell(id, Down::Drain));
+            out.push(Action::Tell(id, how));
         }
     }
 

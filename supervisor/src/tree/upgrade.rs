@@ -4,7 +4,7 @@
 //! ```text
 //! HandedOver -> each group in turn: killed, started again over the same KV segment, linked, known to netd
 //!            -> no session is open, or the operator's patience is over
-//!            -> netd, last: killed, started again -> Upgraded
+//!            -> netd, last: tells its clients and ends, started again -> Upgraded
 //! ```
 //! To the rest of the tree each is a restart that the operator asked for. A process that died meanwhile
 //! is one of the present executable already. Moves, pauses and other restarts come first.
@@ -15,8 +15,11 @@ use serde::{Deserialize, Serialize};
 use shared::ids::{Generation, GroupId};
 
 use super::group::Assignment;
-use super::{Action, ChildId, Lifecycle, Tree};
+use super::{Action, ChildId, Down, Lifecycle, Tree};
 use crate::report::Pause;
+
+/// Time for netd to end on request; it takes a quarter of a second.
+const REPLACE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Processes of the executable before.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -74,7 +77,7 @@ impl Tree {
         let replacing = self.replacing.as_ref()?;
         Some(match replacing.groups.first() {
             Some((group, _)) => format!("replacing the workers of group {group}"),
-            None if replacing.netd == self.netd.generation && self.netd.killed.is_none() => {
+            None if replacing.netd == self.netd.generation && self.netd.is_ready() => {
                 "waiting for sessions to end, before netd is replaced".to_owned()
             }
             None => "replacing netd".to_owned(),
@@ -120,7 +123,7 @@ impl Tree {
             }
         } else if self.netd.is_ready() && now >= by {
             self.netd.excused = true;
-            self.kill(ChildId::Netd, "replaced by the new build".to_owned(), now, out);
+            self.finish_child(ChildId::Netd, Down::Replace, now + REPLACE_TIMEOUT, out);
         }
     }
 

@@ -192,7 +192,7 @@ fn netd(bootstrap: Bootstrap) -> ExitReason {
                 up.retain(|(up, _)| *up != worker);
             }
             Ok(ToNetd::Drain) if script == "netd-is-deaf" => {}
-            Ok(ToNetd::Drain) => return ExitReason::Clean,
+            Ok(ToNetd::Drain | ToNetd::Replace) => return ExitReason::Clean,
             Ok(_) => {}
             Err(_) => return ExitReason::ParentGone,
         }

@@ -5,6 +5,8 @@ use super::*;
 /// How long sessions may hold netd up.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+const CLEAN: ExitStatus = ExitStatus::Code(0);
+
 /// What the tree is after it went from one executable to the next.
 fn handed_over(mut rig: Rig) -> Rig {
     assert_eq!(rig.tree.upgrade_waits_for(), None);
@@ -15,14 +17,6 @@ fn handed_over(mut rig: Rig) -> Rig {
 }
 
 impl Rig {
-    fn kills(&self) -> Vec<ChildId> {
-        let kill = |action: &Action| match action {
-            Action::Kill(id, ..) => Some(*id),
-            _ => None,
-        };
-        self.last.iter().filter_map(kill).collect()
-    }
-
     fn is_upgraded(&self) -> bool {
         self.last.contains(&Action::Upgraded)
     }
@@ -41,19 +35,21 @@ impl Rig {
 #[test]
 fn workers_are_replaced_one_by_one_and_netd_last() {
     let mut rig = handed_over(Rig::online(2));
-    assert_eq!(rig.kills(), [worker(0)]);
+    assert_eq!(rig.killed(), [worker(0)]);
     assert_eq!(rig.tree.replaces().unwrap(), "replacing the workers of group 0");
     rig.die(worker(0), SIGKILL);
     assert_eq!(rig.spawned().len(), 1, "at once");
-    assert!(rig.kills().is_empty(), "one at a time");
+    assert!(rig.killed().is_empty(), "one at a time");
     rig.worker_ready(0);
-    assert_eq!(rig.kills(), [worker(1)]);
+    assert_eq!(rig.killed(), [worker(1)]);
     rig.die(worker(1), SIGKILL).worker_ready(1);
-    assert!(rig.kills().is_empty(), "sessions are open");
+    assert!(rig.killed().is_empty(), "sessions are open");
     assert!(rig.tree.waits_for_idle());
-    assert!(rig.wait(PATIENCE - SEC).kills().is_empty());
-    assert_eq!(rig.wait(SEC).kills(), [NETD]);
-    rig.die(NETD, SIGKILL);
+    assert!(rig.wait(PATIENCE - SEC).killed().is_empty());
+    assert_eq!(rig.wait(SEC).told(NETD), [&Down::Replace]);
+    assert_eq!(rig.tree.replaces().unwrap(), "replacing netd");
+    rig.die(NETD, CLEAN);
+    assert_eq!(rig.spawned().len(), 1, "at once");
     assert!(!rig.is_upgraded());
     rig.netd_is_back(2);
     assert!(rig.is_upgraded(), "{:?}", rig.last);
@@ -68,7 +64,7 @@ fn who_dies_meanwhile_is_new_already() {
     rig.die(worker(1), SIGKILL).worker_ready(1);
     rig.die(NETD, SIGKILL).netd_is_back(3);
     rig.die(worker(0), SIGKILL).worker_ready(0);
-    assert_eq!(rig.kills(), [worker(2)], "worker 1 and netd are new");
+    assert_eq!(rig.killed(), [worker(2)], "worker 1 and netd are new");
     rig.die(worker(2), SIGKILL).worker_ready(2);
     assert!(rig.is_upgraded(), "{:?}", rig.last);
 }
@@ -78,9 +74,23 @@ fn replacing_counts_for_no_limit() {
     let mut rig = Rig::online(1);
     for _ in 0..20 {
         rig = handed_over(rig);
-        assert_eq!(rig.kills(), [worker(0)]);
+        assert_eq!(rig.killed(), [worker(0)]);
         rig.die(worker(0), SIGKILL).worker_ready(0);
-        assert_eq!(rig.on(Event::Idle).kills(), [NETD]);
+        assert_eq!(rig.on(Event::Idle).told(NETD), [&Down::Replace]);
+        rig.die(NETD, CLEAN).netd_is_back(1);
+        assert!(rig.is_upgraded());
+    }
+    assert!(rig.finished().is_none());
+}
+
+#[test]
+fn a_netd_that_does_not_end_on_request_is_killed_and_counts_for_no_limit() {
+    let mut rig = Rig::online(1);
+    for _ in 0..20 {
+        rig = handed_over(rig);
+        rig.die(worker(0), SIGKILL).worker_ready(0).on(Event::Idle);
+        assert!(rig.wait(SEC).killed().is_empty(), "it has time");
+        assert_eq!(rig.wait(SEC).killed(), [NETD]);
         rig.die(NETD, SIGKILL).netd_is_back(1);
         assert!(rig.is_upgraded());
     }
