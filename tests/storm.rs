@@ -111,7 +111,8 @@ async fn plain(
         outputs.push(session.step_with(hidden, None, none, order).await.map_err(text)?);
         each(began);
     }
-    session.close().await;
+    // All is computed: netd may be replaced now.
+    let _ = session.try_close().await;
     Ok(outputs)
 }
 

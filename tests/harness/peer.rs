@@ -151,16 +151,16 @@ impl Session {
     }
 
     /// Ends the session as a client does and waits until the server has closed it.
-    pub async fn close(mut self) {
-        self.stream
-            .send(ExpertRequest::default().encode_to_vec().into())
-            .await
-            .expect("end the session");
-        self.stream.finish().await.expect("end the stream");
-        let end = tokio::time::timeout(Duration::from_secs(30), self.stream.recv())
-            .await
-            .expect("the server closes");
-        assert_eq!(end, Ok(None));
+    pub async fn close(self) {
+        assert_eq!(self.try_close().await, Ok(None));
+    }
+
+    /// The same; what the server says at the end, which is nothing.
+    pub async fn try_close(mut self) -> Result<Option<Bytes>, CallError> {
+        self.stream.send(ExpertRequest::default().encode_to_vec().into()).await?;
+        self.stream.finish().await?;
+        let end = tokio::time::timeout(Duration::from_secs(30), self.stream.recv());
+        end.await.expect("the server closes")
     }
 }
 

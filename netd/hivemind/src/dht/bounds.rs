@@ -72,7 +72,11 @@ fn requests() -> Vec<Bound> {
         ),
         Bound::new(
             "callers that are pinged before they enter the routing table",
-            count(node::verify::MAX_VERIFYING),
+            format!(
+                "{}; {} of one net",
+                count(node::verify::MAX_VERIFYING),
+                count(node::verify::MAX_VERIFYING_OF_NET)
+            ),
             "others wait for their next call",
         ),
         Bound::new("calls of the DHT under way", count(driver::MAX_CALLS), "they wait"),

@@ -259,7 +259,7 @@ impl Node {
         };
         self.actions.push(Action::Reply { id, response });
         if let Some(node_id) = caller {
-            self.called_by(Contact { node_id, peer_id: from }, now);
+            self.called_by(Contact { node_id, peer_id: from }, net, now);
         }
     }
 

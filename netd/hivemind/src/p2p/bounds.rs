@@ -19,7 +19,7 @@ use super::{
 /// The bounds of a node, whatever it serves.
 #[must_use]
 pub fn bounds() -> Vec<Bound> {
-    [connections(), streams(), requests(), dials(), relay()].concat()
+    [connections(), handshakes(), upkeep(), streams(), requests(), dials(), relay()].concat()
 }
 
 /// The streams that a node serves of these protocols.
@@ -36,7 +36,6 @@ pub fn of_protocols(protocols: &[ProtocolSpec]) -> Vec<Bound> {
 fn connections() -> Vec<Bound> {
     let places = Places::DEFAULT;
     let reserved = places.for_sessions + places.for_servers;
-    let pending = MAX_PENDING_INBOUND;
     vec![
         Bound::new("connections", count(places.total), "refused"),
         Bound::new("inbound connections", count(places.inbound), "closed after the handshake"),
@@ -76,11 +75,16 @@ fn connections() -> Vec<Bound> {
             "it is a stranger",
         ),
         Bound::new("known servers", count(MAX_KNOWN_SERVERS), "newcomers are strangers"),
+    ]
+}
+
+fn handshakes() -> Vec<Bound> {
+    vec![
         Bound::new(
             "inbound handshakes",
             format!(
                 "{}, the last {RESERVED_PENDING} for nets of peers with a session",
-                count(pending)
+                count(MAX_PENDING_INBOUND)
             ),
             "closed",
         ),
@@ -97,6 +101,11 @@ fn connections() -> Vec<Bound> {
             "closed",
         ),
         Bound::new("time of a handshake", time(CONNECTION_TIMEOUT), "closed"),
+    ]
+}
+
+fn upkeep() -> Vec<Bound> {
+    vec![
         Bound::new(
             "connections before idle ones are closed",
             format!(

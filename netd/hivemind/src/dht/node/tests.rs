@@ -1,6 +1,7 @@
 use super::*;
 use crate::wire::msgpack::Value;
 use proptest::prelude::*;
+use std::net::Ipv4Addr;
 
 const NOW: f64 = 1_700_000_000.0;
 
@@ -95,14 +96,23 @@ fn plain_ping_is_answered_at_once_and_its_caller_is_a_member_once_it_has_answere
 fn callers_that_never_answer_draw_few_pings_and_keep_nobody_out() {
     let mut node = node();
     let mut pings = Vec::new();
-    for number in 1..1000 {
-        let actions = node.on(ping(&contact(number), false), NOW);
+    let mut call = |node: &mut Node, number: u32, net| {
+        let Event::Inbound { id, from, request, .. } = ping(&contact(number), false) else {
+            panic!("a call")
+        };
+        let actions = node.on(Event::Inbound { id, from, net, request }, NOW);
         pings.extend(actions.into_iter().filter_map(|action| match action {
             Action::Call { call, .. } => Some(call),
             _ => None,
         }));
-    }
-    assert_eq!((pings.len(), node.table().len()), (verify::MAX_VERIFYING, 0));
+        pings.len()
+    };
+    let net = |number: u32| Net::V4(Ipv4Addr::from(number));
+    let of_one = (1..500).map(|number| call(&mut node, number, net(0))).max();
+    assert_eq!(of_one, Some(verify::MAX_VERIFYING_OF_NET));
+    assert_eq!(call(&mut node, 500, net(1)), verify::MAX_VERIFYING_OF_NET + 1);
+    let of_all = (501..1000).map(|number| call(&mut node, number, net(number))).max();
+    assert_eq!((of_all, node.table().len()), (Some(verify::MAX_VERIFYING), 0));
     for call in pings {
         node.on(Event::Answered { call, response: None }, NOW + 3.0);
     }

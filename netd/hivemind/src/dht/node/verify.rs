@@ -3,14 +3,24 @@
 //! it claims; the ping goes over the connection that it made.
 
 use super::{Contact, DhtId, Node, PeerId, Purpose};
-use std::collections::HashSet;
+use crate::p2p::Net;
+use std::collections::HashMap;
 
 /// Callers that are pinged at once; others are when they call again.
 pub(in crate::dht) const MAX_VERIFYING: usize = 256;
+/// The same for callers of one net, who may be one.
+pub(in crate::dht) const MAX_VERIFYING_OF_NET: usize = 32;
 
 /// Callers whose answer is waited for.
 #[derive(Debug, Default)]
-pub(super) struct Verifying(HashSet<PeerId>);
+pub(super) struct Verifying(HashMap<PeerId, Net>);
+
+impl Verifying {
+    fn has_room_for(&self, net: Net) -> bool {
+        let of_net = self.0.values().filter(|other| **other == net).count();
+        self.0.len() < MAX_VERIFYING && of_net < MAX_VERIFYING_OF_NET
+    }
+}
 
 impl Purpose {
     /// Whether a node that answered a call with this id is what the call was for.
@@ -21,7 +31,7 @@ impl Purpose {
 
 impl Node {
     /// A node has called. A member of the table counts as seen; another is pinged first.
-    pub(super) fn called_by(&mut self, contact: Contact, now: f64) {
+    pub(super) fn called_by(&mut self, contact: Contact, net: Net, now: f64) {
         if self.table.contains(&contact) {
             self.met(contact, now);
             return;
@@ -29,8 +39,10 @@ impl Node {
         let Contact { node_id, peer_id } = contact;
         let is_refused = node_id == self.config.own.node_id
             || self.blacklist.contains(&peer_id, now)
-            || self.verifying.0.len() >= MAX_VERIFYING;
-        if !is_refused && self.verifying.0.insert(peer_id) {
+            || self.verifying.0.contains_key(&peer_id)
+            || !self.verifying.has_room_for(net);
+        if !is_refused {
+            self.verifying.0.insert(peer_id, net);
             self.ping(peer_id, false, Purpose::Verify { claimed: node_id }, now);
         }
     }
