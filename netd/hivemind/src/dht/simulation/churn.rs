@@ -20,7 +20,7 @@ const LOOK_S: f64 = 60.0;
 const RECORD_BYTES: usize = 150;
 const TICK_S: f64 = 10.0;
 /// Time until servers have announced themselves several times.
-const WARM_UP_S: f64 = 600.0;
+const WARM_UP_S: f64 = 300.0;
 
 /// A swarm to be simulated.
 #[derive(Clone, Copy, Debug)]
@@ -374,9 +374,9 @@ fn thousand_nodes_while_half_of_them_leave_within_an_hour() {
         "| half-life | seed | servers that left | records of living servers found | blocks whose servers were all missed | found records of servers that left | lookup of 80 blocks p50, p99, s | requests of it | replicas of a record | requests of a server per second: sent | came: mean, p99, most |"
     );
     println!("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |");
-    for (half_life_s, seeds) in [(3600.0, 1..=2), (900.0, 1..=1)] {
+    for (half_life_s, seeds) in [(3600.0, 1..=1), (900.0, 1..=1)] {
         for seed in seeds {
-            let churn = Churn { servers: 1000, clients: 20, half_life_s, measured_s: 1200.0, seed };
+            let churn = Churn { servers: 1000, clients: 20, half_life_s, measured_s: 600.0, seed };
             let figures = Field::new(churn).run();
             let seconds = |ms: u64| ms as f64 / 1e3;
             let came: f64 =
