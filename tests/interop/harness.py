@@ -19,14 +19,15 @@ def say(text):
     print(f"# [{time.monotonic() - BEGAN:4.0f} s] {text}", flush=True)
 
 
-def run_to_end(command, log, deadline_s, environment, on_line=None):
-    """Runs a command in a session of its own, shows its lines as they come, and ends what it leaves behind.
+def run_to_end(command, log, deadline_s, environment, on_line=None, enter=None):
+    """Runs a command in a session of its own, shows its lines as they come, and ends what it leaves behind. `enter` is called in its process
+    first, which may go to another network namespace.
 
     The output goes to a file: processes that outlive the command would keep a pipe open.
     """
     with open(log, "wb") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                                   start_new_session=True, env=environment)
+                                   start_new_session=True, env=environment, preexec_fn=enter)
     deadline, partial = time.monotonic() + deadline_s, ""
     try:
         with open(log, errors="replace") as lines:

@@ -11,7 +11,7 @@ import subprocess
 import time
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
-ADDRESS = re.compile(r"/ip4/127\.0\.0\.1/tcp/[1-9][0-9]*/p2p/[1-9A-HJ-NP-Za-km-z]+")
+ADDRESS = re.compile(r"/ip4/[0-9.]+/tcp/[1-9][0-9]*/p2p/[1-9A-HJ-NP-Za-km-z]+")
 
 
 class ServerFailed(Exception):
@@ -36,7 +36,7 @@ class Sepal:
     def command(self, spec):
         swarm = ["--initial_peers", *spec.peers] if spec.peers else ["--new_swarm"]
         return [self.binary, "serve", spec.model, "--dht_prefix", spec.prefix, *swarm,
-                "--host_maddrs", f"/ip4/127.0.0.1/tcp/{spec.port}", "--identity_path", spec.identity,
+                "--host_maddrs", f"/ip4/{spec.host}/tcp/{spec.port}", "--identity_path", spec.identity,
                 "--block_indices", f"{spec.start}:{spec.end}", "--torch_dtype", spec.dtype, "--throughput", "1",
                 *(["--adapters", *spec.adapters] if spec.adapters else []),
                 *(["--tensor_parallel_devices", *spec.devices] if spec.devices else []), *spec.flags]
@@ -70,30 +70,30 @@ class RealPetals:
         swarm = ["--initial_peers", *spec.peers] if spec.peers else ["--new_swarm"]
         adapters = ["--adapters", *spec.adapters] if spec.adapters else []
         return [self.python, "-m", "petals.cli.run_server", spec.model, "--dht_prefix", spec.prefix, *swarm,
-                "--host_maddrs", f"/ip4/127.0.0.1/tcp/{spec.port}", "--identity_path", spec.identity,
+                "--host_maddrs", f"/ip4/{spec.host}/tcp/{spec.port}", "--identity_path", spec.identity,
                 "--block_indices", f"{spec.start}:{spec.end}", "--torch_dtype", spec.dtype, "--throughput", "1",
                 "--num_handlers", str(self.handlers), "--skip_reachability_check", *adapters, *spec.flags]
 
 
 class Spec:
     """What one server shall serve: blocks start..end of a model folder. Ours shares them among `devices`, if there are any. A `port` of
-    0 is any that is free."""
+    0 is any that is free on the address `host`."""
 
-    def __init__(self, model, prefix, start, end, dtype, identity, peers=(), adapters=(), flags=(), devices=(), port=0):
+    def __init__(self, model, prefix, start, end, dtype, identity, peers=(), adapters=(), flags=(), devices=(), port=0, host="127.0.0.1"):
         self.model, self.prefix, self.start, self.end, self.dtype = model, prefix, start, end, dtype
         self.identity, self.peers, self.adapters, self.flags = identity, list(peers), list(adapters), list(flags)
-        self.devices, self.port = list(devices), port
+        self.devices, self.port, self.host = list(devices), port, host
 
 
 class Running:
-    """One started server."""
+    """One started server; `enter` is called in its first process, which may go to another network namespace."""
 
-    def __init__(self, kind, spec, log, environment):
+    def __init__(self, kind, spec, log, environment, enter=None):
         self.kind, self.spec, self.log = kind, spec, log
         self.address, self.processes_at_start = None, set()
         with open(log, "wb") as out:
             self.process = subprocess.Popen(kind.command(spec), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                                            start_new_session=True, env=environment)
+                                            start_new_session=True, env=environment, preexec_fn=enter)
 
     @property
     def pid(self):

@@ -1,6 +1,7 @@
 """Steps of the real Petals client through a chain of servers; runs in the virtual environment of tests/interop. Prints one JSON object.
 
     python petals_steps.py --model DIR --dht-prefix NAME --initial-peers MADDR... [--prefix 128] [--steps 30] [--forward 1x128 ...]
+                           [--training 1x128 ...]
 
 Hidden states only, through petals' InferenceSession and RemoteSequential: no embeddings and no head.
 """
@@ -32,6 +33,8 @@ def parse_args():
     parser.add_argument("--clients", type=int, default=1, help="sessions at once")
     parser.add_argument("--names-no-next-servers", action="store_true", help="as the client of Petals 2.3.0.dev2")
     parser.add_argument("--forward", nargs="*", default=[], metavar="BATCHxTOKENS", help="parallel forward passes to measure")
+    parser.add_argument("--training", nargs="*", default=[], metavar="BATCHxTOKENS", help="forward passes with gradients to measure")
+    parser.add_argument("--passes", type=int, default=3, help="measured passes of each shape, after one that warms up")
     return parser.parse_args()
 
 
@@ -67,14 +70,16 @@ def steps(remote, hidden, args):
     return found
 
 
-def forwards(remote, hidden, shape):
-    """Milliseconds of forward passes of a batch, after one that warms up."""
+def passes(remote, hidden, shape, args, is_training):
+    """Milliseconds of passes of a batch, after one that warms up; with gradients as a step of fine-tuning has them."""
     batch, tokens = map(int, shape.split("x"))
-    states, found = torch.randn(batch, tokens, hidden), []
-    with torch.inference_mode():
-        for _ in range(4):
+    states, found = torch.randn(batch, tokens, hidden, requires_grad=is_training), []
+    with torch.set_grad_enabled(is_training):
+        for _ in range(args.passes + 1):
             began = time.perf_counter()
-            remote(states)
+            out = remote(states)
+            if is_training:
+                out.backward(torch.ones_like(out))
             found.append(1e3 * (time.perf_counter() - began))
     return found[1:]
 
@@ -91,11 +96,14 @@ def main():
     config.max_retries, config.show_route = 2, False
     remote = RemoteSequential(config)
     torch.manual_seed(1)
+    began = time.perf_counter()
     measured = steps(remote, config.hidden_size, args)
     out = dict(version=petals.__version__, step_ms=round(median(measured), 1), fastest_ms=round(min(measured), 1),
-               slowest_ms=round(max(measured), 1), steps=len(measured))
-    for shape in args.forward:
-        out[f"forward_{shape}_ms"] = round(median(forwards(remote, config.hidden_size, shape)), 1)
+               slowest_ms=round(max(measured), 1), steps=len(measured), sessions_s=round(time.perf_counter() - began, 1))
+    for name, shapes in (("forward", args.forward), ("training", args.training)):
+        for shape in shapes:
+            found = passes(remote, config.hidden_size, shape, args, is_training=name == "training")
+            out[f"{name}_{shape}_ms"] = round(median(found), 1)
     print(json.dumps(out), flush=True)
     os._exit(0)  # the client's background threads and its p2pd have no end of their own
 

@@ -1,24 +1,30 @@
-//! Carries IP packets between two TUN devices like a long line: a one-way delay, a rate, and a queue that drops what it cannot hold.
-//! TCP at both ends is that of the kernel.
+//! Carries IP packets between TUN devices like long lines: each device has a rate in each direction and a queue that drops what it cannot
+//! hold, each pair of devices a one-way delay. TCP at all ends is that of the kernel.
 //!
-//! `delay_line --delay-us N --mbps N --queue-bytes N` finds the two devices open as its standard input and output, and writes a report to
-//! its standard error once a second. `tests/swarm/line` makes the devices and their namespaces.
+//! `delay_line PLAN`, where PLAN is JSON: `{"ports": [{"fd": 3, "address": "5.6.7.1", "mbps": 100, "queue_bytes": 1250000}, ...],
+//! "delay_us": [[0, 50000], [50000, 0]]}`. The devices are open as the descriptors that it names. A line for each device goes to standard
+//! error once a second. `tests/swarm/line` and `tests/swarm/lab` make the devices and their namespaces.
 //!
 //! The devices give each packet behind a header of virtio (`IFF_VNET_HDR`), with segmentation left to the receiver (`TUN_F_TSO4`). A packet
 //! of 64 KiB then stands for 45 packets of an MTU of 1,500: the rate counts the bytes of those 45, with their headers.
 //!
 //! ```text
-//!   device A ── reader ── queue of packets with their time of arrival ── writer ── device B      and the reverse
+//!   device ── reader: uplink's rate and queue ── delay ──> heap of packets by arrival ── writer: downlink's rate and queue ── device
 //! ```
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
-use std::io;
-use std::os::fd::AsFd;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::net::Ipv4Addr;
+use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use serde_json::Value;
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -26,138 +32,235 @@ type Failure = Box<dyn std::error::Error>;
 const VIRTIO_BYTES: usize = 10;
 /// The largest packet and its header.
 const LARGEST_BYTES: usize = VIRTIO_BYTES + 65_536;
+/// Where an IPv4 packet has its destination.
+const DESTINATION: usize = VIRTIO_BYTES + 16;
 /// Waits that are shorter are left out: a thread wakes about so late.
 const LEAST_SLEEP: Duration = Duration::from_micros(60);
 
-/// Packets in one direction: 1 Gbit/s for 100 ms has 12,500 of an MTU of 1,500. A fuller line lets the device wait.
-const MAX_PACKETS: usize = 1 << 16;
+/// A device and its line to all others.
+#[derive(Debug)]
+struct Port {
+    fd: RawFd,
+    address: Ipv4Addr,
+    line: Line,
+    counts: Counts,
+    arriving: Mutex<BinaryHeap<Reverse<Packet>>>,
+    arrived: Condvar,
+}
 
-/// What a line is like.
+/// What a device's line is like in each direction.
 #[derive(Clone, Copy, Debug)]
 struct Line {
-    delay: Duration,
     bytes_per_s: f64,
     queue_bytes: f64,
 }
 
-/// Counts of one direction.
+/// Counts of what came to and from a device.
 #[derive(Debug, Default)]
 struct Counts {
     packets: AtomicU64,
     bytes: AtomicU64,
     dropped: AtomicU64,
+    /// Packets to addresses that no device has.
+    lost: AtomicU64,
     /// The longest that a packet left after its time, in microseconds.
     late_us: AtomicU64,
 }
 
-/// A packet and when it leaves the line.
-#[derive(Debug)]
+/// A packet on its way; ordered by its arrival, then as it was sent.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Packet {
-    due: Instant,
+    /// When its first byte is at the other side, behind the uplink and the delay.
+    arrival: Instant,
+    /// When its last byte is there.
+    complete: Instant,
+    number: u64,
     bytes: Vec<u8>,
 }
 
+/// One direction of a line, as time: when it has passed on all that it holds.
+#[derive(Debug)]
+struct Clock {
+    line: Line,
+    free_at: Instant,
+}
+
+impl Clock {
+    fn new(line: Line) -> Clock {
+        Clock { line, free_at: Instant::now() }
+    }
+
+    /// When the first and the last of so many bytes have passed that come at `now`. `None`: the queue is full.
+    fn pass(&mut self, now: Instant, bytes: f64) -> Option<(Instant, Instant)> {
+        let start = self.free_at.max(now);
+        let queued = start.duration_since(now).as_secs_f64() * self.line.bytes_per_s;
+        if queued > self.line.queue_bytes {
+            return None;
+        }
+        self.free_at = start + Duration::from_secs_f64(bytes / self.line.bytes_per_s);
+        Some((start, self.free_at))
+    }
+}
+
 fn main() -> Result<(), Failure> {
-    let line = line_of(std::env::args().skip(1))?;
-    let counts: &'static [Counts; 2] = Box::leak(Box::default());
-    let [there, back] = counts;
+    let plan = std::env::args().nth(1).ok_or("expected a plan")?;
+    let (ports, delays) = parse(&serde_json::from_str(&plan)?)?;
+    let ports: &'static [Port] = Vec::leak(ports);
     // One message of each thread.
-    let (told, failures) = sync_channel(4);
-    direction(line, there, io::stdin, io::stdout, &told);
-    direction(line, back, io::stdout, io::stdin, &told);
+    let (told, failures) = sync_channel(2 * ports.len());
+    for (index, delays) in delays.into_iter().enumerate() {
+        spawn(&told, move || read(ports, index, &delays));
+        spawn(&told, move || write(&ports[index]));
+    }
     loop {
         match failures.recv_timeout(Duration::from_secs(1)) {
             Err(RecvTimeoutError::Timeout) => {}
             ended => return Err(format!("a device failed: {ended:?}").into()),
         }
-        for (name, counts) in [("there", there), ("back", back)] {
-            let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
-            eprintln!(
-                "{name} packets={} bytes={} dropped={} late_us={}",
-                of(&counts.packets),
-                of(&counts.bytes),
-                of(&counts.dropped),
-                of(&counts.late_us)
-            );
+        ports.iter().for_each(report);
+    }
+}
+
+fn report(port: &Port) {
+    let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
+    let Counts { packets, bytes, dropped, lost, late_us } = &port.counts;
+    eprintln!(
+        "{} packets={} bytes={} dropped={} lost={} late_us={}",
+        port.address,
+        of(packets),
+        of(bytes),
+        of(dropped),
+        of(lost),
+        of(late_us)
+    );
+}
+
+/// Ports, and the delays from each to all.
+fn parse(plan: &Value) -> Result<(Vec<Port>, Vec<Vec<Duration>>), Failure> {
+    let list = |value: &'_ Value| value.as_array().cloned().ok_or("expected a list");
+    let mut ports = Vec::new();
+    for port in list(&plan["ports"])? {
+        let number = |name: &str| {
+            let value = port[name].as_f64().filter(|n| n.is_finite() && *n >= 0.0);
+            value.ok_or_else(|| format!("{name} of {port} is no number"))
+        };
+        let line =
+            Line { bytes_per_s: number("mbps")? * 1e6 / 8.0, queue_bytes: number("queue_bytes")? };
+        if line.bytes_per_s <= 0.0 {
+            return Err(format!("{port} has no rate").into());
         }
+        ports.push(Port {
+            fd: number("fd")? as RawFd,
+            address: port["address"].as_str().unwrap_or_default().parse()?,
+            line,
+            counts: Counts::default(),
+            arriving: Mutex::default(),
+            arrived: Condvar::new(),
+        });
+    }
+    let mut delays = Vec::new();
+    for row in list(&plan["delay_us"])? {
+        let row: Option<Vec<u64>> = list(&row)?.iter().map(Value::as_u64).collect();
+        let row =
+            row.filter(|row| row.len() == ports.len()).ok_or("expected a delay for each port")?;
+        delays.push(row.into_iter().map(Duration::from_micros).collect());
+    }
+    match delays.len() == ports.len() {
+        true => Ok((ports, delays)),
+        false => Err("expected delays of each port".into()),
     }
 }
 
-fn line_of(mut words: impl Iterator<Item = String>) -> Result<Line, Failure> {
-    let mut line = Line { delay: Duration::ZERO, bytes_per_s: 0.0, queue_bytes: 0.0 };
-    while let Some(word) = words.next() {
-        let value = words.next().ok_or(format!("{word} without a value"))?;
-        match word.as_str() {
-            "--delay-us" => line.delay = Duration::from_micros(value.parse()?),
-            "--mbps" => line.bytes_per_s = value.parse::<f64>()? * 1e6 / 8.0,
-            "--queue-bytes" => line.queue_bytes = value.parse()?,
-            _ => return Err(format!("unknown flag {word}").into()),
-        }
-    }
-    if line.bytes_per_s <= 0.0 || line.queue_bytes <= 0.0 {
-        return Err("expected --delay-us N --mbps N --queue-bytes N".into());
-    }
-    Ok(line)
+/// A thread that fails ends the program.
+fn spawn(told: &SyncSender<String>, work: impl FnOnce() -> Result<(), Failure> + Send + 'static) {
+    let told = told.clone();
+    thread::spawn(move || drop(told.send(format!("{:?}", work()))));
 }
 
-/// Starts the two threads of one direction. A device that fails ends the program.
-fn direction<A, B>(
-    line: Line,
-    counts: &'static Counts,
-    from: fn() -> A,
-    to: fn() -> B,
-    told: &SyncSender<String>,
-) where
-    A: AsFd + 'static,
-    B: AsFd + 'static,
-{
-    let (sender, receiver) = sync_channel(MAX_PACKETS);
-    let (reads, writes) = (told.clone(), told.clone());
-    let tell = |told: SyncSender<String>, outcome: Result<(), Failure>| {
-        drop(told.send(format!("{outcome:?}")));
-    };
-    thread::spawn(move || tell(reads, read(line, counts, &from(), &sender)));
-    thread::spawn(move || tell(writes, write(counts, &to(), &receiver)));
+/// The device of a port.
+#[allow(unsafe_code, reason = "a descriptor is known by its number alone")]
+fn device(port: &Port) -> BorrowedFd<'static> {
+    // SAFETY: whoever starts this program leaves the descriptor open for it, and it closes none. A number that names nothing makes reads
+    // fail, which ends the program.
+    unsafe { BorrowedFd::borrow_raw(port.fd) }
 }
 
-/// Reads packets and gives each its time: behind those before it at the line's rate, and after the delay.
-fn read(
-    line: Line,
-    counts: &Counts,
-    device: &impl AsFd,
-    sender: &SyncSender<Packet>,
-) -> Result<(), Failure> {
-    let mut buffer = vec![0; LARGEST_BYTES];
-    let mut free_at = Instant::now();
+/// Reads packets and sends each on its way: behind those before it at the uplink's rate, and after the delay.
+fn read(ports: &[Port], index: usize, delays: &[Duration]) -> Result<(), Failure> {
+    let port = &ports[index];
+    let (mut uplink, mut buffer, mut number) = (Clock::new(port.line), vec![0; LARGEST_BYTES], 0);
     loop {
-        let count = nix::unistd::read(device, &mut buffer)?;
+        let count = nix::unistd::read(device(port), &mut buffer)?;
         let bytes = buffer.get(..count).unwrap_or_default();
-        let on_line = bytes_on_line(bytes);
-        let now = Instant::now();
-        free_at = free_at.max(now);
-        let queued = free_at.duration_since(now).as_secs_f64() * line.bytes_per_s;
-        if queued > line.queue_bytes {
-            counts.dropped.fetch_add(1, Ordering::Relaxed);
+        let Some(to) =
+            destination(bytes).and_then(|to| ports.iter().position(|port| port.address == to))
+        else {
+            port.counts.lost.fetch_add(1, Ordering::Relaxed);
             continue;
-        }
-        free_at += Duration::from_secs_f64(on_line / line.bytes_per_s);
-        counts.packets.fetch_add(1, Ordering::Relaxed);
-        counts.bytes.fetch_add(on_line as u64, Ordering::Relaxed);
-        sender.send(Packet { due: free_at + line.delay, bytes: bytes.to_vec() })?;
+        };
+        let on_line = bytes_on_line(bytes);
+        let Some((first, last)) = uplink.pass(Instant::now(), on_line) else {
+            port.counts.dropped.fetch_add(1, Ordering::Relaxed);
+            continue;
+        };
+        port.counts.packets.fetch_add(1, Ordering::Relaxed);
+        port.counts.bytes.fetch_add(on_line as u64, Ordering::Relaxed);
+        number += 1;
+        let delay = delays[to];
+        let packet = Packet {
+            arrival: first + delay,
+            complete: last + delay,
+            number,
+            bytes: bytes.to_vec(),
+        };
+        ports[to].arriving.lock().unwrap_or_else(PoisonError::into_inner).push(Reverse(packet));
+        ports[to].arrived.notify_one();
     }
 }
 
-fn write(counts: &Counts, device: &impl AsFd, receiver: &Receiver<Packet>) -> Result<(), Failure> {
+/// Gives packets to the device in the order of their arrival, at the downlink's rate.
+fn write(port: &Port) -> Result<(), Failure> {
+    let mut downlink = Clock::new(port.line);
     loop {
-        let packet = receiver.recv()?;
-        let wait = packet.due.saturating_duration_since(Instant::now());
+        let packet = next(port);
+        let Some((_, passed)) = downlink.pass(packet.arrival, bytes_on_line(&packet.bytes)) else {
+            port.counts.dropped.fetch_add(1, Ordering::Relaxed);
+            continue;
+        };
+        let due = passed.max(packet.complete);
+        let wait = due.saturating_duration_since(Instant::now());
         if wait > LEAST_SLEEP {
             thread::sleep(wait);
         }
-        let late = Instant::now().saturating_duration_since(packet.due);
-        counts.late_us.fetch_max(late.as_micros() as u64, Ordering::Relaxed);
-        nix::unistd::write(device, &packet.bytes)?;
+        let late = Instant::now().saturating_duration_since(due);
+        port.counts.late_us.fetch_max(late.as_micros() as u64, Ordering::Relaxed);
+        nix::unistd::write(device(port), &packet.bytes)?;
     }
+}
+
+/// Waits for the first packet to arrive.
+fn next(port: &Port) -> Packet {
+    let mut arriving = port.arriving.lock().unwrap_or_else(PoisonError::into_inner);
+    loop {
+        let wait = arriving
+            .peek()
+            .map(|Reverse(packet)| packet.arrival.saturating_duration_since(Instant::now()));
+        arriving = match wait {
+            Some(wait) if wait <= LEAST_SLEEP => match arriving.pop() {
+                Some(Reverse(packet)) => return packet,
+                None => arriving,
+            },
+            Some(wait) => {
+                port.arrived.wait_timeout(arriving, wait).unwrap_or_else(PoisonError::into_inner).0
+            }
+            None => port.arrived.wait(arriving).unwrap_or_else(PoisonError::into_inner),
+        };
+    }
+}
+
+fn destination(packet: &[u8]) -> Option<Ipv4Addr> {
+    let octets = packet.get(DESTINATION..DESTINATION + 4)?;
+    Some(Ipv4Addr::from(<[u8; 4]>::try_from(octets).ok()?))
 }
 
 /// Bytes of the IP packets that a packet stands for.

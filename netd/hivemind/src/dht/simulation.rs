@@ -12,6 +12,7 @@ use crate::wire::msgpack::Value;
 use libp2p::PeerId;
 use std::collections::{BTreeMap, HashMap};
 
+mod churn;
 mod hostile;
 
 use hostile::{Lie, Shadow};
@@ -23,10 +24,14 @@ const DEADLINE_S: f64 = 600.0;
 
 struct Swarm {
     nodes: Vec<Option<Node>>,
+    peers: Vec<PeerId>,
     index: HashMap<PeerId, usize>,
     /// Events to come, by time in microseconds and order of creation.
     queue: BTreeMap<(u64, u64), (usize, Event)>,
     inbound: HashMap<u64, (usize, CallId)>,
+    /// Requests of each node, and those that came to it.
+    sent: Vec<u64>,
+    received: Vec<u64>,
     /// The timeout of each call under way.
     open: HashMap<(usize, CallId), (u64, u64)>,
     serial: u64,
@@ -55,6 +60,9 @@ impl Swarm {
     fn new() -> Self {
         Self {
             nodes: Vec::new(),
+            peers: Vec::new(),
+            sent: Vec::new(),
+            received: Vec::new(),
             index: HashMap::new(),
             queue: BTreeMap::new(),
             inbound: HashMap::new(),
@@ -117,6 +125,16 @@ impl Swarm {
         client_mode: bool,
         through: Option<usize>,
     ) -> Result<usize, JoinError> {
+        let number = self.place(node_id, client_mode);
+        let peers = through.map(|other| self.peer(other)).into_iter().collect();
+        match self.run(number, |id| Event::Join { id, peers }) {
+            Outcome::Joined(result) => result.map(|()| number),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// A node that has not joined.
+    fn place(&mut self, node_id: DhtId, client_mode: bool) -> usize {
         let number = self.nodes.len();
         let own = Contact { node_id, peer_id: peer_of(&node_id) };
         let limits = self.limits;
@@ -128,15 +146,14 @@ impl Swarm {
             limits,
         })));
         self.index.insert(own.peer_id, number);
-        let peers = through.map(|other| self.peer(other)).into_iter().collect();
-        match self.run(number, |id| Event::Join { id, peers }) {
-            Outcome::Joined(result) => result.map(|()| number),
-            other => panic!("{other:?}"),
-        }
+        self.peers.push(own.peer_id);
+        self.sent.push(0);
+        self.received.push(0);
+        number
     }
 
     fn peer(&self, number: usize) -> PeerId {
-        *self.index.iter().find(|(_, index)| **index == number).expect("node").0
+        self.peers[number]
     }
 
     fn id(&self, number: usize) -> DhtId {
@@ -190,6 +207,7 @@ impl Swarm {
         match action {
             Action::Call { call, peer, request } => {
                 self.calls += 1;
+                self.sent[node] += 1;
                 self.finds += usize::from(matches!(request, Request::Find(_)));
                 let timeout = self.push(
                     (CALL_TIMEOUT_S * 1e6) as u64,
@@ -205,6 +223,7 @@ impl Swarm {
                 self.inbound.insert(id, (node, call));
                 let delay = self.latency_us();
                 let net = self.nets.get(&node).copied().unwrap_or(Net::Unknown);
+                self.received[callee] += 1;
                 self.push(delay, callee, Event::Inbound { id: InboundId(id), from, net, request });
             }
             Action::Reply { id, response } => {

@@ -145,6 +145,15 @@ impl Reservation {
         }
         fits
     }
+
+    /// Counts so many bytes less, at most all.
+    pub(super) fn shrink(&mut self, bytes: usize) {
+        let bytes = bytes.min(self.claim.bytes);
+        self.claim.bytes -= bytes;
+        let mut book = self.pools.lock();
+        book.give_back(&Claim { bytes, ..self.claim });
+        serve(&mut book);
+    }
 }
 
 impl Drop for Reservation {
@@ -193,11 +202,15 @@ mod tests {
     }
 
     #[test]
-    fn reservations_grow_only_where_there_is_room() {
+    fn reservations_grow_only_where_there_is_room_and_shrink() {
         let (pools, peer) = (Pools::new(BOUNDS), PeerId::random());
         let mut held = pools.try_reserve(peer, net(1), 30).expect("free");
         assert!(held.try_grow(10));
         assert!(!held.try_grow(1));
+        held.shrink(5);
+        assert!(held.try_grow(5));
+        held.shrink(100);
+        assert!(held.try_grow(40));
         drop(held);
         assert!(pools.try_reserve(peer, net(1), 40).is_some());
     }

@@ -7,7 +7,9 @@
 //! reader has drained a few frames within a round trip, because a new stream of a warm connection meets the same line.
 //!
 //! What a window has grown by is memory that the peer can make us hold. It counts twice: in the bound of the connection and in the
-//! pools of the peer, its net and the process. It is given back when the stream ends.
+//! pools of the peer, its net and the process. It is given back when the stream ends. A window that stays nearly empty is halved every
+//! [`SLACK_PERIOD`]. Credit cannot be taken back, so the peer gets none until it has used up what is above the smaller window, and what
+//! counts falls as it does.
 
 use std::{
     cmp::max,
@@ -31,6 +33,10 @@ const WORTHY_CREDIT: u32 = 1 << 20;
 const BULK_BYTES: u32 = 32 << 10;
 /// Growth that is not worth the trouble.
 const LEAST_GROWTH: u32 = 64 << 10;
+/// How long a window must have been nearly empty before it is halved.
+const SLACK_PERIOD: Duration = Duration::from_secs(10);
+/// A window is nearly empty if no round trip drained this part of it.
+const SLACK_PART: u32 = 8;
 /// No line is longer: a peer that answers pings late gains nothing.
 const LONGEST_ROUND_TRIP: Duration = Duration::from_secs(1);
 
@@ -53,6 +59,11 @@ pub(super) struct Window {
     /// Since when `drained` counts.
     since: Instant,
     drained: u32,
+    /// The most that a round trip drained since the window was last resized, or nearly empty for a period.
+    peak: u32,
+    resized: Instant,
+    /// What counts beyond the first window: as much as the peer may leave unread.
+    counted: u32,
     held: Option<Reservation>,
 }
 
@@ -80,12 +91,21 @@ impl Growth {
         }
         has_room
     }
+
+    /// Takes bytes back.
+    fn give_back(&mut self, held: &mut Option<Reservation>, bytes: u32) {
+        self.left += bytes as usize;
+        if let Some(held) = held {
+            held.shrink(bytes as usize);
+        }
+    }
 }
 
 impl Window {
     pub(super) fn new(now: Instant) -> Self {
         let (size, left) = (FIRST_WINDOW, FIRST_WINDOW);
-        Self { size, left, unread: 0, since: now, drained: 0, held: None }
+        let (since, resized) = (now, now);
+        Self { size, left, unread: 0, since, drained: 0, peak: 0, resized, counted: 0, held: None }
     }
 
     /// Counts bytes that are about to be received; false if the peer may not send them.
@@ -112,6 +132,7 @@ impl Window {
         if let Some(round_trip) = round_trip {
             self.adapt(bytes, now, round_trip.min(LONGEST_ROUND_TRIP), growth);
         }
+        self.count_less(growth);
         let credit = self.size.saturating_sub(self.left).saturating_sub(self.unread);
         if credit < WORTHY_CREDIT.min(self.size / 8) {
             return 0;
@@ -127,8 +148,8 @@ impl Window {
 
     /// Gives back what the window has grown by.
     pub(super) fn end(&mut self, growth: &mut Growth) {
-        growth.left += (self.size - FIRST_WINDOW) as usize;
-        self.size = FIRST_WINDOW;
+        growth.left += self.counted as usize;
+        (self.size, self.counted) = (FIRST_WINDOW, 0);
         self.held = None;
     }
 
@@ -141,8 +162,33 @@ impl Window {
             self.grow(max(wanted, growth.proven), growth);
             growth.proven = max(growth.proven, if is_filled { self.size } else { 0 });
             (self.since, self.drained) = (now, 0);
+            (self.resized, self.peak) = (now, 0);
         } else if passed > round_trip {
+            self.peak = max(self.peak, self.drained);
             (self.since, self.drained) = (now, bytes);
+            self.halve_if_slack(now);
+        }
+    }
+
+    /// Halves a window of which every round trip of a period drained little.
+    fn halve_if_slack(&mut self, now: Instant) {
+        if now.saturating_duration_since(self.resized) < SLACK_PERIOD {
+            return;
+        }
+        if self.peak < self.size / SLACK_PART {
+            self.size = max(FIRST_WINDOW, self.size / 2);
+        }
+        (self.resized, self.peak) = (now, 0);
+    }
+
+    /// Gives back what the peer can no longer make us hold.
+    fn count_less(&mut self, growth: &mut Growth) {
+        let largest = max(self.size, self.left.saturating_add(self.unread));
+        let needed = largest.saturating_sub(FIRST_WINDOW);
+        let over = self.counted.saturating_sub(needed);
+        if over > 0 {
+            growth.give_back(&mut self.held, over);
+            self.counted = needed;
         }
     }
 
@@ -153,15 +199,18 @@ impl Window {
     }
 
     /// Grows to `size`, or by as large a part of the difference as there is room for. A stream takes at most half of what the connection
-    /// has for it, because a window that has grown is never taken back, however little comes on its stream.
+    /// has for it, because a window of a stream that is silent is not taken back.
     fn grow(&mut self, size: u32, growth: &mut Growth) {
         let largest = FIRST_WINDOW + MAX_WINDOW_GROWTH_OF_STREAM_BYTES;
-        let grown = self.size.saturating_sub(FIRST_WINDOW);
-        let half = u32::try_from((growth.left + grown as usize) / 2).unwrap_or(u32::MAX);
+        let half = u32::try_from((growth.left + self.counted as usize) / 2).unwrap_or(u32::MAX);
         let wanted = size.min(largest).saturating_sub(self.size);
-        let mut more = wanted.min(half.saturating_sub(grown));
+        // What still counts of a larger window of before needs no room again.
+        let uncounted = |more: u32| (self.size + more - FIRST_WINDOW).saturating_sub(self.counted);
+        let mut more = wanted.min((FIRST_WINDOW + half).saturating_sub(self.size));
         while more >= LEAST_GROWTH {
-            if growth.take(&mut self.held, more) {
+            let extra = uncounted(more);
+            if extra == 0 || growth.take(&mut self.held, extra) {
+                self.counted += extra;
                 self.size += more;
                 return;
             }
@@ -225,6 +274,44 @@ mod tests {
         assert!(unmeasured.receive(FIRST_WINDOW));
         unmeasured.drain(FIRST_WINDOW, Instant::now(), None, &mut growth);
         assert_eq!(unmeasured.size, FIRST_WINDOW);
+    }
+
+    #[test]
+    fn a_window_that_stays_nearly_empty_is_taken_back_as_its_credit_is_used() {
+        let (mut window, mut growth) = (Window::new(Instant::now()), Growth::new(None));
+        bursts(&mut window, &mut growth, 12, ROUND_TRIP);
+        let grown = MAX_WINDOW_GROWTH_OF_STREAM_BYTES;
+        assert_eq!(growth.left, MAX_WINDOW_GROWTH_BYTES - grown as usize);
+        // Decode steps of 16 KiB, ten a second: in a hundred seconds, the peer uses up as much as the window has grown by.
+        let (start, step) = (Instant::now() + 12 * ROUND_TRIP, 16 << 10);
+        for number in 1..=1100 {
+            assert!(window.receive(step), "step {number}");
+            let now = start + (ROUND_TRIP + Duration::from_millis(1)) * number;
+            window.drain(step, now, Some(ROUND_TRIP), &mut growth);
+            let may_hold = window.left + window.unread;
+            assert!(window.counted >= may_hold.saturating_sub(FIRST_WINDOW), "step {number}");
+        }
+        assert_eq!((window.size, window.counted), (FIRST_WINDOW, 0));
+        assert_eq!(growth.left, MAX_WINDOW_GROWTH_BYTES);
+        assert!(window.left <= FIRST_WINDOW, "{}", window.left);
+        // It grows again when much comes.
+        bursts(&mut window, &mut growth, 12, ROUND_TRIP);
+        assert_eq!(window.counted, grown);
+        window.end(&mut growth);
+        assert_eq!(growth.left, MAX_WINDOW_GROWTH_BYTES);
+    }
+
+    #[test]
+    fn a_window_of_which_a_good_part_is_used_is_left_alone() {
+        let (mut window, mut growth) = (Window::new(Instant::now()), Growth::new(None));
+        bursts(&mut window, &mut growth, 12, ROUND_TRIP);
+        let (size, start) = (window.size, Instant::now() + 12 * ROUND_TRIP);
+        for number in 1..=300 {
+            assert!(window.receive(size / 6));
+            let now = start + (ROUND_TRIP + Duration::from_millis(1)) * number;
+            window.drain(size / 6, now, Some(ROUND_TRIP), &mut growth);
+        }
+        assert_eq!(window.size, size);
     }
 
     #[test]
