@@ -156,7 +156,7 @@ impl Session {
     }
 
     /// The same; what the server says at the end, which is nothing.
-    pub async fn try_close(mut self) -> Result<Option<Bytes>, CallError> {
+    pub async fn try_close(mut self) -> Result<Option<prost::bytes::Bytes>, CallError> {
         self.stream.send(ExpertRequest::default().encode_to_vec().into()).await?;
         self.stream.finish().await?;
         let end = tokio::time::timeout(Duration::from_secs(30), self.stream.recv());
