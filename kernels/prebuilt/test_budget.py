@@ -6,8 +6,8 @@ import json
 import re
 import unittest
 
-from model import cost, lanes, latency, launch, limits, memory, operands, pipes, sass, semantics
-from model import shapes, warp
+from model import blocks, cost, lanes, latency, launch, limits, memory, operands, pipes, report
+from model import sass, semantics, shapes, warp
 from model.devices import DEVICES
 
 # Each thread sums c[0x0][0x168] vectors of 4 floats, 8 KiB apart, into shared memory. The guard
@@ -462,6 +462,23 @@ class Shapes(unittest.TestCase):
         self.assertEqual(words[pages : pages + 6], (0, 1, 2, 3, 4, 5))
         # Behind the starts of the rows lie the first tiles of the tokens.
         self.assertEqual(words[start:], (0, 1, 2, 0, 1))
+
+
+class Steps(unittest.TestCase):
+    def test_attention_is_the_part_of_a_step_that_a_longer_context_makes_it(self):
+        names = ["qkv", "attention_decode", "attention_join", "o"]
+        launches = [{"name": name, "us": 2.0} for name in names]
+        self.assertEqual(blocks.of_step(launches, 12.0), 0.75)
+        parts = {"nf4": 0.75, "int8": 0.5, "bf16": 0.254}
+        results = {"H200": {"attention": {"32768": {"of_step": parts}}}}
+        self.assertEqual(
+            report.steps(results)[-3:],
+            [
+                "| Device | NF4, 32k tokens | INT8, 32k tokens | bf16, 32k tokens |",
+                "| --- | --: | --: | --: |",
+                "| H200 | 75 % | 50 % | 25 % |",
+            ],
+        )
 
 
 class Limits(unittest.TestCase):
