@@ -12,6 +12,9 @@
 //   ahead and across passes (linear_source.cuh). Activations are rounded once, in the order of the
 //   fragments, into shared memory: all of a segment where they fit, else `window` blocks at a time.
 //   Sums go to the CTA of the cluster that has the number of the group; it adds and writes them.
+// 32 rows leave registers for few loads in flight, so the copy engine brings the codes of NF4 to
+// the
+//   second-level cache a chunk before they are loaded (prefetch.cuh).
 // Codes of NF4: a look-up takes one PRMT and one LDS. With up to 16 rows a quarter of the codes is
 //   decoded by arithmetic, which balances load/store and integer units.
 // Traffic: each weight once; x once per cluster if it fits into shared memory, else once per pass.

@@ -113,6 +113,13 @@ template <> struct Strip<Nf4> {
     uint32_t shift, code;
     float offset, second[2];
 
+    // Blocks lie behind each other, so the second-level cache can be told of them early.
+    static constexpr bool IS_DENSE = true;
+    __device__ __forceinline__ static const uint8_t* start_of(const LinearProduct& product,
+                                                              uint32_t inputs, uint32_t block) {
+        return product.weight +
+               ((size_t)product.tile * (inputs / BLOCK_INPUTS) + block) * NF4_TILE_BYTES;
+    }
     __device__ __forceinline__ void open(const LinearProduct& product, uint32_t inputs,
                                          uint32_t block, uint32_t lane) {
         const Nf4Tiles tiles = nf4_tiles(product.weight, product.outputs, inputs, product.layout);
@@ -154,6 +161,7 @@ template <> struct Strip<Nf4> {
 
 // Rows g and g + 8; past the end, the last row again.
 template <class F> struct Rows {
+    static constexpr bool IS_DENSE = false;
     const uint8_t* rows[2];
 
     __device__ __forceinline__ void open(const LinearProduct& product, uint32_t inputs,

@@ -4,6 +4,7 @@
 #include "cluster.cuh"
 #include "linear_source.cuh"
 #include "pdl.cuh"
+#include "prefetch.cuh"
 
 #define WARPS    8
 #define MAX_ROWS 32
@@ -75,6 +76,9 @@ template <int GROUPS> struct Share {
 template <class F, class T, int N, bool ONE, int S> struct Stream {
     // With 32 rows tensor cores are busier than the table, and registers are few.
     static constexpr bool COMPUTES = N < 4;
+    // With 32 rows too few loads fit into registers to hide the latency of memory, so the
+    // second-level cache is told of the chunk behind the one that is loaded.
+    static constexpr bool PREFETCHES = N == 4 && Strip<F>::IS_DENSE;
     static constexpr int UNROLLED = N == 1                 ? CHUNK_BLOCKS
                                     : AHEAD<F, N> > STRIPS ? AHEAD<F, N> / STRIPS
                                                            : 1;
@@ -109,6 +113,33 @@ template <class F, class T, int N, bool ONE, int S> struct Stream {
         for (int m = 0; m < STRIPS; m++)
             if ((uint32_t)m < own.y) strips[m].open(products.of(own.x + m), inputs, start, lane);
         fetch_scales();
+        prefetch_next();
+    }
+    // The chunk behind the one that is loaded, also of the next pass.
+    __device__ __forceinline__ void prefetch_next() {
+        if constexpr (PREFETCHES) {
+            const uint32_t next = (load_chunk + 1) * CHUNK_BLOCKS;
+            if (lane != 0) return;
+            if (load_chunk + 1 == chunks) {
+                prefetch_first(load_pass + 1);
+                return;
+            }
+            if (next >= blocks) return;
+#pragma unroll
+            for (int m = 0; m < STRIPS; m++)
+                if ((uint32_t)m < load_count)
+                    prefetch_bulk(strips[m].codes + CHUNK_BLOCKS * NF4_TILE_BYTES,
+                                  min(blocks - next, (uint32_t)CHUNK_BLOCKS) * NF4_TILE_BYTES);
+        }
+    }
+    // The first chunk of a pass; lane 0 calls it.
+    __device__ __forceinline__ void prefetch_first(uint32_t pass) const {
+        const uint2 own = share.of(pass, group);
+        const uint32_t bytes = min(blocks, (uint32_t)CHUNK_BLOCKS) * NF4_TILE_BYTES;
+        if (bytes == 0) return;
+#pragma unroll 1
+        for (uint32_t m = 0; m < own.y; m++)
+            prefetch_bulk(Strip<F>::start_of(products.of(own.x + m), inputs, start), bytes);
     }
     __device__ __forceinline__ void fetch_scales() {
         if (load_chunk * CHUNK_BLOCKS >= blocks) return;
@@ -127,6 +158,7 @@ template <class F, class T, int N, bool ONE, int S> struct Stream {
 #pragma unroll
         for (int m = 0; m < STRIPS; m++) strips[m].advance();
         fetch_scales();
+        prefetch_next();
     }
     // Where step `m` of block `block` waits.
     __device__ __forceinline__ Fragment<F>& waiting(int m, int block) {
@@ -360,6 +392,8 @@ __device__ __forceinline__ void linear_stream(const Products& products, const fl
     // Nothing is published: peers only learn that this CTA has started.
     if constexpr (Warp::CTAS > 1) cluster_arrive();
     // The first weights are on their way while the tables are filled.
+    if constexpr (Warp::PREFETCHES)
+        if (lane == 0) warp.prefetch_first(0);
     warp.open_pass();
     warp.load_first();
     if constexpr (same_type<F, Nf4>::value) {

@@ -43,7 +43,8 @@ def main():
     if options.json:
         print(json.dumps({"devices": results}, indent=1))
     else:
-        print("\n".join([*report.times(results), "", *report.shares(results)]))
+        tables = [report.times(results), report.steps(results), report.shares(results)]
+        print("\n\n".join("\n".join(lines) for lines in tables))
     return 0
 
 

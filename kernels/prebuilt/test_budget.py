@@ -6,8 +6,8 @@ import json
 import re
 import unittest
 
-from model import cost, lanes, latency, launch, limits, memory, operands, pipes, sass, semantics
-from model import shapes, warp
+from model import blocks, cost, lanes, latency, launch, limits, memory, operands, pipes, report
+from model import sass, semantics, shapes, warp
 from model.devices import DEVICES
 
 # Each thread sums c[0x0][0x168] vectors of 4 floats, 8 KiB apart, into shared memory. The guard
@@ -310,6 +310,43 @@ class Counts(unittest.TestCase):
         self.assertTrue(5000 < slow < 5300, slow)
         self.assertTrue(timer.clocks(trace.path, {5: [30.0] * 5}) < 400)
 
+    def test_a_load_of_prefetched_bytes_waits_for_the_second_level_cache(self):
+        # The copy engine counts 16 bytes; the lines that follow are not prefetched.
+        text = """
+.text.fetch:
+        /*0000*/                   MOV R2, c[0x0][0x160] ;
+        /*0010*/                   MOV R3, c[0x0][0x164] ;
+        /*0020*/                   R2UR UR4, R2 ;
+        /*0030*/                   R2UR UR5, R3 ;
+        /*0040*/                   UMOV UR6, %s ;
+        /*0050*/                   UBLKPF.L2 [UR4], UR6 ;
+        /*0060*/                   LDG.E R4, [R2.64+0x%x] ;
+        /*0070*/                   IADD3 R5, R4, R4, RZ ;
+        /*0080*/                   EXIT ;
+"""
+
+        def clocks(units, offset):
+            trace = traced(text % (units, offset), [launch.Buffer("x", (), True)], "fetch")
+            trace.streamed = {1}
+            timer = latency.Timer(kernel(text % (units, offset), "fetch"))
+            return cost.Meter.lone_clocks(DEVICES["H200"], trace, timer, False)
+
+        far, near = 0.7 * 1755, 270
+        self.assertGreater(clocks("0x8", 0x40), far)
+        self.assertLess(clocks("0x8", 0x40), far + near, "the prefetch was sent just before")
+        self.assertGreater(clocks("0x8", 0x80), clocks("0x8", 0x40))
+        requests = memory.Requests()
+        requests.prefetch(0, 1 << 36, 128)
+        requests.add(1, one("LDG.E R4, [R2.64]"), [(1 << 36) + 96], lanes.ALL)
+        requests.add(1, one("LDG.E R4, [R2.64]"), [(1 << 36) + 128], lanes.ALL)
+        self.assertEqual(requests.waits, {0: [True], 1: [(1, 0), 1]})
+        timer = latency.Timer(kernel(text % ("0x8", 0), "fetch"))
+        waits = {5: [True], 6: [(0, far, near)]}
+        self.assertGreater(timer.clocks([0], waits), far)
+
+    def test_uniform_registers_take_the_first_lane_and_none_differs(self):
+        self.assertEqual(computed("R2UR P1, UR4, R1", R1=list(range(5, 37))), {"P1": 0, "UR4": 5})
+
     def test_a_launch_that_overlaps_the_one_before_it_begins_at_its_wait(self):
         text = LOOP.replace("FSETP.GT.AND P3, PT, R10, RZ, PT", "ACQBULK")
         timer = latency.Timer(kernel(text))
@@ -425,6 +462,23 @@ class Shapes(unittest.TestCase):
         self.assertEqual(words[pages : pages + 6], (0, 1, 2, 3, 4, 5))
         # Behind the starts of the rows lie the first tiles of the tokens.
         self.assertEqual(words[start:], (0, 1, 2, 0, 1))
+
+
+class Steps(unittest.TestCase):
+    def test_attention_is_the_part_of_a_step_that_a_longer_context_makes_it(self):
+        names = ["qkv", "attention_decode", "attention_join", "o"]
+        launches = [{"name": name, "us": 2.0} for name in names]
+        self.assertEqual(blocks.of_step(launches, 12.0), 0.75)
+        parts = {"nf4": 0.75, "int8": 0.5, "bf16": 0.254}
+        results = {"H200": {"attention": {"32768": {"of_step": parts}}}}
+        self.assertEqual(
+            report.steps(results)[-3:],
+            [
+                "| Device | NF4, 32k tokens | INT8, 32k tokens | bf16, 32k tokens |",
+                "| --- | --: | --: | --: |",
+                "| H200 | 75 % | 50 % | 25 % |",
+            ],
+        )
 
 
 class Limits(unittest.TestCase):

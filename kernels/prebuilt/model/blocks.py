@@ -50,7 +50,12 @@ def of_device(meter, device):
                 own = [c for c in costs if c.spec.family == family]
                 result["families"][family][str(rows)] = share(own)
     for context in LONG_CONTEXTS:
-        result["attention"][str(context)] = attention(meter, device, context)
+        found = attention(meter, device, context)
+        found["of_step"] = {
+            quant: round(of_step(result["launches"][quant]["1"], found["us"]), 3)
+            for quant in shapes.FORMATS
+        }
+        result["attention"][str(context)] = found
     result["families"] = dict(sorted(result["families"].items()))
     return result
 
@@ -88,6 +93,15 @@ def attention(meter, device, context):
     ideal = sum(found.spec.memory_bytes for found in costs) / device.reached * 1e6
     names = {found.spec.name: round(found.time_us, 1) for found in costs}
     return {"us": round(time, 1), "launches": names, "share": round(ideal / time, 3)}
+
+
+def of_step(launches, attention_us):
+    """The part of a step of one row that is attention, if that takes `attention_us`.
+
+    `launches` are those of a block at another context, which changes attention alone.
+    """
+    others = sum(one["us"] for one in launches if not one["name"].startswith("attention"))
+    return attention_us / (others + attention_us)
 
 
 def loops(meter, device, quant, rows):

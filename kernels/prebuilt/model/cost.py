@@ -177,6 +177,11 @@ class Meter:
         far = device.memory_latency * device.clock
 
         def latency_of(number):
+            if type(number) is bool:
+                return number
+            if type(number) is tuple:
+                buffer, prefetch = number
+                return (prefetch, latency_of(buffer), device.l2_latency)
             if number < 0:
                 return latency.CACHED
             if number == 0:

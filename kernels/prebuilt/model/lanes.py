@@ -142,7 +142,10 @@ def float_of(bits):
 
 
 def float_bits(value):
-    return struct.unpack("<I", struct.pack("<f", value))[0]
+    try:
+        return struct.unpack("<I", struct.pack("<f", value))[0]
+    except OverflowError:
+        return 0x7F800000 | (value < 0) << 31
 
 
 def float_of_int(mods):

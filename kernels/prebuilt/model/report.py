@@ -40,6 +40,23 @@ def times(results):
     return lines
 
 
+def steps(results):
+    """The part of a step of one row that is attention of a long context."""
+    contexts = list(next(iter(results.values()))["attention"])
+    heads = [(quant, context) for quant in shapes.FORMATS for context in contexts]
+    names = [f"{label(quant)}, {int(context) // 1024}k tokens" for quant, context in heads]
+    lines = [
+        "Computed part of a step of one row that is attention, by format and context:",
+        "",
+        "| Device | " + " | ".join(names) + " |",
+        "| --- |" + " --: |" * len(heads),
+    ]
+    for name, result in results.items():
+        of = [result["attention"][context]["of_step"][quant] for quant, context in heads]
+        lines.append(f"| {name} | " + " | ".join(f"{100 * part:.0f} %" for part in of) + " |")
+    return lines
+
+
 def shares(results):
     families = list(next(iter(results.values()))["families"])
     head = [f"{family}, {rows}" for family in families for rows in shapes.ROWS]

@@ -267,9 +267,10 @@ def register_to_predicates(one, operands):
 
 
 def first_lane(one, operands):
-    """R2UR: a uniform register from the first lane."""
+    """R2UR: a uniform register from the first lane, before it the lanes that differ: none."""
     read = reader(operands[0])
-    return lambda state: [lanes.lane(read(state), 0)]
+    differ = [0] * (results(one)[1] - 1)
+    return lambda state: [*differ, lanes.lane(read(state), 0)]
 
 
 def of_lane(function):
