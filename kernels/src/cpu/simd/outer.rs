@@ -442,7 +442,7 @@ unsafe fn widen<V: Outer>(
 /// Rows to columns of 16 vectors.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq")]
-fn transpose512(v: &mut [__m512; MOST_LANES]) {
+pub(super) fn transpose512(v: &mut [__m512; MOST_LANES]) {
     let mut quads = [_mm512_setzero_ps(); MOST_LANES];
     for g in 0..4 {
         let [a, b, c, d] = [v[4 * g], v[4 * g + 1], v[4 * g + 2], v[4 * g + 3]];

@@ -27,7 +27,7 @@ pub(super) use shapes::QueryTile;
 use shapes::{Backward, Forward, Outputs};
 
 use super::vector::Plain;
-use super::{Isa, Scratch};
+use super::{Isa, Scratch, Vectors};
 use crate::cpu::pool::{Disjoint, Pool};
 #[cfg(target_arch = "x86_64")]
 use crate::kv::PageLayout;
@@ -51,13 +51,13 @@ macro_rules! per_vector {
                 // SAFETY: as above.
                 unsafe { $body::<__m256, true>($($name),*) }
             }
-            match $isa {
+            match $isa.vectors() {
                 // SAFETY: `Isa` values come from `Isa::available`, which saw these features.
-                Isa::Avx512Bf16 | Isa::Avx512 => unsafe { avx512($($name),*) },
+                Vectors::Avx512 => unsafe { avx512($($name),*) },
                 // SAFETY: as above.
-                Isa::Avx2 => unsafe { avx2($($name),*) },
+                Vectors::Avx2 => unsafe { avx2($($name),*) },
                 // SAFETY: plain code.
-                Isa::Portable => unsafe { $body::<Plain, false>($($name),*) },
+                Vectors::Plain => unsafe { $body::<Plain, false>($($name),*) },
             }
         }
         #[cfg(not(target_arch = "x86_64"))]
@@ -90,7 +90,7 @@ thread_local! {
 /// Whether the kernels of bfloat16 pairs take these pages.
 #[cfg(target_arch = "x86_64")]
 fn has_pairs(isa: Isa, layout: PageLayout) -> bool {
-    isa == Isa::Avx512Bf16 && layout.dtype == DType::Bf16 && pairs::takes(layout.head_dim)
+    isa.has_pairs() && layout.dtype == DType::Bf16 && pairs::takes(layout.head_dim)
 }
 
 /// Attention of new tokens over the pages of their rows.

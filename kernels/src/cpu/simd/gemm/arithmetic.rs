@@ -38,8 +38,8 @@ pub(in crate::cpu::simd) trait Arithmetic:
     /// Accumulators of all tiles of a group.
     type GroupSums: AsMut<[Self::Accumulator]>;
 
-    /// The instruction sets that have its instructions.
-    const SETS: &'static [Isa];
+    /// The least instruction set that has its instructions.
+    const SET: Isa;
     /// Inputs of a step.
     const STEP: usize;
     /// Bytes of a row in one step of a panel.

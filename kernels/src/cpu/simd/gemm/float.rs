@@ -36,12 +36,12 @@ pub(super) struct Groups;
 pub(super) struct WideGroups;
 
 /// Implements [`Arithmetic`] for one vector, `halves` of them a step: `accumulators` of a tile of at most `rows` rows fit its
-/// registers beside the inputs and a weight, those of `tiles` tiles the first-level cache. `sets`
-/// have its instructions. `work`
+/// registers beside the inputs and a weight, those of `tiles` tiles the first-level cache. `set`
+/// has its instructions. `work`
 /// gives the bytes of an output and the rows that cost as much as what is computed.
 macro_rules! float {
     (
-        $arithmetic:ty, $vector:ty, halves $halves:literal, sets [$($set:ident),*], $(target $features:literal,)? accumulators $accumulators:literal, rows $rows:literal,
+        $arithmetic:ty, $vector:ty, halves $halves:literal, set $set:ident, $(target $features:literal,)? accumulators $accumulators:literal, rows $rows:literal,
         tiles $tiles:literal, panels $panels:literal, work |$row_bytes:ident, $inputs:ident, $of:ident| $work:expr
     ) => {
         impl Arithmetic for $arithmetic {
@@ -51,7 +51,7 @@ macro_rules! float {
             type TileSums = [$vector; $accumulators];
             type GroupSums = [$vector; $accumulators * $tiles];
 
-            const SETS: &'static [Isa] = &[$(Isa::$set),*];
+            const SET: Isa = Isa::$set;
             const STEP: usize = $halves * <$vector>::LANES;
             const STEP_BYTES: usize = 4 * Self::STEP;
             const HALVES: usize = $halves;
@@ -172,22 +172,22 @@ macro_rules! float {
 
 // What widening takes counts as reading f32.
 #[cfg(target_arch = "x86_64")]
-float!(Float<__m256>, __m256, halves 1, sets [Avx512Bf16, Avx512, Avx2], target "avx2,fma,f16c", accumulators 12, rows 3,
+float!(Float<__m256>, __m256, halves 1, set Avx2, target "avx2,fma,f16c", accumulators 12, rows 3,
     tiles 64, panels true,
     work |_row_bytes, inputs, rows| (2 * inputs, 2 * rows));
 #[cfg(target_arch = "x86_64")]
-float!(Groups, __m256, halves 8, sets [Avx512Bf16, Avx512, Avx2], target "avx2,fma,f16c", accumulators 12, rows 1,
+float!(Groups, __m256, halves 8, set Avx2, target "avx2,fma,f16c", accumulators 12, rows 1,
     tiles 1, panels false,
     work |row_bytes, inputs, rows| (row_bytes.max(inputs), 2 * rows));
 #[cfg(target_arch = "x86_64")]
-float!(WideGroups, __m256, halves 8, sets [Avx512Bf16, Avx512],
+float!(WideGroups, __m256, halves 8, set Avx512,
     target "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", accumulators 12, rows 1, tiles 1, panels false,
     work |row_bytes, inputs, rows| (row_bytes.max(inputs), 2 * rows));
 #[cfg(target_arch = "x86_64")]
-float!(Float<__m512>, __m512, halves 1, sets [Avx512Bf16, Avx512],
+float!(Float<__m512>, __m512, halves 1, set Avx512,
     target "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", accumulators 24, rows 6, tiles 16, panels true,
     work |row_bytes, inputs, rows| (row_bytes.max(2 * inputs), rows));
-float!(Float<Plain>, Plain, halves 1, sets [Avx512Bf16, Avx512, Avx2, Portable], accumulators 1, rows 1, tiles 128, panels false,
+float!(Float<Plain>, Plain, halves 1, set Portable, accumulators 1, rows 1, tiles 128, panels false,
     work |_row_bytes, inputs, rows| (2 * inputs, 2 * rows));
 
 /// Returns the order of a source if it is another one than that of the inputs.

@@ -36,7 +36,7 @@ impl Arithmetic for Pairs {
     type TileSums = [__m512; ACCUMULATORS];
     type GroupSums = [__m512; ACCUMULATORS * tuning::PACKED_TILES];
 
-    const SETS: &'static [Isa] = &[Isa::Avx512Bf16];
+    const SET: Isa = Isa::Avx512Bf16;
     const STEP: usize = STEP;
     const STEP_BYTES: usize = STEP_BYTES;
     const HALVES: usize = 2;
