@@ -76,6 +76,16 @@ per_operation! {
     quantization: "quantize";
 }
 
+/// In the time that an emulator of another processor has.
+#[test]
+fn every_instruction_set_passes_the_quick_cases() {
+    let isas = Isa::computable();
+    let mut all: Vec<Cpu> = isas.iter().map(|isa| Cpu::with_isa(2, *isa)).collect();
+    for operation in operations::<Cpu>() {
+        check(&operation, &mut all, Class::Quick);
+    }
+}
+
 fn check_named<B>(all: Vec<Operation<B>>, names: &[&str], check: impl Fn(&Operation<B>)) {
     for name in names {
         let named = all.iter().find(|operation| operation.name == *name);

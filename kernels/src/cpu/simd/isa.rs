@@ -17,7 +17,11 @@ pub enum Isa {
     Avx512,
     /// AVX2, FMA, F16C.
     Avx2,
-    /// Nothing beyond what the target guarantees.
+    /// NEON of 64-bit ARM with products of bfloat16 pairs.
+    NeonBf16,
+    /// NEON of 64-bit ARM; bfloat16 weights are widened.
+    Neon,
+    /// Plain code, with nothing beyond what the target guarantees.
     Portable,
 }
 
@@ -30,6 +34,9 @@ pub(super) enum Vectors {
     /// AVX2.
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    /// NEON.
+    #[cfg(target_arch = "aarch64")]
+    Neon,
     /// Plain code.
     Plain,
 }
@@ -42,9 +49,9 @@ impl Isa {
 
     /// All sets of this machine, best first.
     pub fn available() -> &'static [Isa] {
-        const ALL: &[Isa] = &[Isa::Amx, Isa::Avx512Bf16, Isa::Avx512, Isa::Avx2, Isa::Portable];
         #[cfg(target_arch = "x86_64")]
         {
+            const ALL: &[Isa] = &[Isa::Amx, Isa::Avx512Bf16, Isa::Avx512, Isa::Avx2, Isa::Portable];
             let avx2 = is_x86_feature_detected!("avx2")
                 && is_x86_feature_detected!("fma")
                 && is_x86_feature_detected!("f16c");
@@ -54,20 +61,21 @@ impl Isa {
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl");
             let pairs = avx512 && is_x86_feature_detected!("avx512bf16");
-            if pairs && amx::is_available() {
-                return ALL;
-            }
-            if pairs {
-                return &ALL[1..];
-            }
-            if avx512 {
-                return &ALL[2..];
-            }
-            if avx2 {
-                return &ALL[3..];
+            match () {
+                () if pairs && amx::is_available() => ALL,
+                () if pairs => &ALL[1..],
+                () if avx512 => &ALL[2..],
+                () if avx2 => &ALL[3..],
+                () => &ALL[4..],
             }
         }
-        &ALL[4..]
+        #[cfg(target_arch = "aarch64")]
+        {
+            const ALL: &[Isa] = &[Isa::NeonBf16, Isa::Neon, Isa::Portable];
+            if std::arch::is_aarch64_feature_detected!("bf16") { ALL } else { &ALL[1..] }
+        }
+        #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+        &[Isa::Portable]
     }
 
     /// All sets that this machine can compute with: its own, and those of which it lacks the tiles alone.
@@ -92,29 +100,29 @@ impl Isa {
             Isa::Amx | Isa::AmxModel | Isa::Avx512Bf16 | Isa::Avx512 => Vectors::Avx512,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => Vectors::Avx2,
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonBf16 | Isa::Neon => Vectors::Neon,
             _ => Vectors::Plain,
         }
     }
 
     /// Whether it has products of bfloat16 pairs.
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     pub(super) fn has_pairs(self) -> bool {
-        matches!(self, Isa::Amx | Isa::AmxModel | Isa::Avx512Bf16)
+        matches!(self, Isa::Amx | Isa::AmxModel | Isa::Avx512Bf16 | Isa::NeonBf16)
     }
 
     /// Whether what is written for `other` runs on it.
     pub(super) fn contains(self, other: Isa) -> bool {
         match other {
-            Isa::Amx | Isa::AmxModel => self == other,
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Bf16 => self.has_pairs(),
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => self.vectors() == Vectors::Avx512,
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => self.vectors() != Vectors::Plain,
+            Isa::Amx | Isa::AmxModel | Isa::NeonBf16 => self == other,
+            Isa::Avx512Bf16 => {
+                matches!(self, Isa::Amx | Isa::AmxModel | Isa::Avx512Bf16)
+            }
+            Isa::Avx512 => self == other || self.contains(Isa::Avx512Bf16),
+            Isa::Avx2 => self == other || self.contains(Isa::Avx512),
+            Isa::Neon => matches!(self, Isa::NeonBf16 | Isa::Neon),
             Isa::Portable => true,
-            #[cfg(not(target_arch = "x86_64"))]
-            _ => false,
         }
     }
 }

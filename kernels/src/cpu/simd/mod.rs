@@ -6,7 +6,7 @@
 //! amx/                    tiles of matrices: their instructions, and a model of them
 //! transposed/             gradient of products by bfloat16 pairs, in vectors and in AMX tiles
 //! outer transposed_panels tiles of outer products in f32, gradient of products by them
-//! vector bf16 lanes line  vectors of each instruction set, plain lanes, cache lines
+//! vector neon bf16 lanes line   vectors of each instruction set, plain lanes, cache lines
 //! ```
 //! Products are register tiles over one abstraction of vectors ([`gemm`]); other operations are
 //! plain loops over fixed groups of lanes, compiled once per instruction set. Every function has
@@ -24,11 +24,13 @@ mod gradient;
 mod isa;
 mod lanes;
 mod line;
-#[cfg(target_arch = "x86_64")]
+#[cfg(target_arch = "aarch64")]
+mod neon;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod outer;
 #[cfg(target_arch = "x86_64")]
 mod transposed;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod transposed_panels;
 mod vector;
 

@@ -60,14 +60,25 @@ macro_rules! per_vector {
                 Vectors::Plain => unsafe { $body::<Plain, false>($($name),*) },
             }
         }
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(target_arch = "aarch64")]
         {
-            fn portable($($name: $type),*) {
-                // SAFETY: plain code.
-                unsafe { $body::<Plain, { cfg!(target_arch = "aarch64") }>($($name),*) }
+            fn neon($($name: $type),*) {
+                // SAFETY: every 64-bit ARM has NEON.
+                unsafe { $body::<crate::cpu::simd::neon::Neon, true>($($name),*) }
             }
-            let _ = $isa;
-            portable($($name),*)
+            fn plain($($name: $type),*) {
+                // SAFETY: plain code.
+                unsafe { $body::<Plain, true>($($name),*) }
+            }
+            match $isa.vectors() {
+                Vectors::Neon => neon($($name),*),
+                Vectors::Plain => plain($($name),*),
+            }
+        }
+        #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+        match $isa.vectors() {
+            // SAFETY: plain code.
+            Vectors::Plain => unsafe { $body::<Plain, false>($($name),*) },
         }
     }};
 }

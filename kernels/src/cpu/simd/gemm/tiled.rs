@@ -25,7 +25,8 @@ use shared::dtype::DType;
 
 use super::arithmetic::{Arithmetic, Source, row_lines};
 use super::blocking::Operand;
-use super::pairs::{Bf16, Int8, Nf4, Pairs, STEP};
+use super::pairs::{Pairs, STEP};
+use super::sources::{Bf16, Int8, Nf4};
 use crate::cpu::pool::{Disjoint, Pool};
 use crate::cpu::simd::Isa;
 use crate::cpu::simd::amx::{Config, Hardware, Model, ROW_BYTES, ROWS, Session, Shape, Tiles};
