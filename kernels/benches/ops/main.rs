@@ -6,7 +6,7 @@
 //! [--ggml PROGRAM]
 //!
 //! `--only` takes rows whose name contains the word. `--isa` computes with a lesser instruction set
-//! than the machine has: `avx512`, `avx2` or `portable`. `--torch` names a Python that has PyTorch,
+//! than the machine has: `avx512bf16`, `avx512`, `avx2` or `portable`. `--torch` names a Python that has PyTorch,
 //! `--ggml` what was built of `ggml_ops.c` with llama.cpp's library: products of bfloat16, INT8 and
 //! NF4 are compared with its bf16, q8_0 and q4_0. With one thread times are CPU times: what other
 //! processes take away is not counted. Weights are walked in a ring larger than the caches, as a
@@ -33,8 +33,9 @@ fn main() {
     let threads = arguments.iter().find_map(|a| a.parse().ok()).unwrap_or(cores);
     let isa = after("--isa").map_or_else(Isa::detect, |name| {
         let named = |isa: &&Isa| format!("{isa:?}").eq_ignore_ascii_case(name);
-        let found = Isa::available().iter().find(named);
-        *found.unwrap_or_else(|| panic!("--isa is one of {:?}", Isa::available()))
+        let all = Isa::computable();
+        let found = all.iter().find(named).copied();
+        found.unwrap_or_else(|| panic!("--isa is one of {all:?}"))
     });
     let mut cpu = Cpu::with_isa(threads, isa);
     println!("{:?}, {} threads, {}", cpu.isa(), cpu.threads(), load());

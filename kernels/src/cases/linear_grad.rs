@@ -34,7 +34,15 @@ impl LinearGradCase {
 impl Case for LinearGradCase {
     fn cases(class: Class) -> Vec<Self> {
         let of = |(weight, rows)| LinearGradCase { weight, rows };
-        matrices(class).into_iter().map(of).collect()
+        let mut cases: Vec<_> = matrices(class).into_iter().map(of).collect();
+        if class.takes(Class::Full) {
+            // More rows than a group of AMX tiles on a CPU.
+            let rows = crate::tuning::TILED_GRADIENT_ROWS + 20;
+            let size = (192, 40);
+            let groups = FORMATS.map(|quant| of((Matrix::new(quant, DType::Bf16, size), rows)));
+            cases.extend(groups);
+        }
+        cases
     }
 
     fn measured(shapes: &Shapes) -> Vec<Self> {

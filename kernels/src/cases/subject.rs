@@ -142,13 +142,13 @@ impl Subject for Cpu {
 
     fn arithmetic(&self) -> Arithmetic {
         match self.isa() {
-            Isa::Avx512Bf16 => Arithmetic::Bf16Pairs,
-            Isa::Avx512 | Isa::Avx2 | Isa::Portable => Arithmetic::F32,
+            Isa::Amx | Isa::AmxModel | Isa::Avx512Bf16 => Arithmetic::Bf16Pairs,
+            Isa::Avx512 | Isa::Avx2 | Isa::NeonBf16 | Isa::Neon | Isa::Portable => Arithmetic::F32,
         }
     }
 
     fn group(&self) -> usize {
-        self.isa() as usize
+        self.isa().bits() as usize
     }
 }
 

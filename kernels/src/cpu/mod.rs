@@ -45,9 +45,10 @@ impl Cpu {
         Cpu::with_isa(threads, Isa::detect())
     }
 
-    /// A backend with a chosen instruction set, if this machine has it; else the best that it has.
+    /// A backend with a chosen instruction set, if this machine can compute with it; else the best that it
+    /// has.
     pub fn with_isa(threads: usize, isa: Isa) -> Cpu {
-        let isa = if Isa::available().contains(&isa) { isa } else { Isa::detect() };
+        let isa = if Isa::computable().contains(&isa) { isa } else { Isa::detect() };
         Cpu {
             isa,
             pool: Pool::new(threads),

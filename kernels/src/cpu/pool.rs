@@ -310,11 +310,11 @@ impl<'a, T> Disjoint<'a, T> {
 
     /// Where the elements `start..start + length` begin, for a kernel that writes some of them.
     ///
-    /// Only the kernels of x86-64 do.
+    /// Kernels with instructions of their own do.
     ///
     /// # Panics
     /// When the range is not inside the slice.
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     pub(crate) fn pointer(&self, start: usize, length: usize) -> *mut T {
         assert!(
             start <= self.length && length <= self.length - start,

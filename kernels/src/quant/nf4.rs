@@ -243,7 +243,7 @@ impl<'a> Parts<'a> {
     ///
     /// # Safety
     /// The matrix [`is_grouped`](Self::is_grouped) and has that row, and a row that group.
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     #[allow(unsafe_code, reason = "the innermost loop of a matrix product asks for it")]
     #[inline(always)]
     pub(crate) unsafe fn scale_unchecked(&self, output: usize, group: usize) -> f32 {

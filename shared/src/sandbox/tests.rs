@@ -223,6 +223,14 @@ fn what_is_refused_works_where_nothing_is_confined() {
     }
 }
 
+/// Kernels for tiles ask the kernel for them when a backend is made, after the sandbox was entered.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn asking_for_the_state_of_tiles_is_refused_to_nobody() {
+    let is_refused = |refusal: &table::Refusal| refusal.calls.contains(&nix::libc::SYS_arch_prctl);
+    assert!(!table::REFUSALS.iter().any(is_refused));
+}
+
 #[test]
 fn modes_have_names() {
     for (text, mode) in

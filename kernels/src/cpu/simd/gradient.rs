@@ -21,11 +21,13 @@ use shared::dtype::DType;
 
 use super::elementwise::{moments, normal, tanh_weight};
 use super::lanes::{LANES, dot, exp, mul_add, tree_sum};
+#[cfg(target_arch = "aarch64")]
+use super::neon::Neon;
 #[cfg(target_arch = "x86_64")]
 use super::transposed::multiply;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::transposed_panels;
-use super::{Isa, Scratch, per_isa};
+use super::{Isa, Scratch, Vectors, per_isa};
 use crate::cpu::pool::{Disjoint, Pool};
 use crate::ops::{GeluGrad, GeluKind, LinearGrad, NormGrad, SiluMulGrad, convert};
 use crate::tensor::{Format, WeightView};
@@ -62,29 +64,36 @@ pub(in crate::cpu) fn linear_grad(
     scratch: &mut Scratch,
     args: LinearGrad<'_, [f32], WeightView<'_>>,
 ) {
-    #[cfg(not(target_arch = "x86_64"))]
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     let _ = scratch;
     #[cfg(target_arch = "x86_64")]
-    let args = match (isa, args.weight.dtype()) {
+    let args = if isa.has_pairs() && args.weight.dtype() == DType::Bf16 {
         // SAFETY: `Isa` values come from `Isa::available`, which saw these features.
-        (Isa::Avx512Bf16, DType::Bf16) => match unsafe { multiply(pool, scratch, args) } {
+        match unsafe { multiply(isa, pool, scratch, args) } {
             Some(args) => args,
             None => return,
-        },
-        _ => args,
+        }
+    } else {
+        args
     };
-    #[cfg(target_arch = "x86_64")]
     if tuning::gradient_takes_panels(args.rows) {
-        match isa {
+        match isa.vectors() {
             // SAFETY: `Isa` values come from `Isa::available`, which saw these features.
-            Isa::Avx512Bf16 | Isa::Avx512 => unsafe {
+            #[cfg(target_arch = "x86_64")]
+            Vectors::Avx512 => unsafe {
                 return transposed_panels::multiply::<__m512>(pool, scratch, args);
             },
             // SAFETY: as above.
-            Isa::Avx2 => unsafe {
+            #[cfg(target_arch = "x86_64")]
+            Vectors::Avx2 => unsafe {
                 return transposed_panels::multiply::<__m256>(pool, scratch, args);
             },
-            Isa::Portable => {}
+            // SAFETY: as above.
+            #[cfg(target_arch = "aarch64")]
+            Vectors::Neon => unsafe {
+                return transposed_panels::multiply::<Neon>(pool, scratch, args);
+            },
+            Vectors::Plain => {}
         }
     }
     let (inputs, outputs, rows) = (args.weight.inputs(), args.weight.outputs(), args.rows);

@@ -46,3 +46,32 @@ pub(super) fn floats(lines: &mut [Line]) -> &mut [f32] {
     // SAFETY: the same initialized memory, aligned more than f32 asks for; every pattern is an f32.
     unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), count) }
 }
+
+/// Asks for the cache line at `p`: into the first-level cache if it `IS_NEAR` to be read, else into the
+/// second. The next strip of a wide matrix does not fit the first beside the present one, which also holds
+/// the inputs.
+#[inline(always)]
+pub(super) fn prefetch<const IS_NEAR: bool>(p: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    match IS_NEAR {
+        // SAFETY: a prefetch reads nothing, whatever the address; every x86-64 has it.
+        true => unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) },
+        // SAFETY: as above.
+        false => unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) },
+    }
+    #[cfg(target_arch = "aarch64")]
+    match IS_NEAR {
+        // SAFETY: as above; every 64-bit ARM has it.
+        true => unsafe {
+            std::arch::asm!("prfm pldl1keep, [{}]", in(reg) p,
+                options(readonly, nostack, preserves_flags));
+        },
+        // SAFETY: as above.
+        false => unsafe {
+            std::arch::asm!("prfm pldl2keep, [{}]", in(reg) p,
+                options(readonly, nostack, preserves_flags));
+        },
+    }
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    let _ = p;
+}

@@ -1,30 +1,36 @@
 //! Fast paths of the CPU, one choice of instruction set per process.
 //!
 //! ```text
-//! mod.rs                  instruction sets, scratch memory
+//! isa                     instruction sets
 //! gemm/ attention/        dispatch, kernels, shapes          elementwise gradient   kernels
-//! transposed              gradient of products by bfloat16 pairs
+//! amx/                    tiles of matrices: their instructions, and a model of them
+//! transposed/             gradient of products by bfloat16 pairs, in vectors and in AMX tiles
 //! outer transposed_panels tiles of outer products in f32, gradient of products by them
-//! vector bf16 lanes line  vectors of each instruction set, plain lanes, cache lines
+//! vector neon bf16 lanes line   vectors of each instruction set, plain lanes, cache lines
 //! ```
 //! Products are register tiles over one abstraction of vectors ([`gemm`]); other operations are
 //! plain loops over fixed groups of lanes, compiled once per instruction set. Every function has
 //! one reduction order per row (see the crate's header).
 #![allow(unsafe_code)]
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod attention;
 #[cfg(target_arch = "x86_64")]
 mod bf16;
 mod elementwise;
 mod gemm;
 mod gradient;
+mod isa;
 mod lanes;
 mod line;
-#[cfg(target_arch = "x86_64")]
+#[cfg(target_arch = "aarch64")]
+mod neon;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod outer;
 #[cfg(target_arch = "x86_64")]
 mod transposed;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod transposed_panels;
 mod vector;
 
@@ -32,51 +38,8 @@ pub(super) use attention::{attention, attention_grad};
 pub(super) use elementwise::{add, gelu, kv_append, layernorm, rmsnorm, rope, silu_mul};
 pub(super) use gemm::{linear, products};
 pub(super) use gradient::{gelu_grad, linear_grad, norm_grad, silu_mul_grad};
-
-/// Instruction sets with their own paths. Results of different sets may differ in the last bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Isa {
-    /// AVX-512 with products of bfloat16 pairs.
-    Avx512Bf16,
-    /// AVX-512 F, BW, DQ, VL; bfloat16 weights are widened.
-    Avx512,
-    /// AVX2, FMA, F16C.
-    Avx2,
-    /// Nothing beyond what the target guarantees.
-    Portable,
-}
-
-impl Isa {
-    /// The best set of this machine.
-    pub fn detect() -> Isa {
-        Isa::available()[0]
-    }
-
-    /// All sets of this machine, best first.
-    pub fn available() -> &'static [Isa] {
-        #[cfg(target_arch = "x86_64")]
-        {
-            let avx2 = is_x86_feature_detected!("avx2")
-                && is_x86_feature_detected!("fma")
-                && is_x86_feature_detected!("f16c");
-            let avx512 = avx2
-                && is_x86_feature_detected!("avx512f")
-                && is_x86_feature_detected!("avx512bw")
-                && is_x86_feature_detected!("avx512dq")
-                && is_x86_feature_detected!("avx512vl");
-            if avx512 && is_x86_feature_detected!("avx512bf16") {
-                return &[Isa::Avx512Bf16, Isa::Avx512, Isa::Avx2, Isa::Portable];
-            }
-            if avx512 {
-                return &[Isa::Avx512, Isa::Avx2, Isa::Portable];
-            }
-            if avx2 {
-                return &[Isa::Avx2, Isa::Portable];
-            }
-        }
-        &[Isa::Portable]
-    }
-}
+pub use isa::Isa;
+use isa::Vectors;
 
 /// Memory that operations reuse from call to call.
 #[derive(Debug, Default)]
@@ -99,12 +62,12 @@ macro_rules! per_isa {
             fn avx512($($name: $type),*) $(-> $ret)? { $body::<true>($($name),*) }
             #[target_feature(enable = "avx2,fma,f16c")]
             fn avx2($($name: $type),*) $(-> $ret)? { $body::<true>($($name),*) }
-            match $isa {
+            match $isa.vectors() {
                 // SAFETY: `Isa` values come from `Isa::available`, which saw these features.
-                Isa::Avx512Bf16 | Isa::Avx512 => unsafe { avx512($($name),*) },
+                $crate::cpu::simd::Vectors::Avx512 => unsafe { avx512($($name),*) },
                 // SAFETY: as above.
-                Isa::Avx2 => unsafe { avx2($($name),*) },
-                Isa::Portable => $body::<false>($($name),*),
+                $crate::cpu::simd::Vectors::Avx2 => unsafe { avx2($($name),*) },
+                $crate::cpu::simd::Vectors::Plain => $body::<false>($($name),*),
             }
         }
         #[cfg(not(target_arch = "x86_64"))]

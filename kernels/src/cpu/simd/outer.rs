@@ -12,11 +12,15 @@
 //! Floor of a tile: `2 * rows` multiply-adds per step against `2 + rows` loads. With 12 rows
 //! (AVX-512) or 6 rows (AVX2) the multipliers are the bound.
 
+#[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 use std::ops::Range;
 
 use shared::dtype::DType;
 
+use super::line::prefetch;
+#[cfg(target_arch = "aarch64")]
+use super::neon::{Neon, transpose};
 use super::vector::Vector;
 use crate::cpu::pool::Disjoint;
 use crate::ops::convert;
@@ -212,8 +216,13 @@ macro_rules! outer {
     };
 }
 
+#[cfg(target_arch = "x86_64")]
 outer!(__m256, "avx2,fma,f16c", rows 6, transpose256);
+#[cfg(target_arch = "x86_64")]
 outer!(__m512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", rows 12, transpose512);
+// A vector is four registers: three rows have 24 accumulators.
+#[cfg(target_arch = "aarch64")]
+outer!(Neon, "neon", rows 3, transpose);
 
 /// [`Outer::tile`] of `rows` rows, at most [`Outer::ROWS`].
 ///
@@ -270,10 +279,8 @@ unsafe fn tile<V: Outer, const R: usize>(
     let (mut a, mut b) = (a, b);
     let Ahead { weights: mut asked, sums: mut asked_sums, weight_bytes, sum_bytes } = ahead;
     for _ in 0..steps {
-        // SAFETY: prefetching reads nothing.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(asked.cast()) };
-        // SAFETY: as above.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(asked_sums.cast()) };
+        prefetch::<false>(asked);
+        prefetch::<true>(asked_sums);
         (asked, asked_sums) =
             (asked.wrapping_add(weight_bytes), asked_sums.wrapping_add(sum_bytes));
         let mut weights = [V::ZERO; WIDTH];
@@ -440,9 +447,10 @@ unsafe fn widen<V: Outer>(
 }
 
 /// Rows to columns of 16 vectors.
+#[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq")]
-fn transpose512(v: &mut [__m512; MOST_LANES]) {
+pub(super) fn transpose512(v: &mut [__m512; MOST_LANES]) {
     let mut quads = [_mm512_setzero_ps(); MOST_LANES];
     for g in 0..4 {
         let [a, b, c, d] = [v[4 * g], v[4 * g + 1], v[4 * g + 2], v[4 * g + 3]];
@@ -468,6 +476,7 @@ fn transpose512(v: &mut [__m512; MOST_LANES]) {
 }
 
 /// Rows to columns of the first 8 vectors.
+#[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx2")]
 fn transpose256(v: &mut [__m256; MOST_LANES]) {

@@ -12,15 +12,15 @@
 //! Shapes: grad `[rows, outputs]`, matrix `[outputs, inputs]`, out `[rows, inputs]`, all f32. Floor:
 //! `2 * rows * outputs * inputs` operations over the f32 rate of the multipliers.
 
-use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 use std::cell::RefCell;
 use std::ops::Range;
 
 use shared::dtype::DType;
 
 use super::Scratch;
+#[cfg(target_arch = "x86_64")]
 use super::gemm::nf4::Nf4;
-use super::line::{LINE, Line, ZEROS, floats, resize};
+use super::line::{LINE, Line, ZEROS, floats, prefetch, resize};
 use super::outer::{Ahead, MOST_LANES, Outer, Rows, Sums, WIDTH, tile_of};
 use crate::cpu::pool::{Disjoint, Pool};
 use crate::ops::LinearGrad;
@@ -142,8 +142,7 @@ fn widen<V: Outer>(
     for (step, row) in chunk.enumerate() {
         let ahead = first.wrapping_add((row + ROWS_AHEAD) * row_bytes);
         for line in (0..bytes(count)).step_by(LINE) {
-            // SAFETY: prefetching reads nothing.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line).cast()) };
+            prefetch::<true>(ahead.wrapping_add(line));
         }
         let to = panels[step * WIDTH * V::LANES..].as_mut_ptr();
         if whole > 0 {
@@ -155,6 +154,7 @@ fn widen<V: Outer>(
         if whole < count {
             let rest = columns.start + whole..columns.end;
             match weight.format() {
+                #[cfg(target_arch = "x86_64")]
                 Format::Nf4(parts) if parts.is_grouped() && rest.len().is_multiple_of(64) => {
                     let source = Nf4 { parts, inputs, dtype: weight.dtype() };
                     // SAFETY: as above; rows and columns are whole groups.

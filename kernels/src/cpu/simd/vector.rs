@@ -18,6 +18,8 @@ pub(super) trait Vector: Copy + Send + Sync + 'static {
     const LANES: usize;
     /// Zero in every lane.
     const ZERO: Self;
+    /// Registers that a vector takes.
+    const PARTS: usize = 1;
 
     /// The same number in every lane.
     unsafe fn splat(value: f32) -> Self;
@@ -28,7 +30,10 @@ pub(super) trait Vector: Copy + Send + Sync + 'static {
     /// Loads float16 numbers, widened.
     unsafe fn load_f16(p: *const u8) -> Self;
     /// Loads signed bytes as numbers.
-    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "for vectors of x86-64"))]
+    #[cfg_attr(
+        not(any(target_arch = "x86_64", target_arch = "aarch64")),
+        allow(dead_code, reason = "for vectors with instructions of their own")
+    )]
     unsafe fn load_i8(p: *const u8) -> Self;
     /// Stores f32 numbers.
     unsafe fn store(self, p: *mut u8);

@@ -27,7 +27,7 @@ pub(super) use shapes::QueryTile;
 use shapes::{Backward, Forward, Outputs};
 
 use super::vector::Plain;
-use super::{Isa, Scratch};
+use super::{Isa, Scratch, Vectors};
 use crate::cpu::pool::{Disjoint, Pool};
 #[cfg(target_arch = "x86_64")]
 use crate::kv::PageLayout;
@@ -51,23 +51,34 @@ macro_rules! per_vector {
                 // SAFETY: as above.
                 unsafe { $body::<__m256, true>($($name),*) }
             }
-            match $isa {
+            match $isa.vectors() {
                 // SAFETY: `Isa` values come from `Isa::available`, which saw these features.
-                Isa::Avx512Bf16 | Isa::Avx512 => unsafe { avx512($($name),*) },
+                Vectors::Avx512 => unsafe { avx512($($name),*) },
                 // SAFETY: as above.
-                Isa::Avx2 => unsafe { avx2($($name),*) },
+                Vectors::Avx2 => unsafe { avx2($($name),*) },
                 // SAFETY: plain code.
-                Isa::Portable => unsafe { $body::<Plain, false>($($name),*) },
+                Vectors::Plain => unsafe { $body::<Plain, false>($($name),*) },
             }
         }
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(target_arch = "aarch64")]
         {
-            fn portable($($name: $type),*) {
-                // SAFETY: plain code.
-                unsafe { $body::<Plain, { cfg!(target_arch = "aarch64") }>($($name),*) }
+            fn neon($($name: $type),*) {
+                // SAFETY: every 64-bit ARM has NEON.
+                unsafe { $body::<crate::cpu::simd::neon::Neon, true>($($name),*) }
             }
-            let _ = $isa;
-            portable($($name),*)
+            fn plain($($name: $type),*) {
+                // SAFETY: plain code.
+                unsafe { $body::<Plain, true>($($name),*) }
+            }
+            match $isa.vectors() {
+                Vectors::Neon => neon($($name),*),
+                Vectors::Plain => plain($($name),*),
+            }
+        }
+        #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+        match $isa.vectors() {
+            // SAFETY: plain code.
+            Vectors::Plain => unsafe { $body::<Plain, false>($($name),*) },
         }
     }};
 }
@@ -90,7 +101,7 @@ thread_local! {
 /// Whether the kernels of bfloat16 pairs take these pages.
 #[cfg(target_arch = "x86_64")]
 fn has_pairs(isa: Isa, layout: PageLayout) -> bool {
-    isa == Isa::Avx512Bf16 && layout.dtype == DType::Bf16 && pairs::takes(layout.head_dim)
+    isa.has_pairs() && layout.dtype == DType::Bf16 && pairs::takes(layout.head_dim)
 }
 
 /// Attention of new tokens over the pages of their rows.

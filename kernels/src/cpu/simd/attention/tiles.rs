@@ -63,7 +63,7 @@ pub(super) unsafe fn dots<V: Vector, const FMA: bool, const R: usize>(
         };
     }
     if dim.is_multiple_of(LANES) {
-        match (V::LANES == LANES, R) {
+        match (V::LANES == LANES && V::PARTS == 1, R) {
             (true, 4) => tiles!(4, 4),
             (true, _) => tiles!(R, 8),
             (false, 1) => tiles!(1, 4),
@@ -136,12 +136,12 @@ pub(super) unsafe fn add_weighted<V: Vector, const FMA: bool, const R: usize>(
     let dim = out[0].len();
     let mut at = 0;
     // With two queries, sixteen accumulators of sixteen lanes, or eight of eight.
-    while V::LANES == LANES && at + 8 * V::LANES <= dim {
+    while V::LANES == LANES && V::PARTS == 1 && at + 8 * V::LANES <= dim {
         // SAFETY: as the caller says.
         unsafe { weighted_tile::<V, R, 8>(weights, y, at, out) };
         at += 8 * V::LANES;
     }
-    while at + 4 * V::LANES <= dim {
+    while V::PARTS == 1 && at + 4 * V::LANES <= dim {
         // SAFETY: as the caller says.
         unsafe { weighted_tile::<V, R, 4>(weights, y, at, out) };
         at += 4 * V::LANES;
@@ -232,7 +232,7 @@ pub(super) unsafe fn add_gradients<V: Vector, const FMA: bool, const R: usize>(
     let dim = q_grad[0].len();
     let mut at = 0;
     // Three vectors of each query and column: those of eight lanes have half the registers.
-    while V::LANES == LANES && at + 2 * V::LANES <= dim {
+    while V::LANES == LANES && V::PARTS == 1 && at + 2 * V::LANES <= dim {
         // SAFETY: as the caller says.
         unsafe { gradient_tile::<V, R, 2>(from, at, q_grad, k_grad, v_grad) };
         at += 2 * V::LANES;

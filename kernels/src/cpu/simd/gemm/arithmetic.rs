@@ -17,7 +17,7 @@ use std::ops::Range;
 use shared::dtype::DType;
 
 use crate::cpu::simd::Isa;
-use crate::cpu::simd::line::{LINE, Line};
+use crate::cpu::simd::line::{LINE, Line, prefetch};
 use crate::tuning::Split;
 
 /// Vectors, steps and block sizes of one kind of product.
@@ -38,8 +38,8 @@ pub(in crate::cpu::simd) trait Arithmetic:
     /// Accumulators of all tiles of a group.
     type GroupSums: AsMut<[Self::Accumulator]>;
 
-    /// The instruction sets that have its instructions.
-    const SETS: &'static [Isa];
+    /// The least instruction set that has its instructions.
+    const SET: Isa;
     /// Inputs of a step.
     const STEP: usize;
     /// Bytes of a row in one step of a panel.
@@ -56,7 +56,10 @@ pub(in crate::cpu::simd) trait Arithmetic:
     const ZERO: Self::Accumulator;
     /// Whether products of many rows go over packed panels (`panels`): decoded weights are f32, an
     /// accumulator is one vector of them, and lane `c` sums inputs `c`, `c + STEP`, ...
-    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "for vectors of x86-64"))]
+    #[cfg_attr(
+        not(any(target_arch = "x86_64", target_arch = "aarch64")),
+        allow(dead_code, reason = "for vectors with instructions of their own")
+    )]
     const HAS_PANELS: bool;
 
     /// Returns zeroed accumulators of one tile.
@@ -232,20 +235,6 @@ impl<A: Arithmetic> Source<A> for Decoded<'_> {
     }
 }
 
-/// Asks for the cache line at `p`, into the second-level cache: the next strip of a wide matrix does not fit
-/// the first beside the present one, which also holds the inputs.
-#[inline(always)]
-fn prefetch(p: *const u8) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        // SAFETY: a prefetch reads nothing, whatever the address; every x86-64 has it.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) };
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = p;
-}
-
 /// Adds the products of `O` rows of the matrix from `output` on, and the `R` rows of `panel`, over
 /// the inputs `range`, which begins at a step: to zero from input 0 on, else to the sums of the
 /// inputs before.
@@ -283,7 +272,7 @@ pub(super) unsafe fn tile<A: Arithmetic, S: Source<A>, const O: usize, const R: 
     for step in steps.clone() {
         until = until.wrapping_add(ahead.step_bytes);
         while asked < until {
-            prefetch(asked);
+            prefetch::<false>(asked);
             asked = asked.wrapping_add(LINE);
         }
         let x = x.wrapping_add(step * R * A::STEP_BYTES);

@@ -14,6 +14,8 @@ use shared::dtype::DType;
 use super::arithmetic::{self, Ahead, Arithmetic, IN_ORDER, Panel, Source};
 use crate::cpu::simd::Isa;
 use crate::cpu::simd::line::{LINE, Line, floats};
+#[cfg(target_arch = "aarch64")]
+use crate::cpu::simd::neon::Neon;
 use crate::cpu::simd::vector::{Plain, Vector};
 use crate::ops::convert;
 use crate::quant::int8;
@@ -35,13 +37,18 @@ pub(super) struct Groups;
 #[derive(Clone, Copy)]
 pub(super) struct WideGroups;
 
+/// f32 products in NEON by groups of 64 weights, which are decoded in registers: single rows.
+#[cfg(target_arch = "aarch64")]
+#[derive(Clone, Copy)]
+pub(super) struct NeonGroups;
+
 /// Implements [`Arithmetic`] for one vector, `halves` of them a step: `accumulators` of a tile of at most `rows` rows fit its
-/// registers beside the inputs and a weight, those of `tiles` tiles the first-level cache. `sets`
-/// have its instructions. `work`
+/// registers beside the inputs and a weight, those of `tiles` tiles the first-level cache. `set`
+/// has its instructions. `work`
 /// gives the bytes of an output and the rows that cost as much as what is computed.
 macro_rules! float {
     (
-        $arithmetic:ty, $vector:ty, halves $halves:literal, sets [$($set:ident),*], $(target $features:literal,)? accumulators $accumulators:literal, rows $rows:literal,
+        $arithmetic:ty, $vector:ty, halves $halves:literal, set $set:ident, $(target $features:literal,)? accumulators $accumulators:literal, rows $rows:literal,
         tiles $tiles:literal, panels $panels:literal, work |$row_bytes:ident, $inputs:ident, $of:ident| $work:expr
     ) => {
         impl Arithmetic for $arithmetic {
@@ -51,7 +58,7 @@ macro_rules! float {
             type TileSums = [$vector; $accumulators];
             type GroupSums = [$vector; $accumulators * $tiles];
 
-            const SETS: &'static [Isa] = &[$(Isa::$set),*];
+            const SET: Isa = Isa::$set;
             const STEP: usize = $halves * <$vector>::LANES;
             const STEP_BYTES: usize = 4 * Self::STEP;
             const HALVES: usize = $halves;
@@ -172,22 +179,29 @@ macro_rules! float {
 
 // What widening takes counts as reading f32.
 #[cfg(target_arch = "x86_64")]
-float!(Float<__m256>, __m256, halves 1, sets [Avx512Bf16, Avx512, Avx2], target "avx2,fma,f16c", accumulators 12, rows 3,
+float!(Float<__m256>, __m256, halves 1, set Avx2, target "avx2,fma,f16c", accumulators 12, rows 3,
     tiles 64, panels true,
     work |_row_bytes, inputs, rows| (2 * inputs, 2 * rows));
 #[cfg(target_arch = "x86_64")]
-float!(Groups, __m256, halves 8, sets [Avx512Bf16, Avx512, Avx2], target "avx2,fma,f16c", accumulators 12, rows 1,
+float!(Groups, __m256, halves 8, set Avx2, target "avx2,fma,f16c", accumulators 12, rows 1,
     tiles 1, panels false,
     work |row_bytes, inputs, rows| (row_bytes.max(inputs), 2 * rows));
 #[cfg(target_arch = "x86_64")]
-float!(WideGroups, __m256, halves 8, sets [Avx512Bf16, Avx512],
+float!(WideGroups, __m256, halves 8, set Avx512,
     target "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", accumulators 12, rows 1, tiles 1, panels false,
     work |row_bytes, inputs, rows| (row_bytes.max(inputs), 2 * rows));
 #[cfg(target_arch = "x86_64")]
-float!(Float<__m512>, __m512, halves 1, sets [Avx512Bf16, Avx512],
+float!(Float<__m512>, __m512, halves 1, set Avx512,
     target "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", accumulators 24, rows 6, tiles 16, panels true,
     work |row_bytes, inputs, rows| (row_bytes.max(2 * inputs), rows));
-float!(Float<Plain>, Plain, halves 1, sets [Avx512Bf16, Avx512, Avx2, Portable], accumulators 1, rows 1, tiles 128, panels false,
+// A vector is four registers: four outputs of a row have sixteen accumulators.
+#[cfg(target_arch = "aarch64")]
+float!(Float<Neon>, Neon, halves 1, set Neon, target "neon", accumulators 4, rows 1, tiles 32, panels true,
+    work |row_bytes, inputs, rows| (row_bytes.max(2 * inputs), 2 * rows));
+#[cfg(target_arch = "aarch64")]
+float!(NeonGroups, Neon, halves 4, set Neon, target "neon", accumulators 4, rows 1, tiles 1, panels false,
+    work |row_bytes, inputs, rows| (row_bytes.max(inputs), 2 * rows));
+float!(Float<Plain>, Plain, halves 1, set Portable, accumulators 1, rows 1, tiles 128, panels false,
     work |_row_bytes, inputs, rows| (2 * inputs, 2 * rows));
 
 /// Returns the order of a source if it is another one than that of the inputs.
@@ -281,7 +295,7 @@ number!(
 number!(
     /// float16.
     F16, 2, shared from 2, load_f16);
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 number!(
     /// Codes of INT8.
     Code, 1, shared from 2, load_i8);
@@ -303,10 +317,9 @@ impl<'a, N: Number> Stored<'a, N> {
     }
 }
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 impl<'a> Stored<'a, Code> {
     /// The codes of INT8.
-    #[cfg(target_arch = "x86_64")]
     pub(super) fn int8(parts: int8::Parts<'a>, inputs: usize) -> Self {
         Stored { bytes: parts.codes, inputs, int8: Some(parts), number: PhantomData }
     }

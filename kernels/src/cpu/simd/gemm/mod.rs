@@ -1,6 +1,6 @@
 //! Matrix products in register tiles: the choice of arithmetic and source for a matrix.
 //!
-//! | Matrix | AVX-512 BF16 | AVX-512 | AVX2 | any |
+//! | Matrix | AMX, AVX-512 BF16 | AVX-512 | AVX2 | any |
 //! | --- | --- | --- | --- | --- |
 //! | bfloat16 | bfloat16 pairs | f32, 16 lanes | f32, 8 lanes | f32, plain |
 //! | f32, float16 | f32, 16 lanes | f32, 16 lanes | f32, 8 lanes | f32, plain |
@@ -8,7 +8,10 @@
 //! | NF4, rows of whole groups | bfloat16 pairs, else f32, 8 lanes | f32, 8 lanes | f32, 8 lanes | f32, plain |
 //! | NF4, other rows | f32, 16 lanes | f32, 16 lanes | f32, 8 lanes | f32, plain |
 //!
-//! Pairs multiply matrices whose arithmetic is bfloat16. Every element of the output has one
+//! On 64-bit ARM bfloat16 pairs are those of `bfdot`, where the processor has it; everything else is f32 in
+//! 16 lanes of NEON.
+//!
+//! Pairs multiply matrices whose arithmetic is bfloat16, in tiles on AMX ([`tiled`]). Every element of the output has one
 //! accumulator vector that walks the inputs from first to last, and one fixed tree that sums its
 //! lanes: the same bits in every tile, piece and thread ([`blocking`]). For more than 32 rows, f32
 //! products go over packed panels in vectors of the whole instruction set, with the same bits
@@ -17,12 +20,18 @@
 mod arithmetic;
 mod blocking;
 mod float;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 #[cfg(target_arch = "x86_64")]
 pub(super) mod nf4;
 #[cfg(target_arch = "x86_64")]
 pub(super) mod pairs;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod panels;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+pub(super) mod sources;
+#[cfg(target_arch = "x86_64")]
+mod tiled;
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{__m256, __m512};
@@ -33,18 +42,24 @@ use shared::dtype::DType;
 use arithmetic::Arithmetic;
 pub(super) use arithmetic::Source;
 use blocking::{Operand, multiply};
+#[cfg(target_arch = "aarch64")]
+use float::NeonGroups;
 use float::{Bf16, F16, F32, Float, Stored, View};
 #[cfg(target_arch = "x86_64")]
 use float::{Groups, WideGroups};
+#[cfg(target_arch = "aarch64")]
+use neon::BfDot;
 
+#[cfg(target_arch = "aarch64")]
+use super::neon::Neon;
 use super::vector::{Plain, Vector};
-use super::{Isa, Scratch};
+use super::{Isa, Scratch, Vectors};
 use crate::cpu::pool::{Disjoint, Pool};
 use crate::ops::{Linear, Product, Products};
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::quant::{self, int8};
 use crate::tensor::{Format, WeightView};
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::tuning;
 
 /// One matrix product.
@@ -105,59 +120,74 @@ impl<'w> LikeProducts<'_, '_, 'w> {
         }
     }
 
+    /// Whether the matrices are multiplied in bfloat16 pairs.
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    fn is_paired(&self) -> bool {
+        self.isa.has_pairs() && self.dtype == DType::Bf16
+    }
+
     fn plain(&mut self) {
-        match (self.isa, self.dtype) {
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+        if self.is_paired() {
+            let inputs = self.inputs;
+            return self.pairs(|weight| Some(sources::Bf16 { bytes: weight.bytes(), inputs }));
+        }
+        match self.isa.vectors() {
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512Bf16, DType::Bf16) => {
-                let inputs = self.inputs;
-                self.multiply::<pairs::Pairs, _>(|weight| {
-                    Some(pairs::Bf16 { bytes: weight.bytes(), inputs })
-                });
-            }
+            Vectors::Avx512 => self.stored::<__m512>(),
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512Bf16 | Isa::Avx512, _) => self.stored::<__m512>(),
-            #[cfg(target_arch = "x86_64")]
-            (Isa::Avx2, _) => self.stored::<__m256>(),
-            _ => self.stored::<Plain>(),
+            Vectors::Avx2 => self.stored::<__m256>(),
+            #[cfg(target_arch = "aarch64")]
+            Vectors::Neon => self.stored::<Neon>(),
+            Vectors::Plain => self.stored::<Plain>(),
         }
     }
 
     fn int8(&mut self) {
-        #[cfg(target_arch = "x86_64")]
-        let inputs = self.inputs;
-        match (self.isa, self.dtype) {
-            #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512Bf16, DType::Bf16) => self.multiply::<pairs::Pairs, _>(|weight| {
-                int8_parts(weight).map(|parts| pairs::Int8 { parts, inputs })
-            }),
-            #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512Bf16 | Isa::Avx512 | Isa::Avx2, _) => {
-                self.multiply::<Float<__m256>, _>(|weight| {
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+        {
+            let inputs = self.inputs;
+            if self.is_paired() {
+                return self.pairs(|weight| {
+                    int8_parts(weight).map(|parts| sources::Int8 { parts, inputs })
+                });
+            }
+            if self.isa.vectors() != Vectors::Plain {
+                #[cfg(target_arch = "x86_64")]
+                type Codes = Float<__m256>;
+                #[cfg(target_arch = "aarch64")]
+                type Codes = Float<Neon>;
+                return self.multiply::<Codes, _>(|weight| {
                     int8_parts(weight).map(|parts| Stored::int8(parts, inputs))
                 });
             }
-            _ => self.multiply::<Float<Plain>, _>(|weight| Some(View(weight))),
         }
+        self.multiply::<Float<Plain>, _>(|weight| Some(View(weight)));
     }
 
     fn nf4(&mut self) {
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
         {
             let has_groups = |part: &Product<'_, [f32], WeightView<'_>>| {
                 nf4_parts(part.weight).is_some_and(|parts| parts.is_grouped())
             };
-            if self.isa != Isa::Portable && self.args.parts.iter().all(has_groups) {
+            if self.isa.vectors() != Vectors::Plain && self.args.parts.iter().all(has_groups) {
                 return self.grouped_nf4();
             }
         }
-        match self.isa {
+        self.any_nf4();
+    }
+
+    /// NF4 in any shape.
+    fn any_nf4(&mut self) {
+        match self.isa.vectors() {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Bf16 | Isa::Avx512 => {
-                self.multiply::<Float<__m512>, _>(|weight| Some(View(weight)));
-            }
+            Vectors::Avx512 => self.multiply::<Float<__m512>, _>(|weight| Some(View(weight))),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => self.multiply::<Float<__m256>, _>(|weight| Some(View(weight))),
-            _ => self.multiply::<Float<Plain>, _>(|weight| Some(View(weight))),
+            Vectors::Avx2 => self.multiply::<Float<__m256>, _>(|weight| Some(View(weight))),
+            #[cfg(target_arch = "aarch64")]
+            Vectors::Neon => self.multiply::<Float<Neon>, _>(|weight| Some(View(weight))),
+            Vectors::Plain => self.multiply::<Float<Plain>, _>(|weight| Some(View(weight))),
         }
     }
 
@@ -165,11 +195,12 @@ impl<'w> LikeProducts<'_, '_, 'w> {
     #[cfg(target_arch = "x86_64")]
     fn grouped_nf4(&mut self) {
         let (dtype, inputs) = (self.dtype, self.inputs);
-        match (self.isa, dtype) {
-            (Isa::Avx512Bf16, DType::Bf16) => self.multiply::<pairs::Pairs, _>(|weight| {
-                nf4_parts(weight).map(|parts| pairs::Nf4 { parts, inputs })
-            }),
-            (Isa::Avx512, DType::Bf16) if self.args.rows == 1 => {
+        if self.is_paired() {
+            return self
+                .pairs(|weight| nf4_parts(weight).map(|parts| sources::Nf4 { parts, inputs }));
+        }
+        match (self.isa.vectors(), dtype) {
+            (Vectors::Avx512, DType::Bf16) if self.args.rows == 1 => {
                 self.multiply::<WideGroups, _>(|weight| {
                     nf4_parts(weight).map(|parts| nf4::Nf4Bf16 { parts, inputs })
                 });
@@ -186,6 +217,43 @@ impl<'w> LikeProducts<'_, '_, 'w> {
             _ => self.multiply::<Float<__m256>, _>(|weight| {
                 nf4_parts(weight).map(|parts| nf4::Nf4 { parts, inputs, dtype })
             }),
+        }
+    }
+
+    /// NF4 whose rows are whole groups.
+    #[cfg(target_arch = "aarch64")]
+    fn grouped_nf4(&mut self) {
+        let inputs = self.inputs;
+        let source = |weight| nf4_parts(weight).map(|parts| sources::Nf4 { parts, inputs });
+        match self.dtype {
+            DType::Bf16 if self.is_paired() => self.pairs(source),
+            DType::Bf16 if self.args.rows == 1 => self.multiply::<NeonGroups, _>(source),
+            DType::Bf16 => self.multiply::<Float<Neon>, _>(source),
+            DType::F16 | DType::F32 => self.any_nf4(),
+        }
+    }
+
+    /// Multiplies bfloat16 with the matrices from which `source` makes a source.
+    #[cfg(target_arch = "aarch64")]
+    fn pairs<S: Source<BfDot>>(&mut self, source: impl Fn(WeightView<'w>) -> Option<S>) {
+        self.multiply::<BfDot, _>(source);
+    }
+
+    /// Multiplies bfloat16 with the matrices from which `source` makes a source: in tiles where the
+    /// instruction set has them, for any number of rows.
+    #[cfg(target_arch = "x86_64")]
+    fn pairs<S: tiled::InPlace>(&mut self, source: impl Fn(WeightView<'w>) -> Option<S>) {
+        let (inputs, rows) = (self.inputs, self.args.rows);
+        match self.isa {
+            Isa::Amx | Isa::AmxModel => {
+                let x = (self.args.x, rows, inputs);
+                let operands = operands(&mut self.args, source);
+                let memory = (&mut *self.pool, &mut self.scratch.panels);
+                // SAFETY: the machine has `isa`, or the model has the tiles that it lacks; a view
+                // holds all rows of its shape.
+                unsafe { tiled::multiply(self.isa, memory, x, &operands) };
+            }
+            _ => self.multiply::<pairs::Pairs, _>(source),
         }
     }
 
@@ -211,30 +279,31 @@ impl<'w> LikeProducts<'_, '_, 'w> {
         &mut self,
         source: impl Fn(WeightView<'w>) -> Option<S>,
     ) {
-        assert!(A::SETS.contains(&self.isa), "the arithmetic is that of the instruction set");
+        assert!(self.isa.contains(A::SET), "the arithmetic is that of the instruction set");
         let (dtype, inputs, rows) = (self.dtype, self.inputs, self.args.rows);
-        let operands = self.args.parts.iter_mut().filter_map(|part| {
-            let (weight, bias) = (part.weight, part.bias);
-            let (outputs, row_bytes) = (weight.outputs(), weight.row_bytes());
-            let out = Disjoint::new(&mut part.out[..rows * outputs]);
-            Some(Operand { source: source(weight)?, outputs, row_bytes, bias, out })
-        });
-        let operands = operands.collect::<Vec<_>>();
         let x = (self.args.x, rows, inputs);
-        #[cfg(target_arch = "x86_64")]
+        let operands = operands(&mut self.args, source);
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
         if A::HAS_PANELS && tuning::linear_takes_panels(rows, inputs) {
             let (pool, panels) = (&mut *self.pool, &mut self.scratch.panels);
-            match self.isa {
+            match self.isa.vectors() {
                 // SAFETY: the machine has `isa`, which the arithmetic and the vectors need; a view
                 // holds all rows of its shape.
-                Isa::Avx512Bf16 | Isa::Avx512 => unsafe {
+                #[cfg(target_arch = "x86_64")]
+                Vectors::Avx512 => unsafe {
                     return panels::multiply::<__m512, A, S>(pool, panels, dtype, x, &operands);
                 },
                 // SAFETY: as above.
-                Isa::Avx2 => unsafe {
+                #[cfg(target_arch = "x86_64")]
+                Vectors::Avx2 => unsafe {
                     return panels::multiply::<__m256, A, S>(pool, panels, dtype, x, &operands);
                 },
-                Isa::Portable => {}
+                // SAFETY: as above.
+                #[cfg(target_arch = "aarch64")]
+                Vectors::Neon => unsafe {
+                    return panels::multiply::<Neon, A, S>(pool, panels, dtype, x, &operands);
+                },
+                Vectors::Plain => {}
             }
         }
         // SAFETY: the machine has `isa`, which the arithmetic names; a view holds all rows of its
@@ -243,7 +312,22 @@ impl<'w> LikeProducts<'_, '_, 'w> {
     }
 }
 
-#[cfg(target_arch = "x86_64")]
+/// The matrices of some products as the kernels read them.
+fn operands<'o, 'w, S>(
+    args: &'o mut Products<'_, '_, [f32], WeightView<'w>>,
+    source: impl Fn(WeightView<'w>) -> Option<S>,
+) -> Vec<Operand<'o, S>> {
+    let rows = args.rows;
+    let operands = args.parts.iter_mut().filter_map(|part| {
+        let (weight, bias) = (part.weight, part.bias);
+        let (outputs, row_bytes) = (weight.outputs(), weight.row_bytes());
+        let out = Disjoint::new(&mut part.out[..rows * outputs]);
+        Some(Operand { source: source(weight)?, outputs, row_bytes, bias, out })
+    });
+    operands.collect()
+}
+
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 fn int8_parts(weight: WeightView<'_>) -> Option<int8::Parts<'_>> {
     match weight.format() {
         Format::Int8(parts) => Some(parts),
@@ -251,7 +335,7 @@ fn int8_parts(weight: WeightView<'_>) -> Option<int8::Parts<'_>> {
     }
 }
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 fn nf4_parts(weight: WeightView<'_>) -> Option<quant::nf4::Parts<'_>> {
     match weight.format() {
         Format::Nf4(parts) => Some(parts),

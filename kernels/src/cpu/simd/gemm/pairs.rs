@@ -11,11 +11,12 @@ use std::ops::Range;
 use shared::dtype::DType;
 
 use super::arithmetic::{self, Ahead, Arithmetic, IN_ORDER, Panel, Source};
+use super::sources::{Bf16, Int8, Nf4};
 use crate::cpu::simd::Isa;
 use crate::cpu::simd::bf16::{dot_pairs, round32};
 use crate::cpu::simd::line::{LINE, Line};
 use crate::cpu::simd::vector::totals512;
-use crate::quant::{int8, nf4};
+use crate::quant::nf4;
 use crate::tuning::{self, Split};
 
 /// Inputs of one step.
@@ -36,7 +37,7 @@ impl Arithmetic for Pairs {
     type TileSums = [__m512; ACCUMULATORS];
     type GroupSums = [__m512; ACCUMULATORS * tuning::PACKED_TILES];
 
-    const SETS: &'static [Isa] = &[Isa::Avx512Bf16];
+    const SET: Isa = Isa::Avx512Bf16;
     const STEP: usize = STEP;
     const STEP_BYTES: usize = STEP_BYTES;
     const HALVES: usize = 2;
@@ -162,14 +163,6 @@ const fn halved_order(order: [u8; STEP], start: usize) -> [u16; STEP / 2] {
     half
 }
 
-/// bfloat16 as stored.
-#[derive(Clone, Copy)]
-pub(in crate::cpu::simd) struct Bf16<'a> {
-    /// `[outputs, inputs]`.
-    pub(in crate::cpu::simd) bytes: &'a [u8],
-    pub(in crate::cpu::simd) inputs: usize,
-}
-
 impl Source<Pairs> for Bf16<'_> {
     const ORDER: [u8; STEP] = IN_ORDER;
     const SHARED_FROM: usize = usize::MAX;
@@ -198,19 +191,12 @@ impl Source<Pairs> for Bf16<'_> {
     }
 
     fn row(self, output: usize) -> *const u8 {
-        self.bytes.as_ptr().wrapping_add(output * self.inputs * 2)
+        self.start(output)
     }
 
     fn scale(self, _output: usize) -> f32 {
         1.0
     }
-}
-
-/// INT8: the codes as bfloat16, which holds them exactly; the scale of a row comes after the sum.
-#[derive(Clone, Copy)]
-pub(in crate::cpu::simd) struct Int8<'a> {
-    pub(in crate::cpu::simd) parts: int8::Parts<'a>,
-    pub(in crate::cpu::simd) inputs: usize,
 }
 
 impl Source<Pairs> for Int8<'_> {
@@ -246,20 +232,12 @@ impl Source<Pairs> for Int8<'_> {
     }
 
     fn row(self, output: usize) -> *const u8 {
-        self.parts.codes.as_ptr().wrapping_add(output * self.inputs)
+        self.start(output)
     }
 
     fn scale(self, output: usize) -> f32 {
         self.parts.scale(output)
     }
-}
-
-/// NF4 whose rows are whole groups of 64: the sixteen levels times the group's scale, rounded to
-/// bfloat16, are a table in a register.
-#[derive(Clone, Copy)]
-pub(in crate::cpu::simd) struct Nf4<'a> {
-    pub(in crate::cpu::simd) parts: nf4::Parts<'a>,
-    pub(in crate::cpu::simd) inputs: usize,
 }
 
 impl Source<Pairs> for Nf4<'_> {
@@ -304,8 +282,7 @@ impl Source<Pairs> for Nf4<'_> {
     }
 
     fn row(self, output: usize) -> *const u8 {
-        let start = output * self.inputs / 2;
-        self.parts.codes.as_ptr().wrapping_add(start)
+        self.start(output)
     }
 
     fn scale(self, _output: usize) -> f32 {
