@@ -6,14 +6,18 @@
 They are p2pd's sockets in /tmp, whose folder hivemind does not let us choose, and torch's shared memory in /dev/shm. Only files of
 this user are removed, and only those that no living process can use: a socket that is bound by none, memory whose maker has ended.
 """
+import contextlib
 import glob
 import os
 import re
 
 
 def sweep():
-    with open("/proc/net/unix") as table:
-        bound = {line.split()[-1] for line in table}
+    # A process sees the sockets of its own network namespace alone; servers of tests may be in others.
+    bound = set()
+    for table in glob.glob("/proc/[0-9]*/net/unix"):
+        with contextlib.suppress(OSError), open(table) as lines:
+            bound |= {line.split()[-1] for line in lines}
     for path in glob.glob("/tmp/hivemind-p2p*.sock"):
         if path not in bound:
             remove(path)
