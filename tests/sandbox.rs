@@ -52,7 +52,7 @@ fn children_are_confined_and_know_no_secret() {
             let (user, rights) = (words(child, "Uid"), words(child, "CapPrm"));
             if nix::unistd::geteuid().is_root() {
                 // Real, effective, saved, of files: a role's own, which netd and workers do not share.
-                assert!(user.iter().all(|user| user == &user[0]) && user[0] != "0", "{user:?}");
+                assert!(user.iter().all(|one| *one == user[0]) && user[0] != "0", "{user:?}");
                 users.push(user);
             }
             let rights = u64::from_str_radix(&rights[0], 16).expect("a number");
