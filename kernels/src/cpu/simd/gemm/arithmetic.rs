@@ -18,7 +18,7 @@ use shared::dtype::DType;
 
 use crate::cpu::simd::Isa;
 use crate::cpu::simd::line::{LINE, Line, prefetch};
-use crate::tuning::Split;
+use crate::tuning::{self, Split};
 
 /// Vectors, steps and block sizes of one kind of product.
 ///
@@ -68,12 +68,21 @@ pub(in crate::cpu::simd) trait Arithmetic:
     /// Returns zeroed accumulators of a group.
     fn group_sums() -> Self::GroupSums;
 
-    /// Returns the most tiles of a group, of `tiles` in all.
-    fn group_tiles(inputs: usize, tiles: usize) -> usize;
+    /// Returns the most tiles of a group, of `tiles` in all. As for bfloat16 pairs, if nothing else is said.
+    fn group_tiles(inputs: usize, tiles: usize) -> usize {
+        tuning::packed_tiles(inputs, tiles)
+    }
 
     /// Spreads `outputs` outputs, with at most `row_bytes` stored bytes each, over threads.
-    fn split(outputs: usize, row_bytes: usize, inputs: usize, rows: usize, threads: usize)
-    -> Split;
+    fn split(
+        outputs: usize,
+        row_bytes: usize,
+        _inputs: usize,
+        rows: usize,
+        threads: usize,
+    ) -> Split {
+        tuning::linear_split(outputs, row_bytes, rows, threads)
+    }
 
     /// Rounds the rows of `x` `[rows, inputs]` to `dtype` and packs them as a panel in the order of
     /// the source.
@@ -120,6 +129,36 @@ pub(in crate::cpu::simd) trait Arithmetic:
         stride: usize,
     ) -> [f32; O];
 }
+
+/// [`Arithmetic::tile`] and [`Arithmetic::decode`], compiled for instructions.
+macro_rules! compiled_for {
+    ($($features:literal)?) => {
+        $(#[target_feature(enable = $features)])?
+        unsafe fn tile<S: Source<Self>, const O: usize, const R: usize>(
+            source: S,
+            output: usize,
+            panel: Panel<'_>,
+            range: Range<usize>,
+            ahead: Ahead,
+            sums: &mut [Self::Accumulator],
+        ) {
+            // SAFETY: as the caller says.
+            unsafe { arithmetic::tile::<Self, S, O, R>(source, output, panel, range, ahead, sums) };
+        }
+
+        $(#[target_feature(enable = $features)])?
+        unsafe fn decode<S: Source<Self>>(
+            source: S,
+            output: usize,
+            range: Range<usize>,
+            to: &mut [Line],
+        ) {
+            // SAFETY: as the caller says.
+            unsafe { source.decode(output, range, to) };
+        }
+    };
+}
+pub(super) use compiled_for;
 
 /// A matrix as a tile reads it.
 ///

@@ -137,31 +137,7 @@ macro_rules! float {
                 unsafe { weights.mul_add(inputs, sum) }
             }
 
-            $(#[target_feature(enable = $features)])?
-            unsafe fn tile<S: Source<Self>, const O: usize, const R: usize>(
-                source: S,
-                output: usize,
-                panel: Panel<'_>,
-                range: Range<usize>,
-                ahead: Ahead,
-                sums: &mut [$vector],
-            ) {
-                // SAFETY: as the caller says.
-                unsafe {
-                    arithmetic::tile::<Self, S, O, R>(source, output, panel, range, ahead, sums);
-                }
-            }
-
-            $(#[target_feature(enable = $features)])?
-            unsafe fn decode<S: Source<Self>>(
-                source: S,
-                output: usize,
-                range: Range<usize>,
-                to: &mut [Line],
-            ) {
-                // SAFETY: as the caller says.
-                unsafe { source.decode(output, range, to) };
-            }
+            arithmetic::compiled_for!($($features)?);
 
             #[inline]
             $(#[target_feature(enable = $features)])?

@@ -19,7 +19,7 @@ use crate::cpu::simd::neon::{Neon, total4};
 use crate::cpu::simd::vector::Vector;
 use crate::ops::convert::bf16_bits;
 use crate::quant::nf4;
-use crate::tuning::{self, Split};
+use crate::tuning;
 
 /// Inputs of a step, and registers that hold them.
 const STEP: usize = 64;
@@ -60,20 +60,6 @@ impl Arithmetic for BfDot {
 
     fn group_sums() -> Self::GroupSums {
         [Self::ZERO; ACCUMULATORS * tuning::PACKED_TILES]
-    }
-
-    fn group_tiles(inputs: usize, tiles: usize) -> usize {
-        tuning::packed_tiles(inputs, tiles)
-    }
-
-    fn split(
-        outputs: usize,
-        row_bytes: usize,
-        _inputs: usize,
-        rows: usize,
-        threads: usize,
-    ) -> Split {
-        tuning::linear_split(outputs, row_bytes, rows, threads)
     }
 
     unsafe fn pack<S: Source<Self>>(_dtype: DType, x: &[f32], inputs: usize, panel: &mut [Line]) {
@@ -132,29 +118,7 @@ impl Arithmetic for BfDot {
         sum
     }
 
-    #[target_feature(enable = "neon,bf16")]
-    unsafe fn tile<S: Source<Self>, const O: usize, const R: usize>(
-        source: S,
-        output: usize,
-        panel: Panel<'_>,
-        range: Range<usize>,
-        ahead: Ahead,
-        sums: &mut [float32x4_t],
-    ) {
-        // SAFETY: as the caller says.
-        unsafe { arithmetic::tile::<Self, S, O, R>(source, output, panel, range, ahead, sums) };
-    }
-
-    #[target_feature(enable = "neon,bf16")]
-    unsafe fn decode<S: Source<Self>>(
-        source: S,
-        output: usize,
-        range: Range<usize>,
-        to: &mut [Line],
-    ) {
-        // SAFETY: as the caller says.
-        unsafe { source.decode(output, range, to) };
-    }
+    arithmetic::compiled_for!("neon,bf16");
 
     #[inline]
     #[target_feature(enable = "neon")]

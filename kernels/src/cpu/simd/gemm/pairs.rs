@@ -17,7 +17,7 @@ use crate::cpu::simd::bf16::{dot_pairs, round32};
 use crate::cpu::simd::line::{LINE, Line};
 use crate::cpu::simd::vector::totals512;
 use crate::quant::nf4;
-use crate::tuning::{self, Split};
+use crate::tuning;
 
 /// Inputs of one step.
 pub(in crate::cpu::simd) const STEP: usize = 64;
@@ -54,20 +54,6 @@ impl Arithmetic for Pairs {
 
     fn group_sums() -> Self::GroupSums {
         [Self::ZERO; ACCUMULATORS * tuning::PACKED_TILES]
-    }
-
-    fn group_tiles(inputs: usize, tiles: usize) -> usize {
-        tuning::packed_tiles(inputs, tiles)
-    }
-
-    fn split(
-        outputs: usize,
-        row_bytes: usize,
-        _inputs: usize,
-        rows: usize,
-        threads: usize,
-    ) -> Split {
-        tuning::linear_split(outputs, row_bytes, rows, threads)
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
@@ -121,29 +107,7 @@ impl Arithmetic for Pairs {
         dot_pairs(weights, inputs, sum)
     }
 
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-    unsafe fn tile<S: Source<Self>, const O: usize, const R: usize>(
-        source: S,
-        output: usize,
-        panel: Panel<'_>,
-        range: Range<usize>,
-        ahead: Ahead,
-        sums: &mut [__m512],
-    ) {
-        // SAFETY: as the caller says.
-        unsafe { arithmetic::tile::<Self, S, O, R>(source, output, panel, range, ahead, sums) };
-    }
-
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-    unsafe fn decode<S: Source<Self>>(
-        source: S,
-        output: usize,
-        range: Range<usize>,
-        to: &mut [Line],
-    ) {
-        // SAFETY: as the caller says.
-        unsafe { source.decode(output, range, to) };
-    }
+    arithmetic::compiled_for!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
 
     #[inline]
     #[target_feature(enable = "avx512f,avx512dq")]
