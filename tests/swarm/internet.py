@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -140,10 +141,12 @@ def entered(space):
 
 def carry(stack, tool, hosts, delay_ms, log):
     """Starts what carries packets between hosts; `delay_ms` is a table of their one-way delays, the counts go to `log`."""
-    plan = {"ports": [{"fd": host.device, "address": host.address, "mbps": host.mbps, "queue_bytes": host.queue_bytes} for host in hosts],
+    plan = {"ports": [{"address": host.address, "mbps": host.mbps, "queue_bytes": host.queue_bytes} for host in hosts],
             "delay_us": [[int(1000 * delay) for delay in row] for row in delay_ms]}
-    with open(log, "wb") as out:
-        carrier = subprocess.Popen([tool, json.dumps(plan)], pass_fds=[host.device for host in hosts], stdin=subprocess.DEVNULL, stderr=out)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, open(log, "wb") as out:
+        carrier = subprocess.Popen([tool, json.dumps(plan)], stdin=theirs, stderr=out)
+        socket.send_fds(ours, [bytes(8)], [host.device for host in hosts])
     stack.callback(carrier.wait)
     stack.callback(carrier.kill)
 

@@ -1,9 +1,9 @@
 //! Carries IP packets between TUN devices like long lines: each device has a rate in each direction and a queue that drops what it cannot
 //! hold, each pair of devices a one-way delay. TCP at all ends is that of the kernel.
 //!
-//! `delay_line PLAN`, where PLAN is JSON: `{"ports": [{"fd": 3, "address": "5.6.7.1", "mbps": 100, "queue_bytes": 1250000}, ...],
-//! "delay_us": [[0, 50000], [50000, 0]]}`. The devices are open as the descriptors that it names. A line for each device goes to standard
-//! error once a second. `tests/swarm/line` and `tests/swarm/lab` make the devices and their namespaces.
+//! `delay_line PLAN`, where PLAN is JSON: `{"ports": [{"address": "5.6.7.1", "mbps": 100, "queue_bytes": 1250000}, ...],
+//! "delay_us": [[0, 50000], [50000, 0]]}`. Standard input is a socket that brings the devices in one packet, in the order of the ports
+//! ([`DescriptorSocket`], tag 0). A line for each device goes to standard error once a second. `tests/swarm/line` and `tests/swarm/lab` make the devices and their namespaces.
 //!
 //! The devices give each packet behind a header of virtio (`IFF_VNET_HDR`), with segmentation left to the receiver (`TUN_F_TSO4`). A packet
 //! of 64 KiB then stands for 45 packets of an MTU of 1,500: the rate counts the bytes of those 45, with their headers.
@@ -12,12 +12,12 @@
 //!   device ── reader: uplink's rate and queue ── delay ──> heap of packets by arrival ── writer: downlink's rate and queue ── device
 //! ```
 
-#![deny(unsafe_code)]
+#![forbid(unsafe_code)]
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::net::Ipv4Addr;
-use std::os::fd::{BorrowedFd, RawFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -25,6 +25,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
+use shared::bootstrap::DescriptorSocket;
+use shared::control::FdTag;
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -34,13 +36,15 @@ const VIRTIO_BYTES: usize = 10;
 const LARGEST_BYTES: usize = VIRTIO_BYTES + 65_536;
 /// Where an IPv4 packet has its destination.
 const DESTINATION: usize = VIRTIO_BYTES + 16;
+/// Time for the devices to come.
+const DEVICES_TIMEOUT: Duration = Duration::from_secs(10);
 /// Waits that are shorter are left out: a thread wakes about so late.
 const LEAST_SLEEP: Duration = Duration::from_micros(60);
 
 /// A device and its line to all others.
 #[derive(Debug)]
 struct Port {
-    fd: RawFd,
+    device: OwnedFd,
     address: Ipv4Addr,
     line: Line,
     counts: Counts,
@@ -104,7 +108,8 @@ impl Clock {
 
 fn main() -> Result<(), Failure> {
     let plan = std::env::args().nth(1).ok_or("expected a plan")?;
-    let (ports, delays) = parse(&serde_json::from_str(&plan)?)?;
+    let devices = DescriptorSocket::from(std::io::stdin().as_fd().try_clone_to_owned()?);
+    let (ports, delays) = parse(&serde_json::from_str(&plan)?, &devices)?;
     let ports: &'static [Port] = Vec::leak(ports);
     // One message of each thread.
     let (told, failures) = sync_channel(2 * ports.len());
@@ -136,10 +141,15 @@ fn report(port: &Port) {
 }
 
 /// Ports, and the delays from each to all.
-fn parse(plan: &Value) -> Result<(Vec<Port>, Vec<Vec<Duration>>), Failure> {
+fn parse(
+    plan: &Value,
+    devices: &DescriptorSocket,
+) -> Result<(Vec<Port>, Vec<Vec<Duration>>), Failure> {
     let list = |value: &'_ Value| value.as_array().cloned().ok_or("expected a list");
     let mut ports = Vec::new();
-    for port in list(&plan["ports"])? {
+    let planned = list(&plan["ports"])?;
+    let devices = devices.recv(FdTag(0), planned.len(), DEVICES_TIMEOUT)?;
+    for (port, device) in planned.into_iter().zip(devices) {
         let number = |name: &str| {
             let value = port[name].as_f64().filter(|n| n.is_finite() && *n >= 0.0);
             value.ok_or_else(|| format!("{name} of {port} is no number"))
@@ -150,7 +160,7 @@ fn parse(plan: &Value) -> Result<(Vec<Port>, Vec<Vec<Duration>>), Failure> {
             return Err(format!("{port} has no rate").into());
         }
         ports.push(Port {
-            fd: number("fd")? as RawFd,
+            device,
             address: port["address"].as_str().unwrap_or_default().parse()?,
             line,
             counts: Counts::default(),
@@ -177,20 +187,12 @@ fn spawn(told: &SyncSender<String>, work: impl FnOnce() -> Result<(), Failure> +
     thread::spawn(move || drop(told.send(format!("{:?}", work()))));
 }
 
-/// The device of a port.
-#[allow(unsafe_code, reason = "a descriptor is known by its number alone")]
-fn device(port: &Port) -> BorrowedFd<'static> {
-    // SAFETY: whoever starts this program leaves the descriptor open for it, and it closes none. A number that names nothing makes reads
-    // fail, which ends the program.
-    unsafe { BorrowedFd::borrow_raw(port.fd) }
-}
-
 /// Reads packets and sends each on its way: behind those before it at the uplink's rate, and after the delay.
 fn read(ports: &[Port], index: usize, delays: &[Duration]) -> Result<(), Failure> {
     let port = &ports[index];
     let (mut uplink, mut buffer, mut number) = (Clock::new(port.line), vec![0; LARGEST_BYTES], 0);
     loop {
-        let count = nix::unistd::read(device(port), &mut buffer)?;
+        let count = nix::unistd::read(&port.device, &mut buffer)?;
         let bytes = buffer.get(..count).unwrap_or_default();
         let Some(to) =
             destination(bytes).and_then(|to| ports.iter().position(|port| port.address == to))
@@ -234,7 +236,7 @@ fn write(port: &Port) -> Result<(), Failure> {
         }
         let late = Instant::now().saturating_duration_since(due);
         port.counts.late_us.fetch_max(late.as_micros() as u64, Ordering::Relaxed);
-        nix::unistd::write(device(port), &packet.bytes)?;
+        nix::unistd::write(&port.device, &packet.bytes)?;
     }
 }
 

@@ -90,12 +90,11 @@ impl Device {
 
 #[cfg(test)]
 mod tests {
-    use shared::block::BlockIndex;
-    use shared::dtype::DType;
     use shared::ids::{Generation, GroupId, JobId, WorkerId};
     use shared::job::SlotRef;
 
     use super::*;
+    use crate::times::tests::job as body;
 
     fn job(id: u64, kind: JobKind, batch: u32, tokens: u32) -> Job {
         let slot = SlotRef { offset: 0, len: 0 };
@@ -109,27 +108,11 @@ mod tests {
                 body: slot,
                 submitted_ns: 0,
             },
-            body: JobBody {
-                kind,
-                dtype: DType::Bf16,
-                blocks: vec![BlockIndex(0)],
-                adapter: None,
-                batch,
-                tokens,
-                hidden: 8,
-                prefix_lengths: Vec::new(),
-                page_tables: Vec::new(),
-                copies: Vec::new(),
-                input: slot,
-                output: slot,
-                prompts: None,
-                output_gradient: None,
-                prompt_gradient: None,
-            },
+            body: body(kind, batch, tokens, 1),
         }
     }
 
-    /// Milliseconds and the jobs that end, of everything that waits.
+    /// Microseconds and the jobs that end, of everything that waits.
     fn all(device: &mut Device) -> Vec<(u128, Vec<u64>)> {
         let works = std::iter::from_fn(|| device.next());
         let ended = |work: &Work| work.ended.iter().map(|job| job.descriptor.id.0).collect();

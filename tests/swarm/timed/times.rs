@@ -59,7 +59,7 @@ fn micros(us: f64) -> Duration {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use serde_json::json;
     use shared::block::BlockIndex;
     use shared::dtype::DType;
@@ -67,7 +67,8 @@ mod tests {
 
     use super::*;
 
-    fn job(kind: JobKind, batch: u32, tokens: u32, blocks: u32) -> JobBody {
+    /// A job over some blocks, without slots.
+    pub fn job(kind: JobKind, batch: u32, tokens: u32, blocks: u32) -> JobBody {
         let slot = SlotRef { offset: 0, len: 0 };
         JobBody {
             kind,

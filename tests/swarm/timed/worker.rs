@@ -29,16 +29,16 @@ const DESCRIPTOR_TIMEOUT: Duration = Duration::from_secs(10);
 const MESSAGE_POLL: Duration = Duration::from_millis(20);
 
 /// Why the worker ends.
-enum End {
+enum Stop {
     /// As the supervisor wishes, or without it.
     Told(ExitReason),
     /// What is wrong, for the operator.
     Failed(String),
 }
 
-impl<E: std::error::Error> From<E> for End {
-    fn from(error: E) -> End {
-        End::Failed(with_causes(&error))
+impl<E: std::error::Error> From<E> for Stop {
+    fn from(error: E) -> Stop {
+        Stop::Failed(with_causes(&error))
     }
 }
 
@@ -50,8 +50,8 @@ pub fn run(bootstrap: Bootstrap) -> ExitReason {
     };
     match serve(&ends) {
         Ok(never) => match never {},
-        Err(End::Told(reason)) => reason,
-        Err(End::Failed(message)) => {
+        Err(Stop::Told(reason)) => reason,
+        Err(Stop::Failed(message)) => {
             let reason = ExitReason::Failed;
             // Without a supervisor nobody is left to read it.
             let _ = ends.sender.send(FromWorker::Failed { reason, message });
@@ -62,18 +62,18 @@ pub fn run(bootstrap: Bootstrap) -> ExitReason {
 
 enum Never {}
 
-fn serve(ends: &Ends) -> Result<Never, End> {
+fn serve(ends: &Ends) -> Result<Never, Stop> {
     let init = match ends.receiver.recv()? {
         ToWorker::Init(init) => init,
-        ToWorker::Drain => return Err(End::Told(ExitReason::Clean)),
-        ToWorker::Link(_) => return Err(End::Failed("a link came before Init".to_owned())),
+        ToWorker::Drain => return Err(Stop::Told(ExitReason::Clean)),
+        ToWorker::Link(_) => return Err(Stop::Failed("a link came before Init".to_owned())),
     };
     let kv_and_board = ends.descriptors.recv(init.fds, 2, DESCRIPTOR_TIMEOUT)?;
     let board = kv_and_board
         .into_iter()
         .last()
         .map(|fd| BoardWriter::open(fd, &init.board, init.generation));
-    let board = board.ok_or_else(|| End::Failed("no board came".to_owned()))??;
+    let board = board.ok_or_else(|| Stop::Failed("no board came".to_owned()))??;
     let times = stated_times(&init, ends)?;
     tell(ends, FromWorker::Ready(Capacity::default()))?;
     let worker =
@@ -81,19 +81,19 @@ fn serve(ends: &Ends) -> Result<Never, End> {
     worker.run(ends)
 }
 
-fn tell(ends: &Ends, message: FromWorker) -> Result<(), End> {
-    ends.sender.send(message).map_err(|_| End::Told(ExitReason::ParentGone))
+fn tell(ends: &Ends, message: FromWorker) -> Result<(), Stop> {
+    ends.sender.send(message).map_err(|_| Stop::Told(ExitReason::ParentGone))
 }
 
 /// The times that the config.json in the manifest states.
-fn stated_times(init: &WorkerInit, ends: &Ends) -> Result<Times, End> {
+fn stated_times(init: &WorkerInit, ends: &Ends) -> Result<Times, Stop> {
     let weights = &init.weights;
     let files =
         ends.descriptors.recv_all(weights.fds, weights.files.len() + 1, DESCRIPTOR_TIMEOUT)?;
     let manifest =
-        files.into_iter().next().ok_or_else(|| End::Failed("no manifest came".to_owned()))?;
+        files.into_iter().next().ok_or_else(|| Stop::Failed("no manifest came".to_owned()))?;
     let manifest = Manifest::read_open(&File::from(manifest), &weights.manifest)?;
-    Times::from_config(&manifest.config).map_err(End::Failed)
+    Times::from_config(&manifest.config).map_err(Stop::Failed)
 }
 
 struct Worker {
@@ -105,7 +105,7 @@ struct Worker {
 }
 
 impl Worker {
-    fn run(mut self, ends: &Ends) -> Result<Never, End> {
+    fn run(mut self, ends: &Ends) -> Result<Never, Stop> {
         self.board.enter(Phase::Idle, Duration::ZERO);
         loop {
             self.obey(ends)?;
@@ -115,7 +115,7 @@ impl Worker {
         }
     }
 
-    fn obey(&mut self, ends: &Ends) -> Result<(), End> {
+    fn obey(&mut self, ends: &Ends) -> Result<(), Stop> {
         match ends.receiver.try_recv() {
             Ok(ToWorker::Link(init)) => {
                 self.link = Some(self.open(&init, ends)?);
@@ -126,18 +126,18 @@ impl Worker {
                 self.is_draining = true;
                 Ok(())
             }
-            Ok(ToWorker::Init(_)) => Err(End::Failed("a second Init came".to_owned())),
+            Ok(ToWorker::Init(_)) => Err(Stop::Failed("a second Init came".to_owned())),
             Err(TryRecvError::Empty) => Ok(()),
-            Err(TryRecvError::IpcError(_)) => Err(End::Told(ExitReason::ParentGone)),
+            Err(TryRecvError::IpcError(_)) => Err(Stop::Told(ExitReason::ParentGone)),
         }
     }
 
-    fn open(&self, link: &LinkInit, ends: &Ends) -> Result<Link, End> {
+    fn open(&self, link: &LinkInit, ends: &Ends) -> Result<Link, Stop> {
         let fds = ends.descriptors.recv(link.fds, LINK_DESCRIPTORS, DESCRIPTOR_TIMEOUT)?;
         Ok(Link::open(link, self.init.worker, self.init.generation, fds)?)
     }
 
-    fn take_jobs(&mut self) -> Result<(), End> {
+    fn take_jobs(&mut self) -> Result<(), Stop> {
         let Some(link) = &mut self.link else {
             return Ok(());
         };
@@ -162,14 +162,14 @@ impl Worker {
     }
 
     /// Computes, or sleeps.
-    fn work(&mut self) -> Result<(), End> {
+    fn work(&mut self) -> Result<(), Stop> {
         let Some(link) = &mut self.link else {
             thread::sleep(MESSAGE_POLL);
-            return if self.is_draining { Err(End::Told(ExitReason::Clean)) } else { Ok(()) };
+            return if self.is_draining { Err(Stop::Told(ExitReason::Clean)) } else { Ok(()) };
         };
         let Some(work) = self.device.next() else {
             if self.is_draining {
-                return Err(End::Told(ExitReason::Clean));
+                return Err(Stop::Told(ExitReason::Clean));
             }
             link.submissions.wait(&link.submission_bell, Duration::ZERO, MESSAGE_POLL)?;
             return Ok(());
@@ -223,7 +223,7 @@ fn answer(
     job: &JobDescriptor,
     result: Result<(), JobError>,
     time: Duration,
-) -> Result<(), End> {
+) -> Result<(), Stop> {
     let compute_ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
     let completion = Completion {
         id: job.id,

@@ -45,7 +45,7 @@ enum Due {
 
 /// An operation under way.
 #[derive(Debug)]
-enum Running {
+enum UnderWay {
     Join(usize),
     Store {
         server: usize,
@@ -95,7 +95,7 @@ struct Field {
     swarm: Swarm,
     rng: StdRng,
     agenda: BTreeMap<(u64, u64), Due>,
-    running: HashMap<u64, Running>,
+    running: HashMap<u64, UnderWay>,
     servers: BTreeMap<usize, Server>,
     is_measuring: bool,
     figures: Figures,
@@ -163,7 +163,7 @@ impl Field {
         self.plan(-share.log2() * self.churn.half_life_s, Due::Leave(number));
     }
 
-    fn start(&mut self, node: usize, event: impl FnOnce(OperationId) -> Event, running: Running) {
+    fn start(&mut self, node: usize, event: impl FnOnce(OperationId) -> Event, running: UnderWay) {
         let id = self.swarm.serial();
         self.running.insert(id, running);
         self.swarm.deliver(node, event(OperationId(id)));
@@ -201,7 +201,7 @@ impl Field {
         self.start(
             number,
             |id| Event::Store { id, items },
-            Running::Store { server: number, since_us },
+            UnderWay::Store { server: number, since_us },
         );
         self.plan(UPDATE_S, Due::Announce(number));
     }
@@ -218,14 +218,14 @@ impl Field {
         let through = self.someone();
         let number = self.place(false);
         let peers = through.map(|other| self.swarm.peer(other)).into_iter().collect();
-        self.start(number, |id| Event::Join { id, peers }, Running::Join(number));
+        self.start(number, |id| Event::Join { id, peers }, UnderWay::Join(number));
     }
 
     fn look(&mut self, number: usize) {
         let announced = self.servers.iter().filter(|(_, server)| server.is_announced);
         let there = announced.map(|(number, _)| *number).collect();
         let keys = (0..BLOCKS).map(|number| DhtId::of_text(&block(number))).collect();
-        let running = Running::Look { since_us: self.swarm.now_us, there };
+        let running = UnderWay::Look { since_us: self.swarm.now_us, there };
         self.start(number, |id| Event::Get { id, keys, latest: true }, running);
         self.plan(LOOK_S, Due::Look(number));
     }
@@ -239,14 +239,14 @@ impl Field {
                 continue;
             };
             match (running, outcome) {
-                (Running::Join(number), Outcome::Joined(Ok(()))) => self.joined(number),
-                (Running::Join(number), Outcome::Joined(Err(_))) => {
+                (UnderWay::Join(number), Outcome::Joined(Ok(()))) => self.joined(number),
+                (UnderWay::Join(number), Outcome::Joined(Err(_))) => {
                     // It tries once more through another one.
                     self.swarm.nodes[number] = None;
                     self.figures.joins_failed += 1;
                     self.come();
                 }
-                (Running::Store { server, since_us }, Outcome::Stored(accepted)) => {
+                (UnderWay::Store { server, since_us }, Outcome::Stored(accepted)) => {
                     if let Some(server) = self.servers.get_mut(&server) {
                         server.is_announced = true;
                     }
@@ -256,11 +256,13 @@ impl Field {
                         self.figures.store_ms.push((self.swarm.now_us - since_us) / 1000);
                     }
                 }
-                (Running::Look { since_us, there }, Outcome::Found(found)) if self.is_measuring => {
+                (UnderWay::Look { since_us, there }, Outcome::Found(found))
+                    if self.is_measuring =>
+                {
                     self.figures.look_ms.push((self.swarm.now_us - since_us) / 1000);
                     self.compare(&there, &found);
                 }
-                (Running::Look { .. }, Outcome::Found(_)) => {}
+                (UnderWay::Look { .. }, Outcome::Found(_)) => {}
                 (running, outcome) => panic!("{running:?} ended as {outcome:?}"),
             }
         }
