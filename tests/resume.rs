@@ -2,7 +2,6 @@
 
 mod harness;
 
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use client::chain::Chain;
@@ -10,7 +9,7 @@ use client::local::LocalModel;
 use client::states::Hidden;
 use client::swarm::{Swarm, SwarmConfig};
 use harness::demo::{Golden, demo_model, golden};
-use harness::{DEADLINE, SEPAL, Sepal};
+use harness::{DEADLINE, Sepal};
 use nix::sys::signal::{Signal, kill};
 
 /// What a text saw.
@@ -95,13 +94,7 @@ async fn a_text_goes_on_over_upgrades_and_nothing_is_sent_again() {
     let mut builds = Vec::new();
     let seen = generate(&sepal, &golden, |step| {
         if step == 3 || step == 8 {
-            let build = sepal.dir.path().join(format!("sepal-{step}"));
-            std::fs::copy(SEPAL, &build).expect("copy sepal");
-            let mut upgrade = Command::new(SEPAL);
-            upgrade.args(["upgrade", "--patience", "0", "--to"]).arg(&build);
-            let upgraded = upgrade.env("XDG_RUNTIME_DIR", sepal.dir.path()).output();
-            assert!(upgraded.expect("run sepal upgrade").status.success(), "{}", sepal.log());
-            builds.push(build);
+            builds.push(sepal.upgrade_to_copy(&format!("sepal-{step}"), &["--patience", "0"]));
         }
     })
     .await;

@@ -111,8 +111,8 @@ async fn plain(
         outputs.push(session.step_with(hidden, None, none, order).await.map_err(text)?);
         each(began);
     }
-    // All is computed: netd may be replaced now.
-    let _ = session.try_close().await;
+    let end = session.try_close().await.map_err(text)?;
+    assert_eq!(end, None, "nothing follows the end of a session");
     Ok(outputs)
 }
 

@@ -7,7 +7,7 @@ mod harness;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -33,19 +33,8 @@ fn script(folder: &Path, name: &str, text: &str) -> PathBuf {
     path
 }
 
-fn upgrade(server: &Sepal, to: &Path, more: &[&str]) -> Output {
-    Command::new(SEPAL)
-        .arg("upgrade")
-        .arg("--to")
-        .arg(to)
-        .args(more)
-        .env("XDG_RUNTIME_DIR", server.dir.path())
-        .output()
-        .expect("run sepal upgrade")
-}
-
 fn upgraded(server: &Sepal, to: &Path, more: &[&str]) {
-    let output = upgrade(server, to, more);
+    let output = server.upgrade(Some(to), more);
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{errors}\n{}", server.log());
     assert!(String::from_utf8_lossy(&output.stdout).contains("every process is of build"));
@@ -95,7 +84,7 @@ async fn sessions_go_on_with_the_same_bits_while_every_process_is_replaced() {
             longest = longest.max(last.elapsed());
             match step {
                 4 => {
-                    let output = upgrade(&server, &build, &["--no_wait", "--patience", "600"]);
+                    let output = server.upgrade(Some(&build), &["--no_wait", "--patience", "600"]);
                     assert!(output.status.success());
                 }
                 10 => wait_for_new_workers(&server, &before),
@@ -210,7 +199,7 @@ async fn what_is_no_build_of_sepal_is_refused_and_the_server_goes_on() {
         (script(dir, "hangs", "exec sleep 60"), "did not end in time"),
         (script(dir, "babbles", "echo '{\"build\":1}'"), "is it a sepal?"),
     ] {
-        let output = upgrade(&server, &to, &[]);
+        let output = server.upgrade(Some(&to), &[]);
         let errors = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{errors}");
         assert!(errors.contains(wanted), "{}: {errors}", to.display());
@@ -239,7 +228,7 @@ async fn sessions_end_before_a_build_that_computes_other_bits_serves() {
     session.step(noise(&[1, 4, HIDDEN], 1), None).await.expect("a step");
     let build =
         pretends(server.dir.path(), "other-bits", "s/\"numerics\":[0-9]*/\"numerics\":9999/");
-    let output = upgrade(&server, &build, &["--no_wait", "--patience", "600"]);
+    let output = server.upgrade(Some(&build), &["--no_wait", "--patience", "600"]);
     assert!(output.status.success());
     server.wait_line("computes other bits", 1);
     session.step(noise(&[1, 1, HIDDEN], 2), None).await.expect("the session may end in peace");
@@ -270,7 +259,7 @@ async fn a_build_of_another_format_starts_anew_in_the_same_process() {
         let (pid, peer) = (server.pid(), server.peer_id());
         let format = "s/\"format\":[0-9]*/\"format\":9999/";
         let build = pretends(server.dir.path(), "other-format", format);
-        let output = upgrade(&server, &build, &["--patience", "0"]);
+        let output = server.upgrade(Some(&build), &["--patience", "0"]);
         let errors = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{errors}\n{}", server.log());
         server.wait_line("starts anew", 1);

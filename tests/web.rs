@@ -3,12 +3,11 @@
 mod harness;
 
 use std::fs;
-use std::io::Read;
 use std::net::TcpListener;
-use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use harness::demo::demo_model;
-use harness::{SEPAL, Sepal, children_of, command_line, generate, http, wait_for};
+use harness::{Sepal, children_of, command_line, generate, http, wait_for};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
@@ -74,11 +73,7 @@ fn the_page_shows_its_server_chats_and_costs_the_server_nothing_when_it_dies() {
     assert!(sepal.status()[0]["children"].as_array().unwrap().iter().all(|c| c["generation"] == 1));
 
     // The next executable shows it at the same address.
-    let build = sepal.dir.path().join("another-build");
-    fs::copy(SEPAL, &build).expect("copy sepal");
-    let mut upgrade = Command::new(SEPAL);
-    upgrade.args(["upgrade", "--to"]).arg(&build).env("XDG_RUNTIME_DIR", sepal.dir.path());
-    assert!(upgrade.status().expect("run sepal upgrade").success(), "{}", sepal.log());
+    let build = sepal.upgrade_to_copy("another-build", &[]);
     model(&addr);
     complete(&addr);
     assert_eq!(fs::read_link(format!("/proc/{}/exe", page_process(&sepal))).unwrap(), build);
@@ -88,7 +83,7 @@ fn the_page_shows_its_server_chats_and_costs_the_server_nothing_when_it_dies() {
 }
 
 #[test]
-fn a_text_under_way_on_the_page_goes_on_over_an_upgrade() {
+fn texts_under_way_on_the_page_go_on_over_an_upgrade() {
     let folder = demo_model();
     let sepal = Sepal::serve(&folder, "demo", &["--torch_dtype", "float32", "--web", "0"]);
     let addr = address(&sepal);
@@ -96,24 +91,31 @@ fn a_text_under_way_on_the_page_goes_on_over_an_upgrade() {
     let body = json!({"model": name, "prompt": PROMPT, "max_tokens": 400, "temperature": 0,
         "stream": true});
     let ask = http::request("POST", "/v1/completions", "", &body.to_string());
-    let (status, expected) = http::exchange(&addr, &ask);
-    assert_eq!(status, 200, "{expected}");
-    let first = page_process(&sepal);
-    let mut stream = http::send(&addr, &ask);
-    let mut answer = vec![0; 2000];
-    stream.read_exact(&mut answer).expect("the beginning of a text");
-    // The rest waits for the next worker.
-    kill(sepal.worker(), Signal::SIGSTOP).expect("stop the worker");
-    let build = sepal.dir.path().join("another-build");
-    fs::copy(SEPAL, &build).expect("copy sepal");
-    let mut upgrade = Command::new(SEPAL);
-    upgrade.args(["upgrade", "--patience", "0", "--to"]).arg(&build);
-    let upgrade = upgrade.env("XDG_RUNTIME_DIR", sepal.dir.path()).output();
-    assert!(upgrade.expect("run sepal upgrade").status.success(), "{}", sepal.log());
-    stream.read_to_end(&mut answer).expect("the rest");
-    let answer = String::from_utf8(answer).expect("UTF-8");
-    let answer = answer.split_once("\r\n\r\n").expect("a body").1;
-    assert_eq!(text_of(answer), text_of(&expected));
+    let text = |addr: &str| {
+        let (status, answer) = http::exchange(addr, &ask);
+        (status, text_of(&answer))
+    };
+    let (status, expected) = text(&addr);
+    assert!(status == 200 && !expected.is_empty(), "{status} {expected}");
+    let (first, is_over) = (page_process(&sepal), AtomicBool::new(false));
+    let (build, texts) = std::thread::scope(|scope| {
+        // One text after the other, so that one is under way whenever the executables change.
+        let ask = || {
+            let mut texts = Vec::new();
+            while !is_over.load(Ordering::Relaxed) {
+                texts.push(text(&addr));
+            }
+            texts
+        };
+        let texts = scope.spawn(ask);
+        let build = sepal.upgrade_to_copy("another-build", &["--patience", "0"]);
+        is_over.store(true, Ordering::Relaxed);
+        (build, texts.join().expect("no panic"))
+    });
+    // A call that the old process had taken and not read yet finds its connection closed, and nothing else.
+    let unread = texts.iter().filter(|(status, text)| *status == 0 && text.is_empty()).count();
+    let exact = texts.iter().filter(|text| **text == (200, expected.clone())).count();
+    assert!(unread <= 1 && exact > 0 && exact + unread == texts.len(), "{texts:?}");
     wait_for("the process of the page to end", || (!harness::alive(first)).then_some(()));
     assert_eq!(fs::read_link(format!("/proc/{}/exe", page_process(&sepal))).unwrap(), build);
     model(&addr);

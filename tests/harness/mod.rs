@@ -11,8 +11,8 @@ pub mod pickled;
 pub mod session;
 
 use std::io::{BufRead, BufReader};
-use std::path::Path;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -111,6 +111,26 @@ impl Sepal {
             }
         });
         Sepal { process: child, log, reader: Some(reader), dir }
+    }
+
+    /// Runs `sepal upgrade` to the executable `to`, or to the one that lies where the running one was.
+    pub fn upgrade(&self, to: Option<&Path>, more: &[&str]) -> Output {
+        let mut command = Command::new(SEPAL);
+        command.arg("upgrade").args(more).env("XDG_RUNTIME_DIR", self.dir.path());
+        if let Some(path) = to {
+            command.arg("--to").arg(path);
+        }
+        command.output().expect("run sepal upgrade")
+    }
+
+    /// Copies the executable to `name` and upgrades to the copy.
+    pub fn upgrade_to_copy(&self, name: &str, more: &[&str]) -> PathBuf {
+        let copy = self.dir.path().join(name);
+        std::fs::copy(SEPAL, &copy).expect("copy sepal");
+        let output = self.upgrade(Some(&copy), more);
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{errors}\n{}", self.log());
+        copy
     }
 
     /// Starts `sepal serve MODEL` as a new swarm on a free loopback port and waits until it is

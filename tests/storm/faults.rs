@@ -2,13 +2,12 @@
 
 use std::fs;
 use std::path::PathBuf;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::harness::{SEPAL, Sepal, children_of, command_line};
+use crate::harness::{Sepal, children_of, command_line};
 
 /// The least time between two deaths that count as the worker's own.
 const OWN_DEATHS_APART: Duration = Duration::from_secs(10);
@@ -111,12 +110,8 @@ pub fn strike(sepal: &Sepal, fault: Fault, group: Option<&MemoryGroup>) -> bool 
 
 /// Asks the server to hand over to the executable that it runs, and waits for it.
 fn upgrade(sepal: &Sepal) -> bool {
-    let output = Command::new(SEPAL)
-        // Sessions are always open, so that waiting for their end gains nothing.
-        .args(["upgrade", "--patience", "1"])
-        .env("XDG_RUNTIME_DIR", sepal.dir.path())
-        .output()
-        .expect("run sepal upgrade");
+    // Sessions are always open, so that waiting for their end gains nothing.
+    let output = sepal.upgrade(None, &["--patience", "1"]);
     if !output.status.success() {
         println!("  upgrade refused: {}", String::from_utf8_lossy(&output.stderr).trim());
     }
