@@ -5,7 +5,8 @@
 //!
 //! A transfer is so many frames of so many bytes, one after the other on one RPC stream. It takes from the moment at which its sender
 //! begins to the moment at which its receiver has the last frame: both read the clock of the same machine. The delay of the line is
-//! still in it.
+//! still in it. `token` is the median of frames of 16 KiB, `slowest-token` the worst of them, that travel on a stream of their own while
+//! another transfer fills the line.
 
 #![forbid(unsafe_code)]
 
@@ -25,6 +26,11 @@ type Failure = Box<dyn std::error::Error + Send + Sync>;
 /// The name of the RPC.
 const NAME: &str = "Line.states";
 const PATIENCE: Duration = Duration::from_secs(60);
+/// One token of a model that is 8,192 wide.
+const TOKEN_BYTES: u32 = 16 << 10;
+const TOKEN_PAUSE: Duration = Duration::from_millis(30);
+/// Until tokens begin beside a transfer.
+const FILLING: Duration = Duration::from_millis(500);
 /// What requests may hold: the server's own bound is far from being reached by frames that are dropped at once.
 const REQUEST_MEMORY: u64 = 2 << 30;
 
@@ -176,20 +182,62 @@ async fn ask(address: &str, order: Order, warm: u32) -> Result<(), Failure> {
     // The first exchanges of a new connection are not part of a prefill.
     tokio::time::sleep(Duration::from_millis(800)).await;
     let mut stream = open(&node, peer).await?;
-    transfer("cold", Order { frames: 1, ..order }, &mut stream).await?;
-    transfer("warm-up", Order { frames: warm, ..order }, &mut stream).await?;
-    transfer("same-stream", order, &mut stream).await?;
+    print("cold", &transfer(Order { frames: 1, ..order }, &mut stream).await?);
+    print("warm-up", &transfer(Order { frames: warm, ..order }, &mut stream).await?);
+    print("same-stream", &transfer(order, &mut stream).await?);
     let mut fresh = open(&node, peer).await?;
-    transfer("new-stream", order, &mut fresh).await?;
-    transfer("prefill-on-new-stream", Order { frames: 1, ..order }, &mut open(&node, peer).await?)
-        .await
+    print("new-stream", &transfer(order, &mut fresh).await?);
+    let mut prefill = open(&node, peer).await?;
+    print("prefill-on-new-stream", &transfer(Order { frames: 1, ..order }, &mut prefill).await?);
+    let mut beside = tokens_beside(order, &mut stream, &mut fresh).await?;
+    beside.sort_by_key(|found| found.nanoseconds);
+    let slowest = beside.last().ok_or("the transfer ended before the first token")?;
+    print("token", &beside[beside.len() / 2]);
+    print("slowest-token", slowest);
+    Ok(())
+}
+
+/// Tokens in the direction of a transfer, from when it has filled the line until it ends.
+async fn tokens_beside(
+    order: Order,
+    bulk: &mut RpcStream,
+    light: &mut RpcStream,
+) -> Result<Vec<Found>, Failure> {
+    let token = Order { frames: 1, bytes: TOKEN_BYTES, ..order };
+    let mut found = Vec::new();
+    let tokens = async {
+        tokio::time::sleep(FILLING).await;
+        loop {
+            found.push(transfer(token, light).await?);
+            tokio::time::sleep(TOKEN_PAUSE).await;
+        }
+    };
+    tokio::select! {
+        ended = transfer(order, bulk) => ended.map(drop)?,
+        failed = tokens => return failed,
+    }
+    Ok(found)
 }
 
 async fn open(node: &P2p, peer: PeerId) -> Result<RpcStream, Failure> {
     Ok(node.open_stream(peer, NAME, PATIENCE).await?)
 }
 
-async fn transfer(name: &str, order: Order, stream: &mut RpcStream) -> Result<(), Failure> {
+/// What a transfer took.
+#[derive(Clone, Copy, Debug)]
+struct Found {
+    bytes: u64,
+    nanoseconds: u64,
+    sender_us: u64,
+    receiver_us: u64,
+}
+
+fn print(name: &str, found: &Found) {
+    let Found { bytes, nanoseconds, sender_us, receiver_us } = found;
+    println!("{name} {bytes} {nanoseconds} {sender_us} {receiver_us}");
+}
+
+async fn transfer(order: Order, stream: &mut RpcStream) -> Result<Found, Failure> {
     let frame = if order.is_up { states(order) } else { Bytes::new() };
     stream.send(order.encode()).await?;
     let first = Mark::now()?;
@@ -204,11 +252,13 @@ async fn transfer(name: &str, order: Order, stream: &mut RpcStream) -> Result<()
     let theirs = Mark::decode(&stream.recv().await?.ok_or("the stream ended")?)?;
     let (sender, receiver) =
         if order.is_up { ((first, last), theirs) } else { (theirs, (first, last)) };
-    let nanoseconds = receiver.1.at_ns.saturating_sub(sender.0.at_ns);
     let cpu = |(first, last): (Mark, Mark)| last.cpu_us - first.cpu_us;
-    let bytes = u64::from(order.frames) * u64::from(order.bytes);
-    println!("{name} {bytes} {nanoseconds} {} {}", cpu(sender), cpu(receiver));
-    Ok(())
+    Ok(Found {
+        bytes: u64::from(order.frames) * u64::from(order.bytes),
+        nanoseconds: receiver.1.at_ns.saturating_sub(sender.0.at_ns),
+        sender_us: cpu(sender),
+        receiver_us: cpu(receiver),
+    })
 }
 
 /// A frame in the size of an order.

@@ -3,6 +3,7 @@
 //! ```text
 //!   Muxer ──── Link: the socket, frames in and out                       polled by the task of the connection
 //!     └─ Streams (shared, no I/O) ── Stream ── Window: what the peer may leave unread
+//!          │                    └── Turns: who sends the next frame
 //!          └─ Substream, read and written by the tasks of the RPCs
 //! ```
 //!
@@ -17,6 +18,7 @@ mod streams;
 mod substream;
 #[cfg(test)]
 pub(super) mod tests;
+mod turns;
 mod window;
 
 use std::{

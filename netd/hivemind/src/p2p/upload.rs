@@ -7,7 +7,7 @@
 //!                                              <── waker ──── task of the limit
 //! ```
 //!
-//! The limit lies under the multiplexer, which cuts streams into frames of 16 KiB and takes turns
+//! The limit lies under the multiplexer, which cuts streams into frames of 16 KiB and chooses
 //! among them, and over the encryption, so that a circuit through a relay is counted once, where it
 //! leaves the machine.
 

@@ -9,10 +9,11 @@ use std::{
 
 use super::{
     header::{FIN, Header, Kind, RST, SYN, broken},
+    turns::Turn,
     window::{FIRST_WINDOW, Growth, Window},
 };
 
-/// Data of one frame that we send: streams take turns after so much.
+/// Data of one frame that we send: another stream may go on after so much.
 pub(super) const FRAME_BYTES: usize = 16 << 10;
 /// Bytes that a stream has queued at most.
 const MAX_QUEUED_BYTES: usize = 128 << 10;
@@ -36,7 +37,7 @@ pub(super) struct Stream {
     pub(super) writer: Option<Waker>,
     /// What the first frame that we send says besides: SYN or ACK.
     introduction: u16,
-    pub(super) is_sending: bool,
+    pub(super) turn: Turn,
     is_finishing: bool,
     is_finished: bool,
     has_theirs_ended: bool,
@@ -57,7 +58,7 @@ impl Stream {
             queued: 0,
             writer: None,
             introduction,
-            is_sending: false,
+            turn: Turn::new(now),
             is_finishing: false,
             is_finished: false,
             has_theirs_ended: false,

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   Substream ── write ──> queue of the stream ── next_frame ──> Link ──> socket      resets and pongs first, then credit,
-//!   Substream <── read ── chunks of the stream <── receive ──── Link <── socket       then one frame of each stream in turn
+//!   Substream <── read ── chunks of the stream <── receive ──── Link <── socket       then frames in the order of Turns
 //! ```
 //!
 //! The task of the connection and the tasks of its streams share it under a lock that is held for copies of at most
@@ -19,6 +19,7 @@ use super::{
     super::limits::MAX_STREAMS_PER_CONNECTION,
     header::{ACK, FIN, Header, Kind, RST, SYN, broken},
     stream::Stream,
+    turns::Turns,
     window::Growth,
 };
 
@@ -38,8 +39,8 @@ pub(super) struct Streams {
     control: VecDeque<Header>,
     /// Streams with credit to announce, each once.
     granting: VecDeque<u32>,
-    /// Streams with something to send, each once.
-    sending: VecDeque<u32>,
+    /// Streams with something to send.
+    sending: Turns,
     driver: Option<Waker>,
     /// Who waits for room to open a stream.
     opener: Option<Waker>,
@@ -68,7 +69,7 @@ impl Streams {
             all: HashMap::new(),
             control: VecDeque::new(),
             granting: VecDeque::new(),
-            sending: VecDeque::new(),
+            sending: Turns::default(),
             driver: None,
             opener: None,
             growth,
@@ -195,13 +196,15 @@ impl Streams {
                 return true;
             }
         }
-        while let Some(id) = self.sending.pop_front() {
+        while let Some(id) = self.sending.next() {
             let Some(stream) = self.all.get_mut(&id) else { continue };
+            let before = out.len();
             let sent = stream.next_data(id, out);
+            let bytes = out.len() - before;
             if stream.has_more() {
-                self.sending.push_back(id);
+                self.sending.sent(id, &mut stream.turn, bytes);
             } else {
-                stream.is_sending = false;
+                stream.turn.end(bytes, Instant::now());
                 if stream.is_abandoned {
                     self.conclude(id);
                 }
@@ -328,10 +331,8 @@ impl Streams {
     }
 
     fn send(&mut self, id: u32) {
-        if let Some(stream) = self.all.get_mut(&id)
-            && !std::mem::replace(&mut stream.is_sending, true)
-        {
-            self.sending.push_back(id);
+        if let Some(stream) = self.all.get_mut(&id) {
+            self.sending.begin(id, &mut stream.turn, Instant::now());
         }
         self.wake_driver();
     }
