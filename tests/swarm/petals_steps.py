@@ -3,7 +3,8 @@
     python petals_steps.py --model DIR --dht-prefix NAME --initial-peers MADDR... [--prefix 128] [--steps 30] [--forward 1x128 ...]
                            [--training 1x128 ...]
 
-Hidden states only, through petals' InferenceSession and RemoteSequential: no embeddings and no head.
+Hidden states only, through petals' InferenceSession and RemoteSequential: no embeddings and no head. They are bfloat16, as those of a client that
+loads the model in its own type: a client in float32 sends twice as much to the first server.
 """
 import argparse
 import json
@@ -42,6 +43,10 @@ def median(values):
     return sorted(values)[len(values) // 2]
 
 
+def states(*shape):
+    return torch.randn(*shape, dtype=torch.bfloat16)
+
+
 def steps(remote, hidden, args):
     """Milliseconds of each measured step, of all sessions."""
     found, failed = [], []
@@ -50,13 +55,13 @@ def steps(remote, hidden, args):
     def one():
         try:
             with torch.inference_mode(), InferenceSession(remote.sequence_manager, max_length=args.prefix + args.steps + 8) as session:
-                session.step(torch.randn(1, args.prefix, hidden))
+                session.step(states(1, args.prefix, hidden))
                 for _ in range(3):  # the first steps introduce servers to each other
-                    session.step(torch.randn(1, 1, hidden))
+                    session.step(states(1, 1, hidden))
                 barrier.wait(300)
                 for _ in range(args.steps):
                     began = time.perf_counter()
-                    session.step(torch.randn(1, 1, hidden))
+                    session.step(states(1, 1, hidden))
                     found.append(1e3 * (time.perf_counter() - began))
         except Exception as error:
             failed.append(repr(error))
@@ -73,11 +78,11 @@ def steps(remote, hidden, args):
 def passes(remote, hidden, shape, args, is_training):
     """Milliseconds of passes of a batch, after one that warms up; with gradients as a step of fine-tuning has them."""
     batch, tokens = map(int, shape.split("x"))
-    states, found = torch.randn(batch, tokens, hidden, requires_grad=is_training), []
+    inputs, found = states(batch, tokens, hidden).requires_grad_(is_training), []
     with torch.set_grad_enabled(is_training):
         for _ in range(args.passes + 1):
             began = time.perf_counter()
-            out = remote(states)
+            out = remote(inputs)
             if is_training:
                 out.backward(torch.ones_like(out))
             found.append(1e3 * (time.perf_counter() - began))
