@@ -6,7 +6,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use harness::demo::demo_model;
-use harness::{SEPAL, Sepal, children_of, serve_args};
+use harness::{SEPAL, Sepal, children_of, command_line, serve_args, wait_for};
 use nix::unistd::Pid;
 
 const SECRET: &str = "hf_a_secret_of_the_operator";
@@ -31,6 +31,15 @@ fn figure(pid: Pid, name: &str) -> u32 {
     words(pid, name)[0].parse().expect("a number")
 }
 
+/// The process of the page, once it is confined.
+fn page_process(sepal: &Sepal) -> Pid {
+    wait_for("the process of the page", || {
+        let mut children = children_of(sepal.pid()).into_iter();
+        let page = children.find(|pid| command_line(*pid).contains(": gateway"))?;
+        (figure(page, "Seccomp_filters") == 2).then_some(page)
+    })
+}
+
 fn environment(pid: Pid) -> String {
     let bytes = std::fs::read(format!("/proc/{pid}/environ")).expect("environment");
     String::from_utf8_lossy(&bytes).into_owned()
@@ -38,20 +47,22 @@ fn environment(pid: Pid) -> String {
 
 #[test]
 fn children_are_confined_and_know_no_secret() {
-    for mode in [&[][..], &["--sandbox", "require"]] {
+    for mode in [&["--web", "0"][..], &["--web", "0", "--sandbox", "require"]] {
         let sepal = start(mode);
         sepal.wait_online();
+        sepal.wait_line("page of the swarm at /", 1);
+        let page = page_process(&sepal);
         assert_eq!(sepal.status()[0]["sandbox"], "files and system calls");
         assert!(sepal.log().contains("children are confined"), "{}", sepal.log());
         let children = children_of(sepal.pid());
-        assert_eq!(children.len(), 2, "netd and a worker");
+        assert_eq!(children.len(), 3, "netd, a worker and the page");
         let mut users = Vec::new();
         for child in children {
             assert_eq!((figure(child, "Seccomp"), figure(child, "NoNewPrivs")), (2, 1), "{child}");
             assert_eq!(figure(child, "Seccomp_filters"), 2, "{child}");
             let (user, rights) = (words(child, "Uid"), words(child, "CapPrm"));
             if nix::unistd::geteuid().is_root() {
-                // Real, effective, saved, of files: a role's own, which netd and workers do not share.
+                // Real, effective, saved, of files: a child's own, which the others do not share.
                 assert!(user.iter().all(|one| *one == user[0]) && user[0] != "0", "{user:?}");
                 users.push(user);
             }
@@ -59,10 +70,13 @@ fn children_are_confined_and_know_no_secret() {
             // Of the superuser's rights: CAP_KILL, CAP_SETUID and CAP_SYS_ADMIN.
             assert_eq!(rights & (1 << 5 | 1 << 7 | 1 << 21), 0, "{child}: {rights:x}");
             let environment = environment(child);
-            assert!(!environment.contains(SECRET), "{environment}");
+            // The page brings what it needs from the Hub itself.
+            assert!(child == page || !environment.contains(SECRET), "{environment}");
         }
+        let all = users.len();
+        users.sort();
         users.dedup();
-        assert_ne!(users.len(), 1, "one user for two roles");
+        assert_eq!(users.len(), all, "one user for two children");
         assert_eq!(figure(sepal.pid(), "Seccomp"), 0, "the supervisor starts others");
         assert_eq!(sepal.terminate().code(), Some(0));
     }

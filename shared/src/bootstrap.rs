@@ -169,7 +169,7 @@ impl Bootstrap {
             generation: Some(birth.generation),
         };
         init_logging(&birth.log, identity)?;
-        let confined = sandbox::enter(role, &birth.confinement)?;
+        let confined = sandbox::enter(role.into(), &birth.confinement)?;
         // A process that changes its user is not killed with its parent any more.
         die_with_parent(birth.parent_pid)?;
         let rank = birth.worker.map(tracing::field::display);

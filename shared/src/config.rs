@@ -635,6 +635,8 @@ pub struct ShownServer {
     pub pid: u32,
     /// Blocks of the model.
     pub num_blocks: u32,
+    /// Whether the process of the page is confined.
+    pub sandbox: SandboxMode,
 }
 
 /// Settings of `sepal chat`.

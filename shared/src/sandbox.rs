@@ -33,6 +33,17 @@ pub enum SandboxMode {
     Require,
 }
 
+impl SandboxMode {
+    /// What it is called in settings.
+    pub fn name(self) -> &'static str {
+        match self {
+            SandboxMode::Off => "off",
+            SandboxMode::On => "on",
+            SandboxMode::Require => "require",
+        }
+    }
+}
+
 impl FromStr for SandboxMode {
     type Err = String;
 
@@ -46,7 +57,30 @@ impl FromStr for SandboxMode {
     }
 }
 
-/// What one child may touch beyond what [`table`] gives its role.
+/// Whom [`table`] is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Subject {
+    /// The network daemon.
+    Netd,
+    /// A worker.
+    Worker,
+    /// The reader of checkpoints.
+    Prepare,
+    /// The page of `--web`, which is no role: it takes callers of its own and no orders.
+    Page,
+}
+
+impl From<Role> for Subject {
+    fn from(role: Role) -> Subject {
+        match role {
+            Role::Netd => Subject::Netd,
+            Role::Worker => Subject::Worker,
+            Role::Prepare => Subject::Prepare,
+        }
+    }
+}
+
+/// What one child may touch beyond what [`table`] gives it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Confinement {
     /// Whether to confine it.
@@ -116,11 +150,11 @@ impl fmt::Display for Support {
     }
 }
 
-/// Confines this process as `role`, for good. It must have one thread. Returns what it is held to.
+/// Confines this process as `who`, for good. It must have one thread. Returns what it is held to.
 ///
 /// # Errors
 /// [`SandboxError`] if the mode asks for more than the kernel can.
-pub fn enter(role: Role, confinement: &Confinement) -> Result<Support, SandboxError> {
+pub fn enter(who: Subject, confinement: &Confinement) -> Result<Support, SandboxError> {
     if confinement.mode == SandboxMode::Off {
         return Ok(Support { files: false, calls: false });
     }
@@ -131,8 +165,8 @@ pub fn enter(role: Role, confinement: &Confinement) -> Result<Support, SandboxEr
         (Err(error), SandboxMode::Require) => Err(error),
         (held, _) => Ok(held.is_ok()),
     };
-    rights::give_up(role, confinement).map_err(SandboxError::Rights)?;
-    let files = required(files::restrict(role, confinement).map_err(SandboxError::Files))?;
-    let calls = required(calls::filter(role, confinement).map_err(SandboxError::Calls))?;
+    rights::give_up(who, confinement).map_err(SandboxError::Rights)?;
+    let files = required(files::restrict(who, confinement).map_err(SandboxError::Files))?;
+    let calls = required(calls::filter(who, confinement).map_err(SandboxError::Calls))?;
     Ok(Support { files, calls })
 }

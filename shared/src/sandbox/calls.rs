@@ -9,8 +9,7 @@ use seccompiler::{
     SeccompRule, TargetArch, apply_filter, sock_filter,
 };
 
-use super::{Confinement, table};
-use crate::role::Role;
+use super::{Confinement, Subject, table};
 
 /// Whether the kernel filters system calls.
 pub(super) fn is_supported() -> bool {
@@ -18,23 +17,23 @@ pub(super) fn is_supported() -> bool {
 }
 
 /// Filters the calls of this thread, and of all that it starts.
-pub(super) fn filter(role: Role, confinement: &Confinement) -> Result<(), String> {
-    let program = program(role, confinement)?;
+pub(super) fn filter(who: Subject, confinement: &Confinement) -> Result<(), String> {
+    let program = program(who, confinement)?;
     // The second filter is asked too; the strictest answer counts.
     apply_filter(&program).map_err(|error| error.to_string())?;
     apply_filter(&other_numbers()).map_err(|error| error.to_string())
 }
 
-fn program(role: Role, confinement: &Confinement) -> Result<BpfProgram, String> {
+fn program(who: Subject, confinement: &Confinement) -> Result<BpfProgram, String> {
     let failed = |error: seccompiler::BackendError| error.to_string();
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = table::REFUSALS
         .iter()
-        .filter(|refusal| refusal.roles.contains(&role))
+        .filter(|refusal| refusal.whom.contains(&who))
         .filter(|refusal| refusal.binds_driver || !confinement.has_driver)
         .flat_map(|refusal| refusal.calls)
         .map(|call| (*call, Vec::new()))
         .collect();
-    let families = table::socket_families(role, confinement.has_driver);
+    let families = table::socket_families(who, confinement.has_driver);
     let is_other = families
         .iter()
         .map(|family| {

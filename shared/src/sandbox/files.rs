@@ -7,8 +7,7 @@ use landlock::{
     RulesetStatus, Scope, path_beneath_rules,
 };
 
-use super::{Confinement, table};
-use crate::role::Role;
+use super::{Confinement, Subject, table};
 
 /// The newest rules that are asked for; older kernels apply what they know.
 const RULES: ABI = ABI::V6;
@@ -22,16 +21,16 @@ pub(super) fn is_supported() -> bool {
         .is_ok()
 }
 
-/// Restricts this thread, and all that it starts, to the files of `role`.
-pub(super) fn restrict(role: Role, confinement: &Confinement) -> Result<(), String> {
-    let status = rules(role, confinement).map_err(|error| error.to_string())?;
+/// Restricts this thread, and all that it starts, to the files of `who`.
+pub(super) fn restrict(who: Subject, confinement: &Confinement) -> Result<(), String> {
+    let status = rules(who, confinement).map_err(|error| error.to_string())?;
     match status {
         RulesetStatus::NotEnforced => Err("is missing".to_owned()),
         _ => Ok(()),
     }
 }
 
-fn rules(role: Role, confinement: &Confinement) -> Result<RulesetStatus, landlock::RulesetError> {
+fn rules(who: Subject, confinement: &Confinement) -> Result<RulesetStatus, landlock::RulesetError> {
     let all = AccessFs::from_all(RULES);
     // Starting programs is refused to all; libraries are mapped, not executed.
     let read = AccessFs::from_read(RULES) & !AccessFs::Execute;
@@ -39,7 +38,7 @@ fn rules(role: Role, confinement: &Confinement) -> Result<RulesetStatus, landloc
     let more = |paths: &[std::path::PathBuf]| paths.to_vec();
     let own = |paths: Vec<&'static str>| paths.into_iter().map(|path| Path::new(path).to_owned());
     let readable =
-        own(table::read_by(role, confinement.has_driver)).chain(more(&confinement.readable));
+        own(table::read_by(who, confinement.has_driver)).chain(more(&confinement.readable));
     let writable =
         own(table::written_by(confinement.has_driver)).chain(more(&confinement.writable));
     let mut ruleset = Ruleset::default().handle_access(all)?;

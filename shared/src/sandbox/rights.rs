@@ -1,7 +1,7 @@
 //! What a process that was started by the superuser gives up: its user, and the rights (man 7 capabilities)
-//! that its role does not need, for good and for all that it starts.
+//! that it does not need, for good and for all that it starts.
 //!
-//! Files of the operator stay reachable by rights, as far as Landlock lets the role go; what the user
+//! Files of the operator stay reachable by rights, as far as Landlock lets it go; what the user
 //! changes is who can be signalled and looked into.
 
 use caps::errors::CapsError;
@@ -9,21 +9,20 @@ use caps::{CapSet, Capability, CapsHashSet};
 use nix::unistd::{Gid, Uid, setgroups, setresgid, setresuid};
 use tracing::warn;
 
-use super::{Confinement, table};
-use crate::role::Role;
+use super::{Confinement, Subject, table};
 
 /// What changing the user takes, and what the supervisor needs to end a process of another one.
 const OF_WHO_CHANGES: [Capability; 3] =
     [Capability::CAP_SETUID, Capability::CAP_SETGID, Capability::CAP_KILL];
 
-/// Gives up what `role` does not need. A process without rights has nothing to give up.
-pub(super) fn give_up(role: Role, confinement: &Confinement) -> Result<(), String> {
+/// Gives up what `who` does not need. A process without rights has nothing to give up.
+pub(super) fn give_up(who: Subject, confinement: &Confinement) -> Result<(), String> {
     let failed = |error: CapsError| format!("cannot give up rights: {error}");
     let permitted = caps::read(None, CapSet::Permitted).map_err(failed)?;
     if permitted.is_empty() {
         return Ok(());
     }
-    let needed: CapsHashSet = table::rights(role, confinement.has_driver).iter().copied().collect();
+    let needed: CapsHashSet = table::rights(who, confinement.has_driver).iter().copied().collect();
     if permitted.contains(&Capability::CAP_SETPCAP) {
         let bounding = caps::read(None, CapSet::Bounding).map_err(failed)?;
         for right in bounding.difference(&needed) {
@@ -31,7 +30,7 @@ pub(super) fn give_up(role: Role, confinement: &Confinement) -> Result<(), Strin
         }
     }
     if OF_WHO_CHANGES.iter().all(|right| permitted.contains(right))
-        && let Err(error) = become_user(table::user(role))
+        && let Err(error) = become_user(table::user(who))
     {
         // So it is where only some users exist, in a namespace.
         warn!(%error, "this process keeps its user");

@@ -1,10 +1,10 @@
-//! What each role may do. Everything else that the table names is refused with EPERM or EACCES; SECURITY.md
+//! What each child may do. Everything else that the table names is refused with EPERM or EACCES; SECURITY.md
 //! shows it for people.
 
 use caps::Capability;
 use nix::libc;
 
-use crate::role::Role;
+use super::Subject;
 
 /// System calls that are refused, and to whom.
 #[derive(Debug)]
@@ -14,19 +14,19 @@ pub struct Refusal {
     /// Their numbers.
     pub calls: &'static [libc::c_long],
     /// Whom they are refused.
-    pub roles: &'static [Role],
+    pub whom: &'static [Subject],
     /// Whether they are refused where the driver of a GPU is open, too.
     pub binds_driver: bool,
 }
 
-const ALL: &[Role] = &[Role::Netd, Role::Worker, Role::Prepare];
+const ALL: &[Subject] = &[Subject::Netd, Subject::Worker, Subject::Prepare, Subject::Page];
 
 /// System calls that are refused whatever their arguments are.
 pub const REFUSALS: &[Refusal] = &[
     Refusal {
         what: "start a program",
         calls: &[libc::SYS_execve, libc::SYS_execveat],
-        roles: ALL,
+        whom: ALL,
         binds_driver: true,
     },
     Refusal {
@@ -39,7 +39,7 @@ pub const REFUSALS: &[Refusal] = &[
             libc::SYS_pidfd_getfd,
             libc::SYS_kcmp,
         ],
-        roles: ALL,
+        whom: ALL,
         binds_driver: true,
     },
     Refusal {
@@ -60,7 +60,7 @@ pub const REFUSALS: &[Refusal] = &[
             libc::SYS_mount_setattr,
             libc::SYS_open_by_handle_at,
         ],
-        roles: ALL,
+        whom: ALL,
         binds_driver: true,
     },
     Refusal {
@@ -92,51 +92,54 @@ pub const REFUSALS: &[Refusal] = &[
             libc::SYS_setdomainname,
             libc::SYS_vhangup,
         ],
-        roles: ALL,
+        whom: ALL,
         binds_driver: true,
     },
     Refusal {
         what: "change the length of a file or of shared memory",
         calls: &[libc::SYS_ftruncate, libc::SYS_truncate, libc::SYS_fallocate],
-        roles: &[Role::Netd, Role::Worker],
+        whom: &[Subject::Netd, Subject::Worker],
         // It makes memory of its own.
         binds_driver: false,
     },
 ];
 
-/// Families of sockets that a role may open. The control channel needs local ones after an upgrade; a
+/// Families of sockets that a child may open. The control channel needs local ones after an upgrade; a
 /// driver asks the kernel for the links between cards.
-pub fn socket_families(role: Role, has_driver: bool) -> &'static [libc::c_int] {
-    match (role, has_driver) {
-        (Role::Worker, false) => &[libc::AF_UNIX],
-        (Role::Worker, true) => &[libc::AF_UNIX, libc::AF_NETLINK],
-        (Role::Netd | Role::Prepare, _) => {
+pub fn socket_families(who: Subject, has_driver: bool) -> &'static [libc::c_int] {
+    match (who, has_driver) {
+        (Subject::Worker, false) => &[libc::AF_UNIX],
+        (Subject::Worker, true) => &[libc::AF_UNIX, libc::AF_NETLINK],
+        (Subject::Netd | Subject::Prepare | Subject::Page, _) => {
             &[libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK]
         }
     }
 }
 
-/// The user and group of a role where the supervisor is the superuser. No system gives these numbers to
+/// The user and group of a child where the supervisor is the superuser. No system gives these numbers to
 /// anybody (systemd, "Users, Groups, UIDs and GIDs on systemd Systems").
-pub fn user(role: Role) -> u32 {
-    match role {
-        Role::Netd => 60_600,
-        Role::Worker => 60_601,
-        Role::Prepare => 60_602,
+pub fn user(who: Subject) -> u32 {
+    match who {
+        Subject::Netd => 60_600,
+        Subject::Worker => 60_601,
+        Subject::Prepare => 60_602,
+        Subject::Page => 60_603,
     }
 }
 
-/// Rights of the superuser that a role keeps if it is started with them. Files belong to the operator, and
+/// Rights of the superuser that a child keeps if it is started with them. Files belong to the operator, and
 /// Landlock says which; netd listens on low ports if it is told to; a driver pins memory.
-pub fn rights(role: Role, has_driver: bool) -> &'static [Capability] {
+pub fn rights(who: Subject, has_driver: bool) -> &'static [Capability] {
     use Capability::{
         CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER, CAP_IPC_LOCK, CAP_NET_BIND_SERVICE,
     };
-    match (role, has_driver) {
-        (Role::Netd, _) => &[CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_NET_BIND_SERVICE],
-        (Role::Worker, false) => &[CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH],
-        (Role::Worker, true) => &[CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_IPC_LOCK],
-        (Role::Prepare, _) => &[CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER],
+    match (who, has_driver) {
+        (Subject::Netd, _) => &[CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_NET_BIND_SERVICE],
+        (Subject::Worker, false) => &[CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH],
+        (Subject::Worker, true) => &[CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_IPC_LOCK],
+        (Subject::Prepare | Subject::Page, _) => {
+            &[CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER]
+        }
     }
 }
 
@@ -196,18 +199,18 @@ pub const WRITTEN_BY_ALL: &[&str] = &["/dev/null"];
 /// Nodes of devices, and where the driver keeps what it compiled.
 pub const WRITTEN_BY_DRIVER: &[&str] = &["/dev"];
 
-/// Folders and files that a role may read whatever the model is.
-pub fn read_by(role: Role, has_driver: bool) -> Vec<&'static str> {
-    let more = match role {
-        Role::Prepare => READ_EVERYTHING,
+/// Folders and files that a child may read whatever the model is.
+pub fn read_by(who: Subject, has_driver: bool) -> Vec<&'static str> {
+    let more = match who {
+        Subject::Prepare => READ_EVERYTHING,
         _ if has_driver => READ_EVERYTHING,
-        Role::Netd => READ_BY_NETD,
-        Role::Worker => &[],
+        Subject::Netd | Subject::Page => READ_BY_NETD,
+        Subject::Worker => &[],
     };
     [READ_BY_ALL, more].concat()
 }
 
-/// Folders and files that a role may change whatever the model is.
+/// Folders and files that a child may change whatever the model is.
 pub fn written_by(has_driver: bool) -> Vec<&'static str> {
     [WRITTEN_BY_ALL, if has_driver { WRITTEN_BY_DRIVER } else { &[] }].concat()
 }

@@ -1,4 +1,4 @@
-//! Each role, tried from inside: a process of its own enters the sandbox and does what it may and what it
+//! Each child, tried from inside: a process of its own enters the sandbox and does what it may and what it
 //! may not.
 
 use std::collections::BTreeMap;
@@ -41,14 +41,14 @@ impl Site {
     }
 
     /// What a process that is confined like this can do.
-    fn outcomes(&self, role: Role, mode: SandboxMode, has_driver: bool) -> Outcomes {
+    fn outcomes(&self, who: Subject, mode: SandboxMode, has_driver: bool) -> Outcomes {
         let confinement = Confinement {
             mode,
             readable: vec![self.path("weights")],
             writable: vec![self.path("mine")],
             has_driver,
         };
-        let order = serde_json::to_string(&(role, confinement, self.root.path())).unwrap();
+        let order = serde_json::to_string(&(who, confinement, self.root.path())).unwrap();
         let output = Command::new("/proc/self/exe")
             .args([
                 "--ignored",
@@ -125,10 +125,10 @@ fn attempts(root: &Path) -> Vec<(&'static str, bool)> {
 #[ignore = "started by other tests"]
 fn child() {
     let order = std::env::var(VARIABLE).expect("started by another test");
-    let (role, confinement, root): (Role, Confinement, PathBuf) =
+    let (who, confinement, root): (Subject, Confinement, PathBuf) =
         serde_json::from_str(&order).unwrap();
     // As in a role, nothing else runs: the harness of the tests waits.
-    enter(role, &confinement).unwrap();
+    enter(who, &confinement).unwrap();
     let made: Outcomes =
         attempts(&root).into_iter().map(|(name, done)| (name.to_owned(), done)).collect();
     println!("\nOUTCOMES {}", serde_json::to_string(&made).unwrap());
@@ -162,7 +162,7 @@ const EVERYTHING: [&str; 24] = [
     "can be dumped",
 ];
 
-/// What every role can do.
+/// What every child can do.
 const COMMON: [&str; 7] = [
     "reads the weights",
     "makes a file of its own",
@@ -188,7 +188,7 @@ fn assert_can(outcomes: &Outcomes, expected: &[&str], who: &str) {
 }
 
 #[test]
-fn each_role_can_do_its_work_and_nothing_else() {
+fn each_child_can_do_its_work_and_nothing_else() {
     if Support::of_this_kernel().check().is_err() {
         println!("skipped: this kernel confines {} alone", Support::of_this_kernel());
         return;
@@ -203,11 +203,13 @@ fn each_role_can_do_its_work_and_nothing_else() {
     let signals = if nix::unistd::geteuid().is_root() { &signals[..0] } else { &signals };
     let driver = [&driver[..], signals].concat();
     for mode in [SandboxMode::On, SandboxMode::Require] {
-        let of = |role, has_driver| Site::new().outcomes(role, mode, has_driver);
-        assert_can(&of(Role::Netd, false), &netd, "netd");
-        assert_can(&of(Role::Worker, false), &COMMON, "worker");
-        assert_can(&of(Role::Prepare, false), &prepare.concat(), "prepare");
-        assert_can(&of(Role::Worker, true), &[&COMMON[..], &driver].concat(), "worker of a GPU");
+        let of = |who, has_driver| Site::new().outcomes(who, mode, has_driver);
+        assert_can(&of(Subject::Netd, false), &netd, "netd");
+        assert_can(&of(Subject::Worker, false), &COMMON, "worker");
+        assert_can(&of(Subject::Prepare, false), &prepare.concat(), "prepare");
+        let page = [&netd[..], &["changes the length of memory"]].concat();
+        assert_can(&of(Subject::Page, false), &page, "page");
+        assert_can(&of(Subject::Worker, true), &[&COMMON[..], &driver].concat(), "worker of a GPU");
     }
 }
 
@@ -217,9 +219,9 @@ fn what_is_refused_works_where_nothing_is_confined() {
         println!("skipped: packet sockets and namespaces are of root alone");
         return;
     }
-    for role in [Role::Netd, Role::Worker, Role::Prepare] {
-        let outcomes = Site::new().outcomes(role, SandboxMode::Off, false);
-        assert_can(&outcomes, &EVERYTHING, role.name());
+    for who in [Subject::Netd, Subject::Worker, Subject::Prepare, Subject::Page] {
+        let outcomes = Site::new().outcomes(who, SandboxMode::Off, false);
+        assert_can(&outcomes, &EVERYTHING, &format!("{who:?}"));
     }
 }
 

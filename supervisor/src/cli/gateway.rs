@@ -8,6 +8,7 @@ use clap::Args;
 use shared::config::{
     ChatConfig, FetchConfig, GatewayConfig, GatewayModel, LogConfig, SamplingConfig, ShownServer,
 };
+use shared::sandbox::SandboxMode;
 
 use super::local::{FetchArgs, LocalArgs};
 use super::values::{check_maddrs, is_maddr, metrics_addr, pause, seconds, size_bytes};
@@ -89,6 +90,9 @@ pub struct GatewayArgs {
     /// Blocks of its model
     #[arg(long, value_name = "N", hide = true)]
     num_blocks: Option<u32>,
+    /// Whether its process is confined
+    #[arg(long, value_name = "MODE", default_value = "on", hide = true)]
+    sandbox: SandboxMode,
     #[command(flatten)]
     log: LogArgs,
 }
@@ -145,10 +149,11 @@ pub fn resolve(
         session_idle: args.session_idle,
         route_timeout: args.route_timeout,
         startup_timeout: args.startup_timeout,
-        server: args
-            .of_server
-            .zip(args.num_blocks)
-            .map(|(pid, num_blocks)| ShownServer { pid, num_blocks }),
+        server: args.of_server.zip(args.num_blocks).map(|(pid, num_blocks)| ShownServer {
+            pid,
+            num_blocks,
+            sandbox: args.sandbox,
+        }),
     };
     Ok((config, fetch, args.log.resolve(env, DEFAULT_LOG)))
 }

@@ -28,6 +28,7 @@ impl Driver<'_> {
             num_blocks: facts.num_blocks,
             peers: &self.own_addresses(),
             log: &self.config.log,
+            sandbox: self.config.sandbox,
         };
         self.web.start(&shown, now);
     }
