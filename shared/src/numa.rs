@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use crate::processor::numbers;
+
 /// Where Linux describes the nodes.
 const NODES: &str = "/sys/devices/system/node";
 
@@ -41,34 +43,9 @@ fn free_of(meminfo: &str) -> Option<u64> {
     kilobytes(" MemFree:")?.saturating_add(cached).checked_mul(1024)
 }
 
-/// The numbers of a list such as `0-3,8`.
-fn numbers(list: &str) -> Option<Vec<u32>> {
-    let mut numbers = Vec::new();
-    for part in list.trim().split(',').filter(|part| !part.is_empty()) {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        let (first, last): (u32, u32) = (first.parse().ok()?, last.parse().ok()?);
-        // No machine has more cores; a larger range is none of the kernel's.
-        if last.checked_sub(first)? > 1 << 16 {
-            return None;
-        }
-        numbers.extend(first..=last);
-    }
-    Some(numbers)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn lists_of_the_kernel_are_read() {
-        assert_eq!(numbers("0-1\n"), Some(vec![0, 1]));
-        assert_eq!(numbers("0-2,5,7-8"), Some(vec![0, 1, 2, 5, 7, 8]));
-        assert_eq!(numbers("\n"), Some(vec![]));
-        for bad in ["x", "3-1", "0-4000000000", "1-"] {
-            assert_eq!(numbers(bad), None, "{bad}");
-        }
-    }
 
     #[test]
     fn what_a_node_can_free_counts_as_free() {
