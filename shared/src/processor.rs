@@ -1,8 +1,8 @@
 //! The processor as Linux describes it under `/sys/devices/system`: its cores, the hyper-threads of each,
-//! and which of them share a third-level cache, a socket and a NUMA node. From it follow seats for
-//! the threads of workers ([`Seats`]); workers do not take them yet.
+//! and which of them share a third-level cache, a socket and a NUMA node. From it follows where the
+//! threads of a worker run ([`Seats`]).
 //!
-//! Seats are for one thread per core. Hyper-threads of a core share its vector and matrix units,
+//! A worker computes with one thread per core. Hyper-threads of a core share its vector and matrix units,
 //! which one thread of a product keeps busy, and its caches; what a second thread gains is not measured.
 //! Which thread computes what never changes a result.
 //!

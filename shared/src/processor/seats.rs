@@ -3,11 +3,12 @@
 use nix::errno::Errno;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
+use serde::{Deserialize, Serialize};
 
 use super::{Core, shown};
 
 /// The CPUs of a worker's compute threads.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Seats {
     /// Wherever the process may run.
     #[default]
