@@ -113,6 +113,20 @@ fn a_port_in_use_is_named() {
 }
 
 #[test]
+fn cpus_and_nodes_that_do_not_exist_are_named_beside_those_that_do() {
+    let model = demo_model();
+    for (flags, words) in [
+        (["--cpus", "60000"], ["invalid --cpus 60000: ", "expected CPUs among "]),
+        (["--cpus", "1-0"], ["invalid --cpus 1-0: ", "expected CPUs among "]),
+        (["--device", "cpu:60000"], ["invalid device cpu:60000: ", "usable CPUs are cpu:"]),
+    ] {
+        let (code, log) = serve_folder(&model, &flags);
+        assert_eq!(code, 2, "{log}");
+        assert!(words.iter().all(|word| log.contains(word)), "{flags:?}: {log}");
+    }
+}
+
+#[test]
 fn unreachable_peers_are_named() {
     let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let peer =

@@ -8,6 +8,7 @@ use std::path::Path;
 use harness::demo::demo_model;
 use harness::{Sepal, children_of, command_line, wait_for};
 use nix::sys::resource::{Resource, getrlimit};
+use shared::processor::{Processor, numbers};
 
 fn free_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
@@ -108,6 +109,60 @@ fn a_dry_run_prints_what_would_be_announced_keeps_it_and_ends() {
     let second = start(&["--cache_dir", folder, "--initial_peers", &peer]);
     let line = second.wait_line("network rate", 1);
     assert!(known.iter().any(|how| line.contains(how)), "{line}");
+}
+
+/// The CPUs on which each computing thread of a worker may run, the first thread first.
+fn seats_of(worker: nix::unistd::Pid) -> Vec<Vec<u32>> {
+    let field = |status: &str, name: &str| {
+        let rest = status.lines().find_map(|line| line.strip_prefix(name));
+        rest.map(|rest| rest.trim().to_owned()).unwrap_or_default()
+    };
+    let folders = std::fs::read_dir(format!("/proc/{worker}/task")).expect("its threads");
+    let mut threads: Vec<(String, Vec<u32>)> = folders
+        .filter_map(|folder| {
+            let folder = folder.ok()?;
+            let status = std::fs::read_to_string(folder.path().join("status")).ok()?;
+            let is_first = folder.file_name().to_str() == Some(&worker.to_string());
+            let name = if is_first { String::new() } else { field(&status, "Name:") };
+            let cpus = numbers(&field(&status, "Cpus_allowed_list:"))?;
+            (is_first || name.starts_with("kernel-")).then_some((name, cpus))
+        })
+        .collect();
+    threads.sort();
+    threads.into_iter().map(|(_, cpus)| cpus).collect()
+}
+
+#[test]
+fn compute_threads_stay_on_the_cpus_that_were_given() {
+    let machine = Processor::of_this_machine();
+    let (Some(first), Some(last)) = (machine.cores().first(), machine.cores().last()) else {
+        panic!("a machine without cores");
+    };
+    if machine.cpus().len() == 1 {
+        println!("not tested: this machine has one CPU, where every thread runs on it");
+        return;
+    }
+    let given = last.cpus[0];
+    let given_text = given.to_string();
+    let always = ["--device", "cpu", "--new_swarm", "--throughput", "1"];
+    let sepal = start(&[&always[..], &["--cpus", &given_text]].concat());
+    sepal.wait_online();
+    assert_eq!(seats_of(sepal.worker()), [[given]]);
+    sepal.wait_line(&format!("one thread on each of CPUs {given}"), 1);
+    assert!(sepal.terminate().success());
+
+    // Without --threads there is one for each core.
+    let two = [first.cpus[0], given];
+    let list = format!("{},{}", two[0], two[1]);
+    let model = demo_model();
+    let serve = ["serve", model.to_str().expect("UTF-8"), "--dht_prefix", "demo", "--no_upnp"];
+    let sepal = Sepal::start(&[&serve, &always[..], &["--cpus", &list]].concat());
+    sepal.wait_online();
+    let expected: Vec<Vec<u32>> = match machine.cores().len() {
+        1 => vec![vec![given]],
+        _ => two.into_iter().map(|cpu| vec![cpu]).collect(),
+    };
+    assert_eq!(seats_of(sepal.worker()), expected, "{}", sepal.log());
 }
 
 #[test]

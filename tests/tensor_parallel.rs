@@ -195,7 +195,7 @@ fn placed(pid: Pid, what: &str) -> Vec<(String, String)> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn ranks_on_a_node_have_weights_and_pages_in_its_memory() {
-    let node = shared::numa::nodes()[0];
+    let node = shared::processor::Processor::of_this_machine().nodes()[0];
     let device = format!("cpu:{node}");
     let sepal = serve(&["--tensor_parallel_devices", &device, &device]);
     let plain = serve_group(&[]);

@@ -131,20 +131,25 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
         faults: Faults,
         board: impl Into<Arc<BoardWriter>>,
     ) -> Self {
-        // Spinning on the only core would keep the writer from running.
         let UnitLimits { times, tokens } = engine.unit_limits();
-        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
         Executor {
             execution: Execution::new(engine, faults, board.into()),
             publisher: Publisher::default(),
             limits,
-            spin: if cores > 1 { MAX_SPIN } else { Duration::ZERO },
+            spin: spin_time(),
             schedule: Schedule::new(times).limited(tokens),
             answers: Answers::default(),
             taken: 0,
             drain: None,
             drain_time: DRAIN_TIME,
         }
+    }
+
+    /// The same, looking for jobs so long before it sleeps.
+    #[must_use]
+    pub fn spinning(mut self, spin: Duration) -> Self {
+        self.spin = spin;
+        self
     }
 
     /// The same as rank 0 of a group, whose other ranks follow what is written to `plans`.
@@ -372,6 +377,15 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
             Err(WaitError::Corrupt(error)) => Err(error.into()),
             Err(WaitError::Doorbell(error)) => Err(error.into()),
         }
+    }
+}
+
+/// How long an executor looks for jobs before it sleeps: not at all on the only CPU of this thread, where it
+/// would keep their writer from running.
+pub fn spin_time() -> Duration {
+    match std::thread::available_parallelism() {
+        Ok(cpus) if cpus.get() > 1 => MAX_SPIN,
+        _ => Duration::ZERO,
     }
 }
 

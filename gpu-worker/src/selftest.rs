@@ -20,6 +20,7 @@ use kernels::ops::OpError;
 use shared::bootstrap::die_with_parent;
 use shared::config::Device;
 use shared::exit::ExitReason;
+use shared::processor::Processor;
 use shared::warpgroups::{WarpgroupKernels, Warpgroups};
 
 use crate::engine::EngineError;
@@ -84,10 +85,15 @@ fn test(
     let class = if is_quick { Class::Quick } else { Class::Served };
     match device {
         Device::Cpu => on_processor(is_quick, out, report),
-        Device::Node(node) => match node::stay_on(node) {
-            Ok(()) => on_processor(is_quick, out, report),
-            Err(message) => Err(Ended { reason: ExitReason::BadConfig, message }),
-        },
+        Device::Node(_) => {
+            let processor = Processor::of_this_machine();
+            if processor.of(device).is_empty() {
+                let message = format!("invalid device {device}: there are {}", processor.summary());
+                return Err(Ended { reason: ExitReason::BadConfig, message });
+            }
+            node::stay_on(&processor.seats(device, (0, 1), 0), device);
+            on_processor(is_quick, out, report)
+        }
         Device::Cuda(ordinal) => {
             let has_none = Driver::properties_of(ordinal).is_ok_and(|found| !found.has_wgmma());
             let found = parent.is_none().then(|| match has_none {

@@ -12,7 +12,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ipc_channel::IpcError;
-use kernels::Cpu;
 use kernels::cuda::driver::Driver;
 #[cfg(feature = "emu")]
 use kernels::cuda::emu::Emu;
@@ -33,7 +32,7 @@ use tracing::{debug, error, info, warn};
 use crate::block::WeightsError;
 use crate::device::DeviceBackend;
 use crate::engine::{BlockForm, Engine, EngineError, EngineShape};
-use crate::executor::{Executor, Exit, Follower};
+use crate::executor::{Executor, Exit, Follower, spin_time};
 use crate::fault::Faults;
 use crate::gauges;
 use crate::node;
@@ -96,11 +95,11 @@ fn serve_on_device(init: &WorkerInit, ends: ControlEnds<ToWorker, FromWorker>) -
             init,
             ends,
             |start| {
-                let mut cpu = Cpu::new(start.threads);
+                let mut cpu = node::seated(&init.seats, start.threads);
                 if let Some(group) = start.group {
                     cpu.join(group.member()?);
                 }
-                info!(threads = start.threads, isa = ?cpu.isa(), "computing on the CPU");
+                info!(threads = cpu.threads(), seats = %init.seats, isa = ?cpu.isa(), "computing on the CPU");
                 Ok(cpu)
             },
             |_, _, _| Ok(()),
@@ -192,13 +191,12 @@ fn run_on<B: DeviceBackend>(
     warm_up: impl FnOnce(&mut Engine<'_, B>) -> Result<(), EngineError>,
 ) -> Exit {
     let run = || {
+        // Seats leave this thread with one CPU of its own; the writers of jobs have the others.
+        let spin = spin_time();
         let joining = group::open(init, &ends.descriptors)?;
         let (kv, board) = segments(init, &ends.descriptors)?;
         faults(init).at(0, FaultPoint::Start);
-        if let Device::Node(node) = init.device {
-            let bad = |message| Exit { reason: ExitReason::BadConfig, message };
-            node::stay_on(node).map_err(bad)?;
-        }
+        node::stay_on(&init.seats, init.device);
         let group = joining.map(|joining| Group::new(joining, init, &board));
         board.enter(Phase::Loading, LOADING_LIMIT);
         if let Device::Cuda(ordinal) = init.device {
@@ -227,7 +225,7 @@ fn run_on<B: DeviceBackend>(
             Engine::new(backend, form, &weights, kv, shape).map_err(|e| unplaced(&e))?;
         warm_up(&mut engine).map_err(|e| unplaced(&e))?;
         log_weights(init, &weights, private_bytes().saturating_sub(before));
-        Ok(worker(engine, init, board, group, ends))
+        Ok(worker(engine, init, board, (group, spin), ends))
     };
     run().unwrap_or_else(|end| end)
 }
@@ -344,7 +342,7 @@ fn worker<B: DeviceBackend>(
     mut engine: Engine<'_, B>,
     init: &WorkerInit,
     board: Arc<BoardWriter>,
-    group: Option<Group>,
+    (group, spin): (Option<Group>, Duration),
     ends: ControlEnds<ToWorker, FromWorker>,
 ) -> Exit {
     let mut capacity = Capacity::default();
@@ -375,7 +373,7 @@ fn worker<B: DeviceBackend>(
             }))
         }
         group => {
-            let mut executor = Executor::new(engine, limits, faults, board);
+            let mut executor = Executor::new(engine, limits, faults, board).spinning(spin);
             if let Some(group) = &group {
                 executor = executor.publishing(group.writer()?);
             }
@@ -427,7 +425,7 @@ fn measured<B: DeviceBackend>(
         None => measure(engine),
         Some(folder) => {
             let devices = group::devices(init);
-            let key = Key::of(&init.model, devices, rates::threads(&init.config));
+            let key = Key::of(&init.model, devices, &init.config);
             let freshness = match init.config.measure_anew {
                 true => Freshness::Measured,
                 false => Freshness::Kept,

@@ -341,6 +341,8 @@ pub struct NetdConfig {
 pub struct WorkerConfig {
     /// Compute threads of a CPU worker; 0 = one per core.
     pub threads: u32,
+    /// CPUs on which workers of the processor may run (`--cpus`); none = all that are of use.
+    pub cpus: Vec<u32>,
     /// Fault to inject, for tests of recovery.
     pub fault: Option<FaultPlan>,
     /// Folder in which measured rates are kept; `None` keeps none.

@@ -38,6 +38,7 @@ use crate::exit::ExitReason;
 use crate::ids::{Generation, WorkerId};
 use crate::model::{ModelFacts, RankShare};
 use crate::network::NetworkRate;
+use crate::processor::Seats;
 pub use crate::role::Role;
 use crate::sandbox::Confinement;
 use crate::warpgroups::Warpgroups;
@@ -224,6 +225,8 @@ pub struct WorkerInit {
     pub worker: WorkerId,
     /// The device it owns.
     pub device: Device,
+    /// Where its compute threads run.
+    pub seats: Seats,
     /// Its blocks, for life.
     pub span: Span,
     /// The model.

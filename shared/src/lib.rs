@@ -23,6 +23,7 @@ pub mod limits;
 pub mod model;
 pub mod network;
 pub mod numa;
+pub mod processor;
 pub mod public_swarm;
 pub mod role;
 pub mod sandbox;

@@ -1,27 +1,9 @@
-//! The NUMA nodes of this machine: which there are, their cores and their memory.
+//! The memory of the NUMA nodes of this machine; [`processor`](crate::processor) knows their cores.
 
 use std::path::Path;
 
 /// Where Linux describes the nodes.
 const NODES: &str = "/sys/devices/system/node";
-
-/// Numbers of the nodes that have cores, in ascending order. A machine that does not tell has one
-/// node, 0.
-pub fn nodes() -> Vec<u32> {
-    let path = Path::new(NODES);
-    let text = std::fs::read_to_string(path.join("has_cpu"));
-    let text = text.or_else(|_| std::fs::read_to_string(path.join("online")));
-    match text.ok().as_deref().and_then(numbers) {
-        Some(nodes) if !nodes.is_empty() => nodes,
-        _ => vec![0],
-    }
-}
-
-/// Numbers of the cores of a node; `None` when the machine does not tell.
-pub fn cores(node: u32) -> Option<Vec<u32>> {
-    let path = Path::new(NODES).join(format!("node{node}/cpulist"));
-    numbers(&std::fs::read_to_string(path).ok()?)
-}
 
 /// Bytes of a node that are free or can be freed: those of the page cache count as free. `None` when
 /// the machine does not tell.
@@ -41,34 +23,10 @@ fn free_of(meminfo: &str) -> Option<u64> {
     kilobytes(" MemFree:")?.saturating_add(cached).checked_mul(1024)
 }
 
-/// The numbers of a list such as `0-3,8`.
-fn numbers(list: &str) -> Option<Vec<u32>> {
-    let mut numbers = Vec::new();
-    for part in list.trim().split(',').filter(|part| !part.is_empty()) {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        let (first, last): (u32, u32) = (first.parse().ok()?, last.parse().ok()?);
-        // No machine has more cores; a larger range is none of the kernel's.
-        if last.checked_sub(first)? > 1 << 16 {
-            return None;
-        }
-        numbers.extend(first..=last);
-    }
-    Some(numbers)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn lists_of_the_kernel_are_read() {
-        assert_eq!(numbers("0-1\n"), Some(vec![0, 1]));
-        assert_eq!(numbers("0-2,5,7-8"), Some(vec![0, 1, 2, 5, 7, 8]));
-        assert_eq!(numbers("\n"), Some(vec![]));
-        for bad in ["x", "3-1", "0-4000000000", "1-"] {
-            assert_eq!(numbers(bad), None, "{bad}");
-        }
-    }
+    use crate::processor::Processor;
 
     #[test]
     fn what_a_node_can_free_counts_as_free() {
@@ -80,18 +38,10 @@ mod tests {
         for bad in ["", "Node 0 MemFree: x kB", "Node 0 MemFree: 3", "Node 0 MemFree:"] {
             assert_eq!(free_of(bad), None, "{bad}");
         }
-        if cores(nodes()[0]).is_some() {
-            assert!(free_bytes(nodes()[0]).is_some_and(|free| free > 0));
+        let node = Processor::of_this_machine().nodes()[0];
+        if Path::new(NODES).join(format!("node{node}/meminfo")).exists() {
+            assert!(free_bytes(node).is_some_and(|free| free > 0));
         }
         assert_eq!(free_bytes(60_000), None);
-    }
-
-    #[test]
-    fn this_machine_has_a_node_and_the_node_has_cores() {
-        let nodes = nodes();
-        assert!(!nodes.is_empty());
-        if let Some(cores) = cores(nodes[0]) {
-            assert!(!cores.is_empty());
-        }
     }
 }

@@ -23,6 +23,7 @@ use std::time::{Duration, Instant};
 use shared::config::{AutomaticDevices, Device, ServeConfig, shown_uuid};
 use shared::control::{CudaDevice, CudaDevices};
 use shared::exit::ExitReason;
+use shared::processor::Processor;
 use shared::warpgroups::{WarpgroupKernels, Warpgroups};
 use tracing::{info, warn};
 
@@ -62,12 +63,19 @@ pub fn choose(config: &mut ServeConfig) -> Result<(), String> {
             config.warpgroups = found;
         }
         Err(why) => {
-            info!(device = %Device::Cpu, why, "no device was named, serving on the CPU");
+            let processor = Processor::of_worker(&config.worker.cpus);
+            config.devices = processor.devices();
+            config.devices.truncate(MAX_DEVICES);
+            config.worker.threads = threads(asked, &config.devices, &processor);
+            let devices: Vec<String> = config.devices.iter().map(Device::to_string).collect();
+            let (devices, processor) = (devices.join(","), processor.summary());
+            info!(devices, processor, why, "no device was named, serving on the CPU");
             return Ok(());
         }
     }
     let default = Device::default_quant_type(&config.devices);
-    config.worker.threads = threads(asked, &config.devices);
+    let processor = Processor::of_worker(&config.worker.cpus);
+    config.worker.threads = threads(asked, &config.devices, &processor);
     config.prepare.quant_type = quant_type.unwrap_or(default);
     let names: Vec<String> = config.devices.iter().map(Device::to_string).collect();
     let (devices, quant_type) = (names.join(","), config.prepare.quant_type.name());

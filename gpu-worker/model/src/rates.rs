@@ -18,6 +18,7 @@ use shared::config::{Device, WorkerConfig};
 use shared::control::Capacity;
 use shared::files::EntryFile;
 use shared::model::ModelFacts;
+use shared::processor::shown;
 use thiserror::Error;
 use tracing::warn;
 
@@ -26,8 +27,8 @@ use tracing::warn;
 pub struct Key {
     /// Repository of the model.
     pub model: String,
-    /// Devices of the tensor-parallel group, by name, with what else changes their speed (cores,
-    /// memory, driver).
+    /// Devices of the tensor-parallel group, by name, with what else changes their speed (threads,
+    /// CPUs, driver).
     pub devices: Vec<String>,
     /// Block dtype.
     pub dtype: String,
@@ -38,11 +39,11 @@ pub struct Key {
 }
 
 impl Key {
-    /// The key of a group with workers on `devices` of so many threads each.
-    pub fn of(model: &ModelFacts, devices: &[Device], threads: usize) -> Key {
+    /// The key of a group with workers of these settings on `devices`.
+    pub fn of(model: &ModelFacts, devices: &[Device], worker: &WorkerConfig) -> Key {
         Key {
             model: model.name.clone(),
-            devices: devices.iter().map(|&device| device_name(device, threads)).collect(),
+            devices: devices.iter().map(|&device| device_name(device, worker)).collect(),
             dtype: model.dtype.name().to_owned(),
             quant: model.quant_type.name().to_owned(),
             build: build_id(),
@@ -144,9 +145,8 @@ impl RateCache {
         worker: &WorkerConfig,
     ) -> Option<Vec<Capacity>> {
         let entries: BTreeMap<String, Capacity> = self.file.read();
-        let threads = threads(worker);
         let of = |devices: &[Device]| {
-            let key = Key::of(model, devices, threads).text();
+            let key = Key::of(model, devices, worker).text();
             entries.get(&key).copied().filter(is_usable)
         };
         groups.into_iter().map(of).collect()
@@ -178,15 +178,20 @@ pub fn threads(config: &WorkerConfig) -> usize {
     }
 }
 
-/// The name of the hardware behind `device`, with what else changes its speed.
-pub fn device_name(device: Device, threads: usize) -> String {
+/// The name of the hardware behind `device`, with what else changes the speed of its worker.
+pub fn device_name(device: Device, worker: &WorkerConfig) -> String {
+    let threads = threads(worker);
     match device {
         Device::Cpu | Device::Node(_) => {
             let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
             let model = field(&text, "model name").or_else(|| field(&text, "CPU part"));
             let model = model.unwrap_or_else(|| std::env::consts::ARCH.to_owned());
             let part = if device == Device::Cpu { "" } else { ", one NUMA node" };
-            format!("{model}{part}, {threads} threads")
+            let cpus = match &worker.cpus[..] {
+                [] => String::new(),
+                cpus => format!(" on CPUs {}", shown(cpus)),
+            };
+            format!("{model}{part}, {threads} threads{cpus}")
         }
         Device::Cuda(_) => {
             let gpus =
@@ -303,14 +308,18 @@ mod tests {
         let slower = Capacity { forward_rps: 1.0, ..RATES };
         for (device, rates) in devices.into_iter().zip([RATES, slower]) {
             assert_eq!(kept(), None, "not all are known");
-            let key = Key::of(&model, &[device], 3);
+            let key = Key::of(&model, &[device], &worker);
             cache.rates(&key, Freshness::Kept, || measured(rates)).unwrap();
         }
         assert_eq!(kept(), Some(vec![RATES, slower]));
         assert_eq!(slowest(&[RATES, slower]), Some(slower));
         let other = WorkerConfig::default();
-        let other = WorkerConfig { threads: 5, ..other };
-        assert_eq!(cache.kept(&model, devices.chunks(1), &other), None);
+        for other in [
+            WorkerConfig { threads: 5, ..other.clone() },
+            WorkerConfig { cpus: vec![0, 1], ..worker },
+        ] {
+            assert_eq!(cache.kept(&model, devices.chunks(1), &other), None);
+        }
     }
 
     #[test]

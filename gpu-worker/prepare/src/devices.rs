@@ -58,7 +58,7 @@ pub fn group_names(groups: &[Vec<Device>], worker: &WorkerConfig) -> Vec<String>
 
 /// Names of `devices`, with what else changes their speed.
 pub fn names(devices: &[Device], worker: &WorkerConfig) -> Vec<String> {
-    devices.iter().map(|&device| device_name(device, threads(worker))).collect()
+    devices.iter().map(|&device| device_name(device, worker)).collect()
 }
 
 /// Relative speeds of `devices` on this model: what their workers measured at an earlier start,
@@ -160,7 +160,7 @@ mod tests {
         assert!(speeds(&devices, &facts(), &worker).iter().all(|rate| *rate > 1e6));
         let cache = RateCache::new(folder.path(), Duration::ZERO);
         for (device, inference_rps) in devices.into_iter().zip([500.0, 20.0]) {
-            let key = Key::of(&facts(), &[device], 1);
+            let key = Key::of(&facts(), &[device], &worker);
             let rates = Capacity { inference_rps, forward_rps: 1.0 };
             let measured = || Ok::<_, std::convert::Infallible>(rates);
             cache.rates(&key, Freshness::Kept, measured).unwrap();

@@ -114,11 +114,13 @@ pub(super) fn start<O: Opener>(
 ) -> Result<Channels<O::Link>, Exit> {
     let ControlEnds { receiver, sender, descriptors, .. } = ends;
     let (commands, inbox) = sync_channel(MAX_COMMANDS);
-    let of = (init.worker, init.generation);
+    let (of, seats) = ((init.worker, init.generation), init.seats.clone());
     let control = Control { commands, descriptors, of, opener };
-    let spawned = std::thread::Builder::new()
-        .name("control".to_owned())
-        .spawn(move || control.listen(&receiver));
+    let spawned = std::thread::Builder::new().name("control".to_owned()).spawn(move || {
+        // It waits for messages, and takes no time of a compute thread.
+        let _ = seats.take_all();
+        control.listen(&receiver);
+    });
     match spawned {
         Ok(_) => Ok((inbox, sender)),
         Err(failure) => Err(Exit {

@@ -84,6 +84,7 @@ impl Worker {
             generation: self.generation,
             worker: worker_id(),
             device: start.device,
+            seats: shared::processor::Seats::Anywhere,
             span: span(),
             model: start.model.facts().clone(),
             weights: WeightsInit {

@@ -45,6 +45,11 @@ impl Cpu {
         Cpu::with_isa(threads, Isa::detect())
     }
 
+    /// [`new`](Self::new); each helping thread calls `start` with its number, from 1, before it computes.
+    pub fn started(threads: usize, start: impl Fn(usize) + Clone + Send + 'static) -> Cpu {
+        Cpu { pool: Pool::started(threads, start), ..Cpu::new(1) }
+    }
+
     /// A backend with a chosen instruction set, if this machine can compute with it; else the best that it
     /// has.
     pub fn with_isa(threads: usize, isa: Isa) -> Cpu {

@@ -65,6 +65,12 @@ pub struct Pool {
 impl Pool {
     /// A pool in which `threads` threads work, the caller included; at least 1 and at most 256.
     pub fn new(threads: usize) -> Pool {
+        Pool::started(threads, |_| ())
+    }
+
+    /// [`new`](Self::new); each thread calls `start` with its number before it works. The caller is number
+    /// 0, and calls nothing.
+    pub fn started(threads: usize, start: impl Fn(usize) + Clone + Send + 'static) -> Pool {
         let helpers = threads.clamp(1, MAX_THREADS) - 1;
         let shared = Arc::new(Shared {
             gate: AtomicU64::new(0),
@@ -75,11 +81,14 @@ impl Pool {
         });
         let threads = (0..helpers)
             .map_while(|index| {
-                let shared = Arc::clone(&shared);
+                let (shared, start) = (Arc::clone(&shared), start.clone());
                 // A pool with fewer threads than asked for gives the same results, only later.
                 let handle = thread::Builder::new()
                     .name(format!("kernel-{index}"))
-                    .spawn(move || shared.help(index))
+                    .spawn(move || {
+                        start(index + 1);
+                        shared.help(index);
+                    })
                     .ok()?;
                 Some((handle.thread().clone(), handle))
             })

@@ -28,6 +28,7 @@ use shared::config::{
     ServeConfig, SpanChoice, Throughput, WorkerConfig,
 };
 use shared::dtype::DType;
+use shared::processor::Processor;
 use shared::public_swarm;
 
 use super::values::model_or_last;
@@ -35,7 +36,7 @@ use super::{Env, LogArgs, folder_in_tmp, runtime_dir};
 use crate::instance::private_folder;
 use crate::sizing;
 use devices::Devices;
-pub(crate) use devices::{crowded, threads};
+pub(crate) use devices::{check_nodes, crowded, threads};
 pub(super) use hub::{HubArgs, checked_revision};
 pub(super) use network::addresses;
 pub use petals::{NO_EFFECT, notes};
@@ -87,7 +88,8 @@ struct ModelArgs {
     block_indices: Option<Span>,
     /// Devices, one worker each: cpu, cpu:N (a NUMA node), cuda:N in the order of the PCI bus,
     /// cuda:GPU-UUID or the beginning of a UUID (nvidia-smi -L), or a list such as cuda:0,cuda:1
-    /// [default: every CUDA device that passes `sepal selftest --quick`, else cpu]
+    /// [default: every CUDA device that passes `sepal selftest --quick`, else one cpu:N for
+    /// each NUMA node, or cpu where there is one]
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
     /// Devices of one kind that share every block, as one group (tensor parallelism), such as
@@ -109,9 +111,14 @@ struct ModelArgs {
     /// adapter_model.safetensors); clients choose an adapter by the name given here
     #[arg(long, num_args = 0.., value_name = "ADAPTER")]
     adapters: Vec<String>,
-    /// Compute threads of each worker [default: the cores divided by the workers]
+    /// Compute threads of each worker [default: the cores divided by the workers; hyper-threads of a core
+    /// count as one]
     #[arg(long, value_name = "N")]
     threads: Option<u32>,
+    /// CPUs on which workers of the processor compute, such as 0-7,16; as many threads as cores stay on
+    /// one core each [default: all but those much slower than others]
+    #[arg(long, value_name = "LIST", allow_hyphen_values = true)]
+    cpus: Option<String>,
     /// Requests per second to announce: a number; auto measures once per machine, model and build;
     /// eval measures again; dry_run measures again, prints the result and exits
     #[arg(long, value_name = "RPS", default_value = "auto", allow_negative_numbers = true)]
@@ -147,6 +154,9 @@ pub fn resolve_for(
         }
     };
     let devices = named.unwrap_or_else(|| vec![Device::Cpu]);
+    let cpus = devices::cpus(args.model.cpus.as_deref())?;
+    let processor = Processor::of_worker(&cpus);
+    check_nodes(&devices, &processor)?;
     let prepare = args.prepare(&devices, env, model)?;
     let asked_for_peers = !args.network.initial_peers.is_empty();
     let mut netd = args.netd()?;
@@ -163,7 +173,8 @@ pub fn resolve_for(
     }
     Ok(ServeConfig {
         worker: WorkerConfig {
-            threads: threads(args.model.threads, &devices),
+            threads: threads(args.model.threads, &devices, &processor),
+            cpus,
             fault: args.supervision.inject_fault,
             rates_dir: Some(rates_dir),
             measure_anew: matches!(netd.throughput, Throughput::Anew | Throughput::DryRun),

@@ -94,7 +94,8 @@ fn chosen(id: &str, config: &ServeConfig) -> Option<String> {
 fn in_force(id: &str, config: &ServeConfig) -> String {
     let netd = &config.netd;
     if id == "device" {
-        return "; every CUDA device that passes its self-test serves, else cpu".to_owned();
+        return "; every CUDA device that passes its self-test serves, else the processor"
+            .to_owned();
     }
     if id == "quant_type" {
         return match config.automatic {

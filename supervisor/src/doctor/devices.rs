@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use nix::unistd::geteuid;
 use shared::config::{Device, ServeConfig};
+use shared::processor::Processor;
 
 use super::check::Verdict;
 use crate::devices::{Examined, examine, number};
@@ -19,8 +20,8 @@ pub struct DeviceFacts {
     pub cuda: Option<Result<Vec<Examined>, String>>,
     /// Whether the machine has a display controller of NVIDIA, with or without a driver.
     pub has_gpu: bool,
-    /// Cores of the processor that may be used.
-    pub cores: usize,
+    /// The processor, and how a worker of all its cores would run.
+    pub processor: String,
 }
 
 /// Asks the driver and tests, unless only processors were named. Devices in use are not tested.
@@ -35,8 +36,17 @@ pub fn observe(config: &mut ServeConfig, in_use: &[String]) -> DeviceFacts {
         let limit = config.sample_timeout.min(Duration::from_secs(30));
         examine(folder.path(), named.as_deref(), in_use, limit)
     });
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    DeviceFacts { named, cuda, has_gpu: has_gpu(Path::new("/sys/bus/pci/devices")), cores }
+    let found = Processor::of_worker(&config.worker.cpus);
+    let threads = config.worker.threads as usize;
+    let devices = named.clone().unwrap_or_else(|| found.devices());
+    let seats = |device: &Device| {
+        let of: Vec<_> = devices.iter().filter(|other| *other == device).collect();
+        found.seats(*device, (0, of.len()), threads)
+    };
+    let first = devices.iter().find(|device| device.is_processor());
+    let first = first.map(|device| format!("; {device} has {}", seats(device))).unwrap_or_default();
+    let processor = found.summary() + &first;
+    DeviceFacts { named, cuda, has_gpu: has_gpu(Path::new("/sys/bus/pci/devices")), processor }
 }
 
 /// Where verdicts of tests are kept: with the server's if the cache folder is this user's, so that a
@@ -74,13 +84,12 @@ fn has_gpu(devices: &Path) -> bool {
 
 /// Whether something serves, and nothing that could is left out.
 pub fn judge(facts: &DeviceFacts) -> Verdict {
-    let DeviceFacts { named, cuda, has_gpu, cores } = facts;
-    let processor = format!("the processor serves with {cores} cores");
+    let DeviceFacts { named, cuda, has_gpu, processor } = facts;
     let examined = match cuda {
         None => {
             let names: Vec<String> =
                 named.iter().flatten().map(|device| device.to_string()).collect();
-            return Verdict::ok(format!("{} serve; {cores} cores", names.join(", ")));
+            return Verdict::ok(format!("{} serve; {processor}", names.join(", ")));
         }
         Some(Err(why)) if named.is_some() => {
             return Verdict::problem(
@@ -143,7 +152,7 @@ mod tests {
         named: Option<Vec<Device>>,
         cuda: Option<Result<Vec<Examined>, String>>,
     ) -> DeviceFacts {
-        DeviceFacts { named, cuda, has_gpu: false, cores: 4 }
+        DeviceFacts { named, cuda, has_gpu: false, processor: "4 cores".to_owned() }
     }
 
     fn card(ordinal: u32, fault: Option<&str>) -> Examined {

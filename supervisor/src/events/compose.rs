@@ -14,6 +14,7 @@ use shared::control::{
 use shared::exit::ExitReason;
 use shared::ids::{Generation, Rank};
 use shared::model::ModelFacts;
+use shared::processor::{Processor, Seats};
 use shared::shm::group::GroupShape;
 use shared::shm::pair::{PairError, RingIdentity};
 use shared::warpgroups::Warpgroups;
@@ -22,7 +23,7 @@ use tracing::warn;
 use super::{Driver, rings_of};
 use crate::channel::Message;
 use crate::instance::Instance;
-use crate::placement::Placement;
+use crate::placement::{Placement, Share};
 use crate::segments::{KvChoice, MakeError};
 use crate::sizing::{EXCHANGE_VALUES, PLAN_LOG_BYTES};
 use crate::tree::{ChildId, Down, Event, ExitStatus, Init};
@@ -244,6 +245,7 @@ impl Driver<'_> {
             generation,
             worker,
             device,
+            seats: self.seats(placement, at, device),
             span,
             kv_pages,
             gradient_bytes: facts.gradient_bytes(limits.max_batch_size),
@@ -264,13 +266,31 @@ impl Driver<'_> {
         Ok(delivered)
     }
 
+    /// Where the threads of a rank run. A worker that takes the blocks of another device over has all cores
+    /// of its own.
+    fn seats(&self, placement: &Placement, rank: usize, device: Device) -> Seats {
+        let shares = self.tree.shares();
+        let of = |(share, found): (usize, &Share)| {
+            let ranks = found.devices.iter().enumerate().filter(|(_, found)| **found == device);
+            ranks.map(|(rank, _)| (share, rank)).collect::<Vec<_>>()
+        };
+        let sharing: Vec<_> = shares.iter().enumerate().flat_map(of).collect();
+        let index = sharing.iter().position(|found| *found == (placement.share, rank));
+        let place = index.map_or((0, 1), |index| (index, sharing.len()));
+        let processor = Processor::of_worker(&self.config.worker.cpus);
+        processor.seats(device, place, self.config.worker.threads.max(1) as usize)
+    }
+
     /// What every rank of a group is told of it.
     fn group_init(&self, placement: &Placement) -> Result<GroupInit, MakeError> {
         let shares = self.tree.ranks().get(placement.share);
         let shares = shares.filter(|of| of.len() == placement.devices.len());
         let workers: usize = self.tree.shares().iter().map(|share| share.devices.len()).sum();
         let threads = workers * self.config.worker.threads.max(1) as usize;
-        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+        let mut cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+        if placement.devices.iter().any(|device| device.is_processor()) {
+            cores = cores.min(Processor::of_worker(&self.config.worker.cpus).cpus().len());
+        }
         Ok(GroupInit {
             devices: placement.devices.clone(),
             shares: shares.cloned().ok_or(MakeError::NoShares(placement.group))?,

@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn nodes_of_the_machine_have_memory() {
-        let node = numa::nodes()[0];
+        let node = shared::processor::Processor::of_this_machine().nodes()[0];
         let found = node_memory(&[Device::Cpu, Device::Node(node), Device::Node(node)]);
         assert_eq!(found.len(), usize::from(numa::free_bytes(node).is_some()));
         assert!(node_memory(&[Device::Node(60_000)]).is_empty());

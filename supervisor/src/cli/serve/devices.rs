@@ -8,7 +8,7 @@
 use std::thread::available_parallelism;
 
 use shared::config::{Device, UuidPrefix};
-use shared::numa;
+use shared::processor::{Processor, numbers, shown};
 
 use super::MAX_DEVICES;
 use crate::cli::values;
@@ -125,40 +125,59 @@ fn serving(flag: &str, list: &str) -> Result<Listed, String> {
             devices.len()
         ));
     }
-    check_nodes(&devices, &numa::nodes())?;
     Ok(Listed { devices, uuids })
 }
 
-/// Refuses NUMA nodes that this machine does not have.
-fn check_nodes(devices: &[Device], nodes: &[u32]) -> Result<(), String> {
-    let missing = |device: &&Device| matches!(device, Device::Node(n) if !nodes.contains(n));
-    let Some(device) = devices.iter().find(missing) else {
+/// The CPUs of `--cpus`; none if it is not given.
+///
+/// # Errors
+/// A sentence with the value and the CPUs that there are.
+pub fn cpus(list: Option<&str>) -> Result<Vec<u32>, String> {
+    list.map_or(Ok(Vec::new()), |list| cpus_of(list, &Processor::of_this_machine()))
+}
+
+fn cpus_of(list: &str, machine: &Processor) -> Result<Vec<u32>, String> {
+    let there = machine.cpus();
+    let invalid = |which: &str| {
+        format!("invalid --cpus {list}: {which}expected CPUs among {}, such as 0-1", shown(&there))
+    };
+    let named = numbers(list).filter(|named| !named.is_empty()).ok_or_else(|| invalid(""))?;
+    match named.iter().find(|cpu| !there.contains(cpu)) {
+        Some(cpu) => Err(invalid(&format!("this process may not run on CPU {cpu}, "))),
+        None => Ok(named),
+    }
+}
+
+/// Refuses NUMA nodes without a core that may be used.
+pub fn check_nodes(devices: &[Device], processor: &Processor) -> Result<(), String> {
+    let is_missing =
+        |device: &&Device| matches!(device, Device::Node(_)) && processor.of(**device).is_empty();
+    let Some(device) = devices.iter().find(is_missing) else {
         return Ok(());
     };
-    let names: Vec<String> = nodes.iter().map(|node| format!("cpu:{node}")).collect();
-    Err(format!("{device} does not exist: the NUMA nodes of this machine are {}", names.join(", ")))
+    let names: Vec<String> =
+        processor.nodes().into_iter().map(|node| Device::Node(node).to_string()).collect();
+    Err(format!(
+        "invalid device {device}: the NUMA nodes with usable CPUs are {}",
+        names.join(", ")
+    ))
 }
 
 /// Compute threads of each worker on `devices`: the cores, divided by the workers that share them.
-pub fn threads(asked: Option<u32>, devices: &[Device]) -> u32 {
-    let cores_of = |node| numa::cores(node).map(|cores| cores.len());
-    threads_of(asked, devices, available_parallelism().map_or(1, usize::from), cores_of)
+pub fn threads(asked: Option<u32>, devices: &[Device], processor: &Processor) -> u32 {
+    threads_of(asked, devices, available_parallelism().map_or(1, usize::from), processor)
 }
 
-fn threads_of(
-    asked: Option<u32>,
-    devices: &[Device],
-    cores: usize,
-    cores_of: impl Fn(u32) -> Option<usize>,
-) -> u32 {
+/// The same, where no more than `most` threads run at once.
+fn threads_of(asked: Option<u32>, devices: &[Device], most: usize, processor: &Processor) -> u32 {
     let share = |device: &Device| match device {
-        Device::Node(node) => {
+        Device::Node(_) => {
             let workers = devices.iter().filter(|other| *other == device).count();
-            cores_of(*node).map_or(cores, |of_node| of_node.min(cores)) / workers
+            processor.of(*device).len().min(most) / workers
         }
-        _ => cores / devices.len(),
+        _ => processor.cores().len().min(most) / devices.len(),
     };
-    let least = devices.iter().map(share).min().unwrap_or(cores);
+    let least = devices.iter().map(share).min().unwrap_or(1);
     let least = u32::try_from(least).unwrap_or(1).max(1);
     asked.filter(|threads| *threads > 0).unwrap_or(least)
 }
@@ -239,28 +258,50 @@ mod tests {
         assert_eq!(crowded(&[Device::Cpu; 2], 2), []);
     }
 
+    /// Two nodes of eight and four cores, without hyper-threads.
+    fn two_nodes() -> Processor {
+        let folder = tempfile::tempdir().unwrap();
+        for (path, content) in
+            [("has_cpu", "0,3"), ("node0/cpulist", "0-7"), ("node3/cpulist", "8-11")]
+        {
+            let path = folder.path().join("node").join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, content).unwrap();
+        }
+        Processor::read(folder.path(), &(0..12).collect::<Vec<u32>>())
+    }
+
     #[test]
-    fn nodes_that_do_not_exist_are_refused_by_name() {
-        let devices = [Device::Node(0), Device::Node(3)];
-        let refused = check_nodes(&devices, &[0, 1]).unwrap_err();
+    fn nodes_and_cpus_that_do_not_exist_are_refused_by_name() {
+        let devices = [Device::Node(0), Device::Node(1)];
+        let refused = check_nodes(&devices, &two_nodes()).unwrap_err();
         assert_eq!(
             refused,
-            "cpu:3 does not exist: the NUMA nodes of this machine are cpu:0, cpu:1"
+            "invalid device cpu:1: the NUMA nodes with usable CPUs are cpu:0, cpu:3"
         );
-        assert_eq!(check_nodes(&devices, &[0, 3]), Ok(()));
-        assert!(read("", "cpu:0 cpu:60000", 0).unwrap_err().starts_with("cpu:60000 does not"));
+        assert_eq!(check_nodes(&[Device::Node(0), Device::Node(3)], &two_nodes()), Ok(()));
+        assert_eq!(cpus_of("8,0-1", &two_nodes()), Ok(vec![0, 1, 8]));
+        assert_eq!(
+            cpus_of("3,12", &two_nodes()).unwrap_err(),
+            "invalid --cpus 3,12: this process may not run on CPU 12, expected CPUs among 0-11, such as 0-1"
+        );
+        for bad in ["", "x", "3-1", "0-99999999", "-1", ","] {
+            let refused = cpus_of(bad, &two_nodes()).unwrap_err();
+            assert!(refused.starts_with(&format!("invalid --cpus {bad}: expected")), "{refused}");
+        }
+        assert_eq!(cpus(None), Ok(Vec::new()));
     }
 
     #[test]
     fn workers_divide_the_cores_that_they_share() {
-        let of_node = |node| [8, 4].get(node as usize).copied();
-        let threads = |devices: &[Device]| threads_of(None, devices, 12, of_node);
+        let threads = |devices: &[Device]| threads_of(None, devices, 64, &two_nodes());
         assert_eq!(threads(&[Device::Cpu]), 12);
         assert_eq!(threads(&[Device::Cpu; 2]), 6);
         assert_eq!(threads(&[Device::Cpu; 20]), 1);
         assert_eq!(threads(&[Device::Node(0)]), 8);
-        assert_eq!(threads(&[Device::Node(0), Device::Node(1)]), 4);
+        assert_eq!(threads(&[Device::Node(0), Device::Node(3)]), 4);
         assert_eq!(threads(&[Device::Node(0); 4]), 2);
-        assert_eq!(threads_of(Some(3), &[Device::Node(0); 4], 12, of_node), 3);
+        assert_eq!(threads_of(Some(3), &[Device::Node(0); 4], 64, &two_nodes()), 3);
+        assert_eq!(threads_of(None, &[Device::Cpu], 5, &two_nodes()), 5, "a quota");
     }
 }
