@@ -12,9 +12,11 @@
 //   ahead and across passes (linear_source.cuh). Activations are rounded once, in the order of the
 //   fragments, into shared memory: all of a segment where they fit, else `window` blocks at a time.
 //   Sums go to the CTA of the cluster that has the number of the group; it adds and writes them.
-// 32 rows leave registers for few loads in flight, so the copy engine brings the codes of NF4 to
-// the
-//   second-level cache a chunk before they are loaded (prefetch.cuh).
+//   32 rows leave registers for few loads in flight, so the copy engine brings the codes of NF4 to
+//   the second-level cache a chunk before they are loaded (prefetch.cuh).
+// Gated (a parameter): the matrices are gate and up of an MLP with the same outputs. Their strips
+//   alternate, so one CTA has the sums of both, and writes round(silu(round(gate))) * round(up) in
+//   place of the gate. The bits are those of silu_mul.cu.
 // Codes of NF4: a look-up takes one PRMT and one LDS. With up to 16 rows a quarter of the codes is
 //   decoded by arithmetic, which balances load/store and integer units.
 // Traffic: each weight once; x once per cluster if it fits into shared memory, else once per pass.
@@ -30,12 +32,17 @@
 
 #define CLUSTER 4
 EXPORT(CLUSTER, CLUSTER);
+// Most rows of gated products: with more, registers do not suffice.
+#define GATED_ROWS 16
+EXPORT(GATED_ROWS, GATED_ROWS);
 
 #define LINEAR_CLUSTER(F, f, T, r, N, ONE)                                                         \
     extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(WARPS * 32, 1)    \
         linear_cluster_##f##_##T##_r##r(LINEAR_PRODUCTS, const float* x /* [rows, inputs] */,      \
-                                        uint32_t inputs, uint32_t rows, uint32_t window) {         \
-        const Products products = LINEAR_ALL;                                                      \
+                                        uint32_t inputs, uint32_t rows, uint32_t window,           \
+                                        uint32_t gated) {                                          \
+        Products products = LINEAR_ALL;                                                            \
+        if (N * 8 > GATED_ROWS) products.gated = 0;                                                \
         linear_stream<F, T, N, ONE, SEGMENTS / CLUSTER>(products, x, inputs, rows, window);        \
     }
 #define LINEAR_CLUSTER_ROWS(F, f, T)                                                               \

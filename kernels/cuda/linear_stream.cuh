@@ -5,6 +5,7 @@
 #include "linear_source.cuh"
 #include "pdl.cuh"
 #include "prefetch.cuh"
+#include "silu.cuh"
 
 #define WARPS    8
 #define MAX_ROWS 32
@@ -34,6 +35,9 @@ __device__ __forceinline__ uint32_t cut(uint32_t count, uint32_t part, uint32_t 
 
 struct Products {
     LinearProduct a, b, c;
+    // 1: a and b are gate and up of an MLP, and only the activated gate is written. Their strips
+    // alternate, so that the same warps have both. 0: products of their own.
+    uint32_t gated;
 
     __device__ __forceinline__ uint32_t strips() const {
         return (a.outputs + STRIP - 1) / STRIP + (b.outputs + STRIP - 1) / STRIP +
@@ -41,6 +45,11 @@ struct Products {
     }
     // Its tile is the strip of the matrix.
     __device__ __forceinline__ LinearProduct of(uint32_t strip) const {
+        if (gated) {
+            LinearProduct product = strip % 2 ? b : a;
+            product.tile = strip / 2;
+            return product;
+        }
         return product_of(strip, STRIP, a, b, c);
     }
 };
@@ -48,16 +57,23 @@ struct Products {
 #define LINEAR_ALL                                                                                 \
     {{weight0, bias0, out0, outputs0, layout0, 0},                                                 \
      {weight1, bias1, out1, outputs1, layout1, 0},                                                 \
-     {weight2, bias2, out2, outputs2, layout2, 0}}
+     {weight2, bias2, out2, outputs2, layout2, 0},                                                 \
+     gated}
 
-// The strips of a CTA or a cluster, in passes of at most STRIPS for each group of warps.
+// The strips of a CTA or a cluster, in passes of at most STRIPS for each group of warps. Where
+// strips come in pairs (`paired` 1), a pair stays together.
 template <int GROUPS> struct Share {
-    uint32_t first, strips, passes;
+    uint32_t first, strips, passes, paired;
 
-    __device__ __forceinline__ Share(uint32_t all, uint32_t unit, uint32_t units) {
+    __device__ __forceinline__ Share(uint32_t all, uint32_t unit, uint32_t units, uint32_t pairs)
+        : paired(pairs) {
         first = cut(all, unit, units);
         strips = cut(all, unit + 1, units) - first;
         passes = (strips + GROUPS * STRIPS - 1) / (GROUPS * STRIPS);
+    }
+    // `cut` of strips.
+    __device__ __forceinline__ uint32_t cut(uint32_t count, uint32_t part, uint32_t parts) const {
+        return ::cut(count >> paired, part, parts) << paired;
     }
     // First strip and number of strips of a group in a pass.
     __device__ __forceinline__ uint2 of(uint32_t pass, uint32_t group) const {
@@ -101,7 +117,7 @@ template <class F, class T, int N, bool ONE, int S> struct Stream {
     Fragment<F> weights[AHEAD<F, N>];
 
     __device__ __forceinline__ Stream(const Products& of, uint32_t units)
-        : products(of), share(of.strips(), blockIdx.x / CTAS, units) {}
+        : products(of), share(of.strips(), blockIdx.x / CTAS, units, of.gated) {}
 
     __device__ __forceinline__ uint32_t segment() const { return rank * S + threadIdx.x / 32 % S; }
 
@@ -301,8 +317,34 @@ template <class F, class T, int N, bool ONE, int S> struct Stream {
         }
     }
 
+    // An output of a product, whose sums begin at `from`; the segments are added from first to
+    // last.
+    __device__ __forceinline__ float value_of(const LinearProduct& product, const float* from,
+                                              uint32_t output) const {
+        const uint32_t segments = (inputs + segment_inputs(inputs) - 1) / segment_inputs(inputs);
+        float total = from[0];
+        for (uint32_t s = 1; s < segments; s++)
+            total = __fadd_rn(total, from[s * (SUM_OUTPUTS * 8)]);
+        total = __fmul_rn(total, output_scale<F>(product.weight, product.outputs, inputs, output));
+        return product.bias ? __fadd_rn(total, product.bias[output]) : total;
+    }
+
+    // Writes the activated gate of the pairs of strips of group `rank`, a token per thread.
+    __device__ __forceinline__ void write_gated(uint2 own, uint32_t n) const {
+        const uint32_t at = threadIdx.x / 8, column = threadIdx.x % 8, token = n * 8 + column,
+                       strip = at / STRIP * 2;
+        if (strip >= own.y || token >= tokens) return;
+        const LinearProduct gate = products.of(own.x + strip), up = products.of(own.x + strip + 1);
+        const uint32_t output = gate.tile * STRIP + at % STRIP;
+        if (output >= gate.outputs) return;
+        const float* from = sums + (strip * STRIP + at % STRIP) * 8 + column;
+        gate.out[(size_t)token * gate.outputs + output] =
+            activated<T>(value_of(gate, from, output), value_of(up, from + STRIP * 8, output));
+    }
+
     // Adds the sums of the segments from first to last, and writes the strips of group `rank`.
     __device__ __forceinline__ void write(uint2 own, uint32_t n) {
+        if (products.gated) return write_gated(own, n);
         const uint32_t segments = (inputs + segment_inputs(inputs) - 1) / segment_inputs(inputs),
                        at = threadIdx.x / 4, pair = threadIdx.x % 4;
         if (at >= own.y * STRIP || (ONE && pair > 0)) return;

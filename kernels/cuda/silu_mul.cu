@@ -7,13 +7,8 @@
 // Grid: four neighbouring elements per thread, single elements at the end; addresses aligned to 16.
 // Traffic: 12 bytes per element, 20 for the gradient.
 // expects silu_mul_*: LDG.128 STG.128
-#include "common.cuh"
 #include "pdl.cuh"
-
-template <class T> __device__ __forceinline__ float activated(float gate, float up) {
-    const float x = rounded<T>(gate);
-    return rounded<T>(x / (1.0f + expf(-x))) * rounded<T>(up);
-}
+#include "silu.cuh"
 
 template <class T>
 __device__ __forceinline__ void silu_mul(float* gate, const float* up, uint64_t len) {

@@ -435,6 +435,17 @@ class Shapes(unittest.TestCase):
                         self.assertEqual(sum(count for _, count in spec.warps), threads // 32)
                         self.assertEqual(sum(count for _, count in spec.ctas), ctas)
 
+    def test_gated_products_of_clusters_are_one_launch_with_up_to_16_rows(self):
+        def names(device, rows):
+            specs = shapes.block(self.manifest, DEVICES[device], "nf4", rows)
+            return [spec.name for spec in specs]
+
+        self.assertIn("gate_up_silu", names("H100", 1))
+        self.assertNotIn("silu_mul", names("H100", 16))
+        for device, rows in [("H100", 17), ("B200", 1), ("A100", 1)]:
+            self.assertNotIn("gate_up_silu", names(device, rows))
+            self.assertEqual(names(device, rows)[-3:], ["gate_up", "silu_mul", "down"])
+
     def test_parameters_lie_where_the_kernel_declares_them(self):
         parameters = [1, launch.Buffer("x"), 2.0, launch.Wide(1 << 40)]
         made = launch.Launch("80", (1, 1, 1), (32, 1, 1), parameters, {0: bytes(0x160 + 32)})

@@ -9,7 +9,7 @@
 use std::ops::Range;
 
 use crate::ops::{
-    Adapt, AdaptGrad, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, Gather, Gelu,
+    Adapt, AdaptGrad, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, Gated, Gather, Gelu,
     GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, Mixture, MixtureGrad, NormGrad,
     OpError, Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, SiluMul, SiluMulGrad,
     SplitQkv,
@@ -85,6 +85,8 @@ pub trait Backend {
         &mut self,
         args: Products<'_, '_, Self::Floats, Self::Matrix<'_>>,
     ) -> Result<(), OpError>;
+    /// Products of a gated MLP, and its middle.
+    fn gated(&mut self, args: Gated<'_, Self::Floats, Self::Matrix<'_>>) -> Result<(), OpError>;
     /// Adapters beside a matrix product, each over its rows.
     fn adapt(&mut self, args: Adapt<'_, Self::Floats, Self::Adapters<'_>>) -> Result<(), OpError>;
     /// Queries, keys and values out of a fused projection.

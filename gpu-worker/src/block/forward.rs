@@ -13,9 +13,9 @@
 //! block at once, experts one by one. In a group of one nothing is exchanged.
 
 use kernels::ops::{
-    Adapt, Add, AddNorm, Alibi, Attention, ExpertAdapters, Gelu, Inputs, KvAppend, Layernorm,
-    Mixture, MixtureWorkspace, OpError, Product, Products, PromptAdd, Rmsnorm, RopeAppend,
-    RopeTable, SiluMul, SplitQkv,
+    Adapt, Add, AddNorm, Alibi, Attention, ExpertAdapters, Gated, Gelu, Inputs, KvAppend,
+    Layernorm, Mixture, MixtureWorkspace, OpError, Product, Products, PromptAdd, Rmsnorm,
+    RopeAppend, RopeTable, SiluMul, SplitQkv,
 };
 use kernels::{Backend, DType, StepRow, kv::total_tokens, ops};
 use model::{BlockSpec, Position, Residual};
@@ -35,7 +35,7 @@ mod workspace;
 use joined::Joined;
 pub use keys::keys;
 pub(super) use mlp::adapters_of;
-use products::CutProduct;
+use products::{CutProduct, product};
 pub use workspace::Workspace;
 pub(super) use workspace::{Heads, Middle};
 

@@ -151,8 +151,8 @@ def of_tiles(manifest, device, name, quant, rows, inputs, outputs):
     )
 
 
-def of_clusters(manifest, device, name, quant, rows, inputs, outputs):
-    """One launch of linear_cluster.cu over up to 3 matrices."""
+def of_clusters(manifest, device, name, quant, rows, inputs, outputs, gated=False):
+    """One launch of linear_cluster.cu over up to 3 matrices, or over gate and up."""
     exports = manifest["linear_cluster"]["exports"]
     strips = sum(ceil(count, exports["STRIP"]) for count in outputs)
     sizes = cluster(
@@ -171,8 +171,10 @@ def of_clusters(manifest, device, name, quant, rows, inputs, outputs):
     of_group = exports["SEGMENTS"] // sizes.ctas
     # Units of CTAs by their numbers of strips; the first of each stands for the others.
     units, of_strips = sizes.grid // sizes.ctas, {}
+    # Strips of gate and up stay together.
+    items = strips // 2 if gated else strips
     for unit in range(units):
-        count = strips * (unit + 1) // units - strips * unit // units
+        count = items * (unit + 1) // units - items * unit // units
         of_strips.setdefault(count, []).append(unit)
     return Spec(
         name=name,
@@ -182,7 +184,7 @@ def of_clusters(manifest, device, name, quant, rows, inputs, outputs):
         grid=(sizes.grid, 1, 1),
         cta=(exports["CTA_THREADS"], 1, 1),
         shared=sizes.shared,
-        parameters=[*parameters, Buffer("x"), inputs, rows, sizes.window],
+        parameters=[*parameters, Buffer("x"), inputs, rows, sizes.window, int(gated)],
         # The CTAs of a cluster have the same work, and so have the warps of a group.
         ctas=[
             ((same[0] * sizes.ctas, 0, 0), len(same) * sizes.ctas) for same in of_strips.values()
@@ -191,6 +193,15 @@ def of_clusters(manifest, device, name, quant, rows, inputs, outputs):
         memory_bytes=sum(matrix_bytes(quant, count, inputs) for count in outputs),
         weights=sum(outputs) * inputs,
     )
+
+
+def gated(manifest, device, quant, rows):
+    """Gate and up with their activation, as launch_gated of ops/linear.rs chooses it."""
+    sizes = (rows, HIDDEN, (MLP, MLP))
+    most = manifest["linear_cluster"]["exports"]["GATED_ROWS"]
+    if device.architecture == "90a" and rows <= most:
+        return [of_clusters(manifest, device, "gate_up_silu", quant, *sizes, gated=True)]
+    return [products(manifest, device, "gate_up", quant, *sizes), silu_mul(rows)]
 
 
 def products(manifest, device, name, quant, rows, inputs, outputs):
@@ -341,7 +352,6 @@ def block(manifest, device, quant, rows, context=CONTEXT):
         *attention(manifest, device, rows, context),
         product("o", HIDDEN, HIDDEN),
         norm(manifest, rows),
-        product("gate_up", HIDDEN, MLP, MLP),
-        silu_mul(rows),
+        *gated(manifest, device, quant, rows),
         product("down", MLP, HIDDEN),
     ]

@@ -89,6 +89,41 @@ pub(super) struct LinearCase {
     has_bias: bool,
 }
 
+impl LinearCase {
+    /// The middle of a gated MLP with this matrix as gate and `up` as up, by one operation or by
+    /// several.
+    fn gated<B: Subject>(
+        &self,
+        bench: &mut Bench<'_, B>,
+        up: &Matrix,
+        rows: usize,
+        is_joint: bool,
+    ) -> Outcome {
+        let (inputs, outputs) = (self.weight.inputs, self.weight.outputs);
+        let of_gate = bench.matrix(self.weight.view(self.weight.bytes(false)))?;
+        let of_up = bench.matrix(up.view(up.bytes(false)))?;
+        let x = bench.input(&noise(7, rows * inputs))?;
+        let (low, high) = (bench.input(&noise(8, outputs))?, bench.input(&noise(9, outputs))?);
+        let (mut gate, mut up) = (bench.output(rows * outputs)?, bench.output(rows * outputs)?);
+        bench.launch(|device, _| {
+            let bias = |bias| self.has_bias.then_some(bias);
+            let mut parts = [
+                Product { weight: of_gate.clone(), bias: bias(&*low), out: &mut *gate },
+                Product { weight: of_up.clone(), bias: bias(&*high), out: &mut *up },
+            ];
+            let (x, round) = (&*x, self.weight.dtype);
+            if is_joint {
+                return device.gated(Gated { x, rows, parts, round });
+            }
+            device.products(Products { x, rows, parts: &mut parts })?;
+            let [gate, up] = parts;
+            let len = rows * outputs;
+            device.silu_mul(SiluMul { gate: gate.out, up: up.out, len, round })
+        })?;
+        Ok(vec![bench.take(&gate, rows * outputs)?])
+    }
+}
+
 impl Case for LinearCase {
     const HAS_ALTERNATIVES: bool = true;
 
@@ -188,6 +223,13 @@ impl Case for LinearCase {
             if let Some(own) = self.weight.own_outputs(&whole.run(bench, 0..self.rows)?[0]) {
                 bench.same(&all[0], &own)?;
             }
+        }
+        // Gated in one operation: the bits of products and activation.
+        let up = self.weight.other();
+        for rows in [1, 7, 16] {
+            let together = self.gated(bench, &up, rows, true)?;
+            let apart = self.gated(bench, &up, rows, false)?;
+            bench.all_same(&together, &apart)?;
         }
         Ok(all)
     }

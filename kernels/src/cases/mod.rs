@@ -61,10 +61,10 @@ use crate::kv::{KvPages, PAGE_TOKENS, PageLayout, StepRow, total_tokens};
 use crate::ops::experts::list_words;
 use crate::ops::{
     Adapt, AdaptGrad, Adapter, Add, AddNorm, Alibi, Attention, AttentionGrad, Expert,
-    ExpertAdapters, Gather, Gelu, GeluGrad, GeluKind, Inputs, JoinQkv, Known, KvAppend, Layernorm,
-    Linear, LinearGrad, Mixture, MixtureGrad, MixtureGradWorkspace, MixtureWorkspace, NormGrad,
-    OpError, Product, Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route, RouteGrad,
-    SiluMul, SiluMulGrad, SplitQkv, check_len, convert, kv_append, rope,
+    ExpertAdapters, Gated, Gather, Gelu, GeluGrad, GeluKind, Inputs, JoinQkv, Known, KvAppend,
+    Layernorm, Linear, LinearGrad, Mixture, MixtureGrad, MixtureGradWorkspace, MixtureWorkspace,
+    NormGrad, OpError, Product, Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route,
+    RouteGrad, SiluMul, SiluMulGrad, SplitQkv, check_len, convert, kv_append, rope,
 };
 use crate::quant::{int8, nf4, stored_bytes};
 use crate::tensor::WeightView;

@@ -110,6 +110,12 @@ impl Backend for Reference {
         })
     }
 
+    fn gated(&mut self, mut args: Gated<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
+        let (x, rows) = (args.x, args.rows);
+        self.products(Products { x, rows, parts: &mut args.parts })?;
+        silu_mul::reference(args.activation())
+    }
+
     fn adapt(&mut self, args: Adapt<'_, [f32], Adapters<'_>>) -> Result<(), OpError> {
         lora::reference(Lora {
             x: args.x,

@@ -74,6 +74,19 @@ impl Matrix {
         matrix
     }
 
+    /// A matrix of the same kind and shape, with other values.
+    pub(super) fn other(&self) -> Matrix {
+        let other = match &self.part {
+            None => Matrix::new(self.quant, self.dtype, (self.inputs, self.outputs)),
+            Some(Slice { whole, rows, columns, .. }) => {
+                let part = Slice::new(*whole, rows, columns.clone());
+                Matrix::slice(self.quant, self.dtype, part)
+            }
+        };
+        let (inputs, outputs) = self.stored_size();
+        other.of_values(&noise(11, inputs * outputs))
+    }
+
     /// (inputs, outputs) as stored: of the whole matrix.
     pub(super) fn stored_size(&self) -> (usize, usize) {
         self.part.as_ref().map_or((self.inputs, self.outputs), |part| part.whole)

@@ -13,7 +13,7 @@ use crate::kv::{KvPages, total_tokens};
 use crate::ops::experts as ops_experts;
 use crate::ops::lora as ops_lora;
 use crate::ops::{
-    Adapt, AdaptGrad, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, Gather, Gelu,
+    Adapt, AdaptGrad, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, Gated, Gather, Gelu,
     GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, Lora, LoraGrad, Mixture,
     MixtureGrad, NormGrad, OpError, Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable,
     SiluMul, SiluMulGrad, SplitQkv, add, check_len, qkv, rope, route,
@@ -197,6 +197,13 @@ impl Backend for Cpu {
         args.check()?;
         simd::products(self.isa, &mut self.pool, &mut self.scratch, args);
         Ok(())
+    }
+
+    fn gated(&mut self, mut args: Gated<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
+        args.check()?;
+        let (x, rows) = (args.x, args.rows);
+        self.products(Products { x, rows, parts: &mut args.parts })?;
+        Backend::silu_mul(self, args.activation())
     }
 
     fn adapt(

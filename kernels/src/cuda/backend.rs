@@ -10,7 +10,7 @@ use super::memory::Buffer;
 use super::{Adapters, Cuda, Experts, Matrix, Pages, ops};
 use crate::backend::Backend;
 use crate::ops::{
-    Adapt, AdaptGrad, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, Gather, Gelu,
+    Adapt, AdaptGrad, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, Gated, Gather, Gelu,
     GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, Mixture, MixtureGrad, NormGrad,
     OpError, Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, SiluMul, SiluMulGrad,
     SplitQkv,
@@ -109,6 +109,10 @@ impl<G: Gpu> Backend for Cuda<G> {
 
     fn products(&mut self, args: Products<'_, '_, Floats, Matrix<G>>) -> Result<(), OpError> {
         ops::linear::launch_products(self, args)
+    }
+
+    fn gated(&mut self, args: Gated<'_, Floats, Matrix<G>>) -> Result<(), OpError> {
+        ops::linear::launch_gated(self, args)
     }
 
     fn adapt(&mut self, args: Adapt<'_, Floats, Adapters<G>>) -> Result<(), OpError> {

@@ -3,7 +3,9 @@
 
 use shared::dtype::DType;
 
-use super::{Add, Elements, KvAppend, MatrixShape, OpError, PagePool, Rmsnorm, Rope, check_len};
+use super::{
+    Add, Elements, KvAppend, MatrixShape, OpError, PagePool, Rmsnorm, Rope, SiluMul, check_len,
+};
 use crate::kv::{StepRow, total_tokens};
 
 /// Several products of the same input: [`Linear`](super::Linear), each with its own matrix.
@@ -26,6 +28,20 @@ pub struct Product<'a, F: ?Sized, W> {
     pub bias: Option<&'a F>,
     /// Output `[rows, outputs]`.
     pub out: &'a mut F,
+}
+
+/// Arguments of the products of a gated MLP and its activation: [`Products`], then
+/// [`SiluMul`](super::SiluMul).
+#[derive(Debug)]
+pub struct Gated<'a, F: ?Sized, W> {
+    /// Input `[rows, inputs]`.
+    pub x: &'a F,
+    /// Rows.
+    pub rows: usize,
+    /// Gate, whose output becomes the result, and up, whose output is unspecified afterwards.
+    pub parts: [Product<'a, F, W>; 2],
+    /// The block dtype.
+    pub round: DType,
 }
 
 /// Arguments of a residual and the norm behind it: [`Add`], then [`Rmsnorm`] or, with a bias,
@@ -82,6 +98,23 @@ impl<F: Elements + ?Sized, W: MatrixShape> Products<'_, '_, F, W> {
             check_len("linear", "bias", bias, 1, outputs)?;
         }
         Ok(())
+    }
+}
+
+impl<F: Elements + ?Sized, W: MatrixShape> Gated<'_, F, W> {
+    pub(crate) fn check(&mut self) -> Result<(), OpError> {
+        let [gate, up] = &self.parts;
+        if gate.weight.outputs() != up.weight.outputs() {
+            return Err(OpError::Shape { op: "gated", what: "gate and up have different outputs" });
+        }
+        Products { x: self.x, rows: self.rows, parts: &mut self.parts }.check()
+    }
+
+    /// The activation, as an operation of its own.
+    pub(crate) fn activation(&mut self) -> SiluMul<'_, F> {
+        let [gate, up] = &mut self.parts;
+        let len = self.rows * gate.weight.outputs();
+        SiluMul { gate: &mut *gate.out, up: &*up.out, len, round: self.round }
     }
 }
 

@@ -239,6 +239,21 @@ fn short_buffers_and_unknown_pages_are_refused() {
     let refused =
         cpu.linear(Linear { x: &[0.0f32; 6][..], weight, bias: None, out: &mut out[..], rows: 2 });
     assert!(matches!(refused, Err(OpError::Short { op: "linear", what: "out", has: 3, needs: 4 })));
+    let refused = |up: WeightView<'_>, [gate_out, up_out]: [usize; 2]| {
+        let (mut gate, mut other) = (vec![0.0; gate_out], vec![0.0; up_out]);
+        let parts = [
+            Product { weight, bias: None, out: &mut gate[..] },
+            Product { weight: up, bias: None, out: &mut other[..] },
+        ];
+        let (x, round) = (&[0.0f32; 6][..], DType::F32);
+        Cpu::new(1).gated(Gated { x, rows: 2, parts, round })
+    };
+    let narrow = WeightView::new(DType::F32, 1, 3, &bytes[..12]).unwrap();
+    assert_eq!(refused(weight, [4, 4]), Ok(()));
+    assert!(matches!(refused(narrow, [4, 4]), Err(OpError::Shape { op: "gated", .. })));
+    for outs in [[3, 4], [4, 3]] {
+        assert!(matches!(refused(weight, outs), Err(OpError::Short { what: "out", has: 3, .. })));
+    }
     let layout = PageLayout { dtype: DType::F32, kv_heads: 1, head_dim: 2 };
     let mut pool = vec![0; layout.page_bytes()];
     let pages = KvPages::new(layout, &mut pool);

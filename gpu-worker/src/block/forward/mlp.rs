@@ -48,10 +48,20 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         match &weights.mlp {
             MlpWeights::Gated(mlp) => {
                 let Middle { gate, up, .. } = middle;
-                self.products(x, [&mlp.gate, &mlp.up], tokens, [&mut *gate, &mut *up])?;
-                self.save(gate, saved.gate, wide)?;
-                self.save(up, saved.up, wide)?;
-                self.gated_output(mlp, tokens, gate, up, out)
+                let is_adapted = [&mlp.gate, &mlp.up]
+                    .iter()
+                    .any(|linear| linear.adapters_for(&self.adapted).is_some());
+                if is_adapted || saved.gate.is_some() || saved.up.is_some() {
+                    self.products(x, [&mlp.gate, &mlp.up], tokens, [&mut *gate, &mut *up])?;
+                    self.save(gate, saved.gate, wide)?;
+                    self.save(up, saved.up, wide)?;
+                    let (gate, up, len) = (&mut **gate, &**up, tokens * wide);
+                    self.backend.silu_mul(SiluMul { gate, up, len, round })?;
+                } else {
+                    let parts = [product(&mlp.gate, gate), product(&mlp.up, up)];
+                    self.backend.gated(Gated { x, rows: tokens, parts, round })?;
+                }
+                self.part(gate, &mlp.down, tokens, out)
             }
             MlpWeights::Plain { activation, up, down } => {
                 self.linear(x, up, tokens, &mut middle.gate)?;
@@ -85,25 +95,6 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
                 })
             }
         }
-    }
-
-    /// Of the two products of a gated MLP, this rank's part of its output; `gate` becomes what goes
-    /// into the last matrix.
-    fn gated_output(
-        &mut self,
-        weights: &GatedWeights<'_, B>,
-        rows: usize,
-        gate: &mut B::Floats,
-        up: &B::Floats,
-        out: &mut B::Floats,
-    ) -> Result<(), OpError> {
-        self.backend.silu_mul(SiluMul {
-            gate: &mut *gate,
-            up,
-            len: rows * self.spec.mlp.intermediate(),
-            round: self.weights.dtype,
-        })?;
-        self.part(gate, &weights.down, rows, out)
     }
 }
 

@@ -13,6 +13,14 @@ pub(super) struct CutProduct<'p, 'w, B: Backend> {
     pub(super) out: &'p mut B::Floats,
 }
 
+/// A product with a matrix, without its adapters.
+pub(super) fn product<'p, 'w, B: Backend>(
+    linear: &'p Linear<'w, B>,
+    out: &'p mut B::Floats,
+) -> Product<'p, B::Floats, B::Matrix<'w>> {
+    Product { weight: linear.weight.clone(), bias: linear.bias.as_deref(), out }
+}
+
 impl<'w, B: Backend> Pass<'_, 'w, B> {
     /// Products of `x` with several matrices.
     pub(in crate::block) fn products<const N: usize>(
@@ -23,11 +31,8 @@ impl<'w, B: Backend> Pass<'_, 'w, B> {
         mut outs: [&mut B::Floats; N],
     ) -> Result<(), OpError> {
         let mut outs_of = outs.iter_mut();
-        let mut parts = linears.map(|linear| Product {
-            weight: linear.weight.clone(),
-            bias: linear.bias.as_deref(),
-            out: &mut **outs_of.next().expect("as many outputs as matrices"),
-        });
+        let mut next = || &mut **outs_of.next().expect("as many outputs as matrices");
+        let mut parts = linears.map(|linear| product(linear, next()));
         self.backend.products(Products { x, rows, parts: &mut parts })?;
         let mut parts = linears.into_iter().zip(outs);
         parts.try_for_each(|(linear, out)| self.adapt(x, linear, Inputs::Whole, out))

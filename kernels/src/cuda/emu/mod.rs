@@ -177,6 +177,13 @@ impl Emu {
         self
     }
 
+    /// The same with so many multiprocessors.
+    #[must_use]
+    pub fn with_multiprocessors(mut self, count: u32) -> Emu {
+        self.properties.multiprocessors = count;
+        self
+    }
+
     /// The same as device `ordinal` of several.
     #[must_use]
     pub fn with_ordinal(mut self, ordinal: u32) -> Emu {

@@ -6,7 +6,7 @@ use shared::warpgroups::WarpgroupKernel;
 
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Matrix, Params};
-use crate::ops::{Linear, MatrixShape, OpError, Product, Products};
+use crate::ops::{Gated, Linear, MatrixShape, OpError, Product, Products};
 use crate::sizes;
 use crate::tuning;
 
@@ -61,6 +61,29 @@ pub(crate) fn launch_products<G: Gpu>(
     } else {
         gemm(cuda, x, rows, &first, parts)
     }
+}
+
+/// In one launch where clusters take the products and registers suffice, else as products and an
+/// activation.
+pub(crate) fn launch_gated<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    mut args: Gated<'_, Floats, Matrix<G>>,
+) -> Result<(), OpError> {
+    args.check()?;
+    let (x, rows) = (args.x, args.rows);
+    let [gate, up] = &args.parts;
+    let like = gate.weight.clone();
+    let kind = |m: &Matrix<G>| (m.quant(), m.dtype(), m.inputs(), m.is_tiled());
+    let is_one = (1..=sizes::linear_cluster::GATED_ROWS).contains(&rows)
+        && like.is_tiled()
+        && kind(&like) == kind(&up.weight)
+        && args.round == like.dtype()
+        && by_clusters(cuda, &like, &args.parts);
+    if is_one {
+        return gemv_by_clusters(cuda, (x, rows), &like, &mut args.parts, true);
+    }
+    launch_products(cuda, Products { x, rows, parts: &mut args.parts })?;
+    super::silu_mul::launch(cuda, args.activation())
 }
 
 /// The kernel for warpgroups that multiplies many rows with a tiled matrix.
@@ -139,12 +162,10 @@ fn gemv<G: Gpu>(
     like: &Matrix<G>,
     products: &mut [Product<'_, Floats, Matrix<G>>],
 ) -> Result<(), OpError> {
-    let device = cuda.gpu().properties();
-    // Distances within a matrix have 32 bits there.
-    let are_near = products.iter().all(|p| p.weight.bytes() < 1 << 32);
-    if device.has_clusters() && are_near && tuning::cuda_may_cluster(like.inputs()) {
-        return gemv_by_clusters(cuda, x, rows, like, products);
+    if by_clusters(cuda, like, products) {
+        return gemv_by_clusters(cuda, (x, rows), like, products, false);
     }
+    let device = cuda.gpu().properties();
     let outputs = products.iter().map(|p| p.weight.outputs()).sum();
     let sizes = tuning::cuda_gemv(
         outputs,
@@ -180,13 +201,25 @@ fn gemv_kernel<G: Gpu>(like: &Matrix<G>, sizes: tuning::CudaGemv) -> &'static st
     GEMV[format][dtype][m][n]
 }
 
-/// The same on clusters of CTAs.
+/// Whether clusters of CTAs take products of few rows.
+fn by_clusters<G: Gpu>(
+    cuda: &Cuda<G>,
+    like: &Matrix<G>,
+    products: &[Product<'_, Floats, Matrix<G>>],
+) -> bool {
+    // Distances within a matrix have 32 bits there.
+    let are_near = products.iter().all(|p| p.weight.bytes() < 1 << 32);
+    cuda.gpu().properties().has_clusters() && are_near && tuning::cuda_may_cluster(like.inputs())
+}
+
+/// The same on clusters of CTAs. With `is_gated`, the two products are gate and up of an MLP, and
+/// the activated gate is written.
 fn gemv_by_clusters<G: Gpu>(
     cuda: &mut Cuda<G>,
-    x: &Floats,
-    rows: usize,
+    (x, rows): (&Floats, usize),
     like: &Matrix<G>,
     products: &mut [Product<'_, Floats, Matrix<G>>],
+    is_gated: bool,
 ) -> Result<(), OpError> {
     let device = cuda.gpu().properties();
     let sizes = tuning::cuda_cluster(
@@ -206,9 +239,14 @@ fn gemv_by_clusters<G: Gpu>(
         grid: [ctas(sizes.grid), 1, 1],
         cta: [ctas(sizes::linear_cluster::CTA_THREADS), 1, 1],
         shared_bytes: ctas(sizes.shared_bytes),
-        params: params_of(products).read(x).count(like.inputs()).count(rows).count(sizes.window),
+        params: params_of(products)
+            .read(x)
+            .count(like.inputs())
+            .count(rows)
+            .count(sizes.window)
+            .count(usize::from(is_gated)),
     };
-    // SAFETY: as in `gemv`.
+    // SAFETY: as in `gemv`; gated products have the same outputs.
     unsafe { cuda.launch(launch) }
 }
 
@@ -346,3 +384,6 @@ const BY_CLUSTERS: [[[&str; 4]; 2]; 3] = {
         [rows!("linear_cluster_nf4_bf16"), rows!("linear_cluster_nf4_f16")],
     ]
 };
+
+#[cfg(all(test, feature = "emu"))]
+mod tests;
