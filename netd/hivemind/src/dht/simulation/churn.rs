@@ -1,6 +1,6 @@
 //! Servers that come and go without a word, and clients that look all blocks up: whether lookups find who is there, and what it costs.
 //!
-//! `cargo test --release -p hivemind thousand_nodes -- --ignored --nocapture` prints the table of BENCHMARKS.md.
+//! `cargo test --release -p hivemind thousand_nodes -- --ignored --nocapture` prints a table; it takes more than twenty minutes.
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
