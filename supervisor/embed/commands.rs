@@ -65,14 +65,8 @@ pub fn run_command(arguments: impl Iterator<Item = OsString>) -> ExitReason {
             fetch::fetched(models, &fetch).unwrap_or_else(|| generate::run_command(&config))
         }),
         Command::Gateway(mut config, fetch, log) => with_log(&log, "gateway", || {
-            if let Err(error) = supervisor::web::confine(&config, &fetch) {
-                eprintln!("sepal: {error}");
-                return ExitReason::BadConfig;
-            }
-            let fetched = fetch::fetched(fetch::of_gateway(&mut config), &fetch);
-            // The page of a server shows the swarm without a chat, too.
-            let fetched = fetched.filter(|_| config.server.is_none());
-            fetched.unwrap_or_else(|| gateway::run_command(&config))
+            let ended = fetch::for_gateway(&mut config, &fetch);
+            ended.unwrap_or_else(|| gateway::run_command(&config))
         }),
         Command::Chat(mut config, fetch, log) => with_log(&log, "chat", || {
             let fetched = fetch::fetched(fetch::of_gateway(&mut config.engine), &fetch);

@@ -16,6 +16,15 @@ pub fn of_gateway(config: &mut GatewayConfig) -> impl Iterator<Item = Named<'_>>
     config.models.iter_mut().map(|model| (&mut model.folder, &mut model.dht_prefix))
 }
 
+/// Brings the models of a gateway. The page of a server is confined before, and shows the swarm without a chat, too.
+pub fn for_gateway(config: &mut GatewayConfig, fetch: &FetchConfig) -> Option<ExitReason> {
+    if let Err(error) = supervisor::web::confine(config, fetch) {
+        eprintln!("sepal: {error}");
+        return Some(ExitReason::BadConfig);
+    }
+    fetched(of_gateway(config), fetch).filter(|_| config.server.is_none())
+}
+
 /// Puts in place of each model the folder with what a client needs of it. Why the command ends here, if something
 /// is wrong.
 pub fn fetched<'a>(

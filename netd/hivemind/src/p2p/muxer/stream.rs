@@ -9,7 +9,7 @@ use std::{
 
 use super::{
     header::{FIN, Header, Kind, RST, SYN, broken},
-    turns::Turn,
+    turns::Spending,
     window::{FIRST_WINDOW, Growth, Window},
 };
 
@@ -37,7 +37,7 @@ pub(super) struct Stream {
     pub(super) writer: Option<Waker>,
     /// What the first frame that we send says besides: SYN or ACK.
     introduction: u16,
-    pub(super) turn: Turn,
+    pub(super) spending: Spending,
     is_finishing: bool,
     is_finished: bool,
     has_theirs_ended: bool,
@@ -58,7 +58,7 @@ impl Stream {
             queued: 0,
             writer: None,
             introduction,
-            turn: Turn::new(now),
+            spending: Spending::new(now),
             is_finishing: false,
             is_finished: false,
             has_theirs_ended: false,

@@ -202,9 +202,9 @@ impl Streams {
             let sent = stream.next_data(id, out);
             let bytes = out.len() - before;
             if stream.has_more() {
-                self.sending.sent(id, &mut stream.turn, bytes);
+                self.sending.sent(id, &mut stream.spending, bytes);
             } else {
-                stream.turn.end(bytes, Instant::now());
+                stream.spending.end(bytes, Instant::now());
                 if stream.is_abandoned {
                     self.conclude(id);
                 }
@@ -332,7 +332,7 @@ impl Streams {
 
     fn send(&mut self, id: u32) {
         if let Some(stream) = self.all.get_mut(&id) {
-            self.sending.begin(id, &mut stream.turn, Instant::now());
+            self.sending.begin(id, &mut stream.spending, Instant::now());
         }
         self.wake_driver();
     }

@@ -32,14 +32,14 @@ pub(super) struct Turns {
 
 /// How much a stream has sent lately.
 #[derive(Debug)]
-pub(super) struct Turn {
+pub(super) struct Spending {
     spent: usize,
     /// Since when it has nothing to send; `None` while it has.
     idle_since: Option<Instant>,
     age: Option<u64>,
 }
 
-impl Turn {
+impl Spending {
     pub(super) fn new(now: Instant) -> Self {
         Self { spent: 0, idle_since: Some(now), age: None }
     }
@@ -70,13 +70,13 @@ impl Turns {
     }
 
     /// A stream that had nothing to send has something; nothing happens if it had.
-    pub(super) fn begin(&mut self, id: u32, turn: &mut Turn, now: Instant) {
-        let Some(since) = turn.idle_since.take() else { return };
-        turn.regain(since, now);
-        self.enter(id, turn);
+    pub(super) fn begin(&mut self, id: u32, spending: &mut Spending, now: Instant) {
+        let Some(since) = spending.idle_since.take() else { return };
+        spending.regain(since, now);
+        self.enter(id, spending);
     }
 
-    /// The stream that sends the next frame. [`sent`](Self::sent) or [`Turn::end`] follows.
+    /// The stream that sends the next frame. [`sent`](Self::sent) or [`Spending::end`] follows.
     pub(super) fn next(&mut self) -> Option<u32> {
         self.frames = self.frames.wrapping_add(1);
         let shares = self.frames.is_multiple_of(SHARE);
@@ -95,17 +95,17 @@ impl Turns {
     }
 
     /// A stream has sent so many bytes and has more.
-    pub(super) fn sent(&mut self, id: u32, turn: &mut Turn, bytes: usize) {
-        turn.spend(bytes);
-        self.enter(id, turn);
+    pub(super) fn sent(&mut self, id: u32, spending: &mut Spending, bytes: usize) {
+        spending.spend(bytes);
+        self.enter(id, spending);
     }
 
-    fn enter(&mut self, id: u32, turn: &mut Turn) {
-        if turn.age.is_none() && turn.spent >= ALLOWANCE_BYTES {
+    fn enter(&mut self, id: u32, spending: &mut Spending) {
+        if spending.age.is_none() && spending.spent >= ALLOWANCE_BYTES {
             self.drawn += 1;
-            turn.age = Some(self.drawn);
+            spending.age = Some(self.drawn);
         }
-        match turn.age {
+        match spending.age {
             Some(age) => drop(self.heavy.insert(age, id)),
             None => self.light.push_back(id),
         }
@@ -123,7 +123,7 @@ mod tests {
     /// Streams that have so many frames to send.
     struct Line {
         turns: Turns,
-        streams: HashMap<u32, (Turn, usize)>,
+        streams: HashMap<u32, (Spending, usize)>,
         now: Instant,
     }
 
@@ -134,18 +134,19 @@ mod tests {
 
         fn write(&mut self, id: u32, frames: usize) {
             let now = self.now;
-            let (turn, left) = self.streams.entry(id).or_insert_with(|| (Turn::new(now), 0));
+            let (spending, left) =
+                self.streams.entry(id).or_insert_with(|| (Spending::new(now), 0));
             *left += frames;
-            self.turns.begin(id, turn, now);
+            self.turns.begin(id, spending, now);
         }
 
         fn sends(&mut self) -> Option<u32> {
             let id = self.turns.next()?;
-            let (turn, left) = self.streams.get_mut(&id).unwrap();
+            let (spending, left) = self.streams.get_mut(&id).unwrap();
             *left -= 1;
             match *left {
-                0 => turn.end(FRAME, self.now),
-                _ => self.turns.sent(id, turn, FRAME),
+                0 => spending.end(FRAME, self.now),
+                _ => self.turns.sent(id, spending, FRAME),
             }
             Some(id)
         }
