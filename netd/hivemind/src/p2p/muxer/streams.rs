@@ -307,6 +307,9 @@ impl Streams {
     fn remove(&mut self, id: u32) {
         if let Some(mut stream) = self.all.remove(&id) {
             stream.window.end(&mut self.growth);
+            // A peer that takes nothing cannot make these grow by streams that come and go.
+            self.sending.forget(id, &stream.spending);
+            self.granting.retain(|other| *other != id);
         }
         self.opener.take().inspect(Waker::wake_by_ref);
     }

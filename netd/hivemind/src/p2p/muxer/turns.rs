@@ -100,6 +100,15 @@ impl Turns {
         self.enter(id, spending);
     }
 
+    /// A stream is gone, whatever it had to send.
+    pub(super) fn forget(&mut self, id: u32, spending: &Spending) {
+        match (spending.idle_since, spending.age) {
+            (Some(_), _) => {}
+            (None, Some(age)) => drop(self.heavy.remove(&age)),
+            (None, None) => self.light.retain(|other| *other != id),
+        }
+    }
+
     fn enter(&mut self, id: u32, spending: &mut Spending) {
         if spending.age.is_none() && spending.spent >= ALLOWANCE_BYTES {
             self.drawn += 1;
@@ -200,31 +209,41 @@ mod tests {
         assert_eq!(heavy, 100);
     }
 
+    /// The senders of 70 frames after stream 1 sent much, paused, and goes on beside 2, which has begun meanwhile.
+    fn after_a_pause(pause: Duration) -> Vec<u32> {
+        let mut line = Line::new();
+        line.write(1, 10);
+        assert_eq!(line.all().len(), 10);
+        line.write(2, 100);
+        for _ in 0..20 {
+            line.sends();
+        }
+        line.now += pause;
+        line.write(1, 100);
+        (0..70).filter_map(|_| line.sends()).collect()
+    }
+
     #[test]
     fn a_stream_that_was_idle_is_young_again_and_one_that_paused_is_not() {
-        let mut line = Line::new();
-        line.write(1, 10);
-        assert_eq!(line.all().len(), 10);
-        line.write(2, 100);
-        for _ in 0..20 {
-            line.sends();
-        }
-        line.now += Duration::from_millis(1);
-        line.write(1, 100);
-        assert_eq!(line.sends(), Some(1), "older than 2");
+        let of_the_first = |pause| after_a_pause(pause).iter().filter(|id| **id == 1).count();
+        let paused = of_the_first(Duration::from_millis(1));
+        assert!(paused >= 60, "older than 2: {paused}");
+        let idle = of_the_first(Duration::from_secs(1));
+        assert!((5..20).contains(&idle), "its allowance and its share: {idle}");
+    }
 
+    #[test]
+    fn a_stream_that_is_gone_leaves_nothing_behind() {
         let mut line = Line::new();
-        line.write(1, 10);
-        assert_eq!(line.all().len(), 10);
-        line.write(2, 100);
-        for _ in 0..20 {
-            line.sends();
+        // Much, little, and nothing left.
+        [(1, 100), (2, 1), (3, 1)].into_iter().for_each(|(id, frames)| line.write(id, frames));
+        let sent: Vec<_> = (0..7).filter_map(|_| line.sends()).collect();
+        assert!(sent.contains(&2) && sent.contains(&3), "{sent:?}");
+        line.write(2, 1);
+        for id in [1, 2, 3] {
+            line.turns.forget(id, &line.streams[&id].0);
         }
-        line.now += Duration::from_secs(1);
-        line.write(1, 100);
-        let order: Vec<_> = (0..70).filter_map(|_| line.sends()).collect();
-        let of_the_first = order.iter().filter(|id| **id == 1).count();
-        assert!((5..20).contains(&of_the_first), "its allowance and its share: {of_the_first}");
+        assert!(line.turns.is_empty(), "{:?}", line.turns);
     }
 
     #[test]
