@@ -31,7 +31,7 @@ pub struct Product<'a, F: ?Sized, W> {
 }
 
 /// Arguments of the products of a gated MLP and its activation: [`Products`], then
-/// [`SiluMul`](super::SiluMul).
+/// [`SiluMul`].
 #[derive(Debug)]
 pub struct Gated<'a, F: ?Sized, W> {
     /// Input `[rows, inputs]`.
