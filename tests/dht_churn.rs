@@ -29,6 +29,7 @@ async fn node(initial_peers: Vec<String>) -> Joined {
         initial_peers,
         identity_path: None,
         use_relay: true,
+        relay_bits_per_s: 100e6,
         use_auto_relay: false,
         use_upnp: false,
         dials_private_nets: true,

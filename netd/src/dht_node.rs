@@ -99,6 +99,7 @@ pub async fn start(config: &DhtNodeConfig) -> Result<Joined, Fatal> {
         };
         Fatal { reason, message: error.to_string() }
     })?;
+    p2p.relay_at((config.relay_bits_per_s / 8.0) as u64);
     let (_, nothing_served) = watch::channel(None);
     let joined = join::enter(p2p, inbound, &settings, nothing_served).await;
     joined.map_err(|error| Fatal::bad_config(error.to_string()))
@@ -128,6 +129,7 @@ pub(crate) mod tests {
             initial_peers,
             identity_path: None,
             use_relay: true,
+            relay_bits_per_s: 100e6,
             use_auto_relay: false,
             use_upnp: false,
             dials_private_nets: true,

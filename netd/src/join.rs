@@ -109,11 +109,12 @@ pub fn nearest(dials_private_nets: bool) -> Scope {
     }
 }
 
-/// Has circuits of others take a part of the network's speed at most.
-pub fn relay_within(p2p: &P2p, network: NetworkRate) {
+/// Bytes per second of the circuits of others: what the operator allows, or else a part of the network's
+/// speed.
+pub fn relay_bytes_per_s(allowed_bits_per_s: Option<f64>, network: NetworkRate) -> u64 {
+    let part = || network.bits_per_s / RELAY_PART_OF_NETWORK as f64;
     // Between 1 bit and some Tbit per second: nothing that matters is cut.
-    let bytes_per_s = (network.bits_per_s / 8.0) as u64;
-    p2p.relay_at((bytes_per_s / RELAY_PART_OF_NETWORK).max(1));
+    (allowed_bits_per_s.unwrap_or_else(part) / 8.0).max(1.0) as u64
 }
 
 /// Joins as `init` says. RPCs on blocks are refused until `service` has one.
@@ -161,7 +162,7 @@ pub async fn join(
         }
     }
     .map_err(|error| fatal(&error, init.generation))?;
-    relay_within(&p2p, NetworkRate::known(config));
+    p2p.relay_at(relay_bytes_per_s(config.relay_bits_per_s, NetworkRate::known(config)));
     enter(p2p, inbound, &settings, service).await.map_err(|error| {
         let reason = first_time_config(init.generation);
         Fatal { reason, message: error.to_string() }
@@ -370,7 +371,18 @@ fn first_time_config(generation: Generation) -> ExitReason {
 
 #[cfg(test)]
 mod tests {
+    use shared::network::RateSource;
+
     use super::*;
+
+    #[test]
+    fn circuits_get_what_the_operator_says_or_a_quarter_of_the_network() {
+        let network = NetworkRate { bits_per_s: 80e6, source: RateSource::Operator };
+        assert_eq!(relay_bytes_per_s(None, network), 2_500_000);
+        assert_eq!(relay_bytes_per_s(Some(400e6), network), 50_000_000);
+        let none = NetworkRate { bits_per_s: 1.0, ..network };
+        assert_eq!(relay_bytes_per_s(None, none), 1);
+    }
 
     fn addrs(texts: &[&str]) -> Vec<Multiaddr> {
         texts.iter().map(|text| text.parse().unwrap()).collect()

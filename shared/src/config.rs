@@ -279,6 +279,9 @@ pub struct NetdConfig {
     /// Most bits per second that are sent to all peers together (`--max_upload_mbps`); `None` for no
     /// limit.
     pub max_upload_bits_per_s: Option<f64>,
+    /// Most bits per second that are relayed for others (`--relay_mbps`); `None` for a part of what the
+    /// network carries.
+    pub relay_bits_per_s: Option<f64>,
     /// Bytes that requests of all peers together may hold in netd before and while they are computed.
     pub request_memory: u64,
     /// A service to measure the network with, by download and upload address; `None` asks servers
@@ -532,6 +535,8 @@ pub struct DhtNodeConfig {
     pub identity_path: Option<PathBuf>,
     /// Whether it relays for others, as soon as it is known to be reachable, and punches holes.
     pub use_relay: bool,
+    /// Most bits per second that it relays.
+    pub relay_bits_per_s: f64,
     /// Whether it has itself reached through relays when AutoNAT says that peers cannot dial it.
     pub use_auto_relay: bool,
     /// Whether a router is asked to forward the port (UPnP).

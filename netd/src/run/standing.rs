@@ -183,7 +183,8 @@ impl Daemon {
             if network != self.standing.network {
                 info!(mbps = network.mbps(), source = %network.source, "network rate");
             }
-            join::relay_within(&self.joined.p2p, network);
+            let allowed = self.init.config.relay_bits_per_s;
+            self.joined.p2p.relay_at(join::relay_bytes_per_s(allowed, network));
             self.standing.network = network;
         }
         if self.offer.is_dry_run() {

@@ -6,8 +6,9 @@ use clap::Args;
 use shared::block::Span;
 use shared::config::{ConvertConfig, LogConfig, PrepareConfig, QuantType};
 
+use super::Env;
+use super::log::{LogArgs, QUIET_LOG};
 use super::serve::{self, HubArgs, cache_dir};
-use super::{Env, LogArgs, QUIET_LOG};
 
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]

@@ -106,7 +106,7 @@ fn read(
         return Err(CliError::new("expected the command doctor".to_owned()));
     };
     let DoctorArgs { json, bundle, log_file, serve } = *args;
-    let config = serve::resolve_for(serve, env, super::DEFAULT_LOG, Some(String::new()));
+    let config = serve::resolve_for(serve, env, super::log::DEFAULT_LOG, Some(String::new()));
     let config = config.map_err(|message| CliError::new(layered.explain(message)))?;
     let is_given = |id: &str| layered.origin(id) != Origin::Default;
     let command = cli.find_subcommand("doctor");

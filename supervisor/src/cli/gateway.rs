@@ -10,9 +10,12 @@ use shared::config::{
 };
 use shared::sandbox::SandboxMode;
 
+use super::Env;
 use super::local::{FetchArgs, LocalArgs};
-use super::values::{check_maddrs, is_maddr, metrics_addr, pause, seconds, size_bytes};
-use super::{DEFAULT_LOG, Env, LogArgs, QUIET_LOG, model_or_last};
+use super::log::{DEFAULT_LOG, LogArgs, QUIET_LOG};
+use super::values::{
+    check_maddrs, is_maddr, metrics_addr, model_or_last, pause, seconds, size_bytes,
+};
 
 const PROTECTION: &str = "Protection";
 

@@ -3,8 +3,9 @@
 use clap::Args;
 use shared::config::{QuantType, ServeConfig};
 
+use super::Env;
+use super::log::QUIET_LOG;
 use super::serve::{self, ServeArgs};
-use super::{Env, QUIET_LOG};
 
 /// Settings of `sepal plan`.
 #[derive(Clone, Debug)]

@@ -31,8 +31,9 @@ use shared::dtype::DType;
 use shared::processor::Processor;
 use shared::public_swarm;
 
-use super::values::model_or_last;
-use super::{Env, LogArgs, folder_in_tmp, runtime_dir};
+use super::log::LogArgs;
+use super::values::{bits_per_s, model_or_last};
+use super::{Env, folder_in_tmp, runtime_dir};
 use crate::instance::private_folder;
 use crate::sizing;
 use devices::Devices;
@@ -253,6 +254,7 @@ impl ServeArgs {
         let (model, network, limits) = (&mut self.model, &mut self.network, &self.limits);
         let monitor = network.monitor(&initial_peers);
         let is_public = public_swarm::is_entered_through(&initial_peers);
+        let rate = |flag, mbps: Option<f64>| mbps.map(|mbps| bits_per_s(flag, mbps)).transpose();
         Ok(NetdConfig {
             dht_prefix: checked_prefix(model.dht_prefix.take())?,
             host_maddrs,
@@ -262,8 +264,9 @@ impl ServeArgs {
             use_auto_relay: !network.no_auto_relay,
             span: span(model.block_indices, model.num_blocks),
             throughput: throughput(&model.throughput)?,
-            link_bits_per_s: bits_per_s("--network_mbps", network.network_mbps)?,
-            max_upload_bits_per_s: bits_per_s("--max_upload_mbps", network.max_upload_mbps)?,
+            link_bits_per_s: rate("--network_mbps", network.network_mbps)?,
+            max_upload_bits_per_s: rate("--max_upload_mbps", network.max_upload_mbps)?,
+            relay_bits_per_s: rate("--relay_mbps", network.relay_mbps)?,
             request_memory: limits
                 .request_memory
                 .unwrap_or_else(|| request_memory(limits.max_memory)),
@@ -333,16 +336,6 @@ fn throughput(text: &str) -> Result<Throughput, String> {
                 "invalid --throughput {number:?}: expected auto, eval, dry_run or a positive number"
             )),
         },
-    }
-}
-
-/// Bits per second of so many megabits: at least a thousand.
-fn bits_per_s(flag: &str, mbps: Option<f64>) -> Result<Option<f64>, String> {
-    match mbps {
-        Some(mbps) if !(1e-3..1e9).contains(&mbps) => {
-            Err(format!("invalid {flag} {mbps}: expected a positive number of megabits per second"))
-        }
-        mbps => Ok(mbps.map(|mbps| mbps * 1e6)),
     }
 }
 

@@ -1,9 +1,11 @@
+use std::path::PathBuf;
+use std::time::Duration;
+
 use shared::block::Span;
 use shared::config::{
-    Compression, Device, FaultAction, FaultPlan, FaultPoint, KvMirror, QuantType, SpanChoice,
-    Throughput,
+    Compression, Device, FaultAction, FaultPlan, FaultPoint, KvMirror, QuantType, ServeConfig,
+    SpanChoice, Throughput,
 };
-
 use shared::network::{Link, NetworkRate, RateFile, RateSource};
 
 use super::*;

@@ -243,6 +243,16 @@ pub fn is_maddr(text: &str) -> bool {
         && parts.next().is_some_and(|address| !address.is_empty())
 }
 
+/// Bits per second of so many megabits: at least a thousand.
+pub fn bits_per_s(flag: &str, mbps: f64) -> Result<f64, String> {
+    match (1e-3..1e9).contains(&mbps) {
+        true => Ok(mbps * 1e6),
+        false => {
+            Err(format!("invalid {flag} {mbps}: expected a positive number of megabits per second"))
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -58,6 +58,7 @@ pub fn config(script: &str) -> ServeConfig {
             compression: shared::config::Compression::None,
             link_bits_per_s: None,
             max_upload_bits_per_s: None,
+            relay_bits_per_s: None,
             request_memory: 256 << 20,
             network_test: None,
             rates_dir: None,

@@ -3,7 +3,7 @@
 use crate::bounds::{Bound, bytes, count, time};
 
 use super::{
-    circuits::{DEFAULT_RELAY_BYTES_PER_S, PEER_PART_OF_RELAY, RELAY_PART_OF_NETWORK},
+    circuits::{DEFAULT_RELAY_BYTES_PER_S, RELAY_PART_OF_NETWORK},
     config::ProtocolSpec,
     dials::{MAX_PORTS_PER_NET, MAX_PORTS_PER_PEER, MAX_TARGETS, MEMORY as DIAL_MEMORY},
     frame::DEFAULT_MAX_FRAME_BYTES,
@@ -239,7 +239,7 @@ fn relay() -> Vec<Bound> {
         Bound::new(
             "bytes of circuits per second",
             format!(
-                "1/{RELAY_PART_OF_NETWORK} of the announced network speed, {} until it is known; of that 1/{PEER_PART_OF_RELAY} per peer",
+                "`--relay_mbps`, or 1/{RELAY_PART_OF_NETWORK} of the announced network speed, {} until it is known; the same for each peer that wants more",
                 bytes(usize::try_from(DEFAULT_RELAY_BYTES_PER_S).unwrap_or(usize::MAX)),
             ),
             "they wait",

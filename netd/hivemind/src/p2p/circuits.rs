@@ -1,10 +1,10 @@
-//! How fast this node relays for others: all circuits together, and those of one peer. A circuit is a
-//! stream that a peer opens with the protocol [`HOP`]; what goes through it in both directions counts.
+//! How fast this node relays for others: all circuits together. Peers that want more than there is get
+//! the same, however many circuits each has; what some leave is for the others. A circuit is a stream
+//! that a peer opens with the protocol [`HOP`]; what goes through it in both directions counts.
 //!
 //! ```text
 //!   peer ── hop stream ── Pace ── relay (libp2p copies) ── stop stream ── destination
-//!                          ├─ of the peer
-//!                          └─ of all circuits
+//!                          └─ limit of all circuits, with one share for each peer
 //! ```
 //! libp2p bounds number, life and bytes of circuits and has no rate. The multiplexer sees what this node
 //! answers when a protocol is agreed on, and paces the stream from then on: its reader and its writer
@@ -13,7 +13,7 @@
 use std::{
     collections::HashMap,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, PoisonError, Weak,
         atomic::{AtomicU64, Ordering},
     },
     task::{Context, Poll},
@@ -21,14 +21,12 @@ use std::{
 
 use libp2p::PeerId;
 
-use super::upload::{Allowance, UploadLimit, WeakLimit};
+use super::upload::{Allowance, Share, UploadLimit};
 
-/// What all circuits relay per second until the speed of the network is known: a quarter of 100 Mbit/s.
+/// What all circuits relay per second until a node is told otherwise: a quarter of 100 Mbit/s.
 pub(super) const DEFAULT_RELAY_BYTES_PER_S: u64 = 100_000_000 / 8 / RELAY_PART_OF_NETWORK;
 /// Circuits get so large a part of the network's speed: a quarter.
 pub const RELAY_PART_OF_NETWORK: u64 = 4;
-/// The circuits of one peer get so large a part of that: a quarter.
-pub(super) const PEER_PART_OF_RELAY: u64 = 4;
 
 /// The protocol of a circuit, from the peer that asks for it.
 const HOP: &[u8] = b"/libp2p/circuit/relay/0.2.0/hop\n";
@@ -37,21 +35,21 @@ const HEADER: &[u8] = b"/multistream/1.0.0\n";
 /// What it says to a protocol that it does not speak.
 const NOT_AVAILABLE: &[u8] = b"na\n";
 
-/// The rates of all circuits of a node.
+/// The rate of all circuits of a node, and who uses it.
 #[derive(Debug)]
 pub(super) struct CircuitRates {
     bytes_per_s: AtomicU64,
     /// What circuits have carried, both directions.
     carried: AtomicU64,
-    limits: Mutex<Limits>,
+    users: Mutex<Users>,
 }
 
 #[derive(Debug, Default)]
-struct Limits {
-    /// Of all circuits, made for the first one.
-    all: Option<UploadLimit>,
-    /// Of those peers that have a circuit.
-    by_peer: HashMap<PeerId, WeakLimit>,
+struct Users {
+    /// The limit of all circuits, made for the first one.
+    limit: Option<UploadLimit>,
+    /// The shares of those peers that have a circuit.
+    shares: HashMap<PeerId, Weak<Share>>,
 }
 
 impl Default for CircuitRates {
@@ -59,26 +57,18 @@ impl Default for CircuitRates {
         Self {
             bytes_per_s: AtomicU64::new(DEFAULT_RELAY_BYTES_PER_S),
             carried: AtomicU64::new(0),
-            limits: Mutex::default(),
+            users: Mutex::default(),
         }
     }
-}
-
-/// What one peer may relay, of what all together may.
-fn of_peer(bytes_per_s: u64) -> u64 {
-    (bytes_per_s / PEER_PART_OF_RELAY).max(1)
 }
 
 impl CircuitRates {
     /// All circuits together relay so many bytes per second from now on.
     pub(super) fn set(&self, bytes_per_s: u64) {
         self.bytes_per_s.store(bytes_per_s, Ordering::Relaxed);
-        let limits = self.limits.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(all) = &limits.all {
-            all.set_rate(bytes_per_s);
-        }
-        for limit in limits.by_peer.values().filter_map(WeakLimit::upgrade) {
-            limit.set_rate(of_peer(bytes_per_s));
+        let users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(limit) = &users.limit {
+            limit.set_rate(bytes_per_s);
         }
     }
 
@@ -87,24 +77,21 @@ impl CircuitRates {
         self.carried.load(Ordering::Relaxed)
     }
 
-    /// The limits of a circuit that `peer` opens: its own, and that of all.
-    fn of(&self, peer: PeerId) -> [UploadLimit; 2] {
+    /// The limit of all circuits, and the share of `peer` in it.
+    fn of(&self, peer: PeerId) -> (UploadLimit, Arc<Share>) {
         let bytes_per_s = self.bytes_per_s.load(Ordering::Relaxed);
-        let mut limits = self.limits.lock().unwrap_or_else(PoisonError::into_inner);
-        let all = limits.all.get_or_insert_with(|| UploadLimit::new(bytes_per_s)).clone();
-        limits.by_peer.retain(|_, limit| limit.upgrade().is_some());
-        let known = limits.by_peer.get(&peer).and_then(WeakLimit::upgrade);
-        let own = known.unwrap_or_else(|| {
-            let own = UploadLimit::new(of_peer(bytes_per_s));
-            limits.by_peer.insert(peer, own.downgrade());
-            own
-        });
-        [own, all]
+        let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
+        let limit = users.limit.get_or_insert_with(|| UploadLimit::new(bytes_per_s)).clone();
+        users.shares.retain(|_, share| share.strong_count() > 0);
+        let known = users.shares.get(&peer).and_then(Weak::upgrade);
+        let share = known.unwrap_or_default();
+        users.shares.insert(peer, Arc::downgrade(&share));
+        (limit, share)
     }
 
     #[cfg(test)]
     fn peers(&self) -> usize {
-        self.limits.lock().unwrap_or_else(PoisonError::into_inner).by_peer.len()
+        self.users.lock().unwrap_or_else(PoisonError::into_inner).shares.len()
     }
 }
 
@@ -130,24 +117,28 @@ pub(super) enum Pace {
 #[derive(Debug)]
 pub(super) struct Circuit {
     rates: Arc<CircuitRates>,
-    reads: [Allowance; 2],
-    writes: [Allowance; 2],
+    reads: Allowance,
+    writes: Allowance,
 }
 
 impl Circuit {
     fn of(relayed: &Relayed) -> Circuit {
-        let allowances = || relayed.rates.of(relayed.peer).map(|l| Allowance::of(Some(l)));
-        Circuit { rates: relayed.rates.clone(), reads: allowances(), writes: allowances() }
+        let (limit, share) = relayed.rates.of(relayed.peer);
+        Circuit {
+            rates: relayed.rates.clone(),
+            reads: Allowance::sharing(Some(limit.clone()), share.clone()),
+            writes: Allowance::sharing(Some(limit), share),
+        }
     }
 
     fn read(&mut self, bytes: usize) {
         self.rates.carried.fetch_add(bytes as u64, Ordering::Relaxed);
-        self.reads.iter_mut().for_each(|allowance| allowance.spend(bytes));
+        self.reads.spend(bytes);
     }
 
     fn wrote(&mut self, bytes: usize) {
         self.rates.carried.fetch_add(bytes as u64, Ordering::Relaxed);
-        self.writes.iter_mut().for_each(|allowance| allowance.spend(bytes));
+        self.writes.spend(bytes);
     }
 }
 
@@ -160,7 +151,7 @@ impl Pace {
     /// Bytes that may be read now, of `wanted`.
     pub(super) fn poll_read(&mut self, cx: &Context<'_>, wanted: usize) -> Poll<usize> {
         match self {
-            Pace::Circuit(circuit) => poll(&mut circuit.reads, cx, wanted),
+            Pace::Circuit(circuit) => circuit.reads.poll_grant(cx, wanted),
             Pace::Free | Pace::Negotiating(..) => Poll::Ready(wanted),
         }
     }
@@ -175,7 +166,7 @@ impl Pace {
     /// Bytes that may be written now, of `wanted`.
     pub(super) fn poll_write(&mut self, cx: &Context<'_>, wanted: usize) -> Poll<usize> {
         match self {
-            Pace::Circuit(circuit) => poll(&mut circuit.writes, cx, wanted),
+            Pace::Circuit(circuit) => circuit.writes.poll_grant(cx, wanted),
             Pace::Free | Pace::Negotiating(..) => Poll::Ready(wanted),
         }
     }
@@ -195,18 +186,6 @@ impl Pace {
             false => Pace::Free,
         };
     }
-}
-
-/// The least that all limits grant. What the others grant beyond stays granted.
-fn poll(allowances: &mut [Allowance; 2], cx: &Context<'_>, wanted: usize) -> Poll<usize> {
-    let mut granted = wanted;
-    for allowance in allowances {
-        match allowance.poll_grant(cx, granted) {
-            Poll::Ready(bytes) => granted = bytes,
-            Poll::Pending => return Poll::Pending,
-        }
-    }
-    Poll::Ready(granted)
 }
 
 /// What this node has answered on a stream, up to the protocol.
@@ -270,6 +249,17 @@ mod tests {
             let found = bytes.iter().map(|byte| answers.agreed(&[*byte])).find(Option::is_some);
             assert_eq!(found.flatten(), wanted, "{messages:?}");
         }
+    }
+
+    #[tokio::test]
+    async fn circuits_of_a_peer_have_one_share_of_the_limit_of_all() {
+        let rates = CircuitRates::default();
+        let peer = PeerId::random();
+        let (limit, share) = rates.of(peer);
+        let (same_limit, same_share) = rates.of(peer);
+        assert!(limit.is(&same_limit) && Arc::ptr_eq(&share, &same_share));
+        let (same_limit, other_share) = rates.of(PeerId::random());
+        assert!(limit.is(&same_limit) && !Arc::ptr_eq(&share, &other_share));
     }
 
     #[tokio::test]

@@ -248,8 +248,7 @@ impl P2p {
         drop(self.send(Command::SetReachable { reachable }).await);
     }
 
-    /// Circuits through this node carry so many bytes per second from now on, all together; those of one
-    /// peer a quarter of that.
+    /// Circuits through this node carry so many bytes per second from now on, all together.
     pub fn relay_at(&self, bytes_per_s: u64) {
         self.limits.circuits().set(bytes_per_s);
     }

@@ -23,7 +23,8 @@ use std::time::Instant;
 use futures::io::{AsyncRead, AsyncWrite};
 use tokio::sync::Notify;
 
-use pacer::{Grant, Pacer, Share, Ticket};
+pub(super) use pacer::Share;
+use pacer::{Grant, Pacer, Ticket};
 
 /// The limit of a node; clones are the same limit.
 #[derive(Clone, Debug)]
@@ -64,18 +65,10 @@ impl UploadLimit {
         self.0.changed.notify_one();
     }
 
-    pub(super) fn downgrade(&self) -> WeakLimit {
-        WeakLimit(Arc::downgrade(&self.0))
-    }
-}
-
-/// A limit that ends with the last of those who share it.
-#[derive(Debug)]
-pub(super) struct WeakLimit(Weak<Shared>);
-
-impl WeakLimit {
-    pub(super) fn upgrade(&self) -> Option<UploadLimit> {
-        self.0.upgrade().map(UploadLimit)
+    /// Whether both are the same limit.
+    #[cfg(test)]
+    pub(super) fn is(&self, other: &UploadLimit) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 }
 
@@ -120,11 +113,11 @@ async fn serve(shared: Weak<Shared>, changed: Arc<Notify>) {
     }
 }
 
-/// What one connection, or one direction of it, may send within a limit.
+/// What one connection, or one direction of a circuit, may send within a limit.
 #[derive(Debug)]
 pub(super) struct Allowance {
     limit: Option<UploadLimit>,
-    share: Share,
+    share: Arc<Share>,
     /// Bytes that it may send now.
     granted: usize,
     /// Its place in the queue.
@@ -134,7 +127,12 @@ pub(super) struct Allowance {
 impl Allowance {
     /// Of `limit`, if there is one.
     pub(super) fn of(limit: Option<UploadLimit>) -> Allowance {
-        Allowance { limit, share: Share::default(), granted: 0, ticket: None }
+        Allowance::sharing(limit, Arc::default())
+    }
+
+    /// Of `limit`, if there is one; all that have this share are given as much as one.
+    pub(super) fn sharing(limit: Option<UploadLimit>, share: Arc<Share>) -> Allowance {
+        Allowance { limit, share, granted: 0, ticket: None }
     }
 
     /// Bytes that may be sent now, of `wanted`.
@@ -143,7 +141,7 @@ impl Allowance {
             return Poll::Ready(wanted);
         };
         if self.granted == 0 {
-            let (share, ticket) = (&mut self.share, &mut self.ticket);
+            let (share, ticket) = (&self.share, &mut self.ticket);
             let granted = shared.with(|state| {
                 let waits = match *ticket {
                     Some(ticket) => ticket,

@@ -48,6 +48,10 @@ pub struct NetworkArgs {
     /// bounds the announced throughput, and the network is not measured [default: no limit]
     #[arg(long, value_name = "MBPS")]
     pub(super) max_upload_mbps: Option<f64>,
+    /// Maximum of what this server relays for peers that others cannot dial, all of them together, in
+    /// megabits per second [default: a quarter of the network rate]
+    #[arg(long, value_name = "MBPS")]
+    pub(super) relay_mbps: Option<f64>,
     /// Measure the network with this service instead of servers of the swarm: a URL to download
     /// from, and a second one to upload to if it differs
     #[arg(long, num_args = 1..=2, value_name = "URL", conflicts_with = "network_mbps")]

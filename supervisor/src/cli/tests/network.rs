@@ -68,11 +68,21 @@ fn the_network_is_measured_unless_the_operator_knows_better() {
         assert!(error.contains("--network_"), "{bad}: {error}");
     }
     assert!(run(&format!("serve m --network_mbps 5 --network_test_url {down}"), &[]).is_err());
-    assert_eq!(default.max_upload_bits_per_s, None);
+    assert_eq!((default.max_upload_bits_per_s, default.relay_bits_per_s), (None, None));
     assert_eq!(netd("--max_upload_mbps 2.5").max_upload_bits_per_s, Some(2.5e6));
+    assert_eq!(netd("--relay_mbps 2.5").relay_bits_per_s, Some(2.5e6));
+    let dht = |line: &str| match run(&format!("dht {line}"), &[]) {
+        Ok(Command::Dht { config, .. }) => config.relay_bits_per_s,
+        other => panic!("{line}: {other:?}"),
+    };
+    assert_eq!((dht(""), dht("--relay_mbps 2.5")), (100e6, 2.5e6));
     for bad in ["0", "-1", "nan", "inf", "1e12"] {
-        let error = run(&format!("serve m --max_upload_mbps={bad}"), &[]).unwrap_err();
-        assert!(error.contains("invalid --max_upload_mbps"), "{bad}: {error}");
+        for (command, flag) in
+            [("serve m", "max_upload_mbps"), ("serve m", "relay_mbps"), ("dht", "relay_mbps")]
+        {
+            let error = run(&format!("{command} --{flag}={bad}"), &[]).unwrap_err();
+            assert!(error.contains(&format!("invalid --{flag}")), "{bad}: {error}");
+        }
     }
 
     let folder = tempfile::tempdir().unwrap();

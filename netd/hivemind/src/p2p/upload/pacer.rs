@@ -17,6 +17,7 @@
 //! Source: WF2Q+ (Bennett, Zhang 1997), without its test whether a request is eligible.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// Bytes given at once at most; a frame of yamux.
@@ -43,11 +44,11 @@ pub enum Grant {
     Wait(Ticket),
 }
 
-/// What a connection was given so far, on the scale of all of them.
-#[derive(Clone, Copy, Debug, Default)]
+/// What was given so far to a connection, or to several that count as one, on the scale of all shares.
+#[derive(Debug, Default)]
 pub struct Share {
     /// Where its next request begins.
-    end: u64,
+    end: AtomicU64,
 }
 
 /// A request in the queue.
@@ -110,10 +111,11 @@ impl Pacer {
     }
 
     /// A connection wants to send `bytes`.
-    pub fn ask(&mut self, share: &mut Share, bytes: usize, now: Instant) -> Grant {
+    pub fn ask(&mut self, share: &Share, bytes: usize, now: Instant) -> Grant {
         let bytes = bytes.min(self.chunk());
-        let start = share.end.max(self.now);
-        share.end = start.saturating_add(bytes as u64);
+        let start = share.end.load(Ordering::Relaxed).max(self.now);
+        let end = start.saturating_add(bytes as u64);
+        share.end.store(end, Ordering::Relaxed);
         self.fill(now);
         if self.queue.is_empty() && self.tokens > 0.0 {
             self.tokens -= bytes as f64;
@@ -126,7 +128,7 @@ impl Pacer {
             return Grant::Now(bytes);
         }
         self.tickets += 1;
-        self.queue.insert((share.end, self.tickets), Waiting { start, bytes });
+        self.queue.insert((end, self.tickets), Waiting { start, bytes });
         self.starts.insert((start, self.tickets));
         Grant::Wait(self.tickets)
     }
@@ -171,6 +173,11 @@ mod tests {
 
     const MB_PER_S: u64 = 1_000_000;
 
+    /// One for each of so many connections.
+    fn shares(count: usize) -> Vec<Share> {
+        (0..count).map(|_| Share::default()).collect()
+    }
+
     /// Connections that want to send so many bytes, served until `time` has passed; the bytes that
     /// each has sent, and when each was done.
     struct Run {
@@ -179,9 +186,20 @@ mod tests {
     }
 
     fn run(bytes_per_s: u64, wants: &[(Duration, usize)], time: Duration) -> Run {
+        let own: Vec<usize> = (0..wants.len()).collect();
+        run_shared(bytes_per_s, wants, &own, time)
+    }
+
+    /// The same; connections with the same number share a share.
+    fn run_shared(
+        bytes_per_s: u64,
+        wants: &[(Duration, usize)],
+        share_of: &[usize],
+        time: Duration,
+    ) -> Run {
         let start = Instant::now();
         let mut pacer = Pacer::new(bytes_per_s, start);
-        let mut shares = vec![Share::default(); wants.len()];
+        let shares = shares(wants.len());
         let mut waiting: HashMap<Ticket, usize> = HashMap::new();
         let mut run = Run { sent: vec![0; wants.len()], done: vec![None; wants.len()] };
         let mut idle: Vec<usize> = (0..wants.len()).collect();
@@ -203,7 +221,7 @@ mod tests {
                     run.done[connection] = Some(now - start);
                     continue;
                 }
-                match pacer.ask(&mut shares[connection], left, now) {
+                match pacer.ask(&shares[share_of[connection]], left, now) {
                     Grant::Now(bytes) => {
                         run.sent[connection] += bytes;
                         idle.push(connection);
@@ -242,6 +260,18 @@ mod tests {
     }
 
     #[test]
+    fn connections_with_one_share_get_as_much_as_one_and_what_the_others_leave() {
+        let (busy, second) = ((Duration::ZERO, usize::MAX / 2), Duration::from_secs(1));
+        let short = (Duration::ZERO, 300_000);
+        let run = run_shared(MB_PER_S, &[short, busy, busy, busy], &[0, 1, 1, 1], second);
+        // Half of the rate, until it has sent all.
+        let done = run.done[0].unwrap();
+        assert!(done.abs_diff(Duration::from_millis(600)) < Duration::from_millis(80), "{done:?}");
+        let shared: usize = run.sent[1..].iter().sum();
+        assert!(shared.abs_diff(700_000) < 80_000, "{:?}", run.sent);
+    }
+
+    #[test]
     fn a_small_answer_goes_before_bulk_that_came_first() {
         let late = Duration::from_millis(500);
         let mut wants = vec![(Duration::ZERO, usize::MAX / 2); 8];
@@ -258,7 +288,7 @@ mod tests {
     fn bytes_before_a_newcomer(busy: usize, grants: usize, is_spread: bool) -> usize {
         let mut now = Instant::now();
         let mut pacer = Pacer::new(MB_PER_S, now);
-        let mut shares = vec![Share::default(); busy];
+        let shares = shares(busy);
         let mut waiting: HashMap<Ticket, usize> = HashMap::new();
         let first = |n: usize| if is_spread { (n + 1) * CHUNK / busy } else { CHUNK };
         let mut ready: Vec<(usize, usize)> = (0..busy).map(|n| (n, first(n))).collect();
@@ -266,16 +296,16 @@ mod tests {
         loop {
             while let Some((connection, bytes)) = ready.pop() {
                 // As yamux writes: a header, and then a body.
-                pacer.ask(&mut shares[connection], 12, now);
-                match pacer.ask(&mut shares[connection], bytes, now) {
+                pacer.ask(&shares[connection], 12, now);
+                match pacer.ask(&shares[connection], bytes, now) {
                     Grant::Now(_) => ready.push((connection, CHUNK)),
                     Grant::Wait(ticket) => drop(waiting.insert(ticket, connection)),
                 }
             }
             if granted >= grants && small.is_none() {
-                let mut share = Share::default();
-                assert_eq!(pacer.ask(&mut share, 12, now), Grant::Now(12), "a header waits");
-                let Grant::Wait(ticket) = pacer.ask(&mut share, 4096, now) else { return 0 };
+                let share = Share::default();
+                assert_eq!(pacer.ask(&share, 12, now), Grant::Now(12), "a header waits");
+                let Grant::Wait(ticket) = pacer.ask(&share, 4096, now) else { return 0 };
                 small = Some(ticket);
             }
             let (served, next) = pacer.release(now);
@@ -305,9 +335,9 @@ mod tests {
     fn headers_do_not_wait_while_the_debt_is_small() {
         let start = Instant::now();
         let mut pacer = Pacer::new(MB_PER_S, start);
-        let mut share = Share::default();
+        let share = Share::default();
         let headers =
-            (0..10_000).take_while(|_| matches!(pacer.ask(&mut share, 12, start), Grant::Now(12)));
+            (0..10_000).take_while(|_| matches!(pacer.ask(&share, 12, start), Grant::Now(12)));
         // The bucket of 20 ms, and a debt of two chunks.
         assert!((4000..=4400).contains(&headers.count()));
     }
@@ -326,11 +356,11 @@ mod tests {
     fn what_was_not_sent_is_given_back_and_who_is_gone_waits_no_more() {
         let start = Instant::now();
         let mut pacer = Pacer::new(MB_PER_S, start);
-        let (mut one, mut two) = (Share::default(), Share::default());
-        assert_eq!(pacer.ask(&mut one, CHUNK, start), Grant::Now(CHUNK));
-        assert_eq!(pacer.ask(&mut one, CHUNK, start), Grant::Now(CHUNK));
-        let Grant::Wait(ticket) = pacer.ask(&mut one, CHUNK, start) else { panic!("empty") };
-        let Grant::Wait(gone) = pacer.ask(&mut two, CHUNK, start) else { panic!("empty") };
+        let (one, two) = (Share::default(), Share::default());
+        assert_eq!(pacer.ask(&one, CHUNK, start), Grant::Now(CHUNK));
+        assert_eq!(pacer.ask(&one, CHUNK, start), Grant::Now(CHUNK));
+        let Grant::Wait(ticket) = pacer.ask(&one, CHUNK, start) else { panic!("empty") };
+        let Grant::Wait(gone) = pacer.ask(&two, CHUNK, start) else { panic!("empty") };
         pacer.forget(gone);
         pacer.give_back(2 * CHUNK);
         assert_eq!(pacer.release(start), (vec![(ticket, CHUNK)], None));
